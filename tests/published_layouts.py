@@ -1,0 +1,122 @@
+"""Published runs on many GPUs: model, layout and how fast they were. What plan says of them stands in docs/planning.md.
+
+python tests/published_layouts.py            the table: measured, at best, their ratio, memory
+python tests/published_layouts.py --search   and at which place a search has each layout; minutes
+"""
+
+import argparse
+from dataclasses import dataclass
+
+from command_lines import plan
+
+from megatron_lite.config.plan import Plan, plan_stages
+from megatron_lite.config.world import World
+from megatron_lite.estimate.hardware import processor_called
+from megatron_lite.estimate.memory import predict_memory
+from megatron_lite.estimate.search import get_sizes, search
+from megatron_lite.estimate.step_time import predict_time
+from megatron_lite.units import GIB
+
+ALL_AGAIN = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+SELECTIVE = "--recompute-granularity selective --sequence-parallel --attention-backend local"
+
+
+@dataclass(frozen=True)
+class Published:
+    """One row of a paper's table."""
+
+    name: str
+    heads: int
+    hidden: int
+    layers: int
+    tensor: int
+    pipeline: int
+    gpus: int
+    batch: int
+    step_ms: float
+    words: str = ALL_AGAIN
+    micro_batch: int = 1
+    length: int = 2048
+    vocabulary: int = 51_200
+    gpu: str = "A100-80"
+    precision: str = "--fp16"
+
+    def plan(self) -> Plan:
+        flags = (
+            f"--num-layers {self.layers} --hidden-size {self.hidden} --num-attention-heads {self.heads} "
+            f"--seq-length {self.length} --max-position-embeddings {self.length} --micro-batch-size {self.micro_batch} "
+            f"--global-batch-size {self.batch} {self.precision} --tensor-model-parallel-size {self.tensor} "
+            f"--pipeline-model-parallel-size {self.pipeline} {self.words}"
+        )
+        return plan(flags, World(size=self.gpus, local_size=8, gpus=8), self.vocabulary)
+
+
+def from_flops(
+    name: str, heads: int, hidden: int, layers: int, tensor: int, pipeline: int, gpus: int, batch: int, tflops: int
+):
+    """A step of so many TFLOP/s per GPU by the paper's own count, which holds the recomputation: 96*B*s*l*h^2*(1 + s/6h + V/16lh)."""
+    length, vocabulary = 2048, 51_200
+    flops = 96 * batch * length * layers * hidden**2
+    flops *= 1 + length / (6 * hidden) + vocabulary / (16 * layers * hidden)
+    return Published(name, heads, hidden, layers, tensor, pipeline, gpus, batch, flops / gpus / tflops / 1e9)
+
+
+# Narayanan et al. 2021 (arXiv 2104.04473), table 1: weak scaling on A100 80 GB; the micro-batch is not given, 1 taken
+SC21 = [
+    from_flops("1.7B", 24, 2304, 24, 1, 1, 32, 512, 137), from_flops("3.6B", 32, 3072, 30, 2, 1, 64, 512, 138),
+    from_flops("7.5B", 32, 4096, 36, 4, 1, 128, 512, 142), from_flops("18.4B", 48, 6144, 40, 8, 1, 256, 1024, 135),
+    from_flops("39.1B", 64, 8192, 48, 8, 2, 512, 1536, 138), from_flops("76.1B", 80, 10240, 60, 8, 4, 1024, 1792, 140),
+    from_flops("145.6B", 96, 12288, 80, 8, 8, 1536, 2304, 148), from_flops("310.1B", 128, 16384, 96, 8, 16, 1920, 2160, 155),
+    from_flops("529.6B", 128, 20480, 105, 8, 35, 2520, 2520, 163), from_flops("1008B", 160, 25600, 128, 8, 64, 3072, 3072, 163),
+]  # fmt: skip
+CHUNKS3 = "--num-virtual-stages-per-pipeline-rank 3"
+# Korthikanti et al. 2022 (arXiv 2205.05198), tables 3 and 5: seconds of an iteration, all recomputed, and with sequence parallelism
+# and selective recomputation
+KORTHIKANTI = [
+    Published("22B", 64, 6144, 48, 8, 1, 8, 4, 1420, ALL_AGAIN, 4),
+    Published("22B, sp, selective", 64, 6144, 48, 8, 1, 8, 4, 1100, SELECTIVE, 4),
+    Published("175B", 96, 12288, 96, 8, 8, 64, 64, 18_130, f"{ALL_AGAIN} {CHUNKS3}"),
+    Published("175B, sp, selective", 96, 12288, 96, 8, 8, 64, 64, 13_750, f"{SELECTIVE} {CHUNKS3}"),
+    Published("530B", 128, 20480, 105, 8, 35, 280, 280, 49_050, f"{ALL_AGAIN} {CHUNKS3}"),
+    Published("530B, sp, selective", 128, 20480, 105, 8, 35, 280, 280, 37_830, f"{SELECTIVE} {CHUNKS3}"),
+    Published("1T", 160, 25600, 128, 8, 64, 512, 512, 94_420, ALL_AGAIN),
+    Published("1T, sp, selective", 160, 25600, 128, 8, 64, 512, 512, 71_490, SELECTIVE),
+]
+PUBLISHED = {"SC21": SC21, "Korthikanti 2022": KORTHIKANTI}
+
+
+def measure(run: Published) -> tuple[float, float]:
+    """(least milliseconds of a step, GiB of the stage that holds most)."""
+    one, gpu = run.plan(), processor_called(run.gpu)
+    peak = max(predict_memory(stage, gpu).peak.num_bytes for stage in plan_stages(one))
+    return predict_time(one, gpu).step_ms, peak / GIB
+
+
+def find_place(run: Published) -> str:
+    """Of the published layout among those that a search finds, the fastest first."""
+    found = search(run.plan(), processor_called(run.gpu), 0.0)
+    layouts = [get_sizes(one.plan) for one in found.best_of_layouts]
+    place = layouts.index(get_sizes(run.plan())) if get_sizes(run.plan()) in layouts else None
+    best = found.fitting[0]
+    first = f"{get_sizes(best.plan)} at {best.step_ms:,.0f} ms"
+    return f"{'not found' if place is None else place + 1} of {len(layouts)}, first {first}"
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--search", action="store_true")
+    options = parser.parse_args()
+    print("| source | model | GPUs | tp x pp | measured ms | at best ms | ratio | peak GiB |")
+    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
+    for source, runs in PUBLISHED.items():
+        for run in runs:
+            best_ms, gib = measure(run)
+            cells = (
+                f"{source} | {run.name} | {run.gpus:,} | {run.tensor} x {run.pipeline} | {run.step_ms:,.0f} | {best_ms:,.0f} | "
+                f"{run.step_ms / best_ms:.2f} | {gib:.1f}"
+            )
+            print(f"| {cells}{f' | {find_place(run)}' if options.search else ''} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

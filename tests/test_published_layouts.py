@@ -1,0 +1,52 @@
+"""Plans of published runs: no bound is beaten, what fitted fits, activations are those of the papers' formulas."""
+
+import pytest
+from published_layouts import PUBLISHED, SELECTIVE, Published, find_place, measure
+
+from megatron_lite.config.layout import Stage
+from megatron_lite.estimate.hardware import processor_called
+from megatron_lite.estimate.memory import activation_bytes, plan_micro_batch
+
+RUNS = [run for runs in PUBLISHED.values() for run in runs]
+
+
+@pytest.mark.parametrize("run", RUNS, ids=[run.name for run in RUNS])
+def test_no_published_run_beats_its_bound_and_each_fits(run):
+    best_ms, gib = measure(run)
+    assert 1.3 < run.step_ms / best_ms < 2.4
+    assert gib < (processor_called(run.gpu).memory_gib or 0.0)
+
+
+def layer_bytes(run: Published) -> float:
+    """Activations of one more layer of a rank."""
+    plan = run.plan()
+    model, layout = plan.args.model, plan.layout
+    batch = plan_micro_batch(
+        plan.shape, run.micro_batch, plan.precision, "cuda", "local", False, model.recompute_granularity, 1,
+        layout.tensor, layout.sequence_parallel,
+    )  # fmt: skip
+    one, two = (activation_bytes(batch, Stage(0, 1, (range(layers),)), 1) for layers in (1, 2))
+    return two - one
+
+
+MODELS = [run for run in PUBLISHED["Korthikanti 2022"] if "sp" not in run.name]
+
+
+@pytest.mark.parametrize("run", MODELS, ids=[run.name for run in MODELS])
+def test_a_layers_activations_are_korthikantis(run):
+    """Equations 1 to 4 and table 2: sbh (10 + 24/t + 5as/ht) with tensor, sbh/t (34 + 5as/h) with sequence parallelism, and without the
+    last term where core attention is computed again."""
+    s, h, t = run.length, run.hidden, run.tensor
+    sbh, scores = s * run.micro_batch * h, 5 * run.heads * s / h
+    for words, times in (
+        ("--attention-backend local", 10 + 24 / t + scores / t),
+        ("--attention-backend local --sequence-parallel", (34 + scores) / t),
+        (SELECTIVE, 34 / t),
+    ):
+        one = Published(run.name, run.heads, h, run.layers, t, 1, t, run.micro_batch, 1.0, words, run.micro_batch)
+        assert layer_bytes(one) == pytest.approx(sbh * times, rel=0.05), words
+
+
+def test_a_published_layout_is_found():
+    place = find_place(PUBLISHED["SC21"][0])
+    assert place.startswith("1 of "), place
