@@ -47,12 +47,12 @@ def prepared(write):
 on_gpu, on_cpu, recorded = prepared(gpu), prepared(cpu), prepared(run)
 
 
-def pipeline_run(micro_batches: int, waits_ms: list[float], **args):
-    """A run of a rank per stage, whose ordinary steps of 10 ms wait so long for other stages."""
+def pipeline_run(micro_batches: int, waits_ms: list[float], forward_ms: tuple[float, ...] = (), **args):
+    """A run of a rank per stage, whose ordinary steps of 10 ms wait so long for other stages. Four have 6 layers each."""
     stages = len(waits_ms)
     layout = {"tensor": 1, "context": 1, "data": 1, "pipeline": stages, "pipeline_rank": stages - 1}
     plan = {"layout": layout, "stage": {"number": stages - 1, "stages": stages, "chunks": ["range(0, 6)"]}}
-    lines = rank_lines([3.0] * stages)
+    lines = rank_lines(list(forward_ms) or [3.0] * stages)
     for line in lines:
         line["phases_ms"] = line["phases_ms"] | {"pipeline_wait": waits_ms}
     return recorded(ranks=lines, world=stages, batch=4 * micro_batches, plan=plan, **args)
@@ -362,6 +362,11 @@ CASES = {
     "reduce-every-micro-batch": (on_gpu(micro_batches=4, reduce="every"), on_gpu(micro_batches=4)),
     "straggler": (ranks_late(1500), ranks_late(100)),
     "pipeline-bubble": (pipeline_run(4, [4.0, 3.0, 3.0, 3.5]), pipeline_run(64, [4.0, 3.0, 3.0, 3.5])),
+    # of 5.5 + 3 ms for 6 layers; the loss of the last stage takes as long as three layers more
+    "unbalanced-stages": (
+        pipeline_run(64, [4.0, 4.0, 4.0, 0.1], (3.0, 3.0, 3.0, 7.25)),
+        pipeline_run(64, [4.0, 4.0, 4.0, 0.1], (3.0, 3.0, 3.0, 3.3)),
+    ),
     "max-connections": (
         both(on_gpu(reduce="tail"), recorded(environment=ONE_CONNECTION)),
         both(on_gpu(reduce="tail"), recorded(environment=ONE_CONNECTION, tensor_model_parallel_size=2)),
@@ -434,6 +439,7 @@ MORE_TRIGGERS = [
     ("host-gaps", python_works(4_000, "train.py(7): think")),
     ("host-gaps", small_operators(busy_us=5)),
     ("save-and-eval", saves_every(2)),
+    ("unbalanced-stages", pipeline_run(64, [4.0, 0.1, 4.0, 4.0], (3.0, 6.0, 3.0, 3.0))),  # a slow place
     ("small-buckets", gloo_after_backward(25, elements=65_536)),
     ("small-buckets", both(gloo_after_backward(25), recorded(device="cpu", parameters=4_000_000))),
     ("starved-loader", recorded(steps=ordinary_steps(phase_data=3.0))),
@@ -445,6 +451,7 @@ MORE_TRIGGERS = [
 ]
 MORE_NEAR_MISSES = [
     ("pipeline-bubble", pipeline_run(4, [4.0, 0.1, 3.0, 3.5])),
+    ("unbalanced-stages", pipeline_run(64, [1.0, 1.0, 1.0, 0.5], (3.0, 3.9, 3.0, 3.0))),
     ("pipeline-bubble", pipeline_run(16, [0.9, 0.9, 0.9, 0.9], pipeline_schedule="ZeroBubble")),
     ("busy-machine", recorded(ranks=rank_lines([3.0, 3.0]))),
     ("busy-machine", recorded(ranks=rank_lines([3.0, 3.0], **cores([None, None], [0, 0])))),
@@ -508,6 +515,7 @@ small-buckets | 0.96 |
 reduce-every-micro-batch | 1.5 |
 straggler | 1.5 | rank 1
 pipeline-bubble | 3.0 | --pipeline-schedule ZeroBubble
+unbalanced-stages | 2.8333333 | --decoder-first-pipeline-num-layers 6 --decoder-last-pipeline-num-layers 4
 max-connections | 0.8 | 2 ranks
 recompilation | 49 | iterations 9, 17, 25, 33
 first-step | 499.75 | 20,000.0 ms

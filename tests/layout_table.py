@@ -43,7 +43,8 @@ MODELS = {  # name: (flags, largest difference of a loss to one rank)
     "fp32, recomputed": ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1", 2e-6),
     "fp32, per token": ("--calculate-per-token-loss", 2e-6),
     "fp32, masked ends": ("--eod-mask-loss --reset-position-ids", 2e-6),
-    "fp32, compiled": ("--torch-compile layers --torch-compile-backend aot_eager", 2e-6),
+    # one rank compiled beside itself in another order of sums: 2.9e-6
+    "fp32, compiled": ("--torch-compile layers --torch-compile-backend aot_eager", 5e-6),
     "fp32, explicit attention": ("--attention-backend local --attention-softmax-in-fp32", 2e-6),
     # a rank's own 16-bit gradients round otherwise than one rank's, as under DistributedDataParallel
     "bf16": ("--bf16", 5e-4),

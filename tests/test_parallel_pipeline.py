@@ -208,4 +208,5 @@ def test_traces_tell_communication_apart_by_group(tmp_path):
         assert {row.group: row.per_step for row in ranks.groups} == expected
         exposed = sum(row.exposed_communication_ms for row in ranks.rows) / 4
         assert 0 < sum(row.exposed_ms for row in ranks.groups) < 1.05 * exposed
-        assert all(row.phase in ("forward", "backward") for row in ranks.collectives if row.group)
+        phases = ("forward", "backward", "pipeline_wait")  # stages send what they have computed when the turn has ended
+        assert all(row.phase in phases for row in ranks.collectives if row.group)

@@ -41,7 +41,7 @@ MAX_UNASKED_S = 10  # of a walk that nobody asked for
 END = "--"
 SHELLS = ("bash", "sh")  # may stand before a script
 WALKS_AT_ONCE = 2
-SNAPSHOT = "predicted_{}.pickle"
+SNAPSHOT = "stage_{}/predicted.pickle"
 DRIVER = Path("/proc/driver/nvidia/version")
 
 
@@ -289,6 +289,7 @@ def walk_stages(run: PlannedRun, folder: Path, processor: Processor | None) -> d
 
     def walk(plan: Plan) -> Exact:
         path = folder / SNAPSHOT.format(plan.stage.number)
+        path.parent.mkdir()
         return walk_step(dataclasses.replace(run, plan=plan), path, processor)
 
     if len(plans) == 1:

@@ -72,6 +72,7 @@ class Pipeline:
         self.chunk = 0  # of the running turn
         self.weights = WeightGradients() if stage.splits_backward else None
         self._arrived: list[Tensor] = []  # what the running turn takes
+        self._leaving: tuple[Link, Tensor] | None = None  # what it gives
         self.tell: Callable[[int, str], None] = lambda rank, what: (
             None
         )  # told whom this rank waits for, and "" when it goes on
@@ -100,6 +101,12 @@ class Pipeline:
             if self.weights is not None and not turn.is_forward and not turn.of_weights:
                 self.weights.begin()
             yield turn
+            if self._leaving is not None:
+                (link, tensor), self._leaving = self._leaving, None
+                with phase(Phase.PIPELINE_WAIT):
+                    self.tell(link.target.rank, "an earlier tensor to arrive at")
+                    link.send(tensor)
+                    self.tell(link.target.rank, "")
 
     def _ask(self, turn: Turn):
         if find_source(self.stage, turn):
@@ -115,10 +122,8 @@ class Pipeline:
         return _Send.apply(hidden_BTH, self)
 
     def hand_on(self, link: Link, tensor: Tensor):
-        """Send by a link, once what was sent before is received."""
-        self.tell(link.target.rank, "an earlier tensor to arrive at")
-        link.send(tensor)
-        self.tell(link.target.rank, "")
+        """Have a tensor sent when the turn has ended, and what was sent before is received."""
+        self._leaving = link, tensor
 
 
 class _Receive(torch.autograd.Function):

@@ -2,12 +2,15 @@
 
 import math
 from collections import defaultdict
+from collections.abc import Callable, Sequence
+from statistics import fmean, median_low
 
 from megatron_lite.analysis.findings.base import MATTERS, Evidence, Finding, build_time_finding, in_ms, rule
 from megatron_lite.analysis.findings.run_settings import argument, micro_batches, part, whole
 from megatron_lite.analysis.run.run_results import Run
 from megatron_lite.analysis.run_facts import Facts
 from megatron_lite.phases import Phase
+from megatron_lite.thresholds import is_by_chance
 
 MIN_BUBBLE = 0.10  # of a step, by the schedule: with less, what stages wait has other causes
 
@@ -64,14 +67,120 @@ def find_pipeline_bubble(facts: Facts) -> Finding | None:
 def _measure_waits(run: Run) -> dict[int, float]:
     """By stage, what its ranks wait for other stages per step, ms; {} where nothing tells."""
     waits = run.ranks.own_ms(Phase.PIPELINE_WAIT.value) if run.ranks is not None else ()
+    return _group_by_stage(run, waits, fmean)
+
+
+def _group_by_stage(run: Run, of_ranks: Sequence[float], summarize: Callable[[list[float]], float]) -> dict[int, float]:
     by_stage: dict[int, list[float]] = defaultdict(list)
-    for stage, ms in zip(run.stages, waits):
+    for stage, ms in zip(run.stages, of_ranks):
         by_stage[stage].append(ms)
-    means = {stage: sum(own) / len(own) for stage, own in by_stage.items()}
-    return {} if any(map(math.isnan, means.values())) else means
+    found = {stage: summarize(own) for stage, own in by_stage.items()}
+    return {} if any(map(math.isnan, found.values())) else found
 
 
 def _measure_bubble(stages: int, number: int, pieces: int) -> float:
     """Share of a step that a stage waits by the schedule, with so many micro-batches."""
     waited = (stages - 1) / pieces
     return waited / (number + waited)
+
+
+MIN_SLOWER = 1.2  # times the other stages' time for each layer: a place that is slow
+
+
+@rule("unbalanced-stages", "a stage of the pipeline that takes longer than the others")
+def find_unbalanced_stages(facts: Facts) -> Finding | None:
+    """One stage has more to do than the others, or does it more slowly.
+
+    Meaning: every micro-batch goes through all stages, so that the slowest one sets the pace of all, however many micro-batches
+        there are. The first stage has the embedding beside its layers, the last one the output layer and the loss, which with
+        a large vocabulary take as long as several layers.
+    Measured: every rank's median time in forward and backward over the run's ordinary steps, without its waiting for other
+        stages; of a stage the usual rank's. What embedding and loss take is what the ends need beyond the time of their layers.
+    Cost: by how much the slowest stage would be faster with the layers moved; where it has no more of them than others, what
+        it takes longer than the median stage.
+    Do: move layers away from the stage, with the flags that the finding names. A stage between the ends that has no more
+        layers than others runs at a slow place: look at its GPUs, or swap the node.
+    Flags: --decoder-first-pipeline-num-layers, --decoder-last-pipeline-num-layers.
+    False alarm: a machine that others use, too; ranks of one machine share its cores.
+    """
+    run, layers = facts.run, _list_layers(facts)
+    own_ms = _measure_own(run) if run is not None else {}
+    step_ms = run.steady_step_ms if run is not None else None
+    if run is None or run.ranks is None or len(own_ms) < 2 or len(layers) != len(own_ms) or not step_ms:
+        return None
+    slowest = max(own_ms, key=lambda stage: own_ms[stage])
+    others = [ms / layers[stage] for stage, ms in own_ms.items() if stage != slowest]
+    takes = ", ".join(f"stage {stage + 1} {in_ms(ms)} ({layers[stage]})" for stage, ms in sorted(own_ms.items()))
+    seen = Evidence(f"forward and backward of a step (layers): {takes} (medians in steps.jsonl)")
+    better, faster_ms = _move_layers(own_ms, layers) if not _has_chunks(facts) else (layers, own_ms[slowest])
+    cost_ms, rank = own_ms[slowest] - faster_ms, run.stages.index(slowest)
+    if better != layers and cost_ms >= MATTERS * step_ms and not is_by_chance(cost_ms, run.ranks.without_core):
+        flags = [f"--decoder-{end}-pipeline-num-layers {number}" for end, number in _name_ends(better)]
+        moved = Evidence(f"with {', '.join(map(str, better))} layers the slowest would take {in_ms(faster_ms)}")
+        advice = f"move layers from stage {slowest + 1}: {' '.join(flags) or 'as many in each stage'}"
+        return build_time_finding(cost_ms, [seen, moved], advice, tuple(flags), rank=rank)
+    usual = median_low(others) * layers[slowest]
+    cost_ms = own_ms[slowest] - usual
+    is_end = slowest in (0, len(layers) - 1)
+    if is_end or own_ms[slowest] < MIN_SLOWER * usual or cost_ms < MATTERS * step_ms:
+        return None
+    if is_by_chance(cost_ms, run.ranks.without_core):
+        return None
+    why = Evidence(
+        f"stage {slowest + 1} has no more layers than others, and takes {in_ms(cost_ms)} longer than they would"
+    )
+    advice = f"look at the GPUs of stage {slowest + 1} (rank {rank} on): clocks, another process; or swap the node"
+    return build_time_finding(cost_ms, [seen, why], advice, (), rank=rank)
+
+
+def _measure_own(run: Run) -> dict[int, float]:
+    """By stage, what the usual one of its ranks computes per step, ms; {} where nothing tells."""
+    if run.ranks is None:
+        return {}
+    forward, backward = Phase.FORWARD.value, Phase.BACKWARD.value
+    whole_ms = run.ranks.gpu_phases_ms.get(backward) or run.ranks.phases_ms.get(backward, ())
+    own_ms = run.ranks.own_ms(backward) or whole_ms  # of ranks that wait for others' gradients in backward
+    parts = zip(run.ranks.own_ms(forward), own_ms, whole_ms)
+    of_ranks = [ahead + (whole if math.isnan(own) else own) for ahead, own, whole in parts]
+    return _group_by_stage(run, of_ranks, median_low)
+
+
+def _list_layers(facts: Facts) -> list[int]:
+    """Of each stage, by the flags; [] where they do not tell."""
+    number, stages = whole(part(facts, "shape", "num_layers")), whole(part(facts, "layout", "pipeline"))
+    if not number or not stages or stages < 2:
+        return []
+    first, last = (whole(argument(facts, f"decoder_{end}_pipeline_num_layers")) for end in ("first", "last"))
+    equal = (number - (first or 0) - (last or 0)) // max(stages - bool(first) - bool(last), 1)
+    return [first or equal, *[equal] * (stages - 2), last or equal]
+
+
+def _has_chunks(facts: Facts) -> bool:
+    chunks = part(facts, "stage", "chunks")
+    return isinstance(chunks, list) and len(chunks) > 1
+
+
+def _name_ends(layers: list[int]) -> list[tuple[str, int]]:
+    """Those that have to be named, so that the others get equal shares of the rest."""
+    if len(layers) == 2:
+        return [("last", layers[1])] if layers[0] != layers[1] else []
+    return [(end, number) for end, number in (("first", layers[0]), ("last", layers[-1])) if number != layers[1]]
+
+
+def _move_layers(own_ms: dict[int, float], layers: list[int]) -> tuple[list[int], float]:
+    """(layers of each stage with which the slowest takes least, its time): the ends may have other numbers than those between."""
+    stages, number = len(layers), sum(layers)
+    between = [own_ms[stage] / layers[stage] for stage in range(1, stages - 1)]
+    each = median_low(between) if between else min(own_ms[stage] / layers[stage] for stage in range(stages))
+    ends = [max(own_ms[stage] - each * layers[stage], 0.0) for stage in (0, stages - 1)]
+    best = layers, max(own_ms.values())
+    for first in range(1, number):
+        for last in range(1, number - first + 1):
+            rest = number - first - last
+            if stages == 2 and rest or stages > 2 and (rest % (stages - 2) or not rest):
+                continue
+            inner = rest // (stages - 2) if stages > 2 else 0
+            slowest = max(ends[0] + each * first, ends[1] + each * last, each * inner)
+            if slowest < best[1] * (1 - 1e-6):
+                best = [first, *[inner] * (stages - 2), last], slowest
+    return best
