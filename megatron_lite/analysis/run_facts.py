@@ -1,11 +1,13 @@
 """All that was found out about one run, for the rules and the renderers."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from megatron_lite.analysis.kernels.kernel_results import RankKernels
 from megatron_lite.analysis.memory.memory_results import LedgerRow, Snapshot, TraceMemory
 from megatron_lite.analysis.ranks.rank_results import Ranks
+from megatron_lite.analysis.run.pipeline_times import PipelineTimes, measure_pipeline
 from megatron_lite.analysis.run.run_results import Run
 from megatron_lite.analysis.time.time_results import Placing, RankTime
 from megatron_lite.analysis.trace.columns import Trace
@@ -97,3 +99,8 @@ class Facts:
     def plan(self) -> dict[str, Any]:
         """The run's plan (flags as resolved); {} for foreign runs."""
         return self.run.plan if self.run else {}
+
+    @cached_property
+    def pipeline(self) -> PipelineTimes | None:
+        """Of a run with several stages, where the times of all are known."""
+        return measure_pipeline(self.run) if self.run else None

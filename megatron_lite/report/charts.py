@@ -342,8 +342,47 @@ def step_bars(report: Report) -> Figure | None:
     return Figure("Where a step of each rank goes, in milliseconds", data, look)
 
 
+TURN_COLORS = {"forward": BLUE, "backward": ORANGE, "weights": GREY}
+
+
+def schedule_chart(report: Report) -> Figure | None:
+    """A row per stage, a bar per turn of the schedule, with the stages' measured times."""
+    found = report.facts.pipeline
+    if found is None or not found.turns:
+        return None
+    data = []
+    for kind, color in TURN_COLORS.items():
+        turns = [one for one in found.turns if one.kind == kind]
+        bars = {
+            "type": "bar",
+            "orientation": "h",
+            "name": kind,
+            "y": [f"stage {one.stage + 1}" for one in turns],
+            "base": [one.start_ms for one in turns],
+            "x": [one.end_ms - one.start_ms for one in turns],
+            "customdata": [one.micro_batch + 1 for one in turns],
+            "marker": {"color": color, "line": {"color": CARD, "width": 1}},
+            "hovertemplate": f"micro-batch %{{customdata}}, {kind}: %{{x:.2f}} ms from %{{base:.2f}} ms<extra>%{{y}}</extra>",
+        }
+        data += [bars] if turns else []
+    y = axis(autorange="reversed", type="category", showgrid=False)
+    look = layout(
+        80 + 28 * len(found.stages),
+        axis("ms of a step, with the stages' measured times"),
+        y,
+        barmode="overlay",
+        bargap=0.25,
+    )
+    return Figure(
+        "The schedule of the pipeline: which micro-batch each stage computes when, and where it waits", data, look
+    )
+
+
 def build_charts(report: Report) -> dict[str, Figure]:
     """Section.key: its chart; none where the bars of a table show as much."""
-    makers = {"step": step_bars, "phases": timeline, "roofline": roofline, "memory": memory_curve, "run": run_steps}
+    makers = {
+        "step": step_bars, "phases": timeline, "roofline": roofline, "memory": memory_curve, "pipeline": schedule_chart,
+        "run": run_steps,
+    }  # fmt: skip
     made = {key: make(report) for key, make in makers.items()}
     return {key: figure for key, figure in made.items() if figure is not None}

@@ -56,6 +56,7 @@ def as_json(report: Report) -> dict[str, Any]:
         "traced_memory": lists["traced_memory"],
         "predicted": plain(facts.predicted),
         "run": run,
+        "pipeline": plain(facts.pipeline),
         "gaps": build_limitations(report),
         "shortened": shortened,
     }

@@ -1,15 +1,17 @@
 """Stages of a pipeline that wait for each other."""
 
-import math
-from collections import defaultdict
-from collections.abc import Callable, Sequence
-from statistics import fmean, median_low
+from statistics import median_low
 
 from megatron_lite.analysis.findings.base import MATTERS, Evidence, Finding, build_time_finding, in_ms, rule
 from megatron_lite.analysis.findings.run_settings import argument, micro_batches, part, whole
+from megatron_lite.analysis.run.pipeline_times import (
+    count_chunks,
+    list_layers,
+    measure_bubble,
+    measure_own_times,
+)
 from megatron_lite.analysis.run.run_results import Run
 from megatron_lite.analysis.run_facts import Facts
-from megatron_lite.phases import Phase
 from megatron_lite.thresholds import is_by_chance
 
 MIN_BUBBLE = 0.10  # of a step, by the schedule: with less, what stages wait has other causes
@@ -33,14 +35,15 @@ def find_pipeline_bubble(facts: Facts) -> Finding | None:
     False alarm: a global batch that may not grow, of micro-batches that are as small as the GPU bears.
     """
     run, number = facts.run, micro_batches(facts)
-    waits_ms = _measure_waits(run) if run is not None else {}
+    measured = facts.pipeline
+    waits_ms = {one.stage: one.wait_ms for one in measured.stages} if measured else {}
     stages, step_ms = len(waits_ms), run.steady_step_ms if run is not None else None
     if stages < 2 or not number or not step_ms:
         return None
-    chunks = part(facts, "stage", "chunks")
-    pieces = max(len(chunks), 1) if isinstance(chunks, list) else 1
+    assert run is not None  # where stages were found
+    pieces = count_chunks(run)
     fills = argument(facts, "pipeline_schedule") == "ZeroBubble"
-    bubble = _measure_bubble(stages, number, 3 * pieces if fills else pieces)
+    bubble = measure_bubble(stages, number, 3 * pieces if fills else pieces)
     cost_ms = min(min(waits_ms.values()), bubble * step_ms)
     if bubble < MIN_BUBBLE or cost_ms < MATTERS * step_ms:
         return None
@@ -50,38 +53,18 @@ def find_pipeline_bubble(facts: Facts) -> Finding | None:
         flags.append(f"--micro-batch-size {size // 2}")
     if not fills and pieces == 1:
         flags.append("--pipeline-schedule ZeroBubble")
-    options = [f"--global-batch-size {4 * batch} ({_measure_bubble(stages, 4 * number, pieces):.0%} of a step)"]
+    options = [f"--global-batch-size {4 * batch} ({measure_bubble(stages, 4 * number, pieces):.0%} of a step)"]
     options += [f"{flags[1]} if the GPU stays busy"] if size > 1 else []
-    options += [f"{flags[-1]} ({_measure_bubble(stages, number, 3):.0%} at best)"] if not fills and pieces == 1 else []
+    options += [f"{flags[-1]} ({measure_bubble(stages, number, 3):.0%} at best)"] if not fills and pieces == 1 else []
     formula = f"{number} micro-batches on {stages} stages{f' of {pieces} chunks' if pieces > 1 else ''}"
     seen = Evidence(f"{formula}: by the schedule each stage waits {bubble:.0%} of a step, however fast it is")
     least = min(waits_ms, key=lambda stage: waits_ms[stage])
     most = max(waits_ms, key=lambda stage: waits_ms[stage])
-    measured = Evidence(
+    seen_waits = Evidence(
         f"stage {least + 1} waits least, {in_ms(waits_ms[least])} of a step of {in_ms(step_ms)}; stage {most + 1} most, "
         f"{in_ms(waits_ms[most])} (medians in steps.jsonl)"
     )
-    return build_time_finding(cost_ms, [seen, measured], "; or ".join(options), tuple(flags))
-
-
-def _measure_waits(run: Run) -> dict[int, float]:
-    """By stage, what its ranks wait for other stages per step, ms; {} where nothing tells."""
-    waits = run.ranks.own_ms(Phase.PIPELINE_WAIT.value) if run.ranks is not None else ()
-    return _group_by_stage(run, waits, fmean)
-
-
-def _group_by_stage(run: Run, of_ranks: Sequence[float], summarize: Callable[[list[float]], float]) -> dict[int, float]:
-    by_stage: dict[int, list[float]] = defaultdict(list)
-    for stage, ms in zip(run.stages, of_ranks):
-        by_stage[stage].append(ms)
-    found = {stage: summarize(own) for stage, own in by_stage.items()}
-    return {} if any(map(math.isnan, found.values())) else found
-
-
-def _measure_bubble(stages: int, number: int, pieces: int) -> float:
-    """Share of a step that a stage waits by the schedule, with so many micro-batches."""
-    waited = (stages - 1) / pieces
-    return waited / (number + waited)
+    return build_time_finding(cost_ms, [seen, seen_waits], "; or ".join(options), tuple(flags))
 
 
 MIN_SLOWER = 1.2  # times the other stages' time for each layer: a place that is slow
@@ -103,8 +86,8 @@ def find_unbalanced_stages(facts: Facts) -> Finding | None:
     Flags: --decoder-first-pipeline-num-layers, --decoder-last-pipeline-num-layers.
     False alarm: a machine that others use, too; ranks of one machine share its cores.
     """
-    run, layers = facts.run, _list_layers(facts)
-    own_ms = _measure_own(run) if run is not None else {}
+    run = facts.run
+    layers, own_ms = (list_layers(run), _measure_own(run)) if run is not None else ([], {})
     step_ms = run.steady_step_ms if run is not None else None
     if run is None or run.ranks is None or len(own_ms) < 2 or len(layers) != len(own_ms) or not step_ms:
         return None
@@ -112,7 +95,7 @@ def find_unbalanced_stages(facts: Facts) -> Finding | None:
     others = [ms / layers[stage] for stage, ms in own_ms.items() if stage != slowest]
     takes = ", ".join(f"stage {stage + 1} {in_ms(ms)} ({layers[stage]})" for stage, ms in sorted(own_ms.items()))
     seen = Evidence(f"forward and backward of a step (layers): {takes} (medians in steps.jsonl)")
-    better, faster_ms = _move_layers(own_ms, layers) if not _has_chunks(facts) else (layers, own_ms[slowest])
+    better, faster_ms = _move_layers(own_ms, layers) if count_chunks(run) == 1 else (layers, own_ms[slowest])
     cost_ms, rank = own_ms[slowest] - faster_ms, run.stages.index(slowest)
     if better != layers and cost_ms >= MATTERS * step_ms and not is_by_chance(cost_ms, run.ranks.without_core):
         flags = [f"--decoder-{end}-pipeline-num-layers {number}" for end, number in _name_ends(better)]
@@ -135,29 +118,8 @@ def find_unbalanced_stages(facts: Facts) -> Finding | None:
 
 def _measure_own(run: Run) -> dict[int, float]:
     """By stage, what the usual one of its ranks computes per step, ms; {} where nothing tells."""
-    if run.ranks is None:
-        return {}
-    forward, backward = Phase.FORWARD.value, Phase.BACKWARD.value
-    whole_ms = run.ranks.gpu_phases_ms.get(backward) or run.ranks.phases_ms.get(backward, ())
-    own_ms = run.ranks.own_ms(backward) or whole_ms  # of ranks that wait for others' gradients in backward
-    parts = zip(run.ranks.own_ms(forward), own_ms, whole_ms)
-    of_ranks = [ahead + (whole if math.isnan(own) else own) for ahead, own, whole in parts]
-    return _group_by_stage(run, of_ranks, median_low)
-
-
-def _list_layers(facts: Facts) -> list[int]:
-    """Of each stage, by the flags; [] where they do not tell."""
-    number, stages = whole(part(facts, "shape", "num_layers")), whole(part(facts, "layout", "pipeline"))
-    if not number or not stages or stages < 2:
-        return []
-    first, last = (whole(argument(facts, f"decoder_{end}_pipeline_num_layers")) for end in ("first", "last"))
-    equal = (number - (first or 0) - (last or 0)) // max(stages - bool(first) - bool(last), 1)
-    return [first or equal, *[equal] * (stages - 2), last or equal]
-
-
-def _has_chunks(facts: Facts) -> bool:
-    chunks = part(facts, "stage", "chunks")
-    return isinstance(chunks, list) and len(chunks) > 1
+    forward_ms, backward_ms = measure_own_times(run)
+    return {stage: forward_ms[stage] + backward_ms[stage] for stage in forward_ms if stage in backward_ms}
 
 
 def _name_ends(layers: list[int]) -> list[tuple[str, int]]:

@@ -118,6 +118,35 @@ def ranks_section(report: Report, everything: bool) -> Section | None:
     return Section("ranks", "Ranks", of, [Lines(texts), table])
 
 
+def pipeline_section(report: Report, everything: bool) -> Section | None:
+    """Each stage's own work and waiting, beside what the schedule makes of these times at best."""
+    found = report.facts.pipeline
+    if found is None:
+        return None
+    step_ms = max(one.own_ms + one.wait_ms for one in found.stages)
+    shown, hidden = limit_rows(found.stages, MAX_RANKS, everything)
+    write = partial(milliseconds, of=step_ms)
+    rows = [
+        [
+            str(one.stage + 1),
+            str(one.layers),
+            *map(write, (one.forward_ms, one.backward_ms, one.wait_ms, one.ideal_wait_ms)),
+        ]
+        for one in shown
+    ]
+    table = Table(rows, "rrrrrr", ["stage", "layers", "forward", "backward", "waits", "at best"], hidden=hidden)
+    several = f" of {found.chunks} chunks" if found.chunks > 1 else ""
+    slowest = max(found.stages, key=lambda one: one.own_ms)
+    ideal, more = write(found.ideal_ms), write(max(step_ms - found.ideal_ms, 0.0))
+    alone = f"with these times the schedule alone takes {ideal} ms, {more} ms less than was measured"
+    texts = [
+        f"by the schedule equal stages{several} wait {percent(found.bubble)} of a step",
+        f"stage {slowest.stage + 1} computes longest, {write(slowest.own_ms)} ms; {alone}",
+    ]
+    of = f"ms per step of {found.micro_batches} micro-batches; at best: waiting that the schedule brings"
+    return Section("pipeline", "Pipeline", of, [table, Lines(texts)])
+
+
 def collectives_section(report: Report, everything: bool) -> Section | None:
     """By kind and size: time in the kernel, of it transfer and waiting, what is not hidden, bus bandwidth."""
     ranks = report.facts.ranks
@@ -221,6 +250,7 @@ SECTIONS = (
     roofline_section,
     memory_section,
     prediction_section,
+    pipeline_section,
     ranks_section,
     collectives_section,
     run_section,

@@ -1,0 +1,144 @@
+"""Where the time of a pipeline's stages goes: their own work, their waiting, and what the schedule makes of it at best."""
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import fmean, median_low
+from typing import Any
+
+from megatron_lite.analysis.run.run_results import Run
+from megatron_lite.phases import Phase
+
+MAX_TURNS = 3000  # of a chart
+
+
+@dataclass(frozen=True)
+class StageTimes:
+    """Of the usual rank of a stage, ms per ordinary step."""
+
+    stage: int  # from 0
+    layers: int
+    forward_ms: float
+    backward_ms: float
+    wait_ms: float  # for other stages, mean of its ranks
+    ideal_wait_ms: float  # that the schedule brings with it, with these stages' own times
+
+    @property
+    def own_ms(self) -> float:
+        return self.forward_ms + self.backward_ms
+
+
+@dataclass(frozen=True)
+class DrawnTurn:
+    """Of the ideal schedule, milliseconds from its start."""
+
+    stage: int
+    kind: str  # forward | backward | weights
+    micro_batch: int  # from 0
+    start_ms: float
+    end_ms: float
+
+
+@dataclass(frozen=True)
+class PipelineTimes:
+    """One step of a pipeline, measured beside what its schedule allows."""
+
+    stages: tuple[StageTimes, ...]
+    micro_batches: int
+    chunks: int
+    bubble: float  # share of a step that equal stages would wait, by formula
+    ideal_ms: float  # a step of these stages, if nothing but the schedule delayed them
+    turns: tuple[DrawnTurn, ...]  # of the ideal step; () where they are too many to draw
+
+
+def measure_pipeline(run: Run) -> PipelineTimes | None:
+    """None where the run has no pipeline, or its files do not tell."""
+    waits = group_by_stage(run, run.ranks.own_ms(Phase.PIPELINE_WAIT.value), fmean) if run.ranks is not None else {}
+    forward_ms, backward_ms = measure_own_times(run)
+    layers, batch = list_layers(run), run.plan.get("batch")
+    size = (batch.get("final") if isinstance(batch, dict) else None) or 0
+    micro_batches = size // max(run.args.get("micro_batch_size") or 1, 1) // max(_get_layout(run).get("data", 1), 1)
+    if not waits or not micro_batches or not len(waits) == len(forward_ms) == len(layers):
+        return None
+    from megatron_lite.config.layout import ZERO_BUBBLE, Stage
+    from megatron_lite.config.simulated_schedule import TurnTimes, simulate_schedule
+
+    number, chunks, splits = len(layers), count_chunks(run), run.args.get("pipeline_schedule") == ZERO_BUBBLE
+    stages = [Stage(stage, number, (range(0),) * chunks, splits) for stage in range(number)]
+    turns_each = micro_batches * chunks
+    times = []
+    for stage in range(number):
+        back = backward_ms[stage] / turns_each / (2 if splits else 1)
+        times.append(TurnTimes(forward_ms[stage] / turns_each, back, back))
+    timed = simulate_schedule(stages, micro_batches, times)
+    ideal_ms = max(one.end for one in timed)
+    kinds = {True: "forward", False: "backward"}
+    drawn = [
+        DrawnTurn(one.stage, "weights" if one.turn.of_weights else kinds[one.turn.is_forward], one.turn.micro_batch, one.start, one.end)
+        for one in timed
+    ]  # fmt: skip
+    return PipelineTimes(
+        stages=tuple(
+            StageTimes(
+                stage, layers[stage], forward_ms[stage], backward_ms[stage], waits[stage],
+                ideal_ms - forward_ms[stage] - backward_ms[stage],
+            )
+            for stage in range(number)
+        ),
+        micro_batches=micro_batches,
+        chunks=chunks,
+        bubble=measure_bubble(number, micro_batches, 3 * chunks if splits else chunks),
+        ideal_ms=ideal_ms,
+        turns=tuple(drawn) if len(drawn) <= MAX_TURNS else (),
+    )  # fmt: skip
+
+
+def measure_bubble(stages: int, number: int, pieces: int) -> float:
+    """Share of a step that a stage waits by the schedule, with so many micro-batches, in so many pieces each."""
+    waited = (stages - 1) / pieces
+    return waited / (number + waited)
+
+
+def group_by_stage(run: Run, of_ranks: Sequence[float], summarize: Callable[[list[float]], float]) -> dict[int, float]:
+    """{} where nothing tells."""
+    by_stage: dict[int, list[float]] = defaultdict(list)
+    for stage, ms in zip(run.stages, of_ranks):
+        by_stage[stage].append(ms)
+    found = {stage: summarize(own) for stage, own in by_stage.items()}
+    return {} if any(map(math.isnan, found.values())) else found
+
+
+def measure_own_times(run: Run) -> tuple[dict[int, float], dict[int, float]]:
+    """By stage, (forward, backward) of the usual one of its ranks, ms per step; {} where nothing tells."""
+    if run.ranks is None:
+        return {}, {}
+    backward = Phase.BACKWARD.value
+    whole_ms = run.ranks.gpu_phases_ms.get(backward) or run.ranks.phases_ms.get(backward, ())
+    own_ms = run.ranks.own_ms(backward) or whole_ms  # of ranks that wait for others' gradients in backward
+    backward_ms = [whole if math.isnan(own) else own for own, whole in zip(own_ms, whole_ms)]
+    forward_ms = run.ranks.own_ms(Phase.FORWARD.value)
+    return group_by_stage(run, forward_ms, median_low), group_by_stage(run, backward_ms, median_low)
+
+
+def list_layers(run: Run) -> list[int]:
+    """Of each stage, by the flags; [] where they do not tell."""
+    shape, stages = run.plan.get("shape"), _get_layout(run).get("pipeline", 1)
+    number = shape.get("num_layers") if isinstance(shape, dict) else None
+    if not number or stages < 2:
+        return []
+    first, last = (run.args.get(f"decoder_{end}_pipeline_num_layers") for end in ("first", "last"))
+    equal = (number - (first or 0) - (last or 0)) // max(stages - bool(first) - bool(last), 1)
+    return [first or equal, *[equal] * (stages - 2), last or equal]
+
+
+def count_chunks(run: Run) -> int:
+    """Of each stage's layers."""
+    stage = run.plan.get("stage")
+    chunks = stage.get("chunks") if isinstance(stage, dict) else None
+    return max(len(chunks), 1) if isinstance(chunks, list) else 1
+
+
+def _get_layout(run: Run) -> dict[str, Any]:
+    found = run.plan.get("layout")
+    return found if isinstance(found, dict) else {}

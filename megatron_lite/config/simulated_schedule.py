@@ -1,0 +1,55 @@
+"""A pipeline's schedule with times: when each stage computes each turn, if nothing but the turns before it delays it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron_lite.config.layout import Stage, Turn, find_source, order_turns
+
+
+@dataclass(frozen=True)
+class TimedTurn:
+    """A turn of a stage."""
+
+    stage: int
+    turn: Turn
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class TurnTimes:
+    """How long one turn of a stage takes, of one chunk and one micro-batch."""
+
+    forward: float
+    backward: float
+    weights: float = 0.0  # that part of backward which comes later, where it is split
+
+
+def simulate_schedule(stages: Sequence[Stage], micro_batches: int, times: Sequence[TurnTimes]) -> list[TimedTurn]:
+    """All turns of all stages, by start. What stages send each other takes no time."""
+    orders = [order_turns(stage, micro_batches) for stage in stages]
+    done: list[dict[Turn, float]] = [{} for _ in stages]
+    free, at = [0.0] * len(stages), [0] * len(stages)
+    found: list[TimedTurn] = []
+    goes_on = True
+    while goes_on:
+        goes_on = False
+        for number, stage in enumerate(stages):
+            while at[number] < len(orders[number]):
+                turn = orders[number][at[number]]
+                source = find_source(stage, turn)
+                if source is not None and source[1] not in done[source[0]]:
+                    break
+                arrived = done[source[0]][source[1]] if source is not None else 0.0
+                start = max(free[number], arrived)
+                end = start + _get_time(times[number], turn)
+                found.append(TimedTurn(number, turn, start, end))
+                done[number][turn] = free[number] = end
+                at[number], goes_on = at[number] + 1, True
+    return sorted(found, key=lambda one: (one.start, one.stage))
+
+
+def _get_time(times: TurnTimes, turn: Turn) -> float:
+    if turn.is_forward:
+        return times.forward
+    return times.weights if turn.of_weights else times.backward
