@@ -134,3 +134,34 @@ def test_a_pipelines_stages_are_listed_heaviest_first(capsys, tmp_path):
     [table] = [part for part in shown.split("\n\n") if part.startswith("Memory by stage")]
     assert table.splitlines()[2].split()[0] == "1"
     assert planned_run([*words, "--seed", "2"], 4).plan.stage.number == 0
+
+
+def test_the_page_has_pictures_of_stages_schedule_and_layouts(capsys, tmp_path):
+    path, words = tmp_path / "plan.html", [*argv(MODEL), "--vocab-size", "50256"]
+    assert (
+        main(
+            [
+                "plan",
+                "--gpu",
+                "A100-40",
+                "--gpus",
+                "4",
+                "--page",
+                str(path),
+                *words,
+                "--pipeline-model-parallel-size",
+                "4",
+            ]
+        )
+        == 0
+    )
+    page = path.read_text()
+    assert f"written: {path}" in capsys.readouterr().out
+    charts = json.loads(page.partition('id="charts">')[2].partition("</script>")[0])
+    assert set(charts) == {"stages", "schedule"} and "Time of a step at best" in page
+    assert [bar["name"] for bar in charts["stages"]["data"]] == ["state", "activations", "logits", "other"]
+    assert sum(len(bars["x"]) for bars in charts["schedule"]["data"]) == 2 * 4 * 32
+    assert main(["plan", "--search", "--gpu", "A100-40", "--gpus", "8", "--page", str(path), *words]) == 0
+    charts = json.loads(path.read_text().partition('id="charts">')[2].partition("</script>")[0])
+    every, front = charts["layouts"]["data"]
+    assert len(every["x"]) > len(front["x"]) > 2 and "fastest that fits" in path.read_text()

@@ -17,7 +17,7 @@ from megatron_lite.report.sections.all import pipeline_section
 def take(stages: int, micro_batches: int, times: TurnTimes, chunks: int = 1, splits: bool = False) -> float:
     """How long all turns take."""
     all_stages = [Stage(number, stages, (range(1),) * chunks, splits) for number in range(stages)]
-    return max(one.end for one in simulate_schedule(all_stages, micro_batches, [times] * stages))
+    return max(one.end_ms for one in simulate_schedule(all_stages, micro_batches, [times] * stages))
 
 
 @pytest.mark.parametrize(("stages", "micro_batches"), [(2, 2), (2, 7), (4, 4), (4, 16), (8, 32)])
@@ -38,10 +38,10 @@ def test_no_stage_does_two_things_at_once_and_all_waiting_is_a_slower_stages():
     timed = simulate_schedule(stages, 10, times)
     for number in range(3):
         own = [one for one in timed if one.stage == number]
-        assert len(own) == 20 and all(after.start >= before.end for before, after in itertools.pairwise(own))
+        assert len(own) == 20 and all(after.start_ms >= before.end_ms for before, after in itertools.pairwise(own))
     slow = [one for one in timed if one.stage == 1]
-    assert sum(after.start - before.end for before, after in itertools.pairwise(slow)) == 0.0
-    assert max(one.end for one in timed) == pytest.approx(1 + 10 * 9 + 2)
+    assert sum(after.start_ms - before.end_ms for before, after in itertools.pairwise(slow)) == 0.0
+    assert max(one.end_ms for one in timed) == pytest.approx(1 + 10 * 9 + 2)
 
 
 def test_the_report_shows_stages_beside_the_schedule(tmp_path):

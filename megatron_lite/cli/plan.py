@@ -15,7 +15,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from megatron_lite.cli.launcher import begins_command, split_at_trainer
-from megatron_lite.cli.parser import Parser, write_json
+from megatron_lite.cli.parser import Parser, write_json, write_text
 from megatron_lite.cli.planned_run import PlannedRun, is_script, planned_run
 from megatron_lite.config.environment import hints
 from megatron_lite.config.flops import step_flops
@@ -81,6 +81,10 @@ def run(argv: list[str]):
         from megatron_lite.report.plan_json import as_json
 
         more = [*more, *write_json(options.json, as_json(report))]
+    if options.page:
+        from megatron_lite.report.plan_page import plan_page
+
+        more = [*more, "", write_text("--page", options.page, plan_page(report))]
     print_lines([*plan_lines(report, style, options.why), *more])
     if not (options.exact or options.inference or options.search) and can_walk_unasked(sys.stdout):
         # the answer stands: where somebody looks on, the walk of the real step follows, if it takes seconds
@@ -138,6 +142,7 @@ def _parser() -> Parser:
     add("--context", type=int, metavar="N", help="with --inference: tokens of each [--seq-length]")
     add("--env", action="store_true", help="what in flags and environment variables can cost something")
     add("--all", action="store_true", help="all rows of tables that are cut off")
+    add("--page", metavar="FILE", help="all of it as a page with charts")
     add("--json", metavar="FILE", help="all of it, for programs")
     return parser
 

@@ -8,17 +8,18 @@ from megatron_lite.config.layout import Stage, Turn, find_source, order_turns
 
 @dataclass(frozen=True)
 class TimedTurn:
-    """A turn of a stage."""
+    """What a stage computes, milliseconds from the schedule's start."""
 
-    stage: int
-    turn: Turn
-    start: float
-    end: float
+    stage: int  # from 0
+    kind: str  # forward | backward | weights
+    micro_batch: int  # from 0
+    start_ms: float
+    end_ms: float
 
 
 @dataclass(frozen=True)
 class TurnTimes:
-    """How long one turn of a stage takes, of one chunk and one micro-batch."""
+    """How long one turn of a stage takes, of one chunk and one micro-batch, ms."""
 
     forward: float
     backward: float
@@ -42,14 +43,9 @@ def simulate_schedule(stages: Sequence[Stage], micro_batches: int, times: Sequen
                     break
                 arrived = done[source[0]][source[1]] if source is not None else 0.0
                 start = max(free[number], arrived)
-                end = start + _get_time(times[number], turn)
-                found.append(TimedTurn(number, turn, start, end))
+                kind = "forward" if turn.is_forward else "weights" if turn.of_weights else "backward"
+                end = start + getattr(times[number], kind)
+                found.append(TimedTurn(number, kind, turn.micro_batch, start, end))
                 done[number][turn] = free[number] = end
                 at[number], goes_on = at[number] + 1, True
-    return sorted(found, key=lambda one: (one.start, one.stage))
-
-
-def _get_time(times: TurnTimes, turn: Turn) -> float:
-    if turn.is_forward:
-        return times.forward
-    return times.weights if turn.of_weights else times.backward
+    return sorted(found, key=lambda one: (one.start_ms, one.stage))

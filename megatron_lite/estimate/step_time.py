@@ -74,7 +74,7 @@ def predict_time(plan: Plan, processor: Processor) -> TimePrediction:
     found = [(predict_stage_time(one, processor), times) for one, times in kinds]
     slowest = max((time for time, _ in found), key=lambda one: one.step_ms)
     passes = plan.batch.final // plan.samples_per_pass
-    others = sum(_sum_micro_batches(time) * (times - (time is slowest)) for time, times in found)
+    others = sum(sum_micro_batches(time) * (times - (time is slowest)) for time, times in found)
     stages, chunks = plan.layout.pipeline, len(plan.stage.chunks)
     formula = f"forward and backward of one of {passes} micro-batches on the other {stages - 1} of {stages} stages"
     formula += f", of one of {chunks} chunks" if chunks > 1 else ""
@@ -85,7 +85,7 @@ def predict_time(plan: Plan, processor: Processor) -> TimePrediction:
     return replace(slowest, rows=(*slowest.rows, bubble, *_cross_stages(plan, processor)))
 
 
-def _sum_micro_batches(time: TimePrediction) -> float:
+def sum_micro_batches(time: TimePrediction) -> float:
     """Milliseconds of what a stage does for each micro-batch again."""
     of_layers = LAYER_GROUPS.values()
     return sum(row.ms for row in time.rows if row.name in of_layers or row.bound != LINK and row.name != UPDATE)

@@ -2,6 +2,7 @@
 
 import html
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -12,6 +13,7 @@ from megatron_lite.analysis.kernels.kernel_results import RooflineRow
 from megatron_lite.analysis.memory.memory_results import Moment
 from megatron_lite.analysis.report import Report
 from megatron_lite.analysis.time.time_results import ROW_TITLES
+from megatron_lite.config.simulated_schedule import TimedTurn
 from megatron_lite.estimate.prediction import CATEGORIES
 from megatron_lite.report.sections.step import NOTHING, row_title
 from megatron_lite.report.text import (
@@ -346,36 +348,33 @@ TURN_COLORS = {"forward": BLUE, "backward": ORANGE, "weights": GREY}
 
 
 def schedule_chart(report: Report) -> Figure | None:
-    """A row per stage, a bar per turn of the schedule, with the stages' measured times."""
+    """Of the schedule with the stages' measured times."""
     found = report.facts.pipeline
-    if found is None or not found.turns:
-        return None
+    return draw_schedule(found.turns, "ms of a step, with the stages' measured times") if found else None
+
+
+def draw_schedule(turns: Sequence[TimedTurn], title: str) -> Figure | None:
+    """A row per stage, a bar per turn."""
     data = []
     for kind, color in TURN_COLORS.items():
-        turns = [one for one in found.turns if one.kind == kind]
+        own = [one for one in turns if one.kind == kind]
         bars = {
             "type": "bar",
             "orientation": "h",
             "name": kind,
-            "y": [f"stage {one.stage + 1}" for one in turns],
-            "base": [one.start_ms for one in turns],
-            "x": [one.end_ms - one.start_ms for one in turns],
-            "customdata": [one.micro_batch + 1 for one in turns],
-            "marker": {"color": color, "line": {"color": CARD, "width": 1}},
+            "y": [f"stage {one.stage + 1}" for one in own],
+            "base": [one.start_ms for one in own],
+            "x": [one.end_ms - one.start_ms for one in own],
+            "customdata": [one.micro_batch + 1 for one in own],
+            "marker": {"color": color, "line": {"color": CARD, "width": 0.5}},
             "hovertemplate": f"micro-batch %{{customdata}}, {kind}: %{{x:.2f}} ms from %{{base:.2f}} ms<extra>%{{y}}</extra>",
         }
-        data += [bars] if turns else []
+        data += [bars] if own else []
     y = axis(autorange="reversed", type="category", showgrid=False)
-    look = layout(
-        80 + 28 * len(found.stages),
-        axis("ms of a step, with the stages' measured times"),
-        y,
-        barmode="overlay",
-        bargap=0.25,
-    )
-    return Figure(
-        "The schedule of the pipeline: which micro-batch each stage computes when, and where it waits", data, look
-    )
+    stages = len({one.stage for one in turns})
+    look = layout(80 + 28 * stages, axis(title), y, barmode="overlay", bargap=0.25)
+    says = "The schedule of the pipeline: which micro-batch each stage computes when, and where it waits"
+    return Figure(says, data, look) if turns else None
 
 
 def build_charts(report: Report) -> dict[str, Figure]:

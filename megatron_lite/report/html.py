@@ -3,13 +3,15 @@
 import importlib.util
 import json
 import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from megatron_lite.analysis.findings.rules import get_page
 from megatron_lite.analysis.report import REPORT_SCHEMA, Report
-from megatron_lite.report.charts import build_charts
+from megatron_lite.report.charts import Figure, build_charts
 from megatron_lite.report.json_file import plain
-from megatron_lite.report.section import Table
+from megatron_lite.report.section import Section, Table
 from megatron_lite.report.sections.all import build_limitations, build_sections, describe_confidence
 from megatron_lite.report.text import milliseconds, percent
 from megatron_lite.terminal import escape
@@ -57,7 +59,28 @@ def build_tiles(report: Report) -> list[tuple[str, str]]:
 
 
 def html_page(report: Report) -> str:
-    """The whole page as text: page.html.jinja, whose every expression loses what a terminal or browser would obey."""
+    """The whole page as text."""
+    pages = {finding.code: get_page(finding.code) for finding in report.findings}
+    return render_page(
+        build_sections(report, True),
+        build_charts(report),
+        title=report.title,
+        command="report",
+        sentences=[report.verdict.sentence],
+        inconclusive=report.verdict.bound == "inconclusive",
+        confidence=describe_confidence(report),
+        tiles=build_tiles(report),
+        # what `explain` says of each finding, as (label, text)
+        about={code: EXPLAINED.findall(re.sub(r"\n +", " ", page)) for code, page in pages.items() if page},
+        of_gaps="What could not be seen",
+        gaps=build_limitations(report),
+        numbers=f"report.json (schema {REPORT_SCHEMA})",
+    )
+
+
+def render_page(sections: Sequence[Section], charts: Mapping[str, Figure], **texts: Any) -> str:
+    """page.html.jinja, whose every expression loses what a terminal or browser would obey. charts: by the section's key; texts: what
+    else the page names."""
     import jinja2  # here: reports without a page do not wait for it
     from markupsafe import Markup
 
@@ -70,25 +93,16 @@ def html_page(report: Report) -> str:
         undefined=jinja2.StrictUndefined,
     )
     template = environment.get_template(
-        "page.html.jinja", globals={"kind_of": _choose_layout, "cell_classes": _choose_cell_classes}
+        "page.html.jinja", globals={"kind_of": _choose_layout, "cell_classes": _choose_cell_classes, **texts}
     )
-    sections = build_sections(report, True)
     places = {section.key for section in sections}
-    charts = {key: figure for key, figure in build_charts(report).items() if key in places}
+    charts = {key: figure for key, figure in charts.items() if key in places}
     library = _read_plotly() if charts else ""
     shown = charts if library else {}
     figures = {key: {"data": figure.data, "layout": figure.layout} for key, figure in shown.items()}
-    pages = {finding.code: get_page(finding.code) for finding in report.findings}
     return template.render(
-        report=report,
-        confidence=describe_confidence(report),
-        tiles=build_tiles(report),
         sections=sections,
         charts=shown,
-        # what `explain` says of each finding, as (label, text)
-        about={code: EXPLAINED.findall(re.sub(r"\n +", " ", page)) for code, page in pages.items() if page},
-        gaps=build_limitations(report),
-        schema=REPORT_SCHEMA,
         without_charts=bool(charts) and not library,
         css=(FOLDER / "page.css").read_text(encoding="utf-8"),
         script=(FOLDER / "page.js").read_text(encoding="utf-8"),

@@ -4,11 +4,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_lite.config.plan import Plan
+from megatron_lite.config.simulated_schedule import TimedTurn, TurnTimes, simulate_schedule
 from megatron_lite.estimate.hardware import Processor
 from megatron_lite.estimate.inference import InferencePrediction
 from megatron_lite.estimate.prediction import MemoryPrediction, TimePrediction
 from megatron_lite.estimate.search import Search
-from megatron_lite.estimate.step_time import Duration
+from megatron_lite.estimate.step_time import Duration, sum_micro_batches
 from megatron_lite.estimate.what_if import MARGIN, Fit, Variant
 from megatron_lite.units import GIB
 
@@ -80,3 +81,22 @@ class PlanReport:
     hints: Sequence[str] | None = None  # None: not asked for
     notes: Sequence[str] = ()  # what was assumed
     everything: bool = False  # all rows of tables are shown
+
+
+MAX_MICRO_BATCHES = 8  # times the stages, of a schedule that is drawn
+
+
+def simulate_stages(stages: Sequence[StageOutlook], micro_batches: int) -> list[TimedTurn]:
+    """The schedule of so many micro-batches with each stage's least times; [] where these are not known."""
+    times = []
+    for one in stages:
+        if one.time is None or not one.time.peak_tflops:
+            return []
+        plan, chunks = one.plan, len(one.plan.stage.chunks)
+        of_turn = sum_micro_batches(one.time) / (plan.batch.final // plan.samples_per_pass) / chunks
+        # backward has two products for each of forward's, and forward's again where layers are recomputed
+        again = plan.recomputed_layers / plan.stage.chunk_size
+        forward = of_turn / (3 + again)
+        weights = forward if plan.stage.splits_backward else 0.0
+        times.append(TurnTimes(forward, of_turn - forward - weights, weights))
+    return simulate_schedule([one.plan.stage for one in stages], micro_batches, times)

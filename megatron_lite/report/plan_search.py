@@ -117,8 +117,8 @@ def _compare(layouts: list[Candidate]) -> Iterator[str]:
     name = max(more, key=lambda name: more[name])
     slower = layouts[1].step_ms - layouts[0].step_ms
     if more[name] > 0:
-        what = f"{name} takes {milliseconds(more[name])} ms more"
-        yield f"{name_layout(layouts[1].plan)} takes {milliseconds(slower)} ms longer: its {what}"
+        most = f"{milliseconds(more[name])} ms more for {name}"
+        yield f"{name_layout(layouts[1].plan)} takes {milliseconds(slower)} ms longer: {most}"
 
 
 def search_as_json(found: Search | None) -> dict[str, Any] | None:

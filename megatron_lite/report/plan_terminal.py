@@ -8,7 +8,7 @@ from megatron_lite.estimate.inference import InferencePrediction
 from megatron_lite.estimate.prediction import MemoryPrediction
 from megatron_lite.estimate.step_time import Duration
 from megatron_lite.estimate.what_if import Fit
-from megatron_lite.report.plan_figures import Exact, Outlook, PlanReport, StageOutlook
+from megatron_lite.report.plan_figures import Exact, Outlook, PlanReport, StageOutlook, simulate_stages
 from megatron_lite.report.plan_search import build_search_sections, judge_search
 from megatron_lite.report.section import (
     Block,
@@ -133,6 +133,7 @@ ALL_LAYERS = "--recompute-granularity full --recompute-method uniform --recomput
 EQUAL = 0.0005  # of a figure: formula and walk are called equal
 SMALL = 0.005  # of the peak: rows of less stand together
 MAX_STAGES, MAX_COLLECTIVES = 12, 12  # rows
+MAX_SIMULATED = 8192  # micro-batches times chunks times stages
 STATES, ACTIVATIONS, LOSS, OTHER = "state", "activations", "logits", "other"
 KINDS = (STATES, ACTIVATIONS, LOSS)
 KIND_OF = {name: STATES for name in ("parameters", "gradients", "master weights", "moments")}
@@ -150,6 +151,7 @@ def build_plan_sections(report: PlanReport, why: bool) -> Iterator[Section]:
         yield from _build_memory_sections(report, why)
     if report.stages:
         yield build_stages_section(report)
+        yield from _build_schedule_section(report)
     if report.exact:
         yield build_exact_section(report, report.exact)
         if report.exact.collectives:
@@ -201,7 +203,7 @@ def build_stages_section(report: PlanReport) -> Section:
     shown, hidden = limit_rows(stages, MAX_STAGES, report.everything)
     rows = []
     for one in shown:
-        stage, kinds = one.plan.stage, _sum_kinds(one.memory)
+        stage, kinds = one.plan.stage, sum_kinds(one.memory)
         layers = ", ".join(f"{chunk.start + 1}-{chunk.stop}" for chunk in stage.chunks)
         waiting, _ = stage.count_held(one.plan.micro_batches(one.plan.train_samples))
         exact = size(one.exact.allocated_peak_bytes) if one.exact else ""
@@ -217,7 +219,31 @@ def build_stages_section(report: PlanReport) -> Section:
     )
 
 
-def _sum_kinds(memory: MemoryPrediction) -> Counter[str]:
+def _build_schedule_section(report: PlanReport) -> Iterator[Section]:
+    """How long each stage waits at best: by formula, and in the order in which the stages really compute."""
+    plan, stages = report.plan, report.stages
+    micro_batches = plan.batch.final // plan.samples_per_pass
+    simulated = min(micro_batches, MAX_SIMULATED // len(stages) // len(plan.stage.chunks))
+    turns = simulate_stages(stages, simulated)
+    if not turns:
+        return
+    end_ms, rows, shares = max(one.end_ms for one in turns), [], []
+    for number in range(len(stages)):
+        busy_ms = sum(one.end_ms - one.start_ms for one in turns if one.stage == number)
+        waits = share(end_ms - busy_ms, end_ms)
+        rows.append(
+            [str(number + 1), f"{milliseconds(busy_ms)} ms", f"{milliseconds(end_ms - busy_ms)} ms", percent(waits)]
+        )
+        shares.append(waits)
+    shown, hidden = limit_rows(rows, MAX_STAGES, report.everything)
+    table = Table(shown, "rrrr", ["stage", "computes", "waits", "share"], shares=shares[: len(shown)], hidden=hidden)
+    waited = (len(stages) - 1) / len(plan.stage.chunks)
+    formula = f"{percent(waited / (micro_batches + waited))} by formula, for equal stages and {count(micro_batches)} micro-batches"
+    of = f"{count(simulated)} micro-batches at best, all stages as they compute"
+    yield Section("schedule", "Schedule", of, [table, Lines([f"bubble: {formula}"], quiet=True)])
+
+
+def sum_kinds(memory: MemoryPrediction) -> Counter[str]:
     """Bytes at the peak: of weights and what belongs to them, of activations, of the loss."""
     found = Counter[str]()
     for row in memory.peak.rows:
@@ -228,8 +254,8 @@ def _sum_kinds(memory: MemoryPrediction) -> Counter[str]:
 def _say_why_heaviest(stages: list[StageOutlook]) -> str:
     """Against the stage that holds least."""
     most, least = stages[0], stages[-1]
-    more = _sum_kinds(most.memory)
-    more.subtract(_sum_kinds(least.memory))
+    more = sum_kinds(most.memory)
+    more.subtract(sum_kinds(least.memory))
     reasons = []
     for kind, num_bytes in more.most_common():
         if num_bytes < SMALL * most.memory.peak.num_bytes:

@@ -5,10 +5,13 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median_low
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_lite.analysis.run.run_results import Run
 from megatron_lite.phases import Phase
+
+if TYPE_CHECKING:
+    from megatron_lite.config.simulated_schedule import TimedTurn
 
 MAX_TURNS = 3000  # of a chart
 
@@ -30,17 +33,6 @@ class StageTimes:
 
 
 @dataclass(frozen=True)
-class DrawnTurn:
-    """Of the ideal schedule, milliseconds from its start."""
-
-    stage: int
-    kind: str  # forward | backward | weights
-    micro_batch: int  # from 0
-    start_ms: float
-    end_ms: float
-
-
-@dataclass(frozen=True)
 class PipelineTimes:
     """One step of a pipeline, measured beside what its schedule allows."""
 
@@ -49,7 +41,7 @@ class PipelineTimes:
     chunks: int
     bubble: float  # share of a step that equal stages would wait, by formula
     ideal_ms: float  # a step of these stages, if nothing but the schedule delayed them
-    turns: tuple[DrawnTurn, ...]  # of the ideal step; () where they are too many to draw
+    turns: "tuple[TimedTurn, ...]"  # of the ideal step; () where they are too many to draw
 
 
 def measure_pipeline(run: Run) -> PipelineTimes | None:
@@ -61,7 +53,7 @@ def measure_pipeline(run: Run) -> PipelineTimes | None:
     micro_batches = size // max(run.args.get("micro_batch_size") or 1, 1) // max(_get_layout(run).get("data", 1), 1)
     if not waits or not micro_batches or not len(waits) == len(forward_ms) == len(layers):
         return None
-    from megatron_lite.config.layout import ZERO_BUBBLE, Stage
+    from megatron_lite.config.layout import ZERO_BUBBLE, Stage  # runs of one stage do without
     from megatron_lite.config.simulated_schedule import TurnTimes, simulate_schedule
 
     number, chunks, splits = len(layers), count_chunks(run), run.args.get("pipeline_schedule") == ZERO_BUBBLE
@@ -72,12 +64,7 @@ def measure_pipeline(run: Run) -> PipelineTimes | None:
         back = backward_ms[stage] / turns_each / (2 if splits else 1)
         times.append(TurnTimes(forward_ms[stage] / turns_each, back, back))
     timed = simulate_schedule(stages, micro_batches, times)
-    ideal_ms = max(one.end for one in timed)
-    kinds = {True: "forward", False: "backward"}
-    drawn = [
-        DrawnTurn(one.stage, "weights" if one.turn.of_weights else kinds[one.turn.is_forward], one.turn.micro_batch, one.start, one.end)
-        for one in timed
-    ]  # fmt: skip
+    ideal_ms = max(one.end_ms for one in timed)
     return PipelineTimes(
         stages=tuple(
             StageTimes(
@@ -90,7 +77,7 @@ def measure_pipeline(run: Run) -> PipelineTimes | None:
         chunks=chunks,
         bubble=measure_bubble(number, micro_batches, 3 * chunks if splits else chunks),
         ideal_ms=ideal_ms,
-        turns=tuple(drawn) if len(drawn) <= MAX_TURNS else (),
+        turns=tuple(timed) if len(timed) <= MAX_TURNS else (),
     )  # fmt: skip
 
 
