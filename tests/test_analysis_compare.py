@@ -203,3 +203,47 @@ def test_the_command(tmp_path, capsys):
         assert main(["compare", *argv]) == 2
         error = capsys.readouterr().err
         assert error.startswith("error: ") and error.count("\n") == 1 and said in error
+
+
+ONE_RANK = {
+    "args": {"training": {"seed": 1}, "data": {"data_path": ["x"]}, "model": {"num_layers": 2}, "optimizer": {}, "parallel": {"tp": 1}},
+    "precision": "fp32", "shape": {"num_layers": 2, "padded_vocab_size": 128}, "vocab_size": 100,
+}  # fmt: skip
+TWO_RANKS = ONE_RANK | {
+    "args": ONE_RANK["args"] | {"parallel": {"tp": 2}}, "shape": {"num_layers": 2, "padded_vocab_size": 256},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("precision", "loss", "norm", "dropout", "said"),
+    [
+        ("fp32", 2.0 + 2e-6, 1.0 + 1e-5, 0.0, "rounding in fp32"),
+        ("fp32", 2.0, 1.098, 0.0, "one of them computes something else"),
+        ("fp32", 2.0 + 1e-4, 1.0, 0.0, "one of them computes something else"),
+        ("fp32", 2.001, 1.01, 0.1, "dropout draws other masks on another layout"),
+        ("bf16", 2.001, 1.005, 0.0, "rounding in bf16"),
+        ("bf16", 2.001, 1.098, 0.0, "one of them computes something else"),
+    ],
+)
+def test_losses_of_layouts_differ_by_rounding_or_by_an_error(tmp_path, precision, loss, norm, dropout, said):
+    sides = []
+    for name, plan, first, first_norm in (("a", ONE_RANK, 2.0, 1.0), ("b", TWO_RANKS, loss, norm)):
+        args = plan["args"] | {"dropout": {"hidden_dropout": dropout}}
+        facts = with_run(tmp_path, name, plan=plan | {"args": args, "precision": precision})
+        losses, norms = np.full(29, 1.5), np.full(29, 1.0)
+        losses[0], norms[0], losses[7] = first, first_norm, 1.5 + (0.25 if name == "b" else 0.0)
+        sides.append(changed(facts, losses=losses, grad_norms=norms))
+    found = compare(*sides)
+    assert said in found.losses.verdict and found.losses.is_error == ("something else" in said)
+    assert (found.losses.iterations, found.losses.largest, found.losses.largest_at) == ((1, 29), 0.25, 8)
+    shown = " ".join(" ".join(comparison_lines(found, Style(False))).split())
+    assert (
+        "Do they compute the same?" in shown
+        and "largest difference of a loss in steps 1 to 29: 2.5e-01, in step 8" in shown
+    )
+
+
+def test_runs_that_were_not_meant_to_compute_the_same_are_not_judged(tmp_path):
+    other = ONE_RANK | {"args": ONE_RANK["args"] | {"optimizer": {"lr": 1.0}}}
+    a, b = with_run(tmp_path, "a", plan=ONE_RANK), with_run(tmp_path, "b", plan=other)
+    assert compare(a, b).losses is None and compare(a, a).losses.largest == 0.0

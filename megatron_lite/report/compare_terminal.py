@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
 from megatron_lite.analysis.compare.compare_results import Change, Comparison, KernelPair, Pair
+from megatron_lite.analysis.compare.losses import Losses
 from megatron_lite.analysis.time.time_results import ROW_TITLES
 from megatron_lite.report.section import Block, Lines, Section, Table, drop_empty_columns, limit_rows, section_lines
 from megatron_lite.report.text import Style, calls, heading, milliseconds, wrapped
@@ -62,9 +63,28 @@ def _build_sections(found: Comparison, everything: bool) -> Iterator[Section]:
         table = drop_empty_columns(Table(body, "ll" + ALIGN, ["operator", "phase", *HEAD], hidden=hidden))
         names = Lines([_describe_kernels(pair) for pair in shown if set(pair.names_a) != set(pair.names_b)], quiet=True)
         yield Section("kernels", "What changed most, by operator and phase", "ms per step", [table, names])
+    if found.losses:
+        yield _build_losses_section(found.losses)
     if found.memory:
         body = [[name, *_build_cells(pair, size)] for name, pair in found.memory.items()]
         yield Section("memory", "At the peak of memory", "by what holds it", [_build_table("", body)])
+
+
+def _build_losses_section(found: Losses) -> Section:
+    """Of the first step that both did, and how far they are apart at most."""
+    rows = [
+        [name, f"{mine:.7g}", f"{theirs:.7g}", f"{theirs - mine:+.1e}"]
+        for name, (mine, theirs) in (("loss", found.first), ("gradient norm", found.first_norms))
+    ]
+    first, last = found.iterations
+    most = f"largest difference of a loss in steps {first:,} to {last:,}: {found.largest:.1e}, in step {found.largest_at:,}"
+    texts = [found.verdict, most] if found.verdict else [most]
+    return Section(
+        "losses",
+        "Do they compute the same?",
+        f"step {first:,}",
+        [Table(rows, "lrrr", ["", "A", "B", "B - A"]), Lines(texts)],
+    )
 
 
 def _build_phases_section(found: Comparison) -> Section:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from megatron_lite.analysis.compare.compare_results import Change, Comparison, KernelPair, Pair, PhasePair, Total
+from megatron_lite.analysis.compare.losses import compare_losses
 from megatron_lite.analysis.compare.settings import (
     compute_noise_band,
     exact,
@@ -305,6 +306,7 @@ def compare(a: Facts, b: Facts, force: bool = False, titles: tuple[str, str] = (
         flags=flags_that_differ(a, b),
         totals=totals,
         memory=memory,
+        losses=compare_losses(a.run, b.run),
         notes=tuple(_collect_notes(a, b, totals)),
         forced=tuple(reasons),
         **parts,

@@ -3,6 +3,8 @@
 import enum
 from dataclasses import dataclass
 
+from megatron_lite.analysis.compare.losses import Losses
+
 
 class Change(str, enum.Enum):
     """What became of one number."""
@@ -93,6 +95,7 @@ class Comparison:
     roles: dict[str, Pair]
     kernels: tuple[KernelPair, ...]  # largest difference first
     memory: dict[str, Pair]  # by category at the peak, bytes
+    losses: Losses | None  # None where the two were not meant to compute the same
     notes: tuple[str, ...]
     forced: tuple[str, ...]  # why the runs are not comparable, if it was said to compare them all the same
 

@@ -58,7 +58,11 @@ def objections(a: Facts, b: Facts) -> list[str]:
         told = [
             f"{flag} {_describe_value(one[name])} against {_describe_value(other[name])}"
             for name, flag in MODEL_FLAGS.items()
-            if name in one and name in other and one[name] != other[name]
+            if name in one
+            and name in other
+            and one[name] != other[name]
+            # tensor parallel ranks pad the vocabulary to a multiple of their own
+            and not (name == "padded_vocab_size" and a.plan.get("vocab_size") == b.plan.get("vocab_size") is not None)
         ]
         found += [f"{', '.join(told)}: another model"] if told else []
     for run in (a.run, b.run):
