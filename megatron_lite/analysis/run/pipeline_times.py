@@ -49,8 +49,10 @@ def measure_pipeline(run: Run) -> PipelineTimes | None:
     waits = group_by_stage(run, run.ranks.own_ms(Phase.PIPELINE_WAIT.value), fmean) if run.ranks is not None else {}
     forward_ms, backward_ms = measure_own_times(run)
     layers, batch = list_layers(run), run.plan.get("batch")
-    size = (batch.get("final") if isinstance(batch, dict) else None) or 0
-    micro_batches = size // max(run.args.get("micro_batch_size") or 1, 1) // max(_get_layout(run).get("data", 1), 1)
+    size = _read_whole(batch, "final")
+    micro_batches = (
+        size // max(_read_whole(run.args, "micro_batch_size"), 1) // max(_read_whole(_get_layout(run), "data"), 1)
+    )
     if not waits or not micro_batches or not len(waits) == len(forward_ms) == len(layers):
         return None
     from megatron_lite.config.layout import ZERO_BUBBLE, Stage  # runs of one stage do without
@@ -110,13 +112,13 @@ def measure_own_times(run: Run) -> tuple[dict[int, float], dict[int, float]]:
 
 def list_layers(run: Run) -> list[int]:
     """Of each stage, by the flags; [] where they do not tell."""
-    shape, stages = run.plan.get("shape"), _get_layout(run).get("pipeline", 1)
-    number = shape.get("num_layers") if isinstance(shape, dict) else None
-    if not number or stages < 2:
+    number, stages = _read_whole(run.plan.get("shape"), "num_layers"), _read_whole(_get_layout(run), "pipeline")
+    if not number or not 2 <= stages <= number:
         return []
-    first, last = (run.args.get(f"decoder_{end}_pipeline_num_layers") for end in ("first", "last"))
-    equal = (number - (first or 0) - (last or 0)) // max(stages - bool(first) - bool(last), 1)
-    return [first or equal, *[equal] * (stages - 2), last or equal]
+    first, last = (_read_whole(run.args, f"decoder_{end}_pipeline_num_layers") for end in ("first", "last"))
+    equal = (number - first - last) // max(stages - bool(first) - bool(last), 1)
+    layers = [first or equal, *[equal] * (stages - 2), last or equal]
+    return layers if min(layers) > 0 else []
 
 
 def count_chunks(run: Run) -> int:
@@ -124,6 +126,12 @@ def count_chunks(run: Run) -> int:
     stage = run.plan.get("stage")
     chunks = stage.get("chunks") if isinstance(stage, dict) else None
     return max(len(chunks), 1) if isinstance(chunks, list) else 1
+
+
+def _read_whole(record: object, name: str) -> int:
+    """A number of a file that may hold anything; 0 for what is none."""
+    found = record.get(name) if isinstance(record, dict) else None
+    return found if isinstance(found, int) and found > 0 else 0
 
 
 def _get_layout(run: Run) -> dict[str, Any]:
