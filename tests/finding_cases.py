@@ -410,6 +410,9 @@ CASES = {
         both(remembered(layer_gib=2), on_a_gpu_of(32)),
         both(remembered(layer_gib=2), on_a_gpu_of(32, recompute_granularity="full")),
     ),
+    "state-kept-whole": tuple(
+        both(remembered(), on_a_gpu_of(12, plan={"layout": {"data": ranks, "context": 1}})) for ranks in (4, 1)
+    ),
     "needless-recompute": (both(on_gpu(), planned(**FULL)), both(on_gpu(), planned(micro_batch_size=8, **FULL))),
     "out-of-memory": (remembered(oom=True), memory),
     "attention-memory": (remembered(frames=IN_SOFTMAX, logits_gib=0.5), remembered(frames=IN_GELU, logits_gib=0.5)),
@@ -473,6 +476,11 @@ MORE_NEAR_MISSES = [
     ("save-and-eval", saves_every(13)),
     ("memory-growth", remembered(steps=5)),
     ("recompute-activations", both(remembered(layer_gib=2), on_a_gpu_of(80))),
+    ("state-kept-whole", both(remembered(), on_a_gpu_of(80, plan={"layout": {"data": 4, "context": 1}}))),
+    (
+        "state-kept-whole",
+        both(remembered(), on_a_gpu_of(12, plan={"layout": {"data": 4, "context": 1}, "sharding": {"ranks": 4}})),
+    ),
     ("micro-batch-headroom", both(on_gpu(micro_batches=4), micro_batch_run())),
     (
         "fp32-products",

@@ -274,6 +274,42 @@ def find_recompute_activations(facts: Facts) -> Finding | None:
     return find_lost_memory(most, held, int(gain), text, advice, flags=(RECOMPUTE_FLAG,), certain=inputs > 0)
 
 
+MIN_SHARED = 0.10  # of the peak, that ranks must save by sharing: it costs no arithmetic
+
+
+@rule("state-kept-whole", "moments and masters that every rank keeps whole")
+def find_state_kept_whole(facts: Facts) -> Finding | None:
+    """Every data parallel rank keeps what one could share with the others.
+
+    Meaning: fp32 masters and the optimizer's moments are needed in the update only, 12 of 16 bytes per parameter in 16 bits. Ranks
+        that train the same weights can keep a part each (ZeRO-1): gradients are scattered instead of summed everywhere,
+        and weights gathered afterwards, which is as many bytes.
+    Measured: masters and moments at the peak of a snapshot that fills most of the device; the ranks that share gradients, as the run
+        wrote its layout down.
+    Cost: all of that memory but this rank's share.
+    Do: share it out; weights and gradients, too, where that is not enough.
+    Flags: --use-distributed-optimizer; --use-torch-fsdp2.
+    False alarm: a peak that falls into forward for other reasons stays as high but for this part.
+    """
+    most, layout = facts.highest_snapshot, facts.plan.get("layout")
+    ranks = (whole(part(facts, "layout", "data")) or 1) * (whole(part(facts, "layout", "context")) or 1)
+    if (
+        most is None
+        or not isinstance(layout, dict)
+        or ranks < 2
+        or facts.plan.get("sharding")
+        or not is_tight(facts, most)
+    ):
+        return None
+    held = sum(sum_category(most, category) for category in ("moments", "master weights"))
+    gain = held - held // ranks
+    if gain < MIN_SHARED * most.peak_bytes:
+        return None
+    text = f"moments and masters hold {size(held)} of the peak of {size(most.peak_bytes)}; {ranks} ranks keep the same"
+    advice = "share them out: --use-distributed-optimizer"
+    return find_lost_memory(most, held, gain, text, advice, flags=("--use-distributed-optimizer",))
+
+
 @rule("micro-batch-headroom", "memory left for a larger micro-batch")
 def find_micro_batch_headroom(facts: Facts) -> Finding | None:
     """Memory is left for a larger micro-batch.
