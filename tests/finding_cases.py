@@ -222,6 +222,16 @@ def ranks_late(folder: Path, late_us: float, ranks: int = 3):
         gpu(folder, rank, ranks, reduce="late", late_us=late_us if late else 0, wait_us=0 if late else late_us)
 
 
+@prepared
+def split_layers(folder: Path, near: int):
+    """Two ranks that split layers, so many on a node, and sum up for 0.8 ms that nothing hides."""
+    group = {"pg_name": "0", "pg_desc": "mesh_tensor", "pg_size": 2, "ranks": [0, 1]}
+    for rank in range(2):
+        told = {"backend": "nccl", "rank": rank, "world_size": 2, "pg_config": [group]}
+        gpu(folder, rank, 2, reduce="tail", header={"distributedInfo": told})
+    run(folder, plan={"layout": {"tensor": 2, "pipeline": 1, "data": 1}, "world": {"size": 2, "local_size": near}})
+
+
 def cores(wait_ms, switches, cpu_ms=(6.0, 9.5)):
     """What two ranks got of their cores in steps of 10 ms."""
     return {"core_wait_ms": wait_ms, "involuntary_switches": switches, "cpu_ms": list(cpu_ms)}
@@ -362,6 +372,7 @@ CASES = {
     "reduce-every-micro-batch": (on_gpu(micro_batches=4, reduce="every"), on_gpu(micro_batches=4)),
     "straggler": (ranks_late(1500), ranks_late(100)),
     "pipeline-bubble": (pipeline_run(4, [4.0, 3.0, 3.0, 3.5]), pipeline_run(64, [4.0, 3.0, 3.0, 3.5])),
+    "tensor-across-nodes": (split_layers(1), split_layers(2)),
     # of 5.5 + 3 ms for 6 layers; the loss of the last stage takes as long as three layers more
     "unbalanced-stages": (
         pipeline_run(64, [4.0, 4.0, 4.0, 0.1], (3.0, 3.0, 3.0, 7.25)),
@@ -523,6 +534,7 @@ small-buckets | 0.96 |
 reduce-every-micro-batch | 1.5 |
 straggler | 1.5 | rank 1
 pipeline-bubble | 3.0 | --pipeline-schedule ZeroBubble
+tensor-across-nodes | 0.8 | --pipeline-model-parallel-size 2
 unbalanced-stages | 2.8333333 | --decoder-first-pipeline-num-layers 6 --decoder-last-pipeline-num-layers 4
 max-connections | 0.8 | 2 ranks
 recompilation | 49 | iterations 9, 17, 25, 33

@@ -1,5 +1,7 @@
 """Gradients on their way between ranks, and ranks that come late."""
 
+import math
+
 import numpy as np
 
 from megatron_lite.analysis.findings.base import (
@@ -15,7 +17,15 @@ from megatron_lite.analysis.findings.base import (
     rule,
     share,
 )
-from megatron_lite.analysis.findings.run_settings import argument, parameters, part, splits_model, variables, whole
+from megatron_lite.analysis.findings.run_settings import (
+    argument,
+    local_ranks,
+    parameters,
+    part,
+    splits_model,
+    variables,
+    whole,
+)
 from megatron_lite.analysis.findings.step_measurements import (
     backward_ranges,
     communication_rows,
@@ -241,6 +251,35 @@ def _describe_lateness(found: Straggler, ranks: Ranks | None) -> str:
     text += "; in the profiled steps, too," if agrees else "; but in the profiled steps"
     whom = "it" if agrees else f"rank {most.rank}"
     return f"{text} the others wait most for {whom}, {in_ms(most.caused_wait_ms)} per step"
+
+
+@rule("tensor-across-nodes", "split layers whose ranks are on several nodes")
+def find_tensor_across_nodes(facts: Facts) -> Finding | None:
+    """Tensor parallel ranks exchange hidden states over the network.
+
+    Meaning: ranks that split each layer exchange whole hidden states several times per layer, and wait for them. Links within a node
+        carry that nine times as fast as the network between nodes, on an H100; stages of a pipeline and data parallel ranks
+        exchange far less, and bear the network well.
+    Measured: the run's layout against the ranks of a node; by the traces, what tensor parallel ranks exchange and nothing hides.
+    Cost: all of that; within a node a part of it remains.
+    Do: as many tensor parallel ranks as a node has at most, and stages of a pipeline for the rest.
+    Flags: --tensor-model-parallel-size; --pipeline-model-parallel-size; --context-parallel-size for long sequences.
+    False alarm: nodes joined by links as fast as those within (NVL72); ranks of one machine that say they are several.
+    """
+    ranks, tensor, near = facts.ranks, whole(part(facts, "layout", "tensor")) or 1, local_ranks(facts)
+    if ranks is None or tensor < 2 or not near or near % tensor == 0:
+        return None
+    exposed_ms = sum(row.exposed_ms for row in ranks.groups if row.group == "tensor")
+    step_ms = max((row.step_ms for row in ranks.rows), default=0.0)
+    if exposed_ms < MATTERS * step_ms or not step_ms:
+        return None
+    seen = Evidence(
+        f"{tensor} tensor parallel ranks, {near} on a node; nothing hides {in_ms(exposed_ms)} of what they exchange"
+    )
+    fewer = math.gcd(tensor, near)
+    flags = (f"--tensor-model-parallel-size {fewer}", f"--pipeline-model-parallel-size {tensor // fewer}")
+    advice = f"split layers within a node only: {flags[0]}, and {flags[1]} for the rest"
+    return build_time_finding(exposed_ms, [seen], advice, flags)
 
 
 @rule("max-connections", "one hardware queue for all streams", needs="gpu")
