@@ -5,7 +5,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -13,7 +13,6 @@ from megatron_lite.analysis.kernels.kernel_results import RooflineRow
 from megatron_lite.analysis.memory.memory_results import Moment
 from megatron_lite.analysis.report import Report
 from megatron_lite.analysis.time.time_results import ROW_TITLES
-from megatron_lite.config.simulated_schedule import TimedTurn
 from megatron_lite.estimate.prediction import CATEGORIES
 from megatron_lite.report.sections.step import NOTHING, row_title
 from megatron_lite.report.text import (
@@ -33,6 +32,9 @@ from megatron_lite.report.text import (
     fit,
 )
 from megatron_lite.units import size
+
+if TYPE_CHECKING:
+    from megatron_lite.config.simulated_schedule import TimedTurn
 
 # --- what charts share: quiet axes, safe names
 
@@ -353,7 +355,7 @@ def schedule_chart(report: Report) -> Figure | None:
     return draw_schedule(found.turns, "ms of a step, with the stages' measured times") if found else None
 
 
-def draw_schedule(turns: Sequence[TimedTurn], title: str) -> Figure | None:
+def draw_schedule(turns: "Sequence[TimedTurn]", title: str) -> Figure | None:
     """A row per stage, a bar per turn."""
     data = []
     for kind, color in TURN_COLORS.items():
