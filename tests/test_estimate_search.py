@@ -165,3 +165,12 @@ def test_the_page_has_pictures_of_stages_schedule_and_layouts(capsys, tmp_path):
     charts = json.loads(path.read_text().partition('id="charts">')[2].partition("</script>")[0])
     every, front = charts["layouts"]["data"]
     assert len(every["x"]) > len(front["x"]) > 2 and "fastest that fits" in path.read_text()
+
+
+def test_the_bubbles_formula_knows_split_backwards(capsys):
+    words = [*argv(f"{MODEL} --pipeline-model-parallel-size 4 --torch-compile none"), "--vocab-size", "50256"]
+    shown = []
+    for schedule in ("1F1B", "ZeroBubble"):
+        assert main(["plan", "--gpu", "A100-40", "--gpus", "4", *words, "--pipeline-schedule", schedule]) == 0
+        shown.append(capsys.readouterr().out)
+    assert "bubble: 9% by formula" in shown[0] and "bubble: 3% by formula" in shown[1]  # 3 of 35, and 1 of 33

@@ -184,3 +184,11 @@ def test_types_are_sound_where_they_are_checked():
         [sys.executable, "-m", "mypy", "--cache-dir", os.devnull], cwd=REPO, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_nothing_that_a_run_wrote_stands_at_the_top():
+    listed = subprocess.run(["git", "ls-files"], cwd=REPO, capture_output=True, text=True, check=False)
+    if listed.returncode or not listed.stdout:
+        pytest.skip("no git, or no checkout of it")
+    files = {line for line in listed.stdout.splitlines() if "/" not in line and not line.startswith(".")}
+    assert files == {"CHANGELOG.md", "CONTRIBUTING.md", "README.md", "pretrain_gpt.py", "pyproject.toml"}

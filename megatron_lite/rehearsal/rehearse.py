@@ -211,7 +211,6 @@ def rehearse(plan: Plan, steps: int = 2, workspace: int = CUBLAS_WORKSPACE) -> R
     if plan.compiles_layers:
         notes.append("--torch-compile layers is not rehearsed: compiled layers hold less")
     collectives = CollectiveCounter("tensor" if plan.layout.tensor == plan.world.size else "data")
-
     with without_other_ranks(plan, collectives) as groups:
         snapshot = walk(lambda: prepare(plan, groups), steps, plan.device, workspace, collectives)
     return replace(
@@ -234,10 +233,8 @@ def walk(
     are counted there.
     """
     place = Place()
-    tracker, hooks = (
-        RehearsalTracker(place, MAX_EVENTS, collectives or CollectiveCounter()),
-        ModuleHooks(place, in_backward=False),
-    )
+    tracker = RehearsalTracker(place, MAX_EVENTS, collectives or CollectiveCounter())
+    hooks = ModuleHooks(place, in_backward=False)
     # operations that torch has no rule for fail; it would run them on real memory of the same size
     without_data = FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
     with kernels_of(device), without_data, InPlaceGradients(device):

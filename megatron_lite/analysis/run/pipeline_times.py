@@ -29,6 +29,7 @@ class StageTimes:
 
     @property
     def own_ms(self) -> float:
+        """Forward and backward, without waiting."""
         return self.forward_ms + self.backward_ms
 
 
@@ -90,7 +91,7 @@ def measure_bubble(stages: int, number: int, pieces: int) -> float:
 
 
 def group_by_stage(run: Run, of_ranks: Sequence[float], summarize: Callable[[list[float]], float]) -> dict[int, float]:
-    """{} where nothing tells."""
+    """What the numbers of each stage's ranks come to, by stage; {} where one of them is not known."""
     by_stage: dict[int, list[float]] = defaultdict(list)
     for stage, ms in zip(run.stages, of_ranks):
         by_stage[stage].append(ms)
