@@ -249,3 +249,16 @@ def test_length_of_a_training_and_conventions_of_its_flops():
     assert (seen.tokens, seen.seconds) == (5, 0.5) and 0 < seen.flops_causal < seen.flops_full
     seen = duration_of(plan("!--train-iters --train-samples 1000"), tokens_per_s=32.0)
     assert seen.tokens == plan("!--train-iters --train-samples 1000").train_samples * 32
+
+
+def test_stages_of_a_node_hand_on_within_it():
+    """4 stages: on a node 6 hops over its links; two on each of two nodes, 2 hops over the network and 4 within. Both ends share an
+    embedding: 2 ranks, whatever the number of stages."""
+    flags = SEED + " --pipeline-model-parallel-size 4"
+    near, far = (predict(flags, world=World(size=4, local_size=local, gpus=local)) for local in (4, 2))
+    sent = 4 * 2048 * 1024 * 2
+    assert row(near, "way through the stages").ms == pytest.approx(6 * sent / 450e6)
+    assert row(far, "way through the stages").ms == pytest.approx(2 * sent / 50e6 + 4 * sent / 450e6)
+    matrix = 2 * 50304 * 1024
+    assert row(near, "tied embedding's gradients").ms == pytest.approx(matrix / 450e6)
+    assert row(far, "tied embedding's gradients").ms == pytest.approx(2 / 2 * matrix / 50e6)

@@ -93,12 +93,17 @@ def sum_micro_batches(time: TimePrediction) -> float:
 
 def _cross_stages(plan: Plan, processor: Processor) -> Iterator[TimeRow]:
     """The way of one micro-batch's hidden states to the last stage, and of gradients back: what nothing can hide."""
-    route = find_route(SEND, find_members(plan, PIPELINE), processor)
+    members = find_members(plan, PIPELINE)
     sent = next((one for one in list_exchanges(plan) if one.kind == SEND), None)
-    if route and sent:
-        hops = 2 * (plan.layout.pipeline - 1)
-        formula = f"{hops} x {sent.num_bytes / 1e6:,.1f} MB {route.words}"
-        yield TimeRow("way through the stages", hops * route.milliseconds(sent.num_bytes), LINK, formula)
+    ms, words = 0.0, []
+    # there and back: from node to node, and within them
+    for hops, pair in ((2 * (members.nodes - 1), Members(2, 1)), (2 * (members.ranks - members.nodes), Members(2, 2))):
+        route = find_route(SEND, pair, processor) if hops else None
+        if route and sent:
+            ms += hops * route.milliseconds(sent.num_bytes)
+            words.append(f"{hops} x {sent.num_bytes / 1e6:,.1f} MB {route.words}")
+    if words:
+        yield TimeRow("way through the stages", ms, LINK, "; ".join(words))
 
 
 def predict_stage_time(plan: Plan, processor: Processor) -> TimePrediction:
@@ -237,7 +242,8 @@ def _time_exchanges(
     yield from _time_state(plan, processor, exchanges, forward_ms, backward_ms)
     for one in exchanges:
         if one.group == PIPELINE and one.kind == REDUCE:
-            route = find_route(REDUCE, replace(find_members(plan, PIPELINE), ranks=2), processor)
+            same_node = find_members(plan, PIPELINE).nodes == 1
+            route = find_route(REDUCE, Members(2, 2 if same_node else 1), processor)
             if route:
                 yield TimeRow(TIED, route.milliseconds(one.num_bytes), LINK, f"{one.formula}, {route.words}")
 
