@@ -232,6 +232,22 @@ def split_layers(folder: Path, near: int):
     run(folder, plan={"layout": {"tensor": 2, "pipeline": 1, "data": 1}, "world": {"size": 2, "local_size": near}})
 
 
+GATHER = {"name": "_allgather_base", "kernel": "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)"}
+
+
+def shards(used_gib: int, reduce="tail", twice=True):
+    """A rank of two that share out weights and gather them, 0.8 ms of it in sight, with 2 GiB of weights and gradients."""
+    return both(
+        on_gpu(reduce=reduce, collective=GATHER),
+        recorded(
+            steps=ordinary_steps(peak_memory_bytes=used_gib * GIB),
+            parameters=GIB // 2,
+            batch=32,
+            plan={"sharding": {"ranks": 2, "index": 0, "gathers_twice": twice}},
+        ),
+    )
+
+
 def cores(wait_ms, switches, cpu_ms=(6.0, 9.5)):
     """What two ranks got of their cores in steps of 10 ms."""
     return {"core_wait_ms": wait_ms, "involuntary_switches": switches, "cpu_ms": list(cpu_ms)}
@@ -282,17 +298,18 @@ remembered = prepared(memory)
 
 
 @prepared
-def planned(folder: Path, **flags):
-    """Beside a trace the whole plan of 24 layers of 2048 on a GPU of 85 GB, as formulas need it."""
+def planned(folder: Path, room_gib=80, split="", **flags):
+    """Beside a trace the whole plan of 24 layers of 2048 on one GPU, or two that split them, as formulas need it."""
     run(folder)
     record = json.loads((folder / "run.json").read_text())
     words = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in flags.items())
     plan = resolved_plan(
         "--num-layers 24 --hidden-size 2048 --num-attention-heads 16 --seq-length 4096 "
-        f"--max-position-embeddings 4096 --bf16 {words}",
-        World(gpus=1),
+        f"--max-position-embeddings 4096 --bf16 {words} {split}",
+        World(gpus=1, size=2 if split else 1),
         vocab_size=50257,
     )
+    record["hardware"]["memory_bytes"] = int(room_gib * GIB)
     (folder / "run.json").write_text(json.dumps(record | {"plan": dataclasses.asdict(plan)}, default=str))
 
 
@@ -314,6 +331,8 @@ def on_a_gpu_of(gib: int, **more):
 
 IN_SOFTMAX, IN_GELU = ([{"filename": "model.py", "line": 6, "name": name}] for name in ("softmax", "gelu"))
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+SPLIT = "--tensor-model-parallel-size 2"
+SHARED = f"{SPLIT} --sequence-parallel"
 HALVED = [2.0**16 / 2**k for k in range(40)]
 
 CASES = {
@@ -373,6 +392,8 @@ CASES = {
     "straggler": (ranks_late(1500), ranks_late(100)),
     "pipeline-bubble": (pipeline_run(4, [4.0, 3.0, 3.0, 3.5]), pipeline_run(64, [4.0, 3.0, 3.0, 3.5])),
     "tensor-across-nodes": (split_layers(1), split_layers(2)),
+    "parameter-gather": (shards(60), shards(60, "overlap")),
+    "needless-sharding": (shards(30), shards(60)),
     # of 5.5 + 3 ms for 6 layers; the loss of the last stage takes as long as three layers more
     "unbalanced-stages": (
         pipeline_run(64, [4.0, 4.0, 4.0, 0.1], (3.0, 3.0, 3.0, 7.25)),
@@ -424,6 +445,7 @@ CASES = {
     "state-kept-whole": tuple(
         both(remembered(), on_a_gpu_of(12, plan={"layout": {"data": ranks, "context": 1}})) for ranks in (4, 1)
     ),
+    "sequence-parallel-off": tuple(both(remembered(), planned(room_gib=20, split=words)) for words in (SPLIT, SHARED)),
     "needless-recompute": (both(on_gpu(), planned(**FULL)), both(on_gpu(), planned(micro_batch_size=8, **FULL))),
     "out-of-memory": (remembered(oom=True), memory),
     "attention-memory": (remembered(frames=IN_SOFTMAX, logits_gib=0.5), remembered(frames=IN_GELU, logits_gib=0.5)),
@@ -464,6 +486,9 @@ MORE_TRIGGERS = [
     ("matmul-shapes", both(on_cpu(dims=ODD), recorded(device="cpu", shape=ODD_SHAPE))),
 ]
 MORE_NEAR_MISSES = [
+    ("needless-sharding", shards(30, twice=False)),
+    ("needless-sharding", shards(30, "overlap")),
+    ("sequence-parallel-off", both(remembered(), planned(split=SPLIT))),
     ("pipeline-bubble", pipeline_run(4, [4.0, 0.1, 3.0, 3.5])),
     ("unbalanced-stages", pipeline_run(64, [1.0, 1.0, 1.0, 0.5], (3.0, 3.9, 3.0, 3.0))),
     ("pipeline-bubble", pipeline_run(16, [0.9, 0.9, 0.9, 0.9], pipeline_schedule="ZeroBubble")),
@@ -534,6 +559,9 @@ small-buckets | 0.96 |
 reduce-every-micro-batch | 1.5 |
 straggler | 1.5 | rank 1
 pipeline-bubble | 3.0 | --pipeline-schedule ZeroBubble
+parameter-gather | 0.8 | 2 all-gathers of weights per step; nothing hides 0.8 ms
+needless-sharding | 0.7 | would be 31.00 GiB of
+sequence-parallel-off |  | 2 ranks keep
 tensor-across-nodes | 0.8 | --pipeline-model-parallel-size 2
 unbalanced-stages | 2.8333333 | --decoder-first-pipeline-num-layers 6 --decoder-last-pipeline-num-layers 4
 max-connections | 0.8 | 2 ranks

@@ -31,6 +31,7 @@ from megatron_lite.analysis.findings.rules import RULES, apply_rules, get_page
 from megatron_lite.analysis.kernels.kernel_results import TensorCores
 from megatron_lite.analysis.ranks.rank_results import Straggler
 from megatron_lite.analysis.run_facts import Facts
+from megatron_lite.config.world import World
 
 DIVISIBLE = "--make-vocab-size-divisible-by"
 PARTS = ("Meaning:", "Measured:", "Cost:", "Do:", "Flags:", "False alarm:")
@@ -190,7 +191,7 @@ def test_the_pair_of_loaders_is_told_apart():
 
 
 def test_what_rules_ask_of_a_run_stands_in_its_plan():
-    plan = dataclasses.asdict(resolved_plan("--bf16", vocab_size=100))
+    plan = dataclasses.asdict(resolved_plan("--bf16 --use-torch-fsdp2", World(size=2), vocab_size=100))
     flat = {name for group in plan["args"].values() for name in group}
     sources = "".join(path.read_text() for folder in findings.__path__ for path in Path(folder).rglob("*.py"))
     assert set(re.findall(r'argument\(facts, "(\w+)"\)', sources)) <= flat

@@ -62,6 +62,7 @@ class Clean:
     copy_us: float = 20
     micro_batches: int = 1
     reduce: str = "overlap"  # | none | tail | every | after | late | buckets
+    collective: dict = field(default_factory=dict)  # what those of gradients are instead: name, kernel, group
     late_us: float = 0  # how much longer backward takes
     wait_us: float = 0  # how long "late" waits for another rank
     changes: dict = field(default_factory=dict)
@@ -129,7 +130,8 @@ def _reduce(made: MadeTrace, clean: Clean, step: Step, began: float, last: bool)
         "buckets": [(end + 40 * index, end + 40 * index + 40) for index in range(24)],
     }[clean.reduce]
     for start, until in spans:
-        made.collective(start, until, launched, elements=4096 if clean.reduce == "buckets" else 2**23)
+        elements = 4096 if clean.reduce == "buckets" else 2**23
+        made.collective(start, until, launched, elements=elements, **clean.collective)
     step.gpu = max(end, spans[-1][1])
 
 

@@ -1,6 +1,7 @@
 """Gradients on their way between ranks, and ranks that come late."""
 
 import math
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -18,8 +19,12 @@ from megatron_lite.analysis.findings.base import (
     share,
 )
 from megatron_lite.analysis.findings.run_settings import (
+    TIGHT,
     argument,
+    device_bytes,
     local_ranks,
+    measure_peak,
+    micro_batches,
     parameters,
     part,
     splits_model,
@@ -280,6 +285,96 @@ def find_tensor_across_nodes(facts: Facts) -> Finding | None:
     flags = (f"--tensor-model-parallel-size {fewer}", f"--pipeline-model-parallel-size {tensor // fewer}")
     advice = f"split layers within a node only: {flags[0]}, and {flags[1]} for the rest"
     return build_time_finding(exposed_ms, [seen], advice, flags)
+
+
+@dataclass(frozen=True)
+class ShardTraffic:
+    """What ranks that share out weights exchange and nothing hides, ms per step."""
+
+    gathers_ms: float
+    gathers: float  # calls per step
+    reductions_ms: float
+    step_ms: float
+
+
+def _measure_shard_traffic(facts: Facts) -> ShardTraffic | None:
+    """None where no trace shows that replicas gather weights."""
+    ranks = facts.ranks
+    step_ms = max((row.step_ms for row in ranks.rows), default=0.0) if ranks else 0.0
+    if ranks is None or not step_ms:
+        return None
+    unnamed = () if splits_model(facts) else ("", "all ranks")  # then all that ranks exchange is among replicas
+    rows = [row for row in ranks.collectives if "data" in row.group or row.group in unnamed]
+    # calls of two kinds at once are exposed both, and cost only once
+    most_ms = sum(row.exposed_ms for row in ranks.groups if row.group in {one.group for one in rows})
+    gathers = [row for row in rows if row.name == "all_gather"]
+    gathers_ms = min(sum(row.exposed_ms for row in gathers), most_ms)
+    reductions_ms = sum(row.exposed_ms for row in rows if row.name == "reduce_scatter")
+    number = sum(row.per_step for row in gathers)
+    return ShardTraffic(gathers_ms, number, min(reductions_ms, most_ms - gathers_ms), step_ms) if gathers else None
+
+
+@rule("parameter-gather", "weights gathered while nothing computes")
+def find_parameter_gather(facts: Facts) -> Finding | None:
+    """Ranks that share out weights wait until they have gathered those of the next layer.
+
+    Meaning: with sharded weights (ZeRO, FSDP, Megatron's distributed optimizer) every layer's weights are gathered before they are
+        used. The next layer's can come while one computes; what a layer computes too briefly to hide, the step waits for.
+    Measured: all-gathers among data parallel ranks in the traces' steady steps, and what of them no compute runs beside; the mean
+        over ranks. Waiting for a rank that comes late is in it: see straggler.
+    Cost: all of that.
+    Do: keep weights between forward and backward, if memory allows; more tokens per micro-batch, so that layers compute longer;
+        share out within a node only; in other trainers, prefetch the next layer.
+    Flags: --use-distributed-optimizer, or --torch-fsdp2-no-reshard-after-forward; --num-distributed-optimizer-instances;
+        in Megatron-LM --overlap-param-gather with --overlap-grad-reduce.
+    False alarm: the first layer's gather, which nothing can hide; a window whose first step warms up.
+    """
+    seen = _measure_shard_traffic(facts)
+    if seen is None or seen.gathers_ms < MATTERS * seen.step_ms:
+        return None
+    near, replicas = local_ranks(facts), whole(part(facts, "layout", "data")) or 1
+    if part(facts, "sharding", "gathers_twice"):
+        flags = ("--torch-fsdp2-no-reshard-after-forward",)
+        advice = f"gather once per micro-batch, if memory allows: {flags[0]}"
+    elif near and 1 < near < replicas and replicas % near == 0:
+        flags = (f"--num-distributed-optimizer-instances {replicas // near}",)
+        advice = f"share out within a node: {flags[0]}"
+    else:
+        flags = ("--overlap-param-gather",) if not facts.plan else ("--micro-batch-size",)
+        advice = "more tokens per micro-batch, so that layers compute longer: a larger --micro-batch-size"
+        advice += "" if facts.plan else "; in Megatron-LM --overlap-param-gather"
+    text = f"{seen.gathers:,.0f} all-gathers of weights per step; nothing hides {in_ms(seen.gathers_ms)}"
+    evidence = [Evidence(f"{text} of a step of {in_ms(seen.step_ms)}")]
+    return build_time_finding(seen.gathers_ms, evidence, advice, flags, certain=False)
+
+
+@rule("needless-sharding", "weights shared out though memory is plentiful")
+def find_needless_sharding(facts: Facts) -> Finding | None:
+    """Weights are gathered and gradients scattered in every micro-batch although all of them would fit.
+
+    Meaning: ZeRO-3 gathers each layer's weights twice and scatters its gradients once per micro-batch. ZeRO-1 shares out masters
+        and moments, which are most of the state, and exchanges each weight and gradient once per step.
+    Measured: what replicas exchange and nothing hides; the peak, and what whole weights and gradients would add to it.
+    Cost: of the exposed exchange what once per step would not be.
+    Do: share out the optimizer's state only.
+    Flags: --use-distributed-optimizer instead of --use-torch-fsdp2.
+    False alarm: a rehearsal of a larger model, or memory that a longer sequence still needs.
+    """
+    seen, peak, room = _measure_shard_traffic(facts), measure_peak(facts), device_bytes(facts)
+    number, batches = parameters(facts), micro_batches(facts)
+    ranks = whole(part(facts, "sharding", "ranks"))
+    if not (seen and peak and room and number and batches and ranks and part(facts, "sharding", "gathers_twice")):
+        return None
+    widths = (4 if facts.plan.get("precision") == "fp32" else 2) + (4 if facts.plan.get("fp32_gradients") else 2)
+    then = peak.num_bytes + widths * number * (ranks - 1) // ranks
+    cost_ms = seen.gathers_ms * (1 - 0.5 / batches) + seen.reductions_ms * (1 - 1 / batches)
+    if then > TIGHT * room or cost_ms < MATTERS * seen.step_ms:
+        return None
+    exposed = f"nothing hides {in_ms(seen.gathers_ms + seen.reductions_ms)} of what replicas exchange per step"
+    fits = f"the peak of {size(peak.num_bytes)} would be {size(then)} of {size(room)} with whole weights and gradients"
+    advice = "share out the optimizer's state only: --use-distributed-optimizer instead of --use-torch-fsdp2"
+    evidence = [Evidence(f"{exposed}, in {counted(batches, 'micro-batch')}"), Evidence(fits, peak.where)]
+    return build_time_finding(cost_ms, evidence, advice, ("--use-distributed-optimizer",), certain=False)
 
 
 @rule("max-connections", "one hardware queue for all streams", needs="gpu")

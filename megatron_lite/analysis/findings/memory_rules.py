@@ -310,6 +310,37 @@ def find_state_kept_whole(facts: Facts) -> Finding | None:
     return find_lost_memory(most, held, gain, text, advice, flags=("--use-distributed-optimizer",))
 
 
+@rule("sequence-parallel-off", "activations that tensor parallel ranks keep whole")
+def find_sequence_parallel_off(facts: Facts) -> Finding | None:
+    """Between attention and MLP, every tensor parallel rank keeps all tokens.
+
+    Meaning: tensor parallelism splits the products. Norms, dropout and the residual between them work on all tokens on every rank,
+        10 of 34 bytes per token and feature in 16 bits (Korthikanti et al. 2022, arXiv 2205.05198). Sequence parallelism
+        gives each rank a part of the tokens there, and exchanges as many bytes in forward: a gather and a scatter are one sum.
+    Measured: a snapshot that fills most of the device, or memory that ran out; what is saved, by the formulas of plan.
+    Cost: all of that. Inputs of products are gathered once more in backward.
+    Do: switch it on wherever layers are split.
+    Flags: --sequence-parallel.
+    False alarm: a peak that falls into the optimizer's step.
+    """
+    most = facts.highest_snapshot
+    tensor, shares = whole(part(facts, "layout", "tensor")) or 1, part(facts, "layout", "sequence_parallel")
+    if most is None or tensor < 2 or shares or not is_tight(facts, most):
+        return None
+    from megatron_lite.analysis.memory.ledger import bytes_of_sequence_parallelism  # late: formulas, for such runs only
+
+    gain = bytes_of_sequence_parallelism(facts.plan)
+    if not gain or gain < MIN_SHARED * most.peak_bytes:
+        return None
+    held = sum_category(most, "activations")
+    text = (
+        f"activations hold {size(held)} of the peak of {size(most.peak_bytes)}; {tensor} ranks keep {size(gain)} alike"
+    )
+    return find_lost_memory(
+        most, held, gain, text, "share out the tokens, too: --sequence-parallel", flags=("--sequence-parallel",)
+    )
+
+
 @rule("micro-batch-headroom", "memory left for a larger micro-batch")
 def find_micro_batch_headroom(facts: Facts) -> Finding | None:
     """Memory is left for a larger micro-batch.

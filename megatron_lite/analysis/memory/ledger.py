@@ -20,9 +20,20 @@ NOT_OURS = (KeyError, TypeError, AttributeError, ValueError)  # what a plan of a
 
 def bytes_without_recomputation(plan: dict) -> int | None:
     """All categories added up, more than any moment holds, if every layer kept its activations; None for foreign plans."""
+    return _add_up(plan, {"recompute_granularity": None}, {})
+
+
+def bytes_of_sequence_parallelism(plan: dict) -> int | None:
+    """What tensor parallel ranks save by sharing out the tokens between attention and MLP; None for foreign plans."""
+    apart, shared = (_add_up(plan, {}, {"sequence_parallel": value}) for value in (False, True))
+    return None if apart is None or shared is None else apart - shared
+
+
+def _add_up(plan: dict, model: dict, layout: dict) -> int | None:
+    """All categories, with these settings instead of the plan's own."""
     try:
-        model = plan["args"]["model"] | {"recompute_granularity": None}
-        formulas = _compute_formulas(plan | {"args": plan["args"] | {"model": model}}, None)
+        args = plan["args"] | {"model": plan["args"]["model"] | model}
+        formulas = _compute_formulas(plan | {"args": args, "layout": (plan.get("layout") or {}) | layout}, None)
     except NOT_OURS:
         return None
     return sum(num_bytes for _, num_bytes in formulas.values())
