@@ -1,51 +1,6 @@
 """Train a GPT with Megatron-LM's command line: torchrun --nproc_per_node N pretrain_gpt.py FLAGS (--help lists them)."""
 
-import os
-import sys
-from pathlib import Path
-
-from megatron_lite.errors import describe_memory_error, first_line, is_memory_error
-from megatron_lite.terminal import describe_version, end_quietly_without_reader, print_lines
-
-ROOT = Path(__file__).parent
-
-
-def main() -> int:
-    flags = sys.argv[1:]
-    if "--help" in flags or "-h" in flags:
-        from megatron_lite.config.help import help_text
-
-        print_lines(help_text().split("\n"))
-        return 0
-    if "--version" in flags:
-        print_lines([describe_version()])
-        return 0
-    from megatron_lite.rank_errors import refuse_mistakes
-
-    return refuse_mistakes(flags) or train(flags)
-
-
-def train(flags: list[str]) -> int:
-    """Import torch, which takes seconds, and train."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # read when torch is imported; keeps the profiler's noise away
-    os.environ.setdefault("TEARDOWN_CUPTI", "1")  # else the GPU stays slowed down after a profiled window
-    package = "torch"
-    try:
-        from torch.distributed.elastic.multiprocessing.errors import record
-
-        package = "what training needs"
-        from megatron_lite.app import main as run
-    except Exception as error:
-        if is_memory_error(error):
-            line = describe_memory_error()
-        elif isinstance(error, (ImportError, OSError)):  # not installed, or more than a memory limit allows
-            line = f"{package} cannot be imported ({first_line(error)}); pip install -e . in {ROOT} installs it."
-        else:
-            raise
-        print_lines([f"error: {line}"], sys.stderr)
-        return 1
-    return record(run)(flags)
-
+import runpy
 
 if __name__ == "__main__":
-    sys.exit(end_quietly_without_reader(main))
+    runpy.run_module("megatron_lite", run_name="__main__")

@@ -124,6 +124,7 @@ def test_help_shows_the_options_whose_names_no_flag_has(capsys):
         ("torchrun --nproc_per_node 4 pretrain_gpt.py", 4),
         ("CUDA_DEVICE_MAX_CONNECTIONS=1 torchrun --nproc-per-node=2 --nnodes 2 /x/pretrain_gpt.py", 4),
         ("python -u pretrain_gpt.py", 1),
+        ("torchrun --nproc_per_node 2 -m megatron_lite", 2),
         ("pretrain_gpt.py", 1),
         ("srun -n 2 python pretrain_gpt.py", 2),
     ],

@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-PROGRAM = "pretrain_gpt.py"
+PROGRAM, MODULE = "pretrain_gpt.py", "megatron_lite"
 # Option: what it counts. Dashes and underscores are the same to torchrun.
 PER_NODE = ("--nproc-per-node", "--ntasks-per-node", "--num-gpus", "--gpus-per-node", "--npernode")
 NODES = ("--nnodes", "--nodes", "-N", "--num-nodes")
@@ -60,8 +60,11 @@ def begins_command(word: str) -> bool:
 
 
 def split_at_trainer(words: list[str]) -> tuple[list[str], list[str]] | None:
-    """(the words before pretrain_gpt.py, those behind it); None where it is not among them."""
-    at = next((at for at, word in enumerate(words) if _name_program(word) == PROGRAM), None)
+    """(the words before pretrain_gpt.py, those behind it; `-m megatron_lite` is the same); None where it is not among them."""
+    pairs = zip(["", *words], words)
+    at = next(
+        (at for at, pair in enumerate(pairs) if _name_program(pair[1]) == PROGRAM or pair == ("-m", MODULE)), None
+    )
     return None if at is None else (words[:at], words[at + 1 :])
 
 

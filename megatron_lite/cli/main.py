@@ -1,4 +1,4 @@
-"""megatron-lite COMMAND: what is done before and after training. Imports no torch, so that it answers at once."""
+"""megatron-lite COMMAND: training, and what is done before and after it. Imports no torch, so that it answers at once."""
 
 import difflib
 import importlib
@@ -8,16 +8,21 @@ from megatron_lite.errors import UserError, describe_memory_error, is_memory_err
 from megatron_lite.terminal import describe_version, end_quietly_without_reader, print_lines
 
 COMMANDS = {  # name: (module and function, which takes argv and may return an exit code; what it does)
-    "preprocess": ("datasets:preprocess_files", "tokenize text or jsonl files into the .bin/.idx of --data-path"),
-    "merge": ("datasets:merge_datasets", "join .bin/.idx data sets to one"),
-    "inspect": ("datasets:inspect_datasets", "check a .bin/.idx data set and say what it holds"),
-    "convert": ("convert:run", "checkpoints to and from Hugging Face folders, and from Megatron-LM's"),
-    "make-corpus": ("corpus:run", "a data set from Python's own sources, for machines without any data"),
-    "plan": ("plan:run", "will a run fit, how fast can it be, what to change: from its launch command"),
-    "report": ("report:run", "why a run is slow and why memory peaks: from run folders, traces, snapshots"),
-    "explain": ("explain:run", "what a finding of the report means, or what a kernel's name says"),
-    "compare": ("report:compare_runs", "what changed from one run or trace to another, and what did not"),
-    "audit": ("report:audit", "18 questions to a profiled run: pass, fail or not seen, and why"),
+    "train": ("__main__:main", "train a GPT, as pretrain_gpt.py does; ranks: torchrun ... -m megatron_lite FLAGS"),
+    "preprocess": ("cli.datasets:preprocess_files", "tokenize text or jsonl files into the .bin/.idx of --data-path"),
+    "merge": ("cli.datasets:merge_datasets", "join .bin/.idx data sets to one"),
+    "inspect": ("cli.datasets:inspect_datasets", "check a .bin/.idx data set and say what it holds"),
+    "convert": ("cli.convert:run", "checkpoints to and from Hugging Face folders, and from Megatron-LM's"),
+    "make-corpus": ("cli.corpus:run", "a data set from Python's own sources, for machines without any data"),
+    "plan": ("cli.plan:run", "will a run fit, how fast can it be, what to change: from its launch command"),
+    "report": ("cli.report:run", "why a run is slow and why memory peaks: from run folders, traces, snapshots"),
+    "explain": ("cli.explain:run", "what a finding of the report means, or what a kernel's name says"),
+    "compare": ("cli.report:compare_runs", "what changed from one run or trace to another, and what did not"),
+    "self-check": (
+        "cli.self_check:run",
+        "does a layout compute what one rank computes: steps of both beside each other",
+    ),
+    "audit": ("cli.report:audit", "18 questions to a profiled run: pass, fail or not seen, and why"),
 }
 INTERRUPTED = 130  # 128 + SIGINT, as shells say it
 
@@ -57,7 +62,7 @@ def _run(words: list[str]) -> int:
         hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(COMMANDS)}"
         raise UserError(f"megatron-lite {name}: no such command; {hint}")
     module, _, function = COMMANDS[name][0].partition(":")
-    return getattr(importlib.import_module(f"megatron_lite.cli.{module}"), function)(rest) or 0
+    return getattr(importlib.import_module(f"megatron_lite.{module}"), function)(rest) or 0
 
 
 if __name__ == "__main__":

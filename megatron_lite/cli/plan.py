@@ -14,9 +14,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import MappingProxyType
 
-from megatron_lite.cli.launcher import begins_command, split_at_trainer
+from megatron_lite.cli.launcher import split_at_trainer
 from megatron_lite.cli.parser import Parser, write_json, write_text
-from megatron_lite.cli.planned_run import PlannedRun, is_script, planned_run
+from megatron_lite.cli.planned_run import PlannedRun, is_script, planned_run, split_options
 from megatron_lite.config.environment import hints
 from megatron_lite.config.flops import step_flops
 from megatron_lite.config.machine import read_machine
@@ -38,8 +38,6 @@ from megatron_lite.units import GIB, size
 
 MODULE = "megatron_lite.rehearsal.rehearse"
 MAX_UNASKED_S = 10  # of a walk that nobody asked for
-END = "--"
-SHELLS = ("bash", "sh")  # may stand before a script
 WALKS_AT_ONCE = 2
 SNAPSHOT = "stage_{}/predicted.pickle"
 DRIVER = Path("/proc/driver/nvidia/version")
@@ -47,7 +45,7 @@ DRIVER = Path("/proc/driver/nvidia/version")
 
 def run(argv: list[str]):
     """Print what the launch command behind plan's options would need. UserError for mistakes."""
-    options, words = plan_options(argv)
+    options, words = _read_options(argv)
     found, style, more = planned_run(words, options.gpus), get_style(sys.stdout), []
     if options.exact:
         from megatron_lite.analysis.analyze import analyze
@@ -94,26 +92,11 @@ def run(argv: list[str]):
 # --- its options, which stand before the trainer's flags or the launch script
 
 
-def plan_options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+def _read_options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """(plan's own options, the rest: flags of the trainer, or a script and its arguments). UserError for a mistake."""
     parser = _parser()
-    actions = {name: action for action in parser._actions for name in action.option_strings}
-    at = 0
-    while at < len(argv):  # up to the first word that is none of ours
-        name, equals, _ = argv[at].partition("=")
-        if name not in actions:
-            break
-        at += 1
-        many = 0 if equals or actions[name].nargs == 0 else len(argv) if actions[name].nargs == "+" else 1
-        while many and at < len(argv):
-            word = argv[at]
-            if word.startswith("--") or is_script(word) or word in SHELLS or begins_command(word):
-                break
-            at, many = at + 1, many - 1
-    rest = argv[at + 1 :] if argv[at : at + 1] == [END] else argv[at:]
-    rest = rest[1:] if rest[:1] and rest[0] in SHELLS else rest
-    options = parser.parse_args(argv[:at])
-    _check(options, rest, set(actions) - {"-h", "--help"})
+    options, rest = split_options(parser, argv)
+    _check(options, rest, {name for action in parser._actions for name in action.option_strings} - {"-h", "--help"})
     return options, rest
 
 

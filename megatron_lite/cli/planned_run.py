@@ -1,12 +1,14 @@
 """From the words of a launch command to a Plan, on a machine that has neither its data nor its GPUs."""
 
+import argparse
 import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megatron_lite.cli.launcher import Launch, Ranks, find_launch, split_at_trainer
+from megatron_lite.cli.launcher import Launch, Ranks, begins_command, find_launch, split_at_trainer
+from megatron_lite.cli.parser import Parser
 from megatron_lite.config.args import DataArgs
 from megatron_lite.config.check import RULES_WITHOUT_FILES, check
 from megatron_lite.config.command_line import read_command_line
@@ -18,6 +20,8 @@ from megatron_lite.errors import UserError
 from megatron_lite.estimate.what_if import find_heaviest_stage
 
 GPT2_WORDS = 50_257  # Radford et al. 2019: 256 bytes, 50,000 merges, end of text
+END = "--"
+SHELLS = ("bash", "sh")  # may stand before a script
 ENDINGS = (".sh", ".bash", ".slurm", ".sbatch")
 GPUS_PER_NODE = 8  # of a job of several nodes that does not say it
 
@@ -35,6 +39,26 @@ class PlannedRun:
 def is_script(word: str) -> bool:
     """A launch script rather than a flag?"""
     return word.endswith(ENDINGS) and not word.startswith("-")
+
+
+def split_options(parser: Parser, argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """(a command's own options, which come first; the rest: flags of the trainer, or a launch command or script)."""
+    actions = {name: action for action in parser._actions for name in action.option_strings}
+    at = 0
+    while at < len(argv):  # up to the first word that is none of ours
+        name, equals, _ = argv[at].partition("=")
+        if name not in actions:
+            break
+        at += 1
+        many = 0 if equals or actions[name].nargs == 0 else len(argv) if actions[name].nargs == "+" else 1
+        while many and at < len(argv):
+            word = argv[at]
+            if word.startswith("--") or is_script(word) or word in SHELLS or begins_command(word):
+                break
+            at, many = at + 1, many - 1
+    rest = argv[at + 1 :] if argv[at : at + 1] == [END] else argv[at:]
+    rest = rest[1:] if rest[:1] and rest[0] in SHELLS else rest
+    return parser.parse_args(argv[:at]), rest
 
 
 def planned_run(words: list[str], gpus: int | None) -> PlannedRun:

@@ -111,6 +111,18 @@ def build(root_class: Any, values: dict[str, object]) -> Any:
     return root_class(**{section: classes[section](**group) for section, group in groups.items()})
 
 
+def write_flags(args: Any) -> list[str]:
+    """The words of a command line that gives an instance of the root class: all flags that differ from their defaults."""
+    words: list[str] = []
+    root_class: type = type(args)
+    for known in list_flags(root_class):
+        value = known.get(args)
+        if value != known.default and value is not None:
+            words.append(known.spelling)
+            words += [] if known.is_switch else [str(one) for one in (value if known.many else [value])]
+    return words
+
+
 # --- Megatron-LM's flags that are not settings here
 
 FILE = Path(__file__).with_name("megatron_flags.txt")

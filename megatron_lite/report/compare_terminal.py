@@ -64,13 +64,13 @@ def _build_sections(found: Comparison, everything: bool) -> Iterator[Section]:
         names = Lines([_describe_kernels(pair) for pair in shown if set(pair.names_a) != set(pair.names_b)], quiet=True)
         yield Section("kernels", "What changed most, by operator and phase", "ms per step", [table, names])
     if found.losses:
-        yield _build_losses_section(found.losses)
+        yield build_losses_section(found.losses)
     if found.memory:
         body = [[name, *_build_cells(pair, size)] for name, pair in found.memory.items()]
         yield Section("memory", "At the peak of memory", "by what holds it", [_build_table("", body)])
 
 
-def _build_losses_section(found: Losses) -> Section:
+def build_losses_section(found: Losses, names: tuple[str, str, str] = ("A", "B", "B - A")) -> Section:
     """Of the first step that both did, and how far they are apart at most."""
     rows = [
         [name, f"{mine:.7g}", f"{theirs:.7g}", f"{theirs - mine:+.1e}"]
@@ -83,7 +83,7 @@ def _build_losses_section(found: Losses) -> Section:
         "losses",
         "Do they compute the same?",
         f"step {first:,}",
-        [Table(rows, "lrrr", ["", "A", "B", "B - A"]), Lines(texts)],
+        [Table(rows, "lrrr", ["", *names]), Lines(texts)],
     )
 
 

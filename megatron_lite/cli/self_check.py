@@ -1,0 +1,113 @@
+"""megatron-lite self-check: does a layout compute what one rank computes? Both train the same steps, from the same weights."""
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from megatron_lite.cli.parser import Parser
+from megatron_lite.cli.planned_run import planned_run, split_options
+from megatron_lite.config.args import Args, CheckpointArgs, ParallelArgs, ProfileArgs, WatchArgs
+from megatron_lite.config.command_line import read_command_line
+from megatron_lite.config.flags import write_flags
+from megatron_lite.errors import ConfigError, UserError
+from megatron_lite.live_line import LiveLine
+from megatron_lite.terminal import print_lines
+
+IS_ERROR = 1  # exit code
+MAX_LINES_SHOWN = 8
+PACKAGE_FOLDER = Path(__file__).parents[2]
+
+
+def run(argv: list[str]) -> int:
+    """Train both, print losses and gradient norms and what they say. Returns 0, or 1 where rounding does not explain it."""
+    parser = Parser(
+        "self-check",
+        "Trains the same steps on the layout of a launch command and on one rank, from the same weights and without dropout, and "
+        "says whether loss and gradient norm differ by more than rounding. The model must fit on one rank: --num-layers behind "
+        "the other flags makes it smaller.",
+    )
+    parser.usage = (
+        "megatron-lite self-check [OPTIONS] SCRIPT.sh ARGUMENTS... | torchrun ... pretrain_gpt.py FLAGS | FLAGS"
+    )
+    add = parser.add_argument
+    add("--ranks", type=int, metavar="N", help="of the layout, all on this machine [what the launch command says]")
+    add("--steps", type=int, default=1, metavar="N", help="to train; the first one is judged [1]")
+    add("--cpu", action="store_true", help="train on the CPU, whatever GPUs there are")
+    options, words = split_options(parser, argv)
+    if not words:
+        raise UserError(
+            "megatron-lite self-check: no launch command; give SCRIPT.sh with its arguments, or the trainer's flags."
+        )
+    if options.steps < 1:
+        raise UserError(f"--steps {options.steps}: must be at least 1.")
+    found = planned_run(words, options.ranks)
+    plan = found.plan
+    if plan.world.size == 1:
+        raise UserError("megatron-lite self-check: one rank alone; give --ranks N with a layout for them.")
+    args = read_command_line(list(found.flags)).args
+    environment = {**os.environ, **found.environment, **({"CUDA_VISIBLE_DEVICES": ""} if options.cpu else {})}
+    line = LiveLine()
+    with tempfile.TemporaryDirectory() as name:
+        folders = []
+        for title, ranks in (("1 rank", 1), (f"{plan.world.size} ranks", plan.world.size)):
+            line.draw(f"{title}: {options.steps} steps ...")
+            folders.append(Path(name) / str(ranks))
+            steps = _change(args, plan.batch.final, options.steps, folders[-1], plan.layout.tensor if ranks == 1 else 0)
+            _train(write_flags(steps), ranks, environment, title)
+        line.wipe()
+        from megatron_lite.analysis.analyze import analyze
+        from megatron_lite.analysis.compare.losses import compare_losses
+        from megatron_lite.report.compare_terminal import build_losses_section
+        from megatron_lite.report.section import section_lines
+        from megatron_lite.report.text import get_style
+
+        one, several = (analyze([folder]).facts.run for folder in folders)
+    losses = compare_losses(one, several)
+    if losses is None:
+        raise UserError(
+            "megatron-lite self-check: no step had a finite loss on both; a smaller --lr or --initial-loss-scale may."
+        )
+    layout = [f"{plan.world.size} ranks: {' '.join(write_flags(Args(parallel=args.parallel))) or 'data parallel'}", ""]
+    section = build_losses_section(losses, ("1 rank", f"{plan.world.size} ranks", "difference"))
+    print_lines([*layout, *section_lines(section, get_style(sys.stdout))])
+    return IS_ERROR if losses.is_error else 0
+
+
+def _change(args: Args, batch: int, steps: int, folder: Path, tensor: int) -> Args:
+    """The run's settings for so many steps. tensor: ranks that split layers, where one rank is to do their work; else 0."""
+    alone = ParallelArgs(distributed_timeout_minutes=args.parallel.distributed_timeout_minutes)
+    rows = args.model.make_vocab_size_divisible_by * (tensor or 1)  # as many padded words on one rank
+    return replace(
+        args,
+        model=replace(args.model, hidden_dropout=0.0, attention_dropout=0.0, make_vocab_size_divisible_by=rows),
+        training=replace(args.training, global_batch_size=batch, exit_interval=steps),
+        parallel=alone if tensor else args.parallel,
+        watch=WatchArgs(log_interval=1, eval_iters=0, run_dir=str(folder)),
+        checkpoint=CheckpointArgs(),
+        profile=ProfileArgs(),
+    )
+
+
+def _train(flags: list[str], ranks: int, environment: Mapping[str, str], title: str):
+    """UserError with the trainer's own last lines where it fails."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m"]
+    paths = os.pathsep.join(filter(None, [str(PACKAGE_FOLDER), environment.get("PYTHONPATH", "")]))
+    done = subprocess.run(
+        [sys.executable, *launcher, "megatron_lite", *flags],
+        env={**environment, "PYTHONPATH": paths},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        check=False,
+    )
+    if done.returncode:
+        lines = done.stdout.splitlines()
+        said = [text.removeprefix("error: ") for text in lines if text.startswith("error: ")] or lines[
+            -MAX_LINES_SHOWN:
+        ]
+        raise ConfigError([f"{title}: the trainer ended with exit code {done.returncode}.", *dict.fromkeys(said)])
