@@ -9,6 +9,8 @@ import pytest
 from report_cases import HOSTILE, report, run_of, snapshot
 from run_maker import PLAN, RECORD, folder, step
 from trace_maker import gpu_run
+from training_maker import gpu
+from training_maker import run as made_run
 
 from megatron_lite.analysis.analyze import analyze
 from megatron_lite.analysis.compare.compare import compare
@@ -143,6 +145,23 @@ def test_runs_without_traces(tmp_path):
     # forward takes longer: no reason
     assert compare(quick, b).sentence == "B takes 50% less time per step (20.1 -> 10.1 ms)"
     assert [phase.name for phase in found.phases] == ["forward"] and found.phases_of.startswith("steps.jsonl")
+
+
+def test_what_one_layout_exchanges_and_another_does_not(tmp_path):
+    """Ranks of a layout of one dimension share one group, which no description tells apart: the plan does."""
+    sides = []
+    for name, sizes in (("a", {"tensor": 2}), ("b", {"data": 2})):
+        for rank in range(2):
+            gpu(tmp_path / name, rank, reduce="tail")
+        made_run(tmp_path / name, plan={"layout": {"tensor": 1, "context": 1, "data": 1, "pipeline": 1} | sizes})
+        sides.append(analyze([tmp_path / name]).facts)
+    found = compare(*sides)
+    assert {name: pair.difference for name, pair in found.groups.items()} == pytest.approx(
+        {"tensor": -0.8, "data": 0.8}
+    )
+    shown = "\n".join(comparison_lines(found, Style()))
+    assert "Communication that nothing hides, by group" in shown and " -100% " in shown
+    assert compare(sides[0], sides[0]).groups == {}
 
 
 def test_noisy_machines_and_short_windows_are_said(tmp_path):

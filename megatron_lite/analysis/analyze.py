@@ -17,7 +17,7 @@ from megatron_lite.analysis.kernels.kernel_results import RankKernels
 from megatron_lite.analysis.kernels.rank_kernels import rank_kernels
 from megatron_lite.analysis.memory.memory_results import Snapshot
 from megatron_lite.analysis.memory.trace_memory import measure_trace_memory
-from megatron_lite.analysis.ranks.from_run import compare_ranks_of_run, only_lasting
+from megatron_lite.analysis.ranks.from_run import compare_ranks_of_run, find_only_dimension, only_lasting
 from megatron_lite.analysis.ranks.ranks import compare_ranks
 from megatron_lite.analysis.report import Report
 from megatron_lite.analysis.run_facts import Facts, RankFacts
@@ -113,7 +113,8 @@ def analyze(paths: Sequence[Path | str], say: Callable[..., None] = say_nothing)
         raise UserError(gaps.found[0] if len(gaps.found) == 1 else said)
     say("comparing ranks, looking for causes")
     if seen:
-        ranks = gaps.attempt("ranks", compare_ranks, [(rank.trace, rank.placing, rank.time) for rank in seen])
+        traced, only = [(rank.trace, rank.placing, rank.time) for rank in seen], find_only_dimension(run)
+        ranks = gaps.attempt("ranks", compare_ranks, traced, only)
         ranks = only_lasting(ranks, run) if ranks and run else ranks
     else:
         ranks = gaps.attempt("ranks", compare_ranks_of_run, run) if run else None

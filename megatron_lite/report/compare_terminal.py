@@ -44,6 +44,11 @@ def _build_sections(found: Comparison, everything: bool) -> Iterator[Section]:
         write = _choose_ms(found.rows.values())
         body = [[ROW_TITLES[name], *_build_cells(pair, write)] for name, pair in found.rows.items()]
         yield Section("rows", "Where a step goes", "ms per step; rows sum to the traced step", [_build_table("", body)])
+    if found.groups:
+        write = _choose_ms(found.groups.values())
+        body = [[name or "not named", *_build_cells(pair, write)] for name, pair in found.groups.items()]
+        told = "exposed ms per step, mean over the ranks with a trace"
+        yield Section("groups", "Communication that nothing hides, by group", told, [_build_table("", body)])
     if found.phases:
         yield _build_phases_section(found)
     if found.roles:

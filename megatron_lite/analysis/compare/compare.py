@@ -306,11 +306,22 @@ def compare(a: Facts, b: Facts, force: bool = False, titles: tuple[str, str] = (
         flags=flags_that_differ(a, b),
         totals=totals,
         memory=memory,
+        groups=_pair_groups(a, b, parts["rows"].get("exposed_communication")),
         losses=compare_losses(a.run, b.run),
         notes=tuple(_collect_notes(a, b, totals)),
         forced=tuple(reasons),
         **parts,
     )
+
+
+def _pair_groups(a: Facts, b: Facts, whole: Pair | None) -> dict[str, Pair]:
+    """Exposed communication by dimension of the layout, largest difference first; with the noise of all of it, `whole`."""
+    sides = [{row.group: row.exposed_ms for row in facts.ranks.groups} if facts.ranks else {} for facts in (a, b)]
+    names = {**sides[0], **sides[1]}
+    if whole is None or len(names) < 2:  # one alone is a row of its own already
+        return {}
+    pairs = {name: paired(sides[0].get(name, 0.0), sides[1].get(name, 0.0), whole.band) for name in names}
+    return dict(sorted(pairs.items(), key=lambda item: -abs(item[1].difference or 0.0)))
 
 
 def _collect_notes(a: Facts, b: Facts, totals: tuple[Total, ...]) -> list[str]:

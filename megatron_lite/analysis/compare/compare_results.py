@@ -90,6 +90,7 @@ class Comparison:
     flags: tuple[Flag, ...]
     totals: tuple[Total, ...]
     rows: dict[str, Pair]  # keys of ROW_TITLES
+    groups: dict[str, Pair]  # by what ranks share out: communication that nothing hides, ms per step, mean over ranks
     phases: tuple[PhasePair, ...]
     phases_of: str  # where host and device times come from
     roles: dict[str, Pair]

@@ -19,6 +19,17 @@ OTHER_STAGES = "who is late is not said of traces: stages of a pipeline have dif
 NO_WAITS = "ranks are compared by each one's own medians of steps.jsonl; who waits in collectives only traces of all ranks show"
 
 
+DIMENSIONS = ("tensor", "context", "data", "pipeline")
+
+
+def find_only_dimension(run: Run | None) -> str:
+    """The one in which the run's ranks divide the work; "" if there are several, or nothing says."""
+    layout = run.plan.get("layout") if run else None
+    sizes = {name: layout.get(name) for name in DIMENSIONS} if isinstance(layout, dict) else {}
+    large = [name for name, number in sizes.items() if isinstance(number, int) and number > 1]
+    return large[0] if len(large) == 1 else ""
+
+
 def compare_ranks_of_run(run: Run) -> Ranks | None:
     """Rows and a straggler from the run's own figures; no collectives, no waits. None for a run without ranks' figures."""
     ranks = run.ranks

@@ -61,10 +61,10 @@ def find_group(groups: Sequence[ProcessGroup], dimension: str) -> ProcessGroup:
     return group
 
 
-def label_group(group: ProcessGroup, world_size: int | None) -> str:
-    """For people: its dimension, else which ranks it has; "" if the trace does not say."""
+def label_group(group: ProcessGroup, world_size: int | None, only: str = "") -> str:
+    """For people: its dimension, else which ranks it has; "" if the trace does not say. only: the layout's one dimension."""
     ranks = group.ranks
-    if dimension := find_dimension(group.description):
+    if dimension := find_dimension(group.description) or only:
         return dimension
     if len(ranks) > 1 and len(ranks) == world_size:
         return "all ranks"

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ from megatron_lite.analysis.ranks.matching import Clocks, Group, align_clocks, m
 from megatron_lite.analysis.ranks.process_groups import label_group
 from megatron_lite.analysis.ranks.rank_results import CollectiveRow, GroupRow, RankRow, Ranks, Straggler
 from megatron_lite.analysis.time.time_results import Placing, RankTime
-from megatron_lite.analysis.trace.columns import Trace
+from megatron_lite.analysis.trace.columns import ProcessGroup, Trace
 from megatron_lite.phases import Phase
 
 
@@ -27,13 +27,18 @@ class Seen(NamedTuple):
     time: RankTime
 
 
-def compare_ranks(seen: Sequence[tuple[Trace, Placing, RankTime]]) -> Ranks | None:
-    """What the traces of one run's ranks say of each other; None without a trace."""
+def compare_ranks(seen: Sequence[tuple[Trace, Placing, RankTime]], only: str = "") -> Ranks | None:
+    """What the traces of one run's ranks say of each other; None without a trace. only: the dimension of their layout, if it has one."""
     if not seen:
         return None
     one_each, notes = _choose_traces([Seen(*one) for one in seen])
     world_size = max((one.trace.world_size or 0 for one in one_each), default=0) or None
     calls = [collect_calls(one.trace, one.placing, world_size) for one in one_each]
+    labels = {
+        group: label_group(group, world_size, only)
+        for of_rank in calls
+        for group in {what.group for what in of_rank.whats}
+    }
     slots, steps = find_shared_steps(calls, [one.placing for one in one_each])
     base_ns = [one.trace.base_ns for one in one_each]
     hosts = [str(one.trace.facts.get("host_name") or "") for one in one_each]
@@ -41,30 +46,7 @@ def compare_ranks(seen: Sequence[tuple[Trace, Placing, RankTime]]) -> Ranks | No
     clocks = align_clocks(calls, groups, base_ns, hosts)
     waits = compute_waits(calls, groups, clocks, slots, steps)
     everyone = len(one_each) == world_size and len(groups) == 1 and len(groups[0].members) == world_size
-    rows: list[RankRow] = []
-    for at, one in enumerate(one_each):
-        if one.time.rank is None:
-            continue
-        exposed_ms, number = one.time.rows.get("exposed_communication", 0.0), waits.matched[at].sum()
-        row = RankRow(
-            rank=one.time.rank,
-            host=hosts[at],
-            step_ms=one.time.step_ms,
-            compute_ms=one.time.rows.get("compute", 0.0),
-            communication_ms=one.time.communication_ms,
-            exposed_communication_ms=exposed_ms,
-            data_wait_ms=one.time.rows.get("data_wait", 0.0),
-            host_idle_ms=one.time.rows.get("host", 0.0) + one.time.rows.get("sync", 0.0),
-        )
-        if number and clocks.aligned is not None:
-            row = replace(
-                row,
-                wait_ms=float(waits.wait_ms[at].mean()),
-                last_in=float(waits.last[at].sum() / number),
-                caused_wait_ms=float(waits.caused_ms[at].mean()),
-                exposed_wait_ms=min(float(waits.exposed_wait_ms[at].mean()), exposed_ms),
-            )
-        rows.append(row)
+    rows = _build_rank_rows(one_each, hosts, waits, clocks)
     # the rank that waits least: its own work is what the run takes
     known = all(row.wait_ms is not None for row in rows)
     slowest_first = sorted(rows, key=lambda row: (row.wait_ms or 0.0) if known else -row.step_ms)
@@ -74,9 +56,9 @@ def compare_ranks(seen: Sequence[tuple[Trace, Placing, RankTime]]) -> Ranks | No
         present=present,
         missing=tuple(sorted(set(range(world_size or 0)) - set(present))) if present else (),
         rows=tuple(rows),
-        groups=build_group_rows(one_each, calls, slots, steps, world_size),
+        groups=build_group_rows(one_each, calls, slots, steps, labels),
         collectives=build_collective_rows(
-            list(zip(calls, slots, waits.transfer_ns)), steps, world_size, world_size if everyone else None
+            list(zip(calls, slots, waits.transfer_ns)), steps, labels, world_size if everyone else None
         ),
         straggler=find_straggler(rows, [one.time for one in one_each], waits.caused_ms - waits.wait_ms),
         clocks_aligned=clocks.aligned,
@@ -170,6 +152,35 @@ def compute_waits(
     return found
 
 
+def _build_rank_rows(seen: Sequence[Seen], hosts: Sequence[str], waits: Waits, clocks: Clocks) -> list[RankRow]:
+    """Of the ranks that are known; waiting is left out where no clock is shared."""
+    rows: list[RankRow] = []
+    for at, one in enumerate(seen):
+        if one.time.rank is None:
+            continue
+        exposed_ms, number = one.time.rows.get("exposed_communication", 0.0), waits.matched[at].sum()
+        row = RankRow(
+            rank=one.time.rank,
+            host=hosts[at],
+            step_ms=one.time.step_ms,
+            compute_ms=one.time.rows.get("compute", 0.0),
+            communication_ms=one.time.communication_ms,
+            exposed_communication_ms=exposed_ms,
+            data_wait_ms=one.time.rows.get("data_wait", 0.0),
+            host_idle_ms=one.time.rows.get("host", 0.0) + one.time.rows.get("sync", 0.0),
+        )
+        if number and clocks.aligned is not None:
+            row = replace(
+                row,
+                wait_ms=float(waits.wait_ms[at].mean()),
+                last_in=float(waits.last[at].sum() / number),
+                caused_wait_ms=float(waits.caused_ms[at].mean()),
+                exposed_wait_ms=min(float(waits.exposed_wait_ms[at].mean()), exposed_ms),
+            )
+        rows.append(row)
+    return rows
+
+
 # --- collectives by kind, size and phase: waiting apart from transfer, what is not hidden, and the bandwidth
 
 MAX_SIZES = 32  # of one kind in one phase; more (an all-to-all of experts, say) are one row of their mean size
@@ -182,15 +193,18 @@ def _count_last(group: str) -> tuple[bool, bool, str]:
 
 
 def build_group_rows(
-    seen: Sequence[Seen], ranks: Sequence[Calls], slots: Sequence[np.ndarray], steps: int, world_size: int | None
+    seen: Sequence[Seen],
+    ranks: Sequence[Calls],
+    slots: Sequence[np.ndarray],
+    steps: int,
+    labels: Mapping[ProcessGroup, str],
 ) -> tuple[GroupRow, ...]:
     """Most exposed first. slots: by rank, the step of each call (-1: does not count) of `steps`."""
     parts: dict[str, list[tuple[float, float, float, float, int]]] = defaultdict(list)
     for at, (calls, slot) in enumerate(zip(ranks, slots)):
-        labels = {what: label_group(what.group, world_size) for what in set(calls.whats)}
         of_group: dict[str, list[int]] = defaultdict(list)
         for i in np.flatnonzero(slot >= 0).tolist():
-            of_group[labels[calls.whats[i]]].append(i)
+            of_group[labels[calls.whats[i].group]].append(i)
         taken, steady = calls.compute, [step for step in seen[at].placing.steps if step.steady]
         within = union([step.start_ns for step in steady], [step.end_ns for step in steady])
         for label in sorted(of_group, key=_count_last):
@@ -211,7 +225,10 @@ def build_group_rows(
 
 
 def build_collective_rows(
-    ranks: Sequence[tuple[Calls, np.ndarray, np.ndarray]], steps: int, world_size: int | None, group_size: int | None
+    ranks: Sequence[tuple[Calls, np.ndarray, np.ndarray]],
+    steps: int,
+    labels: Mapping[ProcessGroup, str],
+    group_size: int | None,
 ) -> tuple[CollectiveRow, ...]:
     """Most exposed first; means over the ranks that take part.
 
@@ -220,7 +237,7 @@ def build_collective_rows(
     """
     parts = defaultdict(list)
     for calls, slot, transfer in ranks:
-        for key, sums in _sum_by_kind(calls, slot >= 0, transfer, world_size, group_size).items():
+        for key, sums in _sum_by_kind(calls, slot >= 0, transfer, labels, group_size).items():
             parts[key].append(sums / steps)
     rows = []
     for (kind, group, algorithm, phase, size, num_bytes, dtype), sums in parts.items():
@@ -247,7 +264,7 @@ def build_collective_rows(
 
 
 def _sum_by_kind(
-    calls: Calls, keep: np.ndarray, transfer: np.ndarray, world_size: int | None, group_size: int | None
+    calls: Calls, keep: np.ndarray, transfer: np.ndarray, labels: Mapping[ProcessGroup, str], group_size: int | None
 ) -> dict[Any, Any]:
     """(number, ns, exposed ns, transfer ns, not matched, bus bytes, bytes), added up by what rows tell apart."""
     kept = np.flatnonzero(keep)
@@ -265,8 +282,7 @@ def _sum_by_kind(
         several = num_bytes is not None and sizes[what.kind, phase] > MAX_SIZES
         bus = bus_bytes(what.kind, num_bytes, ranks) if num_bytes and ranks else 0.0
         moved = [values[0] * bus, values[0] * (num_bytes or 0)]
-        label = label_group(what.group, world_size)
-        key = (what.kind, label, what.algorithm, phase, ranks, MANY if several else num_bytes, what.dtype)
+        key = (what.kind, labels[what.group], what.algorithm, phase, ranks, MANY if several else num_bytes, what.dtype)
         sums[key] += np.array([*values, *moved])
     return sums
 
