@@ -5,10 +5,11 @@ python tests/published_layouts.py --search   and at which place a search has eac
 """
 
 import argparse
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from command_lines import plan
 
+from megatron_lite.config.flops import step_flops
 from megatron_lite.config.plan import Plan, plan_stages
 from megatron_lite.config.world import World
 from megatron_lite.estimate.hardware import processor_called
@@ -40,6 +41,7 @@ class Published:
     vocabulary: int = 51_200
     gpu: str = "A100-80"
     precision: str = "--fp16"
+    fits: bool = True  # what it kept for backward is known, so that memory can be compared
 
     def plan(self) -> Plan:
         flags = (
@@ -82,7 +84,51 @@ KORTHIKANTI = [
     Published("1T", 160, 25600, 128, 8, 64, 512, 512, 94_420, ALL_AGAIN),
     Published("1T, sp, selective", 160, 25600, 128, 8, 64, 512, 512, 71_490, SELECTIVE),
 ]
-PUBLISHED = {"SC21": SC21, "Korthikanti 2022": KORTHIKANTI}
+FFN = {4096: 14_336, 8192: 28_672, 16_384: 53_248}  # of Llama 3, by hidden size
+
+
+def llama(
+    name: str, heads: int, hidden: int, layers: int, tensor: int, pipeline: int, gpus: int, batch: int, step_ms: float,
+    words: str, micro_batch: int = 1, length: int = 8192,
+):  # fmt: skip
+    """Llama 3 in bf16 on H100s; the sources do not say what of its activations was computed again, or in words that no flag has."""
+    words += f" {MODEL} --ffn-hidden-size {FFN[hidden]} --num-query-groups 8"
+    parts = (tensor, pipeline, gpus, batch, step_ms, words, micro_batch, length, 128_256, "H100", "--bf16")
+    return Published(name, heads, hidden, layers, *parts, fits=False)
+
+
+MODEL = (
+    "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear "
+    "--untie-embeddings-and-output-weights --group-query-attention"
+)
+ZERO3 = "--use-torch-fsdp2"
+# torchtitan's benchmarks/llama3_h100_202412_torchtitan.md, tables 1 and 3: tokens per second and GPU, without torch.compile and float8,
+# on H100s of 96 GB and 500 W
+TORCHTITAN = [
+    llama("8B", 32, 4096, 32, 1, 1, 8, 16, 2 * 8192 / 5.762, ZERO3, 2),
+    llama("8B", 32, 4096, 32, 1, 1, 128, 256, 2 * 8192 / 5.605, ZERO3, 2),
+]
+# NeMo AutoModel's performance summary of 2026, DGX H100: seconds of a step; groups of 32 ranks share the model out
+HSDP = f"{ZERO3} --context-parallel-size 2 --num-distributed-optimizer-instances 2"
+NEMO = [llama("70B", 64, 8192, 80, 1, 1, 64, 128, 18_900, HSDP)]
+
+
+def from_tflops(name: str, gpus: int, length: int, batch: int, tflops: int, words: str = "") -> Published:
+    """Of 405B a step of so many TFLOP/s per GPU. Its 126 layers, 7 to 9 chunks of one each, are 128 here: no flags say other numbers."""
+    words += " --use-distributed-optimizer --sequence-parallel --num-virtual-stages-per-pipeline-rank 8"
+    one = llama(name, 128, 16_384, 128, 8, 16, gpus, batch, 1.0, words, 1, length)
+    flops = step_flops(replace(one.plan().shape, num_layers=126), batch, causal=True)
+    return replace(one, step_ms=flops / gpus / tflops / 1e9)
+
+
+# Grattafiori et al. 2024 (arXiv 2407.21783), table 4
+LLAMA3 = [
+    from_tflops("405B", 8192, 8192, 2048, 430), from_tflops("405B", 16_384, 8192, 2048, 400),
+    from_tflops("405B, 131,072 tokens", 16_384, 131_072, 128, 380, "--context-parallel-size 16"),
+]  # fmt: skip
+PUBLISHED = {
+    "SC21": SC21, "Korthikanti 2022": KORTHIKANTI, "torchtitan 2024": TORCHTITAN, "NeMo 2026": NEMO, "Llama 3": LLAMA3
+}  # fmt: skip
 
 
 def measure(run: Published) -> tuple[float, float]:
@@ -113,7 +159,7 @@ def main():
             best_ms, gib = measure(run)
             cells = (
                 f"{source} | {run.name} | {run.gpus:,} | {run.tensor} x {run.pipeline} | {run.step_ms:,.0f} | {best_ms:,.0f} | "
-                f"{run.step_ms / best_ms:.2f} | {gib:.1f}"
+                f"{run.step_ms / best_ms:.2f} | {f'{gib:.1f}' if run.fits else ''}"
             )
             print(f"| {cells}{f' | {find_place(run)}' if options.search else ''} |", flush=True)
 

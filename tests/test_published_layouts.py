@@ -1,8 +1,11 @@
 """Plans of published runs: no bound is beaten, what fitted fits, activations are those of the papers' formulas."""
 
-import pytest
-from published_layouts import PUBLISHED, SELECTIVE, Published, find_place, measure
+from dataclasses import replace
 
+import pytest
+from published_layouts import ALL_AGAIN, PUBLISHED, SELECTIVE, Published, find_place, measure
+
+from megatron_lite.config.flops import step_flops
 from megatron_lite.config.layout import Stage
 from megatron_lite.estimate.hardware import processor_called
 from megatron_lite.estimate.memory import activation_bytes, plan_micro_batch
@@ -13,8 +16,22 @@ RUNS = [run for runs in PUBLISHED.values() for run in runs]
 @pytest.mark.parametrize("run", RUNS, ids=[run.name for run in RUNS])
 def test_no_published_run_beats_its_bound_and_each_fits(run):
     best_ms, gib = measure(run)
-    assert 1.3 < run.step_ms / best_ms < 2.4
-    assert gib < (processor_called(run.gpu).memory_gib or 0.0)
+    assert 1.3 < run.step_ms / best_ms < 3.3
+    assert not run.fits or gib < (processor_called(run.gpu).memory_gib or 0.0)
+
+
+def test_torchtitans_memory_lies_between_all_activations_kept_and_all_computed_again():
+    """It measured 82.4 GiB on 8 GPUs and 67.0 on 128, with every other product computed again."""
+    for run, measured in zip(PUBLISHED["torchtitan 2024"], (82.4, 67.0), strict=True):
+        again = replace(run, words=f"{run.words} {ALL_AGAIN}")
+        assert measure(again)[1] < measured < measure(run)[1]
+
+
+def test_model_flops_are_counted_as_others_count_them():
+    """NeMo AutoModel says 389 TFLOP/s per GPU of the step of its table."""
+    [run] = PUBLISHED["NeMo 2026"]
+    flops = step_flops(run.plan().shape, run.batch, causal=True)
+    assert flops / run.gpus / run.step_ms / 1e9 == pytest.approx(389, abs=0.5)
 
 
 def layer_bytes(run: Published) -> float:
