@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator
 
+from megatron_lite.analysis.run.pipeline_times import measure_bubble
 from megatron_lite.estimate.hardware import PROCESSORS
 from megatron_lite.estimate.inference import InferencePrediction
 from megatron_lite.estimate.prediction import MemoryPrediction
@@ -237,10 +238,10 @@ def _build_schedule_section(report: PlanReport) -> Iterator[Section]:
         shares.append(waits)
     shown, hidden = limit_rows(rows, MAX_STAGES, report.everything)
     table = Table(shown, "rrrr", ["stage", "computes", "waits", "share"], shares=shares[: len(shown)], hidden=hidden)
-    # gradients of weights fill two thirds of what stages would wait
-    pieces = len(plan.stage.chunks) * (3 if plan.stage.splits_backward else 1)
-    waited = (len(stages) - 1) / pieces
-    formula = f"{percent(waited / (micro_batches + waited))} by formula, for equal stages and {count(micro_batches)} micro-batches"
+    bubble = measure_bubble(
+        len(stages), micro_batches, len(plan.stage.chunks) * (3 if plan.stage.splits_backward else 1)
+    )
+    formula = f"{percent(bubble)} by formula, for equal stages and {count(micro_batches)} micro-batches"
     of = f"{count(simulated)} micro-batches at best, all stages as they compute"
     yield Section("schedule", "Schedule", of, [table, Lines([f"bubble: {formula}"], quiet=True)])
 

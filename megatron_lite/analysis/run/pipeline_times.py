@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from statistics import fmean, median_low
 from typing import TYPE_CHECKING, Any
 
-from megatron_lite.analysis.run.run_results import Run
 from megatron_lite.phases import Phase
 
 if TYPE_CHECKING:
+    from megatron_lite.analysis.run.run_results import Run
     from megatron_lite.config.simulated_schedule import TimedTurn
 
 MAX_TURNS = 3000  # of a chart
@@ -45,7 +45,7 @@ class PipelineTimes:
     turns: "tuple[TimedTurn, ...]"  # of the ideal step; () where they are too many to draw
 
 
-def measure_pipeline(run: Run) -> PipelineTimes | None:
+def measure_pipeline(run: "Run") -> PipelineTimes | None:
     """None where the run has no pipeline, or its files do not tell."""
     waits = group_by_stage(run, run.ranks.own_ms(Phase.PIPELINE_WAIT.value), fmean) if run.ranks is not None else {}
     forward_ms, backward_ms = measure_own_times(run)
@@ -85,12 +85,15 @@ def measure_pipeline(run: Run) -> PipelineTimes | None:
 
 
 def measure_bubble(stages: int, number: int, pieces: int) -> float:
-    """Share of a step that a stage waits by the schedule, with so many micro-batches, in so many pieces each."""
+    """Share of a step that equal stages wait by the schedule, with so many micro-batches, in so many pieces each: chunks of layers, and three
+    times as many where gradients of weights fill two thirds of what stages would wait."""
     waited = (stages - 1) / pieces
     return waited / (number + waited)
 
 
-def group_by_stage(run: Run, of_ranks: Sequence[float], summarize: Callable[[list[float]], float]) -> dict[int, float]:
+def group_by_stage(
+    run: "Run", of_ranks: Sequence[float], summarize: Callable[[list[float]], float]
+) -> dict[int, float]:
     """What the numbers of each stage's ranks come to, by stage; {} where one of them is not known."""
     by_stage: dict[int, list[float]] = defaultdict(list)
     for stage, ms in zip(run.stages, of_ranks):
@@ -99,7 +102,7 @@ def group_by_stage(run: Run, of_ranks: Sequence[float], summarize: Callable[[lis
     return {} if any(map(math.isnan, found.values())) else found
 
 
-def measure_own_times(run: Run) -> tuple[dict[int, float], dict[int, float]]:
+def measure_own_times(run: "Run") -> tuple[dict[int, float], dict[int, float]]:
     """By stage, (forward, backward) of the usual one of its ranks, ms per step; {} where nothing tells."""
     if run.ranks is None:
         return {}, {}
@@ -111,7 +114,7 @@ def measure_own_times(run: Run) -> tuple[dict[int, float], dict[int, float]]:
     return group_by_stage(run, forward_ms, median_low), group_by_stage(run, backward_ms, median_low)
 
 
-def list_layers(run: Run) -> list[int]:
+def list_layers(run: "Run") -> list[int]:
     """Of each stage, by the flags; [] where they do not tell."""
     number, stages = _read_whole(run.plan.get("shape"), "num_layers"), _read_whole(_get_layout(run), "pipeline")
     if not number or not 2 <= stages <= number:
@@ -122,7 +125,7 @@ def list_layers(run: Run) -> list[int]:
     return layers if min(layers) > 0 else []
 
 
-def count_chunks(run: Run) -> int:
+def count_chunks(run: "Run") -> int:
     """Of each stage's layers."""
     stage = run.plan.get("stage")
     chunks = stage.get("chunks") if isinstance(stage, dict) else None
@@ -135,6 +138,6 @@ def _read_whole(record: object, name: str) -> int:
     return found if isinstance(found, int) and found > 0 else 0
 
 
-def _get_layout(run: Run) -> dict[str, Any]:
+def _get_layout(run: "Run") -> dict[str, Any]:
     found = run.plan.get("layout")
     return found if isinstance(found, dict) else {}
