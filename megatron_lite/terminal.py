@@ -36,6 +36,13 @@ def print_lines(lines: Sequence[str], stream=None):
     print(text.encode(encoding, "replace").decode(encoding), file=stream, flush=True)
 
 
+def print_text(text: str):
+    """A piece of foreign text on standard output, at once: only its ends of lines and tabs are obeyed."""
+    encoding = sys.stdout.encoding or "utf-8"
+    safe = "".join(part if part in "\n\t" else escape(part) for part in re.split(r"([\n\t])", text))
+    print(safe.encode(encoding, "replace").decode(encoding), end="", flush=True)
+
+
 def end_quietly_without_reader(work: Callable[[], int]) -> int:
     """work(), and its exit code; CUT_OFF without a traceback where whoever read our output, `head` say, has left."""
     try:

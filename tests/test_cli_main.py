@@ -17,7 +17,7 @@ def test_no_command_lists_all_of_them(capsys):
 def test_a_mistake_is_one_line_and_exit_code_2(capsys):
     for words, said in {
         "make-corpos": "make-corpos: no such command; did you mean make-corpus?",
-        "zzz": "zzz: no such command; there are train, preprocess, merge, inspect, convert, make-corpus",
+        "zzz": "zzz: no such command; there are train, generate, preprocess, merge, inspect, convert, make-corpus",
         "make-corpus": "megatron-lite make-corpus: the following arguments are required: --output-prefix",
         "make-corpus --output-prefix x --bpe many": "argument --bpe: invalid int value: 'many'",
         "make-corpus --output-pre x": "required: --output-prefix",

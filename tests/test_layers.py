@@ -22,7 +22,7 @@ LEVELS = [  # bottom up: what stands together does not know each other
     {"data", "parallel", "optim", "checkpoint"},
     {"instruments"},
     {"train", "analysis", "convert"},
-    {"report", "rehearsal", "observers"},
+    {"report", "rehearsal", "observers", "generate"},
     {"app", "cli"},
     {"__main__"},
 ]

@@ -9,6 +9,7 @@ from megatron_lite.terminal import describe_version, end_quietly_without_reader,
 
 COMMANDS = {  # name: (module and function, which takes argv and may return an exit code; what it does)
     "train": ("__main__:main", "train a GPT, as pretrain_gpt.py does; ranks: torchrun ... -m megatron_lite FLAGS"),
+    "generate": ("cli.generate:run", "what a trained model says after a prompt"),
     "preprocess": ("cli.datasets:preprocess_files", "tokenize text or jsonl files into the .bin/.idx of --data-path"),
     "merge": ("cli.datasets:merge_datasets", "join .bin/.idx data sets to one"),
     "inspect": ("cli.datasets:inspect_datasets", "check a .bin/.idx data set and say what it holds"),

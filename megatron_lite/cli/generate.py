@@ -1,0 +1,129 @@
+"""megatron-lite generate: what a trained model says after a prompt."""
+
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+from megatron_lite.cli.parser import Parser
+from megatron_lite.config.data_paths import TOKENIZERS
+from megatron_lite.data.tokenizers import DEFAULTS, Tokenizer, build_tokenizer
+from megatron_lite.errors import UserError
+from megatron_lite.terminal import print_lines, print_text
+from megatron_lite.units import size
+
+UNFINISHED = "\ufffd"  # a letter of which bytes are missing
+OF_TOKENIZERS = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file", "vocab_size")
+
+
+def run(argv: list[str]):
+    """Print each prompt and its continuation. UserError for a mistake."""
+    options = _parse(argv)
+    from megatron_lite.convert.tokenizer_files import training_flags
+    from megatron_lite.generate import Sampling, choose_device, generate, load_generator
+
+    device = choose_device(options.cpu)
+    load = Path(options.load_hf or options.load)
+    model, record, flags = load_generator(load, bool(options.load_hf), options.ckpt_step, device, _note)
+    if options.load_hf:
+        words = training_flags(load)
+        flags = {name[2:].replace("-", "_"): value for name, value in zip(words[::2], words[1::2])}
+    tokenizer = _open_tokenizer(options, flags)
+    vocab_size = min(record.vocab_size or tokenizer.vocab_size, model.shape.padded_vocab_size)
+    prompts = [tokenizer.encode(text) for text in options.prompt]
+    prompts = [ids or [tokenizer.eod] for ids in prompts if ids or tokenizer.eod is not None]
+    if len(prompts) < len(options.prompt):
+        raise UserError("--prompt: is empty, and the tokenizer has no end of text to begin with; give some words.")
+    if max(max(ids) for ids in prompts) >= vocab_size:
+        raise UserError(
+            f"--prompt: has ids of {vocab_size} and above, which the model does not know; check the tokenizer."
+        )
+    longest = max(map(len, prompts)) + options.max_new_tokens
+    if model.shape.position_embedding == "learned_absolute" and longest > model.shape.max_position_embeddings:
+        most = model.shape.max_position_embeddings - max(map(len, prompts))
+        why = f"with the prompt more than the model's {model.shape.max_position_embeddings} positions"
+        raise UserError(f"--max-new-tokens {options.max_new_tokens}: {why}; give at most {max(most, 0)}.")
+    shown = ""
+
+    def stream(row: int, ids: list[int]):
+        nonlocal shown
+        text = tokenizer.decode(ids)
+        if not text.endswith(UNFINISHED):
+            print_text(text[len(shown) :])
+            shown = text
+
+    alone = len(prompts) == 1
+    if alone:
+        print_text(options.prompt[0])
+    sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
+    found = generate(
+        model, prompts, options.max_new_tokens, sampling, vocab_size, tokenizer.eod, stream if alone else _ignore
+    )
+    if alone:
+        print_text(tokenizer.decode(found.continuations[0])[len(shown) :] + "\n")
+    for text, ids in zip(options.prompt, found.continuations) if not alone else ():
+        print_text(f"{text}{tokenizer.decode(ids)}\n\n")
+    rates = [
+        f"{number:,} tokens of {what} at {number / max(seconds, 1e-9):,.0f} tokens/s"
+        for number, seconds, what in (
+            (found.prompt_tokens, found.prompt_s, "prompts"), (found.next_tokens, found.next_s, "text")
+        )
+    ]  # fmt: skip
+    _note(f"{', '.join(rates)}; keys and values {size(found.cache_bytes)} on the {device}")
+
+
+def _parse(argv: list[str]) -> Namespace:
+    parser = Parser("generate", "Continues prompts with a trained model, as text that appears token by token.")
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--load", metavar="FOLDER", help="what --save of this trainer, or of Megatron-LM, wrote to")
+    source.add_argument("--load-hf", metavar="FOLDER", help="a GPT-2, Llama, Qwen2 or Qwen3 of Hugging Face")
+    add = parser.add_argument
+    add("--ckpt-step", type=int, metavar="N", help="the checkpoint of iteration N [the newest]")
+    add("--prompt", nargs="+", required=True, metavar="TEXT", help="what to go on with; several are continued together")
+    add("--max-new-tokens", type=int, default=100, metavar="N", help="of each continuation [100]")
+    add("--temperature", type=float, default=1.0, metavar="X", help="0: always the most probable token [1]")
+    add("--top-k", type=int, default=0, metavar="N", help="draw of the N most probable only [0: of all]")
+    add(
+        "--top-p",
+        type=float,
+        default=0.0,
+        metavar="X",
+        help="draw of the fewest whose probabilities reach X [0: of all]",
+    )
+    add(
+        "--seed",
+        type=int,
+        default=1234,
+        metavar="N",
+        help="of the first prompt's draws; each further one has the next [1234]",
+    )
+    add("--cpu", action="store_true", help="compute on the CPU, whatever GPUs there are")
+    add("--tokenizer-type", choices=TOKENIZERS, metavar="NAME", help="[that of the training]")
+    add("--tokenizer-model", metavar="FILE", help="its file or folder, if not where it was")
+    add("--vocab-file", metavar="FILE", help="the same of vocab.json")
+    add("--merge-file", metavar="FILE", help="the same of merges.txt")
+    add("--vocab-size", type=int, metavar="N", help="of NullTokenizer")
+    options = parser.parse_args(argv)
+    for name, least, most in (
+        ("max_new_tokens", 1, 2**31), ("temperature", 0, 1e6), ("top_k", 0, 2**31), ("top_p", 0, 1)
+    ):  # fmt: skip
+        value = getattr(options, name)
+        if not least <= value <= most:
+            raise UserError(f"--{name.replace('_', '-')} {value}: must be at least {least} and at most {most:,g}.")
+    return options
+
+
+def _open_tokenizer(options: Namespace, flags: dict) -> Tokenizer:
+    """By the command's own flags, else as the model was trained."""
+    known = {name: flags[name] for name in DEFAULTS.keys() | {"tokenizer_type"} if flags.get(name) is not None}
+    given = {name: value for name in OF_TOKENIZERS if (value := getattr(options, name)) is not None}
+    if not known and not given:
+        raise UserError("--tokenizer-type: missing, since the checkpoint does not name its tokenizer; give it.")
+    return build_tokenizer(Namespace(**DEFAULTS | {"tokenizer_type": None} | known | given))
+
+
+def _note(text: str):
+    print_lines([text], sys.stderr)
+
+
+def _ignore(row: int, ids: list[int]):
+    pass

@@ -1,0 +1,204 @@
+"""Text from a trained model, token by token.
+
+Letters: B sequences, T positions, H hidden, V padded vocabulary, N query heads, G key/value heads, D width of one head.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_lite.checkpoint.find import open_newest
+from megatron_lite.checkpoint.training_state import Record
+from megatron_lite.config.shape import ModelShape
+from megatron_lite.convert.folders import import_hf
+from megatron_lite.errors import UserError
+from megatron_lite.model.attention import Attend, sdpa_attention
+from megatron_lite.model.gpt import DTYPES, GPT
+
+
+class Generator(GPT):
+    """A GPT that goes on with sequences: it keeps keys and values of all their tokens so far.
+
+    Calling it with the next tokens of each sequence, (B, T), gives the logits after the last of them, (B, V).
+    """
+
+    def __init__(self, shape: ModelShape):
+        super().__init__(shape, Attend(self._attend, "with kept keys and values"))
+        self.start = 0  # tokens so far
+        self.layer = 0  # whose turn it is to attend
+        self.cache: Tensor | None = None  # (layers, 2, B, G, T, D)
+
+    def reset(self, batch: int, length: int):
+        """Make room for so many sequences of at most so many tokens."""
+        weight, shape = self.output_weight, self.shape
+        sizes = (shape.num_layers, 2, batch, shape.num_query_groups, length, shape.kv_channels)
+        self.cache, self.start = torch.empty(sizes, dtype=weight.dtype, device=weight.device), 0
+
+    def advance(self, tokens_BT: Tensor) -> Tensor:
+        """logits_BV after these tokens, several at the beginning of the sequences, then one at a time."""
+        self.layer = 0
+        logits_BV = self(tokens_BT)
+        self.start += tokens_BT.shape[1]
+        return logits_BV
+
+    def number_positions(self, length: int, device: torch.device) -> Tensor:
+        return torch.arange(self.start, self.start + length, device=device)
+
+    def finish(self, hidden_BTH: Tensor, labels_BT: Tensor | None) -> Tensor:
+        return F.linear(hidden_BTH[:, -1], self.output_weight)
+
+    def _attend(self, q_BNTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, mask_B1TT, dropout, layer_number) -> Tensor:
+        assert self.cache is not None
+        end = self.start + q_BNTD.shape[2]
+        keys, values = self.cache[self.layer]
+        keys[:, :, self.start : end], values[:, :, self.start : end] = k_BGTD, v_BGTD
+        self.layer += 1
+        if not self.start:
+            return sdpa_attention(q_BNTD, k_BGTD, v_BGTD, None, 0.0, layer_number, backend=None, expand=True)
+        # one query of each head, together with those that share its keys: they attend to all tokens so far
+        groups = k_BGTD.shape[1]
+        q_BGKD = q_BNTD.squeeze(2).unflatten(1, (groups, -1))
+        out_BGKD = F.scaled_dot_product_attention(q_BGKD, keys[:, :, :end], values[:, :, :end])
+        return out_BGKD.flatten(1, 2).unsqueeze(2)
+
+
+def choose_device(cpu: bool) -> str:
+    """The GPU, where there is one and `cpu` does not ask for the CPU."""
+    return "cuda" if torch.cuda.is_available() and not cpu else "cpu"
+
+
+def load_generator(
+    load: Path, is_hugging_face: bool, step: int | None, device: str, say: Callable
+) -> tuple[Generator, Record, dict]:
+    """(the model, the checkpoint's record, the flags of its training). load: what --save wrote to, or a Hugging Face folder."""
+    if is_hugging_face:
+        record, tensors = import_hf(load, divisible_by=1)
+        flags = {}
+    else:
+        stored = open_newest(load, step, say)
+        record, flags = stored.record, stored.arguments
+    try:
+        shape = ModelShape(**record.shape)
+    except TypeError as error:
+        raise UserError(f"--load {load}: its model cannot be read ({error}); it is of another version.") from None
+    with torch.device("meta"):
+        model = Generator(shape)
+    # CPUs have no arithmetic in 16-bit floating point other than bf16
+    dtype = torch.float32 if device == "cpu" and record.precision == "fp16" else DTYPES[record.precision]
+    model = model.to(dtype).to_empty(device=device).eval()
+    parameters = {f"model.{name}": parameter.data for name, parameter in model.named_parameters()}
+    if is_hugging_face:
+        for name, parameter in parameters.items():
+            parameter.copy_(tensors[name])
+    elif device == "cpu":
+        stored.read_into(parameters)
+    else:
+        for name, parameter in parameters.items():  # one by one through host memory
+            host = torch.empty_like(parameter, device="cpu")
+            stored.read_into({name: host})
+            parameter.copy_(host)
+    return model, record, flags
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is drawn."""
+
+    temperature: float = 1.0  # 0: always the most probable
+    top_k: int = 0  # of so many most probable only; 0: of all
+    top_p: float = 0.0  # of the fewest that together are at least so probable; 0: of all
+    seed: int = 1234  # of the first prompt; each further one has the next
+
+
+def draw(logits_BV: Tensor, sampling: Sampling, generators: Sequence[torch.Generator]) -> Tensor:
+    """tokens_B. A row's draw depends on its own generator only, so that a prompt is continued alike in any company."""
+    if not sampling.temperature:
+        return logits_BV.argmax(-1)
+    logits_BV = logits_BV.float() / sampling.temperature
+    if sampling.top_k:
+        least_B1 = logits_BV.topk(min(sampling.top_k, logits_BV.shape[-1])).values[:, -1:]
+        logits_BV = logits_BV.masked_fill(logits_BV < least_B1, -torch.inf)
+    probabilities_BV = logits_BV.softmax(-1)
+    if sampling.top_p:
+        ordered_BV, order_BV = probabilities_BV.sort(-1, descending=True)
+        before_BV = ordered_BV.cumsum(-1) - ordered_BV
+        ordered_BV[before_BV >= sampling.top_p] = 0.0
+        probabilities_BV = torch.zeros_like(ordered_BV).scatter(-1, order_BV, ordered_BV)
+    drawn = [torch.multinomial(row, 1, generator=own) for row, own in zip(probabilities_BV, generators)]
+    return torch.cat(drawn)
+
+
+@dataclass(frozen=True)
+class Generated:
+    """Token ids that follow each prompt, without the end of text, and how long it took."""
+
+    continuations: list[list[int]]
+    prompt_tokens: int  # of all prompts, read at once
+    prompt_s: float
+    next_tokens: int  # of all sequences, one at a time
+    next_s: float
+    cache_bytes: int
+
+
+@torch.inference_mode()
+def generate(
+    model: Generator,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    sampling: Sampling,
+    vocab_size: int,
+    end: int | None,
+    tell: Callable[[int, list[int]], None] = lambda row, continuation: None,
+) -> Generated:
+    """Continue all prompts together, each until `end`, the id of the end of text, or by `max_new_tokens`.
+
+    As in Megatron-LM, all are read as far as the shortest one goes; from there on a token is given or drawn. So all have the same
+    positions, and nothing is padded. tell: hears each sequence's continuation after each of its tokens.
+    """
+    device, lengths = model.output_weight.device, [len(prompt) for prompt in prompts]
+    shortest, total = min(lengths), max(lengths) + max_new_tokens
+    tokens_BT = torch.zeros(len(prompts), total, dtype=torch.int64)
+    for row, prompt in enumerate(prompts):
+        tokens_BT[row, : len(prompt)] = torch.tensor(prompt)
+    generators = [torch.Generator(device).manual_seed(sampling.seed + row) for row in range(len(prompts))]
+    model.reset(len(prompts), total)
+    began = time.perf_counter()
+    logits_BV = model.advance(tokens_BT[:, :shortest].to(device))
+    _wait_for(device)
+    read = time.perf_counter()
+    continuations: list[list[int]] = [[] for _ in prompts]
+    open_rows, steps = set(range(len(prompts))), 0
+    for at in range(shortest, total):
+        due = [row for row in sorted(open_rows) if at >= lengths[row]]
+        drawn = draw(logits_BV[due, :vocab_size], sampling, [generators[row] for row in due]).tolist() if due else []
+        for row, token in zip(due, drawn):
+            tokens_BT[row, at] = token
+            if token != end:
+                continuations[row].append(token)
+                tell(row, continuations[row])
+            if token == end or len(continuations[row]) == max_new_tokens:
+                open_rows.discard(row)
+        if not open_rows:
+            break
+        logits_BV = model.advance(tokens_BT[:, at : at + 1].to(device))
+        steps += 1
+    _wait_for(device)
+    assert model.cache is not None
+    return Generated(
+        continuations,
+        shortest * len(prompts),
+        read - began,
+        steps * len(prompts),
+        time.perf_counter() - read,
+        model.cache.nbytes,
+    )
+
+
+def _wait_for(device: torch.device):
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
