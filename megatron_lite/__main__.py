@@ -2,9 +2,8 @@
 
 import os
 import sys
-from pathlib import Path
 
-from megatron_lite.errors import describe_memory_error, first_line, is_memory_error
+from megatron_lite.errors import describe_import_error, describe_memory_error, is_memory_error
 from megatron_lite.terminal import describe_version, end_quietly_without_reader, print_lines
 
 
@@ -27,15 +26,17 @@ def train(flags: list[str]) -> int:
     """Import torch, which takes seconds, and train."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # read when torch is imported; keeps the profiler's noise away
     os.environ.setdefault("TEARDOWN_CUPTI", "1")  # else the GPU stays slowed down after a profiled window
+    package = "torch"
     try:
         from torch.distributed.elastic.multiprocessing.errors import record
 
+        package = "what training needs"
         from megatron_lite.app import main as run
     except Exception as error:
         if is_memory_error(error):
             line = describe_memory_error()
         elif isinstance(error, (ImportError, OSError)):  # not installed, or more than a memory limit allows
-            line = f"what training needs cannot be imported ({first_line(error)}); pip install -e . in {Path(__file__).parents[1]} installs it."
+            line = describe_import_error(package, error)
         else:
             raise
         print_lines([f"error: {line}"], sys.stderr)

@@ -6,6 +6,8 @@ Every message is one line with three parts: the flag or file, the value, the rem
 import errno
 import resource
 
+from megatron_lite.terminal import PYPROJECT
+
 NO_ROOM = ("can't start new thread", "Resource temporarily unavailable", "bad_alloc")  # of a thread's stack, of C++
 
 
@@ -26,6 +28,14 @@ def is_memory_error(error: BaseException) -> bool:
             return True
         seen = seen.__cause__ or seen.__context__
     return False
+
+
+def describe_import_error(package: str, error: Exception) -> str:
+    """What to say of a package that is not installed, or that a memory limit does not allow."""
+    remedy = "install megatron_lite again, with what it requires"
+    if PYPROJECT.is_file():  # a checkout
+        remedy = f"pip install -e . in {PYPROJECT.parent} installs it"
+    return f"{package} cannot be imported ({first_line(error)}); {remedy}."
 
 
 def describe_memory_error() -> str:

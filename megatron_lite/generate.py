@@ -140,7 +140,7 @@ class Generated:
     continuations: list[list[int]]
     prompt_tokens: int  # of all prompts, read at once
     prompt_s: float
-    next_tokens: int  # of all sequences, one at a time
+    next_tokens: int  # of all continuations
     next_s: float
     cache_bytes: int
 
@@ -172,7 +172,7 @@ def generate(
     _wait_for(device)
     read = time.perf_counter()
     continuations: list[list[int]] = [[] for _ in prompts]
-    open_rows, steps = set(range(len(prompts))), 0
+    open_rows = set(range(len(prompts)))
     for at in range(shortest, total):
         due = [row for row in sorted(open_rows) if at >= lengths[row]]
         drawn = draw(logits_BV[due, :vocab_size], sampling, [generators[row] for row in due]).tolist() if due else []
@@ -186,14 +186,13 @@ def generate(
         if not open_rows:
             break
         logits_BV = model.advance(tokens_BT[:, at : at + 1].to(device))
-        steps += 1
     _wait_for(device)
     assert model.cache is not None
     return Generated(
         continuations,
         shortest * len(prompts),
         read - began,
-        steps * len(prompts),
+        sum(map(len, continuations)),
         time.perf_counter() - read,
         model.cache.nbytes,
     )

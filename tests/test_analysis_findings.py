@@ -11,6 +11,7 @@ from finding_cases import (
     ANSWERS,
     CASES,
     CLEAN,
+    GATHER,
     MORE_NEAR_MISSES,
     MORE_TRIGGERS,
     THIN,
@@ -113,6 +114,21 @@ def test_python_at_work_on_a_cpu_is_named_by_phase_and_with_stacks_by_function(t
     assert "Python runs for a millisecond or longer without an operator: 4.0 ms of each step" in found.evidence[0].text
     assert f"4.0 ms in the median step{seen}" in found.evidence[1].text and found.evidence[1].where == "forward"
     assert f"{advice}take that work out of forward" in found.advice
+
+
+@pytest.mark.parametrize(
+    ("tensor", "flags"), [(2, ("--num-distributed-optimizer-instances 2",)), (8, ("--micro-batch-size",))]
+)
+def test_weights_are_gathered_within_a_node_only_where_it_has_several_replicas(tmp_path, tensor, flags):
+    """Of 8 ranks on a node tensor parallel ones have different parts of the model, and share out nothing with each other."""
+    layout = {"tensor": tensor, "context": 1, "pipeline": 1, "data": 8}
+    described = {"pg_name": "0", "pg_desc": "mesh_data", "pg_size": 2, "ranks": [0, 1]}
+    told = {"backend": "nccl", "rank": 0, "world_size": 8 * tensor, "pg_config": [described]}
+    plan = {"layout": layout, "sharding": {"ranks": 8, "gathers_twice": False}}
+    plan["world"] = {"size": 8 * tensor, "local_size": 8}
+    write = both(on_gpu(reduce="tail", collective=GATHER, header={"distributedInfo": told}), recorded(plan=plan))
+    [found] = [one for one in found_in(tmp_path, write) if one.code == "parameter-gather"]
+    assert found.flags == flags
 
 
 @pytest.mark.parametrize(("code", "write"), near_misses, ids=[code for code, _ in near_misses])

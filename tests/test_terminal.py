@@ -90,7 +90,7 @@ def test_the_trainer_answers_without_importing_torch(flag, code):
     [
         (
             "ImportError('libtorch.so: failed to map segment\\nand more')",
-            "what training needs cannot be imported (libtorch.so: failed to map segment); pip install -e . ",
+            "torch cannot be imported (libtorch.so: failed to map segment); pip install -e . ",
         ),
         ("SystemError('returned a result with an exception set') from MemoryError()", "memory ran out"),
     ],

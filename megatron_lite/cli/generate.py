@@ -46,7 +46,7 @@ def run(argv: list[str]):
 
     def stream(row: int, ids: list[int]):
         nonlocal shown
-        text = tokenizer.decode(ids)
+        text = tokenizer.decode(ids) if alone else UNFINISHED
         if not text.endswith(UNFINISHED):
             print_text(text[len(shown) :])
             shown = text
@@ -55,9 +55,7 @@ def run(argv: list[str]):
     if alone:
         print_text(options.prompt[0])
     sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
-    found = generate(
-        model, prompts, options.max_new_tokens, sampling, vocab_size, tokenizer.eod, stream if alone else _ignore
-    )
+    found = generate(model, prompts, options.max_new_tokens, sampling, vocab_size, tokenizer.eod, stream)
     if alone:
         print_text(tokenizer.decode(found.continuations[0])[len(shown) :] + "\n")
     for text, ids in zip(options.prompt, found.continuations) if not alone else ():
@@ -123,7 +121,3 @@ def _open_tokenizer(options: Namespace, flags: dict) -> Tokenizer:
 
 def _note(text: str):
     print_lines([text], sys.stderr)
-
-
-def _ignore(row: int, ids: list[int]):
-    pass

@@ -56,7 +56,8 @@ def run(argv: list[str]) -> int:
         for title, ranks in (("1 rank", 1), (f"{plan.world.size} ranks", plan.world.size)):
             line.draw(f"{title}: {options.steps} steps ...")
             folders.append(Path(name) / str(ranks))
-            steps = _change(args, plan.batch.final, options.steps, folders[-1], plan.layout.tensor if ranks == 1 else 0)
+            steps = _shorten(args, plan.batch.final, options.steps, folders[-1])
+            steps = steps if ranks > 1 else _give_to_one_rank(steps, plan.layout.tensor)
             _train(write_flags(steps), ranks, environment, title)
         line.wipe()
         from megatron_lite.analysis.analyze import analyze
@@ -77,18 +78,26 @@ def run(argv: list[str]) -> int:
     return IS_ERROR if losses.is_error else 0
 
 
-def _change(args: Args, batch: int, steps: int, folder: Path, tensor: int) -> Args:
-    """The run's settings for so many steps. tensor: ranks that split layers, where one rank is to do their work; else 0."""
-    alone = ParallelArgs(distributed_timeout_minutes=args.parallel.distributed_timeout_minutes)
-    rows = args.model.make_vocab_size_divisible_by * (tensor or 1)  # as many padded words on one rank
+def _shorten(args: Args, batch: int, steps: int, folder: Path) -> Args:
+    """The run's settings for so many steps, without dropout and checkpoints, each step written down."""
     return replace(
         args,
-        model=replace(args.model, hidden_dropout=0.0, attention_dropout=0.0, make_vocab_size_divisible_by=rows),
+        model=replace(args.model, hidden_dropout=0.0, attention_dropout=0.0),
         training=replace(args.training, global_batch_size=batch, exit_interval=steps),
-        parallel=alone if tensor else args.parallel,
         watch=WatchArgs(log_interval=1, eval_iters=0, run_dir=str(folder)),
         checkpoint=CheckpointArgs(),
         profile=ProfileArgs(),
+    )
+
+
+def _give_to_one_rank(args: Args, tensor: int) -> Args:
+    """The same work without a layout. tensor: ranks that split layers in it, by which the vocabulary is padded further."""
+    rows = args.model.make_vocab_size_divisible_by * tensor
+    timeout = args.parallel.distributed_timeout_minutes
+    return replace(
+        args,
+        model=replace(args.model, make_vocab_size_divisible_by=rows),
+        parallel=ParallelArgs(distributed_timeout_minutes=timeout),
     )
 
 

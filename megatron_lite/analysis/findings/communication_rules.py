@@ -332,12 +332,15 @@ def find_parameter_gather(facts: Facts) -> Finding | None:
     seen = _measure_shard_traffic(facts)
     if seen is None or seen.gathers_ms < MATTERS * seen.step_ms:
         return None
-    near, replicas = local_ranks(facts), whole(part(facts, "layout", "data")) or 1
+    # ranks of a node that train the same part of the model, among those that share it out
+    near = (local_ranks(facts) or 0) // (whole(part(facts, "layout", "tensor")) or 1)
+    sharing = whole(part(facts, "sharding", "ranks")) or 1
     if part(facts, "sharding", "gathers_twice"):
         flags = ("--torch-fsdp2-no-reshard-after-forward",)
         advice = f"gather once per micro-batch, if memory allows: {flags[0]}"
-    elif near and 1 < near < replicas and replicas % near == 0:
-        flags = (f"--num-distributed-optimizer-instances {replicas // near}",)
+    elif 1 < near < sharing and sharing % near == 0:
+        instances = whole(argument(facts, "num_distributed_optimizer_instances")) or 1
+        flags = (f"--num-distributed-optimizer-instances {instances * sharing // near}",)
         advice = f"share out within a node: {flags[0]}"
     else:
         flags = ("--overlap-param-gather",) if not facts.plan else ("--micro-batch-size",)
