@@ -247,6 +247,67 @@ def test_gloo_groups_are_told_by_what_calls_them(tmp_path):
     assert phases["all_reduce", "tensor"] == phases["send", "pipeline"] == "forward"
 
 
+def exchange(rank: int, how: str, wait_us=100) -> MadeTrace:
+    """Stages 0, 1, 2 hand on to the next one and back, twice a step: receivers come `wait_us` before the senders."""
+    made = MadeTrace(rank, 3)
+    for step, micro_batch in ((step, micro_batch) for step in range(3) for micro_batch in range(2)):
+        at = 1000.0 * step + 400 * micro_batch
+        if not micro_batch:
+            made.step(5 + step, at, at + 990)
+        made.kernel("ampere_sgemm_128x64_tn", at + 5, at + 15, at + 1)
+        for middle, (source, target) in ((at + 150, (0, 1)), (at + 300, (1, 2))):
+            if rank not in (source, target):
+                continue
+            name, peer, begin = ("send", target, middle) if rank == source else ("recv", source, middle - wait_us)
+            launched = middle - 110
+            told = {
+                "Collective name": name, "In msg nelems": ELEMENTS, "Out msg nelems": ELEMENTS, "dtype": "Float",
+                "Process Group Name": "7", "Group size": 3, ("Dst Rank" if name == "send" else "Src Rank"): peer,
+            }  # fmt: skip
+            if how == "span":
+                told = {}
+                made.annotation(
+                    f"nccl:{name} {rank}{'->' if name == 'send' else '<-'}{peer}", launched - 1, launched + 7
+                )
+            if how == "coalesced":
+                made.op("record_param_comms", launched - 20, launched - 10)["args"].update(told)
+                told = {}
+            made.kernel("ncclDevKernel_SendRecv(x)", begin, middle + TRANSFER_US, launched, stream=20, **told)
+    group = {"pg_name": "7", "pg_desc": "PIPELINE_MODEL_PARALLEL_GROUP", "pg_size": 3, "ranks": [0, 1, 2]}
+    made.header["distributedInfo"] = {"backend": "nccl", "rank": rank, "world_size": 3, "pg_config": [group]}
+    return made
+
+
+@pytest.mark.parametrize("how", ["record", "span", "coalesced"])
+def test_what_a_stage_sends_is_matched_with_what_the_next_one_receives(tmp_path, how):
+    found = compare_ranks(seen(tmp_path, *(exchange(rank, how) for rank in range(3))))
+    rows = {row.name: row for row in found.collectives}
+    assert set(rows) == {"send", "recv"}
+    for name, wait_us in (("send", 0), ("recv", 100)):
+        assert rows[name].transfer_ms == pytest.approx(TRANSFER_US / 1000 * rows[name].per_step), name
+        assert rows[name].wait_ms == pytest.approx(wait_us / 1000 * rows[name].per_step), name
+        assert rows[name].num_bytes == (None if how == "span" else 4 * ELEMENTS)
+    assert all(row.wait_ms is None for row in found.rows), "what a schedule brings is nobody's fault"
+    assert found.straggler is None and not found.notes
+
+
+def test_what_one_kernel_sends_and_receives_is_matched_in_both_directions(tmp_path):
+    made = [MadeTrace(rank, 2) for rank in range(2)]
+    for step in range(3):
+        at = 1000.0 * step
+        for rank, one in enumerate(made):
+            one.step(5 + step, at, at + 990)
+            one.kernel("ampere_sgemm_128x64_tn", at + 5, at + 15, at + 1)
+            for name, direction in (("send", "Dst Rank"), ("recv", "Src Rank")):
+                told = {"Collective name": name, "In msg nelems": ELEMENTS, "dtype": "Float", "Group size": 2}
+                one.op("record_param_comms", at + 20, at + 30)["args"].update(told | {direction: 1 - rank})
+            one.kernel("ncclDevKernel_SendRecv(x)", at + 100 + 50 * rank, at + 190, at + 40, stream=20)
+    [row] = compare_ranks(seen(tmp_path, *made)).collectives
+    assert (row.name, row.num_bytes, row.per_step) == ("send_recv", 4 * ELEMENTS, 1)
+    assert (row.transfer_ms, row.wait_ms) == pytest.approx((0.040, 0.025))
+    assert row.bus_gb_s == pytest.approx(4 * ELEMENTS / 40_000)
+
+
 def test_traces_without_rank_or_of_several_windows(tmp_path):
     made = four(tmp_path)
     nameless = [(replace(trace, rank=None), placing, replace(time, rank=None)) for trace, placing, time in made]

@@ -111,6 +111,7 @@ def bus_bytes(kind: str, num_bytes: int, ranks: int) -> float:
 MAX_SEQUENCE = 2**40
 HANDED_OVER = re.compile(r"c10d::(?!wait|send|recv)\w+")  # sends and receives have their spans in their own thread
 SPAN = re.compile(r"(gloo|nccl|mpi|ucc|xccl|hccl|rccl):")
+_PEER = re.compile(r"(?:send|recv) \d+(?:->|<-)(\d+)")  # "nccl:send 0->1", positions in the group
 
 
 @dataclass(frozen=True)
@@ -123,12 +124,15 @@ class What:
     dtype: str
     group: ProcessGroup
     group_size: int | None
+    # of what is exchanged with single ranks: (send or recv, the other rank), several where one kernel does them at once
+    transfers: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True)
 class Calls:
     """c collectives of one rank by start, on the trace's own clock."""
 
+    rank: int | None
     whats: tuple[What, ...]  # [c]; equal ones are one object
     start_ns: np.ndarray  # int64 [c]
     end_ns: np.ndarray  # int64 [c]
@@ -179,6 +183,7 @@ def collect_calls(trace: Trace, placing: Placing, world_size: int | None) -> Cal
     sequences = np.array([one if 0 <= one < MAX_SEQUENCE else -1 for one in given], np.int64)
     phases = tuple(placing.phases[at] if at >= 0 else "" for at in placing.phase[called])
     return Calls(
+        rank=trace.rank,
         whats=_describe_calls(trace, rows, around, records, world_size, _find_places(trace, called, phases)),
         start_ns=events.start_ns[rows],
         end_ns=events.end_ns[rows],
@@ -237,10 +242,12 @@ def _describe_calls(
     spans = np.where(around >= 0, events.name[around], -1)
     shapes = np.where(events.shapes[rows] >= 0, events.shapes[rows], np.where(around >= 0, events.shapes[around], -1))
     groups = {group.name: group for group in trace.groups}
-    columns = (events.name[rows].tolist(), spans.tolist(), shapes.tolist(), records.tolist(), places)
-    for name, span, shape, at, place in zip(*columns):
-        record = replace(trace.collectives[at], sequence=None) if at >= 0 else None
-        key = (name, span, shape, record, place)
+    batches = _find_batches(trace, rows, records)
+    columns = (events.name[rows].tolist(), spans.tolist(), shapes.tolist(), records.tolist(), batches, places)
+    for name, span, shape, at, batch, place in zip(*columns):
+        told = tuple(replace(trace.collectives[one], sequence=None) for one in batch or (at,) if one >= 0)
+        record = told[0] if told else None
+        key = (name, span, shape, told, place)
         if key not in known:
             names = [record.name] if record and record.name else []
             names += [trace.names[one] for one in (span, name) if one >= 0]
@@ -252,6 +259,59 @@ def _describe_calls(
             group_size = record.group_size if record and (record.group_size or 0) > 0 else len(group.ranks) or None
             given = trace.shapes[shape] if shape >= 0 else None
             num_bytes, dtype = message_bytes(kind, record, given, group_size or world_size)
-            known[key] = What(kind, find_algorithm(trace.names[name]), num_bytes, dtype, group, group_size)
+            transfers: tuple[tuple[str, int], ...] = ()
+            if kind in POINT_TO_POINT:
+                position = _PEER.search(trace.names[span]) if span >= 0 else None
+                transfers = _find_transfers(kind, told, group, trace.rank, int(position[1]) if position else None)
+            if len(told) > 1:
+                kind = "send_recv"
+                num_bytes = _larger_direction(told)
+            known[key] = What(kind, find_algorithm(trace.names[name]), num_bytes, dtype, group, group_size, transfers)
         whats.append(known[key])
     return tuple(whats)
+
+
+def _find_batches(trace: Trace, rows: np.ndarray, records: np.ndarray) -> list[tuple[int, ...]]:
+    """For each kernel without a record of its own the Collectives that it does at once: what its thread has recorded of sends
+    and receives since the launch before it."""
+    events = trace.events
+    batches: list[tuple[int, ...]] = [()] * len(rows)
+    named = np.array([one.name in ("send", "recv") for one in trace.collectives] + [False], bool)
+    told = np.flatnonzero((events.kind == Kind.OP) & named[events.collective])
+    launch = trace.launch_of[rows]
+    if not len(told) or not (launch >= 0).any():
+        return batches
+    for thread in np.unique(events.thread[launch[launch >= 0]]).tolist():
+        here = np.flatnonzero((launch >= 0) & (events.thread[np.maximum(launch, 0)] == thread))
+        here = here[np.argsort(events.start_ns[launch[here]], kind="stable")]
+        of_thread = told[events.thread[told] == thread]
+        ends = np.searchsorted(events.start_ns[of_thread], events.start_ns[launch[here]])
+        for at, first, last in zip(here.tolist(), [0, *ends[:-1].tolist()], ends.tolist()):
+            if records[at] < 0:
+                batches[at] = tuple(events.collective[of_thread[first:last]].tolist())
+    return batches
+
+
+def _larger_direction(told: tuple[Collective, ...]) -> int | None:
+    """Bytes sent or received, whichever are more: links carry both at once. None where a record has no size."""
+    sizes: dict[str, int] = {}
+    for one in told:
+        size, _ = message_bytes("", one, None, None)
+        if size is None:
+            return None
+        sizes[one.name or ""] = sizes.get(one.name or "", 0) + size
+    return max(sizes.values())
+
+
+def _find_transfers(
+    kind: str, told: tuple[Collective, ...], group: ProcessGroup, rank: int | None, position: int | None
+) -> tuple[tuple[str, int], ...]:
+    """(send or recv, the other rank) of each, by its record, else by the other's position in the group or as the group's only
+    other rank; () if unknown."""
+    named = tuple((one.name or kind, one.peer) for one in told if one.peer is not None)
+    if named or kind == "send_recv":
+        return named
+    if position is not None and position < len(group.ranks):
+        return ((kind, group.ranks[position]),)
+    others = [one for one in group.ranks if one != rank]
+    return ((kind, others[0]),) if rank in group.ranks and len(others) == 1 else ()

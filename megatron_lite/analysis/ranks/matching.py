@@ -22,6 +22,7 @@ class Group:
 
     members: np.ndarray  # int64 [G], index of the rank in the given order
     call: np.ndarray  # int64 [K, G], index into that rank's calls; every one is there
+    is_pair: bool = False  # sends of one rank and what another receives of them
 
 
 def match(
@@ -34,11 +35,21 @@ def match(
     """
     groups, notes = [], []
     found: dict[ProcessGroup, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+    pairs: dict[Any, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
     for at, calls in enumerate(ranks):
         for i, what in enumerate(calls.whats):
+            # ranks number their groups differently: known members tell which is which
+            group = replace(what.group, name="") if what.group.ranks else what.group
             if what.kind not in POINT_TO_POINT:
-                # ranks number their groups differently: known members tell which is which
-                found[replace(what.group, name="") if what.group.ranks else what.group][at].append(i)
+                found[group][at].append(i)
+            for kind, peer in what.transfers:
+                ends = (calls.rank, peer) if kind == "send" else (peer, calls.rank)
+                pairs[ends, group][at].append(i)
+    for rows_of in pairs.values():
+        members = {at: np.array(rows, np.int64) for at, rows in rows_of.items()}
+        call = _match_by_order(members, ranks, slots, clock_ns) if len(members) == 2 else None
+        if call is not None and len(call):
+            groups.append(Group(np.array(list(members)), call, is_pair=True))
     for group, rows_of in found.items():
         members = {at: np.array(rows, np.int64) for at, rows in rows_of.items()}
         if len(members) < 2:
@@ -100,7 +111,9 @@ def _match_by_order(
     orders = {}
     for at, rows in members.items():
         whats = [ranks[at].whats[i] for i in rows]
-        what = np.array([codes.setdefault((one.kind, one.num_bytes), len(codes)) for one in whats])
+        # what is sent and what is received are one, and may be part of a larger exchange
+        kinds = [None if one.kind in POINT_TO_POINT else (one.kind, one.num_bytes) for one in whats]
+        what = np.array([codes.setdefault(kind, len(codes)) for kind in kinds])
         orders[at] = (what, slots[at][rows], None if clock_ns[at] is None else ranks[at].end_ns[rows] + clock_ns[at])
     columns = []
     for at, rows in members.items():

@@ -45,7 +45,8 @@ def compare_ranks(seen: Sequence[tuple[Trace, Placing, RankTime]], only: str = "
     groups, unmatched = match(calls, slots, base_ns)
     clocks = align_clocks(calls, groups, base_ns, hosts)
     waits = compute_waits(calls, groups, clocks, slots, steps)
-    everyone = len(one_each) == world_size and len(groups) == 1 and len(groups[0].members) == world_size
+    shared = [group for group in groups if not group.is_pair]
+    everyone = len(one_each) == world_size and len(shared) == 1 and len(shared[0].members) == world_size
     rows = _build_rank_rows(one_each, hosts, waits, clocks)
     # the rank that waits least: its own work is what the run takes
     known = all(row.wait_ms is not None for row in rows)
@@ -118,7 +119,7 @@ class Waits:
     caused_ms: np.ndarray  # its start - the median start of the others, where it came last
     last: np.ndarray  # how often it came last
     matched: np.ndarray  # collectives that it took part in
-    transfer_ns: tuple[np.ndarray, ...]  # by rank: int64 [c] of all its calls, shortest over ranks; -1: not matched
+    transfer_ns: tuple[np.ndarray, ...]  # by rank: int64 [c] of all its calls, what no rank waits for; -1: not matched
 
 
 def compute_waits(
@@ -132,9 +133,13 @@ def compute_waits(
         columns = list(zip(group.members.tolist(), group.call.T))
         start = np.stack([ranks[at].start_ns[calls] + clocks.start_ns[at] for at, calls in columns], axis=1)
         length = np.stack([ranks[at].end_ns[calls] - ranks[at].start_ns[calls] for at, calls in columns], axis=1)
+        transfer = length.min(axis=1)
+        if group.is_pair and clocks.aligned:
+            transfer = np.clip((start + length).min(axis=1) - start.max(axis=1), 0, transfer)
         for at, calls in columns:
-            found.transfer_ns[at][calls] = length.min(axis=1)
-        if clocks.aligned is None:
+            found.transfer_ns[at][calls] = np.maximum(found.transfer_ns[at][calls], transfer)
+        # a stage waits for another one's work by the schedule, late or not
+        if clocks.aligned is None or group.is_pair:
             continue
         counts = np.stack([slots[at][calls] >= 0 for at, calls in columns], axis=1).all(axis=1)
         start, length = start[counts], length[counts]

@@ -63,6 +63,7 @@ class Collective:
     out_elements: int | None
     dtype: str | None  # "Float", "BFloat16"
     sequence: int | None
+    peer: int | None = None  # the other rank of a send or a receive
 
 
 @dataclass(frozen=True)

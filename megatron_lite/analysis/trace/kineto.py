@@ -160,7 +160,7 @@ class Collected:
 
     def _collective(self, a: Args) -> int:
         told = (a.collective, a.group, a.group_size, a.in_elements, a.out_elements, a.dtype, a.collective_sequence)
-        return self.collectives[Collective(*told)]
+        return self.collectives[Collective(*told, peer=a.source if a.target is None else a.target)]
 
     def _shorten(self):
         """Let the latest quarter in time go: a smaller part would be let go more often, a larger one leaves fewer whole steps."""

@@ -38,6 +38,8 @@ class Args(msgspec.Struct, gc=False, frozen=True):
     dtype: str | None = None
     group: str | None = msgspec.field(default=None, name="Process Group Name")
     collective_sequence: Count = msgspec.field(default=None, name="Seq")
+    source: Count = msgspec.field(default=None, name="Src Rank")
+    target: Count = msgspec.field(default=None, name="Dst Rank")
     allocated: Count = msgspec.field(default=-1, name="Total Allocated")
     reserved: Count = msgspec.field(default=-1, name="Total Reserved")
     memory_bytes: Count = msgspec.field(default=0, name="Bytes")
