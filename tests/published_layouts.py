@@ -97,10 +97,8 @@ def llama(
     return Published(name, heads, hidden, layers, *parts, fits=False)
 
 
-MODEL = (
-    "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear "
-    "--untie-embeddings-and-output-weights --group-query-attention"
-)
+LLAMA = "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear --attention-dropout 0 --hidden-dropout 0"
+MODEL = f"{LLAMA} --untie-embeddings-and-output-weights --group-query-attention"
 ZERO3 = "--use-torch-fsdp2"
 # torchtitan's benchmarks/llama3_h100_202412_torchtitan.md, tables 1 and 3: tokens per second and GPU, without torch.compile and float8,
 # on H100s of 96 GB and 500 W
@@ -121,13 +119,37 @@ def from_tflops(name: str, gpus: int, length: int, batch: int, tflops: int, word
     return replace(one, step_ms=flops / gpus / tflops / 1e9)
 
 
-# Grattafiori et al. 2024 (arXiv 2407.21783), table 4
+# Grattafiori et al. 2024 (arXiv 2407.21783), table 4; Balaji's talk at SC24 shows the same
 LLAMA3 = [
     from_tflops("405B", 8192, 8192, 2048, 430), from_tflops("405B", 16_384, 8192, 2048, 400),
     from_tflops("405B, 131,072 tokens", 16_384, 131_072, 128, 380, "--context-parallel-size 16"),
 ]  # fmt: skip
+
+
+def nanotron(model: str, micro_batch: int, tensor: int, pipeline: int, zero: int, tokens_per_second: int) -> Published:
+    """A step of 256 sequences on 8 H100s, 131,072 words, one query group per head, gradients added in fp32."""
+    words = f"{MODEL} --ffn-hidden-size {FFN[4096]}" if model == "8B" else f"{LLAMA} --ffn-hidden-size 8192"
+    words += " --accumulate-allreduce-grads-in-fp32" + " --use-distributed-optimizer" * zero
+    words = words.replace("--group-query-attention", "") + " --sequence-parallel" * (tensor > 1)
+    hidden, layers = (4096, 32) if model == "8B" else (2048, 16)
+    step_ms = 256 * 4096 / 8 / tokens_per_second * 1000
+    parts = (tensor, pipeline, 8, 256, step_ms, words, micro_batch, 4096, 131_072, "H100", "--bf16")
+    name = f"{model}, micro-batch {micro_batch}" + ", ZeRO-1" * zero
+    return Published(name, 32, hidden, layers, *parts)
+
+
+# The Ultra-Scale Playbook's interactive table of benchmarks (2025), its column of one node: micro-batch, tp, pp, ZeRO stage, tokens per
+# second and GPU; all of 8B but one that filled the memory, and the fastest of 1B; models as in nanotron's scripts/scaling_benchmarks.py
+NANOTRON = [
+    nanotron("8B", 1, 1, 4, 1, 7503), nanotron("8B", 1, 2, 1, 1, 7141), nanotron("8B", 2, 2, 2, 1, 7016), nanotron("8B", 1, 1, 8, 0, 6807),
+    nanotron("8B", 1, 2, 2, 0, 6766), nanotron("8B", 1, 2, 2, 1, 6753), nanotron("8B", 1, 2, 4, 0, 6689), nanotron("8B", 1, 4, 1, 0, 6268),
+    nanotron("8B", 1, 4, 1, 1, 6238), nanotron("8B", 8, 8, 1, 0, 5909), nanotron("8B", 1, 4, 2, 0, 5883), nanotron("8B", 1, 8, 1, 0, 3616),
+    nanotron("1B", 2, 1, 1, 0, 40_150), nanotron("1B", 1, 1, 1, 0, 39_273), nanotron("1B", 1, 1, 1, 1, 39_006),
+    nanotron("1B", 4, 1, 2, 1, 38_895), nanotron("1B", 8, 2, 1, 0, 37_628), nanotron("1B", 1, 1, 4, 1, 37_097),
+]  # fmt: skip
 PUBLISHED = {
-    "SC21": SC21, "Korthikanti 2022": KORTHIKANTI, "torchtitan 2024": TORCHTITAN, "NeMo 2026": NEMO, "Llama 3": LLAMA3
+    "SC21": SC21, "Korthikanti 2022": KORTHIKANTI, "torchtitan 2024": TORCHTITAN, "NeMo 2026": NEMO, "Llama 3": LLAMA3,
+    "nanotron 2025": NANOTRON,
 }  # fmt: skip
 
 
