@@ -66,3 +66,30 @@ class StepTime:
     def training_seconds(self) -> float:
         """Without evaluation and saving, as Megatron's elapsed time per iteration counts."""
         return self.seconds - sum(self.phases.get(name, 0.0) for name in NOT_TRAINING)
+
+    def describe(self) -> dict:
+        """As a line of steps.jsonl tells it; what is not known is left out."""
+        on_gpu = self.gpu_seconds is not None
+        fields = {
+            "step": self.step,
+            "ms": _to_ms(self.seconds),
+            "phases_ms": {name: _to_ms(seconds) for name, seconds in self.phases.items()},
+            "gpu_ms": _to_ms(self.gpu_seconds),
+            "gpu_phases_ms": {name: _to_ms(seconds) for name, seconds in self.gpu_phases.items()} if on_gpu else None,
+            "reduce_wait_ms": _to_ms(self.reduce_wait),
+            "gpu_reduce_wait_ms": _to_ms(self.gpu_reduce_wait),
+            "cpu_ms": _to_ms(self.cpu_seconds),
+            "core_wait_ms": _to_ms(self.core_wait_seconds),
+            "involuntary_switches": self.involuntary_switches,
+            "host_memory_bytes": self.host_bytes,
+            "peak_memory_bytes": self.peak_bytes,
+            "compile_ms": _to_ms(self.compile_seconds) if self.compiling else None,
+            "profiled": self.profiled or None,
+            "beside_profile": self.beside_profile or None,
+            "compiling": self.compiling or None,
+        }
+        return {name: value for name, value in fields.items() if value is not None}
+
+
+def _to_ms(seconds: float | None) -> float | None:
+    return None if seconds is None else round(1000 * seconds, 3)

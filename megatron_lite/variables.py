@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 QUEUES, THREADS = "CUDA_DEVICE_MAX_CONNECTIONS", "OMP_NUM_THREADS"
+WATCH = "MEGATRON_LITE_WATCH"  # what `megatron-lite watch` tells the processes of a command, as JSON
 MORE_QUEUES = f"{QUEUES}=32"
 
 

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from launch import ALONE, REPO, Interrupts, alone, flags, losses, plan_of, quietly, same, train
+from launch import REPO, Interrupts, alone, flags, losses, plan_of, quietly, same, train
 from traces import events, nested, spans, steps_of, trace, trace_files
 from waiting import full_disk
 
 from megatron_lite.analysis.analyze import analyze
-from megatron_lite.config.world import World
+from megatron_lite.config.args import ProfileArgs
 from megatron_lite.instruments import torch_profiler
 from megatron_lite.instruments.base import Instruments, Window
 from megatron_lite.instruments.build_instruments import build_instruments
@@ -246,12 +246,10 @@ def test_a_full_disk_costs_the_trace_and_one_line(tmp_path):
     assert "switched off" not in out
 
 
-def profile_steps(
-    kind, steps: range, last: int, folder: Path, inside=lambda: None, options="", world=ALONE
-) -> list[str]:
+def profile_steps(kind, steps: range, last: int, folder: Path, inside=lambda: None, cuda=False, **options) -> list[str]:
     """Run steps under a profiler of that kind; returns what it said."""
     out = []
-    profiler = kind(Window(steps), plan_of(flags("--use-pytorch-profiler", options), world), folder, out.append)
+    profiler = kind(Window(steps), ProfileArgs(use_pytorch_profiler=True, **options), 0, cuda, folder, out.append)
     with Instruments([profiler], out.append) as watching:
         for step in range(1, last + 1):
             with watching.step(step), watching.phase(Phase.FORWARD):
@@ -308,8 +306,8 @@ class LikeOnAGpu(TorchProfiler):
 
 @pytest.mark.parametrize(("last", "recorded"), [(5, (3, 4)), (2, None), (1, None)])
 def test_the_step_before_the_window_gets_ready_and_is_not_recorded(tmp_path, last, recorded):
-    chakra = "--pytorch-profiler-collect-chakra --no-profile-gzip"
-    out = profile_steps(LikeOnAGpu, range(3, 5), last, tmp_path, options=chakra, world=World(gpus=1))
+    chakra = {"pytorch_profiler_collect_chakra": True, "no_profile_gzip": True}
+    out = profile_steps(LikeOnAGpu, range(3, 5), last, tmp_path, cuda=True, **chakra)
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     if recorded is None:
         assert files == [] and out == []  # it was ready for nothing, and leaves nothing

@@ -22,14 +22,14 @@ LEVELS = [  # bottom up: what stands together does not know each other
     {"data", "parallel", "optim", "checkpoint"},
     {"instruments"},
     {"train", "analysis", "convert"},
-    {"report", "rehearsal", "observers", "generate"},
+    {"report", "rehearsal", "observers", "generate", "watch"},
     {"app", "cli"},
     {"__main__"},
 ]
 LEVEL = {name: number for number, names in enumerate(LEVELS) for name in names}
 WITHOUT_TORCH = LEVELS[0] | LEVELS[1] | {"config", "run_folder", "rank_errors", "estimate", "analysis", "report", "cli"}
 READERS = {"analysis", "report", "cli"}  # they meet the trainer only in files
-TRAINERS = {"model", "parallel", "optim", "instruments", "train", "rehearsal", "observers", "app", "__main__"}
+TRAINERS = {"model", "parallel", "optim", "instruments", "train", "rehearsal", "observers", "watch", "app", "__main__"}
 OUTSIDE_THE_CORE = {"instruments", "estimate", "rehearsal", "report", "analysis", "cli"}
 MAX_CORE_FILES, MAX_CORE_LINES = 40, 4000
 MAX_LINES, MAX_LINES_OF_A_FUNCTION = 450, 60

@@ -100,6 +100,11 @@ class Facts:
         """The run's plan (flags as resolved); {} for foreign runs."""
         return self.run.plan if self.run else {}
 
+    @property
+    def is_watched(self) -> bool:
+        """The run is of a script that is not this trainer's: its flags are unknown."""
+        return self.run is not None and "command" in self.run.record
+
     @cached_property
     def pipeline(self) -> PipelineTimes | None:
         """Of a run with several stages, where the times of all are known."""

@@ -24,6 +24,7 @@ UNSTEADY = 0.15  # spread of step times (standard deviation / mean) that lowers 
 DISTORTED, UNTRUSTWORTHY = 1.10, 1.50  # profiled step / step without the profiler
 MOSTLY_UNEXPLAINED = 0.20
 HOW_TO_TRACE = "--profile --use-pytorch-profiler records one"
+HOW_TO_WATCH = "megatron-lite watch --steps A:B, within the steps that there are, records one"
 
 LOSSES = {  # row of RankTime: (what bounds the run, verb, of what)
     "exposed_communication": ("communication", "waits for", "communication"),
@@ -53,7 +54,8 @@ def build_verdict(facts: Facts, findings: Sequence[Finding]) -> Verdict:
         why = [f"{count(most.events)} events", *find_contradictions(facts)]
         verdict = Verdict(said, "memory", "low" if why[1:] else "high", "; ".join(why))
     else:
-        without = f"no trace: without one the run says how fast it was, not why; {HOW_TO_TRACE}"
+        how = HOW_TO_WATCH if facts.is_watched else HOW_TO_TRACE
+        without = f"no trace: without one the run says how fast it was, not why; {how}"
         said = ""
         if run is not None and run.steady_step_ms is not None:
             parts = [f"{run.steady_step_ms:,.1f} ms per step"]

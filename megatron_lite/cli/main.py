@@ -15,6 +15,10 @@ COMMANDS = {  # name: (module and function, which takes argv and may return an e
     "inspect": ("cli.datasets:inspect_datasets", "check a .bin/.idx data set and say what it holds"),
     "convert": ("cli.convert:run", "checkpoints to and from Hugging Face folders, and from Megatron-LM's"),
     "make-corpus": ("cli.corpus:run", "a data set from Python's own sources, for machines without any data"),
+    "watch": (
+        "cli.watch:run",
+        "any PyTorch training script, unchanged: its steps timed, some profiled, and the report",
+    ),
     "plan": ("cli.plan:run", "will a run fit, how fast can it be, what to change: from its launch command"),
     "report": ("cli.report:run", "why a run is slow and why memory peaks: from run folders, traces, snapshots"),
     "explain": ("cli.explain:run", "what a finding of the report means, or what a kernel's name says"),

@@ -45,22 +45,22 @@ class Instruments:
         self._phases: dict[str, _Phase] = {}
 
     def __enter__(self):
-        self._each("open")
+        self.notify("open")
         return self
 
     def __exit__(self, kind, error, traceback):
-        self._each("close", error)
+        self.notify("close", error)
 
     def resume(self, iteration: int):
         """Tell everyone where training goes on from."""
-        self._each("resume", iteration)
+        self.notify("resume", iteration)
 
     @contextlib.contextmanager
     def step(self, step: int):
         """Around one training step."""
-        self._each("begin", step)
+        self.notify("begin", step)
         yield
-        self._each("end", step)
+        self.notify("end", step)
 
     def phase(self, name):
         """Around one phase of a step; the same object for a name each time."""
@@ -68,13 +68,13 @@ class Instruments:
 
     def gradients_computed(self):
         """This rank begins to wait for others' gradients."""
-        self._each("gradients_computed")
+        self.notify("gradients_computed")
 
     def wait_for_stage(self, rank: int, what: str):
         """This rank begins to wait for another stage, or, with no words, no longer does."""
-        self._each("wait_for_stage", rank, what)
+        self.notify("wait_for_stage", rank, what)
 
-    def _each(self, moment: str, *arguments):
+    def notify(self, moment: str, *arguments):
         """Call `moment` of those who override it."""
         # A step has dozens of these calls, and work on tensors drives the interpreter's memory out of the caches between
         # them: what is looked up and made anew here costs ten times what it costs in a loop of its own.
@@ -104,10 +104,10 @@ class _Phase:
         self._instruments, self._name = instruments, name
 
     def __enter__(self):
-        self._instruments._each("begin_phase", self._name)
+        self._instruments.notify("begin_phase", self._name)
 
     def __exit__(self, kind, error, traceback):
-        self._instruments._each("end_phase", self._name, kind is not None)
+        self._instruments.notify("end_phase", self._name, kind is not None)
 
 
 class Window:

@@ -2,16 +2,17 @@
 
 import time
 from collections import deque
+from functools import partial
 from pathlib import Path
 from statistics import median
 
 from megatron_lite.config.plan import Plan
 from megatron_lite.instruments.base import Instrument, Window
 from megatron_lite.instruments.memory_history import CpuRecorder, CudaRecorder, MemoryHistory
-from megatron_lite.instruments.memory_oom import OutOfMemory
+from megatron_lite.instruments.memory_oom import OutOfMemory, list_remedies
 from megatron_lite.instruments.nsys_range import NsysRange
 from megatron_lite.instruments.on_demand import OnDemand
-from megatron_lite.instruments.snapshot_format import check_snapshot_path
+from megatron_lite.instruments.snapshot_format import check_snapshot_path, name_snapshot
 from megatron_lite.instruments.timeline import Timeline
 from megatron_lite.instruments.torch_profiler import TorchProfiler
 from megatron_lite.parallel.flight_recorder import describe_hand_over
@@ -196,7 +197,8 @@ def build_instruments(plan: Plan, run_dir: Path, timeline: Timeline, tell) -> li
         members.append(NsysRange(window if for_nsys else Window(), plan, tell))
     members += build_memory_instruments(plan, window, tell)
     if profiled and (p.use_pytorch_profiler or p.profile_on_demand and not torch_is_blind):
-        members.append(TorchProfiler(window, plan, Path(plan.args.watch.tensorboard_dir or run_dir), tell))
+        folder = Path(plan.args.watch.tensorboard_dir or run_dir)
+        members.append(TorchProfiler(window, p, world.rank, on_gpu, folder, tell))
     return [*members, timeline]  # innermost: what the others do between steps is not the step's time
 
 
@@ -213,5 +215,7 @@ def build_memory_instruments(plan: Plan, window: Window, tell) -> list[Instrumen
         check_snapshot_path(plan)
     recorder = (CudaRecorder if plan.device == "cuda" else CpuRecorder)(p.memory_history_events)
     # a shortage is explained before recording is switched off; steps begin and end inside of what is recorded
-    histories = [MemoryHistory(window, plan, recorder, tell)] if recording else []
-    return [OutOfMemory(plan, recorder, tell), *histories, recorder.place]
+    histories = [MemoryHistory(window, name_snapshot(plan), recorder, tell)] if recording else []
+    path = Path(p.memory_snapshot_path) if p.record_memory_history else None
+    shortage = OutOfMemory(world.rank, path, recorder, partial(list_remedies, plan), tell)
+    return [shortage, *histories, recorder.place]

@@ -1,14 +1,15 @@
 """--record-memory-history: every allocation with its Python stack, drawn by pytorch.org/memory_viz."""
 
+from pathlib import Path
+
 import torch
 
-from megatron_lite.config.plan import Plan
 from megatron_lite.instruments.base import Instrument, Window
 from megatron_lite.instruments.memory_oom import Shortage, is_out_of_memory, read_host_memory
 from megatron_lite.instruments.memory_summary import describe_place, operation, peak, site
 from megatron_lite.instruments.memory_tags import SETUP, ModuleHooks, Place
 from megatron_lite.instruments.memory_tracker import StorageTracker
-from megatron_lite.instruments.snapshot_format import build_annotations, extend_name, name_snapshot, write_snapshot
+from megatron_lite.instruments.snapshot_format import build_annotations, extend_name, write_snapshot
 from megatron_lite.units import count, size
 
 OUTSIDE = 100_000  # events kept before and after the window, for the story of an out-of-memory there
@@ -30,9 +31,12 @@ class CudaRecorder:
         self.place = Place(tell)
         self._hooks = ModuleHooks(self.place, in_backward=tell is not None)
         self._full_at = OUTSIDE
+        self._is_open = False
 
     def open(self):
-        self._record(min(OUTSIDE, self._most))
+        if not self._is_open:  # whoever opens it earlier has it know more
+            self._is_open = True
+            self._record(min(OUTSIDE, self._most))
 
     def begin_step(self, pause: bool):
         """Before a step; `pause`: outside of the window."""
@@ -147,9 +151,8 @@ class CpuRecorder:
 class MemoryHistory(Instrument):
     """Records from before the model is built; writes at the window's end, or what there is when the run ends."""
 
-    def __init__(self, window: Window, plan: Plan, recorder: CudaRecorder | CpuRecorder, tell):
-        self.window, self._recorder, self._tell = window, recorder, tell
-        self._path = name_snapshot(plan)
+    def __init__(self, window: Window, path: Path, recorder: CudaRecorder | CpuRecorder, tell):
+        self.window, self._path, self._recorder, self._tell = window, path, recorder, tell
         self._inside = False
         self._planned = True  # the window in hand; one on demand has a file of its own, whichever comes first
         self._last = 0  # step that was recorded

@@ -123,10 +123,12 @@ def explain_unrecorded(plan: Plan, error: BaseException) -> list[str]:
 
 
 class OutOfMemory(Instrument):
-    """Waits for it on this rank. Writes a snapshot where the plan records memory at all."""
+    """Waits for it on this rank. Writes a snapshot beside `path`, if one is given."""
 
-    def __init__(self, plan: Plan, recorder, tell):
-        self._plan, self._recorder, self._tell = plan, recorder, tell
+    def __init__(self, rank: int, path: Path | None, recorder, find_remedies, tell):
+        """find_remedies: of bytes held by category, bytes asked for, and bytes reserved that no tensor holds; best first."""
+        self._rank, self._path, self._recorder, self._tell = rank, path, recorder, tell
+        self._find_remedies = find_remedies
         self._lines: list[str] = []
         self._files = 0
         self._over = False
@@ -149,7 +151,7 @@ class OutOfMemory(Instrument):
         """At the failing allocation. An error in here would take the place of the one that is being explained."""
         if self._over:
             return
-        start = f"error: out of memory on rank {self._plan.world.rank}, {describe_place(self._recorder.place.tag)}"
+        start = f"error: out of memory on rank {self._rank}, {describe_place(self._recorder.place.tag)}"
         try:
             snapshot, _ = self._recorder.snapshot()
             written = self._write(snapshot)
@@ -184,7 +186,7 @@ class OutOfMemory(Instrument):
             f"{asked} asked for; tensors hold {known}{size(used)}, {size(shortage.reserved)} are reserved, "
             f"{size(shortage.free)} of {size(shortage.total)} are free"
         )
-        remedies = list_remedies(self._plan, by_category, shortage.asked or 0, unused)
+        remedies = self._find_remedies(by_category, shortage.asked or 0, unused)
         return [
             first,
             f"  held by: {holders or 'no tensor that is known'}",
@@ -194,10 +196,9 @@ class OutOfMemory(Instrument):
 
     def _write(self, snapshot: dict) -> str:
         """Returns what became of it."""
-        profile, rank = self._plan.args.profile, self._plan.world.rank
-        if not profile.record_memory_history:
+        if self._path is None:
             return "none; --record-memory-history writes one, with the code that allocated each tensor"
-        path = extend_name(Path(profile.memory_snapshot_path), f"_oom_rank{rank}")
+        path = extend_name(self._path, f"_oom_rank{self._rank}")
         if self._files == MAX_FILES:
             return f"{path} is of an earlier failure; a run writes at most {MAX_FILES}"
         self._files += 1

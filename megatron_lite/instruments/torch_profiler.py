@@ -19,7 +19,7 @@ import torch
 from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ExecutionTraceObserver, ProfilerActivity, _KinetoProfile, record_function
 
-from megatron_lite.config.plan import Plan
+from megatron_lite.config.args import ProfileArgs
 from megatron_lite.instruments.base import Instrument, Window
 from megatron_lite.instruments.module_ranges import ModuleRanges
 from megatron_lite.phases import PYTHON_GC
@@ -176,9 +176,9 @@ CUDA, CPU = "self_cuda_time_total", "self_cpu_time_total"
 class TorchProfiler(Instrument):
     """Records the window's steps. What was recorded is written also when the run ends inside it."""
 
-    def __init__(self, window: Window, plan: Plan, folder: Path, tell):
-        self.window, self.folder, self.rank, self._tell = window, folder, plan.world.rank, tell
-        self.options, self.cuda = plan.args.profile, plan.device == "cuda"
+    def __init__(self, window: Window, options: ProfileArgs, rank: int, cuda: bool, folder: Path, tell):
+        self.window, self.folder, self.rank, self._tell = window, folder, rank, tell
+        self.options, self.cuda = options, cuda
         self.compress = True if self.options.profile_gzip else False if self.options.no_profile_gzip else None
         self._profiler: _KinetoProfile | None = None
         self._chakra: ChakraTrace | None = None

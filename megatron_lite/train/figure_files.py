@@ -72,44 +72,22 @@ class StepsFile:
 def _record(figures: StepFigures, time: StepTime) -> dict:
     """The line of a step. What is not known of it is left out, but for its loss and its norm."""
 
-    def to_ms(seconds: float | None) -> float | None:
-        return None if seconds is None else round(1000 * seconds, 3)
-
     def to_finite(value: float) -> float | None:
         return value if math.isfinite(value) else None
 
-    on_gpu = time.gpu_seconds is not None
-    record = {
+    return {
         "kind": STEP_KIND,
         "iteration": figures.iteration,
-        "step": time.step,
         "consumed_samples": figures.consumed,
         "batch_size": figures.batch_size,
-        "ms": to_ms(time.seconds),
-        "phases_ms": {name: to_ms(seconds) for name, seconds in time.phases.items()},
+        **time.describe(),
         "loss": to_finite(figures.loss),
         "grad_norm": None if figures.skipped else to_finite(figures.grad_norm),
         "loss_scale": figures.loss_scale,
         "skipped": figures.skipped,
         "next_lr": figures.next_lr,
+        **({"local": True} if figures.local else {}),
     }
-    known = {
-        "gpu_ms": to_ms(time.gpu_seconds),
-        "gpu_phases_ms": {name: to_ms(seconds) for name, seconds in time.gpu_phases.items()} if on_gpu else None,
-        "reduce_wait_ms": to_ms(time.reduce_wait),
-        "gpu_reduce_wait_ms": to_ms(time.gpu_reduce_wait),
-        "cpu_ms": to_ms(time.cpu_seconds),
-        "core_wait_ms": to_ms(time.core_wait_seconds),
-        "involuntary_switches": time.involuntary_switches,
-        "host_memory_bytes": time.host_bytes,
-        "peak_memory_bytes": time.peak_bytes,
-        "compile_ms": to_ms(time.compile_seconds) if time.compiling else None,
-        "local": figures.local or None,
-        "profiled": time.profiled or None,
-        "beside_profile": time.beside_profile or None,
-        "compiling": time.compiling or None,
-    }
-    return record | {name: value for name, value in known.items() if value is not None}
 
 
 class TensorBoard:

@@ -36,14 +36,17 @@ class RunRecord:
         }
         self._record = {
             "status": "running",
-            "started": _now(),
+            "started": format_now(),
             "process": identity(),
             "plan": _plain(dataclasses.asdict(plan)),
             "parameters": parameters,
             "prediction": prediction,
-            "versions": {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__},
-            "hardware": {**_hardware(plan, peak_tflops), "cpus": read_machine().cores},
-            "environment": {name: os.environ[name] for name in TELLING_VARIABLES if name in os.environ},
+            "versions": describe_versions(),
+            "hardware": {
+                **describe_device(plan.world.gpu if plan.device == "cuda" else None),
+                "peak_tflops": peak_tflops,
+            },
+            "environment": read_environment(),
             "artefacts": {name: path for name, path in artefacts.items() if path is not None},
         }
         if self._writes:
@@ -58,15 +61,16 @@ class RunRecord:
         if self._writes:
             status = self.exit_reason or "finished" if error is None else f"failed: {kind.__name__}: {error}"
             status = "interrupted" if kind is KeyboardInterrupt else status
-            write_run(self._folder, self._record | {"status": status, "ended": _now()})
+            write_run(self._folder, self._record | {"status": status, "ended": format_now()})
 
 
-def _hardware(plan: Plan, peak_tflops: float | None) -> dict:
-    if plan.device != "cuda":
-        return {
+def describe_device(gpu: int | None) -> dict:
+    """What this process computes on, as run.json says it. gpu: its number; None for the CPU."""
+    cpus = {"cpus": read_machine().cores}
+    if gpu is None:
+        return cpus | {
             "device": "cpu",
             "processor": platform.processor() or platform.machine(),
-            "peak_tflops": None,
             "threads": torch.get_num_threads(),
             # does this processor multiply bf16 matrices faster than fp32 ones: AVX512-BF16 or AMX
             "bf16_products": torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported(),
@@ -74,12 +78,11 @@ def _hardware(plan: Plan, peak_tflops: float | None) -> dict:
             "fp16_products": hasattr(torch.ops.mkldnn, "_is_mkldnn_fp16_supported")
             and torch.ops.mkldnn._is_mkldnn_fp16_supported(),
         }
-    properties = torch.cuda.get_device_properties(plan.world.gpu)
-    return {
+    properties = torch.cuda.get_device_properties(gpu)
+    return cpus | {
         "device": properties.name,
         "memory_bytes": properties.total_memory,
         "cuda": torch.version.cuda,
-        "peak_tflops": peak_tflops,
     }
 
 
@@ -92,5 +95,16 @@ def _plain(value):
     return sorted(value) if isinstance(value, frozenset) else value
 
 
-def _now() -> str:
+def describe_versions() -> dict[str, str]:
+    """Of what the run computes with."""
+    return {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__}
+
+
+def read_environment() -> dict[str, str]:
+    """Those of the telling variables that are set."""
+    return {name: os.environ[name] for name in TELLING_VARIABLES if name in os.environ}
+
+
+def format_now() -> str:
+    """The time, as run.json says it."""
     return time.strftime("%Y-%m-%dT%H:%M:%S%z")

@@ -3,6 +3,7 @@
 import math
 import textwrap
 from collections.abc import Callable
+from dataclasses import replace
 
 from megatron_lite.analysis.findings import (
     communication_rules,
@@ -48,8 +49,16 @@ def apply_rules(facts: Facts, gap: Callable[[str], object] | None = None) -> tup
                 why = f"could not be asked ({type(error).__name__}: {error}); its cause may be there unseen."
                 gap(f"rule {rule.code}: {why}")
         if found is not None and math.isfinite(found.cost_ms or 0.0):
-            findings.append(found)
+            findings.append(_say_without_flags(found) if facts.is_watched else found)
     return tuple(sorted(findings, key=lambda one: (-(one.cost_ms or 0.0), -(one.cost_bytes or 0))))
+
+
+def _say_without_flags(found: Finding) -> Finding:
+    """For a script that has no flags of this trainer: what the rule's page says to do."""
+    if not any(flag.startswith("--") for flag in found.flags):
+        return found
+    advice = RULES[found.code].page.partition("\nDo: ")[2].partition("\nFlags:")[0]
+    return replace(found, advice=" ".join(advice.split()).rstrip("."), flags=())
 
 
 def get_page(code: str) -> str | None:

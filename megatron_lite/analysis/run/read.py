@@ -38,7 +38,7 @@ def read_run(folder: Path) -> Run:
         states = {True: RUNNING, False: "killed or lost: its process is gone", None: "running, or killed"}
         record["status"] = states[there]
     plan = record.pop("plan", None)
-    if record and not isinstance(plan, dict):
+    if record and not isinstance(plan, dict) and "command" not in record:
         notes.append(f"{RUN_FILE} holds no plan, so that the run's flags are unknown.")
     plan = plan if isinstance(plan, dict) else {}
     if number_of_steps and _is_older(folder / STEPS_FILE, record):

@@ -1,0 +1,75 @@
+"""megatron-lite watch: any training script of PyTorch, unchanged, timed and profiled, and then explained."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from megatron_lite.cli.parser import Parser
+from megatron_lite.errors import UserError
+from megatron_lite.run_folder import RUN_FILE
+from megatron_lite.terminal import print_lines
+from megatron_lite.variables import WATCH
+
+BOOTSTRAP = Path(__file__).parents[1] / "watch" / "bootstrap"  # what Python runs first in processes of the command
+SIGNALED = 128  # plus the signal's number: exit codes, as shells give them
+
+
+def run(argv: list[str]) -> int:
+    """Run the command, print the report on it. Returns the command's exit code."""
+    parser = Parser(
+        "watch",
+        "Runs a training script as it is: python train.py, torchrun, accelerate launch. Any loop is seen that computes gradients with "
+        "torch and steps one of its optimizers. Every step is timed by phase, some are profiled on all ranks, and the report says why "
+        "they take so long.",
+    )
+    parser.usage = "megatron-lite watch [OPTIONS] -- COMMAND ..."
+    add = parser.add_argument
+    add("--steps", default="10:13", metavar="A:B", help="to profile, from 1: the steps from A on, B left out [10:13]")
+    add("--memory", action="store_true", help="a memory snapshot of these steps, too")
+    add("--run-dir", metavar="FOLDER", help="for what is recorded [watched/TIME]")
+    add("--no-report", action="store_true", help="only record")
+    at = argv.index("--") if "--" in argv else len(argv)
+    options, command = parser.parse_args(argv[:at]), argv[at + 1 :]
+    if not command:
+        raise UserError("megatron-lite watch: no command; megatron-lite watch -- python train.py runs and watches it.")
+    bounds = re.fullmatch(r"(\d{1,9}):(\d{1,9})", options.steps)
+    if bounds is None or not 1 < int(bounds[1]) < int(bounds[2]):
+        raise UserError(f"--steps {options.steps}: give two numbers, as in 10:13; the first is at least 2.")
+    folder = Path(options.run_dir or f"watched/{time.strftime('%Y%m%d-%H%M%S')}").absolute()
+    before = (folder / RUN_FILE).stat().st_mtime_ns if (folder / RUN_FILE).exists() else None
+    told = {"folder": str(folder), "steps": [int(bound) for bound in bounds.groups()], "memory": options.memory}
+    paths = os.pathsep.join(filter(None, [str(BOOTSTRAP), os.environ.get("PYTHONPATH", "")]))
+    environment = {**os.environ, "PYTHONPATH": paths, WATCH: json.dumps({**told, "command": command})}
+    code = _run_to_its_end(command, environment)
+    found = folder / RUN_FILE
+    if not found.exists() or found.stat().st_mtime_ns == before:
+        lines = [
+            "watch: no training was seen: no process of the command took a step of a torch optimizer;",
+            "  python -I, -E and -S keep a command from being watched, and so does another PYTHONPATH set within it.",
+        ]
+        print_lines(lines, sys.stderr)
+    elif not options.no_report:
+        from megatron_lite.cli.report import run as report
+
+        print_lines([""])
+        report([str(folder)])
+    return code
+
+
+def _run_to_its_end(command: list[str], environment: dict[str, str]) -> int:
+    """Its exit code. Ctrl-C reaches the command, whose end is waited for."""
+    try:
+        process = subprocess.Popen(command, env=environment)
+    except OSError as error:
+        raise UserError(f"megatron-lite watch: {command[0]} cannot be run ({error.strerror}).") from None
+    kept = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        code = process.wait()
+    finally:
+        signal.signal(signal.SIGINT, kept)
+    return code if code >= 0 else SIGNALED - code

@@ -1,0 +1,57 @@
+"""What Python runs first in every process of a watched command: its folder stands first in PYTHONPATH.
+
+Waits for the import of torch, and watches then. It costs processes without torch nothing, and no failure of it reaches the script.
+"""
+
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+
+PACKAGE_PARENT = Path(__file__).parents[3]
+
+
+class AfterTorch:
+    """Begins to watch when torch has been imported."""
+
+    def find_spec(self, name, path=None, target=None):
+        if name != "torch":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec("torch")
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def execute_and_watch(module):
+                execute(module)
+                start_watching()
+
+            spec.loader.exec_module = execute_and_watch
+        return spec
+
+
+def start_watching():
+    """In the process that has imported torch."""
+    try:
+        if importlib.util.find_spec("megatron_lite") is None:
+            sys.path.append(str(PACKAGE_PARENT))
+        importlib.import_module("megatron_lite.watch.watch").watch_this_process()
+    except Exception as error:  # noqa: BLE001 - the script has to run, watched or not
+        print(f"megatron-lite watch: this process is not watched: {error}", file=sys.stderr)
+
+
+def run_the_next():
+    """A sitecustomize of the environment's own, which this one hides."""
+    here = str(Path(__file__).parent)
+    sys.path[:] = [folder for folder in sys.path if folder != here]
+    own = sys.modules.pop("sitecustomize", None)
+    try:
+        importlib.import_module("sitecustomize")
+    except ModuleNotFoundError as error:
+        if error.name != "sitecustomize":
+            raise
+        sys.modules["sitecustomize"] = own
+
+
+sys.meta_path.insert(0, AfterTorch())
+run_the_next()

@@ -1,0 +1,291 @@
+"""Watches a training script that it does not know: any loop that computes gradients with torch and steps one of its optimizers.
+
+A step ends when the optimizer that stepped first has stepped again. Its phases: waiting for a DataLoader, backward and the optimizer's
+step are seen as they are; what lies before backward, from the data on, is called forward. Nothing is changed: what is called is
+called as before, with a few microseconds around it.
+"""
+
+import atexit
+import contextlib
+import functools
+import inspect
+import json
+import os
+import sys
+import threading
+import time
+import weakref
+from pathlib import Path
+
+import torch
+from torch.optim import Optimizer
+from torch.utils.data import dataloader
+
+from megatron_lite.config.args import ProfileArgs
+from megatron_lite.instruments.base import Instrument, Instruments, Window
+from megatron_lite.instruments.memory_history import CpuRecorder, CudaRecorder, MemoryHistory
+from megatron_lite.instruments.memory_oom import EXPANDABLE, OutOfMemory
+from megatron_lite.instruments.snapshot_format import extend_name
+from megatron_lite.instruments.timeline import MemoryNow, Timeline
+from megatron_lite.instruments.torch_profiler import TorchProfiler
+from megatron_lite.phases import Phase
+from megatron_lite.process_state import identity
+from megatron_lite.run_folder import STEP_KIND, STEPS_FILE, keep_previous_run, write_run
+from megatron_lite.train.run_record import describe_device, describe_versions, format_now, read_environment
+from megatron_lite.variables import WATCH
+
+SNAPSHOT_FILE = "memory.pickle"
+MAX_SILENCE_S = 2.0  # after which steps are written to the disk
+REMEDIES = (
+    "a smaller batch, with more batches per step",
+    "activations computed again in backward (torch.utils.checkpoint)",
+    "bf16 or fp16 instead of fp32 (torch.autocast)",
+)
+DATA, FORWARD, BACKWARD, OPTIMIZER_STEP = map(str, (Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER_STEP))
+
+
+class Watch:
+    """Around a training loop:
+
+    with Watch(Path("runs/mine"), steps=range(10, 13)):
+        train()
+
+    `megatron-lite report runs/mine` says then where the steps went. The same happens to an unchanged script by
+    `megatron-lite watch -- python train.py`.
+    """
+
+    def __init__(
+        self, folder: Path, steps: range = range(10, 13), memory: bool = False, command: list[str] | None = None
+    ):
+        """folder: for what is recorded. steps: to profile, counted from 1. memory: record a memory snapshot, too."""
+        self.folder, self.window, self._memory = folder, Window(steps), memory
+        self._command = command or sys.argv
+        self._timeline = Timeline()
+        self._instruments: Instruments | None = None  # from the first step on
+        self._recorder: CudaRecorder | None = None  # one that records before the first step
+        self._step, self._phase = 0, ""
+        self._thread = threading.get_ident()  # that trains
+        self._leader: weakref.ref | None = None  # the optimizer whose steps are counted
+        self._in_optimizer = 0  # calls of step that are open: one may call another
+        self._has_loader = False
+        self._replaced: list[tuple[object, str, object]] = []  # of torch: where, the name, what stood there
+        self._written_at = time.monotonic()
+        self.rank = 0
+
+    def __enter__(self):
+        loader, hook_step = dataloader._BaseDataLoaderIter, Optimizer.profile_hook_step
+        self._replace(
+            torch.autograd, "backward", _with_calls(torch.autograd.backward, self._begin_backward, self._end_backward)
+        )
+        self._replace(loader, "__next__", _with_calls(loader.__next__, self._begin_data, self._end_data))
+        self._replace(Optimizer, "profile_hook_step", staticmethod(lambda step: self._wrap_step(step, hook_step)))
+        for known in _list_subclasses(Optimizer):
+            if getattr(vars(known).get("step"), "hooked", False):
+                self._replace(known, "step", self._wrap_step(known.step))
+        if self._memory and torch.cuda.is_available():
+            # weights are known by the code that made them if all is recorded from the first use of the GPU on
+            self._recorder = CudaRecorder(ProfileArgs().memory_history_events)
+            torch.cuda._lazy_call(self._recorder.open)
+        return self
+
+    def __exit__(self, kind, error, traceback):
+        self.close(error)
+
+    def close(self, error: BaseException | None = None):
+        """Write what is left, and let go of torch. error: that ended the script."""
+        for place, name, before in self._replaced:
+            setattr(place, name, before)
+        self._thread = 0  # optimizers that were made meanwhile still call
+        if self._instruments is None:
+            return
+        if self._phase:
+            self._instruments.notify("end_phase", self._phase, error is not None)
+        first = self.window.steps.start
+        if self._step <= first and self.rank == 0:
+            _tell(f"step {first} was never reached, so that there is no profile: {self._step - 1} steps were seen")
+        self._instruments.__exit__(type(error), error, None)
+        self._write_steps(wait=True)
+        if self.rank == 0:
+            status = "finished" if error is None else f"failed: {type(error).__name__}: {error}"
+            status = "interrupted" if isinstance(error, KeyboardInterrupt) else status
+            write_run(self.folder, self._record | {"status": status, "ended": format_now()})
+
+    def _replace(self, place, name: str, by):
+        self._replaced.append((place, name, vars(place)[name]))
+        setattr(place, name, by)
+
+    def _wrap_step(self, step, hook=lambda step: step):
+        """The same method of an optimizer. hook: torch's own wrapping, with a range in the trace: phases lie inside, steps outside."""
+
+        @functools.wraps(step)
+        def compute(optimizer, *arguments, **named):
+            # a closure computes loss and gradients inside of the step
+            closure = named.get("closure") or next(iter(arguments), None)
+            self._move(OPTIMIZER_STEP if closure is None else FORWARD)
+            try:
+                return step(optimizer, *arguments, **named)
+            finally:
+                self._move("")
+
+        hooked = hook(_stand_in(compute, step))
+
+        @functools.wraps(step)
+        def call(optimizer, *arguments, **named):
+            self._move("")
+            self._in_optimizer += 1
+            try:
+                return hooked(optimizer, *arguments, **named)
+            finally:
+                self._in_optimizer -= 1
+                self._end_optimizer(optimizer)
+
+        call.hooked = True  # as torch marks what it has made of a step
+        return _stand_in(call, step)
+
+    # --- what the script does
+
+    def _begin_data(self):
+        self._has_loader = True
+        self._move(DATA)
+
+    def _end_data(self):
+        self._move(FORWARD)
+
+    def _begin_backward(self):
+        self._move(BACKWARD)
+
+    def _end_backward(self):
+        # beside a loader, only what follows the data is forward: not what a script logs and evaluates
+        self._move(OPTIMIZER_STEP if self._in_optimizer else "" if self._has_loader else FORWARD)
+
+    def _end_optimizer(self, optimizer: Optimizer):
+        if threading.get_ident() != self._thread or self._in_optimizer:
+            return
+        if self._leader is None or self._leader() is None:
+            self._leader = weakref.ref(optimizer)
+        if self._instruments is not None and self._leader() is optimizer:
+            self._instruments.notify("end", self._step)
+            self._write_steps()
+            self._begin_step()
+        if not self._has_loader:
+            self._move(FORWARD)
+
+    def _move(self, phase: str):
+        """Be in a phase from now on; "": in none."""
+        if threading.get_ident() != self._thread or phase == self._phase:
+            return
+        if self._instruments is None:
+            self._open()
+        if self._phase:
+            self._instruments.notify("end_phase", self._phase, False)
+        self._phase = phase
+        if phase:
+            self._instruments.notify("begin_phase", phase)
+
+    # --- what is made of it
+
+    def _open(self):
+        """At the first sign of training: before, neither the device nor the rank is certain."""
+        cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
+        ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
+        self.rank = torch.distributed.get_rank() if ranks else int(os.environ.get("RANK", "0"))
+        size = torch.distributed.get_world_size() if ranks else int(os.environ.get("WORLD_SIZE", "1"))
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.window.margin = int(cuda or size > 1)
+        self._timeline.window = self.window
+        self._timeline.set_up(detailed=True, cuda=cuda)
+        self._timeline.memory.close()
+        self._timeline.memory = MemoryNow(
+            cuda=False
+        )  # the other one sets the allocator's peaks back, which the script may read
+        options = ProfileArgs(use_pytorch_profiler=True, pytorch_profiler_collect_shapes=True)
+        profiler = TorchProfiler(self.window, options, self.rank, cuda, self.folder, _tell)
+        members: list[Instrument] = [*self._build_memory_instruments(cuda, size), profiler, self._timeline]
+        self._record = {
+            "status": "running",
+            "started": format_now(),
+            "process": identity(),
+            "command": self._command,
+            "versions": describe_versions(),
+            "hardware": describe_device(torch.cuda.current_device() if cuda else None),
+            "environment": read_environment(),
+            "artefacts": {"steps": STEPS_FILE},
+        }
+        if self.rank == 0:
+            keep_previous_run(self.folder)
+            (self.folder / STEPS_FILE).unlink(missing_ok=True)
+            write_run(self.folder, self._record)
+        self._instruments = Instruments(members, _tell).__enter__()
+        self._begin_step()
+
+    def _build_memory_instruments(self, cuda: bool, size: int) -> list[Instrument]:
+        """Outermost first."""
+        if not (cuda or self._memory):
+            return []
+        recorder = self._recorder or (CudaRecorder if cuda else CpuRecorder)(ProfileArgs().memory_history_events)
+        path = self.folder / SNAPSHOT_FILE
+        own = path if size == 1 else extend_name(path, f"_rank{self.rank}")
+        histories = [MemoryHistory(self.window, own, recorder, _tell)] if self._memory else []
+        remedies = functools.partial(_list_remedies, cuda)
+        shortage = OutOfMemory(self.rank, path if self._memory else None, recorder, remedies, _tell)
+        return [shortage, *histories, recorder.place]
+
+    def _begin_step(self):
+        self._step += 1
+        self._instruments.notify("begin", self._step)
+
+    def _write_steps(self, wait: bool = False):
+        if self.rank or not (wait or time.monotonic() - self._written_at > MAX_SILENCE_S):
+            return
+        self._written_at = time.monotonic()
+        lines = [{"kind": STEP_KIND, "iteration": one.step, **one.describe()} for one in self._timeline.take(wait)]
+        with contextlib.suppress(OSError), open(self.folder / STEPS_FILE, "a", encoding="utf-8") as file:
+            file.writelines(json.dumps(line) + "\n" for line in lines)
+
+
+def watch_this_process():
+    """As the environment says, to the end of the process."""
+    given = json.loads(os.environ[WATCH])
+    watch = Watch(Path(given["folder"]), range(*given["steps"]), given["memory"], given["command"]).__enter__()
+    errors: list[BaseException] = []
+    show = sys.excepthook
+
+    def note_error(kind, error, traceback):
+        errors.append(error)
+        show(kind, error, traceback)
+
+    sys.excepthook = note_error
+    atexit.register(lambda: watch.close(errors[0] if errors else None))
+
+
+def _with_calls(function, before, after):
+    """The same function with something called before and after it."""
+
+    def call(*arguments, **named):
+        before()
+        try:
+            return function(*arguments, **named)
+        finally:
+            after()
+
+    return _stand_in(call, function)
+
+
+def _stand_in(call, function):
+    """`call`, which stacks of allocations show as part of the function that it stands for."""
+    call.__code__ = call.__code__.replace(co_filename=inspect.unwrap(function).__code__.co_filename)
+    return call
+
+
+def _list_subclasses(kind: type) -> list[type]:
+    return [one for child in kind.__subclasses__() for one in (child, *_list_subclasses(child))]
+
+
+def _list_remedies(cuda: bool, held: dict[str, int], asked: int, unused: int) -> list[str]:
+    fragmented = cuda and unused >= max(asked, 1)
+    words = f"{EXPANDABLE} in the environment: what is reserved but unused would have sufficed"
+    return [*([words] if fragmented else []), *REMEDIES]
+
+
+def _tell(text: str):
+    print(f"watch: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,136 @@
+"""Scripts that know nothing of being watched: they do what they did, and their steps are seen."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from traces import steps_of
+
+from megatron_lite.cli.main import main
+from megatron_lite.watch.watch import Watch
+
+SCRIPT = """
+import sys, torch
+from torch.utils.data import DataLoader, TensorDataset
+torch.manual_seed(1)
+loader = DataLoader(TensorDataset(torch.randn(64, 8), torch.randint(0, 4, (64,))), batch_size=8)
+model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4))
+optimizer = torch.optim.AdamW(model.parameters())
+for number in range(int(sys.argv[1])):
+    for x, y in loader:
+        loss = torch.nn.functional.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    print(f"{loss.item():.9f}")
+if len(sys.argv) > 2:
+    raise RuntimeError(sys.argv[2])
+"""
+PHASES = {"data", "forward", "backward", "optimizer_step"}
+
+
+@pytest.fixture
+def script(tmp_path) -> Path:
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+def read_steps(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "steps.jsonl").read_text().splitlines()]
+
+
+def test_a_script_does_what_it_did_and_is_explained(tmp_path, script, capfd, monkeypatch):
+    """Also where its environment has a sitecustomize of its own."""
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "sitecustomize.py").write_text("print('own sitecustomize')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "own"))
+    command, run = [sys.executable, str(script), "2"], tmp_path / "run"
+    alone = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert main(["watch", "--steps", "5:7", "--memory", "--run-dir", str(run), "--", *command]) == 0
+    out, err = capfd.readouterr()
+    assert out.startswith(alone) and alone.startswith("own sitecustomize")
+    steps = read_steps(run)
+    assert [one["step"] for one in steps] == [*range(1, 17)]
+    assert [one["step"] for one in steps if one.get("profiled")] == [5, 6] == steps_of(run)
+    assert all(set(one["phases_ms"]) == PHASES and sum(one["phases_ms"].values()) <= one["ms"] for one in steps)
+    assert "memory snapshot" in err and (run / "memory.pickle").exists()
+    assert "16 steps, finished" in out and "Where a step goes" in out and str(run / "report.html") in out
+    assert "--" not in out.split("Findings")[1].split("Phases")[0], "it has no flags of this trainer"
+    assert "train.py:" in (run / "report.json").read_text() and "watch.py:" not in (run / "report.json").read_text()
+
+
+def test_a_failing_script_fails_as_before(tmp_path, script, capfd):
+    command, run = [sys.executable, str(script), "1", "no more data"], tmp_path / "run"
+    assert main(["watch", "--run-dir", str(run), "--steps", "30:31", "--", *command]) == 1
+    out, err = capfd.readouterr()
+    assert "RuntimeError: no more data" in err and "The run failed after 8 steps" in out
+    assert "watch: step 30 was never reached, so that there is no profile: 8 steps were seen" in err
+    assert json.loads((run / "run.json").read_text())["status"] == "failed: RuntimeError: no more data"
+    assert main(["watch", "--run-dir", str(run), "--", sys.executable, "-c", "raise SystemExit(7)"]) == 7
+    assert "no training was seen" in capfd.readouterr().err
+
+
+def test_mistakes_are_one_line(tmp_path, capsys):
+    for words, said in {
+        "": "no command",
+        "--steps 5:5 -- true": "--steps 5:5: give two numbers",
+        "--steps 1:3 -- true": "the first is at least 2",
+        "-- no-such-program": "no-such-program cannot be run",
+        "train.py": "unrecognized arguments: train.py",
+    }.items():
+        assert main(["watch", *words.split()]) == 2
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1 and said in error
+
+
+def train(steps: int, optimizers: list, model: nn.Module, closure: bool = False, accumulated: int = 1):
+    """Without a loader."""
+
+    def compute():
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        for _ in range(accumulated):
+            loss = model(torch.randn(4, 8)).square().mean()
+            loss.backward()
+        return loss
+
+    for _ in range(steps):
+        if not closure:
+            compute()
+        for optimizer in optimizers:
+            optimizer.step(*([compute] if closure else []))
+
+
+@pytest.mark.parametrize("kind", ["plain", "closure", "accumulated", "two optimizers", "made before"])
+def test_steps_are_those_of_the_first_optimizer(tmp_path, kind):
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1))
+    before = (torch.autograd.backward, torch.optim.Optimizer.profile_hook_step)
+
+    def make():
+        second = [torch.optim.Adagrad(model[1].parameters())] if kind == "two optimizers" else []
+        return [torch.optim.SGD(model[0].parameters(), lr=0.1), *second]
+
+    made = make() if kind == "made before" else []
+    with Watch(tmp_path, steps=range(3, 5)):
+        optimizers = made or make()
+        train(6, optimizers, model, closure=kind == "closure", accumulated=3 if kind == "accumulated" else 1)
+    assert before == (torch.autograd.backward, torch.optim.Optimizer.profile_hook_step)
+    train(2, optimizers, model)
+    steps = read_steps(tmp_path)
+    assert [one["step"] for one in steps] == [*range(1, 7)] and steps_of(tmp_path) == [3, 4]
+    assert all(set(one["phases_ms"]) == PHASES - {"data"} for one in steps[1:])
+    record = json.loads((tmp_path / "run.json").read_text())
+    assert record["status"] == "finished" and record["command"] == sys.argv and "plan" not in record
+
+
+def test_another_thread_is_left_alone(tmp_path):
+    model = nn.Linear(8, 1)
+    with Watch(tmp_path) as watch:
+        watch._thread += 1
+        train(3, [torch.optim.SGD(model.parameters(), lr=0.1)], model)
+    assert not (tmp_path / "run.json").exists()
