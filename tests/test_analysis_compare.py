@@ -266,3 +266,50 @@ def test_runs_that_were_not_meant_to_compute_the_same_are_not_judged(tmp_path):
     other = ONE_RANK | {"args": ONE_RANK["args"] | {"optimizer": {"lr": 1.0}}}
     a, b = with_run(tmp_path, "a", plan=ONE_RANK), with_run(tmp_path, "b", plan=other)
     assert compare(a, b).losses is None and compare(a, a).losses.largest == 0.0
+
+
+def made_with(tmp_path, name, mean, spread=0.5, seed=1):
+    lines = [step(number, ms) for number, ms in enumerate(noisy(mean, spread, 60, seed), 1)]
+    return str(folder(tmp_path / name, lines))
+
+
+def test_limits_are_exceeded_kept_or_cannot_be_told(tmp_path, capsys):
+    """Ten times each: a run 8% slower, an equal one, and one so noisy that nothing can be told; also against a baseline."""
+    base, baseline, table = made_with(tmp_path, "base", 100), str(tmp_path / "base.json"), tmp_path / "table.md"
+    assert main(["report", base, "--no-html", "--baseline", baseline]) == 0
+    assert (tmp_path / "base.json").stat().st_size < 20_000
+    codes = {}
+    for kind, mean, spread in (("slow", 108, 0.5), ("equal", 100, 0.5), ("noisy", 105, 25)):
+        words = ["--fail-if", "step_ms > +5%", "--markdown", str(table)]
+        runs = {seed: made_with(tmp_path, f"{kind}{seed}", mean, spread, seed) for seed in range(12, 22)}
+        codes[kind] = [main(["compare", (base, baseline)[seed % 2], run, *words]) for seed, run in runs.items()]
+    assert codes["slow"] == [1] * 10 and codes["equal"] == [0] * 10 and codes["noisy"] == [3] * 10
+    text = table.read_text()
+    assert "| `step_ms > +5%` |" in text and "| cannot tell |" in text and text.startswith("**")
+    assert capsys.readouterr().out.count("Limits") == 30
+
+
+@pytest.mark.parametrize(
+    ("limit", "code"),
+    [
+        ("step_ms > +12%", 0), ("step_ms>5.5%", 1), ("tokens_per_second < -5%", 1), ("tokens_per_second < -20 %", 0),
+        ("forward_ms > +5%", 0), ("peak_bytes > 0%", 3), ("step_ms < +20%", 1),
+    ],
+)  # fmt: skip
+def test_names_of_limits(tmp_path, limit, code):
+    a, b = (made_with(tmp_path, name, mean) for name, mean in (("a", 100), ("b", 110)))
+    assert main(["compare", a, b, "--fail-if", limit, "--fail-if", "step_ms > +50%"]) == code
+
+
+def test_mistakes_in_limits_are_one_line(tmp_path, capsys):
+    a = made_with(tmp_path, "a", 100)
+    for limit, said in {
+        "step_ms": "give a name",
+        "x_ms > 5%": "there are step_ms, tokens_per_second, mfu, peak_bytes, forward_ms",
+    }.items():
+        assert main(["compare", a, a, "--fail-if", limit]) == 2
+        error = capsys.readouterr().err
+        assert error.startswith(f'error: --fail-if "{limit}": ') and said in error and error.count("\n") == 1
+    trace = gpu(tmp_path / "trace")
+    assert main(["report", str(trace), "--no-html", "--baseline", str(tmp_path / "b.json")]) == 2
+    assert "no run folder" in capsys.readouterr().err

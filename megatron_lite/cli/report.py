@@ -1,6 +1,8 @@
 """megatron-lite report, compare and audit: what finished runs say."""
 
+import json
 import sys
+import tempfile
 from pathlib import Path
 
 from megatron_lite.cli.parser import Parser, write_json, write_text
@@ -12,7 +14,8 @@ from megatron_lite.terminal import print_lines
 HTML_FILE, JSON_FILE = "report.html", "report.json"
 RANKS_SUFFIX = ".ranks.jsonl"  # report.ranks.jsonl: details of many ranks, which report.json leaves out
 COMPARISON_SCHEMA = 1  # of the JSON; raised when a reader of the old form would be wrong
-FAILED = 1  # exit code of audit --strict, as of any check
+FAILED = 1  # exit code of audit --strict and of compare --fail-if, as of any check
+UNCLEAR = 3  # of compare --fail-if, where the noise is too large to tell
 
 
 def _analyze(*groups: list[str]) -> list:
@@ -20,10 +23,18 @@ def _analyze(*groups: list[str]) -> list:
     from megatron_lite.analysis.analyze import analyze  # numpy and all the rest: not for --help or a typing mistake
 
     line = LiveLine()
-    try:
-        return [analyze([Path(path) for path in paths], line.draw) for paths in groups]
-    finally:
-        line.wipe()
+    with tempfile.TemporaryDirectory() as unpacked:
+        try:
+            return [analyze([_open_baseline(Path(path), unpacked) for path in paths], line.draw) for paths in groups]
+        finally:
+            line.wipe()
+
+
+def _open_baseline(path: Path, folder: str) -> Path:
+    """A run folder of it in `folder`, if it is one."""
+    from megatron_lite.analysis.run.baseline import unpack_baseline
+
+    return unpack_baseline(path, Path(tempfile.mkdtemp(dir=folder))) or path
 
 
 def run(argv: list[str]):
@@ -40,6 +51,7 @@ def run(argv: list[str]):
     add("--json", metavar="FILE", help=f"the numbers [{JSON_FILE} beside the page]")
     add("--no-html", action="store_true", help="print only: no page, and no JSON unless --json asks for it")
     add("--all", action="store_true", help="all rows of all tables on the terminal")
+    add("--baseline", metavar="FILE", help="what `compare` needs of the run, some kB, to be committed")
     options = parser.parse_args(argv)
     if options.no_html and options.html:
         raise UserError("--html and --no-html exclude each other; keep one.")
@@ -53,12 +65,12 @@ def run(argv: list[str]):
     first = Path(options.paths[0])
     folder = first if len(options.paths) == 1 and (first / RUN_FILE).is_file() else Path()
     html = None if options.no_html else Path(options.html or folder / HTML_FILE)
-    json = Path(options.json) if options.json else html.parent / JSON_FILE if html else None
+    numbers = Path(options.json) if options.json else html.parent / JSON_FILE if html else None
     done, failed = [], []
     for path, flag, asked, make in (
         (html, "--html", options.html, html_page),
-        (json, "--json", options.json, json_text),
-        (json and json.with_suffix(RANKS_SUFFIX), "--json", options.json, ranks_text),
+        (numbers, "--json", options.json, json_text),
+        (numbers and numbers.with_suffix(RANKS_SUFFIX), "--json", options.json, ranks_text),
     ):
         text = make(report) if path else ""
         if not text:
@@ -72,32 +84,62 @@ def run(argv: list[str]):
             why = str(error).removeprefix(f"{flag} ").removesuffix("; name another file.")
             failed.append(f"{why}; --html FILE and --json FILE name other places")
     written = [*([f"written: {', '.join(done)}"] if done else []), *failed]
+    if options.baseline:
+        from megatron_lite.analysis.run.baseline import make_baseline
+
+        if report.facts.run is None or not report.facts.run.ordinary.any():
+            raise UserError(
+                f"--baseline {options.baseline}: there is no run folder with ordinary steps among the paths."
+            )
+        content = make_baseline(report.facts.run)
+        text = json.dumps(content, allow_nan=False)
+        written.append(write_text("--baseline", options.baseline, text + "\n"))
     print_lines([*terminal_lines(report, get_style(sys.stdout), options.all), "", *written])
 
 
-def compare_runs(argv: list[str]):
-    """Print what changed from A to B. ConfigError where they are not comparable and --force is not given."""
+def compare_runs(argv: list[str]) -> int:
+    """Print what changed from A to B. ConfigError where they are not comparable and --force is not given. Returns 0, or what became of
+    the limits."""
     parser = Parser(
         "compare",
         "Says what changed from run A to run B, and what did not: flags, steps, phases, kernels, memory, "
         "each against the noise of its steps. Reads what `report` reads.",
     )
     add = parser.add_argument
-    add("a", metavar="A", help="a run folder, a trace, a folder of several ranks, or a snapshot")
+    add("a", metavar="A", help="a run folder, a trace, a folder of several ranks, a snapshot, or a baseline")
     add("b", metavar="B", help="what to compare with it")
     add("--force", action="store_true", help="compare although model or batch differ")
+    add(
+        "--fail-if",
+        action="append",
+        default=[],
+        metavar="LIMIT",
+        help='exit with 1 if B is beyond it, with 3 if that cannot be told: "step_ms > +5%%", "tokens_per_second < -3%%", '
+        '"peak_bytes > +2%%", "backward_ms > +10%%"; may be given several times',
+    )
+    add("--markdown", metavar="FILE", help="a table for a pull request's comment")
     add("--json", metavar="FILE", help="the numbers, for programs")
     add("--all", action="store_true", help="all rows of all tables")
     options = parser.parse_args(argv)
+    from megatron_lite.analysis.compare.limits import Outcome, judge, read_limit
+
+    limits = [read_limit(text) for text in options.fail_if]
     a, b = _analyze([options.a], [options.b])
     from megatron_lite.analysis.compare.compare import compare
-    from megatron_lite.report.compare_terminal import comparison_lines
+    from megatron_lite.report.compare_terminal import comparison_lines, markdown_lines
     from megatron_lite.report.json_file import plain
     from megatron_lite.report.text import get_style
 
     found = compare(a.facts, b.facts, options.force, (a.title, b.title))
-    written = write_json(options.json, {"schema": COMPARISON_SCHEMA, **plain(found)}) if options.json else []
-    print_lines([*comparison_lines(found, get_style(sys.stdout), options.all), *written])
+    judged = judge(found, limits)
+    content = {"schema": COMPARISON_SCHEMA, **plain(found), "limits": plain(judged)}
+    written = write_json(options.json, content) if options.json else []
+    if options.markdown:
+        text = "\n".join(markdown_lines(found, judged)) + "\n"
+        written += ["", write_text("--markdown", options.markdown, text)]
+    print_lines([*comparison_lines(found, get_style(sys.stdout), options.all, judged), *written])
+    outcomes = [one.outcome for one in judged]
+    return FAILED if Outcome.EXCEEDED in outcomes else UNCLEAR if Outcome.UNCLEAR in outcomes else 0
 
 
 def audit(argv: list[str]) -> int:

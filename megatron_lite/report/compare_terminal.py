@@ -1,9 +1,11 @@
 """A Comparison as lines for a terminal: the sentence, flags that differ, steps, phases, kernels, memory."""
 
-from collections.abc import Callable, Iterable, Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 
 from megatron_lite.analysis.compare.compare_results import Change, Comparison, KernelPair, Pair
+from megatron_lite.analysis.compare.limits import Judged
 from megatron_lite.analysis.compare.losses import Losses
 from megatron_lite.analysis.time.time_results import ROW_TITLES
 from megatron_lite.report.section import Block, Lines, Section, Table, drop_empty_columns, limit_rows, section_lines
@@ -14,10 +16,14 @@ MAX_FLAGS, MAX_KERNELS, MAX_NAMES = 12, 8, 2
 MIN_SHARE = 0.002  # of a step that a row or a kernel's difference must be to be listed
 
 
-def comparison_lines(found: Comparison, style: Style, everything: bool = False) -> list[str]:
+def comparison_lines(
+    found: Comparison, style: Style, everything: bool = False, judged: Sequence[Judged] = ()
+) -> list[str]:
     """What changed and what did not, about 60 lines; `everything`: all rows of all tables."""
     lines = [*wrapped(f"A: {found.title_a}", ""), *wrapped(f"B: {found.title_b}", ""), ""]
     lines += map(style.warm, wrapped(found.sentence))
+    if judged:
+        lines += ["", *section_lines(_build_limits_section(judged), style)]
     for section in _build_sections(found, everything):
         lines += ["", *section_lines(section, style)]
     lines += ["", heading("To keep in mind", "", style)]
@@ -26,20 +32,56 @@ def comparison_lines(found: Comparison, style: Style, everything: bool = False) 
     return lines
 
 
+def _build_limits_section(judged: Sequence[Judged]) -> Section:
+    rows = [[one.limit.text, *_describe_judged(one), str(one.outcome)] for one in judged]
+    return Section("limits", "Limits", "", [Table(rows, "lrrl", ["fail if", "change", "noise", ""])])
+
+
+def _describe_judged(one: Judged) -> tuple[str, str]:
+    """The change and its noise, in percent."""
+    pair = one.pair
+    if pair is None or not pair.a or pair.b is None:
+        return "not known", ""
+    return f"{pair.b / pair.a - 1:+.1%}", "" if pair.band is None else f"{pair.band / pair.a:.1%}"
+
+
+def markdown_lines(found: Comparison, judged: Sequence[Judged]) -> list[str]:
+    """The sentence, the limits and the totals, as GitHub and GitLab draw them."""
+    lines = [f"**{_escape(found.sentence)}**", "", f"A: {_escape(found.title_a)}  ", f"B: {_escape(found.title_b)}"]
+    if judged:
+        lines += ["", "| fail if | change | noise | |", "| --- | ---: | ---: | --- |"]
+        lines += [f"| `{one.limit.text}` | {' | '.join(_describe_judged(one))} | {one.outcome} |" for one in judged]
+    lines += ["", "| | A | B | B - A | | noise | |", f"| --- |{' ---: |' * 5} --- |"]
+    lines += [f"| {' | '.join(map(_escape, row))} |" for row in _list_totals(found)]
+    return lines
+
+
+def _escape(text: str) -> str:
+    """What Markdown would take for its own."""
+    return re.sub(r"([\\`*_{}\[\]<>|#~])", r"\\\1", text)
+
+
+def _list_totals(found: Comparison) -> list[list[str]]:
+    writers = {"bytes": size, "tokens/s": count, "%": "{:.1f}".format}
+    return [
+        [
+            f"{total.name}, {total.unit}" if total.unit in ("ms", "%") else total.name,
+            *_build_cells(total.pair, writers.get(total.unit) or _choose_ms([total.pair])),
+        ]
+        for total in found.totals
+    ]
+
+
 def _build_sections(found: Comparison, everything: bool) -> Iterator[Section]:
     if found.flags:
         shown_flags, hidden = limit_rows(found.flags, MAX_FLAGS, everything)
         table = Table([[flag.name, flag.a, flag.b] for flag in shown_flags], "lll", ["", "A", "B"], hidden=hidden)
         yield Section("flags", "What differs in how they were started", "", [table])
-    body: list[list[str]] = []
     sources: dict[str, list[str]] = {}
     for total in found.totals:
-        writers = {"bytes": size, "tokens/s": count, "ms": _choose_ms([total.pair]), "%": "{:.1f}".format}
-        name = f"{total.name}, {total.unit}" if total.unit in ("ms", "%") else total.name
-        body.append([name, *_build_cells(total.pair, writers[total.unit])])
         sources.setdefault(total.of, []).append(total.name)
     told = "; ".join(f"{', '.join(names)}: {source}" for source, names in sources.items())
-    yield Section("totals", "Speed and memory", "", [_build_table("", body), Lines([told], quiet=True)])
+    yield Section("totals", "Speed and memory", "", [_build_table("", _list_totals(found)), Lines([told], quiet=True)])
     if found.rows:
         write = _choose_ms(found.rows.values())
         body = [[ROW_TITLES[name], *_build_cells(pair, write)] for name, pair in found.rows.items()]

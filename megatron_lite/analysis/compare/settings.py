@@ -111,15 +111,19 @@ def compute_noise_band(*samples: Samples) -> float | None:
     """Half the 99% confidence interval of B - A, from medians of blocks of steps; None for too few steps."""
     if min(map(len, samples)) < MIN_STEPS:
         return None
-    variances, means, freedom = 0.0, [], -2
+    variances, means, counts = [], [], []
     for values in samples:
         number = min(MAX_BLOCKS, len(values))
         bounds = [len(values) * at // number for at in range(number + 1)]
         blocks = [float(np.median(values[first:last])) for first, last in pairwise(bounds)]
-        variances += variance(blocks) / number
-        freedom += number
+        variances.append(variance(blocks) / number)
+        counts.append(number)
         means.append(fmean(blocks))
-    return max(T_99[min(freedom, len(T_99)) - 1] * sqrt(variances), FLOOR * max(means))
+    whole = sum(variances)
+    # Welch: where one run varies much more than the other, its own few blocks are all that is known of the noise
+    parts = sum(part**2 / (number - 1) for part, number in zip(variances, counts))
+    freedom = int(whole**2 / parts) if parts else len(T_99)
+    return max(T_99[max(1, min(freedom, len(T_99))) - 1] * sqrt(whole), FLOOR * max(means))
 
 
 def _find_change(a: float | None, b: float | None, band: float | None) -> Change:

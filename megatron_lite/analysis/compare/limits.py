@@ -1,0 +1,80 @@
+"""What may change from one run to another at most, for CI: kept, exceeded, or not to be told within the noise."""
+
+import enum
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from megatron_lite.analysis.compare.compare import PEAK, STEP, TRACED_STEP
+from megatron_lite.analysis.compare.compare_results import Comparison, Pair
+from megatron_lite.errors import UserError
+
+TOTALS = {  # names in limits: titles of a comparison's totals, the first that there is
+    "step_ms": (STEP, TRACED_STEP),
+    "tokens_per_second": ("tokens per second",),
+    "mfu": ("MFU, causal attention",),
+    "peak_bytes": (PEAK,),
+}
+_LIMIT = re.compile(r"\s*(\w{1,60})\s*([<>])\s*([+-]?\d{1,6}(?:\.\d{1,6})?)\s*%\s*")
+
+
+class Outcome(str, enum.Enum):
+    """What became of a limit."""
+
+    KEPT = "kept"
+    EXCEEDED = "exceeded"
+    UNCLEAR = "cannot tell"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+@dataclass(frozen=True)
+class Limit:
+    """'step_ms > +5%': what must not come out."""
+
+    text: str
+    name: str
+    is_upper: bool
+    share: float  # 0.05
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A limit, what it was held against, and the outcome."""
+
+    limit: Limit
+    pair: Pair | None  # None: neither run says
+    outcome: Outcome
+
+
+def read_limit(text: str) -> Limit:
+    """UserError for what is none."""
+    found = _LIMIT.fullmatch(text)
+    if found is None:
+        raise UserError(f'--fail-if "{text}": give a name, > or <, and a change in percent, as in "step_ms > +5%".')
+    return Limit(text, found[1], found[2] == ">", float(found[3]) / 100)
+
+
+def judge(found: Comparison, limits: Iterable[Limit]) -> tuple[Judged, ...]:
+    """Each limit against the comparison. UserError for a name that it does not have."""
+    totals = {total.name: total.pair for total in found.totals}
+    phases = {f"{phase.name}_ms": phase.device or phase.host for phase in found.phases}
+    judged = []
+    for limit in limits:
+        if limit.name not in TOTALS and limit.name not in phases:
+            raise UserError(f'--fail-if "{limit.text}": there are {", ".join((*TOTALS, *phases))}.')
+        pair = next((totals[title] for title in TOTALS.get(limit.name, ()) if title in totals), phases.get(limit.name))
+        judged.append(Judged(limit, pair, _find_outcome(limit, pair)))
+    return tuple(judged)
+
+
+def _find_outcome(limit: Limit, pair: Pair | None) -> Outcome:
+    """Exceeded or kept where the whole band of what the change may be says so."""
+    if pair is None or pair.band is None or not pair.a or pair.b is None:
+        return Outcome.UNCLEAR
+    sign = 1 if limit.is_upper else -1
+    change, band, most = sign * (pair.b / pair.a - 1), pair.band / pair.a, sign * limit.share
+    if change - band > most:
+        return Outcome.EXCEEDED
+    return Outcome.KEPT if change + band <= most else Outcome.UNCLEAR

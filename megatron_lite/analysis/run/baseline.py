@@ -1,0 +1,55 @@
+"""A run in one small file that can be committed: what a later run is compared with."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_lite.analysis.run.run_results import Run
+from megatron_lite.run_folder import RUN_FILE, RUN_SCHEMA, STEP_KIND, STEPS_FILE
+
+BASELINE = "baseline"  # the field by which the file is known; its value is the format's number
+BASELINE_SCHEMA = 1
+MAX_STEPS = 60  # the last ordinary ones: enough for the noise of their medians
+MAX_BYTES = 2**22  # a larger file is no baseline
+_COLUMNS = {
+    "ms": "training_ms", "batch_size": "batch_sizes", "loss": "losses", "grad_norm": "grad_norms", "gpu_ms": "gpu_ms",
+    "peak_memory_bytes": "peak_memory_bytes",
+}  # fmt: skip
+
+
+def make_baseline(run: Run) -> dict[str, Any]:
+    """What the run was, and its last ordinary steps."""
+    steps = []
+    for number, at in enumerate(
+        np.flatnonzero(run.ordinary)[-MAX_STEPS:].tolist(), 2
+    ):  # the first of a run is no ordinary one
+        known = {field: float(getattr(run, column)[at]) for field, column in _COLUMNS.items()}
+        phases = {name: round(float(ms[at]), 3) for name, ms in run.phases_ms.items()}
+        on_gpu = {name: round(float(ms[at]), 3) for name, ms in run.gpu_phases_ms.items()}
+        line = {"kind": STEP_KIND, "iteration": int(run.iterations[at]), "step": number, "phases_ms": phases}
+        line |= {"gpu_phases_ms": on_gpu} if on_gpu else {}
+        steps.append(line | {name: value for name, value in known.items() if not math.isnan(value)})
+    record = {"schema": RUN_SCHEMA, **run.record, **({"plan": run.plan} if run.plan else {})}
+    return {BASELINE: BASELINE_SCHEMA, "run": record, "steps": steps}
+
+
+def unpack_baseline(path: Path, folder: Path) -> Path | None:
+    """Make a run folder of the file's name in `folder`; None if the file is no baseline."""
+    try:
+        if not path.is_file() or path.stat().st_size > MAX_BYTES:
+            return None
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return None
+    if not isinstance(content, dict) or content.get(BASELINE) != BASELINE_SCHEMA:
+        return None
+    made = folder / path.stem
+    made.mkdir()
+    (made / RUN_FILE).write_text(json.dumps(content.get("run")), encoding="utf-8")
+    lines = content.get("steps")
+    texts = [json.dumps(line) + "\n" for line in lines] if isinstance(lines, list) else []
+    (made / STEPS_FILE).write_text("".join(texts), encoding="utf-8")
+    return made
