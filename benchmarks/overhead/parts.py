@@ -18,7 +18,7 @@ STEP = "step: its phases, and arithmetic on a model of one number"
 PARTS = (
     (TrainingStep, "__call__", STEP),
     (BatchMaker, "__call__", "one batch taken apart"),
-    (Instruments, "_each", "instruments, per step and phase"),
+    (Instruments, "notify", "instruments, per step and phase"),
     (MemoryNow, "host_bytes", "host memory read"),
     (StepMetrics, "record", "figures of a step collected"),
     (StepMetrics, "take", "figures summed over ranks"),
