@@ -172,6 +172,10 @@ def test_the_quickstart_from_start_to_end(tmp_path):
     assert read_tracker(folder / "checkpoints") == 3 and list((folder / "tensorboard").iterdir())
     first, last = re.search(r"validation loss +([\d.]+) after 1 .* ([\d.]+) after 3", run.stdout).groups()
     assert float(last) < float(first) - 0.1
+    assert (
+        "\n    def read(self" in run.stdout
+        and json.loads((folder / "hf" / "config.json").read_text())["model_type"] == "llama"
+    )
     assert (folder / "console.log").read_text().count("validation loss at") == 5
     assert not list((copy / "quickstart" / "run-1").iterdir())
 

@@ -192,4 +192,4 @@ def test_nothing_that_a_run_wrote_stands_at_the_top():
     if listed.returncode or not listed.stdout:
         pytest.skip("no git, or no checkout of it")
     files = {line for line in listed.stdout.splitlines() if "/" not in line and not line.startswith(".")}
-    assert files == {"CHANGELOG.md", "CONTRIBUTING.md", "README.md", "pretrain_gpt.py", "pyproject.toml"}
+    assert files == {"CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "README.md", "pretrain_gpt.py", "pyproject.toml"}

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# From nothing but Python 3.10 or newer to a trained, evaluated and saved GPT, in a few minutes on two cores:
+# From nothing but Python 3.10 or newer to a trained and saved GPT that writes text, in a few minutes on two cores:
 #
 #   bash examples/gpt3/quickstart.sh
 #
@@ -76,6 +76,7 @@ COMMAND=(
     pretrain_gpt.py
     --num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 256
     --position-embedding-type rope # learns several times faster than a learned table in so short a run
+    --normalization RMSNorm --swiglu --ffn-hidden-size 704 --disable-bias-linear # a small Llama, which other programs load, too
     --attention-dropout 0 --hidden-dropout 0 # one pass over the data: there is nothing to overfit to
     --data-path "$corpus/python_text_document" --vocab-file "$corpus/vocab.json" --merge-file "$corpus/merges.txt"
     --split 949,50,1 --num-workers 0
@@ -107,14 +108,23 @@ echo
 echo "Trained in $((SECONDS - started)) s, starting and saving included."
 compare_validations "$run/console.log"
 echo
+echo "What the model makes of a beginning:"
+"$python" -m megatron_lite.cli.main generate --load "$run/checkpoints" --prompt "    def read(self" \
+    --max-new-tokens 60 --temperature 0.7 --top-k 40 --seed 1
+echo
+"$python" -m megatron_lite.cli.main convert --load "$run/checkpoints" --save-hf "$run/hf" \
+    --vocab-file "$corpus/vocab.json" --merge-file "$corpus/merges.txt"
+echo
 echo "Made in quickstart/${run##*/}:"
 echo "  run.json      the plan, versions and hardware of the run"
 echo "  steps.jsonl   $(grep -c '"iteration":' "$run/steps.jsonl") steps: loss, gradient norm, time by phase"
 echo "  checkpoints/  weights and optimizer after iteration $(cat "$run/checkpoints/latest_checkpointed_iteration.txt")"
+echo "  hf/           the model as transformers, vLLM and others load it"
 echo "  report.html   where its steps go, as above, with charts; report.json: the same for programs"
 echo "  tensorboard/  curves, and traces of steps $window to $last for ui.perfetto.dev"
 echo "  console.log   what you saw"
 echo "Next:"
+echo "  $(dirname -- "$python")/megatron-lite generate --load quickstart/${run##*/}/checkpoints --prompt 'class '"
 echo "  $(dirname -- "$python")/tensorboard --logdir quickstart"
 echo "  less quickstart/${run##*/}/run.json"
 echo "  bash examples/gpt3/train_gpt3_857m_distributed.sh --help"
