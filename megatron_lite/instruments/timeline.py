@@ -150,6 +150,10 @@ class Timeline(Instrument):
         self._cores_at_start = self.cores.read() if self.detailed else None
         self._began, self._running = time.perf_counter(), True
 
+    def begin_earlier(self, moment: float):
+        """The running step began at this moment of time.perf_counter(), and was noticed only now; 0: it did not."""
+        self._began = moment or self._began
+
     def begin_phase(self, name: str):
         if self.gpu is not None and name not in ON_HOST_ONLY:
             self._phases_began_on_gpu[name] = self.gpu.edge()

@@ -69,6 +69,7 @@ class Watch:
         self._in_optimizer = 0  # calls of step that are open: one may call another
         self._has_loader = False
         self._replaced: list[tuple[object, str, object]] = []  # of torch: where, the name, what stood there
+        self._first_sign = 0.0  # of training, by time.perf_counter()
         self._written_at = time.monotonic()
         self.rank = 0
 
@@ -175,7 +176,15 @@ class Watch:
         if threading.get_ident() != self._thread or phase == self._phase:
             return
         if self._instruments is None:
-            self._open()
+            if phase != BACKWARD:
+                self._first_sign = self._first_sign or time.perf_counter()
+                return
+            try:
+                self._open()
+            except Exception as error:  # noqa: BLE001 - the script goes on, watched or not
+                _tell(f"this process is not watched: {error}")
+                self._thread = 0
+                return
         if self._phase:
             self._instruments.notify("end_phase", self._phase, False)
         self._phase = phase
@@ -185,7 +194,7 @@ class Watch:
     # --- what is made of it
 
     def _open(self):
-        """At the first sign of training: before, neither the device nor the rank is certain."""
+        """At the first backward: before, neither the device nor the rank is certain."""
         cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
         ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
         self.rank = torch.distributed.get_rank() if ranks else int(os.environ.get("RANK", "0"))
@@ -195,9 +204,8 @@ class Watch:
         self._timeline.window = self.window
         self._timeline.set_up(detailed=True, cuda=cuda)
         self._timeline.memory.close()
-        self._timeline.memory = MemoryNow(
-            cuda=False
-        )  # the other one sets the allocator's peaks back, which the script may read
+        # the one of a GPU sets the allocator's peaks back, which the script may read
+        self._timeline.memory = MemoryNow(cuda=False)
         options = ProfileArgs(use_pytorch_profiler=True, pytorch_profiler_collect_shapes=True)
         profiler = TorchProfiler(self.window, options, self.rank, cuda, self.folder, _tell)
         members: list[Instrument] = [*self._build_memory_instruments(cuda, size), profiler, self._timeline]
@@ -217,6 +225,7 @@ class Watch:
             write_run(self.folder, self._record)
         self._instruments = Instruments(members, _tell).__enter__()
         self._begin_step()
+        self._timeline.begin_earlier(self._first_sign)
 
     def _build_memory_instruments(self, cuda: bool, size: int) -> list[Instrument]:
         """Outermost first."""
@@ -235,10 +244,12 @@ class Watch:
         self._instruments.notify("begin", self._step)
 
     def _write_steps(self, wait: bool = False):
-        if self.rank or not (wait or time.monotonic() - self._written_at > MAX_SILENCE_S):
+        if not (wait or time.monotonic() - self._written_at > MAX_SILENCE_S):
             return
         self._written_at = time.monotonic()
         lines = [{"kind": STEP_KIND, "iteration": one.step, **one.describe()} for one in self._timeline.take(wait)]
+        if self.rank:
+            return
         with contextlib.suppress(OSError), open(self.folder / STEPS_FILE, "a", encoding="utf-8") as file:
             file.writelines(json.dumps(line) + "\n" for line in lines)
 
