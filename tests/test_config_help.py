@@ -37,7 +37,7 @@ def test_every_knob_has_an_entry_with_its_meaning_and_default():
         assert flag.help in text, flag.spelling
         assert all(spelling in text for spelling in flag.spellings)
         assert all(choice in text for choice in flag.choices)
-        shown = not flag.is_switch and flag.default not in (None, ())
+        shown = not flag.is_switch and flag.default not in (None, (), "")
         assert (re.search(r"\[\S+\]$", text) is not None) == shown, text
     for spelling, default in DEFAULTS.items():
         assert entry(spelling).endswith(f"[{default}]") and read_command_line([spelling, default]).mistakes == []

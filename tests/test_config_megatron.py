@@ -35,7 +35,7 @@ OTHER_DEFAULTS = {  # where a default differs from Megatron's: ours, and why
 OF_THIS_TRAINER = """
     --explain-attention --no-exit-on-save-failure --external-dataloader --run-dir --pytorch-profiler-collect-memory
     --pytorch-profiler-collect-flops --profile-modules --memory-history-events --profile-gzip --no-profile-gzip
-    --no-profile-on-demand --no-report --no-step-timeline --torch-compile --torch-compile-backend
+    --no-profile-on-demand --no-report --no-step-timeline --mlflow-experiment --torch-compile --torch-compile-backend
 """
 VALUES = {"--warmup": "0.1", "--checkpoint-granularity": "full", "--checkpoint-method": "block"}
 SEED = """--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 2048 --max-position-embeddings 2048

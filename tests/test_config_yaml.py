@@ -59,7 +59,7 @@ swiglu: true / gated_linear_unit: true | {'swiglu': True}
 model: /   activation_func: squaredrelu / swiglu: false | {'squared_relu': True}
 activation_func: gelu | {'bias_gelu_fusion': False}
 activation_func: null / gated_linear_unit: null | {}
-zzz: false / yyy: null / use_legacy_models: false / wandb_project: '' | {}
+zzz: false / yyy: null / use_legacy_models: false / wandb_project: '' | {'wandb_project': ''}
 num_moe_experts: null / fp8: null / virtual_pipeline_model_parallel_size: null | {}
 """)
 
@@ -222,7 +222,7 @@ def test_a_file_in_megatrons_form(file):
     assert values(path) == {
         "num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "norm_epsilon": 1e-5, "apply_layernorm_1p": True,
         "add_bias_linear": False, "add_position_embedding": False, "swiglu": True,
-        "sequence_parallel": True,
+        "sequence_parallel": True, "wandb_project": "",
     }  # fmt: skip
 
 

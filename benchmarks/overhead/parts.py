@@ -9,7 +9,7 @@ from megatron_lite.instruments.timeline import MemoryNow
 from megatron_lite.train import log
 from megatron_lite.train.console import ProgressLine
 from megatron_lite.train.exit_conditions import ExitConditions
-from megatron_lite.train.figure_files import StepsFile, TensorBoard
+from megatron_lite.train.figure_files import Charts, StepsFile
 from megatron_lite.train.rank_stats import AnomalyWarnings
 from megatron_lite.train.step import BatchMaker, TrainingStep
 from megatron_lite.train.step_metrics import StepMetrics
@@ -28,8 +28,8 @@ PARTS = (
     (StepsFile, "write", "steps.jsonl, a step"),
     (StepsFile, "write_ranks", "steps.jsonl, an interval of all ranks"),
     (StepsFile, "flush", "steps.jsonl, flushed"),
-    (TensorBoard, "step", "TensorBoard, a step"),
-    (TensorBoard, "ranks", "TensorBoard, an interval of all ranks"),
+    (Charts, "step", "TensorBoard, a step"),
+    (Charts, "ranks", "TensorBoard, an interval of all ranks"),
     (log, "gather", "figures of all ranks gathered"),
     (AnomalyWarnings, "of", "what is worth saying"),
     (ExitConditions, "reason", "reasons to leave"),

@@ -299,9 +299,7 @@ class DataArgs:
     )
     data_sharding: bool = flag(True, "cyclic: one permutation over all ranks.", off="--no-data-sharding")
     num_workers: int | None = flag(
-        None,
-        "Loader processes per rank [2; 0 on a CPU, whose cores they would take].",
-        "at least 0 and at most 1024",
+        None, "Loader processes per rank [2; 0 on a CPU, whose cores they would take].", "at least 0 and at most 1024"
     )
     reset_position_ids: bool = flag(False, "Positions restart after each end of document.")
     reset_attention_mask: bool = flag(False, "No attention across documents.")
@@ -318,9 +316,7 @@ class WatchArgs:
     log_params_norm: bool = flag(False, "Log the L2 norm of the parameters.")
     log_num_zeros_in_grad: bool = flag(False, "Log the number of zeros in the gradients.")
     step_timeline: bool = flag(
-        True,
-        "Only each step's time: no times of its phases, no memory, no comparison of ranks. (ours)",
-        off="--no-step-timeline",
+        True, "Only each step's time: not of its phases, no memory, no ranks. (ours)", off="--no-step-timeline"
     )
     timing_log_level: int = flag(
         0, "1: print times of a step's main phases; 2: of all. On a GPU its own time.", choices=("0", "1", "2")
@@ -343,6 +339,11 @@ class WatchArgs:
         off="--no-log-loss-scale-to-tensorboard",
         aliases=("--disable-log-loss-scale-to-tensorboard",),
     )
+    wandb_project: str = flag("", "Weights & Biases project that gets what TensorBoard gets.", value="NAME")
+    wandb_exp_name: str = flag("", "The run's name there.", value="NAME")
+    wandb_save_dir: str = flag("", "Folder of its files [RUN].", value="FOLDER")
+    wandb_entity: str = flag("", "User or team there.", value="NAME")
+    mlflow_experiment: str = flag("", "MLflow experiment that gets the same. (ours)", value="NAME")
     log_memory_interval: int | None = flag(None, "Iterations between memory lines; a multiple of --log-interval.")
     run_dir: str | None = flag(
         None,
@@ -363,9 +364,7 @@ class CheckpointArgs:
         None, "Iterations between checkpoints.", "at least 1", aliases=("--persistent-save-interval",)
     )
     save_retain_interval: int | None = flag(
-        None,
-        "Keep checkpoints of multiples of this; others are deleted once a newer one is complete.",
-        "at least 1",
+        None, "Keep checkpoints of multiples of this; others are deleted once a newer one is complete.", "at least 1"
     )
     ckpt_format: str = flag(
         "torch_dist",

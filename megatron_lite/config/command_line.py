@@ -143,7 +143,7 @@ def _convert_one(name: str, flag: Flag, text: str) -> tuple[object, str | None]:
         near = [name for name in flag.choices if name.lower() == text.lower()] or _find_closest(text, flag.choices, 0.5)
         hint = f"; did you mean {near[0]}?" if near else "."
         return None, f"{name} {text}: choose from {', '.join(flag.choices)}{hint}"
-    if not text.strip() or "\0" in text:
+    if (not text.strip() and text != flag.default) or "\0" in text:
         return None, f"{name} {text!r}: is no usable value; give one, or drop the flag."
     try:
         value = flag.kind(text)

@@ -47,7 +47,7 @@ def _describe(flag: Flag, width: int) -> str:
         head += f" [{values}]" if flag.as_switch else f" {values}"
     elif not flag.is_switch:
         head += " " + (flag.value or {int: "N", float: "X", str: "TEXT"}[flag.kind])
-    if not flag.is_switch and flag.default not in (None, ()):
+    if not flag.is_switch and flag.default not in (None, (), ""):
         shown = flag.default if flag.many else (flag.default,)
         text += f" [{' '.join(str(int(x)) if isinstance(x, float) and x > 1 else str(x) for x in shown)}]"
     if len(head) < 36:

@@ -4,11 +4,11 @@ steps.jsonl has one line per step, what it cost and what came out; and one per c
 
 Steps between two console lines can be written ahead, for whom the process is killed before the second: what of them only the
 console line brings, losses of all ranks, say, replaces them then.
-TensorBoard's event file has Megatron-LM's names.
+Trackers draw scalars with Megatron-LM's names.
 """
 
-import dataclasses
 import json
+import logging
 import math
 import os
 from pathlib import Path
@@ -21,6 +21,9 @@ from megatron_lite.shared_files import open_regular
 from megatron_lite.train.console import compute_timers, perplexity
 from megatron_lite.train.rank_stats import RankFigures
 from megatron_lite.train.step_metrics import StepFigures
+from megatron_lite.train.trackers import open_trackers
+
+logger = logging.getLogger(__name__)
 
 
 class StepsFile:
@@ -90,18 +93,11 @@ def _record(figures: StepFigures, time: StepTime) -> dict:
     }
 
 
-class TensorBoard:
-    """Written by the last rank only."""
+class Charts:
+    """Scalars under Megatron-LM's names, for every tracker. Written by the last rank only."""
 
-    def __init__(self, plan: Plan):
-        from torch.utils.tensorboard import SummaryWriter  # runs without --tensorboard-dir do without its packages
-
-        w = plan.args.watch
-        self.plan = plan
-        self._writer = SummaryWriter(log_dir=w.tensorboard_dir, max_queue=w.tensorboard_queue_size)
-        for group in dataclasses.asdict(plan.args).values():
-            for name, value in group.items():
-                self._writer.add_text(name, str(value))
+    def __init__(self, plan: Plan, run_dir: Path):
+        self.plan, self._trackers = plan, open_trackers(plan, run_dir)
 
     def step(self, f: StepFigures, seconds: float | None):
         """One step's scalars, over iterations and over samples. `seconds`: None for a profiled step."""
@@ -123,11 +119,9 @@ class TensorBoard:
 
     def add(self, iteration: int, scalars: dict[str, float | None], consumed: int | None = None):
         """Those that are known: over iterations, and over samples where `consumed` says how many."""
-        for name, value in scalars.items():
-            if value is not None:
-                self._writer.add_scalar(name, value, iteration)
-                if consumed is not None:
-                    self._writer.add_scalar(f"{name} vs samples", value, consumed)
+        known = {name: value for name, value in scalars.items() if value is not None}
+        if known:
+            self._each("add", iteration, known, consumed)
 
     def ranks(self, iteration: int, f: RankFigures):
         """Times and memory of an interval. Megatron's NAME-time is the slowest rank's, in seconds per iteration."""
@@ -157,8 +151,20 @@ class TensorBoard:
             self.add(iteration, {f"lm loss {kind}": loss, f"lm loss {kind} ppl": ppl}, consumed)
 
     def flush(self):
-        """Everything so far to disk."""
-        self._writer.flush()
+        """Everything so far to where it is kept."""
+        self._each("flush")
 
-    def close(self):
-        self._writer.close()
+    def close(self, failed: bool):
+        """failed: the run ended with an error."""
+        self._each("close", failed)
+
+    def _each(self, action: str, *arguments):
+        """One that fails, as over a network, gets nothing more; training goes on."""
+        for tracker in list(self._trackers):
+            try:
+                getattr(tracker, action)(*arguments)
+            except Exception as error:  # noqa: BLE001 - packages of others
+                self._trackers.remove(tracker)
+                logger.info(
+                    f"  {type(tracker).__name__} failed and gets no more of this run; training goes on: {error}"
+                )

@@ -1,4 +1,4 @@
-"""What a run says while it trains: console lines, TensorBoard, steps.jsonl, the progress line."""
+"""What a run says while it trains: console lines, charts, steps.jsonl, the progress line."""
 
 import logging
 import time
@@ -17,7 +17,7 @@ from megatron_lite.train.console import (
     speed_line,
     timer_lines,
 )
-from megatron_lite.train.figure_files import StepsFile, TensorBoard
+from megatron_lite.train.figure_files import Charts, StepsFile
 from megatron_lite.train.loop import Progress
 from megatron_lite.train.rank_stats import AnomalyWarnings, gather
 from megatron_lite.train.step import StepResult
@@ -99,7 +99,7 @@ class Log:
         self.plan, self.metrics, self._timeline = plan, metrics, timeline
         self._progress = progress
         self._speaks = plan.world.is_last
-        self._tensorboard = TensorBoard(plan) if self._speaks and plan.args.watch.tensorboard_dir else None
+        self._charts = Charts(plan, run_dir) if self._speaks else None
         self._steps_file = StepsFile(run_dir) if self._speaks else None
         self._line = ProgressLine(progress.iteration, plan.train_iters, self._speaks)
         self._unwritten: list[StepFigures] = []
@@ -118,8 +118,8 @@ class Log:
             self._unwritten += self.metrics.leftover()
             self._write_steps([*self._timeline.take(), self._timeline.current])
         self._line.wipe()
-        if self._tensorboard:
-            self._tensorboard.close()
+        if self._charts:
+            self._charts.close(failed=error is not None)
         if self._steps_file:
             self._steps_file.close()
 
@@ -151,9 +151,9 @@ class Log:
         """The result of one evaluation: `which` is validation or test."""
         self.say(evaluation_lines(title, loss))
         # as in Megatron, whose curves are those of training
-        if self._tensorboard and not self.plan.args.training.skip_train:
-            self._tensorboard.evaluation(which, loss, self._progress.iteration, self._progress.consumed)
-            self._tensorboard.flush()
+        if self._charts and not self.plan.args.training.skip_train:
+            self._charts.evaluation(which, loss, self._progress.iteration, self._progress.consumed)
+            self._charts.flush()
 
     def _start_interval(self):
         self._interval: list[StepFigures] = []
@@ -176,14 +176,14 @@ class Log:
                     self.say(line)
                 if w.timing_log_level:
                     self.say(timer_lines(w.timing_log_option, compute_timers(ranks.mean_ms, w.timing_log_level)))
-                if self._tensorboard:
-                    self._tensorboard.ranks(progress.iteration, ranks)
+                if self._charts:
+                    self._charts.ranks(progress.iteration, ranks)
         if self.plan.device == "cuda":
             due = progress.step == 1 or (w.log_memory_interval and progress.iteration % w.log_memory_interval == 0)
             if due and self.plan.world.is_first:
                 logger.info(memory_line(self.plan.world.rank, progress.iteration, self._timeline.memory.stats()))
-            if self._tensorboard and w.log_memory_to_tensorboard:
-                self._tensorboard.memory(progress.iteration, self._timeline.memory.stats())
+            if self._charts and w.log_memory_to_tensorboard:
+                self._charts.memory(progress.iteration, self._timeline.memory.stats())
 
     def _say_interval(self, steps: list[StepFigures]):
         w, shape, seconds = self.plan.args.watch, self.plan.shape, self._time.seconds
@@ -196,8 +196,8 @@ class Log:
         self.say(speed_line(samples * shape.seq_length / seconds, causal, full, self._peak_tflops))
         if self._time.left_out:
             self.say(self._time.words())
-        if self._tensorboard and (w.log_timers_to_tensorboard or w.log_throughput) and not self._time.nothing_clean:
-            self._tensorboard.add(steps[-1].iteration, {"throughput": causal})
+        if self._charts and (w.log_timers_to_tensorboard or w.log_throughput) and not self._time.nothing_clean:
+            self._charts.add(steps[-1].iteration, {"throughput": causal})
 
     def _write_steps(self, times: list[StepTime]):
         """The steps that are over; the one that is being logged is written with the next ones."""
@@ -207,8 +207,8 @@ class Log:
         for figures in [f for f in self._unwritten if f.iteration in over]:
             step_time = over[figures.iteration]
             self._steps_file.write(figures, step_time)
-            if self._tensorboard:
-                self._tensorboard.step(figures, None if step_time.disturbed else step_time.training_seconds)
+            if self._charts:
+                self._charts.step(figures, None if step_time.disturbed else step_time.training_seconds)
         self._unwritten = [f for f in self._unwritten if f.iteration not in over]
         self._steps_file.flush()
         self._ahead, self._written_at = 0, time.monotonic()
