@@ -8,7 +8,10 @@ SHAPE |= {"ffn_hidden_size": 128, "seq_length": 16, "max_position_embeddings": 1
 ARGS = {"training": {"micro_batch_size": 2}, "profile": {"profile": False}}
 PLAN = {"args": ARGS, "shape": SHAPE, "world": {"size": 2}}
 RECORD = {"schema": 1, "status": "finished", "started": "2020-01-01T00:00:00+0000", "plan": PLAN}
-RECORD |= {"hardware": {"device": "X", "peak_tflops": 0.5}}
+RECORD |= {
+    "process": {"host": "h", "pids": "p", "pid": 1, "started_ticks": 1},
+    "hardware": {"device": "X", "peak_tflops": 0.5},
+}
 
 
 def step(number, ms=10.0, iteration=None, **more):

@@ -247,6 +247,32 @@ def test_gloo_groups_are_told_by_what_calls_them(tmp_path):
     assert phases["all_reduce", "tensor"] == phases["send", "pipeline"] == "forward"
 
 
+def test_waits_in_reductions_that_are_under_way_at_once_count_once(tmp_path):
+    """Two buckets on gloo: rank 0 hands both over early and waits 300 us for rank 1, which computes longer."""
+    made = []
+    for rank in range(2):
+        one = MadeTrace(rank, 2, device=None)
+        for index in range(4):
+            at, late = 1000.0 * index, 300 * rank
+            one.step(5 + index, at, at + 990)
+            one.annotation("forward", at + 1, at + 100 + late)
+            one.op("aten::mm", at + 2, at + 99 + late)
+            one.annotation("backward", at + 100 + late, at + 900)
+            for bucket in range(2):
+                begin = at + 110 + 10 * bucket + late
+                one.op("c10d::allreduce_", begin - 2, begin)
+                one.gloo(begin, at + 500 + 20 * bucket, thread=GLOO + bucket)
+        made.append(one)
+    found = compare_ranks(seen(tmp_path, *made))
+    assert [row.wait_ms for row in found.rows] == pytest.approx([0.31, 0]), "410 to 110, and 10 more in the second"
+    late = found.straggler
+    assert late.caused_wait_ms == pytest.approx(0.31) and (late.rank, late.cause, late.phase) == (
+        1,
+        "compute",
+        "forward",
+    )
+
+
 def exchange(rank: int, how: str, wait_us=100) -> MadeTrace:
     """Stages 0, 1, 2 hand on to the next one and back, twice a step: receivers come `wait_us` before the senders."""
     made = MadeTrace(rank, 3)

@@ -142,12 +142,15 @@ def compute_waits(
         if clocks.aligned is None or group.is_pair:
             continue
         counts = np.stack([slots[at][calls] >= 0 for at, calls in columns], axis=1).all(axis=1)
-        start, length = start[counts], length[counts]
         latest = start.max(axis=1)
-        wait = np.clip(latest[:, None] - start, 0, length)
-        lag = latest - np.median(np.sort(start, axis=1)[:, :-1], axis=1)
+        # of several under way at once, as on gloo, each counts from where the one before it has all ranks
+        before = np.maximum.accumulate(np.concatenate([start[:1].min(axis=1), latest[:-1]]))
+        since = np.maximum(start, before[:, None])
+        start, since, length, latest, before = (one[counts] for one in (start, since, length, latest, before))
+        wait = np.clip(latest[:, None] - since, 0, length)
+        lag = np.maximum(latest - np.maximum(np.median(np.sort(start, axis=1)[:, :-1], axis=1), before), 0)
         for column, (at, calls) in enumerate(columns):
-            own, slot = ranks[at].start_ns[calls[counts]], slots[at][calls[counts]]
+            own, slot = since[:, column] - clocks.start_ns[at], slots[at][calls[counts]]
             is_last = start.argmax(axis=1) == column
             hidden = ranks[at].compute.within(own, own + wait[:, column])
             exposed_ms, caused_ms = (wait[:, column] - hidden) / 1e6, np.where(is_last, lag, 0) / 1e6

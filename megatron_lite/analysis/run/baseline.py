@@ -14,6 +14,7 @@ BASELINE = "baseline"  # the field by which the file is known; its value is the 
 BASELINE_SCHEMA = 1
 MAX_STEPS = 60  # the last ordinary ones: enough for the noise of their medians
 MAX_BYTES = 2**22  # a larger file is no baseline
+_OF_THE_MACHINE = ("process", "artefacts")  # host and folders, which are nobody's business
 _COLUMNS = {
     "ms": "training_ms", "batch_size": "batch_sizes", "loss": "losses", "grad_norm": "grad_norms", "gpu_ms": "gpu_ms",
     "peak_memory_bytes": "peak_memory_bytes",
@@ -32,7 +33,8 @@ def make_baseline(run: Run) -> dict[str, Any]:
         line = {"kind": STEP_KIND, "iteration": int(run.iterations[at]), "step": number, "phases_ms": phases}
         line |= {"gpu_phases_ms": on_gpu} if on_gpu else {}
         steps.append(line | {name: value for name, value in known.items() if not math.isnan(value)})
-    record = {"schema": RUN_SCHEMA, **run.record, **({"plan": run.plan} if run.plan else {})}
+    told = {name: value for name, value in run.record.items() if name not in _OF_THE_MACHINE}
+    record = {"schema": RUN_SCHEMA, **told, **({"plan": run.plan} if run.plan else {})}
     return {BASELINE: BASELINE_SCHEMA, "run": record, "steps": steps}
 
 
@@ -41,7 +43,10 @@ def unpack_baseline(path: Path, folder: Path) -> Path | None:
     try:
         if not path.is_file() or path.stat().st_size > MAX_BYTES:
             return None
-        content = json.loads(path.read_bytes())
+        text = path.read_bytes()
+        if not text.startswith(f'{{"{BASELINE}"'.encode()):  # before a trace is parsed for nothing
+            return None
+        content = json.loads(text)
     except (OSError, ValueError, RecursionError):
         return None
     if not isinstance(content, dict) or content.get(BASELINE) != BASELINE_SCHEMA:
