@@ -20,6 +20,7 @@ READING = replace(
     begun=1233,
     stack=["read (/x/y/file.py:12)", "f (/a/megatron_lite/data/loader.py:44)"],
 )
+LATELY = replace(READING, phase_s=5.0)
 MUTE = replace(READING, answers=False, pid=4711, wall_time=997.5)
 FAILED = replace(MUTE, left="ValueError: no")
 VICTIM = replace(MUTE, left="RanksError: other", blameless=True)
@@ -66,8 +67,14 @@ LINES = {  # what is told of each kind of trouble
         ["took longer than 10m00s although all ranks had begun it", "raise --distributed-timeout-minutes."],
     ),
     "connection": (
-        case([READING], detail=RESET),
+        case([LATELY], detail=RESET),
         [f"lost a connection although all ranks run ({RESET})", "network", AGAIN],
+    ),
+    "a rank whose time is over has closed it": (
+        case([READING], detail=RESET),
+        [
+            "rank 1 did not join all_reduce #1234 (12.0 MiB float32) of rank 0: since 10m05s in iteration 1052, phase data"
+        ],
     ),
     "SIGTERM": (
         case([replace(VICTIM, left="SIGTERM")], detail=RESET),
@@ -106,7 +113,7 @@ def test_the_cause_stands_before_its_consequences():
     joined = replace(WAITING, begun=OPERATION.number)
     assert find_cause(case([joined], reason=LATE)).ranks == []
     assert find_cause(case([VICTIM, VICTIM])) is None
-    assert find_cause(case([WAITING, READING])) is None, "a lost connection says nothing of who is behind"
+    assert find_cause(case([WAITING, LATELY])) is None, "a lost connection says nothing of who is behind"
 
 
 def test_who_waits_in_a_group_waits_for_its_members():

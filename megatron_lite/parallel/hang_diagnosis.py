@@ -23,6 +23,7 @@ CLOSED, LATE, TERMINATED = "closed", "late", "terminated"  # why somebody asks
 SIGNALLED = ("SIGTERM", "KeyboardInterrupt")  # how a rank's farewell begins that somebody ended
 AGAIN = "start again with --load to go on from the newest checkpoint."
 MAX_RECORD_BYTES = 2**24
+MIN_STUCK = 0.5  # of a collective's time limit that a rank must be in one phase to have kept others waiting
 ANSWER_SECONDS = 5.0  # ranks look at the store every second
 VERDICT_SECONDS = ANSWER_SECONDS + 5.0  # until the speaker has told the others
 SECONDS_BETWEEN_LOOKS = 0.1
@@ -149,7 +150,9 @@ def classify_rank(case: Case, rank: int) -> str | None:
         return state
     if not post.answers:
         return "silent"
-    return "behind" if case.reason == LATE and rank in case.awaited else None
+    # a rank whose time is over closes its connections, with which others fail whose time is nearly over
+    is_late = case.reason == LATE or (case.reason == CLOSED and post.phase_s >= MIN_STUCK * case.limit_s)
+    return "behind" if is_late and rank in case.awaited else None
 
 
 def _describe(case: Case, kind: str, ranks: list[int]) -> str:
