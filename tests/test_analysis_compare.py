@@ -268,6 +268,14 @@ def test_runs_that_were_not_meant_to_compute_the_same_are_not_judged(tmp_path):
     assert compare(a, b).losses is None and compare(a, a).losses.largest == 0.0
 
 
+def test_a_baseline_of_a_watched_script_keeps_its_arguments_to_itself(tmp_path):
+    lines = [step(number, 10.0) for number in range(1, 9)]
+    run = folder(tmp_path / "run", lines, {**RECORD, "command": ["train.py", "--key", "secret"]})
+    assert main(["report", str(run), "--no-html", "--baseline", str(tmp_path / "b.json")]) == 0
+    content = (tmp_path / "b.json").read_text()
+    assert "secret" not in content and json.loads(content)["run"]["command"] == []
+
+
 def made_with(tmp_path, name, mean, spread=0.5, seed=1):
     lines = [step(number, ms) for number, ms in enumerate(noisy(mean, spread, 60, seed), 1)]
     return str(folder(tmp_path / name, lines))

@@ -40,9 +40,9 @@ def _build_limits_section(judged: Sequence[Judged]) -> Section:
 def _describe_judged(one: Judged) -> tuple[str, str]:
     """The change and its noise, in percent."""
     pair = one.pair
-    if pair is None or not pair.a or pair.b is None:
+    if pair is None or pair.ratio is None or not pair.a:
         return "not known", ""
-    return f"{pair.b / pair.a - 1:+.1%}", "" if pair.band is None else f"{pair.band / pair.a:.1%}"
+    return f"{pair.ratio - 1:+.1%}", "" if pair.band is None else f"{pair.band / pair.a:.1%}"
 
 
 def markdown_lines(found: Comparison, judged: Sequence[Judged]) -> list[str]:

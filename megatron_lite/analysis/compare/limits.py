@@ -71,10 +71,10 @@ def judge(found: Comparison, limits: Iterable[Limit]) -> tuple[Judged, ...]:
 
 def _find_outcome(limit: Limit, pair: Pair | None) -> Outcome:
     """Exceeded or kept where the whole band of what the change may be says so."""
-    if pair is None or pair.band is None or not pair.a or pair.b is None:
+    if pair is None or pair.band is None or pair.ratio is None or not pair.a:
         return Outcome.UNCLEAR
     sign = 1 if limit.is_upper else -1
-    change, band, most = sign * (pair.b / pair.a - 1), pair.band / pair.a, sign * limit.share
+    change, band, most = sign * (pair.ratio - 1), pair.band / pair.a, sign * limit.share
     if change - band > most:
         return Outcome.EXCEEDED
     return Outcome.KEPT if change + band <= most else Outcome.UNCLEAR

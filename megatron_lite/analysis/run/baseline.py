@@ -24,9 +24,8 @@ _COLUMNS = {
 def make_baseline(run: Run) -> dict[str, Any]:
     """What the run was, and its last ordinary steps."""
     steps = []
-    for number, at in enumerate(
-        np.flatnonzero(run.ordinary)[-MAX_STEPS:].tolist(), 2
-    ):  # the first of a run is no ordinary one
+    # numbered from 2, since the first step of a run is no ordinary one
+    for number, at in enumerate(np.flatnonzero(run.ordinary)[-MAX_STEPS:].tolist(), 2):
         known = {field: float(getattr(run, column)[at]) for field, column in _COLUMNS.items()}
         phases = {name: round(float(ms[at]), 3) for name, ms in run.phases_ms.items()}
         on_gpu = {name: round(float(ms[at]), 3) for name, ms in run.gpu_phases_ms.items()}
@@ -34,6 +33,8 @@ def make_baseline(run: Run) -> dict[str, Any]:
         line |= {"gpu_phases_ms": on_gpu} if on_gpu else {}
         steps.append(line | {name: value for name, value in known.items() if not math.isnan(value)})
     told = {name: value for name, value in run.record.items() if name not in _OF_THE_MACHINE}
+    if "command" in told:  # of a watched script, whose arguments may hold what must not be committed
+        told["command"] = []
     record = {"schema": RUN_SCHEMA, **told, **({"plan": run.plan} if run.plan else {})}
     return {BASELINE: BASELINE_SCHEMA, "run": record, "steps": steps}
 
