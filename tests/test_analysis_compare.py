@@ -21,7 +21,7 @@ from megatron_lite.analysis.run.read import read_run
 from megatron_lite.analysis.run_facts import Facts
 from megatron_lite.cli.main import main
 from megatron_lite.errors import ConfigError, UserError
-from megatron_lite.report.compare_terminal import comparison_lines
+from megatron_lite.report.comparison import comparison_lines
 from megatron_lite.report.json_file import plain
 from megatron_lite.report.text import Style
 

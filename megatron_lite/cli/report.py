@@ -1,6 +1,7 @@
 """megatron-lite report, compare and audit: what finished runs say."""
 
 import json
+import os
 import sys
 import tempfile
 from pathlib import Path
@@ -11,7 +12,7 @@ from megatron_lite.live_line import LiveLine
 from megatron_lite.run_folder import RUN_FILE
 from megatron_lite.terminal import print_lines
 
-HTML_FILE, JSON_FILE = "report.html", "report.json"
+HTML_FILE, JSON_FILE, COMPARISON_FILE = "report.html", "report.json", "comparison.html"
 RANKS_SUFFIX = ".ranks.jsonl"  # report.ranks.jsonl: details of many ranks, which report.json leaves out
 COMPARISON_SCHEMA = 1  # of the JSON; raised when a reader of the old form would be wrong
 FAILED = 1  # exit code of audit --strict and of compare --fail-if, as of any check
@@ -49,12 +50,14 @@ def run(argv: list[str]):
     add("paths", nargs="+", metavar="PATH", help="a run folder, or files of one run")
     add("--html", metavar="FILE", help=f"the page [{HTML_FILE} in the run folder, else in the current one]")
     add("--json", metavar="FILE", help=f"the numbers [{JSON_FILE} beside the page]")
+    add("--open", action="store_true", help="open the page in the browser")
     add("--no-html", action="store_true", help="print only: no page, and no JSON unless --json asks for it")
     add("--all", action="store_true", help="all rows of all tables on the terminal")
     add("--baseline", metavar="FILE", help="what `compare` needs of the run, some kB, to be committed")
     options = parser.parse_args(argv)
-    if options.no_html and options.html:
-        raise UserError("--html and --no-html exclude each other; keep one.")
+    for flag, given in (("--html", options.html), ("--open", options.open)):
+        if options.no_html and given:
+            raise UserError(f"{flag} and --no-html exclude each other; keep one.")
     [report] = _analyze(options.paths)
     from megatron_lite.report.html import html_page
     from megatron_lite.report.json_file import json_text, ranks_text
@@ -79,7 +82,7 @@ def run(argv: list[str]):
             write_text(flag, path, text)
             done.append(str(path))
         except UserError as error:
-            if asked:  # only a file that the user asked for must not fail
+            if asked or (path is html and options.open):  # only a file that the user asked for must not fail
                 raise
             why = str(error).removeprefix(f"{flag} ").removesuffix("; name another file.")
             failed.append(f"{why}; --html FILE and --json FILE name other places")
@@ -94,7 +97,25 @@ def run(argv: list[str]):
         content = make_baseline(report.facts.run)
         text = json.dumps(content, allow_nan=False)
         written.append(write_text("--baseline", options.baseline, text + "\n"))
+    if html and options.open:
+        written.append(_open_page(html))
     print_lines([*terminal_lines(report, get_style(sys.stdout), options.all), "", *written])
+
+
+def _open_page(path: Path) -> str:
+    """Show it in the user's browser; returns the line that says so, or where the page is if this machine has none to show it."""
+    known = os.environ.get("BROWSER")  # editors set it on a machine reached by ssh, and forward what it opens
+    shown = (
+        known or sys.platform in ("darwin", "win32") or os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")
+    )
+    remote = bool(os.environ.get("SSH_CONNECTION")) and not known
+    if shown and not remote:
+        import webbrowser
+
+        if webbrowser.open(path.resolve().as_uri()):
+            return f"opened in the browser: {path}"
+    why = "over ssh" if remote else "without a display"
+    return f"no browser can be opened {why}; the page, one file that needs no other: {path.resolve()}"
 
 
 def compare_runs(argv: list[str]) -> int:
@@ -117,6 +138,8 @@ def compare_runs(argv: list[str]) -> int:
         help='exit with 1 if B is beyond it, with 3 if that cannot be told: "step_ms > +5%%", "tokens_per_second < -3%%", '
         '"peak_bytes > +2%%", "backward_ms > +10%%"; may be given several times',
     )
+    add("--html", metavar="FILE", help="the page, with charts")
+    add("--open", action="store_true", help=f"open the page in the browser [--html {COMPARISON_FILE}]")
     add("--markdown", metavar="FILE", help="a table for a pull request's comment")
     add("--json", metavar="FILE", help="the numbers, for programs")
     add("--all", action="store_true", help="all rows of all tables")
@@ -126,14 +149,18 @@ def compare_runs(argv: list[str]) -> int:
     limits = [read_limit(text) for text in options.fail_if]
     a, b = _analyze([options.a], [options.b])
     from megatron_lite.analysis.compare.compare import compare
-    from megatron_lite.report.compare_terminal import comparison_lines, markdown_lines
+    from megatron_lite.report.comparison import comparison_lines, comparison_page, markdown_lines
     from megatron_lite.report.json_file import plain
     from megatron_lite.report.text import get_style
 
     found = compare(a.facts, b.facts, options.force, (a.title, b.title))
     judged = judge(found, limits)
     content = {"schema": COMPARISON_SCHEMA, **plain(found), "limits": plain(judged)}
-    written = write_json(options.json, content) if options.json else []
+    written = write_json(options.json, content)
+    html = options.html or (COMPARISON_FILE if options.open else None)
+    if html:
+        written += ["", write_text("--html", html, comparison_page(found, judged, a.facts, b.facts))]
+        written += [_open_page(Path(html))] if options.open else []
     if options.markdown:
         text = "\n".join(markdown_lines(found, judged)) + "\n"
         written += ["", write_text("--markdown", options.markdown, text)]

@@ -100,7 +100,8 @@ def _write_column(values: Sequence[Any]) -> list[str]:
     largest = max((abs(one) for one in values if isinstance(one, float)), default=0.0)
     decimals = max(0, 3 - math.floor(math.log10(largest))) if largest > 0 else 0
     return [
-        _read_text(one) if isinstance(one, str) else f"{one:,.{decimals if isinstance(one, float) else 0}f}" for one in values
+        _read_text(one) if isinstance(one, str) else f"{one:,.{decimals if isinstance(one, float) else 0}f}"
+        for one in values
     ]
 
 
@@ -345,12 +346,13 @@ def losses(report: Report) -> Figure | None:
 def draw_losses(runs: Mapping[str, Run | None]) -> Figure | None:
     """A line for each run that knows losses; of long runs every n-th step."""
     data = []
-    for (name, run), color in zip(runs.items(), (BLUE, VERMILION)):
+    looks = ((BLUE, 1.5),) if len(runs) == 1 else ((GREY, 4), (BLUE, 1.5))  # equal losses hide no line
+    for (name, run), (color, width) in zip(runs.items(), looks):
         at = np.flatnonzero(np.isfinite(run.losses)) if run else np.zeros(0, int)
         if run is None or len(at) < MIN_STEPS:
             continue
         at = at[:: max(len(at) // MAX_POINTS, 1)]
-        line = {"mode": "lines", "line": {"color": color, "width": 1.5}, "name": name}
+        line = {"mode": "lines", "line": {"color": color, "width": width}, "name": name}
         hover = f"{name}, iteration %{{x}}: %{{y:.4f}}<extra></extra>"
         data.append(points(run.iterations[at].tolist(), run.losses[at].tolist(), color, hover, **line))
     look = layout(260, axis("iteration"), axis("loss"), hovermode="x")
