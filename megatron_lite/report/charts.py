@@ -1,208 +1,29 @@
 """The charts of the page: figures for Plotly as plain dicts, the same numbers as a table, and which one stands in which section."""
 
-import html
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from megatron_lite.analysis.kernels.kernel_results import RooflineRow
 from megatron_lite.analysis.memory.memory_results import Moment
 from megatron_lite.analysis.report import Report
-from megatron_lite.analysis.run.run_results import Run
-from megatron_lite.analysis.time.time_results import ROW_TITLES
 from megatron_lite.estimate.prediction import CATEGORIES
-from megatron_lite.report.section import Table
-from megatron_lite.report.sections.step import NOTHING, row_title
-from megatron_lite.report.text import (
-    BLUE,
-    CARD,
-    CATEGORY_COLORS,
-    GREY,
-    INK,
-    LINE,
-    ORANGE,
-    PURPLE,
-    ROLE_COLORS,
-    ROW_COLORS,
-    SERIES,
-    SLATE,
-    VERMILION,
-    fit,
-)
+from megatron_lite.report import draw, palette
 from megatron_lite.units import size
-
-if TYPE_CHECKING:
-    from megatron_lite.config.simulated_schedule import TimedTurn
-
-# --- what charts share: quiet axes, safe names, their numbers as a table
-
-FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
-NAME_WIDTH = 48
-MAX_NUMBERS = 48  # rows of a chart's table
-TICKS = (
-    (1.2, (1, 1.5, 2, 3, 4, 5, 6, 8)),
-    (4.0, (1, 2, 5)),
-    (math.inf, (1,)),
-)  # below so many decades: digits with a tick
-
-
-@dataclass(frozen=True)
-class Figure:
-    """One chart: what it shows in a sentence (for readers who cannot see it), and Plotly's data and layout."""
-
-    says: str
-    data: list[dict[str, Any]]
-    layout: dict[str, Any]
-
-    @property
-    def legend(self) -> list[tuple[str, str]]:
-        """(name, color) of each series that has a name: the page writes it, since Plotly's does not wrap on phones."""
-        found = []
-        for series in self.data:
-            if "name" in series and series.get("showlegend", True):
-                color = series.get("marker", {}).get("color") or series.get("fillcolor") or series["line"]["color"]
-                found.append((series["name"], color))
-        return found
-
-    @property
-    def numbers(self) -> Table:
-        """A row per place with a column per series where all have the same places, else a row per point. Of many rows
-        evenly chosen ones, and each series' largest."""
-        across = self.data[0].get("orientation") == "h"
-        place, value = ("y", "x") if across else ("x", "y")
-        names = [_read_text(self.layout[f"{side}axis"].get("title", {}).get("text", "")) for side in (place, value)]
-        first, more = self.data[0], [one for one in self.data[1:] if one[place] != self.data[0][place]]
-        if more or "base" in first or "text" in first:
-            columns = [[one.get("name", "") for one in self.data for _ in one[place]]]
-            order = {"customdata": "micro-batch", "text": "", place: names[0], "base": "begins", value: names[1]}
-            keys = [key for key in order if any(key in one for one in self.data)]
-            columns += [[part for one in self.data for part in one.get(key, [""] * len(one[place]))] for key in keys]
-            head = ["series", *(order[key] for key in keys)]
-            largest = {int(np.argmax(columns[-1]))}
-        else:
-            columns = [first[place], *(one[value] for one in self.data)]
-            head = [names[0], *(_read_text(one.get("name", names[1])) for one in self.data)]
-            largest = {int(np.argmax(column)) for column in columns[1:]}
-        keep = [at for at, column in enumerate(columns) if any(part != "" for part in column)]
-        length = len(columns[0])
-        chosen = sorted({*range(0, length, -(-length // MAX_NUMBERS)), *largest})
-        written = [_write_column([columns[at][row] for row in chosen]) for at in keep]
-        align = "".join("l" if isinstance(columns[at][0], str) else "r" for at in keep)
-        return Table(list(zip(*written)), align, [head[at] for at in keep], hidden=length - len(chosen))
-
-
-def _write_column(values: Sequence[Any]) -> list[str]:
-    """Texts as they are read; numbers with the decimals that make sense beside the largest."""
-    largest = max((abs(one) for one in values if isinstance(one, float)), default=0.0)
-    decimals = max(0, 3 - math.floor(math.log10(largest))) if largest > 0 else 0
-    return [
-        _read_text(one) if isinstance(one, str) else f"{one:,.{decimals if isinstance(one, float) else 0}f}"
-        for one in values
-    ]
-
-
-def _read_text(text: str) -> str:
-    """Plotly's text as it is read."""
-    return html.unescape(text.replace("<br>", ", "))
-
-
-def escape_name(text: str, width: int = NAME_WIDTH) -> str:
-    """A foreign name as Plotly takes it, which reads <b> and &amp; in any text."""
-    return html.escape(fit(text, width), quote=False)
-
-
-def axis(title: str = "", **more: Any) -> dict[str, Any]:
-    """A quiet axis: light grid, no box."""
-    look = {"gridcolor": LINE, "zeroline": False, "automargin": True, "fixedrange": True}
-    ticks = {"ticks": "outside", "ticklen": 6, "tickcolor": "rgba(0,0,0,0)"}
-    named = {"title": {"text": title, "standoff": 8, "font": {"size": 13}}} if title else {}
-    return {**look, **ticks, **named, **more}
-
-
-def name_axis(**more: Any) -> dict[str, Any]:
-    """Names from the top down, a bar or more for each."""
-    return axis(autorange="reversed", type="category", showgrid=False, **more)
-
-
-def log_axis(title: str, lowest: float, highest: float, **more: Any) -> dict[str, Any]:
-    """A logarithmic axis with ticks at round numbers, the more in each decade the fewer decades there are."""
-    decades = range(math.floor(math.log10(lowest)) - 1, math.ceil(math.log10(highest)) + 1)
-    digits = next(digits for most, digits in TICKS if math.log10(highest / lowest) < most)
-    ticks = [digit * 10.0**decade for decade in decades for digit in digits]
-    return axis(title, type="log", tickvals=ticks, ticktext=[f"{tick:,.10g}" for tick in ticks], **more)
-
-
-def layout(height: int, x: dict[str, Any], y: dict[str, Any], **more: Any) -> dict[str, Any]:
-    """The look of every chart."""
-    return {
-        "height": height,
-        "margin": {"l": 8, "r": 16, "t": 8, "b": 8},
-        "paper_bgcolor": "rgba(0,0,0,0)",
-        "plot_bgcolor": "rgba(0,0,0,0)",
-        "font": {"family": FONT, "size": 13, "color": INK},
-        "xaxis": x,
-        "yaxis": y,
-        "hoverlabel": {"font": {"family": FONT, "size": 13}, "align": "left", "namelength": -1},
-        "showlegend": False,
-        "dragmode": False,  # else a finger on the chart does not scroll the page
-        **more,
-    }
-
-
-def bars(
-    names: Sequence[str], values: Sequence[float], color: str | list[str], hover: str, **more: Any
-) -> dict[str, Any]:
-    """A series of bars, one for each name, to the right. hover: Plotly's template."""
-    look = {"marker": {"color": color}, "hovertemplate": hover}
-    return {"type": "bar", "orientation": "h", "y": list(names), "x": list(values), **look, **more}
-
-
-def points(x: Sequence[float], y: Sequence[float], color: str, hover: str, **more: Any) -> dict[str, Any]:
-    """A series of points."""
-    return {
-        "type": "scatter",
-        "mode": "markers",
-        "x": x,
-        "y": y,
-        "marker": {"color": color, "size": 5},
-        "hovertemplate": hover,
-    } | more
-
-
-def draw_stacks(says: str, stacks: Mapping[str, Mapping[str, float]], colors: Mapping[str, str], unit: str) -> Figure:
-    """A bar for each of `stacks`, made of its parts in the order of `colors`; what is too short to be seen is left out."""
-    whole = max((sum(parts.values()) for parts in stacks.values()), default=0.0)
-    data = [
-        bars(list(stacks), values, color, f"%{{fullData.name}}: %{{x:.4r}} {unit}<extra>%{{y}}</extra>", name=name)
-        for name, color in colors.items()
-        if max(values := [parts.get(name, 0.0) for parts in stacks.values()]) > NOTHING * whole
-    ]
-    look = layout(60 + 26 * len(stacks), axis(unit), name_axis(), barmode="stack", bargap=0.3)
-    return Figure(says, data, look)
-
 
 # --- memory over time, by what holds it
 
 MAX_CURVE_POINTS = 1500  # more than a chart has pixels
-UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 
 
-def choose_unit(num_bytes: float) -> tuple[str, int]:
-    """The name and the bytes of the unit in which so many are a short number."""
-    return next((pair for pair in UNITS if num_bytes >= pair[1]), UNITS[-1])
-
-
-def memory_curve(report: Report) -> Figure | None:
+def memory_curve(report: Report) -> draw.Figure | None:
     """Stacked categories, the reserved bytes above, the peak marked."""
     snapshot = report.facts.highest_snapshot
     if snapshot is None or len(snapshot.curve) < 2:
         return None
     curve = thinned(snapshot.curve, MAX_CURVE_POINTS)
-    unit, of = choose_unit(snapshot.peak_bytes)
+    unit, of = draw.choose_unit(snapshot.peak_bytes)
     seconds = [moment.time_us / 1e6 for moment in curve]
     look: dict[str, Any] = {"type": "scatter", "mode": "lines", "x": seconds}
     look["hovertemplate"] = f"%{{fullData.name}}: %{{y:.2f}} {unit}<extra></extra>"
@@ -213,25 +34,27 @@ def memory_curve(report: Report) -> Figure | None:
             "name": category,
             "y": [moment.by_category[at] / of for moment in curve],
             "line": {"width": 0, "shape": "hv"},
-            "fillcolor": CATEGORY_COLORS[category],
+            "fillcolor": palette.HELD[category],
         }
         for at, category in enumerate(CATEGORIES)
         if any(moment.by_category[at] for moment in curve)
     ]
     if any(moment.reserved for moment in curve):
-        line = {"color": SLATE, "width": 1.5, "dash": "dot", "shape": "hv"}
+        line = {"color": palette.SLATE, "width": 1.5, "dash": "dot", "shape": "hv"}
         data.append(look | {"name": "reserved", "y": [moment.reserved / of for moment in curve], "line": line})
     # the peak's text stands on the side that has more room
     late = 2 * snapshot.peak_time_us / 1e6 > seconds[0] + seconds[-1]
     where = f" in {snapshot.peak_phase}" if snapshot.peak_phase.isidentifier() else ""
     peak = {
         "x": snapshot.peak_time_us / 1e6, "y": snapshot.peak_bytes / of,
-        "text": f"peak {size(snapshot.peak_bytes)}{where}", "bgcolor": CARD,
-        "showarrow": True, "arrowhead": 0, "arrowcolor": SLATE, "ax": -20 if late else 20, "ay": -22,
+        "text": f"peak {size(snapshot.peak_bytes)}{where}", "bgcolor": palette.CARD,
+        "showarrow": True, "arrowhead": 0, "arrowcolor": palette.SLATE, "ax": -20 if late else 20, "ay": -22,
         "xanchor": "right" if late else "left",
     }  # fmt: skip
-    x, y = axis("seconds since the record began"), axis(unit, rangemode="tozero")
-    return Figure("Allocated memory over time by category", data, layout(350, x, y, hovermode="x", annotations=[peak]))
+    x, y = draw.axis("seconds since the record began"), draw.axis(unit, rangemode="tozero")
+    return draw.Figure(
+        "Allocated memory over time by category", data, draw.layout(350, x, y, hovermode="x", annotations=[peak])
+    )
 
 
 def thinned(curve: tuple[Moment, ...], most: int) -> list[Moment]:
@@ -248,7 +71,7 @@ MAX_SHAPES = 300
 MAX_PX, MIN_PX = 34, 6
 
 
-def roofline(report: Report) -> Figure | None:
+def roofline(report: Report) -> draw.Figure | None:
     """A point per operator and shape, as large as its time, below the hardware's limits; None if those are unknown."""
     rank = report.facts.critical
     known = rank.kernels.roofline if rank else ()
@@ -262,20 +85,27 @@ def roofline(report: Report) -> Figure | None:
         own = [row for row in rows if row.role == role]
         speeds = [row.flops / row.ms / 1e9 for row in own]
         sizes = [max(MAX_PX * (row.ms / rows[0].ms) ** 0.5, MIN_PX) for row in own]
-        look = {"color": ROLE_COLORS[role], "opacity": 0.75, "line": {"color": CARD, "width": 1}, "size": sizes}
+        look = {
+            "color": palette.ROLES[role],
+            "opacity": 0.75,
+            "line": {"color": palette.CARD, "width": 1},
+            "size": sizes,
+        }
         more: dict[str, Any] = {"name": str(role), "marker": look, "text": [_describe_shape(row) for row in own]}
-        data.append(points([row.flops / row.num_bytes for row in own], speeds, "", hover, **more))
+        data.append(draw.points([row.flops / row.num_bytes for row in own], speeds, "", hover, **more))
     intensities = [row.flops / row.num_bytes for row in rows]
     lowest, highest = min(intensities) / 2, max(intensities) * 2
     data += _build_ceilings(known, lowest, highest)
     speeds = [speed for line in data for speed in line["y"]]
-    x, y = log_axis("FLOP per byte", lowest, highest), log_axis("TFLOP/s", min(speeds), max(speeds))
-    return Figure("How fast operators are against what memory and arithmetic units allow", data, layout(400, x, y))
+    x, y = draw.log_axis("FLOP per byte", lowest, highest), draw.log_axis("TFLOP/s", min(speeds), max(speeds))
+    return draw.Figure(
+        "How fast operators are against what memory and arithmetic units allow", data, draw.layout(400, x, y)
+    )
 
 
 def _describe_shape(row: RooflineRow) -> str:
-    text = f"{escape_name(row.operator)} {escape_name(row.shape, 80)}<br>"
-    text += f"{row.ms:.3f} ms per step in {escape_name(row.phase or 'no phase')}"
+    text = f"{draw.escape_name(row.operator)} {draw.escape_name(row.shape, 80)}<br>"
+    text += f"{row.ms:.3f} ms per step in {draw.escape_name(row.phase or 'no phase')}"
     return text + (f"<br>{row.efficiency:.0%} of what {row.bound_by} allows" if row.efficiency is not None else "")
 
 
@@ -284,7 +114,7 @@ def _build_ceilings(rows: tuple[RooflineRow, ...], lowest: float, highest: float
     peaks = {row.dtype: row.flops / row.bound_ms / 1e9 for row in rows if row.bound_by == "compute" and row.bound_ms}
     bandwidths = [row.num_bytes / row.bound_ms / 1e9 for row in rows if row.bound_by == "memory" and row.bound_ms]
     limits = [
-        ([lowest, highest], [peak, peak], f"{peak:,.0f} TFLOP/s in {escape_name(dtype)}", "top right")
+        ([lowest, highest], [peak, peak], f"{peak:,.0f} TFLOP/s in {draw.escape_name(dtype)}", "top right")
         for dtype, peak in peaks.items()
     ]
     if bandwidths:
@@ -297,8 +127,8 @@ def _build_ceilings(rows: tuple[RooflineRow, ...], lowest: float, highest: float
     return [
         {
             "type": "scatter", "mode": "lines+text", "x": x, "y": y, "name": name, "hovertemplate": f"{name}<extra></extra>",
-            "line": {"color": SLATE, "width": 1.5, "dash": "dot"}, "showlegend": False,  # the name stands at its beginning
-            "text": [name, ""], "textposition": side, "textfont": {"size": 12, "color": SLATE},
+            "line": {"color": palette.SLATE, "width": 1.5, "dash": "dot"}, "showlegend": False,  # the name stands at its beginning
+            "text": [name, ""], "textposition": side, "textfont": {"size": 12, "color": palette.SLATE},
         }
         for x, y, name, side in limits
     ]  # fmt: skip
@@ -311,7 +141,7 @@ MAX_POINTS = 2000
 OTHER_STEPS = "others: first, evaluating, saving, compiling"
 
 
-def run_steps(report: Report) -> Figure | None:
+def run_steps(report: Report) -> draw.Figure | None:
     """Milliseconds of each step, ordinary ones apart from those that compile, save, evaluate or are profiled."""
     run = report.facts.run
     if run is None or run.steps < MIN_STEPS:
@@ -328,46 +158,32 @@ def run_steps(report: Report) -> Figure | None:
     }
     hover = "iteration %{x}: %{y:.1f} ms<extra></extra>"
     data = [
-        points(run.iterations[of_kind].tolist(), run.step_ms[of_kind].tolist(), color, hover, name=kind)
-        for (kind, of_kind), color in zip(rows.items(), (BLUE, PURPLE, GREY))
+        draw.points(run.iterations[of_kind].tolist(), run.step_ms[of_kind].tolist(), color, hover, name=kind)
+        for (kind, of_kind), color in zip(rows.items(), (palette.BLUE, palette.PURPLE, palette.GREY))
         if len(of_kind)
     ]
-    y = axis("ms", rangemode="tozero")
+    y = draw.axis("ms", rangemode="tozero")
     if run.step_ms.max() > 10 * (run.steady_step_ms or run.step_ms.max()):
-        y = log_axis("ms", run.step_ms.min(), run.step_ms.max())
-    return Figure("How long every step of the run took", data, layout(240, axis("iteration"), y))
+        y = draw.log_axis("ms", run.step_ms.min(), run.step_ms.max())
+    return draw.Figure("How long every step of the run took", data, draw.layout(240, draw.axis("iteration"), y))
 
 
-def losses(report: Report) -> Figure | None:
+def losses(report: Report) -> draw.Figure | None:
     """Of the run itself."""
-    return draw_losses({"loss": report.facts.run})
-
-
-def draw_losses(runs: Mapping[str, Run | None]) -> Figure | None:
-    """A line for each run that knows losses; of long runs every n-th step."""
-    data = []
-    looks = ((BLUE, 1.5),) if len(runs) == 1 else ((GREY, 4), (BLUE, 1.5))  # equal losses hide no line
-    for (name, run), (color, width) in zip(runs.items(), looks):
-        at = np.flatnonzero(np.isfinite(run.losses)) if run else np.zeros(0, int)
-        if run is None or len(at) < MIN_STEPS:
-            continue
-        at = at[:: max(len(at) // MAX_POINTS, 1)]
-        line = {"mode": "lines", "line": {"color": color, "width": width}, "name": name}
-        hover = f"{name}, iteration %{{x}}: %{{y:.4f}}<extra></extra>"
-        data.append(points(run.iterations[at].tolist(), run.losses[at].tolist(), color, hover, **line))
-    look = layout(260, axis("iteration"), axis("loss"), hovermode="x")
-    return Figure("The loss of every step", data, look) if data else None
+    return draw.losses({"loss": report.facts.run})
 
 
 # --- bars: when the phases of one step run (the device's clock, or the host's without a GPU); the step of each rank
 
-COLORS = tuple(color for color in SERIES[:-2] if color not in (VERMILION, ORANGE))  # those two as in the bars of a step
-SHARED = {"communication": VERMILION, "copies": ORANGE}
+COLORS = tuple(
+    color for color in palette.SERIES[:-2] if color not in (palette.VERMILION, palette.ORANGE)
+)  # those two as in the bars of a step
+SHARED = {"communication": palette.VERMILION, "copies": palette.ORANGE}
 MAX_SPANS = 400  # longer ones first; beyond that a picture shows nothing more
 MAX_RANKS = 64
 
 
-def timeline(report: Report) -> Figure | None:
+def timeline(report: Report) -> draw.Figure | None:
     """A row per phase, a bar per span of a representative step. None for a single phase."""
     rank = report.facts.critical
     if rank is None or not rank.time.timeline:
@@ -378,19 +194,19 @@ def timeline(report: Report) -> Figure | None:
     if len(names) < 2:
         return None
     colors = {name: SHARED.get(name, COLORS[at % len(COLORS)]) for at, name in enumerate(names)}
-    series = bars(
-        [escape_name(span.name, 22) for span in spans],
+    series = draw.bars(
+        [draw.escape_name(span.name, 22) for span in spans],
         [(span.end_ns - span.start_ns) / 1e6 for span in spans],
         [colors[span.name] for span in spans],
         "%{y}: %{x:.3f} ms from %{base:.3f} ms<extra></extra>",
         base=[(span.start_ns - spans[0].start_ns) / 1e6 for span in spans],
     )
-    x = axis(f"ms of the step, {'device' if rank.time.on_gpu else 'host'}'s clock")
-    look = layout(70 + 28 * len(names), x, name_axis(), barmode="overlay", bargap=0.35)
-    return Figure("When the phases of one step run", [series], look)
+    x = draw.axis(f"ms of the step, {'device' if rank.time.on_gpu else 'host'}'s clock")
+    look = draw.layout(70 + 28 * len(names), x, draw.name_axis(), barmode="overlay", bargap=0.35)
+    return draw.Figure("When the phases of one step run", [series], look)
 
 
-def step_bars(report: Report) -> Figure | None:
+def step_bars(report: Report) -> draw.Figure | None:
     """One stacked bar per rank; the bar's length is the step. None for a single rank: its table has bars."""
     ranks = [rank for rank in report.facts.ranks_seen if rank.time.step_ms > 0][:MAX_RANKS]
     if len(ranks) < 2:
@@ -399,48 +215,16 @@ def step_bars(report: Report) -> Figure | None:
         f"file {at}" if one.time.rank is None else f"rank {one.time.rank}": one.time.rows
         for at, one in enumerate(ranks)
     }
-    return draw_steps("Where a step of each rank goes, in milliseconds", steps, ranks[0].time.on_gpu)
+    return draw.steps("Where a step of each rank goes, in milliseconds", steps, ranks[0].time.on_gpu)
 
 
-def draw_steps(says: str, steps: Mapping[str, Mapping[str, float]], on_gpu: bool) -> Figure:
-    """A stacked bar for each of `steps`, made of its rows."""
-    titles = {row: row_title(row, on_gpu) for row in ROW_TITLES}
-    stacks = {name: {titles[row]: ms for row, ms in rows.items()} for name, rows in steps.items()}
-    return draw_stacks(says, stacks, {title: ROW_COLORS.get(row, GREY) for row, title in titles.items()}, "ms per step")
-
-
-TURN_COLORS = {"forward": BLUE, "backward": ORANGE, "weights": GREY}
-
-
-def schedule_chart(report: Report) -> Figure | None:
+def schedule_chart(report: Report) -> draw.Figure | None:
     """Of the schedule with the stages' measured times."""
     found = report.facts.pipeline
-    return draw_schedule(found.turns, "ms of a step, with the stages' measured times") if found else None
+    return draw.schedule(found.turns, "ms of a step, with the stages' measured times") if found else None
 
 
-def draw_schedule(turns: "Sequence[TimedTurn]", title: str) -> Figure | None:
-    """A row per stage, a bar per turn."""
-    data = []
-    for kind, color in TURN_COLORS.items():
-        own = [one for one in turns if one.kind == kind]
-        series = bars(
-            [f"stage {one.stage + 1}" for one in own],
-            [one.end_ms - one.start_ms for one in own],
-            color,
-            f"micro-batch %{{customdata}}, {kind}: %{{x:.2f}} ms from %{{base:.2f}} ms<extra>%{{y}}</extra>",
-            base=[one.start_ms for one in own],
-            name=kind,
-            customdata=[one.micro_batch + 1 for one in own],
-        )
-        series["marker"]["line"] = {"color": CARD, "width": 0.5}
-        data += [series] if own else []
-    stages = len({one.stage for one in turns})
-    look = layout(80 + 28 * stages, axis(title), name_axis(), barmode="overlay", bargap=0.25)
-    says = "The schedule of the pipeline: which micro-batch each stage computes when, and where it waits"
-    return Figure(says, data, look) if turns else None
-
-
-def build_charts(report: Report) -> dict[str, Figure]:
+def build_charts(report: Report) -> dict[str, draw.Figure]:
     """Section.key: its chart; none where the bars of a table show as much."""
     makers = {
         "step": step_bars, "phases": timeline, "roofline": roofline, "memory": memory_curve, "pipeline": schedule_chart,

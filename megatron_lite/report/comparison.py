@@ -8,33 +8,11 @@ from megatron_lite.analysis.compare.compare_results import Change, Comparison, K
 from megatron_lite.analysis.compare.limits import Judged
 from megatron_lite.analysis.compare.losses import Losses
 from megatron_lite.analysis.run_facts import Facts
-from megatron_lite.report.charts import (
-    Figure,
-    axis,
-    bars,
-    choose_unit,
-    draw_losses,
-    draw_stacks,
-    draw_steps,
-    escape_name,
-    layout,
-    name_axis,
-)  # fmt: skip
+from megatron_lite.report import draw, palette
 from megatron_lite.report.html import render_page
 from megatron_lite.report.section import Block, Lines, Section, Table, drop_empty_columns, limit_rows, section_lines
 from megatron_lite.report.sections.step import row_title
-from megatron_lite.report.text import (
-    BLUE,
-    CATEGORY_COLORS,
-    GREEN,
-    GREY,
-    VERMILION,
-    Style,
-    calls,
-    heading,
-    milliseconds,
-    wrapped,
-)
+from megatron_lite.report.text import Style, calls, heading, milliseconds, wrapped
 from megatron_lite.units import count, size
 
 MAX_FLAGS, MAX_KERNELS, MAX_NAMES = 12, 8, 2
@@ -42,7 +20,6 @@ MIN_SHARE = 0.002  # of a step that a row or a kernel's difference must be to be
 HEAD = ["A", "B", "B - A", "change", "noise", "result"]
 ALIGN = "rrrrrl"
 CLEAR = (Change.MORE, Change.LESS)
-Names = str | tuple[str, ...]
 
 
 def comparison_lines(
@@ -59,32 +36,22 @@ def comparison_lines(
 
 def comparison_page(found: Comparison, judged: Sequence[Judged], a: Facts, b: Facts) -> str:
     """The whole page as text. a, b: what the comparison was made of."""
-    said, charts, curves = (
-        found.sentence.replace("->", "\u2192"),
-        _build_charts(found),
-        draw_losses({"A": a.run, "B": b.run}),
-    )
-    sections = list(build_comparison_sections(found, judged, True))
-    if curves:
-        charts["losses"] = curves
-        if found.losses is None:
-            told = "seed, data, model, optimizer or precision differ: the two are not meant to have equal losses"
-            sections.append(Section("losses", "Losses", "of every step", [Lines([told], quiet=True)]))
+    charts, sections = _build_charts(found, a, b), list(build_comparison_sections(found, judged, True))
+    if "losses" in charts and found.losses is None:
+        told = "not judged: seed, data, model, optimizer and precision are not known to be the same"
+        sections.append(Section("losses", "Losses", "of every step", [Lines([told], quiet=True)]))
+    tiles = []
+    for total, (name, mine, theirs, _, change, _, result) in zip(found.totals, _list_totals(found)):
+        tiles.append((change if total.pair.change in CLEAR else result, f"{name}: {mine} \u2192 {theirs}"))
     return render_page(
         sections,
         charts,
         title=f"A: {found.title_a}; B: {found.title_b}",
         command="compare",
-        sentences=[
-            said[:1].upper() + said[1:],
-            *(f"{one.limit.text}: {one.outcome}" for one in judged),
-        ],
+        sentences=[found.sentence.replace("->", "\u2192"), *(f"{one.limit.text}: {one.outcome}" for one in judged)],
         inconclusive=found.totals[0].pair.change is Change.UNCLEAR,
         confidence="",
-        tiles=[
-            (row[4] if total.pair.change in CLEAR else row[6], f"{row[0]}: {row[1]} \u2192 {row[2]}")
-            for total, row in zip(found.totals, _list_totals(found))
-        ],
+        tiles=tiles,
         about={},
         of_gaps="To keep in mind",
         gaps=_list_notes(found),
@@ -126,14 +93,11 @@ def _escape(text: str) -> str:
 
 
 def _list_totals(found: Comparison) -> list[list[str]]:
-    writers = {"bytes": size, "tokens/s": count, "%": "{:.1f}".format}
-    return [
-        [
-            f"{total.name}, {total.unit}" if total.unit in ("ms", "%") else total.name,
-            *_build_cells(total.pair, writers.get(total.unit) or _choose_ms([total.pair])),
-        ]
-        for total in found.totals
-    ]
+    writers, rows = {"bytes": size, "tokens/s": count, "%": "{:.1f}".format}, []
+    for total in found.totals:
+        name = f"{total.name}, {total.unit}" if total.unit in ("ms", "%") else total.name
+        rows.append([name, *_build_cells(total.pair, writers.get(total.unit) or _choose_ms([total.pair]))])
+    return rows
 
 
 # --- sections
@@ -154,8 +118,8 @@ def build_comparison_sections(found: Comparison, judged: Sequence[Judged], every
     faint = [total.pair.change is Change.SAME for total in found.totals]
     table = drop_empty_columns(Table(_list_totals(found), "l" + ALIGN, ["", *HEAD], faint=faint))
     yield Section("totals", "Speed and memory", "", [table, Lines([told], quiet=True)])
-    rows = _name_rows(found)
-    if rows:
+    if found.rows:
+        rows = {row_title(row, found.on_gpu): pair for row, pair in found.rows.items()}
         yield Section("rows", "Where a step goes", "ms per step; rows sum to the traced step", [_build_table(rows)])
     if found.groups:
         groups = {name or "not named": pair for name, pair in found.groups.items()}
@@ -166,13 +130,12 @@ def build_comparison_sections(found: Comparison, judged: Sequence[Judged], every
     if found.roles:
         seen = {name: pair for name, pair in found.roles.items() if _is_seen(pair, found.step_ms)}
         yield Section("roles", "By kind of work", "ms per step, added up", [_build_table(seen)])
-    shown, hidden = limit_rows(
-        [one for one in found.kernels if everything or _differs(one, found)], MAX_KERNELS, everything
-    )
+    kernels = [one for one in found.kernels if everything or _differs(one, found)]
+    shown, hidden = limit_rows(kernels, MAX_KERNELS, everything)
     if shown:
-        pairs = {(one.operator, one.phase): one.ms for one in shown}
+        pairs = {_name_kernel(one): one.ms for one in shown}
         names = Lines([_describe_kernels(pair) for pair in shown if set(pair.names_a) != set(pair.names_b)], quiet=True)
-        blocks: list[Block] = [_build_table(pairs, ("operator", "phase"), hidden=hidden), names]
+        blocks: list[Block] = [_build_table(pairs, "operator, phase", hidden=hidden), names]
         yield Section("kernels", "What changed most, by operator and phase", "ms per step", blocks)
     if found.losses:
         yield build_losses_section(found.losses)
@@ -189,21 +152,14 @@ def build_losses_section(found: Losses, names: tuple[str, str, str] = ("A", "B",
     first, last = found.iterations
     most = f"largest difference of a loss in steps {first:,} to {last:,}: {found.largest:.1e}, in step {found.largest_at:,}"
     texts = [found.verdict, most] if found.verdict else [most]
-    return Section(
-        "losses",
-        "Do they compute the same?",
-        f"step {first:,}",
-        [Table(rows, "lrrr", ["", *names]), Lines(texts)],
-    )
+    blocks: list[Block] = [Table(rows, "lrrr", ["", *names]), Lines(texts)]
+    return Section("losses", "Do they compute the same?", f"step {first:,}", blocks)
 
 
 def _build_phases_section(found: Comparison) -> Section:
     """The host's labels beside the device's own time where there is a GPU: the two tell different stories."""
-    seen = [
-        phase
-        for phase in found.phases
-        if any(_is_seen(pair, found.step_ms) for pair in (phase.host, phase.device) if pair)
-    ]
+    pairs = [(phase, [pair for pair in (phase.host, phase.device) if pair]) for phase in found.phases]
+    seen = [phase for phase, both in pairs if any(_is_seen(pair, found.step_ms) for pair in both)]
     device = {phase.name: phase.device for phase in seen if phase.device}
     blocks: list[Block] = [_build_table(device, "on the device")] if device else []
     blocks += [_build_table({phase.name: phase.host for phase in seen}, "by labels on the host")] if seen else []
@@ -211,10 +167,6 @@ def _build_phases_section(found: Comparison) -> Section:
         told = "labels on the host show when work was handed over, and waits; the device's time is what it takes"
         blocks.append(Lines([told], quiet=True))
     return Section("phases", "Phases", f"ms per step, {found.phases_of}", blocks)
-
-
-def _name_rows(found: Comparison) -> dict[str, Pair]:
-    return {row_title(row, found.on_gpu): pair for row, pair in found.rows.items()}
 
 
 def _is_seen(pair: Pair, step_ms: float) -> bool:
@@ -231,26 +183,24 @@ def _describe_kernels(pair: KernelPair) -> str:
     sides = []
     for names, number in ((pair.names_a, pair.per_step.a), (pair.names_b, pair.per_step.b)):
         sides.append(", ".join(names[:MAX_NAMES]) + (f" ({calls(number)})" if number else "") or "nothing")
-    return f"{pair.operator}{f', {pair.phase}' if pair.phase else ''}: {' -> '.join(sides)}"
+    return f"{_name_kernel(pair)}: {' -> '.join(sides)}"
+
+
+def _name_kernel(pair: KernelPair) -> str:
+    return f"{pair.operator}{f', {pair.phase}' if pair.phase else ''}"
 
 
 # --- tables of pairs
 
 
 def _build_table(
-    pairs: Mapping[str, Pair] | Mapping[tuple[str, str], Pair],
-    head: Names = "",
-    write: Callable[[float], str] | None = None,
-    hidden: int = 0,
+    pairs: Mapping[str, Pair], head: str = "", write: Callable[[float], str] | None = None, hidden: int = 0
 ) -> Table:
-    """A name, or several, and the cells of a pair in each row; `write` None: milliseconds. What has not changed is faint."""
+    """A name and the cells of a pair in each row; `write` None: milliseconds. What has not changed is faint."""
     own = write or _choose_ms(pairs.values())
-    rows = [
-        [*((names,) if isinstance(names, str) else names), *_build_cells(pair, own)] for names, pair in pairs.items()
-    ]
-    heads = (head,) if isinstance(head, str) else head
+    rows = [[name, *_build_cells(pair, own)] for name, pair in pairs.items()]
     faint = [pair.change is Change.SAME for pair in pairs.values()]
-    return drop_empty_columns(Table(rows, "l" * len(heads) + ALIGN, [*heads, *HEAD], hidden=hidden, faint=faint))
+    return drop_empty_columns(Table(rows, "l" + ALIGN, [head, *HEAD], hidden=hidden, faint=faint))
 
 
 def _build_cells(pair: Pair, write: Callable[[float], str]) -> list[str]:
@@ -281,33 +231,36 @@ def _choose_ms(pairs: Iterable[Pair]) -> Callable[[float], str]:
 MAX_BARS = 16
 
 
-def _build_charts(found: Comparison) -> dict[str, Figure]:
+def _build_charts(found: Comparison, a: Facts, b: Facts) -> dict[str, draw.Figure]:
     """Section.key: its chart."""
-    charts = {}
+    charts = {"losses": draw.losses({"A": a.run, "B": b.run})}
     if found.rows:
-        steps = {side: {row: getattr(pair, side.lower()) or 0.0 for row, pair in found.rows.items()} for side in "AB"}
-        charts["rows"] = draw_steps("Where a step of A goes, and one of B, in milliseconds", steps, found.on_gpu)
+        steps = _split(found.rows)
+        charts["rows"] = draw.steps("Where a step of A goes, and one of B, in milliseconds", steps, found.on_gpu)
     if found.memory:
-        held = {
-            side: {name: getattr(pair, side.lower()) or 0.0 for name, pair in found.memory.items()} for side in "AB"
-        }
-        unit, of = choose_unit(max(sum(parts.values()) for parts in held.values()))
-        stacks = {side: {name: value / of for name, value in parts.items()} for side, parts in held.items()}
-        charts["memory"] = draw_stacks("What holds memory at the peak of A, and of B", stacks, CATEGORY_COLORS, unit)
-    phases = {phase.name: phase.device or phase.host for phase in found.phases}
+        unit, of = draw.choose_unit(max(sum(parts.values()) for parts in _split(found.memory).values()))
+        held = _split(found.memory, of)
+        charts["memory"] = draw.stacks("What holds memory at the peak of A, and of B", held, palette.HELD, unit)
+    phases = {draw.escape_name(phase.name, 22): phase.device or phase.host for phase in found.phases}
     phases = {name: pair for name, pair in phases.items() if _is_seen(pair, found.step_ms)}
     if phases:
-        names, hover = [escape_name(name, 22) for name in phases], "%{fullData.name}: %{x:.4r} ms<extra>%{y}</extra>"
-        sides = {side: [getattr(pair, side.lower()) or 0.0 for pair in phases.values()] for side in "AB"}
-        data = [bars(names, ms, color, hover, name=side) for (side, ms), color in zip(sides.items(), (GREY, BLUE))]
-        look = layout(70 + 34 * len(names), axis("ms per step"), name_axis(), barmode="group", bargap=0.3)
-        charts["phases"] = Figure("How long each phase takes in A, and in B, in milliseconds", data, look)
+        sides = zip(_split(phases).items(), (palette.GREY, palette.BLUE))
+        hover = "%{fullData.name}: %{x:.4r} ms<extra>%{y}</extra>"
+        data = [draw.bars(list(ms), list(ms.values()), color, hover, name=side) for (side, ms), color in sides]
+        x, y = draw.axis("ms per step"), draw.name_axis()
+        look = draw.layout(70 + 34 * len(phases), x, y, barmode="group", bargap=0.3)
+        charts["phases"] = draw.Figure("How long each phase takes in A, and in B, in milliseconds", data, look)
     changed = [one for one in found.kernels if _differs(one, found)][:MAX_BARS]
     if changed:
-        names = [escape_name(f"{one.operator}, {one.phase or 'no phase'}", 40) for one in changed]
+        names = [draw.escape_name(_name_kernel(one), 40) for one in changed]
         by = [(one.ms.b or 0.0) - (one.ms.a or 0.0) for one in changed]
-        colors = [VERMILION if ms > 0 else GREEN for ms in by]
-        look = layout(70 + 24 * len(names), axis("ms per step, B - A"), name_axis(), bargap=0.3)
-        data = [bars(names, by, colors, "%{y}: %{x:+.4r} ms<extra></extra>")]
-        charts["kernels"] = Figure("How much longer B takes for each kind of work that changed", data, look)
-    return charts
+        colors = [palette.VERMILION if ms > 0 else palette.GREEN for ms in by]
+        look = draw.layout(70 + 24 * len(names), draw.axis("ms per step, B - A"), draw.name_axis(), bargap=0.3)
+        data = [draw.bars(names, by, colors, "%{y}: %{x:+.4r} ms<extra></extra>")]
+        charts["kernels"] = draw.Figure("How much longer B takes for each kind of work that changed", data, look)
+    return {key: figure for key, figure in charts.items() if figure is not None}
+
+
+def _split(pairs: Mapping[str, Pair], of: float = 1.0) -> dict[str, dict[str, float]]:
+    """Both sides' numbers, in units of `of`."""
+    return {side: {name: (getattr(pair, side.lower()) or 0.0) / of for name, pair in pairs.items()} for side in "AB"}

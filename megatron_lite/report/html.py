@@ -9,7 +9,8 @@ from typing import Any
 
 from megatron_lite.analysis.findings.rules import get_page
 from megatron_lite.analysis.report import REPORT_SCHEMA, Report
-from megatron_lite.report.charts import Figure, build_charts
+from megatron_lite.report.charts import build_charts
+from megatron_lite.report.draw import Figure
 from megatron_lite.report.json_file import plain
 from megatron_lite.report.section import Card, Section, Table
 from megatron_lite.report.sections.all import build_limitations, build_sections, describe_confidence

@@ -4,7 +4,7 @@ from typing import Any
 
 from megatron_lite.estimate.search import Candidate, Search, get_sizes
 from megatron_lite.estimate.what_if import Fit, Variant
-from megatron_lite.report.charts import Figure, axis, draw_schedule, draw_stacks, layout, log_axis, points
+from megatron_lite.report import draw, palette
 from megatron_lite.report.html import render_page
 from megatron_lite.report.json_file import plain
 from megatron_lite.report.plan_figures import MAX_MICRO_BATCHES, PLAN_SCHEMA, PlanReport, StageOutlook, simulate_stages
@@ -18,10 +18,9 @@ from megatron_lite.report.plan_terminal import (
     sum_kinds,
     verdicts,
 )  # fmt: skip
-from megatron_lite.report.text import BLUE, CARD, GREY, ORANGE, PURPLE, VERMILION
 from megatron_lite.units import GIB
 
-KIND_COLORS = {STATES: BLUE, ACTIVATIONS: ORANGE, LOSS: VERMILION, OTHER: GREY}
+KIND_COLORS = {STATES: palette.BLUE, ACTIVATIONS: palette.ORANGE, LOSS: palette.VERMILION, OTHER: palette.GREY}
 
 
 def plan_page(report: PlanReport) -> str:
@@ -44,7 +43,7 @@ def plan_page(report: PlanReport) -> str:
     )
 
 
-def memory_by_stage(report: PlanReport) -> Figure | None:
+def memory_by_stage(report: PlanReport) -> draw.Figure | None:
     """A bar per stage, in order, of what its peak is made of; the GPU's memory as a line."""
     if not report.stages:
         return None
@@ -52,46 +51,46 @@ def memory_by_stage(report: PlanReport) -> Figure | None:
         f"stage {one.plan.stage.number + 1}": {kind: held / GIB for kind, held in sum_kinds(one.memory).items()}
         for one in report.stages
     }
-    figure = draw_stacks(
+    figure = draw.stacks(
         "What one GPU of each stage holds at its peak; dotted: the GPU's memory", stacks, KIND_COLORS, "GiB"
     )
     if report.outlooks:
-        room, line = report.outlooks[0].room_bytes / GIB, {"color": PURPLE, "dash": "dot"}
+        room, line = report.outlooks[0].room_bytes / GIB, {"color": palette.PURPLE, "dash": "dot"}
         figure.layout["shapes"] = [
             {"type": "line", "yref": "paper", "x0": room, "x1": room, "y0": 0, "y1": 1, "line": line}
         ]
     return figure
 
 
-def schedule_of_plan(report: PlanReport) -> Figure | None:
+def schedule_of_plan(report: PlanReport) -> draw.Figure | None:
     """Of few micro-batches: how the pipeline fills and drains."""
     stages, plan = report.stages, report.plan
     micro_batches = min(plan.batch.final // plan.samples_per_pass, MAX_MICRO_BATCHES * len(stages))
     turns = simulate_stages(stages, micro_batches) if stages else []
-    return draw_schedule(turns, f"ms at best, of {micro_batches} micro-batches")
+    return draw.schedule(turns, f"ms at best, of {micro_batches} micro-batches")
 
 
-def time_against_memory(report: PlanReport) -> Figure | None:
+def time_against_memory(report: PlanReport) -> draw.Figure | None:
     """Every layout that fits as a point; those that none other beats in both are joined."""
     found = report.search
     if found is None or not found.fitting:
         return None
     data = [
-        _draw_points(list(found.fitting), "fits", GREY, "markers"),
-        _draw_points(found.front, "none is as fast with less memory", BLUE, "lines+markers"),
+        _draw_points(list(found.fitting), "fits", palette.GREY, "markers"),
+        _draw_points(found.front, "none is as fast with less memory", palette.BLUE, "lines+markers"),
     ]
     times = [one.step_ms for one in found.fitting]
-    look = layout(340, axis("GiB at the peak"), log_axis("ms per step at best", min(times), max(times)))
+    look = draw.layout(340, draw.axis("GiB at the peak"), draw.log_axis("ms per step at best", min(times), max(times)))
     says = f"Least time and memory of {len(found.fitting)} variants that fit into one {found.processor.name}"
-    return Figure(says, data, look)
+    return draw.Figure(says, data, look)
 
 
 def _draw_points(candidates: list[Candidate], name: str, color: str, mode: str) -> dict[str, Any]:
     texts = [f"{name_layout(one.plan)}, micro-batch {one.plan.args.training.micro_batch_size}" for one in candidates]
     x, y = [one.peak_bytes / GIB for one in candidates], [one.step_ms for one in candidates]
     look = {"mode": mode, "name": name, "text": texts, "line": {"color": color, "width": 1}}
-    marker = {"color": color, "size": 7, "line": {"color": CARD, "width": 1}}
-    return points(x, y, color, "%{text}: %{y:,.1f} ms, %{x:.2f} GiB<extra></extra>", marker=marker, **look)
+    marker = {"color": color, "size": 7, "line": {"color": palette.CARD, "width": 1}}
+    return draw.points(x, y, color, "%{text}: %{y:,.1f} ms, %{x:.2f} GiB<extra></extra>", marker=marker, **look)
 
 
 # --- JSON

@@ -56,7 +56,7 @@ def findings_section(report: Report, everything: bool) -> Section | None:
         flags = [flag for flag in finding.flags if flag not in finding.advice]
         advice = finding.advice + (f": {', '.join(flags)}" if flags else "")
         gain = _format_cost(finding.gain_ms, finding.gain_bytes)
-        card = Card(
+        blocks += [Card(
             number=number,
             code=finding.code,
             title=("" if finding.certain else "likely: ") + finding.title + rank,
@@ -65,8 +65,7 @@ def findings_section(report: Report, everything: bool) -> Section | None:
             advice=advice + (f" (saves at most {gain})" if gain else ""),
             in_full=everything or number <= MAX_IN_FULL,
             shown_in=[key for key, codes in SHOWS.items() if finding.code in codes.split()],
-        )
-        blocks.append(card)
+        )]  # fmt: skip
     more = f"and {hidden} more with --all; " if hidden else ""
     blocks.append(Hint(f"{more}megatron-lite explain CODE: what a finding means, its false alarms"))
     # a job without a run folder is mostly another program's
@@ -166,13 +165,9 @@ def collectives_section(report: Report, everything: bool) -> Section | None:
             bandwidth = significant(row.bus_gb_s) if row.bus_gb_s >= MIN_GB_S else f"<{MIN_GB_S}"
         body.append([
             row.name + (f" ({row.algorithm})" if row.algorithm and everything else ""),
-            row.group if len(ranks.groups) > 1 else "",
-            row.phase,
-            str(row.group_size or ""),
-            calls(row.per_step),
+            row.group if len(ranks.groups) > 1 else "", row.phase, str(row.group_size or ""), calls(row.per_step),
             "" if row.num_bytes is None else size(row.num_bytes),
-            *map(write, (row.kernel_ms, row.transfer_ms, row.wait_ms, row.exposed_ms)),
-            bandwidth,
+            *map(write, (row.kernel_ms, row.transfer_ms, row.wait_ms, row.exposed_ms)), bandwidth,
         ])  # fmt: skip
     head = [
         "collective", "group", "phase", "ranks", "calls", "each", "ms", "transfer", "waiting", "exposed", "bus GB/s",
@@ -189,10 +184,8 @@ def _build_groups(ranks: Ranks) -> list[Table]:
     write, body = partial(milliseconds, of=max(row.busy_ms for row in ranks.groups)), []
     for row in ranks.groups:
         most = "" if row.most_exposed_rank is None else f"{write(row.most_exposed_ms)} on rank {row.most_exposed_rank}"
-        moved = "" if row.num_bytes is None else size(row.num_bytes)
-        body.append(
-            [row.group or "not said", calls(row.per_step), moved, write(row.busy_ms), write(row.exposed_ms), most]
-        )
+        moved, times = "" if row.num_bytes is None else size(row.num_bytes), (write(row.busy_ms), write(row.exposed_ms))
+        body.append([row.group or "not said", calls(row.per_step), moved, *times, most])
     return [drop_empty_columns(Table(body, "lrrrrr", ["group", "calls", "bytes", "ms", "exposed", "most exposed"]))]
 
 
