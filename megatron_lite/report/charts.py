@@ -26,19 +26,11 @@ def memory_curve(report: Report) -> draw.Figure | None:
     unit, of = draw.choose_unit(snapshot.peak_bytes)
     seconds = [moment.time_us / 1e6 for moment in curve]
     look: dict[str, Any] = {"type": "scatter", "mode": "lines", "x": seconds}
-    look["hovertemplate"] = f"%{{fullData.name}}: %{{y:.2f}} {unit}<extra></extra>"
-    data = [
-        look
-        | {
-            "stackgroup": "held",
-            "name": category,
-            "y": [moment.by_category[at] / of for moment in curve],
-            "line": {"width": 0, "shape": "hv"},
-            "fillcolor": palette.HELD[category],
-        }
-        for at, category in enumerate(CATEGORIES)
-        if any(moment.by_category[at] for moment in curve)
-    ]
+    look["hovertemplate"], data = f"%{{fullData.name}}: %{{y:.2f}} {unit}<extra></extra>", []
+    for at, category in enumerate(CATEGORIES):
+        held = [moment.by_category[at] / of for moment in curve]
+        area = {"line": {"width": 0, "shape": "hv"}, "stackgroup": "held", "fillcolor": palette.HELD[category]}
+        data += [look | {"name": category, "y": held} | area] if any(held) else []
     if any(moment.reserved for moment in curve):
         line = {"color": palette.SLATE, "width": 1.5, "dash": "dot", "shape": "hv"}
         data.append(look | {"name": "reserved", "y": [moment.reserved / of for moment in curve], "line": line})
@@ -52,9 +44,8 @@ def memory_curve(report: Report) -> draw.Figure | None:
         "xanchor": "right" if late else "left",
     }  # fmt: skip
     x, y = draw.axis("seconds since the record began"), draw.axis(unit, rangemode="tozero")
-    return draw.Figure(
-        "Allocated memory over time by category", data, draw.layout(350, x, y, hovermode="x", annotations=[peak])
-    )
+    shape = draw.layout(350, x, y, hovermode="x", annotations=[peak])
+    return draw.Figure("Allocated memory over time by category", data, shape)
 
 
 def thinned(curve: tuple[Moment, ...], most: int) -> list[Moment]:
@@ -151,11 +142,8 @@ def run_steps(report: Report) -> draw.Figure | None:
     longest = [begin + int(run.step_ms[begin : begin + begins.step].argmax()) for begin in begins]
     shown = np.array(sorted({*begins, *longest}))
     profiled, ordinary = run.profiled[shown], run.ordinary[shown]
-    rows = {
-        "ordinary": shown[ordinary & ~profiled],
-        "profiled": shown[profiled],
-        OTHER_STEPS: shown[~ordinary & ~profiled],
-    }
+    rows = {"ordinary": shown[ordinary & ~profiled], "profiled": shown[profiled]}
+    rows[OTHER_STEPS] = shown[~ordinary & ~profiled]
     hover = "iteration %{x}: %{y:.1f} ms<extra></extra>"
     data = [
         draw.points(run.iterations[of_kind].tolist(), run.step_ms[of_kind].tolist(), color, hover, name=kind)
@@ -175,10 +163,8 @@ def losses(report: Report) -> draw.Figure | None:
 
 # --- bars: when the phases of one step run (the device's clock, or the host's without a GPU); the step of each rank
 
-COLORS = tuple(
-    color for color in palette.SERIES[:-2] if color not in (palette.VERMILION, palette.ORANGE)
-)  # those two as in the bars of a step
-SHARED = {"communication": palette.VERMILION, "copies": palette.ORANGE}
+SHARED = {"communication": palette.VERMILION, "copies": palette.ORANGE}  # as in the bars of a step
+COLORS = tuple(color for color in palette.SERIES[:-2] if color not in SHARED.values())
 MAX_SPANS = 400  # longer ones first; beyond that a picture shows nothing more
 MAX_RANKS = 64
 
@@ -211,11 +197,9 @@ def step_bars(report: Report) -> draw.Figure | None:
     ranks = [rank for rank in report.facts.ranks_seen if rank.time.step_ms > 0][:MAX_RANKS]
     if len(ranks) < 2:
         return None
-    steps = {
-        f"file {at}" if one.time.rank is None else f"rank {one.time.rank}": one.time.rows
-        for at, one in enumerate(ranks)
-    }
-    return draw.steps("Where a step of each rank goes, in milliseconds", steps, ranks[0].time.on_gpu)
+    names = [f"file {at}" if one.time.rank is None else f"rank {one.time.rank}" for at, one in enumerate(ranks)]
+    rows = {name: one.time.rows for name, one in zip(names, ranks)}
+    return draw.steps("Where a step of each rank goes, in milliseconds", rows, ranks[0].time.on_gpu)
 
 
 def schedule_chart(report: Report) -> draw.Figure | None:

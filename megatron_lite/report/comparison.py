@@ -37,7 +37,7 @@ def comparison_lines(
 def comparison_page(found: Comparison, judged: Sequence[Judged], a: Facts, b: Facts) -> str:
     """The whole page as text. a, b: what the comparison was made of."""
     charts, sections = _build_charts(found, a, b), list(build_comparison_sections(found, judged, True))
-    if "losses" in charts and found.losses is None:
+    if charts["losses"] and found.losses is None:
         told = "not judged: seed, data, model, optimizer and precision are not known to be the same"
         sections.append(Section("losses", "Losses", "of every step", [Lines([told], quiet=True)]))
     tiles = []
@@ -50,9 +50,7 @@ def comparison_page(found: Comparison, judged: Sequence[Judged], a: Facts, b: Fa
         command="compare",
         sentences=[found.sentence.replace("->", "\u2192"), *(f"{one.limit.text}: {one.outcome}" for one in judged)],
         inconclusive=found.totals[0].pair.change is Change.UNCLEAR,
-        confidence="",
         tiles=tiles,
-        about={},
         of_gaps="To keep in mind",
         gaps=_list_notes(found),
         numbers="--json FILE",
@@ -231,7 +229,7 @@ def _choose_ms(pairs: Iterable[Pair]) -> Callable[[float], str]:
 MAX_BARS = 16
 
 
-def _build_charts(found: Comparison, a: Facts, b: Facts) -> dict[str, draw.Figure]:
+def _build_charts(found: Comparison, a: Facts, b: Facts) -> dict[str, draw.Figure | None]:
     """Section.key: its chart."""
     charts = {"losses": draw.losses({"A": a.run, "B": b.run})}
     if found.rows:
@@ -258,7 +256,7 @@ def _build_charts(found: Comparison, a: Facts, b: Facts) -> dict[str, draw.Figur
         look = draw.layout(70 + 24 * len(names), draw.axis("ms per step, B - A"), draw.name_axis(), bargap=0.3)
         data = [draw.bars(names, by, colors, "%{y}: %{x:+.4r} ms<extra></extra>")]
         charts["kernels"] = draw.Figure("How much longer B takes for each kind of work that changed", data, look)
-    return {key: figure for key, figure in charts.items() if figure is not None}
+    return charts
 
 
 def _split(pairs: Mapping[str, Pair], of: float = 1.0) -> dict[str, dict[str, float]]:

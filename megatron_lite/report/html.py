@@ -83,7 +83,7 @@ def html_page(report: Report) -> str:
     )
 
 
-def render_page(sections: Sequence[Section], charts: Mapping[str, Figure], **texts: Any) -> str:
+def render_page(sections: Sequence[Section], charts: Mapping[str, Figure | None], **texts: Any) -> str:
     """page.html.jinja, whose every expression loses what a terminal or browser would obey. charts: by the section's key; texts: what
     else the page names."""
     import jinja2  # here: reports without a page do not wait for it
@@ -98,14 +98,18 @@ def render_page(sections: Sequence[Section], charts: Mapping[str, Figure], **tex
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
-    charts = {section.key: charts[section.key] for section in sections if section.key in charts}
-    library = _read_plotly() if charts else ""
-    figures = {key: {"data": figure.data, "layout": figure.layout} for key, figure in charts.items() if library}
+    shown = {section.key: figure for section in sections if (figure := charts.get(section.key))}
+    library = _read_plotly() if shown else ""
+    figures = {key: {"data": figure.data, "layout": figure.layout} for key, figure in shown.items() if library}
     known = {
+        "inconclusive": False,
+        "confidence": "",
+        "tiles": [],
+        "about": {},
         "sections": sections,
-        "charts": charts,
+        "charts": shown,
         "cards": {section.key: [card for card in cards if section.key in card.shown_in] for section in sections},
-        "without_charts": bool(charts) and not library,
+        "without_charts": bool(shown) and not library,
         "css": (FOLDER / "page.css").read_text(encoding="utf-8"),
         "script": (FOLDER / "page.js").read_text(encoding="utf-8"),
         "library": library,

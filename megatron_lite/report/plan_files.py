@@ -9,34 +9,20 @@ from megatron_lite.report.html import render_page
 from megatron_lite.report.json_file import plain
 from megatron_lite.report.plan_figures import MAX_MICRO_BATCHES, PLAN_SCHEMA, PlanReport, StageOutlook, simulate_stages
 from megatron_lite.report.plan_search import name_layout
-from megatron_lite.report.plan_terminal import (
-    ACTIVATIONS,
-    LOSS,
-    OTHER,
-    STATES,
-    build_plan_sections,
-    sum_kinds,
-    verdicts,
-)  # fmt: skip
+from megatron_lite.report.plan_terminal import KIND_COLORS, build_plan_sections, sum_kinds, verdicts
 from megatron_lite.units import GIB
-
-KIND_COLORS = {STATES: palette.BLUE, ACTIVATIONS: palette.ORANGE, LOSS: palette.VERMILION, OTHER: palette.GREY}
 
 
 def plan_page(report: PlanReport) -> str:
     """The whole page as text."""
-    makers = {"stages": memory_by_stage, "schedule": schedule_of_plan, "layouts": time_against_memory}
-    made = {key: make(report) for key, make in makers.items()}
+    charts = {"stages": memory_by_stage, "schedule": schedule_of_plan, "layouts": time_against_memory}
     return render_page(
         list(build_plan_sections(report, why=True)),
-        {key: figure for key, figure in made.items() if figure is not None},
+        {key: make(report) for key, make in charts.items()},
         title=f"{report.title}: {report.facts}",
         command="plan",
         sentences=verdicts(report),
-        inconclusive=False,
         confidence="before the run: memory is an estimate in closed form, times are lower bounds",
-        tiles=[],
-        about={},
         of_gaps="What was assumed",
         gaps=report.notes,
         numbers="--json FILE",
@@ -51,14 +37,11 @@ def memory_by_stage(report: PlanReport) -> draw.Figure | None:
         f"stage {one.plan.stage.number + 1}": {kind: held / GIB for kind, held in sum_kinds(one.memory).items()}
         for one in report.stages
     }
-    figure = draw.stacks(
-        "What one GPU of each stage holds at its peak; dotted: the GPU's memory", stacks, KIND_COLORS, "GiB"
-    )
+    says = "What one GPU of each stage holds at its peak; dotted: the GPU's memory"
+    figure = draw.stacks(says, stacks, KIND_COLORS, "GiB")
     if report.outlooks:
-        room, line = report.outlooks[0].room_bytes / GIB, {"color": palette.PURPLE, "dash": "dot"}
-        figure.layout["shapes"] = [
-            {"type": "line", "yref": "paper", "x0": room, "x1": room, "y0": 0, "y1": 1, "line": line}
-        ]
+        line = {"type": "line", "yref": "paper", "y0": 0, "y1": 1, "line": {"color": palette.PURPLE, "dash": "dot"}}
+        figure.layout["shapes"] = [line | dict.fromkeys(("x0", "x1"), report.outlooks[0].room_bytes / GIB)]
     return figure
 
 
