@@ -2,16 +2,19 @@
 // Charts name their colors as the style sheet does, which has other values on dark pages and on paper.
 const source = document.getElementById("charts").textContent;
 const config = { displayModeBar: false, responsive: true };
-const shown_rows = 12;
+const shown_rows = 12, paper = matchMedia("print"), paper_px = 1010; // as wide as a page, however narrow the window is
 function draw() {
   const style = getComputedStyle(document.documentElement);
   const charts = JSON.parse(source, (key, value) =>
     typeof value === "string" ? value.replace(/^var\((--[a-z]+)\)$/, (all, name) => style.getPropertyValue(name).trim()) : value);
-  for (const [key, figure] of Object.entries(charts)) Plotly.react("chart-" + key, figure.data, figure.layout, config);
+  for (const [key, figure] of Object.entries(charts)) {
+    if (paper.matches) figure.layout.width = paper_px;
+    Plotly.react("chart-" + key, figure.data, figure.layout, config);
+  }
 }
 if (window.Plotly) {
   draw();
-  for (const query of ["(prefers-color-scheme: dark)", "print"]) matchMedia(query).addEventListener("change", draw);
+  for (const query of [matchMedia("(prefers-color-scheme: dark)"), paper]) query.addEventListener("change", draw);
 }
 
 // On paper nothing is folded; what a link leads to is not either.
