@@ -103,19 +103,17 @@ def run(argv: list[str]):
 
 
 def _open_page(path: Path) -> str:
-    """Show it in the user's browser; returns the line that says so, or where the page is if this machine has none to show it."""
-    known = os.environ.get("BROWSER")  # editors set it on a machine reached by ssh, and forward what it opens
-    shown = (
-        known or sys.platform in ("darwin", "win32") or os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")
-    )
-    remote = bool(os.environ.get("SSH_CONNECTION")) and not known
-    if shown and not remote:
+    """Show it in the user's browser; returns the line that says so, or where the page is if this machine cannot show it."""
+    known = os.environ.get("BROWSER")  # editors set it on a machine that is reached by ssh, and forward what it opens
+    has_display = sys.platform in ("darwin", "win32") or os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")
+    why = ""
+    if not known:
+        why = "over ssh" if os.environ.get("SSH_CONNECTION") else "" if has_display else "without a display"
+    if not why:
         import webbrowser
 
-        if webbrowser.open(path.resolve().as_uri()):
-            return f"opened in the browser: {path}"
-    why = "over ssh" if remote else "without a display"
-    return f"no browser can be opened {why}; the page, one file that needs no other: {path.resolve()}"
+        why = "" if webbrowser.open(path.resolve().as_uri()) else "no browser was found"
+    return f"not opened, {why}; the page is {path.resolve()}" if why else f"opened in the browser: {path}"
 
 
 def compare_runs(argv: list[str]) -> int:

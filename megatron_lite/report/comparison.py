@@ -48,7 +48,10 @@ def comparison_page(found: Comparison, judged: Sequence[Judged], a: Facts, b: Fa
         charts,
         title=f"A: {found.title_a}; B: {found.title_b}",
         command="compare",
-        sentences=[found.sentence.replace("->", "\u2192"), *(f"Limit {one.limit.text}: {one.outcome}" for one in judged)],
+        sentences=[
+            found.sentence.replace("->", "\u2192"),
+            *(f"Limit {one.limit.text}: {one.outcome}" for one in judged),
+        ],
         inconclusive=found.totals[0].pair.change is Change.UNCLEAR,
         tiles=tiles,
         of_gaps="To keep in mind",
