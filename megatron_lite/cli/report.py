@@ -1,5 +1,6 @@
 """megatron-lite report, compare and audit: what finished runs say."""
 
+import argparse
 import json
 import os
 import sys
@@ -59,10 +60,17 @@ def run(argv: list[str]):
         if options.no_html and given:
             raise UserError(f"{flag} and --no-html exclude each other; keep one.")
     [report] = _analyze(options.paths)
-    from megatron_lite.report.html import html_page
-    from megatron_lite.report.json_file import json_text, ranks_text
     from megatron_lite.report.terminal import terminal_lines
     from megatron_lite.report.text import get_style
+
+    written = _write_files(report, options)
+    print_lines([*terminal_lines(report, get_style(sys.stdout), options.all), "", *written])
+
+
+def _write_files(report, options: argparse.Namespace) -> list[str]:
+    """Page, numbers and baseline; returns lines that name them."""
+    from megatron_lite.report.html import html_page
+    from megatron_lite.report.json_file import json_text, ranks_text
 
     # in a run's own folder; a report on foreign files is left where the user stands
     first = Path(options.paths[0])
@@ -71,7 +79,7 @@ def run(argv: list[str]):
     numbers = Path(options.json) if options.json else html.parent / JSON_FILE if html else None
     done, failed = [], []
     for path, flag, asked, make in (
-        (html, "--html", options.html, html_page),
+        (html, "--html", options.html or options.open, html_page),
         (numbers, "--json", options.json, json_text),
         (numbers and numbers.with_suffix(RANKS_SUFFIX), "--json", options.json, ranks_text),
     ):
@@ -82,7 +90,7 @@ def run(argv: list[str]):
             write_text(flag, path, text)
             done.append(str(path))
         except UserError as error:
-            if asked or (path is html and options.open):  # only a file that the user asked for must not fail
+            if asked:  # only a file that the user asked for must not fail
                 raise
             why = str(error).removeprefix(f"{flag} ").removesuffix("; name another file.")
             failed.append(f"{why}; --html FILE and --json FILE name other places")
@@ -90,16 +98,13 @@ def run(argv: list[str]):
     if options.baseline:
         from megatron_lite.analysis.run.baseline import make_baseline
 
-        if report.facts.run is None or not report.facts.run.ordinary.any():
-            raise UserError(
-                f"--baseline {options.baseline}: there is no run folder with ordinary steps among the paths."
-            )
-        content = make_baseline(report.facts.run)
-        text = json.dumps(content, allow_nan=False)
+        run = report.facts.run
+        if run is None or not run.ordinary.any():
+            none = "there is no run folder with ordinary steps among the paths."
+            raise UserError(f"--baseline {options.baseline}: {none}")
+        text = json.dumps(make_baseline(run), allow_nan=False)
         written.append(write_text("--baseline", options.baseline, text + "\n"))
-    if html and options.open:
-        written.append(_open_page(html))
-    print_lines([*terminal_lines(report, get_style(sys.stdout), options.all), "", *written])
+    return [*written, _open_page(html)] if html and options.open else written
 
 
 def _open_page(path: Path) -> str:
