@@ -112,6 +112,7 @@ function look() {
       && one.getBoundingClientRect().right > innerWidth + 1).map(called),
     narrow: all("td.l, h2").filter(one => shown(one) && room(one) < 0.6 * em
       * Math.min(Math.max(...one.textContent.split(/[^\\w]/).map(word => word.length)), MIN_LETTERS)).map(called),
+    overflowing: all("th, td").filter(one => shown(one) && one.scrollWidth > one.clientWidth + 1).map(called),
     clipped: all(".rows").filter(one => shown(one) && (one.scrollHeight > one.clientHeight + 1 || one.scrollWidth > one.clientWidth + 1)).map(called),
     charts: all(".chart .main-svg").length > 0,
     inks: [style(document.body, "color"), style(document.documentElement, "backgroundColor")],
@@ -178,7 +179,8 @@ def of(seen, page: str) -> list[dict]:
 @pytest.mark.parametrize("page", PAGES)
 def test_nothing_is_wider_than_the_window_broken_into_letters_or_out_of_view(seen, page):
     for one in of(seen, page):
-        assert (one["wide"], one["narrow"], one["clipped"]) == ([], [], []), one["width"]
+        found = [one[name] for name in ("wide", "narrow", "clipped", "overflowing")]
+        assert found == [[], [], [], []], one["width"]
     assert [one["width"] for one in of(seen, page)[::2]] == list(WIDTHS)
 
 
