@@ -6,7 +6,7 @@ from megatron_lite.config.plan import Plan
 from megatron_lite.estimate.search import Candidate, Search, get_sizes
 from megatron_lite.estimate.step_time import BUBBLE, LAYER_GROUPS
 from megatron_lite.estimate.traffic import CONTEXT, DATA, PIPELINE, TENSOR, find_members
-from megatron_lite.report.section import Lines, Section, Table, drop_empty_columns, limit_rows
+from megatron_lite.report.section import Lines, Section, Table, limit_rows
 from megatron_lite.report.text import milliseconds, percent, share
 from megatron_lite.units import count, size
 
@@ -46,7 +46,7 @@ def build_search_sections(found: Search, everything: bool) -> Iterator[Section]:
         return
     layouts = found.best_of_layouts
     shown, hidden = limit_rows(layouts, MAX_ROWS, everything)
-    table = drop_empty_columns(Table([_list_cells(one) for one in shown], "rrrrrlrlrrrrr", HEAD, hidden=hidden))
+    table = Table([_list_cells(one) for one in shown], "rrrrrlrlrrrrr", HEAD, hidden=hidden)
     of = f"{len(layouts)} layouts fit, {count(found.tried)} variants tried"
     caveat = (
         "bounds, as in Time of a step at best: real steps take longer, small products and many messages most of all; "
@@ -55,7 +55,7 @@ def build_search_sections(found: Search, everything: bool) -> Iterator[Section]:
     reasons = [*_give_reasons(shown[0]), *_compare(layouts), caveat]
     yield Section("layouts", "Fastest of each layout", of, [table, Lines(reasons, quiet=True)])
     front, hidden = limit_rows(found.front, MAX_ROWS, everything)
-    table = drop_empty_columns(Table([_list_cells(one) for one in front], "rrrrrlrlrrrrr", HEAD, hidden=hidden))
+    table = Table([_list_cells(one) for one in front], "rrrrrlrlrrrrr", HEAD, hidden=hidden)
     of = "those of which none other is as fast with less memory"
     yield Section("front", "Time against memory", of, [table])
 

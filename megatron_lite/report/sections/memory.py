@@ -6,7 +6,7 @@ from megatron_lite.analysis.memory.memory_results import OUTSIDE, LedgerRow, Sna
 from megatron_lite.analysis.report import Report
 from megatron_lite.analysis.run_facts import Compared
 from megatron_lite.report import palette
-from megatron_lite.report.section import Block, Lines, Section, Table, build_share_table, drop_empty_columns, limit_rows
+from megatron_lite.report.section import Block, Lines, Section, Table, build_share_table, limit_rows
 from megatron_lite.report.text import milliseconds, percent
 from megatron_lite.units import count, size
 
@@ -43,7 +43,7 @@ def memory_section(report: Report, everything: bool) -> Section | None:
     blocks: list[Block] = [
         Lines([f"peak {size(peak)} allocated{when}, held by"]),
         build_share_table(held, peak, size, colors),
-        drop_empty_columns(Table(sites, "llllrr", head, hidden=hidden)),
+        Table(sites, "llllrr", head, hidden=hidden),
         ledger,
         Lines(texts),
     ]
@@ -81,7 +81,7 @@ def _build_traced_section(seen: Sequence[TraceMemory]) -> Section | None:
     head = ["rank", "memory of", "peak", "reserved", "phase", "operator"]
     told = ["+: on top of what was there before the window"] if not all(one.total_is_given for one in seen) else []
     told.append("what held it stands in a snapshot: --record-memory-history")
-    table = drop_empty_columns(Table(rows, "llrrll", head, hidden=max(len(seen) - MAX_OTHERS, 0)))
+    table = Table(rows, "llrrll", head, hidden=max(len(seen) - MAX_OTHERS, 0))
     return Section("memory", "Memory", "by the trace's memory events", [table, Lines(told, quiet=True)])
 
 
