@@ -68,7 +68,7 @@ class Part:
     on_cpu: bool = False
 
 
-SPEED = Part("speed", "tokens/s beside nanoGPT and Hugging Face", 230, packages=(), on_cpu=True)
+SPEED = Part("speed", "tokens/s beside nanoGPT and Hugging Face", 250, packages=(), on_cpu=True)
 PARTS = (
     Part("equal", "losses of the GPU and the CPU, of fp16, bf16 and fp32", 55, ("test_gpu_equal.py",), on_cpu=True),
     Part("syncs", "no wait of the host in a step", 80, ("test_gpu_train.py", "test_gpu_prefetch.py")),
