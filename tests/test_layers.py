@@ -15,9 +15,10 @@ REPO = Path(__file__).parent.parent
 PACKAGE = REPO / "megatron_lite"
 LEVELS = [  # bottom up: what stands together does not know each other
     {"terminal"},
-    {"errors", "marks", "units", "phases", "thresholds", "live_line", "variables", "process_state", "shared_files"},
+    {"errors", "marks", "units", "phases", "thresholds", "live_line", "variables", "process_state", "shared_files"}
+    | {"user_functions"},
     {"config"},
-    {"run_folder", "rank_errors", "model"},
+    {"run_folder", "rank_errors", "model", "smoke"},
     {"estimate"},
     {"data", "parallel", "optim", "checkpoint"},
     {"instruments"},

@@ -32,7 +32,9 @@ def choose_compilation(args: Args, world: World) -> Compilation:
     if asked != AUTO:
         return Compilation(asked == LAYERS, loss=asked == LAYERS and world.gpus > 0)
     why = ""
-    if not world.gpus:
+    if args.model.model is not None:
+        why = "--model's own code may call it"
+    elif not world.gpus:
         why = "on a CPU its start takes longer than a short run gains; --torch-compile layers compiles"
     elif args.parallel.pipeline_schedule == ZERO_BUBBLE:
         why = f"--pipeline-schedule {ZERO_BUBBLE} is given, and a compiled layer's backward is one piece"
