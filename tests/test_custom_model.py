@@ -68,6 +68,11 @@ class Scalar(Own):
         super().__init__(shape)
         self.gain = nn.Parameter(torch.tensor(1.0))
 
+class Unused(Own):
+    def __init__(self, shape):
+        super().__init__(shape)
+        self.head = nn.Linear(2, 2)
+
 class Counting(Own):
     def __init__(self, shape):
         super().__init__(shape)
@@ -235,6 +240,10 @@ def test_plan_says_that_it_cannot_know():
         (
             "Counting",
             "its buffer norm.running_mean would be in no checkpoint; register it with persistent=False, or make",
+        ),
+        (
+            "Unused",
+            "its module does not use its parameter head.weight for the losses; drop it, or freeze it: requires_g",
         ),
         ("mean", "its module returns losses of the shape []; return the loss of each token, [1, 16]"),
         ("halves", "its module returns losses in torch.float16; compute them in torch.float32, of logits.float()"),

@@ -7,7 +7,7 @@ The module is called as GPT is, with tokens_BT, labels_BT, positions_BT and docu
 token in nats, fp32. torch's generator has --seed's state when FUNCTION is called, so that all ranks begin with the same weights.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,7 @@ class CustomModel(nn.Module):
 
     def __init__(self, custom: nn.Module, spelled: str):
         super().__init__()
-        self.custom, self._spelled = custom, spelled
+        self.custom, self._spelled, self._is_first = custom, spelled, True
 
     def forward(self, tokens_BT: Tensor, labels_BT: Tensor, positions_BT=None, documents_BT=None) -> Tensor:
         """losses_BT, fp32. UserError if the module returns something else."""
@@ -38,10 +38,31 @@ class CustomModel(nn.Module):
             self._refuse(f"returns losses of the shape {sizes}")
         if losses_BT.dtype != torch.float32:
             self._refuse(f"returns losses in {losses_BT.dtype}; compute them in torch.float32, of logits.float()")
+        if self._is_first and torch.is_grad_enabled():
+            self._is_first = False
+            if name := find_unused(losses_BT, dict(self.custom.named_parameters())):
+                self._refuse(
+                    f"does not use its parameter {name} for the losses; drop it, or freeze it: requires_grad_(False)"
+                )
         return losses_BT
 
     def _refuse(self, what: str):
         raise UserError(f"{FLAG} {self._spelled}: its module {what}")
+
+
+def find_unused(loss: Tensor, named: Mapping[str, Tensor]) -> str | None:
+    """The first of these parameters that requires a gradient, and does not get one from the loss, by autograd's graph; None for none."""
+    nodes, seen, reached = [loss.grad_fn], set(), set()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        if node.name() == "CheckpointFunctionBackward":  # reentrant: what is behind it shows in backward only
+            return None
+        seen.add(node)
+        reached.add(id(getattr(node, "variable", None)))
+        nodes += [after for after, _ in node.next_functions]
+    return next((name for name, one in named.items() if one.requires_grad and id(one) not in reached), None)
 
 
 def find_custom_model(plan: Plan) -> Callable[..., nn.Module] | None:

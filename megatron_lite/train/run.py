@@ -62,8 +62,7 @@ def run(plan: Plan, streams: DataStreams, eod: int | None, instruments, make_log
     checkpoints.load(progress)
     instruments.resume(progress.started_at)
     make = BatchMaker(plan, device, eod)
-    log = make_log(StepMetrics(plan, optimizer, device), progress)
-    with log, checkpoints:
+    with make_log(StepMetrics(plan, optimizer, device), progress) as log, checkpoints:
         validation = None
         if streams.has("valid"):
             validation = Evaluation(plan, replica, streams.validation(progress), make, log)
