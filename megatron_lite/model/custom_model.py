@@ -7,6 +7,7 @@ The module is called as GPT is, with tokens_BT, labels_BT, positions_BT and docu
 token in nats, fp32. torch's generator has --seed's state when FUNCTION is called, so that all ranks begin with the same weights.
 """
 
+import logging
 from collections.abc import Callable, Mapping
 
 import torch
@@ -15,8 +16,10 @@ from torch import Tensor, nn
 from megatron_lite.config.plan import Plan
 from megatron_lite.errors import UserError
 from megatron_lite.model.gpt import DTYPES
+from megatron_lite.units import count, short_count
 from megatron_lite.user_functions import find_function, why_not_callable
 
+logger = logging.getLogger(__name__)
 FLAG = "--model"
 INPUTS = ("tokens", "labels", "positions", "documents")
 
@@ -95,6 +98,8 @@ def build_custom_model(plan: Plan, device: torch.device) -> CustomModel:
         refuse("its module has no parameter that requires a gradient; there is nothing to train")
     for name in (name for name, parameter in named.items() if not parameter.ndim):
         refuse(f"its parameter {name} has no dimension; give it the shape [1]")
+    number = sum(parameter.numel() for parameter in named.values())
+    logger.info(f"  model: {plan.args.model.model} | number of parameters: {count(number)} ({short_count(number)})")
     saved = custom.state_dict(keep_vars=True)
     for name in (name for name, _ in custom.named_buffers() if name in saved):
         refuse(
