@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 
 import pytest
-from launch import alone, flags, losses, on_ranks, pretrain, quietly
+from launch import REPO, alone, flags, losses, on_ranks, pretrain, quietly
 
 from megatron_lite.analysis.analyze import analyze
 from megatron_lite.checkpoint.find import open_newest
@@ -215,6 +215,33 @@ def test_what_knows_the_gpt_only_is_refused(words):
         check(line, world)
     [mistake] = caught.value.mistakes
     assert mistake.startswith(f"--model own.py:build and {REFUSED[words]} exclude each other: the latter knows the")
+
+
+def test_the_pages_model_trains_with_the_pages_command(tmp_path):
+    page = (REPO / "docs" / "custom_model.md").read_text(encoding="utf-8")
+    [code] = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    [command] = re.findall(r"^    megatron-lite train (--model (?:.*\\\n)*.*)$", page, re.MULTILINE)
+    (tmp_path / "convolutional.py").write_text(code)
+    words = command.replace("\\\n", " ").split()
+    short = [
+        "--seq-length",
+        "16",
+        "--train-iters",
+        "20",
+        "--log-interval",
+        "10",
+        "--eval-iters",
+        "0",
+        "--num-workers",
+        "0",
+        "--run-dir",
+        "run",
+    ]
+    ended = pretrain([*words, *short], cwd=tmp_path)
+    assert ended.code == 0, ended.err
+    assert "model: convolutional.py:build | number of parameters: 574,720 (575K)" in ended.out
+    first, last = (float(line["lm loss"]) for line in (ended.figures[0], ended.figures[-1]))
+    assert last < first < 6.3
 
 
 def test_plan_says_that_it_cannot_know():

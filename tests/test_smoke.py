@@ -255,6 +255,24 @@ def test_peak_memory(training):
     assert text.startswith("tensors peak at ") and text.endswith(f" bytes; expected at most {idle:,}")
 
 
+def test_on_a_gpu_its_allocator_counts(training, monkeypatch):
+    """The calls that are made there; no GPU is needed to see them."""
+    calls, gpu = [], torch.accelerator
+    held = itertools.count(1000, 512)
+    monkeypatch.setattr(gpu, "is_available", lambda: True)
+    monkeypatch.setattr(gpu, "synchronize", lambda: calls.append("synchronize"))
+    monkeypatch.setattr(gpu, "reset_peak_memory_stats", lambda: calls.append("reset"))
+    monkeypatch.setattr(gpu, "max_memory_allocated", lambda: calls.append("peak") or 5000)
+    monkeypatch.setattr(gpu, "memory_allocated", lambda: next(held))
+    assert smoke.check_peak_memory(lambda: calls.append("step"), 5000) == 5000
+    assert calls == ["reset", "step", "synchronize", "peak"]
+    text = said(smoke.check_memory_steady, training.step, steps=2, warmup=0)
+    assert text.startswith("bytes of tensors grow in each of 2 steps, from 1,000 to 2,024; expected as many")
+    calls.clear()
+    smoke.measure_step_seconds(lambda: calls.append("step"), warmup=1, repeat=2)
+    assert calls == ["step", "synchronize", "step", "step", "synchronize"]
+
+
 def test_the_profilers_window():
     smoke.check_profiler_window(schedule(wait=5, warmup=1, active=3, repeat=1), 100)
     smoke.check_profiler_window(schedule(wait=0, warmup=1, active=5, repeat=2), 100)
