@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 
 import pytest
+from finding_cases import CASES
 from launch import REPO, alone, flags, losses, on_ranks, pretrain, quietly
 
 from megatron_lite.analysis.analyze import analyze
@@ -242,6 +243,19 @@ def test_the_pages_model_trains_with_the_pages_command(tmp_path):
     assert "model: convolutional.py:build | number of parameters: 574,720 (575K)" in ended.out
     first, last = (float(line["lm loss"]) for line in (ended.figures[0], ended.figures[-1]))
     assert last < first < 6.3
+
+
+def test_findings_name_no_flag_that_is_refused(tmp_path):
+    CASES["recompute-activations"][0](tmp_path)
+    for own, flag in ((None, "--recompute-granularity full"), ({"function": "own.py:build"}, None)):
+        record = json.loads((tmp_path / "run.json").read_text()) | {"model": own}
+        (tmp_path / "run.json").write_text(json.dumps(record))
+        [found] = [one for one in analyze([tmp_path]).findings if one.code == "recompute-activations"]
+        assert (
+            (flag in found.advice and flag in found.flags[0])
+            if flag
+            else ("--" not in found.advice and not found.flags)
+        )
 
 
 def test_plan_says_that_it_cannot_know():
