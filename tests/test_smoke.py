@@ -122,8 +122,9 @@ def test_overfitting(training):
     assert re.match(
         r"the loss of one batch fell from 3\.\d+ to \d\.\d+ in 50", said(smoke.check_overfits, other_labels, 50)
     )
-    values = iter((3.0, math.nan))
-    assert said(smoke.check_overfits, lambda: next(values)) == "the loss of step 2 is nan; expected a finite one"
+    for number, values in ((1, [math.nan]), (2, [3.0, math.inf])):
+        text = f"the loss of step {number} is {values[-1]}; expected a finite one"
+        assert said(smoke.check_overfits, iter(values).__next__) == text
 
 
 def test_the_same_loss(training):
@@ -144,7 +145,7 @@ def test_batches_repeat():
     def loader(seed):
         generator, buffer = torch.Generator().manual_seed(seed), torch.empty(4)
         while True:  # into the same tensor again and again, as fast loaders do
-            yield {"tokens": buffer.uniform_(generator=generator), "more": [np.arange(3), "text", 5]}
+            yield {"tokens": buffer.uniform_(generator=generator), "more": [np.array([3, math.nan]), "text", 5]}
 
     smoke.check_batches_repeat(loader)
     shuffled = lambda seed: torch.utils.data.DataLoader(range(50), batch_size=5, shuffle=True)
@@ -153,6 +154,10 @@ def test_batches_repeat():
     count = itertools.count()
     second = lambda seed: ([np.zeros(2)], [np.full(2, next(count))])
     assert said(smoke.check_batches_repeat, second).startswith("batch 2 differs")
+    other_lengths = lambda seed: [np.zeros(next(count))]
+    assert said(smoke.check_batches_repeat, other_lengths).startswith("batch 1 differs")
+    other_types = lambda seed: [torch.zeros(2, dtype=(torch.float32, torch.int64)[next(count) % 2])]
+    assert said(smoke.check_batches_repeat, other_types).startswith("batch 1 differs")
     used_up = iter(range(5))
     assert said(smoke.check_batches_repeat, lambda seed: used_up).startswith("3 batches, then 2; expected as many")
     assert said(smoke.check_batches_repeat, lambda seed: ()).startswith("the loader gave no batch")
