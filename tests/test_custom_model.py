@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from finding_cases import CASES
-from launch import REPO, alone, flags, losses, on_ranks, pretrain, quietly
+from launch import REPO, alone, flags, losses, on_ranks, plan_of, pretrain, quietly
 
 from megatron_lite.analysis.analyze import analyze
 from megatron_lite.checkpoint.find import open_newest
@@ -18,6 +18,7 @@ from megatron_lite.config.check import check
 from megatron_lite.config.command_line import read_command_line
 from megatron_lite.config.world import World
 from megatron_lite.errors import ConfigError, UserError
+from megatron_lite.instruments.memory_oom import list_remedies
 
 MODEL = '''
 import torch
@@ -256,6 +257,14 @@ def test_findings_name_no_flag_that_is_refused(tmp_path):
             if flag
             else ("--" not in found.advice and not found.flags)
         )
+
+
+def test_remedies_against_lack_of_memory_promise_nothing(file):
+    words = "--micro-batch-size 4 --bf16"
+    known, unknown = (list_remedies(plan_of(line), {}, 1, 0) for line in (flags(words), argv(file, "build", words)))
+    assert any("predicted peak" in one for one in known) and any("--recompute" in one for one in known)
+    assert "--micro-batch-size 2 instead of 4, with the same --global-batch-size" in unknown
+    assert not [one for one in unknown if "predicted" in one or "--recompute" in one]
 
 
 def test_plan_says_that_it_cannot_know():
