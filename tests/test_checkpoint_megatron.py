@@ -22,9 +22,9 @@ from torch import nn
 
 from megatron_lite.checkpoint.megatron_file import MegatronFile, write_megatron_file
 from megatron_lite.checkpoint.megatron_names import file_name, in_file_order, ours
-from megatron_lite.checkpoint.megatron_unpickle import Inert, load
 from megatron_lite.checkpoint.random_states import from_megatron, to_megatron
 from megatron_lite.checkpoint.training_state import Record
+from megatron_lite.checkpoint.unpickle import Inert, load
 from megatron_lite.errors import CheckpointError
 from megatron_lite.optim.optimizer import Optimizer
 

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from megatron_lite.checkpoint import dcp, megatron_names, megatron_unpickle
+from megatron_lite.checkpoint import dcp, megatron_names, unpickle
 from megatron_lite.checkpoint.dcp import METADATA_FILE, Piece, Region
 from megatron_lite.checkpoint.megatron_args import MegatronArgs, build_namespace
 from megatron_lite.checkpoint.megatron_file import (
@@ -125,7 +125,7 @@ class DistFile(Stored):
             self._reader = dcp.Reader(folder)
         entries = self._reader.metadata.state_dict_metadata
         self._entries = {key: entry for key, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
-        common = megatron_unpickle.load(folder / COMMON_FILE)
+        common = unpickle.load(folder / COMMON_FILE)
         try:
             self._understand(common, own)
         except MALFORMED as error:
@@ -210,7 +210,7 @@ class DistFile(Stored):
                 optimizer[kind] = {}
                 if key in self._reader.metadata.state_dict_metadata:
                     stored = self._reader.read_object(key)
-                    [optimizer[kind]] = megatron_unpickle.load_object(self.path / METADATA_FILE, stored)
+                    [optimizer[kind]] = unpickle.load_object(self.path / METADATA_FILE, stored)
         elif not optimizer:
             raise Unmapped("was not saved (--no-save-optim)")
         for name, place in self._places.items():

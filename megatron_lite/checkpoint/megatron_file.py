@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_lite.checkpoint import megatron_names, megatron_unpickle
+from megatron_lite.checkpoint import megatron_names, unpickle
 from megatron_lite.checkpoint.folder import HashedFile
 from megatron_lite.checkpoint.megatron_args import (
     DTYPES,
@@ -61,7 +61,7 @@ class MegatronFile(Stored):
         splits: what the model must be split into, as MegatronArgs.splits. stage: of its pipeline.
         """
         super().__init__(Path(path))
-        state = megatron_unpickle.load(self.path)
+        state = unpickle.load(self.path)
         try:
             self._understand(state, splits, stage)
         except MALFORMED as error:

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron_lite.checkpoint import megatron_unpickle
+from megatron_lite.checkpoint import unpickle
 from megatron_lite.checkpoint.megatron_args import MegatronArgs
 from megatron_lite.checkpoint.training_state import Record
 from megatron_lite.errors import CheckpointError
@@ -187,7 +187,7 @@ def read_buffers(path: Path, optimizer: dict, weights: dict[str, Tensor], args: 
     if not path.exists():
         raise Unmapped(f"lies in {FILE} (--use-distributed-optimizer), which is not there")
     try:
-        state = megatron_unpickle.load(path)
+        state = unpickle.load(path)
     except CheckpointError:
         raise Unmapped(f"in {FILE} cannot be read; it is damaged, or names classes that are not known") from None
     buffers = [value for key, value in state.items() if isinstance(value, dict)]
