@@ -7,10 +7,14 @@ import multiprocessing
 import os
 import pickle
 import signal
+import threading
+import traceback
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from functools import partial
-from multiprocessing.connection import wait
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,6 +29,7 @@ from megatron_lite.errors import DataError, UserError
 ON_ERROR = ("stop", "skip")
 NAMES_SHOWN = 10
 MAX_DOCUMENT_MB = 128  # Python needs about six times as much for one, in each worker
+SECONDS_TO_DIE = 10
 AHEAD = 2  # tasks under way or waiting for an earlier one, per worker
 
 
@@ -197,73 +202,57 @@ def in_order(function: Callable, tasks: Iterable, workers: int) -> Iterator[tupl
         for task in tasks:
             yield task, function(task)
         return
-    crew = {}  # connection: process
-    numbered, next_number, exhausted = enumerate(tasks), 0, False
-    busy, done = {}, {}  # connection: number and task; number: task and result
+    context = multiprocessing.get_context("spawn")  # forking copies locks that other threads hold
+    others, pending = set(multiprocessing.active_children()), deque()
+    crew: set[multiprocessing.Process] = set()
+    pool = ProcessPoolExecutor(workers, context, _prepare_worker, (function,))
     try:
-        for _ in range(workers):
-            context = multiprocessing.get_context("spawn")  # forking copies locks that other threads hold
-            connection, its_end = context.Pipe()
-            crew[connection] = context.Process(target=_serve, args=(its_end,), daemon=True)
-            crew[connection].start()
-            its_end.close()
-        idle, pickled = list(crew), pickle.dumps(function)
-        for connection, process in crew.items():  # all of them are starting up by now, and do so at the same time
-            with _alive(process):
-                connection.send_bytes(pickled)
-        while busy or not exhausted:
-            # Only an idle worker is sent anything: it is listening, so neither side can block the other.
-            while idle and not exhausted and len(busy) + len(done) < AHEAD * workers:
-                number, task = next(numbered, (None, None))
-                exhausted = number is None
-                if not exhausted:
-                    connection = idle.pop()
-                    with _alive(crew[connection]):
-                        connection.send_bytes(pickle.dumps(task))
-                    busy[connection] = (number, task)
-            for connection in wait(list(busy)) if busy else ():
-                number, task = busy.pop(connection)
-                with _alive(crew[connection]):
-                    done[number] = (task, connection.recv())
-                idle.append(connection)
-            while next_number in done:
-                yield done.pop(next_number)
-                next_number += 1
+        for task in tasks:
+            pending.append((task, pool.submit(_work, task)))
+            crew.update(set(multiprocessing.active_children()) - others)
+            if len(pending) == AHEAD * workers:
+                task, result = pending.popleft()
+                yield task, result.result()
+        while pending:
+            task, result = pending.popleft()
+            yield task, result.result()
+    except BrokenProcessPool:
+        raise _describe_death(crew) from None
     finally:
-        for connection, process in crew.items():
-            connection.close()
+        for process in crew:
             process.terminate()
-            process.join()
+        pool.shutdown(cancel_futures=True)
 
 
-@contextlib.contextmanager
-def _alive(process):
-    """WorkerDied, with what its process came to, if the connection to it is cut."""
-    try:
-        yield
-    except (EOFError, OSError):
-        process.join(10)
-        code = process.exitcode
-        if code is not None and code < 0:
-            how, remedy = signal.Signals(-code).name, "mostly for lack of memory; choose a smaller number"
-        else:
-            how, remedy = f"exit code {code}", "its own message stands above; --workers 1 does without processes"
-        raise WorkerDied(f"--workers: a worker process died ({how}), {remedy}") from None
+def _describe_death(crew: set) -> WorkerDied:
+    """What became of the first one: the pool terminates the others."""
+    for process in crew:
+        process.join(SECONDS_TO_DIE)
+    codes = [process.exitcode for process in crew if process.exitcode is not None]
+    code = next((code for code in codes if code != -signal.SIGTERM), -signal.SIGTERM)
+    if code < 0:
+        how, remedy = signal.Signals(-code).name, "mostly for lack of memory; choose a smaller number"
+    else:
+        how, remedy = f"exit code {code}", "its own message stands above; --workers 1 does without processes"
+    return WorkerDied(f"--workers: a worker process died ({how}), {remedy}")
 
 
-def _serve(connection):
-    """In the worker: what the parent sends is a function, then tasks, until the parent closes the connection or is gone."""
-    # Ctrl-C reaches the whole process group; the parent ends its workers itself.
+def _prepare_worker(function: Callable):
+    """In a worker: what it does with each task. It ends with its parent, whose Ctrl-C reaches the whole process group."""
+    global _function
+    _function = function
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    function = None
-    while True:
-        try:
-            received = pickle.loads(connection.recv_bytes())
-        except (EOFError, OSError):
-            return
-        if function is None:
-            function = received
-            continue
-        result = function(received)
-        with contextlib.suppress(OSError):
-            connection.send(result)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent():
+    multiprocessing.parent_process().join()
+    os._exit(1)
+
+
+def _work(task):
+    try:
+        return _function(task)
+    except Exception:  # noqa: BLE001 - whatever it is, its place is the worker's
+        traceback.print_exc()
+        os._exit(1)
