@@ -1,7 +1,5 @@
 """What the ways of training data parallel have in common: ranks by what they hold, this rank's parts, and sums over those that hold others."""
 
-import itertools
-
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -11,7 +9,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from megatron_lite.config.layout import COPIES, PIPELINE, ROWS, TENSOR, Part, count_stage_layers, find_part, is_split
 from megatron_lite.config.plan import Plan
 from megatron_lite.parallel.pipeline import Pipeline, add_ends, cut_chunks, is_copy
-from megatron_lite.parallel.process_group import operation_limit
+from megatron_lite.parallel.process_group import arrange_ranks, operation_limit
 
 
 def make_mesh(plan: Plan, device: torch.device) -> DeviceMesh | None:
@@ -20,10 +18,8 @@ def make_mesh(plan: Plan, device: torch.device) -> DeviceMesh | None:
     sizes = {PIPELINE: layout.pipeline, COPIES: layout.replicas // rows, ROWS: rows, TENSOR: layout.tensor}
     if sizes[COPIES] == plan.world.size:
         return None
-    places = itertools.product(*map(range, (layout.pipeline, layout.data, layout.context, layout.tensor)))
-    ranks = torch.tensor([layout.find_rank(tensor, context, data, stage) for stage, data, context, tensor in places])
     sizes = {name: size for name, size in sizes.items() if size > 1}
-    mesh = DeviceMesh(device.type, ranks.view(*sizes.values()), mesh_dim_names=tuple(sizes))
+    mesh = DeviceMesh(device.type, arrange_ranks(layout).view(*sizes.values()), mesh_dim_names=tuple(sizes))
     for name in sizes if dist.get_backend() != "fake" else ():
         _set_pg_timeout(operation_limit(plan), mesh[name].get_group())  # it would be torch's own, half an hour
     return mesh
