@@ -18,7 +18,7 @@ from torch.nn.attention.bias import causal_lower_right
 from megatron_lite.config.layout import Layout
 from megatron_lite.config.plan import Plan
 from megatron_lite.model.attention import Attend
-from megatron_lite.parallel.process_group import arrange_ranks, make_group
+from megatron_lite.parallel.mesh import arrange_ranks, make_group
 from megatron_lite.parallel.tensor_parallel import collectives
 
 

@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 from megatron_lite.config.layout import Stage, Turn, find_source, list_forwards, order_turns
 from megatron_lite.config.plan import Plan
 from megatron_lite.model.gpt import DTYPES
-from megatron_lite.parallel.process_group import arrange_ranks, make_group
+from megatron_lite.parallel.mesh import arrange_ranks, make_group
 from megatron_lite.parallel.weight_gradients import WeightGradients
 from megatron_lite.phases import Phase
 

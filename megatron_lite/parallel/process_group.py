@@ -1,7 +1,6 @@
 """The process group: made from the launcher's environment, torn down on every path."""
 
 import contextlib
-import itertools
 import multiprocessing
 import os
 import signal
@@ -10,7 +9,6 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from megatron_lite.config.layout import Layout
 from megatron_lite.config.plan import Plan
 from megatron_lite.errors import UserError, first_line
 from megatron_lite.parallel.rank_status import FlightRecorder
@@ -34,18 +32,6 @@ def time_limit(plan: Plan) -> timedelta:
 def operation_limit(plan: Plan) -> timedelta:
     """After which torch ends a collective by itself."""
     return time_limit(plan) + (NCCL_MARGIN if plan.backend == "nccl" else timedelta(0))
-
-
-def arrange_ranks(layout: Layout) -> torch.Tensor:
-    """All ranks by their places, (pipeline, data, context, tensor)."""
-    sizes = (layout.pipeline, layout.data, layout.context, layout.tensor)
-    return torch.tensor([layout.find_rank(*place[::-1]) for place in itertools.product(*map(range, sizes))]).view(sizes)
-
-
-def make_group(plan: Plan, ranks: torch.Tensor, name: str) -> dist.ProcessGroup:
-    """This rank's among the groups that the last dimension of `ranks` lists. Collective."""
-    lists = ranks.flatten(0, -2).tolist()
-    return dist.new_subgroups_by_enumeration(lists, timeout=operation_limit(plan), group_desc=name)[0]
 
 
 @contextlib.contextmanager

@@ -25,8 +25,7 @@ from megatron_lite.config.layout import TENSOR
 from megatron_lite.config.plan import Plan
 from megatron_lite.model.attention import Attend
 from megatron_lite.model.loss import Pieces, fused_token_losses
-from megatron_lite.parallel.process_group import arrange_ranks, make_group
-from megatron_lite.parallel.replica import find_group
+from megatron_lite.parallel.mesh import arrange_ranks, find_group, make_group
 from megatron_lite.parallel.weight_gradients import Keep, WeightGradients, multiply
 
 # the operations below torch.distributed's functions: they return at once, torch.compile knows them, and `wait_tensor` waits
