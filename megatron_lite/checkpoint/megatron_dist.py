@@ -130,18 +130,10 @@ class DistFile(Stored):
             self._understand(common, own)
         except MALFORMED as error:
             raise malformed(folder, error) from None
+        self.held = self._places | self._values
         if own is not None:
             self.record = own
             self.without_optimizer = None if own.optimizer else "was not saved (--no-save-optim, or a conversion)"
-
-    def names(self) -> set[str]:
-        return set(self._places) | set(self._values)
-
-    def size_of(self, name: str) -> tuple[int, ...]:
-        return tuple((self._values[name] if name in self._values else self._places[name]).shape)
-
-    def dtype_of(self, name: str) -> torch.dtype:
-        return (self._values[name] if name in self._values else self._places[name]).dtype
 
     @torch.no_grad()
     def _copy(self, targets: dict[str, Tensor], parts: Mapping[str, Part]):
