@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from megatron_lite.data.index_cache import Arrays, Entry, IndexCache
+from megatron_lite.data.index_cache import Entry, IndexCache
 from megatron_lite.errors import DataError
 from megatron_lite.units import count
 
@@ -158,16 +158,10 @@ class BlendedDataset:
         limits = None if size is not None else list(weights)  # None: no data set comes to its end
         size = sum(weights) if size is None else size
         shapes = {"dataset_index": ((size,), np.dtype(np.int16)), "dataset_sample_index": ((size,), np.dtype(np.int64))}
-
-        def build() -> Arrays:
-            return dict(zip(shapes, mix(shares, size, limits)))
-
-        folder = cache and cache.folder_for("BlendedDataset", None, size)
-        if folder:
-            key = {"shares": shares, "size": size, "limits": limits}
-            indices = cache.get(folder, Entry("BlendedDataset", split, key, shapes), build)
-        else:
-            indices = build()
+        entry = Entry("BlendedDataset", split, {"shares": shares, "size": size, "limits": limits}, shapes)
+        cache = cache or IndexCache()
+        folder = cache.folder_for("BlendedDataset", None, size)
+        indices = cache.get(folder, entry, lambda: dict(zip(shapes, mix(shares, size, limits))))
         self.dataset_index, self.dataset_sample_index = indices["dataset_index"], indices["dataset_sample_index"]
         taken = np.zeros(len(self.datasets), np.int64)
         for start in range(0, len(self), BLOCK):  # bincount makes int64 of all that it is given

@@ -170,14 +170,10 @@ class GPTDataset:
         recipe = sample_recipe(sequences, tokens, num_samples, seq_length, seed, drop_last)
         self._stream_tokens = recipe.epochs * tokens
         entries = recipe.epochs * len(sequences) + recipe.samples
-        self._folder = cache and cache.folder_for("GPTDataset", indexed.prefix, entries)
-        if self._folder:
-            indices = cache.get(self._folder, recipe.entry(lengths, split), lambda: recipe.build(lengths))
-        else:
-            indices = recipe.build(lengths)
-        self.document_index = indices["document_index"]
-        self.sample_index = indices["sample_index"]
-        self.shuffle_index = indices["shuffle_index"]
+        cache = cache or IndexCache()
+        self._folder = cache.folder_for("GPTDataset", indexed.prefix, entries)
+        indices = cache.get(self._folder, recipe.entry(lengths, split), lambda: recipe.build(lengths))
+        self.document_index, self.sample_index, self.shuffle_index = (indices[name] for name in recipe.shapes())
 
     def __len__(self) -> int:
         return len(self.shuffle_index)
