@@ -130,13 +130,13 @@ def test_name_knows_format_kind_and_split_and_not_the_tokens(indexed, cache, mon
 
 
 def test_small_indices_leave_no_file_beside_the_data_and_large_ones_do(indexed, monkeypatch, tmp_path, heard):
-    before = contents(tmp_path)
+    before, plain = contents(tmp_path), dataset(indexed)
     cache = IndexCache(None)
     dataset(indexed, cache)
     assert contents(tmp_path) == before
     monkeypatch.setattr(index_cache, "LARGE", 20)
     (tmp_path / "corpus").write_text("in the way")  # no mistake: they stay in memory
-    assert_same(dataset(indexed, cache), dataset(indexed))
+    assert_same(dataset(indexed, cache), plain)
     said = heard.pop()
     assert said.startswith("  indices of ") and said.endswith("GPTDataset_indices cannot be written (Not a directory)")
     (tmp_path / "corpus").unlink()
@@ -159,11 +159,12 @@ def test_read_only_cache_that_has_everything_serves(indexed, cache, monkeypatch)
 
 
 def test_full_disk_leaves_nothing_behind(indexed, cache, tmp_path, heard, monkeypatch):
+    plain = dataset(indexed)
     with full_disk(200):
         with pytest.raises(DataError, match=r"^--data-cache-path \S+: cannot be written \(File too large\); .*$"):
             dataset(indexed, cache)
         monkeypatch.setattr(index_cache, "LARGE", 20)
-        assert_same(dataset(indexed, IndexCache(None)), dataset(indexed))
+        assert_same(dataset(indexed, IndexCache(None)), plain)
     assert len(heard) == 1 and contents(tmp_path / "kept") == {}
     assert contents(tmp_path / "corpus/cache/GPTDataset_indices") == {}
 
