@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_lite.data.indexed_writer import PairWriter, checked_ids, token_dtype
-from megatron_lite.data.resume_state import ENDING, Reached, Unfinished
+from megatron_lite.data.resume_state import ENDING, Progress, Unfinished
 from megatron_lite.data.text_files import Chunk, chunks, import_zstandard, is_jsonl
 from megatron_lite.data.tokenizers import Tokenizer
 from megatron_lite.errors import DataError, UserError
@@ -33,16 +33,12 @@ SECONDS_TO_DIE = 10
 AHEAD = 2  # tasks under way or waiting for an earlier one, per worker
 
 
-@dataclass(frozen=True)
-class Summary:
-    """What was written. documents, tokens: summed over all keys; empty: documents that gave no token."""
+@dataclass
+class Summary(Progress):
+    """What was written."""
 
-    prefixes: tuple[str, ...]  # what --data-path takes
-    documents: int
-    tokens: int
-    text_bytes: int
-    empty: int
-    skipped: int  # bad lines
+    prefixes: tuple[str, ...] = ()  # what --data-path takes
+    tokens: int = 0  # of all keys
 
 
 def preprocess(
@@ -84,24 +80,24 @@ def preprocess(
     total = max(1, sum(status.st_size for _, status in statuses))
     tokenize = partial(tokenize_chunk, tokenizer, tuple(json_keys), append_eod)
     with Unfinished(str(output_prefix), pairs, settings, on_error == "skip", say) as unfinished:
-        tasks = chunks(inputs, unfinished.reached.place, max_document_mb)
+        progress = unfinished.progress
+        tasks = chunks(inputs, progress.place, max_document_mb)
         with contextlib.closing(in_order(tokenize, tasks, workers)) as results:
             for chunk, result in results:
                 for mistake in result.mistakes:
                     if on_error == "stop":
                         raise DataError(mistake)
                     say(f"skipped {mistake}")
-                before = unfinished.reached
-                documents = before.documents
                 for pair, (tokens, lengths) in zip(pairs, result.columns):
                     pair.append(tokens, lengths, np.arange(1, len(lengths) + 1))
-                    documents += len(lengths)
-                text_bytes, empty = before.text_bytes + result.text_bytes, before.empty + result.empty
-                skipped = before.skipped + len(result.mistakes)
-                unfinished.reach(Reached(chunk.end, documents, text_bytes, empty, skipped))
-                report(documents, text_bytes, chunk.bytes_read / total)
-    reached, num_tokens = unfinished.reached, sum(pair.written.tokens for pair in pairs)
-    return Summary(prefixes, reached.documents, num_tokens, reached.text_bytes, reached.empty, reached.skipped)
+                    progress.documents += len(lengths)
+                progress.place = chunk.end
+                progress.text_bytes += result.text_bytes
+                progress.empty += result.empty
+                progress.skipped += len(result.mistakes)
+                unfinished.save_progress()
+                report(progress.documents, progress.text_bytes, chunk.bytes_read / total)
+    return Summary(**vars(progress), prefixes=prefixes, tokens=sum(pair.written.tokens for pair in pairs))
 
 
 def _check(inputs: Sequence[str | Path], json_keys: Sequence[str], workers: int, max_document_mb: int) -> None:
