@@ -21,14 +21,12 @@ def tree(folder):
 
 TWICE = "--data-path {prefix} {prefix} --split 1,29,0"
 REFUSED = {  # ending of the file that is changed, and how; flags; what is said
-    "short .idx": (".idx", lambda raw: raw[:-8], "", r"\S+\.idx: \S+ bytes, but its .*"),
     "an id outside": (
         ".bin",
         lambda raw: raw[:1] + bytes([raw[1] ^ 1]) + raw[2:],
         "",
         r"\S+\.bin: token id \d+ is outside the vocabulary of 128; .*",
     ),
-    "no documents": (None, None, "--split 1,999,0", r"--split 1,999,0: the training share of \S+ is none of its 30 .*"),
     "no cache": (
         None,
         None,
