@@ -48,12 +48,14 @@ MODELS = {  # name: (flags, largest difference of a loss to one rank)
     "fp32, explicit attention": ("--attention-backend local --attention-softmax-in-fp32", 2e-6),
     # a rank's own 16-bit gradients round otherwise than one rank's, as under DistributedDataParallel
     "bf16": ("--bf16", 5e-4),
+    "bf16, sums in bf16": ("--bf16 --grad-reduce-in-bf16", 3e-2),
     "bf16, llama": (LLAMA + "--bf16", 5e-4),
     "fp16": (f"--fp16 {SCALE}", 5e-3),
     "fp16, sums in fp32": (f"--fp16 {SCALE} --accumulate-allreduce-grads-in-fp32", 5e-4),
 }  # fmt: skip
 LAYOUTS = {  # name: (flags, ranks)
     "ddp, 2": ("", 2),
+    "ddp, 2, small buckets": ("--ddp-bucket-size 1", 2),
     "zero1, 2": (ZERO1, 2),
     "zero3, 2": (ZERO3, 2),
     "zero3, kept, 2": (f"{ZERO3} --torch-fsdp2-no-reshard-after-forward", 2),

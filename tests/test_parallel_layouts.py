@@ -62,6 +62,9 @@ RING = [
     "cp2, pp2",
 ]
 QUICK = [  # in the default tests
+    ("fp32", "ddp, 2, small buckets"), ("fp32, llama", "ddp, 2"), ("fp32, sgd", "ddp, 2"), ("fp32, per token", "ddp, 2"),
+    ("fp32, masked ends", "ddp, 2"), ("bf16", "ddp, 2, small buckets"), ("bf16, sums in bf16", "ddp, 2"), ("fp16", "ddp, 2"),
+    ("fp16, sums in fp32", "ddp, 2, small buckets"),
     ("fp32, per token", "zero1, 2"), ("fp32, llama", "zero3, 2"), ("bf16", "zero3, 2"), ("fp16", "zero1, 2"),
     ("fp16, sums in fp32", "zero3, 2"), ("fp32", "tp2"), ("fp32, llama", "tp2, sp"), ("bf16", "tp2, sp"),
     ("fp16, sums in fp32", "tp2"), ("fp32, recomputed", "tp2, sp"),
