@@ -13,15 +13,6 @@ from megatron_lite.errors import DataError, UserError
 
 GPT2 = Path(__file__).parents[2] / "shared" / "data" / "gpt2"
 needs_gpt2 = pytest.mark.skipif(not GPT2.is_dir(), reason="no ../shared/data/gpt2 beside the repository")
-TEXTS = [
-    "",
-    " ",
-    "Hello world",
-    "a\n\n  b\t\u00a0c ",
-    "naïve café 東京 🎉🏽 ﷽",
-    "it's I'LL we've 12345",
-    "\u2028\x00\x85",
-]
 BYTES = list(byte_alphabet())
 MERGES = [("h", "e"), ("Ġ", "he"), ("l", "l")]
 
@@ -56,18 +47,18 @@ def test_gpt2_ids_are_those_of_the_reference_tokenizer():
     reference = transformers.GPT2Tokenizer(str(GPT2 / "vocab.json"), str(GPT2 / "merges.txt"))
     tokenizer = bpe_from(GPT2)
     text = (GPT2.parent / "tinyshakespeare.txt").read_text()[:50_000]
-    for piece in [text, *TEXTS, *texts()]:
+    for piece in [text, *texts()]:
         assert tokenizer.encode(piece) == reference(piece)["input_ids"]
 
 
-@pytest.mark.parametrize("text", TEXTS)
-def test_text_survives(tmp_path, text):
+def test_text_survives(tmp_path):
     for tokenizer in (bpe(tmp_path), make_tokenizer("ByteTokenizer")):
-        ids = tokenizer.encode(text)
-        assert tokenizer.decode(ids) == text
-        assert all(0 <= i < tokenizer.vocab_size and i != tokenizer.eod for i in ids)
-        assert tokenizer.decode([*ids, tokenizer.eod]).endswith(END_OF_TEXT)
         assert tokenizer.decode(tokenizer.encode("a\ud800b")) in ("a\ufffdb", "a?b")  # half a surrogate pair
+        for text in texts():
+            ids = tokenizer.encode(text)
+            assert tokenizer.decode(ids) == text
+            assert all(0 <= i < tokenizer.vocab_size and i != tokenizer.eod for i in ids)
+            assert tokenizer.decode([*ids, tokenizer.eod]).endswith(END_OF_TEXT)
 
 
 def test_merges_apply_in_their_order_and_special_tokens_may_stand_anywhere(tmp_path):
