@@ -1,7 +1,6 @@
 """Megatron's torch file without Megatron: the same tensors out as in, the names of all its ages, and no code run."""
 
 import argparse
-import contextlib
 import dataclasses
 import io
 import os
@@ -18,6 +17,7 @@ import pytest
 import torch
 from launch import flags, plan_of, same
 from model_variants import VARIANTS, build
+from test_checkpoint_megatron_core import Ours, gradients, read_all
 from torch import nn
 
 from megatron_lite.checkpoint.megatron_file import MegatronFile, write_megatron_file
@@ -26,12 +26,9 @@ from megatron_lite.checkpoint.random_states import from_megatron, to_megatron
 from megatron_lite.checkpoint.training_state import Record
 from megatron_lite.checkpoint.unpickle import Inert, load
 from megatron_lite.errors import CheckpointError
-from megatron_lite.optim.optimizer import Optimizer
 
-CPU = torch.device("cpu")
 WORDS = "--train-iters 20 --lr-warmup-iters 3 --lr-decay-style cosine --min-lr 1e-4 --weight-decay 0.1"
 PRECISION = {"fp32": "", "bf16": "--bf16", "fp16": "--fp16 --initial-loss-scale 512"}
-DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 def random_states(ranks: int, cuda: bool) -> dict:
@@ -55,26 +52,10 @@ def random_states(ranks: int, cuda: bool) -> dict:
 
 def trained(precision: str, *words: str, variant: str = "gqa_swiglu_rmsnorm", steps: int = 3):
     """(plan, record, flat tensors) of a run of this trainer."""
-    plan, shape = plan_of(flags(WORDS, PRECISION[precision], *words)), VARIANTS[variant]
-    model = build(shape).to(DTYPES[precision])
-    named = dict(model.named_parameters())
-    optimizer = Optimizer(plan, list(named.values()), CPU)
-    torch.manual_seed(1)
-    for _ in range(steps):
-        optimizer.step([torch.randn_like(p) for p in named.values()], 4, lambda name: contextlib.nullcontext())
-    flat = {f"model.{name}": p.detach() for name, p in named.items()} | optimizer.tensors(list(named))
-    record = Record(
-        iteration=steps,
-        consumed=4 * steps,
-        consumed_valid_samples=8,
-        shape=dataclasses.asdict(shape),
-        precision=precision,
-        vocab_size=127,
-        schedule=dataclasses.asdict(plan.learning_rate),
-        optimizer=plan.args.optimizer.optimizer,
-        versions={"torch": "2"},
-    )
-    return plan, record, flat
+    run = Ours(plan_of(flags(WORDS, PRECISION[precision], *words)), VARIANTS[variant])
+    for step in range(steps):
+        run.step(gradients(run.shape, step))
+    return run.plan, run.record(steps, versions={"torch": "2"}), run.flat()
 
 
 def written(path: Path, record: Record, tensors: dict, plan) -> Path:
@@ -82,12 +63,6 @@ def written(path: Path, record: Record, tensors: dict, plan) -> Path:
     with open(path, "wb") as file:
         write_megatron_file(file, record, tensors, plan.args)
     return path
-
-
-def read(file: MegatronFile) -> dict:
-    held = {name: torch.empty(file.size_of(name), dtype=file.dtype_of(name)) for name in file.names()}
-    file.read_into(held)
-    return held
 
 
 def write_trained(folder: Path, precision: str, *words: str, **how) -> tuple[Path, dict]:
@@ -119,7 +94,7 @@ def test_what_was_written_is_read_bitwise(impl, words, cuda, tmp_path):
     record, tensors = dataclasses.replace(record, ranks=3), tensors | random_states(3, cuda)
     file = MegatronFile(written(place(tmp_path), record, tensors, plan))
     assert file.record == record and file.without_optimizer is None
-    assert same(read(file), tensors)
+    assert same(read_all(file), tensors)
 
 
 def test_without_optimizer_and_random_states(tmp_path):
@@ -127,7 +102,7 @@ def test_without_optimizer_and_random_states(tmp_path):
     record = dataclasses.replace(record, optimizer=None)
     weights = {name: tensor for name, tensor in tensors.items() if name.startswith("model.")}
     file = MegatronFile(written(place(tmp_path), record, weights, plan))
-    assert file.record == record and same(read(file), weights)
+    assert file.record == record and same(read_all(file), weights)
     assert file.without_optimizer == "was not saved (--no-save-optim)"
 
 
@@ -204,7 +179,7 @@ def test_extra_states_and_buffers_are_no_weights(tmp_path):
         "rotary_pos_emb.inv_freq": torch.ones(4),
     }
     path = rewrite(path, lambda state: state["model"].update(more))
-    assert same(read(MegatronFile(path)), tensors)
+    assert same(read_all(MegatronFile(path)), tensors)
 
 
 OLD = [
@@ -258,7 +233,7 @@ def test_files_from_before_megatron_core(version, newer, tmp_path):
     assert "language_model" in state["model"]
     torch.save(state, path)
     file = MegatronFile(path)
-    assert same(read(file), tensors)
+    assert same(read_all(file), tensors)
 
 
 def in_groups(model: dict) -> list:
@@ -322,7 +297,7 @@ def test_classes_of_megatron_and_of_python_need_not_be_there(tmp_path):
     torch.save(state, path)
     for module in names:
         del sys.modules[module]
-    assert same(read(MegatronFile(path)), tensors)
+    assert same(read_all(MegatronFile(path)), tensors)
     assert not [module for module in names if module in sys.modules]
 
 
@@ -370,7 +345,7 @@ def test_members_of_enums_as_python_3_11_2_pickles_them(tmp_path):
     rewrite(path, set_trap, foreign=False)
     del sys.modules["megatron"].Backend
     assert isinstance(load(path)["args"].attention_backend, Inert)
-    assert same(read(MegatronFile(path)), tensors)
+    assert same(read_all(MegatronFile(path)), tensors)
 
 
 def test_a_trap_behind_a_harmless_name_is_inert(tmp_path):
@@ -385,7 +360,7 @@ def test_a_trap_behind_a_harmless_name_is_inert(tmp_path):
     try:
         state["args"].trap = Trap(module.spring, "x")
         torch.save(state, path)
-        assert same(read(MegatronFile(path)), tensors)
+        assert same(read_all(MegatronFile(path)), tensors)
     finally:
         del sys.modules["megatron"]
         if kept is not None:
@@ -574,7 +549,7 @@ def test_the_distributed_optimizers_file_beside_it(kind, tmp_path):
     torch.save(buffers, path.with_name("distrib_optim.pt"))
     file = MegatronFile(path)
     if why is None:
-        assert same(read(file), tensors) and file.record.optimizer == "adam"
+        assert same(read_all(file), tensors) and file.record.optimizer == "adam"
     else:
         assert f"in distrib_optim.pt {why}" in file.without_optimizer
         assert file.names() == {name for name in tensors if name.startswith("model.")}
@@ -610,7 +585,7 @@ def test_groups_of_their_own_learning_rate_and_decaying_head_norms(tmp_path):
         for (wd, own), members in groups
     ]
     torch.save(state, path)
-    assert same(read(MegatronFile(path)), tensors)
+    assert same(read_all(MegatronFile(path)), tensors)
 
 
 def test_megatrons_own_check_of_the_arguments(tmp_path):
@@ -649,4 +624,4 @@ def test_a_view_is_written_alone(tmp_path):
     view = buffer[: tensors[name].numel()].copy_(tensors[name])
     path = written(place(tmp_path), record, tensors | {name: view}, plan)
     assert path.stat().st_size < plain + 1000
-    assert same(read(MegatronFile(path)), tensors)
+    assert same(read_all(MegatronFile(path)), tensors)

@@ -334,20 +334,25 @@ class Ours:
         file.read_into(self.flat())
         self.optimizer.resume()
 
-    def save(self, path: Path, iteration: int, argv_plan=None) -> Record:
-        plan = argv_plan or self.plan
-        record = Record(
-            iteration=iteration,
-            consumed=iteration * SAMPLES,
-            shape=dataclasses.asdict(self.shape),
-            precision=plan.precision,
-            vocab_size=127,
-            schedule=dataclasses.asdict(plan.learning_rate),
-            optimizer=plan.args.optimizer.optimizer,
-        )
+    def record(self, iteration: int, **more) -> Record:
+        known = {"vocab_size": 127, "consumed_valid_samples": 8} | more
+        return describe_run(self, iteration, **known)
+
+    def save(self, path: Path, iteration: int):
         with open(path, "wb") as file:
-            write_megatron_file(file, record, self.flat(), plan.args)
-        return record
+            write_megatron_file(file, self.record(iteration), self.flat(), self.plan.args)
+
+
+def describe_run(run, iteration: int, **more) -> Record:
+    return Record(
+        iteration=iteration,
+        consumed=iteration * SAMPLES,
+        shape=dataclasses.asdict(run.shape),
+        precision=run.plan.precision,
+        schedule=dataclasses.asdict(run.plan.learning_rate),
+        optimizer=run.plan.args.optimizer.optimizer,
+        **more,
+    )
 
 
 def read_all(file) -> dict:
@@ -405,15 +410,7 @@ def test_what_megatron_saved_is_read_by_name_and_goes_on(precision, variant, tmp
     take_steps(theirs, range(4))
     file = MegatronFile(theirs.save(tmp_path / "iter_0000004" / "mp_rank_00" / "model_optim_rng.pt", 4))
     assert same(read_all(file), theirs.flat())
-    assert file.record == Record(
-        iteration=4,
-        consumed=16,
-        shape=dataclasses.asdict(shape),
-        precision=precision,
-        schedule=dataclasses.asdict(plan.learning_rate),
-        optimizer="adam",
-        trainer="Megatron-LM",
-    )
+    assert file.record == describe_run(theirs, 4, trainer="Megatron-LM")
     ours = Ours(plan, shape)
     ours.load(file)
     assert_both_go_on(ours, theirs)

@@ -15,6 +15,7 @@ from test_checkpoint_megatron_core import (  # noqa: F401 - fixtures
     Ours,
     Theirs,
     batches,
+    describe_run,
     gradients,
     megatron_on_cpu,
     optimizers_on_cpu,
@@ -100,16 +101,7 @@ def load_theirs(run, folder: Path, random: bool = True):
 
 def save_ours(run: Ours, folder: Path, iteration: int) -> Record:
     folder.mkdir(parents=True)
-    record = Record(
-        iteration=iteration,
-        consumed=iteration * 4,
-        shape=dataclasses.asdict(run.shape),
-        precision=run.plan.precision,
-        vocab_size=127,
-        schedule=dataclasses.asdict(run.plan.learning_rate),
-        optimizer=run.plan.args.optimizer.optimizer,
-        ranks=1,
-    )
+    record = run.record(iteration, ranks=1)
     random = {f"random.0.{kind}": value for kind, value in get_random_state(torch.device("cpu")).items()}
     writer(plain_arguments(run.plan.args))(folder, record, run.flat() | random, None)
     return record
@@ -132,15 +124,7 @@ def test_what_megatron_saved_is_read_by_name(precision, variant, metadata, tmp_p
     file = DistFile(save_theirs(theirs, tmp_path / "iter_0000003", 3, metadata))
     assert file.without_optimizer is None
     assert same(read_all(file), theirs.flat())
-    assert file.record == Record(
-        iteration=3,
-        consumed=12,
-        shape=dataclasses.asdict(shape),
-        precision=precision,
-        schedule=dataclasses.asdict(plan.learning_rate),
-        optimizer="adam",
-        trainer="Megatron-LM",
-    )
+    assert file.record == describe_run(theirs, 3, trainer="Megatron-LM")
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

@@ -8,7 +8,8 @@ import pytest
 import torch
 from launch import same
 from model_variants import VARIANTS
-from test_checkpoint_megatron import in_groups, read, trained, written
+from test_checkpoint_megatron import in_groups, trained, written
+from test_checkpoint_megatron_core import read_all
 
 from megatron_lite.checkpoint.find import open_megatron
 from megatron_lite.checkpoint.megatron_file import MegatronFile
@@ -112,7 +113,7 @@ def test_parts_make_the_whole(precision, variant, ranks, stages, tmp_path):
     record, tensors = spread(tmp_path, precision, variant, ranks, stages)
     file = open_megatron(tmp_path)
     assert file.without_optimizer is None
-    assert same(read(file), tensors)
+    assert same(read_all(file), tensors)
     assert file.record == dataclasses.replace(record, vocab_size=None, trainer="Megatron-LM", versions={})
 
 
@@ -120,7 +121,7 @@ def test_parts_make_the_whole(precision, variant, ranks, stages, tmp_path):
 def test_interleaved_stages_make_the_whole(ranks, chunks, tmp_path):
     record, tensors = spread(tmp_path, "bf16", "four_layers", ranks, 2, chunks)
     file = open_megatron(tmp_path)
-    assert file.without_optimizer is None and file.record.shape == record.shape and same(read(file), tensors)
+    assert file.without_optimizer is None and file.record.shape == record.shape and same(read_all(file), tensors)
 
 
 def test_chunks_that_are_not_equal(tmp_path):
