@@ -39,7 +39,7 @@ from megatron_lite.checkpoint.random_states import from_megatron, to_megatron
 from megatron_lite.checkpoint.training_state import Record, Stored
 from megatron_lite.config.args import Args
 from megatron_lite.config.flops import step_flops
-from megatron_lite.config.layout import Part, take_part
+from megatron_lite.config.layout import SPLIT, Part, take_part
 from megatron_lite.config.shape import ModelShape
 from megatron_lite.errors import CheckpointError
 
@@ -129,8 +129,6 @@ class MegatronFile(Stored):
 # VocabParallelEmbedding). A gated MLP's fc1 holds, on each rank, its share of the gates and then that of the values.
 
 PART_FOLDER = re.compile(r"^mp_rank_(\d+)(?:_(\d+))?$")
-BY_ROWS = ("linear_qkv.", "linear_fc1.", "word_embeddings.", "output_layer.")
-BY_COLUMNS = ("linear_proj.weight", "linear_fc2.weight")  # their biases are whole on every rank
 COPIES = ("output_layer.", "word_embeddings_for_head.")  # of the tied embedding, in the last stage
 OF_LAYER = re.compile(r"\.layers\.(\d+)\.")
 
@@ -203,13 +201,13 @@ class MegatronParts(MegatronFile):
 
     def _join(self, name: str, pieces: list[Tensor]) -> Tensor:
         """The whole tensor of a flat name, a weight or its state in the optimizer, from those of all ranks."""
-        by_rows, by_columns = (any(kind in name for kind in kinds) for kinds in (BY_ROWS, BY_COLUMNS))
-        if len(pieces) == 1 or pieces[0].ndim == 0 or not (by_rows or by_columns):
+        dim = next((dim for weight, dim in SPLIT.items() if weight in name), None)
+        if dim is None or pieces[0].ndim == 0:
             return pieces[0]
         if self._gated and "linear_fc1." in name:
             gates, values = zip(*(piece.chunk(2) for piece in pieces))
             return torch.cat([*gates, *values])
-        return torch.cat(pieces, dim=1 if by_columns else 0)
+        return torch.cat(pieces, dim)
 
 
 # --- what Megatron's two formats have in common
