@@ -286,21 +286,6 @@ def foreign_class(module: str, name: str) -> type:
     return made
 
 
-def test_classes_of_megatron_and_of_python_need_not_be_there(tmp_path):
-    path, tensors = write_trained(tmp_path, "fp32")
-    state = torch.load(path, weights_only=False)
-    names = ["megatron_patch", "transformer_engine", "apex"]
-    for module in names:
-        setattr(state["args"], module, foreign_class(module, "Thing")())
-    state["args"].exit_signal, state["args"].folder = signal.SIGTERM, tmp_path
-    state["args"].more = types.SimpleNamespace(a=1)
-    torch.save(state, path)
-    for module in names:
-        del sys.modules[module]
-    assert same(read_all(MegatronFile(path)), tensors)
-    assert not [module for module in names if module in sys.modules]
-
-
 class Trap:
     """Unpickled, it would leave a file behind."""
 
@@ -334,38 +319,32 @@ def test_a_trap_does_not_snap(where, kind, tmp_path):
     assert f"{path}: names {name}, which is neither data" in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_members_of_enums_as_python_3_11_2_pickles_them(tmp_path):
-    """As getattr(class, name), which is not called: no attribute of anything is looked up."""
+def test_what_accepted_names_stand_for_is_never_looked_up(tmp_path, monkeypatch):
+    """Classes, which need not be there, functions, and members of enums as Python 3.11.2 pickles them: getattr(class, name)."""
+    modules, calls = ("megatron_patch", "transformer_engine", "apex", "megatron"), []
+    for name in modules:
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+
+    def spring(*given):
+        calls.append(given)
+
+    spring.__module__, spring.__qualname__, sys.modules["megatron"].spring = "megatron", "spring", spring
+
+    def set_traps(state):
+        args = state["args"]
+        for name in modules:
+            setattr(args, name, foreign_class(name, "Thing")())
+        args.exit_signal, args.folder, args.more = signal.SIGTERM, tmp_path, types.SimpleNamespace(a=1)
+        args.attention_backend = Trap(getattr, foreign_class("megatron", "Backend"), "__name__")
+        args.trap = Trap(spring, "x")
+
     path, tensors = write_trained(tmp_path, "fp32", steps=1)
-    trap = Trap(getattr, foreign_class("megatron", "Backend"), "__name__")
-
-    def set_trap(state):
-        state["args"].attention_backend = trap
-
-    rewrite(path, set_trap, foreign=False)
-    del sys.modules["megatron"].Backend
+    rewrite(path, set_traps, foreign=False)
+    for name in modules[:-1]:
+        del sys.modules[name]
     assert isinstance(load(path)["args"].attention_backend, Inert)
     assert same(read_all(MegatronFile(path)), tensors)
-
-
-def test_a_trap_behind_a_harmless_name_is_inert(tmp_path):
-    """A class under an accepted package's name is never looked up, whatever stands there."""
-    path, tensors = write_trained(tmp_path, "fp32", steps=1)
-    state = torch.load(path, weights_only=False)
-    calls = []
-    module = types.ModuleType("megatron")
-    module.spring = lambda *given: calls.append(given)
-    module.spring.__module__, module.spring.__qualname__ = "megatron", "spring"
-    kept, sys.modules["megatron"] = sys.modules.get("megatron"), module
-    try:
-        state["args"].trap = Trap(module.spring, "x")
-        torch.save(state, path)
-        assert same(read_all(MegatronFile(path)), tensors)
-    finally:
-        del sys.modules["megatron"]
-        if kept is not None:
-            sys.modules["megatron"] = kept
-    assert calls == []
+    assert calls == [] and not [name for name in modules[:-1] if name in sys.modules]
 
 
 # ---- what cannot be loaded

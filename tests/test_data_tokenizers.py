@@ -1,4 +1,4 @@
-"""Text to ids and back, and files that do not fit each other."""
+"""Text to ids and back, vocabularies trained here, and files that do not fit each other."""
 
 import json
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from odd_texts import texts
 
-from megatron_lite.data.byte_pairs import byte_alphabet, write_bpe
+from megatron_lite.data.byte_pairs import byte_alphabet, train_bpe, write_bpe
 from megatron_lite.data.text_files import END_OF_TEXT
 from megatron_lite.data.tokenizers import make_tokenizer
 from megatron_lite.errors import DataError, UserError
@@ -137,3 +137,35 @@ def test_files_of_different_models(tmp_path):
     ):
         with pytest.raises(UserError, match=rf"^--vocab-file \S+ and --merge-file \S+: {message}$"):
             bpe(tmp_path, vocab, merges)
+
+
+# --- training a byte-level vocabulary: the order of its ids, and what other readers make of its files
+
+TEXT = Path(__file__).with_name("waiting.py").read_text(encoding="utf-8") + " naïve 東京 🎉 aaaaaaa aaaa aaa"
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("bpe")
+    write_bpe(folder, *train_bpe([TEXT], 350))
+    return folder
+
+
+def test_text_gets_shorter_and_other_readers_of_the_files_agree(trained):
+    transformers, tokenizer = pytest.importorskip("transformers"), bpe_from(trained)
+    ids = tokenizer.encode(TEXT)
+    assert tokenizer.decode(ids) == TEXT and len(ids) < 2 / 3 * len(TEXT.encode())
+    assert (tokenizer.vocab_size, tokenizer.eod) == (350, 349)
+    reference = transformers.GPT2Tokenizer(str(trained / "vocab.json"), str(trained / "merges.txt"))
+    assert reference(TEXT)["input_ids"] == ids
+
+
+def test_bytes_and_several_texts_are_the_same_as_text_and_it_stops_when_nothing_repeats():
+    assert train_bpe([TEXT.encode()], 300) == train_bpe([TEXT], 300)
+    assert train_bpe(["ab ab", "ab ab"], 258) == train_bpe(["ab ab\nab ab"], 258)
+    vocab, merges = train_bpe(["abc abc"], 10_000)
+    assert list(vocab) == [*byte_alphabet(), *(left + right for left, right in merges), END_OF_TEXT]
+    assert merges == [("a", "b"), ("ab", "c")]
+    assert vocab[END_OF_TEXT] == len(vocab) - 1 == 258
+    with pytest.raises(DataError, match=r"^--vocab-size 256: 256 bytes and .* need 257 or more$"):
+        train_bpe(["x"], 256)
