@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from megatron_lite.data.gpt_dataset import MOCK_ALPHABET, NO_TOKEN, GPTDataset, MockDataset, split_bounds
+from megatron_lite.data.gpt_dataset import MOCK_ALPHABET, GPTDataset, MockDataset, split_bounds
 from megatron_lite.data.indexed import IndexedDataset
 from megatron_lite.data.indexed_writer import IndexedWriter
 from megatron_lite.errors import DataError
@@ -72,24 +72,6 @@ def test_last_epoch_that_is_hardly_used_comes_last():
     first = (2 * 120 - 1) // 10  # samples of the first two of three epochs
     assert len(dataset.document_index) == 9
     assert sorted(dataset.shuffle_index[:first].tolist()) == list(range(first))
-
-
-def test_cut_short_sample_is_kept_on_demand(tmp_path):
-    indexed = corpus(tmp_path, [4, 9])
-    whole, cut = (GPTDataset(indexed, range(2), None, 5, 0, drop_last=drop) for drop in (True, False))
-    assert (len(whole), len(cut)) == (2, 3)
-    last = cut[cut.shuffle_index.tolist().index(2)]
-    stream = np.concatenate([indexed.tokens(sequence) for sequence in cut.document_index])
-    assert last.tolist() == [*stream[10:].tolist(), NO_TOKEN, NO_TOKEN, NO_TOKEN]
-
-
-def test_sample_that_only_single_precision_finds_is_one_token_and_filling():
-    tokens, seq_length = 67_170_285, 16_403
-    exact = -(-(tokens - 1) // seq_length)
-    dataset = GPTDataset(InMemory([tokens]), range(1), None, seq_length, 0, drop_last=False)
-    assert len(dataset) == exact + 1
-    last = dataset[dataset.shuffle_index.tolist().index(exact)]
-    assert last[0] == tokens - 1 and set(last[1:].tolist()) == {NO_TOKEN}
 
 
 def test_indices_that_do_not_fit_the_data_are_met(tmp_path):

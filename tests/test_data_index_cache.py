@@ -49,7 +49,7 @@ def dataset(indexed, cache=None, num_samples=50, split="train"):
 
 def recipe_of(indexed):
     """Of dataset(), and what the cache knows its indices by."""
-    recipe = sample_recipe(range(1, 8), sum(LENGTHS[1:]), 50, 6, 3, True)
+    recipe = sample_recipe(range(1, 8), sum(LENGTHS[1:]), 50, 6, 3)
     return recipe, recipe.entry(indexed.sequence_lengths, "train")
 
 
@@ -86,7 +86,7 @@ def test_second_time_is_mapped_not_built(indexed, cache, heard, tmp_path, no_bui
 
 def test_blend_is_kept_too(cache, monkeypatch, tmp_path):
     parts = [range(100), range(100), range(100)]
-    for weights, size in (([3, 1, 2], 90), ([100, 100, 100], None)):
+    for weights, size in (([3, 1, 2], 90), ([100, 100, 100], 300)):
         plain, first = BlendedDataset(parts, weights, size), BlendedDataset(parts, weights, size, cache, "valid")
         with monkeypatch.context() as patch:
             patch.setattr("megatron_lite.data.blend_order.mix", must_not_build)
@@ -109,8 +109,8 @@ def test_whatever_changes_an_index_changes_the_name():
         wanted = [None, *random.integers(1, 12, size=6).tolist()][random.integers(7)]
         if wanted is None and tokens < 4:
             continue
-        seq_length, seed, drop_last = int(random.integers(1, 4)), int(random.integers(3)), bool(random.integers(2))
-        recipe = sample_recipe(sequences, tokens, wanted, seq_length, seed, drop_last)
+        seq_length, seed = int(random.integers(1, 4)), int(random.integers(3))
+        recipe = sample_recipe(sequences, tokens, wanted, seq_length, seed)
         made = {name: index.tolist() for name, index in recipe.build(lengths).items()}
         assert by_name.setdefault(recipe.entry(lengths, "train").name, made) == made
     assert len(by_name) > 500
@@ -320,7 +320,7 @@ def test_eight_ranks_at_once_build_once(indexed, cache, tmp_path):
 
 
 def _one_rank(indexed, cache, barrier, results, folder):
-    recipe = sample_recipe(range(8), 82, 50, 6, 3, True)
+    recipe = sample_recipe(range(8), 82, 50, 6, 3)
 
     def build():
         with open(folder / "built", "a") as file:
