@@ -480,65 +480,6 @@ def test_an_optimizer_that_cannot_be_named_leaves_the_weights(change, why, tmp_p
     assert file.names() and all(name.startswith("model.") for name in file.names())
 
 
-def buffers_of(tensors: dict, names: list) -> dict:
-    """distrib_optim.pt of one bucket, padded at each start, as the distributed optimizer fills it."""
-    flat = {}
-    for key, kept in (("param", "master"), ("exp_avg", "exp_avg"), ("exp_avg_sq", "exp_avg_sq")):
-        buffer = torch.zeros(0)
-        for name in reversed(names):
-            padding = torch.zeros(-len(buffer) % 64)
-            buffer = torch.cat([buffer, padding, tensors[f"optimizer.{name}.{kept}"].flatten()])
-        flat[key] = buffer
-    return {
-        0: {(torch.bfloat16, torch.float32): flat | {"numel_unpadded": len(flat["param"])}},
-        "buckets_coalesced": True,
-    }
-
-
-def set_step(state, step):
-    for group in state["optimizer"]["optimizer"]["param_groups"][:1]:
-        group["step"] = step
-
-
-KINDS, LAYOUT = "is of several kinds of parameters, or from before February", "is laid out in a way that does not fit"
-BESIDE = {
-    "whole": (lambda state, buffers: None, None),
-    "not coalesced": (lambda state, buffers: buffers.pop("buckets_coalesced"), KINDS),
-    "two kinds": (lambda state, buffers: buffers.update({1: buffers[0]}), KINDS),
-    "other weights": (lambda state, buffers: flat_of(buffers)["param"].mul_(2), LAYOUT),
-    "shorter": (lambda state, buffers: flat_of(buffers).update(param=flat_of(buffers)["param"][1:]), LAYOUT),
-    "steps": (lambda state, buffers: set_step(state, 4), "has made [3, 4] steps, not one number of them"),
-    "trap": (
-        lambda state, buffers: buffers.update(trap=Trap(eval, "1")),
-        "cannot be read; it is damaged, or names classes",
-    ),
-}
-
-
-@pytest.mark.parametrize("kind", BESIDE)
-def test_the_distributed_optimizers_file_beside_it(kind, tmp_path):
-    change, why = BESIDE[kind]
-    path, tensors = write_trained(tmp_path, "bf16")
-    state = torch.load(path, weights_only=False)
-    names = [ours(name) for name, tensor in state["model"].items() if tensor is not None]
-    buffers = buffers_of(tensors, names)
-    del state["megatron_lite"], state["optimizer"]["optimizer"]["state"], state["optimizer"]["fp32_from_fp16_params"]
-    change(state, buffers)
-    torch.save(state, path)
-    torch.save(buffers, path.with_name("distrib_optim.pt"))
-    file = MegatronFile(path)
-    if why is None:
-        assert same(read_all(file), tensors) and file.record.optimizer == "adam"
-    else:
-        assert f"in distrib_optim.pt {why}" in file.without_optimizer
-        assert file.names() == {name for name in tensors if name.startswith("model.")}
-
-
-def flat_of(buffers: dict) -> dict:
-    (flat,) = buffers[0].values()
-    return flat
-
-
 def test_groups_of_their_own_learning_rate_and_decaying_head_norms(tmp_path):
     """--decoupled-lr makes a third group; --apply-wd-to-qk-layernorm moves vectors into the decaying one."""
     path, tensors = write_trained(tmp_path, "fp32", "--transformer-impl local", variant="qk_layernorm")

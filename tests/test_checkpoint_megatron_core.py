@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import dataclasses
+import io
 import json
 import random
 import types
@@ -461,6 +462,38 @@ def test_the_distributed_optimizers_buffers_are_read(precision, bucket_size, tmp
     file = MegatronFile(theirs.save(tmp_path / "iter_0000003" / "mp_rank_00" / "model_optim_rng.pt", 3))
     assert file.without_optimizer is None and file.record.optimizer == "adam"
     assert same(read_all(file), theirs.flat())
+
+
+KINDS, LAYOUT = "is of several kinds of parameters, or from before February", "is laid out in a way that does not fit"
+BESIDE = [  # what is changed in its file and in the buffers beside it: why there is no optimizer
+    (lambda groups, buffers: buffers.pop("buckets_coalesced"), KINDS),
+    (lambda groups, buffers: buffers.update({1: buffers[0]}), KINDS),
+    (lambda groups, buffers: flat_of(buffers)["param"].mul_(2), LAYOUT),
+    (lambda groups, buffers: flat_of(buffers).update(param=flat_of(buffers)["param"][1:]), LAYOUT),
+    (lambda groups, buffers: groups[0].update(step=4), "has made [3, 4] steps, not one number of them"),
+    (lambda groups, buffers: buffers.update(trap=eval), "cannot be read; it is damaged, or names classes"),
+]
+
+
+def flat_of(buffers: dict) -> dict:
+    (flat,) = buffers[0].values()
+    return flat
+
+
+def test_buffers_that_do_not_fit_leave_the_weights(tmp_path, optimizers_on_cpu):
+    theirs = Distributed(plan_for("bf16"), VARIANTS["qk_layernorm"], build(VARIANTS["qk_layernorm"]).state_dict(), None)
+    take_steps(theirs, range(3))
+    path = theirs.save(tmp_path / "iter_0000003" / "mp_rank_00" / "model_optim_rng.pt", 3)
+    beside = path.with_name("distrib_optim.pt")
+    sound = path.read_bytes(), beside.read_bytes()
+    for change, why in BESIDE:
+        state, buffers = (torch.load(io.BytesIO(content), weights_only=False) for content in sound)
+        change(state["optimizer"]["optimizer"]["param_groups"], buffers)
+        torch.save(state, path)
+        torch.save(buffers, beside)
+        file = MegatronFile(path)
+        assert f"in distrib_optim.pt {why}" in file.without_optimizer
+        assert file.names() == {f"model.{name}" for name, _ in theirs.model.named_parameters()}
 
 
 def pretend_on_ranks():
