@@ -480,34 +480,6 @@ def test_an_optimizer_that_cannot_be_named_leaves_the_weights(change, why, tmp_p
     assert file.names() and all(name.startswith("model.") for name in file.names())
 
 
-def test_groups_of_their_own_learning_rate_and_decaying_head_norms(tmp_path):
-    """--decoupled-lr makes a third group; --apply-wd-to-qk-layernorm moves vectors into the decaying one."""
-    path, tensors = write_trained(tmp_path, "fp32", "--transformer-impl local", variant="qk_layernorm")
-    state = torch.load(path, weights_only=False)
-    del state["megatron_lite"]
-    names = [name for name, tensor in state["model"].items() if tensor is not None]
-    matrix = {name: state["model"][name].ndim > 1 for name in names}
-    number = {name: i for i, (name, _) in enumerate(in_groups({name: state["model"][name] for name in names}))}
-    inner, entries = state["optimizer"], state["optimizer"]["state"]
-    special = ["embedding.word_embeddings.weight"]
-    head_norms = [name for name in names if "q_layernorm" in name or "k_layernorm" in name]
-    decays = [name for name in names if (matrix[name] or name in head_norms) and name not in special]
-    groups = [
-        ([1.0, True], special),
-        ([1.0, False], decays),
-        ([0.0, False], [name for name in names if name not in decays and name not in special]),
-    ]
-    order = [name for _, members in groups for name in members]
-    assert sorted(order) == sorted(names)
-    inner["state"] = {i: entries[number[name]] for i, name in enumerate(order)}
-    inner["param_groups"] = [
-        {"params": [order.index(name) for name in members], "wd_mult": wd, "is_decoupled_lr": own}
-        for (wd, own), members in groups
-    ]
-    torch.save(state, path)
-    assert same(read_all(MegatronFile(path)), tensors)
-
-
 def test_megatrons_own_check_of_the_arguments(tmp_path):
     """What check_checkpoint_args compares, and what load_checkpoint takes on from the arguments."""
     path, _ = write_trained(tmp_path, "bf16", "--tokenizer-type NullTokenizer --make-vocab-size-divisible-by 64")

@@ -450,6 +450,27 @@ def test_sgds_momentum_crosses_over_both_ways(tmp_path, optimizers_on_cpu):
     assert max((a - b).abs().max() for a, b in zip(back.model.parameters(), theirs.model.parameters())) < 1e-6
 
 
+DECOUPLED = {"decoupled_lr": 1e-3, "decoupled_min_lr": 1e-4}
+
+
+@pytest.mark.parametrize("settings", [{}, DECOUPLED, DECOUPLED | {"apply_wd_to_qk_layernorm": True}])
+def test_groups_of_their_own_learning_rate_and_decaying_head_norms(settings, tmp_path, optimizers_on_cpu):
+    """--decoupled-lr makes a third group; --apply-wd-to-qk-layernorm moves vectors into the decaying one."""
+    plan, shape = plan_for("fp32"), VARIANTS["qk_layernorm"]
+    theirs = Theirs(plan, shape, build(shape).state_dict())
+    theirs.make_optimizer(theirs.model, **settings)
+    take_steps(theirs, range(3))
+    path = theirs.save(tmp_path / "iter_0000003" / "mp_rank_00" / "model_optim_rng.pt", 3)
+    assert same(read_all(MegatronFile(path)), theirs.flat())
+    state = torch.load(path, weights_only=False)
+    groups = state["optimizer"]["param_groups"]
+    assert len(groups) == (3 if settings else 2)
+    for group in groups:  # as before Megatron-Core 0.16
+        group["is_decoupled_lr"] = not group.pop("default_config")
+    torch.save(state, path)
+    assert same(read_all(MegatronFile(path)), theirs.flat())
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("bucket_size", [None, 100])
 def test_the_distributed_optimizers_buffers_are_read(precision, bucket_size, tmp_path, optimizers_on_cpu):
