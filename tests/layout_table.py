@@ -14,8 +14,17 @@ import tempfile
 from pathlib import Path
 
 import pytest
+import torch
 from launch import alone, flags, on_ranks, steps, train
 
+from megatron_lite.config.plan import Plan
+from megatron_lite.optim.optimizer import Optimizer
+from megatron_lite.parallel.data_parallel import replicate
+from megatron_lite.parallel.groups import make_groups
+from megatron_lite.parallel.replica import Replica
+from megatron_lite.train.run import build_model
+
+CPU = torch.device("cpu")
 ITERATIONS = 6
 TRAIN = (
     f"--train-iters {ITERATIONS} --global-batch-size 8 --log-interval 1 --log-params-norm --log-num-zeros-in-grad "
@@ -117,6 +126,18 @@ def run_cases(folder: Path, cases: list[tuple[str, str]], words: str = "") -> Pa
         (folder / f"{ranks}.json").write_text(json.dumps(argvs))
         on_ranks("launch:train_all", folder / str(ranks), str(folder / f"{ranks}.json"), ranks=ranks)
     return folder
+
+
+def build_rank(plan: Plan) -> tuple[Replica, Optimizer]:
+    """What this rank trains with."""
+    groups = make_groups(plan, CPU)
+    replica = replicate(plan, build_model(plan, CPU, groups), groups)
+    return replica, Optimizer(plan, replica.parameters, CPU, replica.sum_over_ranks, replica.counted)
+
+
+def ask_ranks(function: str, folder: Path, *words: str, ranks: int = 2) -> list:
+    """What each rank prints in the end, as JSON."""
+    return [json.loads(output.splitlines()[-1]) for output in on_ranks(function, folder, *words, ranks=ranks)]
 
 
 def largest(one: list[dict], other: list[dict], key: str) -> float:

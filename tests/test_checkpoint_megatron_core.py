@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from launch import flags, on_ranks, plan_of, same
+from layout_table import ask_ranks, build_rank
 from lazy_module import LazyModule
 from model_variants import VARIANTS, build, tokens
 from test_model_megatron_parity import megatron_on_cpu, reference  # noqa: F401 - a fixture
@@ -23,11 +24,8 @@ from megatron_lite.checkpoint.training_state import Record
 from megatron_lite.config.layout import take_part
 from megatron_lite.data.batch import Batch
 from megatron_lite.optim.optimizer import Optimizer
-from megatron_lite.parallel.data_parallel import replicate
-from megatron_lite.parallel.groups import make_groups
 from megatron_lite.train.checkpoint import Checkpoints
 from megatron_lite.train.loop import Progress
-from megatron_lite.train.run import build_model
 from megatron_lite.train.step import TrainingStep
 
 distributed, enums = LazyModule("megatron.core.distributed"), LazyModule("megatron.core.enums")
@@ -548,9 +546,7 @@ def go_on_in_parts(world, variant: str, folder: str, words: str):
     shape, model_words = VARIANTS[variant], MODEL_WORDS[variant]
     plan = plan_of(flags(TRAINING, model_words, words), world)
     assert dataclasses.replace(plan.shape, init_method_std=shape.init_method_std) == shape
-    groups = make_groups(plan, CPU)
-    replica = replicate(plan, build_model(plan, CPU, groups), groups)
-    optimizer = Optimizer(plan, replica.parameters, CPU, replica.sum_over_ranks, replica.counted)
+    replica, optimizer = build_rank(plan)
     checkpoints = Checkpoints(plan, replica, optimizer, CPU)
     checkpoints._restore(Path(folder), False, Progress())
     losses, phase = [], lambda _: contextlib.nullcontext()
@@ -587,9 +583,8 @@ def test_a_tensor_parallel_run_goes_on_as_one_and_in_parts(variant, tmp_path):
     losses = [ours.train(batch) for batch in batches(shape, 10)[3:]]
     assert losses == pytest.approx(theirs, abs=2e-6)
     for words in (TENSOR, f"{TENSOR} --sequence-parallel"):
-        outputs = on_ranks("test_checkpoint_megatron_core:go_on_in_parts", tmp_path, variant, str(tmp_path), words)
-        for output in outputs:
-            assert json.loads(output.splitlines()[-1]) == pytest.approx(theirs, abs=2e-6)
+        found = ask_ranks("test_checkpoint_megatron_core:go_on_in_parts", tmp_path, variant, str(tmp_path), words)
+        assert found == [pytest.approx(theirs, abs=2e-6)] * 2
 
 
 @pytest.mark.slow
@@ -600,9 +595,8 @@ def test_a_pipeline_goes_on_as_one_and_in_stages(tmp_path):
     ours.load(open_megatron(tmp_path))
     losses = [ours.train(batch) for batch in batches(VARIANTS["untied"], 10)[3:]]
     assert losses == pytest.approx(theirs, abs=2e-6)
-    outputs = on_ranks("test_checkpoint_megatron_core:go_on_in_parts", tmp_path, "untied", str(tmp_path), STAGES)
-    print(theirs, outputs[-1].splitlines()[-1])
-    assert json.loads(outputs[-1].splitlines()[-1]) == pytest.approx(theirs, abs=2e-6)
+    found = ask_ranks("test_checkpoint_megatron_core:go_on_in_parts", tmp_path, "untied", str(tmp_path), STAGES)
+    assert found[-1] == pytest.approx(theirs, abs=2e-6)
 
 
 def share_out_the_optimizer(world, variant: str, its: str):
@@ -616,11 +610,9 @@ def share_out_the_optimizer(world, variant: str, its: str):
         losses = [theirs.train(batch) for batch in fed]
     else:
         plan = plan_of(flags(TRAINING, MODEL_WORDS[variant], OF_ONE_MICRO_BATCH, "--use-distributed-optimizer"), world)
-        groups = make_groups(plan, CPU)
-        replica = replicate(plan, build_model(plan, CPU, groups), groups)
+        replica, optimizer = build_rank(plan)
         for name, parameter in zip(replica.names, replica.parameters):
             take_part(parameter.detach(), build(shape).state_dict()[name], replica.parts[name])
-        optimizer = Optimizer(plan, replica.parameters, CPU, replica.sum_over_ranks, replica.counted)
         step = TrainingStep(plan, replica, optimizer, lambda batch: Batch(*batch, None, None, None))
         step.make.device = CPU
         results = [step(iter([batch]), 0, lambda _: contextlib.nullcontext()) for batch in fed]
@@ -638,10 +630,6 @@ OF_ONE_MICRO_BATCH = (
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", MODEL_WORDS)
 def test_the_distributed_optimizer_is_ours(variant, tmp_path):
-    theirs, ours = (
-        on_ranks("test_checkpoint_megatron_core:share_out_the_optimizer", tmp_path, variant, its)[0]
-        for its in ("theirs", "")
-    )
-    theirs, ours = (json.loads(output.splitlines()[-1]) for output in (theirs, ours))
-    print(theirs, ours)
+    function = "test_checkpoint_megatron_core:share_out_the_optimizer"
+    theirs, ours = (ask_ranks(function, tmp_path, variant, its)[0] for its in ("theirs", ""))
     assert ours == pytest.approx(theirs, abs=2e-6)
