@@ -1,7 +1,6 @@
 """A preprocessing that may be interrupted: the files it writes, and a small file that says how far they are good."""
 
 import json
-import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -10,6 +9,7 @@ from pathlib import Path
 from megatron_lite.data.indexed_writer import PairWriter, Written
 from megatron_lite.data.text_files import Place
 from megatron_lite.errors import DataError
+from megatron_lite.run_folder import write_atomically
 from megatron_lite.units import count
 
 ENDING = ".unfinished"
@@ -48,7 +48,7 @@ class Unfinished:
         self.progress = Progress()
         self._prefix, self._pairs, self._may_skip, self._say = output_prefix, pairs, may_skip, say
         self._path = Path(f"{output_prefix}{ENDING}.json")
-        self._next_path = Path(f"{self._path}.next")
+        self._partial = self._path.with_name(f".{self._path.name}.partial")  # of write_atomically
         self._settings = json.loads(json.dumps(settings))
         self._saved = time.monotonic()
 
@@ -73,12 +73,7 @@ class Unfinished:
         written = [pair.written for pair in self._pairs]
         state = {"version": VERSION, "settings": self._settings, "progress": asdict(self.progress), "written": written}
         try:
-            # A name that the next run finds again: dying here must not leave a file behind for good.
-            with open(self._next_path, "w", encoding="utf-8") as file:
-                file.write(json.dumps(state, indent=1) + "\n")
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(self._next_path, self._path)
+            write_atomically(self._path, json.dumps(state, indent=1) + "\n")
         except OSError as error:
             raise DataError(f"{self._path}: cannot be written ({error.strerror}); free some space") from None
         self._saved = time.monotonic()
@@ -91,12 +86,13 @@ class Unfinished:
                 for pair in self._pairs:
                     pair.place()
                 self._path.unlink(missing_ok=True)
+                self._partial.unlink(missing_ok=True)  # of a run that was killed
         finally:
             is_kept = self._path.exists()
             if is_kept:
                 self._say(f"{self._prefix}: what is done so far is kept; the same command goes on with it")
             else:
-                self._next_path.unlink(missing_ok=True)
+                self._partial.unlink(missing_ok=True)
             for pair in self._pairs:
                 if is_kept:
                     pair.close()
