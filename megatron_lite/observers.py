@@ -19,7 +19,7 @@ from megatron_lite.instruments.build_instruments import WhereaboutsKeeper, build
 from megatron_lite.instruments.memory_oom import explain_unrecorded, is_out_of_memory
 from megatron_lite.instruments.timeline import Timeline
 from megatron_lite.live_line import EVERY_RANK
-from megatron_lite.parallel.rank_store import RunPosition
+from megatron_lite.parallel.rank_status import RunPosition
 from megatron_lite.train.log import Log
 from megatron_lite.train.loop import Progress
 from megatron_lite.train.post_run_report import end_with_report, wants_report
