@@ -17,10 +17,11 @@ from megatron_lite.analysis.kernels.kernel_results import RankKernels
 from megatron_lite.analysis.kernels.rank_kernels import rank_kernels
 from megatron_lite.analysis.memory.memory_results import Snapshot
 from megatron_lite.analysis.memory.trace_memory import measure_trace_memory
+from megatron_lite.analysis.rank_facts import RankFacts
 from megatron_lite.analysis.ranks.from_run import compare_ranks_of_run, find_only_dimension, only_lasting
 from megatron_lite.analysis.ranks.ranks import compare_ranks
 from megatron_lite.analysis.report import Report
-from megatron_lite.analysis.run_facts import Facts, RankFacts
+from megatron_lite.analysis.run_facts import Facts
 from megatron_lite.analysis.time.rank_time import rank_time
 from megatron_lite.analysis.time.step_windows import attribute_events
 from megatron_lite.analysis.trace.columns import Trace

@@ -10,8 +10,9 @@ from dataclasses import replace
 import numpy as np
 
 from megatron_lite.analysis.findings.base import Evidence, Finding
+from megatron_lite.analysis.rank_facts import RankFacts
 from megatron_lite.analysis.run.run_results import Run
-from megatron_lite.analysis.run_facts import Facts, RankFacts
+from megatron_lite.analysis.run_facts import Facts
 from megatron_lite.analysis.trace.columns import Kind
 from megatron_lite.phases import Phase
 from megatron_lite.run_folder import RUN_FILE, STEPS_FILE

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-from megatron_lite.analysis.findings.run_settings import part
 from megatron_lite.analysis.kernels.kernel_results import Role
 from megatron_lite.analysis.run_facts import Compared, ComparedMemory, ComparedTime, Facts, Predicted
 from megatron_lite.estimate.prediction import CATEGORIES, LedgerRow, MemoryPrediction, Moment, TimePrediction, TimeRow
@@ -59,7 +58,7 @@ def compare_memory(facts: Facts, peak: Moment) -> tuple[ComparedMemory | None, l
     most = run.peak_memory_bytes.max(initial=0.0, where=run.peak_memory_bytes > 0) if run else 0.0  # NaN is not
     if not most:
         return None, [f"{STEPS_FILE} holds no peak of GPU memory: nothing to hold the prediction against."]
-    rank = part(facts, "world", "rank")
+    rank = facts.part("world", "rank")
     return ComparedMemory(
         peak=Compared("peak of tensors", peak.num_bytes, float(most)),
         categories=(),

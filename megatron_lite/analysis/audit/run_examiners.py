@@ -22,15 +22,14 @@ from megatron_lite.analysis.audit.answers import (
 )
 from megatron_lite.analysis.compare.compare_results import Change
 from megatron_lite.analysis.compare.settings import exact, objections, paired_samples
-from megatron_lite.analysis.findings.base import Evidence, counted, in_ms, where
+from megatron_lite.analysis.findings.base import Evidence, counted
 from megatron_lite.analysis.findings.memory_rules import MIN_SNAPSHOT_STEPS
-from megatron_lite.analysis.findings.run_settings import argument, compiles, measure_peak, part, whole
-from megatron_lite.analysis.findings.step_measurements import backward_ranges, per_step, rows_named
 from megatron_lite.analysis.kernels.kernel_results import MATRIX_ROLES
+from megatron_lite.analysis.rank_facts import RankFacts, in_ms
 from megatron_lite.analysis.run.learning import measure_learning
 from megatron_lite.analysis.run.read import MIN_STEPS as MIN_STEPS_WITHOUT_GROWTH
 from megatron_lite.analysis.run.run_results import Numbers, Run
-from megatron_lite.analysis.run_facts import Facts, RankFacts
+from megatron_lite.analysis.run_facts import Facts, whole
 from megatron_lite.analysis.trace.columns import Kind
 from megatron_lite.run_folder import STEPS_FILE
 from megatron_lite.units import MIB, count, significant, size
@@ -67,11 +66,11 @@ def examine_sixteen_bits(case: Case) -> Point | list[Evidence]:
     used, seen = _measure_formats(one), []
     if used.total() > 0:
         text = "products per step: " + ", ".join(f"{in_ms(ms)} in {name}" for name, ms in used.most_common())
-        seen.append(Evidence(text, where(one)))
+        seen.append(Evidence(text, one.where()))
         if facts.plan.get("precision") in SIXTEEN_BITS and 2 * sum(used[name] for name in SIXTEEN_BITS) < used.total():
             return failed("see which operators autocast or the model leaves in fp32", *seen, code="fp32-products")
     if one is not None and (uncast := _list_uncast(one)):
-        seen.append(Evidence(f"left alone: {', '.join(uncast)}", where(one)))
+        seen.append(Evidence(f"left alone: {', '.join(uncast)}", one.where()))
     here, there = (_get_precision(run) if run else None for run in (facts, other))
     if other is None:
         wanted = "fp32" if here in SIXTEEN_BITS else "bf16 or fp16"
@@ -119,7 +118,7 @@ def _list_uncast(one: RankFacts) -> list[str]:
     """Formats of what mixed precision should leave alone; [] without shapes."""
     told = []
     for what, (operator, place) in UNCAST.items():
-        rows = rows_named(one, operator.__eq__, Kind.OP)
+        rows = one.rows_named(operator.__eq__, Kind.OP)
         shapes = [one.trace.shapes[index] for index in np.unique(one.trace.events.shapes[rows]) if index >= 0]
         formats = {shape.dtypes[place] for shape in shapes if len(shape.dtypes) > place} - {""}
         # On GPUs the operator may read 16 bits and compute in fp32 by itself.
@@ -137,7 +136,7 @@ def _pair_measurements(*runs: Facts) -> Iterator[tuple[str, str, object]]:
         "ms",
         next((paired_samples(*samples) for samples in (ordinary, traced) if all(map(len, samples))), None),
     )
-    allocator = [peak.num_bytes if peak else 0 for peak in map(measure_peak, runs)]
+    allocator = [peak.num_bytes if peak else 0 for peak in (one.peak for one in runs)]
     snapshots = [one.highest_snapshot.peak_bytes if one.snapshots else 0 for one in runs]
     peaks = next((peaks for peaks in (allocator, snapshots) if all(peaks)), None)
     yield "peak memory", "MiB", exact(*(num_bytes / MIB for num_bytes in peaks)) if peaks else None
@@ -187,17 +186,17 @@ def examine_batches(case: Case) -> Point | list[Evidence]:
         none = Evidence(f"no update at all: {why}", STEPS_FILE)
         return failed("see why no step improves the weights", none, code=code)
     if one is not None:
-        traced = per_step(one, backward_ranges(one))
-        updates = per_step(one, rows_named(one, IS_UPDATE, Kind.ANNOTATION))
+        traced = one.per_step(one.backward_ranges())
+        updates = one.per_step(one.rows_named(IS_UPDATE, Kind.ANNOTATION))
         told = f"{counted(traced, 'backward range')}{f', {counted(updates, OPTIMIZER_STEP)}' if updates else ''}"
-        seen = [Evidence(f"per step {told} in the trace", where(one))] if traced else []
-    micro_batch, world = whole(argument(facts, "micro_batch_size")), run.world_size if run else None
+        seen = [Evidence(f"per step {told} in the trace", one.where())] if traced else []
+    micro_batch, world = whole(facts.argument("micro_batch_size")), run.world_size if run else None
     sizes = run.batch_sizes[run.batch_sizes > 0] if run else ()
     if not micro_batch or not world or not len(sizes):
         return not_seen(*seen)
     wrong = _check_batches(run, sizes, micro_batch * world, traced)
-    final = whole(part(facts, "batch", "final"))
-    if final and not part(facts, "batch", "start") and (sizes != final).any():  # nothing ramps up
+    final = whole(facts.part("batch", "final"))
+    if final and not facts.part("batch", "start") and (sizes != final).any():  # nothing ramps up
         wrong.append(f"the plan has {final} samples per step, the steps have {sizes.min():,.0f} to {sizes.max():,.0f}")
     if updates > 1:
         wrong.append(f"{significant(updates)} {OPTIMIZER_STEP}s per iteration in the trace")
@@ -242,14 +241,14 @@ def _check_batches(run: Run, sizes: Numbers, samples: int, traced: float) -> lis
 
 def examine_compilation(case: Case) -> Point | list[Evidence]:
     """The first step's compiling apart from steady steps, and none later."""
-    run, one, compiled = case.facts.run, case.facts.critical, compiles(case.facts)
+    run, one, compiled = case.facts.run, case.facts.critical, case.facts.compiles
     if compiled and (found := case.found("first-step")):
         return fail_by_findings(found)
     regions = one.kernels.compiled_regions if one is not None else 0.0
     if compiled is False and not regions:
         text = "nothing is compiled (--torch-compile none)"
         return not_seen(Evidence(text, "run.json"), record="a run with --torch-compile")
-    seen = [Evidence(f"{significant(regions)} compiled regions per step", where(one))] if regions else []
+    seen = [Evidence(f"{significant(regions)} compiled regions per step", one.where())] if regions else []
     if not run or not (compiled or regions) or not run.first_step_ms or not run.steady_step_ms:
         return not_seen(*seen, record="all steps of the run: start it with an empty --run-dir" if run else "")
     compiling = f" ({in_ms(run.compile_ms[0])} of it compiling)" if run.compile_ms[0] > 0 else ""
@@ -268,15 +267,15 @@ def examine_shapes(case: Case) -> Point | list[Evidence]:
     shapes, seen = [], []  # of products in each steady step, and what they say
     if one is not None and one.trace.with_shapes:
         events, steps = one.trace.events, one.placing.step
-        rows = rows_named(one, PRODUCTS.__contains__, Kind.OP)
+        rows = one.rows_named(PRODUCTS.__contains__, Kind.OP)
         rows = rows[events.shapes[rows] >= 0]
         shapes = [frozenset(events.shapes[rows[steps[rows] == step]].tolist()) for step in np.unique(steps[rows])]
     if len(shapes) >= MIN_TRACED_STEPS:
         number, same = len(frozenset().union(*shapes)), "the same" if len(set(shapes)) == 1 else "not the same"
-        seen.append(Evidence(f"{number} shapes of products, {same} in each of {len(shapes)} steady steps", where(one)))
+        seen.append(Evidence(f"{number} shapes of products, {same} in each of {len(shapes)} steady steps", one.where()))
         if same == "not the same":
             return not_seen(*seen, record=f"how much of it is padding and what it compiles: {RUN_FOLDER}")
-    length = whole(part(facts, "shape", "seq_length"))
+    length = whole(facts.part("shape", "seq_length"))
     if length and run.steps:
         late = (run.compiling & ~run.evaluating)[1:].sum()
         text = f"every sequence has {length:,} positions; {late} of {run.steps} steps compiled after the first"
@@ -291,7 +290,7 @@ def examine_shapes(case: Case) -> Point | list[Evidence]:
 
 def _is_packed(facts: Facts) -> bool:
     """Whether the data sets are this trainer's own, which cut one stream of tokens. Other loaders are not known."""
-    return argument(facts, "dataloader_type") in ("single", "cyclic")
+    return facts.argument("dataloader_type") in ("single", "cyclic")
 
 
 def examine_tokens(case: Case) -> Point | list[Evidence]:
@@ -303,7 +302,7 @@ def examine_tokens(case: Case) -> Point | list[Evidence]:
         return fail_by_findings(found)
     speed = f"{count(run.tokens_per_second)} tokens/s over {run.ordinary.sum()} ordinary steps, all ranks"
     seen = Evidence(f"{speed}; {run.skipped.sum()} of {run.steps} steps skipped", STEPS_FILE)
-    if argument(case.facts, "eod_mask_loss"):
+    if case.facts.argument("eod_mask_loss"):
         return not_seen(
             seen, record="how many positions have a loss is not recorded: without --eod-mask-loss all have one"
         )

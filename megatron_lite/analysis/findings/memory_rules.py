@@ -2,33 +2,10 @@
 
 import math
 
-from megatron_lite.analysis.findings.base import (
-    MATTERS,
-    Evidence,
-    Finding,
-    build_time_finding,
-    find_lost_memory,
-    in_ms,
-    rule,
-)
-from megatron_lite.analysis.findings.run_settings import (
-    TIGHT,
-    argument,
-    device_bytes,
-    is_tight,
-    local_ranks,
-    measure_ordinary,
-    measure_peak,
-    micro_batch_tokens,
-    micro_batches,
-    part,
-    suggest_micro_batch,
-    sum_category,
-    whole,
-)
-from megatron_lite.analysis.findings.step_measurements import accumulation_ms
+from megatron_lite.analysis.findings.base import MATTERS, Evidence, Finding, build_time_finding, find_lost_memory, rule
 from megatron_lite.analysis.memory.memory_results import OUTSIDE
-from megatron_lite.analysis.run_facts import Facts
+from megatron_lite.analysis.rank_facts import in_ms
+from megatron_lite.analysis.run_facts import TIGHT, Facts, measure_ordinary, sum_category, whole
 from megatron_lite.phases import Phase
 from megatron_lite.units import MIB, size
 
@@ -182,12 +159,12 @@ def find_logits_peak(facts: Facts) -> Finding | None:
     False alarm: a peak far below the device's memory.
     """
     most = facts.highest_snapshot
-    if most is None or not is_tight(facts, most):
+    if most is None or not facts.is_tight(most):
         return None
     held = sum_category(most, "logits and loss")
     if held < MAX_LOGITS_SHARE * most.peak_bytes:
         return None
-    now = whole(argument(facts, "micro_batch_size"))
+    now = whole(facts.argument("micro_batch_size"))
     half = f"--micro-batch-size {now // 2}" if now and now > 1 else ""
     text = f"{size(held)} of the peak of {size(most.peak_bytes)} ({held / most.peak_bytes:.0%})"
     advice = "compute the loss in chunks of tokens" + (
@@ -253,13 +230,13 @@ def find_recompute_activations(facts: Facts) -> Finding | None:
     False alarm: a run that fits and whose micro-batch need not grow: then it only costs time.
     """
     most = facts.highest_snapshot
-    if most is None or argument(facts, "recompute_granularity") or not is_tight(facts, most):
+    if most is None or facts.argument("recompute_granularity") or not facts.is_tight(most):
         return None
     layers = [layer.num_bytes for layer in most.layers if layer.name != OUTSIDE]
     if len(layers) < MIN_LAYERS:
         return None
     # Of all layers: micro-batch x sequence x hidden each; unknown without a plan.
-    tokens, hidden = micro_batch_tokens(facts), whole(part(facts, "shape", "hidden_size"))
+    tokens, hidden = facts.micro_batch_tokens, whole(facts.part("shape", "hidden_size"))
     width = 2 if facts.plan.get("precision") in SIXTEEN_BITS else 4
     inputs = len(layers) * tokens * hidden * width if tokens and hidden else 0
     held = sum(layers)
@@ -292,13 +269,13 @@ def find_state_kept_whole(facts: Facts) -> Finding | None:
     False alarm: a peak that falls into forward for other reasons stays as high but for this part.
     """
     most, layout = facts.highest_snapshot, facts.plan.get("layout")
-    ranks = (whole(part(facts, "layout", "data")) or 1) * (whole(part(facts, "layout", "context")) or 1)
+    ranks = (whole(facts.part("layout", "data")) or 1) * (whole(facts.part("layout", "context")) or 1)
     if (
         most is None
         or not isinstance(layout, dict)
         or ranks < 2
         or facts.plan.get("sharding")
-        or not is_tight(facts, most)
+        or not facts.is_tight(most)
     ):
         return None
     held = sum(sum_category(most, category) for category in ("moments", "master weights"))
@@ -324,8 +301,8 @@ def find_sequence_parallel_off(facts: Facts) -> Finding | None:
     False alarm: a peak that falls into the optimizer's step.
     """
     most = facts.highest_snapshot
-    tensor, shares = whole(part(facts, "layout", "tensor")) or 1, part(facts, "layout", "sequence_parallel")
-    if most is None or tensor < 2 or shares or not is_tight(facts, most):
+    tensor, shares = whole(facts.part("layout", "tensor")) or 1, facts.part("layout", "sequence_parallel")
+    if most is None or tensor < 2 or shares or not facts.is_tight(most):
         return None
     from megatron_lite.analysis.memory.ledger import bytes_of_sequence_parallelism  # late: formulas, for such runs only
 
@@ -356,13 +333,13 @@ def find_micro_batch_headroom(facts: Facts) -> Finding | None:
     Flags: --micro-batch-size N at the same --global-batch-size.
     False alarm: memory that evaluation, a checkpoint or a longer batch still needs.
     """
-    larger, one = suggest_micro_batch(facts), facts.critical
+    larger, one = facts.larger_micro_batch, facts.critical
     if larger is None or one is not None and one.time.launch_bound:  # there it is the remedy, and said there
         return None
-    held = measure_peak(facts)
-    cost = accumulation_ms(one) or None if one is not None else None
-    peak = f"the peak is {size(held.num_bytes)} of {size(device_bytes(facts))}"
-    seen = Evidence(f"{peak}, with {micro_batches(facts)} micro-batches per step", held.where)
+    held = facts.peak
+    cost = one.accumulation_ms() or None if one is not None else None
+    peak = f"the peak is {size(held.num_bytes)} of {size(facts.device_bytes)}"
+    seen = Evidence(f"{peak}, with {facts.micro_batches} micro-batches per step", held.where)
     return build_time_finding(cost, [seen], larger[1], larger[:1], certain=False)
 
 
@@ -383,13 +360,13 @@ def find_needless_recompute(facts: Facts) -> Finding | None:
     False alarm: a rehearsal of a larger job, or memory that evaluation or a longer batch still needs.
     """
     run, one = facts.run, facts.critical
-    if argument(facts, "recompute_granularity") != "full":
+    if facts.argument("recompute_granularity") != "full":
         return None
-    room = device_bytes(facts)
+    room = facts.device_bytes
     if facts.plan.get("device") == "cpu":  # a rank's share of what the machine had free at the start
         predicted = run.record.get("prediction")
         free = whole(predicted.get("room_bytes")) if isinstance(predicted, dict) else None
-        room = free / (local_ranks(facts) or 1) if free else None
+        room = free / (facts.local_ranks or 1) if free else None
     if not room:
         return None
     # late: formulas and flags, for such runs only
@@ -399,8 +376,8 @@ def find_needless_recompute(facts: Facts) -> Finding | None:
     needed = bytes_without_recomputation(facts.plan)
     if needed is None or needed > TIGHT * room or any(one.oom is not None for one in facts.snapshots):
         return None
-    layers = part(facts, "shape", "num_layers")
-    words = (argument(facts, f"recompute_{name}") for name in ("granularity", "method", "num_layers"))
+    layers = facts.part("shape", "num_layers")
+    words = (facts.argument(f"recompute_{name}") for name in ("granularity", "method", "num_layers"))
     recomputed = recomputed_layers(*words, layers)
     traced = [phase.device_ms for phase in one.time.phases if phase.name == FORWARD] if one is not None else []
     if traced:

@@ -2,8 +2,8 @@
 
 from statistics import median_low
 
-from megatron_lite.analysis.findings.base import MATTERS, Evidence, Finding, build_time_finding, in_ms, rule
-from megatron_lite.analysis.findings.run_settings import argument, micro_batches, part, whole
+from megatron_lite.analysis.findings.base import MATTERS, Evidence, Finding, build_time_finding, rule
+from megatron_lite.analysis.rank_facts import in_ms
 from megatron_lite.analysis.run.pipeline_times import (
     count_chunks,
     list_layers,
@@ -11,7 +11,7 @@ from megatron_lite.analysis.run.pipeline_times import (
     measure_own_times,
 )
 from megatron_lite.analysis.run.run_results import Run
-from megatron_lite.analysis.run_facts import Facts
+from megatron_lite.analysis.run_facts import Facts, whole
 from megatron_lite.thresholds import is_by_chance
 
 MIN_BUBBLE = 0.10  # of a step, by the schedule: with less, what stages wait has other causes
@@ -34,7 +34,7 @@ def find_pipeline_bubble(facts: Facts) -> Finding | None:
         --pipeline-model-parallel-size.
     False alarm: a global batch that may not grow, of micro-batches that are as small as the GPU bears.
     """
-    run, number = facts.run, micro_batches(facts)
+    run, number = facts.run, facts.micro_batches
     measured = facts.pipeline
     waits_ms = {one.stage: one.wait_ms for one in measured.stages} if measured else {}
     stages, step_ms = len(waits_ms), run.steady_step_ms if run is not None else None
@@ -42,12 +42,12 @@ def find_pipeline_bubble(facts: Facts) -> Finding | None:
         return None
     assert run is not None  # where stages were found
     pieces = count_chunks(run)
-    fills = argument(facts, "pipeline_schedule") == "ZeroBubble"
+    fills = facts.argument("pipeline_schedule") == "ZeroBubble"
     bubble = measure_bubble(stages, number, 3 * pieces if fills else pieces)
     cost_ms = min(min(waits_ms.values()), bubble * step_ms)
     if bubble < MIN_BUBBLE or cost_ms < MATTERS * step_ms:
         return None
-    size, batch = whole(argument(facts, "micro_batch_size")) or 1, whole(part(facts, "batch", "final")) or 0
+    size, batch = whole(facts.argument("micro_batch_size")) or 1, whole(facts.part("batch", "final")) or 0
     flags = [f"--global-batch-size {4 * batch}"]
     if size > 1:
         flags.append(f"--micro-batch-size {size // 2}")
