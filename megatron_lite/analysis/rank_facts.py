@@ -9,7 +9,7 @@ import numpy as np
 
 from megatron_lite.analysis.intervals import Cover, difference
 from megatron_lite.analysis.kernels.kernel_results import RankKernels
-from megatron_lite.analysis.kernels.roles import is_communication
+from megatron_lite.analysis.kernels.kernel_words import is_communication
 from megatron_lite.analysis.time.find_phases import known_phase
 from megatron_lite.analysis.time.time_results import Placing, RankTime
 from megatron_lite.analysis.trace.columns import Kind, Trace

@@ -19,8 +19,8 @@ from megatron_lite.analysis.compare.settings import (
 )
 from megatron_lite.analysis.contradictions import find_contradictions
 from megatron_lite.analysis.kernels.kernel_names import short_name
+from megatron_lite.analysis.kernels.kernel_words import get_kernel_role, get_operator_role
 from megatron_lite.analysis.kernels.rank_kernels import own_ms
-from megatron_lite.analysis.kernels.roles import get_kernel_role, get_operator_role
 from megatron_lite.analysis.kernels.selection import Selection
 from megatron_lite.analysis.rank_facts import RankFacts
 from megatron_lite.analysis.run.run_results import Numbers, Run
@@ -181,7 +181,7 @@ def build_side(one: RankFacts) -> Side:
     for at in chosen:
         alone = tuple(replace(step, steady=number == at) for number, step in enumerate(placing.steps))
         times.append(rank_time(one.trace, replace(placing, steps=alone)))
-    roles = {str(role): ms for role, ms in one.kernels.roles.items()}
+    roles = {str(role): ms for role, ms in one.kernels.kernel_words.items()}
     return Side(one.time, times, *_measure_work(one), roles)
 
 

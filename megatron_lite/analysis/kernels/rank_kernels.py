@@ -13,7 +13,7 @@ from megatron_lite.analysis.kernels.kernel_results import (
     Role,
     TensorCores,
 )
-from megatron_lite.analysis.kernels.roles import get_operator_role
+from megatron_lite.analysis.kernels.kernel_words import get_operator_role
 from megatron_lite.analysis.kernels.roofline import Calls, collect_calls, roofline_rows
 from megatron_lite.analysis.kernels.selection import Selection, by_weight, heaviest
 from megatron_lite.analysis.time.time_results import Placing, RankTime

@@ -7,8 +7,13 @@ import numpy as np
 
 from megatron_lite.analysis.kernels.kernel_names import KernelName
 from megatron_lite.analysis.kernels.kernel_results import Role, RooflineRow
-from megatron_lite.analysis.kernels.number_formats import FORMAT_BYTES, TENSOR_TYPES, WORDS
-from megatron_lite.analysis.kernels.roles import bare_operator, get_operator_role
+from megatron_lite.analysis.kernels.kernel_words import (
+    FORMAT_BYTES,
+    TENSOR_TYPES,
+    WORDS,
+    bare_operator,
+    get_operator_role,
+)
 from megatron_lite.analysis.kernels.selection import Selection, heaviest
 from megatron_lite.analysis.trace.columns import Kind, Shapes
 from megatron_lite.estimate.hardware import peak_tflops, processor_of

@@ -9,7 +9,7 @@ from functools import cached_property
 import numpy as np
 
 from megatron_lite.analysis.intervals import NOTHING, Cover, Nesting, difference, union
-from megatron_lite.analysis.kernels.roles import is_communication, is_wait
+from megatron_lite.analysis.kernels.kernel_words import is_communication, is_wait
 from megatron_lite.analysis.ranks.process_groups import CALLER, find_group, guess_dimension
 from megatron_lite.analysis.ranks.rank_results import OTHER
 from megatron_lite.analysis.time.time_results import Placing

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_lite.analysis.intervals import Cover, difference, intersection, joined, union
-from megatron_lite.analysis.kernels.roles import is_wait
+from megatron_lite.analysis.kernels.kernel_words import is_wait
 from megatron_lite.analysis.time.find_phases import AUTOGRAD
 from megatron_lite.analysis.time.idle_gaps import (
     HostActivity,
