@@ -53,7 +53,7 @@ def steps(count: int, of_step, **header) -> MadeTrace:
 def test_kernels_roles_and_tensor_cores_of_a_run(tmp_path):
     kernels = figures(gpu_run(steps=4, all_reduce_us=300, world_size=2), tmp_path)
     wanted = {Role.GEMM: 0.6, Role.COMMUNICATION: 0.3, Role.OPTIMIZER: 0.1, Role.TRANSFER: 0.01}
-    assert kernels.kernel_words == pytest.approx(wanted)
+    assert kernels.roles == pytest.approx(wanted)
     assert kernels.device_ms == pytest.approx(1.01)
     rows = {row.short: row for row in kernels.rows}
     backward = rows["ampere_sgemm_128x64_nt"]
@@ -208,7 +208,7 @@ def test_bytes_of_elementwise_work_and_its_bound(tmp_path):
     assert (add.bound_by, add.bound_ms) == ("memory", pytest.approx(3 * mib / 2039e9 * 1e3))
     assert kernels.model_flops is None
     # from operators
-    assert kernels.kernel_words.keys() == {Role.ELEMENTWISE, Role.CAST_COPY, Role.REDUCTION, Role.NORM, Role.EMBEDDING}
+    assert kernels.roles.keys() == {Role.ELEMENTWISE, Role.CAST_COPY, Role.REDUCTION, Role.NORM, Role.EMBEDDING}
 
 
 def test_the_fused_optimizer_takes_its_number_format_from_the_kernel(tmp_path):
@@ -242,8 +242,8 @@ def test_without_a_gpu_operators_are_the_work(tmp_path):
     rows = {row.name: row for row in kernels.operators}
     assert rows["aten::mm"].self_ms == pytest.approx(0.150 + 0.235)
     assert rows["autograd::engine::evaluate_function: MmBackward0"].self_ms == pytest.approx(0.015)
-    assert kernels.kernel_words[Role.COMMUNICATION] == pytest.approx(0.3)
-    assert kernels.device_ms == pytest.approx(sum(kernels.kernel_words.values()))
+    assert kernels.roles[Role.COMMUNICATION] == pytest.approx(0.3)
+    assert kernels.device_ms == pytest.approx(sum(kernels.roles.values()))
     assert kernels.model_flops == 2 * 64 * 128 * 256  # the other product has no shapes
     assert (kernels.peak_tflops, kernels.mfu) == (None, None)
     assert any("no peak is known for this processor" in note for note in kernels.notes)
@@ -288,7 +288,7 @@ def test_compiled_regions_are_counted(tmp_path):
 
     kernels = figures(steps(3, region), tmp_path)
     assert kernels.compiled_regions == 2
-    assert kernels.kernel_words == {Role.FUSED: pytest.approx(0.06)}
+    assert kernels.roles == {Role.FUSED: pytest.approx(0.06)}
 
 
 def test_the_heaviest_label():
@@ -309,7 +309,7 @@ def real(request):
 @pytest.mark.skipif(not FILES, reason="no ../shared/traces beside the repository")
 def test_properties_of_real_traces(real):
     folder, time, kernels = real
-    assert sum(kernels.kernel_words.values()) == pytest.approx(kernels.device_ms)
+    assert sum(kernels.roles.values()) == pytest.approx(kernels.device_ms)
     assert sum(row.ms for row in kernels.rows) == pytest.approx(kernels.device_ms)
     assert kernels.device_ms >= time.busy_ms * 0.999  # parallel streams count twice here
     known = kernels.tensor_core_ms + kernels.maybe_tensor_core_ms + sum(kernels.without_tensor_cores.values())

@@ -68,7 +68,7 @@ def compare_time(facts: Facts, predicted: TimePrediction) -> ComparedTime | None
     if one is not None and one.time.on_gpu and one.time.step_ms:
         least = {bound: sum(row.ms for row in predicted.rows if row.bound == bound) for bound in BOUNDS}
         computing, sending = (one.time.rows.get(row, 0.0) for row in ("compute", "exposed_communication"))
-        products = min(computing, sum(one.kernels.kernel_words.get(role, 0.0) for role in PRODUCTS))
+        products = min(computing, sum(one.kernels.roles.get(role, 0.0) for role in PRODUCTS))
         parts = (
             Compared("matrix products, attention", least["compute"], products),
             Compared("all other computing", least["memory"], computing - products),

@@ -149,7 +149,7 @@ def _find_bound(time: RankTime) -> str:
 
 def _describe_step(facts: Facts, rank: RankFacts, findings: Sequence[Finding]) -> str:
     """'31% of peak; 20% of each step waits for communication, 10% waits for the host; ...'."""
-    time, mfu, roles = rank.time, rank.kernels.mfu, rank.kernels.kernel_words
+    time, mfu, roles = rank.time, rank.kernels.mfu, rank.kernels.roles
     if mfu is not None:
         parts = [f"{mfu:.0%} of peak" if mfu >= 0.005 else "under 1% of peak"]
     else:

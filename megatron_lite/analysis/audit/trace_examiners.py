@@ -244,7 +244,7 @@ def examine_layout(case: Case) -> list[Evidence]:
     one = case.facts.critical
     if one is None or not _has_work(one):
         return []
-    ms = one.of_step(one.kernels.kernel_words.get(Role.CAST_COPY, 0.0))
+    ms = one.of_step(one.kernels.roles.get(Role.CAST_COPY, 0.0))
     limit = MAX_COPY_SHARE if one.time.on_gpu else MAX_COPY_SHARE_ON_CPU
     return [Evidence(f"copying, casting and reordering tensors: {ms}; {limit:.0%} would be much", one.where())]
 
@@ -254,7 +254,7 @@ def examine_fusion(case: Case) -> Point | list[Evidence]:
     one, limit = case.facts.critical, MAX_ELEMENTWISE_SHARE
     if one is None or not _has_work(one):
         return []
-    ms = one.kernels.kernel_words.get(Role.ELEMENTWISE, 0.0)
+    ms = one.kernels.roles.get(Role.ELEMENTWISE, 0.0)
     text = f"elementwise operators take {one.of_step(ms)}; {limit:.0%} would be much"
     if one.time.on_gpu:
         text += f"; {one.time.launches:,.0f} kernels per step, the median one of {one.time.median_kernel_us:.1f} us"
@@ -265,7 +265,7 @@ def examine_fusion(case: Case) -> Point | list[Evidence]:
 
 
 def _has_work(one: RankFacts) -> bool:
-    return one.time.step_ms > 0 and any(one.kernels.kernel_words.values())
+    return one.time.step_ms > 0 and any(one.kernels.roles.values())
 
 
 def examine_tensor_cores(case: Case) -> Point | list[Evidence]:

@@ -181,7 +181,7 @@ def build_side(one: RankFacts) -> Side:
     for at in chosen:
         alone = tuple(replace(step, steady=number == at) for number, step in enumerate(placing.steps))
         times.append(rank_time(one.trace, replace(placing, steps=alone)))
-    roles = {str(role): ms for role, ms in one.kernels.kernel_words.items()}
+    roles = {str(role): ms for role, ms in one.kernels.roles.items()}
     return Side(one.time, times, *_measure_work(one), roles)
 
 

@@ -116,7 +116,7 @@ def find_copy_share(facts: Facts, one: RankFacts) -> Finding | None:
         for row in one.kernels.operators
         if row.role is Role.CAST_COPY and row.phase not in BY_DESIGN
     ]
-    cost = one.kernels.kernel_words.get(Role.CAST_COPY, 0.0) if one.time.on_gpu else sum(row[0] for row in on_host)
+    cost = one.kernels.roles.get(Role.CAST_COPY, 0.0) if one.time.on_gpu else sum(row[0] for row in on_host)
     shown = (
         Evidence(f"{name}: {in_ms(ms)}, {significant(number)} per step", phase)
         for ms, name, phase, number in sorted(rows or on_host, reverse=True)[:MAX_SHOWN]
@@ -145,7 +145,7 @@ def find_unfused_elementwise(facts: Facts, one: RankFacts) -> Finding | None:
     Flags: --torch-compile here; in Megatron-LM its fusions are on unless a --no-...-fusion flag turns them off.
     False alarm: a model whose own work is elementwise.
     """
-    cost = one.kernels.kernel_words.get(Role.ELEMENTWISE, 0.0)
+    cost = one.kernels.roles.get(Role.ELEMENTWISE, 0.0)
     if facts.compiles:
         return None
     rows = [row for row in one.kernels.rows if row.role is Role.ELEMENTWISE]

@@ -86,7 +86,7 @@ def find_fp32_products(facts: Facts, one: RankFacts) -> Finding | None:
         if shaped:
             ms = sum(row.ms for row in shaped if row.dtype == "fp32")
         elif facts.plan.get("precision") == "fp32":
-            ms = sum(one.kernels.kernel_words.get(role, 0.0) for role in MATRIX_ROLES)
+            ms = sum(one.kernels.roles.get(role, 0.0) for role in MATRIX_ROLES)
     if WITHOUT_TENSOR_CORES.search(device) or one.share(ms) < MAX_FP32_SHARE:
         return None
     flag = "--fp16" if "V100" in device else "--bf16"
@@ -128,7 +128,7 @@ def find_slow_16_bit_products(facts: Facts) -> Finding | None:
         return None
     cost, seen = None, [Evidence(f"the run is in {precision}, for which this processor has no units", "run.json")]
     if one is not None:
-        cost = sum(one.kernels.kernel_words.get(role, 0.0) for role in MATRIX_ROLES)
+        cost = sum(one.kernels.roles.get(role, 0.0) for role in MATRIX_ROLES)
         if one.share(cost) < MAX_FP32_SHARE:
             return None
         seen.append(Evidence(f"matrix products and attention take {one.of_step(cost)}", one.where()))

@@ -156,7 +156,7 @@ def kernels_section(report: Report, everything: bool) -> Section | None:
 
 def _build_role_table(kernels: RankKernels, total: float, everything: bool) -> Table:
     """Time by role, as a share of `total` ms."""
-    roles = sorted(((role, ms) for role, ms in kernels.kernel_words.items() if ms > 0), key=lambda pair: -pair[1])
+    roles = sorted(((role, ms) for role, ms in kernels.roles.items() if ms > 0), key=lambda pair: -pair[1])
     shown, hidden = limit_rows(roles, MAX_ROLES, everything)
     parts = [(str(role), ms) for role, ms in shown]
     if hidden:
@@ -180,7 +180,7 @@ def operators_section(report: Report, everything: bool) -> Section | None:
         rows.append([row.name, str(row.role), row.phase, calls(row.per_step), own, last])
     head = ["operator", "role", "phase", "calls", "own time", "on device" if on_gpu else "of step"]
     table = drop_empty_columns(Table(rows, "lllrrr", head, hidden=hidden))
-    roles = [] if on_gpu else [_build_role_table(rank.kernels, sum(rank.kernels.kernel_words.values()), everything)]
+    roles = [] if on_gpu else [_build_role_table(rank.kernels, sum(rank.kernels.roles.values()), everything)]
     of = f"{name_rank(rank.time.rank)}ms per step on the host, without what they call"
     return Section("operators", "Operators", of, [*roles, table])
 
