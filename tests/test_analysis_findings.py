@@ -212,7 +212,7 @@ def test_what_rules_ask_of_a_run_stands_in_its_plan():
     folder = Path(*findings.__path__)
     sources = "".join(path.read_text() for path in (*folder.glob("*.py"), folder.parent / "run_facts.py"))
     assert set(re.findall(r'argument\("(\w+)"\)', sources)) <= flat
-    parts = re.findall(r'part\("(\w+)", "(\w+)"\)', sources)
+    parts = re.findall(r'(?:part|number)\("(\w+)", "(\w+)"\)', sources)
     assert parts and [(group, name) for group, name in parts if name not in plan[group]] == []
 
 

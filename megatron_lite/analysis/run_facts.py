@@ -149,6 +149,10 @@ class Facts:
         """plan[group][name]: ("world", "size"), ("shape", "hidden_size"), ("batch", "final")."""
         return _get_entry(self.plan.get(group), name)
 
+    def number(self, group: str, name: str) -> int | None:
+        """A part of the plan that is a positive whole number."""
+        return whole(self.part(group, name))
+
     def hardware(self, name: str) -> Any:
         """run.json's hardware: "cpus", "memory_bytes", "threads"."""
         return _get_entry(self.run.record.get("hardware"), name) if self.run else None
@@ -180,7 +184,7 @@ class Facts:
     @property
     def local_ranks(self) -> int | None:
         """Ranks of one machine."""
-        return whole(self.part("world", "local_size"))
+        return self.number("world", "local_size")
 
     @property
     def parameters(self) -> int | None:
@@ -189,20 +193,20 @@ class Facts:
     @property
     def splits_model(self) -> bool:
         """Whether ranks have parts of layers or some of them, and so exchange hidden states besides gradients."""
-        return max(whole(self.part("layout", dimension)) or 1 for dimension in ("tensor", "pipeline")) > 1
+        return max(self.number("layout", dimension) or 1 for dimension in ("tensor", "pipeline")) > 1
 
     @property
     def micro_batches(self) -> int | None:
         """Per rank and step, after a ramp-up."""
-        num_samples, batch = whole(self.argument("micro_batch_size")), whole(self.part("batch", "final"))
-        ranks = whole(self.part("layout", "data")) or whole(self.part("world", "size"))
+        num_samples, batch = whole(self.argument("micro_batch_size")), self.number("batch", "final")
+        ranks = self.number("layout", "data") or self.number("world", "size")
         return batch // (num_samples * ranks) if num_samples and batch and ranks else None
 
     @property
     def micro_batch_tokens(self) -> int | None:
         """Of a rank."""
-        num_samples, length = whole(self.argument("micro_batch_size")), whole(self.part("shape", "seq_length"))
-        context = whole(self.part("layout", "context")) or 1
+        num_samples, length = whole(self.argument("micro_batch_size")), self.number("shape", "seq_length")
+        context = self.number("layout", "context") or 1
         return num_samples * length // context if num_samples and length else None
 
     # --- memory: how much is left, whether a larger micro-batch fits into it, and whether it is short at all

@@ -195,7 +195,7 @@ def examine_batches(case: Case) -> Point | list[Evidence]:
     if not micro_batch or not world or not len(sizes):
         return not_seen(*seen)
     wrong = _check_batches(run, sizes, micro_batch * world, traced)
-    final = whole(facts.part("batch", "final"))
+    final = facts.number("batch", "final")
     if final and not facts.part("batch", "start") and (sizes != final).any():  # nothing ramps up
         wrong.append(f"the plan has {final} samples per step, the steps have {sizes.min():,.0f} to {sizes.max():,.0f}")
     if updates > 1:
@@ -275,7 +275,7 @@ def examine_shapes(case: Case) -> Point | list[Evidence]:
         seen.append(Evidence(f"{number} shapes of products, {same} in each of {len(shapes)} steady steps", one.where()))
         if same == "not the same":
             return not_seen(*seen, record=f"how much of it is padding and what it compiles: {RUN_FOLDER}")
-    length = whole(facts.part("shape", "seq_length"))
+    length = facts.number("shape", "seq_length")
     if length and run.steps:
         late = (run.compiling & ~run.evaluating)[1:].sum()
         text = f"every sequence has {length:,} positions; {late} of {run.steps} steps compiled after the first"

@@ -10,6 +10,7 @@ from megatron_lite.analysis.rank_facts import RankFacts
 from megatron_lite.analysis.run_facts import Facts
 from megatron_lite.units import significant
 
+Needs = Literal["", "run", "snapshot", "trace", "gpu"]
 MATTERS = 0.05  # of a step: less is hard to tell from the noise between steps, and not where to begin
 MIN_SHARE_SHOWN = 0.01  # of a step, for causes that are cheap to remove
 
@@ -45,17 +46,17 @@ class Rule:
 
     code: str
     title: str  # a few words
-    needs: Literal["run", "trace", "gpu"]
-    function: Callable[..., Finding | None]  # (facts); where it needs a trace (facts, the rank whose time is the run's)
+    needs: Needs
+    function: Callable[..., Finding | None]  # (facts), or (facts, what it needs)
 
     def __call__(self, facts: Facts) -> Finding | None:
-        one = facts.critical
-        if self.needs == "run":
+        known = {"run": facts.run, "snapshot": facts.highest_snapshot}.get(self.needs, facts.critical)
+        if not self.needs:
             found = self.function(facts)
-        elif one is None or (self.needs == "gpu" and not one.time.on_gpu):
+        elif known is None or (self.needs == "gpu" and not known.time.on_gpu):
             found = None
         else:
-            found = self.function(facts, one)
+            found = self.function(facts, known)
         return found and replace(found, code=self.code, title=found.title or self.title)
 
     @property
@@ -64,10 +65,12 @@ class Rule:
         return cleandoc(self.function.__doc__ or "")
 
 
-def rule(
-    code: str, title: str, needs: Literal["run", "trace", "gpu"] = "run"
-) -> Callable[[Callable[..., Finding | None]], Rule]:
-    """Make a function a rule, whose docstring is its page."""
+def rule(code: str, title: str, needs: Needs = "") -> Callable[[Callable[..., Finding | None]], Rule]:
+    """Make a function a rule, whose docstring is its page.
+
+    needs: its second argument, without which it is not asked: the run's record, the snapshot with the highest peak, or the
+        rank whose time is the run's ("trace"; "gpu" if the trace is of one).
+    """
     return lambda function: Rule(code, title, needs, function)
 
 

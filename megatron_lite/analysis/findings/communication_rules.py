@@ -154,7 +154,7 @@ def find_small_buckets(facts: Facts, one: RankFacts) -> Finding | None:
     if facts.splits_model:  # hidden states are as large as a micro-batch makes them
         return None
     rows, number = one.communication_rows(), facts.parameters
-    sizes = collective_bytes(one.trace, rows, whole(facts.part("world", "size")))  # NaN for unknown
+    sizes = collective_bytes(one.trace, rows, facts.number("world", "size"))  # NaN for unknown
     if np.isnan(sizes).all() and number:
         rows = _find_reductions(facts, one)
         sizes = np.full(len(rows), FP32_BYTES * number * one.steady_steps / max(1, len(rows)))
@@ -293,7 +293,7 @@ def find_tensor_across_nodes(facts: Facts) -> Finding | None:
     Flags: --tensor-model-parallel-size; --pipeline-model-parallel-size; --context-parallel-size for long sequences.
     False alarm: nodes joined by links as fast as those within (NVL72); ranks of one machine that say they are several.
     """
-    ranks, tensor, near = facts.ranks, whole(facts.part("layout", "tensor")) or 1, facts.local_ranks
+    ranks, tensor, near = facts.ranks, facts.number("layout", "tensor") or 1, facts.local_ranks
     if ranks is None or tensor < 2 or not near or near % tensor == 0:
         return None
     exposed_ms = sum(row.exposed_ms for row in ranks.groups if row.group == "tensor")
@@ -355,8 +355,8 @@ def find_parameter_gather(facts: Facts) -> Finding | None:
     if seen is None or seen.gathers_ms < MATTERS * seen.step_ms:
         return None
     # ranks of a node that train the same part of the model, among those that share it out
-    near = (facts.local_ranks or 0) // (whole(facts.part("layout", "tensor")) or 1)
-    sharing = whole(facts.part("sharding", "ranks")) or 1
+    near = (facts.local_ranks or 0) // (facts.number("layout", "tensor") or 1)
+    sharing = facts.number("sharding", "ranks") or 1
     if facts.part("sharding", "gathers_twice"):
         flags = ("--torch-fsdp2-no-reshard-after-forward",)
         advice = f"gather once per micro-batch, if memory allows: {flags[0]}"
@@ -387,7 +387,7 @@ def find_needless_sharding(facts: Facts) -> Finding | None:
     """
     seen, peak, room = _measure_shard_traffic(facts), facts.peak, facts.device_bytes
     number, batches = facts.parameters, facts.micro_batches
-    ranks = whole(facts.part("sharding", "ranks"))
+    ranks = facts.number("sharding", "ranks")
     if not (seen and peak and room and number and batches and ranks and facts.part("sharding", "gathers_twice")):
         return None
     widths = (4 if facts.plan.get("precision") == "fp32" else 2) + (4 if facts.plan.get("fp32_gradients") else 2)
@@ -417,7 +417,7 @@ def find_max_connections(facts: Facts, one: RankFacts) -> Finding | None:
     False alarm: GPUs from Blackwell on order launches otherwise; a single GPU has nothing to overlap.
     """
     tensor, context = (whole(facts.argument(f"{kind}_parallel_size")) for kind in ("tensor_model", "context"))
-    world, cost = whole(facts.part("world", "size")), one.time.rows.get("exposed_communication", 0.0)
+    world, cost = facts.number("world", "size"), one.time.rows.get("exposed_communication", 0.0)
     if not has_needless_order(facts.variables.get(QUEUES), world or 1, tensor or 1, context or 1):
         return None
     text = f"the variable is 1, tensor parallel size 1, {world} ranks; nothing hides communication of"

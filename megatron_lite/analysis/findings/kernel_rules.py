@@ -149,12 +149,11 @@ def find_unfused_elementwise(facts: Facts, one: RankFacts) -> Finding | None:
     if facts.compiles:
         return None
     rows = [row for row in one.kernels.rows if row.role is Role.ELEMENTWISE]
+    text = f"{sum(row.per_step for row in rows):,.0f} elementwise kernels take {one.of_step(cost)}"
+    advice = "compile the layers, so that chains of elementwise operators become one kernel"
     shown = (
         Evidence(f"{row.short}: {in_ms(row.ms)}, {significant(row.per_step)} per step", row.phase)
         for row in rows[:MAX_SHOWN]
     )
-    text = f"{sum(row.per_step for row in rows):,.0f} elementwise kernels take {one.of_step(cost)}"
-    advice = "compile the layers, so that chains of elementwise operators become one kernel"
-    return find_lost_time(
-        one, cost, text, advice, *shown, flags=("--torch-compile",), certain=False, at_least=MAX_ELEMENTWISE_SHARE
-    )
+    flags, limit = ("--torch-compile",), MAX_ELEMENTWISE_SHARE
+    return find_lost_time(one, cost, text, advice, *shown, flags=flags, certain=False, at_least=limit)

@@ -122,8 +122,8 @@ MIN_MS = 10_000.0  # less nobody waits for
 MIN_RUN_STEPS = 30  # a shorter run is a trial
 
 
-@rule("first-step", "long first step of a short run")
-def find_first_step(facts: Facts) -> Finding | None:
+@rule("first-step", "long first step of a short run", needs="run")
+def find_first_step(facts: Facts, run: Run) -> Finding | None:
     """The first step takes a large part of a short run.
 
     Meaning: the first step creates the CUDA context, picks kernels, fills the allocator and, with torch.compile,
@@ -135,8 +135,7 @@ def find_first_step(facts: Facts) -> Finding | None:
     Flags: --torch-compile none in short runs; TORCHINDUCTOR_CACHE_DIR on a disk that stays.
     False alarm: a trial of a few steps of what will be a long run.
     """
-    run = facts.run
-    if run is None or not run.first_step_ms or not run.steady_step_ms or run.steps < MIN_RUN_STEPS:
+    if not run.first_step_ms or not run.steady_step_ms or run.steps < MIN_RUN_STEPS:
         return None
     extra = run.first_step_ms - run.steady_step_ms
     total = math.fsum(run.step_ms)
@@ -163,8 +162,8 @@ COSTLY = tuple(f"--pytorch-profiler-collect-{what}" for what in ("callstack", "m
 COSTLY_ON_CPUS = ("--record-memory-history", *COSTLY)
 
 
-@rule("profiler-overhead", "profiler that disturbs what it measures")
-def find_profiler_overhead(facts: Facts) -> Finding | None:
+@rule("profiler-overhead", "profiler that disturbs what it measures", needs="run")
+def find_profiler_overhead(facts: Facts, run: Run) -> Finding | None:
     """The profiler slowed its steps down so much that the trace's shares are not the run's.
 
     Meaning: recording costs host time per operator (about half a microsecond, with shapes and stacks several), and none
@@ -179,8 +178,7 @@ def find_profiler_overhead(facts: Facts) -> Finding | None:
         and --profile-step-end do not help.
     False alarm: steps before the window that were not alike, as in a ramp-up of the batch.
     """
-    run = facts.run
-    slowdown = run.profiler_slowdown if run else None
+    slowdown = run.profiler_slowdown
     if slowdown is None or not slowdown > MAX_SLOWDOWN:
         return None
     if is_by_chance(run.profiled_step_ms - run.before_profile_ms, run.without_core):
@@ -214,7 +212,7 @@ def find_debug_switches(facts: Facts) -> Finding | None:
         NCCL_DEBUG, NCCL_P2P_DISABLE, NCCL_SHM_DISABLE, NCCL_IB_DISABLE.
     False alarm: NCCL_..._DISABLE on a machine whose links are broken, where it is the remedy.
     """
-    ranks, local = whole(facts.part("world", "size")) or 1, facts.local_ranks or 1
+    ranks, local = facts.number("world", "size") or 1, facts.local_ranks or 1
     on = switches_on(facts.variables, Place(facts.on_gpu is not False, ranks, local))
     if not on:
         return None
@@ -250,8 +248,8 @@ def find_too_many_threads(facts: Facts) -> Finding | None:
 MAX_RANKS_SHOWN = 8  # ranks
 
 
-@rule("busy-machine", "ranks that are not given their cores")
-def find_busy_machine(facts: Facts) -> Finding | None:
+@rule("busy-machine", "ranks that are not given their cores", needs="run")
+def find_busy_machine(facts: Facts, run: Run) -> Finding | None:
     """Ranks that were ready to compute and had no core.
 
     Meaning: other programs, or more threads than cores, take the cores that the ranks want. Steps get longer by chance,
@@ -265,8 +263,7 @@ def find_busy_machine(facts: Facts) -> Finding | None:
     Flags: OMP_NUM_THREADS times the ranks, plus --num-workers, at most the number of cores.
     False alarm: none of the wait; on a GPU it is hidden as long as the device has work in its queue.
     """
-    run = facts.run
-    if run is None or run.without_core is None:
+    if run.without_core is None:
         return None
     (rank, ms), ranks, told = run.without_core, run.ranks, []
     step = f"a step of {in_ms(ranks.step_ms[rank])}"

@@ -3,7 +3,7 @@
 import math
 
 from megatron_lite.analysis.findings.base import MATTERS, Evidence, Finding, build_time_finding, find_lost_memory, rule
-from megatron_lite.analysis.memory.memory_results import OUTSIDE
+from megatron_lite.analysis.memory.memory_results import OUTSIDE, Snapshot
 from megatron_lite.analysis.rank_facts import in_ms
 from megatron_lite.analysis.run_facts import TIGHT, Facts, measure_ordinary, sum_category, whole
 from megatron_lite.phases import Phase
@@ -144,8 +144,8 @@ def find_fragmentation(facts: Facts) -> Finding | None:
 MAX_LOGITS_SHARE = 0.25  # of the peak: less than the layers' activations usually take
 
 
-@rule("logits-peak", "logits and loss at the memory peak")
-def find_logits_peak(facts: Facts) -> Finding | None:
+@rule("logits-peak", "logits and loss at the memory peak", needs="snapshot")
+def find_logits_peak(facts: Facts, most: Snapshot) -> Finding | None:
     """Memory peaks at the logits.
 
     Meaning: the last layer writes a number per token and word of the vocabulary, and the loss copies it, in fp32, more
@@ -158,8 +158,7 @@ def find_logits_peak(facts: Facts) -> Finding | None:
         tensor parallelism, which splits the vocabulary.
     False alarm: a peak far below the device's memory.
     """
-    most = facts.highest_snapshot
-    if most is None or not facts.is_tight(most):
+    if not facts.is_tight(most):
         return None
     held = sum_category(most, "logits and loss")
     if held < MAX_LOGITS_SHARE * most.peak_bytes:
@@ -179,8 +178,8 @@ MAX_SCORES_SHARE = 0.10  # of the peak: less changes no micro-batch
 MIN_BLOCKS = 4  # one per layer; a loss has one or two
 
 
-@rule("attention-memory", "attention scores kept for backward")
-def find_attention_memory(facts: Facts) -> Finding | None:
+@rule("attention-memory", "attention scores kept for backward", needs="snapshot")
+def find_attention_memory(facts: Facts, most: Snapshot) -> Finding | None:
     """Attention scores of all layers wait in memory for backward.
 
     Meaning: softmax's result, batch x heads x T x T, is kept by every layer until its backward. It grows with the
@@ -193,10 +192,9 @@ def find_attention_memory(facts: Facts) -> Finding | None:
     Flags: --attention-backend auto (or flash); --recompute-granularity selective recomputes only this.
     False alarm: a softmax that is no attention, such as a router's, is small.
     """
-    most = facts.highest_snapshot
     sites = [
         site
-        for site in (most.sites if most is not None else ())
+        for site in most.sites
         if site.category == "activations" and "softmax" in site.site.lower() and site.blocks >= MIN_BLOCKS
     ]
     held = sum(site.num_bytes for site in sites)
@@ -214,8 +212,8 @@ RECOMPUTE_FLAG = "--recompute-granularity full --recompute-method uniform --reco
 SIXTEEN_BITS = ("fp16", "bf16")
 
 
-@rule("recompute-activations", "activations that could be recomputed")
-def find_recompute_activations(facts: Facts) -> Finding | None:
+@rule("recompute-activations", "activations that could be recomputed", needs="snapshot")
+def find_recompute_activations(facts: Facts, most: Snapshot) -> Finding | None:
     """Recomputing activations would take most of the memory peak away.
 
     Meaning: every layer keeps its activations for backward. Recomputing keeps only each layer's input and runs the
@@ -229,14 +227,13 @@ def find_recompute_activations(facts: Facts) -> Finding | None:
         selective.
     False alarm: a run that fits and whose micro-batch need not grow: then it only costs time.
     """
-    most = facts.highest_snapshot
-    if most is None or facts.argument("recompute_granularity") or not facts.is_tight(most):
+    if facts.argument("recompute_granularity") or not facts.is_tight(most):
         return None
     layers = [layer.num_bytes for layer in most.layers if layer.name != OUTSIDE]
     if len(layers) < MIN_LAYERS:
         return None
     # Of all layers: micro-batch x sequence x hidden each; unknown without a plan.
-    tokens, hidden = facts.micro_batch_tokens, whole(facts.part("shape", "hidden_size"))
+    tokens, hidden = facts.micro_batch_tokens, facts.number("shape", "hidden_size")
     width = 2 if facts.plan.get("precision") in SIXTEEN_BITS else 4
     inputs = len(layers) * tokens * hidden * width if tokens and hidden else 0
     held = sum(layers)
@@ -254,8 +251,8 @@ def find_recompute_activations(facts: Facts) -> Finding | None:
 MIN_SHARED = 0.10  # of the peak, that ranks must save by sharing: it costs no arithmetic
 
 
-@rule("state-kept-whole", "moments and masters that every rank keeps whole")
-def find_state_kept_whole(facts: Facts) -> Finding | None:
+@rule("state-kept-whole", "moments and masters that every rank keeps whole", needs="snapshot")
+def find_state_kept_whole(facts: Facts, most: Snapshot) -> Finding | None:
     """Every data parallel rank keeps what one could share with the others.
 
     Meaning: fp32 masters and the optimizer's moments are needed in the update only, 12 of 16 bytes per parameter in 16 bits. Ranks
@@ -268,15 +265,8 @@ def find_state_kept_whole(facts: Facts) -> Finding | None:
     Flags: --use-distributed-optimizer; --use-torch-fsdp2.
     False alarm: a peak that falls into forward for other reasons stays as high but for this part.
     """
-    most, layout = facts.highest_snapshot, facts.plan.get("layout")
-    ranks = (whole(facts.part("layout", "data")) or 1) * (whole(facts.part("layout", "context")) or 1)
-    if (
-        most is None
-        or not isinstance(layout, dict)
-        or ranks < 2
-        or facts.plan.get("sharding")
-        or not facts.is_tight(most)
-    ):
+    ranks = (facts.number("layout", "data") or 1) * (facts.number("layout", "context") or 1)
+    if ranks < 2 or facts.plan.get("sharding") or not facts.is_tight(most):
         return None
     held = sum(sum_category(most, category) for category in ("moments", "master weights"))
     gain = held - held // ranks
@@ -287,8 +277,8 @@ def find_state_kept_whole(facts: Facts) -> Finding | None:
     return find_lost_memory(most, held, gain, text, advice, flags=("--use-distributed-optimizer",))
 
 
-@rule("sequence-parallel-off", "activations that tensor parallel ranks keep whole")
-def find_sequence_parallel_off(facts: Facts) -> Finding | None:
+@rule("sequence-parallel-off", "activations that tensor parallel ranks keep whole", needs="snapshot")
+def find_sequence_parallel_off(facts: Facts, most: Snapshot) -> Finding | None:
     """Between attention and MLP, every tensor parallel rank keeps all tokens.
 
     Meaning: tensor parallelism splits the products. Norms, dropout and the residual between them work on all tokens on every rank,
@@ -300,9 +290,8 @@ def find_sequence_parallel_off(facts: Facts) -> Finding | None:
     Flags: --sequence-parallel.
     False alarm: a peak that falls into the optimizer's step.
     """
-    most = facts.highest_snapshot
-    tensor, shares = whole(facts.part("layout", "tensor")) or 1, facts.part("layout", "sequence_parallel")
-    if most is None or tensor < 2 or shares or not facts.is_tight(most):
+    tensor, shares = facts.number("layout", "tensor") or 1, facts.part("layout", "sequence_parallel")
+    if tensor < 2 or shares or not facts.is_tight(most):
         return None
     from megatron_lite.analysis.memory.ledger import bytes_of_sequence_parallelism  # late: formulas, for such runs only
 

@@ -263,7 +263,7 @@ def find_vocabulary_padding(facts: Facts, one: RankFacts) -> Finding | None:
     Flags: --make-vocab-size-divisible-by 128; no --padded-vocab-size beyond it.
     False alarm: padding that a checkpoint or tensor parallelism asks for.
     """
-    padded, used = whole(facts.part("shape", "padded_vocab_size")), whole(facts.plan.get("vocab_size"))
+    padded, used = facts.number("shape", "padded_vocab_size"), whole(facts.plan.get("vocab_size"))
     if not padded or not used or padded <= -(-used // FIT) * FIT:
         return None
     ms = sum(row.ms for row in one.kernels.roofline if row.role is Role.GEMM and padded in row.dims)
@@ -286,7 +286,7 @@ def name_layer(facts: Facts, dims: tuple[int, ...]) -> str:
     The third should be the micro-batch's tokens: these may number as many as another layer's features.
     """
     names = ("hidden_size", "ffn_hidden_size", "kv_channels", "num_attention_heads", "num_query_groups")
-    values = [whole(facts.part("shape", name)) for name in (*names, "padded_vocab_size")]
+    values = [facts.number("shape", name) for name in (*names, "padded_vocab_size")]
     if None in values:
         return "product"
     hidden, ffn, width, heads, groups, vocabulary = values
@@ -306,8 +306,8 @@ def name_layer(facts: Facts, dims: tuple[int, ...]) -> str:
 def suggest_size(facts: Facts, dimension: int, wanted: int) -> str:
     """What to change to turn `dimension` into `wanted`: "--hidden-size 1024 (now 1000)"."""
     for name in ("hidden_size", "ffn_hidden_size", "kv_channels", "seq_length"):
-        if whole(facts.part("shape", name)) == dimension:
+        if facts.number("shape", name) == dimension:
             return f"--{name.replace('_', '-')} {wanted} (now {dimension})"
-    if dimension == whole(facts.part("shape", "padded_vocab_size")):
+    if dimension == facts.number("shape", "padded_vocab_size"):
         return f"--make-vocab-size-divisible-by 128 (the vocabulary has now {dimension} rows)"
     return f"pad {dimension} to {wanted}"

@@ -14,6 +14,7 @@ from megatron_lite.analysis.findings.base import (
 )
 from megatron_lite.analysis.rank_facts import RankFacts, in_ms
 from megatron_lite.analysis.run.learning import measure_learning
+from megatron_lite.analysis.run.run_results import Run
 from megatron_lite.analysis.run_facts import Facts, measure_ordinary
 from megatron_lite.analysis.trace.columns import Kind
 from megatron_lite.phases import Phase
@@ -82,8 +83,8 @@ MAX_SKIPPED_SHARE = 0.05  # of the steps: dynamic scaling at Megatron's window o
 MIN_SKIPS = 4  # fewer may be a single bad batch
 
 
-@rule("overflow-storm", "steps thrown away because gradients overflow")
-def find_overflow_storm(facts: Facts) -> Finding | None:
+@rule("overflow-storm", "steps thrown away because gradients overflow", needs="run")
+def find_overflow_storm(facts: Facts, run: Run) -> Finding | None:
     """Many steps are skipped because gradients overflow.
 
     Meaning: with fp16 a step whose gradients hold Inf or NaN is thrown away and the loss scale is lowered. A few at the
@@ -97,8 +98,7 @@ def find_overflow_storm(facts: Facts) -> Finding | None:
         beginning.
     False alarm: one skip per --loss-scale-window: that is the scale trying a larger size.
     """
-    run = facts.run
-    if run is None or not run.steps:
+    if not run.steps:
         return None
     never_good = bool(run.skipped.all())
     settled = run.skipped[run.skipped.argmin() :]  # from the first good step on
@@ -122,8 +122,8 @@ FALLEN = 256.0  # times from its highest after the first good step
 MIN_SCALED_STEPS = 20
 
 
-@rule("scale-collapse", "loss scale that has collapsed")
-def find_scale_collapse(facts: Facts) -> Finding | None:
+@rule("scale-collapse", "loss scale that has collapsed", needs="run")
+def find_scale_collapse(facts: Facts, run: Run) -> Finding | None:
     """The fp16 loss scale has fallen to where gradients vanish.
 
     Meaning: overflows keep halving the scale. Near 1, small gradients round to zero in fp16: training goes on without
@@ -134,8 +134,7 @@ def find_scale_collapse(facts: Facts) -> Finding | None:
     Flags: --bf16; --min-loss-scale stops the fall and hides it; --lr, --clip-grad.
     False alarm: a fixed --loss-scale 1, chosen on purpose.
     """
-    run = facts.run
-    if run is None or facts.plan.get("precision") not in (None, "fp16") or facts.argument("loss_scale"):
+    if facts.plan.get("precision") not in (None, "fp16") or facts.argument("loss_scale"):
         return None
     settled = run.loss_scale[run.skipped.argmin() :] if run.steps else run.loss_scale
     known = settled[settled > 0]  # NaN is not
@@ -148,8 +147,8 @@ def find_scale_collapse(facts: Facts) -> Finding | None:
     return Finding(evidence=(seen,), advice=advice, flags=("--bf16",))
 
 
-@rule("no-learning", "losses that show no learning")
-def find_no_learning(facts: Facts) -> Finding | None:
+@rule("no-learning", "losses that show no learning", needs="run")
+def find_no_learning(facts: Facts, run: Run) -> Finding | None:
     """The run computes, and its losses say that it does not learn.
 
     Meaning: the loss of updates is NaN or Inf, or it is as high at the end as at the beginning. The steps may be as
@@ -163,12 +162,10 @@ def find_no_learning(facts: Facts) -> Finding | None:
     False alarm: a benchmark with a learning rate of 0; data that the model knows already. Mock data and continued runs
         are not judged.
     """
-    if facts.run is None:
-        return None
-    learning = measure_learning(facts.run)
+    learning = measure_learning(run)
     if learning.not_finite:
         advice = "go back to the last checkpoint before that, lower --lr, and drop --no-check-for-nan-in-loss-and-grad"
-    elif learning.falls is not False or facts.argument("mock_data") or facts.run.iterations[0] > 1:
+    elif learning.falls is not False or facts.argument("mock_data") or run.iterations[0] > 1:
         return None  # random tokens teach nothing, and a continued run may have learned what it can
     else:
         advice = "compare --lr and its warm-up with a run that learns, and look at the data (megatron-lite inspect)"
@@ -218,8 +215,8 @@ MIN_STEPS, MIN_TIMES = 20, 3  # one of both: a short run's only checkpoint says 
 SAVE, EVAL = Phase.SAVE.value, Phase.EVAL.value
 
 
-@rule("save-and-eval", "stalls for checkpoints and evaluations")
-def find_save_and_eval(facts: Facts) -> Finding | None:
+@rule("save-and-eval", "stalls for checkpoints and evaluations", needs="run")
+def find_save_and_eval(facts: Facts, run: Run) -> Finding | None:
     """Training stands still for checkpoints and evaluations.
 
     Meaning: while a checkpoint is written or the validation loss is computed, no step runs. On several ranks the
@@ -231,9 +228,6 @@ def find_save_and_eval(facts: Facts) -> Finding | None:
     False alarm: a short run, in which one checkpoint weighs more than it will in a long one; below 20 steps only what
         came three times counts.
     """
-    run = facts.run
-    if run is None:
-        return None
     whole_ms = math.fsum(run.step_ms)
     times = {SAVE: int(run.saving.sum()), EVAL: int(run.evaluating.sum())}
     known = [name for name, number in times.items() if run.steps >= MIN_STEPS or number >= MIN_TIMES]
