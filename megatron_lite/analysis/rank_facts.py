@@ -16,6 +16,8 @@ from megatron_lite.analysis.trace.columns import Kind, Trace
 from megatron_lite.phases import Phase
 from megatron_lite.units import significant
 
+MATTERS = 0.05  # of a step: less is hard to tell from the noise between steps, and not where to begin
+MIN_SHARE_SHOWN = 0.01  # of a step, for causes that are cheap to remove
 # Operators in which a host without a GPU may wait for communication; what computes inside them are operators, too.
 WRAPPERS = re.compile(r"autograd::engine::evaluate_function|record_param_comms|c10d::|torch[.:]+distributed")
 

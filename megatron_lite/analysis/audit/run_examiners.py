@@ -10,16 +10,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from megatron_lite.analysis.audit.answers import (
-    LONGER_RUN,
-    RUN_FOLDER,
-    SECOND_RUN,
-    Case,
-    Point,
-    fail_by_findings,
-    failed,
-    not_seen,
-)
+from megatron_lite.analysis.audit.answers import Case, Point, Record, fail_by_findings, failed, not_seen
 from megatron_lite.analysis.compare.compare_results import Change
 from megatron_lite.analysis.compare.settings import exact, objections, paired_samples
 from megatron_lite.analysis.findings.base import Evidence, counted
@@ -74,7 +65,7 @@ def examine_sixteen_bits(case: Case) -> Point | list[Evidence]:
     here, there = (_get_precision(run) if run else None for run in (facts, other))
     if other is None:
         wanted = "fp32" if here in SIXTEEN_BITS else "bf16 or fp16"
-        return not_seen(*seen, record=f"{SECOND_RUN}, the same work in {wanted}")
+        return not_seen(*seen, record=f"{Record.SECOND_RUN}, the same work in {wanted}")
     if None in (here, there) or (here in SIXTEEN_BITS) == (there in SIXTEEN_BITS):
         text = f"this run is in {here or 'an unknown format'}, the other in {there or 'an unknown format'}"
         record = "--against a run of the same work, one of the two in fp32 and one in 16 bits"
@@ -153,7 +144,7 @@ def examine_overflows(case: Case) -> Point | list[Evidence]:
     )
     settled = 0 if run.skipped.all() else run.steps - int(run.skipped.argmin())
     if run.skipped.any() and settled < MIN_SETTLED_STEPS:
-        remedy = f"{LONGER_RUN}; --initial-loss-scale 65536 saves the skipped steps at the beginning"
+        remedy = f"{Record.LONGER_RUN}; --initial-loss-scale 65536 saves the skipped steps at the beginning"
         return not_seen(Evidence(f"{text}; {settled} steps since the first good one", STEPS_FILE), record=remedy)
     why = f": {precision} has the range of fp32 and needs none" if precision not in (None, "", "fp16") else ""
     return [Evidence(text + why, STEPS_FILE)]
@@ -274,7 +265,7 @@ def examine_shapes(case: Case) -> Point | list[Evidence]:
         number, same = len(frozenset().union(*shapes)), "the same" if len(set(shapes)) == 1 else "not the same"
         seen.append(Evidence(f"{number} shapes of products, {same} in each of {len(shapes)} steady steps", one.where()))
         if same == "not the same":
-            return not_seen(*seen, record=f"how much of it is padding and what it compiles: {RUN_FOLDER}")
+            return not_seen(*seen, record=f"how much of it is padding and what it compiles: {Record.RUN_FOLDER}")
     length = facts.number("shape", "seq_length")
     if length and run.steps:
         late = (run.compiling & ~run.evaluating)[1:].sum()
@@ -284,7 +275,7 @@ def examine_shapes(case: Case) -> Point | list[Evidence]:
         longer = "a window with two steady steps or more: --profile-step-end"
         return not_seen(record=longer if one is not None and one.trace.with_shapes else "")
     if not _is_packed(facts):
-        return not_seen(*seen, record=f"how many positions are padding: {RUN_FOLDER}, with its own data set")
+        return not_seen(*seen, record=f"how many positions are padding: {Record.RUN_FOLDER}, with its own data set")
     return [*seen, PACKED]
 
 

@@ -4,19 +4,14 @@ import re
 
 import numpy as np
 
-from megatron_lite.analysis.audit.answers import LONGER_RUN, RUN_FOLDER, SHAPES, TRACE, Case, Point, failed, not_seen
-from megatron_lite.analysis.findings.base import MATTERS, MIN_SHARE_SHOWN, Evidence, counted
+from megatron_lite.analysis.audit.answers import Case, Point, Record, failed, not_seen
+from megatron_lite.analysis.findings import kernel_rules
+from megatron_lite.analysis.findings.base import Evidence, counted
 from megatron_lite.analysis.findings.host_rules import BETWEEN_STEPS, find_waits
 from megatron_lite.analysis.findings.input_rules import ACROSS, MAX_SMALL_COPIES, SMALL_BYTES, is_batch_copy
-from megatron_lite.analysis.findings.kernel_rules import (
-    MAX_COPY_SHARE,
-    MAX_COPY_SHARE_ON_CPU,
-    MAX_ELEMENTWISE_SHARE,
-    find_unfused_elementwise,
-)
 from megatron_lite.analysis.findings.product_rules import WITHOUT_TENSOR_CORES, is_off
 from megatron_lite.analysis.kernels.kernel_results import Role
-from megatron_lite.analysis.rank_facts import RankFacts, in_ms
+from megatron_lite.analysis.rank_facts import MATTERS, MIN_SHARE_SHOWN, RankFacts, in_ms
 from megatron_lite.analysis.run.run_results import Run
 from megatron_lite.analysis.run_facts import measure_ordinary
 from megatron_lite.analysis.time.time_results import ROW_TITLES
@@ -93,7 +88,7 @@ def examine_steady_state(case: Case) -> Point | list[Evidence]:
         text = f"median {in_ms(run.steady_step_ms)} of {number} ordinary steps{first}"
         return [Evidence(text, STEPS_FILE), _count_steps(run)]
     if run and run.steps >= MIN_STEPS and not number:
-        return failed(f"{LONGER_RUN}, and a profiler's window that leaves steps beside it", _count_steps(run))
+        return failed(f"{Record.LONGER_RUN}, and a profiler's window that leaves steps beside it", _count_steps(run))
     if one is None:
         return []
     steady = sum(step.steady for step in one.time.steps)
@@ -110,7 +105,9 @@ def examine_profile(case: Case) -> Point | list[Evidence]:
     unexplained = one.time.rows.get("unexplained", 0.0)
     if one.share(unexplained) > MAX_UNEXPLAINED:
         text = f"unexplained: {one.of_step(unexplained)}"
-        return not_seen(Evidence(text, one.where()), record=f"{TRACE}, with --pytorch-profiler-collect-callstack")
+        return not_seen(
+            Evidence(text, one.where()), record=f"{Record.TRACE}, with --pytorch-profiler-collect-callstack"
+        )
     costly = next((found for found in case.findings if found.cost_ms), None)
     if costly:
         text = f"where to begin: {costly.code}, {one.of_step(costly.cost_ms)}"
@@ -121,7 +118,7 @@ def examine_profile(case: Case) -> Point | list[Evidence]:
     seen = [Evidence(text, one.where()), *_list_left_out(one)]
     if run is None or run.profiler_slowdown is None:
         window = f"with --profile-step-start above {MIN_BEFORE + 2}"
-        return not_seen(*seen, record=f"how far the profiler slows the step down: {RUN_FOLDER}, {window}")
+        return not_seen(*seen, record=f"how far the profiler slows the step down: {Record.RUN_FOLDER}, {window}")
     text = f"steps inside the window take{run.on_rank} {run.profiler_slowdown:.2f} x as long as those before it"
     return [*seen, Evidence(text, STEPS_FILE)]
 
@@ -245,13 +242,13 @@ def examine_layout(case: Case) -> list[Evidence]:
     if one is None or not _has_work(one):
         return []
     ms = one.of_step(one.kernels.roles.get(Role.CAST_COPY, 0.0))
-    limit = MAX_COPY_SHARE if one.time.on_gpu else MAX_COPY_SHARE_ON_CPU
+    limit = kernel_rules.MAX_COPY_SHARE if one.time.on_gpu else kernel_rules.MAX_COPY_SHARE_ON_CPU
     return [Evidence(f"copying, casting and reordering tensors: {ms}; {limit:.0%} would be much", one.where())]
 
 
 def examine_fusion(case: Case) -> Point | list[Evidence]:
     """Elementwise operators against the step, compiled or not."""
-    one, limit = case.facts.critical, MAX_ELEMENTWISE_SHARE
+    one, limit = case.facts.critical, kernel_rules.MAX_ELEMENTWISE_SHARE
     if one is None or not _has_work(one):
         return []
     ms = one.kernels.roles.get(Role.ELEMENTWISE, 0.0)
@@ -260,7 +257,7 @@ def examine_fusion(case: Case) -> Point | list[Evidence]:
         text += f"; {one.time.launches:,.0f} kernels per step, the median one of {one.time.median_kernel_us:.1f} us"
     seen = Evidence(text, one.where())
     if one.share(ms) >= limit:
-        return failed("compile the layers: --torch-compile", seen, code=find_unfused_elementwise.code)
+        return failed("compile the layers: --torch-compile", seen, code="unfused-elementwise")
     return [seen]
 
 
@@ -277,7 +274,7 @@ def examine_tensor_cores(case: Case) -> Point | list[Evidence]:
         return not_seen(record="this GPU has no tensor cores; audit a run on one that has")
     kernels, shapes = one.kernels, _describe_shapes(one)
     if not one.time.on_gpu or not kernels.matrix_ms:
-        return shapes or not_seen(record=SHAPES)
+        return shapes or not_seen(record=Record.SHAPES)
     text = (
         f"tensor cores run {in_ms(kernels.tensor_core_ms)} of {in_ms(kernels.matrix_ms)} of products and attention per "
         f"step; {in_ms(kernels.maybe_tensor_core_ms)} have names that do not say"
@@ -294,7 +291,7 @@ def examine_tensor_cores(case: Case) -> Point | list[Evidence]:
         return not_seen(seen, *shapes, record="a run whose products are in 16 bits, or a larger part of the step")
     if kernels.tensor_core_ms >= kernels.maybe_tensor_core_ms or shapes:
         return [seen, *shapes]
-    return not_seen(seen, record=SHAPES)
+    return not_seen(seen, record=Record.SHAPES)
 
 
 def _describe_shapes(one: RankFacts) -> list[Evidence]:

@@ -6,13 +6,11 @@ from inspect import cleandoc
 from typing import Literal
 
 from megatron_lite.analysis.memory.memory_results import Snapshot
-from megatron_lite.analysis.rank_facts import RankFacts
+from megatron_lite.analysis.rank_facts import MATTERS, MIN_SHARE_SHOWN, RankFacts
 from megatron_lite.analysis.run_facts import Facts
 from megatron_lite.units import significant
 
 Needs = Literal["", "run", "snapshot", "trace", "gpu"]
-MATTERS = 0.05  # of a step: less is hard to tell from the noise between steps, and not where to begin
-MIN_SHARE_SHOWN = 0.01  # of a step, for causes that are cheap to remove
 
 
 @dataclass(frozen=True)

@@ -5,17 +5,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_lite.analysis.findings.base import (
-    MATTERS,
-    MIN_SHARE_SHOWN,
-    Evidence,
-    Finding,
-    build_time_finding,
-    counted,
-    find_lost_time,
-    rule,
-)
-from megatron_lite.analysis.rank_facts import RankFacts, in_ms
+from megatron_lite.analysis.findings.base import Evidence, Finding, build_time_finding, counted, find_lost_time, rule
+from megatron_lite.analysis.rank_facts import MATTERS, MIN_SHARE_SHOWN, RankFacts, in_ms
 from megatron_lite.analysis.ranks.calls import collective_bytes
 from megatron_lite.analysis.ranks.from_run import find_straggler_by_medians
 from megatron_lite.analysis.ranks.rank_results import Ranks, Straggler

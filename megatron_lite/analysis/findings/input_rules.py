@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_lite.analysis.findings.base import MATTERS, Evidence, Finding, build_time_finding, find_lost_time, rule
-from megatron_lite.analysis.rank_facts import RankFacts, in_ms
+from megatron_lite.analysis.findings.base import Evidence, Finding, build_time_finding, find_lost_time, rule
+from megatron_lite.analysis.rank_facts import MATTERS, RankFacts, in_ms
 from megatron_lite.analysis.run_facts import Facts, measure_ordinary, whole
 from megatron_lite.analysis.time.time_results import SyncSite
 from megatron_lite.analysis.trace.columns import Kind

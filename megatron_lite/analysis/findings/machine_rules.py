@@ -5,8 +5,8 @@ import re
 
 import numpy as np
 
-from megatron_lite.analysis.findings.base import MIN_SHARE_SHOWN, Evidence, Finding, build_time_finding, rule
-from megatron_lite.analysis.rank_facts import RankFacts, in_ms
+from megatron_lite.analysis.findings.base import Evidence, Finding, build_time_finding, rule
+from megatron_lite.analysis.rank_facts import MIN_SHARE_SHOWN, RankFacts, in_ms
 from megatron_lite.analysis.run.run_results import Run
 from megatron_lite.analysis.run_facts import Facts, whole
 from megatron_lite.analysis.trace.columns import Kind

@@ -2,9 +2,9 @@
 
 import math
 
-from megatron_lite.analysis.findings.base import MATTERS, Evidence, Finding, build_time_finding, find_lost_memory, rule
+from megatron_lite.analysis.findings.base import Evidence, Finding, build_time_finding, find_lost_memory, rule
 from megatron_lite.analysis.memory.memory_results import OUTSIDE, Snapshot
-from megatron_lite.analysis.rank_facts import in_ms
+from megatron_lite.analysis.rank_facts import MATTERS, in_ms
 from megatron_lite.analysis.run_facts import TIGHT, Facts, measure_ordinary, sum_category, whole
 from megatron_lite.phases import Phase
 from megatron_lite.units import MIB, size

@@ -2,14 +2,9 @@
 
 from statistics import median_low
 
-from megatron_lite.analysis.findings.base import MATTERS, Evidence, Finding, build_time_finding, rule
-from megatron_lite.analysis.rank_facts import in_ms
-from megatron_lite.analysis.run.pipeline_times import (
-    count_chunks,
-    list_layers,
-    measure_bubble,
-    measure_own_times,
-)
+from megatron_lite.analysis.findings.base import Evidence, Finding, build_time_finding, rule
+from megatron_lite.analysis.rank_facts import MATTERS, in_ms
+from megatron_lite.analysis.run.pipeline_times import count_chunks, list_layers, measure_bubble, measure_own_times
 from megatron_lite.analysis.run.run_results import Run
 from megatron_lite.analysis.run_facts import Facts, whole
 from megatron_lite.thresholds import is_by_chance

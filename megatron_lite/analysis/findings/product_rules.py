@@ -5,16 +5,9 @@ import re
 from collections import Counter
 from dataclasses import replace
 
-from megatron_lite.analysis.findings.base import (
-    MIN_SHARE_SHOWN,
-    Evidence,
-    Finding,
-    build_time_finding,
-    find_lost_time,
-    rule,
-)
+from megatron_lite.analysis.findings.base import Evidence, Finding, build_time_finding, find_lost_time, rule
 from megatron_lite.analysis.kernels.kernel_results import MATRIX_ROLES, Role, TensorCores
-from megatron_lite.analysis.rank_facts import RankFacts, in_ms
+from megatron_lite.analysis.rank_facts import MIN_SHARE_SHOWN, RankFacts, in_ms
 from megatron_lite.analysis.run_facts import Facts, whole
 from megatron_lite.estimate.hardware import TILE as USUAL_TILE
 from megatron_lite.estimate.hardware import best_multiple, least_multiple, padded, peak_tflops

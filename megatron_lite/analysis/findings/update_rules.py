@@ -3,16 +3,8 @@
 import math
 import re
 
-from megatron_lite.analysis.findings.base import (
-    MATTERS,
-    MIN_SHARE_SHOWN,
-    Evidence,
-    Finding,
-    build_time_finding,
-    find_lost_time,
-    rule,
-)
-from megatron_lite.analysis.rank_facts import RankFacts, in_ms
+from megatron_lite.analysis.findings.base import Evidence, Finding, build_time_finding, find_lost_time, rule
+from megatron_lite.analysis.rank_facts import MATTERS, MIN_SHARE_SHOWN, RankFacts, in_ms
 from megatron_lite.analysis.run.learning import measure_learning
 from megatron_lite.analysis.run.run_results import Run
 from megatron_lite.analysis.run_facts import Facts, measure_ordinary

@@ -11,14 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_lite.analysis.kernels.kernel_results import Role, TensorCores
-from megatron_lite.analysis.kernels.kernel_words import (
-    ACCUMULATORS,
-    FORMATS,
-    TABLES,
-    WORDS,
-    fused_operators,
-    template_format,
-)
+from megatron_lite.analysis.kernels.kernel_words import FORMATS, TABLES, WORDS, fused_operators, template_format
 
 Told = list[tuple[str, str | None]]  # pieces of a name: text, meaning (None: the table says it)
 
@@ -127,7 +120,7 @@ def describe_result(formats: str) -> str:
 
 
 def describe_sums(name: str) -> str:
-    return f"sums are kept in {ACCUMULATORS.get(name) or FORMATS.get(name, name)}"
+    return f"sums are kept in {WORDS['accumulators'].get(name) or FORMATS.get(name, name)}"
 
 
 def describe_operators(words: str) -> str:
@@ -180,7 +173,7 @@ def find_formats(found: re.Match, name: str) -> Told:
 
 
 def find_sums(found: re.Match, name: str) -> Told:
-    meaning = f"{ACCUMULATORS[found['acc']]} on the CUDA cores: the tensor cores stand idle"
+    meaning = f"{WORDS['accumulators'][found['acc']]} on the CUDA cores: the tensor cores stand idle"
     return [(found["acc"] + found["kind"], meaning)]
 
 
@@ -206,7 +199,7 @@ def find_direction(found: re.Match, name: str) -> Told:
 
 def find_product_format(found: re.Match, name: str, on_cores: bool = False) -> str:
     """Named formats first; else what the accumulator's letter implies."""
-    implied = {"h": "fp16", "s": "tf32", "d": "fp64", "i": "int8"} if on_cores else ACCUMULATORS
+    implied = {"h": "fp16", "s": "tf32", "d": "fp64", "i": "int8"} if on_cores else WORDS["accumulators"]
     named = FORMATS.get(found["math"] or "") or next((FORMATS[one] for one in _find_types(found)), "")
     return "tf32" if on_cores and named == "fp32" else named or implied.get(found["acc"], "")
 

@@ -25,7 +25,7 @@ def read_tables() -> dict[str, list[tuple[str | None, str]]]:
 
 TABLES = read_tables()
 WORDS = {name: dict(pairs) for name, pairs in TABLES.items()}
-FORMATS, ACCUMULATORS = WORDS["formats"], WORDS["accumulators"]
+FORMATS = WORDS["formats"]
 MIXED = ("fp8", "bf16", "fp16")  # what tensor cores are for
 # As torch writes the type of an operator's argument -> (format, bytes of an element).
 TENSOR_TYPES = {name: (value.split()[0], int(value.split()[1])) for name, value in WORDS["tensor types"].items()}

@@ -6,11 +6,7 @@ from megatron_lite.analysis.memory.memory_results import LedgerRow, Snapshot
 from megatron_lite.config.args import ParallelArgs
 from megatron_lite.config.layout import Layout, plan_stage
 from megatron_lite.config.shape import ModelShape, recomputed_layers
-from megatron_lite.estimate.memory import (
-    activation_bytes,
-    logits_bytes,
-    plan_micro_batch,
-)
+from megatron_lite.estimate.memory import activation_bytes, logits_bytes, plan_micro_batch
 from megatron_lite.estimate.params import parameter_count
 from megatron_lite.estimate.state_memory import FP32, element_bytes, state_bytes
 from megatron_lite.units import count

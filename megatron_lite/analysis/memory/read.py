@@ -24,11 +24,10 @@ from megatron_lite.analysis.memory.memory_results import (
 )
 from megatron_lite.analysis.memory.phases import NOT_SAID, PHASES, find_memory_phases
 from megatron_lite.analysis.memory.record import (
+    LESS_RESERVED,
+    MORE_RESERVED,
     OOM,
-    SEGMENT_ALLOC,
-    SEGMENT_FREE,
     SEGMENT_MAP,
-    SEGMENT_UNMAP,
     Record,
     build_record,
     make_printable,
@@ -111,8 +110,8 @@ class SnapshotReader:
         self.categories = assign_categories(self.lives, self.phases)
         self.allocated = self.lives.sum_held(len(record))
         # bytes of segments before the first event, then after each; backwards from those at the end
-        grows = np.where(np.isin(record.action, (SEGMENT_ALLOC, SEGMENT_MAP)), record.size, 0)
-        change = grows - np.where(np.isin(record.action, (SEGMENT_FREE, SEGMENT_UNMAP)), record.size, 0)
+        grows = np.where(np.isin(record.action, MORE_RESERVED), record.size, 0)
+        change = grows - np.where(np.isin(record.action, LESS_RESERVED), record.size, 0)
         self.reserved = np.maximum(record.reserved_bytes - np.append(np.cumsum(change[::-1])[::-1], 0), 0)
 
     def read(self, source: str) -> Snapshot:
@@ -324,7 +323,7 @@ def replay_peak(record: Record, lives: Lives, expandable: bool) -> int:
         layout.place(pieces[row])
     peak = layout.reserved
     begins, ends = np.flatnonzero(lives.begin >= 0), np.flatnonzero(lives.end < n)
-    given = np.flatnonzero(np.isin(record.action, (SEGMENT_FREE, SEGMENT_UNMAP)))
+    given = np.flatnonzero(np.isin(record.action, LESS_RESERVED))
     given = given[np.diff(given, prepend=-9) > 1]  # once for each run of them
     order = np.argsort(np.concatenate([lives.begin[begins], lives.end[ends], given]), kind="stable")
     what = np.repeat(["allocate", "free", "give back"], [len(begins), len(ends), len(given)])[order]

@@ -184,6 +184,7 @@ ACTIONS = (
     "alloc", "free_completed", "free_requested", "segment_alloc", "segment_free", "segment_map", "segment_unmap", "oom",
 )  # fmt: skip
 ALLOC, FREE, FREE_REQUESTED, SEGMENT_ALLOC, SEGMENT_FREE, SEGMENT_MAP, SEGMENT_UNMAP, OOM = range(len(ACTIONS))
+MORE_RESERVED, LESS_RESERVED = (SEGMENT_ALLOC, SEGMENT_MAP), (SEGMENT_FREE, SEGMENT_UNMAP)
 UNKNOWN_ACTION = 255
 MAX_BYTES = 2**50  # no device has as much
 # size: as the allocator cut it; stack, tag: indices into Record.stacks and Record.tags, 0 for none
