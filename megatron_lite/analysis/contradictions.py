@@ -77,9 +77,8 @@ def _find_launches(one: RankFacts) -> np.ndarray:
 def _check_trace(one: RankFacts, run: Run | None) -> Iterator[str]:
     trace, time, correlation = one.trace, one.time, one.trace.events.correlation
     yield missing_gpu_work(one, run)
-    steady = np.array([step.steady for step in time.steps] + [False])
     calls = _find_launches(one)
-    calls = calls[(correlation[calls] >= 0) & steady[one.placing.step[calls]]]
+    calls = calls[(correlation[calls] >= 0) & one.placing.counts[calls]]
     lost = int((~np.isin(correlation[calls], correlation[trace.device_rows])).sum())
     if len(trace.device_rows) and lost > MAX_LOST * len(calls):
         yield f"{lost / len(calls):.0%} of the steady steps' kernel launches have no kernel in the trace"

@@ -73,8 +73,7 @@ class RankFacts:
         return self._in_steady_steps(self.trace.device_rows if self.time.on_gpu else self.trace.rows[Kind.OP])
 
     def _in_steady_steps(self, rows: np.ndarray) -> np.ndarray:
-        flags = np.array([step.steady for step in self.time.steps] + [False])  # the last is for -1: outside all steps
-        return rows[flags[self.placing.step[rows]]]
+        return rows[self.placing.counts[rows]]
 
     def communication_rows(self) -> np.ndarray:
         """Collectives: kernels, or without a GPU the spans of gloo and kin."""

@@ -189,7 +189,11 @@ def _count_compiled_regions(chosen: Selection) -> float:
     """Calls per step."""
     kinds = chosen.trace.events.kind
     for pattern in _COMPILED:
-        marks = chosen.trace.matching(pattern.match) & chosen.counts & ((kinds == Kind.OP) | (kinds == Kind.ANNOTATION))
+        marks = (
+            chosen.trace.matching(pattern.match)
+            & chosen.placing.counts
+            & ((kinds == Kind.OP) | (kinds == Kind.ANNOTATION))
+        )
         if marks.any():
             return float(marks.sum() / chosen.steps)
     return 0.0

@@ -93,17 +93,16 @@ def find_shared_steps(ranks: Sequence[Calls], placings: Sequence[Placing]) -> tu
     """
     numbers = [{step.number for step in placing.steps if step.steady} for placing in placings]
     common = sorted(number for number in set.intersection(*numbers) if number is not None)
-    fewest = min(sum(step.steady for step in placing.steps) for placing in placings)
+    fewest = min(int(placing.steady.sum()) for placing in placings)
     slot_of_number: dict[int | None, int] = {number: at for at, number in enumerate(common)}
     slots = []
     for placing, calls in zip(placings, ranks):
-        steady = np.array([step.steady for step in placing.steps] + [False], bool)  # the last entry is for step -1
         if common:
             slot = np.array([slot_of_number.get(step.number, -1) for step in placing.steps] + [-1], np.int64)
         else:
-            slot = np.cumsum(steady) - 1
+            slot = np.cumsum(placing.steady) - 1
             slot[slot >= fewest] = -1
-        slots.append(np.where(steady, slot, -1)[calls.step])
+        slots.append(np.where(placing.steady, slot, -1)[calls.step])
     return slots, max(1, len(common) or fewest)
 
 
