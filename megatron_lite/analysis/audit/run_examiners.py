@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from megatron_lite.analysis.audit.answers import Case, Point, Record, fail_by_findings, failed, not_seen
-from megatron_lite.analysis.compare.compare_results import Change
+from megatron_lite.analysis.compare.compare_results import Change, Pair
 from megatron_lite.analysis.compare.settings import exact, objections, paired_samples
 from megatron_lite.analysis.findings.base import Evidence, counted
 from megatron_lite.analysis.findings.memory_rules import MIN_SNAPSHOT_STEPS
@@ -118,25 +118,21 @@ def _list_uncast(one: RankFacts) -> list[str]:
     return told
 
 
-def _pair_measurements(*runs: Facts) -> Iterator[tuple[str, str, object]]:
+def _pair_measurements(*runs: Facts) -> Iterator[tuple[str, str, Pair | None]]:
     """(what, unit, the two runs' values), None for these where no kind of measurement is known of both."""
     ordinary = [one.run.training_ms[one.run.ordinary] if one.run else [] for one in runs]
     traced = [[step.ms for step in one.critical.time.steady_steps] if one.critical else [] for one in runs]
-    yield (
-        "step",
-        "ms",
-        next((paired_samples(*samples) for samples in (ordinary, traced) if all(map(len, samples))), None),
-    )
-    allocator = [peak.num_bytes if peak else 0 for peak in (one.peak for one in runs)]
+    samples = next((kind for kind in (ordinary, traced) if all(map(len, kind))), None)
+    yield "step", "ms", samples and paired_samples(*samples)
+    allocator = [one.peak.num_bytes if one.peak else 0 for one in runs]
     snapshots = [one.highest_snapshot.peak_bytes if one.snapshots else 0 for one in runs]
-    peaks = next((peaks for peaks in (allocator, snapshots) if all(peaks)), None)
-    yield "peak memory", "MiB", exact(*(num_bytes / MIB for num_bytes in peaks)) if peaks else None
+    peaks = next((kind for kind in (allocator, snapshots) if all(kind)), None)
+    yield "peak memory", "MiB", peaks and exact(*(num_bytes / MIB for num_bytes in peaks))
 
 
-def examine_overflows(case: Case) -> Point | list[Evidence]:
+def examine_overflows(case: Case, run: Run) -> Point | list[Evidence]:
     """Skipped steps and the loss scale."""
-    run, precision = case.facts.run, case.facts.plan.get("precision")
-    scales = run.loss_scale[run.loss_scale > 0] if run else ()
+    precision, scales = case.facts.plan.get("precision"), run.loss_scale[run.loss_scale > 0]
     if not len(scales):
         return []
     text = (
@@ -284,10 +280,9 @@ def _is_packed(facts: Facts) -> bool:
     return facts.argument("dataloader_type") in ("single", "cyclic")
 
 
-def examine_tokens(case: Case) -> Point | list[Evidence]:
+def examine_tokens(case: Case, run: Run) -> Point | list[Evidence]:
     """Tokens per second, counting only positions that train."""
-    run = case.facts.run
-    if run is None or run.tokens_per_second is None:
+    if run.tokens_per_second is None:
         return []
     if run.not_finite.any() and (found := case.found("no-learning")):
         return fail_by_findings(found)
@@ -324,10 +319,8 @@ def examine_losses(case: Case) -> Point | list[Evidence]:
     if run.not_finite.any() and not base.not_finite.any():
         seen = Evidence(f"{measure_learning(run).losses}; the baseline's are all finite", against)
         return failed(f"{undo} are finite; megatron-lite compare A B", seen, code="no-learning")
-    mine, others = (
-        {at: loss for at, loss in zip(one.iterations.tolist(), one.losses.tolist()) if not math.isnan(loss)}
-        for one in (run, base)
-    )
+    mine, others = (dict(zip(of.iterations.tolist(), of.losses.tolist())) for of in (run, base))
+    mine, others = ({at: loss for at, loss in of.items() if not math.isnan(loss)} for of in (mine, others))
     apart = {at: abs(mine[at] - others[at]) / max(abs(others[at]), 1e-12) for at in sorted(mine.keys() & others.keys())}
     if not apart:
         text = f"{len(mine)} iterations with a loss here, {len(others)} there, none in common"

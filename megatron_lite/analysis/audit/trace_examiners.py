@@ -14,6 +14,7 @@ from megatron_lite.analysis.kernels.kernel_results import Role
 from megatron_lite.analysis.rank_facts import MATTERS, MIN_SHARE_SHOWN, RankFacts, in_ms
 from megatron_lite.analysis.run.run_results import Run
 from megatron_lite.analysis.run_facts import measure_ordinary
+from megatron_lite.analysis.time.find_phases import TO_DEVICE
 from megatron_lite.analysis.time.time_results import ROW_TITLES
 from megatron_lite.analysis.trace.columns import Kind
 from megatron_lite.phases import Phase
@@ -97,10 +98,10 @@ def examine_steady_state(case: Case) -> Point | list[Evidence]:
     return seen if steady >= MIN_TRACED_STEPS else not_seen(*seen)
 
 
-def examine_profile(case: Case) -> Point | list[Evidence]:
+def examine_profile(case: Case, one: RankFacts) -> Point | list[Evidence]:
     """Does the trace say where to go, and is it true of the run without a profiler?"""
-    one, run = case.facts.critical, case.facts.run
-    if one is None or not one.time.step_ms > 0:
+    run = case.facts.run
+    if not one.time.step_ms > 0:
         return []
     unexplained = one.time.rows.get("unexplained", 0.0)
     if one.share(unexplained) > MAX_UNEXPLAINED:
@@ -126,10 +127,9 @@ def examine_profile(case: Case) -> Point | list[Evidence]:
 # --- what the host does
 
 
-def examine_synchronization(case: Case) -> list[Evidence]:
+def examine_synchronization(case: Case, one: RankFacts) -> list[Evidence]:
     """Waits for the device inside steps: the rule measures them. On a CPU nothing runs ahead of Python, and no read waits."""
-    one = case.facts.critical
-    if one is None or not len(one.trace.rows[Kind.RUNTIME if one.time.on_gpu else Kind.OP]):
+    if not len(one.trace.rows[Kind.RUNTIME if one.time.on_gpu else Kind.OP]):
         return []
     if not one.time.on_gpu:
         rows = one.rows_named(READS.__contains__, Kind.OP)
@@ -174,10 +174,9 @@ def examine_loader(case: Case) -> list[Evidence]:
     return [Evidence(f"median {in_ms(wait_ms)} in the phase {data} of {in_ms(run.steady_step_ms)}", STEPS_FILE)]
 
 
-def examine_pinned_copies(case: Case) -> Point | list[Evidence]:
+def examine_pinned_copies(case: Case, one: RankFacts) -> Point | list[Evidence]:
     """Bytes of batches from pinned and from pageable memory, as far as the copies' names tell it."""
-    one = case.facts.critical
-    to_device = _copies(one, re.compile(r"HtoD|HostToDevice", re.IGNORECASE))
+    to_device = one.rows_named(TO_DEVICE.search, Kind.MEMCPY)
     names = {row: one.trace.name_of(row) for row in to_device.tolist()}
     named = [row for row, name in names.items() if re.search("(pageable|pinned) *->", name, re.IGNORECASE)]
     if not named:
@@ -202,10 +201,9 @@ def examine_pinned_copies(case: Case) -> Point | list[Evidence]:
     return [seen, waited]
 
 
-def examine_number_of_copies(case: Case) -> Point | list[Evidence]:
-    one = case.facts.critical
-    rows = _copies(one, ACROSS)
-    rows = rows[one.trace.events.num_bytes[rows] >= 0] if len(rows) else rows  # -1: the trace does not say
+def examine_number_of_copies(case: Case, one: RankFacts) -> Point | list[Evidence]:
+    rows = one.rows_named(ACROSS.search, Kind.MEMCPY)
+    rows = rows[one.trace.events.num_bytes[rows] >= 0]  # -1: the trace does not say
     if not len(rows):
         return _miss_copies(one)
     small = one.per_step(rows[one.trace.events.num_bytes[rows] <= SMALL_BYTES])
@@ -216,17 +214,8 @@ def examine_number_of_copies(case: Case) -> Point | list[Evidence]:
     return [Evidence(text, one.where(rows[0]))]
 
 
-def _copies(one: RankFacts | None, pattern: re.Pattern) -> np.ndarray:
-    """Rows of copies of the steady steps; none without a GPU."""
-    if one is None or not one.time.on_gpu:
-        return np.empty(0, np.int64)
-    return one.rows_named(pattern.search, Kind.MEMCPY)
-
-
-def _miss_copies(one: RankFacts | None, unnamed: int = 0) -> Point:
-    """Why the trace that there is says nothing about copies. `unnamed`: copies whose names do not tell the memory."""
-    if one is None:
-        return not_seen()
+def _miss_copies(one: RankFacts, unnamed: int = 0) -> Point:
+    """Why the trace says nothing about copies. `unnamed`: copies whose names do not tell the memory."""
     if not one.time.on_gpu:
         return not_seen(Evidence("no GPU, so that nothing is copied to one", one.where()))
     what = f"{unnamed} copies that do not say from which memory" if unnamed else "no copy from the host"
@@ -236,20 +225,19 @@ def _miss_copies(one: RankFacts | None, unnamed: int = 0) -> Point:
 # --- what the device computes
 
 
-def examine_layout(case: Case) -> list[Evidence]:
+def examine_layout(case: Case, one: RankFacts) -> list[Evidence]:
     """Copies, casts and .contiguous() against the step."""
-    one = case.facts.critical
-    if one is None or not _has_work(one):
+    if not _has_work(one):
         return []
     ms = one.of_step(one.kernels.roles.get(Role.CAST_COPY, 0.0))
     limit = kernel_rules.MAX_COPY_SHARE if one.time.on_gpu else kernel_rules.MAX_COPY_SHARE_ON_CPU
     return [Evidence(f"copying, casting and reordering tensors: {ms}; {limit:.0%} would be much", one.where())]
 
 
-def examine_fusion(case: Case) -> Point | list[Evidence]:
+def examine_fusion(case: Case, one: RankFacts) -> Point | list[Evidence]:
     """Elementwise operators against the step, compiled or not."""
-    one, limit = case.facts.critical, kernel_rules.MAX_ELEMENTWISE_SHARE
-    if one is None or not _has_work(one):
+    limit = kernel_rules.MAX_ELEMENTWISE_SHARE
+    if not _has_work(one):
         return []
     ms = one.kernels.roles.get(Role.ELEMENTWISE, 0.0)
     text = f"elementwise operators take {one.of_step(ms)}; {limit:.0%} would be much"
@@ -265,11 +253,8 @@ def _has_work(one: RankFacts) -> bool:
     return one.time.step_ms > 0 and any(one.kernels.roles.values())
 
 
-def examine_tensor_cores(case: Case) -> Point | list[Evidence]:
+def examine_tensor_cores(case: Case, one: RankFacts) -> Point | list[Evidence]:
     """By the kernels' names on a GPU, by shapes elsewhere."""
-    one = case.facts.critical
-    if one is None:
-        return []
     if one.time.on_gpu and WITHOUT_TENSOR_CORES.search(one.time.device or ""):
         return not_seen(record="this GPU has no tensor cores; audit a run on one that has")
     kernels, shapes = one.kernels, _describe_shapes(one)
