@@ -16,12 +16,20 @@ from megatron_lite.analysis.kernels.kernel_words import FORMATS, TABLES, WORDS, 
 Told = list[tuple[str, str | None]]  # pieces of a name: text, meaning (None: the table says it)
 
 
+class Word(str):
+    """A piece of a name, which a meaning's {v:TABLE} looks up in a table of kernel_words.tsv."""
+
+    def __format__(self, table: str) -> str:
+        return WORDS[table].get(self, str(self)) if table else str(self)
+
+
 @dataclass(frozen=True)
 class Piece:
     """A piece of names.
 
     where: "=GROUP" of the family's match; a pattern, whose group t (else all of it) is shown and v (else that) explained; or a
-        function of the match and the name. meaning: a text with {v}, {precision} (no piece where that is unknown) or {any}; a dict
+        function of the match and the name. meaning: a text with {v} or a group, as {v:TABLE} looked up,
+        {precision} (no piece where that is unknown) or {any}; a dict
         by v (None: all others; no piece without an entry); or a function of v, of the meaning or (text, meaning).
     """
 
@@ -47,98 +55,39 @@ class Family:
     in_word: bool
 
 
+_FUNCTIONS = re.compile(r"\w*(Functor(OnSelf)?(_\w+)?|Ops|_kernel(_cuda|_impl)?|CUDAKernelImpl|_out|_scalar|_functor)")
+_WRAPPERS = tuple(WORDS["functors"]["wrappers"].split())
+_FORMAT = re.compile(r"(?<![a-z0-9])(" + "|".join(FORMATS) + r")(?![a-z0-9])")
+_NCCL_TYPE = re.compile(rf"(?<![A-Za-z0-9])({'|'.join(WORDS['NCCL types'])})(?![A-Za-z0-9])")
+
 # --- meanings of pieces
 
 
-def describe_architecture(sm: str) -> tuple[str, str]:
+def _describe_architecture(sm: str) -> tuple[str, str]:
     digits = sm.lower().removeprefix("sm")
-    era = next(
-        (f" ({era.capitalize()})" for era, number in WORDS["architectures"].items() if number == f"sm{digits}"), ""
-    )
-    return f"sm{digits}", f"compiled for compute capability {digits[:-1]}.{digits[-1:]}{era}"
+    eras = [f" ({era.capitalize()})" for era, number in WORDS["architectures"].items() if number == f"sm{digits}"]
+    return f"sm{digits}", f"compiled for compute capability {digits[:-1]}.{digits[-1:]}{''.join(eras)}"
 
 
-def describe_tile(tile: str) -> str:
+def _describe_layout(letters: str) -> str:
+    first, second = (WORDS["layouts"].get(letter, "unknown") for letter in letters[:2].lower())
+    return f"first operand {first}, second {second} (BLAS' letters for matrices stored by columns)"
+
+
+def _describe_tile(tile: str) -> str:
     sizes = tile.split("x")
     slices = f", in slices of {sizes[2]} along K" if len(sizes) > 2 else ""
     return f"a block of threads makes {sizes[0]}x{sizes[1]} of the result{slices}"
 
 
-def describe_stages(text: str) -> str:
-    depth, stages = text.split("x")
-    return f"slices of {depth} along K, {stages} of them in flight"
-
-
-def describe_layout(letters: str) -> str:
-    first, second = (WORDS["layouts"].get(letter, "unknown") for letter in letters[:2].lower())
-    return f"first operand {first}, second {second} (BLAS' letters for matrices stored by columns)"
-
-
-def describe_alignment(elements: str) -> str:
-    odd = ": some size is odd, so loads are narrow" if int(elements) <= 2 else ""
-    return f"operands are read {elements} element{'s' if elements != '1' else ''} at a time{odd}"
-
-
-def describe_instruction(digits: str) -> str:
-    sizes = WORDS["instructions"].get(digits, digits if "x" in digits else WORDS["instructions"][None])
-    return f"one instruction of the tensor cores multiplies {sizes} (MxNxK)"
-
-
-def describe_pair(tile: str) -> str:
-    return "{} queries times {} keys at a time".format(*tile.split("x"))
-
-
-def describe_attention_tile(tile: str) -> str:
-    queries, keys, width = re.findall(r"\d+", tile)
-    return f"{queries} queries times {keys} keys, heads of {width}"
-
-
-def describe_nvjet(types: str) -> str:
+def _describe_nvjet(types: str) -> str:
     operands, sums, result = (WORDS["nvjet types"].get(types[at], "an unknown format") for at in (0, -2, -1))
     return f"operands in {'tf32' if operands == 'fp32' else operands}, sums in {sums}, result in {result}"
 
 
-def show_attention_tile(tile: str) -> tuple[str, str]:
-    return ", ".join(re.findall(r"\d+", tile)), describe_attention_tile(tile)
-
-
-def describe_era(era: str) -> str:
-    return f"written for {era.capitalize()} ({WORDS['architectures'][era]}); newer GPUs run it too"
-
-
-def describe_operation(words: str) -> str:
-    return words.replace("_", " ")
-
-
-def describe_operands(formats: str) -> str:
-    return " times ".join(FORMATS.get(one, one) for one in _XMMA_FORMAT.findall(formats))
-
-
-def describe_result(formats: str) -> str:
-    first = _XMMA_FORMAT.match(formats)[0]
-    return f"stored as {FORMATS.get(first, first)}"
-
-
-def describe_sums(name: str) -> str:
-    return f"sums are kept in {WORDS['accumulators'].get(name) or FORMATS.get(name, name)}"
-
-
-def describe_operators(words: str) -> str:
-    return ", ".join(fused_operators(words)) or "none named"
-
-
-def describe_product_helper(name: str) -> str:
-    return next(meaning for pattern, meaning in TABLES["helpers of products"] if re.fullmatch(pattern, name))
-
-
-def describe_lists(number: str) -> str:
-    return f"{number} list{'s' if number != '1' else ''} of tensors side by side"
-
-
-def describe_tensile_layout(text: str) -> str:
-    """i, j: of the result; l: what is summed."""
-    first, second = text.split("_")
-    return describe_layout(("n" if first[1] == "i" else "t") + ("n" if second[1] == "l" else "t"))
+def _describe_instruction(digits: str) -> str:
+    sizes = WORDS["instructions"].get(digits, digits if "x" in digits else WORDS["instructions"][None])
+    return f"one instruction of the tensor cores multiplies {sizes} (MxNxK)"
 
 
 def find_functor(name: str) -> str:
@@ -149,89 +98,85 @@ def find_functor(name: str) -> str:
     return ""
 
 
-# --- pieces whose place and meaning only the whole match tells
+def _find_types(found: re.Match) -> list[str]:
+    return list(dict.fromkeys(_FORMAT.findall(f"{found['before']}_{found['rest']}")))
 
 
-def find_function(found: re.Match, name: str) -> Told:
-    return [(functor, None)] if (functor := find_functor(name)) else []
-
-
-def find_loop_function(found: re.Match, name: str) -> Told:
-    meaning = "how elements are joined" if found["loop"] == "reduce_kernel" else "what is computed for each element"
-    return [(text, meaning) for text, _ in find_function(found, name)]
-
-
-def find_formats(found: re.Match, name: str) -> Told:
+def _find_formats(found: re.Match, name: str) -> Told:
     """Of a product on tensor cores."""
     types = _find_types(found)
     if not types and found["acc"] == "s" and not found["math"]:
         return [("", "none is named: operands in fp32, rounded to TF32")]
-    return [
-        (one, f"operands in {FORMATS[one]}" if at == 0 else f"{FORMATS[one]} appears too, sums or result")
-        for at, one in enumerate(types)
-    ]
+    more = [(one, f"{FORMATS[one]} appears too, sums or result") for one in types[1:]]
+    return [*((one, f"operands in {FORMATS[one]}") for one in types[:1]), *more]
 
 
-def find_sums(found: re.Match, name: str) -> Told:
-    meaning = f"{WORDS['accumulators'][found['acc']]} on the CUDA cores: the tensor cores stand idle"
-    return [(found["acc"] + found["kind"], meaning)]
-
-
-def find_flash_tile(found: re.Match, name: str) -> Told:
-    meaning = f"{found['q']} queries times {found['k']} keys at a time; no score ever reaches memory"
-    return [(f"{found['q']}, {found['k']}", meaning)]
-
-
-def find_flash_helper(found: re.Match, name: str) -> Told:
-    return [("", f"a helper: {WORDS['FlashAttention helpers'][found['helper'].lower()]}")]
-
-
-def find_pass(found: re.Match, name: str) -> Told:
-    return [(found[0], f"attention, {'backward' if found['way'].startswith('B') else 'forward'} pass")]
-
-
-def find_direction(found: re.Match, name: str) -> Told:
-    return [(found["way"] or "", WORDS["directions"][found["way"]])]
-
-
-# --- number formats of operands, and who wrote a product
-
-
-def find_product_format(found: re.Match, name: str, on_cores: bool = False) -> str:
+def _find_product_format(found: re.Match, on_cores: bool = False) -> str:
     """Named formats first; else what the accumulator's letter implies."""
     implied = {"h": "fp16", "s": "tf32", "d": "fp64", "i": "int8"} if on_cores else WORDS["accumulators"]
     named = FORMATS.get(found["math"] or "") or next((FORMATS[one] for one in _find_types(found)), "")
     return "tf32" if on_cores and named == "fp32" else named or implied.get(found["acc"], "")
 
 
-def find_product_format_on_cores(found: re.Match, name: str) -> str:
-    return find_product_format(found, name, on_cores=True)
-
-
-def find_unknown_product_format(found: re.Match, name: str) -> str:
-    """An accumulator's letter means what it means within the scheme only."""
-    return find_product_format(found, name) if _find_types(found) else ""
-
-
-def find_collective_format(found: re.Match, name: str) -> str:
-    """Bytes of whatever format are none."""
-    types = _NCCL_TYPE.findall(found["rest"])
-    return WORDS["NCCL types"][types[-1]].replace("bytes", "") if types else ""
-
-
-def name_library(word: str) -> str:
-    return "CUTLASS" if "cutlass" in word else "cuDNN" if "cudnn" in word else "cuBLAS"
-
-
-def _find_types(found: re.Match) -> list[str]:
-    return list(dict.fromkeys(_FORMAT.findall(f"{found['before']}_{found['rest']}")))
-
-
-_FUNCTIONS = re.compile(r"\w*(Functor(OnSelf)?(_\w+)?|Ops|_kernel(_cuda|_impl)?|CUDAKernelImpl|_out|_scalar|_functor)")
-_WRAPPERS = tuple(WORDS["functors"]["wrappers"].split())
-_FORMAT = re.compile(r"(?<![a-z0-9])(" + "|".join(FORMATS) + r")(?![a-z0-9])")
-_NCCL_TYPE = re.compile(rf"(?<![A-Za-z0-9])({'|'.join(WORDS['NCCL types'])})(?![A-Za-z0-9])")
-_XMMA_FORMAT = re.compile(r"bf16|tf32|e4m3|e5m2|f\d+|i\d+|u\d+|s8")
+FUNCTIONS: dict[str, Callable] = {  # "by NAME" in the tables
+    # meanings, of v
+    "architecture": _describe_architecture,
+    "era": lambda v: f"written for {v.capitalize()} ({WORDS['architectures'][v]}); newer GPUs run it too",
+    "layout": _describe_layout,
+    # Tensile's i and j are indices of the result, l is what is summed
+    "Tensile layout": lambda v: _describe_layout(
+        ("n" if v[1] == "i" else "t") + ("n" if v[v.index("_") + 2] == "l" else "t")
+    ),
+    "tile": _describe_tile,
+    "instruction": _describe_instruction,
+    "formats of nvjet": _describe_nvjet,
+    "attention tile": lambda v: (
+        ", ".join(sizes := re.findall(r"\d+", v)),
+        "{} queries times {} keys, heads of {}".format(*sizes),
+    ),
+    "operation": lambda v: v.replace("_", " "),
+    "operators": lambda v: ", ".join(fused_operators(v)) or "none named",
+    "product helper": lambda v: next(
+        told for pattern, told in TABLES["helpers of products"] if re.fullmatch(pattern, v)
+    ),
+    "lists": lambda v: f"{v} list{'s' if v != '1' else ''} of tensors side by side",
+    "alignment": lambda v: (
+        f"operands are read {v} element{'s' if v != '1' else ''} at a time"
+        + (": some size is odd, so loads are narrow" if int(v) <= 2 else "")
+    ),
+    # pieces that only the whole match tells, of the match and the name
+    "function": lambda found, name: [(functor, None)] if (functor := find_functor(name)) else [],
+    "function of a loop": lambda found, name: [
+        (text, "how elements are joined" if found["loop"] == "reduce_kernel" else "what is computed for each element")
+        for text in [find_functor(name)]
+        if text
+    ],
+    "formats": _find_formats,
+    "sums": lambda found, name: [
+        (
+            found["acc"] + found["kind"],
+            f"{WORDS['accumulators'][found['acc']]} on the CUDA cores: the tensor cores stand idle",
+        )
+    ],
+    "flash tile": lambda found, name: [
+        (
+            f"{found['q']}, {found['k']}",
+            f"{found['q']} queries times {found['k']} keys at a time; no score ever reaches memory",
+        )
+    ],
+    "flash helper": lambda found, name: [("", f"a helper: {WORDS['FlashAttention helpers'][found['helper'].lower()]}")],
+    "direction": lambda found, name: [(found["way"] or "", WORDS["directions"][found["way"]])],
+    # number formats of operands, of the match and the name; an accumulator's letter tells within CUTLASS' scheme only
+    "template": lambda found, name: template_format(name),
+    "product": lambda found, name: _find_product_format(found),
+    "product on cores": lambda found, name: _find_product_format(found, on_cores=True),
+    "unknown product": lambda found, name: _find_product_format(found) if _find_types(found) else "",
+    "collective": lambda found, name: "".join(  # bytes of whatever format are none
+        WORDS["NCCL types"][one].replace("bytes", "") for one in _NCCL_TYPE.findall(found["rest"])[-1:]
+    ),
+    # who wrote a product, of its name
+    "library": lambda word: "CUTLASS" if "cutlass" in word else "cuDNN" if "cudnn" in word else "cuBLAS",
+}
 
 # --- the tables
 
@@ -247,12 +192,11 @@ def _fill(pattern: str, known: dict[str, str]) -> str:
 
 
 def _get_function(text: str) -> Callable | None:
-    """Of "by NAME", a function of this module."""
-    return globals()[text.removeprefix("by ")] if text.startswith("by ") else None
+    return FUNCTIONS[text.removeprefix("by ")] if text.startswith("by ") else None
 
 
 def _read_format(operands: str) -> Callable[[re.Match, str], str]:
-    """template; by FUNCTION; GROUP[ in TABLE][, on cores]"""
+    """by FUNCTION; GROUP[ in TABLE][, on cores]"""
     place, on_cores, _ = operands.partition(", on cores")
     group, _, table = place.partition(" in ")
 
@@ -260,7 +204,7 @@ def _read_format(operands: str) -> Callable[[re.Match, str], str]:
         named = WORDS[table or "formats"].get(found[group], "") if group else ""
         return "tf32" if on_cores and named == "fp32" else named
 
-    return (lambda found, name: template_format(name)) if group == "template" else _get_function(group) or find_format
+    return _get_function(operands) or find_format
 
 
 def _read_families() -> tuple[Family, ...]:
@@ -280,13 +224,8 @@ def _read_families() -> tuple[Family, ...]:
         if pattern.startswith("= "):
             continue
         of_family = tuple(piece for one in names.split("; ") for piece in pieces[one])
-        compiled, by, find_format = (
-            re.compile(_fill(pattern, known)),
-            _get_function(name) or name,
-            _read_format(operands),
-        )
-        told = (Role[role], TensorCores[cores], find_format, of_family, pieces[tail], alignment, why_not, bool(in_word))
-        families.append(Family(compiled, by, *told))
+        told = (Role[role], TensorCores[cores], _read_format(operands), of_family, pieces[tail], alignment, why_not)
+        families.append(Family(re.compile(_fill(pattern, known)), _get_function(name) or name, *told, bool(in_word)))
     return tuple(families)
 
 

@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 from functools import lru_cache
 
-from megatron_lite.analysis.kernels.kernel_families import FAMILIES, Family, Piece, find_functor
+from megatron_lite.analysis.kernels.kernel_families import FAMILIES, Family, Piece, Word, find_functor
 from megatron_lite.analysis.kernels.kernel_results import MATRIX_ROLES, Role, TensorCores
 from megatron_lite.analysis.kernels.kernel_words import LONGEST, TABLES, WORDS, get_kernel_role, template_format
 
@@ -87,27 +87,28 @@ def _read(name: str, family: Family, found: re.Match, role: Role) -> KernelName:
 
 def _find_pieces(piece: Piece, found: re.Match, text: str, precision: str) -> list[tuple[int, Part]]:
     """(place in the text, the part) of each that is found; Piece says how it is written."""
-    where = piece.where
+    where, groups = piece.where, found.groupdict()
     if callable(where):
         seen = [(0, shown, shown, told) for shown, told in where(found, text)]
     elif where.startswith("="):
         seen = [(0, found[where[1:]], found[where[1:]], None)]
     elif match := _PATTERNS(where).search(text):
-        groups = match.groupdict()
-        shown = groups.get("t", match[0].strip("_"))
-        seen = [(match.start("v") if "v" in groups else match.start(), shown, groups.get("v", shown), None)]
+        own = match.groupdict()
+        groups |= own
+        shown = own.get("t", match[0].strip("_"))
+        seen = [(match.start("v") if "v" in own else match.start(), shown, own.get("v", shown), None)]
     else:
         return []
     parts = []
     for place, shown, v, told in seen:
-        told = told or (None if shown is None else _explain(piece.meaning, v, precision))
+        told = told or (None if shown is None else _explain(piece.meaning, v, precision, groups))
         if told:
             shown, told = told if isinstance(told, tuple) else (shown, told)
             parts.append((place, Part(shown, piece.field, told, piece.inferred)))
     return parts
 
 
-def _explain(meaning, v: str, precision: str) -> str | tuple[str, str]:
+def _explain(meaning, v: str, precision: str, groups: dict[str, str | None]) -> str | tuple[str, str]:
     """'' where there is nothing to say."""
     if isinstance(meaning, dict):
         return meaning.get(v, meaning.get(None, ""))
@@ -115,7 +116,8 @@ def _explain(meaning, v: str, precision: str) -> str | tuple[str, str]:
         return meaning(v)
     if "{precision}" in meaning and not precision:
         return ""
-    return meaning.format(v=v, precision=precision, any=precision or "an unknown format")
+    words = {name: Word(word) for name, word in (groups | {"v": v}).items() if word is not None}
+    return meaning.format_map(words | {"precision": precision, "any": precision or "an unknown format"})
 
 
 def demangled(name: str) -> str:
