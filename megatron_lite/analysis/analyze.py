@@ -126,24 +126,16 @@ def analyze(paths: Sequence[Path | str], say: Callable[..., None] = say_nothing)
         rows = gaps.attempt("memory formulas", ledger, facts.highest_snapshot, facts.plan)
         facts = replace(facts, ledger=rows or ())
     else:
-        found = [
-            gaps.attempt(f"memory of {one.trace.source}", measure_trace_memory, one.trace, one.placing) for one in seen
-        ]
-        facts = replace(facts, traced_memory=tuple(filter(None, found)))
+        told = ((f"memory of {one.trace.source}", measure_trace_memory, one.trace, one.placing) for one in seen)
+        facts = replace(facts, traced_memory=tuple(filter(None, [gaps.attempt(*one) for one in told])))
     if run and run.record.get("prediction"):
         from megatron_lite.analysis.predicted import compare_prediction
 
         facts = replace(facts, predicted=gaps.attempt("prediction", compare_prediction, facts))
     findings = weakened(gaps.attempt("findings", apply_rules, facts, gaps.add) or (), facts)
     facts = replace(facts, gaps=tuple(gaps.found))
-    return Report(
-        paths=tuple(map(str, paths)),
-        title=describe_run(paths, facts),
-        verdict=build_verdict(facts, findings),
-        findings=findings,
-        facts=facts,
-        read_s=time.monotonic() - started,
-    )
+    title, verdict = describe_run(paths, facts), build_verdict(facts, findings)
+    return Report(tuple(map(str, paths)), title, verdict, findings, facts, read_s=time.monotonic() - started)
 
 
 def _analyze_trace(trace: Trace, gaps: _Gaps) -> RankFacts:

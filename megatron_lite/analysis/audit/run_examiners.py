@@ -153,11 +153,8 @@ def examine_peak(case: Case) -> Point | list[Evidence]:
         parts = ", ".join(f"{part.category} {size(part.num_bytes)}" for part in most.held[:MAX_CATEGORIES])
         text = f"peak of {size(most.peak_bytes)} in {most.peak_phase or 'an unknown phase'}: {parts}"
         held.append(Evidence(f"simulated {text}" if most.simulated else text, most.source))
-    steady = [
-        Evidence(f"no growth over {len(one.steps)} steps", one.source)
-        for one in case.facts.snapshots
-        if len(one.steps) >= MIN_SNAPSHOT_STEPS and one.growth is None
-    ]
+    kept = [one for one in case.facts.snapshots if len(one.steps) >= MIN_SNAPSHOT_STEPS and one.growth is None]
+    steady = [Evidence(f"no growth over {len(one.steps)} steps", one.source) for one in kept]
     for what, values in (("GPU", run.peak_memory_bytes), ("process", run.host_memory_bytes)) if run else ():
         number = (run.ordinary & ~np.isnan(values)).sum()
         if number >= MIN_STEPS_WITHOUT_GROWTH:

@@ -49,11 +49,8 @@ def find_sync_in_step(facts: Facts, one: RankFacts) -> Finding | None:
 def find_waits(one: RankFacts) -> list[SyncSite]:
     """Where the host waits for the device inside every step; most idle time first."""
     unpinned = len(pageable_rows(one)) > 0  # they are a finding of their own
-    return [
-        site
-        for site in one.time.syncs
-        if site.per_step >= ONCE and site.phase not in BETWEEN_STEPS and not (unpinned and is_batch_copy(site))
-    ]
+    sites = [site for site in one.time.syncs if site.per_step >= ONCE and site.phase not in BETWEEN_STEPS]
+    return [site for site in sites if not (unpinned and is_batch_copy(site))]
 
 
 MAX_LAUNCH_SITES = 3

@@ -106,16 +106,12 @@ def find_copy_share(facts: Facts, one: RankFacts) -> Finding | None:
     False alarm: fp32 gradients of 16-bit weights, which are cast by design; without a GPU, copies in backward and in
         the optimizer's step are not counted for that reason.
     """
-    rows = [
-        (row.ms, f"{row.short} under {row.operator or 'no operator'}", row.phase, row.per_step)
-        for row in one.kernels.rows
-        if row.role is Role.CAST_COPY
-    ]
-    on_host = [
-        (row.self_ms, row.name, row.phase, row.per_step)
-        for row in one.kernels.operators
-        if row.role is Role.CAST_COPY and row.phase not in BY_DESIGN
-    ]
+    kernels, operators = (
+        [row for row in of if row.role is Role.CAST_COPY] for of in (one.kernels.rows, one.kernels.operators)
+    )
+    rows = [(row.ms, f"{row.short} under {row.operator or 'no operator'}", row.phase, row.per_step) for row in kernels]
+    operators = [row for row in operators if row.phase not in BY_DESIGN]
+    on_host = [(row.self_ms, row.name, row.phase, row.per_step) for row in operators]
     cost = one.kernels.roles.get(Role.CAST_COPY, 0.0) if one.time.on_gpu else sum(row[0] for row in on_host)
     shown = (
         Evidence(f"{name}: {in_ms(ms)}, {significant(number)} per step", phase)

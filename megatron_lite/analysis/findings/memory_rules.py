@@ -30,11 +30,9 @@ def find_memory_growth(facts: Facts) -> Finding | None:
     False alarm: caches that fill up once, such as those of the allocator or of compiled code; they stop.
     """
     grown = [(one.growth, one) for one in facts.snapshots if one.growth is not None]
-    leaks = [
-        pair for pair in grown if pair[0].steps >= MIN_SNAPSHOT_STEPS and pair[0].bytes_per_step >= MIN_BYTES_PER_STEP
-    ]
-    if leaks:
-        leak, most = max(leaks, key=lambda pair: pair[0].bytes_per_step)
+    grown = [pair for pair in grown if pair[0].steps >= MIN_SNAPSHOT_STEPS]
+    leak, most = max(grown, key=lambda pair: pair[0].bytes_per_step, default=(None, None))
+    if leak and leak.bytes_per_step >= MIN_BYTES_PER_STEP:
         total = int(leak.bytes_per_step * leak.steps)
         text = f"{size(leak.bytes_per_step)} more after each of {leak.steps} steps"
         sites = []
@@ -192,11 +190,8 @@ def find_attention_memory(facts: Facts, most: Snapshot) -> Finding | None:
     Flags: --attention-backend auto (or flash); --recompute-granularity selective recomputes only this.
     False alarm: a softmax that is no attention, such as a router's, is small.
     """
-    sites = [
-        site
-        for site in most.sites
-        if site.category == "activations" and "softmax" in site.site.lower() and site.blocks >= MIN_BLOCKS
-    ]
+    activations = [site for site in most.sites if site.category == "activations" and site.blocks >= MIN_BLOCKS]
+    sites = [site for site in activations if "softmax" in site.site.lower()]
     held = sum(site.num_bytes for site in sites)
     if not sites or held < MAX_SCORES_SHARE * most.peak_bytes:
         return None

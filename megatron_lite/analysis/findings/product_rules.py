@@ -208,24 +208,15 @@ def find_below_roofline(facts: Facts, one: RankFacts) -> Finding | None:
     Flags: --micro-batch-size, --bf16, --attention-backend auto, --hidden-size and --kv-channels in multiples of 64.
     False alarm: a GPU that is throttled or shared; then all kernels are low.
     """
-    slow = [
-        row
-        for row in one.kernels.roofline
-        if row.role in MATRIX_ROLES
-        and row.efficiency is not None
-        and row.efficiency < REACHES
-        and one.share(row.ms) >= MIN_SHARE_SHOWN
-    ]
+    bounded = [row for row in one.kernels.roofline if row.role in MATRIX_ROLES and row.efficiency is not None]
+    slow = [row for row in bounded if row.efficiency < REACHES and one.share(row.ms) >= MIN_SHARE_SHOWN]
     slow.sort(key=lambda row: row.bound_ms - row.ms)
     cost = sum(row.ms - row.bound_ms for row in slow)
-    shown = (
-        Evidence(
-            f"{name_layer(facts, row.dims)} {row.operator} {row.shape}: {in_ms(row.ms)} where {in_ms(row.bound_ms)} is "
-            f"the floor ({row.efficiency:.0%}, bound by {row.bound_by})",
-            row.phase,
-        )
-        for row in slow[:MAX_SHOWN]
-    )
+    shown = []
+    for row in slow[:MAX_SHOWN]:
+        floor = f"{in_ms(row.bound_ms)} is the floor ({row.efficiency:.0%}, bound by {row.bound_by})"
+        what = f"{name_layer(facts, row.dims)} {row.operator} {row.shape}"
+        shown.append(Evidence(f"{what}: {in_ms(row.ms)} where {floor}", row.phase))
     products = [row for row in slow if row.role is not Role.ATTENTION]
     remedies = {  # only what these rows do not have yet
         ("another attention kernel", "--attention-backend auto"): len(products) < len(slow),

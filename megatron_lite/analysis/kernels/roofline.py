@@ -202,11 +202,8 @@ def _count_bytes(operator: str, shapes: Shapes, otherwise: str) -> Work | None:
         elements = sum(map(math.prod, parameters))
         num_bytes = float(_ADAM_PASSES * elements * FORMAT_BYTES[otherwise])
         return Work(role, _describe([(elements,)], otherwise), (), otherwise, 0.0, num_bytes)
-    tensors = [
-        (dims, *TENSOR_TYPES[dtype])
-        for dims, dtype in zip(shapes.dims, shapes.dtypes)
-        if dtype in TENSOR_TYPES and _is_flat(dims)
-    ]
+    known = [pair for pair in zip(shapes.dims, shapes.dtypes) if pair[1] in TENSOR_TYPES and _is_flat(pair[0])]
+    tensors = [(dims, *TENSOR_TYPES[dtype]) for dims, dtype in known]
     if not tensors:
         return None
     each = [math.prod(dims) * size for dims, _, size in tensors]

@@ -123,16 +123,15 @@ class SnapshotReader:
         complete = unknown <= MAX_UNKNOWN * peak_bytes
         layers, guessed = self._sum_layers(rows[self.categories[rows] == INDEX["activations"]])
         fragmentation, unreplayed = self._measure_fragmentation()
-        steps = tuple(
-            StepMemory(
-                step.name,
-                int(record.time_us[step.first]),
-                int(record.time_us[step.last]),
-                int(allocated[step.last + 1]),
-                int(allocated[step.first : step.last + 2].max()),
+        steps = []
+        for name, first, last in self.phases.steps:
+            figures = (
+                record.time_us[first],
+                record.time_us[last],
+                allocated[last + 1],
+                allocated[first : last + 2].max(),
             )
-            for step in self.phases.steps
-        )
+            steps.append(StepMemory(name, *map(int, figures)))
         notes = [*record.notes, *_describe_limits(record, unknown, complete, len(steps)), *unreplayed]
         if guessed and layers:
             notes.append("layers are told apart by the order in which equal stacks allocate")
@@ -153,7 +152,7 @@ class SnapshotReader:
             sites=self._sum_sites(rows, lives.num_bytes[rows]),
             layers=layers,
             curve=self._draw_curve(times),
-            steps=steps,
+            steps=tuple(steps),
             growth=self._find_growth(),
             fragmentation=fragmentation,
             oom=oom,

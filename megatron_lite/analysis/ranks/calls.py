@@ -82,13 +82,13 @@ def message_bytes(
         else:
             elements = given if given is not None else taken
     elif shapes:
-        tensors = [
-            (dims, dtype)
-            for dims, dtype in zip(shapes.dims, shapes.dtypes)
-            if dims and all(isinstance(size, int) for size in dims)
-        ]
-        if tensors:
-            dims, dtype = tensors[0]
+        tensors = (
+            pair
+            for pair in zip(shapes.dims, shapes.dtypes)
+            if pair[0] and all(isinstance(size, int) for size in pair[0])
+        )
+        dims, dtype = next(tensors, ((), ""))
+        if dims:
             elements = math.prod(dims)
             if kind == "all_gather":
                 elements = elements * ranks if ranks else None

@@ -34,11 +34,8 @@ def compare_ranks(seen: Sequence[tuple[Trace, Placing, RankTime]], only: str = "
     one_each, notes = _choose_traces([Seen(*one) for one in seen])
     world_size = max((one.trace.world_size or 0 for one in one_each), default=0) or None
     calls = [collect_calls(one.trace, one.placing, world_size) for one in one_each]
-    labels = {
-        group: label_group(group, world_size, only)
-        for of_rank in calls
-        for group in {what.group for what in of_rank.whats}
-    }
+    used = {what.group for of_rank in calls for what in of_rank.whats}
+    labels = {group: label_group(group, world_size, only) for group in used}
     slots, steps = find_shared_steps(calls, [one.placing for one in one_each])
     base_ns = [one.trace.base_ns for one in one_each]
     hosts = [str(one.trace.facts.get("host_name") or "") for one in one_each]

@@ -92,16 +92,11 @@ class CallSites:
             np.bincount(inverse.ravel(), amounts, keys.shape[1]) for amounts in (counted, waited_ns, caused[calls])
         )
         sums = (counts / self.steps, host_ns / 1e6 / self.steps, idle_ns / 1e6 / self.steps)
-        found = [
-            SyncSite(
-                self.text(name) + (" (pageable memory)" if pageable else ""),
-                self.text(operator),
-                self.text(line),
-                self.phase_text(phase),
-                *map(float, amounts),
-            )
-            for (name, pageable, operator, line, phase), amounts in zip(keys.T, zip(*sums))
-        ]
+        found = []
+        for (name, pageable, operator, line, phase), amounts in zip(keys.T, zip(*sums)):
+            call = self.text(name) + (" (pageable memory)" if pageable else "")
+            words = (call, self.text(operator), self.text(line), self.phase_text(phase))
+            found.append(SyncSite(*words, *map(float, amounts)))
         return tuple(sorted(found, key=lambda site: (-site.idle_ms, -site.host_ms))[:MAX_SITES])
 
     def find_host_sites(self, gaps: Gaps) -> tuple[HostSite, ...]:
