@@ -114,8 +114,7 @@ def analyze(paths: Sequence[Path | str], say: Callable[..., None] = say_nothing)
         raise UserError(gaps.found[0] if len(gaps.found) == 1 else said)
     say("comparing ranks, looking for causes")
     if seen:
-        traced, only = [(rank.trace, rank.placing, rank.time) for rank in seen], find_only_dimension(run)
-        ranks = gaps.attempt("ranks", compare_ranks, traced, only)
+        ranks = gaps.attempt("ranks", compare_ranks, seen, find_only_dimension(run))
         ranks = only_lasting(ranks, run) if ranks and run else ranks
     else:
         ranks = gaps.attempt("ranks", compare_ranks_of_run, run) if run else None

@@ -5,33 +5,26 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from megatron_lite.analysis.intervals import difference, intersection, joined, union
+from megatron_lite.analysis.rank_facts import RankFacts
 from megatron_lite.analysis.ranks.calls import Calls, bus_bytes, collect_calls
 from megatron_lite.analysis.ranks.matching import Clocks, Group, align_clocks, match
 from megatron_lite.analysis.ranks.process_groups import label_group
 from megatron_lite.analysis.ranks.rank_results import CollectiveRow, GroupRow, RankRow, Ranks, Straggler
 from megatron_lite.analysis.time.time_results import Placing, RankTime
-from megatron_lite.analysis.trace.columns import ProcessGroup, Trace
+from megatron_lite.analysis.trace.columns import ProcessGroup
 from megatron_lite.phases import Phase
 
 
-class Seen(NamedTuple):
-    """One rank's trace and what is known of it."""
-
-    trace: Trace
-    placing: Placing
-    time: RankTime
-
-
-def compare_ranks(seen: Sequence[tuple[Trace, Placing, RankTime]], only: str = "") -> Ranks | None:
+def compare_ranks(seen: Sequence[RankFacts], only: str = "") -> Ranks | None:
     """What the traces of one run's ranks say of each other; None without a trace. only: the dimension of their layout, if it has one."""
     if not seen:
         return None
-    one_each, notes = _choose_traces([Seen(*one) for one in seen])
+    one_each, notes = _choose_traces(seen)
     world_size = max((one.trace.world_size or 0 for one in one_each), default=0) or None
     calls = [collect_calls(one.trace, one.placing, world_size) for one in one_each]
     used = {what.group for of_rank in calls for what in of_rank.whats}
@@ -65,7 +58,7 @@ def compare_ranks(seen: Sequence[tuple[Trace, Placing, RankTime]], only: str = "
     )
 
 
-def _choose_traces(seen: list[Seen]) -> tuple[list[Seen], list[str]]:
+def _choose_traces(seen: Sequence[RankFacts]) -> tuple[Sequence[RankFacts], list[str]]:
     """By rank, of several windows of a rank the last; without a rank only if there is nothing else."""
     known, notes = [one for one in seen if one.time.rank is not None], []
     unknown = len(seen) - len(known)
@@ -156,7 +149,7 @@ def compute_waits(
     return found
 
 
-def _build_rank_rows(seen: Sequence[Seen], hosts: Sequence[str], waits: Waits, clocks: Clocks) -> list[RankRow]:
+def _build_rank_rows(seen: Sequence[RankFacts], hosts: Sequence[str], waits: Waits, clocks: Clocks) -> list[RankRow]:
     """Of the ranks that are known; waiting is left out where no clock is shared."""
     rows: list[RankRow] = []
     for at, one in enumerate(seen):
@@ -197,7 +190,7 @@ def _count_last(group: str) -> tuple[bool, bool, str]:
 
 
 def build_group_rows(
-    seen: Sequence[Seen],
+    seen: Sequence[RankFacts],
     ranks: Sequence[Calls],
     slots: Sequence[np.ndarray],
     steps: int,
