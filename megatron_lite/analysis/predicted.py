@@ -46,9 +46,8 @@ def compare_memory(facts: Facts, peak: Moment) -> tuple[ComparedMemory | None, l
         found = ComparedMemory(of_peak, categories, snapshot.source, snapshot.rank, at, snapshot.peak_phase)
         return found, [] if snapshot.complete else [late]
     if facts.plan.get("device") != "cuda":
-        return None, [
-            "predicted memory is that of tensors, which a run on CPUs measures with --record-memory-history only."
-        ]
+        why = "predicted memory is that of tensors, which a run on CPUs measures with --record-memory-history only."
+        return None, [why]
     most = run.peak_memory_bytes.max(initial=0.0, where=run.peak_memory_bytes > 0) if run else 0.0  # NaN is not
     if not most:
         return None, [f"{STEPS_FILE} holds no peak of GPU memory: nothing to hold the prediction against."]

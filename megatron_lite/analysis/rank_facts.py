@@ -63,9 +63,8 @@ class RankFacts:
     def rows_named(self, test: Callable[[str], object], *kinds: Kind) -> np.ndarray:
         """Those of these kinds whose name passes `test`, in order; each distinct name is asked once."""
         trace = self.trace
-        rows = (
-            trace.rows[kinds[0]] if len(kinds) == 1 else np.sort(np.concatenate([trace.rows[kind] for kind in kinds]))
-        )
+        rows = np.concatenate([trace.rows[kind] for kind in kinds])
+        rows = np.sort(rows) if len(kinds) > 1 else rows
         return self._in_steady_steps(rows[trace.passing(test, *kinds)[trace.events.name[rows]]])
 
     def work_rows(self) -> np.ndarray:

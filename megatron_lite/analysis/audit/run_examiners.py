@@ -135,9 +135,8 @@ def examine_overflows(case: Case, run: Run) -> Point | list[Evidence]:
     precision, scales = case.facts.plan.get("precision"), run.loss_scale[run.loss_scale > 0]
     if not len(scales):
         return []
-    text = (
-        f"{run.skipped.sum()} of {run.steps} steps skipped, the loss scale is {significant(scales[-1], 6)} at the end"
-    )
+    text = f"{run.skipped.sum()} of {run.steps} steps skipped"
+    text += f", the loss scale is {significant(scales[-1], 6)} at the end"
     settled = 0 if run.skipped.all() else run.steps - int(run.skipped.argmin())
     if run.skipped.any() and settled < MIN_SETTLED_STEPS:
         remedy = f"{Record.LONGER_RUN}; --initial-loss-scale 65536 saves the skipped steps at the beginning"
@@ -286,9 +285,8 @@ def examine_tokens(case: Case, run: Run) -> Point | list[Evidence]:
     speed = f"{count(run.tokens_per_second)} tokens/s over {run.ordinary.sum()} ordinary steps, all ranks"
     seen = Evidence(f"{speed}; {run.skipped.sum()} of {run.steps} steps skipped", STEPS_FILE)
     if case.facts.argument("eod_mask_loss"):
-        return not_seen(
-            seen, record="how many positions have a loss is not recorded: without --eod-mask-loss all have one"
-        )
+        record = "how many positions have a loss is not recorded: without --eod-mask-loss all have one"
+        return not_seen(seen, record=record)
     if not _is_packed(case.facts):
         return not_seen(seen, record="how many positions are padding is not recorded: a .bin/.idx data set has none")
     return [seen, PACKED]

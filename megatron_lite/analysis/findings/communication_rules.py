@@ -84,13 +84,10 @@ def find_all_reduce_tail(facts: Facts, one: RankFacts) -> Finding | None:
     )
     alone = facts.ranks is None or len(facts.ranks.present) < 2
     waiting = Evidence("with one rank's trace alone, waiting for a slower rank is not told apart")
-    advice = (
-        "smaller buckets (--ddp-bucket-size), 16-bit reduction (--grad-reduce-in-bf16), or more micro-batches per step"
-    )
     flags = ("--ddp-bucket-size", "--grad-reduce-in-bf16")
-    return find_lost_time(
-        one, seen.tail_ms, text, advice, *([waiting] if alone else []), flags=flags, certain=not alone
-    )
+    advice = f"smaller buckets ({flags[0]}), 16-bit reduction ({flags[1]}), or more micro-batches per step"
+    more = [waiting] if alone else []
+    return find_lost_time(one, seen.tail_ms, text, advice, *more, flags=flags, certain=not alone)
 
 
 NEVER_EARLY = 0.05  # of the communication: that little begins early by rounding, or is no gradient
@@ -291,9 +288,8 @@ def find_tensor_across_nodes(facts: Facts) -> Finding | None:
     step_ms = max((row.step_ms for row in ranks.rows), default=0.0)
     if exposed_ms < MATTERS * step_ms or not step_ms:
         return None
-    seen = Evidence(
-        f"{tensor} tensor parallel ranks, {near} on a node; nothing hides {in_ms(exposed_ms)} of what they exchange"
-    )
+    exposed = f"nothing hides {in_ms(exposed_ms)} of what they exchange"
+    seen = Evidence(f"{tensor} tensor parallel ranks, {near} on a node; {exposed}")
     fewer = math.gcd(tensor, near)
     flags = (f"--tensor-model-parallel-size {fewer}", f"--pipeline-model-parallel-size {tensor // fewer}")
     advice = f"split layers within a node only: {flags[0]}, and {flags[1]} for the rest"

@@ -161,10 +161,8 @@ def _find_in_calls(facts: Facts, one: RankFacts, most: float, sites: list[Eviden
     each = f"{1e3 * one.time.rows.get('compute', 0.0) / operators:,.0f} us each" if operators else "in no phase"
     text = f"{operators:,.0f} operators per step, {each}; Python between them takes {one.of_step(cost)}"
     advice = f"give each operator more to do: a larger {LARGER_OPERATORS[0]}, or {LARGER_OPERATORS[1]}"
-    flags = LARGER_OPERATORS
-    return find_lost_time(
-        one, cost, text, advice, *sites, title=TITLE_ON_CPU, flags=flags, certain=False, at_least=MAX_CALLING_SHARE
-    )
+    flags, title, limit = LARGER_OPERATORS, TITLE_ON_CPU, MAX_CALLING_SHARE
+    return find_lost_time(one, cost, text, advice, *sites, title=title, flags=flags, certain=False, at_least=limit)
 
 
 MIN_MICRO_BATCHES = 4  # per step: with fewer, little can be saved
@@ -193,14 +191,12 @@ def find_tiny_micro_batches(facts: Facts, one: RankFacts) -> Finding | None:
     added, host = one.accumulation_ms(), one.time.rows.get("host", 0.0) + one.time.rows.get("launch", 0.0)
     cost = (added + host) * (1 - 1 / number)
     flag = "--micro-batch-size"  # no number without the memory that it would take
-    advice = f"fewer, larger micro-batches as far as memory allows: {flag} above {now}"
+    flag, advice = larger or (flag, f"fewer, larger micro-batches as far as memory allows: {flag} above {now}")
     text = (
         f"{significant(number)} micro-batches per step of {tokens:,} tokens: adding gradients up {in_ms(added)}, the host between "
         f"operators {in_ms(host)}; saved at most {one.of_step(cost)}"
     )
-    return find_lost_time(
-        one, cost, text, larger[1] if larger else advice, flags=larger[:1] if larger else (flag,), certain=False
-    )
+    return find_lost_time(one, cost, text, advice, flags=(flag,), certain=False)
 
 
 @rule("gc-pauses", "pauses of Python's garbage collector", needs="trace")
@@ -249,9 +245,8 @@ def find_allocator_stalls(facts: Facts, one: RankFacts) -> Finding | None:
     rows = one.rows_named(lambda name: name.startswith(ALLOCATOR_CALLS), Kind.RUNTIME)
     text = f"{significant(one.per_step(rows))} calls per step; the device idles because of them {one.of_step(cost)}"
     advice = f"leave the allocator more room, or let its segments grow: {EXPANDABLE_SEGMENTS}"
-    return find_lost_time(
-        one, cost, text, advice, row=rows[0] if len(rows) else None, flags=(EXPANDABLE_SEGMENTS,), cheap=True
-    )
+    row, flags = rows[0] if len(rows) else None, (EXPANDABLE_SEGMENTS,)
+    return find_lost_time(one, cost, text, advice, row=row, flags=flags, cheap=True)
 
 
 @rule("stream-waits", "kernels waiting for another stream", needs="gpu")

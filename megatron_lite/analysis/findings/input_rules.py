@@ -77,9 +77,8 @@ def find_starved_loader(facts: Facts) -> Finding | None:
         # Loading time over computing time says how many keep up.
         known = wait.loading_ms and wait.busy_ms
         wanted = max(2, math.ceil(wait.loading_ms / wait.busy_ms)) if known else 2
-    advice = (
-        f"load ahead with more workers: --num-workers {wanted}" if wanted else "load ahead with more worker processes"
-    )
+    how = f"workers: --num-workers {wanted}" if wanted else "worker processes"
+    advice = f"load ahead with more {how}"
     if isinstance(workers, int):
         advice += f" (now {workers})"
     seen = [Evidence(wait.text, wait.where)]
@@ -193,9 +192,8 @@ def find_small_copies(facts: Facts, one: RankFacts) -> Finding | None:
     text = f"{one.per_step(rows):,.0f} copies per step, the median one of {median}; their calls take the host"
     text += f" {one.of_step(cost)}"
     advice = "copy one tensor per batch and split it on the device; fetch values together and seldom"
-    return find_lost_time(
-        one, cost, text, advice, row=rows[0], flags=("--log-interval 100",), certain=False, cheap=True
-    )
+    flags = ("--log-interval 100",)
+    return find_lost_time(one, cost, text, advice, row=rows[0], flags=flags, certain=False, cheap=True)
 
 
 MAX_SHOWN = 3

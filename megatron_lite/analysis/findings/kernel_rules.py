@@ -45,16 +45,14 @@ def find_attention_scores(facts: Facts, one: RankFacts) -> Finding | None:
     cost = one.covered_ms(rows)
     text = f"operators on {' and '.join(f'{t} x {t}' for t in sorted(lengths))} scores take {one.of_step(cost)}"
     advice = "fused attention: --attention-backend auto, or torch's scaled_dot_product_attention(is_causal=True)"
-    return find_lost_time(
-        one, cost, text, advice, row=int(rows[0]), flags=("--attention-backend auto",), certain=one.time.on_gpu
-    )
+    flags = ("--attention-backend auto",)
+    return find_lost_time(one, cost, text, advice, row=int(rows[0]), flags=flags, certain=one.time.on_gpu)
 
 
 def find_score_tensors(dims: tuple) -> set[int]:
     """T of every argument [..., T, T] with batch or heads in front."""
-    return {
-        arg[-1] for arg in dims if len(arg) >= 3 and all(isinstance(size, int) for size in arg) and arg[-1] == arg[-2]
-    }
+    flat = [arg for arg in dims if len(arg) >= 3 and all(isinstance(size, int) for size in arg)]
+    return {arg[-1] for arg in flat if arg[-1] == arg[-2]}
 
 
 MATH = "aten::_scaled_dot_product_attention_math"
@@ -78,9 +76,8 @@ def find_attention_dropout(facts: Facts, one: RankFacts) -> Finding | None:
     if one.time.on_gpu or not dropout or not len(rows):
         return None
     cost = one.covered_ms(rows)
-    text = (
-        f"--attention-dropout {dropout:g}: {one.per_step(rows):,.0f} unfused calls, forward alone {one.of_step(cost)}"
-    )
+    calls = f"{one.per_step(rows):,.0f} unfused calls, forward alone {one.of_step(cost)}"
+    text = f"--attention-dropout {dropout:g}: {calls}"
     advice = "train without dropout inside attention: --attention-dropout 0"
     return find_lost_time(one, cost, text, advice, row=rows[0], flags=("--attention-dropout 0",), certain=False)
 
@@ -106,9 +103,8 @@ def find_copy_share(facts: Facts, one: RankFacts) -> Finding | None:
     False alarm: fp32 gradients of 16-bit weights, which are cast by design; without a GPU, copies in backward and in
         the optimizer's step are not counted for that reason.
     """
-    kernels, operators = (
-        [row for row in of if row.role is Role.CAST_COPY] for of in (one.kernels.rows, one.kernels.operators)
-    )
+    both = one.kernels.rows, one.kernels.operators
+    kernels, operators = ([row for row in of if row.role is Role.CAST_COPY] for of in both)
     rows = [(row.ms, f"{row.short} under {row.operator or 'no operator'}", row.phase, row.per_step) for row in kernels]
     operators = [row for row in operators if row.phase not in BY_DESIGN]
     on_host = [(row.self_ms, row.name, row.phase, row.per_step) for row in operators]

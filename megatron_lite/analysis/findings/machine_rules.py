@@ -94,9 +94,8 @@ def find_graph_breaks(facts: Facts, one: RankFacts) -> Finding | None:
     resumed = one.rows_named(RESUME.search, Kind.PYTHON, Kind.OP, Kind.ANNOTATION)
     if len(resumed):
         breaks = dict.fromkeys(RESUME.search(name).groups() for name in _names(one, resumed))
-        told = [
-            f"the graph of {function} breaks before line {line}" for function, line in list(breaks)[:MAX_BREAKS_SHOWN]
-        ]
+        first = list(breaks)[:MAX_BREAKS_SHOWN]
+        told = [f"the graph of {function} breaks before line {line}" for function, line in first]
         place = one.where(resumed[0])
     else:
         regions = one.rows_named(REGION.match, Kind.OP, Kind.ANNOTATION)
@@ -107,9 +106,8 @@ def find_graph_breaks(facts: Facts, one: RankFacts) -> Finding | None:
         place = one.where(regions[0])
     seen = tuple(Evidence(text, place) for text in told)
     advice = "start with TORCH_LOGS=graph_breaks to see the lines that break the graph"
-    return Finding(
-        evidence=seen, advice=advice, flags=("TORCH_LOGS=graph_breaks",), certain=bool(len(resumed)), rank=one.time.rank
-    )
+    certain, flags = bool(len(resumed)), ("TORCH_LOGS=graph_breaks",)
+    return Finding(evidence=seen, advice=advice, flags=flags, certain=certain, rank=one.time.rank)
 
 
 def _names(one: RankFacts, rows: np.ndarray) -> list[str]:

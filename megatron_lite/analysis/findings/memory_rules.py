@@ -164,12 +164,11 @@ def find_logits_peak(facts: Facts, most: Snapshot) -> Finding | None:
     now = whole(facts.argument("micro_batch_size"))
     half = f"--micro-batch-size {now // 2}" if now and now > 1 else ""
     text = f"{size(held)} of the peak of {size(most.peak_bytes)} ({held / most.peak_bytes:.0%})"
-    advice = "compute the loss in chunks of tokens" + (
-        f", or {half} (now {now}) with more micro-batches" if half else ""
-    )
-    return find_lost_memory(
-        most, held, held, f"{text}, in {most.peak_phase or 'an unknown phase'}", advice, flags=(half,) if half else ()
-    )
+    text += f", in {most.peak_phase or 'an unknown phase'}"
+    advice, flags = "compute the loss in chunks of tokens", ()
+    if half:
+        advice, flags = f"{advice}, or {half} (now {now}) with more micro-batches", (half,)
+    return find_lost_memory(most, held, held, text, advice, flags=flags)
 
 
 MAX_SCORES_SHARE = 0.10  # of the peak: less changes no micro-batch
@@ -294,12 +293,10 @@ def find_sequence_parallel_off(facts: Facts, most: Snapshot) -> Finding | None:
     if not gain or gain < MIN_SHARED * most.peak_bytes:
         return None
     held = sum_category(most, "activations")
-    text = (
-        f"activations hold {size(held)} of the peak of {size(most.peak_bytes)}; {tensor} ranks keep {size(gain)} alike"
-    )
-    return find_lost_memory(
-        most, held, gain, text, "share out the tokens, too: --sequence-parallel", flags=("--sequence-parallel",)
-    )
+    alike = f"{tensor} ranks keep {size(gain)} alike"
+    text = f"activations hold {size(held)} of the peak of {size(most.peak_bytes)}; {alike}"
+    flag = "--sequence-parallel"
+    return find_lost_memory(most, held, gain, text, f"share out the tokens, too: {flag}", flags=(flag,))
 
 
 @rule("micro-batch-headroom", "memory left for a larger micro-batch")

@@ -100,9 +100,8 @@ def find_unbalanced_stages(facts: Facts, run: Run) -> Finding | None:
         return None
     if is_by_chance(cost_ms, run.ranks.without_core):
         return None
-    why = Evidence(
-        f"stage {slowest + 1} has no more layers than others, and takes {in_ms(cost_ms)} longer than they would"
-    )
+    longer = f"takes {in_ms(cost_ms)} longer than they would"
+    why = Evidence(f"stage {slowest + 1} has no more layers than others, and {longer}")
     advice = f"look at the GPUs of stage {slowest + 1} (rank {rank} on): clocks, another process; or swap the node"
     return build_time_finding(cost_ms, [seen, why], advice, (), rank=rank)
 

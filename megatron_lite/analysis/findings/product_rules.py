@@ -91,9 +91,8 @@ def find_fp32_products(facts: Facts, one: RankFacts) -> Finding | None:
     elif half:
         gain = max(0.0, ms - sum(row.flops for row in shaped if row.dtype == "fp32") / half / 1e9)
     seen = Evidence(f"fp32 products (matrices, attention, convolution) take {one.of_step(ms)}", one.where())
-    shown = (
-        Evidence(f"{row.short}: {row.ms:,.2f} ms, {significant(row.per_step)} per step", row.phase) for row in rows[:2]
-    )
+    texts = (f"{row.short}: {row.ms:,.2f} ms, {significant(row.per_step)} per step" for row in rows[:2])
+    shown = [Evidence(text, row.phase) for text, row in zip(texts, rows)]
     advice = f"train in mixed precision: {flag}"
     found = build_time_finding(ms if gain is None else gain, (seen, *shown), advice, (flag,), rank=one.time.rank)
     return replace(found, gain_ms=gain)

@@ -61,9 +61,8 @@ LARGEST = 2**40  # a size beyond it is damage
 
 # Operators that do little arithmetic, whose bytes count.
 ROLES = (Role.ELEMENTWISE, Role.NORM, Role.SOFTMAX, Role.REDUCTION, Role.CAST_COPY, Role.OPTIMIZER)
-_ONLY_WRITE, _NO_RESULT, _NOT_KNOWN = (
-    WORDS["operators"][name].split() for name in ("write only", "no result", "unknown")
-)
+_BYTES = WORDS["operators"]
+_ONLY_WRITE, _NO_RESULT, _NOT_KNOWN = (_BYTES[name].split() for name in ("write only", "no result", "unknown"))
 _FUSED_ADAM = ("_fused_adamw", "_fused_adam")
 _ADAM_PASSES = 7  # parameters, gradients and two moments are read; all but the gradients are written
 
@@ -98,9 +97,8 @@ def compute_work(operator: str, shapes: Shapes, otherwise: str = "", results: di
         return _compute_product(shapes, otherwise, *(PRODUCTS.get(operator) or WRAPPERS[operator]))
     if operator in ATTENTION or operator in ATTENTION_BACKWARD:
         backward = operator in ATTENTION_BACKWARD
-        return _compute_attention(
-            shapes, otherwise, backward, *(ATTENTION_BACKWARD if backward else ATTENTION)[operator]
-        )
+        place, layout = (ATTENTION_BACKWARD if backward else ATTENTION)[operator]
+        return _compute_attention(shapes, otherwise, backward, place, layout)
     if operator in CONVOLUTIONS or operator in CONVOLUTIONS_BACKWARD:
         return _compute_convolution(operator, shapes, otherwise, results or {})
     return _count_bytes(operator, shapes, otherwise)

@@ -36,6 +36,7 @@ def compare_ranks(seen: Sequence[RankFacts], only: str = "") -> Ranks | None:
     clocks = align_clocks(calls, groups, base_ns, hosts)
     waits = compute_waits(calls, groups, clocks, slots, steps)
     shared = [group for group in groups if not group.is_pair]
+    with_transfers = list(zip(calls, slots, waits.transfer_ns))
     everyone = len(one_each) == world_size and len(shared) == 1 and len(shared[0].members) == world_size
     rows = _build_rank_rows(one_each, hosts, waits, clocks)
     # the rank that waits least: its own work is what the run takes
@@ -48,9 +49,7 @@ def compare_ranks(seen: Sequence[RankFacts], only: str = "") -> Ranks | None:
         missing=tuple(sorted(set(range(world_size or 0)) - set(present))) if present else (),
         rows=tuple(rows),
         groups=build_group_rows(one_each, calls, slots, steps, labels),
-        collectives=build_collective_rows(
-            list(zip(calls, slots, waits.transfer_ns)), steps, labels, world_size if everyone else None
-        ),
+        collectives=build_collective_rows(with_transfers, steps, labels, world_size if everyone else None),
         straggler=find_straggler(rows, [one.time for one in one_each], waits.caused_ms - waits.wait_ms),
         clocks_aligned=clocks.aligned,
         critical_rank=slowest_first[0].rank if rows else None,
