@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from megatron_lite.analysis.rank_facts import RankFacts
 from megatron_lite.analysis.report import REPORT_SCHEMA, Report
 from megatron_lite.analysis.run.run_results import RankLines, Run
-from megatron_lite.analysis.run_facts import Compared, RankFacts
+from megatron_lite.analysis.run_facts import Compared
 from megatron_lite.report.sections.all import build_limitations
 
 OF_RANKS = ("ranks_seen", "snapshots", "traced_memory")
