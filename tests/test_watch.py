@@ -11,7 +11,7 @@ from torch import nn
 from traces import steps_of
 
 from megatron_lite.cli.main import main
-from megatron_lite.watch.watch import Watch
+from megatron_lite.watch.profiler import Profiler
 
 SCRIPT = """
 import sys, torch
@@ -62,7 +62,7 @@ def test_a_script_does_what_it_did_and_is_explained(tmp_path, script, capfd, mon
     assert "memory snapshot" in err and (run / "memory.pickle").exists()
     assert "16 steps, finished" in out and "Where a step goes" in out and str(run / "report.html") in out
     assert "--" not in out.split("Findings")[1].split("Phases")[0], "it has no flags of this trainer"
-    assert "train.py:" in (run / "report.json").read_text() and "watch.py:" not in (run / "report.json").read_text()
+    assert "train.py:" in (run / "report.json").read_text() and "profiler.py:" not in (run / "report.json").read_text()
 
 
 def test_a_failing_script_fails_as_before(tmp_path, script, capfd):
@@ -70,7 +70,7 @@ def test_a_failing_script_fails_as_before(tmp_path, script, capfd):
     assert main(["watch", "--run-dir", str(run), "--steps", "30:31", "--", *command]) == 1
     out, err = capfd.readouterr()
     assert "RuntimeError: no more data" in err and "The run failed after 8 steps" in out
-    assert "watch: step 30 was never reached, so that there is no profile: 8 steps were seen" in err
+    assert "megatron-lite: step 30 was never reached, so that there is no profile: 8 steps were seen" in err
     assert json.loads((run / "run.json").read_text())["status"] == "failed: RuntimeError: no more data"
     assert main(["watch", "--run-dir", str(run), "--", sys.executable, "-c", "raise SystemExit(7)"]) == 7
     assert "no training was seen" in capfd.readouterr().err
@@ -117,7 +117,7 @@ def test_steps_are_those_of_the_first_optimizer(tmp_path, kind):
         return [torch.optim.SGD(model[0].parameters(), lr=0.1), *second]
 
     made = make() if kind == "made before" else []
-    with Watch(tmp_path, steps=range(3, 5)):
+    with Profiler(tmp_path, steps=range(3, 5)):
         optimizers = made or make()
         train(6, optimizers, model, closure=kind == "closure", accumulated=3 if kind == "accumulated" else 1)
     assert before == (torch.autograd.backward, torch.optim.Optimizer.profile_hook_step)
@@ -132,25 +132,25 @@ def test_steps_are_those_of_the_first_optimizer(tmp_path, kind):
 def test_a_folder_that_cannot_be_made_stops_nothing(tmp_path, capsys):
     (tmp_path / "file").touch()
     model = nn.Linear(8, 1)
-    with Watch(tmp_path / "file" / "run"):
+    with Profiler(tmp_path / "file" / "run"):
         train(2, [torch.optim.SGD(model.parameters(), lr=0.1)], model)
-    assert "watch: this process is not watched: " in capsys.readouterr().err
+    assert "megatron-lite: this process is not watched: " in capsys.readouterr().err
 
 
 def test_another_rank_writes_no_steps_and_keeps_none(tmp_path, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr("megatron_lite.watch.watch.MAX_SILENCE_S", -1)
+    monkeypatch.setattr("megatron_lite.watch.profiler.MAX_SILENCE_S", -1)
     model = nn.Linear(8, 1)
-    with Watch(tmp_path, steps=range(3, 4)) as watch:
+    with Profiler(tmp_path, steps=range(3, 4)) as profiler:
         train(6, [torch.optim.SGD(model.parameters(), lr=0.1)], model)
-        assert watch._timeline.so_far() == []
+        assert profiler._timeline.so_far() == []
     assert steps_of(tmp_path, rank=1) == [3] and not (tmp_path / "steps.jsonl").exists()
 
 
 def test_another_thread_is_left_alone(tmp_path):
     model = nn.Linear(8, 1)
-    with Watch(tmp_path) as watch:
-        watch._thread += 1
+    with Profiler(tmp_path) as profiler:
+        profiler._thread += 1
         train(3, [torch.optim.SGD(model.parameters(), lr=0.1)], model)
     assert not (tmp_path / "run.json").exists()
