@@ -1,6 +1,7 @@
 """Scripts that know nothing of being watched: they do what they did, and their steps are seen."""
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 from traces import steps_of
 
+from megatron_lite.analysis.run.read import read_run
 from megatron_lite.cli.main import main
 from megatron_lite.watch.profiler import Profiler
 
@@ -58,6 +60,7 @@ def test_a_script_does_what_it_did_and_is_explained(tmp_path, script, capfd, mon
     assert [one["step"] for one in steps] == [*range(1, 17)]
     assert [one["step"] for one in steps if one.get("profiled")] == [5, 6] == steps_of(run)
     assert all(set(one["phases_ms"]) == PHASES for one in steps[1:])
+    assert [f"{one['loss']:.9f}" for one in steps[7::8]] == alone.splitlines()[-2:]
     assert all(sum(one["phases_ms"].values()) <= one["ms"] for one in steps)
     assert "memory snapshot" in err and (run / "memory.pickle").exists()
     assert "16 steps, finished" in out and "Where a step goes" in out and str(run / "report.html") in out
@@ -127,6 +130,54 @@ def test_steps_are_those_of_the_first_optimizer(tmp_path, kind):
     assert all(set(one["phases_ms"]) == PHASES - {"data"} for one in steps[1:])
     record = json.loads((tmp_path / "run.json").read_text())
     assert record["status"] == "finished" and record["command"] == sys.argv and "plan" not in record
+
+
+def test_the_loss_of_a_step_is_what_backward_is_called_on(tmp_path):
+    """Of several micro-batches their sum, before a GradScaler; none where that is no one loss."""
+    torch.manual_seed(1)
+    model, other = nn.Linear(8, 1), nn.Linear(8, 1)
+    optimizer, second = (torch.optim.SGD(one.parameters(), lr=1e-4) for one in (model, other))
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+
+    def compute(one: nn.Module = model) -> torch.Tensor:
+        return one(torch.randn(4, 8)).square().mean()
+
+    def train(*losses: torch.Tensor, by=optimizer, **settings) -> float:
+        for loss in losses:
+            loss.backward(**settings)
+        by.step()
+        return sum(float(loss.detach().sum()) for loss in losses)
+
+    def train_scaled() -> float:
+        loss = compute()
+        train(scaler.scale(loss))
+        return loss.item()
+
+    def train_both():
+        train(compute(other), by=second)
+        train(compute())
+
+    def call_twice():
+        optimizer.step(lambda: [compute().backward() for _ in range(2)])
+
+    kinds = {
+        "accumulated": lambda: train(compute(), compute()),
+        "negative": lambda: train(-compute()),
+        "scaled": train_scaled,
+        "scaled otherwise": lambda: (train(scaler.scale(compute()) / 2), "unknown")[1],
+        "given gradients": lambda: (train(model(torch.randn(4, 8)), gradient=torch.ones(4, 1)), "unknown")[1],
+        "of some weights": lambda: (train(compute(), inputs=[model.weight]), "unknown")[1],
+        "closure called twice": lambda: (call_twice(), "unknown")[1],
+        "two models": lambda: (train_both(), "unknown")[1],
+        "not finite": lambda: (train(compute() * math.nan), None)[1],
+    }
+    for name, kind in kinds.items():
+        with Profiler(tmp_path / name, steps=range(50, 51)):
+            train(torch.zeros((), requires_grad=True))  # so that its optimizer is the one that counts
+            expected = [0.0, *(kind() for _ in range(3))]
+        found = [one.get("loss", "unknown") for one in read_steps(tmp_path / name)]
+        assert found == [one if one in (None, "unknown") else pytest.approx(one, rel=1e-6) for one in expected], name
+    assert read_run(tmp_path / "negative").losses.min() < 0 == len(read_run(tmp_path / "negative").notes) - 1
 
 
 def test_a_folder_that_cannot_be_made_stops_nothing(tmp_path, capsys):

@@ -32,9 +32,7 @@ class StepLosses:
     def __init__(self):
         self._readback = Readback()
         self._steps: dict[int, StepLoss] = {}
-        self._scaled: tuple[weakref.ref, torch.Tensor] | tuple[None, None] | None = (
-            None  # a GradScaler's last: to what, what
-        )
+        self._scaled: tuple | None = None  # a GradScaler's last: a weak reference to what it made, and of what
 
     def wrap_scale(self, scale):
         """GradScaler.scale, which notes what it is given."""
@@ -51,13 +49,20 @@ class StepLosses:
 
     def add(self, step: int, tensors, in_optimizer: bool):
         """Backward is called on `tensors`; None: on what is no loss."""
+        # tensors' methods are called as rarely as can be: between a model's operations each costs microseconds
         one = self._steps.setdefault(step, StepLoss())
         one.in_optimizer += in_optimizer
-        loss = None if one.parted or one.in_optimizer > 1 else self._find_scalar(tensors)
-        one.known &= loss is not None
-        if one.known:
-            self._readback.push(step, [loss])
+        loss = None if one.parted or one.in_optimizer > 1 else self._find_loss(tensors)
+        # others than Tensor, such as DTensor, may have to ask other ranks for the number
+        if type(loss) is not torch.Tensor or loss.numel() != 1:
+            one.known = False
+        elif loss.is_cpu:
+            one.total += loss.item()
+        elif loss.is_cuda and not torch.cuda.is_current_stream_capturing():
+            self._readback.push(step, [loss.detach().reshape(())])
             one.underway += 1
+        else:
+            one.known = False
 
     def part(self, step: int):
         """An optimizer has stepped."""
@@ -75,14 +80,9 @@ class StepLosses:
             return {}
         return {"loss": one.total if math.isfinite(one.total) else None}
 
-    def _find_scalar(self, tensors) -> torch.Tensor | None:
-        [tensor] = tensors if isinstance(tensors, (tuple, list)) and len(tensors) == 1 else [tensors]
-        if self._scaled is not None:
-            made, loss = self._scaled
-            tensor = loss if made is not None and made() is tensor else None
-        # others, such as DTensor, may have to ask other ranks for the number
-        if type(tensor) is not torch.Tensor or tensor.numel() != 1 or not tensor.is_floating_point():
-            return None
-        if tensor.is_cuda:
-            return None if torch.cuda.is_current_stream_capturing() else tensor.detach().reshape(())
-        return tensor.detach().reshape(()) if tensor.device.type == "cpu" else None
+    def _find_loss(self, tensors):
+        tensor = tensors[0] if isinstance(tensors, (tuple, list)) and len(tensors) == 1 else tensors
+        if self._scaled is None:
+            return tensor
+        made, loss = self._scaled
+        return loss if made is not None and made() is tensor else None
