@@ -132,6 +132,31 @@ def test_steps_are_those_of_the_first_optimizer(tmp_path, kind):
     assert record["status"] == "finished" and record["command"] == sys.argv and "plan" not in record
 
 
+@pytest.mark.parametrize("kind", ["an optimizer's", "several updates", "of no optimizer"])
+def test_a_loop_may_say_itself_where_steps_end(tmp_path, kind):
+    model = nn.Linear(8, 1)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1)] * {"an optimizer's": 1, "several updates": 3}.get(
+        kind, 0
+    )
+    with Profiler(tmp_path, steps=range(3, 5)) as profiler:
+        for _ in range(6):
+            with profiler.phase("encode"):
+                inputs = torch.randn(4, 8)
+                loss = model(inputs).sum()
+            for optimizer in optimizers:
+                loss.backward(retain_graph=True)
+                optimizer.step()
+            profiler.step()
+            with profiler.phase("eval"):
+                model(inputs).sum().backward()
+    steps = read_steps(tmp_path)
+    more = 2 if kind == "several updates" else 0  # of the first step, which the optimizer ended three times
+    assert [one["step"] for one in steps] == [*range(1, 7 + more)] and steps_of(tmp_path) == [3, 4]
+    for one in steps[1 + more :]:
+        found = {"backward", "forward", "optimizer_step"} if optimizers else set()
+        assert set(one["phases_ms"]) == {"encode", "eval"} | found
+
+
 def test_the_loss_of_a_step_is_what_backward_is_called_on(tmp_path):
     """Of several micro-batches their sum, before a GradScaler; none where that is no one loss."""
     torch.manual_seed(1)
