@@ -75,6 +75,25 @@ def test_hugging_face_trainer(tmp_path):
     assert [one["loss"] for one in read_steps(run)] == pytest.approx(losses, rel=1e-3)
 
 
+def test_training_may_begin_again_after_an_error(tmp_path, monkeypatch):
+    pytest.importorskip("transformers"), pytest.importorskip("accelerate")
+    from megatron_lite.watch.callbacks import TransformersCallback
+
+    callback, forward = TransformersCallback(tmp_path / "run", steps=range(3, 5)), Mean.forward
+
+    def fail_inside_the_window(self, numbers, labels):
+        return forward(self, numbers, 1 / 0 if callback.profiler._step == 4 else labels)
+
+    monkeypatch.setattr(Mean, "forward", fail_inside_the_window)
+    with pytest.raises(ZeroDivisionError):
+        train_with_transformers(tmp_path, [callback])
+    monkeypatch.setattr(Mean, "forward", forward)
+    train_with_transformers(tmp_path, [callback])
+    [before] = (tmp_path / "run").glob("run-*.json")
+    assert json.loads(before.read_text())["status"] == "failed: RuntimeError: training was broken off"
+    assert len(read_steps(tmp_path / "run")) == BATCHES
+
+
 @pytest.mark.parametrize("name", ["lightning.pytorch", pytest.param("pytorch_lightning", marks=pytest.mark.slow)])
 def test_lightning(tmp_path, name):
     pytest.importorskip(name)

@@ -75,6 +75,8 @@ class Profiler:
         self._timeline = Timeline()
         self._instruments: Instruments | None = None  # from the first step on
         self._recorder: CudaRecorder | None = None  # one that records before the first step
+        self._torch_profiler: TorchProfiler | None = None  # from the first step on, until it is over or makes way
+        self._makes_way = False  # the script uses torch.profiler itself
         self._step, self._phase = 0, ""
         self._named = ""  # the phase of the loop's own that is open: what happens in it is a part of it
         self._finds_steps = True  # until the loop says itself where a step ends
@@ -98,6 +100,8 @@ class Profiler:
         self._replace(
             loader, "__next__", _with_calls(loader.__next__, lambda iterator: self._begin_data(), self._end_data)
         )
+        profile = torch.autograd.profiler.profile
+        self._replace(profile, "_prepare_trace", _with_calls(profile._prepare_trace, self._make_way, lambda: None))
         self._replace(torch.amp.GradScaler, "scale", _stand_in(self._losses.wrap_scale(scale), scale))
         self._replace(Optimizer, "profile_hook_step", staticmethod(lambda step: self._wrap_step(step, hook_step)))
         for known in _list_subclasses(Optimizer):
@@ -221,6 +225,17 @@ class Profiler:
         if not self._has_loader:
             self._move(FORWARD)
 
+    def _make_way(self, profile):
+        """A torch.profiler gets ready. Two at a time crash the process: the script's own is the one that stays."""
+        ours = self._torch_profiler
+        if self._makes_way or (ours is not None and ours.owns(profile)) or threading.get_ident() != self._thread:
+            return
+        self._makes_way = True
+        if ours is not None:
+            self._instruments.switch_off(ours)
+        if self._step < self.window.steps.stop:
+            _tell("the script uses torch.profiler itself, and torch has one at a time: it is left to the script")
+
     def _move(self, phase: str):
         """Be in a phase from now on; "": in none."""
         if self._named or phase == self._phase or threading.get_ident() != self._thread:
@@ -266,8 +281,9 @@ class Profiler:
         # the one of a GPU sets the allocator's peaks back, which the script may read
         self._timeline.memory = MemoryNow(cuda=False)
         options = ProfileArgs(use_pytorch_profiler=True, pytorch_profiler_collect_shapes=True)
-        profiler = TorchProfiler(self.window, options, self.rank, cuda, self.folder, _tell)
-        members: list[Instrument] = [*self._build_memory_instruments(cuda, size), profiler, self._timeline]
+        self._torch_profiler = TorchProfiler(self.window, options, self.rank, cuda, self.folder, _tell)
+        profilers = [] if self._makes_way else [self._torch_profiler]
+        members: list[Instrument] = [*self._build_memory_instruments(cuda, size), *profilers, self._timeline]
         self._record = {
             "status": "running",
             "started": format_now(),
@@ -332,7 +348,7 @@ class Profiler:
 def watch_this_process():
     """As the environment says, to the end of the process."""
     given = json.loads(os.environ[WATCH])
-    profiler = Profiler(Path(given["folder"]), range(*given["steps"]), given["memory"], given["command"])
+    profiler = Profiler(given["folder"], range(*given["steps"]), given["memory"], given["command"])
     close_at_exit(profiler.__enter__())
 
 
