@@ -68,6 +68,36 @@ def test_a_script_does_what_it_did_and_is_explained(tmp_path, script, capfd, mon
     assert "train.py:" in (run / "report.json").read_text() and "profiler.py:" not in (run / "report.json").read_text()
 
 
+PROFILED_BY_ITSELF = """
+import torch
+from torch.profiler import profile, schedule
+model = torch.nn.Linear(8, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+def train():
+    model(torch.ones(8)).sum().backward()
+    optimizer.step()
+for _ in range(BEGINS):
+    train()
+with profile(schedule=schedule(wait=2, warmup=1, active=2, repeat=1), on_trace_ready=lambda one: print(len(one.events()) > 0)) as own:
+    for _ in range(10):
+        train()
+        own.step()
+"""
+
+
+@pytest.mark.parametrize("begins", [0, 5])
+def test_a_script_that_profiles_itself_keeps_its_profile(tmp_path, capfd, begins):
+    """Two profilers of torch at a time crash the process, whichever begins first."""
+    path = tmp_path / "train.py"
+    path.write_text(PROFILED_BY_ITSELF.replace("BEGINS", str(begins)))
+    options = ("--steps", "5:8", "--no-report", "--run-dir", str(tmp_path / "run"))
+    assert main(["watch", *options, "--", sys.executable, str(path)]) == 0
+    out, err = capfd.readouterr()
+    assert out == "True\n" and err.count("the script uses torch.profiler itself") == 1
+    assert len(read_steps(tmp_path / "run")) == 10 + begins
+    assert len(list((tmp_path / "run").glob("*.pt.trace.json"))) == (begins == 5), "of what was recorded until then"
+
+
 def test_a_failing_script_fails_as_before(tmp_path, script, capfd):
     command, run = [sys.executable, str(script), "1", "no more data"], tmp_path / "run"
     assert main(["watch", "--run-dir", str(run), "--steps", "30:31", "--", *command]) == 1

@@ -100,8 +100,9 @@ class Profiler:
         self._replace(
             loader, "__next__", _with_calls(loader.__next__, lambda iterator: self._begin_data(), self._end_data)
         )
-        profile = torch.autograd.profiler.profile
-        self._replace(profile, "_prepare_trace", _with_calls(profile._prepare_trace, self._make_way, lambda: None))
+        # the first marks steps as ours are marked, from its start on, recording or not; the others have the second in common
+        for kind, name in ((torch.profiler.profile, "start"), (torch.autograd.profiler.profile, "_prepare_trace")):
+            self._replace(kind, name, _with_calls(getattr(kind, name), self._make_way, lambda: None))
         self._replace(torch.amp.GradScaler, "scale", _stand_in(self._losses.wrap_scale(scale), scale))
         self._replace(Optimizer, "profile_hook_step", staticmethod(lambda step: self._wrap_step(step, hook_step)))
         for known in _list_subclasses(Optimizer):
@@ -226,7 +227,7 @@ class Profiler:
             self._move(FORWARD)
 
     def _make_way(self, profile):
-        """A torch.profiler gets ready. Two at a time crash the process: the script's own is the one that stays."""
+        """A torch.profiler begins. Two at a time crash the process: the script's own is the one that stays."""
         ours = self._torch_profiler
         if self._makes_way or (ours is not None and ours.owns(profile)) or threading.get_ident() != self._thread:
             return
