@@ -203,10 +203,19 @@ def test_the_loss_of_a_step_is_what_backward_is_called_on(tmp_path):
         by.step()
         return sum(float(loss.detach().sum()) for loss in losses)
 
-    def train_scaled() -> float:
+    def train_scaled(scaler=scaler) -> float:
         loss = compute()
         train(scaler.scale(loss))
         return loss.item()
+
+    def train_scaled_by_another() -> float:
+        class ShardedGradScaler(torch.amp.GradScaler):
+            """As FSDP's, which is imported later and scales by itself."""
+
+            def scale(self, outputs):
+                return outputs * 4
+
+        return train_scaled(ShardedGradScaler("cpu"))
 
     def train_both():
         train(compute(other), by=second)
@@ -219,6 +228,7 @@ def test_the_loss_of_a_step_is_what_backward_is_called_on(tmp_path):
         "accumulated": lambda: train(compute(), compute()),
         "negative": lambda: train(-compute()),
         "scaled": train_scaled,
+        "scaled by another": train_scaled_by_another,
         "scaled otherwise": lambda: (train(scaler.scale(compute()) / 2), "unknown")[1],
         "given gradients": lambda: (train(model(torch.randn(4, 8)), gradient=torch.ones(4, 1)), "unknown")[1],
         "of some weights": lambda: (train(compute(), inputs=[model.weight]), "unknown")[1],

@@ -93,7 +93,6 @@ class Profiler:
 
     def __enter__(self):
         loader, hook_step = dataloader._BaseDataLoaderIter, Optimizer.profile_hook_step
-        scale = torch.amp.GradScaler.scale
         self._replace(
             torch.autograd, "backward", _with_calls(torch.autograd.backward, self._begin_backward, self._end_backward)
         )
@@ -103,7 +102,12 @@ class Profiler:
         # the first marks steps as ours are marked, from its start on, recording or not; the others have the second in common
         for kind, name in ((torch.profiler.profile, "start"), (torch.autograd.profiler.profile, "_prepare_trace")):
             self._replace(kind, name, _with_calls(getattr(kind, name), self._make_way, lambda: None))
-        self._replace(torch.amp.GradScaler, "scale", _stand_in(self._losses.wrap_scale(scale), scale))
+        scaler = torch.amp.GradScaler
+        for kind in (scaler, *_list_subclasses(scaler)):
+            self._see_scale(kind)
+        # those of FSDP are not imported yet
+        made = _with_calls(scaler.__init__, lambda one, *_, **__: self._see_scale(type(one)), lambda: None)
+        self._replace(scaler, "__init__", made)
         self._replace(Optimizer, "profile_hook_step", staticmethod(lambda step: self._wrap_step(step, hook_step)))
         for known in _list_subclasses(Optimizer):
             if getattr(vars(known).get("step"), "hooked", False):
@@ -161,6 +165,13 @@ class Profiler:
     def _replace(self, place, name: str, by):
         self._replaced.append((place, name, vars(place)[name]))
         setattr(place, name, by)
+
+    def _see_scale(self, kind: type):
+        """Of a GradScaler's class, what it scales, for the losses."""
+        if "scale" in vars(kind) and not hasattr(kind.scale, "hooked"):
+            scale = _stand_in(self._losses.wrap_scale(kind.scale), kind.scale)
+            scale.hooked = True
+            self._replace(kind, "scale", scale)
 
     def _wrap_step(self, step, hook=lambda step: step):
         """The same method of an optimizer. hook: torch's own wrapping, with a range in the trace: phases lie inside, steps outside."""
