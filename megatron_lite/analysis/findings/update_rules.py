@@ -157,8 +157,9 @@ def find_no_learning(facts: Facts, run: Run) -> Finding | None:
     learning = measure_learning(run)
     if learning.not_finite:
         advice = "go back to the last checkpoint before that, lower --lr, and drop --no-check-for-nan-in-loss-and-grad"
-    elif learning.falls is not False or facts.argument("mock_data") or run.iterations[0] > 1:
-        return None  # random tokens teach nothing, and a continued run may have learned what it can
+    elif learning.falls is not False or facts.argument("mock_data") or run.iterations[0] > 1 or facts.is_watched:
+        # random tokens teach nothing, a continued run may have learned what it can, and so may a script's
+        return None
     else:
         advice = "compare --lr and its warm-up with a run that learns, and look at the data (megatron-lite inspect)"
     seen = Evidence(learning.losses, "steps.jsonl")
