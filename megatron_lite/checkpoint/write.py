@@ -2,7 +2,6 @@
 
 import contextlib
 import shutil
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -193,45 +192,3 @@ class HostCopies:
         """Until the last `take` is done."""
         if self._ready is not None:
             self._ready.synchronize()
-
-
-class Background:
-    """One piece of work at a time in a thread."""
-
-    def __init__(self):
-        self._thread: threading.Thread | None = None
-        self._failure: BaseException | None = None
-
-    @property
-    def busy(self) -> bool:
-        return self._thread is not None and self._thread.is_alive()
-
-    @property
-    def failed(self) -> bool:
-        """Whether the last piece of work is over and failed; `finish` will raise it."""
-        return not self.busy and self._failure is not None
-
-    def start(self, work: Callable[[], None]):
-        """Begin `work`. `finish` must have been called since the last start."""
-        self._thread = threading.Thread(target=self._run, args=(work,), name="save", daemon=True)
-        self._thread.start()
-
-    def finish(self):
-        """Wait for the work; raises what it raised."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        failure, self._failure = self._failure, None
-        if failure is not None:
-            raise failure
-
-    def give_up(self, seconds: float):
-        """Wait for the work for so long at most, and forget how it ended: something else has failed."""
-        if self._thread is not None:
-            self._thread.join(seconds)
-
-    def _run(self, work: Callable[[], None]):
-        try:
-            work()
-        except BaseException as error:  # noqa: BLE001 - raised again by finish
-            self._failure = error

@@ -11,10 +11,11 @@ import torch.distributed as dist
 
 from megatron_lite.checkpoint import folder, megatron_dist, megatron_file
 from megatron_lite.checkpoint.find import find_latest_valid, open_checkpoint
+from megatron_lite.checkpoint.folder import Background
 from megatron_lite.checkpoint.megatron_args import plain_arguments
 from megatron_lite.checkpoint.random_states import get_random_state, set_random_state
 from megatron_lite.checkpoint.training_state import Record, Stored
-from megatron_lite.checkpoint.write import Background, HostCopies, Writer, assign_share
+from megatron_lite.checkpoint.write import HostCopies, Writer, assign_share
 from megatron_lite.config.layout import put_part, whole_part
 from megatron_lite.config.plan import LearningRatePlan, Plan
 from megatron_lite.errors import CheckpointError
