@@ -49,6 +49,7 @@ import time
 from pathlib import Path
 
 RUN_FILE = "run.json"
+REPORT_PAGE, REPORT_FILE = "report.html", "report.json"
 STEPS_FILE = "steps.jsonl"
 STEP_KIND, RANKS_KIND = "step", "ranks"
 RANKS_FILE = "ranks.json"
