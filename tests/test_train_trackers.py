@@ -141,7 +141,7 @@ def test_every_tracker_gets_the_report(tmp_path, monkeypatch):
     assert ended.code == 0 and "Where a step goes" in ended.out
     summary = trackers.ReportSummary.read(run)
     accumulator = EventAccumulator(str(tmp_path / "tb")).Reload()
-    [event] = accumulator.Tensors("report/text_summary")
+    [event] = accumulator.Tensors("report/verdict/text_summary")
     assert event.tensor_proto.string_val[0].decode().startswith(summary.verdict)
     client = mlflow.MlflowClient(store)
     [one] = client.search_runs([client.get_experiment_by_name("tests").experiment_id])

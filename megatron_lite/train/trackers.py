@@ -88,7 +88,7 @@ class TensorBoard:
     def add_report(self, report: ReportSummary):
         numbers = "".join(f"| {name} | {value:,.4g} |\n" for name, value in report.numbers.items())
         findings = "".join(f"- {text}\n" for text in report.findings)
-        self._writer.add_text("report", f"{report.verdict}\n\n{findings}\n| | |\n| --- | ---: |\n{numbers}")
+        self._writer.add_text("report/verdict", f"{report.verdict}\n\n{findings}\n| | |\n| --- | ---: |\n{numbers}")
 
 
 class WeightsAndBiases:
@@ -116,7 +116,7 @@ class WeightsAndBiases:
         import wandb
 
         with open(report.files[0], encoding="utf-8") as page:
-            self._run.log({"report": wandb.Html(page, inject=False)})
+            self._run.log({"report/page": wandb.Html(page, inject=False)})
         self._run.summary.update({"report/verdict": report.verdict, **report.numbers})
 
     def flush(self):
