@@ -57,6 +57,7 @@ RANKS_FILE = "ranks.json"
 TRACKER_FILE = "latest_checkpointed_iteration.txt"
 RELEASE = "release"  # Megatron's name for converted weights, in the tracker and as the folder
 MANIFEST_FILE = "manifest.json"  # files of a checkpoint with sizes and checksums
+METADATA_FILE = ".metadata"  # where torch.distributed.checkpoint says what is where
 RECORD_FILE = "training_state.json"  # the plain values of a checkpoint
 ANNOUNCEMENT_FILE = ".committing"  # the checkpoint that is being renamed
 RUN_SCHEMA = 1

@@ -10,6 +10,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_lite.checkpoint import dcp
 from megatron_lite.checkpoint.folder import PIECE, HashedFile, checksum
+from megatron_lite.errors import describe_io_error
 
 
 def test_the_entry_is_that_of_the_file(tmp_path):
@@ -45,4 +46,4 @@ def test_a_full_disk_under_either_file_of_a_rank_ends_the_save(tmp_path, monkeyp
     monkeypatch.setattr(HashedFile, "write", fill_disk)
     with pytest.raises(CheckpointException) as caught:
         dcp.write(tmp_path, pieces, {}, lambda metadata: {}, None)
-    assert dcp.reason(caught.value) == "No space left on device"
+    assert describe_io_error(caught.value) == "No space left on device"

@@ -3,8 +3,6 @@
 import contextlib
 import io
 import math
-import re
-import signal
 import threading
 import warnings
 from collections.abc import Callable
@@ -32,12 +30,9 @@ from torch.futures import Future
 
 from megatron_lite.checkpoint.folder import Background, HashedFile
 from megatron_lite.checkpoint.metadata_pickle import read_metadata
-from megatron_lite.errors import CheckpointError, first_line
-from megatron_lite.process_state import limit_memory
-
-METADATA_FILE = ".metadata"
-# torch's words for a disk that took no more
-CUT_SHORT = re.compile(r"enforce fail.*(unexpected pos|file write failed)")
+from megatron_lite.errors import CheckpointError, describe_io_error
+from megatron_lite.process_state import interruptible, limit_memory
+from megatron_lite.run_folder import METADATA_FILE
 
 
 @dataclass(frozen=True)
@@ -233,41 +228,9 @@ def readable(path: Path):
         raise
     except (Exception, CheckpointException) as error:  # torch's exception is none of Python's ordinary ones
         raise CheckpointError(
-            f"--load {path}: cannot be read ({reason(error)}); it is damaged or was written by another "
+            f"--load {path}: cannot be read ({describe_io_error(error)}); it is damaged or was written by another "
             "program. Load an earlier one with --ckpt-step."
         ) from error
-
-
-@contextlib.contextmanager
-def interruptible():
-    """Ctrl-C inside is a KeyboardInterrupt outside: torch makes a failed rank or a full disk of it, or drops it."""
-    before, interrupts = signal.getsignal(signal.SIGINT), []
-    if before is not signal.default_int_handler or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def note(number, frame):
-        interrupts.append(number)
-        before(number, frame)
-
-    signal.signal(signal.SIGINT, note)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-        if interrupts:
-            raise KeyboardInterrupt
-
-
-def reason(error: BaseException) -> str:
-    """The gist of an error in one line."""
-    if isinstance(error, CheckpointException) and error.failures:
-        return reason(error.failures[min(error.failures)][0])
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror
-    if CUT_SHORT.search(str(error)):
-        return "a file could not be written to its end"
-    return first_line(error)
 
 
 @contextlib.contextmanager
