@@ -59,7 +59,7 @@ def find_memory_growth(facts: Facts) -> Finding | None:
     if leaks:
         leak, most = max(leaks, key=lambda pair: pair[0].bytes_per_step)
         total = int(leak.bytes_per_step * leak.steps)
-        text = f"{size(leak.bytes_per_step)} more after each of {leak.steps} steps"
+        text = f"{size(leak.bytes_per_step)} more after each of {leak.steps:,} steps"
         sites = []
         for site in leak.sites[:MAX_SHOWN]:
             made = f"{site.category} made in {site.phase or 'an unknown phase'}"
