@@ -145,6 +145,7 @@ class Place:
     lines: int = 0
     steps: int = 0  # of this start
     last_step: float = math.inf  # a start counts its own steps from 1
+    local: bool = False  # the line is of a step whose loss is one rank's only: it may be written anew
 
     def is_in(self, file: BinaryIO) -> bool:
         """Does the line still stand there?"""
@@ -191,7 +192,7 @@ class StepLines:
         """
         with open(self._path, "rb") as file:
             if not self._here.is_in(file):
-                if self._settled.is_in(file):
+                if self._settled.offset and self._settled.is_in(file):
                     self._go_back()
                 else:
                     self._forget()
@@ -210,7 +211,7 @@ class StepLines:
     def _read_lines(self, file: BinaryIO) -> None:
         """From where reading has stopped."""
         decode, steps, here = msgspec.json.Decoder(Line).decode, list[Line](), self._here
-        offset, number, last, last_step = here.offset, here.lines, here.text, here.last_step
+        offset, number, last, last_step, local = here.offset, here.lines, here.text, here.last_step, here.local
         file.seek(offset)
         self.cut = False
         for text in file:
@@ -225,10 +226,10 @@ class StepLines:
                 if line.step <= last_step:
                     self._begin(line.step)
                     self.starts, steps = self.starts + 1, []
-                    self._settled = Place(offset, last, number, last_step=0)
-                if line.local and not (steps and steps[-1].local):  # the first of those that may be written anew
+                    self._settled = Place()
+                elif line.local and not local:
                     self._settled = Place(offset, last, number, len(self._iterations) + len(steps), last_step)
-                last_step = line.step
+                last_step, local = line.step, line.local
                 steps.append(line)
                 if len(steps) >= BATCH:
                     self._add_steps(steps)
@@ -236,12 +237,13 @@ class StepLines:
             elif line.ranks and self._add_ranks(line.ranks):
                 known = len(self._iterations) + len(steps)
                 self._settled = Place(offset + len(text), text, number + 1, known, last_step)
+                local = False
             elif text.strip():
                 self.unread.append(number + 1)
             offset, number, last = offset + len(text), number + 1, text
         self._add_steps(steps)
         if offset > here.offset:
-            self._here = Place(offset, last, number, len(self._iterations), last_step)
+            self._here = Place(offset, last, number, len(self._iterations), last_step, local)
 
     def _add_steps(self, lines: list[Line]) -> None:
         if not lines:
