@@ -31,21 +31,13 @@ def read_run(folder: Path, lines: StepLines | None = None) -> Run:
 
     `lines` of a run that is followed: what has been read of its steps.jsonl already.
     """
-    record, notes = _read_record(folder)
+    record, notes = read_record(folder)
     lines = lines or StepLines(folder / STEPS_FILE)
     notes += _read_lines(lines)
     steps, said = lines.read_steps(), lines.read_ranks()
     number_of_steps = len(steps.iterations)
     if not record and not number_of_steps:
         raise UserError(f"{folder}: no run of megatron_lite can be read here; {' '.join(notes)}")
-    if record.get("status") == RUNNING:
-        # a process that was killed cannot write how it ended
-        process = record.get("process")
-        there = is_there(process) if isinstance(process, dict) else None
-        if there is False:  # or it has ended, and written so, since the file was read
-            record["status"] = _read_record(folder)[0].get("status", RUNNING)
-        if record["status"] == RUNNING:
-            record["status"] = {True: RUNNING, False: LOST, None: UNCERTAIN}[there]
     plan = record.pop("plan", None)
     if record and not isinstance(plan, dict) and "command" not in record:
         notes.append(f"{RUN_FILE} holds no plan, so that the run's flags are unknown.")
@@ -82,8 +74,21 @@ def read_run(folder: Path, lines: StepLines | None = None) -> Run:
     )
 
 
+def read_record(folder: Path) -> tuple[dict[str, Any], list[str]]:
+    """run.json, with the status that its process has now, and what is wrong with it."""
+    record, notes = _read_record(folder)
+    if record.get("status") == RUNNING:
+        # a process that was killed cannot write how it ended
+        process = record.get("process")
+        there = is_there(process) if isinstance(process, dict) else None
+        if there is False:  # it may have ended, and written so, since the file was read
+            record, notes = _read_record(folder)
+        if record.get("status") == RUNNING:
+            record["status"] = {True: RUNNING, False: LOST, None: UNCERTAIN}[there]
+    return record, notes
+
+
 def _read_record(folder: Path) -> tuple[dict[str, Any], list[str]]:
-    """run.json and what is wrong with it."""
     try:
         record = json.loads((folder / RUN_FILE).read_bytes())
     except FileNotFoundError:

@@ -237,7 +237,6 @@ class StepLines:
             elif line.ranks and self._add_ranks(line.ranks):
                 known = len(self._iterations) + len(steps)
                 self._settled = Place(offset + len(text), text, number + 1, known, last_step)
-                local = False
             elif text.strip():
                 self.unread.append(number + 1)
             offset, number, last = offset + len(text), number + 1, text
