@@ -1,7 +1,6 @@
 """megatron-lite live: a run that goes on, followed in a terminal by what it writes into its folder."""
 
 import contextlib
-import io
 import os
 import sys
 import time
@@ -83,6 +82,10 @@ def run(argv: list[str]) -> int:
     folder = Path(options.run)
     if not folder.is_dir():
         raise UserError(f"megatron-lite live {folder}: no such folder; give the --run-dir of a run.")
+    if not options.silence > 0:
+        raise UserError(f"--silence {options.silence:g}: must be above 0.")
+    with contextlib.suppress(AttributeError):  # of a notebook's stream
+        sys.stdout.reconfigure(errors="replace")
     follower = Follower(folder)
     if options.once:
         follower.look()
@@ -155,12 +158,6 @@ def _print_view(view: "View"):
 
     from megatron_lite.report.live_screen import draw_view
 
-    console = Console(file=sys.stdout, highlight=False, markup=False)
-    if sys.stdout.isatty():
-        console.print(draw_view(view, "", console))
-        return
-    text = io.TextIOWrapper(io.BytesIO(), sys.stdout.encoding or "utf-8", "replace", newline="\n")
-    console = Console(file=text, highlight=False, markup=False, width=WIDTH, color_system=None, force_terminal=False)
+    width = None if sys.stdout.isatty() else WIDTH
+    console = Console(file=sys.stdout, highlight=False, markup=False, width=width)
     console.print(draw_view(view, "", console))
-    text.seek(0)
-    print_lines([line.rstrip() for line in text.read().split("\n")])
