@@ -99,6 +99,14 @@ def test_warnings(tmp_path, last, said):
     assert [text[: len(said)] for text in texts[:1]] == ([said] if said else [])
 
 
+def test_a_loss_scale_may_look_for_its_size(tmp_path):
+    lines = [step(at, loss_scale=2.0 ** (40 - at), skipped=at < 15) for at in range(1, 31)]
+    assert view_of(folder(tmp_path, lines, GOING_ON)).warnings == ()
+    assert view_of(folder(tmp_path, lines[:14], GOING_ON)).warnings == (
+        "all 14 steps so far were skipped: no gradient was finite",
+    )
+
+
 def test_longer_steps_name_the_phase(tmp_path):
     longer = {"ms": 14.0, "phases_ms": {"forward": 3.0, "backward": 10.0}}
     lines = [step(at, phases_ms={"forward": 3.0, "backward": 6.0}) for at in range(1, 200)]
@@ -148,7 +156,7 @@ def hasty(monkeypatch):
     ("more", "code", "said"),
     [
         ({"status": "finished"}, 0, "finished"),
-        ({"status": "exiting program at iteration 100"}, 0, "exiting program"),
+        ({"status": "exiting program at iteration 100"}, 0, "exiting program at iteration 100"),
         ({"status": "failed: ValueError: no"}, 1, "failed: ValueError: no"),
         ({"status": "interrupted"}, 1, "interrupted"),
         ({"process": identity() | {"started_ticks": 1}}, 1, "killed or lost: its process is gone"),
@@ -167,7 +175,7 @@ def test_it_ends_with_the_run(tmp_path, hasty, capsys, more, code, said):
     end.join()
     first, *picture, last = capsys.readouterr().out.splitlines()
     assert first.startswith("50 of 200 iterations") and "100 of 200 iterations" in "\n".join(picture)
-    assert last.startswith(f"live: the run has ended: {said}")
+    assert last == f"live: the run has ended: {said.partition(':')[0]}" and said in "\n".join(picture)
 
 
 def test_a_run_that_gives_no_sign_is_left(tmp_path, hasty, capsys):

@@ -97,7 +97,7 @@ def run(argv: list[str]) -> int:
     end = (
         f"no sign of the run for {duration(follower.silent_s)}"
         if code == SILENT
-        else f"the run has ended: {follower.view.status}"
+        else f"the run has ended: {follower.view.status.partition(':')[0]}"
     )
     print_lines([f"live: {end}"])
     return code
@@ -160,4 +160,9 @@ def _print_view(view: "View"):
 
     width = None if sys.stdout.isatty() else WIDTH
     console = Console(file=sys.stdout, highlight=False, markup=False, width=width)
-    console.print(draw_view(view, "", console))
+    if sys.stdout.isatty():
+        console.print(draw_view(view, "", console))
+        return
+    with console.capture() as captured:
+        console.print(draw_view(view, "", console))
+    print_lines([line.rstrip() for line in captured.get().split("\n")])

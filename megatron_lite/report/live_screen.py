@@ -218,11 +218,15 @@ def _list_warnings(
 ) -> Iterator[str]:
     if run.verdict_on_ranks and run.verdict_on_ranks not in run.status:
         yield run.verdict_on_ranks
-    skipped = np.flatnonzero(run.skipped)
-    if len(skipped):
-        newest, few = int(run.iterations[skipped[-1]]), int(last.skipped.sum())
+    # those before the first good step are how a loss scale finds its size
+    settled = run.skipped[run.skipped.argmin() :] if run.steps else run.skipped
+    number, few = int(settled.sum()), int(settled[-len(last.skipped) :].sum())
+    if number == len(settled) > 0:
+        yield f"all {count(number)} steps so far were skipped: no gradient was finite"
+    elif number:
+        newest = int(run.iterations[np.flatnonzero(run.skipped)[-1]])
         yield (
-            f"{count(len(skipped))} of {count(run.steps)} steps were skipped, {few} of the last {len(last.skipped)}; "
+            f"{count(number)} of {count(len(settled))} steps were skipped, {few} of the last {min(len(last.skipped), len(settled))}; "
             f"the newest is iteration {count(newest)}"
         )
     if risen := describe_rise(run):
@@ -293,10 +297,11 @@ def draw_view(view: View, note: str, console: Console, height: int | None = None
 
 
 def _draw_head(view: View, note: str) -> Iterator[RenderableType]:
-    color = {"running": "green", "finished": "green"}.get(
-        view.status, "yellow" if view.status.startswith("running") else "red"
-    )
-    yield _join(Text(escape(view.title), style="bold"), Text(escape(view.status.split(":")[0]), style=color))
+    status, _, why = view.status.partition(":")
+    color = {"running": "green", "finished": "green"}.get(status, "yellow" if status.startswith("running") else "red")
+    yield _join(Text(escape(view.title), "bold"), Text(escape(status), color))
+    if why:
+        yield Text(escape(f"{status}:{why}"), color)
     if view.last_iteration:
         yield _join(ProgressBar(total=view.last_iteration, completed=view.iteration), Text())
     yield _cut(describe_progress(view))
@@ -326,7 +331,7 @@ def draw_curve(
             cells[dot // down, x // across] |= DOTS[dot % 4, x % 2] if unicode else 1
     drawn = Text(f"Loss, iterations {count(at[0])} to {count(at[-1])}", style="bold", no_wrap=True)
     for label, row in zip(labels, cells):
-        line = "".join(chr(0x2800 + cell) for cell in row) if unicode else "".join(" *"[cell] for cell in row)
+        line = "".join((chr(0x2800 + cell) if unicode else "*") if cell else " " for cell in row)
         drawn.append(f"\n{label:>{indent}} ", style="not bold").append(line, style="not bold cyan")
     return drawn
 
