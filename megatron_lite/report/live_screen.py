@@ -32,7 +32,7 @@ LONGER = 0.1  # than the run's median step
 BINS = 400  # of the loss curve, at most
 WIDE, GAP = 100, 3  # columns from which on two parts stand beside each other
 MAX_RANKS = 8  # in full; of more the slowest, the median and the fastest one
-CURVE_ROWS = 4, 16
+CURVE_ROWS, GOOD_ROWS = (4, 16), 10
 MAX_ROWS = 50  # where no terminal limits them
 BAR_WIDTH = 14
 MAX_TEXTS = 8  # warnings and findings
@@ -269,16 +269,19 @@ def draw_view(view: View, note: str, console: Console, height: int | None = None
         note: what `live` itself has to say, of silence or the end.
     """
     unicode, width = not console.options.ascii_only, console.width
-    side = (
-        (width - GAP) // 2 if width >= WIDE else width
-    )  # of the curve and of the numbers, which stand beside or below it
+    # of the curve and of the numbers, which stand beside each other or one below the other
+    side = (width - GAP) // 2 if width >= WIDE else width
 
     def measure(part: RenderableType | None, width: int = side) -> int:
         options = console.options.update(width=width, height=None)
         return len(console.render_lines(part, options, pad=False)) if part else 0
 
-    head, told = Group(*_draw_head(view, note)), _draw_texts(view, in_full=height is None)
+    head, told = Group(*_draw_head(view, note)), _draw_texts(view, in_full=True)
     numbers = [part for part in (_draw_phases(view, unicode), _draw_ranks(view), _draw_memory(view)) if part]
+    beside = sum(map(measure, numbers))
+    wanted = max(beside, GOOD_ROWS) if side < width else beside + GOOD_ROWS
+    if height is not None and measure(head, width) + wanted + measure(told, width) > height:
+        told = _draw_texts(view, in_full=False)
     room = (height or MAX_ROWS) - measure(head, width) - measure(told, width)
     least = 0 if side < width else CURVE_ROWS[0] + 1
     while numbers and sum(map(measure, numbers)) > room - least:
