@@ -1,5 +1,6 @@
 """megatron-lite live: what it shows of a run, that it fits, and how it ends with the run."""
 
+import contextlib
 import io
 import json
 import os
@@ -21,6 +22,7 @@ from megatron_lite.analysis.run.read import read_run
 from megatron_lite.analysis.run.step_lines import StepLines
 from megatron_lite.cli import live
 from megatron_lite.cli.main import INTERRUPTED, main
+from megatron_lite.errors import UserError
 from megatron_lite.process_state import identity, pid_space
 from megatron_lite.report.live_screen import OTHERS, OUTSIDE, build_view, describe_progress, draw_view
 
@@ -143,6 +145,15 @@ def test_a_run_without_any_step_or_plan_is_shown(tmp_path):
     watched = {"schema": 1, "status": "running", "command": ["python", "train.py"], "process": identity()}
     bare = {"kind": "step", "iteration": 1, "step": 1, "ms": 3.0, "phases_ms": {"forward": 2.0}}
     assert "1 iterations" in draw(view_of(folder(tmp_path, [bare], watched)))
+
+
+@pytest.mark.parametrize("name", ["run.json", "steps.jsonl"])
+def test_files_cut_anywhere_are_shown_or_refused(tmp_path, name):
+    whole = (write_run(tmp_path) / name).read_bytes()
+    for length in range(0, len(whole), len(whole) // 25):
+        (tmp_path / name).write_bytes(whole[:length])
+        with contextlib.suppress(UserError):
+            assert draw(view_of(tmp_path), 60, 24)
 
 
 @pytest.fixture

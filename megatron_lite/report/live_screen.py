@@ -150,12 +150,12 @@ def _list_figures(run: Run, last: Steps, speed: dict[str, float | None]) -> Iter
     losses = last.losses[~np.isnan(last.losses) & ~last.skipped]
     if len(losses):
         yield f"loss {significant(losses[-1], 4)}"
-    for name, values in (("gradient norm", last.grad_norms), ("learning rate", last.next_lrs)):
+    more = {"gradient norm": last.grad_norms, "learning rate": last.next_lrs}
+    more |= {"loss scale": last.loss_scale} if run.plan.get("precision") == "fp16" else {}
+    for name, values in more.items():
         known = values[~np.isnan(values)]
         if len(known):
             yield f"{name} {significant(known[-1])}"
-    if run.plan.get("precision") == "fp16" and len(last.loss_scale):
-        yield f"loss scale {count(last.loss_scale[-1])}"
 
 
 def _shorten_losses(run: Run) -> tuple[Sequence[float], Sequence[float]]:
@@ -164,11 +164,12 @@ def _shorten_losses(run: Run) -> tuple[Sequence[float], Sequence[float]]:
     at, losses = run.iterations[known], run.losses[known]
     if len(at) < 2:
         return (), ()
-    place = (at - at[0]) * BINS // (at[-1] - at[0] + 1)
+    place = np.clip((at - at[0]) / max(float(at[-1] - at[0]), 1.0) * BINS, 0, BINS - 1).astype(int)
     number = np.bincount(place, minlength=BINS)
     filled = number > 0
     means = [np.bincount(place, values, BINS)[filled] / number[filled] for values in (at, losses)]
-    return [int(at[0]), *means[0][1:-1].tolist(), int(at[-1])], means[1].tolist()
+    means[0][[0, -1]] = at[0], at[-1]
+    return means[0].tolist(), means[1].tolist()
 
 
 def _list_ranks(run: Run) -> Iterator[RankNow]:
@@ -197,19 +198,17 @@ def _describe_memory(run: Run, recent: RankLines | None) -> Iterator[str]:
     room = hardware.get("memory_bytes") if isinstance(hardware, dict) else None
     for name, what in (("peak_memory_bytes", "GPU, tensors' peak"), ("host_memory_bytes", "host")):
         table, own = getattr(recent, name, None), getattr(run, name)
-        of_ranks = np.array([]) if table is None else table[-1][~np.isnan(table[-1])]
-        if not len(of_ranks):
-            of_ranks = own[~np.isnan(own)][-1:]
+        of_ranks = own[~np.isnan(own)][-1:] if table is None or np.isnan(table[-1]).all() else table[-1]
         if not len(of_ranks):
             continue
-        most = of_ranks.max()
+        least, most = float(np.nanmin(of_ranks)), float(np.nanmax(of_ranks))
         text = f"{what}: {size(most)}"
         if name == "peak_memory_bytes" and isinstance(room, int) and room > 0:
             text += f" of {size(room)} ({percent(most / room)})"
-        if len(of_ranks) > 1 and size(of_ranks.min()) == size(most):
+        if len(of_ranks) > 1 and size(least) == size(most):
             text += " on each rank"
         elif len(of_ranks) > 1:
-            text += f" on rank {int(of_ranks.argmax())}, {size(of_ranks.min())} on rank {int(of_ranks.argmin())}"
+            text += f" on rank {np.nanargmax(of_ranks)}, {size(least)} on rank {np.nanargmin(of_ranks)}"
         yield text
 
 
@@ -325,7 +324,7 @@ def draw_curve(
     labels = [significant(high, 4), *[""] * (rows - 2), significant(low, 4)]
     indent = max(map(len, labels))
     across, down = (2, 4) if unicode else (1, 1)
-    columns = (width - indent - 1) * across
+    columns = max(width - indent - 1, 1) * across
     values = np.interp(np.linspace(at[0], at[-1], columns), at, losses)
     heights = np.rint((high - values) / (high - low or 1.0) * (rows * down - 1)).astype(int)
     cells = np.zeros((rows, columns // across), int)
