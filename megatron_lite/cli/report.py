@@ -10,10 +10,10 @@ from pathlib import Path
 from megatron_lite.cli.parser import Parser, write_json, write_text
 from megatron_lite.errors import UserError
 from megatron_lite.live_line import LiveLine
-from megatron_lite.run_folder import RUN_FILE
+from megatron_lite.run_folder import REPORT_FILE, REPORT_PAGE, RUN_FILE
 from megatron_lite.terminal import print_lines
 
-HTML_FILE, JSON_FILE, COMPARISON_FILE = "report.html", "report.json", "comparison.html"
+COMPARISON_FILE = "comparison.html"
 RANKS_SUFFIX = ".ranks.jsonl"  # report.ranks.jsonl: details of many ranks, which report.json leaves out
 COMPARISON_SCHEMA = 1  # of the JSON; raised when a reader of the old form would be wrong
 FAILED = 1  # exit code of audit --strict and of compare --fail-if, as of any check
@@ -49,8 +49,8 @@ def run(argv: list[str]):
     )
     add = parser.add_argument
     add("paths", nargs="+", metavar="PATH", help="a run folder, or files of one run")
-    add("--html", metavar="FILE", help=f"the page [{HTML_FILE} in the run folder, else in the current one]")
-    add("--json", metavar="FILE", help=f"the numbers [{JSON_FILE} beside the page]")
+    add("--html", metavar="FILE", help=f"the page [{REPORT_PAGE} in the run folder, else in the current one]")
+    add("--json", metavar="FILE", help=f"the numbers [{REPORT_FILE} beside the page]")
     add("--open", action="store_true", help="open the page in the browser")
     add("--no-html", action="store_true", help="print only: no page, and no JSON unless --json asks for it")
     add("--all", action="store_true", help="all rows of all tables on the terminal")
@@ -75,8 +75,8 @@ def _write_files(report, options: argparse.Namespace) -> list[str]:
     # in a run's own folder; a report on foreign files is left where the user stands
     first = Path(options.paths[0])
     folder = first if len(options.paths) == 1 and (first / RUN_FILE).is_file() else Path()
-    html = None if options.no_html else Path(options.html or folder / HTML_FILE)
-    numbers = Path(options.json) if options.json else html.parent / JSON_FILE if html else None
+    html = None if options.no_html else Path(options.html or folder / REPORT_PAGE)
+    numbers = Path(options.json) if options.json else html.parent / REPORT_FILE if html else None
     done, failed = [], []
     for path, flag, asked, make in (
         (html, "--html", options.html or options.open, html_page),
