@@ -64,11 +64,6 @@ def _list_notes(found: Comparison) -> list[str]:
     return [*(f"compared by --force though {reason}" for reason in found.forced), *found.notes]
 
 
-def _build_limits_section(judged: Sequence[Judged]) -> Section:
-    rows = [[one.limit.text, *_describe_judged(one), str(one.outcome)] for one in judged]
-    return Section("limits", "Limits", "", [Table(rows, "lrrl", ["fail if", "change", "noise", "result"])])
-
-
 def _describe_judged(one: Judged) -> tuple[str, str]:
     """The change and its noise, in percent."""
     pair = one.pair
@@ -107,7 +102,8 @@ def _list_totals(found: Comparison) -> list[list[str]]:
 def build_comparison_sections(found: Comparison, judged: Sequence[Judged], everything: bool) -> Iterator[Section]:
     """Limits, how the two were started, then numbers from the whole to its parts."""
     if judged:
-        yield _build_limits_section(judged)
+        limits = [[one.limit.text, *_describe_judged(one), str(one.outcome)] for one in judged]
+        yield Section("limits", "Limits", "", [Table(limits, "lrrl", ["fail if", "change", "noise", "result"])])
     if found.flags:
         shown_flags, hidden = limit_rows(found.flags, MAX_FLAGS, everything)
         table = Table([[flag.name, flag.a, flag.b] for flag in shown_flags], "lll", ["", "A", "B"], hidden=hidden)

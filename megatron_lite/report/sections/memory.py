@@ -27,19 +27,16 @@ def memory_section(report: Report, everything: bool) -> Section | None:
     held += [(OTHERS, rest)] if rest > 0 else []
     colors = [palette.HELD.get(category, palette.GREY) for category, _ in held]
     shown, hidden = limit_rows(snapshot.sites, MAX_SITES, everything)
-    sites = [
-        [site.site, site.module, site.category, site.phase, size(site.num_bytes), f"{site.blocks:,}"] for site in shown
-    ]
+    sites = []
+    for site in shown:
+        sites.append([site.site, site.module, site.category, site.phase, size(site.num_bytes), f"{site.blocks:,}"])
     head = ["allocated by", "module", "as", "phase", "at the peak", "blocks"]
-    others = [
-        f"{one.source if one.rank is None else f'rank {one.rank}'} {size(one.peak_bytes)}"
-        for one in report.facts.snapshots
-        if one is not snapshot
-    ]
+    others = [one for one in report.facts.snapshots if one is not snapshot][:MAX_OTHERS]
+    named = [f"{one.source if one.rank is None else f'rank {one.rank}'} {size(one.peak_bytes)}" for one in others]
     when = f" in {snapshot.peak_phase}" if snapshot.peak_phase else ""
     ledger, agreement = _build_ledger(report.facts.ledger, everything)
     texts = [*agreement, *_describe_snapshot(snapshot, everything)]
-    texts += [f"peaks of others: {', '.join(others[:MAX_OTHERS])}"] if others else []
+    texts += [f"peaks of others: {', '.join(named)}"] if named else []
     blocks: list[Block] = [
         Lines([f"peak {size(peak)} allocated{when}, held by"]),
         build_share_table(held, peak, size, colors),
