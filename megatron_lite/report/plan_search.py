@@ -12,20 +12,8 @@ from megatron_lite.units import count, size
 
 MAX_ROWS = 10
 HEAD = [
-    "tp",
-    "cp",
-    "pp",
-    "dp",
-    "chunks",
-    "state",
-    "batch",
-    "recompute",
-    "peak",
-    "at best",
-    "tensor",
-    "context",
-    "bubble",
-]
+    "tp", "cp", "pp", "dp", "chunks", "state", "batch", "recompute", "peak", "at best", "tensor", "context", "bubble",
+]  # fmt: skip
 
 
 def judge_search(found: Search) -> list[str]:

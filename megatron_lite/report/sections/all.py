@@ -107,18 +107,8 @@ def ranks_section(report: Report, everything: bool) -> Section | None:
         times = map(write, (*own, *waits))
         body.append([str(row.rank), row.host, *times, percent(row.last_in), write(row.caused_wait_ms)])
     head = [
-        "rank",
-        "host",
-        "step",
-        "compute",
-        "comm.",
-        "exposed",
-        "waits",
-        "data wait",
-        "host idle",
-        "last in",
-        "awaited",
-    ]
+        "rank", "host", "step", "compute", "comm.", "exposed", "waits", "data wait", "host idle", "last in", "awaited",
+    ]  # fmt: skip
     table = Table(body, "rl" + "r" * 9, head, hidden=len(ranks.rows) - len(rows))
     of = "ms per step; waits: in collectives for others; awaited: by others"
     texts, late = [], ranks.straggler
@@ -181,18 +171,8 @@ def collectives_section(report: Report, everything: bool) -> Section | None:
             *map(write, (row.kernel_ms, row.transfer_ms, row.wait_ms, row.exposed_ms)), bandwidth,
         ])  # fmt: skip
     head = [
-        "collective",
-        "group",
-        "phase",
-        "ranks",
-        "calls",
-        "each",
-        "ms",
-        "transfer",
-        "waiting",
-        "exposed",
-        "bus GB/s",
-    ]
+        "collective", "group", "phase", "ranks", "calls", "each", "ms", "transfer", "waiting", "exposed", "bus GB/s",
+    ]  # fmt: skip
     tables = [*_build_groups(ranks), Table(body, "lllrrrrrrrr", head, hidden=hidden)]
     return Section("collectives", "Collectives", "ms per step, mean over ranks", tables)
 
