@@ -135,7 +135,7 @@ def examine_overflows(case: Case, run: Run) -> Point | list[Evidence]:
     precision, scales = case.facts.plan.get("precision"), run.loss_scale[run.loss_scale > 0]
     if not len(scales):
         return []
-    text = f"{run.skipped.sum()} of {run.steps} steps skipped"
+    text = f"{run.skipped.sum():,} of {run.steps:,} steps skipped"
     text += f", the loss scale is {significant(scales[-1], 6)} at the end"
     settled = 0 if run.skipped.all() else run.steps - int(run.skipped.argmin())
     if run.skipped.any() and settled < MIN_SETTLED_STEPS:
@@ -191,7 +191,9 @@ def examine_batches(case: Case) -> Point | list[Evidence]:
     rates = run.next_lrs[~np.isnan(run.next_lrs)]
     if len(rates):
         held = ", and held in skipped ones" if run.skipped.any() else ""
-        told.append(f"the learning rate is set once per step, {rates[0]:.3g} to {rates[-1]:.3g}{held}")
+        told.append(
+            f"the learning rate is set once per step, {significant(rates[0])} to {significant(rates[-1])}{held}"
+        )
     return [*(Evidence(text, STEPS_FILE) for text in told), *seen]
 
 
@@ -217,7 +219,8 @@ def _check_batches(run: Run, sizes: Numbers, samples: int, traced: float) -> lis
         told = f"{numbers[at + 1]:,.0f} samples and counts {counted_samples[at]:,.0f}"
         wrong.append(f"iteration {run.iterations[at + 1]} has {told}")
     for at in np.flatnonzero(went_on)[:1]:
-        told = f"from {run.next_lrs[at]:.6g} to {run.next_lrs[at + 1]:.6g} in iteration {run.iterations[at + 1]}"
+        before, after = (significant(rate, 6) for rate in run.next_lrs[at : at + 2])
+        told = f"from {before} to {after} in iteration {run.iterations[at + 1]:,}"
         wrong.append(f"the learning rate goes on {told}, which was skipped")
     return wrong
 
@@ -261,7 +264,7 @@ def examine_shapes(case: Case) -> Point | list[Evidence]:
     length = facts.number("shape", "seq_length")
     if length and run.steps:
         late = (run.compiling & ~run.evaluating)[1:].sum()
-        text = f"every sequence has {length:,} positions; {late} of {run.steps} steps compiled after the first"
+        text = f"every sequence has {length:,} positions; {late} of {run.steps:,} steps compiled after the first"
         seen.append(Evidence(text, "run.json"))
     if not seen:
         longer = "a window with two steady steps or more: --profile-step-end"
@@ -283,7 +286,7 @@ def examine_tokens(case: Case, run: Run) -> Point | list[Evidence]:
     if run.not_finite.any() and (found := case.found("no-learning")):
         return fail_by_findings(found)
     speed = f"{count(run.tokens_per_second)} tokens/s over {run.ordinary.sum()} ordinary steps, all ranks"
-    seen = Evidence(f"{speed}; {run.skipped.sum()} of {run.steps} steps skipped", STEPS_FILE)
+    seen = Evidence(f"{speed}; {run.skipped.sum():,} of {run.steps:,} steps skipped", STEPS_FILE)
     if case.facts.argument("eod_mask_loss"):
         record = "how many positions have a loss is not recorded: without --eod-mask-loss all have one"
         return not_seen(seen, record=record)

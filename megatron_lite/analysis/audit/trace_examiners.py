@@ -70,7 +70,7 @@ def _count_steps(run: Run) -> Evidence:
     """How many steps count, and why the others do not."""
     stalled = (run.evaluating | run.saving).sum()
     left_out = {"profiled": run.profiled.sum(), "compiling": run.compiling.sum(), "evaluating or saving": stalled}
-    text = f"{run.ordinary.sum()} of {run.steps} steps count; left out: the first, steps beside a profile"
+    text = f"{run.ordinary.sum():,} of {run.steps:,} steps count; left out: the first, steps beside a profile"
     return Evidence(text + "".join(f", {number} {what}" for what, number in left_out.items() if number), STEPS_FILE)
 
 

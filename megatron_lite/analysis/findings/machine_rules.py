@@ -63,7 +63,7 @@ def _measure_run(run: Run) -> tuple[float, Evidence, None] | None:
     shown = ", ".join(str(run.iterations[at]) for at in late[:MAX_STEPS_SHOWN])
     shown += ", ..." if len(late) > MAX_STEPS_SHOWN else ""
     text = (
-        f"{len(late)} of {run.steps} steps compiled something, after the first one (iterations {shown}); spread over "
+        f"{len(late):,} of {run.steps:,} steps compiled something, after the first one (iterations {shown}); spread over "
         f"all steps {in_ms(cost)} each, beside {in_ms(steady_ms)} without compiling"
     )
     return cost, Evidence(text, "steps.jsonl"), None
@@ -142,7 +142,7 @@ def find_first_step(facts: Facts, run: Run) -> Finding | None:
     compiling_ms = run.compile_ms[0]
     text = (
         f"the first step took {in_ms(run.first_step_ms)}, ordinary ones {in_ms(run.steady_step_ms)}: "
-        f"{extra / total:.0%} of {run.steps} steps"
+        f"{extra / total:.0%} of {run.steps:,} steps"
         + (f", {in_ms(compiling_ms)} of the first for compiling" if compiling_ms > 0 else "")
     )
     compiled, advice, flags = facts.compiles, "leave the first steps out of comparisons; a longer run hides them", ()

@@ -34,7 +34,7 @@ def find_memory_growth(facts: Facts) -> Finding | None:
     leak, most = max(grown, key=lambda pair: pair[0].bytes_per_step, default=(None, None))
     if leak and leak.bytes_per_step >= MIN_BYTES_PER_STEP:
         total = int(leak.bytes_per_step * leak.steps)
-        text = f"{size(leak.bytes_per_step)} more after each of {leak.steps} steps"
+        text = f"{size(leak.bytes_per_step)} more after each of {leak.steps:,} steps"
         sites = []
         for site in leak.sites[:MAX_SHOWN]:
             made = f"{site.category} made in {site.phase or 'an unknown phase'}"

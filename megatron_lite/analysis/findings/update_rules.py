@@ -99,9 +99,9 @@ def find_overflow_storm(facts: Facts, run: Run) -> Finding | None:
         return None
     wasted = number / len(settled)
     cost = wasted * run.steady_step_ms if run.steady_step_ms else None
-    text = f"{number} of {len(settled)} steps after the first good one were skipped ({wasted:.0%})"
+    text = f"{number:,} of {len(settled):,} steps after the first good one were skipped ({wasted:.0%})"
     if never_good:
-        text = f"all {number} steps were skipped: none has changed the weights"
+        text = f"all {number:,} steps were skipped: none has changed the weights"
     if cost:
         text += f": {in_ms(cost)} of every {in_ms(run.steady_step_ms)} are computed for nothing"
     seen = Evidence(text, "steps.jsonl")
@@ -132,7 +132,7 @@ def find_scale_collapse(facts: Facts, run: Run) -> Finding | None:
     known = settled[settled > 0]  # NaN is not
     if len(known) < MIN_SCALED_STEPS or known[-1] > TOO_SMALL or known.max() < FALLEN * known[-1]:
         return None
-    skipped = f"{run.skipped.sum()} of {run.steps} steps were skipped"
+    skipped = f"{run.skipped.sum():,} of {run.steps:,} steps were skipped"
     text = f"the loss scale fell from {known.max():,.0f} to {significant(known[-1], 6)} ({skipped})"
     seen = Evidence(text, "steps.jsonl")
     advice = "stop and find what overflows; --bf16 needs no loss scale"
@@ -157,8 +157,9 @@ def find_no_learning(facts: Facts, run: Run) -> Finding | None:
     learning = measure_learning(run)
     if learning.not_finite:
         advice = "go back to the last checkpoint before that, lower --lr, and drop --no-check-for-nan-in-loss-and-grad"
-    elif learning.falls is not False or facts.argument("mock_data") or run.iterations[0] > 1:
-        return None  # random tokens teach nothing, and a continued run may have learned what it can
+    elif learning.falls is not False or facts.argument("mock_data") or run.iterations[0] > 1 or facts.is_watched:
+        # random tokens teach nothing, a continued run may have learned what it can, and so may a script's
+        return None
     else:
         advice = "compare --lr and its warm-up with a run that learns, and look at the data (megatron-lite inspect)"
     seen = Evidence(learning.losses, "steps.jsonl")
@@ -235,8 +236,8 @@ def find_save_and_eval(facts: Facts, run: Run) -> Finding | None:
     cost = sum(stalls.values()) / run.steps
     seen = []
     for name, total in stalls.items():
-        of_all = f"{total / whole_ms:.0%} of the time of the run's {run.steps} steps"
-        text = f"{name}: {times[name]} times, {in_ms(total / times[name])} each, {of_all}"
+        of_all = f"{total / whole_ms:.0%} of the time of the run's {run.steps:,} steps"
+        text = f"{name}: {times[name]:,} times, {in_ms(total / times[name])} each, {of_all}"
         seen.append(Evidence(text, "steps.jsonl"))
     advice = f"stand still less: {' and '.join(remedies[name][0] for name in stalls)}"
     flags = tuple(remedies[name][1] for name in stalls)

@@ -320,7 +320,7 @@ def read_kineto(
     if collected.until_ns is not None:
         seconds, of_all = ((end - first_ns) / 1e9 for end in (collected.until_ns, collected.last_ns))
         notes.append(
-            f"{path.name}: more than {collected.max_events:,} events; what ends in its first {seconds:.3g} of {significant(of_all)} s was read, "
+            f"{path.name}: more than {collected.max_events:,} events; what ends in its first {significant(seconds)} of {significant(of_all)} s was read, "
             "the rest left out; a window of fewer steps (--profile-step-end) is read whole"
         )
     names = tuple(collected.names)
