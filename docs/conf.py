@@ -1,0 +1,130 @@
+"""Settings of the documentation site, and the two catalogs that it makes from the code.
+
+    pip install -e '.[docs]' && python -m sphinx -W --keep-going -b html docs build/site
+
+The pages are Markdown files that GitHub shows too. findings.md and flags.md hold a marked line each, which a build replaces by
+the rules of megatron_lite/analysis/findings and by the flags of megatron_lite/config.
+"""
+
+import re
+import sys
+from itertools import groupby
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from megatron_lite.analysis.findings.rules import MODULES, Rule, get_page  # noqa: E402
+from megatron_lite.config.args import Args  # noqa: E402
+from megatron_lite.config.flags import ANSWERS, RESPELLED, Flag, list_flags, read_flags  # noqa: E402
+from megatron_lite.config.help import describe_default, describe_value  # noqa: E402
+from megatron_lite.terminal import describe_version  # noqa: E402
+
+project = "megatron_lite"
+release = describe_version().split()[1]
+extensions = ["myst_parser"]
+myst_enable_extensions = ["attrs_inline", "colon_fence", "deflist"]
+myst_heading_anchors = 3
+nitpicky = True
+smartquotes = False  # "--lr" keeps both dashes
+html_theme = "furo"
+html_title = "megatron_lite"
+html_show_copyright = html_copy_source = False
+html_static_path = ["site.css"]
+html_css_files = ["site.css"]
+html_theme_options = {"navigation_with_keys": True}
+pygments_style, pygments_dark_style = "tango", "monokai"
+highlight_language = "none"
+
+ANSWER_TITLES = {
+    "accepted": "Accepted, without an effect here",
+    "retired": "Retired by Megatron-LM, without an effect",
+    "respelled": "Old spellings",
+    "refused": "Refused",
+    "absent": "Not here",
+}
+ANSWER_TEXTS = {
+    "accepted": "The run starts, and one line says why the flag changes nothing.",
+    "retired": "Scripts that still give them run.",
+    "respelled": "The trainer reads them as the flag that stands behind.",
+    "refused": "The run stops before anything is made, with the reason and what to do.",
+    "absent": "Less usual flags. The run stops and names the flag.",
+}
+
+
+def escape(text: str) -> str:
+    """Plain text as Markdown, in which flags and commands are set as code and lead to the catalog."""
+    known = {spelling for flag in list_flags(Args) for spelling in flag.spellings}
+    pieces = re.split(r"(--[a-z][a-z0-9-]*[a-z0-9]|megatron-lite [a-z-]+[a-z])", text)
+    for at, piece in enumerate(pieces):
+        if at % 2 == 0:
+            pieces[at] = re.sub(r"([\\`*_\[\]<>|#])", r"\\\1", piece)
+        else:
+            pieces[at] = f"[`{piece}`](flags.md#{get_anchor(piece)})" if piece in known else f"`{piece}`"
+    return "".join(pieces)
+
+
+def get_anchor(spelling: str) -> str:
+    """--num-layers -> flag-num-layers."""
+    return "flag-" + spelling.lstrip("-")
+
+
+def list_rules() -> str:
+    """Every rule as a section, by subject."""
+    lines = []
+    for module in MODULES:
+        lines += ["", f"## {module.__doc__.strip().rstrip('.')}", ""]
+        for rule in vars(module).values():
+            if isinstance(rule, Rule):
+                first, _, rest = get_page(rule.code).partition("\n\n")
+                lines += [f"### {rule.code}", "", f"**{escape(rule.title)}.** {escape(' '.join(first.split()))}", ""]
+                for part in re.sub(r"\n {4}", " ", rest).split("\n"):
+                    name, _, text = part.partition(": ")
+                    lines += [name, f": {escape(text)}", ""]
+    return "\n".join(lines)
+
+
+def describe_flag(flag: Flag) -> str:
+    """A flag with its value, default and range."""
+    names = [f"[`{spelling}`]{{#{get_anchor(spelling)}}}" for spelling in flag.spellings]
+    facts = [f"one of {', '.join(f'`{choice}`' for choice in flag.choices)}"] if flag.choices else []
+    facts += [escape(flag.must_be)] if flag.must_be else []
+    default = describe_default(flag)
+    facts += [f"default `{default}`"] if default else []
+    value = describe_value(flag)
+    head = ", ".join(names) + (f" `{value}`" if value and not flag.choices else "")
+    return f"{head}\n: {escape(flag.help)}" + (f" *{'; '.join(facts)}.*".replace("..", ".") if facts else "") + "\n"
+
+
+def list_all_flags() -> str:
+    """The trainer's flags by group, then Megatron-LM's others by answer."""
+    lines = []
+    for title, flags in groupby(list_flags(Args), key=lambda flag: flag.group):
+        lines += ["", f"## {title}", "", *map(describe_flag, flags)]
+    for answer in ANSWERS:
+        lines += ["", f"## {ANSWER_TITLES[answer]}", "", ANSWER_TEXTS[answer], ""]
+        flags = [flag for flag in read_flags().values() if flag.answer == answer]
+        for text, of_one_text in groupby(flags, key=lambda flag: flag.text):
+            names = ", ".join(f"[`{flag.name}`]{{#{get_anchor(flag.name)}}}" for flag in of_one_text)
+            meaning = escape(text or "leave it out")
+            lines += [names, f": {'is ' if answer == RESPELLED else ''}{meaning}", ""]
+    return "\n".join(lines)
+
+
+CATALOGS = {"findings": ("<!-- findings -->", list_rules), "flags": ("<!-- flags -->", list_all_flags)}
+
+
+def fill_catalog(app, docname: str, source: list[str]):
+    """Put the catalog in the place of its mark."""
+    if docname in CATALOGS:
+        mark, make = CATALOGS[docname]
+        before, found, after = source[0].partition(mark)
+        if not found:
+            raise ValueError(f"docs/{docname}.md has no line {mark}")
+        source[0] = before + make() + after
+
+
+def setup(app):
+    """Called by Sphinx."""
+    app.connect("source-read", fill_catalog)
+    return {"parallel_read_safe": True}
