@@ -69,6 +69,11 @@ def get_anchor(spelling: str) -> str:
     return "flag-" + spelling.lstrip("-")
 
 
+def capitalize(text: str) -> str:
+    """With a large first letter."""
+    return text[:1].upper() + text[1:]
+
+
 def list_rules() -> str:
     """Every rule as a section, by subject."""
     lines = []
@@ -77,23 +82,25 @@ def list_rules() -> str:
         for rule in vars(module).values():
             if isinstance(rule, Rule):
                 first, _, rest = get_page(rule.code).partition("\n\n")
-                lines += [f"### {rule.code}", "", f"**{escape(rule.title)}.** {escape(' '.join(first.split()))}", ""]
+                lines += [f"### {rule.code}", "", f"**{capitalize(escape(rule.title))}.** {escape(' '.join(first.split()))}", ""]
                 for part in re.sub(r"\n {4}", " ", rest).split("\n"):
                     name, _, text = part.partition(": ")
-                    lines += [name, f": {escape(text)}", ""]
+                    lines += [name, f": {capitalize(escape(text))}", ""]
     return "\n".join(lines)
 
 
 def describe_flag(flag: Flag) -> str:
     """A flag with its value, default and range."""
-    names = [f"[`{spelling}`]{{#{get_anchor(spelling)}}}" for spelling in flag.spellings]
-    facts = [f"one of {', '.join(f'`{choice}`' for choice in flag.choices)}"] if flag.choices else []
-    facts += [escape(flag.must_be)] if flag.must_be else []
-    default = describe_default(flag)
-    facts += [f"default `{default}`"] if default else []
-    value = describe_value(flag)
-    head = ", ".join(names) + (f" `{value}`" if value and not flag.choices else "")
-    return f"{head}\n: {escape(flag.help)}" + (f" *{'; '.join(facts)}.*".replace("..", ".") if facts else "") + "\n"
+    names = ", ".join(f"[`{spelling}`]{{#{get_anchor(spelling)}}}" for spelling in flag.spellings)
+    value, default = describe_value(flag), describe_default(flag)
+    texts = [escape(flag.help)]
+    if flag.choices:
+        texts.append(f"One of {', '.join(f'`{choice}`' for choice in flag.choices)}.")
+    if flag.must_be:
+        texts.append(f"{capitalize(escape(flag.must_be))}.")
+    if default:
+        texts.append(f"Default: `{default}`.")
+    return f"{names}{f' `{value}`' if value and not flag.choices else ''}\n: {' '.join(texts)}\n"
 
 
 def list_all_flags() -> str:
@@ -106,25 +113,32 @@ def list_all_flags() -> str:
         flags = [flag for flag in read_flags().values() if flag.answer == answer]
         for text, of_one_text in groupby(flags, key=lambda flag: flag.text):
             names = ", ".join(f"[`{flag.name}`]{{#{get_anchor(flag.name)}}}" for flag in of_one_text)
-            meaning = escape(text or "leave it out")
-            lines += [names, f": {'is ' if answer == RESPELLED else ''}{meaning}", ""]
+            lines += [names, f": {'Now ' if answer == RESPELLED else ''}{capitalize(escape(text or 'leave it out'))}.", ""]
     return "\n".join(lines)
 
 
+OUTSIDE = {  # files that other files show on a page of the site, or a folder's first page
+    "../CONTRIBUTING.md": "contributing.md",
+    "../CHANGELOG.md": "changelog.md",
+    "../nsight_profile/README.md": "nsight.md",
+    "decisions": "decisions/index.md",
+}
 CATALOGS = {"findings": ("<!-- findings -->", list_rules), "flags": ("<!-- flags -->", list_all_flags)}
 
 
-def fill_catalog(app, docname: str, source: list[str]):
-    """Put the catalog in the place of its mark."""
+def prepare_page(app, docname: str, source: list[str]):
+    """Put a catalog in the place of its mark, and let links stay within the site."""
     if docname in CATALOGS:
         mark, make = CATALOGS[docname]
         before, found, after = source[0].partition(mark)
         if not found:
             raise ValueError(f"docs/{docname}.md has no line {mark}")
         source[0] = before + make() + after
+    for outside, page in OUTSIDE.items():
+        source[0] = source[0].replace(f"]({outside})", f"]({page})")
 
 
 def setup(app):
     """Called by Sphinx."""
-    app.connect("source-read", fill_catalog)
+    app.connect("source-read", prepare_page)
     return {"parallel_read_safe": True}
