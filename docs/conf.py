@@ -14,11 +14,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from megatron_lite.analysis.findings.rules import MODULES, Rule, get_page  # noqa: E402
-from megatron_lite.config.args import Args  # noqa: E402
-from megatron_lite.config.flags import ANSWERS, RESPELLED, Flag, list_flags, read_flags  # noqa: E402
-from megatron_lite.config.help import describe_default, describe_value  # noqa: E402
-from megatron_lite.terminal import describe_version  # noqa: E402
+from megatron_lite.analysis.findings.rules import MODULES, Rule, get_page
+from megatron_lite.config.args import Args
+from megatron_lite.config.flags import ANSWERS, RESPELLED, Flag, list_flags, read_flags
+from megatron_lite.config.help import describe_default, describe_value
+from megatron_lite.terminal import describe_version
 
 project = "megatron_lite"
 release = describe_version().split()[1]
@@ -65,8 +65,8 @@ def escape(text: str) -> str:
 
 
 def get_anchor(spelling: str) -> str:
-    """--num-layers -> flag-num-layers."""
-    return "flag-" + spelling.lstrip("-")
+    """--num-layers -> flag-num-layers, of letters that Sphinx leaves as they are."""
+    return "flag-" + spelling.lstrip("-").lower().replace("_", "-underscore-")
 
 
 def capitalize(text: str) -> str:
@@ -80,9 +80,14 @@ def list_rules() -> str:
     for module in MODULES:
         lines += ["", f"## {module.__doc__.strip().rstrip('.')}", ""]
         for rule in vars(module).values():
-            if isinstance(rule, Rule):
+            if isinstance(rule, Rule) and rule.function.__module__ == module.__name__:
                 first, _, rest = get_page(rule.code).partition("\n\n")
-                lines += [f"### {rule.code}", "", f"**{capitalize(escape(rule.title))}.** {escape(' '.join(first.split()))}", ""]
+                lines += [
+                    f"### {rule.code}",
+                    "",
+                    f"**{capitalize(escape(rule.title))}.** {escape(' '.join(first.split()))}",
+                    "",
+                ]
                 for part in re.sub(r"\n {4}", " ", rest).split("\n"):
                     name, _, text = part.partition(": ")
                     lines += [name, f": {capitalize(escape(text))}", ""]
@@ -113,7 +118,11 @@ def list_all_flags() -> str:
         flags = [flag for flag in read_flags().values() if flag.answer == answer]
         for text, of_one_text in groupby(flags, key=lambda flag: flag.text):
             names = ", ".join(f"[`{flag.name}`]{{#{get_anchor(flag.name)}}}" for flag in of_one_text)
-            lines += [names, f": {'Now ' if answer == RESPELLED else ''}{capitalize(escape(text or 'leave it out'))}.", ""]
+            lines += [
+                names,
+                f": {'Now ' if answer == RESPELLED else ''}{capitalize(escape(text or 'leave it out'))}.",
+                "",
+            ]
     return "\n".join(lines)
 
 
