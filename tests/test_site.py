@@ -1,6 +1,7 @@
 """The documentation as a site, and the README: what they link to is there, and pages need no network."""
 
 import re
+import shlex
 import subprocess
 import sys
 from html.parser import HTMLParser
@@ -11,6 +12,7 @@ import pytest
 from test_layers import read_core_files
 
 from megatron_lite.analysis.findings.rules import RULES
+from megatron_lite.cli.main import main
 from megatron_lite.config.args import Args
 from megatron_lite.config.flags import list_flags, read_flags
 
@@ -78,6 +80,20 @@ def test_the_readme_is_short_and_what_it_says_of_the_core_is_so():
         promised[1].replace(",", "")
     )
     assert len(files) < int(promised[2])
+
+
+def test_what_the_page_of_plan_shows_is_what_plan_prints(capsys, monkeypatch):
+    """Of the commands that stand there whole; lines between those shown are left out as "..."."""
+    monkeypatch.chdir(ROOT)
+    page = (ROOT / "docs" / "planning.md").read_text(encoding="utf-8")
+    examples = re.findall(r"^```\n\$ megatron-lite (plan .*?[^\\])\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    whole = [(command.replace("\\\n", " "), lines) for command, lines in examples if "..." not in command]
+    assert len(whole) == 4
+    for command, lines in whole:
+        assert main(shlex.split(command)) == 0
+        printed = iter(capsys.readouterr().out.splitlines())
+        for line in lines.splitlines():
+            assert line == "..." or line in printed, line
 
 
 def test_what_a_page_loads_and_links_to_is_seen():
