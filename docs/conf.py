@@ -8,6 +8,7 @@ the rules of megatron_lite/analysis/findings and by the flags of megatron_lite/c
 
 import re
 import sys
+from collections.abc import Iterable
 from itertools import groupby
 from pathlib import Path
 
@@ -23,7 +24,7 @@ from megatron_lite.terminal import describe_version
 project = "megatron_lite"
 release = describe_version().split()[1]
 extensions = ["myst_parser"]
-myst_enable_extensions = ["attrs_inline", "colon_fence", "deflist"]
+myst_enable_extensions = ["deflist"]
 myst_heading_anchors = 3
 nitpicky = True
 smartquotes = False  # "--lr" keeps both dashes
@@ -60,7 +61,7 @@ def escape(text: str) -> str:
         if at % 2 == 0:
             pieces[at] = re.sub(r"([\\`*_\[\]<>|#])", r"\\\1", piece)
         else:
-            pieces[at] = f"[`{piece}`](flags.md#{get_anchor(piece)})" if piece in known else f"`{piece}`"
+            pieces[at] = f"[`{piece}`](#{get_anchor(piece)})" if piece in known else f"`{piece}`"
     return "".join(pieces)
 
 
@@ -94,35 +95,38 @@ def list_rules() -> str:
     return "\n".join(lines)
 
 
-def describe_flag(flag: Flag) -> str:
+def define(spellings: Iterable[str], value: str, text: str) -> list[str]:
+    """A term that each of its spellings leads to, and what it means."""
+    names = list(spellings)
+    targets = [f"({get_anchor(name)})=" for name in names]
+    return ["", *targets, ", ".join(f"`{name}`" for name in names) + (f" `{value}`" if value else ""), f": {text}"]
+
+
+def describe_flag(flag: Flag) -> list[str]:
     """A flag with its value, default and range."""
-    names = ", ".join(f"[`{spelling}`]{{#{get_anchor(spelling)}}}" for spelling in flag.spellings)
-    value, default = describe_value(flag), describe_default(flag)
-    texts = [escape(flag.help)]
+    texts, default = [escape(flag.help)], describe_default(flag)
     if flag.choices:
         texts.append(f"One of {', '.join(f'`{choice}`' for choice in flag.choices)}.")
     if flag.must_be:
         texts.append(f"{capitalize(escape(flag.must_be))}.")
     if default:
         texts.append(f"Default: `{default}`.")
-    return f"{names}{f' `{value}`' if value and not flag.choices else ''}\n: {' '.join(texts)}\n"
+    return define(flag.spellings, "" if flag.choices else describe_value(flag), " ".join(texts))
 
 
 def list_all_flags() -> str:
     """The trainer's flags by group, then Megatron-LM's others by answer."""
     lines = []
     for title, flags in groupby(list_flags(Args), key=lambda flag: flag.group):
-        lines += ["", f"## {title}", "", *map(describe_flag, flags)]
+        lines += ["", f"## {title}"]
+        for flag in flags:
+            lines += describe_flag(flag)
     for answer in ANSWERS:
-        lines += ["", f"## {ANSWER_TITLES[answer]}", "", ANSWER_TEXTS[answer], ""]
-        flags = [flag for flag in read_flags().values() if flag.answer == answer]
-        for text, of_one_text in groupby(flags, key=lambda flag: flag.text):
-            names = ", ".join(f"[`{flag.name}`]{{#{get_anchor(flag.name)}}}" for flag in of_one_text)
-            lines += [
-                names,
-                f": {'Now ' if answer == RESPELLED else ''}{capitalize(escape(text or 'leave it out'))}.",
-                "",
-            ]
+        lines += ["", f"## {ANSWER_TITLES[answer]}", "", ANSWER_TEXTS[answer]]
+        answered = [flag for flag in read_flags().values() if flag.answer == answer]
+        for text, of_one_text in groupby(answered, key=lambda flag: flag.text):
+            meaning = f"{'Now ' if answer == RESPELLED else ''}{capitalize(escape(text or 'leave it out'))}."
+            lines += define((flag.name for flag in of_one_text), "", meaning)
     return "\n".join(lines)
 
 
