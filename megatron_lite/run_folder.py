@@ -10,6 +10,7 @@ of one rank before its first step:
             flops_full, peak_tflops, notes; null on CPUs and for a GPU that no table has
         failures: why a part of it is missing
 (fields of estimate/prediction.py)
+    model: null, or of a run with --model its function, file and the file's sha256; then plan.shape, parameters and prediction are unknown
 
 steps.jsonl has two kinds of lines, told apart by their field "kind". Times are milliseconds, memory is bytes, losses are nats. In pandas:
     pandas.read_json("steps.jsonl", lines=True).query("kind == 'step'")

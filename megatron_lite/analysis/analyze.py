@@ -58,6 +58,8 @@ def describe_run(paths: Sequence[Path | str], facts: Facts) -> str:
     shape, model = facts.plan.get("shape"), ""
     if isinstance(shape, dict) and "num_layers" in shape and "hidden_size" in shape:
         model = f"GPT {shape['num_layers']} x {shape['hidden_size']}"
+    elif run and isinstance(own := run.record.get("model"), dict):
+        model = f"--model {own.get('function')}"
     return f"{name}: {', '.join(part for part in (ranks, device, model) if part)}".removesuffix(": ")
 
 

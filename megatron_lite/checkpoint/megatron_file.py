@@ -265,11 +265,12 @@ def read_clock(state: dict) -> dict[str, Tensor]:
 
 def write_values(record: Record, namespace: argparse.Namespace, take: Take) -> dict:
     """All of a checkpoint that is neither model nor optimizer nor random states."""
+    flops = 0 if "model" in record.kernels else step_flops(ModelShape(**record.shape), record.consumed, causal=True)
     values = {
         "args": namespace,
         "checkpoint_version": VERSION,
         "iteration": record.iteration,
-        "num_floating_point_operations_so_far": step_flops(ModelShape(**record.shape), record.consumed, causal=True),
+        "num_floating_point_operations_so_far": flops,
     }
     clock = take("optimizer.good_samples")
     if clock is not None:
