@@ -258,7 +258,7 @@ def test_losses_of_layouts_differ_by_rounding_or_by_an_error(tmp_path, precision
     shown = " ".join(" ".join(comparison_lines(found, Style(False))).split())
     assert (
         "Do they compute the same?" in shown
-        and "largest difference of a loss in steps 1 to 29: 2.5e-01, in step 8" in shown
+        and "largest difference of a loss in steps 1 to 29: 0.25, in step 8" in shown
     )
 
 

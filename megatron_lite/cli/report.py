@@ -8,10 +8,9 @@ from pathlib import Path
 from megatron_lite.cli.parser import Parser, write_json, write_text
 from megatron_lite.errors import UserError
 from megatron_lite.live_line import LiveLine
-from megatron_lite.run_folder import RUN_FILE
+from megatron_lite.run_folder import REPORT_FILE, REPORT_PAGE, RUN_FILE
 from megatron_lite.terminal import print_lines
 
-HTML_FILE, JSON_FILE = "report.html", "report.json"
 RANKS_SUFFIX = ".ranks.jsonl"  # report.ranks.jsonl: details of many ranks, which report.json leaves out
 COMPARISON_SCHEMA = 1  # of the JSON; raised when a reader of the old form would be wrong
 FAILED = 1  # exit code of audit --strict and of compare --fail-if, as of any check
@@ -47,8 +46,8 @@ def run(argv: list[str]):
     )
     add = parser.add_argument
     add("paths", nargs="+", metavar="PATH", help="a run folder, or files of one run")
-    add("--html", metavar="FILE", help=f"the page [{HTML_FILE} in the run folder, else in the current one]")
-    add("--json", metavar="FILE", help=f"the numbers [{JSON_FILE} beside the page]")
+    add("--html", metavar="FILE", help=f"the page [{REPORT_PAGE} in the run folder, else in the current one]")
+    add("--json", metavar="FILE", help=f"the numbers [{REPORT_FILE} beside the page]")
     add("--no-html", action="store_true", help="print only: no page, and no JSON unless --json asks for it")
     add("--all", action="store_true", help="all rows of all tables on the terminal")
     add("--baseline", metavar="FILE", help="what `compare` needs of the run, some kB, to be committed")
@@ -64,8 +63,8 @@ def run(argv: list[str]):
     # in a run's own folder; a report on foreign files is left where the user stands
     first = Path(options.paths[0])
     folder = first if len(options.paths) == 1 and (first / RUN_FILE).is_file() else Path()
-    html = None if options.no_html else Path(options.html or folder / HTML_FILE)
-    numbers = Path(options.json) if options.json else html.parent / JSON_FILE if html else None
+    html = None if options.no_html else Path(options.html or folder / REPORT_PAGE)
+    numbers = Path(options.json) if options.json else html.parent / REPORT_FILE if html else None
     done, failed = [], []
     for path, flag, asked, make in (
         (html, "--html", options.html, html_page),

@@ -31,7 +31,7 @@ from megatron_lite.report.text import (
     VERMILION,
     fit,
 )
-from megatron_lite.units import size
+from megatron_lite.units import significant, size
 
 if TYPE_CHECKING:
     from megatron_lite.config.simulated_schedule import TimedTurn
@@ -84,7 +84,7 @@ def log_axis(title: str, lowest: float, highest: float, **more: Any) -> dict[str
     decades = range(math.floor(math.log10(lowest)) - 1, math.ceil(math.log10(highest)) + 1)
     digits = next(digits for most, digits in TICKS if math.log10(highest / lowest) < most)
     ticks = [digit * 10.0**decade for decade in decades for digit in digits]
-    return axis(title, type="log", tickvals=ticks, ticktext=[f"{tick:,.10g}" for tick in ticks], **more)
+    return axis(title, type="log", tickvals=ticks, ticktext=[significant(tick, 1) for tick in ticks], **more)
 
 
 def layout(height: int, x: dict[str, Any], y: dict[str, Any], **more: Any) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from megatron_lite.analysis.compare.losses import Losses
 from megatron_lite.analysis.time.time_results import ROW_TITLES
 from megatron_lite.report.section import Block, Lines, Section, Table, drop_empty_columns, limit_rows, section_lines
 from megatron_lite.report.text import Style, calls, heading, milliseconds, wrapped
-from megatron_lite.units import count, size
+from megatron_lite.units import count, significant, size
 
 MAX_FLAGS, MAX_KERNELS, MAX_NAMES = 12, 8, 2
 MIN_SHARE = 0.002  # of a step that a row or a kernel's difference must be to be listed
@@ -120,11 +120,11 @@ def _build_sections(found: Comparison, everything: bool) -> Iterator[Section]:
 def build_losses_section(found: Losses, names: tuple[str, str, str] = ("A", "B", "B - A")) -> Section:
     """Of the first step that both did, and how far they are apart at most."""
     rows = [
-        [name, f"{mine:.7g}", f"{theirs:.7g}", f"{theirs - mine:+.1e}"]
+        [name, significant(mine, 7), significant(theirs, 7), significant(theirs - mine, 2, signed=True)]
         for name, (mine, theirs) in (("loss", found.first), ("gradient norm", found.first_norms))
     ]
     first, last = found.iterations
-    most = f"largest difference of a loss in steps {first:,} to {last:,}: {found.largest:.1e}, in step {found.largest_at:,}"
+    most = f"largest difference of a loss in steps {first:,} to {last:,}: {significant(found.largest, 2)}, in step {found.largest_at:,}"
     texts = [found.verdict, most] if found.verdict else [most]
     return Section(
         "losses",

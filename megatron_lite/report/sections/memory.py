@@ -103,7 +103,7 @@ def _describe_snapshot(snapshot: Snapshot, everything: bool) -> list[str]:
         texts.append(f"activations of {len(layers)} layers: {whole}{rest}{most}")
     if growth is not None:
         where = "; ".join(f"{size(site.num_bytes)} by {site.site}" for site in growth.sites[:MAX_GROWING])
-        grown = f"grows by {size(growth.bytes_per_step)} per step over {growth.steps} steps"
+        grown = f"grows by {size(growth.bytes_per_step)} per step over {growth.steps:,} steps"
         texts.append(grown + (f": {where}" if where else ""))
     if found.reserved_bytes:
         unused = found.reserved_bytes - found.allocated_bytes
