@@ -76,11 +76,11 @@ def run(argv: list[str]):
     else:
         report = _report(options, words, found)
     if options.json:
-        from megatron_lite.report.plan_json import as_json
+        from megatron_lite.report.plan_files import as_json
 
         more = [*more, *write_json(options.json, as_json(report))]
     if options.page:
-        from megatron_lite.report.plan_page import plan_page
+        from megatron_lite.report.plan_files import plan_page
 
         more = [*more, "", write_text("--page", options.page, plan_page(report))]
     print_lines([*plan_lines(report, style, options.why), *more])

@@ -1,7 +1,6 @@
 """The layouts that `megatron-lite plan --search` found, as sections: a verdict with flags to paste, the fastest ones, time against memory."""
 
 from collections.abc import Iterator
-from typing import Any
 
 from megatron_lite.config.plan import Plan
 from megatron_lite.estimate.search import Candidate, Search, get_sizes
@@ -119,24 +118,3 @@ def _compare(layouts: list[Candidate]) -> Iterator[str]:
     if more[name] > 0:
         most = f"{milliseconds(more[name])} ms more for {name}"
         yield f"{name_layout(layouts[1].plan)} takes {milliseconds(slower)} ms longer: {most}"
-
-
-def search_as_json(found: Search | None) -> dict[str, Any] | None:
-    """For programs: the fastest of each layout, and the front."""
-    if found is None:
-        return None
-    return {
-        "gpu": found.processor.name, "budget_bytes": found.budget_bytes, "margin": found.margin, "tried": found.tried,
-        "fitting": len(found.fitting), "layouts": [_candidate_as_json(one) for one in found.best_of_layouts],
-        "front": [_candidate_as_json(one) for one in found.front],
-    }  # fmt: skip
-
-
-def _candidate_as_json(one: Candidate) -> dict[str, Any]:
-    time = one.variant.time
-    return {
-        **dict(zip(("tensor", "context", "pipeline", "data"), get_sizes(one.plan))),
-        "micro_batch_size": one.plan.args.training.micro_batch_size, "add": list(one.variant.add),
-        "drop": list(one.variant.drop), "peak_bytes": one.peak_bytes, "step_ms": one.step_ms,
-        "rows": {row.name: row.ms for row in time.rows} if time else {},
-    }  # fmt: skip

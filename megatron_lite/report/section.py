@@ -21,6 +21,7 @@ class Table:
     shares: Sequence[float | None] = ()  # a bar behind each row; None for a row without one
     hidden: int = 0  # rows that were left out
     colors: Sequence[str] = ()  # of the rows' bars on a page; () for one color
+    faint: Sequence[bool] = ()  # rows that say nothing new; () for none
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,7 @@ class Card:
     evidence: Sequence[str]
     advice: str
     in_full: bool
+    shown_in: Sequence[str] = ()  # keys of sections that show it
 
 
 Block = Table | Lines | Card | Hint
@@ -128,7 +130,10 @@ def table_lines(table: Table, style: Style) -> list[str]:
         drawn.append("  " + "  ".join(padded))
     if table.head:
         drawn[0] = style.dim(drawn[0].rstrip())
-    for at, part in enumerate(table.shares, 1 if table.head else 0):
+    first = 1 if table.head else 0
+    for at, is_faint in enumerate(table.faint, first):
+        drawn[at] = style.dim(drawn[at].rstrip()) if is_faint else drawn[at]
+    for at, part in enumerate(table.shares, first):
         drawn[at] += "" if part is None else "  " + style.accent(style.bar(part))
     more = [style.dim(f"  and {table.hidden} more with --all")] if table.hidden else []
     return [*(line.rstrip() for line in drawn), *more]
