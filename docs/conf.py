@@ -1,11 +1,12 @@
-"""Settings of the documentation site, and the two catalogs that it makes from the code.
+"""Settings of the documentation site, and the catalogs that it makes from the code.
 
     pip install -e '.[docs]' && python -m sphinx -W --keep-going -b html docs build/site
 
-The pages are Markdown files that GitHub shows too. findings.md and flags.md hold a marked line each, which a build replaces by
-the rules of megatron_lite/analysis/findings and by the flags of megatron_lite/config.
+The pages are Markdown files that GitHub shows too. findings.md, flags.md and report_json.md hold a marked line each, which a build replaces
+by the rules of megatron_lite/analysis/findings, the flags of megatron_lite/config and the keys of report.schema.json.
 """
 
+import json
 import re
 import sys
 from collections.abc import Iterable
@@ -130,13 +131,54 @@ def list_all_flags() -> str:
     return "\n".join(lines)
 
 
+def name_type(schema: dict) -> str:
+    """A JSON schema's type in words, with links to the objects of the page."""
+    if "$ref" in schema:
+        name = schema["$ref"].rpartition("/")[2]
+        return f"[{name}](#{name.lower()})"
+    if "anyOf" in schema:
+        return " or ".join(map(name_type, schema["anyOf"]))
+    if "const" in schema or "enum" in schema:
+        return " or ".join(f"`{json.dumps(value)}`" for value in schema.get("enum", [schema.get("const")]))
+    kinds = schema["type"]
+    if isinstance(kinds, list):
+        return " or ".join(name_type({**schema, "type": kind}) for kind in kinds)
+    if kinds == "array" and isinstance(schema.get("items"), dict):
+        return f"list of {name_type(schema['items'])}"
+    if kinds == "object" and isinstance(schema.get("additionalProperties"), dict):
+        return f"object of {name_type(schema['additionalProperties'])}"
+    return "list" if kinds == "array" else kinds
+
+
+def list_report_keys() -> str:
+    """The objects of report.schema.json, each key with its type and meaning."""
+    schema = json.loads((ROOT / "docs" / "report.schema.json").read_text(encoding="utf-8"))
+    lines = []
+    for name, described in {"The whole": schema, **schema["$defs"]}.items():
+        lines += [
+            "",
+            f"## {name}",
+            "",
+            *([] if described is schema else [escape(described.get("description", ""))]),
+            "",
+        ]
+        for key, value in described.get("properties", {}).items():
+            meaning = escape(value.get("description", ""))
+            lines.append(f"- `{key}` ({name_type(value)}){f': {meaning}' if meaning else ''}")
+    return "\n".join(lines)
+
+
 OUTSIDE = {  # files that other files show on a page of the site, or a folder's first page
     "../CONTRIBUTING.md": "contributing.md",
     "../CHANGELOG.md": "changelog.md",
     "../nsight_profile/README.md": "nsight.md",
     "decisions": "decisions/index.md",
 }
-CATALOGS = {"findings": ("<!-- findings -->", list_rules), "flags": ("<!-- flags -->", list_all_flags)}
+CATALOGS = {
+    "findings": ("<!-- findings -->", list_rules),
+    "flags": ("<!-- flags -->", list_all_flags),
+    "report_json": ("<!-- keys -->", list_report_keys),
+}
 
 
 def prepare_page(app, docname: str, source: list[str]):

@@ -1,5 +1,6 @@
 """The documentation as a site, and the README: what they link to is there, and pages need no network."""
 
+import json
 import re
 import shlex
 import subprocess
@@ -142,12 +143,16 @@ def test_every_link_within_the_site_leads_somewhere_and_no_page_loads_from_the_n
 
 
 @pytest.mark.slow
-def test_the_catalogs_have_every_finding_and_every_flag(built):
+def test_the_catalogs_have_every_finding_flag_and_key(built):
     assert set(RULES) <= Page(built / "findings.html").ids
     spellings = {spelling for flag in list_flags(Args) for spelling in flag.spellings} | set(read_flags())
     terms = "".join(re.findall(r"<dt>.*?</dt>", (built / "flags.html").read_text(encoding="utf-8"), re.DOTALL))
     shown = re.findall(r'<span class="pre">(--[^<]+)</span></code>', terms)
     assert sorted(shown) == sorted(spellings)
+    schema = json.loads((ROOT / "docs" / "report.schema.json").read_text(encoding="utf-8"))
+    keys = {key for one in [schema, *schema["$defs"].values()] for key in one["properties"]}
+    text = (built / "report_json.html").read_text(encoding="utf-8")
+    assert keys <= set(re.findall(r'<li><p><code[^>]*><span class="pre">(\w+)</span>', text))
     text = (built / "findings.html").read_text(encoding="utf-8")
     assert all(
         text.count(f"<dt>{part}") == len(RULES)
