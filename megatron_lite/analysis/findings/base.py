@@ -44,6 +44,7 @@ class Rule:
 
     code: str
     title: str  # a few words
+    subjects: tuple[str, ...]  # the report's sections with its evidence
     needs: Needs
     function: Callable[..., Finding | None]  # (facts), or (facts, what it needs)
 
@@ -63,13 +64,14 @@ class Rule:
         return cleandoc(self.function.__doc__ or "")
 
 
-def rule(code: str, title: str, needs: Needs = "") -> Callable[[Callable[..., Finding | None]], Rule]:
+def rule(code: str, title: str, *subjects: str, needs: Needs = "") -> Callable[[Callable[..., Finding | None]], Rule]:
     """Make a function a rule, whose docstring is its page.
 
+    subjects: the keys of the report's sections that show its evidence; the page leads from it to them.
     needs: its second argument, without which it is not asked: the run's record, the snapshot with the highest peak, or the
         rank whose time is the run's ("trace"; "gpu" if the trace is of one).
     """
-    return lambda function: Rule(code, title, needs, function)
+    return lambda function: Rule(code, title, subjects, needs, function)
 
 
 def build_time_finding(

@@ -62,7 +62,7 @@ def _measure_reduction(facts: Facts, one: RankFacts) -> Reduction | None:
     )
 
 
-@rule("all-reduce-tail", "gradient reduction after backward's end", needs="trace")
+@rule("all-reduce-tail", "gradient reduction after backward's end", "phases", "collectives", needs="trace")
 def find_all_reduce_tail(facts: Facts, one: RankFacts) -> Finding | None:
     """Gradients are still being reduced when backward is over.
 
@@ -94,7 +94,7 @@ NEVER_EARLY = 0.05  # of the communication: that little begins early by rounding
 BUCKETS = 8  # enough that the last one is a small part
 
 
-@rule("no-overlap", "gradient reduction that overlaps with nothing", needs="trace")
+@rule("no-overlap", "gradient reduction that overlaps with nothing", "step", "collectives", needs="trace")
 def find_no_overlap(facts: Facts, one: RankFacts) -> Finding | None:
     """Gradients are reduced only after backward is over.
 
@@ -125,7 +125,7 @@ FP32_BYTES = 4
 BUCKET_FLAG = "--ddp-bucket-size 6553600"  # parameters: 25 MiB of fp32, as torch has it
 
 
-@rule("small-buckets", "many small collectives", needs="trace")
+@rule("small-buckets", "many small collectives", "collectives", needs="trace")
 def find_small_buckets(facts: Facts, one: RankFacts) -> Finding | None:
     """Gradients are reduced in many small collectives.
 
@@ -159,7 +159,7 @@ def find_small_buckets(facts: Facts, one: RankFacts) -> Finding | None:
 AS_MANY = 0.5  # of the last micro-batch's collectives, in each of the others: a stray one is something else
 
 
-@rule("reduce-every-micro-batch", "gradient reduction in every micro-batch", needs="trace")
+@rule("reduce-every-micro-batch", "gradient reduction in every micro-batch", "collectives", needs="trace")
 def find_reduce_every_micro_batch(facts: Facts, one: RankFacts) -> Finding | None:
     """Gradients are reduced in every micro-batch instead of once per step.
 
@@ -205,7 +205,7 @@ CAUSES = {
 }
 
 
-@rule("straggler", "rank that the others wait for")
+@rule("straggler", "rank that the others wait for", "ranks", "collectives")
 def find_straggler(facts: Facts) -> Finding | None:
     """One rank makes the others wait.
 
@@ -269,7 +269,7 @@ def _describe_lateness(found: Straggler, ranks: Ranks | None) -> str:
     return f"{text} the others wait most for {whom}, {in_ms(most.caused_wait_ms)} per step"
 
 
-@rule("tensor-across-nodes", "split layers whose ranks are on several nodes")
+@rule("tensor-across-nodes", "split layers whose ranks are on several nodes", "ranks", "collectives")
 def find_tensor_across_nodes(facts: Facts) -> Finding | None:
     """Tensor parallel ranks exchange hidden states over the network.
 
@@ -324,7 +324,7 @@ def _measure_shard_traffic(facts: Facts) -> ShardTraffic | None:
     return ShardTraffic(gathers_ms, number, min(reductions_ms, most_ms - gathers_ms), step_ms) if gathers else None
 
 
-@rule("parameter-gather", "weights gathered while nothing computes")
+@rule("parameter-gather", "weights gathered while nothing computes", "step", "collectives")
 def find_parameter_gather(facts: Facts) -> Finding | None:
     """Ranks that share out weights wait until they have gathered those of the next layer.
 
@@ -361,7 +361,7 @@ def find_parameter_gather(facts: Facts) -> Finding | None:
     return build_time_finding(seen.gathers_ms, evidence, advice, flags, certain=False)
 
 
-@rule("needless-sharding", "weights shared out though memory is plentiful")
+@rule("needless-sharding", "weights shared out though memory is plentiful", "memory", "prediction", "collectives")
 def find_needless_sharding(facts: Facts) -> Finding | None:
     """Weights are gathered and gradients scattered in every micro-batch although all of them would fit.
 
@@ -390,7 +390,7 @@ def find_needless_sharding(facts: Facts) -> Finding | None:
     return build_time_finding(cost_ms, evidence, advice, ("--use-distributed-optimizer",), certain=False)
 
 
-@rule("max-connections", "one hardware queue for all streams", needs="gpu")
+@rule("max-connections", "one hardware queue for all streams", "collectives", needs="gpu")
 def find_max_connections(facts: Facts, one: RankFacts) -> Finding | None:
     """CUDA_DEVICE_MAX_CONNECTIONS=1 without tensor parallelism.
 

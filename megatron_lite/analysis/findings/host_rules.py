@@ -15,7 +15,7 @@ BETWEEN_STEPS = {Phase.LOG.value, Phase.EVAL.value, Phase.SAVE.value}  # there, 
 MAX_SHOWN = 4
 
 
-@rule("sync-in-step", "synchronisation inside the step", needs="gpu")
+@rule("sync-in-step", "synchronisation inside the step", "step", needs="gpu")
 def find_sync_in_step(facts: Facts, one: RankFacts) -> Finding | None:
     """The host waits for the device inside a step.
 
@@ -56,7 +56,7 @@ def find_waits(one: RankFacts) -> list[SyncSite]:
 MAX_LAUNCH_SITES = 3
 
 
-@rule("launch-bound", "host too slow to launch small kernels", needs="gpu")
+@rule("launch-bound", "host too slow to launch small kernels", "step", "kernels", needs="gpu")
 def find_launch_bound(facts: Facts, one: RankFacts) -> Finding | None:
     """The device waits for the host to launch small kernels.
 
@@ -98,7 +98,7 @@ STACKS = "--pytorch-profiler-collect-callstack"
 LARGER_OPERATORS = ("--micro-batch-size", "--torch-compile")
 
 
-@rule("host-gaps", "host late in places", needs="trace")
+@rule("host-gaps", "host late in places", "step", "phases", needs="trace")
 def find_host_gaps(facts: Facts, one: RankFacts) -> Finding | None:
     """The host comes too late in places.
 
@@ -169,7 +169,7 @@ MIN_MICRO_BATCHES = 4  # per step: with fewer, little can be saved
 FEW_TOKENS = 2048  # per micro-batch: above, a transformer's products fill a device
 
 
-@rule("tiny-micro-batches", "micro-batches too small for their overhead", needs="trace")
+@rule("tiny-micro-batches", "micro-batches too small for their overhead", "step", "phases", needs="trace")
 def find_tiny_micro_batches(facts: Facts, one: RankFacts) -> Finding | None:
     """Micro-batches so small that overhead is a large part of them.
 
@@ -199,7 +199,7 @@ def find_tiny_micro_batches(facts: Facts, one: RankFacts) -> Finding | None:
     return find_lost_time(one, cost, text, advice, flags=(flag,), certain=False)
 
 
-@rule("gc-pauses", "pauses of Python's garbage collector", needs="trace")
+@rule("gc-pauses", "pauses of Python's garbage collector", "step", needs="trace")
 def find_gc_pauses(facts: Facts, one: RankFacts) -> Finding | None:
     """Python's garbage collector interrupts steps.
 
@@ -226,7 +226,7 @@ ALLOCATOR_CALLS = ("cudaMalloc", "cudaFree", "cudaHostAlloc", "cuMem", "hipMallo
 EXPANDABLE_SEGMENTS = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 
 
-@rule("allocator-stalls", "cudaMalloc and cudaFree inside the step", needs="gpu")
+@rule("allocator-stalls", "cudaMalloc and cudaFree inside the step", "step", "memory", needs="gpu")
 def find_allocator_stalls(facts: Facts, one: RankFacts) -> Finding | None:
     """Memory is taken from and given back to the driver inside steps.
 
@@ -249,7 +249,7 @@ def find_allocator_stalls(facts: Facts, one: RankFacts) -> Finding | None:
     return find_lost_time(one, cost, text, advice, row=row, flags=flags, cheap=True)
 
 
-@rule("stream-waits", "kernels waiting for another stream", needs="gpu")
+@rule("stream-waits", "kernels waiting for another stream", "step", needs="gpu")
 def find_stream_waits(facts: Facts, one: RankFacts) -> Finding | None:
     """Kernels wait for another stream.
 

@@ -54,7 +54,7 @@ def measure_loader_wait(facts: Facts) -> LoaderWait | None:
     return LoaderWait(ms, run.steady_step_ms - ms, None, text, place, rank)
 
 
-@rule("starved-loader", "waiting for the data loader")
+@rule("starved-loader", "waiting for the data loader", "step", "phases", "ranks")
 def find_starved_loader(facts: Facts) -> Finding | None:
     """Training waits for the data loader.
 
@@ -87,7 +87,7 @@ def find_starved_loader(facts: Facts) -> Finding | None:
     return build_time_finding(wait.ms, seen, advice, (f"--num-workers {wanted or 'N'}",), rank=wait.rank)
 
 
-@rule("too-many-workers", "more loader workers than cores")
+@rule("too-many-workers", "more loader workers than cores", "ranks", "run")
 def find_too_many_workers(facts: Facts) -> Finding | None:
     """More loader workers than cores, and training still waits for data.
 
@@ -126,7 +126,7 @@ TO_DEVICE = (Phase.DATA.value, Phase.DATA_TO_DEVICE.value)
 PAGEABLE = re.compile(r"(HtoD|HostToDevice|Host2Device).*Pageable|Pageable -> Device", re.IGNORECASE)
 
 
-@rule("unpinned-copies", "copies from pageable memory", needs="gpu")
+@rule("unpinned-copies", "copies from pageable memory", "step", "kernels", needs="gpu")
 def find_unpinned_copies(facts: Facts, one: RankFacts) -> Finding | None:
     """Batches are copied to the device from pageable memory.
 
@@ -168,7 +168,7 @@ MAX_SMALL_COPIES = 32  # per step: a batch's few fields and a logged value are f
 ACROSS = re.compile(r"HtoD|DtoH|HostToDevice|DeviceToHost", re.IGNORECASE)
 
 
-@rule("small-copies", "many small copies", needs="gpu")
+@rule("small-copies", "many small copies", "step", "kernels", needs="gpu")
 def find_small_copies(facts: Facts, one: RankFacts) -> Finding | None:
     """Many small copies between host and device.
 
@@ -199,7 +199,7 @@ def find_small_copies(facts: Facts, one: RankFacts) -> Finding | None:
 MAX_SHOWN = 3
 
 
-@rule("exposed-copies", "copies that nothing hides", needs="gpu")
+@rule("exposed-copies", "copies that nothing hides", "step", needs="gpu")
 def find_exposed_copies(facts: Facts, one: RankFacts) -> Finding | None:
     """Copies between host and device that no computing hides.
 

@@ -14,7 +14,7 @@ MIN_TOKENS = 128  # below, the scores are no larger than the activations around 
 MIN_TOKENS_ON_CPU = 512  # at 256 explicit attention was measured to be the faster one
 
 
-@rule("attention-scores", "attention that writes its scores", needs="trace")
+@rule("attention-scores", "attention that writes its scores", "kernels", "operators", "roofline", needs="trace")
 def find_attention_scores(facts: Facts, one: RankFacts) -> Finding | None:
     """Attention writes its scores to memory.
 
@@ -58,7 +58,7 @@ def find_score_tensors(dims: tuple) -> set[int]:
 MATH = "aten::_scaled_dot_product_attention_math"
 
 
-@rule("attention-dropout", "attention dropout without a fused kernel", needs="trace")
+@rule("attention-dropout", "attention dropout without a fused kernel", "kernels", "operators", needs="trace")
 def find_attention_dropout(facts: Facts, one: RankFacts) -> Finding | None:
     """Dropout inside attention keeps a CPU from using its fused kernel.
 
@@ -88,7 +88,7 @@ BY_DESIGN = {Phase.BACKWARD.value, Phase.OPTIMIZER_STEP.value}  # 16-bit gradien
 MAX_SHOWN = 3
 
 
-@rule("copy-share", "copying, casting and reordering tensors", needs="trace")
+@rule("copy-share", "copying, casting and reordering tensors", "kernels", "operators", needs="trace")
 def find_copy_share(facts: Facts, one: RankFacts) -> Finding | None:
     """A large part of the work is copying, casting and reordering tensors.
 
@@ -124,7 +124,7 @@ def find_copy_share(facts: Facts, one: RankFacts) -> Finding | None:
 MAX_ELEMENTWISE_SHARE = 0.15
 
 
-@rule("unfused-elementwise", "elementwise kernels one by one", needs="gpu")
+@rule("unfused-elementwise", "elementwise kernels one by one", "kernels", needs="gpu")
 def find_unfused_elementwise(facts: Facts, one: RankFacts) -> Finding | None:
     """Elementwise kernels that a compiler would join.
 

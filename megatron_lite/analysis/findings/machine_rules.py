@@ -18,7 +18,7 @@ MAX_STEPS_SHOWN = 6
 COMPILES = ("_compile.compile_inner", "entire_frame_compile", "compile_fx", "dynamo: _compile")
 
 
-@rule("recompilation", "compiling anew in the middle of training")
+@rule("recompilation", "compiling anew in the middle of training", "run")
 def find_recompilation(facts: Facts) -> Finding | None:
     """torch.compile compiles again and again.
 
@@ -75,7 +75,7 @@ MAX_BREAKS_SHOWN = 4
 FEW = 3  # different regions: here a layer and the loss' two pieces; elsewhere functions compiled apart are seldom more
 
 
-@rule("graph-breaks", "compiled graphs cut into pieces", needs="trace")
+@rule("graph-breaks", "compiled graphs cut into pieces", "kernels", "operators", needs="trace")
 def find_graph_breaks(facts: Facts, one: RankFacts) -> Finding | None:
     """torch.compile cut the model into pieces.
 
@@ -120,7 +120,7 @@ MIN_MS = 10_000.0  # less nobody waits for
 MIN_RUN_STEPS = 30  # a shorter run is a trial
 
 
-@rule("first-step", "long first step of a short run", needs="run")
+@rule("first-step", "long first step of a short run", "run", needs="run")
 def find_first_step(facts: Facts, run: Run) -> Finding | None:
     """The first step takes a large part of a short run.
 
@@ -160,7 +160,7 @@ COSTLY = tuple(f"--pytorch-profiler-collect-{what}" for what in ("callstack", "m
 COSTLY_ON_CPUS = ("--record-memory-history", *COSTLY)
 
 
-@rule("profiler-overhead", "profiler that disturbs what it measures", needs="run")
+@rule("profiler-overhead", "profiler that disturbs what it measures", "run", needs="run")
 def find_profiler_overhead(facts: Facts, run: Run) -> Finding | None:
     """The profiler slowed its steps down so much that the trace's shares are not the run's.
 
@@ -197,7 +197,7 @@ def find_profiler_overhead(facts: Facts, run: Run) -> Finding | None:
     return Finding(evidence=(seen,), advice=advice, certain=bool(run.recovered))
 
 
-@rule("debug-switches", "switches for debugging left on")
+@rule("debug-switches", "switches for debugging left on", "run")
 def find_debug_switches(facts: Facts) -> Finding | None:
     """Switches for finding errors were left on.
 
@@ -219,7 +219,7 @@ def find_debug_switches(facts: Facts) -> Finding | None:
     return Finding(evidence=seen, advice=advice, certain=False)
 
 
-@rule("too-many-threads", "more computing threads than cores")
+@rule("too-many-threads", "more computing threads than cores", "ranks", "run")
 def find_too_many_threads(facts: Facts) -> Finding | None:
     """More computing threads than cores.
 
@@ -246,7 +246,7 @@ def find_too_many_threads(facts: Facts) -> Finding | None:
 MAX_RANKS_SHOWN = 8  # ranks
 
 
-@rule("busy-machine", "ranks that are not given their cores", needs="run")
+@rule("busy-machine", "ranks that are not given their cores", "ranks", "run", needs="run")
 def find_busy_machine(facts: Facts, run: Run) -> Finding | None:
     """Ranks that were ready to compute and had no core.
 

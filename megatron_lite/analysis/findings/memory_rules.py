@@ -16,7 +16,7 @@ GROWTH_ADVICE = "keep numbers instead of tensors that hold their graph: .item() 
 GROWTH_FLAGS = ("--record-memory-history",)
 
 
-@rule("memory-growth", "memory that grows with every step")
+@rule("memory-growth", "memory that grows with every step", "memory", "run")
 def find_memory_growth(facts: Facts) -> Finding | None:
     """Memory that stays after each step: a leak.
 
@@ -62,7 +62,7 @@ def find_memory_growth(facts: Facts) -> Finding | None:
 GROWS_WITH_BATCH = ("activations", "logits and loss", "workspace")
 
 
-@rule("out-of-memory", "allocation that failed")
+@rule("out-of-memory", "allocation that failed", "memory")
 def find_out_of_memory(facts: Facts) -> Finding | None:
     """The run ended because memory was full.
 
@@ -99,7 +99,7 @@ HELPS = 0.05  # of what is reserved, that the replay must save to be worth a wor
 EXPANDABLE_SEGMENTS = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 
 
-@rule("fragmentation", "memory reserved but not used")
+@rule("fragmentation", "memory reserved but not used", "memory")
 def find_fragmentation(facts: Facts) -> Finding | None:
     """The allocator holds much more memory than tensors use.
 
@@ -142,7 +142,7 @@ def find_fragmentation(facts: Facts) -> Finding | None:
 MAX_LOGITS_SHARE = 0.25  # of the peak: less than the layers' activations usually take
 
 
-@rule("logits-peak", "logits and loss at the memory peak", needs="snapshot")
+@rule("logits-peak", "logits and loss at the memory peak", "memory", needs="snapshot")
 def find_logits_peak(facts: Facts, most: Snapshot) -> Finding | None:
     """Memory peaks at the logits.
 
@@ -175,7 +175,7 @@ MAX_SCORES_SHARE = 0.10  # of the peak: less changes no micro-batch
 MIN_BLOCKS = 4  # one per layer; a loss has one or two
 
 
-@rule("attention-memory", "attention scores kept for backward", needs="snapshot")
+@rule("attention-memory", "attention scores kept for backward", "memory", needs="snapshot")
 def find_attention_memory(facts: Facts, most: Snapshot) -> Finding | None:
     """Attention scores of all layers wait in memory for backward.
 
@@ -206,7 +206,7 @@ RECOMPUTE_FLAG = "--recompute-granularity full --recompute-method uniform --reco
 SIXTEEN_BITS = ("fp16", "bf16")
 
 
-@rule("recompute-activations", "activations that could be recomputed", needs="snapshot")
+@rule("recompute-activations", "activations that could be recomputed", "memory", needs="snapshot")
 def find_recompute_activations(facts: Facts, most: Snapshot) -> Finding | None:
     """Recomputing activations would take most of the memory peak away.
 
@@ -245,7 +245,7 @@ def find_recompute_activations(facts: Facts, most: Snapshot) -> Finding | None:
 MIN_SHARED = 0.10  # of the peak, that ranks must save by sharing: it costs no arithmetic
 
 
-@rule("state-kept-whole", "moments and masters that every rank keeps whole", needs="snapshot")
+@rule("state-kept-whole", "moments and masters that every rank keeps whole", "memory", needs="snapshot")
 def find_state_kept_whole(facts: Facts, most: Snapshot) -> Finding | None:
     """Every data parallel rank keeps what one could share with the others.
 
@@ -271,7 +271,7 @@ def find_state_kept_whole(facts: Facts, most: Snapshot) -> Finding | None:
     return find_lost_memory(most, held, gain, text, advice, flags=("--use-distributed-optimizer",))
 
 
-@rule("sequence-parallel-off", "activations that tensor parallel ranks keep whole", needs="snapshot")
+@rule("sequence-parallel-off", "activations that tensor parallel ranks keep whole", "memory", needs="snapshot")
 def find_sequence_parallel_off(facts: Facts, most: Snapshot) -> Finding | None:
     """Between attention and MLP, every tensor parallel rank keeps all tokens.
 
@@ -299,7 +299,7 @@ def find_sequence_parallel_off(facts: Facts, most: Snapshot) -> Finding | None:
     return find_lost_memory(most, held, gain, text, f"share out the tokens, too: {flag}", flags=(flag,))
 
 
-@rule("micro-batch-headroom", "memory left for a larger micro-batch")
+@rule("micro-batch-headroom", "memory left for a larger micro-batch", "memory", "prediction")
 def find_micro_batch_headroom(facts: Facts) -> Finding | None:
     """Memory is left for a larger micro-batch.
 
@@ -327,7 +327,7 @@ def find_micro_batch_headroom(facts: Facts) -> Finding | None:
 FORWARD = Phase.FORWARD.value
 
 
-@rule("needless-recompute", "recomputation though memory is plentiful")
+@rule("needless-recompute", "recomputation though memory is plentiful", "memory", "prediction")
 def find_needless_recompute(facts: Facts) -> Finding | None:
     """Activations are recomputed although memory is plentiful.
 

@@ -12,7 +12,7 @@ from megatron_lite.thresholds import is_by_chance
 MIN_BUBBLE = 0.10  # of a step, by the schedule: with less, what stages wait has other causes
 
 
-@rule("pipeline-bubble", "stages that wait because micro-batches are few", needs="run")
+@rule("pipeline-bubble", "stages that wait because micro-batches are few", "phases", "pipeline", needs="run")
 def find_pipeline_bubble(facts: Facts, run: Run) -> Finding | None:
     """Stages of a pipeline stand still while it fills and drains.
 
@@ -63,7 +63,7 @@ def find_pipeline_bubble(facts: Facts, run: Run) -> Finding | None:
 MIN_SLOWER = 1.2  # times the other stages' time for each layer: a place that is slow
 
 
-@rule("unbalanced-stages", "a stage of the pipeline that takes longer than the others", needs="run")
+@rule("unbalanced-stages", "a stage of the pipeline that takes longer than the others", "pipeline", needs="run")
 def find_unbalanced_stages(facts: Facts, run: Run) -> Finding | None:
     """One stage has more to do than the others, or does it more slowly.
 

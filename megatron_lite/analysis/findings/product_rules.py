@@ -17,7 +17,7 @@ SIXTEEN_BITS = ("fp16", "bf16")
 MAX_SHOWN = 3
 
 
-@rule("no-tensor-cores", "16-bit matrix products without tensor cores", needs="gpu")
+@rule("no-tensor-cores", "16-bit matrix products without tensor cores", "kernels", "roofline", needs="gpu")
 def find_no_tensor_cores(facts: Facts, one: RankFacts) -> Finding | None:
     """16-bit matrix products that do not run on tensor cores.
 
@@ -54,7 +54,7 @@ MAX_FP32_SHARE = 0.10  # of the step: a few fp32 products (router, loss) belong 
 WITHOUT_TENSOR_CORES = re.compile(r"\b(K[0-9]{2}|M[0-9]{2}|P100|P40|P4|GTX|Titan Xp?)\b")
 
 
-@rule("fp32-products", "matrix products in fp32", needs="trace")
+@rule("fp32-products", "matrix products in fp32", "kernels", "operators", "roofline", needs="trace")
 def find_fp32_products(facts: Facts, one: RankFacts) -> Finding | None:
     """Matrix products run in fp32 where 16 bits would be faster.
 
@@ -98,7 +98,7 @@ def find_fp32_products(facts: Facts, one: RankFacts) -> Finding | None:
     return replace(found, gain_ms=gain)
 
 
-@rule("slow-16-bit-products", "16-bit products without units for them")
+@rule("slow-16-bit-products", "16-bit products without units for them", "kernels", "roofline")
 def find_slow_16_bit_products(facts: Facts) -> Finding | None:
     """16-bit matrix products on a processor that has no units for them.
 
@@ -137,7 +137,7 @@ NEAR = 0.05  # a dimension may grow by so much to reach a multiple of 128
 MAX_SHAPES_SHOWN = 4
 
 
-@rule("matmul-shapes", "matrix dimensions off the tiles", needs="trace")
+@rule("matmul-shapes", "matrix dimensions off the tiles", "roofline", needs="trace")
 def find_matmul_shapes(facts: Facts, one: RankFacts) -> Finding | None:
     """Matrix products whose dimensions fit the hardware badly.
 
@@ -192,7 +192,7 @@ REACHES = 0.35  # of its floor's rate: libraries reach half on ordinary shapes
 MAX_SHARE_ABOVE_FLOOR = 0.10  # of the step above the floor
 
 
-@rule("below-roofline", "products far below the hardware's limit", needs="gpu")
+@rule("below-roofline", "products far below the hardware's limit", "roofline", needs="gpu")
 def find_below_roofline(facts: Facts, one: RankFacts) -> Finding | None:
     """Matrix products and attention far below what the hardware can do.
 
@@ -233,7 +233,7 @@ def find_below_roofline(facts: Facts, one: RankFacts) -> Finding | None:
 FIT = 128  # the multiple that is enough
 
 
-@rule("vocabulary-padding", "vocabulary rows that are only padding", needs="trace")
+@rule("vocabulary-padding", "vocabulary rows that are only padding", "roofline", "memory", needs="trace")
 def find_vocabulary_padding(facts: Facts, one: RankFacts) -> Finding | None:
     """Rows of the vocabulary that no token uses.
 

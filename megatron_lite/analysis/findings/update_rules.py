@@ -19,7 +19,7 @@ OPTIMIZER_PHASE = re.compile(rf"{Phase.OPTIMIZER_STEP}$|Optimizer\.step#")
 MIN_TENSORS = 4  # parameter tensors whose loop would not be worth a word
 
 
-@rule("unfused-optimizer", "optimizer that is not fused", needs="trace")
+@rule("unfused-optimizer", "optimizer that is not fused", "phases", "kernels", "operators", needs="trace")
 def find_unfused_optimizer(facts: Facts, one: RankFacts) -> Finding | None:
     """The optimizer updates tensor by tensor, or operation by operation.
 
@@ -48,7 +48,7 @@ ZEROES = ("aten::zero_", "aten::_foreach_zero_")
 ZERO_GRAD_PHASES = ("Optimizer.zero_grad", "zero_grad")
 
 
-@rule("zeroed-gradients", "gradients filled with zeros", needs="trace")
+@rule("zeroed-gradients", "gradients filled with zeros", "phases", "kernels", "operators", needs="trace")
 def find_zeroed_gradients(facts: Facts, one: RankFacts) -> Finding | None:
     """Gradients are filled with zeros instead of let go.
 
@@ -75,7 +75,7 @@ MAX_SKIPPED_SHARE = 0.05  # of the steps: dynamic scaling at Megatron's window o
 MIN_SKIPS = 4  # fewer may be a single bad batch
 
 
-@rule("overflow-storm", "steps thrown away because gradients overflow", needs="run")
+@rule("overflow-storm", "steps thrown away because gradients overflow", "run", "losses", needs="run")
 def find_overflow_storm(facts: Facts, run: Run) -> Finding | None:
     """Many steps are skipped because gradients overflow.
 
@@ -114,7 +114,7 @@ FALLEN = 256.0  # times from its highest after the first good step
 MIN_SCALED_STEPS = 20
 
 
-@rule("scale-collapse", "loss scale that has collapsed", needs="run")
+@rule("scale-collapse", "loss scale that has collapsed", "run", "losses", needs="run")
 def find_scale_collapse(facts: Facts, run: Run) -> Finding | None:
     """The fp16 loss scale has fallen to where gradients vanish.
 
@@ -139,7 +139,7 @@ def find_scale_collapse(facts: Facts, run: Run) -> Finding | None:
     return Finding(evidence=(seen,), advice=advice, flags=("--bf16",))
 
 
-@rule("no-learning", "losses that show no learning", needs="run")
+@rule("no-learning", "losses that show no learning", "run", "losses", needs="run")
 def find_no_learning(facts: Facts, run: Run) -> Finding | None:
     """The run computes, and its losses say that it does not learn.
 
@@ -170,7 +170,7 @@ LOG = Phase.LOG.value
 COSTLY = {"log_params_norm": "--log-params-norm", "log_num_zeros_in_grad": "--log-num-zeros-in-grad"}
 
 
-@rule("log-stalls", "logging in every step")
+@rule("log-stalls", "logging in every step", "step", "phases", "run")
 def find_log_stalls(facts: Facts) -> Finding | None:
     """Logging takes a notable part of each step.
 
@@ -208,7 +208,7 @@ MIN_STEPS, MIN_TIMES = 20, 3  # one of both: a short run's only checkpoint says 
 SAVE, EVAL = Phase.SAVE.value, Phase.EVAL.value
 
 
-@rule("save-and-eval", "stalls for checkpoints and evaluations", needs="run")
+@rule("save-and-eval", "stalls for checkpoints and evaluations", "run", needs="run")
 def find_save_and_eval(facts: Facts, run: Run) -> Finding | None:
     """Training stands still for checkpoints and evaluations.
 

@@ -3,6 +3,7 @@
 import math
 from functools import partial
 
+from megatron_lite.analysis.findings.rules import RULES
 from megatron_lite.analysis.ranks.rank_results import Ranks
 from megatron_lite.analysis.report import Report
 from megatron_lite.analysis.run.learning import measure_learning
@@ -21,25 +22,6 @@ from megatron_lite.units import count, significant, size
 # --- findings, most costly first: what, cost, evidence, what to try, what it can bring at most
 
 MAX_IN_FULL, MAX_NAMED, MAX_EVIDENCE = 3, 7, 2
-SHOWS = {  # by section: the findings whose evidence stands there
-    "step": "starved-loader unpinned-copies small-copies exposed-copies sync-in-step launch-bound host-gaps gc-pauses allocator-stalls "
-    "stream-waits no-overlap parameter-gather tiny-micro-batches log-stalls",
-    "phases": "all-reduce-tail host-gaps tiny-micro-batches unfused-optimizer zeroed-gradients starved-loader log-stalls pipeline-bubble",
-    "kernels": "attention-scores attention-dropout copy-share unfused-elementwise no-tensor-cores fp32-products slow-16-bit-products "
-    "unfused-optimizer zeroed-gradients launch-bound unpinned-copies small-copies graph-breaks",
-    "operators": "attention-scores attention-dropout copy-share fp32-products unfused-optimizer zeroed-gradients graph-breaks",
-    "roofline": "no-tensor-cores fp32-products slow-16-bit-products matmul-shapes below-roofline vocabulary-padding attention-scores",
-    "memory": "memory-growth out-of-memory fragmentation logits-peak attention-memory recompute-activations state-kept-whole "
-    "sequence-parallel-off micro-batch-headroom needless-recompute needless-sharding vocabulary-padding allocator-stalls",
-    "prediction": "micro-batch-headroom needless-recompute needless-sharding",
-    "pipeline": "pipeline-bubble unbalanced-stages",
-    "ranks": "straggler busy-machine too-many-threads too-many-workers starved-loader tensor-across-nodes",
-    "collectives": "all-reduce-tail no-overlap small-buckets reduce-every-micro-batch straggler tensor-across-nodes parameter-gather "
-    "needless-sharding max-connections",
-    "run": "recompilation first-step profiler-overhead debug-switches overflow-storm scale-collapse no-learning log-stalls save-and-eval "
-    "too-many-threads too-many-workers busy-machine memory-growth",
-    "losses": "overflow-storm scale-collapse no-learning",
-}  # fmt: skip
 
 
 def findings_section(report: Report, everything: bool) -> Section | None:
@@ -64,7 +46,7 @@ def findings_section(report: Report, everything: bool) -> Section | None:
             evidence=evidence if everything else evidence[: MAX_EVIDENCE if number == 1 else 1],
             advice=advice + (f" (saves at most {gain})" if gain else ""),
             in_full=everything or number <= MAX_IN_FULL,
-            shown_in=[key for key, codes in SHOWS.items() if finding.code in codes.split()],
+            shown_in=RULES[finding.code].subjects if finding.code in RULES else (),
         )]  # fmt: skip
     more = f"and {hidden} more with --all; " if hidden else ""
     told = f"{more}megatron-lite explain CODE: what a finding means, its false alarms"
