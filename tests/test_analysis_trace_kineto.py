@@ -141,6 +141,15 @@ def test_beginnings_and_ends(tmp_path):
     assert trace.notes == ("beginnings or ends of spans without a counterpart: 2, left out",)
 
 
+def test_halves_that_were_read_one_by_one_may_have_starts_of_different_types(tmp_path):
+    """Around an unreadable event a start with a fraction is read exactly, and a whole one as a double."""
+    half = '{"ph": "%s", "cat": "user_annotation", "name": "a", "pid": 1, "tid": 1, "ts": %s}'
+    text = ", ".join([half % ("B", "1700000000000000.5"), '{"ph": unreadable}', half % ("E", "1700000000000002")])
+    (tmp_path / "t.json").write_text(f'{{"traceEvents": [{text}]}}')
+    [trace] = read_traces(tmp_path / "t.json")
+    assert table(trace) == [("ANNOTATION", "a", 0, 1500)]
+
+
 def test_a_bare_list_of_events(tmp_path):
     path = tmp_path / "t.json"
     path.write_text(json.dumps([span("cpu_op", "a", 1, 1), span("kernel", "k", 2, 1, 0, 7)]))

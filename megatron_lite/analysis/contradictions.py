@@ -10,6 +10,7 @@ from dataclasses import replace
 import numpy as np
 
 from megatron_lite.analysis.findings.base import Evidence, Finding
+from megatron_lite.analysis.intervals import Integers
 from megatron_lite.analysis.rank_facts import RankFacts
 from megatron_lite.analysis.run.run_results import Run
 from megatron_lite.analysis.run_facts import Facts
@@ -69,7 +70,7 @@ def rests_on_run_only(evidence: Sequence[Evidence]) -> bool:
     return all(piece.where.endswith((RUN_FILE, STEPS_FILE)) for piece in evidence)
 
 
-def _find_launches(one: RankFacts) -> np.ndarray:
+def _find_launches(one: RankFacts) -> Integers:
     calls = one.trace.rows[Kind.RUNTIME]
     return calls[one.trace.passing(LAUNCH.match, Kind.RUNTIME)[one.trace.events.name[calls]]]
 

@@ -7,7 +7,7 @@ from functools import cached_property
 
 import numpy as np
 
-from megatron_lite.analysis.intervals import Cover, difference
+from megatron_lite.analysis.intervals import Cover, Integers, difference
 from megatron_lite.analysis.kernels.kernel_results import RankKernels
 from megatron_lite.analysis.kernels.kernel_words import is_communication
 from megatron_lite.analysis.time.find_phases import known_phase
@@ -60,58 +60,59 @@ class RankFacts:
 
     # --- rows of the steady steps
 
-    def rows_named(self, test: Callable[[str], object], *kinds: Kind) -> np.ndarray:
+    def rows_named(self, test: Callable[[str], object], *kinds: Kind) -> Integers:
         """Those of these kinds whose name passes `test`, in order; each distinct name is asked once."""
         trace = self.trace
         rows = np.concatenate([trace.rows[kind] for kind in kinds])
         rows = np.sort(rows) if len(kinds) > 1 else rows
         return self._in_steady_steps(rows[trace.passing(test, *kinds)[trace.events.name[rows]]])
 
-    def work_rows(self) -> np.ndarray:
+    def work_rows(self) -> Integers:
         """Kernels, copies and memsets; without a GPU operators."""
         return self._in_steady_steps(self.trace.device_rows if self.time.on_gpu else self.trace.rows[Kind.OP])
 
-    def _in_steady_steps(self, rows: np.ndarray) -> np.ndarray:
+    def _in_steady_steps(self, rows: Integers) -> Integers:
         return rows[self.placing.counts[rows]]
 
-    def communication_rows(self) -> np.ndarray:
+    def communication_rows(self) -> Integers:
         """Collectives: kernels, or without a GPU the spans of gloo and kin."""
         return self.rows_named(is_communication, Kind.KERNEL if self.time.on_gpu else Kind.ANNOTATION)
 
-    def compute_rows(self) -> np.ndarray:
+    def compute_rows(self) -> Integers:
         """Kernels (without a GPU: operators) that are no communication."""
         kind = Kind.KERNEL if self.time.on_gpu else Kind.OP
         return self.rows_named(lambda name: not (WRAPPERS.match(name) or is_communication(name)), kind)
 
-    def backward_ranges(self) -> np.ndarray:
+    def backward_ranges(self) -> Integers:
         """Backward's ranges on the host, one per micro-batch."""
         return self.rows_named(lambda name: known_phase(name) is Phase.BACKWARD, Kind.ANNOTATION)
 
-    def in_phases(self, rows: np.ndarray, *phases: str) -> np.ndarray:
+    def in_phases(self, rows: Integers, *phases: str) -> Integers:
         """Those of `rows` that belong to one of the phases."""
         wanted = np.array([name in phases for name in self.placing.phases] + [False])
-        return rows[wanted[self.placing.phase[rows]]]
+        found: Integers = rows[wanted[self.placing.phase[rows]]]
+        return found
 
     # --- what rows amount to
 
-    def per_step(self, rows: np.ndarray) -> float:
+    def per_step(self, rows: Integers) -> float:
         """How many there are in a step."""
         return len(rows) / self.steady_steps
 
-    def per_step_ms(self, rows: np.ndarray) -> float:
+    def per_step_ms(self, rows: Integers) -> float:
         """Durations added up."""
         events = self.trace.events
         return float((events.end_ns[rows] - events.start_ns[rows]).sum()) / 1e6 / self.steady_steps
 
-    def covered_ms(self, rows: np.ndarray) -> float:
+    def covered_ms(self, rows: Integers) -> float:
         """Time in which any of the events runs."""
         return self.trace.cover(rows).length / 1e6 / self.steady_steps
 
-    def find_exposed(self, rows: np.ndarray) -> Cover:
+    def find_exposed(self, rows: Integers) -> Cover:
         """When the events run and nothing computes."""
         return difference(self.trace.cover(rows), self.trace.cover(self.compute_rows()))
 
-    def exposed_ms(self, rows: np.ndarray) -> float:
+    def exposed_ms(self, rows: Integers) -> float:
         """Time in which the events run and nothing computes."""
         return self.find_exposed(rows).length / 1e6 / self.steady_steps
 

@@ -1,12 +1,12 @@
 """All that was found out about one run, for the rules and the renderers."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
+from megatron_lite.analysis.intervals import Numbers
 from megatron_lite.analysis.memory.memory_results import LedgerRow, Snapshot, TraceMemory
 from megatron_lite.analysis.rank_facts import RankFacts
 from megatron_lite.analysis.ranks.rank_results import Ranks
@@ -86,7 +86,7 @@ def sum_category(one: Snapshot, category: str) -> int:
     return sum(held.num_bytes for held in one.held if held.category == category)
 
 
-def measure_ordinary(run: Run | None, values: Sequence[float]) -> float | None:
+def measure_ordinary(run: Run | None, values: Numbers | tuple[()]) -> float | None:
     """Median over the ordinary steps that have a value."""
     if run is None or not len(values):
         return None
@@ -167,7 +167,8 @@ class Facts:
     @property
     def compiles(self) -> bool | None:
         """Whether layers go through torch.compile, as the run decided."""
-        return self.part("compilation", "layers")
+        layers: bool | None = self.part("compilation", "layers")
+        return layers
 
     @property
     def loader_workers(self) -> int | None:

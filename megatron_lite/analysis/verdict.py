@@ -69,9 +69,9 @@ def build_verdict(facts: Facts, findings: Sequence[Finding]) -> Verdict:
         return verdict
     if nothing := measure_learning(run).nothing:
         first.append(f"Nothing was learned: {nothing}")
-    how = {"failed": "failed", "killed or lost": "was killed or lost"}.get(run.status.partition(":")[0])
-    if how:
-        first.append(f"The run {how} after {run.steps:,} steps")
+    ended = {"failed": "failed", "killed or lost": "was killed or lost"}.get(run.status.partition(":")[0])
+    if ended:
+        first.append(f"The run {ended} after {run.steps:,} steps")
     if run.ranks and run.without_core:
         rank, ms = run.without_core
         if ms is None:
@@ -177,7 +177,7 @@ def _describe_step(facts: Facts, rank: RankFacts, findings: Sequence[Finding]) -
         role = max(roles, key=lambda role: roles[role], default=Role.OTHER)
         if costly and (costly.cost_ms or 0.0) >= MIN_SHARE_SAID * time.step_ms:
             parts.append(f"most costly cause: {costly.title} ({significant(costly.cost_ms or 0.0)} ms)")
-        elif role is not Role.OTHER and sum(roles.values()):
+        elif role is not Role.OTHER and sum(roles.values()) > 0:
             of = "device" if time.on_gpu else "operator"
             parts.append(f"{roles[role] / sum(roles.values()):.0%} of {of} time is {role}")
     return "; ".join(part for part in parts if part)

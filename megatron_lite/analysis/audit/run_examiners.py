@@ -15,11 +15,12 @@ from megatron_lite.analysis.compare.compare_results import Change, Pair
 from megatron_lite.analysis.compare.settings import exact, objections, paired_samples
 from megatron_lite.analysis.findings.base import Evidence, counted
 from megatron_lite.analysis.findings.memory_rules import MIN_SNAPSHOT_STEPS
+from megatron_lite.analysis.intervals import Numbers
 from megatron_lite.analysis.kernels.kernel_results import MATRIX_ROLES
 from megatron_lite.analysis.rank_facts import RankFacts, in_ms
 from megatron_lite.analysis.run.learning import measure_learning
 from megatron_lite.analysis.run.read import MIN_STEPS as MIN_STEPS_WITHOUT_GROWTH
-from megatron_lite.analysis.run.run_results import Numbers, Run
+from megatron_lite.analysis.run.run_results import Run
 from megatron_lite.analysis.run_facts import Facts, whole
 from megatron_lite.analysis.trace.columns import Kind
 from megatron_lite.run_folder import STEPS_FILE

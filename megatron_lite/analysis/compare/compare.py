@@ -18,12 +18,13 @@ from megatron_lite.analysis.compare.settings import (
     paired_samples,
 )
 from megatron_lite.analysis.contradictions import find_contradictions
+from megatron_lite.analysis.intervals import Numbers
 from megatron_lite.analysis.kernels.kernel_names import short_name
 from megatron_lite.analysis.kernels.kernel_words import get_kernel_role, get_operator_role
 from megatron_lite.analysis.kernels.rank_kernels import own_ms
 from megatron_lite.analysis.kernels.selection import Selection
 from megatron_lite.analysis.rank_facts import RankFacts
-from megatron_lite.analysis.run.run_results import Numbers, Run
+from megatron_lite.analysis.run.run_results import Run
 from megatron_lite.analysis.run_facts import Facts
 from megatron_lite.analysis.time.rank_time import rank_time
 from megatron_lite.analysis.time.time_results import ROW_TITLES, RankTime
@@ -168,7 +169,7 @@ class Side:
     time: RankTime  # of all steady steps together
     steps: list[RankTime]  # of single ones: how much every number varies
     work: dict[tuple[str, str], Work]  # by operator and phase
-    role_steps: dict[str, np.ndarray]  # ms of each steady step
+    role_steps: dict[str, Numbers]  # ms of each steady step
     roles: dict[str, float]
 
 
@@ -185,7 +186,7 @@ def build_side(one: RankFacts) -> Side:
     return Side(one.time, times, *_measure_work(one), roles)
 
 
-def _measure_work(one: RankFacts) -> tuple[dict[tuple[str, str], Work], dict[str, np.ndarray]]:
+def _measure_work(one: RankFacts) -> tuple[dict[tuple[str, str], Work], dict[str, Numbers]]:
     """(work by operator and phase, ms of each steady step by role): of a GPU what operators launched, and what has none
     by its own name; on a CPU the operators' own time."""
     chosen, placing, names, on_gpu = Selection(one.trace, one.placing), one.placing, one.trace.names, one.time.on_gpu
@@ -200,7 +201,7 @@ def _measure_work(one: RankFacts) -> tuple[dict[tuple[str, str], Work], dict[str
     name_ms = np.zeros((len(by_name), chosen.steps))
     np.add.at(name_ms, (at_name, step), ms)
     role_of = {row.name: str(row.role) for row in (one.kernels.rows if on_gpu else one.kernels.operators)}
-    roles: dict[str, np.ndarray] = {}
+    roles: dict[str, Numbers] = {}
     for code, by_step in zip(by_name.tolist(), name_ms):
         role = role_of.get(names[code], "")
         roles[role] = roles.get(role, 0.0) + by_step

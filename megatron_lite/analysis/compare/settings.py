@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from megatron_lite.analysis.compare.compare_results import Change, Flag, Pair
-from megatron_lite.analysis.run.run_results import Numbers
+from megatron_lite.analysis.intervals import Numbers
 from megatron_lite.analysis.run_facts import Facts
 
 Samples = Sequence[float] | Numbers

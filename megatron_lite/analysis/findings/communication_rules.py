@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_lite.analysis.findings.base import Evidence, Finding, build_time_finding, counted, find_lost_time, rule
+from megatron_lite.analysis.intervals import Integers
 from megatron_lite.analysis.rank_facts import MATTERS, MIN_SHARE_SHOWN, RankFacts, in_ms
 from megatron_lite.analysis.ranks.calls import collective_bytes
 from megatron_lite.analysis.ranks.from_run import find_straggler_by_medians
@@ -20,7 +21,7 @@ from megatron_lite.variables import MORE_QUEUES, QUEUES, has_needless_order
 BACKWARD, GRAD_SYNC = Phase.BACKWARD.value, Phase.GRAD_SYNC.value
 
 
-def _find_reductions(facts: Facts, one: RankFacts) -> np.ndarray:
+def _find_reductions(facts: Facts, one: RankFacts) -> Integers:
     """Collectives of backward and of what is left of it after: those of logging and evaluating are no gradients.
 
     None where ranks split layers or have stages of a pipeline: what they exchange within those is not told from gradients.

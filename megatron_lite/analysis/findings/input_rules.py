@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_lite.analysis.findings.base import Evidence, Finding, build_time_finding, find_lost_time, rule
+from megatron_lite.analysis.intervals import Integers
 from megatron_lite.analysis.rank_facts import MATTERS, RankFacts, in_ms
 from megatron_lite.analysis.run_facts import Facts, measure_ordinary, whole
 from megatron_lite.analysis.time.time_results import SyncSite
@@ -153,7 +154,7 @@ def find_unpinned_copies(facts: Facts, one: RankFacts) -> Finding | None:
     return find_lost_time(one, exposed + stalled, text, advice, row=rows[0], cheap=True)
 
 
-def pageable_rows(one: RankFacts) -> np.ndarray:
+def pageable_rows(one: RankFacts) -> Integers:
     """Copies from pageable host memory in steady steps."""
     return one.rows_named(PAGEABLE.search, Kind.MEMCPY)
 

@@ -6,6 +6,7 @@ import re
 import numpy as np
 
 from megatron_lite.analysis.findings.base import Evidence, Finding, build_time_finding, rule
+from megatron_lite.analysis.intervals import Integers
 from megatron_lite.analysis.rank_facts import MIN_SHARE_SHOWN, RankFacts, in_ms
 from megatron_lite.analysis.run.run_results import Run
 from megatron_lite.analysis.run_facts import Facts, whole
@@ -110,7 +111,7 @@ def find_graph_breaks(facts: Facts, one: RankFacts) -> Finding | None:
     return Finding(evidence=seen, advice=advice, flags=flags, certain=certain, rank=one.time.rank)
 
 
-def _names(one: RankFacts, rows: np.ndarray) -> list[str]:
+def _names(one: RankFacts, rows: Integers) -> list[str]:
     """The distinct ones."""
     return [one.trace.names[index] for index in np.unique(one.trace.events.name[rows])]
 

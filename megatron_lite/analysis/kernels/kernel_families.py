@@ -9,11 +9,13 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megatron_lite.analysis.kernels.kernel_results import Role, TensorCores
-from megatron_lite.analysis.kernels.kernel_words import FORMATS, TABLES, WORDS, fused_operators, template_format
+from megatron_lite.analysis.kernels.kernel_words import FORMATS, OTHER, TABLES, WORDS, fused_operators, template_format
 
 Told = list[tuple[str, str | None]]  # pieces of a name: text, meaning (None: the table says it)
+Meaning = str | dict[str, str] | Callable[[str], str | tuple[str, str]]
 
 
 class Word(str):
@@ -30,12 +32,12 @@ class Piece:
     where: "=GROUP" of the family's match; a pattern, whose group t (else all of it) is shown and v (else that) explained; or a
         function of the match and the name. meaning: a text with {v} or a group, as {v:TABLE} looked up,
         {precision} (no piece where that is unknown) or {any}; a dict
-        by v (None: all others; no piece without an entry); or a function of v, of the meaning or (text, meaning).
+        by v (OTHER: all others; no piece without an entry); or a function of v, of the meaning or (text, meaning).
     """
 
-    where: str | Callable[[re.Match, str], Told]
+    where: str | Callable[[re.Match[str], str], Told]
     field: str
-    meaning: str | dict | Callable[[str], str | tuple[str, str]]
+    meaning: Meaning
     inferred: bool
 
 
@@ -43,11 +45,11 @@ class Piece:
 class Family:
     """A row of kernel_families.tsv."""
 
-    pattern: re.Pattern
+    pattern: re.Pattern[str]
     name: str | Callable[[str], str]
     role: Role  # only where the table of roles knows nothing
     cores: TensorCores
-    find_format: Callable[[re.Match, str], str]  # of the match and the name; "" for unknown
+    find_format: Callable[[re.Match[str], str], str]  # of the match and the name; "" for unknown
     pieces: tuple[Piece, ...]  # in this order
     tail: tuple[Piece, ...]  # behind them, by their place in the match's group "rest"
     alignment: str  # pattern of a number
@@ -86,23 +88,24 @@ def _describe_nvjet(types: str) -> str:
 
 
 def _describe_instruction(digits: str) -> str:
-    sizes = WORDS["instructions"].get(digits, digits if "x" in digits else WORDS["instructions"][None])
+    sizes = WORDS["instructions"].get(digits, digits if "x" in digits else WORDS["instructions"][OTHER])
     return f"one instruction of the tensor cores multiplies {sizes} (MxNxK)"
 
 
 def find_functor(name: str) -> str:
     """What an elementwise or reduction kernel computes: 'MulFunctor', 'silu_kernel'; '' where nothing tells."""
-    for word in re.findall(r"\w+", name.partition("<")[2]):
+    words: list[str] = re.findall(r"\w+", name.partition("<")[2])
+    for word in words:
         if _FUNCTIONS.fullmatch(word) and not word.startswith(_WRAPPERS) and "elementwise" not in word:
             return word
     return ""
 
 
-def _find_types(found: re.Match) -> list[str]:
+def _find_types(found: re.Match[str]) -> list[str]:
     return list(dict.fromkeys(_FORMAT.findall(f"{found['before']}_{found['rest']}")))
 
 
-def _find_formats(found: re.Match, name: str) -> Told:
+def _find_formats(found: re.Match[str], name: str) -> Told:
     """Of a product on tensor cores."""
     types = _find_types(found)
     if not types and found["acc"] == "s" and not found["math"]:
@@ -111,14 +114,14 @@ def _find_formats(found: re.Match, name: str) -> Told:
     return [*((one, f"operands in {FORMATS[one]}") for one in types[:1]), *more]
 
 
-def _find_product_format(found: re.Match, on_cores: bool = False) -> str:
+def _find_product_format(found: re.Match[str], on_cores: bool = False) -> str:
     """Named formats first; else what the accumulator's letter implies."""
     implied = {"h": "fp16", "s": "tf32", "d": "fp64", "i": "int8"} if on_cores else WORDS["accumulators"]
     named = FORMATS.get(found["math"] or "") or next((FORMATS[one] for one in _find_types(found)), "")
     return "tf32" if on_cores and named == "fp32" else named or implied.get(found["acc"], "")
 
 
-FUNCTIONS: dict[str, Callable] = {  # "by NAME" in the tables
+FUNCTIONS: dict[str, Callable[..., Any]] = {  # "by NAME" in the tables
     # meanings, of v
     "architecture": _describe_architecture,
     "era": lambda v: f"written for {v.capitalize()} ({WORDS['architectures'][v]}); newer GPUs run it too",
@@ -165,7 +168,7 @@ FUNCTIONS: dict[str, Callable] = {  # "by NAME" in the tables
         )
     ],
     "flash helper": lambda found, name: [("", f"a helper: {WORDS['FlashAttention helpers'][found['helper'].lower()]}")],
-    "direction": lambda found, name: [(found["way"] or "", WORDS["directions"][found["way"]])],
+    "direction": lambda found, name: [(found["way"] or "", WORDS["directions"][found["way"] or OTHER])],
     # number formats of operands, of the match and the name; an accumulator's letter tells within CUTLASS' scheme only
     "template": lambda found, name: template_format(name),
     "product": lambda found, name: _find_product_format(found),
@@ -191,16 +194,16 @@ def _fill(pattern: str, known: dict[str, str]) -> str:
     return re.sub(r"\{([A-Z_]+)\}", lambda name: known[name[1]], pattern)
 
 
-def _get_function(text: str) -> Callable | None:
+def _get_function(text: str) -> Callable[..., Any] | None:
     return FUNCTIONS[text.removeprefix("by ")] if text.startswith("by ") else None
 
 
-def _read_format(operands: str) -> Callable[[re.Match, str], str]:
+def _read_format(operands: str) -> Callable[[re.Match[str], str], str]:
     """by FUNCTION; GROUP[ in TABLE][, on cores]"""
     place, on_cores, _ = operands.partition(", on cores")
     group, _, table = place.partition(" in ")
 
-    def find_format(found: re.Match, name: str) -> str:
+    def find_format(found: re.Match[str], name: str) -> str:
         named = WORDS[table or "formats"].get(found[group], "") if group else ""
         return "tf32" if on_cores and named == "fp32" else named
 
@@ -224,8 +227,10 @@ def _read_families() -> tuple[Family, ...]:
         if pattern.startswith("= "):
             continue
         of_family = tuple(piece for one in names.split("; ") for piece in pieces[one])
-        told = (Role[role], TensorCores[cores], _read_format(operands), of_family, pieces[tail], alignment, why_not)
-        families.append(Family(re.compile(_fill(pattern, known)), _get_function(name) or name, *told, bool(in_word)))
+        kind, find_format = (Role[role], TensorCores[cores]), _read_format(operands)
+        matched, called = re.compile(_fill(pattern, known)), _get_function(name) or name
+        found = (of_family, pieces[tail])
+        families.append(Family(matched, called, *kind, find_format, *found, alignment, why_not, bool(in_word)))
     return tuple(families)
 
 

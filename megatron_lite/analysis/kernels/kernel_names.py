@@ -4,10 +4,11 @@ import re
 from dataclasses import dataclass
 from functools import lru_cache
 
-from megatron_lite.analysis.kernels.kernel_families import FAMILIES, Family, Piece, Word, find_functor
+from megatron_lite.analysis.kernels.kernel_families import FAMILIES, Family, Meaning, Piece, Word, find_functor
 from megatron_lite.analysis.kernels.kernel_results import MATRIX_ROLES, Role, TensorCores
-from megatron_lite.analysis.kernels.kernel_words import LONGEST, TABLES, WORDS, get_kernel_role, template_format
+from megatron_lite.analysis.kernels.kernel_words import LONGEST, OTHER, TABLES, WORDS, get_kernel_role, template_format
 
+Seen = tuple[int, str | None, str | None, str | None]  # place, text to show and to explain, what is said of it
 SHORTEST = 80  # characters of a name of which nothing is understood
 _PATTERNS = lru_cache(maxsize=None)(re.compile)  # of the pieces: more than re keeps
 _ON_TENSOR_CORES = re.compile(r"tensorop|mma_sync|wgmma|tfloat32_t|warpspecialized", re.IGNORECASE)
@@ -62,7 +63,7 @@ def taken_apart(name: str) -> KernelName:
     return KernelName(name, library, role, cores, template_format(text))
 
 
-def _read(name: str, family: Family, found: re.Match, role: Role) -> KernelName:
+def _read(name: str, family: Family, found: re.Match[str], role: Role) -> KernelName:
     text = found.string
     precision = family.find_format(found, text)
     head = [part for piece in family.pieces for _, part in _find_pieces(piece, found, text, precision)]
@@ -83,11 +84,11 @@ def _read(name: str, family: Family, found: re.Match, role: Role) -> KernelName:
     return KernelName(name, by, role, family.cores, precision, parts, without, aligned, causal, note)
 
 
-def _find_pieces(piece: Piece, found: re.Match, text: str, precision: str) -> list[tuple[int, Part]]:
+def _find_pieces(piece: Piece, found: re.Match[str], text: str, precision: str) -> list[tuple[int, Part]]:
     """(place in the text, the part) of each that is found; Piece says how it is written."""
     where, groups = piece.where, found.groupdict()
     if callable(where):
-        seen = [(0, shown, shown, told) for shown, told in where(found, text)]
+        seen: list[Seen] = [(0, shown, shown, told) for shown, told in where(found, text)]
     elif where.startswith("="):
         seen = [(0, found[where[1:]], found[where[1:]], None)]
     elif match := _PATTERNS(where).search(text):
@@ -99,17 +100,17 @@ def _find_pieces(piece: Piece, found: re.Match, text: str, precision: str) -> li
         return []
     parts = []
     for place, shown, v, told in seen:
-        told = told or (None if shown is None else _explain(piece.meaning, v, precision, groups))
-        if told:
-            shown, told = told if isinstance(told, tuple) else (shown, told)
-            parts.append((place, Part(shown, piece.field, told, piece.inferred)))
+        said = told or ("" if shown is None else _explain(piece.meaning, v or "", precision, groups))
+        if said and shown is not None:
+            shown, said = said if isinstance(said, tuple) else (shown, said)
+            parts.append((place, Part(shown, piece.field, said, piece.inferred)))
     return parts
 
 
-def _explain(meaning, v: str, precision: str, groups: dict[str, str | None]) -> str | tuple[str, str]:
+def _explain(meaning: Meaning, v: str, precision: str, groups: dict[str, str | None]) -> str | tuple[str, str]:
     """'' where there is nothing to say."""
     if isinstance(meaning, dict):
-        return meaning.get(v, meaning.get(None, ""))
+        return meaning.get(v, meaning.get(OTHER, ""))
     if callable(meaning):
         return meaning(v)
     if "{precision}" in meaning and not precision:

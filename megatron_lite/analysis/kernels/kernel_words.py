@@ -10,16 +10,17 @@ from pathlib import Path
 
 from megatron_lite.analysis.kernels.kernel_results import Role
 
+OTHER = "(other)"  # the key of a table's row for what no key names
 LONGEST = 2000  # characters of a name that are looked at: C++ names may repeat their template arguments for pages
 
 
-def read_tables() -> dict[str, list[tuple[str | None, str]]]:
-    """{table: [(key, value)]} of kernel_words.tsv; a key of None stands for all others."""
-    tables: dict[str, list[tuple[str | None, str]]] = {}
+def read_tables() -> dict[str, list[tuple[str, str]]]:
+    """{table: [(key, value)]} of kernel_words.tsv."""
+    tables: dict[str, list[tuple[str, str]]] = {}
     for line in (Path(__file__).parent / "kernel_words.tsv").read_text(encoding="utf-8").splitlines():
         if not line.startswith("#"):
             table, key, value = line.split("\t")
-            tables.setdefault(table, []).append((None if key == "(other)" else key, value))
+            tables.setdefault(table, []).append((key, value))
     return tables
 
 
@@ -40,7 +41,7 @@ def template_format(name: str) -> str:
     return next((one for one in (*MIXED, "tf32") if one in formats), formats[0] if formats else "")
 
 
-def _any_of(patterns: str) -> re.Pattern:
+def _any_of(patterns: str) -> re.Pattern[str]:
     return re.compile("|".join(patterns.split()))
 
 
@@ -95,8 +96,8 @@ def bare_operator(name: str) -> str:
 def fused_operators(text: str) -> list[str]:
     """'_to_copy_add_native_layer_norm' -> ['_to_copy', 'add', 'native_layer_norm']. Unknown words stand alone."""
     found, rest = [], text
-    while rest:
-        word = (_KNOWN_OPERATOR.match(rest) or re.match(r"_?[^_]*", rest))[0]
+    while rest and (match := _KNOWN_OPERATOR.match(rest) or re.match(r"_?[^_]*", rest)):
+        word = match[0]
         found.append(word)
         rest = rest[max(1, len(word)) :].removeprefix("_")
     return [word for word in found if word.strip("_")]

@@ -4,6 +4,7 @@ import re
 
 import numpy as np
 
+from megatron_lite.analysis.intervals import Numbers
 from megatron_lite.analysis.kernels.kernel_names import KernelName, short_name, taken_apart
 from megatron_lite.analysis.kernels.kernel_results import (
     MATRIX_ROLES,
@@ -30,14 +31,17 @@ _COMPILED = (re.compile(r"Torch-Compiled Region"), re.compile(r"## Call Compiled
 def rank_kernels(trace: Trace, placing: Placing, time: RankTime) -> RankKernels:
     """Kernels, operators, tensor cores and roofline of the steady steps. Empty, with a note, without a steady step."""
     chosen = Selection(trace, placing)
-    known = {}  # kernels' names taken apart
-    kernels, operators, calls = (), (), []
+    known: dict[str, KernelName] = {}  # kernels' names taken apart
+    kernels: tuple[KernelRow, ...] = ()
+    operators: tuple[OperatorRow, ...] = ()
+    calls: list[Calls] = []
     if chosen.steps:
         kernels, operators = _list_kernels(chosen, known), _list_operators(chosen, time.on_gpu)
         calls = collect_calls(chosen, time.on_gpu, known)
     roles: dict[Role, float] = {}  # without a GPU the operators' own time counts
-    for row in kernels if time.on_gpu else operators:
-        roles[row.role] = roles.get(row.role, 0.0) + (row.ms if time.on_gpu else row.self_ms)
+    by_role = [(one.role, one.ms) for one in kernels] if time.on_gpu else [(one.role, one.self_ms) for one in operators]
+    for role, ms in by_role:
+        roles[role] = roles.get(role, 0.0) + ms
     roles = dict(sorted(roles.items(), key=lambda pair: -pair[1]))
     matrix = [row for row in kernels if row.role in MATRIX_ROLES]
     reasons: dict[str, float] = {}
@@ -51,12 +55,12 @@ def rank_kernels(trace: Trace, placing: Placing, time: RankTime) -> RankKernels:
     formats: dict[str, float] = {}
     for one, flops in model:
         formats[one.precision] = formats.get(one.precision, 0.0) + flops
-    peak_dtype = max(formats, key=formats.get) if formats else ""
+    peak_dtype = max(formats, key=lambda dtype: formats[dtype]) if formats else ""
     peak = peak_tflops(time.device, "fp16" if peak_dtype == "fp16/bf16" else peak_dtype) if chosen.steps else None
     flops = sum(flops for _, flops in model)
     achieved = flops / time.step_ms / 1e9 if flops and time.step_ms else None
     matrix_ms = sum(roles.get(role, 0.0) for role in MATRIX_ROLES)
-    notes = ("no steady step, so no kernel figures",)
+    notes: tuple[str, ...] = ("no steady step, so no kernel figures",)
     if chosen.steps:
         notes = _describe_gaps(priced, time, matrix_ms, trace.with_shapes, peak_dtype if peak is None else "")
     return RankKernels(
@@ -136,7 +140,7 @@ def _list_operators(chosen: Selection, on_gpu: bool) -> tuple[OperatorRow, ...]:
     )
 
 
-def own_ms(chosen: Selection) -> np.ndarray:
+def own_ms(chosen: Selection) -> Numbers:
     """float [n]: each event's time without the operators inside it, per steady step."""
     parents = chosen.placing.operator[chosen.operators]
     inner = chosen.operators[parents >= 0]
@@ -144,7 +148,7 @@ def own_ms(chosen: Selection) -> np.ndarray:
     return np.maximum(chosen.ms - inside, 0.0)
 
 
-def _sum_launched(chosen: Selection) -> np.ndarray:
+def _sum_launched(chosen: Selection) -> Numbers:
     """float [n]: device time of what an operator launched, itself or through operators inside it, per steady step.
 
     An operator inside another of the same name adds to the inner one only, so that a name's sum counts nothing twice.
@@ -163,7 +167,9 @@ def _sum_launched(chosen: Selection) -> np.ndarray:
     return sums
 
 
-def _describe_gaps(matrix: list[Calls], time: RankTime, matrix_ms: float, with_shapes: bool, peakless: str) -> tuple:
+def _describe_gaps(
+    matrix: list[Calls], time: RankTime, matrix_ms: float, with_shapes: bool, peakless: str
+) -> tuple[str, ...]:
     """What is missing of FLOPs and peaks. `peakless`: number format of most FLOPs if no peak is known for it."""
     if not with_shapes:
         flag = f"torch.profiler records them with {SHAPES_FLAG}"

@@ -1,10 +1,13 @@
 """Operators with their shapes against what the hardware can do at most."""
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TypeGuard
 
 import numpy as np
 
+from megatron_lite.analysis.intervals import Flags, Integers
 from megatron_lite.analysis.kernels.kernel_names import KernelName
 from megatron_lite.analysis.kernels.kernel_results import Role, RooflineRow
 from megatron_lite.analysis.kernels.kernel_words import (
@@ -66,6 +69,8 @@ _ONLY_WRITE, _NO_RESULT, _NOT_KNOWN = (_BYTES[name].split() for name in ("write 
 _FUSED_ADAM = ("_fused_adamw", "_fused_adam")
 _ADAM_PASSES = 7  # parameters, gradients and two moments are read; all but the gradients are written
 
+Results = dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[int, ...]]  # sizes: (input, weight) -> result
+
 
 @dataclass(frozen=True)
 class Work:
@@ -85,7 +90,7 @@ class Work:
         return self.flops - self.repeated
 
 
-def compute_work(operator: str, shapes: Shapes, otherwise: str = "", results: dict | None = None) -> Work | None:
+def compute_work(operator: str, shapes: Shapes, otherwise: str = "", results: Results | None = None) -> Work | None:
     """None for what no formula is known, or whose shapes are missing or damaged.
 
     otherwise: number format to take where the trace has none. results: sizes of convolutions' results by (input,
@@ -104,7 +109,7 @@ def compute_work(operator: str, shapes: Shapes, otherwise: str = "", results: di
     return _count_bytes(operator, shapes, otherwise)
 
 
-def count_results(operator: str, shapes: Shapes) -> dict[tuple, tuple]:
+def count_results(operator: str, shapes: Shapes) -> Results:
     """{(input, weight): result} of a convolution's backward pass; {} for others."""
     places = CONVOLUTIONS_BACKWARD.get(operator)
     if not places or not all(_is_sound(one) for one in shapes.dims) or len(shapes.dims) < 3:
@@ -113,13 +118,13 @@ def count_results(operator: str, shapes: Shapes) -> dict[tuple, tuple]:
     return {(shapes.dims[given], shapes.dims[weight]): shapes.dims[result]}
 
 
-def _is_sound(dims) -> bool:
+def _is_sound(dims: object) -> bool:
     if isinstance(dims, tuple):
         return all(_is_sound(one) for one in dims)
     return isinstance(dims, int) and 0 <= dims < LARGEST
 
 
-def _is_flat(dims) -> bool:
+def _is_flat(dims: object) -> TypeGuard[tuple[int, ...]]:
     return isinstance(dims, tuple) and all(isinstance(one, int) for one in dims)
 
 
@@ -135,7 +140,7 @@ def _get_format(shapes: Shapes, place: int, otherwise: str) -> tuple[str, int]:
     return TENSOR_TYPES.get(written) or (otherwise, FORMAT_BYTES.get(otherwise, 0))
 
 
-def _describe(tensors, dtype: str) -> str:
+def _describe(tensors: Iterable[tuple[int, ...]], dtype: str) -> str:
     """'[8192, 1024] x [1024, 4096] bf16'."""
     return " x ".join(str(list(one)) for one in tensors) + (f" {dtype}" if dtype else "")
 
@@ -172,7 +177,7 @@ def _compute_attention(shapes: Shapes, otherwise: str, backward: bool, place: in
     return Work(Role.ATTENTION, _describe((q, k), dtype), dims, dtype, flops, num_bytes, repeated)
 
 
-def _compute_convolution(operator: str, shapes: Shapes, otherwise: str, results: dict) -> Work | None:
+def _compute_convolution(operator: str, shapes: Shapes, otherwise: str, results: Results) -> Work | None:
     result_at, given_at, weight_at, products = CONVOLUTIONS_BACKWARD.get(operator, (None, 0, 1, 1))
     given, weight = _get_tensor(shapes, given_at, 3), _get_tensor(shapes, weight_at, 3)
     if given is None or weight is None:
@@ -273,7 +278,7 @@ def collect_calls(chosen: Selection, on_gpu: bool, known: dict[str, KernelName])
     group_of[operator] = group  # one operator may launch several kernels, and counts once
     counts = np.bincount(group_of[group_of >= 0], minlength=size) / chosen.steps
     heads = [(trace.name_of(row), trace.shapes[events.shapes[row]]) for row in operator[first].tolist()]
-    results = {}  # sizes of convolutions' results, by the sizes of their input and weight
+    results: Results = {}  # sizes of convolutions' results, by the sizes of their input and weight
     for name, shapes in heads:
         results |= count_results(name, shapes)
     found = []
@@ -286,11 +291,11 @@ def collect_calls(chosen: Selection, on_gpu: bool, known: dict[str, KernelName])
     return found
 
 
-def _named(chosen: Selection, wanted: set[str]) -> np.ndarray:
+def _named(chosen: Selection, wanted: set[str]) -> Flags:
     return np.array([name in wanted for name in chosen.trace.names] or [False], bool)
 
 
-def _find_targets(chosen: Selection) -> tuple[np.ndarray, np.ndarray]:
+def _find_targets(chosen: Selection) -> tuple[Integers, Integers]:
     """(device events, the operator of each whose shapes count): products' innermost, attention's outermost, or its own.
 
     -1 stands for none.
@@ -309,7 +314,7 @@ def _find_targets(chosen: Selection) -> tuple[np.ndarray, np.ndarray]:
     return chosen.device, np.where(target < 0, rows, target)
 
 
-def _find_host_targets(chosen: Selection) -> tuple[np.ndarray, np.ndarray]:
+def _find_host_targets(chosen: Selection) -> tuple[Integers, Integers]:
     """Operators that no other formula covers, twice: without a GPU their own duration is the time of the work."""
     events, operator = chosen.trace.events, chosen.placing.operator
     rows = chosen.operators
@@ -325,7 +330,7 @@ def _find_host_targets(chosen: Selection) -> tuple[np.ndarray, np.ndarray]:
     return rows, rows
 
 
-def _find_recomputed(chosen: Selection, rows: np.ndarray) -> np.ndarray:
+def _find_recomputed(chosen: Selection, rows: Integers) -> Flags:
     """bool per operator row: a forward operator within the backward pass, which is activation recomputation.
 
     It has a sequence number of its own (gradients are recorded) and no forward thread, unlike the backward pass itself.
@@ -355,8 +360,8 @@ def roofline_rows(calls: list[Calls], device: str | None) -> tuple[RooflineRow, 
         flops, num_bytes, bound_ms, bound_by = one.flops, one.work.num_bytes * one.per_step, None, ""
         # Both limits must be known that the work has.
         if (flops or num_bytes) and (peak or not flops) and (memory_gb_s or not num_bytes):
-            compute_ms = flops / peak / 1e9 if flops else 0.0
-            memory_ms = num_bytes / memory_gb_s / 1e6 if num_bytes else 0.0
+            compute_ms = flops / peak / 1e9 if flops and peak else 0.0
+            memory_ms = num_bytes / memory_gb_s / 1e6 if num_bytes and memory_gb_s else 0.0
             bound_ms, bound_by = max(compute_ms, memory_ms), "compute" if compute_ms >= memory_ms else "memory"
         attention = one.work.role is Role.ATTENTION
         rows.append(

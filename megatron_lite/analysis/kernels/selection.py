@@ -5,6 +5,7 @@ from functools import cached_property
 
 import numpy as np
 
+from megatron_lite.analysis.intervals import Integers, Numbers
 from megatron_lite.analysis.kernels.kernel_words import is_communication
 from megatron_lite.analysis.time.time_results import Placing
 from megatron_lite.analysis.trace.columns import Kind, Trace
@@ -25,19 +26,19 @@ class Selection:
         return int(self.placing.steady.sum())
 
     @cached_property
-    def device(self) -> np.ndarray:
+    def device(self) -> Integers:
         """Rows of device work."""
         rows = self.trace.device_rows
         return rows[self.placing.counts[rows]]
 
     @cached_property
-    def operators(self) -> np.ndarray:
+    def operators(self) -> Integers:
         """Rows of operators."""
         rows = self.trace.rows[Kind.OP]
         return rows[self.placing.counts[rows]]
 
     @cached_property
-    def spans(self) -> np.ndarray:
+    def spans(self) -> Integers:
         """Rows of a backend's spans for collectives (gloo:all_reduce): without a GPU they are the communication."""
         rows = self.trace.rows[Kind.ANNOTATION]
         names = self.trace.events.name[rows]
@@ -46,12 +47,12 @@ class Selection:
         return rows[chosen & self.placing.counts[rows]] if len(rows) else rows
 
     @cached_property
-    def ms(self) -> np.ndarray:
+    def ms(self) -> Numbers:
         """float [n]: each event's duration, divided by the number of steady steps."""
         return (self.trace.events.end_ns - self.trace.events.start_ns) / (1e6 * max(1, self.steps))
 
 
-def heaviest(groups: np.ndarray, labels: np.ndarray, weights: np.ndarray, size: int) -> np.ndarray:
+def heaviest(groups: Integers, labels: Integers, weights: Numbers, size: int) -> Integers:
     """int64 [size]: for each group the label with the most weight; -1 for a group without any. Labels may be -1."""
     best = np.full(size, -1, np.int64)
     if not len(groups):
@@ -70,7 +71,7 @@ def heaviest(groups: np.ndarray, labels: np.ndarray, weights: np.ndarray, size: 
     return best
 
 
-def by_weight(weights: np.ndarray, calls: np.ndarray, second: np.ndarray | None = None) -> np.ndarray:
+def by_weight(weights: Numbers | Integers, calls: Integers, second: Numbers | Integers | None = None) -> Integers:
     """Groups that have calls, the heaviest first; `second` decides between equal ones."""
     order = np.lexsort((-(weights if second is None else second), -weights))
     return order[calls[order] > 0]

@@ -10,7 +10,9 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
+from megatron_lite.analysis.intervals import Flags, Integers
 from megatron_lite.analysis.memory.phases import NOT_SAID, NUMBER, RECOMPUTE, SETUP, UNKNOWN, ZERO_GRAD, Phases
 from megatron_lite.analysis.memory.record import ALLOC, FREE, FREE_REQUESTED, Code, Record
 from megatron_lite.estimate.caching_allocator import MIN_BLOCK
@@ -28,37 +30,37 @@ MIN_LOGITS = 2**16  # bytes; below it a size says nothing about what it is
 class Lives:
     """m allocations, in order of `begin`. A life's memory is held after event e where begin <= e < end."""
 
-    begin: np.ndarray  # int64 [m], event of the allocation; -1: before the record
-    end: np.ndarray  # int64 [m], event of the free; n: alive at the end of the record
-    requested: np.ndarray  # int64 [m], bytes asked for
-    num_bytes: np.ndarray  # int64 [m], as the allocator rounds them
-    address: np.ndarray  # int64 [m]
-    stack: np.ndarray  # int64 [m], of the allocation, index into Record.stacks; 0: unknown or empty
-    tag: np.ndarray  # int64 [m], the same for Record.tags
-    stream: np.ndarray  # int64 [m]
-    code: np.ndarray  # int64 [m], Code of the stack
-    phase: np.ndarray  # int64 [m], of the allocation
-    freed_in: np.ndarray  # int64 [m], phase of the free; NOT_SAID if none
-    same_span: np.ndarray  # bool [m], given back before its phase was over
-    same_fine_span: np.ndarray  # bool [m], the same where recomputation is a phase of its own
-    unfinished: np.ndarray  # bool [m], neither it nor its phase ends in the record
-    outlives_step: np.ndarray  # bool [m]
-    known: np.ndarray  # bool [m], a stack, a tag or an event says where it comes from
+    begin: NDArray[np.int64]  # [m], event of the allocation; -1: before the record
+    end: NDArray[np.int64]  # [m], event of the free; n: alive at the end of the record
+    requested: NDArray[np.int64]  # [m], bytes asked for
+    num_bytes: NDArray[np.int64]  # [m], as the allocator rounds them
+    address: NDArray[np.int64]  # [m]
+    stack: NDArray[np.int64]  # [m], of the allocation, index into Record.stacks; 0: unknown or empty
+    tag: NDArray[np.int64]  # [m], the same for Record.tags
+    stream: NDArray[np.int64]  # [m]
+    code: NDArray[np.int64]  # [m], Code of the stack
+    phase: NDArray[np.int64]  # [m], of the allocation
+    freed_in: NDArray[np.int64]  # [m], phase of the free; NOT_SAID if none
+    same_span: Flags  # [m], given back before its phase was over
+    same_fine_span: Flags  # [m], the same where recomputation is a phase of its own
+    unfinished: Flags  # [m], neither it nor its phase ends in the record
+    outlives_step: Flags  # [m]
+    known: Flags  # [m], a stack, a tag or an event says where it comes from
 
     def __len__(self) -> int:
         return len(self.begin)
 
-    def held_after(self, event: int) -> np.ndarray:
+    def held_after(self, event: int) -> Integers:
         """Rows of what is held after that event."""
         return np.flatnonzero((self.begin <= event) & (self.end > event))
 
-    def has(self, code: Code) -> np.ndarray:
+    def has(self, code: Code) -> Flags:
         return (self.code & int(code)) > 0
 
-    def within(self, *phases: str) -> np.ndarray:
+    def within(self, *phases: str) -> Flags:
         return np.isin(self.phase, [NUMBER[phase] for phase in phases])
 
-    def sum_held(self, n: int, weights: np.ndarray | None = None) -> np.ndarray:
+    def sum_held(self, n: int, weights: Integers | None = None) -> Integers:
         """int64 [n + 1]: bytes held before the first event, then after each. weights: of each life, else its num_bytes."""
         sizes = self.num_bytes if weights is None else weights
         change = np.zeros(n + 2, np.int64)
@@ -86,7 +88,7 @@ def find_lifetimes(record: Record, phases: Phases) -> Lives:
     begin = np.concatenate([begins, np.full(len(stray) + len(old), -1)])
     order = np.argsort(begin, kind="stable")
 
-    def join(of_begins: np.ndarray, of_stray: np.ndarray, of_old: np.ndarray) -> np.ndarray:
+    def join(of_begins: Integers, of_stray: Integers, of_old: Integers) -> NDArray[np.int64]:
         return np.concatenate([of_begins, of_stray, of_old])[order]
 
     begin, end = begin[order], join(ends, stray, np.full(len(old), n))
@@ -129,15 +131,15 @@ def find_lifetimes(record: Record, phases: Phases) -> Lives:
 # --- the rules; the first that holds decides
 
 
-def assign_categories(lives: Lives, phases: Phases) -> np.ndarray:
+def assign_categories(lives: Lives, phases: Phases) -> Integers:
     """int64 [m]: an index into CATEGORIES for each life."""
     found, requested, known = np.full(len(lives), UNDECIDED), lives.requested, lives.known
     has, within = lives.has, lives.within
 
-    def decide(category: str, where: np.ndarray):
+    def decide(category: str, where: Flags) -> None:
         found[where & (found == UNDECIDED)] = INDEX[category]
 
-    def sizes_of(*categories: str) -> np.ndarray:
+    def sizes_of(*categories: str) -> Integers:
         return requested[np.isin(found, [INDEX[category] for category in categories])]
 
     unknown = ~known & (lives.begin < 0)
@@ -188,7 +190,7 @@ def assign_categories(lives: Lives, phases: Phases) -> np.ndarray:
     return found
 
 
-def _find_logits(lives: Lives, phases: Phases) -> np.ndarray:
+def _find_logits(lives: Lives, phases: Phases) -> Flags:
     """bool [m]: the logits come from an ordinary layer and go to one in backward. They have the size of what the loss
     handles, and in forward a stack that comes once, where layers repeat; in backward they come before all else."""
     recorded, found = lives.begin >= 0, np.zeros(len(lives), bool)
@@ -221,19 +223,19 @@ MAX_UNEXPLAINED = 0.5  # of the candidates' bytes; beyond it the sizes do not fi
 HYPOTHESES = ((0, 0, 1), (0, 1, 1), (0, 2, 1), (1, 2, 2), (1, 1, 2), (0, 2, 2))
 
 
-def _assign_by_size(lives: Lives, found: np.ndarray):
+def _assign_by_size(lives: Lives, found: Integers) -> None:
     """Writes into `found` (indices of categories; negative where undecided) what sizes tell."""
     rows, gradients = np.flatnonzero((found < 0) & (lives.begin < 0)), np.flatnonzero(found == INDEX["gradients"])
     if not len(rows) or not len(gradients):
         return
     freed, requested = lives.freed_in[rows], lives.requested[rows]
-    moments = np.isin(requested, lives.requested[found == INDEX["moments"]])
+    of_moments = np.isin(requested, lives.requested[found == INDEX["moments"]])
     # {size: how many} of the gradients that were alive together when most were
     begins, ends = lives.begin[gradients], np.sort(lives.end[gradients])
     alive = np.arange(1, len(begins) + 1) - np.searchsorted(ends, begins, side="right")
     moment = begins[np.argmax(alive)]
     together = Counter(lives.requested[gradients[(begins <= moment) & (lives.end[gradients] > moment)]].tolist())
-    found[rows[(freed == NUMBER["optimizer_step"]) & moments]] = INDEX["moments"]
+    found[rows[(freed == NUMBER["optimizer_step"]) & of_moments]] = INDEX["moments"]
     cleared = np.isin(freed, [NUMBER[name] for name in (ZERO_GRAD, "forward", "data", "data_to_device", UNKNOWN)])
     found[rows[cleared & np.isin(requested, list(together))]] = INDEX["gradients"]
     staying = rows[freed == NOT_SAID]
@@ -241,7 +243,7 @@ def _assign_by_size(lives: Lives, found: np.ndarray):
 
     def count_unexplained(masters: int, moments: int, factor: int) -> int:
         """Bytes by which what should be there and what is there differ."""
-        expected = Counter()
+        expected: Counter[int] = Counter()
         for size, count in together.items():
             expected[size] += count
             expected[size * factor] += (masters + moments) * count

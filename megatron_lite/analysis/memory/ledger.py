@@ -1,6 +1,7 @@
 """The ledger of a run: what formulas say each category takes, beside what a snapshot measured."""
 
 from dataclasses import fields
+from typing import Any
 
 from megatron_lite.analysis.memory.memory_results import LedgerRow, Snapshot
 from megatron_lite.config.args import ParallelArgs
@@ -11,21 +12,22 @@ from megatron_lite.estimate.params import parameter_count
 from megatron_lite.estimate.state_memory import FP32, element_bytes, state_bytes
 from megatron_lite.units import count
 
+Plan = dict[str, Any]  # as run.json holds it
 NOT_OURS = (KeyError, TypeError, AttributeError, ValueError)  # what a plan of another program raises
 
 
-def bytes_without_recomputation(plan: dict) -> int | None:
+def bytes_without_recomputation(plan: Plan) -> int | None:
     """All categories added up, more than any moment holds, if every layer kept its activations; None for foreign plans."""
     return _add_up(plan, {"recompute_granularity": None}, {})
 
 
-def bytes_of_sequence_parallelism(plan: dict) -> int | None:
+def bytes_of_sequence_parallelism(plan: Plan) -> int | None:
     """What tensor parallel ranks save by sharing out the tokens between attention and MLP; None for foreign plans."""
     apart, shared = (_add_up(plan, {}, {"sequence_parallel": value}) for value in (False, True))
     return None if apart is None or shared is None else apart - shared
 
 
-def _add_up(plan: dict, model: dict, layout: dict) -> int | None:
+def _add_up(plan: Plan, model: dict[str, Any], layout: dict[str, Any]) -> int | None:
     """All categories, with these settings instead of the plan's own."""
     try:
         args = plan["args"] | {"model": plan["args"]["model"] | model}
@@ -35,7 +37,7 @@ def _add_up(plan: dict, model: dict, layout: dict) -> int | None:
     return sum(num_bytes for _, num_bytes in formulas.values())
 
 
-def ledger(snapshot: Snapshot, plan: dict) -> tuple[LedgerRow, ...]:
+def ledger(snapshot: Snapshot, plan: Plan) -> tuple[LedgerRow, ...]:
     """Rows in the order of a report; () where the plan is not this trainer's, so that there is nothing to compare with."""
     try:
         formulas = _compute_formulas(plan, snapshot.rank)
@@ -45,7 +47,7 @@ def ledger(snapshot: Snapshot, plan: dict) -> tuple[LedgerRow, ...]:
     return tuple(LedgerRow(category, *formula, measured.get(category, 0)) for category, formula in formulas.items())
 
 
-def _compute_formulas(plan: dict, rank: int | None) -> dict[str, tuple[str, int]]:
+def _compute_formulas(plan: Plan, rank: int | None) -> dict[str, tuple[str, int]]:
     """{category: (the formula in words, bytes)}, of this rank or, if None, of the one that wrote the plan."""
     args, precision = plan["args"], plan["precision"]
     model, optimizer, batch = args["model"], args["optimizer"], args["training"]["micro_batch_size"]
@@ -65,8 +67,8 @@ def _compute_formulas(plan: dict, rank: int | None) -> dict[str, tuple[str, int]
         words = f"{num_bytes * ranks // parameters} bytes x {count(parameters)} parameters{among}"
         # as Snapshot.highest counts them
         found[category] = (f"kept ones: {words}" if category == "gradients" else words), num_bytes
-    recompute = (model[f"recompute_{name}"] for name in ("granularity", "method", "num_layers"))
-    recomputed = recomputed_layers(*recompute, stage.chunk_size)
+    granularity, method, number = (model[f"recompute_{name}"] for name in ("granularity", "method", "num_layers"))
+    recomputed = recomputed_layers(granularity, method, number, stage.chunk_size)
     attention = model["attention_backend"], args["data"]["reset_attention_mask"], model["recompute_granularity"]
     split = layout.tensor, layout.sequence_parallel, layout.context
     threads = plan["world"].get("threads", 1)

@@ -5,10 +5,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megatron_lite.analysis.intervals import Integers
+
 CURVE_POINTS = 800
 
 
-def choose_points(curve: np.ndarray) -> np.ndarray:
+def choose_points(curve: Integers) -> Integers:
     """Indices of the highest point of each of CURVE_POINTS stretches of a curve; of the first, the last and the peak too."""
     edges = np.unique(np.linspace(0, len(curve), min(len(curve), CURVE_POINTS) + 1).astype(np.int64))
     highest = [int(start + np.argmax(curve[start:end])) for start, end in itertools.pairwise(edges)]

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from megatron_lite.analysis.memory.record import ALLOC, Code, Record
 from megatron_lite.phases import Phase
@@ -35,12 +36,12 @@ class StepSpan(NamedTuple):
 class Phases:
     """n events. span rises where a phase begins; recomputation is part of backward, clipping of the optimizer's."""
 
-    of_event: np.ndarray  # int64 [n], index into PHASES
-    span: np.ndarray  # int64 [n]
-    fine_span: np.ndarray  # int64 [n], the same, and rises where recomputation and clipping begin too
+    of_event: NDArray[np.int64]  # [n], index into PHASES
+    span: NDArray[np.int64]  # [n]
+    fine_span: NDArray[np.int64]  # [n], the same, and rises where recomputation and clipping begin too
     steps: tuple[StepSpan, ...]
-    of_stack: np.ndarray  # int64 [stacks], index into PHASES or NOT_SAID
-    of_tag: np.ndarray  # int64 [tags], the same
+    of_stack: NDArray[np.int64]  # [stacks], index into PHASES or NOT_SAID
+    of_tag: NDArray[np.int64]  # [tags], the same
     module_of_tag: tuple[str, ...]
 
 
@@ -73,7 +74,7 @@ def find_memory_phases(record: Record) -> Phases:
     return Phases(found, span, fine_span, steps, of_stack, of_tag, tuple(modules))
 
 
-def _read_stacks(record: Record) -> np.ndarray:
+def _read_stacks(record: Record) -> NDArray[np.int64]:
     """Innermost first: a closure inside optimizer.step is forward, a hook inside backward that steps is the optimizer."""
     every, inner = record.stacks.codes
     phase = np.full(len(every), NOT_SAID)
@@ -97,7 +98,7 @@ def _read_stacks(record: Record) -> np.ndarray:
     return phase
 
 
-def _read_marks(record: Record) -> tuple[tuple[StepSpan, ...], np.ndarray]:
+def _read_marks(record: Record) -> tuple[tuple[StepSpan, ...], NDArray[np.int64]]:
     """Steps, and per event the phase by annotations."""
     if not record.marks or not len(record):
         return (), np.full(len(record), NOT_SAID)

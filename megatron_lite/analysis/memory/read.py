@@ -4,10 +4,13 @@ memory then."""
 import pickle
 import re
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, NoReturn
 
 import numpy as np
 
+from megatron_lite.analysis.intervals import Integers, Numbers
 from megatron_lite.analysis.memory.categories import INDEX, Lives, assign_categories, find_lifetimes
 from megatron_lite.analysis.memory.memory_results import (
     OUTSIDE,
@@ -57,10 +60,10 @@ MAX_ERROR = 0.05  # of what was reserved: a replay of the allocator as it was mu
 class _PlainValues(pickle.Unpickler):
     """Every way to code leads through one of these two."""
 
-    def find_class(self, module, name):
+    def find_class(self, module: str, name: str) -> NoReturn:
         raise _RefusedError(f"names {module}.{name}")
 
-    def persistent_load(self, pid):
+    def persistent_load(self, pid: object) -> NoReturn:
         raise _RefusedError("refers to objects outside of itself")
 
 
@@ -68,7 +71,7 @@ class _RefusedError(Exception):
     pass
 
 
-def _unpickle(path: Path):
+def _unpickle(path: Path) -> Any:
     """What the pickle at `path` holds. Raises UserError for one that is damaged, cut, or holds more than plain values."""
     try:
         with open(path, "rb") as file, limit_memory(path.stat().st_size, MAX_MEMORY_PER_BYTE):
@@ -96,7 +99,7 @@ def read_snapshot(path: Path) -> Snapshot:
     return analyze_snapshot(_unpickle(Path(path)), Path(path))
 
 
-def analyze_snapshot(raw, path: Path) -> Snapshot:
+def analyze_snapshot(raw: Any, path: Path) -> Snapshot:
     """The same of what a file at `path` would hold. Raises UserError where that is no memory snapshot."""
     return SnapshotReader(build_record(raw, path)).read(path.name)
 
@@ -162,7 +165,7 @@ class SnapshotReader:
             highest=self._find_highest(),
         )
 
-    def _sum_held(self, rows: np.ndarray) -> tuple[Held, ...]:
+    def _sum_held(self, rows: Integers) -> tuple[Held, ...]:
         """What the lives `rows` hold by category, largest first."""
         category, number = self.categories[rows], len(CATEGORIES)
         blocks = np.bincount(category, minlength=number)
@@ -185,7 +188,7 @@ class SnapshotReader:
             found.append(Held(CATEGORIES[number], num_bytes, blocks, requested))
         return tuple(sorted(found, key=lambda one: -one.num_bytes))
 
-    def _draw_curve(self, times: np.ndarray) -> tuple[Moment, ...]:
+    def _draw_curve(self, times: Integers) -> tuple[Moment, ...]:
         at, lives = choose_points(self.allocated), self.lives
         by_category = [
             lives.sum_held(len(self.record), np.where(self.categories == number, lives.num_bytes, 0))[at].tolist()
@@ -210,14 +213,15 @@ class SnapshotReader:
         sites = self._sum_sites(np.concatenate([more, less]), signed / len(change))
         return Growth(slope, len(ends), tuple(site for site in sites if site.num_bytes > 0))
 
-    def _sum_sites(self, rows: np.ndarray, sizes: np.ndarray) -> tuple[SiteBytes, ...]:
+    def _sum_sites(self, rows: Integers, sizes: Integers | Numbers) -> tuple[SiteBytes, ...]:
         """Source lines, largest first. sizes: bytes of each of the lives `rows`, negative ones too (memory that went away)."""
         lives, stacks = self.lives, self.record.stacks
         columns = np.stack([lives.stack[rows], lives.tag[rows], self.categories[rows], lives.phase[rows]])
         distinct, where = np.unique(columns, axis=1, return_inverse=True)
         sums = np.bincount(where.ravel(), weights=sizes, minlength=distinct.shape[1])
         counts = np.bincount(where.ravel(), weights=np.sign(sizes), minlength=distinct.shape[1])
-        num_bytes, blocks = Counter(), Counter()
+        num_bytes: Counter[tuple[str, str, str, str]] = Counter()
+        blocks: Counter[tuple[str, str, str, str]] = Counter()
         for (stack, tag, category, number), total, count in zip(distinct.T.tolist(), sums.tolist(), counts.tolist()):
             phase = "" if number == NOT_SAID else PHASES[number]
             site = stacks.site(stack)
@@ -232,19 +236,20 @@ class SnapshotReader:
             blocks[key] += int(count)
         return tuple(SiteBytes(*key, total, blocks[key]) for key, total in num_bytes.most_common())
 
-    def _sum_layers(self, rows: np.ndarray) -> tuple[tuple[Layer, ...], bool]:
+    def _sum_layers(self, rows: Integers) -> tuple[tuple[Layer, ...], bool]:
         """(activations `rows` by layer in the model's order, whether that order was worked out from equal stacks)."""
         modules = [self.phases.module_of_tag[tag] for tag in self.lives.tag[rows].tolist()]
         if not any(modules):
             return self._sum_layers_by_repetition(rows), True
-        totals, places = Counter(), {}
+        totals: Counter[str] = Counter()
+        places: dict[str, tuple[int, str]] = {}
         for module, num_bytes in zip(modules, self.lives.num_bytes[rows].tolist()):
             match = NUMBERED.match(module)
             name, places[name] = (match[1], (int(match[2]), match[1])) if match else (OUTSIDE, (-1, ""))
             totals[name] += num_bytes
-        return tuple(Layer(name, totals[name]) for name in sorted(totals, key=places.get)), False
+        return tuple(Layer(name, totals[name]) for name in sorted(totals, key=places.__getitem__)), False
 
-    def _sum_layers_by_repetition(self, rows: np.ndarray) -> tuple[Layer, ...]:
+    def _sum_layers_by_repetition(self, rows: Integers) -> tuple[Layer, ...]:
         """A line that runs once per layer allocates in the order of the layers: its k-th allocation within one forward is the
         k-th layer's. The number of layers is the count of repetitions that explains most bytes."""
         lives = self.lives
@@ -295,7 +300,7 @@ class SnapshotReader:
         return Fragmentation(most, allocated, largest, was_expandable, expandable, as_it_was), notes
 
 
-def _describe_limits(record: Record, unknown: int, complete: bool, steps: int):
+def _describe_limits(record: Record, unknown: int, complete: bool, steps: int) -> Iterator[str]:
     if not len(record):
         yield (
             "no history was recorded: this is the state at the moment of the dump, no peak; call "

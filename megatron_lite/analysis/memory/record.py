@@ -12,8 +12,10 @@ from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from megatron_lite import marks as own_marks
 from megatron_lite.analysis.trace.columns import Numbered
@@ -116,25 +118,26 @@ def find_code(file: str, line: int, name: str) -> int:
 class Stacks:
     """Distinct stacks, numbered as they are met; 0 is the empty one. A frame is looked at once, however often it is written."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self._frame_of_id: dict[int, int] = {}
         self._number_of_id: dict[int, int] = {}
-        self._frames = Numbered()  # (file, line, name)
-        self._stacks = Numbered({(): 0})  # tuples of numbers of frames
+        self._frames: Numbered[tuple[str, int, str]] = Numbered()
+        self._stacks: Numbered[tuple[int, ...]] = Numbered({(): 0})  # numbers of frames
 
-    def number(self, frames) -> int:
+    def number(self, frames: Any) -> int:
         """Of a list of {filename, line, name}, innermost first. The list must stay alive while others are asked for."""
         if not frames:
             return 0
         found = self._number_of_id.get(id(frames))
         if found is None:
-            key = tuple(map(self._frame_of_id.get, map(id, frames)))
-            if None in key:
+            try:
+                key = tuple(map(self._frame_of_id.__getitem__, map(id, frames)))
+            except KeyError:
                 key = tuple(map(self._number_frame, frames))
             found = self._number_of_id[id(frames)] = self._stacks[key]
         return found
 
-    def _number_frame(self, frame: dict) -> int:
+    def _number_frame(self, frame: dict[str, Any]) -> int:
         line = frame.get("line")
         key = (str(frame.get("filename")), line if type(line) is int else 0, str(frame.get("name")))
         number = self._frame_of_id[id(frame)] = self._frames[key]
@@ -147,7 +150,7 @@ class Stacks:
         return [[frames[number] for number in stack] for stack in self._stacks]
 
     @cached_property
-    def codes(self) -> tuple[np.ndarray, np.ndarray]:
+    def codes(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """int64 [stacks] each: what all frames of a stack belong to; and the part of PHASE_CODE that the innermost frame
         has which has any."""
         of_frame = [find_code(*frame) for frame in self._frames]
@@ -196,20 +199,20 @@ BLOCK = np.dtype([
 class Record:
     """n events of one device in order, and its state after them."""
 
-    action: np.ndarray  # uint8 [n], one of the constants above
-    address: np.ndarray  # int64 [n]
-    size: np.ndarray  # int64 [n], as requested
-    device_free: np.ndarray  # int64 [n], of OOM events; 0 elsewhere
-    time_us: np.ndarray  # int64 [n], since the first event; the event's number in files without times
-    stack: np.ndarray  # int32 [n]
-    tag: np.ndarray  # int32 [n]
-    stream: np.ndarray  # int64 [n]
-    blocks: np.ndarray  # BLOCK [m], those at the end in order of address; free ones too
+    action: NDArray[np.uint8]  # [n], one of the constants above
+    address: NDArray[np.int64]  # [n]
+    size: NDArray[np.int64]  # [n], as requested
+    device_free: NDArray[np.int64]  # [n], of OOM events; 0 elsewhere
+    time_us: NDArray[np.int64]  # [n], since the first event; the event's number in files without times
+    stack: NDArray[np.int32]  # [n]
+    tag: NDArray[np.int32]  # [n]
+    stream: NDArray[np.int64]  # [n]
+    blocks: NDArray[np.void]  # BLOCK [m], those at the end in order of address; free ones too
     reserved_bytes: int  # of all segments
     stacks: Stacks
     tags: tuple[str, ...]
     marks: tuple[tuple[int, str, str], ...]  # (time_us as above, "START" or "END", name)
-    settings: dict
+    settings: dict[str, Any]
     timed: bool
     notes: tuple[str, ...]
 
@@ -217,7 +220,7 @@ class Record:
         return len(self.action)
 
 
-def build_record(raw, path: Path) -> Record:
+def build_record(raw: Any, path: Path) -> Record:
     """Raises UserError for values that are no snapshot."""
     try:
         return _build(raw)
@@ -229,7 +232,7 @@ def build_record(raw, path: Path) -> Record:
         ) from None
 
 
-def _build(raw) -> Record:
+def _build(raw: Any) -> Record:
     raw = {"segments": raw, "device_traces": []} if type(raw) is list else raw
     if type(raw) is not dict:
         raise TypeError(f"it holds a {type(raw).__name__}")
@@ -241,9 +244,10 @@ def _build(raw) -> Record:
     events = traces[device] if device < len(traces) else []
     if any(type(event) is not dict for event in events):
         raise TypeError("an event is no dictionary")
-    numbers, stacks, tags = {name: number for number, name in enumerate(ACTIONS)}, Stacks(), Numbered({"": 0, None: 0})
+    numbers, stacks = {name: number for number, name in enumerate(ACTIONS)}, Stacks()
+    tags: Numbered[Any] = Numbered({"": 0, None: 0})
 
-    def column(key: str, default: int) -> np.ndarray:
+    def column(key: str, default: int) -> NDArray[np.int64]:
         return np.fromiter((event.get(key, default) for event in events), np.int64)
 
     times = column("time_us", -1)
@@ -274,9 +278,9 @@ def _build(raw) -> Record:
     )
 
 
-def _choose_device(segments, traces) -> tuple[int, list[str]]:
+def _choose_device(segments: Any, traces: Any) -> tuple[int, list[str]]:
     """The device with the most events, else with the most memory, and a note about the others."""
-    sizes = Counter()
+    sizes: Counter[int] = Counter()
     for segment in segments:
         sizes[segment.get("device", 0)] += segment["total_size"]
     seen = {number for number, trace in enumerate(traces) if len(trace)} | set(sizes)
@@ -289,13 +293,13 @@ def _choose_device(segments, traces) -> tuple[int, list[str]]:
     return best, [f"only device {best} is looked at; the file holds {others} too"] if others else []
 
 
-def _check_sizes(found: np.ndarray) -> np.ndarray:
+def _check_sizes(found: NDArray[np.int64]) -> NDArray[np.int64]:
     if len(found) and not 0 <= found.min() <= found.max() < MAX_BYTES:
         raise ValueError(f"a size of {found.min() if found.min() < 0 else found.max()} bytes")
     return found
 
 
-def _build_blocks(segments, stacks: Stacks, tags: Numbered) -> np.ndarray:
+def _build_blocks(segments: Any, stacks: Stacks, tags: Numbered[Any]) -> NDArray[np.void]:
     rows = []
     for segment in segments:
         address, stream = segment["address"], segment.get("stream", 0)

@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
+from numpy.typing import NDArray
 
-from megatron_lite.analysis.intervals import NOTHING, Cover, Nesting, difference, union
+from megatron_lite.analysis.intervals import NOTHING, Cover, Integers, Nesting, difference, union
 from megatron_lite.analysis.kernels.kernel_words import is_communication, is_wait
 from megatron_lite.analysis.ranks.process_groups import CALLER, find_group, guess_dimension
 from megatron_lite.analysis.ranks.rank_results import OTHER
@@ -134,20 +135,20 @@ class Calls:
 
     rank: int | None
     whats: tuple[What, ...]  # [c]; equal ones are one object
-    start_ns: np.ndarray  # int64 [c]
-    end_ns: np.ndarray  # int64 [c]
-    step: np.ndarray  # int32 [c], index into the placing's steps; -1: none
+    start_ns: NDArray[np.int64]  # [c]
+    end_ns: NDArray[np.int64]  # [c]
+    step: NDArray[np.int32]  # [c], index into the placing's steps; -1: none
     phase: tuple[str, ...]  # [c]
-    sequence: np.ndarray  # int64 [c], -1: not given
+    sequence: NDArray[np.int64]  # [c], -1: not given
     compute: Cover  # what may hide them
 
     def __len__(self) -> int:
         return len(self.start_ns)
 
     @cached_property
-    def exposed_ns(self) -> np.ndarray:
+    def exposed_ns(self) -> Integers:
         """int64 [c]: of each, what no compute runs beside."""
-        exposed: np.ndarray = self.end_ns - self.start_ns - self.compute.within(self.start_ns, self.end_ns)
+        exposed: Integers = self.end_ns - self.start_ns - self.compute.within(self.start_ns, self.end_ns)
         return exposed
 
 
@@ -194,20 +195,20 @@ def collect_calls(trace: Trace, placing: Placing, world_size: int | None) -> Cal
     )
 
 
-def collective_bytes(trace: Trace, rows: np.ndarray, world_size: int | None) -> np.ndarray:
+def collective_bytes(trace: Trace, rows: Integers, world_size: int | None) -> Integers:
     """float64 [k]: of each of these collectives; NaN where the trace does not say."""
     nowhere = [("", "")] * len(rows)
     whats = _describe_calls(trace, rows, *_find_descriptions(trace, rows), world_size, nowhere)
     return np.array([np.nan if what.num_bytes is None else what.num_bytes for what in whats], float)
 
 
-def _find_descriptions(trace: Trace, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _find_descriptions(trace: Trace, rows: Integers) -> tuple[Integers, Integers]:
     """For every collective the row of the backend's range around its launch, and the index of the Collective that tells of
     it: its own, else that of the operator around the launch; -1 for none."""
     events, launch = trace.events, trace.launch_of[rows]
     at = np.where(launch >= 0, launch, rows)
 
-    def find_around(spans: np.ndarray) -> np.ndarray:
+    def find_around(spans: Integers) -> Integers:
         nesting = Nesting(spans, events.start_ns[spans], events.end_ns[spans], events.thread[spans])
         return np.asarray(nesting.row_at(events.start_ns[at], events.thread[at]))
 
@@ -218,7 +219,7 @@ def _find_descriptions(trace: Trace, rows: np.ndarray) -> tuple[np.ndarray, np.n
     return around, np.where(events.collective[rows] >= 0, events.collective[rows], of_operator)
 
 
-def _find_places(trace: Trace, called: np.ndarray, phases: Sequence[str]) -> list[tuple[str, str]]:
+def _find_places(trace: Trace, called: Integers, phases: Sequence[str]) -> list[tuple[str, str]]:
     """(name of the span of a layer around it, phase) of each call: what tells groups apart where no record does."""
     if len(trace.groups) < 2:
         return [("", "")] * len(called)
@@ -231,9 +232,9 @@ def _find_places(trace: Trace, called: np.ndarray, phases: Sequence[str]) -> lis
 
 def _describe_calls(
     trace: Trace,
-    rows: np.ndarray,
-    around: np.ndarray,
-    records: np.ndarray,
+    rows: Integers,
+    around: Integers,
+    records: Integers,
     world_size: int | None,
     places: list[tuple[str, str]],
 ) -> tuple[What, ...]:
@@ -271,7 +272,7 @@ def _describe_calls(
     return tuple(whats)
 
 
-def _find_batches(trace: Trace, rows: np.ndarray, records: np.ndarray) -> list[tuple[int, ...]]:
+def _find_batches(trace: Trace, rows: Integers, records: Integers) -> list[tuple[int, ...]]:
     """For each kernel without a record of its own the Collectives that it does at once: what its thread has recorded of sends
     and receives since the launch before it."""
     events = trace.events

@@ -1,13 +1,14 @@
 """Which collective of one rank is which of another: the k-th of a process group is the same on all its members."""
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Any
 
 import numpy as np
 
+from megatron_lite.analysis.intervals import Integers
 from megatron_lite.analysis.ranks.calls import END_TOGETHER, POINT_TO_POINT, Calls
 from megatron_lite.analysis.trace.columns import ProcessGroup
 from megatron_lite.units import significant
@@ -21,13 +22,13 @@ MIN_ALIKE = 0.9  # share of pairs of the same kind and size; below it the order 
 class Group:
     """One process group's collectives: K of them on G ranks."""
 
-    members: np.ndarray  # int64 [G], index of the rank in the given order
-    call: np.ndarray  # int64 [K, G], index into that rank's calls; every one is there
+    members: Integers  # int64 [G], index of the rank in the given order
+    call: Integers  # int64 [K, G], index into that rank's calls; every one is there
     is_pair: bool = False  # sends of one rank and what another receives of them
 
 
 def match(
-    ranks: Sequence[Calls], slots: Sequence[np.ndarray], clock_ns: Sequence[int | None]
+    ranks: Sequence[Calls], slots: Sequence[Integers], clock_ns: Sequence[int | None]
 ) -> tuple[list[Group], list[str]]:
     """(groups of two ranks or more, sentences on what could not be matched).
 
@@ -79,7 +80,7 @@ def _describe(group: ProcessGroup) -> str:
     return f"{group.description} parallel collectives" if group.description else "collectives"
 
 
-def _match_by_sequence(members: dict[int, np.ndarray], ranks: Sequence[Calls]) -> np.ndarray | None:
+def _match_by_sequence(members: Mapping[int, Integers], ranks: Sequence[Calls]) -> Integers | None:
     """[K, G] by the sequence numbers that the file gives; None if any is missing, or kinds do not agree."""
     keys = {}
     for at, rows in members.items():
@@ -104,8 +105,8 @@ def _match_by_sequence(members: dict[int, np.ndarray], ranks: Sequence[Calls]) -
 
 
 def _match_by_order(
-    members: dict[int, np.ndarray], ranks: Sequence[Calls], slots: Sequence[np.ndarray], clock_ns: Sequence[int | None]
-) -> np.ndarray | None:
+    members: Mapping[int, Integers], ranks: Sequence[Calls], slots: Sequence[Integers], clock_ns: Sequence[int | None]
+) -> Integers | None:
     """[K, G]: every rank's order laid over the longest one's; None if one does not fit anywhere."""
     longest = max(members, key=lambda at: len(members[at]))
     codes: dict[Any, int] = {}
@@ -115,7 +116,8 @@ def _match_by_order(
         # what is sent and what is received are one, and may be part of a larger exchange
         kinds = [None if one.kind in POINT_TO_POINT else (one.kind, one.num_bytes) for one in whats]
         what = np.array([codes.setdefault(kind, len(codes)) for kind in kinds])
-        orders[at] = (what, slots[at][rows], None if clock_ns[at] is None else ranks[at].end_ns[rows] + clock_ns[at])
+        clock = clock_ns[at]
+        orders[at] = (what, slots[at][rows], None if clock is None else ranks[at].end_ns[rows] + clock)
     columns = []
     for at, rows in members.items():
         shift = _find_shift(orders[longest], orders[at])
@@ -206,11 +208,9 @@ def align_clocks(
     return Clocks(tuple(int(at - by) if bad else at for at, by, bad in zip(start, off, wrong)), True, (note,))
 
 
-def _measure_offsets(
-    ranks: Sequence[Calls], groups: list[Group], start: Sequence[int]
-) -> tuple[np.ndarray, np.ndarray]:
+def _measure_offsets(ranks: Sequence[Calls], groups: list[Group], start: Sequence[int]) -> tuple[Integers, Integers]:
     """[R] each: median of a rank's ends against the median rank's, and how far they scatter around it; NaN: none seen."""
-    seen: list[list[np.ndarray]] = [[] for _ in ranks]
+    seen: list[list[Integers]] = [[] for _ in ranks]
     for group in groups:
         columns = list(zip(group.members.tolist(), group.call.T))
         reference = ranks[columns[0][0]]

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_lite.analysis.intervals import difference, intersection, joined, union
+from megatron_lite.analysis.intervals import Flags, Integers, Numbers, difference, intersection, joined, union
 from megatron_lite.analysis.rank_facts import RankFacts
 from megatron_lite.analysis.ranks.calls import Calls, bus_bytes, collect_calls
 from megatron_lite.analysis.ranks.matching import Clocks, Group, align_clocks, match
@@ -74,7 +74,7 @@ def _choose_traces(seen: Sequence[RankFacts]) -> tuple[Sequence[RankFacts], list
     return sorted(latest.values(), key=lambda one: one.time.rank or 0), notes
 
 
-def find_shared_steps(ranks: Sequence[Calls], placings: Sequence[Placing]) -> tuple[list[np.ndarray], int]:
+def find_shared_steps(ranks: Sequence[Calls], placings: Sequence[Placing]) -> tuple[list[Integers], int]:
     """(by rank: int [c], which of the S shared steps a call is in, -1: none; S, at least 1).
 
     Windows may begin and end apart, and ranks must be compared over the same steady steps: by the steps' numbers where
@@ -102,16 +102,16 @@ def find_shared_steps(ranks: Sequence[Calls], placings: Sequence[Placing]) -> tu
 class Waits:
     """[R ranks, S shared steps], over the collectives that were matched; ms and counts."""
 
-    wait_ms: np.ndarray  # inside collectives for a rank that came later
-    exposed_wait_ms: np.ndarray  # of it, what no compute hides
-    caused_ms: np.ndarray  # its start - the median start of the others, where it came last
-    last: np.ndarray  # how often it came last
-    matched: np.ndarray  # collectives that it took part in
-    transfer_ns: tuple[np.ndarray, ...]  # by rank: int64 [c] of all its calls, what no rank waits for; -1: not matched
+    wait_ms: Numbers  # inside collectives for a rank that came later
+    exposed_wait_ms: Numbers  # of it, what no compute hides
+    caused_ms: Numbers  # its start - the median start of the others, where it came last
+    last: Numbers  # how often it came last
+    matched: Numbers  # collectives that it took part in
+    transfer_ns: tuple[Integers, ...]  # by rank: int64 [c] of all its calls, what no rank waits for; -1: not matched
 
 
 def compute_waits(
-    ranks: Sequence[Calls], groups: list[Group], clocks: Clocks, slots: Sequence[np.ndarray], steps: int
+    ranks: Sequence[Calls], groups: list[Group], clocks: Clocks, slots: Sequence[Integers], steps: int
 ) -> Waits:
     """slots: by rank, int [c], the shared step of each call, -1 for what does not count."""
     tables = wait_ms, exposed_wait_ms, caused_wait_ms, last, matched = np.zeros((5, len(ranks), steps))
@@ -191,7 +191,7 @@ def _count_last(group: str) -> tuple[bool, bool, str]:
 def build_group_rows(
     seen: Sequence[RankFacts],
     ranks: Sequence[Calls],
-    slots: Sequence[np.ndarray],
+    slots: Sequence[Integers],
     steps: int,
     labels: Mapping[ProcessGroup, str],
 ) -> tuple[GroupRow, ...]:
@@ -221,7 +221,7 @@ def build_group_rows(
 
 
 def build_collective_rows(
-    ranks: Sequence[tuple[Calls, np.ndarray, np.ndarray]],
+    ranks: Sequence[tuple[Calls, Integers, Integers]],
     steps: int,
     labels: Mapping[ProcessGroup, str],
     group_size: int | None,
@@ -260,7 +260,7 @@ def build_collective_rows(
 
 
 def _sum_by_kind(
-    calls: Calls, keep: np.ndarray, transfer: np.ndarray, labels: Mapping[ProcessGroup, str], group_size: int | None
+    calls: Calls, keep: Flags, transfer: Integers, labels: Mapping[ProcessGroup, str], group_size: int | None
 ) -> dict[Any, Any]:
     """(number, ns, exposed ns, transfer ns, not matched, bus bytes, bytes), added up by what rows tell apart."""
     kept = np.flatnonzero(keep)
@@ -272,7 +272,7 @@ def _sum_by_kind(
     )  # fmt: skip
     table = np.stack([np.bincount(kind, column, len(kinds)) for column in columns], axis=1)
     sizes = Counter((what.kind, phase) for what, phase in kinds)
-    sums: dict[Any, np.ndarray] = defaultdict(lambda: np.zeros(len(columns) + 2))
+    sums: dict[Any, Numbers] = defaultdict(lambda: np.zeros(len(columns) + 2))
     for (what, phase), values in zip(kinds, table):
         ranks, num_bytes = what.group_size or group_size, what.num_bytes
         several = num_bytes is not None and sizes[what.kind, phase] > MAX_SIZES
@@ -300,7 +300,7 @@ CAUSES = {  # rows of a step
 INDEPENDENT = tuple(map(str, (Phase.DATA, Phase.DATA_TO_DEVICE, Phase.FORWARD, Phase.OPTIMIZER_STEP)))
 
 
-def find_straggler(rows: Sequence[RankRow], times: Sequence[RankTime], net_ms: np.ndarray) -> Straggler | None:
+def find_straggler(rows: Sequence[RankRow], times: Sequence[RankTime], net_ms: Numbers) -> Straggler | None:
     """Of rows with waits, the same ranks' times, and what others waited for each rank beyond its own waits by step [R, S].
 
     None where no rank stands out, or where it does by one odd step only.

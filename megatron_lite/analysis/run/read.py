@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_lite.analysis.run.run_results import Growth, Numbers, RankLines, RankMedians, Run, Steps
+from megatron_lite.analysis.intervals import Numbers
+from megatron_lite.analysis.run.run_results import Growth, RankLines, RankMedians, Run, Steps
 from megatron_lite.analysis.run.step_lines import CORES, StepLines, number
 from megatron_lite.config.flops import step_flops
 from megatron_lite.config.shape import ModelShape

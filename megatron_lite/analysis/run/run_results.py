@@ -12,11 +12,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_lite.analysis.intervals import Flags, Numbers
 from megatron_lite.phases import Phase
 from megatron_lite.thresholds import rank_without_core
-
-Numbers = NDArray[np.float64]
-Flags = NDArray[np.bool_]
 
 RECOVERED = 0.5  # of what the window's steps took more: a smaller rest may be noise
 

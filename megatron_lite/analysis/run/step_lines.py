@@ -20,7 +20,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_lite.analysis.run.run_results import Flags, Numbers, Phases, RankLines, Steps
+from megatron_lite.analysis.intervals import Flags, Numbers
+from megatron_lite.analysis.run.run_results import Phases, RankLines, Steps
 from megatron_lite.phases import Phase
 
 CORES = ("cpu_ms", "core_wait_ms", "involuntary_switches")

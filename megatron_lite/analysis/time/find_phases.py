@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from megatron_lite.analysis.intervals import union
+from megatron_lite.analysis.intervals import Flags, Integers, union
 from megatron_lite.analysis.time.host_steps import NUMBERED, PROFILER_STEP, HostSteps
 from megatron_lite.analysis.trace.columns import Kind, Trace
 from megatron_lite.phases import PYTHON_GC, Phase
@@ -56,15 +56,14 @@ def label_phase(name: str) -> str:
     return str(phase) if phase else name.strip(DECORATION).partition("#")[0].strip() or name
 
 
-def is_backward(trace: Trace) -> np.ndarray:
+def is_backward(trace: Trace) -> Flags:
     """bool [n]: operators of autograd's engine, by their names or by the forward thread that they name."""
     events = trace.events
-    return (trace.matching(AUTOGRAD.match) | (events.forward_thread > 0)) & (events.kind == Kind.OP)
+    found: Flags = (trace.matching(AUTOGRAD.match) | (events.forward_thread > 0)) & (events.kind == Kind.OP)
+    return found
 
 
-def find_phases(
-    trace: Trace, steps: HostSteps, thread: np.ndarray, moment: np.ndarray
-) -> tuple[tuple[str, ...], np.ndarray]:
+def find_phases(trace: Trace, steps: HostSteps, thread: Integers, moment: Integers) -> tuple[tuple[str, ...], Integers]:
     """(names, index into names per event; -1: none). thread, moment [n]: where the host was for each event, -1: unknown.
 
     The innermost phase around the moment on its own thread; else on the thread that drives the steps, which stands in
@@ -99,7 +98,7 @@ def find_phases(
     return tuple(names), phase
 
 
-def _find_phase_ranges(trace: Trace, steps: HostSteps) -> np.ndarray:
+def _find_phase_ranges(trace: Trace, steps: HostSteps) -> Integers:
     """Rows of the ranges that are phases: known ones on any thread, wherever they are, and the outermost under a step on
     its thread. A range that merely wraps a whole step gives way to what it holds."""
     events, rows = trace.events, trace.rows[Kind.ANNOTATION]
@@ -125,7 +124,7 @@ def _find_phase_ranges(trace: Trace, steps: HostSteps) -> np.ndarray:
     return rows[np.isin(inverse, np.argsort(-lengths, kind="stable")[:MAX_NAMES])]
 
 
-def _told_by_operators(trace: Trace, main_thread: int) -> Iterator[tuple[str, Callable]]:
+def _told_by_operators(trace: Trace, main_thread: int) -> Iterator[tuple[str, Callable[[Integers, Integers], Flags]]]:
     """(phase, test of threads and moments): what lies inside operators of autograd, or on a thread of its own; then what
     sends tensors to the device; then what gradients will be taken of. Nothing where there is no backward pass."""
     events, operators, backward = trace.events, trace.rows[Kind.OP], is_backward(trace)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megatron_lite.analysis.intervals import Flags, Integers
 from megatron_lite.analysis.trace.columns import Kind, Trace
 
 PROFILER_STEP = re.compile(r"ProfilerStep#(\d{1,18})$")
@@ -21,12 +22,12 @@ class HostSteps:
 
     names: tuple[str, ...]
     numbers: tuple[int | None, ...]
-    start_ns: np.ndarray  # int64 [k]
-    end_ns: np.ndarray  # int64 [k]
+    start_ns: Integers  # int64 [k]
+    end_ns: Integers  # int64 [k]
     thread: int  # that drives them; -1: no host event
     notes: tuple[str, ...] = ()
 
-    def follows(self) -> np.ndarray:
+    def follows(self) -> Flags:
         """bool [k]: does the step come right after the one before? Two windows in one file leave a hole."""
         pairs = zip(self.numbers, self.numbers[1:])
         direct = [before is None or number is None or number == before + 1 for before, number in pairs]
@@ -45,7 +46,7 @@ def find_host_steps(trace: Trace) -> HostSteps:
             reach = np.maximum.accumulate(events.end_ns[rows])
             rows = rows[np.concatenate(([True], events.start_ns[rows][1:] >= reach[:-1]))]
             names = tuple(trace.name_of(row) for row in rows)
-            numbers = tuple(int(pattern.match(name)[1]) for name in names)
+            numbers = tuple(int(found[1]) for name in names if (found := pattern.match(name)))
             return HostSteps(names, numbers, events.start_ns[rows], events.end_ns[rows], thread)
     rows = _find_repeating(trace, ranges[~trace.matching(NOT_A_STEP.match)[ranges]])
     if len(rows):
@@ -63,18 +64,19 @@ def find_host_steps(trace: Trace) -> HostSteps:
     return HostSteps(("whole trace",), (None,), start, end, thread, (note,))
 
 
-def _find_repeating(trace: Trace, rows: np.ndarray) -> np.ndarray:
+def _find_repeating(trace: Trace, rows: Integers) -> Integers:
     """Those of `rows` that are the range that comes back and covers most of its thread; none if it covers too little."""
     events = trace.events
 
-    def number_ranges(rows: np.ndarray) -> np.ndarray:
+    def number_ranges(rows: Integers) -> Integers:
         """For each of `rows` a number for its name on its thread."""
         key = events.thread[rows].astype(np.int64) * (len(trace.names) + 1) + events.name[rows]
-        return np.unique(key, return_inverse=True)[1]
+        number: Integers = np.unique(key, return_inverse=True)[1]
+        return number
 
     number = number_ranges(rows)
     nest = trace.nest(rows[np.bincount(number)[number] >= 2])
-    top = nest.rows[nest.depth == 0]
+    top: Integers = nest.rows[nest.depth == 0]
     if not len(top):
         return top
     number = number_ranges(top)

@@ -14,8 +14,19 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
+from numpy.typing import NDArray
 
-from megatron_lite.analysis.intervals import NOTHING, Cover, complement, difference, intersection, joined, union
+from megatron_lite.analysis.intervals import (
+    NOTHING,
+    Cover,
+    Flags,
+    Integers,
+    complement,
+    difference,
+    intersection,
+    joined,
+    union,
+)
 from megatron_lite.analysis.kernels.kernel_words import is_communication
 from megatron_lite.analysis.time.find_phases import is_backward
 from megatron_lite.analysis.time.time_results import Placing
@@ -38,13 +49,13 @@ class DeviceCovers:
         return joined(self.compute, self.communication, self.copy)
 
 
-def device_covers(trace: Trace, rows: np.ndarray) -> DeviceCovers:
+def device_covers(trace: Trace, rows: Integers) -> DeviceCovers:
     """Of these rows of device work."""
     kernel, talks = trace.events.kind[rows] == Kind.KERNEL, find_communication_names(trace)[trace.events.name[rows]]
     return DeviceCovers(*(trace.cover(rows[one]) for one in (kernel & ~talks, kernel & talks, ~kernel)))
 
 
-def find_communication_names(trace: Trace) -> np.ndarray:
+def find_communication_names(trace: Trace) -> Flags:
     """bool per name of the trace: of a kernel or a host span that communicates?"""
     return trace.passing(is_communication, Kind.KERNEL, Kind.ANNOTATION)
 
@@ -70,8 +81,8 @@ MANY_LAUNCHES = 0.2  # of the device work: a thread that launches so much drives
 class HostActivity:
     """Of the threads that drive the GPU: the main one, autograd's, and others with many launches."""
 
-    threads: np.ndarray  # int64, indices into Trace.threads
-    waits: np.ndarray  # rows of calls in which the host waits for the device, ordered by start
+    threads: NDArray[np.int64]  # indices into Trace.threads
+    waits: Integers  # rows of calls in which the host waits for the device, ordered by start
     named: dict[str, Cover]  # keys of ROW_TITLES -> when; what belongs to two counts for the first
 
 
@@ -82,7 +93,7 @@ def find_host_activity(trace: Trace, placing: Placing) -> HostActivity:
     threads = np.unique([*busy, max(placing.main_thread, 0), *np.unique(events.thread[is_backward(trace)])])
     on_threads = np.isin(events.thread, threads) & (events.device < 0)
 
-    def find(pattern: re.Pattern, kind: Kind) -> np.ndarray:
+    def find(pattern: re.Pattern[str], kind: Kind) -> Integers:
         return np.flatnonzero(trace.matching(pattern.match) & on_threads & (events.kind == kind))
 
     def cover_phase(phase: Phase) -> Cover:
@@ -106,7 +117,7 @@ def find_host_activity(trace: Trace, placing: Placing) -> HostActivity:
     )
 
 
-def find_pageable_copies(trace: Trace) -> np.ndarray:
+def find_pageable_copies(trace: Trace) -> Integers:
     """Rows of the copy calls that return only when the device has begun or finished: their memory is not pinned."""
     events, copies = trace.events, trace.rows[Kind.MEMCPY]
     copies = copies[trace.matching(lambda name: "ageable" in name)[copies] & (trace.launch_of[copies] >= 0)]
@@ -123,15 +134,15 @@ LAUNCH_LATENCY_NS = 10_000
 class Gaps:
     """g gaps in order, and what each is made of in ns: [g] each; the amounts add up to its length."""
 
-    start: np.ndarray
-    thread: np.ndarray  # that launched the work that ends it; -1: unknown
-    late: np.ndarray  # h - start: how long the host was late
-    waited: np.ndarray  # row of the last call in which the host waited for the device meanwhile; -1: none
-    amounts: dict[str, np.ndarray]  # keys of ROW_TITLES
+    start: Integers
+    thread: Integers  # that launched the work that ends it; -1: unknown
+    late: Integers  # h - start: how long the host was late
+    waited: Integers  # row of the last call in which the host waited for the device meanwhile; -1: none
+    amounts: dict[str, Integers]  # keys of ROW_TITLES
     host: Cover  # when the host itself was the cause
 
 
-def find_idle_gaps(trace: Trace, rows: np.ndarray, busy: Cover, steady: Cover, activity: HostActivity) -> Gaps:
+def find_idle_gaps(trace: Trace, rows: Integers, busy: Cover, steady: Cover, activity: HostActivity) -> Gaps:
     """The gaps of `busy` inside the steady steps. `rows`: the device work that `busy` is made of, by start."""
     events = trace.events
     idle = intersection(steady, complement(busy, int(steady.start[0]), int(steady.end[-1])))
@@ -141,11 +152,11 @@ def find_idle_gaps(trace: Trace, rows: np.ndarray, busy: Cover, steady: Cover, a
     launch = np.where(by >= 0, trace.launch_of[by], -1)
     known = launch >= 0
     late = np.where(known, np.clip(events.end_ns[launch], start, end) - start, 0)
-    amounts, named = {}, NOTHING
+    amounts: dict[str, Integers] = {}
+    named, free = NOTHING, late
     for row, cover in activity.named.items():
         amounts[row] = difference(cover, named).within(start, start + late)
-        named = joined(named, cover)
-    free = late - sum(amounts.values())
+        named, free = joined(named, cover), free - amounts[row]
     waited, blocked = _find_waits(trace, activity.waits, start, start + late)
     amounts["sync"] = np.minimum(free, blocked)
     amounts["host"] = free - amounts["sync"]
@@ -163,7 +174,7 @@ def find_idle_gaps(trace: Trace, rows: np.ndarray, busy: Cover, steady: Cover, a
     return Gaps(start, thread, late, np.where(amounts["sync"] > 0, waited, -1), amounts, host)
 
 
-def _find_waits(trace: Trace, waits: np.ndarray, start: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _find_waits(trace: Trace, waits: Integers, start: Integers, end: Integers) -> tuple[Integers, Integers]:
     """(row of the last wait that touches [start, end), ns from the beginning of the first such wait on)."""
     events = trace.events
     waits = waits[events.end_ns[waits] > events.start_ns[waits]]
@@ -178,7 +189,7 @@ def _find_waits(trace: Trace, waits: np.ndarray, start: np.ndarray, end: np.ndar
     return np.where(touches, waits[last], -1), cover.within(begun, end)
 
 
-def _find_event_waits(trace: Trace, rows: np.ndarray, at: np.ndarray, launch: np.ndarray) -> np.ndarray:
+def _find_event_waits(trace: Trace, rows: Integers, at: Integers, launch: Integers) -> Flags:
     """bool per gap: was the stream of the work rows[at] told to wait for an event, after the work before it on this stream
     was launched?"""
     events, calls = trace.events, trace.rows[Kind.RUNTIME]

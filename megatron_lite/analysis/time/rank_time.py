@@ -1,11 +1,12 @@
 """Where the steps of one rank go."""
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_lite.analysis.intervals import Cover, difference, intersection, joined, union
+from megatron_lite.analysis.intervals import Cover, Flags, Integers, difference, intersection, joined, union
 from megatron_lite.analysis.kernels.kernel_words import is_wait
 from megatron_lite.analysis.time.find_phases import AUTOGRAD
 from megatron_lite.analysis.time.idle_gaps import (
@@ -124,11 +125,11 @@ def _measure_device(trace: Trace, placing: Placing, steady: SteadySteps) -> Rank
     )
 
 
-def _median_us(lengths: np.ndarray) -> float:
+def _median_us(lengths: Integers) -> float:
     return float(np.median(lengths)) / 1e3 if len(lengths) else 0.0
 
 
-def _describe_gaps(trace: Trace, rows: np.ndarray, spilled: np.ndarray, spilled_ms: float, device: int):
+def _describe_gaps(trace: Trace, rows: Integers, spilled: Integers, spilled_ms: float, device: int) -> Iterator[str]:
     if len(spilled) == len(rows):
         yield "no device work can be joined with the call that launched it: its phase and why the GPU idled are unknown"
     elif len(spilled):
@@ -199,7 +200,7 @@ def _find_working_operators(trace: Trace, activity: HostActivity, communication:
 # --- phases: what their label on the host says, and what the device really did for them
 
 
-def _find_host_ranges(trace: Trace, placing: Placing, phase: int, counts: np.ndarray) -> np.ndarray:
+def _find_host_ranges(trace: Trace, placing: Placing, phase: int, counts: Flags) -> Integers:
     """Rows, among events with `counts`, that say when the host was in the phase: its ranges, else the operators placed there."""
     for kind in (Kind.ANNOTATION, Kind.OP):
         rows = trace.rows[kind]
@@ -209,7 +210,7 @@ def _find_host_ranges(trace: Trace, placing: Placing, phase: int, counts: np.nda
     return rows
 
 
-def _measure_device_phases(trace: Trace, placing: Placing, rows: np.ndarray) -> tuple[PhaseTime, ...]:
+def _measure_device_phases(trace: Trace, placing: Placing, rows: Integers) -> tuple[PhaseTime, ...]:
     """Per phase in the order in which the host enters them. `rows`: device work."""
     events, counts, steps, found = trace.events, placing.counts, int(placing.steady.sum()), []
     per_step = 1 / steps / 1e6
@@ -239,7 +240,7 @@ def _measure_device_phases(trace: Trace, placing: Placing, rows: np.ndarray) -> 
     return tuple(time for _, time in sorted(found, key=lambda pair: pair[0]))
 
 
-def _find_ends_per_step(trace: Trace, placing: Placing, rows: np.ndarray) -> tuple[dict[int, int], dict[int, int]]:
+def _find_ends_per_step(trace: Trace, placing: Placing, rows: Integers) -> tuple[dict[int, int], dict[int, int]]:
     """({step: earliest start}, {step: latest end}) of the events `rows`."""
     steps, inverse = np.unique(placing.step[rows], return_inverse=True)
     first, last = np.full(len(steps), np.iinfo(np.int64).max), np.zeros(len(steps), np.int64)
@@ -268,7 +269,7 @@ def _measure_host_phases(trace: Trace, placing: Placing, compute: Cover, communi
     return tuple(time for _, time in sorted(found, key=lambda pair: pair[0]))
 
 
-def _find_own_time(trace: Trace, placing: Placing, phase: int, ranges: np.ndarray) -> Cover:
+def _find_own_time(trace: Trace, placing: Placing, phase: int, ranges: Integers) -> Cover:
     """When the phase's ranges last, without the ranges of other phases inside of them."""
     events = trace.events
     on_main = (events.kind == Kind.ANNOTATION) & (events.thread == placing.main_thread)
@@ -277,7 +278,7 @@ def _find_own_time(trace: Trace, placing: Placing, phase: int, ranges: np.ndarra
     return difference(trace.cover(ranges), trace.cover(nest.rows[in_phase & (placing.phase[nest.rows] != phase)]))
 
 
-def _draw_device_timeline(trace: Trace, placing: Placing, rows: np.ndarray, step: int) -> tuple[Span, ...]:
+def _draw_device_timeline(trace: Trace, placing: Placing, rows: Integers, step: int) -> tuple[Span, ...]:
     """What the device did for each phase in one step: computing, and "communication" and "copies" apart, as spans."""
     start, end = placing.steps[step].start_ns, placing.steps[step].end_ns
     rows = rows[(trace.events.end_ns[rows] > start) & (trace.events.start_ns[rows] < end)]

@@ -5,7 +5,7 @@ from collections import Counter
 
 import numpy as np
 
-from megatron_lite.analysis.intervals import Cover, difference, intersection, union
+from megatron_lite.analysis.intervals import Cover, Integers, difference, intersection, union
 from megatron_lite.analysis.time.idle_gaps import Gaps, find_pageable_copies
 from megatron_lite.analysis.time.time_results import MIN_STRETCH_MS, HostSite, Placing, Stretch, SyncSite
 from megatron_lite.analysis.trace.columns import Kind, Trace
@@ -20,12 +20,13 @@ NOT_THE_PROGRAM = re.compile(
 )
 BETWEEN = "Python between operators"
 MAX_SITES = 50
+SiteTimes = Counter[tuple[int, int]]  # ns by (name, phase)
 
 
 def is_program_frame(name: str) -> bool:
     """A line of the program itself: no frame of torch, of Python's own library or of C."""
     found = FRAME.match(name)
-    return bool(found) and not NOT_THE_PROGRAM.search(found["path"])
+    return found is not None and not NOT_THE_PROGRAM.search(found["path"])
 
 
 class CallSites:
@@ -47,24 +48,24 @@ class CallSites:
         self.ranges = trace.nest(np.flatnonzero(ranges))
         self._operators, self._frames = trace.nest(self.top_operators), trace.nest(self.frames)
 
-    def operator(self, moment: np.ndarray, thread: np.ndarray) -> np.ndarray:
+    def operator(self, moment: Integers, thread: Integers) -> Integers:
         """Names of the outermost operators there."""
         return self._name(self._operators.row_at(moment, thread))
 
-    def frame(self, moment: np.ndarray, thread: np.ndarray) -> np.ndarray:
+    def frame(self, moment: Integers, thread: Integers) -> Integers:
         """Names of the innermost lines of the program there; on autograd's thread those of the main one."""
         own = self._frames.row_at(moment, thread)
         return self._name(np.where(own >= 0, own, self._frames.row_at(moment, self._on_main(moment))))
 
-    def phase(self, moment: np.ndarray) -> np.ndarray:
+    def phase(self, moment: Integers) -> Integers:
         """Phases by the main thread's ranges."""
         around = self.ranges.row_at(moment, self._on_main(moment))
         return np.where(around >= 0, self.placing.phase[around], -1)
 
-    def _on_main(self, moment: np.ndarray) -> np.ndarray:
+    def _on_main(self, moment: Integers) -> Integers:
         return np.full(len(moment), self.main_thread)
 
-    def _name(self, rows: np.ndarray) -> np.ndarray:
+    def _name(self, rows: Integers) -> Integers:
         return np.where(rows >= 0, self.trace.events.name[rows], -1)
 
     def text(self, name: int) -> str:
@@ -73,7 +74,7 @@ class CallSites:
     def phase_text(self, phase: int) -> str:
         return self.placing.phases[phase] if phase >= 0 else ""
 
-    def find_sync_sites(self, calls: np.ndarray, gaps: Gaps) -> tuple[SyncSite, ...]:
+    def find_sync_sites(self, calls: Integers, gaps: Gaps) -> tuple[SyncSite, ...]:
         """Per place of the waiting `calls`: calls and host ms per steady step, and the idle time that they caused; most idle
         first."""
         trace, placing, events = self.trace, self.placing, self.trace.events
@@ -101,7 +102,8 @@ class CallSites:
 
     def find_host_sites(self, gaps: Gaps) -> tuple[HostSite, ...]:
         """What the launching threads did while the host was the cause, by outermost operator, else by line; most idle first."""
-        events, total, late = self.trace.events, Counter(), gaps.late > 0
+        events, late = self.trace.events, gaps.late > 0
+        total: SiteTimes = Counter()
         for thread in np.unique(gaps.thread[late & (gaps.thread >= 0)]).tolist():
             mine = late & (gaps.thread == thread)
             idle = intersection(gaps.host, union(gaps.start[mine], gaps.start[mine] + gaps.late[mine]))
@@ -113,18 +115,18 @@ class CallSites:
 
     def find_python_sites(self, host: Cover) -> tuple[HostSite, ...]:
         """The same without a GPU: `host` is when no operator ran. By line of the program, where the trace has stacks."""
-        total = Counter()
+        total: SiteTimes = Counter()
         self._add_python(total, host, self.placing.main_thread)
         return self._make_host_sites(total)
 
-    def _make_host_sites(self, total: Counter) -> tuple[HostSite, ...]:
-        by_text = Counter()
+    def _make_host_sites(self, total: SiteTimes) -> tuple[HostSite, ...]:
+        by_text: Counter[tuple[str, str]] = Counter()
         for (name, phase), ns in total.items():
             by_text[self.text(name) or BETWEEN, self.phase_text(phase)] += ns
         found = [HostSite(what, phase, float(ns) / 1e6 / self.steps) for (what, phase), ns in by_text.items()]
         return tuple(sorted((site for site in found if site.idle_ms > 0), key=lambda site: -site.idle_ms)[:MAX_SITES])
 
-    def _add_python(self, total: Counter, between: Cover, thread: int):
+    def _add_python(self, total: SiteTimes, between: Cover, thread: int) -> None:
         """What no operator covers, cut where a phase or a line of the program begins or ends."""
         events = self.trace.events
         rows = np.concatenate((self.ranges.rows, self.frames))
@@ -164,7 +166,7 @@ class CallSites:
         return tuple(sorted((one for one in found if one.ms > 0), key=lambda one: -one.ms))
 
 
-def _add(total: Counter, names: np.ndarray, phases: np.ndarray, amounts: np.ndarray):
+def _add(total: SiteTimes, names: Integers, phases: Integers, amounts: Integers) -> None:
     """Add the amounts to `total` by (name, phase)."""
     hit = amounts > 0
     keys, inverse = np.unique(np.stack((names[hit], phases[hit])), axis=1, return_inverse=True)

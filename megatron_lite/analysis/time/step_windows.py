@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from megatron_lite.analysis.intervals import Integers
 from megatron_lite.analysis.kernels.kernel_words import is_communication
 from megatron_lite.analysis.time.find_phases import find_phases
 from megatron_lite.analysis.time.host_steps import HostSteps, find_host_steps
@@ -52,11 +53,9 @@ def attribute_events(trace: Trace) -> Placing:
     return Placing(steps, step, phases, phase, operator, host.thread, host.notes + notes)
 
 
-def find_computing_stream(trace: Trace) -> tuple[int, int] | None:
-    """(device, stream) with most kernel time, communication left out; None without device work."""
+def find_computing_stream(trace: Trace) -> tuple[int, int]:
+    """(device, stream) with most kernel time, communication left out, of a trace with device work."""
     events, rows = trace.events, trace.device_rows
-    if not len(rows):
-        return None
     kernels = rows[(events.kind[rows] == Kind.KERNEL) & ~trace.matching(is_communication)[rows]]
     rows = kernels if len(kernels) else rows
     key = events.device[rows].astype(np.int64) << 32 | events.stream[rows].astype(np.int64) & 0xFFFFFFFF
@@ -65,7 +64,7 @@ def find_computing_stream(trace: Trace) -> tuple[int, int] | None:
     return int(events.device[most]), int(events.stream[most])
 
 
-def _find_windows(trace: Trace, host: HostSteps, step: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _find_windows(trace: Trace, host: HostSteps, step: Integers) -> tuple[Integers, Integers]:
     """(start_ns, end_ns) [k] of the steps' tiles. `step` [n]: the step of each event, by its launch."""
     events, rows, count, follows = trace.events, trace.device_rows, len(host.names), host.follows()
     if not len(rows):  # from each step's start to the next one's; the last to its own end
@@ -88,7 +87,7 @@ def _find_windows(trace: Trace, host: HostSteps, step: np.ndarray) -> tuple[np.n
 
 
 def _find_steps(
-    trace: Trace, host: HostSteps, step: np.ndarray, phases: tuple[str, ...], phase: np.ndarray
+    trace: Trace, host: HostSteps, step: Integers, phases: tuple[str, ...], phase: Integers
 ) -> tuple[tuple[Step, ...], tuple[str, ...]]:
     """The steps with their windows, each marked as steady or not, with the reason; at least one is steady if any has work.
     And notes."""
@@ -117,8 +116,9 @@ def _find_steps(
             why_not[k] = f"longer than the others: the profiler {'starts' if k == 0 else 'stops'} in it"
     if on_gpu and sum(not why for why in why_not[1:]) >= ENOUGH:
         why_not[0] = why_not[0] or "the window begins in it"
-    windows = zip(host.names, host.numbers, start.tolist(), end.tolist(), host.start_ns.tolist(), host.end_ns.tolist())
-    steps = tuple(Step(*window, steady=not why, why_not=why) for window, why in zip(windows, why_not))
+    times = (start.tolist(), end.tolist(), host.start_ns.tolist(), host.end_ns.tolist())
+    windows = zip(host.names, host.numbers, *times, (not why for why in why_not), why_not)
+    steps = tuple(Step(*window) for window in windows)
     return _use_unsteady_steps(steps, on_gpu)
 
 

@@ -4,6 +4,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
+from numpy.typing import NDArray
+
+from megatron_lite.analysis.intervals import Flags, Integers
 
 
 @dataclass(frozen=True)
@@ -146,20 +149,20 @@ class Placing:
     """Which step, phase and operator each of a trace's n events belongs to."""
 
     steps: tuple[Step, ...]
-    step: np.ndarray  # int32 [n], index into steps; -1: outside all
+    step: NDArray[np.int32]  # [n], index into steps; -1: outside all
     phases: tuple[str, ...]
-    phase: np.ndarray  # int16 [n], index into phases; -1: none
-    operator: np.ndarray  # int64 [n], row of the innermost OP around the event (or around its launch); -1: none;
+    phase: Integers  # int16 [n], index into phases; -1: none
+    operator: NDArray[np.int64]  # [n], row of the innermost OP around the event (or around its launch); -1: none;
     # an OP's own is its parent
     main_thread: int = -1  # index into Trace.threads of the one that drives the steps; -1: no host event at all
     notes: tuple[str, ...] = ()  # named gaps: how steps were found if not by the profiler's marks
 
     @cached_property
-    def steady(self) -> np.ndarray:
+    def steady(self) -> Flags:
         """bool [steps + 1]: does the step count? The last entry, which index -1 finds, is False."""
         return np.array([step.steady for step in self.steps] + [False], bool)
 
     @cached_property
-    def counts(self) -> np.ndarray:
+    def counts(self) -> Flags:
         """bool [n]: does the event belong to a steady step?"""
         return self.steady[self.step]

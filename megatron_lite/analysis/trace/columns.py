@@ -4,23 +4,28 @@ Times are whole nanoseconds since the trace's first event; -1 stands for "not gi
 """
 
 import enum
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
-from megatron_lite.analysis.intervals import Cover, Nesting, union
+from megatron_lite.analysis.intervals import Cover, Flags, Integers, Nesting, union
 from megatron_lite.errors import UserError
+
+Key = TypeVar("Key", bound=Hashable)
 
 
 class TraceError(UserError):
     """The file is no trace, or holds nothing to analyse. One line: the file, what it is, the remedy."""
 
 
-class Numbered(dict):
+class Numbered(dict[Key, int]):
     """value -> its number, in the order of first appearance."""
 
-    def __missing__(self, value):
+    def __missing__(self, value: Key) -> int:
         self[value] = number = len(self)
         return number
 
@@ -48,7 +53,7 @@ DEVICE_KINDS = (Kind.KERNEL, Kind.MEMCPY, Kind.MEMSET)
 class Shapes:
     """Arguments of an operator as the profiler saw them (record_shapes). Equal ones are one object."""
 
-    dims: tuple  # one tuple of ints per argument, () for what is no tensor; lists of tensors are nested
+    dims: tuple[Any, ...]  # one tuple of ints per argument, () for what is no tensor; lists of tensors are nested
     dtypes: tuple[str, ...]  # "c10::BFloat16", "float", "Scalar", "" ...
 
 
@@ -79,19 +84,19 @@ class ProcessGroup:
 class Events:
     """n events ordered by start, the longer one first where starts are equal (so a parent stands before its children)."""
 
-    name: np.ndarray  # int32 [n], index into Trace.names
-    kind: np.ndarray  # uint8 [n], a Kind
-    start_ns: np.ndarray  # int64 [n]
-    end_ns: np.ndarray  # int64 [n], >= start_ns
-    thread: np.ndarray  # int32 [n], index into Trace.threads; a device event's is its stream's row, of no use
-    device: np.ndarray  # int16 [n], GPU of device work; -1 for host events
-    stream: np.ndarray  # int32 [n], CUDA stream of device work; -1 for host events
-    correlation: np.ndarray  # int64 [n], joins a RUNTIME call with the device work that it launched
-    num_bytes: np.ndarray  # int64 [n], of copies and memsets
-    shapes: np.ndarray  # int32 [n], index into Trace.shapes
-    collective: np.ndarray  # int32 [n], index into Trace.collectives
-    sequence: np.ndarray  # int64 [n], autograd's sequence number of OP: forward op and its backward have the same
-    forward_thread: np.ndarray  # int64 [n], > 0 marks an op of the backward pass ("Fwd thread id")
+    name: NDArray[np.int32]  # [n], index into Trace.names
+    kind: NDArray[np.uint8]  # [n], a Kind
+    start_ns: NDArray[np.int64]  # [n]
+    end_ns: NDArray[np.int64]  # [n], >= start_ns
+    thread: NDArray[np.int32]  # [n], index into Trace.threads; a device event's is its stream's row, of no use
+    device: NDArray[np.int16]  # [n], GPU of device work; -1 for host events
+    stream: NDArray[np.int32]  # [n], CUDA stream of device work; -1 for host events
+    correlation: NDArray[np.int64]  # [n], joins a RUNTIME call with the device work that it launched
+    num_bytes: NDArray[np.int64]  # [n], of copies and memsets
+    shapes: NDArray[np.int32]  # [n], index into Trace.shapes
+    collective: NDArray[np.int32]  # [n], index into Trace.collectives
+    sequence: NDArray[np.int64]  # [n], autograd's sequence number of OP: forward op and its backward have the same
+    forward_thread: NDArray[np.int64]  # [n], > 0 marks an op of the backward pass ("Fwd thread id")
 
     def __len__(self) -> int:
         return len(self.start_ns)
@@ -101,11 +106,11 @@ class Events:
 class MemoryEvents:
     """The profiler's "[memory]" instants (profile_memory), ordered by time."""
 
-    time_ns: np.ndarray  # int64 [m]
-    num_bytes: np.ndarray  # int64 [m], negative for a free
-    total_allocated: np.ndarray  # int64 [m], after it; -1: not given
-    total_reserved: np.ndarray  # int64 [m]
-    device: np.ndarray  # int16 [m], -1: host
+    time_ns: NDArray[np.int64]  # [m]
+    num_bytes: NDArray[np.int64]  # [m], negative for a free
+    total_allocated: NDArray[np.int64]  # [m], after it; -1: not given
+    total_reserved: NDArray[np.int64]  # [m]
+    device: NDArray[np.int16]  # [m], -1: host
 
     def __len__(self) -> int:
         return len(self.time_ns)
@@ -134,23 +139,25 @@ class Trace:
     cut: bool = False  # the file, or what was read of it, ends before the record does
     without_gpu: bool = False  # the header says that there was none; False: nothing is said, or there was one
     groups: tuple[ProcessGroup, ...] = ()  # all that the process is in; () if the file does not say
-    facts: dict = field(default_factory=dict)  # header values worth showing: distributed backend, NCCL version, ...
+    facts: dict[str, Any] = field(
+        default_factory=dict
+    )  # header values worth showing: distributed backend, NCCL version, ...
 
     def name_of(self, event: int) -> str:
-        return self.names[self.events.name[event]]
+        return self.names[int(self.events.name[event])]
 
     @cached_property
-    def rows(self) -> dict[Kind, np.ndarray]:
+    def rows(self) -> dict[Kind, Integers]:
         """Rows of each kind, in order of start."""
         return {kind: np.flatnonzero(self.events.kind == kind) for kind in Kind}
 
     @cached_property
-    def device_rows(self) -> np.ndarray:
+    def device_rows(self) -> Integers:
         """Rows of kernels, copies and memsets, in order of start."""
         return np.flatnonzero(np.isin(self.events.kind, DEVICE_KINDS))
 
     @cached_property
-    def launch_of(self) -> np.ndarray:
+    def launch_of(self) -> Integers:
         """For every event the row of the RUNTIME call with its correlation; -1 for none (and for what is no device work)."""
         events, launch = self.events, np.full(len(self.events), -1, np.int64)
         calls = self.rows[Kind.RUNTIME]
@@ -164,12 +171,12 @@ class Trace:
         return launch
 
     @cached_property
-    def names_of(self) -> dict[Kind, np.ndarray]:
+    def names_of(self) -> dict[Kind, Integers]:
         """Numbers of the distinct names of each kind's events."""
         names, count = self.events.name, len(self.names)
         return {kind: np.flatnonzero(np.bincount(names[rows], minlength=count)) for kind, rows in self.rows.items()}
 
-    def passing(self, test, *kinds: Kind) -> np.ndarray:
+    def passing(self, test: Callable[[str], object], *kinds: Kind) -> Flags:
         """bool per name: do events of these kinds have it, and does it pass `test(name)`? Others are not asked: traces
         with stacks have many more names of Python functions than of all else."""
         passes = np.zeros(len(self.names), bool)
@@ -178,22 +185,22 @@ class Trace:
             passes[numbers] = np.fromiter((bool(test(self.names[number])) for number in numbers), bool, len(numbers))
         return passes
 
-    def matching(self, test) -> np.ndarray:
+    def matching(self, test: Callable[[str], object]) -> Flags:
         """bool per event: does its name pass `test(name)`? Each distinct name is asked once."""
         passes = np.fromiter((bool(test(name)) for name in self.names), bool, len(self.names))
         return passes[self.events.name]
 
-    def cover(self, rows: np.ndarray) -> Cover:
+    def cover(self, rows: Integers | Flags) -> Cover:
         """When any event of `rows` (numbers, or a bool per event) lasts."""
         return union(self.events.start_ns[rows], self.events.end_ns[rows])
 
-    def nest(self, rows: np.ndarray) -> Nesting:
+    def nest(self, rows: Integers) -> Nesting:
         """The events `rows` as stacks of ranges, one per thread."""
         events = self.events
         return Nesting(rows, events.start_ns[rows], events.end_ns[rows], events.thread[rows])
 
 
-def build_events(columns: dict[str, np.ndarray]) -> tuple[Events, list[str]]:
+def build_events(columns: dict[str, NDArray[Any]]) -> tuple[Events, list[str]]:
     """Events of their columns, ordered by start, and notes of what was mended. Empties `columns`, so that nothing is held
     twice for long.
 

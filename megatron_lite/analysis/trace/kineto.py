@@ -1,15 +1,18 @@
 """A trace of torch.profiler (Kineto), of any year -> Trace."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
 from itertools import compress
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
+from numpy.typing import ArrayLike, NDArray
 
+from megatron_lite.analysis.intervals import Integers
 from megatron_lite.analysis.trace.columns import (
     DEVICE_KINDS,
     Collective,
@@ -22,7 +25,7 @@ from megatron_lite.analysis.trace.columns import (
     TraceError,
     build_events,
 )
-from megatron_lite.analysis.trace.kineto_json import NO_ARGS, Args, Chunks, Event, ExactEvent
+from megatron_lite.analysis.trace.kineto_json import NO_ARGS, Args, Chunks, Event, ExactEvent, Id
 from megatron_lite.units import significant
 
 # --- category names of Kineto files of all years and devices
@@ -42,7 +45,10 @@ CATEGORIES_OF_KIND = {
     Kind.OVERHEAD: "overhead",
 }
 KIND_OF_CATEGORY = {name: kind for kind, names in CATEGORIES_OF_KIND.items() for name in names.split()}
-KIND_OF_PROCESS = {"CPU functions": Kind.OP, "CUDA functions": Kind.KERNEL}  # of 2020, without categories
+KIND_OF_PROCESS: dict[Id, Kind] = {
+    "CPU functions": Kind.OP,
+    "CUDA functions": Kind.KERNEL,
+}  # of 2020, without categories
 # Waiting that some devices record as work of a stream: MTIA's event_wait, Ascend's EVENT_WAIT and NOTIFY_WAIT.
 DEVICE_WAIT = re.compile(r"(event|notify|stream)_?wait|wait_?event", re.IGNORECASE)
 OPERATORS_OF_2021 = "Operator"  # this category holds annotations too, of these names:
@@ -61,7 +67,7 @@ COLUMNS = {
     "collective": np.int32, "sequence": np.int64, "forward_thread": np.int64,
 }  # fmt: skip
 # the arguments of events by column; asking in a list of its own is faster than any getattr
-ARGS = {
+ARGS: dict[str, Callable[[list[Args]], list[int | None]]] = {
     "device": lambda args: [a.device for a in args],
     "stream": lambda args: [a.stream for a in args],
     "correlation": lambda args: [a.correlation for a in args],
@@ -69,7 +75,7 @@ ARGS = {
     "sequence": lambda args: [a.sequence for a in args],
     "forward_thread": lambda args: [a.forward_thread for a in args],
 }
-MEMORY_ARGS = {
+MEMORY_ARGS: dict[str, Callable[[list[Args]], list[int | None]]] = {
     "num_bytes": lambda args: [a.memory_bytes for a in args],
     "total_allocated": lambda args: [a.allocated for a in args],
     "total_reserved": lambda args: [a.reserved for a in args],
@@ -83,6 +89,8 @@ ARGS_OF_KINDS = {
     (*DEVICE_KINDS, Kind.SYNC): ("device", "stream", "correlation", "num_bytes", "collective"),
 }
 
+Columns = dict[str, NDArray[Any]]
+
 
 @dataclass
 class Collected:
@@ -94,18 +102,18 @@ class Collected:
 
     max_events: int
     until_ns: int | None = None  # None: everything
-    last_ns: int = LOST_NS  # end of the last event of the file, held or not
+    last_ns: float = LOST_NS  # end of the last event of the file, held or not
     held: int = 0
-    names: Numbered = field(default_factory=Numbered)
-    categories: Numbered = field(default_factory=Numbered)
-    threads: Numbered = field(default_factory=Numbered)  # (pid, tid)
-    shapes: Numbered = field(default_factory=Numbered)  # (dims, dtypes) as JSON
-    collectives: Numbered = field(default_factory=Numbered)
-    spans: list[dict] = field(default_factory=list)  # columns of each chunk
-    instants: list[dict] = field(default_factory=list)
+    names: Numbered[str] = field(default_factory=Numbered)
+    categories: Numbered[str | None] = field(default_factory=Numbered)
+    threads: Numbered[tuple[Id, Id]] = field(default_factory=Numbered)  # (pid, tid)
+    shapes: Numbered[tuple[bytes, bytes]] = field(default_factory=Numbered)  # (dims, dtypes) as JSON
+    collectives: Numbered[Collective] = field(default_factory=Numbered)
+    spans: list[Columns] = field(default_factory=list)  # columns of each chunk
+    instants: list[Columns] = field(default_factory=list)
     halves: list[Event] = field(default_factory=list)  # "B" and "E" entries: beginnings and ends of spans
 
-    def add(self, events: list[Event]):
+    def add(self, events: Sequence[Event]) -> None:
         """Append a chunk."""
         if self.until_ns is not None:
             ends = list(map(_end_ns, events))
@@ -126,15 +134,16 @@ class Collected:
         if self.held > self.max_events:
             self._shorten()
 
-    def _columns(self, spans: list[Event]) -> dict[str, np.ndarray]:
+    def _columns(self, spans: Sequence[Event]) -> Columns:
         count = len(spans)
-        columns = {name: np.full(count, -1, dtype) for name, dtype in COLUMNS.items()}
-        for column, numbers, values in (
+        columns: Columns = {name: np.full(count, -1, dtype) for name, dtype in COLUMNS.items()}
+        of_all: tuple[tuple[str, Numbered[Any], list[Any]], ...] = (
             ("name", self.names, [event.name for event in spans]),
             ("category", self.categories, [event.cat for event in spans]),
             ("thread", self.threads, [(event.pid, event.tid) for event in spans]),
-        ):
-            columns[column] = np.fromiter(map(numbers.__getitem__, values), COLUMNS[column], count)
+        )
+        for column, numbers, texts in of_all:
+            columns[column] = np.fromiter(map(numbers.__getitem__, texts), COLUMNS[column], count)
         columns["start_ns"] = _start_ns(spans)
         dur_us = np.nan_to_num(np.array([event.dur for event in spans], np.float64), nan=0.0)
         columns["length_ns"] = np.rint(np.clip(dur_us, -_MAX_US / 1000, _MAX_US / 1000) * 1000).astype(np.int64)
@@ -148,7 +157,8 @@ class Collected:
             for name in names if own else ():
                 if name == "shapes":
                     known = self.shapes
-                    values = np.array([known[bytes(a.dims), bytes(a.dtypes)] if a.dims else -1 for a in own], np.int32)
+                    numbers_of = [known[bytes(a.dims), bytes(a.dtypes)] if a.dims else -1 for a in own]
+                    values: ArrayLike = np.array(numbers_of, np.int32)
                 elif name == "collective":
                     unsaid = [a.collective is None and a.group is None and a.in_elements is None for a in own]
                     values = [-1 if none else self._collective(a) for a, none in zip(own, unsaid)]
@@ -161,7 +171,7 @@ class Collected:
         told = (a.collective, a.group, a.group_size, a.in_elements, a.out_elements, a.dtype, a.collective_sequence)
         return self.collectives[Collective(*told, peer=a.source if a.target is None else a.target)]
 
-    def _shorten(self):
+    def _shorten(self) -> None:
         """Let the latest quarter in time go: a smaller part would be let go more often, a larger one leaves fewer whole steps."""
         ends = np.concatenate([_ends_ns(columns) for columns in (*self.spans, *self.instants)])
         ends = ends[ends > LOST_NS // 2]
@@ -179,31 +189,34 @@ class Collected:
 
     def pair_halves(self) -> int:
         """Append spans of "B" and "E" entries: an end belongs to the last open beginning of its thread. How many stay alone."""
-        open_ones, spans, alone = {}, [], 0
-        for half in sorted(self.halves, key=lambda half: half.ts):
+        open_ones: dict[tuple[Id, Id], list[Event]] = {}
+        spans, alone = [], 0
+        for half in sorted(self.halves, key=lambda half: half.ts or 0):
             stack = open_ones.setdefault((half.pid, half.tid), [])
             if half.ph == "B":
                 stack.append(half)
             elif stack:
                 begin = stack.pop()
-                begin.ph, begin.dur = "X", float(half.ts - begin.ts)
+                # one of them may be exact where the other is not
+                begin.ph, begin.dur = "X", float(Decimal(half.ts or 0) - Decimal(begin.ts or 0))
                 spans.append(begin)
             else:
                 alone += 1
         self.add(spans)
-        return alone + sum(map(len, open_ones.values()))
+        return alone + sum(len(stack) for stack in open_ones.values())
 
 
 def _end_ns(event: Event) -> float:
     return LOST_NS if event.ts is None else (float(event.ts) + (event.dur or 0.0)) * 1000
 
 
-def _ends_ns(columns: dict) -> np.ndarray:
+def _ends_ns(columns: Columns) -> Integers:
     """Of one without a time a time before all others."""
-    return columns["start_ns"] + np.maximum(columns["length_ns"], 0)
+    ends: Integers = columns["start_ns"] + np.maximum(columns["length_ns"], 0)
+    return ends
 
 
-def _start_ns(events: list[Event]) -> np.ndarray:
+def _start_ns(events: Sequence[Event]) -> Integers:
     """Exact nanoseconds: whole microseconds and the rest apart, since a product with 1000 may not fit a double."""
     if isinstance(events[0], ExactEvent) or isinstance(events[-1], ExactEvent):
         exact = [Decimal("nan" if event.ts is None else event.ts) for event in events]
@@ -218,15 +231,15 @@ def _start_ns(events: list[Event]) -> np.ndarray:
     return start
 
 
-def _integers(values: list[int | None]) -> np.ndarray:
+def _integers(values: list[int | None]) -> Integers:
     try:
         return np.array(values, np.int64)
     except (OverflowError, TypeError):  # an id beyond 64 bits is as good as none
         return np.array([-1 if value is None or abs(value) >= 2**63 else value for value in values], np.int64)
 
 
-def _kind_of_categories(categories: Numbered) -> np.ndarray:
-    return np.array([KIND_OF_CATEGORY.get(category, Kind.OTHER) for category in categories], np.uint8)
+def _kind_of_categories(categories: Numbered[str | None]) -> Integers:
+    return np.array([KIND_OF_CATEGORY.get(category or "", Kind.OTHER) for category in categories], np.uint8)
 
 
 # --- what stands beside the events: ranks, devices, clocks; every value may be missing or of any type
@@ -239,7 +252,7 @@ _MAX_TEXT = 200  # characters of a header's value that are worth showing
 _UNIX_NS = 10**18  # larger times count from 1970 (2001 and later), by the clock of the machine
 
 
-def read_header(header: dict, path: Path, first_ns: int) -> dict:
+def read_header(header: dict[str, Any], path: Path, first_ns: int) -> dict[str, Any]:
     """Fields of a Trace whose first event starts at first_ns by the file's clock."""
     ranks = header["distributedInfo"] if isinstance(header.get("distributedInfo"), dict) else {}
     rank, base_ns = _count(ranks.get("rank")), _count(header.get("baseTimeNanoseconds"))
@@ -258,7 +271,7 @@ def read_header(header: dict, path: Path, first_ns: int) -> dict:
     }
 
 
-def _read_groups(distributed: dict) -> tuple[ProcessGroup, ...]:
+def _read_groups(distributed: dict[str, Any]) -> tuple[ProcessGroup, ...]:
     """Of the header's "distributedInfo"; groups of all ranks may have an empty list of them."""
     rows, world_size = distributed.get("pg_config"), _count(distributed.get("world_size")) or 0
     groups = []
@@ -282,7 +295,7 @@ def rank_in_name(name: str) -> int | None:
     return int(found[1] or found[2]) if found else None
 
 
-def _count(value) -> int | None:
+def _count(value: Any) -> int | None:
     try:
         number = int(value)
     except (TypeError, ValueError, OverflowError):
@@ -303,9 +316,11 @@ def read_kineto(
 
     report(bytes of the file that are read) is called now and then.
     """
-    chunks, collected, notes, damage = Chunks(path), Collected(max_events), [], []
-    for events in chunks:
-        collected.add(events)
+    chunks, collected = Chunks(path), Collected(max_events)
+    notes: list[str] = []
+    damage: list[str] = []
+    for chunk in chunks:
+        collected.add(chunk)
         report(chunks.bytes_read)
     if chunks.damage:
         damage.append(f"{path.name}: {chunks.damage}")
@@ -326,7 +341,8 @@ def read_kineto(
     names = tuple(collected.names)
     _find_kinds_and_devices(columns, names, collected)
     # files of 2021 write the same thread's id as a number and as a string
-    threads, written = Numbered(), [(str(pid), str(tid)) for pid, tid in collected.threads]
+    threads: Numbered[tuple[str, str]] = Numbered()
+    written = [(str(pid), str(tid)) for pid, tid in collected.threads]
     columns["thread"] = np.array([threads[text] for text in written], np.int32)[columns["thread"]]
     events, mended = build_events(columns)
     header = chunks.header
@@ -340,12 +356,12 @@ def read_kineto(
     )  # fmt: skip
 
 
-def _join(chunks: list[dict], columns) -> dict[str, np.ndarray]:
+def _join(chunks: list[Columns], columns: Iterable[str]) -> Columns:
     """One dict of columns of many; empties `chunks`, so that nothing is held twice for long."""
     return {name: np.concatenate([chunk.pop(name) for chunk in chunks]) for name in columns}
 
 
-def _place_in_time(columns: dict, notes: list[str], damage: list[str]) -> int | None:
+def _place_in_time(columns: Columns, notes: list[str], damage: list[str]) -> int | None:
     """Make start_ns relative to the first event, end_ns of length_ns, and drop events without a time; the first's start
     by the file's clock, None if no event has one."""
     start = columns["start_ns"]
@@ -367,7 +383,7 @@ def _place_in_time(columns: dict, notes: list[str], damage: list[str]) -> int | 
     return first
 
 
-def _find_kinds_and_devices(columns: dict, names: tuple[str, ...], collected: Collected):
+def _find_kinds_and_devices(columns: Columns, names: tuple[str, ...], collected: Collected) -> None:
     """Kinds in place of categories; device and stream of device work: its arguments, else its pid and tid; -1 for the host's
     events."""
     threads, thread = list(collected.threads), columns["thread"]
@@ -389,10 +405,10 @@ def _find_kinds_and_devices(columns: dict, names: tuple[str, ...], collected: Co
         columns[name] = np.where((value >= 0) & (value < largest), value, -1).astype(dtype)
 
 
-def _read_shapes(pairs: Numbered) -> tuple[Shapes, ...]:
+def _read_shapes(pairs: Numbered[tuple[bytes, bytes]]) -> tuple[Shapes, ...]:
     """Shapes of their JSON texts (dims, dtypes)."""
 
-    def read(text: bytes) -> list:
+    def read(text: bytes) -> list[Any]:
         try:
             value = msgspec.json.decode(text) if text else []
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
@@ -403,11 +419,11 @@ def _read_shapes(pairs: Numbered) -> tuple[Shapes, ...]:
     return tuple(Shapes(nested_tuples(read(dims)), dtypes[text]) for dims, text in pairs)
 
 
-def nested_tuples(value: list) -> tuple:
+def nested_tuples(value: list[Any]) -> tuple[Any, ...]:
     return tuple([nested_tuples(one) if isinstance(one, list) else one for one in value])
 
 
-def _read_memory(instants: list[dict], first_ns: int) -> MemoryEvents:
+def _read_memory(instants: list[Columns], first_ns: int) -> MemoryEvents:
     if not instants:
         none = np.empty(0, np.int64)
         return MemoryEvents(none, none, none, none, none.astype(np.int16))

@@ -8,9 +8,10 @@ import queue
 import re
 import threading
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from decimal import Decimal
 from pathlib import Path
+from typing import Any, BinaryIO
 
 import msgspec
 
@@ -50,7 +51,7 @@ class Args(msgspec.Struct, gc=False, frozen=True):
 NO_ARGS = Args()
 
 
-class Event(msgspec.Struct, gc=False):
+class Entry(msgspec.Struct, gc=False):
     """One entry of traceEvents. Times are microseconds."""
 
     ph: str = ""
@@ -58,18 +59,25 @@ class Event(msgspec.Struct, gc=False):
     name: str = ""
     pid: Id = None
     tid: Id = None
-    ts: float | None = None
     dur: float | None = None
     args: Args | None = NO_ARGS
 
 
-class ExactEvent(Event, gc=False):
+class FloatEvent(Entry, gc=False):
+    """Its start fits a double."""
+
+    ts: float | None = None
+
+
+class ExactEvent(Entry, gc=False):
     """Its start has more digits than a double holds."""
 
     ts: Decimal | None = None
 
 
-_decoders = {kind: msgspec.json.Decoder(list[kind], strict=False) for kind in (Event, ExactEvent)}
+Event = FloatEvent | ExactEvent
+_float_events = msgspec.json.Decoder(list[FloatEvent], strict=False)
+_exact_events = msgspec.json.Decoder(list[ExactEvent], strict=False)
 _ARGS = {field.encode_name: field for field in msgspec.structs.fields(Args)}
 _TEXTS = ("collective", "dtype", "group")
 _NO_NUMBER = re.compile(rb'":(\s*)-?(?:nan|inf|NaN|Infinity)(?:\([a-z0-9]*\))?(?=\s*[,}])')
@@ -79,16 +87,16 @@ _HALF_CHARACTER = re.compile(rb"%b(?!%b)|(?<!%b)%b" % (_HIGH, _LOW, _HIGH, _LOW)
 _CONTROL_TO_SPACE = bytes(max(code, 32) for code in range(256))
 
 
-def decode_events(text: bytes) -> list[Event] | None:
+def decode_events(text: bytes) -> Sequence[Event] | None:
     """The events of `text`, entries with commas between them; None where it cannot be read so."""
     whole = b"".join((b"[", text, b"]"))
     for mending in (False, True):
         try:
             whole = mend_json(whole) if mending else whole
-            events = _decoders[Event].decode(whole)
+            events = _float_events.decode(whole)
             # doubles above 2^43 us have no place for nanoseconds; whole microseconds are exact
             fits = all(event.ts is None or event.ts < 2**43 or event.ts.is_integer() for event in events[:64])
-            return events if fits else _decoders[ExactEvent].decode(whole)
+            return events if fits else _exact_events.decode(whole)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             continue
     return None
@@ -115,17 +123,18 @@ def decode_event(text: bytes) -> Event | None:
         return None
     if not isinstance(entry, dict) or "ph" not in entry:
         return None
-    args = entry.get("args") if isinstance(entry.get("args"), dict) else {}
+    args = entry.get("args")
+    args = args if isinstance(args, dict) else {}
     ids = map(entry.get, ("pid", "tid"))
     pid, tid = (one if one is None or isinstance(one, (int, str)) else str(one) for one in ids)
-    return Event(
+    return FloatEvent(
         ph=str(entry["ph"]), cat=str(entry.get("cat", "")), name=str(entry.get("name", "")), pid=pid, tid=tid,
         ts=_number(entry.get("ts")), dur=_number(entry.get("dur")),
         args=Args(**{_ARGS[key].name: _fit_value(args[key], _ARGS[key]) for key in args if key in _ARGS}),
     )  # fmt: skip
 
 
-def _fit_value(value, field):
+def _fit_value(value: Any, field: msgspec.structs.FieldInfo) -> Any:
     if field.type is msgspec.Raw:
         return msgspec.Raw(json.dumps(value).encode())
     if field.name in _TEXTS:
@@ -134,7 +143,7 @@ def _fit_value(value, field):
     return field.default if number is None else int(number)
 
 
-def _number(value) -> float | None:
+def _number(value: Any) -> float | None:
     try:
         return float(value) if math.isfinite(float(value)) else None
     except (TypeError, ValueError, OverflowError):
@@ -166,11 +175,13 @@ class Chunks:
     """
 
     def __init__(self, path: Path, block_bytes: int = BLOCK_BYTES):
-        self.path, self.block_bytes, self.header, self.damage, self.cut = path, block_bytes, {}, None, False
+        self.path, self.block_bytes, self.cut = path, block_bytes, False
+        self.header: dict[str, Any] = {}
+        self.damage: str | None = None
         self.bytes_read = self._unreadable = 0
         self._before, self._text, self._at = b"", b"", 0  # _at: place of _text in the file's text
 
-    def __iter__(self) -> Iterator[list[Event]]:
+    def __iter__(self) -> Iterator[Sequence[Event]]:
         blocks, ended = self._read_blocks(), False
         self._find_array(blocks)
         for block in blocks:
@@ -210,7 +221,7 @@ class Chunks:
         except OSError as error:
             raise TraceError(f"{self.path}: {error.strerror or error}; is this the right file?") from None
 
-    def _unzip(self, file) -> Iterator[bytes]:
+    def _unzip(self, file: BinaryIO) -> Iterator[bytes]:
         read, stream = 0, zlib.decompressobj(wbits=31)
         while zipped := stream.unconsumed_tail or file.read(self.block_bytes // 8):
             before = stream.copy()
@@ -241,7 +252,7 @@ class Chunks:
         if not stream.eof:
             self.damage = f"the gzip file ends early, after {read:,} bytes of text; what stands before it was read"
 
-    def _find_array(self, blocks: Iterator[bytes]):
+    def _find_array(self, blocks: Iterator[bytes]) -> None:
         """Stand at the first event."""
         for block in blocks:
             self._text += block
@@ -263,9 +274,10 @@ class Chunks:
             what = "JSON without traceEvents, so no trace of torch.profiler."
         raise TraceError(f"{self.path}: {what}")
 
-    def _next_chunk(self, last: bool = False) -> tuple[list[Event], bool]:
+    def _next_chunk(self, last: bool = False) -> tuple[Sequence[Event], bool]:
         """The next events, and whether their array ends there. `last`: no more text will come."""
-        text, start = self._text, _LEADING.match(self._text).end()
+        text, leading = self._text, _LEADING.match(self._text)
+        start = leading.end() if leading else 0
         if text.startswith(b"]", start):
             return [], True
         for search_from in (max(len(text) - _NEAR, 0), 0):
@@ -280,10 +292,11 @@ class Chunks:
                 return events, True
         return self._decode_one_by_one(last)
 
-    def _decode_one_by_one(self, last: bool) -> tuple[list[Event], bool]:
+    def _decode_one_by_one(self, last: bool) -> tuple[Sequence[Event], bool]:
         """The events of a chunk that holds something unreadable, which is left out."""
         borders = [0, *(found.start() + 1 for found in _BETWEEN.finditer(self._text))]
-        events, place = [], 0
+        events: list[Event] = []
+        place = 0
         while place < len(borders) - 1:
             # borders may stand inside of events, which then end at a later one
             for after in range(place + 1, min(place + 1 + _MAX_PIECES, len(borders))):
@@ -318,11 +331,11 @@ class Chunks:
                 return True
         return False
 
-    def _move(self, by: int):
+    def _move(self, by: int) -> None:
         self._text = self._text[by:]
         self._at += by
 
-    def _read_header(self, ended: bool) -> dict:
+    def _read_header(self, ended: bool) -> dict[str, Any]:
         """What stands before and after the events; only what stands before where the end is missing or damaged."""
         whole = [self._before + b'"traceEvents":[]' + self._text] if ended else []
         for text in (*whole, self._before.rstrip(_BLANK) + b"}"):
@@ -334,9 +347,10 @@ class Chunks:
 
 def read_ahead(blocks: Iterator[bytes], most: int = 4) -> Iterator[bytes]:
     """The same blocks, made by a thread of their own while the last ones are worked on: unzipping leaves Python's lock."""
-    made, given_up = queue.Queue(maxsize=most), threading.Event()
+    made: queue.Queue[bytes | BaseException | None] = queue.Queue(maxsize=most)
+    given_up = threading.Event()
 
-    def make():
+    def make() -> None:
         try:
             for block in blocks:
                 made.put(block)

@@ -12,7 +12,17 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_lite.analysis.trace.columns import Kind, MemoryEvents, Numbered, Shapes, Trace, TraceError, build_events
+from megatron_lite.analysis.intervals import Integers
+from megatron_lite.analysis.trace.columns import (
+    Events,
+    Kind,
+    MemoryEvents,
+    Numbered,
+    Shapes,
+    Trace,
+    TraceError,
+    build_events,
+)
 from megatron_lite.analysis.trace.kineto import nested_tuples
 
 _PUSH_POP, _START_END, _MARK = 59, 60, 34  # ENUM_NSYS_EVENT_TYPE
@@ -72,7 +82,7 @@ class _Tables:
     def have(self, table: str, *columns: str) -> bool:
         return set(columns) <= self.columns.get(table, set()) and table in self.columns
 
-    def integers(self, table: str, *columns: str) -> np.ndarray:
+    def integers(self, table: str, *columns: str) -> Integers:
         """int64 [rows, columns]; -1 where a value or a column is missing; (0, columns) for a table that is not there."""
         if not self.have(table, "start", "end"):
             return np.empty((0, len(columns)), np.int64)
@@ -81,7 +91,7 @@ class _Tables:
         rows = self.query(f"SELECT {wanted} FROM {table} WHERE start IS NOT NULL").fetchall()
         return np.array(rows, np.int64).reshape(-1, len(columns))
 
-    def nvtx(self) -> tuple[np.ndarray, list[str], dict[int, str]]:
+    def nvtx(self) -> tuple[Integers, list[str], dict[int, str]]:
         """(int64 [rows, 3]: start, end, thread of the ranges that ended; their texts; {process: the mark that names its rank})."""
         have = self.columns.get("NVTX_EVENTS", set())
         registered = "(SELECT value FROM StringIds WHERE id = textId)"
@@ -110,7 +120,7 @@ class _Tables:
             start = self.query("SELECT CAST(startTime AS INTEGER) FROM ANALYSIS_DETAILS").fetchone()
         return None if not row or row[0] is None else int(row[0]) - int(start[0] or 0 if start else 0)
 
-    def facts(self) -> dict:
+    def facts(self) -> dict[str, str]:
         """The version of the tool and of its tables."""
         for table in ("META_DATA_EXPORT", "EXPORT_META_DATA"):
             if self.have(table, "name", "value"):
@@ -138,7 +148,8 @@ def read_nsys(path: Path) -> tuple[Trace, ...]:
 
 
 def _read_processes(path: Path, tables: _Tables) -> tuple[Trace, ...]:
-    names, shapes = Numbered(), Numbered()
+    names: Numbered[str] = Numbered()
+    shapes: Numbered[Shapes] = Numbered()
     ranges, texts, marks = tables.nvtx()
     parsed = {text: parse_range(text) for text in dict.fromkeys(texts)}
     columns_of = {
@@ -152,7 +163,7 @@ def _read_processes(path: Path, tables: _Tables) -> tuple[Trace, ...]:
     process = columns.pop("process")
     if not len(process):
         raise TraceError(f"{path}: no CUDA or NVTX events in it; trace with -t cuda,nvtx.")
-    devices = ()
+    devices: tuple[str, ...] = ()
     if tables.have("TARGET_INFO_GPU", "id", "name"):
         devices = tuple(str(name) for (name,) in tables.query("SELECT name FROM TARGET_INFO_GPU ORDER BY id"))
     clock_ns, facts, none = tables.clock_ns(), tables.facts(), np.empty(0, np.int64)
@@ -172,7 +183,7 @@ def _read_processes(path: Path, tables: _Tables) -> tuple[Trace, ...]:
     return tuple(traces)
 
 
-def _build_events(columns: dict[str, np.ndarray]):
+def _build_events(columns: dict[str, Integers]) -> tuple[Events, list[int], int, list[str]]:
     """(Events of one process, ids of its threads, start of the first in the report's time, notes)"""
     first = int(columns["start"].min())
     thread_ids, thread = np.unique(columns["thread"], return_inverse=True)
@@ -191,17 +202,17 @@ def _build_events(columns: dict[str, np.ndarray]):
     return events, thread_ids.tolist(), first, notes
 
 
-def _read_cuda(tables: _Tables, names: Numbered) -> list[dict[str, np.ndarray]]:
+def _read_cuda(tables: _Tables, names: Numbered[str]) -> list[dict[str, Integers]]:
     """Columns of the calls of the CUDA runtime, and of each kind of device work."""
-    rows = tables.query("SELECT id, value FROM StringIds WHERE value IS NOT NULL")
-    strings = {number: str(text) for number, text in rows}
+    pairs = tables.query("SELECT id, value FROM StringIds WHERE value IS NOT NULL")
+    strings = {number: str(text) for number, text in pairs}
 
-    def number(ids: np.ndarray, text_of: Callable[[int], str]) -> np.ndarray:
+    def number(ids: Integers, text_of: Callable[[int], str]) -> Integers:
         """Numbers of the names that `text_of` gives to ids; each distinct id is asked once."""
         distinct, where = np.unique(ids, return_inverse=True)
         return np.array([names[text_of(one)] for one in distinct.tolist()], np.int64)[where.reshape(-1)]
 
-    def read(table: str, kind: Kind, *columns: str) -> np.ndarray:
+    def read(table: str, kind: Kind, *columns: str) -> Integers:
         place = ("start", "end", "globalPid", "deviceId", "streamId", "correlationId")
         rows = tables.integers(f"CUPTI_ACTIVITY_KIND_{table}", *place, *columns)
         device = {"device": rows[:, 3], "stream": rows[:, 4], "correlation": rows[:, 5]}
@@ -225,7 +236,7 @@ def _read_cuda(tables: _Tables, names: Numbered) -> list[dict[str, np.ndarray]]:
     return pieces
 
 
-def _piece(rows: np.ndarray, **columns) -> dict[str, np.ndarray]:
+def _piece(rows: Integers, **columns: Integers | int) -> dict[str, Integers]:
     """A table's columns; what it does not have is -1. The first three of `rows`: start, end, process or thread."""
     times, place = np.clip(rows[:, :2], -_MAX_NS, _MAX_NS), rows[:, 2]
     known = {"start": times[:, 0], "end": times[:, 1], "process": place >> 24 & 0xFFFFFF, "thread": place & 0xFFFFFF}

@@ -3,7 +3,7 @@
 import os
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import wait
+from concurrent.futures import Future, wait
 from functools import partial
 from pathlib import Path
 
@@ -13,6 +13,7 @@ from megatron_lite.analysis.trace.kineto_json import GZIP_MAGIC
 from megatron_lite.config.machine import read_machine
 from megatron_lite.units import size
 
+Say = Callable[..., None]  # (text, lasting=...)
 SQLITE_MAGIC = b"SQLite format 3\0"
 NSYS_REPORTS = (".nsys-rep", ".qdstrm")
 SECONDS_BETWEEN = 0.5
@@ -61,11 +62,11 @@ def first_bytes(path: Path, count: int) -> bytes:
     return zlib.decompressobj(wbits=31).decompress(text, count) if text.startswith(GZIP_MAGIC) else text
 
 
-def say_nothing(text: str, lasting: bool = False):
+def say_nothing(text: str, lasting: bool = False) -> None:
     """Tells nobody how far reading is."""
 
 
-def readers(paths: Sequence[Path], say: Callable = say_nothing) -> Iterator[Callable[[], tuple[Trace, ...]]]:
+def readers(paths: Sequence[Path], say: Say = say_nothing) -> Iterator[Callable[[], tuple[Trace, ...]]]:
     """For each path a function that gives its traces, or raises what read_traces raises. say(how far it is) meanwhile; for
     files that take seconds say(what is read, lasting=True) before anything else.
 
@@ -82,14 +83,16 @@ def readers(paths: Sequence[Path], say: Callable = say_nothing) -> Iterator[Call
     return (_make_reader(path, f"{number} of {len(paths)}", max_events, say) for number, path in enumerate(paths, 1))
 
 
-def _make_reader(path: Path, which: str, max_events: int, say: Callable) -> Callable[[], tuple[Trace, ...]]:
+def _make_reader(path: Path, which: str, max_events: int, say: Say) -> Callable[[], tuple[Trace, ...]]:
     num_bytes = file_bytes(path)
     title = f"reading {path.name} ({which}, {size(num_bytes)})"
     say(title, lasting=are_large([path]))
     return partial(read_traces, path, max_events, lambda read: say(f"{title}: {read / max(num_bytes, 1):.0%}"))
 
 
-def _read_in_processes(paths: Sequence[Path], workers: int, max_events: int, say: Callable):
+def _read_in_processes(
+    paths: Sequence[Path], workers: int, max_events: int, say: Say
+) -> Iterator[Callable[[], tuple[Trace, ...]]]:
     from concurrent.futures import ProcessPoolExecutor
 
     title = f"reading {len(paths)} traces ({size(sum(map(file_bytes, paths)))}), {workers} at a time"
@@ -102,7 +105,7 @@ def _read_in_processes(paths: Sequence[Path], workers: int, max_events: int, say
             yield partial(_take_result, future, path, max_events)
 
 
-def _take_result(future, path: Path, max_events: int = MAX_EVENTS) -> tuple[Trace, ...]:
+def _take_result(future: Future[tuple[Trace, ...]], path: Path, max_events: int = MAX_EVENTS) -> tuple[Trace, ...]:
     try:
         return future.result()
     except (RuntimeError, OSError):  # the process was killed, perhaps for memory: one file at a time may do
