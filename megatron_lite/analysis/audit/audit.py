@@ -4,7 +4,7 @@ A finding with one of a question's codes answers it with a fail. Without one the
 files hold what it needs: evidence is a pass, no evidence is "not seen", and then the point names what to record.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from megatron_lite.analysis.audit import run_examiners as run
@@ -18,7 +18,8 @@ AUDIT_SCHEMA = 1  # of the JSON; raised when a reader of the old form would be w
 LONGER_WINDOW = f"{Record.LONGER_RUN}, or a longer window: --profile-step-end"
 # question, its examiner, codes of the findings that answer it with a fail, what to record where the files hold too little, and
 # what the examiner is given, if anything: without it, it is not asked
-QUESTIONS = (
+Examiner = Callable[..., Point | list[Evidence]]
+QUESTIONS: tuple[tuple[str, Examiner, str, str] | tuple[str, Examiner, str, str, str], ...] = (
     ("Are times taken on the device's clock, after a warm-up?", trace.examine_clock, "", Record.TRACE),
     ("Is there a step time of the steady state, without the first step?", trace.examine_steady_state, "", LONGER_WINDOW),
     ("Do .item(), print and .cpu() in the hot path cost no time?", trace.examine_synchronization, "sync-in-step", Record.TRACE, "trace"),

@@ -5,7 +5,6 @@ An examiner returns evidence, which is a pass; a Point; or nothing, where the fi
 
 import math
 import re
-from collections import Counter
 from collections.abc import Iterator
 
 import numpy as np
@@ -56,10 +55,11 @@ def examine_sixteen_bits(case: Case) -> Point | list[Evidence]:
     """Less time and memory than the same work in fp32 takes; one run shows only that 16 bits are used."""
     facts, other, one = case.facts, case.other, case.facts.critical
     used, seen = _measure_formats(one), []
-    if used.total() > 0:
-        text = "products per step: " + ", ".join(f"{in_ms(ms)} in {name}" for name, ms in used.most_common())
+    if one is not None and (total := sum(used.values())) > 0:
+        text = "products per step: " + ", ".join(f"{in_ms(ms)} in {name}" for name, ms in used.items())
         seen.append(Evidence(text, one.where()))
-        if facts.plan.get("precision") in SIXTEEN_BITS and 2 * sum(used[name] for name in SIXTEEN_BITS) < used.total():
+        in_16_bits = sum(used.get(name, 0.0) for name in SIXTEEN_BITS)
+        if facts.plan.get("precision") in SIXTEEN_BITS and 2 * in_16_bits < total:
             return failed("see which operators autocast or the model leaves in fp32", *seen, code="fp32-products")
     if one is not None and (uncast := _list_uncast(one)):
         seen.append(Evidence(f"left alone: {', '.join(uncast)}", one.where()))
@@ -90,20 +90,22 @@ def examine_sixteen_bits(case: Case) -> Point | list[Evidence]:
     return [*told, *seen]
 
 
-def _measure_formats(one: RankFacts | None) -> Counter:
-    """Time of products and attention by number format, as far as names or shapes tell it."""
-    times = Counter()
-    for row in () if one is None else one.kernels.rows if one.time.on_gpu else one.kernels.roofline:
-        name = row.precision if one.time.on_gpu else row.dtype
-        if row.role in MATRIX_ROLES and name:
-            times[name] += row.ms
-    return times
+def _measure_formats(one: RankFacts | None) -> dict[str, float]:
+    """Time of products and attention by number format, as far as names or shapes tell it, most first."""
+    if one is None:
+        return {}
+    of_kernels = ((row.role, row.precision, row.ms) for row in one.kernels.rows)
+    of_shapes = ((row.role, row.dtype, row.ms) for row in one.kernels.roofline)
+    times: dict[str, float] = {}
+    for role, name, ms in of_kernels if one.time.on_gpu else of_shapes:
+        if role in MATRIX_ROLES and name:
+            times[name] = times.get(name, 0.0) + ms
+    return dict(sorted(times.items(), key=lambda pair: -pair[1]))
 
 
 def _get_precision(facts: Facts) -> str | None:
     """The plan's; without one what most of the products' time is in."""
-    used = _measure_formats(facts.critical).most_common(1)
-    return facts.plan.get("precision") or (used[0][0] if used else None)
+    return facts.plan.get("precision") or next(iter(_measure_formats(facts.critical)), None)
 
 
 def _list_uncast(one: RankFacts) -> list[str]:
@@ -121,14 +123,16 @@ def _list_uncast(one: RankFacts) -> list[str]:
 
 def _pair_measurements(*runs: Facts) -> Iterator[tuple[str, str, Pair | None]]:
     """(what, unit, the two runs' values), None for these where no kind of measurement is known of both."""
-    ordinary = [one.run.training_ms[one.run.ordinary] if one.run else [] for one in runs]
-    traced = [[step.ms for step in one.critical.time.steady_steps] if one.critical else [] for one in runs]
+    ordinary: list[Numbers | list[float]] = [one.run.training_ms[one.run.ordinary] if one.run else [] for one in runs]
+    traced: list[Numbers | list[float]] = [
+        [step.ms for step in one.critical.time.steady_steps] if one.critical else [] for one in runs
+    ]
     samples = next((kind for kind in (ordinary, traced) if all(map(len, kind))), None)
-    yield "step", "ms", samples and paired_samples(*samples)
+    yield "step", "ms", paired_samples(*samples) if samples else None
     allocator = [one.peak.num_bytes if one.peak else 0 for one in runs]
-    snapshots = [one.highest_snapshot.peak_bytes if one.snapshots else 0 for one in runs]
+    snapshots = [most.peak_bytes if (most := one.highest_snapshot) else 0 for one in runs]
     peaks = next((kind for kind in (allocator, snapshots) if all(kind)), None)
-    yield "peak memory", "MiB", peaks and exact(*(num_bytes / MIB for num_bytes in peaks))
+    yield "peak memory", "MiB", exact(*(num_bytes / MIB for num_bytes in peaks)) if peaks else None
 
 
 def examine_overflows(case: Case, run: Run) -> Point | list[Evidence]:
@@ -155,8 +159,9 @@ def examine_peak(case: Case) -> Point | list[Evidence]:
         held.append(Evidence(f"simulated {text}" if most.simulated else text, most.source))
     kept = [one for one in case.facts.snapshots if len(one.steps) >= MIN_SNAPSHOT_STEPS and one.growth is None]
     steady = [Evidence(f"no growth over {len(one.steps)} steps", one.source) for one in kept]
-    for what, values in (("GPU", run.peak_memory_bytes), ("process", run.host_memory_bytes)) if run else ():
-        number = (run.ordinary & ~np.isnan(values)).sum()
+    memory = {"GPU": run.peak_memory_bytes[run.ordinary], "process": run.host_memory_bytes[run.ordinary]} if run else {}
+    for what, values in memory.items():
+        number = (~np.isnan(values)).sum()
         if number >= MIN_STEPS_WITHOUT_GROWTH:
             steady.append(Evidence(f"memory of the {what} does not grow over {number} ordinary steps", STEPS_FILE))
     return [*held, *steady] if held and steady else not_seen(*held, *steady)
@@ -164,7 +169,8 @@ def examine_peak(case: Case) -> Point | list[Evidence]:
 
 def examine_batches(case: Case) -> Point | list[Evidence]:
     """Global batch = micro-batch x ranks x micro-batches; samples and learning rate follow updates."""
-    facts, run, one, seen, traced, updates = case.facts, case.facts.run, case.facts.critical, [], 0.0, 0.0
+    facts, run, one, traced, updates = case.facts, case.facts.run, case.facts.critical, 0.0, 0.0
+    seen: list[Evidence] = []
     if run and (why := measure_learning(run).nothing):
         code = next((one.code for one in case.found("overflow-storm", "no-learning")), "")
         none = Evidence(f"no update at all: {why}", STEPS_FILE)
@@ -175,8 +181,8 @@ def examine_batches(case: Case) -> Point | list[Evidence]:
         told = f"{counted(traced, 'backward range')}{f', {counted(updates, OPTIMIZER_STEP)}' if updates else ''}"
         seen = [Evidence(f"per step {told} in the trace", one.where())] if traced else []
     micro_batch, world = whole(facts.argument("micro_batch_size")), run.world_size if run else None
-    sizes = run.batch_sizes[run.batch_sizes > 0] if run else ()
-    if not micro_batch or not world or not len(sizes):
+    sizes = run.batch_sizes[run.batch_sizes > 0] if run else np.empty(0)
+    if run is None or not micro_batch or not world or not len(sizes):
         return not_seen(*seen)
     wrong = _check_batches(run, sizes, micro_batch * world, traced)
     final = facts.number("batch", "final")
@@ -188,14 +194,14 @@ def examine_batches(case: Case) -> Point | list[Evidence]:
         remedy = "micro-batch size x ranks x micro-batches must give --global-batch-size, with one update for all of it"
         return failed(remedy, *(Evidence(text, STEPS_FILE) for text in wrong), *seen)
     parts = f"{micro_batch} x {counted(world, 'rank')} x {sizes[-1] / (micro_batch * world):,.0f} of them"
-    told = [f"{sizes[-1]:,.0f} samples per step = micro-batches of {parts}, in {len(sizes)} steps"]
+    lines = [f"{sizes[-1]:,.0f} samples per step = micro-batches of {parts}, in {len(sizes)} steps"]
     rates = run.next_lrs[~np.isnan(run.next_lrs)]
     if len(rates):
         held = ", and held in skipped ones" if run.skipped.any() else ""
-        told.append(
+        lines.append(
             f"the learning rate is set once per step, {significant(rates[0])} to {significant(rates[-1])}{held}"
         )
-    return [*(Evidence(text, STEPS_FILE) for text in told), *seen]
+    return [*(Evidence(text, STEPS_FILE) for text in lines), *seen]
 
 
 def _check_batches(run: Run, sizes: Numbers, samples: int, traced: float) -> list[str]:
@@ -235,7 +241,7 @@ def examine_compilation(case: Case) -> Point | list[Evidence]:
     if compiled is False and not regions:
         text = "nothing is compiled (--torch-compile none)"
         return not_seen(Evidence(text, "run.json"), record="a run with --torch-compile")
-    seen = [Evidence(f"{significant(regions)} compiled regions per step", one.where())] if regions else []
+    seen = [Evidence(f"{significant(regions)} compiled regions per step", one.where())] if one and regions else []
     if not run or not (compiled or regions) or not run.first_step_ms or not run.steady_step_ms:
         return not_seen(*seen, record="all steps of the run: start it with an empty --run-dir" if run else "")
     compiling = f" ({in_ms(run.compile_ms[0])} of it compiling)" if run.compile_ms[0] > 0 else ""
@@ -257,13 +263,13 @@ def examine_shapes(case: Case) -> Point | list[Evidence]:
         rows = one.rows_named(PRODUCTS.__contains__, Kind.OP)
         rows = rows[events.shapes[rows] >= 0]
         shapes = [frozenset(events.shapes[rows[steps[rows] == step]].tolist()) for step in np.unique(steps[rows])]
-    if len(shapes) >= MIN_TRACED_STEPS:
+    if one is not None and len(shapes) >= MIN_TRACED_STEPS:
         number, same = len(frozenset().union(*shapes)), "the same" if len(set(shapes)) == 1 else "not the same"
         seen.append(Evidence(f"{number} shapes of products, {same} in each of {len(shapes)} steady steps", one.where()))
         if same == "not the same":
             return not_seen(*seen, record=f"how much of it is padding and what it compiles: {Record.RUN_FOLDER}")
     length = facts.number("shape", "seq_length")
-    if length and run.steps:
+    if length and run and run.steps:
         late = (run.compiling & ~run.evaluating)[1:].sum()
         text = f"every sequence has {length:,} positions; {late} of {run.steps:,} steps compiled after the first"
         seen.append(Evidence(text, "run.json"))
@@ -324,7 +330,7 @@ def examine_losses(case: Case) -> Point | list[Evidence]:
     if not apart:
         text = f"{len(mine)} iterations with a loss here, {len(others)} there, none in common"
         return not_seen(Evidence(text), record="two runs that share iterations")
-    at, last = max(apart, key=apart.get), max(apart)
+    at, last = max(apart, key=lambda iteration: apart[iteration]), max(apart)
     text = (
         f"the losses of {len(apart)} common iterations differ by at most {apart[at]:.2%} "
         f"(iteration {at}: {significant(mine[at], 6)} here, {significant(others[at], 6)} there); "

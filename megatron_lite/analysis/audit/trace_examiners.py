@@ -37,7 +37,7 @@ def examine_clock(case: Case) -> Point | list[Evidence]:
     """CUDA events of the run, or the device's own times in the trace; on a CPU the host's clock is the device's."""
     run, one, device = case.facts.run, case.facts.critical, case.facts.plan.get("device")
     gpu_ms = measure_ordinary(run, run.gpu_ms) if run else None
-    if gpu_ms is not None:
+    if run is not None and gpu_ms is not None:
         number = (run.ordinary & ~np.isnan(run.gpu_ms)).sum()
         text = f"median {in_ms(gpu_ms)} between CUDA events (gpu_ms) in {number} ordinary steps"
         return [Evidence(text, STEPS_FILE), _count_steps(run)]
@@ -84,7 +84,7 @@ def examine_steady_state(case: Case) -> Point | list[Evidence]:
     """The step's time without the first step and other disturbed ones."""
     run, one = case.facts.run, case.facts.critical
     number = run.ordinary.sum() if run else 0
-    if number >= MIN_STEPS:
+    if run and run.steady_step_ms is not None and number >= MIN_STEPS:
         first = f"; the first step took {in_ms(run.first_step_ms)}" if run.first_step_ms else ""
         text = f"median {in_ms(run.steady_step_ms)} of {number} ordinary steps{first}"
         return [Evidence(text, STEPS_FILE), _count_steps(run)]
@@ -110,10 +110,10 @@ def examine_profile(case: Case, one: RankFacts) -> Point | list[Evidence]:
             Evidence(text, one.where()), record=f"{Record.TRACE}, with --pytorch-profiler-collect-callstack"
         )
     costly = next((found for found in case.findings if found.cost_ms), None)
-    if costly:
+    if costly and costly.cost_ms:
         text = f"where to begin: {costly.code}, {one.of_step(costly.cost_ms)}"
     else:
-        largest = max(one.time.rows, key=one.time.rows.get, default="compute")
+        largest = max(one.time.rows, key=lambda row: one.time.rows[row], default="compute")
         part = f"{ROW_TITLES.get(largest, largest)}, {one.of_step(one.time.rows.get(largest, 0.0))}"
         text = f"no cause of lost time was found; the largest part is {part}"
     seen = [Evidence(text, one.where()), *_list_left_out(one)]
@@ -169,7 +169,7 @@ def examine_loader(case: Case) -> list[Evidence]:
         text = f"waiting for the loader: {waits}; {in_ms(one.time.loader_host_ms)} in it, hidden or not"
         return [Evidence(f"{text}; {MATTERS:.0%} would be much", one.where())]
     wait_ms = measure_ordinary(run, run.phases_ms.get(data, ())) if run else None
-    if wait_ms is None or not run.steady_step_ms:
+    if run is None or wait_ms is None or not run.steady_step_ms:
         return []
     return [Evidence(f"median {in_ms(wait_ms)} in the phase {data} of {in_ms(run.steady_step_ms)}", STEPS_FILE)]
 

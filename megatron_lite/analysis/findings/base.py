@@ -49,10 +49,11 @@ class Rule:
     function: Callable[..., Finding | None]  # (facts), or (facts, what it needs)
 
     def __call__(self, facts: Facts) -> Finding | None:
-        known = {"run": facts.run, "snapshot": facts.highest_snapshot}.get(self.needs, facts.critical)
+        one = facts.critical
+        known = {"run": facts.run, "snapshot": facts.highest_snapshot}.get(self.needs, one)
         if not self.needs:
             found = self.function(facts)
-        elif known is None or (self.needs == "gpu" and not known.time.on_gpu):
+        elif known is None or (self.needs == "gpu" and one is not None and not one.time.on_gpu):
             found = None
         else:
             found = self.function(facts, known)

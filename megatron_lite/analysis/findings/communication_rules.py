@@ -231,7 +231,7 @@ def find_straggler(facts: Facts) -> Finding | None:
         found, step_ms = find_straggler_by_medians(run), run.steady_step_ms or 0.0
     if found is None or found.caused_wait_ms < MATTERS * step_ms:
         return None
-    flags = ()  # what to record: what the traces that there are do not have
+    flags: tuple[str, ...] = ()  # what to record: what the traces that there are do not have
     if ranks is None or ranks.missing:
         flags = ("--profile-ranks -1",)
     elif not all(one.trace.with_stack for one in facts.ranks_seen):
@@ -260,14 +260,15 @@ def _describe_lateness(found: Straggler, ranks: Ranks | None) -> str:
     # No collectives were seen, only every rank's own clock; traces may show waits all the same.
     text = f"over the whole run rank {found.rank} takes {caused} longer per step than the median rank"
     text += " (medians in steps.jsonl)"
-    awaited = [row for row in ranks.rows if row.caused_wait_ms is not None] if ranks else []
+    rows = ranks.rows if ranks else ()
+    awaited = [(row.caused_wait_ms, row.rank) for row in rows if row.caused_wait_ms is not None]
     if len(awaited) < 2:
         return text
-    most = max(awaited, key=lambda row: row.caused_wait_ms)
-    agrees = most.rank == found.rank
+    most_ms, rank = max(awaited, key=lambda one: one[0])
+    agrees = rank == found.rank
     text += "; in the profiled steps, too," if agrees else "; but in the profiled steps"
-    whom = "it" if agrees else f"rank {most.rank}"
-    return f"{text} the others wait most for {whom}, {in_ms(most.caused_wait_ms)} per step"
+    whom = "it" if agrees else f"rank {rank}"
+    return f"{text} the others wait most for {whom}, {in_ms(most_ms)} per step"
 
 
 @rule("tensor-across-nodes", "split layers whose ranks are on several nodes", "ranks", "collectives")

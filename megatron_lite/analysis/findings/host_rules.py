@@ -214,7 +214,8 @@ def find_gc_pauses(facts: Facts, one: RankFacts) -> Finding | None:
     False alarm: a single collection in a short window, which this mean makes look like every step's.
     """
     cost = one.time.rows.get("garbage_collector", 0.0)
-    advice, flags = "--manual-gc is on: a larger --manual-gc-interval", ()
+    advice = "--manual-gc is on: a larger --manual-gc-interval"
+    flags: tuple[str, ...] = ()
     if not facts.argument("manual_gc"):
         advice = "collect on all ranks in the same, rare steps: --manual-gc, without a gc.collect() in the step itself"
         flags = ("--manual-gc --manual-gc-interval 100",)

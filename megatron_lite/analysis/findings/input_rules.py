@@ -45,14 +45,16 @@ def measure_loader_wait(facts: Facts) -> LoaderWait | None:
         return None
     waits = run.ranks.phases_ms.get(DATA, ()) if run.ranks else ()
     known = [(ms, rank) for rank, ms in enumerate(waits) if not math.isnan(ms)]
-    seen = [max(known)] if known else []
+    seen: list[tuple[float | None, int | None]] = [max(known)] if known else []
     seen.append((measure_ordinary(run, run.phases_ms.get(DATA, ())), None))
-    ms, rank = next((one for one in seen if (one[0] or 0.0) >= MATTERS * run.steady_step_ms), (None, None))
-    if ms is None:
+    wait_ms, rank = next((one for one in seen if (one[0] or 0.0) >= MATTERS * run.steady_step_ms), (None, None))
+    if wait_ms is None:
         return None
-    text = f"{in_ms(ms)} of a step of {in_ms(run.steady_step_ms)} pass in the phase {DATA} (median of ordinary steps)"
+    text = (
+        f"{in_ms(wait_ms)} of a step of {in_ms(run.steady_step_ms)} pass in the phase {DATA} (median of ordinary steps)"
+    )
     place = "steps.jsonl" if rank is None else f"rank {rank}, steps.jsonl"
-    return LoaderWait(ms, run.steady_step_ms - ms, None, text, place, rank)
+    return LoaderWait(wait_ms, run.steady_step_ms - wait_ms, None, text, place, rank)
 
 
 @rule("starved-loader", "waiting for the data loader", "step", "phases", "ranks")
@@ -76,8 +78,7 @@ def find_starved_loader(facts: Facts) -> Finding | None:
     wanted = None if workers is None else 2 * workers
     if workers is not None and workers <= 0:
         # Loading time over computing time says how many keep up.
-        known = wait.loading_ms and wait.busy_ms
-        wanted = max(2, math.ceil(wait.loading_ms / wait.busy_ms)) if known else 2
+        wanted = max(2, math.ceil(wait.loading_ms / wait.busy_ms)) if wait.loading_ms and wait.busy_ms else 2
     how = f"workers: --num-workers {wanted}" if wanted else "worker processes"
     advice = f"load ahead with more {how}"
     if isinstance(workers, int):
@@ -101,10 +102,9 @@ def find_too_many_workers(facts: Facts) -> Finding | None:
     Flags: --num-workers N with N x ranks below the number of cores.
     False alarm: workers that mostly wait for a slow network disk may well outnumber the cores.
     """
-    wait = measure_loader_wait(facts)
-    if wait is None or not are_too_many(facts):
+    wait, (workers, ranks, cpus) = measure_loader_wait(facts), _count(facts)
+    if wait is None or not ranks or not cpus or not are_too_many(facts):
         return None
-    workers, ranks, cpus = _count(facts)
     fewer = max(1, cpus // (2 * ranks))
     text = f"{workers} workers x {ranks} ranks of this machine on {cpus} cores"
     seen = (Evidence(wait.text, wait.where), Evidence(text, "run.json"))
@@ -115,7 +115,7 @@ def find_too_many_workers(facts: Facts) -> Finding | None:
 def are_too_many(facts: Facts) -> bool:
     """More workers on this machine than cores; False where either is unknown. One worker is never too many."""
     workers, ranks, cpus = _count(facts)
-    return bool(workers and ranks and cpus) and workers > 1 and workers * ranks > cpus
+    return bool(workers and ranks and cpus and workers > 1 and workers * ranks > cpus)
 
 
 def _count(facts: Facts) -> tuple[int | None, int | None, int | None]:

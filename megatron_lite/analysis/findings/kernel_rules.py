@@ -1,5 +1,7 @@
 """Operators that compute or move more than they need."""
 
+from typing import Any
+
 import numpy as np
 
 from megatron_lite.analysis.findings.base import Evidence, Finding, find_lost_time, rule
@@ -49,7 +51,7 @@ def find_attention_scores(facts: Facts, one: RankFacts) -> Finding | None:
     return find_lost_time(one, cost, text, advice, row=int(rows[0]), flags=flags, certain=one.time.on_gpu)
 
 
-def find_score_tensors(dims: tuple) -> set[int]:
+def find_score_tensors(dims: tuple[Any, ...]) -> set[int]:
     """T of every argument [..., T, T] with batch or heads in front."""
     flat = [arg for arg in dims if len(arg) >= 3 and all(isinstance(size, int) for size in arg)]
     return {arg[-1] for arg in flat if arg[-1] == arg[-2]}
@@ -103,10 +105,9 @@ def find_copy_share(facts: Facts, one: RankFacts) -> Finding | None:
     False alarm: fp32 gradients of 16-bit weights, which are cast by design; without a GPU, copies in backward and in
         the optimizer's step are not counted for that reason.
     """
-    both = one.kernels.rows, one.kernels.operators
-    kernels, operators = ([row for row in of if row.role is Role.CAST_COPY] for of in both)
+    kernels = [row for row in one.kernels.rows if row.role is Role.CAST_COPY]
     rows = [(row.ms, f"{row.short} under {row.operator or 'no operator'}", row.phase, row.per_step) for row in kernels]
-    operators = [row for row in operators if row.phase not in BY_DESIGN]
+    operators = [row for row in one.kernels.operators if row.role is Role.CAST_COPY and row.phase not in BY_DESIGN]
     on_host = [(row.self_ms, row.name, row.phase, row.per_step) for row in operators]
     cost = one.kernels.roles.get(Role.CAST_COPY, 0.0) if one.time.on_gpu else sum(row[0] for row in on_host)
     shown = (

@@ -36,7 +36,7 @@ def find_recompilation(facts: Facts) -> Finding | None:
     False alarm: a second variant for evaluation, and one per distinct layer, at the beginning.
     """
     run, one = facts.run, facts.critical
-    found = _measure_run(run) if run is not None else None
+    found: tuple[float, Evidence, int | None] | None = _measure_run(run) if run is not None else None
     if found is None and one is not None:
         rows = one.rows_named(lambda name: name.startswith(COMPILES), Kind.OP, Kind.ANNOTATION)
         cost = one.covered_ms(rows)
@@ -94,13 +94,13 @@ def find_graph_breaks(facts: Facts, one: RankFacts) -> Finding | None:
     """
     resumed = one.rows_named(RESUME.search, Kind.PYTHON, Kind.OP, Kind.ANNOTATION)
     if len(resumed):
-        breaks = dict.fromkeys(RESUME.search(name).groups() for name in _names(one, resumed))
+        breaks = dict.fromkeys(found.groups() for name in _names(one, resumed) if (found := RESUME.search(name)))
         first = list(breaks)[:MAX_BREAKS_SHOWN]
         told = [f"the graph of {function} breaks before line {line}" for function, line in first]
         place = one.where(resumed[0])
     else:
         regions = one.rows_named(REGION.match, Kind.OP, Kind.ANNOTATION)
-        number = len({REGION.match(name)[1] for name in _names(one, regions)})
+        number = len({found[1] for name in _names(one, regions) if (found := REGION.match(name))})
         if number <= FEW:
             return None
         told = [f"{number} different functions were compiled, {one.per_step(regions):,.0f} regions run per step"]
@@ -146,7 +146,8 @@ def find_first_step(facts: Facts, run: Run) -> Finding | None:
         f"{extra / total:.0%} of {run.steps:,} steps"
         + (f", {in_ms(compiling_ms)} of the first for compiling" if compiling_ms > 0 else "")
     )
-    compiled, advice, flags = facts.compiles, "leave the first steps out of comparisons; a longer run hides them", ()
+    compiled, advice = facts.compiles, "leave the first steps out of comparisons; a longer run hides them"
+    flags: tuple[str, ...] = ()
     if compiled:
         flags = ("--torch-compile none", "TORCHINDUCTOR_CACHE_DIR")
         advice = (
@@ -177,14 +178,14 @@ def find_profiler_overhead(facts: Facts, run: Run) -> Finding | None:
         and --profile-step-end do not help.
     False alarm: steps before the window that were not alike, as in a ramp-up of the batch.
     """
-    slowdown = run.profiler_slowdown
-    if slowdown is None or not slowdown > MAX_SLOWDOWN:
+    slowdown, profiled_ms, before_ms = run.profiler_slowdown, run.profiled_step_ms, run.before_profile_ms
+    if slowdown is None or profiled_ms is None or before_ms is None or not slowdown > MAX_SLOWDOWN:
         return None
-    if is_by_chance(run.profiled_step_ms - run.before_profile_ms, run.without_core):
+    if is_by_chance(profiled_ms - before_ms, run.without_core):
         return None  # busy-machine says why
     text = (
         f"steps inside the window take{run.on_rank} {slowdown:.2f} x as long as those before it (median "
-        f"{in_ms(run.profiled_step_ms)})"
+        f"{in_ms(profiled_ms)})"
     )
     if run.after_profile_ms is not None:
         text += f"; those after it {'again' if run.recovered else 'still'} {in_ms(run.after_profile_ms)}"
@@ -262,7 +263,7 @@ def find_busy_machine(facts: Facts, run: Run) -> Finding | None:
     Flags: OMP_NUM_THREADS times the ranks, plus --num-workers, at most the number of cores.
     False alarm: none of the wait; on a GPU it is hidden as long as the device has work in its queue.
     """
-    if run.without_core is None:
+    if run.without_core is None or run.ranks is None:
         return None
     (rank, ms), ranks, told = run.without_core, run.ranks, []
     step = f"a step of {in_ms(ranks.step_ms[rank])}"
@@ -276,7 +277,7 @@ def find_busy_machine(facts: Facts, run: Run) -> Finding | None:
         lost = ranks.involuntary_switches
         told.append(f"{got}, and loses a core {lost[rank]:,.0f} times" if lost else got)
     advice = "stop what else runs on these cores (top shows it), or give the run cores of its own, and measure again"
-    flags = ()
+    flags: tuple[str, ...] = ()
     cpus, threads, local = whole(facts.hardware("cpus")), whole(facts.hardware("threads")), facts.local_ranks
     if cpus and threads and local and local * threads > cpus:
         advice = f"start fewer threads ({THREADS}): {local} ranks x {threads} threads share {cpus} cores"

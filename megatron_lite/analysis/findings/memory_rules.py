@@ -32,7 +32,7 @@ def find_memory_growth(facts: Facts) -> Finding | None:
     grown = [(one.growth, one) for one in facts.snapshots if one.growth is not None]
     grown = [pair for pair in grown if pair[0].steps >= MIN_SNAPSHOT_STEPS]
     leak, most = max(grown, key=lambda pair: pair[0].bytes_per_step, default=(None, None))
-    if leak and leak.bytes_per_step >= MIN_BYTES_PER_STEP:
+    if leak and most and leak.bytes_per_step >= MIN_BYTES_PER_STEP:
         total = int(leak.bytes_per_step * leak.steps)
         text = f"{size(leak.bytes_per_step)} more after each of {leak.steps:,} steps"
         sites = []
@@ -45,17 +45,17 @@ def find_memory_growth(facts: Facts) -> Finding | None:
     measured += [(one, "the process's memory") for one in run.growths] if run else []
     if not measured:
         return None
-    leak, what = max(measured, key=lambda pair: pair[0].bytes_per_step)
-    text = f"{what} grew by {size(leak.bytes_per_step)} per step, {size(leak.num_bytes)} in all, to {size(leak.at_end)}"
-    seen = Evidence(text, "steps.jsonl" if leak.rank is None else f"rank {leak.rank}, steps.jsonl")
+    rise, what = max(measured, key=lambda pair: pair[0].bytes_per_step)
+    text = f"{what} grew by {size(rise.bytes_per_step)} per step, {size(rise.num_bytes)} in all, to {size(rise.at_end)}"
+    seen = Evidence(text, "steps.jsonl" if rise.rank is None else f"rank {rise.rank}, steps.jsonl")
     return Finding(
-        cost_bytes=leak.num_bytes,
+        cost_bytes=rise.num_bytes,
         evidence=(seen,),
         advice=GROWTH_ADVICE,
         flags=GROWTH_FLAGS,
-        gain_bytes=leak.num_bytes,
+        gain_bytes=rise.num_bytes,
         certain=False,
-        rank=leak.rank,
+        rank=rise.rank,
     )
 
 
@@ -75,10 +75,11 @@ def find_out_of_memory(facts: Facts) -> Finding | None:
     Flags: --micro-batch-size, --recompute-granularity full, PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True.
     False alarm: a failure that the program caught and got around; the snapshot keeps it.
     """
-    failed = next((one for one in facts.snapshots if one.oom is not None), None)
-    if failed is None:
+    failures = ((one, one.oom) for one in facts.snapshots if one.oom is not None)
+    failed, oom = next(failures, (None, None))
+    if failed is None or oom is None:
         return None
-    free = f"{size(max(failed.oom.device_free_bytes, 0))} were free on the device"
+    free = f"{size(max(oom.device_free_bytes, 0))} were free on the device"
     most_bytes = max(failed.peak_bytes, 1)
     held = [
         Evidence(f"{one.category}: {size(one.num_bytes)}, {one.num_bytes / most_bytes:.0%} of what tensors held")
@@ -88,7 +89,7 @@ def find_out_of_memory(facts: Facts) -> Finding | None:
     advice = f"{most or 'tensors'} hold most, which the micro-batch does not change: fewer parameters per rank"
     if most in GROWS_WITH_BATCH:
         advice = f"{most} hold most: a smaller --micro-batch-size, or --recompute-granularity full"
-    asked = Evidence(f"{size(failed.oom.requested_bytes)} were asked for, {free}", failed.oom.site or failed.source)
+    asked = Evidence(f"{size(oom.requested_bytes)} were asked for, {free}", oom.site or failed.source)
     flags = ("--micro-batch-size", "--recompute-granularity full")
     return Finding(cost_bytes=failed.peak_bytes, evidence=(asked, *held), advice=advice, flags=flags, rank=failed.rank)
 
@@ -115,7 +116,7 @@ def find_fragmentation(facts: Facts) -> Finding | None:
     """
     real = [(one.fragmentation, one) for one in facts.snapshots if not one.simulated]
     held, worst = max(real, key=lambda pair: pair[0].reserved_bytes - pair[0].allocated_bytes, default=(None, None))
-    if held is None:
+    if held is None or worst is None:
         return None
     reserved, replayed = held.reserved_bytes, held.replay_reserved_bytes
     unused, gain = reserved - held.allocated_bytes, None
@@ -165,7 +166,8 @@ def find_logits_peak(facts: Facts, most: Snapshot) -> Finding | None:
     half = f"--micro-batch-size {now // 2}" if now and now > 1 else ""
     text = f"{size(held)} of the peak of {size(most.peak_bytes)} ({held / most.peak_bytes:.0%})"
     text += f", in {most.peak_phase or 'an unknown phase'}"
-    advice, flags = "compute the loss in chunks of tokens", ()
+    advice = "compute the loss in chunks of tokens"
+    flags: tuple[str, ...] = ()
     if half:
         advice, flags = f"{advice}, or {half} (now {now}) with more micro-batches", (half,)
     return find_lost_memory(most, held, held, text, advice, flags=flags)
@@ -314,12 +316,13 @@ def find_micro_batch_headroom(facts: Facts) -> Finding | None:
     Flags: --micro-batch-size N at the same --global-batch-size.
     False alarm: memory that evaluation, a checkpoint or a longer batch still needs.
     """
-    larger, one = facts.larger_micro_batch, facts.critical
-    if larger is None or one is not None and one.time.launch_bound:  # there it is the remedy, and said there
+    larger, one, held, room = facts.larger_micro_batch, facts.critical, facts.peak, facts.device_bytes
+    if larger is None or held is None or room is None:
         return None
-    held = facts.peak
+    if one is not None and one.time.launch_bound:  # there it is the remedy, and said there
+        return None
     cost = one.accumulation_ms() or None if one is not None else None
-    peak = f"the peak is {size(held.num_bytes)} of {size(facts.device_bytes)}"
+    peak = f"the peak is {size(held.num_bytes)} of {size(room)}"
     seen = Evidence(f"{peak}, with {facts.micro_batches} micro-batches per step", held.where)
     return build_time_finding(cost, [seen], larger[1], larger[:1], certain=False)
 
@@ -341,9 +344,9 @@ def find_needless_recompute(facts: Facts) -> Finding | None:
     False alarm: a rehearsal of a larger job, or memory that evaluation or a longer batch still needs.
     """
     run, one = facts.run, facts.critical
-    if facts.argument("recompute_granularity") != "full":
+    if run is None or facts.argument("recompute_granularity") != "full":
         return None
-    room = facts.device_bytes
+    room: float | None = facts.device_bytes
     if facts.plan.get("device") == "cpu":  # a rank's share of what the machine had free at the start
         predicted = run.record.get("prediction")
         free = whole(predicted.get("room_bytes")) if isinstance(predicted, dict) else None
@@ -358,10 +361,10 @@ def find_needless_recompute(facts: Facts) -> Finding | None:
     if needed is None or needed > TIGHT * room or any(one.oom is not None for one in facts.snapshots):
         return None
     layers = facts.part("shape", "num_layers")
-    words = (facts.argument(f"recompute_{name}") for name in ("granularity", "method", "num_layers"))
-    recomputed = recomputed_layers(*words, layers)
+    method, number = (facts.argument(f"recompute_{name}") for name in ("method", "num_layers"))
+    recomputed = recomputed_layers("full", method, number, layers)
     traced = [phase.device_ms for phase in one.time.phases if phase.name == FORWARD] if one is not None else []
-    if traced:
+    if one is not None and traced:
         forward, step_ms, place = traced[0], one.time.step_ms, f"rank {one.time.rank}"
     else:
         forward, step_ms = measure_ordinary(run, run.phases_ms.get(FORWARD, ())) or 0.0, run.steady_step_ms or math.inf

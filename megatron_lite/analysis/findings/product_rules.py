@@ -207,13 +207,17 @@ def find_below_roofline(facts: Facts, one: RankFacts) -> Finding | None:
     Flags: --micro-batch-size, --bf16, --attention-backend auto, --hidden-size and --kv-channels in multiples of 64.
     False alarm: a GPU that is throttled or shared; then all kernels are low.
     """
-    bounded = [row for row in one.kernels.roofline if row.role in MATRIX_ROLES and row.efficiency is not None]
-    slow = [row for row in bounded if row.efficiency < REACHES and one.share(row.ms) >= MIN_SHARE_SHOWN]
-    slow.sort(key=lambda row: row.bound_ms - row.ms)
-    cost = sum(row.ms - row.bound_ms for row in slow)
-    shown = []
-    for row in slow[:MAX_SHOWN]:
-        floor = f"{in_ms(row.bound_ms)} is the floor ({row.efficiency:.0%}, bound by {row.bound_by})"
+    bounded = [
+        (row, row.bound_ms, row.efficiency)
+        for row in one.kernels.roofline
+        if row.role in MATRIX_ROLES and row.bound_ms is not None and row.efficiency is not None
+    ]
+    low = [part for part in bounded if part[2] < REACHES and one.share(part[0].ms) >= MIN_SHARE_SHOWN]
+    low.sort(key=lambda part: part[1] - part[0].ms)
+    cost = sum(row.ms - bound_ms for row, bound_ms, _ in low)
+    shown, slow = [], [row for row, *_ in low]
+    for row, bound_ms, efficiency in low[:MAX_SHOWN]:
+        floor = f"{in_ms(bound_ms)} is the floor ({efficiency:.0%}, bound by {row.bound_by})"
         what = f"{name_layer(facts, row.dims)} {row.operator} {row.shape}"
         shown.append(Evidence(f"{what}: {in_ms(row.ms)} where {floor}", row.phase))
     products = [row for row in slow if row.role is not Role.ATTENTION]
@@ -270,9 +274,10 @@ def name_layer(facts: Facts, dims: tuple[int, ...]) -> str:
     """
     names = ("hidden_size", "ffn_hidden_size", "kv_channels", "num_attention_heads", "num_query_groups")
     values = [facts.number("shape", name) for name in (*names, "padded_vocab_size")]
-    if None in values:
+    known = [value for value in values if value is not None]
+    if len(known) < len(values):
         return "product"
-    hidden, ffn, width, heads, groups, vocabulary = values
+    hidden, ffn, width, heads, groups, vocabulary = known
     fc1 = ffn * (2 if facts.argument("swiglu") else 1)
     layers = [
         ("output projection to the vocabulary", vocabulary),

@@ -102,7 +102,7 @@ def find_overflow_storm(facts: Facts, run: Run) -> Finding | None:
     text = f"{number:,} of {len(settled):,} steps after the first good one were skipped ({wasted:.0%})"
     if never_good:
         text = f"all {number:,} steps were skipped: none has changed the weights"
-    if cost:
+    if cost and run.steady_step_ms:
         text += f": {in_ms(cost)} of every {in_ms(run.steady_step_ms)} are computed for nothing"
     seen = Evidence(text, "steps.jsonl")
     advice = "train in bf16 (--bf16), or lower --lr and lengthen --lr-warmup-iters"
@@ -186,14 +186,16 @@ def find_log_stalls(facts: Facts) -> Finding | None:
     run, one = facts.run, facts.critical
     if facts.on_gpu:
         sites = [site for site in one.time.syncs if site.phase == LOG] if one is not None else []
-        cost = sum(site.idle_ms for site in sites)
-        if not sites or one.share(cost) < MIN_SHARE_SHOWN:
+        cost = sum((site.idle_ms for site in sites), 0.0)
+        if one is None or not sites or one.share(cost) < MIN_SHARE_SHOWN:
             return None
         waits = f"{significant(sum(site.per_step for site in sites))} waits in {LOG}"
         seen = Evidence(f"after {waits} the device idles {one.of_step(cost)}", one.where())
     else:
-        cost = measure_ordinary(run, run.phases_ms.get(LOG, ())) if run and run.steady_step_ms else None
-        if cost is None or cost < MATTERS * run.steady_step_ms:
+        if run is None or not run.steady_step_ms:
+            return None
+        cost = measure_ordinary(run, run.phases_ms.get(LOG, ())) or 0.0
+        if cost < MATTERS * run.steady_step_ms:
             return None
         of_which = f"a step of {in_ms(run.steady_step_ms)} (medians of ordinary steps)"
         seen = Evidence(f"the phase {LOG} takes {in_ms(cost)} of {of_which}", "steps.jsonl")

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_lite.analysis.intervals import Integers
+from megatron_lite.analysis.intervals import Integers, Numbers
 from megatron_lite.analysis.ranks.calls import END_TOGETHER, POINT_TO_POINT, Calls
 from megatron_lite.analysis.trace.columns import ProcessGroup
 from megatron_lite.units import significant
@@ -208,9 +208,9 @@ def align_clocks(
     return Clocks(tuple(int(at - by) if bad else at for at, by, bad in zip(start, off, wrong)), True, (note,))
 
 
-def _measure_offsets(ranks: Sequence[Calls], groups: list[Group], start: Sequence[int]) -> tuple[Integers, Integers]:
+def _measure_offsets(ranks: Sequence[Calls], groups: list[Group], start: Sequence[int]) -> tuple[Numbers, Numbers]:
     """[R] each: median of a rank's ends against the median rank's, and how far they scatter around it; NaN: none seen."""
-    seen: list[list[Integers]] = [[] for _ in ranks]
+    seen: list[list[Numbers]] = [[] for _ in ranks]
     for group in groups:
         columns = list(zip(group.members.tolist(), group.call.T))
         reference = ranks[columns[0][0]]
