@@ -150,6 +150,13 @@ def test_halves_that_were_read_one_by_one_may_have_starts_of_different_types(tmp
     assert table(trace) == [("ANNOTATION", "a", 0, 1500)]
 
 
+def test_halves_without_a_finite_start_are_left_out(tmp_path):
+    half = lambda ph, ts: {"ph": ph, "cat": "cpu_op", "name": "a", "pid": 1, "tid": 1, "ts": ts}
+    endless = [half("B", "Infinity"), half("E", "Infinity")]
+    exact = [half("B", 1700000000000000.5), half("E", 1700000000000002)]
+    assert table(read(tmp_path, [*exact, *endless])) == [("OP", "a", 0, 1500)]
+
+
 def test_a_bare_list_of_events(tmp_path):
     path = tmp_path / "t.json"
     path.write_text(json.dumps([span("cpu_op", "a", 1, 1), span("kernel", "k", 2, 1, 0, 7)]))

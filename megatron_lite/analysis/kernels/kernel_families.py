@@ -227,10 +227,11 @@ def _read_families() -> tuple[Family, ...]:
         if pattern.startswith("= "):
             continue
         of_family = tuple(piece for one in names.split("; ") for piece in pieces[one])
-        kind, find_format = (Role[role], TensorCores[cores]), _read_format(operands)
-        matched, called = re.compile(_fill(pattern, known)), _get_function(name) or name
-        found = (of_family, pieces[tail])
-        families.append(Family(matched, called, *kind, find_format, *found, alignment, why_not, bool(in_word)))
+        regex, called = re.compile(_fill(pattern, known)), _get_function(name) or name
+        parts = (_read_format(operands), of_family, pieces[tail])
+        families.append(
+            Family(regex, called, Role[role], TensorCores[cores], *parts, alignment, why_not, bool(in_word))
+        )
     return tuple(families)
 
 

@@ -139,9 +139,8 @@ class Trace:
     cut: bool = False  # the file, or what was read of it, ends before the record does
     without_gpu: bool = False  # the header says that there was none; False: nothing is said, or there was one
     groups: tuple[ProcessGroup, ...] = ()  # all that the process is in; () if the file does not say
-    facts: dict[str, Any] = field(
-        default_factory=dict
-    )  # header values worth showing: distributed backend, NCCL version, ...
+    # header values worth showing: distributed backend, NCCL version, ...
+    facts: dict[str, Any] = field(default_factory=dict)
 
     def name_of(self, event: int) -> str:
         return self.names[int(self.events.name[event])]

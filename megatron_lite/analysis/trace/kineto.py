@@ -45,10 +45,8 @@ CATEGORIES_OF_KIND = {
     Kind.OVERHEAD: "overhead",
 }
 KIND_OF_CATEGORY = {name: kind for kind, names in CATEGORIES_OF_KIND.items() for name in names.split()}
-KIND_OF_PROCESS: dict[Id, Kind] = {
-    "CPU functions": Kind.OP,
-    "CUDA functions": Kind.KERNEL,
-}  # of 2020, without categories
+# of 2020, without categories
+KIND_OF_PROCESS: dict[Id, Kind] = {"CPU functions": Kind.OP, "CUDA functions": Kind.KERNEL}
 # Waiting that some devices record as work of a stream: MTIA's event_wait, Ascend's EVENT_WAIT and NOTIFY_WAIT.
 DEVICE_WAIT = re.compile(r"(event|notify|stream)_?wait|wait_?event", re.IGNORECASE)
 OPERATORS_OF_2021 = "Operator"  # this category holds annotations too, of these names:
@@ -121,7 +119,8 @@ class Collected:
             events = list(compress(events, [end <= self.until_ns for end in ends]))
         spans = [event for event in events if event.ph == "X"]
         if len(spans) < len(events):
-            self.halves += [event for event in events if event.ph in ("B", "E") and event.ts is not None]
+            halves = [event for event in events if event.ph in ("B", "E")]
+            self.halves += [half for half in halves if half.ts is not None and Decimal(half.ts).is_finite()]
             memory = [event for event in events if event.ph == "i" and event.name == "[memory]"]
             if memory:
                 args = [event.args or NO_ARGS for event in memory]
