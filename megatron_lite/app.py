@@ -20,7 +20,7 @@ from megatron_lite.live_line import set_up_logging
 from megatron_lite.model.custom_model import find_custom_model
 from megatron_lite.observers import Observers
 from megatron_lite.parallel.layers import keep_compiled, no_compiler
-from megatron_lite.parallel.process_group import device_of, process_group
+from megatron_lite.parallel.process_group import find_device, process_group
 from megatron_lite.parallel.watchdog import LauncherWatch
 from megatron_lite.process_state import keep_freed_memory
 from megatron_lite.rank_errors import end_with_error, tell_error, write_error_file
@@ -85,8 +85,9 @@ def _run(argv: list[str], world: World, launcher: LauncherWatch):
     observers = Observers(plan, machine)
     _log_choices(plan, observers, keeps_memory)
     streams = DataStreams(plan)  # damaged or unfitting data is told before ranks meet and files are made
-    find_custom_model(plan)
-    require_checkpoint(plan)
+    if plan.args.model.model is not None:
+        find_custom_model(plan.args.model.model)
+    require_checkpoint(plan.args.checkpoint)
     with observers.explain_early_end(), process_group(plan) as ranks, save_reserved(plan):
         agreed = [default_run_dir(plan.args.watch.run_dir, plan.args.watch.tensorboard_dir, plan.args.checkpoint.save)]
         dist.broadcast_object_list(agreed, src=0)  # the same on all ranks, though it may be named by the time
@@ -103,7 +104,9 @@ def _run(argv: list[str], world: World, launcher: LauncherWatch):
 def _prepare_torch(plan: Plan) -> bool:
     """Returns whether the C library keeps freed memory; False on GPUs, which have an allocator of their own."""
     if plan.device == "cuda":
-        torch.cuda.set_device(device_of(plan))  # before anything asks for "the" GPU: that would be the first one
+        torch.cuda.set_device(
+            find_device(plan.device, plan.world)
+        )  # before anything asks for "the" GPU: that would be the first one
     if plan.compiles_layers:
         keep_compiled(os.environ)
     if plan.args.training.deterministic_mode:

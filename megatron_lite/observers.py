@@ -13,7 +13,7 @@ from megatron_lite.config.plan import Plan
 from megatron_lite.errors import CheckpointError
 from megatron_lite.estimate.hardware import peak_tflops
 from megatron_lite.estimate.params import parameter_count
-from megatron_lite.estimate.run_prediction import as_record, forecast, lines_of
+from megatron_lite.estimate.run_prediction import describe_forecast, forecast, record_forecast
 from megatron_lite.instruments.base import Instruments
 from megatron_lite.instruments.build_instruments import WhereaboutsKeeper, build_instruments
 from megatron_lite.instruments.memory_oom import explain_unrecorded, is_out_of_memory
@@ -44,7 +44,7 @@ class Observers:
             self.peak_words = f"MFU against {self._peak_tflops:g} TFLOP/s"
         room = gpu.total_memory if on_gpu else machine.memory_bytes
         self._prediction = forecast(plan, gpu.name if on_gpu else None, room)
-        self.prediction_lines = lines_of(self._prediction)  # on memory and time before the first step
+        self.prediction_lines = describe_forecast(self._prediction)  # on memory and time before the first step
         self._timeline = Timeline()
 
     @contextlib.contextmanager
@@ -52,7 +52,7 @@ class Observers:
         """Around the training: instruments are on, and run.json tells how it ended."""
         plan, self._run_dir = self.plan, run_dir
         members = [WhereaboutsKeeper(where), *build_instruments(plan, run_dir, self._timeline, _log_on_every_rank)]
-        prediction = as_record(self._prediction)
+        prediction = record_forecast(self._prediction)
         parameters = parameter_count(plan.shape) if plan.args.model.model is None else None
         self.record = RunRecord(plan, run_dir, parameters, self._peak_tflops, prediction)
         with self.record, Instruments(members, _log_on_every_rank) as self.instruments:

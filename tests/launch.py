@@ -96,7 +96,7 @@ def train(argv: list[str], run_dir: Path, world: World = ALONE, watchers=()) -> 
         save_reserved(plan),
         Instruments([*build_instruments(plan, run_dir, timeline, print), *watchers], print) as watching,
     ):
-        require_checkpoint(plan)
+        require_checkpoint(plan.args.checkpoint)
         make_log = lambda metrics, progress: Log(plan, metrics, timeline, run_dir, progress)
         return run(plan, DataStreams(plan), EOD, watching, make_log)
 

@@ -163,10 +163,10 @@ def measure(run: Published) -> tuple[float, float]:
 def find_place(run: Published) -> str:
     """Of the published layout among those that a search finds, the fastest first."""
     found = search(run.plan(), processor_called(run.gpu), 0.0)
-    layouts = [get_sizes(one.plan) for one in found.best_of_layouts]
-    place = layouts.index(get_sizes(run.plan())) if get_sizes(run.plan()) in layouts else None
+    layouts = [get_sizes(one.plan.layout) for one in found.best_of_layouts]
+    place = layouts.index(get_sizes(run.plan().layout)) if get_sizes(run.plan().layout) in layouts else None
     best = found.fitting[0]
-    first = f"{get_sizes(best.plan)} at {best.step_ms:,.0f} ms"
+    first = f"{get_sizes(best.plan.layout)} at {best.step_ms:,.0f} ms"
     return f"{'not found' if place is None else place + 1} of {len(layouts)}, first {first}"
 
 

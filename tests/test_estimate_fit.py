@@ -11,7 +11,7 @@ from megatron_lite.config.plan import Plan, resolve
 from megatron_lite.config.world import World
 from megatron_lite.estimate.hardware import Processor, processor_called
 from megatron_lite.estimate.memory import predict_memory
-from megatron_lite.estimate.what_if import NO_RECOMPUTE, Variant, fit, variant_of, what_if
+from megatron_lite.estimate.what_if import NO_RECOMPUTE, Variant, build_variant, fit, what_if
 from megatron_lite.units import GIB
 
 MEDIUM = ("--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 2048 --max-position-embeddings 2048 "
@@ -72,11 +72,11 @@ def test_what_if_shows_the_usual_changes():
 
 def test_what_the_trainer_would_refuse_is_not_offered_and_the_batch_stays():
     assert "--micro-batch-size 8" not in [one.words for one in what_if(plan("--global-batch-size 4"))]
-    assert variant_of(plan(), None, micro_batch_size=3) is None
-    assert variant_of(plan("--attention-backend flash --bf16"), None, fp16=False, bf16=False) is None
+    assert build_variant(plan(), None, micro_batch_size=3) is None
+    assert build_variant(plan("--attention-backend flash --bf16"), None, fp16=False, bf16=False) is None
     # also where it was not given
     words = argv(f"{MEDIUM} !--global-batch-size".replace("--global-batch-size 16", ""))
-    one = variant_of(plan_of(words), None, micro_batch_size=2)
+    one = build_variant(plan_of(words), None, micro_batch_size=2)
     assert one.plan.batch.final == 4 and set(one.add) == {"--global-batch-size 4", "--micro-batch-size 2"}
     four = World(size=4, local_size=4, gpus=4)  # ranks share it
     assert fit(plan("--fp16", four), processor_of(1000.0)).found.plan.args.training.micro_batch_size == 4
@@ -98,7 +98,7 @@ def test_what_is_found_fits_and_can_be_pasted(changes, gib):
 def test_the_largest_micro_batch_that_divides_the_batch():
     """Each larger divisor, with the same recomputation, is too large."""
     found = fit(plan("--fp16"), processor_of(24.0)).found
-    larger = [variant_of(plan("--fp16"), None, micro_batch_size=size) for size in (4, 8, 16)
+    larger = [build_variant(plan("--fp16"), None, micro_batch_size=size) for size in (4, 8, 16)
               if size > found.plan.args.training.micro_batch_size]  # fmt: skip
     assert larger and all(one.peak_bytes > 24.0 * GIB * 0.92 for one in larger)
     assert found.plan.args.model.recompute_granularity is None
@@ -111,7 +111,7 @@ def test_recomputation_is_as_little_as_possible():
     model = found.plan.args.model
     assert (model.recompute_method, found.plan.args.training.micro_batch_size) == ("block", 1)
     assert 1 < model.recompute_num_layers < 24
-    fewer = variant_of(found.plan, None, recompute_num_layers=model.recompute_num_layers - 1)
+    fewer = build_variant(found.plan, None, recompute_num_layers=model.recompute_num_layers - 1)
     assert fewer.peak_bytes > 14.0 * GIB * 0.92
     unneeded = "--fp16 --recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
     found = fit(plan(unneeded), H200)

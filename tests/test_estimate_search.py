@@ -59,7 +59,7 @@ def test_nothing_faster_is_missed(found):
 def test_what_is_listed_fits_and_is_what_its_flags_give(found):
     assert found.budget_bytes == int(GPU.memory_gib * GIB * 0.92) and len(found.fitting) <= found.tried * 2
     assert [one.step_ms for one in found.fitting] == sorted(one.step_ms for one in found.fitting)
-    layouts = [get_sizes(one.plan) for one in found.best_of_layouts]
+    layouts = [get_sizes(one.plan.layout) for one in found.best_of_layouts]
     assert len(set(layouts)) == len(layouts) > 5
     for one in [*found.best_of_layouts[:8], *found.front]:
         assert not one.variant.drop

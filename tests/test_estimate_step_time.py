@@ -5,7 +5,7 @@ from command_lines import plan
 
 from megatron_lite.config.world import World
 from megatron_lite.estimate.hardware import processor_called, processor_of
-from megatron_lite.estimate.step_time import duration_of, predict_time
+from megatron_lite.estimate.step_time import compute_duration, predict_time
 
 SEED = (
     "--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 2048 --max-position-embeddings 2048 "
@@ -234,21 +234,17 @@ GPT2 = (
 
 def test_length_of_a_training_and_conventions_of_its_flops():
     # llm.c's 124M: 19,073 steps of 524,288 tokens at 140 ms
-    seen = duration_of(plan(GPT2, EIGHT, 50257), tokens_per_s=524_288 / 0.140)
-    assert (seen.tokens, seen.gpus) == (19_073 * 524_288, 8)
+    shape = plan(GPT2, EIGHT, 50257).shape
+    seen = compute_duration(shape, 19_073 * 524_288, 8, tokens_per_s=524_288 / 0.140)
     assert seen.seconds == pytest.approx(19_073 * 0.140)
     assert seen.days == pytest.approx(19_073 * 0.140 / 86_400)
     assert seen.gpu_hours == pytest.approx(8 * 19_073 * 0.140 / 3600)
-    seen = duration_of(plan(GPT2, EIGHT, 50257), tokens_per_s=1.0, tokens=10**9)
+    seen = compute_duration(shape, 10**9, 8, tokens_per_s=1.0)
     parameters = 124_475_904
     weights, scores = 12 * 12 * 768**2 + 50304 * 768, 12 * 1024 * 768
     assert seen.flops_6nd == 6 * parameters * 10**9
     assert seen.flops_causal == 6 * (weights + scores) * 10**9
     assert seen.flops_full == 6 * (weights + 2 * scores) * 10**9
-    seen = duration_of(plan(), tokens_per_s=10.0, tokens=5)
-    assert (seen.tokens, seen.seconds) == (5, 0.5) and 0 < seen.flops_causal < seen.flops_full
-    seen = duration_of(plan("!--train-iters --train-samples 1000"), tokens_per_s=32.0)
-    assert seen.tokens == plan("!--train-iters --train-samples 1000").train_samples * 32
 
 
 def test_stages_of_a_node_hand_on_within_it():

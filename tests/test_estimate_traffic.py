@@ -75,16 +75,16 @@ def test_the_formula_is_what_the_real_step_exchanges(words, ranks):
 
 def test_which_ranks_are_near():
     given = plan(f"--num-layers 8 --num-attention-heads 8 {TP4} {PP2} --global-batch-size 16 {ZERO1}", node(32, 8))
-    assert [find_members(given, group) for group in (TENSOR, DATA, PIPELINE)] == [
+    assert [find_members(group, given.layout, given.sharding, given.world) for group in (TENSOR, DATA, PIPELINE)] == [
         Members(4, 4), Members(4, 2), Members(2, 1)
     ]  # fmt: skip
     outermost = plan(
         f"--num-layers 8 --num-attention-heads 8 {TP4} {PP2} --global-batch-size 16 --use-tp-pp-dp-mapping", node(32, 8)
     )
-    assert [find_members(outermost, group) for group in (TENSOR, DATA, PIPELINE)] == [
-        Members(4, 4), Members(4, 1), Members(2, 2)
-    ]  # fmt: skip
-    assert find_members(outermost, DATA).nodes == 4
+    found = [
+        find_members(group, outermost.layout, outermost.sharding, outermost.world) for group in (TENSOR, DATA, PIPELINE)
+    ]
+    assert found == [Members(4, 4), Members(4, 1), Members(2, 2)] and found[1].nodes == 4
 
 
 def test_routes():

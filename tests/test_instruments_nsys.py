@@ -70,7 +70,7 @@ def profiled(argv, run_dir, *watchers) -> list[str]:
     """Train on the CPU as if under nsys, with the instrument that the plan asks for; returns what it said."""
     said, plan = [], plan_of(argv, UNDER_NSYS)
     window = Window(plan.profile_window if plan.args.profile.profile else range(0))
-    quietly(argv, run_dir, [NsysRange(window, plan, said.append), *watchers])
+    quietly(argv, run_dir, [NsysRange(window, plan.args.profile, plan.world, said.append), *watchers])
     return said
 
 
@@ -101,9 +101,9 @@ def test_the_window_holds_its_steps_and_their_phases_and_changes_nothing(notes, 
 
 
 def test_runs_that_resume_or_end_or_fail_inside_the_window_leave_no_range_open(notes, tmp_path):
-    said, window = [], Window(range(3, 5))
+    said, window, profile = [], Window(range(3, 5)), plan_of(flags(WINDOW)).args.profile
     window.started_at = 4
-    run_steps(NsysRange(window, plan_of(flags(WINDOW), UNDER_NSYS), said.append), 5)
+    run_steps(NsysRange(window, profile, UNDER_NSYS, said.append), 5)
     assert notes.said[1] == "mark rank 0 of 1, window: steps 3-4 of this run = iterations 7-8"
     assert said == ["marked for Nsight Systems: steps 3-4 of this run = iterations 7-8, rank 0"]
     for last, steps, told in ((3, ["step 3"], ["step 3 of this run, rank 0"]), (2, [], [])):

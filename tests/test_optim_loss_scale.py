@@ -87,6 +87,7 @@ def test_a_saved_scale_goes_on_where_it_was():
     ],
 )
 def test_which_precision_has_which_scale(words, kind, scale):
-    made = make_loss_scale(plan_of(flags(words)), CPU)
+    plan = plan_of(flags(words))
+    made = make_loss_scale(plan.precision, plan.args.precision, CPU)
     assert type(made) is kind and (made is None or made.scale.item() == scale)
     assert kind is not LossScale or made.tensors() == {}, "a fixed one has nothing to be saved"

@@ -227,7 +227,7 @@ def measure(world, argv: str):
     tracker.stop()
     built = analyze_snapshot(tracker.snapshot(), Path("build")).peak_bytes
     optimizer = Optimizer(plan, replica.parameters, CPU, replica.sum_over_ranks, replica.counted)
-    step = TrainingStep(plan, replica, optimizer, BatchMaker(plan, CPU, None))
+    step = TrainingStep(plan, replica, optimizer, BatchMaker(plan.args.data, plan.layout, CPU, None))
     batches = iter(lambda: torch.randint(127, (1, plan.shape.seq_length + 1)), None)
     for sent in (CollectiveCounter(), CollectiveCounter()):
         with sent:
@@ -351,7 +351,7 @@ def overflow(world):
     groups = make_groups(plan, CPU)
     replica = replicate(plan, build_model(plan, CPU, groups), groups)
     optimizer = Optimizer(plan, replica.parameters, CPU, replica.sum_over_ranks, replica.counted)
-    step = TrainingStep(plan, replica, optimizer, BatchMaker(plan, CPU, None))
+    step = TrainingStep(plan, replica, optimizer, BatchMaker(plan.args.data, plan.layout, CPU, None))
     batches = iter(lambda: torch.randint(127, (1, plan.shape.seq_length + 1)), None)
     forward, skipped = GPT.forward, []
     for number in range(3):

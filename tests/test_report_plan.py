@@ -9,7 +9,7 @@ from megatron_lite.cli.plan import _parser
 from megatron_lite.config.world import World
 from megatron_lite.estimate.hardware import Processor, processor_called
 from megatron_lite.estimate.prediction import LedgerRow, MemoryPrediction, Moment
-from megatron_lite.estimate.step_time import duration_of, predict_time
+from megatron_lite.estimate.step_time import compute_duration, predict_time
 from megatron_lite.report.plan_figures import Exact, Outlook, PlanReport
 from megatron_lite.report.plan_json import as_json
 from megatron_lite.report.plan_terminal import build_exact_section, build_time_section, plan_lines, verdicts
@@ -31,7 +31,10 @@ def report(*processors: Processor, **changes) -> PlanReport:
     outlooks = []
     for processor in processors:
         predicted = predict_time(PLAN, processor)
-        takes = duration_of(PLAN, predicted.tokens_per_s) if predicted.peak_tflops else None
+        takes = None
+        if predicted.peak_tflops:
+            tokens = PLAN.train_samples * PLAN.shape.seq_length
+            takes = compute_duration(PLAN.shape, tokens, PLAN.world.size, predicted.tokens_per_s)
         outlooks.append(Outlook(processor, changes.get("memory", MEMORY), predicted, takes))
     parts = {"word embedding": 10, "MLP": 30, "output": 0}
     made = PlanReport("plan", "GPT 2 x 64", PLAN, parts, 1000, 1100, MEMORY, outlooks=outlooks)

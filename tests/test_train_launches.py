@@ -117,7 +117,9 @@ def test_gradients_added_at_once_are_those_added_one_by_one(words):
         replica._adds_at_once = at_once and replica.fp32 is None
         if at_once and replica.fp32 is not None:
             replica.fp32._bundle = parameter_count(plan.shape) // 8
-        step = TrainingStep(plan, replica, Optimizer(plan, replica.parameters, CPU), BatchMaker(plan, CPU, EOD))
+        step = TrainingStep(
+            plan, replica, Optimizer(plan, replica.parameters, CPU), BatchMaker(plan.args.data, plan.layout, CPU, EOD)
+        )
         for _ in range(3):
             step(batches(plan), 0, lambda phase: contextlib.nullcontext())
         return [p.detach().clone() for p in model.parameters()]

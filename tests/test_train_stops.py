@@ -253,7 +253,7 @@ def test_a_second_signal_means_now(group, tmp_path, monkeypatch):
     monkeypatch.setattr(exit_conditions.time, "monotonic", lambda: now[0])
     try:
         plan = plan_of(flags("--exit-signal-handler --exit-signal SIGUSR1"))
-        exit_conditions.ExitConditions(plan, torch.device("cpu"), None)
+        exit_conditions.ExitConditions(plan.args.training, torch.device("cpu"), None, async_save=False)
         for seconds in (0, 1, 3):
             now[0] = 100.0 + seconds
             os.kill(os.getpid(), signal.SIGUSR1)

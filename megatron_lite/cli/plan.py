@@ -27,7 +27,7 @@ from megatron_lite.estimate.inference import InferencePrediction, predict_infere
 from megatron_lite.estimate.memory import predict_memory
 from megatron_lite.estimate.params import parameter_parts
 from megatron_lite.estimate.search import Search, search
-from megatron_lite.estimate.step_time import duration_of, predict_stage_time, predict_time
+from megatron_lite.estimate.step_time import compute_duration, predict_stage_time, predict_time
 from megatron_lite.estimate.what_if import MARGIN, fit, what_if
 from megatron_lite.live_line import LiveLine
 from megatron_lite.report.plan_figures import Exact, Outlook, PlanReport, StageOutlook
@@ -175,7 +175,7 @@ def _report(
     exact = walked[_find_highest(walked)] if walked else None
     plan, shape, ranks = found.plan, found.plan.shape, found.plan.world.size
     processors, margin = _list_processors(options), MARGIN if options.margin is None else options.margin
-    tokens = None if options.tokens is None else int(options.tokens)
+    tokens = plan.train_samples * shape.seq_length if options.tokens is None else int(options.tokens)
 
     def infer(processor: Processor | None = None) -> InferencePrediction | None:
         return predict_inference(shape, options.batch or 1, options.context, processor) if options.inference else None
@@ -183,7 +183,7 @@ def _report(
     outlooks = []
     for one in processors:
         seen, memory = predict_time(plan, one), predict_memory(plan, one)
-        duration = duration_of(plan, seen.tokens_per_s, tokens) if seen.peak_tflops else None
+        duration = compute_duration(shape, tokens, plan.world.size, seen.tokens_per_s) if seen.peak_tflops else None
         peak_bytes = exact.allocated_peak_bytes if exact else memory.peak.num_bytes
         fits = peak_bytes <= one.memory_gib * GIB * (1 - margin)
         outlooks.append(Outlook(one, memory, seen, duration, None if fits else fit(plan, one, margin), infer(one)))

@@ -175,7 +175,7 @@ def resolve(args: Args, world: World, vocab_size: int) -> Plan:
         train_samples=samples,
         learning_rate=_build_learning_rate(args, batch, samples),
         profile_window=range(max(p.profile_step_start, 1), p.profile_step_end) if p.is_on else range(0),
-        profile_ranks=frozenset(range(world.size) if -1 in p.profile_ranks else p.profile_ranks),
+        profile_ranks=p.list_ranks(world.size),
         compilation=choose_compilation(args, world),
         sharding=plan_sharding(args.parallel, layout),
         # 2 is Megatron's default; where computing needs the cores, reading a batch takes 1 ms of them
@@ -185,7 +185,12 @@ def resolve(args: Args, world: World, vocab_size: int) -> Plan:
 
 def plan_stages(plan: Plan) -> list[Plan]:
     """The plans of one rank of each stage of the pipeline."""
-    return [_place(plan, rank) for rank in plan.layout.list_stages()]
+    parallel, num_layers, found = plan.args.parallel, plan.args.model.num_layers, []
+    for rank in plan.layout.list_stages():
+        layout, world = plan.layout.locate(rank), replace(plan.world, rank=rank)
+        stage, sharding = plan_stage(parallel, layout, num_layers), plan_sharding(parallel, layout)
+        found.append(replace(plan, world=world, layout=layout, stage=stage, sharding=sharding))
+    return found
 
 
 def list_stage_kinds(plan: Plan) -> list[tuple[Plan, int]]:
@@ -194,18 +199,6 @@ def list_stage_kinds(plan: Plan) -> list[tuple[Plan, int]]:
     for one in plan_stages(plan):
         found.setdefault((len(one.stage.layers), one.stage.is_first, one.stage.is_last), []).append(one)
     return [(alike[0], len(alike)) for alike in found.values()]
-
-
-def _place(plan: Plan, rank: int) -> Plan:
-    """The same run as this rank has it."""
-    layout = plan.layout.locate(rank)
-    return replace(
-        plan,
-        world=replace(plan.world, rank=rank),
-        layout=layout,
-        stage=plan_stage(plan.args.parallel, layout, plan.args.model.num_layers),
-        sharding=plan_sharding(plan.args.parallel, layout),
-    )
 
 
 def _build_shape(args: Args, vocab_size: int) -> ModelShape:

@@ -408,9 +408,10 @@ def _list_micro_batch_moments(plan: Plan, always: list[LedgerRow]) -> Iterator[M
     # the sum with a tied output layer's is a third matrix where a recorder watches, and in fp16, whose loss holds the first
     is_third = tied and (batch.on_cpu or batch.precision == "fp16")
     added = number + (matrix if tied else 0) if stay else made + matrix + waiting
-    if shared:
-        added = number - layers * of_layer + (matrix if tied else 0)
-        rows = [*always, *list_reduced(plan), make_gradients(matrix)]
+    if plan.sharding is not None:
+        ends, each = number - layers * of_layer, FP32 if plan.fp32_gradients else batch.element_bytes
+        added = ends + (matrix if tied else 0)
+        rows = [*always, *list_reduced(number, ends, each, plan.sharding.ranks), make_gradients(matrix)]
         yield sum_moment(Phase.BACKWARD, "reduction of the embedding's gradients", rows)
     last = max([*_list_rows(batch, hidden), make_gradients(matrix if is_third else 0)], key=lambda row: row.num_bytes)
     yield sum_moment(Phase.BACKWARD, "embedding", [*hold(0), make_gradients(added), last])

@@ -68,7 +68,7 @@ def forecast(plan: Plan, device_name: str | None, room_bytes: int | None) -> For
     return dataclasses.replace(seen, way_out=way_out, failures=tuple(failures))
 
 
-def lines_of(seen: Forecast) -> Iterator[str]:
+def describe_forecast(seen: Forecast) -> Iterator[str]:
     """For the console: memory and speed; a line for each part of the prediction that failed, and for too little room."""
     each = f"{seen.sharing} x " if seen.sharing > 1 else ""
     if seen.memory is not None:
@@ -93,7 +93,7 @@ def lines_of(seen: Forecast) -> Iterator[str]:
         yield f"  note: the predicted peak {leaves}; {seen.way_out or NO_WAY_OUT}."
 
 
-def as_record(seen: Forecast) -> dict[str, Any]:
+def record_forecast(seen: Forecast) -> dict[str, Any]:
     """For run.json, whose format run_folder.py describes."""
     return {
         "peak_bytes": seen.memory.peak.num_bytes if seen.memory else None,

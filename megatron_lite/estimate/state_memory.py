@@ -97,11 +97,7 @@ def list_gathered(plan: Plan, layer: int, accumulates: bool) -> Iterator[LedgerR
         yield per_parameter("communication", "gathered weights of a layer", each, of_layer)
 
 
-def list_reduced(plan: Plan) -> Iterator[LedgerRow]:
-    """What is held when the last gradients, all but those of layers, are reduced."""
-    assert plan.sharding is not None
-    number = parameter_count(plan.rank_shape, plan.stage)
-    ends = number - len(plan.stage.layers) * layer_parameters(plan.rank_shape)
-    each = FP32 if plan.fp32_gradients else element_bytes(plan.precision)
-    yield per_parameter("communication", "gradients to be reduced", each, ends)
-    yield per_parameter("gradients", "reduced gradients", FP32, number, plan.sharding.ranks)
+def list_reduced(parameters: int, ends: int, gradient_bytes: int, ranks: int) -> Iterator[LedgerRow]:
+    """What is held when the last gradients are reduced. ends: parameters outside of layers, which are those."""
+    yield per_parameter("communication", "gradients to be reduced", gradient_bytes, ends)
+    yield per_parameter("gradients", "reduced gradients", FP32, parameters, ranks)

@@ -58,7 +58,7 @@ class Variant:
         return f"without {dropped}" + (" (fp32)" if {"--fp16", "--bf16"} & set(self.drop) else "")
 
 
-def variant_of(plan: Plan, processor: Processor | None = None, **changes: Any) -> Variant | None:
+def build_variant(plan: Plan, processor: Processor | None = None, **changes: Any) -> Variant | None:
     """`plan` with the fields of Args in `changes`; the global batch stays. None where the trainer would refuse that."""
     if plan.args.training.global_batch_size is None and changes.get("micro_batch_size"):
         changes = {"global_batch_size": plan.batch.final, **changes}
@@ -118,7 +118,7 @@ def what_if(plan: Plan, processor: Processor | None = None) -> list[Variant]:
     if m.attention_backend in ("unfused", "local"):
         tried.append({"attention_backend": "auto"})
     memory, time = predict_memory(plan, processor), predict_time(plan, processor) if processor else None
-    found = [variant_of(plan, processor, **changes) for changes in tried]
+    found = [build_variant(plan, processor, **changes) for changes in tried]
     return [one for one in found if one and one.words and (one.memory, one.time) != (memory, time)]
 
 
@@ -155,7 +155,7 @@ def fit(plan: Plan, processor: Processor, margin: float = MARGIN) -> Fit:
     sizes = [size for size in range(share, 0, -1) if share % size == 0]
 
     def change_to_fit(micro_batch: int, changes: Changes) -> Variant | None:
-        one = variant_of(plan, processor, micro_batch_size=micro_batch, **changes)
+        one = build_variant(plan, processor, micro_batch_size=micro_batch, **changes)
         return one if one is not None and one.peak_bytes <= budget else None
 
     # from the least arithmetic to the most
@@ -175,7 +175,7 @@ def fit(plan: Plan, processor: Processor, margin: float = MARGIN) -> Fit:
     if found:
         return Fit(processor, budget, margin, given, found)
     whole = (NO_RECOMPUTE, SELECTIVE, full_recompute(1, "uniform"))
-    variants = (variant_of(plan, processor, micro_batch_size=sizes[-1], **mode | shared) for mode in whole)
+    variants = (build_variant(plan, processor, micro_batch_size=sizes[-1], **mode | shared) for mode in whole)
     least = min(filter(None, variants), key=lambda one: one.peak_bytes)
     base = {name: getattr(least.plan.args.model, name) for name in NO_RECOMPUTE} | shared
     larger: list[Changes] = []

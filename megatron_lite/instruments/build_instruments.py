@@ -6,17 +6,19 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 
+from megatron_lite.config.args import ProfileArgs
 from megatron_lite.config.plan import Plan
+from megatron_lite.config.world import World
 from megatron_lite.instruments.base import Instrument, Window
 from megatron_lite.instruments.memory_history import CpuRecorder, CudaRecorder, MemoryHistory
 from megatron_lite.instruments.memory_oom import OutOfMemory, list_remedies
 from megatron_lite.instruments.nsys_range import NsysRange
 from megatron_lite.instruments.on_demand import OnDemand
-from megatron_lite.instruments.snapshot_format import check_snapshot_path, name_snapshot
+from megatron_lite.instruments.snapshot_format import make_snapshot_folder, name_snapshot
 from megatron_lite.instruments.timeline import Timeline
 from megatron_lite.instruments.torch_profiler import TorchProfiler
 from megatron_lite.parallel.flight_recorder import describe_hand_over
-from megatron_lite.parallel.layers import expected_compilations
+from megatron_lite.parallel.layers import count_compilations
 from megatron_lite.parallel.rank_store import RunPosition
 from megatron_lite.thresholds import MIN_BEFORE
 
@@ -54,13 +56,13 @@ class Disturbance(Instrument):
     so that a step's time is complete when `end` is called.
     """
 
-    def __init__(self, window: Window, timeline: Timeline, plan: Plan, tell):
-        self.window, self.timeline, self._tell, world = window, timeline, tell, plan.world
+    def __init__(self, timeline: Timeline, profile: ProfileArgs, world: World, tell):
+        self.window, self.timeline, self._tell = timeline.window, timeline, tell
         self._where = f" on rank {world.rank}" if world.size > 1 else ""
-        cupti = plan.device == "cuda" and not world.under_nsys  # what torch.profiler records a GPU with
-        self._cupti_on_demand, self._cupti_planned = cupti, cupti and plan.args.profile.use_pytorch_profiler
+        cupti = world.gpus > 0 and not world.under_nsys  # what torch.profiler records a GPU with
+        self._cupti_on_demand, self._cupti_planned = cupti, cupti and profile.use_pytorch_profiler
         self._cupti = False  # it was used
-        self._planned, self._step = window.steps, 0
+        self._planned, self._step = timeline.window.steps, 0
         self._before: deque[float] = deque(maxlen=MAX_BEFORE)  # seconds of a step
         self._inside: list[float] = []
         self._after: list[float] = []
@@ -185,16 +187,17 @@ def build_instruments(plan: Plan, run_dir: Path, timeline: Timeline, tell) -> li
     torch_is_blind = world.under_nsys and on_gpu  # nsys holds the GPU's counters, also where nothing asked it to record
     members: list[Instrument] = []
     if plan.compiles_layers:
-        members.append(Compiling(timeline, expected_compilations(plan), tell if world.rank == 0 else lambda text: None))
+        expected = count_compilations(plan.shape, plan.compilation)
+        members.append(Compiling(timeline, expected, tell if world.rank == 0 else lambda text: None))
     # the rank that leads says when nothing can be recorded; the last one must not average those steps
     records = not torch_is_blind or p.record_memory_history
     if p.profile_on_demand and (leads or (profiled or world.is_last) and records):
         members.append(OnDemand(window, plan, run_dir, tell))
     if leads and (p.profile_on_demand or window.steps):
-        members.append(Disturbance(window, timeline, plan, tell))
+        members.append(Disturbance(timeline, p, world, tell))
     for_nsys = p.profile and not p.use_pytorch_profiler and profiled
     if (for_nsys or p.nvtx_ranges) and (on_gpu or world.under_nsys):  # a tool can be there to see it
-        members.append(NsysRange(window if for_nsys else Window(), plan, tell))
+        members.append(NsysRange(window if for_nsys else Window(), p, world, tell))
     members += build_memory_instruments(plan, window, tell)
     if profiled and (p.use_pytorch_profiler or p.profile_on_demand and not torch_is_blind):
         folder = Path(plan.args.watch.tensorboard_dir or run_dir)
@@ -211,11 +214,12 @@ def build_memory_instruments(plan: Plan, window: Window, tell) -> list[Instrumen
     recording = p.record_memory_history and world.rank in plan.profile_ranks
     if plan.device == "cpu" and not recording:
         return []
+    path = name_snapshot(p.memory_snapshot_path, world.rank, len(plan.profile_ranks))
     if p.record_memory_history:
-        check_snapshot_path(plan)
+        make_snapshot_folder(path, p.memory_snapshot_path)
     recorder = (CudaRecorder if plan.device == "cuda" else CpuRecorder)(p.memory_history_events)
     # a shortage is explained before recording is switched off; steps begin and end inside of what is recorded
-    histories = [MemoryHistory(window, name_snapshot(plan), recorder, tell)] if recording else []
-    path = Path(p.memory_snapshot_path) if p.record_memory_history else None
-    shortage = OutOfMemory(world.rank, path, recorder, partial(list_remedies, plan), tell)
+    histories = [MemoryHistory(window, path, recorder, tell)] if recording else []
+    shared = Path(p.memory_snapshot_path) if p.record_memory_history else None
+    shortage = OutOfMemory(world.rank, shared, recorder, partial(list_remedies, plan), tell)
     return [shortage, *histories, recorder.place]

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from megatron_lite.config.plan import Plan
-from megatron_lite.estimate.what_if import variant_of
+from megatron_lite.estimate.what_if import build_variant
 from megatron_lite.instruments.base import Instrument
 from megatron_lite.instruments.memory_summary import (
     ACTIVATIONS,
@@ -50,7 +50,7 @@ def list_remedies(plan: Plan, held: dict[str, int], asked: int, unused: int) -> 
         if custom:
             return words
         try:
-            return f"{words} (predicted peak {size(variant_of(plan, **changes).peak_bytes)})"
+            return f"{words} (predicted peak {size(build_variant(plan, **changes).peak_bytes)})"
         except Exception:  # noqa: BLE001 - nothing may fail here: an error is being explained
             return words
 

@@ -6,7 +6,8 @@ import time
 import torch
 from torch import distributed as dist
 
-from megatron_lite.config.plan import Plan
+from megatron_lite.config.args import ProfileArgs
+from megatron_lite.config.world import World
 from megatron_lite.instruments.base import Instrument, Window
 
 CAPTURE = "profile"  # what `nsys profile --capture-range=nvtx --nvtx-capture=profile` waits for
@@ -63,13 +64,12 @@ class NsysRange(Instrument):
     A window on demand is none of its business: torch.profiler records that, where nsys leaves it the GPU's counters.
     """
 
-    def __init__(self, window: Window, plan: Plan, tell):
-        profile, world = plan.args.profile, plan.world
+    def __init__(self, window: Window, profile: ProfileArgs, world: World, tell):
         self.window, self._world, self._tell = window, world, tell
-        self._on_gpu, self._all_steps = plan.device == "cuda", profile.nvtx_ranges
+        self._on_gpu, self._all_steps = world.gpus > 0, profile.nvtx_ranges
         self._operators = profile.record_shapes
         first = world.rank - world.local_rank
-        self._neighbours = plan.profile_ranks & {*range(first, first + world.local_size)} - {world.rank}
+        self._neighbours = profile.list_ranks(world.size) & {*range(first, first + world.local_size)} - {world.rank}
         self._capture: contextlib.ExitStack | None = None
         self._step, self._in_step = 0, False
 

@@ -10,7 +10,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron_lite.config.plan import Plan
 from megatron_lite.errors import UserError
 from megatron_lite.estimate.caching_allocator import Allocation, Layout, Segment
 
@@ -105,15 +104,14 @@ def extend_name(path: Path, addition: str) -> Path:
     return path.with_name(f"{path.stem}{addition}{path.suffix}")
 
 
-def name_snapshot(plan: Plan) -> Path:
-    """This rank's file: PATH, or with _rankN before its ending where several ranks write."""
-    path = Path(plan.args.profile.memory_snapshot_path)
-    return path if len(plan.profile_ranks) == 1 else extend_name(path, f"_rank{plan.world.rank}")
+def name_snapshot(given: str, rank: int, writers: int) -> Path:
+    """This rank's file: --memory-snapshot-path, or with _rankN before its ending where several ranks write."""
+    return Path(given) if writers == 1 else extend_name(Path(given), f"_rank{rank}")
 
 
-def check_snapshot_path(plan: Plan):
+def make_snapshot_folder(path: Path, given: str):
     """Make the folder of this rank's file. Raises UserError where none can be written there."""
-    path, given = name_snapshot(plan), f"--memory-snapshot-path {plan.args.profile.memory_snapshot_path}"
+    given = f"--memory-snapshot-path {given}"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -10,18 +10,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from megatron_lite.config.args import OptimizerArgs, PrecisionArgs
 from megatron_lite.config.plan import Plan
 from megatron_lite.marks import MASTER_WEIGHTS, mark_memory
 from megatron_lite.optim.schedule import learning_rates, weight_decays
 from megatron_lite.phases import Phase
 
 
-def make_engine(plan: Plan, weights: list[nn.Parameter], lr: Tensor) -> torch.optim.Optimizer:
+def make_engine(o: OptimizerArgs, weights: list[nn.Parameter], lr: Tensor) -> torch.optim.Optimizer:
     """A fused torch optimizer over `weights`, reading its learning rate from the device tensor `lr`.
 
     The first group, matrices and embeddings, decays as Optimizer.follow sets it; vectors (biases, norms) do not.
     """
-    o = plan.args.optimizer
     groups = [
         {"params": [w for w in weights if w.ndim > 1], "weight_decay": 0.0},
         {"params": [w for w in weights if w.ndim <= 1], "weight_decay": 0.0},
@@ -102,9 +102,9 @@ class Optimizer:
         self.plan, self._sum_over_ranks = plan, sum_over_ranks
         self._counted = counted or [True] * len(parameters)
         self.weights = MasterWeights(parameters)
-        self.scaler = make_loss_scale(plan, device)
+        self.scaler = make_loss_scale(plan.precision, plan.args.precision, device)
         self.lr = torch.tensor(0.0, dtype=torch.float32, device=device)
-        self.engine = make_engine(plan, self.weights.masters, self.lr)
+        self.engine = make_engine(plan.args.optimizer, self.weights.masters, self.lr)
         self.good_samples = torch.zeros((), dtype=torch.int64, device=device)
         self.stopped = torch.zeros((), dtype=torch.bool, device=device)
         self._one = torch.ones((), dtype=torch.float32, device=device)
@@ -261,10 +261,9 @@ class DynamicLossScale(LossScale):
         }
 
 
-def make_loss_scale(plan: Plan, device: torch.device) -> LossScale | None:
+def make_loss_scale(precision: str, p: PrecisionArgs, device: torch.device) -> LossScale | None:
     """None where gradients need no scale: fp32, and bf16 without --loss-scale."""
-    p = plan.args.precision
-    if plan.precision == "fp32" or plan.precision == "bf16" and not p.loss_scale:
+    if precision == "fp32" or precision == "bf16" and not p.loss_scale:
         return None
     if p.loss_scale:  # 0 is Megatron's word for a dynamic one
         return LossScale(p.loss_scale, device)

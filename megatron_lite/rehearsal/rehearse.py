@@ -46,7 +46,7 @@ from megatron_lite.parallel.tensor_parallel import split_layers
 from megatron_lite.parallel.weight_gradients import delay_weights
 from megatron_lite.rehearsal.kernels import InPlaceGradients, kernels_of
 from megatron_lite.rehearsal.tracker import CollectiveCounter, RehearsalTracker
-from megatron_lite.train.choose_kernels import choose_eager_losses, choose_plan_attention
+from megatron_lite.train.choose_kernels import choose_losses, choose_plan_attention
 from megatron_lite.train.step import BatchMaker, TrainingStep
 from megatron_lite.units import MIB
 
@@ -271,7 +271,7 @@ def prepare(plan: Plan, groups: Groups, losses: Callable[..., Tensor] | None = N
         different = 3 * stages
     different = min(plan.micro_batches(plan.train_samples), different)
     shortened = replace(plan, batch=BatchSchedule(plan.samples_per_pass * different))
-    step = TrainingStep(shortened, replica, optimizer, BatchMaker(plan, HOST, END_OF_DOCUMENT))
+    step = TrainingStep(shortened, replica, optimizer, BatchMaker(plan.args.data, plan.layout, HOST, END_OF_DOCUMENT))
 
     def make_batches():
         while True:
@@ -296,7 +296,7 @@ def _build_model(plan: Plan, groups: Groups, losses) -> nn.Module:
     try:
         in_parts = plan.sharding is not None or plan.stage.stages > 1
         with torch.device("meta") if in_parts else HOST:
-            model = GPT(plan.rank_shape, attend, losses or choose_eager_losses(plan, among))
+            model = GPT(plan.rank_shape, attend, losses or choose_losses(plan, among, eager=True))
         cut_model(model, groups.pipeline)
         if in_parts and plan.sharding is None:
             for module in model.modules():  # to_empty swaps parameters, which fake ones do not let it
@@ -314,7 +314,7 @@ def _build_model(plan: Plan, groups: Groups, losses) -> nn.Module:
         delay_weights(model, groups.pipeline.weights)
     if groups.context is not None:
         share_out_positions(model, plan.layout, plan.shape.seq_length)
-    recompute_layers(plan, model.decoder.layers)
+    recompute_layers(model.decoder.layers, plan.stage.chunks, plan.recomputed_layers)
     return model
 
 

@@ -38,7 +38,9 @@ def judge_search(found: Search) -> list[str]:
 def name_layout(plan: Plan) -> str:
     """'TP 2, PP 4, DP 8'."""
     names = ("TP", "CP", "PP", "DP")
-    return ", ".join(f"{name} {number}" for name, number in zip(names, get_sizes(plan)) if number > 1) or "one GPU"
+    return (
+        ", ".join(f"{name} {number}" for name, number in zip(names, get_sizes(plan.layout)) if number > 1) or "one GPU"
+    )
 
 
 def build_search_sections(found: Search, everything: bool) -> Iterator[Section]:
@@ -74,7 +76,7 @@ def _list_cells(one: Candidate) -> list[str]:
         )
     shares = [one.sum_rows(LAYER_GROUPS[TENSOR]), one.sum_rows(LAYER_GROUPS[CONTEXT]), one.sum_rows(BUBBLE)]
     return [
-        *(str(number) if number > 1 else "" for number in get_sizes(plan)), str(chunks) if chunks > 1 else "", kept,
+        *(str(number) if number > 1 else "" for number in get_sizes(plan.layout)), str(chunks) if chunks > 1 else "", kept,
         str(plan.args.training.micro_batch_size), again, size(one.peak_bytes), f"{milliseconds(step_ms)} ms",
         *(percent(share(ms, step_ms)) if ms else "" for ms in shares),
     ]  # fmt: skip
@@ -98,7 +100,7 @@ def _give_reasons(one: Candidate) -> Iterator[str]:
 
 
 def _place(plan: Plan, group: str) -> str:
-    members = find_members(plan, group)
+    members = find_members(group, plan.layout, plan.sharding, plan.world)
     if members.nodes == 1:
         return "its traffic stays within a node"
     return f"its traffic goes over the network between {members.nodes} nodes"
@@ -135,7 +137,7 @@ def search_as_json(found: Search | None) -> dict[str, Any] | None:
 def _candidate_as_json(one: Candidate) -> dict[str, Any]:
     time = one.variant.time
     return {
-        **dict(zip(("tensor", "context", "pipeline", "data"), get_sizes(one.plan))),
+        **dict(zip(("tensor", "context", "pipeline", "data"), get_sizes(one.plan.layout))),
         "micro_batch_size": one.plan.args.training.micro_batch_size, "add": list(one.variant.add),
         "drop": list(one.variant.drop), "peak_bytes": one.peak_bytes, "step_ms": one.step_ms,
         "rows": {row.name: row.ms for row in time.rows} if time else {},

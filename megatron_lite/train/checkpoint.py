@@ -21,17 +21,17 @@ from megatron_lite.errors import CheckpointError
 from megatron_lite.model.gpt import DTYPES
 from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.pipeline import is_copy
-from megatron_lite.parallel.process_group import time_limit
+from megatron_lite.parallel.process_group import get_time_limit
 from megatron_lite.parallel.replica import Replica
 from megatron_lite.run_folder import RELEASE
 from megatron_lite.shared_files import open_regular
 from megatron_lite.train.checkpoint_checks import (
-    kernels_of,
+    describe_kernels,
     other_kernels,
     require_optimizer,
     require_schedule,
     require_shape,
-    rotary_note,
+    warn_of_rotary,
 )
 from megatron_lite.train.loop import Progress
 
@@ -55,7 +55,7 @@ class Checkpoints:
         self._others |= {flat for name in copies for flat in (*_flat_names(name), f"optimizer.{name}.step")}
         c = plan.args.checkpoint
         # of its own: saving must not mix with training's operations, and needs no GPU to speak
-        used, limit = c.save or c.load or c.pretrained_checkpoint, time_limit(plan)
+        used, limit = c.save or c.load or c.pretrained_checkpoint, get_time_limit(plan.args.parallel)
         self._group = dist.new_group(backend="gloo", timeout=limit) if used else None
         self._background = Background()
         dist_writer = megatron_dist.writer(plain_arguments(plan.args), self._parts)
@@ -103,7 +103,7 @@ class Checkpoints:
             optimizer=None if c.no_save_optim else plan.args.optimizer.optimizer,
             ranks=0 if c.no_save_rng else plan.world.size,
             versions={"torch": torch.__version__, "python": platform.python_version()},
-            kernels=kernels_of(plan, self.replica.model),
+            kernels=describe_kernels(self.replica.model, plan.compilation),
         )
         tensors, random = self._my_share(), {}
         if not c.no_save_rng:
@@ -211,7 +211,7 @@ class Checkpoints:
     def _restore(self, path: Path, weights_only: bool, progress: Progress):
         c, stored = self.plan.args.checkpoint, open_checkpoint(path)
         record = stored.record
-        require_shape(path, record, self.plan)
+        require_shape(path, record, self.plan.shape, self.plan.args.model.model)
         for text in stored.notes:
             logger.info(f"  note: --load {path}: {text}")
         if weights_only or c.no_load_optim:
@@ -220,8 +220,8 @@ class Checkpoints:
             stored.read_into({f"model.{name}": value.detach() for name, value in named}, self._parts)
             self.optimizer.weights.reload()
         else:
-            require_optimizer(path, stored, self.plan)
-            schedule = require_schedule(path, record, self.plan)
+            require_optimizer(path, stored, self.plan.args.optimizer.optimizer)
+            schedule = require_schedule(path, record, self.plan.args.optimizer, self.plan.learning_rate)
             if schedule is not None:
                 self.optimizer.follow(LearningRatePlan(**schedule))
             # masters are read from masters or, of a run in fp32, from the weights; the weights are rounded from them
@@ -236,15 +236,14 @@ class Checkpoints:
                 targets[source if source in held else f"model.{name}"] = master.detach()
             stored.read_into(targets, self._parts)
             self.optimizer.resume()
-        if note := rotary_note(path, record, self.plan):
-            logger.info(note)
+        warn_of_rotary(path, record, self.plan.shape.rotary_seq_len_interpolation_factor)
         if weights_only:
             return logger.info(f"  loaded the weights of iteration {record.iteration}: {path}")
         progress.iteration = progress.started_at = record.iteration
         progress.consumed, progress.consumed_valid = record.consumed, record.consumed_valid_samples
         if not c.no_load_rng:
             self._load_random_state(path, stored)
-        for text in other_kernels(record.kernels, kernels_of(self.plan, self.replica.model)):
+        for text in other_kernels(record.kernels, describe_kernels(self.replica.model, self.plan.compilation)):
             logger.info(f"  note: --load {path}: {text}")
         logger.info(f"  loaded iteration {record.iteration}: {path}")
 

@@ -7,7 +7,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from megatron_lite.config.plan import Plan
+from megatron_lite.config.args import TrainingArgs
 from megatron_lite.train.checkpoint import Checkpoints
 from megatron_lite.train.loop import Progress
 from megatron_lite.train.step_metrics import LAG, Readback
@@ -19,8 +19,7 @@ STAY, TIME_OVER, SIGNALLED, SAVE_FAILED = 0.0, 1.0, 2.0, 3.0
 class ExitConditions:
     """--exit-interval, --exit-duration-in-mins, --exit-signal-handler, and a save in the background that failed."""
 
-    def __init__(self, plan: Plan, device: torch.device, checkpoints: Checkpoints):
-        t = plan.args.training
+    def __init__(self, t: TrainingArgs, device: torch.device, checkpoints: Checkpoints, async_save: bool):
         self._checkpoints = checkpoints
         self._interval, self._minutes, self._signal = t.exit_interval, t.exit_duration_in_mins, t.exit_signal
         self._device, self._started = device, time.monotonic()
@@ -30,9 +29,7 @@ class ExitConditions:
             signal.signal(getattr(signal, self._signal), self._note)
         # ranks see a signal, the clock or a thread's end at different steps: they must agree on one, or some would
         # wait forever
-        self._must_agree = (
-            t.exit_signal_handler or t.exit_duration_in_mins is not None or plan.args.checkpoint.async_save
-        )
+        self._must_agree = t.exit_signal_handler or t.exit_duration_in_mins is not None or async_save
 
     def reason(self, progress: Progress) -> str | None:
         """Why to leave now, in Megatron-LM's words; None to go on. Collective if ranks must agree.

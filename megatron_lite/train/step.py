@@ -7,7 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_lite.config.layout import Turn
+from megatron_lite.config.args import DataArgs
+from megatron_lite.config.layout import Layout, Turn
 from megatron_lite.config.plan import Plan
 from megatron_lite.data.batch import Batch, ToDevice, make_batch
 from megatron_lite.marks import STEP, mark_memory
@@ -32,9 +33,8 @@ class StepResult:
 class BatchMaker:
     """Raw tokens from the loader -> a Batch on the device, with the data flags' masks and positions."""
 
-    def __init__(self, plan: Plan, device: torch.device, eod: int | None):
-        d = plan.args.data
-        self.device, self._layout = device, plan.layout
+    def __init__(self, d: DataArgs, layout: Layout, device: torch.device, eod: int | None):
+        self.device, self._layout = device, layout
         self._to_device = ToDevice(device)
         self._options = {
             "eod": eod,

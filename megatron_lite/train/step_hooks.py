@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_lite.config.args import CheckpointArgs, TrainingArgs
 from megatron_lite.config.plan import Plan
 from megatron_lite.marks import EVALUATION, mark_memory
 from megatron_lite.parallel.replica import Replica
@@ -21,13 +22,13 @@ from megatron_lite.train.step import BatchMaker, MicroBatches, loss_and_tokens
 
 @torch.no_grad()
 @mark_memory(EVALUATION)
-def evaluate(plan: Plan, replica: Replica, batches: Iterator[Tensor], make: BatchMaker) -> float:
-    """Mean loss per token in nats over --eval-iters global batches and all ranks. Collective."""
+def evaluate(replica: Replica, batches: Iterator[Tensor], make: BatchMaker, micro_batches: int) -> float:
+    """Mean loss per token in nats over the next `micro_batches` of all ranks. Collective."""
     chunks, feed = replica.chunks, MicroBatches(batches, make, replica.pipeline, lambda phase: nullcontext())
     for chunk in chunks:
         chunk.eval()
     sums = torch.zeros(2, dtype=torch.float64, device=make.device)
-    for turn in replica.pipeline.take_forwards(plan.args.watch.eval_iters * plan.batch.final // plan.samples_per_pass):
+    for turn in replica.pipeline.take_forwards(micro_batches):
         loss_sum, tokens = loss_and_tokens(chunks[turn.chunk], feed.take(turn))
         sums += torch.stack((loss_sum, tokens)).double()
     for chunk in chunks:
@@ -55,8 +56,9 @@ class Evaluation:
 
     def report(self, progress: Progress, title: str, which: str) -> float:
         """Evaluate on the batches that come next, and say so; returns the loss."""
-        progress.consumed_valid += self.plan.args.watch.eval_iters * self.plan.batch.final
-        loss = evaluate(self.plan, self.replica, self.batches, self.make)
+        samples = self.plan.args.watch.eval_iters * self.plan.batch.final
+        progress.consumed_valid += samples
+        loss = evaluate(self.replica, self.batches, self.make, samples // self.plan.samples_per_pass)
         self.log.evaluation(title, which, loss)
         return loss
 
@@ -74,19 +76,17 @@ class SaveHook:
 
     phase = Phase.SAVE
 
-    def __init__(self, plan: Plan, checkpoints: Checkpoints, log, loaded: int):
-        self.plan, self.checkpoints, self.log = plan, checkpoints, log
-        c = plan.args.checkpoint
+    def __init__(self, c: CheckpointArgs, checkpoints: Checkpoints, log, loaded: int):
+        self.checkpoints, self.log, self._interval, self._folder = checkpoints, log, c.save_interval, c.save
         here = c.save is not None and c.load is not None and Path(c.save).resolve() == Path(c.load).resolve()
         self.saved = loaded if here and loaded else None  # the newest iteration that the folder holds
 
     def due(self, progress: Progress) -> bool:
-        interval = self.plan.args.checkpoint.save_interval
-        return interval is not None and progress.iteration % interval == 0
+        return self._interval is not None and progress.iteration % self._interval == 0
 
     def run(self, progress: Progress):
         """Save, unless this iteration is saved already."""
-        if self.plan.args.checkpoint.save is None or self.saved == progress.iteration:
+        if self._folder is None or self.saved == progress.iteration:
             return
         self.log.metrics.settle()  # weights of a run that diverged must not be called a checkpoint
         self.checkpoints.save(progress)
@@ -98,8 +98,7 @@ class GarbageCollectionHook:
 
     phase = Phase.LOG
 
-    def __init__(self, plan: Plan):
-        t = plan.args.training
+    def __init__(self, t: TrainingArgs):
         self._interval = t.manual_gc_interval if t.manual_gc else 0
         if t.manual_gc:
             gc.collect()

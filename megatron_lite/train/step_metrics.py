@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_lite.config.plan import Plan
 from megatron_lite.errors import DivergedError
 from megatron_lite.optim.optimizer import DynamicLossScale
 from megatron_lite.train.loop import Progress
@@ -90,8 +89,8 @@ class StepFigures:
 class StepMetrics:
     """Figures since the last `take`."""
 
-    def __init__(self, plan: Plan, optimizer, device: torch.device):
-        self.plan, self.optimizer, self.device = plan, optimizer, device
+    def __init__(self, optimizer, device: torch.device, ranks: int = 1, check_for_nan: bool = True):
+        self.optimizer, self.device, self._ranks, self._check_for_nan = optimizer, device, ranks, check_for_nan
         self._readback = Readback()
         self._steps: list[StepFigures] = []
         self.latest_loss: float | None = None  # this rank's, a few steps old
@@ -110,8 +109,7 @@ class StepMetrics:
         With a dynamic loss scale there is nothing to raise: the step was skipped.
         """
         # a dynamic loss scale is expected to overflow now and then, and answers by itself
-        watched = self.plan.args.precision.check_for_nan_in_loss_and_grad
-        watched = watched and not isinstance(self.optimizer.scaler, DynamicLossScale)
+        watched = self._check_for_nan and not isinstance(self.optimizer.scaler, DynamicLossScale)
         for key, values in self._readback.pop(lag):
             figures = _make_figures(key, values)
             self._steps.append(figures)
@@ -122,7 +120,7 @@ class StepMetrics:
     def take(self) -> list[StepFigures]:
         """All figures so far, losses summed over ranks. Collective: every rank calls it at the same iteration."""
         self.settle()
-        if self._steps and self.plan.world.size > 1:
+        if self._steps and self._ranks > 1:
             sums = torch.tensor([(s.loss_sum, s.tokens) for s in self._steps], dtype=torch.float64, device=self.device)
             dist.all_reduce(sums)  # if it fails, the steps are left over
             for step, (loss_sum, tokens) in zip(self._steps, sums.tolist()):
@@ -136,17 +134,17 @@ class StepMetrics:
             self._steps += [_make_figures(key, values) for key, values in self._readback.arrived()]
         steps, self._steps = self._steps, []
         for step in steps:
-            step.local = self.plan.world.size > 1
+            step.local = self._ranks > 1
         return steps
 
     def so_far(self, after: int) -> list[StepFigures]:
         """Copies of what has been read already, of later iterations than `after`: losses of this rank only. No collective."""
-        local = self.plan.world.size > 1
+        local = self._ranks > 1
         return [replace(step, local=local) for step in self._steps if step.iteration > after]
 
     def _stop_if_diverged(self, figures: StepFigures):
         finite = torch.tensor([float(math.isfinite(figures.loss_sum))], device=self.device)
-        everyone = [torch.zeros_like(finite) for _ in range(self.plan.world.size)]
+        everyone = [torch.zeros_like(finite) for _ in range(self._ranks)]
         dist.all_gather(everyone, finite)
         ranks = [rank for rank, good in enumerate(everyone) if not good.item()]
         if not ranks and self.optimizer.scaler is not None:

@@ -51,8 +51,8 @@ def test_torch_finds_no_synchronisation_in_a_steady_step(words):
     plan = plan_of([*SIZE.split(), *words.split()], World(gpus=torch.cuda.device_count()))
     replica = DataParallel(plan, build_model(plan, device))
     optimizer = Optimizer(plan, replica.parameters, device)
-    step = TrainingStep(plan, replica, optimizer, BatchMaker(plan, device, 127))
-    meter, progress = StepMetrics(plan, optimizer, device), Progress()
+    step = TrainingStep(plan, replica, optimizer, BatchMaker(plan.args.data, plan.layout, device, 127))
+    meter, progress = StepMetrics(optimizer, device), Progress()
     raw_BT1 = torch.randint(127, (2, plan.shape.seq_length + 1)).pin_memory()
     batches = iter(lambda: raw_BT1, None)
 
