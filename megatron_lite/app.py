@@ -25,7 +25,7 @@ from megatron_lite.parallel.watchdog import LauncherWatch
 from megatron_lite.process_state import keep_freed_memory
 from megatron_lite.rank_errors import end_with_error, tell_error, write_error_file
 from megatron_lite.run_folder import default_run_dir
-from megatron_lite.train.checkpoint_checks import require_checkpoint, save_reserved
+from megatron_lite.train.checkpoint_checks import require_checkpoint, reserve_save
 from megatron_lite.train.data_streams import DataStreams
 from megatron_lite.train.run import run
 
@@ -88,7 +88,7 @@ def _run(argv: list[str], world: World, launcher: LauncherWatch):
     if plan.args.model.model is not None:
         find_custom_model(plan.args.model.model)
     require_checkpoint(plan.args.checkpoint)
-    with observers.explain_early_end(), process_group(plan) as ranks, save_reserved(plan):
+    with observers.explain_early_end(), process_group(plan) as ranks, reserve_save(plan):
         agreed = [default_run_dir(plan.args.watch.run_dir, plan.args.watch.tensorboard_dir, plan.args.checkpoint.save)]
         dist.broadcast_object_list(agreed, src=0)  # the same on all ranks, though it may be named by the time
         run_dir = agreed[0]

@@ -12,7 +12,7 @@ from megatron_lite.config.machine import Machine
 from megatron_lite.config.plan import Plan
 from megatron_lite.errors import CheckpointError
 from megatron_lite.estimate.hardware import peak_tflops
-from megatron_lite.estimate.params import parameter_count
+from megatron_lite.estimate.params import count_parameters
 from megatron_lite.estimate.run_prediction import describe_forecast, forecast, record_forecast
 from megatron_lite.instruments.base import Instruments
 from megatron_lite.instruments.build_instruments import WhereaboutsKeeper, build_instruments
@@ -53,7 +53,7 @@ class Observers:
         plan, self._run_dir = self.plan, run_dir
         members = [WhereaboutsKeeper(where), *build_instruments(plan, run_dir, self._timeline, _log_on_every_rank)]
         prediction = record_forecast(self._prediction)
-        parameters = parameter_count(plan.shape) if plan.args.model.model is None else None
+        parameters = count_parameters(plan.shape) if plan.args.model.model is None else None
         self.record = RunRecord(plan, run_dir, parameters, self._peak_tflops, prediction)
         with self.record, Instruments(members, _log_on_every_rank) as self.instruments:
             yield

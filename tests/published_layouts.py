@@ -12,7 +12,7 @@ from command_lines import plan
 from megatron_lite.config.flops import step_flops
 from megatron_lite.config.plan import Plan, plan_stages
 from megatron_lite.config.world import World
-from megatron_lite.estimate.hardware import processor_called
+from megatron_lite.estimate.hardware import find_processor
 from megatron_lite.estimate.memory import predict_memory
 from megatron_lite.estimate.search import get_sizes, search
 from megatron_lite.estimate.step_time import predict_time
@@ -155,14 +155,14 @@ PUBLISHED = {
 
 def measure(run: Published) -> tuple[float, float]:
     """(least milliseconds of a step, GiB of the stage that holds most)."""
-    one, gpu = run.plan(), processor_called(run.gpu)
+    one, gpu = run.plan(), find_processor(run.gpu)
     peak = max(predict_memory(stage, gpu).peak.num_bytes for stage in plan_stages(one))
     return predict_time(one, gpu).step_ms, peak / GIB
 
 
 def find_place(run: Published) -> str:
     """Of the published layout among those that a search finds, the fastest first."""
-    found = search(run.plan(), processor_called(run.gpu), 0.0)
+    found = search(run.plan(), find_processor(run.gpu), 0.0)
     layouts = [get_sizes(one.plan.layout) for one in found.best_of_layouts]
     place = layouts.index(get_sizes(run.plan().layout)) if get_sizes(run.plan().layout) in layouts else None
     best = found.fitting[0]

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from megatron_lite.config.shape import ModelShape
-from megatron_lite.estimate.hardware import processor_called, processor_of
+from megatron_lite.estimate.hardware import find_processor, match_processor
 from megatron_lite.estimate.inference import kv_cache_bytes, predict_inference, weight_bytes
 from megatron_lite.estimate.prediction import LedgerRow
 from megatron_lite.estimate.state_memory import state_bytes
@@ -68,21 +68,21 @@ def test_groups_tokens_batch_and_width_scale_the_cache():
 
 def test_time_of_a_token():
     """The weights, but for the rows of the embedding that nobody asked for, and the cache, once per token."""
-    seen = predict_inference(LLAMA_7B, processor=processor_called("A100"))
+    seen = predict_inference(LLAMA_7B, processor=find_processor("A100"))
     read = 2 * (6_738_415_616 - 32000 * 4096) + 2 * GIB
     assert seen.token_rows[1].ms == pytest.approx(read / 2039e6) and seen.token_rows[1].bound == "memory"
     assert seen.token_rows[1].formula == "(13.21 GB of weights + 2.15 GB of cache) at 2,039 GB/s"
     assert seen.tokens_per_s(seen.token_rows[1]) == pytest.approx(132.7, abs=0.1)
     assert [row.ms for row in seen.token_rows] == sorted((row.ms for row in seen.token_rows), reverse=True)
-    eight = predict_inference(LLAMA_7B, batch=8, processor=processor_called("A100"))  # which share the weights
+    eight = predict_inference(LLAMA_7B, batch=8, processor=find_processor("A100"))  # which share the weights
     assert 1 < eight.tokens_per_s(eight.token_rows[1]) / seen.tokens_per_s(seen.token_rows[1]) < 8
 
 
 def test_tables_of_which_a_token_reads_a_row_take_no_time_and_an_unknown_bandwidth_tells_none():
     tied, learned = replace(LLAMA_7B, tied_embeddings=True), replace(LLAMA_7B, position_embedding="learned_absolute")
-    h200 = processor_called("H200")
+    h200 = find_processor("H200")
     plain, *others = (predict_inference(shape, processor=h200) for shape in (LLAMA_7B, tied, learned))
     assert all(other.token_rows == plain.token_rows for other in others)
     assert others[1].parameters == 6_738_415_616 + 4096**2
     assert predict_inference(LLAMA_7B).token_rows == ()
-    assert predict_inference(LLAMA_7B, processor=processor_of("NVIDIA A100-PG509-200")).token_rows == ()
+    assert predict_inference(LLAMA_7B, processor=match_processor("NVIDIA A100-PG509-200")).token_rows == ()

@@ -4,7 +4,7 @@ import pytest
 from command_lines import plan
 
 from megatron_lite.config.world import World
-from megatron_lite.estimate.hardware import processor_called, processor_of
+from megatron_lite.estimate.hardware import find_processor, match_processor
 from megatron_lite.estimate.step_time import compute_duration, predict_time
 
 SEED = (
@@ -23,7 +23,7 @@ def gpt(layers: int, hidden: int, heads: int, seq: int, micro: int, batch: int, 
 
 
 def predict(changes: str, gpu: str = "H200", world: World = ONE, vocab_size: int = 50257):
-    return predict_time(plan(changes, world, vocab_size), processor_called(gpu))
+    return predict_time(plan(changes, world, vocab_size), find_processor(gpu))
 
 
 # Public measurements: ms per step, and how many times the bound that is. No run may be faster than its bound. Sources:
@@ -204,8 +204,8 @@ UNKNOWN = [  # flags, GPU, nodes, ranks of each, rows that are missing, the note
 @pytest.mark.parametrize(("flags", "device", "nodes", "ranks", "missing", "note"), UNKNOWN)
 def test_what_is_not_known_is_missing_and_said(flags, device, nodes, ranks, missing, note):
     world = World(size=nodes * ranks, local_size=ranks, gpus=ranks)
-    seen = predict_time(plan(flags, world), processor_of(device))
-    known = set(names(predict_time(plan(flags, world), processor_of("NVIDIA H200"))))
+    seen = predict_time(plan(flags, world), match_processor(device))
+    known = set(names(predict_time(plan(flags, world), match_processor("NVIDIA H200"))))
     without = {name for name in (*BY_MEMORY, *PRODUCTS.split(", "), REDUCED) if name in missing}
     assert note in seen.notes and without & set(names(seen)) == set()
     assert seen.rows and set(names(seen)) == known - without and seen.tokens_per_s > 0

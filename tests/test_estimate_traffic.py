@@ -8,7 +8,7 @@ from command_lines import plan
 
 from megatron_lite.config.plan import plan_stages
 from megatron_lite.config.world import World
-from megatron_lite.estimate.hardware import processor_called
+from megatron_lite.estimate.hardware import find_processor
 from megatron_lite.estimate.traffic import (
     DATA,
     GATHER,
@@ -88,7 +88,7 @@ def test_which_ranks_are_near():
 
 
 def test_routes():
-    h100, l40s = processor_called("H100"), processor_called("L40S")
+    h100, l40s = find_processor("H100"), find_processor("L40S")
     one_node, wide = Members(8, 8), Members(16, 2)
     assert find_route(GATHER, one_node, h100).words == "7/8 over the link between GPUs at 450 GB/s"
     assert find_route(REDUCE, one_node, h100).words.startswith("once over")

@@ -7,7 +7,7 @@ from model_variants import PLAIN
 from torch.nn.attention import SDPBackend
 
 from megatron_lite.model import attention_choice
-from megatron_lite.model.attention_choice import Race, choose_attention, fastest, race, trials_of
+from megatron_lite.model.attention_choice import Race, choose_attention, fastest, race, make_trials
 from megatron_lite.train import choose_kernels
 
 CPU = torch.device("cpu")
@@ -58,14 +58,14 @@ def test_trials_run_forward_and_backward_on_numbers_like_the_models(monkeypatch)
 
     monkeypatch.setattr(attention_choice, "sdpa_attention", note)
     [probe] = attention_choice._probes(PLAIN, 2, CPU, torch.float32, masked=False)
-    for trial in trials_of(probe, ("flash", "math")).values():
+    for trial in make_trials(probe, ("flash", "math")).values():
         assert trial() is None
     assert [how["backend"] for _, how in calls] == [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
     query = calls[0][0]
     assert query.shape == probe.q_BNTD.shape and query.stride() == probe.q_BNTD.stride()
     assert 0.5 < query.std() < 1.5 and query.grad is None
     [masked] = attention_choice._probes(PLAIN, 2, CPU, torch.float32, masked=True)
-    trials_of(masked, ("math",))["math"]()
+    make_trials(masked, ("math",))["math"]()
 
 
 def chosen(winner, able=("flash",)):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from model_variants import PLAIN, VARIANTS, build, tokens
 
-from megatron_lite.model.gpt import GPT, initialize, rotary_tables, rotate
+from megatron_lite.model.gpt import GPT, initialize, make_rotary_tables, rotate
 from megatron_lite.model.loss import token_losses
 
 BACKENDS = ["auto", "flash", "unfused", "local"]
@@ -70,7 +70,7 @@ def test_rope_sees_only_distances(name):
 
     def score(first: int, second: int) -> torch.Tensor:
         turned = [
-            rotate(v, *rotary_tables(torch.tensor([[p]]), shape), shape.rotary_interleaved)
+            rotate(v, *make_rotary_tables(torch.tensor([[p]]), shape), shape.rotary_interleaved)
             for v, p in ((x_BNTD, first), (y_BNTD, second))
         ]
         return (turned[0] * turned[1]).sum()
@@ -82,7 +82,7 @@ def test_rope_sees_only_distances(name):
 def test_interpolation_divides_positions_and_layernorm_1p_stores_the_weight_minus_one():
     positions = torch.arange(PLAIN.seq_length)[None]
     near, far = VARIANTS["rope"], VARIANTS["rope_interpolated"]
-    torch.testing.assert_close(rotary_tables(positions, near), rotary_tables(positions * 4, far))
+    torch.testing.assert_close(make_rotary_tables(positions, near), make_rotary_tables(positions * 4, far))
     plain, minus_one = build(PLAIN), build(VARIANTS["layernorm_1p"])
     state = plain.state_dict()
     minus_one.load_state_dict({k: v - 1 if k.endswith("layernorm.weight") else v for k, v in state.items()})

@@ -22,10 +22,10 @@ from megatron_lite.config.flops import step_flops
 from megatron_lite.config.machine import read_machine
 from megatron_lite.config.plan import Plan, list_stage_kinds, plan_stages
 from megatron_lite.errors import ConfigError, UserError
-from megatron_lite.estimate.hardware import Processor, cublas_workspace_bytes, processor_called
+from megatron_lite.estimate.hardware import Processor, cublas_workspace_bytes, find_processor
 from megatron_lite.estimate.inference import InferencePrediction, predict_inference
 from megatron_lite.estimate.memory import predict_memory
-from megatron_lite.estimate.params import parameter_parts
+from megatron_lite.estimate.params import count_parameter_parts
 from megatron_lite.estimate.search import Search, search
 from megatron_lite.estimate.step_time import compute_duration, predict_stage_time, predict_time
 from megatron_lite.estimate.what_if import MARGIN, fit, what_if
@@ -162,7 +162,7 @@ def _check(options: argparse.Namespace, rest: list[str], ours: set[str]):
 def _list_processors(options: argparse.Namespace) -> list[Processor]:
     """Those named; the one to fit into counts as named."""
     names = [*(options.gpu or []), *([options.fit] if options.fit else [])]
-    found = list({one.name: one for one in map(processor_called, names)}.values())
+    found = list({one.name: one for one in map(find_processor, names)}.values())
     if options.network:
         found = [dataclasses.replace(one, network_gb_s=options.network / 8) for one in found]
     return found
@@ -198,14 +198,14 @@ def _report(
         title=Path(words[0]).name if is_script(words[0]) else "plan",
         facts=facts,
         plan=plan,
-        parts=parameter_parts(shape),
+        parts=count_parameter_parts(shape),
         flops_causal=step_flops(shape, 1, causal=True) // shape.seq_length,
         flops_full=step_flops(shape, 1, causal=False) // shape.seq_length,
         memory=predict_memory(plan, first),
         margin=margin,
         outlooks=outlooks,
         variants=what_if(plan, first),
-        fit=fit(plan, processor_called(options.fit), margin) if options.fit else None,
+        fit=fit(plan, find_processor(options.fit), margin) if options.fit else None,
         search=_search(plan, first, margin) if options.search and first else None,
         inference=infer(),
         exact=exact,

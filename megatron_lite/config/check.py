@@ -1,4 +1,4 @@
-"""All mistakes of a command line together, before a process group or a file is made."""
+"""Checks a command line and reports all mistakes together, before a process group or a file is made."""
 
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +23,7 @@ def required_rules(args: Args, world: World) -> Iterator[str]:
 
 
 def range_rules(args: Args, world: World) -> Iterator[str]:
-    """Numbers that no other flag makes right."""
+    """Numbers outside the range of their flag."""
     for flag in list_flags(Args):
         value = flag.get(args)
         if flag.must_be and value is not None and not flag.is_in_range(value):
@@ -113,7 +113,7 @@ DEPENDS: dict[str, tuple[str, Callable[[Args], object]]] = {
 
 
 def remarks(line: CommandLine, world: World) -> list[str]:
-    """What is worth a word but no reason to stop. Told once, by rank 0."""
+    """Notes about a command line that is no mistake. Printed once, by rank 0."""
     args, notes = line.args, list(dict.fromkeys(line.notes))
     for needed, (fields, holds) in DEPENDS.items():
         in_vain = [name for name in fields.split() if name in line.spelled and not holds(args)]

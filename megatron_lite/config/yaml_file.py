@@ -1,4 +1,4 @@
-"""The file of --yaml-cfg as words of a command line."""
+"""Reads a file of --yaml-cfg as words of a command line."""
 
 from collections.abc import Iterator
 from pathlib import Path

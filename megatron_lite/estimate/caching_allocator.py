@@ -50,12 +50,12 @@ class Segment:
 
 
 def rounded(size: int) -> int:
-    """What a block for `size` bytes takes."""
+    """Bytes of the block that an allocation of `size` bytes takes."""
     return max(MIN_BLOCK, -(-size // MIN_BLOCK) * MIN_BLOCK)
 
 
 class Layout:
-    """Which allocation lies where."""
+    """The segments of memory, and which allocation lies where."""
 
     def __init__(self, expandable: bool = False):
         self.segments: list[Segment] = []
@@ -69,7 +69,7 @@ class Layout:
         self._next = FIRST_ADDRESS
 
     def copy(self) -> "Layout":
-        """Goes its own way from here; allocations stay the same objects."""
+        """A copy that shares the allocations."""
         other = Layout(self._expandable)
         other.segments = [segment.copy() for segment in self.segments]
         other.address_of, other._number_of = dict(self.address_of), dict(self._number_of)
@@ -79,7 +79,7 @@ class Layout:
         return other
 
     def place(self, allocation: Allocation) -> Segment | None:
-        """Find room; returns the segment where one had to be made for it."""
+        """Place an allocation; returns the segment if a new one had to be made for it."""
         size = rounded(allocation.size)
         pool = "small" if size <= LARGEST_SMALL else "large"
         free = self._free.setdefault((pool, allocation.stream), [])
@@ -105,7 +105,7 @@ class Layout:
         return new
 
     def release(self, allocation: Allocation) -> int:
-        """Free its block; returns the address it had."""
+        """Free an allocation's block; returns its address."""
         address, number = self.address_of.pop(allocation), self._number_of.pop(allocation)
         segment = self.segments[number]
         free = self._free[segment.pool, allocation.stream]
@@ -151,7 +151,7 @@ class Layout:
             del free[at]
 
     def _room(self, size: int, pool: str, allocation: Allocation) -> Segment | None:
-        """Make a free block of at least `size`; returns a segment that is new."""
+        """Make a free block of at least `size` bytes; returns the new segment."""
         free, page = self._free[pool, allocation.stream], _page(pool)
         number = self._arena.get((pool, allocation.stream))
         if number is None or not self.segments[number].starts:

@@ -1,4 +1,4 @@
-"""What a trained model needs when it generates text: weights, and the keys and values of all tokens so far.
+"""Memory and speed of a model that generates text: weights, and the keys and values of all tokens so far.
 
 Memory is that of the tensors alone, without the server's workspace. Time is a bound, as in step_time, by memory
 bandwidth alone: with hundreds of sequences at once arithmetic takes longer.
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from megatron_lite.config.shape import ModelShape
 from megatron_lite.estimate.hardware import Processor
-from megatron_lite.estimate.params import parameter_count
+from megatron_lite.estimate.params import count_parameters
 from megatron_lite.estimate.prediction import LedgerRow, TimeRow
 from megatron_lite.units import count
 
@@ -29,11 +29,11 @@ class InferencePrediction:
     token_rows: tuple[TimeRow, ...]  # for each of `weights`: the next token of every sequence; empty without bandwidth
 
     def num_bytes(self, weights: LedgerRow) -> int:
-        """Weights and cache."""
+        """Bytes of weights and cache."""
         return weights.num_bytes + self.cache.num_bytes
 
     def tokens_per_s(self, row: TimeRow) -> float:
-        """Of all sequences, at most."""
+        """The most tokens per second, of all sequences together."""
         return 1000 * self.batch / row.ms
 
 
@@ -44,8 +44,8 @@ def predict_inference(
     processor: Processor | None = None,
     cache_bytes: int = CACHE_BYTES,
 ) -> InferencePrediction:
-    """`tokens` per sequence: seq_length when left out. cache_bytes: of one element of the cache."""
-    tokens, number = shape.seq_length if tokens is None else tokens, parameter_count(shape)
+    """Memory and speed of generating text. tokens: of each sequence; seq_length if None. cache_bytes: of one element of the cache."""
+    tokens, number = shape.seq_length if tokens is None else tokens, count_parameters(shape)
     weights = []
     for name, bits in WEIGHT_BITS.items():
         formula = f"{bits / 8:g} bytes x {count(number)} parameters"
@@ -78,7 +78,7 @@ def predict_inference(
 
 
 def weight_bytes(parameters: int, bits: int) -> int:
-    """Plain arithmetic: scales and zero points, of which 4 and 8 bits need a few, come on top."""
+    """Bytes of the weights alone; formats of 4 and 8 bits need some more for scales and zero points."""
     return -(-parameters * bits // 8)
 
 

@@ -1,18 +1,18 @@
-"""How many parameters a shape has."""
+"""Counts the parameters of a model, by part and by pipeline stage."""
 
 from megatron_lite.config.layout import Stage
 from megatron_lite.config.shape import ModelShape
 
 
-def parameter_count(shape: ModelShape, stage: Stage | None = None) -> int:
+def count_parameters(shape: ModelShape, stage: Stage | None = None) -> int:
     """Parameters of the whole model, every one counted once (tied embeddings too), or of a pipeline's stage.
 
     For the plain GPT this is v*h + s*h + L*(12h^2 + 13h) + 2h.
     """
-    return sum(parameter_parts(shape, stage).values())
+    return sum(count_parameter_parts(shape, stage).values())
 
 
-def parameter_parts(shape: ModelShape, stage: Stage | None = None) -> dict[str, int]:
+def count_parameter_parts(shape: ModelShape, stage: Stage | None = None) -> dict[str, int]:
     """Parameters by part of the model; a part that the shape, or the stage, lacks is 0."""
     hidden, vocabulary, layers = shape.hidden_size, shape.padded_vocab_size, shape.num_layers
     is_first, is_last, tied = True, True, shape.tied_embeddings
@@ -34,7 +34,7 @@ def parameter_parts(shape: ModelShape, stage: Stage | None = None) -> dict[str, 
     }
 
 
-def layer_parameters(shape: ModelShape) -> int:
-    """Of one layer. The final norm counts as a part of each."""
-    parts = parameter_parts(shape)
+def count_layer_parameters(shape: ModelShape) -> int:
+    """Parameters of one layer; the final norm is divided among all layers."""
+    parts = count_parameter_parts(shape)
     return (parts["attention"] + parts["MLP"] + parts["norms"]) // shape.num_layers

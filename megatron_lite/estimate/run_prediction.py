@@ -1,4 +1,4 @@
-"""What is said of a run's memory and speed before its first step, and kept to be held against what is measured."""
+"""Predicts a run's memory and speed before its first step, for the console and for run.json."""
 
 import collections
 import dataclasses
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_lite.config.plan import Plan
-from megatron_lite.estimate.hardware import Processor, processor_of
+from megatron_lite.estimate.hardware import Processor, match_processor
 from megatron_lite.estimate.memory import predict_memory
 from megatron_lite.estimate.prediction import MemoryPrediction, TimePrediction
 from megatron_lite.estimate.step_time import predict_time
@@ -23,7 +23,7 @@ ANY = Processor("any", "", None, None, None, None, None, None, None, None, "none
 
 @dataclass(frozen=True)
 class Forecast:
-    """None: there is nothing to tell: no training, a model of the user's own, a failure, or, of the time, a processor that no table has."""
+    """A run's predicted memory and time. None: no training, a model given by --model, a failure, or an unknown processor."""
 
     memory: MemoryPrediction | None
     time: TimePrediction | None
@@ -33,18 +33,23 @@ class Forecast:
     way_out: str = ""  # flags with which it would fit, where it does not
 
     def excess_bytes(self, margin: float) -> float:
-        """What tensors take beyond the room without this share of it; 0 where nothing is known."""
+        """Bytes that tensors take beyond the room less `margin`, a share of it; 0 if nothing is known."""
         if self.memory is None or self.room_bytes is None:
             return 0
         return max(0, self.sharing * self.memory.peak.num_bytes - (1 - margin) * self.room_bytes)
 
 
 def forecast(plan: Plan, device_name: str | None, room_bytes: int | None) -> Forecast:
-    """`device_name`: the GPU's, as torch names it; None on CPUs. Never raises: no estimate is worth a run."""
+    """Predict a run. Never raises: failures are part of the result.
+
+    Args:
+        device_name: The GPU's, as torch names it; None on CPUs.
+        room_bytes: Memory of one GPU, or of this machine; None if unknown.
+    """
     sharing = 1 if plan.device == "cuda" else plan.world.local_size
     if plan.args.training.skip_train or plan.args.model.model is not None:
         return Forecast(None, None, room_bytes, sharing)
-    processor = processor_of(device_name)
+    processor = match_processor(device_name)
     failures: list[str] = []
 
     def attempt(what: str, predict: Callable[..., Any], *given: object) -> Any:
@@ -69,7 +74,7 @@ def forecast(plan: Plan, device_name: str | None, room_bytes: int | None) -> For
 
 
 def describe_forecast(seen: Forecast) -> Iterator[str]:
-    """For the console: memory and speed; a line for each part of the prediction that failed, and for too little room."""
+    """Lines for the console: memory and speed, what could not be predicted, and whether memory may run out."""
     each = f"{seen.sharing} x " if seen.sharing > 1 else ""
     if seen.memory is not None:
         peak, held = seen.memory.peak, collections.Counter[str]()
@@ -94,7 +99,7 @@ def describe_forecast(seen: Forecast) -> Iterator[str]:
 
 
 def record_forecast(seen: Forecast) -> dict[str, Any]:
-    """For run.json, whose format run_folder.py describes."""
+    """The prediction as run.json holds it; run_folder.py describes the format."""
     return {
         "peak_bytes": seen.memory.peak.num_bytes if seen.memory else None,
         "room_bytes": seen.room_bytes,

@@ -56,7 +56,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Search:
-    """What was found, on one kind of GPU."""
+    """The result of a search for layouts on one kind of GPU."""
 
     processor: Processor
     budget_bytes: int  # the GPU's memory without the margin
@@ -67,7 +67,7 @@ class Search:
 
     @property
     def best_of_layouts(self) -> list[Candidate]:
-        """The fastest of each layout."""
+        """The fastest candidate of each layout."""
         found: dict[tuple[int, ...], Candidate] = {}
         for one in self.fitting:
             found.setdefault(get_sizes(one.plan.layout), one)
@@ -75,7 +75,7 @@ class Search:
 
     @property
     def front(self) -> list[Candidate]:
-        """Those of which none other is as fast with less memory, fastest first."""
+        """The Pareto front of time and memory: no other candidate is as fast with less memory. Fastest first."""
         found: list[Candidate] = []
         for one in self.fitting:
             if not found or one.peak_bytes < found[-1].peak_bytes:
@@ -91,7 +91,7 @@ def get_sizes(layout: Layout) -> tuple[int, ...]:
 def search(
     plan: Plan, processor: Processor, margin: float, tell: Callable[[int, int], None] = lambda done, of: None
 ) -> Search:
-    """All that divide. The global batch stays. tell: hears how many layouts of how many are done."""
+    """Try all layouts that the flags allow, with the global batch of the plan. tell: called with (layouts done, layouts)."""
     plan = replace(plan, world=replace(plan.world, rank=0))
     budget = int((processor.memory_gib or 0) * GIB * (1 - margin))
     tried, fitting, least = 0, [], None
@@ -137,7 +137,7 @@ def _list_divisors(number: int) -> list[int]:
 
 
 def _list_micro_batches(global_batch: int, ranks: int, layout: Changes) -> Iterator[int]:
-    """Doubled as long as they divide a data parallel rank's share of the global batch."""
+    """Powers of two that divide a data parallel rank's share of the global batch."""
     model = math.prod(layout[name] for name in layout if name.endswith("_parallel_size"))
     share, size = global_batch // (ranks // model), 1
     while share and share % size == 0:
@@ -146,7 +146,7 @@ def _list_micro_batches(global_batch: int, ranks: int, layout: Changes) -> Itera
 
 
 def _try(plan: Plan, processor: Processor, changes: Changes, budget: int) -> Iterator[Candidate]:
-    """Without recomputation, and if that does not fit, with all of it; nothing where the trainer refuses the layout."""
+    """Candidates without recomputation and, if that does not fit, with full recomputation; none if the trainer refuses the layout."""
     for mode in (NO_RECOMPUTE, full_recompute(1, "uniform")):
         found = _predict(plan, processor, changes | mode)
         if found is None:
@@ -167,7 +167,7 @@ def _predict(plan: Plan, processor: Processor, changes: Changes) -> Candidate | 
 
 
 def _refine(plan: Plan, processor: Processor, candidate: Candidate, budget: int) -> Candidate | None:
-    """The same with as few recomputed layers of each chunk as fit; None if that is all of them, or none."""
+    """The candidate with as few recomputed layers of each chunk as fit; None if all or none of them are recomputed."""
     if candidate.changes["recompute_granularity"] is None:
         return None
 

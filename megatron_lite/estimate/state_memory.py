@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from megatron_lite.config.plan import Plan
 from megatron_lite.estimate.hardware import CUBLAS_THREADS, Processor, cublas_workspace_bytes
-from megatron_lite.estimate.params import layer_parameters, parameter_count
+from megatron_lite.estimate.params import count_layer_parameters, count_parameters
 from megatron_lite.estimate.prediction import LedgerRow
 from megatron_lite.units import count
 
@@ -40,14 +40,14 @@ def state_bytes(
 
 
 def per_parameter(category: str, name: str, each: int, number: int, ranks: int = 1) -> LedgerRow:
-    """ranks: that share it out."""
+    """A row of so many bytes per parameter. ranks: that share it out."""
     among = f" / {ranks} ranks" if ranks > 1 else ""
     return LedgerRow(category, name, each * number // ranks, f"{each} bytes x {count(number)} parameters{among}")
 
 
 def list_states(plan: Plan, processor: Processor | None) -> Iterator[LedgerRow]:
-    """With the buffers of gradients, the batch, and from the first step on what cuBLAS works in."""
-    number, optimizer, data = parameter_count(plan.rank_shape, plan.stage), plan.args.optimizer, plan.args.data
+    """Rows of what lives from step to step: states, buffers of gradients, the batch and cuBLAS workspaces."""
+    number, optimizer, data = count_parameters(plan.rank_shape, plan.stage), plan.args.optimizer, plan.args.data
     ranks = plan.sharding.ranks if plan.sharding else 1
     states = state_bytes(
         number, plan.precision, plan.fp32_gradients, optimizer.optimizer, optimizer.sgd_momentum > 0, ranks
@@ -73,19 +73,19 @@ def list_states(plan: Plan, processor: Processor | None) -> Iterator[LedgerRow]:
 
 
 def list_gathered(plan: Plan, layer: int, accumulates: bool) -> Iterator[LedgerRow]:
-    """What is whole while backward computes `layer`; layers + 1: output and loss, where forward ends; 0: the embedding.
+    """Rows of what is gathered while backward computes `layer`; layers + 1: output and loss, where forward ends; 0: the embedding.
 
     accumulates: this is not the step's first micro-batch.
     """
     shared, layers, each = plan.sharding, len(plan.stage.layers), element_bytes(plan.precision)
     assert shared is not None
-    of_layer, reduced = layer_parameters(plan.rank_shape), FP32 if plan.fp32_gradients else each
-    ends, below = parameter_count(plan.rank_shape, plan.stage) - layers * of_layer, min(layer, layers)
+    of_layer, reduced = count_layer_parameters(plan.rank_shape), FP32 if plan.fp32_gradients else each
+    ends, below = count_parameters(plan.rank_shape, plan.stage) - layers * of_layer, min(layer, layers)
     whole = ends + of_layer * (0 < layer <= layers if shared.gathers_twice else below)
     yield per_parameter("parameters", "gathered weights", each, whole)
     if accumulates and shared.gathers_twice:
         yield per_parameter(
-            "gradients", "sums of gradients", FP32, parameter_count(plan.rank_shape, plan.stage), shared.ranks
+            "gradients", "sums of gradients", FP32, count_parameters(plan.rank_shape, plan.stage), shared.ranks
         )
     elif accumulates:
         yield per_parameter("gradients", "sums of gradients", reduced, ends + of_layer * below)

@@ -21,8 +21,8 @@ from megatron_lite.config.flops import step_flops
 from megatron_lite.config.layout import count_keys
 from megatron_lite.config.plan import Plan, list_stage_kinds
 from megatron_lite.config.shape import ModelShape
-from megatron_lite.estimate.hardware import Processor, peak_tflops_of
-from megatron_lite.estimate.params import parameter_count
+from megatron_lite.estimate.hardware import Processor, get_peak_tflops
+from megatron_lite.estimate.params import count_parameters
 from megatron_lite.estimate.prediction import TimePrediction, TimeRow
 from megatron_lite.estimate.state_memory import FP32, element_bytes
 from megatron_lite.estimate.traffic import (
@@ -88,7 +88,7 @@ def predict_time(plan: Plan, processor: Processor) -> TimePrediction:
 
 
 def sum_micro_batches(time: TimePrediction) -> float:
-    """Milliseconds of what a stage does for each micro-batch again."""
+    """Milliseconds of a stage that are spent per micro-batch, not once per step."""
     of_layers = LAYER_GROUPS.values()
     return sum(row.ms for row in time.rows if row.name in of_layers or row.bound != LINK and row.name != UPDATE)
 
@@ -108,13 +108,13 @@ def _cross_stages(exchanges: list[Exchange], members: Members, processor: Proces
 
 
 def predict_stage_time(plan: Plan, processor: Processor) -> TimePrediction:
-    """The same of a stage by itself, which never waits for another."""
+    """The shortest step of one rank of this stage, if it never waits for another stage."""
     plan = replace(plan, device="cuda")  # whatever the machine that plans
-    peak, sequences = peak_tflops_of(processor, plan.precision), plan.batch.final // plan.layout.data
+    peak, sequences = get_peak_tflops(processor, plan.precision), plan.batch.final // plan.layout.data
     rates = {COMPUTE: (peak or 0.0) * 1e12, MEMORY: (processor.memory_gb_s or 0.0) * 1e9}
     parts = [part for part in _list_parts(plan, sequences) if part.amount]
     ranks = plan.sharding.ranks if plan.sharding else 1
-    updated = -(-parameter_count(plan.rank_shape, plan.stage) // ranks)
+    updated = -(-count_parameters(plan.rank_shape, plan.stage) // ranks)
     parts.append(
         _update_weights(
             updated, plan.precision, gradient_bytes(plan.precision, plan.fp32_gradients), plan.args.optimizer
@@ -321,7 +321,7 @@ def _list_unknown_links(exchanges: list[Exchange], members: dict[str, Members], 
 
 @dataclass(frozen=True)
 class Duration:
-    """Of a whole training without pauses: no evaluation, no checkpoints, no restarts."""
+    """Length of a whole training, without evaluation, checkpoints and restarts."""
 
     tokens: int
     gpus: int
@@ -342,17 +342,17 @@ class Duration:
 
     @property
     def gpu_hours(self) -> float:
-        """Wall time times GPUs: what clouds ask money for."""
+        """Wall time times GPUs, which clouds charge for."""
         return self.gpus * self.seconds / 3600
 
 
 def compute_duration(shape: ModelShape, tokens: int, gpus: int, tokens_per_s: float) -> Duration:
-    """Of a training to so many tokens, at `tokens_per_s` of all GPUs together."""
+    """Length and arithmetic of a training to so many tokens, at `tokens_per_s` of all GPUs together."""
     return Duration(
         tokens=tokens,
         gpus=gpus,
         tokens_per_s=tokens_per_s,
         flops_causal=tokens * step_flops(shape, 1, causal=True) // shape.seq_length,
         flops_full=tokens * step_flops(shape, 1, causal=False) // shape.seq_length,
-        flops_6nd=6 * parameter_count(shape) * tokens,
+        flops_6nd=6 * count_parameters(shape) * tokens,
     )

@@ -15,7 +15,7 @@ from megatron_lite.config.plan import Plan
 from megatron_lite.config.shape import ModelShape
 from megatron_lite.config.world import World
 from megatron_lite.estimate.hardware import Processor
-from megatron_lite.estimate.params import layer_parameters, parameter_count
+from megatron_lite.estimate.params import count_layer_parameters, count_parameters
 from megatron_lite.estimate.state_memory import FP32, element_bytes
 from megatron_lite.units import count
 
@@ -25,7 +25,7 @@ GATHER, SCATTER, REDUCE, SEND = "all-gather", "reduce-scatter", "all-reduce", "s
 
 @dataclass(frozen=True)
 class Exchange:
-    """Collectives of one rank in a step that are alike."""
+    """Equal collectives, or sends, of one rank in a step."""
 
     group: str  # TENSOR | CONTEXT | DATA | PIPELINE
     kind: str  # GATHER | SCATTER | REDUCE | SEND
@@ -41,7 +41,7 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Members:
-    """Of a group of ranks."""
+    """How many ranks a group has, and how many of them share a node."""
 
     ranks: int
     near: int  # on one node
@@ -85,7 +85,7 @@ def find_members(group: str, layout: Layout, sharding: Sharding | None, world: W
 
 
 def find_route(kind: str, members: Members, processor: Processor) -> Route | None:
-    """None where the speed of a link on the way is not known, or there is no other rank.
+    """How a collective's bytes travel; None if a link's speed is unknown, or there is no other rank.
 
     Without the help of switches each of n GPUs sends at least 2(n-1)/n of the bytes for an all-reduce, half of that for a
     reduce-scatter or an all-gather (Patarasuk and Yuan 2009, Bandwidth optimal all-reduce algorithms); to switches that add up it
@@ -135,7 +135,7 @@ def _find_route_in_node(kind: str, ranks: int, processor: Processor) -> Route | 
 
 
 def list_exchanges(plan: Plan) -> list[Exchange]:
-    """Of this plan's rank in a step of the final global batch, without those of a few numbers."""
+    """What this plan's rank exchanges in a step of the final global batch, without collectives of a few numbers."""
     layout = plan.layout
     found: list[Exchange] = []
     if layout.tensor > 1:
@@ -163,7 +163,7 @@ def _split_layers(plan: Plan) -> Iterator[Exchange]:
     num_bytes, tokens = compute_hidden_bytes(shape, sequences, plan.precision), sequences * shape.seq_length
 
     def flops_of(rows: int) -> int:
-        """A weight's gradient, computed while the input's is summed; not where it is computed later."""
+        """FLOPs of a weight's gradient, computed while the input's gradient is summed; 0 if it is computed later."""
         return 0 if stage.splits_backward else 2 * tokens * plan.shape.hidden_size * rows
 
     # torch.utils.checkpoint stops before the last sum of a layer unless a dropout follows
@@ -218,13 +218,13 @@ def gradient_bytes(precision: str, in_fp32: bool) -> int:
 
 def _share_gradients(plan: Plan) -> Iterator[Exchange]:
     """Of data and context parallel ranks: sums of gradients, and what they gather of weights that they share out."""
-    number, shared = parameter_count(plan.rank_shape, plan.stage), plan.sharding
+    number, shared = count_parameters(plan.rank_shape, plan.stage), plan.sharding
     num_bytes = number * gradient_bytes(plan.precision, plan.fp32_gradients)
     if shared is None:
         yield Exchange(DATA, REDUCE, "gradients", num_bytes, 1)
         return
     passes = plan.batch.final // plan.samples_per_pass if shared.gathers_twice else 1
-    each, of_layers = element_bytes(plan.precision), layer_parameters(plan.rank_shape) * len(plan.stage.layers)
+    each, of_layers = element_bytes(plan.precision), count_layer_parameters(plan.rank_shape) * len(plan.stage.layers)
     yield Exchange(DATA, GATHER, "weights", each * number, passes)
     if shared.gathers_twice:
         yield Exchange(DATA, GATHER, "weights of layers, backward", each * of_layers, passes)

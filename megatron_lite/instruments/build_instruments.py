@@ -1,4 +1,4 @@
-"""Which instruments watch this rank: the only place that asks what is to be profiled."""
+"""Builds the instruments that the flags ask for on this rank."""
 
 import time
 from collections import deque
@@ -24,7 +24,7 @@ from megatron_lite.thresholds import MIN_BEFORE
 
 
 class WhereaboutsKeeper(Instrument):
-    """Step and phase, for the other ranks' eyes. Costs less than a microsecond per phase."""
+    """Keeps this rank's step and phase where the watchdog reports them to other ranks. Takes less than a microsecond per phase."""
 
     def __init__(self, where: RunPosition):
         self._where = where
@@ -52,8 +52,9 @@ STEPS_AFTER, MIN_LINGERING = 20, 1.05  # ratio; smaller ones are noise
 
 
 class Disturbance(Instrument):
-    """Tells how much slower profiled steps were, and that a window cannot or did not come. On one rank, outside of the timeline,
-    so that a step's time is complete when `end` is called.
+    """Reports how much slower profiled steps were, and a window that was never reached.
+
+    Runs on one rank. Its `end` is called after the timeline's, when a step's time is known.
     """
 
     def __init__(self, timeline: Timeline, profile: ProfileArgs, world: World, tell):
@@ -122,9 +123,12 @@ class Disturbance(Instrument):
 
 
 class Compiling(Instrument):
-    """Marks steps that torch.compile slowed down, and tells of each. `expected`: compilations that need no word at the end.
+    """Marks the steps in which torch.compile compiled, and reports each.
 
-    A GPU's kernels are tried out and chosen when they first run, which torch does not report: that is not in the seconds.
+    A GPU's kernels are timed and chosen when they first run; torch does not report that, so the seconds leave it out.
+
+    Args:
+        expected: Graphs of a run as it should be. More of them are reported when the run ends.
     """
 
     def __init__(self, timeline: Timeline, expected: int, tell):
@@ -172,12 +176,12 @@ class Compiling(Instrument):
         self._timeline.current.compile_seconds += seconds
 
     def _count_cache_hits(self) -> int:
-        """Graphs whose forward and backward were there from an earlier run, or from another rank."""
+        """Number of graphs that the compile cache held, from an earlier run or from another rank."""
         return self._counters["aot_autograd"]["autograd_cache_hit"]
 
 
 def build_instruments(plan: Plan, run_dir: Path, timeline: Timeline, tell) -> list[Instrument]:
-    """The instruments of this rank, outermost first. One that does not concern it is not made."""
+    """The instruments that this rank needs, outermost first."""
     p, world, on_gpu = plan.args.profile, plan.world, plan.device == "cuda"
     # beside the window, a GPU's profiler gets ready, and other ranks wait for those that write
     window = Window(plan.profile_window, margin=int(on_gpu or world.size > 1), train_iters=plan.train_iters)
@@ -202,13 +206,13 @@ def build_instruments(plan: Plan, run_dir: Path, timeline: Timeline, tell) -> li
     if profiled and (p.use_pytorch_profiler or p.profile_on_demand and not torch_is_blind):
         folder = Path(plan.args.watch.tensorboard_dir or run_dir)
         members.append(TorchProfiler(window, p, world.rank, on_gpu, folder, tell))
-    return [*members, timeline]  # innermost: what the others do between steps is not the step's time
+    return [*members, timeline]  # innermost: a step's time leaves out what the others do between steps
 
 
 def build_memory_instruments(plan: Plan, window: Window, tell) -> list[Instrument]:
-    """What watches this rank's memory, outermost first. Raises UserError where snapshots could not be written.
+    """The instruments that watch this rank's memory, outermost first. Raises UserError if snapshots cannot be written.
 
-    On a GPU every rank waits for memory to run out; the profiled ones record.
+    On a GPU every rank explains an out-of-memory error; the profiled ranks also record allocations.
     """
     p, world = plan.args.profile, plan.world
     recording = p.record_memory_history and world.rank in plan.profile_ranks

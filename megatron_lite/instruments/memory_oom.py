@@ -1,4 +1,4 @@
-"""Memory that ran out: five lines that say what was asked and who held it, and a snapshot of that moment."""
+"""Explains an out-of-memory error: what was asked for, what held memory, what would help, and a snapshot of that moment."""
 
 import re
 from collections import Counter
@@ -37,9 +37,12 @@ MOVING, STANDING = (ACTIVATIONS, EVALUATION, INPUT, GRADIENTS), (WEIGHTS, OPTIMI
 
 
 def list_remedies(plan: Plan, held: dict[str, int], asked: int, unused: int) -> list[str]:
-    """Best first, never empty, with the peak that the formulas give for the changed flags.
+    """Flags that would lower the run's memory, best first, each with the predicted peak. Never empty.
 
-    held: bytes by category. asked: bytes that did not fit. unused: reserved by the allocator but held by no tensor.
+    Args:
+        held: Bytes by category.
+        asked: Bytes that did not fit.
+        unused: Bytes that the allocator reserved and no tensor holds.
     """
     model, batch, layers = plan.args.model, plan.args.training.micro_batch_size, plan.shape.num_layers
     recomputed = model.recompute_num_layers or 1
@@ -94,7 +97,7 @@ SIGNS = (
 
 @dataclass(frozen=True)
 class Shortage:
-    """Bytes when memory ran out; None where they are not known."""
+    """Bytes of a device at the moment when memory ran out."""
 
     asked: int | None
     free: int
@@ -111,13 +114,13 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 
 def read_asked_bytes(error: BaseException) -> int | None:
-    """How much the CPU's allocator was asked for, from its message; None for other errors."""
+    """Bytes that the CPU's allocator was asked for, by its error message; None for other errors."""
     found = re.search(r"you tried to allocate (\d+) bytes", str(error))
     return int(found[1]) if found else None
 
 
 def explain_unrecorded(plan: Plan, error: BaseException) -> list[str]:
-    """Two lines, where nothing watches: on a CPU without --record-memory-history."""
+    """Two lines about an out-of-memory error of a CPU run without --record-memory-history."""
     asked, memory = read_asked_bytes(error), read_host_memory()
     words = "" if asked is None else f" {size(asked)} were asked for;"
     return [
@@ -127,10 +130,10 @@ def explain_unrecorded(plan: Plan, error: BaseException) -> list[str]:
 
 
 class OutOfMemory(Instrument):
-    """Waits for it on this rank. Writes a snapshot beside `path`, if one is given."""
+    """Explains an out-of-memory error of this rank. Writes a snapshot beside `path`, if that is given."""
 
     def __init__(self, rank: int, path: Path | None, recorder, find_remedies, tell):
-        """find_remedies: of bytes held by category, bytes asked for, and bytes reserved that no tensor holds; best first."""
+        """find_remedies: `list_remedies` without its first argument."""
         self._rank, self._path, self._recorder, self._tell = rank, path, recorder, tell
         self._find_remedies = find_remedies
         self._lines: list[str] = []
@@ -152,7 +155,7 @@ class OutOfMemory(Instrument):
         self._over = True  # torch knows no way to take an observer back
 
     def _observe(self, shortage: Shortage):
-        """At the failing allocation. An error in here would take the place of the one that is being explained."""
+        """Called at the failing allocation. An error raised here would hide the one to be explained."""
         if self._over:
             return
         start = f"error: out of memory on rank {self._rank}, {describe_place(self._recorder.place.tag)}"
@@ -199,7 +202,7 @@ class OutOfMemory(Instrument):
         ]
 
     def _write(self, snapshot: dict) -> str:
-        """Returns what became of it."""
+        """Write the snapshot; returns where it lies, or why it could not be written."""
         if self._path is None:
             return "none; --record-memory-history writes one, with the code that allocated each tensor"
         path = extend_name(self._path, f"_oom_rank{self._rank}")

@@ -1,4 +1,4 @@
-"""The window as Nsight Systems sees it: where its collection begins and ends, and the steps and phases inside."""
+"""Marks the profiled window for Nsight Systems: where its collection starts and ends, and the steps and phases inside."""
 
 import contextlib
 import time
@@ -15,7 +15,7 @@ SECONDS_FOR_NEIGHBOURS = 5
 
 
 class TorchNvtx:
-    """NVTX ranges and marks by torch's CUDA build, in the default domain."""
+    """NVTX ranges and marks of torch's CUDA build, in the default domain."""
 
     push = staticmethod(torch.cuda.nvtx.range_push)
     pop = staticmethod(torch.cuda.nvtx.range_pop)
@@ -23,7 +23,7 @@ class TorchNvtx:
 
 
 class PackageNvtx:
-    """The same by NVIDIA's package `nvtx`, for processes without CUDA. Its texts are registered strings."""
+    """NVTX ranges and marks of NVIDIA's package `nvtx`, for processes without CUDA. Its texts are registered strings."""
 
     def __init__(self):
         import nvtx
@@ -45,7 +45,7 @@ class PackageNvtx:
 
 
 def choose_nvtx(on_gpu: bool) -> TorchNvtx | PackageNvtx:
-    """What can push ranges in this process; RuntimeError, with the remedy, if nothing can."""
+    """The implementation of NVTX that works in this process. Raises RuntimeError, with the remedy, if there is none."""
     if on_gpu:
         return TorchNvtx()
     try:
@@ -58,10 +58,10 @@ def choose_nvtx(on_gpu: bool) -> TorchNvtx | PackageNvtx:
 
 
 class NsysRange(Instrument):
-    """Around the window cudaProfilerStart and -Stop (on a GPU) and the NVTX range CAPTURE; inside it a range for each
-    step and phase, and for each operator with its input shapes, where --record-shapes asks for it.
+    """Marks the window by the NVTX range CAPTURE and, on a GPU, cudaProfilerStart and cudaProfilerStop.
 
-    A window on demand is none of its business: torch.profiler records that, where nsys leaves it the GPU's counters.
+    Inside it each step and phase is a range, and with --record-shapes each operator with its input shapes. Windows on
+    demand are not marked: torch.profiler records those.
     """
 
     def __init__(self, window: Window, profile: ProfileArgs, world: World, tell):

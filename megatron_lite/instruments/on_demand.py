@@ -1,4 +1,4 @@
-"""`touch RUN/profile.now`: a window for a run that is already going on."""
+"""Profiles a run that is already going on, when the user makes the file RUN/profile.now."""
 
 import contextlib
 import os
@@ -19,10 +19,10 @@ MAX_STEPS = 1000  # a step of a large model is tens of megabytes of trace, held 
 
 
 class OnDemand(Instrument):
-    """Moves the window when asked to, for a run with its files in `run_dir`.
+    """Moves the window when the file REQUEST appears in `run_dir`.
 
-    Ranks run no collective for this. The leading one, which takes the request, names a step so far ahead that all see it
-    in time, by the clock at which they look and the pace of the steps; one that sees it late joins late.
+    Ranks run no collective for this. The leading rank takes the request and writes the first profiled step to the file
+    ANSWER, far enough ahead for all ranks to read it in time; a rank that reads it late joins late.
     """
 
     def __init__(self, window: Window, plan: Plan, run_dir: Path, tell):
@@ -94,9 +94,9 @@ class OnDemand(Instrument):
         self._tell(f"{self._request}{told}")
 
     def _take(self) -> int | None:
-        """The number of steps asked for; None if it cannot be read. The file is gone afterwards, if it can be removed.
+        """The number of steps asked for; None if it cannot be read. Removes the file, if that is possible.
 
-        What it holds is never repeated: it may be a link to a secret that its maker cannot read, but this process can.
+        Its text is never printed: the file may be a link to a secret that this process can read and the file's maker cannot.
         """
         wrong = f"holds no number of steps from 1 to {MAX_STEPS}"
         try:

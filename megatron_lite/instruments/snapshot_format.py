@@ -1,4 +1,4 @@
-"""Snapshots in the form of torch.cuda.memory._snapshot(), of memory that no CUDA allocator handed out.
+"""Memory snapshots in the form of torch.cuda.memory._snapshot(), for memory that no CUDA allocator handed out.
 
 {segments, device_traces, allocator_settings, external_annotations}, plain values only: what torch.cuda._memory_viz and
 pytorch.org/memory_viz read. Equal stacks are one list object, so that a pickle holds them once.
@@ -22,7 +22,7 @@ ALLOC, FREE, OUT_OF_MEMORY = "alloc", "free", "oom"
 
 
 class Event(NamedTuple):
-    """Something that happened to an allocation. frames and tag: where, for a free; an allocation knows its own."""
+    """An allocation, its free, or a failed allocation. frames and tag: where it was freed, or failed."""
 
     action: str  # ALLOC, FREE or OUT_OF_MEMORY
     allocation: Allocation
@@ -32,7 +32,7 @@ class Event(NamedTuple):
 
 
 def apply_events(layout: Layout, events: Iterable[Event]):
-    """Let events happen that no trace is to show."""
+    """Apply events to the layout without recording them in a trace."""
     for event in events:
         if event.action == ALLOC:
             layout.place(event.allocation)
@@ -100,7 +100,7 @@ PROTOCOL = 4  # the viewer in the browser reads no newer one; Python 3.14 would 
 
 
 def extend_name(path: Path, addition: str) -> Path:
-    """`addition` before the ending."""
+    """The path with `addition` before its ending."""
     return path.with_name(f"{path.stem}{addition}{path.suffix}")
 
 
@@ -121,7 +121,7 @@ def make_snapshot_folder(path: Path, given: str):
 
 
 def write_snapshot(path: Path, snapshot: dict):
-    """All of it or nothing. Raises OSError."""
+    """Write the snapshot whole or not at all. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:

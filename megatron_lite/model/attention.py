@@ -21,7 +21,7 @@ softmax_backward = torch.ops.aten._softmax_backward_data.out
 
 @dataclass(frozen=True)
 class Attend:
-    """A chosen kernel.
+    """An attention kernel that was chosen.
 
     function(q_BNTD, k_BGTD, v_BGTD, mask_B1TT, dropout, layer_number) -> out_BNTD; mask True = may attend, None =
     causal; dropout is a probability; layer_number counts from 1.
@@ -35,7 +35,7 @@ class Attend:
     timed: str = ""
 
 
-def document_mask(documents_BT: Tensor) -> Tensor:
+def make_document_mask(documents_BT: Tensor) -> Tensor:
     """mask_B1TT, True where the row's token may attend to the column's: same document number, not later."""
     same = documents_BT[:, None, :, None] == documents_BT[:, None, None, :]
     return same.tril()
@@ -134,7 +134,7 @@ class _CausalAttention(torch.autograd.Function):
 
 
 def _write_rows(whole_BTND: Tensor, start: int, rows_LRD: Tensor):
-    """In the order in which the projections want them."""
+    """Write rows in the layout that the output projection reads."""
     rows_BRND = rows_LRD.unflatten(0, (len(whole_BTND), -1)).transpose(1, 2)
     whole_BTND[:, start : start + rows_BRND.shape[1]] = rows_BRND
 
@@ -172,6 +172,6 @@ def sdpa_arguments(q_BNTD: Tensor, k_BGTD: Tensor, mask_B1TT: Tensor | None, dro
 
 
 def _expand(x_BGTD: Tensor, q_BNTD: Tensor) -> Tensor:
-    """Each group's keys or values once per head."""
+    """Keys or values repeated for each head of their group."""
     repeats = q_BNTD.shape[1] // x_BGTD.shape[1]
     return x_BGTD if repeats == 1 else x_BGTD.repeat_interleave(repeats, dim=1)

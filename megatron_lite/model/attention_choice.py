@@ -1,4 +1,4 @@
-"""The choice between attention kernels on this device: what a flag asks for, what torch can run, what is fastest here.
+"""Chooses an attention kernel on this device: what a flag asks for, what torch can run, what is fastest.
 
 Which fused kernel is fastest changes with GPU, shape and version, so on a GPU they are tried out. Letters as in attention.py.
 """
@@ -89,7 +89,7 @@ def choose_attention(
 
 
 def _automatic(probes: list[Probe], explain: bool, pick: Callable | None) -> Attend:
-    """torch's own choice or the race's; keys are expanded per head only where that makes a fused kernel possible."""
+    """The kernel for auto: torch's choice, or the fastest. Keys are repeated per head only if no fused kernel runs otherwise."""
     choices = [_ask_torch(probe)[0] for probe in probes]
     fused = [i for i, choice in enumerate(choices) if choice not in (None, SDPBackend.MATH)]
     chosen = fused[0] if fused else 0
@@ -161,7 +161,7 @@ def _find_reasons(caught: list[warnings.WarningMessage], backend: SDPBackend | N
 
 @dataclass(frozen=True)
 class Race:
-    """Kernels by name, of those that ran."""
+    """The result of timing attention kernels."""
 
     winner: str | None  # None: none ran
     times_ms: Mapping[str, float]  # forward and backward, median; {} where there was nothing to choose
@@ -177,17 +177,17 @@ class Race:
 
 
 def fastest(probe: Probe, able: tuple[str, ...], preferred: str | None) -> Race:
-    """A race of the kernels `able` on this GPU, with arguments like the probe's. Leaves no memory behind."""
+    """Time the kernels `able` on this GPU, with arguments like the probe's. Keeps no memory."""
     if len(able) < 2:
         return Race(preferred, {})
-    trials = trials_of(probe, able)
+    trials = make_trials(probe, able)
     found = race(trials, preferred, gpu_ms)
     del trials
     torch.cuda.empty_cache()
     return found
 
 
-def trials_of(probe: Probe, names: tuple[str, ...]) -> dict[str, Trial]:
+def make_trials(probe: Probe, names: tuple[str, ...]) -> dict[str, Trial]:
     """Forward and backward of attention by each kernel, on normal numbers: zeros would be faster than any data."""
     backends = {name: backend for backend, name in NAMES.items()}
     q_BNTD, k_BGTD, v_BGTD = (

@@ -1,4 +1,4 @@
-"""A model of the user's own in place of the GPT: --model FILE.py:FUNCTION or MODULE:FUNCTION.
+"""Builds the user's model in place of the GPT: --model FILE.py:FUNCTION or MODULE:FUNCTION.
 
     def build(shape):
         '''A torch module, with its first weights. shape: a ModelShape, the sizes that the flags give.'''

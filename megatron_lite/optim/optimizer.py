@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from megatron_lite.config.args import OptimizerArgs, PrecisionArgs
 from megatron_lite.config.plan import Plan
 from megatron_lite.marks import MASTER_WEIGHTS, mark_memory
-from megatron_lite.optim.schedule import learning_rates, weight_decays
+from megatron_lite.optim.schedule import compute_learning_rates, compute_weight_decays
 from megatron_lite.phases import Phase
 
 
@@ -97,8 +97,11 @@ class Optimizer:
         sum_over_ranks: Callable[[Tensor], Tensor] | None = None,
         counted: list[bool] | None = None,
     ):
-        """sum_over_ranks: where each rank has parts of the parameters only, a number's sum over all that have the others.
-        counted: of which parameters that sum takes this rank's, as others hold them too; of all if None."""
+        """
+        Args:
+            sum_over_ranks: Sums a number over ranks that hold other parts of the parameters; None if this rank has all.
+            counted: Which parameters this rank counts in that sum, as others hold them too; all if None.
+        """
         self.plan, self._sum_over_ranks = plan, sum_over_ranks
         self._counted = counted or [True] * len(parameters)
         self.weights = MasterWeights(parameters)
@@ -111,7 +114,7 @@ class Optimizer:
         self.follow(plan.learning_rate)
 
     def follow(self, schedule):
-        """Take learning rate and weight decay from `schedule` from now on."""
+        """Take learning rate and weight decay from `schedule`."""
         self.schedule = schedule
         self._decay_changes = schedule.weight_decay_style != "constant"
         # torch applies a constant decay; one that changes it would want as a number on the host, so that step does it
@@ -119,13 +122,13 @@ class Optimizer:
         self._set_rates()
 
     def resume(self):
-        """Go on from what was copied into `tensors`: the model's weights are rounded from it, the rates are those of its samples."""
+        """Continue after state was copied into `tensors`: round the model's weights from it, set the rates of its samples."""
         self.weights.write_back()
         self._set_rates()
 
     @property
     def loss_scale(self) -> Tensor:
-        """What to multiply the loss by before backward."""
+        """The factor by which the loss is multiplied before backward."""
         return self._one if self.scaler is None else self.scaler.scale
 
     @torch.no_grad()
@@ -180,17 +183,17 @@ class Optimizer:
         return zeros if self._sum_over_ranks is None else self._sum_over_ranks(zeros)
 
     def _select(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Those that this rank counts, of one per parameter; a parameter that had no part in the losses has no gradient."""
+        """The tensors, of one per parameter, that this rank counts. A parameter that the losses do not use has no gradient."""
         return [t for t, counts in zip(tensors, self._counted, strict=True) if counts and t is not None]
 
     def _set_rates(self) -> Tensor:
-        """Of the step that starts after the good samples so far, whatever batches they came in. Returns the learning rate."""
-        rate = learning_rates(self.schedule, self.good_samples)
+        """Set the rates of the step that starts after the good samples so far. Returns the learning rate."""
+        rate = compute_learning_rates(self.schedule, self.good_samples)
         self.lr.copy_(rate)
         return rate
 
     def _decay(self, skipped: Tensor, divide_by: Tensor):
-        decay = weight_decays(self.schedule, self.good_samples).float()
+        decay = compute_weight_decays(self.schedule, self.good_samples).float()
         matrices = [w for w in self.weights.masters if w.ndim > 1]
         if self.plan.args.optimizer.optimizer == "adam":
             keep = torch.where(skipped, self._one, 1 - self.lr * decay)
@@ -219,16 +222,16 @@ class Optimizer:
 
 
 class LossScale:
-    """A fixed factor. `update` changes nothing."""
+    """A fixed loss scale."""
 
     def __init__(self, scale: float, device: torch.device):
         self.scale = torch.tensor(scale, dtype=torch.float32, device=device)
 
     def update(self, overflow: Tensor):
-        """Called once a step with the bool tensor `overflow`."""
+        """Adapt the scale after a step. overflow: a bool tensor."""
 
     def tensors(self) -> dict[str, Tensor]:
-        """What a resumed run goes on from, live; nothing, as a fixed factor is the command line's."""
+        """State that a checkpoint holds: none, as the command line gives a fixed factor."""
         return {}
 
 
@@ -262,7 +265,7 @@ class DynamicLossScale(LossScale):
 
 
 def make_loss_scale(precision: str, p: PrecisionArgs, device: torch.device) -> LossScale | None:
-    """None where gradients need no scale: fp32, and bf16 without --loss-scale."""
+    """The loss scale of a precision; None where gradients need none: fp32, and bf16 without --loss-scale."""
     if precision == "fp32" or precision == "bf16" and not p.loss_scale:
         return None
     if p.loss_scale:  # 0 is Megatron's word for a dynamic one

@@ -1,4 +1,4 @@
-"""Learning rate and weight decay as functions of consumed samples, on the device where their number is.
+"""Computes learning rate and weight decay from the number of consumed samples, on the device where that is.
 
 Source of the formulas: the schedule of Megatron-LM 0.16, whose unit is samples of successful steps.
 """
@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron_lite.config.plan import LearningRatePlan
 
 
-def learning_rates(plan: LearningRatePlan, samples: Tensor) -> Tensor:
+def compute_learning_rates(plan: LearningRatePlan, samples: Tensor) -> Tensor:
     """Learning rate of the step that starts after `samples` successfully consumed samples; float64, same shape."""
     samples = torch.as_tensor(samples, dtype=torch.float64)
     warming = (samples <= plan.warmup_samples) & (plan.warmup_samples > 0)
@@ -44,8 +44,8 @@ def _compute_remaining(plan: LearningRatePlan, samples: Tensor) -> Tensor:
     return torch.where(samples <= start, 1.0, shape[plan.wsd_style]())
 
 
-def weight_decays(plan: LearningRatePlan, samples: Tensor) -> Tensor:
-    """Weight decay likewise: constant, or growing from start to end over the whole training."""
+def compute_weight_decays(plan: LearningRatePlan, samples: Tensor) -> Tensor:
+    """Weight decay of the step that starts after `samples` samples: constant, or growing over the whole training; float64."""
     samples = torch.as_tensor(samples, dtype=torch.float64)
     if plan.weight_decay_style == "constant":
         return torch.full_like(samples, plan.end_weight_decay)
@@ -55,5 +55,5 @@ def weight_decays(plan: LearningRatePlan, samples: Tensor) -> Tensor:
 
 
 def _cosine(done: Tensor) -> Tensor:
-    """From 1 to 0 on half a wave."""
+    """Half a cosine wave, from 1 to 0 while `done` goes from 0 to 1."""
     return 0.5 * (torch.cos(math.pi * done) + 1)

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from megatron_lite.config.machine import missing_compiler
+from megatron_lite.config.machine import find_missing_compiler
 from megatron_lite.config.plan import Compilation
 from megatron_lite.config.shape import ModelShape
 from megatron_lite.config.world import World
@@ -37,7 +37,7 @@ def no_compiler(world: World) -> str:
     capability = torch.cuda.get_device_capability(world.gpu)
     if capability < OLDEST:
         return f"Triton compiles for GPUs of compute capability 7.0 and later, and this one has {'.'.join(map(str, capability))}"
-    if missing := missing_compiler(on_gpu=True, environ=os.environ):
+    if missing := find_missing_compiler(on_gpu=True, environ=os.environ):
         return missing
     # the first thing that Triton does is to build and load a helper that launches its kernels, which fails without libcuda,
     # the C library's headers or a folder whose files may be run

@@ -1,4 +1,4 @@
-"""A run's state, to a checkpoint and back."""
+"""Saves a run's state to checkpoints and restores it."""
 
 import dataclasses
 import logging
@@ -27,7 +27,7 @@ from megatron_lite.run_folder import RELEASE
 from megatron_lite.shared_files import open_regular
 from megatron_lite.train.checkpoint_checks import (
     describe_kernels,
-    other_kernels,
+    compare_kernels,
     require_optimizer,
     require_schedule,
     require_shape,
@@ -42,7 +42,7 @@ SECONDS_TO_FINISH = 60  # for a save in the background of a run that fails
 
 
 class Checkpoints:
-    """Saves and loads everything that training depends on. A context: a save in the background ends with it."""
+    """Saves and loads everything that training depends on. A context manager that waits for a save in the background."""
 
     def __init__(self, plan: Plan, replica: Replica, optimizer: Optimizer, device: torch.device):
         self.plan, self.replica, self.optimizer, self.device = plan, replica, optimizer, device
@@ -79,7 +79,7 @@ class Checkpoints:
 
     @property
     def failed(self) -> bool:
-        """Whether a save in the background is over and has failed; `finish` says how."""
+        """Whether a save in the background has failed; `finish` raises its error."""
         return self._background.failed
 
     def finish(self):
@@ -140,7 +140,7 @@ class Checkpoints:
             logger.info(f"  --load {c.load}: no checkpoint yet, starting from random weights")
 
     def _my_share(self) -> dict[str, torch.Tensor]:
-        """What this rank writes of the state, live. Ranks that hold the same share out the writing of it."""
+        """The tensors that this rank writes, not copied. Ranks that hold the same tensors write some of them each."""
         c, layout, dtype = self.plan.args.checkpoint, self.plan.layout, DTYPES[self.plan.precision]
         named = zip(self.replica.names, self.replica.parameters)
         tensors = {f"model.{name}": parameter.detach().to(dtype) for name, parameter in named}
@@ -154,7 +154,7 @@ class Checkpoints:
         return self._gather(whole | parts) if one_file else whole | parts
 
     def _gather(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """All that ranks have, for the first one, on the host where it had not all itself. Collective."""
+        """All ranks' tensors on the first rank; those that it did not hold whole are on the host. Collective."""
         parts = {name: self._parts.get(name) or whole_part(tuple(tensor.shape)) for name, tensor in tensors.items()}
         mine = {name: (part, tensors[name].dtype) for name, part in parts.items()}
         everyones: list = [None] * self.plan.world.size
@@ -189,7 +189,7 @@ class Checkpoints:
             )
 
     def _as_first_rank(self, look: Callable):
-        """What the first rank sees, on all: another run may save meanwhile, and a network's folder may look older elsewhere."""
+        """The result of `look` on the first rank, on all ranks: their views of a shared folder may differ. Collective."""
         found: list = [None]
         if self.plan.world.is_first:
             try:
@@ -243,7 +243,7 @@ class Checkpoints:
         progress.consumed, progress.consumed_valid = record.consumed, record.consumed_valid_samples
         if not c.no_load_rng:
             self._load_random_state(path, stored)
-        for text in other_kernels(record.kernels, describe_kernels(self.replica.model, self.plan.compilation)):
+        for text in compare_kernels(record.kernels, describe_kernels(self.replica.model, self.plan.compilation)):
             logger.info(f"  note: --load {path}: {text}")
         logger.info(f"  loaded iteration {record.iteration}: {path}")
 
@@ -268,5 +268,5 @@ class Checkpoints:
 
 
 def _flat_names(name: str) -> list[str]:
-    """Of a parameter and what the optimizer holds in its shape."""
+    """Flat names of a parameter and of the optimizer's tensors of its shape."""
     return [f"model.{name}", *(f"optimizer.{name}.{kind}" for kind in STATES)]

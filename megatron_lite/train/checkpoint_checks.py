@@ -1,4 +1,4 @@
-"""What is checked of checkpoints: before a run begins, and whether one that is loaded fits the flags."""
+"""Checks of checkpoints: whether they can be loaded and saved, and whether a loaded one fits the flags."""
 
 import contextlib
 import dataclasses
@@ -70,8 +70,8 @@ def require_checkpoint(c: CheckpointArgs):
 
 
 @contextlib.contextmanager
-def save_reserved(plan: Plan):
-    """Inside the block no other run saves to --save: the first rank has its lock. Collective; CheckpointError on all ranks."""
+def reserve_save(plan: Plan):
+    """Inside the block no other run can save to --save: the first rank holds its lock. Collective; raises CheckpointError on all ranks."""
     save = plan.args.checkpoint.save
     if save is None or plan.args.training.skip_train:
         yield
@@ -169,8 +169,8 @@ def describe_kernels(model: nn.Module, compilation: Compilation) -> dict[str, st
     return {"attention": layer.self_attention.attend.name, "torch_compile": compilation.target}
 
 
-def other_kernels(saved: Mapping[str, str], now: Mapping[str, str]) -> Iterator[str]:
-    """A line for each that differs, with the flag that goes on as before. `saved`: {} of a checkpoint that does not say it."""
+def compare_kernels(saved: Mapping[str, str], now: Mapping[str, str]) -> Iterator[str]:
+    """A line for each kernel that differs, with the flag that restores it. saved: {} if the checkpoint does not say it."""
     flags = {
         "attention": f"--attention-backend {ATTENTION_FLAGS.get(saved.get('attention'), 'auto')}",
         "torch_compile": f"--torch-compile {saved.get('torch_compile')}",

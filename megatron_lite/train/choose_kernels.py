@@ -1,4 +1,4 @@
-"""The kernels of a plan's attention and loss on a device, and its number formats."""
+"""Chooses the kernels of a plan's attention and loss on a device, and describes its number formats."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,8 +20,7 @@ from megatron_lite.units import significant
 
 
 def choose_plan_attention(plan: Plan, device: torch.device, pick: Callable[..., Race] | None = None) -> Attend:
-    """The kernel that the plan's flags and tensors lead to on the device, recomputed in backward if they say so. pick: as of
-    choose_attention."""
+    """The attention kernel for a plan on a device, recomputed in backward if the flags ask for it. pick: see choose_attention."""
     m, masked = plan.args.model, plan.args.data.reset_attention_mask
     shape = plan.rank_shape
     # context parallel ranks' attention asks explicit kernels by masks

@@ -58,7 +58,7 @@ class ExitConditions:
         return None
 
     def over(self):
-        """After the last save: a signal that comes late must not kill a process that is about to end well.
+        """Called after the last save: ignore a second signal, which must not kill a process that is about to end well.
 
         Python takes its handlers away while it shuts down, but leaves a signal that is ignored alone.
         """

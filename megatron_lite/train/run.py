@@ -1,4 +1,4 @@
-"""One run from a plan: build everything, train, evaluate, save."""
+"""Runs a plan: builds everything, trains, evaluates, saves."""
 
 import gc
 import logging

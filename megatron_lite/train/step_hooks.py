@@ -55,7 +55,7 @@ class Evaluation:
         self.latest = (progress.iteration, self.report(progress, f"iteration {progress.iteration}", "validation"))
 
     def report(self, progress: Progress, title: str, which: str) -> float:
-        """Evaluate on the batches that come next, and say so; returns the loss."""
+        """Evaluate on the next batches and log the loss; returns it."""
         samples = self.plan.args.watch.eval_iters * self.plan.batch.final
         progress.consumed_valid += samples
         loss = evaluate(self.replica, self.batches, self.make, samples // self.plan.samples_per_pass)
@@ -63,7 +63,7 @@ class Evaluation:
         return loss
 
     def report_at_the_end(self, progress: Progress):
-        """As Megatron-LM does; where the last interval ends here, its loss again, rather than a second one of the same weights."""
+        """Report the final validation loss, as Megatron-LM does: the last interval's, if the weights are still the same."""
         title = f"iteration {progress.iteration} on validation set"
         if self.latest and self.latest[0] == progress.iteration:
             self.log.say(evaluation_lines(title, self.latest[1]))

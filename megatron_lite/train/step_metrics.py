@@ -20,7 +20,7 @@ LAG = 2  # steps that the host may be ahead of what it reads: enough that readin
 
 
 class Readback:
-    """A queue of rows of numbers. What is read is old enough to have arrived, or read at a moment that may wait."""
+    """A queue of rows of numbers that are copied from the device to the host without waiting."""
 
     def __init__(self):
         self._waiting: deque[tuple[object, Tensor | array, torch.cuda.Event | None]] = deque()
@@ -38,7 +38,7 @@ class Readback:
         self._waiting.append((key, host, event))
 
     def forget(self):
-        """Read no more of what is on its way."""
+        """Drop all rows that have not been read."""
         self._waiting.clear()
 
     def arrived(self):
@@ -64,7 +64,7 @@ class Readback:
 
 @dataclass
 class StepFigures:
-    """One step, on the host."""
+    """Figures of one step, on the host."""
 
     iteration: int
     consumed: int  # samples, this step's included
@@ -87,7 +87,7 @@ class StepFigures:
 
 
 class StepMetrics:
-    """Figures since the last `take`."""
+    """Figures of the steps since the last `take`."""
 
     def __init__(self, optimizer, device: torch.device, ranks: int = 1, check_for_nan: bool = True):
         self.optimizer, self.device, self._ranks, self._check_for_nan = optimizer, device, ranks, check_for_nan
@@ -96,7 +96,7 @@ class StepMetrics:
         self.latest_loss: float | None = None  # this rank's, a few steps old
 
     def record(self, progress: Progress, result: StepResult):
-        """Take a step's figures in, and look at those of the step before last."""
+        """Queue a step's figures, and read those of the step before last."""
         u = result.update
         update = (u.grad_norm, u.skipped, u.loss_scale, u.next_loss_scale, u.next_lr)
         values = (result.loss_sum, result.tokens, *update, result.zeros, result.params_norm)
@@ -138,7 +138,7 @@ class StepMetrics:
         return steps
 
     def so_far(self, after: int) -> list[StepFigures]:
-        """Copies of what has been read already, of later iterations than `after`: losses of this rank only. No collective."""
+        """Copies of the figures that were read so far, of iterations after `after`, with losses of this rank. No collective."""
         local = self._ranks > 1
         return [replace(step, local=local) for step in self._steps if step.iteration > after]
 

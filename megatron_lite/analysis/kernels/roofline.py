@@ -11,7 +11,7 @@ from megatron_lite.analysis.kernels.number_formats import FORMAT_BYTES, TENSOR_T
 from megatron_lite.analysis.kernels.roles import bare_operator, get_operator_role
 from megatron_lite.analysis.kernels.selection import Selection, heaviest
 from megatron_lite.analysis.trace.columns import Kind, Shapes
-from megatron_lite.estimate.hardware import peak_tflops, processor_of
+from megatron_lite.estimate.hardware import peak_tflops, match_processor
 
 # --- arithmetic and memory traffic of an operator from the shapes of its arguments
 #
@@ -348,7 +348,7 @@ def _find_recomputed(chosen: Selection, rows: np.ndarray) -> np.ndarray:
 
 def roofline_rows(calls: list[Calls], device: str | None) -> tuple[RooflineRow, ...]:
     """Largest loss against the bound first; without a bound the longest first."""
-    processor, rows = processor_of(device), []
+    processor, rows = match_processor(device), []
     memory_gb_s = processor.memory_gb_s if processor else None
     for one in calls:
         peak = peak_tflops(device, "fp16" if one.precision == "fp16/bf16" else one.precision)

@@ -11,7 +11,7 @@ from megatron_lite.estimate.memory import (
     logits_bytes,
     plan_micro_batch,
 )
-from megatron_lite.estimate.params import parameter_count
+from megatron_lite.estimate.params import count_parameters
 from megatron_lite.estimate.state_memory import FP32, element_bytes, state_bytes
 from megatron_lite.units import count
 
@@ -58,7 +58,7 @@ def _compute_formulas(plan: dict, rank: int | None) -> dict[str, tuple[str, int]
     layout = layout if rank is None else layout.locate(rank)
     stage = plan_stage(ParallelArgs(**args["parallel"]), layout, shape.num_layers)
     ours = shape.split(layout.tensor, layout.context)
-    parameters, momentum = parameter_count(ours, stage), optimizer["sgd_momentum"] > 0
+    parameters, momentum = count_parameters(ours, stage), optimizer["sgd_momentum"] > 0
     ranks = (plan.get("sharding") or {"ranks": 1})["ranks"]
     state = state_bytes(parameters, precision, plan["fp32_gradients"], optimizer["optimizer"], momentum, ranks)
     if precision != "fp32" and not plan["fp32_gradients"] and ranks == 1:

@@ -1,11 +1,11 @@
-"""What the files and folders that flags name must satisfy. Looks, and writes nothing."""
+"""Rules for the files and folders that flags name. They read only."""
 
 import os
 from collections.abc import Iterator
 
 from megatron_lite.config.args import Args, DataArgs
-from megatron_lite.config.data_paths import TOKENIZER, parse_blend, with_files_read
-from megatron_lite.config.machine import missing_compiler
+from megatron_lite.config.data_paths import TOKENIZER, parse_blend, read_argument_files
+from megatron_lite.config.machine import find_missing_compiler
 from megatron_lite.config.plan import LAYERS
 from megatron_lite.config.world import World
 from megatron_lite.errors import DataError
@@ -33,13 +33,13 @@ def machine_rules(args: Args, world: World) -> Iterator[str]:
         yield f"--load {c.load}: there is no such folder, which --exit-on-missing-checkpoint wants; check the path."
     # where inductor was asked for; where it was not, the lack of what it needs decides against compiling
     asked = t.torch_compile == LAYERS and t.torch_compile_backend == "inductor"
-    if asked and (missing := missing_compiler(bool(world.gpus), os.environ)):
+    if asked and (missing := find_missing_compiler(bool(world.gpus), os.environ)):
         yield f"--torch-compile: {missing}, or take --torch-compile none."
 
 
 def _data(typed: DataArgs) -> Iterator[str]:
     try:
-        d = with_files_read(typed)
+        d = read_argument_files(typed)
     except DataError:
         return  # the rules of data say it
     if typed.mock_data and d is not typed:

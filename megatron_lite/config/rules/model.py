@@ -50,7 +50,7 @@ def model_rules(args: Args, world: World) -> Iterator[str]:
 
 
 def _tensors(args: Args) -> Iterator[str]:
-    """Sizes that are well each by itself, and too much together."""
+    """Tensors that would have too many elements."""
     m, micro_batch = args.model, max(args.training.micro_batch_size or 1, 1)
     needed = (m.hidden_size, m.num_attention_heads, m.seq_length, m.make_vocab_size_divisible_by)
     if any(size is None or size < 1 for size in needed):
@@ -91,7 +91,7 @@ def _positions(args: Args) -> Iterator[str]:
 
 
 def _custom_model(args: Args) -> Iterator[str]:
-    """What knows the built-in GPT only."""
+    """Flags that --model rules out, as they are made for the built-in GPT."""
     m, p = args.model, args.parallel
     given = {
         f"--tensor-model-parallel-size {p.tensor_model_parallel_size}": p.tensor_model_parallel_size > 1,

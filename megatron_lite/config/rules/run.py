@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from megatron_lite.config.args import Args, DataArgs
-from megatron_lite.config.data_paths import OF_A_MODEL, TOKENIZER, TOKENIZERS, split_shares, with_files_read
+from megatron_lite.config.data_paths import OF_A_MODEL, TOKENIZER, TOKENIZERS, split_shares, read_argument_files
 from megatron_lite.config.flags import dashed
 from megatron_lite.config.layout import ZERO_BUBBLE, count_chunks, count_data_ranks, count_stage_layers
 from megatron_lite.config.world import World
@@ -169,7 +169,7 @@ def data_rules(args: Args, world: World) -> Iterator[str]:
     if of_splits and d.split is not None:
         yield f"--split {d.split} does not go with {of_splits[0]}; drop one."
     try:
-        untrained = not with_files_read(d).train_data_path
+        untrained = not read_argument_files(d).train_data_path
     except DataError as error:
         yield f"{error}."
     else:
