@@ -12,7 +12,7 @@ from megatron_lite.config.machine import Machine
 from megatron_lite.config.plan import Plan
 from megatron_lite.errors import CheckpointError
 from megatron_lite.estimate.hardware import peak_tflops
-from megatron_lite.estimate.params import count_parameters
+from megatron_lite.estimate.model_size import count_parameters
 from megatron_lite.estimate.run_prediction import describe_forecast, forecast, record_forecast
 from megatron_lite.instruments.base import Instruments
 from megatron_lite.instruments.build_instruments import WhereaboutsKeeper, build_instruments

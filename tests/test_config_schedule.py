@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from command_lines import plan
 
-from megatron_lite.optim.schedule import compute_learning_rates, compute_weight_decays
+from megatron_lite.optim.optimizer import compute_learning_rates, compute_weight_decays
 
 SEED = (
     "--micro-batch-size 4 --global-batch-size 16 --train-iters 20000 --lr 6.0e-5 --lr-decay-style cosine "

@@ -13,12 +13,12 @@ from megatron_lite.estimate.hardware import (
     PROCESSORS,
     best_multiple,
     cublas_workspace_bytes,
+    find_processor,
+    get_peak_tflops,
     least_multiple,
+    match_processor,
     padded,
     peak_tflops,
-    get_peak_tflops,
-    find_processor,
-    match_processor,
 )
 from megatron_lite.estimate.memory import predict_memory
 

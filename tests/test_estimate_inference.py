@@ -7,8 +7,8 @@ import pytest
 from megatron_lite.config.shape import ModelShape
 from megatron_lite.estimate.hardware import find_processor, match_processor
 from megatron_lite.estimate.inference import kv_cache_bytes, predict_inference, weight_bytes
+from megatron_lite.estimate.model_size import state_bytes
 from megatron_lite.estimate.prediction import LedgerRow
-from megatron_lite.estimate.state_memory import state_bytes
 from megatron_lite.units import GIB
 
 GB = 10**9

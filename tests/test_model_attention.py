@@ -9,7 +9,7 @@ from model_variants import PLAIN, VARIANTS, build, tokens
 from torch.nn.attention import SDPBackend
 
 from megatron_lite.errors import UserError
-from megatron_lite.model.attention import make_document_mask, explicit_attention, sdpa_attention
+from megatron_lite.model.attention import explicit_attention, make_document_mask, sdpa_attention
 from megatron_lite.model.attention_choice import choose_attention
 from megatron_lite.model.kernel_choice import count_scores, explicit_is_faster
 

@@ -7,7 +7,7 @@ from model_variants import PLAIN
 from torch.nn.attention import SDPBackend
 
 from megatron_lite.model import attention_choice
-from megatron_lite.model.attention_choice import Race, choose_attention, fastest, race, make_trials
+from megatron_lite.model.attention_choice import Race, choose_attention, fastest, make_trials, race
 from megatron_lite.train import choose_kernels
 
 CPU = torch.device("cpu")

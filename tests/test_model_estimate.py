@@ -7,9 +7,8 @@ import torch
 from model_variants import VARIANTS
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron_lite.config.flops import step_flops
 from megatron_lite.config.shape import ModelShape
-from megatron_lite.estimate.params import count_parameters
+from megatron_lite.estimate.model_size import count_parameters, step_flops
 from megatron_lite.model.attention_choice import choose_attention
 from megatron_lite.model.gpt import GPT
 

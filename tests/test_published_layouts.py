@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 from published_layouts import ALL_AGAIN, PUBLISHED, SELECTIVE, Published, find_place, measure
 
-from megatron_lite.config.flops import step_flops
 from megatron_lite.config.layout import Stage
 from megatron_lite.estimate.hardware import find_processor
 from megatron_lite.estimate.memory import activation_bytes, plan_micro_batch
+from megatron_lite.estimate.model_size import step_flops
 
 RUNS = [run for runs in PUBLISHED.values() for run in runs]
 

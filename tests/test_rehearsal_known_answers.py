@@ -14,7 +14,7 @@ from megatron_lite.analysis.memory.read import read_snapshot as analyse
 from megatron_lite.config.world import World
 from megatron_lite.estimate.hardware import CUBLAS_WORKSPACE
 from megatron_lite.instruments.memory_summary import peak
-from megatron_lite.rehearsal.rehearse import prepare, summarize_walk, walk, fake_other_ranks
+from megatron_lite.rehearsal.rehearse import fake_other_ranks, prepare, summarize_walk, walk
 from megatron_lite.rehearsal.tracker import CollectiveCounter
 from megatron_lite.units import GIB
 

@@ -18,14 +18,13 @@ from megatron_lite.cli.launcher import split_at_trainer
 from megatron_lite.cli.parser import Parser, write_json, write_text
 from megatron_lite.cli.planned_run import PlannedRun, is_script, planned_run, split_options
 from megatron_lite.config.environment import hints
-from megatron_lite.config.flops import step_flops
 from megatron_lite.config.machine import read_machine
 from megatron_lite.config.plan import Plan, list_stage_kinds, plan_stages
 from megatron_lite.errors import ConfigError, UserError
 from megatron_lite.estimate.hardware import Processor, cublas_workspace_bytes, find_processor
 from megatron_lite.estimate.inference import InferencePrediction, predict_inference
 from megatron_lite.estimate.memory import predict_memory
-from megatron_lite.estimate.params import count_parameter_parts
+from megatron_lite.estimate.model_size import count_parameter_parts, step_flops
 from megatron_lite.estimate.search import Search, search
 from megatron_lite.estimate.step_time import compute_duration, predict_stage_time, predict_time
 from megatron_lite.estimate.what_if import MARGIN, fit, what_if

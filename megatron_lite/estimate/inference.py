@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from megatron_lite.config.shape import ModelShape
 from megatron_lite.estimate.hardware import Processor
-from megatron_lite.estimate.params import count_parameters
+from megatron_lite.estimate.model_size import count_parameters
 from megatron_lite.estimate.prediction import LedgerRow, TimeRow
 from megatron_lite.units import count
 

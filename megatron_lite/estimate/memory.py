@@ -12,16 +12,18 @@ from megatron_lite.config.layout import Stage, count_keys
 from megatron_lite.config.plan import Plan
 from megatron_lite.config.shape import ModelShape
 from megatron_lite.estimate.hardware import Processor, padded
-from megatron_lite.estimate.params import count_layer_parameters, count_parameters
-from megatron_lite.estimate.prediction import LedgerRow, MemoryPrediction, Moment, sum_moment
-from megatron_lite.estimate.state_memory import (
+from megatron_lite.estimate.model_size import (
     FP32,
+    count_layer_parameters,
+    count_parameters,
     element_bytes,
+    gradient_bytes,
     list_gathered,
     list_reduced,
     list_states,
     per_parameter,
 )
+from megatron_lite.estimate.prediction import LedgerRow, MemoryPrediction, Moment, sum_moment
 from megatron_lite.model.kernel_choice import (
     CAUSAL,
     FLASH_HEAD_STEP,
@@ -378,8 +380,7 @@ def _list_micro_batch_moments(plan: Plan, always: list[LedgerRow]) -> Iterator[M
     stay = shared or not (plan.fp32_gradients or plan.layout.replicas > 1 or accumulates and not waits)
     # to be added to fp32 sums a bundle at a time, of which about half waits; data_parallel.BUNDLES is 8
     waiting = number // 16 if waits and plan.fp32_gradients and not shared else 0
-    matrix = shape.padded_vocab_size * shape.hidden_size  # the output layer's
-    tied = shape.tied_embeddings and stage.stages == 1
+    matrix, tied = shape.padded_vocab_size * shape.hidden_size, shape.tied_embeddings and stage.stages == 1
     made = matrix if stage.is_last and (stay or tied) else 0  # a tied one waits for the embedding's
     at_end = [*hold(layers + 1), *_list_kept(batch, layers, recomputed), *_list_rows(batch, _keep_ends(batch, stage))]
     loss, hidden = _list_loss(batch) if stage.is_last else [], Held({GRADIENTS: batch.whole_input_bytes})
@@ -409,7 +410,7 @@ def _list_micro_batch_moments(plan: Plan, always: list[LedgerRow]) -> Iterator[M
     is_third = tied and (batch.on_cpu or batch.precision == "fp16")
     added = number + (matrix if tied else 0) if stay else made + matrix + waiting
     if plan.sharding is not None:
-        ends, each = number - layers * of_layer, FP32 if plan.fp32_gradients else batch.element_bytes
+        ends, each = number - layers * of_layer, gradient_bytes(plan.precision, plan.fp32_gradients)
         added = ends + (matrix if tied else 0)
         rows = [*always, *list_reduced(number, ends, each, plan.sharding.ranks), make_gradients(matrix)]
         yield sum_moment(Phase.BACKWARD, "reduction of the embedding's gradients", rows)

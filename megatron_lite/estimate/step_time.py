@@ -15,16 +15,23 @@ Letters: N parameters, h hidden, e bytes of one activation.
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from megatron_lite.config import flops
 from megatron_lite.config.args import OptimizerArgs
-from megatron_lite.config.flops import step_flops
 from megatron_lite.config.layout import count_keys
 from megatron_lite.config.plan import Plan, list_stage_kinds
 from megatron_lite.config.shape import ModelShape
 from megatron_lite.estimate.hardware import Processor, get_peak_tflops
-from megatron_lite.estimate.params import count_parameters
+from megatron_lite.estimate.model_size import (
+    FORWARD_AND_BACKWARD,
+    FP32,
+    attention_flops,
+    count_parameters,
+    element_bytes,
+    gradient_bytes,
+    linear_flops,
+    output_flops,
+    step_flops,
+)
 from megatron_lite.estimate.prediction import TimePrediction, TimeRow
-from megatron_lite.estimate.state_memory import FP32, element_bytes
 from megatron_lite.estimate.traffic import (
     CONTEXT,
     DATA,
@@ -37,7 +44,6 @@ from megatron_lite.estimate.traffic import (
     Members,
     find_members,
     find_route,
-    gradient_bytes,
     list_exchanges,
 )
 from megatron_lite.model.kernel_choice import FUSED, predict_attention_kernel
@@ -171,7 +177,7 @@ def _list_parts(plan: Plan, sequences: int) -> Iterator[Part]:
     masked = plan.args.data.reset_attention_mask
     kernel, _ = predict_attention_kernel(shape, plan.precision, plan.device, model.attention_backend, masked)
     stored = kernel != FUSED
-    linear, attention = flops.linear_flops(shape, sequences), flops.attention_flops(shape, sequences, causal=not stored)
+    linear, attention = linear_flops(shape, sequences), attention_flops(shape, sequences, causal=not stored)
     # a context parallel rank's queries meet the keys of whole sequences
     attention *= plan.layout.context
     # the two products of a layer's forward pass; a fused kernel leaves out the half that the mask hides
@@ -189,8 +195,8 @@ def _list_parts(plan: Plan, sequences: int) -> Iterator[Part]:
     def move(name: str, elements: int, num_bytes: int, of_what: str, in_backward: float) -> Part:
         return Part(name, MEMORY, elements * num_bytes, f"{of_what} x {count(num_bytes)} bytes", in_backward)
 
-    output = flops.output_flops(shape, sequences) if plan.stage.is_last else 0
-    products = flops.FORWARD_AND_BACKWARD * (layers * linear + output)
+    output = output_flops(shape, sequences) if plan.stage.is_last else 0
+    products = FORWARD_AND_BACKWARD * (layers * linear + output)
     formula = f"6 x {count(tokens)} tokens x {count(products // (6 * tokens))} weights"
     yield Part("matrix products", COMPUTE, products, formula, 2 / 3)
     times = STORED_SCORES if stored else FUSED_ATTENTION
@@ -326,7 +332,7 @@ class Duration:
     tokens: int
     gpus: int
     tokens_per_s: float  # of all ranks: a prediction's bound, or what was measured
-    flops_causal: int  # of all ranks; conventions as in flops.step_flops
+    flops_causal: int  # of all ranks; conventions as in step_flops
     flops_full: int
     flops_6nd: int  # 6 x parameters x tokens, all parameters counted (Hoffmann et al. 2022, Chinchilla, appendix F)
 

@@ -15,8 +15,13 @@ from megatron_lite.config.plan import Plan
 from megatron_lite.config.shape import ModelShape
 from megatron_lite.config.world import World
 from megatron_lite.estimate.hardware import Processor
-from megatron_lite.estimate.params import count_layer_parameters, count_parameters
-from megatron_lite.estimate.state_memory import FP32, element_bytes
+from megatron_lite.estimate.model_size import (
+    FP32,
+    count_layer_parameters,
+    count_parameters,
+    element_bytes,
+    gradient_bytes,
+)
 from megatron_lite.units import count
 
 TENSOR, CONTEXT, DATA, PIPELINE = "tensor", "context", "data", "pipeline"  # parallel ranks, as in the report
@@ -209,11 +214,6 @@ def _hand_on(plan: Plan) -> Iterator[Exchange]:
         ranks = plan.sharding.ranks if plan.sharding else 1  # shares of gradients are fp32
         num_bytes = matrix * gradient_bytes(plan.precision, plan.fp32_gradients or ranks > 1) // ranks
         yield Exchange(PIPELINE, REDUCE, "gradients of the tied embedding", num_bytes, 1)
-
-
-def gradient_bytes(precision: str, in_fp32: bool) -> int:
-    """Bytes of one gradient as ranks reduce it: fp32, or the precision of weights."""
-    return FP32 if in_fp32 else element_bytes(precision)
 
 
 def _share_gradients(plan: Plan) -> Iterator[Exchange]:

@@ -26,8 +26,8 @@ from megatron_lite.parallel.replica import Replica
 from megatron_lite.run_folder import RELEASE
 from megatron_lite.shared_files import open_regular
 from megatron_lite.train.checkpoint_checks import (
-    describe_kernels,
     compare_kernels,
+    describe_kernels,
     require_optimizer,
     require_schedule,
     require_shape,

@@ -26,10 +26,9 @@ from megatron_lite.parallel.weight_gradients import delay_weights
 from megatron_lite.train.checkpoint import Checkpoints
 from megatron_lite.train.choose_kernels import choose_losses, choose_plan_attention, describe_precision, make_race
 from megatron_lite.train.data_streams import DataStreams
-from megatron_lite.train.exit_conditions import ExitConditions
 from megatron_lite.train.loop import Progress, train
 from megatron_lite.train.step import BatchMaker, TrainingStep
-from megatron_lite.train.step_hooks import Evaluation, GarbageCollectionHook, SaveHook
+from megatron_lite.train.step_hooks import Evaluation, ExitConditions, GarbageCollectionHook, SaveHook
 from megatron_lite.train.step_metrics import StepMetrics
 from megatron_lite.units import count, short_count
 
@@ -91,19 +90,18 @@ def run(plan: Plan, streams: DataStreams, eod: int | None, instruments, make_log
 
 @mark_memory(WEIGHTS)
 def build_model(plan: Plan, device: torch.device, groups: Groups | None = None) -> nn.Module:
-    """What this rank has of the initialised model, on the device, in the plan's precision, with recomputation as the flags say.
+    """This rank's part of the initialized model, on the device, in the plan's precision, compiled and recomputed as the flags say.
 
-    groups: of `make_groups`; None for a model that no ranks share out. Where they share it out by rows it has no memory yet: no rank may
-    have room for the whole, and ShardedDataParallel fills its own.
+    groups: of `make_groups`; None if no ranks share out the model. Where data parallel ranks share it out it has no memory yet:
+    ShardedDataParallel makes and fills each rank's rows, as no rank may have room for the whole.
     """
     t, dtype = plan.args.training, DTYPES[plan.precision]
     if plan.args.model.model is not None:
         _seed(t.seed)
         model = build_custom_model(plan.args.model.model, plan.shape, dtype, device)
-        for parameter in model.parameters() if plan.sharding is not None else ():
-            parameter.data = (
-                parameter.data.float()
-            )  # ranks that share out weights keep them in fp32, rounded all the same
+        if plan.sharding is not None:  # ranks that share out weights keep them in fp32, rounded all the same
+            for parameter in model.parameters():
+                parameter.data = parameter.data.float()
         return model
     race = make_race(device, t.deterministic_mode, plan.world.is_first)
     shape, attend = plan.rank_shape, choose_plan_attention(plan, device, race)

@@ -11,7 +11,7 @@ from megatron_lite.analysis.kernels.number_formats import FORMAT_BYTES, TENSOR_T
 from megatron_lite.analysis.kernels.roles import bare_operator, get_operator_role
 from megatron_lite.analysis.kernels.selection import Selection, heaviest
 from megatron_lite.analysis.trace.columns import Kind, Shapes
-from megatron_lite.estimate.hardware import peak_tflops, match_processor
+from megatron_lite.estimate.hardware import match_processor, peak_tflops
 
 # --- arithmetic and memory traffic of an operator from the shapes of its arguments
 #

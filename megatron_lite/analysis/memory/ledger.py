@@ -11,8 +11,7 @@ from megatron_lite.estimate.memory import (
     logits_bytes,
     plan_micro_batch,
 )
-from megatron_lite.estimate.params import count_parameters
-from megatron_lite.estimate.state_memory import FP32, element_bytes, state_bytes
+from megatron_lite.estimate.model_size import FP32, count_parameters, element_bytes, state_bytes
 from megatron_lite.units import count
 
 NOT_OURS = (KeyError, TypeError, AttributeError, ValueError)  # what a plan of another program raises

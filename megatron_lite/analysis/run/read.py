@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 
 from megatron_lite.analysis.run.run_results import Growth, Numbers, RankLines, RankMedians, Run, Steps
 from megatron_lite.analysis.run.step_lines import CORES, StepLines, number, read_step_lines
-from megatron_lite.config.flops import step_flops
 from megatron_lite.config.shape import ModelShape
 from megatron_lite.errors import UserError
+from megatron_lite.estimate.model_size import step_flops
 from megatron_lite.process_state import is_there
 from megatron_lite.run_folder import RANKS_FILE, RUN_FILE, RUN_SCHEMA, STEPS_FILE
 from megatron_lite.thresholds import GROWTH_PARTS, MIN_BEFORE, steady_growth

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from megatron_lite.config.args import Args, DataArgs
-from megatron_lite.config.data_paths import OF_A_MODEL, TOKENIZER, TOKENIZERS, split_shares, read_argument_files
+from megatron_lite.config.data_paths import OF_A_MODEL, TOKENIZER, TOKENIZERS, read_argument_files, split_shares
 from megatron_lite.config.flags import dashed
 from megatron_lite.config.layout import ZERO_BUBBLE, count_chunks, count_data_ranks, count_stage_layers
 from megatron_lite.config.world import World

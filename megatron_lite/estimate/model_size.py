@@ -1,20 +1,98 @@
-"""Memory of weights, gradients and moments in closed form: what lives from step to step, and what ranks that share out the model
-gather and reduce."""
+"""Sizes of a model: parameters, FLOPs of a step, and memory of weights, gradients and moments, in closed form."""
 
 from collections.abc import Iterator
 
+from megatron_lite.config.layout import Stage
 from megatron_lite.config.plan import Plan
+from megatron_lite.config.shape import ModelShape
 from megatron_lite.estimate.hardware import CUBLAS_THREADS, Processor, cublas_workspace_bytes
-from megatron_lite.estimate.params import count_layer_parameters, count_parameters
 from megatron_lite.estimate.prediction import LedgerRow
 from megatron_lite.units import count
 
 FP32, INT64 = 4, 8
+FORWARD_AND_BACKWARD = 3  # backward has two products of forward's size for each of forward's
+
+
+def count_parameters(shape: ModelShape, stage: Stage | None = None) -> int:
+    """Parameters of the whole model, every one counted once (tied embeddings too), or of a pipeline's stage.
+
+    For the plain GPT this is v*h + s*h + L*(12h^2 + 13h) + 2h.
+    """
+    return sum(count_parameter_parts(shape, stage).values())
+
+
+def count_parameter_parts(shape: ModelShape, stage: Stage | None = None) -> dict[str, int]:
+    """Parameters by part of the model; a part that the shape, or the stage, lacks is 0."""
+    hidden, vocabulary, layers = shape.hidden_size, shape.padded_vocab_size, shape.num_layers
+    is_first, is_last, tied = True, True, shape.tied_embeddings
+    if stage is not None:
+        layers, is_first, is_last = len(stage.layers), stage.is_first, stage.is_last
+    learned = shape.position_embedding == "learned_absolute"
+    of_norm = 2 if shape.normalization == "LayerNorm" else 1  # numbers per channel
+    attention = (shape.qkv_rows + shape.attention_width) * hidden
+    attention += shape.qkv_bias * shape.qkv_rows + shape.linear_bias * hidden
+    attention += 2 * shape.qk_layernorm * of_norm * shape.kv_channels
+    mlp = (shape.fc1_width + shape.ffn_hidden_size) * hidden + shape.linear_bias * (shape.fc1_width + hidden)
+    return {
+        "word embedding": vocabulary * hidden if is_first or is_last and tied else 0,
+        "position embedding": shape.max_position_embeddings * hidden if learned and is_first else 0,
+        "attention": layers * attention,
+        "MLP": layers * mlp,
+        "norms": (2 * layers + is_last) * of_norm * hidden,
+        "output": vocabulary * hidden if is_last and not tied else 0,
+    }
+
+
+def count_layer_parameters(shape: ModelShape) -> int:
+    """Parameters of one layer; the final norm is divided among all layers."""
+    parts = count_parameter_parts(shape)
+    return (parts["attention"] + parts["MLP"] + parts["norms"]) // shape.num_layers
+
+
+# --- arithmetic: only matrix products count, and a multiply-add is 2 operations
+
+
+def step_flops(shape: ModelShape, tokens_sequences: int, causal: bool) -> int:
+    """FLOPs of forward and backward over `tokens_sequences` full sequences; a multiply-add is 2, backward 2 x forward.
+
+    Only matrix products count; recomputation, dropout, norms and the embedding lookup do not.
+    causal=True counts the half of the attention matrix that is used: the convention of Megatron-LM's own
+    "throughput per GPU", 6*B*s*(L*(2*h*ffn + 3h^2 + h*s + h^2) + h*V) for the plain GPT.
+    causal=False counts all of it (12*L*h*s per token): the convention of nanoGPT, torchtitan and PaLM's MFU
+    (Chowdhery et al. 2022, appendix B).
+    """
+    layer = linear_flops(shape, tokens_sequences) + attention_flops(shape, tokens_sequences, causal)
+    return FORWARD_AND_BACKWARD * (shape.num_layers * layer + output_flops(shape, tokens_sequences))
+
+
+def linear_flops(shape: ModelShape, sequences: int) -> int:
+    """Forward of one layer's four linear maps."""
+    projections = (shape.qkv_rows + shape.attention_width) * shape.hidden_size
+    mlp = (shape.fc1_width + shape.ffn_hidden_size) * shape.hidden_size
+    return 2 * sequences * shape.seq_length * (projections + mlp)
+
+
+def attention_flops(shape: ModelShape, sequences: int, causal: bool) -> int:
+    """Forward of one layer's two products with the matrix of scores; causal: with the half of it that is used."""
+    return 2 * sequences * shape.attention_width * shape.seq_length**2 * (1 if causal else 2)
+
+
+def output_flops(shape: ModelShape, sequences: int) -> int:
+    """Forward of the product that makes the logits."""
+    return 2 * sequences * shape.seq_length * shape.hidden_size * shape.padded_vocab_size
+
+
+# --- memory that lives from step to step
 
 
 def element_bytes(precision: str) -> int:
     """Size of one weight or activation in fp32, fp16 or bf16."""
     return FP32 if precision == "fp32" else 2
+
+
+def gradient_bytes(precision: str, in_fp32: bool) -> int:
+    """Bytes of one gradient as ranks reduce it: fp32, or the precision of weights."""
+    return FP32 if in_fp32 else element_bytes(precision)
 
 
 def state_bytes(
@@ -79,7 +157,7 @@ def list_gathered(plan: Plan, layer: int, accumulates: bool) -> Iterator[LedgerR
     """
     shared, layers, each = plan.sharding, len(plan.stage.layers), element_bytes(plan.precision)
     assert shared is not None
-    of_layer, reduced = count_layer_parameters(plan.rank_shape), FP32 if plan.fp32_gradients else each
+    of_layer, reduced = count_layer_parameters(plan.rank_shape), gradient_bytes(plan.precision, plan.fp32_gradients)
     ends, below = count_parameters(plan.rank_shape, plan.stage) - layers * of_layer, min(layer, layers)
     whole = ends + of_layer * (0 < layer <= layers if shared.gathers_twice else below)
     yield per_parameter("parameters", "gathered weights", each, whole)
