@@ -433,10 +433,6 @@ class ProfileArgs:
         """Whether a window is profiled, in any way."""
         return self.profile or self.use_pytorch_profiler or self.record_memory_history
 
-    def list_ranks(self, world_size: int) -> frozenset[int]:
-        """The ranks to profile, of so many."""
-        return frozenset(range(world_size) if -1 in self.profile_ranks else self.profile_ranks)
-
 
 @dataclass(frozen=True)
 class Args:

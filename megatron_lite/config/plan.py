@@ -175,7 +175,7 @@ def resolve(args: Args, world: World, vocab_size: int) -> Plan:
         train_samples=samples,
         learning_rate=_build_learning_rate(args, batch, samples),
         profile_window=range(max(p.profile_step_start, 1), p.profile_step_end) if p.is_on else range(0),
-        profile_ranks=p.list_ranks(world.size),
+        profile_ranks=world.select_ranks(p.profile_ranks),
         compilation=choose_compilation(args, world),
         sharding=plan_sharding(args.parallel, layout),
         # 2 is Megatron's default; where computing needs the cores, reading a batch takes 1 ms of them

@@ -37,6 +37,10 @@ class World:
         """Whether this rank logs: the last one, as in Megatron-LM, where the last pipeline stage holds the loss."""
         return self.rank == self.size - 1
 
+    def select_ranks(self, ranks: tuple[int, ...]) -> frozenset[int]:
+        """The ranks that a flag names; -1 stands for all."""
+        return frozenset(range(self.size) if -1 in ranks else ranks)
+
 
 def read_world(gpus: int, threads: int, environment: Mapping[str, str] = os.environ) -> World:
     """Read the launcher's variables, which have torchrun's names. gpus, threads: as torch counts them here."""

@@ -69,7 +69,9 @@ class NsysRange(Instrument):
         self._on_gpu, self._all_steps = world.gpus > 0, profile.nvtx_ranges
         self._operators = profile.record_shapes
         first = world.rank - world.local_rank
-        self._neighbours = profile.list_ranks(world.size) & {*range(first, first + world.local_size)} - {world.rank}
+        self._neighbours = world.select_ranks(profile.profile_ranks) & {*range(first, first + world.local_size)} - {
+            world.rank
+        }
         self._capture: contextlib.ExitStack | None = None
         self._step, self._in_step = 0, False
 
