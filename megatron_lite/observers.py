@@ -16,7 +16,7 @@ from megatron_lite.estimate.model_size import count_parameters
 from megatron_lite.estimate.run_prediction import describe_forecast, forecast, record_forecast
 from megatron_lite.instruments.base import Instruments
 from megatron_lite.instruments.build_instruments import WhereaboutsKeeper, build_instruments
-from megatron_lite.instruments.memory_oom import explain_unrecorded, is_out_of_memory
+from megatron_lite.instruments.memory_oom import explain_unrecorded, is_out_of_memory, list_remedies
 from megatron_lite.instruments.timeline import Timeline
 from megatron_lite.live_line import EVERY_RANK
 from megatron_lite.parallel.rank_store import RunPosition
@@ -74,7 +74,7 @@ class Observers:
             yield
         except RuntimeError as error:
             if is_out_of_memory(error) and not hasattr(error, "explained"):
-                error.explained = explain_unrecorded(self.plan, error)
+                error.explained = explain_unrecorded(error, self.plan.world.rank, list_remedies(self.plan, {}, 0, 0))
                 for line in error.explained:
                     _log_on_every_rank(line)
             raise

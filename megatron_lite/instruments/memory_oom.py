@@ -119,13 +119,13 @@ def read_asked_bytes(error: BaseException) -> int | None:
     return int(found[1]) if found else None
 
 
-def explain_unrecorded(plan: Plan, error: BaseException) -> list[str]:
+def explain_unrecorded(error: BaseException, rank: int, remedies: list[str]) -> list[str]:
     """Two lines about an out-of-memory error of a CPU run without --record-memory-history."""
     asked, memory = read_asked_bytes(error), read_host_memory()
     words = "" if asked is None else f" {size(asked)} were asked for;"
     return [
-        f"error: out of memory on rank {plan.world.rank}:{words} {size(memory['free'])} of {size(memory['total'])} are free",
-        "  would help: " + "; ".join(list_remedies(plan, {}, 0, 0)),
+        f"error: out of memory on rank {rank}:{words} {size(memory['free'])} of {size(memory['total'])} are free",
+        "  would help: " + "; ".join(remedies),
     ]
 
 
