@@ -107,7 +107,7 @@ def _prepare_torch(plan: Plan) -> bool:
         torch.cuda.set_device(
             find_device(plan.device, plan.world)
         )  # before anything asks for "the" GPU: that would be the first one
-    if plan.compiles_layers:
+    if plan.compilation.layers:
         keep_compiled(os.environ)
     if plan.args.training.deterministic_mode:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

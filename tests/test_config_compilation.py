@@ -36,7 +36,7 @@ CHOICES = [
 @pytest.mark.parametrize(("changes", "world", "target", "why"), CHOICES)
 def test_the_choice_and_its_reason(changes, world, target, why):
     found = plan(changes, world)
-    assert found.compilation.target == target and found.compiles_layers is (target == "layers")
+    assert found.compilation.target == target and found.compilation.layers is (target == "layers")
     assert found.compilation.why.startswith(why) and bool(found.compilation.why) is bool(why)
 
 

@@ -121,11 +121,6 @@ class Plan:
     loader_workers: int  # processes per rank
 
     @property
-    def compiles_layers(self) -> bool:
-        """Whether transformer layers are compiled, each by itself."""
-        return self.compilation.layers
-
-    @property
     def samples_per_pass(self) -> int:
         """Samples of one micro-batch of all data parallel ranks."""
         return self.args.training.micro_batch_size * self.layout.data

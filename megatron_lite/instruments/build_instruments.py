@@ -190,7 +190,7 @@ def build_instruments(plan: Plan, run_dir: Path, timeline: Timeline, tell) -> li
     leads, profiled = world.rank == min(plan.profile_ranks, default=-1), world.rank in plan.profile_ranks
     torch_is_blind = world.under_nsys and on_gpu  # nsys holds the GPU's counters, also where nothing asked it to record
     members: list[Instrument] = []
-    if plan.compiles_layers:
+    if plan.compilation.layers:
         expected = count_compilations(plan.shape, plan.compilation)
         members.append(Compiling(timeline, expected, tell if world.rank == 0 else lambda text: None))
     # the rank that leads says when nothing can be recorded; the last one must not average those steps

@@ -208,7 +208,7 @@ def rehearse(plan: Plan, steps: int = 2, workspace: int = CUBLAS_WORKSPACE) -> R
         outside = "CUDA's own memory" + (" and NCCL's" if plan.world.size > 1 else "")
         inside = "nor what a kernel takes and gives back within itself"
         notes.append(f"{outside}, outside of torch's allocator, is not counted, {inside}")
-    if plan.compiles_layers:
+    if plan.compilation.layers:
         notes.append("--torch-compile layers is not rehearsed: compiled layers hold less")
     collectives = CollectiveCounter("tensor" if plan.layout.tensor == plan.world.size else "data")
     with fake_other_ranks(plan, collectives) as groups:

@@ -26,7 +26,7 @@ def choose_plan_attention(plan: Plan, device: torch.device, pick: Callable[..., 
     # context parallel ranks' attention asks explicit kernels by masks
     given = shape, plan.precision, plan.device, masked or plan.layout.context > 1
     # torch.compile keeps no layer in its cache that computes a gradient in Python
-    skip_future = skips_future_scores(*given) and not plan.compiles_layers
+    skip_future = skips_future_scores(*given) and not plan.compilation.layers
     attend = choose_attention(
         m.attention_backend,
         shape,

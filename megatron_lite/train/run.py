@@ -72,8 +72,9 @@ def run(plan: Plan, streams: DataStreams, eod: int | None, instruments, make_log
         if not plan.args.training.skip_train:
             computed = instruments.gradients_computed if plan.world.size > 1 else None
             step = TrainingStep(plan, replica, optimizer, make, computed)
-            collection = GarbageCollectionHook(plan.args.training)
-            hooks = [hook for hook in (validation, saving, collection) if hook is not None]
+            hooks = [
+                hook for hook in (validation, saving, GarbageCollectionHook(plan.args.training)) if hook is not None
+            ]
             exits = ExitConditions(plan.args.training, device, checkpoints, plan.args.checkpoint.async_save)
             batches = streams.training(progress)
             reason = train(plan.train_iters, progress, step, batches, log, hooks, exits, instruments)
@@ -135,7 +136,7 @@ def build_model(plan: Plan, device: torch.device, groups: Groups | None = None) 
     number = sum(map(math.prod, list_parameters(plan.shape).values()))
     logger.info(f"  number of parameters: {count(number)} ({short_count(number)})")
     logger.info(f"  {describe_compilation(plan.compilation, t.torch_compile_backend, shape.num_layers)}")
-    if plan.compiles_layers:
+    if plan.compilation.layers:
         graphs = count_compilations(plan.shape, plan.compilation)
         compile_layers(model.decoder.layers, t.torch_compile_backend, graphs)
     recompute_layers(model.decoder.layers, plan.stage.chunks, plan.recomputed_layers)
