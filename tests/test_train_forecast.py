@@ -57,10 +57,10 @@ def test_the_remedy_is_a_flag_that_fits():
     peak = forecast(plan(words, ON_GPUS), H200, None).memory.peak.num_bytes
     for world, device in ((ON_GPUS, H200), (ON_GPUS, "Foreign GPU 9"), (World(), None)):
         seen = forecast(plan(words, world), device, peak // 2)
-        flags, _, needs = seen.way_out.rpartition(" would need ")
+        flags, _, needs = seen.remedy.rpartition(" would need ")
         changed = forecast(plan(f"{words} {flags}", world), device, peak // 2)
         assert not changed.excess_bytes(0) and size(changed.memory.peak.num_bytes) == needs
-        assert list(describe_forecast(seen))[-1].endswith(f"; {seen.way_out}.")
+        assert list(describe_forecast(seen))[-1].endswith(f"; {seen.remedy}.")
 
 
 def test_too_little_room_is_said_and_training_goes_on():

@@ -16,7 +16,7 @@ from megatron_lite.units import GIB, count, size
 
 NAMED = 4  # categories of the peak, in the console's line
 SMALL = 0.02  # of the peak: not named there
-NO_WAY_OUT = "training may run out of memory"
+NO_REMEDY = "training may run out of memory"
 # for CPUs and GPUs that no table has: only the memory, which is measured, decides what fits
 ANY = Processor("any", "", None, None, None, None, None, None, None, None, "none")
 
@@ -30,7 +30,7 @@ class Forecast:
     room_bytes: int | None  # of one GPU, or of this machine
     sharing: int  # ranks that share this room
     failures: tuple[str, ...] = ()
-    way_out: str = ""  # flags with which it would fit, where it does not
+    remedy: str = ""  # flags with which it would fit, if it does not fit as it is
 
     def excess_bytes(self, margin: float) -> float:
         """Bytes that tensors take beyond the room less `margin`, a share of it; 0 if nothing is known."""
@@ -63,14 +63,14 @@ def forecast(plan: Plan, device_name: str | None, room_bytes: int | None) -> For
     memory = attempt("memory", predict_memory, heaviest, processor) if heaviest else None
     time = attempt("time", predict_time, plan, processor) if processor else None
     seen = Forecast(memory, time, room_bytes, sharing)
-    way_out = ""
+    remedy = ""
     if seen.excess_bytes(MARGIN):
         # what fits into the room that there is: '--micro-batch-size 2 would need 12.30 GiB'
         room = dataclasses.replace(processor or ANY, memory_gib=(room_bytes or 0) / sharing / GIB)
-        fitting = attempt("way_out", fit, plan, room)
+        fitting = attempt("remedy", fit, plan, room)
         found = fitting and (fitting.found or fitting.way_out)
-        way_out = f"{found.words} would need {size(found.peak_bytes)}" if found else ""
-    return dataclasses.replace(seen, way_out=way_out, failures=tuple(failures))
+        remedy = f"{found.words} would need {size(found.peak_bytes)}" if found else ""
+    return dataclasses.replace(seen, remedy=remedy, failures=tuple(failures))
 
 
 def describe_forecast(seen: Forecast) -> Iterator[str]:
@@ -95,7 +95,7 @@ def describe_forecast(seen: Forecast) -> Iterator[str]:
         leaves = f"leaves less than {MARGIN:.0%} of the memory for libraries and what the allocator loses"
         if seen.excess_bytes(0):
             leaves = f"is {size(seen.excess_bytes(0))} more than there is"
-        yield f"  note: the predicted peak {leaves}; {seen.way_out or NO_WAY_OUT}."
+        yield f"  note: the predicted peak {leaves}; {seen.remedy or NO_REMEDY}."
 
 
 def record_forecast(seen: Forecast) -> dict[str, Any]:

@@ -44,7 +44,7 @@ class Instruments:
 
     def __init__(self, members: list[Instrument], warn):
         self.members, self._warn = list(members), warn
-        self._actions: dict[str, list] = {}  # by moment: methods of those who do anything then
+        self._actions: dict[str, list] = {}  # {moment: methods of the members that override it}
         self._phases: dict[str, _Phase] = {}
 
     def __enter__(self):
@@ -128,8 +128,8 @@ class Window:
 
     def __init__(self, steps: range = range(0), margin: int = 0, train_iters: int = 0):
         self.steps, self.margin, self.started_at, self._train_iters = steps, margin, 0, train_iters
-        self.on_demand = False  # it was asked for while the run went on
-        self.traced_on_demand = False  # such a window has left a trace
+        self.on_demand = False  # the window was requested while the run went on
+        self.traced_on_demand = False  # a window on demand has written a trace
 
     @property
     def last_step(self) -> int:

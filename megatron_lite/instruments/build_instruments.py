@@ -42,13 +42,13 @@ class WhereaboutsKeeper(Instrument):
         self._where.enter(name)
 
     def end_phase(self, name: str, failed: bool):
-        if not failed:  # else the phase is where it failed
+        if not failed:  # keep the phase in which the step failed
             self._where.enter(None)
 
 
 MAX_BEFORE = 50  # steps before the window that are remembered
 WARMING_UP = 1  # the first step of a run allocates, compiles and fills caches
-STEPS_AFTER, MIN_LINGERING = 20, 1.05  # ratio; smaller ones are noise
+STEPS_AFTER, MIN_LINGERING = 20, 1.05  # steps compared after the window; a smaller ratio is noise
 
 
 class Disturbance(Instrument):
@@ -60,14 +60,14 @@ class Disturbance(Instrument):
     def __init__(self, timeline: Timeline, profile: ProfileArgs, world: World, tell):
         self.window, self.timeline, self._tell = timeline.window, timeline, tell
         self._where = f" on rank {world.rank}" if world.size > 1 else ""
-        cupti = world.gpus > 0 and not world.under_nsys  # what torch.profiler records a GPU with
+        cupti = world.gpus > 0 and not world.under_nsys  # torch.profiler records GPUs with CUPTI
         self._cupti_on_demand, self._cupti_planned = cupti, cupti and profile.use_pytorch_profiler
-        self._cupti = False  # it was used
+        self._cupti = False  # CUPTI was used
         self._planned, self._step = timeline.window.steps, 0
         self._before: deque[float] = deque(maxlen=MAX_BEFORE)  # seconds of a step
         self._inside: list[float] = []
         self._after: list[float] = []
-        self._usual: float | None = None  # before the window, while steps after it are compared with that
+        self._usual: float | None = None  # usual seconds before the window; None where steps are not compared with it
 
     def begin(self, step: int):
         self._step, window = step, self.window
@@ -169,7 +169,7 @@ class Compiling(Instrument):
         self.compilations += happening.callback_trigger.name == "DYNAMO"  # others: backward, kernels of the same graph
 
     def _ends(self, happening):
-        if self._since is None:  # it began before this was opened
+        if self._since is None:  # compilation began before this instrument was opened
             return
         seconds, self._since = time.perf_counter() - self._since, None
         self.seconds += seconds
@@ -200,7 +200,7 @@ def build_instruments(plan: Plan, run_dir: Path, timeline: Timeline, tell) -> li
     if leads and (p.profile_on_demand or window.steps):
         members.append(Disturbance(timeline, p, world, tell))
     for_nsys = p.profile and not p.use_pytorch_profiler and profiled
-    if (for_nsys or p.nvtx_ranges) and (on_gpu or world.under_nsys):  # a tool can be there to see it
+    if (for_nsys or p.nvtx_ranges) and (on_gpu or world.under_nsys):  # some tool may record it
         members.append(NsysRange(window if for_nsys else Window(), p, world, tell))
     members += build_memory_instruments(plan, window, tell)
     if profiled and (p.use_pytorch_profiler or p.profile_on_demand and not torch_is_blind):

@@ -12,7 +12,7 @@ from megatron_lite.instruments.memory_tracker import StorageTracker
 from megatron_lite.instruments.snapshot_format import build_annotations, extend_name, write_snapshot
 from megatron_lite.units import count, size
 
-OUTSIDE = 100_000  # events kept before and after the window, for the story of an out-of-memory there
+OUTSIDE = 100_000  # events kept outside of the window, to explain an out-of-memory error there
 
 
 class CudaRecorder:
@@ -25,7 +25,7 @@ class CudaRecorder:
         most: Events that the history holds in the window.
     """
 
-    failure: Exception | None = None  # why recording stopped, if it did
+    failure: Exception | None = None  # the error that stopped recording
 
     def __init__(self, most: int):
         self._most = most
@@ -37,7 +37,7 @@ class CudaRecorder:
         self._is_open = False
 
     def open(self):
-        if not self._is_open:  # whoever opens it earlier has it know more
+        if not self._is_open:  # it may have been opened earlier, to record more
             self._is_open = True
             self._record(min(OUTSIDE, self._most))
 
@@ -165,7 +165,7 @@ class MemoryHistory(Instrument):
         self._recorder.open()
 
     def begin(self, step: int):
-        if self._inside and step not in self.window.steps:  # it was moved away
+        if self._inside and step not in self.window.steps:  # the window was moved
             self._leave_window()
         opens = self.window.opens(step)
         self._recorder.begin_step(pause=not opens and not self._inside)

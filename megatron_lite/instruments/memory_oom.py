@@ -25,7 +25,7 @@ from megatron_lite.instruments.memory_summary import (
 from megatron_lite.instruments.snapshot_format import extend_name, write_snapshot
 from megatron_lite.units import KIB, size
 
-# --- what would help a run that does not fit: only flags that change its memory here
+# --- remedies for a run that does not fit: only flags that change its memory
 
 FULL_RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 EXPANDABLE = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
@@ -47,7 +47,7 @@ def list_remedies(plan: Plan, held: dict[str, int], asked: int, unused: int) -> 
     model, batch, layers = plan.args.model, plan.args.training.micro_batch_size, plan.shape.num_layers
     recomputed = model.recompute_num_layers or 1
 
-    custom = model.model is not None  # of which no formula knows anything
+    custom = model.model is not None  # the formulas know the built-in GPT only
 
     def change(words: str, **changes) -> str:
         if custom:
@@ -83,9 +83,9 @@ def list_remedies(plan: Plan, held: dict[str, int], asked: int, unused: int) -> 
     return found or [LAST_RESORT]
 
 
-MAX_SITES = 3  # that are named
-MAX_FILES = 3  # of failures that somebody caught: a snapshot may be gigabytes
-# of libraries that allocate for themselves; their errors are plain RuntimeErrors
+MAX_SITES = 3  # places in the code that are named
+MAX_FILES = 3  # snapshots of failures that the program caught: each may be gigabytes
+# messages of libraries that allocate memory themselves, as RuntimeErrors
 SIGNS = (
     "out of memory",
     "CUBLAS_STATUS_ALLOC_FAILED",
@@ -102,8 +102,8 @@ class Shortage:
     asked: int | None
     free: int
     total: int
-    reserved: int  # taken by this process's allocator, used or not
-    all_known: bool = True  # every tensor that holds memory is in the snapshot
+    reserved: int  # by this process's allocator, used or not
+    all_known: bool = True  # whether the snapshot has every tensor that holds memory
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
@@ -145,11 +145,11 @@ class OutOfMemory(Instrument):
 
     def close(self, error: BaseException | None):
         if is_out_of_memory(error):
-            if not self._lines:  # not torch's allocator but a library ran out, or nobody called
+            if not self._lines:  # a library ran out of memory, not torch's allocator, or no observer was called
                 self._observe(self._recorder.measure_shortage(read_asked_bytes(error)))
             for line in self._lines:
                 self._tell(line)
-            error.explained = self._lines  # a traceback would only bury them
+            error.explained = self._lines  # a traceback would hide these lines
         elif self._lines:
             self._tell(f"{self._lines[0].removeprefix('error: ')}; the run went on. {self._lines[-1].strip()}")
         self._over = True  # torch knows no way to take an observer back

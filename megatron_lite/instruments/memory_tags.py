@@ -42,7 +42,7 @@ class Place(Instrument):
 
     def end_phase(self, name: str, failed: bool):
         self._mark("END", name)
-        if not failed:  # else this is where it failed, and stays known
+        if not failed:  # keep the place where a step failed
             self.move("", "")
 
     def end(self, step: int):
@@ -105,7 +105,9 @@ class ModuleHooks:
             return
         name = self._running.pop()
         node = output.grad_fn if self._in_backward and isinstance(output, Tensor) else None
-        if node is not None and not any(output is given for given in inputs):  # an Identity hands on what another made
+        if node is not None and not any(
+            output is given for given in inputs
+        ):  # an Identity returns another module's output
             node.register_prehook(partial(self._gradient_arrives, name))
         self._move(self._running[-1] if self._running else "")
 

@@ -30,7 +30,7 @@ from megatron_lite.phases import Phase
 
 FORWARD, BACKWARD = Phase.FORWARD.value, Phase.BACKWARD.value
 FRESH = ("aten::lift_fresh", "aten::resize_")  # their result is an argument, and its memory may be new all the same
-# what records, or calls what records: no part of the stack that is recorded
+# code that records, or calls what records, is left out of stacks
 RECORDERS = (
     "megatron_lite/instruments/",
     "megatron_lite/rehearsal/tracker.py",
@@ -56,7 +56,7 @@ class Stacks:
         Empty on a thread of torch's own, where Python has no frames but the recorders'.
         """
         frame, key = sys._getframe(1), [operation]
-        add = key.append  # this loop is most of what recording costs
+        add = key.append  # most of the time of recording is spent in this loop
         while frame is not None:
             add(id(frame.f_code))
             add(frame.f_lasti)
@@ -111,7 +111,7 @@ class StorageTracker(TorchDispatchMode):
             torch.UntypedStorage.resize_ = lambda storage, size: self._resize(storage, size)
             weak = weakref.ref(self)
 
-            def stop():  # in a forked child, such as a loader's worker: nobody will read what it records
+            def stop():  # a forked child, such as a loader's worker, must not record
                 if (mine := weak()) is not None:
                     mine._recording = False
 
@@ -212,7 +212,7 @@ class StorageTracker(TorchDispatchMode):
         try:
             if self._live.pop(watch.key, None) is not None:
                 self._add(FREE, watch.allocation, (self._stacks.capture() if self._entered else [], self._tag()))
-        except Exception as error:  # noqa: BLE001 - nobody hears of what fails in a weak reference's callback
+        except Exception as error:  # noqa: BLE001 - errors in a weak reference's callback are not raised
             self.failure, self._recording = error, False
 
     def _add(self, action: str, allocation: Allocation, where: tuple[list[dict], str] | None = None):

@@ -33,7 +33,7 @@ class PackageNvtx:
             self.push, self.mark, self.pop = nvtx.push_range, nvtx.mark, nvtx.pop_range
             return
         # nvtx >= 0.2.12 asks the tool by a function that nsys of 2022 to 2024 does not serve, takes the domain for
-        # switched off and drops every range without a word, although the ranges themselves would be recorded
+        # switched off and drops every range silently, although the ranges themselves would be recorded
         from nvtx._lib.lib import DomainHandle
 
         domain = object.__new__(nvtx.Domain)
@@ -117,7 +117,7 @@ class NsysRange(Instrument):
             capture.callback(self._nvtx.pop)
             if self._on_gpu:
                 capture.callback(torch.cuda.synchronize)  # the window's kernels must have run before it ends
-            # a report says nowhere else whose it is
+            # nothing else in a report names the rank
             self._nvtx.mark(f"rank {self._world.rank} of {self._world.size}, window: {self.window.words()}")
             if self._operators:
                 capture.enter_context(torch.autograd.profiler.emit_nvtx(record_shapes=True))
@@ -140,7 +140,7 @@ class NsysRange(Instrument):
         """nsys ends its collection on this node when the first rank leaves the range: the others' last phases would be
         lost. No collective: who does not come is not waited for long."""
         if self._on_gpu:
-            torch.cuda.synchronize()  # not before its own kernels have run has a rank left
+            torch.cuda.synchronize()  # a rank has left when its own kernels have run
         store = dist.distributed_c10d._get_default_store()
         left = f"left the nsys range after step {self._step}/"
         store.set(f"{left}{self._world.rank}", "")

@@ -10,8 +10,8 @@ from megatron_lite.instruments.base import Instrument, Window
 from megatron_lite.run_folder import write_atomically
 from megatron_lite.shared_files import read_bounded
 
-REQUEST = "profile.now"  # the user's: empty, or the number of steps
-ANSWER = "profile.next"  # of the rank that took it: "FIRST STOP", for the other ranks
+REQUEST = "profile.now"  # made by the user: empty, or with the number of steps
+ANSWER = "profile.next"  # written for other ranks by the one that took the request: "FIRST STOP"
 SECONDS_BETWEEN_LOOKS = 0.2  # a folder on a network may take milliseconds to answer
 MAX_STEPS_APART = 5  # hosts: every rank reads back results that are two steps old, which need all ranks
 MAX_BYTES = 100  # read of either: other people may write to the folder
@@ -31,19 +31,19 @@ class OnDemand(Instrument):
         self._request, self._answer = run_dir / REQUEST, run_dir / ANSWER
         self._length = max(profile.profile_step_end - max(profile.profile_step_start, 1), 1)
         self._leads = world.rank == min(plan.profile_ranks, default=-1)
-        self._alone = plan.profile_ranks | {world.size - 1} == {world.rank}  # nobody follows
+        self._alone = plan.profile_ranks | {world.size - 1} == {world.rank}  # no other rank follows
         # what is done in the window; None: nothing can be. nsys holds the GPU's counters, and does not record it either:
         # it was told before the run when to collect, and that is over or taken after one window.
         self._records = "profiling"
         if world.under_nsys and plan.device == "cuda":
             only_memory = "nsys holds the GPU's counters, so only memory is recorded in"
             self._records = only_memory if profile.record_memory_history else None
-        self._seen = None  # the answer that was heeded
-        self._stays = False  # the request that was heeded, as it cannot be removed
+        self._seen = None  # the last answer that was followed
+        self._stays = False  # the request was taken but cannot be removed
         self._looked_at, self._looked_in_step = time.monotonic(), 0
 
     def open(self):
-        if self._leads:  # an answer of an earlier run
+        if self._leads:  # left by an earlier run
             self._answer.unlink(missing_ok=True)
 
     def begin(self, step: int):

@@ -41,7 +41,7 @@ class MemoryNow:
         """The most bytes that tensors took at once since the last call; None without a GPU."""
         if not self._cuda:
             return None
-        found = torch.cuda.memory_stats_as_nested_dict()  # the flat form costs ten times as much
+        found = torch.cuda.memory_stats_as_nested_dict()  # the flat form takes ten times as long
         peaks = {name: found[name]["all"]["peak"] for name in PEAKS}
         torch.cuda.reset_peak_memory_stats()
         self._peaks = {name: max(peak, peaks[name]) for name, peak in self._peaks.items()}
@@ -120,7 +120,7 @@ class Timeline(Instrument):
     """
 
     def __init__(self):
-        self.window = Window()  # whoever profiles puts in another one
+        self.window = Window()  # replaced where a window is profiled
         self.detailed, self.gpu, self.memory, self.cores = True, None, MemoryNow(cuda=False), CoreTime()
         self.current = StepTime(0)
         self._trained_seconds = 0.0  # by the finished steps, taken or not
@@ -163,7 +163,7 @@ class Timeline(Instrument):
         now, phases = time.perf_counter(), self.current.phases
         if self.detailed or name in NOT_TRAINING:
             phases[name] = phases.get(name, 0.0) + now - self._phases_began[name]
-        if failed:  # the GPU may be beyond asking
+        if failed:  # the GPU may have failed
             return
         if self._computed is not None:  # this rank waited for others in it, until now
             (since, edge), self._computed = self._computed, None

@@ -25,7 +25,7 @@ from megatron_lite.instruments.module_ranges import ModuleRanges
 from megatron_lite.phases import PYTHON_GC
 from megatron_lite.units import MIB
 
-# --- a trace on its way to disk: whole under its name or not at all, and looked at before it is called a trace
+# --- writing a trace: whole or not at all, and checked before it gets its name
 
 LARGE = 16 * MIB  # from here on a trace is compressed unless the flags say otherwise: JSON shrinks about 15-fold
 CHUNK, OVERLAP = 4 * MIB, 4096
@@ -90,7 +90,7 @@ def write_whole(path: Path, write, compress: bool | None = False, is_trace: bool
         raise LostFile(f"{path}: {error}") from error
 
 
-# --- torch's C++ writes notes of its profilers to stderr, past all settings; they are no news to a user
+# --- torch's C++ writes notes of its profilers to stderr, whatever the settings; they tell a user nothing
 
 NOISE = re.compile(rb"execution_trace_observer\.cpp|CPUAllocator\.cpp|output_json\.cpp|USDT:|kineto", re.IGNORECASE)
 

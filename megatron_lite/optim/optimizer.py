@@ -157,7 +157,7 @@ class Optimizer:
         with phase(Phase.OPTIMIZER_STEP):
             if self._decay_changes:
                 self._decay(skipped, divide_by)
-            # the attributes through which torch's own GradScaler speaks to fused optimizers
+            # the attributes that torch's GradScaler sets on fused optimizers
             self.engine.grad_scale = torch.where(skipped, self._one, divide_by)
             self.engine.found_inf = skipped.float()
             self.engine.step()

@@ -37,8 +37,8 @@ from megatron_lite.train.loop import Progress
 
 logger = logging.getLogger(__name__)
 
-STATES = ("master", "exp_avg", "exp_avg_sq", "momentum_buffer")  # of a parameter, in its shape
-SECONDS_TO_FINISH = 60  # for a save in the background of a run that fails
+STATES = ("master", "exp_avg", "exp_avg_sq", "momentum_buffer")  # the optimizer's tensors of a parameter's shape
+SECONDS_TO_FINISH = 60  # that a failed run gives a save in the background
 
 
 class Checkpoints:
@@ -46,7 +46,7 @@ class Checkpoints:
 
     def __init__(self, plan: Plan, replica: Replica, optimizer: Optimizer, device: torch.device):
         self.plan, self.replica, self.optimizer, self.device = plan, replica, optimizer, device
-        # by flat name, of the tensors that this rank holds a part of
+        # {flat name: this rank's part of the tensor}
         self._parts = {flat: part for name, part in replica.parts.items() for flat in _flat_names(name)}
         # those that others write: of what tensor parallel ranks hold alike one has them, of a tied embedding the first stage
         uncounted = [name for name, counts in zip(replica.names, replica.counted, strict=True) if not counts]
@@ -54,7 +54,7 @@ class Checkpoints:
         self._others = {flat for name in uncounted for flat in _flat_names(name)} & set(self._parts)
         self._others |= {flat for name in copies for flat in (*_flat_names(name), f"optimizer.{name}.step")}
         c = plan.args.checkpoint
-        # of its own: saving must not mix with training's operations, and needs no GPU to speak
+        # a group of its own: saving must not mix with training's collectives, and needs no GPU
         used, limit = c.save or c.load or c.pretrained_checkpoint, get_time_limit(plan.args.parallel)
         self._group = dist.new_group(backend="gloo", timeout=limit) if used else None
         self._background = Background()

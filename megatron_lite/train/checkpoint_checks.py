@@ -22,14 +22,14 @@ from megatron_lite.parallel.process_group import get_time_limit
 from megatron_lite.user_functions import describe_source
 
 logger = logging.getLogger(__name__)
-MAX_WAIT_S = 60  # for the run that has --save: a launcher leaves its ranks half a minute to end
+MAX_WAIT_S = 60  # for another run to release --save: a launcher leaves its ranks half a minute to end
 
-# free where a file of Megatron-LM does not say whether it was applied
+# may differ in files of Megatron-LM, which do not say whether it was applied
 ROTARY_FACTOR = "rotary_seq_len_interpolation_factor"
 # fields of a shape that may differ between a checkpoint and the run that loads it
 FREE = {"hidden_dropout", "attention_dropout", "softmax_in_fp32", "query_key_layer_scaling"}
 FREE |= {"init_method_std", "seq_length"}
-# the flags behind fields that are named otherwise
+# flags of the fields that have another name
 SHAPE_FLAGS = {
     "padded_vocab_size": "the padded --vocab-size",
     "position_embedding": "--position-embedding-type",
@@ -154,9 +154,9 @@ def _differences(mine: dict, saved: dict, flags: dict, free: set) -> str:
     )
 
 
-# --- which kernels a run computes with, as far as its last bits depend on it: kept in checkpoints, so that a resumed run can tell
+# --- kernels that the last digits of losses depend on: checkpoints keep their names, so that a resumed run can compare
 
-# by what Attend calls its kernel
+# {name of an attention kernel: value of --attention-backend}
 ATTENTION_FLAGS = {"sdpa flash": "flash", "sdpa cudnn": "fused", "explicit": "unfused"}
 
 

@@ -23,9 +23,9 @@ def choose_plan_attention(plan: Plan, device: torch.device, pick: Callable[..., 
     """The attention kernel for a plan on a device, recomputed in backward if the flags ask for it. pick: see choose_attention."""
     m, masked = plan.args.model, plan.args.data.reset_attention_mask
     shape = plan.rank_shape
-    # context parallel ranks' attention asks explicit kernels by masks
+    # context parallel ranks pass masks to explicit kernels
     given = shape, plan.precision, plan.device, masked or plan.layout.context > 1
-    # torch.compile keeps no layer in its cache that computes a gradient in Python
+    # torch.compile does not cache layers that compute a gradient in Python
     skip_future = skips_future_scores(*given) and not plan.compilation.layers
     attend = choose_attention(
         m.attention_backend,

@@ -122,7 +122,7 @@ class TrainingStep:
         """Backward of one turn. last: it is the step's last micro-batch."""
         with self.replica.backward(last), phase(Phase.BACKWARD):
             scaled = objectives.pop((turn.micro_batch, turn.chunk)) * self.optimizer.loss_scale
-            if self._computed is not None and last and turn.chunk == 0:  # others wait for nobody
+            if self._computed is not None and last and turn.chunk == 0:  # other chunks' backward waits for no rank
                 call_when_computed(scaled, self._computed)
             scaled.backward()
             del scaled  # autograd's graph goes here, not somewhere in the loop
