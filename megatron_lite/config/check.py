@@ -7,7 +7,7 @@ from megatron_lite.config.args import Args
 from megatron_lite.config.command_line import CommandLine
 from megatron_lite.config.flags import list_flags
 from megatron_lite.config.plan import choose_compilation
-from megatron_lite.config.rules.machine import machine_rules
+from megatron_lite.config.rules.files import file_rules
 from megatron_lite.config.rules.model import model_rules
 from megatron_lite.config.rules.run import data_rules, profile_rules, rank_rules, watch_rules
 from megatron_lite.config.rules.training import optimizer_rules, precision_rules, training_rules
@@ -37,7 +37,7 @@ RULES_WITHOUT_FILES = (
     required_rules, range_rules, model_rules, training_rules, precision_rules, optimizer_rules, rank_rules, data_rules,
     watch_rules, profile_rules,
 )  # fmt: skip
-RULES = (*RULES_WITHOUT_FILES, machine_rules)
+RULES = (*RULES_WITHOUT_FILES, file_rules)
 
 
 def check(line: CommandLine, world: World, rules: Sequence[Rule] = RULES) -> None:

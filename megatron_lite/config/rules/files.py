@@ -11,7 +11,7 @@ from megatron_lite.config.world import World
 from megatron_lite.errors import DataError
 
 
-def machine_rules(args: Args, world: World) -> Iterator[str]:
+def file_rules(args: Args, world: World) -> Iterator[str]:
     """Files that cannot be read and folders that cannot be written."""
     d, c, w, p, t = args.data, args.checkpoint, args.watch, args.profile, args.training
     if (d.tokenizer_type or TOKENIZER) == "GPT2BPETokenizer":
