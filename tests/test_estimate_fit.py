@@ -40,7 +40,7 @@ def pasted(changes: str, one: Variant, world: World = GPU) -> Plan:
     return plan_of([*words, *(word for flag in one.add for word in flag.split())], world)
 
 
-def match_processor(gib: float, processor: Processor = H200) -> Processor:
+def with_memory(gib: float, processor: Processor = H200) -> Processor:
     return dataclasses.replace(processor, memory_gib=gib)
 
 
@@ -79,13 +79,13 @@ def test_what_the_trainer_would_refuse_is_not_offered_and_the_batch_stays():
     one = build_variant(plan_of(words), None, micro_batch_size=2)
     assert one.plan.batch.final == 4 and set(one.add) == {"--global-batch-size 4", "--micro-batch-size 2"}
     four = World(size=4, local_size=4, gpus=4)  # ranks share it
-    assert fit(plan("--fp16", four), match_processor(1000.0)).found.plan.args.training.micro_batch_size == 4
+    assert fit(plan("--fp16", four), with_memory(1000.0)).found.plan.args.training.micro_batch_size == 4
 
 
 @pytest.mark.parametrize("changes", ["--fp16", "--bf16", "", "--bf16 --attention-backend unfused"])
 @pytest.mark.parametrize("gib", [9.0, 12.0, 16.0, 24.0, 80.0])
 def test_what_is_found_fits_and_can_be_pasted(changes, gib):
-    found = fit(plan(changes), match_processor(gib), 0.1)
+    found = fit(plan(changes), with_memory(gib), 0.1)
     assert found.budget_bytes == int(gib * GIB * 0.9)
     if found.found is None:
         assert found.least.peak_bytes > found.budget_bytes
@@ -97,7 +97,7 @@ def test_what_is_found_fits_and_can_be_pasted(changes, gib):
 
 def test_the_largest_micro_batch_that_divides_the_batch():
     """Each larger divisor, with the same recomputation, is too large."""
-    found = fit(plan("--fp16"), match_processor(24.0)).found
+    found = fit(plan("--fp16"), with_memory(24.0)).found
     larger = [build_variant(plan("--fp16"), None, micro_batch_size=size) for size in (4, 8, 16)
               if size > found.plan.args.training.micro_batch_size]  # fmt: skip
     assert larger and all(one.peak_bytes > 24.0 * GIB * 0.92 for one in larger)
@@ -107,7 +107,7 @@ def test_the_largest_micro_batch_that_divides_the_batch():
 def test_recomputation_is_as_little_as_possible():
     """A layer less would not fit."""
     changes = "--fp16 --seq-length 16384 --max-position-embeddings 16384"
-    found = fit(plan(changes), match_processor(14.0)).found
+    found = fit(plan(changes), with_memory(14.0)).found
     model = found.plan.args.model
     assert (model.recompute_method, found.plan.args.training.micro_batch_size) == ("block", 1)
     assert 1 < model.recompute_num_layers < 24
@@ -128,7 +128,7 @@ def test_recomputation_is_as_little_as_possible():
     ],
 )
 def test_an_impossible_fit_says_the_smallest_change_that_fits(changes, gib, way_out):
-    found = fit(plan(changes), match_processor(gib))
+    found = fit(plan(changes), with_memory(gib))
     assert found.found is None and found.least.peak_bytes > found.budget_bytes
     assert found.way_out.peak_bytes <= found.budget_bytes
     assert any(flag.startswith(way_out) for flag in found.way_out.add), found.way_out.words
@@ -137,11 +137,11 @@ def test_an_impossible_fit_says_the_smallest_change_that_fits(changes, gib, way_
 
 @pytest.mark.parametrize(("changes", "gib"), [("--hidden-size 16384", 4.0), ("--fp16", 5.0)])
 def test_where_the_model_is_too_large_no_other_model_is_proposed(changes, gib):
-    found = fit(plan(changes), match_processor(gib))
+    found = fit(plan(changes), with_memory(gib))
     assert (found.found, found.way_out) == (None, None) and found.least.peak_bytes > found.budget_bytes
 
     # a GPU without bf16 is offered fp16
-    found = fit(plan(LONG), match_processor(14.0, find_processor("V100")))
+    found = fit(plan(LONG), with_memory(14.0, find_processor("V100")))
     assert "--fp16" in found.way_out.add
 
 
@@ -152,7 +152,7 @@ def test_where_the_model_is_too_large_no_other_model_is_proposed(changes, gib):
 def test_ranks_share_out_the_model_before_anything_is_computed_twice(gib, added):
     world = World(size=4, local_size=4, gpus=4)
     now = plan("--num-layers 24 --hidden-size 1280 --num-attention-heads 20 --bf16 --micro-batch-size 1", world)
-    found = fit(now, match_processor(gib)).found
+    found = fit(now, with_memory(gib)).found
     assert (
         found.peak_bytes <= gib * GIB
         and pasted("--hidden-size 1280 --num-attention-heads 20 --bf16 --micro-batch-size 1", found, world)
