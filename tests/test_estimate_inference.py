@@ -6,7 +6,7 @@ import pytest
 
 from megatron_lite.config.shape import ModelShape
 from megatron_lite.estimate.hardware import find_processor, match_processor
-from megatron_lite.estimate.inference import kv_cache_bytes, predict_inference, weight_bytes
+from megatron_lite.estimate.inference import count_kv_cache_bytes, count_weight_bytes, predict_inference
 from megatron_lite.estimate.model_size import state_bytes
 from megatron_lite.estimate.prediction import LedgerRow
 from megatron_lite.units import GIB
@@ -28,10 +28,10 @@ def gb(row: LedgerRow) -> float:
 
 def test_round_numbers_of_every_guide():
     """7B: 28, 14, 7 and 3.5 GB; 14 + 14 + 84 = 112 GB in training, without activations. 13B: 26 to run, 208 to train."""
-    assert [weight_bytes(7 * GB, bits) / GB for bits in (32, 16, 8, 4)] == [28, 14, 7, 3.5]
+    assert [count_weight_bytes(7 * GB, bits) / GB for bits in (32, 16, 8, 4)] == [28, 14, 7, 3.5]
     training = state_bytes(7 * GB, "fp16", False, "adam")
     assert (training["parameters"] / GB, training["gradients"] / GB, sum(training.values()) / GB) == (14, 14, 112)
-    assert weight_bytes(13 * GB, 16) / GB == 26
+    assert count_weight_bytes(13 * GB, 16) / GB == 26
     assert sum(state_bytes(13 * GB, "fp16", False, "adam").values()) / GB == 208
 
 
@@ -47,7 +47,7 @@ def test_llama_7b_and_13b():
     assert seen.cache.formula == "2 x 32 layers x 32 heads x 128 x 4,096 tokens x 1 sequences x 2 bytes"
     assert seen.num_bytes(seen.weights[1]) == seen.weights[1].num_bytes + 2 * GIB
     assert larger.parameters == 13_015_864_320 and gb(larger.weights[1]) == pytest.approx(26.03, abs=0.005)
-    assert larger.cache.num_bytes == kv_cache_bytes(LLAMA_13B, 1, 4096) == 2 * 40 * 5120 * 4096 * 2
+    assert larger.cache.num_bytes == count_kv_cache_bytes(LLAMA_13B, 1, 4096) == 2 * 40 * 5120 * 4096 * 2
 
 
 def test_the_cache_outgrows_the_weights():
@@ -56,7 +56,11 @@ def test_the_cache_outgrows_the_weights():
     assert seen.cache.num_bytes == 16 * GIB > seen.weights[1].num_bytes
     assert seen.batches_beyond_weights == (13, 7, 4, 2)
     for row, batch in zip(seen.weights, seen.batches_beyond_weights):
-        assert kv_cache_bytes(LLAMA_7B, batch - 1, 4096) <= row.num_bytes < kv_cache_bytes(LLAMA_7B, batch, 4096)
+        assert (
+            count_kv_cache_bytes(LLAMA_7B, batch - 1, 4096)
+            <= row.num_bytes
+            < count_kv_cache_bytes(LLAMA_7B, batch, 4096)
+        )
 
 
 def test_groups_tokens_batch_and_width_scale_the_cache():

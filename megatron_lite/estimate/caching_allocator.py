@@ -131,7 +131,7 @@ class Layout:
                 if size == segment.size:
                     amount = size
                 elif self._expandable and address == segment.starts[-1]:
-                    amount = size // _page(pool) * _page(pool)
+                    amount = size // _get_page_bytes(pool) * _get_page_bytes(pool)
                 if not amount:
                     continue
                 free.remove(entry)
@@ -152,7 +152,7 @@ class Layout:
 
     def _room(self, size: int, pool: str, allocation: Allocation) -> Segment | None:
         """Make a free block of at least `size` bytes; returns the new segment."""
-        free, page = self._free[pool, allocation.stream], _page(pool)
+        free, page = self._free[pool, allocation.stream], _get_page_bytes(pool)
         number = self._arena.get((pool, allocation.stream))
         if number is None or not self.segments[number].starts:
             total = -(-size // page) * page
@@ -182,5 +182,5 @@ class Layout:
         return None
 
 
-def _page(pool: str) -> int:
+def _get_page_bytes(pool: str) -> int:
     return SMALL_SEGMENT if pool == "small" else LARGE_SEGMENT

@@ -76,9 +76,11 @@ def find_processor(text: str) -> Processor:
     Raises UserError, with all names, for one whose memory the table does not hold.
     """
     known = [one for one in PROCESSORS if one.memory_gib]
-    wanted = _words(text)
-    fitting = [one for one in known if wanted[:1] == _words(one.name)[:1] and {*wanted} <= {*_words(one.name)}]
-    exact = [one for one in fitting if {*wanted} == {*_words(one.name)}]
+    wanted = _split_name(text)
+    fitting = [
+        one for one in known if wanted[:1] == _split_name(one.name)[:1] and {*wanted} <= {*_split_name(one.name)}
+    ]
+    exact = [one for one in fitting if {*wanted} == {*_split_name(one.name)}]
     found = next(iter(exact + fitting), None) or match_processor(text)
     if found is None or found not in known:
         raise UserError(f"GPU '{text}': not in the table; take one of {', '.join(one.name for one in known)}.")
@@ -99,7 +101,7 @@ def get_peak_tflops(processor: Processor, precision: str) -> float | None:
     return peaks.get(precision, processor.half_tflops if precision in ("fp16", "bf16") else None)
 
 
-def _words(name: str) -> list[str]:
+def _split_name(name: str) -> list[str]:
     """'NVIDIA A100-SXM4-80GB' -> ['a100', 'sxm', '80']: what tells boards apart."""
     words = re.findall(r"[a-z0-9]+", name.lower())
     words = [re.sub(r"^(\d+)gi?b$", r"\1", re.sub(r"^sxm\d$", "sxm", word)) for word in words]

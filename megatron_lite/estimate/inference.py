@@ -49,23 +49,23 @@ def predict_inference(
     weights = []
     for name, bits in WEIGHT_BITS.items():
         formula = f"{bits / 8:g} bytes x {count(number)} parameters"
-        weights.append(LedgerRow("parameters", f"weights in {name}", weight_bytes(number, bits), formula))
+        weights.append(LedgerRow("parameters", f"weights in {name}", count_weight_bytes(number, bits), formula))
     formula = (
         f"2 x {shape.num_layers} layers x {shape.num_query_groups} heads x {shape.kv_channels} x "
         f"{count(tokens)} tokens x {count(batch)} sequences x {cache_bytes} bytes"
     )
-    cache_size = kv_cache_bytes(shape, batch, tokens, cache_bytes)
+    cache_size = count_kv_cache_bytes(shape, batch, tokens, cache_bytes)
     # every weight that takes part is read once for the whole batch, the cache wholly; of tables a token reads one row only,
     # but a tied word embedding is the output matrix, too
     words = 0 if shape.tied_embeddings else shape.padded_vocab_size
     positions = shape.max_position_embeddings if shape.position_embedding == "learned_absolute" else 0
     token_rows, gb_s = [], (processor.memory_gb_s if processor else None) or 0.0
     for bits in WEIGHT_BITS.values() if gb_s else ():
-        read = weight_bytes(number - (words + positions) * shape.hidden_size, bits)
+        read = count_weight_bytes(number - (words + positions) * shape.hidden_size, bits)
         rate = f"({read / 1e9:.2f} GB of weights + {cache_size / 1e9:.2f} GB of cache) at {gb_s:,.0f} GB/s"
         ms = (read + cache_size) / gb_s / 1e6
         token_rows.append(TimeRow("next token of each sequence", ms, "memory", rate))
-    one = kv_cache_bytes(shape, 1, tokens, cache_bytes)
+    one = count_kv_cache_bytes(shape, 1, tokens, cache_bytes)
     return InferencePrediction(
         parameters=number,
         tokens=tokens,
@@ -77,11 +77,11 @@ def predict_inference(
     )
 
 
-def weight_bytes(parameters: int, bits: int) -> int:
+def count_weight_bytes(parameters: int, bits: int) -> int:
     """Bytes of the weights alone; formats of 4 and 8 bits need some more for scales and zero points."""
     return -(-parameters * bits // 8)
 
 
-def kv_cache_bytes(shape: ModelShape, batch: int, tokens: int, element_bytes: int = CACHE_BYTES) -> int:
+def count_kv_cache_bytes(shape: ModelShape, batch: int, tokens: int, element_bytes: int = CACHE_BYTES) -> int:
     """2*L*G*D*s*b*e: keys and values of L layers; G heads of them (fewer with grouped queries), each D wide."""
     return 2 * shape.num_layers * shape.num_query_groups * shape.kv_channels * tokens * batch * element_bytes

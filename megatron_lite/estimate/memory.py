@@ -186,7 +186,7 @@ def _keep_until_scores(batch: MicroBatch) -> Held:
     return held
 
 
-def _size_scores(batch: MicroBatch) -> tuple[int, list[int]]:
+def _measure_scores(batch: MicroBatch) -> tuple[int, list[int]]:
     """(bytes of the probabilities, of what is kept where scores are written down, softmax first), for each token."""
     if batch.attention == FUSED:
         return 0, []
@@ -214,7 +214,7 @@ def _keep_layer(batch: MicroBatch) -> Held:
     """
     shape, held = batch.shape, _keep_until_scores(batch)
     inner = (4 if shape.activation == "swiglu" else 2) * shape.ffn_hidden_size
-    held[SCORES] += 0 if batch.recomputes_attention else sum(_size_scores(batch)[1])
+    held[SCORES] += 0 if batch.recomputes_attention else sum(_measure_scores(batch)[1])
     held.update({NORMS: batch.hidden_norm_bytes, LINEAR_INPUTS: batch.input_bytes})
     held.update({MLP: batch.element_bytes * inner, MASKS: 2 * batch.mask_bytes})
     return held
@@ -287,7 +287,7 @@ def _list_layer_backward(batch: MicroBatch) -> Iterator[tuple[str, Held]]:
         kept + Held({GRADIENTS: each * (hidden + stream + gathered + gathered // batch.shares + shape.qkv_width)}),
     )
     kept = _keep_until_scores(replace(batch, recomputes_attention=False))
-    probabilities, scores = _size_scores(batch)
+    probabilities, scores = _measure_scores(batch)
     if not scores:
         keys = shape.num_query_groups * shape.kv_channels
         yield "core_attention", kept + Held({GRADIENTS: each * (stream + 2 * wide + 2 * keys)})

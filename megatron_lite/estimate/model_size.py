@@ -61,11 +61,11 @@ def step_flops(shape: ModelShape, tokens_sequences: int, causal: bool) -> int:
     causal=False counts all of it (12*L*h*s per token): the convention of nanoGPT, torchtitan and PaLM's MFU
     (Chowdhery et al. 2022, appendix B).
     """
-    layer = linear_flops(shape, tokens_sequences) + attention_flops(shape, tokens_sequences, causal)
-    return FORWARD_AND_BACKWARD * (shape.num_layers * layer + output_flops(shape, tokens_sequences))
+    layer = count_linear_flops(shape, tokens_sequences) + attention_flops(shape, tokens_sequences, causal)
+    return FORWARD_AND_BACKWARD * (shape.num_layers * layer + count_output_flops(shape, tokens_sequences))
 
 
-def linear_flops(shape: ModelShape, sequences: int) -> int:
+def count_linear_flops(shape: ModelShape, sequences: int) -> int:
     """Forward of one layer's four linear maps."""
     projections = (shape.qkv_rows + shape.attention_width) * shape.hidden_size
     mlp = (shape.fc1_width + shape.ffn_hidden_size) * shape.hidden_size
@@ -77,7 +77,7 @@ def attention_flops(shape: ModelShape, sequences: int, causal: bool) -> int:
     return 2 * sequences * shape.attention_width * shape.seq_length**2 * (1 if causal else 2)
 
 
-def output_flops(shape: ModelShape, sequences: int) -> int:
+def count_output_flops(shape: ModelShape, sequences: int) -> int:
     """Forward of the product that makes the logits."""
     return 2 * sequences * shape.seq_length * shape.hidden_size * shape.padded_vocab_size
 

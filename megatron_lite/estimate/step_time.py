@@ -24,11 +24,11 @@ from megatron_lite.estimate.model_size import (
     FORWARD_AND_BACKWARD,
     FP32,
     attention_flops,
+    count_linear_flops,
+    count_output_flops,
     count_parameters,
     element_bytes,
     gradient_bytes,
-    linear_flops,
-    output_flops,
     step_flops,
 )
 from megatron_lite.estimate.prediction import TimePrediction, TimeRow
@@ -177,7 +177,7 @@ def _list_parts(plan: Plan, sequences: int) -> Iterator[Part]:
     masked = plan.args.data.reset_attention_mask
     kernel, _ = predict_attention_kernel(shape, plan.precision, plan.device, model.attention_backend, masked)
     stored = kernel != FUSED
-    linear, attention = linear_flops(shape, sequences), attention_flops(shape, sequences, causal=not stored)
+    linear, attention = count_linear_flops(shape, sequences), attention_flops(shape, sequences, causal=not stored)
     # a context parallel rank's queries meet the keys of whole sequences
     attention *= plan.layout.context
     # the two products of a layer's forward pass; a fused kernel leaves out the half that the mask hides
@@ -195,7 +195,7 @@ def _list_parts(plan: Plan, sequences: int) -> Iterator[Part]:
     def move(name: str, elements: int, num_bytes: int, of_what: str, in_backward: float) -> Part:
         return Part(name, MEMORY, elements * num_bytes, f"{of_what} x {count(num_bytes)} bytes", in_backward)
 
-    output = output_flops(shape, sequences) if plan.stage.is_last else 0
+    output = count_output_flops(shape, sequences) if plan.stage.is_last else 0
     products = FORWARD_AND_BACKWARD * (layers * linear + output)
     formula = f"6 x {count(tokens)} tokens x {count(products // (6 * tokens))} weights"
     yield Part("matrix products", COMPUTE, products, formula, 2 / 3)

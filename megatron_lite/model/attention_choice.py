@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron_lite.config.shape import ModelShape
 from megatron_lite.errors import UserError, first_line
-from megatron_lite.model.attention import Attend, explicit_attention, sdpa_arguments, sdpa_attention
+from megatron_lite.model.attention import Attend, explicit_attention, make_sdpa_arguments, sdpa_attention
 from megatron_lite.model.kernel_choice import EXPLICIT, MAX_EXPLICIT_POSITIONS
 
 NAMES = {
@@ -79,7 +79,7 @@ def choose_attention(
         raise UserError(f"--attention-backend {backend}: not one of auto, flash, fused, unfused, local; use auto")
     probes = _probes(shape, batch, torch.device(device), dtype, masked)
     if backend == "auto":
-        return _automatic(probes, explain, pick)
+        return _choose_automatically(probes, explain, pick)
     wanted = FORCED[backend]
     for expand, probe in enumerate(probes):
         choice, reason = _ask_torch(probe, wanted)
@@ -88,7 +88,7 @@ def choose_attention(
     raise UserError(f"--attention-backend {backend}: cannot run here ({reason}); use --attention-backend auto")
 
 
-def _automatic(probes: list[Probe], explain: bool, pick: Callable | None) -> Attend:
+def _choose_automatically(probes: list[Probe], explain: bool, pick: Callable | None) -> Attend:
     """The kernel for auto: torch's choice, or the fastest. Keys are repeated per head only if no fused kernel runs otherwise."""
     choices = [_ask_torch(probe)[0] for probe in probes]
     fused = [i for i, choice in enumerate(choices) if choice not in (None, SDPBackend.MATH)]
@@ -129,7 +129,7 @@ def _ask_torch(probe: Probe, backend: SDPBackend | None = None) -> tuple[SDPBack
     torch gives its reasons as warnings, and only while refusing; there is no call that returns them.
     """
     device = probe.q_BNTD.device.type
-    arguments = sdpa_arguments(probe.q_BNTD, probe.k_BGTD, probe.mask_B1TT, probe.dropout)
+    arguments = make_sdpa_arguments(probe.q_BNTD, probe.k_BGTD, probe.mask_B1TT, probe.dropout)
     if backend in CUDA_ONLY and device != "cuda":
         return None, f"it needs a CUDA device, not {device}"
     with warnings.catch_warnings(record=True) as caught:

@@ -47,12 +47,12 @@ class Checkpoints:
     def __init__(self, plan: Plan, replica: Replica, optimizer: Optimizer, device: torch.device):
         self.plan, self.replica, self.optimizer, self.device = plan, replica, optimizer, device
         # {flat name: this rank's part of the tensor}
-        self._parts = {flat: part for name, part in replica.parts.items() for flat in _flat_names(name)}
+        self._parts = {flat: part for name, part in replica.parts.items() for flat in _list_flat_names(name)}
         # those that others write: of what tensor parallel ranks hold alike one has them, of a tied embedding the first stage
         uncounted = [name for name, counts in zip(replica.names, replica.counted, strict=True) if not counts]
         copies = [name for name in replica.names if is_copy(plan.stage, name)]
-        self._others = {flat for name in uncounted for flat in _flat_names(name)} & set(self._parts)
-        self._others |= {flat for name in copies for flat in (*_flat_names(name), f"optimizer.{name}.step")}
+        self._others = {flat for name in uncounted for flat in _list_flat_names(name)} & set(self._parts)
+        self._others |= {flat for name in copies for flat in (*_list_flat_names(name), f"optimizer.{name}.step")}
         c = plan.args.checkpoint
         # a group of its own: saving must not mix with training's collectives, and needs no GPU
         used, limit = c.save or c.load or c.pretrained_checkpoint, get_time_limit(plan.args.parallel)
@@ -133,7 +133,7 @@ class Checkpoints:
         ):
             if source is None:
                 continue
-            slot = find_latest_valid(Path(source), step, self._damage, logger.info, self._as_first_rank, flag)
+            slot = find_latest_valid(Path(source), step, self._find_damage, logger.info, self._as_first_rank, flag)
             if slot is not None:  # a release is weights, whatever it holds, as in Megatron
                 return self._restore(slot.expected, weights_only or slot.name == RELEASE, progress)
         if c.load is not None:
@@ -201,7 +201,7 @@ class Checkpoints:
             raise found[0]
         return found[0]
 
-    def _damage(self, path: Path) -> str | None:
+    def _find_damage(self, path: Path) -> str | None:
         """What is wrong with a checkpoint; each rank checks a part of it."""
         world = self.plan.world
         everyone: list = [None] * world.size
@@ -267,6 +267,6 @@ class Checkpoints:
             set_random_state({name.removeprefix(prefix): value for name, value in state.items()}, self.device)
 
 
-def _flat_names(name: str) -> list[str]:
+def _list_flat_names(name: str) -> list[str]:
     """Flat names of a parameter and of the optimizer's tensors of its shape."""
     return [f"model.{name}", *(f"optimizer.{name}.{kind}" for kind in STATES)]

@@ -97,7 +97,7 @@ def require_shape(path: Path, record: Record, shape: ModelShape, custom: str | N
         held = f"the model of --model {model}; give that flag" if model else "a GPT; drop --model"
         raise CheckpointError(f"--load {path}: holds {held}.")
     free = FREE if record.trainer == Record.trainer else FREE | {ROTARY_FACTOR}
-    wrong = _differences(mine, record.shape, SHAPE_FLAGS, free)
+    wrong = _describe_differences(mine, record.shape, SHAPE_FLAGS, free)
     if wrong:
         raise CheckpointError(f"--load {path}: holds another model ({wrong}); give its flags.")
 
@@ -137,7 +137,7 @@ def require_schedule(path: Path, record: Record, o: OptimizerArgs, schedule: Lea
         return None
     if o.use_checkpoint_opt_param_scheduler:
         return record.schedule
-    wrong = _differences(mine, record.schedule, SCHEDULE_FLAGS, set())
+    wrong = _describe_differences(mine, record.schedule, SCHEDULE_FLAGS, set())
     if wrong:
         raise CheckpointError(
             f"--load {path}: another schedule ({wrong}); add --override-opt-param-scheduler to take the command line's, or "
@@ -146,7 +146,7 @@ def require_schedule(path: Path, record: Record, o: OptimizerArgs, schedule: Lea
     return None
 
 
-def _differences(mine: dict, saved: dict, flags: dict, free: set) -> str:
+def _describe_differences(mine: dict, saved: dict, flags: dict, free: set) -> str:
     return "; ".join(
         f"{flags.get(name, dashed(name))} is {mine[name]}, the checkpoint's {saved.get(name)}"
         for name in mine

@@ -177,7 +177,7 @@ class SlowRanks:
         """(what, line) for the rank that is slow now and mostly was in the last intervals, in each phase."""
         if len(f.steps) < 2 or not min(f.steps) >= MIN_STEPS:  # NaN: a rank without steps
             return
-        without_core = _without_core(f)
+        without_core = _find_rank_without_core(f)
         for name in (name for name in INDEPENDENT if name in f.host_ms):
             times, history = f.own_ms(name), self._history[name]
             found = slowest_rank(times, f.step_ms, self._stages)
@@ -194,14 +194,14 @@ class SlowRanks:
                 yield f"{rank} {name}", line
 
 
-def _without_core(f: RankFigures) -> tuple[int, float | None] | None:
+def _find_rank_without_core(f: RankFigures) -> tuple[int, float | None] | None:
     named = [f.cores.get(name, ()) for name in ("core_wait_ms", "involuntary_switches", "cpu_ms")]
     return rank_without_core(*named, f.step_ms)
 
 
 def find_core_wait(f: RankFigures) -> Iterator[tuple[str, str]]:
     """(what, line) if a rank is not given its cores: then nothing is to be learned from who is slower."""
-    found = _without_core(f) if min(f.steps) >= MIN_STEPS else None
+    found = _find_rank_without_core(f) if min(f.steps) >= MIN_STEPS else None
     if found:
         rank, ms = found
         how_long = f" for {ms:.1f} of {f.step_ms[rank]:.1f} ms per step" if ms is not None else ", time and again,"

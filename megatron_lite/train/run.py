@@ -57,7 +57,7 @@ def run(plan: Plan, streams: DataStreams, eod: int | None, instruments, make_log
     # from here on each rank draws its own dropout, but for hidden states that tensor parallel ranks all have
     alike = plan.layout.tensor > 1 and not plan.layout.sequence_parallel
     own = plan.layout.replica + plan.layout.replicas * plan.layout.pipeline_rank if alike else plan.world.rank
-    _seed(plan.args.training.seed + 1 + own)
+    _set_seed(plan.args.training.seed + 1 + own)
     progress, checkpoints = Progress(), Checkpoints(plan, replica, optimizer, device)
     checkpoints.load(progress)
     instruments.resume(progress.started_at)
@@ -98,7 +98,7 @@ def build_model(plan: Plan, device: torch.device, groups: Groups | None = None) 
     """
     t, dtype = plan.args.training, DTYPES[plan.precision]
     if plan.args.model.model is not None:
-        _seed(t.seed)
+        _set_seed(t.seed)
         model = build_custom_model(plan.args.model.model, plan.shape, dtype, device)
         if plan.sharding is not None:  # ranks that share out weights keep them in fp32, rounded all the same
             for parameter in model.parameters():
@@ -122,7 +122,7 @@ def build_model(plan: Plan, device: torch.device, groups: Groups | None = None) 
     if in_parts and plan.sharding is None:
         model.to_empty(device=first)
     parts = find_parts(model, plan.layout, plan.sharding, shape.activation == "swiglu")
-    _seed(t.seed)  # here: torch's own layers draw where they have memory
+    _set_seed(t.seed)  # here: torch's own layers draw where they have memory
     if plan.sharding is None:
         initialize(dict(model.named_parameters()), plan.shape, parts, dtype)
         model.to(device=device, dtype=dtype)
@@ -147,7 +147,7 @@ def build_model(plan: Plan, device: torch.device, groups: Groups | None = None) 
     return model
 
 
-def _seed(seed: int):
+def _set_seed(seed: int):
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)

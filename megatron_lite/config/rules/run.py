@@ -23,10 +23,10 @@ def rank_rules(args: Args, world: World) -> Iterator[str]:
         yield f"--expert-model-parallel-size {p.expert_model_parallel_size} is refused: there are no experts; give 1."
     tensor, instances = p.tensor_model_parallel_size, p.num_distributed_optimizer_instances
     if tensor > 1:
-        yield from _tensor_parallel(args, world)
+        yield from _check_tensor_parallel(args, world)
     if p.context_parallel_size > 1:
-        yield from _context_parallel(args, world)
-    yield from _pipeline_parallel(args, world)
+        yield from _check_context_parallel(args, world)
+    yield from _check_pipeline_parallel(args, world)
     replicas = count_data_ranks(p, world) * max(p.context_parallel_size, 1)
     if instances > 0 and replicas % instances:
         yield (
@@ -44,7 +44,7 @@ def rank_rules(args: Args, world: World) -> Iterator[str]:
         )
 
 
-def _tensor_parallel(args: Args, world: World) -> Iterator[str]:
+def _check_tensor_parallel(args: Args, world: World) -> Iterator[str]:
     """Mistakes among what tensor parallel ranks are to split."""
     m, size = args.model, args.parallel.tensor_model_parallel_size
     name = f"--tensor-model-parallel-size {size}"
@@ -70,7 +70,7 @@ def _tensor_parallel(args: Args, world: World) -> Iterator[str]:
             yield f"{name}: does not divide --{flag} {value}; change one of them."
 
 
-def _context_parallel(args: Args, world: World) -> Iterator[str]:
+def _check_context_parallel(args: Args, world: World) -> Iterator[str]:
     """Mistakes among what context parallel ranks are to share out."""
     size, length, tensor = (
         args.parallel.context_parallel_size,
@@ -89,7 +89,7 @@ def _context_parallel(args: Args, world: World) -> Iterator[str]:
         yield f"{name} does not go with --reset-attention-mask, whose documents may lie on several ranks; drop one of them."
 
 
-def _pipeline_parallel(args: Args, world: World) -> Iterator[str]:
+def _check_pipeline_parallel(args: Args, world: World) -> Iterator[str]:
     """Mistakes among stages, and the layers that they are to share out."""
     p, layers = args.parallel, args.model.num_layers
     stages, name = p.pipeline_model_parallel_size, f"--pipeline-model-parallel-size {p.pipeline_model_parallel_size}"
@@ -185,10 +185,10 @@ def data_rules(args: Args, world: World) -> Iterator[str]:
                 yield f"--split {d.split}: no share is left for training; give one, such as 969,30,1."
         except DataError as error:
             yield f"{error}."
-    yield from _tokenizer(d)
+    yield from _check_tokenizer(d)
 
 
-def _tokenizer(d: DataArgs) -> Iterator[str]:
+def _check_tokenizer(d: DataArgs) -> Iterator[str]:
     kind = d.tokenizer_type or TOKENIZER
     if kind not in TOKENIZERS:
         yield (
