@@ -17,6 +17,7 @@ from megatron_lite.config.world import World, read_world
 from megatron_lite.data.tokenizers import build_tokenizer
 from megatron_lite.errors import ConfigError, UserError, describe_memory_error, is_memory_error
 from megatron_lite.live_line import set_up_logging
+from megatron_lite.model.custom_model import find_custom_model
 from megatron_lite.observers import Observers
 from megatron_lite.parallel.layers import keep_compiled, no_compiler
 from megatron_lite.parallel.process_group import device_of, process_group
@@ -84,6 +85,7 @@ def _run(argv: list[str], world: World, launcher: LauncherWatch):
     observers = Observers(plan, machine)
     _log_choices(plan, observers, keeps_memory)
     streams = DataStreams(plan)  # damaged or unfitting data is told before ranks meet and files are made
+    find_custom_model(plan)
     require_checkpoint(plan)
     with observers.explain_early_end(), process_group(plan) as ranks, save_reserved(plan):
         agreed = [default_run_dir(plan.args.watch.run_dir, plan.args.watch.tensorboard_dir, plan.args.checkpoint.save)]

@@ -19,7 +19,7 @@ from megatron_lite.instruments.build_instruments import WhereaboutsKeeper, build
 from megatron_lite.instruments.memory_oom import explain_unrecorded, is_out_of_memory
 from megatron_lite.instruments.timeline import Timeline
 from megatron_lite.live_line import EVERY_RANK
-from megatron_lite.parallel.rank_store import RunPosition
+from megatron_lite.parallel.rank_status import RunPosition
 from megatron_lite.train.log import Log
 from megatron_lite.train.loop import Progress
 from megatron_lite.train.post_run_report import end_with_report, wants_report
@@ -38,7 +38,9 @@ class Observers:
         gpu = torch.cuda.get_device_properties(plan.world.gpu) if on_gpu else None
         self._peak_tflops = peak_tflops(gpu.name, plan.precision) if on_gpu else None
         self.peak_words = "MFU unknown: no peak for this processor in the table"  # what model FLOPs are held against
-        if self._peak_tflops is not None:
+        if plan.args.model.model is not None:
+            self.peak_words = f"MFU, FLOPs and memory of --model {plan.args.model.model} are unknown"
+        elif self._peak_tflops is not None:
             self.peak_words = f"MFU against {self._peak_tflops:g} TFLOP/s"
         room = gpu.total_memory if on_gpu else machine.memory_bytes
         self._prediction = forecast(plan, gpu.name if on_gpu else None, room)
@@ -51,7 +53,8 @@ class Observers:
         plan, self._run_dir = self.plan, run_dir
         members = [WhereaboutsKeeper(where), *build_instruments(plan, run_dir, self._timeline, _log_on_every_rank)]
         prediction = as_record(self._prediction)
-        self.record = RunRecord(plan, run_dir, parameter_count(plan.shape), self._peak_tflops, prediction)
+        parameters = parameter_count(plan.shape) if plan.args.model.model is None else None
+        self.record = RunRecord(plan, run_dir, parameters, self._peak_tflops, prediction)
         with self.record, Instruments(members, _log_on_every_rank) as self.instruments:
             yield
 

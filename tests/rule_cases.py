@@ -10,7 +10,7 @@ FOUR_RANKS, ONE_GPU = World(size=4, local_size=4), World(gpus=1)
 
 BROKEN = split_cases("""
 --hidden-size 1073741824 ; --micro-batch-size 1073741824 --global-batch-size 1073741824 --ffn-hidden-size 2147483647
---num-attention-heads 5 ; --group-query-attention --num-query-groups 3 ; --group-query-attention --num-query-groups 0
+--model a.py:f --use-torch-fsdp2 ; --num-attention-heads 5 ; --group-query-attention --num-query-groups 3 ; --group-query-attention --num-query-groups 0
 !--max-position-embeddings ; --max-position-embeddings 31 ; --position-embedding-type rope --kv-channels 15
 --position-embedding-type rope --rotary-percent 0.1 ; --swiglu --squared-relu ; --swiglu --hidden-size 20
 --attention-backend flash ; --attention-backend fused --attention-dropout 0 ; --recompute-granularity full

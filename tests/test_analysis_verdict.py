@@ -12,7 +12,8 @@ from training_maker import gpu, ordinary_steps, run
 from megatron_lite.analysis.analyze import analyze, describe_run
 from megatron_lite.analysis.audit.answers import Answer
 from megatron_lite.analysis.audit.audit import audit_run
-from megatron_lite.analysis.run_facts import Facts, RankFacts
+from megatron_lite.analysis.rank_facts import RankFacts
+from megatron_lite.analysis.run_facts import Facts
 from megatron_lite.analysis.verdict import build_verdict
 from megatron_lite.report.sections.all import run_section
 

@@ -197,6 +197,7 @@ def test_what_cannot_matter_is_said():
             external = ["!--mock-data", "--dataloader-type", "external", "--external-dataloader", "a.py:f"]
             context = external if flag.field == "num_workers" else []
             context = ["--no-step-timeline"] if "timeline" in needed else context
+            context = ["--model", "a.py:f"] if "--model" in needed else context
             told = remarks(read([*context, flag.spelling, *value]), ALONE)
             assert f"{flag.spelling} has no effect without {needed}." in told and len(told) <= 2, told
 

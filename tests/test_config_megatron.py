@@ -36,6 +36,7 @@ OF_THIS_TRAINER = """
     --explain-attention --no-exit-on-save-failure --external-dataloader --run-dir --pytorch-profiler-collect-memory
     --pytorch-profiler-collect-flops --profile-modules --memory-history-events --profile-gzip --no-profile-gzip
     --no-profile-on-demand --no-report --no-step-timeline --mlflow-experiment --torch-compile --torch-compile-backend
+    --model
 """
 VALUES = {"--warmup": "0.1", "--checkpoint-granularity": "full", "--checkpoint-method": "block"}
 SEED = """--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 2048 --max-position-embeddings 2048

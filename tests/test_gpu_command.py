@@ -297,11 +297,11 @@ def test_the_command_goes_on_after_a_failure(command_with, tmp_path):
     assert code == 1 and said.err == ""
     lines = said.out.splitlines()
     assert lines[0] == "NVIDIA H200, torch 2.13.0; at most 9 minutes"
-    assert [line.split()[0] for line in lines[1:8]] == names  # as it went
-    assert [line.split()[0] for line in lines[9:16]] == names  # the table
+    assert [line.split()[0] for line in lines[1 : 1 + len(names)]] == names  # as it went
+    assert [line.split()[0] for line in lines[2 + len(names) : 2 + 2 * len(names)]] == names  # the table
     assert "  syncs: failed: t1: why" in lines and lines[-1].startswith("not good: syncs; ")
     kept = json.loads((tmp_path / "out" / "of" / "results.json").read_text())
-    assert [part["result"] for part in kept["parts"]] == ["passed", "failed", *["passed"] * 4, "left out"]
+    assert [part["result"] for part in kept["parts"]] == ["passed", "failed", *["passed"] * 5, "left out"]
     assert kept["torch"] == FOUND and kept["machine"]["versions"]["torch"]
 
 

@@ -7,7 +7,7 @@ import pytest
 from launch import BASE, alone, losses, plan_of, quietly
 
 from megatron_lite.config.world import World
-from megatron_lite.errors import DataError
+from megatron_lite.errors import DataError, UserError
 from megatron_lite.train.data_streams import DataStreams
 from megatron_lite.train.loop import Progress
 
@@ -178,7 +178,7 @@ def test_each_rank_gets_its_own(file):
     ],
 )
 def test_what_is_wrong_is_one_line(file, tmp_path, function, message):
-    with pytest.raises(DataError) as caught:
+    with pytest.raises(UserError) as caught:
         run(argv(file, function), tmp_path / "run")
     said = str(caught.value)
     assert said.startswith(f"--external-dataloader {file}:{function}: {message.replace('FILE', str(file))}")
@@ -201,7 +201,7 @@ TAKE = "let it take split, and by name consumed, micro_batch_size, seq_length, r
 def test_functions_that_are_not_found(spelled, message):
     line = argv("x.py", "f")
     line[line.index("--external-dataloader") + 1] = spelled
-    with pytest.raises(DataError) as caught:
+    with pytest.raises(UserError) as caught:
         DataStreams(plan_of(line))
     assert str(caught.value) == f"--external-dataloader {spelled}: {message}"
 

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWrite
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from megatron_lite.checkpoint.folder import HashedFile
-from megatron_lite.checkpoint.metadata_pickle import read_metadata
+from megatron_lite.checkpoint.unpickle import read_metadata
 from megatron_lite.errors import CheckpointError, first_line
 from megatron_lite.process_state import limit_memory
 

@@ -105,6 +105,10 @@ def open_newest(source: Path, step: int | None = None, say: Callable = print) ->
     if slot is None:
         raise CheckpointError(f"--load {source}: holds no {TRACKER_FILE}; give the folder that --save wrote to.")
     stored = open_checkpoint(slot.expected)
+    if model := stored.record.kernels.get("model"):
+        raise CheckpointError(
+            f"--load {stored.path}: holds the model of --model {model}; only training with it reads that."
+        )
     for text in stored.notes:
         say(f"  note: --load {stored.path}: {text}")
     return stored

@@ -83,6 +83,9 @@ def planned_run(words: list[str], gpus: int | None) -> PlannedRun:
         per_node = GPUS_PER_NODE
     world = World(size=size, local_size=per_node, gpus=per_node, under_nsys=launch.under_nsys)  # each with its own GPU
     line = read_command_line(list(launch.flags))
+    if line.args.model.model is not None:
+        unknown = "memory and speed of a model of your own are not known before it runs"
+        raise UserError(f"--model {line.args.model.model}: {unknown}; drop it to see those of a GPT with these flags.")
     # data and files of words that are not here, or not named yet, decide neither memory nor speed: as if all were there
     data = line.args.data
     lists = ("data_args_path", "per_split_data_args_path")

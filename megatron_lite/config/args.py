@@ -16,6 +16,7 @@ LENGTH = "at least 1; to only evaluate use --skip-train"
 class ModelArgs:
     """Model"""
 
+    model: str | None = flag(None, "FUNCTION(shape) builds the model, not a GPT. (ours)", value="FILE.py:FUNCTION")
     num_layers: int = flag(None, "Transformer layers. Required.", "at least 1 and at most 100000")
     hidden_size: int = flag(None, "Width of the residual stream. Required.", SIZE)
     num_attention_heads: int = flag(None, "Attention heads per layer. Required.", SIZE)

@@ -69,6 +69,9 @@ DEPENDS: dict[str, tuple[str, Callable[[Args], object]]] = {
         "loss_scale accumulate_allreduce_grads_in_fp32", lambda a: a.precision.fp16 or a.precision.bf16
     ),
     "--fp16": ("initial_loss_scale min_loss_scale loss_scale_window hysteresis", lambda a: a.precision.fp16),
+    "the built-in GPT (drop --model)": (
+        "attention_backend explain_attention profile_modules use_cpu_initialization", lambda a: a.model.model is None
+    ),
     "--group-query-attention": (
         "num_query_groups", lambda a: a.model.group_query_attention or a.model.num_query_groups == 1
     ),

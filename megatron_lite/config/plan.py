@@ -31,8 +31,8 @@ def choose_compilation(args: Args, world: World) -> Compilation:
     asked = args.training.torch_compile
     if asked != AUTO:
         return Compilation(asked == LAYERS, loss=asked == LAYERS and world.gpus > 0)
-    why = ""
-    if not world.gpus:
+    why = "" if args.model.model is None else "the code of --model may call it"
+    if not world.gpus and not why:
         why = "on a CPU its start takes longer than a short run gains; --torch-compile layers compiles"
     elif args.parallel.pipeline_schedule == ZERO_BUBBLE:
         why = f"--pipeline-schedule {ZERO_BUBBLE} is given, and a compiled layer's backward is one piece"

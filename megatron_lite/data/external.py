@@ -10,14 +10,8 @@ or an empty one, for a split that it does not have. "valid" and "test" are asked
 whether they are there, and "valid" again at its place when a run resumes.
 """
 
-import hashlib
-import importlib
-import importlib.util
-import inspect
 import logging
-import os
-import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import torch
@@ -26,17 +20,17 @@ from torch import Tensor
 from megatron_lite.config.plan import Plan
 from megatron_lite.errors import DataError
 from megatron_lite.units import count
+from megatron_lite.user_functions import find_function
 
 logger = logging.getLogger(__name__)
 FLAG = "--external-dataloader"
-KEYWORDS = ("consumed", "micro_batch_size", "seq_length", "rank", "num_ranks", "seed")
 INTEGERS = (torch.uint8, torch.uint16, torch.uint32, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 class ExternalStreams:
     """Streams of the user's function; those of an evaluation begin at once, to see whether there are any.
 
-    DataError if there is no such function or a batch is not as described.
+    UserError if there is no such function, DataError if a batch is not as described.
     """
 
     def __init__(self, plan: Plan):
@@ -49,7 +43,7 @@ class ExternalStreams:
             "seed": t.seed,
         }
         self._vocab_size, self._pin = plan.vocab_size, plan.device == "cuda"
-        self._function = _find(self._spelled)
+        self._function = find_function(FLAG, self._spelled, ("split",), ("consumed", *self._request))
         evaluated = ("valid", "test") if plan.args.watch.eval_iters else ()
         self._begun = {split: self._begin(split, 0) for split in evaluated}
         for split in evaluated:
@@ -108,37 +102,3 @@ class ExternalStreams:
 
     def _wrong(self, split: str, what: str) -> DataError:
         return DataError(f"{FLAG} {self._spelled}: for {split} it {what}")
-
-
-def _find(spelled: str) -> Callable:
-    """The function of FILE.py:FUNCTION or MODULE:FUNCTION. DataError if there is none that can be called as described."""
-
-    def refuse(why: str):
-        raise DataError(f"{FLAG} {spelled}: {why}") from None
-
-    place, colon, name = spelled.rpartition(":")
-    if not (place and colon and name):
-        refuse("names no function; give FILE.py:FUNCTION or MODULE:FUNCTION")
-    if place.endswith(".py"):
-        if not os.path.isfile(place):
-            refuse(f"there is no file {place}; check the path")
-        # A name of its own, which worker processes of the user's loader can look up too.
-        digest = hashlib.sha256(os.path.abspath(place).encode()).hexdigest()
-        spec = importlib.util.spec_from_file_location(f"external_dataloader_{digest[:12]}", place)
-        module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    elif place.startswith("."):
-        refuse(f"{place} is relative to no package; give the module's whole name, or FILE.py:FUNCTION")
-    else:
-        try:
-            module = importlib.import_module(place)
-        except ModuleNotFoundError as error:
-            refuse(f"there is no module {error.name}; give FILE.py:FUNCTION, or set PYTHONPATH")
-    function = getattr(module, name, None)
-    if not callable(function):
-        refuse(f"{place} has no function {name}; check its name")
-    try:
-        inspect.signature(function).bind("train", **dict.fromkeys(KEYWORDS))
-    except (TypeError, ValueError) as error:  # the second: a function in C that does not tell what it takes
-        refuse(f"cannot be called ({error}); let it take split, and by name {', '.join(KEYWORDS)}")
-    return function

@@ -23,7 +23,7 @@ ANY = Processor("any", "", None, None, None, None, None, None, None, None, "none
 
 @dataclass(frozen=True)
 class Forecast:
-    """None: there is nothing to tell: no training, a failure, or, of the time, a processor that no table has."""
+    """None: there is nothing to tell: no training, a model of the user's own, a failure, or, of the time, a processor that no table has."""
 
     memory: MemoryPrediction | None
     time: TimePrediction | None
@@ -42,7 +42,7 @@ class Forecast:
 def forecast(plan: Plan, device_name: str | None, room_bytes: int | None) -> Forecast:
     """`device_name`: the GPU's, as torch names it; None on CPUs. Never raises: no estimate is worth a run."""
     sharing = 1 if plan.device == "cuda" else plan.world.local_size
-    if plan.args.training.skip_train:
+    if plan.args.training.skip_train or plan.args.model.model is not None:
         return Forecast(None, None, room_bytes, sharing)
     processor = processor_of(device_name)
     failures: list[str] = []

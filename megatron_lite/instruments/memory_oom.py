@@ -44,7 +44,11 @@ def list_remedies(plan: Plan, held: dict[str, int], asked: int, unused: int) -> 
     model, batch, layers = plan.args.model, plan.args.training.micro_batch_size, plan.shape.num_layers
     recomputed = model.recompute_num_layers or 1
 
+    custom = model.model is not None  # of which no formula knows anything
+
     def change(words: str, **changes) -> str:
+        if custom:
+            return words
         try:
             return f"{words} (predicted peak {size(variant_of(plan, **changes).peak_bytes)})"
         except Exception:  # noqa: BLE001 - nothing may fail here: an error is being explained
@@ -55,7 +59,7 @@ def list_remedies(plan: Plan, held: dict[str, int], asked: int, unused: int) -> 
         smaller = max(number for number in range(1, batch) if batch % number == 0)
         words = f"--micro-batch-size {smaller} instead of {batch}, with the same --global-batch-size"
         activations.append(change(words, micro_batch_size=smaller))
-    if model.recompute_granularity != "full":
+    if model.recompute_granularity != "full" and not custom:
         full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
         activations.append(change(FULL_RECOMPUTE, **full))
     elif model.recompute_method == "block" and recomputed < layers:

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from megatron_lite.config.layout import COPIES, ROWS
 from megatron_lite.config.plan import Plan
 from megatron_lite.marks import MASTER_WEIGHTS, mark_memory
+from megatron_lite.model.custom_model import CustomModel
 from megatron_lite.model.gpt import DTYPES, initialize
 from megatron_lite.parallel.pipeline import Pipeline
 from megatron_lite.parallel.replica import Replica
@@ -25,13 +26,15 @@ class ShardedDataParallel(Replica):
     """Called as DataParallel is. `parameters` are this rank's rows of each of the model's, in fp32."""
 
     def __init__(self, plan: Plan, model: nn.Module, mesh: DeviceMesh, pipeline: Pipeline | None = None):
-        """model: without memory, on the meta device. mesh: of `make_mesh`."""
+        """model: a GPT without memory, on the meta device, or another with its weights. mesh: of `make_mesh`."""
         super().__init__(plan, model, mesh, pipeline)
         self._gathers_twice = plan.sharding.gathers_twice
         for chunk in self.chunks:
             _shard(plan, chunk, mesh)
-        self._sharded = [p for chunk in self.chunks for p in chunk.parameters()]
+        self._sharded = [p for chunk in self.chunks for p in chunk.parameters() if p.requires_grad]
         self.parameters = [nn.Parameter(p.to_local()) for p in self._sharded]
+        if isinstance(model, CustomModel):
+            return
         on_cpu = plan.args.parallel.use_cpu_initialization
         own = {n: p.detach() for n, p in zip(self.names, self.parameters, strict=True)}
         initialize(own, plan.shape, self.parts, DTYPES[plan.precision], device="cpu" if on_cpu else None)
@@ -65,7 +68,7 @@ class ShardedDataParallel(Replica):
 
 @mark_memory(MASTER_WEIGHTS)
 def _shard(plan: Plan, model: nn.Module, mesh: DeviceMesh):
-    """Each layer is gathered by itself, and the rest together: the loss uses a tied embedding, too."""
+    """Each layer of a GPT is gathered by itself, and the rest together: the loss uses a tied embedding, too."""
     dtype = DTYPES[plan.precision]
     reduce_in = torch.float32 if plan.fp32_gradients else dtype
     # rotary tables are rounded by the model; all other inputs have the layers' precision
@@ -73,7 +76,9 @@ def _shard(plan: Plan, model: nn.Module, mesh: DeviceMesh):
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_in, cast_forward_inputs=False)
     among = mesh[COPIES, ROWS] if COPIES in mesh.mesh_dim_names else mesh[ROWS]
-    for part in (*model.decoder.layers, model):
+    has_weights = isinstance(model, CustomModel)
+    for part in (model,) if has_weights else (*model.decoder.layers, model):
         stays = part is model or not plan.sharding.gathers_twice
         fully_shard(part, mesh=among, mp_policy=policy, reshard_after_forward=not stays)
-    model.to_empty(device=mesh.device_type)
+    if not has_weights:
+        model.to_empty(device=mesh.device_type)

@@ -16,6 +16,7 @@ from megatron_lite.config.flags import dashed
 from megatron_lite.config.plan import Plan
 from megatron_lite.errors import CheckpointError
 from megatron_lite.parallel.process_group import time_limit
+from megatron_lite.user_functions import describe_source
 
 logger = logging.getLogger(__name__)
 MAX_WAIT_S = 60  # for the run that has --save: a launcher leaves its ranks half a minute to end
@@ -90,7 +91,10 @@ def save_reserved(plan: Plan):
 
 def require_shape(path: Path, record: Record, plan: Plan):
     """CheckpointError if it holds another model."""
-    mine = dataclasses.asdict(plan.shape)
+    mine, model = dataclasses.asdict(plan.shape), record.kernels.get("model")
+    if (model is None) != (plan.args.model.model is None):
+        held = f"the model of --model {model}; give that flag" if model else "a GPT; drop --model"
+        raise CheckpointError(f"--load {path}: holds {held}.")
     free = FREE if record.trainer == Record.trainer else FREE | {ROTARY_FACTOR}
     wrong = _differences(mine, record.shape, SHAPE_FLAGS, free)
     if wrong:
@@ -154,7 +158,10 @@ ATTENTION_FLAGS = {"sdpa flash": "flash", "sdpa cudnn": "fused", "explicit": "un
 
 
 def kernels_of(plan: Plan, model: nn.Module) -> dict[str, str]:
-    """{"attention": "sdpa flash", "torch_compile": "layers"}."""
+    """{"attention": "sdpa flash", "torch_compile": "layers"}; of a model of the user's own {"model": file and SHA-256}."""
+    if plan.args.model.model is not None:
+        source = describe_source(plan.args.model.model)
+        return {"model": f"{source['function']} (SHA-256 {source['sha256']})"}
     layer = next(iter(model.decoder.layers))
     return {"attention": layer.self_attention.attend.name, "torch_compile": plan.compilation.target}
 
@@ -166,8 +173,10 @@ def other_kernels(saved: Mapping[str, str], now: Mapping[str, str]) -> Iterator[
         "torch_compile": f"--torch-compile {saved.get('torch_compile')}",
     }
     names = {"attention": "attention", "torch_compile": "torch.compile"}
+    if saved.get("model") != now.get("model"):
+        yield f"--model was {saved.get('model')} and is {now.get('model')}: its weights are taken as those of the same parameters."
     for what, flag in flags.items():
-        if what in saved and saved[what] != now[what]:
+        if what in saved and what in now and saved[what] != now[what]:
             yield (
                 f"{names[what]} was {saved[what]} and is {now[what]}: losses may differ in their last digits from those of "
                 f"an uninterrupted run; {flag} goes on as before."

@@ -30,13 +30,15 @@ TIMERS = {
 }
 
 
-def iteration_line(steps: list[StepFigures], seconds: float, tflops: float, train_iters: int, watch: WatchArgs) -> str:
+def iteration_line(
+    steps: list[StepFigures], seconds: float, tflops: float | None, train_iters: int, watch: WatchArgs
+) -> str:
     """Megatron-LM 0.16's line on an interval's steps, field by field.
 
     Args:
         steps: The interval's. Learning rate and loss scale are the next step's, as Megatron prints them.
         seconds: Of one iteration.
-        tflops: Of one GPU, in Megatron's count: causal attention.
+        tflops: Of one GPU, in Megatron's count: causal attention. None for unknown, which --log-throughput rules out.
     """
     last, losses = steps[-1], [s.loss for s in steps if not s.skipped]
     parts = [
@@ -57,10 +59,15 @@ def iteration_line(steps: list[StepFigures], seconds: float, tflops: float, trai
     return " | ".join(part for part in parts if part) + " |"
 
 
-def speed_line(tokens_per_second: float, causal_tflops: float, full_tflops: float, peak: float | None) -> str:
-    """tokens/s of all ranks, and model FLOPs per rank on both conventions, against the table's peak if it has one."""
-    line = (
-        f"   {count(tokens_per_second)} tokens/s | TFLOP/s per rank: {significant(causal_tflops)} causal (Megatron-LM), "
+def speed_line(
+    tokens_per_second: float, causal_tflops: float | None, full_tflops: float | None, peak: float | None
+) -> str:
+    """tokens/s of all ranks, and model FLOPs per rank on both conventions, if known, against the table's peak if it has one."""
+    line = f"   {count(tokens_per_second)} tokens/s"
+    if causal_tflops is None or full_tflops is None:
+        return line
+    line += (
+        f" | TFLOP/s per rank: {significant(causal_tflops)} causal (Megatron-LM), "
         f"{significant(full_tflops)} full attention"
     )
     if peak is not None:

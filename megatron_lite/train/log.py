@@ -189,14 +189,17 @@ class Log:
         w, shape, seconds = self.plan.args.watch, self.plan.shape, self._time.seconds
         averaged = self._time.averaged([s.iteration for s in steps])
         samples = sum(s.batch_size for s in steps if s.iteration in averaged)
-        causal, full = (
-            step_flops(shape, samples, causal) / (seconds * TERA * self.plan.world.size) for causal in (True, False)
-        )
+        causal = full = None  # of a model of the user's own
+        if self.plan.args.model.model is None:
+            causal, full = (
+                step_flops(shape, samples, causal) / (seconds * TERA * self.plan.world.size) for causal in (True, False)
+            )
         self.say(iteration_line(steps, seconds / len(averaged), causal, self.plan.train_iters, w))
         self.say(speed_line(samples * shape.seq_length / seconds, causal, full, self._peak_tflops))
         if self._time.left_out:
             self.say(self._time.words())
-        if self._charts and (w.log_timers_to_tensorboard or w.log_throughput) and not self._time.nothing_clean:
+        charted = self._charts and causal is not None and (w.log_timers_to_tensorboard or w.log_throughput)
+        if charted and not self._time.nothing_clean:
             self._charts.add(steps[-1].iteration, {"throughput": causal})
 
     def _write_steps(self, times: list[StepTime]):

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from megatron_lite.config.plan import Plan
+from megatron_lite.variables import prepend_python_path
 
 logger = logging.getLogger(__name__)
 
@@ -27,14 +28,13 @@ def end_with_report(run_dir: Path, seconds: float = MAX_SECONDS):
     """Print what `megatron-lite report` finds in `run_dir`, which leaves report.html there; one line if it cannot."""
     again = f"megatron-lite report {run_dir}"
     encoding = sys.stdout.encoding or "utf-8"
-    paths = [str(PACKAGE_FOLDER), *filter(None, [os.environ.get("PYTHONPATH")])]
     try:
         process = subprocess.Popen(
             [sys.executable, *REPORT, str(run_dir)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONIOENCODING": encoding},
+            env=prepend_python_path(os.environ, PACKAGE_FOLDER) | {"PYTHONIOENCODING": encoding},
             start_new_session=True,  # so that the limit ends what it started, too
             text=True,
             encoding=encoding,

@@ -11,6 +11,7 @@ from torch import nn
 
 from megatron_lite.config.plan import Plan
 from megatron_lite.marks import WEIGHTS, mark_memory
+from megatron_lite.model.custom_model import build_custom_model
 from megatron_lite.model.gpt import DTYPES, GPT, initialize, list_parameters
 from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.context_parallel import attend_across, share_out_positions
@@ -23,12 +24,7 @@ from megatron_lite.parallel.replica import describe_layout, find_parts
 from megatron_lite.parallel.tensor_parallel import drop_own_heads, split_layers
 from megatron_lite.parallel.weight_gradients import delay_weights
 from megatron_lite.train.checkpoint import Checkpoints
-from megatron_lite.train.choose_kernels import (
-    choose_losses,
-    choose_plan_attention,
-    describe_precision,
-    make_race,
-)
+from megatron_lite.train.choose_kernels import choose_losses, choose_plan_attention, describe_precision, make_race
 from megatron_lite.train.data_streams import DataStreams
 from megatron_lite.train.exit_conditions import ExitConditions
 from megatron_lite.train.loop import Progress, train
@@ -66,8 +62,7 @@ def run(plan: Plan, streams: DataStreams, eod: int | None, instruments, make_log
     checkpoints.load(progress)
     instruments.resume(progress.started_at)
     make = BatchMaker(plan, device, eod)
-    log = make_log(StepMetrics(plan, optimizer, device), progress)
-    with log, checkpoints:
+    with make_log(StepMetrics(plan, optimizer, device), progress) as log, checkpoints:
         validation = None
         if streams.has("valid"):
             validation = Evaluation(plan, replica, streams.validation(progress), make, log)
@@ -98,6 +93,9 @@ def build_model(plan: Plan, device: torch.device, groups: Groups | None = None) 
     groups: of `make_groups`; None for a model that no ranks share out. Where they share it out by rows it has no memory yet: no rank may
     have room for the whole, and ShardedDataParallel fills its own.
     """
+    if plan.args.model.model is not None:
+        _seed(plan.args.training.seed)
+        return build_custom_model(plan, device)
     shape, attend = plan.rank_shape, choose_plan_attention(plan, device, make_race(plan, device))
     timed = f" ({attend.timed})" if attend.timed else ""
     logger.info("\n    not ".join((f"  attention: {attend.name}{timed}", *attend.why_not)))

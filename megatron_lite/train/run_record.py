@@ -14,6 +14,7 @@ from megatron_lite.config.machine import read_machine
 from megatron_lite.config.plan import Plan
 from megatron_lite.process_state import identity
 from megatron_lite.run_folder import STEPS_FILE, keep_previous_run, write_run
+from megatron_lite.user_functions import describe_source
 
 
 class RunRecord:
@@ -29,6 +30,7 @@ class RunRecord:
     ):
         self._writes, self._folder = plan.world.is_last, run_dir
         self.exit_reason: str | None = None  # why training ended before the last iteration
+        custom = plan.args.model.model  # a model of which only its own code knows the shape
         artefacts = {
             "steps": STEPS_FILE,
             "tensorboard": plan.args.watch.tensorboard_dir,
@@ -38,7 +40,8 @@ class RunRecord:
             "status": "running",
             "started": format_now(),
             "process": identity(),
-            "plan": _plain(dataclasses.asdict(plan)),
+            "plan": _plain(dataclasses.asdict(plan)) | ({} if custom is None else {"shape": None}),
+            "model": None if custom is None else describe_source(custom),
             "parameters": parameters,
             "prediction": prediction,
             "versions": describe_versions(),

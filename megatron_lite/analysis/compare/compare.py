@@ -19,11 +19,12 @@ from megatron_lite.analysis.compare.settings import (
 )
 from megatron_lite.analysis.contradictions import find_contradictions
 from megatron_lite.analysis.kernels.kernel_names import short_name
+from megatron_lite.analysis.kernels.kernel_words import get_kernel_role, get_operator_role
 from megatron_lite.analysis.kernels.rank_kernels import own_ms
-from megatron_lite.analysis.kernels.roles import get_kernel_role, get_operator_role
 from megatron_lite.analysis.kernels.selection import Selection
+from megatron_lite.analysis.rank_facts import RankFacts
 from megatron_lite.analysis.run.run_results import Numbers, Run
-from megatron_lite.analysis.run_facts import Facts, RankFacts
+from megatron_lite.analysis.run_facts import Facts
 from megatron_lite.analysis.time.rank_time import rank_time
 from megatron_lite.analysis.time.time_results import ROW_TITLES, RankTime
 from megatron_lite.errors import ConfigError, UserError

@@ -32,6 +32,7 @@ MODULES = (
 )
 RULES = {one.code: one for module in MODULES for one in vars(module).values() if isinstance(one, Rule)}
 PAGE_WIDTH = 100
+REFUSED_WITH_MODEL = ("--torch-compile", "--recompute-")  # beside --model, a model of the user's own
 
 
 def apply_rules(facts: Facts, gap: Callable[[str], object] | None = None) -> tuple[Finding, ...]:
@@ -49,12 +50,14 @@ def apply_rules(facts: Facts, gap: Callable[[str], object] | None = None) -> tup
                 why = f"could not be asked ({type(error).__name__}: {error}); its cause may be there unseen."
                 gap(f"rule {rule.code}: {why}")
         if found is not None and math.isfinite(found.cost_ms or 0.0):
-            findings.append(_say_without_flags(found) if facts.is_watched else found)
+            own = facts.run is not None and facts.run.record.get("model")
+            refused = own and any(flag.startswith(REFUSED_WITH_MODEL) for flag in found.flags)
+            findings.append(_say_without_flags(found) if facts.is_watched or refused else found)
     return tuple(sorted(findings, key=lambda one: (-(one.cost_ms or 0.0), -(one.cost_bytes or 0))))
 
 
 def _say_without_flags(found: Finding) -> Finding:
-    """For a script that has no flags of this trainer: what the rule's page says to do."""
+    """For a script or a model that does not take these flags: what the rule's page says to do."""
     if not any(flag.startswith("--") for flag in found.flags):
         return found
     advice = RULES[found.code].page.partition("\nDo: ")[2].partition("\nFlags:")[0]

@@ -20,10 +20,8 @@ from megatron_lite.run_folder import RANKS_FILE, RUN_FILE, RUN_SCHEMA, STEPS_FIL
 from megatron_lite.thresholds import GROWTH_PARTS, MIN_BEFORE, steady_growth
 
 RUNNING = "running"  # as run.json says it from the start
-LOST, UNCERTAIN = (
-    "killed or lost: its process is gone",
-    "running, or killed",
-)  # what it says then, by what is seen of the process
+# what is made of it, by what is seen of the process
+LOST, UNCERTAIN = "killed or lost: its process is gone", "running, or killed"
 
 
 def read_run(folder: Path, lines: StepLines | None = None) -> Run:
@@ -162,8 +160,11 @@ def compute_speed(
     known_ms = math.fsum(training[known])
     rate = math.fsum(sizes[known]) / known_ms if known_ms > 0 else None  # samples per ms
     shape = read_shape(plan)
+    own = record.get("model")  # the file of a model whose shape only its own code knows
+    length = shape.seq_length if shape else _read_length(plan) if own else None
     if len(training) and shape is None:
-        notes.append("The model's shape is unknown: no tokens per second, no model FLOPs.")
+        whose = "The model is of the user's own file, its FLOPs are unknown: no TFLOP/s, no MFU."
+        notes.append(whose if own else "The model's shape is unknown: no tokens per second, no model FLOPs.")
     world, hardware = (part if isinstance(part, dict) else {} for part in (plan.get("world"), record.get("hardware")))
     ranks, peak = number(world.get("size")), number(hardware.get("peak_tflops"))
     causal = full = None
@@ -180,12 +181,21 @@ def compute_speed(
         "profiled_step_ms": float(np.median(training[inside])) if len(inside) else None,
         "before_profile_ms": float(np.median(before)) if len(before) >= MIN_BEFORE else None,
         "after_profile_ms": float(np.median(after)) if len(after) >= MIN_BEFORE else None,
-        "tokens_per_second": 1000 * rate * shape.seq_length if rate and shape else None,
+        "tokens_per_second": 1000 * rate * length if rate and length else None,
         "model_tflops": causal,
         "model_tflops_full": full,
         "mfu_causal": causal / peak if causal and peak > 0 else None,
         "mfu_full": full / peak if full and peak > 0 else None,
     }, notes
+
+
+def _read_length(plan: dict[str, Any]) -> int | None:
+    """Tokens of a sample, as the flags say them."""
+    try:
+        length = plan["args"]["model"]["seq_length"]
+    except (KeyError, TypeError):
+        return None
+    return length if isinstance(length, int) and length > 0 else None
 
 
 def read_shape(plan: dict[str, Any]) -> ModelShape | None:

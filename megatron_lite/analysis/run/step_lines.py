@@ -41,7 +41,7 @@ NUMBERS = {  # columns of Steps: fields of a step's line
 }
 FLAGS = ("skipped", "profiled", "beside_profile", "compiling")
 MAX_NUMBER = 10**18  # no count, time or size of a run is larger; beyond it a file is damaged
-NOT_GIVEN = -1.0  # of a loss: null stands for one that is NaN or Inf
+NOT_GIVEN = -math.inf  # of a loss: null stands for one that is NaN or Inf
 BATCH = 500  # lines that are read before their numbers are moved into columns
 MAX_RANK_NUMBERS = 2**18  # of console lines that are kept; of longer runs evenly chosen lines
 MIN_RANK_LINES = 32  # that are kept of any number of ranks before some are left out
@@ -79,7 +79,7 @@ class Line(msgspec.Struct):
     batch_size: Number = math.nan
     consumed_samples: Number = math.nan
     next_lr: Number = math.nan
-    loss: Number | None = NOT_GIVEN
+    loss: Annotated[float, msgspec.Meta(gt=-MAX_NUMBER, lt=MAX_NUMBER)] | None = NOT_GIVEN
     grad_norm: Number | None = math.nan
     loss_scale: Number = math.nan
     host_memory_bytes: Number = math.nan

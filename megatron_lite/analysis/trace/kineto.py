@@ -118,9 +118,8 @@ class Collected:
             if memory:
                 args = [event.args or NO_ARGS for event in memory]
                 columns = {name: _integers(read(args)) for name, read in MEMORY_ARGS.items()}
-                self.instants.append(
-                    columns | {"start_ns": _start_ns(memory), "length_ns": np.zeros(len(memory), np.int64)}
-                )
+                lengths = np.zeros(len(memory), np.int64)
+                self.instants.append(columns | {"start_ns": _start_ns(memory), "length_ns": lengths})
         if spans:
             self.spans.append(self._columns(spans))
         self.held += len(events)

@@ -11,6 +11,7 @@ MAX_ELEMENTS = 2**58  # of one tensor; its bytes must have 63 bits
 def model_rules(args: Args, world: World) -> Iterator[str]:
     """Mistakes among the model's flags."""
     yield from _tensors(args)
+    yield from _custom_model(args)
     m, p, heads = args.model, args.precision, args.model.num_attention_heads
     if m.hidden_size and heads and heads > 0:
         given = f"--num-attention-heads {heads}"
@@ -87,3 +88,21 @@ def _positions(args: Args) -> Iterator[str]:
             f"--rotary-percent {m.rotary_percent:g} rotates {rotated} of a head's {width} channels, but they rotate "
             "in pairs; change it, or --kv-channels."
         )
+
+
+def _custom_model(args: Args) -> Iterator[str]:
+    """What knows the built-in GPT only."""
+    m, p = args.model, args.parallel
+    given = {
+        f"--tensor-model-parallel-size {p.tensor_model_parallel_size}": p.tensor_model_parallel_size > 1,
+        f"--context-parallel-size {p.context_parallel_size}": p.context_parallel_size > 1,
+        f"--pipeline-model-parallel-size {p.pipeline_model_parallel_size}": p.pipeline_model_parallel_size > 1,
+        "--use-torch-fsdp2": p.use_torch_fsdp2,
+        f"--recompute-granularity {m.recompute_granularity}": m.recompute_granularity,
+        "--torch-compile layers": args.training.torch_compile == "layers",
+        "--log-throughput": args.watch.log_throughput,
+        "--ckpt-format torch": args.checkpoint.ckpt_format == "torch",
+    }
+    for flag in (flag for flag, is_given in given.items() if is_given and m.model is not None):
+        remedy = "; give --use-distributed-optimizer instead" if "fsdp2" in flag else "; drop one of them"
+        yield f"--model {m.model} and {flag} exclude each other: the latter knows the built-in GPT only{remedy}."

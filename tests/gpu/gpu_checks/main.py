@@ -68,11 +68,12 @@ class Part:
     on_cpu: bool = False
 
 
-SPEED = Part("speed", "tokens/s beside nanoGPT and Hugging Face", 200, packages=(), on_cpu=True)
+SPEED = Part("speed", "tokens/s beside nanoGPT and Hugging Face", 250, packages=(), on_cpu=True)
 PARTS = (
     Part("equal", "losses of the GPU and the CPU, of fp16, bf16 and fp32", 55, ("test_gpu_equal.py",), on_cpu=True),
     Part("syncs", "no wait of the host in a step", 80, ("test_gpu_train.py", "test_gpu_prefetch.py")),
     Part("explain", "a profiled run, its report, memory that runs out", 40, ("test_gpu_explain.py",), on_cpu=True),
+    Part("terms", "what a step takes beside its products", 70, ("test_gpu_terms.py",), on_cpu=True),
     Part("memory", "snapshots, and the peaks that were foretold", 60, ("test_gpu_memory.py", "test_gpu_rehearsal.py")),
     Part("profile", "torch.profiler's traces", 35, ("test_gpu_torch_profiler.py",)),
     Part("timeline", "the GPU's own times, NCCL's records", 45, ("test_gpu_timeline.py", "test_gpu_faults.py")),

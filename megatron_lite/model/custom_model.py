@@ -1,0 +1,112 @@
+"""A model of the user's own in place of the GPT: --model FILE.py:FUNCTION or MODULE:FUNCTION.
+
+    def build(shape):
+        '''A torch module, with its first weights. shape: a ModelShape, the sizes that the flags give.'''
+
+The module is called as GPT is, with tokens_BT, labels_BT, positions_BT and documents_BT, and returns losses_BT: the loss of each
+token in nats, fp32. torch's generator has --seed's state when FUNCTION is called, so that all ranks begin with the same weights.
+"""
+
+import logging
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from megatron_lite.config.plan import Plan
+from megatron_lite.errors import UserError
+from megatron_lite.model.gpt import DTYPES
+from megatron_lite.units import count, short_count
+from megatron_lite.user_functions import find_function, why_not_callable
+
+logger = logging.getLogger(__name__)
+FLAG = "--model"
+INPUTS = ("tokens", "labels", "positions", "documents")
+
+
+class CustomModel(nn.Module):
+    """The user's module, whose parameters are custom.NAME, with its losses checked."""
+
+    def __init__(self, custom: nn.Module, spelled: str):
+        super().__init__()
+        self.custom, self._spelled, self._is_first = custom, spelled, True
+
+    def forward(self, tokens_BT: Tensor, labels_BT: Tensor, positions_BT=None, documents_BT=None) -> Tensor:
+        """losses_BT, fp32. UserError if the module returns something else."""
+        losses_BT = self.custom(tokens_BT, labels_BT, positions_BT, documents_BT)
+        if not isinstance(losses_BT, Tensor):
+            self._refuse(f"returns a {type(losses_BT).__name__}; return the loss of each token")
+        if losses_BT.shape != labels_BT.shape:
+            sizes = f"{list(losses_BT.shape)}; return the loss of each token, {list(labels_BT.shape)}"
+            self._refuse(f"returns losses of the shape {sizes}")
+        if losses_BT.dtype != torch.float32:
+            self._refuse(f"returns losses in {losses_BT.dtype}; compute them in torch.float32, of logits.float()")
+        if self._is_first and torch.is_grad_enabled():
+            self._is_first = False
+            if name := find_unused(losses_BT, dict(self.custom.named_parameters())):
+                self._refuse(
+                    f"does not use its parameter {name} for the losses; drop it, or freeze it: requires_grad_(False)"
+                )
+        return losses_BT
+
+    def _refuse(self, what: str):
+        raise UserError(f"{FLAG} {self._spelled}: its module {what}")
+
+
+def find_unused(loss: Tensor, named: Mapping[str, Tensor]) -> str | None:
+    """The first of these parameters that requires a gradient, and does not get one from the loss, by autograd's graph; None for none."""
+    nodes, seen, reached = [loss.grad_fn], set(), set()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        if node.name() == "CheckpointFunctionBackward":  # reentrant: what is behind it shows in backward only
+            return None
+        seen.add(node)
+        reached.add(id(getattr(node, "variable", None)))
+        nodes += [after for after, _ in node.next_functions]
+    return next((name for name, one in named.items() if one.requires_grad and id(one) not in reached), None)
+
+
+def find_custom_model(plan: Plan) -> Callable[..., nn.Module] | None:
+    """The function that --model names; None without the flag. UserError if there is none that can be called."""
+    spelled = plan.args.model.model
+    return None if spelled is None else find_function(FLAG, spelled, ("shape",))
+
+
+def build_custom_model(plan: Plan, device: torch.device) -> CustomModel:
+    """What --model's function returns, on the device and in the plan's precision.
+
+    Where ranks share out fp32 weights, parameters are fp32 and have been rounded to that precision.
+
+    Raises:
+        UserError: It is no module that this trainer can call, train and save.
+    """
+    build = find_custom_model(plan)
+    assert build is not None
+    custom = build(plan.shape)
+
+    def refuse(what: str):
+        raise UserError(f"{FLAG} {plan.args.model.model}: {what}")
+
+    if not isinstance(custom, nn.Module):
+        refuse(f"returned a {type(custom).__name__}; return a torch.nn.Module")
+    if why := why_not_callable(custom.forward, INPUTS):
+        refuse(f"its module {why}")
+    named = dict(custom.named_parameters())
+    if not any(parameter.requires_grad for parameter in named.values()):
+        refuse("its module has no parameter that requires a gradient; there is nothing to train")
+    for name in (name for name, parameter in named.items() if not parameter.ndim):
+        refuse(f"its parameter {name} has no dimension; give it the shape [1]")
+    number = sum(parameter.numel() for parameter in named.values())
+    logger.info(f"  model: {plan.args.model.model} | number of parameters: {count(number)} ({short_count(number)})")
+    saved = custom.state_dict(keep_vars=True)
+    for name in (name for name, _ in custom.named_buffers() if name in saved):
+        refuse(
+            f"its buffer {name} would be in no checkpoint; register it with persistent=False, or make it a parameter"
+        )
+    model = CustomModel(custom, plan.args.model.model).to(device=device, dtype=DTYPES[plan.precision])
+    if plan.sharding is not None:
+        for parameter in model.parameters():
+            parameter.data = parameter.data.float()
+    return model

@@ -1,0 +1,443 @@
+"""Smoke tests of a training: quick checks that any PyTorch code can call on its own model, step and loader, such as in pytest.
+
+Each check raises an AssertionError that says what was seen, what was expected and the likely cause. They need neither this package's
+trainer nor a GPU. `step` stands for a function without arguments that does one whole training step: forward, backward, optimizer.
+"""
+
+import gc
+import math
+import time
+import weakref
+from collections.abc import Callable, Iterable
+from itertools import islice, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.profiler import ProfilerAction
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map
+
+RECORDING = (ProfilerAction.RECORD, ProfilerAction.RECORD_AND_SAVE)
+MAX_NAMES = 4  # of parameters in a message
+Step, Clock = Callable[[], object], Callable[[], float]  # one training step; seconds
+
+
+def _require(holds: bool, seen: str, expected: str, cause: str):
+    if not holds:
+        raise AssertionError(f"{seen}; expected {expected}. Likely cause: {cause}.")
+
+
+def _number(value: float | Tensor) -> float:
+    return float(value.detach() if isinstance(value, Tensor) else value)
+
+
+def _list_names(names: list[str]) -> str:
+    more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
+    return ", ".join(names[:MAX_NAMES]) + more
+
+
+def _synchronize():
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
+
+
+# --- model and optimizer
+
+
+def check_first_loss(loss: float | Tensor, vocab_size: int, tolerance: float = 0.1):
+    """An untrained classifier of `vocab_size` words guesses: its mean loss is near ln(vocab_size).
+
+    Args:
+        loss: Mean cross entropy of the first batch in nats, before any update.
+        vocab_size: Words that the model chooses from.
+        tolerance: Largest difference from ln(vocab_size), as a share of it.
+
+    Raises:
+        AssertionError: The loss is further away, or no number.
+    """
+    seen, guess = _number(loss), math.log(vocab_size)
+    if seen < guess:
+        cause = "labels that the model can see (not shifted, no causal mask), a mean over padding too, or weights that are trained"
+    else:
+        cause = "a sum where a mean is meant, bits instead of nats, or first weights or logits that are too large"
+    expected = f"ln({vocab_size}) = {guess:.4g} within {tolerance:.0%}"
+    _require(abs(seen - guess) <= tolerance * guess, f"the first loss is {seen:.4g}", expected, cause)
+
+
+def check_gradients(model: nn.Module, compute_loss: Callable[[], Tensor]):
+    """Backward gives every trainable parameter a gradient that is finite and not zero throughout.
+
+    Projections that start at zero keep those before them from a gradient: call this after one step then. Gradients that
+    parameters had before are put back.
+
+    Args:
+        model: Whose parameters are looked at.
+        compute_loss: One forward; returns a scalar.
+
+    Raises:
+        AssertionError: A parameter has no gradient, one that is zero throughout, or NaN or Inf in it.
+    """
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    _require(bool(named), "no parameter requires a gradient", "some to train", "requires_grad_(False) on all of them")
+    before = {name: p.grad for name, p in named.items()}
+    for parameter in named.values():
+        parameter.grad = None
+    try:
+        loss = compute_loss()
+        cause = "detach(), item(), torch.no_grad() or a conversion to numpy on the way"
+        _require(loss.requires_grad, "the loss has no graph", "one that leads to the parameters", cause)
+        loss.backward()
+        found = {name: p.grad for name, p in named.items()}
+    finally:
+        for name, parameter in named.items():
+            parameter.grad = before[name]
+    absent = [name for name, gradient in found.items() if gradient is None]
+    cause = "they take no part in the loss: a branch that is not called, or detach() on the way"
+    _require(not absent, f"no gradient for {_list_names(absent)}", "one for every trainable parameter", cause)
+    wrong = [name for name, gradient in found.items() if not bool(torch.isfinite(gradient).all())]
+    cause = "overflow in 16 bits, a logarithm or root of 0, or a whole row that is masked in softmax"
+    _require(not wrong, f"NaN or Inf in the gradient of {_list_names(wrong)}", "finite gradients", cause)
+    zero = [name for name, gradient in found.items() if not bool(gradient.any())]
+    cause = "a factor of 0, units that are never active, or a projection behind them that starts at zero"
+    _require(not zero, f"a gradient of zeros for {_list_names(zero)}", "some that are not", cause)
+
+
+def check_weights_move(model: nn.Module, step: Step):
+    """One training step changes every trainable parameter, and no frozen one.
+
+    The learning rate must not be 0 in this step, as it is in the first one of some warm-ups, and a loss scale must not skip it.
+
+    Args:
+        model: Whose parameters are looked at.
+        step: One training step.
+
+    Raises:
+        AssertionError: A trainable parameter stayed as it was, a frozen one changed, or one has NaN or Inf in it.
+    """
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    step()
+    named = dict(model.named_parameters())
+    wrong = [name for name, p in named.items() if not bool(torch.isfinite(p).all())]
+    cause = "too large a learning rate, or an optimizer that steps on gradients with NaN"
+    _require(not wrong, f"NaN or Inf in {_list_names(wrong)} after one step", "finite weights", cause)
+    still = [name for name, p in named.items() if p.requires_grad and torch.equal(p, before[name])]
+    cause = "the optimizer was not given them, they have no gradient, or the learning rate is 0"
+    _require(not still, f"one step left {_list_names(still)} as before", "every trainable parameter to change", cause)
+    moved = [name for name, p in named.items() if not p.requires_grad and not torch.equal(p, before[name])]
+    cause = "they were frozen after their gradient was there, or are written elsewhere"
+    _require(not moved, f"one step changed {_list_names(moved)}", "frozen parameters to stay", cause)
+
+
+def check_overfits(step: Callable[[], float | Tensor], steps: int = 100, target: float = 0.1) -> int:
+    """Training on one small batch again and again learns it by heart.
+
+    Args:
+        step: One training step on the same batch each time; returns its loss.
+        steps: At most.
+        target: The loss to come down to, as a share of the first one.
+
+    Returns:
+        How many steps it took.
+
+    Raises:
+        AssertionError: The loss did not get there, or became NaN or Inf.
+    """
+    first = lowest = math.inf
+    for number in range(1, steps + 1):
+        loss = _number(step())
+        cause = "too large a learning rate, or overflow in 16 bits"
+        _require(math.isfinite(loss), f"the loss of step {number} is {loss}", "a finite one", cause)
+        first, lowest = loss if number == 1 else first, min(lowest, loss)
+        if loss <= target * first:
+            return number
+    cause = "too small a learning rate, labels that do not belong to the inputs, or gradients that are never cleared"
+    seen = f"the loss of one batch fell from {first:.4g} to {lowest:.4g} in {steps} steps"
+    _require(False, seen, f"at most {target * first:.4g}", cause)
+    return steps
+
+
+def check_same_loss(
+    compute: Callable[[], Tensor], compute_other: Callable[[], Tensor], rtol: float = 1e-4, atol: float = 1e-4
+):
+    """An optimization (torch.compile, 16 bits, fusion, another layout) leaves the loss as it was. Both see the same random numbers.
+
+    Args:
+        compute: One forward of the original; returns its loss, or any tensor.
+        compute_other: The same of the other one, on the same batch.
+        rtol: Largest difference relative to the first.
+        atol: Largest difference besides.
+
+    Raises:
+        AssertionError: The two differ by more, or in their shapes.
+    """
+    found = []
+    with torch.no_grad(), torch.random.fork_rng():
+        for function in (compute, compute_other):
+            torch.manual_seed(0)
+            found.append(function().detach().double().cpu())
+    one, other = found
+    cause = "the other one computes something else: another mask, reduction or batch"
+    _require(one.shape == other.shape, f"shapes {[*one.shape]} and {[*other.shape]}", "the same", cause)
+    most = float((one - other).abs().max())
+    close = torch.allclose(other, one, rtol=rtol, atol=atol)
+    cause = "too few digits (a softmax or sum in 16 bits), another order of random numbers, or another computation"
+    seen = f"the largest difference is {most:.3g}, at values up to {float(one.abs().max()):.4g}"
+    _require(close, seen, f"at most {rtol:g} of them and {atol:g}", cause)
+
+
+# --- data
+
+
+def check_batches_repeat(make_loader: Callable[[int], Iterable], batches: int = 3, seed: int = 1234):
+    """A loader that is made anew with the same seed gives the same batches.
+
+    Args:
+        make_loader: Seeds what it has to, and returns an iterable of batches: tensors, arrays, or nested lists and dicts of them.
+        batches: How many are compared.
+        seed: Handed to `make_loader` both times.
+
+    Raises:
+        AssertionError: There is no batch, or one differs.
+    """
+    # copies: a loader may fill the same tensor again
+    copy = lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf.copy() if hasattr(leaf, "copy") else leaf
+    first, second = ([tree_map(copy, one) for one in islice(make_loader(seed), batches)] for _ in range(2))
+    _require(bool(first), "the loader gave no batch", "some", "an empty data set, or drop_last with too few samples")
+    cause = "a loader that is an iterator which is used up, or samples that are dropped at random"
+    _require(len(first) == len(second), f"{len(first)} batches, then {len(second)}", "as many", cause)
+    for number, (one, other) in enumerate(zip(first, second), 1):
+        leaves, others = tree_leaves(one), tree_leaves(other)
+        same = len(leaves) == len(others) and all(map(_are_equal, leaves, others))
+        cause = "shuffling or augmentation by a generator that the seed does not reach, or workers that finish in another order"
+        _require(same, f"batch {number} differs when seed {seed} is given again", "the same batch", cause)
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    if not hasattr(one, "dtype"):
+        return type(one) is type(other) and bool(one == other)
+    alike = one.dtype == getattr(other, "dtype", None) and one.shape == other.shape
+    # a NaN, which differs from itself, is the same as another here
+    return alike and bool(((one == other) | (one != one) & (other != other)).all())  # noqa: PLR0124
+
+
+def check_data_wait(
+    loader: Iterable,
+    step: Callable[[Any], object],
+    steps: int = 20,
+    max_share: float = 0.1,
+    clock: Clock = time.perf_counter,
+) -> float:
+    """Training does not wait for its data. The first batch and its step, which start workers and compile, do not count.
+
+    Args:
+        loader: Of batches.
+        step: One training step on a batch.
+        steps: That are timed.
+        max_share: Of their time that may pass in the loader.
+        clock: Tells seconds.
+
+    Returns:
+        The share.
+
+    Raises:
+        AssertionError: It is larger, or the loader has no second batch.
+    """
+    waited = computed = 0.0
+    batches = iter(loader)
+    for number in range(steps + 1):
+        asked = clock()
+        batch = next(batches, None)
+        if batch is None:
+            break
+        came = clock()
+        step(batch)
+        _synchronize()
+        if number:
+            waited, computed = waited + came - asked, computed + clock() - came
+    _require(waited + computed > 0, "the loader has no second batch", f"{steps + 1} batches", "too small a data set")
+    share = waited / (waited + computed)
+    cause = "too few workers, costly decoding or collating for each sample, or a slow disk"
+    _require(share <= max_share, f"{share:.1%} of the time passes waiting for data", f"at most {max_share:.0%}", cause)
+    return share
+
+
+# --- memory
+
+
+def check_detached(logged: Any):
+    """What is kept for logging holds no graph of autograd.
+
+    Args:
+        logged: Tensors and numbers, in nested lists, tuples and dicts.
+
+    Raises:
+        AssertionError: A tensor among them requires a gradient.
+    """
+    leaves = tree_flatten_with_path(logged)[0]
+    found = [keystr(path) or "it" for path, leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
+    cause = "a loss or output that was appended as it is; keep loss.detach() or loss.item()"
+    _require(not found, f"what is logged holds a graph: {_list_names(found)}", "detached tensors or numbers", cause)
+
+
+def check_memory_steady(step: Step, steps: int = 5, warmup: int = 3):
+    """Steps leave no memory behind: neither tensors nor autograd's graph grow from each step to the next.
+
+    Args:
+        step: One training step, with all that is done around it: logging, hooks, evaluation.
+        steps: That are compared.
+        warmup: Steps before, in which optimizers and caches get their memory.
+
+    Raises:
+        AssertionError: One of the two grew in every step.
+    """
+    seen = []
+    for number in range(warmup + steps + 1):
+        step()
+        _synchronize()
+        if number >= warmup:
+            seen.append(_measure_live())
+    for what, values in zip(("bytes of tensors", "nodes of autograd's graph"), zip(*seen)):
+        grows = all(after > before for before, after in pairwise(values))
+        words = f"{what} grow in each of {steps} steps, from {values[0]:,} to {values[-1]:,}"
+        cause = "losses or outputs kept without detach(), total += loss, a hook that keeps outputs, or evaluation with gradients"
+        _require(not grows, words, "as many after each step", cause)
+
+
+def _measure_live() -> tuple[int, int]:
+    """(bytes of all tensors, nodes of the graphs that they keep)."""
+    gc.collect()
+    nodes: set = set()
+    waiting = [one.grad_fn for one in _list_tensors() if one.grad_fn is not None]
+    while waiting:
+        node = waiting.pop()
+        if node not in nodes:
+            nodes.add(node)
+            waiting += [before for before, _ in node.next_functions if before is not None]
+    if torch.accelerator.is_available():
+        return torch.accelerator.memory_allocated(), len(nodes)
+    return sum(_find_storages().values()), len(nodes)
+
+
+def _list_tensors() -> list[Tensor]:
+    # by type: asking an object for its class may run code of its own
+    return [one for one in gc.get_objects() if issubclass(type(one), Tensor)]
+
+
+def _find_storages() -> dict[int, int]:
+    """{identity: bytes} of the memory of all tensors."""
+    storages = [one.untyped_storage() for one in _list_tensors() if one.layout == torch.strided]
+    return {storage._cdata: storage.nbytes() for storage in storages}
+
+
+class _PeakOnCPU(TorchDispatchMode):
+    """Follows the bytes of all tensors from operation to operation."""
+
+    def __init__(self):
+        super().__init__()
+        self._live = _find_storages()
+        self._held = self.peak = sum(self._live.values())
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for one in tree_leaves(result):
+            storage = one.untyped_storage() if isinstance(one, Tensor) and one.layout == torch.strided else None
+            if storage is not None and storage._cdata not in self._live:
+                self._live[storage._cdata] = storage.nbytes()
+                self._held += storage.nbytes()
+                self.peak = max(self.peak, self._held)
+                weakref.finalize(storage, self._forget, storage._cdata)
+        return result
+
+    def _forget(self, identity: int):
+        self._held -= self._live.pop(identity, 0)
+
+
+def check_peak_memory(step: Step, max_bytes: int) -> int:
+    """The tensors of a step, weights and optimizer included, take at most `max_bytes`.
+
+    Args:
+        step: One training step; call it once before, so that the optimizer has its state.
+        max_bytes: On a GPU as torch's allocator counts them, on a CPU as operations return them.
+
+    Returns:
+        The peak in bytes.
+
+    Raises:
+        AssertionError: It is higher.
+    """
+    if torch.accelerator.is_available():
+        torch.accelerator.reset_peak_memory_stats()
+        step()
+        _synchronize()
+        peak = torch.accelerator.max_memory_allocated()
+    else:
+        gc.collect()
+        with _PeakOnCPU() as mode:
+            step()
+        peak = mode.peak
+    cause = "a larger batch, sequence or model, activations that were recomputed before, or something that is kept from earlier steps"
+    _require(peak <= max_bytes, f"tensors peak at {peak:,} bytes", f"at most {max_bytes:,}", cause)
+    return peak
+
+
+# --- measuring
+
+
+def measure_step_seconds(step: Step, warmup: int = 5, repeat: int = 20, clock: Clock = time.perf_counter) -> float:
+    """Mean seconds of a step, after a warm-up, with the device waited for before and after.
+
+    Args:
+        step: What is timed.
+        warmup: Calls before, which compile kernels and fill caches.
+        repeat: Calls that are timed together: the device is not waited for in between.
+        clock: Tells seconds.
+
+    Raises:
+        AssertionError: The clock did not move.
+    """
+    for _ in range(warmup):
+        step()
+    _synchronize()
+    started = clock()
+    for _ in range(repeat):
+        step()
+    _synchronize()
+    seconds = (clock() - started) / repeat
+    _require(
+        seconds > 0,
+        f"{repeat} steps took {seconds:g} s",
+        "more than 0",
+        "a step that does nothing, or a clock that stands",
+    )
+    return seconds
+
+
+def check_profiler_window(schedule: Callable[[int], ProfilerAction], steps: int, max_recorded: int = 10):
+    """A profile records a few settled steps: not none, not all, not the first, and warmed up.
+
+    Args:
+        schedule: What torch.profiler.profile gets as `schedule`, such as torch.profiler.schedule(wait=1, warmup=1, active=3, repeat=1).
+        steps: Of the whole run.
+        max_recorded: Of them.
+
+    Raises:
+        AssertionError: The window is empty, too long, begins with the first step, or has no warm-up before it.
+    """
+    actions = [schedule(number) for number in range(steps)]
+    recorded = [number for number, action in enumerate(actions) if action in RECORDING]
+    cause = "a window behind the run's end: wait, skip_first and warmup are too long"
+    _require(bool(recorded), f"none of {steps} steps is recorded", f"1 to {max_recorded}", cause)
+    cause = "active times repeat is large, or repeat=0, which begins again until the run ends"
+    seen = f"{len(recorded)} of {steps} steps are recorded, which slows them down and makes a large trace"
+    _require(len(recorded) <= max_recorded, seen, f"at most {max_recorded}", cause)
+    cause = "wait and warmup are 0; a first step compiles, allocates and is no ordinary one"
+    _require(recorded[0] > 0, "the first step is recorded", "a later one", cause)
+    began = [number for number in recorded if actions[number - 1] not in (*RECORDING, ProfilerAction.WARMUP)]
+    cause = "warmup=0; what the profiler itself costs when it starts is then in the trace"
+    _require(
+        not began,
+        f"step {began[0] if began else 0} is recorded without a warm-up before it",
+        "warmup=1 at least",
+        cause,
+    )
