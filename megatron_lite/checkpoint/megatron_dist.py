@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from megatron_lite.checkpoint import dcp, megatron_names, unpickle
-from megatron_lite.checkpoint.dcp import METADATA_FILE, Piece, Region
+from megatron_lite.checkpoint.dcp import Piece, Region
 from megatron_lite.checkpoint.megatron_args import MegatronArgs, build_namespace
 from megatron_lite.checkpoint.megatron_file import (
     EMBEDDING,
@@ -54,7 +54,7 @@ from megatron_lite.checkpoint.megatron_optimizer import (
 )
 from megatron_lite.checkpoint.training_state import Record, Stored
 from megatron_lite.config.layout import Block, Part, take_part, whole_part
-from megatron_lite.run_folder import RECORD_FILE, write_atomically
+from megatron_lite.run_folder import METADATA_FILE, RECORD_FILE, write_atomically
 
 COMMON_FILE, BACKENDS_FILE = "common.pt", "metadata.json"
 BACKENDS = {

@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.nn.attention.bias import causal_lower_right
 
 from megatron_lite.config.layout import Layout
 from megatron_lite.config.plan import Plan
@@ -57,6 +56,8 @@ def _attend_to_all(
                 None, None
             ]
         elif chunk.start and q_BNCD.is_cuda:  # else a rehearsal's, whose memory is that of any causal attention
+            from torch.nn.attention.bias import causal_lower_right  # imports torch.compile's, which takes a second
+
             earlier = causal_lower_right(len(chunk), chunk.stop)
         parts.append(function(q_BNCD, keys, values, earlier, *others))
     return torch.cat(parts, dim=2)
