@@ -328,6 +328,8 @@ def test_what_to_record_names_flags_that_there_are():
         (9, {"tensor_core_ms": 0.0, "matrix_ms": 8.0}, {}, FAIL, "multiples of 64 (at least 8)"),
         (14, {}, {"rows": {"compute": 6.0, "unexplained": 3.0}}, NOT_SEEN, "unexplained: 3.0 ms"),
         (8, {"roles": {Role.ELEMENTWISE: 3.0}}, {}, FAIL, "compile the layers"),
+        *((number, {"roles": {}}, {}, NOT_SEEN, "") for number in (7, 8)),
+        (14, {}, {"step_ms": 0.0}, NOT_SEEN, ""),
     ],
 )
 def test_figures_that_are_seldom(number, kernels, times, answer, says):

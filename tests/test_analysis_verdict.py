@@ -234,6 +234,10 @@ def test_sources_that_say_different_things_are_doubtful():
         verdict = verdict_of(run_, rows=BOUNDS["data"])
         assert (verdict.bound, verdict.confidence) == ("data", confidence)
     assert "the trace has 50.0 ms per step of waiting for the loader, and steps.jsonl 0.0 ms" in verdict.why
+    assert (
+        verdict_of(dataclasses.replace(run_, plan={"world": {"size": 2, "rank": 1}}), rows=BOUNDS["data"]).confidence
+        == "high"
+    )
     for peak_gib, confidence in ((40, "low"), (33, "high")):
         run_ = run_of(peak_memory_bytes=np.array([NAN, peak_gib, peak_gib]) * 2**30)
         verdict = build_verdict(only(snapshots=(cases.snapshot(),), run=run_), ())

@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import dataclasses
 import enum
 import io
 import json
@@ -22,7 +23,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 from megatron_lite.checkpoint.megatron_dist import COMMON_FILE, DistFile
 from megatron_lite.checkpoint.training_state import Record
-from megatron_lite.checkpoint.unpickle import read_metadata
+from megatron_lite.checkpoint.unpickle import MAX_METADATA_BYTES, read_metadata
 from megatron_lite.errors import CheckpointError
 from megatron_lite.run_folder import RECORD_FILE
 
@@ -70,6 +71,31 @@ def test_it_is_read_as_torch_reads_it(metadata, tmp_path, pickler, protocol):
     found = read_metadata(path)
     assert found.state_dict_metadata == metadata.state_dict_metadata
     assert found.storage_data == metadata.storage_data
+
+
+def test_values_are_checked(metadata, tmp_path):
+    """Whatever torch would have taken."""
+    path, key = tmp_path / ".metadata", MetadataIndex("two", torch.Size([2, 0]), 1)
+    for changes, said in (
+        ({"relative_path": "../other"}, "said to be in '../other'"),
+        ({"relative_path": 3}, "a int in the place of a str"),
+        ({"transform_descriptors": ["zstd"]}, "written through a filter"),
+        ({"offset": -1}, "no size where one belongs"),
+        ({"length": "x"}, "a str in the place of a int"),
+    ):
+        place = dataclasses.replace(metadata.storage_data[key], **changes)
+        path.write_bytes(pickled(dataclasses.replace(metadata, storage_data=metadata.storage_data | {key: place})))
+        with pytest.raises(ValueError, match=said):
+            read_metadata(path)
+    for size in ((2, 3), "two"):
+        entry = dataclasses.replace(metadata.state_dict_metadata["two"], size=size)
+        path.write_bytes(pickled(dataclasses.replace(metadata, state_dict_metadata={"two": entry})))
+        with pytest.raises(ValueError, match="in the place of a size"):
+            read_metadata(path)
+    with open(path, "r+b") as file:
+        file.truncate(MAX_METADATA_BYTES + 1)
+    with pytest.raises(ValueError, match="more than the .* that are read"):
+        read_metadata(path)
 
 
 # --- hostile files

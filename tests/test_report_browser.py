@@ -250,12 +250,14 @@ def opened(text: str, folder: Path) -> tuple[str, str, set[str]]:
     return shown.stdout, console, asked - {"not an origin"}  # what the browser asks for itself
 
 
-@pytest.mark.parametrize("kind", ["gpu", "hostile"])
+@pytest.mark.parametrize("kind", ["gpu", "hostile", "comparison"])
 def test_a_browser_draws_it_without_complaint_or_request(kind, tmp_path):
-    shown, console, asked = opened(html_page(REPORTS[kind]), tmp_path)
+    page = html_page(REPORTS[kind]) if kind in REPORTS else compared_page(REPORTS["hostile"].title)
+    shown, console, asked = opened(page, tmp_path)
     assert (console, asked) == ("", set())
     assert re.search(r"<title>(.*?)</title>", shown, re.DOTALL)[1] != "owned"
-    for key in build_charts(REPORTS[kind]):
+    keys = build_charts(REPORTS[kind]) if kind in REPORTS else ("phases", "losses", "memory")
+    for key in keys:
         assert re.search(rf'<div class="chart[^"]*" id="chart-{key}".*?<svg class="main-svg"', shown, re.DOTALL), key
 
 

@@ -112,7 +112,7 @@ class Watchdog:
         self._stuck: tuple[int, float] | None = None  # (collectives finished, since when no further one)
         self._waiting: Operation | None = None  # the one that does not finish
         self._failed_since: float | None = None
-        self._speaks = self._over = False
+        self._over = False
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     # --- the trainer's thread

@@ -10,7 +10,7 @@ from megatron_lite.analysis.compare.losses import Losses
 from megatron_lite.analysis.run_facts import Facts
 from megatron_lite.report import draw, palette
 from megatron_lite.report.html import render_page
-from megatron_lite.report.section import Block, Lines, Section, Table, drop_empty_columns, limit_rows, section_lines
+from megatron_lite.report.section import Block, Lines, Section, Table, limit_rows, section_lines
 from megatron_lite.report.sections.step import row_title
 from megatron_lite.report.text import Style, calls, heading, milliseconds, wrapped
 from megatron_lite.units import count, significant, size
@@ -64,11 +64,6 @@ def _list_notes(found: Comparison) -> list[str]:
     return [*(f"compared by --force though {reason}" for reason in found.forced), *found.notes]
 
 
-def _build_limits_section(judged: Sequence[Judged]) -> Section:
-    rows = [[one.limit.text, *_describe_judged(one), str(one.outcome)] for one in judged]
-    return Section("limits", "Limits", "", [Table(rows, "lrrl", ["fail if", "change", "noise", "result"])])
-
-
 def _describe_judged(one: Judged) -> tuple[str, str]:
     """The change and its noise, in percent."""
     pair = one.pair
@@ -107,7 +102,8 @@ def _list_totals(found: Comparison) -> list[list[str]]:
 def build_comparison_sections(found: Comparison, judged: Sequence[Judged], everything: bool) -> Iterator[Section]:
     """Limits, how the two were started, then numbers from the whole to its parts."""
     if judged:
-        yield _build_limits_section(judged)
+        limits = [[one.limit.text, *_describe_judged(one), str(one.outcome)] for one in judged]
+        yield Section("limits", "Limits", "", [Table(limits, "lrrl", ["fail if", "change", "noise", "result"])])
     if found.flags:
         shown_flags, hidden = limit_rows(found.flags, MAX_FLAGS, everything)
         table = Table([[flag.name, flag.a, flag.b] for flag in shown_flags], "lll", ["", "A", "B"], hidden=hidden)
@@ -117,7 +113,7 @@ def build_comparison_sections(found: Comparison, judged: Sequence[Judged], every
         sources.setdefault(total.of, []).append(total.name)
     told = "; ".join(f"{', '.join(names)}: {source}" for source, names in sources.items())
     faint = [total.pair.change is Change.SAME for total in found.totals]
-    table = drop_empty_columns(Table(_list_totals(found), "l" + ALIGN, ["", *HEAD], faint=faint))
+    table = Table(_list_totals(found), "l" + ALIGN, ["", *HEAD], faint=faint)
     yield Section("totals", "Speed and memory", "", [table, Lines([told], quiet=True)])
     if found.rows:
         rows = {row_title(row, found.on_gpu): pair for row, pair in found.rows.items()}
@@ -201,7 +197,7 @@ def _build_table(
     own = write or _choose_ms(pairs.values())
     rows = [[name, *_build_cells(pair, own)] for name, pair in pairs.items()]
     faint = [pair.change is Change.SAME for pair in pairs.values()]
-    return drop_empty_columns(Table(rows, "l" + ALIGN, [head, *HEAD], hidden=hidden, faint=faint))
+    return Table(rows, "l" + ALIGN, [head, *HEAD], hidden=hidden, faint=faint)
 
 
 def _build_cells(pair: Pair, write: Callable[[float], str]) -> list[str]:

@@ -12,7 +12,7 @@ from megatron_lite.analysis.report import REPORT_SCHEMA, Report
 from megatron_lite.report.charts import build_charts
 from megatron_lite.report.draw import Figure
 from megatron_lite.report.json_file import plain
-from megatron_lite.report.section import Card, Section, Table
+from megatron_lite.report.section import Card, Section, Table, drop_empty_columns
 from megatron_lite.report.sections.all import build_limitations, build_sections, describe_confidence
 from megatron_lite.report.text import milliseconds, percent
 from megatron_lite.terminal import escape
@@ -120,6 +120,7 @@ def render_page(sections: Sequence[Section], charts: Mapping[str, Figure | None]
         "max_cell_letters": MAX_CELL_LETTERS,
         "kind_of": _choose_layout,
         "cell_classes": _choose_cell_classes,
+        "drop_empty_columns": drop_empty_columns,
     }
     # as globals, so that macros see them
     return environment.get_template("page.html.jinja", globals={**known, **texts}).render()

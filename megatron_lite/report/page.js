@@ -10,6 +10,7 @@ function draw() {
   for (const [key, figure] of Object.entries(charts)) {
     if (paper.matches) figure.layout.width = paper_px;
     Plotly.react("chart-" + key, figure.data, figure.layout, config);
+    if (!paper.matches) Plotly.Plots.resize("chart-" + key); // after paper
   }
 }
 if (window.Plotly) {

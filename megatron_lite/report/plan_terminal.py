@@ -18,7 +18,6 @@ from megatron_lite.report.section import (
     Section,
     Table,
     build_share_table,
-    drop_empty_columns,
     limit_rows,
     section_lines,
 )
@@ -214,7 +213,7 @@ def build_stages_section(report: PlanReport) -> Section:
         held = [size(kinds[kind]) if kinds[kind] else "" for kind in KINDS]
         rows.append([f"{stage.number + 1}", layers, size(one.memory.peak.num_bytes), exact, *held, count(waiting), own])
     head = ["stage", "layers", "peak", "exact", *KINDS, "in flight", "work at best"]
-    table = drop_empty_columns(Table(rows, "rl" + "r" * (len(head) - 2), head, hidden=hidden))
+    table = Table(rows, "rl" + "r" * (len(head) - 2), head, hidden=hidden)
     meaning = "state: weights, moments, gradients; in flight: micro-batches whose activations wait for backward"
     lines = [_say_why_heaviest(stages), meaning]
     blocks: list[Block] = [table, Lines(lines, quiet=True)]

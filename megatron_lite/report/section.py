@@ -30,13 +30,7 @@ class Lines:
 
     texts: Sequence[str]
     quiet: bool = False  # detail rather than message
-
-
-@dataclass(frozen=True)
-class Hint:
-    """What to type next, for readers who have a command line before them."""
-
-    text: str
+    is_hint: bool = False  # what to type next, for readers who have a command line before them
 
 
 @dataclass(frozen=True)
@@ -53,7 +47,7 @@ class Card:
     shown_in: Sequence[str] = ()  # keys of sections that show it
 
 
-Block = Table | Lines | Card | Hint
+Block = Table | Lines | Card
 
 
 @dataclass(frozen=True)
@@ -74,14 +68,10 @@ def limit_rows(rows: Sequence[Row], most: int, everything: bool) -> tuple[Sequen
 
 
 def drop_empty_columns(table: Table) -> Table:
-    """Without the columns in which no row has anything."""
+    """Without the columns in which no row has anything; both renderers begin with it."""
     keep = [at for at in range(len(table.align)) if any(row[at] for row in table.rows)]
-    return replace(
-        table,
-        rows=[[row[at] for at in keep] for row in table.rows],
-        align="".join(table.align[at] for at in keep),
-        head=[table.head[at] for at in keep] if table.head else (),
-    )
+    rows, align = [[row[at] for at in keep] for row in table.rows], "".join(table.align[at] for at in keep)
+    return replace(table, rows=rows, align=align, head=[table.head[at] for at in keep] if table.head else ())
 
 
 def build_share_table(
@@ -110,14 +100,14 @@ def section_lines(section: Section, style: Style) -> list[str]:
             for said in (*block.evidence, f"try: {block.advice}") if block.in_full else ():
                 lines += wrapped(said, "      ", "        ")
         else:
-            texts, quiet = ([block.text], True) if isinstance(block, Hint) else (block.texts, block.quiet)
-            drawn = [line for text in texts for line in wrapped(text, hanging="    ")]
-            lines += [style.dim(line) for line in drawn] if quiet else drawn
+            drawn = [line for text in block.texts for line in wrapped(text, hanging="    ")]
+            lines += [style.dim(line) for line in drawn] if block.quiet else drawn
     return lines
 
 
 def table_lines(table: Table, style: Style) -> list[str]:
     """Columns two spaces apart, the widest ones cut until they fit, and bars at the end."""
+    table = drop_empty_columns(table)
     cells = [[escape(cell) for cell in line] for line in ([table.head] if table.head else []) + list(table.rows)]
     room = WIDTH - 2 - 2 * (len(table.align) - 1) - (BAR_WIDTH + 2 if table.shares else 0)
     widths = [max(len(line[at]) for line in cells) for at in range(len(table.align))]

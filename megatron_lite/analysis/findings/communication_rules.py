@@ -243,7 +243,8 @@ def find_straggler(facts: Facts) -> Finding | None:
     reason = "no single cause covers 80% of its lag"
     if found.cause:
         phase = f", most of it in {found.phase}" if found.phase else ""
-        reason = f"{found.cause} takes {in_ms(found.cause_ms)} longer than on the median of the others{phase}"
+        what = "waiting for data" if found.cause == "data_wait" else found.cause
+        reason = f"{what} takes {in_ms(found.cause_ms)} longer than on the median of the others{phase}"
     advice = f"rank {found.rank}: {why}"
     seen = (Evidence(_describe_lateness(found, ranks), f"rank {found.rank}"), Evidence(reason))
     certain = bool(found.cause) and found.share_last is not None

@@ -209,11 +209,16 @@ class Run(Steps):
         return size if isinstance(size, int) and size > 0 else None
 
     @property
+    def writing_rank(self) -> int | None:
+        """Whose times the steps are; 0 of a watched script, which has no plan; None: not known."""
+        world = self.plan.get("world", {"rank": 0})
+        rank = world.get("rank") if isinstance(world, dict) else None
+        return rank if isinstance(rank, int) else None
+
+    @property
     def on_rank(self) -> str:
         """' on rank 3', whose times the steps are; '' where there is one only, or it is not known."""
-        world = self.plan.get("world")
-        rank = world.get("rank") if isinstance(world, dict) else None
-        return f" on rank {rank}" if isinstance(rank, int) and (self.world_size or 1) > 1 else ""
+        return f" on rank {self.writing_rank}" if self.writing_rank is not None and (self.world_size or 1) > 1 else ""
 
     @property
     def profiler_slowdown(self) -> float | None:

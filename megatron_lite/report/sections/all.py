@@ -6,7 +6,7 @@ from functools import partial
 from megatron_lite.analysis.ranks.rank_results import Ranks
 from megatron_lite.analysis.report import Report
 from megatron_lite.analysis.run.learning import measure_learning
-from megatron_lite.report.section import Block, Card, Hint, Lines, Section, Table, drop_empty_columns, limit_rows
+from megatron_lite.report.section import Block, Card, Lines, Section, Table, limit_rows
 from megatron_lite.report.sections.memory import memory_section, prediction_section
 from megatron_lite.report.sections.step import (
     kernels_section,
@@ -67,7 +67,8 @@ def findings_section(report: Report, everything: bool) -> Section | None:
             shown_in=[key for key, codes in SHOWS.items() if finding.code in codes.split()],
         )]  # fmt: skip
     more = f"and {hidden} more with --all; " if hidden else ""
-    blocks.append(Hint(f"{more}megatron-lite explain CODE: what a finding means, its false alarms"))
+    told = f"{more}megatron-lite explain CODE: what a finding means, its false alarms"
+    blocks.append(Lines([told], quiet=True, is_hint=True))
     # a job without a run folder is mostly another program's
     if not report.facts.run and any(finding.flags for finding in report.findings):
         blocks.append(Lines(["the flags are megatron_lite's"], quiet=True))
@@ -108,7 +109,7 @@ def ranks_section(report: Report, everything: bool) -> Section | None:
     head = [
         "rank", "host", "step", "compute", "comm.", "exposed", "waits", "data wait", "host idle", "last in", "awaited",
     ]  # fmt: skip
-    table = drop_empty_columns(Table(body, "rl" + "r" * 9, head, hidden=len(ranks.rows) - len(rows)))
+    table = Table(body, "rl" + "r" * 9, head, hidden=len(ranks.rows) - len(rows))
     of = "ms per step; waits: in collectives for others; awaited: by others"
     texts, late = [], ranks.straggler
     if late is not None:
@@ -172,8 +173,7 @@ def collectives_section(report: Report, everything: bool) -> Section | None:
     head = [
         "collective", "group", "phase", "ranks", "calls", "each", "ms", "transfer", "waiting", "exposed", "bus GB/s",
     ]  # fmt: skip
-    table = drop_empty_columns(Table(body, "lllrrrrrrrr", head, hidden=hidden))
-    tables = [*_build_groups(ranks), table]
+    tables = [*_build_groups(ranks), Table(body, "lllrrrrrrrr", head, hidden=hidden)]
     return Section("collectives", "Collectives", "ms per step, mean over ranks", tables)
 
 
@@ -186,7 +186,7 @@ def _build_groups(ranks: Ranks) -> list[Table]:
         most = "" if row.most_exposed_rank is None else f"{write(row.most_exposed_ms)} on rank {row.most_exposed_rank}"
         moved, times = "" if row.num_bytes is None else size(row.num_bytes), (write(row.busy_ms), write(row.exposed_ms))
         body.append([row.group or "not said", calls(row.per_step), moved, *times, most])
-    return [drop_empty_columns(Table(body, "lrrrrr", ["group", "calls", "bytes", "ms", "exposed", "most exposed"]))]
+    return [Table(body, "lrrrrr", ["group", "calls", "bytes", "ms", "exposed", "most exposed"])]
 
 
 # --- what the run folder says of the whole run, of which a trace shows a few steps

@@ -6,7 +6,7 @@ from megatron_lite.analysis.memory.memory_results import OUTSIDE, LedgerRow, Sna
 from megatron_lite.analysis.report import Report
 from megatron_lite.analysis.run_facts import Compared
 from megatron_lite.report import palette
-from megatron_lite.report.section import Block, Lines, Section, Table, build_share_table, drop_empty_columns, limit_rows
+from megatron_lite.report.section import Block, Lines, Section, Table, build_share_table, limit_rows
 from megatron_lite.report.text import milliseconds, percent
 from megatron_lite.units import count, size
 
@@ -27,23 +27,20 @@ def memory_section(report: Report, everything: bool) -> Section | None:
     held += [(OTHERS, rest)] if rest > 0 else []
     colors = [palette.HELD.get(category, palette.GREY) for category, _ in held]
     shown, hidden = limit_rows(snapshot.sites, MAX_SITES, everything)
-    sites = [
-        [site.site, site.module, site.category, site.phase, size(site.num_bytes), f"{site.blocks:,}"] for site in shown
-    ]
+    sites = []
+    for site in shown:
+        sites.append([site.site, site.module, site.category, site.phase, size(site.num_bytes), f"{site.blocks:,}"])
     head = ["allocated by", "module", "as", "phase", "at the peak", "blocks"]
-    others = [
-        f"{one.source if one.rank is None else f'rank {one.rank}'} {size(one.peak_bytes)}"
-        for one in report.facts.snapshots
-        if one is not snapshot
-    ]
+    others = [one for one in report.facts.snapshots if one is not snapshot][:MAX_OTHERS]
+    named = [f"{one.source if one.rank is None else f'rank {one.rank}'} {size(one.peak_bytes)}" for one in others]
     when = f" in {snapshot.peak_phase}" if snapshot.peak_phase else ""
     ledger, agreement = _build_ledger(report.facts.ledger, everything)
     texts = [*agreement, *_describe_snapshot(snapshot, everything)]
-    texts += [f"peaks of others: {', '.join(others[:MAX_OTHERS])}"] if others else []
+    texts += [f"peaks of others: {', '.join(named)}"] if named else []
     blocks: list[Block] = [
         Lines([f"peak {size(peak)} allocated{when}, held by"]),
         build_share_table(held, peak, size, colors),
-        drop_empty_columns(Table(sites, "llllrr", head, hidden=hidden)),
+        Table(sites, "llllrr", head, hidden=hidden),
         ledger,
         Lines(texts),
     ]
@@ -81,7 +78,7 @@ def _build_traced_section(seen: Sequence[TraceMemory]) -> Section | None:
     head = ["rank", "memory of", "peak", "reserved", "phase", "operator"]
     told = ["+: on top of what was there before the window"] if not all(one.total_is_given for one in seen) else []
     told.append("what held it stands in a snapshot: --record-memory-history")
-    table = drop_empty_columns(Table(rows, "llrrll", head, hidden=max(len(seen) - MAX_OTHERS, 0)))
+    table = Table(rows, "llrrll", head, hidden=max(len(seen) - MAX_OTHERS, 0))
     return Section("memory", "Memory", "by the trace's memory events", [table, Lines(told, quiet=True)])
 
 

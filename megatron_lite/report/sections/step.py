@@ -6,7 +6,7 @@ from megatron_lite.analysis.kernels.kernel_results import RankKernels
 from megatron_lite.analysis.report import Report
 from megatron_lite.analysis.time.time_results import ROW_TITLES, RankTime
 from megatron_lite.report import palette
-from megatron_lite.report.section import Lines, Section, Table, build_share_table, drop_empty_columns, limit_rows
+from megatron_lite.report.section import Lines, Section, Table, build_share_table, limit_rows
 from megatron_lite.report.text import calls, fit, flops, milliseconds, percent, share
 from megatron_lite.units import significant
 
@@ -139,7 +139,7 @@ def kernels_section(report: Report, everything: bool) -> Section | None:
         numbers = calls(row.per_step), milliseconds(row.ms, kernels.device_ms), percent(row.share)
         rows.append([row.short or row.name, row.phase, *numbers, row.precision, row.tensor_cores.value])
     head = ["kernel", "phase", "calls", "ms", "share", "type", "tensor cores"]
-    largest = drop_empty_columns(Table(rows, "llrrrll", head, hidden=hidden))
+    largest = Table(rows, "llrrrll", head, hidden=hidden)
     of = f"{name_rank(rank.time.rank)}{milliseconds(kernels.device_ms)} ms per step, parallel streams added up"
     return Section("kernels", "Kernels", of, [_build_role_table(kernels, kernels.device_ms, everything), largest])
 
@@ -169,7 +169,7 @@ def operators_section(report: Report, everything: bool) -> Section | None:
         own = milliseconds(row.self_ms, largest)
         rows.append([row.name, str(row.role), row.phase, calls(row.per_step), own, last])
     head = ["operator", "role", "phase", "calls", "own time", "on device" if on_gpu else "of step"]
-    table = drop_empty_columns(Table(rows, "lllrrr", head, hidden=hidden))
+    table = Table(rows, "lllrrr", head, hidden=hidden)
     roles = [] if on_gpu else [_build_role_table(rank.kernels, sum(rank.kernels.roles.values()), everything)]
     of = f"{name_rank(rank.time.rank)}ms per step on the host, without what they call"
     return Section("operators", "Operators", of, [*roles, table])
@@ -221,5 +221,5 @@ def roofline_section(report: Report, everything: bool) -> Section | None:
         ]
         times = milliseconds(row.ms, largest), milliseconds(row.bound_ms, largest), row.bound_by
         body.append([name, row.shape, row.phase, *times, *rates, percent(row.efficiency)])
-    table = drop_empty_columns(Table(body, "lllrrlrrr", head, hidden=hidden))
+    table = Table(body, "lllrrlrrr", head, hidden=hidden)
     return Section("roofline", "Speed of light", name_rank(rank.time.rank) + of, [Lines(told), table])
