@@ -189,8 +189,14 @@ def test_the_numbers_of_a_chart_are_its_points():
     )
     assert len(memory.rows) <= 60 and memory.hidden + len(memory.rows) == 200
     assert max(float(row[memory.head.index("moments")]) for row in memory.rows) == 8.0
-    assert roofline.head == ["series", "", "FLOP per byte", "TFLOP/s"] and "aten::addmm" in roofline.rows[0][1]
+    assert roofline.head == ["series", "point", "FLOP per byte", "TFLOP/s"] and "aten::addmm" in roofline.rows[0][1]
     assert [len(row) for row in numbers["phases"].rows] == [3, 3, 3]
+    small = draw.Figure(
+        "",
+        [draw.points([1.0, 2.0], [0.00012, 500.0], "", "")],
+        draw.layout(1, draw.axis("x"), draw.log_axis("y", 1e-4, 500)),
+    )
+    assert [row[1] for row in small.numbers.rows] == ["0.00012", "500"]
 
 
 def test_losses_of_a_run_and_of_two_are_curves():

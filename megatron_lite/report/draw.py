@@ -58,7 +58,7 @@ class Figure:
         first, more = self.data[0], [one for one in self.data[1:] if one[place] != self.data[0][place]]
         if more or "base" in first or "text" in first:
             columns = [[one.get("name", "") for one in self.data for _ in one[place]]]
-            order = {"customdata": "micro-batch", "text": "", place: names[0], "base": "begins", value: names[1]}
+            order = {"customdata": "micro-batch", "text": "point", place: names[0], "base": "begins", value: names[1]}
             keys = [key for key in order if any(key in one for one in self.data)]
             columns += [[part for one in self.data for part in one.get(key, [""] * len(one[place]))] for key in keys]
             head = ["series", *(order[key] for key in keys)]
@@ -70,20 +70,25 @@ class Figure:
         keep = [at for at, column in enumerate(columns) if any(part != "" for part in column)]
         length = len(columns[0])
         chosen = sorted({*range(0, length, -(-length // MAX_NUMBERS)), *largest})
-        written = [_write_column([columns[at][row] for row in chosen]) for at in keep]
+        logs = {title for side, title in zip((place, value), names) if self.layout[f"{side}axis"].get("type") == "log"}
+        written = [_write_column([columns[at][row] for row in chosen], head[at] in logs) for at in keep]
         align = "".join("l" if isinstance(columns[at][0], str) else "r" for at in keep)
         return Table(list(zip(*written)), align, [head[at] for at in keep], hidden=length - len(chosen))
 
 
-def _write_column(values: Sequence[Any]) -> list[str]:
-    """Texts as they are read; numbers with the decimals that make sense beside the largest."""
+def _write_column(values: Sequence[Any], is_log: bool) -> list[str]:
+    """Texts as they are read; numbers with the decimals that make sense beside the largest, of a logarithmic axis each alone."""
     largest = max((abs(one) for one in values if isinstance(one, float)), default=0.0)
     decimals = max(0, 3 - math.floor(math.log10(largest))) if largest > 0 else 0
-    number = f",.{decimals}f"
-    return [
-        _read_text(one) if isinstance(one, str) else format(one, number if isinstance(one, float) else ",")
-        for one in values
-    ]
+
+    def write(one: str | float) -> str:
+        if isinstance(one, str):
+            return _read_text(one)
+        if isinstance(one, int):
+            return f"{one:,}"
+        return significant(one, 4) if is_log else f"{one:,.{decimals}f}"
+
+    return list(map(write, values))
 
 
 def _read_text(text: str) -> str:
