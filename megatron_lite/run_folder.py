@@ -51,12 +51,14 @@ import time
 from pathlib import Path
 
 RUN_FILE = "run.json"
+REPORT_PAGE, REPORT_FILE = "report.html", "report.json"
 STEPS_FILE = "steps.jsonl"
 STEP_KIND, RANKS_KIND = "step", "ranks"
 RANKS_FILE = "ranks.json"
 TRACKER_FILE = "latest_checkpointed_iteration.txt"
 RELEASE = "release"  # Megatron's name for converted weights, in the tracker and as the folder
 MANIFEST_FILE = "manifest.json"  # files of a checkpoint with sizes and checksums
+METADATA_FILE = ".metadata"  # where torch.distributed.checkpoint says what is where
 RECORD_FILE = "training_state.json"  # the plain values of a checkpoint
 ANNOUNCEMENT_FILE = ".committing"  # the checkpoint that is being renamed
 RUN_SCHEMA = 1

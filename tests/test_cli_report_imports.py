@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+from run_maker import folder, step
 from trace_maker import gpu_run, write
 from waiting import LIMIT_S
 
@@ -45,10 +47,19 @@ def measure_cpu_s(folder: Path, code: str) -> float:
     return min(float(printed(code + CPU_SECONDS, **compiled)[-1]) for _ in range(TRIES))
 
 
-def test_help_needs_nothing_but_the_parser():
-    modules = printed(f"{COMMAND}try: main(['report', '--help'])\nexcept SystemExit: pass{LOADED}")
+@pytest.mark.parametrize("name", ["report", "live"])
+def test_help_needs_nothing_but_the_parser(name):
+    modules = printed(f"{COMMAND}try: main(['{name}', '--help'])\nexcept SystemExit: pass{LOADED}")
     assert "argparse" in modules
-    assert loaded_of(modules, (*HEAVY, "numpy", "msgspec", "megatron_lite.analysis", "megatron_lite.report")) == []
+    assert (
+        loaded_of(modules, (*HEAVY, "numpy", "msgspec", "rich", "megatron_lite.analysis", "megatron_lite.report")) == []
+    )
+
+
+def test_a_run_is_followed_without_heavy_packages(tmp_path):
+    words = ["live", "--once", str(folder(tmp_path, [step(1), step(2)]))]
+    modules = printed(f"{COMMAND}assert main(sys.argv[1:]) == 0{LOADED}", *words)
+    assert "rich" in modules and loaded_of(modules, (*HEAVY, *OF_OTHER_SOURCES[:2], "jinja2")) == []
 
 
 def test_a_traces_report_loads_no_heavy_package_and_nothing_for_other_sources(tmp_path):

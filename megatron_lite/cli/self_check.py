@@ -63,7 +63,7 @@ def run(argv: list[str]) -> int:
         line.wipe()
         from megatron_lite.analysis.analyze import analyze
         from megatron_lite.analysis.compare.losses import compare_losses
-        from megatron_lite.report.compare_terminal import build_losses_section
+        from megatron_lite.report.comparison import build_losses_section
         from megatron_lite.report.section import section_lines
         from megatron_lite.report.text import get_style
 

@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 
 from megatron_lite.analysis.memory.memory_results import LedgerRow
+from megatron_lite.analysis.rank_facts import RankFacts
 from megatron_lite.analysis.report import REPORT_SCHEMA, Report
 from megatron_lite.analysis.run.run_results import RankLines, Run, Steps
-from megatron_lite.analysis.run_facts import Compared, RankFacts
+from megatron_lite.analysis.run_facts import Compared
 from megatron_lite.analysis.time.time_results import RankTime
 from megatron_lite.report.sections.all import build_limitations
 
