@@ -20,10 +20,8 @@ from megatron_lite.run_folder import RANKS_FILE, RUN_FILE, RUN_SCHEMA, STEPS_FIL
 from megatron_lite.thresholds import GROWTH_PARTS, MIN_BEFORE, steady_growth
 
 RUNNING = "running"  # as run.json says it from the start
-LOST, UNCERTAIN = (
-    "killed or lost: its process is gone",
-    "running, or killed",
-)  # what it says then, by what is seen of the process
+# what is made of it, by what is seen of the process
+LOST, UNCERTAIN = "killed or lost: its process is gone", "running, or killed"
 
 
 def read_run(folder: Path, lines: StepLines | None = None) -> Run:
