@@ -64,7 +64,7 @@ def document_lengths(documents: int) -> np.ndarray:
 def recipe_of(lengths: np.ndarray, seq_length: int, epochs: float):
     """Ours, for as many samples as `epochs` hold."""
     tokens = int(lengths.sum(dtype=np.int64))
-    return sample_recipe(range(len(lengths)), tokens, int(epochs * tokens) // seq_length, seq_length, SEED, True)
+    return sample_recipe(range(len(lengths)), tokens, int(epochs * tokens) // seq_length, seq_length, SEED)
 
 
 def megatron_helpers():
@@ -129,7 +129,7 @@ def blend_row(modules, num_datasets: int, samples: int, repeats: int) -> None:
         modules[1].build_blending_indices(chosen, earlier, shares, num_datasets, samples, False)
         return chosen, earlier
 
-    medians = in_turn(lambda: mix(shares, samples, None), theirs if modules else None, repeats)
+    medians = in_turn(lambda: mix(shares, samples), theirs if modules else None, repeats)
     row(f"blend of {num_datasets}, {samples:,} samples", *medians)
 
 

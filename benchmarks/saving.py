@@ -2,12 +2,14 @@
 
     python benchmarks/saving.py FOLDER [--layers 12] [--hidden 768] [--rounds 7]
 
-Prints the seconds for which each kind keeps the training loop, as medians, and their ratio to torch.save. FOLDER should
+Prints the seconds for which each kind keeps the training loop, as medians, their ratio to torch.save of the same round, and the CPU seconds
+of all of a save, also of what it does in the background. FOLDER should
 be on the disk that checkpoints go to; it is filled with some copies of the state and emptied again.
 """
 
 import argparse
 import contextlib
+import gc
 import io
 import os
 import shutil
@@ -43,18 +45,23 @@ def main():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     with contextlib.redirect_stdout(io.StringIO()):
         kinds = _kinds(options)
-    times = {name: [] for name in kinds}
-    for number in range(1, options.rounds + 1):
+    times, cpu_times = {name: [] for name in kinds}, {name: [] for name in kinds}
+    gc.freeze()  # as in training
+    for number in range(-1, options.rounds):
         for name, save in kinds.items():
-            started = time.perf_counter()
-            wait = save(number)
-            times[name].append(time.perf_counter() - started)
+            started, cpu_started = time.perf_counter(), time.process_time()
+            wait = save(number + 2)
+            seconds = time.perf_counter() - started
             wait()
-    medians = {name: statistics.median(values) for name, values in times.items()}
-    for name, median in medians.items():
+            if number >= 0:  # the first one makes files and memory that the others find
+                times[name].append(seconds)
+                cpu_times[name].append(time.process_time() - cpu_started)
+    for name, seconds in times.items():
+        ratios = [own / other for own, other in zip(seconds, times["torch.save"])]
         print(
-            f"{name:<22}{median:8.3f} s   {median / medians['torch.save']:6.1%} of torch.save   "
-            f"({min(times[name]):.3f} to {max(times[name]):.3f})"
+            f"{name:<18}{statistics.median(seconds):8.3f} s ({min(seconds):.3f} to {max(seconds):.3f}), "
+            f"{statistics.median(ratios):.2f} of torch.save ({min(ratios):.2f} to {max(ratios):.2f}); "
+            f"CPU {statistics.median(cpu_times[name]):.3f} s"
         )
     shutil.rmtree(options.folder)
     dist.destroy_process_group()

@@ -1,0 +1,12 @@
+"""Trains GPTs, and explains training runs: `Profiler` records a training loop, `analyze` says where its steps went."""
+
+import importlib
+
+_HOMES = {"Profiler": "megatron_lite.watch.profiler", "analyze": "megatron_lite.report.notebook"}
+__all__ = ["Profiler", "analyze"]
+
+
+def __getattr__(name: str):
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__} has no attribute {name}")
+    return getattr(importlib.import_module(_HOMES[name]), name)

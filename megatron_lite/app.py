@@ -88,17 +88,20 @@ def _run(argv: list[str], world: World, launcher: LauncherWatch):
     if plan.args.model.model is not None:
         find_custom_model(plan.args.model.model)
     require_checkpoint(plan.args.checkpoint)
-    with observers.explain_early_end(), process_group(plan) as ranks, reserve_save(plan):
-        agreed = [default_run_dir(plan.args.watch.run_dir, plan.args.watch.tensorboard_dir, plan.args.checkpoint.save)]
-        dist.broadcast_object_list(agreed, src=0)  # the same on all ranks, though it may be named by the time
-        run_dir = agreed[0]
-        ranks.report_to(run_dir)
-        launcher.run_dir = run_dir
-        with observers.watch(run_dir, ranks.where), ranks.explain_failures():
-            exit_reason = run(plan, streams, tokenizer.eod, observers.instruments, observers.make_log)
-            observers.record.exit_reason = exit_reason
-    logger.info(f"[{exit_reason}]" if exit_reason else f"  done: {run_dir}")
-    observers.report()
+    with observers.explain_early_end():
+        with process_group(plan) as ranks, reserve_save(plan):
+            agreed = [
+                default_run_dir(plan.args.watch.run_dir, plan.args.watch.tensorboard_dir, plan.args.checkpoint.save)
+            ]
+            dist.broadcast_object_list(agreed, src=0)  # the same on all ranks, though it may be named by the time
+            run_dir = agreed[0]
+            ranks.report_to(run_dir)
+            launcher.run_dir = run_dir
+            with observers.watch(run_dir, ranks.where), ranks.explain_failures():
+                exit_reason = run(plan, streams, tokenizer.eod, observers.instruments, observers.make_log)
+                observers.record.exit_reason = exit_reason
+        logger.info(f"[{exit_reason}]" if exit_reason else f"  done: {run_dir}")
+        observers.report()
 
 
 def _prepare_torch(plan: Plan) -> bool:

@@ -4,11 +4,15 @@ Every message is one line with three parts: the flag or file, the value, the rem
 """
 
 import errno
+import re
 import resource
 
 from megatron_lite.terminal import PYPROJECT
 
 NO_ROOM = ("can't start new thread", "Resource temporarily unavailable", "bad_alloc")  # of a thread's stack, of C++
+CUT_SHORT = re.compile(
+    r"enforce fail.*(unexpected pos|file write failed)"
+)  # torch's words for a disk that took no more
 
 
 def first_line(error: BaseException) -> str:
@@ -93,3 +97,14 @@ class RanksError(UserError):
     def __init__(self, line: str, *, told: bool = False, ended: bool = False):
         self.told, self.ended = told, ended
         super().__init__(line)
+
+
+def describe_io_error(error: BaseException) -> str:
+    """The gist of an error in one line."""
+    if failures := getattr(error, "failures", None):  # of ranks, in torch's CheckpointException
+        return describe_io_error(failures[min(failures)][0])
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    if CUT_SHORT.search(str(error)):
+        return "a file could not be written to its end"
+    return first_line(error)

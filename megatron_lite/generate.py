@@ -95,13 +95,8 @@ def load_generator(
     if is_hugging_face:
         for name, parameter in parameters.items():
             parameter.copy_(tensors[name])
-    elif device == "cpu":
-        stored.read_into(parameters)
     else:
-        for name, parameter in parameters.items():  # one by one through host memory
-            host = torch.empty_like(parameter, device="cpu")
-            stored.read_into({name: host})
-            parameter.copy_(host)
+        stored.read_into(parameters)
     return model, record, flags
 
 
@@ -138,10 +133,11 @@ class Generated:
     """Token ids that follow each prompt, without the end of text, and how long it took."""
 
     continuations: list[list[int]]
-    prompt_tokens: int  # of all prompts, read at once
-    prompt_s: float
-    next_tokens: int  # of all continuations
-    next_s: float
+    prefill_tokens: int  # of all prompts, read at once
+    prefill_s: float
+    decode_tokens: int  # of all continuations
+    decode_s: float
+    cache_tokens: int  # of each sequence
     cache_bytes: int
 
 
@@ -194,6 +190,7 @@ def generate(
         read - began,
         sum(map(len, continuations)),
         time.perf_counter() - read,
+        total,
         model.cache.nbytes,
     )
 

@@ -19,12 +19,13 @@ from megatron_lite.instruments.build_instruments import WhereaboutsKeeper, build
 from megatron_lite.instruments.memory_oom import explain_unrecorded, is_out_of_memory, list_remedies
 from megatron_lite.instruments.timeline import Timeline
 from megatron_lite.live_line import EVERY_RANK
-from megatron_lite.parallel.rank_store import RunPosition
+from megatron_lite.parallel.rank_status import RunPosition
 from megatron_lite.train.log import Log
 from megatron_lite.train.loop import Progress
 from megatron_lite.train.post_run_report import end_with_report, wants_report
 from megatron_lite.train.run_record import RunRecord
 from megatron_lite.train.step_metrics import StepMetrics
+from megatron_lite.train.trackers import Charts
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +47,7 @@ class Observers:
         self._prediction = forecast(plan, gpu.name if on_gpu else None, room)
         self.prediction_lines = describe_forecast(self._prediction)  # on memory and time before the first step
         self._timeline = Timeline()
+        self._ends = contextlib.ExitStack()
 
     @contextlib.contextmanager
     def watch(self, run_dir: Path, where: RunPosition) -> Iterator[None]:
@@ -60,18 +62,22 @@ class Observers:
 
     def make_log(self, metrics: StepMetrics, progress: Progress) -> Log:
         """The log of a run that goes on from `progress`."""
-        return Log(self.plan, metrics, self._timeline, self._run_dir, progress, self._peak_tflops)
+        self._charts = self._ends.enter_context(Charts(self.plan, self._run_dir))
+        return Log(self.plan, metrics, self._timeline, self._run_dir, progress, self._charts, self._peak_tflops)
 
     def report(self):
-        """Print the report of a profiled run."""
-        if self.plan.world.is_first and wants_report(self.plan, self._timeline.window.traced_on_demand):
-            end_with_report(self._run_dir)
+        """Print the report of a profiled run, on the rank that has its trackers, and hand it to them."""
+        if not (self.plan.world.is_last and wants_report(self.plan, self._timeline.window.traced_on_demand)):
+            return
+        if end_with_report(self._run_dir):
+            self._charts.add_report(self._run_dir)
 
     @contextlib.contextmanager
     def explain_early_end(self):
-        """Log what no traceback tells of Ctrl-C, and of memory that ran out where no instrument watched it."""
+        """Log what no traceback tells of Ctrl-C, and of memory that ran out where no instrument watched it. Closes the trackers."""
         try:
-            yield
+            with self._ends:
+                yield
         except RuntimeError as error:
             if is_out_of_memory(error) and not hasattr(error, "explained"):
                 error.explained = explain_unrecorded(error, self.plan.world.rank, list_remedies(self.plan, {}, 0, 0))

@@ -4,9 +4,11 @@ import contextlib
 import ctypes
 import os
 import resource
+import signal
 import socket
 import sys
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 PROC = Path("/proc")
@@ -159,3 +161,24 @@ def keep_freed_memory() -> bool:
     # M_MXFAST: small blocks that wait to be used again would not be merged with large neighbours
     settings = ((M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, KEEP_BYTES), (M_TOP_PAD, GROW_BY_BYTES), (M_MXFAST, 0))
     return all(libc.mallopt(name, value) for name, value in settings)
+
+
+@contextlib.contextmanager
+def interruptible() -> Iterator[None]:
+    """Ctrl-C inside is a KeyboardInterrupt outside: torch makes a failed rank or a full disk of it, or drops it."""
+    before, interrupts = signal.getsignal(signal.SIGINT), []
+    if before is not signal.default_int_handler or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def note(number, frame):
+        interrupts.append(number)
+        before(number, frame)
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if interrupts:
+            raise KeyboardInterrupt

@@ -17,7 +17,8 @@ steps.jsonl has two kinds of lines, told apart by their field "kind". Times are 
 
 One per step of the rank that writes, the last one, "kind": "step":
     iteration, step (of this run, from 1), consumed_samples, batch_size, next_lr, loss_scale, skipped,
-    loss: null for one that is NaN or Inf; grad_norm: null for a skipped step
+    loss: null for one that is NaN or Inf; grad_norm: null for a skipped step. Of these fields the steps of a watched script have
+        iteration, step and loss: the sum of the scalars that backward was called on in the step, where that is one loss
     ms: the whole step on the host, evaluating and saving included
     phases_ms: {phase: host time}; on a GPU that is handing work over. "data" is waiting for the loader.
     gpu_ms, gpu_phases_ms: the same as the GPU passed through its stream, idle moments in between included; on a GPU only.
@@ -30,8 +31,8 @@ One per step of the rank that writes, the last one, "kind": "step":
     cpu_ms: CPU time of all threads of this process within the step; involuntary_switches: how often something else took
         one of them off its core; core_wait_ms: for how long the thread that trains was ready and had no core (Linux)
     compile_ms: the part of ms in which torch.compile compiled, or read from its cache; in compiling steps only
-    local, profiled, beside_profile, compiling: true where the loss is this rank's only because the run failed or was killed, or
-        the time is no ordinary one; else absent
+    local, profiled, beside_profile, compiling: true where the loss is this rank's only (of a run that failed or was killed, and
+        of a watched script), or the time is no ordinary one; else absent
     Steps since the last console line are written every few seconds, and once more, with all that is known, in their place when
         the next line or an error comes.
 One per console line, {"kind": "ranks", "ranks": {...}}, of the ordinary steps since the one before; every list has a number per rank:
@@ -50,12 +51,14 @@ import time
 from pathlib import Path
 
 RUN_FILE = "run.json"
+REPORT_PAGE, REPORT_FILE = "report.html", "report.json"
 STEPS_FILE = "steps.jsonl"
 STEP_KIND, RANKS_KIND = "step", "ranks"
 RANKS_FILE = "ranks.json"
 TRACKER_FILE = "latest_checkpointed_iteration.txt"
 RELEASE = "release"  # Megatron's name for converted weights, in the tracker and as the folder
 MANIFEST_FILE = "manifest.json"  # files of a checkpoint with sizes and checksums
+METADATA_FILE = ".metadata"  # where torch.distributed.checkpoint says what is where
 RECORD_FILE = "training_state.json"  # the plain values of a checkpoint
 ANNOUNCEMENT_FILE = ".committing"  # the checkpoint that is being renamed
 RUN_SCHEMA = 1

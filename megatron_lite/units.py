@@ -14,17 +14,17 @@ def short_count(value: float) -> str:
     """355919872 -> '356M'; three significant digits with K, M, B, T."""
     for unit in ("", "K", "M", "B"):
         if abs(value) < 999.5:
-            return f"{value:.3g}{unit}"
+            return significant(value) + unit
         value /= 1000
-    return f"{value:.3g}T"
+    return f"{significant(value)}T"
 
 
-def significant(value: float, digits: int = 3) -> str:
-    """0.012345 -> '0.0123', 12345.6 -> '12,346': so many digits at least, never an exponent."""
+def significant(value: float, digits: int = 3, signed: bool = False) -> str:
+    """0.012345 -> '0.0123', 12345.6 -> '12,346': so many digits at least, never an exponent. signed: '+12,346'."""
     if not value or not math.isfinite(value):
         return f"{value:g}"
     decimals = max(0, digits - 1 - math.floor(math.log10(abs(value))))
-    text = f"{value:,.{decimals}f}"
+    text = f"{value:{'+' if signed else ''},.{decimals}f}"
     return text.rstrip("0").rstrip(".") if decimals else text
 
 

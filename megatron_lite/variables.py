@@ -1,7 +1,9 @@
 """Environment variables that decide how fast a run is, and from where on they are worth a word: before it and in its report."""
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 QUEUES, THREADS = "CUDA_DEVICE_MAX_CONNECTIONS", "OMP_NUM_THREADS"
@@ -49,6 +51,11 @@ SWITCHES = (
     Switch("NCCL_SHM_DISABLE", "ranks of one machine talk over the network", "GPUs side by side"),
     Switch("NCCL_IB_DISABLE", "InfiniBand is not used", "machines"),
 )
+
+
+def prepend_python_path(environ: Mapping[str, str], folder: Path) -> dict[str, str]:
+    """The environment for a process that looks for modules in `folder` first."""
+    return {**environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(folder), environ.get("PYTHONPATH")]))}
 
 
 def has_needless_order(value: str | None, ranks: int, tensor: int = 1, context: int = 1) -> bool:

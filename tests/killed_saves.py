@@ -25,6 +25,7 @@ from pathlib import Path
 import torch
 import torch._dynamo  # every optimizer imports it: once here, instead of in each fork
 import torch.distributed as dist
+import torch.distributed.checkpoint  # and so does every save
 from launch import DROPOUT, checkpoint, flags, steps, train
 
 from megatron_lite.config.world import World

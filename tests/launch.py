@@ -36,6 +36,7 @@ from megatron_lite.train.checkpoint_checks import require_checkpoint, reserve_sa
 from megatron_lite.train.data_streams import DataStreams
 from megatron_lite.train.log import Log
 from megatron_lite.train.run import run
+from megatron_lite.train.trackers import Charts
 
 REPO = Path(__file__).parent.parent
 VOCABULARY = 127  # with the end of document 128 ids: no padding
@@ -97,8 +98,9 @@ def train(argv: list[str], run_dir: Path, world: World = ALONE, watchers=()) -> 
         Instruments([*build_instruments(plan, run_dir, timeline, print), *watchers], print) as watching,
     ):
         require_checkpoint(plan.args.checkpoint)
-        make_log = lambda metrics, progress: Log(plan, metrics, timeline, run_dir, progress)
-        return run(plan, DataStreams(plan), EOD, watching, make_log)
+        with Charts(plan, run_dir) as charts:
+            make_log = lambda metrics, progress: Log(plan, metrics, timeline, run_dir, progress, charts)
+            return run(plan, DataStreams(plan), EOD, watching, make_log)
 
 
 def quietly(argv: list[str], run_dir: Path, watchers=()) -> tuple[str | None, str]:

@@ -14,8 +14,17 @@ import tempfile
 from pathlib import Path
 
 import pytest
+import torch
 from launch import alone, flags, on_ranks, steps, train
 
+from megatron_lite.config.plan import Plan
+from megatron_lite.optim.optimizer import Optimizer
+from megatron_lite.parallel.data_parallel import replicate
+from megatron_lite.parallel.groups import make_groups
+from megatron_lite.parallel.replica import Replica
+from megatron_lite.train.run import build_model
+
+CPU = torch.device("cpu")
 ITERATIONS = 6
 TRAIN = (
     f"--train-iters {ITERATIONS} --global-batch-size 8 --log-interval 1 --log-params-norm --log-num-zeros-in-grad "
@@ -48,12 +57,14 @@ MODELS = {  # name: (flags, largest difference of a loss to one rank)
     "fp32, explicit attention": ("--attention-backend local --attention-softmax-in-fp32", 2e-6),
     # a rank's own 16-bit gradients round otherwise than one rank's, as under DistributedDataParallel
     "bf16": ("--bf16", 5e-4),
+    "bf16, sums in bf16": ("--bf16 --grad-reduce-in-bf16", 3e-2),
     "bf16, llama": (LLAMA + "--bf16", 5e-4),
     "fp16": (f"--fp16 {SCALE}", 5e-3),
     "fp16, sums in fp32": (f"--fp16 {SCALE} --accumulate-allreduce-grads-in-fp32", 5e-4),
 }  # fmt: skip
 LAYOUTS = {  # name: (flags, ranks)
     "ddp, 2": ("", 2),
+    "ddp, 2, small buckets": ("--ddp-bucket-size 1", 2),
     "zero1, 2": (ZERO1, 2),
     "zero3, 2": (ZERO3, 2),
     "zero3, kept, 2": (f"{ZERO3} --torch-fsdp2-no-reshard-after-forward", 2),
@@ -115,6 +126,18 @@ def run_cases(folder: Path, cases: list[tuple[str, str]], words: str = "") -> Pa
         (folder / f"{ranks}.json").write_text(json.dumps(argvs))
         on_ranks("launch:train_all", folder / str(ranks), str(folder / f"{ranks}.json"), ranks=ranks)
     return folder
+
+
+def build_rank(plan: Plan) -> tuple[Replica, Optimizer]:
+    """What this rank trains with."""
+    groups = make_groups(plan, CPU)
+    replica = replicate(plan, build_model(plan, CPU, groups), groups)
+    return replica, Optimizer(plan, replica.parameters, CPU, replica.sum_over_ranks, replica.counted)
+
+
+def ask_ranks(function: str, folder: Path, *words: str, ranks: int = 2) -> list:
+    """What each rank prints in the end, as JSON."""
+    return [json.loads(output.splitlines()[-1]) for output in on_ranks(function, folder, *words, ranks=ranks)]
 
 
 def largest(one: list[dict], other: list[dict], key: str) -> float:

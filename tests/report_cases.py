@@ -27,10 +27,11 @@ from megatron_lite.analysis.memory.memory_results import (
     StepMemory,
     TraceMemory,
 )
+from megatron_lite.analysis.rank_facts import RankFacts
 from megatron_lite.analysis.ranks.rank_results import CollectiveRow, GroupRow, RankRow, Ranks, Straggler
 from megatron_lite.analysis.report import Report
 from megatron_lite.analysis.run.run_results import Run, Steps
-from megatron_lite.analysis.run_facts import Facts, RankFacts
+from megatron_lite.analysis.run_facts import Facts
 from megatron_lite.analysis.time.time_results import HostSite, PhaseTime, Placing, RankTime, Span, Step, SyncSite
 from megatron_lite.analysis.trace.columns import Events, MemoryEvents, Trace
 from megatron_lite.analysis.verdict import build_verdict

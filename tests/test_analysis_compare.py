@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import random
+import re
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ from megatron_lite.analysis.run.read import read_run
 from megatron_lite.analysis.run_facts import Facts
 from megatron_lite.cli.main import main
 from megatron_lite.errors import ConfigError, UserError
-from megatron_lite.report.compare_terminal import comparison_lines
+from megatron_lite.report.comparison import comparison_lines
 from megatron_lite.report.json_file import plain
 from megatron_lite.report.text import Style
 
@@ -224,6 +225,30 @@ def test_the_command(tmp_path, capsys):
         assert error.startswith("error: ") and error.count("\n") == 1 and said in error
 
 
+def test_the_page_of_a_comparison_is_the_report_s_with_both_sides_in_every_chart(tmp_path, capsys):
+    paths = []
+    for name, step_us in (("a", 1000.0), ("b", 1300.0)):
+        steps = [step(number, step_us / 1000 + number % 3 / 10) | {"loss": 5 - number / 10} for number in range(1, 30)]
+        folder(tmp_path / name, steps)
+        gpu_run(steps=6, step_us=step_us, item=name == "b").write(tmp_path / name)
+        paths.append(str(tmp_path / name))
+    page = tmp_path / "c.html"
+    assert main(["compare", *paths, "--html", str(page), "--fail-if", "step_ms > +5%"]) == 1
+    assert f"written: {page}" in capsys.readouterr().out
+    text = page.read_text(encoding="utf-8")
+    assert "default-src 'none'" in text and '<nav id="contents"' in text and "Limit step_ms &gt; +5%: exceeded" in text
+    data = json.loads(re.search(r'id="charts">(.*?)</script>', text, re.DOTALL)[1])
+    assert set(data) >= {"rows", "phases", "losses"}
+    assert data["rows"]["data"][0]["y"] == ["A", "B"]
+    assert [sum(values) for values in zip(*(one["x"] for one in data["rows"]["data"]))] == pytest.approx([1.0, 1.3])
+    for key in ("phases", "losses"):
+        assert [one["name"] for one in data[key]["data"]] == ["A", "B"]
+    # nothing but the library and the page's own script, and nothing that is loaded
+    assert text.count("<script") == 3 + text.count('"<script') and not re.search(
+        r'<(link|img|script|iframe)[^>]* (src|href)="(?!data:)', text
+    )
+
+
 ONE_RANK = {
     "args": {"training": {"seed": 1}, "data": {"data_path": ["x"]}, "model": {"num_layers": 2}, "optimizer": {}, "parallel": {"tp": 1}},
     "precision": "fp32", "shape": {"num_layers": 2, "padded_vocab_size": 128}, "vocab_size": 100,
@@ -258,7 +283,7 @@ def test_losses_of_layouts_differ_by_rounding_or_by_an_error(tmp_path, precision
     shown = " ".join(" ".join(comparison_lines(found, Style(False))).split())
     assert (
         "Do they compute the same?" in shown
-        and "largest difference of a loss in steps 1 to 29: 2.5e-01, in step 8" in shown
+        and "largest difference of a loss in steps 1 to 29: 0.25, in step 8" in shown
     )
 
 

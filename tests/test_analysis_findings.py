@@ -209,9 +209,10 @@ def test_the_pair_of_loaders_is_told_apart():
 def test_what_rules_ask_of_a_run_stands_in_its_plan():
     plan = dataclasses.asdict(resolved_plan("--bf16 --use-torch-fsdp2", World(size=2), vocab_size=100))
     flat = {name for group in plan["args"].values() for name in group}
-    sources = "".join(path.read_text() for folder in findings.__path__ for path in Path(folder).rglob("*.py"))
-    assert set(re.findall(r'argument\(facts, "(\w+)"\)', sources)) <= flat
-    parts = re.findall(r'part\(facts, "(\w+)", "(\w+)"\)', sources)
+    folder = Path(*findings.__path__)
+    sources = "".join(path.read_text() for path in (*folder.glob("*.py"), folder.parent / "run_facts.py"))
+    assert set(re.findall(r'argument\("(\w+)"\)', sources)) <= flat
+    parts = re.findall(r'(?:part|number)\("(\w+)", "(\w+)"\)', sources)
     assert parts and [(group, name) for group, name in parts if name not in plan[group]] == []
 
 

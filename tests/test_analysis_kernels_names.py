@@ -8,7 +8,7 @@ import pytest
 
 from megatron_lite.analysis.kernels.kernel_names import demangled, in_words, short_name, taken_apart
 from megatron_lite.analysis.kernels.kernel_results import Role, TensorCores
-from megatron_lite.analysis.kernels.roles import (
+from megatron_lite.analysis.kernels.kernel_words import (
     bare_operator,
     fused_operators,
     get_kernel_role,

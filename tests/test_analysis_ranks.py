@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 from trace_maker import GLOO, MadeTrace, cpu_run, gpu_run
 
+from megatron_lite.analysis.kernels.kernel_results import RankKernels
+from megatron_lite.analysis.rank_facts import RankFacts
 from megatron_lite.analysis.ranks.from_run import compare_ranks_of_run
 from megatron_lite.analysis.ranks.ranks import compare_ranks
 from megatron_lite.analysis.run.read import read_run
@@ -41,7 +43,8 @@ def late_run(rank, world, late_us, latest_us, steps=3, first=5, sized=True, grou
 
 
 def placed(traces):
-    return [(trace, placing := attribute_events(trace), rank_time(trace, placing)) for trace in traces]
+    placings = [(trace, attribute_events(trace)) for trace in traces]
+    return [RankFacts(trace, rank_time(trace, placing), RankKernels(None), placing) for trace, placing in placings]
 
 
 def seen(folder, *made):
@@ -130,8 +133,7 @@ def test_ranks_of_one_host_share_its_clock(tmp_path):
 
 
 def test_traces_without_a_common_clock_are_laid_over_each_other(tmp_path):
-    ranks = [(replace(trace, base_ns=None), placing, time) for trace, placing, time in four(tmp_path)]
-    found = compare_ranks(ranks)
+    found = compare_ranks([replace(one, trace=replace(one.trace, base_ns=None)) for one in four(tmp_path)])
     assert found.straggler.rank == 3 and "no common clock" in found.notes[0]
     assert [row.wait_ms for row in found.rows] == pytest.approx([0.2, 0.19, 0.18, 0])
 
@@ -170,7 +172,7 @@ def test_other_collectives_and_names_used_twice_are_not_compared(tmp_path):
     found = compare_ranks(seen(tmp_path / "a", late_run(0, 2, 0, 50), other))
     assert "different collectives" in found.notes[0] and found.rows[0].wait_ms is None and found.straggler is None
     pairs = seen(tmp_path / "b", *(late_run(rank, 4, 0, 0, group="tp") for rank in range(4)))
-    for trace, _, _ in pairs:
+    for trace in (one.trace for one in pairs):
         object.__setattr__(trace, "collectives", tuple(replace(one, group_size=2) for one in trace.collectives))
     assert "more ranks use the name" in compare_ranks(pairs).notes[0]
 
@@ -336,7 +338,7 @@ def test_what_one_kernel_sends_and_receives_is_matched_in_both_directions(tmp_pa
 
 def test_traces_without_rank_or_of_several_windows(tmp_path):
     made = four(tmp_path)
-    nameless = [(replace(trace, rank=None), placing, replace(time, rank=None)) for trace, placing, time in made]
+    nameless = [replace(one, trace=replace(one.trace, rank=None), time=replace(one.time, rank=None)) for one in made]
     found = compare_ranks(nameless)
     assert found.rows == () and found.critical_rank is None and "only" in found.notes[0] and found.collectives
     assert "left out" in compare_ranks([*four(tmp_path), nameless[0]]).notes[0]

@@ -1,16 +1,20 @@
 """A run folder, read: known answers from made files, damaged and foreign ones, and runs of the trainer itself."""
 
+import json
 import math
 import os
 import re
 import time
 import tracemalloc
+from random import Random
 
 import numpy as np
 import pytest
 from run_maker import MIB, PLAN, RECORD, SHAPE, folder, ranks, step
 
+from megatron_lite.analysis.run import step_lines
 from megatron_lite.analysis.run.read import read_run
+from megatron_lite.analysis.run.step_lines import MIN_RANK_LINES, StepLines
 from megatron_lite.config.shape import ModelShape
 from megatron_lite.errors import UserError
 from megatron_lite.estimate.model_size import step_flops
@@ -194,6 +198,128 @@ def test_long_runs_are_read_in_little_memory(tmp_path):
     assert run.steps == number and run.phases_ms["forward"][-1] == number % 7 + 0.125
     assert run.steady_step_ms == pytest.approx(10.5, abs=0.01) and len(run.ranks.intervals.last) == number / 100
     assert kept < 120 * number and peak < 240 * number
+
+
+def tell(lines: StepLines) -> dict:
+    """All that was read, as texts: NaN is like itself, and nothing of the arrays is held."""
+    found = {"starts": lines.starts, "cut": lines.cut, "unread": lines.unread}
+    found |= {
+        name: str(np.asarray(column).tolist())
+        for name, column in vars(lines.read_steps()).items()
+        if name[-9:] != "phases_ms"
+    }
+    found |= {name: str(ms.tolist()) for name, ms in lines.read_steps().phases_ms.items() if ms.any()}
+    for recent in (False, True):
+        said = lines.read_ranks(recent)
+        found[f"ranks {recent}"] = said and {
+            name: str(np.asarray(table).tolist()) for name, table in vars(said).items()
+        }
+    return found
+
+
+def states_of_a_growing_file(random) -> list[bytes]:
+    """steps.jsonl of two starts of a trainer on two ranks, which writes ahead; then another run's; looked at at any time."""
+    text, states = b"", []
+    for _, number in (("first", 30), ("resumed", 25)):
+        ahead = text
+        for at in range(1, number + 1):
+            loss, more = (
+                random.uniform(1, 9),
+                {"phases_ms": {"forward": at / 8} | ({"save": 9.0} if at % 9 == 0 else {})},
+            )
+            ahead += json.dumps(step(at, loss=loss / 2, local=True, **more)).encode() + b"\n"
+            states += [ahead[: random.randint(len(text), len(ahead))], ahead]
+            if at % 7 == 0 or at == number:
+                first = at - (at - 1) % 7
+                for one in range(first, at + 1):
+                    text += json.dumps(step(one, loss=loss, skipped=one % 5 == 0)).encode() + b"\n"
+                text += json.dumps(ranks(first, at, [10.0, at])).encode() + b"\n" + (b"garbage\n" if at == 14 else b"")
+                ahead = text
+                states += [text[: random.randint(0, len(text))] if random.random() < 0.1 else text, text]
+    another = b"".join(json.dumps(step(at, ms=3.0)).encode() + b"\n" for at in range(1, 200))
+    return [*states, another[: len(another) // 2], another]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_growing_file_is_read_as_if_at_once(tmp_path, seed):
+    random = Random(seed)
+    path, states = tmp_path / "steps.jsonl", states_of_a_growing_file(random)
+    path.write_bytes(b"")
+    followed = StepLines(path)
+    for state in states:
+        path.write_bytes(state)
+        if random.random() < 0.5:
+            once = StepLines(path)
+            once.read()
+            followed.read()
+            assert tell(followed) == tell(once)
+            assert followed.read() is False
+
+
+def test_only_new_lines_are_read(tmp_path, monkeypatch):
+    read, path = [], folder(tmp_path, [step(n) for n in range(1, 2001)]) / "steps.jsonl"
+    lines = StepLines(path)
+    monkeypatch.setattr(
+        step_lines, "open", lambda *given: read.append(Counted(open(*given))) or read[-1], raising=False
+    )
+    assert lines.read() is True and read[-1].bytes >= path.stat().st_size
+    with open(path, "a") as file:
+        file.write(json.dumps(step(2001)) + "\n" + json.dumps(step(2002))[:-9])
+    assert lines.read() is True and lines.cut and read[-1].bytes < 1000
+    assert len(lines.read_steps().iterations) == 2001
+
+
+class Counted:
+    """A file that counts what is read of it."""
+
+    def __init__(self, file):
+        self.file, self.bytes = file, 0
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self.file.close()
+
+    def seek(self, at):
+        self.file.seek(at)
+
+    def read(self, number):
+        text = self.file.read(number)
+        self.bytes += len(text)
+        return text
+
+    def __iter__(self):
+        for text in self.file:
+            self.bytes += len(text)
+            yield text
+
+
+def test_of_many_console_lines_evenly_chosen_ones_are_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr(step_lines, "MAX_RANK_NUMBERS", 2 * 10 * 100)
+    lines = [line for n in range(1, 1001) for line in (step(n), ranks(n, n, [10.0, 10.0 + n / 1000]))]
+    run = read_run(folder(tmp_path, lines))
+    kept = run.ranks.intervals.last
+    assert MIN_RANK_LINES < len(kept) <= 112 and len(set(np.diff(kept))) == 1
+    assert run.ranks.step_ms[1] == pytest.approx(10.5, abs=0.01)
+    assert run.notes[-1].startswith(
+        f"Ranks are compared by every {np.diff(kept)[0]}th of the run's 1,000 console lines"
+    )
+    followed = StepLines(tmp_path / "steps.jsonl")
+    followed.read()
+    assert followed.read_ranks(recent=True).last.tolist() == list(range(993, 1001))
+
+
+def test_a_run_that_ends_while_it_is_read_was_not_killed(tmp_path, monkeypatch):
+    record = RECORD | {"status": "running"}
+    folder(tmp_path, [step(1)], record)
+
+    def end(process):
+        folder(tmp_path, None, RECORD)
+        return False
+
+    monkeypatch.setattr("megatron_lite.analysis.run.read.is_there", end)
+    assert read_run(tmp_path).status == "finished"
 
 
 @pytest.mark.parametrize(

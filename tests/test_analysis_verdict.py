@@ -12,7 +12,8 @@ from training_maker import gpu, ordinary_steps, run
 from megatron_lite.analysis.analyze import analyze, describe_run
 from megatron_lite.analysis.audit.answers import Answer
 from megatron_lite.analysis.audit.audit import audit_run
-from megatron_lite.analysis.run_facts import Facts, RankFacts
+from megatron_lite.analysis.rank_facts import RankFacts
+from megatron_lite.analysis.run_facts import Facts
 from megatron_lite.analysis.verdict import build_verdict
 from megatron_lite.report.sections.all import run_section
 
@@ -233,6 +234,10 @@ def test_sources_that_say_different_things_are_doubtful():
         verdict = verdict_of(run_, rows=BOUNDS["data"])
         assert (verdict.bound, verdict.confidence) == ("data", confidence)
     assert "the trace has 50.0 ms per step of waiting for the loader, and steps.jsonl 0.0 ms" in verdict.why
+    assert (
+        verdict_of(dataclasses.replace(run_, plan={"world": {"size": 2, "rank": 1}}), rows=BOUNDS["data"]).confidence
+        == "high"
+    )
     for peak_gib, confidence in ((40, "low"), (33, "high")):
         run_ = run_of(peak_memory_bytes=np.array([NAN, peak_gib, peak_gib]) * 2**30)
         verdict = build_verdict(only(snapshots=(cases.snapshot(),), run=run_), ())

@@ -1,10 +1,16 @@
 """What is hashed while it is written."""
 
+import errno
 import hashlib
+import os
 
 import pytest
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_lite.checkpoint.folder import MAX_PIECES, PIECE, HashedFile, checksum
+from megatron_lite.checkpoint import dcp
+from megatron_lite.checkpoint.folder import PIECE, HashedFile, checksum
+from megatron_lite.errors import describe_io_error
 
 
 def test_the_entry_is_that_of_the_file(tmp_path):
@@ -21,4 +27,23 @@ def test_a_digest_that_fails_ends_the_save(tmp_path, monkeypatch):
 
     monkeypatch.setattr(hashlib, "sha256", Broken)
     with pytest.raises(MemoryError, match="no room"), open(tmp_path / "file", "wb") as file, HashedFile(file) as hashed:
-        hashed.write(bytes(PIECE * (MAX_PIECES + 2)))  # more than may wait
+        hashed.write(bytes(PIECE + 1))
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_full_disk_under_either_file_of_a_rank_ends_the_save(tmp_path, monkeypatch, number):
+    write, pieces = HashedFile.write, []
+    for name in "ab":
+        pieces.append(dcp.Piece(dcp.Region(name, (0,), (9,)), (9,), torch.arange(9.0)))
+
+    def fill_disk(file, data):
+        if file._file.name.endswith(f"_{number}.distcp"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(file, data)
+
+    entries = dcp.write(tmp_path, pieces, {}, lambda metadata: {}, None)
+    assert entries == {name: checksum(tmp_path / name) for name in ("__0_0.distcp", "__0_1.distcp")}
+    monkeypatch.setattr(HashedFile, "write", fill_disk)
+    with pytest.raises(CheckpointException) as caught:
+        dcp.write(tmp_path, pieces, {}, lambda metadata: {}, None)
+    assert describe_io_error(caught.value) == "No space left on device"

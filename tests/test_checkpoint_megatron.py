@@ -1,7 +1,6 @@
 """Megatron's torch file without Megatron: the same tensors out as in, the names of all its ages, and no code run."""
 
 import argparse
-import contextlib
 import dataclasses
 import io
 import os
@@ -18,20 +17,18 @@ import pytest
 import torch
 from launch import flags, plan_of, same
 from model_variants import VARIANTS, build
+from test_checkpoint_megatron_core import Ours, gradients, read_all
 from torch import nn
 
 from megatron_lite.checkpoint.megatron_file import MegatronFile, write_megatron_file
 from megatron_lite.checkpoint.megatron_names import file_name, in_file_order, ours
-from megatron_lite.checkpoint.megatron_unpickle import Inert, load
 from megatron_lite.checkpoint.random_states import from_megatron, to_megatron
 from megatron_lite.checkpoint.training_state import Record
+from megatron_lite.checkpoint.unpickle import Inert, load
 from megatron_lite.errors import CheckpointError
-from megatron_lite.optim.optimizer import Optimizer
 
-CPU = torch.device("cpu")
 WORDS = "--train-iters 20 --lr-warmup-iters 3 --lr-decay-style cosine --min-lr 1e-4 --weight-decay 0.1"
 PRECISION = {"fp32": "", "bf16": "--bf16", "fp16": "--fp16 --initial-loss-scale 512"}
-DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 def random_states(ranks: int, cuda: bool) -> dict:
@@ -55,26 +52,10 @@ def random_states(ranks: int, cuda: bool) -> dict:
 
 def trained(precision: str, *words: str, variant: str = "gqa_swiglu_rmsnorm", steps: int = 3):
     """(plan, record, flat tensors) of a run of this trainer."""
-    plan, shape = plan_of(flags(WORDS, PRECISION[precision], *words)), VARIANTS[variant]
-    model = build(shape).to(DTYPES[precision])
-    named = dict(model.named_parameters())
-    optimizer = Optimizer(plan, list(named.values()), CPU)
-    torch.manual_seed(1)
-    for _ in range(steps):
-        optimizer.step([torch.randn_like(p) for p in named.values()], 4, lambda name: contextlib.nullcontext())
-    flat = {f"model.{name}": p.detach() for name, p in named.items()} | optimizer.tensors(list(named))
-    record = Record(
-        iteration=steps,
-        consumed=4 * steps,
-        consumed_valid_samples=8,
-        shape=dataclasses.asdict(shape),
-        precision=precision,
-        vocab_size=127,
-        schedule=dataclasses.asdict(plan.learning_rate),
-        optimizer=plan.args.optimizer.optimizer,
-        versions={"torch": "2"},
-    )
-    return plan, record, flat
+    run = Ours(plan_of(flags(WORDS, PRECISION[precision], *words)), VARIANTS[variant])
+    for step in range(steps):
+        run.step(gradients(run.shape, step))
+    return run.plan, run.record(steps, versions={"torch": "2"}), run.flat()
 
 
 def written(path: Path, record: Record, tensors: dict, plan) -> Path:
@@ -82,12 +63,6 @@ def written(path: Path, record: Record, tensors: dict, plan) -> Path:
     with open(path, "wb") as file:
         write_megatron_file(file, record, tensors, plan.args)
     return path
-
-
-def read(file: MegatronFile) -> dict:
-    held = {name: torch.empty(file.size_of(name), dtype=file.dtype_of(name)) for name in file.names()}
-    file.read_into(held)
-    return held
 
 
 def write_trained(folder: Path, precision: str, *words: str, **how) -> tuple[Path, dict]:
@@ -119,7 +94,7 @@ def test_what_was_written_is_read_bitwise(impl, words, cuda, tmp_path):
     record, tensors = dataclasses.replace(record, ranks=3), tensors | random_states(3, cuda)
     file = MegatronFile(written(place(tmp_path), record, tensors, plan))
     assert file.record == record and file.without_optimizer is None
-    assert same(read(file), tensors)
+    assert same(read_all(file), tensors)
 
 
 def test_without_optimizer_and_random_states(tmp_path):
@@ -127,7 +102,7 @@ def test_without_optimizer_and_random_states(tmp_path):
     record = dataclasses.replace(record, optimizer=None)
     weights = {name: tensor for name, tensor in tensors.items() if name.startswith("model.")}
     file = MegatronFile(written(place(tmp_path), record, weights, plan))
-    assert file.record == record and same(read(file), weights)
+    assert file.record == record and same(read_all(file), weights)
     assert file.without_optimizer == "was not saved (--no-save-optim)"
 
 
@@ -204,7 +179,7 @@ def test_extra_states_and_buffers_are_no_weights(tmp_path):
         "rotary_pos_emb.inv_freq": torch.ones(4),
     }
     path = rewrite(path, lambda state: state["model"].update(more))
-    assert same(read(MegatronFile(path)), tensors)
+    assert same(read_all(MegatronFile(path)), tensors)
 
 
 OLD = [
@@ -258,7 +233,7 @@ def test_files_from_before_megatron_core(version, newer, tmp_path):
     assert "language_model" in state["model"]
     torch.save(state, path)
     file = MegatronFile(path)
-    assert same(read(file), tensors)
+    assert same(read_all(file), tensors)
 
 
 def in_groups(model: dict) -> list:
@@ -311,21 +286,6 @@ def foreign_class(module: str, name: str) -> type:
     return made
 
 
-def test_classes_of_megatron_and_of_python_need_not_be_there(tmp_path):
-    path, tensors = write_trained(tmp_path, "fp32")
-    state = torch.load(path, weights_only=False)
-    names = ["megatron_patch", "transformer_engine", "apex"]
-    for module in names:
-        setattr(state["args"], module, foreign_class(module, "Thing")())
-    state["args"].exit_signal, state["args"].folder = signal.SIGTERM, tmp_path
-    state["args"].more = types.SimpleNamespace(a=1)
-    torch.save(state, path)
-    for module in names:
-        del sys.modules[module]
-    assert same(read(MegatronFile(path)), tensors)
-    assert not [module for module in names if module in sys.modules]
-
-
 class Trap:
     """Unpickled, it would leave a file behind."""
 
@@ -359,38 +319,32 @@ def test_a_trap_does_not_snap(where, kind, tmp_path):
     assert f"{path}: names {name}, which is neither data" in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_members_of_enums_as_python_3_11_2_pickles_them(tmp_path):
-    """As getattr(class, name), which is not called: no attribute of anything is looked up."""
+def test_what_accepted_names_stand_for_is_never_looked_up(tmp_path, monkeypatch):
+    """Classes, which need not be there, functions, and members of enums as Python 3.11.2 pickles them: getattr(class, name)."""
+    modules, calls = ("megatron_patch", "transformer_engine", "apex", "megatron"), []
+    for name in modules:
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+
+    def spring(*given):
+        calls.append(given)
+
+    spring.__module__, spring.__qualname__, sys.modules["megatron"].spring = "megatron", "spring", spring
+
+    def set_traps(state):
+        args = state["args"]
+        for name in modules:
+            setattr(args, name, foreign_class(name, "Thing")())
+        args.exit_signal, args.folder, args.more = signal.SIGTERM, tmp_path, types.SimpleNamespace(a=1)
+        args.attention_backend = Trap(getattr, foreign_class("megatron", "Backend"), "__name__")
+        args.trap = Trap(spring, "x")
+
     path, tensors = write_trained(tmp_path, "fp32", steps=1)
-    trap = Trap(getattr, foreign_class("megatron", "Backend"), "__name__")
-
-    def set_trap(state):
-        state["args"].attention_backend = trap
-
-    rewrite(path, set_trap, foreign=False)
-    del sys.modules["megatron"].Backend
+    rewrite(path, set_traps, foreign=False)
+    for name in modules[:-1]:
+        del sys.modules[name]
     assert isinstance(load(path)["args"].attention_backend, Inert)
-    assert same(read(MegatronFile(path)), tensors)
-
-
-def test_a_trap_behind_a_harmless_name_is_inert(tmp_path):
-    """A class under an accepted package's name is never looked up, whatever stands there."""
-    path, tensors = write_trained(tmp_path, "fp32", steps=1)
-    state = torch.load(path, weights_only=False)
-    calls = []
-    module = types.ModuleType("megatron")
-    module.spring = lambda *given: calls.append(given)
-    module.spring.__module__, module.spring.__qualname__ = "megatron", "spring"
-    kept, sys.modules["megatron"] = sys.modules.get("megatron"), module
-    try:
-        state["args"].trap = Trap(module.spring, "x")
-        torch.save(state, path)
-        assert same(read(MegatronFile(path)), tensors)
-    finally:
-        del sys.modules["megatron"]
-        if kept is not None:
-            sys.modules["megatron"] = kept
-    assert calls == []
+    assert same(read_all(MegatronFile(path)), tensors)
+    assert calls == [] and not [name for name in modules[:-1] if name in sys.modules]
 
 
 # ---- what cannot be loaded
@@ -526,93 +480,6 @@ def test_an_optimizer_that_cannot_be_named_leaves_the_weights(change, why, tmp_p
     assert file.names() and all(name.startswith("model.") for name in file.names())
 
 
-def buffers_of(tensors: dict, names: list) -> dict:
-    """distrib_optim.pt of one bucket, padded at each start, as the distributed optimizer fills it."""
-    flat = {}
-    for key, kept in (("param", "master"), ("exp_avg", "exp_avg"), ("exp_avg_sq", "exp_avg_sq")):
-        buffer = torch.zeros(0)
-        for name in reversed(names):
-            padding = torch.zeros(-len(buffer) % 64)
-            buffer = torch.cat([buffer, padding, tensors[f"optimizer.{name}.{kept}"].flatten()])
-        flat[key] = buffer
-    return {
-        0: {(torch.bfloat16, torch.float32): flat | {"numel_unpadded": len(flat["param"])}},
-        "buckets_coalesced": True,
-    }
-
-
-def set_step(state, step):
-    for group in state["optimizer"]["optimizer"]["param_groups"][:1]:
-        group["step"] = step
-
-
-KINDS, LAYOUT = "is of several kinds of parameters, or from before February", "is laid out in a way that does not fit"
-BESIDE = {
-    "whole": (lambda state, buffers: None, None),
-    "not coalesced": (lambda state, buffers: buffers.pop("buckets_coalesced"), KINDS),
-    "two kinds": (lambda state, buffers: buffers.update({1: buffers[0]}), KINDS),
-    "other weights": (lambda state, buffers: flat_of(buffers)["param"].mul_(2), LAYOUT),
-    "shorter": (lambda state, buffers: flat_of(buffers).update(param=flat_of(buffers)["param"][1:]), LAYOUT),
-    "steps": (lambda state, buffers: set_step(state, 4), "has made [3, 4] steps, not one number of them"),
-    "trap": (
-        lambda state, buffers: buffers.update(trap=Trap(eval, "1")),
-        "cannot be read; it is damaged, or names classes",
-    ),
-}
-
-
-@pytest.mark.parametrize("kind", BESIDE)
-def test_the_distributed_optimizers_file_beside_it(kind, tmp_path):
-    change, why = BESIDE[kind]
-    path, tensors = write_trained(tmp_path, "bf16")
-    state = torch.load(path, weights_only=False)
-    names = [ours(name) for name, tensor in state["model"].items() if tensor is not None]
-    buffers = buffers_of(tensors, names)
-    del state["megatron_lite"], state["optimizer"]["optimizer"]["state"], state["optimizer"]["fp32_from_fp16_params"]
-    change(state, buffers)
-    torch.save(state, path)
-    torch.save(buffers, path.with_name("distrib_optim.pt"))
-    file = MegatronFile(path)
-    if why is None:
-        assert same(read(file), tensors) and file.record.optimizer == "adam"
-    else:
-        assert f"in distrib_optim.pt {why}" in file.without_optimizer
-        assert file.names() == {name for name in tensors if name.startswith("model.")}
-
-
-def flat_of(buffers: dict) -> dict:
-    (flat,) = buffers[0].values()
-    return flat
-
-
-def test_groups_of_their_own_learning_rate_and_decaying_head_norms(tmp_path):
-    """--decoupled-lr makes a third group; --apply-wd-to-qk-layernorm moves vectors into the decaying one."""
-    path, tensors = write_trained(tmp_path, "fp32", "--transformer-impl local", variant="qk_layernorm")
-    state = torch.load(path, weights_only=False)
-    del state["megatron_lite"]
-    names = [name for name, tensor in state["model"].items() if tensor is not None]
-    matrix = {name: state["model"][name].ndim > 1 for name in names}
-    number = {name: i for i, (name, _) in enumerate(in_groups({name: state["model"][name] for name in names}))}
-    inner, entries = state["optimizer"], state["optimizer"]["state"]
-    special = ["embedding.word_embeddings.weight"]
-    head_norms = [name for name in names if "q_layernorm" in name or "k_layernorm" in name]
-    decays = [name for name in names if (matrix[name] or name in head_norms) and name not in special]
-    groups = [
-        ([1.0, True], special),
-        ([1.0, False], decays),
-        ([0.0, False], [name for name in names if name not in decays and name not in special]),
-    ]
-    order = [name for _, members in groups for name in members]
-    assert sorted(order) == sorted(names)
-    inner["state"] = {i: entries[number[name]] for i, name in enumerate(order)}
-    inner["param_groups"] = [
-        {"params": [order.index(name) for name in members], "wd_mult": wd, "is_decoupled_lr": own}
-        for (wd, own), members in groups
-    ]
-    torch.save(state, path)
-    assert same(read(MegatronFile(path)), tensors)
-
-
 def test_megatrons_own_check_of_the_arguments(tmp_path):
     """What check_checkpoint_args compares, and what load_checkpoint takes on from the arguments."""
     path, _ = write_trained(tmp_path, "bf16", "--tokenizer-type NullTokenizer --make-vocab-size-divisible-by 64")
@@ -649,4 +516,4 @@ def test_a_view_is_written_alone(tmp_path):
     view = buffer[: tensors[name].numel()].copy_(tensors[name])
     path = written(place(tmp_path), record, tensors | {name: view}, plan)
     assert path.stat().st_size < plain + 1000
-    assert same(read(MegatronFile(path)), tensors)
+    assert same(read_all(MegatronFile(path)), tensors)

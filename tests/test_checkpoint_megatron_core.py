@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import dataclasses
+import io
 import json
 import random
 import types
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from launch import flags, on_ranks, plan_of, same
+from layout_table import ask_ranks, build_rank
 from lazy_module import LazyModule
 from model_variants import VARIANTS, build, tokens
 from test_model_megatron_parity import megatron_on_cpu, reference  # noqa: F401 - a fixture
@@ -22,11 +24,8 @@ from megatron_lite.checkpoint.training_state import Record
 from megatron_lite.config.layout import take_part
 from megatron_lite.data.batch import Batch
 from megatron_lite.optim.optimizer import Optimizer
-from megatron_lite.parallel.data_parallel import replicate
-from megatron_lite.parallel.groups import make_groups
 from megatron_lite.train.checkpoint import Checkpoints
 from megatron_lite.train.loop import Progress
-from megatron_lite.train.run import build_model
 from megatron_lite.train.step import TrainingStep
 
 distributed, enums = LazyModule("megatron.core.distributed"), LazyModule("megatron.core.enums")
@@ -87,7 +86,7 @@ class Theirs:
         self.model = reference(shape, stage).to(DTYPES[plan.precision])
         if weights is not None:
             self.model.load_state_dict(weights, strict=False)
-        self.model.ddp_config = distributed.DistributedDataParallelConfig()
+        self.model.ddp_config, self.wrapped = distributed.DistributedDataParallelConfig(), self.model
         self.make_optimizer(self.model)
 
     def make_optimizer(self, module, **settings):
@@ -130,13 +129,18 @@ class Theirs:
         tokens, labels = batch
         length = self.shape.seq_length
         blocked = torch.ones(length, length, dtype=torch.bool).triu(1)[None, None]
-        positions = torch.arange(length).expand_as(tokens)
-        self.optimizer.zero_grad()
-        loss = self.model(tokens, positions, blocked, labels=labels).mean()
+        self.begin()
+        loss = self.wrapped(tokens, torch.arange(length).expand_as(tokens), blocked, labels=labels).mean()
         loss.backward()
-        self.optimizer.step()
-        self.scheduler.step(SAMPLES)
+        self.update()
         return loss.item()
+
+    def begin(self):
+        self.optimizer.zero_grad()
+
+    def update(self):
+        assert self.optimizer.step()[0]
+        self.scheduler.step(SAMPLES)
 
     def train_stage(self, batch) -> float | None:
         """The same of a pipeline's stage, a sequence at a time; the last one's loss."""
@@ -263,25 +267,18 @@ class Distributed(Theirs):
         )
         self.make_optimizer(self.wrapped, use_distributed_optimizer=True)
 
-    def train(self, batch) -> float:
-        """One step; others have their own samples."""
-        tokens, labels = batch
-        length = self.shape.seq_length
-        blocked = torch.ones(length, length, dtype=torch.bool).triu(1)[None, None]
+    def begin(self):
         self.wrapped.zero_grad_buffer()
-        self.optimizer.zero_grad()
-        loss = self.wrapped(tokens, torch.arange(length).expand_as(tokens), blocked, labels=labels).mean()
-        loss.backward()
+        super().begin()
+
+    def update(self):
         self.wrapped.finish_grad_sync()
-        assert self.optimizer.step()[0]
-        self.scheduler.step(SAMPLES)
-        return loss.item()
+        super().update()
 
     def step(self, gradients: dict):
         for name, parameter in self.model.named_parameters():
             parameter.main_grad.copy_(gradients[name])
-        assert self.optimizer.step()[0]
-        self.scheduler.step(SAMPLES)
+        super().update()
 
     def save(self, path: Path, iteration: int) -> Path:
         super().save(path, iteration)
@@ -336,20 +333,25 @@ class Ours:
         file.read_into(self.flat())
         self.optimizer.resume()
 
-    def save(self, path: Path, iteration: int, argv_plan=None) -> Record:
-        plan = argv_plan or self.plan
-        record = Record(
-            iteration=iteration,
-            consumed=iteration * SAMPLES,
-            shape=dataclasses.asdict(self.shape),
-            precision=plan.precision,
-            vocab_size=127,
-            schedule=dataclasses.asdict(plan.learning_rate),
-            optimizer=plan.args.optimizer.optimizer,
-        )
+    def record(self, iteration: int, **more) -> Record:
+        known = {"vocab_size": 127, "consumed_valid_samples": 8} | more
+        return describe_run(self, iteration, **known)
+
+    def save(self, path: Path, iteration: int):
         with open(path, "wb") as file:
-            write_megatron_file(file, record, self.flat(), plan.args)
-        return record
+            write_megatron_file(file, self.record(iteration), self.flat(), self.plan.args)
+
+
+def describe_run(run, iteration: int, **more) -> Record:
+    return Record(
+        iteration=iteration,
+        consumed=iteration * SAMPLES,
+        shape=dataclasses.asdict(run.shape),
+        precision=run.plan.precision,
+        schedule=dataclasses.asdict(run.plan.learning_rate),
+        optimizer=run.plan.args.optimizer.optimizer,
+        **more,
+    )
 
 
 def read_all(file) -> dict:
@@ -370,12 +372,20 @@ def plan_for(precision: str, *words: str):
     return plan_of(flags(TRAINING, PRECISION[precision], *words))
 
 
-def largest_difference(ours: dict, theirs: dict) -> float:
-    """Over all fp32 tensors: halves are their rounded masters, so that a last digit there may turn one over."""
-    assert ours.keys() == theirs.keys()
-    full = [name for name in ours if ours[name].dtype == torch.float32]
-    assert any(name.endswith("exp_avg_sq") for name in full)
-    return max((ours[name] - theirs[name]).abs().max().item() for name in full)
+def take_steps(run, steps):
+    """Those of fp16 meet an overflow at first, and again."""
+    for step in steps:
+        run.step(gradients(run.shape, step, infinite=run.plan.precision == "fp16" and step in (1, 5)))
+
+
+def assert_both_go_on(ours, theirs):
+    """Compared in fp32: halves are their rounded masters, so that a last digit there may turn one over."""
+    for run in (ours, theirs):
+        take_steps(run, range(4, 8))
+    mine, other = ours.flat(), theirs.flat()
+    full = [name for name in mine if mine[name].dtype == torch.float32]
+    assert mine.keys() == other.keys() and any(name.endswith("exp_avg_sq") for name in full)
+    assert max((mine[name] - other[name]).abs().max().item() for name in full) < 1e-6
 
 
 def batches(shape, count: int) -> list:
@@ -396,71 +406,26 @@ CASES = [
 def test_what_megatron_saved_is_read_by_name_and_goes_on(precision, variant, tmp_path, optimizers_on_cpu):
     plan, shape = plan_for(precision), VARIANTS[variant]
     theirs = Theirs(plan, shape, build(shape).state_dict())
-    for step in range(4):
-        theirs.step(gradients(shape, step, infinite=precision == "fp16" and step == 1))
+    take_steps(theirs, range(4))
     file = MegatronFile(theirs.save(tmp_path / "iter_0000004" / "mp_rank_00" / "model_optim_rng.pt", 4))
     assert same(read_all(file), theirs.flat())
-    assert file.record == Record(
-        iteration=4,
-        consumed=16,
-        shape=dataclasses.asdict(shape),
-        precision=precision,
-        schedule=dataclasses.asdict(plan.learning_rate),
-        optimizer="adam",
-        trainer="Megatron-LM",
-    )
+    assert file.record == describe_run(theirs, 4, trainer="Megatron-LM")
     ours = Ours(plan, shape)
     ours.load(file)
-    for step in range(4, 8):
-        for run in (ours, theirs):
-            run.step(gradients(shape, step, infinite=precision == "fp16" and step == 5))
-    assert largest_difference(ours.flat(), theirs.flat()) < 1e-6
+    assert_both_go_on(ours, theirs)
 
 
 @pytest.mark.parametrize("precision, variant", CASES)
 def test_megatron_loads_what_was_saved_here_and_goes_on(precision, variant, tmp_path, optimizers_on_cpu):
     plan, shape = plan_for(precision), VARIANTS[variant]
     ours = Ours(plan, shape)
-    for step in range(4):
-        ours.step(gradients(shape, step, infinite=precision == "fp16" and step == 1))
+    take_steps(ours, range(4))
     ours.save(tmp_path / "model_optim_rng.pt", 4)
     theirs = Theirs(plan, shape)
     names = theirs.model.state_dict().keys()
     assert theirs.load(tmp_path / "model_optim_rng.pt")["model"].keys() == names
     assert same(theirs.flat(), ours.flat())
-    for step in range(4, 8):
-        for run in (ours, theirs):
-            run.step(gradients(shape, step, infinite=precision == "fp16" and step == 5))
-    assert largest_difference(ours.flat(), theirs.flat()) < 1e-6
-
-
-@pytest.mark.parametrize("variant", ["gelu_tanh", "gqa_swiglu_rmsnorm"])
-def test_training_that_megatron_began_ends_with_its_losses(variant, tmp_path, optimizers_on_cpu):
-    plan, shape = plan_for("fp32"), VARIANTS[variant]
-    fed = batches(shape, 8)
-    theirs = Theirs(plan, shape, build(shape).state_dict())
-    for batch in fed[:5]:
-        theirs.train(batch)
-    ours, fresh = Ours(plan, shape), Ours(plan, shape)
-    file = MegatronFile(theirs.save(tmp_path / "iter_0000005" / "mp_rank_00" / "model_optim_rng.pt", 5))
-    ours.load(file)
-    file.read_into({name: tensor for name, tensor in fresh.flat().items() if name.startswith("model.")})
-    losses = [[run.train(batch) for batch in fed[5:]] for run in (theirs, ours, fresh)]
-    assert losses[1] == pytest.approx(losses[0], abs=2e-6)
-    assert losses[2][-1] != pytest.approx(losses[0][-1], abs=1e-3), "the optimizer's state has an effect"
-
-
-def test_training_that_began_here_ends_in_megatron_with_the_same_losses(tmp_path, optimizers_on_cpu):
-    plan, shape = plan_for("fp32"), VARIANTS["gelu_tanh"]
-    fed = batches(shape, 8)
-    ours = Ours(plan, shape)
-    for batch in fed[:5]:
-        ours.train(batch)
-    ours.save(tmp_path / "model_optim_rng.pt", 5)
-    theirs = Theirs(plan, shape)
-    theirs.load(tmp_path / "model_optim_rng.pt")
-    losses = [[run.train(batch) for batch in fed[5:]] for run in (theirs, ours)]
-    assert losses[1] == pytest.approx(losses[0], abs=2e-6)
+    assert_both_go_on(ours, theirs)
 
 
 def test_sgds_momentum_crosses_over_both_ways(tmp_path, optimizers_on_cpu):
@@ -483,6 +448,27 @@ def test_sgds_momentum_crosses_over_both_ways(tmp_path, optimizers_on_cpu):
     assert max((a - b).abs().max() for a, b in zip(back.model.parameters(), theirs.model.parameters())) < 1e-6
 
 
+DECOUPLED = {"decoupled_lr": 1e-3, "decoupled_min_lr": 1e-4}
+
+
+@pytest.mark.parametrize("settings", [{}, DECOUPLED, DECOUPLED | {"apply_wd_to_qk_layernorm": True}])
+def test_groups_of_their_own_learning_rate_and_decaying_head_norms(settings, tmp_path, optimizers_on_cpu):
+    """--decoupled-lr makes a third group; --apply-wd-to-qk-layernorm moves vectors into the decaying one."""
+    plan, shape = plan_for("fp32"), VARIANTS["qk_layernorm"]
+    theirs = Theirs(plan, shape, build(shape).state_dict())
+    theirs.make_optimizer(theirs.model, **settings)
+    take_steps(theirs, range(3))
+    path = theirs.save(tmp_path / "iter_0000003" / "mp_rank_00" / "model_optim_rng.pt", 3)
+    assert same(read_all(MegatronFile(path)), theirs.flat())
+    state = torch.load(path, weights_only=False)
+    groups = state["optimizer"]["param_groups"]
+    assert len(groups) == (3 if settings else 2)
+    for group in groups:  # as before Megatron-Core 0.16
+        group["is_decoupled_lr"] = not group.pop("default_config")
+    torch.save(state, path)
+    assert same(read_all(MegatronFile(path)), theirs.flat())
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("bucket_size", [None, 100])
 def test_the_distributed_optimizers_buffers_are_read(precision, bucket_size, tmp_path, optimizers_on_cpu):
@@ -495,6 +481,38 @@ def test_the_distributed_optimizers_buffers_are_read(precision, bucket_size, tmp
     file = MegatronFile(theirs.save(tmp_path / "iter_0000003" / "mp_rank_00" / "model_optim_rng.pt", 3))
     assert file.without_optimizer is None and file.record.optimizer == "adam"
     assert same(read_all(file), theirs.flat())
+
+
+KINDS, LAYOUT = "is of several kinds of parameters, or from before February", "is laid out in a way that does not fit"
+BESIDE = [  # what is changed in its file and in the buffers beside it: why there is no optimizer
+    (lambda groups, buffers: buffers.pop("buckets_coalesced"), KINDS),
+    (lambda groups, buffers: buffers.update({1: buffers[0]}), KINDS),
+    (lambda groups, buffers: flat_of(buffers)["param"].mul_(2), LAYOUT),
+    (lambda groups, buffers: flat_of(buffers).update(param=flat_of(buffers)["param"][1:]), LAYOUT),
+    (lambda groups, buffers: groups[0].update(step=4), "has made [3, 4] steps, not one number of them"),
+    (lambda groups, buffers: buffers.update(trap=eval), "cannot be read; it is damaged, or names classes"),
+]
+
+
+def flat_of(buffers: dict) -> dict:
+    (flat,) = buffers[0].values()
+    return flat
+
+
+def test_buffers_that_do_not_fit_leave_the_weights(tmp_path, optimizers_on_cpu):
+    theirs = Distributed(plan_for("bf16"), VARIANTS["qk_layernorm"], build(VARIANTS["qk_layernorm"]).state_dict(), None)
+    take_steps(theirs, range(3))
+    path = theirs.save(tmp_path / "iter_0000003" / "mp_rank_00" / "model_optim_rng.pt", 3)
+    beside = path.with_name("distrib_optim.pt")
+    sound = path.read_bytes(), beside.read_bytes()
+    for change, why in BESIDE:
+        state, buffers = (torch.load(io.BytesIO(content), weights_only=False) for content in sound)
+        change(state["optimizer"]["optimizer"]["param_groups"], buffers)
+        torch.save(state, path)
+        torch.save(buffers, beside)
+        file = MegatronFile(path)
+        assert f"in distrib_optim.pt {why}" in file.without_optimizer
+        assert file.names() == {f"model.{name}" for name, _ in theirs.model.named_parameters()}
 
 
 def pretend_on_ranks():
@@ -528,9 +546,7 @@ def go_on_in_parts(world, variant: str, folder: str, words: str):
     shape, model_words = VARIANTS[variant], MODEL_WORDS[variant]
     plan = plan_of(flags(TRAINING, model_words, words), world)
     assert dataclasses.replace(plan.shape, init_method_std=shape.init_method_std) == shape
-    groups = make_groups(plan, CPU)
-    replica = replicate(plan, build_model(plan, CPU, groups), groups)
-    optimizer = Optimizer(plan, replica.parameters, CPU, replica.sum_over_ranks, replica.counted)
+    replica, optimizer = build_rank(plan)
     checkpoints = Checkpoints(plan, replica, optimizer, CPU)
     checkpoints._restore(Path(folder), False, Progress())
     losses, phase = [], lambda _: contextlib.nullcontext()
@@ -567,9 +583,8 @@ def test_a_tensor_parallel_run_goes_on_as_one_and_in_parts(variant, tmp_path):
     losses = [ours.train(batch) for batch in batches(shape, 10)[3:]]
     assert losses == pytest.approx(theirs, abs=2e-6)
     for words in (TENSOR, f"{TENSOR} --sequence-parallel"):
-        outputs = on_ranks("test_checkpoint_megatron_core:go_on_in_parts", tmp_path, variant, str(tmp_path), words)
-        for output in outputs:
-            assert json.loads(output.splitlines()[-1]) == pytest.approx(theirs, abs=2e-6)
+        found = ask_ranks("test_checkpoint_megatron_core:go_on_in_parts", tmp_path, variant, str(tmp_path), words)
+        assert found == [pytest.approx(theirs, abs=2e-6)] * 2
 
 
 @pytest.mark.slow
@@ -580,9 +595,8 @@ def test_a_pipeline_goes_on_as_one_and_in_stages(tmp_path):
     ours.load(open_megatron(tmp_path))
     losses = [ours.train(batch) for batch in batches(VARIANTS["untied"], 10)[3:]]
     assert losses == pytest.approx(theirs, abs=2e-6)
-    outputs = on_ranks("test_checkpoint_megatron_core:go_on_in_parts", tmp_path, "untied", str(tmp_path), STAGES)
-    print(theirs, outputs[-1].splitlines()[-1])
-    assert json.loads(outputs[-1].splitlines()[-1]) == pytest.approx(theirs, abs=2e-6)
+    found = ask_ranks("test_checkpoint_megatron_core:go_on_in_parts", tmp_path, "untied", str(tmp_path), STAGES)
+    assert found[-1] == pytest.approx(theirs, abs=2e-6)
 
 
 def share_out_the_optimizer(world, variant: str, its: str):
@@ -596,11 +610,9 @@ def share_out_the_optimizer(world, variant: str, its: str):
         losses = [theirs.train(batch) for batch in fed]
     else:
         plan = plan_of(flags(TRAINING, MODEL_WORDS[variant], OF_ONE_MICRO_BATCH, "--use-distributed-optimizer"), world)
-        groups = make_groups(plan, CPU)
-        replica = replicate(plan, build_model(plan, CPU, groups), groups)
+        replica, optimizer = build_rank(plan)
         for name, parameter in zip(replica.names, replica.parameters):
             take_part(parameter.detach(), build(shape).state_dict()[name], replica.parts[name])
-        optimizer = Optimizer(plan, replica.parameters, CPU, replica.sum_over_ranks, replica.counted)
         step = TrainingStep(plan, replica, optimizer, lambda batch: Batch(*batch, None, None, None))
         step.make.device = CPU
         results = [step(iter([batch]), 0, lambda _: contextlib.nullcontext()) for batch in fed]
@@ -618,10 +630,6 @@ OF_ONE_MICRO_BATCH = (
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", MODEL_WORDS)
 def test_the_distributed_optimizer_is_ours(variant, tmp_path):
-    theirs, ours = (
-        on_ranks("test_checkpoint_megatron_core:share_out_the_optimizer", tmp_path, variant, its)[0]
-        for its in ("theirs", "")
-    )
-    theirs, ours = (json.loads(output.splitlines()[-1]) for output in (theirs, ours))
-    print(theirs, ours)
+    function = "test_checkpoint_megatron_core:share_out_the_optimizer"
+    theirs, ours = (ask_ranks(function, tmp_path, variant, its)[0] for its in ("theirs", ""))
     assert ours == pytest.approx(theirs, abs=2e-6)

@@ -15,11 +15,13 @@ from test_checkpoint_megatron_core import (  # noqa: F401 - fixtures
     Ours,
     Theirs,
     batches,
+    describe_run,
     gradients,
     megatron_on_cpu,
     optimizers_on_cpu,
     plan_for,
     read_all,
+    take_steps,
 )
 
 from megatron_lite.checkpoint.megatron_args import plain_arguments
@@ -27,7 +29,6 @@ from megatron_lite.checkpoint.megatron_dist import DistFile, writer
 from megatron_lite.checkpoint.random_states import get_random_state
 from megatron_lite.checkpoint.training_state import Record
 from megatron_lite.cli.main import main
-from megatron_lite.config.shape import ModelShape
 
 dist_checkpointing = LazyModule("megatron.core.dist_checkpointing")
 mapping = LazyModule("megatron.core.dist_checkpointing.mapping")
@@ -84,9 +85,8 @@ def save_theirs(run, folder: Path, iteration: int, metadata: dict, **others) -> 
 
 def load_theirs(run, folder: Path, random: bool = True):
     """As Megatron-LM's load_checkpoint: what to ask for is told by the folder."""
-    with torch.serialization.safe_globals(
-        pytest.importorskip("megatron.core.safe_globals").SAFE_GLOBALS
-    ):  # Megatron's own list
+    known = pytest.importorskip("megatron.core.safe_globals").SAFE_GLOBALS
+    with torch.serialization.safe_globals(known):  # Megatron's own list
         common = dist_checkpointing.load_common_state_dict(str(folder))
         asked = template(run, dist_checkpointing.load_content_metadata(preloaded_state_dict=common), is_loading=True)
         if random:
@@ -101,16 +101,7 @@ def load_theirs(run, folder: Path, random: bool = True):
 
 def save_ours(run: Ours, folder: Path, iteration: int) -> Record:
     folder.mkdir(parents=True)
-    record = Record(
-        iteration=iteration,
-        consumed=iteration * 4,
-        shape=dataclasses.asdict(run.shape),
-        precision=run.plan.precision,
-        vocab_size=127,
-        schedule=dataclasses.asdict(run.plan.learning_rate),
-        optimizer=run.plan.args.optimizer.optimizer,
-        ranks=1,
-    )
+    record = run.record(iteration, ranks=1)
     random = {f"random.0.{kind}": value for kind, value in get_random_state(torch.device("cpu")).items()}
     writer(plain_arguments(run.plan.args))(folder, record, run.flat() | random, None)
     return record
@@ -129,20 +120,11 @@ def save_ours(run: Ours, folder: Path, iteration: int) -> Record:
 def test_what_megatron_saved_is_read_by_name(precision, variant, metadata, tmp_path):
     plan, shape = plan_for(precision), VARIANTS[variant]
     theirs = Theirs(plan, shape, build(shape).state_dict())
-    for step in range(3):
-        theirs.step(gradients(shape, step, infinite=precision == "fp16" and step == 1))
+    take_steps(theirs, range(3))
     file = DistFile(save_theirs(theirs, tmp_path / "iter_0000003", 3, metadata))
     assert file.without_optimizer is None
     assert same(read_all(file), theirs.flat())
-    assert file.record == Record(
-        iteration=3,
-        consumed=12,
-        shape=dataclasses.asdict(shape),
-        precision=precision,
-        schedule=dataclasses.asdict(plan.learning_rate),
-        optimizer="adam",
-        trainer="Megatron-LM",
-    )
+    assert file.record == describe_run(theirs, 3, trainer="Megatron-LM")
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -150,8 +132,7 @@ def test_what_megatron_saved_is_read_by_name(precision, variant, metadata, tmp_p
 def test_the_distributed_optimizers_state_is_read(precision, metadata, bucket_size, tmp_path):
     plan, shape = plan_for(precision), VARIANTS["gqa_swiglu_rmsnorm"]
     theirs = Distributed(plan, shape, build(shape).state_dict(), bucket_size)
-    for step in range(3):
-        theirs.step(gradients(shape, step))
+    take_steps(theirs, range(3))
     file = DistFile(save_theirs(theirs, tmp_path / "iter_0000003", 3, metadata))
     assert file.without_optimizer is None
     assert same(read_all(file), theirs.flat())
@@ -175,8 +156,7 @@ def test_masters_that_megatron_mixed_up_are_not_taken(tmp_path):
 def test_megatron_loads_what_was_saved_here(precision, variant, tmp_path):
     plan, shape = plan_for(precision), VARIANTS[variant]
     ours, theirs = Ours(plan, shape), Theirs(plan, shape)
-    for step in range(3):
-        ours.step(gradients(shape, step, infinite=precision == "fp16" and step == 1))
+    take_steps(ours, range(3))
     record = save_ours(ours, tmp_path / "iter_0000003", 3)
     state = load_theirs(theirs, tmp_path / "iter_0000003")
     assert same(theirs.flat(), ours.flat())
@@ -192,8 +172,7 @@ def test_megatron_loads_what_was_saved_here(precision, variant, tmp_path):
 def test_megatrons_distributed_optimizer_loads_it_too(precision, tmp_path, monkeypatch):
     plan, shape = plan_for(precision), VARIANTS["gqa_swiglu_rmsnorm"]
     ours = Ours(plan, shape)
-    for step in range(3):
-        ours.step(gradients(shape, step))
+    take_steps(ours, range(3))
     save_ours(ours, tmp_path / "iter_0000003", 3)
     theirs = Distributed(plan, shape, build(shape, seed=3).state_dict(), bucket_size=100)
     # without Transformer Engine's Adam, its state must exist, and a step per parameter that it loaded before is missed
@@ -245,25 +224,15 @@ def test_training_goes_on_with_the_same_losses(precision, tmp_path):
     assert losses[1] == pytest.approx(losses[0], abs=LIKE[precision])
 
 
-SMALL = ModelShape(
-    num_layers=2,
-    hidden_size=32,
-    num_attention_heads=4,
-    num_query_groups=4,
-    kv_channels=8,
-    ffn_hidden_size=128,
-    seq_length=16,
-    max_position_embeddings=16,
-    padded_vocab_size=128,
-)  # launch.MODEL
+# launch.MODEL
+SMALL = dataclasses.replace(VARIANTS["gelu_tanh"], ffn_hidden_size=128, seq_length=16, init_method_std=0.02)
 
 
 def test_states_of_transformer_engine_are_left_out_with_a_word(tmp_path, capsys):
     words = "--lr-warmup-iters 2 --lr-decay-iters 6 --min-lr 1e-3 --weight-decay 0.1 --transformer-impl local"
     plan = plan_of(flags(words))
     theirs = Theirs(plan, SMALL, build(SMALL).state_dict())
-    for step in range(3):
-        theirs.step(gradients(SMALL, step))
+    take_steps(theirs, range(3))
     module = "decoder.layers.self_attention.core_attention._extra_state"
     states = [
         mapping.ShardedObject(module, state, (2,), (layer,))

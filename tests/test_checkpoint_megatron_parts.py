@@ -1,6 +1,7 @@
 """Checkpoints of tensor- and pipeline-parallel runs of Megatron, read as one model."""
 
 import dataclasses
+import itertools
 import re
 from pathlib import Path
 
@@ -8,11 +9,11 @@ import pytest
 import torch
 from launch import same
 from model_variants import VARIANTS
-from test_checkpoint_megatron import in_groups, read, trained, written
+from test_checkpoint_megatron import trained, written
+from test_checkpoint_megatron_core import read_all
 
 from megatron_lite.checkpoint.find import open_megatron
 from megatron_lite.checkpoint.megatron_file import MegatronFile
-from megatron_lite.checkpoint.megatron_names import ours
 from megatron_lite.errors import CheckpointError
 
 CASES = [("fp32", "gelu_tanh"), ("bf16", "gqa_swiglu_rmsnorm"), ("fp32", "untied"), ("fp16", "qk_layernorm")]
@@ -20,6 +21,8 @@ CASES = [("fp32", "gelu_tanh"), ("bf16", "gqa_swiglu_rmsnorm"), ("fp32", "untied
 
 def share(name: str, tensor: torch.Tensor, rank: int, ranks: int, gated: bool) -> torch.Tensor:
     """A tensor-parallel rank's part of a weight, as Megatron's layers are described."""
+    if tensor.ndim == 0:
+        return tensor
     if gated and "linear_fc1" in name:
         return torch.cat([half.chunk(ranks)[rank] for half in tensor.chunk(2)])
     if any(kind in name for kind in ("linear_qkv.", "linear_fc1.", "word_embeddings.weight", "output_layer.weight")):
@@ -64,45 +67,26 @@ def in_chunks(model: dict[str, torch.Tensor], chunks: int) -> dict[str, dict]:
 def spread(folder: Path, precision: str, variant: str, ranks: int, stages: int, chunks: int = 1):
     """(record, flat tensors) of a run whose file is cut into ranks x stages."""
     plan, record, tensors = trained(precision, variant=variant)
-    whole = torch.load(written(folder / "whole.pt", record, tensors, plan), weights_only=False)
-    gated, tied = record.shape["activation"] == "swiglu", record.shape["tied_embeddings"]
-    in_file = {ours(name): name for name, tensor in whole["model"].items() if tensor is not None}
-    number = {name: i for i, (name, _) in enumerate(in_groups({n: whole["model"][in_file[n]] for n in in_file}))}
-    outer = whole["optimizer"]
-    inner = outer.get("optimizer", outer)
-    masters = [master for group in outer.get("fp32_from_fp16_params", []) for master in group]
-    for rank in range(ranks):
-        for stage in range(stages):
-            held = stage_names(list(in_file), stage, stages, tied, chunks, record.shape["num_layers"])
-
-            def cut(name, tensor, rank=rank):
-                return share(name, tensor, rank, ranks, gated).clone() if tensor.ndim else tensor
-
-            model = {mine: cut(name, whole["model"][in_file[name]]) for mine, name in held.items()}
-            order = [mine for mine, _ in in_groups(model)]
-            state = {
-                i: {key: cut(held[mine], value) for key, value in inner["state"][number[held[mine]]].items()}
-                for i, mine in enumerate(order)
-            }
-            matrices = sum(model[mine].ndim > 1 for mine in order)
-            groups = [
-                group | {"params": list(numbers)}
-                for group, numbers in zip(inner["param_groups"], (range(matrices), range(matrices, len(order))))
-            ]
-            rest = {key: value for key, value in whole.items() if key != "model"}
-            part = rest | in_chunks(model, chunks) | {"optimizer": {"state": state, "param_groups": groups}}
-            if masters:
-                flat = [cut(held[mine], masters[number[held[mine]]]) for mine in order]
-                part["optimizer"] = outer | {
-                    "optimizer": part["optimizer"],
-                    "fp32_from_fp16_params": [flat[:matrices], flat[matrices:]],
-                }
-            del part["megatron_lite"]
-            part["args"].tensor_model_parallel_size, part["args"].pipeline_model_parallel_size = ranks, stages
-            part["args"].virtual_pipeline_model_parallel_size = chunks if chunks > 1 else None
-            place = folder / (f"mp_rank_{rank:02d}_{stage:03d}" if stages > 1 else f"mp_rank_{rank:02d}")
-            place.mkdir()
-            torch.save(part, place / "model_optim_rng.pt")
+    activation, tied, layers = (record.shape[name] for name in ("activation", "tied_embeddings", "num_layers"))
+    names = [name.removeprefix("model.") for name in tensors if name.startswith("model.")]
+    alike = {name: value for name, value in tensors.items() if name.startswith(("optimizer.good", "loss_scale."))}
+    for rank, stage in itertools.product(range(ranks), range(stages)):
+        part = dict(alike)
+        for mine, name in stage_names(names, stage, stages, tied, chunks, layers).items():
+            for form in (
+                "model.{}",
+                *(f"optimizer.{{}}.{kind}" for kind in ("master", "step", "exp_avg", "exp_avg_sq")),
+            ):
+                if form.format(name) in tensors:
+                    cut = share(name, tensors[form.format(name)], rank, ranks, activation == "swiglu")
+                    part[form.format(mine)] = cut.clone()
+        place = folder / (f"mp_rank_{rank:02d}_{stage:03d}" if stages > 1 else f"mp_rank_{rank:02d}")
+        state = torch.load(written(place / "model_optim_rng.pt", record, part, plan), weights_only=False)
+        del state["megatron_lite"]
+        state |= in_chunks({name: weight for name, weight in state.pop("model").items() if weight is not None}, chunks)
+        state["args"].tensor_model_parallel_size, state["args"].pipeline_model_parallel_size = ranks, stages
+        state["args"].virtual_pipeline_model_parallel_size = chunks if chunks > 1 else None
+        torch.save(state, place / "model_optim_rng.pt")
     return record, tensors
 
 
@@ -112,7 +96,7 @@ def test_parts_make_the_whole(precision, variant, ranks, stages, tmp_path):
     record, tensors = spread(tmp_path, precision, variant, ranks, stages)
     file = open_megatron(tmp_path)
     assert file.without_optimizer is None
-    assert same(read(file), tensors)
+    assert same(read_all(file), tensors)
     assert file.record == dataclasses.replace(record, vocab_size=None, trainer="Megatron-LM", versions={})
 
 
@@ -120,7 +104,7 @@ def test_parts_make_the_whole(precision, variant, ranks, stages, tmp_path):
 def test_interleaved_stages_make_the_whole(ranks, chunks, tmp_path):
     record, tensors = spread(tmp_path, "bf16", "four_layers", ranks, 2, chunks)
     file = open_megatron(tmp_path)
-    assert file.without_optimizer is None and file.record.shape == record.shape and same(read(file), tensors)
+    assert file.without_optimizer is None and file.record.shape == record.shape and same(read_all(file), tensors)
 
 
 def test_chunks_that_are_not_equal(tmp_path):
@@ -166,12 +150,9 @@ def test_parts_that_do_not_belong_together(tmp_path):
         open_megatron(tmp_path)
 
 
-def test_nothing_there_and_what_is_not_held(tmp_path):
+def test_nothing_there(tmp_path):
     with pytest.raises(CheckpointError, match="there is no such file"):
         open_megatron(tmp_path)
-    spread(tmp_path, "fp32", "gelu_tanh", 2, 1)
-    with pytest.raises(CheckpointError, match="lacks 1 of the tensors .*, such as model.other; give the flags"):
-        open_megatron(tmp_path).read_into({"model.other": torch.zeros(1)})
 
 
 def test_the_variants_cover_both_splits_of_fc1():

@@ -22,32 +22,30 @@ PUBLIC_DATA = ROOT.parent / "shared" / "data"
 
 
 def test_a_text_file_becomes_one_document(tmp_path, capsys):
-    text = tmp_path / "a text.txt"
-    text.write_text("To be, or not.")
-    assert main(["preprocess", "--input", str(text), "--output-prefix", f"{tmp_path}/out", *BYTES, "--append-eod"]) == 0
+    text, prefix = tmp_path / "a text.txt", f"{tmp_path}/out_text_document"
+    text.write_text("7 0 31")
+    argv = ["preprocess", "--input", str(text), "--output-prefix", f"{tmp_path}/out"]
+    assert main([*argv, "--tokenizer-type", "NullTokenizer", "--vocab-size", "32", "--append-eod"]) == 0
     output = capsys.readouterr()
-    assert "1 documents (14 B): 15 tokens in" in output.out
-    assert f"--data-path {tmp_path}/out_text_document" in output.out
+    assert "1 documents (6 B): 4 tokens in" in output.out and f"--data-path {prefix}" in output.out
     assert output.err == ""  # progress is for terminals
-    assert IndexedDataset(f"{tmp_path}/out_text_document").tokens(0).tolist() == [*b"To be, or not.", 256]
+    assert IndexedDataset(prefix).tokens(0).tolist() == [7, 0, 31, 32]
+    assert main([*argv, *BYTES]) == 0
+    assert IndexedDataset(prefix).tokens(0).tolist() == [*b"7 0 31"]
 
 
-def test_each_json_key_gets_its_files(tmp_path, capsys):
-    lines = [{"title": "one", "body": "1 1"}, {"title": "", "body": "2 2 2"}]
-    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    argv = ["--input", f"{tmp_path}/a.jsonl", "--output-prefix", f"{tmp_path}/out", "--json-keys", "title", "body"]
-    assert main(["preprocess", *argv, *BYTES]) == 0
-    assert "1 empty ones left out" in capsys.readouterr().out
+def test_each_json_key_gets_its_files_and_skipped_lines_are_named_and_counted(tmp_path, capsys):
+    (tmp_path / "a.jsonl").write_text('{"title": "one", "body": "1 1"}\n{"title"}\n{"title": "", "body": "2"}\n[1]\n')
+    argv = ["preprocess", "--input", f"{tmp_path}/a.jsonl", "--output-prefix", f"{tmp_path}/out", *BYTES]
+    argv += ["--json-keys", "title", "body"]
+    assert main([*argv, "--on-error", "skip"]) == 0
+    output = capsys.readouterr()
+    assert output.out.startswith("3 documents (7 B), 1 empty ones left out, 2 bad lines skipped: 7 tokens in")
+    skipped = [f"skipped {tmp_path}/a.jsonl:{n}" for n in (2, 4)]
+    assert [line.split(": ")[0] for line in output.err.splitlines()] == skipped
     assert [len(IndexedDataset(f"{tmp_path}/out_{key}_document")) for key in ("title", "body")] == [1, 2]
-
-
-def test_ids_for_the_null_tokenizer_and_text_without_an_end(tmp_path):
-    (tmp_path / "a.txt").write_text("7 0 31")
-    argv = ["preprocess", "--input", f"{tmp_path}/a.txt", "--output-prefix", f"{tmp_path}/out"]
-    main([*argv, "--tokenizer-type", "NullTokenizer", "--vocab-size", "32", "--append-eod"])
-    assert IndexedDataset(f"{tmp_path}/out_text_document").tokens(0).tolist() == [7, 0, 31, 32]
-    main([*argv, *BYTES])
-    assert IndexedDataset(f"{tmp_path}/out_text_document").tokens(0).tolist() == [*b"7 0 31"]
+    assert main([*argv, "--on-error", "stop"]) == 2
+    assert capsys.readouterr().err.startswith(f"error: {tmp_path}/a.jsonl:2: not JSON")
 
 
 def test_megatrons_older_tokenizers(tmp_path, capsys):
@@ -83,7 +81,6 @@ LOST = {
 }
 MISTAKES = [
     (None, "", BYTES, "does not exist"),
-    ("a.jsonl", "{\n", BYTES, "a.jsonl:1: not JSON"),
     ("a.txt", "x", [], "--vocab-file: missing, GPT2BPETokenizer needs it"),
     ("a.txt", "x", ["--tokenizer-type", "NullTokenizer"], "--vocab-size None: NullTokenizer needs the number of ids"),
     ("a.txt", "x", ["--tokenizer-type", "SFTTokenizer"], "--tokenizer-type SFTTokenizer: not available"),
@@ -98,14 +95,14 @@ def test_options_of_megatrons_tool_that_would_be_lost_are_answered(capsys):
         assert f"error: megatron-lite preprocess {said}" in message and message.count("\n") == 1
 
 
-@pytest.mark.parametrize(("name", "content", "argv", "said"), MISTAKES)
-def test_a_mistake_is_one_line_and_exit_code_2(name, content, argv, said, tmp_path, capsys):
-    path = tmp_path / (name or "missing.txt")
-    if name:
-        path.write_text(content)
-    assert main(["preprocess", "--input", str(path), "--output-prefix", f"{tmp_path}/out", *argv]) == 2
-    message = capsys.readouterr().err
-    assert said in message and message.count("\n") == 1
+def test_a_mistake_is_one_line_and_exit_code_2(tmp_path, capsys):
+    for name, content, argv, said in MISTAKES:
+        path = tmp_path / (name or "missing.txt")
+        if name:
+            path.write_text(content)
+        assert main(["preprocess", "--input", str(path), "--output-prefix", f"{tmp_path}/out", *argv]) == 2
+        message = capsys.readouterr().err
+        assert said in message and message.count("\n") == 1
 
 
 def test_progress_on_a_terminal_is_wiped_before_the_summary(tmp_path, monkeypatch, capsys):
@@ -127,18 +124,6 @@ def test_the_line_tells_rates_and_the_time_left_of_this_process(monkeypatch):
     first, second = sys.stderr.getvalue().split("\r\033[K")[1:]
     assert first == "5,000 documents, 1.0 MiB, 50%"
     assert second == "5,100 documents, 3.0 MiB, 60%, 10 documents/s, 204.8 KiB/s, 40.0s left"
-
-
-def test_skipped_lines_are_named_and_counted(tmp_path, capsys):
-    (tmp_path / "a.jsonl").write_text('{"text": "ab"}\n{"text"}\n[1]\n')
-    argv = ["preprocess", "--input", f"{tmp_path}/a.jsonl", "--output-prefix", f"{tmp_path}/out", *BYTES]
-    assert main([*argv, "--on-error", "skip"]) == 0
-    output = capsys.readouterr()
-    assert output.out.startswith("1 documents (2 B), 2 bad lines skipped: 2 tokens in")
-    skipped = [f"skipped {tmp_path}/a.jsonl:{n}" for n in (2, 3)]
-    assert [line.split(": ")[0] for line in output.err.splitlines()] == skipped
-    assert main([*argv, "--on-error", "stop"]) == 2
-    assert capsys.readouterr().err.startswith(f"error: {tmp_path}/a.jsonl:2: not JSON")
 
 
 def test_ctrl_c_keeps_what_is_done_and_the_same_command_goes_on(tmp_path, monkeypatch, capsys):

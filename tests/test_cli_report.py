@@ -61,6 +61,7 @@ def test_files_are_named_by_flags(trace, capsys):
     ("words", "said"),
     [
         (["--html", "a.html", "--no-html"], "--html and --no-html exclude each other; keep one."),
+        (["--open", "--no-html"], "--open and --no-html exclude each other; keep one."),
         (["--html", "no/such/a.html"], "--html no/such/a.html: cannot be written (No such file or directory)"),
         (["--json", "no/such/b.json"], "--json no/such/b.json: cannot be written (No such file or directory)"),
         (["--htm", "a.html"], "unrecognized arguments: --htm"),
@@ -70,6 +71,34 @@ def test_mistakes_are_one_line(trace, words, said, capsys):
     assert main(["report", str(trace), *words]) == 2
     shown = capsys.readouterr()
     assert said in shown.err and shown.err.count("\n") == 1 and shown.out == ""
+
+
+@pytest.mark.parametrize("command", ["report", "compare"])
+@pytest.mark.parametrize(
+    ("variables", "browser", "said"),
+    [
+        ({"DISPLAY": ":0"}, True, "opened in the browser: "),
+        ({"DISPLAY": ":0"}, False, "not opened, no browser was found; the page is /"),
+        ({}, None, "not opened, without a display; the page is /"),
+        ({"DISPLAY": ":0", "SSH_CONNECTION": "a b"}, None, "not opened, over ssh; the page is /"),
+        ({"BROWSER": "code", "SSH_CONNECTION": "a b"}, True, "opened in the browser: "),
+    ],
+)
+def test_open_shows_the_page_or_says_where_it_is(command, variables, browser, said, trace, monkeypatch, capsys):
+    opened = []
+    monkeypatch.setattr("webbrowser.open", lambda address: opened.append(address) or browser)
+    monkeypatch.setattr("sys.platform", "linux")
+    for name in ("DISPLAY", "WAYLAND_DISPLAY", "SSH_CONNECTION", "BROWSER"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert main([command, *[str(trace)] * (1 + (command == "compare")), "--open"]) == 0
+    path = Path({"report": "report.html", "compare": "comparison.html"}[command])
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert (
+        last.startswith(said) and last.endswith(path.name) and path.read_text(encoding="utf-8").startswith("<!DOCTYPE")
+    )
+    assert opened == ([] if browser is None else [path.resolve().as_uri()])
 
 
 @pytest.mark.parametrize("words", [["report"], ["report", "nowhere"]])

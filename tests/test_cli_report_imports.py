@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+from run_maker import folder, step
 from trace_maker import gpu_run, write
 from waiting import LIMIT_S
 
@@ -45,10 +47,19 @@ def measure_cpu_s(folder: Path, code: str) -> float:
     return min(float(printed(code + CPU_SECONDS, **compiled)[-1]) for _ in range(TRIES))
 
 
-def test_help_needs_nothing_but_the_parser():
-    modules = printed(f"{COMMAND}try: main(['report', '--help'])\nexcept SystemExit: pass{LOADED}")
+@pytest.mark.parametrize("name", ["report", "live"])
+def test_help_needs_nothing_but_the_parser(name):
+    modules = printed(f"{COMMAND}try: main(['{name}', '--help'])\nexcept SystemExit: pass{LOADED}")
     assert "argparse" in modules
-    assert loaded_of(modules, (*HEAVY, "numpy", "msgspec", "megatron_lite.analysis", "megatron_lite.report")) == []
+    assert (
+        loaded_of(modules, (*HEAVY, "numpy", "msgspec", "rich", "megatron_lite.analysis", "megatron_lite.report")) == []
+    )
+
+
+def test_a_run_is_followed_without_heavy_packages(tmp_path):
+    words = ["live", "--once", str(folder(tmp_path, [step(1), step(2)]))]
+    modules = printed(f"{COMMAND}assert main(sys.argv[1:]) == 0{LOADED}", *words)
+    assert "rich" in modules and loaded_of(modules, (*HEAVY, *OF_OTHER_SOURCES[:2], "jinja2")) == []
 
 
 def test_a_traces_report_loads_no_heavy_package_and_nothing_for_other_sources(tmp_path):
@@ -66,3 +77,11 @@ def test_all_imports_together_and_a_plan_cost_a_few_times_numpys(tmp_path):
     numpy_s = measure_cpu_s(tmp_path, "import numpy")
     assert measure_cpu_s(tmp_path, ALL_OF_IT) < MAX_TIMES_NUMPY * numpy_s
     assert measure_cpu_s(tmp_path, f"{COMMAND}assert main({words}) == 0") < MAX_TIMES_NUMPY * numpy_s
+
+
+def test_a_training_loads_nothing_before_its_first_step_that_only_other_runs_use():
+    """Without what torch's optimizers import when they are made: the compiler, and with it much of torch.distributed."""
+    modules = printed("import sys\nimport megatron_lite.app" + LOADED)
+    others = ("torch.distributed.checkpoint", "torch.distributed.tensor", "torch._dynamo", "torch._inductor", "sympy")
+    assert "torch" in modules
+    assert loaded_of(modules, (*others, "tensorboard", "transformers", "wandb", "mlflow", "plotly", "yaml")) == []

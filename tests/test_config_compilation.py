@@ -7,7 +7,6 @@ from training_maker import ordinary_steps, run
 from megatron_lite.analysis.analyze import analyze
 from megatron_lite.analysis.audit.answers import Case
 from megatron_lite.analysis.audit.run_examiners import examine_compilation
-from megatron_lite.analysis.findings.run_settings import compiles
 from megatron_lite.config import machine
 from megatron_lite.config.check import remarks
 from megatron_lite.config.help import help_text
@@ -92,8 +91,8 @@ def test_python_without_headers_compiles_nothing(world, tmp_path, monkeypatch):
 
 
 def test_a_run_says_what_it_decided(tmp_path):
-    assert compiles(analyze([run(tmp_path / "a", compiled=True)]).facts) is True
-    assert compiles(analyze([run(tmp_path / "b")]).facts) is False
+    assert analyze([run(tmp_path / "a", compiled=True)]).facts.compiles is True
+    assert analyze([run(tmp_path / "b")]).facts.compiles is False
 
 
 def test_reports_say_how_much_of_the_first_step_was_compiling(tmp_path):

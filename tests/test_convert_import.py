@@ -111,13 +111,6 @@ def test_bin_files_with_old_names_are_read(pieces, tmp_path):
     torch.testing.assert_close(taken_logits(tmp_path), logits_of(model), rtol=0, atol=1e-4)
 
 
-def test_pieces_that_transformers_wrote_are_read(tmp_path):
-    model = theirs("llama")
-    model.save_pretrained(tmp_path, max_shard_size="20KB")
-    assert len(list(tmp_path.glob("*.safetensors"))) > 2
-    torch.testing.assert_close(taken_logits(tmp_path), logits_of(model), rtol=0, atol=1e-4)
-
-
 @pytest.mark.parametrize(
     ("dtype", "wanted", "precision"),
     [

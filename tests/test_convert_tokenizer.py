@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from convert_cases import EXACT, LLAMA, export, kept, skip_without_twin
 from model_variants import PLAIN
+from odd_texts import texts
 
 from megatron_lite.convert.tokenizer_files import describe_copied_tokenizer, describe_gpt2_tokenizer, training_flags
 from megatron_lite.data.byte_pairs import train_bpe, write_bpe
@@ -17,17 +18,6 @@ transformers = pytest.importorskip("transformers", reason="equality with Hugging
 
 GPT2 = Path(__file__).parents[2] / "shared" / "data" / "gpt2"
 ROWS = {"padded_vocab_size": 384}
-TEXTS = [
-    "",
-    " ",
-    "Hello world, and then some",
-    "a\n\n  b\t\u00a0c ",
-    "naïve café 東京 🎉🏽 ﷽",
-    "it's I'LL we've 12345",
-    "\u2028\x00\x85",
-    "def f(x):\n    return x  # so\n\n\n",
-    "x" * 300 + " " * 50 + "\r\n",
-]
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +45,7 @@ def test_ids_are_those_of_training(name, bpe, tmp_path):
     theirs = reader.from_pretrained(tmp_path)
     ours = make_tokenizer("GPT2BPETokenizer", vocab_file=files(bpe)[0], merge_file=files(bpe)[1])
     assert len(theirs) == ours.vocab_size
-    for text in [*TEXTS, Path(__file__).read_text(encoding="utf-8")]:
+    for text in [*texts(), Path(__file__).read_text(encoding="utf-8")]:
         assert theirs(text)["input_ids"] == ours.encode(text)
         assert theirs.decode(ours.encode(text)) == text
     assert theirs(END_OF_TEXT)["input_ids"] == [ours.eod] == [theirs.eos_token_id] == [theirs.bos_token_id]
@@ -88,7 +78,7 @@ def test_gpt2s_own_files(tmp_path):
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
     ours = make_tokenizer("GPT2BPETokenizer", vocab_file=files(GPT2)[0], merge_file=files(GPT2)[1])
     text = (GPT2.parent / "tinyshakespeare.txt").read_text()[:50_000]
-    for piece in [text, *TEXTS]:
+    for piece in [text, *texts()]:
         assert theirs(piece)["input_ids"] == ours.encode(piece)
 
 

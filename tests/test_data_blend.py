@@ -28,18 +28,15 @@ def numbered(*lengths):
     return [Numbered(number, length) for number, length in enumerate(lengths)]
 
 
-def assert_the_rule(shares, size, limits):
+def assert_the_rule(shares, size):
     """mix() gives what going through all steps one by one does; returns its choices."""
     taken, expected = [0] * len(shares), []
     for step in range(size):
-        behind = [
-            -float("inf") if limits and limits[number] == taken[number] else share * max(step, 1) - taken[number]
-            for number, share in enumerate(shares)
-        ]
+        behind = [share * max(step, 1) - taken[number] for number, share in enumerate(shares)]
         best = behind.index(max(behind))  # the first one on a tie
         expected.append((best, taken[best]))
         taken[best] += 1
-    chosen, earlier = mix(shares, size, limits)
+    chosen, earlier = mix(shares, size)
     assert list(zip(chosen.tolist(), earlier.tolist())) == expected
     return chosen
 
@@ -66,9 +63,9 @@ def redone(monkeypatch):
     """How many steps were gone through by the plain loop."""
     plainly, steps = blend_order._mix_plainly, []
 
-    def counted(weights, limits, begin, taken, chosen, earlier):
+    def counted(weights, begin, taken, chosen, earlier):
         steps.append(len(chosen))
-        return plainly(weights, limits, begin, taken, chosen, earlier)
+        return plainly(weights, begin, taken, chosen, earlier)
 
     monkeypatch.setattr(blend_order, "_mix_plainly", counted)
     return steps
@@ -79,29 +76,16 @@ def test_lanes_are_the_rule_and_stay_within_one_sample_of_the_proportions(short_
     random = np.random.default_rng(KINDS.index(kind))
     for _ in range(10):
         shares, size = normalized(weights_of(kind, random)), int(random.integers(1, 1500))
-        chosen = assert_the_rule(shares, size, None)
+        chosen = assert_the_rule(shares, size)
         for number, share in enumerate(shares):
             assert np.abs(np.cumsum(chosen == number) - share * np.arange(1, size + 1)).max() < 2
     assert kind == "skewed" or sum(redone) < 1500  # mostly the last lane of each, which is not whole
 
 
-@pytest.mark.parametrize("min_steps", [1, 10_000])
-def test_lanes_with_an_end_are_the_rule(short_lanes, monkeypatch, min_steps):
-    """A data set that is used up is left alone, however large its share."""
-    monkeypatch.setattr(blend_order, "MIN_STEPS", min_steps)
-    random = np.random.default_rng(9)
-    for limits in ([3, 700, 10], [300, 1, 250]):
-        assert_the_rule([0.6, 0.1, 0.3], sum(limits), limits)
-    for _ in range(25):
-        limits = random.integers(1, random.choice([5, 400]), size=random.integers(1, 9)).tolist()
-        chosen = assert_the_rule((np.array(limits) / sum(limits)).tolist(), sum(limits), limits)
-        assert np.bincount(chosen, minlength=len(limits)).tolist() == limits
-
-
 def test_a_wrong_estimate_costs_time_only(short_lanes, redone, monkeypatch):
     estimate = blend_order._estimate
     monkeypatch.setattr(blend_order, "_estimate", lambda *known: np.roll(estimate(*known), 1, axis=1))
-    assert_the_rule([0.7, 0.2, 0.1], 640, None)
+    assert_the_rule([0.7, 0.2, 0.1], 640)
     assert sum(redone) > 320
 
 
@@ -109,11 +93,11 @@ def test_usual_blends_hardly_use_the_plain_loop(redone):
     random = np.random.default_rng(2)
     for number in (2, 10, 50):
         redone.clear()
-        mix((shares := random.random(number) + 0.02) / shares.sum(), 1_000_000, None)
+        mix((shares := random.random(number) + 0.02) / shares.sum(), 1_000_000)
         assert sum(redone) < blend_order.LANE_STEPS
 
 
-def test_samples_come_in_their_order_and_without_a_size_all_of_them():
+def test_samples_come_in_their_order():
     mixed = BlendedDataset(numbered(50, 50), [3, 1], 40)
     drawn = [mixed[i] for i in range(len(mixed))]
     for number in (0, 1):
@@ -121,9 +105,6 @@ def test_samples_come_in_their_order_and_without_a_size_all_of_them():
         assert own == list(range(len(own)))
     assert (mixed.dataset_index.dtype, mixed.dataset_sample_index.dtype) == (np.int16, np.int64)
     assert BlendedDataset(numbered(9, 9), [1, 1], 4).dataset_index.tolist() == [0, 1, 0, 1]
-    lengths = [5, 17, 1]
-    mixed = BlendedDataset(numbered(*lengths), lengths, None)
-    assert sorted(mixed[i] for i in range(len(mixed))) == [(n, i) for n in range(3) for i in range(lengths[n])]
 
 
 def test_sizes_round_up_build_a_surplus_and_are_always_enough_for_the_mixing():

@@ -1,9 +1,9 @@
-"""Splits and the three indices, against a slow implementation that walks the stream token by token."""
+"""Splits, the three indices and the samples that they cut out of the stream."""
 
 import numpy as np
 import pytest
 
-from megatron_lite.data.gpt_dataset import MOCK_ALPHABET, NO_TOKEN, GPTDataset, MockDataset, split_bounds
+from megatron_lite.data.gpt_dataset import MOCK_ALPHABET, GPTDataset, MockDataset, split_bounds
 from megatron_lite.data.indexed import IndexedDataset
 from megatron_lite.data.indexed_writer import IndexedWriter
 from megatron_lite.errors import DataError
@@ -33,34 +33,6 @@ class InMemory:
         return np.arange(start, end if length is None else start + length)
 
 
-def slow_indices(lengths, sequences, num_samples, seq_length, seed):
-    tokens = sum(lengths[sequence] for sequence in sequences)
-    epochs = 1
-    while num_samples is not None and epochs * tokens < num_samples * seq_length + 1:
-        epochs += 1
-    before_last = ((epochs - 1) * tokens - 1) // seq_length
-    apart = epochs > 1 and num_samples - before_last < int(0.80 * ((tokens - 1) // seq_length))
-    random = np.random.RandomState(seed)
-
-    def shuffled(values):
-        values = list(values)
-        random.shuffle(values)
-        return values
-
-    if apart:
-        documents = shuffled(list(sequences) * (epochs - 1)) + shuffled(sequences)
-    else:
-        documents = shuffled(list(sequences) * epochs)
-    stream = [(place, offset) for place, sequence in enumerate(documents) for offset in range(lengths[sequence])]
-    samples = (len(stream) - 1) // seq_length
-    boundaries = [(0, 0)] + [stream[k * seq_length] for k in range(1, samples + 1)]
-    if apart:
-        order = shuffled(range(before_last)) + (shuffled(range(before_last, samples)) if samples > before_last else [])
-    else:
-        order = shuffled(range(samples))
-    return documents, boundaries, order, apart
-
-
 def random_cases(number):
     random = np.random.default_rng(7)
     for case in range(number):
@@ -73,37 +45,26 @@ def random_cases(number):
             yield lengths, sequences, size, seq_length, case
 
 
-def test_indices_equal_the_slow_ones():
-    kinds = set()
+def test_samples_tile_the_stream_with_one_token_overlap():
+    """Whatever the lengths, empty ones among them. That orders are Megatron's: test_data_megatron."""
     for lengths, sequences, num_samples, seq_length, seed in random_cases(300):
-        dataset = GPTDataset(InMemory(lengths), sequences, num_samples, seq_length, seed)
-        documents, boundaries, order, apart = slow_indices(lengths, sequences, num_samples, seq_length, seed)
-        assert dataset.document_index.tolist() == documents
-        assert dataset.sample_index.tolist() == [list(boundary) for boundary in boundaries]
-        assert dataset.shuffle_index.tolist() == order
-        assert len(dataset) >= num_samples
-        kinds.add((len(documents) > len(sequences), apart))
-    assert kinds == {(False, False), (True, False), (True, True)}
+        indexed = InMemory(lengths)
+        dataset = GPTDataset(indexed, sequences, num_samples, seq_length, seed)
+        epochs, rest = divmod(len(dataset.document_index), len(sequences))
+        assert rest == 0 and sorted(dataset.document_index) == sorted([*sequences] * epochs)
+        stream = np.concatenate([indexed.tokens(sequence) for sequence in dataset.document_index])
+        for i, place in enumerate(dataset.shuffle_index.tolist()):
+            assert dataset[i].tolist() == stream[place * seq_length : (place + 1) * seq_length + 1].tolist()
+        assert sorted(dataset.shuffle_index) == list(range((len(stream) - 1) // seq_length))
+        assert len(dataset) >= num_samples and (
+            epochs == 1 or len(stream) * (epochs - 1) / epochs < num_samples * seq_length + 1
+        )
 
 
 def test_one_epoch_without_a_size():
-    lengths = [10, 3, 8]
-    dataset = GPTDataset(InMemory(lengths), range(3), None, 5, 1)
-    documents, _, order, _ = slow_indices(lengths, range(3), None, 5, 1)
-    assert (dataset.document_index.tolist(), dataset.shuffle_index.tolist()) == (documents, order)
+    dataset = GPTDataset(InMemory([10, 3, 8]), range(3), None, 5, 1)
     types = [index.dtype for index in (dataset.document_index, dataset.sample_index, dataset.shuffle_index)]
-    assert len(dataset) == 4 and types == [np.int32, np.int32, np.uint32]
-
-
-def test_samples_tile_the_stream_with_one_token_overlap(tmp_path):
-    indexed = corpus(tmp_path, [7, 1, 20, 2, 2, 9, 30])
-    dataset = GPTDataset(indexed, range(1, 7), 30, 6, 3)
-    stream = np.concatenate([indexed.tokens(sequence) for sequence in dataset.document_index])
-    by_place = {place: dataset[i] for i, place in enumerate(dataset.shuffle_index.tolist())}
-    for place, sample in by_place.items():
-        assert sample.tolist() == stream[place * 6 : place * 6 + 7].tolist()
-    assert sorted(by_place) == list(range((len(stream) - 1) // 6))
-    assert dataset[0].dtype == np.int64
+    assert (len(dataset), len(dataset.document_index)) == (4, 3) and types == [np.int32, np.int32, np.uint32]
 
 
 def test_last_epoch_that_is_hardly_used_comes_last():
@@ -111,24 +72,6 @@ def test_last_epoch_that_is_hardly_used_comes_last():
     first = (2 * 120 - 1) // 10  # samples of the first two of three epochs
     assert len(dataset.document_index) == 9
     assert sorted(dataset.shuffle_index[:first].tolist()) == list(range(first))
-
-
-def test_cut_short_sample_is_kept_on_demand(tmp_path):
-    indexed = corpus(tmp_path, [4, 9])
-    whole, cut = (GPTDataset(indexed, range(2), None, 5, 0, drop_last=drop) for drop in (True, False))
-    assert (len(whole), len(cut)) == (2, 3)
-    last = cut[cut.shuffle_index.tolist().index(2)]
-    stream = np.concatenate([indexed.tokens(sequence) for sequence in cut.document_index])
-    assert last.tolist() == [*stream[10:].tolist(), NO_TOKEN, NO_TOKEN, NO_TOKEN]
-
-
-def test_sample_that_only_single_precision_finds_is_one_token_and_filling():
-    tokens, seq_length = 67_170_285, 16_403
-    exact = -(-(tokens - 1) // seq_length)
-    dataset = GPTDataset(InMemory([tokens]), range(1), None, seq_length, 0, drop_last=False)
-    assert len(dataset) == exact + 1
-    last = dataset[dataset.shuffle_index.tolist().index(exact)]
-    assert last[0] == tokens - 1 and set(last[1:].tolist()) == {NO_TOKEN}
 
 
 def test_indices_that_do_not_fit_the_data_are_met(tmp_path):

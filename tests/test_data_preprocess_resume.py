@@ -203,7 +203,7 @@ def test_dying_while_the_state_is_written_leaves_nothing_behind(inputs, whole, t
     with pytest.raises(Interrupted):
         run(inputs, tmp_path / "parts" / "x")
     monkeypatch.setattr("os.replace", replace)
-    assert "x.unfinished.json.next" in contents(tmp_path / "parts")
+    assert ".x.unfinished.json.partial" in contents(tmp_path / "parts")
     run(inputs, tmp_path / "parts" / "x")
     assert contents(tmp_path / "parts") == whole[1]
 

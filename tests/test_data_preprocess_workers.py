@@ -6,12 +6,10 @@ import math
 import multiprocessing
 import os
 import signal
-import threading
 
 import pytest
 from data_maker import contents
 
-from megatron_lite.cli.main import main
 from megatron_lite.data import resume_state, text_files
 from megatron_lite.data.preprocess import AHEAD, WorkerDied, in_order, preprocess
 from megatron_lite.data.tokenizers import ByteTokenizer, make_tokenizer
@@ -79,28 +77,6 @@ def test_whatever_ends_a_run_ends_its_workers_and_leaves_no_file(lines, tmp_path
     ):
         with pytest.raises(kind, match=message):
             preprocess([path], tmp_path / "out" / "x", tokenizer, workers=2, report=report)
+        assert kind is DataError or kind.exit_code == 1
         assert contents(tmp_path / "out") == {} and multiprocessing.active_children() == []
     assert "ZeroDivisionError: a mistake in a tokenizer" in capfd.readouterr().err
-
-
-def test_kill_9_on_the_command_line_is_one_line_and_exit_code_1(lines, tmp_path, capfd):
-    raw = lines.read_text()
-    lines.write_text(raw * 600)
-    argv = f"preprocess --input {lines} --output-prefix {tmp_path}/out/x --tokenizer-type ByteTokenizer".split()
-
-    def kill():
-        while not multiprocessing.active_children():
-            done.wait(0.01)
-        done.wait(0.3)
-        os.kill(multiprocessing.active_children()[0].pid, signal.SIGKILL)
-
-    done = threading.Event()
-    killer = threading.Thread(target=kill)
-    killer.start()
-    code = main([*argv, "--workers", "2"])
-    done.set()
-    killer.join()
-    assert code == 1
-    shown = capfd.readouterr().err
-    assert shown.startswith("error: --workers: a worker process died (SIGKILL)") and shown.count("\n") == 1
-    assert contents(tmp_path / "out") == {}

@@ -5,7 +5,9 @@ import functools
 import io
 import json
 import pickle
+import shutil
 import sys
+from pathlib import Path
 
 import pytest
 from odd_texts import PROSE, texts
@@ -112,24 +114,16 @@ def test_hugging_face_ids_are_megatrons(hf_folder, include, names):
 
 def test_hugging_face_keeps_what_stands_around_a_text_only_if_told_to(hf_folder, tmp_path):
     """A tokenizer that puts a token before each text, and would cut texts after 3 tokens and pad them to 3."""
-    (tmp_path / "x").mkdir()
-    for name in ("tokenizer_config.json", "tokenizer.json"):
-        (tmp_path / "x" / name).write_text(open(f"{hf_folder}/{name}").read())
-    stored = json.loads((tmp_path / "x/tokenizer.json").read_text())
-    end = next(token for token in stored["added_tokens"] if token["content"] == "<|endoftext|>")["id"]
-    stored["post_processor"] = {
-        "type": "TemplateProcessing",
-        "pair": [{"Sequence": {"id": "A", "type_id": 0}}],
-        "single": [{"SpecialToken": {"id": "<|endoftext|>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
-        "special_tokens": {"<|endoftext|>": {"id": "<|endoftext|>", "ids": [end], "tokens": ["<|endoftext|>"]}},
-    }
-    stored["truncation"] = {"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0}
-    padding = {"strategy": {"Fixed": 3}, "direction": "Right", "pad_to_multiple_of": None}
-    stored["padding"] = padding | {"pad_id": 0, "pad_type_id": 0, "pad_token": "!"}
-    (tmp_path / "x/tokenizer.json").write_text(json.dumps(stored))
-    config = json.loads((tmp_path / "x/tokenizer_config.json").read_text())
-    config["tokenizer_class"] = "PreTrainedTokenizerFast"
-    (tmp_path / "x/tokenizer_config.json").write_text(json.dumps(config))
+    library, folder = pytest.importorskip("tokenizers"), Path(shutil.copytree(hf_folder, tmp_path / "x"))
+    stored = library.Tokenizer.from_file(f"{hf_folder}/tokenizer.json")
+    end = stored.token_to_id("<|endoftext|>")
+    around_texts = {"single": "<|endoftext|> $A", "special_tokens": [("<|endoftext|>", end)]}
+    stored.post_processor = library.processors.TemplateProcessing(**around_texts)
+    stored.enable_truncation(3)
+    stored.enable_padding(length=3)
+    stored.save(str(folder / "tokenizer.json"))
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | {"tokenizer_class": "PreTrainedTokenizerFast"}))
     make = functools.partial(make_tokenizer, "HuggingFaceTokenizer")
     plain = make(tokenizer_model=str(tmp_path / "x"))
     around = make(tokenizer_model=str(tmp_path / "x"), tokenizer_hf_include_special_tokens=True)

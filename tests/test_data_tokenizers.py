@@ -1,4 +1,4 @@
-"""Text to ids and back, and files that do not fit each other."""
+"""Text to ids and back, vocabularies trained here, and files that do not fit each other."""
 
 import json
 from pathlib import Path
@@ -6,22 +6,13 @@ from pathlib import Path
 import pytest
 from odd_texts import texts
 
-from megatron_lite.data.byte_pairs import byte_alphabet, write_bpe
+from megatron_lite.data.byte_pairs import byte_alphabet, train_bpe, write_bpe
 from megatron_lite.data.text_files import END_OF_TEXT
 from megatron_lite.data.tokenizers import make_tokenizer
 from megatron_lite.errors import DataError, UserError
 
 GPT2 = Path(__file__).parents[2] / "shared" / "data" / "gpt2"
 needs_gpt2 = pytest.mark.skipif(not GPT2.is_dir(), reason="no ../shared/data/gpt2 beside the repository")
-TEXTS = [
-    "",
-    " ",
-    "Hello world",
-    "a\n\n  b\t\u00a0c ",
-    "naïve café 東京 🎉🏽 ﷽",
-    "it's I'LL we've 12345",
-    "\u2028\x00\x85",
-]
 BYTES = list(byte_alphabet())
 MERGES = [("h", "e"), ("Ġ", "he"), ("l", "l")]
 
@@ -56,18 +47,18 @@ def test_gpt2_ids_are_those_of_the_reference_tokenizer():
     reference = transformers.GPT2Tokenizer(str(GPT2 / "vocab.json"), str(GPT2 / "merges.txt"))
     tokenizer = bpe_from(GPT2)
     text = (GPT2.parent / "tinyshakespeare.txt").read_text()[:50_000]
-    for piece in [text, *TEXTS, *texts()]:
+    for piece in [text, *texts()]:
         assert tokenizer.encode(piece) == reference(piece)["input_ids"]
 
 
-@pytest.mark.parametrize("text", TEXTS)
-def test_text_survives(tmp_path, text):
+def test_text_survives(tmp_path):
     for tokenizer in (bpe(tmp_path), make_tokenizer("ByteTokenizer")):
-        ids = tokenizer.encode(text)
-        assert tokenizer.decode(ids) == text
-        assert all(0 <= i < tokenizer.vocab_size and i != tokenizer.eod for i in ids)
-        assert tokenizer.decode([*ids, tokenizer.eod]).endswith(END_OF_TEXT)
         assert tokenizer.decode(tokenizer.encode("a\ud800b")) in ("a\ufffdb", "a?b")  # half a surrogate pair
+        for text in texts():
+            ids = tokenizer.encode(text)
+            assert tokenizer.decode(ids) == text
+            assert all(0 <= i < tokenizer.vocab_size and i != tokenizer.eod for i in ids)
+            assert tokenizer.decode([*ids, tokenizer.eod]).endswith(END_OF_TEXT)
 
 
 def test_merges_apply_in_their_order_and_special_tokens_may_stand_anywhere(tmp_path):
@@ -146,3 +137,35 @@ def test_files_of_different_models(tmp_path):
     ):
         with pytest.raises(UserError, match=rf"^--vocab-file \S+ and --merge-file \S+: {message}$"):
             bpe(tmp_path, vocab, merges)
+
+
+# --- training a byte-level vocabulary: the order of its ids, and what other readers make of its files
+
+TEXT = Path(__file__).with_name("waiting.py").read_text(encoding="utf-8") + " naïve 東京 🎉 aaaaaaa aaaa aaa"
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("bpe")
+    write_bpe(folder, *train_bpe([TEXT], 350))
+    return folder
+
+
+def test_text_gets_shorter_and_other_readers_of_the_files_agree(trained):
+    transformers, tokenizer = pytest.importorskip("transformers"), bpe_from(trained)
+    ids = tokenizer.encode(TEXT)
+    assert tokenizer.decode(ids) == TEXT and len(ids) < 2 / 3 * len(TEXT.encode())
+    assert (tokenizer.vocab_size, tokenizer.eod) == (350, 349)
+    reference = transformers.GPT2Tokenizer(str(trained / "vocab.json"), str(trained / "merges.txt"))
+    assert reference(TEXT)["input_ids"] == ids
+
+
+def test_bytes_and_several_texts_are_the_same_as_text_and_it_stops_when_nothing_repeats():
+    assert train_bpe([TEXT.encode()], 300) == train_bpe([TEXT], 300)
+    assert train_bpe(["ab ab", "ab ab"], 258) == train_bpe(["ab ab\nab ab"], 258)
+    vocab, merges = train_bpe(["abc abc"], 10_000)
+    assert list(vocab) == [*byte_alphabet(), *(left + right for left, right in merges), END_OF_TEXT]
+    assert merges == [("a", "b"), ("ab", "c")]
+    assert vocab[END_OF_TEXT] == len(vocab) - 1 == 258
+    with pytest.raises(DataError, match=r"^--vocab-size 256: 256 bytes and .* need 257 or more$"):
+        train_bpe(["x"], 256)

@@ -27,7 +27,7 @@ from megatron_lite.instruments.timeline import Timeline
 from megatron_lite.instruments.torch_profiler import TorchProfiler
 from megatron_lite.phases import StepTime
 from megatron_lite.run_folder import write_atomically
-from megatron_lite.train.figure_files import StepsFile
+from megatron_lite.train.log import StepsFile
 
 GPU, UNDER_NSYS, BOTH = World(gpus=1), World(under_nsys=True), World(gpus=1, under_nsys=True)
 TORCH = "--profile --use-pytorch-profiler"

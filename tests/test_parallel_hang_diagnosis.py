@@ -5,9 +5,8 @@ from dataclasses import replace
 import pytest
 
 from megatron_lite.config.layout import Layout
-from megatron_lite.parallel.flight_recorder import Operation, describe_hand_over
 from megatron_lite.parallel.hang_diagnosis import CLOSED, LATE, TERMINATED, Case, answered, find_cause, where
-from megatron_lite.parallel.rank_store import RankStatus
+from megatron_lite.parallel.rank_status import Operation, RankStatus, describe_hand_over
 
 OPERATION = Operation(1234, "all_reduce", 3 * 2**20, "Float")
 WAITING = RankStatus(
@@ -31,8 +30,7 @@ AGAIN = "start again with --load to go on from the newest checkpoint."
 def case(posts, reason=CLOSED, **more) -> Case:
     """Rank 0 asks; `posts` are those of rank 1, 2, ..., None for one that never wrote."""
     told = {rank: post for rank, post in enumerate([WAITING, *posts]) if post is not None}
-    more = {"operation": OPERATION} | more
-    return Case(rank=0, size=1 + len(posts), reason=reason, limit_s=600.0, now=1000.0, posts=told, **more)
+    return Case(0, 1 + len(posts), reason, 600.0, told, **{"operation": OPERATION, "now": 1000.0} | more)
 
 
 LAST_SEEN = "last seen 2.5s before in iteration 1052, phase data, after collective #1233"

@@ -26,6 +26,8 @@ from layout_table import (
     TRAIN,
     ZERO1,
     ZERO3,
+    ask_ranks,
+    build_rank,
     go_together,
     run_cases,
 )
@@ -62,6 +64,9 @@ RING = [
     "cp2, pp2",
 ]
 QUICK = [  # in the default tests
+    ("fp32", "ddp, 2, small buckets"), ("fp32, llama", "ddp, 2"), ("fp32, sgd", "ddp, 2"), ("fp32, per token", "ddp, 2"),
+    ("fp32, masked ends", "ddp, 2"), ("bf16", "ddp, 2, small buckets"), ("bf16, sums in bf16", "ddp, 2"), ("fp16", "ddp, 2"),
+    ("fp16, sums in fp32", "ddp, 2, small buckets"),
     ("fp32, per token", "zero1, 2"), ("fp32, llama", "zero3, 2"), ("bf16", "zero3, 2"), ("fp16", "zero1, 2"),
     ("fp16, sums in fp32", "zero3, 2"), ("fp32", "tp2"), ("fp32, llama", "tp2, sp"), ("bf16", "tp2, sp"),
     ("fp16, sums in fp32", "tp2"), ("fp32, recomputed", "tp2, sp"),
@@ -70,6 +75,10 @@ QUICK = [  # in the default tests
     ("fp32, recomputed", "pp2, zero bubble"), ("fp16, sums in fp32", "pp2, zero bubble"),
     ("fp32, one query group", "tp2"), ("fp32, recomputed", "pp2, chunks"), ("fp16, sums in fp32", "pp2, chunks"),
 ]  # fmt: skip
+
+
+def slowly(*cases: tuple) -> list:
+    return [pytest.param(*case, marks=pytest.mark.slow) for case in cases]
 
 
 def check_case(folder: Path, model: str, layout: str):
@@ -163,14 +172,8 @@ def check_ring(folder: Path, words: str, length: int):
 
 def load_and_save(world, argv: str):
     """For on_ranks: what is loaded from --load is saved again, before any step."""
-    plan = plan_of(json.loads(argv), world)
-    groups = make_groups(plan, CPU)
-    replica = replicate(plan, build_model(plan, CPU, groups), groups)
-    checkpoints = Checkpoints(
-        plan, replica, Optimizer(plan, replica.parameters, CPU, replica.sum_over_ranks, replica.counted), CPU
-    )
-    progress = Progress()
-    with checkpoints:
+    plan, progress = plan_of(json.loads(argv), world), Progress()
+    with Checkpoints(plan, *build_rank(plan), CPU) as checkpoints:
         checkpoints.load(progress)
         checkpoints.save(progress)
 
@@ -183,12 +186,12 @@ def load_and_save(world, argv: str):
         ("--ckpt-format torch", ZERO1),
         ("", f"{TP2} {SP}"),
         ("--ckpt-format torch", TP2),
-        pytest.param("", f"{SP} --tensor-model-parallel-size 4", marks=pytest.mark.slow),
         ("", PP2),
-        *(
-            pytest.param(words, layout, marks=pytest.mark.slow)
-            for words in ("", "--ckpt-format torch")
-            for layout in (PP2, f"{TP2} {ZERO1}", f"{PP2} {TP2} {SP}", CHUNKS, f"{PP2} {ZERO1}")
+        *slowly(("", f"{SP} --tensor-model-parallel-size 4"), ("--ckpt-format torch", PP2)),
+        *slowly(
+            *itertools.product(
+                ("", "--ckpt-format torch"), (f"{TP2} {ZERO1}", f"{PP2} {TP2} {SP}", CHUNKS, f"{PP2} {ZERO1}")
+            )
         ),
     ],
 )
@@ -246,8 +249,8 @@ def test_bytes(tmp_path, layout):
     """Two micro-batches of two layers. ZeRO-1: 4 bytes per parameter reduce-scattered, 2 gathered. ZeRO-3: 4 per micro-batch,
     and in each a layer is gathered twice."""
     argv = flags(f"--hidden-size 128 --fp16 --accumulate-allreduce-grads-in-fp32 {layout}")
-    for output in on_ranks("test_parallel_layouts:measure", tmp_path, json.dumps(argv)):
-        layer, number, largest, built, weights, states, sent, _ = json.loads(output.splitlines()[-1])
+    for answer in ask_ranks("test_parallel_layouts:measure", tmp_path, json.dumps(argv)):
+        layer, number, largest, built, weights, states, sent, _ = answer
         # a rank's rows, and one parameter at a time whole, its rows rounded
         assert built <= 4 * number / 2 + 4 * largest + 2 * largest / 2 + 512 * 100
         assert weights == 4 * number / 2 and states == 2 * weights
@@ -261,8 +264,7 @@ def test_what_split_layers_exchange(tmp_path, sequence_parallel):
     """In fp16, of two micro-batches: hidden states, forward and backward, twice per layer and once each by embedding and loss; of
     each token three numbers for the loss; per step the gradients of what all ranks hold, and the norm."""
     argv = flags(f"--hidden-size 64 --fp16 {TP2} {sequence_parallel} --make-vocab-size-divisible-by 32")
-    for output in on_ranks("test_parallel_layouts:measure", tmp_path, json.dumps(argv)):
-        *_, sent, calls = json.loads(output.splitlines()[-1])
+    for *_, sent, calls in ask_ranks("test_parallel_layouts:measure", tmp_path, json.dumps(argv)):
         hidden, layers, micro_batches = 2 * 16 * 64, 2, 4
         loss, norm, partial = 12 * 16 * micro_batches, 4, 0
         if sequence_parallel:
@@ -295,10 +297,7 @@ def draw(world, argv: str):
 @pytest.mark.parametrize("sequence_parallel", [SP, ""])
 def test_ranks_drop_alike_what_all_hold_and_their_own_apart(tmp_path, sequence_parallel):
     argv = json.dumps(flags(f"{TP2} {sequence_parallel} --hidden-dropout 0.5 --attention-dropout 0.5"))
-    runs = [
-        [json.loads(output.splitlines()[-1]) for output in on_ranks("test_parallel_layouts:draw", tmp_path, argv)]
-        for _ in range(2)
-    ]
+    runs = [ask_ranks("test_parallel_layouts:draw", tmp_path, argv) for _ in range(2)]
     (hidden, *heads), (others_hidden, *others_heads) = runs[0]
     assert runs[0] == runs[1]
     assert (hidden == others_hidden) == (not sequence_parallel)
@@ -308,23 +307,9 @@ def test_ranks_drop_alike_what_all_hold_and_their_own_apart(tmp_path, sequence_p
 @pytest.mark.parametrize(
     "words",
     [
-        f"{ZERO1} --bf16",
-        f"{TP2} {SP}",
-        f"{PP2} --bf16",
-        *(
-            pytest.param(w, marks=pytest.mark.slow)
-            for w in (
-                ZERO3,
-                f"{ZERO3} --fp16",
-                TP2,
-                f"{TP2} --fp16",
-                f"{TP2} {SP} --bf16",
-                PP2,
-                f"{CHUNKS} --bf16",
-                f"{TP2} {ONE_GROUP}",
-                f"{PP2} {BUBBLE}",
-            )
-        ),
+        *(f"{ZERO1} --bf16", f"{TP2} {SP}", f"{PP2} --bf16"),
+        *slowly((ZERO3,), (f"{ZERO3} --fp16",), (TP2,), (f"{TP2} --fp16",), (f"{TP2} {SP} --bf16",), (PP2,)),
+        *slowly((f"{CHUNKS} --bf16",), (f"{TP2} {ONE_GROUP}",), (f"{PP2} {BUBBLE}",)),
     ],
 )
 def test_the_rehearsed_peak_is_the_recorded_one(tmp_path, words):
@@ -348,10 +333,7 @@ def test_the_rehearsed_peak_is_the_recorded_one(tmp_path, words):
 def overflow(world):
     """For on_ranks: an Inf in one rank's loss."""
     plan = plan_of(flags(f"--fp16 {SCALE} {ZERO1}"), world)
-    groups = make_groups(plan, CPU)
-    replica = replicate(plan, build_model(plan, CPU, groups), groups)
-    optimizer = Optimizer(plan, replica.parameters, CPU, replica.sum_over_ranks, replica.counted)
-    step = TrainingStep(plan, replica, optimizer, BatchMaker(plan.args.data, plan.layout, CPU, None))
+    step = TrainingStep(plan, *build_rank(plan), BatchMaker(plan.args.data, plan.layout, CPU, None))
     batches = iter(lambda: torch.randint(127, (1, plan.shape.seq_length + 1)), None)
     forward, skipped = GPT.forward, []
     for number in range(3):
@@ -362,8 +344,7 @@ def overflow(world):
 
 
 def test_an_overflow_on_one_rank_skips_the_step_on_all(tmp_path):
-    outputs = on_ranks("test_parallel_layouts:overflow", tmp_path)
-    assert [json.loads(output.splitlines()[-1]) for output in outputs] == [[False, True, False]] * 2
+    assert ask_ranks("test_parallel_layouts:overflow", tmp_path) == [[False, True, False]] * 2
 
 
 def limits(world, argv: str):
@@ -376,8 +357,7 @@ def limits(world, argv: str):
 
 def test_every_groups_operations_have_the_flags_limit(tmp_path):
     argv = json.dumps(flags(f"{TP2} {CP2} --distributed-timeout-minutes 3"))
-    outputs = on_ranks("test_parallel_layouts:limits", tmp_path, argv, ranks=4)
-    assert [json.loads(output.splitlines()[-1]) for output in outputs] == [[180.0] * 3] * 4
+    assert ask_ranks("test_parallel_layouts:limits", tmp_path, argv, ranks=4) == [[180.0] * 3] * 4
 
 
 def test_rows():

@@ -5,6 +5,7 @@ import json
 
 import pytest
 from launch import flags, on_ranks, plan_of
+from layout_table import ask_ranks
 
 from megatron_lite.analysis.analyze import analyze
 from megatron_lite.config.layout import Layout, Stage, Turn, count_stage_layers, find_source, order_turns
@@ -177,9 +178,8 @@ def test_what_stages_exchange(tmp_path, tensor):
     """Hidden states onward and their gradients back, once per micro-batch; of a tied embedding the gradient, once per step."""
     words = f"{PP2} {tensor} --hidden-size 64 --fp16 --make-vocab-size-divisible-by 32 --global-batch-size 8"
     ranks = 4 if tensor else 2
-    outputs = on_ranks("test_parallel_layouts:measure", tmp_path, json.dumps(flags(words)), ranks=ranks)
-    for rank, output in enumerate(outputs):
-        *_, sent, calls = json.loads(output.splitlines()[-1])
+    answers = ask_ranks("test_parallel_layouts:measure", tmp_path, json.dumps(flags(words)), ranks=ranks)
+    for rank, (*_, sent, calls) in enumerate(answers):
         share = 2 if tensor else 1
         num_bytes = 2 * 16 * 64 // share
         assert sent["send"] == 8 * num_bytes and calls[f"send of {num_bytes}"] == 8, rank

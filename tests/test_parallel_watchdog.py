@@ -21,9 +21,15 @@ from megatron_lite.errors import RanksError
 from megatron_lite.instruments.base import Instruments
 from megatron_lite.instruments.build_instruments import WhereaboutsKeeper
 from megatron_lite.parallel import hang_diagnosis, watchdog
-from megatron_lite.parallel.flight_recorder import FlightRecorder, Operation
 from megatron_lite.parallel.hang_diagnosis import CLOSED, HangDiagnosis
-from megatron_lite.parallel.rank_store import RankStatus, RankStore, RunPosition, describe_rank
+from megatron_lite.parallel.rank_status import (
+    FlightRecorder,
+    Operation,
+    RankStatus,
+    RankStore,
+    RunPosition,
+    describe_rank,
+)
 from megatron_lite.phases import Phase
 
 RESET = RuntimeError(
@@ -305,8 +311,8 @@ TERMINATED = """
 import ctypes, dataclasses, os, sys
 import torch.distributed as dist
 from megatron_lite.config.world import World
-from megatron_lite.parallel.rank_store import RankStore
-from megatron_lite.parallel.rank_store import RunPosition, describe_rank
+from megatron_lite.parallel.rank_status import RankStore
+from megatron_lite.parallel.rank_status import RunPosition, describe_rank
 from megatron_lite.parallel.watchdog import Watchdog
 from test_parallel_watchdog import Recorder
 

@@ -1,23 +1,30 @@
 """The page in Chromium: laid out for a phone, a tablet and a screen, light and dark; it asks for nothing."""
 
+import dataclasses
 import html
+import itertools
 import json
 import re
 import shutil
 import subprocess
 from pathlib import Path
 
+import numpy as np
 import pytest
 import report_cases as cases
 from prediction_cases import facts, measured, memory, record, time
 from waiting import LIMIT_S
 
+from megatron_lite.analysis.compare.compare import compare
+from megatron_lite.analysis.compare.limits import judge, read_limit
 from megatron_lite.analysis.predicted import compare_prediction
 from megatron_lite.report.charts import build_charts
+from megatron_lite.report.comparison import comparison_page
 from megatron_lite.report.html import html_page
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(BROWSER is None, reason="needs chromium")]
+PAGES = ("report", "comparison")
 WIDTHS, SCHEMES = (390, 768, 1280), ("light", "dark")
 FLAGS = (
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
@@ -37,16 +44,18 @@ addEventListener("message", event => {
   seen[frames[event.data.frame]] = event.data;
   texts.textContent = JSON.stringify(seen);
 });
-for (const width of WIDTHS) for (const scheme of SCHEMES) {
+for (const page of PAGES) for (const width of WIDTHS) for (const scheme of SCHEMES) {
   const frame = document.createElement("iframe");
   frame.style.cssText = `width: ${width}px; height: 900px; border: 0; color-scheme: ${scheme}`;
-  frame.src = "page.html#" + (frames.push(width + " " + scheme) - 1);
+  frame.src = page + ".html#" + (frames.push(page + " " + width + " " + scheme) - 1);
   document.body.append(frame);
 }
 </script>"""
 
 PROBE = """<script>
 function look() {
+  const unprinted = document.querySelectorAll("details:not([open])").length;
+  dispatchEvent(new Event("beforeprint"));
   const all = (selector, of = document) => [...of.querySelectorAll(selector)];
   const shown = element => element.getClientRects().length > 0;
   const called = element => `${element.tagName} ${element.textContent.trim().slice(0, 60)}`;
@@ -66,13 +75,44 @@ function look() {
   const drawn = key => [...new Set(all(`#chart-${key} .bars .point path`).map(path => style(path, "fill")))];
   const swatches = key => bars(`#${key} .legend li`, row => row);
   const rows = key => bars(`#${key} tbody tr`, row => row.cells[0]);
+  const luminance = color => {
+    const values = color.match(/[\\d.]+/g).slice(0, 3).map(part => part / 255);
+    const [red, green, blue] = values.map(value => value <= 0.04045 ? value / 12.92 : ((value + 0.055) / 1.055) ** 2.4);
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue;
+  };
+  const ground = element => {
+    while (element && /, 0\\)$|transparent/.test(style(element, "backgroundColor"))) element = element.parentElement;
+    return luminance(style(element || document.documentElement, "backgroundColor"));
+  };
+  const faint = element => {
+    const [ink, below] = [luminance(style(element, element.closest("svg") ? "fill" : "color")), ground(element)];
+    return (Math.max(ink, below) + 0.05) / (Math.min(ink, below) + 0.05) < 4.5;
+  };
+  const texts = all("body *").filter(one => shown(one) && !one.closest("script, style, .skip")
+    && [...one.childNodes].some(node => node.nodeType === Node.TEXT_NODE && node.textContent.trim()));
+  const link = document.querySelector("nav a");
+  link.focus();
+  const nav = document.querySelector("nav");
   parent.postMessage({
+    unfolded: [unprinted, all("details:not([open])").length],
+    faint: texts.filter(faint).map(called),
+    texts: texts.length,
+    focus: style(link, "outlineStyle"),
+    headings: all("h1, h2, h3").map(one => Number(one.tagName[1])),
+    beside: nav.getBoundingClientRect().right <= document.querySelector(".sections").getBoundingClientRect().left,
+    sticky: style(nav, "position"),
+    contents: all("nav > ol > li > a").map(one => one.textContent),
+    links: Object.fromEntries(all(".links a").map(one => [one.closest("article, section").id, one.getAttribute("href")])),
+    unnamed: all("thead th, tbody th").filter(one => !one.scope || !one.textContent.trim()).map(called),
+    numbers: all("figure details table").length,
+    figures: all("figure").length,
     frame: Number(location.hash.slice(1)),
     width: innerWidth,
     wide: all("body *").filter(one => shown(one) && !one.closest("svg, script, style")
       && one.getBoundingClientRect().right > innerWidth + 1).map(called),
     narrow: all("td.l, h2").filter(one => shown(one) && room(one) < 0.6 * em
       * Math.min(Math.max(...one.textContent.split(/[^\\w]/).map(word => word.length)), MIN_LETTERS)).map(called),
+    overflowing: all("th, td").filter(one => shown(one) && one.scrollWidth > one.clientWidth + 1).map(called),
     clipped: all(".rows").filter(one => shown(one) && (one.scrollHeight > one.clientHeight + 1 || one.scrollWidth > one.clientWidth + 1)).map(called),
     charts: all(".chart .main-svg").length > 0,
     inks: [style(document.body, "color"), style(document.documentElement, "backgroundColor")],
@@ -80,16 +120,29 @@ function look() {
     step: { drawn: drawn("step"), swatches: swatches("step"), rows: rows("step") },
     memory: { swatches: swatches("memory"), rows: rows("memory") },
     kernels: { swatches: swatches("roofline"), rows: rows("kernels") },
-    codes: all("article h3 code").map(code => code.closest("a")?.getAttribute("href")),
     dangling: all("a").map(link => link.getAttribute("href"))
       .filter(to => !to.startsWith("#") || !document.getElementById(to.slice(1))),
     lost: window.complaints,
   }, "*");
+  dispatchEvent(new Event("afterprint"));
 }
 setTimeout(look, 3000);
 </script>"""
 COMPLAIN = "addEventListener('error', event => complaints.push(event.message))"
 COMPLAINTS = f"<script>window.complaints = []; {COMPLAIN}</script>"
+
+
+def compared_page(name: str) -> str:
+    """B is quicker, holds less, and computes the same."""
+    a, b = cases.report(name=name, run=trained(1.0)), cases.report(name=name, run=trained(0.9))
+    judged = judge(found := compare(a.facts, b.facts, titles=(name, "B")), [read_limit("step_ms > +5%")])
+    return comparison_page(found, judged, a.facts, b.facts)
+
+
+def trained(times: float):
+    run = cases.run_of(60)
+    ms, losses = run.step_ms * times, np.linspace(5.0, 4.0, 60)
+    return dataclasses.replace(run, step_ms=ms, training_ms=ms, losses=losses, grad_norms=np.ones(60))
 
 
 def browsed(page: Path, folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:
@@ -100,34 +153,61 @@ def browsed(page: Path, folder: Path, *flags: str) -> subprocess.CompletedProces
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory) -> dict[str, dict]:
-    """What a report of two ranks looks like in each width and color scheme: one start of the browser for all."""
+    """What the report of two ranks, and a comparison of two such, look like in each width and color scheme, unfolded as for
+    paper: one start of the browser for all."""
     folder = tmp_path_factory.mktemp("page")
     ranks = REPORTS["gpu"].facts.ranks_seen
     predicted = compare_prediction(facts(record(memory(), time()), snapshots=(measured(),), ranks_seen=ranks[:1]))
-    page = html_page(cases.report(name=LONG_NAME, predicted=predicted)).replace("<body>", f"<body>{COMPLAINTS}")
+    found = cases.findings(LONG_NAME) + cases.findings("logits-peak")
+    report = dataclasses.replace(cases.report(name=LONG_NAME, predicted=predicted), findings=found)
     probe = PROBE.replace("MIN_LETTERS", str(MIN_LABEL_LETTERS))
-    (folder / "page.html").write_text(page.replace("</body>", f"{probe}</body>"), encoding="utf-8")
+    for name, page in (("report", html_page(report)), ("comparison", compared_page(LONG_NAME))):
+        text = page.replace("<body>", f"<body>{COMPLAINTS}").replace("</body>", f"{probe}</body>")
+        (folder / f"{name}.html").write_text(text, encoding="utf-8")
     frames = FRAMES.replace("WIDTHS", json.dumps(WIDTHS)).replace("SCHEMES", json.dumps(SCHEMES))
-    (folder / "frames.html").write_text(frames, encoding="utf-8")
+    (folder / "frames.html").write_text(frames.replace("PAGES", json.dumps(PAGES)), encoding="utf-8")
     shown = browsed(folder / "frames.html", folder).stdout
     found = json.loads(html.unescape(re.search(r'<pre id="seen">(.*?)</pre>', shown, re.DOTALL)[1]))
-    assert len(found) == len(WIDTHS) * len(SCHEMES)
+    assert len(found) == len(PAGES) * len(WIDTHS) * len(SCHEMES)
     return found
 
 
-@pytest.mark.parametrize("width", WIDTHS)
-def test_nothing_is_wider_than_the_window(seen, width):
-    assert [seen[f"{width} {scheme}"]["wide"] for scheme in SCHEMES] == [[], []]
+def of(seen, page: str) -> list[dict]:
+    return [seen[f"{page} {width} {scheme}"] for width in WIDTHS for scheme in SCHEMES]
 
 
-@pytest.mark.parametrize("width", WIDTHS)
-def test_no_label_is_broken_into_letters_and_no_row_is_out_of_view(seen, width):
-    one = seen[f"{width} light"]
-    assert (one["width"], one["narrow"], one["clipped"]) == (width, [], [])
+@pytest.mark.parametrize("page", PAGES)
+def test_nothing_is_wider_than_the_window_broken_into_letters_or_out_of_view(seen, page):
+    for one in of(seen, page):
+        found = [one[name] for name in ("wide", "narrow", "clipped", "overflowing")]
+        assert found == [[], [], [], []], one["width"]
+    assert [one["width"] for one in of(seen, page)[::2]] == list(WIDTHS)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_text_has_contrast_every_header_a_scope_and_headings_are_in_order(seen, page):
+    for one in of(seen, page):
+        assert one["texts"] > 100 and (one["faint"], one["unnamed"]) == ([], [])
+        assert one["headings"][0] == 1 and one["focus"] == "solid"
+        assert all(below <= above + 1 for above, below in itertools.pairwise(one["headings"]))
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_contents_stand_beside_the_text_where_there_is_room(seen, page):
+    for one in of(seen, page):
+        assert one["beside"] == (one["width"] == 1280) and (one["sticky"] == "sticky") == one["beside"]
+        assert len(one["contents"]) > 5 and one["dangling"] == []
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_nothing_is_folded_on_paper_and_every_chart_has_its_numbers(seen, page):
+    for one in of(seen, page):
+        before, after = one["unfolded"]
+        assert before > 3 and after == 0 and one["numbers"] == one["figures"] > 2
 
 
 def test_bars_have_the_colors_of_the_chart_above_them(seen):
-    for one in seen.values():
+    for one in of(seen, "report"):
         assert one["charts"] and one["lost"] == []
         step, memory, kernels = one["step"], one["memory"], one["kernels"]
         assert len(step["swatches"]) > 5 and set(step["swatches"].values()) == set(step["drawn"])
@@ -137,9 +217,9 @@ def test_bars_have_the_colors_of_the_chart_above_them(seen):
             assert same and all(part["rows"][name] == part["swatches"][name] for name in same)
 
 
-def test_a_finding_s_code_leads_to_its_explanation(seen):
-    one = seen["390 light"]
-    assert "#about-logits-peak" in one["codes"] and one["dangling"] == []
+def test_a_finding_and_what_shows_it_lead_to_each_other(seen):
+    links = seen["report 390 light"]["links"]
+    assert links["finding-logits-peak"] == "#memory" and links["memory"] == "#finding-logits-peak"
 
 
 def luminance(color: str) -> float:
@@ -152,7 +232,7 @@ def luminance(color: str) -> float:
 @pytest.mark.parametrize(("scheme", "lowest", "highest"), [("light", 0.8, 1.0), ("dark", 0.0, 0.05)])
 def test_the_page_follows_the_readers_color_scheme(seen, scheme, lowest, highest):
     for width in WIDTHS:
-        one = seen[f"{width} {scheme}"]
+        one = seen[f"report {width} {scheme}"]
         ink, ground = map(luminance, one["inks"])
         assert lowest <= ground <= highest
         for color in (ink, luminance(one["axis"])):
@@ -170,12 +250,14 @@ def opened(text: str, folder: Path) -> tuple[str, str, set[str]]:
     return shown.stdout, console, asked - {"not an origin"}  # what the browser asks for itself
 
 
-@pytest.mark.parametrize("kind", ["gpu", "hostile"])
+@pytest.mark.parametrize("kind", ["gpu", "hostile", "comparison"])
 def test_a_browser_draws_it_without_complaint_or_request(kind, tmp_path):
-    shown, console, asked = opened(html_page(REPORTS[kind]), tmp_path)
+    page = html_page(REPORTS[kind]) if kind in REPORTS else compared_page(REPORTS["hostile"].title)
+    shown, console, asked = opened(page, tmp_path)
     assert (console, asked) == ("", set())
     assert re.search(r"<title>(.*?)</title>", shown, re.DOTALL)[1] != "owned"
-    for key in build_charts(REPORTS[kind]):
+    keys = build_charts(REPORTS[kind]) if kind in REPORTS else ("phases", "losses", "memory")
+    for key in keys:
         assert re.search(rf'<div class="chart[^"]*" id="chart-{key}".*?<svg class="main-svg"', shown, re.DOTALL), key
 
 

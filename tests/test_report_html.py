@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import html
 import html.parser
 import json
 import re
@@ -12,10 +13,14 @@ import numpy as np
 import pytest
 import report_cases as cases
 
+from megatron_lite.analysis.findings.rules import RULES
 from megatron_lite.analysis.memory.memory_results import Moment
+from megatron_lite.cli.main import main
+from megatron_lite.report import draw
 from megatron_lite.report import html as page_module
-from megatron_lite.report.charts import build_charts, log_axis, thinned
+from megatron_lite.report.charts import build_charts, thinned
 from megatron_lite.report.html import build_tiles, html_page
+from megatron_lite.report.sections.all import SHOWS
 
 HOSTILE = cases.HOSTILE.replace("alert(1)", "document.title='owned'")
 REPORTS = {
@@ -113,7 +118,7 @@ def test_a_chart_without_its_section_is_left_out():
     ("lowest", "highest", "within"), [(60.0, 90.0, 2), (1.0, 900.0, 8), (1e-6, 1e6, 12), (5.0, 5.0, 0)]
 )
 def test_a_logarithmic_axis_has_ticks_in_its_range(lowest, highest, within):
-    axis = log_axis("x", lowest, highest)
+    axis = draw.log_axis("x", lowest, highest)
     assert sum(lowest <= tick <= highest for tick in axis["tickvals"]) >= within and len(axis["tickvals"]) < 40
 
 
@@ -150,5 +155,53 @@ def test_long_tables_are_cut_and_say_so():
     seen = cases.report().facts.ranks_seen[0]
     many = dataclasses.replace(seen, time=dataclasses.replace(seen.time, phases=(run,) * 300))
     text = html_page(cases.report(ranks_seen=(many,), ranks=None))
-    phases = text[text.index('<section id="phases">') : text.index('<section id="kernels">')]
-    assert phases.count("<tr>") == 201 and "and 100 more in report.json" in phases and "x" * 401 not in phases
+    phases = text[text.index('<section id="phases"') : text.index('<section id="kernels"')]
+    rows = phases[phases.rindex("<table") :]
+    assert rows.count("<tr>") == 201 and "and 100 more in report.json" in rows and "x" * 401 not in phases
+    assert '<p class="quiet paper">and 176 more on the page itself</p>' in rows
+
+
+def test_every_rule_s_evidence_has_a_section_and_no_other_code_has():
+    listed = {code for codes in SHOWS.values() for code in codes.split()}
+    assert listed == set(RULES)
+
+
+def test_a_finding_is_explained_in_its_card_as_explain_does_it(capsys):
+    found = (dataclasses.replace(cases.findings()[0], code="starved-loader"),)
+    text = html_page(dataclasses.replace(cases.report(), findings=found))
+    card = text[text.index('id="finding-starved-loader"') : text.index("</article>")]
+    said = re.sub(r"\s+", " ", html.unescape(re.sub(r"<[^>]+>", "", card)))
+    assert main(["explain", "starved-loader"]) == 0
+    paragraphs = re.sub(r"\n +", " ", capsys.readouterr().out).split("\n")[2:]
+    assert len(paragraphs) > 5 and all(one in said for one in paragraphs) and "<details><summary>" in card
+
+
+def test_the_numbers_of_a_chart_are_its_points():
+    """Series with the same places stand beside each other; a curve keeps its highest point."""
+    numbers = {key: figure.numbers for key, figure in build_charts(cases.report()).items()}
+    step, memory, roofline = numbers["step"], numbers["memory"], numbers["roofline"]
+    assert step.head[:2] == ["", "compute"] and [row[:2] for row in step.rows] == [
+        ("rank 0", "60.00"),
+        ("rank 1", "60.00"),
+    ]
+    assert memory.head[:2] == ["seconds since the record began", "parameters"] and memory.align == "r" * len(
+        memory.head
+    )
+    assert len(memory.rows) <= 60 and memory.hidden + len(memory.rows) == 200
+    assert max(float(row[memory.head.index("moments")]) for row in memory.rows) == 8.0
+    assert roofline.head == ["series", "point", "FLOP per byte", "TFLOP/s"] and "aten::addmm" in roofline.rows[0][1]
+    assert [len(row) for row in numbers["phases"].rows] == [3, 3, 3]
+    small = draw.Figure(
+        "",
+        [draw.points([1.0, 2.0], [0.00012, 500.0], "", "")],
+        draw.layout(1, draw.axis("x"), draw.log_axis("y", 1e-4, 500)),
+    )
+    assert [row[1] for row in small.numbers.rows] == ["0.00012", "500"]
+
+
+def test_losses_of_a_run_and_of_two_are_curves():
+    run = dataclasses.replace(cases.run_of(30), losses=np.linspace(3.0, 2.0, 30))
+    assert build_charts(cases.report(run=run))["losses"].data[0]["y"][-1] == 2.0
+    assert [line["name"] for line in draw.losses({"A": run, "B": run}).data] == ["A", "B"]
+    assert draw.losses({"A": None, "B": cases.run_of(30)}) is None
+    assert 'id="chart-losses"' in html_page(cases.report(run=run)) and 'id="losses"' not in page("gpu")

@@ -11,7 +11,7 @@ from megatron_lite.estimate.hardware import Processor, find_processor
 from megatron_lite.estimate.prediction import LedgerRow, MemoryPrediction, Moment
 from megatron_lite.estimate.step_time import compute_duration, predict_time
 from megatron_lite.report.plan_figures import Exact, Outlook, PlanReport
-from megatron_lite.report.plan_json import as_json
+from megatron_lite.report.plan_files import as_json
 from megatron_lite.report.plan_terminal import build_exact_section, build_time_section, plan_lines, verdicts
 from megatron_lite.report.text import Style
 from megatron_lite.units import GIB

@@ -14,8 +14,7 @@ from launch import DROPOUT, Interrupts, alone, checkpoint, flags, losses, on_ran
 from test_train_checkpoint_safety import flip, iterations
 
 from megatron_lite.checkpoint import folder
-from megatron_lite.checkpoint.folder import CheckpointDir, missing, newest
-from megatron_lite.checkpoint.write import Background
+from megatron_lite.checkpoint.folder import Background, CheckpointDir, missing, newest
 from megatron_lite.errors import CheckpointError
 from megatron_lite.run_folder import TRACKER_FILE, write_atomically
 from megatron_lite.train import checkpoint as train_checkpoint

@@ -14,7 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from megatron_lite.train import log
 from megatron_lite.train import step_hooks as evaluation
 from megatron_lite.train.console import compute_timers, evaluation_lines, timer_lines
-from megatron_lite.train.figure_files import StepsFile
+from megatron_lite.train.log import StepsFile
 from megatron_lite.train.loop import Progress
 
 NUMBER = r"\d+\.\d{6}E[+-]\d\d"

@@ -1,14 +1,17 @@
 """Weights & Biases and MLflow, the real packages, without a network: what is in their files is what TensorBoard would have."""
 
+import json
 import struct
 import sys
 from pathlib import Path
 
 import pytest
-from launch import alone, flags, losses, quietly
+from launch import alone, flags, losses, pretrain, quietly
+from report_cases import report
 
 from megatron_lite.errors import UserError
-from megatron_lite.train import figure_files
+from megatron_lite.report.json_file import json_text
+from megatron_lite.train import log, trackers
 
 RUN = "--train-iters 6 --log-interval 2 --eval-interval 3 --eval-iters 1 --log-validation-ppl-to-tensorboard"
 
@@ -66,7 +69,7 @@ def test_mlflow_gets_all_scalars(tmp_path, monkeypatch, fails):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "mlruns").as_uri())
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     if fails:
-        monkeypatch.setattr(figure_files.StepsFile, "write_ranks", lambda *_: 1 / 0)
+        monkeypatch.setattr(log.StepsFile, "write_ranks", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             quietly(flags(RUN, "--mlflow-experiment tests"), tmp_path / "run")
     else:
@@ -104,7 +107,54 @@ def test_a_tracker_that_fails_costs_a_line(tmp_path, monkeypatch):
         def add(self, *arguments):
             raise ConnectionError("no route to host")
 
-    monkeypatch.setattr(figure_files, "open_trackers", lambda plan, run_dir: [Broken()])
+    monkeypatch.setattr(trackers, "open_trackers", lambda plan, run_dir: [Broken()])
     _, out = quietly(flags("--train-iters 2 --log-interval 1"), tmp_path / "run")
     assert out.count("Broken failed and gets no more of this run; training goes on: no route to host") == 1
     assert len(losses(Path(tmp_path / "run"))) == 2
+
+
+def test_what_trackers_get_of_a_report(tmp_path):
+    (tmp_path / "report.json").write_text(json_text(report()))
+    summary = trackers.ReportSummary.read(tmp_path)
+    assert summary.verdict == report().verdict.sentence and len(summary.findings) == len(report().findings) > 0
+    rows = report().facts.critical.time.rows
+    assert {name: summary.numbers[f"report/{name}_ms"] for name in rows} == rows
+    assert summary.numbers["report/profiled_step_ms"] == pytest.approx(sum(rows.values()))
+
+
+@pytest.mark.slow
+def test_every_tracker_gets_the_report(tmp_path, monkeypatch):
+    """Of a run of two ranks: the last one has the trackers, and makes the report."""
+    mlflow, _ = pytest.importorskip("mlflow"), pytest.importorskip("wandb")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    store, run = (tmp_path / "mlruns").as_uri(), tmp_path / "run"
+    profile = "--profile --use-pytorch-profiler --profile-step-start 2 --profile-step-end 6"
+    names = "--wandb-project tests --mlflow-experiment tests --tensorboard-dir"
+    for name, value in (
+        ("WANDB_MODE", "offline"), ("WANDB_SILENT", "true"), ("MLFLOW_TRACKING_URI", store), ("MLFLOW_ALLOW_FILE_STORE", "true")
+    ):  # fmt: skip
+        monkeypatch.setenv(name, value)
+    words = flags(RUN, profile, names, tmp_path / "tb", "--wandb-save-dir", tmp_path / "w", "--run-dir", run)
+    ended = pretrain(words, ranks=2)
+    assert ended.code == 0 and "Where a step goes" in ended.out
+    summary = trackers.ReportSummary.read(run)
+    accumulator = EventAccumulator(str(tmp_path / "tb")).Reload()
+    [event] = accumulator.Tensors("report/verdict/text_summary")
+    assert event.tensor_proto.string_val[0].decode().startswith(summary.verdict)
+    client = mlflow.MlflowClient(store)
+    [one] = client.search_runs([client.get_experiment_by_name("tests").experiment_id])
+    assert one.info.status == "FINISHED" and one.data.tags["report/verdict"] == summary.verdict[:500]
+    assert {name: one.data.metrics[name] for name in summary.numbers} == pytest.approx(summary.numbers)
+    assert {file.path for file in client.list_artifacts(one.info.run_id)} == {"report.html", "report.json"}
+    [path] = (tmp_path / "w").rglob("*.wandb")
+    found = {}
+    for data in read_records(path.read_bytes()):
+        record = Record.FromString(data)
+        if record.HasField("summary"):
+            found |= {item.key or "/".join(item.nested_key): item.value_json for item in record.summary.update}
+    assert json.loads(found["report/verdict"]) == summary.verdict
+    assert float(found["report/profiled_step_ms"]) == pytest.approx(summary.numbers["report/profiled_step_ms"])
+    [page] = path.parent.rglob("*.html")
+    assert page.read_text() == (run / "report.html").read_text()

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from megatron_lite.units import significant
+from megatron_lite.units import short_count, significant
 
 
 @pytest.mark.parametrize(
@@ -13,6 +13,12 @@ from megatron_lite.units import significant
 )
 def test_no_number_has_an_exponent(value, text):
     assert significant(value) == text and significant(-value).lstrip("-") == text
+
+
+def test_counts_have_none_either():
+    shown = {9: "9", 1234: "1.23K", 355919872: "356M", 1e-5: "0.00001", 2.5e18: "2,500,000T"}
+    assert {value: short_count(value) for value in shown} == shown
+    assert significant(-1e-5, 2, signed=True) == "-0.00001" and significant(2312.4, signed=True) == "+2,312"
 
 
 def test_what_needs_none_is_as_g_has_it():

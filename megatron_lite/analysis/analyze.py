@@ -17,10 +17,11 @@ from megatron_lite.analysis.kernels.kernel_results import RankKernels
 from megatron_lite.analysis.kernels.rank_kernels import rank_kernels
 from megatron_lite.analysis.memory.memory_results import Snapshot
 from megatron_lite.analysis.memory.trace_memory import measure_trace_memory
+from megatron_lite.analysis.rank_facts import RankFacts
 from megatron_lite.analysis.ranks.from_run import compare_ranks_of_run, find_only_dimension, only_lasting
 from megatron_lite.analysis.ranks.ranks import compare_ranks
 from megatron_lite.analysis.report import Report
-from megatron_lite.analysis.run_facts import Facts, RankFacts
+from megatron_lite.analysis.run_facts import Facts
 from megatron_lite.analysis.time.rank_time import rank_time
 from megatron_lite.analysis.time.step_windows import attribute_events
 from megatron_lite.analysis.trace.columns import Trace
@@ -115,8 +116,7 @@ def analyze(paths: Sequence[Path | str], say: Callable[..., None] = say_nothing)
         raise UserError(gaps.found[0] if len(gaps.found) == 1 else said)
     say("comparing ranks, looking for causes")
     if seen:
-        traced, only = [(rank.trace, rank.placing, rank.time) for rank in seen], find_only_dimension(run)
-        ranks = gaps.attempt("ranks", compare_ranks, traced, only)
+        ranks = gaps.attempt("ranks", compare_ranks, seen, find_only_dimension(run))
         ranks = only_lasting(ranks, run) if ranks and run else ranks
     else:
         ranks = gaps.attempt("ranks", compare_ranks_of_run, run) if run else None
@@ -127,24 +127,16 @@ def analyze(paths: Sequence[Path | str], say: Callable[..., None] = say_nothing)
         rows = gaps.attempt("memory formulas", ledger, facts.highest_snapshot, facts.plan)
         facts = replace(facts, ledger=rows or ())
     else:
-        found = [
-            gaps.attempt(f"memory of {one.trace.source}", measure_trace_memory, one.trace, one.placing) for one in seen
-        ]
-        facts = replace(facts, traced_memory=tuple(filter(None, found)))
+        told = ((f"memory of {one.trace.source}", measure_trace_memory, one.trace, one.placing) for one in seen)
+        facts = replace(facts, traced_memory=tuple(filter(None, [gaps.attempt(*one) for one in told])))
     if run and run.record.get("prediction"):
         from megatron_lite.analysis.predicted import compare_prediction
 
         facts = replace(facts, predicted=gaps.attempt("prediction", compare_prediction, facts))
     findings = weakened(gaps.attempt("findings", apply_rules, facts, gaps.add) or (), facts)
     facts = replace(facts, gaps=tuple(gaps.found))
-    return Report(
-        paths=tuple(map(str, paths)),
-        title=describe_run(paths, facts),
-        verdict=build_verdict(facts, findings),
-        findings=findings,
-        facts=facts,
-        read_s=time.monotonic() - started,
-    )
+    title, verdict = describe_run(paths, facts), build_verdict(facts, findings)
+    return Report(tuple(map(str, paths)), title, verdict, findings, facts, read_s=time.monotonic() - started)
 
 
 def _analyze_trace(trace: Trace, gaps: _Gaps) -> RankFacts:

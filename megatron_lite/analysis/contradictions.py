@@ -10,8 +10,9 @@ from dataclasses import replace
 import numpy as np
 
 from megatron_lite.analysis.findings.base import Evidence, Finding
+from megatron_lite.analysis.rank_facts import RankFacts
 from megatron_lite.analysis.run.run_results import Run
-from megatron_lite.analysis.run_facts import Facts, RankFacts
+from megatron_lite.analysis.run_facts import Facts
 from megatron_lite.analysis.trace.columns import Kind
 from megatron_lite.phases import Phase
 from megatron_lite.run_folder import RUN_FILE, STEPS_FILE
@@ -76,9 +77,8 @@ def _find_launches(one: RankFacts) -> np.ndarray:
 def _check_trace(one: RankFacts, run: Run | None) -> Iterator[str]:
     trace, time, correlation = one.trace, one.time, one.trace.events.correlation
     yield missing_gpu_work(one, run)
-    steady = np.array([step.steady for step in time.steps] + [False])
     calls = _find_launches(one)
-    calls = calls[(correlation[calls] >= 0) & steady[one.placing.step[calls]]]
+    calls = calls[(correlation[calls] >= 0) & one.placing.counts[calls]]
     lost = int((~np.isin(correlation[calls], correlation[trace.device_rows])).sum())
     if len(trace.device_rows) and lost > MAX_LOST * len(calls):
         yield f"{lost / len(calls):.0%} of the steady steps' kernel launches have no kernel in the trace"
@@ -91,6 +91,8 @@ def _check_trace(one: RankFacts, run: Run | None) -> Iterator[str]:
     traced, own = time.step_ms, run.profiled_step_ms or 0.0
     if traced > 0 and own > 0 and max(traced / own, own / traced) > MAX_APART:
         yield f"a step takes {traced:,.1f} ms in the trace and {own:,.1f} ms by the run's own clock ({STEPS_FILE})"
+    if None not in (time.rank, run.writing_rank) and time.rank != run.writing_rank:
+        return  # one rank's wait for data is not another's
     # a wait that the host's clock does not know in the steps of the window; hidden waits contradict nothing
     waits = run.phases_ms.get(Phase.DATA.value, run.step_ms[:0])
     waits = waits[run.profiled] if len(waits) else waits

@@ -198,12 +198,9 @@ def find_artefacts(run_folder: Path) -> list[Path]:
             for folder in (Path(written), run_folder / written, run_folder.parent / written):
                 found |= set(folder.glob(pattern)) if folder.is_dir() else set()
     # other runs may write to the same folder; a copy may make a file younger, but leaves the time in its name
-    times = {path: time_in_name(path.name) for path in found}
-    return sorted(
-        path
-        for path, time_ns in times.items()
-        if (started - 1 <= time_ns / 1e9 <= ended + 1 if time_ns else path.stat().st_mtime >= started - 1)
-    )
+    times = {path: time_in_name(path.name) or path.stat().st_mtime_ns for path in found}
+    ends = {path: ended if time_in_name(path.name) else math.inf for path in found}
+    return sorted(path for path in found if started - 1 <= times[path] / 1e9 <= ends[path] + 1)
 
 
 def _to_seconds(text: str | None) -> float:

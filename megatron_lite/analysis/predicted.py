@@ -1,17 +1,18 @@
 """What a run's record predicted, held against all that was measured of the run."""
 
-from typing import Any
+from typing import Any, TypeVar
 
-from megatron_lite.analysis.findings.run_settings import part
+import msgspec
+
 from megatron_lite.analysis.kernels.kernel_results import Role
 from megatron_lite.analysis.run_facts import Compared, ComparedMemory, ComparedTime, Facts, Predicted
-from megatron_lite.estimate.prediction import CATEGORIES, LedgerRow, MemoryPrediction, Moment, TimePrediction, TimeRow
+from megatron_lite.estimate.prediction import CATEGORIES, MemoryPrediction, Moment, TimePrediction
 from megatron_lite.run_folder import STEPS_FILE
 from megatron_lite.units import size
 
 PRODUCTS = (Role.GEMM, Role.ATTENTION)
 BOUNDS = ("compute", "memory", "link")
-UNREADABLE = (KeyError, TypeError, ValueError, AttributeError, OverflowError)
+Kind = TypeVar("Kind")
 
 
 def compare_prediction(facts: Facts) -> Predicted | None:
@@ -34,40 +35,24 @@ def compare_memory(facts: Facts, peak: Moment) -> tuple[ComparedMemory | None, l
         return None, [f"memory ran out before its peak, which was predicted as {size(peak.num_bytes)} at {at}."]
     if snapshot is not None:
         measured = {held.category: held.requested_bytes for held in snapshot.held}
-        expected = {
-            name: sum(row.num_bytes for row in peak.rows if row.category == name)
-            for name in CATEGORIES
-            if snapshot.complete
-        }
+        expected = dict.fromkeys(CATEGORIES if snapshot.complete else (), 0)
+        for row in peak.rows:
+            if row.category in expected:
+                expected[row.category] += row.num_bytes
+        pairs = [(name, num_bytes, measured.get(name, 0)) for name, num_bytes in expected.items()]
+        categories = tuple(Compared(*pair) for pair in pairs if any(pair[1:]))
         late = f"{snapshot.source} began late, and does not know the categories of all that it holds: only the peaks are compared."
-        return ComparedMemory(
-            peak=Compared("peak of tensors", peak.num_bytes, sum(measured.values())),
-            categories=tuple(
-                Compared(name, num_bytes, measured.get(name, 0))
-                for name, num_bytes in expected.items()
-                if num_bytes or measured.get(name)
-            ),
-            source=snapshot.source,
-            rank=snapshot.rank,
-            predicted_at=at,
-            measured_in=snapshot.peak_phase,
-        ), [] if snapshot.complete else [late]
+        of_peak = Compared("peak of tensors", peak.num_bytes, sum(measured.values()))
+        found = ComparedMemory(of_peak, categories, snapshot.source, snapshot.rank, at, snapshot.peak_phase)
+        return found, [] if snapshot.complete else [late]
     if facts.plan.get("device") != "cuda":
-        return None, [
-            "predicted memory is that of tensors, which a run on CPUs measures with --record-memory-history only."
-        ]
+        why = "predicted memory is that of tensors, which a run on CPUs measures with --record-memory-history only."
+        return None, [why]
     most = run.peak_memory_bytes.max(initial=0.0, where=run.peak_memory_bytes > 0) if run else 0.0  # NaN is not
     if not most:
         return None, [f"{STEPS_FILE} holds no peak of GPU memory: nothing to hold the prediction against."]
-    rank = part(facts, "world", "rank")
-    return ComparedMemory(
-        peak=Compared("peak of tensors", peak.num_bytes, float(most)),
-        categories=(),
-        source=STEPS_FILE,
-        rank=rank if isinstance(rank, int) else None,
-        predicted_at=at,
-        measured_in="",
-    ), []
+    rank, of_peak = facts.part("world", "rank"), Compared("peak of tensors", peak.num_bytes, float(most))
+    return ComparedMemory(of_peak, (), STEPS_FILE, rank if isinstance(rank, int) else None, at, ""), []
 
 
 def compare_time(facts: Facts, predicted: TimePrediction) -> ComparedTime | None:
@@ -102,37 +87,21 @@ def compare_time(facts: Facts, predicted: TimePrediction) -> ComparedTime | None
 # --- what a run's record says was predicted of it
 
 
-def predicted_memory(record: dict[str, Any]) -> MemoryPrediction | None:
-    """From run.json without its plan; None where it has none, or none that can be read."""
-    moments = []
+def _read_prediction(record: dict[str, Any], name: str, kind: type[Kind]) -> Kind | None:
+    """A part of run.json's prediction; None where it has none, or none that can be read."""
     try:
-        for given in record["prediction"]["memory"]["moments"]:
-            rows = [
-                LedgerRow(str(row["category"]), str(row["name"]), int(row["num_bytes"]), str(row["formula"]))
-                for row in given["rows"]
-            ]
-            moments.append(Moment(str(given["phase"]), str(given["where"]), tuple(rows)))
-    except UNREADABLE:
+        return msgspec.convert(record["prediction"][name], kind, strict=False)
+    except (KeyError, TypeError, msgspec.ValidationError):
         return None
-    return MemoryPrediction(tuple(moments)) if moments else None
+
+
+def predicted_memory(record: dict[str, Any]) -> MemoryPrediction | None:
+    """Of run.json without its plan; None where no moment is known."""
+    found = _read_prediction(record, "memory", MemoryPrediction)
+    return found if found and found.moments else None
 
 
 def predicted_time(record: dict[str, Any]) -> TimePrediction | None:
     """Likewise; None too where no row bounds the step."""
-    try:
-        given = record["prediction"]["time"]
-        read = TimePrediction(
-            gpu=str(given["gpu"]),
-            rows=tuple(
-                TimeRow(str(row["name"]), float(row["ms"]), str(row["bound"]), str(row["formula"]))
-                for row in given["rows"]
-            ),
-            tokens=int(given["tokens"]),
-            flops_causal=int(given["flops_causal"]),
-            flops_full=int(given["flops_full"]),
-            peak_tflops=float(given["peak_tflops"]),
-            notes=tuple(map(str, given["notes"])),
-        )
-    except UNREADABLE:
-        return None
-    return read if 0 < read.step_ms < float("inf") else None
+    found = _read_prediction(record, "time", TimePrediction)
+    return found if found and 0 < found.step_ms < float("inf") else None

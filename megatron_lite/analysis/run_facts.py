@@ -1,16 +1,24 @@
 """All that was found out about one run, for the rules and the renderers."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from megatron_lite.analysis.kernels.kernel_results import RankKernels
+import numpy as np
+
 from megatron_lite.analysis.memory.memory_results import LedgerRow, Snapshot, TraceMemory
+from megatron_lite.analysis.rank_facts import RankFacts
 from megatron_lite.analysis.ranks.rank_results import Ranks
 from megatron_lite.analysis.run.pipeline_times import PipelineTimes, measure_pipeline
 from megatron_lite.analysis.run.run_results import Run
-from megatron_lite.analysis.time.time_results import Placing, RankTime
-from megatron_lite.analysis.trace.columns import Trace
+from megatron_lite.run_folder import STEPS_FILE
+from megatron_lite.units import GIB, size
+
+USABLE = 0.92  # of the device's memory: the CUDA context, NCCL and the allocator's gaps take the rest
+GROWS_WITH_BATCH = ("activations", "logits and loss")
+TIGHT = 0.60  # of the device's memory: below, a larger micro-batch is the better use of what is left
+LARGE_BYTES = 4 * GIB  # where the device is not known: less fits on any that trains
 
 
 @dataclass(frozen=True)
@@ -60,13 +68,34 @@ class Predicted:
 
 
 @dataclass(frozen=True)
-class RankFacts:
-    """One rank's trace and what was made of it."""
+class Peak:
+    """The most that tensors took on one device."""
 
-    trace: Trace
-    time: RankTime
-    kernels: RankKernels
-    placing: Placing  # step, phase and operator of each event
+    num_bytes: int
+    grows_bytes: int  # the part that is proportional to the micro-batch; all of it, where that is not known
+    where: str
+
+
+def whole(value: Any) -> int | None:
+    """A number of things: a positive int, or None."""
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
+
+
+def sum_category(one: Snapshot, category: str) -> int:
+    """Bytes of one category at the peak."""
+    return sum(held.num_bytes for held in one.held if held.category == category)
+
+
+def measure_ordinary(run: Run | None, values: Sequence[float]) -> float | None:
+    """Median over the ordinary steps that have a value."""
+    if run is None or not len(values):
+        return None
+    known = values[run.ordinary & ~np.isnan(values)]
+    return float(np.median(known)) if len(known) else None
+
+
+def _get_entry(values: Any, name: str) -> Any:
+    return values.get(name) if isinstance(values, dict) else None
 
 
 @dataclass(frozen=True)
@@ -109,3 +138,112 @@ class Facts:
     def pipeline(self) -> PipelineTimes | None:
         """Of a run with several stages, where the times of all are known."""
         return measure_pipeline(self.run) if self.run else None
+
+    # --- the run's own record; None where it does not say
+
+    def argument(self, name: str) -> Any:
+        """A flag as resolved ("micro_batch_size")."""
+        return self.run.args.get(name) if self.run else None
+
+    def part(self, group: str, name: str) -> Any:
+        """plan[group][name]: ("world", "size"), ("shape", "hidden_size"), ("batch", "final")."""
+        return _get_entry(self.plan.get(group), name)
+
+    def number(self, group: str, name: str) -> int | None:
+        """A part of the plan that is a positive whole number."""
+        return whole(self.part(group, name))
+
+    def hardware(self, name: str) -> Any:
+        """run.json's hardware: "cpus", "memory_bytes", "threads"."""
+        return _get_entry(self.run.record.get("hardware"), name) if self.run else None
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """Environment variables that the run wrote down."""
+        values = self.run.record.get("environment") if self.run else None
+        values = values if isinstance(values, dict) else {}
+        return {name: value for name, value in values.items() if isinstance(value, str)}
+
+    @property
+    def compiles(self) -> bool | None:
+        """Whether layers go through torch.compile, as the run decided."""
+        return self.part("compilation", "layers")
+
+    @property
+    def loader_workers(self) -> int | None:
+        """Processes per rank, as the run decided."""
+        return self.plan.get("loader_workers")
+
+    @property
+    def on_gpu(self) -> bool | None:
+        device, one = self.plan.get("device"), self.critical
+        if one is not None and (one.time.on_gpu or not device):
+            return one.time.on_gpu
+        return device == "cuda" if device else None
+
+    @property
+    def local_ranks(self) -> int | None:
+        """Ranks of one machine."""
+        return self.number("world", "local_size")
+
+    @property
+    def parameters(self) -> int | None:
+        return whole(self.run.record.get("parameters")) if self.run else None
+
+    @property
+    def splits_model(self) -> bool:
+        """Whether ranks have parts of layers or some of them, and so exchange hidden states besides gradients."""
+        return max(self.number("layout", dimension) or 1 for dimension in ("tensor", "pipeline")) > 1
+
+    @property
+    def micro_batches(self) -> int | None:
+        """Per rank and step, after a ramp-up."""
+        num_samples, batch = whole(self.argument("micro_batch_size")), self.number("batch", "final")
+        ranks = self.number("layout", "data") or self.number("world", "size")
+        return batch // (num_samples * ranks) if num_samples and batch and ranks else None
+
+    @property
+    def micro_batch_tokens(self) -> int | None:
+        """Of a rank."""
+        num_samples, length = whole(self.argument("micro_batch_size")), self.number("shape", "seq_length")
+        context = self.number("layout", "context") or 1
+        return num_samples * length // context if num_samples and length else None
+
+    # --- memory: how much is left, whether a larger micro-batch fits into it, and whether it is short at all
+
+    @property
+    def device_bytes(self) -> int | None:
+        """Memory of the run's GPU, by its own record."""
+        return whole(self.hardware("memory_bytes"))
+
+    @property
+    def peak(self) -> Peak | None:
+        """By a snapshot if there is one that is no simulation, else by the allocator's own counter."""
+        real = [one for one in self.snapshots if not one.simulated and one.complete]
+        if real:
+            most = max(real, key=lambda one: one.peak_bytes)
+            grows = sum(sum_category(most, category) for category in GROWS_WITH_BATCH)
+            return Peak(most.peak_bytes, grows or most.peak_bytes, most.source)
+        values = self.run.peak_memory_bytes if self.run else np.array([])
+        most_bytes = int(values.max(initial=0, where=values > 0))  # NaN is not
+        return Peak(most_bytes, most_bytes, STEPS_FILE) if most_bytes > 0 else None
+
+    @property
+    def larger_micro_batch(self) -> tuple[str, str] | None:
+        """(flag, sentence) of twice the micro-batch (or more) at the same global batch, if the peak then still fits."""
+        now, number = whole(self.argument("micro_batch_size")), self.micro_batches
+        held, room = self.peak, self.device_bytes
+        if not (now and number and held and room) or number < 2:
+            return None
+        fixed, factor = held.num_bytes - held.grows_bytes, 1
+        while number % (2 * factor) == 0 and fixed + 2 * factor * held.grows_bytes <= USABLE * room:
+            factor *= 2
+        if factor == 1:
+            return None
+        flag, then = f"--micro-batch-size {factor * now}", size(fixed + factor * held.grows_bytes)
+        return flag, f"{flag} (now {now}): the peak of {size(held.num_bytes)} would be at most {then} of {size(room)}"
+
+    def is_tight(self, one: Snapshot) -> bool:
+        """Did it run out, fill most of the device, or (the device unknown) take gigabytes?"""
+        room = self.device_bytes
+        return one.oom is not None or one.peak_bytes >= (TIGHT * room if room else LARGE_BYTES)

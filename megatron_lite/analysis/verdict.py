@@ -7,12 +7,13 @@ from statistics import fmean, pstdev
 from megatron_lite.analysis.contradictions import find_contradictions, missing_gpu_work
 from megatron_lite.analysis.findings.base import Finding
 from megatron_lite.analysis.kernels.kernel_results import Role
+from megatron_lite.analysis.rank_facts import RankFacts
 from megatron_lite.analysis.ranks.calls import POINT_TO_POINT
 from megatron_lite.analysis.ranks.rank_results import OTHER
 from megatron_lite.analysis.report import Verdict
 from megatron_lite.analysis.run.learning import measure_learning
 from megatron_lite.analysis.run.run_results import Run
-from megatron_lite.analysis.run_facts import Facts, RankFacts
+from megatron_lite.analysis.run_facts import Facts
 from megatron_lite.analysis.time.time_results import RankTime
 from megatron_lite.units import count, significant, size
 

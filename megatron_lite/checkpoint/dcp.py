@@ -3,11 +3,9 @@
 import contextlib
 import io
 import math
-import re
-import signal
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,19 +14,25 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    SavePlan,
+    SavePlanner,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
-from megatron_lite.checkpoint.folder import HashedFile
-from megatron_lite.checkpoint.metadata_pickle import read_metadata
-from megatron_lite.errors import CheckpointError, first_line
-from megatron_lite.process_state import limit_memory
-
-METADATA_FILE = ".metadata"
-# torch's words for a disk that took no more
-CUT_SHORT = re.compile(r"enforce fail.*(unexpected pos|file write failed)")
+from megatron_lite.checkpoint.folder import Background, HashedFile
+from megatron_lite.checkpoint.unpickle import read_metadata
+from megatron_lite.errors import CheckpointError, describe_io_error
+from megatron_lite.process_state import interruptible, limit_memory
+from megatron_lite.run_folder import METADATA_FILE
 
 
 @dataclass(frozen=True)
@@ -66,7 +70,7 @@ def write(
             process_group=group,
             no_dist=group is None,
         )
-    return {path.name: entry for path, entry in writer.fs.entries.items()}
+    return writer.entries
 
 
 class Reader(FileSystemReader):
@@ -125,29 +129,46 @@ class _SavePlanner(DefaultSavePlanner):
         return self._tensors[index.fqn, tuple(index.offset)]
 
 
-class _HashedFiles(FileSystem):
-    """With what the manifest says of each file that was written."""
-
-    def __init__(self):
-        self.entries: dict[Path, dict] = {}
-
-    @contextlib.contextmanager
-    def create_stream(self, path: Path, mode: str) -> Iterator[HashedFile]:
-        with super().create_stream(path, mode) as file, HashedFile(file) as hashed:
-            yield hashed
-        self.entries[path] = hashed.entry
-
-    def rename(self, path: Path, new_path: Path):
-        super().rename(path, new_path)
-        self.entries[new_path] = self.entries.pop(path)
-
-
 class _Writer(FileSystemWriter):
+    """Writes two files of a rank at once, as Megatron-Core does, and hashes them. torch's threads lose what they raise."""
+
     def __init__(self, folder: Path, find_aliases: Callable):
-        super().__init__(folder, sync_files=False)  # the files do
-        self.fs = _HashedFiles()
-        self.transforms = _NoTransforms()
+        super().__init__(folder)
+        self.entries: dict[str, dict] = {}  # the manifest's, of the files of this rank
         self._find_aliases = find_aliases
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        shares, loads = ([], []), [0, 0]
+        for item in sorted(plan.items, key=_num_bytes, reverse=True):
+            lightest = loads.index(min(loads))
+            shares[lightest].append(item)
+            loads[lightest] += _num_bytes(item)
+        results, stopped, other = ([], []), threading.Event(), Background()
+
+        def write_share(number: int):
+            name = f"{plan.storage_data.prefix}{number}.distcp"
+            try:
+                with open(Path(self.path) / name, "wb") as raw, HashedFile(raw) as file:
+                    for item in shares[number]:
+                        if not stopped.is_set():
+                            start = file.tell()
+                            _write_item(planner.resolve_data(item), file)
+                            place = _StorageInfo(name, start, file.tell() - start)
+                            results[number].append(WriteResult(item.index, place.length, place))
+            except BaseException:
+                stopped.set()
+                raise
+            self.entries[name] = file.entry
+
+        if shares[1]:
+            other.start(lambda: write_share(1))
+        try:
+            write_share(0)
+        finally:
+            other.finish()
+        written: Future[list[WriteResult]] = Future()
+        written.set_result(results[0] + results[1])
+        return written
 
     def finish(self, metadata: Metadata, results: list[list]):
         aliases: dict[str, list[str]] = {}
@@ -163,22 +184,19 @@ class _Writer(FileSystemWriter):
         super().finish(metadata, [*results, again])
 
 
-class _EntryStream:
-    """The file that several entries are written to, one after the other: closing an entry leaves it open.
+def _write_item(data: Tensor | io.BytesIO, file: HashedFile):
+    if isinstance(data, io.BytesIO):
+        file.write(data.getbuffer())
+        return
+    tensor = data.detach().cpu()
+    if tensor.untyped_storage().nbytes() != tensor.nbytes:
+        tensor = tensor.clone()  # torch.save writes all of a storage
+    torch.save(tensor, file)
 
-    torch's own derives from io.IOBase, whose finalizer flushes the file; after an interrupted save that file is closed,
-    and Python 3.13 prints a traceback then.
-    """
 
-    def __init__(self, file):
-        self.write, self.flush, self.close = file.write, file.flush, file.flush
-
-
-class _NoTransforms:
-    """Entries are written as they are."""
-
-    def transform_save_stream(self, write_item: WriteItem, file) -> tuple[_EntryStream, list]:
-        return _EntryStream(file), []
+def _num_bytes(item: WriteItem) -> int:
+    data = item.tensor_data
+    return 0 if data is None else math.prod(data.chunk.sizes) * data.properties.dtype.itemsize
 
 
 class _LoadPlanner(DefaultLoadPlanner):
@@ -210,41 +228,9 @@ def readable(path: Path):
         raise
     except (Exception, CheckpointException) as error:  # torch's exception is none of Python's ordinary ones
         raise CheckpointError(
-            f"--load {path}: cannot be read ({reason(error)}); it is damaged or was written by another "
+            f"--load {path}: cannot be read ({describe_io_error(error)}); it is damaged or was written by another "
             "program. Load an earlier one with --ckpt-step."
         ) from error
-
-
-@contextlib.contextmanager
-def interruptible():
-    """Ctrl-C inside is a KeyboardInterrupt outside: torch makes a failed rank or a full disk of it, or drops it."""
-    before, interrupts = signal.getsignal(signal.SIGINT), []
-    if before is not signal.default_int_handler or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def note(number, frame):
-        interrupts.append(number)
-        before(number, frame)
-
-    signal.signal(signal.SIGINT, note)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-        if interrupts:
-            raise KeyboardInterrupt
-
-
-def reason(error: BaseException) -> str:
-    """The gist of an error in one line."""
-    if isinstance(error, CheckpointException) and error.failures:
-        return reason(error.failures[min(error.failures)][0])
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror
-    if CUT_SHORT.search(str(error)):
-        return "a file could not be written to its end"
-    return first_line(error)
 
 
 @contextlib.contextmanager

@@ -5,13 +5,11 @@ from functools import partial
 from pathlib import Path
 
 from megatron_lite.checkpoint import folder
-from megatron_lite.checkpoint.dcp import METADATA_FILE
 from megatron_lite.checkpoint.folder import CheckpointDir
-from megatron_lite.checkpoint.megatron_dist import DistFile
 from megatron_lite.checkpoint.megatron_file import open_megatron
 from megatron_lite.checkpoint.training_state import Stored
 from megatron_lite.errors import CheckpointError
-from megatron_lite.run_folder import RECORD_FILE, TRACKER_FILE, checkpoint_name, iteration_of
+from megatron_lite.run_folder import METADATA_FILE, RECORD_FILE, TRACKER_FILE, checkpoint_name, iteration_of
 
 
 def chosen(source: Path, step: int | None, flag: str = "--load") -> CheckpointDir | None:
@@ -95,6 +93,10 @@ def find_latest_valid(
 def open_checkpoint(path: Path) -> Stored:
     """A checkpoint's folder in one of the formats: Megatron-LM's torch_dist, which is ours too, or its torch file."""
     if (path / METADATA_FILE).exists():
+        from megatron_lite.checkpoint.megatron_dist import (
+            DistFile,
+        )  # torch.distributed.checkpoint's import takes a second
+
         return DistFile(path)
     return open_megatron(path)
 

@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from queue import SimpleQueue
 from typing import BinaryIO
 
 from megatron_lite.errors import CheckpointError
@@ -36,9 +35,7 @@ from megatron_lite.shared_files import Lock, read_bounded, try_lock
 
 UNFINISHED, PREVIOUS, RETIRED = ".unfinished", ".previous", ".retired"  # endings of hidden folders
 REMAINS = {UNFINISHED, RETIRED}
-PIECE = 2**22  # bytes read at once for a checksum
-MAX_PIECES = 8  # that wait to be hashed
-SECONDS_TO_HASH = 0.002  # about one of them
+PIECE = 2**22  # bytes hashed at once
 LOCK_FILE = ".lock"  # of the run that saves here: HOST, process PID, since TIME
 MAX_HOLDER_BYTES, MAX_LINE_BYTES = 200, 1000  # read of a file that holds a line
 SECONDS_BETWEEN_LOOKS = 0.2
@@ -148,62 +145,76 @@ def discard(slot: CheckpointDir):
 
 
 class HashedFile:
-    """A file that is written from its beginning to its end. A thread hashes what is written meanwhile."""
+    """A file that is written from its beginning to its end, and hashed meanwhile."""
 
     def __init__(self, file: BinaryIO):
-        self._file, self._digest, self._size, self._pending = file, hashlib.sha256(), 0, bytearray()
-        self._pieces: SimpleQueue = SimpleQueue()  # another one's lock may stay taken when Ctrl-C interrupts `put`
-        self._failure: Exception | None = None  # of the thread
-        self._thread = threading.Thread(target=self._hash, daemon=True)
-        self._thread.start()
-        self.flush, self.fileno, self.tell = file.flush, file.fileno, file.tell
+        self._file, self._digest, self._size = file, hashlib.sha256(), 0
+        self.flush, self.tell = file.flush, file.tell
 
     def __enter__(self):
         return self
 
     def __exit__(self, kind, *_):
+        """What was written outlives a power cut."""
         if kind is None:
-            self.close()
-        self._pieces.put(None)
+            self.flush()
+            os.fsync(self._file.fileno())
 
     def write(self, data) -> int:
         with memoryview(data).cast("B") as view:
-            self._size += len(view)
             for start in range(0, len(view), PIECE):
                 piece = view[start : start + PIECE]
-                self._pending += piece  # a copy: `data` is the caller's again before it is hashed
-                if len(self._pending) >= PIECE:
-                    while self._pieces.qsize() >= MAX_PIECES:
-                        time.sleep(SECONDS_TO_HASH)
-                    self._pieces.put(self._pending)
-                    self._pending = bytearray()
+                self._digest.update(piece)
                 self._file.write(piece)
+            self._size += len(view)
             return len(view)
-
-    def close(self):
-        """What was written outlives a power cut."""
-        if self._file.closed:
-            return
-        self._pieces.put(self._pending)
-        self._pieces.put(None)
-        self.flush()
-        os.fsync(self.fileno())
-        self._file.close()
-        self._thread.join()
-        if self._failure is not None:
-            raise self._failure
 
     @property
     def entry(self) -> dict:
         """In the manifest, as of `checksum`."""
         return {"bytes": self._size, "sha256": self._digest.hexdigest()}
 
-    def _hash(self):
-        while (piece := self._pieces.get()) is not None:  # to the end, or `write` would wait for room
-            try:
-                self._digest.update(piece)
-            except Exception as error:  # noqa: BLE001 - raised by `close`
-                self._failure = error
+
+class Background:
+    """One piece of work at a time in a thread."""
+
+    def __init__(self):
+        self._thread: threading.Thread | None = None
+        self._failure: BaseException | None = None
+
+    @property
+    def busy(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    @property
+    def failed(self) -> bool:
+        """Whether the last piece of work is over and failed; `finish` will raise it."""
+        return not self.busy and self._failure is not None
+
+    def start(self, work: Callable[[], None]):
+        """Begin `work`. `finish` must have been called since the last start."""
+        self._thread = threading.Thread(target=self._run, args=(work,), name="save", daemon=True)
+        self._thread.start()
+
+    def finish(self):
+        """Wait for the work; raises what it raised."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    def give_up(self, seconds: float):
+        """Wait for the work for so long at most, and forget how it ended: something else has failed."""
+        if self._thread is not None:
+            self._thread.join(seconds)
+
+    def _run(self, work: Callable[[], None]):
+        try:
+            work()
+        except BaseException as error:  # noqa: BLE001 - raised again by finish
+            self._failure = error
 
 
 def checksum(path: Path) -> dict:

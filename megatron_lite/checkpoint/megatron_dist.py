@@ -29,8 +29,8 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from megatron_lite.checkpoint import dcp, megatron_names, megatron_unpickle
-from megatron_lite.checkpoint.dcp import METADATA_FILE, Piece, Region
+from megatron_lite.checkpoint import dcp, megatron_names, unpickle
+from megatron_lite.checkpoint.dcp import Piece, Region
 from megatron_lite.checkpoint.megatron_args import MegatronArgs, build_namespace
 from megatron_lite.checkpoint.megatron_file import (
     EMBEDDING,
@@ -54,7 +54,7 @@ from megatron_lite.checkpoint.megatron_optimizer import (
 )
 from megatron_lite.checkpoint.training_state import Record, Stored
 from megatron_lite.config.layout import Block, Part, take_part, whole_part
-from megatron_lite.run_folder import RECORD_FILE, write_atomically
+from megatron_lite.run_folder import METADATA_FILE, RECORD_FILE, write_atomically
 
 COMMON_FILE, BACKENDS_FILE = "common.pt", "metadata.json"
 BACKENDS = {
@@ -125,23 +125,15 @@ class DistFile(Stored):
             self._reader = dcp.Reader(folder)
         entries = self._reader.metadata.state_dict_metadata
         self._entries = {key: entry for key, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
-        common = megatron_unpickle.load(folder / COMMON_FILE)
+        common = unpickle.load(folder / COMMON_FILE)
         try:
             self._understand(common, own)
         except MALFORMED as error:
             raise malformed(folder, error) from None
+        self.held = self._places | self._values
         if own is not None:
             self.record = own
             self.without_optimizer = None if own.optimizer else "was not saved (--no-save-optim, or a conversion)"
-
-    def names(self) -> set[str]:
-        return set(self._places) | set(self._values)
-
-    def size_of(self, name: str) -> tuple[int, ...]:
-        return tuple((self._values[name] if name in self._values else self._places[name]).shape)
-
-    def dtype_of(self, name: str) -> torch.dtype:
-        return (self._values[name] if name in self._values else self._places[name]).dtype
 
     @torch.no_grad()
     def _copy(self, targets: dict[str, Tensor], parts: Mapping[str, Part]):
@@ -210,7 +202,7 @@ class DistFile(Stored):
                 optimizer[kind] = {}
                 if key in self._reader.metadata.state_dict_metadata:
                     stored = self._reader.read_object(key)
-                    [optimizer[kind]] = megatron_unpickle.load_object(self.path / METADATA_FILE, stored)
+                    [optimizer[kind]] = unpickle.load_object(self.path / METADATA_FILE, stored)
         elif not optimizer:
             raise Unmapped("was not saved (--no-save-optim)")
         for name, place in self._places.items():

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_lite.checkpoint import megatron_names, megatron_unpickle
+from megatron_lite.checkpoint import megatron_names, unpickle
 from megatron_lite.checkpoint.folder import HashedFile
 from megatron_lite.checkpoint.megatron_args import (
     DTYPES,
@@ -38,7 +38,7 @@ from megatron_lite.checkpoint.megatron_optimizer import (
 from megatron_lite.checkpoint.random_states import from_megatron, to_megatron
 from megatron_lite.checkpoint.training_state import Record, Stored
 from megatron_lite.config.args import Args
-from megatron_lite.config.layout import Part, take_part
+from megatron_lite.config.layout import SPLIT, Part, take_part
 from megatron_lite.config.shape import ModelShape
 from megatron_lite.errors import CheckpointError
 from megatron_lite.estimate.model_size import step_flops
@@ -61,7 +61,7 @@ class MegatronFile(Stored):
         splits: what the model must be split into, as MegatronArgs.splits. stage: of its pipeline.
         """
         super().__init__(Path(path))
-        state = megatron_unpickle.load(self.path)
+        state = unpickle.load(self.path)
         try:
             self._understand(state, splits, stage)
         except MALFORMED as error:
@@ -86,16 +86,16 @@ class MegatronFile(Stored):
             self.without_optimizer = "has a form that is not known here"
         weight = weights[EMBEDDING] if stage == 0 else next(iter(weights.values()))
         self.record = read_record(state, args, len(weight), weight.dtype, has_optimizer=self.without_optimizer is None)
-        self._tensors = {f"model.{name}": weight for name, weight in weights.items()} | optimizer
+        self.held = {f"model.{name}": weight for name, weight in weights.items()} | optimizer
         version, heads = state.get("checkpoint_version", 0), self.record.shape["num_attention_heads"] // splits[0]
-        for name in self._tensors if version < 2 else ():
+        for name in self.held if version < 2 else ():
             if any(kind in name for kind in QKV) and not name.endswith(".step"):
-                self._tensors[name] = megatron_names.in_todays_order(self._tensors[name], version, heads)
+                self.held[name] = megatron_names.in_todays_order(self.held[name], version, heads)
         if MARK in state:
             self.record = Record.from_json(state[MARK]["record"])
             for rank, entry in enumerate(state.get("rng_state", [])):
                 states = from_megatron(entry)
-                self._tensors |= {f"random.{rank}.{kind}": states[kind] for kind in state[MARK]["random"]}
+                self.held |= {f"random.{rank}.{kind}": states[kind] for kind in state[MARK]["random"]}
 
     def _read_optimizer(self, state: dict, args: MegatronArgs, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         """The flat tensors of optimizer, schedule and loss scale. Raises Unmapped."""
@@ -111,17 +111,8 @@ class MegatronFile(Stored):
             found = read_buffers(self.path.with_name(FILE), inner, weights, args)
         return found | read_loss_scale(optimizer) | read_clock(state)
 
-    def names(self) -> set[str]:
-        return set(self._tensors)
-
-    def size_of(self, name: str) -> tuple[int, ...]:
-        return tuple(self._tensors[name].shape)
-
-    def dtype_of(self, name: str) -> torch.dtype:
-        return self._tensors[name].dtype
-
     def tensor(self, name: str) -> Tensor:
-        return self._tensors[name]
+        return self.held[name]
 
     @torch.no_grad()
     def _copy(self, targets: dict[str, Tensor], parts: Mapping[str, Part]):
@@ -138,8 +129,6 @@ class MegatronFile(Stored):
 # VocabParallelEmbedding). A gated MLP's fc1 holds, on each rank, its share of the gates and then that of the values.
 
 PART_FOLDER = re.compile(r"^mp_rank_(\d+)(?:_(\d+))?$")
-BY_ROWS = ("linear_qkv.", "linear_fc1.", "word_embeddings.", "output_layer.")
-BY_COLUMNS = ("linear_proj.weight", "linear_fc2.weight")  # their biases are whole on every rank
 COPIES = ("output_layer.", "word_embeddings_for_head.")  # of the tied embedding, in the last stage
 OF_LAYER = re.compile(r"\.layers\.(\d+)\.")
 
@@ -179,7 +168,7 @@ class MegatronParts(MegatronFile):
         reasons = [part.without_optimizer for row in parts for part in row if part.without_optimizer]
         self.without_optimizer = reasons[0] if reasons else None
         self._gated = first.record.shape["activation"] == "swiglu"
-        self._tensors: dict[str, list[Tensor]] = {}  # every rank's tensor by name
+        self._pieces: dict[str, list[Tensor]] = {}  # every rank's tensor by name
         numbers = self._number_layers([row[0].names() for row in parts], first.chunks)
         for stage, row in enumerate(parts):
             for name in set.intersection(*(part.names() for part in row)):
@@ -187,7 +176,8 @@ class MegatronParts(MegatronFile):
                 if not is_copy and (name.startswith("model.") or not reasons):
                     # each stage counts its layers from 0
                     whole = OF_LAYER.sub(lambda match: f".layers.{numbers[stage][int(match[1])]}.", name)  # noqa: B023
-                    self._tensors.setdefault(whole, [part.tensor(name) for part in row])
+                    self._pieces.setdefault(whole, [part.tensor(name) for part in row])
+        self.held = {name: self._join(name, [piece.to("meta") for piece in own]) for name, own in self._pieces.items()}
         shape = first.record.shape | {"padded_vocab_size": self.size_of(f"model.{EMBEDDING}")[0]}
         optimizer = None if reasons else first.record.optimizer
         self.record = dataclasses.replace(first.record, shape=shape, optimizer=optimizer)
@@ -206,24 +196,18 @@ class MegatronParts(MegatronFile):
             own += range(first, first + count // chunks)
         return numbers
 
-    def size_of(self, name: str) -> tuple[int, ...]:
-        return tuple(self._join(name, [piece.to("meta") for piece in self._tensors[name]]).shape)
-
-    def dtype_of(self, name: str) -> torch.dtype:
-        return self._tensors[name][0].dtype
-
     def tensor(self, name: str) -> Tensor:
-        return self._join(name, self._tensors[name])
+        return self._join(name, self._pieces[name])
 
     def _join(self, name: str, pieces: list[Tensor]) -> Tensor:
         """The whole tensor of a flat name, a weight or its state in the optimizer, from those of all ranks."""
-        by_rows, by_columns = (any(kind in name for kind in kinds) for kinds in (BY_ROWS, BY_COLUMNS))
-        if len(pieces) == 1 or pieces[0].ndim == 0 or not (by_rows or by_columns):
+        dim = next((dim for weight, dim in SPLIT.items() if weight in name), None)
+        if dim is None or pieces[0].ndim == 0:
             return pieces[0]
         if self._gated and "linear_fc1." in name:
             gates, values = zip(*(piece.chunk(2) for piece in pieces))
             return torch.cat([*gates, *values])
-        return torch.cat(pieces, dim=1 if by_columns else 0)
+        return torch.cat(pieces, dim)
 
 
 # --- what Megatron's two formats have in common

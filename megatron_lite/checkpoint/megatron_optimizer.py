@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron_lite.checkpoint import megatron_unpickle
+from megatron_lite.checkpoint import unpickle
 from megatron_lite.checkpoint.megatron_args import MegatronArgs
 from megatron_lite.checkpoint.training_state import Record
 from megatron_lite.errors import CheckpointError
@@ -53,16 +53,17 @@ def read_optimizer(optimizer: dict, weights: dict[str, Tensor]) -> dict[str, Ten
 
 def _members(groups: list[dict], state: dict, weights: dict[str, Tensor]) -> list[list[str]]:
     """The names of each group's parameters: those that its settings select, in order, if all shapes agree."""
-    separate = any(group.get("is_decoupled_lr") for group in groups)
+    # Megatron-Core 0.16 no longer says so by that name
+    separate = [bool(group.get("is_decoupled_lr")) or not group.get("default_config", True) for group in groups]
     for decaying_norms in ((), ("q_layernorm.", "k_layernorm.")):  # the second: --apply-wd-to-qk-layernorm
         kinds = {}  # (decays, has a learning rate of its own) by name
         for name, weight in weights.items():
             decays = weight.ndim > 1 or any(norm in name for norm in decaying_norms)
-            kinds[name] = (decays, separate and name in DECOUPLED)
+            kinds[name] = (decays, any(separate) and name in DECOUPLED)
         members = []
-        for group in groups:
+        for group, is_separate in zip(groups, separate):
             decay = group["wd_mult"] if "wd_mult" in group else group.get("pre_wd_mult", group.get("weight_decay"))
-            selected = bool(decay), bool(group.get("is_decoupled_lr"))
+            selected = bool(decay), is_separate
             members.append([name for name, kind in kinds.items() if kind == selected])
         fits = all(len(names) == len(group["params"]) for names, group in zip(members, groups))
         fits = fits and all(
@@ -187,7 +188,7 @@ def read_buffers(path: Path, optimizer: dict, weights: dict[str, Tensor], args: 
     if not path.exists():
         raise Unmapped(f"lies in {FILE} (--use-distributed-optimizer), which is not there")
     try:
-        state = megatron_unpickle.load(path)
+        state = unpickle.load(path)
     except CheckpointError:
         raise Unmapped(f"in {FILE} cannot be read; it is damaged, or names classes that are not known") from None
     buffers = [value for key, value in state.items() if isinstance(value, dict)]

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_lite.checkpoint.megatron_unpickle import Inert
+from megatron_lite.checkpoint.unpickle import Inert
 
 # Megatron's streams for dropout and their first seeds, beside --seed (its tensor_parallel/random.py, one rank of each)
 STREAMS = {"data-parallel-rng": 0, "model-parallel-rng": 2718, "expert-parallel-rng": 1024}
@@ -54,7 +54,7 @@ def to_megatron(states: dict[str, Tensor], seed: int) -> dict:
 
 
 def from_megatron(entry: dict) -> dict[str, Tensor]:
-    """The inverse, of an entry as megatron_unpickle.load returns it; with cuda in any case.
+    """The inverse, of an entry as unpickle.load returns it; with cuda in any case.
 
     The array of numpy's keys may be left unmade, and then has (version, shape, dtype, column-major, bytes); a library
     that tells torch to trust numpy (megatron-core does) gets it made.

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 from megatron_lite.config.layout import Part
 from megatron_lite.errors import CheckpointError
@@ -65,18 +66,19 @@ class Stored:
         self.without_optimizer: str | None = None  # why record.optimizer is None, to go on from "its optimizer"
         self.notes: list[str] = []  # what of it is left out
         self.arguments: dict = {}  # the flags that it was trained with, as far as they are plain values
+        self.held: dict[str, Any] = {}  # by flat name, what has the shape and the dtype of a tensor
 
     def names(self) -> set[str]:
         """The flat names of all tensors that it holds."""
-        raise NotImplementedError
+        return set(self.held)
 
     def size_of(self, name: str) -> tuple[int, ...]:
         """The shape of one of them."""
-        raise NotImplementedError
+        return tuple(self.held[name].shape)
 
     def dtype_of(self, name: str):
         """Its torch.dtype."""
-        raise NotImplementedError
+        return self.held[name].dtype
 
     def read_into(self, targets: dict, parts: Mapping[str, Part] = MappingProxyType({})):
         """Copy the tensor of each name into the one given for it, casting. CheckpointError unless shapes agree.

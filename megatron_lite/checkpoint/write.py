@@ -2,7 +2,6 @@
 
 import contextlib
 import shutil
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,14 +9,14 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_lite.checkpoint import dcp, folder, megatron_dist
+from megatron_lite.checkpoint import folder
 from megatron_lite.checkpoint.folder import CheckpointDir
 from megatron_lite.checkpoint.megatron_args import plain_arguments
 from megatron_lite.checkpoint.training_state import Record
 from megatron_lite.config.args import Args
-from megatron_lite.errors import CheckpointError
+from megatron_lite.errors import CheckpointError, describe_io_error
+from megatron_lite.process_state import interruptible
 from megatron_lite.run_folder import (
     MANIFEST_FILE,
     RECORD_FILE,
@@ -99,16 +98,19 @@ class Writer:
         """Every rank's result of `act`, on every rank; CheckpointError on all if it failed on one."""
         result = failure = None
         try:
-            with dcp.interruptible():
+            with interruptible():
                 result = act()
         except KeyboardInterrupt:
             if self._rank == 0:
                 folder.discard(slot)
             raise
-        except CheckpointException as error:  # known to all ranks already, with the rank that failed
-            failure = f"rank {min(error.failures)}: {dcp.reason(error)}"
-        except (OSError, RuntimeError) as error:  # torch makes a RuntimeError of a full disk
-            failure = f"rank {self._rank}: {dcp.reason(error)}"
+        except BaseException as error:
+            if failures := getattr(error, "failures", None):  # known to all ranks already, with the rank that failed
+                failure = f"rank {min(failures)}: {describe_io_error(error)}"
+            elif isinstance(error, (OSError, RuntimeError)):  # torch makes a RuntimeError of a full disk
+                failure = f"rank {self._rank}: {describe_io_error(error)}"
+            else:
+                raise
         if failure is not None:
             try:
                 failure += f", {size(shutil.disk_usage(self.save).free)} free there"
@@ -140,6 +142,8 @@ def write_alone(
 
     arguments: flags that it was trained with, by name; those that are not known have their defaults.
     """
+    from megatron_lite.checkpoint import megatron_dist  # torch.distributed.checkpoint's import takes a second
+
     with folder.reserved(Path(save), 0, print):
         return Writer(Path(save), megatron_dist.writer(plain_arguments(Args()) | (arguments or {}))).write(
             record, tensors, release
@@ -193,45 +197,3 @@ class HostCopies:
         """Until the last `take` is done."""
         if self._ready is not None:
             self._ready.synchronize()
-
-
-class Background:
-    """One piece of work at a time in a thread."""
-
-    def __init__(self):
-        self._thread: threading.Thread | None = None
-        self._failure: BaseException | None = None
-
-    @property
-    def busy(self) -> bool:
-        return self._thread is not None and self._thread.is_alive()
-
-    @property
-    def failed(self) -> bool:
-        """Whether the last piece of work is over and failed; `finish` will raise it."""
-        return not self.busy and self._failure is not None
-
-    def start(self, work: Callable[[], None]):
-        """Begin `work`. `finish` must have been called since the last start."""
-        self._thread = threading.Thread(target=self._run, args=(work,), name="save", daemon=True)
-        self._thread.start()
-
-    def finish(self):
-        """Wait for the work; raises what it raised."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        failure, self._failure = self._failure, None
-        if failure is not None:
-            raise failure
-
-    def give_up(self, seconds: float):
-        """Wait for the work for so long at most, and forget how it ended: something else has failed."""
-        if self._thread is not None:
-            self._thread.join(seconds)
-
-    def _run(self, work: Callable[[], None]):
-        try:
-            work()
-        except BaseException as error:  # noqa: BLE001 - raised again by finish
-            self._failure = error

@@ -5,7 +5,7 @@ import re
 
 from megatron_lite.analysis.kernels.kernel_names import in_words
 from megatron_lite.analysis.kernels.kernel_results import Role
-from megatron_lite.analysis.kernels.roles import get_kernel_role
+from megatron_lite.analysis.kernels.kernel_words import get_kernel_role
 from megatron_lite.cli.parser import Parser
 from megatron_lite.errors import UserError
 from megatron_lite.terminal import print_lines

@@ -61,12 +61,13 @@ def run(argv: list[str]):
     for text, ids in zip(options.prompt, found.continuations) if not alone else ():
         print_text(f"{text}{tokenizer.decode(ids)}\n\n")
     rates = [
-        f"{number:,} tokens of {what} at {number / max(seconds, 1e-9):,.0f} tokens/s"
-        for number, seconds, what in (
-            (found.prompt_tokens, found.prompt_s, "prompts"), (found.next_tokens, found.next_s, "text")
+        f"{what} {number:,} tokens at {number / max(seconds, 1e-9):,.0f} tokens/s"
+        for what, number, seconds in (
+            ("prefill", found.prefill_tokens, found.prefill_s), ("decode", found.decode_tokens, found.decode_s)
         )
     ]  # fmt: skip
-    _note(f"{', '.join(rates)}; keys and values {size(found.cache_bytes)} on the {device}")
+    cache = f"KV cache {size(found.cache_bytes)}: {len(prompts)} x {found.cache_tokens:,} tokens"
+    _note(f"{', '.join(rates)}, {cache}, on the {device}")
 
 
 def _parse(argv: list[str]) -> Namespace:

@@ -19,6 +19,10 @@ COMMANDS = {  # name: (module and function, which takes argv and may return an e
         "cli.watch:run",
         "any PyTorch training script, unchanged: its steps timed, some profiled, and the report",
     ),
+    "live": (
+        "cli.live:run",
+        "a run that goes on, followed in a terminal: progress, loss, times, ranks, memory, warnings",
+    ),
     "plan": ("cli.plan:run", "will a run fit, how fast can it be, what to change: from its launch command"),
     "report": ("cli.report:run", "why a run is slow and why memory peaks: from run folders, traces, snapshots"),
     "explain": ("cli.explain:run", "what a finding of the report means, or what a kernel's name says"),

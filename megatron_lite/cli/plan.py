@@ -22,7 +22,7 @@ from megatron_lite.config.machine import read_machine
 from megatron_lite.config.plan import Plan, list_stage_kinds, plan_stages
 from megatron_lite.errors import ConfigError, UserError
 from megatron_lite.estimate.hardware import Processor, cublas_workspace_bytes, find_processor
-from megatron_lite.estimate.inference import InferencePrediction, predict_inference
+from megatron_lite.estimate.inference import CACHE_BYTES, InferencePrediction, predict_inference
 from megatron_lite.estimate.memory import predict_memory
 from megatron_lite.estimate.model_size import count_parameter_parts, step_flops
 from megatron_lite.estimate.search import Search, search
@@ -75,11 +75,11 @@ def run(argv: list[str]):
     else:
         report = _report(options, words, found)
     if options.json:
-        from megatron_lite.report.plan_json import as_json
+        from megatron_lite.report.plan_files import as_json
 
         more = [*more, *write_json(options.json, as_json(report))]
     if options.page:
-        from megatron_lite.report.plan_page import plan_page
+        from megatron_lite.report.plan_files import plan_page
 
         more = [*more, "", write_text("--page", options.page, plan_page(report))]
     print_lines([*plan_lines(report, style, options.why), *more])
@@ -177,7 +177,9 @@ def _report(
     tokens = plan.train_samples * shape.seq_length if options.tokens is None else int(options.tokens)
 
     def infer(processor: Processor | None = None) -> InferencePrediction | None:
-        return predict_inference(shape, options.batch or 1, options.context, processor) if options.inference else None
+        if not options.inference:
+            return None
+        return predict_inference(shape, options.batch or 1, options.context, processor, CACHE_BYTES[plan.precision])
 
     outlooks = []
     for one in processors:

@@ -1,6 +1,8 @@
 """megatron-lite report, compare and audit: what finished runs say."""
 
+import argparse
 import json
+import os
 import sys
 import tempfile
 from pathlib import Path
@@ -8,10 +10,10 @@ from pathlib import Path
 from megatron_lite.cli.parser import Parser, write_json, write_text
 from megatron_lite.errors import UserError
 from megatron_lite.live_line import LiveLine
-from megatron_lite.run_folder import RUN_FILE
+from megatron_lite.run_folder import REPORT_FILE, REPORT_PAGE, RUN_FILE
 from megatron_lite.terminal import print_lines
 
-HTML_FILE, JSON_FILE = "report.html", "report.json"
+COMPARISON_FILE = "comparison.html"
 RANKS_SUFFIX = ".ranks.jsonl"  # report.ranks.jsonl: details of many ranks, which report.json leaves out
 COMPARISON_SCHEMA = 1  # of the JSON; raised when a reader of the old form would be wrong
 FAILED = 1  # exit code of audit --strict and of compare --fail-if, as of any check
@@ -47,28 +49,37 @@ def run(argv: list[str]):
     )
     add = parser.add_argument
     add("paths", nargs="+", metavar="PATH", help="a run folder, or files of one run")
-    add("--html", metavar="FILE", help=f"the page [{HTML_FILE} in the run folder, else in the current one]")
-    add("--json", metavar="FILE", help=f"the numbers [{JSON_FILE} beside the page]")
+    add("--html", metavar="FILE", help=f"the page [{REPORT_PAGE} in the run folder, else in the current one]")
+    add("--json", metavar="FILE", help=f"the numbers [{REPORT_FILE} beside the page]")
+    add("--open", action="store_true", help="open the page in the browser")
     add("--no-html", action="store_true", help="print only: no page, and no JSON unless --json asks for it")
     add("--all", action="store_true", help="all rows of all tables on the terminal")
     add("--baseline", metavar="FILE", help="what `compare` needs of the run, some kB, to be committed")
     options = parser.parse_args(argv)
-    if options.no_html and options.html:
-        raise UserError("--html and --no-html exclude each other; keep one.")
+    for flag, given in (("--html", options.html), ("--open", options.open)):
+        if options.no_html and given:
+            raise UserError(f"{flag} and --no-html exclude each other; keep one.")
     [report] = _analyze(options.paths)
-    from megatron_lite.report.html import html_page
-    from megatron_lite.report.json_file import json_text, ranks_text
     from megatron_lite.report.terminal import terminal_lines
     from megatron_lite.report.text import get_style
+
+    written = _write_files(report, options)
+    print_lines([*terminal_lines(report, get_style(sys.stdout), options.all), "", *written])
+
+
+def _write_files(report, options: argparse.Namespace) -> list[str]:
+    """Page, numbers and baseline; returns lines that name them."""
+    from megatron_lite.report.html import html_page
+    from megatron_lite.report.json_file import json_text, ranks_text
 
     # in a run's own folder; a report on foreign files is left where the user stands
     first = Path(options.paths[0])
     folder = first if len(options.paths) == 1 and (first / RUN_FILE).is_file() else Path()
-    html = None if options.no_html else Path(options.html or folder / HTML_FILE)
-    numbers = Path(options.json) if options.json else html.parent / JSON_FILE if html else None
+    html = None if options.no_html else Path(options.html or folder / REPORT_PAGE)
+    numbers = Path(options.json) if options.json else html.parent / REPORT_FILE if html else None
     done, failed = [], []
     for path, flag, asked, make in (
-        (html, "--html", options.html, html_page),
+        (html, "--html", options.html or options.open, html_page),
         (numbers, "--json", options.json, json_text),
         (numbers and numbers.with_suffix(RANKS_SUFFIX), "--json", options.json, ranks_text),
     ):
@@ -87,14 +98,27 @@ def run(argv: list[str]):
     if options.baseline:
         from megatron_lite.analysis.run.baseline import make_baseline
 
-        if report.facts.run is None or not report.facts.run.ordinary.any():
-            raise UserError(
-                f"--baseline {options.baseline}: there is no run folder with ordinary steps among the paths."
-            )
-        content = make_baseline(report.facts.run)
-        text = json.dumps(content, allow_nan=False)
+        run = report.facts.run
+        if run is None or not run.ordinary.any():
+            none = "there is no run folder with ordinary steps among the paths."
+            raise UserError(f"--baseline {options.baseline}: {none}")
+        text = json.dumps(make_baseline(run), allow_nan=False)
         written.append(write_text("--baseline", options.baseline, text + "\n"))
-    print_lines([*terminal_lines(report, get_style(sys.stdout), options.all), "", *written])
+    return [*written, _open_page(html)] if html and options.open else written
+
+
+def _open_page(path: Path) -> str:
+    """Show it in the user's browser; returns the line that says so, or where the page is if this machine cannot show it."""
+    known = os.environ.get("BROWSER")  # editors set it on a machine that is reached by ssh, and forward what it opens
+    has_display = sys.platform in ("darwin", "win32") or os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")
+    why = ""
+    if not known:
+        why = "over ssh" if os.environ.get("SSH_CONNECTION") else "" if has_display else "without a display"
+    if not why:
+        import webbrowser
+
+        why = "" if webbrowser.open(path.resolve().as_uri()) else "no browser was found"
+    return f"not opened, {why}; the page is {path.resolve()}" if why else f"opened in the browser: {path}"
 
 
 def compare_runs(argv: list[str]) -> int:
@@ -117,6 +141,8 @@ def compare_runs(argv: list[str]) -> int:
         help='exit with 1 if B is beyond it, with 3 if that cannot be told: "step_ms > +5%%", "tokens_per_second < -3%%", '
         '"peak_bytes > +2%%", "backward_ms > +10%%"; may be given several times',
     )
+    add("--html", metavar="FILE", help="the page, with charts")
+    add("--open", action="store_true", help=f"open the page in the browser [--html {COMPARISON_FILE}]")
     add("--markdown", metavar="FILE", help="a table for a pull request's comment")
     add("--json", metavar="FILE", help="the numbers, for programs")
     add("--all", action="store_true", help="all rows of all tables")
@@ -126,14 +152,18 @@ def compare_runs(argv: list[str]) -> int:
     limits = [read_limit(text) for text in options.fail_if]
     a, b = _analyze([options.a], [options.b])
     from megatron_lite.analysis.compare.compare import compare
-    from megatron_lite.report.compare_terminal import comparison_lines, markdown_lines
+    from megatron_lite.report.comparison import comparison_lines, comparison_page, markdown_lines
     from megatron_lite.report.json_file import plain
     from megatron_lite.report.text import get_style
 
     found = compare(a.facts, b.facts, options.force, (a.title, b.title))
     judged = judge(found, limits)
     content = {"schema": COMPARISON_SCHEMA, **plain(found), "limits": plain(judged)}
-    written = write_json(options.json, content) if options.json else []
+    written = write_json(options.json, content)
+    html = options.html or (COMPARISON_FILE if options.open else None)
+    if html:
+        written += ["", write_text("--html", html, comparison_page(found, judged, a.facts, b.facts))]
+        written += [_open_page(Path(html))] if options.open else []
     if options.markdown:
         text = "\n".join(markdown_lines(found, judged)) + "\n"
         written += ["", write_text("--markdown", options.markdown, text)]

@@ -16,6 +16,7 @@ from megatron_lite.config.flags import write_flags
 from megatron_lite.errors import ConfigError, UserError
 from megatron_lite.live_line import LiveLine
 from megatron_lite.terminal import print_lines
+from megatron_lite.variables import prepend_python_path
 
 IS_ERROR = 1  # exit code
 MAX_LINES_SHOWN = 8
@@ -62,7 +63,7 @@ def run(argv: list[str]) -> int:
         line.wipe()
         from megatron_lite.analysis.analyze import analyze
         from megatron_lite.analysis.compare.losses import compare_losses
-        from megatron_lite.report.compare_terminal import build_losses_section
+        from megatron_lite.report.comparison import build_losses_section
         from megatron_lite.report.section import section_lines
         from megatron_lite.report.text import get_style
 
@@ -104,10 +105,9 @@ def _give_to_one_rank(args: Args, tensor: int) -> Args:
 def _train(flags: list[str], ranks: int, environment: Mapping[str, str], title: str):
     """UserError with the trainer's own last lines where it fails."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m"]
-    paths = os.pathsep.join(filter(None, [str(PACKAGE_FOLDER), environment.get("PYTHONPATH", "")]))
     done = subprocess.run(
         [sys.executable, *launcher, "megatron_lite", *flags],
-        env={**environment, "PYTHONPATH": paths},
+        env=prepend_python_path(environment, PACKAGE_FOLDER),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -13,7 +13,7 @@ from megatron_lite.cli.parser import Parser
 from megatron_lite.errors import UserError
 from megatron_lite.run_folder import RUN_FILE
 from megatron_lite.terminal import print_lines
-from megatron_lite.variables import WATCH
+from megatron_lite.variables import WATCH, prepend_python_path
 
 BOOTSTRAP = Path(__file__).parents[1] / "watch" / "bootstrap"  # what Python runs first in processes of the command
 SIGNALED = 128  # plus the signal's number: exit codes, as shells give them
@@ -42,10 +42,9 @@ def run(argv: list[str]) -> int:
         raise UserError(f"--steps {options.steps}: give two numbers, as in 10:13; the first is at least 2.")
     folder = Path(options.run_dir or f"watched/{time.strftime('%Y%m%d-%H%M%S')}").absolute()
     before = (folder / RUN_FILE).stat().st_mtime_ns if (folder / RUN_FILE).exists() else None
-    told = {"folder": str(folder), "steps": [int(bound) for bound in bounds.groups()], "memory": options.memory}
-    paths = os.pathsep.join(filter(None, [str(BOOTSTRAP), os.environ.get("PYTHONPATH", "")]))
-    environment = {**os.environ, "PYTHONPATH": paths, WATCH: json.dumps({**told, "command": command})}
-    code = _run_to_its_end(command, environment)
+    steps = [int(bound) for bound in bounds.groups()]
+    told = {"folder": str(folder), "steps": steps, "memory": options.memory, "command": command}
+    code = _run_to_its_end(command, prepend_python_path(os.environ, BOOTSTRAP) | {WATCH: json.dumps(told)})
     found = folder / RUN_FILE
     if not found.exists() or found.stat().st_mtime_ns == before:
         lines = [

@@ -40,16 +40,26 @@ def help_text(width: int = 110) -> str:
     return "\n".join(lines)
 
 
-def _describe(flag: Flag, width: int) -> str:
-    head, text = f"  {', '.join(flag.spellings)}", flag.help
+def describe_value(flag: Flag) -> str:
+    """What its value is called; "" for a switch."""
     if flag.choices:
         values = "{" + ",".join(flag.choices) + "}"
-        head += f" [{values}]" if flag.as_switch else f" {values}"
-    elif not flag.is_switch:
-        head += " " + (flag.value or {int: "N", float: "X", str: "TEXT"}[flag.kind])
-    if not flag.is_switch and flag.default not in (None, (), ""):
-        shown = flag.default if flag.many else (flag.default,)
-        text += f" [{' '.join(str(int(x)) if isinstance(x, float) and x > 1 else str(x) for x in shown)}]"
+        return f"[{values}]" if flag.as_switch else values
+    return "" if flag.is_switch else flag.value or {int: "N", float: "X", str: "TEXT"}[flag.kind]
+
+
+def describe_default(flag: Flag) -> str:
+    """Its default as a command line has it; "" for a switch and where nothing is set."""
+    if flag.is_switch or flag.default in (None, (), ""):
+        return ""
+    shown = flag.default if flag.many else (flag.default,)
+    return " ".join(str(int(x)) if isinstance(x, float) and x > 1 else str(x) for x in shown)
+
+
+def _describe(flag: Flag, width: int) -> str:
+    head = f"  {', '.join(flag.spellings)} {describe_value(flag)}".rstrip()
+    default = describe_default(flag)
+    text = flag.help + (f" [{default}]" if default else "")
     if len(head) < 36:
         return _wrap(f"{head:<38}", text, width)
     return head + "\n" + _wrap(" " * 38, text, width)

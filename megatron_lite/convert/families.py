@@ -2,6 +2,7 @@
 
 from types import ModuleType
 
+from megatron_lite.checkpoint.megatron_args import SAME_NAME
 from megatron_lite.config.shape import ModelShape
 from megatron_lite.convert import gpt2, llama
 from megatron_lite.convert.config_file import ConfigFile
@@ -38,40 +39,31 @@ def model_flags(shape: ModelShape) -> list[str]:
     """Words with which the trainer resolves to `shape`, with --padded-vocab-size for any smaller vocabulary."""
     s, rope = shape, shape.position_embedding == "rope"
     grouped = s.num_query_groups != s.num_attention_heads
-    factor = s.rotary_seq_len_interpolation_factor
+    same = {name: getattr(s, name) for name in SAME_NAME if rope or not name.startswith("rotary_")}
     # True: a switch; False and None: left out
-    values = [
-        ("--num-layers", s.num_layers),
-        ("--hidden-size", s.hidden_size),
-        ("--ffn-hidden-size", s.ffn_hidden_size),
-        ("--num-attention-heads", s.num_attention_heads),
-        ("--group-query-attention", grouped),
-        ("--num-query-groups", s.num_query_groups if grouped else None),
-        ("--kv-channels", s.kv_channels if s.attention_width != s.hidden_size else None),
-        ("--seq-length", s.seq_length),
-        ("--max-position-embeddings", s.max_position_embeddings),
-        ("--padded-vocab-size", s.padded_vocab_size),
-        ("--position-embedding-type", s.position_embedding),
-        ("--rotary-base", f"{s.rotary_base:.0f}" if rope else None),
-        ("--rotary-percent", s.rotary_percent if rope and s.rotary_percent != 1 else None),
-        ("--rotary-interleaved", rope and s.rotary_interleaved),
-        ("--rotary-seq-len-interpolation-factor", f"{factor:.0f}" if rope and factor is not None else None),
-        ("--normalization", s.normalization),
-        ("--norm-epsilon", s.norm_epsilon),
-        ("--apply-layernorm-1p", s.layernorm_1p),
-        ("--qk-layernorm", s.qk_layernorm),
-        ("--swiglu", s.activation == "swiglu"),
-        ("--squared-relu", s.activation == "squared_relu"),
-        ("--disable-bias-linear", not s.linear_bias),
+    values = same | {
+        "group_query_attention": grouped,
+        "num_query_groups": s.num_query_groups if grouped else None,
+        "kv_channels": s.kv_channels if s.attention_width != s.hidden_size else None,
+        "padded_vocab_size": s.padded_vocab_size,
+        "position_embedding_type": s.position_embedding,
+        "apply_layernorm_1p": s.layernorm_1p,
+        "swiglu": s.activation == "swiglu",
+        "squared_relu": s.activation == "squared_relu",
+        "disable_bias_linear": not s.linear_bias,
         # without biases GELU is that one anyway
-        ("--no-bias-gelu-fusion", s.linear_bias and s.activation == "gelu_erf"),
-        ("--add-qkv-bias", s.qkv_bias and not s.linear_bias),
-        ("--untie-embeddings-and-output-weights", not s.tied_embeddings),
-        ("--hidden-dropout", s.hidden_dropout),
-        ("--attention-dropout", s.attention_dropout),
-        ("--init-method-std", s.init_method_std),
-        ("--apply-query-key-layer-scaling", s.query_key_layer_scaling),
-        ("--attention-softmax-in-fp32", s.softmax_in_fp32),
-    ]
-    given = [(flag, value) for flag, value in values if value is not None and value is not False]
-    return [word for flag, value in given for word in ((flag,) if value is True else (flag, str(value)))]
+        "no_bias_gelu_fusion": s.linear_bias and s.activation == "gelu_erf",
+        "add_qkv_bias": s.qkv_bias and not s.linear_bias,
+        "untie_embeddings_and_output_weights": not s.tied_embeddings,
+        "apply_query_key_layer_scaling": s.query_key_layer_scaling,
+        "attention_softmax_in_fp32": s.softmax_in_fp32,
+    }
+    words = []
+    for name, value in values.items():
+        if value is not None and value is not False:
+            whole = isinstance(value, float) and value.is_integer()
+            words += [
+                f"--{name.replace('_', '-')}",
+                *([] if value is True else [f"{value:.0f}" if whole else str(value)]),
+            ]
+    return words

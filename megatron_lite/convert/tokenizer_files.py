@@ -51,7 +51,7 @@ def describe_gpt2_tokenizer(vocab_file: str | None, merge_file: str | None) -> T
     tokenizer = make_tokenizer("GPT2BPETokenizer", vocab_file=vocab_file, merge_file=merge_file)
 
     def write(folder: Path, longest: int):
-        from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+        from tokenizers import AddedToken, ByteLevelBPETokenizer
 
         shutil.copyfile(vocab_file, folder / VOCAB_FILE)
         shutil.copyfile(merge_file, folder / MERGES_FILE)
@@ -64,10 +64,7 @@ def describe_gpt2_tokenizer(vocab_file: str | None, merge_file: str | None) -> T
         }
         write_json(folder / CONFIG_FILE, config)
         # tokenizer.json, which spares transformers from building it
-        fast = Tokenizer(models.BPE.from_file(str(folder / VOCAB_FILE), str(folder / MERGES_FILE)))
-        fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        fast.decoder = decoders.ByteLevel()
-        fast.post_processor = processors.ByteLevel(trim_offsets=False)
+        fast = ByteLevelBPETokenizer.from_file(vocab_file, merge_file)
         fast.add_special_tokens([AddedToken(END_OF_TEXT, normalized=False, special=True)])
         fast.save(str(folder / TOKENIZER_FILE))
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from megatron_lite.data.index_cache import Arrays, Entry, IndexCache
+from megatron_lite.data.index_cache import Entry, IndexCache
 from megatron_lite.errors import DataError
 from megatron_lite.units import count
 
@@ -28,39 +28,29 @@ MAX_DATASETS = 32_766  # the data set's number is an int16
 BLOCK = 1 << 20
 
 
-def mix(shares: list[float], size: int, limits: list[int] | None) -> tuple[np.ndarray, np.ndarray]:
-    """int16 [size], the data set of each step; int64 [size], how often it was taken before.
-
-    shares sum to 1; limits: how many samples each data set has at most; None: no end.
-    """
-    weights, ends = np.array(shares), None if limits is None else np.array(limits, np.float64)
-    chosen, earlier = np.empty(size, np.int16), np.empty(size, np.int64)
+def mix(shares: list[float], size: int) -> tuple[np.ndarray, np.ndarray]:
+    """int16 [size], the data set of each step; int64 [size], how often it was taken before. shares sum to 1."""
+    weights, chosen, earlier = np.array(shares), np.empty(size, np.int16), np.empty(size, np.int64)
     taken = np.zeros(len(shares))
     for begin in range(0, size, LANES * LANE_STEPS):
         part = slice(begin, min(size, begin + LANES * LANE_STEPS))
         go = _mix_plainly if part.stop - begin < MIN_STEPS else _mix_in_lanes
-        taken = go(weights, ends, begin, taken, chosen[part], earlier[part])
+        taken = go(weights, begin, taken, chosen[part], earlier[part])
     return chosen, earlier
 
 
 def _mix_plainly(
-    weights: np.ndarray,
-    limits: np.ndarray | None,
-    begin: int,
-    taken: np.ndarray,
-    chosen: np.ndarray,
-    earlier: np.ndarray,
+    weights: np.ndarray, begin: int, taken: np.ndarray, chosen: np.ndarray, earlier: np.ndarray
 ) -> np.ndarray:
     """Fills in the steps from `begin` on, one after the other; the counts after them."""
     shares, counts = weights.tolist(), taken.tolist()
-    ends = [float("inf")] * len(counts) if limits is None else limits.tolist()
     sets, before = [], []
     for step in range(len(chosen)):
         steps = max(begin + step, 1)
         best, largest = -1, -float("inf")
         for number, drawn in enumerate(counts):
             behind = shares[number] * steps - drawn
-            if behind > largest and drawn < ends[number]:
+            if behind > largest:
                 best, largest = number, behind
         sets.append(best)
         before.append(counts[best])
@@ -70,17 +60,12 @@ def _mix_plainly(
 
 
 def _mix_in_lanes(
-    weights: np.ndarray,
-    limits: np.ndarray | None,
-    begin: int,
-    taken: np.ndarray,
-    chosen: np.ndarray,
-    earlier: np.ndarray,
+    weights: np.ndarray, begin: int, taken: np.ndarray, chosen: np.ndarray, earlier: np.ndarray
 ) -> np.ndarray:
     """The same, side by side in lanes of LANE_STEPS."""
     begins = np.arange(begin, begin + len(chosen), LANE_STEPS)
     steps_K1 = (begins - APPROACH_STEPS).astype(np.float64)[:, None]
-    taken_KD = _estimate(weights, limits, np.maximum(steps_K1, 0))
+    taken_KD = _estimate(weights, np.maximum(steps_K1, 0))
     flat, rows, behind_KD = taken_KD.reshape(-1), np.arange(len(begins)) * len(weights), np.empty_like(taken_KD)
     sets, counts = np.empty((LANE_STEPS, len(begins)), np.int16), np.empty((LANE_STEPS, len(begins)))
     for step in range(-APPROACH_STEPS, LANE_STEPS):
@@ -89,8 +74,6 @@ def _mix_in_lanes(
             started_KD = taken_KD.copy()
         np.multiply(weights, np.maximum(steps_K1, 1), out=behind_KD)
         np.subtract(behind_KD, taken_KD, out=behind_KD)
-        if limits is not None:
-            behind_KD[taken_KD >= limits] = -np.inf
         best = behind_KD.argmax(1)
         before = flat[rows + best]
         flat[rows + best] = before + 1
@@ -104,14 +87,14 @@ def _mix_in_lanes(
             chosen[part], earlier[part] = sets[:, lane], counts[:, lane]
             taken = taken_KD[lane]
         else:
-            taken = _mix_plainly(weights, limits, begin + first, taken, chosen[part], earlier[part])
+            taken = _mix_plainly(weights, begin + first, taken, chosen[part], earlier[part])
     return taken
 
 
-def _estimate(weights: np.ndarray, limits: np.ndarray | None, steps_K1: np.ndarray) -> np.ndarray:
+def _estimate(weights: np.ndarray, steps_K1: np.ndarray) -> np.ndarray:
     """About how often each data set was taken before these steps: float64 [K, D], each row's sum is the step."""
     exact = weights * steps_K1
-    taken = np.floor(exact) if limits is None else np.minimum(np.floor(exact), limits)
+    taken = np.floor(exact)
     rank = np.argsort(np.argsort(taken - exact, axis=1, kind="stable"), axis=1)
     return taken + (rank < steps_K1 - taken.sum(1, keepdims=True))
 
@@ -139,7 +122,6 @@ class BlendedDataset:
     """`size` samples of `datasets`; each one is taken from the data set that is furthest behind its weight.
 
     dataset_index: int16 [size], which data set; dataset_sample_index: int64 [size], which of its samples.
-    size=None uses every data set up exactly; the weights must then be their lengths.
     split: train, valid or test, for the names of the cache's files.
     Raises DataError for weights that are not positive and for a data set that is too small for its share.
     """
@@ -148,26 +130,18 @@ class BlendedDataset:
         self,
         datasets: Sequence,
         weights: Sequence[float],
-        size: int | None,
+        size: int,
         cache: IndexCache | None = None,
         split: str = "train",
     ):
         if len(datasets) > MAX_DATASETS:
             raise DataError(f"--data-path: {len(datasets)} data sets are more than {MAX_DATASETS}; merge some files")
         self.datasets, shares = list(datasets), normalized(weights)
-        limits = None if size is not None else list(weights)  # None: no data set comes to its end
-        size = sum(weights) if size is None else size
         shapes = {"dataset_index": ((size,), np.dtype(np.int16)), "dataset_sample_index": ((size,), np.dtype(np.int64))}
-
-        def build() -> Arrays:
-            return dict(zip(shapes, mix(shares, size, limits)))
-
-        folder = cache and cache.folder_for("BlendedDataset", None, size)
-        if folder:
-            key = {"shares": shares, "size": size, "limits": limits}
-            indices = cache.get(folder, Entry("BlendedDataset", split, key, shapes), build)
-        else:
-            indices = build()
+        entry = Entry("BlendedDataset", split, {"shares": shares, "size": size}, shapes)
+        cache = cache or IndexCache()
+        folder = cache.folder_for("BlendedDataset", None, size)
+        indices = cache.get(folder, entry, lambda: dict(zip(shapes, mix(shares, size))))
         self.dataset_index, self.dataset_sample_index = indices["dataset_index"], indices["dataset_sample_index"]
         taken = np.zeros(len(self.datasets), np.int64)
         for start in range(0, len(self), BLOCK):  # bincount makes int64 of all that it is given

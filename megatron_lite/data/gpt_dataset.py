@@ -7,7 +7,6 @@ one and the first input of the other. The samples are served in a shuffled order
 
 import hashlib
 import itertools
-import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,7 +17,6 @@ from megatron_lite.data.indexed import IndexedDataset
 from megatron_lite.errors import DataError
 from megatron_lite.units import count
 
-NO_TOKEN = -1  # fills up a last sample that is cut short (drop_last=False)
 EXTRA = 1  # a sample's labels reach one token further than its inputs
 LAST_EPOCH_SHARE = 0.80  # a last epoch that is used less than this is shuffled apart from the others
 BLOCK_SEQUENCES = 1 << 16  # as many as the processor's cache holds with what is computed from them
@@ -97,7 +95,6 @@ class Recipe:
         shape, dtype = self.shapes()["sample_index"]
         index = np.empty(shape, dtype)
         before, done = 0, 0  # tokens before the block, rows written
-        last = (0, 0)  # where the last token stands
         for first in range(0, len(document_index), BLOCK_SEQUENCES):
             lengths = sequence_lengths[document_index[first : first + BLOCK_SEQUENCES]]
             ends = np.cumsum(lengths, dtype=np.int64)
@@ -108,19 +105,13 @@ class Recipe:
             starts = np.arange(done, done + len(rows), dtype=np.int64) * self.seq_length - before
             rows[:, 0] = first + within
             rows[:, 1] = starts - (ends - lengths)[within]
-            if ends[-1]:
-                final = int(np.searchsorted(ends, ends[-1]))
-                last = (first + final, int(lengths[final]) - EXTRA)
             before += int(ends[-1])
             done += len(rows)
-        index[done:] = last  # what would begin after the end: the last sample's end, if it is cut short
         index[0] = 0  # the stream begins with its first sequence even if that is empty
         return index
 
 
-def sample_recipe(
-    sequences: range, tokens: int, num_samples: int | None, seq_length: int, seed: int, drop_last: bool
-) -> Recipe:
+def sample_recipe(sequences: range, tokens: int, num_samples: int | None, seq_length: int, seed: int) -> Recipe:
     """The recipe for at least num_samples (None: one epoch's) samples of these sequences, which hold `tokens`."""
     epochs = 1 if num_samples is None else max(1, -(-(num_samples * seq_length + EXTRA) // tokens))
     shuffled_first = None
@@ -129,9 +120,7 @@ def sample_recipe(
         per_epoch = (tokens - EXTRA) // seq_length
         if num_samples - before_last < int(LAST_EPOCH_SHARE * per_epoch):
             shuffled_first = before_last  # the last epoch is used too little to be mixed with the others
-    in_all = epochs * tokens - EXTRA
-    # A quotient in single precision, as in Megatron: above 2^24 tokens it can be a few samples off.
-    samples = in_all // seq_length if drop_last else math.ceil(float(np.float32(in_all) / np.float32(seq_length)))
+    samples = (epochs * tokens - EXTRA) // seq_length
     return Recipe(sequences, tokens, epochs, shuffled_first, samples, seq_length, seed)
 
 
@@ -141,7 +130,6 @@ class GPTDataset:
     num_samples: at least so many are served, from as many epochs as that takes; None means one epoch.
     document_index: int32 [epochs * sequences]; sample_index: int32 [samples + 1, 2] of (position in document_index,
     offset in that sequence); shuffle_index: uint32 [samples]. All three come from the cache, if it keeps so many.
-    drop_last=False keeps a last sample that is cut short and fills it up with NO_TOKEN, which the caller must mask.
     split: train, valid or test, for the names of the cache's files.
     Raises DataError if the split holds too few tokens for a sample.
     """
@@ -153,7 +141,6 @@ class GPTDataset:
         num_samples: int | None,
         seq_length: int,
         seed: int,
-        drop_last: bool = True,
         cache: IndexCache | None = None,
         split: str = "train",
     ):
@@ -167,25 +154,19 @@ class GPTDataset:
                 f"tokens, too few for a sample of {count(seq_length + EXTRA)}; give the split a larger share (--split) "
                 "or more data"
             )
-        recipe = sample_recipe(sequences, tokens, num_samples, seq_length, seed, drop_last)
-        self._stream_tokens = recipe.epochs * tokens
+        recipe = sample_recipe(sequences, tokens, num_samples, seq_length, seed)
         entries = recipe.epochs * len(sequences) + recipe.samples
-        self._folder = cache and cache.folder_for("GPTDataset", indexed.prefix, entries)
-        if self._folder:
-            indices = cache.get(self._folder, recipe.entry(lengths, split), lambda: recipe.build(lengths))
-        else:
-            indices = recipe.build(lengths)
-        self.document_index = indices["document_index"]
-        self.sample_index = indices["sample_index"]
-        self.shuffle_index = indices["shuffle_index"]
+        cache = cache or IndexCache()
+        self._folder = cache.folder_for("GPTDataset", indexed.prefix, entries)
+        indices = cache.get(self._folder, recipe.entry(lengths, split), lambda: recipe.build(lengths))
+        self.document_index, self.sample_index, self.shuffle_index = (indices[name] for name in recipe.shapes())
 
     def __len__(self) -> int:
         return len(self.shuffle_index)
 
     def __getitem__(self, i: int) -> np.ndarray:
         sample = int(self.shuffle_index[i])
-        tokens, filled = np.full(self.seq_length + EXTRA, NO_TOKEN, np.int64), 0
-        left = self._stream_tokens - sample * self.seq_length
+        tokens, filled = np.empty(self.seq_length + EXTRA, np.int64), 0
         try:
             (position, offset), (last, last_offset) = self.sample_index[sample : sample + 2].tolist()
             for place, sequence in enumerate(self.document_index[position : last + 1].tolist(), start=position):
@@ -195,7 +176,7 @@ class GPTDataset:
         except (IndexError, ValueError):
             filled = None
         # The cache checks no more than a GiB of an entry at the start; what slipped through is met here.
-        if filled != min(max(left, EXTRA), len(tokens)):
+        if filled != len(tokens):
             remedy = f"delete {self._folder}" if self._folder else "report this with the command line"
             raise DataError(f"{self.indexed.prefix}: the indices of sample {count(i)} do not fit the data; {remedy}")
         return tokens

@@ -160,12 +160,14 @@ class IndexCache:
             return None
         return os.path.join(prefix, "cache", f"{kind}_indices")  # Megatron's rule: a folder of the prefix's name
 
-    def get(self, folder: str, entry: Entry, build: Callable[[], Arrays]) -> Arrays:
-        """The arrays of an entry, mapped; built and written first if they are not there, or not sound.
+    def get(self, folder: str | None, entry: Entry, build: Callable[[], Arrays]) -> Arrays:
+        """The arrays of an entry, mapped; built and written first if they are not there, or not sound. None: kept nowhere.
 
         Of all processes that ask at once, one builds. DataError if --data-cache-path does not take them; a folder beside
         the data that does not is no mistake: then they stay in memory.
         """
+        if folder is None:
+            return build()
         files = IndexFiles(folder, entry)
         unsound = None  # the state of the files that were found damaged
         deadline = time.monotonic() + MAX_WAIT_S

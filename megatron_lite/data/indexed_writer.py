@@ -38,10 +38,12 @@ class PairWriter:
     """Appends to PREFIX.{bin,lengths,marks}ENDING; complete() and place() make PREFIX.bin and PREFIX.idx of them.
 
     Lengths and marks have files of their own until then, so that memory stays the same however many documents there
-    are. Every failure to write is a DataError; discard() or close() is for the caller to call then.
+    are. Every failure to write is a DataError; discard() or close() is for the caller to call then. As a context manager:
+    the files take their names if the block ends without an error, and go if it fails.
     """
 
-    def __init__(self, prefix: str, dtype: np.dtype, ending: str):
+    def __init__(self, prefix: str, dtype: np.dtype, ending: str | None = None):
+        ending = ending or f".tmp{os.getpid()}"
         self.prefix, self.dtype = str(prefix), dtype
         self.written = Written()
         self._paths = {part: f"{self.prefix}.{part}{ending}" for part in ("bin", "lengths", "marks", "idx")}
@@ -158,13 +160,6 @@ class PairWriter:
                 f"{self.prefix}: cannot be written ({error.strerror}); free some space or choose another output"
             ) from None
 
-
-class NewPair(PairWriter):
-    """A context manager: the files take their names if the block ends without an error, and go if it fails."""
-
-    def __init__(self, prefix: str, dtype: np.dtype):
-        super().__init__(prefix, dtype, f".tmp{os.getpid()}")
-
     def __enter__(self):
         self.open()
         self.cut(Written())
@@ -179,7 +174,7 @@ class NewPair(PairWriter):
             self.discard()
 
 
-class IndexedWriter(NewPair):
+class IndexedWriter(PairWriter):
     """Writes PREFIX.bin and PREFIX.idx from documents, byte for byte as Megatron does."""
 
     def __init__(self, prefix: str, vocab_size: int):
@@ -241,7 +236,7 @@ def merge(
             )
         if os.path.realpath(f"{prefix}.bin") == os.path.realpath(f"{output_prefix}.bin"):
             raise DataError(f"--output-prefix {output_prefix}: is one of the data sets to merge; choose another name")
-    with NewPair(output_prefix, first.dtype) as pair:
+    with PairWriter(output_prefix, first.dtype) as pair:
         for dataset in datasets:
             # Marks first: they are moved by the sequences that the pair holds when they come.
             for start in range(1, len(dataset.document_marks), MERGE_BLOCK):

@@ -7,17 +7,21 @@ import multiprocessing
 import os
 import pickle
 import signal
+import threading
+import traceback
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from functools import partial
-from multiprocessing.connection import wait
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from megatron_lite.data.indexed_writer import PairWriter, checked_ids, token_dtype
-from megatron_lite.data.resume_state import ENDING, Reached, Unfinished
+from megatron_lite.data.resume_state import ENDING, Progress, Unfinished
 from megatron_lite.data.text_files import Chunk, chunks, import_zstandard, is_jsonl
 from megatron_lite.data.tokenizers import Tokenizer
 from megatron_lite.errors import DataError, UserError
@@ -25,19 +29,16 @@ from megatron_lite.errors import DataError, UserError
 ON_ERROR = ("stop", "skip")
 NAMES_SHOWN = 10
 MAX_DOCUMENT_MB = 128  # Python needs about six times as much for one, in each worker
+SECONDS_TO_DIE = 10
 AHEAD = 2  # tasks under way or waiting for an earlier one, per worker
 
 
-@dataclass(frozen=True)
-class Summary:
-    """What was written. documents, tokens: summed over all keys; empty: documents that gave no token."""
+@dataclass
+class Summary(Progress):
+    """What was written."""
 
-    prefixes: tuple[str, ...]  # what --data-path takes
-    documents: int
-    tokens: int
-    text_bytes: int
-    empty: int
-    skipped: int  # bad lines
+    prefixes: tuple[str, ...] = ()  # what --data-path takes
+    tokens: int = 0  # of all keys
 
 
 def preprocess(
@@ -79,24 +80,24 @@ def preprocess(
     total = max(1, sum(status.st_size for _, status in statuses))
     tokenize = partial(tokenize_chunk, tokenizer, tuple(json_keys), append_eod)
     with Unfinished(str(output_prefix), pairs, settings, on_error == "skip", say) as unfinished:
-        tasks = chunks(inputs, unfinished.reached.place, max_document_mb)
+        progress = unfinished.progress
+        tasks = chunks(inputs, progress.place, max_document_mb)
         with contextlib.closing(in_order(tokenize, tasks, workers)) as results:
             for chunk, result in results:
                 for mistake in result.mistakes:
                     if on_error == "stop":
                         raise DataError(mistake)
                     say(f"skipped {mistake}")
-                before = unfinished.reached
-                documents = before.documents
                 for pair, (tokens, lengths) in zip(pairs, result.columns):
                     pair.append(tokens, lengths, np.arange(1, len(lengths) + 1))
-                    documents += len(lengths)
-                text_bytes, empty = before.text_bytes + result.text_bytes, before.empty + result.empty
-                skipped = before.skipped + len(result.mistakes)
-                unfinished.reach(Reached(chunk.end, documents, text_bytes, empty, skipped))
-                report(documents, text_bytes, chunk.bytes_read / total)
-    reached, num_tokens = unfinished.reached, sum(pair.written.tokens for pair in pairs)
-    return Summary(prefixes, reached.documents, num_tokens, reached.text_bytes, reached.empty, reached.skipped)
+                    progress.documents += len(lengths)
+                progress.place = chunk.end
+                progress.text_bytes += result.text_bytes
+                progress.empty += result.empty
+                progress.skipped += len(result.mistakes)
+                unfinished.save_progress()
+                report(progress.documents, progress.text_bytes, chunk.bytes_read / total)
+    return Summary(**vars(progress), prefixes=prefixes, tokens=sum(pair.written.tokens for pair in pairs))
 
 
 def _check(inputs: Sequence[str | Path], json_keys: Sequence[str], workers: int, max_document_mb: int) -> None:
@@ -197,73 +198,57 @@ def in_order(function: Callable, tasks: Iterable, workers: int) -> Iterator[tupl
         for task in tasks:
             yield task, function(task)
         return
-    crew = {}  # connection: process
-    numbered, next_number, exhausted = enumerate(tasks), 0, False
-    busy, done = {}, {}  # connection: number and task; number: task and result
+    context = multiprocessing.get_context("spawn")  # forking copies locks that other threads hold
+    unrelated, pending = set(multiprocessing.active_children()), deque()
+    processes: set[multiprocessing.Process] = set()
+    pool = ProcessPoolExecutor(workers, context, _prepare_worker, (function,))
     try:
-        for _ in range(workers):
-            context = multiprocessing.get_context("spawn")  # forking copies locks that other threads hold
-            connection, its_end = context.Pipe()
-            crew[connection] = context.Process(target=_serve, args=(its_end,), daemon=True)
-            crew[connection].start()
-            its_end.close()
-        idle, pickled = list(crew), pickle.dumps(function)
-        for connection, process in crew.items():  # all of them are starting up by now, and do so at the same time
-            with _alive(process):
-                connection.send_bytes(pickled)
-        while busy or not exhausted:
-            # Only an idle worker is sent anything: it is listening, so neither side can block the other.
-            while idle and not exhausted and len(busy) + len(done) < AHEAD * workers:
-                number, task = next(numbered, (None, None))
-                exhausted = number is None
-                if not exhausted:
-                    connection = idle.pop()
-                    with _alive(crew[connection]):
-                        connection.send_bytes(pickle.dumps(task))
-                    busy[connection] = (number, task)
-            for connection in wait(list(busy)) if busy else ():
-                number, task = busy.pop(connection)
-                with _alive(crew[connection]):
-                    done[number] = (task, connection.recv())
-                idle.append(connection)
-            while next_number in done:
-                yield done.pop(next_number)
-                next_number += 1
+        for task in tasks:
+            pending.append((task, pool.submit(_work, task)))
+            processes.update(set(multiprocessing.active_children()) - unrelated)
+            if len(pending) == AHEAD * workers:
+                task, result = pending.popleft()
+                yield task, result.result()
+        while pending:
+            task, result = pending.popleft()
+            yield task, result.result()
+    except BrokenProcessPool:
+        raise _describe_death(processes) from None
     finally:
-        for connection, process in crew.items():
-            connection.close()
+        for process in processes:
             process.terminate()
-            process.join()
+        pool.shutdown(cancel_futures=True)
 
 
-@contextlib.contextmanager
-def _alive(process):
-    """WorkerDied, with what its process came to, if the connection to it is cut."""
-    try:
-        yield
-    except (EOFError, OSError):
-        process.join(10)
-        code = process.exitcode
-        if code is not None and code < 0:
-            how, remedy = signal.Signals(-code).name, "mostly for lack of memory; choose a smaller number"
-        else:
-            how, remedy = f"exit code {code}", "its own message stands above; --workers 1 does without processes"
-        raise WorkerDied(f"--workers: a worker process died ({how}), {remedy}") from None
+def _describe_death(processes: set) -> WorkerDied:
+    """How the first worker to end did so; the pool terminates the rest."""
+    for process in processes:
+        process.join(SECONDS_TO_DIE)
+    codes = [process.exitcode for process in processes if process.exitcode is not None]
+    code = next((code for code in codes if code != -signal.SIGTERM), -signal.SIGTERM)
+    if code < 0:
+        how, remedy = signal.Signals(-code).name, "mostly for lack of memory; choose a smaller number"
+    else:
+        how, remedy = f"exit code {code}", "its own message stands above; --workers 1 does without processes"
+    return WorkerDied(f"--workers: a worker process died ({how}), {remedy}")
 
 
-def _serve(connection):
-    """In the worker: what the parent sends is a function, then tasks, until the parent closes the connection or is gone."""
-    # Ctrl-C reaches the whole process group; the parent ends its workers itself.
+def _prepare_worker(function: Callable):
+    """In a worker: what it does with each task. It ends with its parent, whose Ctrl-C reaches the whole process group."""
+    global _function
+    _function = function
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    function = None
-    while True:
-        try:
-            received = pickle.loads(connection.recv_bytes())
-        except (EOFError, OSError):
-            return
-        if function is None:
-            function = received
-            continue
-        result = function(received)
-        with contextlib.suppress(OSError):
-            connection.send(result)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent():
+    multiprocessing.parent_process().join()
+    os._exit(1)
+
+
+def _work(task):
+    try:
+        return _function(task)
+    except Exception:  # noqa: BLE001 - whatever it is, its place is the worker's
+        traceback.print_exc()
+        os._exit(1)

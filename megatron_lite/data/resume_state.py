@@ -1,7 +1,6 @@
 """A preprocessing that may be interrupted: the files it writes, and a small file that says how far they are good."""
 
 import json
-import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -10,6 +9,7 @@ from pathlib import Path
 from megatron_lite.data.indexed_writer import PairWriter, Written
 from megatron_lite.data.text_files import Place
 from megatron_lite.errors import DataError
+from megatron_lite.run_folder import write_atomically
 from megatron_lite.units import count
 
 ENDING = ".unfinished"
@@ -17,22 +17,22 @@ SECONDS_BETWEEN_STATES = 5.0
 VERSION = 1
 
 
-@dataclass(frozen=True)
-class Reached:
+@dataclass
+class Progress:
     """The end of the last chunk that was written, and what was counted up to there."""
 
     place: Place = field(default_factory=Place)
-    documents: int = 0
+    documents: int = 0  # of all keys
     text_bytes: int = 0
-    empty: int = 0
-    skipped: int = 0
+    empty: int = 0  # documents that gave no token
+    skipped: int = 0  # bad lines
 
 
 class Unfinished:
     """A context manager around the writing of all pairs of a run.
 
     `settings` is all that the bytes depend on, by the name of the flag, as JSON. An earlier run with the same settings
-    is continued at `reached`, unless it skipped bad lines and this one may not; any other is begun anew, and say() is
+    is continued at its `progress`, unless it skipped bad lines and this one may not; any other is begun anew, and say() is
     told. When the block ends well the pairs take their names. When it fails, they are kept if another run could go on
     with them, else removed.
     """
@@ -45,10 +45,10 @@ class Unfinished:
         may_skip: bool,
         say: Callable[[str], None],
     ):
-        self.reached = Reached()
+        self.progress = Progress()
         self._prefix, self._pairs, self._may_skip, self._say = output_prefix, pairs, may_skip, say
         self._path = Path(f"{output_prefix}{ENDING}.json")
-        self._next_path = Path(f"{self._path}.next")
+        self._partial = self._path.with_name(f".{self._path.name}.partial")  # of write_atomically
         self._settings = json.loads(json.dumps(settings))
         self._saved = time.monotonic()
 
@@ -64,22 +64,16 @@ class Unfinished:
             raise
         return self
 
-    def reach(self, reached: Reached) -> None:
-        """All up to there was given to the pairs. Now and then this is brought to the disk."""
-        self.reached = reached
+    def save_progress(self) -> None:
+        """Bring it to the disk with all that the pairs were given, if that was not done lately."""
         if time.monotonic() - self._saved < SECONDS_BETWEEN_STATES:
             return
         for pair in self._pairs:
             pair.sync()
         written = [pair.written for pair in self._pairs]
-        state = {"version": VERSION, "settings": self._settings, "reached": asdict(reached), "written": written}
+        state = {"version": VERSION, "settings": self._settings, "progress": asdict(self.progress), "written": written}
         try:
-            # A name that the next run finds again: dying here must not leave a file behind for good.
-            with open(self._next_path, "w", encoding="utf-8") as file:
-                file.write(json.dumps(state, indent=1) + "\n")
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(self._next_path, self._path)
+            write_atomically(self._path, json.dumps(state, indent=1) + "\n")
         except OSError as error:
             raise DataError(f"{self._path}: cannot be written ({error.strerror}); free some space") from None
         self._saved = time.monotonic()
@@ -92,12 +86,13 @@ class Unfinished:
                 for pair in self._pairs:
                     pair.place()
                 self._path.unlink(missing_ok=True)
+                self._partial.unlink(missing_ok=True)  # of a run that was killed
         finally:
             is_kept = self._path.exists()
             if is_kept:
                 self._say(f"{self._prefix}: what is done so far is kept; the same command goes on with it")
             else:
-                self._next_path.unlink(missing_ok=True)
+                self._partial.unlink(missing_ok=True)
             for pair in self._pairs:
                 if is_kept:
                     pair.close()
@@ -105,17 +100,17 @@ class Unfinished:
                     pair.discard()
 
     def _restore(self) -> list[Written]:
-        """Set `reached` to what an earlier run reached and return what the pairs held then; else begin anew."""
+        """Set `progress` to that of an earlier run and return what the pairs held then; else begin anew."""
         anew = [Written()] * len(self._pairs)
         if not self._path.exists():
             return anew
         try:
             state = json.loads(self._path.read_text(encoding="utf-8"))
-            reached = Reached(**state["reached"] | {"place": Place(**state["reached"]["place"])})
+            found = Progress(**state["progress"] | {"place": Place(**state["progress"]["place"])})
             written = [Written(*numbers) for numbers in state["written"]]
             before = state["settings"]
             changed = [name for name, value in self._settings.items() if before.get(name) != value]
-            changed += ["--on-error"] * bool(reached.skipped and not self._may_skip)
+            changed += ["--on-error"] * bool(found.skipped and not self._may_skip)
             if state["version"] != VERSION or before.keys() != self._settings.keys():
                 objection = "was written by another version"
             elif changed:
@@ -123,8 +118,8 @@ class Unfinished:
             elif len(written) != len(self._pairs) or not all(map(PairWriter.holds, self._pairs, written)):
                 objection = "the files it tells of are gone or cut short"
             else:
-                self.reached = reached
-                self._say(f"{self._prefix}: goes on after {count(reached.documents)} documents of an interrupted run")
+                self.progress = found
+                self._say(f"{self._prefix}: goes on after {count(found.documents)} documents of an interrupted run")
                 return written
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             objection = "cannot be read"

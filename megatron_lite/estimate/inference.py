@@ -13,7 +13,7 @@ from megatron_lite.estimate.prediction import LedgerRow, TimeRow
 from megatron_lite.units import count
 
 WEIGHT_BITS = {"fp32": 32, "fp16/bf16": 16, "int8/fp8": 8, "int4": 4}
-CACHE_BYTES = 2  # of one key's or value's element in fp16 and bf16
+CACHE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}  # of an element of a key or value: they have the weights' precision
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ def predict_inference(
     batch: int = 1,
     tokens: int | None = None,
     processor: Processor | None = None,
-    cache_bytes: int = CACHE_BYTES,
+    cache_bytes: int = CACHE_BYTES["bf16"],
 ) -> InferencePrediction:
     """Memory and speed of generating text. tokens: of each sequence; seq_length if None. cache_bytes: of one element of the cache."""
     tokens, number = shape.seq_length if tokens is None else tokens, count_parameters(shape)
@@ -82,6 +82,6 @@ def count_weight_bytes(parameters: int, bits: int) -> int:
     return -(-parameters * bits // 8)
 
 
-def count_kv_cache_bytes(shape: ModelShape, batch: int, tokens: int, element_bytes: int = CACHE_BYTES) -> int:
+def count_kv_cache_bytes(shape: ModelShape, batch: int, tokens: int, element_bytes: int = CACHE_BYTES["bf16"]) -> int:
     """2*L*G*D*s*b*e: keys and values of L layers; G heads of them (fewer with grouped queries), each D wide."""
     return 2 * shape.num_layers * shape.num_query_groups * shape.kv_channels * tokens * batch * element_bytes

@@ -92,12 +92,16 @@ class Instruments:
                 action(*arguments)
             except Exception as error:  # noqa: BLE001 - whatever an instrument dies of must not take the training with it
                 member = action.__self__
-                self.members.remove(member)
-                self._actions.clear()
                 self._warn(f"{type(member).__name__}.{moment} failed and was switched off; training goes on: {error}")
-                if moment != "close":
-                    with contextlib.suppress(Exception):
-                        member.close(error)  # what it has switched on must not stay on: some of it crashes at exit
+                self.switch_off(member, error, closed=moment == "close")
+
+    def switch_off(self, member: Instrument, error: BaseException | None = None, closed: bool = False):
+        """Do without a member from now on. closed: it has been closed."""
+        self.members.remove(member)
+        self._actions.clear()
+        if not closed:
+            with contextlib.suppress(Exception):
+                member.close(error)  # what it has switched on must not stay on: some of it crashes at exit
 
 
 class _Phase:

@@ -17,9 +17,8 @@ from megatron_lite.instruments.on_demand import OnDemand
 from megatron_lite.instruments.snapshot_format import make_snapshot_folder, name_snapshot
 from megatron_lite.instruments.timeline import Timeline
 from megatron_lite.instruments.torch_profiler import TorchProfiler
-from megatron_lite.parallel.flight_recorder import describe_hand_over
 from megatron_lite.parallel.layers import count_compilations
-from megatron_lite.parallel.rank_store import RunPosition
+from megatron_lite.parallel.rank_status import RunPosition, describe_hand_over
 from megatron_lite.thresholds import MIN_BEFORE
 
 

@@ -122,4 +122,5 @@ class OnDemand(Instrument):
             first, stop = map(int, read_bounded(self._answer, MAX_BYTES).split())
             if self._seen != (first, stop) and step < stop:
                 self.window.steps, self.window.on_demand = range(max(first, step), stop), True
+                self.window.traced_on_demand = True  # by the one that leads, at least
             self._seen = first, stop

@@ -244,6 +244,10 @@ class TorchProfiler(Instrument):
             **TABLE_LIMIT,
         )
 
+    def owns(self, profile: torch.autograd.profiler.profile) -> bool:
+        """Whether it is this instrument's."""
+        return self._profiler is not None and self._profiler.profiler is profile
+
     def _open_span(self, name: str):
         self._spans.append(record_function(name))
         self._spans[-1].__enter__()
@@ -262,6 +266,8 @@ class TorchProfiler(Instrument):
             left.__exit__(None, None, None)
 
     def _prepare(self):
+        if torch.autograd._profiler_enabled():
+            raise RuntimeError("another profiler is on, and torch has one at a time")
         if self.cuda:
             self._room = self._room or enlarge_buffers(os.environ)
         self._worker = f"{socket.gethostname()}_rank{self.rank}.{time.time_ns()}"

@@ -13,27 +13,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.nn.attention.bias import causal_lower_right
 
 from megatron_lite.config.layout import Layout
 from megatron_lite.config.plan import Plan
 from megatron_lite.model.attention import Attend
-from megatron_lite.parallel.process_group import operation_limit
+from megatron_lite.parallel.mesh import arrange_ranks, make_group
 from megatron_lite.parallel.tensor_parallel import collectives
 
 
 def make_context_group(plan: Plan) -> dist.ProcessGroup | None:
     """This rank's, or None where each has whole sequences. Collective."""
-    layout = plan.layout
-    if layout.context == 1:
+    if plan.layout.context == 1:
         return None
-    groups = [
-        [layout.find_rank(tensor, context, data, stage) for context in range(layout.context)]
-        for stage in range(layout.pipeline)
-        for data in range(layout.data)
-        for tensor in range(layout.tensor)
-    ]
-    return dist.new_subgroups_by_enumeration(groups, timeout=operation_limit(plan), group_desc="context")[0]
+    return make_group(plan, arrange_ranks(plan.layout).transpose(2, 3), "context")
 
 
 def share_out_positions(model: nn.Module, layout: Layout, length: int):
@@ -64,6 +56,8 @@ def _attend_to_all(
                 None, None
             ]
         elif chunk.start and q_BNCD.is_cuda:  # else a rehearsal's, whose memory is that of any causal attention
+            from torch.nn.attention.bias import causal_lower_right  # imports torch.compile's, which takes a second
+
             earlier = causal_lower_right(len(chunk), chunk.stop)
         parts.append(function(q_BNCD, keys, values, earlier, *others))
     return torch.cat(parts, dim=2)

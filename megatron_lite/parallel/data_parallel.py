@@ -14,8 +14,9 @@ from megatron_lite.config.layout import COPIES
 from megatron_lite.config.plan import Plan
 from megatron_lite.marks import GRADIENT_BUFFER, mark_memory
 from megatron_lite.parallel.groups import Groups
+from megatron_lite.parallel.mesh import find_group
 from megatron_lite.parallel.pipeline import Pipeline
-from megatron_lite.parallel.replica import Replica, find_group
+from megatron_lite.parallel.replica import Replica
 from megatron_lite.units import MIB
 
 BUCKET_MIB = 25  # torch's default

@@ -8,8 +8,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megatron_lite.config.plan import Plan
 from megatron_lite.parallel.context_parallel import make_context_group
+from megatron_lite.parallel.mesh import make_mesh
 from megatron_lite.parallel.pipeline import Pipeline, make_pipeline
-from megatron_lite.parallel.replica import make_mesh
 from megatron_lite.parallel.tensor_parallel import TensorGroup, make_tensor_group
 
 

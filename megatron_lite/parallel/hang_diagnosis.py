@@ -5,14 +5,12 @@ import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 
 from megatron_lite.config.layout import Layout
 from megatron_lite.config.world import World
 from megatron_lite.errors import RanksError
-from megatron_lite.parallel.flight_recorder import DEFAULT, STAGES, Operation
-from megatron_lite.parallel.rank_store import RankStatus, RankStore
+from megatron_lite.parallel.rank_status import DEFAULT, STAGES, Operation, RankStatus, RankStore
 from megatron_lite.process_state import memory_kills, process_state
 from megatron_lite.run_folder import RANKS_FILE, RUN_FILE, write_atomically
 from megatron_lite.shared_files import read_bounded
@@ -47,7 +45,7 @@ LINES = {  # what is said of ranks of a kind; whoever is of an earlier kind is t
 ENDED = ("left", "dead", "signalled")
 
 
-@dataclass(frozen=True)
+@dataclass
 class Case:
     """What the rank that asks has found out."""
 
@@ -55,14 +53,14 @@ class Case:
     size: int
     reason: str  # CLOSED, LATE or TERMINATED
     limit_s: float  # how long a collective may take
-    now: float  # seconds since 1970
     posts: dict[int, RankStatus]  # the newest of every rank that has ever written one
-    states: dict[int, str | None] = field(default_factory=dict)  # dead, stopped, running: processes of this machine
     operation: Operation | None = None  # what the asking rank waited in
-    memory_kills: int = 0  # on this machine since the run began
-    report: str | None = None  # the file with all posts
     detail: str | None = None  # what the transport said of a broken connection
+    report: str | None = None  # the file with all posts
     layout: Layout = field(default_factory=Layout)
+    now: float = 0.0  # seconds since 1970
+    states: dict[int, str | None] = field(default_factory=dict)  # dead, stopped, running: processes of this machine
+    memory_kills: int = 0  # on this machine since the run began
 
     @property
     def waited_in(self) -> str:
@@ -70,7 +68,7 @@ class Case:
             return "a collective" if self.posts[self.rank].begun else "the first meeting of all ranks"
         return str(self.operation)
 
-    @cached_property
+    @property
     def awaited(self) -> list[int]:
         """Those for whom the asking rank waits in the end: a rank that has not begun what it waits in may wait itself, for
         others in another group."""
@@ -236,16 +234,14 @@ class HangDiagnosis:
             self.store.set_status(dataclasses.replace(mine, answers=True, waiting=waiting))
             line = self.store.wait_for_cause(VERDICT_SECONDS)
             return RanksError(line, told=True) if line else None
-        everyone, end = range(self.world.size), time.monotonic() + ANSWER_SECONDS
-        case = self._look(reason, mine, operation, everyone, detail)
-        found = find_cause(case, heard=False)
-        while found is None and reason != TERMINATED:
+        case, end = self._open_case(reason, mine, operation, detail), time.monotonic() + ANSWER_SECONDS
+        while True:
+            self._look(case, range(case.size))
             heard = answered(case) or time.monotonic() >= end
             found = find_cause(case, heard=heard)
-            if heard:
+            if found is not None or heard or reason == TERMINATED:
                 break
             time.sleep(SECONDS_BETWEEN_LOOKS)
-            case = self._look(reason, mine, operation, everyone, detail, case.posts)
         self.store.publish_cause(found.line if found else "")
         if found is None:
             return None
@@ -255,37 +251,28 @@ class HangDiagnosis:
 
     def has_dead_neighbor(self, mine: RankStatus, operation: Operation | None) -> bool:
         """Has a rank of this machine died or failed? Takes milliseconds, and disturbs nobody."""
-        first = self.world.rank - self.world.local_rank
-        case = self._look(TERMINATED, mine, operation, range(first, first + self.world.local_size))
+        case, first = self._open_case(TERMINATED, mine, operation), self.world.rank - self.world.local_rank
+        self._look(case, range(first, first + self.world.local_size))
         return find_cause(case, heard=False) is not None
 
-    def _look(
-        self, reason, mine, operation, ranks: range, detail=None, known: dict[int, RankStatus] | None = None
-    ) -> Case:
-        """known: earlier posts; who has answered is not asked again."""
-        known, kills = known or {}, memory_kills()
-        unheard = [rank for rank in ranks if rank not in known or not known[rank].answers]
-        posts = known | self.store.get_statuses(unheard) | {self.world.rank: dataclasses.replace(mine, answers=True)}
-        here = (mine.host, mine.pids)  # ended ranks left out: another process may have their number by now
-        states = {
+    def _open_case(self, reason: str, mine: RankStatus, operation: Operation | None, detail: str | None = None) -> Case:
+        posts = {self.world.rank: dataclasses.replace(mine, answers=True)}
+        report = str(self.run_dir / RANKS_FILE) if self.run_dir else None
+        size, limit_s, layout = self.world.size, self.limit_s, self.layout
+        return Case(self.world.rank, size, reason, limit_s, posts, operation, detail, report, layout)
+
+    def _look(self, case: Case, ranks: range):
+        """Bring the case up to date; who has answered is not asked again."""
+        unheard = [rank for rank in ranks if rank not in case.posts or not case.posts[rank].answers]
+        case.posts |= self.store.get_statuses(unheard)
+        case.now, kills, mine = time.time(), memory_kills(), case.posts[case.rank]
+        case.states = {  # ended ranks left out: another process may have their number by now
             rank: process_state(post.pid)
-            for rank, post in posts.items()
-            if rank != self.world.rank and (post.host, post.pids) == here and post.left is None
+            for rank, post in case.posts.items()
+            if rank != case.rank and (post.host, post.pids) == (mine.host, mine.pids) and post.left is None
         }
-        return Case(
-            rank=self.world.rank,
-            size=self.world.size,
-            reason=reason,
-            limit_s=self.limit_s,
-            now=time.time(),
-            posts=posts,
-            states=states,
-            operation=operation,
-            memory_kills=kills - self._kills if kills is not None and self._kills is not None else 0,
-            report=str(self.run_dir / RANKS_FILE) if self.run_dir else None,
-            detail=detail,
-            layout=self.layout,
-        )
+        if kills is not None and self._kills is not None:
+            case.memory_kills = kills - self._kills
 
     def _write_down(self, case: Case, found: Cause):
         """RUN/ranks.json: the verdict and every rank's last post, with stacks of those that answered; and the end in run.json."""

@@ -22,7 +22,7 @@ from megatron_lite.config.layout import Layout, Stage, Turn, find_source, list_f
 from megatron_lite.config.plan import Plan
 from megatron_lite.config.shape import ModelShape
 from megatron_lite.model.gpt import DTYPES
-from megatron_lite.parallel.process_group import operation_limit
+from megatron_lite.parallel.mesh import arrange_ranks, make_group
 from megatron_lite.parallel.weight_gradients import WeightGradients
 from megatron_lite.phases import Phase
 
@@ -162,17 +162,8 @@ def make_pipeline(plan: Plan, device: torch.device) -> Pipeline:
     layout, stage = plan.layout, plan.stage
     if stage.stages == 1:
         return Pipeline(stage)
-    lines = [
-        [layout.find_rank(tensor, context, data, number) for number in range(layout.pipeline)]
-        for data in range(layout.data)
-        for context in range(layout.context)
-        for tensor in range(layout.tensor)
-    ]
-    [mine] = [line for line in lines if plan.world.rank in line]
-
-    def make_groups(lines: list[list[int]], name: str) -> dist.ProcessGroup:
-        return dist.new_subgroups_by_enumeration(lines, timeout=operation_limit(plan), group_desc=name)[0]
-
+    lines = arrange_ranks(layout).movedim(0, -1)
+    mine = lines[layout.data_rank, layout.context_rank, layout.tensor_rank].tolist()
     make = partial(
         torch.empty,
         _measure_hidden(plan.rank_shape, layout, plan.args.training.micro_batch_size),
@@ -182,9 +173,9 @@ def make_pipeline(plan: Plan, device: torch.device) -> Pipeline:
 
     def make_link(step: int, name: str) -> Link:
         """To the stage `step` further on. Chunks go round: from the one end to the other."""
-        group, around = make_groups(lines, name), None
+        group, around = make_group(plan, lines, name), None
         if len(stage.chunks) > 1:
-            around = make_groups(lines, f"{name}, from end to end")
+            around = make_group(plan, lines, f"{name}, from end to end")
 
         def find_peer(number: int) -> Peer | None:
             inside = 0 <= number < layout.pipeline
@@ -194,7 +185,7 @@ def make_pipeline(plan: Plan, device: torch.device) -> Pipeline:
 
     # a group each: what two ranks send each other in one group has to be sent and received in one order
     onward, back = make_link(1, "pipeline"), make_link(-1, "pipeline gradients")
-    ends = make_groups([[line[0], line[-1]] for line in lines], "ends") if plan.shape.tied_embeddings else None
+    ends = make_group(plan, lines[..., [0, -1]], "ends") if plan.shape.tied_embeddings else None
     # the first use of a connection may wait for the other side: here in an order that all come to
     for link in (onward, back):
         link.ask()

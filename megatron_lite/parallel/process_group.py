@@ -13,7 +13,7 @@ from megatron_lite.config.args import ParallelArgs
 from megatron_lite.config.plan import Plan
 from megatron_lite.config.world import World
 from megatron_lite.errors import UserError, first_line
-from megatron_lite.parallel.flight_recorder import FlightRecorder
+from megatron_lite.parallel.rank_status import FlightRecorder
 from megatron_lite.parallel.watchdog import NoWatchdog, Watchdog
 
 # NCCL's watchdog aborts the process without a word that names a rank; the watchdog speaks first

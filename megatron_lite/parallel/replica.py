@@ -1,48 +1,14 @@
 """What the ways of training data parallel have in common: ranks by what they hold, this rank's parts, and sums over those that hold others."""
 
-import itertools
-
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from megatron_lite.config.layout import (
-    COPIES,
-    PIPELINE,
-    ROWS,
-    TENSOR,
-    Layout,
-    Part,
-    Sharding,
-    count_stage_layers,
-    find_part,
-    is_split,
-)
+from megatron_lite.config.layout import TENSOR, Layout, Part, Sharding, count_stage_layers, find_part, is_split
 from megatron_lite.config.plan import Plan
+from megatron_lite.parallel.mesh import find_group
 from megatron_lite.parallel.pipeline import Pipeline, add_ends, cut_chunks, is_copy
-from megatron_lite.parallel.process_group import operation_limit
-
-
-def make_mesh(plan: Plan, device: torch.device) -> DeviceMesh | None:
-    """The ranks by what they hold, or None where each holds everything. Collective."""
-    layout, rows = plan.layout, plan.sharding.ranks if plan.sharding else 1
-    sizes = {PIPELINE: layout.pipeline, COPIES: layout.replicas // rows, ROWS: rows, TENSOR: layout.tensor}
-    if sizes[COPIES] == plan.world.size:
-        return None
-    places = itertools.product(*map(range, (layout.pipeline, layout.data, layout.context, layout.tensor)))
-    ranks = torch.tensor([layout.find_rank(tensor, context, data, stage) for stage, data, context, tensor in places])
-    sizes = {name: size for name, size in sizes.items() if size > 1}
-    mesh = DeviceMesh(device.type, ranks.view(*sizes.values()), mesh_dim_names=tuple(sizes))
-    for name in sizes if dist.get_backend() != "fake" else ():
-        _set_pg_timeout(operation_limit(plan), mesh[name].get_group())  # it would be torch's own, half an hour
-    return mesh
-
-
-def find_group(mesh: DeviceMesh | None, name: str) -> dist.ProcessGroup | None:
-    """This rank's group along a dimension of the mesh; None where that has one rank."""
-    return mesh[name].get_group() if mesh is not None and name in mesh.mesh_dim_names else None
 
 
 def describe_layout(plan: Plan) -> str:

@@ -9,7 +9,6 @@ dimensions, (B, T / ranks, H).
 Letters: B sequences, T positions, M = B * T, H hidden, W columns of this rank, V words of this rank.
 """
 
-import itertools
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -26,8 +25,7 @@ from megatron_lite.config.layout import TENSOR
 from megatron_lite.config.plan import Plan
 from megatron_lite.model.attention import Attend
 from megatron_lite.model.loss import Pieces, fused_token_losses
-from megatron_lite.parallel.process_group import operation_limit
-from megatron_lite.parallel.replica import find_group
+from megatron_lite.parallel.mesh import arrange_ranks, find_group, make_group
 from megatron_lite.parallel.weight_gradients import Keep, WeightGradients, multiply
 
 # the operations below torch.distributed's functions: they return at once, torch.compile knows them, and `wait_tensor` waits
@@ -83,14 +81,7 @@ def make_tensor_group(plan: Plan, mesh: DeviceMesh | None) -> TensorGroup | None
         return None
     query_group = None
     if sharing > 1:
-        others = itertools.product(
-            range(0, layout.tensor, sharing), *map(range, (layout.context, layout.data, layout.pipeline))
-        )
-        together = [[layout.find_rank(first + index, *at) for index in range(sharing)] for first, *at in others]
-        limit = operation_limit(plan)
-        query_group = dist.new_subgroups_by_enumeration(together, timeout=limit, group_desc="tensor, of a query group")[
-            0
-        ]
+        query_group = make_group(plan, arrange_ranks(layout).unflatten(3, (-1, sharing)), "tensor, of a query group")
     return TensorGroup(group, layout.tensor, layout.tensor_rank, layout.sequence_parallel, query_group)
 
 

@@ -23,7 +23,6 @@ import torch.distributed as dist
 from megatron_lite.config.layout import Layout
 from megatron_lite.config.world import World
 from megatron_lite.errors import RanksError, first_line
-from megatron_lite.parallel.flight_recorder import FlightRecorder, Operation
 from megatron_lite.parallel.hang_diagnosis import (
     AGAIN,
     ANSWER_SECONDS,
@@ -34,7 +33,15 @@ from megatron_lite.parallel.hang_diagnosis import (
     HangDiagnosis,
     end_record,
 )
-from megatron_lite.parallel.rank_store import RankStatus, RankStore, RunPosition, describe_rank, read_stack
+from megatron_lite.parallel.rank_status import (
+    FlightRecorder,
+    Operation,
+    RankStatus,
+    RankStore,
+    RunPosition,
+    describe_rank,
+    read_stack,
+)
 from megatron_lite.process_state import find_launcher, is_there
 from megatron_lite.rank_errors import tell_error
 from megatron_lite.terminal import print_lines
@@ -105,7 +112,7 @@ class Watchdog:
         self._stuck: tuple[int, float] | None = None  # (collectives finished, since when no further one)
         self._waiting: Operation | None = None  # the one that does not finish
         self._failed_since: float | None = None
-        self._speaks = self._over = False
+        self._over = False
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     # --- the trainer's thread

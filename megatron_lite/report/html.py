@@ -9,9 +9,10 @@ from typing import Any
 
 from megatron_lite.analysis.findings.rules import get_page
 from megatron_lite.analysis.report import REPORT_SCHEMA, Report
-from megatron_lite.report.charts import Figure, build_charts
+from megatron_lite.report.charts import build_charts
+from megatron_lite.report.draw import Figure
 from megatron_lite.report.json_file import plain
-from megatron_lite.report.section import Section, Table
+from megatron_lite.report.section import Card, Section, Table, drop_empty_columns
 from megatron_lite.report.sections.all import build_limitations, build_sections, describe_confidence
 from megatron_lite.report.text import milliseconds, percent
 from megatron_lite.terminal import escape
@@ -19,6 +20,7 @@ from megatron_lite.units import count, significant, size
 
 FOLDER = Path(__file__).parent
 MAX_ROWS = 200
+MAX_PAPER_ROWS = 24  # as page.css has it
 MAX_CELL_LETTERS = 400  # a kernel's template arguments can fill a page
 MAX_UNBROKEN_LETTERS = 20  # of a cell that stays on one line
 MAX_LETTERS_ON_A_PHONE = 44  # of all columns together
@@ -60,13 +62,16 @@ def build_tiles(report: Report) -> list[tuple[str, str]]:
 
 def html_page(report: Report) -> str:
     """The whole page as text."""
+    charts, sections = build_charts(report), build_sections(report, True)
+    if "losses" in charts:
+        sections.append(Section("losses", "Losses", "of every step", []))
     pages = {finding.code: get_page(finding.code) for finding in report.findings}
     return render_page(
-        build_sections(report, True),
-        build_charts(report),
+        sections,
+        charts,
         title=report.title,
         command="report",
-        sentences=[report.verdict.sentence],
+        sentences=re.split(r"(?<=\.) ", report.verdict.sentence),
         inconclusive=report.verdict.bound == "inconclusive",
         confidence=describe_confidence(report),
         tiles=build_tiles(report),
@@ -78,12 +83,13 @@ def html_page(report: Report) -> str:
     )
 
 
-def render_page(sections: Sequence[Section], charts: Mapping[str, Figure], **texts: Any) -> str:
+def render_page(sections: Sequence[Section], charts: Mapping[str, Figure | None], **texts: Any) -> str:
     """page.html.jinja, whose every expression loses what a terminal or browser would obey. charts: by the section's key; texts: what
     else the page names."""
     import jinja2  # here: reports without a page do not wait for it
     from markupsafe import Markup
 
+    cards = [block for section in sections for block in section.blocks if isinstance(block, Card)]
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(FOLDER),
         autoescape=True,
@@ -92,26 +98,32 @@ def render_page(sections: Sequence[Section], charts: Mapping[str, Figure], **tex
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
-    template = environment.get_template(
-        "page.html.jinja", globals={"kind_of": _choose_layout, "cell_classes": _choose_cell_classes, **texts}
-    )
-    places = {section.key for section in sections}
-    charts = {key: figure for key, figure in charts.items() if key in places}
-    library = _read_plotly() if charts else ""
-    shown = charts if library else {}
-    figures = {key: {"data": figure.data, "layout": figure.layout} for key, figure in shown.items()}
-    return template.render(
-        sections=sections,
-        charts=shown,
-        without_charts=bool(charts) and not library,
-        css=(FOLDER / "page.css").read_text(encoding="utf-8"),
-        script=(FOLDER / "page.js").read_text(encoding="utf-8"),
-        library=library,
+    shown = {section.key: figure for section in sections if (figure := charts.get(section.key))}
+    library = _read_plotly() if shown else ""
+    figures = {key: {"data": figure.data, "layout": figure.layout} for key, figure in shown.items() if library}
+    known = {
+        "inconclusive": False,
+        "confidence": "",
+        "tiles": [],
+        "about": {},
+        "sections": sections,
+        "charts": shown,
+        "cards": {section.key: [card for card in cards if section.key in card.shown_in] for section in sections},
+        "without_charts": bool(shown) and not library,
+        "css": (FOLDER / "page.css").read_text(encoding="utf-8"),
+        "script": (FOLDER / "page.js").read_text(encoding="utf-8"),
+        "library": library,
         # no name in it can end the script: < does not occur
-        data=json.dumps(plain(figures), allow_nan=False, separators=(",", ":")).replace("<", "\\u003c"),
-        max_rows=MAX_ROWS,
-        max_cell_letters=MAX_CELL_LETTERS,
-    )
+        "data": json.dumps(plain(figures), allow_nan=False, separators=(",", ":")).replace("<", "\\u003c"),
+        "max_rows": MAX_ROWS,
+        "max_paper_rows": MAX_PAPER_ROWS,
+        "max_cell_letters": MAX_CELL_LETTERS,
+        "kind_of": _choose_layout,
+        "cell_classes": _choose_cell_classes,
+        "drop_empty_columns": drop_empty_columns,
+    }
+    # as globals, so that macros see them
+    return environment.get_template("page.html.jinja", globals={**known, **texts}).render()
 
 
 def _choose_layout(table: Table) -> str:

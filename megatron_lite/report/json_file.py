@@ -9,13 +9,26 @@ from typing import Any
 
 import numpy as np
 
+from megatron_lite.analysis.memory.memory_results import LedgerRow
+from megatron_lite.analysis.rank_facts import RankFacts
 from megatron_lite.analysis.report import REPORT_SCHEMA, Report
-from megatron_lite.analysis.run.run_results import RankLines, Run
-from megatron_lite.analysis.run_facts import Compared, RankFacts
+from megatron_lite.analysis.run.run_results import RankLines, Run, Steps
+from megatron_lite.analysis.run_facts import Compared
+from megatron_lite.analysis.time.time_results import RankTime
 from megatron_lite.report.sections.all import build_limitations
 
 OF_RANKS = ("ranks_seen", "snapshots", "traced_memory")
 LISTS = (list, tuple, set, frozenset)
+COMPUTED = {
+    Compared: "difference",
+    LedgerRow: "difference_bytes",
+    RankTime: "idle_ms",
+}  # a property that is written, too
+OF_TRACE = ("source", "writer", "rank", "world_size", "devices", "facts")  # the fields of Trace that are written
+NOT_OF_RUN = {field.name for field in dataclasses.fields(Steps)} | {
+    "plan",
+    "record",
+}  # steps.jsonl and run.json have them
 MAX_IN_FULL = 16  # entries of one of these lists; of more only the one that the report shows is whole
 MAX_RANK_NUMBERS = 50_000  # from console lines; of more lines evenly chosen ones
 
@@ -52,7 +65,7 @@ def as_json(report: Report) -> dict[str, Any]:
         "ranks_seen": lists["ranks_seen"],
         "ranks": plain(facts.ranks),
         "snapshots": lists["snapshots"],
-        "ledger": [plain(row) | {"difference_bytes": row.difference_bytes} for row in facts.ledger],
+        "ledger": plain(facts.ledger),
         "traced_memory": lists["traced_memory"],
         "predicted": plain(facts.predicted),
         "run": run,
@@ -70,10 +83,8 @@ def _list_entries(report: Report, key: str, short: bool) -> Iterator[dict[str, A
         if not isinstance(one, RankFacts):
             yield plain(one, less)
             continue
-        names = ("source", "writer", "rank", "world_size", "devices", "facts")
-        entry = plain({name: getattr(one.trace, name) for name in names}, less)
-        time = plain(one.time, less) | {"idle_ms": plain(one.time.idle_ms)}
-        yield entry | {"time": time, "kernels": plain(one.kernels, less)}
+        entry = plain({name: getattr(one.trace, name) for name in OF_TRACE}, less)
+        yield entry | {"time": plain(one.time, less), "kernels": plain(one.kernels, less)}
 
 
 def _run_as_json(run: Run) -> dict[str, Any]:
@@ -90,9 +101,8 @@ def _run_as_json(run: Run) -> dict[str, Any]:
         memory = {name: getattr(ranks, name)[every] for name in ("host_memory_bytes", "peak_memory_bytes")}
         ranks = dataclasses.replace(ranks, intervals=chosen, **memory)
     for field in dataclasses.fields(run):
-        value = ranks if field.name == "ranks" else getattr(run, field.name)
-        if not isinstance(value, np.ndarray) and field.name not in ("plan", "record", "phases_ms", "gpu_phases_ms"):
-            found[field.name] = plain(value)
+        if field.name not in NOT_OF_RUN:
+            found[field.name] = plain(ranks if field.name == "ranks" else getattr(run, field.name))
     if ranks:
         found["ranks"]["intervals"] = intervals
     return found
@@ -120,8 +130,9 @@ def plain(value: Any, short: bool = False) -> Any:
     if isinstance(value, enum.Enum):
         return value.value
     if dataclasses.is_dataclass(value):
-        fields = plain({field.name: getattr(value, field.name) for field in dataclasses.fields(value)}, short)
-        return fields | {"difference": plain(value.difference)} if isinstance(value, Compared) else fields
+        names = [field.name for field in dataclasses.fields(value)]
+        names += [COMPUTED[type(value)]] if type(value) in COMPUTED else []
+        return plain({name: getattr(value, name) for name in names}, short)
     if isinstance(value, dict):
         items = [(key, item) for key, item in value.items() if not (short and isinstance(item, LISTS))]
         return {str(plain(key)): plain(item, short) for key, item in items}

@@ -1,13 +1,12 @@
 """The layouts that `megatron-lite plan --search` found, as sections: a verdict with flags to paste, the fastest ones, time against memory."""
 
 from collections.abc import Iterator
-from typing import Any
 
 from megatron_lite.config.plan import Plan
 from megatron_lite.estimate.search import Candidate, Search, get_sizes
 from megatron_lite.estimate.step_time import BUBBLE, LAYER_GROUPS
 from megatron_lite.estimate.traffic import CONTEXT, DATA, PIPELINE, TENSOR, find_members
-from megatron_lite.report.section import Lines, Section, Table, drop_empty_columns, limit_rows
+from megatron_lite.report.section import Lines, Section, Table, limit_rows
 from megatron_lite.report.text import milliseconds, percent, share
 from megatron_lite.units import count, size
 
@@ -24,9 +23,8 @@ def judge_search(found: Search) -> list[str]:
         if found.least is None:
             return ["no layout divides this model and these GPUs"]
         needed = f"{size(found.least.peak_bytes)} with {found.least.variant.words or 'the flags as they are'}"
-        return [
-            f"none of {count(found.tried)} layouts fits into {room}: the least is {needed}; take more GPUs or larger ones"
-        ]
+        none = f"none of {count(found.tried)} layouts fits into {room}"
+        return [f"{none}: the least is {needed}; take more GPUs or larger ones"]
     best = found.fitting[0]
     assert best.variant.time is not None  # a search is of a GPU
     speed = f"{milliseconds(best.step_ms)} ms per step, {count(best.variant.time.tokens_per_s)} tokens/s"
@@ -48,32 +46,31 @@ def build_search_sections(found: Search, everything: bool) -> Iterator[Section]:
     if not found.fitting:
         return
     layouts = found.best_of_layouts
-    shown, hidden = limit_rows(layouts, MAX_ROWS, everything)
-    table = drop_empty_columns(Table([_list_cells(one) for one in shown], "rrrrrlrlrrrrr", HEAD, hidden=hidden))
+    table = _build_table(layouts, everything)
     of = f"{len(layouts)} layouts fit, {count(found.tried)} variants tried"
     caveat = (
         "bounds, as in Time of a step at best: real steps take longer, small products and many messages most of all; "
         "tensor, context, bubble: their share of the step; the same global batch for all"
     )
-    reasons = [*_give_reasons(shown[0]), *_compare(layouts), caveat]
+    reasons = [*_give_reasons(layouts[0]), *_compare(layouts), caveat]
     yield Section("layouts", "Fastest of each layout", of, [table, Lines(reasons, quiet=True)])
-    front, hidden = limit_rows(found.front, MAX_ROWS, everything)
-    table = drop_empty_columns(Table([_list_cells(one) for one in front], "rrrrrlrlrrrrr", HEAD, hidden=hidden))
     of = "those of which none other is as fast with less memory"
-    yield Section("front", "Time against memory", of, [table])
+    yield Section("front", "Time against memory", of, [_build_table(found.front, everything)])
+
+
+def _build_table(candidates: list[Candidate], everything: bool) -> Table:
+    shown, hidden = limit_rows(candidates, MAX_ROWS, everything)
+    return Table([_list_cells(one) for one in shown], "rrrrrlrlrrrrr", HEAD, hidden=hidden)
 
 
 def _list_cells(one: Candidate) -> list[str]:
     plan, step_ms = one.plan, one.step_ms
     chunks, shared, model = len(plan.stage.chunks), plan.sharding, plan.args.model
     kept = "" if shared is None else f"ZeRO-{3 if shared.gathers_twice else 1}"
-    again = {None: "", "selective": "selective"}.get(model.recompute_granularity)
-    if again is None:
-        again = (
-            "all layers"
-            if plan.recomputed_layers == plan.stage.chunk_size
-            else f"{plan.recomputed_layers} of {plan.stage.chunk_size}"
-        )
+    again = model.recompute_granularity or ""
+    if again == "full":
+        some = f"{plan.recomputed_layers} of {plan.stage.chunk_size}"
+        again = "all layers" if plan.recomputed_layers == plan.stage.chunk_size else some
     shares = [one.sum_rows(LAYER_GROUPS[TENSOR]), one.sum_rows(LAYER_GROUPS[CONTEXT]), one.sum_rows(BUBBLE)]
     return [
         *(str(number) if number > 1 else "" for number in get_sizes(plan.layout)), str(chunks) if chunks > 1 else "", kept,
@@ -100,10 +97,8 @@ def _give_reasons(one: Candidate) -> Iterator[str]:
 
 
 def _place(plan: Plan, group: str) -> str:
-    members = find_members(group, plan.layout, plan.sharding, plan.world)
-    if members.nodes == 1:
-        return "its traffic stays within a node"
-    return f"its traffic goes over the network between {members.nodes} nodes"
+    nodes = find_members(group, plan.layout, plan.sharding, plan.world).nodes
+    return f"its traffic {f'goes over the network between {nodes} nodes' if nodes > 1 else 'stays within a node'}"
 
 
 def _cost(one: Candidate, *names: str) -> str:
@@ -121,24 +116,3 @@ def _compare(layouts: list[Candidate]) -> Iterator[str]:
     if more[name] > 0:
         most = f"{milliseconds(more[name])} ms more for {name}"
         yield f"{name_layout(layouts[1].plan)} takes {milliseconds(slower)} ms longer: {most}"
-
-
-def search_as_json(found: Search | None) -> dict[str, Any] | None:
-    """For programs: the fastest of each layout, and the front."""
-    if found is None:
-        return None
-    return {
-        "gpu": found.processor.name, "budget_bytes": found.budget_bytes, "margin": found.margin, "tried": found.tried,
-        "fitting": len(found.fitting), "layouts": [_candidate_as_json(one) for one in found.best_of_layouts],
-        "front": [_candidate_as_json(one) for one in found.front],
-    }  # fmt: skip
-
-
-def _candidate_as_json(one: Candidate) -> dict[str, Any]:
-    time = one.variant.time
-    return {
-        **dict(zip(("tensor", "context", "pipeline", "data"), get_sizes(one.plan.layout))),
-        "micro_batch_size": one.plan.args.training.micro_batch_size, "add": list(one.variant.add),
-        "drop": list(one.variant.drop), "peak_bytes": one.peak_bytes, "step_ms": one.step_ms,
-        "rows": {row.name: row.ms for row in time.rows} if time else {},
-    }  # fmt: skip

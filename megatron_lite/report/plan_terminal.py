@@ -9,6 +9,7 @@ from megatron_lite.estimate.inference import InferencePrediction
 from megatron_lite.estimate.prediction import MemoryPrediction
 from megatron_lite.estimate.step_time import Duration
 from megatron_lite.estimate.what_if import Fit
+from megatron_lite.report import palette
 from megatron_lite.report.plan_figures import Exact, Outlook, PlanReport, StageOutlook, simulate_stages
 from megatron_lite.report.plan_search import build_search_sections, judge_search
 from megatron_lite.report.section import (
@@ -17,7 +18,6 @@ from megatron_lite.report.section import (
     Section,
     Table,
     build_share_table,
-    drop_empty_columns,
     limit_rows,
     section_lines,
 )
@@ -137,6 +137,7 @@ MAX_STAGES, MAX_COLLECTIVES = 12, 12  # rows
 MAX_SIMULATED = 8192  # micro-batches times chunks times stages
 STATES, ACTIVATIONS, LOSS, OTHER = "state", "activations", "logits", "other"
 KINDS = (STATES, ACTIVATIONS, LOSS)
+KIND_COLORS = {STATES: palette.BLUE, ACTIVATIONS: palette.ORANGE, LOSS: palette.VERMILION, OTHER: palette.GREY}
 KIND_OF = {name: STATES for name in ("parameters", "gradients", "master weights", "moments")}
 KIND_OF |= {"activations": ACTIVATIONS, "logits and loss": LOSS}
 
@@ -212,12 +213,11 @@ def build_stages_section(report: PlanReport) -> Section:
         held = [size(kinds[kind]) if kinds[kind] else "" for kind in KINDS]
         rows.append([f"{stage.number + 1}", layers, size(one.memory.peak.num_bytes), exact, *held, count(waiting), own])
     head = ["stage", "layers", "peak", "exact", *KINDS, "in flight", "work at best"]
-    table = drop_empty_columns(Table(rows, "rl" + "r" * (len(head) - 2), head, hidden=hidden))
+    table = Table(rows, "rl" + "r" * (len(head) - 2), head, hidden=hidden)
     meaning = "state: weights, moments, gradients; in flight: micro-batches whose activations wait for backward"
     lines = [_say_why_heaviest(stages), meaning]
-    return Section(
-        "stages", "Memory by stage", "estimate for one GPU of each, at its peak", [table, Lines(lines, quiet=True)]
-    )
+    blocks: list[Block] = [table, Lines(lines, quiet=True)]
+    return Section("stages", "Memory by stage", "estimate for one GPU of each, at its peak", blocks)
 
 
 def _build_schedule_section(report: PlanReport) -> Iterator[Section]:
@@ -231,16 +231,13 @@ def _build_schedule_section(report: PlanReport) -> Iterator[Section]:
     end_ms, rows, shares = max(one.end_ms for one in turns), [], []
     for number in range(len(stages)):
         busy_ms = sum(one.end_ms - one.start_ms for one in turns if one.stage == number)
-        waits = share(end_ms - busy_ms, end_ms)
-        rows.append(
-            [str(number + 1), f"{milliseconds(busy_ms)} ms", f"{milliseconds(end_ms - busy_ms)} ms", percent(waits)]
-        )
-        shares.append(waits)
+        times = [f"{milliseconds(ms)} ms" for ms in (busy_ms, end_ms - busy_ms)]
+        shares.append(share(end_ms - busy_ms, end_ms))
+        rows.append([str(number + 1), *times, percent(shares[-1])])
     shown, hidden = limit_rows(rows, MAX_STAGES, report.everything)
     table = Table(shown, "rrrr", ["stage", "computes", "waits", "share"], shares=shares[: len(shown)], hidden=hidden)
-    bubble = measure_bubble(
-        len(stages), micro_batches, len(plan.stage.chunks) * (3 if plan.stage.splits_backward else 1)
-    )
+    parts = len(plan.stage.chunks) * (3 if plan.stage.splits_backward else 1)
+    bubble = measure_bubble(len(stages), micro_batches, parts)
     formula = f"{percent(bubble)} by formula, for equal stages and {count(micro_batches)} micro-batches"
     of = f"{count(simulated)} micro-batches at best, all stages as they compute"
     yield Section("schedule", "Schedule", of, [table, Lines([f"bubble: {formula}"], quiet=True)])
@@ -292,9 +289,8 @@ def _build_collectives_section(found: Exact, everything: bool) -> Section:
     rows = [(group, kind, count(times), size(each), size(each * times)) for group, kind, each, times in shown]
     table = Table(rows, "llrrr", ["ranks", "", "times", "bytes each", "together"], hidden=hidden)
     note = "whole tensors: what an all-gather gives, what a reduce-scatter takes; of the micro-batches that were walked"
-    return Section(
-        "collectives", "Exchanged in a step", "by the rank that holds most", [table, Lines([note], quiet=True)]
-    )
+    blocks: list[Block] = [table, Lines([note], quiet=True)]
+    return Section("collectives", "Exchanged in a step", "by the rank that holds most", blocks)
 
 
 def build_exact_section(report: PlanReport, found: Exact) -> Section:

@@ -21,6 +21,7 @@ class Table:
     shares: Sequence[float | None] = ()  # a bar behind each row; None for a row without one
     hidden: int = 0  # rows that were left out
     colors: Sequence[str] = ()  # of the rows' bars on a page; () for one color
+    faint: Sequence[bool] = ()  # rows that say nothing new; () for none
 
 
 @dataclass(frozen=True)
@@ -29,13 +30,7 @@ class Lines:
 
     texts: Sequence[str]
     quiet: bool = False  # detail rather than message
-
-
-@dataclass(frozen=True)
-class Hint:
-    """What to type next, for readers who have a command line before them."""
-
-    text: str
+    is_hint: bool = False  # what to type next, for readers who have a command line before them
 
 
 @dataclass(frozen=True)
@@ -49,9 +44,10 @@ class Card:
     evidence: Sequence[str]
     advice: str
     in_full: bool
+    shown_in: Sequence[str] = ()  # keys of sections that show it
 
 
-Block = Table | Lines | Card | Hint
+Block = Table | Lines | Card
 
 
 @dataclass(frozen=True)
@@ -72,14 +68,10 @@ def limit_rows(rows: Sequence[Row], most: int, everything: bool) -> tuple[Sequen
 
 
 def drop_empty_columns(table: Table) -> Table:
-    """Without the columns in which no row has anything."""
+    """Without the columns in which no row has anything; both renderers begin with it."""
     keep = [at for at in range(len(table.align)) if any(row[at] for row in table.rows)]
-    return replace(
-        table,
-        rows=[[row[at] for at in keep] for row in table.rows],
-        align="".join(table.align[at] for at in keep),
-        head=[table.head[at] for at in keep] if table.head else (),
-    )
+    rows, align = [[row[at] for at in keep] for row in table.rows], "".join(table.align[at] for at in keep)
+    return replace(table, rows=rows, align=align, head=[table.head[at] for at in keep] if table.head else ())
 
 
 def build_share_table(
@@ -108,14 +100,14 @@ def section_lines(section: Section, style: Style) -> list[str]:
             for said in (*block.evidence, f"try: {block.advice}") if block.in_full else ():
                 lines += wrapped(said, "      ", "        ")
         else:
-            texts, quiet = ([block.text], True) if isinstance(block, Hint) else (block.texts, block.quiet)
-            drawn = [line for text in texts for line in wrapped(text, hanging="    ")]
-            lines += [style.dim(line) for line in drawn] if quiet else drawn
+            drawn = [line for text in block.texts for line in wrapped(text, hanging="    ")]
+            lines += [style.dim(line) for line in drawn] if block.quiet else drawn
     return lines
 
 
 def table_lines(table: Table, style: Style) -> list[str]:
     """Columns two spaces apart, the widest ones cut until they fit, and bars at the end."""
+    table = drop_empty_columns(table)
     cells = [[escape(cell) for cell in line] for line in ([table.head] if table.head else []) + list(table.rows)]
     room = WIDTH - 2 - 2 * (len(table.align) - 1) - (BAR_WIDTH + 2 if table.shares else 0)
     widths = [max(len(line[at]) for line in cells) for at in range(len(table.align))]
@@ -128,7 +120,10 @@ def table_lines(table: Table, style: Style) -> list[str]:
         drawn.append("  " + "  ".join(padded))
     if table.head:
         drawn[0] = style.dim(drawn[0].rstrip())
-    for at, part in enumerate(table.shares, 1 if table.head else 0):
+    first = 1 if table.head else 0
+    for at, is_faint in enumerate(table.faint, first):
+        drawn[at] = style.dim(drawn[at].rstrip()) if is_faint else drawn[at]
+    for at, part in enumerate(table.shares, first):
         drawn[at] += "" if part is None else "  " + style.accent(style.bar(part))
     more = [style.dim(f"  and {table.hidden} more with --all")] if table.hidden else []
     return [*(line.rstrip() for line in drawn), *more]

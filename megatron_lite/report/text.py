@@ -1,55 +1,12 @@
-"""Colors, numbers and wrapped words as reports write them."""
+"""Numbers and wrapped words as reports write them."""
 
 import math
 import os
 from dataclasses import dataclass
 from typing import TextIO
 
-from megatron_lite.analysis.kernels.kernel_results import Role
-from megatron_lite.estimate.prediction import CATEGORIES
 from megatron_lite.terminal import escape
 from megatron_lite.units import significant
-
-# --- which color a part of time or memory has, in every chart and table of the page
-
-HUES = ("blue", "orange", "green", "vermilion", "sky", "purple", "yellow", "slate", "grey", "pale", "violet", "brown")
-BLUE, ORANGE, GREEN, VERMILION, SKY, PURPLE, YELLOW, SLATE, GREY, PALE, VIOLET, BROWN = (
-    f"var(--{hue})" for hue in HUES
-)
-SERIES = (BLUE, ORANGE, GREEN, VERMILION, SKY, PURPLE, YELLOW, SLATE, GREY, PALE)
-INK, LINE, CARD = "var(--ink)", "var(--line)", "var(--card)"
-CATEGORY_COLORS = {**dict(zip(CATEGORIES, SERIES)), "other": GREY, "before the record": PALE}
-ROW_COLORS = {
-    "compute": BLUE,
-    "exposed_communication": VERMILION,
-    "exposed_copy": ORANGE,
-    "data_wait": PURPLE,
-    "sync": YELLOW,
-    "host": GREEN,
-    "allocator": SLATE,
-    "garbage_collector": GREY,
-    "launch": SKY,
-    "dependency": VIOLET,
-    "save": BROWN,
-    "unexplained": PALE,
-}
-ROLE_COLORS = {
-    Role.GEMM: BLUE,
-    Role.ATTENTION: SKY,
-    Role.NORM: PURPLE,
-    Role.SOFTMAX: VIOLET,
-    Role.ELEMENTWISE: GREEN,
-    Role.REDUCTION: BROWN,
-    Role.EMBEDDING: YELLOW,
-    Role.OPTIMIZER: SLATE,
-    Role.CAST_COPY: ORANGE,
-    Role.CONVOLUTION: BLUE,
-    Role.FUSED: SKY,
-    Role.COMMUNICATION: VERMILION,
-    Role.TRANSFER: PALE,
-    Role.OTHER: GREY,
-}
-
 
 # --- numbers as a report writes them: '' for what is not known
 

@@ -9,12 +9,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megatron_lite.checkpoint import folder, megatron_dist, megatron_file
+from megatron_lite.checkpoint import folder, megatron_file
 from megatron_lite.checkpoint.find import find_latest_valid, open_checkpoint
+from megatron_lite.checkpoint.folder import Background
 from megatron_lite.checkpoint.megatron_args import plain_arguments
 from megatron_lite.checkpoint.random_states import get_random_state, set_random_state
 from megatron_lite.checkpoint.training_state import Record, Stored
-from megatron_lite.checkpoint.write import Background, HostCopies, Writer, assign_share
+from megatron_lite.checkpoint.write import HostCopies, Writer, assign_share
 from megatron_lite.config.layout import put_part, whole_part
 from megatron_lite.config.plan import LearningRatePlan, Plan
 from megatron_lite.errors import CheckpointError
@@ -58,8 +59,7 @@ class Checkpoints:
         used, limit = c.save or c.load or c.pretrained_checkpoint, get_time_limit(plan.args.parallel)
         self._group = dist.new_group(backend="gloo", timeout=limit) if used else None
         self._background = Background()
-        dist_writer = megatron_dist.writer(plain_arguments(plan.args), self._parts)
-        write_tensors = megatron_file.writer(plan.args) if c.ckpt_format == "torch" else dist_writer
+        write_tensors = megatron_file.writer(plan.args) if c.ckpt_format == "torch" else self._write_tensors
         self._writer = Writer(Path(c.save), write_tensors, self._group, c.save_retain_interval) if c.save else None
         self._copies = HostCopies(self._my_share()) if c.save and c.async_save else None
 
@@ -168,6 +168,11 @@ class Checkpoints:
             dist.reduce(whole, 0, group=self._group)
             tensors[name] = whole
         return tensors if self.plan.world.is_first else {}
+
+    def _write_tensors(self, *arguments) -> dict[str, dict]:
+        from megatron_lite.checkpoint import megatron_dist  # torch.distributed.checkpoint's import takes a second
+
+        return megatron_dist.writer(plain_arguments(self.plan.args), self._parts)(*arguments)
 
     def _write(self, record: Record, tensors: dict[str, torch.Tensor]):
         try:

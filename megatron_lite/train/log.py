@@ -1,13 +1,19 @@
 """What a run says while it trains: console lines, charts, steps.jsonl, the progress line."""
 
+import json
 import logging
+import math
+import os
 import time
 from pathlib import Path
 
 from megatron_lite.config.plan import Plan
+from megatron_lite.errors import UserError
 from megatron_lite.estimate.model_size import step_flops
 from megatron_lite.live_line import EVERY_RANK
 from megatron_lite.phases import StepTime
+from megatron_lite.run_folder import RANKS_KIND, STEP_KIND, STEPS_FILE
+from megatron_lite.shared_files import open_regular
 from megatron_lite.train.console import (
     ProgressLine,
     compute_timers,
@@ -17,15 +23,86 @@ from megatron_lite.train.console import (
     speed_line,
     timer_lines,
 )
-from megatron_lite.train.figure_files import Charts, StepsFile
 from megatron_lite.train.loop import Progress
-from megatron_lite.train.rank_stats import AnomalyWarnings, gather
+from megatron_lite.train.rank_stats import AnomalyWarnings, RankFigures, gather
 from megatron_lite.train.step import StepResult
 from megatron_lite.train.step_metrics import StepFigures, StepMetrics
+from megatron_lite.train.trackers import Charts
 
 logger = logging.getLogger(__name__)
 TERA = 1e12
 SECONDS_AHEAD = 5.0  # of steps, at most, that a killed process takes along
+
+
+class StepsFile:
+    """steps.jsonl: a line per step, what it cost and what came out, and one per console line, of all ranks.
+
+    It is appended to, so that a resumed run goes on in the same file. Steps between two console lines can be written ahead, for whom
+    the process is killed before the second: what of them only the console line brings, losses of all ranks, say, replaces them then.
+    """
+
+    def __init__(self, run_dir: Path):
+        try:
+            self._file = open(run_dir / STEPS_FILE, "ab", opener=open_regular)
+        except OSError as error:
+            raise UserError(
+                f"{run_dir / STEPS_FILE}: cannot be written ({error.strerror}); move it away, or give another "
+                "--run-dir."
+            ) from None
+        self._kept: int | None = None  # bytes of the file before what was written ahead; None: nothing was
+
+    def write(self, figures: StepFigures, time: StepTime):
+        """One step, as run_folder says."""
+        self._take_back()
+        self._append(_record(figures, time))
+
+    def write_ahead(self, figures: StepFigures, time: StepTime):
+        """The same until something else is written."""
+        if self._kept is None:
+            self._kept = self._file.tell()
+        self._append(_record(figures, time))
+
+    def write_ranks(self, figures: RankFigures):
+        """One interval of all ranks, as run_folder says."""
+        self._take_back()
+        self._append({"kind": RANKS_KIND, "ranks": figures.record()})
+
+    def flush(self):
+        """Everything so far to the operating system, which keeps it when this process is killed."""
+        self._file.flush()
+
+    def close(self):
+        self._file.close()
+
+    def _take_back(self):
+        if self._kept is not None:
+            self._file.truncate(self._kept)
+            self._file.seek(0, os.SEEK_END)  # for the next tell
+            self._kept = None
+
+    def _append(self, record: dict):
+        self._file.write(json.dumps(record).encode() + b"\n")
+
+
+def _record(figures: StepFigures, time: StepTime) -> dict:
+    """The line of a step. What is not known of it is left out, but for its loss and its norm."""
+
+    def to_finite(value: float) -> float | None:
+        return value if math.isfinite(value) else None
+
+    return {
+        "kind": STEP_KIND,
+        "iteration": figures.iteration,
+        "consumed_samples": figures.consumed,
+        "batch_size": figures.batch_size,
+        **time.describe(),
+        "loss": to_finite(figures.loss),
+        "grad_norm": None if figures.skipped else to_finite(figures.grad_norm),
+        "loss_scale": figures.loss_scale,
+        "skipped": figures.skipped,
+        "next_lr": figures.next_lr,
+        **({"local": True} if figures.local else {}),
+    }
 
 
 class IntervalTimer:
@@ -94,12 +171,13 @@ class Log:
         timeline,
         run_dir: Path,
         progress: Progress,
+        charts: Charts,
         peak_tflops: float | None = None,
     ):
         self.plan, self.metrics, self._timeline = plan, metrics, timeline
         self._progress = progress
         self._speaks = plan.world.is_last
-        self._charts = Charts(plan, run_dir) if self._speaks else None
+        self._charts = charts
         self._steps_file = StepsFile(run_dir) if self._speaks else None
         self._line = ProgressLine(progress.iteration, plan.train_iters, self._speaks)
         self._unwritten: list[StepFigures] = []
@@ -118,8 +196,7 @@ class Log:
             self._unwritten += self.metrics.leftover()
             self._write_steps([*self._timeline.take(), self._timeline.current])
         self._line.wipe()
-        if self._charts:
-            self._charts.close(failed=error is not None)
+        self._charts.flush()
         if self._steps_file:
             self._steps_file.close()
 
@@ -151,7 +228,7 @@ class Log:
         """The result of one evaluation: `which` is validation or test."""
         self.say(evaluation_lines(title, loss))
         # as in Megatron, whose curves are those of training
-        if self._charts and not self.plan.args.training.skip_train:
+        if not self.plan.args.training.skip_train:
             self._charts.evaluation(which, loss, self._progress.iteration, self._progress.consumed)
             self._charts.flush()
 
@@ -176,13 +253,12 @@ class Log:
                     self.say(line)
                 if w.timing_log_level:
                     self.say(timer_lines(w.timing_log_option, compute_timers(ranks.mean_ms, w.timing_log_level)))
-                if self._charts:
-                    self._charts.ranks(progress.iteration, ranks)
+                self._charts.ranks(progress.iteration, ranks)
         if self.plan.device == "cuda":
             due = progress.step == 1 or (w.log_memory_interval and progress.iteration % w.log_memory_interval == 0)
             if due and self.plan.world.is_first:
                 logger.info(memory_line(self.plan.world.rank, progress.iteration, self._timeline.memory.stats()))
-            if self._charts and w.log_memory_to_tensorboard:
+            if self._speaks and w.log_memory_to_tensorboard:
                 self._charts.memory(progress.iteration, self._timeline.memory.stats())
 
     def _say_interval(self, steps: list[StepFigures]):
@@ -198,7 +274,7 @@ class Log:
         self.say(speed_line(samples * shape.seq_length / seconds, causal, full, self._peak_tflops))
         if self._time.left_out:
             self.say(self._time.words())
-        charted = self._charts and causal is not None and (w.log_timers_to_tensorboard or w.log_throughput)
+        charted = causal is not None and (w.log_timers_to_tensorboard or w.log_throughput)
         if charted and not self._time.nothing_clean:
             self._charts.add(steps[-1].iteration, {"throughput": causal})
 
@@ -210,8 +286,7 @@ class Log:
         for figures in [f for f in self._unwritten if f.iteration in over]:
             step_time = over[figures.iteration]
             self._steps_file.write(figures, step_time)
-            if self._charts:
-                self._charts.step(figures, None if step_time.disturbed else step_time.training_seconds)
+            self._charts.step(figures, None if step_time.disturbed else step_time.training_seconds)
         self._unwritten = [f for f in self._unwritten if f.iteration not in over]
         self._steps_file.flush()
         self._ahead, self._written_at = 0, time.monotonic()

@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 
 from megatron_lite.config.plan import Plan
+from megatron_lite.live_line import EVERY_RANK
+from megatron_lite.variables import prepend_python_path
 
 logger = logging.getLogger(__name__)
 
@@ -23,34 +25,35 @@ def wants_report(plan: Plan, traced_on_demand: bool = False) -> bool:
     return bool(profile.report and (planned or traced_on_demand))
 
 
-def end_with_report(run_dir: Path, seconds: float = MAX_SECONDS):
-    """Print what `megatron-lite report` finds in `run_dir`, which leaves report.html there; one line if it cannot."""
+def end_with_report(run_dir: Path, seconds: float = MAX_SECONDS) -> bool:
+    """Print what `megatron-lite report` finds in `run_dir`, which leaves report.html there; one line, and False, if it cannot."""
     again = f"megatron-lite report {run_dir}"
     encoding = sys.stdout.encoding or "utf-8"
-    paths = [str(PACKAGE_FOLDER), *filter(None, [os.environ.get("PYTHONPATH")])]
     try:
         process = subprocess.Popen(
             [sys.executable, *REPORT, str(run_dir)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONIOENCODING": encoding},
+            env=prepend_python_path(os.environ, PACKAGE_FOLDER) | {"PYTHONIOENCODING": encoding},
             start_new_session=True,  # so that the limit ends what it started, too
             text=True,
             encoding=encoding,
             errors="replace",
         )
     except OSError as error:
-        logger.info(f"  no report: another process cannot be started ({error}); {again} makes it")
-        return
+        logger.info(f"  no report: another process cannot be started ({error}); {again} makes it", extra=EVERY_RANK)
+        return False
     try:
         out, errors = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
-        logger.info(f"  no report within {seconds:g} s; {again} makes it")
-        return
+        logger.info(f"  no report within {seconds:g} s; {again} makes it", extra=EVERY_RANK)
+        return False
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
     last = (errors.strip().splitlines() or [f"exit code {process.returncode}"])[-1].removeprefix("error: ")
-    logger.info(f"\n{out.rstrip()}" if process.returncode == 0 else f"  no report: {last}; {again} tries again")
+    done = process.returncode == 0
+    logger.info(f"\n{out.rstrip()}" if done else f"  no report: {last}; {again} tries again", extra=EVERY_RANK)
+    return done

@@ -18,7 +18,7 @@ RECORD = """
 import time
 import torch
 import torch.distributed as dist
-from megatron_lite.parallel.flight_recorder import FlightRecorder
+from megatron_lite.parallel.rank_status import FlightRecorder
 
 device = torch.device("cuda", 0)
 torch.cuda.set_device(device)

@@ -9,60 +9,47 @@ from dataclasses import replace
 
 from megatron_lite.analysis.audit import run_examiners as run
 from megatron_lite.analysis.audit import trace_examiners as trace
-from megatron_lite.analysis.audit.answers import (
-    GPU_TRACE,
-    LOADER,
-    LONGER_RUN,
-    RUN_FOLDER,
-    SECOND_RUN,
-    SHAPES,
-    SNAPSHOT,
-    TRACE,
-    Answer,
-    Case,
-    Point,
-    fail_by_findings,
-    not_seen,
-)
+from megatron_lite.analysis.audit.answers import Answer, Case, Point, Record, fail_by_findings, not_seen
 from megatron_lite.analysis.contradictions import find_contradictions, rests_on_run_only
 from megatron_lite.analysis.findings.base import Evidence, Finding
 from megatron_lite.analysis.run_facts import Facts
 
 AUDIT_SCHEMA = 1  # of the JSON; raised when a reader of the old form would be wrong
-LONGER_WINDOW = f"{LONGER_RUN}, or a longer window: --profile-step-end"
-# (question, its examiner, codes of the findings that answer it with a fail, what to record where the files hold too little)
+LONGER_WINDOW = f"{Record.LONGER_RUN}, or a longer window: --profile-step-end"
+# question, its examiner, codes of the findings that answer it with a fail, what to record where the files hold too little, and
+# what the examiner is given, if anything: without it, it is not asked
 QUESTIONS = (
-    ("Are times taken on the device's clock, after a warm-up?", trace.examine_clock, "", TRACE),
+    ("Are times taken on the device's clock, after a warm-up?", trace.examine_clock, "", Record.TRACE),
     ("Is there a step time of the steady state, without the first step?", trace.examine_steady_state, "", LONGER_WINDOW),
-    ("Do .item(), print and .cpu() in the hot path cost no time?", trace.examine_synchronization, "sync-in-step", TRACE),
-    ("Are batches ready when the step wants them?", trace.examine_loader, "starved-loader too-many-workers", LOADER),
-    ("Do batches travel from pinned memory, without the host waiting?", trace.examine_pinned_copies, "unpinned-copies", GPU_TRACE),
-    ("Does a batch travel in few copies rather than many small ones?", trace.examine_number_of_copies, "small-copies", GPU_TRACE),
-    ("Do tensors keep one layout, with little copying and .contiguous()?", trace.examine_layout, "copy-share", TRACE),
+    ("Do .item(), print and .cpu() in the hot path cost no time?", trace.examine_synchronization, "sync-in-step", Record.TRACE, "trace"),
+    ("Are batches ready when the step wants them?", trace.examine_loader, "starved-loader too-many-workers", Record.LOADER),
+    ("Do batches travel from pinned memory, without the host waiting?", trace.examine_pinned_copies, "unpinned-copies", Record.GPU_TRACE, "trace"),
+    ("Does a batch travel in few copies rather than many small ones?", trace.examine_number_of_copies, "small-copies", Record.GPU_TRACE, "trace"),
+    ("Do tensors keep one layout, with little copying and .contiguous()?", trace.examine_layout, "copy-share", Record.TRACE, "trace"),
     ("Are small operators batched or fused?", trace.examine_fusion,
-     "launch-bound unfused-elementwise unfused-optimizer tiny-micro-batches small-buckets", TRACE),
-    ("Do products have shapes that the tensor cores take?", trace.examine_tensor_cores, "no-tensor-cores matmul-shapes", GPU_TRACE),
-    ("Do 16-bit formats save time and memory?", run.examine_sixteen_bits, "fp32-products", SECOND_RUN),
-    ("Are overflows of the loss scale rare?", run.examine_overflows, "overflow-storm scale-collapse", RUN_FOLDER),
+     "launch-bound unfused-elementwise unfused-optimizer tiny-micro-batches small-buckets", Record.TRACE, "trace"),
+    ("Do products have shapes that the tensor cores take?", trace.examine_tensor_cores, "no-tensor-cores matmul-shapes", Record.GPU_TRACE, "trace"),
+    ("Do 16-bit formats save time and memory?", run.examine_sixteen_bits, "fp32-products", Record.SECOND_RUN),
+    ("Are overflows of the loss scale rare?", run.examine_overflows, "overflow-storm scale-collapse", Record.RUN_FOLDER, "run"),
     ("Is the memory peak explained, with nothing kept from step to step?", run.examine_peak,
-     "memory-growth out-of-memory logits-peak recompute-activations", SNAPSHOT),
-    ("Do batch, accumulation and schedule agree: one update per global batch?", run.examine_batches, "reduce-every-micro-batch", RUN_FOLDER),
-    ("Does an undisturbed profile say where to go on?", trace.examine_profile, "profiler-overhead", TRACE),
-    ("Is compiling told apart from steady steps, and over after the first?", run.examine_compilation, "recompilation graph-breaks", RUN_FOLDER),
-    ("Are shapes constant, without recompilation and padding?", run.examine_shapes, "recompilation vocabulary-padding", SHAPES),
-    ("Does throughput count the tokens that train?", run.examine_tokens, "overflow-storm", RUN_FOLDER),
-    ("Does the loss still agree with the baseline's?", run.examine_losses, "", SECOND_RUN),
+     "memory-growth out-of-memory logits-peak recompute-activations", Record.SNAPSHOT),
+    ("Do batch, accumulation and schedule agree: one update per global batch?", run.examine_batches, "reduce-every-micro-batch", Record.RUN_FOLDER),
+    ("Does an undisturbed profile say where to go on?", trace.examine_profile, "profiler-overhead", Record.TRACE, "trace"),
+    ("Is compiling told apart from steady steps, and over after the first?", run.examine_compilation, "recompilation graph-breaks", Record.RUN_FOLDER),
+    ("Are shapes constant, without recompilation and padding?", run.examine_shapes, "recompilation vocabulary-padding", Record.SHAPES),
+    ("Does throughput count the tokens that train?", run.examine_tokens, "overflow-storm", Record.RUN_FOLDER, "run"),
+    ("Does the loss still agree with the baseline's?", run.examine_losses, "", Record.SECOND_RUN),
 )  # fmt: skip
 
 
 def audit_run(facts: Facts, findings: Sequence[Finding], other: Facts | None = None) -> tuple[Point, ...]:
     """A Point per question, in order. `other`: a second run, against which questions 10 and 18 are answered."""
     case, doubts = Case(facts, tuple(findings), other), find_contradictions(facts)
-    points = []
-    for number, (question, examine, codes, record) in enumerate(QUESTIONS, 1):
+    known, points = {"run": facts.run, "trace": facts.critical}, []
+    for number, (question, examine, codes, record, *needs) in enumerate(QUESTIONS, 1):
         try:
-            found = case.found(*codes.split())
-            answer = fail_by_findings(found) if found else examine(case)
+            found, given = case.found(*codes.split()), [known[name] for name in needs]
+            answer = fail_by_findings(found) if found else None not in given and examine(case, *given)
         except Exception as error:  # noqa: BLE001  one point that a foreign file confuses must not silence the others
             seen = Evidence(f"could not be asked ({type(error).__name__}: {error})")
             answer = not_seen(seen, record="please report it: a mistake of this program")

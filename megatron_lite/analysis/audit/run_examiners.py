@@ -10,27 +10,17 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from megatron_lite.analysis.audit.answers import (
-    LONGER_RUN,
-    RUN_FOLDER,
-    SECOND_RUN,
-    Case,
-    Point,
-    fail_by_findings,
-    failed,
-    not_seen,
-)
-from megatron_lite.analysis.compare.compare_results import Change
+from megatron_lite.analysis.audit.answers import Case, Point, Record, fail_by_findings, failed, not_seen
+from megatron_lite.analysis.compare.compare_results import Change, Pair
 from megatron_lite.analysis.compare.settings import exact, objections, paired_samples
-from megatron_lite.analysis.findings.base import Evidence, counted, in_ms, where
+from megatron_lite.analysis.findings.base import Evidence, counted
 from megatron_lite.analysis.findings.memory_rules import MIN_SNAPSHOT_STEPS
-from megatron_lite.analysis.findings.run_settings import argument, compiles, measure_peak, part, whole
-from megatron_lite.analysis.findings.step_measurements import backward_ranges, per_step, rows_named
 from megatron_lite.analysis.kernels.kernel_results import MATRIX_ROLES
+from megatron_lite.analysis.rank_facts import RankFacts, in_ms
 from megatron_lite.analysis.run.learning import measure_learning
 from megatron_lite.analysis.run.read import MIN_STEPS as MIN_STEPS_WITHOUT_GROWTH
 from megatron_lite.analysis.run.run_results import Numbers, Run
-from megatron_lite.analysis.run_facts import Facts, RankFacts
+from megatron_lite.analysis.run_facts import Facts, whole
 from megatron_lite.analysis.trace.columns import Kind
 from megatron_lite.run_folder import STEPS_FILE
 from megatron_lite.units import MIB, count, significant, size
@@ -67,15 +57,15 @@ def examine_sixteen_bits(case: Case) -> Point | list[Evidence]:
     used, seen = _measure_formats(one), []
     if used.total() > 0:
         text = "products per step: " + ", ".join(f"{in_ms(ms)} in {name}" for name, ms in used.most_common())
-        seen.append(Evidence(text, where(one)))
+        seen.append(Evidence(text, one.where()))
         if facts.plan.get("precision") in SIXTEEN_BITS and 2 * sum(used[name] for name in SIXTEEN_BITS) < used.total():
             return failed("see which operators autocast or the model leaves in fp32", *seen, code="fp32-products")
     if one is not None and (uncast := _list_uncast(one)):
-        seen.append(Evidence(f"left alone: {', '.join(uncast)}", where(one)))
+        seen.append(Evidence(f"left alone: {', '.join(uncast)}", one.where()))
     here, there = (_get_precision(run) if run else None for run in (facts, other))
     if other is None:
         wanted = "fp32" if here in SIXTEEN_BITS else "bf16 or fp16"
-        return not_seen(*seen, record=f"{SECOND_RUN}, the same work in {wanted}")
+        return not_seen(*seen, record=f"{Record.SECOND_RUN}, the same work in {wanted}")
     if None in (here, there) or (here in SIXTEEN_BITS) == (there in SIXTEEN_BITS):
         text = f"this run is in {here or 'an unknown format'}, the other in {there or 'an unknown format'}"
         record = "--against a run of the same work, one of the two in fp32 and one in 16 bits"
@@ -119,7 +109,7 @@ def _list_uncast(one: RankFacts) -> list[str]:
     """Formats of what mixed precision should leave alone; [] without shapes."""
     told = []
     for what, (operator, place) in UNCAST.items():
-        rows = rows_named(one, operator.__eq__, Kind.OP)
+        rows = one.rows_named(operator.__eq__, Kind.OP)
         shapes = [one.trace.shapes[index] for index in np.unique(one.trace.events.shapes[rows]) if index >= 0]
         formats = {shape.dtypes[place] for shape in shapes if len(shape.dtypes) > place} - {""}
         # On GPUs the operator may read 16 bits and compute in fp32 by itself.
@@ -128,33 +118,28 @@ def _list_uncast(one: RankFacts) -> list[str]:
     return told
 
 
-def _pair_measurements(*runs: Facts) -> Iterator[tuple[str, str, object]]:
+def _pair_measurements(*runs: Facts) -> Iterator[tuple[str, str, Pair | None]]:
     """(what, unit, the two runs' values), None for these where no kind of measurement is known of both."""
     ordinary = [one.run.training_ms[one.run.ordinary] if one.run else [] for one in runs]
     traced = [[step.ms for step in one.critical.time.steady_steps] if one.critical else [] for one in runs]
-    yield (
-        "step",
-        "ms",
-        next((paired_samples(*samples) for samples in (ordinary, traced) if all(map(len, samples))), None),
-    )
-    allocator = [peak.num_bytes if peak else 0 for peak in map(measure_peak, runs)]
+    samples = next((kind for kind in (ordinary, traced) if all(map(len, kind))), None)
+    yield "step", "ms", samples and paired_samples(*samples)
+    allocator = [one.peak.num_bytes if one.peak else 0 for one in runs]
     snapshots = [one.highest_snapshot.peak_bytes if one.snapshots else 0 for one in runs]
-    peaks = next((peaks for peaks in (allocator, snapshots) if all(peaks)), None)
-    yield "peak memory", "MiB", exact(*(num_bytes / MIB for num_bytes in peaks)) if peaks else None
+    peaks = next((kind for kind in (allocator, snapshots) if all(kind)), None)
+    yield "peak memory", "MiB", peaks and exact(*(num_bytes / MIB for num_bytes in peaks))
 
 
-def examine_overflows(case: Case) -> Point | list[Evidence]:
+def examine_overflows(case: Case, run: Run) -> Point | list[Evidence]:
     """Skipped steps and the loss scale."""
-    run, precision = case.facts.run, case.facts.plan.get("precision")
-    scales = run.loss_scale[run.loss_scale > 0] if run else ()
+    precision, scales = case.facts.plan.get("precision"), run.loss_scale[run.loss_scale > 0]
     if not len(scales):
         return []
-    text = (
-        f"{run.skipped.sum()} of {run.steps} steps skipped, the loss scale is {significant(scales[-1], 6)} at the end"
-    )
+    text = f"{run.skipped.sum():,} of {run.steps:,} steps skipped"
+    text += f", the loss scale is {significant(scales[-1], 6)} at the end"
     settled = 0 if run.skipped.all() else run.steps - int(run.skipped.argmin())
     if run.skipped.any() and settled < MIN_SETTLED_STEPS:
-        remedy = f"{LONGER_RUN}; --initial-loss-scale 65536 saves the skipped steps at the beginning"
+        remedy = f"{Record.LONGER_RUN}; --initial-loss-scale 65536 saves the skipped steps at the beginning"
         return not_seen(Evidence(f"{text}; {settled} steps since the first good one", STEPS_FILE), record=remedy)
     why = f": {precision} has the range of fp32 and needs none" if precision not in (None, "", "fp16") else ""
     return [Evidence(text + why, STEPS_FILE)]
@@ -167,11 +152,8 @@ def examine_peak(case: Case) -> Point | list[Evidence]:
         parts = ", ".join(f"{part.category} {size(part.num_bytes)}" for part in most.held[:MAX_CATEGORIES])
         text = f"peak of {size(most.peak_bytes)} in {most.peak_phase or 'an unknown phase'}: {parts}"
         held.append(Evidence(f"simulated {text}" if most.simulated else text, most.source))
-    steady = [
-        Evidence(f"no growth over {len(one.steps)} steps", one.source)
-        for one in case.facts.snapshots
-        if len(one.steps) >= MIN_SNAPSHOT_STEPS and one.growth is None
-    ]
+    kept = [one for one in case.facts.snapshots if len(one.steps) >= MIN_SNAPSHOT_STEPS and one.growth is None]
+    steady = [Evidence(f"no growth over {len(one.steps)} steps", one.source) for one in kept]
     for what, values in (("GPU", run.peak_memory_bytes), ("process", run.host_memory_bytes)) if run else ():
         number = (run.ordinary & ~np.isnan(values)).sum()
         if number >= MIN_STEPS_WITHOUT_GROWTH:
@@ -187,17 +169,17 @@ def examine_batches(case: Case) -> Point | list[Evidence]:
         none = Evidence(f"no update at all: {why}", STEPS_FILE)
         return failed("see why no step improves the weights", none, code=code)
     if one is not None:
-        traced = per_step(one, backward_ranges(one))
-        updates = per_step(one, rows_named(one, IS_UPDATE, Kind.ANNOTATION))
+        traced = one.per_step(one.backward_ranges())
+        updates = one.per_step(one.rows_named(IS_UPDATE, Kind.ANNOTATION))
         told = f"{counted(traced, 'backward range')}{f', {counted(updates, OPTIMIZER_STEP)}' if updates else ''}"
-        seen = [Evidence(f"per step {told} in the trace", where(one))] if traced else []
-    micro_batch, world = whole(argument(facts, "micro_batch_size")), run.world_size if run else None
+        seen = [Evidence(f"per step {told} in the trace", one.where())] if traced else []
+    micro_batch, world = whole(facts.argument("micro_batch_size")), run.world_size if run else None
     sizes = run.batch_sizes[run.batch_sizes > 0] if run else ()
     if not micro_batch or not world or not len(sizes):
         return not_seen(*seen)
     wrong = _check_batches(run, sizes, micro_batch * world, traced)
-    final = whole(part(facts, "batch", "final"))
-    if final and not part(facts, "batch", "start") and (sizes != final).any():  # nothing ramps up
+    final = facts.number("batch", "final")
+    if final and not facts.part("batch", "start") and (sizes != final).any():  # nothing ramps up
         wrong.append(f"the plan has {final} samples per step, the steps have {sizes.min():,.0f} to {sizes.max():,.0f}")
     if updates > 1:
         wrong.append(f"{significant(updates)} {OPTIMIZER_STEP}s per iteration in the trace")
@@ -209,7 +191,9 @@ def examine_batches(case: Case) -> Point | list[Evidence]:
     rates = run.next_lrs[~np.isnan(run.next_lrs)]
     if len(rates):
         held = ", and held in skipped ones" if run.skipped.any() else ""
-        told.append(f"the learning rate is set once per step, {rates[0]:.3g} to {rates[-1]:.3g}{held}")
+        told.append(
+            f"the learning rate is set once per step, {significant(rates[0])} to {significant(rates[-1])}{held}"
+        )
     return [*(Evidence(text, STEPS_FILE) for text in told), *seen]
 
 
@@ -235,21 +219,22 @@ def _check_batches(run: Run, sizes: Numbers, samples: int, traced: float) -> lis
         told = f"{numbers[at + 1]:,.0f} samples and counts {counted_samples[at]:,.0f}"
         wrong.append(f"iteration {run.iterations[at + 1]} has {told}")
     for at in np.flatnonzero(went_on)[:1]:
-        told = f"from {run.next_lrs[at]:.6g} to {run.next_lrs[at + 1]:.6g} in iteration {run.iterations[at + 1]}"
+        before, after = (significant(rate, 6) for rate in run.next_lrs[at : at + 2])
+        told = f"from {before} to {after} in iteration {run.iterations[at + 1]:,}"
         wrong.append(f"the learning rate goes on {told}, which was skipped")
     return wrong
 
 
 def examine_compilation(case: Case) -> Point | list[Evidence]:
     """The first step's compiling apart from steady steps, and none later."""
-    run, one, compiled = case.facts.run, case.facts.critical, compiles(case.facts)
+    run, one, compiled = case.facts.run, case.facts.critical, case.facts.compiles
     if compiled and (found := case.found("first-step")):
         return fail_by_findings(found)
     regions = one.kernels.compiled_regions if one is not None else 0.0
     if compiled is False and not regions:
         text = "nothing is compiled (--torch-compile none)"
         return not_seen(Evidence(text, "run.json"), record="a run with --torch-compile")
-    seen = [Evidence(f"{significant(regions)} compiled regions per step", where(one))] if regions else []
+    seen = [Evidence(f"{significant(regions)} compiled regions per step", one.where())] if regions else []
     if not run or not (compiled or regions) or not run.first_step_ms or not run.steady_step_ms:
         return not_seen(*seen, record="all steps of the run: start it with an empty --run-dir" if run else "")
     compiling = f" ({in_ms(run.compile_ms[0])} of it compiling)" if run.compile_ms[0] > 0 else ""
@@ -268,45 +253,43 @@ def examine_shapes(case: Case) -> Point | list[Evidence]:
     shapes, seen = [], []  # of products in each steady step, and what they say
     if one is not None and one.trace.with_shapes:
         events, steps = one.trace.events, one.placing.step
-        rows = rows_named(one, PRODUCTS.__contains__, Kind.OP)
+        rows = one.rows_named(PRODUCTS.__contains__, Kind.OP)
         rows = rows[events.shapes[rows] >= 0]
         shapes = [frozenset(events.shapes[rows[steps[rows] == step]].tolist()) for step in np.unique(steps[rows])]
     if len(shapes) >= MIN_TRACED_STEPS:
         number, same = len(frozenset().union(*shapes)), "the same" if len(set(shapes)) == 1 else "not the same"
-        seen.append(Evidence(f"{number} shapes of products, {same} in each of {len(shapes)} steady steps", where(one)))
+        seen.append(Evidence(f"{number} shapes of products, {same} in each of {len(shapes)} steady steps", one.where()))
         if same == "not the same":
-            return not_seen(*seen, record=f"how much of it is padding and what it compiles: {RUN_FOLDER}")
-    length = whole(part(facts, "shape", "seq_length"))
+            return not_seen(*seen, record=f"how much of it is padding and what it compiles: {Record.RUN_FOLDER}")
+    length = facts.number("shape", "seq_length")
     if length and run.steps:
         late = (run.compiling & ~run.evaluating)[1:].sum()
-        text = f"every sequence has {length:,} positions; {late} of {run.steps} steps compiled after the first"
+        text = f"every sequence has {length:,} positions; {late} of {run.steps:,} steps compiled after the first"
         seen.append(Evidence(text, "run.json"))
     if not seen:
         longer = "a window with two steady steps or more: --profile-step-end"
         return not_seen(record=longer if one is not None and one.trace.with_shapes else "")
     if not _is_packed(facts):
-        return not_seen(*seen, record=f"how many positions are padding: {RUN_FOLDER}, with its own data set")
+        return not_seen(*seen, record=f"how many positions are padding: {Record.RUN_FOLDER}, with its own data set")
     return [*seen, PACKED]
 
 
 def _is_packed(facts: Facts) -> bool:
     """Whether the data sets are this trainer's own, which cut one stream of tokens. Other loaders are not known."""
-    return argument(facts, "dataloader_type") in ("single", "cyclic")
+    return facts.argument("dataloader_type") in ("single", "cyclic")
 
 
-def examine_tokens(case: Case) -> Point | list[Evidence]:
+def examine_tokens(case: Case, run: Run) -> Point | list[Evidence]:
     """Tokens per second, counting only positions that train."""
-    run = case.facts.run
-    if run is None or run.tokens_per_second is None:
+    if run.tokens_per_second is None:
         return []
     if run.not_finite.any() and (found := case.found("no-learning")):
         return fail_by_findings(found)
     speed = f"{count(run.tokens_per_second)} tokens/s over {run.ordinary.sum()} ordinary steps, all ranks"
-    seen = Evidence(f"{speed}; {run.skipped.sum()} of {run.steps} steps skipped", STEPS_FILE)
-    if argument(case.facts, "eod_mask_loss"):
-        return not_seen(
-            seen, record="how many positions have a loss is not recorded: without --eod-mask-loss all have one"
-        )
+    seen = Evidence(f"{speed}; {run.skipped.sum():,} of {run.steps:,} steps skipped", STEPS_FILE)
+    if case.facts.argument("eod_mask_loss"):
+        record = "how many positions have a loss is not recorded: without --eod-mask-loss all have one"
+        return not_seen(seen, record=record)
     if not _is_packed(case.facts):
         return not_seen(seen, record="how many positions are padding is not recorded: a .bin/.idx data set has none")
     return [seen, PACKED]
@@ -334,10 +317,8 @@ def examine_losses(case: Case) -> Point | list[Evidence]:
     if run.not_finite.any() and not base.not_finite.any():
         seen = Evidence(f"{measure_learning(run).losses}; the baseline's are all finite", against)
         return failed(f"{undo} are finite; megatron-lite compare A B", seen, code="no-learning")
-    mine, others = (
-        {at: loss for at, loss in zip(one.iterations.tolist(), one.losses.tolist()) if not math.isnan(loss)}
-        for one in (run, base)
-    )
+    mine, others = (dict(zip(of.iterations.tolist(), of.losses.tolist())) for of in (run, base))
+    mine, others = ({at: loss for at, loss in of.items() if not math.isnan(loss)} for of in (mine, others))
     apart = {at: abs(mine[at] - others[at]) / max(abs(others[at]), 1e-12) for at in sorted(mine.keys() & others.keys())}
     if not apart:
         text = f"{len(mine)} iterations with a loss here, {len(others)} there, none in common"

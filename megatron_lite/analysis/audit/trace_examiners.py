@@ -4,31 +4,17 @@ import re
 
 import numpy as np
 
-from megatron_lite.analysis.audit.answers import LONGER_RUN, RUN_FOLDER, SHAPES, TRACE, Case, Point, failed, not_seen
-from megatron_lite.analysis.findings.base import (
-    MATTERS,
-    MIN_SHARE_SHOWN,
-    Evidence,
-    counted,
-    in_ms,
-    of_step,
-    share,
-    where,
-)
+from megatron_lite.analysis.audit.answers import Case, Point, Record, failed, not_seen
+from megatron_lite.analysis.findings import kernel_rules
+from megatron_lite.analysis.findings.base import Evidence, counted
 from megatron_lite.analysis.findings.host_rules import BETWEEN_STEPS, find_waits
 from megatron_lite.analysis.findings.input_rules import ACROSS, MAX_SMALL_COPIES, SMALL_BYTES, is_batch_copy
-from megatron_lite.analysis.findings.kernel_rules import (
-    MAX_COPY_SHARE,
-    MAX_COPY_SHARE_ON_CPU,
-    MAX_ELEMENTWISE_SHARE,
-    find_unfused_elementwise,
-)
 from megatron_lite.analysis.findings.product_rules import WITHOUT_TENSOR_CORES, is_off
-from megatron_lite.analysis.findings.run_settings import measure_ordinary
-from megatron_lite.analysis.findings.step_measurements import per_step, rows_named, steady_steps
 from megatron_lite.analysis.kernels.kernel_results import Role
+from megatron_lite.analysis.rank_facts import MATTERS, MIN_SHARE_SHOWN, RankFacts, in_ms
 from megatron_lite.analysis.run.run_results import Run
-from megatron_lite.analysis.run_facts import RankFacts
+from megatron_lite.analysis.run_facts import measure_ordinary
+from megatron_lite.analysis.time.find_phases import TO_DEVICE
 from megatron_lite.analysis.time.time_results import ROW_TITLES
 from megatron_lite.analysis.trace.columns import Kind
 from megatron_lite.phases import Phase
@@ -64,7 +50,7 @@ def examine_clock(case: Case) -> Point | list[Evidence]:
         before = at if first.number is None else first.number
         ran = f"{before} steps ran before the first that counts, {first.name}"
         text = f"times from the GPU's clock, {in_ms(one.time.step_ms)} a step; {ran}"
-        seen = [Evidence(text, where(one)), *_list_left_out(one)]
+        seen = [Evidence(text, one.where()), *_list_left_out(one)]
         if before > 0:
             return seen
         if first.number is None:
@@ -72,7 +58,7 @@ def examine_clock(case: Case) -> Point | list[Evidence]:
         return failed("begin the window later: --profile-step-start 10", *seen, code="first-step")
     if run is None or not run.ordinary.any() or device not in ("cuda", "cpu"):
         what = "the trace holds no work of a GPU: a CPU's job, or one recorded without CUDA activities"
-        return not_seen(*([Evidence(what, where(one))] if one is not None else []))
+        return not_seen(*([Evidence(what, one.where())] if one is not None else []))
     if device == "cuda":
         text = "only the host's times of a GPU run: how long handing work over took, not the work"
         return failed("leave out --no-step-timeline", Evidence(text, STEPS_FILE))
@@ -84,14 +70,14 @@ def _count_steps(run: Run) -> Evidence:
     """How many steps count, and why the others do not."""
     stalled = (run.evaluating | run.saving).sum()
     left_out = {"profiled": run.profiled.sum(), "compiling": run.compiling.sum(), "evaluating or saving": stalled}
-    text = f"{run.ordinary.sum()} of {run.steps} steps count; left out: the first, steps beside a profile"
+    text = f"{run.ordinary.sum():,} of {run.steps:,} steps count; left out: the first, steps beside a profile"
     return Evidence(text + "".join(f", {number} {what}" for what, number in left_out.items() if number), STEPS_FILE)
 
 
 def _list_left_out(one: RankFacts) -> list[Evidence]:
     """The trace's steps that do not count."""
     left_out = [f"{step.name} ({step.why_not or 'not steady'})" for step in one.time.steps if not step.steady]
-    return [Evidence(f"left out: {', '.join(left_out)}", where(one))] if left_out else []
+    return [Evidence(f"left out: {', '.join(left_out)}", one.where())] if left_out else []
 
 
 def examine_steady_state(case: Case) -> Point | list[Evidence]:
@@ -103,35 +89,37 @@ def examine_steady_state(case: Case) -> Point | list[Evidence]:
         text = f"median {in_ms(run.steady_step_ms)} of {number} ordinary steps{first}"
         return [Evidence(text, STEPS_FILE), _count_steps(run)]
     if run and run.steps >= MIN_STEPS and not number:
-        return failed(f"{LONGER_RUN}, and a profiler's window that leaves steps beside it", _count_steps(run))
+        return failed(f"{Record.LONGER_RUN}, and a profiler's window that leaves steps beside it", _count_steps(run))
     if one is None:
         return []
     steady = sum(step.steady for step in one.time.steps)
     text = f"mean {in_ms(one.time.step_ms)} of {counted(steady, 'steady step')} of {len(one.time.steps)} in the trace"
-    seen = [Evidence(text, where(one)), *_list_left_out(one)]
+    seen = [Evidence(text, one.where()), *_list_left_out(one)]
     return seen if steady >= MIN_TRACED_STEPS else not_seen(*seen)
 
 
-def examine_profile(case: Case) -> Point | list[Evidence]:
+def examine_profile(case: Case, one: RankFacts) -> Point | list[Evidence]:
     """Does the trace say where to go, and is it true of the run without a profiler?"""
-    one, run = case.facts.critical, case.facts.run
-    if one is None or not one.time.step_ms > 0:
+    run = case.facts.run
+    if not one.time.step_ms > 0:
         return []
     unexplained = one.time.rows.get("unexplained", 0.0)
-    if share(unexplained, one) > MAX_UNEXPLAINED:
-        text = f"unexplained: {of_step(unexplained, one)}"
-        return not_seen(Evidence(text, where(one)), record=f"{TRACE}, with --pytorch-profiler-collect-callstack")
+    if one.share(unexplained) > MAX_UNEXPLAINED:
+        text = f"unexplained: {one.of_step(unexplained)}"
+        return not_seen(
+            Evidence(text, one.where()), record=f"{Record.TRACE}, with --pytorch-profiler-collect-callstack"
+        )
     costly = next((found for found in case.findings if found.cost_ms), None)
     if costly:
-        text = f"where to begin: {costly.code}, {of_step(costly.cost_ms, one)}"
+        text = f"where to begin: {costly.code}, {one.of_step(costly.cost_ms)}"
     else:
         largest = max(one.time.rows, key=one.time.rows.get, default="compute")
-        part = f"{ROW_TITLES.get(largest, largest)}, {of_step(one.time.rows.get(largest, 0.0), one)}"
+        part = f"{ROW_TITLES.get(largest, largest)}, {one.of_step(one.time.rows.get(largest, 0.0))}"
         text = f"no cause of lost time was found; the largest part is {part}"
-    seen = [Evidence(text, where(one)), *_list_left_out(one)]
+    seen = [Evidence(text, one.where()), *_list_left_out(one)]
     if run is None or run.profiler_slowdown is None:
         window = f"with --profile-step-start above {MIN_BEFORE + 2}"
-        return not_seen(*seen, record=f"how far the profiler slows the step down: {RUN_FOLDER}, {window}")
+        return not_seen(*seen, record=f"how far the profiler slows the step down: {Record.RUN_FOLDER}, {window}")
     text = f"steps inside the window take{run.on_rank} {run.profiler_slowdown:.2f} x as long as those before it"
     return [*seen, Evidence(text, STEPS_FILE)]
 
@@ -139,29 +127,28 @@ def examine_profile(case: Case) -> Point | list[Evidence]:
 # --- what the host does
 
 
-def examine_synchronization(case: Case) -> list[Evidence]:
+def examine_synchronization(case: Case, one: RankFacts) -> list[Evidence]:
     """Waits for the device inside steps: the rule measures them. On a CPU nothing runs ahead of Python, and no read waits."""
-    one = case.facts.critical
-    if one is None or not len(one.trace.rows[Kind.RUNTIME if one.time.on_gpu else Kind.OP]):
+    if not len(one.trace.rows[Kind.RUNTIME if one.time.on_gpu else Kind.OP]):
         return []
     if not one.time.on_gpu:
-        rows = rows_named(one, READS.__contains__, Kind.OP)
+        rows = one.rows_named(READS.__contains__, Kind.OP)
         rows = rows[one.placing.operator[rows] < 0]  # inside another operator it is that one's affair
         phases = [*one.placing.phases, ""]
-        number = sum(phases[one.placing.phase[row]] not in READS_ON_HOST for row in rows) / steady_steps(one)
+        number = sum(phases[one.placing.phase[row]] not in READS_ON_HOST for row in rows) / one.steady_steps
         text = (
             f"no GPU in the trace, so that no read waits; {significant(number)} values read into Python per step, each of which "
             "a GPU would have to be waited for; log, eval, save and the optimizer's step counters left out"
         )
-        return [Evidence(text, where(one))]
+        return [Evidence(text, one.where())]
     sites = find_waits(one)
     waits = f"{significant(sum(site.per_step for site in sites))} synchronizations per step"
-    idle = of_step(sum(site.idle_ms for site in sites), one)
+    idle = one.of_step(sum(site.idle_ms for site in sites))
     text = (
-        f"{waits} in {counted(steady_steps(one), 'steady step')}; the device idles after them {idle}, "
+        f"{waits} in {counted(one.steady_steps, 'steady step')}; the device idles after them {idle}, "
         f"{MIN_SHARE_SHOWN:.0%} would be much"
     )
-    seen = [Evidence(text, where(one))]
+    seen = [Evidence(text, one.where())]
     for site in sites[:MAX_SITES]:
         what = f"{site.operator or site.call} in {site.phase or 'no phase'}"
         seen.append(Evidence(f"{what}: {significant(site.per_step)} per step", site.frame))
@@ -178,99 +165,87 @@ def examine_loader(case: Case) -> list[Evidence]:
     ]
     if seen:
         one = max(seen, key=lambda one: one.time.rows.get("data_wait", 0.0))
-        waits = of_step(one.time.rows.get("data_wait", 0.0), one)
+        waits = one.of_step(one.time.rows.get("data_wait", 0.0))
         text = f"waiting for the loader: {waits}; {in_ms(one.time.loader_host_ms)} in it, hidden or not"
-        return [Evidence(f"{text}; {MATTERS:.0%} would be much", where(one))]
+        return [Evidence(f"{text}; {MATTERS:.0%} would be much", one.where())]
     wait_ms = measure_ordinary(run, run.phases_ms.get(data, ())) if run else None
     if wait_ms is None or not run.steady_step_ms:
         return []
     return [Evidence(f"median {in_ms(wait_ms)} in the phase {data} of {in_ms(run.steady_step_ms)}", STEPS_FILE)]
 
 
-def examine_pinned_copies(case: Case) -> Point | list[Evidence]:
+def examine_pinned_copies(case: Case, one: RankFacts) -> Point | list[Evidence]:
     """Bytes of batches from pinned and from pageable memory, as far as the copies' names tell it."""
-    one = case.facts.critical
-    to_device = _copies(one, re.compile(r"HtoD|HostToDevice", re.IGNORECASE))
+    to_device = one.rows_named(TO_DEVICE.search, Kind.MEMCPY)
     names = {row: one.trace.name_of(row) for row in to_device.tolist()}
     named = [row for row, name in names.items() if re.search("(pageable|pinned) *->", name, re.IGNORECASE)]
     if not named:
         return _miss_copies(one, len(to_device))
     pageable = [row for row in named if "ageable" in names[row]]
-    steps, num_bytes = steady_steps(one), one.trace.events.num_bytes.clip(min=0)
+    steps, num_bytes = one.steady_steps, one.trace.events.num_bytes.clip(min=0)
     total, slow = num_bytes[named].sum(), num_bytes[pageable].sum()
     text = (
         f"per step {counted((len(named) - len(pageable)) / steps, 'transfer')} ({size((total - slow) / steps)}) from "
         f"pinned memory, {significant(len(pageable) / steps)} ({size(slow / steps)}) from pageable memory"
     )
-    seen = Evidence(text, where(one, named[0]))
+    seen = Evidence(text, one.where(named[0]))
     if 2 * slow > total or not total and 2 * len(pageable) > len(named):
         remedy = "pin host memory (DataLoader(pin_memory=True)) and copy with non_blocking=True"
         return failed(remedy, seen, code="unpinned-copies")
     waits = [site for site in one.time.syncs if is_batch_copy(site)]
     number, idle_ms = sum(site.per_step for site in waits), sum(site.idle_ms for site in waits)
-    idle = f"after which the device idles {of_step(idle_ms, one)}"
-    waited = Evidence(f"{counted(number, 'wait')} of the host for them per step, {idle}", where(one))
-    if share(idle_ms, one) >= MIN_SHARE_SHOWN:
+    idle = f"after which the device idles {one.of_step(idle_ms)}"
+    waited = Evidence(f"{counted(number, 'wait')} of the host for them per step, {idle}", one.where())
+    if one.share(idle_ms) >= MIN_SHARE_SHOWN:
         return failed("copy with .to(device, non_blocking=True)", seen, waited, code="sync-in-step")
     return [seen, waited]
 
 
-def examine_number_of_copies(case: Case) -> Point | list[Evidence]:
-    one = case.facts.critical
-    rows = _copies(one, ACROSS)
-    rows = rows[one.trace.events.num_bytes[rows] >= 0] if len(rows) else rows  # -1: the trace does not say
+def examine_number_of_copies(case: Case, one: RankFacts) -> Point | list[Evidence]:
+    rows = one.rows_named(ACROSS.search, Kind.MEMCPY)
+    rows = rows[one.trace.events.num_bytes[rows] >= 0]  # -1: the trace does not say
     if not len(rows):
         return _miss_copies(one)
-    small = per_step(one, rows[one.trace.events.num_bytes[rows] <= SMALL_BYTES])
+    small = one.per_step(rows[one.trace.events.num_bytes[rows] <= SMALL_BYTES])
     text = (
-        f"per step {counted(per_step(one, rows), 'transfer')} between host and device, {significant(small)} of at most "
+        f"per step {counted(one.per_step(rows), 'transfer')} between host and device, {significant(small)} of at most "
         f"{size(SMALL_BYTES)}; {MAX_SMALL_COPIES} would be many"
     )
-    return [Evidence(text, where(one, rows[0]))]
+    return [Evidence(text, one.where(rows[0]))]
 
 
-def _copies(one: RankFacts | None, pattern: re.Pattern) -> np.ndarray:
-    """Rows of copies of the steady steps; none without a GPU."""
-    if one is None or not one.time.on_gpu:
-        return np.empty(0, np.int64)
-    return rows_named(one, pattern.search, Kind.MEMCPY)
-
-
-def _miss_copies(one: RankFacts | None, unnamed: int = 0) -> Point:
-    """Why the trace that there is says nothing about copies. `unnamed`: copies whose names do not tell the memory."""
-    if one is None:
-        return not_seen()
+def _miss_copies(one: RankFacts, unnamed: int = 0) -> Point:
+    """Why the trace says nothing about copies. `unnamed`: copies whose names do not tell the memory."""
     if not one.time.on_gpu:
-        return not_seen(Evidence("no GPU, so that nothing is copied to one", where(one)))
+        return not_seen(Evidence("no GPU, so that nothing is copied to one", one.where()))
     what = f"{unnamed} copies that do not say from which memory" if unnamed else "no copy from the host"
-    return not_seen(Evidence(f"{what} in {counted(steady_steps(one), 'steady step')}", where(one)))
+    return not_seen(Evidence(f"{what} in {counted(one.steady_steps, 'steady step')}", one.where()))
 
 
 # --- what the device computes
 
 
-def examine_layout(case: Case) -> list[Evidence]:
+def examine_layout(case: Case, one: RankFacts) -> list[Evidence]:
     """Copies, casts and .contiguous() against the step."""
-    one = case.facts.critical
-    if one is None or not _has_work(one):
+    if not _has_work(one):
         return []
-    ms = of_step(one.kernels.roles.get(Role.CAST_COPY, 0.0), one)
-    limit = MAX_COPY_SHARE if one.time.on_gpu else MAX_COPY_SHARE_ON_CPU
-    return [Evidence(f"copying, casting and reordering tensors: {ms}; {limit:.0%} would be much", where(one))]
+    ms = one.of_step(one.kernels.roles.get(Role.CAST_COPY, 0.0))
+    limit = kernel_rules.MAX_COPY_SHARE if one.time.on_gpu else kernel_rules.MAX_COPY_SHARE_ON_CPU
+    return [Evidence(f"copying, casting and reordering tensors: {ms}; {limit:.0%} would be much", one.where())]
 
 
-def examine_fusion(case: Case) -> Point | list[Evidence]:
+def examine_fusion(case: Case, one: RankFacts) -> Point | list[Evidence]:
     """Elementwise operators against the step, compiled or not."""
-    one, limit = case.facts.critical, MAX_ELEMENTWISE_SHARE
-    if one is None or not _has_work(one):
+    limit = kernel_rules.MAX_ELEMENTWISE_SHARE
+    if not _has_work(one):
         return []
     ms = one.kernels.roles.get(Role.ELEMENTWISE, 0.0)
-    text = f"elementwise operators take {of_step(ms, one)}; {limit:.0%} would be much"
+    text = f"elementwise operators take {one.of_step(ms)}; {limit:.0%} would be much"
     if one.time.on_gpu:
         text += f"; {one.time.launches:,.0f} kernels per step, the median one of {one.time.median_kernel_us:.1f} us"
-    seen = Evidence(text, where(one))
-    if share(ms, one) >= limit:
-        return failed("compile the layers: --torch-compile", seen, code=find_unfused_elementwise.code)
+    seen = Evidence(text, one.where())
+    if one.share(ms) >= limit:
+        return failed("compile the layers: --torch-compile", seen, code="unfused-elementwise")
     return [seen]
 
 
@@ -278,33 +253,30 @@ def _has_work(one: RankFacts) -> bool:
     return one.time.step_ms > 0 and any(one.kernels.roles.values())
 
 
-def examine_tensor_cores(case: Case) -> Point | list[Evidence]:
+def examine_tensor_cores(case: Case, one: RankFacts) -> Point | list[Evidence]:
     """By the kernels' names on a GPU, by shapes elsewhere."""
-    one = case.facts.critical
-    if one is None:
-        return []
     if one.time.on_gpu and WITHOUT_TENSOR_CORES.search(one.time.device or ""):
         return not_seen(record="this GPU has no tensor cores; audit a run on one that has")
     kernels, shapes = one.kernels, _describe_shapes(one)
     if not one.time.on_gpu or not kernels.matrix_ms:
-        return shapes or not_seen(record=SHAPES)
+        return shapes or not_seen(record=Record.SHAPES)
     text = (
         f"tensor cores run {in_ms(kernels.tensor_core_ms)} of {in_ms(kernels.matrix_ms)} of products and attention per "
         f"step; {in_ms(kernels.maybe_tensor_core_ms)} have names that do not say"
     )
-    seen = Evidence(text, where(one))
+    seen = Evidence(text, one.where())
     slow_ms = kernels.matrix_ms - kernels.tensor_core_ms - kernels.maybe_tensor_core_ms
-    if share(slow_ms, one) >= MATTERS:
+    if one.share(slow_ms) >= MATTERS:
         found = case.found("fp32-products")
         remedy = found[0].advice if found else "make the dimensions of products multiples of 64 (at least 8)"
         reasons = list(kernels.without_tensor_cores.items())[:MAX_REASONS]
-        why = [Evidence(f"{reason}: {of_step(ms, one)}") for reason, ms in reasons]
+        why = [Evidence(f"{reason}: {one.of_step(ms)}") for reason, ms in reasons]
         return failed(remedy, seen, *why, *shapes, code=found[0].code if found else "no-tensor-cores")
     if 2 * slow_ms > kernels.matrix_ms:
         return not_seen(seen, *shapes, record="a run whose products are in 16 bits, or a larger part of the step")
     if kernels.tensor_core_ms >= kernels.maybe_tensor_core_ms or shapes:
         return [seen, *shapes]
-    return not_seen(seen, record=SHAPES)
+    return not_seen(seen, record=Record.SHAPES)
 
 
 def _describe_shapes(one: RankFacts) -> list[Evidence]:
@@ -313,6 +285,6 @@ def _describe_shapes(one: RankFacts) -> list[Evidence]:
     odd = [row for row in rows if any(map(is_off, row.dims))]
     text = f"all dimensions of {counted(len(rows), 'shape')} of products are multiples of 64 (small ones of 8)"
     if odd:
-        time = of_step(sum(row.ms for row in odd), one)
+        time = one.of_step(sum(row.ms for row in odd))
         text = f"{len(odd)} of {len(rows)} shapes of products have other dimensions than multiples of 64: {time}"
-    return [Evidence(text, where(one))] if rows else []
+    return [Evidence(text, one.where())] if rows else []

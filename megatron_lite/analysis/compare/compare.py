@@ -19,11 +19,12 @@ from megatron_lite.analysis.compare.settings import (
 )
 from megatron_lite.analysis.contradictions import find_contradictions
 from megatron_lite.analysis.kernels.kernel_names import short_name
+from megatron_lite.analysis.kernels.kernel_words import get_kernel_role, get_operator_role
 from megatron_lite.analysis.kernels.rank_kernels import own_ms
-from megatron_lite.analysis.kernels.roles import get_kernel_role, get_operator_role
 from megatron_lite.analysis.kernels.selection import Selection
+from megatron_lite.analysis.rank_facts import RankFacts
 from megatron_lite.analysis.run.run_results import Numbers, Run
-from megatron_lite.analysis.run_facts import Facts, RankFacts
+from megatron_lite.analysis.run_facts import Facts
 from megatron_lite.analysis.time.rank_time import rank_time
 from megatron_lite.analysis.time.time_results import ROW_TITLES, RankTime
 from megatron_lite.errors import ConfigError, UserError
@@ -254,6 +255,7 @@ def pair_traces(a: Side, b: Side) -> dict[str, Any]:
             ms = paired_samples(mine.ms, theirs.ms, centre=fmean)
             kernels.append(KernelPair(mine.role or theirs.role, *key, mine.names, theirs.names, calls, ms))
     return {
+        "on_gpu": on_gpu,
         "rows": {name: pair_row(name) for name in row_names},
         "phases": tuple(
             PhasePair(name, pair_phase(name, "host_ms"), pair_phase(name, "device_ms") if on_gpu else None)
@@ -288,7 +290,7 @@ def compare(a: Facts, b: Facts, force: bool = False, titles: tuple[str, str] = (
     named = {total.name for total in totals}
     phases = pair_phases_of_runs(a.run, b.run) if a.run and b.run else ()
     of = "steps.jsonl, ordinary steps" if phases else ""
-    parts: dict[str, Any] = {"rows": {}, "phases": phases, "phases_of": of, "roles": {}, "kernels": ()}
+    parts: dict[str, Any] = {"rows": {}, "phases": phases, "phases_of": of, "roles": {}, "kernels": (), "on_gpu": False}
     if a.critical and b.critical and TRACED_STEP in named:
         parts = pair_traces(build_side(a.critical), build_side(b.critical))
     # a profiler slows its steps down: differences of its phases are no parts of an ordinary step's difference

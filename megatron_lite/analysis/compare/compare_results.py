@@ -89,6 +89,7 @@ class Comparison:
     sentence: str
     flags: tuple[Flag, ...]
     totals: tuple[Total, ...]
+    on_gpu: bool  # by the traces
     rows: dict[str, Pair]  # keys of ROW_TITLES
     groups: dict[str, Pair]  # by what ranks share out: communication that nothing hides, ms per step, mean over ranks
     phases: tuple[PhasePair, ...]

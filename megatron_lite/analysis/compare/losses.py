@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from megatron_lite.analysis.run.run_results import Run
+from megatron_lite.units import significant
 
 # groups of flags that decide the numbers, and those among them that do not
 DECIDING = {
@@ -63,11 +64,11 @@ def _judge(a: Run, b: Run, iteration: int, losses: tuple[float, float], norms: t
     ):  # fmt: skip
         if mine and np.isfinite([mine, theirs]).all():
             found.append((name, abs(theirs / mine - 1), expected))
-    told = " and ".join(f"the {name} by {difference:.1e}" for name, difference, _ in found)
+    told = " and ".join(f"the {name} by {significant(100 * difference, 2)}%" for name, difference, _ in found)
     if not any(difference > TOO_MUCH * expected for _, difference, expected in found):
-        return f"step {iteration} differs in {told} of itself: rounding in {precision}", False
-    rounding = " and ".join(f"{expected:.0e}" for _, _, expected in found)
-    much = f"step {iteration} differs in {told} of itself, where rounding in {precision} makes {rounding}"
+        return f"step {iteration:,} differs in {told}: rounding in {precision}", False
+    rounding = " and ".join(f"{significant(100 * expected, 1)}%" for _, _, expected in found)
+    much = f"step {iteration:,} differs in {told}, where rounding in {precision} makes {rounding}"
     if _drops(a) and (a.plan["args"].get("parallel"), a.world_size) != (b.plan["args"].get("parallel"), b.world_size):
         return (
             f"{much}: dropout draws other masks on another layout; --hidden-dropout 0 --attention-dropout 0 tells more",

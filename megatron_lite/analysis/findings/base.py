@@ -6,11 +6,11 @@ from inspect import cleandoc
 from typing import Literal
 
 from megatron_lite.analysis.memory.memory_results import Snapshot
-from megatron_lite.analysis.run_facts import Facts, RankFacts
+from megatron_lite.analysis.rank_facts import MATTERS, MIN_SHARE_SHOWN, RankFacts
+from megatron_lite.analysis.run_facts import Facts
 from megatron_lite.units import significant
 
-MATTERS = 0.05  # of a step: less is hard to tell from the noise between steps, and not where to begin
-MIN_SHARE_SHOWN = 0.01  # of a step, for causes that are cheap to remove
+Needs = Literal["", "run", "snapshot", "trace", "gpu"]
 
 
 @dataclass(frozen=True)
@@ -44,17 +44,17 @@ class Rule:
 
     code: str
     title: str  # a few words
-    needs: Literal["run", "trace", "gpu"]
-    function: Callable[..., Finding | None]  # (facts); where it needs a trace (facts, the rank whose time is the run's)
+    needs: Needs
+    function: Callable[..., Finding | None]  # (facts), or (facts, what it needs)
 
     def __call__(self, facts: Facts) -> Finding | None:
-        one = facts.critical
-        if self.needs == "run":
+        known = {"run": facts.run, "snapshot": facts.highest_snapshot}.get(self.needs, facts.critical)
+        if not self.needs:
             found = self.function(facts)
-        elif one is None or (self.needs == "gpu" and not one.time.on_gpu):
+        elif known is None or (self.needs == "gpu" and not known.time.on_gpu):
             found = None
         else:
-            found = self.function(facts, one)
+            found = self.function(facts, known)
         return found and replace(found, code=self.code, title=found.title or self.title)
 
     @property
@@ -63,10 +63,12 @@ class Rule:
         return cleandoc(self.function.__doc__ or "")
 
 
-def rule(
-    code: str, title: str, needs: Literal["run", "trace", "gpu"] = "run"
-) -> Callable[[Callable[..., Finding | None]], Rule]:
-    """Make a function a rule, whose docstring is its page."""
+def rule(code: str, title: str, needs: Needs = "") -> Callable[[Callable[..., Finding | None]], Rule]:
+    """Make a function a rule, whose docstring is its page.
+
+    needs: its second argument, without which it is not asked: the run's record, the snapshot with the highest peak, or the
+        rank whose time is the run's ("trace"; "gpu" if the trace is of one).
+    """
     return lambda function: Rule(code, title, needs, function)
 
 
@@ -100,9 +102,9 @@ def find_lost_time(
     Args: seen: the first piece of evidence, which stands at the event `row`; more: the other pieces; cheap: to remove, so
     that MIN_SHARE_SHOWN of the step is enough.
     """
-    if share(cost, one) < (MIN_SHARE_SHOWN if cheap else at_least):
+    if one.share(cost) < (MIN_SHARE_SHOWN if cheap else at_least):
         return None
-    evidence, rank = (Evidence(seen, where(one, row)), *more), one.time.rank
+    evidence, rank = (Evidence(seen, one.where(row)), *more), one.time.rank
     return Finding("", title, cost, None, evidence, advice, flags, gain_ms=cost, certain=certain, rank=rank)
 
 
@@ -121,31 +123,6 @@ def find_lost_memory(
     return Finding("", "", None, num_bytes, evidence, advice, flags, None, gain_bytes, certain, rank)
 
 
-def share(ms: float, one: RankFacts) -> float:
-    """Of the mean steady step."""
-    return ms / one.time.step_ms if one.time.step_ms > 0 else 0.0
-
-
-def where(one: RankFacts, row: int | None = None) -> str:
-    """ "rank 0, ProfilerStep#12 at 1,204.3 ms"."""
-    words = [f"rank {one.time.rank}" if one.time.rank is not None else one.trace.source]
-    if row is not None:
-        index = int(one.placing.step[row])
-        words += [one.time.steps[index].name] if 0 <= index < len(one.time.steps) else []
-        words[-1] += f" at {one.trace.events.start_ns[row] / 1e6:,.1f} ms"
-    return ", ".join(words)
-
-
 def counted(number: float, what: str) -> str:
     """'1 wait', '12 waits', '0.5 waits'."""
     return f"{significant(number)} {what}" + ("" if number == 1 else "s")
-
-
-def in_ms(ms: float) -> str:
-    """12.345 -> '12.3 ms', 0.0123 -> '0.012 ms'."""
-    return f"{ms:,.1f} ms" if abs(ms) >= 1 else f"{significant(ms, 2)} ms"
-
-
-def of_step(ms: float, one: RankFacts) -> str:
-    """'12.3 ms of each step of 100.0 ms (12%)'."""
-    return f"{in_ms(ms)} of each step of {in_ms(one.time.step_ms)} ({share(ms, one):.1%})"

@@ -5,48 +5,61 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_lite.analysis.findings.base import (
-    MATTERS,
-    MIN_SHARE_SHOWN,
-    Evidence,
-    Finding,
-    build_time_finding,
-    counted,
-    find_lost_time,
-    in_ms,
-    of_step,
-    rule,
-    share,
-)
-from megatron_lite.analysis.findings.run_settings import (
-    TIGHT,
-    argument,
-    device_bytes,
-    local_ranks,
-    measure_peak,
-    micro_batches,
-    parameters,
-    part,
-    splits_model,
-    variables,
-    whole,
-)
-from megatron_lite.analysis.findings.step_measurements import (
-    backward_ranges,
-    communication_rows,
-    exposed_ms,
-    measure_reduction,
-    per_step,
-    per_step_ms,
-    reduction_rows,
-    steady_steps,
-)
+from megatron_lite.analysis.findings.base import Evidence, Finding, build_time_finding, counted, find_lost_time, rule
+from megatron_lite.analysis.rank_facts import MATTERS, MIN_SHARE_SHOWN, RankFacts, in_ms
 from megatron_lite.analysis.ranks.calls import collective_bytes
 from megatron_lite.analysis.ranks.from_run import find_straggler_by_medians
 from megatron_lite.analysis.ranks.rank_results import Ranks, Straggler
-from megatron_lite.analysis.run_facts import Facts, RankFacts
+from megatron_lite.analysis.run_facts import TIGHT, Facts, whole
+from megatron_lite.phases import Phase
 from megatron_lite.units import significant, size
 from megatron_lite.variables import MORE_QUEUES, QUEUES, has_needless_order
+
+# --- gradients
+
+BACKWARD, GRAD_SYNC = Phase.BACKWARD.value, Phase.GRAD_SYNC.value
+
+
+def _find_reductions(facts: Facts, one: RankFacts) -> np.ndarray:
+    """Collectives of backward and of what is left of it after: those of logging and evaluating are no gradients.
+
+    None where ranks split layers or have stages of a pipeline: what they exchange within those is not told from gradients.
+    """
+    if facts.splits_model:
+        return np.empty(0, np.int64)
+    return one.in_phases(one.communication_rows(), BACKWARD, GRAD_SYNC)
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """How gradients are reduced beside backward; means per steady step."""
+
+    collectives: float
+    communication_ms: float  # durations added up
+    tail_ms: float  # exposed after backward's last computation
+    early_share: float  # of the communication: begun before that
+
+
+def _measure_reduction(facts: Facts, one: RankFacts) -> Reduction | None:
+    """None without collectives of gradients, or where the trace does not say what backward is."""
+    rows, steps = _find_reductions(facts, one), one.placing.step
+    backward = one.in_phases(one.compute_rows(), BACKWARD)
+    if not len(rows) or not len(backward):
+        return None
+    events = one.trace.events
+    computed, reduced = np.full(len(one.time.steps), -1, np.int64), np.zeros(len(one.time.steps), np.int64)
+    np.maximum.at(computed, steps[backward], events.end_ns[backward])  # per step, the end of backward's computing
+    rows = rows[computed[steps[rows]] >= 0]
+    np.maximum.at(reduced, steps[rows], events.end_ns[rows])
+    seen = np.unique(steps[rows])
+    length, early = events.end_ns[rows] - events.start_ns[rows], events.start_ns[rows] < computed[steps[rows]]
+    total, number = float(length.sum()), one.steady_steps
+    return Reduction(
+        collectives=len(rows) / number,
+        communication_ms=total / 1e6 / number,
+        tail_ms=float(one.find_exposed(rows).within(computed[seen], reduced[seen]).sum()) / 1e6 / number,
+        early_share=float(length[early].sum()) / total if total else 0.0,
+    )
 
 
 @rule("all-reduce-tail", "gradient reduction after backward's end", needs="trace")
@@ -62,22 +75,19 @@ def find_all_reduce_tail(facts: Facts, one: RankFacts) -> Finding | None:
     Flags: --ddp-bucket-size N (parameters); --grad-reduce-in-bf16 with --bf16; a larger --global-batch-size.
     False alarm: a trace of one rank only: whether it waits for others or for the network cannot be told from it.
     """
-    seen = measure_reduction(facts, one)
+    seen = _measure_reduction(facts, one)
     if seen is None or seen.early_share < NEVER_EARLY:
         return None
     text = (
-        f"the tail takes {of_step(seen.tail_ms, one)}; {counted(seen.collectives, 'collective')} of together "
+        f"the tail takes {one.of_step(seen.tail_ms)}; {counted(seen.collectives, 'collective')} of together "
         f"{in_ms(seen.communication_ms)} per step, {seen.early_share:.0%} of it begun before backward's end"
     )
     alone = facts.ranks is None or len(facts.ranks.present) < 2
     waiting = Evidence("with one rank's trace alone, waiting for a slower rank is not told apart")
-    advice = (
-        "smaller buckets (--ddp-bucket-size), 16-bit reduction (--grad-reduce-in-bf16), or more micro-batches per step"
-    )
     flags = ("--ddp-bucket-size", "--grad-reduce-in-bf16")
-    return find_lost_time(
-        one, seen.tail_ms, text, advice, *([waiting] if alone else []), flags=flags, certain=not alone
-    )
+    advice = f"smaller buckets ({flags[0]}), 16-bit reduction ({flags[1]}), or more micro-batches per step"
+    more = [waiting] if alone else []
+    return find_lost_time(one, seen.tail_ms, text, advice, *more, flags=flags, certain=not alone)
 
 
 NEVER_EARLY = 0.05  # of the communication: that little begins early by rounding, or is no gradient
@@ -97,13 +107,13 @@ def find_no_overlap(facts: Facts, one: RankFacts) -> Finding | None:
     Flags: --ddp-bucket-size N (parameters, 25 MiB of them when left out); in Megatron-LM --overlap-grad-reduce.
     False alarm: models so small that one bucket is all there is.
     """
-    seen, number = measure_reduction(facts, one), parameters(facts)
+    seen, number = _measure_reduction(facts, one), facts.parameters
     if seen is None or seen.early_share >= NEVER_EARLY:
         return None
     flag = f"--ddp-bucket-size {number // BUCKETS}" if number else "--ddp-bucket-size"
     text = (
         f"{counted(seen.collectives, 'collective')} per step, none before backward's end; nothing hides "
-        f"{of_step(seen.tail_ms, one)}"
+        f"{one.of_step(seen.tail_ms)}"
     )
     advice = f"several buckets, reduced while backward goes on: {flag}; in Megatron-LM --overlap-grad-reduce"
     return find_lost_time(one, seen.tail_ms, text, advice, flags=(flag,))
@@ -129,19 +139,19 @@ def find_small_buckets(facts: Facts, one: RankFacts) -> Finding | None:
     Flags: --ddp-bucket-size N (parameters): several millions.
     False alarm: small collectives of tensor or expert parallelism in other trainers' traces, which are not gradients.
     """
-    if splits_model(facts):  # hidden states are as large as a micro-batch makes them
+    if facts.splits_model:  # hidden states are as large as a micro-batch makes them
         return None
-    rows, number = communication_rows(one), parameters(facts)
-    sizes = collective_bytes(one.trace, rows, whole(part(facts, "world", "size")))  # NaN for unknown
+    rows, number = one.communication_rows(), facts.parameters
+    sizes = collective_bytes(one.trace, rows, facts.number("world", "size"))  # NaN for unknown
     if np.isnan(sizes).all() and number:
-        rows = reduction_rows(facts, one)
-        sizes = np.full(len(rows), FP32_BYTES * number * steady_steps(one) / max(1, len(rows)))
+        rows = _find_reductions(facts, one)
+        sizes = np.full(len(rows), FP32_BYTES * number * one.steady_steps / max(1, len(rows)))
     small = rows[sizes <= SMALL_BYTES]
-    if per_step(one, small) < MAX_SMALL_REDUCTIONS:
+    if one.per_step(small) < MAX_SMALL_REDUCTIONS:
         return None
-    cost, median = exposed_ms(one, small), float(np.median(sizes[sizes <= SMALL_BYTES]))
-    text = f"{per_step(one, small):,.0f} collectives per step of {size(median)} (median); nothing hides"
-    text += f" {of_step(cost, one)}"
+    cost, median = one.exposed_ms(small), float(np.median(sizes[sizes <= SMALL_BYTES]))
+    text = f"{one.per_step(small):,.0f} collectives per step of {size(median)} (median); nothing hides"
+    text += f" {one.of_step(cost)}"
     advice = f"larger buckets: {BUCKET_FLAG}"
     return find_lost_time(one, cost, text, advice, row=small[0], flags=(BUCKET_FLAG,), certain=False, cheap=True)
 
@@ -164,7 +174,7 @@ def find_reduce_every_micro_batch(facts: Facts, one: RankFacts) -> Finding | Non
     False alarm: collectives in backward that are no gradients (tensor, context or expert parallelism).
     """
     starts, steps = one.trace.events.start_ns, one.placing.step
-    ranges, rows = backward_ranges(one), reduction_rows(facts, one)
+    ranges, rows = one.backward_ranges(), _find_reductions(facts, one)
     if not len(rows) or len(ranges) < 2:
         return None
     launches = one.trace.launch_of[rows]
@@ -176,12 +186,12 @@ def find_reduce_every_micro_batch(facts: Facts, one: RankFacts) -> Finding | Non
     if last.all() or counts[~last].mean() < AS_MANY * counts[last].mean() or not counts[~last].any():
         return None
     early, batches = rows[same & ~last[np.maximum(at, 0)]], len(ranges) / last.sum()
-    if share(per_step_ms(one, early), one) < MIN_SHARE_SHOWN:
+    if one.share(one.per_step_ms(early)) < MIN_SHARE_SHOWN:
         return None
-    cost = exposed_ms(one, early)
+    cost = one.exposed_ms(early)
     text = (
         f"{significant(batches)} micro-batches per step, and all reduce: those before the last one communicate "
-        f"{in_ms(per_step_ms(one, early))} per step; nothing hides {of_step(cost, one)}"
+        f"{in_ms(one.per_step_ms(early))} per step; nothing hides {one.of_step(cost)}"
     )
     advice = "reduce after the last micro-batch only: model.no_sync() around the others"
     return find_lost_time(one, cost, text, advice, row=early[0], at_least=0.0)
@@ -233,7 +243,8 @@ def find_straggler(facts: Facts) -> Finding | None:
     reason = "no single cause covers 80% of its lag"
     if found.cause:
         phase = f", most of it in {found.phase}" if found.phase else ""
-        reason = f"{found.cause} takes {in_ms(found.cause_ms)} longer than on the median of the others{phase}"
+        what = "waiting for data" if found.cause == "data_wait" else found.cause
+        reason = f"{what} takes {in_ms(found.cause_ms)} longer than on the median of the others{phase}"
     advice = f"rank {found.rank}: {why}"
     seen = (Evidence(_describe_lateness(found, ranks), f"rank {found.rank}"), Evidence(reason))
     certain = bool(found.cause) and found.share_last is not None
@@ -271,16 +282,15 @@ def find_tensor_across_nodes(facts: Facts) -> Finding | None:
     Flags: --tensor-model-parallel-size; --pipeline-model-parallel-size; --context-parallel-size for long sequences.
     False alarm: nodes joined by links as fast as those within (NVL72); ranks of one machine that say they are several.
     """
-    ranks, tensor, near = facts.ranks, whole(part(facts, "layout", "tensor")) or 1, local_ranks(facts)
+    ranks, tensor, near = facts.ranks, facts.number("layout", "tensor") or 1, facts.local_ranks
     if ranks is None or tensor < 2 or not near or near % tensor == 0:
         return None
     exposed_ms = sum(row.exposed_ms for row in ranks.groups if row.group == "tensor")
     step_ms = max((row.step_ms for row in ranks.rows), default=0.0)
     if exposed_ms < MATTERS * step_ms or not step_ms:
         return None
-    seen = Evidence(
-        f"{tensor} tensor parallel ranks, {near} on a node; nothing hides {in_ms(exposed_ms)} of what they exchange"
-    )
+    exposed = f"nothing hides {in_ms(exposed_ms)} of what they exchange"
+    seen = Evidence(f"{tensor} tensor parallel ranks, {near} on a node; {exposed}")
     fewer = math.gcd(tensor, near)
     flags = (f"--tensor-model-parallel-size {fewer}", f"--pipeline-model-parallel-size {tensor // fewer}")
     advice = f"split layers within a node only: {flags[0]}, and {flags[1]} for the rest"
@@ -303,7 +313,7 @@ def _measure_shard_traffic(facts: Facts) -> ShardTraffic | None:
     step_ms = max((row.step_ms for row in ranks.rows), default=0.0) if ranks else 0.0
     if ranks is None or not step_ms:
         return None
-    unnamed = () if splits_model(facts) else ("", "all ranks")  # then all that ranks exchange is among replicas
+    unnamed = () if facts.splits_model else ("", "all ranks")  # then all that ranks exchange is among replicas
     rows = [row for row in ranks.collectives if "data" in row.group or row.group in unnamed]
     # calls of two kinds at once are exposed both, and cost only once
     most_ms = sum(row.exposed_ms for row in ranks.groups if row.group in {one.group for one in rows})
@@ -333,13 +343,13 @@ def find_parameter_gather(facts: Facts) -> Finding | None:
     if seen is None or seen.gathers_ms < MATTERS * seen.step_ms:
         return None
     # ranks of a node that train the same part of the model, among those that share it out
-    near = (local_ranks(facts) or 0) // (whole(part(facts, "layout", "tensor")) or 1)
-    sharing = whole(part(facts, "sharding", "ranks")) or 1
-    if part(facts, "sharding", "gathers_twice"):
+    near = (facts.local_ranks or 0) // (facts.number("layout", "tensor") or 1)
+    sharing = facts.number("sharding", "ranks") or 1
+    if facts.part("sharding", "gathers_twice"):
         flags = ("--torch-fsdp2-no-reshard-after-forward",)
         advice = f"gather once per micro-batch, if memory allows: {flags[0]}"
     elif 1 < near < sharing and sharing % near == 0:
-        instances = whole(argument(facts, "num_distributed_optimizer_instances")) or 1
+        instances = whole(facts.argument("num_distributed_optimizer_instances")) or 1
         flags = (f"--num-distributed-optimizer-instances {instances * sharing // near}",)
         advice = f"share out within a node: {flags[0]}"
     else:
@@ -363,10 +373,10 @@ def find_needless_sharding(facts: Facts) -> Finding | None:
     Flags: --use-distributed-optimizer instead of --use-torch-fsdp2.
     False alarm: a rehearsal of a larger model, or memory that a longer sequence still needs.
     """
-    seen, peak, room = _measure_shard_traffic(facts), measure_peak(facts), device_bytes(facts)
-    number, batches = parameters(facts), micro_batches(facts)
-    ranks = whole(part(facts, "sharding", "ranks"))
-    if not (seen and peak and room and number and batches and ranks and part(facts, "sharding", "gathers_twice")):
+    seen, peak, room = _measure_shard_traffic(facts), facts.peak, facts.device_bytes
+    number, batches = facts.parameters, facts.micro_batches
+    ranks = facts.number("sharding", "ranks")
+    if not (seen and peak and room and number and batches and ranks and facts.part("sharding", "gathers_twice")):
         return None
     widths = (4 if facts.plan.get("precision") == "fp32" else 2) + (4 if facts.plan.get("fp32_gradients") else 2)
     then = peak.num_bytes + widths * number * (ranks - 1) // ranks
@@ -394,11 +404,11 @@ def find_max_connections(facts: Facts, one: RankFacts) -> Finding | None:
     Flags: CUDA_DEVICE_MAX_CONNECTIONS (many launch scripts export it); --tensor-model-parallel-size.
     False alarm: GPUs from Blackwell on order launches otherwise; a single GPU has nothing to overlap.
     """
-    tensor, context = (whole(argument(facts, f"{kind}_parallel_size")) for kind in ("tensor_model", "context"))
-    world, cost = whole(part(facts, "world", "size")), one.time.rows.get("exposed_communication", 0.0)
-    if not has_needless_order(variables(facts).get(QUEUES), world or 1, tensor or 1, context or 1):
+    tensor, context = (whole(facts.argument(f"{kind}_parallel_size")) for kind in ("tensor_model", "context"))
+    world, cost = facts.number("world", "size"), one.time.rows.get("exposed_communication", 0.0)
+    if not has_needless_order(facts.variables.get(QUEUES), world or 1, tensor or 1, context or 1):
         return None
     text = f"the variable is 1, tensor parallel size 1, {world} ranks; nothing hides communication of"
-    text += f" {of_step(cost, one)}"
+    text += f" {one.of_step(cost)}"
     advice = f"unset {QUEUES} (or set 32) for pure data parallelism, and compare"
     return find_lost_time(one, cost, text, advice, flags=(MORE_QUEUES,), certain=False, cheap=True)

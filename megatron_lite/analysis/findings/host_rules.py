@@ -1,17 +1,10 @@
 """Time that the host loses in the step: waits, late launches, pauses."""
 
-from megatron_lite.analysis.findings.base import Evidence, Finding, counted, find_lost_time, in_ms, of_step, rule, share
+from megatron_lite.analysis.findings.base import Evidence, Finding, counted, find_lost_time, rule
 from megatron_lite.analysis.findings.input_rules import is_batch_copy, pageable_rows
-from megatron_lite.analysis.findings.run_settings import (
-    argument,
-    compiles,
-    device_bytes,
-    micro_batch_tokens,
-    suggest_micro_batch,
-)
-from megatron_lite.analysis.findings.step_measurements import accumulation_ms, backward_ranges, per_step, rows_named
 from megatron_lite.analysis.findings.update_rules import LOG, find_log_stalls
-from megatron_lite.analysis.run_facts import Facts, RankFacts
+from megatron_lite.analysis.rank_facts import RankFacts, in_ms
+from megatron_lite.analysis.run_facts import Facts
 from megatron_lite.analysis.time.time_results import SyncSite
 from megatron_lite.analysis.trace.columns import Kind
 from megatron_lite.phases import Phase
@@ -48,7 +41,7 @@ def find_sync_in_step(facts: Facts, one: RankFacts) -> Finding | None:
         times = f"host waits {in_ms(site.host_ms)}, device idles {in_ms(site.idle_ms)}"
         text = f"{what} in {site.phase or 'no phase'}: {significant(site.per_step)} per step, {times}"
         shown.append(Evidence(text, site.frame))
-    text = f"{counted(calls, 'wait')} per step, after which the device idles {of_step(cost, one)}"
+    text = f"{counted(calls, 'wait')} per step, after which the device idles {one.of_step(cost)}"
     advice = "read values (.item(), print, .cpu()) at the log interval only, and keep conditions on the device"
     return find_lost_time(one, cost, text, advice, *shown, flags=("--log-interval 100",), cheap=True)
 
@@ -56,11 +49,8 @@ def find_sync_in_step(facts: Facts, one: RankFacts) -> Finding | None:
 def find_waits(one: RankFacts) -> list[SyncSite]:
     """Where the host waits for the device inside every step; most idle time first."""
     unpinned = len(pageable_rows(one)) > 0  # they are a finding of their own
-    return [
-        site
-        for site in one.time.syncs
-        if site.per_step >= ONCE and site.phase not in BETWEEN_STEPS and not (unpinned and is_batch_copy(site))
-    ]
+    sites = [site for site in one.time.syncs if site.per_step >= ONCE and site.phase not in BETWEEN_STEPS]
+    return [site for site in sites if not (unpinned and is_batch_copy(site))]
 
 
 MAX_LAUNCH_SITES = 3
@@ -83,12 +73,12 @@ def find_launch_bound(facts: Facts, one: RankFacts) -> Finding | None:
     False alarm: a trace with stacks or shapes of a run that is fine without them: compare with the step time outside
         the window.
     """
-    time, larger = one.time, suggest_micro_batch(facts)
+    time, larger = one.time, facts.larger_micro_batch
     if not time.launch_bound:
         return None
     cost = time.rows.get("host", 0.0) + time.rows.get("launch", 0.0)
     text = (
-        f"the device idles {of_step(cost, one)}: {time.launches:,.0f} kernels per step; medians: "
+        f"the device idles {one.of_step(cost)}: {time.launches:,.0f} kernels per step; medians: "
         f"{time.median_kernel_us:.1f} us per kernel, {time.median_launch_interval_us:.1f} us from launch to launch, "
         f"{time.median_queue_us:.1f} us in the queue"
     )
@@ -97,7 +87,7 @@ def find_launch_bound(facts: Facts, one: RankFacts) -> Finding | None:
     advice = "fewer and larger kernels: torch.compile, fused operators, CUDA graphs"
     if larger:
         advice = f"more work per launch: {larger[1]}"
-    flags = (*(larger[:1] if larger else ()), *(() if compiles(facts) else ("--torch-compile",)))
+    flags = (*(larger[:1] if larger else ()), *(() if facts.compiles else ("--torch-compile",)))
     return find_lost_time(one, cost, text, advice, *shown, flags=flags, certain=not one.trace.with_stack, at_least=0.0)
 
 
@@ -134,7 +124,7 @@ def find_host_gaps(facts: Facts, one: RankFacts) -> Finding | None:
         return _find_in_places(facts, one, host - added) or _find_in_calls(facts, one, host - added, sites)
     if one.time.launch_bound or find_tiny_micro_batches(facts):  # they name the cause
         return None
-    text = f"the device idles {of_step(host, one)} because of the host"
+    text = f"the device idles {one.of_step(host)} because of the host"
     advice = "take Python work out of the step; profile with stacks to see the lines"
     flags = () if one.trace.with_stack else (STACKS,)
     return find_lost_time(one, host - added, text, advice, *sites, flags=flags, certain=False, at_least=MAX_LATE_SHARE)
@@ -145,7 +135,7 @@ def _find_in_places(facts: Facts, one: RankFacts, most: float) -> Finding | None
     logging = LOG if find_log_stalls(facts) else None  # that has its price there
     stretches = [stretch for stretch in one.time.stretches if stretch.phase != logging]
     seen = sum(stretch.ms for stretch in stretches)
-    if share(min(most, seen), one) < MAX_LATE_SHARE:
+    if one.share(min(most, seen)) < MAX_LATE_SHARE:
         return None
     shown = []
     for stretch in stretches[:MAX_SHOWN]:
@@ -157,7 +147,7 @@ def _find_in_places(facts: Facts, one: RankFacts, most: float) -> Finding | None
     remedy = f"take that work out of {stretches[0].phase or 'the step'}, or do it in fewer steps"
     advice = remedy if one.trace.with_stack else f"{STACKS} names the function; {remedy}"
     flags = () if one.trace.with_stack else (STACKS,)
-    text = f"Python runs for a millisecond or longer without an operator: {of_step(seen, one)}"
+    text = f"Python runs for a millisecond or longer without an operator: {one.of_step(seen)}"
     cost, title, least = min(most, seen), TITLE_ON_CPU, MAX_LATE_SHARE
     return find_lost_time(one, cost, text, advice, *shown, title=title, flags=flags, certain=False, at_least=least)
 
@@ -169,12 +159,10 @@ def _find_in_calls(facts: Facts, one: RankFacts, most: float, sites: list[Eviden
         return None
     operators = sum(phase.kernels for phase in one.time.phases)
     each = f"{1e3 * one.time.rows.get('compute', 0.0) / operators:,.0f} us each" if operators else "in no phase"
-    text = f"{operators:,.0f} operators per step, {each}; Python between them takes {of_step(cost, one)}"
+    text = f"{operators:,.0f} operators per step, {each}; Python between them takes {one.of_step(cost)}"
     advice = f"give each operator more to do: a larger {LARGER_OPERATORS[0]}, or {LARGER_OPERATORS[1]}"
-    flags = LARGER_OPERATORS
-    return find_lost_time(
-        one, cost, text, advice, *sites, title=TITLE_ON_CPU, flags=flags, certain=False, at_least=MAX_CALLING_SHARE
-    )
+    flags, title, limit = LARGER_OPERATORS, TITLE_ON_CPU, MAX_CALLING_SHARE
+    return find_lost_time(one, cost, text, advice, *sites, title=title, flags=flags, certain=False, at_least=limit)
 
 
 MIN_MICRO_BATCHES = 4  # per step: with fewer, little can be saved
@@ -194,23 +182,21 @@ def find_tiny_micro_batches(facts: Facts, one: RankFacts) -> Finding | None:
     Flags: --micro-batch-size N at the same --global-batch-size.
     False alarm: memory that allows no more (see micro-batch-headroom), or a single micro-batch.
     """
-    number, tokens = per_step(one, backward_ranges(one)), micro_batch_tokens(facts)
-    larger, now = suggest_micro_batch(facts), argument(facts, "micro_batch_size")
+    number, tokens = one.per_step(one.backward_ranges()), facts.micro_batch_tokens
+    larger, now = facts.larger_micro_batch, facts.argument("micro_batch_size")
     if one.time.launch_bound or number < MIN_MICRO_BATCHES or tokens is None or tokens > FEW_TOKENS:
         return None
-    if device_bytes(facts) and not larger:
+    if facts.device_bytes and not larger:
         return None
-    added, host = accumulation_ms(one), one.time.rows.get("host", 0.0) + one.time.rows.get("launch", 0.0)
+    added, host = one.accumulation_ms(), one.time.rows.get("host", 0.0) + one.time.rows.get("launch", 0.0)
     cost = (added + host) * (1 - 1 / number)
     flag = "--micro-batch-size"  # no number without the memory that it would take
-    advice = f"fewer, larger micro-batches as far as memory allows: {flag} above {now}"
+    flag, advice = larger or (flag, f"fewer, larger micro-batches as far as memory allows: {flag} above {now}")
     text = (
         f"{significant(number)} micro-batches per step of {tokens:,} tokens: adding gradients up {in_ms(added)}, the host between "
-        f"operators {in_ms(host)}; saved at most {of_step(cost, one)}"
+        f"operators {in_ms(host)}; saved at most {one.of_step(cost)}"
     )
-    return find_lost_time(
-        one, cost, text, larger[1] if larger else advice, flags=larger[:1] if larger else (flag,), certain=False
-    )
+    return find_lost_time(one, cost, text, advice, flags=(flag,), certain=False)
 
 
 @rule("gc-pauses", "pauses of Python's garbage collector", needs="trace")
@@ -229,10 +215,10 @@ def find_gc_pauses(facts: Facts, one: RankFacts) -> Finding | None:
     """
     cost = one.time.rows.get("garbage_collector", 0.0)
     advice, flags = "--manual-gc is on: a larger --manual-gc-interval", ()
-    if not argument(facts, "manual_gc"):
+    if not facts.argument("manual_gc"):
         advice = "collect on all ranks in the same, rare steps: --manual-gc, without a gc.collect() in the step itself"
         flags = ("--manual-gc --manual-gc-interval 100",)
-    text = f"garbage collection takes {of_step(cost, one)}"
+    text = f"garbage collection takes {one.of_step(cost)}"
     return find_lost_time(one, cost, text, advice, flags=flags, cheap=True)
 
 
@@ -256,12 +242,11 @@ def find_allocator_stalls(facts: Facts, one: RankFacts) -> Finding | None:
     False alarm: a window at the run's beginning, while the allocator still grows; profile later steps.
     """
     cost = one.time.rows.get("allocator", 0.0)
-    rows = rows_named(one, lambda name: name.startswith(ALLOCATOR_CALLS), Kind.RUNTIME)
-    text = f"{significant(per_step(one, rows))} calls per step; the device idles because of them {of_step(cost, one)}"
+    rows = one.rows_named(lambda name: name.startswith(ALLOCATOR_CALLS), Kind.RUNTIME)
+    text = f"{significant(one.per_step(rows))} calls per step; the device idles because of them {one.of_step(cost)}"
     advice = f"leave the allocator more room, or let its segments grow: {EXPANDABLE_SEGMENTS}"
-    return find_lost_time(
-        one, cost, text, advice, row=rows[0] if len(rows) else None, flags=(EXPANDABLE_SEGMENTS,), cheap=True
-    )
+    row, flags = rows[0] if len(rows) else None, (EXPANDABLE_SEGMENTS,)
+    return find_lost_time(one, cost, text, advice, row=row, flags=flags, cheap=True)
 
 
 @rule("stream-waits", "kernels waiting for another stream", needs="gpu")
@@ -277,6 +262,6 @@ def find_stream_waits(facts: Facts, one: RankFacts) -> Finding | None:
     False alarm: gaps that the profiler itself makes while it writes its buffers.
     """
     cost = one.time.rows.get("dependency", 0.0)
-    text = f"launched kernels wait while the device idles, {of_step(cost, one)}"
+    text = f"launched kernels wait while the device idles, {one.of_step(cost)}"
     advice = "start copies and collectives earlier and wait for them later; see the gaps in the trace"
     return find_lost_time(one, cost, text, advice, certain=False)

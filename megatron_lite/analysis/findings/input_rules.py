@@ -2,32 +2,56 @@
 
 import math
 import re
+from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_lite.analysis.findings.base import (
-    Evidence,
-    Finding,
-    build_time_finding,
-    find_lost_time,
-    in_ms,
-    of_step,
-    rule,
-    where,
-)
-from megatron_lite.analysis.findings.run_settings import (
-    hardware,
-    loader_workers,
-    local_ranks,
-    measure_loader_wait,
-    whole,
-)
-from megatron_lite.analysis.findings.step_measurements import exposed_ms, per_step, per_step_ms, rows_named
-from megatron_lite.analysis.run_facts import Facts, RankFacts
+from megatron_lite.analysis.findings.base import Evidence, Finding, build_time_finding, find_lost_time, rule
+from megatron_lite.analysis.rank_facts import MATTERS, RankFacts, in_ms
+from megatron_lite.analysis.run_facts import Facts, measure_ordinary, whole
 from megatron_lite.analysis.time.time_results import SyncSite
 from megatron_lite.analysis.trace.columns import Kind
 from megatron_lite.phases import Phase
 from megatron_lite.units import significant, size
+
+DATA = Phase.DATA.value
+
+
+@dataclass(frozen=True)
+class LoaderWait:
+    """Of the rank that waits most."""
+
+    ms: float  # per step
+    busy_ms: float  # the rest of the step
+    loading_ms: float | None  # host time in the loader, hidden or not
+    text: str
+    where: str
+    rank: int | None
+
+
+def measure_loader_wait(facts: Facts) -> LoaderWait | None:
+    """None where it does not matter or is unknown."""
+    run = facts.run
+    if facts.ranks_seen:
+        one = max(facts.ranks_seen, key=lambda seen: seen.time.rows.get("data_wait", 0.0))
+        ms = one.time.rows.get("data_wait", 0.0)
+        if one.share(ms) < MATTERS:
+            return None
+        text = f"{'the device' if one.time.on_gpu else 'the step'} waits for the loader {one.of_step(ms)}"
+        loading_ms = one.time.loader_host_ms or None
+        return LoaderWait(ms, one.time.step_ms - ms, loading_ms, text, one.where(), one.time.rank)
+    if run is None or not run.steady_step_ms:
+        return None
+    waits = run.ranks.phases_ms.get(DATA, ()) if run.ranks else ()
+    known = [(ms, rank) for rank, ms in enumerate(waits) if not math.isnan(ms)]
+    seen = [max(known)] if known else []
+    seen.append((measure_ordinary(run, run.phases_ms.get(DATA, ())), None))
+    ms, rank = next((one for one in seen if (one[0] or 0.0) >= MATTERS * run.steady_step_ms), (None, None))
+    if ms is None:
+        return None
+    text = f"{in_ms(ms)} of a step of {in_ms(run.steady_step_ms)} pass in the phase {DATA} (median of ordinary steps)"
+    place = "steps.jsonl" if rank is None else f"rank {rank}, steps.jsonl"
+    return LoaderWait(ms, run.steady_step_ms - ms, None, text, place, rank)
 
 
 @rule("starved-loader", "waiting for the data loader")
@@ -45,7 +69,7 @@ def find_starved_loader(facts: Facts) -> Finding | None:
         .bin/.idx files once, so that loading is only reading.
     False alarm: the first steps of a run, while workers start; they are left out of the figures.
     """
-    wait, workers = measure_loader_wait(facts), loader_workers(facts)
+    wait, workers = measure_loader_wait(facts), facts.loader_workers
     if wait is None or are_too_many(facts):
         return None
     wanted = None if workers is None else 2 * workers
@@ -53,9 +77,8 @@ def find_starved_loader(facts: Facts) -> Finding | None:
         # Loading time over computing time says how many keep up.
         known = wait.loading_ms and wait.busy_ms
         wanted = max(2, math.ceil(wait.loading_ms / wait.busy_ms)) if known else 2
-    advice = (
-        f"load ahead with more workers: --num-workers {wanted}" if wanted else "load ahead with more worker processes"
-    )
+    how = f"workers: --num-workers {wanted}" if wanted else "worker processes"
+    advice = f"load ahead with more {how}"
     if isinstance(workers, int):
         advice += f" (now {workers})"
     seen = [Evidence(wait.text, wait.where)]
@@ -95,7 +118,7 @@ def are_too_many(facts: Facts) -> bool:
 
 
 def _count(facts: Facts) -> tuple[int | None, int | None, int | None]:
-    return whole(loader_workers(facts)), local_ranks(facts), whole(hardware(facts, "cpus"))
+    return whole(facts.loader_workers), facts.local_ranks, whole(facts.hardware("cpus"))
 
 
 COPIES = ("aten::to", "aten::_to_copy", "aten::copy_", "aten::cuda", "")
@@ -120,11 +143,11 @@ def find_unpinned_copies(facts: Facts, one: RankFacts) -> Finding | None:
     rows = pageable_rows(one)
     if not len(rows):
         return None
-    exposed, stalled = exposed_ms(one, rows), sum(site.idle_ms for site in one.time.syncs if is_batch_copy(site))
+    exposed, stalled = one.exposed_ms(rows), sum(site.idle_ms for site in one.time.syncs if is_batch_copy(site))
     each = float(one.trace.events.num_bytes[rows].clip(min=0).mean())
     text = (
-        f"{significant(per_step(one, rows))} unpinned per step, of {size(each)} on average: {in_ms(exposed)} on the device that "
-        f"nothing hides, {in_ms(stalled)} idle after the host's wait; {of_step(exposed + stalled, one)}"
+        f"{significant(one.per_step(rows))} unpinned per step, of {size(each)} on average: {in_ms(exposed)} on the device that "
+        f"nothing hides, {in_ms(stalled)} idle after the host's wait; {one.of_step(exposed + stalled)}"
     )
     advice = "pin host memory (DataLoader(pin_memory=True)) and copy with .to(device, non_blocking=True)"
     return find_lost_time(one, exposed + stalled, text, advice, row=rows[0], cheap=True)
@@ -132,7 +155,7 @@ def find_unpinned_copies(facts: Facts, one: RankFacts) -> Finding | None:
 
 def pageable_rows(one: RankFacts) -> np.ndarray:
     """Copies from pageable host memory in steady steps."""
-    return rows_named(one, PAGEABLE.search, Kind.MEMCPY)
+    return one.rows_named(PAGEABLE.search, Kind.MEMCPY)
 
 
 def is_batch_copy(site: SyncSite) -> bool:
@@ -160,18 +183,17 @@ def find_small_copies(facts: Facts, one: RankFacts) -> Finding | None:
     Flags: --log-interval 100 for values that are only printed.
     False alarm: copies in a process or stream that has nothing else to launch: then the host's time is free.
     """
-    rows, num_bytes = rows_named(one, ACROSS.search, Kind.MEMCPY), one.trace.events.num_bytes
+    rows, num_bytes = one.rows_named(ACROSS.search, Kind.MEMCPY), one.trace.events.num_bytes
     rows = rows[(num_bytes[rows] >= 0) & (num_bytes[rows] <= SMALL_BYTES)]
-    if per_step(one, rows) < MAX_SMALL_COPIES:
+    if one.per_step(rows) < MAX_SMALL_COPIES:
         return None
     calls = one.trace.launch_of[rows]
-    cost, median = per_step_ms(one, calls[calls >= 0]), size(float(np.median(num_bytes[rows])))
-    text = f"{per_step(one, rows):,.0f} copies per step, the median one of {median}; their calls take the host"
-    text += f" {of_step(cost, one)}"
+    cost, median = one.per_step_ms(calls[calls >= 0]), size(float(np.median(num_bytes[rows])))
+    text = f"{one.per_step(rows):,.0f} copies per step, the median one of {median}; their calls take the host"
+    text += f" {one.of_step(cost)}"
     advice = "copy one tensor per batch and split it on the device; fetch values together and seldom"
-    return find_lost_time(
-        one, cost, text, advice, row=rows[0], flags=("--log-interval 100",), certain=False, cheap=True
-    )
+    flags = ("--log-interval 100",)
+    return find_lost_time(one, cost, text, advice, row=rows[0], flags=flags, certain=False, cheap=True)
 
 
 MAX_SHOWN = 3
@@ -189,15 +211,15 @@ def find_exposed_copies(facts: Facts, one: RankFacts) -> Finding | None:
     Flags: none here: this trainer copies batches on a side stream by itself.
     False alarm: copies within the device at a step's end, if they are part of the algorithm.
     """
-    rows = np.setdiff1d(rows_named(one, lambda name: True, Kind.MEMCPY, Kind.MEMSET), pageable_rows(one))
+    rows = np.setdiff1d(one.rows_named(lambda name: True, Kind.MEMCPY, Kind.MEMSET), pageable_rows(one))
     names = one.trace.events.name[rows]
     groups = [rows[names == name] for name in np.unique(names)]
-    groups.sort(key=lambda group: -per_step_ms(one, group))
+    groups.sort(key=lambda group: -one.per_step_ms(group))
     shown = []
     for group in groups[:MAX_SHOWN]:
-        times = f"{significant(per_step(one, group))} per step, {in_ms(per_step_ms(one, group))}"
-        shown.append(Evidence(f"{one.trace.name_of(group[0])}: {times}", where(one, group[0])))
-    cost = exposed_ms(one, rows)
-    text = f"nothing but copies runs {of_step(cost, one)}"
+        times = f"{significant(one.per_step(group))} per step, {in_ms(one.per_step_ms(group))}"
+        shown.append(Evidence(f"{one.trace.name_of(group[0])}: {times}", one.where(group[0])))
+    cost = one.exposed_ms(rows)
+    text = f"nothing but copies runs {one.of_step(cost)}"
     advice = "copy from pinned memory on a stream of its own, ahead of the kernels that need it"
     return find_lost_time(one, cost, text, advice, *shown)

@@ -2,11 +2,10 @@
 
 import numpy as np
 
-from megatron_lite.analysis.findings.base import Evidence, Finding, find_lost_time, in_ms, of_step, rule
-from megatron_lite.analysis.findings.run_settings import argument, compiles
-from megatron_lite.analysis.findings.step_measurements import covered_ms, per_step, rows_named, work_rows
+from megatron_lite.analysis.findings.base import Evidence, Finding, find_lost_time, rule
 from megatron_lite.analysis.kernels.kernel_results import Role
-from megatron_lite.analysis.run_facts import Facts, RankFacts
+from megatron_lite.analysis.rank_facts import RankFacts, in_ms
+from megatron_lite.analysis.run_facts import Facts
 from megatron_lite.analysis.trace.columns import Kind
 from megatron_lite.phases import Phase
 from megatron_lite.units import significant
@@ -33,29 +32,27 @@ def find_attention_scores(facts: Facts, one: RankFacts) -> Finding | None:
     if not one.trace.with_shapes:
         return None
     events, shapes = one.trace.events, one.trace.shapes
-    softmax = rows_named(one, lambda name: "softmax" in name and "log_softmax" not in name, Kind.OP)
+    softmax = one.rows_named(lambda name: "softmax" in name and "log_softmax" not in name, Kind.OP)
     found = (find_score_tensors(shapes[index].dims) for index in np.unique(events.shapes[softmax]) if index >= 0)
     least = MIN_TOKENS if one.time.on_gpu else MIN_TOKENS_ON_CPU
     lengths = {length for length in set().union(*found) if length >= least}
     on_scores = np.array([bool(find_score_tensors(shape.dims) & lengths) for shape in shapes] + [False])
-    rows = work_rows(one)
+    rows = one.work_rows()
     operators = one.placing.operator[rows] if one.time.on_gpu else rows
     rows = rows[on_scores[np.where(operators >= 0, events.shapes[np.maximum(operators, 0)], -1)]]
     if not len(rows):
         return None
-    cost = covered_ms(one, rows)
-    text = f"operators on {' and '.join(f'{t} x {t}' for t in sorted(lengths))} scores take {of_step(cost, one)}"
+    cost = one.covered_ms(rows)
+    text = f"operators on {' and '.join(f'{t} x {t}' for t in sorted(lengths))} scores take {one.of_step(cost)}"
     advice = "fused attention: --attention-backend auto, or torch's scaled_dot_product_attention(is_causal=True)"
-    return find_lost_time(
-        one, cost, text, advice, row=int(rows[0]), flags=("--attention-backend auto",), certain=one.time.on_gpu
-    )
+    flags = ("--attention-backend auto",)
+    return find_lost_time(one, cost, text, advice, row=int(rows[0]), flags=flags, certain=one.time.on_gpu)
 
 
 def find_score_tensors(dims: tuple) -> set[int]:
     """T of every argument [..., T, T] with batch or heads in front."""
-    return {
-        arg[-1] for arg in dims if len(arg) >= 3 and all(isinstance(size, int) for size in arg) and arg[-1] == arg[-2]
-    }
+    flat = [arg for arg in dims if len(arg) >= 3 and all(isinstance(size, int) for size in arg)]
+    return {arg[-1] for arg in flat if arg[-1] == arg[-2]}
 
 
 MATH = "aten::_scaled_dot_product_attention_math"
@@ -74,14 +71,13 @@ def find_attention_dropout(facts: Facts, one: RankFacts) -> Finding | None:
     Flags: --attention-dropout 0.
     False alarm: short sequences, where the formula may be the faster one.
     """
-    dropout = argument(facts, "attention_dropout")
-    rows = rows_named(one, MATH.__eq__, Kind.OP)
+    dropout = facts.argument("attention_dropout")
+    rows = one.rows_named(MATH.__eq__, Kind.OP)
     if one.time.on_gpu or not dropout or not len(rows):
         return None
-    cost = covered_ms(one, rows)
-    text = (
-        f"--attention-dropout {dropout:g}: {per_step(one, rows):,.0f} unfused calls, forward alone {of_step(cost, one)}"
-    )
+    cost = one.covered_ms(rows)
+    calls = f"{one.per_step(rows):,.0f} unfused calls, forward alone {one.of_step(cost)}"
+    text = f"--attention-dropout {dropout:g}: {calls}"
     advice = "train without dropout inside attention: --attention-dropout 0"
     return find_lost_time(one, cost, text, advice, row=rows[0], flags=("--attention-dropout 0",), certain=False)
 
@@ -107,22 +103,17 @@ def find_copy_share(facts: Facts, one: RankFacts) -> Finding | None:
     False alarm: fp32 gradients of 16-bit weights, which are cast by design; without a GPU, copies in backward and in
         the optimizer's step are not counted for that reason.
     """
-    rows = [
-        (row.ms, f"{row.short} under {row.operator or 'no operator'}", row.phase, row.per_step)
-        for row in one.kernels.rows
-        if row.role is Role.CAST_COPY
-    ]
-    on_host = [
-        (row.self_ms, row.name, row.phase, row.per_step)
-        for row in one.kernels.operators
-        if row.role is Role.CAST_COPY and row.phase not in BY_DESIGN
-    ]
+    both = one.kernels.rows, one.kernels.operators
+    kernels, operators = ([row for row in of if row.role is Role.CAST_COPY] for of in both)
+    rows = [(row.ms, f"{row.short} under {row.operator or 'no operator'}", row.phase, row.per_step) for row in kernels]
+    operators = [row for row in operators if row.phase not in BY_DESIGN]
+    on_host = [(row.self_ms, row.name, row.phase, row.per_step) for row in operators]
     cost = one.kernels.roles.get(Role.CAST_COPY, 0.0) if one.time.on_gpu else sum(row[0] for row in on_host)
     shown = (
         Evidence(f"{name}: {in_ms(ms)}, {significant(number)} per step", phase)
         for ms, name, phase, number in sorted(rows or on_host, reverse=True)[:MAX_SHOWN]
     )
-    text = f"copies and casts take {of_step(cost, one)}"
+    text = f"copies and casts take {one.of_step(cost)}"
     advice = "16-bit weights instead of autocast, one layout from the start, torch.compile to fold casts away"
     limit = MAX_COPY_SHARE if one.time.on_gpu else MAX_COPY_SHARE_ON_CPU
     flags = ("--torch-compile",)
@@ -147,15 +138,14 @@ def find_unfused_elementwise(facts: Facts, one: RankFacts) -> Finding | None:
     False alarm: a model whose own work is elementwise.
     """
     cost = one.kernels.roles.get(Role.ELEMENTWISE, 0.0)
-    if compiles(facts):
+    if facts.compiles:
         return None
     rows = [row for row in one.kernels.rows if row.role is Role.ELEMENTWISE]
+    text = f"{sum(row.per_step for row in rows):,.0f} elementwise kernels take {one.of_step(cost)}"
+    advice = "compile the layers, so that chains of elementwise operators become one kernel"
     shown = (
         Evidence(f"{row.short}: {in_ms(row.ms)}, {significant(row.per_step)} per step", row.phase)
         for row in rows[:MAX_SHOWN]
     )
-    text = f"{sum(row.per_step for row in rows):,.0f} elementwise kernels take {of_step(cost, one)}"
-    advice = "compile the layers, so that chains of elementwise operators become one kernel"
-    return find_lost_time(
-        one, cost, text, advice, *shown, flags=("--torch-compile",), certain=False, at_least=MAX_ELEMENTWISE_SHARE
-    )
+    flags, limit = ("--torch-compile",), MAX_ELEMENTWISE_SHARE
+    return find_lost_time(one, cost, text, advice, *shown, flags=flags, certain=False, at_least=limit)

@@ -5,30 +5,10 @@ import re
 
 import numpy as np
 
-from megatron_lite.analysis.findings.base import (
-    MIN_SHARE_SHOWN,
-    Evidence,
-    Finding,
-    build_time_finding,
-    in_ms,
-    of_step,
-    rule,
-    share,
-    where,
-)
-from megatron_lite.analysis.findings.run_settings import (
-    argument,
-    compiles,
-    hardware,
-    local_ranks,
-    on_gpu,
-    part,
-    variables,
-    whole,
-)
-from megatron_lite.analysis.findings.step_measurements import covered_ms, per_step, rows_named
+from megatron_lite.analysis.findings.base import Evidence, Finding, build_time_finding, rule
+from megatron_lite.analysis.rank_facts import MIN_SHARE_SHOWN, RankFacts, in_ms
 from megatron_lite.analysis.run.run_results import Run
-from megatron_lite.analysis.run_facts import Facts, RankFacts
+from megatron_lite.analysis.run_facts import Facts, whole
 from megatron_lite.analysis.trace.columns import Kind
 from megatron_lite.thresholds import is_by_chance
 from megatron_lite.variables import THREADS, Place, fitting_threads, switches_on
@@ -57,10 +37,10 @@ def find_recompilation(facts: Facts) -> Finding | None:
     run, one = facts.run, facts.critical
     found = _measure_run(run) if run is not None else None
     if found is None and one is not None:
-        rows = rows_named(one, lambda name: name.startswith(COMPILES), Kind.OP, Kind.ANNOTATION)
-        cost = covered_ms(one, rows)
-        if len(rows) and share(cost, one) >= MIN_SHARE_SHOWN:
-            found = cost, Evidence(f"compiling takes {of_step(cost, one)}", where(one, rows[0])), one.time.rank
+        rows = one.rows_named(lambda name: name.startswith(COMPILES), Kind.OP, Kind.ANNOTATION)
+        cost = one.covered_ms(rows)
+        if len(rows) and one.share(cost) >= MIN_SHARE_SHOWN:
+            found = cost, Evidence(f"compiling takes {one.of_step(cost)}", one.where(rows[0])), one.time.rank
     if found is None:
         return None
     cost, seen, rank = found
@@ -83,7 +63,7 @@ def _measure_run(run: Run) -> tuple[float, Evidence, None] | None:
     shown = ", ".join(str(run.iterations[at]) for at in late[:MAX_STEPS_SHOWN])
     shown += ", ..." if len(late) > MAX_STEPS_SHOWN else ""
     text = (
-        f"{len(late)} of {run.steps} steps compiled something, after the first one (iterations {shown}); spread over "
+        f"{len(late):,} of {run.steps:,} steps compiled something, after the first one (iterations {shown}); spread over "
         f"all steps {in_ms(cost)} each, beside {in_ms(steady_ms)} without compiling"
     )
     return cost, Evidence(text, "steps.jsonl"), None
@@ -111,25 +91,23 @@ def find_graph_breaks(facts: Facts, one: RankFacts) -> Finding | None:
         graph.
     False alarm: a model with several functions that are compiled apart on purpose.
     """
-    resumed = rows_named(one, RESUME.search, Kind.PYTHON, Kind.OP, Kind.ANNOTATION)
+    resumed = one.rows_named(RESUME.search, Kind.PYTHON, Kind.OP, Kind.ANNOTATION)
     if len(resumed):
         breaks = dict.fromkeys(RESUME.search(name).groups() for name in _names(one, resumed))
-        told = [
-            f"the graph of {function} breaks before line {line}" for function, line in list(breaks)[:MAX_BREAKS_SHOWN]
-        ]
-        place = where(one, resumed[0])
+        first = list(breaks)[:MAX_BREAKS_SHOWN]
+        told = [f"the graph of {function} breaks before line {line}" for function, line in first]
+        place = one.where(resumed[0])
     else:
-        regions = rows_named(one, REGION.match, Kind.OP, Kind.ANNOTATION)
+        regions = one.rows_named(REGION.match, Kind.OP, Kind.ANNOTATION)
         number = len({REGION.match(name)[1] for name in _names(one, regions)})
         if number <= FEW:
             return None
-        told = [f"{number} different functions were compiled, {per_step(one, regions):,.0f} regions run per step"]
-        place = where(one, regions[0])
+        told = [f"{number} different functions were compiled, {one.per_step(regions):,.0f} regions run per step"]
+        place = one.where(regions[0])
     seen = tuple(Evidence(text, place) for text in told)
     advice = "start with TORCH_LOGS=graph_breaks to see the lines that break the graph"
-    return Finding(
-        evidence=seen, advice=advice, flags=("TORCH_LOGS=graph_breaks",), certain=bool(len(resumed)), rank=one.time.rank
-    )
+    certain, flags = bool(len(resumed)), ("TORCH_LOGS=graph_breaks",)
+    return Finding(evidence=seen, advice=advice, flags=flags, certain=certain, rank=one.time.rank)
 
 
 def _names(one: RankFacts, rows: np.ndarray) -> list[str]:
@@ -142,8 +120,8 @@ MIN_MS = 10_000.0  # less nobody waits for
 MIN_RUN_STEPS = 30  # a shorter run is a trial
 
 
-@rule("first-step", "long first step of a short run")
-def find_first_step(facts: Facts) -> Finding | None:
+@rule("first-step", "long first step of a short run", needs="run")
+def find_first_step(facts: Facts, run: Run) -> Finding | None:
     """The first step takes a large part of a short run.
 
     Meaning: the first step creates the CUDA context, picks kernels, fills the allocator and, with torch.compile,
@@ -155,8 +133,7 @@ def find_first_step(facts: Facts) -> Finding | None:
     Flags: --torch-compile none in short runs; TORCHINDUCTOR_CACHE_DIR on a disk that stays.
     False alarm: a trial of a few steps of what will be a long run.
     """
-    run = facts.run
-    if run is None or not run.first_step_ms or not run.steady_step_ms or run.steps < MIN_RUN_STEPS:
+    if not run.first_step_ms or not run.steady_step_ms or run.steps < MIN_RUN_STEPS:
         return None
     extra = run.first_step_ms - run.steady_step_ms
     total = math.fsum(run.step_ms)
@@ -165,10 +142,10 @@ def find_first_step(facts: Facts) -> Finding | None:
     compiling_ms = run.compile_ms[0]
     text = (
         f"the first step took {in_ms(run.first_step_ms)}, ordinary ones {in_ms(run.steady_step_ms)}: "
-        f"{extra / total:.0%} of {run.steps} steps"
+        f"{extra / total:.0%} of {run.steps:,} steps"
         + (f", {in_ms(compiling_ms)} of the first for compiling" if compiling_ms > 0 else "")
     )
-    compiled, advice, flags = compiles(facts), "leave the first steps out of comparisons; a longer run hides them", ()
+    compiled, advice, flags = facts.compiles, "leave the first steps out of comparisons; a longer run hides them", ()
     if compiled:
         flags = ("--torch-compile none", "TORCHINDUCTOR_CACHE_DIR")
         advice = (
@@ -183,8 +160,8 @@ COSTLY = tuple(f"--pytorch-profiler-collect-{what}" for what in ("callstack", "m
 COSTLY_ON_CPUS = ("--record-memory-history", *COSTLY)
 
 
-@rule("profiler-overhead", "profiler that disturbs what it measures")
-def find_profiler_overhead(facts: Facts) -> Finding | None:
+@rule("profiler-overhead", "profiler that disturbs what it measures", needs="run")
+def find_profiler_overhead(facts: Facts, run: Run) -> Finding | None:
     """The profiler slowed its steps down so much that the trace's shares are not the run's.
 
     Meaning: recording costs host time per operator (about half a microsecond, with shapes and stacks several), and none
@@ -199,8 +176,7 @@ def find_profiler_overhead(facts: Facts) -> Finding | None:
         and --profile-step-end do not help.
     False alarm: steps before the window that were not alike, as in a ramp-up of the batch.
     """
-    run = facts.run
-    slowdown = run.profiler_slowdown if run else None
+    slowdown = run.profiler_slowdown
     if slowdown is None or not slowdown > MAX_SLOWDOWN:
         return None
     if is_by_chance(run.profiled_step_ms - run.before_profile_ms, run.without_core):
@@ -213,7 +189,7 @@ def find_profiler_overhead(facts: Facts) -> Finding | None:
         text += f"; those after it {'again' if run.recovered else 'still'} {in_ms(run.after_profile_ms)}"
     on_cpu = facts.plan.get("device") == "cpu"
     costly = COSTLY_ON_CPUS if on_cpu else COSTLY
-    used = [flag for flag in costly if argument(facts, flag.removeprefix("--").replace("-", "_"))]
+    used = [flag for flag in costly if facts.argument(flag.removeprefix("--").replace("-", "_"))]
     trust = "the run's own step times, not the trace's" if on_cpu else "device times, not gaps"
     without = f" without {', '.join(used)}" if used else " with a larger micro-batch"
     seen = Evidence(text, "steps.jsonl")
@@ -234,8 +210,8 @@ def find_debug_switches(facts: Facts) -> Finding | None:
         NCCL_DEBUG, NCCL_P2P_DISABLE, NCCL_SHM_DISABLE, NCCL_IB_DISABLE.
     False alarm: NCCL_..._DISABLE on a machine whose links are broken, where it is the remedy.
     """
-    ranks, local = whole(part(facts, "world", "size")) or 1, local_ranks(facts) or 1
-    on = switches_on(variables(facts), Place(on_gpu(facts) is not False, ranks, local))
+    ranks, local = facts.number("world", "size") or 1, facts.local_ranks or 1
+    on = switches_on(facts.variables, Place(facts.on_gpu is not False, ranks, local))
     if not on:
         return None
     seen = tuple(Evidence(f"{setting}: {cost}", "run.json") for setting, cost in on.items())
@@ -255,9 +231,9 @@ def find_too_many_threads(facts: Facts) -> Finding | None:
     Flags: OMP_NUM_THREADS=N before the command (torchrun sets 1 by itself with several ranks).
     False alarm: cores that the run does not see because others use them: then even fewer threads are right.
     """
-    threads, cpus = whole(hardware(facts, "threads")), whole(hardware(facts, "cpus"))
-    ranks = local_ranks(facts)
-    if on_gpu(facts) is not False or not (threads and cpus and ranks):
+    threads, cpus = whole(facts.hardware("threads")), whole(facts.hardware("cpus"))
+    ranks = facts.local_ranks
+    if facts.on_gpu is not False or not (threads and cpus and ranks):
         return None
     fewer = fitting_threads(threads, ranks, cpus)
     if fewer is None:
@@ -270,8 +246,8 @@ def find_too_many_threads(facts: Facts) -> Finding | None:
 MAX_RANKS_SHOWN = 8  # ranks
 
 
-@rule("busy-machine", "ranks that are not given their cores")
-def find_busy_machine(facts: Facts) -> Finding | None:
+@rule("busy-machine", "ranks that are not given their cores", needs="run")
+def find_busy_machine(facts: Facts, run: Run) -> Finding | None:
     """Ranks that were ready to compute and had no core.
 
     Meaning: other programs, or more threads than cores, take the cores that the ranks want. Steps get longer by chance,
@@ -285,8 +261,7 @@ def find_busy_machine(facts: Facts) -> Finding | None:
     Flags: OMP_NUM_THREADS times the ranks, plus --num-workers, at most the number of cores.
     False alarm: none of the wait; on a GPU it is hidden as long as the device has work in its queue.
     """
-    run = facts.run
-    if run is None or run.without_core is None:
+    if run.without_core is None:
         return None
     (rank, ms), ranks, told = run.without_core, run.ranks, []
     step = f"a step of {in_ms(ranks.step_ms[rank])}"
@@ -301,9 +276,9 @@ def find_busy_machine(facts: Facts) -> Finding | None:
         told.append(f"{got}, and loses a core {lost[rank]:,.0f} times" if lost else got)
     advice = "stop what else runs on these cores (top shows it), or give the run cores of its own, and measure again"
     flags = ()
-    cpus, threads, local = whole(hardware(facts, "cpus")), whole(hardware(facts, "threads")), local_ranks(facts)
+    cpus, threads, local = whole(facts.hardware("cpus")), whole(facts.hardware("threads")), facts.local_ranks
     if cpus and threads and local and local * threads > cpus:
         advice = f"start fewer threads ({THREADS}): {local} ranks x {threads} threads share {cpus} cores"
         flags = (THREADS,)
     seen = (Evidence(text, "steps.jsonl") for text in told)
-    return build_time_finding(ms, seen, advice, flags, certain=ms is not None and not on_gpu(facts), rank=rank)
+    return build_time_finding(ms, seen, advice, flags, certain=ms is not None and not facts.on_gpu, rank=rank)

@@ -2,33 +2,10 @@
 
 import math
 
-from megatron_lite.analysis.findings.base import (
-    MATTERS,
-    Evidence,
-    Finding,
-    build_time_finding,
-    find_lost_memory,
-    in_ms,
-    rule,
-)
-from megatron_lite.analysis.findings.run_settings import (
-    TIGHT,
-    argument,
-    device_bytes,
-    is_tight,
-    local_ranks,
-    measure_ordinary,
-    measure_peak,
-    micro_batch_tokens,
-    micro_batches,
-    part,
-    suggest_micro_batch,
-    sum_category,
-    whole,
-)
-from megatron_lite.analysis.findings.step_measurements import accumulation_ms
-from megatron_lite.analysis.memory.memory_results import OUTSIDE
-from megatron_lite.analysis.run_facts import Facts
+from megatron_lite.analysis.findings.base import Evidence, Finding, build_time_finding, find_lost_memory, rule
+from megatron_lite.analysis.memory.memory_results import OUTSIDE, Snapshot
+from megatron_lite.analysis.rank_facts import MATTERS, in_ms
+from megatron_lite.analysis.run_facts import TIGHT, Facts, measure_ordinary, sum_category, whole
 from megatron_lite.phases import Phase
 from megatron_lite.units import MIB, size
 
@@ -53,13 +30,11 @@ def find_memory_growth(facts: Facts) -> Finding | None:
     False alarm: caches that fill up once, such as those of the allocator or of compiled code; they stop.
     """
     grown = [(one.growth, one) for one in facts.snapshots if one.growth is not None]
-    leaks = [
-        pair for pair in grown if pair[0].steps >= MIN_SNAPSHOT_STEPS and pair[0].bytes_per_step >= MIN_BYTES_PER_STEP
-    ]
-    if leaks:
-        leak, most = max(leaks, key=lambda pair: pair[0].bytes_per_step)
+    grown = [pair for pair in grown if pair[0].steps >= MIN_SNAPSHOT_STEPS]
+    leak, most = max(grown, key=lambda pair: pair[0].bytes_per_step, default=(None, None))
+    if leak and leak.bytes_per_step >= MIN_BYTES_PER_STEP:
         total = int(leak.bytes_per_step * leak.steps)
-        text = f"{size(leak.bytes_per_step)} more after each of {leak.steps} steps"
+        text = f"{size(leak.bytes_per_step)} more after each of {leak.steps:,} steps"
         sites = []
         for site in leak.sites[:MAX_SHOWN]:
             made = f"{site.category} made in {site.phase or 'an unknown phase'}"
@@ -167,8 +142,8 @@ def find_fragmentation(facts: Facts) -> Finding | None:
 MAX_LOGITS_SHARE = 0.25  # of the peak: less than the layers' activations usually take
 
 
-@rule("logits-peak", "logits and loss at the memory peak")
-def find_logits_peak(facts: Facts) -> Finding | None:
+@rule("logits-peak", "logits and loss at the memory peak", needs="snapshot")
+def find_logits_peak(facts: Facts, most: Snapshot) -> Finding | None:
     """Memory peaks at the logits.
 
     Meaning: the last layer writes a number per token and word of the vocabulary, and the loss copies it, in fp32, more
@@ -181,29 +156,27 @@ def find_logits_peak(facts: Facts) -> Finding | None:
         tensor parallelism, which splits the vocabulary.
     False alarm: a peak far below the device's memory.
     """
-    most = facts.highest_snapshot
-    if most is None or not is_tight(facts, most):
+    if not facts.is_tight(most):
         return None
     held = sum_category(most, "logits and loss")
     if held < MAX_LOGITS_SHARE * most.peak_bytes:
         return None
-    now = whole(argument(facts, "micro_batch_size"))
+    now = whole(facts.argument("micro_batch_size"))
     half = f"--micro-batch-size {now // 2}" if now and now > 1 else ""
     text = f"{size(held)} of the peak of {size(most.peak_bytes)} ({held / most.peak_bytes:.0%})"
-    advice = "compute the loss in chunks of tokens" + (
-        f", or {half} (now {now}) with more micro-batches" if half else ""
-    )
-    return find_lost_memory(
-        most, held, held, f"{text}, in {most.peak_phase or 'an unknown phase'}", advice, flags=(half,) if half else ()
-    )
+    text += f", in {most.peak_phase or 'an unknown phase'}"
+    advice, flags = "compute the loss in chunks of tokens", ()
+    if half:
+        advice, flags = f"{advice}, or {half} (now {now}) with more micro-batches", (half,)
+    return find_lost_memory(most, held, held, text, advice, flags=flags)
 
 
 MAX_SCORES_SHARE = 0.10  # of the peak: less changes no micro-batch
 MIN_BLOCKS = 4  # one per layer; a loss has one or two
 
 
-@rule("attention-memory", "attention scores kept for backward")
-def find_attention_memory(facts: Facts) -> Finding | None:
+@rule("attention-memory", "attention scores kept for backward", needs="snapshot")
+def find_attention_memory(facts: Facts, most: Snapshot) -> Finding | None:
     """Attention scores of all layers wait in memory for backward.
 
     Meaning: softmax's result, batch x heads x T x T, is kept by every layer until its backward. It grows with the
@@ -216,12 +189,8 @@ def find_attention_memory(facts: Facts) -> Finding | None:
     Flags: --attention-backend auto (or flash); --recompute-granularity selective recomputes only this.
     False alarm: a softmax that is no attention, such as a router's, is small.
     """
-    most = facts.highest_snapshot
-    sites = [
-        site
-        for site in (most.sites if most is not None else ())
-        if site.category == "activations" and "softmax" in site.site.lower() and site.blocks >= MIN_BLOCKS
-    ]
+    activations = [site for site in most.sites if site.category == "activations" and site.blocks >= MIN_BLOCKS]
+    sites = [site for site in activations if "softmax" in site.site.lower()]
     held = sum(site.num_bytes for site in sites)
     if not sites or held < MAX_SCORES_SHARE * most.peak_bytes:
         return None
@@ -237,8 +206,8 @@ RECOMPUTE_FLAG = "--recompute-granularity full --recompute-method uniform --reco
 SIXTEEN_BITS = ("fp16", "bf16")
 
 
-@rule("recompute-activations", "activations that could be recomputed")
-def find_recompute_activations(facts: Facts) -> Finding | None:
+@rule("recompute-activations", "activations that could be recomputed", needs="snapshot")
+def find_recompute_activations(facts: Facts, most: Snapshot) -> Finding | None:
     """Recomputing activations would take most of the memory peak away.
 
     Meaning: every layer keeps its activations for backward. Recomputing keeps only each layer's input and runs the
@@ -252,14 +221,13 @@ def find_recompute_activations(facts: Facts) -> Finding | None:
         selective.
     False alarm: a run that fits and whose micro-batch need not grow: then it only costs time.
     """
-    most = facts.highest_snapshot
-    if most is None or argument(facts, "recompute_granularity") or not is_tight(facts, most):
+    if facts.argument("recompute_granularity") or not facts.is_tight(most):
         return None
     layers = [layer.num_bytes for layer in most.layers if layer.name != OUTSIDE]
     if len(layers) < MIN_LAYERS:
         return None
     # Of all layers: micro-batch x sequence x hidden each; unknown without a plan.
-    tokens, hidden = micro_batch_tokens(facts), whole(part(facts, "shape", "hidden_size"))
+    tokens, hidden = facts.micro_batch_tokens, facts.number("shape", "hidden_size")
     width = 2 if facts.plan.get("precision") in SIXTEEN_BITS else 4
     inputs = len(layers) * tokens * hidden * width if tokens and hidden else 0
     held = sum(layers)
@@ -277,8 +245,8 @@ def find_recompute_activations(facts: Facts) -> Finding | None:
 MIN_SHARED = 0.10  # of the peak, that ranks must save by sharing: it costs no arithmetic
 
 
-@rule("state-kept-whole", "moments and masters that every rank keeps whole")
-def find_state_kept_whole(facts: Facts) -> Finding | None:
+@rule("state-kept-whole", "moments and masters that every rank keeps whole", needs="snapshot")
+def find_state_kept_whole(facts: Facts, most: Snapshot) -> Finding | None:
     """Every data parallel rank keeps what one could share with the others.
 
     Meaning: fp32 masters and the optimizer's moments are needed in the update only, 12 of 16 bytes per parameter in 16 bits. Ranks
@@ -291,15 +259,8 @@ def find_state_kept_whole(facts: Facts) -> Finding | None:
     Flags: --use-distributed-optimizer; --use-torch-fsdp2.
     False alarm: a peak that falls into forward for other reasons stays as high but for this part.
     """
-    most, layout = facts.highest_snapshot, facts.plan.get("layout")
-    ranks = (whole(part(facts, "layout", "data")) or 1) * (whole(part(facts, "layout", "context")) or 1)
-    if (
-        most is None
-        or not isinstance(layout, dict)
-        or ranks < 2
-        or facts.plan.get("sharding")
-        or not is_tight(facts, most)
-    ):
+    ranks = (facts.number("layout", "data") or 1) * (facts.number("layout", "context") or 1)
+    if ranks < 2 or facts.plan.get("sharding") or not facts.is_tight(most):
         return None
     held = sum(sum_category(most, category) for category in ("moments", "master weights"))
     gain = held - held // ranks
@@ -310,8 +271,8 @@ def find_state_kept_whole(facts: Facts) -> Finding | None:
     return find_lost_memory(most, held, gain, text, advice, flags=("--use-distributed-optimizer",))
 
 
-@rule("sequence-parallel-off", "activations that tensor parallel ranks keep whole")
-def find_sequence_parallel_off(facts: Facts) -> Finding | None:
+@rule("sequence-parallel-off", "activations that tensor parallel ranks keep whole", needs="snapshot")
+def find_sequence_parallel_off(facts: Facts, most: Snapshot) -> Finding | None:
     """Between attention and MLP, every tensor parallel rank keeps all tokens.
 
     Meaning: tensor parallelism splits the products. Norms, dropout and the residual between them work on all tokens on every rank,
@@ -323,9 +284,8 @@ def find_sequence_parallel_off(facts: Facts) -> Finding | None:
     Flags: --sequence-parallel.
     False alarm: a peak that falls into the optimizer's step.
     """
-    most = facts.highest_snapshot
-    tensor, shares = whole(part(facts, "layout", "tensor")) or 1, part(facts, "layout", "sequence_parallel")
-    if most is None or tensor < 2 or shares or not is_tight(facts, most):
+    tensor, shares = facts.number("layout", "tensor") or 1, facts.part("layout", "sequence_parallel")
+    if tensor < 2 or shares or not facts.is_tight(most):
         return None
     from megatron_lite.analysis.memory.ledger import bytes_of_sequence_parallelism  # late: formulas, for such runs only
 
@@ -333,12 +293,10 @@ def find_sequence_parallel_off(facts: Facts) -> Finding | None:
     if not gain or gain < MIN_SHARED * most.peak_bytes:
         return None
     held = sum_category(most, "activations")
-    text = (
-        f"activations hold {size(held)} of the peak of {size(most.peak_bytes)}; {tensor} ranks keep {size(gain)} alike"
-    )
-    return find_lost_memory(
-        most, held, gain, text, "share out the tokens, too: --sequence-parallel", flags=("--sequence-parallel",)
-    )
+    alike = f"{tensor} ranks keep {size(gain)} alike"
+    text = f"activations hold {size(held)} of the peak of {size(most.peak_bytes)}; {alike}"
+    flag = "--sequence-parallel"
+    return find_lost_memory(most, held, gain, text, f"share out the tokens, too: {flag}", flags=(flag,))
 
 
 @rule("micro-batch-headroom", "memory left for a larger micro-batch")
@@ -356,13 +314,13 @@ def find_micro_batch_headroom(facts: Facts) -> Finding | None:
     Flags: --micro-batch-size N at the same --global-batch-size.
     False alarm: memory that evaluation, a checkpoint or a longer batch still needs.
     """
-    larger, one = suggest_micro_batch(facts), facts.critical
+    larger, one = facts.larger_micro_batch, facts.critical
     if larger is None or one is not None and one.time.launch_bound:  # there it is the remedy, and said there
         return None
-    held = measure_peak(facts)
-    cost = accumulation_ms(one) or None if one is not None else None
-    peak = f"the peak is {size(held.num_bytes)} of {size(device_bytes(facts))}"
-    seen = Evidence(f"{peak}, with {micro_batches(facts)} micro-batches per step", held.where)
+    held = facts.peak
+    cost = one.accumulation_ms() or None if one is not None else None
+    peak = f"the peak is {size(held.num_bytes)} of {size(facts.device_bytes)}"
+    seen = Evidence(f"{peak}, with {facts.micro_batches} micro-batches per step", held.where)
     return build_time_finding(cost, [seen], larger[1], larger[:1], certain=False)
 
 
@@ -383,13 +341,13 @@ def find_needless_recompute(facts: Facts) -> Finding | None:
     False alarm: a rehearsal of a larger job, or memory that evaluation or a longer batch still needs.
     """
     run, one = facts.run, facts.critical
-    if argument(facts, "recompute_granularity") != "full":
+    if facts.argument("recompute_granularity") != "full":
         return None
-    room = device_bytes(facts)
+    room = facts.device_bytes
     if facts.plan.get("device") == "cpu":  # a rank's share of what the machine had free at the start
         predicted = run.record.get("prediction")
         free = whole(predicted.get("room_bytes")) if isinstance(predicted, dict) else None
-        room = free / (local_ranks(facts) or 1) if free else None
+        room = free / (facts.local_ranks or 1) if free else None
     if not room:
         return None
     # late: formulas and flags, for such runs only
@@ -399,8 +357,8 @@ def find_needless_recompute(facts: Facts) -> Finding | None:
     needed = bytes_without_recomputation(facts.plan)
     if needed is None or needed > TIGHT * room or any(one.oom is not None for one in facts.snapshots):
         return None
-    layers = part(facts, "shape", "num_layers")
-    words = (argument(facts, f"recompute_{name}") for name in ("granularity", "method", "num_layers"))
+    layers = facts.part("shape", "num_layers")
+    words = (facts.argument(f"recompute_{name}") for name in ("granularity", "method", "num_layers"))
     recomputed = recomputed_layers(*words, layers)
     traced = [phase.device_ms for phase in one.time.phases if phase.name == FORWARD] if one is not None else []
     if traced:

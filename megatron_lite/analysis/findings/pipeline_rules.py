@@ -2,23 +2,18 @@
 
 from statistics import median_low
 
-from megatron_lite.analysis.findings.base import MATTERS, Evidence, Finding, build_time_finding, in_ms, rule
-from megatron_lite.analysis.findings.run_settings import argument, micro_batches, part, whole
-from megatron_lite.analysis.run.pipeline_times import (
-    count_chunks,
-    list_layers,
-    measure_bubble,
-    measure_own_times,
-)
+from megatron_lite.analysis.findings.base import Evidence, Finding, build_time_finding, rule
+from megatron_lite.analysis.rank_facts import MATTERS, in_ms
+from megatron_lite.analysis.run.pipeline_times import count_chunks, list_layers, measure_bubble, measure_own_times
 from megatron_lite.analysis.run.run_results import Run
-from megatron_lite.analysis.run_facts import Facts
+from megatron_lite.analysis.run_facts import Facts, whole
 from megatron_lite.thresholds import is_by_chance
 
 MIN_BUBBLE = 0.10  # of a step, by the schedule: with less, what stages wait has other causes
 
 
-@rule("pipeline-bubble", "stages that wait because micro-batches are few")
-def find_pipeline_bubble(facts: Facts) -> Finding | None:
+@rule("pipeline-bubble", "stages that wait because micro-batches are few", needs="run")
+def find_pipeline_bubble(facts: Facts, run: Run) -> Finding | None:
     """Stages of a pipeline stand still while it fills and drains.
 
     Meaning: the last stage has nothing to do until the first micro-batch has come through all others, and the first one waits in
@@ -34,20 +29,18 @@ def find_pipeline_bubble(facts: Facts) -> Finding | None:
         --pipeline-model-parallel-size.
     False alarm: a global batch that may not grow, of micro-batches that are as small as the GPU bears.
     """
-    run, number = facts.run, micro_batches(facts)
-    measured = facts.pipeline
+    number, measured = facts.micro_batches, facts.pipeline
     waits_ms = {one.stage: one.wait_ms for one in measured.stages} if measured else {}
-    stages, step_ms = len(waits_ms), run.steady_step_ms if run is not None else None
+    stages, step_ms = len(waits_ms), run.steady_step_ms
     if stages < 2 or not number or not step_ms:
         return None
-    assert run is not None  # where stages were found
     pieces = count_chunks(run)
-    fills = argument(facts, "pipeline_schedule") == "ZeroBubble"
+    fills = facts.argument("pipeline_schedule") == "ZeroBubble"
     bubble = measure_bubble(stages, number, 3 * pieces if fills else pieces)
     cost_ms = min(min(waits_ms.values()), bubble * step_ms)
     if bubble < MIN_BUBBLE or cost_ms < MATTERS * step_ms:
         return None
-    size, batch = whole(argument(facts, "micro_batch_size")) or 1, whole(part(facts, "batch", "final")) or 0
+    size, batch = whole(facts.argument("micro_batch_size")) or 1, facts.number("batch", "final") or 0
     flags = [f"--global-batch-size {4 * batch}"]
     if size > 1:
         flags.append(f"--micro-batch-size {size // 2}")
@@ -70,8 +63,8 @@ def find_pipeline_bubble(facts: Facts) -> Finding | None:
 MIN_SLOWER = 1.2  # times the other stages' time for each layer: a place that is slow
 
 
-@rule("unbalanced-stages", "a stage of the pipeline that takes longer than the others")
-def find_unbalanced_stages(facts: Facts) -> Finding | None:
+@rule("unbalanced-stages", "a stage of the pipeline that takes longer than the others", needs="run")
+def find_unbalanced_stages(facts: Facts, run: Run) -> Finding | None:
     """One stage has more to do than the others, or does it more slowly.
 
     Meaning: every micro-batch goes through all stages, so that the slowest one sets the pace of all, however many micro-batches
@@ -86,10 +79,8 @@ def find_unbalanced_stages(facts: Facts) -> Finding | None:
     Flags: --decoder-first-pipeline-num-layers, --decoder-last-pipeline-num-layers.
     False alarm: a machine that others use, too; ranks of one machine share its cores.
     """
-    run = facts.run
-    layers, own_ms = (list_layers(run), _measure_own(run)) if run is not None else ([], {})
-    step_ms = run.steady_step_ms if run is not None else None
-    if run is None or run.ranks is None or len(own_ms) < 2 or len(layers) != len(own_ms) or not step_ms:
+    layers, own_ms, step_ms = list_layers(run), _measure_own(run), run.steady_step_ms
+    if run.ranks is None or len(own_ms) < 2 or len(layers) != len(own_ms) or not step_ms:
         return None
     slowest = max(own_ms, key=lambda stage: own_ms[stage])
     others = [ms / layers[stage] for stage, ms in own_ms.items() if stage != slowest]
@@ -109,9 +100,8 @@ def find_unbalanced_stages(facts: Facts) -> Finding | None:
         return None
     if is_by_chance(cost_ms, run.ranks.without_core):
         return None
-    why = Evidence(
-        f"stage {slowest + 1} has no more layers than others, and takes {in_ms(cost_ms)} longer than they would"
-    )
+    longer = f"takes {in_ms(cost_ms)} longer than they would"
+    why = Evidence(f"stage {slowest + 1} has no more layers than others, and {longer}")
     advice = f"look at the GPUs of stage {slowest + 1} (rank {rank} on): clocks, another process; or swap the node"
     return build_time_finding(cost_ms, [seen, why], advice, (), rank=rank)
 

@@ -2,23 +2,13 @@
 
 import math
 import re
+from collections import Counter
 from dataclasses import replace
 
-from megatron_lite.analysis.findings.base import (
-    MIN_SHARE_SHOWN,
-    Evidence,
-    Finding,
-    build_time_finding,
-    find_lost_time,
-    in_ms,
-    of_step,
-    rule,
-    share,
-    where,
-)
-from megatron_lite.analysis.findings.run_settings import hardware, name_layer, part, suggest_size, whole
+from megatron_lite.analysis.findings.base import Evidence, Finding, build_time_finding, find_lost_time, rule
 from megatron_lite.analysis.kernels.kernel_results import MATRIX_ROLES, Role, TensorCores
-from megatron_lite.analysis.run_facts import Facts, RankFacts
+from megatron_lite.analysis.rank_facts import MIN_SHARE_SHOWN, RankFacts, in_ms
+from megatron_lite.analysis.run_facts import Facts, whole
 from megatron_lite.estimate.hardware import TILE as USUAL_TILE
 from megatron_lite.estimate.hardware import best_multiple, least_multiple, padded, peak_tflops
 from megatron_lite.units import count, significant
@@ -53,7 +43,7 @@ def find_no_tensor_cores(facts: Facts, one: RankFacts) -> Finding | None:
     odd = [size for row in kernels.roofline if row.operator in asked for size in row.dims if is_off(size)]
     changes = [suggest_size(facts, size, enlarge(size)) for size in dict.fromkeys(odd)][:MAX_SHOWN]
     on_cores = f"tensor cores run {in_ms(kernels.tensor_core_ms)} of {in_ms(kernels.matrix_ms)} of products"
-    text = f"{of_step(cost, one)}; {on_cores}"
+    text = f"{one.of_step(cost)}; {on_cores}"
     advice = "; ".join(changes) or "make the dimensions of these products multiples of 64 (at least 8)"
     flags = tuple(change.partition(" (")[0] for change in changes if change.startswith("--"))
     return find_lost_time(one, cost, text, advice, *shown, flags=flags)
@@ -85,12 +75,12 @@ def find_fp32_products(facts: Facts, one: RankFacts) -> Finding | None:
     ms = 0.0
     if one.time.on_gpu:
         ms = sum(row.ms for row in rows)
-    elif hardware(facts, "bf16_products") is True:  # the run says that its processor multiplies bf16 faster
+    elif facts.hardware("bf16_products") is True:  # the run says that its processor multiplies bf16 faster
         if shaped:
             ms = sum(row.ms for row in shaped if row.dtype == "fp32")
         elif facts.plan.get("precision") == "fp32":
             ms = sum(one.kernels.roles.get(role, 0.0) for role in MATRIX_ROLES)
-    if WITHOUT_TENSOR_CORES.search(device) or share(ms, one) < MAX_FP32_SHARE:
+    if WITHOUT_TENSOR_CORES.search(device) or one.share(ms) < MAX_FP32_SHARE:
         return None
     flag = "--fp16" if "V100" in device else "--bf16"
     # What 16 bits save at best: by both peaks, else by the FLOPs at the 16-bit peak; None where that is unknown.
@@ -100,10 +90,9 @@ def find_fp32_products(facts: Facts, one: RankFacts) -> Finding | None:
         gain = ms * (1 - full / half)
     elif half:
         gain = max(0.0, ms - sum(row.flops for row in shaped if row.dtype == "fp32") / half / 1e9)
-    seen = Evidence(f"fp32 products (matrices, attention, convolution) take {of_step(ms, one)}", where(one))
-    shown = (
-        Evidence(f"{row.short}: {row.ms:,.2f} ms, {significant(row.per_step)} per step", row.phase) for row in rows[:2]
-    )
+    seen = Evidence(f"fp32 products (matrices, attention, convolution) take {one.of_step(ms)}", one.where())
+    texts = (f"{row.short}: {row.ms:,.2f} ms, {significant(row.per_step)} per step" for row in rows[:2])
+    shown = [Evidence(text, row.phase) for text, row in zip(texts, rows)]
     advice = f"train in mixed precision: {flag}"
     found = build_time_finding(ms if gain is None else gain, (seen, *shown), advice, (flag,), rank=one.time.rank)
     return replace(found, gain_ms=gain)
@@ -125,17 +114,17 @@ def find_slow_16_bit_products(facts: Facts) -> Finding | None:
     precision, one = facts.plan.get("precision"), facts.critical
     if facts.plan.get("device") != "cpu" or precision not in ("fp16", "bf16"):
         return None
-    has_units = hardware(facts, f"{precision}_products")
+    has_units = facts.hardware(f"{precision}_products")
     # a run of before says nothing of fp16, for which hardly any processor has units
     if has_units is True or has_units is None and precision == "bf16":
         return None
     cost, seen = None, [Evidence(f"the run is in {precision}, for which this processor has no units", "run.json")]
     if one is not None:
         cost = sum(one.kernels.roles.get(role, 0.0) for role in MATRIX_ROLES)
-        if share(cost, one) < MAX_FP32_SHARE:
+        if one.share(cost) < MAX_FP32_SHARE:
             return None
-        seen.append(Evidence(f"matrix products and attention take {of_step(cost, one)}", where(one)))
-    flag = "--bf16" if hardware(facts, "bf16_products") is True else ""
+        seen.append(Evidence(f"matrix products and attention take {one.of_step(cost)}", one.where()))
+    flag = "--bf16" if facts.hardware("bf16_products") is True else ""
     advice = f"use {flag} instead of --{precision}" if flag else f"try fp32: leave out --{precision}"
     rank = one.time.rank if one is not None else None
     return build_time_finding(cost, seen, advice, (flag,) if flag else (), certain=False, rank=rank)
@@ -174,10 +163,10 @@ def find_matmul_shapes(facts: Facts, one: RankFacts) -> Finding | None:
     for row in rows[:MAX_SHAPES_SHOWN]:
         times = f"{in_ms(row.ms)}, {significant(row.per_step)} per step"
         shown.append(Evidence(f"{name_layer(facts, row.dims)} {row.shape}: {times}", row.phase))
-    text = f"products with such dimensions take {of_step(ms, one)}"
+    text = f"products with such dimensions take {one.of_step(ms)}"
     advice = "; ".join(changes[:MAX_SHAPES_SHOWN])
     flags = tuple(change.partition(" (")[0] for change in changes if change.startswith("--"))
-    limit = 0.0 if share(odd, one) >= MAX_ODD_SHARE else MIN_SHARE_SHOWN
+    limit = 0.0 if one.share(odd) >= MAX_ODD_SHARE else MIN_SHARE_SHOWN
     return find_lost_time(one, cost, text, advice, *shown, flags=flags, certain=one.time.on_gpu, at_least=limit)
 
 
@@ -218,24 +207,15 @@ def find_below_roofline(facts: Facts, one: RankFacts) -> Finding | None:
     Flags: --micro-batch-size, --bf16, --attention-backend auto, --hidden-size and --kv-channels in multiples of 64.
     False alarm: a GPU that is throttled or shared; then all kernels are low.
     """
-    slow = [
-        row
-        for row in one.kernels.roofline
-        if row.role in MATRIX_ROLES
-        and row.efficiency is not None
-        and row.efficiency < REACHES
-        and share(row.ms, one) >= MIN_SHARE_SHOWN
-    ]
+    bounded = [row for row in one.kernels.roofline if row.role in MATRIX_ROLES and row.efficiency is not None]
+    slow = [row for row in bounded if row.efficiency < REACHES and one.share(row.ms) >= MIN_SHARE_SHOWN]
     slow.sort(key=lambda row: row.bound_ms - row.ms)
     cost = sum(row.ms - row.bound_ms for row in slow)
-    shown = (
-        Evidence(
-            f"{name_layer(facts, row.dims)} {row.operator} {row.shape}: {in_ms(row.ms)} where {in_ms(row.bound_ms)} is "
-            f"the floor ({row.efficiency:.0%}, bound by {row.bound_by})",
-            row.phase,
-        )
-        for row in slow[:MAX_SHOWN]
-    )
+    shown = []
+    for row in slow[:MAX_SHOWN]:
+        floor = f"{in_ms(row.bound_ms)} is the floor ({row.efficiency:.0%}, bound by {row.bound_by})"
+        what = f"{name_layer(facts, row.dims)} {row.operator} {row.shape}"
+        shown.append(Evidence(f"{what}: {in_ms(row.ms)} where {floor}", row.phase))
     products = [row for row in slow if row.role is not Role.ATTENTION]
     remedies = {  # only what these rows do not have yet
         ("another attention kernel", "--attention-backend auto"): len(products) < len(slow),
@@ -246,7 +226,7 @@ def find_below_roofline(facts: Facts, one: RankFacts) -> Finding | None:
     fitting = [remedy for remedy, fits in remedies.items() if fits]
     advice = "; ".join(text for text, _ in fitting)
     flags = tuple(flag for _, flag in fitting if flag)
-    seen = f"time above the floor: {of_step(cost, one)}"
+    seen = f"time above the floor: {one.of_step(cost)}"
     return find_lost_time(one, cost, seen, advice, *shown, flags=flags, certain=False, at_least=MAX_SHARE_ABOVE_FLOOR)
 
 
@@ -266,15 +246,51 @@ def find_vocabulary_padding(facts: Facts, one: RankFacts) -> Finding | None:
     Flags: --make-vocab-size-divisible-by 128; no --padded-vocab-size beyond it.
     False alarm: padding that a checkpoint or tensor parallelism asks for.
     """
-    padded, used = whole(part(facts, "shape", "padded_vocab_size")), whole(facts.plan.get("vocab_size"))
+    padded, used = facts.number("shape", "padded_vocab_size"), whole(facts.plan.get("vocab_size"))
     if not padded or not used or padded <= -(-used // FIT) * FIT:
         return None
     ms = sum(row.ms for row in one.kernels.roofline if row.role is Role.GEMM and padded in row.dims)
     cost = ms * (padded - used) / padded
     text = (
         f"{count(used)} of {count(padded)} rows are used; products with them take {in_ms(ms)}, the padding "
-        f"{of_step(cost, one)}"
+        f"{one.of_step(cost)}"
     )
     advice = f"pad the vocabulary to a multiple of {FIT} only: --make-vocab-size-divisible-by {FIT}"
     flags = (f"--make-vocab-size-divisible-by {FIT}",)
     return find_lost_time(one, cost, text, advice, flags=flags, cheap=True)
+
+
+# --- which layer a matrix product is, and which flag makes a dimension: by the run's own shape
+
+
+def name_layer(facts: Facts, dims: tuple[int, ...]) -> str:
+    """ "MLP fc1", by two of the product's three dimensions in any order (backward transposes).
+
+    The third should be the micro-batch's tokens: these may number as many as another layer's features.
+    """
+    names = ("hidden_size", "ffn_hidden_size", "kv_channels", "num_attention_heads", "num_query_groups")
+    values = [facts.number("shape", name) for name in (*names, "padded_vocab_size")]
+    if None in values:
+        return "product"
+    hidden, ffn, width, heads, groups, vocabulary = values
+    fc1 = ffn * (2 if facts.argument("swiglu") else 1)
+    layers = [
+        ("output projection to the vocabulary", vocabulary),
+        *([("MLP", ffn)] if fc1 == ffn else [("MLP fc1", fc1), ("MLP fc2", ffn)]),
+        ("attention QKV projection", (heads + 2 * groups) * width),
+        ("attention output projection", heads * width),
+    ]
+    fitting = [(name, Counter((hidden, features))) for name, features in layers]
+    fitting = [(name, Counter(dims) - pair) for name, pair in fitting if not pair - Counter(dims)]
+    tokens = Counter([facts.micro_batch_tokens])
+    return min(fitting, key=lambda one: one[1] != tokens)[0] if fitting else "product"
+
+
+def suggest_size(facts: Facts, dimension: int, wanted: int) -> str:
+    """What to change to turn `dimension` into `wanted`: "--hidden-size 1024 (now 1000)"."""
+    for name in ("hidden_size", "ffn_hidden_size", "kv_channels", "seq_length"):
+        if facts.number("shape", name) == dimension:
+            return f"--{name.replace('_', '-')} {wanted} (now {dimension})"
+    if dimension == facts.number("shape", "padded_vocab_size"):
+        return f"--make-vocab-size-divisible-by 128 (the vocabulary has now {dimension} rows)"
+    return f"pad {dimension} to {wanted}"

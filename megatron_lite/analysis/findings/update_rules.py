@@ -3,23 +3,11 @@
 import math
 import re
 
-from megatron_lite.analysis.findings.base import (
-    MATTERS,
-    MIN_SHARE_SHOWN,
-    Evidence,
-    Finding,
-    build_time_finding,
-    find_lost_time,
-    in_ms,
-    of_step,
-    rule,
-    share,
-    where,
-)
-from megatron_lite.analysis.findings.run_settings import argument, measure_ordinary, on_gpu
-from megatron_lite.analysis.findings.step_measurements import covered_ms, in_phases, per_step, rows_named
+from megatron_lite.analysis.findings.base import Evidence, Finding, build_time_finding, find_lost_time, rule
+from megatron_lite.analysis.rank_facts import MATTERS, MIN_SHARE_SHOWN, RankFacts, in_ms
 from megatron_lite.analysis.run.learning import measure_learning
-from megatron_lite.analysis.run_facts import Facts, RankFacts
+from megatron_lite.analysis.run.run_results import Run
+from megatron_lite.analysis.run_facts import Facts, measure_ordinary
 from megatron_lite.analysis.trace.columns import Kind
 from megatron_lite.phases import Phase
 from megatron_lite.units import significant
@@ -44,18 +32,14 @@ def find_unfused_optimizer(facts: Facts, one: RankFacts) -> Finding | None:
     Flags: none here: this trainer's optimizers are fused.
     False alarm: an optimizer of your own that has no fused form.
     """
-    loops, joined = rows_named(one, LOOP.__eq__, Kind.OP), rows_named(one, FOREACH.__eq__, Kind.OP)
-    if (
-        not len(joined)
-        and per_step(one, loops) < MIN_TENSORS
-        or len(rows_named(one, FUSED.search, Kind.OP, Kind.KERNEL))
-    ):
+    loops, joined = one.rows_named(LOOP.__eq__, Kind.OP), one.rows_named(FOREACH.__eq__, Kind.OP)
+    if not len(joined) and one.per_step(loops) < MIN_TENSORS or len(one.rows_named(FUSED.search, Kind.OP, Kind.KERNEL)):
         return None
     phases = [phase.device_ms for phase in one.time.phases if OPTIMIZER_PHASE.search(phase.name)]
-    ranges = rows_named(one, lambda name: name.startswith(RANGE), Kind.ANNOTATION)
-    cost = max(phases) if phases else covered_ms(one, ranges)
-    how = "foreach" if len(joined) else f"a loop over {per_step(one, loops):,.0f} tensors"
-    text = f"the update is {how}; the optimizer takes {of_step(cost, one)}"
+    ranges = one.rows_named(lambda name: name.startswith(RANGE), Kind.ANNOTATION)
+    cost = max(phases) if phases else one.covered_ms(ranges)
+    how = "foreach" if len(joined) else f"a loop over {one.per_step(loops):,.0f} tensors"
+    text = f"the update is {how}; the optimizer takes {one.of_step(cost)}"
     advice = "a fused optimizer: torch.optim.AdamW(..., fused=True)"
     return find_lost_time(one, cost, text, advice, row=(joined if len(joined) else loops)[0], certain=not len(joined))
 
@@ -77,12 +61,12 @@ def find_zeroed_gradients(facts: Facts, one: RankFacts) -> Finding | None:
     Flags: none here: this trainer lets gradients go.
     False alarm: code that reads .grad of parameters that got no gradient.
     """
-    rows = in_phases(one, rows_named(one, ZEROES.__contains__, Kind.OP), *ZERO_GRAD_PHASES)
+    rows = one.in_phases(one.rows_named(ZEROES.__contains__, Kind.OP), *ZERO_GRAD_PHASES)
     if not len(rows):
         return None
     cost = sum(phase.device_ms for phase in one.time.phases if phase.name in ZERO_GRAD_PHASES)
     cost += sum(site.idle_ms for site in one.time.hosts if site.phase in ZERO_GRAD_PHASES)
-    text = f"{per_step(one, rows):,.0f} calls per step in zero_grad: {of_step(cost, one)}"
+    text = f"{one.per_step(rows):,.0f} calls per step in zero_grad: {one.of_step(cost)}"
     advice = "let gradients go: optimizer.zero_grad(set_to_none=True)"
     return find_lost_time(one, cost, text, advice, row=rows[0], cheap=True)
 
@@ -91,8 +75,8 @@ MAX_SKIPPED_SHARE = 0.05  # of the steps: dynamic scaling at Megatron's window o
 MIN_SKIPS = 4  # fewer may be a single bad batch
 
 
-@rule("overflow-storm", "steps thrown away because gradients overflow")
-def find_overflow_storm(facts: Facts) -> Finding | None:
+@rule("overflow-storm", "steps thrown away because gradients overflow", needs="run")
+def find_overflow_storm(facts: Facts, run: Run) -> Finding | None:
     """Many steps are skipped because gradients overflow.
 
     Meaning: with fp16 a step whose gradients hold Inf or NaN is thrown away and the loss scale is lowered. A few at the
@@ -106,8 +90,7 @@ def find_overflow_storm(facts: Facts) -> Finding | None:
         beginning.
     False alarm: one skip per --loss-scale-window: that is the scale trying a larger size.
     """
-    run = facts.run
-    if run is None or not run.steps:
+    if not run.steps:
         return None
     never_good = bool(run.skipped.all())
     settled = run.skipped[run.skipped.argmin() :]  # from the first good step on
@@ -116,9 +99,9 @@ def find_overflow_storm(facts: Facts) -> Finding | None:
         return None
     wasted = number / len(settled)
     cost = wasted * run.steady_step_ms if run.steady_step_ms else None
-    text = f"{number} of {len(settled)} steps after the first good one were skipped ({wasted:.0%})"
+    text = f"{number:,} of {len(settled):,} steps after the first good one were skipped ({wasted:.0%})"
     if never_good:
-        text = f"all {number} steps were skipped: none has changed the weights"
+        text = f"all {number:,} steps were skipped: none has changed the weights"
     if cost:
         text += f": {in_ms(cost)} of every {in_ms(run.steady_step_ms)} are computed for nothing"
     seen = Evidence(text, "steps.jsonl")
@@ -131,8 +114,8 @@ FALLEN = 256.0  # times from its highest after the first good step
 MIN_SCALED_STEPS = 20
 
 
-@rule("scale-collapse", "loss scale that has collapsed")
-def find_scale_collapse(facts: Facts) -> Finding | None:
+@rule("scale-collapse", "loss scale that has collapsed", needs="run")
+def find_scale_collapse(facts: Facts, run: Run) -> Finding | None:
     """The fp16 loss scale has fallen to where gradients vanish.
 
     Meaning: overflows keep halving the scale. Near 1, small gradients round to zero in fp16: training goes on without
@@ -143,22 +126,21 @@ def find_scale_collapse(facts: Facts) -> Finding | None:
     Flags: --bf16; --min-loss-scale stops the fall and hides it; --lr, --clip-grad.
     False alarm: a fixed --loss-scale 1, chosen on purpose.
     """
-    run = facts.run
-    if run is None or facts.plan.get("precision") not in (None, "fp16") or argument(facts, "loss_scale"):
+    if facts.plan.get("precision") not in (None, "fp16") or facts.argument("loss_scale"):
         return None
     settled = run.loss_scale[run.skipped.argmin() :] if run.steps else run.loss_scale
     known = settled[settled > 0]  # NaN is not
     if len(known) < MIN_SCALED_STEPS or known[-1] > TOO_SMALL or known.max() < FALLEN * known[-1]:
         return None
-    skipped = f"{run.skipped.sum()} of {run.steps} steps were skipped"
+    skipped = f"{run.skipped.sum():,} of {run.steps:,} steps were skipped"
     text = f"the loss scale fell from {known.max():,.0f} to {significant(known[-1], 6)} ({skipped})"
     seen = Evidence(text, "steps.jsonl")
     advice = "stop and find what overflows; --bf16 needs no loss scale"
     return Finding(evidence=(seen,), advice=advice, flags=("--bf16",))
 
 
-@rule("no-learning", "losses that show no learning")
-def find_no_learning(facts: Facts) -> Finding | None:
+@rule("no-learning", "losses that show no learning", needs="run")
+def find_no_learning(facts: Facts, run: Run) -> Finding | None:
     """The run computes, and its losses say that it does not learn.
 
     Meaning: the loss of updates is NaN or Inf, or it is as high at the end as at the beginning. The steps may be as
@@ -172,13 +154,12 @@ def find_no_learning(facts: Facts) -> Finding | None:
     False alarm: a benchmark with a learning rate of 0; data that the model knows already. Mock data and continued runs
         are not judged.
     """
-    if facts.run is None:
-        return None
-    learning = measure_learning(facts.run)
+    learning = measure_learning(run)
     if learning.not_finite:
         advice = "go back to the last checkpoint before that, lower --lr, and drop --no-check-for-nan-in-loss-and-grad"
-    elif learning.falls is not False or argument(facts, "mock_data") or facts.run.iterations[0] > 1:
-        return None  # random tokens teach nothing, and a continued run may have learned what it can
+    elif learning.falls is not False or facts.argument("mock_data") or run.iterations[0] > 1 or facts.is_watched:
+        # random tokens teach nothing, a continued run may have learned what it can, and so may a script's
+        return None
     else:
         advice = "compare --lr and its warm-up with a run that learns, and look at the data (megatron-lite inspect)"
     seen = Evidence(learning.losses, "steps.jsonl")
@@ -203,21 +184,21 @@ def find_log_stalls(facts: Facts) -> Finding | None:
     False alarm: a demonstration that is meant to print every step.
     """
     run, one = facts.run, facts.critical
-    if on_gpu(facts):
+    if facts.on_gpu:
         sites = [site for site in one.time.syncs if site.phase == LOG] if one is not None else []
         cost = sum(site.idle_ms for site in sites)
-        if not sites or share(cost, one) < MIN_SHARE_SHOWN:
+        if not sites or one.share(cost) < MIN_SHARE_SHOWN:
             return None
         waits = f"{significant(sum(site.per_step for site in sites))} waits in {LOG}"
-        seen = Evidence(f"after {waits} the device idles {of_step(cost, one)}", where(one))
+        seen = Evidence(f"after {waits} the device idles {one.of_step(cost)}", one.where())
     else:
         cost = measure_ordinary(run, run.phases_ms.get(LOG, ())) if run and run.steady_step_ms else None
         if cost is None or cost < MATTERS * run.steady_step_ms:
             return None
         of_which = f"a step of {in_ms(run.steady_step_ms)} (medians of ordinary steps)"
         seen = Evidence(f"the phase {LOG} takes {in_ms(cost)} of {of_which}", "steps.jsonl")
-    costly = [flag for name, flag in COSTLY.items() if argument(facts, name)]
-    now = argument(facts, "log_interval")
+    costly = [flag for name, flag in COSTLY.items() if facts.argument(name)]
+    now = facts.argument("log_interval")
     advice = f"a larger --log-interval{f' (now {now})' if now else ''}"
     advice += f", without {', '.join(costly)}" if costly else ""
     return build_time_finding(cost, [seen], advice, ("--log-interval 100",))
@@ -227,8 +208,8 @@ MIN_STEPS, MIN_TIMES = 20, 3  # one of both: a short run's only checkpoint says 
 SAVE, EVAL = Phase.SAVE.value, Phase.EVAL.value
 
 
-@rule("save-and-eval", "stalls for checkpoints and evaluations")
-def find_save_and_eval(facts: Facts) -> Finding | None:
+@rule("save-and-eval", "stalls for checkpoints and evaluations", needs="run")
+def find_save_and_eval(facts: Facts, run: Run) -> Finding | None:
     """Training stands still for checkpoints and evaluations.
 
     Meaning: while a checkpoint is written or the validation loss is computed, no step runs. On several ranks the
@@ -240,9 +221,6 @@ def find_save_and_eval(facts: Facts) -> Finding | None:
     False alarm: a short run, in which one checkpoint weighs more than it will in a long one; below 20 steps only what
         came three times counts.
     """
-    run = facts.run
-    if run is None:
-        return None
     whole_ms = math.fsum(run.step_ms)
     times = {SAVE: int(run.saving.sum()), EVAL: int(run.evaluating.sum())}
     known = [name for name, number in times.items() if run.steps >= MIN_STEPS or number >= MIN_TIMES]
@@ -253,13 +231,13 @@ def find_save_and_eval(facts: Facts) -> Finding | None:
         SAVE: ("write in the background (--async-save)", "--async-save"),
         EVAL: ("evaluate less often (--eval-interval) or on less (--eval-iters)", "--eval-interval"),
     }
-    if argument(facts, "async_save"):
+    if facts.argument("async_save"):
         remedies[SAVE] = ("save less often (--save-interval)", "--save-interval")
     cost = sum(stalls.values()) / run.steps
     seen = []
     for name, total in stalls.items():
-        of_all = f"{total / whole_ms:.0%} of the time of the run's {run.steps} steps"
-        text = f"{name}: {times[name]} times, {in_ms(total / times[name])} each, {of_all}"
+        of_all = f"{total / whole_ms:.0%} of the time of the run's {run.steps:,} steps"
+        text = f"{name}: {times[name]:,} times, {in_ms(total / times[name])} each, {of_all}"
         seen.append(Evidence(text, "steps.jsonl"))
     advice = f"stand still less: {' and '.join(remedies[name][0] for name in stalls)}"
     flags = tuple(remedies[name][1] for name in stalls)

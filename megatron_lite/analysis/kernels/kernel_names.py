@@ -4,21 +4,17 @@ import re
 from dataclasses import dataclass
 from functools import lru_cache
 
-from megatron_lite.analysis.kernels.kernel_families import FAMILIES, Family, find_functor
+from megatron_lite.analysis.kernels.kernel_families import FAMILIES, Family, Piece, Word, find_functor
 from megatron_lite.analysis.kernels.kernel_results import MATRIX_ROLES, Role, TensorCores
-from megatron_lite.analysis.kernels.number_formats import TABLES, WORDS, template_format
-from megatron_lite.analysis.kernels.roles import LONGEST, get_kernel_role
+from megatron_lite.analysis.kernels.kernel_words import LONGEST, TABLES, WORDS, get_kernel_role, template_format
 
 SHORTEST = 80  # characters of a name of which nothing is understood
-_COMPILED = tuple((family, re.compile(family.pattern)) for family in FAMILIES)
 _PATTERNS = lru_cache(maxsize=None)(re.compile)  # of the pieces: more than re keeps
 _ON_TENSOR_CORES = re.compile(r"tensorop|mma_sync|wgmma|tfloat32_t|warpspecialized", re.IGNORECASE)
 _SINCE_AMPERE = re.compile(r"sm(8|9|10|12)\d", re.IGNORECASE)
 _HELPERS = re.compile(r"offsets|nchw|nhwc|scalepacked|im2col|reduc", re.IGNORECASE)
 _RETURN_TYPES = re.compile(r"^(?:static |inline |void |__global__ )+")
-_SAYING = re.compile(
-    r"FlashAttn\w+|FlashAttention\w+|ImplicitGemm\w+|GemmUniversal\w*|ReduceSplitK|ReduceOp\w*|Gemm\w*"
-)
+_SAYING = re.compile(r"Flash(?:Attn|Attention)\w+|ImplicitGemm\w+|GemmUniversal\w*|ReduceSplitK|ReduceOp\w*|Gemm\w*")
 
 
 @dataclass(frozen=True)
@@ -53,8 +49,8 @@ def taken_apart(name: str) -> KernelName:
     # The part that follows CUTLASS' scheme: void cutlass::Kernel2<cutlass_80_...>(...) -> cutlass_80_...
     inner = re.search(r"Kernel2?<\s*(\w+)", text)
     word = inner[1] if inner and "cutlass" in text else re.split(r"[<(]", text.strip().removeprefix("void "))[0]
-    for family, pattern in _COMPILED:
-        if found := pattern.search(word if family.in_word else text):
+    for family in FAMILIES:
+        if found := family.pattern.search(word if family.in_word else text):
             # The table of roles decides; a family's own role is for what that one does not know.
             return _read(name, family, found, family.role if role is Role.OTHER else role)
     library = next((library for pattern, library in TABLES["libraries"] if re.search(pattern, text)), "")
@@ -68,7 +64,7 @@ def taken_apart(name: str) -> KernelName:
 
 def _read(name: str, family: Family, found: re.Match, role: Role) -> KernelName:
     text = found.string
-    precision = family.precision(found, text)
+    precision = family.find_format(found, text)
     head = [part for piece in family.pieces for _, part in _find_pieces(piece, found, text, precision)]
     rest = (found.groupdict().get("rest") or "") if family.tail else ""
     tail = [one for piece in family.tail for one in _find_pieces(piece, found, rest, precision)]
@@ -82,34 +78,35 @@ def _read(name: str, family: Family, found: re.Match, role: Role) -> KernelName:
         without = "fp32 operands" if precision == "fp32" else without
         words = {**found.groupdict(), "precision": precision, "known": precision or "unknown"}
         without = family.why_not.format(**words) or without
-    note = family.note if any(part.field == "protocol" for part in parts) else ""
+    note = next((WORDS["notes"][part.field] for part in parts if part.field in WORDS["notes"]), "")
     by = family.name if isinstance(family.name, str) else family.name(text)
     return KernelName(name, by, role, family.cores, precision, parts, without, aligned, causal, note)
 
 
-def _find_pieces(piece: tuple, found: re.Match, text: str, precision: str) -> list[tuple[int, Part]]:
-    """(place in the text, the part) of each that is found; the table's docstring says how a piece is written."""
-    where, field, meaning, *inferred = piece
+def _find_pieces(piece: Piece, found: re.Match, text: str, precision: str) -> list[tuple[int, Part]]:
+    """(place in the text, the part) of each that is found; Piece says how it is written."""
+    where, groups = piece.where, found.groupdict()
     if callable(where):
         seen = [(0, shown, shown, told) for shown, told in where(found, text)]
     elif where.startswith("="):
         seen = [(0, found[where[1:]], found[where[1:]], None)]
     elif match := _PATTERNS(where).search(text):
-        groups = match.groupdict()
-        shown = groups.get("t", match[0].strip("_"))
-        seen = [(match.start("v") if "v" in groups else match.start(), shown, groups.get("v", shown), None)]
+        own = match.groupdict()
+        groups |= own
+        shown = own.get("t", match[0].strip("_"))
+        seen = [(match.start("v") if "v" in own else match.start(), shown, own.get("v", shown), None)]
     else:
         return []
     parts = []
     for place, shown, v, told in seen:
-        told = told or (None if shown is None else _explain(meaning, v, precision))
+        told = told or (None if shown is None else _explain(piece.meaning, v, precision, groups))
         if told:
             shown, told = told if isinstance(told, tuple) else (shown, told)
-            parts.append((place, Part(shown, field, told, bool(inferred))))
+            parts.append((place, Part(shown, piece.field, told, piece.inferred)))
     return parts
 
 
-def _explain(meaning, v: str, precision: str) -> str | tuple[str, str]:
+def _explain(meaning, v: str, precision: str, groups: dict[str, str | None]) -> str | tuple[str, str]:
     """'' where there is nothing to say."""
     if isinstance(meaning, dict):
         return meaning.get(v, meaning.get(None, ""))
@@ -117,7 +114,8 @@ def _explain(meaning, v: str, precision: str) -> str | tuple[str, str]:
         return meaning(v)
     if "{precision}" in meaning and not precision:
         return ""
-    return meaning.format(v=v, precision=precision, any=precision or "an unknown format")
+    words = {name: Word(word) for name, word in (groups | {"v": v}).items() if word is not None}
+    return meaning.format_map(words | {"precision": precision, "any": precision or "an unknown format"})
 
 
 def demangled(name: str) -> str:

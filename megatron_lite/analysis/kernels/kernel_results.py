@@ -99,9 +99,8 @@ class RankKernels:
     tensor_core_ms: float = 0.0
     maybe_tensor_core_ms: float = 0.0  # names that do not say
     roofline: tuple[RooflineRow, ...] = ()  # largest loss against the bound first; () without shapes
-    model_flops: float | None = (
-        None  # per step, from shapes: products and attention (all scores), recomputation left out
-    )
+    # per step, from shapes: products and attention (all scores), recomputation left out
+    model_flops: float | None = None
     achieved_tflops: float | None = None  # model_flops / step time
     peak_tflops: float | None = None  # of the device for the dtype that most FLOPs have
     peak_dtype: str = ""

@@ -13,7 +13,7 @@ from megatron_lite.analysis.kernels.kernel_results import (
     Role,
     TensorCores,
 )
-from megatron_lite.analysis.kernels.roles import get_operator_role
+from megatron_lite.analysis.kernels.kernel_words import get_operator_role
 from megatron_lite.analysis.kernels.roofline import Calls, collect_calls, roofline_rows
 from megatron_lite.analysis.kernels.selection import Selection, by_weight, heaviest
 from megatron_lite.analysis.time.time_results import Placing, RankTime
@@ -189,7 +189,11 @@ def _count_compiled_regions(chosen: Selection) -> float:
     """Calls per step."""
     kinds = chosen.trace.events.kind
     for pattern in _COMPILED:
-        marks = chosen.trace.matching(pattern.match) & chosen.counts & ((kinds == Kind.OP) | (kinds == Kind.ANNOTATION))
+        marks = (
+            chosen.trace.matching(pattern.match)
+            & chosen.placing.counts
+            & ((kinds == Kind.OP) | (kinds == Kind.ANNOTATION))
+        )
         if marks.any():
             return float(marks.sum() / chosen.steps)
     return 0.0

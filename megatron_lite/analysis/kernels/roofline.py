@@ -7,8 +7,13 @@ import numpy as np
 
 from megatron_lite.analysis.kernels.kernel_names import KernelName
 from megatron_lite.analysis.kernels.kernel_results import Role, RooflineRow
-from megatron_lite.analysis.kernels.number_formats import FORMAT_BYTES, TENSOR_TYPES, WORDS
-from megatron_lite.analysis.kernels.roles import bare_operator, get_operator_role
+from megatron_lite.analysis.kernels.kernel_words import (
+    FORMAT_BYTES,
+    TENSOR_TYPES,
+    WORDS,
+    bare_operator,
+    get_operator_role,
+)
 from megatron_lite.analysis.kernels.selection import Selection, heaviest
 from megatron_lite.analysis.trace.columns import Kind, Shapes
 from megatron_lite.estimate.hardware import match_processor, peak_tflops
@@ -56,9 +61,8 @@ LARGEST = 2**40  # a size beyond it is damage
 
 # Operators that do little arithmetic, whose bytes count.
 ROLES = (Role.ELEMENTWISE, Role.NORM, Role.SOFTMAX, Role.REDUCTION, Role.CAST_COPY, Role.OPTIMIZER)
-_ONLY_WRITE, _NO_RESULT, _NOT_KNOWN = (
-    WORDS["operators"][name].split() for name in ("write only", "no result", "unknown")
-)
+_BYTES = WORDS["operators"]
+_ONLY_WRITE, _NO_RESULT, _NOT_KNOWN = (_BYTES[name].split() for name in ("write only", "no result", "unknown"))
 _FUSED_ADAM = ("_fused_adamw", "_fused_adam")
 _ADAM_PASSES = 7  # parameters, gradients and two moments are read; all but the gradients are written
 
@@ -93,9 +97,8 @@ def compute_work(operator: str, shapes: Shapes, otherwise: str = "", results: di
         return _compute_product(shapes, otherwise, *(PRODUCTS.get(operator) or WRAPPERS[operator]))
     if operator in ATTENTION or operator in ATTENTION_BACKWARD:
         backward = operator in ATTENTION_BACKWARD
-        return _compute_attention(
-            shapes, otherwise, backward, *(ATTENTION_BACKWARD if backward else ATTENTION)[operator]
-        )
+        place, layout = (ATTENTION_BACKWARD if backward else ATTENTION)[operator]
+        return _compute_attention(shapes, otherwise, backward, place, layout)
     if operator in CONVOLUTIONS or operator in CONVOLUTIONS_BACKWARD:
         return _compute_convolution(operator, shapes, otherwise, results or {})
     return _count_bytes(operator, shapes, otherwise)
@@ -197,11 +200,8 @@ def _count_bytes(operator: str, shapes: Shapes, otherwise: str) -> Work | None:
         elements = sum(map(math.prod, parameters))
         num_bytes = float(_ADAM_PASSES * elements * FORMAT_BYTES[otherwise])
         return Work(role, _describe([(elements,)], otherwise), (), otherwise, 0.0, num_bytes)
-    tensors = [
-        (dims, *TENSOR_TYPES[dtype])
-        for dims, dtype in zip(shapes.dims, shapes.dtypes)
-        if dtype in TENSOR_TYPES and _is_flat(dims)
-    ]
+    known = [pair for pair in zip(shapes.dims, shapes.dtypes) if pair[1] in TENSOR_TYPES and _is_flat(pair[0])]
+    tensors = [(dims, *TENSOR_TYPES[dtype]) for dims, dtype in known]
     if not tensors:
         return None
     each = [math.prod(dims) * size for dims, _, size in tensors]

@@ -5,7 +5,7 @@ from functools import cached_property
 
 import numpy as np
 
-from megatron_lite.analysis.kernels.roles import is_communication
+from megatron_lite.analysis.kernels.kernel_words import is_communication
 from megatron_lite.analysis.time.time_results import Placing
 from megatron_lite.analysis.trace.columns import Kind, Trace
 
@@ -22,25 +22,19 @@ class Selection:
     @cached_property
     def steps(self) -> int:
         """How many steps are steady: sums are divided by it."""
-        return sum(step.steady for step in self.placing.steps)
-
-    @cached_property
-    def counts(self) -> np.ndarray:
-        """bool [n]: does the event belong to a steady step?"""
-        flags = np.array([step.steady for step in self.placing.steps] + [False])
-        return flags[self.placing.step]
+        return int(self.placing.steady.sum())
 
     @cached_property
     def device(self) -> np.ndarray:
         """Rows of device work."""
         rows = self.trace.device_rows
-        return rows[self.counts[rows]]
+        return rows[self.placing.counts[rows]]
 
     @cached_property
     def operators(self) -> np.ndarray:
         """Rows of operators."""
         rows = self.trace.rows[Kind.OP]
-        return rows[self.counts[rows]]
+        return rows[self.placing.counts[rows]]
 
     @cached_property
     def spans(self) -> np.ndarray:
@@ -49,7 +43,7 @@ class Selection:
         names = self.trace.events.name[rows]
         talks = {name: is_communication(self.trace.names[name]) for name in np.unique(names).tolist()}
         chosen = np.array([talks[name] for name in names.tolist()], bool)
-        return rows[chosen & self.counts[rows]] if len(rows) else rows
+        return rows[chosen & self.placing.counts[rows]] if len(rows) else rows
 
     @cached_property
     def ms(self) -> np.ndarray:

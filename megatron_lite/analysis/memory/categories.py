@@ -91,9 +91,8 @@ def find_lifetimes(record: Record, phases: Phases) -> Lives:
 
     begin, end = begin[order], join(ends, stray, np.full(len(old), n))
     requested = join(record.size[begins], record.size[stray], old["requested"])
-    stack, tag = (
-        join(column[begins], nothing, old[name]) for name, column in (("stack", record.stack), ("tag", record.tag))
-    )
+    stack = join(record.stack[begins], nothing, old["stack"])
+    tag = join(record.tag[begins], nothing, old["tag"])
     # of what was there before the record: its tag or stack; code without a name made it before training began
     by_tag, by_stack = phases.of_tag[tag], phases.of_stack[stack]
     by_stack = np.where(np.isin(by_stack, (NOT_SAID, NUMBER[UNKNOWN])), NUMBER[SETUP], by_stack)

@@ -6,11 +6,7 @@ from megatron_lite.analysis.memory.memory_results import LedgerRow, Snapshot
 from megatron_lite.config.args import ParallelArgs
 from megatron_lite.config.layout import Layout, plan_stage
 from megatron_lite.config.shape import ModelShape, recomputed_layers
-from megatron_lite.estimate.memory import (
-    activation_bytes,
-    logits_bytes,
-    plan_micro_batch,
-)
+from megatron_lite.estimate.memory import activation_bytes, logits_bytes, plan_micro_batch
 from megatron_lite.estimate.model_size import FP32, count_parameters, element_bytes, state_bytes
 from megatron_lite.units import count
 
@@ -70,35 +66,20 @@ def _compute_formulas(plan: dict, rank: int | None) -> dict[str, tuple[str, int]
         found[category] = (f"kept ones: {words}" if category == "gradients" else words), num_bytes
     recompute = (model[f"recompute_{name}"] for name in ("granularity", "method", "num_layers"))
     recomputed = recomputed_layers(*recompute, stage.chunk_size)
-    sizes = plan_micro_batch(
-        shape,
-        batch,
-        precision,
-        plan["device"],
-        model["attention_backend"],
-        args["data"]["reset_attention_mask"],
-        model["recompute_granularity"],
-        plan["world"].get("threads", 1),
-        layout.tensor,
-        layout.sequence_parallel,
-        layout.context,
-    )
+    attention = model["attention_backend"], args["data"]["reset_attention_mask"], model["recompute_granularity"]
+    split = layout.tensor, layout.sequence_parallel, layout.context
+    threads = plan["world"].get("threads", 1)
+    sizes = plan_micro_batch(shape, batch, precision, plan["device"], *attention, threads, *split)
     micro_batches = plan["batch"]["final"] // (batch * layout.data)
     waiting = stage.count_waiting(micro_batches)
     kept = f"{f'{waiting} micro-batches x ' if waiting > 1 else ''}{stage.chunk_size - recomputed} layers"
     if recomputed:
         kept += f" and the inputs of {recomputed}, of which one is there again"
     element = element_bytes(precision)
-    activations = (
-        f"{kept}, {sizes.attention} attention, micro-batch {batch} x {ours.seq_length} tokens, {element} bytes each"
-    )
-    words = f"{count(sizes.tokens)} tokens x {count(ours.padded_vocab_size)} words"
-    found["activations"] = activations, activation_bytes(sizes, stage, micro_batches, recomputed)
-    return (
-        found
-        if not stage.is_last
-        else found
-        | {
-            "logits and loss": (f"{element} bytes x {words}, and what the loss works with", logits_bytes(sizes)),
-        }
-    )
+    of_micro_batch = f"micro-batch {batch} x {ours.seq_length} tokens, {element} bytes each"
+    words = f"{kept}, {sizes.attention} attention, {of_micro_batch}"
+    found["activations"] = words, activation_bytes(sizes, stage, micro_batches, recomputed)
+    if stage.is_last:
+        words = f"{element} bytes x {count(sizes.tokens)} tokens x {count(ours.padded_vocab_size)} words"
+        found["logits and loss"] = f"{words}, and what the loss works with", logits_bytes(sizes)
+    return found

@@ -69,9 +69,7 @@ def find_memory_phases(record: Record) -> Phases:
         rows = np.flatnonzero(stepping | (coarse == NUMBER["forward"]) | (coarse == NUMBER["backward"]))
         ends = rows[stepping[rows] & ~np.append(stepping[rows[1:]], False)].tolist()
         starts = [0, *(end + 1 for end in ends)]
-        steps = tuple(
-            StepSpan(f"step {number}", *ends_of_step) for number, ends_of_step in enumerate(zip(starts, ends), 1)
-        )
+        steps = tuple(StepSpan(f"step {number}", *of_step) for number, of_step in enumerate(zip(starts, ends), 1))
     return Phases(found, span, fine_span, steps, of_stack, of_tag, tuple(modules))
 
 

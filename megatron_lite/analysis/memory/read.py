@@ -24,11 +24,10 @@ from megatron_lite.analysis.memory.memory_results import (
 )
 from megatron_lite.analysis.memory.phases import NOT_SAID, PHASES, find_memory_phases
 from megatron_lite.analysis.memory.record import (
+    LESS_RESERVED,
+    MORE_RESERVED,
     OOM,
-    SEGMENT_ALLOC,
-    SEGMENT_FREE,
     SEGMENT_MAP,
-    SEGMENT_UNMAP,
     Record,
     build_record,
     make_printable,
@@ -111,8 +110,8 @@ class SnapshotReader:
         self.categories = assign_categories(self.lives, self.phases)
         self.allocated = self.lives.sum_held(len(record))
         # bytes of segments before the first event, then after each; backwards from those at the end
-        grows = np.where(np.isin(record.action, (SEGMENT_ALLOC, SEGMENT_MAP)), record.size, 0)
-        change = grows - np.where(np.isin(record.action, (SEGMENT_FREE, SEGMENT_UNMAP)), record.size, 0)
+        grows = np.where(np.isin(record.action, MORE_RESERVED), record.size, 0)
+        change = grows - np.where(np.isin(record.action, LESS_RESERVED), record.size, 0)
         self.reserved = np.maximum(record.reserved_bytes - np.append(np.cumsum(change[::-1])[::-1], 0), 0)
 
     def read(self, source: str) -> Snapshot:
@@ -124,16 +123,15 @@ class SnapshotReader:
         complete = unknown <= MAX_UNKNOWN * peak_bytes
         layers, guessed = self._sum_layers(rows[self.categories[rows] == INDEX["activations"]])
         fragmentation, unreplayed = self._measure_fragmentation()
-        steps = tuple(
-            StepMemory(
-                step.name,
-                int(record.time_us[step.first]),
-                int(record.time_us[step.last]),
-                int(allocated[step.last + 1]),
-                int(allocated[step.first : step.last + 2].max()),
+        steps = []
+        for name, first, last in self.phases.steps:
+            figures = (
+                record.time_us[first],
+                record.time_us[last],
+                allocated[last + 1],
+                allocated[first : last + 2].max(),
             )
-            for step in self.phases.steps
-        )
+            steps.append(StepMemory(name, *map(int, figures)))
         notes = [*record.notes, *_describe_limits(record, unknown, complete, len(steps)), *unreplayed]
         if guessed and layers:
             notes.append("layers are told apart by the order in which equal stacks allocate")
@@ -154,7 +152,7 @@ class SnapshotReader:
             sites=self._sum_sites(rows, lives.num_bytes[rows]),
             layers=layers,
             curve=self._draw_curve(times),
-            steps=steps,
+            steps=tuple(steps),
             growth=self._find_growth(),
             fragmentation=fragmentation,
             oom=oom,
@@ -324,7 +322,7 @@ def replay_peak(record: Record, lives: Lives, expandable: bool) -> int:
         layout.place(pieces[row])
     peak = layout.reserved
     begins, ends = np.flatnonzero(lives.begin >= 0), np.flatnonzero(lives.end < n)
-    given = np.flatnonzero(np.isin(record.action, (SEGMENT_FREE, SEGMENT_UNMAP)))
+    given = np.flatnonzero(np.isin(record.action, LESS_RESERVED))
     given = given[np.diff(given, prepend=-9) > 1]  # once for each run of them
     order = np.argsort(np.concatenate([lives.begin[begins], lives.end[ends], given]), kind="stable")
     what = np.repeat(["allocate", "free", "give back"], [len(begins), len(ends), len(given)])[order]

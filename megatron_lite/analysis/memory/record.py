@@ -152,9 +152,8 @@ class Stacks:
         has which has any."""
         of_frame = [find_code(*frame) for frame in self._frames]
         every = [functools.reduce(operator.or_, map(of_frame.__getitem__, stack), 0) for stack in self._stacks]
-        inner = [
-            next((code for number in stack if (code := of_frame[number] & PHASE_CODE)), 0) for stack in self._stacks
-        ]
+        phases = ((of_frame[number] & PHASE_CODE for number in stack) for stack in self._stacks)
+        inner = [next(filter(None, codes), 0) for codes in phases]
         return np.array(every, np.int64), np.array(inner, np.int64)
 
     def site(self, number: int) -> str:
@@ -184,6 +183,7 @@ ACTIONS = (
     "alloc", "free_completed", "free_requested", "segment_alloc", "segment_free", "segment_map", "segment_unmap", "oom",
 )  # fmt: skip
 ALLOC, FREE, FREE_REQUESTED, SEGMENT_ALLOC, SEGMENT_FREE, SEGMENT_MAP, SEGMENT_UNMAP, OOM = range(len(ACTIONS))
+MORE_RESERVED, LESS_RESERVED = (SEGMENT_ALLOC, SEGMENT_MAP), (SEGMENT_FREE, SEGMENT_UNMAP)
 UNKNOWN_ACTION = 255
 MAX_BYTES = 2**50  # no device has as much
 # size: as the allocator cut it; stack, tag: indices into Record.stacks and Record.tags, 0 for none

@@ -9,7 +9,7 @@ from functools import cached_property
 import numpy as np
 
 from megatron_lite.analysis.intervals import NOTHING, Cover, Nesting, difference, union
-from megatron_lite.analysis.kernels.roles import is_communication, is_wait
+from megatron_lite.analysis.kernels.kernel_words import is_communication, is_wait
 from megatron_lite.analysis.ranks.process_groups import CALLER, find_group, guess_dimension
 from megatron_lite.analysis.ranks.rank_results import OTHER
 from megatron_lite.analysis.time.time_results import Placing
@@ -82,13 +82,13 @@ def message_bytes(
         else:
             elements = given if given is not None else taken
     elif shapes:
-        tensors = [
-            (dims, dtype)
-            for dims, dtype in zip(shapes.dims, shapes.dtypes)
-            if dims and all(isinstance(size, int) for size in dims)
-        ]
-        if tensors:
-            dims, dtype = tensors[0]
+        tensors = (
+            pair
+            for pair in zip(shapes.dims, shapes.dtypes)
+            if pair[0] and all(isinstance(size, int) for size in pair[0])
+        )
+        dims, dtype = next(tensors, ((), ""))
+        if dims:
             elements = math.prod(dims)
             if kind == "all_gather":
                 elements = elements * ranks if ranks else None

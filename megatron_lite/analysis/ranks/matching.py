@@ -10,6 +10,7 @@ import numpy as np
 
 from megatron_lite.analysis.ranks.calls import END_TOGETHER, POINT_TO_POINT, Calls
 from megatron_lite.analysis.trace.columns import ProcessGroup
+from megatron_lite.units import significant
 
 MAX_APART = 64  # collectives by which traces of two ranks may begin apart, beyond what they differ in number
 MAX_NAMED = 4
@@ -197,7 +198,9 @@ def align_clocks(
     note = "the traces name no common clock: they are laid over each other by the ends of collectives"
     if named:
         corrected = {hosts[at] or f"rank {at}": off[at] for at in np.flatnonzero(wrong).tolist()}
-        told = ", ".join(f"{name} by {by / 1e6:+.3g} ms" for name, by in list(corrected.items())[:MAX_NAMED])
+        told = ", ".join(
+            f"{name} by {significant(by / 1e6, signed=True)} ms" for name, by in list(corrected.items())[:MAX_NAMED]
+        )
         more = f" and {len(corrected) - MAX_NAMED} more" if len(corrected) > MAX_NAMED else ""
         note = f"clocks differ, and were set right by the ends of collectives: {told}{more}"
     return Clocks(tuple(int(at - by) if bad else at for at, by, bad in zip(start, off, wrong)), True, (note,))

@@ -13,9 +13,8 @@ class GroupRow:
     per_step: float  # calls; these are means over the ranks that take part
     num_bytes: float | None  # per step; None if any call does not say
     busy_ms: float  # while at least one call is under way, waiting included
-    exposed_ms: (
-        float  # of it, without compute beside; the groups' add up: what several have under way is the inner one's
-    )
+    # of it, without compute beside; the groups' add up: what several have under way is the inner one's
+    exposed_ms: float
     most_exposed_rank: int | None
     most_exposed_ms: float
 

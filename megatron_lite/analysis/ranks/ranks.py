@@ -5,40 +5,30 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from megatron_lite.analysis.intervals import difference, intersection, joined, union
+from megatron_lite.analysis.rank_facts import RankFacts
 from megatron_lite.analysis.ranks.calls import Calls, bus_bytes, collect_calls
 from megatron_lite.analysis.ranks.matching import Clocks, Group, align_clocks, match
 from megatron_lite.analysis.ranks.process_groups import label_group
 from megatron_lite.analysis.ranks.rank_results import CollectiveRow, GroupRow, RankRow, Ranks, Straggler
 from megatron_lite.analysis.time.time_results import Placing, RankTime
-from megatron_lite.analysis.trace.columns import ProcessGroup, Trace
+from megatron_lite.analysis.trace.columns import ProcessGroup
 from megatron_lite.phases import Phase
 
 
-class Seen(NamedTuple):
-    """One rank's trace and what is known of it."""
-
-    trace: Trace
-    placing: Placing
-    time: RankTime
-
-
-def compare_ranks(seen: Sequence[tuple[Trace, Placing, RankTime]], only: str = "") -> Ranks | None:
+def compare_ranks(seen: Sequence[RankFacts], only: str = "") -> Ranks | None:
     """What the traces of one run's ranks say of each other; None without a trace. only: the dimension of their layout, if it has one."""
     if not seen:
         return None
-    one_each, notes = _choose_traces([Seen(*one) for one in seen])
+    one_each, notes = _choose_traces(seen)
     world_size = max((one.trace.world_size or 0 for one in one_each), default=0) or None
     calls = [collect_calls(one.trace, one.placing, world_size) for one in one_each]
-    labels = {
-        group: label_group(group, world_size, only)
-        for of_rank in calls
-        for group in {what.group for what in of_rank.whats}
-    }
+    used = {what.group for of_rank in calls for what in of_rank.whats}
+    labels = {group: label_group(group, world_size, only) for group in used}
     slots, steps = find_shared_steps(calls, [one.placing for one in one_each])
     base_ns = [one.trace.base_ns for one in one_each]
     hosts = [str(one.trace.facts.get("host_name") or "") for one in one_each]
@@ -46,6 +36,7 @@ def compare_ranks(seen: Sequence[tuple[Trace, Placing, RankTime]], only: str = "
     clocks = align_clocks(calls, groups, base_ns, hosts)
     waits = compute_waits(calls, groups, clocks, slots, steps)
     shared = [group for group in groups if not group.is_pair]
+    with_transfers = list(zip(calls, slots, waits.transfer_ns))
     everyone = len(one_each) == world_size and len(shared) == 1 and len(shared[0].members) == world_size
     rows = _build_rank_rows(one_each, hosts, waits, clocks)
     # the rank that waits least: its own work is what the run takes
@@ -58,9 +49,7 @@ def compare_ranks(seen: Sequence[tuple[Trace, Placing, RankTime]], only: str = "
         missing=tuple(sorted(set(range(world_size or 0)) - set(present))) if present else (),
         rows=tuple(rows),
         groups=build_group_rows(one_each, calls, slots, steps, labels),
-        collectives=build_collective_rows(
-            list(zip(calls, slots, waits.transfer_ns)), steps, labels, world_size if everyone else None
-        ),
+        collectives=build_collective_rows(with_transfers, steps, labels, world_size if everyone else None),
         straggler=find_straggler(rows, [one.time for one in one_each], waits.caused_ms - waits.wait_ms),
         clocks_aligned=clocks.aligned,
         critical_rank=slowest_first[0].rank if rows else None,
@@ -68,7 +57,7 @@ def compare_ranks(seen: Sequence[tuple[Trace, Placing, RankTime]], only: str = "
     )
 
 
-def _choose_traces(seen: list[Seen]) -> tuple[list[Seen], list[str]]:
+def _choose_traces(seen: Sequence[RankFacts]) -> tuple[Sequence[RankFacts], list[str]]:
     """By rank, of several windows of a rank the last; without a rank only if there is nothing else."""
     known, notes = [one for one in seen if one.time.rank is not None], []
     unknown = len(seen) - len(known)
@@ -93,17 +82,16 @@ def find_shared_steps(ranks: Sequence[Calls], placings: Sequence[Placing]) -> tu
     """
     numbers = [{step.number for step in placing.steps if step.steady} for placing in placings]
     common = sorted(number for number in set.intersection(*numbers) if number is not None)
-    fewest = min(sum(step.steady for step in placing.steps) for placing in placings)
+    fewest = min(int(placing.steady.sum()) for placing in placings)
     slot_of_number: dict[int | None, int] = {number: at for at, number in enumerate(common)}
     slots = []
     for placing, calls in zip(placings, ranks):
-        steady = np.array([step.steady for step in placing.steps] + [False], bool)  # the last entry is for step -1
         if common:
             slot = np.array([slot_of_number.get(step.number, -1) for step in placing.steps] + [-1], np.int64)
         else:
-            slot = np.cumsum(steady) - 1
+            slot = np.cumsum(placing.steady) - 1
             slot[slot >= fewest] = -1
-        slots.append(np.where(steady, slot, -1)[calls.step])
+        slots.append(np.where(placing.steady, slot, -1)[calls.step])
     return slots, max(1, len(common) or fewest)
 
 
@@ -160,7 +148,7 @@ def compute_waits(
     return found
 
 
-def _build_rank_rows(seen: Sequence[Seen], hosts: Sequence[str], waits: Waits, clocks: Clocks) -> list[RankRow]:
+def _build_rank_rows(seen: Sequence[RankFacts], hosts: Sequence[str], waits: Waits, clocks: Clocks) -> list[RankRow]:
     """Of the ranks that are known; waiting is left out where no clock is shared."""
     rows: list[RankRow] = []
     for at, one in enumerate(seen):
@@ -201,7 +189,7 @@ def _count_last(group: str) -> tuple[bool, bool, str]:
 
 
 def build_group_rows(
-    seen: Sequence[Seen],
+    seen: Sequence[RankFacts],
     ranks: Sequence[Calls],
     slots: Sequence[np.ndarray],
     steps: int,

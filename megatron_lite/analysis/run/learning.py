@@ -12,6 +12,8 @@ PART = 5  # the first and the last fifth of the losses are compared
 MIN_LOSSES = 20
 MIN_CLIPPED = 10  # times --clip-grad, in every update: the flag, not the gradient, sets the step's size
 MIN_UPDATES = 10
+BLOCKS, MIN_BLOCK = 50, 10  # losses are compared block by block: so many blocks at most, of so many losses at least
+RISEN, RISEN_NOISE = 0.1, 5.0  # from the lowest block to the last one: as a share, and in standard errors
 
 
 @dataclass(frozen=True)
@@ -50,3 +52,23 @@ def measure_learning(run: Run) -> Learning:
     if isinstance(limit, int | float) and limit > 0 and len(norms) >= MIN_UPDATES and norms.min() > MIN_CLIPPED * limit:
         clipped = float(np.median(norms)) / limit
     return Learning(run.steps, updates, not_finite, falls, clipped, told, nothing)
+
+
+def describe_rise(run: Run) -> str:
+    """How far the loss has gone up again since it was lowest; '' where it has not, or that may be chance."""
+    known = np.flatnonzero(~run.skipped & ~np.isnan(run.losses))
+    length = max(len(known) // BLOCKS, MIN_BLOCK)
+    number = len(known) // length
+    if number < 3:
+        return ""
+    blocks = run.losses[known[len(known) - number * length :]].reshape(number, length)
+    means = blocks.mean(axis=1)
+    best, last = int(means[:-1].argmin()), float(means[-1])
+    lowest, noise = float(means[best]), float(blocks[[best, -1]].std(axis=1).max()) / math.sqrt(length)
+    if lowest <= 0 or last - lowest <= max(RISEN * lowest, RISEN_NOISE * noise):
+        return ""
+    at = run.iterations[known[len(known) - (number - best) * length]]
+    return (
+        f"the loss has risen: {significant(last, 4)} in the last {length:,} updates, {significant(lowest, 4)} in as many from "
+        f"iteration {at:,} on"
+    )

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_lite.analysis.run.run_results import Growth, Numbers, RankLines, RankMedians, Run, Steps
-from megatron_lite.analysis.run.step_lines import CORES, StepLines, number, read_step_lines
+from megatron_lite.analysis.run.step_lines import CORES, StepLines, number
 from megatron_lite.config.shape import ModelShape
 from megatron_lite.errors import UserError
 from megatron_lite.estimate.model_size import step_flops
@@ -20,23 +20,22 @@ from megatron_lite.run_folder import RANKS_FILE, RUN_FILE, RUN_SCHEMA, STEPS_FIL
 from megatron_lite.thresholds import GROWTH_PARTS, MIN_BEFORE, steady_growth
 
 RUNNING = "running"  # as run.json says it from the start
+# what is made of it, by what is seen of the process
+LOST, UNCERTAIN = "killed or lost: its process is gone", "running, or killed"
 
 
-def read_run(folder: Path) -> Run:
-    """What the run in `folder` says of itself. UserError if there is nothing of a run to read."""
-    record, notes = _read_record(folder)
-    lines, more = _read_lines(folder)
-    notes += more
+def read_run(folder: Path, lines: StepLines | None = None) -> Run:
+    """What the run in `folder` says of itself. UserError if there is nothing of a run to read.
+
+    `lines` of a run that is followed: what has been read of its steps.jsonl already.
+    """
+    record, notes = read_record(folder)
+    lines = lines or StepLines(folder / STEPS_FILE)
+    notes += _read_lines(lines)
     steps, said = lines.read_steps(), lines.read_ranks()
     number_of_steps = len(steps.iterations)
     if not record and not number_of_steps:
         raise UserError(f"{folder}: no run of megatron_lite can be read here; {' '.join(notes)}")
-    if record.get("status") == RUNNING:
-        # a process that was killed cannot write how it ended
-        process = record.get("process")
-        there = is_there(process) if isinstance(process, dict) else None
-        states = {True: RUNNING, False: "killed or lost: its process is gone", None: "running, or killed"}
-        record["status"] = states[there]
     plan = record.pop("plan", None)
     if record and not isinstance(plan, dict) and "command" not in record:
         notes.append(f"{RUN_FILE} holds no plan, so that the run's flags are unknown.")
@@ -73,8 +72,21 @@ def read_run(folder: Path) -> Run:
     )
 
 
+def read_record(folder: Path) -> tuple[dict[str, Any], list[str]]:
+    """run.json, with the status that its process has now, and what is wrong with it."""
+    record, notes = _read_record(folder)
+    if record.get("status") == RUNNING:
+        # a process that was killed cannot write how it ended
+        process = record.get("process")
+        there = is_there(process) if isinstance(process, dict) else None
+        if there is False:  # it may have ended, and written so, since the file was read
+            record, notes = _read_record(folder)
+        if record.get("status") == RUNNING:
+            record["status"] = {True: RUNNING, False: LOST, None: UNCERTAIN}[there]
+    return record, notes
+
+
 def _read_record(folder: Path) -> tuple[dict[str, Any], list[str]]:
-    """run.json and what is wrong with it."""
     try:
         record = json.loads((folder / RUN_FILE).read_bytes())
     except FileNotFoundError:
@@ -91,15 +103,14 @@ def _read_record(folder: Path) -> tuple[dict[str, Any], list[str]]:
     return record, [f"{RUN_FILE} has schema {schema!r}, and this reader knows {RUN_SCHEMA}: some of it may be misread."]
 
 
-def _read_lines(folder: Path) -> tuple[StepLines, list[str]]:
-    """steps.jsonl and what is wrong with it."""
+def _read_lines(lines: StepLines) -> list[str]:
+    """What steps.jsonl has more, and what is wrong with it."""
     try:
-        lines = read_step_lines(folder / STEPS_FILE)
+        lines.read()
     except FileNotFoundError:
-        missing = f"there is no {STEPS_FILE}: the run has no step that is over, or another rank's folder has it."
-        return StepLines(), [missing]
+        return [f"there is no {STEPS_FILE}: the run has no step that is over, or another rank's folder has it."]
     except OSError as error:
-        return StepLines(), [f"{STEPS_FILE} cannot be opened ({error.strerror})."]
+        return [f"{STEPS_FILE} cannot be opened ({error.strerror})."]
     notes = []
     if lines.unread:
         some = ", ".join(map(str, lines.unread[:3])) + (", ..." if len(lines.unread) > 3 else "")
@@ -108,7 +119,10 @@ def _read_lines(folder: Path) -> tuple[StepLines, list[str]]:
         notes.append(f"{STEPS_FILE} ends within a line: the run was killed, or is still writing.")
     if not lines.starts:
         notes.append(f"{STEPS_FILE} holds no step.")
-    return lines, notes
+    if lines.every > 1:
+        kept = f"every {lines.every}th of the run's {lines.rank_lines:,} console lines"
+        notes.append(f"Ranks are compared by {kept}: figures of all ranks in all of them are too many to hold.")
+    return notes
 
 
 def _is_older(path: Path, record: dict[str, Any]) -> bool:

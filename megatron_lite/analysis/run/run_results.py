@@ -3,6 +3,7 @@
 A number that the folder does not have is NaN among others and None alone; never 0.
 """
 
+import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -107,6 +108,10 @@ class Phases(Mapping[str, Numbers]):
     def __len__(self) -> int:
         return len(self._microseconds)
 
+    def take(self, steps: slice) -> "Phases":
+        """Of some of the steps."""
+        return Phases({name: values[steps] for name, values in self._microseconds.items()})
+
 
 @dataclass(frozen=True)
 class Steps:
@@ -135,6 +140,15 @@ class Steps:
     saving: Flags
     skipped: Flags
     not_finite: Flags  # an update whose loss was NaN or Inf
+
+    def take_last(self, number: int) -> "Steps":
+        """The last ones only."""
+        last = slice(max(len(self.iterations) - number, 0), None)
+        taken: dict[str, Any] = {}
+        for field in dataclasses.fields(Steps):
+            value: Any = getattr(self, field.name)
+            taken[field.name] = value.take(last) if isinstance(value, Phases) else value[last]
+        return Steps(**taken)
 
 
 @dataclass(frozen=True)
@@ -195,11 +209,16 @@ class Run(Steps):
         return size if isinstance(size, int) and size > 0 else None
 
     @property
+    def writing_rank(self) -> int | None:
+        """Whose times the steps are; 0 of a watched script, which has no plan; None: not known."""
+        world = self.plan.get("world", {"rank": 0})
+        rank = world.get("rank") if isinstance(world, dict) else None
+        return rank if isinstance(rank, int) else None
+
+    @property
     def on_rank(self) -> str:
         """' on rank 3', whose times the steps are; '' where there is one only, or it is not known."""
-        world = self.plan.get("world")
-        rank = world.get("rank") if isinstance(world, dict) else None
-        return f" on rank {rank}" if isinstance(rank, int) and (self.world_size or 1) > 1 else ""
+        return f" on rank {self.writing_rank}" if self.writing_rank is not None and (self.world_size or 1) > 1 else ""
 
     @property
     def profiler_slowdown(self) -> float | None:

@@ -1,17 +1,20 @@
 """steps.jsonl, line by line, into columns: what the trainer appended, and what of it can be read.
 
-A run may have a million steps: a line is gone as soon as its numbers stand in columns of eight bytes each.
+A run may have a million steps: a line is gone as soon as its numbers stand in columns of eight bytes each. A run that goes on
+appends more: only that is read the next time.
 """
 
 import json
 import math
 from array import array
-from collections.abc import Iterable, Mapping
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from itertools import chain, groupby
 from operator import attrgetter
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, BinaryIO, get_type_hints
 
 import msgspec
 import numpy as np
@@ -38,9 +41,13 @@ NUMBERS = {  # columns of Steps: fields of a step's line
 }
 FLAGS = ("skipped", "profiled", "beside_profile", "compiling")
 MAX_NUMBER = 10**18  # no count, time or size of a run is larger; beyond it a file is damaged
-NOT_GIVEN = -1.0  # of a loss: null stands for one that is NaN or Inf
+NOT_GIVEN = -math.inf  # of a loss: null stands for one that is NaN or Inf
 BATCH = 500  # lines that are read before their numbers are moved into columns
+MAX_RANK_NUMBERS = 2**18  # of console lines that are kept; of longer runs evenly chosen lines
+MIN_RANK_LINES = 32  # that are kept of any number of ranks before some are left out
+RECENT = 8  # console lines, as many as the trainer asks before it names a slow rank
 
+RankLists = Mapping[str, list[float | None]]
 Count = Annotated[int, msgspec.Meta(gt=0, lt=MAX_NUMBER)]
 Number = Annotated[float, msgspec.Meta(ge=0, lt=MAX_NUMBER)]
 
@@ -72,7 +79,7 @@ class Line(msgspec.Struct):
     batch_size: Number = math.nan
     consumed_samples: Number = math.nan
     next_lr: Number = math.nan
-    loss: Number | None = NOT_GIVEN
+    loss: Annotated[float, msgspec.Meta(gt=-MAX_NUMBER, lt=MAX_NUMBER)] | None = NOT_GIVEN
     grad_norm: Number | None = math.nan
     loss_scale: Number = math.nan
     host_memory_bytes: Number = math.nan
@@ -84,7 +91,8 @@ class Line(msgspec.Struct):
     profiled: bool = False
     beside_profile: bool = False
     compiling: bool = False
-    ranks: RankLine | None = None
+    local: bool = False
+    ranks: msgspec.Raw = msgspec.Raw()  # a RankLine, which is read where it is wanted
 
 
 TYPES = get_type_hints(Line, include_extras=True)
@@ -116,37 +124,129 @@ class Columns:
                 column.frombytes(values.astype(column.typecode).tobytes())
         self._length += length
 
+    def cut(self, length: int) -> None:
+        """Forget all but the first `length` rows."""
+        for column in self._varying.values():
+            del column[length:]
+        self._length = length
+
     def read(self) -> dict[str, NDArray[Any]]:
         """Without copying."""
         varying = {name: np.frombuffer(column, column.typecode) for name, column in self._varying.items()}
         return {name: np.broadcast_to(value, self._length) for name, value in self._constant.items()} | varying
 
 
-class StepLines:
-    """What the last start wrote."""
+@dataclass(frozen=True)
+class Place:
+    """An end of a line in the file, and what had been read up to it."""
 
-    def __init__(self) -> None:
+    offset: int = 0
+    text: bytes = b""  # the line
+    lines: int = 0
+    steps: int = 0  # of this start
+    last_step: float = math.inf  # a start counts its own steps from 1
+    local: bool = False  # the line is of a step whose loss is one rank's only: it may be written anew
+
+    def is_in(self, file: BinaryIO) -> bool:
+        """Does the line still stand there?"""
+        file.seek(self.offset - len(self.text))
+        return file.read(len(self.text)) == self.text
+
+
+class StepLines:
+    """What the last start wrote, as far as its file has been read.
+
+    The arrays that `read_steps` returns share memory with what the next `read` appends to: nobody may hold them then.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._forget()
+
+    def _forget(self) -> None:
         self.starts = 0  # that have steps
         self.unread: list[int] = []  # numbers of lines that are no JSON, or not of this format
         self.cut = False  # the file ends within a line
-        self.begin(0)
+        self._here = self._settled = Place()  # steps between the two may be written anew
+        self._begin(0)
 
-    def begin(self, first_step: int) -> None:
+    def _begin(self, first_step: int) -> None:
         """Forget the start before."""
         self.first_step = first_step
         self._iterations = array("q")
         self._numbers = Columns(math.nan)
         self._phases = {name: Columns(0, "I") for name in PHASES}  # whole microseconds
         self._flags = {name: bytearray() for name in FLAGS}
-        self._begin_ranks(0)
+        self._begin_ranks()
 
-    def _begin_ranks(self, width: int) -> None:
-        self._width = width  # ranks
-        self._bounds: list[tuple[int, int]] = []
-        self._ranks = {name: Columns(math.nan) for name in ("", *PHASES)}
+    def _begin_ranks(self) -> None:
+        self.rank_lines, self.every = 0, 1  # how many there are, and that each `every`-th of them is kept
+        self._ranks: list[RankLine] = []
+        self._recent: deque[bytes] = deque(maxlen=RECENT)
 
-    def add_steps(self, lines: list[Line]) -> None:
-        """Lines of one start, in order."""
+    def read(self) -> bool:
+        """Read what the file has more than the last time; False for nothing. OSError as open raises it.
+
+        A line that cannot be read is counted and left out. If the file was cut back, because steps that were written ahead of
+        their console line are written anew, it is read again from the console line before; another file from its beginning.
+        """
+        with open(self._path, "rb") as file:
+            if not self._here.is_in(file):
+                if self._settled.offset and self._settled.is_in(file):
+                    self._go_back()
+                else:
+                    self._forget()
+            before = self._here
+            self._read_lines(file)
+        return self._here is not before
+
+    def _go_back(self) -> None:
+        self._here = place = self._settled
+        for column in (self._iterations, *self._flags.values()):
+            del column[place.steps :]
+        for columns in (self._numbers, *self._phases.values()):
+            columns.cut(place.steps)
+        self.unread = [number for number in self.unread if number <= place.lines]
+
+    def _read_lines(self, file: BinaryIO) -> None:
+        """From where reading has stopped."""
+        decode, steps, here = msgspec.json.Decoder(Line).decode, list[Line](), self._here
+        offset, number, last, last_step, local = here.offset, here.lines, here.text, here.last_step, here.local
+        file.seek(offset)
+        self.cut = False
+        for text in file:
+            try:
+                line = decode(text)
+            except (msgspec.MsgspecError, ValueError, RecursionError):
+                if not text.endswith(b"\n"):
+                    self.cut = True
+                    break
+                line = _read_damaged(text)
+            if line.step and line.iteration and line.ms > 0:
+                if line.step <= last_step:
+                    self._begin(line.step)
+                    self.starts, steps = self.starts + 1, []
+                    self._settled = Place()
+                elif line.local and not local:
+                    self._settled = Place(offset, last, number, len(self._iterations) + len(steps), last_step)
+                last_step, local = line.step, line.local
+                steps.append(line)
+                if len(steps) >= BATCH:
+                    self._add_steps(steps)
+                    steps = []
+            elif line.ranks and self._add_ranks(line.ranks):
+                known = len(self._iterations) + len(steps)
+                self._settled = Place(offset + len(text), text, number + 1, known, last_step)
+            elif text.strip():
+                self.unread.append(number + 1)
+            offset, number, last = offset + len(text), number + 1, text
+        self._add_steps(steps)
+        if offset > here.offset:
+            self._here = Place(offset, last, number, len(self._iterations), last_step, local)
+
+    def _add_steps(self, lines: list[Line]) -> None:
+        if not lines:
+            return
         self._iterations.extend(map(attrgetter("iteration"), lines))
         for line in lines:
             line.loss = math.nan if line.loss is None else line.loss
@@ -162,20 +262,22 @@ class StepLines:
         for name, flags in self._flags.items():
             flags.extend(map(attrgetter(name), lines))
 
-    def add_ranks(self, lines: list[RankLine]) -> None:
-        """Console lines of as many ranks each. A list that has not a number per rank counts as unknown."""
-        width = len(lines[0].step_ms)
-        if width != self._width:  # lines of another number of ranks are no part of the same medians
-            self._begin_ranks(width)
-        self._bounds.extend(line.iterations for line in lines)
-        unknown = [None] * width
-        for what, columns in self._ranks.items():
-            given = [getattr(line, what) if what else {name: getattr(line, name) for name in LISTS} for line in lines]
-            rows = {}
-            for name in dict.fromkeys(chain.from_iterable(given)):
-                lists = [of_line.get(name, unknown) for of_line in given]
-                rows[name] = np.array([one if len(one) == width else unknown for one in lists], float).ravel()
-            columns.append(rows, len(lines) * width)
+    def _add_ranks(self, text: bytes) -> bool:
+        """A console line; False if it is none. Lines of another number of ranks are no part of the same medians."""
+        if self.rank_lines % self.every == 0:
+            line = _decode_ranks(text)
+            if line is None:
+                return False
+            if self._ranks and len(self._ranks[0].step_ms) != len(line.step_ms):
+                self._begin_ranks()
+            self._ranks.append(line)
+            numbers = len(line.step_ms) * (len(LISTS) + len(line.phases_ms) + len(line.gpu_phases_ms))
+            if len(self._ranks) > max(MAX_RANK_NUMBERS // numbers, MIN_RANK_LINES):
+                del self._ranks[1::2]
+                self.every *= 2
+        self.rank_lines += 1
+        self._recent.append(text)
+        return True
 
     def read_steps(self) -> Steps:
         """The steps' columns."""
@@ -203,61 +305,43 @@ class StepLines:
             **columns,
         )
 
-    def read_ranks(self) -> RankLines | None:
-        """The console lines' tables; None without any."""
-        if not self._bounds:
+    def read_ranks(self, recent: bool = False) -> RankLines | None:
+        """The console lines' tables, those of the last few if `recent`; None without any."""
+        lines = list(filter(None, map(_decode_ranks, self._recent))) if recent else self._ranks
+        if not lines:
             return None
-        shape = (len(self._bounds), self._width)
-        lists, *phases = (
-            {name: values.reshape(shape) for name, values in columns.read().items()} for columns in self._ranks.values()
+        first, last = np.array([line.iterations for line in lines]).T
+        lists: dict[str, Any] = _build_rank_tables(
+            lines, [{name: getattr(line, name) for name in LISTS} for line in lines]
         )
-        first, last = np.array(self._bounds).astype(np.int64).T
-        lists = {name: lists.get(name, np.full(shape, math.nan)) for name in LISTS}
-        return RankLines(first=first, last=last, phases_ms=phases[0], gpu_phases_ms=phases[1], **lists)
+        phases: dict[str, Any] = {
+            name: _build_rank_tables(lines, [getattr(line, name) for line in lines]) for name in PHASES
+        }
+        return RankLines(first=first, last=last, **lists, **phases)
 
 
-def read_step_lines(path: Path) -> StepLines:
-    """The last start's lines; one that cannot be read is counted and left out. OSError as open raises it."""
-    found, decode, last_step = StepLines(), msgspec.json.Decoder(Line).decode, math.inf
-    steps: list[Line] = []
-    ranks: list[RankLine] = []
-    with open(path, "rb") as file:
-        for number, text in enumerate(file, 1):
-            try:
-                line = decode(text)
-            except (msgspec.MsgspecError, ValueError, RecursionError):
-                line = _read_damaged(text)
-            if line.step and line.iteration and line.ms > 0:
-                if line.step <= last_step:  # a start counts its own steps from 1
-                    found.begin(line.step)
-                    found.starts, steps, ranks = found.starts + 1, [], []
-                last_step = line.step
-                steps.append(line)
-                if len(steps) >= BATCH:
-                    found.add_steps(steps)
-                    steps = []
-            elif line.ranks and line.ranks.step_ms:
-                if ranks and (
-                    len(ranks) >= BATCH // len(ranks[0].step_ms) or len(ranks[0].step_ms) != len(line.ranks.step_ms)
-                ):
-                    found.add_ranks(ranks)
-                    ranks = []
-                ranks.append(line.ranks)
-            elif text.endswith(b"\n") and text.strip():
-                found.unread.append(number)
-            elif text.strip():
-                found.cut = True
-    if steps:
-        found.add_steps(steps)
-    if ranks:
-        found.add_ranks(ranks)
-    return found
+def _decode_ranks(text: bytes) -> RankLine | None:
+    with suppress(msgspec.MsgspecError, RecursionError):
+        line = msgspec.json.decode(text, type=RankLine)
+        return line if line.step_ms else None
+    return None
 
 
 def _build_table(names: tuple[str, ...], rows: Iterable[Iterable[float]], length: int) -> dict[str, Numbers]:
     """A column for each name, of `length` rows of as many numbers."""
     table = np.fromiter(chain.from_iterable(rows), float, length * len(names)).reshape(length, len(names))
     return dict(zip(names, table.T))
+
+
+def _build_rank_tables(lines: Sequence[RankLine], given: Sequence[RankLists]) -> dict[str, Numbers]:
+    """[line, rank] for each name in `given`, which has the lists of each line. One that has not a number per rank counts as unknown."""
+    width = len(lines[0].step_ms)
+    unknown, names = [None] * width, dict.fromkeys(chain.from_iterable(given))
+    rows = {name: [lists.get(name, unknown) for lists in given] for name in names}
+    return {
+        name: np.array([row if len(row) == width else unknown for row in rows[name]], float).reshape(-1, width)
+        for name in names
+    }
 
 
 def _read_damaged(text: bytes) -> Line:

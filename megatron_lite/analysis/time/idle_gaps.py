@@ -16,7 +16,7 @@ from functools import cached_property
 import numpy as np
 
 from megatron_lite.analysis.intervals import NOTHING, Cover, complement, difference, intersection, joined, union
-from megatron_lite.analysis.kernels.roles import is_communication
+from megatron_lite.analysis.kernels.kernel_words import is_communication
 from megatron_lite.analysis.time.find_phases import is_backward
 from megatron_lite.analysis.time.time_results import Placing
 from megatron_lite.analysis.trace.columns import Kind, Trace

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_lite.analysis.intervals import Cover, difference, intersection, joined, union
-from megatron_lite.analysis.kernels.roles import is_wait
+from megatron_lite.analysis.kernels.kernel_words import is_wait
 from megatron_lite.analysis.time.find_phases import AUTOGRAD
 from megatron_lite.analysis.time.idle_gaps import (
     HostActivity,
@@ -15,13 +15,7 @@ from megatron_lite.analysis.time.idle_gaps import (
     find_host_activity,
     find_idle_gaps,
 )
-from megatron_lite.analysis.time.sites import (
-    CallSites,
-    find_host_sites,
-    find_long_stretches,
-    find_python_sites,
-    find_sync_sites,
-)
+from megatron_lite.analysis.time.sites import CallSites
 from megatron_lite.analysis.time.step_windows import find_computing_stream
 from megatron_lite.analysis.time.time_results import PhaseTime, Placing, RankTime, Span, Step
 from megatron_lite.analysis.trace.columns import Kind, Trace
@@ -42,7 +36,6 @@ MAY_WAIT = re.compile(
 class SteadySteps:
     """The steps that count; at least one does."""
 
-    flags: np.ndarray  # bool [k + 1] per step; the last one, which index -1 (no step) finds, is False
     count: int
     cover: Cover  # their windows, on the device's clock where there is one
     host_cover: Cover
@@ -70,7 +63,6 @@ def _choose_steady(steps: tuple[Step, ...]) -> SteadySteps:
     left_out = [f"{step.name} ({step.why_not})" for step in steps if not step.steady]
     few = len(counted) < MIN_STEPS <= len(steps)
     return SteadySteps(
-        flags=np.array([step.steady for step in steps] + [False]),
         count=len(counted),
         cover=union([step.start_ns for step in counted], [step.end_ns for step in counted]),
         host_cover=union([step.host_start_ns for step in counted], [step.host_end_ns for step in counted]),
@@ -94,7 +86,7 @@ def _measure_device(trace: Trace, placing: Placing, steady: SteadySteps) -> Rank
     step_ms, communication_ms = steady.cover.length / 1e6 / steady.count, steady.per_step(covers.communication)
     # how fast the host launches: lengths of kernels, time between calls of the same thread, and time from the end of a call
     # to its kernel's start, below 0 where that starts before the call returns
-    kernels = rows[steady.flags[placing.step[rows]] & (events.kind[rows] == Kind.KERNEL)]
+    kernels = rows[placing.counts[rows] & (events.kind[rows] == Kind.KERNEL)]
     launched = kernels[launch[kernels] >= 0]
     calls = np.unique(launch[launched])
     calls = calls[np.lexsort((events.start_ns[calls], events.thread[calls]))]
@@ -116,9 +108,9 @@ def _measure_device(trace: Trace, placing: Placing, steady: SteadySteps) -> Rank
         communication_ms=communication_ms,
         copy_ms=steady.per_step(covers.copy),
         overlap=1 - breakdown["exposed_communication"] / communication_ms if communication_ms else None,
-        phases=_measure_device_phases(trace, placing, rows, steady.flags),
-        syncs=find_sync_sites(trace, placing, activity.waits, gaps, sites, steady.flags),
-        hosts=find_host_sites(trace, placing, gaps, sites, steady.count),
+        phases=_measure_device_phases(trace, placing, rows),
+        syncs=sites.find_sync_sites(activity.waits, gaps),
+        hosts=sites.find_host_sites(gaps),
         loader_host_ms=intersection(activity.named["data_wait"], steady.host_cover).length / 1e6 / steady.count,
         launches=len(kernels) / steady.count,
         median_kernel_us=kernel_us,
@@ -182,13 +174,13 @@ def _measure_host(trace: Trace, placing: Placing, steady: SteadySteps) -> RankTi
         busy_ms=steady.per_step(joined(compute, communication)),
         communication_ms=communication_ms,
         overlap=1 - breakdown["exposed_communication"] / communication_ms if communication_ms else None,
-        phases=_measure_host_phases(trace, placing, compute, communication, steady.flags),
-        hosts=find_python_sites(trace, placing, left, sites, steady.count),
+        phases=_measure_host_phases(trace, placing, compute, communication),
+        hosts=sites.find_python_sites(left),
         loader_host_ms=steady.per_step(activity.named["data_wait"]),
         timeline=_draw_host_timeline(trace, placing, communication, steady.typical),
         timeline_step=steady.typical,
         notes=(*placing.notes, *steady.notes),
-        stretches=find_long_stretches(trace, placing, left, sites, steady.flags),
+        stretches=sites.find_long_stretches(left),
     )
 
 
@@ -217,11 +209,9 @@ def _find_host_ranges(trace: Trace, placing: Placing, phase: int, counts: np.nda
     return rows
 
 
-def _measure_device_phases(
-    trace: Trace, placing: Placing, rows: np.ndarray, steady: np.ndarray
-) -> tuple[PhaseTime, ...]:
-    """Per phase in the order in which the host enters them. `rows`: device work; `steady`: bool per step, False at [-1]."""
-    events, counts, steps, found = trace.events, steady[placing.step], int(steady.sum()), []
+def _measure_device_phases(trace: Trace, placing: Placing, rows: np.ndarray) -> tuple[PhaseTime, ...]:
+    """Per phase in the order in which the host enters them. `rows`: device work."""
+    events, counts, steps, found = trace.events, placing.counts, int(placing.steady.sum()), []
     per_step = 1 / steps / 1e6
     for phase, name in enumerate((NO_PHASE, *placing.phases), -1):
         work = rows[(placing.phase[rows] == phase) & counts[rows]]
@@ -258,11 +248,9 @@ def _find_ends_per_step(trace: Trace, placing: Placing, rows: np.ndarray) -> tup
     return dict(zip(steps.tolist(), first.tolist())), dict(zip(steps.tolist(), last.tolist()))
 
 
-def _measure_host_phases(
-    trace: Trace, placing: Placing, compute: Cover, communication: Cover, steady: np.ndarray
-) -> tuple[PhaseTime, ...]:
+def _measure_host_phases(trace: Trace, placing: Placing, compute: Cover, communication: Cover) -> tuple[PhaseTime, ...]:
     """The same without a GPU: the host is the device. compute, communication: unions inside the steady steps."""
-    events, counts, steps, found = trace.events, steady[placing.step], int(steady.sum()), []
+    events, counts, steps, found = trace.events, placing.counts, int(placing.steady.sum()), []
     for phase, name in enumerate(placing.phases):
         ranges = _find_host_ranges(trace, placing, phase, counts & (events.thread == placing.main_thread))
         if not len(ranges):

@@ -34,6 +34,7 @@ class CallSites:
     def __init__(self, trace: Trace, placing: Placing):
         events, frames = trace.events, trace.rows[Kind.PYTHON]
         self.trace, self.placing, self.main_thread = trace, placing, max(placing.main_thread, 0)
+        self.steps = int(placing.steady.sum())
         # operators that stand in no other but wrappers
         operators, wrapper = trace.rows[Kind.OP], trace.matching(WRAPPER.match)
         operators = operators[~wrapper[operators]]
@@ -72,68 +73,95 @@ class CallSites:
     def phase_text(self, phase: int) -> str:
         return self.placing.phases[phase] if phase >= 0 else ""
 
-
-def find_sync_sites(
-    trace: Trace, placing: Placing, calls: np.ndarray, gaps: Gaps, sites: CallSites, steady: np.ndarray
-) -> tuple[SyncSite, ...]:
-    """Per place of the waiting `calls`: calls and host ms per steady step, and the idle time that they caused; most idle
-    first."""
-    events, steps = trace.events, int(steady.sum())
-    caused = np.zeros(len(events), np.int64)
-    np.add.at(caused, gaps.waited[gaps.waited >= 0], gaps.amounts["sync"][gaps.waited >= 0])
-    calls = calls[steady[placing.step[calls]] | (caused[calls] > 0)]
-    if not len(calls):
-        return ()
-    moment, thread = events.start_ns[calls], events.thread[calls]
-    unpinned = np.isin(calls, find_pageable_copies(trace))
-    place = (events.name[calls], unpinned, sites.operator(moment, thread), sites.frame(moment, thread))
-    keys, inverse = np.unique(np.stack((*place, placing.phase[calls])), axis=1, return_inverse=True)
-    counted = steady[placing.step[calls]]  # one of the step before may have made a steady step wait
-    waited_ns = (events.end_ns[calls] - moment) * counted
-    counts, host_ns, idle_ns = (
-        np.bincount(inverse.ravel(), amounts, keys.shape[1]) for amounts in (counted, waited_ns, caused[calls])
-    )
-    sums = (counts / steps, host_ns / 1e6 / steps, idle_ns / 1e6 / steps)
-    found = [
-        SyncSite(
-            sites.text(name) + (" (pageable memory)" if pageable else ""),
-            sites.text(operator),
-            sites.text(line),
-            sites.phase_text(phase),
-            *map(float, amounts),
+    def find_sync_sites(self, calls: np.ndarray, gaps: Gaps) -> tuple[SyncSite, ...]:
+        """Per place of the waiting `calls`: calls and host ms per steady step, and the idle time that they caused; most idle
+        first."""
+        trace, placing, events = self.trace, self.placing, self.trace.events
+        caused = np.zeros(len(events), np.int64)
+        np.add.at(caused, gaps.waited[gaps.waited >= 0], gaps.amounts["sync"][gaps.waited >= 0])
+        calls = calls[placing.counts[calls] | (caused[calls] > 0)]
+        if not len(calls):
+            return ()
+        moment, thread = events.start_ns[calls], events.thread[calls]
+        unpinned = np.isin(calls, find_pageable_copies(trace))
+        place = (events.name[calls], unpinned, self.operator(moment, thread), self.frame(moment, thread))
+        keys, inverse = np.unique(np.stack((*place, placing.phase[calls])), axis=1, return_inverse=True)
+        counted = placing.counts[calls]  # one of the step before may have made a steady step wait
+        waited_ns = (events.end_ns[calls] - moment) * counted
+        counts, host_ns, idle_ns = (
+            np.bincount(inverse.ravel(), amounts, keys.shape[1]) for amounts in (counted, waited_ns, caused[calls])
         )
-        for (name, pageable, operator, line, phase), amounts in zip(keys.T, zip(*sums))
-    ]
-    return tuple(sorted(found, key=lambda site: (-site.idle_ms, -site.host_ms))[:MAX_SITES])
+        sums = (counts / self.steps, host_ns / 1e6 / self.steps, idle_ns / 1e6 / self.steps)
+        found = []
+        for (name, pageable, operator, line, phase), amounts in zip(keys.T, zip(*sums)):
+            call = self.text(name) + (" (pageable memory)" if pageable else "")
+            words = (call, self.text(operator), self.text(line), self.phase_text(phase))
+            found.append(SyncSite(*words, *map(float, amounts)))
+        return tuple(sorted(found, key=lambda site: (-site.idle_ms, -site.host_ms))[:MAX_SITES])
 
+    def find_host_sites(self, gaps: Gaps) -> tuple[HostSite, ...]:
+        """What the launching threads did while the host was the cause, by outermost operator, else by line; most idle first."""
+        events, total, late = self.trace.events, Counter(), gaps.late > 0
+        for thread in np.unique(gaps.thread[late & (gaps.thread >= 0)]).tolist():
+            mine = late & (gaps.thread == thread)
+            idle = intersection(gaps.host, union(gaps.start[mine], gaps.start[mine] + gaps.late[mine]))
+            rows = self.top_operators[events.thread[self.top_operators] == thread]
+            within = idle.within(events.start_ns[rows], events.end_ns[rows])
+            _add(total, events.name[rows], self.placing.phase[rows], within)
+            self._add_python(total, difference(idle, self.trace.cover(rows)), thread)
+        return self._make_host_sites(total)
 
-def find_host_sites(trace: Trace, placing: Placing, gaps: Gaps, sites: CallSites, steps: int) -> tuple[HostSite, ...]:
-    """What the launching threads did while the host was the cause, by outermost operator, else by line; most idle first."""
-    events, total, late = trace.events, Counter(), gaps.late > 0
-    for thread in np.unique(gaps.thread[late & (gaps.thread >= 0)]).tolist():
-        mine = late & (gaps.thread == thread)
-        idle = intersection(gaps.host, union(gaps.start[mine], gaps.start[mine] + gaps.late[mine]))
-        rows = sites.top_operators[events.thread[sites.top_operators] == thread]
-        _add(total, events.name[rows], placing.phase[rows], idle.within(events.start_ns[rows], events.end_ns[rows]))
-        _add_python(total, trace, placing, sites, difference(idle, trace.cover(rows)), thread)
-    return _make_host_sites(total, sites, steps)
+    def find_python_sites(self, host: Cover) -> tuple[HostSite, ...]:
+        """The same without a GPU: `host` is when no operator ran. By line of the program, where the trace has stacks."""
+        total = Counter()
+        self._add_python(total, host, self.placing.main_thread)
+        return self._make_host_sites(total)
 
+    def _make_host_sites(self, total: Counter) -> tuple[HostSite, ...]:
+        by_text = Counter()
+        for (name, phase), ns in total.items():
+            by_text[self.text(name) or BETWEEN, self.phase_text(phase)] += ns
+        found = [HostSite(what, phase, float(ns) / 1e6 / self.steps) for (what, phase), ns in by_text.items()]
+        return tuple(sorted((site for site in found if site.idle_ms > 0), key=lambda site: -site.idle_ms)[:MAX_SITES])
 
-def find_python_sites(
-    trace: Trace, placing: Placing, host: Cover, sites: CallSites, steps: int
-) -> tuple[HostSite, ...]:
-    """The same without a GPU: `host` is when no operator ran. By line of the program, where the trace has stacks."""
-    total = Counter()
-    _add_python(total, trace, placing, sites, host, placing.main_thread)
-    return _make_host_sites(total, sites, steps)
+    def _add_python(self, total: Counter, between: Cover, thread: int):
+        """What no operator covers, cut where a phase or a line of the program begins or ends."""
+        events = self.trace.events
+        rows = np.concatenate((self.ranges.rows, self.frames))
+        edges = np.unique(np.concatenate((between.start, between.end, events.start_ns[rows], events.end_ns[rows])))
+        start, end = edges[:-1], edges[1:]
+        inside = between.holds(start)
+        start, end = start[inside], end[inside]
+        phase = self.phase(start)
+        # outside of all ranges: the phase of what follows on the thread, if only operators told it
+        calls = np.flatnonzero((events.thread == thread) & np.isin(events.kind, (Kind.OP, Kind.RUNTIME)))
+        if len(calls):
+            following = calls[np.minimum(np.searchsorted(events.start_ns[calls], end), len(calls) - 1)]
+            told_by_range = self.phase(events.start_ns[following]) >= 0
+            told = np.where(told_by_range | (events.start_ns[following] < end), -1, self.placing.phase[following])
+            phase = np.where(phase >= 0, phase, told)
+        _add(total, self.frame(start, np.full(len(start), max(thread, 0))), phase, end - start)
 
-
-def _make_host_sites(total: Counter, sites: CallSites, steps: int) -> tuple[HostSite, ...]:
-    by_text = Counter()
-    for (name, phase), ns in total.items():
-        by_text[sites.text(name) or BETWEEN, sites.phase_text(phase)] += ns
-    found = [HostSite(what, phase, float(ns) / 1e6 / steps) for (what, phase), ns in by_text.items()]
-    return tuple(sorted((site for site in found if site.idle_ms > 0), key=lambda site: -site.idle_ms)[:MAX_SITES])
+    def find_long_stretches(self, host: Cover) -> tuple[Stretch, ...]:
+        """The pieces of `host` that are long, by phase; longest first."""
+        trace, steps = self.trace, self.placing.steps
+        long = host.end - host.start >= MIN_STRETCH_MS * 1e6
+        start, lengths = host.start[long], (host.end - host.start)[long]
+        middle = start + lengths // 2
+        phase, frame = self.phase(middle), self.frame(middle, np.full(len(middle), self.main_thread))
+        step = np.searchsorted([one.start_ns for one in steps], middle, side="right") - 1
+        by_end = self.top_operators[np.argsort(trace.events.end_ns[self.top_operators], kind="stable")]
+        before = np.searchsorted(trace.events.end_ns[by_end], start, side="right") - 1
+        found = []
+        for number in np.unique(phase):
+            mine = np.flatnonzero(phase == number)
+            per_step = np.bincount(step[mine], lengths[mine], minlength=len(steps))[self.placing.steady[:-1]]
+            lines, inverse = np.unique(frame[mine], return_inverse=True)
+            line, longest = lines[np.bincount(inverse, lengths[mine]).argmax()], mine[lengths[mine].argmax()]
+            after = trace.name_of(by_end[before[longest]]) if before[longest] >= 0 else ""
+            ms = float(np.median(per_step)) / 1e6
+            found.append(Stretch(self.phase_text(number), ms, self.text(line), after))
+        return tuple(sorted((one for one in found if one.ms > 0), key=lambda one: -one.ms))
 
 
 def _add(total: Counter, names: np.ndarray, phases: np.ndarray, amounts: np.ndarray):
@@ -142,45 +170,3 @@ def _add(total: Counter, names: np.ndarray, phases: np.ndarray, amounts: np.ndar
     keys, inverse = np.unique(np.stack((names[hit], phases[hit])), axis=1, return_inverse=True)
     for key, ns in zip(keys.T.tolist(), np.bincount(inverse.ravel(), amounts[hit])):
         total[tuple(key)] += ns
-
-
-def _add_python(total: Counter, trace: Trace, placing: Placing, sites: CallSites, between: Cover, thread: int):
-    """What no operator covers, cut where a phase or a line of the program begins or ends."""
-    events = trace.events
-    rows = np.concatenate((sites.ranges.rows, sites.frames))
-    edges = np.unique(np.concatenate((between.start, between.end, events.start_ns[rows], events.end_ns[rows])))
-    start, end = edges[:-1], edges[1:]
-    inside = between.holds(start)
-    start, end = start[inside], end[inside]
-    phase = sites.phase(start)
-    # outside of all ranges: the phase of what follows on the thread, if only operators told it
-    calls = np.flatnonzero((events.thread == thread) & np.isin(events.kind, (Kind.OP, Kind.RUNTIME)))
-    if len(calls):
-        following = calls[np.minimum(np.searchsorted(events.start_ns[calls], end), len(calls) - 1)]
-        told_by_range = sites.phase(events.start_ns[following]) >= 0
-        told = np.where(told_by_range | (events.start_ns[following] < end), -1, placing.phase[following])
-        phase = np.where(phase >= 0, phase, told)
-    _add(total, sites.frame(start, np.full(len(start), max(thread, 0))), phase, end - start)
-
-
-def find_long_stretches(
-    trace: Trace, placing: Placing, host: Cover, sites: CallSites, steady: np.ndarray
-) -> tuple[Stretch, ...]:
-    """The pieces of `host` that are long, by phase; longest first. `steady`: bool per step, False at [-1]."""
-    long = host.end - host.start >= MIN_STRETCH_MS * 1e6
-    start, lengths = host.start[long], (host.end - host.start)[long]
-    middle = start + lengths // 2
-    phase, frame = sites.phase(middle), sites.frame(middle, np.full(len(middle), sites.main_thread))
-    step = np.searchsorted([one.start_ns for one in placing.steps], middle, side="right") - 1
-    by_end = sites.top_operators[np.argsort(trace.events.end_ns[sites.top_operators], kind="stable")]
-    before = np.searchsorted(trace.events.end_ns[by_end], start, side="right") - 1
-    found = []
-    for number in np.unique(phase):
-        mine = np.flatnonzero(phase == number)
-        per_step = np.bincount(step[mine], lengths[mine], minlength=len(placing.steps))[steady[:-1]]
-        lines, inverse = np.unique(frame[mine], return_inverse=True)
-        line, longest = lines[np.bincount(inverse, lengths[mine]).argmax()], mine[lengths[mine].argmax()]
-        after = trace.name_of(by_end[before[longest]]) if before[longest] >= 0 else ""
-        ms = float(np.median(per_step)) / 1e6
-        found.append(Stretch(sites.phase_text(number), ms, sites.text(line), after))
-    return tuple(sorted((one for one in found if one.ms > 0), key=lambda one: -one.ms))

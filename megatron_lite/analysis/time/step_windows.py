@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from megatron_lite.analysis.kernels.roles import is_communication
+from megatron_lite.analysis.kernels.kernel_words import is_communication
 from megatron_lite.analysis.time.find_phases import find_phases
 from megatron_lite.analysis.time.host_steps import HostSteps, find_host_steps
 from megatron_lite.analysis.time.time_results import Placing, Step

@@ -1,6 +1,7 @@
 """What the time analysis says of one rank. Milliseconds are means per steady step unless a name says otherwise."""
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
@@ -152,3 +153,13 @@ class Placing:
     # an OP's own is its parent
     main_thread: int = -1  # index into Trace.threads of the one that drives the steps; -1: no host event at all
     notes: tuple[str, ...] = ()  # named gaps: how steps were found if not by the profiler's marks
+
+    @cached_property
+    def steady(self) -> np.ndarray:
+        """bool [steps + 1]: does the step count? The last entry, which index -1 finds, is False."""
+        return np.array([step.steady for step in self.steps] + [False], bool)
+
+    @cached_property
+    def counts(self) -> np.ndarray:
+        """bool [n]: does the event belong to a steady step?"""
+        return self.steady[self.step]

@@ -118,9 +118,8 @@ class Collected:
             if memory:
                 args = [event.args or NO_ARGS for event in memory]
                 columns = {name: _integers(read(args)) for name, read in MEMORY_ARGS.items()}
-                self.instants.append(
-                    columns | {"start_ns": _start_ns(memory), "length_ns": np.zeros(len(memory), np.int64)}
-                )
+                lengths = np.zeros(len(memory), np.int64)
+                self.instants.append(columns | {"start_ns": _start_ns(memory), "length_ns": lengths})
         if spans:
             self.spans.append(self._columns(spans))
         self.held += len(events)
@@ -321,7 +320,7 @@ def read_kineto(
     if collected.until_ns is not None:
         seconds, of_all = ((end - first_ns) / 1e9 for end in (collected.until_ns, collected.last_ns))
         notes.append(
-            f"{path.name}: more than {collected.max_events:,} events; what ends in its first {seconds:.3g} of {significant(of_all)} s was read, "
+            f"{path.name}: more than {collected.max_events:,} events; what ends in its first {significant(seconds)} of {significant(of_all)} s was read, "
             "the rest left out; a window of fewer steps (--profile-step-end) is read whole"
         )
     names = tuple(collected.names)

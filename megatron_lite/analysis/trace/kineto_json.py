@@ -116,9 +116,8 @@ def decode_event(text: bytes) -> Event | None:
     if not isinstance(entry, dict) or "ph" not in entry:
         return None
     args = entry.get("args") if isinstance(entry.get("args"), dict) else {}
-    pid, tid = (
-        one if one is None or isinstance(one, (int, str)) else str(one) for one in map(entry.get, ("pid", "tid"))
-    )
+    ids = map(entry.get, ("pid", "tid"))
+    pid, tid = (one if one is None or isinstance(one, (int, str)) else str(one) for one in ids)
     return Event(
         ph=str(entry["ph"]), cat=str(entry.get("cat", "")), name=str(entry.get("name", "")), pid=pid, tid=tid,
         ts=_number(entry.get("ts")), dur=_number(entry.get("dur")),

@@ -130,9 +130,8 @@ def read_nsys(path: Path) -> tuple[Trace, ...]:
             database.text_factory = lambda raw: raw.decode("utf-8", "replace")
             tables = _Tables(database)
             if not tables.is_nsys:
-                raise TraceError(
-                    f"{path}: an sqlite file, but not of Nsight Systems (nsys export --type sqlite makes one)."
-                )
+                why = "an sqlite file, but not of Nsight Systems (nsys export --type sqlite makes one)."
+                raise TraceError(f"{path}: {why}")
             return _read_processes(path, tables)
     except sqlite3.Error as error:
         raise TraceError(f"{path}: damaged, sqlite says: {error}; export the report again.") from None
@@ -194,9 +193,8 @@ def _build_events(columns: dict[str, np.ndarray]):
 
 def _read_cuda(tables: _Tables, names: Numbered) -> list[dict[str, np.ndarray]]:
     """Columns of the calls of the CUDA runtime, and of each kind of device work."""
-    strings = {
-        number: str(text) for number, text in tables.query("SELECT id, value FROM StringIds") if text is not None
-    }
+    rows = tables.query("SELECT id, value FROM StringIds WHERE value IS NOT NULL")
+    strings = {number: str(text) for number, text in rows}
 
     def number(ids: np.ndarray, text_of: Callable[[int], str]) -> np.ndarray:
         """Numbers of the names that `text_of` gives to ids; each distinct id is asked once."""

@@ -6,7 +6,7 @@ from functools import partial
 from megatron_lite.analysis.ranks.rank_results import Ranks
 from megatron_lite.analysis.report import Report
 from megatron_lite.analysis.run.learning import measure_learning
-from megatron_lite.report.section import Block, Card, Hint, Lines, Section, Table, drop_empty_columns, limit_rows
+from megatron_lite.report.section import Block, Card, Lines, Section, Table, limit_rows
 from megatron_lite.report.sections.memory import memory_section, prediction_section
 from megatron_lite.report.sections.step import (
     kernels_section,
@@ -21,6 +21,25 @@ from megatron_lite.units import count, significant, size
 # --- findings, most costly first: what, cost, evidence, what to try, what it can bring at most
 
 MAX_IN_FULL, MAX_NAMED, MAX_EVIDENCE = 3, 7, 2
+SHOWS = {  # by section: the findings whose evidence stands there
+    "step": "starved-loader unpinned-copies small-copies exposed-copies sync-in-step launch-bound host-gaps gc-pauses allocator-stalls "
+    "stream-waits no-overlap parameter-gather tiny-micro-batches log-stalls",
+    "phases": "all-reduce-tail host-gaps tiny-micro-batches unfused-optimizer zeroed-gradients starved-loader log-stalls pipeline-bubble",
+    "kernels": "attention-scores attention-dropout copy-share unfused-elementwise no-tensor-cores fp32-products slow-16-bit-products "
+    "unfused-optimizer zeroed-gradients launch-bound unpinned-copies small-copies graph-breaks",
+    "operators": "attention-scores attention-dropout copy-share fp32-products unfused-optimizer zeroed-gradients graph-breaks",
+    "roofline": "no-tensor-cores fp32-products slow-16-bit-products matmul-shapes below-roofline vocabulary-padding attention-scores",
+    "memory": "memory-growth out-of-memory fragmentation logits-peak attention-memory recompute-activations state-kept-whole "
+    "sequence-parallel-off micro-batch-headroom needless-recompute needless-sharding vocabulary-padding allocator-stalls",
+    "prediction": "micro-batch-headroom needless-recompute needless-sharding",
+    "pipeline": "pipeline-bubble unbalanced-stages",
+    "ranks": "straggler busy-machine too-many-threads too-many-workers starved-loader tensor-across-nodes",
+    "collectives": "all-reduce-tail no-overlap small-buckets reduce-every-micro-batch straggler tensor-across-nodes parameter-gather "
+    "needless-sharding max-connections",
+    "run": "recompilation first-step profiler-overhead debug-switches overflow-storm scale-collapse no-learning log-stalls save-and-eval "
+    "too-many-threads too-many-workers busy-machine memory-growth",
+    "losses": "overflow-storm scale-collapse no-learning",
+}  # fmt: skip
 
 
 def findings_section(report: Report, everything: bool) -> Section | None:
@@ -37,7 +56,7 @@ def findings_section(report: Report, everything: bool) -> Section | None:
         flags = [flag for flag in finding.flags if flag not in finding.advice]
         advice = finding.advice + (f": {', '.join(flags)}" if flags else "")
         gain = _format_cost(finding.gain_ms, finding.gain_bytes)
-        card = Card(
+        blocks += [Card(
             number=number,
             code=finding.code,
             title=("" if finding.certain else "likely: ") + finding.title + rank,
@@ -45,10 +64,11 @@ def findings_section(report: Report, everything: bool) -> Section | None:
             evidence=evidence if everything else evidence[: MAX_EVIDENCE if number == 1 else 1],
             advice=advice + (f" (saves at most {gain})" if gain else ""),
             in_full=everything or number <= MAX_IN_FULL,
-        )
-        blocks.append(card)
+            shown_in=[key for key, codes in SHOWS.items() if finding.code in codes.split()],
+        )]  # fmt: skip
     more = f"and {hidden} more with --all; " if hidden else ""
-    blocks.append(Hint(f"{more}megatron-lite explain CODE: what a finding means, its false alarms"))
+    told = f"{more}megatron-lite explain CODE: what a finding means, its false alarms"
+    blocks.append(Lines([told], quiet=True, is_hint=True))
     # a job without a run folder is mostly another program's
     if not report.facts.run and any(finding.flags for finding in report.findings):
         blocks.append(Lines(["the flags are megatron_lite's"], quiet=True))
@@ -87,19 +107,9 @@ def ranks_section(report: Report, everything: bool) -> Section | None:
         times = map(write, (*own, *waits))
         body.append([str(row.rank), row.host, *times, percent(row.last_in), write(row.caused_wait_ms)])
     head = [
-        "rank",
-        "host",
-        "step",
-        "compute",
-        "comm.",
-        "exposed",
-        "waits",
-        "data wait",
-        "host idle",
-        "last in",
-        "awaited",
-    ]
-    table = drop_empty_columns(Table(body, "rl" + "r" * 9, head, hidden=len(ranks.rows) - len(rows)))
+        "rank", "host", "step", "compute", "comm.", "exposed", "waits", "data wait", "host idle", "last in", "awaited",
+    ]  # fmt: skip
+    table = Table(body, "rl" + "r" * 9, head, hidden=len(ranks.rows) - len(rows))
     of = "ms per step; waits: in collectives for others; awaited: by others"
     texts, late = [], ranks.straggler
     if late is not None:
@@ -126,14 +136,10 @@ def pipeline_section(report: Report, everything: bool) -> Section | None:
     step_ms = max(one.own_ms + one.wait_ms for one in found.stages)
     shown, hidden = limit_rows(found.stages, MAX_RANKS, everything)
     write = partial(milliseconds, of=step_ms)
-    rows = [
-        [
-            str(one.stage + 1),
-            str(one.layers),
-            *map(write, (one.forward_ms, one.backward_ms, one.wait_ms, one.ideal_wait_ms)),
-        ]
-        for one in shown
-    ]
+    rows = []
+    for one in shown:
+        times = map(write, (one.forward_ms, one.backward_ms, one.wait_ms, one.ideal_wait_ms))
+        rows.append([str(one.stage + 1), str(one.layers), *times])
     table = Table(rows, "rrrrrr", ["stage", "layers", "forward", "backward", "waits", "at best"], hidden=hidden)
     several = f" of {found.chunks} chunks" if found.chunks > 1 else ""
     slowest = max(found.stages, key=lambda one: one.own_ms)
@@ -160,29 +166,14 @@ def collectives_section(report: Report, everything: bool) -> Section | None:
             bandwidth = significant(row.bus_gb_s) if row.bus_gb_s >= MIN_GB_S else f"<{MIN_GB_S}"
         body.append([
             row.name + (f" ({row.algorithm})" if row.algorithm and everything else ""),
-            row.group if len(ranks.groups) > 1 else "",
-            row.phase,
-            str(row.group_size or ""),
-            calls(row.per_step),
+            row.group if len(ranks.groups) > 1 else "", row.phase, str(row.group_size or ""), calls(row.per_step),
             "" if row.num_bytes is None else size(row.num_bytes),
-            *map(write, (row.kernel_ms, row.transfer_ms, row.wait_ms, row.exposed_ms)),
-            bandwidth,
+            *map(write, (row.kernel_ms, row.transfer_ms, row.wait_ms, row.exposed_ms)), bandwidth,
         ])  # fmt: skip
     head = [
-        "collective",
-        "group",
-        "phase",
-        "ranks",
-        "calls",
-        "each",
-        "ms",
-        "transfer",
-        "waiting",
-        "exposed",
-        "bus GB/s",
-    ]
-    table = drop_empty_columns(Table(body, "lllrrrrrrrr", head, hidden=hidden))
-    tables = [*_build_groups(ranks), table]
+        "collective", "group", "phase", "ranks", "calls", "each", "ms", "transfer", "waiting", "exposed", "bus GB/s",
+    ]  # fmt: skip
+    tables = [*_build_groups(ranks), Table(body, "lllrrrrrrrr", head, hidden=hidden)]
     return Section("collectives", "Collectives", "ms per step, mean over ranks", tables)
 
 
@@ -193,11 +184,9 @@ def _build_groups(ranks: Ranks) -> list[Table]:
     write, body = partial(milliseconds, of=max(row.busy_ms for row in ranks.groups)), []
     for row in ranks.groups:
         most = "" if row.most_exposed_rank is None else f"{write(row.most_exposed_ms)} on rank {row.most_exposed_rank}"
-        moved = "" if row.num_bytes is None else size(row.num_bytes)
-        body.append(
-            [row.group or "not said", calls(row.per_step), moved, write(row.busy_ms), write(row.exposed_ms), most]
-        )
-    return [drop_empty_columns(Table(body, "lrrrrr", ["group", "calls", "bytes", "ms", "exposed", "most exposed"]))]
+        moved, times = "" if row.num_bytes is None else size(row.num_bytes), (write(row.busy_ms), write(row.exposed_ms))
+        body.append([row.group or "not said", calls(row.per_step), moved, *times, most])
+    return [Table(body, "lrrrrr", ["group", "calls", "bytes", "ms", "exposed", "most exposed"])]
 
 
 # --- what the run folder says of the whole run, of which a trace shows a few steps
@@ -242,19 +231,9 @@ def run_section(report: Report, everything: bool) -> Section | None:
 # --- the sections of a report in their order, and what could not be seen
 
 SECTIONS = (
-    step_section,
-    findings_section,
-    phases_section,
-    kernels_section,
-    operators_section,
-    roofline_section,
-    memory_section,
-    prediction_section,
-    pipeline_section,
-    ranks_section,
-    collectives_section,
-    run_section,
-)
+    step_section, findings_section, phases_section, kernels_section, operators_section, roofline_section, memory_section,
+    prediction_section, pipeline_section, ranks_section, collectives_section, run_section,
+)  # fmt: skip
 
 
 def build_sections(report: Report, everything: bool) -> list[Section]:

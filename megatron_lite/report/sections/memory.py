@@ -5,8 +5,9 @@ from collections.abc import Sequence
 from megatron_lite.analysis.memory.memory_results import OUTSIDE, LedgerRow, Snapshot, TraceMemory
 from megatron_lite.analysis.report import Report
 from megatron_lite.analysis.run_facts import Compared
-from megatron_lite.report.section import Block, Lines, Section, Table, build_share_table, drop_empty_columns, limit_rows
-from megatron_lite.report.text import CATEGORY_COLORS, GREY, milliseconds, percent
+from megatron_lite.report import palette
+from megatron_lite.report.section import Block, Lines, Section, Table, build_share_table, limit_rows
+from megatron_lite.report.text import milliseconds, percent
 from megatron_lite.units import count, size
 
 MAX_SITES, MAX_LAYERS, MAX_OTHERS, MAX_GROWING = 2, 1, 8, 1
@@ -24,25 +25,22 @@ def memory_section(report: Report, everything: bool) -> Section | None:
     held = [(part.category, part.num_bytes) for part in snapshot.held if part.num_bytes >= SMALL * peak > 0]
     rest = peak - sum(num_bytes for _, num_bytes in held)
     held += [(OTHERS, rest)] if rest > 0 else []
-    colors = [CATEGORY_COLORS.get(category, GREY) for category, _ in held]
+    colors = [palette.HELD.get(category, palette.GREY) for category, _ in held]
     shown, hidden = limit_rows(snapshot.sites, MAX_SITES, everything)
-    sites = [
-        [site.site, site.module, site.category, site.phase, size(site.num_bytes), f"{site.blocks:,}"] for site in shown
-    ]
+    sites = []
+    for site in shown:
+        sites.append([site.site, site.module, site.category, site.phase, size(site.num_bytes), f"{site.blocks:,}"])
     head = ["allocated by", "module", "as", "phase", "at the peak", "blocks"]
-    others = [
-        f"{one.source if one.rank is None else f'rank {one.rank}'} {size(one.peak_bytes)}"
-        for one in report.facts.snapshots
-        if one is not snapshot
-    ]
+    others = [one for one in report.facts.snapshots if one is not snapshot][:MAX_OTHERS]
+    named = [f"{one.source if one.rank is None else f'rank {one.rank}'} {size(one.peak_bytes)}" for one in others]
     when = f" in {snapshot.peak_phase}" if snapshot.peak_phase else ""
     ledger, agreement = _build_ledger(report.facts.ledger, everything)
     texts = [*agreement, *_describe_snapshot(snapshot, everything)]
-    texts += [f"peaks of others: {', '.join(others[:MAX_OTHERS])}"] if others else []
+    texts += [f"peaks of others: {', '.join(named)}"] if named else []
     blocks: list[Block] = [
         Lines([f"peak {size(peak)} allocated{when}, held by"]),
         build_share_table(held, peak, size, colors),
-        drop_empty_columns(Table(sites, "llllrr", head, hidden=hidden)),
+        Table(sites, "llllrr", head, hidden=hidden),
         ledger,
         Lines(texts),
     ]
@@ -71,21 +69,16 @@ def _build_traced_section(seen: Sequence[TraceMemory]) -> Section | None:
     """Peak and where, of each rank; a trace does not say what held it."""
     if not seen:
         return None
-    rows = [
-        [
-            one.source if one.rank is None else str(one.rank),
-            "host" if one.device < 0 else f"GPU {one.device}",
-            ("" if one.total_is_given else "+ ") + size(one.peak_bytes),
-            "" if one.reserved_bytes is None else size(one.reserved_bytes),
-            one.peak_phase,
-            one.peak_operator,
-        ]
-        for one in seen[:MAX_OTHERS]
-    ]
+    rows = []
+    for one in seen[:MAX_OTHERS]:
+        whose = one.source if one.rank is None else str(one.rank), "host" if one.device < 0 else f"GPU {one.device}"
+        peak = ("" if one.total_is_given else "+ ") + size(one.peak_bytes)
+        reserved = "" if one.reserved_bytes is None else size(one.reserved_bytes)
+        rows.append([*whose, peak, reserved, one.peak_phase, one.peak_operator])
     head = ["rank", "memory of", "peak", "reserved", "phase", "operator"]
     told = ["+: on top of what was there before the window"] if not all(one.total_is_given for one in seen) else []
     told.append("what held it stands in a snapshot: --record-memory-history")
-    table = drop_empty_columns(Table(rows, "llrrll", head, hidden=max(len(seen) - MAX_OTHERS, 0)))
+    table = Table(rows, "llrrll", head, hidden=max(len(seen) - MAX_OTHERS, 0))
     return Section("memory", "Memory", "by the trace's memory events", [table, Lines(told, quiet=True)])
 
 
@@ -103,7 +96,7 @@ def _describe_snapshot(snapshot: Snapshot, everything: bool) -> list[str]:
         texts.append(f"activations of {len(layers)} layers: {whole}{rest}{most}")
     if growth is not None:
         where = "; ".join(f"{size(site.num_bytes)} by {site.site}" for site in growth.sites[:MAX_GROWING])
-        grown = f"grows by {size(growth.bytes_per_step)} per step over {growth.steps} steps"
+        grown = f"grows by {size(growth.bytes_per_step)} per step over {growth.steps:,} steps"
         texts.append(grown + (f": {where}" if where else ""))
     if found.reserved_bytes:
         unused = found.reserved_bytes - found.allocated_bytes

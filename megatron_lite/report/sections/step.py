@@ -5,17 +5,16 @@ from functools import partial
 from megatron_lite.analysis.kernels.kernel_results import RankKernels
 from megatron_lite.analysis.report import Report
 from megatron_lite.analysis.time.time_results import ROW_TITLES, RankTime
-from megatron_lite.report.section import Lines, Section, Table, build_share_table, drop_empty_columns, limit_rows
-from megatron_lite.report.text import GREY, ROLE_COLORS, ROW_COLORS, calls, fit, flops, milliseconds, percent, share
+from megatron_lite.report import palette
+from megatron_lite.report.section import Lines, Section, Table, build_share_table, limit_rows
+from megatron_lite.report.text import calls, fit, flops, milliseconds, percent, share
 from megatron_lite.units import significant
 
 NOTHING = 0.0005  # of a step: its number would read 0
 TITLES_ON_CPU = {
-    "compute": "operators",
-    "exposed_communication": "waiting for communication",
-    "host": "Python between operators",
+    "compute": "operators", "exposed_communication": "waiting for communication", "host": "Python between operators",
     "sync": "synchronisation",
-}
+}  # fmt: skip
 MAX_SITES = 1
 MIN_SHARE_OF_SITE = 0.02  # of a step
 
@@ -43,12 +42,11 @@ def step_section(report: Report, everything: bool) -> Section | None:
     parts = [(row_title(row, time.on_gpu), seen.get(row, 0.0)) for row in order]
     write = partial(milliseconds, of=time.step_ms)
     parts_table = build_share_table(parts, time.step_ms, write)
-    table = Table(
+    rows, colors = (
         [*parts_table.rows, ("= a step", write(time.step_ms), "100%")],
-        "lrr",
-        shares=[*parts_table.shares, None],
-        colors=[ROW_COLORS.get(row, GREY) for row in order],
+        [palette.ROWS.get(row, palette.GREY) for row in order],
     )
+    table = Table(rows, "lrr", shares=[*parts_table.shares, None], colors=colors)
     which = ""
     if len(facts.ranks_seen) > 1:
         which = f"{rank.trace.source}, " if time.rank is None else "the one that waits least, "
@@ -136,20 +134,12 @@ def kernels_section(report: Report, everything: bool) -> Section | None:
         return None
     kernels = rank.kernels
     shown, hidden = limit_rows(kernels.rows, MAX_KERNELS, everything)
-    rows = [
-        [
-            row.short or row.name,
-            row.phase,
-            calls(row.per_step),
-            milliseconds(row.ms, kernels.device_ms),
-            percent(row.share),
-            row.precision,
-            row.tensor_cores.value,
-        ]
-        for row in shown
-    ]
+    rows = []
+    for row in shown:
+        numbers = calls(row.per_step), milliseconds(row.ms, kernels.device_ms), percent(row.share)
+        rows.append([row.short or row.name, row.phase, *numbers, row.precision, row.tensor_cores.value])
     head = ["kernel", "phase", "calls", "ms", "share", "type", "tensor cores"]
-    largest = drop_empty_columns(Table(rows, "llrrrll", head, hidden=hidden))
+    largest = Table(rows, "llrrrll", head, hidden=hidden)
     of = f"{name_rank(rank.time.rank)}{milliseconds(kernels.device_ms)} ms per step, parallel streams added up"
     return Section("kernels", "Kernels", of, [_build_role_table(kernels, kernels.device_ms, everything), largest])
 
@@ -161,7 +151,7 @@ def _build_role_table(kernels: RankKernels, total: float, everything: bool) -> T
     parts = [(str(role), ms) for role, ms in shown]
     if hidden:
         parts.append((f"{hidden} other roles", sum(ms for _, ms in roles[len(shown) :])))
-    colors = [*(ROLE_COLORS[role] for role, _ in shown), GREY]
+    colors = [*(palette.ROLES[role] for role, _ in shown), palette.GREY]
     return build_share_table(parts, total, partial(milliseconds, of=total), colors)
 
 
@@ -179,7 +169,7 @@ def operators_section(report: Report, everything: bool) -> Section | None:
         own = milliseconds(row.self_ms, largest)
         rows.append([row.name, str(row.role), row.phase, calls(row.per_step), own, last])
     head = ["operator", "role", "phase", "calls", "own time", "on device" if on_gpu else "of step"]
-    table = drop_empty_columns(Table(rows, "lllrrr", head, hidden=hidden))
+    table = Table(rows, "lllrrr", head, hidden=hidden)
     roles = [] if on_gpu else [_build_role_table(rank.kernels, sum(rank.kernels.roles.values()), everything)]
     of = f"{name_rank(rank.time.rank)}ms per step on the host, without what they call"
     return Section("operators", "Operators", of, [*roles, table])
@@ -222,19 +212,14 @@ def roofline_section(report: Report, everything: bool) -> Section | None:
     shown, hidden = limit_rows(rows, MAX_SHAPES, everything)
     largest = max(row.ms for row in shown)
     head = ["operator", "shape", "phase", "ms", "at best", "limit", "TFLOP/s", "GB/s", "reached"]
-    body = [
-        [
-            row.operator if everything else fit(row.operator.removeprefix("aten::"), OPERATOR_WIDTH),
-            row.shape,
-            row.phase,
-            milliseconds(row.ms, largest),
-            milliseconds(row.bound_ms, largest),
-            row.bound_by,
+    body = []
+    for row in shown:
+        name = row.operator if everything else fit(row.operator.removeprefix("aten::"), OPERATOR_WIDTH)
+        rates = [
             significant(row.achieved_tflops) if row.flops else "",
             calls(row.achieved_gb_s) if row.num_bytes else "",
-            percent(row.efficiency),
         ]
-        for row in shown
-    ]
-    table = drop_empty_columns(Table(body, "lllrrlrrr", head, hidden=hidden))
+        times = milliseconds(row.ms, largest), milliseconds(row.bound_ms, largest), row.bound_by
+        body.append([name, row.shape, row.phase, *times, *rates, percent(row.efficiency)])
+    table = Table(body, "lllrrlrrr", head, hidden=hidden)
     return Section("roofline", "Speed of light", name_rank(rank.time.rank) + of, [Lines(told), table])

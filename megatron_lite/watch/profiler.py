@@ -1,8 +1,8 @@
-"""Watches a training script that it does not know: any loop that computes gradients with torch and steps one of its optimizers.
+"""Profiles a training loop that it does not know: any that computes gradients with torch and steps one of its optimizers.
 
-A step ends when the optimizer that stepped first has stepped again. Its phases: waiting for a DataLoader, backward and the optimizer's
-step are seen as they are; what lies before backward, from the data on, is called forward. Nothing is changed: what is called is
-called as before, with a few microseconds around it.
+A step ends when the optimizer that stepped first has stepped again, or where the loop says so. Its phases: waiting for a DataLoader,
+backward and the optimizer's step are seen as they are; what lies before backward, from the data on, is called forward. Nothing is
+changed: what is called is called as before, with a few microseconds around it.
 """
 
 import atexit
@@ -28,11 +28,13 @@ from megatron_lite.instruments.memory_oom import EXPANDABLE, OutOfMemory
 from megatron_lite.instruments.snapshot_format import extend_name
 from megatron_lite.instruments.timeline import MemoryNow, Timeline
 from megatron_lite.instruments.torch_profiler import TorchProfiler
-from megatron_lite.phases import Phase
+from megatron_lite.phases import Phase, StepTime
 from megatron_lite.process_state import identity
 from megatron_lite.run_folder import STEP_KIND, STEPS_FILE, keep_previous_run, write_run
 from megatron_lite.train.run_record import describe_device, describe_versions, format_now, read_environment
+from megatron_lite.train.step_metrics import LAG
 from megatron_lite.variables import WATCH
+from megatron_lite.watch.step_losses import StepLosses
 
 SNAPSHOT_FILE = "memory.pickle"
 MAX_SILENCE_S = 2.0  # after which steps are written to the disk
@@ -44,32 +46,48 @@ REMEDIES = (
 DATA, FORWARD, BACKWARD, OPTIMIZER_STEP = map(str, (Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER_STEP))
 
 
-class Watch:
-    """Around a training loop:
+class Profiler:
+    """Around a training loop: times every step by phase, and profiles some of them.
 
-    with Watch(Path("runs/mine"), steps=range(10, 13)):
-        train()
+        with Profiler("runs/mine", steps=range(10, 13)):
+            for batch in loader:
+                model(batch).backward()
+                optimizer.step()
+                optimizer.zero_grad()
 
-    `megatron-lite report runs/mine` says then where the steps went. The same happens to an unchanged script by
-    `megatron-lite watch -- python train.py`.
+    `megatron_lite.analyze("runs/mine")` and `megatron-lite report runs/mine` say then where the steps went. Steps and phases are found
+    without a call; `step` and `phase` are for loops whose steps or phases are others.
+
+    Args:
+        folder: for what is recorded.
+        steps: to profile with torch.profiler, counted from 1; the first step is none of them.
+        memory: record a memory snapshot of these steps, too.
+        command: of the script, for run.json; None: this process's.
     """
 
     def __init__(
-        self, folder: Path, steps: range = range(10, 13), memory: bool = False, command: list[str] | None = None
+        self, folder: str | Path, steps: range = range(10, 13), memory: bool = False, command: list[str] | None = None
     ):
-        """folder: for what is recorded. steps: to profile, counted from 1. memory: record a memory snapshot, too."""
-        self.folder, self.window, self._memory = folder, Window(steps), memory
+        if steps.step != 1 or not 1 < steps.start < steps.stop:
+            raise ValueError(f"steps={steps}: give a range of steps that follow each other; the first is at least 2")
+        self.folder, self.window, self._memory = Path(folder), Window(steps), memory
         self._command = command or sys.argv
         self._timeline = Timeline()
         self._instruments: Instruments | None = None  # from the first step on
         self._recorder: CudaRecorder | None = None  # one that records before the first step
+        self._torch_profiler: TorchProfiler | None = None  # from the first step on, until it is over or makes way
+        self._makes_way = False  # the script uses torch.profiler itself
         self._step, self._phase = 0, ""
+        self._named = ""  # the phase of the loop's own that is open: what happens in it is a part of it
+        self._finds_steps = True  # until the loop says itself where a step ends
         self._thread = threading.get_ident()  # that trains
         self._leader: weakref.ref | None = None  # the optimizer whose steps are counted
-        self._in_optimizer = 0  # calls of step that are open: one may call another
+        self._in_optimizer = self._in_backward = 0  # calls that are open: one may call another
         self._has_loader = False
         self._replaced: list[tuple[object, str, object]] = []  # of torch: where, the name, what stood there
         self._first_sign = 0.0  # of training, by time.perf_counter()
+        self._losses = StepLosses()
+        self._unwritten: list[StepTime] = []
         self._written_at = time.monotonic()
         self.rank = 0
 
@@ -78,7 +96,18 @@ class Watch:
         self._replace(
             torch.autograd, "backward", _with_calls(torch.autograd.backward, self._begin_backward, self._end_backward)
         )
-        self._replace(loader, "__next__", _with_calls(loader.__next__, self._begin_data, self._end_data))
+        self._replace(
+            loader, "__next__", _with_calls(loader.__next__, lambda iterator: self._begin_data(), self._end_data)
+        )
+        # the first marks steps as ours are marked, from its start on, recording or not; the others have the second in common
+        for kind, name in ((torch.profiler.profile, "start"), (torch.autograd.profiler.profile, "_prepare_trace")):
+            self._replace(kind, name, _with_calls(getattr(kind, name), self._make_way, lambda: None))
+        scaler = torch.amp.GradScaler
+        for kind in (scaler, *_list_subclasses(scaler)):
+            self._see_scale(kind)
+        # those of FSDP are not imported yet
+        made = _with_calls(scaler.__init__, lambda one, *_, **__: self._see_scale(type(one)), lambda: None)
+        self._replace(scaler, "__init__", made)
         self._replace(Optimizer, "profile_hook_step", staticmethod(lambda step: self._wrap_step(step, hook_step)))
         for known in _list_subclasses(Optimizer):
             if getattr(vars(known).get("step"), "hooked", False):
@@ -89,18 +118,40 @@ class Watch:
             torch.cuda._lazy_call(self._recorder.open)
         return self
 
+    def step(self):
+        """A step ends here. From the first call on, steps end nowhere else: call it in every step."""
+        found, self._finds_steps = self._finds_steps, False
+        self._first_sign = self._first_sign or time.perf_counter()
+        # the first step has already ended where its optimizer stepped
+        if self._is_open() and not (found and self._leader is not None):
+            self._end_step()
+
+    @contextlib.contextmanager
+    def phase(self, name: str):
+        """Around a part of the loop that is to be timed as `name`, with all that happens in it. "eval" and "save" are no part of a
+        step's time."""
+        outer, before = self._named, self._phase
+        self._named = ""
+        self._move(name)
+        self._named = name
+        try:
+            yield
+        finally:
+            self._named = ""
+            self._move(before)
+            self._named = outer
+
     def __exit__(self, kind, error, traceback):
         self.close(error)
 
     def close(self, error: BaseException | None = None):
         """Write what is left, and let go of torch. error: that ended the script."""
-        for place, name, before in self._replaced:
-            setattr(place, name, before)
-        self._thread = 0  # optimizers that were made meanwhile still call
-        if self._instruments is None:
+        while self._replaced:
+            setattr(*self._replaced.pop())
+        ours, self._thread = self._thread != 0, 0  # optimizers that were made meanwhile still call
+        if self._instruments is None or not ours:
             return
-        if self._phase:
-            self._instruments.notify("end_phase", self._phase, error is not None)
+        self._change_phase("", error is not None)
         first = self.window.steps.start
         if self._step <= first and self.rank == 0:
             _tell(f"step {first} was never reached, so that there is no profile: {self._step - 1} steps were seen")
@@ -114,6 +165,13 @@ class Watch:
     def _replace(self, place, name: str, by):
         self._replaced.append((place, name, vars(place)[name]))
         setattr(place, name, by)
+
+    def _see_scale(self, kind: type):
+        """Of a GradScaler's class, what it scales, for the losses."""
+        if "scale" in vars(kind) and not hasattr(kind.scale, "hooked"):
+            scale = _stand_in(self._losses.wrap_scale(kind.scale), kind.scale)
+            scale.hooked = True
+            self._replace(kind, "scale", scale)
 
     def _wrap_step(self, step, hook=lambda step: step):
         """The same method of an optimizer. hook: torch's own wrapping, with a range in the trace: phases lie inside, steps outside."""
@@ -152,53 +210,81 @@ class Watch:
     def _end_data(self):
         self._move(FORWARD)
 
-    def _begin_backward(self):
+    def _begin_backward(self, tensors=(), grad_tensors=None, *others, inputs=None, **named):
+        self._in_backward += 1
+        if self._in_backward > 1 or not self._is_open():  # activations computed again call it within itself
+            return
+        if self.rank == 0:
+            alone = grad_tensors is None and inputs is None
+            self._losses.add(self._step, tensors if alone else None, self._in_optimizer > 0)
         self._move(BACKWARD)
 
     def _end_backward(self):
-        # beside a loader, only what follows the data is forward: not what a script logs and evaluates
-        self._move(OPTIMIZER_STEP if self._in_optimizer else "" if self._has_loader else FORWARD)
+        self._in_backward -= 1
+        if self._in_backward == 0:
+            # beside a loader, only what follows the data is forward: not what a script logs and evaluates
+            self._move(OPTIMIZER_STEP if self._in_optimizer else "" if self._has_loader else FORWARD)
 
     def _end_optimizer(self, optimizer: Optimizer):
-        if threading.get_ident() != self._thread or self._in_optimizer:
+        if self._in_optimizer or not self._is_open():
             return
         if self._leader is None or self._leader() is None:
             self._leader = weakref.ref(optimizer)
-        if self._instruments is not None and self._leader() is optimizer:
-            self._instruments.notify("end", self._step)
-            self._write_steps()
-            self._begin_step()
+        if self._finds_steps and self._leader() is optimizer:
+            self._end_step()
+        else:
+            self._losses.part(self._step)
         if not self._has_loader:
             self._move(FORWARD)
 
+    def _make_way(self, profile):
+        """A torch.profiler begins. Two at a time crash the process: the script's own is the one that stays."""
+        ours = self._torch_profiler
+        if self._makes_way or (ours is not None and ours.owns(profile)) or threading.get_ident() != self._thread:
+            return
+        self._makes_way = True
+        if ours is not None:
+            self._instruments.switch_off(ours)
+        if self._step < self.window.steps.stop:
+            _tell("the script uses torch.profiler itself, and torch has one at a time: it is left to the script")
+
     def _move(self, phase: str):
         """Be in a phase from now on; "": in none."""
-        if threading.get_ident() != self._thread or phase == self._phase:
+        if self._named or phase == self._phase or threading.get_ident() != self._thread:
             return
         if self._instruments is None:
-            if phase != BACKWARD:
-                self._first_sign = self._first_sign or time.perf_counter()
-                return
-            try:
-                self._open()
-            except Exception as error:  # noqa: BLE001 - the script goes on, watched or not
-                _tell(f"this process is not watched: {error}")
-                self._thread = 0
-                return
+            self._first_sign = self._first_sign or time.perf_counter()
+        else:
+            self._change_phase(phase)
+
+    def _change_phase(self, phase: str, failed: bool = False):
         if self._phase:
-            self._instruments.notify("end_phase", self._phase, False)
+            self._instruments.notify("end_phase", self._phase, failed)
         self._phase = phase
         if phase:
             self._instruments.notify("begin_phase", phase)
 
     # --- what is made of it
 
+    def _is_open(self) -> bool:
+        """Whether this thread's steps are recorded: from its first backward on. Before, neither the device nor the rank is certain."""
+        if threading.get_ident() != self._thread:
+            return False
+        if self._instruments is None:
+            try:
+                self._open()
+            except Exception as error:  # noqa: BLE001 - the script goes on, watched or not
+                _tell(f"this process is not watched: {error}")
+                self._thread = 0
+                return False
+        return True
+
     def _open(self):
-        """At the first backward: before, neither the device nor the rank is certain."""
         cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
         ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
         self.rank = torch.distributed.get_rank() if ranks else int(os.environ.get("RANK", "0"))
         size = torch.distributed.get_world_size() if ranks else int(os.environ.get("WORLD_SIZE", "1"))
+        self._has_others = size > 1
         self.folder.mkdir(parents=True, exist_ok=True)
         self.window.margin = int(cuda or size > 1)
         self._timeline.window = self.window
@@ -207,8 +293,9 @@ class Watch:
         # the one of a GPU sets the allocator's peaks back, which the script may read
         self._timeline.memory = MemoryNow(cuda=False)
         options = ProfileArgs(use_pytorch_profiler=True, pytorch_profiler_collect_shapes=True)
-        profiler = TorchProfiler(self.window, options, self.rank, cuda, self.folder, _tell)
-        members: list[Instrument] = [*self._build_memory_instruments(cuda, size), profiler, self._timeline]
+        self._torch_profiler = TorchProfiler(self.window, options, self.rank, cuda, self.folder, _tell)
+        profilers = [] if self._makes_way else [self._torch_profiler]
+        members: list[Instrument] = [*self._build_memory_instruments(cuda, size), *profilers, self._timeline]
         self._record = {
             "status": "running",
             "started": format_now(),
@@ -226,6 +313,7 @@ class Watch:
         self._instruments = Instruments(members, _tell).__enter__()
         self._begin_step()
         self._timeline.begin_earlier(self._first_sign)
+        self._change_phase(self._named)
 
     def _build_memory_instruments(self, cuda: bool, size: int) -> list[Instrument]:
         """Outermost first."""
@@ -243,13 +331,28 @@ class Watch:
         self._step += 1
         self._instruments.notify("begin", self._step)
 
+    def _end_step(self):
+        self._change_phase("")
+        self._instruments.notify("end", self._step)
+        self._write_steps()
+        self._begin_step()
+        self._change_phase(self._named)
+
     def _write_steps(self, wait: bool = False):
+        """wait: for what the GPU has not told yet."""
         if not (wait or time.monotonic() - self._written_at > MAX_SILENCE_S):
             return
         self._written_at = time.monotonic()
-        lines = [{"kind": STEP_KIND, "iteration": one.step, **one.describe()} for one in self._timeline.take(wait)]
+        self._unwritten += self._timeline.take(wait)
+        known = [one for one in self._unwritten if wait or one.step < self._step - LAG]
+        self._unwritten = self._unwritten[len(known) :]
         if self.rank:
             return
+        lines = []
+        for one in known:
+            loss = self._losses.take(one.step, wait)
+            local = {"local": True} if loss and self._has_others else {}
+            lines.append({"kind": STEP_KIND, "iteration": one.step, **loss, **local, **one.describe()})
         with contextlib.suppress(OSError), open(self.folder / STEPS_FILE, "a", encoding="utf-8") as file:
             file.writelines(json.dumps(line) + "\n" for line in lines)
 
@@ -257,7 +360,12 @@ class Watch:
 def watch_this_process():
     """As the environment says, to the end of the process."""
     given = json.loads(os.environ[WATCH])
-    watch = Watch(Path(given["folder"]), range(*given["steps"]), given["memory"], given["command"]).__enter__()
+    profiler = Profiler(given["folder"], range(*given["steps"]), given["memory"], given["command"])
+    close_at_exit(profiler.__enter__())
+
+
+def close_at_exit(profiler: Profiler):
+    """With the error that ends the process, if one does; nothing where it was closed before."""
     errors: list[BaseException] = []
     show = sys.excepthook
 
@@ -266,14 +374,14 @@ def watch_this_process():
         show(kind, error, traceback)
 
     sys.excepthook = note_error
-    atexit.register(lambda: watch.close(errors[0] if errors else None))
+    atexit.register(lambda: profiler.close(errors[0] if errors else None))
 
 
 def _with_calls(function, before, after):
-    """The same function with something called before and after it."""
+    """The same function with something called before and after it; before it with the same arguments."""
 
     def call(*arguments, **named):
-        before()
+        before(*arguments, **named)
         try:
             return function(*arguments, **named)
         finally:
@@ -299,4 +407,4 @@ def _list_remedies(cuda: bool, held: dict[str, int], asked: int, unused: int) ->
 
 
 def _tell(text: str):
-    print(f"watch: {text}", file=sys.stderr, flush=True)
+    print(f"megatron-lite: {text}", file=sys.stderr, flush=True)

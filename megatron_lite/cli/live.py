@@ -1,0 +1,168 @@
+"""megatron-lite live: a run that goes on, followed in a terminal by what it writes into its folder."""
+
+import contextlib
+import os
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron_lite.cli.parser import Parser
+from megatron_lite.errors import UserError
+from megatron_lite.run_folder import RUN_FILE, STEPS_FILE
+from megatron_lite.terminal import print_lines
+from megatron_lite.units import duration
+
+if TYPE_CHECKING:
+    from megatron_lite.report.live_screen import View
+
+FAILED, SILENT = 1, 3  # exit codes: the run failed or is gone; it gives no sign any more, for whatever reason
+SILENCE_S = 1800
+MIN_SHOWN_S, STEPS_SHOWN = 30.0, 5.0  # of silence, at least, and times the longest of the newest steps
+REFRESH_S, LINE_S = 1.0, 20.0  # of a terminal; of lines, where output goes elsewhere
+MAX_LOAD = 0.05  # share of a core that following takes
+WIDTH = 100  # where there is no terminal
+
+
+class Follower:
+    """Keeps the newest view of the run in a folder."""
+
+    def __init__(self, folder: Path):
+        from megatron_lite.analysis.run.step_lines import StepLines  # numpy: not for --help
+
+        self._folder, self._lines = folder, StepLines(folder / STEPS_FILE)
+        self._seen: tuple = ()  # the status, and what the files looked like
+        self._sign = time.monotonic()
+        self.view: View | None = None
+
+    def look(self):
+        """Read what is new. UserError where nothing of a run can be read."""
+        from megatron_lite.analysis.run.read import read_record, read_run
+        from megatron_lite.report.live_screen import build_view
+
+        stats = []
+        for name in (RUN_FILE, STEPS_FILE):
+            with contextlib.suppress(OSError):
+                stats.append(os.stat(self._folder / name))
+        status = read_record(self._folder)[0].get("status")
+        seen = (status, *((one.st_ino, one.st_size, one.st_mtime_ns) for one in stats))
+        if seen == self._seen:
+            return
+        # what was written before is as old as it says, unless another machine's clock is ahead
+        now = time.time()
+        age_s = 0.0 if self._seen else now - max((one.st_mtime for one in stats), default=now)
+        self._seen, self._sign = seen, time.monotonic() - max(age_s, 0.0)
+        self.view = build_view(read_run(self._folder, self._lines), self._lines.read_ranks(recent=True))
+
+    @property
+    def silent_s(self) -> float:
+        """Since the run's last sign."""
+        return time.monotonic() - self._sign
+
+
+def run(argv: list[str]) -> int:
+    """Follow the run to its end. Returns 0, FAILED or SILENT."""
+    parser = Parser(
+        "live",
+        "Follows a run in a terminal: progress and time left, loss, step time by phase, ranks, memory, warnings. Reads the run folder "
+        "of the trainer or of `megatron-lite watch`, on any machine that sees it. Ends with the run: 0 if it has finished, 1 if it "
+        "failed or its process is gone, 3 if it gives no sign any more. Where output is no terminal: a line now and then.",
+    )
+    add = parser.add_argument
+    add("run", metavar="RUN", help="a run folder")
+    add("--once", action="store_true", help="print what there is now, and end")
+    add(
+        "--silence",
+        type=float,
+        default=SILENCE_S,
+        metavar="SECONDS",
+        help=f"end after so long without a sign [{SILENCE_S}]",
+    )
+    options = parser.parse_args(argv)
+    folder = Path(options.run)
+    if not folder.is_dir():
+        raise UserError(f"megatron-lite live {folder}: no such folder; give the --run-dir of a run.")
+    if not options.silence > 0:
+        raise UserError(f"--silence {options.silence:g}: must be above 0.")
+    with contextlib.suppress(AttributeError):  # of a notebook's stream
+        sys.stdout.reconfigure(errors="replace")
+    follower = Follower(folder)
+    if options.once:
+        follower.look()
+        _print_view(follower.view)
+        return _judge(follower.view.status) or 0
+    code = _follow(follower, folder, options.silence)
+    if follower.view:
+        _print_view(follower.view)
+    end = (
+        f"no sign of the run for {duration(follower.silent_s)}"
+        if code == SILENT
+        else f"the run has ended: {follower.view.status.partition(':')[0]}"
+    )
+    print_lines([f"live: {end}"])
+    return code
+
+
+def _follow(follower: Follower, folder: Path, silence_s: float) -> int:
+    """Until the run has ended, or says nothing for so long. Returns the exit code."""
+    from rich.console import Console
+    from rich.live import Live
+
+    from megatron_lite.report.live_screen import describe_newest, draw_view
+
+    waiting = f"waiting for a run in {folder}: it has no {RUN_FILE} yet"
+    console = Console(file=sys.stdout, highlight=False, markup=False)
+    is_terminal = sys.stdout.isatty() and not console.is_dumb_terminal
+    screen = Live(console=console, screen=True, auto_refresh=False) if is_terminal else None
+    printed = -LINE_S
+    with screen or contextlib.nullcontext():
+        while True:
+            began = time.process_time()
+            with contextlib.suppress(UserError):  # nothing is there yet
+                follower.look()
+            view = follower.view
+            code = SILENT if follower.silent_s > silence_s else None
+            if view and _judge(view.status) is not None:
+                code = _judge(view.status)
+            if code is not None:
+                return code
+            if screen:
+                screen.update(
+                    draw_view(view, _describe_silence(follower), console, console.height) if view else waiting,
+                    refresh=True,
+                )
+            elif time.monotonic() - printed >= LINE_S:
+                printed = time.monotonic()
+                print_lines([describe_newest(view) if view else waiting])
+            time.sleep(max(REFRESH_S, (time.process_time() - began) / MAX_LOAD))
+
+
+def _judge(status: str) -> int | None:
+    """The exit code of a run that has ended so; None of one that may go on."""
+    if status.startswith(("running", "unknown")):
+        return None
+    return FAILED if status.startswith(("failed", "killed", "interrupted")) else 0
+
+
+def _describe_silence(follower: Follower) -> str:
+    """'' for as long as a step may take."""
+    silent_s = follower.silent_s
+    if silent_s < max(MIN_SHOWN_S, STEPS_SHOWN * follower.view.slowest_ms / 1000):
+        return ""
+    return f"no sign of the run for {duration(silent_s)}: it saves, evaluates, waits or hangs"
+
+
+def _print_view(view: "View"):
+    """On standard output, whatever that can show."""
+    from rich.console import Console
+
+    from megatron_lite.report.live_screen import draw_view
+
+    width = None if sys.stdout.isatty() else WIDTH
+    console = Console(file=sys.stdout, highlight=False, markup=False, width=width)
+    if sys.stdout.isatty():
+        console.print(draw_view(view, "", console))
+        return
+    with console.capture() as captured:
+        console.print(draw_view(view, "", console))
+    print_lines([line.rstrip() for line in captured.get().split("\n")])

@@ -1,0 +1,162 @@
+"""What `megatron-lite plan` writes: a page, the terminal's sections with charts, and JSON (docs/planning.md)."""
+
+from typing import Any
+
+from megatron_lite.estimate.search import Candidate, Search, get_sizes
+from megatron_lite.estimate.what_if import Fit, Variant
+from megatron_lite.report import draw, palette
+from megatron_lite.report.html import render_page
+from megatron_lite.report.json_file import plain
+from megatron_lite.report.plan_figures import MAX_MICRO_BATCHES, PLAN_SCHEMA, PlanReport, StageOutlook, simulate_stages
+from megatron_lite.report.plan_search import name_layout
+from megatron_lite.report.plan_terminal import KIND_COLORS, build_plan_sections, sum_kinds, verdicts
+from megatron_lite.units import GIB
+
+
+def plan_page(report: PlanReport) -> str:
+    """The whole page as text."""
+    charts = {"stages": memory_by_stage, "schedule": schedule_of_plan, "layouts": time_against_memory}
+    return render_page(
+        list(build_plan_sections(report, why=True)),
+        {key: make(report) for key, make in charts.items()},
+        title=f"{report.title}: {report.facts}",
+        command="plan",
+        sentences=verdicts(report),
+        confidence="before the run: memory is an estimate in closed form, times are lower bounds",
+        of_gaps="What was assumed",
+        gaps=report.notes,
+        numbers="--json FILE",
+    )
+
+
+def memory_by_stage(report: PlanReport) -> draw.Figure | None:
+    """A bar per stage, in order, of what its peak is made of; the GPU's memory as a line."""
+    if not report.stages:
+        return None
+    stacks = {
+        f"stage {one.plan.stage.number + 1}": {kind: held / GIB for kind, held in sum_kinds(one.memory).items()}
+        for one in report.stages
+    }
+    says = "What one GPU of each stage holds at its peak; dotted: the GPU's memory"
+    figure = draw.stacks(says, stacks, KIND_COLORS, "GiB")
+    if report.outlooks:
+        line = {"type": "line", "yref": "paper", "y0": 0, "y1": 1, "line": {"color": palette.PURPLE, "dash": "dot"}}
+        figure.layout["shapes"] = [line | dict.fromkeys(("x0", "x1"), report.outlooks[0].room_bytes / GIB)]
+    return figure
+
+
+def schedule_of_plan(report: PlanReport) -> draw.Figure | None:
+    """Of few micro-batches: how the pipeline fills and drains."""
+    stages, plan = report.stages, report.plan
+    micro_batches = min(plan.batch.final // plan.samples_per_pass, MAX_MICRO_BATCHES * len(stages))
+    turns = simulate_stages(stages, micro_batches) if stages else []
+    return draw.schedule(turns, f"ms at best, of {micro_batches} micro-batches")
+
+
+def time_against_memory(report: PlanReport) -> draw.Figure | None:
+    """Every layout that fits as a point; those that none other beats in both are joined."""
+    found = report.search
+    if found is None or not found.fitting:
+        return None
+    data = [
+        _draw_points(list(found.fitting), "fits", palette.GREY, "markers"),
+        _draw_points(found.front, "none is as fast with less memory", palette.BLUE, "lines+markers"),
+    ]
+    times = [one.step_ms for one in found.fitting]
+    look = draw.layout(340, draw.axis("GiB at the peak"), draw.log_axis("ms per step at best", min(times), max(times)))
+    says = f"Least time and memory of {len(found.fitting)} variants that fit into one {found.processor.name}"
+    return draw.Figure(says, data, look)
+
+
+def _draw_points(candidates: list[Candidate], name: str, color: str, mode: str) -> dict[str, Any]:
+    texts = [f"{name_layout(one.plan)}, micro-batch {one.plan.args.training.micro_batch_size}" for one in candidates]
+    x, y = [one.peak_bytes / GIB for one in candidates], [one.step_ms for one in candidates]
+    look = {"mode": mode, "name": name, "text": texts, "line": {"color": color, "width": 1}}
+    marker = {"color": color, "size": 7, "line": {"color": palette.CARD, "width": 1}}
+    return draw.points(x, y, color, "%{text}: %{y:,.1f} ms, %{x:.2f} GiB<extra></extra>", marker=marker, **look)
+
+
+# --- JSON
+
+
+def as_json(report: PlanReport) -> dict[str, Any]:
+    """Plain dicts, lists, numbers and strings; None for what is not known."""
+    memory, gpus = report.memory, []
+    for one in report.outlooks:
+        time, length = one.time, one.duration
+        best = {"step_ms": time.step_ms, "tokens_per_s": time.tokens_per_s} if time.peak_tflops else {}
+        known = {"seconds": length.seconds, "days": length.days, "gpu_hours": length.gpu_hours} if length else {}
+        gpus.append({
+            "processor": plain(one.processor), "room_bytes": one.room_bytes, "peak_bytes": one.memory.peak.num_bytes,
+            "time": plain(time) | best, "duration": plain(length) | known if length else None,
+            "fit": _fit_as_json(one.fit), "inference": plain(one.inference),
+        })  # fmt: skip
+    return {
+        "schema": PLAN_SCHEMA,
+        "title": report.title,
+        "facts": report.facts,
+        "verdicts": verdicts(report),
+        "notes": list(report.notes),
+        "plan": plain(report.plan),
+        "parameters": report.parts,
+        "flops_per_token": {"causal": report.flops_causal, "full": report.flops_full},
+        "memory": {
+            "peak_bytes": memory.peak.num_bytes, "phase": memory.peak.phase, "where": memory.peak.where,
+            "is_estimate": True,
+            "moments": [plain(moment) | {"num_bytes": moment.num_bytes} for moment in memory.moments],
+        },
+        "margin": report.margin,
+        "gpus": gpus,
+        "what_if": [_variant_as_json(one) for one in report.variants],
+        "fit": _fit_as_json(report.fit),
+        "inference": plain(report.inference),
+        "exact": plain(report.exact),
+        "search": _search_as_json(report.search),
+        "stages": [_stage_as_json(one) for one in report.stages],
+        "hints": plain(report.hints),
+    }  # fmt: skip
+
+
+def _stage_as_json(one: StageOutlook) -> dict[str, Any]:
+    peak, time = one.memory.peak, one.time
+    return {
+        "stage": one.plan.stage.number, "rank": one.plan.world.rank, "layers": one.plan.stage.layers,
+        "peak_bytes": peak.num_bytes, "phase": peak.phase, "where": peak.where, "rows": plain(peak.rows),
+        "time": plain(time), "exact": plain(one.exact),
+    }  # fmt: skip
+
+
+def _variant_as_json(one: Variant | None) -> dict[str, Any] | None:
+    if one is None:
+        return None
+    step_ms = one.time.step_ms if one.time and one.time.peak_tflops else None
+    return {"add": list(one.add), "drop": list(one.drop), "peak_bytes": one.peak_bytes, "step_ms": step_ms}
+
+
+def _fit_as_json(found: Fit | None) -> dict[str, Any] | None:
+    if found is None:
+        return None
+    variants = {name: _variant_as_json(getattr(found, name)) for name in ("given", "found", "least", "way_out")}
+    gpu, budget = found.processor.name, found.budget_bytes
+    return {"gpu": gpu, "budget_bytes": budget, "margin": found.margin, "fits": found.fits, **variants}
+
+
+def _search_as_json(found: Search | None) -> dict[str, Any] | None:
+    """For programs: the fastest of each layout, and the front."""
+    if found is None:
+        return None
+    return {
+        "gpu": found.processor.name, "budget_bytes": found.budget_bytes, "margin": found.margin, "tried": found.tried,
+        "fitting": len(found.fitting), "layouts": [_candidate_as_json(one) for one in found.best_of_layouts],
+        "front": [_candidate_as_json(one) for one in found.front],
+    }  # fmt: skip
+
+
+def _candidate_as_json(one: Candidate) -> dict[str, Any]:
+    time = one.variant.time
+    return {
+        **dict(zip(("tensor", "context", "pipeline", "data"), get_sizes(one.plan.layout))),
+        "micro_batch_size": one.plan.args.training.micro_batch_size, "add": list(one.variant.add),
+        "drop": list(one.variant.drop), "peak_bytes": one.peak_bytes, "step_ms": one.step_ms,
+        "rows": {row.name: row.ms for row in time.rows} if time else {},
+    }  # fmt: skip

@@ -1,0 +1,88 @@
+"""Losses of a training loop that is not known: read from what backward is called on, without making the host wait."""
+
+import contextlib
+import functools
+import math
+import weakref
+from dataclasses import dataclass
+
+import torch
+
+from megatron_lite.train.step_metrics import Readback
+
+
+@dataclass
+class StepLoss:
+    """The loss of one step, as far as it has arrived."""
+
+    total: float = 0.0
+    underway: int = 0  # scalars that have not arrived
+    in_optimizer: int = 0  # calls of backward within an optimizer's step
+    parted: bool = False  # an optimizer has stepped since: a further loss would be another one
+    known: bool = True
+
+
+class StepLosses:
+    """Of each step the sum of the scalars that backward was called on, before a GradScaler: what the step's gradients are those of.
+
+    Nothing is known of a step where that is not one number: where backward was given gradients, where a closure was called several
+    times, where several optimizers have losses of their own.
+    """
+
+    def __init__(self):
+        self._readback = Readback()
+        self._steps: dict[int, StepLoss] = {}
+        self._scaled: tuple | None = None  # a GradScaler's last: a weak reference to what it made, and of what
+
+    def wrap_scale(self, scale):
+        """GradScaler.scale, which notes what it is given."""
+
+        @functools.wraps(scale)
+        def call(scaler, outputs):
+            made = scale(scaler, outputs)
+            if scaler.is_enabled():
+                alone = isinstance(outputs, torch.Tensor)
+                self._scaled = (weakref.ref(made), outputs.detach()) if alone else (None, None)
+            return made
+
+        return call
+
+    def add(self, step: int, tensors, in_optimizer: bool):
+        """Backward is called on `tensors`; None: on what is no loss."""
+        # tensors' methods are called as rarely as can be: between a model's operations each costs microseconds
+        one = self._steps.setdefault(step, StepLoss())
+        one.in_optimizer += in_optimizer
+        loss = None if one.parted or one.in_optimizer > 1 else self._find_loss(tensors)
+        # others than Tensor, such as DTensor, may have to ask other ranks for the number
+        if type(loss) is not torch.Tensor or loss.numel() != 1:
+            one.known = False
+        elif loss.is_cpu:
+            one.total += loss.item()
+        elif loss.is_cuda and not torch.cuda.is_current_stream_capturing():
+            self._readback.push(step, [loss.detach().reshape(())])
+            one.underway += 1
+        else:
+            one.known = False
+
+    def part(self, step: int):
+        """An optimizer has stepped."""
+        if step in self._steps:
+            self._steps[step].parted = True
+
+    def take(self, step: int, wait: bool) -> dict[str, float | None]:
+        """The fields of a step's line: none if the loss is not known, null for one that is NaN or Inf."""
+        with contextlib.suppress(RuntimeError):  # a GPU after a fatal error, which the step itself has raised
+            for of, [value] in self._readback.pop(0) if wait else self._readback.arrived():
+                self._steps[of].total += value
+                self._steps[of].underway -= 1
+        one = self._steps.pop(step, None)
+        if one is None or not one.known or one.underway:
+            return {}
+        return {"loss": one.total if math.isfinite(one.total) else None}
+
+    def _find_loss(self, tensors):
+        tensor = tensors[0] if isinstance(tensors, (tuple, list)) and len(tensors) == 1 else tensors
+        if self._scaled is None:
+            return tensor
+        made, loss = self._scaled
+        return loss if made is not None and made() is tensor else None
