@@ -1,6 +1,5 @@
 """One run from a plan: build everything, train, evaluate, save."""
 
-import contextlib
 import gc
 import logging
 import math
@@ -63,7 +62,7 @@ def run(plan: Plan, streams: DataStreams, eod: int | None, instruments, make_log
     checkpoints.load(progress)
     instruments.resume(progress.started_at)
     make = BatchMaker(plan, device, eod)
-    with make_log(StepMetrics(plan, optimizer, device), progress) as log, checkpoints, _spare_what_lives_on():
+    with make_log(StepMetrics(plan, optimizer, device), progress) as log, checkpoints:
         validation = None
         if streams.has("valid"):
             validation = Evaluation(plan, replica, streams.validation(progress), make, log)
@@ -137,19 +136,6 @@ def build_model(plan: Plan, device: torch.device, groups: Groups | None = None) 
         logger.info(f"  recomputing the activations of {number} of {len(model.decoder.layers)} layers")
     gc.collect()
     return model
-
-
-@contextlib.contextmanager
-def _spare_what_lives_on():
-    """Garbage collections inside pass over what there is now: walking all that torch imports takes 0.1 to 0.2 s each time."""
-    if gc.get_freeze_count():  # whoever did that knows what lives on
-        yield
-        return
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 def _seed(seed: int):
