@@ -1,5 +1,6 @@
 """From a command line to a finished run."""
 
+import gc
 import logging
 import os
 import sys
@@ -72,6 +73,10 @@ def main(argv: list[str]) -> int:
 
 
 def _run(argv: list[str], world: World, launcher: LauncherWatch):
+    def make_log(*arguments):
+        gc.freeze()  # garbage collections of the steps need not walk what there is before them: 0.2 s each time
+        return observers.make_log(*arguments)
+
     line = read_command_line(argv)
     check(line, world)
     tokenizer = build_tokenizer(line.args.data)
@@ -98,7 +103,7 @@ def _run(argv: list[str], world: World, launcher: LauncherWatch):
             ranks.report_to(run_dir)
             launcher.run_dir = run_dir
             with observers.watch(run_dir, ranks.where), ranks.explain_failures():
-                exit_reason = run(plan, streams, tokenizer.eod, observers.instruments, observers.make_log)
+                exit_reason = run(plan, streams, tokenizer.eod, observers.instruments, make_log)
                 observers.record.exit_reason = exit_reason
         logger.info(f"[{exit_reason}]" if exit_reason else f"  done: {run_dir}")
         observers.report()

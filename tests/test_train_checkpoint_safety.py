@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import fcntl
-import hashlib
 import io
 import json
 import os
@@ -20,6 +19,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import xxhash
 from data_maker import contents
 from launch import (
     DROPOUT,
@@ -263,7 +263,7 @@ def forge(folder: Path, name: str, data: bytes):
     (folder / name).write_bytes(data)
     manifest = folder / "manifest.json"
     files = json.loads(manifest.read_text())
-    files["files"][name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    files["files"][name] = {"bytes": len(data), "xxh3_128": xxhash.xxh3_128(data).hexdigest()}
     manifest.write_text(json.dumps(files))
 
 

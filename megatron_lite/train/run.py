@@ -1,6 +1,5 @@
 """Runs a plan: builds everything, trains, evaluates, saves."""
 
-import contextlib
 import gc
 import logging
 import math
@@ -64,7 +63,7 @@ def run(plan: Plan, streams: DataStreams, eod: int | None, instruments, make_log
     instruments.resume(progress.started_at)
     make = BatchMaker(plan.args.data, plan.layout, device, eod)
     metrics = StepMetrics(optimizer, device, plan.world.size, plan.args.precision.check_for_nan_in_loss_and_grad)
-    with make_log(metrics, progress) as log, checkpoints, _spare_what_lives_on():
+    with make_log(metrics, progress) as log, checkpoints:
         validation = None
         if streams.has("valid"):
             validation = Evaluation(plan, replica, streams.validation(progress), make, log)
@@ -146,19 +145,6 @@ def build_model(plan: Plan, device: torch.device, groups: Groups | None = None) 
         logger.info(f"  recomputing the activations of {number} of {len(model.decoder.layers)} layers")
     gc.collect()
     return model
-
-
-@contextlib.contextmanager
-def _spare_what_lives_on():
-    """Garbage collections inside pass over what there is now: walking all that torch imports takes 0.1 to 0.2 s each time."""
-    if gc.get_freeze_count():  # whoever did that knows what lives on
-        yield
-        return
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 def _set_seed(seed: int):
