@@ -2,7 +2,7 @@
 
     python benchmarks/step_timeline.py [--steps 600] [--micro-batches 4]
 
-Prints the median difference of neighbouring steps with and without it, and microseconds per phase, per step, and per
+Prints the median difference of neighboring steps with and without it, and microseconds per phase, per step, and per
 console line. On a GPU if there is one, else on the CPU.
 """
 

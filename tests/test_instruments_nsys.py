@@ -135,7 +135,7 @@ def test_nvtx_ranges_are_for_all_steps(notes, tmp_path):
 @pytest.mark.parametrize("come", [True, False])
 def test_ranks_of_a_node_leave_the_range_together_or_wait_in_vain(notes, monkeypatch, tmp_path, come):
     limit, left = LIMIT_S if come else 0.1, f"left the nsys range after step {10 + come}/"
-    monkeypatch.setattr(nsys_range, "SECONDS_FOR_NEIGHBOURS", limit)
+    monkeypatch.setattr(nsys_range, "SECONDS_FOR_NEIGHBORS", limit)
     window = f"--profile --profile-ranks -1 --profile-step-start {10 + come} --profile-step-end {11 + come}"
     nsys = build(window, World(4, 6, 1, 3, under_nsys=True), tmp_path)
     nsys.open()

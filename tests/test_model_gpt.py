@@ -145,7 +145,7 @@ def test_low_precision_keeps_the_loss_in_fp32():
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_a_model_built_without_memory_loses_nothing(name):
-    """Construction on the meta device and initialisation later gives the same model: no state outside parameters."""
+    """Construction on the meta device and initialization later gives the same model: no state outside parameters."""
     shape = VARIANTS[name]
     direct = build(shape)
     torch.manual_seed(5)
@@ -204,7 +204,7 @@ def test_the_seed_decides_the_numbers():
 
 
 def test_depth_does_not_depend_on_a_stage_of_the_model():
-    """Initialising a part uses the whole model's depth, as a pipeline stage needs."""
+    """Initializing a part uses the whole model's depth, as a pipeline stage needs."""
     shape = replace(PLAIN, num_layers=8, hidden_size=256)
     layer = started(shape).decoder.layers[3]
     initialize({f"decoder.layers.3.{name}": p for name, p in layer.named_parameters()}, shape)

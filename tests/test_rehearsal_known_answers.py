@@ -10,7 +10,7 @@ from rehearsal_cases import EXAMPLE
 from snapshots import read_snapshot
 from torch import Tensor
 
-from megatron_lite.analysis.memory.read import read_snapshot as analyse
+from megatron_lite.analysis.memory.read import read_snapshot as analyze
 from megatron_lite.config.world import World
 from megatron_lite.estimate.hardware import CUBLAS_WORKSPACE
 from megatron_lite.instruments.memory_summary import peak
@@ -31,7 +31,7 @@ def test_a_real_gpu_held_as_much_to_the_byte(positions, bf16):
     """Somebody's GPU, model and training step; fp32 without, and bf16 with autocast."""
     path = SNAPSHOTS / f"cuda_gpt_24x1024_seq{positions}_{'bf16' if bf16 else 'fp32'}.pickle"
     found = summarize_walk(walk(lambda: prepare_medium(positions, bf16), 2, "cuda"))
-    real = analyse(path)
+    real = analyze(path)
     known = {128: 7_013_335_044, 1024: 24_207_167_496}[positions]
     assert peak(found.snapshot).size == peak(read_snapshot(path)).size == known
     assert (found.allocated_peak_bytes, found.phase) == (real.peak_bytes, real.peak_phase)

@@ -2,7 +2,7 @@
 
 Sizes are rounded up to 512 bytes. Blocks up to 1 MiB share segments of 2 MiB, those below 10 MiB segments of 20 MiB,
 larger ones get a segment of their own, in steps of 2 MiB. The smallest free block that fits is taken and split; a freed
-block joins its free neighbours. Streams share nothing.
+block joins its free neighbors. Streams share nothing.
 With expandable segments there is one segment for each pool and stream, which grows by pages of 2 MiB (small blocks) or
 20 MiB; its last free block is taken last, and every rest is split off.
 (c10/cuda/CUDACachingAllocator.cpp: kMinBlockSize, kSmallSize, kSmallBuffer, kLargeBuffer, kMinLargeAlloc, kRoundLarge,
@@ -164,7 +164,7 @@ class Layout:
             bisect.insort(free, (total, self._next, len(self.segments)))
             self.segments.append(segment)
             self.reserved += total
-            self._next += ARENA_DISTANCE if self._expandable else total + LARGE_STEP  # neighbours never touch
+            self._next += ARENA_DISTANCE if self._expandable else total + LARGE_STEP  # neighbors never touch
             return segment
         segment = self.segments[number]
         has_tail = segment.holders[-1] is None

@@ -11,7 +11,7 @@ from megatron_lite.config.world import World
 from megatron_lite.instruments.base import Instrument, Window
 
 CAPTURE = "profile"  # what `nsys profile --capture-range=nvtx --nvtx-capture=profile` waits for
-SECONDS_FOR_NEIGHBOURS = 5
+SECONDS_FOR_NEIGHBORS = 5
 
 
 class TorchNvtx:
@@ -69,7 +69,7 @@ class NsysRange(Instrument):
         self._on_gpu, self._all_steps = world.gpus > 0, profile.nvtx_ranges
         self._operators = profile.record_shapes
         first = world.rank - world.local_rank
-        self._neighbours = world.select_ranks(profile.profile_ranks) & {*range(first, first + world.local_size)} - {
+        self._neighbors = world.select_ranks(profile.profile_ranks) & {*range(first, first + world.local_size)} - {
             world.rank
         }
         self._capture: contextlib.ExitStack | None = None
@@ -99,8 +99,8 @@ class NsysRange(Instrument):
     def end(self, step: int):
         self._leave_step()
         if self._capture is not None and self.window.closes(step):
-            if self._neighbours and dist.is_initialized():
-                self._wait_for_neighbours()
+            if self._neighbors and dist.is_initialized():
+                self._wait_for_neighbors()
             self._stop()
 
     def close(self, error: BaseException | None):
@@ -136,7 +136,7 @@ class NsysRange(Instrument):
         lost = "" if self._world.under_nsys else "; this run is not under nsys, which would have recorded them"
         self._tell(f"marked for Nsight Systems: {self.window.words(self._step)}, rank {self._world.rank}{lost}")
 
-    def _wait_for_neighbours(self):
+    def _wait_for_neighbors(self):
         """nsys ends its collection on this node when the first rank leaves the range: the others' last phases would be
         lost. No collective: who does not come is not waited for long."""
         if self._on_gpu:
@@ -144,6 +144,6 @@ class NsysRange(Instrument):
         store = dist.distributed_c10d._get_default_store()
         left = f"left the nsys range after step {self._step}/"
         store.set(f"{left}{self._world.rank}", "")
-        deadline = time.monotonic() + SECONDS_FOR_NEIGHBOURS
-        while not store.check([f"{left}{rank}" for rank in self._neighbours]) and time.monotonic() < deadline:
+        deadline = time.monotonic() + SECONDS_FOR_NEIGHBORS
+        while not store.check([f"{left}{rank}" for rank in self._neighbors]) and time.monotonic() < deadline:
             time.sleep(0.005)

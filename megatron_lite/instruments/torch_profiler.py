@@ -238,7 +238,7 @@ class TorchProfiler(Instrument):
             with_stack=options.pytorch_profiler_collect_callstack,
             profile_memory=options.pytorch_profiler_collect_memory,
             with_flops=options.pytorch_profiler_collect_flops,
-            # which stream or event a synchronisation waits for: critical paths need it
+            # which stream or event a synchronization waits for: critical paths need it
             experimental_config=_ExperimentalConfig(enable_cuda_sync_events=self.cuda),
             execution_trace_observer=self._chakra.observer if self._chakra else None,
             **TABLE_LIMIT,

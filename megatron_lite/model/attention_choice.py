@@ -35,7 +35,7 @@ WARM_UPS, REPEATS = 3, 7
 
 @dataclass(frozen=True)
 class Probe:
-    """The arguments with which the model will call attention, as uninitialised tensors."""
+    """The arguments with which the model will call attention, as uninitialized tensors."""
 
     q_BNTD: Tensor
     k_BGTD: Tensor

@@ -1,7 +1,7 @@
 """The GPT model. Parameter names and layouts are those of Megatron-Core's local layer specification.
 
 Letters: B batch, T positions, H hidden, V padded vocabulary, N query heads, G query groups (key/value heads), D width of one head,
-R rotated part of D, W normalised width, F width of fc1's output.
+R rotated part of D, W normalized width, F width of fc1's output.
 """
 
 import math
@@ -60,7 +60,7 @@ def rotate(x_BNTD: Tensor, cos_B1TR: Tensor, sin_B1TR: Tensor, interleaved: bool
 
 
 class Norm(nn.Module):
-    """Normalises the last dimension; input and output (..., W), same dtype.
+    """Normalizes the last dimension; input and output (..., W), same dtype.
 
     Parameters: weight_W, and bias_W for LayerNorm only. With layernorm_1p the stored weight is the real one minus 1.
     """

@@ -32,7 +32,7 @@ def make_engine(o: OptimizerArgs, weights: list[nn.Parameter], lr: Tensor) -> to
     else:
         engine = torch.optim.SGD(groups, lr=lr, momentum=o.sgd_momentum, fused=True)
     # What torch would make in the first step. Made before it, a checkpoint finds tensors to be read into; and torch would
-    # leave a momentum buffer that it makes in a skipped first step uninitialised, where zeros give the same first step.
+    # leave a momentum buffer that it makes in a skipped first step uninitialized, where zeros give the same first step.
     for weight in weights:
         state = engine.state[weight]
         if o.optimizer == "adam":

@@ -1,4 +1,4 @@
-"""What only a GPU can show: a step in which torch itself finds no synchronisation."""
+"""What only a GPU can show: a step in which torch itself finds no synchronization."""
 
 import contextlib
 import math
@@ -46,7 +46,7 @@ STEADY_COMPILED = [
 @pytest.mark.parametrize(
     "words", [*(f"{words} {EAGER}" for words in STEADY), *(f"{words} {COMPILED}" for words in STEADY_COMPILED)]
 )
-def test_torch_finds_no_synchronisation_in_a_steady_step(words):
+def test_torch_finds_no_synchronization_in_a_steady_step(words):
     device = torch.device("cuda", 0)
     plan = plan_of([*SIZE.split(), *words.split()], World(gpus=torch.cuda.device_count()))
     replica = DataParallel(plan, build_model(plan, device))
