@@ -2,7 +2,7 @@
 
     python benchmarks/step_timeline.py [--steps 600] [--micro-batches 4]
 
-Prints the median difference of neighbouring steps with and without it, and microseconds per phase, per step, and per
+Prints the median difference of neighboring steps with and without it, and microseconds per phase, per step, and per
 console line. On a GPU if there is one, else on the CPU.
 """
 
@@ -22,7 +22,7 @@ from megatron_lite.instruments.base import Instruments
 from megatron_lite.instruments.timeline import Timeline
 from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.data_parallel import DataParallel
-from megatron_lite.parallel.process_group import device_of
+from megatron_lite.parallel.process_group import find_device
 from megatron_lite.phases import Phase
 from megatron_lite.train.loop import Progress
 from megatron_lite.train.rank_stats import gather
@@ -42,11 +42,14 @@ class Trainer:
     """What a run repeats in every step."""
 
     def __init__(self, plan: Plan):
-        device = device_of(plan)
+        device = find_device(plan.device, plan.world)
         replica = DataParallel(plan, build_model(plan, device))
         optimizer = Optimizer(plan, replica.parameters, device)
-        self.plan, self.step = plan, TrainingStep(plan, replica, optimizer, BatchMaker(plan, device, 127))
-        self.meter, self.progress = StepMetrics(plan, optimizer, device), Progress()
+        self.plan, self.step = (
+            plan,
+            TrainingStep(plan, replica, optimizer, BatchMaker(plan.args.data, plan.layout, device, 127)),
+        )
+        self.meter, self.progress = StepMetrics(optimizer, device), Progress()
         data = MockDataset(10**7, plan.shape.seq_length, plan.vocab_size, 1)
         windows = (torch.from_numpy(data[i]) for i in range(2 * 10**6))
         self.batches = (torch.stack(pair) for pair in zip(windows, windows))
@@ -119,7 +122,7 @@ def _parts(plan: Plan, instruments: Instruments, timeline: Timeline):
     times, seconds = timeline.take(wait=True), []
     for _ in range(20):
         started = time.perf_counter()
-        gather(times[:100], 0, device_of(plan), 1).record()
+        gather(times[:100], 0, find_device(plan.device, plan.world), 1).record()
         seconds.append(time.perf_counter() - started)
     print(f"a console line's figures of 100 steps: {1e6 * statistics.median(seconds):.0f} us, once per --log-interval")
 

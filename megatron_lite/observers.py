@@ -12,11 +12,11 @@ from megatron_lite.config.machine import Machine
 from megatron_lite.config.plan import Plan
 from megatron_lite.errors import CheckpointError
 from megatron_lite.estimate.hardware import peak_tflops
-from megatron_lite.estimate.params import parameter_count
-from megatron_lite.estimate.run_prediction import as_record, forecast, lines_of
+from megatron_lite.estimate.model_size import count_parameters
+from megatron_lite.estimate.run_prediction import describe_forecast, forecast, record_forecast
 from megatron_lite.instruments.base import Instruments
 from megatron_lite.instruments.build_instruments import WhereaboutsKeeper, build_instruments
-from megatron_lite.instruments.memory_oom import explain_unrecorded, is_out_of_memory
+from megatron_lite.instruments.memory_oom import explain_unrecorded, is_out_of_memory, list_remedies
 from megatron_lite.instruments.timeline import Timeline
 from megatron_lite.live_line import EVERY_RANK
 from megatron_lite.parallel.rank_status import RunPosition
@@ -45,7 +45,7 @@ class Observers:
             self.peak_words = f"MFU against {self._peak_tflops:g} TFLOP/s"
         room = gpu.total_memory if on_gpu else machine.memory_bytes
         self._prediction = forecast(plan, gpu.name if on_gpu else None, room)
-        self.prediction_lines = lines_of(self._prediction)  # on memory and time before the first step
+        self.prediction_lines = describe_forecast(self._prediction)  # on memory and time before the first step
         self._timeline = Timeline()
         self._ends = contextlib.ExitStack()
 
@@ -54,8 +54,8 @@ class Observers:
         """Around the training: instruments are on, and run.json tells how it ended."""
         plan, self._run_dir = self.plan, run_dir
         members = [WhereaboutsKeeper(where), *build_instruments(plan, run_dir, self._timeline, _log_on_every_rank)]
-        prediction = as_record(self._prediction)
-        parameters = parameter_count(plan.shape) if plan.args.model.model is None else None
+        prediction = record_forecast(self._prediction)
+        parameters = count_parameters(plan.shape) if plan.args.model.model is None else None
         self.record = RunRecord(plan, run_dir, parameters, self._peak_tflops, prediction)
         with self.record, Instruments(members, _log_on_every_rank) as self.instruments:
             yield
@@ -80,7 +80,7 @@ class Observers:
                 yield
         except RuntimeError as error:
             if is_out_of_memory(error) and not hasattr(error, "explained"):
-                error.explained = explain_unrecorded(self.plan, error)
+                error.explained = explain_unrecorded(error, self.plan.world.rank, list_remedies(self.plan, {}, 0, 0))
                 for line in error.explained:
                     _log_on_every_rank(line)
             raise

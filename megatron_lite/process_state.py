@@ -158,7 +158,7 @@ def keep_freed_memory() -> bool:
     except (OSError, ValueError):  # musl does not know the name
         return False
     libc = ctypes.CDLL(None)
-    # M_MXFAST: small blocks that wait to be used again would not be merged with large neighbours
+    # M_MXFAST: small blocks that wait to be used again would not be merged with large neighbors
     settings = ((M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, KEEP_BYTES), (M_TOP_PAD, GROW_BY_BYTES), (M_MXFAST, 0))
     return all(libc.mallopt(name, value) for name, value in settings)
 

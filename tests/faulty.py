@@ -70,7 +70,7 @@ def tell_group():
 def main() -> int:
     how, limit, inner = sys.argv[1], float(sys.argv[2]), TrainingStep.__call__
     log.SECONDS_AHEAD = 0  # every step is written at once
-    process_group.time_limit = lambda plan: timedelta(seconds=limit)
+    process_group.get_time_limit = lambda parallel: timedelta(seconds=limit)
 
     def step(self, batches, consumed, phase):
         if consumed == (SAMPLES_LATE if how == "killed late" else SAMPLES) and os.environ["RANK"] == CULPRIT:

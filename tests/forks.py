@@ -19,6 +19,7 @@ LAUNCHER = "torch.distributed.run"
 IMPORTED = (  # all that usual runs and their launchers come to import
     "megatron_lite.app",
     "torch._dynamo",
+    "megatron_lite.checkpoint.megatron_dist",
     "torch.distributed.checkpoint",
     "torch.utils.tensorboard",
     LAUNCHER,

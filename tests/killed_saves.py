@@ -25,6 +25,8 @@ from pathlib import Path
 import torch
 import torch._dynamo  # every optimizer imports it: once here, instead of in each fork
 import torch.distributed as dist
+import torch.distributed.checkpoint  # and so does every save
+import xxhash
 from launch import DROPOUT, checkpoint, flags, steps, train
 
 from megatron_lite.config.world import World
@@ -112,7 +114,7 @@ def complete(save: Path) -> list[int]:
         with suppress(OSError):
             files = json.loads((folder / "manifest.json").read_text())["files"]
             if all(
-                hashlib.sha256((folder / name).read_bytes()).hexdigest() == entry["sha256"]
+                xxhash.xxh3_128((folder / name).read_bytes()).hexdigest() == entry["xxh3_128"]
                 for name, entry in files.items()
             ):
                 found.append(int(folder.name[5:]))

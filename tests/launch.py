@@ -32,7 +32,7 @@ from megatron_lite.instruments.base import Instrument, Instruments
 from megatron_lite.instruments.build_instruments import build_instruments
 from megatron_lite.instruments.timeline import Timeline
 from megatron_lite.live_line import set_up_logging
-from megatron_lite.train.checkpoint_checks import require_checkpoint, save_reserved
+from megatron_lite.train.checkpoint_checks import require_checkpoint, reserve_save
 from megatron_lite.train.data_streams import DataStreams
 from megatron_lite.train.log import Log
 from megatron_lite.train.run import run
@@ -94,10 +94,10 @@ def train(argv: list[str], run_dir: Path, world: World = ALONE, watchers=()) -> 
     timeline = Timeline()
     set_up_logging(world.is_first)
     with (
-        save_reserved(plan),
+        reserve_save(plan),
         Instruments([*build_instruments(plan, run_dir, timeline, print), *watchers], print) as watching,
     ):
-        require_checkpoint(plan)
+        require_checkpoint(plan.args.checkpoint)
         with Charts(plan, run_dir) as charts:
             make_log = lambda metrics, progress: Log(plan, metrics, timeline, run_dir, progress, charts)
             return run(plan, DataStreams(plan), EOD, watching, make_log)

@@ -7,7 +7,7 @@ import report_cases as cases
 from megatron_lite.analysis.memory.memory_results import Held, Snapshot
 from megatron_lite.analysis.run_facts import Facts
 from megatron_lite.estimate.prediction import LedgerRow, MemoryPrediction, Moment, TimePrediction, TimeRow
-from megatron_lite.estimate.run_prediction import Forecast, as_record
+from megatron_lite.estimate.run_prediction import Forecast, record_forecast
 from megatron_lite.units import GIB
 
 STATES = {"parameters": 2, "gradients": 2, "master weights": 4, "moments": 8}
@@ -44,7 +44,7 @@ def time() -> TimePrediction:
 
 def record(memory: MemoryPrediction | None = None, time: TimePrediction | None = None) -> dict:
     """run.json without its plan."""
-    return {"status": "finished", "prediction": as_record(Forecast(memory, time, 80 * GIB, 1))}
+    return {"status": "finished", "prediction": record_forecast(Forecast(memory, time, 80 * GIB, 1))}
 
 
 def measured(snapshot: Snapshot | None = None) -> Snapshot:

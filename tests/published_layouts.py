@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 
 from command_lines import plan
 
-from megatron_lite.config.flops import step_flops
 from megatron_lite.config.plan import Plan, plan_stages
 from megatron_lite.config.world import World
-from megatron_lite.estimate.hardware import processor_called
+from megatron_lite.estimate.hardware import find_processor
 from megatron_lite.estimate.memory import predict_memory
+from megatron_lite.estimate.model_size import step_flops
 from megatron_lite.estimate.search import get_sizes, search
 from megatron_lite.estimate.step_time import predict_time
 from megatron_lite.units import GIB
@@ -155,18 +155,18 @@ PUBLISHED = {
 
 def measure(run: Published) -> tuple[float, float]:
     """(least milliseconds of a step, GiB of the stage that holds most)."""
-    one, gpu = run.plan(), processor_called(run.gpu)
+    one, gpu = run.plan(), find_processor(run.gpu)
     peak = max(predict_memory(stage, gpu).peak.num_bytes for stage in plan_stages(one))
     return predict_time(one, gpu).step_ms, peak / GIB
 
 
 def find_place(run: Published) -> str:
     """Of the published layout among those that a search finds, the fastest first."""
-    found = search(run.plan(), processor_called(run.gpu), 0.0)
-    layouts = [get_sizes(one.plan) for one in found.best_of_layouts]
-    place = layouts.index(get_sizes(run.plan())) if get_sizes(run.plan()) in layouts else None
+    found = search(run.plan(), find_processor(run.gpu), 0.0)
+    layouts = [get_sizes(one.plan.layout) for one in found.best_of_layouts]
+    place = layouts.index(get_sizes(run.plan().layout)) if get_sizes(run.plan().layout) in layouts else None
     best = found.fitting[0]
-    first = f"{get_sizes(best.plan)} at {best.step_ms:,.0f} ms"
+    first = f"{get_sizes(best.plan.layout)} at {best.step_ms:,.0f} ms"
     return f"{'not found' if place is None else place + 1} of {len(layouts)}, first {first}"
 
 

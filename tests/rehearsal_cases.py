@@ -46,7 +46,7 @@ def recorded_steps(plan: Plan, steps: int = 2) -> dict:
     try:
         replica = DataParallel(plan, build_model(plan, CPU))
         optimizer = Optimizer(plan, replica.parameters, CPU)
-        step = TrainingStep(plan, replica, optimizer, BatchMaker(plan, CPU, EOD))
+        step = TrainingStep(plan, replica, optimizer, BatchMaker(plan.args.data, plan.layout, CPU, EOD))
         watching = Instruments([place], print)
         for number in range(1, steps + 1):
             tracker.begin_step()

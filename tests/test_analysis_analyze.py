@@ -53,7 +53,7 @@ def test_progress_is_told(tmp_path):
     ends = ["(1 of 2, 18.9 KiB)", "(1 of 2, 18.9 KiB): 100%", "(2 of 2, 18.9 KiB)", "(2 of 2, 18.9 KiB): 100%"]
     reading = list(dict.fromkeys(text for text in said if text.startswith("reading ")))
     assert [text[text.index("(") :] for text in reading] == ends
-    assert sum(text.startswith("analysing ") for text in said) == 2
+    assert sum(text.startswith("analyzing ") for text in said) == 2
 
 
 def test_a_damaged_rank_is_a_gap_beside_the_others(tmp_path):
@@ -91,7 +91,7 @@ def test_a_part_that_fails_is_a_gap_and_the_rest_answers(tmp_path, monkeypatch):
 
 def test_a_trace_that_fails_alone_is_one_line(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "rank_time", lambda *given: 1 / 0)
-    with pytest.raises(UserError, match="could not be analysed, a mistake of this program .ZeroDivisionError"):
+    with pytest.raises(UserError, match="could not be analyzed, a mistake of this program .ZeroDivisionError"):
         analyze([gpu_run().write(tmp_path)])
 
 

@@ -51,7 +51,7 @@ REAL = [
     path
     for name in ("traces/h100_qwen_stacks", "traces/nsys_sqlite", "snapshots/cuda_gpt_24x1024_seq128_fp32.pickle")
     if (path := SHARED / name).exists()
-]  # one of each kind: every file is analysed in the tests of the findings
+]  # one of each kind: every file is analyzed in the tests of the findings
 OWN_DATA = {"dataloader_type": "single", "shape": {"max_position_embeddings": 2048}}
 LOST_RUN = recorded(steps=ordinary_steps(loss=lambda index: 3.0 - index / 1000 if index < 30 else None), **OWN_DATA)
 FOUR_SUMS = [(ADD, 500, "aten::add")] * 4

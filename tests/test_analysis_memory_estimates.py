@@ -13,7 +13,7 @@ from megatron_lite.config.layout import Stage
 from megatron_lite.config.shape import ModelShape
 from megatron_lite.estimate.caching_allocator import Allocation, Layout
 from megatron_lite.estimate.memory import MicroBatch, activation_bytes, logits_bytes
-from megatron_lite.estimate.state_memory import state_bytes
+from megatron_lite.estimate.model_size import state_bytes
 from megatron_lite.model.kernel_choice import MATH, UNFUSED
 from megatron_lite.units import MIB
 

@@ -104,7 +104,7 @@ def test_parts_of_a_trace_add_up_to_its_step():
     assert sum(part.measured for part in parts) == 100.0
 
 
-def test_a_whole_folder_is_analysed_with_its_prediction(tmp_path):
+def test_a_whole_folder_is_analyzed_with_its_prediction(tmp_path):
     folder = write_run(tmp_path / "run")
     path = folder / "run.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | record(memory(), time())))

@@ -44,7 +44,7 @@ def test_a_whole_run_has_the_rows_that_were_made(tmp_path):
 
 
 def test_phases_have_the_device_time_and_not_the_hosts(tmp_path):
-    """A synchronisation makes the host stand in data_to_device, although the device copies for 34 us only."""
+    """A synchronization makes the host stand in data_to_device, although the device copies for 34 us only."""
     made = MadeTrace()
     for index in range(3):
         at = index * 30_000
@@ -122,7 +122,7 @@ def test_work_without_a_launch_call_leaves_its_gap_unexplained(tmp_path):
     assert "launched outside of the trace" in " ".join(time.notes)
 
 
-def test_a_synchronisation_costs_what_the_host_lost_in_it(tmp_path):
+def test_a_synchronization_costs_what_the_host_lost_in_it(tmp_path):
     """The host stood in it from 100 to 205: without it, the next launch had come 105 us earlier."""
     made = two_kernels(200, 390, ("frame", "train.py(7): log_loss", 90, 210))
     made.sync(100, 205, operator="aten::item")
@@ -135,13 +135,13 @@ def test_a_synchronisation_costs_what_the_host_lost_in_it(tmp_path):
     assert (time.syncs[0].operator, time.syncs[0].per_step) == ("aten::item", 1) and time.rows["sync"] > 0
 
 
-def test_a_synchronisation_with_work_still_queued_costs_nothing(tmp_path):
+def test_a_synchronization_with_work_still_queued_costs_nothing(tmp_path):
     time = measure(two_kernels(0, 20, ("sync", 100, 150, "cudaEventSynchronize")), tmp_path)
     assert not time.rows["sync"]
     assert [(site.call, site.idle_ms) for site in time.syncs] == [("cudaEventSynchronize", 0)]
 
 
-def test_an_unpinned_copy_is_a_synchronisation_and_named(tmp_path):
+def test_an_unpinned_copy_is_a_synchronization_and_named(tmp_path):
     made = MadeTrace().add_all(
         ("step", 1, 0, 1000),
         ("kernel", "first", 10, 200, 0),

@@ -123,7 +123,7 @@ def test_backward_takes_the_device_longer_than_its_label_says():
 
 
 @needs_traces
-def test_lines_of_the_program_stand_at_its_synchronisations():
+def test_lines_of_the_program_stand_at_its_synchronizations():
     frames = {(site.operator, site.frame) for site in time_of("h100_qwen_stacks").syncs}
     assert ("aten::is_nonzero", "transformers/modeling_attn_mask_utils.py(243): _ignore_causal_mask_sdpa") in frames
 

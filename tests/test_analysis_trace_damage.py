@@ -183,7 +183,7 @@ def test_headers_of_any_type(tmp_path):
         (b'{"traceEvents": [{"ph": "M", "name": "x"}]}', "t.json: a trace without events; was the profiler on?"),
         (
             b'{"traceEvents": [{"ph": "X", "name": "x"}]}',
-            "t.json: no event of it has a start time, so there is nothing to analyse.",
+            "t.json: no event of it has a start time, so there is nothing to analyze.",
         ),
         (gzip.compress(b"", mtime=0), "t.json: empty; a trace holds a JSON object with traceEvents."),
         (

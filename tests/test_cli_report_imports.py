@@ -77,3 +77,11 @@ def test_all_imports_together_and_a_plan_cost_a_few_times_numpys(tmp_path):
     numpy_s = measure_cpu_s(tmp_path, "import numpy")
     assert measure_cpu_s(tmp_path, ALL_OF_IT) < MAX_TIMES_NUMPY * numpy_s
     assert measure_cpu_s(tmp_path, f"{COMMAND}assert main({words}) == 0") < MAX_TIMES_NUMPY * numpy_s
+
+
+def test_a_training_loads_nothing_before_its_first_step_that_only_other_runs_use():
+    """Without what torch's optimizers import when they are made: the compiler, and with it much of torch.distributed."""
+    modules = printed("import sys\nimport megatron_lite.app" + LOADED)
+    others = ("torch.distributed.checkpoint", "torch.distributed.tensor", "torch._dynamo", "torch._inductor", "sympy")
+    assert "torch" in modules
+    assert loaded_of(modules, (*others, "tensorboard", "transformers", "wandb", "mlflow", "plotly", "yaml")) == []

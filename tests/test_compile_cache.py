@@ -82,7 +82,7 @@ def test_triton_is_asked_whether_it_starts(failure, told, monkeypatch):
     for name in ("triton", "triton.runtime"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     monkeypatch.setitem(sys.modules, "triton.runtime.driver", SimpleNamespace(driver=Driver()))
-    monkeypatch.setattr("megatron_lite.parallel.layers.missing_compiler", lambda on_gpu, environ: "")
+    monkeypatch.setattr("megatron_lite.parallel.layers.find_missing_compiler", lambda on_gpu, environ: "")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
     assert no_compiler(World(gpus=1)) == (told and f"Triton does not start here ({told})")
 

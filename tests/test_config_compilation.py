@@ -10,7 +10,7 @@ from megatron_lite.analysis.audit.run_examiners import examine_compilation
 from megatron_lite.config import machine
 from megatron_lite.config.check import remarks
 from megatron_lite.config.help import help_text
-from megatron_lite.config.machine import missing_compiler
+from megatron_lite.config.machine import find_missing_compiler
 from megatron_lite.config.plan import Compilation, choose_compilation
 from megatron_lite.config.world import World
 
@@ -35,7 +35,7 @@ CHOICES = [
 @pytest.mark.parametrize(("changes", "world", "target", "why"), CHOICES)
 def test_the_choice_and_its_reason(changes, world, target, why):
     found = plan(changes, world)
-    assert found.compilation.target == target and found.compiles_layers is (target == "layers")
+    assert found.compilation.target == target and found.compilation.layers is (target == "layers")
     assert found.compilation.why.startswith(why) and bool(found.compilation.why) is bool(why)
 
 
@@ -59,15 +59,18 @@ def test_what_may_be_typed_and_what_is_told(tmp_path):
 
 def test_what_a_gpu_lacks(monkeypatch):
     monkeypatch.setattr(machine, "find_spec", lambda name: None)
-    assert missing_compiler(True, {}) == "Triton is not installed, which compiles kernels for GPUs; pip install triton"
+    assert (
+        find_missing_compiler(True, {})
+        == "Triton is not installed, which compiles kernels for GPUs; pip install triton"
+    )
     [told] = mistakes("--torch-compile", GPU)
-    assert told == f"--torch-compile: {missing_compiler(True, {})}, or take --torch-compile none."
+    assert told == f"--torch-compile: {find_missing_compiler(True, {})}, or take --torch-compile none."
     assert mistakes("", GPU) == []
     monkeypatch.setattr(machine, "find_spec", lambda name: object())
     monkeypatch.setattr(machine.shutil, "which", {"clang": "/bin/clang"}.get)
-    assert missing_compiler(True, {}) == ""
+    assert find_missing_compiler(True, {}) == ""
     lacks = "there is no C compiler (icc) on the PATH; install one, or name one in the variable CC"
-    assert missing_compiler(True, {"CC": "icc"}) == lacks
+    assert find_missing_compiler(True, {"CC": "icc"}) == lacks
 
 
 @pytest.mark.parametrize("world", [CPU, GPU])
@@ -76,15 +79,15 @@ def test_python_without_headers_compiles_nothing(world, tmp_path, monkeypatch):
     monkeypatch.setattr(machine.shutil, "which", lambda name: f"/bin/{name}")
     monkeypatch.setattr(machine.sys, "platform", "linux")
     monkeypatch.setattr(machine.sysconfig, "get_path", lambda name, scheme: str(tmp_path / "none"))
-    said = missing_compiler(bool(world.gpus), {})
+    said = find_missing_compiler(bool(world.gpus), {})
     assert said.startswith(
         f"Python's headers are missing ({tmp_path}/none/Python.h); install them (on Debian and Ubuntu the "
     )
     assert mistakes("--torch-compile", world) == [f"--torch-compile: {said}, or take --torch-compile none."]
     (tmp_path / "Python.h").touch()
-    assert missing_compiler(bool(world.gpus), {"CPATH": f"/nowhere:{tmp_path}"}) == ""
+    assert find_missing_compiler(bool(world.gpus), {"CPATH": f"/nowhere:{tmp_path}"}) == ""
     monkeypatch.setattr(machine.sys, "platform", "darwin")  # headers come with every Python there
-    assert missing_compiler(bool(world.gpus), {}) == ""
+    assert find_missing_compiler(bool(world.gpus), {}) == ""
 
 
 def test_a_run_says_what_it_decided(tmp_path):

@@ -6,7 +6,7 @@ import pytest
 from command_lines import mistakes
 
 from megatron_lite.config.args import DataArgs
-from megatron_lite.config.data_paths import with_files_read
+from megatron_lite.config.data_paths import read_argument_files
 from megatron_lite.errors import DataError
 
 
@@ -22,16 +22,16 @@ from megatron_lite.errors import DataError
 def test_words_are_what_white_space_separates(tmp_path, text, words):
     path = tmp_path / "words"
     path.write_text(text)
-    read = with_files_read(DataArgs(data_args_path=str(path)))
+    read = read_argument_files(DataArgs(data_args_path=str(path)))
     assert read == DataArgs(data_args_path=str(path), data_path=words)
 
 
 def test_words_of_each_split(tmp_path):
     path = tmp_path / "splits.json"
     path.write_text('{"train": [30, "a", 0.7, "b"], "test": ["c"], "valid": null}')
-    read = with_files_read(DataArgs(per_split_data_args_path=str(path)))
+    read = read_argument_files(DataArgs(per_split_data_args_path=str(path)))
     assert (read.train_data_path, read.valid_data_path, read.test_data_path) == (("30", "a", "0.7", "b"), (), ("c",))
-    assert with_files_read(DataArgs(data_path=("x",))) == DataArgs(data_path=("x",))
+    assert read_argument_files(DataArgs(data_path=("x",))) == DataArgs(data_path=("x",))
 
 
 EMPTY, UNNAMED = ": is empty; write what --data-path takes into it", "not JSON of the form "
@@ -52,12 +52,12 @@ def test_files_without_words_or_splits(tmp_path):
         if raw is not None:
             path.write_bytes(raw)
         with pytest.raises(DataError) as caught:
-            with_files_read(DataArgs(data_args_path=str(path)))
+            read_argument_files(DataArgs(data_args_path=str(path)))
         assert str(caught.value) == f"--data-args-path {path}{message}"
     for text, message in WITHOUT_SPLITS.items():
         (tmp_path / "splits.json").write_text(text)
         with pytest.raises(DataError) as caught:
-            with_files_read(DataArgs(per_split_data_args_path=f"{tmp_path}/splits.json"))
+            read_argument_files(DataArgs(per_split_data_args_path=f"{tmp_path}/splits.json"))
         assert str(caught.value).startswith(f"--per-split-data-args-path {tmp_path}/splits.json: {message}")
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from command_lines import plan
 
-from megatron_lite.optim.schedule import learning_rates, weight_decays
+from megatron_lite.optim.optimizer import compute_learning_rates, compute_weight_decays
 
 SEED = (
     "--micro-batch-size 4 --global-batch-size 16 --train-iters 20000 --lr 6.0e-5 --lr-decay-style cosine "
@@ -24,7 +24,7 @@ MEGATRON = {
 def test_seed_script_as_megatron_logs_it():
     schedule = plan(SEED).learning_rate
     assert schedule.warmup_samples == 320 and schedule.decay_samples == 320_000
-    rates = learning_rates(schedule, np.array(list(MEGATRON)) * 16)
+    rates = compute_learning_rates(schedule, np.array(list(MEGATRON)) * 16)
     assert rates.tolist() == pytest.approx(list(MEGATRON.values()), rel=1e-14)
 
 
@@ -85,7 +85,7 @@ def test_every_style_against_a_formula_by_cases(changes):
     schedule, facts = settings(changes)
     samples = np.arange(0, 1000)
     expected = [slow_rate(int(n), **facts) for n in samples]
-    np.testing.assert_allclose(learning_rates(schedule, samples), expected, rtol=1e-12, atol=0)
+    np.testing.assert_allclose(compute_learning_rates(schedule, samples), expected, rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize("style", STYLES)
@@ -119,12 +119,12 @@ def test_growing_weight_decay(style):
     schedule = plan(f"--weight-decay-incr-style {style} --start-weight-decay 0.02 --end-weight-decay 0.1").learning_rate
     samples = np.arange(0, 1000)
     expected = [slow_decay(int(n), style, 0.02, 0.1, 800) for n in samples]
-    np.testing.assert_allclose(weight_decays(schedule, samples), expected, rtol=1e-12)
-    assert weight_decays(schedule, [0, 400, 800]).tolist() == pytest.approx([0.02, 0.06, 0.1])
+    np.testing.assert_allclose(compute_weight_decays(schedule, samples), expected, rtol=1e-12)
+    assert compute_weight_decays(schedule, [0, 400, 800]).tolist() == pytest.approx([0.02, 0.06, 0.1])
 
 
 def test_constant_weight_decay_and_shapes():
     schedule = plan("--weight-decay 0.1").learning_rate
-    assert set(weight_decays(schedule, np.arange(0, 2000, 50)).tolist()) == {0.1}
-    assert learning_rates(schedule, np.zeros((2, 3))).shape == (2, 3)
-    assert learning_rates(schedule, 0).shape == weight_decays(schedule, 0).shape == ()
+    assert set(compute_weight_decays(schedule, np.arange(0, 2000, 50)).tolist()) == {0.1}
+    assert compute_learning_rates(schedule, np.zeros((2, 3))).shape == (2, 3)
+    assert compute_learning_rates(schedule, 0).shape == compute_weight_decays(schedule, 0).shape == ()

@@ -80,7 +80,8 @@ def test_batches_come_in_their_order_and_no_further_than_asked_for():
             yield torch.full((1, 17), number)
         raise RuntimeError("the loader's own")
 
-    make = BatchMaker(plan_of(flags()), CPU, 127)
+    plan = plan_of(flags())
+    make = BatchMaker(plan.args.data, plan.layout, CPU, 127)
     stream = map(make, source())
     for number in range(3):
         assert next(stream).tokens_BT.unique().tolist() == [number]

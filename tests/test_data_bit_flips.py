@@ -40,7 +40,7 @@ def test_index(tmp_path, vocab_size):
     """What training reads, the lengths and where they begin, cannot change unseen; a document's border can.
 
     Lengths and pointers say the same twice, and their sum is the size of .bin. The marks of documents are said once: one
-    that stays between its neighbours is as good as another, and only the inspector counts documents.
+    that stays between its neighbors is as good as another, and only the inspector counts documents.
     """
     prefix = write_data(tmp_path / "x", DOCUMENTS, vocab_size)
     sound = IndexedDataset(prefix)

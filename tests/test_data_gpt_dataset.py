@@ -131,7 +131,7 @@ def test_mock_samples_depend_on_index_and_seed_and_stay_inside_the_vocabulary():
 
 
 def test_next_token_mostly_follows_from_the_last_two():
-    """The learnable part: the step between neighbours repeats wherever there is no noise (0.9 ** 3 of the places)."""
+    """The learnable part: the step between neighbors repeats wherever there is no noise (0.9 ** 3 of the places)."""
     dataset = MockDataset(100, 128, 50_257, 1)
     steps = np.diff(np.stack([dataset[i] for i in range(100)])) % MOCK_ALPHABET
     assert 0.65 < (steps[:, 1:] == steps[:, :-1]).mean() < 0.80

@@ -9,16 +9,16 @@ from megatron_lite.config.check import RULES_WITHOUT_FILES, check
 from megatron_lite.config.command_line import read_command_line
 from megatron_lite.config.plan import Plan, resolve
 from megatron_lite.config.world import World
-from megatron_lite.estimate.hardware import Processor, processor_called
+from megatron_lite.estimate.hardware import Processor, find_processor
 from megatron_lite.estimate.memory import predict_memory
-from megatron_lite.estimate.what_if import NO_RECOMPUTE, Variant, fit, variant_of, what_if
+from megatron_lite.estimate.what_if import NO_RECOMPUTE, Variant, build_variant, fit, what_if
 from megatron_lite.units import GIB
 
 MEDIUM = ("--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 2048 --max-position-embeddings 2048 "
           "--micro-batch-size 4 --global-batch-size 16 --vocab-size 50256")  # fmt: skip
 LONG = "--seq-length 32768 --max-position-embeddings 32768"
 GPU = World(gpus=1)
-H200 = processor_called("H200")
+H200 = find_processor("H200")
 
 
 def plan_of(words: list[str], world: World = GPU) -> Plan:
@@ -40,7 +40,7 @@ def pasted(changes: str, one: Variant, world: World = GPU) -> Plan:
     return plan_of([*words, *(word for flag in one.add for word in flag.split())], world)
 
 
-def processor_of(gib: float, processor: Processor = H200) -> Processor:
+def with_memory(gib: float, processor: Processor = H200) -> Processor:
     return dataclasses.replace(processor, memory_gib=gib)
 
 
@@ -72,20 +72,20 @@ def test_what_if_shows_the_usual_changes():
 
 def test_what_the_trainer_would_refuse_is_not_offered_and_the_batch_stays():
     assert "--micro-batch-size 8" not in [one.words for one in what_if(plan("--global-batch-size 4"))]
-    assert variant_of(plan(), None, micro_batch_size=3) is None
-    assert variant_of(plan("--attention-backend flash --bf16"), None, fp16=False, bf16=False) is None
+    assert build_variant(plan(), None, micro_batch_size=3) is None
+    assert build_variant(plan("--attention-backend flash --bf16"), None, fp16=False, bf16=False) is None
     # also where it was not given
     words = argv(f"{MEDIUM} !--global-batch-size".replace("--global-batch-size 16", ""))
-    one = variant_of(plan_of(words), None, micro_batch_size=2)
+    one = build_variant(plan_of(words), None, micro_batch_size=2)
     assert one.plan.batch.final == 4 and set(one.add) == {"--global-batch-size 4", "--micro-batch-size 2"}
     four = World(size=4, local_size=4, gpus=4)  # ranks share it
-    assert fit(plan("--fp16", four), processor_of(1000.0)).found.plan.args.training.micro_batch_size == 4
+    assert fit(plan("--fp16", four), with_memory(1000.0)).found.plan.args.training.micro_batch_size == 4
 
 
 @pytest.mark.parametrize("changes", ["--fp16", "--bf16", "", "--bf16 --attention-backend unfused"])
 @pytest.mark.parametrize("gib", [9.0, 12.0, 16.0, 24.0, 80.0])
 def test_what_is_found_fits_and_can_be_pasted(changes, gib):
-    found = fit(plan(changes), processor_of(gib), 0.1)
+    found = fit(plan(changes), with_memory(gib), 0.1)
     assert found.budget_bytes == int(gib * GIB * 0.9)
     if found.found is None:
         assert found.least.peak_bytes > found.budget_bytes
@@ -97,8 +97,8 @@ def test_what_is_found_fits_and_can_be_pasted(changes, gib):
 
 def test_the_largest_micro_batch_that_divides_the_batch():
     """Each larger divisor, with the same recomputation, is too large."""
-    found = fit(plan("--fp16"), processor_of(24.0)).found
-    larger = [variant_of(plan("--fp16"), None, micro_batch_size=size) for size in (4, 8, 16)
+    found = fit(plan("--fp16"), with_memory(24.0)).found
+    larger = [build_variant(plan("--fp16"), None, micro_batch_size=size) for size in (4, 8, 16)
               if size > found.plan.args.training.micro_batch_size]  # fmt: skip
     assert larger and all(one.peak_bytes > 24.0 * GIB * 0.92 for one in larger)
     assert found.plan.args.model.recompute_granularity is None
@@ -107,11 +107,11 @@ def test_the_largest_micro_batch_that_divides_the_batch():
 def test_recomputation_is_as_little_as_possible():
     """A layer less would not fit."""
     changes = "--fp16 --seq-length 16384 --max-position-embeddings 16384"
-    found = fit(plan(changes), processor_of(14.0)).found
+    found = fit(plan(changes), with_memory(14.0)).found
     model = found.plan.args.model
     assert (model.recompute_method, found.plan.args.training.micro_batch_size) == ("block", 1)
     assert 1 < model.recompute_num_layers < 24
-    fewer = variant_of(found.plan, None, recompute_num_layers=model.recompute_num_layers - 1)
+    fewer = build_variant(found.plan, None, recompute_num_layers=model.recompute_num_layers - 1)
     assert fewer.peak_bytes > 14.0 * GIB * 0.92
     unneeded = "--fp16 --recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
     found = fit(plan(unneeded), H200)
@@ -128,7 +128,7 @@ def test_recomputation_is_as_little_as_possible():
     ],
 )
 def test_an_impossible_fit_says_the_smallest_change_that_fits(changes, gib, way_out):
-    found = fit(plan(changes), processor_of(gib))
+    found = fit(plan(changes), with_memory(gib))
     assert found.found is None and found.least.peak_bytes > found.budget_bytes
     assert found.way_out.peak_bytes <= found.budget_bytes
     assert any(flag.startswith(way_out) for flag in found.way_out.add), found.way_out.words
@@ -137,11 +137,11 @@ def test_an_impossible_fit_says_the_smallest_change_that_fits(changes, gib, way_
 
 @pytest.mark.parametrize(("changes", "gib"), [("--hidden-size 16384", 4.0), ("--fp16", 5.0)])
 def test_where_the_model_is_too_large_no_other_model_is_proposed(changes, gib):
-    found = fit(plan(changes), processor_of(gib))
+    found = fit(plan(changes), with_memory(gib))
     assert (found.found, found.way_out) == (None, None) and found.least.peak_bytes > found.budget_bytes
 
     # a GPU without bf16 is offered fp16
-    found = fit(plan(LONG), processor_of(14.0, processor_called("V100")))
+    found = fit(plan(LONG), with_memory(14.0, find_processor("V100")))
     assert "--fp16" in found.way_out.add
 
 
@@ -152,7 +152,7 @@ def test_where_the_model_is_too_large_no_other_model_is_proposed(changes, gib):
 def test_ranks_share_out_the_model_before_anything_is_computed_twice(gib, added):
     world = World(size=4, local_size=4, gpus=4)
     now = plan("--num-layers 24 --hidden-size 1280 --num-attention-heads 20 --bf16 --micro-batch-size 1", world)
-    found = fit(now, processor_of(gib)).found
+    found = fit(now, with_memory(gib)).found
     assert (
         found.peak_bytes <= gib * GIB
         and pasted("--hidden-size 1280 --num-attention-heads 20 --bf16 --micro-batch-size 1", found, world)

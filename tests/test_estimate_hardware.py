@@ -13,12 +13,12 @@ from megatron_lite.estimate.hardware import (
     PROCESSORS,
     best_multiple,
     cublas_workspace_bytes,
+    find_processor,
+    get_peak_tflops,
     least_multiple,
+    match_processor,
     padded,
     peak_tflops,
-    peak_tflops_of,
-    processor_called,
-    processor_of,
 )
 from megatron_lite.estimate.memory import predict_memory
 
@@ -50,11 +50,11 @@ def split(text: str) -> list[str]:
 def test_names_as_pytorch_gives_them():
     for text in split(DEVICES):
         device, answer = text.split(": ")
-        processor = processor_of(device)
+        processor = match_processor(device)
         assert answer == f"{processor.name}, {processor.half_tflops:g}, {processor.memory_gb_s}"
         assert peak_tflops(device, "fp16") == processor.half_tflops
     for device in (None, "", *split(UNKNOWN)):
-        assert processor_of(device) is None and peak_tflops(device, "fp16") is None
+        assert match_processor(device) is None and peak_tflops(device, "fp16") is None
 
 
 def test_peaks_by_number_format():
@@ -62,7 +62,7 @@ def test_peaks_by_number_format():
     assert [peak_tflops("NVIDIA H200", one) for one in formats] == [66.9, 494.5, 989.5, 989.5, 1979.0, None, None]
     assert [peak_tflops("Tesla V100-SXM2-32GB", one) for one in formats] == [15.7, None, 125.0, None, None, None, None]
     assert peak_tflops("Tesla V100-DGXS-32GB", "fp32") is None
-    assert [peak_tflops_of(processor_called("L4"), one) for one in formats[:5]] == [30.3, 60.0, 121.0, 121.0, 242.5]
+    assert [get_peak_tflops(find_processor("L4"), one) for one in formats[:5]] == [30.3, 60.0, 121.0, 121.0, 242.5]
 
 
 # As total_memory was seen in device queries, out-of-memory messages and traces: what a row promises must be there.
@@ -76,7 +76,7 @@ SEEN_GIB = {
 
 def test_memory_is_not_more_than_was_seen_and_hardly_less():
     for device, gib in SEEN_GIB.items():
-        assert 0 <= gib - processor_of(device).memory_gib < 0.4, device
+        assert 0 <= gib - match_processor(device).memory_gib < 0.4, device
 
 
 CALLED = """
@@ -93,10 +93,10 @@ NOT_CALLED = "GPU; 80GB; nvidia; GB200; 3090 ti; 4090 laptop; 4090 D; H100 40GB;
 def test_names_as_people_type_them():
     for text in split(CALLED):
         typed, name = text.split(": ")
-        assert processor_called(typed).name == name
+        assert find_processor(typed).name == name
     for text in ("", *split(NOT_CALLED)):  # answered with the list
         with pytest.raises(UserError) as caught:
-            processor_called(text)
+            find_processor(text)
         (line,) = caught.value.lines
         assert line.startswith(f"GPU '{text}': not in the table; take one of V100 SXM2 16 GB, ") and "RTX 4090" in line
         assert "unknown" not in line
@@ -106,7 +106,7 @@ def test_rows_are_what_hardware_allows():
     assert len({one.name for one in PROCESSORS}) == len(PROCESSORS)
     for one in PROCESSORS:
         link, pcie = one.link_gb_s, one.pcie_gb_s
-        assert not one.memory_gib or processor_called(one.name) == one
+        assert not one.memory_gib or find_processor(one.name) == one
         assert one.linked_gpus == 16 or link is not None, one.name
         assert not one.mesh or one.linked_gpus == 8, one.name
         assert pcie in (None, 16, 32, 64), one.name
@@ -137,7 +137,7 @@ def test_sizes_that_tensor_cores_like():
 )
 def test_cublas_takes_more_on_newer_gpus(words, gpu, expected):
     plan = plan_of(flags(words), World(gpus=1))
-    processor = processor_called(gpu) if gpu else None
+    processor = find_processor(gpu) if gpu else None
     assert cublas_workspace_bytes(processor, plan.args.training.deterministic_mode) == expected
     rows = predict_memory(plan, processor).peak.rows
     assert [row.num_bytes for row in rows if row.name == "cuBLAS workspaces"] == [2 * expected]

@@ -6,7 +6,7 @@ import pytest
 from estimate_grid import FULL, GRID, LARGE, MEDIUM, SEED, SHORT, UNFUSED, plan_for
 
 from megatron_lite.estimate.memory import predict_memory
-from megatron_lite.estimate.params import parameter_count
+from megatron_lite.estimate.model_size import count_parameters
 from megatron_lite.estimate.prediction import CATEGORIES, Moment
 from megatron_lite.model.kernel_choice import MATH, predict_attention_kernel
 from megatron_lite.phases import Phase
@@ -159,5 +159,5 @@ def test_16_bit_training_with_fp32_sums_takes_20_bytes_per_parameter_among_ranks
     states = {"parameters": 2, "gradients": 6, "master weights": 4, "moments": 8}
     update = at(words, "update of the weights", 2)
     held = {category: sum(row.num_bytes for row in update.rows if row.category == category) for category in states}
-    number = parameter_count(plan_for(words).shape)
+    number = count_parameters(plan_for(words).shape)
     assert held == {category: per * number for category, per in states.items()}

@@ -11,13 +11,13 @@ from megatron_lite.cli.planned_run import planned_run
 from megatron_lite.config.plan import plan_stages
 from megatron_lite.config.world import World
 from megatron_lite.errors import ConfigError
-from megatron_lite.estimate.hardware import processor_called
+from megatron_lite.estimate.hardware import find_processor
 from megatron_lite.estimate.memory import predict_memory
 from megatron_lite.estimate.search import get_sizes, search
 from megatron_lite.estimate.step_time import predict_time
 from megatron_lite.units import GIB
 
-GPU = processor_called("A100-40")
+GPU = find_processor("A100-40")
 MODEL = (
     "--num-layers 24 --hidden-size 3072 --num-attention-heads 24 --seq-length 4096 --max-position-embeddings 4096 "
     "--micro-batch-size 1 --global-batch-size 32 --bf16 --hidden-dropout 0 --attention-dropout 0"
@@ -59,7 +59,7 @@ def test_nothing_faster_is_missed(found):
 def test_what_is_listed_fits_and_is_what_its_flags_give(found):
     assert found.budget_bytes == int(GPU.memory_gib * GIB * 0.92) and len(found.fitting) <= found.tried * 2
     assert [one.step_ms for one in found.fitting] == sorted(one.step_ms for one in found.fitting)
-    layouts = [get_sizes(one.plan) for one in found.best_of_layouts]
+    layouts = [get_sizes(one.plan.layout) for one in found.best_of_layouts]
     assert len(set(layouts)) == len(layouts) > 5
     for one in [*found.best_of_layouts[:8], *found.front]:
         assert not one.variant.drop

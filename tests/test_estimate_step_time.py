@@ -4,8 +4,8 @@ import pytest
 from command_lines import plan
 
 from megatron_lite.config.world import World
-from megatron_lite.estimate.hardware import processor_called, processor_of
-from megatron_lite.estimate.step_time import duration_of, predict_time
+from megatron_lite.estimate.hardware import find_processor, match_processor
+from megatron_lite.estimate.step_time import compute_duration, predict_time
 
 SEED = (
     "--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 2048 --max-position-embeddings 2048 "
@@ -23,7 +23,7 @@ def gpt(layers: int, hidden: int, heads: int, seq: int, micro: int, batch: int, 
 
 
 def predict(changes: str, gpu: str = "H200", world: World = ONE, vocab_size: int = 50257):
-    return predict_time(plan(changes, world, vocab_size), processor_called(gpu))
+    return predict_time(plan(changes, world, vocab_size), find_processor(gpu))
 
 
 # Public measurements: ms per step, and how many times the bound that is. No run may be faster than its bound. Sources:
@@ -204,8 +204,8 @@ UNKNOWN = [  # flags, GPU, nodes, ranks of each, rows that are missing, the note
 @pytest.mark.parametrize(("flags", "device", "nodes", "ranks", "missing", "note"), UNKNOWN)
 def test_what_is_not_known_is_missing_and_said(flags, device, nodes, ranks, missing, note):
     world = World(size=nodes * ranks, local_size=ranks, gpus=ranks)
-    seen = predict_time(plan(flags, world), processor_of(device))
-    known = set(names(predict_time(plan(flags, world), processor_of("NVIDIA H200"))))
+    seen = predict_time(plan(flags, world), match_processor(device))
+    known = set(names(predict_time(plan(flags, world), match_processor("NVIDIA H200"))))
     without = {name for name in (*BY_MEMORY, *PRODUCTS.split(", "), REDUCED) if name in missing}
     assert note in seen.notes and without & set(names(seen)) == set()
     assert seen.rows and set(names(seen)) == known - without and seen.tokens_per_s > 0
@@ -234,21 +234,17 @@ GPT2 = (
 
 def test_length_of_a_training_and_conventions_of_its_flops():
     # llm.c's 124M: 19,073 steps of 524,288 tokens at 140 ms
-    seen = duration_of(plan(GPT2, EIGHT, 50257), tokens_per_s=524_288 / 0.140)
-    assert (seen.tokens, seen.gpus) == (19_073 * 524_288, 8)
+    shape = plan(GPT2, EIGHT, 50257).shape
+    seen = compute_duration(shape, 19_073 * 524_288, 8, tokens_per_s=524_288 / 0.140)
     assert seen.seconds == pytest.approx(19_073 * 0.140)
     assert seen.days == pytest.approx(19_073 * 0.140 / 86_400)
     assert seen.gpu_hours == pytest.approx(8 * 19_073 * 0.140 / 3600)
-    seen = duration_of(plan(GPT2, EIGHT, 50257), tokens_per_s=1.0, tokens=10**9)
+    seen = compute_duration(shape, 10**9, 8, tokens_per_s=1.0)
     parameters = 124_475_904
     weights, scores = 12 * 12 * 768**2 + 50304 * 768, 12 * 1024 * 768
     assert seen.flops_6nd == 6 * parameters * 10**9
     assert seen.flops_causal == 6 * (weights + scores) * 10**9
     assert seen.flops_full == 6 * (weights + 2 * scores) * 10**9
-    seen = duration_of(plan(), tokens_per_s=10.0, tokens=5)
-    assert (seen.tokens, seen.seconds) == (5, 0.5) and 0 < seen.flops_causal < seen.flops_full
-    seen = duration_of(plan("!--train-iters --train-samples 1000"), tokens_per_s=32.0)
-    assert seen.tokens == plan("!--train-iters --train-samples 1000").train_samples * 32
 
 
 def test_stages_of_a_node_hand_on_within_it():

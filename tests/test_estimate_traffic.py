@@ -8,7 +8,7 @@ from command_lines import plan
 
 from megatron_lite.config.plan import plan_stages
 from megatron_lite.config.world import World
-from megatron_lite.estimate.hardware import processor_called
+from megatron_lite.estimate.hardware import find_processor
 from megatron_lite.estimate.traffic import (
     DATA,
     GATHER,
@@ -75,20 +75,20 @@ def test_the_formula_is_what_the_real_step_exchanges(words, ranks):
 
 def test_which_ranks_are_near():
     given = plan(f"--num-layers 8 --num-attention-heads 8 {TP4} {PP2} --global-batch-size 16 {ZERO1}", node(32, 8))
-    assert [find_members(given, group) for group in (TENSOR, DATA, PIPELINE)] == [
+    assert [find_members(group, given.layout, given.sharding, given.world) for group in (TENSOR, DATA, PIPELINE)] == [
         Members(4, 4), Members(4, 2), Members(2, 1)
     ]  # fmt: skip
     outermost = plan(
         f"--num-layers 8 --num-attention-heads 8 {TP4} {PP2} --global-batch-size 16 --use-tp-pp-dp-mapping", node(32, 8)
     )
-    assert [find_members(outermost, group) for group in (TENSOR, DATA, PIPELINE)] == [
-        Members(4, 4), Members(4, 1), Members(2, 2)
-    ]  # fmt: skip
-    assert find_members(outermost, DATA).nodes == 4
+    found = [
+        find_members(group, outermost.layout, outermost.sharding, outermost.world) for group in (TENSOR, DATA, PIPELINE)
+    ]
+    assert found == [Members(4, 4), Members(4, 1), Members(2, 2)] and found[1].nodes == 4
 
 
 def test_routes():
-    h100, l40s = processor_called("H100"), processor_called("L40S")
+    h100, l40s = find_processor("H100"), find_processor("L40S")
     one_node, wide = Members(8, 8), Members(16, 2)
     assert find_route(GATHER, one_node, h100).words == "7/8 over the link between GPUs at 450 GB/s"
     assert find_route(REDUCE, one_node, h100).words.startswith("once over")

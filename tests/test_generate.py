@@ -14,7 +14,7 @@ from test_checkpoint_megatron import rewrite
 from megatron_lite.checkpoint.megatron_file import write_megatron_file
 from megatron_lite.checkpoint.write import write_alone
 from megatron_lite.cli.main import main
-from megatron_lite.estimate.inference import CACHE_BYTES, kv_cache_bytes
+from megatron_lite.estimate.inference import CACHE_BYTES, count_kv_cache_bytes
 from megatron_lite.generate import Generator, Sampling, draw, generate, load_generator
 from megatron_lite.model.gpt import GPT
 
@@ -39,7 +39,7 @@ def test_greedy_text_is_what_the_whole_model_finds_most_probable(variant):
         logits_TV = whole(torch.tensor([sequence]))[0, :, :100]
         assert logits_TV.argmax(-1)[len(prompt) - 1 : -1].tolist() == continuation
     assert found.cache_tokens == max(map(len, PROMPTS)) + 6
-    assert found.cache_bytes == kv_cache_bytes(model.shape, len(PROMPTS), found.cache_tokens, CACHE_BYTES["fp32"])
+    assert found.cache_bytes == count_kv_cache_bytes(model.shape, len(PROMPTS), found.cache_tokens, CACHE_BYTES["fp32"])
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama", "qwen2", "qwen3"])

@@ -20,7 +20,7 @@ from waiting import LIMIT_S, wait_until
 
 from benchmarks.training.contestants import Contestant, build_command, build_parser, choose_contestants, choose_work
 from megatron_lite.cli.planned_run import planned_run
-from megatron_lite.estimate.hardware import processor_called
+from megatron_lite.estimate.hardware import find_processor
 from megatron_lite.estimate.memory import predict_memory
 
 A, B, C = (Part(name, name, share) for name, share in (("a", 1), ("b", 1), ("c", 2)))
@@ -188,7 +188,7 @@ def example_command() -> list[str]:
 def test_speed_is_held_against_the_bars_and_memory_against_the_plan(tmp_path):
     words = example_command()
     plan = planned_run(words[words.index("pretrain_gpt.py") + 1 :], 1).plan
-    planned = predict_memory(plan, processor_called("H200")).peak.num_bytes
+    planned = predict_memory(plan, find_processor("H200")).peak.num_bytes
     found = judge(tmp_path, planned)
     assert found.result == "passed" and found.words == "2 runs measured, 1 failed"
     assert found.figures["planned_peak_bytes"] == planned > 2**30

@@ -289,7 +289,7 @@ def test_what_is_advised_tells_the_peak_that_it_leads_to(monkeypatch):
     smaller = predict_memory(plan_of(flags("--micro-batch-size 2 --bf16"), World(gpus=1))).peak.num_bytes
     told = list_remedies(plan, {ACTIVATIONS: 9}, asked=1, unused=0)[0]
     assert told.endswith(f"(predicted peak {size(smaller)})") and smaller < now
-    monkeypatch.setattr(memory_advice, "variant_of", None)  # whatever happens in there must not hide the error
+    monkeypatch.setattr(memory_advice, "build_variant", None)  # whatever happens in there must not hide the error
     assert list_remedies(plan, {ACTIVATIONS: 9}, asked=1, unused=0)[0].endswith("with the same --global-batch-size")
 
 

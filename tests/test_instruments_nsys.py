@@ -70,7 +70,7 @@ def profiled(argv, run_dir, *watchers) -> list[str]:
     """Train on the CPU as if under nsys, with the instrument that the plan asks for; returns what it said."""
     said, plan = [], plan_of(argv, UNDER_NSYS)
     window = Window(plan.profile_window if plan.args.profile.profile else range(0))
-    quietly(argv, run_dir, [NsysRange(window, plan, said.append), *watchers])
+    quietly(argv, run_dir, [NsysRange(window, plan.args.profile, plan.world, said.append), *watchers])
     return said
 
 
@@ -101,9 +101,9 @@ def test_the_window_holds_its_steps_and_their_phases_and_changes_nothing(notes, 
 
 
 def test_runs_that_resume_or_end_or_fail_inside_the_window_leave_no_range_open(notes, tmp_path):
-    said, window = [], Window(range(3, 5))
+    said, window, profile = [], Window(range(3, 5)), plan_of(flags(WINDOW)).args.profile
     window.started_at = 4
-    run_steps(NsysRange(window, plan_of(flags(WINDOW), UNDER_NSYS), said.append), 5)
+    run_steps(NsysRange(window, profile, UNDER_NSYS, said.append), 5)
     assert notes.said[1] == "mark rank 0 of 1, window: steps 3-4 of this run = iterations 7-8"
     assert said == ["marked for Nsight Systems: steps 3-4 of this run = iterations 7-8, rank 0"]
     for last, steps, told in ((3, ["step 3"], ["step 3 of this run, rank 0"]), (2, [], [])):
@@ -135,7 +135,7 @@ def test_nvtx_ranges_are_for_all_steps(notes, tmp_path):
 @pytest.mark.parametrize("come", [True, False])
 def test_ranks_of_a_node_leave_the_range_together_or_wait_in_vain(notes, monkeypatch, tmp_path, come):
     limit, left = LIMIT_S if come else 0.1, f"left the nsys range after step {10 + come}/"
-    monkeypatch.setattr(nsys_range, "SECONDS_FOR_NEIGHBOURS", limit)
+    monkeypatch.setattr(nsys_range, "SECONDS_FOR_NEIGHBORS", limit)
     window = f"--profile --profile-ranks -1 --profile-step-start {10 + come} --profile-step-end {11 + come}"
     nsys = build(window, World(4, 6, 1, 3, under_nsys=True), tmp_path)
     nsys.open()

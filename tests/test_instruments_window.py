@@ -115,8 +115,9 @@ LINGERS = (
     ],
 )
 def test_profiled_steps_are_compared_with_three_before_and_with_those_after(first, words, world, after, said):
-    timeline, told, plan = Timeline(), [], plan_of(flags(words), world)
-    watcher = Disturbance(Window(range(first, first + 2), train_iters=99), timeline, plan, told.append)
+    timeline, told, profile = Timeline(), [], plan_of(flags(words), world).args.profile
+    timeline.window = Window(range(first, first + 2), train_iters=99)
+    watcher = Disturbance(timeline, profile, world, told.append)
     for step in range(1, 60):
         watcher.begin(step)
         timeline.current = StepTime(step, 0.1 if step < first else 0.2 if step < first + 2 else after)

@@ -9,7 +9,7 @@ from model_variants import PLAIN, VARIANTS, build, tokens
 from torch.nn.attention import SDPBackend
 
 from megatron_lite.errors import UserError
-from megatron_lite.model.attention import document_mask, explicit_attention, sdpa_attention
+from megatron_lite.model.attention import explicit_attention, make_document_mask, sdpa_attention
 from megatron_lite.model.attention_choice import choose_attention
 from megatron_lite.model.kernel_choice import count_scores, explicit_is_faster
 
@@ -102,7 +102,7 @@ def test_dropout_ends_with_training():
 
 
 def test_document_mask_is_causal_within_equal_numbers():
-    mask = document_mask(torch.tensor([[3, 3, 4]]))
+    mask = make_document_mask(torch.tensor([[3, 3, 4]]))
     assert mask.tolist() == [[[[True, False, False], [True, True, False], [False, False, True]]]]
 
 
@@ -111,7 +111,7 @@ def test_document_mask_is_causal_within_equal_numbers():
 def test_the_name_is_what_runs(backend, shape, masked):
     chosen = choose(backend, shape, masked=masked)
     q, k, v = heads(4, 1).requires_grad_(), heads(shape.num_query_groups, 2), heads(shape.num_query_groups, 3)
-    mask = document_mask(torch.zeros(2, 12)) if masked else None
+    mask = make_document_mask(torch.zeros(2, 12)) if masked else None
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         chosen.function(q, k, v, mask, shape.attention_dropout, 1)
     ran_flash = any("flash_attention" in event.key for event in profile.key_averages())
@@ -200,7 +200,7 @@ def test_kernels_on_a_gpu_equal_the_explicit_one(backend, masked):
     except UserError as error:
         pytest.skip(str(error))
     q, k, v = (heads(n, n, 128, 64, torch.bfloat16).cuda() for n in (4, 2, 2))
-    mask = document_mask((torch.arange(128, device="cuda") // 50).expand(2, 128)) if masked else None
+    mask = make_document_mask((torch.arange(128, device="cuda") // 50).expand(2, 128)) if masked else None
     expected = choose("unfused", shape).function(q.float(), k.float(), v.float(), mask, 0.0, 1)
     assert (chosen.function(q, k, v, mask, 0.0, 1).float() - expected).abs().max() < 0.03
 

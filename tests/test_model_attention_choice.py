@@ -1,16 +1,13 @@
 """The race of attention kernels: who wins, and what is made of it. Times are given here; on a GPU they are measured."""
 
-from dataclasses import replace
-
 import pytest
 import torch
-from launch import flags, on_ranks, plan_of
+from launch import on_ranks
 from model_variants import PLAIN
 from torch.nn.attention import SDPBackend
 
-from megatron_lite.config.world import World
 from megatron_lite.model import attention_choice
-from megatron_lite.model.attention_choice import Race, choose_attention, fastest, race, trials_of
+from megatron_lite.model.attention_choice import Race, choose_attention, fastest, make_trials, race
 from megatron_lite.train import choose_kernels
 
 CPU = torch.device("cpu")
@@ -61,14 +58,14 @@ def test_trials_run_forward_and_backward_on_numbers_like_the_models(monkeypatch)
 
     monkeypatch.setattr(attention_choice, "sdpa_attention", note)
     [probe] = attention_choice._probes(PLAIN, 2, CPU, torch.float32, masked=False)
-    for trial in trials_of(probe, ("flash", "math")).values():
+    for trial in make_trials(probe, ("flash", "math")).values():
         assert trial() is None
     assert [how["backend"] for _, how in calls] == [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
     query = calls[0][0]
     assert query.shape == probe.q_BNTD.shape and query.stride() == probe.q_BNTD.stride()
     assert 0.5 < query.std() < 1.5 and query.grad is None
     [masked] = attention_choice._probes(PLAIN, 2, CPU, torch.float32, masked=True)
-    trials_of(masked, ("math",))["math"]()
+    make_trials(masked, ("math",))["math"]()
 
 
 def chosen(winner, able=("flash",)):
@@ -104,16 +101,16 @@ def test_another_winner_is_forced(monkeypatch):
 
 
 def test_only_gpus_race_and_not_where_runs_must_repeat():
-    gpu, plan = torch.device("cuda", 0), plan_of(flags(), World(gpus=1))
-    assert choose_kernels.make_race(plan, gpu) is not None
-    assert choose_kernels.make_race(plan, CPU) is None
-    assert choose_kernels.make_race(plan_of(flags("--deterministic-mode"), World(gpus=1)), gpu) is None
+    gpu = torch.device("cuda", 0)
+    assert choose_kernels.make_race(gpu, deterministic=False, is_first=True) is not None
+    assert choose_kernels.make_race(CPU, deterministic=False, is_first=True) is None
+    assert choose_kernels.make_race(gpu, deterministic=True, is_first=True) is None
 
 
 def one_race_for_all(world):
     """For on_ranks: each rank would find another kernel the fastest."""
     choose_kernels.fastest = lambda probe, able, own: Race(f"of rank {world.rank}", {})
-    pick = choose_kernels.make_race(replace(plan_of(flags(), world), device="cuda"), torch.device("cuda"))
+    pick = choose_kernels.make_race(torch.device("cuda"), False, world.is_first)
     print("took", pick(None, (), None).winner)
 
 

@@ -7,9 +7,8 @@ import torch
 from model_variants import VARIANTS
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron_lite.config.flops import step_flops
 from megatron_lite.config.shape import ModelShape
-from megatron_lite.estimate.params import parameter_count
+from megatron_lite.estimate.model_size import count_parameters, step_flops
 from megatron_lite.model.attention_choice import choose_attention
 from megatron_lite.model.gpt import GPT
 
@@ -29,7 +28,7 @@ def on_meta(shape):
 def test_parameter_formula_counts_the_real_module(name):
     odd = replace(VARIANTS[name], hidden_size=40, ffn_hidden_size=72, num_layers=3)
     for shape in (VARIANTS[name], odd):
-        assert parameter_count(shape) == sum(p.numel() for p in on_meta(shape).parameters())
+        assert count_parameters(shape) == sum(p.numel() for p in on_meta(shape).parameters())
 
 
 @pytest.mark.parametrize(
@@ -42,7 +41,7 @@ def test_parameter_formula_counts_the_real_module(name):
 )
 def test_parameters_as_megatron_reports_them(switches, expected):
     shape = replace(MEDIUM, **switches)
-    assert parameter_count(shape) == expected == sum(p.numel() for p in on_meta(shape).parameters())
+    assert count_parameters(shape) == expected == sum(p.numel() for p in on_meta(shape).parameters())
 
 
 @pytest.mark.parametrize("name", VARIANTS)

@@ -1,12 +1,14 @@
 """Properties of the whole model: causality, documents, grouped queries, dropout, precision, construction."""
 
+import math
 from dataclasses import replace
 
 import pytest
 import torch
 from model_variants import PLAIN, VARIANTS, build, tokens
 
-from megatron_lite.model.gpt import GPT, initialize, rotary_tables, rotate
+from megatron_lite.model.attention_choice import choose_attention
+from megatron_lite.model.gpt import GPT, initialize, make_rotary_tables, rotate
 from megatron_lite.model.loss import token_losses
 
 BACKENDS = ["auto", "flash", "unfused", "local"]
@@ -70,7 +72,7 @@ def test_rope_sees_only_distances(name):
 
     def score(first: int, second: int) -> torch.Tensor:
         turned = [
-            rotate(v, *rotary_tables(torch.tensor([[p]]), shape), shape.rotary_interleaved)
+            rotate(v, *make_rotary_tables(torch.tensor([[p]]), shape), shape.rotary_interleaved)
             for v, p in ((x_BNTD, first), (y_BNTD, second))
         ]
         return (turned[0] * turned[1]).sum()
@@ -82,7 +84,7 @@ def test_rope_sees_only_distances(name):
 def test_interpolation_divides_positions_and_layernorm_1p_stores_the_weight_minus_one():
     positions = torch.arange(PLAIN.seq_length)[None]
     near, far = VARIANTS["rope"], VARIANTS["rope_interpolated"]
-    torch.testing.assert_close(rotary_tables(positions, near), rotary_tables(positions * 4, far))
+    torch.testing.assert_close(make_rotary_tables(positions, near), make_rotary_tables(positions * 4, far))
     plain, minus_one = build(PLAIN), build(VARIANTS["layernorm_1p"])
     state = plain.state_dict()
     minus_one.load_state_dict({k: v - 1 if k.endswith("layernorm.weight") else v for k, v in state.items()})
@@ -143,7 +145,7 @@ def test_low_precision_keeps_the_loss_in_fp32():
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_a_model_built_without_memory_loses_nothing(name):
-    """Construction on the meta device and initialisation later gives the same model: no state outside parameters."""
+    """Construction on the meta device and initialization later gives the same model: no state outside parameters."""
     shape = VARIANTS[name]
     direct = build(shape)
     torch.manual_seed(5)
@@ -167,3 +169,43 @@ def test_a_layer_compiles_into_one_graph(backend):
     compiled = [model(inputs, labels), model(inputs, labels, documents_BT=documents)]
     compiled[1].mean().backward()
     torch.testing.assert_close(compiled, plain, rtol=0, atol=1e-5)
+
+
+# --- the start of the parameters
+
+
+def started(shape, seed=0):
+    attend = choose_attention("unfused", shape, batch=1, device="cpu", dtype=torch.float32, masked=False)
+    model = GPT(shape, attend)
+    torch.manual_seed(seed)
+    initialize(dict(model.named_parameters()), shape)
+    return model
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_every_parameter_starts_as_megatron_starts_it(name):
+    shape = replace(VARIANTS[name], hidden_size=256, num_layers=3, init_method_std=0.006)
+    for key, parameter in started(shape).named_parameters():
+        if parameter.dim() == 1:
+            norm_weight = key.endswith("layernorm.weight") and not shape.layernorm_1p
+            assert (parameter == (1.0 if norm_weight else 0.0)).all(), key
+            continue
+        expected = 0.006 / math.sqrt(6) if "linear_proj" in key or "linear_fc2" in key else 0.006
+        # The standard deviation of a sample's standard deviation is sigma / sqrt(2n); six of them.
+        tolerance = 6 / math.sqrt(2 * parameter.numel())
+        assert parameter.std().item() == pytest.approx(expected, rel=tolerance), key
+        assert abs(parameter.mean().item()) < 6 * expected / math.sqrt(parameter.numel()), key
+
+
+def test_the_seed_decides_the_numbers():
+    one, again, other = (dict(started(PLAIN, seed).named_parameters()) for seed in (1, 1, 2))
+    assert all(torch.equal(one[name], again[name]) for name in one)
+    assert not any(torch.equal(one[name], other[name]) for name in one if one[name].dim() == 2)
+
+
+def test_depth_does_not_depend_on_a_stage_of_the_model():
+    """Initializing a part uses the whole model's depth, as a pipeline stage needs."""
+    shape = replace(PLAIN, num_layers=8, hidden_size=256)
+    layer = started(shape).decoder.layers[3]
+    initialize({f"decoder.layers.3.{name}": p for name, p in layer.named_parameters()}, shape)
+    assert layer.mlp.linear_fc2.weight.std().item() == pytest.approx(0.02 / 4, rel=0.05)

@@ -230,7 +230,7 @@ def measure(world, argv: str):
     tracker.stop()
     built = analyze_snapshot(tracker.snapshot(), Path("build")).peak_bytes
     optimizer = Optimizer(plan, replica.parameters, CPU, replica.sum_over_ranks, replica.counted)
-    step = TrainingStep(plan, replica, optimizer, BatchMaker(plan, CPU, None))
+    step = TrainingStep(plan, replica, optimizer, BatchMaker(plan.args.data, plan.layout, CPU, None))
     batches = iter(lambda: torch.randint(127, (1, plan.shape.seq_length + 1)), None)
     for sent in (CollectiveCounter(), CollectiveCounter()):
         with sent:
@@ -333,7 +333,7 @@ def test_the_rehearsed_peak_is_the_recorded_one(tmp_path, words):
 def overflow(world):
     """For on_ranks: an Inf in one rank's loss."""
     plan = plan_of(flags(f"--fp16 {SCALE} {ZERO1}"), world)
-    step = TrainingStep(plan, *build_rank(plan), BatchMaker(plan, CPU, None))
+    step = TrainingStep(plan, *build_rank(plan), BatchMaker(plan.args.data, plan.layout, CPU, None))
     batches = iter(lambda: torch.randint(127, (1, plan.shape.seq_length + 1)), None)
     forward, skipped = GPT.forward, []
     for number in range(3):

@@ -327,8 +327,8 @@ while True:
 
 
 @pytest.mark.slow
-def test_sigterm_tells_of_a_dead_neighbour_and_kills_as_ever(tmp_path):
-    """While the trainer's thread is inside C or in Python; with a neighbour that lives there is nothing to tell."""
+def test_sigterm_tells_of_a_dead_neighbor_and_kills_as_ever(tmp_path):
+    """While the trainer's thread is inside C or in Python; with a neighbor that lives there is nothing to tell."""
     gone = subprocess.Popen(["true"])
     gone.wait()
     script = tmp_path / "terminated.py"

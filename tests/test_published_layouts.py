@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 from published_layouts import ALL_AGAIN, PUBLISHED, SELECTIVE, Published, find_place, measure
 
-from megatron_lite.config.flops import step_flops
 from megatron_lite.config.layout import Stage
-from megatron_lite.estimate.hardware import processor_called
+from megatron_lite.estimate.hardware import find_processor
 from megatron_lite.estimate.memory import activation_bytes, plan_micro_batch
+from megatron_lite.estimate.model_size import step_flops
 
 RUNS = [run for runs in PUBLISHED.values() for run in runs]
 
@@ -17,7 +17,7 @@ RUNS = [run for runs in PUBLISHED.values() for run in runs]
 def test_no_published_run_beats_its_bound_and_each_fits(run):
     best_ms, gib = measure(run)
     assert 1.3 < run.step_ms / best_ms < 3.4
-    assert not run.fits or gib < (processor_called(run.gpu).memory_gib or 0.0)
+    assert not run.fits or gib < (find_processor(run.gpu).memory_gib or 0.0)
 
 
 def test_torchtitans_memory_lies_between_all_activations_kept_and_all_computed_again():

@@ -10,11 +10,11 @@ from torch import nn
 from megatron_lite.analysis.memory.read import read_snapshot
 from megatron_lite.cli.main import main
 from megatron_lite.config.world import World
-from megatron_lite.estimate.params import parameter_count
+from megatron_lite.estimate.model_size import count_parameters
 from megatron_lite.instruments.memory_summary import peak
 from megatron_lite.instruments.snapshot_format import write_snapshot
 from megatron_lite.rehearsal.kernels import cpu_choice
-from megatron_lite.rehearsal.rehearse import Rehearsal, rehearsal_of, rehearse
+from megatron_lite.rehearsal.rehearse import Rehearsal, rehearse, summarize_walk
 from megatron_lite.units import size
 
 LLAMA = (
@@ -34,7 +34,7 @@ def group():
 def holds_as_much(words: str, world: World = ALONE) -> Rehearsal:
     """Rehearsed and real: the same peak at the same place, and the same bytes of everything at that moment."""
     plan = planned(words, world)
-    expected, found = rehearsal_of(recorded_steps(plan)), rehearse(plan)
+    expected, found = summarize_walk(recorded_steps(plan)), rehearse(plan)
     assert peak(found.snapshot).size == peak(expected.snapshot).size
     assert (found.where, found.phase, found.categories) == (expected.where, expected.phase, expected.categories)
     assert found.reserved_peak_bytes == expected.reserved_peak_bytes
@@ -108,7 +108,7 @@ def test_categories_add_up_to_the_peak(rehearsed):
     assert sum(rehearsed.categories.values()) == rehearsed.allocated_peak_bytes
     assert rehearsed.allocated_peak_bytes <= rehearsed.expandable_reserved_bytes
     assert rehearsed.allocated_peak_bytes <= rehearsed.reserved_peak_bytes
-    parameters = parameter_count(planned().shape)
+    parameters = count_parameters(planned().shape)
     held = rehearsed.categories
     assert held["master weights"] == pytest.approx(4 * parameters, rel=0.05)
     assert held["moments"] == pytest.approx(8 * parameters, rel=0.1)  # small ones are rounded up to 512 bytes

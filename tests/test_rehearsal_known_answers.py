@@ -10,11 +10,11 @@ from rehearsal_cases import EXAMPLE
 from snapshots import read_snapshot
 from torch import Tensor
 
-from megatron_lite.analysis.memory.read import read_snapshot as analyse
+from megatron_lite.analysis.memory.read import read_snapshot as analyze
 from megatron_lite.config.world import World
 from megatron_lite.estimate.hardware import CUBLAS_WORKSPACE
 from megatron_lite.instruments.memory_summary import peak
-from megatron_lite.rehearsal.rehearse import prepare, rehearsal_of, walk, without_other_ranks
+from megatron_lite.rehearsal.rehearse import fake_other_ranks, prepare, summarize_walk, walk
 from megatron_lite.rehearsal.tracker import CollectiveCounter
 from megatron_lite.units import GIB
 
@@ -30,8 +30,8 @@ ONE, FOUR = World(gpus=1), World(size=4, local_size=4, gpus=4)
 def test_a_real_gpu_held_as_much_to_the_byte(positions, bf16):
     """Somebody's GPU, model and training step; fp32 without, and bf16 with autocast."""
     path = SNAPSHOTS / f"cuda_gpt_24x1024_seq{positions}_{'bf16' if bf16 else 'fp32'}.pickle"
-    found = rehearsal_of(walk(lambda: prepare_medium(positions, bf16), 2, "cuda"))
-    real = analyse(path)
+    found = summarize_walk(walk(lambda: prepare_medium(positions, bf16), 2, "cuda"))
+    real = analyze(path)
     known = {128: 7_013_335_044, 1024: 24_207_167_496}[positions]
     assert peak(found.snapshot).size == peak(read_snapshot(path)).size == known
     assert (found.allocated_peak_bytes, found.phase) == (real.peak_bytes, real.peak_phase)
@@ -43,8 +43,8 @@ def test_a_real_gpu_held_as_much_to_the_byte(positions, bf16):
 
 def example(words: str = "", world: World = FOUR, losses=None):
     plan = plan_of(flags(EXAMPLE, words), world)
-    with without_other_ranks(plan, CollectiveCounter()) as groups:
-        return rehearsal_of(walk(lambda: prepare(plan, groups, losses), 2, plan.device))
+    with fake_other_ranks(plan, CollectiveCounter()) as groups:
+        return summarize_walk(walk(lambda: prepare(plan, groups, losses), 2, plan.device))
 
 
 class InPlaceLoss(torch.autograd.Function):

@@ -7,9 +7,9 @@ from command_lines import plan
 
 from megatron_lite.cli.plan import _parser
 from megatron_lite.config.world import World
-from megatron_lite.estimate.hardware import Processor, processor_called
+from megatron_lite.estimate.hardware import Processor, find_processor
 from megatron_lite.estimate.prediction import LedgerRow, MemoryPrediction, Moment
-from megatron_lite.estimate.step_time import duration_of, predict_time
+from megatron_lite.estimate.step_time import compute_duration, predict_time
 from megatron_lite.report.plan_figures import Exact, Outlook, PlanReport
 from megatron_lite.report.plan_files import as_json
 from megatron_lite.report.plan_terminal import build_exact_section, build_time_section, plan_lines, verdicts
@@ -31,7 +31,10 @@ def report(*processors: Processor, **changes) -> PlanReport:
     outlooks = []
     for processor in processors:
         predicted = predict_time(PLAN, processor)
-        takes = duration_of(PLAN, predicted.tokens_per_s) if predicted.peak_tflops else None
+        takes = None
+        if predicted.peak_tflops:
+            tokens = PLAN.train_samples * PLAN.shape.seq_length
+            takes = compute_duration(PLAN.shape, tokens, PLAN.world.size, predicted.tokens_per_s)
         outlooks.append(Outlook(processor, changes.get("memory", MEMORY), predicted, takes))
     parts = {"word embedding": 10, "MLP": 30, "output": 0}
     made = PlanReport("plan", "GPT 2 x 64", PLAN, parts, 1000, 1100, MEMORY, outlooks=outlooks)
@@ -55,7 +58,7 @@ def test_rows_of_the_ledger_add_up_to_the_peak():
 
 def test_an_unknown_peak_is_no_time():
     """A V100 does not calculate in bf16."""
-    made = report(processor_called("V100"))
+    made = report(find_processor("V100"))
     assert verdicts(made)[0].endswith("not known: the table has no peak of this GPU in this precision")
     told = [line for block in build_time_section(made, False).blocks for line in getattr(block, "texts", ())]
     assert any("bf16" in line for line in told)
@@ -64,7 +67,7 @@ def test_an_unknown_peak_is_no_time():
 
 
 def test_a_gpu_without_any_rates_is_a_column_of_unknowns():
-    known = processor_called("H200")
+    known = find_processor("H200")
     blank = dataclasses.replace(known, name="X1", half_tflops=None, memory_gb_s=None, link_gb_s=None, pcie_gb_s=None)
     table = build_time_section(report(known, blank), False).blocks[0]
     assert list(table.head) == ["", "H200", "X1"]
@@ -73,7 +76,7 @@ def test_a_gpu_without_any_rates_is_a_column_of_unknowns():
 
 
 def test_of_peak_is_the_share_of_arithmetic_in_the_bound():
-    made = report(processor_called("H200"))
+    made = report(find_processor("H200"))
     predicted = made.outlooks[0].time
     row = next(row for row in build_time_section(made, False).blocks[0].rows if row[0] == "of peak at best")
     ideal_ms = predicted.flops_causal / predicted.peak_tflops / 1e9
@@ -83,7 +86,7 @@ def test_of_peak_is_the_share_of_arithmetic_in_the_bound():
 def test_the_exact_peak_is_the_verdicts():
     where, held = "backward of step 2 in GPT", {"activations": 10 * GIB}
     walked = Exact(10 * GIB, 11 * GIB, 11 * GIB, "backward", where, held, ["a note"], 3.0)
-    made = report(processor_called("H200"), exact=walked)
+    made = report(find_processor("H200"), exact=walked)
     assert "peak 10.0 of 139.7 GiB (7%), in backward" in verdicts(made)[0]
     table, lines = build_exact_section(made, made.exact).blocks
     assert ["activations", "10.00 GiB", "6.00 GiB", "-40.0%"] in map(list, table.rows)
@@ -93,7 +96,7 @@ def test_the_exact_peak_is_the_verdicts():
 
 def test_the_page_names_every_key_of_the_json_and_every_option():
     page = (Path(__file__).parent.parent / "docs/planning.md").read_text(encoding="utf-8")
-    found = as_json(report(processor_called("H200")))
+    found = as_json(report(find_processor("H200")))
     moment = found["memory"]["moments"][0]
     keys = {*found, *found["gpus"][0], *found["memory"], *moment, *moment["rows"][0]}
     options = {name for action in _parser()._actions for name in action.option_strings}

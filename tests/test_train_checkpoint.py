@@ -267,7 +267,7 @@ class MegatronsEvaluations:
         drawn = range(self.next, self.next + self.per_evaluation)
         self.next += self.per_evaluation
         raw_BT1 = torch.stack([torch.as_tensor(self.samples[index].astype("int64")) for index in drawn])
-        loss_sum, tokens = loss_and_tokens(model, BatchMaker(self.plan, CPU, EOD)(raw_BT1))
+        loss_sum, tokens = loss_and_tokens(model, BatchMaker(self.plan.args.data, self.plan.layout, CPU, EOD)(raw_BT1))
         return float(loss_sum / tokens)
 
 

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import fcntl
-import hashlib
 import io
 import json
 import os
@@ -20,6 +19,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import xxhash
 from data_maker import contents
 from launch import (
     DROPOUT,
@@ -42,7 +42,7 @@ from megatron_lite.instruments.base import Instrument
 from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.run_folder import TRACKER_FILE
 from megatron_lite.train import checkpoint_checks
-from megatron_lite.train.checkpoint_checks import require_shape, rotary_note
+from megatron_lite.train.checkpoint_checks import require_shape, warn_of_rotary
 
 WHOLE = (
     "--train-iters 8 --lr-decay-style constant --lr-warmup-iters 3 --lr-decay-iters 8 --eval-interval 3 --eval-iters 1"
@@ -129,18 +129,20 @@ def test_what_differs_needs_a_word(saved, tmp_path):
     assert rates["--override-opt-param-scheduler"][0] == pytest.approx(5e-3 * 0.5 * 1.3090169943749475)
 
 
-def test_megatrons_interpolation_factor_is_noted():
+def test_megatrons_interpolation_factor_is_noted(caplog):
     """Megatron-LM 0.16.1 keeps the flag in its arguments and trains without it."""
     rope = "--position-embedding-type rope"
     without, factor = (plan_of(flags(rope, more)) for more in ("", "--rotary-seq-len-interpolation-factor 4"))
     made = Record(0, 0, dataclasses.asdict(factor.shape), "fp32")
     theirs, ours = (dataclasses.replace(made, trainer=trainer) for trainer in ("Megatron-LM", "megatron_lite"))
     for record, plan in ((theirs, factor), (ours, factor), (theirs, without)):
-        require_shape(Path("X"), record, plan)
+        require_shape(Path("X"), record, plan.shape, None)
     with pytest.raises(CheckpointError, match="--rotary-seq-len-interpolation-factor"):
-        require_shape(Path("X"), ours, without)
-    assert "leave the flag out if that version trained these weights" in rotary_note(Path("X"), theirs, factor)
-    assert not any(rotary_note(Path("X"), *case) for case in ((theirs, without), (ours, without), (ours, factor)))
+        require_shape(Path("X"), ours, without.shape, None)
+    for record, given in ((theirs, None), (ours, None), (ours, 4.0), (theirs, 4.0)):
+        assert caplog.text == ""
+        warn_of_rotary(Path("X"), record, given)
+    assert "leave the flag out if that version trained these weights" in caplog.text
 
 
 def test_the_checkpoints_schedule_brings_its_weight_decay(saved):
@@ -261,7 +263,7 @@ def forge(folder: Path, name: str, data: bytes):
     (folder / name).write_bytes(data)
     manifest = folder / "manifest.json"
     files = json.loads(manifest.read_text())
-    files["files"][name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    files["files"][name] = {"bytes": len(data), "xxh3_128": xxhash.xxh3_128(data).hexdigest()}
     manifest.write_text(json.dumps(files))
 
 

@@ -10,7 +10,7 @@ from launch import flags, plan_of, pretrain
 from megatron_lite.analysis.analyze import analyze
 from megatron_lite.config.world import World
 from megatron_lite.estimate import run_prediction as module
-from megatron_lite.estimate.run_prediction import as_record, forecast, lines_of
+from megatron_lite.estimate.run_prediction import describe_forecast, forecast, record_forecast
 from megatron_lite.estimate.what_if import MARGIN
 from megatron_lite.run_folder import RUN_FILE
 from megatron_lite.train.run_record import RunRecord
@@ -22,12 +22,12 @@ MIDDLING = "--seq-length 64 --max-position-embeddings 64 --hidden-size 192 --voc
 
 
 def said(words: str, world: World, device: str | None, room: int | None) -> list[str]:
-    return list(lines_of(forecast(plan(words, world), device, room)))
+    return list(describe_forecast(forecast(plan(words, world), device, room)))
 
 
 def test_memory_and_speed_on_a_gpu():
     seen = forecast(plan("--bf16", ON_GPUS), H200, 140 * GIB)
-    memory, speed = lines_of(seen)
+    memory, speed = describe_forecast(seen)
     peak = seen.memory.peak
     where = f"of 140.00 GiB, at {peak.where} ({peak.phase}):\n    "
     assert memory.startswith(f"  predicted: tensors peak at about {size(peak.num_bytes)} {where}")
@@ -49,7 +49,7 @@ def test_a_processor_that_no_table_has_is_given_no_speed():
 
 def test_a_run_that_only_evaluates_is_not_judged_as_training():
     seen = forecast(plan("--skip-train", ON_GPUS), H200, 1)
-    assert list(lines_of(seen)) == [] and as_record(seen)["memory"] is None
+    assert list(describe_forecast(seen)) == [] and record_forecast(seen)["memory"] is None
 
 
 def test_the_remedy_is_a_flag_that_fits():
@@ -57,10 +57,10 @@ def test_the_remedy_is_a_flag_that_fits():
     peak = forecast(plan(words, ON_GPUS), H200, None).memory.peak.num_bytes
     for world, device in ((ON_GPUS, H200), (ON_GPUS, "Foreign GPU 9"), (World(), None)):
         seen = forecast(plan(words, world), device, peak // 2)
-        flags, _, needs = seen.way_out.rpartition(" would need ")
+        flags, _, needs = seen.remedy.rpartition(" would need ")
         changed = forecast(plan(f"{words} {flags}", world), device, peak // 2)
         assert not changed.excess_bytes(0) and size(changed.memory.peak.num_bytes) == needs
-        assert list(lines_of(seen))[-1].endswith(f"; {seen.way_out}.")
+        assert list(describe_forecast(seen))[-1].endswith(f"; {seen.remedy}.")
 
 
 def test_too_little_room_is_said_and_training_goes_on():
@@ -80,16 +80,18 @@ def test_a_broken_estimate_is_one_line(name, monkeypatch):
     monkeypatch.setattr(module, name, breaks)
     seen = forecast(plan("", ON_GPUS), H200, GIB)
     what = name.removeprefix("predict_")
-    assert f"  no prediction of the {what}: ZeroDivisionError: by nobody; please report it" in list(lines_of(seen))
-    assert as_record(seen)[what] is None and len(as_record(seen)["failures"]) == 1
+    assert f"  no prediction of the {what}: ZeroDivisionError: by nobody; please report it" in list(
+        describe_forecast(seen)
+    )
+    assert record_forecast(seen)[what] is None and len(record_forecast(seen)["failures"]) == 1
 
 
 def test_the_record_of_a_run_holds_it_with_all_its_formulas(tmp_path):
     seen = forecast(plan_of(flags()), None, GIB)
-    with RunRecord(plan_of(flags()), tmp_path, prediction=as_record(seen)):
+    with RunRecord(plan_of(flags()), tmp_path, prediction=record_forecast(seen)):
         pass
     written = json.loads((tmp_path / RUN_FILE).read_text())["prediction"]
-    assert written == json.loads(json.dumps(as_record(seen)))
+    assert written == json.loads(json.dumps(record_forecast(seen)))
     assert written["peak_bytes"] == seen.memory.peak.num_bytes and written["room_bytes"] == GIB
     names = {field.name for field in dataclasses.fields(seen.memory.peak.rows[0])}
     assert set(written["memory"]["moments"][0]["rows"][0]) == names

@@ -5,7 +5,7 @@ import re
 import pytest
 from launch import alone, checkpoint, flags, quietly
 
-from megatron_lite.train.checkpoint_checks import other_kernels
+from megatron_lite.train.checkpoint_checks import compare_kernels
 
 SAVED = {"attention": "sdpa flash", "torch_compile": "none"}
 CUDNN_NOW = (
@@ -27,7 +27,7 @@ CUDNN_NOW = (
     ],
 )
 def test_other_kernels_than_the_checkpoints_are_said(saved, now, lines):
-    found = list(other_kernels(saved, now))
+    found = list(compare_kernels(saved, now))
     assert len(found) == len(lines) and all(line in text for line, text in zip(lines, found))
 
 

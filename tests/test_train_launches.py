@@ -17,13 +17,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron_lite.estimate.params import parameter_count
+from megatron_lite.estimate.model_size import count_parameters
 from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.data_parallel import DataParallel
 from megatron_lite.parallel.groups import Groups
 from megatron_lite.parallel.pipeline import Pipeline
 from megatron_lite.phases import Phase
-from megatron_lite.rehearsal.kernels import kernels_of
+from megatron_lite.rehearsal.kernels import replace_kernels
 from megatron_lite.rehearsal.rehearse import prepare
 from megatron_lite.train.run import build_model
 from megatron_lite.train.step import BatchMaker, TrainingStep
@@ -82,12 +82,12 @@ def tensors(*trees) -> list[Tensor]:
 def count_launches(plan) -> tuple[Launches, int]:
     """Of the second step, and the number of parameters."""
     counted = Launches()
-    with kernels_of("cuda"), FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False):
+    with replace_kernels("cuda"), FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False):
         step = prepare(plan, Groups(None, None, None, Pipeline(plan.stage)))
         step(lambda phase: contextlib.nullcontext())
         with counted:
             step(counted.phase)
-    return counted, parameter_count(plan.shape)
+    return counted, count_parameters(plan.shape)
 
 
 @pytest.mark.parametrize(
@@ -116,8 +116,10 @@ def test_gradients_added_at_once_are_those_added_one_by_one(words):
         replica = DataParallel(plan, model)
         replica._adds_at_once = at_once and replica.fp32 is None
         if at_once and replica.fp32 is not None:
-            replica.fp32._bundle = parameter_count(plan.shape) // 8
-        step = TrainingStep(plan, replica, Optimizer(plan, replica.parameters, CPU), BatchMaker(plan, CPU, EOD))
+            replica.fp32._bundle = count_parameters(plan.shape) // 8
+        step = TrainingStep(
+            plan, replica, Optimizer(plan, replica.parameters, CPU), BatchMaker(plan.args.data, plan.layout, CPU, EOD)
+        )
         for _ in range(3):
             step(batches(plan), 0, lambda phase: contextlib.nullcontext())
         return [p.detach().clone() for p in model.parameters()]

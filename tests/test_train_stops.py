@@ -34,7 +34,7 @@ from megatron_lite import app
 from megatron_lite.config.world import World
 from megatron_lite.errors import DivergedError, UserError
 from megatron_lite.instruments.base import Instrument
-from megatron_lite.train import choose_kernels, exit_conditions
+from megatron_lite.train import choose_kernels, step_hooks
 
 DIVERGING = "--lr 1e30 --lr-decay-style constant --clip-grad 0 --train-iters 8"
 LINE = r"iteration (\d+): the loss on rank (.+?) is NaN or Inf; .*not saved.*--no-check-for-nan-in-loss-and-grad"
@@ -141,7 +141,7 @@ def test_exit_duration(group, tmp_path, monkeypatch):
             return 1800.0 * (len(done) >= 4)
 
     done = []
-    monkeypatch.setattr(exit_conditions, "time", Clock())
+    monkeypatch.setattr(step_hooks, "time", Clock())
 
     class Count(Instrument):
         def begin(self, step):
@@ -250,10 +250,10 @@ def test_a_second_signal_means_now(group, tmp_path, monkeypatch):
     before = signal.getsignal(signal.SIGUSR1)
     ended, now = [], [100.0]
     monkeypatch.setattr(os, "_exit", ended.append)
-    monkeypatch.setattr(exit_conditions.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(step_hooks.time, "monotonic", lambda: now[0])
     try:
         plan = plan_of(flags("--exit-signal-handler --exit-signal SIGUSR1"))
-        exit_conditions.ExitConditions(plan, torch.device("cpu"), None)
+        step_hooks.ExitConditions(plan.args.training, torch.device("cpu"), None, async_save=False)
         for seconds in (0, 1, 3):
             now[0] = 100.0 + seconds
             os.kill(os.getpid(), signal.SIGUSR1)

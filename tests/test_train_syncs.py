@@ -54,8 +54,8 @@ class Trainer:
         model = build_model(plan, CPU)
         replica = DataParallel(plan, model)
         self.optimizer = Optimizer(plan, replica.parameters, CPU)
-        self.step = TrainingStep(plan, replica, self.optimizer, BatchMaker(plan, CPU, EOD))
-        self.meter, self.progress = StepMetrics(plan, self.optimizer, CPU), Progress()
+        self.step = TrainingStep(plan, replica, self.optimizer, BatchMaker(plan.args.data, plan.layout, CPU, EOD))
+        self.meter, self.progress = StepMetrics(self.optimizer, CPU), Progress()
         samples = MockDataset(1000, plan.shape.seq_length, plan.vocab_size, 1)
         size = plan.args.training.micro_batch_size
         self.batches = (torch.stack([torch.from_numpy(samples[size * i + j]) for j in range(size)]) for i in range(400))

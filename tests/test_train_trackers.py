@@ -53,7 +53,8 @@ def test_weights_and_biases_gets_all_scalars(tmp_path, monkeypatch):
         record = Record.FromString(data)
         if record.HasField("run"):
             assert (record.run.project, record.run.display_name) == ("tests", "one")
-            config |= {item.key: item.value_json for item in record.run.config.update}
+        # settings come with the run or, from a slow machine, after it
+        config |= {item.key: item.value_json for held in (record.run.config, record.config) for item in held.update}
         if record.HasField("history"):
             rows.append({item.key or ".".join(item.nested_key): item.value_json for item in record.history.item})
     assert config["train_iters"] == '"6"'

@@ -8,10 +8,10 @@ from megatron_lite.instruments.base import Instruments
 from megatron_lite.instruments.timeline import MemoryNow
 from megatron_lite.train import log
 from megatron_lite.train.console import ProgressLine
-from megatron_lite.train.exit_conditions import ExitConditions
 from megatron_lite.train.log import StepsFile
 from megatron_lite.train.rank_stats import AnomalyWarnings
 from megatron_lite.train.step import BatchMaker, TrainingStep
+from megatron_lite.train.step_hooks import ExitConditions
 from megatron_lite.train.step_metrics import StepMetrics
 from megatron_lite.train.trackers import Charts
 

@@ -52,7 +52,7 @@ class MegatronArgs:
     namespace: argparse.Namespace
 
     def given(self, name: str, default=None):
-        """The argument, or what the same behaviour was before there was one."""
+        """The argument, or what the same behavior was before there was one."""
         for spelling in (name, OLD_NAMES.get(name, name)):
             value = getattr(self.namespace, spelling, None)
             if value is not None:

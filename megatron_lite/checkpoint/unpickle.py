@@ -11,16 +11,6 @@ from io import BytesIO
 from pathlib import Path
 
 import torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 
 from megatron_lite.errors import CheckpointError, first_line
 from megatron_lite.process_state import limit_memory
@@ -122,12 +112,14 @@ class _Unpickler(pickle.Unpickler):
         return self._classes.setdefault(full, type("Inert", (Inert,), {"named": full}))
 
 
-def read_metadata(path: Path) -> Metadata:
-    """What the .metadata file at `path` says of tensors and bytes, and where they are; all else in it is left out.
+def read_metadata(path: Path):
+    """torch's Metadata: what the .metadata file at `path` says of tensors and bytes, and where they are; all else in it is left out.
 
     Files by torch and by Megatron-Core are known, of any Python. Every file that it names lies beside it. OSError for one
     that cannot be read, ValueError for one that is damaged or no such file.
     """
+    import torch.distributed.checkpoint as dcp  # takes a second
+
     size = path.stat().st_size
     if size > MAX_METADATA_BYTES:
         raise ValueError(f"has {size} bytes, more than the {MAX_METADATA_BYTES} that are read")
@@ -140,28 +132,34 @@ def read_metadata(path: Path) -> Metadata:
         raise
     except Exception as error:  # noqa: BLE001 - damaged files make pickle raise errors of many kinds
         raise ValueError(f"no metadata of tensors: {first_line(error)}") from None
-    return Metadata(state_dict_metadata=entries, storage_data=places, storage_meta=StorageMeta())
+    return dcp.Metadata(state_dict_metadata=entries, storage_data=places, storage_meta=dcp.metadata.StorageMeta())
 
 
-def _entry(made) -> TensorStorageMetadata | BytesStorageMetadata:
+def _entry(made):
+    from torch.distributed.checkpoint import metadata as forms
+
     if _name(made) == FORMS + "BytesStorageMetadata":
-        return BytesStorageMetadata()
+        return forms.BytesStorageMetadata()
     fields = _fields(made, FORMS + "TensorStorageMetadata")
     # the rest of the properties is deprecated
     dtype = DTYPES[_name(_state(fields["properties"], FORMS + "TensorProperties", tuple)[0])]
     chunks = [_fields(chunk, FORMS + "ChunkStorageMetadata") for chunk in _require(list, fields["chunks"])]
-    pieces = [ChunkStorageMetadata(_size(chunk["offsets"]), _size(chunk["sizes"])) for chunk in chunks]
-    return TensorStorageMetadata(TensorProperties(dtype=dtype), _size(fields["size"]), pieces)
+    pieces = [forms.ChunkStorageMetadata(_size(chunk["offsets"]), _size(chunk["sizes"])) for chunk in chunks]
+    return forms.TensorStorageMetadata(forms.TensorProperties(dtype=dtype), _size(fields["size"]), pieces)
 
 
-def _index(made) -> MetadataIndex:
+def _index(made):
+    from torch.distributed.checkpoint.metadata import MetadataIndex
+
     fields = _fields(made, FORMS + "MetadataIndex")
     offset, index = fields.get("offset"), fields.get("index")
     offset = None if offset is None else _size(offset)
     return MetadataIndex(_require(str, fields["fqn"]), offset, None if index is None else _number(index))
 
 
-def _place(made) -> _StorageInfo:
+def _place(made):
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
     fields = _fields(made, PLACE)
     name = _require(str, fields["relative_path"])
     if Path(name).name != name:

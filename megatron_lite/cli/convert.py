@@ -9,7 +9,7 @@ from megatron_lite.cli.parser import Parser
 from megatron_lite.config.flags import dashed
 from megatron_lite.config.shape import ModelShape
 from megatron_lite.errors import UserError
-from megatron_lite.estimate.params import parameter_count
+from megatron_lite.estimate.model_size import count_parameters
 from megatron_lite.live_line import LiveLine, say
 from megatron_lite.run_folder import RELEASE
 from megatron_lite.terminal import print_lines
@@ -141,4 +141,4 @@ def _from_hugging_face(options: argparse.Namespace) -> list[str]:
 
 
 def _parameters(shape: dict) -> str:
-    return f"{short_count(parameter_count(ModelShape(**shape)))} parameters"
+    return f"{short_count(count_parameters(ModelShape(**shape)))} parameters"

@@ -18,16 +18,15 @@ from megatron_lite.cli.launcher import split_at_trainer
 from megatron_lite.cli.parser import Parser, write_json, write_text
 from megatron_lite.cli.planned_run import PlannedRun, is_script, planned_run, split_options
 from megatron_lite.config.environment import hints
-from megatron_lite.config.flops import step_flops
 from megatron_lite.config.machine import read_machine
 from megatron_lite.config.plan import Plan, list_stage_kinds, plan_stages
 from megatron_lite.errors import ConfigError, UserError
-from megatron_lite.estimate.hardware import Processor, cublas_workspace_bytes, processor_called
+from megatron_lite.estimate.hardware import Processor, cublas_workspace_bytes, find_processor
 from megatron_lite.estimate.inference import CACHE_BYTES, InferencePrediction, predict_inference
 from megatron_lite.estimate.memory import predict_memory
-from megatron_lite.estimate.params import parameter_parts
+from megatron_lite.estimate.model_size import count_parameter_parts, step_flops
 from megatron_lite.estimate.search import Search, search
-from megatron_lite.estimate.step_time import duration_of, predict_stage_time, predict_time
+from megatron_lite.estimate.step_time import compute_duration, predict_stage_time, predict_time
 from megatron_lite.estimate.what_if import MARGIN, fit, what_if
 from megatron_lite.live_line import LiveLine
 from megatron_lite.report.plan_figures import Exact, Outlook, PlanReport, StageOutlook
@@ -162,7 +161,7 @@ def _check(options: argparse.Namespace, rest: list[str], ours: set[str]):
 def _list_processors(options: argparse.Namespace) -> list[Processor]:
     """Those named; the one to fit into counts as named."""
     names = [*(options.gpu or []), *([options.fit] if options.fit else [])]
-    found = list({one.name: one for one in map(processor_called, names)}.values())
+    found = list({one.name: one for one in map(find_processor, names)}.values())
     if options.network:
         found = [dataclasses.replace(one, network_gb_s=options.network / 8) for one in found]
     return found
@@ -175,7 +174,7 @@ def _report(
     exact = walked[_find_highest(walked)] if walked else None
     plan, shape, ranks = found.plan, found.plan.shape, found.plan.world.size
     processors, margin = _list_processors(options), MARGIN if options.margin is None else options.margin
-    tokens = None if options.tokens is None else int(options.tokens)
+    tokens = plan.train_samples * shape.seq_length if options.tokens is None else int(options.tokens)
 
     def infer(processor: Processor | None = None) -> InferencePrediction | None:
         if not options.inference:
@@ -185,7 +184,7 @@ def _report(
     outlooks = []
     for one in processors:
         seen, memory = predict_time(plan, one), predict_memory(plan, one)
-        duration = duration_of(plan, seen.tokens_per_s, tokens) if seen.peak_tflops else None
+        duration = compute_duration(shape, tokens, plan.world.size, seen.tokens_per_s) if seen.peak_tflops else None
         peak_bytes = exact.allocated_peak_bytes if exact else memory.peak.num_bytes
         fits = peak_bytes <= one.memory_gib * GIB * (1 - margin)
         outlooks.append(Outlook(one, memory, seen, duration, None if fits else fit(plan, one, margin), infer(one)))
@@ -200,14 +199,14 @@ def _report(
         title=Path(words[0]).name if is_script(words[0]) else "plan",
         facts=facts,
         plan=plan,
-        parts=parameter_parts(shape),
+        parts=count_parameter_parts(shape),
         flops_causal=step_flops(shape, 1, causal=True) // shape.seq_length,
         flops_full=step_flops(shape, 1, causal=False) // shape.seq_length,
         memory=predict_memory(plan, first),
         margin=margin,
         outlooks=outlooks,
         variants=what_if(plan, first),
-        fit=fit(plan, processor_called(options.fit), margin) if options.fit else None,
+        fit=fit(plan, find_processor(options.fit), margin) if options.fit else None,
         search=_search(plan, first, margin) if options.search and first else None,
         inference=infer(),
         exact=exact,

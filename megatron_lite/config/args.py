@@ -31,7 +31,7 @@ class ModelArgs:
     )
     rotary_percent: float = flag(1.0, "Share of a head's channels that rotate.", "above 0 and at most 1")
     rotary_base: int = flag(10000, "Base of the rotary frequencies.", "at least 1; 10000 is usual")
-    rotary_interleaved: bool = flag(False, "Rotate neighbouring channels instead of halves.")
+    rotary_interleaved: bool = flag(False, "Rotate neighboring channels instead of halves.")
     rotary_seq_len_interpolation_factor: int | None = flag(None, "Divide rotary positions by this.", "at least 1")
     add_position_embedding: bool = flag(
         True, "No learned position table (old spelling).", off="--no-position-embedding"
@@ -48,7 +48,7 @@ class ModelArgs:
         True, "No biases in linear layers; as in Megatron, GELU becomes the exact one.", off="--disable-bias-linear"
     )
     add_qkv_bias: bool = flag(False, "Bias in the QKV projection, also with --disable-bias-linear.")
-    qk_layernorm: bool = flag(False, "Normalise queries and keys per head.")
+    qk_layernorm: bool = flag(False, "Normalize queries and keys per head.")
     untie_embeddings_and_output_weights: bool = flag(False, "A separate output matrix.")
     hidden_dropout: float = flag(0.1, "Dropout of embeddings and of each block's two outputs.", SHARE)
     attention_dropout: float = flag(0.1, "Dropout of attention probabilities.", SHARE)
@@ -93,7 +93,7 @@ class TrainingArgs:
     train_iters: int | None = flag(None, "Optimizer steps to run. Required, or --train-samples.", LENGTH)
     train_samples: int | None = flag(None, "Samples to train on; excludes --train-iters.", LENGTH)
     seed: int = flag(1234, "Seed of weights, dropout and data order.", "at least 0 and below 4294967296")
-    calculate_per_token_loss: bool = flag(False, "Normalise gradients by the unmasked tokens of the global batch.")
+    calculate_per_token_loss: bool = flag(False, "Normalize gradients by the unmasked tokens of the global batch.")
     skip_train: bool = flag(False, "Only evaluate.")
     exit_interval: int | None = flag(None, "Save and leave when the iteration is a multiple of this.", "at least 1")
     exit_duration_in_mins: int | None = flag(None, "Save and leave after this many minutes.", "at least 1")
@@ -231,7 +231,7 @@ class ParallelArgs:
     )
     context_parallel_size: int = flag(1, "Ranks that share out the positions of each sequence.", "at least 1")
     expert_model_parallel_size: int = flag(1, "Ranks that split the experts; only 1.")
-    use_cpu_initialization: bool = flag(False, "Initialise weights on the CPU.")
+    use_cpu_initialization: bool = flag(False, "Initialize weights on the CPU.")
 
 
 @dataclass(frozen=True)

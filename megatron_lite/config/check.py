@@ -1,4 +1,4 @@
-"""All mistakes of a command line together, before a process group or a file is made."""
+"""Checks a command line and reports all mistakes together, before a process group or a file is made."""
 
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -7,7 +7,7 @@ from megatron_lite.config.args import Args
 from megatron_lite.config.command_line import CommandLine
 from megatron_lite.config.flags import list_flags
 from megatron_lite.config.plan import choose_compilation
-from megatron_lite.config.rules.machine import machine_rules
+from megatron_lite.config.rules.files import file_rules
 from megatron_lite.config.rules.model import model_rules
 from megatron_lite.config.rules.run import data_rules, profile_rules, rank_rules, watch_rules
 from megatron_lite.config.rules.training import optimizer_rules, precision_rules, training_rules
@@ -23,7 +23,7 @@ def required_rules(args: Args, world: World) -> Iterator[str]:
 
 
 def range_rules(args: Args, world: World) -> Iterator[str]:
-    """Numbers that no other flag makes right."""
+    """Numbers outside the range of their flag."""
     for flag in list_flags(Args):
         value = flag.get(args)
         if flag.must_be and value is not None and not flag.is_in_range(value):
@@ -37,7 +37,7 @@ RULES_WITHOUT_FILES = (
     required_rules, range_rules, model_rules, training_rules, precision_rules, optimizer_rules, rank_rules, data_rules,
     watch_rules, profile_rules,
 )  # fmt: skip
-RULES = (*RULES_WITHOUT_FILES, machine_rules)
+RULES = (*RULES_WITHOUT_FILES, file_rules)
 
 
 def check(line: CommandLine, world: World, rules: Sequence[Rule] = RULES) -> None:
@@ -113,7 +113,7 @@ DEPENDS: dict[str, tuple[str, Callable[[Args], object]]] = {
 
 
 def remarks(line: CommandLine, world: World) -> list[str]:
-    """What is worth a word but no reason to stop. Told once, by rank 0."""
+    """Notes about a command line that is no mistake. Printed once, by rank 0."""
     args, notes = line.args, list(dict.fromkeys(line.notes))
     for needed, (fields, holds) in DEPENDS.items():
         in_vain = [name for name in fields.split() if name in line.spelled and not holds(args)]

@@ -1,4 +1,4 @@
-"""argv and YAML -> Args, with every mistake collected instead of stopping at the first."""
+"""Reads argv and YAML files into Args. Collects all mistakes instead of stopping at the first."""
 
 import difflib
 import math

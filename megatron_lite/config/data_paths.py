@@ -1,4 +1,4 @@
-"""What the words of --data-path and --split mean, and the files that hold such words."""
+"""Parses the words of --data-path and --split, and the files that hold such words."""
 
 import json
 import math
@@ -38,7 +38,7 @@ def parse_blend(words: tuple[str, ...] | list[str], flag: str) -> tuple[list[str
     return words[1::2], weights
 
 
-def with_files_read(d: DataArgs) -> DataArgs:
+def read_argument_files(d: DataArgs) -> DataArgs:
     """The flags as if the words of --data-args-path or --per-split-data-args-path had been typed.
 
     The first is white-space-separated words of --data-path; the second is JSON, {"train": [...], "valid": [...],

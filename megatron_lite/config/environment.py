@@ -1,10 +1,10 @@
-"""What in the environment of a run can cost its user something: variables, limits of the machine, missing tools."""
+"""Finds what makes a run slow or fail in its environment: variables, limits of the machine, missing tools."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping
 from difflib import get_close_matches
 
-from megatron_lite.config.data_paths import BATCHES_AHEAD, parse_blend, with_files_read
+from megatron_lite.config.data_paths import BATCHES_AHEAD, parse_blend, read_argument_files
 from megatron_lite.config.machine import Machine
 from megatron_lite.config.plan import Plan
 from megatron_lite.errors import DataError
@@ -53,8 +53,8 @@ IGNORED_BY_ASYNC = (
 )
 
 
-def allocator_hints(environ: Mapping[str, str]) -> Iterator[str]:
-    """What is wrong with the settings, a line each: what torch refuses, and options that do nothing together."""
+def list_allocator_hints(environ: Mapping[str, str]) -> Iterator[str]:
+    """A line for each allocator setting that torch refuses or ignores."""
     name = next((name for name in ALLOCATOR_VARIABLES if name in environ), None)
     if name is None:
         return
@@ -95,7 +95,7 @@ TELLING_VARIABLES = (QUEUES, THREADS, *ALLOCATOR_VARIABLES, *(switch.variable fo
 
 
 def hints(plan: Plan, environ: Mapping[str, str], machine: Machine | None) -> list[str]:
-    """A line for each thing that can cost something: variable or flag, value, remedy. [] for a sound environment.
+    """A line for each problem: variable or flag, value, remedy. [] if there is none.
 
     `machine` is the one that trains; None where it is not this one, and then only variables and flags are judged.
     """
@@ -106,7 +106,7 @@ def hints(plan: Plan, environ: Mapping[str, str], machine: Machine | None) -> li
             f"unset it, or set {MORE_QUEUES}, and compare."
         )
     if plan.device == "cuda":
-        found += allocator_hints(environ)
+        found += list_allocator_hints(environ)
     switches = switches_on(environ, Place(plan.device == "cuda", world.size, world.local_size))
     found += [f"{setting}: {cost}; unset it where speed matters." for setting, cost in switches.items()]
     if plan.device == "cpu" and machine is not None:
@@ -133,7 +133,7 @@ def hints(plan: Plan, environ: Mapping[str, str], machine: Machine | None) -> li
 
 
 def _judge_room(plan: Plan, machine: Machine) -> Iterator[str]:
-    """Shared memory and open files: every pair of data files stays mapped, every micro-batch under way lies in /dev/shm."""
+    """Lines about too little shared memory or too few open files. Data files stay mapped; batches of the loader lie in /dev/shm."""
     ranks, data = plan.world.local_size, plan.args.data
     loaders = 2 if plan.args.watch.eval_iters else 1  # training and validation have theirs
     batches = 0 if data.dataloader_type == "external" else BATCHES_AHEAD * plan.loader_workers * loaders
@@ -152,7 +152,7 @@ def _judge_room(plan: Plan, machine: Machine) -> Iterator[str]:
             )
     if machine.open_files is not None:
         try:
-            d = with_files_read(data)
+            d = read_argument_files(data)
             sources = (d.data_path, d.train_data_path, d.valid_data_path, d.test_data_path)
             files = 2 * len({prefix for words in sources for prefix in parse_blend(words, "--data-path")[0]})
         except DataError:

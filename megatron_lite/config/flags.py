@@ -18,7 +18,7 @@ BOUNDS = {"at least": operator.ge, "above": operator.gt, "at most": operator.le,
 
 @dataclass(frozen=True)
 class Flag:
-    """One knob as the command line knows it."""
+    """One flag of the trainer."""
 
     field: str
     section: str  # the field of Args that holds its group
@@ -133,7 +133,7 @@ ABSENT_BEGINS = "is a flag of Megatron-LM that this trainer does not have; leave
 
 @dataclass(frozen=True)
 class MegatronFlag:
-    """An entry of the table."""
+    """A flag of Megatron-LM that is no field of Args, and what it leads to here."""
 
     name: str
     answer: str
@@ -143,7 +143,7 @@ class MegatronFlag:
 
 @functools.cache
 def read_flags() -> dict[str, MegatronFlag]:
-    """All flags of the table by name, in its order."""
+    """All flags of megatron_flags.txt by name, in the order of the file."""
     flags, answer, text = {}, "", ""
     for line in FILE.read_text(encoding="utf-8").splitlines():
         if line.startswith("#"):
@@ -162,7 +162,7 @@ def find_texts(*answers: str) -> dict[str, str]:
 
 
 def describe_flag(flag: MegatronFlag, values: list[str]) -> tuple[str, bool]:
-    """What a command line with this flag and `values` is told, and whether it is a mistake. Not for respelled flags."""
+    """(message for a command line with this flag and `values`, whether it is a mistake). Not for respelled flags."""
     if flag.answer == ACCEPTED:
         return f"{flag.name} has no effect here: {flag.text}.", False
     if flag.answer == RETIRED:

@@ -67,7 +67,7 @@ class Layout:
         return self.tensor_rank + self.tensor * self.replica
 
     def locate(self, rank: int) -> "Layout":
-        """The same, of the place of this rank."""
+        """The layout as this rank has it."""
         above, tensor_rank = divmod(rank, self.tensor)
         above, context_rank = divmod(above, self.context)
         pipeline_rank, data_rank = divmod(above, self.data)
@@ -102,7 +102,7 @@ class Layout:
         return ", ".join(f"{name} {place}" for name, size, place in places if size > 1)
 
     def list_stages(self) -> list[int]:
-        """A rank of each stage."""
+        """One rank of each stage of the pipeline."""
         return [self.find_rank(0, 0, 0, number) for number in range(self.pipeline)]
 
     def find_chunks(self, length: int) -> tuple[range, ...]:
@@ -117,12 +117,12 @@ class Layout:
 
 
 def count_keys(length: int, context: int) -> int:
-    """Those that a query meets on average where scores are written down, of a context parallel rank that has so many positions."""
+    """Keys per query, on average, in the scores of a context parallel rank with `length` positions."""
     return length if context == 1 else (2 * context + 1) * length // 4
 
 
 def plan_layout(parallel: ParallelArgs, world: World) -> Layout:
-    """Of ranks that the sizes divide."""
+    """The layout of this rank. The flags' sizes must divide the number of ranks."""
     tensor = parallel.tensor_model_parallel_size
     sizes = Layout(
         tensor,
@@ -136,7 +136,7 @@ def plan_layout(parallel: ParallelArgs, world: World) -> Layout:
 
 
 def count_data_ranks(parallel: ParallelArgs, world: World) -> int:
-    """Data parallel ranks, also where sizes do not fit: at least 1."""
+    """Number of data parallel ranks; at least 1 even where sizes do not fit."""
     p = parallel
     sizes = p.tensor_model_parallel_size, p.context_parallel_size, p.pipeline_model_parallel_size
     return max(world.size // math.prod(max(size, 1) for size in sizes), 1)
@@ -168,12 +168,12 @@ class Stage:
 
     @property
     def layers(self) -> list[int]:
-        """Of all chunks, in order."""
+        """Layers of all chunks, in order."""
         return [layer for chunk in self.chunks for layer in chunk]
 
     @property
     def chunk_size(self) -> int:
-        """Layers of each chunk."""
+        """Number of layers of each chunk."""
         return len(self.chunks[0])
 
     def starts(self, chunk: int) -> bool:
@@ -201,7 +201,7 @@ class Stage:
         return waiting, held - waiting
 
     def count_waiting(self, micro_batches: int) -> int:
-        """Forwards of a chunk whose activations it holds at most, until their backward."""
+        """The most forwards of a chunk that wait for their backward at once."""
         ahead = self.stages - 1 - self.number
         if len(self.chunks) > 1:
             ahead = 2 * ahead + (len(self.chunks) - 1) * self.stages
@@ -209,7 +209,7 @@ class Stage:
 
 
 def count_stage_layers(parallel: ParallelArgs, num_layers: int) -> list[int]:
-    """Of each stage, in order; they add up to num_layers only if the flags fit each other."""
+    """Numbers of layers of each stage, in order. They add up to num_layers only if the flags fit together."""
     p, stages = parallel, max(parallel.pipeline_model_parallel_size, 1)
     first, last = p.decoder_first_pipeline_num_layers, p.decoder_last_pipeline_num_layers
     if stages == 1:
@@ -221,7 +221,7 @@ def count_stage_layers(parallel: ParallelArgs, num_layers: int) -> list[int]:
 
 
 def count_chunks(parallel: ParallelArgs, num_layers: int) -> int:
-    """Of each stage; at least 1."""
+    """Number of chunks of each stage, at least 1."""
     p, stages = parallel, parallel.pipeline_model_parallel_size
     if stages <= 1:
         return 1
@@ -231,7 +231,7 @@ def count_chunks(parallel: ParallelArgs, num_layers: int) -> int:
 
 
 def plan_stage(parallel: ParallelArgs, layout: Layout, num_layers: int) -> Stage:
-    """Of the flags' numbers of layers, or equal ones."""
+    """The stage of this rank. Stages have as many layers each, unless flags say otherwise."""
     counts, number = count_stage_layers(parallel, num_layers), layout.pipeline_rank
     chunks = count_chunks(parallel, num_layers)
     sizes = [count // chunks for count in counts]
@@ -287,7 +287,7 @@ def _fill_bubbles(stages: int, micro_batches: int) -> list[list[Turn]]:
     counts = [[0, 0, 0] for _ in every]  # of forwards, backwards, weights
 
     def choose(stage: Stage) -> int | None:
-        """Of which of the three kinds the next turn is."""
+        """The kind of the next turn: forward, backward, or gradients of weights."""
         forward, backward, weight = counts[stage.number]
         if backward < len(forwards) and can_take(stage, backwards[backward]):
             return 1
@@ -298,7 +298,7 @@ def _fill_bubbles(stages: int, micro_batches: int) -> list[list[Turn]]:
         return 2 if weight < backward else None
 
     def can_take(stage: Stage, turn: Turn) -> bool:
-        """Whether what the turn takes is there."""
+        """Whether the turn's input has been computed."""
         if not turn.is_forward and turn._replace(is_forward=True) not in done[stage.number]:
             return False
         source = find_source(stage, turn)
@@ -354,7 +354,7 @@ class Part:
         return (sum(block.sizes[0] for block in self.blocks), *self.blocks[0].sizes[1:])
 
     def cut(self, start: int, end: int) -> "Part":
-        """Those of its own rows."""
+        """The part that consists of rows `start` to `end` of this one."""
         blocks, first = [], 0
         for block in self.blocks:
             low, high = max(start - first, 0), min(end - first, block.sizes[0])
@@ -378,7 +378,7 @@ def take_part(tensor: Any, whole: Any, part: Part) -> None:
 
 
 def put_part(whole: Any, tensor: Any, part: Part) -> None:
-    """The inverse."""
+    """Copy `tensor`, which holds a part, into its place in `whole`."""
     for rows, region in _pair(tensor, whole, part):
         region.copy_(rows)
 
@@ -433,13 +433,13 @@ class Sharding:
     gathers_twice: bool
 
     def find_rows(self, part: Part) -> Part:
-        """This rank's of what it would hold if nothing were shared out."""
+        """The rows that this rank keeps of a part."""
         each = -(-part.shape[0] // self.ranks)
         return part.cut(each * self.index, each * (self.index + 1))
 
 
 def plan_sharding(parallel: ParallelArgs, layout: Layout) -> Sharding | None:
-    """None where every rank keeps everything."""
+    """How replicas share out state; None where every rank keeps everything."""
     ranks = layout.replicas // parallel.num_distributed_optimizer_instances
     if ranks == 1 or not (parallel.use_distributed_optimizer or parallel.use_torch_fsdp2):
         return None

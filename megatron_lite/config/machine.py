@@ -1,4 +1,4 @@
-"""What this machine lends to a process: cores, memory, shared memory, open files."""
+"""What this machine, or its container, grants to a process: cores, memory, shared memory, open files."""
 
 import os
 import re
@@ -23,7 +23,7 @@ UNLIMITED = 2**60  # bytes: version 1 of control groups writes a number near 2**
 
 @dataclass(frozen=True)
 class Machine:
-    """None: not known here."""
+    """Limits of this machine; None: unknown."""
 
     cores: int  # that this process may keep busy at the same time
     visible_cores: int  # that it sees; a container may see all of its host and be granted the time of a few
@@ -56,8 +56,8 @@ def count_gpu_files() -> int:
     return len(list(Path("/dev").glob("nvidia[0-9]*"))) or int(any(map(os.path.exists, ("/dev/kfd", "/dev/dxg"))))
 
 
-def missing_compiler(on_gpu: bool, environ: Mapping[str, str]) -> str:
-    """What torch.compile's inductor lacks here, with the remedy: a C++ compiler for a CPU's kernels; for a GPU's Triton,
+def find_missing_compiler(on_gpu: bool, environ: Mapping[str, str]) -> str:
+    """What torch.compile's inductor needs and this machine lacks, with the remedy: a C++ compiler for a CPU; for a GPU Triton,
     and a C compiler for what launches its kernels; Python's headers for either. Empty: nothing."""
     if on_gpu and find_spec("triton") is None:
         return "Triton is not installed, which compiles kernels for GPUs; pip install triton"

@@ -1,4 +1,4 @@
-"""What will happen: every default filled in, every derived number computed. Frozen, and printed into run.json."""
+"""The plan of a run: its flags with every default filled in and every derived number computed. run.json holds it."""
 
 from dataclasses import dataclass, replace
 
@@ -13,7 +13,7 @@ AUTO, LAYERS, NONE = "auto", "layers", "none"
 
 @dataclass(frozen=True)
 class Compilation:
-    """What torch.compile is to compile."""
+    """What torch.compile compiles."""
 
     layers: bool  # each by itself
     why: str = ""  # of an automatic choice, with the remedy; empty: the flag says it
@@ -22,12 +22,12 @@ class Compilation:
 
     @property
     def target(self) -> str:
-        """In the flag's words."""
+        """The value of --torch-compile that asks for this."""
         return LAYERS if self.layers else NONE
 
 
 def choose_compilation(args: Args, world: World) -> Compilation:
-    """The flag's word, or for auto: layers where there is a GPU that kernels can be compiled for."""
+    """What --torch-compile asks for; for auto, layers on a GPU that kernels can be compiled for."""
     asked = args.training.torch_compile
     if asked != AUTO:
         return Compilation(asked == LAYERS, loss=asked == LAYERS and world.gpus > 0)
@@ -61,7 +61,7 @@ class BatchSchedule:
         return min(self.start + int(consumed / samples_per_increment) * self.increment, self.final)
 
     def iterations(self, samples: int) -> int:
-        """Full steps that `samples` are enough for."""
+        """Number of full steps in `samples` samples."""
         iterations, consumed = 0, 0
         while self.start and consumed <= self.ramp_samples and consumed + self.size(consumed) <= samples:
             consumed += self.size(consumed)
@@ -98,7 +98,7 @@ class LearningRatePlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """One run."""
+    """Everything that is decided about a run before it starts. Frozen."""
 
     args: Args
     world: World
@@ -121,23 +121,18 @@ class Plan:
     loader_workers: int  # processes per rank
 
     @property
-    def compiles_layers(self) -> bool:
-        """The transformer layers, each by itself, and on a GPU the loss; else everything runs eagerly."""
-        return self.compilation.layers
-
-    @property
     def samples_per_pass(self) -> int:
-        """Samples of one micro-batch over all ranks."""
+        """Samples of one micro-batch of all data parallel ranks."""
         return self.args.training.micro_batch_size * self.layout.data
 
     @property
     def rank_shape(self) -> RankShape:
-        """What this rank computes of `shape`."""
+        """This rank's share of `shape`."""
         return self.shape.split(self.layout.tensor, self.layout.context)
 
     @property
     def recomputed_layers(self) -> int:
-        """The first so many of each of this rank's chunks of layers forget their activations."""
+        """How many layers of each chunk, from its first on, forget their activations."""
         m = self.args.model
         flags = m.recompute_granularity, m.recompute_method, m.recompute_num_layers
         return recomputed_layers(*flags, self.stage.chunk_size)
@@ -175,7 +170,7 @@ def resolve(args: Args, world: World, vocab_size: int) -> Plan:
         train_samples=samples,
         learning_rate=_build_learning_rate(args, batch, samples),
         profile_window=range(max(p.profile_step_start, 1), p.profile_step_end) if p.is_on else range(0),
-        profile_ranks=frozenset(range(world.size) if -1 in p.profile_ranks else p.profile_ranks),
+        profile_ranks=world.select_ranks(p.profile_ranks),
         compilation=choose_compilation(args, world),
         sharding=plan_sharding(args.parallel, layout),
         # 2 is Megatron's default; where computing needs the cores, reading a batch takes 1 ms of them
@@ -185,27 +180,20 @@ def resolve(args: Args, world: World, vocab_size: int) -> Plan:
 
 def plan_stages(plan: Plan) -> list[Plan]:
     """The plans of one rank of each stage of the pipeline."""
-    return [_place(plan, rank) for rank in plan.layout.list_stages()]
+    parallel, num_layers, found = plan.args.parallel, plan.args.model.num_layers, []
+    for rank in plan.layout.list_stages():
+        layout, world = plan.layout.locate(rank), replace(plan.world, rank=rank)
+        stage, sharding = plan_stage(parallel, layout, num_layers), plan_sharding(parallel, layout)
+        found.append(replace(plan, world=world, layout=layout, stage=stage, sharding=sharding))
+    return found
 
 
 def list_stage_kinds(plan: Plan) -> list[tuple[Plan, int]]:
-    """(the plan of one rank of the earliest, how many) of the stages that have as many layers, and are equally first or last."""
+    """(plan of one rank, number of stages) of each kind of stage: alike in their number of layers and in being first or last."""
     found: dict[tuple[int, bool, bool], list[Plan]] = {}
     for one in plan_stages(plan):
         found.setdefault((len(one.stage.layers), one.stage.is_first, one.stage.is_last), []).append(one)
     return [(alike[0], len(alike)) for alike in found.values()]
-
-
-def _place(plan: Plan, rank: int) -> Plan:
-    """The same run as this rank has it."""
-    layout = plan.layout.locate(rank)
-    return replace(
-        plan,
-        world=replace(plan.world, rank=rank),
-        layout=layout,
-        stage=plan_stage(plan.args.parallel, layout, plan.args.model.num_layers),
-        sharding=plan_sharding(plan.args.parallel, layout),
-    )
 
 
 def _build_shape(args: Args, vocab_size: int) -> ModelShape:

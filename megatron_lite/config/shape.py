@@ -1,4 +1,4 @@
-"""What the model is, after every default has been filled in."""
+"""The sizes of a model, with every default filled in."""
 
 from dataclasses import asdict, dataclass
 from functools import lru_cache
@@ -37,8 +37,7 @@ class ModelShape:
     init_method_std: float = 0.02
 
     def split(self, ranks: int, context: int = 1) -> "RankShape":
-        """What one of so many tensor parallel ranks computes, its heads, its part of the MLP and of the vocabulary, of the positions that one
-        of so many context parallel ranks has."""
+        """The share of one of `ranks` tensor parallel ranks (heads, MLP, vocabulary) and `context` context parallel ranks (positions)."""
         return _split(self, ranks, context)
 
     @property
@@ -48,7 +47,7 @@ class ModelShape:
 
     @property
     def qkv_rows(self) -> int:
-        """Of the QKV projection."""
+        """Rows of the QKV projection."""
         return self.qkv_width
 
     @property
@@ -88,7 +87,7 @@ def _split(shape: ModelShape, ranks: int, context: int) -> RankShape:
 
 
 def recomputed_layers(granularity: str | None, method: str | None, number: int | None, num_layers: int) -> int:
-    """The first so many of `num_layers`, by --recompute-granularity, --recompute-method and --recompute-num-layers.
+    """How many of `num_layers` layers, from the first on, are recomputed, by the three --recompute flags.
 
     uniform: every layer (Megatron keeps one activation per chunk of --recompute-num-layers; here one per layer, which
     costs a little more memory and the same time). block: the first --recompute-num-layers layers. selective: none.

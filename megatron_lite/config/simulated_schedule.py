@@ -1,4 +1,4 @@
-"""A pipeline's schedule with times: when each stage computes each turn, if nothing but the turns before it delays it."""
+"""Simulates a pipeline's schedule: when each stage computes each turn, if only earlier turns delay it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ class TurnTimes:
 
 
 def simulate_schedule(stages: Sequence[Stage], micro_batches: int, times: Sequence[TurnTimes]) -> list[TimedTurn]:
-    """All turns of all stages, by start. What stages send each other takes no time."""
+    """All turns of all stages, in the order of their starts. Sends between stages take no time."""
     orders = [order_turns(stage, micro_batches) for stage in stages]
     done: list[dict[Turn, float]] = [{} for _ in stages]
     free, at = [0.0] * len(stages), [0] * len(stages)

@@ -1,4 +1,4 @@
-"""Where this process stands among the others, and what the machine has."""
+"""The place of this process among all ranks, from the launcher's environment."""
 
 import os
 from collections.abc import Mapping
@@ -29,17 +29,21 @@ class World:
 
     @property
     def is_first(self) -> bool:
-        """The rank that speaks of the run as a whole."""
+        """Whether this rank prints what concerns the whole run."""
         return self.rank == 0
 
     @property
     def is_last(self) -> bool:
-        """The rank that logs, as in Megatron-LM, where the last pipeline stage holds the loss."""
+        """Whether this rank logs: the last one, as in Megatron-LM, where the last pipeline stage holds the loss."""
         return self.rank == self.size - 1
+
+    def select_ranks(self, ranks: tuple[int, ...]) -> frozenset[int]:
+        """The ranks that a flag names; -1 stands for all."""
+        return frozenset(range(self.size) if -1 in ranks else ranks)
 
 
 def read_world(gpus: int, threads: int, environment: Mapping[str, str] = os.environ) -> World:
-    """The launcher's variables (torchrun's names); `gpus` and `threads` are what torch counts here."""
+    """Read the launcher's variables, which have torchrun's names. gpus, threads: as torch counts them here."""
     # `nsys profile` and `nsys launch` name their session, and bring their library into the process by a variable of CUDA, of
     # NVTX, or of the loader; a launcher between nsys and us may have dropped some of these
     libraries = " ".join(environment.get(name, "") for name in INJECTIONS)

@@ -1,4 +1,4 @@
-"""The file of --yaml-cfg as words of a command line."""
+"""Reads a file of --yaml-cfg as words of a command line."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -60,10 +60,10 @@ def read_yaml(path: str, knobs: dict[str, Flag], names: set[str]) -> tuple[list[
     if not isinstance(content, dict):
         return None, [f"{YAML_FLAG} {path}: holds no NAME: VALUE lines; write some, or drop the flag."]
     leaves, off = list(_list_leaves(content, (id(content),))), _find_switches_off(names)
-    words, mistake = _read_activation({_dash(name): value for name, value in leaves})
+    words, mistake = _read_activation({_spell_dashed(name): value for name, value in leaves})
     mistakes = [mistake] if mistake else []
     for name, value in leaves:
-        key = _dash(name)
+        key = _spell_dashed(name)
         if value is None:
             continue
         flag = knobs.get(key.replace("-", "_"))
@@ -85,7 +85,7 @@ def _list_leaves(content: dict[Any, Any], above: tuple[int, ...]) -> Iterator[tu
             yield from _list_leaves(value, (*above, id(value)))
 
 
-def _dash(name: str) -> str:
+def _spell_dashed(name: str) -> str:
     """A key as a flag spells it, without its dashes in front: bias_swiglu_fusion -> bias-swiglu-fusion."""
     key = name.lstrip("-").replace("_", "-")
     return SAME.get(key, key)
@@ -137,7 +137,7 @@ def _read_activation(values: dict[str, object]) -> tuple[list[Word], str | None]
     if gated and flag != "--swiglu":
         return [], f"{shown}: goes with activation_func: swiglu only, not {activation}; give false."
     for name in ("--swiglu", "--squared-relu"):
-        if values.get(_dash(name)) is True and name != flag:
-            key = _dash(name).replace("-", "_")
+        if values.get(_spell_dashed(name)) is True and name != flag:
+            key = _spell_dashed(name).replace("-", "_")
             return [], f"{key}: true: contradicts activation_func: {activation}; keep one."
     return [(flag, [])], None

@@ -35,7 +35,7 @@ def objections(shape: ModelShape) -> Iterator[tuple[str, str]]:
     if shape.attention_width != shape.hidden_size:
         yield f"--kv-channels {shape.kv_channels}", "heads of hidden size / heads"
     if shape.qk_layernorm:
-        yield "--qk-layernorm", "queries and keys that are not normalised"
+        yield "--qk-layernorm", "queries and keys that are not normalized"
 
 
 def complete(shape: ModelShape) -> ModelShape:

@@ -1,7 +1,7 @@
 """Llama and its likes in both worlds: rotary positions, RMSNorm, SwiGLU.
 
 LlamaForCausalLM has all biases or none; Qwen2ForCausalLM those of queries, keys and values only; Qwen3ForCausalLM
-none, and normalises queries and keys.
+none, and normalizes queries and keys.
 """
 
 from collections.abc import Iterator

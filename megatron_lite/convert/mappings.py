@@ -77,7 +77,7 @@ def lay_out_vocabulary(shape: ModelShape, vocab_size: int) -> Layout:
 def lay_out_qkv(shape: ModelShape) -> Layout:
     """Rows by group here (the group's queries, its key, its value); all queries, all keys, all values there.
 
-    Ours may rotate neighbouring channels, theirs always rotate halves; the rows of queries and keys then change
+    Ours may rotate neighboring channels, theirs always rotate halves; the rows of queries and keys then change
     places within each head, which leaves their products as they are. What is taken rotates halves.
     """
     heads, groups, width = shape.num_attention_heads, shape.num_query_groups, shape.kv_channels

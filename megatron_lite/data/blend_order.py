@@ -110,7 +110,7 @@ def normalized(weights: Sequence[float]) -> list[float]:
 
 
 def sizes_for_blend(size: int, weights: Sequence[float]) -> tuple[list[int], list[int]]:
-    """For `size` samples of normalised `weights`: how many each data set gives, and how many to build of it.
+    """For `size` samples of normalized `weights`: how many each data set gives, and how many to build of it.
 
     The length of the blend is the sum of the first list, a little more than `size` because of rounding up.
     """

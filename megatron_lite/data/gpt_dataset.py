@@ -1,7 +1,7 @@
 """Fixed-length samples cut out of one stream of shuffled sequences, in Megatron's order.
 
 All sequences of a split are laid end to end, epoch after epoch, in a shuffled order (the document index). Sample k is
-the `seq_length + 1` tokens from stream position k * seq_length on: neighbours share one token, the last label of the
+the `seq_length + 1` tokens from stream position k * seq_length on: neighbors share one token, the last label of the
 one and the first input of the other. The samples are served in a shuffled order (the shuffle index).
 """
 

@@ -199,13 +199,13 @@ def in_order(function: Callable, tasks: Iterable, workers: int) -> Iterator[tupl
             yield task, function(task)
         return
     context = multiprocessing.get_context("spawn")  # forking copies locks that other threads hold
-    others, pending = set(multiprocessing.active_children()), deque()
-    crew: set[multiprocessing.Process] = set()
+    unrelated, pending = set(multiprocessing.active_children()), deque()
+    processes: set[multiprocessing.Process] = set()
     pool = ProcessPoolExecutor(workers, context, _prepare_worker, (function,))
     try:
         for task in tasks:
             pending.append((task, pool.submit(_work, task)))
-            crew.update(set(multiprocessing.active_children()) - others)
+            processes.update(set(multiprocessing.active_children()) - unrelated)
             if len(pending) == AHEAD * workers:
                 task, result = pending.popleft()
                 yield task, result.result()
@@ -213,18 +213,18 @@ def in_order(function: Callable, tasks: Iterable, workers: int) -> Iterator[tupl
             task, result = pending.popleft()
             yield task, result.result()
     except BrokenProcessPool:
-        raise _describe_death(crew) from None
+        raise _describe_death(processes) from None
     finally:
-        for process in crew:
+        for process in processes:
             process.terminate()
         pool.shutdown(cancel_futures=True)
 
 
-def _describe_death(crew: set) -> WorkerDied:
-    """What became of the first one: the pool terminates the others."""
-    for process in crew:
+def _describe_death(processes: set) -> WorkerDied:
+    """How the first worker to end did so; the pool terminates the rest."""
+    for process in processes:
         process.join(SECONDS_TO_DIE)
-    codes = [process.exitcode for process in crew if process.exitcode is not None]
+    codes = [process.exitcode for process in processes if process.exitcode is not None]
     code = next((code for code in codes if code != -signal.SIGTERM), -signal.SIGTERM)
     if code < 0:
         how, remedy = signal.Signals(-code).name, "mostly for lack of memory; choose a smaller number"

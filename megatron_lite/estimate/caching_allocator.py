@@ -2,7 +2,7 @@
 
 Sizes are rounded up to 512 bytes. Blocks up to 1 MiB share segments of 2 MiB, those below 10 MiB segments of 20 MiB,
 larger ones get a segment of their own, in steps of 2 MiB. The smallest free block that fits is taken and split; a freed
-block joins its free neighbours. Streams share nothing.
+block joins its free neighbors. Streams share nothing.
 With expandable segments there is one segment for each pool and stream, which grows by pages of 2 MiB (small blocks) or
 20 MiB; its last free block is taken last, and every rest is split off.
 (c10/cuda/CUDACachingAllocator.cpp: kMinBlockSize, kSmallSize, kSmallBuffer, kLargeBuffer, kMinLargeAlloc, kRoundLarge,
@@ -50,12 +50,12 @@ class Segment:
 
 
 def rounded(size: int) -> int:
-    """What a block for `size` bytes takes."""
+    """Bytes of the block that an allocation of `size` bytes takes."""
     return max(MIN_BLOCK, -(-size // MIN_BLOCK) * MIN_BLOCK)
 
 
 class Layout:
-    """Which allocation lies where."""
+    """The segments of memory, and which allocation lies where."""
 
     def __init__(self, expandable: bool = False):
         self.segments: list[Segment] = []
@@ -69,7 +69,7 @@ class Layout:
         self._next = FIRST_ADDRESS
 
     def copy(self) -> "Layout":
-        """Goes its own way from here; allocations stay the same objects."""
+        """A copy that shares the allocations."""
         other = Layout(self._expandable)
         other.segments = [segment.copy() for segment in self.segments]
         other.address_of, other._number_of = dict(self.address_of), dict(self._number_of)
@@ -79,7 +79,7 @@ class Layout:
         return other
 
     def place(self, allocation: Allocation) -> Segment | None:
-        """Find room; returns the segment where one had to be made for it."""
+        """Place an allocation; returns the segment if a new one had to be made for it."""
         size = rounded(allocation.size)
         pool = "small" if size <= LARGEST_SMALL else "large"
         free = self._free.setdefault((pool, allocation.stream), [])
@@ -105,7 +105,7 @@ class Layout:
         return new
 
     def release(self, allocation: Allocation) -> int:
-        """Free its block; returns the address it had."""
+        """Free an allocation's block; returns its address."""
         address, number = self.address_of.pop(allocation), self._number_of.pop(allocation)
         segment = self.segments[number]
         free = self._free[segment.pool, allocation.stream]
@@ -131,7 +131,7 @@ class Layout:
                 if size == segment.size:
                     amount = size
                 elif self._expandable and address == segment.starts[-1]:
-                    amount = size // _page(pool) * _page(pool)
+                    amount = size // _get_page_bytes(pool) * _get_page_bytes(pool)
                 if not amount:
                     continue
                 free.remove(entry)
@@ -151,8 +151,8 @@ class Layout:
             del free[at]
 
     def _room(self, size: int, pool: str, allocation: Allocation) -> Segment | None:
-        """Make a free block of at least `size`; returns a segment that is new."""
-        free, page = self._free[pool, allocation.stream], _page(pool)
+        """Make a free block of at least `size` bytes; returns the new segment."""
+        free, page = self._free[pool, allocation.stream], _get_page_bytes(pool)
         number = self._arena.get((pool, allocation.stream))
         if number is None or not self.segments[number].starts:
             total = -(-size // page) * page
@@ -164,7 +164,7 @@ class Layout:
             bisect.insort(free, (total, self._next, len(self.segments)))
             self.segments.append(segment)
             self.reserved += total
-            self._next += ARENA_DISTANCE if self._expandable else total + LARGE_STEP  # neighbours never touch
+            self._next += ARENA_DISTANCE if self._expandable else total + LARGE_STEP  # neighbors never touch
             return segment
         segment = self.segments[number]
         has_tail = segment.holders[-1] is None
@@ -182,5 +182,5 @@ class Layout:
         return None
 
 
-def _page(pool: str) -> int:
+def _get_page_bytes(pool: str) -> int:
     return SMALL_SEGMENT if pool == "small" else LARGE_SEGMENT

@@ -1,4 +1,4 @@
-"""What processors can do at most. A row has a source and a date; an unknown processor has unknown peaks."""
+"""Peak rates and memory of GPUs, from a table whose rows have a source and a date. Unknown GPUs have unknown peaks."""
 
 import re
 from dataclasses import MISSING, dataclass, fields
@@ -10,7 +10,7 @@ from megatron_lite.errors import UserError
 
 @dataclass(frozen=True)
 class Processor:
-    """One GPU as PyTorch shows it. Dense peaks, without sparsity, at the boost clock; None: unknown or not built in."""
+    """One GPU as PyTorch shows it. Peaks are dense, without sparsity, at the boost clock; None: unknown, or not supported."""
 
     name: str  # for people
     pattern: str  # regular expression that its torch.cuda.get_device_name contains
@@ -63,43 +63,45 @@ _PARTS = re.compile(r"\bMIG\b|GRID|Laptop|Max-Q")  # a slice or a slower build o
 _NO_MODEL = {"nvidia", "amd", "tesla", "geforce", "rtx", "instinct", "gpu", "gb", "gib", "one", "die"}
 
 
-def processor_of(device_name: str | None) -> Processor | None:
-    """The row of a GPU by the name that PyTorch or a trace gives it; None for one that the table does not hold."""
+def match_processor(device_name: str | None) -> Processor | None:
+    """The GPU with the name that PyTorch or a trace gives it; None if the table lacks it."""
     name = device_name or ""
     return None if _PARTS.search(name) else next((one for one in PROCESSORS if re.search(one.pattern, name)), None)
 
 
-def processor_called(text: str) -> Processor:
-    """The row of a GPU by what people call it: "H200", "a100-40", "4090", "H100 PCIe", or PyTorch's name for it.
+def find_processor(text: str) -> Processor:
+    """The GPU that people call by this name: "H200", "a100-40", "4090", "H100 PCIe", or PyTorch's name for it.
 
     A name that several boards bear stands for the commonest of them, which the row's name says.
     Raises UserError, with all names, for one whose memory the table does not hold.
     """
     known = [one for one in PROCESSORS if one.memory_gib]
-    wanted = _words(text)
-    fitting = [one for one in known if wanted[:1] == _words(one.name)[:1] and {*wanted} <= {*_words(one.name)}]
-    exact = [one for one in fitting if {*wanted} == {*_words(one.name)}]
-    found = next(iter(exact + fitting), None) or processor_of(text)
+    wanted = _split_name(text)
+    fitting = [
+        one for one in known if wanted[:1] == _split_name(one.name)[:1] and {*wanted} <= {*_split_name(one.name)}
+    ]
+    exact = [one for one in fitting if {*wanted} == {*_split_name(one.name)}]
+    found = next(iter(exact + fitting), None) or match_processor(text)
     if found is None or found not in known:
         raise UserError(f"GPU '{text}': not in the table; take one of {', '.join(one.name for one in known)}.")
     return found
 
 
 def peak_tflops(device_name: str | None, precision: str) -> float | None:
-    """TFLOP/s of one GPU in fp32, tf32, fp16, bf16 or fp8; None for what the table lacks (bf16 on a V100, say)."""
-    processor = processor_of(device_name)
-    return None if processor is None else peak_tflops_of(processor, precision)
+    """TFLOP/s of one GPU in fp32, tf32, fp16, bf16 or fp8; None if the table lacks it, or the GPU (bf16 on a V100)."""
+    processor = match_processor(device_name)
+    return None if processor is None else get_peak_tflops(processor, precision)
 
 
-def peak_tflops_of(processor: Processor, precision: str) -> float | None:
-    """The same of a row of the table."""
+def get_peak_tflops(processor: Processor, precision: str) -> float | None:
+    """Peak TFLOP/s of a GPU of the table in this precision; None if unknown."""
     if precision == "bf16" and not processor.bf16:
         return None
     peaks = {"fp32": processor.fp32_tflops, "tf32": processor.tf32_tflops, "fp8": processor.fp8_tflops}
     return peaks.get(precision, processor.half_tflops if precision in ("fp16", "bf16") else None)
 
 
-def _words(name: str) -> list[str]:
+def _split_name(name: str) -> list[str]:
     """'NVIDIA A100-SXM4-80GB' -> ['a100', 'sxm', '80']: what tells boards apart."""
     words = re.findall(r"[a-z0-9]+", name.lower())
     words = [re.sub(r"^(\d+)gi?b$", r"\1", re.sub(r"^sxm\d$", "sxm", word)) for word in words]
@@ -144,5 +146,5 @@ def best_multiple(element_bytes: int) -> int:
 
 
 def padded(size: int, multiple: int) -> int:
-    """The next multiple: padded(50257, 64) is 50304."""
+    """`size` rounded up to a multiple: padded(50257, 64) is 50304."""
     return -(-size // multiple) * multiple

@@ -1,4 +1,4 @@
-"""What a trained model needs when it generates text: weights, and the keys and values of all tokens so far.
+"""Memory and speed of a model that generates text: weights, and the keys and values of all tokens so far.
 
 Memory is that of the tensors alone, without the server's workspace. Time is a bound, as in step_time, by memory
 bandwidth alone: with hundreds of sequences at once arithmetic takes longer.
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from megatron_lite.config.shape import ModelShape
 from megatron_lite.estimate.hardware import Processor
-from megatron_lite.estimate.params import parameter_count
+from megatron_lite.estimate.model_size import count_parameters
 from megatron_lite.estimate.prediction import LedgerRow, TimeRow
 from megatron_lite.units import count
 
@@ -29,11 +29,11 @@ class InferencePrediction:
     token_rows: tuple[TimeRow, ...]  # for each of `weights`: the next token of every sequence; empty without bandwidth
 
     def num_bytes(self, weights: LedgerRow) -> int:
-        """Weights and cache."""
+        """Bytes of weights and cache."""
         return weights.num_bytes + self.cache.num_bytes
 
     def tokens_per_s(self, row: TimeRow) -> float:
-        """Of all sequences, at most."""
+        """The most tokens per second, of all sequences together."""
         return 1000 * self.batch / row.ms
 
 
@@ -44,28 +44,28 @@ def predict_inference(
     processor: Processor | None = None,
     cache_bytes: int = CACHE_BYTES["bf16"],
 ) -> InferencePrediction:
-    """`tokens` per sequence: seq_length when left out. cache_bytes: of one element of the cache."""
-    tokens, number = shape.seq_length if tokens is None else tokens, parameter_count(shape)
+    """Memory and speed of generating text. tokens: of each sequence; seq_length if None. cache_bytes: of one element of the cache."""
+    tokens, number = shape.seq_length if tokens is None else tokens, count_parameters(shape)
     weights = []
     for name, bits in WEIGHT_BITS.items():
         formula = f"{bits / 8:g} bytes x {count(number)} parameters"
-        weights.append(LedgerRow("parameters", f"weights in {name}", weight_bytes(number, bits), formula))
+        weights.append(LedgerRow("parameters", f"weights in {name}", count_weight_bytes(number, bits), formula))
     formula = (
         f"2 x {shape.num_layers} layers x {shape.num_query_groups} heads x {shape.kv_channels} x "
         f"{count(tokens)} tokens x {count(batch)} sequences x {cache_bytes} bytes"
     )
-    cache_size = kv_cache_bytes(shape, batch, tokens, cache_bytes)
+    cache_size = count_kv_cache_bytes(shape, batch, tokens, cache_bytes)
     # every weight that takes part is read once for the whole batch, the cache wholly; of tables a token reads one row only,
     # but a tied word embedding is the output matrix, too
     words = 0 if shape.tied_embeddings else shape.padded_vocab_size
     positions = shape.max_position_embeddings if shape.position_embedding == "learned_absolute" else 0
     token_rows, gb_s = [], (processor.memory_gb_s if processor else None) or 0.0
     for bits in WEIGHT_BITS.values() if gb_s else ():
-        read = weight_bytes(number - (words + positions) * shape.hidden_size, bits)
+        read = count_weight_bytes(number - (words + positions) * shape.hidden_size, bits)
         rate = f"({read / 1e9:.2f} GB of weights + {cache_size / 1e9:.2f} GB of cache) at {gb_s:,.0f} GB/s"
         ms = (read + cache_size) / gb_s / 1e6
         token_rows.append(TimeRow("next token of each sequence", ms, "memory", rate))
-    one = kv_cache_bytes(shape, 1, tokens, cache_bytes)
+    one = count_kv_cache_bytes(shape, 1, tokens, cache_bytes)
     return InferencePrediction(
         parameters=number,
         tokens=tokens,
@@ -77,11 +77,11 @@ def predict_inference(
     )
 
 
-def weight_bytes(parameters: int, bits: int) -> int:
-    """Plain arithmetic: scales and zero points, of which 4 and 8 bits need a few, come on top."""
+def count_weight_bytes(parameters: int, bits: int) -> int:
+    """Bytes of the weights alone; formats of 4 and 8 bits need some more for scales and zero points."""
     return -(-parameters * bits // 8)
 
 
-def kv_cache_bytes(shape: ModelShape, batch: int, tokens: int, element_bytes: int = CACHE_BYTES["bf16"]) -> int:
+def count_kv_cache_bytes(shape: ModelShape, batch: int, tokens: int, element_bytes: int = CACHE_BYTES["bf16"]) -> int:
     """2*L*G*D*s*b*e: keys and values of L layers; G heads of them (fewer with grouped queries), each D wide."""
     return 2 * shape.num_layers * shape.num_query_groups * shape.kv_channels * tokens * batch * element_bytes

@@ -12,16 +12,18 @@ from megatron_lite.config.layout import Stage, count_keys
 from megatron_lite.config.plan import Plan
 from megatron_lite.config.shape import ModelShape
 from megatron_lite.estimate.hardware import Processor, padded
-from megatron_lite.estimate.params import layer_parameters, parameter_count
-from megatron_lite.estimate.prediction import LedgerRow, MemoryPrediction, Moment, sum_moment
-from megatron_lite.estimate.state_memory import (
+from megatron_lite.estimate.model_size import (
     FP32,
+    count_layer_parameters,
+    count_parameters,
     element_bytes,
+    gradient_bytes,
     list_gathered,
     list_reduced,
     list_states,
     per_parameter,
 )
+from megatron_lite.estimate.prediction import LedgerRow, MemoryPrediction, Moment, sum_moment
 from megatron_lite.model.kernel_choice import (
     CAUSAL,
     FLASH_HEAD_STEP,
@@ -53,7 +55,7 @@ Held = Counter[str]  # bytes for each token, by row
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What the sizes of activations depend on."""
+    """What the sizes of a micro-batch's activations depend on."""
 
     shape: ModelShape  # what one rank computes
     size: int  # sequences
@@ -78,17 +80,17 @@ class MicroBatch:
 
     @property
     def input_bytes(self) -> int:
-        """Hidden states of a rank, for each token: all that a recomputed layer keeps."""
+        """Bytes of a rank's hidden states for each token: all that a recomputed layer keeps."""
         return self.whole_input_bytes // self.shares
 
     @property
     def whole_input_bytes(self) -> int:
-        """Of a linear layer, for each token, gathered where ranks share out the tokens."""
+        """Bytes of a linear layer's input for each token, gathered where ranks share out the tokens."""
         return self.element_bytes * self.shape.hidden_size
 
     @property
     def mask_bytes(self) -> int:
-        """Of one dropout, for each token: a byte for each element, on CPUs a number of the activations' type."""
+        """Bytes of one dropout's mask for each token: a byte per element, on CPUs a number of the activations' type."""
         width = self.shape.hidden_size // self.shares if self.shape.hidden_dropout else 0
         return width * (self.element_bytes if self.on_cpu else 1)
 
@@ -104,11 +106,11 @@ class MicroBatch:
 
     @property
     def hidden_norm_bytes(self) -> int:
-        """What a norm of hidden states keeps for each token."""
+        """Bytes that a norm of hidden states keeps for each token."""
         return self.norm_bytes(self.shape.hidden_size) // self.shares
 
     def norm_bytes(self, width: int, rows: int = 1) -> int:
-        """What a norm keeps for each token: its input or copies, and fp32 statistics of each row."""
+        """Bytes that a norm keeps for each token: its input or copies of it, and fp32 statistics of each row."""
         statistics = rows * (1 if self.shape.normalization == "RMSNorm" else 2)
         own = 0 if self.copies_of_norms[0] else self.element_bytes * width
         return own + FP32 * (sum(self.copies_of_norms) * width + statistics)
@@ -127,7 +129,7 @@ def plan_micro_batch(
     sequence_parallel: bool = False,
     context: int = 1,
 ) -> MicroBatch:
-    """From --attention-backend, --reset-attention-mask, --recompute-granularity, the threads of a rank, tensor and context parallel ranks."""
+    """The MicroBatch of these flags. ranks, context: numbers of tensor and context parallel ranks."""
     shape, shares = shape.split(ranks, context), ranks if sequence_parallel else 1
     kernel, flash = predict_attention_kernel(shape, precision, device, backend, masked)
     selective = kernel in (UNFUSED, CAUSAL) and recompute == "selective"
@@ -184,7 +186,7 @@ def _keep_until_scores(batch: MicroBatch) -> Held:
     return held
 
 
-def _size_scores(batch: MicroBatch) -> tuple[int, list[int]]:
+def _measure_scores(batch: MicroBatch) -> tuple[int, list[int]]:
     """(bytes of the probabilities, of what is kept where scores are written down, softmax first), for each token."""
     if batch.attention == FUSED:
         return 0, []
@@ -212,14 +214,14 @@ def _keep_layer(batch: MicroBatch) -> Held:
     """
     shape, held = batch.shape, _keep_until_scores(batch)
     inner = (4 if shape.activation == "swiglu" else 2) * shape.ffn_hidden_size
-    held[SCORES] += 0 if batch.recomputes_attention else sum(_size_scores(batch)[1])
+    held[SCORES] += 0 if batch.recomputes_attention else sum(_measure_scores(batch)[1])
     held.update({NORMS: batch.hidden_norm_bytes, LINEAR_INPUTS: batch.input_bytes})
     held.update({MLP: batch.element_bytes * inner, MASKS: 2 * batch.mask_bytes})
     return held
 
 
 def _keep_layers(batch: MicroBatch, number: int, recomputed: int) -> list[tuple[Held, int]]:
-    """What is held and how often: `number` layers, of which `recomputed` keep their input only."""
+    """(what a layer holds, of how many layers): of `number` layers `recomputed` keep their input only."""
     return [(_keep_layer(batch), number - recomputed), (Held({RECOMPUTED: batch.input_bytes}), recomputed)]
 
 
@@ -258,7 +260,7 @@ def _list_rows(batch: MicroBatch, held: Held, times: int = 1) -> Iterator[Ledger
 
 
 def _list_kept(batch: MicroBatch, number: int, recomputed: int) -> Iterator[LedgerRow]:
-    """Of `number` layers, of which `recomputed` keep their input only."""
+    """Rows of what `number` layers keep, of which `recomputed` keep their input only."""
     for held, times in _keep_layers(batch, number, recomputed):
         yield from _list_rows(batch, held, times)
 
@@ -285,7 +287,7 @@ def _list_layer_backward(batch: MicroBatch) -> Iterator[tuple[str, Held]]:
         kept + Held({GRADIENTS: each * (hidden + stream + gathered + gathered // batch.shares + shape.qkv_width)}),
     )
     kept = _keep_until_scores(replace(batch, recomputes_attention=False))
-    probabilities, scores = _size_scores(batch)
+    probabilities, scores = _measure_scores(batch)
     if not scores:
         keys = shape.num_query_groups * shape.kv_channels
         yield "core_attention", kept + Held({GRADIENTS: each * (stream + 2 * wide + 2 * keys)})
@@ -323,7 +325,7 @@ def predict_memory(plan: Plan, processor: Processor | None = None) -> MemoryPred
     without fragmentation, and for layers that are not compiled.
     processor: the GPU, whose cuBLAS takes more on newer ones; None: an older one.
     """
-    number, always = parameter_count(plan.rank_shape, plan.stage), list(list_states(plan, processor))
+    number, always = count_parameters(plan.rank_shape, plan.stage), list(list_states(plan, processor))
     # the optimizer finds gradients unless they lie in fp32 sums or buckets, and copies those of 16 bits to fp32
     updating, decayed = list(always), []
     if plan.sharding:
@@ -355,10 +357,10 @@ def _plan_batch(plan: Plan) -> MicroBatch:
 
 
 def _list_micro_batch_moments(plan: Plan, always: list[LedgerRow]) -> Iterator[Moment]:
-    """Forward and backward of the last micro-batch, which finds the gradients of those before it."""
+    """Moments of the last micro-batch's forward and backward, which add to the gradients of those before it."""
     shape, batch, stage, layers = plan.rank_shape, _plan_batch(plan), plan.stage, plan.stage.chunk_size
     micro_batches = plan.micro_batches(plan.train_samples)
-    recomputed, number, accumulates = plan.recomputed_layers, parameter_count(shape, stage), micro_batches > 1
+    recomputed, number, accumulates = plan.recomputed_layers, count_parameters(shape, stage), micro_batches > 1
     always = [*always, *_list_waiting(batch, stage, micro_batches, recomputed)]
 
     def make_gradients(parameters: int) -> LedgerRow:
@@ -374,12 +376,11 @@ def _list_micro_batch_moments(plan: Plan, always: list[LedgerRow]) -> Iterator[M
     # backward's gradients are new memory that lives on, unless added to fp32 sums or earlier ones, or copied into a bucket
     # (on a GPU 16-bit ones wait to be added at once, see parallel/data_parallel.py)
     waits = plan.device == "cuda" and plan.precision != "fp32"
-    shared, of_layer = plan.sharding is not None, layer_parameters(shape)
+    shared, of_layer = plan.sharding is not None, count_layer_parameters(shape)
     stay = shared or not (plan.fp32_gradients or plan.layout.replicas > 1 or accumulates and not waits)
     # to be added to fp32 sums a bundle at a time, of which about half waits; data_parallel.BUNDLES is 8
     waiting = number // 16 if waits and plan.fp32_gradients and not shared else 0
-    matrix = shape.padded_vocab_size * shape.hidden_size  # the output layer's
-    tied = shape.tied_embeddings and stage.stages == 1
+    matrix, tied = shape.padded_vocab_size * shape.hidden_size, shape.tied_embeddings and stage.stages == 1
     made = matrix if stage.is_last and (stay or tied) else 0  # a tied one waits for the embedding's
     at_end = [*hold(layers + 1), *_list_kept(batch, layers, recomputed), *_list_rows(batch, _keep_ends(batch, stage))]
     loss, hidden = _list_loss(batch) if stage.is_last else [], Held({GRADIENTS: batch.whole_input_bytes})
@@ -408,9 +409,10 @@ def _list_micro_batch_moments(plan: Plan, always: list[LedgerRow]) -> Iterator[M
     # the sum with a tied output layer's is a third matrix where a recorder watches, and in fp16, whose loss holds the first
     is_third = tied and (batch.on_cpu or batch.precision == "fp16")
     added = number + (matrix if tied else 0) if stay else made + matrix + waiting
-    if shared:
-        added = number - layers * of_layer + (matrix if tied else 0)
-        rows = [*always, *list_reduced(plan), make_gradients(matrix)]
+    if plan.sharding is not None:
+        ends, each = number - layers * of_layer, gradient_bytes(plan.precision, plan.fp32_gradients)
+        added = ends + (matrix if tied else 0)
+        rows = [*always, *list_reduced(number, ends, each, plan.sharding.ranks), make_gradients(matrix)]
         yield sum_moment(Phase.BACKWARD, "reduction of the embedding's gradients", rows)
     last = max([*_list_rows(batch, hidden), make_gradients(matrix if is_third else 0)], key=lambda row: row.num_bytes)
     yield sum_moment(Phase.BACKWARD, "embedding", [*hold(0), make_gradients(added), last])

@@ -1,4 +1,4 @@
-"""What is said about a run before it runs. Every number has the formula that it came from."""
+"""Predictions of a run's memory and speed. Every number has the formula that it came from."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -43,12 +43,12 @@ class Moment:
 
     @property
     def num_bytes(self) -> int:
-        """What tensors hold together."""
+        """Bytes of all tensors."""
         return sum(row.num_bytes for row in self.rows)
 
 
 def sum_moment(phase: Phase, where: str, rows: Iterable[LedgerRow]) -> Moment:
-    """One row for each name, largest first."""
+    """A Moment with the sums of rows of the same name, largest first."""
     alike: dict[str, list[LedgerRow]] = {}
     for row in rows:
         if row.num_bytes:
@@ -68,7 +68,7 @@ class MemoryPrediction:
 
     @property
     def peak(self) -> Moment:
-        """The moment that holds most; the first of equals."""
+        """The first moment that holds the most bytes."""
         return max(self.moments, key=lambda moment: moment.num_bytes)
 
 
@@ -101,5 +101,5 @@ class TimePrediction:
 
     @property
     def tokens_per_s(self) -> float:
-        """Of all ranks; at most."""
+        """The most tokens per second, of all ranks together."""
         return 1000 * self.tokens / self.step_ms

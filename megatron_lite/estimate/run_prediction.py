@@ -1,4 +1,4 @@
-"""What is said of a run's memory and speed before its first step, and kept to be held against what is measured."""
+"""Predicts a run's memory and speed before its first step, for the console and for run.json."""
 
 import collections
 import dataclasses
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_lite.config.plan import Plan
-from megatron_lite.estimate.hardware import Processor, processor_of
+from megatron_lite.estimate.hardware import Processor, match_processor
 from megatron_lite.estimate.memory import predict_memory
 from megatron_lite.estimate.prediction import MemoryPrediction, TimePrediction
 from megatron_lite.estimate.step_time import predict_time
@@ -16,35 +16,40 @@ from megatron_lite.units import GIB, count, size
 
 NAMED = 4  # categories of the peak, in the console's line
 SMALL = 0.02  # of the peak: not named there
-NO_WAY_OUT = "training may run out of memory"
+NO_REMEDY = "training may run out of memory"
 # for CPUs and GPUs that no table has: only the memory, which is measured, decides what fits
 ANY = Processor("any", "", None, None, None, None, None, None, None, None, "none")
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """None: there is nothing to tell: no training, a model of the user's own, a failure, or, of the time, a processor that no table has."""
+    """A run's predicted memory and time. None: no training, a model given by --model, a failure, or an unknown processor."""
 
     memory: MemoryPrediction | None
     time: TimePrediction | None
     room_bytes: int | None  # of one GPU, or of this machine
     sharing: int  # ranks that share this room
     failures: tuple[str, ...] = ()
-    way_out: str = ""  # flags with which it would fit, where it does not
+    remedy: str = ""  # flags with which it would fit, if it does not fit as it is
 
     def excess_bytes(self, margin: float) -> float:
-        """What tensors take beyond the room without this share of it; 0 where nothing is known."""
+        """Bytes that tensors take beyond the room less `margin`, a share of it; 0 if nothing is known."""
         if self.memory is None or self.room_bytes is None:
             return 0
         return max(0, self.sharing * self.memory.peak.num_bytes - (1 - margin) * self.room_bytes)
 
 
 def forecast(plan: Plan, device_name: str | None, room_bytes: int | None) -> Forecast:
-    """`device_name`: the GPU's, as torch names it; None on CPUs. Never raises: no estimate is worth a run."""
+    """Predict a run. Never raises: failures are part of the result.
+
+    Args:
+        device_name: The GPU's, as torch names it; None on CPUs.
+        room_bytes: Memory of one GPU, or of this machine; None if unknown.
+    """
     sharing = 1 if plan.device == "cuda" else plan.world.local_size
     if plan.args.training.skip_train or plan.args.model.model is not None:
         return Forecast(None, None, room_bytes, sharing)
-    processor = processor_of(device_name)
+    processor = match_processor(device_name)
     failures: list[str] = []
 
     def attempt(what: str, predict: Callable[..., Any], *given: object) -> Any:
@@ -58,18 +63,18 @@ def forecast(plan: Plan, device_name: str | None, room_bytes: int | None) -> For
     memory = attempt("memory", predict_memory, heaviest, processor) if heaviest else None
     time = attempt("time", predict_time, plan, processor) if processor else None
     seen = Forecast(memory, time, room_bytes, sharing)
-    way_out = ""
+    remedy = ""
     if seen.excess_bytes(MARGIN):
         # what fits into the room that there is: '--micro-batch-size 2 would need 12.30 GiB'
         room = dataclasses.replace(processor or ANY, memory_gib=(room_bytes or 0) / sharing / GIB)
-        fitting = attempt("way_out", fit, plan, room)
+        fitting = attempt("remedy", fit, plan, room)
         found = fitting and (fitting.found or fitting.way_out)
-        way_out = f"{found.words} would need {size(found.peak_bytes)}" if found else ""
-    return dataclasses.replace(seen, way_out=way_out, failures=tuple(failures))
+        remedy = f"{found.words} would need {size(found.peak_bytes)}" if found else ""
+    return dataclasses.replace(seen, remedy=remedy, failures=tuple(failures))
 
 
-def lines_of(seen: Forecast) -> Iterator[str]:
-    """For the console: memory and speed; a line for each part of the prediction that failed, and for too little room."""
+def describe_forecast(seen: Forecast) -> Iterator[str]:
+    """Lines for the console: memory and speed, what could not be predicted, and whether memory may run out."""
     each = f"{seen.sharing} x " if seen.sharing > 1 else ""
     if seen.memory is not None:
         peak, held = seen.memory.peak, collections.Counter[str]()
@@ -90,11 +95,11 @@ def lines_of(seen: Forecast) -> Iterator[str]:
         leaves = f"leaves less than {MARGIN:.0%} of the memory for libraries and what the allocator loses"
         if seen.excess_bytes(0):
             leaves = f"is {size(seen.excess_bytes(0))} more than there is"
-        yield f"  note: the predicted peak {leaves}; {seen.way_out or NO_WAY_OUT}."
+        yield f"  note: the predicted peak {leaves}; {seen.remedy or NO_REMEDY}."
 
 
-def as_record(seen: Forecast) -> dict[str, Any]:
-    """For run.json, whose format run_folder.py describes."""
+def record_forecast(seen: Forecast) -> dict[str, Any]:
+    """The prediction as run.json holds it; run_folder.py describes the format."""
     return {
         "peak_bytes": seen.memory.peak.num_bytes if seen.memory else None,
         "room_bytes": seen.room_bytes,

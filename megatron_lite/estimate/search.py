@@ -4,6 +4,8 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
+from megatron_lite.config.args import ModelArgs
+from megatron_lite.config.layout import Layout
 from megatron_lite.config.plan import Plan, list_stage_kinds
 from megatron_lite.estimate.hardware import Processor
 from megatron_lite.estimate.memory import predict_memory
@@ -13,9 +15,9 @@ from megatron_lite.estimate.what_if import (
     SHARE_WEIGHTS,
     Changes,
     Variant,
+    build_variant,
     find_fewest_recomputed,
     full_recompute,
-    variant_of,
 )
 from megatron_lite.units import GIB
 
@@ -54,7 +56,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Search:
-    """What was found, on one kind of GPU."""
+    """The result of a search for layouts on one kind of GPU."""
 
     processor: Processor
     budget_bytes: int  # the GPU's memory without the margin
@@ -65,15 +67,15 @@ class Search:
 
     @property
     def best_of_layouts(self) -> list[Candidate]:
-        """The fastest of each layout."""
+        """The fastest candidate of each layout."""
         found: dict[tuple[int, ...], Candidate] = {}
         for one in self.fitting:
-            found.setdefault(get_sizes(one.plan), one)
+            found.setdefault(get_sizes(one.plan.layout), one)
         return list(found.values())
 
     @property
     def front(self) -> list[Candidate]:
-        """Those of which none other is as fast with less memory, fastest first."""
+        """The Pareto front of time and memory: no other candidate is as fast with less memory. Fastest first."""
         found: list[Candidate] = []
         for one in self.fitting:
             if not found or one.peak_bytes < found[-1].peak_bytes:
@@ -81,23 +83,22 @@ class Search:
         return found
 
 
-def get_sizes(plan: Plan) -> tuple[int, ...]:
-    """Of a layout: tensor, context, pipeline and data parallel ranks."""
-    layout = plan.layout
+def get_sizes(layout: Layout) -> tuple[int, ...]:
+    """Numbers of tensor, context, pipeline and data parallel ranks."""
     return layout.tensor, layout.context, layout.pipeline, layout.data
 
 
 def search(
     plan: Plan, processor: Processor, margin: float, tell: Callable[[int, int], None] = lambda done, of: None
 ) -> Search:
-    """All that divide. The global batch stays. tell: hears how many layouts of how many are done."""
+    """Try all layouts that the flags allow, with the global batch of the plan. tell: called with (layouts done, layouts)."""
     plan = replace(plan, world=replace(plan.world, rank=0))
     budget = int((processor.memory_gib or 0) * GIB * (1 - margin))
     tried, fitting, least = 0, [], None
-    layouts = list(_list_layouts(plan))
+    layouts = list(_list_layouts(plan.args.model, plan.world.size))
     for number, layout in enumerate(layouts):
         tell(number, len(layouts))
-        for micro_batch in _list_micro_batches(plan, layout):
+        for micro_batch in _list_micro_batches(plan.batch.final, plan.world.size, layout):
             candidates = list(_try(plan, processor, layout | {"micro_batch_size": micro_batch}, budget))
             tried += len(candidates)
             least = min(filter(None, [least, *candidates]), key=lambda one: one.peak_bytes, default=None)
@@ -109,21 +110,20 @@ def search(
     return Search(processor, budget, margin, tried, tuple(fitting), least)
 
 
-def _list_layouts(plan: Plan) -> Iterator[Changes]:
+def _list_layouts(model: ModelArgs, ranks: int) -> Iterator[Changes]:
     """Sizes whose product divides the number of ranks; the trainer's rules sort out the others."""
-    world, model = plan.world.size, plan.args.model
-    for tensor in _list_divisors(math.gcd(world, model.num_attention_heads)):
-        for context in _list_divisors(world // tensor):
+    for tensor in _list_divisors(math.gcd(ranks, model.num_attention_heads)):
+        for context in _list_divisors(ranks // tensor):
             if context > 1 and (model.seq_length % (2 * context) or model.seq_length // (2 * context) < MIN_CHUNK):
                 continue
-            for pipeline in _list_divisors(world // tensor // context):
+            for pipeline in _list_divisors(ranks // tensor // context):
                 if model.num_layers % pipeline:
                     continue
                 sizes: Changes = {
                     "tensor_model_parallel_size": tensor, "sequence_parallel": tensor > 1,
                     "context_parallel_size": context, "pipeline_model_parallel_size": pipeline,
                 }  # fmt: skip
-                replicas = world // tensor // pipeline
+                replicas = ranks // tensor // pipeline
                 shared = [SHARE_STATE, SHARE_WEIGHTS] if replicas > 1 else [KEPT_WHOLE]
                 for sharing in shared:
                     for chunks in range(1, MAX_CHUNKS + 1 if pipeline > 1 else 2):
@@ -136,17 +136,17 @@ def _list_divisors(number: int) -> list[int]:
     return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
 
 
-def _list_micro_batches(plan: Plan, layout: Changes) -> Iterator[int]:
-    """Doubled as long as they divide a data parallel rank's share of the global batch."""
+def _list_micro_batches(global_batch: int, ranks: int, layout: Changes) -> Iterator[int]:
+    """Powers of two that divide a data parallel rank's share of the global batch."""
     model = math.prod(layout[name] for name in layout if name.endswith("_parallel_size"))
-    share, size = plan.batch.final // (plan.world.size // model), 1
+    share, size = global_batch // (ranks // model), 1
     while share and share % size == 0:
         yield size
         size *= 2
 
 
 def _try(plan: Plan, processor: Processor, changes: Changes, budget: int) -> Iterator[Candidate]:
-    """Without recomputation, and if that does not fit, with all of it; nothing where the trainer refuses the layout."""
+    """Candidates without recomputation and, if that does not fit, with full recomputation; none if the trainer refuses the layout."""
     for mode in (NO_RECOMPUTE, full_recompute(1, "uniform")):
         found = _predict(plan, processor, changes | mode)
         if found is None:
@@ -157,7 +157,7 @@ def _try(plan: Plan, processor: Processor, changes: Changes, budget: int) -> Ite
 
 
 def _predict(plan: Plan, processor: Processor, changes: Changes) -> Candidate | None:
-    variant = variant_of(plan, processor, **changes)
+    variant = build_variant(plan, processor, **changes)
     if variant is None:
         return None
     if variant.plan.layout.pipeline > 1:
@@ -167,7 +167,7 @@ def _predict(plan: Plan, processor: Processor, changes: Changes) -> Candidate | 
 
 
 def _refine(plan: Plan, processor: Processor, candidate: Candidate, budget: int) -> Candidate | None:
-    """The same with as few recomputed layers of each chunk as fit; None if that is all of them, or none."""
+    """The candidate with as few recomputed layers of each chunk as fit; None if all or none of them are recomputed."""
     if candidate.changes["recompute_granularity"] is None:
         return None
 

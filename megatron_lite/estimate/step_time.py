@@ -15,15 +15,23 @@ Letters: N parameters, h hidden, e bytes of one activation.
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from megatron_lite.config import flops
 from megatron_lite.config.args import OptimizerArgs
-from megatron_lite.config.flops import step_flops
 from megatron_lite.config.layout import count_keys
 from megatron_lite.config.plan import Plan, list_stage_kinds
-from megatron_lite.estimate.hardware import Processor, peak_tflops_of
-from megatron_lite.estimate.params import parameter_count
+from megatron_lite.config.shape import ModelShape
+from megatron_lite.estimate.hardware import Processor, get_peak_tflops
+from megatron_lite.estimate.model_size import (
+    FORWARD_AND_BACKWARD,
+    FP32,
+    attention_flops,
+    count_linear_flops,
+    count_output_flops,
+    count_parameters,
+    element_bytes,
+    gradient_bytes,
+    step_flops,
+)
 from megatron_lite.estimate.prediction import TimePrediction, TimeRow
-from megatron_lite.estimate.state_memory import FP32, element_bytes
 from megatron_lite.estimate.traffic import (
     CONTEXT,
     DATA,
@@ -36,7 +44,6 @@ from megatron_lite.estimate.traffic import (
     Members,
     find_members,
     find_route,
-    gradient_bytes,
     list_exchanges,
 )
 from megatron_lite.model.kernel_choice import FUSED, predict_attention_kernel
@@ -82,19 +89,19 @@ def predict_time(plan: Plan, processor: Processor) -> TimePrediction:
     filled = 3 if plan.stage.splits_backward else 1
     formula += ", of which gradients of weights fill two thirds" if filled > 1 else ""
     bubble = TimeRow(BUBBLE, others / passes / chunks / filled, WAIT, formula)
-    return replace(slowest, rows=(*slowest.rows, bubble, *_cross_stages(plan, processor)))
+    members = find_members(PIPELINE, plan.layout, plan.sharding, plan.world)
+    return replace(slowest, rows=(*slowest.rows, bubble, *_cross_stages(list_exchanges(plan), members, processor)))
 
 
 def sum_micro_batches(time: TimePrediction) -> float:
-    """Milliseconds of what a stage does for each micro-batch again."""
+    """Milliseconds of a stage that are spent per micro-batch, not once per step."""
     of_layers = LAYER_GROUPS.values()
     return sum(row.ms for row in time.rows if row.name in of_layers or row.bound != LINK and row.name != UPDATE)
 
 
-def _cross_stages(plan: Plan, processor: Processor) -> Iterator[TimeRow]:
+def _cross_stages(exchanges: list[Exchange], members: Members, processor: Processor) -> Iterator[TimeRow]:
     """The way of one micro-batch's hidden states to the last stage, and of gradients back: what nothing can hide."""
-    members = find_members(plan, PIPELINE)
-    sent = next((one for one in list_exchanges(plan) if one.kind == SEND), None)
+    sent = next((one for one in exchanges if one.kind == SEND), None)
     ms, words = 0.0, []
     # there and back: from node to node, and within them
     for hops, pair in ((2 * (members.nodes - 1), Members(2, 1)), (2 * (members.ranks - members.nodes), Members(2, 2))):
@@ -107,14 +114,18 @@ def _cross_stages(plan: Plan, processor: Processor) -> Iterator[TimeRow]:
 
 
 def predict_stage_time(plan: Plan, processor: Processor) -> TimePrediction:
-    """The same of a stage by itself, which never waits for another."""
+    """The shortest step of one rank of this stage, if it never waits for another stage."""
     plan = replace(plan, device="cuda")  # whatever the machine that plans
-    peak, sequences = peak_tflops_of(processor, plan.precision), plan.batch.final // plan.layout.data
+    peak, sequences = get_peak_tflops(processor, plan.precision), plan.batch.final // plan.layout.data
     rates = {COMPUTE: (peak or 0.0) * 1e12, MEMORY: (processor.memory_gb_s or 0.0) * 1e9}
     parts = [part for part in _list_parts(plan, sequences) if part.amount]
     ranks = plan.sharding.ranks if plan.sharding else 1
-    updated = -(-parameter_count(plan.rank_shape, plan.stage) // ranks)
-    parts.append(_update_weights(updated, plan.precision, gradient_bytes(plan), plan.args.optimizer))
+    updated = -(-count_parameters(plan.rank_shape, plan.stage) // ranks)
+    parts.append(
+        _update_weights(
+            updated, plan.precision, gradient_bytes(plan.precision, plan.fp32_gradients), plan.args.optimizer
+        )
+    )
     rows, forward_ms, backward_ms = [], 0.0, 0.0
     for part in parts:
         rate = rates[part.bound]
@@ -131,8 +142,13 @@ def predict_stage_time(plan: Plan, processor: Processor) -> TimePrediction:
         for bound, unknown in ((COMPUTE, f"peak in {plan.precision}{instead}"), (MEMORY, "memory bandwidth"))
         if not rates[bound] and (names := [part.name for part in parts if part.bound == bound])
     ]
-    rows += _time_exchanges(plan, processor, rates[COMPUTE], forward_ms, backward_ms)
-    notes += _list_unknown_links(plan, processor)
+    exchanges = list_exchanges(plan)
+    groups = dict.fromkeys(one.group for one in exchanges)
+    members = {group: find_members(group, plan.layout, plan.sharding, plan.world) for group in groups}
+    rows += _time_layer_exchanges(exchanges, members, processor, rates[COMPUTE])
+    rows += _time_state(plan, processor, exchanges, forward_ms, backward_ms)
+    rows += _time_tied_embedding(exchanges, members, processor)
+    notes += _list_unknown_links(exchanges, members, processor)
     if plan.batch.start and plan.batch.start != plan.batch.final:
         notes.append(f"--rampup-batch-size: the bound is for the final global batch of {count(plan.batch.final)}")
     sharing = plan.layout.tensor * plan.layout.context * plan.layout.pipeline  # ranks that share a sequence's work
@@ -161,7 +177,7 @@ def _list_parts(plan: Plan, sequences: int) -> Iterator[Part]:
     masked = plan.args.data.reset_attention_mask
     kernel, _ = predict_attention_kernel(shape, plan.precision, plan.device, model.attention_backend, masked)
     stored = kernel != FUSED
-    linear, attention = flops.linear_flops(shape, sequences), flops.attention_flops(shape, sequences, causal=not stored)
+    linear, attention = count_linear_flops(shape, sequences), attention_flops(shape, sequences, causal=not stored)
     # a context parallel rank's queries meet the keys of whole sequences
     attention *= plan.layout.context
     # the two products of a layer's forward pass; a fused kernel leaves out the half that the mask hides
@@ -179,8 +195,8 @@ def _list_parts(plan: Plan, sequences: int) -> Iterator[Part]:
     def move(name: str, elements: int, num_bytes: int, of_what: str, in_backward: float) -> Part:
         return Part(name, MEMORY, elements * num_bytes, f"{of_what} x {count(num_bytes)} bytes", in_backward)
 
-    output = flops.output_flops(shape, sequences) if plan.stage.is_last else 0
-    products = flops.FORWARD_AND_BACKWARD * (layers * linear + output)
+    output = count_output_flops(shape, sequences) if plan.stage.is_last else 0
+    products = FORWARD_AND_BACKWARD * (layers * linear + output)
     formula = f"6 x {count(tokens)} tokens x {count(products // (6 * tokens))} weights"
     yield Part("matrix products", COMPUTE, products, formula, 2 / 3)
     times = STORED_SCORES if stored else FUSED_ATTENTION
@@ -223,15 +239,14 @@ def _update_weights(parameters: int, precision: str, gradient_bytes: int, optimi
 # --- how long ranks need at least for what they exchange, and what of it computation cannot hide
 
 
-def _time_exchanges(
-    plan: Plan, processor: Processor, flop_s: float, forward_ms: float, backward_ms: float
+def _time_layer_exchanges(
+    exchanges: list[Exchange], members: dict[str, Members], processor: Processor, flop_s: float
 ) -> Iterator[TimeRow]:
     """A row for each group. Within a layer only the product that a rank computes meanwhile can hide an exchange."""
-    exchanges = list_exchanges(plan)
     for group, name in LAYER_GROUPS.items():
-        ms, words, members = 0.0, [], find_members(plan, group)
+        ms, words = 0.0, []
         for one in exchanges:
-            route = find_route(one.kind, members, processor) if one.group == group else None
+            route = find_route(one.kind, members[group], processor) if one.group == group else None
             if route and (flop_s or not one.hidden_flops):
                 hidden_ms = 1000 * one.hidden_flops / flop_s if one.hidden_flops else 0.0
                 ms += one.times * max(route.milliseconds(one.num_bytes) - hidden_ms, 0.0)
@@ -239,10 +254,15 @@ def _time_exchanges(
                 words.append(f"{one.formula}, {route.words}{behind}")
         if words:
             yield TimeRow(name, ms, LINK, "; ".join(words))
-    yield from _time_state(plan, processor, exchanges, forward_ms, backward_ms)
+
+
+def _time_tied_embedding(
+    exchanges: list[Exchange], members: dict[str, Members], processor: Processor
+) -> Iterator[TimeRow]:
+    """The sum of gradients of an embedding that the first and the last stage of a pipeline have."""
     for one in exchanges:
         if one.group == PIPELINE and one.kind == REDUCE:
-            same_node = find_members(plan, PIPELINE).nodes == 1
+            same_node = members[PIPELINE].nodes == 1
             route = find_route(REDUCE, Members(2, 2 if same_node else 1), processor)
             if route:
                 yield TimeRow(TIED, route.milliseconds(one.num_bytes), LINK, f"{one.formula}, {route.words}")
@@ -256,7 +276,7 @@ def _time_state(
     Where ranks share out the model each gets the sums of its share only, half of an all-reduce; forward hides the gathering at best.
     The word embedding's gradient is complete only when backward ends (tied or not): nothing is left to hide its reduction.
     """
-    members = find_members(plan, DATA)
+    members = find_members(DATA, plan.layout, plan.sharding, plan.world)
     gradients = next((one for one in exchanges if one.group == DATA and one.what == "gradients"), None)
     route = find_route(gradients.kind, members, processor) if gradients else None
     if gradients is None or route is None:
@@ -277,7 +297,8 @@ def _time_state(
         if exposed:
             yield TimeRow("weights' gathering that nothing hides", exposed, LINK, formula)
     last_ms = backward_ms / passes  # of the last micro-batch's backward
-    last_bytes = gradient_bytes(plan) * shape.padded_vocab_size * shape.hidden_size if plan.stage.is_first else 0
+    each = gradient_bytes(plan.precision, plan.fp32_gradients) if plan.stage.is_first else 0
+    last_bytes = each * shape.padded_vocab_size * shape.hidden_size
     whole, last = route.milliseconds(gradients.num_bytes), route.milliseconds(last_bytes)
     in_all = f"{gradients.num_bytes / 1e9:.2f} GB of gradients, {route.words}: {whole:.2f} ms"
     if last >= whole - last_ms:
@@ -288,14 +309,12 @@ def _time_state(
     yield TimeRow(name, max(last, whole - last_ms), LINK, f"{in_all}; {why}")
 
 
-def _list_unknown_links(plan: Plan, processor: Processor) -> Iterator[str]:
+def _list_unknown_links(exchanges: list[Exchange], members: dict[str, Members], processor: Processor) -> Iterator[str]:
     """A line for each group whose exchange is not in the bound."""
-    kinds = dict.fromkeys((one.group, one.kind) for one in list_exchanges(plan))
-    unknown = dict.fromkeys(
-        group for group, kind in kinds if find_route(kind, find_members(plan, group), processor) is None
-    )
+    kinds = dict.fromkeys((one.group, one.kind) for one in exchanges)
+    unknown = dict.fromkeys(group for group, kind in kinds if find_route(kind, members[group], processor) is None)
     for group in unknown:
-        near, nodes = find_members(plan, group).near, find_members(plan, group).nodes
+        near, nodes = members[group].near, members[group].nodes
         what = "the gradients" if group == DATA else f"what {group} parallel ranks exchange"
         if nodes == 1 or near > 1 and find_route(SEND, Members(near, near), processor) is None:
             yield f"{processor.name}: no known speed between GPUs; not in the bound: {what}"
@@ -308,12 +327,12 @@ def _list_unknown_links(plan: Plan, processor: Processor) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Duration:
-    """Of a whole training without pauses: no evaluation, no checkpoints, no restarts."""
+    """Length of a whole training, without evaluation, checkpoints and restarts."""
 
     tokens: int
     gpus: int
     tokens_per_s: float  # of all ranks: a prediction's bound, or what was measured
-    flops_causal: int  # of all ranks; conventions as in flops.step_flops
+    flops_causal: int  # of all ranks; conventions as in step_flops
     flops_full: int
     flops_6nd: int  # 6 x parameters x tokens, all parameters counted (Hoffmann et al. 2022, Chinchilla, appendix F)
 
@@ -329,18 +348,17 @@ class Duration:
 
     @property
     def gpu_hours(self) -> float:
-        """Wall time times GPUs: what clouds ask money for."""
+        """Wall time times GPUs, which clouds charge for."""
         return self.gpus * self.seconds / 3600
 
 
-def duration_of(plan: Plan, tokens_per_s: float, tokens: int | None = None) -> Duration:
-    """To `tokens`, or to the end of the plan (--train-iters, --train-samples), at `tokens_per_s` of all ranks."""
-    tokens = plan.train_samples * plan.shape.seq_length if tokens is None else tokens
+def compute_duration(shape: ModelShape, tokens: int, gpus: int, tokens_per_s: float) -> Duration:
+    """Length and arithmetic of a training to so many tokens, at `tokens_per_s` of all GPUs together."""
     return Duration(
         tokens=tokens,
-        gpus=plan.world.size,
+        gpus=gpus,
         tokens_per_s=tokens_per_s,
-        flops_causal=tokens * step_flops(plan.shape, 1, causal=True) // plan.shape.seq_length,
-        flops_full=tokens * step_flops(plan.shape, 1, causal=False) // plan.shape.seq_length,
-        flops_6nd=6 * parameter_count(plan.shape) * tokens,
+        flops_causal=tokens * step_flops(shape, 1, causal=True) // shape.seq_length,
+        flops_full=tokens * step_flops(shape, 1, causal=False) // shape.seq_length,
+        flops_6nd=6 * count_parameters(shape) * tokens,
     )

@@ -10,10 +10,18 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from megatron_lite.config.layout import Layout, Sharding
 from megatron_lite.config.plan import Plan
+from megatron_lite.config.shape import ModelShape
+from megatron_lite.config.world import World
 from megatron_lite.estimate.hardware import Processor
-from megatron_lite.estimate.params import layer_parameters, parameter_count
-from megatron_lite.estimate.state_memory import FP32, element_bytes
+from megatron_lite.estimate.model_size import (
+    FP32,
+    count_layer_parameters,
+    count_parameters,
+    element_bytes,
+    gradient_bytes,
+)
 from megatron_lite.units import count
 
 TENSOR, CONTEXT, DATA, PIPELINE = "tensor", "context", "data", "pipeline"  # parallel ranks, as in the report
@@ -22,7 +30,7 @@ GATHER, SCATTER, REDUCE, SEND = "all-gather", "reduce-scatter", "all-reduce", "s
 
 @dataclass(frozen=True)
 class Exchange:
-    """Collectives of one rank in a step that are alike."""
+    """Equal collectives, or sends, of one rank in a step."""
 
     group: str  # TENSOR | CONTEXT | DATA | PIPELINE
     kind: str  # GATHER | SCATTER | REDUCE | SEND
@@ -38,7 +46,7 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Members:
-    """Of a group of ranks."""
+    """How many ranks a group has, and how many of them share a node."""
 
     ranks: int
     near: int  # on one node
@@ -63,12 +71,12 @@ class Route:
 # --- which ranks are near each other
 
 
-def find_members(plan: Plan, group: str) -> Members:
-    """Of a rank's group; those of a node are the same for all ranks."""
-    layout, node = plan.layout, plan.world.local_size
+def find_members(group: str, layout: Layout, sharding: Sharding | None, world: World) -> Members:
+    """How many ranks a rank's group has, and how many of them are on one node: the same for all ranks."""
+    node = world.local_size
     model = layout.tensor * layout.context
     outer = model * (layout.pipeline if layout.data_is_outermost else 1)
-    sharing = plan.sharding.ranks if plan.sharding else layout.replicas
+    sharing = sharding.ranks if sharding else layout.replicas
     context = math.gcd(layout.context, sharing)
     dimensions = {  # (ranks, how far they are apart)
         TENSOR: [(layout.tensor, 1)],
@@ -82,7 +90,7 @@ def find_members(plan: Plan, group: str) -> Members:
 
 
 def find_route(kind: str, members: Members, processor: Processor) -> Route | None:
-    """None where the speed of a link on the way is not known, or there is no other rank.
+    """How a collective's bytes travel; None if a link's speed is unknown, or there is no other rank.
 
     Without the help of switches each of n GPUs sends at least 2(n-1)/n of the bytes for an all-reduce, half of that for a
     reduce-scatter or an all-gather (Patarasuk and Yuan 2009, Bandwidth optimal all-reduce algorithms); to switches that add up it
@@ -132,7 +140,7 @@ def _find_route_in_node(kind: str, ranks: int, processor: Processor) -> Route | 
 
 
 def list_exchanges(plan: Plan) -> list[Exchange]:
-    """Of this plan's rank in a step of the final global batch, without those of a few numbers."""
+    """What this plan's rank exchanges in a step of the final global batch, without collectives of a few numbers."""
     layout = plan.layout
     found: list[Exchange] = []
     if layout.tensor > 1:
@@ -146,10 +154,9 @@ def list_exchanges(plan: Plan) -> list[Exchange]:
     return [one for one in found if one.times and one.num_bytes]
 
 
-def _hidden_bytes(plan: Plan) -> int:
-    """Hidden states of a micro-batch, M x H."""
-    tokens = plan.args.training.micro_batch_size * plan.rank_shape.seq_length
-    return tokens * plan.shape.hidden_size * element_bytes(plan.precision)
+def compute_hidden_bytes(shape: ModelShape, sequences: int, precision: str) -> int:
+    """Bytes of the hidden states of a micro-batch, M x H. shape: of one rank."""
+    return sequences * shape.seq_length * shape.hidden_size * element_bytes(precision)
 
 
 def _split_layers(plan: Plan) -> Iterator[Exchange]:
@@ -157,11 +164,11 @@ def _split_layers(plan: Plan) -> Iterator[Exchange]:
     these are gathered and scattered instead."""
     shape, stage = plan.rank_shape, plan.stage
     passes, layers = plan.batch.final // plan.samples_per_pass, len(stage.layers)
-    num_bytes, again = _hidden_bytes(plan), plan.recomputed_layers * len(stage.chunks)
-    tokens = plan.args.training.micro_batch_size * shape.seq_length
+    sequences, again = plan.args.training.micro_batch_size, plan.recomputed_layers * len(stage.chunks)
+    num_bytes, tokens = compute_hidden_bytes(shape, sequences, plan.precision), sequences * shape.seq_length
 
     def flops_of(rows: int) -> int:
-        """A weight's gradient, computed while the input's is summed; not where it is computed later."""
+        """FLOPs of a weight's gradient, computed while the input's gradient is summed; 0 if it is computed later."""
         return 0 if stage.splits_backward else 2 * tokens * plan.shape.hidden_size * rows
 
     # torch.utils.checkpoint stops before the last sum of a layer unless a dropout follows
@@ -197,34 +204,30 @@ def _gather_sequences(plan: Plan) -> Iterator[Exchange]:
 def _hand_on(plan: Plan) -> Iterator[Exchange]:
     """Hidden states to the next stage, gradients to the one before, and the gradients of an embedding that both ends have."""
     layout, stage, passes = plan.layout, plan.stage, plan.batch.final // plan.samples_per_pass
-    chunks, num_bytes = len(stage.chunks), _hidden_bytes(plan)
+    chunks, sequences = len(stage.chunks), plan.args.training.micro_batch_size
+    num_bytes = compute_hidden_bytes(plan.rank_shape, sequences, plan.precision)
     num_bytes //= layout.tensor if layout.sequence_parallel else 1
     yield Exchange(PIPELINE, SEND, "hidden states", num_bytes, passes * (chunks - stage.is_last))
     yield Exchange(PIPELINE, SEND, "their gradients", num_bytes, passes * (chunks - stage.is_first))
     if plan.shape.tied_embeddings and (stage.is_first or stage.is_last):
         matrix = plan.rank_shape.padded_vocab_size * plan.shape.hidden_size
-        ranks = plan.sharding.ranks if plan.sharding else 1
-        yield Exchange(
-            PIPELINE, REDUCE, "gradients of the tied embedding", matrix * gradient_bytes(plan, ranks > 1) // ranks, 1
-        )
-
-
-def gradient_bytes(plan: Plan, are_shares: bool = False) -> int:
-    """Of one, as it is reduced over ranks; shares of those that ranks share out are fp32."""
-    return FP32 if plan.fp32_gradients or are_shares else element_bytes(plan.precision)
+        ranks = plan.sharding.ranks if plan.sharding else 1  # shares of gradients are fp32
+        num_bytes = matrix * gradient_bytes(plan.precision, plan.fp32_gradients or ranks > 1) // ranks
+        yield Exchange(PIPELINE, REDUCE, "gradients of the tied embedding", num_bytes, 1)
 
 
 def _share_gradients(plan: Plan) -> Iterator[Exchange]:
     """Of data and context parallel ranks: sums of gradients, and what they gather of weights that they share out."""
-    number, shared = parameter_count(plan.rank_shape, plan.stage), plan.sharding
+    number, shared = count_parameters(plan.rank_shape, plan.stage), plan.sharding
+    num_bytes = number * gradient_bytes(plan.precision, plan.fp32_gradients)
     if shared is None:
-        yield Exchange(DATA, REDUCE, "gradients", number * gradient_bytes(plan), 1)
+        yield Exchange(DATA, REDUCE, "gradients", num_bytes, 1)
         return
     passes = plan.batch.final // plan.samples_per_pass if shared.gathers_twice else 1
-    each, of_layers = element_bytes(plan.precision), layer_parameters(plan.rank_shape) * len(plan.stage.layers)
+    each, of_layers = element_bytes(plan.precision), count_layer_parameters(plan.rank_shape) * len(plan.stage.layers)
     yield Exchange(DATA, GATHER, "weights", each * number, passes)
     if shared.gathers_twice:
         yield Exchange(DATA, GATHER, "weights of layers, backward", each * of_layers, passes)
-    yield Exchange(DATA, SCATTER, "gradients", number * gradient_bytes(plan), passes)
+    yield Exchange(DATA, SCATTER, "gradients", num_bytes, passes)
     if shared.ranks < plan.layout.replicas:
         yield Exchange(DATA, REDUCE, "shares of gradients, over instances", number * FP32 // shared.ranks, passes)

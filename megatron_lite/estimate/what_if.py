@@ -1,4 +1,4 @@
-"""The same run with other flags: what it would need, how fast it could be, and the flags with which it fits into a GPU."""
+"""A run with other flags: its memory and speed, and the flags with which it fits into a GPU."""
 
 from bisect import bisect_left
 from collections.abc import Callable
@@ -44,7 +44,7 @@ class Variant:
 
     @property
     def peak_bytes(self) -> int:
-        """Of one GPU's tensors."""
+        """Peak memory of one GPU's tensors, in bytes."""
         return self.memory.peak.num_bytes
 
     @property
@@ -58,8 +58,8 @@ class Variant:
         return f"without {dropped}" + (" (fp32)" if {"--fp16", "--bf16"} & set(self.drop) else "")
 
 
-def variant_of(plan: Plan, processor: Processor | None = None, **changes: Any) -> Variant | None:
-    """`plan` with the fields of Args in `changes`; the global batch stays. None where the trainer would refuse that."""
+def build_variant(plan: Plan, processor: Processor | None = None, **changes: Any) -> Variant | None:
+    """The plan with these fields of Args changed and the same global batch; None if the trainer refuses such flags."""
     if plan.args.training.global_batch_size is None and changes.get("micro_batch_size"):
         changes = {"global_batch_size": plan.batch.final, **changes}
     before = {name: flag.get(plan.args) for name, flag in FLAGS.items()}
@@ -86,12 +86,12 @@ def variant_of(plan: Plan, processor: Processor | None = None, **changes: Any) -
 
 
 def find_heaviest_stage(plan: Plan, processor: Processor | None = None) -> Plan:
-    """The plan of a rank that holds as much as any."""
+    """The plan of a rank of the stage that holds the most memory."""
     return max(plan_stages(plan), key=lambda one: predict_memory(one, processor).peak.num_bytes)
 
 
 def full_recompute(layers: int, method: str) -> Changes:
-    """Fields of Args; block: the first `layers` layers; uniform: all of them, however long the chunks."""
+    """The flags of full recomputation, as fields of Args. block: of the first `layers` layers; uniform: of all layers."""
     return {"recompute_granularity": "full", "recompute_method": method, "recompute_num_layers": layers}
 
 
@@ -102,7 +102,7 @@ def find_fewest_recomputed(layers: int, fits: Callable[[int], bool]) -> int:
 
 
 def what_if(plan: Plan, processor: Processor | None = None) -> list[Variant]:
-    """Changes of one thing each, without those that change nothing or that the trainer refuses."""
+    """Variants of the plan that differ in one thing and have another memory or time; none that the trainer refuses."""
     m, micro_batch = plan.args.model, plan.args.training.micro_batch_size
     sizes = ([micro_batch // 2] if micro_batch > 1 else []) + [micro_batch * 2]
     tried: list[Changes] = [NO_RECOMPUTE, SELECTIVE, full_recompute(1, "uniform")]
@@ -118,7 +118,7 @@ def what_if(plan: Plan, processor: Processor | None = None) -> list[Variant]:
     if m.attention_backend in ("unfused", "local"):
         tried.append({"attention_backend": "auto"})
     memory, time = predict_memory(plan, processor), predict_time(plan, processor) if processor else None
-    found = [variant_of(plan, processor, **changes) for changes in tried]
+    found = [build_variant(plan, processor, **changes) for changes in tried]
     return [one for one in found if one and one.words and (one.memory, one.time) != (memory, time)]
 
 
@@ -127,7 +127,7 @@ def what_if(plan: Plan, processor: Processor | None = None) -> list[Variant]:
 
 @dataclass(frozen=True)
 class Fit:
-    """What fits, or by how much it does not."""
+    """The flags with which a plan fits into a GPU, or what needs least if none do."""
 
     processor: Processor
     budget_bytes: int  # the GPU's memory without the margin
@@ -139,7 +139,7 @@ class Fit:
 
     @property
     def fits(self) -> bool:
-        """The plan as it is."""
+        """Whether the plan fits as it is."""
         return self.given.peak_bytes <= self.budget_bytes
 
 
@@ -155,7 +155,7 @@ def fit(plan: Plan, processor: Processor, margin: float = MARGIN) -> Fit:
     sizes = [size for size in range(share, 0, -1) if share % size == 0]
 
     def change_to_fit(micro_batch: int, changes: Changes) -> Variant | None:
-        one = variant_of(plan, processor, micro_batch_size=micro_batch, **changes)
+        one = build_variant(plan, processor, micro_batch_size=micro_batch, **changes)
         return one if one is not None and one.peak_bytes <= budget else None
 
     # from the least arithmetic to the most
@@ -175,7 +175,7 @@ def fit(plan: Plan, processor: Processor, margin: float = MARGIN) -> Fit:
     if found:
         return Fit(processor, budget, margin, given, found)
     whole = (NO_RECOMPUTE, SELECTIVE, full_recompute(1, "uniform"))
-    variants = (variant_of(plan, processor, micro_batch_size=sizes[-1], **mode | shared) for mode in whole)
+    variants = (build_variant(plan, processor, micro_batch_size=sizes[-1], **mode | shared) for mode in whole)
     least = min(filter(None, variants), key=lambda one: one.peak_bytes)
     base = {name: getattr(least.plan.args.model, name) for name in NO_RECOMPUTE} | shared
     larger: list[Changes] = []

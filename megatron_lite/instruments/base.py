@@ -1,4 +1,4 @@
-"""What every instrument is: something that watches a run and never changes it."""
+"""The base class of instruments, which watch a run and never change it."""
 
 import contextlib
 
@@ -6,7 +6,7 @@ INNERMOST_FIRST = ("end_phase", "end")
 
 
 class Instrument:
-    """Override the moments you need."""
+    """Something that watches a run. Each method is called at one moment of it; override the ones you need."""
 
     def open(self):
         """Before the model is built."""
@@ -21,7 +21,7 @@ class Instrument:
         """A phase of a step begins. Others may lie inside it, but none of the same name."""
 
     def end_phase(self, name: str, failed: bool):
-        """It ends. failed: by an exception."""
+        """The phase ends. failed: an exception ended it."""
 
     def gradients_computed(self):
         """Within backward, on autograd's thread: this rank has its gradients, and waits for those of others from here on."""
@@ -37,11 +37,14 @@ class Instrument:
 
 
 class Instruments:
-    """All instruments as one, the last of `members` innermost around a step. A failing one is reported and switched off; the run goes on."""
+    """Passes every moment of a run to its members. The last member is innermost around a step.
+
+    A member that raises an error is reported and removed; the run goes on.
+    """
 
     def __init__(self, members: list[Instrument], warn):
         self.members, self._warn = list(members), warn
-        self._actions: dict[str, list] = {}  # by moment: methods of those who do anything then
+        self._actions: dict[str, list] = {}  # {moment: methods of the members that override it}
         self._phases: dict[str, _Phase] = {}
 
     def __enter__(self):
@@ -52,18 +55,18 @@ class Instruments:
         self.notify("close", error)
 
     def resume(self, iteration: int):
-        """Tell everyone where training goes on from."""
+        """Tell all members which iteration training continues from."""
         self.notify("resume", iteration)
 
     @contextlib.contextmanager
     def step(self, step: int):
-        """Around one training step."""
+        """A context manager around one training step."""
         self.notify("begin", step)
         yield
         self.notify("end", step)
 
     def phase(self, name):
-        """Around one phase of a step; the same object for a name each time."""
+        """A context manager around one phase of a step, the same object each time a phase runs."""
         return self._phases.get(name) or self._phases.setdefault(name, _Phase(self, str(name)))
 
     def gradients_computed(self):
@@ -71,11 +74,11 @@ class Instruments:
         self.notify("gradients_computed")
 
     def wait_for_stage(self, rank: int, what: str):
-        """This rank begins to wait for another stage, or, with no words, no longer does."""
+        """This rank begins to wait for another stage of the pipeline; with an empty `what`, it no longer waits."""
         self.notify("wait_for_stage", rank, what)
 
     def notify(self, moment: str, *arguments):
-        """Call `moment` of those who override it."""
+        """Call the method `moment` of all members that override it."""
         # A step has dozens of these calls, and work on tensors drives the interpreter's memory out of the caches between
         # them: what is looked up and made anew here costs ten times what it costs in a loop of its own.
         actions = self._actions.get(moment)
@@ -102,7 +105,7 @@ class Instruments:
 
 
 class _Phase:
-    """Around one phase of a step."""
+    """The context manager that `Instruments.phase` returns."""
 
     def __init__(self, instruments: Instruments, name: str):
         self._instruments, self._name = instruments, name
@@ -115,26 +118,30 @@ class _Phase:
 
 
 class Window:
-    """The profiled `steps` of a run, counted from 1 at this run's start; a range leaves its end out.
+    """The steps of a run that are profiled.
 
-    `started_at` is the iteration that a resumed run starts from. Instruments open before the checkpoint is loaded,
-    so it is told them when training starts. `margin`: steps before and after the window whose time is no
-    ordinary one either, since profilers get ready in them and other ranks wait for the ranks that write.
-    What is asked of a run while it goes on moves the window, for everyone who holds this object.
+    All instruments share one window: a request to profile while the run goes on moves it for all of them.
+
+    Args:
+        steps: Counted from 1 at this run's start; a range leaves its end out.
+        margin: Steps before and after the window that take longer too: profilers start and stop in them, and other
+            ranks wait for the ranks that write.
+
+    `started_at` is the iteration that a resumed run starts from, which is known once the checkpoint is loaded.
     """
 
     def __init__(self, steps: range = range(0), margin: int = 0, train_iters: int = 0):
         self.steps, self.margin, self.started_at, self._train_iters = steps, margin, 0, train_iters
-        self.on_demand = False  # it was asked for while the run went on
-        self.traced_on_demand = False  # such a window has left a trace
+        self.on_demand = False  # the window was requested while the run went on
+        self.traced_on_demand = False  # a window on demand has written a trace
 
     @property
     def last_step(self) -> int:
-        """The run's last step, as far as the flags say."""
+        """The run's last step, by its flags."""
         return self._train_iters - self.started_at
 
     def disturbs(self, step: int) -> bool:
-        """Whether averages of time leave this step out: it is in the window, or beside it."""
+        """Whether averages of time leave this step out, which is in the window or within its margin."""
         return bool(self.steps) and self.steps.start - self.margin <= step < self.steps.stop + self.margin
 
     def opens(self, step: int) -> bool:

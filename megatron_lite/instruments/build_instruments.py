@@ -1,4 +1,4 @@
-"""Which instruments watch this rank: the only place that asks what is to be profiled."""
+"""Builds the instruments that the flags ask for on this rank."""
 
 import time
 from collections import deque
@@ -6,22 +6,24 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 
+from megatron_lite.config.args import ProfileArgs
 from megatron_lite.config.plan import Plan
+from megatron_lite.config.world import World
 from megatron_lite.instruments.base import Instrument, Window
 from megatron_lite.instruments.memory_history import CpuRecorder, CudaRecorder, MemoryHistory
 from megatron_lite.instruments.memory_oom import OutOfMemory, list_remedies
 from megatron_lite.instruments.nsys_range import NsysRange
 from megatron_lite.instruments.on_demand import OnDemand
-from megatron_lite.instruments.snapshot_format import check_snapshot_path, name_snapshot
+from megatron_lite.instruments.snapshot_format import make_snapshot_folder, name_snapshot
 from megatron_lite.instruments.timeline import Timeline
 from megatron_lite.instruments.torch_profiler import TorchProfiler
-from megatron_lite.parallel.layers import expected_compilations
+from megatron_lite.parallel.layers import count_compilations
 from megatron_lite.parallel.rank_status import RunPosition, describe_hand_over
 from megatron_lite.thresholds import MIN_BEFORE
 
 
 class WhereaboutsKeeper(Instrument):
-    """Step and phase, for the other ranks' eyes. Costs less than a microsecond per phase."""
+    """Keeps this rank's step and phase where the watchdog reports them to other ranks. Takes less than a microsecond per phase."""
 
     def __init__(self, where: RunPosition):
         self._where = where
@@ -39,31 +41,32 @@ class WhereaboutsKeeper(Instrument):
         self._where.enter(name)
 
     def end_phase(self, name: str, failed: bool):
-        if not failed:  # else the phase is where it failed
+        if not failed:  # keep the phase in which the step failed
             self._where.enter(None)
 
 
 MAX_BEFORE = 50  # steps before the window that are remembered
 WARMING_UP = 1  # the first step of a run allocates, compiles and fills caches
-STEPS_AFTER, MIN_LINGERING = 20, 1.05  # ratio; smaller ones are noise
+STEPS_AFTER, MIN_LINGERING = 20, 1.05  # steps compared after the window; a smaller ratio is noise
 
 
 class Disturbance(Instrument):
-    """Tells how much slower profiled steps were, and that a window cannot or did not come. On one rank, outside of the timeline,
-    so that a step's time is complete when `end` is called.
+    """Reports how much slower profiled steps were, and a window that was never reached.
+
+    Runs on one rank. Its `end` is called after the timeline's, when a step's time is known.
     """
 
-    def __init__(self, window: Window, timeline: Timeline, plan: Plan, tell):
-        self.window, self.timeline, self._tell, world = window, timeline, tell, plan.world
+    def __init__(self, timeline: Timeline, profile: ProfileArgs, world: World, tell):
+        self.window, self.timeline, self._tell = timeline.window, timeline, tell
         self._where = f" on rank {world.rank}" if world.size > 1 else ""
-        cupti = plan.device == "cuda" and not world.under_nsys  # what torch.profiler records a GPU with
-        self._cupti_on_demand, self._cupti_planned = cupti, cupti and plan.args.profile.use_pytorch_profiler
-        self._cupti = False  # it was used
-        self._planned, self._step = window.steps, 0
+        cupti = world.gpus > 0 and not world.under_nsys  # torch.profiler records GPUs with CUPTI
+        self._cupti_on_demand, self._cupti_planned = cupti, cupti and profile.use_pytorch_profiler
+        self._cupti = False  # CUPTI was used
+        self._planned, self._step = timeline.window.steps, 0
         self._before: deque[float] = deque(maxlen=MAX_BEFORE)  # seconds of a step
         self._inside: list[float] = []
         self._after: list[float] = []
-        self._usual: float | None = None  # before the window, while steps after it are compared with that
+        self._usual: float | None = None  # usual seconds before the window; None where steps are not compared with it
 
     def begin(self, step: int):
         self._step, window = step, self.window
@@ -119,9 +122,12 @@ class Disturbance(Instrument):
 
 
 class Compiling(Instrument):
-    """Marks steps that torch.compile slowed down, and tells of each. `expected`: compilations that need no word at the end.
+    """Marks the steps in which torch.compile compiled, and reports each.
 
-    A GPU's kernels are tried out and chosen when they first run, which torch does not report: that is not in the seconds.
+    A GPU's kernels are timed and chosen when they first run; torch does not report that, so the seconds leave it out.
+
+    Args:
+        expected: Graphs of a run as it should be. More of them are reported when the run ends.
     """
 
     def __init__(self, timeline: Timeline, expected: int, tell):
@@ -162,19 +168,19 @@ class Compiling(Instrument):
         self.compilations += happening.callback_trigger.name == "DYNAMO"  # others: backward, kernels of the same graph
 
     def _ends(self, happening):
-        if self._since is None:  # it began before this was opened
+        if self._since is None:  # compilation began before this instrument was opened
             return
         seconds, self._since = time.perf_counter() - self._since, None
         self.seconds += seconds
         self._timeline.current.compile_seconds += seconds
 
     def _count_cache_hits(self) -> int:
-        """Graphs whose forward and backward were there from an earlier run, or from another rank."""
+        """Number of graphs that the compile cache held, from an earlier run or from another rank."""
         return self._counters["aot_autograd"]["autograd_cache_hit"]
 
 
 def build_instruments(plan: Plan, run_dir: Path, timeline: Timeline, tell) -> list[Instrument]:
-    """The instruments of this rank, outermost first. One that does not concern it is not made."""
+    """The instruments that this rank needs, outermost first."""
     p, world, on_gpu = plan.args.profile, plan.world, plan.device == "cuda"
     # beside the window, a GPU's profiler gets ready, and other ranks wait for those that write
     window = Window(plan.profile_window, margin=int(on_gpu or world.size > 1), train_iters=plan.train_iters)
@@ -183,38 +189,40 @@ def build_instruments(plan: Plan, run_dir: Path, timeline: Timeline, tell) -> li
     leads, profiled = world.rank == min(plan.profile_ranks, default=-1), world.rank in plan.profile_ranks
     torch_is_blind = world.under_nsys and on_gpu  # nsys holds the GPU's counters, also where nothing asked it to record
     members: list[Instrument] = []
-    if plan.compiles_layers:
-        members.append(Compiling(timeline, expected_compilations(plan), tell if world.rank == 0 else lambda text: None))
+    if plan.compilation.layers:
+        expected = count_compilations(plan.shape, plan.compilation)
+        members.append(Compiling(timeline, expected, tell if world.rank == 0 else lambda text: None))
     # the rank that leads says when nothing can be recorded; the last one must not average those steps
     records = not torch_is_blind or p.record_memory_history
     if p.profile_on_demand and (leads or (profiled or world.is_last) and records):
         members.append(OnDemand(window, plan, run_dir, tell))
     if leads and (p.profile_on_demand or window.steps):
-        members.append(Disturbance(window, timeline, plan, tell))
+        members.append(Disturbance(timeline, p, world, tell))
     for_nsys = p.profile and not p.use_pytorch_profiler and profiled
-    if (for_nsys or p.nvtx_ranges) and (on_gpu or world.under_nsys):  # a tool can be there to see it
-        members.append(NsysRange(window if for_nsys else Window(), plan, tell))
+    if (for_nsys or p.nvtx_ranges) and (on_gpu or world.under_nsys):  # some tool may record it
+        members.append(NsysRange(window if for_nsys else Window(), p, world, tell))
     members += build_memory_instruments(plan, window, tell)
     if profiled and (p.use_pytorch_profiler or p.profile_on_demand and not torch_is_blind):
         folder = Path(plan.args.watch.tensorboard_dir or run_dir)
         members.append(TorchProfiler(window, p, world.rank, on_gpu, folder, tell))
-    return [*members, timeline]  # innermost: what the others do between steps is not the step's time
+    return [*members, timeline]  # innermost: a step's time leaves out what the others do between steps
 
 
 def build_memory_instruments(plan: Plan, window: Window, tell) -> list[Instrument]:
-    """What watches this rank's memory, outermost first. Raises UserError where snapshots could not be written.
+    """The instruments that watch this rank's memory, outermost first. Raises UserError if snapshots cannot be written.
 
-    On a GPU every rank waits for memory to run out; the profiled ones record.
+    On a GPU every rank explains an out-of-memory error; the profiled ranks also record allocations.
     """
     p, world = plan.args.profile, plan.world
     recording = p.record_memory_history and world.rank in plan.profile_ranks
     if plan.device == "cpu" and not recording:
         return []
+    path = name_snapshot(p.memory_snapshot_path, world.rank, len(plan.profile_ranks))
     if p.record_memory_history:
-        check_snapshot_path(plan)
+        make_snapshot_folder(path, p.memory_snapshot_path)
     recorder = (CudaRecorder if plan.device == "cuda" else CpuRecorder)(p.memory_history_events)
     # a shortage is explained before recording is switched off; steps begin and end inside of what is recorded
-    histories = [MemoryHistory(window, name_snapshot(plan), recorder, tell)] if recording else []
-    path = Path(p.memory_snapshot_path) if p.record_memory_history else None
-    shortage = OutOfMemory(world.rank, path, recorder, partial(list_remedies, plan), tell)
+    histories = [MemoryHistory(window, path, recorder, tell)] if recording else []
+    shared = Path(p.memory_snapshot_path) if p.record_memory_history else None
+    shortage = OutOfMemory(world.rank, shared, recorder, partial(list_remedies, plan), tell)
     return [shortage, *histories, recorder.place]

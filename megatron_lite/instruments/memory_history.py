@@ -12,17 +12,20 @@ from megatron_lite.instruments.memory_tracker import StorageTracker
 from megatron_lite.instruments.snapshot_format import build_annotations, extend_name, write_snapshot
 from megatron_lite.units import count, size
 
-OUTSIDE = 100_000  # events kept before and after the window, for the story of an out-of-memory there
+OUTSIDE = 100_000  # events kept outside of the window, to explain an out-of-memory error there
 
 
 class CudaRecorder:
-    """Records from before the first parameter to the end of the run. In the window the ring holds `most` events.
+    """Records GPU memory from before the first parameter to the end of the run.
 
-    The history is cleared when the window opens, so that the snapshot shows it and nothing else; blocks allocated before
-    carry their stacks all the same. Allocations of the window are tagged with step, phase and module.
+    The history is cleared when the window opens, so that the snapshot shows the window only; blocks that were allocated
+    before keep their stacks. Allocations in the window are tagged with step, phase and module.
+
+    Args:
+        most: Events that the history holds in the window.
     """
 
-    failure: Exception | None = None  # why recording stopped, if it did
+    failure: Exception | None = None  # the error that stopped recording
 
     def __init__(self, most: int):
         self._most = most
@@ -34,15 +37,15 @@ class CudaRecorder:
         self._is_open = False
 
     def open(self):
-        if not self._is_open:  # whoever opens it earlier has it know more
+        if not self._is_open:  # it may have been opened earlier, to record more
             self._is_open = True
             self._record(min(OUTSIDE, self._most))
 
     def begin_step(self, pause: bool):
-        """Before a step; `pause`: outside of the window."""
+        """A step begins. pause: it is outside of the window."""
 
     def end_step(self):
-        """After a step."""
+        """A step has ended."""
 
     def open_window(self):
         self._record(self._most, stacks_of="all")
@@ -57,7 +60,7 @@ class CudaRecorder:
         torch.cuda.memory._record_memory_history(enabled=None)
 
     def snapshot(self, of_last_step: bool = False) -> tuple[dict, bool]:
-        """(of now, whether events that belong to it were dropped). Always of now: what the run's end frees is recorded too."""
+        """(a snapshot of this moment, whether it lacks events that the ring dropped). What the run's end frees is recorded too."""
         taken = torch.cuda.memory._snapshot()
         device = torch.cuda.current_device()
         taken["external_annotations"] = [
@@ -67,7 +70,7 @@ class CudaRecorder:
         return taken, len(taken["device_traces"][device]) >= self._full_at
 
     def watch_for_shortage(self, observe):
-        """Have `observe` called with a Shortage at every allocation that fails, on whatever thread that is."""
+        """Call `observe` with a Shortage at every allocation that fails, on the thread where it fails."""
 
         def failed(device: int, asked: int, total: int, free: int):
             observe(Shortage(asked, free, total, torch.cuda.memory_reserved(device)))
@@ -81,7 +84,7 @@ class CudaRecorder:
 
     @property
     def number(self) -> int:
-        """Of the device in the snapshot."""
+        """Number of the device in the snapshot."""
         return torch.cuda.current_device()
 
     def _record(self, most: int, stacks_of: str = "alloc"):
@@ -94,9 +97,9 @@ class CudaRecorder:
 
 
 class CpuRecorder:
-    """Records while the model is built and inside the window; between them steps run at their own speed.
+    """Records CPU memory while the model is built and inside the window, so that other steps are not slowed down.
 
-    What appears in between and lives on is found when the window first touches it.
+    Memory that was allocated in between is found when an operation in the window first uses it.
     """
 
     number = 0
@@ -116,7 +119,7 @@ class CpuRecorder:
             self._tracker.stop()
 
     def end_step(self):
-        """A run that ends now frees all before anybody can look: a snapshot of its last step is one of this moment."""
+        """Remember this moment: if this was the last step, all memory is freed before the snapshot is written."""
         if self._tracker.seeing:
             self._tracker.remember()
 
@@ -149,7 +152,7 @@ class CpuRecorder:
 
 
 class MemoryHistory(Instrument):
-    """Records from before the model is built; writes at the window's end, or what there is when the run ends."""
+    """Records memory from before the model is built, and writes a snapshot when the window ends or the run does."""
 
     def __init__(self, window: Window, path: Path, recorder: CudaRecorder | CpuRecorder, tell):
         self.window, self._path, self._recorder, self._tell = window, path, recorder, tell
@@ -162,7 +165,7 @@ class MemoryHistory(Instrument):
         self._recorder.open()
 
     def begin(self, step: int):
-        if self._inside and step not in self.window.steps:  # it was moved away
+        if self._inside and step not in self.window.steps:  # the window was moved
             self._leave_window()
         opens = self.window.opens(step)
         self._recorder.begin_step(pause=not opens and not self._inside)
@@ -192,7 +195,7 @@ class MemoryHistory(Instrument):
         self._inside = False
 
     def _write(self, ended: bool = False):
-        """Tells what was written, or why not: a full disk costs the file, not the instrument."""
+        """Write the snapshot and report it, or why it could not be written; the instrument goes on either way."""
         snapshot, dropped = self._recorder.snapshot(of_last_step=ended)
         path = self._path if self._planned else extend_name(self._path, f"_steps{self._first}-{self._last}")
         self._written = True

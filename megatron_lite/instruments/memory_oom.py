@@ -1,4 +1,4 @@
-"""Memory that ran out: five lines that say what was asked and who held it, and a snapshot of that moment."""
+"""Explains an out-of-memory error: what was asked for, what held memory, what would help, and a snapshot of that moment."""
 
 import re
 from collections import Counter
@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from megatron_lite.config.plan import Plan
-from megatron_lite.estimate.what_if import variant_of
+from megatron_lite.estimate.what_if import build_variant
 from megatron_lite.instruments.base import Instrument
 from megatron_lite.instruments.memory_summary import (
     ACTIVATIONS,
@@ -25,7 +25,7 @@ from megatron_lite.instruments.memory_summary import (
 from megatron_lite.instruments.snapshot_format import extend_name, write_snapshot
 from megatron_lite.units import KIB, size
 
-# --- what would help a run that does not fit: only flags that change its memory here
+# --- remedies for a run that does not fit: only flags that change its memory
 
 FULL_RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 EXPANDABLE = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
@@ -37,20 +37,23 @@ MOVING, STANDING = (ACTIVATIONS, EVALUATION, INPUT, GRADIENTS), (WEIGHTS, OPTIMI
 
 
 def list_remedies(plan: Plan, held: dict[str, int], asked: int, unused: int) -> list[str]:
-    """Best first, never empty, with the peak that the formulas give for the changed flags.
+    """Flags that would lower the run's memory, best first, each with the predicted peak. Never empty.
 
-    held: bytes by category. asked: bytes that did not fit. unused: reserved by the allocator but held by no tensor.
+    Args:
+        held: Bytes by category.
+        asked: Bytes that did not fit.
+        unused: Bytes that the allocator reserved and no tensor holds.
     """
     model, batch, layers = plan.args.model, plan.args.training.micro_batch_size, plan.shape.num_layers
     recomputed = model.recompute_num_layers or 1
 
-    custom = model.model is not None  # of which no formula knows anything
+    custom = model.model is not None  # the formulas know the built-in GPT only
 
     def change(words: str, **changes) -> str:
         if custom:
             return words
         try:
-            return f"{words} (predicted peak {size(variant_of(plan, **changes).peak_bytes)})"
+            return f"{words} (predicted peak {size(build_variant(plan, **changes).peak_bytes)})"
         except Exception:  # noqa: BLE001 - nothing may fail here: an error is being explained
             return words
 
@@ -80,9 +83,9 @@ def list_remedies(plan: Plan, held: dict[str, int], asked: int, unused: int) -> 
     return found or [LAST_RESORT]
 
 
-MAX_SITES = 3  # that are named
-MAX_FILES = 3  # of failures that somebody caught: a snapshot may be gigabytes
-# of libraries that allocate for themselves; their errors are plain RuntimeErrors
+MAX_SITES = 3  # places in the code that are named
+MAX_FILES = 3  # snapshots of failures that the program caught: each may be gigabytes
+# messages of libraries that allocate memory themselves, as RuntimeErrors
 SIGNS = (
     "out of memory",
     "CUBLAS_STATUS_ALLOC_FAILED",
@@ -94,13 +97,13 @@ SIGNS = (
 
 @dataclass(frozen=True)
 class Shortage:
-    """Bytes when memory ran out; None where they are not known."""
+    """Bytes of a device at the moment when memory ran out."""
 
     asked: int | None
     free: int
     total: int
-    reserved: int  # taken by this process's allocator, used or not
-    all_known: bool = True  # every tensor that holds memory is in the snapshot
+    reserved: int  # by this process's allocator, used or not
+    all_known: bool = True  # whether the snapshot has every tensor that holds memory
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
@@ -111,26 +114,26 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 
 def read_asked_bytes(error: BaseException) -> int | None:
-    """How much the CPU's allocator was asked for, from its message; None for other errors."""
+    """Bytes that the CPU's allocator was asked for, by its error message; None for other errors."""
     found = re.search(r"you tried to allocate (\d+) bytes", str(error))
     return int(found[1]) if found else None
 
 
-def explain_unrecorded(plan: Plan, error: BaseException) -> list[str]:
-    """Two lines, where nothing watches: on a CPU without --record-memory-history."""
+def explain_unrecorded(error: BaseException, rank: int, remedies: list[str]) -> list[str]:
+    """Two lines about an out-of-memory error of a CPU run without --record-memory-history."""
     asked, memory = read_asked_bytes(error), read_host_memory()
     words = "" if asked is None else f" {size(asked)} were asked for;"
     return [
-        f"error: out of memory on rank {plan.world.rank}:{words} {size(memory['free'])} of {size(memory['total'])} are free",
-        "  would help: " + "; ".join(list_remedies(plan, {}, 0, 0)),
+        f"error: out of memory on rank {rank}:{words} {size(memory['free'])} of {size(memory['total'])} are free",
+        "  would help: " + "; ".join(remedies),
     ]
 
 
 class OutOfMemory(Instrument):
-    """Waits for it on this rank. Writes a snapshot beside `path`, if one is given."""
+    """Explains an out-of-memory error of this rank. Writes a snapshot beside `path`, if that is given."""
 
     def __init__(self, rank: int, path: Path | None, recorder, find_remedies, tell):
-        """find_remedies: of bytes held by category, bytes asked for, and bytes reserved that no tensor holds; best first."""
+        """find_remedies: `list_remedies` without its first argument."""
         self._rank, self._path, self._recorder, self._tell = rank, path, recorder, tell
         self._find_remedies = find_remedies
         self._lines: list[str] = []
@@ -142,17 +145,17 @@ class OutOfMemory(Instrument):
 
     def close(self, error: BaseException | None):
         if is_out_of_memory(error):
-            if not self._lines:  # not torch's allocator but a library ran out, or nobody called
+            if not self._lines:  # a library ran out of memory, not torch's allocator, or no observer was called
                 self._observe(self._recorder.measure_shortage(read_asked_bytes(error)))
             for line in self._lines:
                 self._tell(line)
-            error.explained = self._lines  # a traceback would only bury them
+            error.explained = self._lines  # a traceback would hide these lines
         elif self._lines:
             self._tell(f"{self._lines[0].removeprefix('error: ')}; the run went on. {self._lines[-1].strip()}")
         self._over = True  # torch knows no way to take an observer back
 
     def _observe(self, shortage: Shortage):
-        """At the failing allocation. An error in here would take the place of the one that is being explained."""
+        """Called at the failing allocation. An error raised here would hide the one to be explained."""
         if self._over:
             return
         start = f"error: out of memory on rank {self._rank}, {describe_place(self._recorder.place.tag)}"
@@ -199,7 +202,7 @@ class OutOfMemory(Instrument):
         ]
 
     def _write(self, snapshot: dict) -> str:
-        """Returns what became of it."""
+        """Write the snapshot; returns where it lies, or why it could not be written."""
         if self._path is None:
             return "none; --record-memory-history writes one, with the code that allocated each tensor"
         path = extend_name(self._path, f"_oom_rank{self._rank}")

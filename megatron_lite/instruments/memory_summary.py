@@ -1,4 +1,4 @@
-"""What a snapshot says in a few words: the peak and where it was, what held memory then, and who allocated it."""
+"""Summarizes a memory snapshot: the peak and where it was, what held memory then, and which code allocated it."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -40,7 +40,7 @@ ALLOCATED, FREED = "alloc", "free_completed"
 
 @dataclass(frozen=True)
 class Held:
-    """Memory, and where the run was (`tag`, "" if unknown) and its stack when it was allocated."""
+    """A piece of memory, with the run's tag ("" if unknown) and the Python stack of its allocation."""
 
     size: int
     tag: str = ""

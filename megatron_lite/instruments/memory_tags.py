@@ -1,4 +1,4 @@
-"""Where a run is, for the tag that every recorded allocation carries: 'step 10/forward/decoder.layers.0.mlp'."""
+"""The tags of recorded allocations, which say where in a run they happened: 'step 10/forward/decoder.layers.0.mlp'."""
 
 import time
 import weakref
@@ -20,7 +20,7 @@ MAX_MARKS, MAX_STEPS = 20_000, 1_000
 
 
 class Place(Instrument):
-    """Step, phase and innermost module of the run at this moment. `told` is called with each new tag."""
+    """The current step, phase and innermost module of a run. `told` is called with each new tag."""
 
     def __init__(self, told=None):
         self.step, self.phase_name, self.module = 0, SETUP, ""
@@ -42,21 +42,21 @@ class Place(Instrument):
 
     def end_phase(self, name: str, failed: bool):
         self._mark("END", name)
-        if not failed:  # else this is where it failed, and stays known
+        if not failed:  # keep the place where a step failed
             self.move("", "")
 
     def end(self, step: int):
         self._mark("END", f"step {step}")
 
     def move(self, phase_name: str, module: str):
-        """Be in a phase and a module from now on; empty for in between."""
+        """Set the current phase and module; empty names mean none."""
         self.phase_name, self.module = phase_name, module
-        self.tag = self.tag_of(phase_name, module)
+        self.tag = self.make_tag(phase_name, module)
         if self._told is not None:
             self._told(self.tag)
 
-    def tag_of(self, phase_name: str, module: str) -> str:
-        """What an allocation there is tagged with."""
+    def make_tag(self, phase_name: str, module: str) -> str:
+        """The tag of allocations in this phase and module."""
         parts = (f"step {self.step}", phase_name, module) if self.step else (SETUP, module)
         return "/".join(part for part in parts if part)
 
@@ -65,10 +65,11 @@ class Place(Instrument):
 
 
 class ModuleHooks:
-    """Tells a Place which module runs, with hooks from outside: no module and no graph is changed.
+    """Hooks that tell a Place which module runs. No module and no graph is changed.
 
-    `in_backward`: also when gradients of a module's output arrive, on whatever thread that is (a GPU's backward runs on
-    one of its own, where the tag has to be set again).
+    Args:
+        in_backward: Also tell when gradients of a module's output arrive. A GPU's backward runs on a thread of its own,
+            where the tag has to be set again.
     """
 
     def __init__(self, place: Place, in_backward: bool):
@@ -78,7 +79,7 @@ class ModuleHooks:
         self._handles = []
 
     def attach(self):
-        """From now on, for every module of the process."""
+        """Start watching every module of the process."""
         if not self._handles:
             leaving = register_module_forward_hook(self._leave, always_call=True)
             self._handles = [register_module_forward_pre_hook(self._enter), leaving]
@@ -104,7 +105,9 @@ class ModuleHooks:
             return
         name = self._running.pop()
         node = output.grad_fn if self._in_backward and isinstance(output, Tensor) else None
-        if node is not None and not any(output is given for given in inputs):  # an Identity hands on what another made
+        if node is not None and not any(
+            output is given for given in inputs
+        ):  # an Identity returns another module's output
             node.register_prehook(partial(self._gradient_arrives, name))
         self._move(self._running[-1] if self._running else "")
 

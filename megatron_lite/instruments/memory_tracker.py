@@ -1,4 +1,4 @@
-"""Every tensor storage that appears and disappears on the CPU, seen at torch's dispatcher.
+"""Records every tensor storage that is allocated and freed on the CPU, at torch's dispatcher.
 
 A dispatch mode sees each operation's results, whoever called it: Python, the autograd engine, DistributedDataParallel.
 A weak reference tells when a result's storage is freed. What a kernel takes and gives back within itself stays unseen.
@@ -30,7 +30,7 @@ from megatron_lite.phases import Phase
 
 FORWARD, BACKWARD = Phase.FORWARD.value, Phase.BACKWARD.value
 FRESH = ("aten::lift_fresh", "aten::resize_")  # their result is an argument, and its memory may be new all the same
-# what records, or calls what records: no part of the stack that is recorded
+# code that records, or calls what records, is left out of stacks
 RECORDERS = (
     "megatron_lite/instruments/",
     "megatron_lite/rehearsal/tracker.py",
@@ -43,7 +43,7 @@ MAX_DEPTH = 100
 
 
 class Stacks:
-    """Gives the calling stack as a list of {filename, line, name}, innermost first; equal stacks are one list."""
+    """Captures calling stacks as lists of {filename, line, name}, innermost first; equal stacks are one list object."""
 
     def __init__(self):
         self._known: dict[tuple, list[dict]] = {}
@@ -56,7 +56,7 @@ class Stacks:
         Empty on a thread of torch's own, where Python has no frames but the recorders'.
         """
         frame, key = sys._getframe(1), [operation]
-        add = key.append  # this loop is most of what recording costs
+        add = key.append  # most of the time of recording is spent in this loop
         while frame is not None:
             add(id(frame.f_code))
             add(frame.f_lasti)
@@ -80,7 +80,7 @@ class Stacks:
 
 
 class StorageTracker(TorchDispatchMode):
-    """Keeps at least the newest `most` allocations and frees, and all that is alive."""
+    """Records allocations and frees: at least the newest `most` of them, and everything that is still allocated."""
 
     STORAGES = "cpu"  # the device of those that are watched
 
@@ -104,28 +104,28 @@ class StorageTracker(TorchDispatchMode):
         return True
 
     def start(self):
-        """See all from here on. Entered by hand, since it spans calls; on this thread only."""
+        """Start recording, on this thread only."""
         if not self._entered and self.failure is None:
             super().__enter__()
             self._entered = self._recording = True
             torch.UntypedStorage.resize_ = lambda storage, size: self._resize(storage, size)
             weak = weakref.ref(self)
 
-            def stop():  # in a forked child, such as a loader's worker: nobody will read what it records
+            def stop():  # a forked child, such as a loader's worker, must not record
                 if (mine := weak()) is not None:
                     mine._recording = False
 
             os.register_at_fork(after_in_child=stop)
 
     def stop(self):
-        """Operations are theirs alone again; frees of what is known are still noticed."""
+        """Stop recording allocations. Frees of recorded ones are still noticed."""
         if self._entered:
             self._entered = False
             del torch.UntypedStorage.resize_
             super().__exit__(None, None, None)
 
     def forget_history(self):
-        """What has happened so far is no longer shown, only what is left of it."""
+        """Drop all recorded events; what is still allocated stays."""
         self._drop_events(len(self._events))
         self._bookmark, self.dropped = 0, False
 
@@ -133,20 +133,20 @@ class StorageTracker(TorchDispatchMode):
         self._module_of.clear()
 
     def add_unseen(self, name: str, size: int):
-        """Memory that a library takes outside of torch's operations, and keeps; `name` stands for its stack."""
+        """Record memory that a library takes outside of torch's operations and keeps. name: shown in place of a stack."""
         self._add(ALLOC, Allocation(size, self._tag(), [{"filename": "??", "line": 0, "name": name}]))
 
     @property
     def seeing(self) -> bool:
-        """Whether everything is seen at this moment."""
+        """Whether allocations are being recorded."""
         return self._entered and self._recording
 
     def remember(self):
-        """This moment, for a snapshot of it later on."""
+        """The state at this moment, of which `snapshot` can be taken later."""
         self._bookmark = len(self._events)
 
     def snapshot(self, remembered: bool = False) -> dict:
-        """Of now or of the remembered moment, in the form of torch.cuda.memory._snapshot(). Recording can go on."""
+        """A snapshot of now or of the remembered moment, in the form of torch.cuda.memory._snapshot(). Recording can go on."""
         events = self._events[: self._bookmark] if remembered else self._events[:]
         layout, surplus = self._layout.copy(), max(len(events) - self._most, 0)
         apply_events(layout, events[:surplus])
@@ -212,18 +212,18 @@ class StorageTracker(TorchDispatchMode):
         try:
             if self._live.pop(watch.key, None) is not None:
                 self._add(FREE, watch.allocation, (self._stacks.capture() if self._entered else [], self._tag()))
-        except Exception as error:  # noqa: BLE001 - nobody hears of what fails in a weak reference's callback
+        except Exception as error:  # noqa: BLE001 - errors in a weak reference's callback are not raised
             self.failure, self._recording = error, False
 
     def _add(self, action: str, allocation: Allocation, where: tuple[list[dict], str] | None = None):
-        """`where`: stack and tag, unless they are the allocation's own."""
+        """Record an event. where: its stack and tag, if they are not the allocation's own."""
         frames, tag = where or (allocation.frames, allocation.tag)
         self._events.append(Event(action, allocation, time.time_ns() // 1000, frames, tag))
         if len(self._events) > 2 * self._most:
             self._drop_events(self._most)
 
     def _drop_events(self, number: int):
-        """Let the oldest ones happen, so that no trace shows them."""
+        """Apply the oldest events to the layout, and drop them from the trace."""
         apply_events(self._layout, self._events[:number])
         del self._events[:number]
         self._bookmark, self.dropped = max(self._bookmark - number, 0), True
@@ -237,11 +237,11 @@ class StorageTracker(TorchDispatchMode):
         # Only a forward that is repeated for its activations records gradients inside backward; inside of a Function of
         # its own it does not, but modules run.
         again = node is not None and (torch.is_grad_enabled() or place.phase_name == RECOMPUTE)
-        return place.tag_of(RECOMPUTE if again else BACKWARD, module)
+        return place.make_tag(RECOMPUTE if again else BACKWARD, module)
 
 
 def _is_communicating() -> bool:
-    """Whether torch.distributed calls. What gloo takes and gives back within itself stays unseen, as a kernel's memory does."""
+    """Whether torch.distributed calls. Memory that gloo takes and returns within a call is not recorded, as a kernel's is not."""
     frame = sys._getframe(1)
     while frame is not None and not frame.f_code.co_filename.endswith(COMMUNICATION):
         frame = frame.f_back
@@ -249,7 +249,7 @@ def _is_communicating() -> bool:
 
 
 class _Watch(weakref.ref):
-    """A weak reference that knows what it watched."""
+    """A weak reference to a storage, with what was recorded of it."""
 
     __slots__ = ("allocation", "key")
 

@@ -19,7 +19,7 @@ EDGE = "megatron_lite.module_ranges"
 
 
 class ModuleRanges:
-    """Open from `open` to `close`. Modules are found at the first forward pass: the outermost module names the rest."""
+    """Records ranges of modules between `open` and `close`. The first forward pass finds them, below the outermost module."""
 
     def __init__(self, tell):
         self._tell = tell
@@ -38,7 +38,7 @@ class ModuleRanges:
             self._undo.pop()()
 
     def _watch_all(self, root: nn.Module):
-        """Before the first module of all: put hooks on those inside it that are wanted."""
+        """Put hooks on the modules of interest inside the first module that runs."""
         self._undo.pop()()
         wanted = find_modules(root)
         if not wanted:
@@ -70,7 +70,7 @@ class ModuleRanges:
         self._undo.append(lambda: setattr(module, "_compiled_call_impl", compiled))
 
     def _safely(self, action, *arguments):
-        """Hooks run inside the training's own calls, where nothing of ours may fail."""
+        """Run an action of a hook. An error in it must not end training."""
         if not self._open:
             return
         try:
@@ -83,7 +83,7 @@ class ModuleRanges:
         self._push(name, "recompute" if _in_backward() else "forward")
 
     def _leave(self, name: str, inputs, output):
-        """Also after an error, with no output then: recomputing stops so when it has all that it needs."""
+        """A module ends. Recomputation ends modules by an exception once it has what it needs; there is no output then."""
         if _in_backward():
             self._pop(name, "recompute")
             return
@@ -115,7 +115,7 @@ class ModuleRanges:
         self._ranges.stack.append((name, way, span))
 
     def _pop(self, name: str, way: str):
-        """End this range, and with it what an error left open inside."""
+        """End this range, and all ranges that an error left open inside it."""
         stack = getattr(self._ranges, "stack", [])
         if any(entry[:2] == (name, way) for entry in stack):
             entry = None

@@ -1,4 +1,4 @@
-"""The window as Nsight Systems sees it: where its collection begins and ends, and the steps and phases inside."""
+"""Marks the profiled window for Nsight Systems: where its collection starts and ends, and the steps and phases inside."""
 
 import contextlib
 import time
@@ -6,15 +6,16 @@ import time
 import torch
 from torch import distributed as dist
 
-from megatron_lite.config.plan import Plan
+from megatron_lite.config.args import ProfileArgs
+from megatron_lite.config.world import World
 from megatron_lite.instruments.base import Instrument, Window
 
 CAPTURE = "profile"  # what `nsys profile --capture-range=nvtx --nvtx-capture=profile` waits for
-SECONDS_FOR_NEIGHBOURS = 5
+SECONDS_FOR_NEIGHBORS = 5
 
 
 class TorchNvtx:
-    """NVTX ranges and marks by torch's CUDA build, in the default domain."""
+    """NVTX ranges and marks of torch's CUDA build, in the default domain."""
 
     push = staticmethod(torch.cuda.nvtx.range_push)
     pop = staticmethod(torch.cuda.nvtx.range_pop)
@@ -22,7 +23,7 @@ class TorchNvtx:
 
 
 class PackageNvtx:
-    """The same by NVIDIA's package `nvtx`, for processes without CUDA. Its texts are registered strings."""
+    """NVTX ranges and marks of NVIDIA's package `nvtx`, for processes without CUDA. Its texts are registered strings."""
 
     def __init__(self):
         import nvtx
@@ -32,7 +33,7 @@ class PackageNvtx:
             self.push, self.mark, self.pop = nvtx.push_range, nvtx.mark, nvtx.pop_range
             return
         # nvtx >= 0.2.12 asks the tool by a function that nsys of 2022 to 2024 does not serve, takes the domain for
-        # switched off and drops every range without a word, although the ranges themselves would be recorded
+        # switched off and drops every range silently, although the ranges themselves would be recorded
         from nvtx._lib.lib import DomainHandle
 
         domain = object.__new__(nvtx.Domain)
@@ -44,7 +45,7 @@ class PackageNvtx:
 
 
 def choose_nvtx(on_gpu: bool) -> TorchNvtx | PackageNvtx:
-    """What can push ranges in this process; RuntimeError, with the remedy, if nothing can."""
+    """The implementation of NVTX that works in this process. Raises RuntimeError, with the remedy, if there is none."""
     if on_gpu:
         return TorchNvtx()
     try:
@@ -57,19 +58,20 @@ def choose_nvtx(on_gpu: bool) -> TorchNvtx | PackageNvtx:
 
 
 class NsysRange(Instrument):
-    """Around the window cudaProfilerStart and -Stop (on a GPU) and the NVTX range CAPTURE; inside it a range for each
-    step and phase, and for each operator with its input shapes, where --record-shapes asks for it.
+    """Marks the window by the NVTX range CAPTURE and, on a GPU, cudaProfilerStart and cudaProfilerStop.
 
-    A window on demand is none of its business: torch.profiler records that, where nsys leaves it the GPU's counters.
+    Inside it each step and phase is a range, and with --record-shapes each operator with its input shapes. Windows on
+    demand are not marked: torch.profiler records those.
     """
 
-    def __init__(self, window: Window, plan: Plan, tell):
-        profile, world = plan.args.profile, plan.world
+    def __init__(self, window: Window, profile: ProfileArgs, world: World, tell):
         self.window, self._world, self._tell = window, world, tell
-        self._on_gpu, self._all_steps = plan.device == "cuda", profile.nvtx_ranges
+        self._on_gpu, self._all_steps = world.gpus > 0, profile.nvtx_ranges
         self._operators = profile.record_shapes
         first = world.rank - world.local_rank
-        self._neighbours = plan.profile_ranks & {*range(first, first + world.local_size)} - {world.rank}
+        self._neighbors = world.select_ranks(profile.profile_ranks) & {*range(first, first + world.local_size)} - {
+            world.rank
+        }
         self._capture: contextlib.ExitStack | None = None
         self._step, self._in_step = 0, False
 
@@ -97,8 +99,8 @@ class NsysRange(Instrument):
     def end(self, step: int):
         self._leave_step()
         if self._capture is not None and self.window.closes(step):
-            if self._neighbours and dist.is_initialized():
-                self._wait_for_neighbours()
+            if self._neighbors and dist.is_initialized():
+                self._wait_for_neighbors()
             self._stop()
 
     def close(self, error: BaseException | None):
@@ -115,7 +117,7 @@ class NsysRange(Instrument):
             capture.callback(self._nvtx.pop)
             if self._on_gpu:
                 capture.callback(torch.cuda.synchronize)  # the window's kernels must have run before it ends
-            # a report says nowhere else whose it is
+            # nothing else in a report names the rank
             self._nvtx.mark(f"rank {self._world.rank} of {self._world.size}, window: {self.window.words()}")
             if self._operators:
                 capture.enter_context(torch.autograd.profiler.emit_nvtx(record_shapes=True))
@@ -134,14 +136,14 @@ class NsysRange(Instrument):
         lost = "" if self._world.under_nsys else "; this run is not under nsys, which would have recorded them"
         self._tell(f"marked for Nsight Systems: {self.window.words(self._step)}, rank {self._world.rank}{lost}")
 
-    def _wait_for_neighbours(self):
+    def _wait_for_neighbors(self):
         """nsys ends its collection on this node when the first rank leaves the range: the others' last phases would be
         lost. No collective: who does not come is not waited for long."""
         if self._on_gpu:
-            torch.cuda.synchronize()  # not before its own kernels have run has a rank left
+            torch.cuda.synchronize()  # a rank has left when its own kernels have run
         store = dist.distributed_c10d._get_default_store()
         left = f"left the nsys range after step {self._step}/"
         store.set(f"{left}{self._world.rank}", "")
-        deadline = time.monotonic() + SECONDS_FOR_NEIGHBOURS
-        while not store.check([f"{left}{rank}" for rank in self._neighbours]) and time.monotonic() < deadline:
+        deadline = time.monotonic() + SECONDS_FOR_NEIGHBORS
+        while not store.check([f"{left}{rank}" for rank in self._neighbors]) and time.monotonic() < deadline:
             time.sleep(0.005)

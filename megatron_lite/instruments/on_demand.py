@@ -1,4 +1,4 @@
-"""`touch RUN/profile.now`: a window for a run that is already going on."""
+"""Profiles a run that is already going on, when the user makes the file RUN/profile.now."""
 
 import contextlib
 import os
@@ -10,8 +10,8 @@ from megatron_lite.instruments.base import Instrument, Window
 from megatron_lite.run_folder import write_atomically
 from megatron_lite.shared_files import read_bounded
 
-REQUEST = "profile.now"  # the user's: empty, or the number of steps
-ANSWER = "profile.next"  # of the rank that took it: "FIRST STOP", for the other ranks
+REQUEST = "profile.now"  # made by the user: empty, or with the number of steps
+ANSWER = "profile.next"  # written for other ranks by the one that took the request: "FIRST STOP"
 SECONDS_BETWEEN_LOOKS = 0.2  # a folder on a network may take milliseconds to answer
 MAX_STEPS_APART = 5  # hosts: every rank reads back results that are two steps old, which need all ranks
 MAX_BYTES = 100  # read of either: other people may write to the folder
@@ -19,10 +19,10 @@ MAX_STEPS = 1000  # a step of a large model is tens of megabytes of trace, held 
 
 
 class OnDemand(Instrument):
-    """Moves the window when asked to, for a run with its files in `run_dir`.
+    """Moves the window when the file REQUEST appears in `run_dir`.
 
-    Ranks run no collective for this. The leading one, which takes the request, names a step so far ahead that all see it
-    in time, by the clock at which they look and the pace of the steps; one that sees it late joins late.
+    Ranks run no collective for this. The leading rank takes the request and writes the first profiled step to the file
+    ANSWER, far enough ahead for all ranks to read it in time; a rank that reads it late joins late.
     """
 
     def __init__(self, window: Window, plan: Plan, run_dir: Path, tell):
@@ -31,19 +31,19 @@ class OnDemand(Instrument):
         self._request, self._answer = run_dir / REQUEST, run_dir / ANSWER
         self._length = max(profile.profile_step_end - max(profile.profile_step_start, 1), 1)
         self._leads = world.rank == min(plan.profile_ranks, default=-1)
-        self._alone = plan.profile_ranks | {world.size - 1} == {world.rank}  # nobody follows
+        self._alone = plan.profile_ranks | {world.size - 1} == {world.rank}  # no other rank follows
         # what is done in the window; None: nothing can be. nsys holds the GPU's counters, and does not record it either:
         # it was told before the run when to collect, and that is over or taken after one window.
         self._records = "profiling"
         if world.under_nsys and plan.device == "cuda":
             only_memory = "nsys holds the GPU's counters, so only memory is recorded in"
             self._records = only_memory if profile.record_memory_history else None
-        self._seen = None  # the answer that was heeded
-        self._stays = False  # the request that was heeded, as it cannot be removed
+        self._seen = None  # the last answer that was followed
+        self._stays = False  # the request was taken but cannot be removed
         self._looked_at, self._looked_in_step = time.monotonic(), 0
 
     def open(self):
-        if self._leads:  # an answer of an earlier run
+        if self._leads:  # left by an earlier run
             self._answer.unlink(missing_ok=True)
 
     def begin(self, step: int):
@@ -94,9 +94,9 @@ class OnDemand(Instrument):
         self._tell(f"{self._request}{told}")
 
     def _take(self) -> int | None:
-        """The number of steps asked for; None if it cannot be read. The file is gone afterwards, if it can be removed.
+        """The number of steps asked for; None if it cannot be read. Removes the file, if that is possible.
 
-        What it holds is never repeated: it may be a link to a secret that its maker cannot read, but this process can.
+        Its text is never printed: the file may be a link to a secret that this process can read and the file's maker cannot.
         """
         wrong = f"holds no number of steps from 1 to {MAX_STEPS}"
         try:

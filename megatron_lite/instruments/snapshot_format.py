@@ -1,4 +1,4 @@
-"""Snapshots in the form of torch.cuda.memory._snapshot(), of memory that no CUDA allocator handed out.
+"""Memory snapshots in the form of torch.cuda.memory._snapshot(), for memory that no CUDA allocator handed out.
 
 {segments, device_traces, allocator_settings, external_annotations}, plain values only: what torch.cuda._memory_viz and
 pytorch.org/memory_viz read. Equal stacks are one list object, so that a pickle holds them once.
@@ -10,7 +10,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron_lite.config.plan import Plan
 from megatron_lite.errors import UserError
 from megatron_lite.estimate.caching_allocator import Allocation, Layout, Segment
 
@@ -23,7 +22,7 @@ ALLOC, FREE, OUT_OF_MEMORY = "alloc", "free", "oom"
 
 
 class Event(NamedTuple):
-    """Something that happened to an allocation. frames and tag: where, for a free; an allocation knows its own."""
+    """An allocation, its free, or a failed allocation. frames and tag: where it was freed, or failed."""
 
     action: str  # ALLOC, FREE or OUT_OF_MEMORY
     allocation: Allocation
@@ -33,7 +32,7 @@ class Event(NamedTuple):
 
 
 def apply_events(layout: Layout, events: Iterable[Event]):
-    """Let events happen that no trace is to show."""
+    """Apply events to the layout without recording them in a trace."""
     for event in events:
         if event.action == ALLOC:
             layout.place(event.allocation)
@@ -101,19 +100,18 @@ PROTOCOL = 4  # the viewer in the browser reads no newer one; Python 3.14 would 
 
 
 def extend_name(path: Path, addition: str) -> Path:
-    """`addition` before the ending."""
+    """The path with `addition` before its ending."""
     return path.with_name(f"{path.stem}{addition}{path.suffix}")
 
 
-def name_snapshot(plan: Plan) -> Path:
-    """This rank's file: PATH, or with _rankN before its ending where several ranks write."""
-    path = Path(plan.args.profile.memory_snapshot_path)
-    return path if len(plan.profile_ranks) == 1 else extend_name(path, f"_rank{plan.world.rank}")
+def name_snapshot(given: str, rank: int, writers: int) -> Path:
+    """This rank's file: --memory-snapshot-path, or with _rankN before its ending where several ranks write."""
+    return Path(given) if writers == 1 else extend_name(Path(given), f"_rank{rank}")
 
 
-def check_snapshot_path(plan: Plan):
+def make_snapshot_folder(path: Path, given: str):
     """Make the folder of this rank's file. Raises UserError where none can be written there."""
-    path, given = name_snapshot(plan), f"--memory-snapshot-path {plan.args.profile.memory_snapshot_path}"
+    given = f"--memory-snapshot-path {given}"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -123,7 +121,7 @@ def check_snapshot_path(plan: Plan):
 
 
 def write_snapshot(path: Path, snapshot: dict):
-    """All of it or nothing. Raises OSError."""
+    """Write the snapshot whole or not at all. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:

@@ -1,4 +1,4 @@
-"""Time of every step and of its phases, on the host and on the GPU, and memory: always on, a few microseconds per phase."""
+"""Measures every step and its phases, on the host and on the GPU, and memory. Always on; takes a few microseconds per phase."""
 
 import contextlib
 import os
@@ -20,7 +20,7 @@ ON_HOST_ONLY = (Phase.DATA.value, Phase.LOG.value, Phase.SAVE.value)  # the GPU 
 class MemoryNow:
     """Host memory, and on a GPU the allocator's peak of each step, cheap enough for every step.
 
-    Peaks are set back at every step. What the allocator would say without that, `stats` says.
+    Peaks are reset at every step; `stats` returns the allocator's counters as if they were not.
     """
 
     def __init__(self, cuda: bool):
@@ -38,10 +38,10 @@ class MemoryNow:
         return (int(resident) - int(backed_by_files)) * self._page_bytes
 
     def peak_bytes(self) -> int | None:
-        """Most that tensors took at once since the last call; None without a GPU."""
+        """The most bytes that tensors took at once since the last call; None without a GPU."""
         if not self._cuda:
             return None
-        found = torch.cuda.memory_stats_as_nested_dict()  # the flat form costs ten times as much
+        found = torch.cuda.memory_stats_as_nested_dict()  # the flat form takes ten times as long
         peaks = {name: found[name]["all"]["peak"] for name in PEAKS}
         torch.cuda.reset_peak_memory_stats()
         self._peaks = {name: max(peak, peaks[name]) for name, peak in self._peaks.items()}
@@ -61,14 +61,14 @@ class MemoryNow:
 
 
 class GpuTimes:
-    """When the GPU was in which phase: timing events at the phases' edges, read once they have passed.
+    """Measures phases on the GPU by timing events at their edges, which are read once they have passed.
 
     A span is the time from the GPU reaching a phase's first work on the current stream to its finishing the last; where the
     stream is idle in between, because the host is slower, that counts too. Work on other streams counts as far as the
     current one waits for it: gradients are reduced beside backward, and what of that is not hidden is part of backward's time.
 
-    Makes the host wait for nothing unless told to. Events are used again, so that their number stays that of a few steps.
-    `event` makes one, `stream` gives the stream that a step computes on; others than CUDA's are for tests.
+    The host waits for nothing unless told to. Events are reused, so that there are those of a few steps only.
+    `event` makes an event, `stream` returns the stream that a step computes on; tests replace both.
     """
 
     def __init__(self, event=lambda: torch.cuda.Event(enable_timing=True), stream=lambda: torch.cuda.current_stream()):
@@ -78,22 +78,22 @@ class GpuTimes:
         self._waiting: deque[tuple] = deque()  # of each step that has ended: key, first and last event, spans
 
     def begin(self, key):
-        """A step begins. `key` comes back with its times."""
+        """Begin a step. key: what `arrived` yields with its times."""
         self._stream = self._current_stream()  # once: asking for it costs as much as recording
         self._key, self._first, self._spans = key, self.edge(), []
 
     def edge(self) -> torch.cuda.Event:
-        """An event at this place of the step's stream."""
+        """Record an event at this point of the step's stream."""
         event = self._free.pop() if self._free else self._make()
         event.record(self._stream)
         return event
 
     def span(self, name: str, first: torch.cuda.Event):
-        """The phase that began at `first` ends here."""
+        """End the phase that began at the event `first`."""
         self._spans.append((name, first, self.edge()))
 
     def end(self):
-        """The step ends here."""
+        """End the step."""
         self._waiting.append((self._key, self._first, self.edge(), self._spans))
 
     def arrived(self, wait: bool = False):
@@ -114,13 +114,13 @@ class GpuTimes:
 
 
 class Timeline(Instrument):
-    """Steps since the last `take`.
+    """Times of the steps since the last `take`.
 
-    Host times on a GPU are those of handing work over: kernels run later, and `gpu_seconds` and `gpu_phases` say how long.
+    Host times of a GPU run are those of launching work; `gpu_seconds` and `gpu_phases` are those of the kernels.
     """
 
     def __init__(self):
-        self.window = Window()  # whoever profiles puts in another one
+        self.window = Window()  # replaced where a window is profiled
         self.detailed, self.gpu, self.memory, self.cores = True, None, MemoryNow(cuda=False), CoreTime()
         self.current = StepTime(0)
         self._trained_seconds = 0.0  # by the finished steps, taken or not
@@ -133,7 +133,7 @@ class Timeline(Instrument):
         self._began = time.perf_counter()
 
     def set_up(self, detailed: bool, cuda: bool):
-        """Before the run. Not detailed: a step's time only, and that of what is not training."""
+        """Called before the run. detailed: measure phases too, not only steps and what is not training."""
         self.memory.close()
         self.detailed, self.memory = detailed, MemoryNow(cuda and detailed)
         self.gpu = GpuTimes() if cuda and detailed else None
@@ -163,7 +163,7 @@ class Timeline(Instrument):
         now, phases = time.perf_counter(), self.current.phases
         if self.detailed or name in NOT_TRAINING:
             phases[name] = phases.get(name, 0.0) + now - self._phases_began[name]
-        if failed:  # the GPU may be beyond asking
+        if failed:  # the GPU may have failed
             return
         if self._computed is not None:  # this rank waited for others in it, until now
             (since, edge), self._computed = self._computed, None
@@ -206,7 +206,7 @@ class Timeline(Instrument):
         return finished
 
     def so_far(self) -> list[StepTime]:
-        """The same, which stay to be taken; GPU times may be missing."""
+        """The finished steps since the last `take`, which stay to be taken; GPU times may be missing."""
         return list(self._finished)
 
     def training_seconds(self) -> float:

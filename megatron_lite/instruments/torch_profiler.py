@@ -25,7 +25,7 @@ from megatron_lite.instruments.module_ranges import ModuleRanges
 from megatron_lite.phases import PYTHON_GC
 from megatron_lite.units import MIB
 
-# --- a trace on its way to disk: whole under its name or not at all, and looked at before it is called a trace
+# --- writing a trace: whole or not at all, and checked before it gets its name
 
 LARGE = 16 * MIB  # from here on a trace is compressed unless the flags say otherwise: JSON shrinks about 15-fold
 CHUNK, OVERLAP = 4 * MIB, 4096
@@ -35,11 +35,11 @@ ENDING = re.compile(rb"[}\]]\s*\Z")
 
 
 class LostFile(OSError):
-    """What was to be written could not be, and nothing lies there."""
+    """A file could not be written; nothing was left in its place."""
 
 
 class Found(NamedTuple):
-    """What a trace holds, read from the file itself."""
+    """What a trace file holds."""
 
     steps: tuple[int, ...]
     kernels: int
@@ -90,14 +90,14 @@ def write_whole(path: Path, write, compress: bool | None = False, is_trace: bool
         raise LostFile(f"{path}: {error}") from error
 
 
-# --- torch's C++ writes notes of its profilers to stderr, past all settings; they are no news to a user
+# --- torch's C++ writes notes of its profilers to stderr, whatever the settings; they tell a user nothing
 
 NOISE = re.compile(rb"execution_trace_observer\.cpp|CPUAllocator\.cpp|output_json\.cpp|USDT:|kineto", re.IGNORECASE)
 
 
 @contextlib.contextmanager
 def suppress_notes():
-    """Hold back what is written to stderr inside, and pass on at the end what is no noise."""
+    """Hold back what is written to stderr inside, and print it at the end without known noise."""
     sys.stderr.flush()
     with tempfile.TemporaryFile() as held:
         real = os.dup(2)
@@ -127,14 +127,14 @@ class ChakraTrace:
         self.observer = ExecutionTraceObserver().register_callback(str(self._recording))  # the profiler starts it
 
     def write(self) -> str:
-        """Give the trace its name; returns what to say of it. LostFile if the disk is full, or the like."""
+        """Give the trace its name; returns a line about it. Raises LostFile if it cannot be written."""
         with suppress_notes():
             self.observer.unregister_callback()
         path, _ = write_whole(self._path, lambda hidden: os.replace(self._recording, hidden), self._compress)
         return f"Chakra execution trace: {path}"
 
     def drop(self):
-        """Leave nothing behind."""
+        """Remove the unfinished trace."""
         with suppress_notes():
             self.observer.unregister_callback()
         with contextlib.suppress(OSError):
@@ -174,7 +174,7 @@ CUDA, CPU = "self_cuda_time_total", "self_cpu_time_total"
 
 
 class TorchProfiler(Instrument):
-    """Records the window's steps. What was recorded is written also when the run ends inside it."""
+    """Records the window's steps with torch.profiler. A run that ends inside the window writes what was recorded."""
 
     def __init__(self, window: Window, options: ProfileArgs, rank: int, cuda: bool, folder: Path, tell):
         self.window, self.folder, self.rank, self._tell = window, folder, rank, tell
@@ -230,7 +230,7 @@ class TorchProfiler(Instrument):
                 self._chakra.drop()
 
     def make_profiler(self) -> _KinetoProfile:
-        """torch's profiler, off."""
+        """A torch profiler that has not started."""
         options = self.options
         return _KinetoProfile(
             activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.cuda else [])],
@@ -238,7 +238,7 @@ class TorchProfiler(Instrument):
             with_stack=options.pytorch_profiler_collect_callstack,
             profile_memory=options.pytorch_profiler_collect_memory,
             with_flops=options.pytorch_profiler_collect_flops,
-            # which stream or event a synchronisation waits for: critical paths need it
+            # which stream or event a synchronization waits for: critical paths need it
             experimental_config=_ExperimentalConfig(enable_cuda_sync_events=self.cuda),
             execution_trace_observer=self._chakra.observer if self._chakra else None,
             **TABLE_LIMIT,
@@ -354,7 +354,7 @@ class TorchProfiler(Instrument):
 
 
 def find_faults(found: Found, meant: range, cuda: bool, full: bool) -> Iterator[str]:
-    """What a trace itself shows to be missing. meant: the steps to be recorded; full: Kineto's room for events was."""
+    """What a trace lacks, by itself. meant: the steps to be recorded. full: Kineto's buffers were."""
     if found.steps != tuple(meant):
         held, wanted = (", ".join(map(str, steps)) or "none" for steps in (found.steps, meant))
         yield f"holds the steps {held}, not {wanted} as it should."

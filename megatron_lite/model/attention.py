@@ -21,7 +21,7 @@ softmax_backward = torch.ops.aten._softmax_backward_data.out
 
 @dataclass(frozen=True)
 class Attend:
-    """A chosen kernel.
+    """An attention kernel that was chosen.
 
     function(q_BNTD, k_BGTD, v_BGTD, mask_B1TT, dropout, layer_number) -> out_BNTD; mask True = may attend, None =
     causal; dropout is a probability; layer_number counts from 1.
@@ -35,7 +35,7 @@ class Attend:
     timed: str = ""
 
 
-def document_mask(documents_BT: Tensor) -> Tensor:
+def make_document_mask(documents_BT: Tensor) -> Tensor:
     """mask_B1TT, True where the row's token may attend to the column's: same document number, not later."""
     same = documents_BT[:, None, :, None] == documents_BT[:, None, None, :]
     return same.tril()
@@ -59,11 +59,11 @@ def explicit_attention(
     back inside the softmax (which then is in fp32).
     """
     if skip_future:
-        return _CausalAttention.apply(q_BNTD, _expand(k_BGTD, q_BNTD), _expand(v_BGTD, q_BNTD))
-    k_BNTD, v_BNTD = _expand(k_BGTD, q_BNTD), _expand(v_BGTD, q_BNTD)
+        return _CausalAttention.apply(q_BNTD, _repeat_heads(k_BGTD, q_BNTD), _repeat_heads(v_BGTD, q_BNTD))
+    k_BNTD, v_BNTD = _repeat_heads(k_BGTD, q_BNTD), _repeat_heads(v_BGTD, q_BNTD)
     damping = layer_number if scale_by_layer else 1
     scale = 1 / (math.sqrt(q_BNTD.shape[-1]) * damping)
-    scores = _scores(q_BNTD, k_BNTD, scale, mask_B1TT)
+    scores = _compute_scores(q_BNTD, k_BNTD, scale, mask_B1TT)
     if fp32_softmax or scale_by_layer:
         scores = scores.float() * damping
     probabilities = scores.softmax(dim=-1).to(v_BNTD.dtype)
@@ -72,7 +72,7 @@ def explicit_attention(
     return probabilities @ v_BNTD
 
 
-def _scores(q_BNTD: Tensor, k_BNTD: Tensor, scale: float, mask_B1TT: Tensor | None) -> Tensor:
+def _compute_scores(q_BNTD: Tensor, k_BNTD: Tensor, scale: float, mask_B1TT: Tensor | None) -> Tensor:
     """scale * q k^T, -inf where a token must not look; BNTT."""
     if mask_B1TT is not None:
         return ((q_BNTD * scale) @ k_BNTD.transpose(-2, -1)).masked_fill(~mask_B1TT, -math.inf)
@@ -134,7 +134,7 @@ class _CausalAttention(torch.autograd.Function):
 
 
 def _write_rows(whole_BTND: Tensor, start: int, rows_LRD: Tensor):
-    """In the order in which the projections want them."""
+    """Write rows in the layout that the output projection reads."""
     rows_BRND = rows_LRD.unflatten(0, (len(whole_BTND), -1)).transpose(1, 2)
     whole_BTND[:, start : start + rows_BRND.shape[1]] = rows_BRND
 
@@ -156,13 +156,13 @@ def sdpa_attention(
     kernels keep scores in fp32, so that dividing by it and multiplying back would change nothing.
     """
     if expand:
-        k_BGTD, v_BGTD = _expand(k_BGTD, q_BNTD), _expand(v_BGTD, q_BNTD)
-    arguments = sdpa_arguments(q_BNTD, k_BGTD, mask_B1TT, dropout)
+        k_BGTD, v_BGTD = _repeat_heads(k_BGTD, q_BNTD), _repeat_heads(v_BGTD, q_BNTD)
+    arguments = make_sdpa_arguments(q_BNTD, k_BGTD, mask_B1TT, dropout)
     with nullcontext() if backend is None else sdpa_kernel(backend):
         return F.scaled_dot_product_attention(q_BNTD, k_BGTD, v_BGTD, **arguments)
 
 
-def sdpa_arguments(q_BNTD: Tensor, k_BGTD: Tensor, mask_B1TT: Tensor | None, dropout: float) -> dict:
+def make_sdpa_arguments(q_BNTD: Tensor, k_BGTD: Tensor, mask_B1TT: Tensor | None, dropout: float) -> dict:
     return {
         "attn_mask": mask_B1TT,
         "dropout_p": dropout,
@@ -171,7 +171,7 @@ def sdpa_arguments(q_BNTD: Tensor, k_BGTD: Tensor, mask_B1TT: Tensor | None, dro
     }
 
 
-def _expand(x_BGTD: Tensor, q_BNTD: Tensor) -> Tensor:
-    """Each group's keys or values once per head."""
+def _repeat_heads(x_BGTD: Tensor, q_BNTD: Tensor) -> Tensor:
+    """Keys or values repeated for each head of their group."""
     repeats = q_BNTD.shape[1] // x_BGTD.shape[1]
     return x_BGTD if repeats == 1 else x_BGTD.repeat_interleave(repeats, dim=1)

@@ -1,4 +1,4 @@
-"""The choice between attention kernels on this device: what a flag asks for, what torch can run, what is fastest here.
+"""Chooses an attention kernel on this device: what a flag asks for, what torch can run, what is fastest.
 
 Which fused kernel is fastest changes with GPU, shape and version, so on a GPU they are tried out. Letters as in attention.py.
 """
@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron_lite.config.shape import ModelShape
 from megatron_lite.errors import UserError, first_line
-from megatron_lite.model.attention import Attend, explicit_attention, sdpa_arguments, sdpa_attention
+from megatron_lite.model.attention import Attend, explicit_attention, make_sdpa_arguments, sdpa_attention
 from megatron_lite.model.kernel_choice import EXPLICIT, MAX_EXPLICIT_POSITIONS
 
 NAMES = {
@@ -35,7 +35,7 @@ WARM_UPS, REPEATS = 3, 7
 
 @dataclass(frozen=True)
 class Probe:
-    """The arguments with which the model will call attention, as uninitialised tensors."""
+    """The arguments with which the model will call attention, as uninitialized tensors."""
 
     q_BNTD: Tensor
     k_BGTD: Tensor
@@ -79,7 +79,7 @@ def choose_attention(
         raise UserError(f"--attention-backend {backend}: not one of auto, flash, fused, unfused, local; use auto")
     probes = _probes(shape, batch, torch.device(device), dtype, masked)
     if backend == "auto":
-        return _automatic(probes, explain, pick)
+        return _choose_automatically(probes, explain, pick)
     wanted = FORCED[backend]
     for expand, probe in enumerate(probes):
         choice, reason = _ask_torch(probe, wanted)
@@ -88,8 +88,8 @@ def choose_attention(
     raise UserError(f"--attention-backend {backend}: cannot run here ({reason}); use --attention-backend auto")
 
 
-def _automatic(probes: list[Probe], explain: bool, pick: Callable | None) -> Attend:
-    """torch's own choice or the race's; keys are expanded per head only where that makes a fused kernel possible."""
+def _choose_automatically(probes: list[Probe], explain: bool, pick: Callable | None) -> Attend:
+    """The kernel for auto: torch's choice, or the fastest. Keys are repeated per head only if no fused kernel runs otherwise."""
     choices = [_ask_torch(probe)[0] for probe in probes]
     fused = [i for i, choice in enumerate(choices) if choice not in (None, SDPBackend.MATH)]
     chosen = fused[0] if fused else 0
@@ -129,7 +129,7 @@ def _ask_torch(probe: Probe, backend: SDPBackend | None = None) -> tuple[SDPBack
     torch gives its reasons as warnings, and only while refusing; there is no call that returns them.
     """
     device = probe.q_BNTD.device.type
-    arguments = sdpa_arguments(probe.q_BNTD, probe.k_BGTD, probe.mask_B1TT, probe.dropout)
+    arguments = make_sdpa_arguments(probe.q_BNTD, probe.k_BGTD, probe.mask_B1TT, probe.dropout)
     if backend in CUDA_ONLY and device != "cuda":
         return None, f"it needs a CUDA device, not {device}"
     with warnings.catch_warnings(record=True) as caught:
@@ -161,7 +161,7 @@ def _find_reasons(caught: list[warnings.WarningMessage], backend: SDPBackend | N
 
 @dataclass(frozen=True)
 class Race:
-    """Kernels by name, of those that ran."""
+    """The result of timing attention kernels."""
 
     winner: str | None  # None: none ran
     times_ms: Mapping[str, float]  # forward and backward, median; {} where there was nothing to choose
@@ -177,17 +177,17 @@ class Race:
 
 
 def fastest(probe: Probe, able: tuple[str, ...], preferred: str | None) -> Race:
-    """A race of the kernels `able` on this GPU, with arguments like the probe's. Leaves no memory behind."""
+    """Time the kernels `able` on this GPU, with arguments like the probe's. Keeps no memory."""
     if len(able) < 2:
         return Race(preferred, {})
-    trials = trials_of(probe, able)
+    trials = make_trials(probe, able)
     found = race(trials, preferred, gpu_ms)
     del trials
     torch.cuda.empty_cache()
     return found
 
 
-def trials_of(probe: Probe, names: tuple[str, ...]) -> dict[str, Trial]:
+def make_trials(probe: Probe, names: tuple[str, ...]) -> dict[str, Trial]:
     """Forward and backward of attention by each kernel, on normal numbers: zeros would be faster than any data."""
     backends = {name: backend for backend, name in NAMES.items()}
     q_BNTD, k_BGTD, v_BGTD = (

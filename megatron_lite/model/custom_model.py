@@ -1,4 +1,4 @@
-"""A model of the user's own in place of the GPT: --model FILE.py:FUNCTION or MODULE:FUNCTION.
+"""Builds the user's model in place of the GPT: --model FILE.py:FUNCTION or MODULE:FUNCTION.
 
     def build(shape):
         '''A torch module, with its first weights. shape: a ModelShape, the sizes that the flags give.'''
@@ -13,9 +13,8 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn
 
-from megatron_lite.config.plan import Plan
+from megatron_lite.config.shape import ModelShape
 from megatron_lite.errors import UserError
-from megatron_lite.model.gpt import DTYPES
 from megatron_lite.units import count, short_count
 from megatron_lite.user_functions import find_function, why_not_callable
 
@@ -29,7 +28,7 @@ class CustomModel(nn.Module):
 
     def __init__(self, custom: nn.Module, spelled: str):
         super().__init__()
-        self.custom, self._spelled, self._is_first = custom, spelled, True
+        self.custom, self.spelled, self._is_first = custom, spelled, True
 
     def forward(self, tokens_BT: Tensor, labels_BT: Tensor, positions_BT=None, documents_BT=None) -> Tensor:
         """losses_BT, fp32. UserError if the module returns something else."""
@@ -50,7 +49,7 @@ class CustomModel(nn.Module):
         return losses_BT
 
     def _refuse(self, what: str):
-        raise UserError(f"{FLAG} {self._spelled}: its module {what}")
+        raise UserError(f"{FLAG} {self.spelled}: its module {what}")
 
 
 def find_unused(loss: Tensor, named: Mapping[str, Tensor]) -> str | None:
@@ -68,26 +67,21 @@ def find_unused(loss: Tensor, named: Mapping[str, Tensor]) -> str | None:
     return next((name for name, one in named.items() if one.requires_grad and id(one) not in reached), None)
 
 
-def find_custom_model(plan: Plan) -> Callable[..., nn.Module] | None:
-    """The function that --model names; None without the flag. UserError if there is none that can be called."""
-    spelled = plan.args.model.model
-    return None if spelled is None else find_function(FLAG, spelled, ("shape",))
+def find_custom_model(spelled: str) -> Callable[..., nn.Module]:
+    """The function that --model names. UserError if there is none that can be called."""
+    return find_function(FLAG, spelled, ("shape",))
 
 
-def build_custom_model(plan: Plan, device: torch.device) -> CustomModel:
-    """What --model's function returns, on the device and in the plan's precision.
-
-    Where ranks share out fp32 weights, parameters are fp32 and have been rounded to that precision.
+def build_custom_model(spelled: str, shape: ModelShape, dtype: torch.dtype, device: torch.device) -> CustomModel:
+    """What the function that --model names returns, on the device, its parameters of this dtype.
 
     Raises:
         UserError: It is no module that this trainer can call, train and save.
     """
-    build = find_custom_model(plan)
-    assert build is not None
-    custom = build(plan.shape)
+    custom = find_custom_model(spelled)(shape)
 
     def refuse(what: str):
-        raise UserError(f"{FLAG} {plan.args.model.model}: {what}")
+        raise UserError(f"{FLAG} {spelled}: {what}")
 
     if not isinstance(custom, nn.Module):
         refuse(f"returned a {type(custom).__name__}; return a torch.nn.Module")
@@ -99,14 +93,10 @@ def build_custom_model(plan: Plan, device: torch.device) -> CustomModel:
     for name in (name for name, parameter in named.items() if not parameter.ndim):
         refuse(f"its parameter {name} has no dimension; give it the shape [1]")
     number = sum(parameter.numel() for parameter in named.values())
-    logger.info(f"  model: {plan.args.model.model} | number of parameters: {count(number)} ({short_count(number)})")
+    logger.info(f"  model: {spelled} | number of parameters: {count(number)} ({short_count(number)})")
     saved = custom.state_dict(keep_vars=True)
     for name in (name for name, _ in custom.named_buffers() if name in saved):
         refuse(
             f"its buffer {name} would be in no checkpoint; register it with persistent=False, or make it a parameter"
         )
-    model = CustomModel(custom, plan.args.model.model).to(device=device, dtype=DTYPES[plan.precision])
-    if plan.sharding is not None:
-        for parameter in model.parameters():
-            parameter.data = parameter.data.float()
-    return model
+    return CustomModel(custom, spelled).to(device=device, dtype=dtype)

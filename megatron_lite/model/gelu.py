@@ -20,7 +20,7 @@ OUTER = 2 * math.sqrt(2 / math.pi)
 
 
 def gelu_tanh(x: Tensor) -> Tensor:
-    """Any shape, any precision."""
+    """GELU of a tensor of any shape and precision."""
     if torch.compiler.is_compiling():  # would keep torch's slow tanh, and fuses this formula
         wide = x.float()
         return (wide * torch.sigmoid(OUTER * wide * (1 + CUBIC * wide * wide))).to(x.dtype)
@@ -30,7 +30,7 @@ def gelu_tanh(x: Tensor) -> Tensor:
 
 
 class _InPieces(torch.autograd.Function):
-    """Keeps the slope instead of x."""
+    """GELU computed in pieces, which keeps its slope for backward instead of its input."""
 
     @staticmethod
     def forward(ctx, x: Tensor) -> Tensor:
@@ -76,7 +76,7 @@ def _fill(x: Tensor, result: Tensor, slope: Tensor | None):
 
 
 def room_for(x: Tensor) -> tuple[Tensor, Tensor]:
-    """fp32 buffers of a piece of x, and OUTER."""
+    """Buffers in fp32 for a piece of x, and OUTER."""
     length = max(1, min(PIECE * torch.get_num_threads(), x.numel()))
     copies = 2 if x.dtype == torch.float32 else 4
     return torch.empty(copies, length, dtype=torch.float32), torch.full((), OUTER)

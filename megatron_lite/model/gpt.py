@@ -1,7 +1,7 @@
 """The GPT model. Parameter names and layouts are those of Megatron-Core's local layer specification.
 
 Letters: B batch, T positions, H hidden, V padded vocabulary, N query heads, G query groups (key/value heads), D width of one head,
-R rotated part of D, W normalised width, F width of fc1's output.
+R rotated part of D, W normalized width, F width of fc1's output.
 """
 
 import math
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from megatron_lite.config.layout import Part, take_part
 from megatron_lite.config.shape import ModelShape
-from megatron_lite.model.attention import Attend, document_mask
+from megatron_lite.model.attention import Attend, make_document_mask
 from megatron_lite.model.gelu import gelu_tanh
 from megatron_lite.model.loss import token_losses
 
@@ -23,7 +23,7 @@ DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 # --- rotary position embedding (Su et al. 2021, arXiv 2104.09864)
 
 
-def rotary_tables(positions_BT: Tensor, shape: ModelShape) -> tuple[Tensor, Tensor]:
+def make_rotary_tables(positions_BT: Tensor, shape: ModelShape) -> tuple[Tensor, Tensor]:
     """cos_B1TR, sin_B1TR in fp32: angle = position / factor * base^(-2i/R) for the i-th pair of channels.
 
     Calculated anew in each forward pass, because a table kept as a buffer would not survive meta-device construction.
@@ -60,7 +60,7 @@ def rotate(x_BNTD: Tensor, cos_B1TR: Tensor, sin_B1TR: Tensor, interleaved: bool
 
 
 class Norm(nn.Module):
-    """Normalises the last dimension; input and output (..., W), same dtype.
+    """Normalizes the last dimension; input and output (..., W), same dtype.
 
     Parameters: weight_W, and bias_W for LayerNorm only. With layernorm_1p the stored weight is the real one minus 1.
     """
@@ -237,25 +237,25 @@ class GPT(nn.Module):
         # rotations count from the start of the sequence, as in Megatron: only learned positions can be reset
         sequence_1T = self.number_positions(tokens_BT.shape[1], tokens_BT.device)[None]
         positions_BT = sequence_1T if positions_BT is None else positions_BT
-        mask_B1TT = None if documents_BT is None else document_mask(documents_BT)
+        mask_B1TT = None if documents_BT is None else make_document_mask(documents_BT)
         cos_B1TR = sin_B1TR = None
         if self.shape.position_embedding == "rope":
-            cos_B1TR, sin_B1TR = rotary_tables(sequence_1T, self.shape)
+            cos_B1TR, sin_B1TR = make_rotary_tables(sequence_1T, self.shape)
         hidden_BTH = self.embed(tokens_BT, positions_BT)
         return self.finish(self.decoder(hidden_BTH, mask_B1TT, cos_B1TR, sin_B1TR), labels_BT)
 
     def embed(self, tokens_BT: Tensor, positions_BT: Tensor) -> Tensor:
-        """hidden_BTH that the first layer takes."""
+        """Embed tokens: hidden_BTH, the first layer's input."""
         return self.embedding(tokens_BT, positions_BT)
 
     def finish(self, hidden_BTH: Tensor, labels_BT: Tensor | None) -> Tensor:
-        """Logits or losses, of what the last layer gives."""
+        """Logits or losses from the last layer's output."""
         if labels_BT is None:
             return F.linear(hidden_BTH, self.output_weight)
         return self.losses(hidden_BTH, self.output_weight, labels_BT)
 
     def number_positions(self, length: int, device: torch.device) -> Tensor:
-        """The place of each token in its sequence; others where ranks have a part of each."""
+        """The position of each token in its sequence. Context parallel ranks replace this."""
         return torch.arange(length, device=device)
 
     @property

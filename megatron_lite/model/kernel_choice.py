@@ -1,4 +1,4 @@
-"""Choices between kernels that depend on the plan alone. The estimators ask here too, so that nothing imports torch."""
+"""Choices between kernels that depend on the plan alone. Without torch, as the estimators use them too."""
 
 from functools import cache
 from pathlib import Path
@@ -28,7 +28,7 @@ def skips_future_scores(shape: ModelShape, precision: str, device: str, masked: 
 
 
 def count_scores(length: int) -> int:
-    """Numbers that one head then holds for a sequence."""
+    """Number of scores that one head holds for a sequence, where future ones are skipped."""
     ends = (min(start + QUERIES_AT_ONCE, length) for start in range(0, length, QUERIES_AT_ONCE))
     return sum(
         min(QUERIES_AT_ONCE, length - start) * end for start, end in zip(range(0, length, QUERIES_AT_ONCE), ends)
@@ -75,7 +75,7 @@ def works_in_pieces(on_cpu: bool, element_bytes: int) -> bool:
 
 
 def gelu_works_in_pieces(on_cpu: bool, element_bytes: int) -> bool:
-    """The same of GELU; in fp32 only without AVX-512, where torch's tanh is slow."""
+    """Whether GELU is computed in pieces: on CPUs; in fp32 only without AVX-512, where torch's tanh is slow."""
     return on_cpu and (element_bytes == 2 or not has_avx512())
 
 

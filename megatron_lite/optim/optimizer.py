@@ -4,24 +4,24 @@ The loss scale, the clipping coefficient and whether to skip are tensors; the fu
 and leave early at `found_inf`, so that unscaling, clipping and updating are one pass over the weights.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from megatron_lite.config.plan import Plan
+from megatron_lite.config.args import OptimizerArgs, PrecisionArgs
+from megatron_lite.config.plan import LearningRatePlan, Plan
 from megatron_lite.marks import MASTER_WEIGHTS, mark_memory
-from megatron_lite.optim.schedule import learning_rates, weight_decays
 from megatron_lite.phases import Phase
 
 
-def make_engine(plan: Plan, weights: list[nn.Parameter], lr: Tensor) -> torch.optim.Optimizer:
+def make_engine(o: OptimizerArgs, weights: list[nn.Parameter], lr: Tensor) -> torch.optim.Optimizer:
     """A fused torch optimizer over `weights`, reading its learning rate from the device tensor `lr`.
 
     The first group, matrices and embeddings, decays as Optimizer.follow sets it; vectors (biases, norms) do not.
     """
-    o = plan.args.optimizer
     groups = [
         {"params": [w for w in weights if w.ndim > 1], "weight_decay": 0.0},
         {"params": [w for w in weights if w.ndim <= 1], "weight_decay": 0.0},
@@ -32,7 +32,7 @@ def make_engine(plan: Plan, weights: list[nn.Parameter], lr: Tensor) -> torch.op
     else:
         engine = torch.optim.SGD(groups, lr=lr, momentum=o.sgd_momentum, fused=True)
     # What torch would make in the first step. Made before it, a checkpoint finds tensors to be read into; and torch would
-    # leave a momentum buffer that it makes in a skipped first step uninitialised, where zeros give the same first step.
+    # leave a momentum buffer that it makes in a skipped first step uninitialized, where zeros give the same first step.
     for weight in weights:
         state = engine.state[weight]
         if o.optimizer == "adam":
@@ -97,21 +97,24 @@ class Optimizer:
         sum_over_ranks: Callable[[Tensor], Tensor] | None = None,
         counted: list[bool] | None = None,
     ):
-        """sum_over_ranks: where each rank has parts of the parameters only, a number's sum over all that have the others.
-        counted: of which parameters that sum takes this rank's, as others hold them too; of all if None."""
+        """
+        Args:
+            sum_over_ranks: Sums a number over ranks that hold other parts of the parameters; None if this rank has all.
+            counted: Which parameters this rank counts in that sum, as others hold them too; all if None.
+        """
         self.plan, self._sum_over_ranks = plan, sum_over_ranks
         self._counted = counted or [True] * len(parameters)
         self.weights = MasterWeights(parameters)
-        self.scaler = make_loss_scale(plan, device)
+        self.scaler = make_loss_scale(plan.precision, plan.args.precision, device)
         self.lr = torch.tensor(0.0, dtype=torch.float32, device=device)
-        self.engine = make_engine(plan, self.weights.masters, self.lr)
+        self.engine = make_engine(plan.args.optimizer, self.weights.masters, self.lr)
         self.good_samples = torch.zeros((), dtype=torch.int64, device=device)
         self.stopped = torch.zeros((), dtype=torch.bool, device=device)
         self._one = torch.ones((), dtype=torch.float32, device=device)
         self.follow(plan.learning_rate)
 
     def follow(self, schedule):
-        """Take learning rate and weight decay from `schedule` from now on."""
+        """Take learning rate and weight decay from `schedule`."""
         self.schedule = schedule
         self._decay_changes = schedule.weight_decay_style != "constant"
         # torch applies a constant decay; one that changes it would want as a number on the host, so that step does it
@@ -119,13 +122,13 @@ class Optimizer:
         self._set_rates()
 
     def resume(self):
-        """Go on from what was copied into `tensors`: the model's weights are rounded from it, the rates are those of its samples."""
+        """Continue after state was copied into `tensors`: round the model's weights from it, set the rates of its samples."""
         self.weights.write_back()
         self._set_rates()
 
     @property
     def loss_scale(self) -> Tensor:
-        """What to multiply the loss by before backward."""
+        """The factor by which the loss is multiplied before backward."""
         return self._one if self.scaler is None else self.scaler.scale
 
     @torch.no_grad()
@@ -154,7 +157,7 @@ class Optimizer:
         with phase(Phase.OPTIMIZER_STEP):
             if self._decay_changes:
                 self._decay(skipped, divide_by)
-            # the attributes through which torch's own GradScaler speaks to fused optimizers
+            # the attributes that torch's GradScaler sets on fused optimizers
             self.engine.grad_scale = torch.where(skipped, self._one, divide_by)
             self.engine.found_inf = skipped.float()
             self.engine.step()
@@ -180,17 +183,17 @@ class Optimizer:
         return zeros if self._sum_over_ranks is None else self._sum_over_ranks(zeros)
 
     def _select(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Those that this rank counts, of one per parameter; a parameter that had no part in the losses has no gradient."""
+        """The tensors, of one per parameter, that this rank counts. A parameter that the losses do not use has no gradient."""
         return [t for t, counts in zip(tensors, self._counted, strict=True) if counts and t is not None]
 
     def _set_rates(self) -> Tensor:
-        """Of the step that starts after the good samples so far, whatever batches they came in. Returns the learning rate."""
-        rate = learning_rates(self.schedule, self.good_samples)
+        """Set the rates of the step that starts after the good samples so far. Returns the learning rate."""
+        rate = compute_learning_rates(self.schedule, self.good_samples)
         self.lr.copy_(rate)
         return rate
 
     def _decay(self, skipped: Tensor, divide_by: Tensor):
-        decay = weight_decays(self.schedule, self.good_samples).float()
+        decay = compute_weight_decays(self.schedule, self.good_samples).float()
         matrices = [w for w in self.weights.masters if w.ndim > 1]
         if self.plan.args.optimizer.optimizer == "adam":
             keep = torch.where(skipped, self._one, 1 - self.lr * decay)
@@ -219,16 +222,16 @@ class Optimizer:
 
 
 class LossScale:
-    """A fixed factor. `update` changes nothing."""
+    """A fixed loss scale."""
 
     def __init__(self, scale: float, device: torch.device):
         self.scale = torch.tensor(scale, dtype=torch.float32, device=device)
 
     def update(self, overflow: Tensor):
-        """Called once a step with the bool tensor `overflow`."""
+        """Adapt the scale after a step. overflow: a bool tensor."""
 
     def tensors(self) -> dict[str, Tensor]:
-        """What a resumed run goes on from, live; nothing, as a fixed factor is the command line's."""
+        """State that a checkpoint holds: none, as the command line gives a fixed factor."""
         return {}
 
 
@@ -261,11 +264,61 @@ class DynamicLossScale(LossScale):
         }
 
 
-def make_loss_scale(plan: Plan, device: torch.device) -> LossScale | None:
-    """None where gradients need no scale: fp32, and bf16 without --loss-scale."""
-    p = plan.args.precision
-    if plan.precision == "fp32" or plan.precision == "bf16" and not p.loss_scale:
+def make_loss_scale(precision: str, p: PrecisionArgs, device: torch.device) -> LossScale | None:
+    """The loss scale of a precision; None where gradients need none: fp32, and bf16 without --loss-scale."""
+    if precision == "fp32" or precision == "bf16" and not p.loss_scale:
         return None
     if p.loss_scale:  # 0 is Megatron's word for a dynamic one
         return LossScale(p.loss_scale, device)
     return DynamicLossScale(p.initial_loss_scale, p.min_loss_scale, int(p.loss_scale_window), p.hysteresis, device)
+
+
+# --- the schedule of Megatron-LM 0.16, by samples of successful steps, on the device where their number is
+
+
+def compute_learning_rates(plan: LearningRatePlan, samples: Tensor) -> Tensor:
+    """Learning rate of the step that starts after `samples` successfully consumed samples; float64, same shape."""
+    samples = torch.as_tensor(samples, dtype=torch.float64)
+    warming = (samples <= plan.warmup_samples) & (plan.warmup_samples > 0)
+    warm = plan.init + (plan.peak - plan.init) * samples / (plan.warmup_samples or 1)
+    if plan.style == "constant":
+        return torch.where(warming, warm, plan.peak)
+    if plan.style == "inverse-square-root":
+        warmup = max(plan.warmup_samples, 1)
+        rate = (plan.peak * math.sqrt(warmup) / samples.clamp(min=1).sqrt()).clamp(min=plan.floor)
+    else:
+        rate = plan.floor + (plan.peak - plan.floor) * _compute_remaining(plan, samples)
+    return torch.where(warming, warm, torch.where(samples > plan.decay_samples, plan.floor, rate))
+
+
+def _compute_remaining(plan: LearningRatePlan, samples: Tensor) -> Tensor:
+    """Share of (peak - floor) that is left: 1 after the warm-up, 0 at the end of the decay."""
+    if plan.style != "WSD":
+        span = (plan.decay_samples - plan.warmup_samples) or 1
+        done = ((samples - plan.warmup_samples) / span).clamp(0, 1)
+        return 1 - done if plan.style == "linear" else _cosine(done)
+    # warm-up, stable, decay: everything stays until the last wsd_samples
+    start = plan.decay_samples - plan.wsd_samples
+    done = ((samples - start) / max(plan.wsd_samples, 1)).clamp(0, 1)
+    shape = {
+        "linear": lambda: 1 - done,
+        "cosine": lambda: _cosine(done),
+        "exponential": lambda: 2 * 0.5**done - 1,
+        "minus_sqrt": lambda: 1 - done.sqrt(),
+    }
+    return torch.where(samples <= start, 1.0, shape[plan.wsd_style]())
+
+
+def compute_weight_decays(plan: LearningRatePlan, samples: Tensor) -> Tensor:
+    """Weight decay of the step that starts after `samples` samples: constant, or growing over the whole training; float64."""
+    samples = torch.as_tensor(samples, dtype=torch.float64)
+    if plan.weight_decay_style == "constant":
+        return torch.full_like(samples, plan.end_weight_decay)
+    share = (samples / max(plan.weight_decay_samples, 1)).clamp(max=1)
+    grown = share if plan.weight_decay_style == "linear" else _cosine(1 - share)
+    return plan.start_weight_decay + (plan.end_weight_decay - plan.start_weight_decay) * grown
+
+
+def _cosine(done: Tensor) -> Tensor:
+    """Half a cosine wave, from 1 to 0 while `done` goes from 0 to 1."""
+    return 0.5 * (torch.cos(math.pi * done) + 1)

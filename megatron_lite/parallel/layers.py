@@ -8,7 +8,7 @@ until its end. On GPUs the loss is compiled, too.
 import hashlib
 import os
 import platform
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Iterable, MutableMapping
 from functools import partial
 from pathlib import Path
 from subprocess import CalledProcessError
@@ -17,8 +17,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from megatron_lite.config.machine import missing_compiler
-from megatron_lite.config.plan import Plan
+from megatron_lite.config.machine import find_missing_compiler
+from megatron_lite.config.plan import Compilation
+from megatron_lite.config.shape import ModelShape
 from megatron_lite.config.world import World
 from megatron_lite.errors import first_line
 
@@ -36,7 +37,7 @@ def no_compiler(world: World) -> str:
     capability = torch.cuda.get_device_capability(world.gpu)
     if capability < OLDEST:
         return f"Triton compiles for GPUs of compute capability 7.0 and later, and this one has {'.'.join(map(str, capability))}"
-    if missing := missing_compiler(on_gpu=True, environ=os.environ):
+    if missing := find_missing_compiler(on_gpu=True, environ=os.environ):
         return missing
     # the first thing that Triton does is to build and load a helper that launches its kernels, which fails without libcuda,
     # the C library's headers or a folder whose files may be run
@@ -51,39 +52,40 @@ def no_compiler(world: World) -> str:
     return ""
 
 
-def expected_compilations(plan: Plan) -> int:
-    """At most, if nothing about the layers' inputs changes while training."""
+def count_compilations(shape: ModelShape, compilation: Compilation) -> int:
+    """The most graphs that torch.compile compiles if the layers' inputs keep their form while training."""
     # a layer that scales by its number is a variant of its own
-    layers = TRAINING_AND_EVALUATION * (plan.shape.num_layers if plan.shape.query_key_layer_scaling else 1)
-    return layers + (LOSS_PIECES if plan.compilation.loss else 0)
+    layers = TRAINING_AND_EVALUATION * (shape.num_layers if shape.query_key_layer_scaling else 1)
+    return layers + (LOSS_PIECES if compilation.loss else 0)
 
 
-def compile_layers(plan: Plan, layers: nn.ModuleList):
-    """Compile each layer's forward, at its first call. To be done before recomputation is put on, which then repeats
-    compiled layers. Parameters keep their names."""
+def compile_layers(layers: nn.ModuleList, backend: str, graphs: int):
+    """Compile each layer's forward at its first call. Parameters keep their names.
+
+    Call it before `recompute_layers`, which then repeats compiled layers. graphs: of `count_compilations`.
+    """
     import torch._dynamo  # takes a second, which runs without the flag do not pay
 
     dynamo = torch._dynamo.config
     # would cut each layer at bucket edges, although buckets are reduced between layers anyway
     dynamo.optimize_ddp = False
     # beyond its limit torch would go on eagerly, without a word
-    dynamo.recompile_limit = max(dynamo.recompile_limit, 2 * expected_compilations(plan))
+    dynamo.recompile_limit = max(dynamo.recompile_limit, 2 * graphs)
     for layer in layers:
-        layer.forward = compiled(plan, layer.forward)
+        layer.forward = compile_function(layer.forward, backend)
 
 
-def compiled(plan: Plan, function: Callable) -> Callable:
+def compile_function(function: Callable, backend: str) -> Callable:
     """`function`, compiled for each shape at its first call."""
-    return torch.compile(function, backend=plan.args.training.torch_compile_backend, dynamic=False)
+    return torch.compile(function, backend=backend, dynamic=False)
 
 
-def describe_compilation(plan: Plan) -> str:
-    """What is compiled, or why nothing is, and the way to the other."""
-    why = plan.compilation.why
-    if not plan.compiles_layers:
+def describe_compilation(compilation: Compilation, backend: str, num_layers: int) -> str:
+    """What is compiled, or why nothing is, and the flag for the other choice."""
+    why = compilation.why
+    if not compilation.layers:
         return f"torch.compile: none{why and f' ({why})'}"
-    backend = plan.args.training.torch_compile_backend
-    what = f"each of {plan.shape.num_layers} layers" + " and the loss" * plan.compilation.loss
+    what = f"each of {num_layers} layers" + " and the loss" * compilation.loss
     return (
         f"compiling {what} with {backend}{why and f' ({why})'}: the steps in "
         "which that happens take longer and are left out of averages"
@@ -131,13 +133,14 @@ def _hash_processor() -> str:
 # --- recomputation
 
 
-def recompute_layers(plan: Plan, layers: nn.ModuleList):
-    """Make layers forget their activations, as the flags say. With --recompute-granularity selective none: core attention alone is
-    recomputed, which the fused kernels do by themselves.
+def recompute_layers(layers: nn.ModuleList, chunks: Iterable[range], per_chunk: int):
+    """Have the first `per_chunk` layers of each chunk forget their activations and compute them again in backward.
+
+    With --recompute-granularity selective that is none: core attention alone is recomputed, by the attention kernel.
     """
     by_number = dict(layers.named_children())
-    for chunk in plan.stage.chunks:
-        for number in chunk[: plan.recomputed_layers]:
+    for chunk in chunks:
+        for number in chunk[:per_chunk]:
             by_number[str(number)].forward = recomputed(by_number[str(number)].forward)
 
 

@@ -18,8 +18,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from megatron_lite.config.layout import Stage, Turn, find_source, list_forwards, order_turns
+from megatron_lite.config.layout import Layout, Stage, Turn, find_source, list_forwards, order_turns
 from megatron_lite.config.plan import Plan
+from megatron_lite.config.shape import ModelShape
 from megatron_lite.model.gpt import DTYPES
 from megatron_lite.parallel.mesh import arrange_ranks, make_group
 from megatron_lite.parallel.weight_gradients import WeightGradients
@@ -163,7 +164,12 @@ def make_pipeline(plan: Plan, device: torch.device) -> Pipeline:
         return Pipeline(stage)
     lines = arrange_ranks(layout).movedim(0, -1)
     mine = lines[layout.data_rank, layout.context_rank, layout.tensor_rank].tolist()
-    make = partial(torch.empty, _measure_hidden(plan), dtype=DTYPES[plan.precision], device=device)
+    make = partial(
+        torch.empty,
+        _measure_hidden(plan.rank_shape, layout, plan.args.training.micro_batch_size),
+        dtype=DTYPES[plan.precision],
+        device=device,
+    )
 
     def make_link(step: int, name: str) -> Link:
         """To the stage `step` further on. Chunks go round: from the one end to the other."""
@@ -192,10 +198,9 @@ def make_pipeline(plan: Plan, device: torch.device) -> Pipeline:
     return Pipeline(stage, onward, back, ends)
 
 
-def _measure_hidden(plan: Plan) -> tuple[int, int, int]:
-    """(B, T, H) of what stages hand on."""
-    shares = plan.layout.tensor if plan.layout.sequence_parallel else 1
-    return plan.args.training.micro_batch_size, plan.rank_shape.seq_length // shares, plan.shape.hidden_size
+def _measure_hidden(shape: ModelShape, layout: Layout, sequences: int) -> tuple[int, int, int]:
+    """(B, T, H) of what stages hand on. shape: of one rank."""
+    return sequences, shape.seq_length // (layout.tensor if layout.sequence_parallel else 1), shape.hidden_size
 
 
 def cut_model(model: nn.Module, pipeline: Pipeline):

@@ -9,7 +9,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from megatron_lite.config.args import ParallelArgs
 from megatron_lite.config.plan import Plan
+from megatron_lite.config.world import World
 from megatron_lite.errors import UserError, first_line
 from megatron_lite.parallel.rank_status import FlightRecorder
 from megatron_lite.parallel.watchdog import NoWatchdog, Watchdog
@@ -19,19 +21,19 @@ NCCL_MARGIN = timedelta(minutes=1)
 STORE_TIMEOUT = timedelta(seconds=5)
 
 
-def device_of(plan: Plan) -> torch.device:
-    """This rank's device."""
-    return torch.device("cuda", plan.world.gpu) if plan.device == "cuda" else torch.device("cpu")
+def find_device(kind: str, world: World) -> torch.device:
+    """This rank's device. kind: cuda or cpu."""
+    return torch.device("cuda", world.gpu) if kind == "cuda" else torch.device("cpu")
 
 
-def time_limit(plan: Plan) -> timedelta:
-    """Of a collective."""
-    return timedelta(minutes=plan.args.parallel.distributed_timeout_minutes)
+def get_time_limit(parallel: ParallelArgs) -> timedelta:
+    """How long a collective may take."""
+    return timedelta(minutes=parallel.distributed_timeout_minutes)
 
 
 def operation_limit(plan: Plan) -> timedelta:
     """After which torch ends a collective by itself."""
-    return time_limit(plan) + (NCCL_MARGIN if plan.backend == "nccl" else timedelta(0))
+    return get_time_limit(plan.args.parallel) + (NCCL_MARGIN if plan.backend == "nccl" else timedelta(0))
 
 
 @contextlib.contextmanager
@@ -40,8 +42,8 @@ def process_group(plan: Plan):
 
     Raises UserError where the ranks cannot meet, RanksError where they lose each other.
     """
-    limit = time_limit(plan)
-    store, nccl = _meet(plan, limit), plan.backend == "nccl"
+    limit = get_time_limit(plan.args.parallel)
+    store, nccl = _meet(plan.world, limit), plan.backend == "nccl"
     with contextlib.ExitStack() as ends:
         watchdog = NoWatchdog()
         if plan.world.size > 1:
@@ -58,7 +60,7 @@ def process_group(plan: Plan):
                 rank=plan.world.rank,
                 world_size=plan.world.size,
                 timeout=operation_limit(plan),
-                device_id=device_of(plan) if nccl else None,
+                device_id=find_device(plan.device, plan.world) if nccl else None,
             )
         try:
             with watchdog.explain_failures():
@@ -81,16 +83,14 @@ def process_group(plan: Plan):
         dist.destroy_process_group()
 
 
-def _meet(plan: Plan, timeout: timedelta) -> dist.Store:
-    if plan.world.size == 1 and "MASTER_ADDR" not in os.environ:
+def _meet(world: World, timeout: timedelta) -> dist.Store:
+    if world.size == 1 and "MASTER_ADDR" not in os.environ:
         return dist.HashStore()
     where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     try:
-        store, _, _ = next(dist.rendezvous("env://", plan.world.rank, plan.world.size, timeout=timeout))
+        store, _, _ = next(dist.rendezvous("env://", world.rank, world.size, timeout=timeout))
     except ValueError as error:
-        raise UserError(
-            f"WORLD_SIZE={plan.world.size} without MASTER_ADDR and MASTER_PORT: {error}; start with torchrun."
-        )
+        raise UserError(f"WORLD_SIZE={world.size} without MASTER_ADDR and MASTER_PORT: {error}; start with torchrun.")
     except (dist.DistError, RuntimeError) as error:
         if "EADDRINUSE" in str(error) or "address already in use" in str(error).lower():
             raise UserError(f"MASTER_PORT {os.environ.get('MASTER_PORT')} is in use on this machine; set another.")

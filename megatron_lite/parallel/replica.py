@@ -5,7 +5,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from megatron_lite.config.layout import TENSOR, Part, count_stage_layers, find_part, is_split
+from megatron_lite.config.layout import TENSOR, Layout, Part, Sharding, count_stage_layers, find_part, is_split
 from megatron_lite.config.plan import Plan
 from megatron_lite.parallel.mesh import find_group
 from megatron_lite.parallel.pipeline import Pipeline, add_ends, cut_chunks, is_copy
@@ -45,7 +45,7 @@ class Replica:
         self.chunks = cut_chunks(model, self.pipeline)
         named = {name: p for chunk in self.chunks for name, p in chunk.named_parameters() if p.requires_grad}
         self.names, self.parameters = list(named), list(named.values())
-        self.parts = find_parts(plan, model)
+        self.parts = find_parts(model, layout, plan.sharding, plan.shape.activation == "swiglu")
         # ranks that hold the same parts, of which each writes some to a checkpoint
         ranks = plan.sharding.ranks if plan.sharding else 1
         self.copy, self.copies = layout.replica // ranks, layout.replicas // ranks
@@ -83,13 +83,18 @@ class Replica:
         return gradients
 
 
-def find_parts(plan: Plan, model: nn.Module) -> dict[str, Part]:
-    """By name, this rank's parts of parameters of which it has not all. model: not yet shared out by rows."""
-    parts, gated = {}, plan.shape.activation == "swiglu"
+def find_parts(model: nn.Module, layout: Layout, sharding: Sharding | None, gated: bool) -> dict[str, Part]:
+    """This rank's parts, by name, of parameters that it does not hold whole.
+
+    Args:
+        model: With parameters that are not sharded yet.
+        gated: Whether the MLP's first matrix holds gate and value.
+    """
+    parts = {}
     for name, parameter in model.named_parameters():
-        part = find_part(name, tuple(parameter.shape), plan.layout, gated)
-        if plan.sharding is not None:
-            parts[name] = plan.sharding.find_rows(part)
+        part = find_part(name, tuple(parameter.shape), layout, gated)
+        if sharding is not None:
+            parts[name] = sharding.find_rows(part)
         elif part.whole != part.shape:
             parts[name] = part
     return parts

@@ -29,15 +29,19 @@ class ShardedDataParallel(Replica):
         """model: a GPT without memory, on the meta device, or another with its weights. mesh: of `make_mesh`."""
         super().__init__(plan, model, mesh, pipeline)
         self._gathers_twice = plan.sharding.gathers_twice
+        # rotary tables are rounded by the model; all other inputs have the layers' precision
+        dtype = DTYPES[plan.precision]
+        reduce_in = torch.float32 if plan.fp32_gradients else dtype
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_in, cast_forward_inputs=False)
         for chunk in self.chunks:
-            _shard(plan, chunk, mesh)
+            _shard(chunk, mesh, policy, self._gathers_twice)
         self._sharded = [p for chunk in self.chunks for p in chunk.parameters() if p.requires_grad]
         self.parameters = [nn.Parameter(p.to_local()) for p in self._sharded]
         if isinstance(model, CustomModel):
             return
         on_cpu = plan.args.parallel.use_cpu_initialization
         own = {n: p.detach() for n, p in zip(self.names, self.parameters, strict=True)}
-        initialize(own, plan.shape, self.parts, DTYPES[plan.precision], device="cpu" if on_cpu else None)
+        initialize(own, plan.shape, self.parts, dtype, device="cpu" if on_cpu else None)
 
     def __call__(self, *inputs) -> Tensor:
         """The model's forward."""
@@ -67,18 +71,14 @@ class ShardedDataParallel(Replica):
 
 
 @mark_memory(MASTER_WEIGHTS)
-def _shard(plan: Plan, model: nn.Module, mesh: DeviceMesh):
+def _shard(model: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy, gathers_twice: bool):
     """Each layer of a GPT is gathered by itself, and the rest together: the loss uses a tied embedding, too."""
-    dtype = DTYPES[plan.precision]
-    reduce_in = torch.float32 if plan.fp32_gradients else dtype
-    # rotary tables are rounded by the model; all other inputs have the layers' precision
     # nobody changes losses in place
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_in, cast_forward_inputs=False)
     among = mesh[COPIES, ROWS] if COPIES in mesh.mesh_dim_names else mesh[ROWS]
     has_weights = isinstance(model, CustomModel)
     for part in (model,) if has_weights else (*model.decoder.layers, model):
-        stays = part is model or not plan.sharding.gathers_twice
+        stays = part is model or not gathers_twice
         fully_shard(part, mesh=among, mp_policy=policy, reshard_after_forward=not stays)
     if not has_weights:
         model.to_empty(device=mesh.device_type)

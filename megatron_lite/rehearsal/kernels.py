@@ -1,4 +1,4 @@
-"""Operations that are made of other parts on a GPU than on a CPU, so that fake tensors on the CPU leave the GPU's traces.
+"""Replaces operations whose parts differ between GPU and CPU, so that fake tensors on the CPU take a GPU's memory.
 
 Only what a training step's memory depends on: which kernel attention takes, dropout's one-byte mask, RMSNorm in one piece.
 What a kernel takes and gives back within itself stays unseen, as it does on the CPU.
@@ -51,7 +51,7 @@ def cuda_choice(
 def cpu_choice(
     q_BNTD, k_BGTD, v_BGTD, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
 ) -> int:
-    """The same on a CPU, whose flash kernel knows no dropout."""
+    """What torch._fused_sdp_choice answers on a CPU, whose flash kernel knows no dropout."""
     if torch.backends.cuda.flash_sdp_enabled() and not dropout_p:
         return int(SDPBackend.FLASH_ATTENTION)
     return _choose_math(q_BNTD, attn_mask)
@@ -84,7 +84,7 @@ def cuda_attention(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scal
 
 
 def cpu_attention(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False) -> Tensor:
-    """The same on a CPU."""
+    """out_BNTD as scaled_dot_product_attention on a CPU."""
     choice = SDPBackend(cpu_choice(q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa))
     if choice == SDPBackend.FLASH_ATTENTION:
         mask = None if attn_mask is None else _as_numbers(attn_mask, q)
@@ -188,7 +188,7 @@ class InPlaceGradients(TorchDispatchMode):
 
 
 def _autograd_adds(first: Tensor, second) -> bool:
-    """Whether autograd itself adds `second` to `first`, which nobody else holds."""
+    """Whether autograd adds `second` to `first` in place, because nothing else refers to `first`."""
     if torch.is_grad_enabled() or torch._C._current_autograd_node() is None or not is_dense(first):
         return False
     frame = sys._getframe(2)
@@ -200,8 +200,8 @@ def _autograd_adds(first: Tensor, second) -> bool:
 
 
 @contextlib.contextmanager
-def kernels_of(device: str):
-    """While this lasts, this process's operations on CPU tensors are those of `device`, cuda or cpu. For fake tensors only:
+def replace_kernels(device: str):
+    """Inside the block, operations on CPU tensors are those of `device`, cuda or cpu. For fake tensors only:
     real ones cannot run what a CPU has no kernel for."""
     with torch.library._scoped_library("aten", "IMPL") as library:
         for name, function in ON[device].items():

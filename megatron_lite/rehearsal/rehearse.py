@@ -1,6 +1,6 @@
-"""A plan's training steps, walked without data and without a GPU: exactly which memory they take, and when.
+"""Runs a plan's training steps without data and without a GPU, to tell exactly which memory they take, and when.
 
-python -m megatron_lite.rehearsal.rehearse < REQUEST is for a program that does without torch. REQUEST is JSON: flags of the trainer, world (fields of World), vocab_size, snapshot (a path to write), workspace (bytes of one of cuBLAS'). Prints the figures
+python -m megatron_lite.rehearsal.rehearse < REQUEST is for programs that do not import torch. REQUEST is JSON: flags of the trainer, world (fields of World), vocab_size, snapshot (a path to write), workspace (bytes of one of cuBLAS'). Prints the figures
 as JSON, without the snapshot. Exit code 2 and one line for each mistake of the user.
 """
 
@@ -44,9 +44,9 @@ from megatron_lite.parallel.layers import recompute_layers
 from megatron_lite.parallel.pipeline import Pipeline, cut_model
 from megatron_lite.parallel.tensor_parallel import split_layers
 from megatron_lite.parallel.weight_gradients import delay_weights
-from megatron_lite.rehearsal.kernels import InPlaceGradients, kernels_of
+from megatron_lite.rehearsal.kernels import InPlaceGradients, replace_kernels
 from megatron_lite.rehearsal.tracker import CollectiveCounter, RehearsalTracker
-from megatron_lite.train.choose_kernels import choose_eager_losses, choose_plan_attention
+from megatron_lite.train.choose_kernels import choose_losses, choose_plan_attention
 from megatron_lite.train.step import BatchMaker, TrainingStep
 from megatron_lite.units import MIB
 
@@ -60,7 +60,7 @@ from megatron_lite.units import MIB
 
 @mark_memory(GRADIENT_BUFFER)
 class Bucket:
-    """Some parameters' gradients side by side; answers what communication hooks ask a dist.GradBucket."""
+    """Gradients of some parameters in one buffer, with the methods of dist.GradBucket that communication hooks call."""
 
     def __init__(self, parameters: list[nn.Parameter]):
         first = parameters[0]
@@ -80,7 +80,7 @@ class Bucket:
 
 
 class BucketedReplica:
-    """Called as DistributedDataParallel is. It stands in for its reducer, too."""
+    """A stand-in for DistributedDataParallel and its reducer, without other ranks."""
 
     def __init__(self, model: nn.Module, gradient_as_bucket_view: bool, bucket_cap_mb: float, process_group=None):
         assert gradient_as_bucket_view, "other gradients are not rehearsed"
@@ -94,15 +94,15 @@ class BucketedReplica:
             parameter.register_post_accumulate_grad_hook(self._arrive)
 
     def register_comm_hook(self, state, hook):
-        """`hook` reduces a bucket from now on."""
+        """Reduce buckets by `hook`."""
         self._hook = hook
 
     def no_sync(self):
-        """Gradients only add up, until the reducer is told otherwise."""
+        """Inside the block, gradients are added up and not reduced."""
         return contextlib.nullcontext()
 
     def prepare_for_backward(self, _outputs):
-        """The next backward's gradients are reduced."""
+        """Reduce the gradients of the next backward."""
         self._reducing, self._unreduced = True, len({bucket for bucket, _ in self._bucket_of.values()})
 
     def __call__(self, *inputs) -> Tensor:
@@ -143,8 +143,8 @@ class BucketedReplica:
 
 
 @contextlib.contextmanager
-def without_other_ranks(plan: Plan, collectives: CollectiveCounter) -> Iterator:
-    """While this lasts, what ranks exchange is there at once. Gives the groups of ranks. `collectives` hears of sums that are no operations.
+def fake_other_ranks(plan: Plan, collectives: CollectiveCounter) -> Iterator:
+    """Inside the block, collectives end at once. Yields the groups of ranks; `collectives` counts sums that are no operations.
 
     fully_shard, split layers and stages of a pipeline run as they are, over torch's fake process group; for DistributedDataParallel there is a stand-in,
     which needs none.
@@ -182,7 +182,7 @@ HOST = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """What one rank's first steps take. Bytes as CUDA's allocator hands them out: in steps of 512."""
+    """Memory of one rank's first steps. Bytes are in steps of 512, as CUDA's allocator hands them out."""
 
     allocated_peak_bytes: int
     reserved_peak_bytes: int
@@ -208,13 +208,13 @@ def rehearse(plan: Plan, steps: int = 2, workspace: int = CUBLAS_WORKSPACE) -> R
         outside = "CUDA's own memory" + (" and NCCL's" if plan.world.size > 1 else "")
         inside = "nor what a kernel takes and gives back within itself"
         notes.append(f"{outside}, outside of torch's allocator, is not counted, {inside}")
-    if plan.compiles_layers:
+    if plan.compilation.layers:
         notes.append("--torch-compile layers is not rehearsed: compiled layers hold less")
     collectives = CollectiveCounter("tensor" if plan.layout.tensor == plan.world.size else "data")
-    with without_other_ranks(plan, collectives) as groups:
+    with fake_other_ranks(plan, collectives) as groups:
         snapshot = walk(lambda: prepare(plan, groups), steps, plan.device, workspace, collectives)
     return replace(
-        rehearsal_of(snapshot, tuple(notes)),
+        summarize_walk(snapshot, tuple(notes)),
         collectives=tuple(sorted((*one, times) for one, times in collectives.calls.items())),
     )
 
@@ -237,7 +237,7 @@ def walk(
     hooks = ModuleHooks(place, in_backward=False)
     # operations that torch has no rule for fail; it would run them on real memory of the same size
     without_data = FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
-    with kernels_of(device), without_data, InPlaceGradients(device):
+    with replace_kernels(device), without_data, InPlaceGradients(device):
         tracker.start()
         hooks.attach()
         try:
@@ -260,7 +260,7 @@ def walk(
 
 
 def prepare(plan: Plan, groups: Groups, losses: Callable[..., Tensor] | None = None) -> Callable:
-    """Everything of a run that holds device memory, made; returns its step(phase). losses: as of model.gpt.GPT, else the plan's."""
+    """Make everything of a run that holds device memory; returns its step(phase). losses: as in model.gpt.GPT; the plan's if None."""
     replica = replicate(plan, _build_model(plan, groups, losses), groups)
     optimizer = Optimizer(plan, replica.parameters, HOST, replica.sum_over_ranks, replica.counted)
     # The first micro-batch finds no gradients, those after it do; among several ranks the last lets go of its own copies
@@ -271,7 +271,7 @@ def prepare(plan: Plan, groups: Groups, losses: Callable[..., Tensor] | None = N
         different = 3 * stages
     different = min(plan.micro_batches(plan.train_samples), different)
     shortened = replace(plan, batch=BatchSchedule(plan.samples_per_pass * different))
-    step = TrainingStep(shortened, replica, optimizer, BatchMaker(plan, HOST, END_OF_DOCUMENT))
+    step = TrainingStep(shortened, replica, optimizer, BatchMaker(plan.args.data, plan.layout, HOST, END_OF_DOCUMENT))
 
     def make_batches():
         while True:
@@ -281,7 +281,7 @@ def prepare(plan: Plan, groups: Groups, losses: Callable[..., Tensor] | None = N
 
 
 def _build_model(plan: Plan, groups: Groups, losses) -> nn.Module:
-    """Made in the plan's precision at once: a fake parameter cannot be cast in place. Where ranks share it out, on no device."""
+    """The model in the plan's precision, as fake parameters cannot be cast in place. On the meta device where ranks share it out."""
     a, dtype = plan.args, DTYPES[plan.precision]
     with_attention = plan
     if a.model.attention_backend == "fused" and plan.device == "cuda":
@@ -296,7 +296,7 @@ def _build_model(plan: Plan, groups: Groups, losses) -> nn.Module:
     try:
         in_parts = plan.sharding is not None or plan.stage.stages > 1
         with torch.device("meta") if in_parts else HOST:
-            model = GPT(plan.rank_shape, attend, losses or choose_eager_losses(plan, among))
+            model = GPT(plan.rank_shape, attend, losses or choose_losses(plan, among, eager=True))
         cut_model(model, groups.pipeline)
         if in_parts and plan.sharding is None:
             for module in model.modules():  # to_empty swaps parameters, which fake ones do not let it
@@ -314,12 +314,12 @@ def _build_model(plan: Plan, groups: Groups, losses) -> nn.Module:
         delay_weights(model, groups.pipeline.weights)
     if groups.context is not None:
         share_out_positions(model, plan.layout, plan.shape.seq_length)
-    recompute_layers(plan, model.decoder.layers)
+    recompute_layers(model.decoder.layers, plan.stage.chunks, plan.recomputed_layers)
     return model
 
 
 class GeluInPieces(torch.autograd.Function):
-    """The tensors of model/gelu.py's pieces, without the loop over them, which takes minutes to walk."""
+    """The tensors that GELU in pieces (model/gelu.py) keeps, without its loop, which would take minutes."""
 
     @staticmethod
     def forward(ctx, x: Tensor) -> Tensor:
@@ -335,8 +335,8 @@ class GeluInPieces(torch.autograd.Function):
         return gradient * slope
 
 
-def rehearsal_of(snapshot: dict, notes: tuple[str, ...] = ()) -> Rehearsal:
-    """The figures of a walk."""
+def summarize_walk(snapshot: dict, notes: tuple[str, ...] = ()) -> Rehearsal:
+    """The figures of a snapshot that `walk` returned."""
     read, held, most, highest = analyze_snapshot(snapshot, Path("rehearsal")), 0, 0, {}
     for event in snapshot["device_traces"][0]:  # which allocation first reaches the peak; rehearsals begin with nothing
         if event["action"] == "alloc":

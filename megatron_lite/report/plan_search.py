@@ -36,7 +36,9 @@ def judge_search(found: Search) -> list[str]:
 def name_layout(plan: Plan) -> str:
     """'TP 2, PP 4, DP 8'."""
     names = ("TP", "CP", "PP", "DP")
-    return ", ".join(f"{name} {number}" for name, number in zip(names, get_sizes(plan)) if number > 1) or "one GPU"
+    return (
+        ", ".join(f"{name} {number}" for name, number in zip(names, get_sizes(plan.layout)) if number > 1) or "one GPU"
+    )
 
 
 def build_search_sections(found: Search, everything: bool) -> Iterator[Section]:
@@ -71,7 +73,7 @@ def _list_cells(one: Candidate) -> list[str]:
         again = "all layers" if plan.recomputed_layers == plan.stage.chunk_size else some
     shares = [one.sum_rows(LAYER_GROUPS[TENSOR]), one.sum_rows(LAYER_GROUPS[CONTEXT]), one.sum_rows(BUBBLE)]
     return [
-        *(str(number) if number > 1 else "" for number in get_sizes(plan)), str(chunks) if chunks > 1 else "", kept,
+        *(str(number) if number > 1 else "" for number in get_sizes(plan.layout)), str(chunks) if chunks > 1 else "", kept,
         str(plan.args.training.micro_batch_size), again, size(one.peak_bytes), f"{milliseconds(step_ms)} ms",
         *(percent(share(ms, step_ms)) if ms else "" for ms in shares),
     ]  # fmt: skip
@@ -95,7 +97,7 @@ def _give_reasons(one: Candidate) -> Iterator[str]:
 
 
 def _place(plan: Plan, group: str) -> str:
-    nodes = find_members(plan, group).nodes
+    nodes = find_members(group, plan.layout, plan.sharding, plan.world).nodes
     return f"its traffic {f'goes over the network between {nodes} nodes' if nodes > 1 else 'stays within a node'}"
 
 

@@ -1,4 +1,4 @@
-"""A run's state, to a checkpoint and back."""
+"""Saves a run's state to checkpoints and restores it."""
 
 import dataclasses
 import logging
@@ -22,41 +22,41 @@ from megatron_lite.errors import CheckpointError
 from megatron_lite.model.gpt import DTYPES
 from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.pipeline import is_copy
-from megatron_lite.parallel.process_group import time_limit
+from megatron_lite.parallel.process_group import get_time_limit
 from megatron_lite.parallel.replica import Replica
 from megatron_lite.run_folder import RELEASE
 from megatron_lite.shared_files import open_regular
 from megatron_lite.train.checkpoint_checks import (
-    kernels_of,
-    other_kernels,
+    compare_kernels,
+    describe_kernels,
     require_optimizer,
     require_schedule,
     require_shape,
-    rotary_note,
+    warn_of_rotary,
 )
 from megatron_lite.train.loop import Progress
 
 logger = logging.getLogger(__name__)
 
-STATES = ("master", "exp_avg", "exp_avg_sq", "momentum_buffer")  # of a parameter, in its shape
-SECONDS_TO_FINISH = 60  # for a save in the background of a run that fails
+STATES = ("master", "exp_avg", "exp_avg_sq", "momentum_buffer")  # the optimizer's tensors of a parameter's shape
+SECONDS_TO_FINISH = 60  # that a failed run gives a save in the background
 
 
 class Checkpoints:
-    """Saves and loads everything that training depends on. A context: a save in the background ends with it."""
+    """Saves and loads everything that training depends on. A context manager that waits for a save in the background."""
 
     def __init__(self, plan: Plan, replica: Replica, optimizer: Optimizer, device: torch.device):
         self.plan, self.replica, self.optimizer, self.device = plan, replica, optimizer, device
-        # by flat name, of the tensors that this rank holds a part of
-        self._parts = {flat: part for name, part in replica.parts.items() for flat in _flat_names(name)}
+        # {flat name: this rank's part of the tensor}
+        self._parts = {flat: part for name, part in replica.parts.items() for flat in _list_flat_names(name)}
         # those that others write: of what tensor parallel ranks hold alike one has them, of a tied embedding the first stage
         uncounted = [name for name, counts in zip(replica.names, replica.counted, strict=True) if not counts]
         copies = [name for name in replica.names if is_copy(plan.stage, name)]
-        self._others = {flat for name in uncounted for flat in _flat_names(name)} & set(self._parts)
-        self._others |= {flat for name in copies for flat in (*_flat_names(name), f"optimizer.{name}.step")}
+        self._others = {flat for name in uncounted for flat in _list_flat_names(name)} & set(self._parts)
+        self._others |= {flat for name in copies for flat in (*_list_flat_names(name), f"optimizer.{name}.step")}
         c = plan.args.checkpoint
-        # of its own: saving must not mix with training's operations, and needs no GPU to speak
-        used, limit = c.save or c.load or c.pretrained_checkpoint, time_limit(plan)
+        # a group of its own: saving must not mix with training's collectives, and needs no GPU
+        used, limit = c.save or c.load or c.pretrained_checkpoint, get_time_limit(plan.args.parallel)
         self._group = dist.new_group(backend="gloo", timeout=limit) if used else None
         self._background = Background()
         write_tensors = megatron_file.writer(plan.args) if c.ckpt_format == "torch" else self._write_tensors
@@ -79,7 +79,7 @@ class Checkpoints:
 
     @property
     def failed(self) -> bool:
-        """Whether a save in the background is over and has failed; `finish` says how."""
+        """Whether a save in the background has failed; `finish` raises its error."""
         return self._background.failed
 
     def finish(self):
@@ -103,7 +103,7 @@ class Checkpoints:
             optimizer=None if c.no_save_optim else plan.args.optimizer.optimizer,
             ranks=0 if c.no_save_rng else plan.world.size,
             versions={"torch": torch.__version__, "python": platform.python_version()},
-            kernels=kernels_of(plan, self.replica.model),
+            kernels=describe_kernels(self.replica.model, plan.compilation),
         )
         tensors, random = self._my_share(), {}
         if not c.no_save_rng:
@@ -133,14 +133,14 @@ class Checkpoints:
         ):
             if source is None:
                 continue
-            slot = find_latest_valid(Path(source), step, self._damage, logger.info, self._as_first_rank, flag)
+            slot = find_latest_valid(Path(source), step, self._find_damage, logger.info, self._as_first_rank, flag)
             if slot is not None:  # a release is weights, whatever it holds, as in Megatron
                 return self._restore(slot.expected, weights_only or slot.name == RELEASE, progress)
         if c.load is not None:
             logger.info(f"  --load {c.load}: no checkpoint yet, starting from random weights")
 
     def _my_share(self) -> dict[str, torch.Tensor]:
-        """What this rank writes of the state, live. Ranks that hold the same share out the writing of it."""
+        """The tensors that this rank writes, not copied. Ranks that hold the same tensors write some of them each."""
         c, layout, dtype = self.plan.args.checkpoint, self.plan.layout, DTYPES[self.plan.precision]
         named = zip(self.replica.names, self.replica.parameters)
         tensors = {f"model.{name}": parameter.detach().to(dtype) for name, parameter in named}
@@ -154,7 +154,7 @@ class Checkpoints:
         return self._gather(whole | parts) if one_file else whole | parts
 
     def _gather(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """All that ranks have, for the first one, on the host where it had not all itself. Collective."""
+        """All ranks' tensors on the first rank; those that it did not hold whole are on the host. Collective."""
         parts = {name: self._parts.get(name) or whole_part(tuple(tensor.shape)) for name, tensor in tensors.items()}
         mine = {name: (part, tensors[name].dtype) for name, part in parts.items()}
         everyones: list = [None] * self.plan.world.size
@@ -194,7 +194,7 @@ class Checkpoints:
             )
 
     def _as_first_rank(self, look: Callable):
-        """What the first rank sees, on all: another run may save meanwhile, and a network's folder may look older elsewhere."""
+        """The result of `look` on the first rank, on all ranks: their views of a shared folder may differ. Collective."""
         found: list = [None]
         if self.plan.world.is_first:
             try:
@@ -206,7 +206,7 @@ class Checkpoints:
             raise found[0]
         return found[0]
 
-    def _damage(self, path: Path) -> str | None:
+    def _find_damage(self, path: Path) -> str | None:
         """What is wrong with a checkpoint; each rank checks a part of it."""
         world = self.plan.world
         everyone: list = [None] * world.size
@@ -216,7 +216,7 @@ class Checkpoints:
     def _restore(self, path: Path, weights_only: bool, progress: Progress):
         c, stored = self.plan.args.checkpoint, open_checkpoint(path)
         record = stored.record
-        require_shape(path, record, self.plan)
+        require_shape(path, record, self.plan.shape, self.plan.args.model.model)
         for text in stored.notes:
             logger.info(f"  note: --load {path}: {text}")
         if weights_only or c.no_load_optim:
@@ -225,8 +225,8 @@ class Checkpoints:
             stored.read_into({f"model.{name}": value.detach() for name, value in named}, self._parts)
             self.optimizer.weights.reload()
         else:
-            require_optimizer(path, stored, self.plan)
-            schedule = require_schedule(path, record, self.plan)
+            require_optimizer(path, stored, self.plan.args.optimizer.optimizer)
+            schedule = require_schedule(path, record, self.plan.args.optimizer, self.plan.learning_rate)
             if schedule is not None:
                 self.optimizer.follow(LearningRatePlan(**schedule))
             # masters are read from masters or, of a run in fp32, from the weights; the weights are rounded from them
@@ -241,15 +241,14 @@ class Checkpoints:
                 targets[source if source in held else f"model.{name}"] = master.detach()
             stored.read_into(targets, self._parts)
             self.optimizer.resume()
-        if note := rotary_note(path, record, self.plan):
-            logger.info(note)
+        warn_of_rotary(path, record, self.plan.shape.rotary_seq_len_interpolation_factor)
         if weights_only:
             return logger.info(f"  loaded the weights of iteration {record.iteration}: {path}")
         progress.iteration = progress.started_at = record.iteration
         progress.consumed, progress.consumed_valid = record.consumed, record.consumed_valid_samples
         if not c.no_load_rng:
             self._load_random_state(path, stored)
-        for text in other_kernels(record.kernels, kernels_of(self.plan, self.replica.model)):
+        for text in compare_kernels(record.kernels, describe_kernels(self.replica.model, self.plan.compilation)):
             logger.info(f"  note: --load {path}: {text}")
         logger.info(f"  loaded iteration {record.iteration}: {path}")
 
@@ -273,6 +272,6 @@ class Checkpoints:
             set_random_state({name.removeprefix(prefix): value for name, value in state.items()}, self.device)
 
 
-def _flat_names(name: str) -> list[str]:
-    """Of a parameter and what the optimizer holds in its shape."""
+def _list_flat_names(name: str) -> list[str]:
+    """Flat names of a parameter and of the optimizer's tensors of its shape."""
     return [f"model.{name}", *(f"optimizer.{name}.{kind}" for kind in STATES)]

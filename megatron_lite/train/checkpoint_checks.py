@@ -1,4 +1,4 @@
-"""What is checked of checkpoints: before a run begins, and whether one that is loaded fits the flags."""
+"""Checks of checkpoints: whether they can be loaded and saved, and whether a loaded one fits the flags."""
 
 import contextlib
 import dataclasses
@@ -12,21 +12,24 @@ from torch import nn
 from megatron_lite.checkpoint import folder
 from megatron_lite.checkpoint.find import chosen
 from megatron_lite.checkpoint.training_state import Record, Stored
+from megatron_lite.config.args import CheckpointArgs, OptimizerArgs
 from megatron_lite.config.flags import dashed
-from megatron_lite.config.plan import Plan
+from megatron_lite.config.plan import Compilation, LearningRatePlan, Plan
+from megatron_lite.config.shape import ModelShape
 from megatron_lite.errors import CheckpointError
-from megatron_lite.parallel.process_group import time_limit
+from megatron_lite.model.custom_model import CustomModel
+from megatron_lite.parallel.process_group import get_time_limit
 from megatron_lite.user_functions import describe_source
 
 logger = logging.getLogger(__name__)
-MAX_WAIT_S = 60  # for the run that has --save: a launcher leaves its ranks half a minute to end
+MAX_WAIT_S = 60  # for another run to release --save: a launcher leaves its ranks half a minute to end
 
-# free where a file of Megatron-LM does not say whether it was applied
+# may differ in files of Megatron-LM, which do not say whether it was applied
 ROTARY_FACTOR = "rotary_seq_len_interpolation_factor"
 # fields of a shape that may differ between a checkpoint and the run that loads it
 FREE = {"hidden_dropout", "attention_dropout", "softmax_in_fp32", "query_key_layer_scaling"}
 FREE |= {"init_method_std", "seq_length"}
-# the flags behind fields that are named otherwise
+# flags of the fields that have another name
 SHAPE_FLAGS = {
     "padded_vocab_size": "the padded --vocab-size",
     "position_embedding": "--position-embedding-type",
@@ -50,9 +53,8 @@ SCHEDULE_FLAGS = {
 }
 
 
-def require_checkpoint(plan: Plan):
-    """Say now, before ranks meet, what --load, --ckpt-step and --pretrained-checkpoint cannot do. Touches nothing. CheckpointError."""
-    c = plan.args.checkpoint
+def require_checkpoint(c: CheckpointArgs):
+    """Raise CheckpointError if --load, --ckpt-step or --pretrained-checkpoint name what is not there. Reads only; called before ranks meet."""
     found = chosen(Path(c.load), c.ckpt_step) if c.load is not None else None
     if c.exit_on_missing_checkpoint and found is None and c.pretrained_checkpoint is None:
         raise CheckpointError(
@@ -68,19 +70,18 @@ def require_checkpoint(plan: Plan):
 
 
 @contextlib.contextmanager
-def save_reserved(plan: Plan):
-    """Inside the block no other run saves to --save: the first rank has its lock. Collective; CheckpointError on all ranks."""
+def reserve_save(plan: Plan):
+    """Inside the block no other run can save to --save: the first rank holds its lock. Collective; raises CheckpointError on all ranks."""
     save = plan.args.checkpoint.save
     if save is None or plan.args.training.skip_train:
         yield
         return
     refusal: list = [None]
+    limit = get_time_limit(plan.args.parallel)
     with contextlib.ExitStack() as held:
         if plan.world.is_first:
             try:
-                held.enter_context(
-                    folder.reserved(Path(save), min(MAX_WAIT_S, time_limit(plan).total_seconds() / 2), logger.info)
-                )
+                held.enter_context(folder.reserved(Path(save), min(MAX_WAIT_S, limit.total_seconds() / 2), logger.info))
             except CheckpointError as error:
                 refusal = [error]
         dist.broadcast_object_list(refusal, src=0)
@@ -89,32 +90,31 @@ def save_reserved(plan: Plan):
         yield
 
 
-def require_shape(path: Path, record: Record, plan: Plan):
-    """CheckpointError if it holds another model."""
-    mine, model = dataclasses.asdict(plan.shape), record.kernels.get("model")
-    if (model is None) != (plan.args.model.model is None):
+def require_shape(path: Path, record: Record, shape: ModelShape, custom: str | None):
+    """Raise CheckpointError if the checkpoint holds another model. custom: what --model names."""
+    mine, model = dataclasses.asdict(shape), record.kernels.get("model")
+    if (model is None) != (custom is None):
         held = f"the model of --model {model}; give that flag" if model else "a GPT; drop --model"
         raise CheckpointError(f"--load {path}: holds {held}.")
     free = FREE if record.trainer == Record.trainer else FREE | {ROTARY_FACTOR}
-    wrong = _differences(mine, record.shape, SHAPE_FLAGS, free)
+    wrong = _describe_differences(mine, record.shape, SHAPE_FLAGS, free)
     if wrong:
         raise CheckpointError(f"--load {path}: holds another model ({wrong}); give its flags.")
 
 
-def rotary_note(path: Path, record: Record, plan: Plan) -> str | None:
-    """Of Megatron-LM's checkpoints, on a flag that some of its versions ignore; None where it is not given."""
-    factor = plan.shape.rotary_seq_len_interpolation_factor
+def warn_of_rotary(path: Path, record: Record, factor: float | None):
+    """Log that some versions of Megatron-LM ignore --rotary-seq-len-interpolation-factor, if the checkpoint is theirs."""
     if record.trainer == Record.trainer or factor is None:
-        return None
-    return (
+        return
+    logger.info(
         f"  note: --load {path}: Megatron-LM 0.16.1 takes --rotary-seq-len-interpolation-factor without passing it to its model, "
         f"here positions are divided by {factor:g}; leave the flag out if that version trained these weights"
     )
 
 
-def require_optimizer(path: Path, stored: Stored, plan: Plan):
-    """CheckpointError if its optimizer is missing or another one."""
-    mine, saved = plan.args.optimizer.optimizer, stored.record.optimizer
+def require_optimizer(path: Path, stored: Stored, mine: str):
+    """Raise CheckpointError if the checkpoint's optimizer is missing or is not `mine`."""
+    saved = stored.record.optimizer
     if saved is None:
         raise CheckpointError(
             f"--load {path}: its optimizer {stored.without_optimizer}; add --no-load-optim to go on with "
@@ -127,14 +127,17 @@ def require_optimizer(path: Path, stored: Stored, plan: Plan):
         )
 
 
-def require_schedule(path: Path, record: Record, plan: Plan) -> dict | None:
-    """The checkpoint's schedule if it is to be followed, None for the command line's. CheckpointError if it is unclear."""
-    o, mine = plan.args.optimizer, dataclasses.asdict(plan.learning_rate)
+def require_schedule(path: Path, record: Record, o: OptimizerArgs, schedule: LearningRatePlan) -> dict | None:
+    """The checkpoint's schedule if it is to be followed, None to follow the command line's, `schedule`.
+
+    Raises CheckpointError if they differ and no flag says which counts.
+    """
+    mine = dataclasses.asdict(schedule)
     if record.schedule is None or o.override_opt_param_scheduler:
         return None
     if o.use_checkpoint_opt_param_scheduler:
         return record.schedule
-    wrong = _differences(mine, record.schedule, SCHEDULE_FLAGS, set())
+    wrong = _describe_differences(mine, record.schedule, SCHEDULE_FLAGS, set())
     if wrong:
         raise CheckpointError(
             f"--load {path}: another schedule ({wrong}); add --override-opt-param-scheduler to take the command line's, or "
@@ -143,7 +146,7 @@ def require_schedule(path: Path, record: Record, plan: Plan) -> dict | None:
     return None
 
 
-def _differences(mine: dict, saved: dict, flags: dict, free: set) -> str:
+def _describe_differences(mine: dict, saved: dict, flags: dict, free: set) -> str:
     return "; ".join(
         f"{flags.get(name, dashed(name))} is {mine[name]}, the checkpoint's {saved.get(name)}"
         for name in mine
@@ -151,23 +154,23 @@ def _differences(mine: dict, saved: dict, flags: dict, free: set) -> str:
     )
 
 
-# --- which kernels a run computes with, as far as its last bits depend on it: kept in checkpoints, so that a resumed run can tell
+# --- kernels that the last digits of losses depend on: checkpoints keep their names, so that a resumed run can compare
 
-# by what Attend calls its kernel
+# {name of an attention kernel: value of --attention-backend}
 ATTENTION_FLAGS = {"sdpa flash": "flash", "sdpa cudnn": "fused", "explicit": "unfused"}
 
 
-def kernels_of(plan: Plan, model: nn.Module) -> dict[str, str]:
-    """{"attention": "sdpa flash", "torch_compile": "layers"}; of a model of the user's own {"model": file and SHA-256}."""
-    if plan.args.model.model is not None:
-        source = describe_source(plan.args.model.model)
+def describe_kernels(model: nn.Module, compilation: Compilation) -> dict[str, str]:
+    """{"attention": "sdpa flash", "torch_compile": "layers"}; of a model that --model names {"model": file and SHA-256}."""
+    if isinstance(model, CustomModel):
+        source = describe_source(model.spelled)
         return {"model": f"{source['function']} (SHA-256 {source['sha256']})"}
     layer = next(iter(model.decoder.layers))
-    return {"attention": layer.self_attention.attend.name, "torch_compile": plan.compilation.target}
+    return {"attention": layer.self_attention.attend.name, "torch_compile": compilation.target}
 
 
-def other_kernels(saved: Mapping[str, str], now: Mapping[str, str]) -> Iterator[str]:
-    """A line for each that differs, with the flag that goes on as before. `saved`: {} of a checkpoint that does not say it."""
+def compare_kernels(saved: Mapping[str, str], now: Mapping[str, str]) -> Iterator[str]:
+    """A line for each kernel that differs, with the flag that restores it. saved: {} if the checkpoint does not say it."""
     flags = {
         "attention": f"--attention-backend {ATTENTION_FLAGS.get(saved.get('attention'), 'auto')}",
         "torch_compile": f"--torch-compile {saved.get('torch_compile')}",

@@ -1,4 +1,4 @@
-"""The kernels of a plan's attention and loss on a device, and its number formats."""
+"""Chooses the kernels of a plan's attention and loss on a device, and describes its number formats."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -7,26 +7,26 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
+from megatron_lite.config.args import PrecisionArgs
 from megatron_lite.config.plan import Plan
 from megatron_lite.model.attention import Attend
 from megatron_lite.model.attention_choice import Probe, Race, choose_attention, fastest
 from megatron_lite.model.gpt import DTYPES
 from megatron_lite.model.kernel_choice import explicit_is_faster, rows_at_once, skips_future_scores
 from megatron_lite.model.loss import Pieces, fused_token_losses, take_rows_apart, token_losses
-from megatron_lite.parallel.layers import compiled, recomputed
+from megatron_lite.parallel.layers import compile_function, recomputed
 from megatron_lite.parallel.tensor_parallel import TensorGroup, make_losses
 from megatron_lite.units import significant
 
 
 def choose_plan_attention(plan: Plan, device: torch.device, pick: Callable[..., Race] | None = None) -> Attend:
-    """The kernel that the plan's flags and tensors lead to on the device, recomputed in backward if they say so. pick: as of
-    choose_attention."""
+    """The attention kernel for a plan on a device, recomputed in backward if the flags ask for it. pick: see choose_attention."""
     m, masked = plan.args.model, plan.args.data.reset_attention_mask
     shape = plan.rank_shape
-    # context parallel ranks' attention asks explicit kernels by masks
+    # context parallel ranks pass masks to explicit kernels
     given = shape, plan.precision, plan.device, masked or plan.layout.context > 1
-    # torch.compile keeps no layer in its cache that computes a gradient in Python
-    skip_future = skips_future_scores(*given) and not plan.compiles_layers
+    # torch.compile does not cache layers that compute a gradient in Python
+    skip_future = skips_future_scores(*given) and not plan.compilation.layers
     attend = choose_attention(
         m.attention_backend,
         shape,
@@ -44,47 +44,42 @@ def choose_plan_attention(plan: Plan, device: torch.device, pick: Callable[..., 
     return attend
 
 
-def make_race(plan: Plan, device: torch.device) -> Callable[..., Race] | None:
-    """A race of attention kernels that the first rank runs for all, who must not differ; None where none is to be run."""
-    if device.type == "cpu" or plan.args.training.deterministic_mode:
+def make_race(device: torch.device, deterministic: bool, is_first: bool) -> Callable[..., Race] | None:
+    """A function that times attention kernels on the first rank and tells all ranks the winner.
+
+    None on CPUs, and where a run must be deterministic.
+    """
+    if device.type == "cpu" or deterministic:
         return None
 
     def pick(probe: Probe, able: tuple[str, ...], own: str | None) -> Race:
-        found = [fastest(probe, able, own) if plan.world.is_first else None]
+        found = [fastest(probe, able, own) if is_first else None]
         dist.broadcast_object_list(found, src=0)
         return found[0]
 
     return pick
 
 
-def choose_eager_losses(plan: Plan, among: TensorGroup | None = None) -> Callable[..., torch.Tensor]:
-    """The model's loss as it runs eagerly, with as many logits in fp32 at a time as suit the plan's device.
+def choose_losses(plan: Plan, among: TensorGroup | None = None, eager: bool = False) -> Callable[..., torch.Tensor]:
+    """The function that computes the model's loss, compiled where the plan says so.
 
-    among: the ranks that have a part of the vocabulary each.
+    Args:
+        among: The ranks that each have a part of the vocabulary.
+        eager: Compile nothing. An eager loss holds as many rows of logits in fp32 at a time as suit the device.
     """
     words = plan.rank_shape.padded_vocab_size
+    if plan.compilation.loss and not eager:
+        pieces = Pieces(*(compile_function(piece, plan.args.training.torch_compile_backend) for piece in Pieces()))
+        return make_losses(among, words, pieces) if among else partial(fused_token_losses, pieces=pieces)
     rows = rows_at_once(words, plan.world.threads if plan.device == "cpu" else 0)
-    if among is None:
-        return partial(token_losses, rows_at_once=rows)
-    return make_losses(among, words, take_rows_apart(rows))
+    return make_losses(among, words, take_rows_apart(rows)) if among else partial(token_losses, rows_at_once=rows)
 
 
-def choose_losses(plan: Plan, among: TensorGroup | None = None) -> Callable[..., torch.Tensor]:
-    """The same, compiled where the plan says so."""
-    if not plan.compilation.loss:
-        return choose_eager_losses(plan, among)
-    pieces = Pieces(*(compiled(plan, piece) for piece in Pieces()))
-    if among is None:
-        return partial(fused_token_losses, pieces=pieces)
-    return make_losses(among, plan.rank_shape.padded_vocab_size, pieces)
-
-
-def describe_precision(plan: Plan) -> str:
+def describe_precision(precision: str, fp32_gradients: bool, p: PrecisionArgs) -> str:
     """'fp16 weights, fp32 masters, gradients summed in fp16, dynamic loss scale from 4294967296'."""
-    if plan.precision == "fp32":
+    if precision == "fp32":
         return "fp32 weights and gradients"
-    sums = "fp32" if plan.fp32_gradients else plan.precision
-    p = plan.args.precision
-    scale = f", dynamic loss scale from {p.initial_loss_scale:.0f}" if plan.precision == "fp16" else ""
+    sums = "fp32" if fp32_gradients else precision
+    scale = f", dynamic loss scale from {p.initial_loss_scale:.0f}" if precision == "fp16" else ""
     scale = f", loss scale {significant(p.loss_scale, 6)}" if p.loss_scale else scale
-    return f"{plan.precision} weights, fp32 masters and moments, gradients summed in {sums}{scale}"
+    return f"{precision} weights, fp32 masters and moments, gradients summed in {sums}{scale}"

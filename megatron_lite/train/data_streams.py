@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from megatron_lite.config.data_paths import SPLIT, with_files_read
+from megatron_lite.config.data_paths import SPLIT, read_argument_files
 from megatron_lite.config.plan import Plan
 from megatron_lite.data.build import DataSpec, build_datasets
 from megatron_lite.data.external import ExternalStreams
@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 class DataStreams:
-    """Opens the data once. Each stream yields raw_BT1, one micro-batch of this rank after the other."""
+    """Opens the data once. Its streams yield raw_BT1, one micro-batch of this rank after the other."""
 
     def __init__(self, plan: Plan):
         self.plan = plan
@@ -27,17 +27,19 @@ class DataStreams:
         self._streams = ExternalStreams(plan) if external else _DatasetStreams(plan)
 
     def has(self, split: str) -> bool:
-        """Whether there is anything to evaluate on: "valid" or "test"."""
+        """Whether this split, "valid" or "test", has samples."""
         return self._streams.has(split)
 
     def training(self, progress: Progress) -> Iterator[Tensor]:
-        """From the first sample that has not been trained on."""
+        """Batches from the first sample on that has not been trained on."""
         batch, last = self.plan.batch, self.plan.train_iters
         return self._streams.stream("train", progress.consumed, batch.samples(last) - batch.samples(progress.iteration))
 
     def validation(self, progress: Progress) -> Iterator[Tensor]:
-        """From the first sample that earlier evaluations have not used, as Megatron counts them: --skip-train begins anew, and a
-        checkpoint that counts none had as many as today's flags would have."""
+        """Batches from the first sample on that earlier evaluations have not used.
+
+        As in Megatron-LM, --skip-train starts over, and for a checkpoint that does not count them the flags tell how many there were.
+        """
         t, w = self.plan.args.training, self.plan.args.watch
         one, past = w.eval_iters * self.plan.batch.final, progress.iteration // w.eval_interval
         if t.skip_train:
@@ -49,7 +51,7 @@ class DataStreams:
         )
 
     def test(self) -> Iterator[Tensor]:
-        """From the start."""
+        """Batches from the first sample on."""
         return self._streams.stream("test", 0, self.plan.args.watch.eval_iters * self.plan.batch.final)
 
 
@@ -58,7 +60,7 @@ class _DatasetStreams:
 
     def __init__(self, plan: Plan):
         self.plan = plan
-        d, w = with_files_read(plan.args.data), plan.args.watch
+        d, w = read_argument_files(plan.args.data), plan.args.watch
         evaluated = w.eval_iters * plan.batch.final
         # one evaluation per interval and one at the end, each on samples of its own
         training = not plan.args.training.skip_train
@@ -86,7 +88,7 @@ class _DatasetStreams:
         return getattr(self._sets, split) is not None
 
     def stream(self, split: str, consumed: int, wanted: int) -> Iterator[Tensor]:
-        """From sample `consumed` on, as long as `wanted` more samples last. DataError: there are fewer to train on."""
+        """Batches from sample `consumed` on. Raises DataError if there are fewer than `wanted` samples left to train on."""
         plan, d, dataset = self.plan, self.plan.args.data, getattr(self._sets, split)
         place = (plan.args.training.micro_batch_size, plan.layout.data_rank, plan.layout.data)
         if d.dataloader_type == "cyclic":

@@ -7,9 +7,9 @@ import os
 import time
 from pathlib import Path
 
-from megatron_lite.config.flops import step_flops
 from megatron_lite.config.plan import Plan
 from megatron_lite.errors import UserError
+from megatron_lite.estimate.model_size import step_flops
 from megatron_lite.live_line import EVERY_RANK
 from megatron_lite.phases import StepTime
 from megatron_lite.run_folder import RANKS_KIND, STEP_KIND, STEPS_FILE

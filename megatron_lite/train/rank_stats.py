@@ -1,4 +1,4 @@
-"""What each rank says of the steps since the last console line, put side by side, and what of it is worth a warning."""
+"""Compares the ranks' figures of an interval's steps, and warns of slow ranks and growing memory."""
 
 import itertools
 import math
@@ -64,7 +64,7 @@ class RankFigures:
         return self.gpu_ms.get(name) or self.host_ms[name]
 
     def record(self) -> dict:
-        """For steps.jsonl; see run_folder."""
+        """The interval as steps.jsonl holds it; see run_folder."""
         named = {
             "iterations": [self.first, self.last],
             "steps": _plain(self.steps, 0),
@@ -103,12 +103,12 @@ def gather(times: list[StepTime], started_at: int, device: torch.device, ranks: 
 
 
 def ordinary(times: list[StepTime]) -> list[StepTime]:
-    """Without what profiles and compilation slowed down; all, if there are no others."""
+    """The steps that neither profiling nor compilation slowed down; all steps if there are none."""
     return [t for t in times if not t.disturbed] or times
 
 
 def _describe_own(times: list[StepTime]) -> list[float]:
-    """This rank's numbers: OWN, then OF_PHASE of each phase; NaN for what it has not."""
+    """This rank's numbers: OWN, then OF_PHASE of each phase; NaN for missing ones."""
 
     def take_median(values) -> float:
         known = [value for value in values if value is not None]
@@ -133,7 +133,7 @@ def _describe_own(times: list[StepTime]) -> list[float]:
 
 
 def _plain(values: list[float], digits: int = 3) -> list[float | int | None] | None:
-    """JSON has no NaN; None if there is nothing else."""
+    """Rounded values, with None for NaN, which JSON lacks; None if all are NaN."""
     if all(map(math.isnan, values)):
         return None
     return [None if math.isnan(v) else round(v, digits) if digits else round(v) for v in values]
@@ -143,22 +143,22 @@ def _plain(values: list[float], digits: int = 3) -> list[float | int | None] | N
 
 
 class AnomalyWarnings:
-    """Says each thing when it begins, and again only if it has stopped in between."""
+    """Warns of each anomaly when it begins, and again only after it has stopped."""
 
     def __init__(self, stages: Sequence[int] = ()):
-        """stages: by rank, of a pipeline."""
+        """stages: the pipeline stage of each rank."""
         self._said: set[str] = set()
         self._slow = SlowRanks(stages)
         self._gpu, self._host = Growth("GPU memory"), Growth("host memory")
 
     def of(self, figures: RankFigures, disturbed: bool = False) -> Iterator[str]:
-        """Lines about one interval. To be called for every interval, since slowness and growth take several.
+        """Warnings about one interval. Call it for every interval: slowness and growth are judged over several.
 
         Args:
             figures: Of the interval's steps.
             disturbed: All of them were profiled or compiled: their memory says nothing of the others'.
         """
-        found = dict([*waits_for_a_core(figures), *self._slow.of(figures), *waits_for_data(figures)])
+        found = dict([*find_core_wait(figures), *self._slow.of(figures), *find_data_wait(figures)])
         yield from (text for what, text in found.items() if what not in self._said)
         self._said = set(found)
         if not disturbed:
@@ -177,7 +177,7 @@ class SlowRanks:
         """(what, line) for the rank that is slow now and mostly was in the last intervals, in each phase."""
         if len(f.steps) < 2 or not min(f.steps) >= MIN_STEPS:  # NaN: a rank without steps
             return
-        without_core = _without_core(f)
+        without_core = _find_rank_without_core(f)
         for name in (name for name in INDEPENDENT if name in f.host_ms):
             times, history = f.own_ms(name), self._history[name]
             found = slowest_rank(times, f.step_ms, self._stages)
@@ -194,14 +194,14 @@ class SlowRanks:
                 yield f"{rank} {name}", line
 
 
-def _without_core(f: RankFigures) -> tuple[int, float | None] | None:
+def _find_rank_without_core(f: RankFigures) -> tuple[int, float | None] | None:
     named = [f.cores.get(name, ()) for name in ("core_wait_ms", "involuntary_switches", "cpu_ms")]
     return rank_without_core(*named, f.step_ms)
 
 
-def waits_for_a_core(f: RankFigures) -> Iterator[tuple[str, str]]:
+def find_core_wait(f: RankFigures) -> Iterator[tuple[str, str]]:
     """(what, line) if a rank is not given its cores: then nothing is to be learned from who is slower."""
-    found = _without_core(f) if min(f.steps) >= MIN_STEPS else None
+    found = _find_rank_without_core(f) if min(f.steps) >= MIN_STEPS else None
     if found:
         rank, ms = found
         how_long = f" for {ms:.1f} of {f.step_ms[rank]:.1f} ms per step" if ms is not None else ", time and again,"
@@ -212,7 +212,7 @@ def waits_for_a_core(f: RankFigures) -> Iterator[tuple[str, str]]:
         yield "core", line
 
 
-def waits_for_data(f: RankFigures) -> Iterator[tuple[str, str]]:
+def find_data_wait(f: RankFigures) -> Iterator[tuple[str, str]]:
     """(what, line) if a rank spends a notable part of its steps waiting for the loader: of the one that waits most."""
     waits = f.host_ms.get(Phase.DATA.value)
     if waits is None or min(f.steps) < MIN_STEPS or any(map(math.isnan, waits)):

@@ -1,6 +1,5 @@
-"""One run from a plan: build everything, train, evaluate, save."""
+"""Runs a plan: builds everything, trains, evaluates, saves."""
 
-import contextlib
 import gc
 import logging
 import math
@@ -18,19 +17,18 @@ from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.context_parallel import attend_across, share_out_positions
 from megatron_lite.parallel.data_parallel import replicate
 from megatron_lite.parallel.groups import Groups, make_groups
-from megatron_lite.parallel.layers import compile_layers, describe_compilation, recompute_layers
+from megatron_lite.parallel.layers import compile_layers, count_compilations, describe_compilation, recompute_layers
 from megatron_lite.parallel.pipeline import cut_model
-from megatron_lite.parallel.process_group import device_of
+from megatron_lite.parallel.process_group import find_device
 from megatron_lite.parallel.replica import describe_layout, find_parts
 from megatron_lite.parallel.tensor_parallel import drop_own_heads, split_layers
 from megatron_lite.parallel.weight_gradients import delay_weights
 from megatron_lite.train.checkpoint import Checkpoints
 from megatron_lite.train.choose_kernels import choose_losses, choose_plan_attention, describe_precision, make_race
 from megatron_lite.train.data_streams import DataStreams
-from megatron_lite.train.exit_conditions import ExitConditions
 from megatron_lite.train.loop import Progress, train
 from megatron_lite.train.step import BatchMaker, TrainingStep
-from megatron_lite.train.step_hooks import Evaluation, GarbageCollectionHook, SaveHook
+from megatron_lite.train.step_hooks import Evaluation, ExitConditions, GarbageCollectionHook, SaveHook
 from megatron_lite.train.step_metrics import StepMetrics
 from megatron_lite.units import count, short_count
 
@@ -47,33 +45,37 @@ def run(plan: Plan, streams: DataStreams, eod: int | None, instruments, make_log
     Returns:
         Why training ended before its last iteration, or None.
     """
-    device = device_of(plan)
+    device = find_device(plan.device, plan.world)
     groups = make_groups(plan, device)
     groups.pipeline.tell = instruments.wait_for_stage
     model = build_model(plan, device, groups)
     logger.info(f"  {describe_layout(plan)}")
     replica = replicate(plan, model, groups)
     optimizer = Optimizer(plan, replica.parameters, device, replica.sum_over_ranks, replica.counted)
-    logger.info(f"  {plan.args.optimizer.optimizer}: fused, {describe_precision(plan)}")
+    formats = describe_precision(plan.precision, plan.fp32_gradients, plan.args.precision)
+    logger.info(f"  {plan.args.optimizer.optimizer}: fused, {formats}")
     # from here on each rank draws its own dropout, but for hidden states that tensor parallel ranks all have
     alike = plan.layout.tensor > 1 and not plan.layout.sequence_parallel
     own = plan.layout.replica + plan.layout.replicas * plan.layout.pipeline_rank if alike else plan.world.rank
-    _seed(plan.args.training.seed + 1 + own)
+    _set_seed(plan.args.training.seed + 1 + own)
     progress, checkpoints = Progress(), Checkpoints(plan, replica, optimizer, device)
     checkpoints.load(progress)
     instruments.resume(progress.started_at)
-    make = BatchMaker(plan, device, eod)
-    with make_log(StepMetrics(plan, optimizer, device), progress) as log, checkpoints, _spare_what_lives_on():
+    make = BatchMaker(plan.args.data, plan.layout, device, eod)
+    metrics = StepMetrics(optimizer, device, plan.world.size, plan.args.precision.check_for_nan_in_loss_and_grad)
+    with make_log(metrics, progress) as log, checkpoints:
         validation = None
         if streams.has("valid"):
             validation = Evaluation(plan, replica, streams.validation(progress), make, log)
-        saving = SaveHook(plan, checkpoints, log, loaded=progress.iteration)
+        saving = SaveHook(plan.args.checkpoint, checkpoints, log, loaded=progress.iteration)
         reason = None
         if not plan.args.training.skip_train:
             computed = instruments.gradients_computed if plan.world.size > 1 else None
             step = TrainingStep(plan, replica, optimizer, make, computed)
-            hooks = [hook for hook in (validation, saving, GarbageCollectionHook(plan)) if hook is not None]
-            exits = ExitConditions(plan, device, checkpoints)
+            hooks = [
+                hook for hook in (validation, saving, GarbageCollectionHook(plan.args.training)) if hook is not None
+            ]
+            exits = ExitConditions(plan.args.training, device, checkpoints, plan.args.checkpoint.async_save)
             batches = streams.training(progress)
             reason = train(plan.train_iters, progress, step, batches, log, hooks, exits, instruments)
             log.finish()
@@ -89,15 +91,21 @@ def run(plan: Plan, streams: DataStreams, eod: int | None, instruments, make_log
 
 @mark_memory(WEIGHTS)
 def build_model(plan: Plan, device: torch.device, groups: Groups | None = None) -> nn.Module:
-    """What this rank has of the initialised model, on the device, in the plan's precision, with recomputation as the flags say.
+    """This rank's part of the initialized model, on the device, in the plan's precision, compiled and recomputed as the flags say.
 
-    groups: of `make_groups`; None for a model that no ranks share out. Where they share it out by rows it has no memory yet: no rank may
-    have room for the whole, and ShardedDataParallel fills its own.
+    groups: of `make_groups`; None if no ranks share out the model. Where data parallel ranks share it out it has no memory yet:
+    ShardedDataParallel makes and fills each rank's rows, as no rank may have room for the whole.
     """
+    t, dtype = plan.args.training, DTYPES[plan.precision]
     if plan.args.model.model is not None:
-        _seed(plan.args.training.seed)
-        return build_custom_model(plan, device)
-    shape, attend = plan.rank_shape, choose_plan_attention(plan, device, make_race(plan, device))
+        _set_seed(t.seed)
+        model = build_custom_model(plan.args.model.model, plan.shape, dtype, device)
+        if plan.sharding is not None:  # ranks that share out weights keep them in fp32, rounded all the same
+            for parameter in model.parameters():
+                parameter.data = parameter.data.float()
+        return model
+    race = make_race(device, t.deterministic_mode, plan.world.is_first)
+    shape, attend = plan.rank_shape, choose_plan_attention(plan, device, race)
     timed = f" ({attend.timed})" if attend.timed else ""
     logger.info("\n    not ".join((f"  attention: {attend.name}{timed}", *attend.why_not)))
     among, context = (groups.tensor, groups.context) if groups else (None, None)
@@ -113,10 +121,9 @@ def build_model(plan: Plan, device: torch.device, groups: Groups | None = None) 
         cut_model(model, groups.pipeline)
     if in_parts and plan.sharding is None:
         model.to_empty(device=first)
-    parts = find_parts(plan, model)
-    _seed(plan.args.training.seed)  # here: torch's own layers draw where they have memory
+    parts = find_parts(model, plan.layout, plan.sharding, shape.activation == "swiglu")
+    _set_seed(t.seed)  # here: torch's own layers draw where they have memory
     if plan.sharding is None:
-        dtype = DTYPES[plan.precision]
         initialize(dict(model.named_parameters()), plan.shape, parts, dtype)
         model.to(device=device, dtype=dtype)
     later = groups.pipeline.weights if groups else None
@@ -128,10 +135,11 @@ def build_model(plan: Plan, device: torch.device, groups: Groups | None = None) 
         share_out_positions(model, plan.layout, plan.shape.seq_length)
     number = sum(map(math.prod, list_parameters(plan.shape).values()))
     logger.info(f"  number of parameters: {count(number)} ({short_count(number)})")
-    logger.info(f"  {describe_compilation(plan)}")
-    if plan.compiles_layers:
-        compile_layers(plan, model.decoder.layers)
-    recompute_layers(plan, model.decoder.layers)
+    logger.info(f"  {describe_compilation(plan.compilation, t.torch_compile_backend, shape.num_layers)}")
+    if plan.compilation.layers:
+        graphs = count_compilations(plan.shape, plan.compilation)
+        compile_layers(model.decoder.layers, t.torch_compile_backend, graphs)
+    recompute_layers(model.decoder.layers, plan.stage.chunks, plan.recomputed_layers)
     if plan.recomputed_layers:
         number = plan.recomputed_layers * len(plan.stage.chunks)
         logger.info(f"  recomputing the activations of {number} of {len(model.decoder.layers)} layers")
@@ -139,17 +147,7 @@ def build_model(plan: Plan, device: torch.device, groups: Groups | None = None) 
     return model
 
 
-@contextlib.contextmanager
-def _spare_what_lives_on():
-    """Garbage collections inside pass over what there is now: walking all that torch imports takes 0.1 to 0.2 s each time."""
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
-
-
-def _seed(seed: int):
+def _set_seed(seed: int):
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)

@@ -1,4 +1,4 @@
-"""run.json: the plan, the versions, the hardware, the artefacts, and how the run ended."""
+"""Writes run.json: the plan, versions, hardware, files of the run, and how it ended."""
 
 import dataclasses
 import os
@@ -18,7 +18,7 @@ from megatron_lite.user_functions import describe_source
 
 
 class RunRecord:
-    """Written at the start, so that a killed run has one, and again at the end. By the last rank."""
+    """Writes run.json when the run starts, so that a killed run has one, and when it ends. On the last rank."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class RunRecord:
 
 
 def describe_device(gpu: int | None) -> dict:
-    """What this process computes on, as run.json says it. gpu: its number; None for the CPU."""
+    """The hardware that this process uses, as run.json holds it. gpu: its number; None for the CPU."""
     cpus = {"cpus": read_machine().cores}
     if gpu is None:
         return cpus | {
@@ -90,7 +90,7 @@ def describe_device(gpu: int | None) -> dict:
 
 
 def _plain(value):
-    """JSON has no ranges and sets."""
+    """A value with lists in place of ranges and sets, which JSON lacks."""
     if isinstance(value, dict):
         return {name: _plain(item) for name, item in value.items()}
     if isinstance(value, range):
@@ -99,15 +99,15 @@ def _plain(value):
 
 
 def describe_versions() -> dict[str, str]:
-    """Of what the run computes with."""
+    """Versions of Python, torch and numpy."""
     return {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__}
 
 
 def read_environment() -> dict[str, str]:
-    """Those of the telling variables that are set."""
+    """The environment variables of TELLING_VARIABLES that are set."""
     return {name: os.environ[name] for name in TELLING_VARIABLES if name in os.environ}
 
 
 def format_now() -> str:
-    """The time, as run.json says it."""
+    """The current time, as run.json holds it."""
     return time.strftime("%Y-%m-%dT%H:%M:%S%z")

@@ -7,7 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_lite.config.layout import Turn
+from megatron_lite.config.args import DataArgs
+from megatron_lite.config.layout import Layout, Turn
 from megatron_lite.config.plan import Plan
 from megatron_lite.data.batch import Batch, ToDevice, make_batch
 from megatron_lite.marks import STEP, mark_memory
@@ -32,9 +33,8 @@ class StepResult:
 class BatchMaker:
     """Raw tokens from the loader -> a Batch on the device, with the data flags' masks and positions."""
 
-    def __init__(self, plan: Plan, device: torch.device, eod: int | None):
-        d = plan.args.data
-        self.device, self._layout = device, plan.layout
+    def __init__(self, d: DataArgs, layout: Layout, device: torch.device, eod: int | None):
+        self.device, self._layout = device, layout
         self._to_device = ToDevice(device)
         self._options = {
             "eod": eod,
@@ -62,7 +62,7 @@ def loss_and_tokens(model, batch: Batch) -> tuple[Tensor, Tensor]:
 
 
 class MicroBatches:
-    """Batches as turns take them. Several chunks of a pipeline's stage need each: it is kept until the last has had it."""
+    """Gives each turn its batch, which is kept until the last chunk of a pipeline's stage has used it."""
 
     def __init__(self, batches: Iterator[Tensor], make: BatchMaker, pipeline: Pipeline, phase):
         self._batches, self._make, self._phase = batches, make, phase
@@ -70,7 +70,7 @@ class MicroBatches:
         self._kept: dict[int, Batch] = {}
 
     def take(self, turn: Turn) -> Batch:
-        """Of the turn's micro-batch."""
+        """The batch of the turn's micro-batch."""
         if turn.chunk == 0:
             self._kept[turn.micro_batch] = self._read()
         return self._kept.pop(turn.micro_batch) if turn.chunk == self._last else self._kept[turn.micro_batch]
@@ -85,10 +85,10 @@ class MicroBatches:
 
 
 class TrainingStep:
-    """Runs steps on the replica."""
+    """Runs training steps on the replica."""
 
     def __init__(self, plan: Plan, replica: DataParallel, optimizer: Optimizer, make: BatchMaker, computed=None):
-        """`computed` is called within backward when this rank has its gradients and begins to wait for others'."""
+        """computed: called within backward when this rank has its gradients and begins to wait for those of others."""
         self.plan, self.replica, self.optimizer, self.make, self._computed = plan, replica, optimizer, make, computed
         self._per_token = plan.args.training.calculate_per_token_loss
 
@@ -110,7 +110,7 @@ class TrainingStep:
         return self._update(sums, self.plan.batch.size(consumed), phase)
 
     def _forward(self, batch: Batch, micro_batches: int, phase) -> tuple[Tensor, Tensor]:
-        """Its losses' sum and its tokens, two numbers on the device; and what is to go backward."""
+        """((sum of losses, tokens) on the device, the objective that backward starts from)."""
         with phase(Phase.FORWARD):
             loss_sum, tokens = loss_and_tokens(self.replica, batch)
             # gradients: the mean over micro-batches of each one's mean over tokens, as in Megatron
@@ -119,10 +119,10 @@ class TrainingStep:
             return torch.stack((loss_sum.detach(), tokens)), objective
 
     def _backward(self, objectives: dict[tuple[int, int], Tensor], turn: Turn, last: bool, phase):
-        """last: of the step's micro-batches."""
+        """Backward of one turn. last: it is the step's last micro-batch."""
         with self.replica.backward(last), phase(Phase.BACKWARD):
             scaled = objectives.pop((turn.micro_batch, turn.chunk)) * self.optimizer.loss_scale
-            if self._computed is not None and last and turn.chunk == 0:  # others wait for nobody
+            if self._computed is not None and last and turn.chunk == 0:  # other chunks' backward waits for no rank
                 call_when_computed(scaled, self._computed)
             scaled.backward()
             del scaled  # autograd's graph goes here, not somewhere in the loop

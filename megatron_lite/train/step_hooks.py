@@ -1,6 +1,9 @@
-"""What happens between steps: evaluating, saving, and Python's garbage collector on a schedule."""
+"""What happens between steps: evaluating, saving, collecting garbage, and stopping before the last iteration."""
 
 import gc
+import os
+import signal
+import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -9,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_lite.config.args import CheckpointArgs, TrainingArgs
 from megatron_lite.config.plan import Plan
 from megatron_lite.marks import EVALUATION, mark_memory
 from megatron_lite.parallel.replica import Replica
@@ -17,17 +21,21 @@ from megatron_lite.train.checkpoint import Checkpoints
 from megatron_lite.train.console import evaluation_lines
 from megatron_lite.train.loop import Progress
 from megatron_lite.train.step import BatchMaker, MicroBatches, loss_and_tokens
+from megatron_lite.train.step_metrics import LAG, Readback
+
+AGAIN_SECONDS = 5  # a signal to all processes comes twice, the second time from the launcher that passes it on
+STAY, TIME_OVER, SIGNALLED, SAVE_FAILED = 0.0, 1.0, 2.0, 3.0
 
 
 @torch.no_grad()
 @mark_memory(EVALUATION)
-def evaluate(plan: Plan, replica: Replica, batches: Iterator[Tensor], make: BatchMaker) -> float:
-    """Mean loss per token in nats over --eval-iters global batches and all ranks. Collective."""
+def evaluate(replica: Replica, batches: Iterator[Tensor], make: BatchMaker, micro_batches: int) -> float:
+    """Mean loss per token in nats over the next `micro_batches` of all ranks. Collective."""
     chunks, feed = replica.chunks, MicroBatches(batches, make, replica.pipeline, lambda phase: nullcontext())
     for chunk in chunks:
         chunk.eval()
     sums = torch.zeros(2, dtype=torch.float64, device=make.device)
-    for turn in replica.pipeline.take_forwards(plan.args.watch.eval_iters * plan.batch.final // plan.samples_per_pass):
+    for turn in replica.pipeline.take_forwards(micro_batches):
         loss_sum, tokens = loss_and_tokens(chunks[turn.chunk], feed.take(turn))
         sums += torch.stack((loss_sum, tokens)).double()
     for chunk in chunks:
@@ -54,14 +62,15 @@ class Evaluation:
         self.latest = (progress.iteration, self.report(progress, f"iteration {progress.iteration}", "validation"))
 
     def report(self, progress: Progress, title: str, which: str) -> float:
-        """Evaluate on the batches that come next, and say so; returns the loss."""
-        progress.consumed_valid += self.plan.args.watch.eval_iters * self.plan.batch.final
-        loss = evaluate(self.plan, self.replica, self.batches, self.make)
+        """Evaluate on the next batches and log the loss; returns it."""
+        samples = self.plan.args.watch.eval_iters * self.plan.batch.final
+        progress.consumed_valid += samples
+        loss = evaluate(self.replica, self.batches, self.make, samples // self.plan.samples_per_pass)
         self.log.evaluation(title, which, loss)
         return loss
 
     def report_at_the_end(self, progress: Progress):
-        """As Megatron-LM does; where the last interval ends here, its loss again, rather than a second one of the same weights."""
+        """Report the final validation loss, as Megatron-LM does: the last interval's, if the weights are still the same."""
         title = f"iteration {progress.iteration} on validation set"
         if self.latest and self.latest[0] == progress.iteration:
             self.log.say(evaluation_lines(title, self.latest[1]))
@@ -74,19 +83,17 @@ class SaveHook:
 
     phase = Phase.SAVE
 
-    def __init__(self, plan: Plan, checkpoints: Checkpoints, log, loaded: int):
-        self.plan, self.checkpoints, self.log = plan, checkpoints, log
-        c = plan.args.checkpoint
+    def __init__(self, c: CheckpointArgs, checkpoints: Checkpoints, log, loaded: int):
+        self.checkpoints, self.log, self._interval, self._folder = checkpoints, log, c.save_interval, c.save
         here = c.save is not None and c.load is not None and Path(c.save).resolve() == Path(c.load).resolve()
         self.saved = loaded if here and loaded else None  # the newest iteration that the folder holds
 
     def due(self, progress: Progress) -> bool:
-        interval = self.plan.args.checkpoint.save_interval
-        return interval is not None and progress.iteration % interval == 0
+        return self._interval is not None and progress.iteration % self._interval == 0
 
     def run(self, progress: Progress):
         """Save, unless this iteration is saved already."""
-        if self.plan.args.checkpoint.save is None or self.saved == progress.iteration:
+        if self._folder is None or self.saved == progress.iteration:
             return
         self.log.metrics.settle()  # weights of a run that diverged must not be called a checkpoint
         self.checkpoints.save(progress)
@@ -98,8 +105,7 @@ class GarbageCollectionHook:
 
     phase = Phase.LOG
 
-    def __init__(self, plan: Plan):
-        t = plan.args.training
+    def __init__(self, t: TrainingArgs):
         self._interval = t.manual_gc_interval if t.manual_gc else 0
         if t.manual_gc:
             gc.collect()
@@ -110,3 +116,60 @@ class GarbageCollectionHook:
 
     def run(self, progress: Progress):
         gc.collect()
+
+
+class ExitConditions:
+    """--exit-interval, --exit-duration-in-mins, --exit-signal-handler, and a save in the background that failed."""
+
+    def __init__(self, t: TrainingArgs, device: torch.device, checkpoints: Checkpoints, async_save: bool):
+        self._checkpoints = checkpoints
+        self._interval, self._minutes, self._signal = t.exit_interval, t.exit_duration_in_mins, t.exit_signal
+        self._device, self._started = device, time.monotonic()
+        self._signalled_at: float | None = None
+        self._votes = Readback()
+        if t.exit_signal_handler:
+            signal.signal(getattr(signal, self._signal), self._note)
+        # ranks see a signal, the clock or a thread's end at different steps: they must agree on one, or some would
+        # wait forever
+        self._must_agree = t.exit_signal_handler or t.exit_duration_in_mins is not None or async_save
+
+    def reason(self, progress: Progress) -> str | None:
+        """Why to leave now, in Megatron-LM's words; None to go on. Collective if ranks must agree.
+
+        CheckpointError on every rank after a save in the background failed.
+        """
+        agreed = STAY
+        if self._must_agree:
+            over = self._minutes is not None and time.monotonic() - self._started >= 60 * self._minutes
+            wish = SIGNALLED if self._signalled_at is not None else TIME_OVER if over else STAY
+            wish = SAVE_FAILED if self._checkpoints.failed else wish
+            vote = torch.full((), wish, device=self._device)  # a fill does not make the host wait, a copy would
+            dist.all_reduce(vote, op=dist.ReduceOp.MAX)
+            self._votes.push(None, (vote,))
+            # all ranks read the same step's vote: on GPUs one that has arrived, on CPUs there is none to wait for
+            lag = LAG if self._device.type == "cuda" else 0
+            agreed = max((values[0] for _, values in self._votes.pop(lag)), default=STAY)
+        if agreed == SAVE_FAILED:
+            self._checkpoints.finish()
+        if agreed == SIGNALLED:
+            return f"exiting program after receiving {self._signal}."
+        if agreed == TIME_OVER:
+            return f"exiting program after {self._minutes} minutes"
+        if self._interval and progress.iteration % self._interval == 0:
+            return f"exiting program at iteration {progress.iteration}"
+        return None
+
+    def over(self):
+        """Called after the last save: ignore a second signal, which must not kill a process that is about to end well.
+
+        Python takes its handlers away while it shuts down, but leaves a signal that is ignored alone.
+        """
+        if self._signalled_at is not None:
+            signal.signal(getattr(signal, self._signal), signal.SIG_IGN)
+
+    def _note(self, number, frame):
+        now = time.monotonic()
+        if self._signalled_at is None:
+            self._signalled_at = now
+        elif now - self._signalled_at > AGAIN_SECONDS:
+            os._exit(128 + number)  # a second wish means now

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_lite.config.plan import Plan
 from megatron_lite.errors import DivergedError
 from megatron_lite.optim.optimizer import DynamicLossScale
 from megatron_lite.train.loop import Progress
@@ -21,7 +20,7 @@ LAG = 2  # steps that the host may be ahead of what it reads: enough that readin
 
 
 class Readback:
-    """A queue of rows of numbers. What is read is old enough to have arrived, or read at a moment that may wait."""
+    """A queue of rows of numbers that are copied from the device to the host without waiting."""
 
     def __init__(self):
         self._waiting: deque[tuple[object, Tensor | array, torch.cuda.Event | None]] = deque()
@@ -39,7 +38,7 @@ class Readback:
         self._waiting.append((key, host, event))
 
     def forget(self):
-        """Read no more of what is on its way."""
+        """Drop all rows that have not been read."""
         self._waiting.clear()
 
     def arrived(self):
@@ -65,7 +64,7 @@ class Readback:
 
 @dataclass
 class StepFigures:
-    """One step, on the host."""
+    """Figures of one step, on the host."""
 
     iteration: int
     consumed: int  # samples, this step's included
@@ -88,16 +87,16 @@ class StepFigures:
 
 
 class StepMetrics:
-    """Figures since the last `take`."""
+    """Figures of the steps since the last `take`."""
 
-    def __init__(self, plan: Plan, optimizer, device: torch.device):
-        self.plan, self.optimizer, self.device = plan, optimizer, device
+    def __init__(self, optimizer, device: torch.device, ranks: int = 1, check_for_nan: bool = True):
+        self.optimizer, self.device, self._ranks, self._check_for_nan = optimizer, device, ranks, check_for_nan
         self._readback = Readback()
         self._steps: list[StepFigures] = []
         self.latest_loss: float | None = None  # this rank's, a few steps old
 
     def record(self, progress: Progress, result: StepResult):
-        """Take a step's figures in, and look at those of the step before last."""
+        """Queue a step's figures, and read those of the step before last."""
         u = result.update
         update = (u.grad_norm, u.skipped, u.loss_scale, u.next_loss_scale, u.next_lr)
         values = (result.loss_sum, result.tokens, *update, result.zeros, result.params_norm)
@@ -110,8 +109,7 @@ class StepMetrics:
         With a dynamic loss scale there is nothing to raise: the step was skipped.
         """
         # a dynamic loss scale is expected to overflow now and then, and answers by itself
-        watched = self.plan.args.precision.check_for_nan_in_loss_and_grad
-        watched = watched and not isinstance(self.optimizer.scaler, DynamicLossScale)
+        watched = self._check_for_nan and not isinstance(self.optimizer.scaler, DynamicLossScale)
         for key, values in self._readback.pop(lag):
             figures = _make_figures(key, values)
             self._steps.append(figures)
@@ -122,7 +120,7 @@ class StepMetrics:
     def take(self) -> list[StepFigures]:
         """All figures so far, losses summed over ranks. Collective: every rank calls it at the same iteration."""
         self.settle()
-        if self._steps and self.plan.world.size > 1:
+        if self._steps and self._ranks > 1:
             sums = torch.tensor([(s.loss_sum, s.tokens) for s in self._steps], dtype=torch.float64, device=self.device)
             dist.all_reduce(sums)  # if it fails, the steps are left over
             for step, (loss_sum, tokens) in zip(self._steps, sums.tolist()):
@@ -136,17 +134,17 @@ class StepMetrics:
             self._steps += [_make_figures(key, values) for key, values in self._readback.arrived()]
         steps, self._steps = self._steps, []
         for step in steps:
-            step.local = self.plan.world.size > 1
+            step.local = self._ranks > 1
         return steps
 
     def so_far(self, after: int) -> list[StepFigures]:
-        """Copies of what has been read already, of later iterations than `after`: losses of this rank only. No collective."""
-        local = self.plan.world.size > 1
+        """Copies of the figures that were read so far, of iterations after `after`, with losses of this rank. No collective."""
+        local = self._ranks > 1
         return [replace(step, local=local) for step in self._steps if step.iteration > after]
 
     def _stop_if_diverged(self, figures: StepFigures):
         finite = torch.tensor([float(math.isfinite(figures.loss_sum))], device=self.device)
-        everyone = [torch.zeros_like(finite) for _ in range(self.plan.world.size)]
+        everyone = [torch.zeros_like(finite) for _ in range(self._ranks)]
         dist.all_gather(everyone, finite)
         ranks = [rank for rank, good in enumerate(everyone) if not good.item()]
         if not ranks and self.optimizer.scaler is not None:

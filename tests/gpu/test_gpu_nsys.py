@@ -38,7 +38,7 @@ def test_the_profiler_starts_and_stops_around_the_window(monkeypatch):
         real = getattr(torch.cuda.profiler, name)
         monkeypatch.setattr(torch.cuda.profiler, name, lambda name=name, real=real: (calls.append(name), real()))
     plan = plan_of([*SIZE.split(), "--record-shapes"], World(gpus=1, under_nsys=True))
-    nsys = NsysRange(Window(range(2, 4)), plan, words.append)
+    nsys = NsysRange(Window(range(2, 4)), plan.args.profile, plan.world, words.append)
     weight = torch.ones(8, 8, device="cuda", requires_grad=True)
     with Instruments([nsys], words.append) as watching:
         for step in (1, 2, 3, 4):

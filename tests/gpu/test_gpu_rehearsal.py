@@ -43,7 +43,10 @@ def measured_peak(plan: Plan) -> int:
     device = torch.device("cuda", 0)
     replica = DataParallel(plan, build_model(plan, device))
     optimizer = Optimizer(plan, replica.parameters, device)
-    step, watching = TrainingStep(plan, replica, optimizer, BatchMaker(plan, device, None)), Instruments([], print)
+    step, watching = (
+        TrainingStep(plan, replica, optimizer, BatchMaker(plan.args.data, plan.layout, device, None)),
+        Instruments([], print),
+    )
     for _ in range(STEPS):
         step(batches(plan), 0, watching.phase)
     torch.cuda.synchronize()

@@ -122,7 +122,11 @@ def timed(request, bytes_per_ms):
     replica = DataParallel(plan, build_model(plan, device))
     optimizer = Optimizer(plan, replica.parameters, device)
     yield Timed(
-        plan, replica, optimizer, TrainingStep(plan, replica, optimizer, BatchMaker(plan, device, 0)), bytes_per_ms
+        plan,
+        replica,
+        optimizer,
+        TrainingStep(plan, replica, optimizer, BatchMaker(plan.args.data, plan.layout, device, 0)),
+        bytes_per_ms,
     )
     if ON_GPU:
         torch.cuda.empty_cache()

@@ -1,4 +1,4 @@
-"""What only a GPU can show: a step in which torch itself finds no synchronisation."""
+"""What only a GPU can show: a step in which torch itself finds no synchronization."""
 
 import contextlib
 import math
@@ -46,13 +46,13 @@ STEADY_COMPILED = [
 @pytest.mark.parametrize(
     "words", [*(f"{words} {EAGER}" for words in STEADY), *(f"{words} {COMPILED}" for words in STEADY_COMPILED)]
 )
-def test_torch_finds_no_synchronisation_in_a_steady_step(words):
+def test_torch_finds_no_synchronization_in_a_steady_step(words):
     device = torch.device("cuda", 0)
     plan = plan_of([*SIZE.split(), *words.split()], World(gpus=torch.cuda.device_count()))
     replica = DataParallel(plan, build_model(plan, device))
     optimizer = Optimizer(plan, replica.parameters, device)
-    step = TrainingStep(plan, replica, optimizer, BatchMaker(plan, device, 127))
-    meter, progress = StepMetrics(plan, optimizer, device), Progress()
+    step = TrainingStep(plan, replica, optimizer, BatchMaker(plan.args.data, plan.layout, device, 127))
+    meter, progress = StepMetrics(optimizer, device), Progress()
     raw_BT1 = torch.randint(127, (2, plan.shape.seq_length + 1)).pin_memory()
     batches = iter(lambda: raw_BT1, None)
 

@@ -19,7 +19,7 @@ from megatron_lite.analysis.kernels.roofline import Calls, collect_calls, roofli
 from megatron_lite.analysis.kernels.selection import Selection, by_weight, heaviest
 from megatron_lite.analysis.time.time_results import Placing, RankTime
 from megatron_lite.analysis.trace.columns import Kind, Trace
-from megatron_lite.estimate.hardware import peak_tflops, processor_of
+from megatron_lite.estimate.hardware import match_processor, peak_tflops
 
 DEEPEST = 64  # operators within operators; real traces have about ten
 SHAPES_FLAG = "--pytorch-profiler-collect-shapes"
@@ -180,7 +180,7 @@ def _describe_gaps(
         notes.append(f"{explained}: FLOPs are too low")
     if not time.on_gpu:
         notes.append("no peak is known for this processor, so no share of it is given")
-    elif processor_of(time.device) is None:
+    elif match_processor(time.device) is None:
         device = time.device or "this GPU, whose name the trace lacks"
         notes.append(f"no peak is known for {device}: no share of it is given")
     elif peakless:

@@ -19,7 +19,7 @@ from megatron_lite.analysis.kernels.kernel_words import (
 )
 from megatron_lite.analysis.kernels.selection import Selection, heaviest
 from megatron_lite.analysis.trace.columns import Kind, Shapes
-from megatron_lite.estimate.hardware import peak_tflops, processor_of
+from megatron_lite.estimate.hardware import match_processor, peak_tflops
 
 # --- arithmetic and memory traffic of an operator from the shapes of its arguments
 #
@@ -353,7 +353,7 @@ def _find_recomputed(chosen: Selection, rows: Integers) -> Flags:
 
 def roofline_rows(calls: list[Calls], device: str | None) -> tuple[RooflineRow, ...]:
     """Largest loss against the bound first; without a bound the longest first."""
-    processor, rows = processor_of(device), []
+    processor, rows = match_processor(device), []
     memory_gb_s = processor.memory_gb_s if processor else None
     for one in calls:
         peak = peak_tflops(device, "fp16" if one.precision == "fp16/bf16" else one.precision)

@@ -8,8 +8,7 @@ from megatron_lite.config.args import ParallelArgs
 from megatron_lite.config.layout import Layout, plan_stage
 from megatron_lite.config.shape import ModelShape, recomputed_layers
 from megatron_lite.estimate.memory import activation_bytes, logits_bytes, plan_micro_batch
-from megatron_lite.estimate.params import parameter_count
-from megatron_lite.estimate.state_memory import FP32, element_bytes, state_bytes
+from megatron_lite.estimate.model_size import FP32, count_parameters, element_bytes, state_bytes
 from megatron_lite.units import count
 
 Plan = dict[str, Any]  # as run.json holds it
@@ -56,7 +55,7 @@ def _compute_formulas(plan: Plan, rank: int | None) -> dict[str, tuple[str, int]
     layout = layout if rank is None else layout.locate(rank)
     stage = plan_stage(ParallelArgs(**args["parallel"]), layout, shape.num_layers)
     ours = shape.split(layout.tensor, layout.context)
-    parameters, momentum = parameter_count(ours, stage), optimizer["sgd_momentum"] > 0
+    parameters, momentum = count_parameters(ours, stage), optimizer["sgd_momentum"] > 0
     ranks = (plan.get("sharding") or {"ranks": 1})["ranks"]
     state = state_bytes(parameters, precision, plan["fp32_gradients"], optimizer["optimizer"], momentum, ranks)
     if precision != "fp32" and not plan["fp32_gradients"] and ranks == 1:

@@ -13,18 +13,16 @@ from numpy.typing import NDArray
 from megatron_lite.analysis.intervals import Numbers
 from megatron_lite.analysis.run.run_results import Growth, RankLines, RankMedians, Run, Steps
 from megatron_lite.analysis.run.step_lines import CORES, StepLines, number
-from megatron_lite.config.flops import step_flops
 from megatron_lite.config.shape import ModelShape
 from megatron_lite.errors import UserError
+from megatron_lite.estimate.model_size import step_flops
 from megatron_lite.process_state import is_there
 from megatron_lite.run_folder import RANKS_FILE, RUN_FILE, RUN_SCHEMA, STEPS_FILE
 from megatron_lite.thresholds import GROWTH_PARTS, MIN_BEFORE, steady_growth
 
 RUNNING = "running"  # as run.json says it from the start
-LOST, UNCERTAIN = (
-    "killed or lost: its process is gone",
-    "running, or killed",
-)  # what it says then, by what is seen of the process
+# what is made of it, by what is seen of the process
+LOST, UNCERTAIN = "killed or lost: its process is gone", "running, or killed"
 
 
 def read_run(folder: Path, lines: StepLines | None = None) -> Run:

@@ -10,8 +10,8 @@ MAX_ELEMENTS = 2**58  # of one tensor; its bytes must have 63 bits
 
 def model_rules(args: Args, world: World) -> Iterator[str]:
     """Mistakes among the model's flags."""
-    yield from _tensors(args)
-    yield from _custom_model(args)
+    yield from _check_tensors(args)
+    yield from _check_custom_model(args)
     m, p, heads = args.model, args.precision, args.model.num_attention_heads
     if m.hidden_size and heads and heads > 0:
         given = f"--num-attention-heads {heads}"
@@ -19,7 +19,7 @@ def model_rules(args: Args, world: World) -> Iterator[str]:
             yield f"--hidden-size {m.hidden_size} is not divisible by {given}; change one, or give --kv-channels."
         if m.group_query_attention and (m.num_query_groups < 1 or heads % m.num_query_groups):
             yield f"--num-query-groups {m.num_query_groups} does not divide {given}; choose a divisor."
-    yield from _positions(args)
+    yield from _check_positions(args)
     # what torch's kernels cannot do whatever the sizes; the rest shows when torch is asked
     kind, backend, gpu = m.attention_backend, f"--attention-backend {m.attention_backend}", bool(world.gpus)
     if kind == "fused" and not gpu:
@@ -49,8 +49,8 @@ def model_rules(args: Args, world: World) -> Iterator[str]:
         yield f"{number} does not go with {without}; drop it, or use full."
 
 
-def _tensors(args: Args) -> Iterator[str]:
-    """Sizes that are well each by itself, and too much together."""
+def _check_tensors(args: Args) -> Iterator[str]:
+    """Tensors that would have too many elements."""
     m, micro_batch = args.model, max(args.training.micro_batch_size or 1, 1)
     needed = (m.hidden_size, m.num_attention_heads, m.seq_length, m.make_vocab_size_divisible_by)
     if any(size is None or size < 1 for size in needed):
@@ -72,7 +72,7 @@ def _tensors(args: Args) -> Iterator[str]:
                 return
 
 
-def _positions(args: Args) -> Iterator[str]:
+def _check_positions(args: Args) -> Iterator[str]:
     m, positions = args.model, args.model.max_position_embeddings
     learned = m.position_embedding_type == "learned_absolute" and m.add_position_embedding
     if learned and positions is None:
@@ -90,8 +90,8 @@ def _positions(args: Args) -> Iterator[str]:
         )
 
 
-def _custom_model(args: Args) -> Iterator[str]:
-    """What knows the built-in GPT only."""
+def _check_custom_model(args: Args) -> Iterator[str]:
+    """Flags that --model rules out, as they are made for the built-in GPT."""
     m, p = args.model, args.parallel
     given = {
         f"--tensor-model-parallel-size {p.tensor_model_parallel_size}": p.tensor_model_parallel_size > 1,

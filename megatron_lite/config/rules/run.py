@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from megatron_lite.config.args import Args, DataArgs
-from megatron_lite.config.data_paths import OF_A_MODEL, TOKENIZER, TOKENIZERS, split_shares, with_files_read
+from megatron_lite.config.data_paths import OF_A_MODEL, TOKENIZER, TOKENIZERS, read_argument_files, split_shares
 from megatron_lite.config.flags import dashed
 from megatron_lite.config.layout import ZERO_BUBBLE, count_chunks, count_data_ranks, count_stage_layers
 from megatron_lite.config.world import World
@@ -23,10 +23,10 @@ def rank_rules(args: Args, world: World) -> Iterator[str]:
         yield f"--expert-model-parallel-size {p.expert_model_parallel_size} is refused: there are no experts; give 1."
     tensor, instances = p.tensor_model_parallel_size, p.num_distributed_optimizer_instances
     if tensor > 1:
-        yield from _tensor_parallel(args, world)
+        yield from _check_tensor_parallel(args, world)
     if p.context_parallel_size > 1:
-        yield from _context_parallel(args, world)
-    yield from _pipeline_parallel(args, world)
+        yield from _check_context_parallel(args, world)
+    yield from _check_pipeline_parallel(args, world)
     replicas = count_data_ranks(p, world) * max(p.context_parallel_size, 1)
     if instances > 0 and replicas % instances:
         yield (
@@ -44,7 +44,7 @@ def rank_rules(args: Args, world: World) -> Iterator[str]:
         )
 
 
-def _tensor_parallel(args: Args, world: World) -> Iterator[str]:
+def _check_tensor_parallel(args: Args, world: World) -> Iterator[str]:
     """Mistakes among what tensor parallel ranks are to split."""
     m, size = args.model, args.parallel.tensor_model_parallel_size
     name = f"--tensor-model-parallel-size {size}"
@@ -70,7 +70,7 @@ def _tensor_parallel(args: Args, world: World) -> Iterator[str]:
             yield f"{name}: does not divide --{flag} {value}; change one of them."
 
 
-def _context_parallel(args: Args, world: World) -> Iterator[str]:
+def _check_context_parallel(args: Args, world: World) -> Iterator[str]:
     """Mistakes among what context parallel ranks are to share out."""
     size, length, tensor = (
         args.parallel.context_parallel_size,
@@ -89,7 +89,7 @@ def _context_parallel(args: Args, world: World) -> Iterator[str]:
         yield f"{name} does not go with --reset-attention-mask, whose documents may lie on several ranks; drop one of them."
 
 
-def _pipeline_parallel(args: Args, world: World) -> Iterator[str]:
+def _check_pipeline_parallel(args: Args, world: World) -> Iterator[str]:
     """Mistakes among stages, and the layers that they are to share out."""
     p, layers = args.parallel, args.model.num_layers
     stages, name = p.pipeline_model_parallel_size, f"--pipeline-model-parallel-size {p.pipeline_model_parallel_size}"
@@ -169,7 +169,7 @@ def data_rules(args: Args, world: World) -> Iterator[str]:
     if of_splits and d.split is not None:
         yield f"--split {d.split} does not go with {of_splits[0]}; drop one."
     try:
-        untrained = not with_files_read(d).train_data_path
+        untrained = not read_argument_files(d).train_data_path
     except DataError as error:
         yield f"{error}."
     else:
@@ -185,10 +185,10 @@ def data_rules(args: Args, world: World) -> Iterator[str]:
                 yield f"--split {d.split}: no share is left for training; give one, such as 969,30,1."
         except DataError as error:
             yield f"{error}."
-    yield from _tokenizer(d)
+    yield from _check_tokenizer(d)
 
 
-def _tokenizer(d: DataArgs) -> Iterator[str]:
+def _check_tokenizer(d: DataArgs) -> Iterator[str]:
     kind = d.tokenizer_type or TOKENIZER
     if kind not in TOKENIZERS:
         yield (

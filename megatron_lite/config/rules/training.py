@@ -32,13 +32,13 @@ def training_rules(args: Args, world: World) -> Iterator[str]:
         divisible = f"--global-batch-size {t.global_batch_size} is not divisible by {parts}"
         yield f"{divisible}; try {max(1, t.global_batch_size // per_pass) * per_pass}."
     if t.rampup_batch_size:
-        yield from _rampup(args, per_pass, parts)
+        yield from _check_rampup(args, per_pass, parts)
     if t.exit_signal not in set(signal.Signals.__members__) - {"SIGKILL", "SIGSTOP"}:
         usual = "SIGTERM, SIGINT and SIGUSR1 are usual"
         yield f"--exit-signal {t.exit_signal}: not a signal that a program can catch; {usual}."
 
 
-def _rampup(args: Args, per_pass: int, parts: str) -> Iterator[str]:
+def _check_rampup(args: Args, per_pass: int, parts: str) -> Iterator[str]:
     t = args.training
     shown = "--rampup-batch-size " + " ".join(map(str, t.rampup_batch_size))
     if len(t.rampup_batch_size) != 3 or min(t.rampup_batch_size) < 1:
@@ -80,7 +80,7 @@ def optimizer_rules(args: Args, world: World) -> Iterator[str]:
     for name, rate in (("--min-lr", o.min_lr), ("--lr-warmup-init", o.lr_warmup_init)):
         if o.lr is not None and not 0 <= rate <= o.lr:
             yield f"{name} {rate:g}: must be at least 0 and at most --lr {o.lr:g}."
-    yield from _schedule(args)
+    yield from _check_schedule(args)
     start, end = o.start_weight_decay, o.end_weight_decay
     both = "--start-weight-decay and --end-weight-decay"
     if o.weight_decay_incr_style == "constant":
@@ -94,7 +94,7 @@ def optimizer_rules(args: Args, world: World) -> Iterator[str]:
         yield "--override-opt-param-scheduler and --use-checkpoint-opt-param-scheduler exclude each other; keep one."
 
 
-def _schedule(args: Args) -> Iterator[str]:
+def _check_schedule(args: Args) -> Iterator[str]:
     """Lengths of the decay, the warm-up and WSD's last phase: in the unit of the run's length, and each within the decay."""
     o, t = args.optimizer, args.training
     units = {"iters": t.train_iters, "samples": t.train_samples}

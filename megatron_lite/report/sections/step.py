@@ -13,7 +13,7 @@ from megatron_lite.units import significant
 NOTHING = 0.0005  # of a step: its number would read 0
 TITLES_ON_CPU = {
     "compute": "operators", "exposed_communication": "waiting for communication", "host": "Python between operators",
-    "sync": "synchronisation",
+    "sync": "synchronization",
 }  # fmt: skip
 MAX_SITES = 1
 MIN_SHARE_OF_SITE = 0.02  # of a step

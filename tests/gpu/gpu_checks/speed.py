@@ -7,7 +7,7 @@ from benchmarks.training.contestants import OURS
 from benchmarks.training.summary import ON_GPU
 from gpu_checks.outcome import FAILED, OUT_OF_TIME, PASSED, Outcome
 from megatron_lite.cli.planned_run import planned_run
-from megatron_lite.estimate.hardware import peak_tflops, processor_of
+from megatron_lite.estimate.hardware import match_processor, peak_tflops
 from megatron_lite.estimate.memory import predict_memory
 from megatron_lite.units import count, size
 
@@ -56,7 +56,7 @@ def collect_figures(measured: dict, device: str) -> dict:
         words = next(run["command"] for run in measured["runs"] if run["result"]["contestant"] == OURS)
         plan = planned_run(words[words.index("pretrain_gpt.py") + 1 :], 1).plan
         figures["peak_bytes"] = line["peak_bytes"]
-        figures["planned_peak_bytes"] = predict_memory(plan, processor_of(gpu)).peak.num_bytes
+        figures["planned_peak_bytes"] = predict_memory(plan, match_processor(gpu)).peak.num_bytes
     return figures
 
 

@@ -1,28 +1,28 @@
-"""What the files and folders that flags name must satisfy. Looks, and writes nothing."""
+"""Rules for the files and folders that flags name. They read only."""
 
 import os
 from collections.abc import Iterator
 
 from megatron_lite.config.args import Args, DataArgs
-from megatron_lite.config.data_paths import TOKENIZER, parse_blend, with_files_read
-from megatron_lite.config.machine import missing_compiler
+from megatron_lite.config.data_paths import TOKENIZER, parse_blend, read_argument_files
+from megatron_lite.config.machine import find_missing_compiler
 from megatron_lite.config.plan import LAYERS
 from megatron_lite.config.world import World
 from megatron_lite.errors import DataError
 
 
-def machine_rules(args: Args, world: World) -> Iterator[str]:
+def file_rules(args: Args, world: World) -> Iterator[str]:
     """Files that cannot be read and folders that cannot be written."""
     d, c, w, p, t = args.data, args.checkpoint, args.watch, args.profile, args.training
     if (d.tokenizer_type or TOKENIZER) == "GPT2BPETokenizer":
-        yield from _readable("--vocab-file", d.vocab_file)
-        yield from _readable("--merge-file", d.merge_file)
-    yield from _data(d)
-    yield from _writable("--save", c.save)
-    yield from _writable("--tensorboard-dir", w.tensorboard_dir)
-    yield from _writable("--run-dir", w.run_dir if c.save or w.tensorboard_dir or w.run_dir else "runs")
+        yield from _check_readable("--vocab-file", d.vocab_file)
+        yield from _check_readable("--merge-file", d.merge_file)
+    yield from _check_data(d)
+    yield from _check_writable("--save", c.save)
+    yield from _check_writable("--tensorboard-dir", w.tensorboard_dir)
+    yield from _check_writable("--run-dir", w.run_dir if c.save or w.tensorboard_dir or w.run_dir else "runs")
     if p.record_memory_history:
-        yield from _writable("--memory-snapshot-path", os.path.dirname(p.memory_snapshot_path) or ".")
+        yield from _check_writable("--memory-snapshot-path", os.path.dirname(p.memory_snapshot_path) or ".")
     for name, path in (("--load", c.load), ("--pretrained-checkpoint", c.pretrained_checkpoint)):
         if path is not None and os.path.isfile(path):
             yield f"{name} {path}: is a file; give the folder that holds latest_checkpointed_iteration.txt."
@@ -33,13 +33,13 @@ def machine_rules(args: Args, world: World) -> Iterator[str]:
         yield f"--load {c.load}: there is no such folder, which --exit-on-missing-checkpoint wants; check the path."
     # where inductor was asked for; where it was not, the lack of what it needs decides against compiling
     asked = t.torch_compile == LAYERS and t.torch_compile_backend == "inductor"
-    if asked and (missing := missing_compiler(bool(world.gpus), os.environ)):
+    if asked and (missing := find_missing_compiler(bool(world.gpus), os.environ)):
         yield f"--torch-compile: {missing}, or take --torch-compile none."
 
 
-def _data(typed: DataArgs) -> Iterator[str]:
+def _check_data(typed: DataArgs) -> Iterator[str]:
     try:
-        d = with_files_read(typed)
+        d = read_argument_files(typed)
     except DataError:
         return  # the rules of data say it
     if typed.mock_data and d is not typed:
@@ -58,14 +58,14 @@ def _data(typed: DataArgs) -> Iterator[str]:
             yield f"{error}."
             continue
         for prefix in prefixes:
-            yield from _pair(name, prefix)
+            yield from _check_pair(name, prefix)
 
 
-def _pair(name: str, prefix: str) -> Iterator[str]:
+def _check_pair(name: str, prefix: str) -> Iterator[str]:
     missing = [prefix + ending for ending in (".bin", ".idx") if not os.path.isfile(prefix + ending)]
     if not missing:
-        yield from _readable(name, prefix + ".bin")
-        yield from _readable(name, prefix + ".idx")
+        yield from _check_readable(name, prefix + ".bin")
+        yield from _check_readable(name, prefix + ".idx")
     elif prefix.endswith((".bin", ".idx")):
         yield f"{name} {prefix}: is a file's name; give the prefix without its ending: {prefix[:-4]}."
     elif os.path.isfile(f"{prefix}_text_document.idx"):
@@ -76,7 +76,7 @@ def _pair(name: str, prefix: str) -> Iterator[str]:
         yield f"{name} {prefix}: there is no {missing[0]}; check the prefix, or make it with megatron-lite preprocess."
 
 
-def _readable(name: str, path: str | None) -> Iterator[str]:
+def _check_readable(name: str, path: str | None) -> Iterator[str]:
     if path is None:
         return
     if not os.path.exists(path):
@@ -87,7 +87,7 @@ def _readable(name: str, path: str | None) -> Iterator[str]:
         yield f"{name} {path}: may not be read; change its permissions."
 
 
-def _writable(name: str, path: str | None) -> Iterator[str]:
+def _check_writable(name: str, path: str | None) -> Iterator[str]:
     if path is None:
         return
     place = os.path.abspath(path)

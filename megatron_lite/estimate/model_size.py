@@ -1,0 +1,181 @@
+"""Sizes of a model: parameters, FLOPs of a step, and memory of weights, gradients and moments, in closed form."""
+
+from collections.abc import Iterator
+
+from megatron_lite.config.layout import Stage
+from megatron_lite.config.plan import Plan
+from megatron_lite.config.shape import ModelShape
+from megatron_lite.estimate.hardware import CUBLAS_THREADS, Processor, cublas_workspace_bytes
+from megatron_lite.estimate.prediction import LedgerRow
+from megatron_lite.units import count
+
+FP32, INT64 = 4, 8
+FORWARD_AND_BACKWARD = 3  # backward has two products of forward's size for each of forward's
+
+
+def count_parameters(shape: ModelShape, stage: Stage | None = None) -> int:
+    """Parameters of the whole model, every one counted once (tied embeddings too), or of a pipeline's stage.
+
+    For the plain GPT this is v*h + s*h + L*(12h^2 + 13h) + 2h.
+    """
+    return sum(count_parameter_parts(shape, stage).values())
+
+
+def count_parameter_parts(shape: ModelShape, stage: Stage | None = None) -> dict[str, int]:
+    """Parameters by part of the model; a part that the shape, or the stage, lacks is 0."""
+    hidden, vocabulary, layers = shape.hidden_size, shape.padded_vocab_size, shape.num_layers
+    is_first, is_last, tied = True, True, shape.tied_embeddings
+    if stage is not None:
+        layers, is_first, is_last = len(stage.layers), stage.is_first, stage.is_last
+    learned = shape.position_embedding == "learned_absolute"
+    of_norm = 2 if shape.normalization == "LayerNorm" else 1  # numbers per channel
+    attention = (shape.qkv_rows + shape.attention_width) * hidden
+    attention += shape.qkv_bias * shape.qkv_rows + shape.linear_bias * hidden
+    attention += 2 * shape.qk_layernorm * of_norm * shape.kv_channels
+    mlp = (shape.fc1_width + shape.ffn_hidden_size) * hidden + shape.linear_bias * (shape.fc1_width + hidden)
+    return {
+        "word embedding": vocabulary * hidden if is_first or is_last and tied else 0,
+        "position embedding": shape.max_position_embeddings * hidden if learned and is_first else 0,
+        "attention": layers * attention,
+        "MLP": layers * mlp,
+        "norms": (2 * layers + is_last) * of_norm * hidden,
+        "output": vocabulary * hidden if is_last and not tied else 0,
+    }
+
+
+def count_layer_parameters(shape: ModelShape) -> int:
+    """Parameters of one layer; the final norm is divided among all layers."""
+    parts = count_parameter_parts(shape)
+    return (parts["attention"] + parts["MLP"] + parts["norms"]) // shape.num_layers
+
+
+# --- arithmetic: only matrix products count, and a multiply-add is 2 operations
+
+
+def step_flops(shape: ModelShape, tokens_sequences: int, causal: bool) -> int:
+    """FLOPs of forward and backward over `tokens_sequences` full sequences; a multiply-add is 2, backward 2 x forward.
+
+    Only matrix products count; recomputation, dropout, norms and the embedding lookup do not.
+    causal=True counts the half of the attention matrix that is used: the convention of Megatron-LM's own
+    "throughput per GPU", 6*B*s*(L*(2*h*ffn + 3h^2 + h*s + h^2) + h*V) for the plain GPT.
+    causal=False counts all of it (12*L*h*s per token): the convention of nanoGPT, torchtitan and PaLM's MFU
+    (Chowdhery et al. 2022, appendix B).
+    """
+    layer = count_linear_flops(shape, tokens_sequences) + attention_flops(shape, tokens_sequences, causal)
+    return FORWARD_AND_BACKWARD * (shape.num_layers * layer + count_output_flops(shape, tokens_sequences))
+
+
+def count_linear_flops(shape: ModelShape, sequences: int) -> int:
+    """Forward of one layer's four linear maps."""
+    projections = (shape.qkv_rows + shape.attention_width) * shape.hidden_size
+    mlp = (shape.fc1_width + shape.ffn_hidden_size) * shape.hidden_size
+    return 2 * sequences * shape.seq_length * (projections + mlp)
+
+
+def attention_flops(shape: ModelShape, sequences: int, causal: bool) -> int:
+    """Forward of one layer's two products with the matrix of scores; causal: with the half of it that is used."""
+    return 2 * sequences * shape.attention_width * shape.seq_length**2 * (1 if causal else 2)
+
+
+def count_output_flops(shape: ModelShape, sequences: int) -> int:
+    """Forward of the product that makes the logits."""
+    return 2 * sequences * shape.seq_length * shape.hidden_size * shape.padded_vocab_size
+
+
+# --- memory that lives from step to step
+
+
+def element_bytes(precision: str) -> int:
+    """Size of one weight or activation in fp32, fp16 or bf16."""
+    return FP32 if precision == "fp32" else 2
+
+
+def gradient_bytes(precision: str, in_fp32: bool) -> int:
+    """Bytes of one gradient as ranks reduce it: fp32, or the precision of weights."""
+    return FP32 if in_fp32 else element_bytes(precision)
+
+
+def state_bytes(
+    parameters: int, precision: str, fp32_gradients: bool, optimizer: str, momentum: bool = True, ranks: int = 1
+) -> dict[str, int]:
+    """Bytes that live from step to step on every rank: weights, gradients, fp32 masters of 16-bit weights, Adam's two
+    moments or SGD's one. 16 bytes per parameter for fp16 with Adam: 2 + 2 + 4 + 4 + 4 (Rajbhandari et al. 2020, ZeRO,
+    section 3.1); 18 with gradients in fp32; 16 in fp32: 4 + 4 + 8.
+
+    ranks: that share out the model; then only fp32 weights, gradients and moments stay, a share of each.
+    """
+    width = element_bytes(precision)
+    if ranks > 1:
+        kinds = {"parameters": 0, "gradients": FP32, "master weights": FP32}
+        kinds["moments"] = FP32 * (2 if optimizer == "adam" else int(momentum))
+        return {kind: parameters * each // ranks for kind, each in kinds.items()}
+    return {
+        "parameters": parameters * width,
+        "gradients": parameters * (FP32 if fp32_gradients else width),
+        "master weights": parameters * FP32 if precision != "fp32" else 0,
+        "moments": parameters * FP32 * (2 if optimizer == "adam" else int(momentum)),
+    }
+
+
+def per_parameter(category: str, name: str, each: int, number: int, ranks: int = 1) -> LedgerRow:
+    """A row of so many bytes per parameter. ranks: that share it out."""
+    among = f" / {ranks} ranks" if ranks > 1 else ""
+    return LedgerRow(category, name, each * number // ranks, f"{each} bytes x {count(number)} parameters{among}")
+
+
+def list_states(plan: Plan, processor: Processor | None) -> Iterator[LedgerRow]:
+    """Rows of what lives from step to step: states, buffers of gradients, the batch and cuBLAS workspaces."""
+    number, optimizer, data = count_parameters(plan.rank_shape, plan.stage), plan.args.optimizer, plan.args.data
+    ranks = plan.sharding.ranks if plan.sharding else 1
+    states = state_bytes(
+        number, plan.precision, plan.fp32_gradients, optimizer.optimizer, optimizer.sgd_momentum > 0, ranks
+    )
+    names = {"parameters": "weights", "master weights": "fp32 masters", "moments": f"moments of {optimizer.optimizer}"}
+    for category, name in names.items():
+        yield per_parameter(category, name, states[category] * ranks // number, number, ranks)
+    if plan.fp32_gradients and ranks == 1:
+        yield per_parameter("gradients", "fp32 sums of gradients", FP32, number)
+    if plan.layout.replicas > 1 and ranks == 1:
+        yield per_parameter("gradients", "DistributedDataParallel's buckets", element_bytes(plan.precision), number)
+    tokens = plan.args.training.micro_batch_size * plan.rank_shape.seq_length
+    tensors = 2 + data.reset_position_ids + data.reset_attention_mask
+    formula = f"{tensors} x {INT64} bytes x {count(tokens)} tokens"
+    yield LedgerRow("other", "tokens, labels and their positions", tensors * INT64 * tokens, formula)
+    if plan.device == "cuda":
+        each = cublas_workspace_bytes(processor, plan.args.training.deterministic_mode)
+        formula = f"{CUBLAS_THREADS} x {count(each)} bytes"
+        yield LedgerRow("workspace", "cuBLAS workspaces", CUBLAS_THREADS * each, formula)
+
+
+# --- where ranks share out the model (torch's fully_shard): each layer is gathered by itself, and the rest together
+
+
+def list_gathered(plan: Plan, layer: int, accumulates: bool) -> Iterator[LedgerRow]:
+    """Rows of what is gathered while backward computes `layer`; layers + 1: output and loss, where forward ends; 0: the embedding.
+
+    accumulates: this is not the step's first micro-batch.
+    """
+    shared, layers, each = plan.sharding, len(plan.stage.layers), element_bytes(plan.precision)
+    assert shared is not None
+    of_layer, reduced = count_layer_parameters(plan.rank_shape), gradient_bytes(plan.precision, plan.fp32_gradients)
+    ends, below = count_parameters(plan.rank_shape, plan.stage) - layers * of_layer, min(layer, layers)
+    whole = ends + of_layer * (0 < layer <= layers if shared.gathers_twice else below)
+    yield per_parameter("parameters", "gathered weights", each, whole)
+    if accumulates and shared.gathers_twice:
+        yield per_parameter(
+            "gradients", "sums of gradients", FP32, count_parameters(plan.rank_shape, plan.stage), shared.ranks
+        )
+    elif accumulates:
+        yield per_parameter("gradients", "sums of gradients", reduced, ends + of_layer * below)
+    if layer < layers:
+        yield per_parameter("communication", "gradients to be reduced", reduced, of_layer)
+        done = (layers - max(layer, 1)) * of_layer * (not (accumulates and shared.gathers_twice))
+        yield per_parameter("gradients", "reduced gradients", FP32, done, shared.ranks)
+    if layer > layers or shared.gathers_twice and layer > 1:
+        yield per_parameter("communication", "gathered weights of a layer", each, of_layer)
+
+
+def list_reduced(parameters: int, ends: int, gradient_bytes: int, ranks: int) -> Iterator[LedgerRow]:
+    """What is held when the last gradients are reduced. ends: parameters outside of layers, which are those."""
+    yield per_parameter("communication", "gradients to be reduced", gradient_bytes, ends)
+    yield per_parameter("gradients", "reduced gradients", FP32, parameters, ranks)
