@@ -85,7 +85,7 @@ class _Gaps:
         except Exception as error:  # noqa: BLE001  a foreign file that nobody foresaw must not take the rest along
             *_, innermost = traceback.extract_tb(error.__traceback__)
             kind = f"{type(error).__name__} in {Path(innermost.filename).name}:{innermost.lineno}: {error}"
-            self.add(f"{what}: could not be analysed, a mistake of this program ({kind}); please report it")
+            self.add(f"{what}: could not be analyzed, a mistake of this program ({kind}); please report it")
         return None
 
 
@@ -101,7 +101,7 @@ def analyze(paths: Sequence[Path | str], say: Callable[..., None] = say_nothing)
     ranks_seen = []
     for path, read in zip(sources.traces, readers(sources.traces, say)):
         for trace in gaps.attempt(path.name, read) or ():
-            say(f"analysing {trace.source} ({len(trace.events):,} events)")
+            say(f"analyzing {trace.source} ({len(trace.events):,} events)")
             ranks_seen.append(gaps.attempt(trace.source, _analyze_trace, trace, gaps))
     seen = sorted(filter(None, ranks_seen), key=lambda one: (one.time.rank is None, one.time.rank or 0))
     snapshots = _read_snapshots(sources.snapshots, say, gaps)

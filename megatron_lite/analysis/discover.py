@@ -1,4 +1,4 @@
-"""What lies under the paths that a user gave: traces, memory snapshots, run folders; recognised by content."""
+"""What lies under the paths that a user gave: traces, memory snapshots, run folders; recognized by content."""
 
 import json
 import math
@@ -238,7 +238,7 @@ def choose_run(
     return runs, of_others
 
 
-# --- what lies under the paths that a user gave: traces, memory snapshots, run folders; recognised by content
+# --- what lies under the paths that a user gave: traces, memory snapshots, run folders; recognized by content
 
 MAX_FILES = 20_000  # of a folder; somebody may have named /
 BESIDE_TRACES = "a report of Nsight Systems beside traces of torch.profiler, which say more; name it alone to read it"

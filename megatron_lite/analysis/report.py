@@ -27,4 +27,4 @@ class Report:
     verdict: Verdict
     findings: tuple[Finding, ...]  # most costly first
     facts: Facts
-    read_s: float  # how long reading and analysing took
+    read_s: float  # how long reading and analyzing took

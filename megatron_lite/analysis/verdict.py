@@ -31,7 +31,7 @@ LOSSES = {  # row of RankTime: (what bounds the run, verb, of what)
     "exposed_communication": ("communication", "waits for", "communication"),
     "exposed_copy": ("copy", "waits for", "copies"),
     "data_wait": ("data", "waits for", "the data loader"),
-    "sync": ("sync", "goes to", "synchronisations by the host"),
+    "sync": ("sync", "goes to", "synchronizations by the host"),
     "host": ("host", "waits for", "the host"),
     "allocator": ("host", "goes to", "the memory allocator"),
     "garbage_collector": ("host", "goes to", "Python's garbage collector"),

@@ -253,7 +253,7 @@ def pair_traces(a: Side, b: Side) -> dict[str, Any]:
         for key in {**a.work, **b.work}:
             mine, theirs = (side.work.get(key, Work("", [], None, ())) for side in (a, b))
             calls = paired(mine.per_step, theirs.per_step, 0.0)
-            ms = paired_samples(mine.ms, theirs.ms, centre=fmean)
+            ms = paired_samples(mine.ms, theirs.ms, center=fmean)
             kernels.append(KernelPair(mine.role or theirs.role, *key, mine.names, theirs.names, calls, ms))
     return {
         "on_gpu": on_gpu,
@@ -271,7 +271,7 @@ def pair_traces(a: Side, b: Side) -> dict[str, Any]:
 # --- the comparison
 
 ONE_START = (
-    "one start of each: what differs from start to start (clock speeds, neighbours, placement) is not in the noise bands; "
+    "one start of each: what differs from start to start (clock speeds, neighbors, placement) is not in the noise bands; "
     "repeat both, alternating, before a small difference is believed"
 )
 

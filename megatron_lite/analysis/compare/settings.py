@@ -96,9 +96,9 @@ def paired(a: float | None, b: float | None, band: float | None) -> Pair:
     return Pair(a, b, band, _find_change(a, b, band))
 
 
-def paired_samples(a: Samples, b: Samples, *, centre: Callable[[Any], Any] = np.median) -> Pair:
-    """The centres of two runs' steps (fewer than MIN_STEPS of either: no band)."""
-    mine, theirs = (float(centre(values)) if len(values) else None for values in (a, b))
+def paired_samples(a: Samples, b: Samples, *, center: Callable[[Any], Any] = np.median) -> Pair:
+    """The centers of two runs' steps (fewer than MIN_STEPS of either: no band)."""
+    mine, theirs = (float(center(values)) if len(values) else None for values in (a, b))
     return paired(mine, theirs, compute_noise_band(a, b))
 
 

@@ -15,7 +15,7 @@ BETWEEN_STEPS = {Phase.LOG.value, Phase.EVAL.value, Phase.SAVE.value}  # there, 
 MAX_SHOWN = 4
 
 
-@rule("sync-in-step", "synchronisation inside the step", "step", needs="gpu")
+@rule("sync-in-step", "synchronization inside the step", "step", needs="gpu")
 def find_sync_in_step(facts: Facts, one: RankFacts) -> Finding | None:
     """The host waits for the device inside a step.
 
@@ -105,7 +105,7 @@ def find_host_gaps(facts: Facts, one: RankFacts) -> Finding | None:
     Meaning: the device runs out of work at certain points, although kernels are large enough on the whole: Python
         between phases, a slow call, building of inputs. On a CPU the same time passes between operators.
     Measured: idle time in which the next kernel's launch call had not begun, without what other rows explain (loader,
-        synchronisation, allocator, garbage collector), by what the host did meanwhile. Without a GPU: time in which no
+        synchronization, allocator, garbage collector), by what the host did meanwhile. Without a GPU: time in which no
         operator ran, by phase; stretches of a millisecond and more are the program's own, shorter ones the price of
         calling operators.
     Cost: that time, without what the profiler added to the step where the run's own clock tells it.
@@ -255,7 +255,7 @@ def find_stream_waits(facts: Facts, one: RankFacts) -> Finding | None:
     """Kernels wait for another stream.
 
     Meaning: the next kernel was launched in time but had to wait for an event of another stream (a copy, a collective),
-        or for a serialisation that the host asked for. The device is idle meanwhile.
+        or for a serialization that the host asked for. The device is idle meanwhile.
     Measured: gaps of 10 us and more in which the next kernel's launch call was already over.
     Cost: all of that idle time.
     Do: look at what the trace shows right before these gaps; start copies and collectives earlier, wait for them later.

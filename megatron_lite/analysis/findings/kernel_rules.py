@@ -100,7 +100,7 @@ def find_copy_share(facts: Facts, one: RankFacts) -> Finding | None:
         operator that launched them.
     Cost: up to that time; what a layout truly needs stays.
     Do: keep weights in the precision they compute in instead of autocast; fix the layout once, before the hot path;
-        write into the result (out=) instead of cat; compile, which folds casts into their neighbours.
+        write into the result (out=) instead of cat; compile, which folds casts into their neighbors.
     Flags: --bf16 or --fp16 of this trainer hold 16-bit weights and no autocast; --torch-compile.
     False alarm: fp32 gradients of 16-bit weights, which are cast by design; without a GPU, copies in backward and in
         the optimizer's step are not counted for that reason.

@@ -33,7 +33,7 @@ class KernelName:
     """What a name says, and how to read it."""
 
     name: str
-    family: str  # "cuBLAS", "FlashAttention", ... "" where nobody is recognised
+    family: str  # "cuBLAS", "FlashAttention", ... "" where nobody is recognized
     role: Role
     tensor_cores: TensorCores
     precision: str  # of the operands: "fp16", "bf16", "fp16/bf16" (16 bits: not said which), "tf32", ...; "" unknown

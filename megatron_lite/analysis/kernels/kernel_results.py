@@ -9,7 +9,7 @@ class Role(str, enum.Enum):
 
     GEMM = "matrix products"
     ATTENTION = "attention"
-    NORM = "normalisation"
+    NORM = "normalization"
     SOFTMAX = "softmax and loss"
     ELEMENTWISE = "elementwise"
     REDUCTION = "reductions"
@@ -88,7 +88,7 @@ class RooflineRow:
 
 @dataclass(frozen=True)
 class RankKernels:
-    """Kernels, operators and speed of light of one rank; the defaults are of one whose kernels cannot be analysed."""
+    """Kernels, operators and speed of light of one rank; the defaults are of one whose kernels cannot be analyzed."""
 
     rank: int | None
     rows: tuple[KernelRow, ...] = ()  # most time first

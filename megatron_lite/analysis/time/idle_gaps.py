@@ -3,7 +3,7 @@
 Definitions (h: the moment at which the call that launches this work returned, at the latest the gap's end):
 
 - until h the host was late. What it did on the threads that drive the GPU decides: loader, saving, allocator and garbage
-  collector by name; else it is the price of a synchronisation, as far as the host had been standing in one (without it,
+  collector by name; else it is the price of a synchronization, as far as the host had been standing in one (without it,
   it would have come as much earlier); the rest is the host itself: Python and dispatch.
 - after h the work was queued: up to 10 us are launch latency; more is a dependency if the stream was told to wait for an
   event before this work; else unexplained, as is a gap whose work has no launch call in the trace.
@@ -165,7 +165,7 @@ def find_idle_gaps(trace: Trace, rows: Integers, busy: Cover, steady: Cover, act
     amounts["launch"] = np.where(quick, queued, 0)
     amounts["dependency"] = np.where(known & ~quick & awaits, queued, 0)
     amounts["unexplained"] = np.where(quick | known & awaits, 0, queued)
-    # the host itself is the last part of each gap's lateness: what a synchronisation caused comes first
+    # the host itself is the last part of each gap's lateness: what a synchronization caused comes first
     host = difference(union(start, start + late), named)
     if len(host):
         begin = host.time_at(host.covered_until(start) + amounts["sync"])

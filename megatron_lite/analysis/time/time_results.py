@@ -38,7 +38,7 @@ ROW_TITLES = {
     "exposed_communication": "communication that compute does not hide",
     "exposed_copy": "copies that nothing hides",
     "data_wait": "waiting for the loader",
-    "sync": "after a synchronisation by the host",
+    "sync": "after a synchronization by the host",
     "host": "host too slow to launch (Python, dispatch)",
     "allocator": "cudaMalloc, cudaFree and pinning",
     "garbage_collector": "Python's garbage collector",

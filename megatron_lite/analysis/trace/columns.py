@@ -19,7 +19,7 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 class TraceError(UserError):
-    """The file is no trace, or holds nothing to analyse. One line: the file, what it is, the remedy."""
+    """The file is no trace, or holds nothing to analyze. One line: the file, what it is, the remedy."""
 
 
 class Numbered(dict[Key, int]):

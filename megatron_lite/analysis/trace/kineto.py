@@ -330,7 +330,7 @@ def read_kineto(
     columns = _join(collected.spans, COLUMNS)
     first_ns = _place_in_time(columns, notes, damage)
     if first_ns is None:
-        raise TraceError(f"{path}: no event of it has a start time, so there is nothing to analyse.")
+        raise TraceError(f"{path}: no event of it has a start time, so there is nothing to analyze.")
     if collected.until_ns is not None:
         seconds, of_all = ((end - first_ns) / 1e9 for end in (collected.until_ns, collected.last_ns))
         notes.append(

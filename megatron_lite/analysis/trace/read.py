@@ -17,7 +17,7 @@ Say = Callable[..., None]  # (text, lasting=...)
 SQLITE_MAGIC = b"SQLite format 3\0"
 NSYS_REPORTS = (".nsys-rep", ".qdstrm")
 SECONDS_BETWEEN = 0.5
-BYTES_PER_EVENT = 256  # at the peak of reading and analysing
+BYTES_PER_EVENT = 256  # at the peak of reading and analyzing
 MIN_EVENTS = 200_000
 MIN_LARGE_BYTES = 128 << 20  # of text: about 5 seconds to read
 TEXT_PER_GZIP_BYTE = 8
