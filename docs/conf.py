@@ -140,7 +140,7 @@ def name_type(schema: dict) -> str:
         return " or ".join(map(name_type, schema["anyOf"]))
     if "const" in schema or "enum" in schema:
         return " or ".join(f"`{json.dumps(value)}`" for value in schema.get("enum", [schema.get("const")]))
-    kinds = schema["type"]
+    kinds = schema.get("type", "anything")
     if isinstance(kinds, list):
         return " or ".join(name_type({**schema, "type": kind}) for kind in kinds)
     if kinds == "array" and isinstance(schema.get("items"), dict):

@@ -118,6 +118,17 @@ def recompiles():
     BatchMaker.__call__ = shorter
 
 
+def collect_garbage():
+    """In every step, walking a million objects of the run: those from before its first step are frozen."""
+    held: list[list] = []
+
+    def collect():
+        held.extend([] for _ in range(1_000_000 - len(held)))
+        gc.collect()
+
+    after_forward(collect)
+
+
 @dataclass(frozen=True)
 class Cause:
     """How it is planted, and the code of the finding that must come first."""
@@ -129,7 +140,7 @@ class Cause:
 
 
 CAUSES = {
-    "gc.collect() in every step": Cause("gc-pauses", lambda: after_forward(gc.collect)),
+    "gc.collect() in every step": Cause("gc-pauses", collect_garbage),
     "a sleep in every step": Cause("host-gaps", lambda: after_forward(lambda: time.sleep(SLEEP_S))),
     "heavy logging": Cause("host-gaps", log_heavily),
     "a sleeping loader": Cause("starved-loader", sleeping_loader),

@@ -381,7 +381,12 @@ def test_a_rehearsal_on_the_cpu_runs_all_that_can_run_there(tmp_path):
     done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=LIMIT_S)
     assert done.returncode == 0, done.stdout + done.stderr
     results = {part["part"]: part for part in json.loads((out / "results.json").read_text())["parts"]}
-    assert {name for name, part in results.items() if part["result"] == "passed"} == {"equal", "explain", "speed"}
+    assert {name for name, part in results.items() if part["result"] == "passed"} == {
+        "equal",
+        "explain",
+        "terms",
+        "speed",
+    }
     assert all(part["words"] == "needs a GPU" for part in results.values() if part["result"] == "left out")
     assert results["speed"]["figures"]["tokens_per_s"] > 0
     assert {"log.txt", "speed.json", "trace.json.gz", "snapshot.pickle.gz"} <= {path.name for path in out.iterdir()}
