@@ -112,9 +112,8 @@ def _run(argv: list[str], world: World, launcher: LauncherWatch):
 def _prepare_torch(plan: Plan) -> bool:
     """Returns whether the C library keeps freed memory; False on GPUs, which have an allocator of their own."""
     if plan.device == "cuda":
-        torch.cuda.set_device(
-            find_device(plan.device, plan.world)
-        )  # before anything asks for "the" GPU: that would be the first one
+        # before anything asks for "the" GPU, which would be the first one
+        torch.cuda.set_device(find_device(plan.device, plan.world))
     if plan.compilation.layers:
         keep_compiled(os.environ)
     if plan.args.training.deterministic_mode:

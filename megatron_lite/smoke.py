@@ -18,6 +18,8 @@ from torch.profiler import ProfilerAction
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map
 
+from megatron_lite.units import significant
+
 RECORDING = (ProfilerAction.RECORD, ProfilerAction.RECORD_AND_SAVE)
 MAX_NAMES = 4  # of parameters in a message
 Step, Clock = Callable[[], object], Callable[[], float]  # one training step; seconds
@@ -61,8 +63,8 @@ def check_first_loss(loss: float | Tensor, vocab_size: int, tolerance: float = 0
         cause = "labels that the model can see (not shifted, no causal mask), a mean over padding too, or weights that are trained"
     else:
         cause = "a sum where a mean is meant, bits instead of nats, or first weights or logits that are too large"
-    expected = f"ln({vocab_size}) = {guess:.4g} within {tolerance:.0%}"
-    _require(abs(seen - guess) <= tolerance * guess, f"the first loss is {seen:.4g}", expected, cause)
+    expected = f"ln({vocab_size}) = {significant(guess, 4)} within {tolerance:.0%}"
+    _require(abs(seen - guess) <= tolerance * guess, f"the first loss is {significant(seen, 4)}", expected, cause)
 
 
 def check_gradients(model: nn.Module, compute_loss: Callable[[], Tensor]):
@@ -152,8 +154,8 @@ def check_overfits(step: Callable[[], float | Tensor], steps: int = 100, target:
         if loss <= target * first:
             return number
     cause = "too small a learning rate, labels that do not belong to the inputs, or gradients that are never cleared"
-    seen = f"the loss of one batch fell from {first:.4g} to {lowest:.4g} in {steps} steps"
-    _require(False, seen, f"at most {target * first:.4g}", cause)
+    seen = f"the loss of one batch fell from {significant(first, 4)} to {significant(lowest, 4)} in {steps} steps"
+    _require(False, seen, f"at most {significant(target * first, 4)}", cause)
     return steps
 
 
@@ -182,7 +184,7 @@ def check_same_loss(
     most = float((one - other).abs().max())
     close = torch.allclose(other, one, rtol=rtol, atol=atol)
     cause = "too few digits (a softmax or sum in 16 bits), another order of random numbers, or another computation"
-    seen = f"the largest difference is {most:.3g}, at values up to {float(one.abs().max()):.4g}"
+    seen = f"the largest difference is {significant(most)}, at values up to {significant(float(one.abs().max()), 4)}"
     _require(close, seen, f"at most {rtol:g} of them and {atol:g}", cause)
 
 

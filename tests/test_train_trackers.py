@@ -4,6 +4,7 @@ import json
 import struct
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from launch import alone, flags, losses, pretrain, quietly
@@ -159,3 +160,10 @@ def test_every_tracker_gets_the_report(tmp_path, monkeypatch):
     assert float(found["report/profiled_step_ms"]) == pytest.approx(summary.numbers["report/profiled_step_ms"])
     [page] = path.parent.rglob("*.html")
     assert page.read_text() == (run / "report.html").read_text()
+
+
+def test_tensorboards_table_has_no_exponents():
+    board, texts = object.__new__(trackers.TensorBoard), {}
+    board._writer = SimpleNamespace(add_text=lambda name, text, *_: texts.update({name: text}))
+    board.add_report(trackers.ReportSummary("fine", [], {"report/tokens_per_second": 1234567.8}, ()))
+    assert "| report/tokens_per_second | 1,234,568 |" in texts["report/verdict"]

@@ -14,6 +14,7 @@ from megatron_lite.run_folder import REPORT_FILE, REPORT_PAGE
 from megatron_lite.train.console import compute_timers, perplexity
 from megatron_lite.train.rank_stats import RankFigures
 from megatron_lite.train.step_metrics import StepFigures
+from megatron_lite.units import significant
 
 logger = logging.getLogger(__name__)
 MAX_WAITING, MAX_SECONDS = 900, 30.0  # MLflow takes 1,000 numbers at once
@@ -86,7 +87,7 @@ class TensorBoard:
                 self._writer.add_scalar(f"{name} vs samples", value, consumed)
 
     def add_report(self, report: ReportSummary):
-        numbers = "".join(f"| {name} | {value:,.4g} |\n" for name, value in report.numbers.items())
+        numbers = "".join(f"| {name} | {significant(value, 4)} |\n" for name, value in report.numbers.items())
         findings = "".join(f"- {text}\n" for text in report.findings)
         self._writer.add_text("report/verdict", f"{report.verdict}\n\n{findings}\n| | |\n| --- | ---: |\n{numbers}")
 
