@@ -14,6 +14,7 @@ from traces import steps_of
 from megatron_lite.analysis.run.read import read_run
 from megatron_lite.cli.main import main
 from megatron_lite.watch.profiler import Profiler
+from megatron_lite.watch.step_losses import StepLosses
 
 SCRIPT = """
 import sys, torch
@@ -270,3 +271,13 @@ def test_another_thread_is_left_alone(tmp_path):
         profiler._thread += 1
         train(3, [torch.optim.SGD(model.parameters(), lr=0.1)], model)
     assert not (tmp_path / "run.json").exists()
+
+
+def test_a_loss_that_arrives_after_its_step_was_written_is_dropped():
+    losses = StepLosses()
+    losses.add(1, torch.tensor(2.0), in_optimizer=False)
+    losses._steps[1].underway = 1  # as on a GPU that has not told it yet
+    assert losses.take(1, wait=False) == {}
+    losses._readback.push(1, [torch.tensor(2.0)])
+    losses.add(2, torch.tensor(3.0), in_optimizer=False)
+    assert losses.take(2, wait=False) == {"loss": 3.0}

@@ -73,8 +73,9 @@ class StepLosses:
         """The fields of a step's line: none if the loss is not known, null for one that is NaN or Inf."""
         with contextlib.suppress(RuntimeError):  # a GPU after a fatal error, which the step itself has raised
             for of, [value] in self._readback.pop(0) if wait else self._readback.arrived():
-                self._steps[of].total += value
-                self._steps[of].underway -= 1
+                if of in self._steps:  # not written without it: a loss may be late, as from a stream of its own
+                    self._steps[of].total += value
+                    self._steps[of].underway -= 1
         one = self._steps.pop(step, None)
         if one is None or not one.known or one.underway:
             return {}
