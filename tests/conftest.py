@@ -25,3 +25,18 @@ def little_garbage():
     """Every training collects garbage; it must not walk each time through all that pytest and big packages hold."""
     gc.collect()
     gc.freeze()  # for good: the next collection walks what has come since
+
+
+@pytest.fixture
+def pretend():
+    """A function that has kernels chosen for the processor of a file like /proc/cpuinfo."""
+    from megatron_lite.model import kernel_choice
+
+    with pytest.MonkeyPatch.context() as patch:
+
+        def take(cpuinfo):
+            patch.setattr(kernel_choice, "PROCESSORS", cpuinfo)
+            kernel_choice.read_processor.cache_clear()
+
+        yield take
+    kernel_choice.read_processor.cache_clear()

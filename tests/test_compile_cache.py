@@ -40,15 +40,16 @@ def test_a_named_folder_stays_and_an_unwritable_home_leaves_torchs_own(tmp_path,
     assert keep_compiled(environ) is None and PLACE not in environ
 
 
-def test_each_kind_of_processor_has_its_own(tmp_path, monkeypatch):
+def test_each_kind_of_processor_has_its_own(tmp_path, pretend):
     cpuinfo, names = tmp_path / "cpuinfo", set()
     for text in ("model name\t: A\nflags\t\t: avx2\ncpu MHz\t\t: 1\n", "model name\t: A\nflags\t\t: avx512\n"):
         cpuinfo.write_text(text)
-        monkeypatch.setattr(layers, "PROCESSORS", cpuinfo)
+        pretend(cpuinfo)
         names.add(keep_compiled({"HOME": str(tmp_path)}).name)
     cpuinfo.write_text("model name\t: A\nflags\t\t: avx2\ncpu MHz\t\t: 2\n")
+    pretend(cpuinfo)
     assert len(names) == 2 and keep_compiled({"HOME": str(tmp_path)}).name in names
-    monkeypatch.setattr(layers, "PROCESSORS", tmp_path / "none")
+    pretend(tmp_path / "none")
     assert keep_compiled({"HOME": str(tmp_path)}).name not in names
 
 

@@ -54,16 +54,22 @@ def test_the_limits():
     assert gelu_tanh(transposed[:0]).shape == (0, 5)
 
 
-def test_in_fp32_it_is_torchs_where_that_is_fast(monkeypatch, tmp_path):
+def test_in_fp32_it_is_torchs_where_that_is_fast(monkeypatch, tmp_path, pretend):
     monkeypatch.undo()
-    monkeypatch.setattr(kernel_choice, "PROCESSORS", tmp_path / "cpuinfo")
-    for text, fast in (("flags\t: fpu avx2 avx512f\n", True), ("flags\t: fpu avx2\n", False), ("model name: A", True)):
+    intel, amd = "vendor_id : GenuineIntel\n", "vendor_id : AuthenticAMD\n"
+    for text, fast in (
+        (f"{intel}flags\t: fpu avx2 avx512f\n", True),
+        (f"{amd}flags\t: fpu avx2 avx512f\n", False),
+        (f"{intel}flags\t: fpu avx2\n", False),
+        ("model name: A", True),
+    ):
         (tmp_path / "cpuinfo").write_text(text)
-        kernel_choice.has_avx512.cache_clear()
-        assert kernel_choice.has_avx512() is fast
+        pretend(tmp_path / "cpuinfo")
+        assert kernel_choice.gelu_works_in_pieces(True, 4) is not fast and not kernel_choice.gelu_works_in_pieces(
+            False, 4
+        )
     x = values(torch.float32)
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(with_slope(gelu_tanh, x), with_slope(torchs, x)))
-    kernel_choice.has_avx512.cache_clear()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

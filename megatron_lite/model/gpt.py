@@ -17,6 +17,7 @@ from megatron_lite.config.shape import ModelShape
 from megatron_lite.model.attention import Attend, make_document_mask
 from megatron_lite.model.gelu import gelu_tanh
 from megatron_lite.model.loss import token_losses
+from megatron_lite.model.products import Linear
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -100,8 +101,8 @@ class SelfAttention(nn.Module):
         self.kv_channels = shape.kv_channels
         self.dropout = shape.attention_dropout
         self.rotary_interleaved = shape.rotary_interleaved
-        self.linear_qkv = nn.Linear(shape.hidden_size, shape.qkv_rows, bias=shape.qkv_bias)
-        self.linear_proj = nn.Linear(shape.attention_width, shape.hidden_size, bias=shape.linear_bias)
+        self.linear_qkv = Linear(shape.hidden_size, shape.qkv_rows, bias=shape.qkv_bias)
+        self.linear_proj = Linear(shape.attention_width, shape.hidden_size, bias=shape.linear_bias)
         self.q_layernorm = Norm(shape.kv_channels, shape) if shape.qk_layernorm else None
         self.k_layernorm = Norm(shape.kv_channels, shape) if shape.qk_layernorm else None
 
@@ -146,8 +147,8 @@ class MLP(nn.Module):
 
     def __init__(self, shape: ModelShape):
         super().__init__()
-        self.linear_fc1 = nn.Linear(shape.hidden_size, shape.fc1_width, bias=shape.linear_bias)
-        self.linear_fc2 = nn.Linear(shape.ffn_hidden_size, shape.hidden_size, bias=shape.linear_bias)
+        self.linear_fc1 = Linear(shape.hidden_size, shape.fc1_width, bias=shape.linear_bias)
+        self.linear_fc2 = Linear(shape.ffn_hidden_size, shape.hidden_size, bias=shape.linear_bias)
         self.activation = ACTIVATIONS[shape.activation]
 
     def forward(self, hidden_BTH: Tensor) -> Tensor:
@@ -220,7 +221,7 @@ class GPT(nn.Module):
         self.decoder = Decoder(shape, attend)
         self.output_layer = None
         if not shape.tied_embeddings:
-            self.output_layer = nn.Linear(shape.hidden_size, shape.padded_vocab_size, bias=False)
+            self.output_layer = Linear(shape.hidden_size, shape.padded_vocab_size, bias=False)
 
     def forward(
         self,

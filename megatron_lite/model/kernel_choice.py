@@ -1,5 +1,6 @@
 """Choices between kernels that depend on the plan alone. Without torch, as the estimators use them too."""
 
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 
@@ -66,7 +67,7 @@ def predict_attention_kernel(
 
 # --- GELU and the loss in pieces that stay in a processor's cache
 
-PIECE = 2**16  # elements of GELU per thread: their copies, 1 MB, fit a core's second-level cache
+PIECE = 2**17  # elements of GELU per thread: of fewer, starting operations takes longer than reading caches
 
 
 def works_in_pieces(on_cpu: bool, element_bytes: int) -> bool:
@@ -75,18 +76,33 @@ def works_in_pieces(on_cpu: bool, element_bytes: int) -> bool:
 
 
 def gelu_works_in_pieces(on_cpu: bool, element_bytes: int) -> bool:
-    """Whether GELU is computed in pieces: on CPUs; in fp32 only without AVX-512, where torch's tanh is slow."""
-    return on_cpu and (element_bytes == 2 or not has_avx512())
+    """Whether GELU is computed in pieces: on CPUs; in fp32 on AMD's or without AVX-512, where torch's tanh is slow."""
+    return on_cpu and (element_bytes == 2 or not has_avx512() or mkl_lacks_avx512())
+
+
+def has_avx512() -> bool:
+    """Whether this machine's processor has AVX-512, as Linux tells; True where nothing tells."""
+    flags = read_processor().get("flags")
+    return flags is None or "avx512f" in flags.split()
+
+
+# --- matrix products
+
+
+def mkl_lacks_avx512() -> bool:
+    """Whether MKL, by which torch multiplies fp32 matrices and computes exp, leaves this processor's AVX-512 unused: on AMD's."""
+    return read_processor().get("vendor_id") == "AuthenticAMD" and has_avx512()
 
 
 @cache
-def has_avx512() -> bool:
-    """Whether this machine's processor has AVX-512, as Linux tells; True where nothing tells."""
+def read_processor() -> Mapping[str, str]:
+    """What Linux tells of this machine's first processor, by field of /proc/cpuinfo; {} where nothing tells."""
     try:
-        flags = next(line for line in PROCESSORS.read_text(encoding="utf-8").splitlines() if line.startswith("flags"))
-    except (OSError, ValueError, StopIteration):
-        return True
-    return "avx512f" in flags.split()
+        text = PROCESSORS.read_text(encoding="utf-8")
+    except (OSError, ValueError):
+        return {}
+    pairs = (line.partition(":") for line in text.partition("\n\n")[0].splitlines())
+    return {name.strip(): value.strip() for name, _, value in pairs}
 
 
 def rows_at_once(vocabulary: int, threads: int) -> int:

@@ -2,19 +2,21 @@
 of it.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_lite.marks import LOSS, WEIGHT_GRADIENT, mark_memory
-from megatron_lite.model.kernel_choice import works_in_pieces
+from megatron_lite.model.kernel_choice import mkl_lacks_avx512, works_in_pieces
+from megatron_lite.model.products import compute_input_gradient, compute_weight_gradient, linear, multiply
 
 WORDS_AT_ONCE = 2048
+LOG2_E = math.log2(math.e)
 
 
 def token_losses(hidden_BTH: Tensor, weight_VH: Tensor, labels_BT: Tensor, rows_at_once: int = 512) -> Tensor:
@@ -55,20 +57,20 @@ class _Losses(torch.autograd.Function):
         of_weight_VH = _weight_gradient(
             gradients_MV, torch.mul(hidden_MH, gradient_M1, out=torch.empty_like(hidden_MH))
         )
-        of_hidden_MH = (gradients_MV @ weight_VH).mul_(gradient_M1)
+        of_hidden_MH = compute_input_gradient(gradients_MV, weight_VH).mul_(gradient_M1)
         return of_hidden_MH, of_weight_VH, None, None, None
 
 
 @mark_memory(WEIGHT_GRADIENT)
 def _weight_gradient(gradients_MV: Tensor, hidden_MH: Tensor) -> Tensor:
     """Gradient of the weight, whose memory stays; by its mark a snapshot's reader tells it from what backward gives back."""
-    return gradients_MV.t() @ hidden_MH
+    return compute_weight_gradient(gradients_MV, hidden_MH)
 
 
 def _logits(hidden_MH: Tensor, weight_VH: Tensor) -> Tensor:
     """logits_MV. In 16 bits on a CPU, some words at a time take oneDNN half as long as all at once (docs/benchmarks.md)."""
     if not works_in_pieces(hidden_MH.device.type == "cpu", hidden_MH.element_size()):
-        return F.linear(hidden_MH, weight_VH)
+        return multiply(hidden_MH, weight_VH)
     logits_MV = hidden_MH.new_empty(len(hidden_MH), len(weight_VH))
     for words_MW, weight_WH in zip(logits_MV.split(WORDS_AT_ONCE, 1), weight_VH.split(WORDS_AT_ONCE)):
         torch.mm(hidden_MH, weight_WH.t(), out=words_MW)
@@ -84,12 +86,17 @@ def _softmax(logits_MV: Tensor, rows_at_once: int, learns: bool) -> tuple[Tensor
     for logits_RV, highest_R1, sums_R1 in _split_rows(rows_at_once, logits_MV, highest_M1, sums_M1):
         wide_RV = logits_RV if in_fp32 else room_RV[: len(logits_RV)].copy_(logits_RV)
         torch.amax(wide_RV, -1, keepdim=True, out=highest_R1)
-        torch.sum(wide_RV.sub_(highest_R1).exp_(), -1, keepdim=True, out=sums_R1)
+        torch.sum(_exponentiate(wide_RV.sub_(highest_R1)), -1, keepdim=True, out=sums_R1)
         if learns:
             wide_RV.mul_(sums_R1.reciprocal())
         if learns and not in_fp32:
             logits_RV.copy_(wide_RV)
     return highest_M1, sums_M1
+
+
+def _exponentiate(x: Tensor) -> Tensor:
+    """exp in place. exp is MKL's, and exp2 torch's own, which takes a third of its time where MKL lacks AVX-512."""
+    return x.mul_(LOG2_E).exp2_() if x.device.type == "cpu" and mkl_lacks_avx512() else x.exp_()
 
 
 def _split_rows(rows_at_once: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
@@ -142,7 +149,7 @@ def _normalize_rows(logits_RV: Tensor) -> Tensor:
     """log(sum(exp(logits)))_R in fp32. A function of its own, like the next, so that no rows in fp32 outlive their turn."""
     wide_RV = logits_RV.to(torch.float32, copy=True)
     highest_R1 = wide_RV.amax(-1, keepdim=True)
-    return (wide_RV.sub_(highest_R1).exp_().sum(-1, keepdim=True).log_() + highest_R1).squeeze(1)
+    return (_exponentiate(wide_RV.sub_(highest_R1)).sum(-1, keepdim=True).log_() + highest_R1).squeeze(1)
 
 
 def _write_row_gradients(
@@ -154,7 +161,7 @@ def _write_row_gradients(
 
 def _row_gradients(logits_RV: Tensor, labels_R: Tensor, normalizers_R: Tensor, gradient_R: Tensor) -> Tensor:
     """Of the losses with respect to the logits, in fp32."""
-    softmax_RV = logits_RV.to(torch.float32, copy=True).sub_(normalizers_R[:, None]).exp_()
+    softmax_RV = _exponentiate(logits_RV.to(torch.float32, copy=True).sub_(normalizers_R[:, None]))
     is_here_R1 = ((labels_R >= 0) & (labels_R < logits_RV.shape[1]))[:, None]
     labels_R1 = labels_R.clamp(0, logits_RV.shape[1] - 1)[:, None]
     return softmax_RV.scatter_add_(1, labels_R1, -is_here_R1.float()).mul_(gradient_R[:, None])
@@ -166,7 +173,7 @@ def fused_token_losses(
     labels_BT: Tensor,
     pieces: Pieces,
     *,
-    project: Callable[..., Tensor] = F.linear,
+    project: Callable[..., Tensor] = linear,
     first_word: int = 0,
     combine: Callable[..., tuple[Tensor, Tensor]] | None = None,
 ) -> Tensor:

@@ -22,12 +22,12 @@ from megatron_lite.config.plan import Compilation
 from megatron_lite.config.shape import ModelShape
 from megatron_lite.config.world import World
 from megatron_lite.errors import first_line
+from megatron_lite.model.kernel_choice import read_processor
 
 TRAINING_AND_EVALUATION = 2  # the variants of a layer that a run needs
 LOSS_PIECES = 2  # forward and backward, in evaluation the same
 OLDEST = (7, 0)  # compute capability of the first GPUs that Triton compiles for
 PLACE = "TORCHINDUCTOR_CACHE_DIR"  # inductor's, and Triton's below it, unless TRITON_CACHE_DIR names another
-PROCESSORS = Path("/proc/cpuinfo")
 
 
 def no_compiler(world: World) -> str:
@@ -120,13 +120,9 @@ def keep_compiled(environ: MutableMapping[str, str]) -> Path | None:
 def _hash_processor() -> str:
     """Eight digits for this kind of processor: C++ is compiled for the very one, under a key that does not name it, and
     machines of a cluster may share a home."""
-    try:
-        lines = PROCESSORS.read_text(encoding="utf-8").splitlines()
-    except (OSError, ValueError):
-        lines = []
+    told = read_processor()
     telling = ("vendor_id", "model name", "flags", "Features", "CPU part")
-    kind = sorted({line for line in lines if line.split("\t")[0].strip() in telling})
-    kind = kind or [platform.machine(), platform.processor()]
+    kind = [told[name] for name in telling if name in told] or [platform.machine(), platform.processor()]
     return hashlib.sha256("\n".join(kind).encode()).hexdigest()[:8]
 
 

@@ -25,8 +25,9 @@ from megatron_lite.config.layout import TENSOR
 from megatron_lite.config.plan import Plan
 from megatron_lite.model.attention import Attend
 from megatron_lite.model.loss import Pieces, fused_token_losses
+from megatron_lite.model.products import Keep, compute_input_gradient, compute_weight_gradient, linear, multiply
 from megatron_lite.parallel.mesh import arrange_ranks, find_group, make_group
-from megatron_lite.parallel.weight_gradients import Keep, WeightGradients, multiply
+from megatron_lite.parallel.weight_gradients import WeightGradients
 
 # the operations below torch.distributed's functions: they return at once, torch.compile knows them, and `wait_tensor` waits
 collectives = torch.ops._c10d_functional
@@ -104,19 +105,19 @@ class _ColumnLinear(torch.autograd.Function):
         whole_BTH = among.gather(x_BTH) if among.shares_tokens else x_BTH
         ctx.save_for_backward(x_BTH, weight_WH)
         ctx.among, ctx.has_bias, ctx.keep = among, bias_W is not None, keep
-        return F.linear(whole_BTH, weight_WH, bias_W)
+        return multiply(whole_BTH, weight_WH, bias_W)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, gradient_BTW: Tensor):
         x_BTH, weight_WH = ctx.saved_tensors
         gathered = ctx.among.begin_gather(x_BTH) if ctx.among.shares_tokens else None
-        of_input_BTH = gradient_BTW @ weight_WH
+        of_input_BTH = compute_input_gradient(gradient_BTW, weight_WH)
         whole_BTH = x_BTH if gathered is None else ctx.among.wait_gathered(gathered, x_BTH)
         begun = ctx.among.begin_sum(of_input_BTH)
         gradient_MW, of_weight = gradient_BTW.flatten(0, 1), None
         if ctx.keep is None:
-            of_weight = gradient_MW.t() @ whole_BTH.flatten(0, 1)
+            of_weight = compute_weight_gradient(gradient_MW, whole_BTH.flatten(0, 1))
         else:
             ctx.keep(whole_BTH, gradient_BTW)
         of_bias = gradient_MW.sum(0) if ctx.has_bias else None
@@ -168,30 +169,35 @@ class _GatherQueryGroup(torch.autograd.Function):
 def split_layers(model: nn.Module, among: TensorGroup, later: WeightGradients | None = None):
     """Have each linear layer and the embedding exchange with other ranks what they lack. later: takes gradients of the layers' weights."""
     for layer in model.decoder.layers:
-        for linear in (layer.self_attention.linear_qkv, layer.mlp.linear_fc1):
-            linear.forward = partial(_apply_columns, linear, among, later)
+        for module in (layer.self_attention.linear_qkv, layer.mlp.linear_fc1):
+            module.forward = partial(_apply_columns, module, among, later)
         if among.query_group is not None:
-            linear, width = layer.self_attention.linear_qkv, layer.self_attention.kv_channels
-            linear.forward = partial(_apply_query_group, linear.forward, among.query_group, width)
-        for linear in (layer.self_attention.linear_proj, layer.mlp.linear_fc2):
-            linear.forward = partial(_apply_rows, linear, among, later)
+            module, width = layer.self_attention.linear_qkv, layer.self_attention.kv_channels
+            module.forward = partial(_apply_query_group, module.forward, among.query_group, width)
+        for module in (layer.self_attention.linear_proj, layer.mlp.linear_fc2):
+            module.forward = partial(_apply_rows, module, among, later)
     if model.embedding is not None:
         model.embedding.forward = partial(_embed, model.embedding, among)
 
 
-def _apply_columns(linear: nn.Linear, among: TensorGroup, later: WeightGradients | None, x_BTH: Tensor) -> Tensor:
-    weight_WH, keep = (linear.weight, None) if later is None else later.take_over(linear.weight)
-    return _ColumnLinear.apply(x_BTH, weight_WH, linear.bias, among, keep)
+def _apply_columns(module: nn.Linear, among: TensorGroup, later: WeightGradients | None, x_BTH: Tensor) -> Tensor:
+    weight_WH, keep = _take_weight(module, later)
+    return _ColumnLinear.apply(x_BTH, weight_WH, module.bias, among, keep)
+
+
+def _take_weight(module: nn.Linear, later: WeightGradients | None) -> tuple[Tensor, Keep | None]:
+    return (module.weight, None) if later is None else later.take_over(module.weight)
 
 
 def _apply_query_group(columns: Callable[[Tensor], Tensor], group, kv_channels: int, x_BTH: Tensor) -> Tensor:
     return _GatherQueryGroup.apply(columns(x_BTH), group, kv_channels)
 
 
-def _apply_rows(linear: nn.Linear, among: TensorGroup, later: WeightGradients | None, x_BTW: Tensor) -> Tensor:
+def _apply_rows(module: nn.Linear, among: TensorGroup, later: WeightGradients | None, x_BTW: Tensor) -> Tensor:
     """The bias is added to the sum, once."""
-    sum_BTH = _SumOverRanks.apply(multiply(x_BTW, linear.weight, None, later), among)
-    return sum_BTH if linear.bias is None else sum_BTH + linear.bias
+    weight_WH, keep = _take_weight(module, later)
+    sum_BTH = _SumOverRanks.apply(linear(x_BTW, weight_WH, None, keep), among)
+    return sum_BTH if module.bias is None else sum_BTH + module.bias
 
 
 def _embed(embedding: nn.Module, among: TensorGroup, tokens_BT: Tensor, positions_BT: Tensor) -> Tensor:

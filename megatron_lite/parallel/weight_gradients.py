@@ -4,16 +4,12 @@ Qi et al. 2023, arXiv 2401.10241. Put on from outside: linear layers keep what t
 """
 
 from collections import deque
-from collections.abc import Callable
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
-# called with (..., H) that went into the product with a weight, and (..., W), the gradient of what came out
-Keep = Callable[[Tensor, Tensor], None]
+from megatron_lite.model.products import Keep, compute_weight_gradient, linear
 
 
 class WeightGradients:
@@ -39,34 +35,8 @@ class WeightGradients:
         while kept:
             weight_WH, input_H, gradient_W = kept.pop()
             with torch.no_grad():
-                gradient_WH = gradient_W.flatten(0, -2).t() @ input_H.flatten(0, -2)
+                gradient_WH = compute_weight_gradient(gradient_W.flatten(0, -2), input_H.flatten(0, -2))
             torch.autograd.backward(weight_WH, gradient_WH)
-
-
-class _Linear(torch.autograd.Function):
-    """A linear layer whose backward hands what the weight's gradient is computed from to keep(input_H, gradient_W)."""
-
-    @staticmethod
-    def forward(ctx, input_H: Tensor, weight_WH: Tensor, bias_W: Tensor | None, keep: Keep) -> Tensor:
-        ctx.save_for_backward(input_H, weight_WH)
-        ctx.has_bias, ctx.keep = bias_W is not None, keep
-        return F.linear(input_H, weight_WH, bias_W)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, gradient_W: Tensor):
-        input_H, weight_WH = ctx.saved_tensors
-        ctx.keep(input_H, gradient_W)
-        of_bias = gradient_W.flatten(0, -2).sum(0) if ctx.has_bias else None
-        return gradient_W @ weight_WH, None, of_bias, None
-
-
-def multiply(input_H: Tensor, weight_WH: nn.Parameter, bias_W: Tensor | None, later: WeightGradients | None) -> Tensor:
-    """A linear layer's result. later: takes the weight's gradient; None: backward computes all."""
-    if later is None:
-        return F.linear(input_H, weight_WH, bias_W)
-    weight_WH, keep = later.take_over(weight_WH)
-    return _Linear.apply(input_H, weight_WH, bias_W, keep)
 
 
 def delay_weights(model: nn.Module, later: WeightGradients):
@@ -81,5 +51,6 @@ def delay_weights(model: nn.Module, later: WeightGradients):
             module.forward = partial(_apply, module, later)
 
 
-def _apply(linear: nn.Linear, later: WeightGradients, input_H: Tensor) -> Tensor:
-    return multiply(input_H, linear.weight, linear.bias, later)
+def _apply(module: nn.Linear, later: WeightGradients, input_H: Tensor) -> Tensor:
+    weight_WH, keep = later.take_over(module.weight)
+    return linear(input_H, weight_WH, module.bias, keep)

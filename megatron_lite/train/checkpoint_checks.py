@@ -18,6 +18,7 @@ from megatron_lite.config.plan import Compilation, LearningRatePlan, Plan
 from megatron_lite.config.shape import ModelShape
 from megatron_lite.errors import CheckpointError
 from megatron_lite.model.custom_model import CustomModel
+from megatron_lite.model.products import describe_products
 from megatron_lite.parallel.process_group import get_time_limit
 from megatron_lite.user_functions import describe_source
 
@@ -161,12 +162,13 @@ ATTENTION_FLAGS = {"sdpa flash": "flash", "sdpa cudnn": "fused", "explicit": "un
 
 
 def describe_kernels(model: nn.Module, compilation: Compilation) -> dict[str, str]:
-    """{"attention": "sdpa flash", "torch_compile": "layers"}; of a model that --model names {"model": file and SHA-256}."""
+    """{"attention": "sdpa flash", "torch_compile": "layers", "products": ...}; of a model that --model names {"model": file and SHA-256}."""
     if isinstance(model, CustomModel):
         source = describe_source(model.spelled)
         return {"model": f"{source['function']} (SHA-256 {source['sha256']})"}
-    layer = next(iter(model.decoder.layers))
-    return {"attention": layer.self_attention.attend.name, "torch_compile": compilation.target}
+    layer, weight = next(iter(model.decoder.layers)), next(model.parameters())
+    products = describe_products(weight.dtype, weight.device.type) or "torch's own products"
+    return {"attention": layer.self_attention.attend.name, "torch_compile": compilation.target, "products": products}
 
 
 def compare_kernels(saved: Mapping[str, str], now: Mapping[str, str]) -> Iterator[str]:
@@ -174,8 +176,9 @@ def compare_kernels(saved: Mapping[str, str], now: Mapping[str, str]) -> Iterato
     flags = {
         "attention": f"--attention-backend {ATTENTION_FLAGS.get(saved.get('attention'), 'auto')}",
         "torch_compile": f"--torch-compile {saved.get('torch_compile')}",
+        "products": "the kind of processor that it began on",
     }
-    names = {"attention": "attention", "torch_compile": "torch.compile"}
+    names = {"attention": "attention", "torch_compile": "torch.compile", "products": "linear layers"}
     if saved.get("model") != now.get("model"):
         yield f"--model was {saved.get('model')} and is {now.get('model')}: its weights are taken as those of the same parameters."
     for what, flag in flags.items():

@@ -14,6 +14,7 @@ from megatron_lite.model.attention_choice import Probe, Race, choose_attention, 
 from megatron_lite.model.gpt import DTYPES
 from megatron_lite.model.kernel_choice import explicit_is_faster, rows_at_once, skips_future_scores
 from megatron_lite.model.loss import Pieces, fused_token_losses, take_rows_apart, token_losses
+from megatron_lite.model.products import is_widened
 from megatron_lite.parallel.layers import compile_function, recomputed
 from megatron_lite.parallel.tensor_parallel import TensorGroup, make_losses
 from megatron_lite.units import significant
@@ -39,9 +40,16 @@ def choose_plan_attention(plan: Plan, device: torch.device, pick: Callable[..., 
         skip_future=skip_future,
         pick=pick,
     )
-    if attend.name == "explicit" and m.recompute_granularity == "selective":
-        return replace(attend, function=recomputed(attend.function))
+    wide = is_widened(DTYPES[plan.precision], plan.device)
+    function = partial(_attend_in_fp32, attend.function) if wide else attend.function
+    # wide: rather than that numbers in fp32 are kept for backward
+    if wide or attend.name == "explicit" and m.recompute_granularity == "selective":
+        return replace(attend, function=recomputed(function))
     return attend
+
+
+def _attend_in_fp32(function: Callable[..., torch.Tensor], q, k, v, *others) -> torch.Tensor:
+    return function(q.float(), k.float(), v.float(), *others).to(q.dtype)
 
 
 def make_race(device: torch.device, deterministic: bool, is_first: bool) -> Callable[..., Race] | None:

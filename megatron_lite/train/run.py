@@ -13,6 +13,7 @@ from megatron_lite.config.plan import Plan
 from megatron_lite.marks import WEIGHTS, mark_memory
 from megatron_lite.model.custom_model import build_custom_model
 from megatron_lite.model.gpt import DTYPES, GPT, initialize, list_parameters
+from megatron_lite.model.products import describe_products
 from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.context_parallel import attend_across, share_out_positions
 from megatron_lite.parallel.data_parallel import replicate
@@ -108,6 +109,8 @@ def build_model(plan: Plan, device: torch.device, groups: Groups | None = None) 
     shape, attend = plan.rank_shape, choose_plan_attention(plan, device, race)
     timed = f" ({attend.timed})" if attend.timed else ""
     logger.info("\n    not ".join((f"  attention: {attend.name}{timed}", *attend.why_not)))
+    if products := describe_products(dtype, plan.device):
+        logger.info(f"  linear layers: {products}")
     among, context = (groups.tensor, groups.context) if groups else (None, None)
     if among is not None and not among.shares_tokens:
         attend = drop_own_heads(attend, among.rank)

@@ -1,0 +1,154 @@
+"""Matrix products of linear layers: torch's own, or on CPUs faster ways to the same numbers (docs/decisions/041).
+
+In fp32 torch multiplies matrices by Intel's MKL, which leaves AVX-512 unused on AMD's processors, and convolves by oneDNN, which does not:
+there a product is a convolution with filters of one pixel. 16-bit numbers that a processor has no instructions for are multiplied in fp32.
+
+Letters: M rows (tokens), H input channels, W output channels.
+"""
+
+from collections.abc import Callable
+from functools import reduce
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from megatron_lite.model.kernel_choice import mkl_lacks_avx512
+
+CONVOLVES = mkl_lacks_avx512() and torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
+WIDENED = tuple(
+    dtype
+    for dtype, answer in ((torch.float16, "_is_mkldnn_fp16_supported"), (torch.bfloat16, "_is_mkldnn_bf16_supported"))
+    if hasattr(torch.ops.mkldnn, answer) and not getattr(torch.ops.mkldnn, answer)()
+)
+WIDENED_AT_ONCE = 2048  # output channels that are held in fp32 beside 16-bit ones
+IMAGES = 16  # of fewer, torch convolves by MKL where a process has one thread
+MIN_ROWS, MIN_MULTIPLICATIONS = 512, 2**23  # of a smaller product, MKL's is faster
+MAX_FILTERS, FILTERS_AT_ONCE = 1536, 512  # more filters' gradients are faster in pieces
+
+# called with (..., H) that went into the product with a weight, and (..., W), the gradient of what came out
+Keep = Callable[[Tensor, Tensor], None]
+
+
+class Linear(nn.Linear):
+    """torch's linear layer, by the products of this file."""
+
+    def forward(self, input_H: Tensor) -> Tensor:
+        return linear(input_H, self.weight, self.bias)
+
+
+def linear(input_H: Tensor, weight_WH: Tensor, bias_W: Tensor | None = None, keep: Keep | None = None) -> Tensor:
+    """input @ weight^T + bias, (..., W). keep: takes what the weight's gradient is computed from; None: backward computes it."""
+    if keep is None and not (is_widened(input_H.dtype, input_H.device.type) or _convolves(input_H, weight_WH.numel())):
+        return F.linear(input_H, weight_WH, bias_W)
+    if keep is None and torch.compiler.is_compiling():  # layers that compute a gradient in Python are not cached
+        return multiply(input_H, weight_WH, bias_W)
+    return _Linear.apply(input_H, weight_WH, bias_W, keep)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, input_H: Tensor, weight_WH: Tensor, bias_W: Tensor | None, keep: Keep | None) -> Tensor:
+        ctx.save_for_backward(input_H, weight_WH)
+        ctx.has_bias, ctx.keep = bias_W is not None, keep
+        return multiply(input_H, weight_WH, bias_W)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient_W: Tensor):
+        input_H, weight_WH = ctx.saved_tensors
+        gradient_MW, of_weight = gradient_W.flatten(0, -2), None
+        if ctx.keep is not None:
+            ctx.keep(input_H, gradient_W)
+        elif ctx.needs_input_grad[1]:
+            of_weight = compute_weight_gradient(gradient_MW, input_H.flatten(0, -2))
+        of_input = compute_input_gradient(gradient_W, weight_WH) if ctx.needs_input_grad[0] else None
+        # a sum of its own takes less time than oneDNN's
+        return of_input, of_weight, gradient_MW.sum(0) if ctx.has_bias else None, None
+
+
+def multiply(input_H: Tensor, weight_WH: Tensor, bias_W: Tensor | None = None) -> Tensor:
+    """input @ weight^T + bias, (..., W)."""
+    if is_widened(input_H.dtype, input_H.device.type):
+        wide_H, weights = input_H.float(), weight_WH.split(WIDENED_AT_ONCE)
+        biases = [None] * len(weights) if bias_W is None else bias_W.float().split(WIDENED_AT_ONCE)
+        parts = (multiply(wide_H, weight.float(), bias) for weight, bias in zip(weights, biases))
+        return _join([part.to(input_H.dtype) for part in parts], -1)
+    if not _convolves(input_H, weight_WH.numel()):
+        return F.linear(input_H, weight_WH, bias_W)
+    images = F.conv2d(_to_images(input_H), _to_filters(weight_WH), bias_W)
+    return _to_rows(images).view(*input_H.shape[:-1], -1)
+
+
+def compute_input_gradient(gradient_W: Tensor, weight_WH: Tensor) -> Tensor:
+    """gradient @ weight, (..., H)."""
+    if is_widened(gradient_W.dtype, gradient_W.device.type):
+        pairs = zip(gradient_W.split(WIDENED_AT_ONCE, -1), weight_WH.split(WIDENED_AT_ONCE))
+        parts = (compute_input_gradient(part_W.float(), part_WH.float()) for part_W, part_WH in pairs)
+        return reduce(Tensor.add_, parts).to(gradient_W.dtype)
+    if not _convolves(gradient_W, weight_WH.numel()):
+        return gradient_W @ weight_WH
+    size_H = (*gradient_W.shape[:-1], weight_WH.shape[1])
+    return _to_rows(_differentiate(gradient_W, gradient_W.new_empty(size_H), weight_WH, 0)).view(size_H)
+
+
+def compute_weight_gradient(gradient_MW: Tensor, input_MH: Tensor) -> Tensor:
+    """gradient^T @ input, (W, H)."""
+    filters, channels = gradient_MW.shape[1], input_MH.shape[1]
+    if is_widened(gradient_MW.dtype, gradient_MW.device.type):
+        wide_MH, parts = input_MH.float(), gradient_MW.split(WIDENED_AT_ONCE, 1)
+        return _join([compute_weight_gradient(part.float(), wide_MH).to(gradient_MW.dtype) for part in parts], 0)
+    if not _convolves(gradient_MW, filters * channels):
+        return gradient_MW.t() @ input_MH
+    parts = gradient_MW.split(filters if filters <= MAX_FILTERS else FILTERS_AT_ONCE, 1)
+    likes = (gradient_MW.new_empty(part.shape[1], channels) for part in parts)
+    return _join([_differentiate(part, input_MH, like, 1).flatten(1) for part, like in zip(parts, likes)], 0)
+
+
+def is_widened(dtype: torch.dtype, device: str) -> bool:
+    """Whether numbers of this format are multiplied in fp32 on a type of device."""
+    return dtype in WIDENED and device == "cpu"
+
+
+def describe_products(dtype: torch.dtype, device: str) -> str:
+    """How linear layers are multiplied, where torch does otherwise: "fp16 in fp32, as oneDNN's convolutions"; else ""."""
+    wide = is_widened(dtype, device)
+    convolves = CONVOLVES and device == "cpu" and (wide or dtype == torch.float32)
+    told = ["in fp32"] * wide + ["as oneDNN's convolutions"] * convolves
+    return ", ".join(told)
+
+
+def _convolves(rows_H: Tensor, elements: int) -> bool:
+    """Whether to multiply these rows by a matrix of so many elements as a convolution."""
+    if not (CONVOLVES and rows_H.dtype == torch.float32 and rows_H.device.type == "cpu"):
+        return False
+    rows = rows_H.shape[:-1].numel()
+    return rows >= MIN_ROWS and rows % IMAGES == 0 and rows * elements >= MIN_MULTIPLICATIONS
+
+
+def _differentiate(gradient_W: Tensor, input_H: Tensor, weight_WH: Tensor, place: int) -> Tensor:
+    """The gradient of a convolution's input (place 0) or weight (1), of which then only the sizes count."""
+    images, filters, wanted = _to_images(input_H), _to_filters(weight_WH), [place == 0, place == 1, False]
+    once, none = (1, 1), (0, 0)
+    found = torch.ops.aten.convolution_backward(
+        _to_images(gradient_W), images, filters, None, once, none, once, False, none, 1, wanted
+    )
+    return found[place]
+
+
+def _to_images(rows_H: Tensor) -> Tensor:
+    """Rows as images of one line, in the layout in which the channels of a pixel are neighbors."""
+    return rows_H.flatten(0, -2).unflatten(0, (IMAGES, 1, -1)).permute(0, 3, 1, 2)
+
+
+def _to_rows(images: Tensor) -> Tensor:
+    return images.permute(0, 2, 3, 1).flatten(0, 2)
+
+
+def _to_filters(weight_WH: Tensor) -> Tensor:
+    return weight_WH[..., None, None]
+
+
+def _join(parts: list[Tensor], dim: int) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
