@@ -5,6 +5,7 @@ import torch
 from model_variants import VARIANTS
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_lite.analysis.kernels.rank_kernels import rank_kernels
 from megatron_lite.analysis.time.rank_time import rank_time
@@ -68,3 +69,18 @@ def test_recomputed_activations_are_told_from_the_backward_pass(reentrant, tmp_p
     kernels = profiled(step, tmp_path)
     product = 2 * 16 * 32 * 64
     assert (kernels.model_flops, kernels.recomputed_flops) == (3 * product, product)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_convolutions_have_the_flops_that_torch_counts(bias, tmp_path):
+    """A first layer, whose input needs no gradient, one with a frozen weight, and an ordinary one."""
+    first, frozen, last = (torch.nn.Conv2d(given, 8, 3, padding=1, bias=bias) for given in (3, 8, 8))
+    frozen.weight.requires_grad = False
+    net, images = torch.nn.Sequential(first, frozen, last), torch.randn(BATCH, 3, 16, 16)
+
+    def step():
+        net(images).sum().backward()
+
+    with FlopCounterMode(display=False) as counter:
+        step()
+    assert profiled(step, tmp_path).model_flops == counter.get_total_flops()

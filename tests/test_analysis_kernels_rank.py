@@ -36,8 +36,10 @@ def figures(made: MadeTrace, folder) -> RankKernels:
     return rank_kernels(trace, placing, rank_time(trace, placing))
 
 
-def one_product(made: MadeTrace, at: float, kernel: str, name: str, dims: list, dtypes=None, us: float = 100.0):
-    made.op(name, at, at + 20, dims=dims, dtypes=dtypes)
+def one_product(
+    made: MadeTrace, at: float, kernel: str, name: str, dims: list, dtypes=None, us: float = 100.0, values=None
+):
+    made.op(name, at, at + 20, dims=dims, dtypes=dtypes, values=values)
     made.kernel(kernel, at + 30, at + 30 + us, at + 5)
 
 
@@ -147,6 +149,66 @@ def test_a_forward_convolution_takes_its_result_from_the_backward_pass(tmp_path)
 
     forward = 2 * math.prod(result) * 3 * 49
     assert figures(steps(3, both), tmp_path).model_flops == 3 * forward
+
+
+def values_of_backward(mask: object, bias="[64]") -> list:
+    """The "Concrete Inputs" of aten::convolution_backward."""
+    return ["", "", "", bias, "[2, 2]", "[3, 3]", "[1, 1]", "False", "[0, 0]", "1", mask]
+
+
+@pytest.mark.parametrize(
+    ("values", "products"),
+    [
+        (values_of_backward("[True, True, True]"), 2),
+        (values_of_backward("[True, True, False]", bias=""), 2),
+        # a first layer, whose input needs no gradient
+        (values_of_backward("[False, True, False]"), 1),
+        # a layer whose weight is frozen
+        (values_of_backward("[True, False, False]"), 1),
+        # input and weight alone, as cudnn_convolution_backward has them
+        (values_of_backward("[False, True]"), 1),
+        # only the bias
+        (values_of_backward("[False, False, True]"), None),
+        # no mask, or a damaged one: both gradients
+        (None, 2),
+        ([], 2),
+        (values_of_backward(""), 2),
+        (values_of_backward("[False]"), 2),
+        (values_of_backward("[False, True, Fal"), 2),
+        (values_of_backward("[False, None, False]"), 2),
+        (values_of_backward("[False, True, False, True]"), 2),
+        (values_of_backward("[0, 1, 0]"), 2),
+        (values_of_backward([False, True, False]), 2),
+        ("[False, True", 2),
+        (7, 2),
+        ({"mask": None}, 2),
+    ],
+)
+def test_a_convolution_computes_the_gradients_that_its_mask_names(tmp_path, values, products):
+    result, given, weight = CONVOLUTION
+
+    def backward(made, at):
+        one_product(made, at, SGEMM, "aten::convolution_backward", CONVOLUTION, values=values)
+
+    kernels = figures(steps(3, backward), tmp_path)
+    if products is None:
+        assert (kernels.model_flops, kernels.roofline) == (None, ())
+        return
+    [row] = kernels.roofline
+    assert kernels.model_flops == row.flops == products * 2 * math.prod(result) * 3 * 49
+    assert row.num_bytes == products * 4 * sum(map(math.prod, (result, given, weight)))
+
+
+def test_convolutions_of_one_shape_and_several_masks(tmp_path):
+    def backward(made, at):
+        for place, mask in enumerate(("[True, True, False]", "[False, True, False]", "[True, True, False]")):
+            values = values_of_backward(mask)
+            one_product(made, at + 300 * place, SGEMM, "aten::convolution_backward", CONVOLUTION, values=values)
+
+    forward = 2 * math.prod(CONVOLUTION[0]) * 3 * 49
+    kernels = figures(steps(3, backward), tmp_path)
+    assert sorted(row.flops for row in kernels.roofline) == [forward, 4 * forward]
+    assert kernels.model_flops == 5 * forward
 
 
 def test_causal_attention_computes_half_and_its_model_flops_count_all(tmp_path):

@@ -68,6 +68,25 @@ def test_a_modern_trace(tmp_path):
     assert columns.T.tolist() == [[15_000, 512, 1024, 2048, 0]]
 
 
+def test_shapes_differ_by_output_masks_and_by_no_other_values(tmp_path):
+    made = MadeTrace()
+    for at, values in enumerate(
+        [
+            ["", "1", "[True, True, False]"],
+            ["", "2", "[True, True, False]"],
+            ["", "2", "[False, True, False]"],
+            ["", "0.1", "True"],
+            ["", "0.2", "[1, 2]"],
+            None,
+        ]
+    ):
+        made.op("aten::convolution_backward", 10 * at, 10 * at + 5, dims=[[8, 4], [], []], values=values)
+    [trace] = read_traces(made.write(tmp_path))
+    masks = [trace.shapes[number].output_mask for number in trace.events.shapes]
+    assert masks == [(True, True, False)] * 2 + [(False, True, False)] + [()] * 3
+    assert len(trace.shapes) == 3
+
+
 def test_a_trace_of_2021(tmp_path):
     start = 1_623_142_623_460_016
     trace = read(tmp_path, [

@@ -62,13 +62,17 @@ class MadeTrace:
         """An annotation around what is added in the block; only for the eye: times say what lies where."""
         yield self.annotation(name, start, end)
 
-    def op(self, name, start, end, thread=MAIN, dims=None, dtypes=None, sequence=None, forward_thread=None):
-        """An operator. `dims`: a list per argument; `dtypes`: "float" for each tensor if not given."""
+    def op(
+        self, name, start, end, thread=MAIN, dims=None, dtypes=None, sequence=None, forward_thread=None, values=None
+    ):
+        """An operator. `dims`: a list per argument; `dtypes`: "float" for each tensor if not given; `values`: texts."""
         args = {"External id": len(self.events)}
         if dims is not None:
             args |= {"Input Dims": dims, "Input type": dtypes or ["float" if d else "Scalar" for d in dims]}
         if sequence is not None:
             args |= {"Sequence number": sequence, "Fwd thread id": forward_thread or 0}
+        if values is not None:
+            args |= {"Concrete Inputs": values}
         return self.add("cpu_op", name, start, end, thread, **args)
 
     def runtime(self, name: str, start: float, end: float, thread=MAIN, correlation: int | None = None):

@@ -49,7 +49,8 @@ _LAYOUTS = {
 # Place of the queries among the arguments, and the layout.
 ATTENTION = {name: (0, layout) for name, layout in _LAYOUTS.items()}
 ATTENTION_BACKWARD = {f"{name.removesuffix('_forward')}_backward": (1, layout) for name, layout in _LAYOUTS.items()}
-# Places of the result's gradient, the input and the weight; how many products of the forward pass's size are computed.
+# Places of the result's gradient, the input and the weight; how many products of the forward pass's size are computed
+# where no output mask tells: the gradients of both.
 CONVOLUTIONS_BACKWARD = {
     "aten::convolution_backward": (0, 1, 2, 2),
     "aten::cudnn_convolution_backward": (1, 0, 2, 2),
@@ -183,7 +184,9 @@ def _compute_convolution(operator: str, shapes: Shapes, otherwise: str, results:
     if given is None or weight is None:
         return None
     result = results.get((given, weight)) if result_at is None else _get_tensor(shapes, result_at, 3)
-    if result is None:
+    if result_at is not None and shapes.output_mask:
+        products = sum(shapes.output_mask[:2])  # input and weight; the bias's gradient is a sum
+    if result is None or not products:
         return None
     dtype, size = _get_format(shapes, given_at, otherwise)
     # weight: [out, in / groups, *kernel]; every element of the result takes one pass over a filter.

@@ -55,6 +55,7 @@ class Shapes:
 
     dims: tuple[Any, ...]  # one tuple of ints per argument, () for what is no tensor; lists of tensors are nested
     dtypes: tuple[str, ...]  # "c10::BFloat16", "float", "Scalar", "" ...
+    output_mask: tuple[bool, ...] = ()  # which results a backward operator computes; () if not known
 
 
 @dataclass(frozen=True)

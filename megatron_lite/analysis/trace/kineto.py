@@ -54,6 +54,9 @@ ANNOTATION_OF_2021 = re.compile(
     r"ProfilerStep#|enumerate\(DataLoader\)|Optimizer\.(step|zero_grad)#|(nccl|gloo|mpi|ucc):|DistributedDataParallel\.|## "
 )
 
+# an operator's output_mask among its "Concrete Inputs": "[False, True, False]"
+OUTPUT_MASK = re.compile(rb'"\[(?:True|False)(?:, (?:True|False)){1,2}\]"')
+
 # --- lists of events -> columns; names and shapes become numbers on the way
 
 LOST_NS = np.iinfo(np.int64).min  # the start of an event that has none
@@ -105,7 +108,7 @@ class Collected:
     names: Numbered[str] = field(default_factory=Numbered)
     categories: Numbered[str | None] = field(default_factory=Numbered)
     threads: Numbered[tuple[Id, Id]] = field(default_factory=Numbered)  # (pid, tid)
-    shapes: Numbered[tuple[bytes, bytes]] = field(default_factory=Numbered)  # (dims, dtypes) as JSON
+    shapes: Numbered[tuple[bytes, ...]] = field(default_factory=Numbered)  # (dims, dtypes, output mask)
     collectives: Numbered[Collective] = field(default_factory=Numbered)
     spans: list[Columns] = field(default_factory=list)  # columns of each chunk
     instants: list[Columns] = field(default_factory=list)
@@ -155,8 +158,14 @@ class Collected:
             own = list(compress(args, of_kind.tolist()))
             for name in names if own else ():
                 if name == "shapes":
-                    known = self.shapes
-                    numbers_of = [known[bytes(a.dims), bytes(a.dtypes)] if a.dims else -1 for a in own]
+                    known, find_mask = self.shapes, OUTPUT_MASK.search
+                    # of the values only the mask: others differ from call to call
+                    numbers_of = [
+                        known[bytes(a.dims), bytes(a.dtypes), mask[0] if (mask := find_mask(a.values)) else b""]
+                        if a.dims
+                        else -1
+                        for a in own
+                    ]
                     values: ArrayLike = np.array(numbers_of, np.int32)
                 elif name == "collective":
                     unsaid = [a.collective is None and a.group is None and a.in_elements is None for a in own]
@@ -404,8 +413,8 @@ def _find_kinds_and_devices(columns: Columns, names: tuple[str, ...], collected:
         columns[name] = np.where((value >= 0) & (value < largest), value, -1).astype(dtype)
 
 
-def _read_shapes(pairs: Numbered[tuple[bytes, bytes]]) -> tuple[Shapes, ...]:
-    """Shapes of their JSON texts (dims, dtypes)."""
+def _read_shapes(texts: Numbered[tuple[bytes, ...]]) -> tuple[Shapes, ...]:
+    """Shapes of their JSON texts (dims, dtypes, output mask)."""
 
     def read(text: bytes) -> list[Any]:
         try:
@@ -414,8 +423,9 @@ def _read_shapes(pairs: Numbered[tuple[bytes, bytes]]) -> tuple[Shapes, ...]:
             return []
         return value if isinstance(value, list) else []
 
-    dtypes = {text: tuple(map(str, read(text))) for text in {dtypes for _, dtypes in pairs}}
-    return tuple(Shapes(nested_tuples(read(dims)), dtypes[text]) for dims, text in pairs)
+    dtypes = {text: tuple(map(str, read(text))) for text in {dtypes for _, dtypes, _ in texts}}
+    masks = [tuple(word == b"True" for word in re.findall(rb"\w+", mask)) for _, _, mask in texts]
+    return tuple(Shapes(nested_tuples(read(one[0])), dtypes[one[1]], mask) for one, mask in zip(texts, masks))
 
 
 def nested_tuples(value: list[Any]) -> tuple[Any, ...]:

@@ -32,6 +32,7 @@ class Args(msgspec.Struct, gc=False, frozen=True):
     forward_thread: Count = msgspec.field(default=-1, name="Fwd thread id")
     dtypes: msgspec.Raw = msgspec.field(default=msgspec.Raw(), name="Input type")
     dims: msgspec.Raw = msgspec.field(default=msgspec.Raw(), name="Input Dims")
+    values: msgspec.Raw = msgspec.field(default=msgspec.Raw(), name="Concrete Inputs")
     collective: str | None = msgspec.field(default=None, name="Collective name")
     in_elements: Count = msgspec.field(default=None, name="In msg nelems")
     out_elements: Count = msgspec.field(default=None, name="Out msg nelems")
