@@ -3,8 +3,10 @@
 import re
 
 import pytest
+import torch
 from launch import alone, checkpoint, flags, quietly
 
+from megatron_lite.model.products import describe_products
 from megatron_lite.train.checkpoint_checks import compare_kernels
 
 SAVED = {"attention": "sdpa flash", "torch_compile": "none"}
@@ -24,6 +26,7 @@ CUDNN_NOW = (
         (SAVED | {"attention": "explicit"}, SAVED, ["--attention-backend unfused goes"]),
         (SAVED, SAVED | {"torch_compile": "layers"}, ["torch.compile was none and is layers"]),
         (SAVED | {"torch_compile": "layers"}, SAVED, ["--torch-compile layers goes on as before."]),
+        (SAVED | {"products": "A"}, SAVED | {"products": "B"}, ["the product of linear layers was A and is B"]),
     ],
 )
 def test_other_kernels_than_the_checkpoints_are_said(saved, now, lines):
@@ -36,7 +39,9 @@ def test_a_resumed_run_says_what_computes_differently(tmp_path):
     more = flags("--train-iters 3 --load", tmp_path / "save")
     with alone():
         quietly(argv, tmp_path / "one")
-        assert checkpoint(tmp_path / "save", 2)["record"].kernels == SAVED | {"attention": "explicit"}
+        kernels = checkpoint(tmp_path / "save", 2)["record"].kernels
+        told = describe_products(torch.float32, "cpu") or "torch's own products"
+        assert kernels == SAVED | {"attention": "explicit", "products": told}
         _, same = quietly(more, tmp_path / "two")
         _, other = quietly([*more, "--attention-backend", "flash"], tmp_path / "three")
     assert "note: --load" not in same

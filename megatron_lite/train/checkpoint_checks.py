@@ -178,7 +178,7 @@ def compare_kernels(saved: Mapping[str, str], now: Mapping[str, str]) -> Iterato
         "torch_compile": f"--torch-compile {saved.get('torch_compile')}",
         "products": "the kind of processor that it began on",
     }
-    names = {"attention": "attention", "torch_compile": "torch.compile", "products": "linear layers"}
+    names = {"attention": "attention", "torch_compile": "torch.compile", "products": "the product of linear layers"}
     if saved.get("model") != now.get("model"):
         yield f"--model was {saved.get('model')} and is {now.get('model')}: its weights are taken as those of the same parameters."
     for what, flag in flags.items():

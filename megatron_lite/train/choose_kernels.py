@@ -40,7 +40,8 @@ def choose_plan_attention(plan: Plan, device: torch.device, pick: Callable[..., 
         skip_future=skip_future,
         pick=pick,
     )
-    wide = is_widened(DTYPES[plan.precision], plan.device)
+    # with dropout torch's attention converts to fp32 by itself
+    wide = is_widened(DTYPES[plan.precision], plan.device) and not shape.attention_dropout
     function = partial(_attend_in_fp32, attend.function) if wide else attend.function
     # wide: rather than that numbers in fp32 are kept for backward
     if wide or attend.name == "explicit" and m.recompute_granularity == "selective":
