@@ -40,7 +40,7 @@ class Linear(nn.Linear):
 
 def linear(input_H: Tensor, weight_WH: Tensor, bias_W: Tensor | None = None, keep: Keep | None = None) -> Tensor:
     """input @ weight^T + bias, (..., W). keep: takes what the weight's gradient is computed from; None: backward computes it."""
-    if keep is None and not (is_widened(input_H.dtype, input_H.device.type) or _convolves(input_H, weight_WH.numel())):
+    if keep is None and not (_is_widened(input_H) or _convolves(input_H, weight_WH.numel())):
         return F.linear(input_H, weight_WH, bias_W)
     if keep is None and torch.compiler.is_compiling():  # layers that compute a gradient in Python are not cached
         return multiply(input_H, weight_WH, bias_W)
@@ -70,7 +70,7 @@ class _Linear(torch.autograd.Function):
 
 def multiply(input_H: Tensor, weight_WH: Tensor, bias_W: Tensor | None = None) -> Tensor:
     """input @ weight^T + bias, (..., W)."""
-    if is_widened(input_H.dtype, input_H.device.type):
+    if _is_widened(input_H):
         wide_H, weights = input_H.float(), weight_WH.split(WIDENED_AT_ONCE)
         biases = [None] * len(weights) if bias_W is None else bias_W.float().split(WIDENED_AT_ONCE)
         parts = (multiply(wide_H, weight.float(), bias) for weight, bias in zip(weights, biases))
@@ -83,7 +83,7 @@ def multiply(input_H: Tensor, weight_WH: Tensor, bias_W: Tensor | None = None) -
 
 def compute_input_gradient(gradient_W: Tensor, weight_WH: Tensor) -> Tensor:
     """gradient @ weight, (..., H)."""
-    if is_widened(gradient_W.dtype, gradient_W.device.type):
+    if _is_widened(gradient_W):
         pairs = zip(gradient_W.split(WIDENED_AT_ONCE, -1), weight_WH.split(WIDENED_AT_ONCE))
         parts = (compute_input_gradient(part_W.float(), part_WH.float()) for part_W, part_WH in pairs)
         return reduce(Tensor.add_, parts).to(gradient_W.dtype)
@@ -96,7 +96,7 @@ def compute_input_gradient(gradient_W: Tensor, weight_WH: Tensor) -> Tensor:
 def compute_weight_gradient(gradient_MW: Tensor, input_MH: Tensor) -> Tensor:
     """gradient^T @ input, (W, H)."""
     filters, channels = gradient_MW.shape[1], input_MH.shape[1]
-    if is_widened(gradient_MW.dtype, gradient_MW.device.type):
+    if _is_widened(gradient_MW):
         wide_MH, parts = input_MH.float(), gradient_MW.split(WIDENED_AT_ONCE, 1)
         return _join([compute_weight_gradient(part.float(), wide_MH).to(gradient_MW.dtype) for part in parts], 0)
     if not _convolves(gradient_MW, filters * channels):
@@ -119,9 +119,18 @@ def describe_products(dtype: torch.dtype, device: str) -> str:
     return ", ".join(told)
 
 
+def _is_widened(x: Tensor) -> bool:
+    return is_widened(x.dtype, x.device.type) and _has_numbers(x)
+
+
+def _has_numbers(x: Tensor) -> bool:
+    """False of fake tensors, which stand for those of any device."""
+    return type(x) in (Tensor, nn.Parameter)
+
+
 def _convolves(rows_H: Tensor, elements: int) -> bool:
     """Whether to multiply these rows by a matrix of so many elements as a convolution."""
-    if not (CONVOLVES and rows_H.dtype == torch.float32 and rows_H.device.type == "cpu"):
+    if not (CONVOLVES and rows_H.dtype == torch.float32 and rows_H.device.type == "cpu" and _has_numbers(rows_H)):
         return False
     rows = rows_H.shape[:-1].numel()
     return rows >= MIN_ROWS and rows % IMAGES == 0 and rows * elements >= MIN_MULTIPLICATIONS
