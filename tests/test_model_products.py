@@ -3,12 +3,14 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
 from torch.profiler import ProfilerActivity, profile
 
 from megatron_lite.config.shape import ModelShape
 from megatron_lite.model import kernel_choice, products
 from megatron_lite.model.attention import Attend, explicit_attention
 from megatron_lite.model.gpt import GPT, initialize
+from megatron_lite.model.loss import _logits
 from megatron_lite.model.products import (
     compute_input_gradient,
     compute_weight_gradient,
@@ -16,6 +18,19 @@ from megatron_lite.model.products import (
     linear,
     multiply,
 )
+
+
+class TorchFunctions(TorchFunctionMode):
+    """Which of torch's functions are called with tensors of which type first."""
+
+    def __init__(self):
+        self.seen: list[tuple[str, torch.dtype]] = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if args and isinstance(args[0], torch.Tensor):
+            self.seen.append((func.__name__, args[0].dtype))
+        return func(*args, **(kwargs or {}))
+
 
 needs_onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch has no oneDNN here")
 PROCESSORS = {  # /proc/cpuinfo: does MKL leave AVX-512 unused
@@ -199,3 +214,30 @@ def test_what_is_done_is_told(monkeypatch, convolving):
     assert describe_products(torch.float32, "cpu") == convolutions
     assert describe_products(torch.float16, "cpu") == f"in fp32, {convolutions}"
     assert describe_products(torch.bfloat16, "cpu") == describe_products(torch.float32, "cuda") == ""
+
+
+@pytest.mark.parametrize("name", ["fp16", "bf16"])
+def test_torch_agrees_which_numbers_this_processor_has_instructions_for(name):
+    answer = f"_is_mkldnn_{name}_supported"
+    if not hasattr(torch.ops.mkldnn, answer) or "flags" not in kernel_choice.read_processor():
+        pytest.skip("nothing tells")
+    assert (name in kernel_choice.find_slow_precisions()) is not getattr(torch.ops.mkldnn, answer)()
+
+
+def test_a_weights_gradient_in_pieces_takes_no_second_copy(convolving):
+    gradient_MW, input_MH = draw(512, 4096), draw(512, 64)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        compute_weight_gradient(gradient_MW, input_MH)
+    allocated = [event.self_cpu_memory_usage for event in seen.events() if event.name == "aten::empty"]
+    assert "aten::cat" not in {event.name for event in seen.events()} and max(allocated) == 4 * 4096 * 64
+
+
+def test_the_logits_of_slow_16_bit_numbers_are_multiplied_in_fp32(monkeypatch):
+    """More than a piece of them, which elsewhere are multiplied piece by piece."""
+    monkeypatch.setattr(products, "WIDENED", (torch.bfloat16,))
+    hidden_MH, weight_VH = draw(4, 32, dtype=torch.bfloat16), draw(5000, 32, dtype=torch.bfloat16)
+    with TorchFunctions() as called:
+        found = _logits(hidden_MH, weight_VH)
+    assert {dtype for name, dtype in called.seen if name in ("linear", "mm")} == {torch.float32}
+    exact = hidden_MH.double() @ weight_VH.double().t()
+    assert ((found.double() - exact).abs() <= 2.0**-8 * exact.abs() + 1e-4).all()  # rounded once, to eight bits

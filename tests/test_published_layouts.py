@@ -7,7 +7,8 @@ from published_layouts import ALL_AGAIN, PUBLISHED, SELECTIVE, Published, find_p
 
 from megatron_lite.config.layout import Stage
 from megatron_lite.estimate.hardware import find_processor
-from megatron_lite.estimate.memory import activation_bytes, plan_micro_batch
+from megatron_lite.estimate.memory import activation_bytes
+from megatron_lite.estimate.micro_batch import plan_micro_batch
 from megatron_lite.estimate.model_size import step_flops
 
 RUNS = [run for runs in PUBLISHED.values() for run in runs]

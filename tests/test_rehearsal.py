@@ -13,7 +13,6 @@ from megatron_lite.config.world import World
 from megatron_lite.estimate.model_size import count_parameters
 from megatron_lite.instruments.memory_summary import peak
 from megatron_lite.instruments.snapshot_format import write_snapshot
-from megatron_lite.model import products
 from megatron_lite.rehearsal.kernels import cpu_choice
 from megatron_lite.rehearsal.rehearse import Rehearsal, rehearse, summarize_walk
 from megatron_lite.units import size
@@ -30,12 +29,6 @@ DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1"
 def group():
     with alone():
         yield
-
-
-@pytest.fixture(autouse=True)
-def torchs_products(monkeypatch):
-    """Without the copies in fp32 of a processor that has no products in fp16: fake tensors stand for any device's, and have none."""
-    monkeypatch.setattr(products, "WIDENED", ())
 
 
 def holds_as_much(words: str, world: World = ALONE) -> Rehearsal:

@@ -6,12 +6,12 @@ without data; tests hold the two side by side.
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from megatron_lite.config.layout import Stage, count_keys
 from megatron_lite.config.plan import Plan
-from megatron_lite.config.shape import ModelShape
 from megatron_lite.estimate.hardware import Processor, padded
+from megatron_lite.estimate.micro_batch import MicroBatch, plan_micro_batch
 from megatron_lite.estimate.model_size import (
     FP32,
     count_layer_parameters,
@@ -30,9 +30,7 @@ from megatron_lite.model.kernel_choice import (
     FUSED,
     MATH,
     QUERIES_AT_ONCE,
-    UNFUSED,
     count_scores,
-    predict_attention_kernel,
     rows_at_once,
 )
 from megatron_lite.phases import Phase
@@ -51,92 +49,6 @@ Held = Counter[str]  # bytes for each token, by row
 
 
 # --- what one micro-batch keeps from forward to backward
-
-
-@dataclass(frozen=True)
-class MicroBatch:
-    """What the sizes of a micro-batch's activations depend on."""
-
-    shape: ModelShape  # what one rank computes
-    size: int  # sequences
-    precision: str = "bf16"
-    on_cpu: bool = False
-    attention: str = FUSED
-    is_flash: bool = True  # which fused kernel: flash, or the memory-efficient one
-    masked: bool = False  # attention stays within documents
-    recomputes_attention: bool = False  # core attention alone
-    threads: int = 1  # of a CPU, for one rank
-    split: bool = False  # ranks have a part of the vocabulary each
-    shares: int = 1  # ranks that share out the tokens between attention and MLP
-    context: int = 1  # ranks that share out the positions of each sequence
-
-    @property
-    def tokens(self) -> int:
-        return self.size * self.shape.seq_length
-
-    @property
-    def element_bytes(self) -> int:
-        return element_bytes(self.precision)
-
-    @property
-    def input_bytes(self) -> int:
-        """Bytes of a rank's hidden states for each token: all that a recomputed layer keeps."""
-        return self.whole_input_bytes // self.shares
-
-    @property
-    def whole_input_bytes(self) -> int:
-        """Bytes of a linear layer's input for each token, gathered where ranks share out the tokens."""
-        return self.element_bytes * self.shape.hidden_size
-
-    @property
-    def mask_bytes(self) -> int:
-        """Bytes of one dropout's mask for each token: a byte per element, on CPUs a number of the activations' type."""
-        width = self.shape.hidden_size // self.shares if self.shape.hidden_dropout else 0
-        return width * (self.element_bytes if self.on_cpu else 1)
-
-    @property
-    def copies_of_norms(self) -> tuple[bool, bool]:
-        """(whether norms keep an fp32 copy instead of their 16-bit input, whether they keep the normalized input too).
-
-        The second is RMSNorm on a CPU, which torch 2.13 takes apart, but not where 16-bit weights are stored minus one.
-        """
-        in_16_bits, one_less = self.element_bytes < FP32, self.shape.layernorm_1p
-        apart = self.on_cpu and self.shape.normalization == "RMSNorm" and not (one_less and in_16_bits)
-        return in_16_bits and (one_less or apart), apart
-
-    @property
-    def hidden_norm_bytes(self) -> int:
-        """Bytes that a norm of hidden states keeps for each token."""
-        return self.norm_bytes(self.shape.hidden_size) // self.shares
-
-    def norm_bytes(self, width: int, rows: int = 1) -> int:
-        """Bytes that a norm keeps for each token: its input or copies of it, and fp32 statistics of each row."""
-        statistics = rows * (1 if self.shape.normalization == "RMSNorm" else 2)
-        own = 0 if self.copies_of_norms[0] else self.element_bytes * width
-        return own + FP32 * (sum(self.copies_of_norms) * width + statistics)
-
-
-def plan_micro_batch(
-    shape: ModelShape,
-    size: int,
-    precision: str,
-    device: str,
-    backend: str,
-    masked: bool,
-    recompute: str | None,
-    threads: int,
-    ranks: int = 1,
-    sequence_parallel: bool = False,
-    context: int = 1,
-) -> MicroBatch:
-    """The MicroBatch of these flags. ranks, context: numbers of tensor and context parallel ranks."""
-    shape, shares = shape.split(ranks, context), ranks if sequence_parallel else 1
-    kernel, flash = predict_attention_kernel(shape, precision, device, backend, masked)
-    selective = kernel in (UNFUSED, CAUSAL) and recompute == "selective"
-    on_cpu = device == "cpu"
-    return MicroBatch(
-        shape, size, precision, on_cpu, kernel, flash, masked, selective, threads, ranks > 1, shares, context
-    )
 
 
 def _keep_until_scores(batch: MicroBatch) -> Held:
@@ -280,7 +192,8 @@ def _list_layer_backward(batch: MicroBatch) -> Iterator[tuple[str, Held]]:
     if shape.activation in ("swiglu", "squared_relu"):  # more inner tensors than gone are: forward's result is
         widths[shape.activation] = stream + (2 if shape.activation == "swiglu" else 3) * inner
     for operation, width in widths.items():
-        yield operation, kept + Held({GRADIENTS: each * width})
+        in_fp32 = batch.describe_wide(hidden, inner)[0] // batch.tokens if operation == "linear_fc2" else 0
+        yield operation, kept + Held({GRADIENTS: each * width + in_fp32})
     kept = Held({NORMS: batch.hidden_norm_bytes, LINEAR_INPUTS: batch.input_bytes})
     yield (
         "linear_qkv",
@@ -312,7 +225,9 @@ def _list_loss(batch: MicroBatch) -> list[LedgerRow]:
         return [logits]
     number = min(batch.tokens, rows_at_once(words, batch.threads if batch.on_cpu else 0))
     formula = f"{FP32} bytes x {count(number)} tokens at a time x {count(words)} words"
-    return [logits, LedgerRow(LOGITS, "rows of logits in fp32", FP32 * number * words, formula)]
+    rows = LedgerRow(LOGITS, "rows of logits in fp32", FP32 * number * words, formula)
+    wide = LedgerRow(LOGITS, "logits and weights in fp32", *batch.describe_wide(words, batch.shape.hidden_size))
+    return [logits, max(rows, wide, key=lambda row: row.num_bytes)]
 
 
 # --- the moments of a step

@@ -88,10 +88,19 @@ def has_avx512() -> bool:
 
 # --- matrix products
 
+WIDENED_AT_ONCE = 2048  # output channels that are held in fp32 beside 16-bit ones
+
 
 def mkl_lacks_avx512() -> bool:
     """Whether MKL, by which torch multiplies fp32 matrices and computes exp, leaves this processor's AVX-512 unused: on AMD's."""
     return read_processor().get("vendor_id") == "AuthenticAMD" and has_avx512()
+
+
+def find_slow_precisions() -> tuple[str, ...]:
+    """The 16-bit formats that this processor has no instructions for, so that torch multiplies them in plain loops."""
+    flags = set(read_processor().get("flags", "").split())
+    needed = {"fp16": {"avx512_fp16", "amx_fp16"}, "bf16": {"avx512bw", "avx_ne_convert"}}
+    return tuple(name for name, any_of in needed.items() if flags and not flags & any_of)
 
 
 @cache

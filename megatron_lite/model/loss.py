@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron_lite.marks import LOSS, WEIGHT_GRADIENT, mark_memory
 from megatron_lite.model.kernel_choice import mkl_lacks_avx512, works_in_pieces
-from megatron_lite.model.products import compute_input_gradient, compute_weight_gradient, linear, multiply
+from megatron_lite.model.products import compute_input_gradient, compute_weight_gradient, is_widened, linear, multiply
 
 WORDS_AT_ONCE = 2048
 LOG2_E = math.log2(math.e)
@@ -57,7 +57,7 @@ class _Losses(torch.autograd.Function):
         of_weight_VH = _weight_gradient(
             gradients_MV, torch.mul(hidden_MH, gradient_M1, out=torch.empty_like(hidden_MH))
         )
-        of_hidden_MH = compute_input_gradient(gradients_MV, weight_VH).mul_(gradient_M1)
+        of_hidden_MH = compute_input_gradient(gradients_MV, weight_VH, hidden_MH).mul_(gradient_M1)
         return of_hidden_MH, of_weight_VH, None, None, None
 
 
@@ -69,7 +69,8 @@ def _weight_gradient(gradients_MV: Tensor, hidden_MH: Tensor) -> Tensor:
 
 def _logits(hidden_MH: Tensor, weight_VH: Tensor) -> Tensor:
     """logits_MV. In 16 bits on a CPU, some words at a time take oneDNN half as long as all at once (docs/benchmarks.md)."""
-    if not works_in_pieces(hidden_MH.device.type == "cpu", hidden_MH.element_size()):
+    device = hidden_MH.device.type
+    if is_widened(hidden_MH.dtype, device) or not works_in_pieces(device == "cpu", hidden_MH.element_size()):
         return multiply(hidden_MH, weight_VH)
     logits_MV = hidden_MH.new_empty(len(hidden_MH), len(weight_VH))
     for words_MW, weight_WH in zip(logits_MV.split(WORDS_AT_ONCE, 1), weight_VH.split(WORDS_AT_ONCE)):

@@ -7,22 +7,16 @@ Letters: M rows (tokens), H input channels, W output channels.
 """
 
 from collections.abc import Callable
-from functools import reduce
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from megatron_lite.model.kernel_choice import mkl_lacks_avx512
+from megatron_lite.model.kernel_choice import WIDENED_AT_ONCE, find_slow_precisions, mkl_lacks_avx512
 
 CONVOLVES = mkl_lacks_avx512() and torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
-WIDENED = tuple(
-    dtype
-    for dtype, answer in ((torch.float16, "_is_mkldnn_fp16_supported"), (torch.bfloat16, "_is_mkldnn_bf16_supported"))
-    if hasattr(torch.ops.mkldnn, answer) and not getattr(torch.ops.mkldnn, answer)()
-)
-WIDENED_AT_ONCE = 2048  # output channels that are held in fp32 beside 16-bit ones
+WIDENED = tuple({"fp16": torch.float16, "bf16": torch.bfloat16}[name] for name in find_slow_precisions())
 IMAGES = 16  # of fewer, torch convolves by MKL where a process has one thread
 MIN_ROWS, MIN_MULTIPLICATIONS = 512, 2**23  # of a smaller product, MKL's is faster
 MAX_FILTERS, FILTERS_AT_ONCE = 1536, 512  # more filters' gradients are faster in pieces
@@ -48,6 +42,8 @@ def linear(input_H: Tensor, weight_WH: Tensor, bias_W: Tensor | None = None, kee
 
 
 class _Linear(torch.autograd.Function):
+    """A linear layer whose gradients are those of this file, but for a weight's that `keep` takes."""
+
     @staticmethod
     def forward(ctx, input_H: Tensor, weight_WH: Tensor, bias_W: Tensor | None, keep: Keep | None) -> Tensor:
         ctx.save_for_backward(input_H, weight_WH)
@@ -63,7 +59,7 @@ class _Linear(torch.autograd.Function):
             ctx.keep(input_H, gradient_W)
         elif ctx.needs_input_grad[1]:
             of_weight = compute_weight_gradient(gradient_MW, input_H.flatten(0, -2))
-        of_input = compute_input_gradient(gradient_W, weight_WH) if ctx.needs_input_grad[0] else None
+        of_input = compute_input_gradient(gradient_W, weight_WH, input_H) if ctx.needs_input_grad[0] else None
         # a sum of its own takes less time than oneDNN's
         return of_input, of_weight, gradient_MW.sum(0) if ctx.has_bias else None, None
 
@@ -71,39 +67,49 @@ class _Linear(torch.autograd.Function):
 def multiply(input_H: Tensor, weight_WH: Tensor, bias_W: Tensor | None = None) -> Tensor:
     """input @ weight^T + bias, (..., W)."""
     if _is_widened(input_H):
-        wide_H, weights = input_H.float(), weight_WH.split(WIDENED_AT_ONCE)
-        biases = [None] * len(weights) if bias_W is None else bias_W.float().split(WIDENED_AT_ONCE)
-        parts = (multiply(wide_H, weight.float(), bias) for weight, bias in zip(weights, biases))
-        return _join([part.to(input_H.dtype) for part in parts], -1)
+        wide_H, result_W = input_H.float(), input_H.new_empty(*input_H.shape[:-1], len(weight_WH))
+        for start in range(0, len(weight_WH), WIDENED_AT_ONCE):
+            piece = slice(start, start + WIDENED_AT_ONCE)
+            bias = None if bias_W is None else bias_W[piece].float()
+            result_W[..., piece] = multiply(wide_H, weight_WH[piece].float(), bias)
+        return result_W
     if not _convolves(input_H, weight_WH.numel()):
         return F.linear(input_H, weight_WH, bias_W)
     images = F.conv2d(_to_images(input_H), _to_filters(weight_WH), bias_W)
     return _to_rows(images).view(*input_H.shape[:-1], -1)
 
 
-def compute_input_gradient(gradient_W: Tensor, weight_WH: Tensor) -> Tensor:
-    """gradient @ weight, (..., H)."""
+def compute_input_gradient(gradient_W: Tensor, weight_WH: Tensor, like_H: Tensor | None = None) -> Tensor:
+    """gradient @ weight, (..., H). like_H: a tensor of that size, where there is one, so that none is made."""
     if _is_widened(gradient_W):
-        pairs = zip(gradient_W.split(WIDENED_AT_ONCE, -1), weight_WH.split(WIDENED_AT_ONCE))
-        parts = (compute_input_gradient(part_W.float(), part_WH.float()) for part_W, part_WH in pairs)
-        return reduce(Tensor.add_, parts).to(gradient_W.dtype)
+        total_H = None
+        for part_W, part_WH in zip(gradient_W.split(WIDENED_AT_ONCE, -1), weight_WH.split(WIDENED_AT_ONCE)):
+            part_H = compute_input_gradient(part_W.float(), part_WH.float(), total_H)
+            total_H = part_H if total_H is None else total_H.add_(part_H)
+        return total_H.to(gradient_W.dtype)
     if not _convolves(gradient_W, weight_WH.numel()):
         return gradient_W @ weight_WH
     size_H = (*gradient_W.shape[:-1], weight_WH.shape[1])
-    return _to_rows(_differentiate(gradient_W, gradient_W.new_empty(size_H), weight_WH, 0)).view(size_H)
+    like_H = gradient_W.new_empty(size_H) if like_H is None else like_H
+    return _to_rows(_differentiate(gradient_W, like_H, weight_WH, 0)).view(size_H)
 
 
 def compute_weight_gradient(gradient_MW: Tensor, input_MH: Tensor) -> Tensor:
     """gradient^T @ input, (W, H)."""
     filters, channels = gradient_MW.shape[1], input_MH.shape[1]
     if _is_widened(gradient_MW):
-        wide_MH, parts = input_MH.float(), gradient_MW.split(WIDENED_AT_ONCE, 1)
-        return _join([compute_weight_gradient(part.float(), wide_MH).to(gradient_MW.dtype) for part in parts], 0)
+        wide_MH, result_WH = input_MH.float(), input_MH.new_empty(filters, channels)
+        for part_MW, part_WH in zip(gradient_MW.split(WIDENED_AT_ONCE, 1), result_WH.split(WIDENED_AT_ONCE)):
+            part_WH.copy_(compute_weight_gradient(part_MW.float(), wide_MH))
+        return result_WH
     if not _convolves(gradient_MW, filters * channels):
         return gradient_MW.t() @ input_MH
-    parts = gradient_MW.split(filters if filters <= MAX_FILTERS else FILTERS_AT_ONCE, 1)
-    likes = (gradient_MW.new_empty(part.shape[1], channels) for part in parts)
-    return _join([_differentiate(part, input_MH, like, 1).flatten(1) for part, like in zip(parts, likes)], 0)
+    result_WH = gradient_MW.new_empty(filters, channels)
+    if filters <= MAX_FILTERS:
+        return _differentiate(gradient_MW, input_MH, result_WH, 1).flatten(1)
+    for part_MW, part_WH in zip(gradient_MW.split(FILTERS_AT_ONCE, 1), result_WH.split(FILTERS_AT_ONCE)):
+        part_WH.copy_(_differentiate(part_MW, input_MH, part_WH, 1).flatten(1))
+    return result_WH
 
 
 def is_widened(dtype: torch.dtype, device: str) -> bool:
@@ -112,7 +118,7 @@ def is_widened(dtype: torch.dtype, device: str) -> bool:
 
 
 def describe_products(dtype: torch.dtype, device: str) -> str:
-    """How linear layers are multiplied, where torch does otherwise: "fp16 in fp32, as oneDNN's convolutions"; else ""."""
+    """How linear layers are multiplied where it is not by torch's own products, as in "in fp32, as oneDNN's convolutions"; else ""."""
     wide = is_widened(dtype, device)
     convolves = CONVOLVES and device == "cpu" and (wide or dtype == torch.float32)
     told = ["in fp32"] * wide + ["as oneDNN's convolutions"] * convolves
@@ -120,17 +126,12 @@ def describe_products(dtype: torch.dtype, device: str) -> str:
 
 
 def _is_widened(x: Tensor) -> bool:
-    return is_widened(x.dtype, x.device.type) and _has_numbers(x)
-
-
-def _has_numbers(x: Tensor) -> bool:
-    """False of fake tensors, which stand for those of any device."""
-    return type(x) in (Tensor, nn.Parameter)
+    return is_widened(x.dtype, x.device.type)
 
 
 def _convolves(rows_H: Tensor, elements: int) -> bool:
     """Whether to multiply these rows by a matrix of so many elements as a convolution."""
-    if not (CONVOLVES and rows_H.dtype == torch.float32 and rows_H.device.type == "cpu" and _has_numbers(rows_H)):
+    if not (CONVOLVES and rows_H.dtype == torch.float32 and rows_H.device.type == "cpu"):
         return False
     rows = rows_H.shape[:-1].numel()
     return rows >= MIN_ROWS and rows % IMAGES == 0 and rows * elements >= MIN_MULTIPLICATIONS
@@ -157,7 +158,3 @@ def _to_rows(images: Tensor) -> Tensor:
 
 def _to_filters(weight_WH: Tensor) -> Tensor:
     return weight_WH[..., None, None]
-
-
-def _join(parts: list[Tensor], dim: int) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)

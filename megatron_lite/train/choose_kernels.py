@@ -40,16 +40,18 @@ def choose_plan_attention(plan: Plan, device: torch.device, pick: Callable[..., 
         skip_future=skip_future,
         pick=pick,
     )
-    # with dropout torch's attention converts to fp32 by itself
-    wide = is_widened(DTYPES[plan.precision], plan.device) and not shape.attention_dropout
-    function = partial(_attend_in_fp32, attend.function) if wide else attend.function
-    # wide: rather than that numbers in fp32 are kept for backward
-    if wide or attend.name == "explicit" and m.recompute_granularity == "selective":
+    explicit = attend.name == "explicit"
+    # torch's own attention with dropout converts to fp32 by itself
+    in_fp32 = is_widened(DTYPES[plan.precision], plan.device) and (explicit or not shape.attention_dropout)
+    function = partial(_attend_in_fp32, attend.function) if in_fp32 else attend.function
+    # in fp32: rather than keeping queries, keys and values in fp32
+    if in_fp32 or explicit and m.recompute_granularity == "selective":
         return replace(attend, function=recomputed(function))
     return attend
 
 
 def _attend_in_fp32(function: Callable[..., torch.Tensor], q, k, v, *others) -> torch.Tensor:
+    """Attention of 16-bit numbers, computed in fp32 and rounded once; arguments after `function` as in Attend."""
     return function(q.float(), k.float(), v.float(), *others).to(q.dtype)
 
 
