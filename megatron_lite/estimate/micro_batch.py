@@ -82,8 +82,9 @@ class MicroBatch:
         if not (self.on_cpu and self.precision in find_slow_precisions()):
             return 0, ""
         at_once, sums = min(outputs, WIDENED_AT_ONCE), 1 + (outputs > WIDENED_AT_ONCE)
-        tokens, formula = self.tokens, f"{count(at_once)} x ({count(self.tokens)} tokens + {count(inputs)})"
-        formula = f"{FP32} bytes x ({formula} + {sums} x tokens x {count(inputs)})"
+        tokens, each = self.tokens, f"{FP32} bytes x {count(at_once)} outputs at a time x"
+        terms = f"{each} {count(tokens)} tokens", f"{each} {count(inputs)} inputs"
+        formula = " + ".join((*terms, f"{sums} x {FP32} bytes x {count(tokens)} tokens x {count(inputs)} inputs"))
         return FP32 * (at_once * (tokens + inputs) + sums * tokens * inputs), formula
 
 
