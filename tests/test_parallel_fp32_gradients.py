@@ -1,11 +1,7 @@
 """16-bit gradients added up in fp32."""
 
-from types import SimpleNamespace
-from unittest.mock import patch
-
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from megatron_lite.parallel.data_parallel import Fp32Gradients
@@ -14,7 +10,7 @@ from megatron_lite.parallel.data_parallel import Fp32Gradients
 def run(used_by_micro_batch, steps=1):
     """Sums after the last step; each parameter's gradient in micro-batch k of step s is s + 2**-k."""
     parameters = [nn.Parameter(torch.zeros(3, dtype=torch.bfloat16)) for _ in range(2)]
-    sums = Fp32Gradients(parameters, ranks=1)
+    sums = Fp32Gradients(parameters)
     for step in range(1, steps + 1):
         for number, used in enumerate(used_by_micro_batch):
             if any(used):
@@ -32,7 +28,7 @@ def test_sums_over_micro_batches_begin_anew_in_every_step_and_what_it_does_not_u
 
 def test_a_sum_keeps_what_16_bits_would_lose():
     parameter = nn.Parameter(torch.zeros(1, dtype=torch.bfloat16))
-    sums = Fp32Gradients([parameter], ranks=1)
+    sums = Fp32Gradients([parameter])
     for _ in range(300):
         (parameter * 1.0).sum().backward()
     assert sums.gradients()[0].item() == 300
@@ -50,34 +46,25 @@ class Bucket:
     def gradients(self):
         return [p.grad for p in self._parameters]
 
-    def buffer(self):
-        return torch.zeros(1)
-
 
 @pytest.mark.parametrize("order", [[2, 1, 0], [0, 2, 1]], ids=["as gradients came", "as another rank's came"])
 def test_buckets_are_parts_of_one_tensor(order):
     """In the first step one bucket of all; then two, in the order of the gradients, or in any other."""
     parameters = [nn.Parameter(torch.ones(size, dtype=torch.bfloat16)) for size in (3, 40, 5)]
-    sums, reduced = Fp32Gradients(parameters, ranks=2), []
-
-    def all_reduce(tensor, group, async_op):
-        reduced.append(tensor)
-        return SimpleNamespace(get_future=torch.futures.Future)
-
+    sums, taken = Fp32Gradients(parameters), []
     buckets = [parameters], [[parameters[order[0]], parameters[order[1]]], [parameters[order[2]]]]
-    with patch.object(dist, "all_reduce", all_reduce):
-        for step in (1, 2, 3):
-            for last in (False, True):
-                sums.reducing = last
-                sum((p * step).sum() for p in parameters).backward()
-            for bucket in buckets[step > 1]:
-                sums.reduce_bucket(None, Bucket(bucket))
-            assert [gradient.tolist() for gradient in sums.gradients()] == [[step] * p.numel() for p in parameters]
-            for parameter in parameters:
-                parameter.grad = None
-            sums.clear()
-    assert [len(tensor) for tensor in reduced[1:3]] == [
+    for step in (1, 2, 3):
+        for last in (False, True):
+            sums.reducing = last
+            sum((p * step).sum() for p in parameters).backward()
+        for bucket in buckets[step > 1]:
+            taken.append(sums.take_bucket(Bucket(bucket)))
+        assert [gradient.tolist() for gradient in sums.gradients()] == [[2 * step] * p.numel() for p in parameters]
+        for parameter in parameters:
+            parameter.grad = None
+        sums.clear()
+    assert [len(tensor) for tensor in taken[1:3]] == [
         sum(32 * (1 + (p.numel() > 32)) for p in bucket) for bucket in buckets[1]
     ]
-    one_tensor = len({tensor.untyped_storage().data_ptr() for tensor in reduced}) == 1
+    one_tensor = len({tensor.untyped_storage().data_ptr() for tensor in taken}) == 1
     assert one_tensor == (order == [2, 1, 0])

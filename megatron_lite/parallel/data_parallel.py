@@ -17,6 +17,7 @@ from megatron_lite.parallel.groups import Groups
 from megatron_lite.parallel.mesh import find_group
 from megatron_lite.parallel.pipeline import Pipeline
 from megatron_lite.parallel.replica import Replica
+from megatron_lite.parallel.shared_memory import share_memory
 from megatron_lite.units import MIB
 
 BUCKET_MIB = 25  # torch's default
@@ -34,7 +35,7 @@ class DataParallel(Replica):
         self.fp32 = None
         if plan.fp32_gradients:
             bundles = BUNDLES if on_gpu else None
-            self.fp32 = Fp32Gradients(self.parameters, plan.layout.replicas, averaging, bundles)
+            self.fp32 = Fp32Gradients(self.parameters, bundles)
         # fp32 gradients waiting beside their sums would be memory that no other moment of the step takes
         self._adds_at_once = on_gpu and self.fp32 is None and self.parameters[0].dtype != torch.float32
         self.replicas = list(self.chunks)
@@ -47,8 +48,10 @@ class DataParallel(Replica):
             bucket_mib = BUCKET_MIB if elements is None else elements * self.parameters[0].element_size() / MIB
             options = {"gradient_as_bucket_view": True, "bucket_cap_mb": bucket_mib, "process_group": averaging}
             self.replicas = [DistributedDataParallel(chunk, **options) for chunk in self.chunks]
-            for replica in self.replicas if self.fp32 is not None else ():
-                replica.register_comm_hook(None, self.fp32.reduce_bucket)
+            self._memory = share_memory(plan, sum(p.numel() for p in self.parameters), averaging)
+            self._full: list[tuple[Tensor, Tensor, torch.futures.Future]] = []
+            for replica in self.replicas if self.fp32 is not None or self._memory is not None else ():
+                replica.register_comm_hook(None, self._reduce_bucket)
 
     def __call__(self, *inputs) -> Tensor:
         """The model's forward. Which backward reduces gradients is told when it begins."""
@@ -77,6 +80,27 @@ class DataParallel(Replica):
             parameter.grad = total
         if self.fp32 is not None:
             self.fp32.add_waiting()
+
+    @torch.no_grad()
+    def _reduce_bucket(self, _state, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        """DistributedDataParallel's communication hook: mean over ranks of the bucket's gradients, or of their fp32 sums."""
+        flat = bucket.buffer() if self.fp32 is None else self.fp32.take_bucket(bucket)
+        if self._memory is None:
+            work = dist.all_reduce(flat.div_(self._ranks), group=self._averaging, async_op=True)
+            return work.get_future().then(lambda _: bucket.buffer())
+        if not self._full:  # beside backward it would take cores from it, and ranks would wait for each other within it
+            Variable._execution_engine.queue_callback(self._average_full)
+        done = torch.futures.Future()
+        self._full.append((flat, bucket.buffer(), done))
+        return done
+
+    @torch.no_grad()
+    def _average_full(self):
+        """All buckets, in memory that the ranks share, before DistributedDataParallel's own callback waits for them."""
+        for flat, buffer, done in self._full:
+            self._memory.average(flat)
+            done.set_result(buffer)
+        self._full = []
 
     def gradients(self) -> list[Tensor]:
         """One per parameter, averaged over ranks, after the last micro-batch's backward."""
@@ -127,9 +151,9 @@ class Fp32Gradients:
     which the first step's gradients came. Sums are laid out in that order between the two steps, when they hold nothing.
     """
 
-    def __init__(self, parameters: list[nn.Parameter], ranks: int, group=None, bundles: int | None = None):
-        """group: of so many ranks. bundles: how many additions a micro-batch's gradients take, about; one per gradient if None."""
-        self.parameters, self.ranks, self._group = parameters, ranks, group
+    def __init__(self, parameters: list[nn.Parameter], bundles: int | None = None):
+        """bundles: how many additions a micro-batch's gradients take, about; one per gradient if None."""
+        self.parameters = parameters
         self._bundle = sum(p.numel() for p in parameters) // bundles if bundles else 0
         self._waiting: list[nn.Parameter] = []  # whose gradients are still to be added
         self.reducing = False  # the running backward is the one whose buckets are reduced
@@ -156,7 +180,7 @@ class Fp32Gradients:
     @torch.no_grad()
     @mark_memory(GRADIENT_BUFFER)
     def _add(self, parameter: nn.Parameter):
-        if self.reducing:  # reduce_bucket adds this one, when its whole bucket is there
+        if self.reducing:  # take_bucket adds this one, when its whole bucket is there
             if self._came is not None:
                 self._came.append(parameter)
             return
@@ -191,14 +215,11 @@ class Fp32Gradients:
 
     @torch.no_grad()
     @mark_memory(GRADIENT_BUFFER)
-    def reduce_bucket(self, _state, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        """DistributedDataParallel's communication hook: mean over ranks of the bucket's fp32 sums."""
+    def take_bucket(self, bucket: dist.GradBucket) -> Tensor:
+        """Add a communication bucket's gradients. Returns the tensor of their sums."""
         parameters = bucket.parameters()
         self._take(parameters, bucket.gradients())
-        flat = self._side_by_side(parameters)
-        flat.div_(self.ranks)
-        work = dist.all_reduce(flat, group=self._group, async_op=True)
-        return work.get_future().then(lambda _: bucket.buffer())
+        return self._side_by_side(parameters)
 
     def _side_by_side(self, parameters: list[nn.Parameter]) -> Tensor:
         """The tensor whose parts are these parameters' sums."""
