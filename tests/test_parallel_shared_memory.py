@@ -2,14 +2,16 @@
 
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
 import torch
 from launch import checkpoint, flags, losses, on_ranks, same, train_all
 
-from megatron_lite.parallel import shared_memory
+from megatron_lite.parallel import data_parallel, shared_memory
 from megatron_lite.parallel.shared_memory import SharedMean, map_rows
+from megatron_lite.train import step
 
 RANKS, LENGTHS = 3, (1, 2, 7, 64, 100, 1000)
 TRAINED = {"fp32": "", "bf16": "--bf16", "small buckets": "--bf16 --ddp-bucket-size 500"}
@@ -58,6 +60,24 @@ def test_without_room_nobody_takes_it_and_no_file_stays(tmp_path):
     (tmp_path / "shm").mkdir()
     on_ranks("test_parallel_shared_memory:find_room", tmp_path, str(tmp_path / "shm"))
     assert not list((tmp_path / "shm").iterdir())
+
+
+def note_order(world, scenario: str):
+    """For on_ranks: prints in which order a rank has its gradients, and averages them."""
+    shared_memory.MIN_ELEMENTS, order = 1, []
+    average, call = SharedMean.average, data_parallel.call_when_computed
+    SharedMean.average = lambda *arguments: order.append("average") or average(*arguments)
+    step.call_when_computed = lambda loss, action: call(loss, lambda: order.append("computed") or action())
+    train_all(world, scenario)
+    print(json.dumps(order))
+
+
+def test_waiting_for_other_ranks_begins_when_a_rank_has_all_its_gradients(tmp_path):
+    words = flags("--train-iters 3 --log-interval 1 --global-batch-size 8 --bf16 --ddp-bucket-size 20000")
+    (tmp_path / "one.json").write_text(json.dumps({"run": words}))
+    for output in on_ranks("test_parallel_shared_memory:note_order", tmp_path, str(tmp_path / "one.json")):
+        order = "".join(one[0] for one in json.loads(output.splitlines()[-1]))
+        assert re.fullmatch("(ca+){3}", order) and "aa" in order
 
 
 def train_both_ways(world, through_sockets: str, shared: str):

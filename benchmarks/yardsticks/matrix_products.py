@@ -5,7 +5,8 @@
 
 --rows: tokens of a micro-batch. A shape is INxOUTxTIMES: a linear map from IN to OUT numbers that the model has TIMES times.
 Of each the three products of a training are timed (forward, gradient of its input, gradient of its weights), on random
-numbers, into memory that is there, by torch.mm and on a CPU also as the trainer computes it; the faster one counts. Prints TFLOP/s: all operations over the sum of each product's least time.
+numbers, into memory that is there, by torch.mm and on a CPU also as the trainer computes it; the faster one counts.
+Prints TFLOP/s: all operations over the sum of each product's least time.
 """
 
 import argparse
@@ -38,10 +39,10 @@ def main():
     share_s = args.seconds / (3 * len(shapes))
     flops = seconds = 0.0
     for width_in, width_out, times in shapes:
-        found = _products(args.rows, width_in, width_out, DTYPES[args.precision], args.device)
+        products_of_map = _products(args.rows, width_in, width_out, DTYPES[args.precision], args.device)
         flops += times * 3 * 2 * args.rows * width_in * width_out
         seconds += times * sum(
-            min(_least_s(way, share_s / len(ways), args.device == "cuda") for way in ways) for ways in found
+            min(_least_s(way, share_s / len(ways), args.device == "cuda") for way in ways) for ways in products_of_map
         )
     print(flops / seconds / 1e12)
 

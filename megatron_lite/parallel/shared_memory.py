@@ -20,9 +20,9 @@ PIECE = 2**16  # elements that are added at a time and stay in the processor's c
 
 
 class SharedMean:
-    """Each rank copies its numbers in, adds up a share of those of all, and copies all shares out.
+    """The mean of a tensor over a group's ranks: each copies its numbers in, adds up one share of those of all, and copies all shares out.
 
-    One rank adds up a share, so that all ranks get the same bits.
+    Each share is added up by one rank, so that all ranks get the same bits.
     """
 
     def __init__(self, rows: Tensor, group: dist.ProcessGroup | None):
@@ -76,7 +76,7 @@ def map_rows(elements: int, group: dist.ProcessGroup | None) -> Tensor | None:
 
 
 def _reserve(size: int):
-    """A new file whose memory is there: without it, the first write would end the process. None: no room."""
+    """A new file of `size` bytes whose memory is there: without it, the first write would end the process. None: no room."""
     try:
         file = tempfile.NamedTemporaryFile(dir=FOLDER)
         os.posix_fallocate(file.fileno(), 0, size)
