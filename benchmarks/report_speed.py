@@ -1,11 +1,13 @@
 """How fast traces become a breakdown here and in HolisticTraceAnalysis (HTA).
 
-    python benchmarks/report_speed.py --hta VENV/bin/python [--runs 3] [--megabytes 100 1000] TRACE_OR_FOLDER...
+    python benchmarks/report_speed.py --hta VENV/bin/python [--runs 3] [--megabytes 100 1000] [--ours PYTHON] TRACE_OR_FOLDER...
 
 Each given trace, and the largest of them repeated in time up to each of --megabytes of plain JSON, is taken by both in
 turn, each in a fresh process: read, and split every rank's time into computing, communicating, idle and overlapping.
-Prints medians of seconds (of the work; of the whole process) and of the largest memory, and their ratios. --hta is a
-Python that has HolisticTraceAnalysis; without it ours is timed alone.
+Prints medians of seconds (of the work; of the whole process) and of the largest memory, and their ratios; and the whole
+`megatron-lite report` with its page and report.json, beside HTA's whole process. --hta is a Python that has
+HolisticTraceAnalysis; without it ours is timed alone. --ours is a Python in which this project is installed as users
+have it [this one]. Python may keep compiled modules for all, whatever PYTHONDONTWRITEBYTECODE says.
 """
 
 import argparse
@@ -52,6 +54,9 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("traces", nargs="+", type=Path, metavar="TRACE_OR_FOLDER")
     parser.add_argument("--hta", metavar="PYTHON", help="a Python with HolisticTraceAnalysis")
+    parser.add_argument(
+        "--ours", metavar="PYTHON", default=sys.executable, help="a Python with megatron_lite installed"
+    )
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--megabytes", type=int, nargs="*", default=[100, 1000], help="sizes of repeated traces")
     parser.add_argument("--scratch", type=Path, help="where repeated traces are written for the time being")
@@ -59,7 +64,7 @@ def main():
     with tempfile.TemporaryDirectory(dir=args.scratch) as scratch:
         print(
             f"{'trace':32} {'MB':>6}  {'ours s':>7} {'(all)':>7} {'MB':>6}   {'HTA s':>7} {'(all)':>7} {'MB':>6}   "
-            "HTA/ours: time  memory"
+            "HTA/ours: time  memory   report s  HTA (all)/report"
         )
         for title, folder in _cases(args, Path(scratch)):
             _compare(title, folder, args)
@@ -86,11 +91,12 @@ def _cases(args: argparse.Namespace, scratch: Path):
 
 
 def _compare(title: str, folder: Path, args: argparse.Namespace):
-    tools = {"ours": (sys.executable, OURS)} | ({"hta": (args.hta, HTA)} if args.hta else {})
-    seen = {name: [] for name in tools}
+    tools = {"ours": (args.ours, OURS)} | ({"hta": (args.hta, HTA)} if args.hta else {})
+    seen, reports_s = {name: [] for name in tools}, []
     for _ in range(args.runs):
         for name, (python, code) in tools.items():
             seen[name].append(_timed(python, code, folder))
+        reports_s.append(_time_report(args.ours, folder))
     size = sum(path.stat().st_size for path in folder.iterdir()) / 1e6
     medians = {
         name: [statistics.median(column) for column in zip(*rows)] if None not in rows else None
@@ -99,16 +105,33 @@ def _compare(title: str, folder: Path, args: argparse.Namespace):
     ours, hta = medians["ours"], medians.get("hta")
     columns = ["{:7.2f} {:7.2f} {:6.0f}".format(*figures) if figures else f"{'failed':>22}" for figures in (ours, hta)]
     ratios = f"{hta[0] / ours[0]:14.1f} {hta[2] / ours[2]:7.1f}" if ours and hta else ""
-    print(f"{title:32} {size:6.0f}  {columns[0]}   {columns[1]}   {ratios}", flush=True)
+    whole = f"{statistics.median(reports_s):12.2f}"
+    if None not in seen.get("hta", [None]):
+        pairs = [theirs[1] / ours_s for theirs, ours_s in zip(seen["hta"], reports_s)]
+        whole += f"  {statistics.median(pairs):.2f} ({min(pairs):.2f} to {max(pairs):.2f})"
+    print(f"{title:32} {size:6.0f}  {columns[0]}   {columns[1]}   {ratios} {whole}", flush=True)
+
+
+def _time_report(python: str, folder: Path) -> float:
+    """Seconds of `megatron-lite report` as a user has it."""
+    with tempfile.TemporaryDirectory() as current:
+        started = time.perf_counter()
+        command = [python, "-m", "megatron_lite.cli.main", "report", str(folder)]
+        subprocess.run(command, check=True, capture_output=True, env=_choose_environment(), cwd=current)
+        return time.perf_counter() - started
+
+
+def _choose_environment() -> dict[str, str]:
+    # without the switch HTA rounds nanoseconds inwards, and refuses traces for what comes of that
+    kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    return kept | {"HTA_DISABLE_NS_ROUNDING": "1"}
 
 
 def _timed(python: str, code: str, folder: Path) -> tuple[float, float, float] | None:
     """(seconds of the work, of the whole process, most memory in MB); None if it failed."""
-    # without the switch HTA rounds nanoseconds inwards, and refuses traces for what comes of that
-    environment = os.environ | {"HTA_DISABLE_NS_ROUNDING": "1"}
     started = time.perf_counter()
     command = [python, "-c", BEFORE + code + AFTER, str(folder)]
-    done = subprocess.run(command, check=False, capture_output=True, text=True, env=environment)
+    done = subprocess.run(command, check=False, capture_output=True, text=True, env=_choose_environment())
     whole_s = time.perf_counter() - started
     if done.returncode:
         print(done.stderr.strip().splitlines()[-1:], file=sys.stderr)

@@ -21,6 +21,8 @@ def escape(text: str, keep_style: bool = False) -> str:
     r"""One line of any origin with escapes such as \x1b and \n for what a terminal would obey. keep_style: but for colors of reports."""
     if keep_style and "\x1b" in text:
         return "".join(part if at % 2 else escape(part) for at, part in enumerate(_OWN_STYLE.split(text)))
+    if text.isprintable():  # nothing of _OBEYED is, and most texts are
+        return text
     return _OBEYED.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 

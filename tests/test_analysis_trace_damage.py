@@ -7,17 +7,21 @@ import threading
 import zlib
 from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
+from functools import partial
 
 import numpy as np
 import pytest
 from trace_maker import cpu_run, gpu_run, write
 
+from megatron_lite.analysis import analyze as analysis
 from megatron_lite.analysis.analyze import analyze
+from megatron_lite.analysis.kernels.rank_kernels import rank_kernels
 from megatron_lite.analysis.trace import read as trace_read
 from megatron_lite.analysis.trace.columns import Kind
 from megatron_lite.analysis.trace.kineto_json import Chunks, read_ahead
 from megatron_lite.analysis.trace.read import read_traces
 from megatron_lite.errors import UserError
+from megatron_lite.report.json_file import as_json
 from megatron_lite.report.sections.all import build_limitations
 
 EVENTS = len([event for event in gpu_run(steps=3).events if event["ph"] == "X"])
@@ -318,7 +322,7 @@ def test_of_a_trace_that_is_too_large_as_many_whole_steps_are_read_as_may_be_hel
 def test_in_processes_as_in_this_one(tmp_path, monkeypatch):
     monkeypatch.setattr(trace_read, "MIN_BYTES_SAID", 0)
     paths = [gpu_run(rank=rank, world_size=3).write(tmp_path) for rank in range(3)]
-    *readers, missing = trace_read.readers([*paths, tmp_path / "no.json"])
+    *readers, missing = trace_read.readers([*paths, tmp_path / "no.json"], read_traces)
     for path, read_there in zip(paths, readers, strict=True):
         [there], [here] = read_there(), read_traces(path)
         same = ("rank", "names", "shapes", "collectives")
@@ -328,10 +332,23 @@ def test_in_processes_as_in_this_one(tmp_path, monkeypatch):
         missing()
 
 
+def test_analyzed_in_processes_they_give_the_same_report(tmp_path, monkeypatch):
+    for rank in range(3):
+        gpu_run(rank=rank, world_size=3).write(tmp_path)
+    monkeypatch.setattr(
+        analysis, "rank_kernels", lambda trace, *given: 1 / 0 if trace.rank == 1 else rank_kernels(trace, *given)
+    )
+    here = as_json(analyze([tmp_path]))
+    monkeypatch.setattr(trace_read, "MIN_BYTES_SAID", 0)
+    there = as_json(analyze([tmp_path]))
+    assert any("ZeroDivisionError" in gap for gap in here["gaps"]) and len(here["ranks_seen"]) == 3
+    assert {**there, "read_s": 0} == {**here, "read_s": 0}
+
+
 def test_a_killed_process_is_made_up_for_and_small_files_need_none(tmp_path, monkeypatch):
     path, future = gpu_run().write(tmp_path), Future()
     future.set_exception(BrokenProcessPool("killed"))
-    assert len(trace_read._take_result(future, path)) == 1
-    monkeypatch.setattr(trace_read, "_read_in_processes", None)
+    assert len(trace_read._take_result(future, partial(read_traces, path))) == 1
+    monkeypatch.setattr(trace_read, "_work_in_processes", None)
     paths = [gpu_run(rank=rank).write(tmp_path) for rank in range(2)]
-    assert [read()[0].rank for read in trace_read.readers(paths)] == [0, 1]
+    assert [read()[0].rank for read in trace_read.readers(paths, read_traces)] == [0, 1]

@@ -147,7 +147,7 @@ def test_the_size_of_a_large_trace_is_said_before_it_is_read(terminal, trace, mo
     monkeypatch.setattr("sys.stderr.isatty", lambda: terminal)
     seen = []
     monkeypatch.setattr(
-        "megatron_lite.analysis.trace.read.read_traces",
+        "megatron_lite.analysis.analyze.read_traces",
         lambda *args: seen.append(capsys.readouterr().err) or read_traces(*args),
     )
     assert main(["report", str(trace), "--no-html"]) == 0

@@ -1,13 +1,18 @@
 """The page: one file that loads nothing, draws its charts, and shows foreign names as nothing but text."""
 
 import dataclasses
+import errno
 import functools
 import html
 import html.parser
 import json
 import re
+import shutil
 import subprocess
+import sys
+import tempfile
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -207,3 +212,27 @@ def test_losses_of_a_run_and_of_two_are_curves():
     assert [line["name"] for line in draw.losses({"A": run, "B": run}).data] == ["A", "B"]
     assert draw.losses({"A": None, "B": cases.run_of(30)}) is None
     assert 'id="chart-losses"' in html_page(cases.report(run=run)) and 'id="losses"' not in page("gpu")
+
+
+# --- the template's compiled form is kept where Python keeps that of the folder's modules
+
+
+def test_a_compiled_template_is_kept_and_not_needed(tmp_path, monkeypatch):
+    folder = tmp_path / "report"
+    kept = folder / "__pycache__"
+    shutil.copytree(page_module.FOLDER, folder, ignore=shutil.ignore_patterns("__pycache__", "*.py"))
+    monkeypatch.setattr(page_module, "FOLDER", folder)
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    page = html_page(cases.report())
+    assert not kept.exists()  # as where the folder cannot be written
+    kept.mkdir()
+    with monkeypatch.context() as full:
+        full.setattr(tempfile, "NamedTemporaryFile", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
+        assert html_page(cases.report()) == page and not any(kept.iterdir())
+    assert html_page(cases.report()) == page
+    [compiled] = kept.iterdir()
+    compiled.write_bytes(compiled.read_bytes()[:100])
+    assert html_page(cases.report()) == page
+    template = folder / "page.html.jinja"
+    template.write_text(template.read_text().replace("Skip to contents", "Another text"))
+    assert "Another text" in html_page(cases.report())

@@ -20,7 +20,7 @@ from waiting import LIMIT_S, Terminal
 from megatron_lite.cli.main import COMMANDS, main
 from megatron_lite.errors import UserError, is_memory_error
 from megatron_lite.live_line import LiveLine, say
-from megatron_lite.terminal import CUT_OFF, escape, print_lines
+from megatron_lite.terminal import _OBEYED, CUT_OFF, escape, print_lines
 
 TRAINER = REPO / "pretrain_gpt.py"
 HOSTILE = "\x1b[2J\x1b]0;owned\x07\x9b31m\r\x08\u202eevil\u2028\ud800\x7f\nforged line"
@@ -143,6 +143,11 @@ def test_what_a_terminal_obeys_is_escaped_and_the_rest_is_kept():
     kept = "Grüße, 日本語 ▋ \u3000 \u200d 👩\u200d💻"
     assert escape(kept) == kept
     assert escape("\x1b[36mcyan\x1b[0m\x1b[2J", keep_style=True) == "\x1b[36mcyan\x1b[0m\\x1b[2J"
+
+
+def test_every_letter_that_is_obeyed_is_escaped_beside_others_and_alone():
+    obeyed = _OBEYED.findall("".join(map(chr, range(sys.maxunicode + 1))))
+    assert len(obeyed) > 2000 and all(escape(one) == escape(f"\0{one}")[4:] != one for one in obeyed)
 
 
 def test_every_way_of_printing_escapes(monkeypatch):

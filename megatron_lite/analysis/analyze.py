@@ -25,7 +25,7 @@ from megatron_lite.analysis.run_facts import Facts
 from megatron_lite.analysis.time.rank_time import rank_time
 from megatron_lite.analysis.time.step_windows import attribute_events
 from megatron_lite.analysis.trace.columns import Trace
-from megatron_lite.analysis.trace.read import are_large, file_bytes, readers, say_nothing
+from megatron_lite.analysis.trace.read import are_large, file_bytes, read_traces, readers, say_nothing
 from megatron_lite.analysis.verdict import build_verdict
 from megatron_lite.errors import UserError
 from megatron_lite.units import size
@@ -98,12 +98,13 @@ def analyze(paths: Sequence[Path | str], say: Callable[..., None] = say_nothing)
     sources = discover_sources([Path(path) for path in paths])
     for path, why in sources.ignored:
         gaps.add(f"{path.name}: {why}")
-    ranks_seen = []
-    for path, read in zip(sources.traces, readers(sources.traces, say)):
-        for trace in gaps.attempt(path.name, read) or ():
-            say(f"analyzing {trace.source} ({len(trace.events):,} events)")
-            ranks_seen.append(gaps.attempt(trace.source, _analyze_trace, trace, gaps))
-    seen = sorted(filter(None, ranks_seen), key=lambda one: (one.time.rank is None, one.time.rank or 0))
+    seen: list[RankFacts] = []
+    for path, read in zip(sources.traces, readers(sources.traces, analyze_file, say)):
+        ranks_seen, missing = gaps.attempt(path.name, read) or ((), ())
+        seen.extend(ranks_seen)
+        for text in missing:
+            gaps.add(text)
+    seen.sort(key=lambda one: (one.time.rank is None, one.time.rank or 0))
     snapshots = _read_snapshots(sources.snapshots, say, gaps)
     run = None
     for folder in sources.run_folders:
@@ -137,6 +138,13 @@ def analyze(paths: Sequence[Path | str], say: Callable[..., None] = say_nothing)
     facts = replace(facts, gaps=tuple(gaps.found))
     title, verdict = describe_run(paths, facts), build_verdict(facts, findings)
     return Report(tuple(map(str, paths)), title, verdict, findings, facts, read_s=time.monotonic() - started)
+
+
+def analyze_file(path: Path, max_events: int, report: Callable[[int], None]) -> tuple[list[RankFacts], list[str]]:
+    """Of each trace in the file what was made of it; what could not be. Raises and takes what read_traces does."""
+    gaps = _Gaps()
+    ranks = [gaps.attempt(one.source, _analyze_trace, one, gaps) for one in read_traces(path, max_events, report)]
+    return [one for one in ranks if one], gaps.found
 
 
 def _analyze_trace(trace: Trace, gaps: _Gaps) -> RankFacts:

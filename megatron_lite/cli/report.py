@@ -1,6 +1,7 @@
 """megatron-lite report, compare and audit: what finished runs say."""
 
 import argparse
+import gc
 import json
 import os
 import sys
@@ -24,6 +25,7 @@ def _analyze(*groups: list[str]) -> list:
     """A report for each group of paths."""
     from megatron_lite.analysis.analyze import analyze  # numpy and all the rest: not for --help or a typing mistake
 
+    gc.freeze()  # what was imported stays: collections need not walk it
     line = LiveLine()
     with tempfile.TemporaryDirectory() as unpacked:
         try:

@@ -1,8 +1,11 @@
 """A Report as one page: no network, every foreign string escaped, the plotting library inside (docs/decisions/016)."""
 
+import contextlib
 import importlib.util
 import json
+import os
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -86,18 +89,7 @@ def html_page(report: Report) -> str:
 def render_page(sections: Sequence[Section], charts: Mapping[str, Figure | None], **texts: Any) -> str:
     """page.html.jinja, whose every expression loses what a terminal or browser would obey. charts: by the section's key; texts: what
     else the page names."""
-    import jinja2  # here: reports without a page do not wait for it
-    from markupsafe import Markup
-
     cards = [block for section in sections for block in section.blocks if isinstance(block, Card)]
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(FOLDER),
-        autoescape=True,
-        finalize=lambda value: value if isinstance(value, Markup) else escape(str(value)),
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=jinja2.StrictUndefined,
-    )
     shown = {section.key: figure for section in sections if (figure := charts.get(section.key))}
     library = _read_plotly() if shown else ""
     figures = {key: {"data": figure.data, "layout": figure.layout} for key, figure in shown.items() if library}
@@ -123,7 +115,30 @@ def render_page(sections: Sequence[Section], charts: Mapping[str, Figure | None]
         "drop_empty_columns": drop_empty_columns,
     }
     # as globals, so that macros see them
-    return environment.get_template("page.html.jinja", globals={**known, **texts}).render()
+    page: str = _make_environment().get_template("page.html.jinja", globals={**known, **texts}).render()
+    return page
+
+
+def _make_environment() -> Any:
+    import jinja2  # here: reports without a page do not wait for it
+    from markupsafe import Markup
+
+    class Compiled(jinja2.FileSystemBytecodeCache):
+        def dump_bytecode(self, bucket: Any) -> None:
+            with contextlib.suppress(OSError):  # a full disk: compiled again next time
+                super().dump_bytecode(bucket)
+
+    compiled = FOLDER / "__pycache__"  # where Python keeps what it has compiled of this folder
+    is_kept = os.access(compiled, os.W_OK) and not sys.dont_write_bytecode
+    return jinja2.Environment(
+        loader=jinja2.FileSystemLoader(FOLDER),
+        autoescape=True,
+        finalize=lambda value: value if isinstance(value, Markup) else escape(str(value)),
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+        bytecode_cache=Compiled(str(compiled)) if is_kept else None,
+    )
 
 
 def _choose_layout(table: Table) -> str:

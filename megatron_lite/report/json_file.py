@@ -2,11 +2,13 @@
 
 import dataclasses
 import enum
+import functools
 import json
 import math
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from megatron_lite.analysis.memory.memory_results import LedgerRow
@@ -19,6 +21,7 @@ from megatron_lite.report.sections.all import build_limitations
 
 OF_RANKS = ("ranks_seen", "snapshots", "traced_memory")
 LISTS = (list, tuple, set, frozenset)
+LEAVES = (str, int, bool, type(None))
 COMPUTED = {
     Compared: "difference",
     LedgerRow: "difference_bytes",
@@ -35,7 +38,11 @@ MAX_RANK_NUMBERS = 50_000  # from console lines; of more lines evenly chosen one
 
 def json_text(report: Report) -> str:
     """Keys in a fixed order; what is not known or no number is null. ASCII, so that any reader can read it."""
-    return json.dumps(as_json(report), indent=1, allow_nan=False) + "\n"
+    content = as_json(report)
+    try:  # with an indent, json uses its slow encoder
+        return msgspec.json.format(json.dumps(content, allow_nan=False), indent=1) + "\n"
+    except msgspec.DecodeError:  # halves of letters, which msgspec refuses
+        return json.dumps(content, indent=1, allow_nan=False) + "\n"
 
 
 def ranks_text(report: Report) -> str:
@@ -127,19 +134,27 @@ def _line_as_json(lines: RankLines, at: int) -> dict[str, Any]:
 
 def plain(value: Any, short: bool = False) -> Any:
     """JSON's types only. NaN and infinity are null: they are numbers that nobody measured. `short`: without lists."""
-    if isinstance(value, enum.Enum):
-        return value.value
-    if dataclasses.is_dataclass(value):
-        names = [field.name for field in dataclasses.fields(value)]
-        names += [COMPUTED[type(value)]] if type(value) in COMPUTED else []
-        return plain({name: getattr(value, name) for name in names}, short)
+    kind: Any = type(value)
+    if kind in LEAVES:  # before what is rarer: there are many of them
+        return value
+    if kind is float:
+        return value if math.isfinite(value) else None
+    if names := _list_fields(kind):
+        value = {name: getattr(value, name) for name in names}
     if isinstance(value, dict):
         items = [(key, item) for key, item in value.items() if not (short and isinstance(item, LISTS))]
-        return {str(plain(key)): plain(item, short) for key, item in items}
+        return {key if type(key) is str else str(plain(key)): plain(item, short) for key, item in items}
+    if isinstance(value, enum.Enum):
+        return value.value
     if isinstance(value, LISTS):
         return [plain(item) for item in value]
-    if value is None or isinstance(value, (str, bool, int)):
-        return value
     if isinstance(value, (np.ndarray, np.generic)):
         return plain(value.tolist())
-    return (value if math.isfinite(value) else None) if isinstance(value, float) else str(value)
+    return value if isinstance(value, LEAVES) else str(value)
+
+
+@functools.cache
+def _list_fields(kind: type) -> tuple[str, ...]:
+    """What is written of a dataclass; nothing of other types."""
+    names = [field.name for field in dataclasses.fields(kind)] if dataclasses.is_dataclass(kind) else []
+    return (*names, *([COMPUTED[kind]] if kind in COMPUTED else []))

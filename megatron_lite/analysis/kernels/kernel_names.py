@@ -6,7 +6,15 @@ from functools import lru_cache
 
 from megatron_lite.analysis.kernels.kernel_families import FAMILIES, Family, Meaning, Piece, Word, find_functor
 from megatron_lite.analysis.kernels.kernel_results import MATRIX_ROLES, Role, TensorCores
-from megatron_lite.analysis.kernels.kernel_words import LONGEST, OTHER, TABLES, WORDS, get_kernel_role, template_format
+from megatron_lite.analysis.kernels.kernel_words import (
+    LONGEST,
+    MAX_NAMES,
+    OTHER,
+    TABLES,
+    WORDS,
+    get_kernel_role,
+    template_format,
+)
 
 Seen = tuple[int, str | None, str | None, str | None]  # place, text to show and to explain, what is said of it
 SHORTEST = 80  # characters of a name of which nothing is understood
@@ -44,6 +52,7 @@ class KernelName:
     note: str = ""  # a trap in reading it
 
 
+@lru_cache(maxsize=MAX_NAMES)
 def taken_apart(name: str) -> KernelName:
     """What the name says. Any string is taken; what no family fits has no parts."""
     text, role = demangled(name[:LONGEST]), get_kernel_role(name)
@@ -148,6 +157,7 @@ def _identifier(name: str, at: int) -> tuple[str, int] | None:
     return (word, end) if end <= len(name) and re.fullmatch(r"[A-Za-z_]\w*", word) else None
 
 
+@lru_cache(maxsize=MAX_NAMES)
 def short_name(name: str) -> str:
     """No return type, no arguments; of the template arguments only what says what the kernel does."""
     text = re.sub(r"\(anonymous namespace\)::|<unnamed>::", "", demangled(name[:LONGEST]))

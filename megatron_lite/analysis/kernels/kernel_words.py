@@ -12,6 +12,7 @@ from megatron_lite.analysis.kernels.kernel_results import Role
 
 OTHER = "(other)"  # the key of a table's row for what no key names
 LONGEST = 2000  # characters of a name that are looked at: C++ names may repeat their template arguments for pages
+MAX_NAMES = 2**16  # whose answers are kept: asked again for each step, phase and rank
 
 
 def read_tables() -> dict[str, list[tuple[str, str]]]:
@@ -54,7 +55,7 @@ _KNOWN_OPERATOR = re.compile(rf"(?:{'|'.join(_COMPOSED)})(?=_|$)")
 _ENGINE = "autograd::engine::evaluate_function: "
 
 
-@lru_cache(maxsize=1 << 16)  # asked again for each step, phase and rank
+@lru_cache(maxsize=MAX_NAMES)
 def is_communication(name: str) -> bool:
     """Is it a kernel that moves data between processes, or a backend's span for one (gloo:all_reduce)?"""
     lowered = name[:LONGEST].lower()
@@ -66,6 +67,7 @@ def is_wait(name: str) -> bool:
     return name in ("_c10d_functional::wait_tensor", "c10d_functional::wait_tensor")
 
 
+@lru_cache(maxsize=MAX_NAMES)
 def get_kernel_role(name: str) -> Role:
     """The role of device work (kernel, memcpy, memset) by its name as the profiler wrote it."""
     lowered = name[:LONGEST].lower()
@@ -76,6 +78,7 @@ def get_kernel_role(name: str) -> Role:
     return next((role for role, pattern in _KERNELS if pattern.search(lowered)), Role.OTHER)
 
 
+@lru_cache(maxsize=MAX_NAMES)
 def get_operator_role(name: str) -> Role:
     """The role of a host operator or autograd node. Views and bookkeeping are OTHER: they move no data."""
     bare = bare_operator(name)

@@ -1,4 +1,4 @@
-"""Any files that may be traces -> their traces; several files at once, in a process each."""
+"""Any files that may be traces -> their traces, or what is made of them; several files at once, in a process each."""
 
 import os
 import zlib
@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from megatron_lite.analysis.trace.columns import Trace, TraceError
 from megatron_lite.analysis.trace.kineto import MAX_EVENTS, read_kineto
@@ -13,6 +14,8 @@ from megatron_lite.analysis.trace.kineto_json import GZIP_MAGIC
 from megatron_lite.config.machine import read_machine
 from megatron_lite.units import size
 
+Result = TypeVar("Result")
+Work = Callable[[Path, int, Callable[[int], None]], Result]  # as read_traces takes them
 Say = Callable[..., None]  # (text, lasting=...)
 SQLITE_MAGIC = b"SQLite format 3\0"
 NSYS_REPORTS = (".nsys-rep", ".qdstrm")
@@ -24,8 +27,12 @@ TEXT_PER_GZIP_BYTE = 8
 MIN_BYTES_SAID = 4 << 20  # all files together; below, starting processes takes longer than it saves
 
 
+def ignore_progress(bytes_read: int) -> None:
+    """Tells nobody how far reading is."""
+
+
 def read_traces(
-    path: Path, max_events: int = MAX_EVENTS, report: Callable[[int], None] = lambda bytes_read: None
+    path: Path, max_events: int = MAX_EVENTS, report: Callable[[int], None] = ignore_progress
 ) -> tuple[Trace, ...]:
     """The traces in the file `path`: one of a torch.profiler file, one per process of an Nsight Systems .sqlite.
     Raises TraceError, one line, for what is no trace. max_events, report: as of read_kineto."""
@@ -63,15 +70,15 @@ def first_bytes(path: Path, count: int) -> bytes:
 
 
 def say_nothing(text: str, lasting: bool = False) -> None:
-    """Tells nobody how far reading is."""
+    """Tells nobody what is being done."""
 
 
-def readers(paths: Sequence[Path], say: Say = say_nothing) -> Iterator[Callable[[], tuple[Trace, ...]]]:
-    """For each path a function that gives its traces, or raises what read_traces raises. say(how far it is) meanwhile; for
+def readers(paths: Sequence[Path], work: Work[Result], say: Say = say_nothing) -> Iterator[Callable[[], Result]]:
+    """For each path a function that gives what `work` makes of the file, or raises what it raises. say(how far it is) meanwhile; for
     files that take seconds say(what is read, lasting=True) before anything else.
 
     Of each file so many events are read that all of them take half of this machine's memory at most; a part too small
-    says nothing.
+    says nothing. Several files are read and worked on in a process each, so that `work` must be a module's function.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     memory, workers, total_bytes = read_machine().memory_bytes, min(cores, len(paths)), sum(map(file_bytes, paths))
@@ -79,37 +86,43 @@ def readers(paths: Sequence[Path], say: Say = say_nothing) -> Iterator[Callable[
     if memory:
         max_events = min(MAX_EVENTS, max(memory // 2 // BYTES_PER_EVENT // max(len(paths), 1), MIN_EVENTS))
     if workers > 1 and total_bytes >= MIN_BYTES_SAID:
-        return _read_in_processes(paths, workers, max_events, say)
-    return (_make_reader(path, f"{number} of {len(paths)}", max_events, say) for number, path in enumerate(paths, 1))
+        return _work_in_processes(paths, work, workers, max_events, say)
+    numbers = (f"{number} of {len(paths)}" for number in range(1, len(paths) + 1))
+    return (_make_reader(path, work, number, max_events, say) for path, number in zip(paths, numbers))
 
 
-def _make_reader(path: Path, which: str, max_events: int, say: Say) -> Callable[[], tuple[Trace, ...]]:
+def _make_reader(path: Path, work: Work[Result], which: str, max_events: int, say: Say) -> Callable[[], Result]:
     num_bytes = file_bytes(path)
-    title = f"reading {path.name} ({which}, {size(num_bytes)})"
-    say(title, lasting=are_large([path]))
-    return partial(read_traces, path, max_events, lambda read: say(f"{title}: {read / max(num_bytes, 1):.0%}"))
+    title = f"{path.name} ({which}, {size(num_bytes)})"
+
+    def report(bytes_read: int) -> None:
+        read = bytes_read / max(num_bytes, 1)
+        say(f"reading {title}: {read:.0%}" if read < 1 else f"analyzing {title}")
+
+    say(f"reading {title}", lasting=are_large([path]))
+    return partial(work, path, max_events, report)
 
 
-def _read_in_processes(
-    paths: Sequence[Path], workers: int, max_events: int, say: Say
-) -> Iterator[Callable[[], tuple[Trace, ...]]]:
+def _work_in_processes(
+    paths: Sequence[Path], work: Work[Result], workers: int, max_events: int, say: Say
+) -> Iterator[Callable[[], Result]]:
     from concurrent.futures import ProcessPoolExecutor
 
     title = f"reading {len(paths)} traces ({size(sum(map(file_bytes, paths)))}), {workers} at a time"
     say(title, lasting=are_large(paths))
     with ProcessPoolExecutor(workers) as pool:
-        futures = [pool.submit(read_traces, path, max_events) for path in paths]
+        futures = [pool.submit(work, path, max_events, ignore_progress) for path in paths]
         for path, future in zip(paths, futures):
             while not wait([future], SECONDS_BETWEEN).done:
                 say(f"{title}: {sum(other.done() for other in futures)} done")
-            yield partial(_take_result, future, path, max_events)
+            yield partial(_take_result, future, partial(work, path, max_events, ignore_progress))
 
 
-def _take_result(future: Future[tuple[Trace, ...]], path: Path, max_events: int = MAX_EVENTS) -> tuple[Trace, ...]:
+def _take_result(future: Future[Result], again: Callable[[], Result]) -> Result:
     try:
         return future.result()
     except (RuntimeError, OSError):  # the process was killed, perhaps for memory: one file at a time may do
-        return read_traces(path, max_events)
+        return again()
 
 
 def are_large(paths: Sequence[Path]) -> bool:
