@@ -17,7 +17,6 @@ from megatron_lite.config.plan import AUTO, Plan, resolve
 from megatron_lite.config.world import World, read_world
 from megatron_lite.data.tokenizers import build_tokenizer
 from megatron_lite.errors import ConfigError, UserError, describe_memory_error, is_memory_error
-from megatron_lite.live_line import set_up_logging
 from megatron_lite.model.custom_model import find_custom_model
 from megatron_lite.observers import Observers
 from megatron_lite.parallel.layers import keep_compiled, no_compiler
@@ -27,6 +26,7 @@ from megatron_lite.process_state import keep_freed_memory
 from megatron_lite.rank_errors import end_with_error, tell_error, write_error_file
 from megatron_lite.run_folder import default_run_dir
 from megatron_lite.train.checkpoint_checks import require_checkpoint, reserve_save
+from megatron_lite.train.console import set_up_logging
 from megatron_lite.train.data_streams import DataStreams
 from megatron_lite.train.run import run
 

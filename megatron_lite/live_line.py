@@ -1,6 +1,5 @@
-"""What long work prints: its log messages, and one line that is drawn anew; a line now and then where output goes to a file."""
+"""What long work prints: one line that is drawn anew, and lines over it; a line now and then where output goes to a file."""
 
-import logging
 import sys
 import time
 
@@ -46,24 +45,8 @@ class LiveLine:
             _write("\r\033[K")
 
 
-class ConsoleHandler(logging.Handler):
-    """Prints messages to standard output, at once, over whatever this rank or another one has drawn on the terminal."""
-
-    def emit(self, record: logging.LogRecord):
-        say(record.getMessage())
-
-
-def set_up_logging(is_first: bool):
-    """Print what the package logs: on the first rank everything, on other ranks what is logged with `extra=EVERY_RANK`."""
-    handler = ConsoleHandler()
-    handler.addFilter(lambda record: is_first or hasattr(record, "every_rank"))
-    logger = logging.getLogger("megatron_lite")
-    logger.handlers, logger.propagate = [handler], False
-    logger.setLevel(logging.INFO)
-
-
 def say(text: str):
-    """Print one or several lines to standard output as ConsoleHandler does."""
+    """Print one or several lines to standard output, at once, over whatever this rank or another one has drawn on the terminal."""
     if sys.stderr.isatty():
         _write("\r\033[K")
     print_lines(text.split("\n"))

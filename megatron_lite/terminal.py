@@ -1,7 +1,6 @@
 """What reaches a terminal: lines that it cannot take for commands, the version, and the end of a process whose reader left."""
 
 import os
-import platform
 import re
 import select
 import sys
@@ -72,4 +71,4 @@ def describe_version() -> str:
         torch = f"torch {metadata.version('torch')}"
     except metadata.PackageNotFoundError:
         torch = "no torch"
-    return f"megatron_lite {own} ({torch}, Python {platform.python_version()})"
+    return f"megatron_lite {own} ({torch}, Python {sys.version.split()[0]})"

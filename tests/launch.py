@@ -31,8 +31,8 @@ from megatron_lite.data.tokenizers import make_tokenizer
 from megatron_lite.instruments.base import Instrument, Instruments
 from megatron_lite.instruments.build_instruments import build_instruments
 from megatron_lite.instruments.timeline import Timeline
-from megatron_lite.live_line import set_up_logging
 from megatron_lite.train.checkpoint_checks import require_checkpoint, reserve_save
+from megatron_lite.train.console import set_up_logging
 from megatron_lite.train.data_streams import DataStreams
 from megatron_lite.train.log import Log
 from megatron_lite.train.run import run

@@ -1,6 +1,5 @@
 """megatron-lite COMMAND: training, and what is done before and after it. Imports no torch, so that it answers at once."""
 
-import difflib
 import importlib
 import sys
 
@@ -67,6 +66,8 @@ def _run(words: list[str]) -> int:
         return 0
     name, *rest = words
     if name not in COMMANDS:
+        import difflib
+
         near = difflib.get_close_matches(name, COMMANDS, n=1, cutoff=0.4)
         hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(COMMANDS)}"
         raise UserError(f"megatron-lite {name}: no such command; {hint}")

@@ -1,11 +1,12 @@
-"""The lines that people and scripts read: Megatron-LM's, and one of our own."""
+"""The lines that people and scripts read: Megatron-LM's, and one of our own; log messages, as lines."""
 
+import logging
 import math
 import time
 from datetime import datetime
 
 from megatron_lite.config.args import WatchArgs
-from megatron_lite.live_line import LiveLine
+from megatron_lite.live_line import LiveLine, say
 from megatron_lite.phases import Phase
 from megatron_lite.train.step_metrics import StepFigures
 from megatron_lite.units import MIB, count, duration, significant
@@ -28,6 +29,22 @@ TIMERS = {
     "backward-compute": (2, (Phase.BACKWARD,)),
     **{phase.value: (2, (phase,)) for phase in (Phase.DATA, Phase.FORWARD, Phase.LOG, Phase.EVAL, Phase.SAVE)},
 }
+
+
+class ConsoleHandler(logging.Handler):
+    """Prints messages as `say` does."""
+
+    def emit(self, record: logging.LogRecord):
+        say(record.getMessage())
+
+
+def set_up_logging(is_first: bool):
+    """Print what the package logs: on the first rank everything, on other ranks what is logged with `extra=EVERY_RANK`."""
+    handler = ConsoleHandler()
+    handler.addFilter(lambda record: is_first or hasattr(record, "every_rank"))
+    logger = logging.getLogger("megatron_lite")
+    logger.handlers, logger.propagate = [handler], False
+    logger.setLevel(logging.INFO)
 
 
 def iteration_line(

@@ -3,16 +3,18 @@
 import os
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, wait
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from megatron_lite.analysis.trace.columns import Trace, TraceError
 from megatron_lite.analysis.trace.kineto import MAX_EVENTS, read_kineto
 from megatron_lite.analysis.trace.kineto_json import GZIP_MAGIC
 from megatron_lite.config.machine import read_machine
 from megatron_lite.units import size
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
 
 Result = TypeVar("Result")
 Work = Callable[[Path, int, Callable[[int], None]], Result]  # as read_traces takes them
@@ -27,12 +29,12 @@ TEXT_PER_GZIP_BYTE = 8
 MIN_BYTES_SAID = 4 << 20  # all files together; below, starting processes takes longer than it saves
 
 
-def ignore_progress(bytes_read: int) -> None:
-    """Tells nobody how far reading is."""
+def say_nothing(*told: object, lasting: bool = False) -> None:
+    """Tells nobody how far work is."""
 
 
 def read_traces(
-    path: Path, max_events: int = MAX_EVENTS, report: Callable[[int], None] = ignore_progress
+    path: Path, max_events: int = MAX_EVENTS, report: Callable[[int], None] = say_nothing
 ) -> tuple[Trace, ...]:
     """The traces in the file `path`: one of a torch.profiler file, one per process of an Nsight Systems .sqlite.
     Raises TraceError, one line, for what is no trace. max_events, report: as of read_kineto."""
@@ -69,10 +71,6 @@ def first_bytes(path: Path, count: int) -> bytes:
     return zlib.decompressobj(wbits=31).decompress(text, count) if text.startswith(GZIP_MAGIC) else text
 
 
-def say_nothing(text: str, lasting: bool = False) -> None:
-    """Tells nobody what is being done."""
-
-
 def readers(paths: Sequence[Path], work: Work[Result], say: Say = say_nothing) -> Iterator[Callable[[], Result]]:
     """For each path a function that gives what `work` makes of the file, or raises what it raises. say(how far it is) meanwhile; for
     files that take seconds say(what is read, lasting=True) before anything else.
@@ -106,19 +104,19 @@ def _make_reader(path: Path, work: Work[Result], which: str, max_events: int, sa
 def _work_in_processes(
     paths: Sequence[Path], work: Work[Result], workers: int, max_events: int, say: Say
 ) -> Iterator[Callable[[], Result]]:
-    from concurrent.futures import ProcessPoolExecutor
+    from concurrent.futures import ProcessPoolExecutor, wait  # here: one file needs neither processes nor logging
 
     title = f"reading {len(paths)} traces ({size(sum(map(file_bytes, paths)))}), {workers} at a time"
     say(title, lasting=are_large(paths))
     with ProcessPoolExecutor(workers) as pool:
-        futures = [pool.submit(work, path, max_events, ignore_progress) for path in paths]
+        futures = [pool.submit(work, path, max_events, say_nothing) for path in paths]
         for path, future in zip(paths, futures):
             while not wait([future], SECONDS_BETWEEN).done:
                 say(f"{title}: {sum(other.done() for other in futures)} done")
-            yield partial(_take_result, future, partial(work, path, max_events, ignore_progress))
+            yield partial(_take_result, future, partial(work, path, max_events, say_nothing))
 
 
-def _take_result(future: Future[Result], again: Callable[[], Result]) -> Result:
+def _take_result(future: "Future[Result]", again: Callable[[], Result]) -> Result:
     try:
         return future.result()
     except (RuntimeError, OSError):  # the process was killed, perhaps for memory: one file at a time may do
