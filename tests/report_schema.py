@@ -110,6 +110,8 @@ class Definitions:
     def describe_type(self, kind: Any, of_one_line: bool = False) -> dict[str, Any]:
         """of_one_line: an array of [line, rank] stands for one line."""
         origin, given = typing.get_origin(kind), typing.get_args(kind)
+        if hasattr(origin, "__value__"):  # NDArray as numpy 2.5 defines it
+            return self.describe_type(origin.__value__[given], of_one_line)
         if origin in (typing.Union, types.UnionType):
             found = [self.describe_type(one) for one in given]
             if all(set(one) == {"type"} for one in found):

@@ -16,7 +16,7 @@ from megatron_lite.report.terminal import terminal_lines
 from megatron_lite.report.text import WIDTH, Style
 
 SHARED = Path(__file__).parents[2] / "shared"
-REAL = [*sorted((SHARED / "traces").glob("*/")), *sorted((SHARED / "snapshots").glob("*.pickle"))]
+REAL = [*sorted(filter(Path.is_dir, (SHARED / "traces").glob("*"))), *sorted((SHARED / "snapshots").glob("*.pickle"))]
 QUICK = ("h100_qwen_stacks", "cuda_gpt_24x1024_seq128_fp32.pickle")  # each part's tests read the others
 
 

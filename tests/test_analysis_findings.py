@@ -42,7 +42,7 @@ NOTHING = Facts((), None, (), None, ())
 triggers = [*((code, case[0]) for code, case in CASES.items()), *MORE_TRIGGERS]
 near_misses = [*((code, case[1]) for code, case in CASES.items()), *MORE_NEAR_MISSES]
 SHARED = Path(__file__).parents[2] / "shared"
-REAL = [*sorted((SHARED / "traces").glob("*/")), *sorted((SHARED / "snapshots").glob("*.pickle"))]
+REAL = [*sorted(filter(Path.is_dir, (SHARED / "traces").glob("*"))), *sorted((SHARED / "snapshots").glob("*.pickle"))]
 NEEDS_REAL = pytest.mark.skipif(not REAL, reason="no ../shared/traces beside the repository")
 
 
