@@ -117,6 +117,8 @@ def _serve(link: socket.socket) -> Callable | None:
 def _become(streams: list[int], args: list[str], cwd: str, env: dict[str, str]) -> Callable | None:
     """Take on what a new process has of its own; returns what runs the script or module."""
     os.setsid()
+    # in a fork torch makes its pool of threads anew at the first call, in which no second thread may meet it
+    sys.modules["torch"].set_num_threads(1)
     for number, stream in enumerate(streams, start=1):
         os.dup2(stream, number)
         os.close(stream)

@@ -7,12 +7,14 @@ import math
 import multiprocessing
 import os
 import signal
+from itertools import chain, repeat
+from unittest.mock import Mock, PropertyMock
 
 import pytest
 from data_maker import contents
 
 from megatron_lite.data import resume_state, text_files
-from megatron_lite.data.preprocess import AHEAD, WorkerDied, in_order, preprocess
+from megatron_lite.data.preprocess import AHEAD, WorkerDied, _describe_death, in_order, preprocess
 from megatron_lite.data.tokenizers import ByteTokenizer, make_tokenizer
 from megatron_lite.errors import DataError
 
@@ -60,6 +62,13 @@ def test_results_come_in_order_and_few_tasks_are_read_ahead():
         assert len(read) - number <= 2 * AHEAD + 1
     assert number == 49
     assert list(in_order(square, [], 2)) == []
+
+
+def test_how_the_first_one_died_may_be_told_late():
+    """The pool's own thread has waited for it, and has not yet kept its exit code."""
+    first, second = Mock(), Mock(exitcode=-signal.SIGTERM)
+    type(first).exitcode = PropertyMock(side_effect=chain([None] * 5, repeat(-signal.SIGKILL)))
+    assert "died (SIGKILL)" in str(_describe_death({first, second}))
 
 
 def test_whatever_ends_a_run_ends_its_workers_and_leaves_no_file(lines, tmp_path, capfd):

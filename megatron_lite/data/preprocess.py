@@ -8,6 +8,7 @@ import os
 import pickle
 import signal
 import threading
+import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -222,8 +223,10 @@ def in_order(function: Callable, tasks: Iterable, workers: int) -> Iterator[tupl
 
 def _describe_death(processes: set) -> WorkerDied:
     """How the first worker to end did so; the pool terminates the rest."""
-    for process in processes:
-        process.join(SECONDS_TO_DIE)
+    give_up = time.monotonic() + SECONDS_TO_DIE
+    # not by join: the pool's own thread may have waited for one, and tell its exit code in a moment
+    while any(process.exitcode is None for process in processes) and time.monotonic() < give_up:
+        time.sleep(0.01)
     codes = [process.exitcode for process in processes if process.exitcode is not None]
     code = next((code for code in codes if code != -signal.SIGTERM), -signal.SIGTERM)
     if code < 0:
