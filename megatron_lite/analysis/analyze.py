@@ -141,7 +141,11 @@ def analyze(paths: Sequence[Path | str], say: Callable[..., None] = say_nothing)
 
 
 def analyze_file(path: Path, max_events: int, report: Callable[[int], None]) -> tuple[list[RankFacts], list[str]]:
-    """Of each trace in the file what was made of it; what could not be. Raises and takes what read_traces does."""
+    """What each trace in a file gives, and a line for each part of the analysis that failed. Raises what read_traces raises.
+
+    Args:
+        path, max_events, report: As of read_traces.
+    """
     gaps = _Gaps()
     ranks = [gaps.attempt(one.source, _analyze_trace, one, gaps) for one in read_traces(path, max_events, report)]
     return [one for one in ranks if one], gaps.found
