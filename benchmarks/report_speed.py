@@ -7,7 +7,7 @@ turn, each in a fresh process: read, and split every rank's time into computing,
 Prints medians of seconds (of the work; of the whole process) and of the largest memory, and their ratios; and the whole
 `megatron-lite report` with its page and report.json, beside HTA's whole process. --hta is a Python that has
 HolisticTraceAnalysis; without it ours is timed alone. --ours is a Python in which this project is installed as users
-have it [this one]. Python may keep compiled modules for all, whatever PYTHONDONTWRITEBYTECODE says.
+have it [this one]. PYTHONDONTWRITEBYTECODE is ignored: all keep what Python compiles.
 """
 
 import argparse

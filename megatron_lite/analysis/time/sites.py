@@ -171,4 +171,4 @@ def _add(total: SiteTimes, names: Integers, phases: Integers, amounts: Integers)
     hit = amounts > 0
     keys, inverse = np.unique(np.stack((names[hit], phases[hit])), axis=1, return_inverse=True)
     for key, ns in zip(keys.T.tolist(), np.bincount(inverse.ravel(), amounts[hit])):
-        total[tuple(key)] += ns
+        total[tuple(key)] += int(ns)
