@@ -80,7 +80,9 @@ def complaint(path: Path) -> str:
 
 
 def test_each_process_is_a_trace(tmp_path):
-    first, second = read_traces(two_ranks(tmp_path))
+    path, told = two_ranks(tmp_path), []
+    first, second = read_traces(path, report=told.append)
+    assert told == [path.stat().st_size]
     assert [path.name for path in tmp_path.iterdir()] == ["report.sqlite"], "nothing is written beside a report"
     assert [(t.rank, t.world_size, t.writer, t.source) for t in (first, second)] == [
         (0, 2, "nsys", "report.sqlite (process 10)"), (1, 2, "nsys", "report.sqlite (process 20)"),

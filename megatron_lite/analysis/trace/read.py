@@ -50,7 +50,9 @@ def read_traces(
     if magic == SQLITE_MAGIC:
         from megatron_lite.analysis.trace.nsys import read_nsys
 
-        return read_nsys(path)
+        traces = read_nsys(path)
+        report(file_bytes(path))
+        return traces
     return (read_kineto(path, max_events, report),)
 
 
