@@ -25,6 +25,7 @@ from megatron_lite.checkpoint.megatron_names import file_name, in_file_order, ou
 from megatron_lite.checkpoint.random_states import from_megatron, to_megatron
 from megatron_lite.checkpoint.training_state import Record
 from megatron_lite.checkpoint.unpickle import Inert, load
+from megatron_lite.config.layout import Block, Part
 from megatron_lite.errors import CheckpointError
 
 WORDS = "--train-iters 20 --lr-warmup-iters 3 --lr-decay-style cosine --min-lr 1e-4 --weight-decay 0.1"
@@ -424,6 +425,41 @@ def test_old_spellings_of_arguments(tmp_path):
     assert MegatronFile(change_to_rope).record.shape["position_embedding"] == "rope"
 
 
+def test_newer_spellings_of_arguments(tmp_path):
+    """Norms stored minus one are another model, whatever their argument is called."""
+    path, _ = write_trained(tmp_path, "fp32", variant="gqa_swiglu_rmsnorm", steps=1)
+
+    def rename(state):
+        del state["args"].apply_layernorm_1p
+        state["args"].layernorm_zero_centered_gamma = True
+
+    assert MegatronFile(rewrite(path, rename)).record.shape["layernorm_1p"] is True
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("window_size", (127, 0)), ("softmax_type", "learnable"), ("use_rope_scaling", True), ("no_rope_freq", 4),
+        ("use_mup", True), ("fp32_residual_connection", True), ("softmax_scale", 1.0), ("quick_geglu", True),
+        ("position_embedding_type", "yarn"), ("normalization", "L2Norm"), ("num_experts", 8), ("qk_l2_norm", True),
+        ("gated_linear_unit", True),
+    ],
+)  # fmt: skip
+def test_arguments_that_change_the_function_are_refused(name, value, tmp_path):
+    path, _ = write_trained(tmp_path, "fp32", variant="gelu_tanh", steps=1)
+    rewrite(path, lambda state: setattr(state["args"], name, value))
+    with pytest.raises(CheckpointError, match=name):
+        MegatronFile(path)
+
+
+def test_arguments_that_change_nothing_are_taken(tmp_path):
+    path, _ = write_trained(tmp_path, "fp32", variant="gelu_tanh", steps=1)
+    width = MegatronFile(path).record.shape["kv_channels"]
+    harmless = {"window_size": None, "softmax_type": "vanilla", "softmax_scale": width**-0.5, "mtp_num_layers": 0}
+    rewrite(path, lambda state: vars(state["args"]).update(harmless))
+    assert MegatronFile(path).record.trainer == "Megatron-LM"
+
+
 def test_a_record_of_another_version(tmp_path):
     plan, record, tensors = trained("fp32", steps=1)
     path = written(place(tmp_path), dataclasses.replace(record, format=99), tensors, plan)
@@ -435,8 +471,26 @@ def test_what_is_asked_for_must_be_there_and_fit(tmp_path):
     file = MegatronFile(path)
     with pytest.raises(CheckpointError, match=r"lacks 1 of the tensors .*, such as model\.nothing; give the flags"):
         file.read_into({"model.nothing": torch.zeros(1)})
-    with pytest.raises(CheckpointError, match=r"has the shape \[128, 32\], and the run's is \[256, 32\]"):
-        file.read_into({"model.embedding.word_embeddings.weight": torch.zeros(256, 32)})
+    with pytest.raises(CheckpointError, match=r"has the shape \[32\], and the run's is \[64\]"):
+        file.read_into({"model.decoder.final_layernorm.weight": torch.zeros(64)})
+    with pytest.raises(CheckpointError, match=r"has the shape \[128, 32\], and the run's is \[256, 64\]"):
+        file.read_into({"model.embedding.word_embeddings.weight": torch.zeros(256, 64)})
+
+
+def test_a_vocabulary_table_may_be_padded_otherwise(tmp_path):
+    name = "model.embedding.word_embeddings.weight"
+    file = MegatronFile(changed(tmp_path, lambda state: None))
+    whole = file.tensor(name)
+    larger, smaller = torch.ones(256, 32), torch.ones(100, 32)
+    file.read_into({name: larger})
+    file.read_into({name: smaller})
+    assert torch.equal(larger[:128], whole) and not larger[128:].any()
+    assert torch.equal(smaller, whole[:100])
+    # two tensor parallel ranks of a table with 256 rows: all stored rows are the first one's
+    for first, expected in ((0, whole), (128, torch.zeros(128, 32))):
+        target = torch.ones(128, 32)
+        file.read_into({name: target}, {name: Part((256, 32), (Block((first, 0), (128, 32)),))})
+        assert torch.equal(target, expected)
 
 
 def without_state(state):

@@ -179,6 +179,34 @@ def test_finetune_takes_weights_only(saved, tmp_path):
     assert finetuned == losses(tmp_path / "both")
 
 
+@pytest.mark.parametrize("words", ["--finetune", "--no-load-optim"])
+def test_weights_are_rounded_whether_or_not_the_optimizer_is_sharded(saved, tmp_path, words):
+    """Megatron-LM reloads masters from the model's 16-bit weights; fp32 weights lose their last digits."""
+    begun = {}
+    for name, sharded in (("whole", ""), ("sharded", "--use-distributed-optimizer")):
+        run = ["--bf16 --lr 0 --min-lr 0 --override-opt-param-scheduler", words, sharded, "--exit-interval 5 --save"]
+        quietly(flags(WHOLE, *run, tmp_path / name, "--load", saved), tmp_path / "run")
+        kept = checkpoint(tmp_path / name, 5)
+        begun[name] = {key: kept[f"optimizer.{key}.master"] for key in part(kept, "model.")}
+    assert same(begun["whole"], begun["sharded"])
+    assert all(torch.equal(master, master.bfloat16().float()) for master in begun["sharded"].values())
+
+
+def test_another_padding_is_the_same_vocabulary(saved, tmp_path):
+    """More rows begin as zeros, fewer leave only padding out, and the loss of what is stored does not change."""
+    more = ["--padded-vocab-size 256 --exit-interval 5 --save", tmp_path / "more"]
+    fewer = ["--exit-interval 6 --load", tmp_path / "more", "--save", tmp_path / "fewer"]
+    _, said = quietly(flags(WHOLE, *more, "--load", saved), tmp_path / "a")
+    rows = part(checkpoint(saved, 4), "model.")["embedding.word_embeddings.weight"].shape[0]
+    assert f"padded to {rows:,} rows" in said and "to 256;" in said
+    table = checkpoint(tmp_path / "more", 5)["model.embedding.word_embeddings.weight"]
+    assert table.shape[0] == 256
+    quietly(flags(WHOLE, *fewer), tmp_path / "b")
+    assert checkpoint(tmp_path / "fewer", 6)["model.embedding.word_embeddings.weight"].shape[0] == rows
+    with pytest.raises(CheckpointError, match="padded --vocab-size"):
+        quietly(flags(WHOLE, "--vocab-size 200 --load", saved), tmp_path / "c")
+
+
 def test_no_save_optim_and_no_save_rng(tmp_path):
     decaying = (WHOLE, "--lr-decay-style linear")
     leaving_out = "--exit-interval 4 --no-save-optim --no-save-rng --save"
@@ -292,7 +320,7 @@ def test_validation_sees_the_samples_that_megatrons_sees(evaluated, tmp_path, wo
     theirs = MegatronsEvaluations(argv, 4, 16)
     expected = {"--skip-train": [4], "--eval-interval 4": [8, 8], "--eval-iters 1": [6, 8, 8]}
     assert [at for at, _ in found] == expected[words]
-    for at, loss in dict(found).items():  # the line of the end repeats that of an interval which ends there
+    for at, loss in found:  # at the end the next samples, even where an interval has just ended
         weights = checkpoint(save if at == 4 else tmp_path / "save", at)
         assert loss == pytest.approx(theirs.loss(weights), rel=2e-6), f"{words}: iteration {at}"
     if words != "--skip-train":

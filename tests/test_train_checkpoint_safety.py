@@ -136,9 +136,9 @@ def test_megatrons_interpolation_factor_is_noted(caplog):
     made = Record(0, 0, dataclasses.asdict(factor.shape), "fp32")
     theirs, ours = (dataclasses.replace(made, trainer=trainer) for trainer in ("Megatron-LM", "megatron_lite"))
     for record, plan in ((theirs, factor), (ours, factor), (theirs, without)):
-        require_shape(Path("X"), record, plan.shape, None)
+        require_shape(Path("X"), record, plan.shape, plan.vocab_size, None)
     with pytest.raises(CheckpointError, match="--rotary-seq-len-interpolation-factor"):
-        require_shape(Path("X"), ours, without.shape, None)
+        require_shape(Path("X"), ours, without.shape, without.vocab_size, None)
     for record, given in ((theirs, None), (ours, None), (ours, 4.0), (theirs, 4.0)):
         assert caplog.text == ""
         warn_of_rotary(Path("X"), record, given)

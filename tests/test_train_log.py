@@ -212,7 +212,7 @@ def test_a_resumed_run_keeps_the_first_ones_story(tmp_path):
     assert len(list((tmp_path / "save").glob("run*.json"))) == 2
 
 
-def test_the_end_repeats_the_loss_of_an_interval_that_ends_there(monkeypatch):
+def test_the_end_evaluates_on_the_next_samples_even_where_an_interval_ends(monkeypatch):
     losses, said = iter([3.0, 2.0, 1.0]), []
     monkeypatch.setattr(evaluation, "evaluate", lambda *given: next(losses))
     log = SimpleNamespace(
@@ -225,7 +225,7 @@ def test_the_end_repeats_the_loss_of_an_interval_that_ends_there(monkeypatch):
     validation.report_at_the_end(progress)
     progress.iteration = 45
     validation.report_at_the_end(progress)
-    assert progress.consumed_valid == 16, "of two evaluations"
+    assert progress.consumed_valid == 24, "of three evaluations"
     assert [(found[1], float(found[2])) for text in said if (found := VALIDATION_LINE.match(text.splitlines()[1]))] == [
-        ("iteration 40", 3.0), ("iteration 40 on validation set", 3.0), ("iteration 45 on validation set", 2.0),
+        ("iteration 40", 3.0), ("iteration 40 on validation set", 2.0), ("iteration 45 on validation set", 1.0),
     ]  # fmt: skip

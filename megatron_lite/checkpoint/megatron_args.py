@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import math
 from dataclasses import dataclass
 
 import torch
@@ -42,7 +43,44 @@ SCHEDULE = {
     "weight_decay_samples": "wd_incr_steps",
 }
 STYLES = {"constant", "linear", "cosine", "inverse-square-root", "WSD"}
-OLD_NAMES = {"norm_epsilon": "layernorm_epsilon", "tensor_model_parallel_size": "model_parallel_size"}
+# other spellings of an argument, by older and by newer versions of Megatron-LM
+OTHER_NAMES = {
+    "norm_epsilon": ("layernorm_epsilon",),
+    "tensor_model_parallel_size": ("model_parallel_size",),
+    "apply_layernorm_1p": ("layernorm_zero_centered_gamma",),
+}
+POSITIONS = ("learned_absolute", "rope", "none")
+# Arguments that change what the model computes and have no counterpart here: {argument: values that change nothing}.
+# Source: TransformerConfig and arguments.py of Megatron-LM, 0.16.1 and main of 2026-08.
+UNSUPPORTED = {
+    "window_size": (None,),
+    "softmax_type": (None, "vanilla"),
+    "use_rope_scaling": (None, False),
+    "no_rope_freq": (None, 0),
+    "use_mup": (None, False),
+    "fp32_residual_connection": (None, False),
+    "apply_residual_connection_post_layernorm": (None, False),
+    "qk_l2_norm": (None, False),
+    "attention_output_gate": (None, False),
+    "multi_latent_attention": (None, False),
+    "experimental_attention_variant": (None,),
+    "linear_attention_freq": (None,),
+    "quick_geglu": (None, False),
+    "geglu": (None, False),
+    "glu_linear_offset": (None, 0.0),
+    "activation_func_clamp_value": (None,),
+    "num_experts": (None, 0),
+    "num_moe_experts": (None, 0),
+    "mtp_num_layers": (None, 0),
+    "enable_mhc_connections": (None, False),
+    "heterogeneous_layers_config_path": (None,),
+    "heterogeneous_layers_config_encoded_json": (None,),
+    "hybrid_layer_pattern": (None,),
+    "hybrid_override_pattern": (None,),
+    "is_hybrid_model": (None, False),
+    "normalization": (None, "LayerNorm", "RMSNorm"),
+    "retro_add_retriever": (None, False),
+}
 
 
 @dataclass(frozen=True)
@@ -53,11 +91,31 @@ class MegatronArgs:
 
     def given(self, name: str, default=None):
         """The argument, or what the same behavior was before there was one."""
-        for spelling in (name, OLD_NAMES.get(name, name)):
+        for spelling in (name, *OTHER_NAMES.get(name, ())):
             value = getattr(self.namespace, spelling, None)
             if value is not None:
                 return value
         return default
+
+    def find_unsupported(self) -> list[str]:
+        """Arguments that change what the model computes and cannot be honored here, such as "window_size=(127, 0)"."""
+        found = []
+        for name, harmless in UNSUPPORTED.items():
+            value = getattr(self.namespace, name, None)
+            if value not in harmless:
+                found.append(f"{name}={value}")
+        scale = self.given("softmax_scale")
+        heads = self.given("num_attention_heads", 1)
+        width = self.given("kv_channels", self.given("hidden_size", 0) // heads)
+        if scale is not None and not math.isclose(scale, width**-0.5, rel_tol=1e-6):
+            found.append(f"softmax_scale={scale}")
+        positions = self.given("position_embedding_type", POSITIONS[0])
+        if positions not in POSITIONS:
+            found.append(f"position_embedding_type={positions}")
+        gated = self.given("gated_linear_unit", False)
+        if gated and not self.given("swiglu", False):
+            found.append("gated_linear_unit=True without swiglu")
+        return found
 
     @property
     def plain(self) -> dict:
@@ -157,6 +215,7 @@ def build_namespace(record: Record, arguments: dict, ckpt_format: str) -> argpar
         "kv_channels": s.kv_channels,
         "position_embedding_type": s.position_embedding,
         "apply_layernorm_1p": s.layernorm_1p,
+        "layernorm_zero_centered_gamma": s.layernorm_1p,
         "swiglu": s.activation == "swiglu",
         "squared_relu": s.activation == "squared_relu",
         "bias_gelu_fusion": s.activation == "gelu_tanh",

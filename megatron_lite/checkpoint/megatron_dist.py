@@ -155,7 +155,7 @@ class DistFile(Stored):
             take_part(target, whole, part)
 
     def _understand(self, common: dict, own: Record | None):
-        args = read_arguments(common)
+        args = read_arguments(self.path, common)
         self.arguments = args.plain
         self._places = find_places(self._entries)
         weights = {

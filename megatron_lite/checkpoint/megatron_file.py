@@ -68,7 +68,7 @@ class MegatronFile(Stored):
             raise malformed(self.path, error) from None
 
     def _understand(self, state: dict, splits: tuple[int, int, int], stage: int):
-        args = read_arguments(state)
+        args = read_arguments(self.path, state)
         self.arguments = args.plain
         if args.splits != splits:
             found, expected = (" x ".join(map(str, numbers)) for numbers in (args.splits, splits))
@@ -220,10 +220,23 @@ def malformed(path: Path, error: Exception) -> CheckpointError:
     )
 
 
-def read_arguments(state: dict) -> MegatronArgs:
+def read_arguments(path: Path, state: dict) -> MegatronArgs:
+    """The arguments that a checkpoint was trained with.
+
+    Raises:
+        TypeError: They are no argparse.Namespace.
+        CheckpointError: One of them changes what the model computes and cannot be honored here.
+    """
     if not isinstance(state["args"], argparse.Namespace):
         raise TypeError(f"args is a {type(state['args']).__name__}")
-    return MegatronArgs(state["args"])
+    args = MegatronArgs(state["args"])
+    unsupported = args.find_unsupported()
+    if unsupported:
+        raise CheckpointError(
+            f"--load {path}: its model was trained with {', '.join(unsupported)}, which this trainer does not compute; "
+            "load a checkpoint that was trained without."
+        )
+    return args
 
 
 def read_record(state: dict, args: MegatronArgs, rows: int, dtype: torch.dtype, has_optimizer: bool) -> Record:

@@ -12,15 +12,17 @@ random.RANK.python|numpy|torch|...  every rank's generators
 import dataclasses
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from megatron_lite.config.layout import Part
+from megatron_lite.config.layout import Part, whole_part
 from megatron_lite.errors import CheckpointError
 
 FORMAT = 2
+# weights with a row per vocabulary entry; padding gives them more rows than the tokenizer has entries
+VOCABULARY_TABLES = ("embedding.word_embeddings.weight", "output_layer.weight")
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,12 @@ class Stored:
     def read_into(self, targets: dict, parts: Mapping[str, Part] = MappingProxyType({})):
         """Copy the tensor of each name into the one given for it, casting. CheckpointError unless shapes agree.
 
-        parts: by name, what a target holds, where that is not all.
+        A vocabulary table may have another number of rows, since its padding depends on the layout: rows that the
+        checkpoint lacks become zeros, as Megatron-Core loads them, and rows that the run lacks are left out.
+
+        Args:
+            targets: By flat name, the tensors to fill.
+            parts: By name, what a target holds, where that is not all.
         """
         absent = sorted(set(targets) - self.names())
         if absent:
@@ -91,14 +98,40 @@ class Stored:
                 f"--load {self.path}: lacks {len(absent)} of the tensors that this run needs, such as "
                 f"{absent[0]}; give the flags that the checkpoint was trained with."
             )
+        fitting: dict = {}
+        fitting_parts = dict(parts)
         for name, target in targets.items():
-            shape = parts[name].whole if name in parts else tuple(target.shape)
-            if shape != self.size_of(name):
+            part = parts.get(name) or whole_part(tuple(target.shape))
+            stored_shape = self.size_of(name)
+            if part.whole == stored_shape:
+                fitting[name] = target
+            elif _is_vocabulary_table(name) and part.whole[1:] == stored_shape[1:]:
+                held = _take_stored_rows(part, stored_shape)
+                target[held.shape[0] :].zero_()
+                if held.shape[0]:
+                    fitting[name] = target[: held.shape[0]]
+                    fitting_parts[name] = held
+            else:
                 raise CheckpointError(
-                    f"--load {self.path}: {name} has the shape {list(self.size_of(name))}, and the run's is "
-                    f"{list(shape)}; give the flags that the checkpoint was trained with."
+                    f"--load {self.path}: {name} has the shape {list(stored_shape)}, and the run's is "
+                    f"{list(part.whole)}; give the flags that the checkpoint was trained with."
                 )
-        self._copy(targets, parts)
+        self._copy(fitting, fitting_parts)
 
     def _copy(self, targets: dict, parts: Mapping[str, Part]):
         raise NotImplementedError
+
+
+def _is_vocabulary_table(name: str) -> bool:
+    """Whether a flat name is that of a vocabulary table, or of the optimizer's state of one."""
+    return any(table in name for table in VOCABULARY_TABLES)
+
+
+def _take_stored_rows(part: Part, stored_shape: tuple[int, ...]) -> Part:
+    """The rows of `part` that a stored tensor has, which has fewer or more rows than `part.whole`."""
+    rows = 0
+    for block in part.blocks:
+        end = min(block.offsets[0] + block.sizes[0], stored_shape[0])
+        rows += max(end - block.offsets[0], 0)
+    # blocks are in the order of the whole tensor, so that the rows to read come first
+    return replace(part.cut(0, rows), whole=stored_shape)

@@ -69,10 +69,15 @@ class MasterWeights:
             torch._foreach_copy_(model, masters)
 
     @torch.no_grad()
-    def reload(self):
-        """Take the masters from the model, after weights were loaded without an optimizer."""
-        for parameter, master in self._pairs:
-            master.copy_(parameter)
+    def reload(self, dtype: torch.dtype):
+        """Take the masters from the model, after weights were loaded without an optimizer.
+
+        Args:
+            dtype: The run's precision. Sharded parameters are fp32 and stand for themselves; they are rounded to it, so
+                that a run begins with the same weights whether or not its optimizer is sharded.
+        """
+        for parameter, master in zip(self.model, self.masters, strict=True):
+            master.copy_(parameter.to(dtype))
 
 
 @dataclass(frozen=True)

@@ -216,14 +216,14 @@ class Checkpoints:
     def _restore(self, path: Path, weights_only: bool, progress: Progress):
         c, stored = self.plan.args.checkpoint, open_checkpoint(path)
         record = stored.record
-        require_shape(path, record, self.plan.shape, self.plan.args.model.model)
+        require_shape(path, record, self.plan.shape, self.plan.vocab_size, self.plan.args.model.model)
         for text in stored.notes:
             logger.info(f"  note: --load {path}: {text}")
         if weights_only or c.no_load_optim:
             # without an optimizer the masters begin as the rounded weights; as in Megatron, the schedule starts over
             named = zip(self.replica.names, self.replica.parameters)
             stored.read_into({f"model.{name}": value.detach() for name, value in named}, self._parts)
-            self.optimizer.weights.reload()
+            self.optimizer.weights.reload(DTYPES[self.plan.precision])
         else:
             require_optimizer(path, stored, self.plan.args.optimizer.optimizer)
             schedule = require_schedule(path, record, self.plan.args.optimizer, self.plan.learning_rate)

@@ -91,16 +91,34 @@ def reserve_save(plan: Plan):
         yield
 
 
-def require_shape(path: Path, record: Record, shape: ModelShape, custom: str | None):
-    """Raise CheckpointError if the checkpoint holds another model. custom: what --model names."""
-    mine, model = dataclasses.asdict(shape), record.kernels.get("model")
+def require_shape(path: Path, record: Record, shape: ModelShape, vocab_size: int, custom: str | None):
+    """Raise CheckpointError if the checkpoint holds another model.
+
+    Another padding of the same vocabulary is the same model, and is logged.
+
+    Args:
+        vocab_size: Entries of the run's tokenizer, before padding.
+        custom: What --model names.
+    """
+    model = record.kernels.get("model")
     if (model is None) != (custom is None):
         held = f"the model of --model {model}; give that flag" if model else "a GPT; drop --model"
         raise CheckpointError(f"--load {path}: holds {held}.")
-    free = FREE if record.trainer == Record.trainer else FREE | {ROTARY_FACTOR}
-    wrong = _describe_differences(mine, record.shape, SHAPE_FLAGS, free)
+    free = set(FREE)
+    if record.trainer != Record.trainer:
+        free.add(ROTARY_FACTOR)
+    stored_rows = record.shape.get("padded_vocab_size", 0)
+    same_vocabulary = record.vocab_size in (None, vocab_size) and stored_rows >= vocab_size
+    if same_vocabulary:
+        free.add("padded_vocab_size")
+    wrong = _describe_differences(dataclasses.asdict(shape), record.shape, SHAPE_FLAGS, free)
     if wrong:
         raise CheckpointError(f"--load {path}: holds another model ({wrong}); give its flags.")
+    if stored_rows != shape.padded_vocab_size and custom is None:
+        logger.info(
+            f"  note: --load {path}: its vocabulary of {vocab_size:,} is padded to {stored_rows:,} rows, this run's to "
+            f"{shape.padded_vocab_size:,}; rows that it lacks begin as zeros"
+        )
 
 
 def warn_of_rotary(path: Path, record: Record, factor: float | None):

@@ -18,7 +18,6 @@ from megatron_lite.marks import EVALUATION, mark_memory
 from megatron_lite.parallel.replica import Replica
 from megatron_lite.phases import Phase
 from megatron_lite.train.checkpoint import Checkpoints
-from megatron_lite.train.console import evaluation_lines
 from megatron_lite.train.loop import Progress
 from megatron_lite.train.step import BatchMaker, MicroBatches, loss_and_tokens
 from megatron_lite.train.step_metrics import LAG, Readback
@@ -52,14 +51,13 @@ class Evaluation:
 
     def __init__(self, plan: Plan, replica: Replica, batches: Iterator[Tensor], make: BatchMaker, log):
         self.plan, self.replica, self.batches, self.make, self.log = plan, replica, batches, make, log
-        self.latest: tuple[int, float] | None = None  # (iteration, loss) of the last evaluation at an interval
 
     def due(self, progress: Progress) -> bool:
         return progress.iteration % self.plan.args.watch.eval_interval == 0
 
     def run(self, progress: Progress):
         self.log.metrics.settle()  # a run that diverged must stop, not be evaluated
-        self.latest = (progress.iteration, self.report(progress, f"iteration {progress.iteration}", "validation"))
+        self.report(progress, f"iteration {progress.iteration}", "validation")
 
     def report(self, progress: Progress, title: str, which: str) -> float:
         """Evaluate on the next batches and log the loss; returns it."""
@@ -70,12 +68,8 @@ class Evaluation:
         return loss
 
     def report_at_the_end(self, progress: Progress):
-        """Report the final validation loss, as Megatron-LM does: the last interval's, if the weights are still the same."""
-        title = f"iteration {progress.iteration} on validation set"
-        if self.latest and self.latest[0] == progress.iteration:
-            self.log.say(evaluation_lines(title, self.latest[1]))
-        else:
-            self.report(progress, title, "validation")
+        """Report the final validation loss on the next samples, as Megatron-LM does even after an interval's last one."""
+        self.report(progress, f"iteration {progress.iteration} on validation set", "validation")
 
 
 class SaveHook:
