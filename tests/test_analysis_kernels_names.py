@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from megatron_lite.analysis.kernels.kernel_names import demangled, in_words, short_name, taken_apart
+from megatron_lite.analysis.kernels.kernel_names import in_words, short_name, taken_apart
 from megatron_lite.analysis.kernels.kernel_results import Role, TensorCores
 from megatron_lite.analysis.kernels.kernel_words import (
     bare_operator,
+    demangled,
     fused_operators,
     get_kernel_role,
     get_operator_role,
@@ -227,3 +228,29 @@ def test_every_kernel_of_real_traces_has_a_role_and_can_be_said():
     for name in names:
         assert get_kernel_role(name) is not Role.OTHER and taken_apart(name).tensor_cores is not UNKNOWN
         assert len(in_words(name)) >= 2 and short_name(name)
+
+
+def test_the_main_word_of_the_functions_own_name_decides():
+    """What stands among template arguments, or in a namespace, tells what was fused into a function, not what it is."""
+    experts = "cutlass::epilogue::thread::SiLu, cutlass::epilogue::fusion::Scatter, SoftmaxTopK"
+    assert (
+        get_kernel_role(f"void cutlass::device_kernel<cutlass::gemm::kernel::GemmUniversal<{experts}> >(x)")
+        is Role.GEMM
+    )
+    assert (
+        get_kernel_role("void moe::dev::finalize::finalizeKernel<KernelParams<cutlass::bfloat16_t> >(x)")
+        is Role.EMBEDDING
+    )
+    assert get_kernel_role("void ns::swiglu_kernel<GemmParams>(MatmulArguments)") is Role.ELEMENTWISE
+    assert get_kernel_role("void flashinfer::norm::RMSNormKernel<8u>(x)") is Role.NORM
+
+
+def test_formats_of_both_operands_are_told_and_the_wider_one_is_the_products():
+    kernel = taken_apart("bmm_Bfloat16_MxE2m1MxE4m3_Fp32_t128x16x256u2_s3_TN_biasM_clmp_dynBatch_sm100f")
+    assert (kernel.precision, kernel.tensor_cores) == ("fp8", YES)
+    assert [part.text for part in kernel.parts if part.field == "operands"] == ["MxE2m1", "MxE4m3"]
+    assert fields(kernel.name)["result"] == "Bfloat16" and fields(kernel.name)["block tile"] == "t128x16x256"
+
+
+def test_a_mangled_name_that_was_cut_keeps_its_last_word():
+    assert demangled("_ZN5aiter48fmoe_bf16_pertokenFp8_g1u1_vs_si") == "aiter::fmoe_bf16_pertokenFp8_g1u1_vs_si"

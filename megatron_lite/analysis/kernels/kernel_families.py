@@ -121,11 +121,30 @@ def _find_product_format(found: re.Match[str], on_cores: bool = False) -> str:
     return "tf32" if on_cores and named == "fp32" else named or implied.get(found["acc"], "")
 
 
+_NARROW_FIRST = ("fp4", "fp8", "int8", "bf16", "fp16", "fp32")
+
+
+def _name_format(written: str) -> str:
+    """'MxE2m1' -> 'fp4', 'fp8e4nv' -> 'fp8'; '' for unknown."""
+    lowered = written.lower()
+    return FORMATS.get(lowered) or next((FORMATS[one] for one in FORMATS if lowered.startswith(one)), "")
+
+
+def _find_operand_format(found: re.Match[str], name: str) -> str:
+    """The wider of both operands: narrower ones are widened to it before the tensor cores multiply, or run at its rate."""
+    groups = found.groupdict()
+    formats = [_name_format(groups[one]) for one in ("a", "b") if groups.get(one)]
+    known = [one for one in formats if one in _NARROW_FIRST]
+    return max(known, key=_NARROW_FIRST.index, default="")
+
+
 FUNCTIONS: dict[str, Callable[..., Any]] = {  # "by NAME" in the tables
     # meanings, of v
     "architecture": _describe_architecture,
     "era": lambda v: f"written for {v.capitalize()} ({WORDS['architectures'][v]}); newer GPUs run it too",
     "layout": _describe_layout,
+    "result format": lambda v: f"stored as {_name_format(v) or 'an unknown format'}",
+    "operand formats": lambda v: f"operands in {_name_format(v) or 'an unknown format'}",
     # Tensile's i and j are indices of the result, l is what is summed
     "Tensile layout": lambda v: _describe_layout(
         ("n" if v[1] == "i" else "t") + ("n" if v[v.index("_") + 2] == "l" else "t")
@@ -173,6 +192,9 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {  # "by NAME" in the tables
     "template": lambda found, name: template_format(name),
     "product": lambda found, name: _find_product_format(found),
     "product on cores": lambda found, name: _find_product_format(found, on_cores=True),
+    "operands": _find_operand_format,
+    "operands or result": lambda found, name: _find_operand_format(found, name) or _name_format(found["result"]),
+    "type": lambda found, name: _name_format(found["type"]),
     "unknown product": lambda found, name: _find_product_format(found) if _find_types(found) else "",
     "collective": lambda found, name: "".join(  # bytes of whatever format are none
         WORDS["NCCL types"][one].replace("bytes", "") for one in _NCCL_TYPE.findall(found["rest"])[-1:]

@@ -12,16 +12,20 @@ from megatron_lite.analysis.kernels.kernel_words import (
     OTHER,
     TABLES,
     WORDS,
+    demangled,
     get_kernel_role,
+    name_format,
     template_format,
 )
 
 Seen = tuple[int, str | None, str | None, str | None]  # place, text to show and to explain, what is said of it
 SHORTEST = 80  # characters of a name of which nothing is understood
 _PATTERNS = lru_cache(maxsize=None)(re.compile)  # of the pieces: more than re keeps
-_ON_TENSOR_CORES = re.compile(r"tensorop|mma_sync|wgmma|tfloat32_t|warpspecialized", re.IGNORECASE)
+_ON_TENSOR_CORES = re.compile(r"tensorop|mma_sync|wgmma|tfloat32_t|warpspecialized|mfma|tcgen05", re.IGNORECASE)
 _SINCE_AMPERE = re.compile(r"sm(8|9|10|12)\d", re.IGNORECASE)
-_HELPERS = re.compile(r"offsets|nchw|nhwc|scalepacked|im2col|reduc", re.IGNORECASE)
+_MATRICES = re.compile(r"gemm|matmul|b?mm_", re.IGNORECASE)
+_VECTORS = re.compile(r"gemv|wvsplit|mat_vec", re.IGNORECASE)
+_HELPERS = re.compile(r"offsets|nchw|nhwc|scalepacked|im2col|reduc|merge_?(attn_?)?states?", re.IGNORECASE)
 _RETURN_TYPES = re.compile(r"^(?:static |inline |void |__global__ )+")
 _SAYING = re.compile(r"Flash(?:Attn|Attention)\w+|ImplicitGemm\w+|GemmUniversal\w*|ReduceSplitK|ReduceOp\w*|Gemm\w*")
 
@@ -66,10 +70,14 @@ def taken_apart(name: str) -> KernelName:
     library = next((library for pattern, library in TABLES["libraries"] if re.search(pattern, text)), "")
     if role not in MATRIX_ROLES:
         return KernelName(name, library, role, TensorCores.NOT_APPLICABLE, "")
+    precision = name_format(text) or template_format(text)
     cores = TensorCores.NOT_APPLICABLE if _HELPERS.search(text) else TensorCores.UNKNOWN
     if _ON_TENSOR_CORES.search(text) or ("gemm" in text.lower() and _SINCE_AMPERE.search(text)):
         cores = TensorCores.YES
-    return KernelName(name, library, role, cores, template_format(text))
+    # no other unit multiplies such numbers, but products with a vector widen them on the CUDA cores
+    if precision in ("fp8", "fp4") and _MATRICES.search(text) and not _VECTORS.search(text):
+        cores = TensorCores.YES
+    return KernelName(name, library, role, cores, precision)
 
 
 def _read(name: str, family: Family, found: re.Match[str], role: Role) -> KernelName:
@@ -126,35 +134,6 @@ def _explain(meaning: Meaning, v: str, precision: str, groups: dict[str, str | N
         return ""
     words = {name: Word(word) for name, word in (groups | {"v": v}).items() if word is not None}
     return meaning.format_map(words | {"precision": precision, "any": precision or "an unknown format"})
-
-
-def demangled(name: str) -> str:
-    """The identifiers of a mangled C++ name: _ZN7cutlass6KernelINS_4GemmE -> cutlass::Kernel<Gemm>. Else as it is."""
-    start = re.match(r"_Z[NLK]*(?=\d)", name)
-    if not start:
-        return name
-    outer, at = [], start.end()
-    while found := _identifier(name, at):
-        word, at = found
-        outer.append(word)
-    inner = []
-    while digits := re.compile(r"\d+").search(name, at):
-        # Numbers of template arguments (Li128E) stand where the length of an identifier might.
-        number = name[digits.start() - 2 : digits.start()] in ("Li", "Lj", "Lb", "Lm")
-        word, at = (not number and _identifier(name, digits.start())) or ("", digits.end())
-        inner += [word] if word else []
-    arguments = f"<{', '.join(inner)}>" if inner else ""
-    return "::".join(outer) + arguments if outer else name
-
-
-def _identifier(name: str, at: int) -> tuple[str, int] | None:
-    """(word, its end) if a length and a word of that length stand at `at`."""
-    digits = re.compile(r"\d{1,4}").match(name, at)
-    if not digits:
-        return None
-    end = digits.end() + int(digits[0])
-    word = name[digits.end() : end]
-    return (word, end) if end <= len(name) and re.fullmatch(r"[A-Za-z_]\w*", word) else None
 
 
 @lru_cache(maxsize=MAX_NAMES)

@@ -9,6 +9,7 @@ class Role(str, enum.Enum):
 
     GEMM = "matrix products"
     ATTENTION = "attention"
+    STATE_SPACE = "state spaces and linear attention"
     NORM = "normalization"
     SOFTMAX = "softmax and loss"
     ELEMENTWISE = "elementwise"

@@ -2,6 +2,9 @@
 
 Kernel names are no interface: they change with each release of a library and each compiler. What no row knows is
 "other", which a report shows as such. The tables are in kernel_words.tsv.
+
+The main word of a kernel's name decides. It stands in the function's own name; namespaces and template arguments around it
+tell what was fused into the function, or what it works on, and are asked only where the function's name says nothing.
 """
 
 import re
@@ -28,7 +31,7 @@ def read_tables() -> dict[str, list[tuple[str, str]]]:
 TABLES = read_tables()
 WORDS = {name: dict(pairs) for name, pairs in TABLES.items()}
 FORMATS = WORDS["formats"]
-MIXED = ("fp8", "bf16", "fp16")  # what tensor cores are for
+MIXED = ("fp4", "fp8", "bf16", "fp16")  # what tensor cores are for, narrowest first
 # As torch writes the type of an operator's argument -> (format, bytes of an element).
 TENSOR_TYPES = {name: (value.split()[0], int(value.split()[1])) for name, value in WORDS["tensor types"].items()}
 FORMAT_BYTES = {name: size for name, size in TENSOR_TYPES.values()} | {"fp16/bf16": 2, "tf32": 4}
@@ -42,24 +45,78 @@ def template_format(name: str) -> str:
     return next((one for one in (*MIXED, "tf32") if one in formats), formats[0] if formats else "")
 
 
+_WRITTEN = re.compile(r"(?<![a-z0-9])[aw]?(" + "|".join(sorted(FORMATS, key=len, reverse=True)) + r")(?![0-9])")
+_WIDE_OPERAND = re.compile(r"(?<![a-z0-9])(w\d+)?a16(?![0-9])")
+
+
+def name_format(name: str) -> str:
+    """The number format of a product's operands, where the function's own name has it: 'fp8' of "sm90_fp8_gemm"; '' without any."""
+    function = _find_head(name).rpartition("::")[2].lower()
+    if _WIDE_OPERAND.search(function):
+        return "fp16/bf16"
+    formats = [FORMATS[one] for one in _WRITTEN.findall(function)]
+    return next((one for one in MIXED if one in formats), formats[0] if formats else "")
+
+
 def _any_of(patterns: str) -> re.Pattern[str]:
     return re.compile("|".join(patterns.split()))
 
 
-_COMMUNICATION, _COMPILED = (_any_of(WORDS["patterns"][name]) for name in ("communication", "compiled"))
-_KERNELS, _OPERATORS = (
-    [(Role[role], _any_of(patterns)) for role, patterns in TABLES[name]] for name in ("kernel roles", "operator roles")
+_COMMUNICATION, _COMPILED, _WRAPPER = (
+    _any_of(WORDS["patterns"][name]) for name in ("communication", "compiled", "wrapper")
 )
+_FUNCTIONS, _KERNELS, _OPERATORS = (
+    [(Role[role], _any_of(patterns)) for role, patterns in TABLES[name]]
+    for name in ("function roles", "kernel roles", "operator roles")
+)
+_NO_MEANING = re.compile(
+    r"\(anonymous namespace\)::|<unnamed>::|\{anonymous\}::|\binternal::|^(?:\[clone [^\]]*\]|void|static|inline|__global__|\s)+"
+)
+_ENABLED = re.compile(r"std::enable_if<.*?>::type\s+")  # a template's return type
 _COMPOSED = sorted(WORDS["operators"]["composed"].split(), key=len, reverse=True)
 _KNOWN_OPERATOR = re.compile(rf"(?:{'|'.join(_COMPOSED)})(?=_|$)")
 _ENGINE = "autograd::engine::evaluate_function: "
 
 
+def demangled(name: str) -> str:
+    """The identifiers of a mangled C++ name: _ZN7cutlass6KernelINS_4GemmE -> cutlass::Kernel<Gemm>. Else as it is."""
+    start = re.match(r"_Z[NLK]*(?=\d)", name)
+    if not start:
+        return name
+    outer = []
+    at = start.end()
+    while found := _identifier(name, at):
+        word, at = found
+        outer.append(word)
+    inner = []
+    while digits := re.compile(r"\d+").search(name, at):
+        # Numbers of template arguments (Li128E) stand where the length of an identifier might.
+        number = name[digits.start() - 2 : digits.start()] in ("Li", "Lj", "Lb", "Lm")
+        word, at = (not number and _identifier(name, digits.start())) or ("", digits.end())
+        inner += [word] if word else []
+    arguments = f"<{', '.join(inner)}>" if inner else ""
+    return "::".join(outer) + arguments if outer else name
+
+
+def _identifier(name: str, at: int) -> tuple[str, int] | None:
+    """(word, its end) if a length and a word of that length stand at `at`; the last word of a name that was cut is shorter."""
+    digits = re.compile(r"\d{1,4}").match(name, at)
+    if not digits:
+        return None
+    word = name[digits.end() : digits.end() + int(digits[0])]
+    return (word, digits.end() + len(word)) if re.fullmatch(r"[A-Za-z_]\w*", word) else None
+
+
+def _find_head(name: str) -> str:
+    """'void ns::f<T>(int)' -> 'ns::f': the function's own name with its namespaces, without arguments."""
+    plain = _NO_MEANING.sub("", _ENABLED.sub("", demangled(name[:LONGEST]).strip()))
+    return re.split(r"[<(\[{]", plain, maxsplit=1)[0].strip()
+
+
 @lru_cache(maxsize=MAX_NAMES)
 def is_communication(name: str) -> bool:
     """Is it a kernel that moves data between processes, or a backend's span for one (gloo:all_reduce)?"""
-    lowered = name[:LONGEST].lower()
-    return not _COMPILED.search(lowered) and bool(_COMMUNICATION.search(lowered))
+    return get_kernel_role(name) is Role.COMMUNICATION
 
 
 def is_wait(name: str) -> bool:
@@ -73,16 +130,31 @@ def get_kernel_role(name: str) -> Role:
     lowered = name[:LONGEST].lower()
     if _COMPILED.search(lowered):
         return Role.FUSED
-    if _COMMUNICATION.search(lowered):
+    head = _find_head(name).lower()
+    function = head.rpartition("::")[2]
+    # a wrapper around any function (cutlass::device_kernel, elementwise_kernel) says nothing of its own
+    says = not _WRAPPER.search(head)
+    role = _find_role(_FUNCTIONS, function) if says else Role.OTHER
+    if role is not Role.OTHER:
+        return role
+    if _COMMUNICATION.search(head):
         return Role.COMMUNICATION
-    return next((role for role, pattern in _KERNELS if pattern.search(lowered)), Role.OTHER)
+    return next(
+        (role for text in ([function, head, lowered] if says else [lowered])
+         if (role := _find_role(_KERNELS, text)) is not Role.OTHER),
+        Role.OTHER,
+    )  # fmt: skip
+
+
+def _find_role(rows: list[tuple[Role, re.Pattern[str]]], text: str) -> Role:
+    return next((role for role, pattern in rows if pattern.search(text)), Role.OTHER)
 
 
 @lru_cache(maxsize=MAX_NAMES)
 def get_operator_role(name: str) -> Role:
     """The role of a host operator or autograd node. Views and bookkeeping are OTHER: they move no data."""
     bare = bare_operator(name)
-    return next((role for role, pattern in _OPERATORS if pattern.search(bare)), Role.OTHER)
+    return _find_role(_OPERATORS, bare)
 
 
 def bare_operator(name: str) -> str:
