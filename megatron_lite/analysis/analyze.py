@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from megatron_lite.analysis.contradictions import missing_gpu_work, weakened
+from megatron_lite.analysis.contradictions import limit_certainty, missing_gpu_work, weakened
 from megatron_lite.analysis.discover import discover_sources
 from megatron_lite.analysis.findings.rules import apply_rules
 from megatron_lite.analysis.kernels.kernel_results import RankKernels
@@ -137,6 +137,7 @@ def analyze(paths: Sequence[Path | str], say: Callable[..., None] = say_nothing)
     findings = weakened(gaps.attempt("findings", apply_rules, facts, gaps.add) or (), facts)
     facts = replace(facts, gaps=tuple(gaps.found))
     title, verdict = describe_run(paths, facts), build_verdict(facts, findings)
+    findings = limit_certainty(findings, verdict.confidence)
     return Report(tuple(map(str, paths)), title, verdict, findings, facts, read_s=time.monotonic() - started)
 
 

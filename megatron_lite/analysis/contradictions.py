@@ -65,6 +65,13 @@ def weakened(findings: Sequence[Finding], facts: Facts) -> tuple[Finding, ...]:
     return tuple(one if rests_on_run_only(one.evidence) else replace(one, certain=False) for one in findings)
 
 
+def limit_certainty(findings: Sequence[Finding], confidence: str) -> tuple[Finding, ...]:
+    """No finding is more certain than the verdict of its report: all are likely at most where the verdict has low confidence."""
+    if confidence != "low":
+        return tuple(findings)
+    return tuple(replace(one, certain=False) for one in findings)
+
+
 def rests_on_run_only(evidence: Sequence[Evidence]) -> bool:
     """Does all of it come from the run's own records?"""
     return all(piece.where.endswith((RUN_FILE, STEPS_FILE)) for piece in evidence)

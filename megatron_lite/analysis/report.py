@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from megatron_lite.analysis.findings.base import Finding
 from megatron_lite.analysis.run_facts import Facts
+from megatron_lite.analysis.verdict_word import VerdictWord, describe_headline
 
 REPORT_SCHEMA = 1  # of report.json; raised when a reader of the old form would be wrong
 
@@ -16,6 +17,12 @@ class Verdict:
     bound: str  # "compute", "communication", "host", "data", "copy", "sync", "memory", "inconclusive"
     confidence: str  # "high", "low"
     why: str  # "3 steady steps"; for low and inconclusive the reason
+    word: VerdictWord = VerdictWord.INCONCLUSIVE  # "INPUT-BOUND": what limits the run, in one word of a closed set
+
+    @property
+    def headline(self) -> str:
+        """The word and the sentence, as a renderer shows them."""
+        return describe_headline(self.word, self.sentence)
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """All that was found out about one run, for the rules and the renderers."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -10,9 +10,11 @@ from megatron_lite.analysis.intervals import Numbers
 from megatron_lite.analysis.memory.memory_results import LedgerRow, Snapshot, TraceMemory
 from megatron_lite.analysis.rank_facts import RankFacts
 from megatron_lite.analysis.ranks.rank_results import Ranks
+from megatron_lite.analysis.run.cores import CoreShortage, find_core_shortage
 from megatron_lite.analysis.run.pipeline_times import PipelineTimes, measure_pipeline
 from megatron_lite.analysis.run.run_results import Run
 from megatron_lite.run_folder import STEPS_FILE
+from megatron_lite.thresholds import WITHOUT_CORE
 from megatron_lite.units import GIB, size
 
 USABLE = 0.92  # of the device's memory: the CUDA context, NCCL and the allocator's gaps take the rest
@@ -138,6 +140,19 @@ class Facts:
     def pipeline(self) -> PipelineTimes | None:
         """Of a run with several stages, where the times of all are known."""
         return measure_pipeline(self.run) if self.run else None
+
+    @cached_property
+    def core_shortage(self) -> CoreShortage | None:
+        """A rank that was ready and had no core, as far as its step could show it: a GPU with work in its queue hides the wait."""
+        found = find_core_shortage(self.run) if self.run else None
+        one = self.critical
+        if found is None or found.wait_ms is None or one is None or not one.time.on_gpu:
+            return found
+        if self.ranks is not None and len(self.ranks.rows) > 1:
+            return found  # the ranks wait for the one whose launches come late, whose own step may not show it
+        idle_ms = max(one.time.step_ms - one.time.rows.get("compute", 0.0), 0.0)
+        shown = replace(found, wait_ms=min(found.wait_ms, idle_ms))
+        return shown if (shown.share or 0.0) >= WITHOUT_CORE else None
 
     # --- the run's own record; None where it does not say
 

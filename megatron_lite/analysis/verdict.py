@@ -11,19 +11,21 @@ from megatron_lite.analysis.rank_facts import RankFacts
 from megatron_lite.analysis.ranks.calls import POINT_TO_POINT
 from megatron_lite.analysis.ranks.rank_results import OTHER
 from megatron_lite.analysis.report import Verdict
+from megatron_lite.analysis.run.cores import MOSTLY, PROFILED, CoreShortage, measure_slowdown
 from megatron_lite.analysis.run.learning import measure_learning
 from megatron_lite.analysis.run.run_results import Run
 from megatron_lite.analysis.run_facts import Facts
 from megatron_lite.analysis.time.time_results import RankTime
+from megatron_lite.analysis.verdict_word import DECIDES, choose_word
 from megatron_lite.units import count, significant, size
 
 MIN_SHARE_SAID = 0.05  # of a step; what is smaller does not decide anything
-DECIDES = 0.20  # a loss of this share is what the run is bound by, even where it computes most of the time
 MAX_LOSSES = 2
 MIN_STEPS, STEPS_FOR_HIGH = 2, 3
 UNSTEADY = 0.15  # spread of step times (standard deviation / mean) that lowers confidence
 DISTORTED, UNTRUSTWORTHY = 1.10, 1.50  # profiled step / step without the profiler
 MOSTLY_UNEXPLAINED = 0.20
+BUSY_MACHINE = "busy-machine"  # the finding whose words stand before the sentence
 HOW_TO_TRACE = "--profile --use-pytorch-profiler records one"
 HOW_TO_WATCH = "megatron-lite watch --steps A:B, within the steps that there are, records one"
 
@@ -65,6 +67,7 @@ def build_verdict(facts: Facts, findings: Sequence[Finding]) -> Verdict:
             late = _describe_straggler(facts, run.steady_step_ms)
             said = f"{', '.join(parts)}{f'; {late}' if late else ''}. "
         verdict = Verdict(f"{said}INCONCLUSIVE: {without}", "inconclusive", "low", without)
+    verdict = replace(verdict, word=choose_word(facts, verdict.bound))
     if run is None:
         return verdict
     if nothing := measure_learning(run).nothing:
@@ -72,18 +75,20 @@ def build_verdict(facts: Facts, findings: Sequence[Finding]) -> Verdict:
     ended = {"failed": "failed", "killed or lost": "was killed or lost"}.get(run.status.partition(":")[0])
     if ended:
         first.append(f"The run {ended} after {run.steps:,} steps")
-    if run.ranks and run.without_core:
-        rank, ms = run.without_core
-        if ms is None:
-            first.append(f"Rank {rank} was not given its cores: other threads take them again and again")
-        else:
-            first.append(f"Rank {rank} is ready and has no core for {ms / run.ranks.step_ms[rank]:.0%} of each step")
+    first += [_describe_shortage(facts.core_shortage)] if facts.core_shortage else []
     return replace(verdict, sentence=" ".join([*(f"{one}." for one in first), verdict.sentence]))
+
+
+def _describe_shortage(found: CoreShortage) -> str:
+    if found.share is None:
+        return f"Rank {found.rank} was not given its cores: other threads take them again and again"
+    kind = "profiled step" if found.kind == PROFILED else "step"
+    return f"Rank {found.rank} is ready and has no core for {found.share:.0%} of each {kind}"
 
 
 def _judge_time(facts: Facts, rank: RankFacts, findings: Sequence[Finding]) -> Verdict:
     time, run = rank.time, facts.run
-    why_not = missing_gpu_work(rank, run) or _explain_inconclusive(rank, run)
+    why_not = missing_gpu_work(rank, run) or _explain_inconclusive(facts, rank)
     said = _describe_step(facts, rank, findings) if time.step_ms > 0 else ""
     if why_not:
         so_far = f". As far as it goes: {said}" if said else ""
@@ -98,7 +103,8 @@ def _judge_time(facts: Facts, rank: RankFacts, findings: Sequence[Finding]) -> V
         f"steps differ by {spread:.0%}": spread > UNSTEADY,
         f"{unexplained:.0%} of the step is unexplained": unexplained > MOSTLY_UNEXPLAINED,
         _describe_longer_steps(run, slower): slower > DISTORTED,
-        "ranks were not given their cores": bool(run and run.without_core),
+        "ranks were not given their cores": facts.core_shortage is not None,
+        _describe_missing(facts): _find_bound(time) == "communication" and _describe_missing(facts) != "",
         **dict.fromkeys(find_contradictions(facts), True),
         f"{mfu:.0%} of the peak is impossible: kernels are missing, or the device is another one": mfu > 1,
     }
@@ -106,8 +112,9 @@ def _judge_time(facts: Facts, rank: RankFacts, findings: Sequence[Finding]) -> V
     return Verdict(said[:1].upper() + said[1:], _find_bound(time), "low" if why[1:] else "high", "; ".join(why))
 
 
-def _explain_inconclusive(rank: RankFacts, run: Run | None) -> str:
+def _explain_inconclusive(facts: Facts, rank: RankFacts) -> str:
     """Why the trace does not tell what limits the run; '' where it does."""
+    run = facts.run
     time, steady = rank.time, rank.time.steady_steps
     if not time.steps or time.step_ms <= 0:
         return "no complete step in the trace"
@@ -123,15 +130,33 @@ def _explain_inconclusive(rank: RankFacts, run: Run | None) -> str:
         return f"only one steady step; profile a window of {STEPS_FOR_HIGH} or more"
     if _find_bound(time) == "inconclusive":
         return f"{_share(time, 'unexplained'):.0%} of the step is unexplained, more than any cause"
+    slowdown = measure_slowdown(run) if run else None
     slower = run.profiler_slowdown if run else None
+    if slowdown is not None and slowdown.is_by_other_jobs and facts.core_shortage is not None:
+        return ""  # the shortage of cores is the answer
     return _describe_longer_steps(run, slower) if slower and slower > UNTRUSTWORTHY else ""
 
 
 def _describe_longer_steps(run: Run | None, slower: float) -> str:
     """What is known of steps that were longer inside the profiler's window."""
-    if run and (run.without_core or run.recovered is False):
-        return f"steps inside the window are {slower - 1:.0%} longer than before it, not by the profiler alone"
+    slowdown = measure_slowdown(run) if run else None
+    longer = f"steps inside the window are {slower - 1:.0%} longer than before it"
+    if slowdown is not None and slowdown.is_by_other_jobs:
+        return f"{longer}, because they had no core"
+    by_profiler_ms = slowdown.by_profiler_ms if slowdown else None
+    is_by_profiler = slowdown is None or by_profiler_ms is None or by_profiler_ms >= MOSTLY * slowdown.lag_ms
+    if run and (run.without_core or run.recovered is False or not is_by_profiler):
+        return f"{longer}, not by the profiler alone"
     return f"the profiler made steps {slower - 1:.0%} longer"
+
+
+def _describe_missing(facts: Facts) -> str:
+    """'2 of 8 ranks were read, so that who is waited for is not known'; '' where all were read, or their number is unknown."""
+    ranks = facts.ranks
+    if ranks is None or not ranks.missing or not ranks.world_size:
+        return ""
+    read = ranks.world_size - len(ranks.missing)
+    return f"{read} of {ranks.world_size} ranks were read, so that who is waited for is not known"
 
 
 def _share(time: RankTime, row: str) -> float:
@@ -173,7 +198,7 @@ def _describe_step(facts: Facts, rank: RankFacts, findings: Sequence[Finding]) -
     parts += [", ".join(losses), _describe_straggler(facts, time.step_ms)]
     if _find_bound(time) == "compute":
         # the most costly cause, else what it computes
-        costly = next((one for one in findings if one.cost_ms), None)
+        costly = next((one for one in findings if one.cost_ms and one.code != BUSY_MACHINE), None)
         role = max(roles, key=lambda role: roles[role], default=Role.OTHER)
         if costly and (costly.cost_ms or 0.0) >= MIN_SHARE_SAID * time.step_ms:
             parts.append(f"most costly cause: {costly.title} ({significant(costly.cost_ms or 0.0)} ms)")

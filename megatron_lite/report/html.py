@@ -74,7 +74,7 @@ def html_page(report: Report) -> str:
         charts,
         title=report.title,
         command="report",
-        sentences=re.split(r"(?<=\.) ", report.verdict.sentence),
+        sentences=re.split(r"(?<=\.) ", report.verdict.headline),
         inconclusive=report.verdict.bound == "inconclusive",
         confidence=describe_confidence(report),
         tiles=build_tiles(report),

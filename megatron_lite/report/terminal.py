@@ -13,7 +13,7 @@ LEFT_OUT_FIRST = ("collectives", "roofline", "kernels", "operators", "phases")  
 def terminal_lines(report: Report, style: Style, everything: bool = False) -> list[str]:
     """At most about 80 lines of WIDTH columns, or all rows of all tables."""
     lines = [heading(report.title, f"read in {report.read_s:.1f} s", style), ""]
-    lines += map(style.warm, wrapped(report.verdict.sentence))
+    lines += map(style.warm, wrapped(report.verdict.headline))
     lines += map(style.dim, wrapped(describe_confidence(report)))
     gaps = build_limitations(report)
     shown = gaps if everything else gaps[:MAX_GAPS]

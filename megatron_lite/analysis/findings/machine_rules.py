@@ -8,6 +8,14 @@ import numpy as np
 from megatron_lite.analysis.findings.base import Evidence, Finding, build_time_finding, rule
 from megatron_lite.analysis.intervals import Integers
 from megatron_lite.analysis.rank_facts import MIN_SHARE_SHOWN, RankFacts, in_ms
+from megatron_lite.analysis.run.cores import (
+    ORDINARY,
+    PROFILED,
+    CoreShortage,
+    is_set_apart,
+    measure_core_use,
+    measure_slowdown,
+)
 from megatron_lite.analysis.run.run_results import Run
 from megatron_lite.analysis.run_facts import Facts, whole
 from megatron_lite.analysis.trace.columns import Kind
@@ -158,6 +166,7 @@ def find_first_step(facts: Facts, run: Run) -> Finding | None:
 
 
 MAX_SLOWDOWN = 1.25  # a quarter more: a cause of a tenth of the step can then be the profiler's own
+BY_PROFILER = 0.75  # of the longer steps, which the process' own CPU time must explain for a certain finding
 COSTLY = tuple(f"--pytorch-profiler-collect-{what}" for what in ("callstack", "memory", "shapes"))
 COSTLY_ON_CPUS = ("--record-memory-history", *COSTLY)
 
@@ -168,35 +177,49 @@ def find_profiler_overhead(facts: Facts, run: Run) -> Finding | None:
 
     Meaning: recording costs host time per operator (about half a microsecond, with shapes and stacks several), and none
         on the device. A step that was bound by the device looks bound by the host.
-    Measured: the median step inside the window against the median of the steps before it, by the run's own clock. It is
-        certain only if the steps after the window are as short again; ranks that had no cores (busy-machine) explain
-        long steps without the profiler.
+    Measured: the median step inside the window against the median of the steps before it, by the run's own clock, and
+        the CPU time of the process in both: recording is work of its own threads, so that it explains no more than the
+        CPU time grew. Waiting for a core is busy-machine, not the profiler. Without CPU times the steps alone decide.
+        It is certain only if the CPU time explains nearly all of it, each profiled step is longer than the steps on both
+        sides, those after the window are short again, and the run had its cores throughout.
     Cost: none in the unprofiled run. Trust device times of the trace; distrust host times, gaps and launch-bound.
     Do: record less, for comparison once without stacks and shapes; a larger micro-batch hides the recording.
     Flags: leave out --pytorch-profiler-collect-callstack, --pytorch-profiler-collect-shapes and
         --pytorch-profiler-collect-memory, on CPUs --record-memory-history too; more steps between --profile-step-start
         and --profile-step-end do not help.
-    False alarm: steps before the window that were not alike, as in a ramp-up of the batch.
+    False alarm: steps before the window that were not alike, as in a ramp-up of the batch. Other jobs on the machine make
+        the same work take more CPU time, too.
     """
-    slowdown, profiled_ms, before_ms = run.profiler_slowdown, run.profiled_step_ms, run.before_profile_ms
-    if slowdown is None or profiled_ms is None or before_ms is None or not slowdown > MAX_SLOWDOWN:
+    found = measure_slowdown(run)
+    if found is None or found.profiled_ms <= MAX_SLOWDOWN * found.before_ms:
         return None
-    if is_by_chance(profiled_ms - before_ms, run.without_core):
-        return None  # busy-machine says why
+    shortage = facts.core_shortage
+    by_profiler_ms = found.by_profiler_ms
+    if by_profiler_ms is None:
+        without_core = None if shortage is None else (shortage.rank, shortage.wait_ms)
+        if is_by_chance(found.lag_ms, without_core):
+            return None  # busy-machine says why
+    elif by_profiler_ms <= (MAX_SLOWDOWN - 1) * found.before_ms:
+        return None
     text = (
-        f"steps inside the window take{run.on_rank} {slowdown:.2f} x as long as those before it (median "
-        f"{in_ms(profiled_ms)})"
+        f"steps inside the window take{run.on_rank} {found.profiled_ms / found.before_ms:.2f} x as long as those before it "
+        f"(median {in_ms(found.profiled_ms)})"
     )
     if run.after_profile_ms is not None:
         text += f"; those after it {'again' if run.recovered else 'still'} {in_ms(run.after_profile_ms)}"
+    told = [Evidence(text, "steps.jsonl")]
+    if found.profiled_cpu_ms is not None and found.before_cpu_ms is not None:
+        used = f"the process used {in_ms(found.profiled_cpu_ms)} of CPU time per step inside the window"
+        told.append(Evidence(f"{used}, {in_ms(found.before_cpu_ms)} before it", "steps.jsonl"))
     on_cpu = facts.plan.get("device") == "cpu"
     costly = COSTLY_ON_CPUS if on_cpu else COSTLY
-    used = [flag for flag in costly if facts.argument(flag.removeprefix("--").replace("-", "_"))]
+    used_flags = [flag for flag in costly if facts.argument(flag.removeprefix("--").replace("-", "_"))]
     trust = "the run's own step times, not the trace's" if on_cpu else "device times, not gaps"
-    without = f" without {', '.join(used)}" if used else " with a larger micro-batch"
-    seen = Evidence(text, "steps.jsonl")
+    without = f" without {', '.join(used_flags)}" if used_flags else " with a larger micro-batch"
     advice = f"trust {trust}; profile again{without}"
-    return Finding(evidence=(seen,), advice=advice, certain=bool(run.recovered))
+    explained = by_profiler_ms is not None and by_profiler_ms >= BY_PROFILER * found.lag_ms
+    certain = explained and bool(run.recovered) and shortage is None and is_set_apart(run)
+    return Finding(evidence=tuple(told), advice=advice, certain=certain)
 
 
 @rule("debug-switches", "switches for debugging left on", "run")
@@ -263,19 +286,24 @@ def find_busy_machine(facts: Facts, run: Run) -> Finding | None:
     Flags: OMP_NUM_THREADS times the ranks, plus --num-workers, at most the number of cores.
     False alarm: none of the wait; on a GPU it is hidden as long as the device has work in its queue.
     """
-    if run.without_core is None or run.ranks is None:
+    found, ranks, told = facts.core_shortage, run.ranks, []
+    if found is None:
         return None
-    (rank, ms), ranks, told = run.without_core, run.ranks, []
-    step = f"a step of {in_ms(ranks.step_ms[rank])}"
-    if ranks.core_wait_ms:
-        pairs = list(zip(ranks.core_wait_ms, ranks.step_ms))[:MAX_RANKS_SHOWN]
-        shares = ", ".join(f"{wait / step_ms:.0%}" for wait, step_ms in pairs if wait >= 0)  # NaN is not
-        wait = f"rank {rank} is ready and has no core for {in_ms(ranks.core_wait_ms[rank])} of {step}"
-        told.append(f"{wait}; ranks from 0 on: {shares}")
-    if ranks.cpu_ms:
-        got = f"rank {rank} gets {in_ms(ranks.cpu_ms[rank])} of CPU time in {step}"
-        lost = ranks.involuntary_switches
-        told.append(f"{got}, and loses a core {lost[rank]:,.0f} times" if lost else got)
+    kind = "profiled step" if found.kind == PROFILED else "step"
+    step = f"a {kind} of {in_ms(found.step_ms)}"
+    if found.wait_ms is not None:
+        wait = f"rank {found.rank} is ready and has no core for {in_ms(found.wait_ms)} of {step}"
+        if ranks is not None and ranks.core_wait_ms and found.kind == ORDINARY:
+            pairs = list(zip(ranks.core_wait_ms, ranks.step_ms))[:MAX_RANKS_SHOWN]
+            # NaN is no share
+            shares = ", ".join(f"{wait_ms / step_ms:.0%}" for wait_ms, step_ms in pairs if wait_ms >= 0)
+            wait += f"; ranks from 0 on: {shares}"
+        told.append(wait)
+    if found.cpu_ms is not None:
+        got = f"rank {found.rank} gets {in_ms(found.cpu_ms)} of CPU time in {step}"
+        lost = found.switches
+        told.append(got if lost is None else f"{got}, and loses a core {lost:,.0f} times")
+    told += _describe_other_steps(run, found)
     advice = "stop what else runs on these cores (top shows it), or give the run cores of its own, and measure again"
     flags: tuple[str, ...] = ()
     cpus, threads, local = whole(facts.hardware("cpus")), whole(facts.hardware("threads")), facts.local_ranks
@@ -283,4 +311,13 @@ def find_busy_machine(facts: Facts, run: Run) -> Finding | None:
         advice = f"start fewer threads ({THREADS}): {local} ranks x {threads} threads share {cpus} cores"
         flags = (THREADS,)
     seen = (Evidence(text, "steps.jsonl") for text in told)
-    return build_time_finding(ms, seen, advice, flags, certain=ms is not None and not facts.on_gpu, rank=rank)
+    certain = found.wait_ms is not None and not facts.on_gpu
+    return build_time_finding(found.wait_ms, seen, advice, flags, certain=certain, rank=found.rank)
+
+
+def _describe_other_steps(run: Run, found: CoreShortage) -> list[str]:
+    """The same of the ordinary steps, where the profiled ones lack a core most; [] where it is not known."""
+    ordinary = measure_core_use(run, run.ordinary) if found.kind == PROFILED else None
+    if ordinary is None or ordinary.wait_ms is None:
+        return []
+    return [f"outside of the profiled window it has no core for {in_ms(ordinary.wait_ms)} of {in_ms(ordinary.step_ms)}"]

@@ -53,7 +53,13 @@ def apply_rules(facts: Facts, gap: Callable[[str], object] | None = None) -> tup
             own = facts.run is not None and facts.run.record.get("model")
             refused = own and any(flag.startswith(REFUSED_WITH_MODEL) for flag in found.flags)
             findings.append(_say_without_flags(found) if facts.is_watched or refused else found)
-    return tuple(sorted(findings, key=lambda one: (-(one.cost_ms or 0.0), -(one.cost_bytes or 0))))
+    return tuple(sorted(findings, key=_rate))
+
+
+def _rate(one: Finding) -> tuple[bool, float, int]:
+    """Where a finding stands: other jobs on the machine first, which make every other cost what it is."""
+    first = one.code == machine_rules.find_busy_machine.code and one.cost_ms is not None
+    return not first, -(one.cost_ms or 0.0), -(one.cost_bytes or 0)
 
 
 def _say_without_flags(found: Finding) -> Finding:

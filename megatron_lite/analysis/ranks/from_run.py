@@ -7,6 +7,7 @@ from statistics import median_low
 import numpy as np
 
 from megatron_lite.analysis.ranks.rank_results import RankRow, Ranks, Straggler
+from megatron_lite.analysis.run.cores import find_core_shortage
 from megatron_lite.analysis.run.run_results import RankMedians, Run
 from megatron_lite.phases import Phase
 from megatron_lite.thresholds import MIN_STEPS, SHARE_OF_STEP, is_by_chance, is_mostly, slowest_rank
@@ -82,7 +83,9 @@ def only_lasting(ranks: Ranks, run: Run) -> Ranks:
     late = ranks.straggler
     if late is not None and len(set(run.stages)) > 1:
         return replace(ranks, straggler=None, notes=(*ranks.notes, OTHER_STAGES))
-    if late is not None and is_by_chance(late.caused_wait_ms, run.without_core):
+    shortage = find_core_shortage(run)
+    without_core = None if shortage is None else (shortage.rank, shortage.wait_ms)
+    if late is not None and is_by_chance(late.caused_wait_ms, without_core):
         return replace(ranks, straggler=None, notes=(*ranks.notes, BUSY))
     if late is None or run.ranks is None or slower_in_ordinary_steps(run.ranks, late.rank) is not False:
         return ranks

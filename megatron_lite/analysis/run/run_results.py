@@ -130,6 +130,9 @@ class Steps:
     loss_scale: Numbers
     host_memory_bytes: Numbers
     peak_memory_bytes: Numbers
+    cpu_ms: Numbers  # CPU time of all threads of the process
+    core_wait_ms: Numbers  # its training thread was ready and had no core
+    involuntary_switches: Numbers  # of all threads: something else got the core
     ordinary: Flags  # neither the first nor profiled, beside a profile, compiling, evaluating nor saving
     undisturbed: Flags  # neither the first nor profiled, beside a profile or compiling
     profiled: Flags

@@ -39,6 +39,7 @@ NUMBERS = {  # columns of Steps: fields of a step's line
     "host_memory_bytes": "host_memory_bytes",
     "peak_memory_bytes": "peak_memory_bytes",
     "compile_ms": "compile_ms",
+    **{name: name for name in CORES},
 }
 FLAGS = ("skipped", "profiled", "beside_profile", "compiling")
 MAX_NUMBER = 10**18  # no count, time or size of a run is larger; beyond it a file is damaged
@@ -86,6 +87,9 @@ class Line(msgspec.Struct):
     host_memory_bytes: Number = math.nan
     peak_memory_bytes: Number = math.nan
     compile_ms: Number = math.nan
+    cpu_ms: Number = math.nan
+    core_wait_ms: Number = math.nan
+    involuntary_switches: Number = math.nan
     phases_ms: dict[str, Number] = {}
     gpu_phases_ms: dict[str, Number] = {}
     skipped: bool = False
