@@ -3,7 +3,6 @@
 Each is a sentence that lowers the confidence of all that is derived from the source in question.
 """
 
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -14,13 +13,12 @@ from megatron_lite.analysis.intervals import Integers
 from megatron_lite.analysis.rank_facts import RankFacts
 from megatron_lite.analysis.run.run_results import Run
 from megatron_lite.analysis.run_facts import Facts
-from megatron_lite.analysis.trace.columns import Kind
+from megatron_lite.analysis.trace.columns import Kind, Trace
+from megatron_lite.analysis.trace.launches import MAX_LOST, count_lost, describe_launches, find_launches
 from megatron_lite.phases import Phase
 from megatron_lite.run_folder import RUN_FILE, STEPS_FILE
 from megatron_lite.units import size
 
-LAUNCH = re.compile(r"(cuda|cu|hip|hipExt)(Module)?Launch(Cooperative)?Kernel")
-MAX_LOST = 0.05  # of the steady steps' launches without a kernel; kernels of the window's edges are regularly missing
 MAX_APART = 2.0  # trace's step / the run's own time of its profiled steps, or the other way round
 MAX_SHARE_APART = 0.2  # of a step, by which a trace and the run's own clock may differ about waiting for data
 MAX_UNSEEN = 0.1  # of the allocator's peak, which a snapshot of the peak must not lack
@@ -30,11 +28,11 @@ def find_contradictions(facts: Facts) -> list[str]:
     """About the trace of the critical rank; without one about the highest snapshot, whose record may be incomplete, or whose
     peak the run's own allocator exceeded."""
     one, run, snapshot = facts.critical, facts.run, facts.highest_snapshot
-    told = [text for seen in facts.ranks_seen for text in seen.trace.damage]
+    told = [text for seen in facts.ranks_seen for text in (*seen.trace.damage, *seen.trace.unread)]
     if one is not None:
         return [text for text in (*told, *_check_trace(one, run)) if text]
     if snapshot is not None:
-        told += [] if snapshot.complete else ["the record dropped older events"]
+        told += [] if snapshot.complete else ["more than 1% of the peak's bytes have no allocation in the record"]
         most = run.peak_memory_bytes.max(initial=0, where=run.peak_memory_bytes > 0) if run else 0
         if not snapshot.simulated and snapshot.peak_bytes < (1 - MAX_UNSEEN) * most:
             told.append(f"the run's allocator peaked at {size(int(most))}, which the snapshot does not show")
@@ -42,27 +40,61 @@ def find_contradictions(facts: Facts) -> list[str]:
 
 
 def missing_gpu_work(one: RankFacts, run: Run | None) -> str:
-    """Why a trace without kernels is none of a CPU's job; '' where it is one, or has kernels."""
-    trace, planned = one.trace, run.plan.get("device") if run else None
+    """Why a trace without device work is none of a CPU's job; '' where it is one, or has device work."""
     if one.time.on_gpu:
         return ""
-    launches, name = len(_find_launches(one)), trace.devices[0] if trace.devices else ""
+    trace, planned = one.trace, run.plan.get("device") if run else None
+    name = trace.devices[0] if trace.devices else ""
+    # what starts kernels tells more than what only copies
+    launches = sorted(find_launches(trace), key=lambda found: found.work == "copy")
     if launches:
-        return f"the trace holds {launches:,} kernel launches and no kernel"
-    if planned == "cuda":
-        return "the run was on a GPU, and the trace holds none of its work"
-    if planned == "cpu" or trace.without_gpu or not (name or trace.damage):
+        said = f"the trace holds {describe_launches(launches[0])} and no kernel"
+    elif trace.unread:
+        said = trace.unread[0]
+    elif planned == "cuda":
+        said = "the run was on a GPU, and the trace holds none of its work"
+    elif planned == "cpu" or trace.without_gpu or not (name or trace.damage):
         return ""
-    if not trace.damage:
-        return f"the trace names a GPU ({name}) and holds none of its work: a CPU's job, or no CUDA activities"
-    return f"the trace {f'names a GPU ({name}) and' if name else 'is cut off, names no device and'} holds no kernel"
+    elif name:
+        said = f"the trace names a device ({name}) and holds none of its work"
+    else:
+        said = "the trace is cut off, names no device and holds no kernel"
+    return said + quote_diagnostics(trace)
+
+
+def quote_diagnostics(trace: Trace) -> str:
+    """'; nsys says: "..."' with the writer's own most severe message; '' where it has none."""
+    return f'; {trace.writer} says: "{trace.diagnostics[0]}"' if trace.diagnostics else ""
+
+
+def missing_graph_work(one: RankFacts) -> str:
+    """Why the idle time of a trace is not to be believed: CUDA graphs were launched, and their work is not in it; else ''."""
+    trace = one.trace
+    # kernels of a graph may have correlation ids of their own; then there are kernels without a launch
+    loose = trace.device_rows[trace.launch_of[trace.device_rows] < 0]
+    start = trace.events.start_ns[loose]
+    steady = one.time.steady_steps
+    inside = sum(int(((start >= step.start_ns) & (start < step.end_ns)).sum()) for step in steady)
+    for launches in find_launches(trace, _steady_calls(one)):
+        if launches.work != "graph":
+            continue
+        lost = count_lost(trace, launches)
+        if lost > max(MAX_LOST * len(launches.rows), inside):
+            return f"of {describe_launches(launches)} in the steady steps, {lost:,} have no work in the trace"
+    return ""
 
 
 def weakened(findings: Sequence[Finding], facts: Facts) -> tuple[Finding, ...]:
-    """Findings that rest on a doubtful trace or snapshot are likely at most; those of the run's own records stay."""
+    """Findings that rest on a doubtful trace or snapshot are likely at most; those of the run's own records stay.
+
+    Where the device's work is missing, what only the host's time tells costs nothing that is known, and is left out.
+    """
+    one = facts.critical
+    if one is not None and missing_gpu_work(one, facts.run):
+        findings = [found for found in findings if found.cost_ms is None or rests_on_run_only(found.evidence)]
     if not find_contradictions(facts):
         return tuple(findings)
-    return tuple(one if rests_on_run_only(one.evidence) else replace(one, certain=False) for one in findings)
+    return tuple(found if rests_on_run_only(found.evidence) else replace(found, certain=False) for found in findings)
 
 
 def limit_certainty(findings: Sequence[Finding], confidence: str) -> tuple[Finding, ...]:
@@ -77,19 +109,31 @@ def rests_on_run_only(evidence: Sequence[Evidence]) -> bool:
     return all(piece.where.endswith((RUN_FILE, STEPS_FILE)) for piece in evidence)
 
 
-def _find_launches(one: RankFacts) -> Integers:
+def _steady_calls(one: RankFacts) -> Integers:
+    """Calls of the steady steps."""
     calls = one.trace.rows[Kind.RUNTIME]
-    return calls[one.trace.passing(LAUNCH.match, Kind.RUNTIME)[one.trace.events.name[calls]]]
+    steady: Integers = calls[one.placing.counts[calls]]
+    return steady
+
+
+def _count_lost_kernels(one: RankFacts) -> tuple[int, int]:
+    """(launches of kernels in the steady steps that have no kernel, all launches of kernels)"""
+    lost, made = 0, 0
+    for launches in find_launches(one.trace, _steady_calls(one)):
+        if launches.work == "kernel":
+            lost += count_lost(one.trace, launches)
+            made += len(launches.rows)
+    return lost, made
 
 
 def _check_trace(one: RankFacts, run: Run | None) -> Iterator[str]:
-    trace, time, correlation = one.trace, one.time, one.trace.events.correlation
+    trace, time = one.trace, one.time
     yield missing_gpu_work(one, run)
-    calls = _find_launches(one)
-    calls = calls[(correlation[calls] >= 0) & one.placing.counts[calls]]
-    lost = int((~np.isin(correlation[calls], correlation[trace.device_rows])).sum())
-    if len(trace.device_rows) and lost > MAX_LOST * len(calls):
-        yield f"{lost / len(calls):.0%} of the steady steps' kernel launches have no kernel in the trace"
+    if time.on_gpu:
+        yield missing_graph_work(one)
+        lost, made = _count_lost_kernels(one)
+        if lost > MAX_LOST * made:
+            yield f"{lost / made:.0%} of the steady steps' kernel launches have no kernel in the trace"
     if run is None:
         return
     if time.on_gpu and run.plan.get("device") == "cpu":

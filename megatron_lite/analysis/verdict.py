@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from statistics import fmean, pstdev
 
-from megatron_lite.analysis.contradictions import find_contradictions, missing_gpu_work
+from megatron_lite.analysis.contradictions import find_contradictions, missing_gpu_work, missing_graph_work
 from megatron_lite.analysis.findings.base import Finding
 from megatron_lite.analysis.kernels.kernel_results import Role
 from megatron_lite.analysis.rank_facts import RankFacts
@@ -16,6 +16,7 @@ from megatron_lite.analysis.run.learning import measure_learning
 from megatron_lite.analysis.run.run_results import Run
 from megatron_lite.analysis.run_facts import Facts
 from megatron_lite.analysis.time.time_results import RankTime
+from megatron_lite.analysis.trace.columns import WHOLE_GRAPH, Kind
 from megatron_lite.analysis.verdict_word import DECIDES, choose_word
 from megatron_lite.units import count, significant, size
 
@@ -88,7 +89,7 @@ def _describe_shortage(found: CoreShortage) -> str:
 
 def _judge_time(facts: Facts, rank: RankFacts, findings: Sequence[Finding]) -> Verdict:
     time, run = rank.time, facts.run
-    why_not = missing_gpu_work(rank, run) or _explain_inconclusive(facts, rank)
+    why_not = missing_gpu_work(rank, run) or missing_graph_work(rank) or _explain_inconclusive(facts, rank)
     said = _describe_step(facts, rank, findings) if time.step_ms > 0 else ""
     if why_not:
         so_far = f". As far as it goes: {said}" if said else ""
@@ -106,7 +107,7 @@ def _judge_time(facts: Facts, rank: RankFacts, findings: Sequence[Finding]) -> V
         "ranks were not given their cores": facts.core_shortage is not None,
         _describe_missing(facts): _find_bound(time) == "communication" and _describe_missing(facts) != "",
         **dict.fromkeys(find_contradictions(facts), True),
-        f"{mfu:.0%} of the peak is impossible: kernels are missing, or the device is another one": mfu > 1,
+        f"{mfu:.0%} of the peak is impossible": mfu > 1,
     }
     why = [f"{len(steps)} steady steps", *(doubt for doubt, holds in doubts.items() if holds)]
     return Verdict(said[:1].upper() + said[1:], _find_bound(time), "low" if why[1:] else "high", "; ".join(why))
@@ -179,7 +180,7 @@ def _describe_step(facts: Facts, rank: RankFacts, findings: Sequence[Finding]) -
         parts = [f"{mfu:.0%} of peak" if mfu >= 0.005 else "under 1% of peak"]
     else:
         who = "the GPU computes" if time.on_gpu else "operators take"
-        parts = [f"{who} {_share(time, 'compute'):.0%} of each step"]
+        parts = [f"{who} {_share(time, 'compute'):.0%} of each step{_describe_whole_graphs(rank)}"]
     rows = [row for row in LOSSES if _share(time, row) >= MIN_SHARE_SAID]
     losses: list[str] = []
     for row in sorted(rows, key=lambda row: -time.rows[row])[:MAX_LOSSES]:
@@ -206,6 +207,13 @@ def _describe_step(facts: Facts, rank: RankFacts, findings: Sequence[Finding]) -
             of = "device" if time.on_gpu else "operator"
             parts.append(f"{roles[role] / sum(roles.values()):.0%} of {of} time is {role}")
     return "; ".join(part for part in parts if part)
+
+
+def _describe_whole_graphs(rank: RankFacts) -> str:
+    """', 90% in CUDA graphs whose kernels were not recorded'; '' where graphs take little of the step."""
+    graphs = rank.rows_named(WHOLE_GRAPH.match, Kind.KERNEL)
+    share = rank.share(rank.covered_ms(graphs))
+    return f", {share:.0%} in CUDA graphs whose kernels were not recorded" if share >= MIN_SHARE_SAID else ""
 
 
 def _describe_straggler(facts: Facts, step_ms: float) -> str:

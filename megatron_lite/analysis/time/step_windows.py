@@ -16,19 +16,24 @@ from megatron_lite.analysis.intervals import Integers
 from megatron_lite.analysis.kernels.kernel_words import is_communication
 from megatron_lite.analysis.time.find_phases import find_phases
 from megatron_lite.analysis.time.host_steps import HostSteps, find_host_steps
+from megatron_lite.analysis.time.sites import is_program_frame
 from megatron_lite.analysis.time.time_results import Placing, Step
 from megatron_lite.analysis.trace.columns import Kind, Trace
+from megatron_lite.analysis.trace.launches import find_launch_call
 from megatron_lite.phases import Phase
 
 LONGER = 1.25  # a first or last step so much longer than the median of the others pays for the profiler
 ENOUGH = 3  # complete steps: then the window's first one is not needed
-NO_WORK, CUT = "no work in it", "the trace cuts it"
+NO_WORK = "no work in it"
+CUT = "the trace ends in it"
+FEWER_EVENTS = "fewer events than the others"
 FEWER = 0.8  # of the others' device events: the trace cuts the step
 
 
 def attribute_events(trace: Trace) -> Placing:
     """Device work belongs where its launch call stands, whichever thread made it; host events where they start."""
-    events, launch, host, operators = trace.events, trace.launch_of, find_host_steps(trace), trace.rows[Kind.OP]
+    events, launch, operators = trace.events, trace.launch_of, trace.rows[Kind.OP]
+    host = _leave_out_empty_end(trace, find_host_steps(trace))
     # where the host was for each event; thread -1 where that is not in the trace
     at = np.where(launch >= 0, launch, np.arange(len(events)))
     unplaced = ((events.device >= 0) | (events.kind == Kind.GPU_ANNOTATION)) & (launch < 0)
@@ -51,6 +56,28 @@ def attribute_events(trace: Trace) -> Placing:
     phases, phase = find_phases(trace, host, thread, moment)
     steps, notes = _find_steps(trace, host, step, phases, phase)
     return Placing(steps, step, phases, phase, operator, host.thread, host.notes + notes)
+
+
+def _leave_out_empty_end(trace: Trace, steps: HostSteps) -> HostSteps:
+    """The steps without those at the end in which nothing but their marks was recorded: the window's last mark often begins
+    a step that the loop never makes."""
+    events = trace.events
+    works = np.isin(events.kind, (Kind.OP, Kind.ANNOTATION)) & ~trace.matching(set(steps.names).__contains__)
+    calls = trace.rows[Kind.RUNTIME]
+    works[calls[trace.passing(find_launch_call, Kind.RUNTIME)[events.name[calls]]]] = True
+    frames = trace.rows[Kind.PYTHON]
+    works[frames[trace.passing(is_program_frame, Kind.PYTHON)[events.name[frames]]]] = True
+    works[trace.device_rows] = trace.launch_of[trace.device_rows] < 0
+    moments = events.start_ns[works]
+    last = int(moments.max(initial=-1))
+    kept = max(int(np.searchsorted(steps.start_ns, last, side="right")), min(1, len(steps.names)))
+    return replace(
+        steps,
+        names=steps.names[:kept],
+        numbers=steps.numbers[:kept],
+        start_ns=steps.start_ns[:kept],
+        end_ns=steps.end_ns[:kept],
+    )
 
 
 def find_computing_stream(trace: Trace) -> tuple[int, int]:
@@ -102,7 +129,7 @@ def _find_steps(
             has_it = (cover.within(host.start_ns, host.end_ns) > 0) | (cover.within(start, end) > 0)
             why_not = [f"has {name} in it" if has else why for has, why in zip(has_it, why_not)]
     why_not = [why if counts[k] and end[k] > start[k] else NO_WORK for k, why in enumerate(why_not)]
-    last = max(np.flatnonzero(counts), default=0)  # behind it a full buffer may have ended the record of the GPU
+    last = max(np.flatnonzero(counts), default=0)  # with events of the GPU
     if trace.cut and count > 1 and not (events.start_ns[work] >= end[last]).any():
         why_not[last] = why_not[last] or CUT  # more of its work may have been cut off
     for k in (0, last) if count else ():
@@ -111,9 +138,9 @@ def _find_steps(
         if why_not[k] or not others:
             continue
         if counts[k] < FEWER * np.median(counts[others]):
-            why_not[k] = CUT
+            why_not[k] = FEWER_EVENTS
         elif end[k] - start[k] > LONGER * np.median((end - start)[others]):
-            why_not[k] = f"longer than the others: the profiler {'starts' if k == 0 else 'stops'} in it"
+            why_not[k] = f"longer than the others, at the {'beginning' if k == 0 else 'end'} of the window"
     if on_gpu and sum(not why for why in why_not[1:]) >= ENOUGH:
         why_not[0] = why_not[0] or "the window begins in it"
     times = (start.tolist(), end.tolist(), host.start_ns.tolist(), host.end_ns.tolist())
@@ -135,6 +162,5 @@ def _use_unsteady_steps(steps: tuple[Step, ...], on_gpu: bool) -> tuple[tuple[St
         steps = tuple(replace(step, steady=True) if use else step for step, use in zip(steps, usable))
     if empty:
         names = empty[0].name if len(empty) == 1 else f"{empty[0].name} to {empty[-1].name}"
-        advice = "a full buffer ends the record of the GPU early; profile fewer steps"
-        notes.append(f"the trace holds no work of the GPU in {names}: {advice}")
+        notes.append(f"the trace holds no work of the GPU in {names}, in which the host worked")
     return steps, tuple(notes)

@@ -4,6 +4,7 @@ Times are whole nanoseconds since the trace's first event; -1 stands for "not gi
 """
 
 import enum
+import re
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -47,6 +48,8 @@ class Kind(enum.IntEnum):
 
 
 DEVICE_KINDS = (Kind.KERNEL, Kind.MEMCPY, Kind.MEMSET)
+# The name of a KERNEL that stands for a whole CUDA graph, of whose kernels the writer says nothing.
+WHOLE_GRAPH = re.compile(r"CUDA graph -?\d+$")
 
 
 @dataclass(frozen=True)
@@ -137,6 +140,8 @@ class Trace:
     memory: MemoryEvents
     notes: tuple[str, ...] = ()  # named gaps: what this file lacks or where it is damaged, a sentence each
     damage: tuple[str, ...] = ()  # those of the notes that tell of missing events
+    unread: tuple[str, ...] = ()  # work of a device that the file holds and no reader reads, a sentence each
+    diagnostics: tuple[str, ...] = ()  # what the writer itself says of this record: its warnings, most severe first
     cut: bool = False  # the file, or what was read of it, ends before the record does
     without_gpu: bool = False  # the header says that there was none; False: nothing is said, or there was one
     groups: tuple[ProcessGroup, ...] = ()  # all that the process is in; () if the file does not say

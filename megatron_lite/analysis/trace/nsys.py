@@ -14,6 +14,7 @@ import numpy as np
 
 from megatron_lite.analysis.intervals import Integers
 from megatron_lite.analysis.trace.columns import (
+    WHOLE_GRAPH,
     Events,
     Kind,
     MemoryEvents,
@@ -24,6 +25,7 @@ from megatron_lite.analysis.trace.columns import (
     build_events,
 )
 from megatron_lite.analysis.trace.kineto import nested_tuples
+from megatron_lite.analysis.trace.nsys_gaps import find_unread_tables, read_diagnostics, tells_of_loss
 
 _PUSH_POP, _START_END, _MARK = 59, 60, 34  # ENUM_NSYS_EVENT_TYPE
 _OUR_MARK = re.compile(r"rank (\d+) of (\d+)\b")  # megatron_lite/instruments/nsys_range.py
@@ -144,7 +146,7 @@ def read_nsys(path: Path) -> tuple[Trace, ...]:
                 raise TraceError(f"{path}: {why}")
             return _read_processes(path, tables)
     except sqlite3.Error as error:
-        raise TraceError(f"{path}: damaged, sqlite says: {error}; export the report again.") from None
+        raise TraceError(f"{path}: sqlite cannot read it ({error}); export the report again.") from None
 
 
 def _read_processes(path: Path, tables: _Tables) -> tuple[Trace, ...]:
@@ -166,11 +168,19 @@ def _read_processes(path: Path, tables: _Tables) -> tuple[Trace, ...]:
     devices: tuple[str, ...] = ()
     if tables.have("TARGET_INFO_GPU", "id", "name"):
         devices = tuple(str(name) for (name,) in tables.query("SELECT name FROM TARGET_INFO_GPU ORDER BY id"))
-    clock_ns, facts, none = tables.clock_ns(), tables.facts(), np.empty(0, np.int64)
+    clock_ns = tables.clock_ns()
+    facts = tables.facts()
+    none = np.empty(0, np.int64)
+    unread = find_unread_tables(tables.query, tables.columns)
+    diagnostics = read_diagnostics(tables.query, tables.columns)
     traces = []
     for pid in np.unique(process).tolist():
         events, thread_ids, first, notes = _build_events({key: one[process == pid] for key, one in columns.items()})
         mark = _OUR_MARK.match(marks.get(pid, ""))
+        told = tuple(text for owner, text in diagnostics if owner in (pid, None))
+        damage = tuple(f'nsys says: "{text}"' for text in told if tells_of_loss(text))
+        notes += [f'nsys says: "{text}"' for text in told]
+        notes += _describe_whole_graphs(events, tuple(names))
         traces.append(Trace(
             source=f"{path.name} (process {pid})", writer="nsys", rank=int(mark[1]) if mark else None,
             world_size=int(mark[2]) if mark else None, devices=devices,
@@ -178,9 +188,25 @@ def _read_processes(path: Path, tables: _Tables) -> tuple[Trace, ...]:
             with_stack=False, with_shapes=bool((events.shapes >= 0).any()), names=tuple(names),
             threads=tuple((str(pid), str(tid) if tid >= 0 else "") for tid in thread_ids), shapes=tuple(shapes),
             collectives=(), events=events, memory=MemoryEvents(none, none, none, none, none.astype(np.int16)),
-            notes=tuple(notes), facts=facts,
+            notes=tuple(notes), facts=facts, damage=damage, diagnostics=told,
+            unread=tuple(text for owner, text in unread if owner in (pid, None)),
         ))  # fmt: skip
     return tuple(traces)
+
+
+def _describe_whole_graphs(events: Events, names: tuple[str, ...]) -> list[str]:
+    """What is known of CUDA graphs that are recorded as a whole."""
+    kernels = events.name[events.kind == Kind.KERNEL]
+    graphs = int(
+        sum(np.count_nonzero(kernels == name) for name in set(kernels.tolist()) if WHOLE_GRAPH.match(names[name]))
+    )
+    if not graphs:
+        return []
+    said = (
+        f"launches of CUDA graphs: {graphs:,}, each recorded as a whole: their kernels are not in the report, so what a "
+        "graph computes or communicates and whether it idles is not known; nsys profile --cuda-graph-trace=node records kernels"
+    )
+    return [said]
 
 
 def _build_events(columns: dict[str, Integers]) -> tuple[Events, list[int], int, list[str]]:
@@ -198,7 +224,7 @@ def _build_events(columns: dict[str, Integers]) -> tuple[Events, list[int], int,
         "collective": nothing.astype(np.int32), "sequence": columns["sequence"], "forward_thread": nothing,
     })  # fmt: skip
     if not with_gpu:
-        notes.append("no GPU work was recorded (nsys was run without -t cuda, or on a machine without a GPU)")
+        notes.append("no GPU work of this process is in the report")
     return events, thread_ids.tolist(), first, notes
 
 
@@ -229,6 +255,12 @@ def _read_cuda(tables: _Tables, names: Numbered[str]) -> list[dict[str, Integers
     three = (rows[:, 7] & 255) << 16 | (rows[:, 8] & 255) << 8 | rows[:, 9] & 255
     pieces[-1]["name"] = number(three, lambda one: name_memcpy(one >> 16, one >> 8 & 255, one & 255))
     pieces[-1]["num_bytes"] = rows[:, 6]
+    rows = read("GRAPH_TRACE", Kind.KERNEL, "graphId")
+    pieces[-1]["name"] = number(rows[:, 6], "CUDA graph {}".format)
+    # graphs whose kernels stand in the table of kernels, too, are not counted twice
+    nodes = tables.integers("CUPTI_ACTIVITY_KIND_KERNEL", "correlationId", "graphNodeId")
+    known = np.isin(rows[:, 5], nodes[nodes[:, 1] > 0, 0])
+    pieces[-1] = {key: column[~known] for key, column in pieces[-1].items()}
     rows = read("MEMSET", Kind.MEMSET, "bytes")
     pieces[-1] |= {"name": np.full(len(rows), names["Memset (Device)"]), "num_bytes": rows[:, 6]}
     rows = read("SYNCHRONIZATION", Kind.SYNC, "syncType")
