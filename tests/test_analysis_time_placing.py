@@ -3,7 +3,7 @@
 import pytest
 from trace_maker import AUTOGRAD, MAIN, MadeTrace, cpu_run, gpu_run, measure, place
 
-from megatron_lite.analysis.time.find_phases import known_phase, label_phase
+from megatron_lite.analysis.time.range_names import known_phase, label_phase
 from megatron_lite.analysis.trace.columns import Kind
 
 COPY = "Memcpy HtoD (Pageable -> Device)"

@@ -10,7 +10,7 @@ import numpy as np
 from megatron_lite.analysis.intervals import Cover, Integers, difference
 from megatron_lite.analysis.kernels.kernel_results import RankKernels
 from megatron_lite.analysis.kernels.kernel_words import is_communication
-from megatron_lite.analysis.time.find_phases import known_phase
+from megatron_lite.analysis.time.range_names import known_phase
 from megatron_lite.analysis.time.time_results import Placing, RankTime
 from megatron_lite.analysis.trace.columns import Kind, Trace
 from megatron_lite.phases import Phase

@@ -1,66 +1,29 @@
 """The phase of every event: by the range around it (or around its launch), across threads."""
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 
 import numpy as np
 
 from megatron_lite.analysis.intervals import Flags, Integers, union
 from megatron_lite.analysis.time.host_steps import NUMBERED, PROFILER_STEP, HostSteps
-from megatron_lite.analysis.trace.columns import Kind, Trace
-from megatron_lite.phases import PYTHON_GC, Phase
-
-# what other people call the trainer's phases
-OTHER_NAMES = {
-    Phase.DATA: "dataloader data_loader data_loading load_data load_batch get_batch next_batch batch_generator "
-    "wait_for_batch fetch_batch dataload",
-    Phase.DATA_TO_DEVICE: "to_device h2d copy_batch_to_gpu batch_to_device data_to_gpu copy_to_device",
-    Phase.FORWARD: "fwd forward_pass forward_compute forward_step",
-    Phase.BACKWARD: "bwd backward_pass backward_compute backward_step",
-    Phase.GRAD_SYNC: "all_reduce_gradients allreduce_gradients sync_gradients grads_all_reduce",
-    Phase.CLIP_GRAD: "clip_grad_norm grad_clip clip_gradients",
-    Phase.OPTIMIZER_STEP: "optimizer optim opt opt_step optim_step optimizer_update",
-    Phase.EVAL: "evaluate evaluation validation validate",
-    Phase.SAVE: "checkpoint save_checkpoint checkpointing",
-}
-PHASE_OF_NAME = {str(phase): phase for phase in Phase} | {
-    name: phase for phase, names in OTHER_NAMES.items() for name in names.split()
-}
-PHASE_OF_PATTERN = (  # what PyTorch itself emits
-    (re.compile(r"enumerate\(DataLoader\)"), Phase.DATA),
-    (re.compile(r"Optimizer\.step#"), Phase.OPTIMIZER_STEP),
-    (re.compile(r"(Distributed|FullySharded)DataParallel\.forward"), Phase.FORWARD),
+from megatron_lite.analysis.time.range_names import (
+    COMES_INSIDE_ANY,
+    NO_PHASE_OF_ITS_OWN,
+    drop_numbers,
+    find_meaning,
+    is_backward,
+    is_phase,
+    label_phase,
 )
-ZERO_GRAD = re.compile(r"Optimizer\.zero_grad#")  # PyTorch's too: a phase of its own, whatever range it is called in
-DECORATION = " \t#=-*<>[]"
-AUTOGRAD = re.compile(r"autograd::engine::evaluate_function|\w+Backward\d*$|torch::autograd::AccumulateGrad")
+from megatron_lite.analysis.trace.columns import Kind, Trace
+from megatron_lite.phases import Phase
+
 SENDS = re.compile(r"aten::(to|_to_copy|copy_|cuda)$")
 TO_DEVICE = re.compile(r"HtoD|HostToDevice|Host ?-> ?Device", re.IGNORECASE)
-NO_PHASE = re.compile(rf"nccl|gloo:|c10d::|ucc:|mpi:|{PYTHON_GC}$", re.IGNORECASE)  # it comes inside any
 MAX_NAMES = 100  # of ranges that are phases
 WRAPPER_SHARE = 0.9  # a range over so much of its step says nothing: what lies inside it is the phase
-
-
-def known_phase(name: str) -> Phase | None:
-    """The phase that a range with this name is; None if the name means none."""
-    for pattern, phase in PHASE_OF_PATTERN:
-        if pattern.match(name):
-            return phase
-    plain = name.strip(DECORATION).lower().replace("-", "_").replace(" ", "_")
-    return PHASE_OF_NAME.get(plain)
-
-
-def label_phase(name: str) -> str:
-    """What a report calls the range: the trainer's name for it where there is one, else its own without decoration."""
-    phase = known_phase(name)
-    return str(phase) if phase else name.strip(DECORATION).partition("#")[0].strip() or name
-
-
-def is_backward(trace: Trace) -> Flags:
-    """bool [n]: operators of autograd's engine, by their names or by the forward thread that they name."""
-    events = trace.events
-    found: Flags = (trace.matching(AUTOGRAD.match) | (events.forward_thread > 0)) & (events.kind == Kind.OP)
-    return found
 
 
 def find_phases(trace: Trace, steps: HostSteps, thread: Integers, moment: Integers) -> tuple[tuple[str, ...], Integers]:
@@ -70,11 +33,11 @@ def find_phases(trace: Trace, steps: HostSteps, thread: Integers, moment: Intege
     backward() while autograd's thread works; else what operators tell: autograd's, or that gradients will be taken.
     """
     events, rows = trace.events, _find_phase_ranges(trace, steps)
-    labels = {name: label_phase(trace.names[name]) for name in np.unique(events.name[rows])}
+    labels = _label_phases(trace, np.unique(events.name[rows]))
     names = list(dict.fromkeys(labels[events.name[row]] for row in rows))
     number_of = np.full(len(trace.names) + 1, -1, np.int16)
-    for name, label in labels.items():
-        number_of[name] = names.index(label)
+    for number, label in labels.items():
+        number_of[number] = names.index(label)
     nest = trace.nest(rows)
     position = np.where(thread >= 0, nest.position_at(moment, np.maximum(thread, 0)), -1)
     # a range that begins in the same nanosecond as a phase but lasts longer holds the phase, not the other way round
@@ -98,15 +61,24 @@ def find_phases(trace: Trace, steps: HostSteps, thread: Integers, moment: Intege
     return tuple(names), phase
 
 
+def _label_phases(trace: Trace, names: Integers) -> dict[int, str]:
+    """{name: what a report calls its ranges}. Names that differ in numbers alone are one phase."""
+    labels = {name: label_phase(trace.names[name]) for name in names.tolist()}
+    common = {name: label if is_phase(trace.names[name]) else drop_numbers(label) for name, label in labels.items()}
+    variants = Counter(common.values())
+    return {name: common[name] if variants[common[name]] > 1 else label for name, label in labels.items()}
+
+
 def _find_phase_ranges(trace: Trace, steps: HostSteps) -> Integers:
     """Rows of the ranges that are phases: known ones on any thread, wherever they are, and the outermost under a step on
     its thread. A range that merely wraps a whole step gives way to what it holds."""
     events, rows = trace.events, trace.rows[Kind.ANNOTATION]
-    marks = trace.matching(PROFILER_STEP.match) | trace.matching(NUMBERED.match) | trace.matching(NO_PHASE.match)
-    rows = rows[~marks[rows]]
-    known = trace.matching(known_phase)
-    of_step, inside = trace.matching(set(steps.names).__contains__), union(steps.start_ns, steps.end_ns)
-    own = rows[(events.thread[rows] == steps.thread) & ~of_step[rows] & inside.holds(events.start_ns[rows])]
+    of_step = set(steps.names)
+    names = trace.passing(lambda name: name not in of_step and _may_be_phase(name), Kind.ANNOTATION)
+    rows = rows[names[events.name[rows]]]
+    known = trace.passing(is_phase, Kind.ANNOTATION)[events.name]
+    inside = union(steps.start_ns, steps.end_ns)
+    own = rows[(events.thread[rows] == steps.thread) & inside.holds(events.start_ns[rows])]
     nest = trace.nest(own)
     top = nest.rows[nest.depth == 0]
     for level in range(3):
@@ -115,13 +87,28 @@ def _find_phase_ranges(trace: Trace, steps: HostSteps) -> Integers:
         if known[outer].any() or not share or not (nest.depth > level).any():
             top = outer
             break
-    rows = np.union1d(rows[(known | trace.matching(ZERO_GRAD.match))[rows]], top)
+    rows = np.union1d(_drop_recomputed_forward(trace, rows[known[rows]]), top)
     names, inverse = np.unique(events.name[rows], return_inverse=True)
     if len(names) <= MAX_NAMES:
         return rows
     # too many names (a name per batch, say): those that add up to least are left out
     lengths = np.bincount(inverse, events.end_ns[rows] - events.start_ns[rows])
     return rows[np.isin(inverse, np.argsort(-lengths, kind="stable")[:MAX_NAMES])]
+
+
+def _may_be_phase(name: str) -> bool:
+    """No mark of a step, no bookkeeping, no collective, which come inside any phase."""
+    if PROFILER_STEP.match(name) or NUMBERED.match(name) or COMES_INSIDE_ANY.match(name):
+        return False
+    return find_meaning(name) != NO_PHASE_OF_ITS_OWN
+
+
+def _drop_recomputed_forward(trace: Trace, rows: Integers) -> Integers:
+    """`rows` without the forward ranges inside autograd's engine: activations are recomputed there, for backward."""
+    events = trace.events
+    engine = trace.nest(np.flatnonzero(is_backward(trace)))
+    forward = trace.passing(lambda name: find_meaning(name) == Phase.FORWARD.value, Kind.ANNOTATION)[events.name[rows]]
+    return rows[~forward | (engine.position_at(events.start_ns[rows], events.thread[rows]) < 0)]
 
 
 def _told_by_operators(trace: Trace, main_thread: int) -> Iterator[tuple[str, Callable[[Integers, Integers], Flags]]]:

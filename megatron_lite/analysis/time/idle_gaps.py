@@ -28,7 +28,7 @@ from megatron_lite.analysis.intervals import (
     union,
 )
 from megatron_lite.analysis.kernels.kernel_words import is_communication
-from megatron_lite.analysis.time.find_phases import is_backward
+from megatron_lite.analysis.time.range_names import is_backward
 from megatron_lite.analysis.time.time_results import Placing
 from megatron_lite.analysis.trace.columns import Kind, Trace
 from megatron_lite.phases import Phase

@@ -8,7 +8,6 @@ import numpy as np
 
 from megatron_lite.analysis.intervals import Cover, Flags, Integers, difference, intersection, joined, union
 from megatron_lite.analysis.kernels.kernel_words import is_wait
-from megatron_lite.analysis.time.find_phases import AUTOGRAD
 from megatron_lite.analysis.time.idle_gaps import (
     HostActivity,
     device_covers,
@@ -16,6 +15,7 @@ from megatron_lite.analysis.time.idle_gaps import (
     find_host_activity,
     find_idle_gaps,
 )
+from megatron_lite.analysis.time.range_names import AUTOGRAD
 from megatron_lite.analysis.time.sites import CallSites
 from megatron_lite.analysis.time.step_windows import find_computing_stream
 from megatron_lite.analysis.time.time_results import PhaseTime, Placing, RankTime, Span, Step

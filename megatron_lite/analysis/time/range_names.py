@@ -1,0 +1,104 @@
+"""What ranges and operators of a trace mean, by their names: phases of a step, steps, autograd's work, bookkeeping.
+
+The names that trainers, profilers and servers give to ranges are in range_names.tsv.
+"""
+
+import re
+from functools import lru_cache
+from pathlib import Path
+
+from megatron_lite.analysis.intervals import Flags
+from megatron_lite.analysis.trace.columns import Kind, Trace
+from megatron_lite.phases import PYTHON_GC, Phase
+
+STEP, NO_PHASE_OF_ITS_OWN = "step", "-"
+DECORATION_BUT_BRACKETS = " \t#=-*<>"
+DECORATION = DECORATION_BUT_BRACKETS + "[]"
+LIGHTNING = "[pl][profile]"  # before each of its names
+MAX_LENGTH = 500  # characters of a name that are looked at
+MAX_CACHED = 2**16
+COMES_INSIDE_ANY = re.compile(rf"nccl|gloo:|c10d::|ucc:|mpi:|{PYTHON_GC}$", re.IGNORECASE)
+AUTOGRAD = re.compile(r"autograd::engine::evaluate_function|\w+Backward\d*$|torch::autograd::AccumulateGrad")
+WARM_UP = re.compile(r"(?<![a-z])warm(ing)?[ _-]?up", re.IGNORECASE)
+# parts of a model or of a job, whose numbers tell them apart; other numbers count calls, requests or tokens
+_NUMBERED_PART = re.compile(
+    r"(layer|block|module|stage|head|expert|rank|gpu|device|bucket|level|depth|conv|encoder|decoder|group|chunk)s?[ ._:#-]*\d",
+    re.IGNORECASE,
+)
+_NUMBER = re.compile(r"\d+")
+
+
+def _read_table() -> list[tuple[str, re.Pattern[str]]]:
+    """(meaning, names) of each row of range_names.tsv."""
+    rows = []
+    for line in (Path(__file__).parent / "range_names.tsv").read_text(encoding="utf-8").splitlines():
+        if line and not line.startswith("#"):
+            meaning, names, _ = line.split("\t")
+            rows.append((meaning, re.compile("|".join(names.split()), re.IGNORECASE)))
+    return rows
+
+
+_TABLE = _read_table()
+_PHASES = [row for row in _TABLE if row[0] != STEP]
+_STEPS = [names for meaning, names in _TABLE if meaning == STEP]
+
+
+def _spell(name: str) -> tuple[str, ...]:
+    """The name as the table spells it, and without the decoration at its ends."""
+    name = name[:MAX_LENGTH]
+    return tuple(re.sub(r"[-_\s]+", "_", text) for text in (name, name.strip(DECORATION)))
+
+
+@lru_cache(maxsize=MAX_CACHED)
+def find_meaning(name: str) -> str:
+    """The phase that a range with this name is, "-" for one that is never a phase; "" for what the table does not know."""
+    spellings = _spell(name)
+    for meaning, names in _PHASES:
+        if any(names.fullmatch(spelling) for spelling in spellings):
+            return meaning
+    return ""
+
+
+@lru_cache(maxsize=MAX_CACHED)
+def find_step_family(name: str) -> int:
+    """The place of the name among the table's families of steps; -1 for a name of none."""
+    spellings = _spell(name)
+    for place, names in enumerate(_STEPS):
+        if any(names.fullmatch(spelling) for spelling in spellings):
+            return place
+    return -1
+
+
+def is_phase(name: str) -> bool:
+    """Does the table know the name as that of a phase?"""
+    return find_meaning(name) not in ("", NO_PHASE_OF_ITS_OWN)
+
+
+def known_phase(name: str) -> Phase | None:
+    """The trainer's phase that a range with this name is; None if the name means none."""
+    meaning = find_meaning(name)
+    return Phase(meaning) if meaning in set(Phase) else None
+
+
+def label_phase(name: str) -> str:
+    """What a report calls the range: the table's name for it where there is one, else its own without decoration."""
+    if is_phase(name):
+        return find_meaning(name)
+    bare = name.removeprefix(LIGHTNING).strip(DECORATION_BUT_BRACKETS)
+    bare = bare[1:-1] if bare.startswith("[") and bare.endswith("]") else bare
+    return bare.partition("#")[0].strip() or name
+
+
+def drop_numbers(name: str) -> str:
+    """The name with N for each number, which is the same in each call: "execute_context_0(0)" -> "execute_context_N(N)".
+
+    The number of a layer, a block or a rank stays: it tells parts apart that are there in each step.
+    """
+    return name if _NUMBERED_PART.search(name) else _NUMBER.sub("N", name)
+
+
+def is_backward(trace: Trace) -> Flags:
+    """bool [n]: operators of autograd's engine, by their names or by the forward thread that they name."""
+    events = trace.events
+    found: Flags = (trace.matching(AUTOGRAD.match) | (events.forward_thread > 0)) & (events.kind == Kind.OP)
+    return found
