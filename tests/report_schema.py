@@ -21,6 +21,7 @@ from megatron_lite.analysis.kernels.kernel_results import RankKernels
 from megatron_lite.analysis.memory.memory_results import LedgerRow, Snapshot, TraceMemory
 from megatron_lite.analysis.ranks.rank_results import Ranks
 from megatron_lite.analysis.report import REPORT_SCHEMA, Verdict
+from megatron_lite.analysis.run.every_step import EveryStep
 from megatron_lite.analysis.run.pipeline_times import PipelineTimes
 from megatron_lite.analysis.run.run_results import RankLines, RankMedians, Run
 from megatron_lite.analysis.run_facts import Predicted
@@ -63,6 +64,7 @@ class Contents:
     predicted: Predicted | None
     run: Run | None  # the run folder
     pipeline: PipelineTimes | None  # stages, from steps.jsonl
+    every_step: EveryStep | None  # all steps by phase, beside the profiled ones, from steps.jsonl
     gaps: tuple[str, ...]  # what could not be seen and why
     # those of ranks_seen, snapshots and traced_memory that have more than 16 entries: all but the one that the report shows are
     # without lists here, and each stands in full on a line of report.ranks.jsonl, with the list's name as `of`

@@ -1,15 +1,22 @@
 """Other jobs on the machine are looked at before the profiler or a rank is blamed."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
 from training_maker import cpu, gpu, ordinary_steps, run
 
 from megatron_lite.analysis.analyze import analyze
+from megatron_lite.analysis.compare.compare import compare
+from megatron_lite.analysis.compare.limits import Outcome, judge, read_limit
+from megatron_lite.analysis.findings.base import Evidence, Finding
 from megatron_lite.analysis.findings.rules import apply_rules
 from megatron_lite.analysis.run.cores import measure_slowdown
 from megatron_lite.analysis.run.read import read_run
 from megatron_lite.analysis.verdict_word import VerdictWord
+from megatron_lite.report.json_file import as_json
+from megatron_lite.report.terminal import terminal_lines
+from megatron_lite.report.text import Style
 
 WINDOW = range(20, 26)  # steps from 0
 WATCHED = {"device": "cpu", "world": 1}
@@ -104,3 +111,74 @@ def test_slowdown_without_cpu_times_is_of_nobody(tmp_path):
     run(tmp_path, steps=ordinary_steps(ms=lambda at: 20.0 if at in WINDOW else 10.0, profiled=lambda at: at in WINDOW))
     found = measure_slowdown(read_run(tmp_path))
     assert found.lag_ms == 10.0 and found.by_profiler_ms is None and not found.is_by_other_jobs
+
+
+def pair(tmp_path, a: dict, b: dict):
+    """Two runs of steps without a trace, compared and held against a limit."""
+    for name, columns in (("a", a), ("b", b)):
+        run(tmp_path / name, steps=ordinary_steps(**columns), **WATCHED)
+    found = compare(*(analyze([tmp_path / name]).facts for name in "ab"))
+    [judged] = judge(found, [read_limit("step_ms > +10%")])
+    return found, judged.outcome
+
+
+def test_a_base_taken_under_load_keeps_no_limit(tmp_path):
+    """18% more work, which the base's wait for a core hides; the same without a load is exceeded."""
+    found, outcome = pair(tmp_path, {"ms": 11.8, "core_wait_ms": 4.0}, {"ms": 11.8, "core_wait_ms": 0.1})
+    assert outcome is Outcome.UNCLEAR and found.notes[0].startswith("A was measured on a busy machine")
+    assert found.sentence.endswith("; on a busy machine: A")
+    found, outcome = pair(tmp_path, {"ms": 10.0, "core_wait_ms": 0.1}, {"ms": 11.8, "core_wait_ms": 0.1})
+    assert outcome is Outcome.EXCEEDED and "busy machine" not in found.sentence + "".join(found.notes)
+    _, outcome = pair(tmp_path, {"ms": 10.0, "core_wait_ms": 0.1}, {"ms": 10.0, "core_wait_ms": 0.1})
+    assert outcome is Outcome.KEPT
+
+
+def test_what_a_load_cannot_explain_is_still_exceeded(tmp_path):
+    _, outcome = pair(tmp_path, {"ms": 10.0, "core_wait_ms": 0.1}, {"ms": 30.0, "core_wait_ms": 6.0})
+    assert outcome is Outcome.EXCEEDED
+    found, outcome = pair(tmp_path, {"ms": 10.0, "cpu_ms": 9.0, "involuntary_switches": 9}, {"ms": 10.0})
+    assert outcome is Outcome.UNCLEAR, "how long it waited, the system did not say"
+    assert all(one.pair.band is None for one in found.totals if one.unit == "ms")
+
+
+def test_no_finding_costs_what_is_printed_as_nothing(tmp_path):
+    facts = write(tmp_path, ms=10.0).facts
+    tiny = Finding(code="sync-in-step", cost_ms=0.004, evidence=(Evidence("seen"),), advice="do")
+    rule_of = lambda found: lambda facts: found
+    for found, number in (
+        (tiny, 0),
+        (dataclasses.replace(tiny, cost_ms=0.006), 1),
+        (dataclasses.replace(tiny, cost_ms=None), 1),
+    ):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("megatron_lite.analysis.findings.rules.RULES", {"sync-in-step": rule_of(found)})
+            assert len(apply_rules(facts)) == number
+
+
+def test_products_count_for_what_they_compute(tmp_path):
+    """Tiny ones take the time of dispatch or of a busy machine, which no precision shortens."""
+    for name, dims, found in (("tiny", [[8, 16], [16, 16]], False), ("usual", [[2048, 1024], [1024, 4096]], True)):
+        cpu(tmp_path / name, dtype="float", dims=dims)
+        run(tmp_path / name, precision="fp32", **WATCHED)
+        assert ("fp32-products" in codes(analyze([tmp_path / name]))) is found
+
+
+def test_every_step_stands_beside_the_profiled_ones(tmp_path):
+    columns = {"phase_forward": (3.0, 6.0), "phase_data": 0.5, "phase_eval": 0.0, "core_wait_ms": 0.4}
+    report = write(tmp_path, ms=(12.0, 20.0), **columns)
+    found = report.facts.every_step
+    assert (found.steps, found.profiled_steps, found.step_ms, found.profiled_step_ms) == (33, 6, 12.0, 20.0)
+    rows = {row.name: (row.ms, row.profiled_ms) for row in found.rows}
+    assert list(rows) == ["data", "forward", "backward", "optimizer_step", "other", "no core"]
+    assert rows["forward"] == (3.0, 6.0) and rows["data"] == (0.5, 0.5) and rows["no core"] == (0.4, 0.4)
+    assert rows["other"] == pytest.approx((2.2, 7.2))
+    text = "\n".join(terminal_lines(report, Style(False), everything=True))
+    assert "All steps" in text and as_json(report)["every_step"]["step_ms"] == 12.0
+
+
+def test_the_word_is_said_once(tmp_path):
+    report = write(tmp_path, ms=10.0)
+    assert report.verdict.headline == f"COMPUTE-BOUND: {report.verdict.sentence}"
+    run(tmp_path / "alone", **WATCHED)
+    headline = analyze([tmp_path / "alone"]).verdict.headline
+    assert headline.count("INCONCLUSIVE") == 1

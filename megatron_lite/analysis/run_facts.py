@@ -11,6 +11,7 @@ from megatron_lite.analysis.memory.memory_results import LedgerRow, Snapshot, Tr
 from megatron_lite.analysis.rank_facts import RankFacts
 from megatron_lite.analysis.ranks.rank_results import Ranks
 from megatron_lite.analysis.run.cores import CoreShortage, find_core_shortage
+from megatron_lite.analysis.run.every_step import EveryStep, measure_every_step
 from megatron_lite.analysis.run.pipeline_times import PipelineTimes, measure_pipeline
 from megatron_lite.analysis.run.run_results import Run
 from megatron_lite.run_folder import STEPS_FILE
@@ -140,6 +141,11 @@ class Facts:
     def pipeline(self) -> PipelineTimes | None:
         """Of a run with several stages, where the times of all are known."""
         return measure_pipeline(self.run) if self.run else None
+
+    @cached_property
+    def every_step(self) -> EveryStep | None:
+        """Where all steps go, beside the profiled ones."""
+        return measure_every_step(self.run) if self.run else None
 
     @cached_property
     def core_shortage(self) -> CoreShortage | None:

@@ -29,7 +29,7 @@ def run(argv: list[str]) -> int:
     )
     parser.usage = "megatron-lite watch [OPTIONS] -- COMMAND ..."
     add = parser.add_argument
-    add("--steps", default="10:13", metavar="A:B", help="to profile, from 1: the steps from A on, B left out [10:13]")
+    add("--steps", default="10:16", metavar="A:B", help="to profile, from 1: the steps from A on, B left out [10:16]")
     add("--memory", action="store_true", help="a memory snapshot of these steps, too")
     add("--run-dir", metavar="FOLDER", help="for what is recorded [watched/TIME]")
     add("--no-report", action="store_true", help="only record")
@@ -39,7 +39,7 @@ def run(argv: list[str]) -> int:
         raise UserError("megatron-lite watch: no command; megatron-lite watch -- python train.py runs and watches it.")
     bounds = re.fullmatch(r"(\d{1,9}):(\d{1,9})", options.steps)
     if bounds is None or not 1 < int(bounds[1]) < int(bounds[2]):
-        raise UserError(f"--steps {options.steps}: give two numbers, as in 10:13; the first is at least 2.")
+        raise UserError(f"--steps {options.steps}: give two numbers, as in 10:16; the first is at least 2.")
     folder = Path(options.run_dir or f"watched/{time.strftime('%Y%m%d-%H%M%S')}").absolute()
     before = (folder / RUN_FILE).stat().st_mtime_ns if (folder / RUN_FILE).exists() else None
     steps = [int(bound) for bound in bounds.groups()]

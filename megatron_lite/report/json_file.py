@@ -77,6 +77,7 @@ def as_json(report: Report) -> dict[str, Any]:
         "predicted": plain(facts.predicted),
         "run": run,
         "pipeline": plain(facts.pipeline),
+        "every_step": plain(facts.every_step),
         "gaps": build_limitations(report),
         "shortened": shortened,
     }

@@ -7,7 +7,14 @@ from megatron_lite.report.text import Style, heading, wrapped
 
 MAX_GAPS = 2
 MAX_LINES = 82  # with the line that says what was left out: two screens
-LEFT_OUT_FIRST = ("collectives", "roofline", "kernels", "operators", "phases")  # what says least to most people
+LEFT_OUT_FIRST = (
+    "collectives",
+    "roofline",
+    "kernels",
+    "operators",
+    "every_step",
+    "phases",
+)  # what says least to most people
 
 
 def terminal_lines(report: Report, style: Style, everything: bool = False) -> list[str]:

@@ -2,7 +2,7 @@
 
     from megatron_lite.watch.callbacks import TransformersCallback
 
-    Trainer(..., callbacks=[TransformersCallback("runs/mine", steps=range(10, 13))])
+    Trainer(..., callbacks=[TransformersCallback("runs/mine", steps=range(10, 16))])
 
 `TransformersCallback` is for Hugging Face's Trainer, `LightningCallback` for Lightning's. Both take the arguments of
 `megatron_lite.Profiler`; a step is one of the optimizer's, evaluation and saving are phases of their own.

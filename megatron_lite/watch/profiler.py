@@ -49,7 +49,7 @@ DATA, FORWARD, BACKWARD, OPTIMIZER_STEP = map(str, (Phase.DATA, Phase.FORWARD, P
 class Profiler:
     """Around a training loop: times every step by phase, and profiles some of them.
 
-        with Profiler("runs/mine", steps=range(10, 13)):
+        with Profiler("runs/mine", steps=range(10, 16)):
             for batch in loader:
                 model(batch).backward()
                 optimizer.step()
@@ -66,7 +66,7 @@ class Profiler:
     """
 
     def __init__(
-        self, folder: str | Path, steps: range = range(10, 13), memory: bool = False, command: list[str] | None = None
+        self, folder: str | Path, steps: range = range(10, 16), memory: bool = False, command: list[str] | None = None
     ):
         if steps.step != 1 or not 1 < steps.start < steps.stop:
             raise ValueError(f"steps={steps}: give a range of steps that follow each other; the first is at least 2")

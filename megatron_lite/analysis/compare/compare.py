@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from megatron_lite.analysis.compare.compare_results import Change, Comparison, KernelPair, Pair, PhasePair, Total
+from megatron_lite.analysis.compare.load import describe_load, find_load, widen_band, widen_rate
 from megatron_lite.analysis.compare.losses import compare_losses
 from megatron_lite.analysis.compare.settings import (
     compute_noise_band,
@@ -24,6 +25,7 @@ from megatron_lite.analysis.kernels.kernel_words import get_kernel_role, get_ope
 from megatron_lite.analysis.kernels.rank_kernels import own_ms
 from megatron_lite.analysis.kernels.selection import Selection
 from megatron_lite.analysis.rank_facts import RankFacts
+from megatron_lite.analysis.run.cores import ORDINARY, PROFILED, CoreShortage
 from megatron_lite.analysis.run.run_results import Run
 from megatron_lite.analysis.run_facts import Facts
 from megatron_lite.analysis.time.rank_time import rank_time
@@ -43,8 +45,9 @@ def pair_totals(a: Facts, b: Facts) -> list[Total]:
     runs = [facts.run for facts in (a, b) if facts.run]
     ordinary = [run.training_ms[run.ordinary] for run in runs]
     if len(runs) == 2 and all(map(len, ordinary)):
+        loads = (find_load(a, ORDINARY), find_load(b, ORDINARY))
         of = f"steps.jsonl, {len(ordinary[0])} and {len(ordinary[1])} ordinary steps"
-        totals.append(Total(STEP, "ms", of, paired_samples(*ordinary)))
+        totals.append(Total(STEP, "ms", of, widen_band(paired_samples(*ordinary), loads)))
         # rates are of all ordinary time, as a report has them; they vary as one over the step does
         relative = compute_noise_band(*(ms.mean() / ms for ms in ordinary))
         for name, unit, field, factor in (
@@ -55,14 +58,14 @@ def pair_totals(a: Facts, b: Facts) -> list[Total]:
             if None not in rates:
                 mine, theirs = (factor * rate for rate in rates)
                 band = None if relative is None else relative * max(mine, theirs)
-                totals.append(Total(name, unit, of, paired(mine, theirs, band)))
+                totals.append(Total(name, unit, of, widen_rate(paired(mine, theirs, band), loads)))
     # the mean steady step of the critical ranks' traces, as their rows sum to it
     times = [facts.critical.time for facts in (a, b) if facts.critical]
     samples = [[step.ms for step in time.steady_steps] for time in times]
     if len(times) == 2 and all(samples):
         of = f"traces, {len(samples[0])} and {len(samples[1])} steady steps"
         pair = paired(times[0].step_ms, times[1].step_ms, compute_noise_band(*samples))
-        totals.append(Total(TRACED_STEP, "ms", of, pair))
+        totals.append(Total(TRACED_STEP, "ms", of, widen_band(pair, (find_load(a, PROFILED), find_load(b, PROFILED)))))
     # the most that tensors took: of snapshots, else as the GPU's allocator counted in each step
     snapshots = [facts.highest_snapshot.peak_bytes for facts in (a, b) if facts.highest_snapshot]
     counted = [float(run.peak_memory_bytes.max(initial=0.0, where=run.peak_memory_bytes > 0)) for run in runs]
@@ -72,11 +75,16 @@ def pair_totals(a: Facts, b: Facts) -> list[Total]:
     return totals
 
 
-def pair_phases_of_runs(a: Run, b: Run) -> tuple[PhasePair, ...]:
-    """Medians over ordinary steps: of the host, and where there is a GPU as its stream passed through them."""
+def pair_phases_of_runs(
+    a: Run, b: Run, loads: tuple[CoreShortage | None, CoreShortage | None] = (None, None)
+) -> tuple[PhasePair, ...]:
+    """Medians over ordinary steps: of the host, and where there is a GPU as its stream passed through them.
+
+    loads: the shortage of cores in ordinary steps of each.
+    """
     found = []
     for name in dict.fromkeys((*a.phases_ms, *b.phases_ms)):
-        host = paired_samples(*(_of_ordinary(run, run.phases_ms.get(name)) for run in (a, b)))
+        host = widen_band(paired_samples(*(_of_ordinary(run, run.phases_ms.get(name)) for run in (a, b))), loads)
         device = None
         if a.gpu_phases_ms or b.gpu_phases_ms:
             device = paired_samples(*(_of_ordinary(run, run.gpu_phases_ms.get(name)) for run in (a, b)))
@@ -119,6 +127,18 @@ def build_sentence(totals: Sequence[Total], rows: dict[str, Pair], phases: Seque
         by = f"{abs((peak.ratio or 0.0) - 1):.0%} {peak.change}"
         parts.append(f"peak memory is {by} ({size(peak.a or 0.0)} -> {size(peak.b or 0.0)})")
     return "; ".join(parts)
+
+
+def _find_loads(a: Facts, b: Facts, totals: Sequence[Total]) -> dict[str, CoreShortage]:
+    """By run, "A" and "B", the shortage of cores in the steps whose times are compared."""
+    names = {total.name for total in totals}
+    kinds = [kind for name, kind in ((STEP, ORDINARY), (TRACED_STEP, PROFILED)) if name in names]
+    found = {}
+    for name, facts in (("A", a), ("B", b)):
+        loads = [load for kind in kinds if (load := find_load(facts, kind))]
+        if loads:
+            found[name] = loads[0]
+    return found
 
 
 def _describe_reasons(change: Change, whole_ms: float, rows: dict[str, Pair], phases: Sequence[PhasePair]) -> str:
@@ -289,7 +309,8 @@ def compare(a: Facts, b: Facts, force: bool = False, titles: tuple[str, str] = (
             "steps, a trace with a steady step, or a memory snapshot."
         )
     named = {total.name for total in totals}
-    phases = pair_phases_of_runs(a.run, b.run) if a.run and b.run else ()
+    loads = (find_load(a, ORDINARY), find_load(b, ORDINARY))
+    phases = pair_phases_of_runs(a.run, b.run, loads) if a.run and b.run else ()
     of = "steps.jsonl, ordinary steps" if phases else ""
     parts: dict[str, Any] = {"rows": {}, "phases": phases, "phases_of": of, "roles": {}, "kernels": (), "on_gpu": False}
     if a.critical and b.critical and TRACED_STEP in named:
@@ -302,10 +323,12 @@ def compare(a: Facts, b: Facts, force: bool = False, titles: tuple[str, str] = (
         mine, theirs = ({held.category: held.num_bytes for held in one.held} for one in snapshots)
         held = [name for name in CATEGORIES if mine.get(name) or theirs.get(name)]
         memory = {name: exact(mine.get(name, 0), theirs.get(name, 0)) for name in held}
+    busy = " and ".join(_find_loads(a, b, totals))
+    told = f"; on a busy machine: {busy}" if busy else ""
     return Comparison(
         title_a=titles[0],
         title_b=titles[1],
-        sentence=build_sentence(totals, rows, phases),
+        sentence=f"{build_sentence(totals, rows, phases)}{told}",
         flags=flags_that_differ(a, b),
         totals=totals,
         memory=memory,
@@ -328,7 +351,7 @@ def _pair_groups(a: Facts, b: Facts, whole: Pair | None) -> dict[str, Pair]:
 
 
 def _collect_notes(a: Facts, b: Facts, totals: tuple[Total, ...]) -> list[str]:
-    notes = []
+    notes = [describe_load(name, load) for name, load in _find_loads(a, b, totals).items()]
     if not (a.plan and b.plan):
         notes.append(
             "model and batch are known of runs of this trainer only: whether both did the same work is for you to say"

@@ -49,6 +49,10 @@ def find_no_tensor_cores(facts: Facts, one: RankFacts) -> Finding | None:
     return find_lost_time(one, cost, text, advice, *shown, flags=flags)
 
 
+MIN_EFFICIENCY = (
+    0.05  # of the hardware's limit, which products of a GPU reach that are long enough to be more than a launch
+)
+MIN_FLOPS_PER_SECOND = 1e9  # of a core without vector units; what takes longer on a CPU is not spent on arithmetic
 MAX_FP32_SHARE = 0.10  # of the step: a few fp32 products (router, loss) belong to mixed precision
 # before Volta: no faster 16-bit products
 WITHOUT_TENSOR_CORES = re.compile(r"\b(K[0-9]{2}|M[0-9]{2}|P100|P40|P4|GTX|Titan Xp?)\b")
@@ -63,6 +67,8 @@ def find_fp32_products(facts: Facts, one: RankFacts) -> Finding | None:
         besides.
     Measured: time of fp32 matrix products and attention per steady step, by kernel names, or without a GPU by the
         operators' types; the operators' types need --pytorch-profiler-collect-shapes, else the run's plan says it.
+        Of products whose shapes are known only the time counts that they can need for what they compute and move: tiny
+        products take the time of dispatch or of a busy machine, which no precision shortens.
     Cost: what 16 bits could save of it at best, by the peaks in the hardware table, or by the FLOPs at the 16-bit peak;
         all of it where that peak is unknown, and then no bound of the gain is given.
     Do: bf16 (no loss scale needed), or fp16 with a dynamic loss scale; masters and moments stay fp32.
@@ -80,6 +86,7 @@ def find_fp32_products(facts: Facts, one: RankFacts) -> Finding | None:
             ms = sum(row.ms for row in shaped if row.dtype == "fp32")
         elif facts.plan.get("precision") == "fp32":
             ms = sum(one.kernels.roles.get(role, 0.0) for role in MATRIX_ROLES)
+    ms = min(ms, _limit_to_computing(one, ms))
     if WITHOUT_TENSOR_CORES.search(device) or one.share(ms) < MAX_FP32_SHARE:
         return None
     flag = "--fp16" if "V100" in device else "--bf16"
@@ -96,6 +103,23 @@ def find_fp32_products(facts: Facts, one: RankFacts) -> Finding | None:
     advice = f"train in mixed precision: {flag}"
     found = build_time_finding(ms if gain is None else gain, (seen, *shown), advice, (flag,), rank=one.time.rank)
     return replace(found, gain_ms=gain)
+
+
+def _limit_to_computing(one: RankFacts, ms: float) -> float:
+    """The part of `ms` that fp32 products can need for their arithmetic and memory, even far below the hardware's limits."""
+    shaped = [row for row in one.kernels.roofline if row.role in MATRIX_ROLES and row.dtype == "fp32" and row.ms > 0]
+    total_ms = sum(row.ms for row in shaped)
+    if not total_ms:
+        return ms
+    computing_ms = 0.0
+    for row in shaped:
+        most_ms = row.ms
+        if one.time.on_gpu and row.bound_ms is not None:
+            most_ms = row.bound_ms / MIN_EFFICIENCY
+        elif not one.time.on_gpu:
+            most_ms = 1000 * row.flops / MIN_FLOPS_PER_SECOND
+        computing_ms += min(row.ms, most_ms)
+    return ms * computing_ms / total_ms
 
 
 @rule("slow-16-bit-products", "16-bit products without units for them", "kernels", "roofline")

@@ -32,6 +32,7 @@ MODULES = (
 )
 RULES = {one.code: one for module in MODULES for one in vars(module).values() if isinstance(one, Rule)}
 PAGE_WIDTH = 100
+MIN_COST_MS = 0.005  # per step; less is printed as 0.00 ms
 REFUSED_WITH_MODEL = ("--torch-compile", "--recompute-")  # beside --model, a model of the user's own
 
 
@@ -49,11 +50,16 @@ def apply_rules(facts: Facts, gap: Callable[[str], object] | None = None) -> tup
             if gap is not None:
                 why = f"could not be asked ({type(error).__name__}: {error}); its cause may be there unseen."
                 gap(f"rule {rule.code}: {why}")
-        if found is not None and math.isfinite(found.cost_ms or 0.0):
+        if found is not None and math.isfinite(found.cost_ms or 0.0) and not _rounds_to_nothing(found):
             own = facts.run is not None and facts.run.record.get("model")
             refused = own and any(flag.startswith(REFUSED_WITH_MODEL) for flag in found.flags)
             findings.append(_say_without_flags(found) if facts.is_watched or refused else found)
     return tuple(sorted(findings, key=_rate))
+
+
+def _rounds_to_nothing(one: Finding) -> bool:
+    """Is its cost a time that a report would print as 0? A finding whose cost is not known, or is of bytes, stays."""
+    return one.cost_ms is not None and one.cost_ms < MIN_COST_MS and not one.cost_bytes
 
 
 def _rate(one: Finding) -> tuple[bool, float, int]:

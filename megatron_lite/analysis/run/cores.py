@@ -1,6 +1,7 @@
 """What the training thread got of the machine's cores: inside the profiled window, before it and in ordinary steps."""
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -83,24 +84,29 @@ def measure_window_cores(run: Run) -> CoreUse | None:
     return measure_core_use(run, run.profiled)
 
 
-def find_core_shortage(run: Run) -> CoreShortage | None:
-    """The rank and the kind of steps that lack a core for the largest part of a step; None where all have their cores."""
-    found = []
+def find_core_shortage(run: Run, kind: str = "") -> CoreShortage | None:
+    """The rank and the kind of steps that lack a core for the largest part of a step; None where all have their cores.
+
+    kind: "ordinary" or "profiled", to look at those steps only.
+    """
+    found = [one for one in _list_shortages(run) if kind in ("", one.kind)]
+    return max(found, key=lambda one: one.share or 0.0, default=None)
+
+
+def _list_shortages(run: Run) -> Iterator[CoreShortage]:
     ranks = run.ranks
     if ranks is not None and ranks.without_core is not None:
         rank, wait_ms = ranks.without_core
         cpu_ms = ranks.cpu_ms[rank] if ranks.cpu_ms else None
         switches = ranks.involuntary_switches[rank] if ranks.involuntary_switches else None
-        found.append(CoreShortage(rank, ORDINARY, ranks.step_ms[rank], wait_ms, cpu_ms, switches))
+        yield CoreShortage(rank, ORDINARY, ranks.step_ms[rank], wait_ms, cpu_ms, switches)
     kinds = {ORDINARY: run.ordinary, PROFILED: run.profiled}
     if ranks is not None and (ranks.core_wait_ms or ranks.involuntary_switches):
         del kinds[ORDINARY]  # all ranks have told of those
     for kind, chosen in kinds.items():
         use = measure_core_use(run, chosen)
         if use is not None and use.is_short:
-            rank = run.writing_rank or 0
-            found.append(CoreShortage(rank, kind, use.step_ms, use.wait_ms, use.cpu_ms, use.switches))
-    return max(found, key=lambda one: one.share or 0.0, default=None)
+            yield CoreShortage(run.writing_rank or 0, kind, use.step_ms, use.wait_ms, use.cpu_ms, use.switches)
 
 
 # --- what of the window's longer steps may be the profiler's

@@ -8,6 +8,7 @@ from megatron_lite.analysis.ranks.rank_results import Ranks
 from megatron_lite.analysis.report import Report
 from megatron_lite.analysis.run.learning import measure_learning
 from megatron_lite.report.section import Block, Card, Lines, Section, Table, limit_rows
+from megatron_lite.report.sections.every_step import every_step_section
 from megatron_lite.report.sections.memory import memory_section, prediction_section
 from megatron_lite.report.sections.step import (
     kernels_section,
@@ -213,7 +214,7 @@ def run_section(report: Report, everything: bool) -> Section | None:
 # --- the sections of a report in their order, and what could not be seen
 
 SECTIONS = (
-    step_section, findings_section, phases_section, kernels_section, operators_section, roofline_section, memory_section,
+    step_section, findings_section, every_step_section, phases_section, kernels_section, operators_section, roofline_section, memory_section,
     prediction_section, pipeline_section, ranks_section, collectives_section, run_section,
 )  # fmt: skip
 

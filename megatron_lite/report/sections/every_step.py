@@ -1,0 +1,51 @@
+"""Where all steps of the run go, beside the profiled ones: from the run's own clock, whatever a trace shows."""
+
+from functools import partial
+
+from megatron_lite.analysis.report import Report
+from megatron_lite.analysis.run.every_step import NO_CORE, EveryStepRow
+from megatron_lite.report.section import Lines, Section, Table
+from megatron_lite.report.text import milliseconds, percent, share
+
+TITLES = {
+    "data": "waiting for the loader",
+    "optimizer_step": "optimizer step",
+    "grad_sync": "gradient reduction",
+    "other": "in no phase",
+    NO_CORE: "of all this without a core",
+}
+NOTHING = 0.0005  # of a step: its number would read 0
+
+
+def every_step_section(report: Report, everything: bool) -> Section | None:
+    """A row per phase: medians of all ordinary steps, and of those inside of the window."""
+    found = report.facts.every_step
+    if found is None:
+        return None
+    on_gpu = any(row.gpu_ms is not None for row in found.rows)
+    has_window = found.profiled_step_ms is not None
+    write = partial(milliseconds, of=max(found.step_ms, found.profiled_step_ms or 0.0))
+    shown = [row for row in found.rows if everything or _is_shown(row, found.step_ms)]
+    rows = []
+    for row in shown:
+        cells = [TITLES.get(row.name, row.name), write(row.ms), percent(share(row.ms, found.step_ms))]
+        cells += [write(row.profiled_ms)] if has_window else []
+        cells += [write(row.gpu_ms)] if on_gpu else []
+        cells += [write(row.profiled_gpu_ms)] if on_gpu and has_window else []
+        rows.append(cells)
+    head = ["phase", "ms", "of step"]
+    head += ["in the window"] if has_window else []
+    head += ["on the GPU"] if on_gpu else []
+    head += ["in the window"] if on_gpu and has_window else []
+    whole = ["a step", write(found.step_ms), "100%"]
+    whole += [write(found.profiled_step_ms)] if has_window else []
+    rows.append(whole + [""] * (len(head) - len(whole)))
+    window = f", in the window of {found.profiled_steps}" if has_window else ""
+    of = f"ms per step on the host, medians of {found.steps:,} ordinary steps{window}"
+    quiet = Lines(["medians of single phases need not add up to the step's"], quiet=True)
+    return Section("every_step", "All steps", of, [Table(rows, "l" + "r" * (len(head) - 1), head), quiet])
+
+
+def _is_shown(row: EveryStepRow, step_ms: float) -> bool:
+    least = NOTHING * step_ms
+    return row.ms > least or (row.profiled_ms or 0.0) > least
