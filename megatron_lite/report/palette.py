@@ -13,7 +13,8 @@ HELD = {**dict(zip(CATEGORIES, SERIES)), "other": GREY, "before the record": PAL
 ROWS = {
     "compute": BLUE, "exposed_communication": VERMILION, "exposed_copy": ORANGE, "data_wait": PURPLE, "sync": YELLOW,
     "host": GREEN, "allocator": SLATE, "garbage_collector": GREY, "launch": SKY, "dependency": VIOLET, "save": BROWN,
-    "unexplained": PALE,
+    "cpu_optimizer": SLATE, "clip_grad": BROWN, "log": BROWN, "compile": VIOLET, "startup": SLATE, "graph_capture": SKY,
+    "profiler": GREY, "process_wait": PURPLE, "unexplained": PALE,
 }  # fmt: skip
 ROLES = {
     Role.GEMM: BLUE, Role.ATTENTION: SKY, Role.STATE_SPACE: SKY, Role.NORM: PURPLE, Role.SOFTMAX: VIOLET, Role.ELEMENTWISE: GREEN,

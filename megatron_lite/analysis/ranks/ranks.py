@@ -294,7 +294,19 @@ CAUSES = {  # rows of a step
     "data_wait": ("data_wait",),
     "compute": ("compute",),
     "copy": ("exposed_copy",),
-    "host": ("host", "sync", "garbage_collector", "allocator", "launch"),
+    "host": (
+        "host",
+        "sync",
+        "garbage_collector",
+        "allocator",
+        "launch",
+        "cpu_optimizer",
+        "clip_grad",
+        "log",
+        "compile",
+        "startup",
+        "graph_capture",
+    ),
 }
 # no rank waits for another in these, so that their time is the rank's own
 INDEPENDENT = tuple(map(str, (Phase.DATA, Phase.DATA_TO_DEVICE, Phase.FORWARD, Phase.OPTIMIZER_STEP)))

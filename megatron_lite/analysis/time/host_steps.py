@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_lite.analysis.intervals import Flags, Integers
+from megatron_lite.analysis.time.host_names import name_cause
 from megatron_lite.analysis.time.range_names import (
     WARM_UP,
     drop_numbers,
@@ -105,6 +106,11 @@ def _find_families(trace: Trace) -> HostSteps | None:
     return None
 
 
+def _is_no_step(name: str) -> bool:
+    """Is the range known to be something else: a loader's, a checkpoint, a collective?"""
+    return bool(NOT_A_STEP.match(name)) or name_cause(name, "range") is not None
+
+
 def _find_repeating(trace: Trace, may_be_step: Callable[[str], bool], most: int | None) -> HostSteps | None:
     """The steps by the range that comes back and covers most of its thread; None if it covers too little.
 
@@ -116,7 +122,7 @@ def _find_repeating(trace: Trace, may_be_step: Callable[[str], bool], most: int 
         most: So many steps at most, where the trace tells; a range that comes more often is a part of one.
     """
     ranges = trace.rows[Kind.ANNOTATION]
-    test = trace.passing(lambda name: not NOT_A_STEP.match(name) and may_be_step(name), Kind.ANNOTATION)
+    test = trace.passing(lambda name: not _is_no_step(name) and may_be_step(name), Kind.ANNOTATION)
     rows = _leave_warm_up_out(trace, ranges[test[trace.events.name[ranges]]])
     for spell in (str, drop_numbers):
         found = _choose_repeating(trace, rows, spell)

@@ -2,9 +2,9 @@
 
 Definitions (h: the moment at which the call that launches this work returned, at the latest the gap's end):
 
-- until h the host was late. What it did on the threads that drive the GPU decides: loader, saving, allocator and garbage
-  collector by name; else it is the price of a synchronization, as far as the host had been standing in one (without it,
-  it would have come as much earlier); the rest is the host itself: Python and dispatch.
+- until h the host was late. What it did on the threads that drive the GPU decides: first what names tell (host_names.py:
+  loader, saving, compiling, allocator, ...); then the price of a synchronization, as far as the host had been standing in
+  one (without it, it would have come as much earlier); then clipping and logging by name; the rest is the host itself.
 - after h the work was queued: up to 10 us are launch latency; more is a dependency if the stream was told to wait for an
   event before this work; else unexplained, as is a gap whose work has no launch call in the trace.
 """
@@ -28,10 +28,11 @@ from megatron_lite.analysis.intervals import (
     union,
 )
 from megatron_lite.analysis.kernels.kernel_words import is_communication
+from megatron_lite.analysis.time.host_causes import HostWork, cover_causes, find_host_work
+from megatron_lite.analysis.time.host_names import AFTER_SYNCS, CAUSES
 from megatron_lite.analysis.time.range_names import is_backward
 from megatron_lite.analysis.time.time_results import Placing
 from megatron_lite.analysis.trace.columns import Kind, Trace
-from megatron_lite.phases import Phase
 
 # --- what a GPU is busy with: compute, communication, copies
 
@@ -66,14 +67,6 @@ WAITS = re.compile(
     r"(cuda|hip|cu|mt|xpu)(Stream|Device|Event|Ctx|Thread)Synchronize|(cuda|hip)Memcpy(2D|3D|ToSymbol|FromSymbol|WithStream)?(_v\d+)?(_ptds)?$"
     r"|cuMemcpy(HtoD|DtoH)(_v2)?$|urEventWait|zeEventHostSynchronize"
 )
-ALLOCATES = re.compile(
-    r"(cuda|hip)(Malloc|Free|Host(Alloc|Register|Unregister|Malloc|Free)|ExtMalloc)"
-    r"|(cu|hip)Mem(Alloc|Free|Create|Map|Unmap|Release|SetAccess|Address|HostAlloc|HostRegister|FreeHost)"
-)
-COLLECTS_GARBAGE = re.compile(
-    r"Python GC|.*\bgc\b.*\bcollect\b|<built-in function collect>|.*garbage.?collect", re.IGNORECASE
-)
-LOADER_FRAME = re.compile(r".*torch/utils/data/dataloader\.py\(\d+\): __next__")
 MANY_LAUNCHES = 0.2  # of the device work: a thread that launches so much drives the GPU
 
 
@@ -83,7 +76,8 @@ class HostActivity:
 
     threads: NDArray[np.int64]  # indices into Trace.threads
     waits: Integers  # rows of calls in which the host waits for the device, ordered by start
-    named: dict[str, Cover]  # keys of ROW_TITLES -> when; what belongs to two counts for the first
+    works: tuple[HostWork, ...]  # what names tell
+    covers: dict[str, Cover]  # keys of ROW_TITLES -> when; what belongs to two counts for the first
 
 
 def find_host_activity(trace: Trace, placing: Placing) -> HostActivity:
@@ -96,24 +90,13 @@ def find_host_activity(trace: Trace, placing: Placing) -> HostActivity:
     def find(pattern: re.Pattern[str], kind: Kind) -> Integers:
         return np.flatnonzero(trace.matching(pattern.match) & on_threads & (events.kind == kind))
 
-    def cover_phase(phase: Phase) -> Cover:
-        """When the main thread is in that phase, by its ranges."""
-        number = placing.phases.index(str(phase)) if str(phase) in placing.phases else len(placing.phases)
-        mine = (placing.phase == number) & (events.thread == placing.main_thread)
-        return trace.cover(mine & (events.kind == Kind.ANNOTATION))
-
     unpinned = find_pageable_copies(trace)
-    frames = np.isin(events.kind, (Kind.PYTHON, Kind.ANNOTATION, Kind.OP, Kind.OTHER))
+    works = find_host_work(trace, threads)
     return HostActivity(
         threads.astype(np.int64),
         np.union1d(find(WAITS, Kind.RUNTIME), unpinned[on_threads[unpinned]]),
-        {
-            "save": joined(cover_phase(Phase.SAVE), cover_phase(Phase.EVAL)),
-            # Python stands still on all threads, whichever collects
-            "garbage_collector": trace.cover(trace.matching(COLLECTS_GARBAGE.match) & frames),
-            "allocator": trace.cover(find(ALLOCATES, Kind.RUNTIME)),
-            "data_wait": joined(cover_phase(Phase.DATA), trace.cover(find(LOADER_FRAME, Kind.PYTHON))),
-        },
+        works,
+        cover_causes(trace, placing, threads, works),
     )
 
 
@@ -154,9 +137,11 @@ def find_idle_gaps(trace: Trace, rows: Integers, busy: Cover, steady: Cover, act
     late = np.where(known, np.clip(events.end_ns[launch], start, end) - start, 0)
     amounts: dict[str, Integers] = {}
     named, free = NOTHING, late
-    for row, cover in activity.named.items():
+    for row in CAUSES:
+        cover = activity.covers[row]
         amounts[row] = difference(cover, named).within(start, start + late)
-        named, free = joined(named, cover), free - amounts[row]
+        named = joined(named, cover)
+        free = free - amounts[row]
     waited, blocked = _find_waits(trace, activity.waits, start, start + late)
     amounts["sync"] = np.minimum(free, blocked)
     amounts["host"] = free - amounts["sync"]
@@ -170,6 +155,11 @@ def find_idle_gaps(trace: Trace, rows: Integers, busy: Cover, steady: Cover, act
     if len(host):
         begin = host.time_at(host.covered_until(start) + amounts["sync"])
         host = intersection(host, union(np.maximum(begin, start), start + late))
+    for row in AFTER_SYNCS:
+        cover = activity.covers[row]
+        amounts[row] = intersection(host, cover).within(start, start + late)
+        amounts["host"] = amounts["host"] - amounts[row]
+        host = difference(host, cover)
     thread = np.where(known, events.thread[launch], -1)
     return Gaps(start, thread, late, np.where(amounts["sync"] > 0, waited, -1), amounts, host)
 

@@ -8,6 +8,8 @@ import numpy as np
 
 from megatron_lite.analysis.intervals import Cover, Flags, Integers, difference, intersection, joined, union
 from megatron_lite.analysis.kernels.kernel_words import is_wait
+from megatron_lite.analysis.time.host_causes import measure_host_work
+from megatron_lite.analysis.time.host_names import AFTER_SYNCS
 from megatron_lite.analysis.time.idle_gaps import (
     HostActivity,
     device_covers,
@@ -95,7 +97,8 @@ def _measure_device(trace: Trace, placing: Placing, steady: SteadySteps) -> Rank
     kernel_us = _median_us(events.end_ns[kernels] - events.start_ns[kernels])
     interval_us = _median_us(between)
     queue_us = _median_us(events.start_ns[launched] - events.end_ns[launch[launched]])
-    is_slow = breakdown["host"] / step_ms >= IDLE_SHARE and 0 < kernel_us < KERNEL_TO_INTERVAL * interval_us
+    own_ms = sum(breakdown[row] for row in ("host", *AFTER_SYNCS))
+    is_slow = own_ms / step_ms >= IDLE_SHARE and 0 < kernel_us < KERNEL_TO_INTERVAL * interval_us
     spilled = rows[launch[rows] < 0]
     spilled_ms = trace.cover(spilled).length / 1e6
     return RankTime(
@@ -112,7 +115,8 @@ def _measure_device(trace: Trace, placing: Placing, steady: SteadySteps) -> Rank
         phases=_measure_device_phases(trace, placing, rows),
         syncs=sites.find_sync_sites(activity.waits, gaps),
         hosts=sites.find_host_sites(gaps),
-        loader_host_ms=intersection(activity.named["data_wait"], steady.host_cover).length / 1e6 / steady.count,
+        loader_host_ms=intersection(activity.covers["data_wait"], steady.host_cover).length / 1e6 / steady.count,
+        named=measure_host_work(activity.works, placing.steps),
         launches=len(kernels) / steady.count,
         median_kernel_us=kernel_us,
         median_launch_interval_us=interval_us,
@@ -144,21 +148,27 @@ def _describe_gaps(trace: Trace, rows: Integers, spilled: Integers, spilled_ms: 
 def _measure_host(trace: Trace, placing: Placing, steady: SteadySteps) -> RankTime:
     """The time of a rank whose trace has no device work: the main thread's, since the host is the device.
 
-    Each moment of a step is, in this order: saving or evaluating; in the loader; an operator at work on the main thread or on
-    autograd's; waiting for communication (a backend's span such as gloo:all_reduce runs on a thread of its own, and no
-    operator does); the garbage collector; else Python between operators.
+    Each moment of a step is, in this order: saving or evaluating; compiling; in the loader; an operator at work on the main
+    thread or on autograd's; waiting for communication (a backend's span such as gloo:all_reduce runs on a thread of its own,
+    and no operator does); the garbage collector or another named cause; else Python between operators.
     """
     events, activity, sites = trace.events, find_host_activity(trace, placing), CallSites(trace, placing)
     spans = find_communication_names(trace)[events.name] & (events.kind == Kind.ANNOTATION)
     communication = intersection(trace.cover(spans), steady.cover)
     working = _find_working_operators(trace, activity, communication)
-    rows, left = {}, steady.cover
+    covers = activity.covers
+    rows: dict[str, Cover] = {}
+    left = steady.cover
     for row, cover in (
-        ("save", activity.named["save"]),
-        ("data_wait", activity.named["data_wait"]),
+        ("save", covers["save"]),
+        ("compile", covers["compile"]),
+        ("data_wait", covers["data_wait"]),
         ("compute", working),
         ("exposed_communication", communication),
-        ("garbage_collector", activity.named["garbage_collector"]),
+        ("garbage_collector", covers["garbage_collector"]),
+        ("profiler", covers["profiler"]),
+        ("startup", covers["startup"]),
+        ("process_wait", covers["process_wait"]),
     ):
         rows[row] = intersection(left, cover)
         left = difference(left, cover)
@@ -177,7 +187,8 @@ def _measure_host(trace: Trace, placing: Placing, steady: SteadySteps) -> RankTi
         overlap=1 - breakdown["exposed_communication"] / communication_ms if communication_ms else None,
         phases=_measure_host_phases(trace, placing, compute, communication),
         hosts=sites.find_python_sites(left),
-        loader_host_ms=steady.per_step(activity.named["data_wait"]),
+        loader_host_ms=steady.per_step(activity.covers["data_wait"]),
+        named=measure_host_work(activity.works, placing.steps),
         timeline=_draw_host_timeline(trace, placing, communication, steady.typical),
         timeline_step=steady.typical,
         notes=(*placing.notes, *steady.notes),

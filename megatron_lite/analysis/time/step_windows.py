@@ -15,6 +15,7 @@ import numpy as np
 from megatron_lite.analysis.intervals import Integers
 from megatron_lite.analysis.kernels.kernel_words import is_communication
 from megatron_lite.analysis.time.find_phases import find_phases
+from megatron_lite.analysis.time.host_causes import explain_paying_steps
 from megatron_lite.analysis.time.host_steps import HostSteps, find_host_steps
 from megatron_lite.analysis.time.sites import is_program_frame
 from megatron_lite.analysis.time.time_results import Placing, Step
@@ -128,6 +129,8 @@ def _find_steps(
             cover = trace.cover((phase == phases.index(name)) & (events.kind == Kind.ANNOTATION))
             has_it = (cover.within(host.start_ns, host.end_ns) > 0) | (cover.within(start, end) > 0)
             why_not = [f"has {name} in it" if has else why for has, why in zip(has_it, why_not)]
+    pays = explain_paying_steps(trace, host.thread, host.start_ns, host.end_ns)
+    why_not = [why or paid for why, paid in zip(why_not, pays)]
     why_not = [why if counts[k] and end[k] > start[k] else NO_WORK for k, why in enumerate(why_not)]
     last = max(np.flatnonzero(counts), default=0)  # with events of the GPU
     if trace.cut and count > 1 and not (events.start_ns[work] >= end[last]).any():

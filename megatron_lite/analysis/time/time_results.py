@@ -37,11 +37,19 @@ ROW_TITLES = {
     "compute": "compute",
     "exposed_communication": "communication that compute does not hide",
     "exposed_copy": "copies that nothing hides",
-    "data_wait": "waiting for the loader",
+    "data_wait": "waiting for the data loader",
+    "process_wait": "host waiting for other processes",
     "sync": "after a synchronization by the host",
     "host": "host too slow to launch (Python, dispatch)",
     "allocator": "cudaMalloc, cudaFree and pinning",
     "garbage_collector": "Python's garbage collector",
+    "cpu_optimizer": "optimizer computing on the CPU",
+    "clip_grad": "clipping gradients on the host",
+    "log": "logging and metrics on the host",
+    "compile": "compiling and autotuning",
+    "startup": "starting up CUDA and libraries",
+    "graph_capture": "capturing graphs",
+    "profiler": "the profiler's own work",
     "launch": "launch latency (gaps under 10 us)",
     "dependency": "waiting for another stream",
     "save": "saving and evaluating",
@@ -85,6 +93,19 @@ class HostSite:
     what: str
     phase: str
     idle_ms: float
+
+
+@dataclass(frozen=True)
+class NamedWork:
+    """Work of the host that its name tells, on the threads that drive the device, whether or not the device was idle meanwhile."""
+
+    cause: str  # a key of ROW_TITLES
+    what: str  # "PyTorch's DataLoader", "loading of CUDA modules", ...
+    calls: int  # in the whole trace
+    trace_ms: float  # of the whole trace
+    step_ms: float  # in the mean steady step
+    once: bool  # it comes in few steps, or stops early: no cost of each step
+    step: str  # that has most of it; "" if none
 
 
 @dataclass(frozen=True)
@@ -133,6 +154,7 @@ class RankTime:
     timeline: tuple[Span, ...] = ()  # a typical step on the device: compute by phase, "communication", "copies"
     timeline_step: int | None = None  # its index in steps
     notes: tuple[str, ...] = ()  # named gaps
+    named: tuple[NamedWork, ...] = ()  # longest first
     stretches: tuple[Stretch, ...] = ()  # longest first; () with a GPU
 
     @property

@@ -1,0 +1,76 @@
+"""What calls, ranges and lines of Python of known libraries mean for the host, by their names: the table host_causes.tsv."""
+
+import re
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+# What belongs to two causes counts for the first. All of these are causes even where the host also waited for the device.
+CAUSES = (
+    "save",
+    "garbage_collector",  # Python stops on all threads, whichever collects
+    "profiler",
+    "compile",
+    "startup",
+    "graph_capture",
+    "allocator",
+    "data_wait",
+    "process_wait",
+    "cpu_optimizer",
+)
+# These name only what neither a cause nor a synchronization explains: reading a value there is a synchronization.
+AFTER_SYNCS = ("clip_grad", "log")
+SEEN_AS = ("call", "range", "frame", "overhead")
+FRAME = re.compile(r"(?P<file>[^()<>]*\.pyx?|<frozen [^>]*>)\(\d+\): (?P<function>.*)")
+
+
+@dataclass(frozen=True)
+class NamePattern:
+    """A row of the table."""
+
+    cause: str
+    what: str  # for people
+    name: re.Pattern[str]  # searched in the name; of a line of Python in its file
+    function: re.Pattern[str] | None  # of a line of Python; None: the name says all
+
+
+def read_patterns() -> dict[str, list[NamePattern]]:
+    """{seen as: patterns} of host_causes.tsv, in the order of causes."""
+    found: dict[str, list[NamePattern]] = {seen_as: [] for seen_as in SEEN_AS}
+    order = (*CAUSES, *AFTER_SYNCS)
+    for line in (Path(__file__).parent / "host_causes.tsv").read_text(encoding="utf-8").splitlines():
+        if line.startswith("#"):
+            continue
+        cause, seen_as, pattern, what = line.split("\t")
+        file, colon, functions = pattern.rpartition(": ")
+        if seen_as == "frame" and colon:
+            begin = "" if file.startswith(("^", "\\.")) else "(^|/)"
+            name = re.compile(f"{begin}({file})$")
+            found[seen_as].append(NamePattern(cause, what, name, re.compile(f"({functions})$")))
+        else:
+            found[seen_as].append(NamePattern(cause, what, re.compile(pattern), None))
+    return {seen_as: sorted(rows, key=lambda row: order.index(row.cause)) for seen_as, rows in found.items()}
+
+
+PATTERNS = read_patterns()
+# Traces with stacks have 100,000 names: one look at the function or file spares most of them the patterns.
+_BY_FUNCTION = [row for row in PATTERNS["frame"] if row.function and row.function.pattern != "(.*)$"]
+_BY_FILE = [row for row in PATTERNS["frame"] if row.function and row.function.pattern == "(.*)$"]
+_FUNCTIONS = re.compile("|".join(row.function.pattern for row in _BY_FUNCTION if row.function))
+_FILES = re.compile("|".join(row.name.pattern for row in _BY_FILE))
+
+
+@lru_cache(maxsize=2**17)
+def name_cause(name: str, seen_as: str) -> tuple[str, str] | None:
+    """(cause, what it is) of a name that is seen as a "call", "range", "frame" or "overhead"; None if none is known."""
+    frame = FRAME.match(name) if seen_as == "frame" else None
+    file, function = ("", "") if frame is None else (frame["file"], frame["function"])
+    may_be = frame is not None and bool(_FUNCTIONS.match(function) or _FILES.search(file))
+    for row in PATTERNS[seen_as]:
+        if row.function is None:
+            found = row.name.search(name) is not None
+        else:
+            found = may_be and row.function.match(function) is not None and row.name.search(file) is not None
+        if found:
+            return row.cause, row.what
+    return None
