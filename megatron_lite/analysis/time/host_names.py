@@ -31,7 +31,7 @@ class NamePattern:
     cause: str
     what: str  # for people
     name: re.Pattern[str]  # searched in the name; of a line of Python in its file
-    function: re.Pattern[str] | None  # of a line of Python; None: the name says all
+    function: re.Pattern[str] | None  # of a line of Python; None: `name` is of the whole name
 
 
 def read_patterns() -> dict[str, list[NamePattern]]:
@@ -53,24 +53,23 @@ def read_patterns() -> dict[str, list[NamePattern]]:
 
 
 PATTERNS = read_patterns()
-# Traces with stacks have 100,000 names: one look at the function or file spares most of them the patterns.
-_BY_FUNCTION = [row for row in PATTERNS["frame"] if row.function and row.function.pattern != "(.*)$"]
-_BY_FILE = [row for row in PATTERNS["frame"] if row.function and row.function.pattern == "(.*)$"]
-_FUNCTIONS = re.compile("|".join(row.function.pattern for row in _BY_FUNCTION if row.function))
-_FILES = re.compile("|".join(row.name.pattern for row in _BY_FILE))
+
+
+@lru_cache(maxsize=2**14)
+def _find_rows_of_file(file: str) -> tuple[NamePattern, ...]:
+    """Rows of lines of Python in that file. Traces with stacks have 100,000 names, but of few files."""
+    return tuple(row for row in PATTERNS["frame"] if row.function is not None and row.name.search(file))
 
 
 @lru_cache(maxsize=2**17)
 def name_cause(name: str, seen_as: str) -> tuple[str, str] | None:
     """(cause, what it is) of a name that is seen as a "call", "range", "frame" or "overhead"; None if none is known."""
     frame = FRAME.match(name) if seen_as == "frame" else None
-    file, function = ("", "") if frame is None else (frame["file"], frame["function"])
-    may_be = frame is not None and bool(_FUNCTIONS.match(function) or _FILES.search(file))
-    for row in PATTERNS[seen_as]:
-        if row.function is None:
-            found = row.name.search(name) is not None
-        else:
-            found = may_be and row.function.match(function) is not None and row.name.search(file) is not None
-        if found:
-            return row.cause, row.what
-    return None
+    if frame is not None:
+        rows = (
+            row for row in _find_rows_of_file(frame["file"]) if row.function and row.function.match(frame["function"])
+        )
+    else:
+        rows = (row for row in PATTERNS[seen_as] if row.function is None and row.name.search(name))
+    first = next(rows, None)
+    return None if first is None else (first.cause, first.what)
