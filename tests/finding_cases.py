@@ -223,13 +223,24 @@ def ranks_late(folder: Path, late_us: float, ranks: int = 3):
 
 
 @prepared
-def split_layers(folder: Path, near: int):
+def split_layers(folder: Path, near: int, reduce="tail"):
     """Two ranks that split layers, so many on a node, and sum up for 0.8 ms that nothing hides."""
     group = {"pg_name": "0", "pg_desc": "mesh_tensor", "pg_size": 2, "ranks": [0, 1]}
     for rank in range(2):
         told = {"backend": "nccl", "rank": rank, "world_size": 2, "pg_config": [group]}
-        gpu(folder, rank, 2, reduce="tail", header={"distributedInfo": told})
+        gpu(folder, rank, 2, reduce=reduce, header={"distributedInfo": told})
     run(folder, plan={"layout": {"tensor": 2, "pipeline": 1, "data": 1}, "world": {"size": 2, "local_size": near}})
+
+
+DISPATCH = {"name": None, "kernel": "void deep_ep::internode_ll::dispatch<3, 10, 7168>(void*)"}
+BROADCAST = {"name": "broadcast", "kernel": "ncclDevKernel_Broadcast_RING_LL(ncclDevKernelArgsStorage<4096ul>)"}
+
+
+@prepared
+def exchanges(step: Step, us: float, collective=None):
+    """A collective of `us`, while the device does nothing else."""
+    step.made.collective(step.gpu, step.gpu + us, step.host + 5, thread=100, **(collective or {}))
+    step.host, step.gpu = step.host + 20, step.gpu + us
 
 
 GATHER = {"name": "_allgather_base", "kernel": "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)"}
@@ -393,6 +404,13 @@ CASES = {
     "pipeline-bubble": (pipeline_run(4, [4.0, 3.0, 3.0, 3.5]), pipeline_run(64, [4.0, 3.0, 3.0, 3.5])),
     "tensor-across-nodes": (split_layers(1), split_layers(2)),
     "parameter-gather": (shards(60), shards(60, "overlap")),
+    "exposed-experts": (on_gpu(reduce="after", collective=DISPATCH), on_gpu(reduce="overlap", collective=DISPATCH)),
+    "exposed-tensor-parallel": (split_layers(2), split_layers(2, "overlap")),
+    "optimizer-communication": (on_gpu(before_optimizer=exchanges(1500)), on_gpu(before_optimizer=exchanges(300))),
+    "exposed-communication": (
+        on_gpu(before_forward=exchanges(1500, BROADCAST)),
+        on_gpu(before_forward=exchanges(300, BROADCAST)),
+    ),
     "needless-sharding": (shards(30), shards(60)),
     # of 5.5 + 3 ms for 6 layers; the loss of the last stage takes as long as three layers more
     "unbalanced-stages": (

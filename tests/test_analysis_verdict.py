@@ -59,7 +59,7 @@ COMPUTES = {"compute": 97.0, "host": 3.0}
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ({"ranks": UNKNOWN_KIND}, "20% of each step waits for a collective of unknown kind in backward"),
+        ({"ranks": UNKNOWN_KIND}, "20% of each step waits for communication in backward"),
         ({"mfu": 0.31}, "31% of peak; 20% of each step waits for communication, 10% waits for the host"),
         ({}, "The GPU computes 60% of each step; 20%"),
         ({"device": None, "rows": {"compute": 30.0, "host": 50.0}}, "50% of each step goes to Python between"),

@@ -121,7 +121,7 @@ class MadeTrace:
         """An NCCL kernel with what PyTorch writes beside it, and its host annotation."""
         self._sequence += 1
         if launched is not None:
-            span = f"nccl:{name.replace('allreduce', 'all_reduce')}"
+            span = f"nccl:{name.replace('allreduce', 'all_reduce')}" if name else "Buffer::dispatch"
             self.annotation(span, launched - 1, launched + LAUNCH_US + 1, thread)
         said = {
             "Collective name": name, "In msg nelems": elements, "Out msg nelems": elements, "dtype": dtype,

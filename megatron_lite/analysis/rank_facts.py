@@ -65,13 +65,14 @@ class RankFacts:
         trace = self.trace
         rows = np.concatenate([trace.rows[kind] for kind in kinds])
         rows = np.sort(rows) if len(kinds) > 1 else rows
-        return self._in_steady_steps(rows[trace.passing(test, *kinds)[trace.events.name[rows]]])
+        return self.in_steady_steps(rows[trace.passing(test, *kinds)[trace.events.name[rows]]])
 
     def work_rows(self) -> Integers:
         """Kernels, copies and memsets; without a GPU operators."""
-        return self._in_steady_steps(self.trace.device_rows if self.time.on_gpu else self.trace.rows[Kind.OP])
+        return self.in_steady_steps(self.trace.device_rows if self.time.on_gpu else self.trace.rows[Kind.OP])
 
-    def _in_steady_steps(self, rows: Integers) -> Integers:
+    def in_steady_steps(self, rows: Integers) -> Integers:
+        """Those of `rows` that belong to a steady step."""
         return rows[self.placing.counts[rows]]
 
     def communication_rows(self) -> Integers:

@@ -9,6 +9,7 @@ import numpy as np
 from megatron_lite.analysis.intervals import Numbers
 from megatron_lite.analysis.memory.memory_results import LedgerRow, Snapshot, TraceMemory
 from megatron_lite.analysis.rank_facts import RankFacts
+from megatron_lite.analysis.ranks.exposed import Exposed, measure_exposed
 from megatron_lite.analysis.ranks.rank_results import Ranks
 from megatron_lite.analysis.run.cores import CoreShortage, find_core_shortage
 from megatron_lite.analysis.run.every_step import EveryStep, measure_every_step
@@ -121,6 +122,12 @@ class Facts:
             return None
         wanted = self.ranks.critical_rank if self.ranks else None
         return next((one for one in self.ranks_seen if one.time.rank == wanted), self.ranks_seen[0])
+
+    @cached_property
+    def exposed(self) -> tuple[Exposed, ...]:
+        """Communication of the critical rank that no compute runs beside, by purpose, most exposed first."""
+        one, ranks = self.critical, self.ranks
+        return measure_exposed(one, ranks.world_size if ranks else None) if one is not None else ()
 
     @property
     def highest_snapshot(self) -> Snapshot | None:

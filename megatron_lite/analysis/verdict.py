@@ -196,8 +196,7 @@ def _describe_step(facts: Facts, rank: RankFacts, findings: Sequence[Finding]) -
         if row == "exposed_communication" and facts.ranks and facts.ranks.collectives:
             # nobody waits for what it sends itself
             first = next((one for one in facts.ranks.collectives if one.name != "send"), facts.ranks.collectives[0])
-            what = "a collective of unknown kind" if first.name == OTHER else first.name
-            what = "another stage" if first.name in POINT_TO_POINT else what
+            what = _name_collective(facts, first.name)
             what += f" in {first.phase}" if first.phase else ""
         elif row == "sync" and time.syncs:
             what = f"{what} ({time.syncs[0].operator or time.syncs[0].call})"
@@ -222,6 +221,18 @@ def _describe_whole_graphs(rank: RankFacts) -> str:
     graphs = rank.rows_named(WHOLE_GRAPH.match, Kind.KERNEL)
     share = rank.share(rank.covered_ms(graphs))
     return f", {share:.0%} in CUDA graphs whose kernels were not recorded" if share >= MIN_SHARE_SAID else ""
+
+
+def _name_collective(facts: Facts, kind: str) -> str:
+    """What a step waits for, in words."""
+    if kind in POINT_TO_POINT:
+        return "another stage"
+    if kind in ("dispatch", "combine"):
+        return f"the exchange of tokens among experts ({kind})"
+    if kind != OTHER:
+        return kind
+    # the kernel's own name, where it does not say what it does
+    return f"communication by {facts.exposed[0].kernel}" if facts.exposed else "communication"
 
 
 def _describe_straggler(facts: Facts, step_ms: float) -> str:

@@ -9,7 +9,9 @@ from megatron_lite.analysis.findings.base import Evidence, Finding, build_time_f
 from megatron_lite.analysis.intervals import Integers
 from megatron_lite.analysis.rank_facts import MATTERS, MIN_SHARE_SHOWN, RankFacts, in_ms
 from megatron_lite.analysis.ranks.calls import collective_bytes
+from megatron_lite.analysis.ranks.exposed import GRADIENTS, REST, find_rows_for, is_of_weights
 from megatron_lite.analysis.ranks.from_run import find_straggler_by_medians
+from megatron_lite.analysis.ranks.process_groups import is_fully_sharded
 from megatron_lite.analysis.ranks.rank_results import Ranks, Straggler
 from megatron_lite.analysis.run_facts import TIGHT, Facts, whole
 from megatron_lite.phases import Phase
@@ -22,13 +24,14 @@ BACKWARD, GRAD_SYNC = Phase.BACKWARD.value, Phase.GRAD_SYNC.value
 
 
 def _find_reductions(facts: Facts, one: RankFacts) -> Integers:
-    """Collectives of backward and of what is left of it after: those of logging and evaluating are no gradients.
+    """Collectives of backward and of what is left of it after: those of logging and evaluating are no gradients, nor are exchanges
+    of tokens and gathers of weights.
 
     None where ranks split layers or have stages of a pipeline: what they exchange within those is not told from gradients.
     """
     if facts.splits_model:
         return np.empty(0, np.int64)
-    return one.in_phases(one.communication_rows(), BACKWARD, GRAD_SYNC)
+    return one.in_phases(find_rows_for(one, (GRADIENTS, REST)), BACKWARD, GRAD_SYNC)
 
 
 @dataclass(frozen=True)
@@ -319,7 +322,8 @@ def _measure_shard_traffic(facts: Facts) -> ShardTraffic | None:
     rows = [row for row in ranks.collectives if "data" in row.group or row.group in unnamed]
     # calls of two kinds at once are exposed both, and cost only once
     most_ms = sum(row.exposed_ms for row in ranks.groups if row.group in {one.group for one in rows})
-    gathers = [row for row in rows if row.name == "all_gather"]
+    sharded = is_fully_sharded(facts.critical.trace) if facts.critical else None
+    gathers = [row for row in rows if row.name == "all_gather" and is_of_weights(row.dtype, sharded)]
     gathers_ms = min(sum(row.exposed_ms for row in gathers), most_ms)
     reductions_ms = sum(row.exposed_ms for row in rows if row.name == "reduce_scatter")
     number = sum(row.per_step for row in gathers)
@@ -339,7 +343,8 @@ def find_parameter_gather(facts: Facts) -> Finding | None:
         share out within a node only; in other trainers, prefetch the next layer.
     Flags: --use-distributed-optimizer, or --torch-fsdp2-no-reshard-after-forward; --num-distributed-optimizer-instances;
         in Megatron-LM --overlap-param-gather with --overlap-grad-reduce.
-    False alarm: the first layer's gather, which nothing can hide; a window whose first step warms up.
+    False alarm: the first layer's gather, which nothing can hide; a window whose first step warms up. Gathers of whole numbers and of
+        pickled objects (all_gather_object), and all gathers of a model under DistributedDataParallel, are no weights.
     """
     seen = _measure_shard_traffic(facts)
     if seen is None or seen.gathers_ms < MATTERS * seen.step_ms:

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from megatron_lite.analysis.findings import (
     communication_rules,
+    exposed_rules,
     host_rules,
     input_rules,
     kernel_rules,
@@ -26,6 +27,7 @@ MODULES = (
     kernel_rules,
     update_rules,
     communication_rules,
+    exposed_rules,
     pipeline_rules,
     machine_rules,
     memory_rules,

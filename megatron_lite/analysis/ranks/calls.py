@@ -20,7 +20,10 @@ from megatron_lite.analysis.trace.columns import Collective, Kind, ProcessGroup,
 
 # Squashed to letters and digits: "nccl:_all_gather_base", "ncclDevKernel_AllGather_RING_LL", "allgather_into_tensor". In order.
 _KINDS = (
-    ("all_reduce", r"allreduce|crossdevicereduce"),
+    # of tokens among experts: DeepEP and its kin
+    ("dispatch", r"dispatch"),
+    ("combine", r"combine"),
+    ("all_reduce", r"allreduce|crossdevicereduce(?!scatter)|userbuffers\w*suminplace"),
     ("all_gather", r"allgather"),
     ("reduce_scatter", r"reducescatter"),
     ("all_to_all", r"alltoall|all2all"),
@@ -56,7 +59,9 @@ def find_collective_kind(name: str) -> str:
 
 
 def find_algorithm(kernel: str) -> str:
-    """'ring, LL128' from ncclKernel_AllReduce_RING_LL128_Sum_float; "" for names that do not say."""
+    """'ring, LL128' from ncclKernel_AllReduce_RING_LL128_Sum_float; "" for names that do not say, and of other libraries."""
+    if not re.search("[nr]ccl", kernel[:400], re.IGNORECASE):
+        return ""
     name = kernel.partition("(")[0][:400]
     algorithm, protocol = _ALGORITHM.search(name), _PROTOCOL.search(name)
     words = [algorithm[1].lower() if algorithm else "", protocol[1].upper() if protocol else ""]
@@ -134,6 +139,7 @@ class Calls:
     """c collectives of one rank by start, on the trace's own clock."""
 
     rank: int | None
+    rows: Integers  # [c], the trace's events
     whats: tuple[What, ...]  # [c]; equal ones are one object
     start_ns: NDArray[np.int64]  # [c]
     end_ns: NDArray[np.int64]  # [c]
@@ -185,6 +191,7 @@ def collect_calls(trace: Trace, placing: Placing, world_size: int | None) -> Cal
     phases = tuple(placing.phases[at] if at >= 0 else "" for at in placing.phase[called])
     return Calls(
         rank=trace.rank,
+        rows=rows,
         whats=_describe_calls(trace, rows, around, records, world_size, _find_places(trace, called, phases)),
         start_ns=events.start_ns[rows],
         end_ns=events.end_ns[rows],

@@ -4,7 +4,7 @@ import itertools
 import re
 from collections.abc import Sequence
 
-from megatron_lite.analysis.trace.columns import ProcessGroup
+from megatron_lite.analysis.trace.columns import ProcessGroup, Trace
 from megatron_lite.phases import Phase
 
 # Words of descriptions by PyTorch's device meshes, Megatron-LM, torchtitan, and this trainer
@@ -32,6 +32,19 @@ _OF_SHARDS = ("reduce_scatter", "all_gather")
 _OF_GRADIENTS: dict[str, tuple[str, ...]] = {
     Phase.BACKWARD: (*_OF_SHARDS, "all_reduce"), Phase.GRAD_SYNC: _OF_SHARDS, Phase.OPTIMIZER_STEP: _OF_SHARDS
 }  # fmt: skip
+
+
+# what replicates whole weights, and what shards them
+_REPLICATES = re.compile(r"DistributedDataParallel\.forward")
+_SHARDS = re.compile(r"FSDP|FullyShard|fully_shard|fsdp::|[Dd]eep[Ss]peed|ZeroRedundancy|\bZeRO\b")
+
+
+def is_fully_sharded(trace: Trace) -> bool | None:
+    """Do ranks share out weights, as far as the names of ranges and operators say? False: they hold whole ones
+    (DistributedDataParallel). None: nothing says."""
+    if any(map(_SHARDS.search, trace.names)):
+        return True
+    return False if any(map(_REPLICATES.search, trace.names)) else None
 
 
 def find_dimension(description: str) -> str:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+MAX_NAMED = 8
 OTHER = "other"  # the kind of a collective whose names no pattern knows
 
 
@@ -83,3 +84,14 @@ class Ranks:
     clocks_aligned: bool | None  # starts compared on one clock (ends of collectives coincide); None with one rank
     critical_rank: int | None  # the one that waits least for others: its time is the run's
     notes: tuple[str, ...]
+
+    def describe_missing(self) -> str:
+        """'15 of 16 ranks were not read (1 to 15)'; '' where all were, or nothing says how many there are."""
+        if not self.missing or not self.world_size:
+            return ""
+        first, last = self.missing[0], self.missing[-1]
+        in_a_row = last - first == len(self.missing) - 1
+        named = ", ".join(map(str, self.missing[:MAX_NAMED])) + (" ..." if len(self.missing) > MAX_NAMED else "")
+        which = f"{first} to {last}" if in_a_row and last > first else named
+        verb = "was" if len(self.missing) == 1 else "were"
+        return f"{len(self.missing)} of {self.world_size} ranks {verb} not read ({which})"

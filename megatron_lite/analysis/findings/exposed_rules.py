@@ -1,0 +1,191 @@
+"""Communication that no compute runs beside, whatever it is for, where no rule knows its cause better."""
+
+from collections.abc import Sequence
+
+from megatron_lite.analysis.findings import communication_rules as known
+from megatron_lite.analysis.findings import pipeline_rules
+from megatron_lite.analysis.findings.base import Evidence, Finding, Rule, counted, find_lost_time, rule
+from megatron_lite.analysis.rank_facts import MATTERS, RankFacts, in_ms
+from megatron_lite.analysis.ranks.exposed import (
+    ALL_TO_ALL,
+    CONTEXT,
+    EXPERTS,
+    FORWARD,
+    GRADIENTS,
+    OBJECTS,
+    OPTIMIZER,
+    REST,
+    STAGES,
+    TENSOR,
+    WEIGHTS,
+    Exposed,
+)
+from megatron_lite.analysis.run_facts import Facts
+
+# rules that name a cause of some of it, and what they speak of: their cost is not told again
+CAUSES: tuple[tuple[Rule, str], ...] = (
+    (known.find_all_reduce_tail, GRADIENTS),
+    (known.find_no_overlap, GRADIENTS),
+    (known.find_small_buckets, GRADIENTS),
+    (known.find_reduce_every_micro_batch, GRADIENTS),
+    (known.find_parameter_gather, WEIGHTS),
+    (known.find_needless_sharding, WEIGHTS),
+    (known.find_tensor_across_nodes, TENSOR),
+    (pipeline_rules.find_pipeline_bubble, STAGES),
+    (pipeline_rules.find_unbalanced_stages, STAGES),
+)
+TITLES = {
+    EXPERTS: "exchange among experts",
+    ALL_TO_ALL: "all-to-all",
+    TENSOR: "sums over ranks that split layers",
+    CONTEXT: "exchange of split sequences",
+    FORWARD: "sums over ranks in forward",
+    STAGES: "sends and receives",
+    OPTIMIZER: "exchange in the optimizer's step",
+    OBJECTS: "gathers of objects",
+    WEIGHTS: "gathers of weights",
+    GRADIENTS: "reduction of gradients",
+    REST: "communication",
+}
+REMEDIES = {
+    CONTEXT: "exchange the next block of keys and values while one is computed; fewer context parallel ranks, or longer sequences",
+    FORWARD: "sum fewer, larger tensors, and compute something else meanwhile (async_op=True)",
+    STAGES: "more micro-batches per step, so that stages wait less; send and receive beside computing (batch_isend_irecv)",
+    OBJECTS: "gather tensors instead of pickled objects, once per many steps",
+    WEIGHTS: "gather the next layer's weights while one computes (prefetch), or keep them between forward and backward",
+    GRADIENTS: "reduce as backward goes on, on a stream of its own; fewer bytes: 16 bits, more micro-batches per step",
+    REST: "do it beside computing, on a stream of its own (async_op=True), or less often",
+}
+MAX_WORDS = 3
+
+
+@rule("exposed-experts", "exchange among experts that nothing hides", "step", "collectives", needs="trace")
+def find_exposed_experts(facts: Facts, one: RankFacts) -> Finding | None:
+    """Tokens travel between experts (all-to-all, dispatch and combine) while nothing computes.
+
+    Meaning: every layer of experts sends each token to the ranks of its experts and the results back. A micro-batch can compute
+        only when its tokens have come; another micro-batch, or the shared experts, could compute meanwhile.
+    Measured: all-to-alls, dispatches and combines (NCCL, DeepEP and its kin) in steady steps, and what of them no compute runs
+        beside; which stream they run on.
+    Cost: all of that. Waiting for a rank with more tokens is in it.
+    Do: two micro-batches in turns, so that one computes while the other's tokens travel (DeepEP: async_finish=True and
+        previous_event, on its own communication stream); shared experts beside the exchange; fewer nodes per token; 8-bit
+        dispatch.
+    Flags: in Megatron-LM --overlap-moe-expert-parallel-comm, --moe-shared-expert-overlap, --moe-router-num-groups.
+    False alarm: a trace of one rank: whether it waits for others or for the network cannot be told from it. Inference of a few
+        tokens has nothing to compute meanwhile. All-to-alls of embedding tables or sequences are of the same kind; the finding says
+        "all-to-all" where nothing tells what travels.
+    """
+    advice = "let one micro-batch compute while another one's tokens travel; shared experts beside the exchange"
+    return _find_exposed(facts, one, (EXPERTS, ALL_TO_ALL), advice)
+
+
+@rule("exposed-tensor-parallel", "sums among ranks that split layers", "step", "collectives", needs="trace")
+def find_exposed_tensor_parallel(facts: Facts, one: RankFacts) -> Finding | None:
+    """Ranks that split layers exchange hidden states while nothing computes.
+
+    Meaning: with tensor parallelism every layer ends with a sum over ranks, which the next layer needs. Products can be cut into
+        pieces, so that one piece is summed while the next is computed.
+    Measured: collectives of tensor parallel groups, and all-reduces in forward of groups without a name, in steady steps; what of
+        them no compute runs beside.
+    Cost: all of that.
+    Do: fewer tensor parallel ranks, if memory allows; products that overlap with their sums (sequence parallelism with
+        overlapped user buffers, asynchronous tensor parallelism of torch); larger micro-batches.
+    Flags: --sequence-parallel; in Megatron-LM --tp-comm-overlap.
+    False alarm: sums in forward that belong to SyncBatchNorm or to a loss over all ranks.
+    """
+    advice = "fewer tensor parallel ranks, if memory allows; else overlap products with their sums"
+    return _find_exposed(facts, one, (TENSOR, FORWARD), advice)
+
+
+@rule("optimizer-communication", "exchange in the optimizer's step", "step", "phases", "collectives", needs="trace")
+def find_optimizer_communication(facts: Facts, one: RankFacts) -> Finding | None:
+    """Ranks exchange data inside the optimizer's step while nothing computes.
+
+    Meaning: a reduction that the optimizer starts can hide behind nothing: backward is over, and the update needs its result.
+        Gradients reduced there, norms of many tensors one by one, or weights gathered after the update are the usual cases.
+    Measured: collectives launched inside the optimizer's step of steady steps, and what of them no compute runs beside.
+    Cost: all of that.
+    Do: reduce gradients as backward goes on; sum all norms in one collective; gather updated weights beside the next forward.
+    Flags: in Megatron-LM --overlap-grad-reduce and --overlap-param-gather.
+    False alarm: the one sum of the gradients' norm, which clipping needs: then it waits for the slowest rank.
+    """
+    advice = "reduce gradients in backward, sum norms in one collective, gather weights beside the next forward"
+    return _find_exposed(facts, one, (OPTIMIZER,), advice)
+
+
+@rule("exposed-communication", "communication that nothing hides", "step", "collectives", needs="trace")
+def find_exposed_communication(facts: Facts, one: RankFacts) -> Finding | None:
+    """Ranks exchange data while nothing computes, and no other rule knows why.
+
+    Meaning: communication costs time where no compute runs beside it: because what follows needs its result, because it is waited
+        for at once, or because it runs on the stream that computes and so cannot overlap.
+    Measured: what of all collectives, sends and receives in steady steps no compute runs beside, less what other findings tell;
+        by what they are for, as far as groups, names and phases say.
+    Cost: all of that. Waiting for ranks that come late is in it.
+    Do: launch it earlier and wait for it later, on a stream of its own; fewer bytes; less often.
+    Flags: none.
+    False alarm: a trace of one rank: whether it waits for others or for the network cannot be told from it.
+    """
+    return _find_exposed(facts, one, (CONTEXT, STAGES, WEIGHTS, GRADIENTS, OBJECTS, REST), "")
+
+
+def _find_exposed(facts: Facts, one: RankFacts, purposes: Sequence[str], advice: str) -> Finding | None:
+    """What of these purposes is exposed and not told by another finding; the advice is the most exposed one's if none is given."""
+    if facts.run is not None and facts.run.without_core:
+        # ranks without a core come late by chance: busy-machine says so
+        return None
+    left = [(part, _find_rest_ms(facts, part)) for part in facts.exposed if part.purpose in purposes]
+    left = sorted([(part, ms) for part, ms in left if ms > 0], key=lambda one: -one[1])
+    share = _find_share_of_row(facts, one) * (1 - _find_waiting_share(facts, one))
+    cost = sum(ms for _, ms in left) * share
+    if not left or one.share(cost) < MATTERS:
+        return None
+    most, _ = left[0]
+    seen = [_describe(part) for part, ms in left if one.share(ms * share) >= MATTERS or part is most]
+    evidence = [Evidence(text) for text in seen[1:]]
+    if most.on_compute_stream_ms > most.ms / 2:
+        evidence.append(Evidence("it cannot overlap: its kernels run on the stream that computes, one after the other"))
+        advice = f"launch it on a stream of its own; {advice or REMEDIES[most.purpose]}"
+    evidence += _describe_absent_ranks(facts)
+    text = f"nothing hides {one.of_step(cost)}: {seen[0]}"
+    title = f"{TITLES[most.purpose]} that nothing hides"
+    advice = advice or REMEDIES[most.purpose]
+    return find_lost_time(one, cost, text, advice, *evidence, row=most.row, certain=False, title=title)
+
+
+def _describe(part: Exposed) -> str:
+    """'49.0 ms of 20 calls of dispatch and combine per step are exposed (deep_ep::internode_ll::dispatch)'."""
+    kinds = " and ".join(part.kinds[:MAX_WORDS]) or "a kind that its name does not say"
+    where = [phase for phase in part.phases[:MAX_WORDS] if phase]
+    within = f" in {' and '.join(where)}" if where else ""
+    return f"{in_ms(part.ms)} of {counted(part.calls, 'call')} of {kinds} per step{within} are exposed ({part.kernel})"
+
+
+def _find_rest_ms(facts: Facts, part: Exposed) -> float:
+    """What of it no other finding tells. Findings of one purpose overlap, so that the most costly one counts."""
+    told = [found.cost_ms or 0.0 for cause, purpose in CAUSES if purpose == part.purpose and (found := cause(facts))]
+    return part.ms - max(told, default=0.0)
+
+
+def _find_share_of_row(facts: Facts, one: RankFacts) -> float:
+    """Work that was launched in steady steps may run beyond their windows: no more counts than the step's row has."""
+    total = sum(part.ms for part in facts.exposed)
+    row = one.time.rows.get("exposed_communication", 0.0)
+    return min(1.0, row / total) if total else 0.0
+
+
+def _find_waiting_share(facts: Facts, one: RankFacts) -> float:
+    """Of this rank's exposed communication what is waiting for ranks that another finding names."""
+    ranks = facts.ranks
+    if ranks is None or ranks.straggler is None:
+        return 0.0
+    row = next((row for row in ranks.rows if row.rank == one.time.rank), None)
+    if row is None or not row.exposed_wait_ms or not row.exposed_communication_ms:
+        return 0.0
+    return min(1.0, row.exposed_wait_ms / row.exposed_communication_ms)
+
+
+def _describe_absent_ranks(facts: Facts) -> list[Evidence]:
+    absent = facts.ranks.describe_missing() if facts.ranks else ""
+    return [Evidence(f"{absent}: waiting for them is not told apart from the transfer")] if absent else []
