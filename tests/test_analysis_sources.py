@@ -255,7 +255,7 @@ def test_what_is_not_read_is_named(tmp_path):
     (tmp_path / "run.nsys-rep").write_bytes(b"x")
     (tmp_path / "notes.txt").write_text("x")
     assert reasons(discover_sources([tmp_path])) == {
-        "settings.json": "JSON, but no trace", "empty.json": "empty", "bad.json.gz": "damaged gzip data",
+        "settings.json": "JSON, but no trace", "empty.json": "empty", "bad.json.gz": "its gzip data cannot be unpacked",
         "model.pickle": "a pickle, but no memory snapshot of PyTorch",
         "run.nsys-rep": "a report of Nsight Systems; export it first: nsys export --type sqlite run.nsys-rep",
     }  # fmt: skip

@@ -119,7 +119,7 @@ def test_a_loader_that_the_device_hides_costs_nothing(tmp_path):
 def test_work_without_a_launch_call_leaves_its_gap_unexplained(tmp_path):
     time = measure(two_kernels(80, 50, ("kernel", "strange", 240, 270, None)), tmp_path)
     assert idle_rows(time)["unexplained"] == 50 and time.spilled_ms == pytest.approx(0.03)
-    assert "launched outside of the trace" in " ".join(time.notes)
+    assert "have no launch call in the trace" in " ".join(time.notes)
 
 
 def test_a_synchronization_costs_what_the_host_lost_in_it(tmp_path):

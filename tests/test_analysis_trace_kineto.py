@@ -12,8 +12,8 @@ import pytest
 from trace_maker import MadeTrace, gpu_run, write
 
 from megatron_lite.analysis.trace.columns import Collective, Kind, Shapes
-from megatron_lite.analysis.trace.kineto import KIND_OF_CATEGORY
 from megatron_lite.analysis.trace.kineto_json import Chunks
+from megatron_lite.analysis.trace.kineto_kinds import KIND_OF_CATEGORY
 from megatron_lite.analysis.trace.read import read_traces
 
 TRACES = Path(__file__).parents[2] / "shared" / "traces"
@@ -183,7 +183,8 @@ def test_a_bare_list_of_events(tmp_path):
 
 
 def test_each_category(tmp_path):
-    kinds = KIND_OF_CATEGORY | {"mystery": Kind.OTHER}
+    of_devices = {"xpu_runtime": Kind.RUNTIME, "mlu_memcpy": Kind.MEMCPY, "musa_user_annotation": Kind.GPU_ANNOTATION}
+    kinds = KIND_OF_CATEGORY | of_devices | {"mystery": Kind.OTHER, "hpu_op": Kind.RUNTIME}
     trace = read(tmp_path, [span(category, category, at, 1) for at, category in enumerate(kinds)])
     assert {trace.name_of(row): trace.events.kind[row] for row in range(len(kinds))} == kinds
 

@@ -21,6 +21,9 @@ from megatron_lite.units import size
 
 MAX_APART = 2.0  # trace's step / the run's own time of its profiled steps, or the other way round
 MAX_SHARE_APART = 0.2  # of a step, by which a trace and the run's own clock may differ about waiting for data
+MAX_OVERLAP_APART = 0.05  # of a step, by which Ascend's own sums and the tasks of its device may differ
+# rows of a step -> names on the track "Overlap Analysis" of Ascend's profiler
+OVERLAP_ANALYSIS = {"compute": "Computing", "exposed_communication": "Communication(Not Overlapped)"}
 MAX_UNSEEN = 0.1  # of the allocator's peak, which a snapshot of the peak must not lack
 
 
@@ -126,6 +129,22 @@ def _count_lost_kernels(one: RankFacts) -> tuple[int, int]:
     return lost, made
 
 
+def _check_overlap_analysis(one: RankFacts) -> Iterator[str]:
+    """Ascend's profiler writes its own sums beside the tasks that they are made of."""
+    trace, time = one.trace, one.time
+    if len(np.unique(trace.events.device[trace.device_rows])) > 1:
+        return
+    others = trace.rows[Kind.OTHER]
+    for row, name in OVERLAP_ANALYSIS.items():
+        rows = others[trace.passing(name.__eq__, Kind.OTHER)[trace.events.name[others]]]
+        steady = [(step.start_ns, step.end_ns) for step in time.steady_steps]
+        cover = trace.cover(rows)
+        ms = sum(int(cover.within(np.array([start]), np.array([end]))[0]) for start, end in steady) / 1e6 / len(steady)
+        read = time.rows.get(row, 0.0)
+        if len(rows) and abs(ms - read) > MAX_OVERLAP_APART * time.step_ms:
+            yield f"the file's own Overlap Analysis has {ms:,.1f} ms of {name} per step, its tasks {read:,.1f} ms"
+
+
 def _check_trace(one: RankFacts, run: Run | None) -> Iterator[str]:
     trace, time = one.trace, one.time
     yield missing_gpu_work(one, run)
@@ -134,6 +153,7 @@ def _check_trace(one: RankFacts, run: Run | None) -> Iterator[str]:
         lost, made = _count_lost_kernels(one)
         if lost > MAX_LOST * made:
             yield f"{lost / made:.0%} of the steady steps' kernel launches have no kernel in the trace"
+        yield from _check_overlap_analysis(one)
     if run is None:
         return
     if time.on_gpu and run.plan.get("device") == "cpu":

@@ -12,8 +12,9 @@ from datetime import datetime
 from itertools import islice
 from pathlib import Path
 
+from megatron_lite.analysis.trace.foreign import describe_foreign, is_of_torch
 from megatron_lite.analysis.trace.kineto import rank_in_name
-from megatron_lite.analysis.trace.read import NSYS_REPORTS, SQLITE_MAGIC, export_first, first_bytes
+from megatron_lite.analysis.trace.read import NSYS_REPORTS, SQLITE_MAGIC, any_block, export_first, first_bytes
 from megatron_lite.errors import UserError
 from megatron_lite.run_folder import RANKS_FILE, RUN_FILE, STEPS_FILE, iteration_of
 
@@ -57,10 +58,12 @@ def look_at(path: Path, named: bool = False) -> SourceFile:
         head = first_bytes(path, HEAD_BYTES)
         time_ns = time_in_name(path.name) or path.stat().st_mtime_ns
     except zlib.error:
-        return SourceFile(path, "", "damaged gzip data")
+        return SourceFile(path, "", "its gzip data cannot be unpacked")
     except OSError as error:
         return SourceFile(path, "", f"cannot be opened ({error.strerror or error})")
     what, why_not = _classify(path, head)
+    if what == "trace" and (foreign := _find_foreign_writer(path, head)):
+        what, why_not = "", foreign
     rank, size, whole = rank_in_name(path.name), None, True
     if what == "trace":
         if (at := head.find(_HEADER[1])) >= 0:
@@ -88,6 +91,15 @@ def _classify(path: Path, head: bytes) -> tuple[str, str]:
     return "", "JSON, but no trace" if start in (b"{", b"[") else "neither a trace nor a memory snapshot"
 
 
+def _find_foreign_writer(path: Path, head: bytes) -> str:
+    """Why the trace is none of PyTorch's; '' where it is, or where only the whole file can tell."""
+    if is_of_torch(head):
+        return ""
+    why_not = describe_foreign(head, is_whole=len(head) < HEAD_BYTES)
+    # other tools, such as VizTracer, put PyTorch's events behind their own
+    return "" if why_not and len(head) == HEAD_BYTES and any_block(path, is_of_torch) else why_not
+
+
 def _has_end(path: Path, head: bytes) -> bool:
     """Is the JSON closed, as far as its last bytes tell? Of long zipped files and bare lists it is believed."""
     if head.lstrip().startswith(b"[") or (len(head) == HEAD_BYTES and path.suffix == ".gz"):
@@ -109,7 +121,7 @@ def time_in_name(name: str) -> int | None:
 
 ALONE = "name it alone to read it"
 UNKNOWN_SIZE = "an unknown number of ranks"
-DAMAGED = "damaged: its header and its end are missing; name it alone to read what is left"
+DAMAGED = "its header and its end are missing; name it alone to read what is left"
 _OF_ONE_RANK = re.compile(r"((?:rank|node|worker|host)[_-]?)\d+", re.IGNORECASE)
 
 

@@ -16,6 +16,7 @@ from megatron_lite.analysis.run.learning import measure_learning
 from megatron_lite.analysis.run.run_results import Run
 from megatron_lite.analysis.run_facts import Facts
 from megatron_lite.analysis.time.time_results import RankTime
+from megatron_lite.analysis.trace.accelerators import is_accelerator
 from megatron_lite.analysis.trace.columns import WHOLE_GRAPH, Kind
 from megatron_lite.analysis.verdict_word import DECIDES, choose_word
 from megatron_lite.units import count, significant, size
@@ -187,7 +188,8 @@ def _describe_step(facts: Facts, rank: RankFacts, findings: Sequence[Finding]) -
     if mfu is not None:
         parts = [f"{mfu:.0%} of peak" if mfu >= 0.005 else "under 1% of peak"]
     else:
-        who = "the GPU computes" if time.on_gpu else "operators take"
+        device = time.device if time.device and is_accelerator(time.device) else "GPU"
+        who = f"the {device} computes" if time.on_gpu else "operators take"
         parts = [f"{who} {_share(time, 'compute'):.0%} of each step{_describe_whole_graphs(rank)}"]
     rows = [row for row in LOSSES if _share(time, row) >= MIN_SHARE_SAID]
     losses: list[str] = []

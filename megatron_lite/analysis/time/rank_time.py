@@ -138,7 +138,7 @@ def _describe_gaps(trace: Trace, rows: Integers, spilled: Integers, spilled_ms: 
         yield "no device work can be joined with the call that launched it: its phase and why the GPU idled are unknown"
     elif len(spilled):
         yield (
-            f"{len(spilled)} of {len(rows)} kernels and copies were launched outside of the trace ({spilled_ms:.1f} ms): "
+            f"{len(spilled)} of {len(rows)} kernels and copies have no launch call in the trace ({spilled_ms:.1f} ms): "
             "they keep the device busy, but belong to no step or phase"
         )
     if others := set(trace.events.device[trace.device_rows].tolist()) - {device}:

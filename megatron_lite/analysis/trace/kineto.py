@@ -25,34 +25,25 @@ from megatron_lite.analysis.trace.columns import (
     TraceError,
     build_events,
 )
-from megatron_lite.analysis.trace.kineto_json import NO_ARGS, Args, Chunks, Event, ExactEvent, Id
-from megatron_lite.units import significant
-
-# --- category names of Kineto files of all years and devices
-
-# libkineto/src/ActivityType.cpp, and those of its first releases (2021), which were capitalized
-CATEGORIES_OF_KIND = {
-    Kind.OP: "cpu_op Operator operator",
-    Kind.ANNOTATION: "user_annotation",
-    Kind.RUNTIME: "cuda_runtime cuda_driver Runtime runtime hip_runtime hip_driver xpu_runtime xpu_driver mtia_runtime "
-    "glow_runtime privateuse1_runtime privateuse1_driver",
-    Kind.KERNEL: "kernel Kernel concurrent_kernel hpu_op mtia_ccp_events",
-    Kind.MEMCPY: "gpu_memcpy Memcpy memcpy",
-    Kind.MEMSET: "gpu_memset Memset memset",
-    Kind.GPU_ANNOTATION: "gpu_user_annotation",
-    Kind.PYTHON: "python_function PythonFunction Python",
-    Kind.SYNC: "cuda_sync",
-    Kind.OVERHEAD: "overhead",
-}
-KIND_OF_CATEGORY = {name: kind for kind, names in CATEGORIES_OF_KIND.items() for name in names.split()}
-# of 2020, without categories
-KIND_OF_PROCESS: dict[Id, Kind] = {"CPU functions": Kind.OP, "CUDA functions": Kind.KERNEL}
-# Waiting that some devices record as work of a stream: MTIA's event_wait, Ascend's EVENT_WAIT and NOTIFY_WAIT.
-DEVICE_WAIT = re.compile(r"(event|notify|stream)_?wait|wait_?event", re.IGNORECASE)
-OPERATORS_OF_2021 = "Operator"  # this category holds annotations too, of these names:
-ANNOTATION_OF_2021 = re.compile(
-    r"ProfilerStep#|enumerate\(DataLoader\)|Optimizer\.(step|zero_grad)#|(nccl|gloo|mpi|ucc):|DistributedDataParallel\.|## "
+from megatron_lite.analysis.trace.foreign import find_foreign
+from megatron_lite.analysis.trace.kineto_json import (
+    NO_ARGS,
+    Args,
+    Chunks,
+    Event,
+    ExactEvent,
+    Id,
+    read_metadata,
+    read_text,
 )
+from megatron_lite.analysis.trace.kineto_kinds import (
+    ASCEND_CALL,
+    ASCEND_TASK,
+    Tracks,
+    find_kinds_and_devices,
+    kinds_of_categories,
+)
+from megatron_lite.units import significant
 
 # an operator's output_mask among its "Concrete Inputs": "[False, True, False]"
 OUTPUT_MASK = re.compile(rb'"\[(?:True|False)(?:, (?:True|False)){1,2}\]"')
@@ -112,6 +103,7 @@ class Collected:
     collectives: Numbered[Collective] = field(default_factory=Numbered)
     spans: list[Columns] = field(default_factory=list)  # columns of each chunk
     instants: list[Columns] = field(default_factory=list)
+    tracks: Tracks = field(default_factory=Tracks)
     halves: list[Event] = field(default_factory=list)  # "B" and "E" entries: beginnings and ends of spans
 
     def add(self, events: Sequence[Event]) -> None:
@@ -124,6 +116,7 @@ class Collected:
         if len(spans) < len(events):
             halves = [event for event in events if event.ph in ("B", "E")]
             self.halves += [half for half in halves if half.ts is not None and Decimal(half.ts).is_finite()]
+            self.tracks.add([read_metadata(event) for event in events if event.ph == "M"])
             memory = [event for event in events if event.ph == "i" and event.name == "[memory]"]
             if memory:
                 args = [event.args or NO_ARGS for event in memory]
@@ -141,7 +134,7 @@ class Collected:
         columns: Columns = {name: np.full(count, -1, dtype) for name, dtype in COLUMNS.items()}
         of_all: tuple[tuple[str, Numbered[Any], list[Any]], ...] = (
             ("name", self.names, [event.name for event in spans]),
-            ("category", self.categories, [event.cat for event in spans]),
+            ("category", self.categories, [event.cat or _category_of_ascend(event) for event in spans]),
             ("thread", self.threads, [(event.pid, event.tid) for event in spans]),
         )
         for column, numbers, texts in of_all:
@@ -150,7 +143,7 @@ class Collected:
         dur_us = np.nan_to_num(np.array([event.dur for event in spans], np.float64), nan=0.0)
         columns["length_ns"] = np.rint(np.clip(dur_us, -_MAX_US / 1000, _MAX_US / 1000) * 1000).astype(np.int64)
         kind, args = (
-            _kind_of_categories(self.categories)[columns["category"]],
+            kinds_of_categories(self.categories)[columns["category"]],
             [event.args or NO_ARGS for event in spans],
         )
         for kinds, names in ARGS_OF_KINDS.items():
@@ -173,6 +166,9 @@ class Collected:
                 else:
                     values = _integers(ARGS[name](own))
                 columns[name][of_kind] = values
+        if any(category and category.startswith("Ascend ") for category in self.categories):
+            connections = _integers([one.connection for one in args])
+            columns["correlation"] = np.where(connections >= 0, connections, columns["correlation"])
         return columns
 
     def _collective(self, a: Args) -> int:
@@ -244,10 +240,6 @@ def _integers(values: list[int | None]) -> Integers:
         return np.array(values, np.int64)
     except (OverflowError, TypeError):  # an id beyond 64 bits is as good as none
         return np.array([-1 if value is None or abs(value) >= 2**63 else value for value in values], np.int64)
-
-
-def _kind_of_categories(categories: Numbered[str | None]) -> Integers:
-    return np.array([KIND_OF_CATEGORY.get(category or "", Kind.OTHER) for category in categories], np.uint8)
 
 
 # --- what stands beside the events: ranks, devices, clocks; every value may be missing or of any type
@@ -335,11 +327,13 @@ def read_kineto(
     if alone := collected.pair_halves():
         notes.append(f"beginnings or ends of spans without a counterpart: {alone:,}, left out")
     if not collected.spans:
-        raise TraceError(f"{path}: {chunks.damage or 'a trace without events; was the profiler on?'}")
+        raise TraceError(f"{path}: {chunks.damage or 'a trace in which no event has a duration'}")
     columns = _join(collected.spans, COLUMNS)
     first_ns = _place_in_time(columns, notes, damage)
     if first_ns is None:
         raise TraceError(f"{path}: no event of it has a start time, so there is nothing to analyze.")
+    if foreign := find_foreign(chunks.header, collected.categories, collected.threads, collected.tracks):
+        raise TraceError(f"{path}: {foreign}.")
     if collected.until_ns is not None:
         seconds, of_all = ((end - first_ns) / 1e9 for end in (collected.until_ns, collected.last_ns))
         notes.append(
@@ -347,21 +341,45 @@ def read_kineto(
             "the rest left out; a window of fewer steps (--profile-step-end) is read whole"
         )
     names = tuple(collected.names)
-    _find_kinds_and_devices(columns, names, collected)
+    placed = find_kinds_and_devices(
+        columns,
+        names,
+        list(collected.threads),
+        list(collected.categories),
+        collected.tracks,
+        _find_memory_types(collected),
+    )
     # files of 2021 write the same thread's id as a number and as a string
     threads: Numbered[tuple[str, str]] = Numbered()
     written = [(str(pid), str(tid)) for pid, tid in collected.threads]
     columns["thread"] = np.array([threads[text] for text in written], np.int32)[columns["thread"]]
     events, mended = build_events(columns)
     header = chunks.header
+    facts = read_header(header, path, first_ns)
+    if placed.accelerator and not facts["devices"]:
+        number = int(events.device.max(initial=0)) + 1
+        facts |= {"devices": (placed.accelerator,) * number, "without_gpu": False}
     return Trace(
         source=path.name, writer="pytorch", names=names, threads=tuple(threads), shapes=_read_shapes(collected.shapes),
         with_stack=bool(header.get("with_stack")) or bool((events.kind == Kind.PYTHON).any()),
         with_shapes=bool(header.get("record_shapes")) or bool((events.shapes >= 0).any()),
         collectives=tuple(collected.collectives), events=events, memory=_read_memory(collected.instants, first_ns),
         notes=(*damage, *notes, *mended), damage=tuple(damage), cut=chunks.cut or collected.until_ns is not None,
-        **read_header(header, path, first_ns),
+        unread=placed.unread, **facts,
     )  # fmt: skip
+
+
+def _category_of_ascend(event: Event) -> str:
+    """torch_npu writes no categories for tasks of the device and for the calls that start them; their arguments tell."""
+    args = event.args or NO_ARGS
+    if args.task:
+        return ASCEND_TASK + read_text(args.task)
+    return ASCEND_CALL if (args.connection or -1) >= 0 else ""
+
+
+def _find_memory_types(collected: Collected) -> set[int]:
+    """torch's numbers of the types of the devices on which memory was allocated, without the host's."""
+    return {int(kind) for chunk in collected.instants for kind in np.unique(chunk["device_type"])} - {0}
 
 
 def _join(chunks: list[Columns], columns: Iterable[str]) -> Columns:
@@ -389,28 +407,6 @@ def _place_in_time(columns: Columns, notes: list[str], damage: list[str]) -> int
     columns["start_ns"] = start - first
     columns["end_ns"] = columns["start_ns"] + np.maximum(length, 0)
     return first
-
-
-def _find_kinds_and_devices(columns: Columns, names: tuple[str, ...], collected: Collected) -> None:
-    """Kinds in place of categories; device and stream of device work: its arguments, else its pid and tid; -1 for the host's
-    events."""
-    threads, thread = list(collected.threads), columns["thread"]
-    kind = _kind_of_categories(collected.categories)[columns.pop("category")]
-    of_process = np.array([KIND_OF_PROCESS.get(pid, Kind.OTHER) for pid, _ in threads], np.uint8)
-    kind = np.where(kind == Kind.OTHER, of_process[thread], kind)
-    if OPERATORS_OF_2021 in collected.categories:
-        named_by_code = np.fromiter((bool(ANNOTATION_OF_2021.match(name)) for name in names), bool, len(names))
-        kind[(kind == Kind.OP) & named_by_code[columns["name"]]] = Kind.ANNOTATION
-    waits = np.fromiter((bool(DEVICE_WAIT.fullmatch(name)) for name in names), bool, len(names))
-    kind[(kind == Kind.KERNEL) & waits[columns["name"]]] = Kind.SYNC
-    columns["kind"] = kind
-    on_device = np.isin(kind, (*DEVICE_KINDS, Kind.GPU_ANNOTATION))
-    for name, which, largest, dtype in (("device", 0, 2**15, np.int16), ("stream", 1, 2**31, np.int32)):
-        # 7 of 7, "7" and "stream 7"
-        found = [re.search(r"\d{1,18}$", str(ids[which])) for ids in threads]
-        place = np.array([int(number[0]) if number else -1 for number in found], np.int64)[thread]
-        value = np.where(on_device & (columns[name] < 0), place, columns[name])
-        columns[name] = np.where((value >= 0) & (value < largest), value, -1).astype(dtype)
 
 
 def _read_shapes(texts: Numbered[tuple[bytes, ...]]) -> tuple[Shapes, ...]:

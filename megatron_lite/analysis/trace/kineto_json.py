@@ -9,6 +9,7 @@ import re
 import threading
 import zlib
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -47,6 +48,9 @@ class Args(msgspec.Struct, gc=False, frozen=True):
     memory_bytes: Count = msgspec.field(default=0, name="Bytes")
     memory_device: Count = msgspec.field(default=-1, name="Device Id")
     memory_device_type: Count = msgspec.field(default=0, name="Device Type")
+    connection: Count = msgspec.field(default=-1, name="connection_id")  # of torch_npu: joins a call with its tasks
+    task: msgspec.Raw = msgspec.field(default=msgspec.Raw(), name="Task Type")  # of torch_npu
+    label: msgspec.Raw = msgspec.field(default=msgspec.Raw(), name="name")  # of metadata
 
 
 NO_ARGS = Args()
@@ -77,6 +81,31 @@ class ExactEvent(Entry, gc=False):
 
 
 Event = FloatEvent | ExactEvent
+
+
+@dataclass(frozen=True)
+class Metadata:
+    """An entry that names a process or a thread."""
+
+    name: str
+    pid: Id
+    tid: Id
+    label: str
+
+
+def read_metadata(event: Event) -> Metadata:
+    """Of an entry with phase "M"."""
+    return Metadata(event.name, event.pid, event.tid, read_text((event.args or NO_ARGS).label))
+
+
+def read_text(raw: msgspec.Raw) -> str:
+    """'' for what is no JSON text."""
+    with contextlib.suppress(ValueError, RecursionError):
+        value = json.loads(bytes(raw) or b'""')
+        return value if isinstance(value, str) else ""
+    return ""
+
+
 _float_events = msgspec.json.Decoder(list[FloatEvent], strict=False)
 _exact_events = msgspec.json.Decoder(list[ExactEvent], strict=False)
 _ARGS = {field.encode_name: field for field in msgspec.structs.fields(Args)}

@@ -14,6 +14,7 @@ from megatron_lite.analysis.trace.columns import Kind, Trace
 MAX_LOST = 0.05  # of the launches, without work in the trace; work at a window's edges is regularly missing
 # Runtimes whose calls and kernels always have the same correlation id in a trace.
 ALWAYS_JOINED = ("cuda",)
+MIN_JOINED = 0.5  # of the launches of another runtime: some have work without an id
 
 
 @dataclass(frozen=True)
@@ -71,12 +72,13 @@ def find_launches(trace: Trace, rows: Integers | None = None) -> list[Launches]:
 def count_lost(trace: Trace, launches: Launches) -> int:
     """How many of the launches have no device work with their correlation id.
 
-    0 where the ids of this runtime are not those of device work at all, so that nothing can be said.
+    0 where the ids of this runtime are not known to be those of device work: then only a trace without most of it is told.
     """
     correlation = trace.events.correlation
     known = launches.rows[correlation[launches.rows] >= 0]
     joined = np.isin(correlation[known], correlation[trace.device_rows])
-    if not joined.any() and launches.runtime not in ALWAYS_JOINED:
+    share = joined.mean() if len(known) else 1.0
+    if launches.runtime not in ALWAYS_JOINED and (share == 0 or share > MIN_JOINED):
         return 0
     return int((~joined).sum())
 

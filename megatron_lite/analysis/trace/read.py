@@ -1,5 +1,7 @@
 """Any files that may be traces -> their traces, or what is made of them; several files at once, in a process each."""
 
+import contextlib
+import gzip
 import os
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -9,7 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from megatron_lite.analysis.trace.columns import Trace, TraceError
 from megatron_lite.analysis.trace.kineto import MAX_EVENTS, read_kineto
-from megatron_lite.analysis.trace.kineto_json import GZIP_MAGIC
+from megatron_lite.analysis.trace.kineto_json import BLOCK_BYTES, GZIP_MAGIC
 from megatron_lite.config.machine import read_machine
 from megatron_lite.units import size
 
@@ -24,6 +26,7 @@ NSYS_REPORTS = (".nsys-rep", ".qdstrm")
 SECONDS_BETWEEN = 0.5
 BYTES_PER_EVENT = 256  # at the peak of reading and analyzing
 MIN_EVENTS = 200_000
+OVERLAP_BYTES = 256  # of a block that are looked at with the next one: a word may stand in both
 MIN_LARGE_BYTES = 128 << 20  # of text: about 5 seconds to read
 TEXT_PER_GZIP_BYTE = 8
 MIN_BYTES_SAID = 4 << 20  # all files together; below, starting processes takes longer than it saves
@@ -71,6 +74,20 @@ def first_bytes(path: Path, count: int) -> bytes:
     with open(path, "rb") as file:
         text = file.read(count)
     return zlib.decompressobj(wbits=31).decompress(text, count) if text.startswith(GZIP_MAGIC) else text
+
+
+def any_block(path: Path, test: Callable[[bytes], bool], max_bytes: int = 256 << 20) -> bool:
+    """Does `test` hold for any piece of the file's text? Of longer files for the first max_bytes; False where it cannot be read."""
+    read = 0
+    with contextlib.suppress(OSError, EOFError, zlib.error), open(path, "rb") as raw:
+        file = gzip.open(raw) if raw.peek(2).startswith(GZIP_MAGIC) else raw
+        before = b""
+        while read < max_bytes and (block := file.read(BLOCK_BYTES)):
+            if test(before[-OVERLAP_BYTES:] + block):
+                return True
+            before = block
+            read += len(block)
+    return False
 
 
 def readers(paths: Sequence[Path], work: Work[Result], say: Say = say_nothing) -> Iterator[Callable[[], Result]]:

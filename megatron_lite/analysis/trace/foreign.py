@@ -1,0 +1,96 @@
+"""Which Chrome traces PyTorch did not write, and who did: foreign_writers.tsv, which a user can extend.
+
+A file is PyTorch's by what stands in it: keys and categories of its profiler. Files of any year, bare lists and parts of files have
+some of them.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from megatron_lite.analysis.trace.accelerators import find_accelerator
+from megatron_lite.analysis.trace.columns import Kind
+from megatron_lite.analysis.trace.kineto_json import Id
+from megatron_lite.analysis.trace.kineto_kinds import KIND_OF_PROCESS, Tracks, kind_of_category
+
+# What only torch.profiler (and torch_npu's) writes. "schemaVersion" and "baseTimeNanoseconds" have other writers, too.
+OF_TORCH = re.compile(
+    rb'"(deviceProperties|distributedInfo)"|"cat"\s*:\s*"(cpu_op|user_annotation|python_function|gpu_memcpy|gpu_memset'
+    rb'|gpu_user_annotation|cuda_runtime|cuda_driver|hip_runtime|xpu_runtime|mtia_runtime|privateuse1_runtime|ac2g|fwdbwd)"'
+    rb'|ProfilerStep#|"Ascend Hardware"|"aten::|"(CPU|CUDA) functions"'
+)
+CATEGORY = re.compile(rb'"cat"\s*:\s*"([^"\\]{0,80})"')
+MAX_NAMED = 4  # categories in a message
+UNKNOWN = "a Chrome trace that PyTorch did not write"
+
+
+@dataclass(frozen=True)
+class Writer:
+    """A row of foreign_writers.tsv."""
+
+    name: str
+    pattern: re.Pattern[bytes]
+    always: bool  # even where categories stand in the file that PyTorch has, too
+
+
+@lru_cache(maxsize=1)
+def read_foreign_writers() -> tuple[Writer, ...]:
+    """The table, in its order."""
+    lines = Path(__file__).with_name("foreign_writers.tsv").read_text(encoding="utf-8").splitlines()
+    rows = [f"{line}\t\t".split("\t")[:3] for line in lines if line and not line.startswith("#")]
+    return tuple(Writer(name, re.compile(pattern.encode()), always == "always") for name, pattern, always in rows)
+
+
+def is_of_torch(text: bytes) -> bool:
+    """Does this part of a file hold what only PyTorch writes?"""
+    return bool(OF_TORCH.search(text))
+
+
+def describe_foreign(text: bytes, is_whole: bool) -> str:
+    """Why the trace that begins with `text` is none of PyTorch's; '' where it is, or where its beginning does not tell.
+
+    Args:
+        text: The beginning of the file; `is_of_torch` says no of it.
+        is_whole: Is that the whole file?
+    """
+    categories = {found.decode("utf-8", "replace") for found in CATEGORY.findall(text)}
+    is_known = any_known(categories, ())
+    for writer in read_foreign_writers():
+        if (writer.always or not is_known) and writer.pattern.search(text):
+            return f"a trace that {writer.name} wrote, not PyTorch"
+    return describe_unknown(categories) if is_whole and categories and not is_known else ""
+
+
+def find_foreign(
+    header: Mapping[str, object], categories: Iterable[str | None], threads: Iterable[tuple[Id, Id]], tracks: Tracks
+) -> str:
+    """Why a trace that was read is none of PyTorch's: neither a key beside its events nor a category of these; '' where it is.
+
+    Args:
+        header: What stands beside the events.
+        categories: Of the events.
+        threads: (process, thread) of the events.
+        tracks: Names of these.
+    """
+    of_torch = any(key in header for key in ("schemaVersion", "deviceProperties", "distributedInfo"))
+    used = [category or "" for category in categories]
+    processes = {process for process, _ in threads}
+    shown = find_accelerator(used, map(tracks.process, processes), (), ())
+    return "" if of_torch or shown or any_known(used, processes) else describe_unknown(used)
+
+
+def describe_unknown(categories: Iterable[str]) -> str:
+    """'a Chrome trace that PyTorch did not write: torch.profiler has none of its categories (a, b)'."""
+    names = sorted(filter(None, categories))
+    if not names:
+        return f"{UNKNOWN}: its events have no category of torch.profiler"
+    more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
+    return f"{UNKNOWN}: torch.profiler has none of its categories ({', '.join(names[:MAX_NAMED])}{more})"
+
+
+def any_known(categories: Iterable[str], processes: Iterable[object]) -> bool:
+    """Is an event of one of these categories or processes read?"""
+    read = any(kind_of_category(category) is not Kind.OTHER for category in categories)
+    return read or any(process in KIND_OF_PROCESS for process in processes)

@@ -1,0 +1,249 @@
+"""What an event of a Chrome trace is, by its category, its process' name or its own; which device and stream it ran on; and
+which events with a length nobody reads."""
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_lite.analysis.intervals import Flags, Integers
+from megatron_lite.analysis.trace.accelerators import find_accelerator, find_track_owner
+from megatron_lite.analysis.trace.columns import DEVICE_KINDS, Kind
+from megatron_lite.analysis.trace.kineto_json import Id, Metadata
+
+# libkineto/src/ActivityType.cpp, and those of its first releases (2021), which were capitalized; then those of tools that turn
+# exports of nsys into Chrome traces
+CATEGORIES_OF_KIND = {
+    Kind.OP: "cpu_op Operator operator",
+    Kind.ANNOTATION: "user_annotation nvtx",
+    Kind.RUNTIME: "cuda_runtime cuda_driver Runtime runtime cuda_api",
+    Kind.KERNEL: "kernel Kernel concurrent_kernel hpu_op mtia_ccp_events cuda",
+    Kind.MEMCPY: "gpu_memcpy Memcpy memcpy",
+    Kind.MEMSET: "gpu_memset Memset memset",
+    Kind.GPU_ANNOTATION: "gpu_user_annotation nvtx-kernel",
+    Kind.PYTHON: "python_function PythonFunction Python",
+    Kind.SYNC: "cuda_sync",
+    Kind.OVERHEAD: "overhead",
+}
+KIND_OF_CATEGORY = {name: kind for kind, names in CATEGORIES_OF_KIND.items() for name in names.split()}
+# kineto and its forks put the device's name in front: xpu_runtime, mlu_memcpy, musa_user_annotation
+KIND_OF_ENDING = {
+    "runtime": Kind.RUNTIME,
+    "driver": Kind.RUNTIME,
+    "memcpy": Kind.MEMCPY,
+    "memset": Kind.MEMSET,
+    "user_annotation": Kind.GPU_ANNOTATION,
+    "sync": Kind.SYNC,
+}
+OF_A_DEVICE = re.compile(r"[a-z][a-z0-9]*_(runtime|driver|memcpy|memset|user_annotation|sync)$")
+# of 2020, without categories
+KIND_OF_PROCESS: dict[Id, Kind] = {"CPU functions": Kind.OP, "CUDA functions": Kind.KERNEL}
+# Of torch_npu, which writes no categories for what runs on the device and what called it: kineto_json.py makes these of arguments.
+ASCEND_CALL, ASCEND_TASK = "Ascend call", "Ascend task "
+ASCEND_WAIT = re.compile(r"WAIT|RECORD|NOTIFY|WRITE_VALUE|PLACE_HOLDER|CMO|MAINTENANCE")
+ASCEND_COPY = re.compile(r"SDMA|DMA_SQE|MEMCPY")
+# Waiting that some devices record as work of a stream: MTIA's event_wait, Ascend's EVENT_WAIT and NOTIFY_WAIT.
+DEVICE_WAIT = re.compile(r"(event|notify|stream)_?(wait|record)(_sqe)?|wait_?event", re.IGNORECASE)
+# Annotations that are written as operators by PyTorch of 2021 and by torch_npu:
+ANNOTATION = re.compile(
+    r"ProfilerStep#|enumerate\(DataLoader\)|Optimizer\.(step|zero_grad)#|(nccl|gloo|mpi|ucc|hccl):|DistributedDataParallel\.|## "
+)
+OPERATOR = re.compile(r"\w+::\w|.*Backward\d*\Z|(Enqueue|Dequeue)")
+# Events with a length that are no work of anybody, or that say again what other events say
+NO_WORK_CATEGORIES = re.compile(
+    r"Trace$|cpu_instant_event|fwdbwd|forward_backward|async|ac2g|flow|enqueue|dequeue|GC$|cuda_event|external_correlation|"
+    r"collective_comm|\w*counters?$|\w*_profiler(_range)?$|mtia_insight|osrt"
+)
+NO_WORK_PROCESSES = re.compile(r"Overlap Analysis|CANN|HCCL|Communication|Python GC|Traces|Spans|AI Core|MindStudio")
+MIN_SHARE = 0.05  # of the trace's time, by a track that nobody reads and that may matter
+MAX_TEXT = 60
+MAX_SENTENCES = 5
+HCCL_STREAMS = 1 << 20  # added to the streams of Ascend's communication, whose numbers are others than those of tasks
+
+Columns = dict[str, NDArray[Any]]
+
+
+@lru_cache(maxsize=4096)
+def kind_of_category(category: str | None) -> Kind:
+    """OTHER for a category that nobody reads."""
+    if category in KIND_OF_CATEGORY:
+        return KIND_OF_CATEGORY[category]
+    if category == ASCEND_CALL:
+        return Kind.RUNTIME
+    if category and category.startswith(ASCEND_TASK):
+        task = category.removeprefix(ASCEND_TASK)
+        if ASCEND_COPY.search(task):
+            return Kind.MEMCPY
+        return Kind.SYNC if ASCEND_WAIT.search(task) else Kind.KERNEL
+    ending = OF_A_DEVICE.match(category or "")
+    return KIND_OF_ENDING[ending[1]] if ending else Kind.OTHER
+
+
+def kinds_of_categories(categories: Iterable[str | None]) -> Integers:
+    """A Kind for each."""
+    return np.array([kind_of_category(category) for category in categories], np.uint8)
+
+
+@dataclass(frozen=True)
+class Placed:
+    """What a trace shows of devices beside the columns."""
+
+    accelerator: str  # of accelerators.tsv; "" for none
+    unread: tuple[str, ...]  # a sentence for each track of work that nobody reads
+
+
+@dataclass
+class Tracks:
+    """Names of processes and threads, by the file's metadata entries."""
+
+    processes: dict[Id, str] = field(default_factory=dict)
+    threads: dict[tuple[Id, Id], str] = field(default_factory=dict)
+
+    def add(self, entries: Sequence[Metadata]) -> None:
+        """Of entries with phase "M"."""
+        for entry in entries:
+            if entry.name == "process_name":
+                self.processes[entry.pid] = entry.label[:MAX_TEXT]
+            elif entry.name == "thread_name":
+                self.threads[entry.pid, entry.tid] = entry.label[:MAX_TEXT]
+
+    def process(self, pid: Id) -> str:
+        """Its name, else its id if that is a text."""
+        return self.processes.get(pid) or (pid if isinstance(pid, str) else "")
+
+
+def find_kinds_and_devices(
+    columns: Columns,
+    names: tuple[str, ...],
+    threads: Sequence[tuple[Id, Id]],
+    categories: Sequence[str | None],
+    tracks: Tracks,
+    memory_types: Iterable[int],
+) -> Placed:
+    """Kinds in place of categories; device and stream of device work: its arguments, else its pid and tid; -1 for the host's
+    events."""
+    thread, category = columns["thread"], columns.pop("category")
+    kind = kinds_of_categories(categories)[category]
+    of_process = np.array([KIND_OF_PROCESS.get(pid, Kind.OTHER) for pid, _ in threads], np.uint8)
+    kind = np.where(kind == Kind.OTHER, of_process[thread], kind)
+    named_by_code = _ask_names(ANNOTATION, names)
+    kind[(kind == Kind.OP) & named_by_code[columns["name"]]] = Kind.ANNOTATION
+    processes = [tracks.process(pid) for pid, _ in threads]
+    if "Ascend Hardware" in processes:
+        _place_ascend(columns, kind, names, threads, processes)
+    _split_gaudi(kind, category, categories, thread, threads)
+    waits = np.fromiter((bool(DEVICE_WAIT.fullmatch(name)) for name in names), bool, len(names))
+    kind[(kind == Kind.KERNEL) & waits[columns["name"]]] = Kind.SYNC
+    _split_nsys_copies(columns, kind, names, category, categories)
+    columns["kind"] = kind
+    _find_devices(columns, kind, threads)
+    operators = {names[number] for number in np.unique(columns["name"][kind == Kind.OP])}
+    used = (categories[number] or "" for number in np.unique(category))
+    accelerator = find_accelerator(used, set(processes), operators, memory_types)
+    return Placed(accelerator, _find_unread(columns, category, categories, threads, processes, tracks))
+
+
+def _ask_names(pattern: re.Pattern[str], names: Sequence[str]) -> Flags:
+    return np.fromiter((bool(pattern.match(name)) for name in names), bool, len(names))
+
+
+def _find_devices(columns: Columns, kind: Integers, threads: Sequence[tuple[Id, Id]]) -> None:
+    on_device = np.isin(kind, (*DEVICE_KINDS, Kind.GPU_ANNOTATION))
+    for name, which, largest, dtype in (("device", 0, 2**15, np.int16), ("stream", 1, 2**31, np.int32)):
+        # 7 of 7, "7" and "stream 7"
+        found = [re.search(r"\d{1,18}$", str(ids[which])) for ids in threads]
+        place = np.array([int(number[0]) if number else -1 for number in found], np.int64)[columns["thread"]]
+        value = np.where(on_device & (columns[name] < 0), place, columns[name])
+        columns[name] = np.where((value >= 0) & (value < largest), value, -1).astype(dtype)
+
+
+def _place_ascend(
+    columns: Columns, kind: Integers, names: tuple[str, ...], threads: Sequence[tuple[Id, Id]], processes: Sequence[str]
+) -> None:
+    """Kinds, devices and streams of a trace of torch_npu, whose tracks tell what its categories do not."""
+    thread, name = columns["thread"], columns["name"]
+
+    def on(pattern: str) -> Flags:
+        """bool per event: is the name of its process one of these?"""
+        fits = np.fromiter((bool(re.fullmatch(pattern, process)) for process in processes), bool, len(processes))
+        return fits[thread]
+
+    tasks, talks = on("Ascend Hardware"), on("HCCL|Communication")
+    kind[on("CANN") & (kind == Kind.OTHER)] = Kind.RUNTIME
+    kind[tasks & np.isin(kind, (Kind.OTHER, Kind.RUNTIME))] = Kind.KERNEL
+    collective = _ask_names(re.compile("hcom_"), names)[name]
+    # collectives stand on a track of their own; some versions write them among the tasks
+    elsewhere = bool((tasks & collective & (kind == Kind.KERNEL)).any())
+    kind[talks] = Kind.OTHER
+    if not elsewhere:
+        kind[talks & collective] = Kind.KERNEL
+    kind[(kind == Kind.OP) & ~_ask_names(OPERATOR, names)[name]] = Kind.ANNOTATION
+    device = np.array([pid & 31 if isinstance(pid, int) else -1 for pid, _ in threads], np.int64)
+    if len({pid for (pid, _), process in zip(threads, processes) if process == "Ascend Hardware"}) == 1:
+        device[:] = 0
+    columns["device"] = np.where(tasks | talks, device[thread], columns["device"])
+    number = np.array([tid if isinstance(tid, int) else -1 for _, tid in threads], np.int64)[thread]
+    columns["stream"] = np.where(tasks, number, np.where(talks, number + HCCL_STREAMS, columns["stream"]))
+
+
+def _split_gaudi(
+    kind: Integers,
+    category: Integers,
+    categories: Sequence[str | None],
+    thread: Integers,
+    threads: Sequence[tuple[Id, Id]],
+) -> None:
+    """Gaudi's profiler writes one category for the device and for the host's calls: these stand in the process of operators."""
+    if "hpu_op" not in categories:
+        return
+    hosts = {threads[number][0] for number in np.unique(thread[kind == Kind.OP])}
+    on_host = np.array([pid in hosts for pid, _ in threads], bool)[thread]
+    kind[(category == categories.index("hpu_op")) & on_host] = Kind.RUNTIME
+
+
+def _split_nsys_copies(
+    columns: Columns, kind: Integers, names: tuple[str, ...], category: Integers, categories: Sequence[str | None]
+) -> None:
+    """What converters of nsys' exports write as "cuda": kernels, copies and memsets, told apart by name."""
+    if "cuda" not in categories:
+        return
+    mine = (category == categories.index("cuda")) & (kind == Kind.KERNEL)
+    for pattern, what in ((r"(?i)\[?(cuda )?memcpy", Kind.MEMCPY), (r"(?i)\[?(cuda )?memset", Kind.MEMSET)):
+        kind[mine & _ask_names(re.compile(pattern), names)[columns["name"]]] = what
+
+
+def _find_unread(
+    columns: Columns,
+    category: Integers,
+    categories: Sequence[str | None],
+    threads: Sequence[tuple[Id, Id]],
+    processes: Sequence[str],
+    tracks: Tracks,
+) -> tuple[str, ...]:
+    """Tracks of an accelerator, and in a trace without device work any long track of its own, of which nothing is read."""
+    kind, thread = columns["kind"], columns["thread"]
+    start, length = columns["start_ns"], columns["end_ns"] - columns["start_ns"]
+    whole = int((start + length).max() - start.min())
+    read_threads = set(np.unique(thread[~np.isin(kind, (Kind.OTHER, Kind.OVERHEAD))]).tolist())
+    has_work = bool(np.isin(kind, DEVICE_KINDS).any())
+    rows = np.flatnonzero((kind == Kind.OTHER) & (length > 0))
+    counted: Counter[str] = Counter()
+    keys, inverse = np.unique(np.stack((thread[rows], category[rows])), axis=1, return_inverse=True)
+    numbers, lengths = np.bincount(inverse.ravel()), np.bincount(inverse.ravel(), length[rows])
+    for (number, kind_of), events, ns in zip(keys.T.tolist(), numbers.tolist(), lengths.tolist()):
+        said = categories[kind_of] or ""
+        process, own = processes[number], tracks.threads.get(threads[number], "")
+        if NO_WORK_CATEGORIES.match(said) or NO_WORK_PROCESSES.match(process):
+            continue
+        owner = find_track_owner(f"{process} {said}")
+        matters = not has_work and number not in read_threads and ns >= MIN_SHARE * whole
+        if owner or matters:
+            where = process or own or f"{threads[number][0]}, {threads[number][1]}"
+            of_category = f", category '{said}'" if said else ""
+            counted[f"the {f'{owner}, ' if owner else ''}track '{where}'{of_category}"] += events
+    return tuple(f"events of {track} were not read: {events:,}" for track, events in counted.most_common(MAX_SENTENCES))
