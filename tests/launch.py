@@ -274,7 +274,9 @@ def train_all(world: World, scenarios: str):
 def _run_rank(function: str, store: str, rank: str, size: str, *arguments: str):
     """A rank's side of on_ranks."""
     world = World(int(rank), int(size), int(rank), int(size))
-    dist.init_process_group("gloo", store=dist.FileStore(store, world.size), rank=world.rank, world_size=world.size)
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(os.path.abspath(store), world.size), rank=world.rank, world_size=world.size
+    )
     module, name = function.split(":")
     getattr(importlib.import_module(module), name)(world, *arguments)
     dist.barrier()

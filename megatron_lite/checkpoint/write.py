@@ -6,13 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron_lite.checkpoint import folder
 from megatron_lite.checkpoint.folder import CheckpointDir
 from megatron_lite.checkpoint.megatron_args import plain_arguments
+from megatron_lite.checkpoint.shared_storage import UnseenFilesError, Written, describe_place, require_seen
 from megatron_lite.checkpoint.training_state import Record
 from megatron_lite.config.args import Args
 from megatron_lite.errors import CheckpointError, describe_io_error
@@ -26,6 +26,14 @@ from megatron_lite.run_folder import (
     write_atomically,
 )
 from megatron_lite.units import size
+
+
+@dataclass(frozen=True)
+class SaveFailure:
+    """Why a checkpoint is not complete, to be told on every rank."""
+
+    text: str
+    unseen: tuple[int, ...] = ()  # ranks whose files lie where the first rank does not see them
 
 
 @dataclass(frozen=True)
@@ -48,16 +56,16 @@ class Writer:
         CheckpointError on every rank if one of them fails; what was complete before is then untouched.
         """
         slot = CheckpointDir(self.save, RELEASE if release else checkpoint_name(record.iteration))
-        files = self._together(slot, lambda: self._write_files(slot, record, tensors))
-        self._together(slot, lambda: self._commit(slot, files) if self._rank == 0 else None)
+        parts = self._together(slot, lambda: self._write_files(slot, record, tensors))
+        self._together(slot, lambda: self._commit(slot, parts) if self._rank == 0 else None)
         return slot.final
 
     @property
     def _rank(self) -> int:
         return 0 if self.group is None else dist.get_rank(self.group)
 
-    def _write_files(self, slot: CheckpointDir, record: Record, tensors: dict[str, Tensor]) -> dict[str, dict]:
-        """The manifest's entries for what this rank wrote."""
+    def _write_files(self, slot: CheckpointDir, record: Record, tensors: dict[str, Tensor]) -> Written:
+        """Write this rank's share into the unfinished checkpoint."""
         failure = None
         if self._rank == 0:
             try:
@@ -75,10 +83,11 @@ class Writer:
             owner = name.split("_")[2] if name.startswith("__") else "0"
             if owner == str(self._rank) and path.is_file() and path.name != MANIFEST_FILE:
                 written[name] = known.get(name) or folder.checksum(path)
-        return written
+        return Written(written, describe_place(self.save))
 
-    def _commit(self, slot: CheckpointDir, files: list[dict[str, dict]]):
-        folder.write_manifest(slot, {name: entry for part in files for name, entry in part.items()})
+    def _commit(self, slot: CheckpointDir, parts: list[Written]):
+        require_seen(slot, parts)
+        folder.write_manifest(slot, {name: entry for part in parts for name, entry in part.files.items()})
         try:
             before = folder.newest(self.save)
         except ValueError:
@@ -104,28 +113,36 @@ class Writer:
             if self._rank == 0:
                 folder.discard(slot)
             raise
+        except UnseenFilesError as error:
+            failure = SaveFailure(str(error), error.ranks)
         except BaseException as error:
-            if failures := getattr(error, "failures", None):  # known to all ranks already, with the rank that failed
-                failure = f"rank {min(failures)}: {describe_io_error(error)}"
-            elif isinstance(error, (OSError, RuntimeError)):  # torch makes a RuntimeError of a full disk
-                failure = f"rank {self._rank}: {describe_io_error(error)}"
-            else:
+            failure = self._describe_failure(slot, error)
+            if failure is None:
                 raise
-        if failure is not None:
-            try:
-                failure += f", {size(shutil.disk_usage(self.save).free)} free there"
-            except OSError:
-                failure += ", and the folder cannot be asked for its room"
         results = self._exchange((result, failure))
         failures = [failure for _, failure in results if failure is not None]
         if failures:
-            if self._rank == 0:
+            if self._rank == 0 or self._rank in failures[0].unseen:
                 folder.discard(slot)
-            raise CheckpointError(
-                f"--save {self.save}: {slot.name} could not be written ({failures[0]}); earlier "
-                "checkpoints are untouched. Make room or choose another folder."
-            )
+            raise CheckpointError(failures[0].text)
         return [result for result, _ in results]
+
+    def _describe_failure(self, slot: CheckpointDir, error: BaseException) -> SaveFailure | None:
+        """What to say of an error of this rank's disk, or of torch's writer; None for any other error."""
+        if failures := getattr(error, "failures", None):  # known to all ranks already, with the rank that failed
+            why = f"rank {min(failures)}: {describe_io_error(error)}"
+        elif isinstance(error, (OSError, RuntimeError)):  # torch makes a RuntimeError of a full disk
+            why = f"rank {self._rank}: {describe_io_error(error)}"
+        else:
+            return None
+        try:
+            why += f", {size(shutil.disk_usage(self.save).free)} free there"
+        except OSError:
+            why += ", and the folder cannot be asked for its room"
+        return SaveFailure(
+            f"--save {self.save}: {slot.name} could not be written ({why}); earlier "
+            "checkpoints are untouched. Make room or choose another folder."
+        )
 
     def _exchange(self, value) -> list:
         if self.group is None:
@@ -165,35 +182,3 @@ def assign_share(tensors: dict[str, Tensor], rank: int, size: int) -> dict[str, 
         if lightest == rank:
             mine[name] = tensor
     return mine
-
-
-# --- saving beside training: a copy of the state on the host, and a thread that writes it
-
-
-class HostCopies:
-    """Copies of tensors in host memory, page-locked beside a GPU. The memory is kept from one save to the next."""
-
-    def __init__(self, tensors: dict[str, Tensor]):
-        on_gpu = any(tensor.is_cuda for tensor in tensors.values())
-        # touched now: pages that the system hands out in the first save would make that one slow
-        self._copies = {
-            name: torch.zeros(tensor.shape, dtype=tensor.dtype, pin_memory=on_gpu) for name, tensor in tensors.items()
-        }
-        self._ready = torch.cuda.Event() if on_gpu else None
-
-    def take(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Copy `tensors`, whose names and shapes are those given before.
-
-        On a GPU the copies are only queued: later kernels cannot overtake them, so that training may go on. `wait`
-        before reading.
-        """
-        for name, tensor in tensors.items():
-            self._copies[name].copy_(tensor.detach(), non_blocking=True)
-        if self._ready is not None:
-            self._ready.record()
-        return dict(self._copies)
-
-    def wait(self):
-        """Until the last `take` is done."""
-        if self._ready is not None:
-            self._ready.synchronize()

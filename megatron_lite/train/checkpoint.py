@@ -4,6 +4,7 @@ import dataclasses
 import logging
 import platform
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -12,10 +13,12 @@ import torch.distributed as dist
 from megatron_lite.checkpoint import folder, megatron_file
 from megatron_lite.checkpoint.find import find_latest_valid, open_checkpoint
 from megatron_lite.checkpoint.folder import Background
+from megatron_lite.checkpoint.host_copies import HostCopies
 from megatron_lite.checkpoint.megatron_args import plain_arguments
 from megatron_lite.checkpoint.random_states import get_random_state, set_random_state
+from megatron_lite.checkpoint.shared_storage import list_files
 from megatron_lite.checkpoint.training_state import Record, Stored
-from megatron_lite.checkpoint.write import HostCopies, Writer, assign_share
+from megatron_lite.checkpoint.write import Writer, assign_share
 from megatron_lite.config.layout import put_part, whole_part
 from megatron_lite.config.plan import LearningRatePlan, Plan
 from megatron_lite.errors import CheckpointError
@@ -32,6 +35,7 @@ from megatron_lite.train.checkpoint_checks import (
     require_optimizer,
     require_schedule,
     require_shape,
+    require_shared_load,
     warn_of_rotary,
 )
 from megatron_lite.train.loop import Progress
@@ -207,8 +211,10 @@ class Checkpoints:
         return found[0]
 
     def _find_damage(self, path: Path) -> str | None:
-        """What is wrong with a checkpoint; each rank checks a part of it."""
+        """What is wrong with a checkpoint; each rank checks a part of it. CheckpointError if ranks see different files."""
         world = self.plan.world
+        if world.size > 1:
+            require_shared_load(path, world.rank, self._as_first_rank(partial(list_files, path)), self._group)
         everyone: list = [None] * world.size
         dist.all_gather_object(everyone, folder.wrong(path, slice(world.rank, None, world.size)), group=self._group)
         return next((text for text in everyone if text is not None), None)

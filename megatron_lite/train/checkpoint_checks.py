@@ -11,6 +11,14 @@ from torch import nn
 
 from megatron_lite.checkpoint import folder
 from megatron_lite.checkpoint.find import chosen
+from megatron_lite.checkpoint.shared_storage import (
+    View,
+    compare_views,
+    describe_place,
+    describe_views,
+    list_lacking,
+    refresh,
+)
 from megatron_lite.checkpoint.training_state import Record, Stored
 from megatron_lite.config.args import CheckpointArgs, OptimizerArgs
 from megatron_lite.config.flags import dashed
@@ -20,6 +28,7 @@ from megatron_lite.errors import CheckpointError
 from megatron_lite.model.custom_model import CustomModel
 from megatron_lite.model.products import describe_products
 from megatron_lite.parallel.process_group import get_time_limit
+from megatron_lite.shared_files import read_bounded
 from megatron_lite.user_functions import describe_source
 
 logger = logging.getLogger(__name__)
@@ -72,23 +81,87 @@ def require_checkpoint(c: CheckpointArgs):
 
 @contextlib.contextmanager
 def reserve_save(plan: Plan):
-    """Inside the block no other run can save to --save: the first rank holds its lock. Collective; raises CheckpointError on all ranks."""
+    """Inside the block no other run can save to --save: the first rank holds its lock, which all ranks see.
+
+    Collective; raises CheckpointError on all ranks.
+    """
     save = plan.args.checkpoint.save
     if save is None or plan.args.training.skip_train:
         yield
         return
-    refusal: list = [None]
+    # why it is refused, and what the first rank's lock file says
+    answer: list = [None, ""]
     limit = get_time_limit(plan.args.parallel)
     with contextlib.ExitStack() as held:
         if plan.world.is_first:
             try:
                 held.enter_context(folder.reserved(Path(save), min(MAX_WAIT_S, limit.total_seconds() / 2), logger.info))
+                answer[1] = _read_lock(Path(save))
             except CheckpointError as error:
-                refusal = [error]
-        dist.broadcast_object_list(refusal, src=0)
-        if refusal[0] is not None:
-            raise refusal[0]
+                answer[0] = error
+        dist.broadcast_object_list(answer, src=0)
+        refusal, holder = answer
+        if refusal is not None:
+            raise refusal
+        if holder and plan.world.size > 1:
+            _require_shared_save(plan, holder)
         yield
+
+
+def _read_lock(save: Path) -> str:
+    """What the lock file of --save says; empty where there is none, or on a full disk."""
+    try:
+        return read_bounded(save / folder.LOCK_FILE, folder.MAX_HOLDER_BYTES)
+    except OSError:
+        return ""
+
+
+def _require_shared_save(plan: Plan, holder: str):
+    """Tell that ranks have different folders under --save, before they train for hours. holder: what the first rank's lock says.
+
+    CheckpointError where saving would fail, unless training is to go on then. A file that the first rank writes alone is whole.
+    """
+    c, world = plan.args.checkpoint, plan.world
+    save = Path(c.save)
+
+    def look() -> list[View]:
+        refresh(save)
+        lacking = () if _read_lock(save) == holder else (folder.LOCK_FILE,)
+        views: list = [None] * world.size
+        dist.all_gather_object(views, View(world.rank, describe_place(save), lacking))
+        return views
+
+    views = compare_views(look)
+    if not views:
+        return
+    text = f"--save {save}: is not one folder for all ranks: {describe_views(views)}, which rank 0 made"
+    remedy = "give a folder on storage that all nodes share"
+    if c.ckpt_format == "torch":
+        logger.info(f"  warning: {text}. Only rank 0's node keeps checkpoints, and --load needs them on all; {remedy}.")
+    elif c.exit_on_save_failure:
+        raise CheckpointError(f"{text}; {remedy}.")
+    else:
+        logger.info(f"  warning: {text}; no checkpoint will be complete. {remedy.capitalize()}. Training goes on.")
+
+
+def require_shared_load(path: Path, rank: int, names: list[str], group):
+    """Raise CheckpointError if a rank lacks files of a checkpoint that another one sees. Collective.
+
+    names: the files of the checkpoint, as the first rank knows them.
+    """
+
+    def look() -> list[View]:
+        refresh(path, ours=False)
+        views: list = [None] * dist.get_world_size(group)
+        dist.all_gather_object(views, View(rank, describe_place(path), list_lacking(path, names)), group=group)
+        return views
+
+    views = compare_views(look)
+    if views:
+        raise CheckpointError(
+            f"--load {path}: is not one folder for all ranks: {describe_views(views)}; copy the files of all nodes into a "
+            "folder on storage that all nodes share."
+        )
 
 
 def require_shape(path: Path, record: Record, shape: ModelShape, vocab_size: int, custom: str | None):
