@@ -12,6 +12,13 @@ from datetime import datetime
 from itertools import islice
 from pathlib import Path
 
+from megatron_lite.analysis.memory.snapshot_forms import (
+    PICKLE,
+    CannotUnpackError,
+    find_packing,
+    is_snapshot_beginning,
+    read_beginning,
+)
 from megatron_lite.analysis.trace.foreign import describe_foreign, is_of_torch
 from megatron_lite.analysis.trace.kineto import rank_in_name
 from megatron_lite.analysis.trace.read import NSYS_REPORTS, SQLITE_MAGIC, any_block, export_first, first_bytes
@@ -27,10 +34,12 @@ OWN_FILES = re.compile(
     r"(report|manifest|ranks|run-[\d-]+)\.json"
 )  # of a run folder; what run.json names is read elsewhere
 CANDIDATES = (".json", ".gz", ".sqlite", ".sqlite3", ".db", ".pickle", ".pkl", *NSYS_REPORTS)
+# in a folder such files are mostly something else, such as checkpoints: named only if they hold a snapshot
+PERHAPS = (".bz2", ".xz", ".zst", ".pt", ".pth", ".zip")
 _HEADER = (b'"schemaVersion"', b'"distributedInfo"')  # torch writes them first
 _TAIL_BYTES = 64  # room for line ends after the last bracket
-_PICKLE = re.compile(rb"\x80[\x02-\x05]")
-_BARE_LIST = re.compile(rb'\s*\[\s*\{[^{}\[\]]{0,400}"ph"\s*:')
+# an event's arguments come before its phase where keys are sorted
+_BARE_LIST = re.compile(rb'\s*\[\s*\{.{0,4096}?"ph"\s*:\s*"[A-Za-z]"', re.DOTALL)
 _RANK = re.compile(rb'"rank"\s*:\s*"?(\d{1,6})\b')
 _WORLD_SIZE = re.compile(rb'"world_size"\s*:\s*"?(\d{1,6})\b')
 _TIME_IN_NAME = re.compile(r"(?<!\d)(\d{13,19})(?!\d)")  # since 1970, in ms (2021) to ns
@@ -56,12 +65,19 @@ def look_at(path: Path, named: bool = False) -> SourceFile:
         return SourceFile(path, "", export_first(path))
     try:
         head = first_bytes(path, HEAD_BYTES)
+        packing = find_packing(head)
+        if packing:
+            head = read_beginning(path, packing, HEAD_BYTES)
         time_ns = time_in_name(path.name) or path.stat().st_mtime_ns
+    except CannotUnpackError as error:
+        return SourceFile(path, "", str(error))
     except zlib.error:
         return SourceFile(path, "", "its gzip data cannot be unpacked")
     except OSError as error:
         return SourceFile(path, "", f"cannot be opened ({error.strerror or error})")
     what, why_not = _classify(path, head)
+    if packing and what not in ("", "snapshot"):
+        what, why_not = "", f"packed with {packing}; unpack it first, or pack it with gzip"
     if what == "trace" and (foreign := _find_foreign_writer(path, head)):
         what, why_not = "", foreign
     rank, size, whole = rank_in_name(path.name), None, True
@@ -81,11 +97,13 @@ def _classify(path: Path, head: bytes) -> tuple[str, str]:
         return "", "empty"
     if head.startswith(SQLITE_MAGIC):
         return "nsys", ""
-    if _PICKLE.match(head):
-        known = b"segments" in head or b"device_traces" in head
+    if PICKLE.match(head):
+        known = is_snapshot_beginning(head)
         return ("snapshot", "") if known else ("", "a pickle, but no memory snapshot of PyTorch")
     if path.name == RUN_FILE and b'"schema"' in head:
         return "run", ""
+    if start in (b"{", b"[") and b'"traceEvents"' not in head and is_snapshot_beginning(head):
+        return "snapshot", ""
     if start == b"{" and (b'"traceEvents"' in head or ".trace.json" in path.name) or _BARE_LIST.match(head):
         return "trace", ""
     return "", "JSON, but no trace" if start in (b"{", b"[") else "neither a trace nor a memory snapshot"
@@ -283,8 +301,9 @@ def discover_sources(paths: Sequence[Path]) -> Sources:
         # and what a run in it says that it wrote elsewhere
         found += [path for file in under if file.name == RUN_FILE for path in find_artefacts(file.parent)]
         known = {file.path.resolve() for file in looked_at if file.what}
-        candidates = {file.resolve(): file for file in reversed(found) if file.suffix in CANDIDATES}
-        looked_at += [look_at(file) for place, file in reversed(candidates.items()) if place not in known]
+        candidates = {file.resolve(): file for file in reversed(found) if file.suffix in CANDIDATES + PERHAPS}
+        seen = [look_at(file) for place, file in reversed(candidates.items()) if place not in known]
+        looked_at += [file for file in seen if file.what or file.path.suffix in CANDIDATES]
     folders += [file.path.parent for file in looked_at if file.what == "run"]
     files = [file for file in looked_at if file.what not in ("", "run")]
     left_out += [(file.path, file.why_not) for file in looked_at if not file.what]

@@ -1,12 +1,12 @@
 """A memory snapshot, read: the curve worked out from the state at the end and the events before it, the peak, and what held
 memory then."""
 
-import pickle
 import re
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 
@@ -33,16 +33,12 @@ from megatron_lite.analysis.memory.record import (
     SEGMENT_MAP,
     Record,
     build_record,
-    make_printable,
 )
-from megatron_lite.errors import UserError
+from megatron_lite.analysis.memory.snapshot_file import choose_snapshot, read_values
 from megatron_lite.estimate.caching_allocator import Allocation, Layout
 from megatron_lite.estimate.prediction import CATEGORIES
-from megatron_lite.process_state import limit_memory
 from megatron_lite.units import size
 
-MAX_MEMORY_PER_BYTE = 60  # a snapshot takes 10 to 30 times its file's size
-FROM_TORCH = "write it again with torch.cuda.memory._dump_snapshot or --record-memory-history"
 MAX_UNKNOWN = 0.01  # of the peak, without origin, in a record that counts as complete
 RANK_IN_NAME = re.compile(r"rank[_-]?(\d{1,6})(?!\d)", re.IGNORECASE)
 MIN_STEPS = 3  # to speak of growth
@@ -54,49 +50,14 @@ MIN_EXPLAINED = 0.5  # of the activations' bytes, by stacks that come once per l
 MAX_ERROR = 0.05  # of what was reserved: a replay of the allocator as it was must come as near, or nothing is said
 
 
-# --- reads a pickle that may be hostile: plain values only, and nothing is executed
-
-
-class _PlainValues(pickle.Unpickler):
-    """Every way to code leads through one of these two."""
-
-    def find_class(self, module: str, name: str) -> NoReturn:
-        raise _RefusedError(f"names {module}.{name}")
-
-    def persistent_load(self, pid: object) -> NoReturn:
-        raise _RefusedError("refers to objects outside of itself")
-
-
-class _RefusedError(Exception):
-    pass
-
-
-def _unpickle(path: Path) -> Any:
-    """What the pickle at `path` holds. Raises UserError for one that is damaged, cut, or holds more than plain values."""
-    try:
-        with open(path, "rb") as file, limit_memory(path.stat().st_size, MAX_MEMORY_PER_BYTE):
-            return _PlainValues(file).load()
-    except OSError as error:
-        why = f"cannot be read ({error.strerror}); check the file."
-    except _RefusedError as error:
-        why = (
-            f"{make_printable(str(error), 200)}, but a memory snapshot holds plain values only; reading it could run "
-            f"its code and is refused; {FROM_TORCH}."
-        )
-    except MemoryError:
-        why = f"asks for far more memory than its size explains; it is damaged: {FROM_TORCH}."
-    except Exception as error:  # noqa: BLE001 - damaged pickles make the reader raise errors of many kinds
-        what = f"{type(error).__name__}: {make_printable(str(error), 200)}"
-        why = f"is no readable pickle ({what}), cut short or damaged; {FROM_TORCH}."
-    raise UserError(f"{path}: {why}")
-
-
 # --- the analysis; index 0 of a curve is before the first event
 
 
 def read_snapshot(path: Path) -> Snapshot:
     """Raises UserError where `path` is no memory snapshot."""
-    return analyze_snapshot(_unpickle(Path(path)), Path(path))
+    raw, notes = choose_snapshot(read_values(Path(path)))
+    found = analyze_snapshot(raw, Path(path))
+    return replace(found, notes=(*notes, *found.notes))
 
 
 def analyze_snapshot(raw: Any, path: Path) -> Snapshot:

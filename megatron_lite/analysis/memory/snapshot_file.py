@@ -1,0 +1,171 @@
+"""A file with a memory snapshot as plain values, read without running anything that the file names.
+
+A snapshot is pickled (any protocol), saved by torch.save, or written as JSON; the file may be packed. It may lie in a dict
+or list of the program that wrote it.
+"""
+
+import contextlib
+import json
+import pickle
+import re
+from io import BytesIO
+from pathlib import Path
+from typing import IO, Any, NoReturn
+
+import msgspec
+
+from megatron_lite.analysis.memory.record import make_printable
+from megatron_lite.analysis.memory.snapshot_forms import PICKLE, CannotUnpackError, find_packing, open_unpacked
+from megatron_lite.errors import UserError
+from megatron_lite.process_state import limit_memory
+from megatron_lite.units import size
+
+MAX_MEMORY_PER_BYTE = 60  # a snapshot takes 10 to 30 times its file's size
+MAX_UNPACKED_PER_BYTE = 400  # real snapshots are packed to a third or a sixth; equal events pack better
+MIN_UNPACKED_LIMIT, MAX_UNPACKED = 2**26, 2**32
+CHUNK = 2**20
+FROM_TORCH = "write it again with torch.cuda.memory._dump_snapshot or --record-memory-history"
+
+# --- unpacking
+
+
+def _unpack(path: Path, packing: str) -> bytes:
+    """The whole content, as far as a file of that size can explain it."""
+    limit = min(MAX_UNPACKED, max(MIN_UNPACKED_LIMIT, MAX_UNPACKED_PER_BYTE * path.stat().st_size))
+    content = bytearray()
+    with open_unpacked(path, packing) as file:
+        while chunk := file.read(CHUNK):
+            content += chunk
+            if len(content) > limit:
+                raise CannotUnpackError(f"unpacks to more than {size(limit)}, which its size does not explain")
+    return bytes(content)
+
+
+# --- pickles that may be hostile: plain values only
+
+JSON = re.compile(rb"\s*[\[{]")
+LEGACY_TORCH_SAVE = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # before torch 1.6: three pickles before the value
+LEGACY_PICKLES_BEFORE = 3
+
+
+class _PlainValues(pickle.Unpickler):
+    """Every way to code leads through one of these two."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("collections", "OrderedDict"):
+            return dict
+        raise _RefusedError(f"names {module}.{name}")
+
+    def persistent_load(self, pid: object) -> NoReturn:
+        raise _RefusedError("refers to objects outside of itself")
+
+
+class _RefusedError(Exception):
+    pass
+
+
+def _parse(file: IO[bytes]) -> Any:
+    head = file.read(CHUNK)
+    file.seek(0)
+    if JSON.match(head) and not PICKLE.match(head):
+        return _parse_json(file.read())
+    if head.startswith(LEGACY_TORCH_SAVE):
+        for _ in range(LEGACY_PICKLES_BEFORE):
+            _PlainValues(file).load()
+    return _PlainValues(file).load()
+
+
+def _parse_json(text: bytes) -> Any:
+    try:
+        return msgspec.json.decode(text)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return json.loads(text)  # takes NaN and single surrogates, too
+
+
+ENDS_EARLY = ("pickle data was truncated", "Ran out of input", "pickle exhausted before end of frame")
+
+
+def _describe_failure(error: Exception) -> str:
+    """What was seen of a file that could not be read."""
+    if isinstance(error, OSError) and error.errno is not None:
+        return f"cannot be read ({error.strerror}); check the file."
+    if isinstance(error, CannotUnpackError):
+        return f"is {make_printable(str(error), 200)}."
+    if isinstance(error, _RefusedError):
+        return (
+            f"{make_printable(str(error), 200)}, but a memory snapshot holds plain values only; reading it could run "
+            f"its code and is refused; {FROM_TORCH}."
+        )
+    if isinstance(error, MemoryError):
+        return f"asks for far more memory than its size explains, as no snapshot of PyTorch does; {FROM_TORCH}."
+    text = make_printable(str(error), 200)
+    if isinstance(error, EOFError) or text in ENDS_EARLY:
+        return f"ends before its data does ({text}); copy or write it again."
+    return f"cannot be read as a snapshot ({type(error).__name__}: {text}); {FROM_TORCH}."
+
+
+def read_values(path: Path) -> Any:
+    """What the file at `path` holds, as plain values. Raises UserError, one line, for one that cannot be read."""
+    try:
+        with open(path, "rb") as file:
+            packing = find_packing(file.read(8))
+            file.seek(0)
+            if not packing:
+                with limit_memory(path.stat().st_size, MAX_MEMORY_PER_BYTE):
+                    return _parse(file)
+        content = _unpack(path, packing)
+        with limit_memory(len(content), MAX_MEMORY_PER_BYTE):
+            return _parse(BytesIO(content))
+    except Exception as error:  # noqa: BLE001 - damaged files make the readers raise errors of many kinds
+        raise UserError(f"{path}: {_describe_failure(error)}") from None
+
+
+# --- a snapshot inside of other values
+
+MAX_DEPTH, MAX_LOOKED_AT = 4, 4096
+
+
+def find_snapshots(values: Any) -> list[Any]:
+    """The snapshots among plain values: dicts with segments or events, and lists of segments."""
+    found: list[Any] = []
+    waiting, looked_at = [(values, 0)], 0
+    while waiting and looked_at < MAX_LOOKED_AT:
+        value, depth = waiting.pop(0)
+        looked_at += 1
+        if _is_snapshot(value):
+            found.append(value)
+        elif depth < MAX_DEPTH and type(value) in (list, tuple, dict):
+            inside = value.values() if type(value) is dict else value
+            waiting += [(one, depth + 1) for one in list(inside)[:MAX_LOOKED_AT] if type(one) in (list, tuple, dict)]
+    return found
+
+
+def _is_snapshot(value: Any) -> bool:
+    if type(value) is dict:
+        return any(type(value.get(name)) in (list, tuple) for name in ("segments", "device_traces"))
+    first = value[0] if type(value) in (list, tuple) and value else None
+    return type(first) is dict and "blocks" in first and "total_size" in first
+
+
+def choose_snapshot(values: Any) -> tuple[Any, list[str]]:
+    """(the snapshot with the most memory, or one whose request failed; notes about others). `values` if it holds none."""
+    found = find_snapshots(values)
+    if len(found) < 2:
+        return (found[0] if found else values), []
+    number = max(range(len(found)), key=lambda at: (*_measure(found[at]), -at))
+    told = f"the file holds {len(found)} snapshots; number {number + 1} is shown, which has the most memory"
+    if _measure(found[number])[0]:
+        told = f"the file holds {len(found)} snapshots; number {number + 1} is shown, in which a request failed"
+    return found[number], [told]
+
+
+def _measure(snapshot: Any) -> tuple[bool, int]:
+    """(whether a request failed, bytes of all segments)."""
+    segments: Any = snapshot
+    traces: Any = []
+    if type(snapshot) is dict:
+        segments, traces = snapshot.get("segments") or [], snapshot.get("device_traces") or []
+    with contextlib.suppress(TypeError, AttributeError):  # reading it says what is wrong with it
+        failed = any(event.get("action") == "oom" for trace in traces for event in trace)
+        return failed, sum(segment.get("total_size", 0) for segment in segments)
+    return False, 0
