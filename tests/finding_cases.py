@@ -336,6 +336,53 @@ def holes(folder: Path, freed: int):
     made.write(folder)
 
 
+PARTITION = "/site-packages/deepspeed/runtime/zero/partition_parameters.py"
+GATHERING = [{"filename": PARTITION, "line": 1234, "name": "_all_gather_dtype"}]
+
+
+@prepared
+def graph_pools(folder: Path, gib: float, pools=1):
+    """Graphs were captured, each with a pool of its own, whose memory no tensor holds any more; a weight of 8 GiB."""
+    made = MadeSnapshot()
+    made.step(1)
+    made.alloc(8 * GIB, "setup")
+    for number in range(1, pools + 1):
+        segment = made.segment(int(gib * GIB), pool=(number, 0))
+        made.free(made.alloc(int(gib * GIB), "step 1/forward", at=segment))
+    made.alloc(GIB, "step 1/forward")
+    made.write(folder)
+
+
+@prepared
+def streams(folder: Path, waits: bool):
+    """A weight, and activations that the program drops while another stream may use them."""
+    made = MadeSnapshot()
+    made.step(1)
+    made.alloc(4 * GIB, "setup")
+    dropped = [made.alloc(GIB, "step 1/forward") for _ in range(4)]
+    made.give_back(*dropped) if waits else made.free(*dropped)
+    kept = [made.alloc(GIB, "step 1/forward") for _ in range(4)]
+    if waits:
+        made.complete(*dropped)
+    made.free(*kept)
+    made.write(folder)
+
+
+@prepared
+def gathering(folder: Path, kept: int):
+    """12 layers of a ZeRO-3 run, each gathered before it runs, of which so many stay whole at a time."""
+    made, whole = MadeSnapshot(), []
+    made.step(1)
+    made.alloc(8 * GIB, "setup")
+    for number in range(12):
+        whole.append(made.alloc(GIB, "step 1/forward", GATHERING))
+        made.alloc(GIB // 4, f"step 1/forward/decoder.layers.{number}")
+        if len(whole) > kept:
+            made.free(whole.pop(0))
+    made.alloc(GIB // 4, "step 1/backward")
+    made.write(folder)
+
+
 def on_a_gpu_of(gib: int, **more):
     return recorded(hardware={"memory_bytes": gib * GIB}, **more)
 
@@ -455,6 +502,9 @@ CASES = {
         recorded(steps=ordinary_steps(host_memory_bytes=lambda index: 2**31 + min(index, 4) * 2**22)),
     ),
     "fragmentation": (holes(4), holes(0)),
+    "private-pool": (graph_pools(12), graph_pools(0.1)),
+    "awaiting-free": (streams(waits=True), streams(waits=False)),
+    "gathered-parameters": (gathering(kept=12), gathering(kept=2)),
     "logits-peak": (both(remembered(logits_gib=8), on_a_gpu_of(32)), both(remembered(logits_gib=8), on_a_gpu_of(80))),
     "recompute-activations": (
         both(remembered(layer_gib=2), on_a_gpu_of(32)),

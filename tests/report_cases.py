@@ -137,7 +137,7 @@ def ranks_of(name="all_reduce") -> Ranks:
 
 
 def snapshot(name="gpt.py:81 forward") -> Snapshot:
-    sizes = dict(zip(CATEGORIES, (2, 2, 4, 8, 12, 3, 1, 0, 0, 0)))
+    sizes = dict.fromkeys(CATEGORIES, 0) | dict(zip(CATEGORIES, (2, 2, 4, 8, 12, 3, 1)))
     largest = sorted(sizes.items(), key=lambda pair: -pair[1])
     held = tuple(Held(category, number * 2**30, 10) for category, number in largest if number)
     halves = [tuple(number * unit for number in sizes.values()) for unit in (2**29, 2**30)]

@@ -46,6 +46,7 @@ class MadeSnapshot:
     def __init__(self, reserved: int = 0, **settings):
         self.events, self.marks, self.settings, self.reserved = [], [], settings, reserved
         self._live, self._segments, self._next, self._time, self._open = {}, {}, BASE, 1_000_000, None
+        self._pools, self._awaiting = {}, set()
 
     def now(self) -> int:
         self._time += 10
@@ -55,10 +56,11 @@ class MadeSnapshot:
         """An event."""
         self.events.append({"action": action, "stream": 0, "time_us": self.now(), "frames": [], **fields})
 
-    def segment(self, size: int) -> int:
+    def segment(self, size: int, pool: tuple[int, int] = (0, 0)) -> int:
         """Memory taken from the driver; returns its address."""
         address, self._next = self._next, self._next + 2 * size
         self._segments[address] = size
+        self._pools[address] = pool
         self.add("segment_alloc", addr=address, size=size)
         return address
 
@@ -82,6 +84,22 @@ class MadeSnapshot:
             size, _, _, own = self._live.pop(address)
             for action in ("free_requested", "free_completed"):
                 self.add(action, addr=address, size=size, frames=list(frames or ()))
+            if own:
+                del self._segments[address]
+                self.add("segment_free", addr=address, size=size)
+
+    def give_back(self, *addresses: int):
+        """The program drops what another stream may still use: its free is requested, and does not happen yet."""
+        for address in addresses:
+            self._awaiting.add(address)
+            self.add("free_requested", addr=address, size=self._live[address][0])
+
+    def complete(self, *addresses: int):
+        """The free of what was given back."""
+        for address in addresses:
+            size, _, _, own = self._live.pop(address)
+            self._awaiting.discard(address)
+            self.add("free_completed", addr=address, size=size)
             if own:
                 del self._segments[address]
                 self.add("segment_free", addr=address, size=size)
@@ -121,7 +139,8 @@ class MadeSnapshot:
         for start, (held, tag, stack, _) in [*sorted(self._live.items()), (address + size, (0, "", [], False))]:
             if address <= start <= address + size:
                 free = {"address": at, "size": start - at, "requested_size": 0, "state": "inactive", "frames": []}
-                live = {"address": start, "size": round_up(held), "requested_size": held, "state": "active_allocated"}
+                state = "active_awaiting_free" if start in self._awaiting else "active_allocated"
+                live = {"address": start, "size": round_up(held), "requested_size": held, "state": state}
                 blocks += [
                     block for block in (free, live | {"frames": stack, "user_metadata": tag}) if block["size"] > 0
                 ]
@@ -130,6 +149,7 @@ class MadeSnapshot:
         return {
             "device": 0, "address": address, "total_size": size, "allocated_size": used, "active_size": used, "stream": 0,
             "segment_type": "large", "is_expandable": False, "frames": [], "blocks": blocks,
+            "segment_pool_id": self._pools.get(address, (0, 0)),
         }  # fmt: skip
 
 

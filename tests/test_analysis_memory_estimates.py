@@ -6,8 +6,9 @@ import pytest
 from snapshot_maker import MadeSnapshot
 from trace_maker import MadeTrace, place
 
-from megatron_lite.analysis.memory.read import SnapshotReader, read_snapshot, replay_peak
+from megatron_lite.analysis.memory.read import SnapshotReader, read_snapshot
 from megatron_lite.analysis.memory.record import build_record
+from megatron_lite.analysis.memory.reserved import replay_peak
 from megatron_lite.analysis.memory.trace_memory import measure_trace_memory
 from megatron_lite.config.layout import Stage
 from megatron_lite.config.shape import ModelShape

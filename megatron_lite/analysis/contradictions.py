@@ -10,6 +10,7 @@ import numpy as np
 
 from megatron_lite.analysis.findings.base import Evidence, Finding
 from megatron_lite.analysis.intervals import Integers
+from megatron_lite.analysis.memory.memory_results import Snapshot
 from megatron_lite.analysis.rank_facts import RankFacts
 from megatron_lite.analysis.run.run_results import Run
 from megatron_lite.analysis.run_facts import Facts
@@ -35,11 +36,18 @@ def find_contradictions(facts: Facts) -> list[str]:
     if one is not None:
         return [text for text in (*told, *_check_trace(one, run)) if text]
     if snapshot is not None:
-        told += [] if snapshot.complete else ["more than 1% of the peak's bytes have no allocation in the record"]
+        told += [] if snapshot.complete else [_describe_unknown(snapshot)]
         most = run.peak_memory_bytes.max(initial=0, where=run.peak_memory_bytes > 0) if run else 0
         if not snapshot.simulated and snapshot.peak_bytes < (1 - MAX_UNSEEN) * most:
             told.append(f"the run's allocator peaked at {size(int(most))}, which the snapshot does not show")
     return told
+
+
+def _describe_unknown(snapshot: Snapshot) -> str:
+    """How much of the peak has no allocation in the record."""
+    unknown = sum(held.num_bytes for held in snapshot.held if held.category == "before the record")
+    share = f"{unknown / snapshot.peak_bytes:.0%}" if unknown and snapshot.peak_bytes else "more than 1%"
+    return f"{share} of the peak's bytes have no allocation in the record"
 
 
 def missing_gpu_work(one: RankFacts, run: Run | None) -> str:

@@ -131,8 +131,8 @@ class Facts:
 
     @property
     def highest_snapshot(self) -> Snapshot | None:
-        """The one that decides whether the run fits."""
-        return max(self.snapshots, key=lambda one: one.peak_bytes, default=None)
+        """The one that decides whether the run fits: whose memory ran out, else with the highest peak."""
+        return max(self.snapshots, key=lambda one: (one.ran_out, one.peak_bytes), default=None)
 
     @property
     def plan(self) -> dict[str, Any]:
@@ -275,4 +275,4 @@ class Facts:
     def is_tight(self, one: Snapshot) -> bool:
         """Did it run out, fill most of the device, or (the device unknown) take gigabytes?"""
         room = self.device_bytes
-        return one.oom is not None or one.peak_bytes >= (TIGHT * room if room else LARGE_BYTES)
+        return one.ran_out or one.peak_bytes >= (TIGHT * room if room else LARGE_BYTES)

@@ -7,6 +7,7 @@ from statistics import fmean, pstdev
 from megatron_lite.analysis.contradictions import find_contradictions, missing_gpu_work, missing_graph_work
 from megatron_lite.analysis.findings.base import Finding
 from megatron_lite.analysis.kernels.kernel_results import Role
+from megatron_lite.analysis.memory.memory_results import Snapshot
 from megatron_lite.analysis.rank_facts import RankFacts
 from megatron_lite.analysis.ranks.calls import POINT_TO_POINT
 from megatron_lite.analysis.ranks.rank_results import OTHER
@@ -27,6 +28,9 @@ MIN_STEPS, STEPS_FOR_HIGH = 2, 3
 UNSTEADY = 0.15  # spread of step times (standard deviation / mean) that lowers confidence
 DISTORTED, UNTRUSTWORTHY = 1.10, 1.50  # profiled step / step without the profiler
 MOSTLY_UNEXPLAINED = 0.20
+MAX_HELD = 3  # categories of memory that are named
+# "other" is what was kept for a reason that no rule of categories knows
+WITHOUT_CATEGORY, MAX_WITHOUT_CATEGORY = ("other", "before the record"), 0.20
 BUSY_MACHINE = "busy-machine"  # the finding whose words stand before the sentence
 HOW_TO_TRACE = "--profile --use-pytorch-profiler records one"
 HOW_TO_WATCH = "megatron-lite watch --steps A:B, within the steps that there are, records one"
@@ -60,12 +64,7 @@ def build_verdict(facts: Facts, findings: Sequence[Finding]) -> Verdict:
     if facts.critical is not None:
         verdict = _judge_time(facts, facts.critical, findings)
     elif most is not None:
-        said = f"Memory peaks at {size(most.peak_bytes)}" + (f" in {most.peak_phase}" if most.peak_phase else "")
-        if most.peak_bytes and most.held:
-            held = (f"{part.category} {part.num_bytes / most.peak_bytes:.0%}" for part in most.held[:3])
-            said += f": {', '.join(held)}"
-        why = [f"{count(most.events)} events", *find_contradictions(facts)]
-        verdict = Verdict(said, "memory", "low" if why[1:] else "high", "; ".join(why))
+        verdict = _judge_memory(facts, most)
     else:
         how = HOW_TO_WATCH if facts.is_watched else HOW_TO_TRACE
         without = f"no trace: without one the run says how fast it was, not why; {how}"
@@ -94,6 +93,32 @@ def _describe_shortage(found: CoreShortage) -> str:
         return f"Rank {found.rank} was not given its cores: other threads take them again and again"
     kind = "profiled step" if found.kind == PROFILED else "step"
     return f"Rank {found.rank} is ready and has no core for {found.share:.0%} of each {kind}"
+
+
+def _judge_memory(facts: Facts, most: Snapshot) -> Verdict:
+    """What a snapshot says where there is no trace: a request that failed, else the peak, and what held memory then."""
+    held = ""
+    if most.peak_bytes and most.held:
+        shares = (f"{part.category} {part.num_bytes / most.peak_bytes:.0%}" for part in most.held[:MAX_HELD])
+        held = f": {', '.join(shares)}"
+    when = f" in {most.peak_phase}" if most.peak_phase else ""
+    said = f"Memory peaks at {size(most.peak_bytes)}{when}{held}"
+    if not most.events:
+        said = f"Memory holds {size(most.peak_bytes)} at the moment of the snapshot{held}"
+    if most.ran_out and most.oom is not None:
+        at = f" at {most.oom.site}" if most.oom.site else ""
+        where = "" if most.simulated else f" on GPU {most.device}"
+        holding = f"with {size(most.oom.held_bytes)} held{where}"
+        said = f"A request for {size(most.oom.requested_bytes)} failed{at} {holding}{held}"
+    unknown = sum(part.num_bytes for part in most.held if part.category in WITHOUT_CATEGORY)
+    share = unknown / max(most.peak_bytes, 1)
+    doubts = {
+        "no history: it says nothing of the peak": not most.events,
+        f"nothing tells what {share:.0%} of the peak is for": share > MAX_WITHOUT_CATEGORY,
+        **dict.fromkeys(find_contradictions(facts), True),
+    }
+    why = [f"{count(most.events)} events", *(doubt for doubt, holds in doubts.items() if holds)]
+    return Verdict(said, "memory", "low" if why[1:] else "high", "; ".join(why))
 
 
 def _judge_time(facts: Facts, rank: RankFacts, findings: Sequence[Finding]) -> Verdict:

@@ -160,7 +160,7 @@ def list_gathered(plan: Plan, layer: int, accumulates: bool) -> Iterator[LedgerR
     of_layer, reduced = count_layer_parameters(plan.rank_shape), gradient_bytes(plan.precision, plan.fp32_gradients)
     ends, below = count_parameters(plan.rank_shape, plan.stage) - layers * of_layer, min(layer, layers)
     whole = ends + of_layer * (0 < layer <= layers if shared.gathers_twice else below)
-    yield per_parameter("parameters", "gathered weights", each, whole)
+    yield per_parameter("gathered parameters", "gathered weights", each, whole)
     if accumulates and shared.gathers_twice:
         yield per_parameter(
             "gradients", "sums of gradients", FP32, count_parameters(plan.rank_shape, plan.stage), shared.ranks
@@ -172,7 +172,7 @@ def list_gathered(plan: Plan, layer: int, accumulates: bool) -> Iterator[LedgerR
         done = (layers - max(layer, 1)) * of_layer * (not (accumulates and shared.gathers_twice))
         yield per_parameter("gradients", "reduced gradients", FP32, done, shared.ranks)
     if layer > layers or shared.gathers_twice and layer > 1:
-        yield per_parameter("communication", "gathered weights of a layer", each, of_layer)
+        yield per_parameter("gathered parameters", "gathered weights of a layer", each, of_layer)
 
 
 def list_reduced(parameters: int, ends: int, gradient_bytes: int, ranks: int) -> Iterator[LedgerRow]:

@@ -8,7 +8,9 @@ from megatron_lite.phases import Phase
 # What memory is called, predicted or measured, in the order of a report.
 # A weight's gradient is a gradient from where it is computed, also one that is added to another and
 # ends there. Workspace is all else that does not outlive its phase: temporaries of forward, backward and the
-# optimizer, and the buffers of libraries such as cublas.
+# optimizer, and the buffers of libraries such as cublas. Gathered parameters are whole weights that each rank keeps
+# a part of, and the buffers that gather them. Memory that awaits its free was given back by the program, and another
+# stream may still use it (Tensor.record_stream).
 CATEGORIES = (
     "parameters",
     "gradients",
@@ -18,6 +20,8 @@ CATEGORIES = (
     "logits and loss",
     "workspace",
     "communication",
+    "gathered parameters",
+    "awaiting free",
     "other",
     "before the record",
 )

@@ -9,7 +9,10 @@ BLUE, ORANGE, GREEN, VERMILION, SKY, PURPLE, YELLOW, SLATE, GREY, PALE, VIOLET, 
 )
 SERIES = (BLUE, ORANGE, GREEN, VERMILION, SKY, PURPLE, YELLOW, SLATE, GREY, PALE)
 INK, LINE, CARD = "var(--ink)", "var(--line)", "var(--card)"
-HELD = {**dict(zip(CATEGORIES, SERIES)), "other": GREY, "before the record": PALE}
+HELD = {
+    **dict(zip(CATEGORIES, SERIES)),
+    "gathered parameters": VIOLET, "awaiting free": BROWN, "other": GREY, "before the record": PALE,
+}  # fmt: skip
 ROWS = {
     "compute": BLUE, "exposed_communication": VERMILION, "exposed_copy": ORANGE, "data_wait": PURPLE, "sync": YELLOW,
     "host": GREEN, "allocator": SLATE, "garbage_collector": GREY, "launch": SKY, "dependency": VIOLET, "save": BROWN,

@@ -3,6 +3,7 @@
 import math
 
 from megatron_lite.analysis.findings.base import Evidence, Finding, build_time_finding, find_lost_memory, rule
+from megatron_lite.analysis.findings.reserved_rules import MIN_BYTES
 from megatron_lite.analysis.memory.memory_results import OUTSIDE, Snapshot
 from megatron_lite.analysis.rank_facts import MATTERS, in_ms
 from megatron_lite.analysis.run_facts import TIGHT, Facts, measure_ordinary, sum_category, whole
@@ -59,6 +60,10 @@ def find_memory_growth(facts: Facts) -> Finding | None:
     )
 
 
+REMEDIES = {
+    "gathered parameters": "let the library give each layer back after its use (see gathered-parameters)",
+    "awaiting free": "another stream may still use them (see awaiting-free)",
+}
 GROWS_WITH_BATCH = ("activations", "logits and loss", "workspace")
 
 
@@ -75,11 +80,12 @@ def find_out_of_memory(facts: Facts) -> Finding | None:
     Flags: --micro-batch-size, --recompute-granularity full, PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True.
     False alarm: a failure that the program caught and got around; the snapshot keeps it.
     """
-    failures = ((one, one.oom) for one in facts.snapshots if one.oom is not None)
-    failed, oom = next(failures, (None, None))
+    failures = [(one, one.oom) for one in facts.snapshots if one.oom is not None]
+    # one that the program got around comes last
+    failed, oom = min(failures, key=lambda pair: pair[1].went_on, default=(None, None))
     if failed is None or oom is None:
         return None
-    free = f"{size(max(oom.device_free_bytes, 0))} were free on the device"
+    free = f"{size(max(oom.device_free_bytes, 0))} were free on {name_device(failed)}"
     most_bytes = max(failed.peak_bytes, 1)
     held = [
         Evidence(f"{one.category}: {size(one.num_bytes)}, {one.num_bytes / most_bytes:.0%} of what tensors held")
@@ -87,57 +93,31 @@ def find_out_of_memory(facts: Facts) -> Finding | None:
     ]
     most = failed.held[0].category if failed.held else ""
     advice = f"{most or 'tensors'} hold most, which the micro-batch does not change: fewer parameters per rank"
+    flags: tuple[str, ...] = ()
     if most in GROWS_WITH_BATCH:
+        flags = ("--micro-batch-size", "--recompute-granularity full")
         advice = f"{most} hold most: a smaller --micro-batch-size, or --recompute-granularity full"
+    elif most in REMEDIES:
+        advice = f"{most} hold most: {REMEDIES[most]}"
     asked = Evidence(f"{size(oom.requested_bytes)} were asked for, {free}", oom.site or failed.source)
-    flags = ("--micro-batch-size", "--recompute-granularity full")
-    return Finding(cost_bytes=failed.peak_bytes, evidence=(asked, *held), advice=advice, flags=flags, rank=failed.rank)
-
-
-# Of what is reserved; segments of 20 MiB leave some of each free by design.
-MAX_FRAGMENTED_SHARE, MIN_BYTES = 0.10, 256 * MIB
-HELPS = 0.05  # of what is reserved, that the replay must save to be worth a word
-EXPANDABLE_SEGMENTS = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
-
-
-@rule("fragmentation", "memory reserved but not used", "memory")
-def find_fragmentation(facts: Facts) -> Finding | None:
-    """The allocator holds much more memory than tensors use.
-
-    Meaning: PyTorch takes memory in segments and cuts them up. Free pieces between live ones cannot serve a larger
-        request, and another segment is taken: reserved grows, allocated does not. An out-of-memory error can come with
-        gigabytes free.
-    Measured: reserved against allocated at the moment of the largest reservation in a snapshot; whether expandable
-        segments would help is found by replaying the record with them, not by rule of thumb.
-    Cost: the difference. Reserved memory is no leak: it is kept for reuse.
-    Do: expandable segments where the replay shows a gain; else sizes that repeat: a constant batch and length.
-    Flags: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True.
-    False alarm: a peak that was freed a moment before; then the reserve serves the next step.
-    """
-    real = [(one.fragmentation, one) for one in facts.snapshots if not one.simulated]
-    held, worst = max(real, key=lambda pair: pair[0].reserved_bytes - pair[0].allocated_bytes, default=(None, None))
-    if held is None or worst is None:
-        return None
-    reserved, replayed = held.reserved_bytes, held.replay_reserved_bytes
-    unused, gain = reserved - held.allocated_bytes, None
-    if unused < max(MAX_FRAGMENTED_SHARE * reserved, MIN_BYTES):
-        return None
-    if held.expandable:
-        told = "expandable segments were on"
-    elif replayed is None:
-        told = "the record cannot be replayed, so that nothing is known of expandable segments"
-    else:
-        gain = reserved - replayed if reserved - replayed >= HELPS * reserved else None
-        would = f"save {size(gain)}" if gain else "not help"
-        told = f"replayed with expandable segments {size(replayed)} would be reserved: they would {would}"
-    text = f"{size(reserved)} are reserved for tensors of {size(held.allocated_bytes)}: {size(unused)} lie between them"
-    advice = (
-        f"let segments grow: {EXPANDABLE_SEGMENTS}"
-        if gain
-        else "keep batch and sequence length constant, so that freed pieces fit again"
+    if oom.unused_private_bytes >= MIN_BYTES:
+        out_of_reach = f"{size(oom.unused_private_bytes)} lie free in private pools, which this request cannot use"
+        held.insert(0, Evidence(out_of_reach, failed.source))
+    if oom.went_on:
+        held.insert(0, Evidence("the program went on: as many bytes were allocated afterwards", failed.source))
+    return Finding(
+        cost_bytes=oom.held_bytes or failed.peak_bytes,
+        evidence=(asked, *held),
+        advice=advice,
+        flags=flags,
+        certain=not oom.went_on,
+        rank=failed.rank,
     )
-    flags, certain = (EXPANDABLE_SEGMENTS,) if gain else (), gain is not None
-    return find_lost_memory(worst, unused, gain, text, advice, Evidence(told), flags=flags, certain=certain)
+
+
+def name_device(one: Snapshot) -> str:
+    """'GPU 1'; 'the CPU' for what no GPU allocated."""
+    return "the CPU" if one.simulated else f"GPU {one.device}"
 
 
 MAX_LOGITS_SHARE = 0.25  # of the peak: less than the layers' activations usually take

@@ -15,6 +15,7 @@ from megatron_lite.analysis.findings import (
     memory_rules,
     pipeline_rules,
     product_rules,
+    reserved_rules,
     update_rules,
 )
 from megatron_lite.analysis.findings.base import Finding, Rule
@@ -31,6 +32,7 @@ MODULES = (
     pipeline_rules,
     machine_rules,
     memory_rules,
+    reserved_rules,
 )
 RULES = {one.code: one for module in MODULES for one in vars(module).values() if isinstance(one, Rule)}
 PAGE_WIDTH = 100

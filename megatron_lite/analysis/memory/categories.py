@@ -14,13 +14,15 @@ from numpy.typing import NDArray
 
 from megatron_lite.analysis.intervals import Flags, Integers
 from megatron_lite.analysis.memory.phases import NOT_SAID, NUMBER, RECOMPUTE, SETUP, UNKNOWN, ZERO_GRAD, Phases
-from megatron_lite.analysis.memory.record import ALLOC, FREE, FREE_REQUESTED, Code, Record
+from megatron_lite.analysis.memory.record import ALLOC, FREE, FREE_REQUESTED, Record
+from megatron_lite.analysis.memory.stacks import Code
 from megatron_lite.estimate.caching_allocator import MIN_BLOCK
 from megatron_lite.estimate.hardware import CUBLAS_THREADS, CUBLAS_WORKSPACE, CUBLAS_WORKSPACE_SINCE_HOPPER
 from megatron_lite.estimate.prediction import CATEGORIES
 
 INDEX = {name: number for number, name in enumerate(CATEGORIES)}
 UNDECIDED = -1
+Ints = NDArray[np.int64]
 MIN_LOGITS = 2**16  # bytes; below it a size says nothing about what it is
 
 # --- when each piece of memory was handed out and given back, and what is known of it
@@ -30,14 +32,22 @@ MIN_LOGITS = 2**16  # bytes; below it a size says nothing about what it is
 class Lives:
     """m allocations, in order of `begin`. A life's memory is held after event e where begin <= e < end."""
 
-    begin: NDArray[np.int64]  # [m], event of the allocation; -1: before the record
-    end: NDArray[np.int64]  # [m], event of the free; n: alive at the end of the record
+    begin: NDArray[
+        np.int64
+    ]  # [m], event of the allocation; -1: before the record. Of what awaits its free: of that request
+    end: NDArray[np.int64]  # [m], event of the free, or of the request for it; n: alive at the end of the record
+    returned: NDArray[
+        np.int64
+    ]  # [m], event after which the memory serves others: `end`, or later if it awaits its free
+    awaiting: Flags  # [m], the part of a life after the program gave the memory back, while another stream may use it
     requested: NDArray[np.int64]  # [m], bytes asked for
     num_bytes: NDArray[np.int64]  # [m], as the allocator rounds them
     address: NDArray[np.int64]  # [m]
     stack: NDArray[np.int64]  # [m], of the allocation, index into Record.stacks; 0: unknown or empty
     tag: NDArray[np.int64]  # [m], the same for Record.tags
     stream: NDArray[np.int64]  # [m]
+    pool: NDArray[np.int64]  # [m], index into Record.pools
+    holds: NDArray[np.int64]  # [m], index into CATEGORIES of what a library's frame says; UNDECIDED: nothing
     code: NDArray[np.int64]  # [m], Code of the stack
     phase: NDArray[np.int64]  # [m], of the allocation
     freed_in: NDArray[np.int64]  # [m], phase of the free; NOT_SAID if none
@@ -69,7 +79,18 @@ class Lives:
         return np.cumsum(change)[: n + 1]
 
 
-def find_lifetimes(record: Record, phases: Phases) -> Lives:
+@dataclass(frozen=True)
+class _Spans:
+    """When each piece of memory was held, and where the record knows it from; in order of `begin`."""
+
+    begin: NDArray[np.int64]
+    end: NDArray[np.int64]
+    returned: NDArray[np.int64]
+    awaiting: Flags
+    columns: dict[str, NDArray[np.int64]]  # address, requested, stack, tag, stream, pool
+
+
+def _join_events(record: Record) -> _Spans:
     """Allocations are joined with the next free of the same address. What has no allocation was there before; what has
     no free is there at the end, and where the blocks at the end know nothing of it, it stays all the same."""
     n, blocks = len(record), record.blocks
@@ -84,17 +105,57 @@ def find_lifetimes(record: Record, phases: Phases) -> Lives:
     stray = rows[~is_alloc & ~np.append(False, freed)[: len(rows)]]  # frees of what was there before
     live = np.flatnonzero(blocks["live"])
     old = blocks[live[~np.isin(blocks["address"][live], record.address[begins[ends == n]])]]
-    nothing = np.zeros(len(stray), np.int64)
     begin = np.concatenate([begins, np.full(len(stray) + len(old), -1)])
+    end = np.concatenate([ends, stray, np.full(len(old), n)])
+    nothing = np.zeros(len(stray), np.int64)
+    columns = {
+        "address": np.concatenate([record.address[begins], record.address[stray], old["address"]]),
+        "requested": np.concatenate([record.size[begins], record.size[stray], old["requested"]]),
+        "stack": np.concatenate([record.stack[begins], nothing, old["stack"]]),
+        "tag": np.concatenate([record.tag[begins], nothing, old["tag"]]),
+        "stream": np.concatenate([record.stream[begins], record.stream[stray], old["stream"]]),
+        "pool": np.concatenate([record.pool[begins], record.pool[stray], old["pool"]]),
+    }
     order = np.argsort(begin, kind="stable")
+    sorted_columns = {name: values[order].astype(np.int64) for name, values in columns.items()}
+    return _split_awaiting(record, begin[order], end[order], sorted_columns)
 
-    def join(of_begins: Integers, of_stray: Integers, of_old: Integers) -> NDArray[np.int64]:
-        return np.concatenate([of_begins, of_stray, of_old])[order]
 
-    begin, end = begin[order], join(ends, stray, np.full(len(old), n))
-    requested = join(record.size[begins], record.size[stray], old["requested"])
-    stack = join(record.stack[begins], nothing, old["stack"])
-    tag = join(record.tag[begins], nothing, old["tag"])
+def _split_awaiting(record: Record, begin: Ints, end: Ints, columns: dict[str, Ints]) -> _Spans:
+    """Memory that the program gave back while another stream may use it (Tensor.record_stream) is two lives: until the
+    request, and until the allocator may hand it out again. Ordinarily the one follows the other at once."""
+    n, address = len(record), columns["address"]
+    requests = np.flatnonzero(record.action == FREE_REQUESTED)
+    requested_at = np.full(len(begin), n + 1)
+    if len(requests) and np.any(record.action == FREE):
+        # the last request for the same address before the end
+        width = n + 2
+        _, code = np.unique(np.concatenate([record.address[requests], address]), return_inverse=True)
+        keys = np.sort(code[: len(requests)] * width + requests)
+        wanted = code[len(requests) :] * width + np.minimum(end, n)
+        at = np.searchsorted(keys, wanted) - 1
+        same = (at >= 0) & (keys[at] // width == code[len(requests) :])
+        found = np.where(same, keys[at] % width, n + 1)
+        requested_at = np.where(found > begin, found, n + 1)
+    late = requested_at < np.where(end >= n, n, end - 1)
+    # and what awaited its free when the record began
+    blocks = record.blocks
+    waiting = np.isin(address, blocks["address"][blocks["awaiting"]]) & (end >= n) & ~late & (begin < 0)
+    rows = np.flatnonzero(late)
+    returned = np.concatenate([end, end[rows]])
+    awaiting = np.concatenate([waiting, np.ones(len(rows), bool)])
+    new_end = np.concatenate([np.where(late, requested_at, end), end[rows]])
+    new_begin = np.concatenate([begin, requested_at[rows]])
+    order = np.argsort(new_begin, kind="stable")
+    joined = {name: np.concatenate([values, values[rows]])[order] for name, values in columns.items()}
+    return _Spans(new_begin[order], new_end[order], returned[order], awaiting[order], joined)
+
+
+def find_lifetimes(record: Record, phases: Phases) -> Lives:
+    """The pieces of memory of a record, with the phases in which they were handed out and given back."""
+    n, spans = len(record), _join_events(record)
+    begin, end, columns = spans.begin, spans.end, spans.columns
+    stack, tag = columns["stack"], columns["tag"]
     # of what was there before the record: its tag or stack; code without a name made it before training began
     by_tag, by_stack = phases.of_tag[tag], phases.of_stack[stack]
     by_stack = np.where(np.isin(by_stack, (NOT_SAID, NUMBER[UNKNOWN])), NUMBER[SETUP], by_stack)
@@ -108,17 +169,22 @@ def find_lifetimes(record: Record, phases: Phases) -> Lives:
         coarse, fine = (~is_old & ~kept & (span[first] == span[last]) for span in (phases.span, phases.fine_span))
         unfinished = ~is_old & kept & (phases.span[first] == phases.span[-1])
     step_ends = np.array([step.last for step in phases.steps], np.int64)
+    holds = [INDEX[known.row.holds] if known else UNDECIDED for known in record.stacks.known]
     return Lives(
         begin=begin,
         end=end,
-        requested=requested,
-        num_bytes=np.maximum(-(-requested // MIN_BLOCK), 1) * MIN_BLOCK,
-        address=join(record.address[begins], record.address[stray], old["address"]),
+        returned=spans.returned,
+        awaiting=spans.awaiting,
+        requested=columns["requested"],
+        num_bytes=np.maximum(-(-columns["requested"] // MIN_BLOCK), 1) * MIN_BLOCK,
+        address=columns["address"],
         stack=stack,
         tag=tag,
-        stream=join(record.stream[begins], record.stream[stray], old["stream"]),
+        stream=columns["stream"],
+        pool=columns["pool"],
+        holds=np.array(holds, np.int64)[stack],
         code=record.stacks.codes[0][stack],
-        phase=phase,
+        phase=np.where(spans.awaiting, NOT_SAID, phase),
         freed_in=freed_in,
         same_span=coarse,
         same_fine_span=fine,
@@ -142,10 +208,12 @@ def assign_categories(lives: Lives, phases: Phases) -> Integers:
     def sizes_of(*categories: str) -> Integers:
         return requested[np.isin(found, [INDEX[category] for category in categories])]
 
+    decide("awaiting free", lives.awaiting)
+    said = known & (lives.holds != UNDECIDED) & (found == UNDECIDED)
+    found[said] = lives.holds[said]
     unknown = ~known & (lives.begin < 0)
     decide("workspace", unknown & (requested == CUBLAS_WORKSPACE))  # Hopper's has a size that weights have too
     decide("workspace", known & has(Code.WORKSPACE))
-    decide("parameters", known & has(Code.GATHERED))
     decide("communication", known & has(Code.COMMUNICATION) & ~has(Code.GRADIENT_BUFFER))
     setup, stepping = known & within(SETUP), known & within("optimizer_step")
     decide("gradients", setup & has(Code.GRADIENT_BUFFER))
@@ -193,7 +261,7 @@ def assign_categories(lives: Lives, phases: Phases) -> Integers:
 def _find_logits(lives: Lives, phases: Phases) -> Flags:
     """bool [m]: the logits come from an ordinary layer and go to one in backward. They have the size of what the loss
     handles, and in forward a stack that comes once, where layers repeat; in backward they come before all else."""
-    recorded, found = lives.begin >= 0, np.zeros(len(lives), bool)
+    recorded, found = (lives.begin >= 0) & ~lives.awaiting, np.zeros(len(lives), bool)
     loss = lives.has(Code.LOSS) & lives.within("forward", "backward") & (lives.requested >= MIN_LOGITS)
     sized = np.isin(lives.requested, lives.requested[loss]) & recorded
     forward = np.flatnonzero(lives.within("forward") & recorded)

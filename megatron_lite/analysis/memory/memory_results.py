@@ -82,7 +82,7 @@ class Growth:
 
 @dataclass(frozen=True)
 class Fragmentation:
-    """Reserved but not allocated, and what another allocator would reserve."""
+    """Reserved but not allocated in the default pool, and what another allocator would reserve for it."""
 
     reserved_bytes: int  # at its largest
     allocated_bytes: int  # at that moment
@@ -93,11 +93,36 @@ class Fragmentation:
 
 
 @dataclass(frozen=True)
+class PrivatePool:
+    """Memory that only a CUDA graph's captures, or a torch.cuda.MemPool, can use."""
+
+    pool: str  # its id, as in a snapshot's segment_pool_id: "(0, 1)"
+    of_graphs: bool  # stacks or the id say that CUDA graphs own it; False: nothing tells them from a MemPool
+    reserved_bytes: int  # when a request failed, else at the end of the record
+    allocated_bytes: int  # by tensors, at that moment
+    site: str  # the line that asked for most of it; "" if unknown
+
+
+@dataclass(frozen=True)
 class OutOfMemory:
     """A failed allocation in the record."""
 
     requested_bytes: int
     device_free_bytes: int
+    site: str
+    held_bytes: int = 0  # by tensors, at that moment
+    unused_private_bytes: int = 0  # reserved in private pools and not allocated: out of this request's reach
+    went_on: bool = False  # as many bytes were allocated afterwards: the program got around it
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """Whole weights at the peak of which each rank keeps a part (ZeRO-3, FSDP)."""
+
+    library: str  # "DeepSpeed"
+    num_bytes: int
+    blocks: int
+    kept_blocks: int  # gathered in a phase that was over: not for what ran at the peak
     site: str
 
 
@@ -124,6 +149,14 @@ class Snapshot:
     notes: tuple[str, ...]
     # each category at its own highest moment, which need not be the peak; of gradients those that outlive backward
     highest: tuple[Held, ...] = ()
+    device: int = 0  # number of the GPU in the file
+    private_pools: tuple[PrivatePool, ...] = ()  # largest first
+    gathered: Gathered | None = None
+
+    @property
+    def ran_out(self) -> bool:
+        """Whether a request failed and the program did not get around it."""
+        return self.oom is not None and not self.oom.went_on
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_lite.analysis.memory.record import ALLOC, Code, Record
+from megatron_lite.analysis.memory.record import ALLOC, Record
+from megatron_lite.analysis.memory.stacks import Code
 from megatron_lite.phases import Phase
 
 UNKNOWN, SETUP, RECOMPUTE, ZERO_GRAD = "", "setup", "recompute", "zero_grad"
@@ -92,6 +93,9 @@ def _read_stacks(record: Record) -> NDArray[np.int64]:
         phase[(code & part) > 0] = NUMBER[name]
     phase[(phase == NUMBER["optimizer_step"]) & ((every & Code.OPTIMIZER_SETUP) > 0)] = NUMBER[SETUP]
     phase[(every & Code.RECOMPUTE) > 0] = NUMBER[RECOMPUTE]
+    # a library's own work, such as gathering weights, is part of the phase around it
+    by_library = np.array([known is not None for known in record.stacks.known], bool)
+    phase[by_library & (phase == NUMBER[UNKNOWN])] = NOT_SAID
     # backward runs on a thread of its own, where Python has no frames
     if np.any(phase == NUMBER["forward"]):
         phase[0] = NUMBER["backward"]

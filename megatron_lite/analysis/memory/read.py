@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 
 from megatron_lite.analysis.intervals import Integers, Numbers
-from megatron_lite.analysis.memory.categories import INDEX, Lives, assign_categories, find_lifetimes
+from megatron_lite.analysis.memory.categories import INDEX, assign_categories, find_lifetimes
 from megatron_lite.analysis.memory.memory_results import (
     OUTSIDE,
-    Fragmentation,
+    Gathered,
     Growth,
     Held,
     Layer,
@@ -26,16 +26,9 @@ from megatron_lite.analysis.memory.memory_results import (
     choose_points,
 )
 from megatron_lite.analysis.memory.phases import NOT_SAID, PHASES, find_memory_phases
-from megatron_lite.analysis.memory.record import (
-    LESS_RESERVED,
-    MORE_RESERVED,
-    OOM,
-    SEGMENT_MAP,
-    Record,
-    build_record,
-)
+from megatron_lite.analysis.memory.record import ALLOC, OOM, Record, build_record
+from megatron_lite.analysis.memory.reserved import measure_fragmentation, measure_private_pools, measure_reserved
 from megatron_lite.analysis.memory.snapshot_file import choose_snapshot, read_values
-from megatron_lite.estimate.caching_allocator import Allocation, Layout
 from megatron_lite.estimate.prediction import CATEGORIES
 from megatron_lite.units import size
 
@@ -47,7 +40,6 @@ MOSTLY = 0.75  # of the steps must end higher than the one before
 NUMBERED = re.compile(r"^(.*?(?:^|\.)(\d+))(?:\.|$)")
 BETWEEN_NUMBERS = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)")
 MIN_EXPLAINED = 0.5  # of the activations' bytes, by stacks that come once per layer
-MAX_ERROR = 0.05  # of what was reserved: a replay of the allocator as it was must come as near, or nothing is said
 
 
 # --- the analysis; index 0 of a curve is before the first event
@@ -73,10 +65,7 @@ class SnapshotReader:
         self.lives = find_lifetimes(record, self.phases)
         self.categories = assign_categories(self.lives, self.phases)
         self.allocated = self.lives.sum_held(len(record))
-        # bytes of segments before the first event, then after each; backwards from those at the end
-        grows = np.where(np.isin(record.action, MORE_RESERVED), record.size, 0)
-        change = grows - np.where(np.isin(record.action, LESS_RESERVED), record.size, 0)
-        self.reserved = np.maximum(record.reserved_bytes - np.append(np.cumsum(change[::-1])[::-1], 0), 0)
+        self.reserved = measure_reserved(record)
 
     def read(self, source: str) -> Snapshot:
         record, lives, allocated = self.record, self.lives, self.allocated
@@ -86,7 +75,7 @@ class SnapshotReader:
         unknown = sum(one.num_bytes for one in held if one.category == "before the record")
         complete = unknown <= MAX_UNKNOWN * peak_bytes
         layers, guessed = self._sum_layers(rows[self.categories[rows] == INDEX["activations"]])
-        fragmentation, unreplayed = self._measure_fragmentation()
+        fragmentation, unreplayed = measure_fragmentation(record, lives)
         steps = []
         for name, first, last in self.phases.steps:
             figures = (
@@ -99,11 +88,6 @@ class SnapshotReader:
         notes = [*record.notes, *_describe_limits(record, unknown, complete, len(steps)), *unreplayed]
         if guessed and layers:
             notes.append("layers are told apart by the order in which equal stacks allocate")
-        oom, failed = None, np.flatnonzero(record.action == OOM)
-        if len(failed):  # earlier ones were survived
-            last = int(failed[-1])
-            site = record.stacks.site(int(record.stack[last]))
-            oom = OutOfMemory(int(record.size[last]), int(record.device_free[last]), site)
         rank, times = RANK_IN_NAME.search(source), np.append(0, record.time_us)
         return Snapshot(
             source=source,
@@ -119,11 +103,14 @@ class SnapshotReader:
             steps=tuple(steps),
             growth=self._find_growth(),
             fragmentation=fragmentation,
-            oom=oom,
+            oom=self._find_failure(),
             events=len(record),
             complete=complete,
             notes=tuple(notes),
             highest=self._find_highest(),
+            device=record.device,
+            private_pools=measure_private_pools(record, lives),
+            gathered=self._find_gathered(rows, peak),
         )
 
     def _sum_held(self, rows: Integers) -> tuple[Held, ...]:
@@ -214,7 +201,7 @@ class SnapshotReader:
         """A line that runs once per layer allocates in the order of the layers: its k-th allocation within one forward is the
         k-th layer's. The number of layers is the count of repetitions that explains most bytes."""
         lives = self.lives
-        with_stack = (lives.begin >= 0) & (lives.stack > 0)
+        with_stack = (lives.begin >= 0) & (lives.stack > 0) & ~lives.awaiting
         rows, fresh = rows[with_stack[rows]], np.flatnonzero(with_stack)
         if not len(rows):
             return ()
@@ -237,28 +224,39 @@ class SnapshotReader:
         rest = int(sizes[~inside].sum())
         return ((Layer(OUTSIDE, rest),) if rest else ()) + tuple(found)
 
-    def _measure_fragmentation(self) -> tuple[Fragmentation, list[str]]:
-        """Reserved against allocated; what expandable segments would have reserved, or a note on why the record could not
-        be replayed."""
-        record, lives = self.record, self.lives
-        fullest = np.flatnonzero(self.reserved == self.reserved.max())
-        at = int(fullest[np.argmax(self.allocated[fullest])])
-        as_it_was, expandable, notes, most = None, None, [], int(self.reserved[at])
-        had_maps = bool(np.any(record.action == SEGMENT_MAP))
-        was_expandable = record.settings.get("expandable_segments") is True or had_maps
-        if most > 0:
-            is_simulated = record.settings.get("simulated")
-            as_it_was = most if is_simulated else replay_peak(record, lives, was_expandable)
-            if abs(as_it_was - most) <= MAX_ERROR * most:
-                expandable = replay_peak(record, lives, True)
-            else:
-                notes.append(
-                    f"a replay of the allocator reserves {as_it_was / most:.0%} of what was reserved: what happened before "
-                    "the record matters, and whether expandable segments would help is unknown"
-                )
-        free = record.blocks["size"][~record.blocks["live"]]
-        largest, allocated = int(free.max(initial=0)), int(self.allocated[at])
-        return Fragmentation(most, allocated, largest, was_expandable, expandable, as_it_was), notes
+    def _find_failure(self) -> OutOfMemory | None:
+        """The last request that failed; earlier ones were survived."""
+        record, failed = self.record, np.flatnonzero(self.record.action == OOM)
+        if not len(failed):
+            return None
+        last = int(failed[-1])
+        requested = int(record.size[last])
+        after = record.size[last + 1 :][record.action[last + 1 :] == ALLOC]
+        private = self.lives.pool > 0
+        allocated = self.lives.sum_held(len(record), np.where(private, self.lives.num_bytes, 0))[last + 1]
+        unused = measure_reserved(record, private=True)[last + 1] - allocated
+        return OutOfMemory(
+            requested_bytes=requested,
+            device_free_bytes=int(record.device_free[last]),
+            site=record.stacks.site(int(record.stack[last])),
+            held_bytes=int(self.allocated[last + 1]),
+            unused_private_bytes=max(int(unused), 0),
+            went_on=int(after.sum()) >= max(requested, 1),
+        )
+
+    def _find_gathered(self, rows: Integers, peak: int) -> Gathered | None:
+        """Of the lives `rows` at the event `peak` the whole weights."""
+        lives, spans = self.lives, self.phases.span
+        gathered = rows[self.categories[rows] == INDEX["gathered parameters"]]
+        if not len(gathered):
+            return None
+        begun = np.maximum(lives.begin[gathered], 0)
+        kept = spans[begun] != spans[max(peak, 0)] if len(spans) else np.zeros(len(gathered), bool)
+        sites = self._sum_sites(gathered, lives.num_bytes[gathered])
+        known = (self.record.stacks.known[stack] for stack in lives.stack[gathered].tolist())
+        library = next((one.row.library for one in known if one), "")
+        total = int(lives.num_bytes[gathered].sum())
+        return Gathered(library, total, len(gathered), int(kept.sum()), sites[0].site)
 
 
 def _describe_limits(record: Record, unknown: int, complete: bool, steps: int) -> Iterator[str]:
@@ -273,32 +271,7 @@ def _describe_limits(record: Record, unknown: int, complete: bool, steps: int) -
     if not complete:
         yield (
             f"{size(unknown)} of the peak were there before the record began and nothing says what for: record from "
-            "before the model is made, with a larger ring if it was full"
+            "before the model is made"
         )
     if steps < MIN_STEPS:
         yield f"growth from step to step needs {MIN_STEPS} steps; the record holds {steps}"
-
-
-def replay_peak(record: Record, lives: Lives, expandable: bool) -> int:
-    """Most bytes reserved when an empty allocator first takes what was there, then sees the record's events."""
-    n, layout = len(record), Layout(expandable)
-    pieces = [Allocation(size, "", [], stream) for size, stream in zip(lives.requested.tolist(), lives.stream.tolist())]
-    old = np.flatnonzero(lives.begin < 0)
-    for row in old[np.argsort(lives.address[old], kind="stable")].tolist():
-        layout.place(pieces[row])
-    peak = layout.reserved
-    begins, ends = np.flatnonzero(lives.begin >= 0), np.flatnonzero(lives.end < n)
-    given = np.flatnonzero(np.isin(record.action, LESS_RESERVED))
-    given = given[np.diff(given, prepend=-9) > 1]  # once for each run of them
-    order = np.argsort(np.concatenate([lives.begin[begins], lives.end[ends], given]), kind="stable")
-    what = np.repeat(["allocate", "free", "give back"], [len(begins), len(ends), len(given)])[order]
-    row = np.concatenate([begins, ends, given])[order]
-    for action, number in zip(what.tolist(), row.tolist()):
-        if action == "allocate":
-            layout.place(pieces[number])
-            peak = max(peak, layout.reserved)
-        elif action == "free":
-            layout.release(pieces[number])
-        else:
-            layout.give_back()
-    return peak

@@ -4,181 +4,17 @@ Form: torch.cuda.memory._snapshot() of torch 1.13 to 2.13 {segments, device_trac
 external_annotations}, and the bare list of segments of torch.cuda.memory_snapshot().
 """
 
-import enum
-import functools
-import operator
-import re
-from collections import Counter
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_lite import marks as own_marks
+from megatron_lite.analysis.memory.stacks import Stacks, make_printable
 from megatron_lite.analysis.trace.columns import Numbered
 from megatron_lite.errors import UserError
-
-# --- stacks: which code asked for memory, and what that code is, from the names that libraries use
-
-MAX_LETTERS = 120
-
-
-class Code(enum.IntFlag):
-    """What a frame belongs to."""
-
-    NONE = 0
-    PYTHON = enum.auto()
-    FORWARD = enum.auto()
-    BACKWARD = enum.auto()
-    RECOMPUTE = enum.auto()
-    OPTIMIZER = enum.auto()
-    OPTIMIZER_SETUP = enum.auto()
-    MASTER = enum.auto()
-    ZERO_GRAD = enum.auto()
-    CLIP = enum.auto()
-    LOADER = enum.auto()
-    LOSS = enum.auto()
-    SETUP = enum.auto()
-    GRADIENT_BUFFER = enum.auto()
-    COMMUNICATION = enum.auto()
-    WORKSPACE = enum.auto()
-    WEIGHT_GRADIENT = enum.auto()
-    GATHERED = enum.auto()  # weights that ranks share out, whole for a while
-    MAIN = enum.auto()  # where a thread of Python's begins; backward's threads have no such frame
-
-
-OPTIMIZER_FILE = (
-    r"(^|/)(optim|optimizers?)/|(^|/)\w*optim\w*\.py$"
-    r"|(^|/)([a-z]+_)?(adamw?|lamb|lars|lion|muon|shampoo|adafactor|sgd)(_?8bit)?\.py$"
-)
-RECOMPUTE_FILE = r"(^|/)(checkpoint|activation_checkpoint|recompute)\w*\.py$|/tensor_parallel/random\.py$"
-MASTER_FILE = r"(^|/)(fp16|float16|distrib)_?optimizer\.py$|/fp16_utils/|/apex/amp/"
-OPTIMIZER_SETUP_NAME = r"^(__init__|load_state_dict|_process_value_according_to_param_policy)$"
-# (what it is, pattern of the file, pattern of the function); both must match
-PYTHON_CODE = [
-    (code, re.compile(in_file), re.compile(in_name))
-    for code, in_file, in_name in (
-        (Code.FORWARD, r"", r"^forward$"),
-        (Code.BACKWARD, r"", r"^(backward|_engine_run_backward)$"),
-        (Code.BACKWARD, r"/torch/autograd/", r"^(grad|apply)$"),
-        (Code.RECOMPUTE, RECOMPUTE_FILE, r"^(recompute_fn|unpack_hook|backward|recompute)$"),
-        (Code.OPTIMIZER, OPTIMIZER_FILE, r"^(?!zero_grad)"),
-        (Code.OPTIMIZER_SETUP, OPTIMIZER_FILE, OPTIMIZER_SETUP_NAME),
-        (Code.MASTER, MASTER_FILE, r"^(__init__|<listcomp>|_?build_\w+)$"),
-        (Code.MASTER, r"", r"master|main_param"),
-        (Code.ZERO_GRAD, r"", r"^zero_grad|^zero_grad_buffer$"),
-        (Code.CLIP, r"", r"clip_grad|get_total_norm|get_grad_norm"),
-        (Code.LOADER, r"/torch/utils/data/|(^|/)(dataloader|loader)\.py$", r""),
-        (Code.LOSS, r"", r"cross_entropy|log_softmax|logsumexp|nll_loss|lm_head|logits|token_losses"),
-        (Code.LOSS, r"cross_entropy\w*\.py$|(^|/)loss\w*\.py$", r""),
-        (Code.WEIGHT_GRADIENT, r"", r"weight_gradient|wgrad"),
-        (Code.SETUP, r"", r"^(__init__|_apply|to|to_empty|cuda|from_pretrained|load_state_dict|reset_parameters)$"),
-        (Code.GRADIENT_BUFFER, r"param_and_grad_buffer", r""),
-        (Code.GRADIENT_BUFFER, r"/torch/nn/parallel/distributed\.py$", r"^(__init__|_ddp_init_helper)$"),
-        (Code.GATHERED, r"/fsdp/.*param\.py$", r"all_gather_outputs|unsharded"),
-        (Code.COMMUNICATION, r"/fsdp/", r"^foreach_all_gather$"),
-        (Code.MAIN, r"", r"^(<module>|_bootstrap)$"),
-        (Code.COMMUNICATION, r"/torch/distributed/(distributed_c10d|_functional_collectives)\.py$", r""),
-    )
-]
-OWN_CODE = {  # by the mark of a function of this trainer
-    own_marks.MASTER_WEIGHTS: Code.MASTER,
-    own_marks.GRADIENT_BUFFER: Code.GRADIENT_BUFFER,
-    own_marks.WEIGHT_GRADIENT: Code.WEIGHT_GRADIENT,
-    own_marks.LOSS: Code.LOSS,
-    own_marks.INPUT: Code.LOADER,
-}
-NATIVE_CODE = [  # of C++ frames, which have no line
-    (Code.BACKWARD, re.compile(r"torch::autograd::(Engine|generated::\w+Backward)|Backward\d*::apply")),
-    (Code.LOSS, re.compile(r"log_softmax|LogSoftmaxBackward|nll_loss|NllLoss|cross_entropy")),
-    (Code.COMMUNICATION, re.compile(r"^c10d::|ProcessGroupNCCL|ncclComm")),
-    (Code.WORKSPACE, re.compile(r"[Ww]orkspace|CublasHandle|CUDABlasHandle|CudnnHandle")),
-    (Code.GRADIENT_BUFFER, re.compile(r"c10d::Reducer::initialize_bucket")),
-]
-PHASE_CODE = int(Code.FORWARD | Code.BACKWARD | Code.OPTIMIZER | Code.ZERO_GRAD | Code.CLIP | Code.LOADER)
-SIGN_OF_TORCH = re.compile(r"(^|/)torch/")
-SIGN_OF_PACKAGES = re.compile(r"/(site|dist)-packages/|/lib/python3|<frozen |^<")
-BACKWARD_NODE = re.compile(r"\b(\w+Backward\w*?)::apply")
-
-
-def find_code(file: str, line: int, name: str) -> int:
-    """The Code of one frame, as a plain integer: they are combined often."""
-    if line <= 0:
-        codes = [code for code, in_name in NATIVE_CODE if in_name.search(name)]
-    else:
-        name, mark = own_marks.split_mark(name)
-        codes = [Code.PYTHON, OWN_CODE.get(mark, Code.NONE)]
-        codes += [code for code, in_file, in_name in PYTHON_CODE if in_file.search(file) and in_name.search(name)]
-    return int(functools.reduce(operator.or_, codes, Code.NONE))
-
-
-class Stacks:
-    """Distinct stacks, numbered as they are met; 0 is the empty one. A frame is looked at once, however often it is written."""
-
-    def __init__(self) -> None:
-        self._frame_of_id: dict[int, int] = {}
-        self._number_of_id: dict[int, int] = {}
-        self._frames: Numbered[tuple[str, int, str]] = Numbered()
-        self._stacks: Numbered[tuple[int, ...]] = Numbered({(): 0})  # numbers of frames
-
-    def number(self, frames: Any) -> int:
-        """Of a list of {filename, line, name}, innermost first. The list must stay alive while others are asked for."""
-        if not frames:
-            return 0
-        found = self._number_of_id.get(id(frames))
-        if found is None:
-            try:
-                key = tuple(map(self._frame_of_id.__getitem__, map(id, frames)))
-            except KeyError:
-                key = tuple(map(self._number_frame, frames))
-            found = self._number_of_id[id(frames)] = self._stacks[key]
-        return found
-
-    def _number_frame(self, frame: dict[str, Any]) -> int:
-        line = frame.get("line")
-        key = (str(frame.get("filename")), line if type(line) is int else 0, str(frame.get("name")))
-        number = self._frame_of_id[id(frame)] = self._frames[key]
-        return number
-
-    @cached_property
-    def frames_of(self) -> list[list[tuple[str, int, str]]]:
-        """The frames of each stack."""
-        frames = list(self._frames)
-        return [[frames[number] for number in stack] for stack in self._stacks]
-
-    @cached_property
-    def codes(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """int64 [stacks] each: what all frames of a stack belong to; and the part of PHASE_CODE that the innermost frame
-        has which has any."""
-        of_frame = [find_code(*frame) for frame in self._frames]
-        every = [functools.reduce(operator.or_, map(of_frame.__getitem__, stack), 0) for stack in self._stacks]
-        phases = ((of_frame[number] & PHASE_CODE for number in stack) for stack in self._stacks)
-        inner = [next(filter(None, codes), 0) for codes in phases]
-        return np.array(every, np.int64), np.array(inner, np.int64)
-
-    def site(self, number: int) -> str:
-        """'gpt.py:81 forward': the innermost frame outside of torch and other packages; '' without one that says anything."""
-        python = [frame for frame in self.frames_of[number] if frame[1] > 0]
-        outside = [frame for frame in python if not SIGN_OF_TORCH.search(frame[0])]
-        own = [frame for frame in outside if not SIGN_OF_PACKAGES.search(frame[0])]
-        for file, line, name in (own or outside or python)[:1]:
-            text = f"{file.replace(chr(92), '/').rpartition('/')[2]}:{line} {own_marks.split_mark(name)[0]}"
-            return make_printable(text, MAX_LETTERS)
-        return ""
-
-    def node(self, number: int) -> str:
-        """'MmBackward0': the autograd node of a stack with C++ frames; '' if it has none."""
-        nodes = (BACKWARD_NODE.search(name) for _, _, name in self.frames_of[number])
-        return next((node[1][:MAX_LETTERS] for node in nodes if node), "")
-
-
-def make_printable(text: str, most: int) -> str:
-    """At most that many letters of a text that a hostile file may hold."""
-    return "".join(letter if letter.isprintable() else "?" for letter in text[:most])
-
+from megatron_lite.units import size
 
 # --- the record
 
@@ -188,11 +24,16 @@ ACTIONS = (
 ALLOC, FREE, FREE_REQUESTED, SEGMENT_ALLOC, SEGMENT_FREE, SEGMENT_MAP, SEGMENT_UNMAP, OOM = range(len(ACTIONS))
 MORE_RESERVED, LESS_RESERVED = (SEGMENT_ALLOC, SEGMENT_MAP), (SEGMENT_FREE, SEGMENT_UNMAP)
 UNKNOWN_ACTION = 255
+MAX_DEVICES = 1024
+AWAITING = ("active_awaiting_free", "active_pending_free")  # torch's Python and C++ call it differently
 MAX_BYTES = 2**50  # no device has as much
-# size: as the allocator cut it; stack, tag: indices into Record.stacks and Record.tags, 0 for none
+# size: as the allocator cut it; stack, tag, pool: indices into Record.stacks, Record.tags and Record.pools, 0 for none;
+# awaiting: given back, and held until another stream is done with it
 BLOCK = np.dtype([
-    ("address", "i8"), ("size", "i8"), ("requested", "i8"), ("live", "?"), ("stack", "i8"), ("tag", "i8"), ("stream", "i8"),
+    ("address", "i8"), ("size", "i8"), ("requested", "i8"), ("live", "?"), ("awaiting", "?"), ("stack", "i8"), ("tag", "i8"),
+    ("stream", "i8"), ("pool", "i8"),
 ])  # fmt: skip
+DEFAULT_POOL = (0, 0)
 
 
 @dataclass(frozen=True)
@@ -207,8 +48,12 @@ class Record:
     stack: NDArray[np.int32]  # [n]
     tag: NDArray[np.int32]  # [n]
     stream: NDArray[np.int64]  # [n]
+    pool: NDArray[np.int64]  # [n], index into pools; 0 is the default pool
     blocks: NDArray[np.void]  # BLOCK [m], those at the end in order of address; free ones too
     reserved_bytes: int  # of all segments
+    reserved_of_pool: tuple[int, ...]  # the same, of each pool
+    pools: tuple[tuple[int, int], ...]  # ids as the allocator gives them; the default pool first
+    device: int
     stacks: Stacks
     tags: tuple[str, ...]
     marks: tuple[tuple[int, str, str], ...]  # (time_us as above, "START" or "END", name)
@@ -250,6 +95,7 @@ def _build(raw: Any) -> Record:
     def column(key: str, default: int) -> NDArray[np.int64]:
         return np.fromiter((event.get(key, default) for event in events), np.int64)
 
+    pools: Numbered[tuple[int, int]] = Numbered({DEFAULT_POOL: 0})
     times = column("time_us", -1)
     timed = bool(len(times)) and times[0] >= 0
     mine = [segment for segment in segments if segment.get("device", 0) == device]
@@ -258,17 +104,25 @@ def _build(raw: Any) -> Record:
         for mark in (raw.get("external_annotations") or () if timed else ())
         if mark.get("device", device) in (device, -1)
     ]
+    blocks = _build_blocks(mine, stacks, tags, pools)
+    addresses, pool = column("addr", 0), _find_pools(events, mine, pools)
+    total_sizes = _check_sizes(np.array([segment["total_size"] for segment in mine], np.int64))
+    pool_of_segment = np.array([pools[_read_pool(segment)] for segment in mine], np.int64)
     return Record(
         action=np.array([numbers.get(event["action"], UNKNOWN_ACTION) for event in events], np.uint8),
-        address=column("addr", 0),
+        address=addresses,
         size=_check_sizes(column("size", 0)),
         device_free=column("device_free", 0),
         time_us=times - times[0] if timed else np.arange(len(events)),
         stack=np.array([stacks.number(event.get("frames")) for event in events], np.int32),
         tag=np.array([tags[event.get("user_metadata")] for event in events], np.int32),
         stream=column("stream", 0),
-        blocks=_build_blocks(mine, stacks, tags),
-        reserved_bytes=int(_check_sizes(np.array([segment["total_size"] for segment in mine], np.int64)).sum()),
+        pool=pool,
+        blocks=blocks,
+        reserved_bytes=int(total_sizes.sum()),
+        reserved_of_pool=tuple(int(total_sizes[pool_of_segment == number].sum()) for number in range(len(pools))),
+        pools=tuple(pools),
+        device=device,
         stacks=stacks,
         tags=tuple(map(str, tags)),
         marks=tuple(sorted(marks)),
@@ -279,18 +133,62 @@ def _build(raw: Any) -> Record:
 
 
 def _choose_device(segments: Any, traces: Any) -> tuple[int, list[str]]:
-    """The device with the most events, else with the most memory, and a note about the others."""
-    sizes: Counter[int] = Counter()
-    for segment in segments:
-        sizes[segment.get("device", 0)] += segment["total_size"]
-    seen = {number for number, trace in enumerate(traces) if len(trace)} | set(sizes)
+    """The device on which a request failed, else the one with the highest peak; and a note about the others."""
+    seen = {number for number, trace in enumerate(traces) if len(trace)}
+    seen |= {segment.get("device", 0) for segment in segments}
     if not seen:
         raise ValueError("it has neither segments nor events")
-    if any(type(number) is not int or not 0 <= number < 1024 for number in seen):
+    if any(type(number) is not int or not 0 <= number < MAX_DEVICES for number in seen):
         raise ValueError("a device's number is none")
-    best = max(seen, key=lambda number: (len(traces[number]) if number < len(traces) else 0, sizes[number], -number))
-    others = ", ".join(map(str, sorted(seen - {best})))
-    return best, [f"only device {best} is looked at; the file holds {others} too"] if others else []
+    if len(seen) == 1:
+        return seen.pop(), []
+    peaks, events = {}, {number: traces[number] if number < len(traces) else [] for number in seen}
+    for number in seen:
+        peaks[number] = _measure_peak(events[number], [one for one in segments if one.get("device", 0) == number])
+    failed = {number for number in seen if any(event.get("action") == ACTIONS[OOM] for event in events[number])}
+    best = max(failed or seen, key=lambda number: (peaks[number], len(events[number]), -number))
+    others = ", ".join(f"device {number} at {size(peaks[number])}" for number in sorted(seen - {best}))
+    failures = sorted(failed - {best})
+    more = f"; a request failed on device {', '.join(map(str, failures))}, too" if failures else ""
+    return best, [f"this is device {best}; the file holds others, whose memory peaks: {others}{more}"]
+
+
+def _measure_peak(events: Any, segments: Any) -> int:
+    """Most bytes that a device's tensors held, backwards from the blocks at the end."""
+    held = sum(block["size"] for segment in segments for block in segment["blocks"] if block["state"] != "inactive")
+    most = held
+    for event in reversed(events):
+        if event.get("action") == ACTIONS[FREE]:
+            held += event.get("size", 0)
+        elif event.get("action") == ACTIONS[ALLOC]:
+            held -= event.get("size", 0)
+        most = max(most, held)
+    return int(most)
+
+
+def _read_pool(entry: dict[str, Any], key: str = "segment_pool_id") -> tuple[int, int]:
+    """A segment's or event's pool; JSON has lists where pickles have tuples, and files before torch 2.1 have none."""
+    first, second = entry.get(key) or DEFAULT_POOL
+    return int(first), int(second)
+
+
+def _find_pools(events: Any, segments: Any, pools: Numbered[tuple[int, int]]) -> NDArray[np.int64]:
+    """int64 [n]: the pool of each event: of the segment that holds its address at the end, else what the event says itself (newer
+    versions of torch)."""
+    edges = sorted((segment["address"], segment["total_size"], pools[_read_pool(segment)]) for segment in segments)
+    starts = np.array([start for start, _, _ in edges], np.int64)
+    ends = starts + np.array([length for _, length, _ in edges], np.int64)
+    numbers = np.array([number for _, _, number in edges], np.int64)
+    addresses = np.fromiter((event.get("addr", 0) for event in events), np.int64)
+    found = np.zeros(len(addresses), np.int64)
+    if len(edges):
+        at = np.maximum(np.searchsorted(starts, addresses, side="right") - 1, 0)
+        inside = (addresses >= starts[at]) & (addresses < ends[at])
+        found[inside] = numbers[at[inside]]
+    for index, event in enumerate(events):
+        if "pool_id" in event and not found[index]:
+            found[index] = pools[_read_pool(event, "pool_id")]
+    return found
 
 
 def _check_sizes(found: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -299,20 +197,23 @@ def _check_sizes(found: NDArray[np.int64]) -> NDArray[np.int64]:
     return found
 
 
-def _build_blocks(segments: Any, stacks: Stacks, tags: Numbered[Any]) -> NDArray[np.void]:
+def _build_blocks(
+    segments: Any, stacks: Stacks, tags: Numbered[Any], pools: Numbered[tuple[int, int]]
+) -> NDArray[np.void]:
     rows = []
     for segment in segments:
-        address, stream = segment["address"], segment.get("stream", 0)
+        address, stream, pool = segment["address"], segment.get("stream", 0), pools[_read_pool(segment)]
         for block in segment["blocks"]:
-            size, history = block["size"], block.get("history") or [{}]  # torch 1.13 and 2.0 kept stacks there
+            num_bytes, history = block["size"], block.get("history") or [{}]  # torch 1.13 and 2.0 kept stacks there
             address, live = block.get("address", address), block["state"] != "inactive"
             asked, stack, tag = 0, 0, 0
             if live:
-                asked = min(block.get("requested_size") or history[0].get("real_size") or size, size)
+                asked = min(block.get("requested_size") or history[0].get("real_size") or num_bytes, num_bytes)
                 stack = stacks.number(block.get("frames") or history[0].get("frames"))
                 tag = tags[block.get("user_metadata")]
-            rows.append((address, size, asked, live, stack, tag, stream))
-            address += size
+            awaiting = block["state"] in AWAITING
+            rows.append((address, num_bytes, asked, live, awaiting, stack, tag, stream, pool))
+            address += num_bytes
     blocks = np.array(sorted(rows, key=lambda row: row[0]), BLOCK)
     _check_sizes(blocks["size"])
     return blocks

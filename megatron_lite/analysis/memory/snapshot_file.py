@@ -14,8 +14,8 @@ from typing import IO, Any, NoReturn
 
 import msgspec
 
-from megatron_lite.analysis.memory.record import make_printable
 from megatron_lite.analysis.memory.snapshot_forms import PICKLE, CannotUnpackError, find_packing, open_unpacked
+from megatron_lite.analysis.memory.stacks import make_printable
 from megatron_lite.errors import UserError
 from megatron_lite.process_state import limit_memory
 from megatron_lite.units import size

@@ -37,8 +37,9 @@ def memory_section(report: Report, everything: bool) -> Section | None:
     ledger, agreement = _build_ledger(report.facts.ledger, everything)
     texts = [*agreement, *_describe_snapshot(snapshot, everything)]
     texts += [f"peaks of others: {', '.join(named)}"] if named else []
+    what = f"peak {size(peak)} allocated{when}, held by" if snapshot.events else f"{size(peak)} allocated, held by"
     blocks: list[Block] = [
-        Lines([f"peak {size(peak)} allocated{when}, held by"]),
+        Lines([what]),
         build_share_table(held, peak, size, colors),
         Table(sites, "llllrr", head, hidden=hidden),
         ledger,
@@ -101,7 +102,8 @@ def _describe_snapshot(snapshot: Snapshot, everything: bool) -> list[str]:
     if found.reserved_bytes:
         unused = found.reserved_bytes - found.allocated_bytes
         part = percent(unused / found.reserved_bytes)
-        text = f"reserved: {size(found.reserved_bytes)} at most, {size(unused)} not allocated then ({part})"
+        beside = " outside of private pools" if snapshot.private_pools else ""
+        text = f"reserved{beside}: {size(found.reserved_bytes)} at most, {size(unused)} not allocated then ({part})"
         if found.expandable:
             text += "; expandable segments are on"
         elif found.replay_reserved_bytes is not None:
@@ -109,10 +111,15 @@ def _describe_snapshot(snapshot: Snapshot, everything: bool) -> list[str]:
             gain = f"{size(saved)} less" if saved > 0 else "no less"
             text += f"; replayed with expandable segments: {size(found.replay_reserved_bytes)}, {gain}"
         texts.append(text)
+    for pool in snapshot.private_pools[:MAX_OTHERS]:
+        held = f"{size(pool.allocated_bytes)} held by tensors"
+        owner = "a CUDA graph's" if pool.of_graphs else "a CUDA graph's or torch.cuda.MemPool's"
+        texts.append(f"private pool {pool.pool}, {owner}: {size(pool.reserved_bytes)} reserved, {held}")
     if snapshot.oom is not None:
         where = f" at {snapshot.oom.site}" if snapshot.oom.site else ""
         free = f"{size(snapshot.oom.device_free_bytes)} free on the device"
-        texts.append(f"out of memory{where}: {size(snapshot.oom.requested_bytes)} wanted, {free}")
+        after = "; the program went on" if snapshot.oom.went_on else ""
+        texts.append(f"out of memory{where}: {size(snapshot.oom.requested_bytes)} wanted, {free}{after}")
     return texts
 
 

@@ -1,0 +1,175 @@
+"""Memory that is held and serves nobody now: between tensors, in private pools, for another stream, for other layers."""
+
+from megatron_lite.analysis.findings.base import Evidence, Finding, find_lost_memory, rule
+from megatron_lite.analysis.memory.memory_results import Snapshot
+from megatron_lite.analysis.run_facts import Facts, sum_category
+from megatron_lite.units import MIB, size
+
+MAX_SHOWN = 3
+# Of what is reserved; segments of 20 MiB leave some of each free by design.
+MAX_FRAGMENTED_SHARE, MIN_BYTES = 0.10, 256 * MIB
+HELPS = 0.05  # of what is reserved, that the replay must save to be worth a word
+EXPANDABLE_SEGMENTS = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+
+
+@rule("fragmentation", "memory reserved but not used", "memory")
+def find_fragmentation(facts: Facts) -> Finding | None:
+    """The allocator holds much more memory than tensors use.
+
+    Meaning: PyTorch takes memory in segments and cuts them up. Free pieces between live ones cannot serve a larger
+        request, and another segment is taken: reserved grows, allocated does not. An out-of-memory error can come with
+        gigabytes free.
+    Measured: reserved against allocated at the moment of the largest reservation in a snapshot with a history, in the
+        allocator's default pool: what is free in private pools is no fragmentation (see private-pool). Whether expandable
+        segments would help is found by replaying the record with them, not by rule of thumb.
+    Cost: the difference. Reserved memory is no leak: it is kept for reuse.
+    Do: expandable segments where the replay shows a gain; else sizes that repeat: a constant batch and length.
+    Flags: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True.
+    False alarm: a peak that was freed a moment before; then the reserve serves the next step.
+    """
+    # what is reserved at a single moment may be a cache that the next step fills
+    real = [(one.fragmentation, one) for one in facts.snapshots if not one.simulated and one.events]
+    held, worst = max(real, key=lambda pair: pair[0].reserved_bytes - pair[0].allocated_bytes, default=(None, None))
+    if held is None or worst is None:
+        return None
+    reserved, replayed = held.reserved_bytes, held.replay_reserved_bytes
+    unused, gain = reserved - held.allocated_bytes, None
+    if unused < max(MAX_FRAGMENTED_SHARE * reserved, MIN_BYTES):
+        return None
+    if held.expandable:
+        told = "expandable segments were on"
+    elif replayed is None:
+        told = "the record cannot be replayed, so that nothing is known of expandable segments"
+    else:
+        gain = reserved - replayed if reserved - replayed >= HELPS * reserved else None
+        would = f"save {size(gain)}" if gain else "not help"
+        told = f"replayed with expandable segments {size(replayed)} would be reserved: they would {would}"
+    text = f"{size(reserved)} are reserved for tensors of {size(held.allocated_bytes)}: {size(unused)} lie between them"
+    advice = (
+        f"let segments grow: {EXPANDABLE_SEGMENTS}"
+        if gain
+        else "keep batch and sequence length constant, so that freed pieces fit again"
+    )
+    flags, certain = (EXPANDABLE_SEGMENTS,) if gain else (), gain is not None
+    return find_lost_memory(worst, unused, gain, text, advice, Evidence(told), flags=flags, certain=certain)
+
+
+SHARE_POOL = "torch.cuda.graph(..., pool=torch.cuda.graph_pool_handle())"
+
+
+@rule("private-pool", "memory kept in private pools", "memory")
+def find_private_pool(facts: Facts) -> Finding | None:
+    """Memory lies free in a pool that only CUDA graphs, or a torch.cuda.MemPool, can use.
+
+    Meaning: a CUDA graph replays with the addresses of its capture. Its memory stays in a private pool after the
+        capture, although no tensor holds it, and no other request can use it, not even one that fails. A graph per
+        batch size, each with a pool of its own, keeps as many peaks. torch.cuda.use_mem_pool keeps a pool likewise.
+    Measured: segments whose segment_pool_id is not the default pool's: what they reserve, and what tensors hold of it, when
+        a request failed or else at the end of the record. Of several pools all but the largest could be saved by sharing.
+    Cost: what lies free there. Replays of the graph need it.
+    Do: capture all graphs with one pool, the largest batch first; capture fewer sizes; delete graphs that are not
+        replayed any more; allocate outside of torch.cuda.use_mem_pool what need not lie in the pool.
+    Flags: torch.cuda.graph(..., pool=torch.cuda.graph_pool_handle()); in vLLM cudagraph_capture_sizes, in SGLang
+        --cuda-graph-max-bs.
+    False alarm: graphs that pay for their memory, on a device that has room.
+    """
+    real = [one for one in facts.snapshots if one.private_pools and not one.simulated]
+    most = max(real, key=_measure_unused, default=None)
+    if most is None or _measure_unused(most) < max(MAX_FRAGMENTED_SHARE * _measure_reserved(most), MIN_BYTES):
+        return None
+    pools, unused = most.private_pools, _measure_unused(most)
+    owner = "CUDA graphs" if all(pool.of_graphs for pool in pools) else "CUDA graphs or a torch.cuda.MemPool"
+    plural = "s" if len(pools) > 1 else ""
+    text = f"{size(unused)} lie free in {len(pools)} private pool{plural} of {owner}, out of reach of other requests"
+    shown = []
+    for pool in pools[:MAX_SHOWN]:
+        of_pool = (
+            f"pool {pool.pool}: {size(pool.reserved_bytes)} reserved, {size(pool.allocated_bytes)} held by tensors"
+        )
+        shown.append(Evidence(of_pool, pool.site or most.source))
+    gain = sum(pool.reserved_bytes for pool in pools) - pools[0].reserved_bytes
+    advice = f"share one pool among the graphs ({SHARE_POOL}), or capture fewer sizes"
+    if not all(pool.of_graphs for pool in pools):
+        advice += "; keep out of use_mem_pool what need not be there"
+    certain = most.ran_out
+    return find_lost_memory(most, unused, gain or None, text, advice, *shown, certain=certain)
+
+
+def _measure_unused(one: Snapshot) -> int:
+    return sum(max(pool.reserved_bytes - pool.allocated_bytes, 0) for pool in one.private_pools)
+
+
+def _measure_reserved(one: Snapshot) -> int:
+    return one.fragmentation.reserved_bytes + sum(pool.reserved_bytes for pool in one.private_pools)
+
+
+MAX_AWAITING_SHARE = 0.10  # of the peak: less decides nothing
+
+
+@rule("awaiting-free", "memory that waits for another stream", "memory", needs="snapshot")
+def find_awaiting_free(facts: Facts, most: Snapshot) -> Finding | None:
+    """Memory that the program gave back waits for another stream before it can be used again.
+
+    Meaning: Tensor.record_stream says that another stream uses a tensor. When the program drops the tensor, its memory is
+        kept until that stream has passed the point, and the host runs ahead of it: several layers' memory may wait.
+    Measured: allocations at the snapshot's peak whose free was requested and not completed (blocks in the state
+        active_awaiting_free).
+    Cost: those bytes at the moment that decides.
+    Do: let the stream that allocated wait for the other one and drop the tensor then, instead of record_stream; keep a
+        reference until the work is waited for. FSDP1: limit_all_gathers=True. NCCL: TORCH_NCCL_AVOID_RECORD_STREAMS=1
+        (the default since torch 2.8). Side streams for copies: fewer batches ahead.
+    Flags: none; PYTORCH_CUDA_ALLOC_CONF does not help.
+    False alarm: a moment that passes before anything large is asked for.
+    """
+    held = sum_category(most, "awaiting free")
+    if held < max(MAX_AWAITING_SHARE * most.peak_bytes, MIN_BYTES):
+        return None
+    text = f"{size(held)} of the peak of {size(most.peak_bytes)} were given back and wait for another stream"
+    sites = [site for site in most.sites if site.category == "awaiting free"]
+    shown = (Evidence(f"{size(site.num_bytes)} in {site.blocks} pieces", site.site) for site in sites[:MAX_SHOWN])
+    advice = (
+        "wait for the other stream instead of Tensor.record_stream; FSDP1: limit_all_gathers=True; "
+        "NCCL: TORCH_NCCL_AVOID_RECORD_STREAMS=1"
+    )
+    return find_lost_memory(most, held, held, text, advice, *shown)
+
+
+MIN_GATHERED_SHARE, MIN_GATHERED = 0.20, 4  # of the peak; pieces, which two layers in flight do not reach
+RELEASES = {
+    "DeepSpeed": (
+        "lower stage3_max_live_parameters, stage3_max_reuse_distance and stage3_prefetch_bucket_size; leave GatheredParameters"
+    ),
+    "FSDP1": "ShardingStrategy.FULL_SHARD with limit_all_gathers=True; leave summon_full_params",
+    "FSDP2": "fully_shard(..., reshard_after_forward=True), and fewer modules prefetched",
+}
+RELEASES_OURS = "--use-torch-fsdp2 instead of --use-distributed-optimizer"
+
+
+@rule("gathered-parameters", "gathered weights that stay whole", "memory", needs="snapshot")
+def find_gathered_parameters(facts: Facts, most: Snapshot) -> Finding | None:
+    """Weights that were gathered for a layer are still whole when other layers run.
+
+    Meaning: with ZeRO-3 and FSDP each rank keeps a part of the weights, and a layer is gathered before it runs. One or two
+        layers are whole at a time if each is given back after its use; else the whole model comes together again.
+    Measured: at the peak of a snapshot that fills most of the device, allocations whose stack leads through the library's code
+        that gathers (library_frames.tsv), and how many of them were gathered in a phase that was over.
+    Cost: those bytes but for two pieces.
+    Do: let the library give each layer back: in DeepSpeed lower stage3_max_live_parameters, stage3_max_reuse_distance and
+        stage3_prefetch_bucket_size; in FSDP FULL_SHARD with limit_all_gathers, or reshard_after_forward=True; leave contexts
+        that gather (GatheredParameters, summon_full_params) before training goes on; wrap layers, not the whole model.
+    Flags: --use-torch-fsdp2 instead of --use-distributed-optimizer, which keeps weights from forward to backward.
+    False alarm: a device with room, where weights are kept whole to save a second gathering.
+    """
+    gathered = most.gathered
+    if gathered is None or gathered.blocks < MIN_GATHERED or not facts.is_tight(most):
+        return None
+    if gathered.num_bytes < MIN_GATHERED_SHARE * most.peak_bytes:
+        return None
+    text = f"{size(gathered.num_bytes)} of the peak of {size(most.peak_bytes)} are gathered weights in {gathered.blocks} pieces"
+    kept = Evidence(f"{gathered.kept_blocks} of them were gathered in a phase that was over", gathered.site)
+    ours = facts.plan.get("sharding") is not None and not facts.part("sharding", "gathers_twice")
+    advice = RELEASES_OURS if ours else RELEASES.get(gathered.library, "give each layer's weights back after its use")
+    gain = gathered.num_bytes - 2 * gathered.num_bytes // gathered.blocks
+    flags = ("--use-torch-fsdp2",) if ours else ()
+    certain = 2 * gathered.kept_blocks >= gathered.blocks
+    return find_lost_memory(most, gathered.num_bytes, gain, text, advice, kept, flags=flags, certain=certain)

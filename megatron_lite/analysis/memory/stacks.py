@@ -1,0 +1,253 @@
+"""Which code asked for memory, and what that code is, from the names that libraries use."""
+
+import enum
+import functools
+import operator
+import re
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_lite import marks as own_marks
+from megatron_lite.analysis.trace.columns import Numbered
+
+MAX_LETTERS = 120
+
+
+class Code(enum.IntFlag):
+    """What a frame belongs to."""
+
+    NONE = 0
+    PYTHON = enum.auto()
+    FORWARD = enum.auto()
+    BACKWARD = enum.auto()
+    RECOMPUTE = enum.auto()
+    OPTIMIZER = enum.auto()
+    OPTIMIZER_SETUP = enum.auto()
+    MASTER = enum.auto()
+    ZERO_GRAD = enum.auto()
+    CLIP = enum.auto()
+    LOADER = enum.auto()
+    LOSS = enum.auto()
+    SETUP = enum.auto()
+    GRADIENT_BUFFER = enum.auto()
+    COMMUNICATION = enum.auto()
+    WORKSPACE = enum.auto()
+    WEIGHT_GRADIENT = enum.auto()
+    MAIN = enum.auto()  # where a thread of Python's begins; backward's threads have no such frame
+
+
+OPTIMIZER_FILE = (
+    r"(^|/)(optim|optimizers?)/|(^|/)\w*optim\w*\.py$"
+    r"|(^|/)([a-z]+_)?(adamw?|lamb|lars|lion|muon|shampoo|adafactor|sgd)(_?8bit)?\.py$"
+)
+RECOMPUTE_FILE = r"(^|/)(checkpoint|activation_checkpoint|recompute)\w*\.py$|/tensor_parallel/random\.py$"
+MASTER_FILE = r"(^|/)(fp16|float16|distrib)_?optimizer\.py$|/fp16_utils/|/apex/amp/"
+OPTIMIZER_SETUP_NAME = r"^(__init__|load_state_dict|_process_value_according_to_param_policy)$"
+# (what it is, pattern of the file, pattern of the function); both must match
+PYTHON_CODE = [
+    (code, re.compile(in_file), re.compile(in_name))
+    for code, in_file, in_name in (
+        (Code.FORWARD, r"", r"^forward$"),
+        (Code.BACKWARD, r"", r"^(backward|_engine_run_backward)$"),
+        (Code.BACKWARD, r"/torch/autograd/", r"^(grad|apply)$"),
+        (Code.RECOMPUTE, RECOMPUTE_FILE, r"^(recompute_fn|unpack_hook|backward|recompute)$"),
+        (Code.OPTIMIZER, OPTIMIZER_FILE, r"^(?!zero_grad)"),
+        (Code.OPTIMIZER, r"/deepspeed/runtime/", r"^(step|_take_model_step|_optimizer_step)$"),
+        (Code.OPTIMIZER_SETUP, OPTIMIZER_FILE, OPTIMIZER_SETUP_NAME),
+        (Code.MASTER, MASTER_FILE, r"^(__init__|<listcomp>|_?build_\w+)$"),
+        (Code.MASTER, r"", r"master|main_param"),
+        (Code.ZERO_GRAD, r"", r"^zero_grad|^zero_grad_buffer$"),
+        (Code.CLIP, r"", r"clip_grad|get_total_norm|get_grad_norm"),
+        (Code.LOADER, r"/torch/utils/data/|(^|/)(dataloader|loader)\.py$", r""),
+        (Code.LOSS, r"", r"cross_entropy|log_softmax|logsumexp|nll_loss|lm_head|logits|token_losses"),
+        (Code.LOSS, r"cross_entropy\w*\.py$|(^|/)loss\w*\.py$", r""),
+        (Code.WEIGHT_GRADIENT, r"", r"weight_gradient|wgrad"),
+        (Code.SETUP, r"", r"^(__init__|_apply|to|to_empty|cuda|from_pretrained|load_state_dict|reset_parameters)$"),
+        (Code.GRADIENT_BUFFER, r"param_and_grad_buffer", r""),
+        (Code.GRADIENT_BUFFER, r"/torch/nn/parallel/distributed\.py$", r"^(__init__|_ddp_init_helper)$"),
+        (Code.MAIN, r"", r"^(<module>|_bootstrap)$"),
+        (Code.COMMUNICATION, r"/torch/distributed/(distributed_c10d|_functional_collectives)\.py$", r""),
+    )
+]
+OWN_CODE = {  # by the mark of a function of this trainer
+    own_marks.MASTER_WEIGHTS: Code.MASTER,
+    own_marks.GRADIENT_BUFFER: Code.GRADIENT_BUFFER,
+    own_marks.WEIGHT_GRADIENT: Code.WEIGHT_GRADIENT,
+    own_marks.LOSS: Code.LOSS,
+    own_marks.INPUT: Code.LOADER,
+}
+NATIVE_CODE = [  # of C++ frames, which have no line
+    (Code.BACKWARD, re.compile(r"torch::autograd::(Engine|generated::\w+Backward)|Backward\d*::apply")),
+    (Code.LOSS, re.compile(r"log_softmax|LogSoftmaxBackward|nll_loss|NllLoss|cross_entropy")),
+    (Code.COMMUNICATION, re.compile(r"^c10d::|ProcessGroupNCCL|ncclComm")),
+    (Code.WORKSPACE, re.compile(r"[Ww]orkspace|CublasHandle|CUDABlasHandle|CudnnHandle")),
+    (Code.GRADIENT_BUFFER, re.compile(r"c10d::Reducer::initialize_bucket")),
+]
+PHASE_CODE = int(Code.FORWARD | Code.BACKWARD | Code.OPTIMIZER | Code.ZERO_GRAD | Code.CLIP | Code.LOADER)
+OPTIMIZER_ITSELF = int(Code.OPTIMIZER)
+IN_NAME = re.compile(r"(.+?)\((\d{1,9})\): (.+)")
+QUALIFIED = re.compile(r"[\w<>]+(\.[\w<>]+)+")
+SIGN_OF_TORCH = re.compile(r"(^|/)torch/")
+SIGN_OF_PACKAGES = re.compile(r"/(site|dist)-packages/|/lib/python3|<frozen |^<")
+NATIVE_FILE = re.compile(
+    r"\.(c|cc|cpp|cxx|h|hh|hpp|hxx|cu|cuh|hip|inl|inc|ipp|tcc|rs|mm)$|^/usr/include/", re.IGNORECASE
+)
+UNKNOWN_FILES = ("", "??", "None", "none")
+BACKWARD_NODE = re.compile(r"\b(\w+Backward\w*?)::apply")
+
+
+def is_python(file: str, line: int, name: str) -> bool:
+    """Whether a frame is one of Python's. Those of C and C++ have lines, too, where debug symbols are installed."""
+    return line > 0 and file not in UNKNOWN_FILES and not NATIVE_FILE.search(file) and "::" not in name
+
+
+def find_code(file: str, line: int, name: str) -> int:
+    """The Code of one frame, as a plain integer: they are combined often."""
+    if not is_python(file, line, name):
+        codes = [code for code, in_name in NATIVE_CODE if in_name.search(name)]
+    else:
+        name, mark = own_marks.split_mark(name)
+        name = drop_qualifiers(name)
+        codes = [Code.PYTHON, OWN_CODE.get(mark, Code.NONE)]
+        codes += [code for code, in_file, in_name in PYTHON_CODE if in_file.search(file) and in_name.search(name)]
+    return int(functools.reduce(operator.or_, codes, Code.NONE))
+
+
+def drop_qualifiers(name: str) -> str:
+    """'GPT.forward' -> 'forward', 'Init.convert.<locals>.gather' -> 'gather'."""
+    return name.rpartition(".")[2] if QUALIFIED.fullmatch(name) else name
+
+
+# --- frames of libraries that say what the memory is for
+
+
+class LibraryFrame(NamedTuple):
+    """A row of library_frames.tsv."""
+
+    library: str
+    holds: str  # a category of prediction.CATEGORIES
+    in_file: re.Pattern[str]
+    in_function: re.Pattern[str]  # of "function < caller"
+
+    def matches(self, file: str, function: str, caller: str) -> bool:
+        return bool(self.in_file.search(file) and self.in_function.search(f"{function} < {caller}"))
+
+
+def read_library_frames() -> list[LibraryFrame]:
+    rows = []
+    for line in (Path(__file__).parent / "library_frames.tsv").read_text(encoding="utf-8").splitlines():
+        if line and not line.startswith("#"):
+            library, holds, in_file, in_function = line.split("\t")
+            rows.append(LibraryFrame(library, holds, re.compile(in_file), re.compile(in_function)))
+    return rows
+
+
+LIBRARY_FRAMES = read_library_frames()
+LIBRARY_FILES = re.compile("|".join(dict.fromkeys(f"(?:{row.in_file.pattern})" for row in LIBRARY_FRAMES)))
+
+
+class Known(NamedTuple):
+    """What a frame of a library says of a stack."""
+
+    row: LibraryFrame
+    at: int  # index of the frame in its stack
+
+
+class Stacks:
+    """Distinct stacks, numbered as they are met; 0 is the empty one. A frame is looked at once, however often it is written."""
+
+    def __init__(self) -> None:
+        self._frame_of_id: dict[int, int] = {}
+        self._number_of_id: dict[int, int] = {}
+        self._frames: Numbered[tuple[str, int, str]] = Numbered()
+        self._stacks: Numbered[tuple[int, ...]] = Numbered({(): 0})  # numbers of frames
+
+    def number(self, frames: Any) -> int:
+        """Of a list of {filename, line, name}, innermost first. The list must stay alive while others are asked for."""
+        if not frames:
+            return 0
+        found = self._number_of_id.get(id(frames))
+        if found is None:
+            try:
+                key = tuple(map(self._frame_of_id.__getitem__, map(id, frames)))
+            except KeyError:
+                key = tuple(map(self._number_frame, frames))
+            found = self._number_of_id[id(frames)] = self._stacks[key]
+        return found
+
+    def _number_frame(self, frame: dict[str, Any]) -> int:
+        line, name, file = frame.get("line"), str(frame.get("name")), str(frame.get("filename"))
+        line = line if type(line) is int else 0
+        # torch.profiler's export to snapshots writes all of it into the name
+        if line <= 0 and file in UNKNOWN_FILES and (found := IN_NAME.fullmatch(name)):
+            file, line, name = found[1], int(found[2]), found[3]
+        key = (file.replace("\\", "/"), line, name)
+        number = self._frame_of_id[id(frame)] = self._frames[key]
+        return number
+
+    @cached_property
+    def frames_of(self) -> list[list[tuple[str, int, str]]]:
+        """The frames of each stack."""
+        frames = list(self._frames)
+        return [[frames[number] for number in stack] for stack in self._stacks]
+
+    @cached_property
+    def codes(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """int64 [stacks] each: what all frames of a stack belong to; and the part of PHASE_CODE that the innermost frame
+        has which has any."""
+        of_frame = [find_code(*frame) for frame in self._frames]
+        every = [functools.reduce(operator.or_, map(of_frame.__getitem__, stack), 0) for stack in self._stacks]
+        phases = ((of_frame[number] & PHASE_CODE for number in stack) for stack in self._stacks)
+        inner = [next(filter(None, codes), 0) for codes in phases]
+        return np.array(every, np.int64), np.array(inner, np.int64)
+
+    @cached_property
+    def known(self) -> list[Known | None]:
+        """What the innermost frame of a library says of each stack; None where none does, or an optimizer works inside."""
+        return [self._find_known(frames) for frames in self.frames_of]
+
+    @staticmethod
+    def _find_known(frames: list[tuple[str, int, str]]) -> Known | None:
+        for at, (file, line, name) in enumerate(frames):
+            if not is_python(file, line, name):
+                continue
+            if LIBRARY_FILES.search(file):
+                caller = next((drop_qualifiers(outer[2]) for outer in frames[at + 1 :] if is_python(*outer)), "")
+                function = drop_qualifiers(name)
+                row = next((row for row in LIBRARY_FRAMES if row.matches(file, function, caller)), None)
+                if row is not None:
+                    return Known(row, at)
+            if find_code(file, line, name) & OPTIMIZER_ITSELF:
+                return None
+        return None
+
+    def site(self, number: int) -> str:
+        """'gpt.py:81 forward': the innermost frame outside of torch and other packages; '' without one that says anything.
+        Of what a library is known to hold it is the library's line."""
+        frames = self.frames_of[number]
+        python = [frame for frame in frames if is_python(*frame)]
+        outside = [frame for frame in python if not SIGN_OF_TORCH.search(frame[0])]
+        own = [frame for frame in outside if not SIGN_OF_PACKAGES.search(frame[0])]
+        shown = (own or outside or python)[:1]
+        if known := self.known[number]:
+            shown = [frames[known.at]]
+        return make_printable("".join(map(_describe_frame, shown)), MAX_LETTERS)
+
+    def node(self, number: int) -> str:
+        """'MmBackward0': the autograd node of a stack with C++ frames; '' if it has none."""
+        nodes = (BACKWARD_NODE.search(name) for _, _, name in self.frames_of[number])
+        return next((node[1][:MAX_LETTERS] for node in nodes if node), "")
+
+
+def _describe_frame(frame: tuple[str, int, str]) -> str:
+    file, line, name = frame
+    return f"{file.rpartition('/')[2]}:{line} {own_marks.split_mark(name)[0]}"
+
+
+def make_printable(text: str, most: int) -> str:
+    """At most that many letters of a text that a hostile file may hold."""
+    return "".join(letter if letter.isprintable() else "?" for letter in text[:most])
