@@ -12,6 +12,7 @@ from snapshot_maker import LOSS, MadeSnapshot
 from trace_maker import COMPUTE_STREAM, GLOO, MadeTrace
 from training_maker import (
     ADD,
+    BF16_GEMM,
     CAST,
     FP32_GEMM,
     SIMT_GEMM,
@@ -220,6 +221,43 @@ def ranks_late(folder: Path, late_us: float, ranks: int = 3):
     for rank in range(ranks):
         late = rank == 1
         gpu(folder, rank, ranks, reduce="late", late_us=late_us if late else 0, wait_us=0 if late else late_us)
+
+
+@prepared
+def moving(folder: Path, late_us: list[list[float]]):
+    """Two ranks that compute so much longer, by step; the all-reduce of each step begins when both have come."""
+    traces = [MadeTrace(rank, 2, device="NVIDIA H100 80GB HBM3") for rank in range(2)]
+    at = 10.0
+    for index, late in enumerate([late_us[0], *late_us]):  # the first step does not count
+        for made, us in zip(traces, late):
+            computed = at + 8_000 + us
+            end = at + 8_000 + max(late) + 300
+            made.kernel(BF16_GEMM, at + 20, computed, at + 5)
+            made.annotation("forward", at + 1, at + 30)
+            made.collective(computed, end, at + 40, elements=2**20)
+            made.annotation("backward", at + 31, at + 60)
+            made.step(10 + index, at, end + 20)
+        at += 8_000 + max(late) + 330
+    for made in traces:
+        made.write(folder)
+
+
+ALL_REDUCE: dict = {}
+
+
+@prepared
+def orders(folder: Path, second: list[dict]):
+    """Two ranks; the first gathers, then reduces in each step. Both collectives are of one group and end at once."""
+    for rank, calls in enumerate([[GATHER, ALL_REDUCE], second]):
+        made = MadeTrace(rank, 2, device="NVIDIA H100 80GB HBM3")
+        for index in range(STEPS):
+            at = 10.0 + 9_000 * index
+            made.kernel(BF16_GEMM, at + 20, at + 8_000, at + 5)
+            for place, call in enumerate(calls):
+                began = at + 8_000 + 200 * place
+                made.collective(began, began + 190, at + 40 + 10 * place, elements=2**16, **call)
+            made.step(10 + index, at, at + 8_950)
+        made.write(folder)
 
 
 @prepared
@@ -450,6 +488,9 @@ CASES = {
     "straggler": (ranks_late(1500), ranks_late(100)),
     "pipeline-bubble": (pipeline_run(4, [4.0, 3.0, 3.0, 3.5]), pipeline_run(64, [4.0, 3.0, 3.0, 3.5])),
     "tensor-across-nodes": (split_layers(1), split_layers(2)),
+    "late-in-turns": (moving([[1500, 0], [0, 1500]] * 4), moving([[100, 0], [0, 100]] * 4)),
+    "late-at-times": (moving(([[0, 0]] * 3 + [[0, 4000]]) * 3), moving([[0, 0]] * 6 + [[0, 4000]] + [[0, 0]] * 3)),
+    "collective-order": (orders([ALL_REDUCE, GATHER]), orders([GATHER, ALL_REDUCE])),
     "parameter-gather": (shards(60), shards(60, "overlap")),
     "exposed-experts": (on_gpu(reduce="after", collective=DISPATCH), on_gpu(reduce="overlap", collective=DISPATCH)),
     "exposed-tensor-parallel": (split_layers(2), split_layers(2, "overlap")),

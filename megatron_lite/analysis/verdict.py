@@ -10,7 +10,7 @@ from megatron_lite.analysis.kernels.kernel_results import Role
 from megatron_lite.analysis.memory.memory_results import Snapshot
 from megatron_lite.analysis.rank_facts import RankFacts
 from megatron_lite.analysis.ranks.calls import POINT_TO_POINT
-from megatron_lite.analysis.ranks.rank_results import OTHER
+from megatron_lite.analysis.ranks.rank_results import OTHER, describe_imbalance
 from megatron_lite.analysis.report import Verdict
 from megatron_lite.analysis.run.cores import MOSTLY, PROFILED, CoreShortage, measure_slowdown
 from megatron_lite.analysis.run.learning import measure_learning
@@ -264,6 +264,9 @@ def _name_collective(facts: Facts, kind: str) -> str:
 
 def _describe_straggler(facts: Facts, step_ms: float) -> str:
     late = facts.ranks.straggler if facts.ranks else None
+    moving = facts.ranks.imbalance if facts.ranks else None
+    if late is None and moving is not None and moving.lost_ms >= MIN_SHARE_SAID * step_ms:
+        return describe_imbalance(moving)
     if late is None or late.caused_wait_ms < MIN_SHARE_SAID * step_ms:
         return ""
     return f"the other ranks wait {significant(late.caused_wait_ms)} ms per step for rank {late.rank}"

@@ -21,6 +21,7 @@ from megatron_lite.analysis.ranks.exposed import (
     Exposed,
 )
 from megatron_lite.analysis.run_facts import Facts
+from megatron_lite.thresholds import is_by_chance
 
 # rules that name a cause of some of it, and what they speak of: their cost is not told again
 CAUSES: tuple[tuple[Rule, str], ...] = (
@@ -132,14 +133,15 @@ def find_exposed_communication(facts: Facts, one: RankFacts) -> Finding | None:
 
 def _find_exposed(facts: Facts, one: RankFacts, purposes: Sequence[str], advice: str) -> Finding | None:
     """What of these purposes is exposed and not told by another finding; the advice is the most exposed one's if none is given."""
-    if facts.run is not None and facts.run.without_core:
-        # ranks without a core come late by chance: busy-machine says so
-        return None
     left = [(part, _find_rest_ms(facts, part)) for part in facts.exposed if part.purpose in purposes]
     left = sorted([(part, ms) for part, ms in left if ms > 0], key=lambda one: -one[1])
     share = _find_share_of_row(facts, one) * (1 - _find_waiting_share(facts, one))
     cost = sum(ms for _, ms in left) * share
+    shortage = facts.core_shortage
     if not left or one.share(cost) < MATTERS:
+        return None
+    if shortage is not None and is_by_chance(cost, (shortage.rank, shortage.wait_ms)):
+        # ranks without a core come late by chance: busy-machine says so
         return None
     most, _ = left[0]
     seen = [_describe(part) for part, ms in left if one.share(ms * share) >= MATTERS or part is most]
@@ -178,7 +180,7 @@ def _find_share_of_row(facts: Facts, one: RankFacts) -> float:
 def _find_waiting_share(facts: Facts, one: RankFacts) -> float:
     """Of this rank's exposed communication what is waiting for ranks that another finding names."""
     ranks = facts.ranks
-    if ranks is None or ranks.straggler is None:
+    if ranks is None or (ranks.straggler is None and ranks.imbalance is None):
         return 0.0
     row = next((row for row in ranks.rows if row.rank == one.time.rank), None)
     if row is None or not row.exposed_wait_ms or not row.exposed_communication_ms:

@@ -9,6 +9,7 @@ from megatron_lite.analysis.findings import (
     communication_rules,
     exposed_rules,
     host_rules,
+    imbalance_rules,
     input_rules,
     kernel_rules,
     machine_rules,
@@ -23,11 +24,13 @@ from megatron_lite.analysis.run_facts import Facts
 
 MODULES = (
     host_rules,
+    imbalance_rules,
     input_rules,
     product_rules,
     kernel_rules,
     update_rules,
     communication_rules,
+    imbalance_rules,
     exposed_rules,
     pipeline_rules,
     machine_rules,

@@ -147,6 +147,8 @@ class Calls:
     phase: tuple[str, ...]  # [c]
     sequence: NDArray[np.int64]  # [c], -1: not given
     compute: Cover  # what may hide them
+    called_ns: NDArray[np.int64]  # [c], when the host called it
+    is_in_order: bool  # called_ns is the order of the program: of every call the host's is known
 
     def __len__(self) -> int:
         return len(self.start_ns)
@@ -165,13 +167,16 @@ def collect_calls(trace: Trace, placing: Placing, world_size: int | None) -> Cal
     of_communication = trace.matching(is_communication)
     if on_gpu:
         rows = called = trace.rows[Kind.KERNEL][of_communication[trace.rows[Kind.KERNEL]]]
+        launches = trace.launch_of[rows]
+        in_order = bool((launches >= 0).all())
     else:
         rows = trace.rows[Kind.ANNOTATION][trace.matching(SPAN.match)[trace.rows[Kind.ANNOTATION]]]
         # spans of a backend's own threads were handed over by operators: as many, in the same order
         operators = trace.rows[Kind.OP][trace.matching(HANDED_OVER.match)[trace.rows[Kind.OP]]]
         handed = ~np.isin(events.thread[rows], events.thread[operators])
         called = rows.copy()
-        if len(operators) == handed.sum():
+        in_order = bool(len(operators) == handed.sum())
+        if in_order:
             called[handed] = operators
     # kernels that do not communicate; without a GPU the operators of threads that do not
     others = trace.rows[Kind.KERNEL if on_gpu else Kind.OP]
@@ -199,6 +204,8 @@ def collect_calls(trace: Trace, placing: Placing, world_size: int | None) -> Cal
         phase=phases,
         sequence=sequences[records],
         compute=compute,
+        called_ns=events.start_ns[np.where(launches >= 0, launches, rows) if on_gpu else called],
+        is_in_order=in_order,
     )
 
 

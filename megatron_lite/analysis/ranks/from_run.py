@@ -6,7 +6,8 @@ from statistics import median_low
 
 import numpy as np
 
-from megatron_lite.analysis.ranks.rank_results import RankRow, Ranks, Straggler
+from megatron_lite.analysis.ranks.imbalance import find_imbalance
+from megatron_lite.analysis.ranks.rank_results import Imbalance, RankRow, Ranks, Straggler
 from megatron_lite.analysis.run.cores import find_core_shortage
 from megatron_lite.analysis.run.run_results import RankMedians, Run
 from megatron_lite.phases import Phase
@@ -78,13 +79,37 @@ def find_straggler_by_medians(run: Run) -> Straggler | None:
     return Straggler(rank, lag, None, cause, lag, name)
 
 
+def find_imbalance_by_lines(run: Run) -> Imbalance | None:
+    """Ranks whose own work is longer in turns, or at times, by console lines of one step each: medians of several steps hide it.
+
+    Own work is what no rank waits for another in. None for stages of a pipeline, and where ranks were not given their cores.
+    """
+    ranks = run.ranks
+    if ranks is None or len(ranks.step_ms) < 2 or len(set(run.stages)) > 1 or find_core_shortage(run) is not None:
+        return None
+    lines = ranks.intervals.take((ranks.intervals.steps == 1).all(axis=1))
+    works = [np.asarray(lines.own_ms(name), float) for name in OWN if len(lines.own_ms(name))]
+    # a phase whose own part is unknown (backward, with waiting in it) tells nothing of who is late
+    works = [work for work in works if not np.isnan(work).any()]
+    if not works or not len(lines.first):
+        return None
+    own_ms = np.sum(works, axis=0)
+    # by [rank, step]: longer than the median of the others
+    others = [np.median(np.delete(own_ms, rank, axis=1), axis=1) for rank in range(own_ms.shape[1])]
+    net_ms = own_ms.T - np.stack(others)
+    return find_imbalance(range(own_ms.shape[1]), net_ms, None, float(np.median(lines.step_ms)), on_gpu=False)
+
+
 def only_lasting(ranks: Ranks, run: Run) -> Ranks:
     """Traces' ranks without a straggler that the run's ordinary steps do not know: a profile is a moment, and disturbs."""
     late = ranks.straggler
-    if late is not None and len(set(run.stages)) > 1:
-        return replace(ranks, straggler=None, notes=(*ranks.notes, OTHER_STAGES))
     shortage = find_core_shortage(run)
     without_core = None if shortage is None else (shortage.rank, shortage.wait_ms)
+    moving = ranks.imbalance
+    if moving is not None and (len(set(run.stages)) > 1 or is_by_chance(moving.lost_ms, without_core)):
+        ranks = replace(ranks, imbalance=None, notes=(*ranks.notes, BUSY if without_core else OTHER_STAGES))
+    if late is not None and len(set(run.stages)) > 1:
+        return replace(ranks, straggler=None, notes=(*ranks.notes, OTHER_STAGES))
     if late is not None and is_by_chance(late.caused_wait_ms, without_core):
         return replace(ranks, straggler=None, notes=(*ranks.notes, BUSY))
     if late is None or run.ranks is None or slower_in_ordinary_steps(run.ranks, late.rank) is not False:

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from megatron_lite.units import significant
+
 MAX_NAMED = 8
 OTHER = "other"  # the kind of a collective whose names no pattern knows
 
@@ -71,6 +73,36 @@ class Straggler:
 
 
 @dataclass(frozen=True)
+class Imbalance:
+    """Waiting for ranks that come late in turns, or for one that comes late in some steps only."""
+
+    rank: int | None  # the one that is late in some steps; None: ranks are late in turns
+    lost_ms: float  # that others wait, mean over all steps
+    late_ms: float  # in a step in which a rank is late (median of those)
+    late_steps: int
+    steps: int
+    every: int | None  # steps from one late step to the next, where it is always the same
+    ranks: tuple[tuple[int, float], ...]  # (rank, its share of the waiting), most first
+    computes: bool | None  # the late rank computes longer in its late steps; None for unknown
+
+
+@dataclass(frozen=True)
+class Disorder:
+    """The first collective of a process group that two ranks do not have in the same place."""
+
+    group: str  # "data", "process group '3'"
+    step: str  # "ProfilerStep#12"
+    place: int  # within the group's collectives of the step, from 1
+    rank: int
+    what: str  # "all_reduce of 4.0 MiB"
+    other_rank: int
+    other_what: str
+    steps: int  # in which orders differ
+    of_steps: int
+    reordered: bool  # the same collectives in another order; else other ones
+
+
+@dataclass(frozen=True)
 class Ranks:
     """All ranks of one run."""
 
@@ -84,6 +116,8 @@ class Ranks:
     clocks_aligned: bool | None  # starts compared on one clock (ends of collectives coincide); None with one rank
     critical_rank: int | None  # the one that waits least for others: its time is the run's
     notes: tuple[str, ...]
+    imbalance: Imbalance | None = None  # None where there is a straggler
+    disorder: Disorder | None = None
 
     def describe_missing(self) -> str:
         """'15 of 16 ranks were not read (1 to 15)'; '' where all were, or nothing says how many there are."""
@@ -95,3 +129,11 @@ class Ranks:
         which = f"{first} to {last}" if in_a_row and last > first else named
         verb = "was" if len(self.missing) == 1 else "were"
         return f"{len(self.missing)} of {self.world_size} ranks {verb} not read ({which})"
+
+
+def describe_imbalance(found: Imbalance) -> str:
+    """'rank 1 makes the others wait 300 ms in 2 of 13 steps', 'ranks come late in turns, and the others wait 15 ms per step'."""
+    if found.rank is None:
+        return f"ranks come late in turns, and the others wait {significant(found.lost_ms)} ms per step"
+    when = f"{found.late_steps} of {found.steps} steps"
+    return f"rank {found.rank} makes the others wait {significant(found.late_ms)} ms in {when}"

@@ -12,7 +12,9 @@ import numpy as np
 from megatron_lite.analysis.intervals import Flags, Integers, Numbers, difference, intersection, joined, union
 from megatron_lite.analysis.rank_facts import RankFacts
 from megatron_lite.analysis.ranks.calls import Calls, bus_bytes, collect_calls
+from megatron_lite.analysis.ranks.imbalance import find_imbalance, measure_compute
 from megatron_lite.analysis.ranks.matching import Clocks, Group, align_clocks, match
+from megatron_lite.analysis.ranks.order import find_disorder
 from megatron_lite.analysis.ranks.process_groups import label_group
 from megatron_lite.analysis.ranks.rank_results import CollectiveRow, GroupRow, RankRow, Ranks, Straggler
 from megatron_lite.analysis.time.time_results import Placing, RankTime
@@ -29,7 +31,10 @@ def compare_ranks(seen: Sequence[RankFacts], only: str = "") -> Ranks | None:
     calls = [collect_calls(one.trace, one.placing, world_size) for one in one_each]
     used = {what.group for of_rank in calls for what in of_rank.whats}
     labels = {group: label_group(group, world_size, only) for group in used}
-    slots, steps = find_shared_steps(calls, [one.placing for one in one_each])
+    placings = [one.placing for one in one_each]
+    slots_of_steps, steps = find_shared_steps(placings)
+    # the last entry is for calls outside of all steps
+    slots = [np.append(slot, -1)[of_rank.step] for slot, of_rank in zip(slots_of_steps, calls)]
     base_ns = [one.trace.base_ns for one in one_each]
     hosts = [str(one.trace.facts.get("host_name") or "") for one in one_each]
     groups, unmatched = match(calls, slots, base_ns)
@@ -43,6 +48,13 @@ def compare_ranks(seen: Sequence[RankFacts], only: str = "") -> Ranks | None:
     known = all(row.wait_ms is not None for row in rows)
     slowest_first = sorted(rows, key=lambda row: (row.wait_ms or 0.0) if known else -row.step_ms)
     present = tuple(row.rank for row in rows)
+    net_ms = waits.caused_ms - waits.wait_ms
+    straggler = find_straggler(rows, [one.time for one in one_each], net_ms)
+    imbalance = None
+    if known and straggler is None and clocks.aligned:
+        on_gpu = all(one.time.on_gpu for one in one_each)
+        compute_ms = measure_compute(calls, placings, slots_of_steps, steps)
+        imbalance = find_imbalance(present, net_ms, compute_ms, _measure_median_step(one_each), on_gpu)
     return Ranks(
         world_size=world_size,
         present=present,
@@ -50,7 +62,11 @@ def compare_ranks(seen: Sequence[RankFacts], only: str = "") -> Ranks | None:
         rows=tuple(rows),
         groups=build_group_rows(one_each, calls, slots, steps, labels),
         collectives=build_collective_rows(with_transfers, steps, labels, world_size if everyone else None),
-        straggler=find_straggler(rows, [one.time for one in one_each], waits.caused_ms - waits.wait_ms),
+        straggler=straggler,
+        imbalance=imbalance,
+        disorder=find_disorder(
+            calls, slots, _name_shared_steps(placings[0], slots_of_steps[0], steps), labels, world_size
+        ),
         clocks_aligned=clocks.aligned,
         critical_rank=slowest_first[0].rank if rows else None,
         notes=(*notes, *unmatched, *clocks.notes),
@@ -74,8 +90,23 @@ def _choose_traces(seen: Sequence[RankFacts]) -> tuple[Sequence[RankFacts], list
     return sorted(latest.values(), key=lambda one: one.time.rank or 0), notes
 
 
-def find_shared_steps(ranks: Sequence[Calls], placings: Sequence[Placing]) -> tuple[list[Integers], int]:
-    """(by rank: int [c], which of the S shared steps a call is in, -1: none; S, at least 1).
+def _name_shared_steps(placing: Placing, slots: Integers, steps: int) -> list[str]:
+    """The shared steps' names in one rank's trace."""
+    names = [""] * steps
+    for step, slot in zip(placing.steps, slots.tolist()):
+        if slot >= 0:
+            names[slot] = step.name
+    return names
+
+
+def _measure_median_step(seen: Sequence[RankFacts]) -> float:
+    """ms of the median steady step of all ranks: a few long ones do not move it."""
+    lengths = [step.ms for one in seen for step in one.time.steady_steps]
+    return median(lengths) if lengths else 0.0
+
+
+def find_shared_steps(placings: Sequence[Placing]) -> tuple[list[Integers], int]:
+    """(by rank: int [steps of its window], which of the S shared steps it is, -1: none; S, at least 1).
 
     Windows may begin and end apart, and ranks must be compared over the same steady steps: by the steps' numbers where
     all ranks have some in common, else the k-th steady one is the same everywhere.
@@ -85,13 +116,14 @@ def find_shared_steps(ranks: Sequence[Calls], placings: Sequence[Placing]) -> tu
     fewest = min(int(placing.steady.sum()) for placing in placings)
     slot_of_number: dict[int | None, int] = {number: at for at, number in enumerate(common)}
     slots = []
-    for placing, calls in zip(placings, ranks):
+    for placing in placings:
+        steady = np.array([step.steady for step in placing.steps], bool)
         if common:
-            slot = np.array([slot_of_number.get(step.number, -1) for step in placing.steps] + [-1], np.int64)
+            slot = np.array([slot_of_number.get(step.number, -1) for step in placing.steps], np.int64)
         else:
-            slot = np.cumsum(placing.steady) - 1
+            slot = np.cumsum(steady) - 1
             slot[slot >= fewest] = -1
-        slots.append(np.where(placing.steady, slot, -1)[calls.step])
+        slots.append(np.where(steady, slot, -1))
     return slots, max(1, len(common) or fewest)
 
 

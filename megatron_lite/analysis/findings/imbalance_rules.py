@@ -1,0 +1,124 @@
+"""Ranks that come late in turns or at times, and ranks that do not call the same collectives."""
+
+from megatron_lite.analysis.findings.base import Evidence, Finding, build_time_finding, rule
+from megatron_lite.analysis.rank_facts import MATTERS, in_ms
+from megatron_lite.analysis.ranks.from_run import find_imbalance_by_lines, find_straggler_by_medians
+from megatron_lite.analysis.ranks.rank_results import Imbalance, describe_imbalance
+from megatron_lite.analysis.run_facts import Facts
+
+MAX_NAMED = 4
+
+
+@rule("late-in-turns", "ranks that come late in turns", "ranks", "collectives")
+def find_late_in_turns(facts: Facts) -> Finding | None:
+    """In each step some rank comes late, now one, now another.
+
+    Meaning: every collective ends for all when the last rank has come. Where the work of a step differs between ranks (sequences of
+        unequal length, samples that cost more to load, experts with more tokens), each step takes as long as its most loaded
+        rank, though all ranks take equally long on the average. No rank is slow by itself.
+    Measured: by collectives of all ranks' traces, matched in order: in each steady step, how long the others wait for the rank that
+        is last, beyond its own waits; several ranks are last in turns, in at least half of the steps. Without such traces: every
+        rank's own times in steps.jsonl, where each line is of one step.
+    Cost: what they wait, mean over steps.
+    Do: give ranks equal work in each step: batches of equal numbers of tokens (sort or pack by length), the same number of samples
+        of each kind; expensive work of all ranks (evaluating, logging) in the same step. Prefetch, where loading is uneven.
+    Flags: --profile-ranks -1 records all ranks.
+    False alarm: other jobs on the ranks' cores delay now one rank, now another; busy-machine tells where that was recorded.
+    """
+    found = _find_imbalance(facts)
+    if found is None or found.rank is not None:
+        return None
+    each = ", ".join(f"rank {rank} causes {share:.0%}" for rank, share in found.ranks[:MAX_NAMED])
+    more = f", {len(found.ranks) - MAX_NAMED} more the rest" if len(found.ranks) > MAX_NAMED else ""
+    seen = [
+        Evidence(f"{describe_imbalance(found)}; in {found.late_steps} of {found.steps} steps one is late"),
+        Evidence(f"{each}{more} of that waiting: no single rank is slow"),
+        Evidence(_describe_cause(found)),
+        *_describe_absent(facts),
+    ]
+    advice = (
+        "give ranks equal work in each step: batches of equal numbers of tokens, uneven work on all in the same step"
+    )
+    certain = bool(found.computes) and not seen[3:]
+    return build_time_finding(found.lost_ms, seen, advice, (), certain)
+
+
+@rule("late-at-times", "rank that comes late in some steps", "ranks", "collectives")
+def find_late_at_times(facts: Facts) -> Finding | None:
+    """One rank comes late in some steps, and is as fast as the others in the rest.
+
+    Meaning: a rank that does something more in every n-th step (saving, evaluating, logging, collecting garbage, a batch of another
+        kind) makes all ranks wait for it. Its median step shows nothing.
+    Measured: by collectives of all ranks' traces, matched in order: in which steady steps the others wait for it, how long, and
+        whether the steps between are always as many. One odd step is no pattern. Without such traces: every rank's own times in
+        steps.jsonl, where each line is of one step.
+    Cost: what they wait, mean over all steps.
+    Do: look at what the rank does in those steps; do it on all ranks in the same step, beside computing (in a thread, or
+        asynchronously), or less often.
+    Flags: --manual-gc, --log-interval, --save-interval, by what it does.
+    False alarm: other jobs on its cores, or a clock that a hot GPU lowers at times.
+    """
+    found = _find_imbalance(facts)
+    if found is None or found.rank is None:
+        return None
+    every = f", every {found.every} steps" if found.every and found.every > 1 else ""
+    seen = [
+        Evidence(f"{describe_imbalance(found)}{every}: {in_ms(found.lost_ms)} per step", f"rank {found.rank}"),
+        Evidence(_describe_cause(found)),
+        *_describe_absent(facts),
+    ]
+    advice = f"look at what rank {found.rank} does in these steps; do it on all ranks at once, beside computing, or less often"
+    certain = bool(found.computes) and not seen[2:]
+    return build_time_finding(found.lost_ms, seen, advice, (), certain, found.rank)
+
+
+@rule("collective-order", "ranks that do not call the same collectives", "collectives", "ranks")
+def find_collective_order(facts: Facts) -> Finding | None:
+    """Ranks of one process group call their collectives in another order, or other ones.
+
+    Meaning: the k-th collective of a process group is one exchange of all its ranks. Where one rank calls them in another order, data
+        of one tensor is taken for another's, or ranks wait for each other for ever.
+    Measured: the collectives of each process group in each steady step, by kind, numbers and size, in the order in which
+        the hosts call them. Groups are compared each by itself: between groups any order is allowed.
+    Cost: none in time; results are wrong, or the run hangs.
+    Do: call collectives in one order on all ranks: no branch by rank, no iteration over sets, no hooks whose order depends on
+        timing, around a collective.
+    Flags: TORCH_DISTRIBUTED_DEBUG=DETAIL makes torch compare collectives of all ranks.
+    False alarm: traces that do not name groups are not compared; those of windows that begin apart are compared by step numbers.
+    """
+    found = facts.ranks.disorder if facts.ranks else None
+    if found is None:
+        return None
+    where = f"{found.group}, {found.step}, collective {found.place}"
+    first = f"rank {found.rank} calls {found.what}, rank {found.other_rank} {found.other_what}"
+    what = "the same collectives in another order" if found.reordered else "other collectives"
+    seen = [
+        Evidence(f"first difference: {first}", where),
+        Evidence(f"{what} in {found.steps} of {found.of_steps} steps"),
+    ]
+    advice = "call collectives in one order on all ranks; TORCH_DISTRIBUTED_DEBUG=DETAIL makes torch compare them"
+    return build_time_finding(None, seen, advice, ("TORCH_DISTRIBUTED_DEBUG=DETAIL",))
+
+
+def _find_imbalance(facts: Facts) -> Imbalance | None:
+    """By the traces of several ranks; else by every rank's own times in steps.jsonl. None where it is little, or a rank is a straggler."""
+    ranks, run = facts.ranks, facts.run
+    found = ranks.imbalance if ranks else None
+    step_ms = max((row.step_ms for row in ranks.rows), default=0.0) if ranks else 0.0
+    if found is None and run is not None and (ranks is None or ranks.straggler is None):
+        found = None if find_straggler_by_medians(run) else find_imbalance_by_lines(run)
+        step_ms = run.steady_step_ms or step_ms
+    return found if found is not None and step_ms > 0 and found.lost_ms >= MATTERS * step_ms else None
+
+
+def _describe_cause(found: Imbalance) -> str:
+    if found.computes is None:
+        return "by each rank's own times in steps.jsonl, in phases where none waits for another"
+    if found.computes:
+        return "the late rank computes longer in these steps: its work is more, or its device slower"
+    return "the late rank computes no longer in these steps: its host, its data or its copies are late"
+
+
+def _describe_absent(facts: Facts) -> list[Evidence]:
+    absent = facts.ranks.describe_missing() if facts.ranks else ""
+    return [Evidence(f"{absent}: they may be late, too")] if absent else []
