@@ -10,16 +10,22 @@ import numpy as np
 from megatron_lite.analysis.intervals import Cover, Integers, difference
 from megatron_lite.analysis.kernels.kernel_results import RankKernels
 from megatron_lite.analysis.kernels.kernel_words import is_communication
-from megatron_lite.analysis.time.range_names import known_phase
+from megatron_lite.analysis.time.range_names import is_backward, known_phase
 from megatron_lite.analysis.time.time_results import Placing, RankTime
 from megatron_lite.analysis.trace.columns import Kind, Trace
 from megatron_lite.phases import Phase
 from megatron_lite.units import significant
 
+LAYER_HOOKS = re.compile(r"FSDP::|FullyShardedDataParallel\._")  # come once per layer
 MATTERS = 0.05  # of a step: less is hard to tell from the noise between steps, and not where to begin
 MIN_SHARE_SHOWN = 0.01  # of a step, for causes that are cheap to remove
 # Operators in which a host without a GPU may wait for communication; what computes inside them are operators, too.
 WRAPPERS = re.compile(r"autograd::engine::evaluate_function|record_param_comms|c10d::|torch[.:]+distributed")
+
+
+def _is_backward_pass(name: str) -> bool:
+    """Is it a range around a whole backward pass, no hook of a layer's?"""
+    return known_phase(name) is Phase.BACKWARD and not LAYER_HOOKS.match(name)
 
 
 def in_ms(ms: float) -> str:
@@ -85,8 +91,14 @@ class RankFacts:
         return self.rows_named(lambda name: not (WRAPPERS.match(name) or is_communication(name)), kind)
 
     def backward_ranges(self) -> Integers:
-        """Backward's ranges on the host, one per micro-batch."""
-        return self.rows_named(lambda name: known_phase(name) is Phase.BACKWARD, Kind.ANNOTATION)
+        """Backward's ranges on the host, one per micro-batch: those of the loop, without what they hold."""
+        events = self.trace.events
+        rows = self.rows_named(_is_backward_pass, Kind.ANNOTATION)
+        rows = rows[events.thread[rows] == self.placing.main_thread]
+        engine = self.trace.nest(np.flatnonzero(is_backward(self.trace)))
+        rows = rows[engine.position_at(events.start_ns[rows], events.thread[rows]) < 0]
+        nest = self.trace.nest(rows)
+        return np.sort(nest.rows[nest.depth == 0])
 
     def in_phases(self, rows: Integers, *phases: str) -> Integers:
         """Those of `rows` that belong to one of the phases."""

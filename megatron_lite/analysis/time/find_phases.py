@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from megatron_lite.analysis.intervals import Flags, Integers, union
+from megatron_lite.analysis.time.closures import find_closures, find_rest_of_closures
 from megatron_lite.analysis.time.host_steps import NUMBERED, PROFILER_STEP, HostSteps
 from megatron_lite.analysis.time.range_names import (
     COMES_INSIDE_ANY,
@@ -17,17 +18,22 @@ from megatron_lite.analysis.time.range_names import (
     is_phase,
     label_phase,
 )
+from megatron_lite.analysis.time.time_results import PhaseRanges
 from megatron_lite.analysis.trace.columns import Kind, Trace
 from megatron_lite.phases import Phase
 
 SENDS = re.compile(r"aten::(to|_to_copy|copy_|cuda)$")
 TO_DEVICE = re.compile(r"HtoD|HostToDevice|Host ?-> ?Device", re.IGNORECASE)
+CLOSURE = "closure"  # that an optimizer calls in its step: what is neither forward nor backward in it
 MAX_NAMES = 100  # of ranges that are phases
 WRAPPER_SHARE = 0.9  # a range over so much of its step says nothing: what lies inside it is the phase
 
 
-def find_phases(trace: Trace, steps: HostSteps, thread: Integers, moment: Integers) -> tuple[tuple[str, ...], Integers]:
-    """(names, index into names per event; -1: none). thread, moment [n]: where the host was for each event, -1: unknown.
+def find_phases(
+    trace: Trace, steps: HostSteps, thread: Integers, moment: Integers
+) -> tuple[tuple[str, ...], Integers, PhaseRanges]:
+    """(names, index into names per event; -1: none; the ranges, without their steps). thread, moment [n]: where the host
+    was for each event, -1: unknown.
 
     The innermost phase around the moment on its own thread; else on the thread that drives the steps, which stands in
     backward() while autograd's thread works; else what operators tell: autograd's, or that gradients will be taken.
@@ -35,30 +41,70 @@ def find_phases(trace: Trace, steps: HostSteps, thread: Integers, moment: Intege
     events, rows = trace.events, _find_phase_ranges(trace, steps)
     labels = _label_phases(trace, np.unique(events.name[rows]))
     names = list(dict.fromkeys(labels[events.name[row]] for row in rows))
-    number_of = np.full(len(trace.names) + 1, -1, np.int16)
+    number_of = np.full(len(trace.names), -1, np.int64)
     for number, label in labels.items():
         number_of[number] = names.index(label)
-    nest = trace.nest(rows)
-    position = np.where(thread >= 0, nest.position_at(moment, np.maximum(thread, 0)), -1)
-    # a range that begins in the same nanosecond as a phase but lasts longer holds the phase, not the other way round
-    wider, ends = trace.rows[Kind.ANNOTATION], events.end_ns[nest.rows]
-    while len(wider := wider[position[wider] >= 0]):
-        inner = position[wider]
-        wider = wider[(events.start_ns[nest.rows[inner]] == moment[wider]) & (ends[inner] < events.end_ns[wider])]
-        position[wider] = nest.parent[position[wider]]
-    found = nest.row_of(position)
-    elsewhere = np.flatnonzero((found < 0) & (thread >= 0) & (thread != steps.thread))
-    if steps.thread >= 0:
-        main = trace.nest(rows[events.thread[rows] == steps.thread])
-        found[elsewhere] = main.row_at(moment[elsewhere], np.full(len(elsewhere), steps.thread))
-    phase = np.where(found >= 0, number_of[events.name[found]], -1).astype(np.int16)
+    columns = (events.start_ns[rows], events.end_ns[rows], events.thread[rows].astype(np.int64))
+    ranges = PhaseRanges(*columns, phase=number_of[events.name[rows]])
+    phase = _find_phase_at(trace, ranges, steps.thread, thread, moment)
+    names, ranges = _add_closures(trace, names, ranges, phase, steps.thread, thread, moment)
+    phase = _find_phase_at(trace, ranges, steps.thread, thread, moment)
     for name, is_inside in _told_by_operators(trace, steps.thread):
         unknown = np.flatnonzero((phase < 0) & (thread >= 0))
         hit = unknown[is_inside(thread[unknown], moment[unknown])]
         if len(hit):
             names = names if name in names else [*names, name]
             phase[hit] = names.index(name)
-    return tuple(names), phase
+    return tuple(names), phase, ranges
+
+
+def _find_phase_at(trace: Trace, ranges: PhaseRanges, main_thread: int, thread: Integers, moment: Integers) -> Integers:
+    """int16 [n]: the phase of the innermost range around each moment; -1: none."""
+    events, nest = trace.events, ranges.nest()
+    position = np.where(thread >= 0, nest.position_at(moment, np.maximum(thread, 0)), -1)
+    # a range that begins in the same nanosecond as a phase but lasts longer holds the phase, not the other way round
+    wider, ends = trace.rows[Kind.ANNOTATION], ranges.end_ns[nest.rows]
+    while len(wider := wider[position[wider] >= 0]):
+        inner = position[wider]
+        same_start = ranges.start_ns[nest.rows[inner]] == moment[wider]
+        wider = wider[same_start & (ends[inner] < events.end_ns[wider])]
+        position[wider] = nest.parent[position[wider]]
+    found = nest.row_of(position)
+    if main_thread >= 0:
+        elsewhere = np.flatnonzero((found < 0) & (thread >= 0) & (thread != main_thread))
+        main = ranges.nest(ranges.thread == main_thread)
+        found[elsewhere] = main.row_at(moment[elsewhere], np.full(len(elsewhere), main_thread))
+    phase: Integers = np.append(ranges.phase, -1)[found].astype(np.int16)
+    return phase
+
+
+def _add_closures(
+    trace: Trace,
+    names: list[str],
+    ranges: PhaseRanges,
+    phase: Integers,
+    main_thread: int,
+    thread: Integers,
+    moment: Integers,
+) -> tuple[list[str], PhaseRanges]:
+    """(names, ranges) with the passes of the model that an optimizer's step runs, and the rest of its closure."""
+    if str(Phase.OPTIMIZER_STEP) not in names:
+        return names, ranges
+    optimizer = names.index(str(Phase.OPTIMIZER_STEP))
+    passes = find_closures(trace, ranges, phase == optimizer, optimizer, main_thread)
+    for name, found in zip((str(Phase.FORWARD), str(Phase.BACKWARD)), passes):
+        names, ranges = _add_ranges(names, ranges, name, found)
+    phase = _find_phase_at(trace, ranges, main_thread, thread, moment)
+    numbers = tuple(names.index(str(one)) for one in (Phase.FORWARD, Phase.BACKWARD) if str(one) in names)
+    rest = find_rest_of_closures(trace, ranges, numbers, phase == optimizer, optimizer)
+    return _add_ranges(names, ranges, CLOSURE, rest)
+
+
+def _add_ranges(names: list[str], ranges: PhaseRanges, name: str, found: PhaseRanges) -> tuple[list[str], PhaseRanges]:
+    if not len(found):
+        return names, ranges
+    names = names if name in names else [*names, name]
+    return names, ranges.join(found, names.index(name))
 
 
 def _label_phases(trace: Trace, names: Integers) -> dict[int, str]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_lite.analysis.intervals import Cover, Flags, Integers, difference, intersection, joined, union
+from megatron_lite.analysis.intervals import NOTHING, Cover, Flags, Integers, difference, intersection, joined, union
 from megatron_lite.analysis.kernels.kernel_words import is_wait
 from megatron_lite.analysis.time.host_causes import measure_host_work
 from megatron_lite.analysis.time.host_names import AFTER_SYNCS
@@ -211,14 +211,29 @@ def _find_working_operators(trace: Trace, activity: HostActivity, communication:
 # --- phases: what their label on the host says, and what the device really did for them
 
 
-def _find_host_ranges(trace: Trace, placing: Placing, phase: int, counts: Flags) -> Integers:
-    """Rows, among events with `counts`, that say when the host was in the phase: its ranges, else the operators placed there."""
-    for kind in (Kind.ANNOTATION, Kind.OP):
-        rows = trace.rows[kind]
-        rows = rows[(placing.phase[rows] == phase) & counts[rows]]
-        if len(rows):
-            break
-    return rows
+@dataclass(frozen=True)
+class HostTime:
+    """When the host was in a phase: its ranges, else the operators placed there. [k] each."""
+
+    start_ns: Integers
+    step: Integers
+    cover: Cover  # without other phases inside
+
+
+NO_HOST_TIME = HostTime(np.empty(0, np.int64), np.empty(0, np.int64), NOTHING)
+
+
+def _find_host_time(trace: Trace, placing: Placing, phase: int, steps: Flags, main_only: bool = False) -> HostTime:
+    """Of the phase, in the steps for which `steps` holds (as Placing.steady); main_only: on the thread that drives them."""
+    events, ranges = trace.events, placing.ranges
+    on_thread = ranges.thread == placing.main_thread if main_only else np.ones(len(ranges), bool)
+    chosen = np.flatnonzero((ranges.phase == phase) & steps[ranges.step] & on_thread)
+    if len(chosen):
+        return HostTime(ranges.start_ns[chosen], ranges.step[chosen], ranges.cover_own(chosen))
+    rows = trace.rows[Kind.OP]
+    rows = rows[(placing.phase[rows] == phase) & steps[placing.step[rows]]]
+    rows = rows[events.thread[rows] == placing.main_thread] if main_only else rows
+    return HostTime(events.start_ns[rows], placing.step[rows], trace.cover(rows))
 
 
 def _measure_device_phases(trace: Trace, placing: Placing, rows: Integers) -> tuple[PhaseTime, ...]:
@@ -227,17 +242,17 @@ def _measure_device_phases(trace: Trace, placing: Placing, rows: Integers) -> tu
     per_step = 1 / steps / 1e6
     for phase, name in enumerate((NO_PHASE, *placing.phases), -1):
         work = rows[(placing.phase[rows] == phase) & counts[rows]]
-        ranges = _find_host_ranges(trace, placing, phase, counts) if phase >= 0 else np.empty(0, np.int64)
-        if not len(work) and not len(ranges):
+        host = NO_HOST_TIME if phase < 0 else _find_host_time(trace, placing, phase, placing.steady)
+        if not len(work) and not len(host.step):
             continue
         covers = device_covers(trace, work)
-        first, last = _find_ends_per_step(trace, placing, work)
-        begun, _ = _find_ends_per_step(trace, placing, ranges)
+        first, last = _find_ends_per_step(placing.step[work], events.start_ns[work], events.end_ns[work])
+        begun, _ = _find_ends_per_step(host.step, host.start_ns, host.start_ns)
         lags = [first[step] - begun[step] for step in first if step in begun]
-        entered = int(events.start_ns[ranges if len(ranges) else trace.launch_of[work]].min())
+        entered = int((host.start_ns if len(host.step) else events.start_ns[trace.launch_of[work]]).min())
         time = PhaseTime(
             name,
-            host_ms=trace.cover(ranges).length * per_step,
+            host_ms=host.cover.length * per_step,
             device_sum_ms=float((events.end_ns[work] - events.start_ns[work]).sum()) * per_step,
             device_ms=covers.busy.length * per_step,
             device_span_ms=sum(last[step] - first[step] for step in first) * per_step,
@@ -251,12 +266,12 @@ def _measure_device_phases(trace: Trace, placing: Placing, rows: Integers) -> tu
     return tuple(time for _, time in sorted(found, key=lambda pair: pair[0]))
 
 
-def _find_ends_per_step(trace: Trace, placing: Placing, rows: Integers) -> tuple[dict[int, int], dict[int, int]]:
-    """({step: earliest start}, {step: latest end}) of the events `rows`."""
-    steps, inverse = np.unique(placing.step[rows], return_inverse=True)
+def _find_ends_per_step(step: Integers, start: Integers, end: Integers) -> tuple[dict[int, int], dict[int, int]]:
+    """({step: earliest start}, {step: latest end}). step, start, end: [k] of events or ranges."""
+    steps, inverse = np.unique(step, return_inverse=True)
     first, last = np.full(len(steps), np.iinfo(np.int64).max), np.zeros(len(steps), np.int64)
-    np.minimum.at(first, inverse, trace.events.start_ns[rows])
-    np.maximum.at(last, inverse, trace.events.end_ns[rows])
+    np.minimum.at(first, inverse, start)
+    np.maximum.at(last, inverse, end)
     return dict(zip(steps.tolist(), first.tolist())), dict(zip(steps.tolist(), last.tolist()))
 
 
@@ -264,10 +279,10 @@ def _measure_host_phases(trace: Trace, placing: Placing, compute: Cover, communi
     """The same without a GPU: the host is the device. compute, communication: unions inside the steady steps."""
     events, counts, steps, found = trace.events, placing.counts, int(placing.steady.sum()), []
     for phase, name in enumerate(placing.phases):
-        ranges = _find_host_ranges(trace, placing, phase, counts & (events.thread == placing.main_thread))
-        if not len(ranges):
+        time_on_host = _find_host_time(trace, placing, phase, placing.steady, main_only=True)
+        if not len(time_on_host.step):
             continue
-        cover = _find_own_time(trace, placing, phase, ranges)
+        cover = time_on_host.cover
         host = cover.length / 1e6 / steps
         outermost = counts & (placing.phase == phase) & (events.kind == Kind.OP) & (placing.operator < 0)
         time = PhaseTime(
@@ -276,17 +291,8 @@ def _measure_host_phases(trace: Trace, placing: Placing, compute: Cover, communi
             communication_ms=int(communication.within(cover.start, cover.end).sum()) / 1e6 / steps,
             copy_ms=0.0, kernels=np.count_nonzero(outermost) / steps,
         )  # fmt: skip
-        found.append((int(events.start_ns[ranges].min()), time))
+        found.append((int(time_on_host.start_ns.min()), time))
     return tuple(time for _, time in sorted(found, key=lambda pair: pair[0]))
-
-
-def _find_own_time(trace: Trace, placing: Placing, phase: int, ranges: Integers) -> Cover:
-    """When the phase's ranges last, without the ranges of other phases inside of them."""
-    events = trace.events
-    on_main = (events.kind == Kind.ANNOTATION) & (events.thread == placing.main_thread)
-    nest = trace.nest(np.flatnonzero((placing.phase >= 0) & on_main))
-    in_phase = (nest.parent >= 0) & (placing.phase[nest.row_of(nest.parent)] == phase)
-    return difference(trace.cover(ranges), trace.cover(nest.rows[in_phase & (placing.phase[nest.rows] != phase)]))
 
 
 def _draw_device_timeline(trace: Trace, placing: Placing, rows: Integers, step: int) -> tuple[Span, ...]:
@@ -304,11 +310,11 @@ def _draw_device_timeline(trace: Trace, placing: Placing, rows: Integers, step: 
 def _draw_host_timeline(trace: Trace, placing: Placing, communication: Cover, step: int) -> tuple[Span, ...]:
     """The same without a GPU: the main thread's phases, and "communication"."""
     start, end = placing.steps[step].start_ns, placing.steps[step].end_ns
-    inside = (trace.events.thread == placing.main_thread) & (placing.step == step)
+    inside = np.arange(len(placing.steady)) == step
     spans = _draw_spans("communication", communication, start, end)
     for phase, name in enumerate(placing.phases):
-        ranges = _find_host_ranges(trace, placing, phase, inside)
-        spans += _draw_spans(name, _find_own_time(trace, placing, phase, ranges), start, end)
+        host = _find_host_time(trace, placing, phase, inside, main_only=True)
+        spans += _draw_spans(name, host.cover, start, end)
     return tuple(sorted(spans, key=lambda span: span.start_ns))
 
 

@@ -33,7 +33,7 @@ class CallSites:
     """Which operator, line of the program and phase stand around a moment. Names are numbers; -1: none."""
 
     def __init__(self, trace: Trace, placing: Placing):
-        events, frames = trace.events, trace.rows[Kind.PYTHON]
+        frames = trace.rows[Kind.PYTHON]
         self.trace, self.placing, self.main_thread = trace, placing, max(placing.main_thread, 0)
         self.steps = int(placing.steady.sum())
         # operators that stand in no other but wrappers
@@ -44,8 +44,7 @@ class CallSites:
             around = np.where(through, placing.operator[around], around)
         self.top_operators = operators[around < 0]
         self.frames = frames[trace.matching(is_program_frame)[frames]]
-        ranges = (events.kind == Kind.ANNOTATION) & (events.thread == placing.main_thread) & (placing.phase >= 0)
-        self.ranges = trace.nest(np.flatnonzero(ranges))
+        self._phases = placing.ranges.nest(placing.ranges.thread == placing.main_thread)
         self._operators, self._frames = trace.nest(self.top_operators), trace.nest(self.frames)
 
     def operator(self, moment: Integers, thread: Integers) -> Integers:
@@ -59,8 +58,8 @@ class CallSites:
 
     def phase(self, moment: Integers) -> Integers:
         """Phases by the main thread's ranges."""
-        around = self.ranges.row_at(moment, self._on_main(moment))
-        return np.where(around >= 0, self.placing.phase[around], -1)
+        around = self._phases.row_at(moment, self._on_main(moment))
+        return np.append(self.placing.ranges.phase, -1)[around]
 
     def _on_main(self, moment: Integers) -> Integers:
         return np.full(len(moment), self.main_thread)
@@ -129,8 +128,9 @@ class CallSites:
     def _add_python(self, total: SiteTimes, between: Cover, thread: int) -> None:
         """What no operator covers, cut where a phase or a line of the program begins or ends."""
         events = self.trace.events
-        rows = np.concatenate((self.ranges.rows, self.frames))
-        edges = np.unique(np.concatenate((between.start, between.end, events.start_ns[rows], events.end_ns[rows])))
+        ranges, numbers, rows = self.placing.ranges, self._phases.rows, self.frames
+        borders = (ranges.start_ns[numbers], ranges.end_ns[numbers], events.start_ns[rows], events.end_ns[rows])
+        edges = np.unique(np.concatenate((between.start, between.end, *borders)))
         start, end = edges[:-1], edges[1:]
         inside = between.holds(start)
         start, end = start[inside], end[inside]

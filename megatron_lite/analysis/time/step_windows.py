@@ -42,21 +42,27 @@ def attribute_events(trace: Trace) -> Placing:
     known = thread >= 0
     if not known[trace.device_rows].any():  # without any launch call device work has to be placed by its own time
         known[trace.device_rows] = True
-    step = np.full(len(events), -1, np.int32)
-    if host.names:
-        after = np.searchsorted(host.end_ns, moment, side="right")
-        nearest = np.minimum(after, len(host.names) - 1)
-        # what lies between two steps belongs to the later one, if that one follows directly
-        inside = (moment >= host.start_ns[nearest]) | host.follows()[nearest]
-        step[:] = np.where((after < len(host.names)) & inside & known, after, -1)
+    step = np.where(known, _find_step_at(host, moment), -1).astype(np.int32)
     nest = trace.nest(operators)
     operator = np.full(len(events), -1, np.int64)
     operator[nest.rows] = nest.row_of(nest.parent)
     others = np.flatnonzero((thread >= 0) & (events.kind != Kind.OP))
     operator[others] = nest.row_at(moment[others], thread[others])
-    phases, phase = find_phases(trace, host, thread, moment)
+    phases, phase, ranges = find_phases(trace, host, thread, moment)
+    ranges = replace(ranges, step=_find_step_at(host, ranges.start_ns))
     steps, notes = _find_steps(trace, host, step, phases, phase)
-    return Placing(steps, step, phases, phase, operator, host.thread, host.notes + notes)
+    return Placing(steps, step, phases, phase, operator, host.thread, host.notes + notes, ranges)
+
+
+def _find_step_at(host: HostSteps, moment: Integers) -> Integers:
+    """int64, the step of each moment of the host; -1: outside all."""
+    if not host.names:
+        return np.full(len(moment), -1, np.int64)
+    after = np.searchsorted(host.end_ns, moment, side="right")
+    nearest = np.minimum(after, len(host.names) - 1)
+    # what lies between two steps belongs to the later one, if that one follows directly
+    inside = (moment >= host.start_ns[nearest]) | host.follows()[nearest]
+    return np.where((after < len(host.names)) & inside, after, -1)
 
 
 def _leave_out_empty_end(trace: Trace, steps: HostSteps) -> HostSteps:

@@ -6,7 +6,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_lite.analysis.intervals import Flags, Integers
+from megatron_lite.analysis.intervals import Cover, Flags, Integers, Nesting, difference, union
 
 
 @dataclass(frozen=True)
@@ -166,6 +166,56 @@ class RankTime:
         return max(0.0, self.step_ms - self.busy_ms)
 
 
+def _no_integers() -> Integers:
+    return np.empty(0, np.int64)
+
+
+@dataclass(frozen=True)
+class PhaseRanges:
+    """k stretches of time in which a thread is in a phase, by start; some lie inside others.
+
+    They are ranges of the trace, and the passes that an optimizer's step runs in a closure.
+    """
+
+    start_ns: Integers = field(default_factory=_no_integers)  # [k]
+    end_ns: Integers = field(default_factory=_no_integers)  # [k]
+    thread: Integers = field(default_factory=_no_integers)  # [k], index into Trace.threads
+    phase: Integers = field(default_factory=_no_integers)  # [k], index into Placing.phases
+    step: Integers = field(default_factory=_no_integers)  # [k], index into Placing.steps; -1: outside all
+
+    def __len__(self) -> int:
+        return len(self.start_ns)
+
+    def join(self, other: "PhaseRanges", phase: int) -> "PhaseRanges":
+        """These and the other ranges, which are of that phase; by start."""
+        start = np.concatenate((self.start_ns, other.start_ns))
+        order = np.argsort(start, kind="stable")
+        return PhaseRanges(
+            start[order],
+            np.concatenate((self.end_ns, other.end_ns))[order],
+            np.concatenate((self.thread, other.thread))[order],
+            np.concatenate((self.phase, np.full(len(other), phase)))[order],
+        )
+
+    def nest(self, chosen: Flags | None = None) -> Nesting:
+        """The ranges (all, or those `chosen`) as stacks, one per thread; its rows are their numbers."""
+        rows = np.arange(len(self)) if chosen is None else np.flatnonzero(chosen)
+        return Nesting(rows, self.start_ns[rows], self.end_ns[rows], self.thread[rows])
+
+    def cover(self, chosen: Flags | Integers) -> Cover:
+        """When any of the chosen ranges lasts."""
+        return union(self.start_ns[chosen], self.end_ns[chosen])
+
+    def cover_own(self, chosen: Integers) -> Cover:
+        """When the chosen ranges last, without the ranges of other phases inside of them."""
+        nest = self.nest()
+        parent = nest.row_of(nest.parent)
+        is_chosen = np.zeros(len(self) + 1, bool)
+        is_chosen[chosen] = True
+        inner = nest.rows[is_chosen[parent] & (self.phase[nest.rows] != self.phase[parent])]
+        return difference(self.cover(chosen), self.cover(inner))
+
+
 @dataclass(frozen=True)
 class Placing:
     """Which step, phase and operator each of a trace's n events belongs to."""
@@ -178,6 +228,9 @@ class Placing:
     # an OP's own is its parent
     main_thread: int = -1  # index into Trace.threads of the one that drives the steps; -1: no host event at all
     notes: tuple[str, ...] = ()  # named gaps: how steps were found if not by the profiler's marks
+    ranges: PhaseRanges = field(
+        default_factory=PhaseRanges
+    )  # of the phases that ranges tell; operators tell the others
 
     @cached_property
     def steady(self) -> Flags:
