@@ -35,7 +35,7 @@ def test_counts_are_those_of_the_plain_way(prefix, monkeypatch, block):
     assert (found.empty, found.duplicates) == (1, len(full) - len(set(map(tuple, full))))
     first, second = found.duplicate_pair
     assert first < second and DOCUMENTS[first] == DOCUMENTS[second]
-    assert (found.smallest_id, found.largest_id, found.sample) == (0, 9, (1, 2, EOD))
+    assert (found.smallest_id, found.largest_id, found.samples[0]) == (0, 9, (1, 2, EOD))
     assert (found.end_id, found.ending_so, found.end_id_inside) == (EOD, 6, 1)
     assert found.file_bytes == sum(Path(prefix + ending).stat().st_size for ending in (".bin", ".idx"))
 

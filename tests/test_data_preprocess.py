@@ -64,7 +64,11 @@ BAD_LINES = [  # the second line, and what is said of it
     (b'{"a\\n\\u001b[2J": 1, "b": 2}', r"no text under 'text'; it has 'a\\n\\x1b\[2J', b \(--json-keys\)"),
     (json.dumps({f"k{i}": i for i in range(11)}).encode(), r".*; it has k0, .*, k9, \.\.\. \(--json-keys\)"),
     (b"{}", r"no text under 'text'; it has nothing \(--json-keys\)"),
-    (b'{"text": 5}', "no text under 'text'; .*"),
+    (b'{"text": 5}', "the value of 'text' is a number, not a text; .*"),
+    (b'{"text": null}', "the value of 'text' is null, not a text; .*"),
+    (b'{"text": ["a"]}', "the value of 'text' is a list, not a text; .*"),
+    (b'{"text": {"a": "b"}}', "the value of 'text' is an object, not a text; .*"),
+    (b'{"text": false}', "the value of 'text' is false, not a text; .*"),
     (b'{"text": "\xe9"}', "byte 0xe9 is not UTF-8; .*"),
 ]
 
@@ -167,7 +171,7 @@ def test_damaged_compressed_file(tmp_path, kind, spoil):
 def test_missing_package_for_zst(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "zstandard", None)
     path = tmp_path / "a.jsonl.zst"
-    path.write_bytes(b"x")
+    path.write_bytes(zstandard.compress(b"x"))
     message = r"^--input \S+a\.jsonl\.zst: the package .* is missing; pip install zstandard$"
     with pytest.raises(UserError, match=message):
         preprocess([path], tmp_path / "x", BYTES)

@@ -1,7 +1,9 @@
 """megatron-lite preprocess, merge and inspect: what makes and checks .bin/.idx data sets."""
 
 import argparse
+import glob
 import os
+import re
 import sys
 import time
 from collections.abc import Sequence
@@ -11,13 +13,13 @@ from megatron_lite.config.data_paths import TIKTOKEN_SPECIAL, TOKENIZER, TOKENIZ
 from megatron_lite.data.dataset_check import Inspection, inspect
 from megatron_lite.data.indexed_writer import merge
 from megatron_lite.data.preprocess import MAX_DOCUMENT_MB, ON_ERROR, preprocess
-from megatron_lite.data.tokenizers import Tokenizer, build_tokenizer
+from megatron_lite.data.tokenizers import ByteTokenizer, Tokenizer, build_tokenizer
 from megatron_lite.errors import ConfigError, DataError, UserError
 from megatron_lite.live_line import LiveLine
 from megatron_lite.terminal import print_lines
 from megatron_lite.units import count, duration, size
 
-# --- options of Megatron-LM's tools that are none here: taken with a word, or answered with the remedy
+# --- options of Megatron-LM's tools and of tools made from them that are none here: taken with a word, or answered
 
 PREPROCESS_ACCEPTED = {
     "--log-interval": "on a terminal a line shows the progress all the time",
@@ -30,12 +32,43 @@ PREPROCESS_ACCEPTED = {
     "--workers-to-check": "it matters only with --find-optimal-num-workers",
     "--max-documents": "it matters only with --find-optimal-num-workers",
     "--performance-dir": "it matters only with --find-optimal-num-workers",
+    "--make-vocab-size-divisible-by": "the files hold ids, and the trainer pads the vocabulary",
+    "--pad-vocab-size-to": "the files hold ids, and the trainer pads the vocabulary",
+    "--tensor-model-parallel-size": "the files hold ids, and the trainer pads the vocabulary",
+    "--num-docs": "it was for a line of progress only",
+    "--seq-length": "documents are kept whole; the trainer cuts them",
 }
 PREPROCESS_REFUSED = {
     "--split-sentences": "a GPT reads documents whole; leave it out",
     "--find-optimal-num-workers": "leave it out, try a few values of --workers, and compare documents/s",
+    "--ftfy": "texts are taken as they are; repair them first (the package ftfy), and leave it out",
+    "--vocab-extra-ids": "no ids are added; add the tokens to the tokenizer, and leave it out",
+    "--append-bos": "no token is put before a text; leave it out",
+    "--prepend-bos": "no token is put before a text; leave it out",
+}
+# Older names, and those of Megatron-DeepSpeed, GPT-NeoX and Megatron-LLM: what they are called here.
+RENAMED = {
+    "--json-key": "--json-keys",
+    "--jsonl-keys": "--json-keys",
+    "--vocab": "--vocab-file",
+    "--merges-file": "--merge-file",
+    "--merges": "--merge-file",
+    "--tokenizer-name-or-path": "--tokenizer-model",
+    "--tokenizer-name": "--tokenizer-model",
+    "--num-workers": "--workers",
+}
+TOKENIZERS_RENAMED = {
+    "PretrainedFromHF": "HuggingFaceTokenizer",
+    "HFTokenizer": "HuggingFaceTokenizer",
+    "HFGPT2Tokenizer": "HuggingFaceTokenizer",
+    "AutoTokenizer": "HuggingFaceTokenizer",
+    "SPMTokenizer": "SentencePieceTokenizer",
+    "_GPT2BPETokenizer": "GPT2BPETokenizer",
+    "_NullTokenizer": "NullTokenizer",
 }
 ONLY = {"--dataset-impl": "mmap"}  # flag: the value that it may have
+GLOB_CHARACTERS = "*?["
+BEGINS_JSON = re.compile(r'\s*\{\s*"[^"\n]{1,64}"\s*:')
 # of --tokenizer-type: those whose files are byte for byte the same with and without Megatron's --legacy-tokenizer
 SAME_AS_LEGACY = ("GPT2BPETokenizer", "ByteTokenizer", "NullTokenizer")
 
@@ -103,7 +136,12 @@ class PreprocessLine(LiveLine):
 
 def preprocess_files(argv: list[str]):
     """Tokenize, or merge, as `argv` says and print what was written. UserError for a mistake."""
+    argv = _rename_flags(argv)
     options = _preprocess_parser().parse_args(argv)
+    if options.tokenizer_type in TOKENIZERS_RENAMED:
+        options.tokenizer_type = _note_name(
+            f"--tokenizer-type {options.tokenizer_type}", TOKENIZERS_RENAMED[options.tokenizer_type]
+        )
     if options.merge:
         for flag in (word.split("=")[0] for word in argv if word.startswith("--")):
             if flag not in ("--merge", "--output-prefix"):
@@ -115,6 +153,7 @@ def preprocess_files(argv: list[str]):
             f"megatron-lite preprocess --legacy-tokenizer: Megatron's older {options.tokenizer_type} may put other ids "
             "around a text; leave it out for those of its newer one, or tokenize with Megatron-LM"
         )
+    inputs = _expand_patterns(options.input)
     tokenizer = build_tokenizer(options)
     started, progress = time.monotonic(), PreprocessLine()
 
@@ -124,7 +163,7 @@ def preprocess_files(argv: list[str]):
 
     settings = {name: getattr(options, name) for name in ("append_eod", "workers", "on_error", "max_document_mb")}
     try:
-        done = preprocess(options.input, options.output_prefix, tokenizer, json_keys=options.json_keys, **settings,
+        done = preprocess(inputs, options.output_prefix, tokenizer, json_keys=options.json_keys, **settings,
                           report=progress, say=say)  # fmt: skip
     finally:
         progress.wipe()
@@ -135,10 +174,44 @@ def preprocess_files(argv: list[str]):
     print_lines([f"{documents}: {tokens}; --data-path {' '.join(done.prefixes)}"])
 
 
+def _rename_flags(argv: Sequence[str]) -> list[str]:
+    """argv with today's names: older ones are noted, and underscores are dashes."""
+    words = []
+    for word in argv:
+        name, equals, value = word.partition("=")
+        if name.startswith("--"):
+            name = name.replace("_", "-")
+            name = _note_name(name, RENAMED[name]) if name in RENAMED else name
+        words.append(f"{name}{equals}{value}")
+    return words
+
+
+def _note_name(old: str, new: str) -> str:
+    print_lines([f"  note: {old} is taken as {new}, its name here."], sys.stderr)
+    return new
+
+
+def _expand_patterns(inputs: Sequence[str]) -> list[str]:
+    """The inputs; a pattern that no shell expanded stands for the files that it fits, as in Megatron's own tool."""
+    files = []
+    for path in inputs:
+        if os.path.exists(path) or not any(character in path for character in GLOB_CHARACTERS):
+            files.append(path)
+            continue
+        found = sorted(glob.glob(path))
+        if not found:
+            raise DataError(f"--input {path}: no file fits this pattern; check the folder and the ending")
+        print_lines([f"  note: --input {path}: {count(len(found))} files, in the order of their names."], sys.stderr)
+        files += found
+    return files
+
+
 def _preprocess_parser() -> Parser:
     parser = Parser("preprocess", "Tokenizes documents into the files that --data-path names, or merges such files.")
     source, add = parser.add_mutually_exclusive_group(required=True), parser.add_argument
-    inputs = ".jsonl, .json: one object a line; others: one document each; .gz and .zst are unpacked"
+    inputs = (
+        "JSON objects, one a line; others: one document each, by their content; .gz, .bz2, .xz, .zip, .zst are unpacked"
+    )
     legacy = f"no effect: ids are the same; only for {', '.join(SAME_AS_LEGACY)}"
     errors = "what a bad line does: stop, or be named and left out [stop]"
     largest = (
@@ -238,9 +311,10 @@ def _describe_dataset(found: Inspection, vocab_size: int | None, tokenizer: Toke
         equal = f"{count(found.duplicates)} documents ({found.duplicates / found.documents:.1%}) equal an earlier one"
         duplicates = f"{equal}, as {count(second)} equals {count(first)} (counted from 0)"
     ending = f"{count(found.ending_so)} of {count(found.documents - found.empty)} documents end with {found.end_id}"
+    json_text = _find_json_text(found, tokenizer)
     inside = f", and it stands {count(found.end_id_inside)} times elsewhere" if found.end_id_inside else ""
     lines = [
-        f"{found.prefix}: sound",
+        f"{found.prefix}: {'sound' if json_text is None else 'sound, but its documents are JSON'}",
         f"  documents          {count(found.documents)} ({count(found.sequences)} sequences)",
         f"  tokens             {count(found.tokens)} as {found.dtype}, {size(found.file_bytes)} in both files",
         f"  ids                {found.smallest_id} to {found.largest_id}{checked}",
@@ -250,5 +324,18 @@ def _describe_dataset(found: Inspection, vocab_size: int | None, tokenizer: Toke
     ]
     if tokenizer:
         # repr: a text may hold control characters, which a terminal would obey
-        lines.append(f"  begins             {tokenizer.decode(found.sample)!r}")
+        lines.append(f"  begins             {tokenizer.decode(found.samples[0])!r}")
+    if json_text is not None:
+        remedy = "JSON lines were taken for plain text; preprocess them again, and each line becomes a document"
+        lines.append(f"  warning: documents begin with JSON, as {json_text!r}: {remedy}.")
     return lines
+
+
+def _find_json_text(found: Inspection, tokenizer: Tokenizer | None) -> str | None:
+    """The beginning of a document, if most of those sampled begin as a JSON object; None, too, where no tokenizer is known."""
+    if tokenizer is None and found.largest_id > ByteTokenizer.eod:
+        return None
+    decode = (tokenizer or ByteTokenizer()).decode
+    texts = [decode(sample) for sample in found.samples]
+    objects = [text for text in texts if BEGINS_JSON.match(text)]
+    return objects[0] if 2 * len(objects) > len(texts) else None

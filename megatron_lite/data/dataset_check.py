@@ -2,7 +2,7 @@
 
 import hashlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,6 +14,7 @@ from megatron_lite.units import count
 BLOCK_TOKENS = 1 << 22
 BLOCK_DOCUMENTS = 1 << 16
 SAMPLE_TOKENS = 40
+MAX_SAMPLES = 16
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class Inspection:
     end_id: int  # the end-of-document token, or what the first document that is not empty ends with
     ending_so: int  # documents that end with end_id
     end_id_inside: int  # how often end_id stands elsewhere
-    sample: tuple[int, ...]  # the first tokens of the first document that is not empty
+    samples: tuple[tuple[int, ...], ...]  # the first tokens of documents that are not empty, from the first to the last
 
 
 def inspect(
@@ -58,7 +59,6 @@ def inspect(
     bounds = dataset.document_bounds()
     lengths = np.diff(bounds)
     full = np.flatnonzero(lengths)
-    start, end = (int(bounds[full[0] + more]) for more in (0, 1))
     last_ids = dataset.all_tokens[bounds[full + 1] - 1]
     end_id = int(last_ids[0]) if eod is None else eod
     smallest, largest, occurrences = _scan_ids(dataset, vocab_size, end_id, report)
@@ -83,8 +83,16 @@ def inspect(
         end_id=end_id,
         ending_so=ending_so,
         end_id_inside=occurrences - ending_so,
-        sample=tuple(dataset.all_tokens[start : min(end, start + SAMPLE_TOKENS)].tolist()),
+        samples=tuple(_sample(dataset, bounds, full)),
     )
+
+
+def _sample(dataset: IndexedDataset, bounds: np.ndarray, full: np.ndarray) -> Iterator[tuple[int, ...]]:
+    """The first tokens of MAX_SAMPLES of the documents `full`, evenly spread, the first one among them."""
+    step = -(-len(full) // MAX_SAMPLES)
+    for document in full[::step]:
+        start, end = int(bounds[document]), int(bounds[document + 1])
+        yield tuple(dataset.all_tokens[start : min(end, start + SAMPLE_TOKENS)].tolist())
 
 
 def _scan_ids(dataset: IndexedDataset, vocab_size: int | None, wanted: int, report) -> tuple[int, int, int]:

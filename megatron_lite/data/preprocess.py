@@ -23,7 +23,8 @@ import numpy as np
 
 from megatron_lite.data.indexed_writer import PairWriter, checked_ids, token_dtype
 from megatron_lite.data.resume_state import ENDING, Progress, Unfinished
-from megatron_lite.data.text_files import Chunk, chunks, import_zstandard, is_jsonl
+from megatron_lite.data.text_content import Content, look_into
+from megatron_lite.data.text_files import Chunk, chunks
 from megatron_lite.data.tokenizers import Tokenizer
 from megatron_lite.errors import DataError, UserError
 
@@ -57,32 +58,34 @@ def preprocess(
 ) -> Summary:
     """Tokenizes documents and writes PREFIX_KEY_document.bin and .idx for each of json_keys.
 
-    .jsonl and .json: one object a line, one document for each key; any other file: one document, its whole text. Either may be
-    compressed, as .gz or .zst. The bytes are the same for any number of workers, and after any interruption, which
+    A file whose lines are JSON objects, whatever its name: one document for each key and line; any other file of text: one
+    document, its whole text. Either may be compressed (gzip, zstandard, bzip2, xz, zip of one file). The bytes are the same for any number of workers, and after any interruption, which
     the next call with the same arguments goes on from. The tokenizer must be picklable. A line, or a file that is one document,
     of more than max_document_mb MiB is a bad line.
     A document that gives no token is left out, as in Megatron. report(documents, bytes of text, share of the input)
-    is called now and then; say(line) for each bad line that on_error="skip" leaves out, and for what is continued.
+    is called now and then; say(line) for each bad line that on_error="skip" leaves out, what is continued, and names that mislead.
     DataError for a file, line or key that is missing or no text, WorkerDied; no pair appears under its name then.
     """
-    _check(inputs, json_keys, workers, max_document_mb)
+    contents = _check(inputs, json_keys, workers, max_document_mb)
     if append_eod and tokenizer.eod is None:
         raise UserError("--append-eod: this tokenizer has no end-of-document token; leave it out, or choose another")
+    for note in (note for content in contents for note in content.notes):
+        say(f"  note: {note}")
     prefixes = tuple(f"{output_prefix}_{key}_document" for key in json_keys)
     pairs = [PairWriter(prefix, token_dtype(tokenizer.vocab_size), ENDING) for prefix in prefixes]
-    statuses = [(os.path.abspath(path), os.stat(path)) for path in inputs]
+    statuses = [os.stat(path) for path in inputs]
     settings = {
-        "--input": [[path, status.st_size, status.st_mtime_ns] for path, status in statuses],
+        "--input": [[os.path.abspath(path), of.st_size, of.st_mtime_ns] for path, of in zip(inputs, statuses)],
         "--json-keys": list(json_keys),
         "--append-eod": append_eod,
         "--max-document-mb": max_document_mb,
         "the tokenizer": hashlib.sha256(pickle.dumps(tokenizer)).hexdigest(),
     }
-    total = max(1, sum(status.st_size for _, status in statuses))
+    total = max(1, sum(status.st_size for status in statuses))
     tokenize = partial(tokenize_chunk, tokenizer, tuple(json_keys), append_eod)
     with Unfinished(str(output_prefix), pairs, settings, on_error == "skip", say) as unfinished:
         progress = unfinished.progress
-        tasks = chunks(inputs, progress.place, max_document_mb)
+        tasks = chunks(inputs, contents, progress.place, max_document_mb)
         with contextlib.closing(in_order(tokenize, tasks, workers)) as results:
             for chunk, result in results:
                 for mistake in result.mistakes:
@@ -101,21 +104,30 @@ def preprocess(
     return Summary(**vars(progress), prefixes=prefixes, tokens=sum(pair.written.tokens for pair in pairs))
 
 
-def _check(inputs: Sequence[str | Path], json_keys: Sequence[str], workers: int, max_document_mb: int) -> None:
+def _check(inputs: Sequence[str | Path], json_keys: Sequence[str], workers: int, max_document_mb: int) -> list[Content]:
+    """What each input holds. UserError for the first mistake."""
     if workers < 1:
         raise UserError(f"--workers {workers}: must be 1 or more; the number of cores is usual")
     if max_document_mb < 1:
         raise UserError(f"--max-document-mb {max_document_mb}: must be 1 or more; {MAX_DOCUMENT_MB} is usual")
     if len(set(json_keys)) < len(json_keys):
         raise DataError(f"--json-keys {' '.join(json_keys)}: one key is named twice; name it once")
+    contents = []
     for path in inputs:
         if not Path(path).is_file():
-            what = "is a folder" if Path(path).is_dir() else "does not exist"
-            raise DataError(f"--input {path}: {what}; give .jsonl or text files")
-        if len(json_keys) > 1 and not is_jsonl(path):
+            raise DataError(f"--input {path}: {_describe_no_file(Path(path))}")
+        contents.append(look_into(path, json_keys))
+        if len(json_keys) > 1 and not contents[-1].is_jsonl:
             raise DataError(f"--json-keys {' '.join(json_keys)}: {path} is plain text without keys; give one key only")
-        if Path(path).suffix == ".zst":
-            import_zstandard(str(path))
+    return contents
+
+
+def _describe_no_file(path: Path) -> str:
+    if path.is_dir():
+        return f"is a folder; give the files in it ({path}/*)"
+    if path.exists():
+        return "is no regular file; write the text into one first"
+    return "does not exist; give .jsonl or text files"
 
 
 class Tokenized(NamedTuple):
@@ -173,12 +185,25 @@ def _read_texts(line: str, json_keys: Sequence[str]) -> list[str]:
     if not isinstance(document, dict):
         raise DataError(f'a {type(document).__name__}, not an object; write {{"text": "..."}} on each line')
     for key in json_keys:
-        if not isinstance(document.get(key), str):
+        if key in document and not isinstance(document[key], str):
+            raise DataError(
+                f"the value of '{key}' is {_name_json_kind(document[key])}, not a text; mend or drop the line"
+            )
+        if key not in document:
             # repr for what would break the line, or command the terminal.
             names = [name if name.isprintable() else repr(name) for name in list(document)[:NAMES_SHOWN]]
             known = ", ".join(names + ["..."] * (len(document) > NAMES_SHOWN)) or "nothing"
             raise DataError(f"no text under '{key}'; it has {known} (--json-keys)")
     return [document[key] for key in json_keys]
+
+
+def _name_json_kind(value: object) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    names = {list: "a list", dict: "an object", int: "a number", float: "a number"}
+    return names[type(value)]
 
 
 # --- work spread over processes

@@ -1,21 +1,16 @@
 """Text and jsonl files, compressed or not, in pieces of bounded size."""
 
-import gzip
-import io
 import os
-import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_lite.errors import DataError, UserError
+from megatron_lite.data.compression import unpack
+from megatron_lite.data.text_content import BYTE_ORDER_MARK, UNREADABLE, Content, explain_unreadable
 from megatron_lite.units import MIB
 
 CHUNK_BYTES = 1 << 20
-COMPRESSED_BYTES = 1 << 10  # of .zst at a time: they may stand for 32 MiB
-JSON_LINES = (".jsonl", ".json")  # Megatron's "loose json" goes by either name
-COMPRESSED = (".gz", ".zst")
 END_OF_TEXT = "<|endoftext|>"
 
 
@@ -49,14 +44,10 @@ class Chunk:
     mistake: str | None = None  # instead of `raw`, of which there is more than may be
 
 
-def is_jsonl(path: str | Path) -> bool:
-    """Whether the file holds one object a line."""
-    path = Path(path)
-    return Path(path.stem if path.suffix in COMPRESSED else path.name).suffix in JSON_LINES
-
-
-def chunks(inputs: Sequence[str | Path], start: Place, max_document_mb: int) -> Iterator[Chunk]:
-    """All that lies behind `start`. DataError for a file that cannot be read or decompressed.
+def chunks(
+    inputs: Sequence[str | Path], contents: Sequence[Content], start: Place, max_document_mb: int
+) -> Iterator[Chunk]:
+    """All that lies behind `start`; contents: of each input. DataError for a file that cannot be read or decompressed.
 
     A line, or a file that is one document, of more than max_document_mb MiB (at least one) is a chunk with a mistake.
     """
@@ -67,21 +58,26 @@ def chunks(inputs: Sequence[str | Path], start: Place, max_document_mb: int) -> 
         path = str(inputs[number])
         here = start if number == start.file else Place(number)
         try:
-            with open(path, "rb") as packed, closing(_unpack(path, packed)) as file:
-                if is_jsonl(path):
+            with open(path, "rb") as packed, closing(unpack(path, packed, contents[number].kind)) as file:
+                if contents[number].is_jsonl:
                     for raw, end in _blocks_of_lines(file, here, limit):
                         mistake = None if raw else f"{path}:{here.line}: the line {too_long}"
+                        raw = raw.removeprefix(BYTE_ORDER_MARK) if here.offset == 0 else raw
                         yield Chunk(path, here.line, raw, end, before + packed.tell(), mistake)
                         here = end
                 else:
                     raw, end = file.read(limit + 1), Place(number + 1)
                     mistake = f"{path}: the document {too_long}" if len(raw) > limit else None
-                    yield Chunk(path, None, b"" if mistake else raw, end, before + packed.tell(), mistake)
-        except (OSError, EOFError, zlib.error) as error:
-            why = getattr(error, "strerror", None) or error
-            raise DataError(
-                f"--input {path}: cannot be read ({why}); check its permissions, or copy the file again"
-            ) from None
+                    yield Chunk(
+                        path,
+                        None,
+                        b"" if mistake else raw.removeprefix(BYTE_ORDER_MARK),
+                        end,
+                        before + packed.tell(),
+                        mistake,
+                    )
+        except UNREADABLE as error:
+            raise explain_unreadable(path, error) from None
         before += os.path.getsize(path)
 
 
@@ -110,51 +106,3 @@ def _blocks_of_lines(file, here: Place, limit: int) -> Iterator[tuple[bytes, Pla
                 length += len(last)
             here = Place(here.file, here.offset + length, here.line + 1)
             yield b"", here
-
-
-def _unpack(path: str, packed):
-    if path.endswith(".gz"):
-        return gzip.GzipFile(fileobj=packed)
-    if path.endswith(".zst"):
-        return io.BufferedReader(_ZstandardReader(path, packed), CHUNK_BYTES)
-    return packed
-
-
-def import_zstandard(path: str):
-    """The package that decompresses the file. UserError if it is missing."""
-    try:
-        import zstandard
-    except ImportError:
-        raise UserError(f"--input {path}: the package that reads .zst is missing; pip install zstandard") from None
-    return zstandard
-
-
-class _ZstandardReader(io.RawIOBase):
-    """Frame after frame. The package's own stream_reader takes a file that was cut short for a complete one."""
-
-    def __init__(self, path: str, packed):
-        self._package, self._packed = import_zstandard(path), packed
-        self._frame, self._rest = None, b""  # what is being unpacked, and what follows the frame that ended
-        self._ready = b""
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer) -> int:
-        while not self._ready:
-            compressed = self._rest or self._packed.read(COMPRESSED_BYTES)
-            if not compressed and self._frame is None:
-                return 0
-            if not compressed:
-                raise EOFError("the file ends before its end-of-stream marker")
-            self._frame = self._frame or self._package.ZstdDecompressor().decompressobj()
-            try:
-                self._ready = memoryview(self._frame.decompress(compressed))
-            except self._package.ZstdError as error:
-                raise EOFError(str(error)) from None
-            self._rest = b""
-            if self._frame.eof:
-                self._rest, self._frame = self._frame.unused_data, None
-        size = min(len(buffer), len(self._ready))
-        buffer[:size], self._ready = self._ready[:size], self._ready[size:]
-        return size
