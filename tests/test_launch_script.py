@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_lite.cli import launch_script
+from megatron_lite.cli import watched_shell
 from megatron_lite.cli.launch_script import read_launch_script
 from megatron_lite.cli.launcher import Ranks
 from megatron_lite.errors import UserError
@@ -58,6 +58,7 @@ eval ${run_cmd}
 set +x"""
 # Each line would change the folder, end the shell, or leave it.
 HARMFUL = r"""
+HERE=$PWD
 rm -rf keep.txt
 echo overwritten > keep.txt
 echo more >> keep.txt
@@ -95,6 +96,28 @@ coproc touch touched
 ls "$(/bin/touch touched; touch touched; echo x > touched; echo words)" $(rm keep.txt)
 HISTFILE=touched; set -o history; echo remembered
 hash -p /bin/touch tt; tt touched
+cd "$HERE"
+sort -o touched keep.txt; sort --output=touched keep.txt; sort --outp=touched keep.txt; sort -nuo touched keep.txt
+uniq keep.txt touched
+sed -i s/keep/lost/ keep.txt; sed --in-place s/keep/lost/ keep.txt; sed -n 'w touched' keep.txt; sed '1e touch touched' keep.txt
+awk 'BEGIN { system("touch touched") }'; awk 'BEGIN { print 1 > "touched" }'; awk 'BEGIN { print "}" > "touched" }'
+awk 'BEGIN { "touch touched" | getline }'; echo "touch touched" | awk '{ print | "sh" }'; awk -f keep.txt; gawk -i inplace 1 keep.txt
+gawk -otouched 1; awk -W exec keep.txt; awk --profile=touched 1 keep.txt
+tee touched < keep.txt; echo 1 | tee -a touched; touch touched; mktemp touched.XXXX; mktemp -p .
+jq -n 1 > touched; cat <<EOF | tee touched
+x
+EOF
+cat > touched < keep.txt; date +%s >> touched; seq 3 > keep.txt; printf x >> keep.txt
+date -s 2001-01-01; date 010100002001; hostname changed
+python3 -c 'open("touched", "w")'; python -c 'import os; os.mkdir("touched")'; python -c "$(cat keep.txt)"
+LD_PRELOAD=./touch seq 1; PATH=. seq 1
+bash -c 'echo x > touched; sort -o touched keep.txt'
+__ask write "$PWD/touched" "" x; __ask run sort -o touched keep.txt; __ask input x tee touched; __ask run touch touched
+echo "touch touched" | bash; bash <<< "touch touched"; sbatch <<EOF
+touch touched
+EOF
+for i in 1; do echo x; done > touched
+{ echo x; } >> keep.txt
 """
 # What takes the first of three walls down leaves the two behind it.
 HARMFUL_WITHOUT_THE_TRAP = r"""
@@ -266,7 +289,7 @@ def test_a_script_that_starts_no_training_is_one_line(script, text, answer):
 
 def test_a_script_that_waits_is_left(script, monkeypatch):
     os.mkfifo("fifo")
-    monkeypatch.setattr(launch_script, "SECONDS", 0.3)
+    monkeypatch.setattr(watched_shell, "SECONDS", 0.3)
     assert "still waits for something after 0.3 s" in said(script("read -r x <fifo\n"))
 
 
@@ -333,7 +356,7 @@ def test_training_in_a_loop_or_in_the_background_is_found(script, after):
 )
 def test_every_process_is_ended(script, job, tmp_path, monkeypatch):
     """Whether plan finds the training, refuses the script, or is interrupted."""
-    monkeypatch.setattr(launch_script, "SECONDS_FOR_JOBS", 0.2)
+    monkeypatch.setattr(watched_shell, "SECONDS_FOR_JOBS", 0.2)
     os.mkfifo("fifo")
     name = script(f"{job} &\ntorchrun pretrain_gpt.py --a\n")
     assert read_launch_script(name, []).flags == ("--a",)
@@ -344,7 +367,7 @@ def test_every_process_is_ended(script, job, tmp_path, monkeypatch):
     def interrupt(*given):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(launch_script, "_listen", interrupt)
+    monkeypatch.setattr(watched_shell, "_listen", interrupt)
     with pytest.raises(KeyboardInterrupt):
         read_launch_script(name, [])
     assert of_session_of(tmp_path) == []
@@ -360,6 +383,6 @@ def test_what_a_script_prints_is_kept_up_to_a_limit(script, monkeypatch):
 
 
 def test_a_script_that_takes_memory_is_ended(script, monkeypatch):
-    monkeypatch.setattr(launch_script, "MAX_MEMORY_KIB", 2**16)
+    monkeypatch.setattr(watched_shell, "MAX_MEMORY_KIB", 2**16)
     answer = said(script("printf -v A '%0100000000d' 1; torchrun pretrain_gpt.py\n"))
     assert answer.startswith("launch.sh: ") and "cannot allocate" in answer

@@ -2,55 +2,129 @@
 
 import os
 import re
-import select
 import shutil
-import signal
 import subprocess
 import tempfile
-import time
-from contextlib import suppress
-from dataclasses import dataclass
-from itertools import islice
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO
 
-from megatron_lite.cli.launcher import ASSIGNMENT, Launch, find_launch, header_environment, split_at_trainer
+from megatron_lite.cli import watched_shell
+from megatron_lite.cli.batch_systems import Job, find_submitter, read_job, read_options
+from megatron_lite.cli.launcher import ASSIGNMENT, Launch, find_launch, split_at_trainer
+from megatron_lite.cli.text_tools import Toolbox
+from megatron_lite.cli.watched_shell import NOWHERE, Script, Walk, fcntl, go_through
 from megatron_lite.errors import UserError
 
-try:
-    import fcntl
-except ImportError:  # not on Windows, where a script is refused
-    fcntl = None
-
-PROLOGUE = Path(__file__).with_name("watched_shell.bash")
-MAX_COMMANDS = 2000  # scripts have hundreds
-MAX_MEMORY_KIB, MAX_RECORD_KIB = 2**18, 2**14
-SECONDS = 20  # scripts take milliseconds; one that waits for something waits for ever
-SECONDS_FOR_JOBS = 3  # in the background, after the script's end
-SECONDS_BETWEEN = 0.2
-MAX_SAID = 2**16  # bytes kept of what a script prints
 LONGEST_SAID = 200
-MIN_DESCRIPTOR = 100
 DEEPEST = 4  # scripts that start scripts
-NOWHERE = os.devnull  # a PATH without programs; an empty one would be the current folder
+MAX_INNER = 64  # scripts that are gone through
 STARTS_NONE = "starts no pretrain_gpt.py"
 SHELLS = ("bash", "sh", "zsh")
-NOT_HANDED_ON = ("BASH_ENV", "ENV", "SHELLOPTS", "BASHOPTS", "HISTFILE")
+HERE = "<<"  # in a record: the script that a shell is given by its input follows
+ENDINGS = (".sh", ".bash", ".slurm", ".sbatch", ".pbs", ".job", ".lsf", ".qsub")
+MAX_SCRIPT = 1 << 20
+UNBOUND = re.compile(r"(\w+): unbound variable")
 
 
 @dataclass(frozen=True)
-class _Script:
-    """A text for bash."""
+class _Found:
+    """A command that starts the trainer."""
 
-    name: str  # its $0
-    text: str
-    arguments: list[str]
+    words: list[str]
     environment: dict[str, str]
-    before: list[str]  # words of the launchers around it
+    job: Job
 
 
-def read_launch_script(script: str, arguments: list[str]) -> Launch:
-    """The first command of `script`, or of what it hands on to, that starts pretrain_gpt.py.
+class _Search:
+    """One search through a script and those that it hands on to."""
+
+    def __init__(self, bash: str, folder: Path, all_given: bool):
+        self.toolbox = Toolbox(folder)
+        self.waits = False
+        self.texts: list[str] = []
+        self._bash, self._all_given, self._walks = bash, all_given, 0
+
+    def look(self, script: Script, job: Job, depth: int) -> tuple[list[_Found], str]:
+        """(the launches, in the order in which they would come; the reason if there is none)."""
+        self._walks += 1
+        self.texts.append(script.text)
+        self.toolbox.gpus = job.gpus_per_node
+        self.toolbox.environment = script.environment
+        walk = go_through(self._bash, script, self.toolbox, self._all_given)
+        self.waits |= walk.code is None
+        why_not = _explain_nothing(self._bash, script, walk)
+        found: list[_Found] = []
+        for words, environment in walk.commands:
+            if split_at_trainer(words):
+                found.append(_Found([*script.before, *words], environment, job))
+                continue
+            inner = self._find_inner(script.before, words, environment, job)
+            if inner is None or depth < 2 or self._walks >= MAX_INNER:
+                continue
+            more, inner_why_not = self.look(*inner, depth - 1)
+            found += more
+            why_not = inner_why_not if STARTS_NONE in why_not else why_not
+        return found, why_not
+
+    def _find_inner(
+        self, before: list[str], words: list[str], environment: dict[str, str], job: Job
+    ) -> tuple[Script, Job] | None:
+        """The script, or the text, that a command hands on to another shell or to the batch system; its job."""
+        for at, text, name, arguments in self._list_handed_on(words, environment.get("PWD", "")):
+            around = words[:at]
+            own = environment | _read_assignments(around)
+            submitter = next((at for at, word in enumerate(around) if find_submitter(word)), None)
+            if submitter is not None:
+                options = around[submitter:]
+                job = read_job(text, name, self.toolbox.folder, options)
+                own |= {**job.environment, **_read_exports(options)}
+                around = []
+            elif any(word.rpartition("/")[2] == "srun" for word in around):
+                own = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0", "SLURMD_NODENAME": "node1"} | own
+            return Script(name, text, arguments, own, [*before, *around]), job
+        return None
+
+    def _list_handed_on(self, words: list[str], folder: str) -> Iterator[tuple[int, str, str, list[str]]]:
+        """(where it stands, the text, its name, its arguments) of what could be a script."""
+        if len(words) > 1 and words[-2] == HERE:
+            yield len(words) - 2, words[-1], "bash", []
+            return
+        for at, word in enumerate(words):
+            programs = [other.rpartition("/")[2] for other in words[:at]]
+            if re.fullmatch("-[a-z]*c", word) and any(program in SHELLS for program in programs):
+                text, name, *arguments = [*words[at + 1 :], "", ""][: max(2, len(words) - at - 1)]
+                yield at, text, name or "bash", arguments
+            elif word.startswith("--wrap") and "sbatch" in programs:
+                yield at, word.partition("=")[2] or "".join(words[at + 1 : at + 2]), "wrap", []
+            elif word.endswith(ENDINGS) or (
+                programs and find_submitter_or_shell(programs[-1]) and word[:1] not in ("-", "")
+            ):
+                path = Path(self.toolbox.find(word, folder))
+                if path.is_file() and path.stat().st_size <= MAX_SCRIPT:
+                    text = path.read_text(encoding="utf-8", errors="replace")
+                    yield at, text, str(Path(folder, word)), words[at + 1 :]
+            elif at and re.search(r"\s", word) and "pretrain_gpt.py" in word:
+                yield at, word, "bash", []
+
+
+def find_submitter_or_shell(program: str) -> bool:
+    """Whether the word behind the program may be a script by any name."""
+    return program in SHELLS or find_submitter(program)
+
+
+def _read_assignments(words: list[str]) -> dict[str, str]:
+    return dict(word.split("=", 1) for word in words if ASSIGNMENT.match(word))
+
+
+def _read_exports(options: list[str]) -> dict[str, str]:
+    """The variables that `--export=ALL,A=1,B=2` of sbatch or `-v A=1,B=2` of qsub hands on."""
+    given = read_options(options)
+    return _read_assignments([*given.get("--export", "").split(","), *given.get("-v", "").split(",")])
+
+
+def read_launch_script(script: str, arguments: list[str], wanted: int = 1) -> Launch:
+    """The command of `script`, or of what it hands on to, that starts pretrain_gpt.py for the `wanted`th time.
 
     UserError if there is none, or no bash.
     """
@@ -61,128 +135,38 @@ def read_launch_script(script: str, arguments: list[str]) -> Launch:
         text = Path(script).read_text(encoding="utf-8", errors="replace")
     except OSError as error:
         raise UserError(f"{script}: cannot be read ({error.strerror}); check the path.") from None
-    header = header_environment(text)
-    found, why_not = _look(bash, _Script(script, text, arguments, {**header, **os.environ}, []), DEEPEST)
-    if found is None:
-        raise UserError(why_not)
-    return find_launch(*found, header)
+    notes, first_reason = [], ""
+    for all_given in (False, True):
+        with tempfile.TemporaryDirectory() as folder:
+            job = read_job(text, script, Path(folder))
+            search = _Search(bash, Path(folder), all_given)
+            whole = Script(script, text, arguments, {**job.environment, **os.environ}, [])
+            found, why_not = search.look(whole, job, DEEPEST)
+        first_reason = first_reason or why_not
+        if found or search.waits:
+            break
+    if not found:
+        raise UserError(first_reason)
+    if all_given:
+        notes.append(f"{script}: files and folders that it looks for count as being there.")
+    different = list({tuple(one.words): one for one in found}.values())
+    if not 1 <= wanted <= len(different):
+        raise UserError(f"{script}: has {len(different)} launches, and no number {wanted}.")
+    if len(different) > 1:
+        notes.append(f"launch {wanted} of {len(different)} that {script} starts; --launch N for another one.")
+    chosen = different[wanted - 1]
+    launch = find_launch(chosen.words, chosen.environment, chosen.job)
+    standing_in = chosen.job.environment
+    environment = {name: value for name, value in launch.environment.items() if standing_in.get(name) != value}
+    return replace(
+        launch, environment=environment, notes=tuple(notes), left_out=tuple(search.toolbox.left_out),
+        text="\n".join(search.texts),
+    )  # fmt: skip
 
 
-def _look(bash: str, script: _Script, depth: int) -> tuple[tuple[list[str], dict[str, str]] | None, str]:
-    """((words of the command, its environment), or None, and the reason)."""
-    record, said, code = _walk(bash, script)
-    why_not = _explain_nothing(bash, script, said, code)
-    # each command: the number of its words and they, the number of variables and they
-    items = iter(record.decode("utf-8", "surrogateescape").split("\0")[:-1])
-    for number in items:
-        words = list(islice(items, int(number)))
-        variables = list(islice(items, int(next(items, 0))))
-        if not variables:  # the shell was ended while it wrote this
-            continue
-        environment = dict(variable.partition("=")[::2] for variable in variables)
-        if split_at_trainer(words):
-            return ([*script.before, *words], environment), ""
-        inner = _find_inner(script.before, words, environment) if depth > 1 else None
-        if inner:
-            found, inner_why_not = _look(bash, inner, depth - 1)
-            if found:
-                return found, ""
-            why_not = inner_why_not if STARTS_NONE in why_not else why_not
-    return None, why_not
-
-
-def _find_inner(before: list[str], words: list[str], environment: dict[str, str]) -> _Script | None:
-    """The script or the -c "..." that a command hands on to another shell."""
-    for at, word in enumerate(words):
-        around = [*before, *words[:at]]
-        own = environment | dict(word.split("=", 1) for word in words[:at] if ASSIGNMENT.match(word))
-        if re.fullmatch("-[a-z]*c", word) and any(other.rpartition("/")[2] in SHELLS for other in words[:at]):
-            text, name, *arguments = [*words[at + 1 :], "", ""][: max(2, len(words) - at - 1)]
-            return _Script(name or "bash", text, arguments, own, around)
-        if word.endswith(".sh") and (path := Path(own.get("PWD", ""), word)).is_file():
-            text = path.read_text(encoding="utf-8", errors="replace")
-            return _Script(str(path), text, words[at + 1 :], own, around)
-    return None
-
-
-def _walk(bash: str, script: _Script) -> tuple[bytes, str, int | None]:
-    """(the record of the commands, the end of what the script printed, its exit code; None: it still waits for something)."""
-    environment = {name: value for name, value in script.environment.items() if name not in NOT_HANDED_ON}
-    alive, held_low = os.pipe()
-    with (
-        tempfile.TemporaryFile() as record,
-        open(os.devnull, "wb") as nothing,
-        open(alive, "rb", buffering=0),
-        open(held_low, "wb") as low,
-        _open_high(record) as out,
-        _open_high(nothing) as null,
-        _open_high(low) as held,
-    ):
-        low.close()
-        limits = f"__max_commands={MAX_COMMANDS} __max_memory={MAX_MEMORY_KIB} __max_record={MAX_RECORD_KIB}"
-        text = f"__record={out.fileno()} __nothing={null.fileno()} {limits}\n{PROLOGUE.read_text(encoding='utf-8')}"
-        options = ["--restricted", "--noprofile", "--norc", "-c", text]
-        try:
-            shell = subprocess.Popen(
-                [bash, *options, script.name, script.text, *script.arguments],
-                stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
-                env={**environment, "PATH": NOWHERE}, pass_fds=(out.fileno(), null.fileno(), held.fileno()),
-            )  # fmt: skip
-            held.close()
-        except (OSError, ValueError) as error:  # longer than an argument may be; a zero byte
-            why = f"cannot be given to bash ({getattr(error, 'strerror', None) or 'no text'})"
-            raise UserError(f"{script.name}: {why}; give the trainer's flags themselves.") from None
-        with shell.stdout:
-            try:
-                said, waits = _listen(shell, alive)
-            finally:
-                _end_session(shell)
-        record.seek(0)
-        return record.read(), said.decode("utf-8", "replace"), None if waits else shell.wait()
-
-
-def _open_high(file: IO[bytes]) -> IO[bytes]:
-    """The same open file under a number that no script uses for a file of its own."""
-    return open(fcntl.fcntl(file.fileno(), fcntl.F_DUPFD_CLOEXEC, MIN_DESCRIPTOR), "wb", buffering=0)
-
-
-def _listen(shell: subprocess.Popen, alive: int) -> tuple[bytes, bool]:
-    """(the end of what the script printed, whether the shell itself still waits for something).
-
-    Jobs in the background have until SECONDS_FOR_JOBS after it. alive: the end of a pipe that closes with the last process.
-    """
-    said, deadline, running = b"", time.monotonic() + SECONDS, {shell.stdout.fileno(), alive}
-    while alive in running and (left := deadline - time.monotonic()) > 0:
-        for file in select.select(running, [], [], min(left, SECONDS_BETWEEN))[0]:
-            new = os.read(file, MAX_SAID)
-            said = (said + new)[-MAX_SAID:] if file != alive else said
-            running -= set() if new else {file}
-        if shell.poll() is not None:
-            deadline = min(deadline, time.monotonic() + SECONDS_FOR_JOBS)
-    if alive not in running:  # the shell ends, or has closed the pipe
-        with suppress(subprocess.TimeoutExpired):
-            shell.wait(max(deadline - time.monotonic(), SECONDS_BETWEEN))
-    return said, shell.poll() is None
-
-
-def _end_session(shell: subprocess.Popen):
-    """All processes that the script has started: its process group, and where /proc shows it the groups of `set -m`, too."""
-    with suppress(ProcessLookupError):
-        os.killpg(shell.pid, signal.SIGKILL)
-    shell.wait()
-    found = True
-    while found:
-        found = False
-        for file in Path("/proc").glob("[0-9]*/stat"):
-            with suppress(OSError):
-                state, _, _, session, *_ = file.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-                if state not in "ZX" and int(session) == shell.pid:
-                    found = True
-                    os.kill(int(file.parent.name), signal.SIGKILL)
-
-
-def _explain_nothing(bash: str, script: _Script, said: str, code: int | None) -> str:
+def _explain_nothing(bash: str, script: Script, walk: Walk) -> str:
     """Why a script that started no training did not: the line that bash stumbled over, or what the script says."""
+    said, code = walk.said, walk.code
     if f"{script.name}: eval: " in said:  # which counts the lines from elsewhere
         parsed = subprocess.run(  # -n: reads, runs nothing
             [bash, "--noprofile", "--norc", "-O", "extglob", "-n", "-c", script.text, script.name], check=False,
@@ -197,9 +181,12 @@ def _explain_nothing(bash: str, script: _Script, said: str, code: int | None) ->
             remedy = "put a value there" if re.search("<[^<>()]+>", line) else "mend the script"
             return f"{script.name}: bash cannot read line {number}{quoted} ({reason}); {remedy}."
     if code is None:
-        waits = f"still waits for something after {SECONDS} s, since none of its commands is run"
+        waits = f"still waits for something after {watched_shell.SECONDS} s, since none of its commands is run"
         return f"{script.name}: {waits}; give the trainer's flags themselves."
     lines = [line.strip() for line in said.splitlines() if line.strip()]
+    if code and lines and (unbound := UNBOUND.search(lines[-1])) and not unbound[1].isdigit():
+        name = unbound[1]
+        return f"{script.name}: {name} is not set here; give it: {name}=VALUE megatron-lite plan {script.name} ..."
     if code and lines:
         return f"{script.name}: {_shorten(lines[-1], script.name)} (the script says so, exit code {code})"
     if code:

@@ -45,7 +45,7 @@ DRIVER = Path("/proc/driver/nvidia/version")
 def run(argv: list[str]):
     """Print what the launch command behind plan's options would need. UserError for mistakes."""
     options, words = _read_options(argv)
-    found, style, more = planned_run(words, options.gpus), get_style(sys.stdout), []
+    found, style, more = planned_run(words, options.gpus, options.launch), get_style(sys.stdout), []
     if options.exact:
         from megatron_lite.analysis.analyze import analyze
         from megatron_lite.report.section import section_lines
@@ -117,6 +117,7 @@ def _parser() -> Parser:
     add("--fit", metavar="NAME", help="flags with which it fits into this GPU")
     add("--search", action="store_true", help="all layouts on --gpus N GPUs: those that fit, fastest first, with flags")
     add("--margin", type=float, metavar="SHARE", help="of a GPU's memory that stays free [0.08]")
+    add("--launch", type=int, default=1, metavar="N", help="which one, of a script that starts several [%(default)s]")
     add("--exact", action="store_true", help="walk the real model and step, without data; needs torch, takes seconds")
     add("--snapshot", metavar="FILE", help="with --exact: keep its snapshot, for pytorch.org/memory_viz")
     add("--inference", action="store_true", help="memory of the trained model when it generates")

@@ -3,11 +3,13 @@
 import argparse
 import json
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron_lite.cli.launcher import Launch, Ranks, begins_command, find_launch, split_at_trainer
+from megatron_lite.cli.left_out import explain_empty_values
 from megatron_lite.cli.parser import Parser
 from megatron_lite.config.args import DataArgs
 from megatron_lite.config.check import RULES_WITHOUT_FILES, check
@@ -16,13 +18,16 @@ from megatron_lite.config.data_paths import TOKENIZER
 from megatron_lite.config.plan import Plan, resolve
 from megatron_lite.config.world import World
 from megatron_lite.data.tokenizers import build_tokenizer
-from megatron_lite.errors import UserError
+from megatron_lite.errors import ConfigError, UserError
 from megatron_lite.estimate.what_if import find_heaviest_stage
 
+TOKENIZER_SIZES = Path(__file__).with_name("tokenizer_sizes.tsv")
+# Of types that name a model: Llama-2's, and what Megatron takes for Tiktoken's where --vocab-size is left out.
+SIZES_BY_TYPE = {"Llama2Tokenizer": ("Llama-2's", 32_000), "TikTokenizer": ("Megatron-LM's default", 2**17)}
 GPT2_WORDS = 50_257  # Radford et al. 2019: 256 bytes, 50,000 merges, end of text
 END = "--"
 SHELLS = ("bash", "sh")  # may stand before a script
-ENDINGS = (".sh", ".bash", ".slurm", ".sbatch")
+ENDINGS = (".sh", ".bash", ".slurm", ".sbatch", ".pbs", ".job", ".lsf", ".qsub")
 GPUS_PER_NODE = 8  # of a job of several nodes that does not say it
 
 
@@ -61,16 +66,16 @@ def split_options(parser: Parser, argv: list[str]) -> tuple[argparse.Namespace, 
     return parser.parse_args(argv[:at]), rest
 
 
-def planned_run(words: list[str], gpus: int | None) -> PlannedRun:
+def planned_run(words: list[str], gpus: int | None, launch_number: int = 1) -> PlannedRun:
     """words: SCRIPT.sh ARGUMENTS..., a launch command such as torchrun ... pretrain_gpt.py FLAGS, or the trainer's flags.
 
-    gpus: of the whole job; None for what the words say, else 1. Raises UserError for a script that cannot be read,
+    gpus: of the whole job; None for what the words say, else 1. launch_number: of a script that starts several. Raises UserError for a script that cannot be read,
     ConfigError with the trainer's own lines for flags it would refuse.
     """
     if is_script(words[0]):
         from megatron_lite.cli.launch_script import read_launch_script
 
-        launch = read_launch_script(words[0], words[1:])
+        launch = read_launch_script(words[0], words[1:], launch_number)
     elif split_at_trainer(words):
         launch = find_launch(words, os.environ)
     else:
@@ -82,6 +87,14 @@ def planned_run(words: list[str], gpus: int | None) -> PlannedRun:
     if nodes == 1 and size > GPUS_PER_NODE and size % GPUS_PER_NODE == 0:
         per_node = GPUS_PER_NODE
     world = World(size=size, local_size=per_node, gpus=per_node, under_nsys=launch.under_nsys)  # each with its own GPU
+    try:
+        return _plan_launch(launch, world, words[0], gpus)
+    except ConfigError as error:
+        raise ConfigError(explain_empty_values(error.lines, launch.left_out, launch.text)) from None
+
+
+def _plan_launch(launch: Launch, world: World, script: str, gpus: int | None) -> PlannedRun:
+    """gpus: where they were given. ConfigError with the trainer's own lines for flags it would refuse."""
     line = read_command_line(list(launch.flags))
     if line.args.model.model is not None:
         unknown = "memory and speed of a model of your own are not known before it runs"
@@ -96,8 +109,8 @@ def planned_run(words: list[str], gpus: int | None) -> PlannedRun:
     assumed_line = replace(line, args=replace(line.args, data=replace(here, mock_data=mock, **files)))
     check(assumed_line, world, RULES_WITHOUT_FILES)
     vocab_size, assumed = planned_vocabulary(line.args.data, line.args.model.padded_vocab_size)
-    notes = [*line.notes, *assumed]
-    if size == 1 and not gpus and is_script(words[0]):
+    notes = [*launch.notes, *line.notes, *assumed]
+    if world.size == 1 and not gpus and is_script(script):
         notes.append("1 GPU: so the script says where its own commands are not run; --gpus N for more.")
     plan = resolve(line.args, world, vocab_size)
     if plan.layout.pipeline > 1:
@@ -110,7 +123,7 @@ def planned_run(words: list[str], gpus: int | None) -> PlannedRun:
 
 
 def planned_vocabulary(data: DataArgs, padded: int | None) -> tuple[int, list[str]]:
-    """(words before padding, what was assumed). UserError where neither flags nor files tell."""
+    """(words before padding, what was assumed). UserError where neither flags nor files nor a well-known name tell."""
     kind, known = data.tokenizer_type or TOKENIZER, data.vocab_size or padded
     if kind == "GPT2BPETokenizer":
         if data.vocab_file is None or not Path(data.vocab_file).is_file():
@@ -123,9 +136,32 @@ def planned_vocabulary(data: DataArgs, padded: int | None) -> tuple[int, list[st
         except (OSError, ValueError, TypeError) as error:
             reason = getattr(error, "strerror", None) or "no JSON of words"
             raise UserError(f"--vocab-file {data.vocab_file}: cannot be read ({reason}); check the path.") from None
-    if kind in ("NullTokenizer", "ByteTokenizer") or Path(data.tokenizer_model).exists():
+    if kind in ("NullTokenizer", "ByteTokenizer") or Path(data.tokenizer_model or "").is_file():
+        return build_tokenizer(data).vocab_size, []
+    if data.tokenizer_model and Path(data.tokenizer_model).exists():
         return build_tokenizer(data).vocab_size, []
     model = f"--tokenizer-model {data.tokenizer_model}"
-    if known is None:
+    if known is not None:
+        return known, [f"{model} is not here: a vocabulary of {known:,} is assumed."]
+    likely = _find_known_size(kind, data.tokenizer_model or "")
+    if likely is None:
         raise UserError(f"{model}: is not here to be counted; add --padded-vocab-size N.")
-    return known, [f"{model} is not here: a vocabulary of {known:,} is assumed."]
+    return likely[1], [f"{model} is not here: {likely[0]} is assumed; --padded-vocab-size N for another."]
+
+
+def _find_known_size(kind: str, model: str) -> tuple[str, int] | None:
+    """(the words for it, the size) of a tokenizer by its name, else by its type; None for one that nobody knows."""
+    for pattern, name, size, counts, _ in _list_known_sizes():
+        if re.search(pattern, model.lower()):
+            what = "vocabulary" if counts == "tokens" else "table of the published model,"
+            rows = "" if counts == "tokens" else " rows"
+            return f"{name}'s {what} of {int(size):,}{rows}", int(size)
+    if kind in SIZES_BY_TYPE:
+        whose, size = SIZES_BY_TYPE[kind]
+        return f"{whose} vocabulary of {size:,}", size
+    return None
+
+
+def _list_known_sizes() -> list[list[str]]:
+    lines = TOKENIZER_SIZES.read_text(encoding="utf-8").splitlines()
+    return [line.split("\t") for line in lines if not line.startswith("#")][1:]

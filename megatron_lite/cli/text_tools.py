@@ -1,0 +1,434 @@
+"""Answers for the small programs that a launch script asks for words: seq, cut, awk, date, scontrol show hostnames.
+
+The script's own shell runs no program. It asks here, and this process runs the few that cannot write, start or reach anything
+with the options that are let through, in an environment of its own; the rest has answers made here, or none.
+"""
+
+import ast
+import math
+import operator
+import os
+import re
+import select
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from megatron_lite.cli.batch_systems import expand_nodes
+
+MAX_ANSWER = 32_000  # characters: below the 64 KiB that a pipe holds
+MAX_FILE = 1 << 20
+MAX_FILES = 200
+SECONDS = 2
+FREE_PORT = "29500"
+LEFT_OUT = None
+# Programs that only read and print, and the options that would change that. Long options may be cut short.
+SHORT, LONG = r"^-[A-Za-z0-9]*", r"^--"
+READERS: dict[str, str] = {
+    "seq": r"(?!)",
+    "expr": r"(?!)",
+    "cut": r"(?!)",
+    "tr": r"(?!)",
+    "rev": r"(?!)",
+    "tac": r"(?!)",
+    "paste": r"(?!)",
+    "nl": r"(?!)",
+    "fold": r"(?!)",
+    "column": r"(?!)",
+    "join": r"(?!)",
+    "comm": r"(?!)",
+    "numfmt": r"(?!)",
+    "factor": r"(?!)",
+    "md5sum": r"(?!)",
+    "sha1sum": r"(?!)",
+    "sha256sum": r"(?!)",
+    "base64": r"(?!)",
+    "bc": r"(?!)",
+    "head": r"(?!)",
+    "wc": rf"{LONG}files0",
+    "tail": rf"{SHORT}[fF]|{LONG}(f|ret|p)",
+    "uniq": r"(?!)",
+    "sort": rf"{SHORT}[oTS]|{LONG}(o|te|bu|co|fi|ran)",
+    "grep": rf"{SHORT}[rRfdD]|{LONG}(rec|der|fil|dir|dev)",
+    "egrep": rf"{SHORT}[rRfdD]|{LONG}(rec|der|fil|dir|dev)",
+    "sed": rf"{SHORT}[if]|{LONG}(in|fi|fo)",
+    "awk": r"^--|^-[^Fv]",
+    "gawk": r"^--|^-[^Fv]",
+    "mawk": r"^--|^-[^Fv]",
+    "date": rf"(?!-I){SHORT[1:]}[sfr]|{LONG}(s|f|ref)|^[0-9.]+$",
+    "jq": rf"{SHORT}[fL]|{LONG}(from|slurpf|argf|rawf)",
+}
+# Those that read what is piped to them where no file is named.
+FILTERS = set(READERS) - {"seq", "expr", "date"}
+# What a program for awk may not hold: it could start or write something.
+AWK_ACTS = re.compile(r"system|getline|fflush|close|@|/inet|/dev|(?<!\|)\|(?!\|)|print[\s\S]*>")
+WITHOUT_FILES = ("seq", "expr", "tr", "date")
+MAX_MEMORY = 1 << 29
+MADE_HERE = ("cat", "tee", "scontrol", "hostname", "nvidia-smi", "rocm-smi", "nproc", "mktemp", "python", "python3", "xargs",
+             "getent", "shuf", "whoami", "id", "uname", "envsubst", "touch", "uuidgen")  # fmt: skip
+TOOLS = tuple(sorted([*READERS, *MADE_HERE]))
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a program prints, and its exit code."""
+
+    text: str
+    code: int = 0
+
+
+@dataclass
+class Toolbox:
+    """The programs of one walk through a script, and the files that the script writes for itself.
+
+    folder: for copies of those files. gpus: of a node, for what counts them. environment: of the script.
+    """
+
+    folder: Path
+    gpus: int | None = None
+    environment: Mapping[str, str] = field(default_factory=dict)
+    files: dict[str, str] = field(default_factory=dict)
+    left_out: list[tuple[str, ...]] = field(default_factory=list)
+
+    def wants_input(self, words: list[str], folder: str) -> bool:
+        """Whether the program reads what is piped to it."""
+        name, *arguments = words
+        files = [word for word in arguments if not word.startswith("-")]
+        if name in ("cat", "tee", "xargs", "envsubst"):
+            return name != "cat" or not files
+        if name == "tr":
+            return True
+        has_script = name in (
+            "cut",
+            "wc",
+            "sort",
+            "uniq",
+            "rev",
+            "tac",
+            "nl",
+            "column",
+            "bc",
+            "fold",
+            "md5sum",
+            "base64",
+        )
+        return name in FILTERS and not any(
+            os.path.exists(self.find(word, folder)) for word in files[0 if has_script else 1 :]
+        )
+
+    def answer(self, words: list[str], folder: str, text: str) -> Answer | None:
+        """What the program `words` would print for the text that is piped to it; None if it is left out.
+
+        folder: where the script stands.
+        """
+        name, *arguments = words
+        if name in MADE_HERE:
+            made = MADE[name](self, arguments, folder, text)
+        else:
+            made = self._run(name, arguments, folder, text)
+        if made is None:
+            self.leave_out(words)
+        return made
+
+    def leave_out(self, words: list[str]) -> None:
+        """Keep a command that was not run, for whoever finds a value missing."""
+        if len(self.left_out) < MAX_FILES:
+            self.left_out.append(tuple(words))
+
+    def write(self, path: str, text: str, appends: bool) -> None:
+        """A file that the script writes: a copy in the folder stands for it."""
+        if len(self.files) >= MAX_FILES and path not in self.files:
+            return
+        before = self.read(path) or "" if appends else ""
+        text = (before + text)[:MAX_FILE]
+        flat = self.folder / f"{len(self.files)}_{Path(path).name[-100:]}"
+        mine = Path(path).is_relative_to(self.folder) and Path(path).parent.is_dir() and not Path(path).is_dir()
+        copy = Path(self.files.get(path, path if mine else flat))
+        with suppress(OSError, ValueError):
+            copy.write_text(text, encoding="utf-8", errors="replace")
+            self.files[path] = str(copy)
+
+    def find(self, path: str, folder: str) -> str:
+        """Where the content of a path lies: the copy, if the script wrote it."""
+        whole = os.path.normpath(os.path.join(folder, path))
+        return self.files.get(whole, whole)
+
+    def read(self, path: str, folder: str = "/") -> str | None:
+        """The text of a regular file; None if it cannot be read."""
+        place = self.find(path, folder)
+        if not os.path.isfile(place):
+            return None
+        try:
+            with open(place, encoding="utf-8", errors="replace") as file:
+                return file.read(MAX_FILE)
+        except OSError:
+            return None
+
+    def _run(self, name: str, arguments: list[str], folder: str, text: str) -> Answer | None:
+        """A reader of this machine, with options that are let through, at most SECONDS long."""
+        program = shutil.which(name)
+        if program is None or any(re.search(READERS[name], word) for word in arguments):
+            return None
+        if not _is_harmless(name, arguments, text):
+            return None
+        placed = arguments if name in WITHOUT_FILES else [self._place(word, folder) for word in arguments]
+        options = ["--sandbox"] if name == "sed" else []
+        with tempfile.TemporaryFile() as given:
+            given.write(text.encode("utf-8", "surrogateescape"))
+            given.seek(0)
+            with subprocess.Popen(
+                [program, *options, *placed], stdin=given, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+                env={"PATH": os.devnull, "LC_ALL": "C.UTF-8"}, cwd=folder if os.path.isdir(folder) else self.folder,
+            ) as process:  # fmt: skip
+                return _listen(process)
+
+    def _place(self, word: str, folder: str) -> str:
+        """The copy of a file that the script wrote; nothing for a pipe or device, at which a reader could wait."""
+        place = self.find(word, folder)
+        if place != os.path.normpath(os.path.join(folder, word)):
+            return place
+        is_odd = os.path.exists(place) and not os.path.isfile(place) and not os.path.isdir(place)
+        return os.devnull if is_odd else word
+
+
+def _listen(process: subprocess.Popen) -> Answer | None:
+    """What the process prints and its exit code; None for one that takes long, prints much or fails."""
+    printed, deadline = b"", time.monotonic() + SECONDS
+    with suppress(ImportError, OSError, AttributeError):
+        import resource
+
+        resource.prlimit(process.pid, resource.RLIMIT_AS, (MAX_MEMORY, MAX_MEMORY))
+    try:
+        while (left := deadline - time.monotonic()) > 0 and len(printed) <= MAX_ANSWER:
+            if not select.select([process.stdout], [], [], left)[0]:
+                return None
+            new = os.read(process.stdout.fileno(), MAX_ANSWER)
+            printed += new
+            if not new:
+                code = process.wait(max(left, 0))
+                return Answer(printed.decode("utf-8", "surrogateescape"), code) if code in (0, 1) else None
+    except subprocess.TimeoutExpired:
+        pass
+    finally:
+        process.kill()
+    return None
+
+
+def _is_harmless(name: str, arguments: list[str], text: str) -> bool:
+    operands = [word for word in arguments if not word.startswith("-")]
+    if name.endswith("awk"):
+        # -F and -v take values, which are no program.
+        program = re.compile(r"-[Fv]$")
+        checked = [word for before, word in zip(["", *arguments], arguments) if not program.match(before)]
+        return not any(AWK_ACTS.search(word) for word in checked if not word.startswith("-F"))
+    if name == "bc":
+        return re.search(r"!(?!=)", text) is None
+    if name == "uniq":
+        return len(operands) < 2
+    if name == "seq":
+        return _counts_few(operands)
+    return True
+
+
+def _counts_few(operands: list[str]) -> bool:
+    try:
+        numbers = [float(word) for word in operands if re.fullmatch(r"-?[\d.]+", word)]
+    except ValueError:
+        return False
+    step = abs(numbers[1]) if len(numbers) == 3 else 1
+    first = numbers[0] if len(numbers) > 1 else 1
+    return bool(numbers) and step > 0 and abs(numbers[-1] - first) / step <= MAX_ANSWER
+
+
+# --- answers made here
+
+
+def _cat(box: Toolbox, arguments: list[str], folder: str, text: str) -> Answer | None:
+    files = [word for word in arguments if not word.startswith("-") or word == "-"]
+    parts = [text if word == "-" else box.read(word, folder) for word in files] if files else [text]
+    known = [part for part in parts if part is not None]
+    whole = "".join(known)
+    if not known or len(whole) > MAX_ANSWER:
+        return LEFT_OUT
+    return Answer(whole, int(len(known) < len(parts)))
+
+
+def _tee(box: Toolbox, arguments: list[str], folder: str, text: str) -> Answer:
+    for word in arguments:
+        if not word.startswith("-"):
+            box.write(os.path.normpath(os.path.join(folder, word)), text, "-a" in arguments)
+    return Answer(text[:MAX_ANSWER])
+
+
+def _touch(box: Toolbox, arguments: list[str], folder: str, text: str) -> Answer:
+    for word in arguments:
+        if not word.startswith("-") and not os.path.exists(os.path.join(folder, word)):
+            box.write(os.path.normpath(os.path.join(folder, word)), "", appends=True)
+    return Answer("")
+
+
+def _scontrol(box: Toolbox, arguments: list[str], folder: str, text: str) -> Answer | None:
+    if arguments[:1] != ["show"] or not re.fullmatch("hostname?s?", "".join(arguments[1:2])):
+        return LEFT_OUT
+    names = arguments[2] if len(arguments) > 2 else box.environment.get("SLURM_JOB_NODELIST", "")
+    return Answer("".join(f"{name}\n" for name in expand_nodes(names)))
+
+
+def _hostname(box: Toolbox, arguments: list[str], folder: str, text: str) -> Answer:
+    if any(word in ("-i", "-I", "--ip-address", "--all-ip-addresses") for word in arguments):
+        return Answer("10.0.0.1\n")
+    return Answer("node1\n")
+
+
+def _count_gpus(box: Toolbox, arguments: list[str], folder: str, text: str) -> Answer | None:
+    """A line for each GPU of a node, if the script's header says how many."""
+    if not box.gpus:
+        return LEFT_OUT
+    asked = " ".join(arguments)
+    if "-L" in arguments or "--list-gpus" in arguments:
+        return Answer("".join(f"GPU {number}: NVIDIA GPU (UUID: GPU-{number})\n" for number in range(box.gpus)))
+    if re.search(r"--query-gpu[= ]count", asked):
+        return Answer(f"{box.gpus}\n" * box.gpus)
+    if re.search(r"--query-gpu[= ](name|index|uuid|gpu_name)\b", asked):
+        header = "" if "noheader" in asked else "name\n"
+        return Answer(header + "".join(f"{number}\n" for number in range(box.gpus)))
+    return LEFT_OUT
+
+
+def _mktemp(box: Toolbox, arguments: list[str], folder: str, text: str) -> Answer:
+    path = box.folder / f"tmp.{len(box.files)}"
+    if any(re.match(r"-\w*d|--dir", word) for word in arguments):
+        path.mkdir(exist_ok=True)
+        box.files[str(path)] = str(path)
+    else:
+        box.write(str(path), "", appends=False)
+    return Answer(f"{path}\n")
+
+
+def _xargs(box: Toolbox, arguments: list[str], folder: str, text: str) -> Answer | None:
+    if arguments and arguments != ["echo"]:
+        return LEFT_OUT
+    return Answer(" ".join(text.split()) + "\n")
+
+
+def _getent(box: Toolbox, arguments: list[str], folder: str, text: str) -> Answer | None:
+    if arguments[:1] not in (["hosts"], ["ahosts"], ["ahostsv4"]) or len(arguments) < 2:
+        return LEFT_OUT
+    return Answer(f"10.0.0.1 {arguments[1]}\n")
+
+
+def _shuf(box: Toolbox, arguments: list[str], folder: str, text: str) -> Answer | None:
+    """The first number of a range stands for one by chance: it is mostly a port."""
+    asked = re.search(r"(?:-i|--input-range[= ])\s*(\d+)-\d+", " ".join(arguments))
+    return Answer(f"{asked[1]}\n") if asked else LEFT_OUT
+
+
+def _id(box: Toolbox, arguments: list[str], folder: str, text: str) -> Answer | None:
+    return Answer("1000\n") if arguments in (["-u"], ["-g"]) else Answer("user\n")
+
+
+def _uname(box: Toolbox, arguments: list[str], folder: str, text: str) -> Answer:
+    parts = {"-m": "x86_64", "-n": "node1", "-p": "x86_64"}
+    return Answer(f"{parts.get(''.join(arguments), 'Linux')}\n")
+
+
+def _envsubst(box: Toolbox, arguments: list[str], folder: str, text: str) -> Answer:
+    values = box.environment
+    return Answer(
+        re.sub(r"\$(?:\{(\w+)\}|(\w+))", lambda found: values.get(found[1] or found[2], ""), text)[:MAX_ANSWER]
+    )
+
+
+def _python(box: Toolbox, arguments: list[str], folder: str, text: str) -> Answer | None:
+    """print(ARITHMETIC), and a free port. No other program is run, or understood."""
+    if len(arguments) < 2 or arguments[0] != "-c":
+        return LEFT_OUT
+    program = arguments[1]
+    if "socket" in program and "getsockname" in program:
+        return Answer(f"{FREE_PORT}\n")
+    if re.search(r"\bdevice_count\(\)", program):
+        return Answer(f"{box.gpus}\n") if box.gpus else LEFT_OUT
+    try:
+        return Answer(_calculate(program, arguments[2:]))
+    except (ValueError, SyntaxError, ArithmeticError, TypeError, KeyError, RecursionError, MemoryError):
+        return LEFT_OUT
+
+
+OPERATORS: dict[type, Callable] = {
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod, ast.Pow: operator.pow,
+}  # fmt: skip
+FUNCTIONS: dict[str, Callable] = {
+    "int": int, "float": float, "round": round, "max": max, "min": min, "abs": abs, "sum": sum,
+    "math.ceil": math.ceil, "math.floor": math.floor, "math.sqrt": math.sqrt, "math.log2": math.log2,
+    "math.log": math.log, "ceil": math.ceil, "floor": math.floor, "sqrt": math.sqrt,
+}  # fmt: skip
+MAX_NUMBER = 1e30
+
+
+def _calculate(program: str, arguments: list[str]) -> str:
+    """What a program of assignments and print(...) of arithmetic prints. ValueError for any other."""
+    names: dict[str, object] = {}
+    printed = []
+    for statement in ast.parse(program.strip()).body:
+        if isinstance(statement, (ast.Import, ast.ImportFrom)):
+            continue
+        if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
+            names[statement.targets[0].id] = _evaluate(statement.value, names, arguments)
+            continue
+        call = statement.value if isinstance(statement, ast.Expr) else None
+        if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "print"):
+            raise ValueError
+        if call.keywords:
+            raise ValueError
+        printed.append(" ".join(str(_evaluate(value, names, arguments)) for value in call.args))
+    return "".join(f"{line}\n" for line in printed)
+
+
+def _evaluate(node: ast.expr, names: Mapping[str, object], arguments: list[str]) -> object:
+    def inner(part: ast.expr) -> object:
+        return _evaluate(part, names, arguments)
+
+    if isinstance(node, ast.Constant) and isinstance(node.value, (int, float, str)):
+        return node.value
+    if isinstance(node, ast.Name):
+        return names[node.id]
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        return _check_number(operator.neg(inner(node.operand)))
+    if isinstance(node, ast.BinOp):
+        left, right = _check_number(inner(node.left)), _check_number(inner(node.right))
+        if isinstance(node.op, ast.Pow) and abs(right) > 64:
+            raise ValueError
+        return _check_number(OPERATORS[type(node.op)](left, right))
+    if isinstance(node, ast.Call) and not node.keywords:
+        return FUNCTIONS[ast.unparse(node.func)](*map(inner, node.args))
+    if isinstance(node, ast.Subscript) and ast.unparse(node.value) == "sys.argv":
+        at = inner(node.slice)
+        return arguments[at - 1] if isinstance(at, int) and 0 < at <= len(arguments) else ""
+    if isinstance(node, ast.JoinedStr):
+        return "".join(map(str, map(inner, node.values)))
+    if isinstance(node, ast.FormattedValue):
+        specification = str(inner(node.format_spec)) if node.format_spec else ""
+        if re.search(r"\d{3}", specification):
+            raise ValueError
+        return format(inner(node.value), specification)
+    raise ValueError
+
+
+def _check_number(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or abs(value) > MAX_NUMBER:
+        raise ValueError
+    return value
+
+
+MADE: dict[str, Callable[[Toolbox, list[str], str, str], Answer | None]] = {
+    "cat": _cat, "tee": _tee, "touch": _touch, "scontrol": _scontrol, "hostname": _hostname, "nvidia-smi": _count_gpus,
+    "rocm-smi": lambda *given: LEFT_OUT, "nproc": lambda *given: LEFT_OUT, "mktemp": _mktemp, "python": _python,
+    "python3": _python, "xargs": _xargs, "getent": _getent, "shuf": _shuf, "whoami": lambda *given: Answer("user\n"),
+    "id": _id, "uname": _uname, "envsubst": _envsubst, "uuidgen": lambda *given: Answer("00000000-0000-0000-0000-000000000000\n"),
+}  # fmt: skip
