@@ -28,6 +28,7 @@ MIN_STEPS, STEPS_FOR_HIGH = 2, 3
 UNSTEADY = 0.15  # spread of step times (standard deviation / mean) that lowers confidence
 DISTORTED, UNTRUSTWORTHY = 1.10, 1.50  # profiled step / step without the profiler
 MOSTLY_UNEXPLAINED = 0.20
+MOSTLY_IDLE_BESIDE = 0.1  # of the step: idle time of the GPU shown in which another of the process works
 MAX_HELD = 3  # categories of memory that are named
 # "other" is what was kept for a reason that no rule of categories knows
 WITHOUT_CATEGORY, MAX_WITHOUT_CATEGORY = ("other", "before the record"), 0.20
@@ -142,6 +143,8 @@ def _judge_time(facts: Facts, rank: RankFacts, findings: Sequence[Finding]) -> V
         _describe_missing(facts): _find_bound(time) == "communication" and _describe_missing(facts) != "",
         **dict.fromkeys(find_contradictions(facts), True),
         f"{mfu:.0%} of the peak is impossible": mfu > 1,
+        "another GPU of the process works while this one idles": time.idle_beside_ms
+        > MOSTLY_IDLE_BESIDE * time.step_ms,
     }
     why = [f"{len(steps)} steady steps", *(doubt for doubt, holds in doubts.items() if holds)]
     return Verdict(said[:1].upper() + said[1:], _find_bound(time), "low" if why[1:] else "high", "; ".join(why))

@@ -19,7 +19,6 @@ from megatron_lite.analysis.time.idle_gaps import (
 )
 from megatron_lite.analysis.time.range_names import AUTOGRAD
 from megatron_lite.analysis.time.sites import CallSites
-from megatron_lite.analysis.time.step_windows import find_computing_stream
 from megatron_lite.analysis.time.time_results import PhaseTime, Placing, RankTime, Span, Step
 from megatron_lite.analysis.trace.columns import Kind, Trace
 
@@ -54,8 +53,8 @@ def rank_time(trace: Trace, placing: Placing) -> RankTime:
     """The figures of a trace whose events are placed; empty ones, with a note, where no step has any work."""
     steps, on_gpu = placing.steps, len(trace.device_rows) > 0
     if not any(step.steady for step in steps):
-        device = trace.devices[0] if trace.devices else None
-        return RankTime(trace.rank, device, on_gpu, steps, notes=placing.notes)
+        device = placing.device if on_gpu else 0
+        return RankTime(trace.rank, trace.name_device(device), on_gpu, steps, notes=placing.notes)
     steady = _choose_steady(steps)
     return (_measure_device if on_gpu else _measure_host)(trace, placing, steady)
 
@@ -77,7 +76,8 @@ def _choose_steady(steps: tuple[Step, ...]) -> SteadySteps:
 def _measure_device(trace: Trace, placing: Placing, steady: SteadySteps) -> RankTime:
     """The time of a rank whose trace has device work."""
     events, launch = trace.events, trace.launch_of
-    device, _ = find_computing_stream(trace)
+    device = placing.device
+    others = _find_other_devices(trace, device, steady)
     rows = trace.device_rows[events.device[trace.device_rows] == device]
     covers, activity, sites = device_covers(trace, rows), find_host_activity(trace, placing), CallSites(trace, placing)
     gaps = find_idle_gaps(trace, rows, covers.busy, steady.cover, activity)
@@ -103,7 +103,7 @@ def _measure_device(trace: Trace, placing: Placing, steady: SteadySteps) -> Rank
     spilled_ms = trace.cover(spilled).length / 1e6
     return RankTime(
         rank=trace.rank,
-        device=trace.devices[device] if 0 <= device < len(trace.devices) else None,
+        device=trace.name_device(device),
         on_gpu=True,
         steps=placing.steps,
         step_ms=step_ms,
@@ -123,9 +123,15 @@ def _measure_device(trace: Trace, placing: Placing, steady: SteadySteps) -> Rank
         median_queue_us=queue_us,
         launch_bound=is_slow and queue_us < QUEUE_US,
         spilled_ms=spilled_ms,
+        idle_beside_ms=steady.per_step(difference(joined(*others.values()), covers.busy)) if others else 0.0,
         timeline=_draw_device_timeline(trace, placing, rows, steady.typical),
         timeline_step=steady.typical,
-        notes=(*placing.notes, *steady.notes, *_describe_gaps(trace, rows, spilled, spilled_ms, device)),
+        notes=(
+            *placing.notes,
+            *steady.notes,
+            *_describe_gaps(rows, spilled, spilled_ms),
+            *_describe_devices(device, others, steady),
+        ),
     )
 
 
@@ -133,7 +139,24 @@ def _median_us(lengths: Integers) -> float:
     return float(np.median(lengths)) / 1e3 if len(lengths) else 0.0
 
 
-def _describe_gaps(trace: Trace, rows: Integers, spilled: Integers, spilled_ms: float, device: int) -> Iterator[str]:
+def _find_other_devices(trace: Trace, device: int, steady: SteadySteps) -> dict[int, Cover]:
+    """{number: when it is busy in the steady steps} of the other GPUs that the process drives."""
+    events, rows = trace.events, trace.device_rows
+    numbers = np.unique(events.device[rows]).tolist()
+    covers = {number: trace.cover(rows[events.device[rows] == number]) for number in numbers if number != device}
+    return {number: intersection(cover, steady.cover) for number, cover in covers.items()}
+
+
+def _describe_devices(device: int, others: dict[int, Cover], steady: SteadySteps) -> Iterator[str]:
+    if others:
+        busy = ", ".join(f"GPU {number} is busy {steady.per_step(cover):,.1f} ms" for number, cover in others.items())
+        yield (
+            f"the process drives {len(others) + 1} GPUs; steps, kernels and FLOPs are those of GPU {device}, which computes "
+            f"most; per step {busy}"
+        )
+
+
+def _describe_gaps(rows: Integers, spilled: Integers, spilled_ms: float) -> Iterator[str]:
     if len(spilled) == len(rows):
         yield "no device work can be joined with the call that launched it: its phase and why the GPU idled are unknown"
     elif len(spilled):
@@ -141,8 +164,6 @@ def _describe_gaps(trace: Trace, rows: Integers, spilled: Integers, spilled_ms: 
             f"{len(spilled)} of {len(rows)} kernels and copies have no launch call in the trace ({spilled_ms:.1f} ms): "
             "they keep the device busy, but belong to no step or phase"
         )
-    if others := set(trace.events.device[trace.device_rows].tolist()) - {device}:
-        yield f"the process drives {len(others) + 1} GPUs; the figures are of GPU {device}, which computes most"
 
 
 def _measure_host(trace: Trace, placing: Placing, steady: SteadySteps) -> RankTime:

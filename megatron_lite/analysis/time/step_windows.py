@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from megatron_lite.analysis.intervals import Integers
+from megatron_lite.analysis.intervals import Flags, Integers
 from megatron_lite.analysis.kernels.kernel_words import is_communication
 from megatron_lite.analysis.time.find_phases import find_phases
 from megatron_lite.analysis.time.host_causes import explain_paying_steps
@@ -51,7 +51,20 @@ def attribute_events(trace: Trace) -> Placing:
     phases, phase, ranges = find_phases(trace, host, thread, moment)
     ranges = replace(ranges, step=_find_step_at(host, ranges.start_ns))
     steps, notes = _find_steps(trace, host, step, phases, phase)
-    return Placing(steps, step, phases, phase, operator, host.thread, host.notes + notes, ranges)
+    device = find_computing_stream(trace)[0] if len(trace.device_rows) else -1
+    others = (events.device >= 0) & (events.device != device)
+    return Placing(
+        steps=steps,
+        step=step,
+        phases=phases,
+        phase=phase,
+        operator=operator,
+        main_thread=host.thread,
+        notes=host.notes + notes,
+        device=device,
+        on_other_device=others if others.any() else None,
+        ranges=ranges,
+    )
 
 
 def _find_step_at(host: HostSteps, moment: Integers) -> Integers:
@@ -88,14 +101,30 @@ def _leave_out_empty_end(trace: Trace, steps: HostSteps) -> HostSteps:
 
 
 def find_computing_stream(trace: Trace) -> tuple[int, int]:
-    """(device, stream) with most kernel time, communication left out, of a trace with device work."""
+    """(device, stream) with most kernel time, communication left out, of a trace with device work: of the device with most
+    of it the stream with most."""
     events, rows = trace.events, trace.device_rows
     kernels = rows[(events.kind[rows] == Kind.KERNEL) & ~trace.matching(is_communication)[rows]]
     rows = kernels if len(kernels) else rows
-    key = events.device[rows].astype(np.int64) << 32 | events.stream[rows].astype(np.int64) & 0xFFFFFFFF
-    _, inverse = np.unique(key, return_inverse=True)
-    most = rows[inverse == np.bincount(inverse, events.end_ns[rows] - events.start_ns[rows] + 1).argmax()][0]
-    return int(events.device[most]), int(events.stream[most])
+    rows = rows[_is_largest(trace, rows, events.device)]
+    rows = rows[_is_largest(trace, rows, events.stream)]
+    return int(events.device[rows[0]]), int(events.stream[rows[0]])
+
+
+def _is_largest(trace: Trace, rows: Integers, number: Integers) -> Flags:
+    """bool [k]: whether the event of `rows` belongs to the device (or stream) with most time. number [n]: by event."""
+    events = trace.events
+    found, inverse = np.unique(number[rows], return_inverse=True)
+    ns = np.bincount(inverse, events.end_ns[rows] - events.start_ns[rows] + 1, len(found))
+    largest: Flags = inverse == ns.argmax()
+    return largest
+
+
+def _find_own_work(trace: Trace) -> Integers:
+    """Rows of the work of the device that computes most."""
+    device, _ = find_computing_stream(trace)
+    own: Integers = trace.device_rows[trace.events.device[trace.device_rows] == device]
+    return own
 
 
 def _find_windows(trace: Trace, host: HostSteps, step: Integers) -> tuple[Integers, Integers]:
@@ -127,7 +156,7 @@ def _find_steps(
     And notes."""
     events, on_gpu, count = trace.events, len(trace.device_rows) > 0, len(host.names)
     start, end = _find_windows(trace, host, step)
-    work = trace.device_rows if on_gpu else trace.rows[Kind.OP]
+    work = _find_own_work(trace) if on_gpu else trace.rows[Kind.OP]
     counts = np.bincount(step[work][step[work] >= 0], minlength=count)
     why_not = [""] * count
     for name in (str(Phase.SAVE), str(Phase.EVAL)):

@@ -153,6 +153,7 @@ class RankTime:
     spilled_ms: float = 0.0  # device work whose launch lies outside of the trace; of the whole trace, not per step
     timeline: tuple[Span, ...] = ()  # a typical step on the device: compute by phase, "communication", "copies"
     timeline_step: int | None = None  # its index in steps
+    idle_beside_ms: float = 0.0  # of the idle time what other GPUs of the process compute meanwhile
     notes: tuple[str, ...] = ()  # named gaps
     named: tuple[NamedWork, ...] = ()  # longest first
     stretches: tuple[Stretch, ...] = ()  # longest first; () with a GPU
@@ -228,9 +229,10 @@ class Placing:
     # an OP's own is its parent
     main_thread: int = -1  # index into Trace.threads of the one that drives the steps; -1: no host event at all
     notes: tuple[str, ...] = ()  # named gaps: how steps were found if not by the profiler's marks
-    ranges: PhaseRanges = field(
-        default_factory=PhaseRanges
-    )  # of the phases that ranges tell; operators tell the others
+    device: int = -1  # the GPU whose steps these are; -1: none
+    on_other_device: Flags | None = None  # bool [n]: work of another GPU of the process; None: there is none
+    # of the phases that ranges tell; operators tell the others
+    ranges: PhaseRanges = field(default_factory=PhaseRanges)
 
     @cached_property
     def steady(self) -> Flags:
@@ -239,5 +241,6 @@ class Placing:
 
     @cached_property
     def counts(self) -> Flags:
-        """bool [n]: does the event belong to a steady step?"""
-        return self.steady[self.step]
+        """bool [n]: does the event belong to a steady step, and not to another GPU than the one whose steps these are?"""
+        in_steady: Flags = self.steady[self.step]
+        return in_steady if self.on_other_device is None else in_steady & ~self.on_other_device

@@ -144,12 +144,24 @@ class Trace:
     diagnostics: tuple[str, ...] = ()  # what the writer itself says of this record: its warnings, most severe first
     cut: bool = False  # the file, or what was read of it, ends before the record does
     without_gpu: bool = False  # the header says that there was none; False: nothing is said, or there was one
+    device_ids: tuple[int, ...] = ()  # numbers of `devices` by their header; () for 0, 1, ...
     groups: tuple[ProcessGroup, ...] = ()  # all that the process is in; () if the file does not say
     # header values worth showing: distributed backend, NCCL version, ...
     facts: dict[str, Any] = field(default_factory=dict)
 
     def name_of(self, event: int) -> str:
         return self.names[int(self.events.name[event])]
+
+    def name_device(self, device: int) -> str | None:
+        """The name of the device with that number in the events; None where the header does not say.
+
+        Events may count the machine's devices and the header those that the process sees, as under ROCm. Then it is known
+        only if all devices of the header have the same name.
+        """
+        ids = self.device_ids or tuple(range(len(self.devices)))
+        own = {name for number, name in zip(ids, self.devices) if number == device}
+        names = own or set(self.devices)
+        return next(iter(names)) or None if len(names) == 1 else None
 
     @cached_property
     def rows(self) -> dict[Kind, Integers]:

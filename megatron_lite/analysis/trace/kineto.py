@@ -258,12 +258,15 @@ def read_header(header: dict[str, Any], path: Path, first_ns: int) -> dict[str, 
     rank, base_ns = _count(ranks.get("rank")), _count(header.get("baseTimeNanoseconds"))
     has_clock = base_ns is not None or first_ns > _UNIX_NS
     devices = header["deviceProperties"] if isinstance(header.get("deviceProperties"), list) else []
+    devices = [row for row in devices if isinstance(row, dict)]
+    ids = [_count(row.get("id")) for row in devices]
     facts = {name: header.get(name) for name in _FACTS} | {name: ranks.get(name) for name in _FACTS_OF_RANKS}
     facts = {name: value for name, value in facts.items() if isinstance(value, (str, int, float))}
     return {
         "rank": rank_in_name(path.name) if rank is None else rank,
         "world_size": _count(ranks.get("world_size")) or None,
-        "devices": tuple(str(row.get("name", ""))[:_MAX_TEXT] for row in devices if isinstance(row, dict)),
+        "devices": tuple(str(row.get("name", ""))[:_MAX_TEXT] for row in devices),
+        "device_ids": tuple(place if number is None else number for place, number in enumerate(ids)),
         "without_gpu": header.get("deviceProperties") == [],
         "facts": {name: value[:_MAX_TEXT] if isinstance(value, str) else value for name, value in facts.items()},
         "base_ns": (base_ns or 0) + first_ns if has_clock else None,
