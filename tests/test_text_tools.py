@@ -229,3 +229,51 @@ def test_stand_ins_do_not_pass_as_the_environment_of_a_run(tmp_path):
     found = read_launch_script(str(path), [])
     assert found.ranks.size == 8 and found.environment["A"] == "1"
     assert not {"CUDA_VISIBLE_DEVICES", "SLURM_PROCID", "SLURM_NTASKS"} & (set(found.environment) - set(os.environ))
+
+
+def test_the_header_of_a_script_outweighs_a_job_that_the_user_is_in(tmp_path, monkeypatch):
+    path = tmp_path / "x.sh"
+    path.write_text(
+        "#!/bin/bash\n#SBATCH -N 4 --gres=gpu:8\n"
+        "torchrun --nnodes $SLURM_NNODES --nproc_per_node $(echo $CUDA_VISIBLE_DEVICES | tr , '\\n' | wc -l) pretrain_gpt.py\n"
+    )
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setenv("SLURM_NNODES", "2")
+    # Given by hand for this plan.
+    assert read_launch_script(str(path), []).ranks.size == 16
+    monkeypatch.setenv("SLURM_JOB_ID", "77")
+    assert read_launch_script(str(path), []).ranks.size == 32
+
+
+def test_gpus_that_a_script_counts_are_those_given_to_plan(tmp_path):
+    path = tmp_path / "x.sh"
+    path.write_text(
+        "N=$(nvidia-smi --list-gpus | wc -l)\n"
+        f"torchrun --nproc_per_node $N pretrain_gpt.py {MODEL} --lr 1 --train-iters 3 --global-batch-size $((N * 2))\n"
+    )
+    assert planned_run([str(path)], 4).plan.batch.final == 8
+    with pytest.raises(UserError, match="does not say how many GPUs"):
+        planned_run([str(path)], None)
+
+
+def test_programs_named_by_a_path_and_each_nodes_command_are_known(tmp_path):
+    path = tmp_path / "x.sh"
+    path.write_text(
+        "for host in `/bin/hostname -s` node2; do\n"
+        "  ssh $host torchrun --nnodes 2 --node_rank $((R++)) --nproc_per_node 8 pretrain_gpt.py --seed $(/usr/bin/expr 3 + 4)\ndone\n"
+    )
+    found = read_launch_script(str(path), [])
+    assert (found.ranks.size, found.flags, found.notes) == (16, ("--seed", "7"), ())
+
+
+def test_what_set_x_shows_is_no_reason(tmp_path):
+    path = tmp_path / "x.sh"
+    path.write_text("set -x\necho give a size\nexit 1\n")
+    with pytest.raises(UserError, match=": give a size .the script says so, exit code 1"):
+        read_launch_script(str(path), [])
+
+
+def test_srun_exports_variables(tmp_path):
+    path = tmp_path / "x.sh"
+    path.write_text("srun -n 4 --export=ALL,LR=3 bash -c 'python pretrain_gpt.py --lr $LR --rank $SLURM_PROCID'\n")
+    assert read_launch_script(str(path), []).flags == ("--lr", "3", "--rank", "0")

@@ -24,6 +24,8 @@ SHELLS = ("bash", "sh", "zsh")
 HERE = "<<"  # in a record: the script that a shell is given by its input follows
 ENDINGS = (".sh", ".bash", ".slurm", ".sbatch", ".pbs", ".job", ".lsf", ".qsub")
 MAX_SCRIPT = 1 << 20
+DEVICES = "CUDA_VISIBLE_DEVICES"
+JOB_IDS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "PJM_JOBID")
 UNBOUND = re.compile(r"(\w+): unbound variable")
 
 
@@ -77,10 +79,12 @@ class _Search:
             submitter = next((at for at, word in enumerate(around) if find_submitter(word)), None)
             if submitter is not None:
                 options = around[submitter:]
-                job = read_job(text, name, self.toolbox.folder, options)
+                asked = read_job(text, name, self.toolbox.folder, options)
+                job = asked if asked.gpus_per_node else replace(asked, gpus_per_node=job.gpus_per_node)
                 own |= {**job.environment, **_read_exports(options)}
                 around = []
             elif any(word.rpartition("/")[2] == "srun" for word in around):
+                own |= _read_exports(around)
                 own = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0", "SLURMD_NODENAME": "node1"} | own
             return Script(name, text, arguments, own, [*before, *around]), job
         return None
@@ -123,10 +127,27 @@ def _read_exports(options: list[str]) -> dict[str, str]:
     return _read_assignments([*given.get("--export", "").split(","), *given.get("-v", "").split(",")])
 
 
-def read_launch_script(script: str, arguments: list[str], wanted: int = 1) -> Launch:
+def _drop_equal(found: list[_Found]) -> list[_Found]:
+    """Launches that differ in the trainer's flags or in their ranks: those on each node, and repetitions, are one."""
+    different = {}
+    for one in found:
+        launch = find_launch(one.words, one.environment, one.job)
+        different.setdefault((launch.flags, launch.ranks), one)
+    return list(different.values())
+
+
+def _choose_environment(job: Job) -> dict[str, str]:
+    """The variables that the script sees: the user's, but those of the job it asks for where the user is inside another one."""
+    ours = {name: value for name, value in job.environment.items() if name == DEVICES}
+    if any(name in os.environ for name in JOB_IDS):
+        ours = dict(job.environment)
+    return {**job.environment, **os.environ, **ours}
+
+
+def read_launch_script(script: str, arguments: list[str], wanted: int = 1, gpus_per_node: int | None = None) -> Launch:
     """The command of `script`, or of what it hands on to, that starts pretrain_gpt.py for the `wanted`th time.
 
-    UserError if there is none, or no bash.
+    gpus_per_node: for scripts that count them, where no line of a batch system says it. UserError if there is none, or no bash.
     """
     bash = shutil.which("bash") if fcntl else None
     if bash is None:
@@ -140,7 +161,8 @@ def read_launch_script(script: str, arguments: list[str], wanted: int = 1) -> La
         with tempfile.TemporaryDirectory() as folder:
             job = read_job(text, script, Path(folder))
             search = _Search(bash, Path(folder), all_given)
-            whole = Script(script, text, arguments, {**job.environment, **os.environ}, [])
+            job = job if job.gpus_per_node else replace(job, gpus_per_node=gpus_per_node)
+            whole = Script(script, text, arguments, _choose_environment(job), [])
             found, why_not = search.look(whole, job, DEEPEST)
         first_reason = first_reason or why_not
         if found or search.waits:
@@ -149,9 +171,11 @@ def read_launch_script(script: str, arguments: list[str], wanted: int = 1) -> La
         raise UserError(first_reason)
     if all_given:
         notes.append(f"{script}: files and folders that it looks for count as being there.")
-    different = list({tuple(one.words): one for one in found}.values())
+    different = _drop_equal(found)
     if not 1 <= wanted <= len(different):
-        raise UserError(f"{script}: has {len(different)} launches, and no number {wanted}.")
+        raise UserError(
+            f"{script}: has {len(different)} launches, and no number {wanted}; give --launch 1 to {len(different)}."
+        )
     if len(different) > 1:
         notes.append(f"launch {wanted} of {len(different)} that {script} starts; --launch N for another one.")
     chosen = different[wanted - 1]
@@ -183,7 +207,8 @@ def _explain_nothing(bash: str, script: Script, walk: Walk) -> str:
     if code is None:
         waits = f"still waits for something after {watched_shell.SECONDS} s, since none of its commands is run"
         return f"{script.name}: {waits}; give the trainer's flags themselves."
-    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    # A line with + in front is what `set -x` shows of a command.
+    lines = [line.strip() for line in said.splitlines() if line.strip() and not line.startswith("+")]
     if code and lines and (unbound := UNBOUND.search(lines[-1])) and not unbound[1].isdigit():
         name = unbound[1]
         return f"{script.name}: {name} is not set here; give it: {name}=VALUE megatron-lite plan {script.name} ..."

@@ -75,7 +75,7 @@ def planned_run(words: list[str], gpus: int | None, launch_number: int = 1) -> P
     if is_script(words[0]):
         from megatron_lite.cli.launch_script import read_launch_script
 
-        launch = read_launch_script(words[0], words[1:], launch_number)
+        launch = read_launch_script(words[0], words[1:], launch_number, min(gpus, GPUS_PER_NODE) if gpus else None)
     elif split_at_trainer(words):
         launch = find_launch(words, os.environ)
     else:

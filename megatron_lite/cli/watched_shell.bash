@@ -367,13 +367,16 @@ command_not_found_handle() {
 }
 
 for __tool in $__tools; do
-    eval "$__tool() { __ask run $__tool \"\$@\"; }"
+    # Also by their paths, where scripts name them so.
+    for __folder in '' /bin/ /usr/bin/; do
+        eval "function $__folder$__tool { __ask run $__tool \"\$@\"; }"
+    done
 done
 __takers="bash sh zsh sbatch qsub bsub"
 for __tool in $__takers; do
     eval "$__tool() { __take_script $__tool \"\$@\"; }"
 done
-unset -v __tool
+unset -v __tool __folder
 
 __text=$1 __arguments=("${@:2}")
 shift
