@@ -104,17 +104,18 @@ def _build(raw: Any) -> Record:
         for mark in (raw.get("external_annotations") or () if timed else ())
         if mark.get("device", device) in (device, -1)
     ]
+    stack = np.array([stacks.number(event.get("frames")) for event in events], np.int32)
     blocks = _build_blocks(mine, stacks, tags, pools)
-    addresses, pool = column("addr", 0), _find_pools(events, mine, pools)
+    pool = _find_pools(events, mine, pools)
     total_sizes = _check_sizes(np.array([segment["total_size"] for segment in mine], np.int64))
     pool_of_segment = np.array([pools[_read_pool(segment)] for segment in mine], np.int64)
     return Record(
         action=np.array([numbers.get(event["action"], UNKNOWN_ACTION) for event in events], np.uint8),
-        address=addresses,
+        address=column("addr", 0),
         size=_check_sizes(column("size", 0)),
         device_free=column("device_free", 0),
         time_us=times - times[0] if timed else np.arange(len(events)),
-        stack=np.array([stacks.number(event.get("frames")) for event in events], np.int32),
+        stack=stack,
         tag=np.array([tags[event.get("user_metadata")] for event in events], np.int32),
         stream=column("stream", 0),
         pool=pool,
