@@ -1,8 +1,11 @@
 """Which device, pool and library a snapshot's memory belongs to, and what was seen of it."""
 
+import json
+
 import pytest
 from finding_cases import gathering, graph_pools, holes, streams
 from snapshot_maker import BACKWARD, CALL, INIT, STEP, MadeSnapshot, forward_stack, frames, training, write
+from trace_maker import gpu_run
 
 from megatron_lite.analysis.analyze import analyze
 from megatron_lite.analysis.memory.memory_results import Snapshot
@@ -112,6 +115,23 @@ def test_memory_without_a_category_lowers_the_confidence(tmp_path, mib, confiden
     made.alloc(mib * MIB, frames=frames("/home/me/tools.py:3 build", HOME, "/home/me/train.py:90 <module>"))
     verdict = analyze([write(made.data(), tmp_path / "s.pickle")]).verdict
     assert verdict.confidence == confidence
+
+
+def test_a_record_without_stacks_is_not_told_with_confidence(tmp_path):
+    data = training().data()
+    for entry in [*data["device_traces"][0], *(block for part in data["segments"] for block in part["blocks"])]:
+        entry["frames"] = []
+    report = analyze([write(data, tmp_path / "s.pickle")])
+    assert report.verdict.confidence == "low" and report.facts.snapshots[0].peak_bytes == 29 * MIB
+
+
+def test_memory_that_ran_out_is_said_before_the_time(tmp_path):
+    trace = gpu_run(steps=5)
+    (tmp_path / "rank0.pt.trace.json").write_text(json.dumps(trace.data()))
+    write(on_devices(large(failed=True)), tmp_path / "oom.pickle")
+    report = analyze([tmp_path])
+    assert report.facts.critical is not None
+    assert report.verdict.sentence.startswith("A request for 8.00 GiB failed at model.py:77 prefill")
 
 
 # --- private pools
@@ -266,6 +286,8 @@ def test_the_line_of_the_users_code_is_shown():
     assert site_of("/a/b.cpp:3 run(int)", "/a/torch/csrc/x.cpp:4 torch::run") == ""
     assert site_of("<ipython-input-3-abc>:7 <module>") == "<ipython-input-3-abc>:7 <module>"
     assert site_of("/usr/bin/mytool:7 main") == "mytool:7 main"
+    compiled = "/tmp/torchinductor_me/ab/cabxyz.py:40 call"
+    assert site_of(compiled, f"{TORCH}/_inductor/output_code.py:3 __call__", "/me/m.py:5 f") == "m.py:5 f"
     stacks = Stacks()
     profiled = [{"filename": "none", "line": 0, "name": "/me/gpt.py(37): forward"}]
     assert stacks.site(stacks.number(profiled)) == "gpt.py:37 forward"
@@ -319,6 +341,11 @@ KNOWN = {
         [f"{ZERO}/stage_1_and_2.py:600 setup_buckets"],
         [f"{ZERO}/partition_parameters.py:1800 _partition_gradient"],
     ],
+    "KV cache": [
+        ["/x/vllm/v1/worker/gpu_model_runner.py:9 _allocate_kv_cache_tensors"],
+        ["/x/sglang/srt/mem_cache/memory_pool.py:300 _create_buffers"],
+        [f"{TORCH}/functional.py:3 cat", "/x/transformers/cache_utils.py:120 update", "/x/transformers/models/llama.py:3 forward"],
+    ],
     "moments": [
         [ADAM, f"{ZERO}/stage3.py:1000 _optimizer_step", f"{ZERO}/stage3.py:950 initialize_optimizer_states"],
         [ADAM, f"{ZERO}/stage_1_and_2.py:700 initialize_optimizer_states", f"{ZERO}/stage_1_and_2.py:500 __init__"],
@@ -355,6 +382,26 @@ def test_the_library_gathers_inside_of_the_phase_around_it(tmp_path):
     assert len(found.steps) == 3 and found.peak_bytes == 3 * GIB
     assert held(found) == {"parameters": GIB, "gathered parameters": GIB, "activations": GIB}
     assert found.gathered.library == "DeepSpeed" and found.gathered.blocks == 1
+
+
+@pytest.mark.parametrize(("pieces", "alive", "finds"), [(12, 12, True), (12, 3, False), (48, 27, False), (3, 3, False)])
+def test_gathered_weights_of_the_same_phase(tmp_path, pieces, alive, finds):
+    """A layer of fully_shard is several pieces. All of what forward gathered being whole at its end is a finding; two layers
+    and what belongs to no layer are not."""
+    gather = frames(f"{FSDP}/_fully_shard/_fsdp_param.py:825 alloc_all_gather_outputs", CALL)
+    made, whole = MadeSnapshot(), []
+    made.step(1)
+    made.alloc(4 * GIB, "setup")
+    for _ in range(pieces):
+        whole.append(made.alloc(GIB, "step 1/forward", gather))
+        if len(whole) > alive:
+            made.free(whole.pop(0))
+    made.alloc(GIB, "step 1/forward")
+    made.write(tmp_path)
+    report = analyze([tmp_path])
+    gathered = report.facts.snapshots[0].gathered
+    assert (gathered.blocks, gathered.kept_blocks) in ((alive, 0), (alive + 1, 0))
+    assert ("gathered-parameters" in codes(report)) == finds
 
 
 def test_gathered_weights_that_stay_are_a_finding(tmp_path):

@@ -64,6 +64,8 @@ def build_verdict(facts: Facts, findings: Sequence[Finding]) -> Verdict:
     run, most, first = facts.run, facts.highest_snapshot, []
     if facts.critical is not None:
         verdict = _judge_time(facts, facts.critical, findings)
+        if most is not None and (failed := _describe_failed_request(most)):
+            first.append(failed)
     elif most is not None:
         verdict = _judge_memory(facts, most)
     else:
@@ -79,7 +81,7 @@ def build_verdict(facts: Facts, findings: Sequence[Finding]) -> Verdict:
         verdict = Verdict(f"{said}INCONCLUSIVE: {without}", "inconclusive", "low", without)
     verdict = replace(verdict, word=choose_word(facts, verdict.bound))
     if run is None:
-        return verdict
+        return replace(verdict, sentence=" ".join([*(f"{one}." for one in first), verdict.sentence]))
     if nothing := measure_learning(run).nothing:
         first.append(f"Nothing was learned: {nothing}")
     ended = {"failed": "failed", "killed or lost": "was killed or lost"}.get(run.status.partition(":")[0])
@@ -106,11 +108,8 @@ def _judge_memory(facts: Facts, most: Snapshot) -> Verdict:
     said = f"Memory peaks at {size(most.peak_bytes)}{when}{held}"
     if not most.events:
         said = f"Memory holds {size(most.peak_bytes)} at the moment of the snapshot{held}"
-    if most.ran_out and most.oom is not None:
-        at = f" at {most.oom.site}" if most.oom.site else ""
-        where = "" if most.simulated else f" on GPU {most.device}"
-        holding = f"with {size(most.oom.held_bytes)} held{where}"
-        said = f"A request for {size(most.oom.requested_bytes)} failed{at} {holding}{held}"
+    if failed := _describe_failed_request(most):
+        said = f"{failed}{held}"
     unknown = sum(part.num_bytes for part in most.held if part.category in WITHOUT_CATEGORY)
     share = unknown / max(most.peak_bytes, 1)
     doubts = {
@@ -120,6 +119,15 @@ def _judge_memory(facts: Facts, most: Snapshot) -> Verdict:
     }
     why = [f"{count(most.events)} events", *(doubt for doubt, holds in doubts.items() if holds)]
     return Verdict(said, "memory", "low" if why[1:] else "high", "; ".join(why))
+
+
+def _describe_failed_request(one: Snapshot) -> str:
+    """The request that ended the program; '' where none did."""
+    if one.oom is None or not one.ran_out:
+        return ""
+    at = f" at {one.oom.site}" if one.oom.site else ""
+    where = "" if one.simulated else f" on GPU {one.device}"
+    return f"A request for {size(one.oom.requested_bytes)} failed{at} with {size(one.oom.held_bytes)} held{where}"
 
 
 def _judge_time(facts: Facts, rank: RankFacts, findings: Sequence[Finding]) -> Verdict:

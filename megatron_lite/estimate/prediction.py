@@ -10,7 +10,7 @@ from megatron_lite.phases import Phase
 # ends there. Workspace is all else that does not outlive its phase: temporaries of forward, backward and the
 # optimizer, and the buffers of libraries such as cublas. Gathered parameters are whole weights that each rank keeps
 # a part of, and the buffers that gather them. Memory that awaits its free was given back by the program, and another
-# stream may still use it (Tensor.record_stream).
+# stream may still use it (Tensor.record_stream). A KV cache is an inference server's.
 CATEGORIES = (
     "parameters",
     "gradients",
@@ -22,6 +22,7 @@ CATEGORIES = (
     "communication",
     "gathered parameters",
     "awaiting free",
+    "KV cache",
     "other",
     "before the record",
 )

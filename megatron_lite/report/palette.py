@@ -11,7 +11,7 @@ SERIES = (BLUE, ORANGE, GREEN, VERMILION, SKY, PURPLE, YELLOW, SLATE, GREY, PALE
 INK, LINE, CARD = "var(--ink)", "var(--line)", "var(--card)"
 HELD = {
     **dict(zip(CATEGORIES, SERIES)),
-    "gathered parameters": VIOLET, "awaiting free": BROWN, "other": GREY, "before the record": PALE,
+    "gathered parameters": VIOLET, "awaiting free": BROWN, "KV cache": ORANGE, "other": GREY, "before the record": PALE,
 }  # fmt: skip
 ROWS = {
     "compute": BLUE, "exposed_communication": VERMILION, "exposed_copy": ORANGE, "data_wait": PURPLE, "sync": YELLOW,

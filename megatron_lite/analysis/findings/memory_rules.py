@@ -62,6 +62,7 @@ def find_memory_growth(facts: Facts) -> Finding | None:
 
 REMEDIES = {
     "gathered parameters": "let the library give each layer back after its use (see gathered-parameters)",
+    "KV cache": "fewer or shorter sequences at a time, or a smaller share of the memory for the cache",
     "awaiting free": "another stream may still use them (see awaiting-free)",
 }
 GROWS_WITH_BATCH = ("activations", "logits and loss", "workspace")

@@ -134,7 +134,8 @@ def find_awaiting_free(facts: Facts, most: Snapshot) -> Finding | None:
     return find_lost_memory(most, held, held, text, advice, *shown)
 
 
-MIN_GATHERED_SHARE, MIN_GATHERED = 0.20, 4  # of the peak; pieces, which two layers in flight do not reach
+MIN_GATHERED_SHARE, MIN_GATHERED = 0.20, 4  # of the peak; pieces
+MIN_WHOLE_SHARE = 0.75  # of the pieces that a phase gathers: with two layers at a time it is less
 RELEASES = {
     "DeepSpeed": (
         "lower stage3_max_live_parameters, stage3_max_reuse_distance and stage3_prefetch_bucket_size; leave GatheredParameters"
@@ -152,7 +153,8 @@ def find_gathered_parameters(facts: Facts, most: Snapshot) -> Finding | None:
     Meaning: with ZeRO-3 and FSDP each rank keeps a part of the weights, and a layer is gathered before it runs. One or two
         layers are whole at a time if each is given back after its use; else the whole model comes together again.
     Measured: at the peak of a snapshot that fills most of the device, allocations whose stack leads through the library's code
-        that gathers (library_frames.tsv), and how many of them were gathered in a phase that was over.
+        that gathers (library_frames.tsv). Most of them were gathered in a phase that was over, or most of what the phase
+        gathers is whole at once.
     Cost: those bytes but for two pieces.
     Do: let the library give each layer back: in DeepSpeed lower stage3_max_live_parameters, stage3_max_reuse_distance and
         stage3_prefetch_bucket_size; in FSDP FULL_SHARD with limit_all_gathers, or reshard_after_forward=True; leave contexts
@@ -165,11 +167,17 @@ def find_gathered_parameters(facts: Facts, most: Snapshot) -> Finding | None:
         return None
     if gathered.num_bytes < MIN_GATHERED_SHARE * most.peak_bytes:
         return None
+    kept = 2 * gathered.kept_blocks >= gathered.blocks
+    now, in_phase = gathered.blocks - gathered.kept_blocks, gathered.gathered_in_phase
+    if not kept and (in_phase < MIN_GATHERED or now < MIN_WHOLE_SHARE * in_phase):
+        return None
     text = f"{size(gathered.num_bytes)} of the peak of {size(most.peak_bytes)} are gathered weights in {gathered.blocks} pieces"
-    kept = Evidence(f"{gathered.kept_blocks} of them were gathered in a phase that was over", gathered.site)
+    which = f"{now} of the {in_phase} pieces that {most.peak_phase or 'the phase'} gathers are whole at once"
+    if kept:
+        which = f"{gathered.kept_blocks} of them were gathered in a phase that was over"
+    seen = Evidence(which, gathered.site)
     ours = facts.plan.get("sharding") is not None and not facts.part("sharding", "gathers_twice")
     advice = RELEASES_OURS if ours else RELEASES.get(gathered.library, "give each layer's weights back after its use")
     gain = gathered.num_bytes - 2 * gathered.num_bytes // gathered.blocks
     flags = ("--use-torch-fsdp2",) if ours else ()
-    certain = 2 * gathered.kept_blocks >= gathered.blocks
-    return find_lost_memory(most, gathered.num_bytes, gain, text, advice, kept, flags=flags, certain=certain)
+    return find_lost_memory(most, gathered.num_bytes, gain, text, advice, seen, flags=flags, certain=kept)

@@ -123,6 +123,7 @@ class Gathered:
     num_bytes: int
     blocks: int
     kept_blocks: int  # gathered in a phase that was over: not for what ran at the peak
+    gathered_in_phase: int  # pieces that the phase of the peak gathers in all
     site: str
 
 

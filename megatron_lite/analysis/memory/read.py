@@ -250,13 +250,16 @@ class SnapshotReader:
         gathered = rows[self.categories[rows] == INDEX["gathered parameters"]]
         if not len(gathered):
             return None
-        begun = np.maximum(lives.begin[gathered], 0)
-        kept = spans[begun] != spans[max(peak, 0)] if len(spans) else np.zeros(len(gathered), bool)
+        ours = np.flatnonzero((self.categories == INDEX["gathered parameters"]) & (lives.begin >= 0))
+        in_phase = int((spans[lives.begin[ours]] == spans[peak]).sum()) if peak >= 0 else 0
+        kept = lives.begin[gathered] < 0
+        if peak >= 0:
+            kept = kept | (spans[np.maximum(lives.begin[gathered], 0)] != spans[peak])
         sites = self._sum_sites(gathered, lives.num_bytes[gathered])
         known = (self.record.stacks.known[stack] for stack in lives.stack[gathered].tolist())
         library = next((one.row.library for one in known if one), "")
         total = int(lives.num_bytes[gathered].sum())
-        return Gathered(library, total, len(gathered), int(kept.sum()), sites[0].site)
+        return Gathered(library, total, len(gathered), int(kept.sum()), in_phase, sites[0].site)
 
 
 def _describe_limits(record: Record, unknown: int, complete: bool, steps: int) -> Iterator[str]:

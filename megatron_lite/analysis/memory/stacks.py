@@ -92,7 +92,7 @@ OPTIMIZER_ITSELF = int(Code.OPTIMIZER)
 IN_NAME = re.compile(r"(.+?)\((\d{1,9})\): (.+)")
 QUALIFIED = re.compile(r"[\w<>]+(\.[\w<>]+)+")
 SIGN_OF_TORCH = re.compile(r"(^|/)torch/")
-SIGN_OF_PACKAGES = re.compile(r"/(site|dist)-packages/|/lib/python3|<frozen |^<")
+SIGN_OF_PACKAGES = re.compile(r"/(site|dist)-packages/|/lib/python3|<frozen |^<|/torchinductor_")
 NATIVE_FILE = re.compile(
     r"\.(c|cc|cpp|cxx|h|hh|hpp|hxx|cu|cuh|hip|inl|inc|ipp|tcc|rs|mm)$|^/usr/include/", re.IGNORECASE
 )
