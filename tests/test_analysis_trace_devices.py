@@ -79,6 +79,12 @@ def test_tasks_of_an_ascend_npu_are_its_work(tmp_path, talk_apart):
     assert report.verdict.confidence == "high" and "Ascend NPU" in report.verdict.sentence
 
 
+def test_a_bare_list_may_begin_with_any_entry(tmp_path):
+    """Writers differ in the order of an entry's fields."""
+    first = {"name": "process_name", "pid": CANN, "tid": 0, "args": {"name": "CANN"}, "ph": "M"}
+    assert analyze([write(tmp_path, [first, *ascend_run()])]).facts.critical.time.on_gpu
+
+
 def test_sums_of_the_profiler_that_differ_from_its_tasks_lower_confidence(tmp_path):
     report = analyze([write(tmp_path, ascend_run(computing=400.0))])
     assert report.verdict.confidence == "low" and "Overlap Analysis" in report.verdict.why

@@ -2,6 +2,8 @@
 
 import gzip
 import json
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -93,6 +95,18 @@ def test_beside_real_traces_it_is_ignored_with_the_reason(tmp_path, writer):
     assert [one.trace.source for one in report.facts.ranks_seen] == [mine.name]
     assert report.verdict.confidence == "high"
     assert [gap for gap in build_limitations(report) if writer in gap]
+
+
+@pytest.mark.parametrize(
+    ("table", "writer"), [("CANN_API", "Ascend"), ("rocpd_kernel_dispatch", "rocprofv3"), ("StringTable", "nvprof")]
+)
+def test_databases_of_other_profilers(tmp_path, table, writer):
+    path = tmp_path / "profiler.db"
+    with closing(sqlite3.connect(path)) as database:
+        database.execute(f"CREATE TABLE {table} (id)")
+    assert writer in complaint(path) and "Nsight" not in complaint(path)
+    gpu_run(steps=5).write(tmp_path)
+    assert [gap for gap in build_limitations(analyze([tmp_path])) if writer in gap]
 
 
 def without_headers(made: MadeTrace) -> list[dict]:

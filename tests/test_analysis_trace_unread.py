@@ -24,6 +24,7 @@ TABLES = {
     "CUPTI_ACTIVITY_KIND_CUDA_EVENT": "start, end, deviceId, streamId, correlationId, globalPid",
     "DIAGNOSTIC_EVENT": "timestamp, timestampType, source, severity, text, globalPid",
 }
+PLACES = {"RUNTIME": 2, "KERNEL": 5, "GRAPH_TRACE": 5}  # of the process in a row
 GRAPH_US = 900
 
 
@@ -39,7 +40,7 @@ def export(folder: Path, **rows) -> Path:
     return path
 
 
-def graph_export(folder: Path, nodes=False, **more) -> Path:
+def graph_export(folder: Path, nodes=False, second_process=False, **more) -> Path:
     """10 steps of 1 ms, in each a small kernel and a CUDA graph of 0.9 ms, for which the host waits. `nodes`: its kernels, too."""
     tables = {
         name: [] for name in TABLES if name.startswith(("NVTX", "CUPTI_ACTIVITY_KIND_R", "CUPTI_ACTIVITY_KIND_K"))
@@ -61,7 +62,11 @@ def graph_export(folder: Path, nodes=False, **more) -> Path:
     names = ("cudaLaunchKernel_v7000", "cudaGraphLaunch_v10000", "cudaStreamSynchronize_v3020", "void gemm<float>(int)")
     tables["StringIds"] = list(enumerate(names, 1))
     tables["TARGET_INFO_GPU"] = [(0, "NVIDIA H100 80GB HBM3")]
-    return export(folder, **tables | {"CUPTI_ACTIVITY_KIND_GRAPH_TRACE": graphs} | more)
+    tables["CUPTI_ACTIVITY_KIND_GRAPH_TRACE"] = graphs
+    if second_process:
+        for name, place in (("NVTX_EVENTS", 4), *((f"CUPTI_ACTIVITY_KIND_{kind}", at) for kind, at in PLACES.items())):
+            tables[name] += [(*row[:place], row[place] + (1 << 24), *row[place + 1 :]) for row in tables[name]]
+    return export(folder, **tables | more)
 
 
 # --- Nsight Systems
@@ -78,6 +83,14 @@ def test_graphs_that_are_recorded_as_a_whole_are_work(tmp_path):
     assert one.time.rows["compute"] == pytest.approx(0.904, abs=1e-3)
     assert one.share(one.time.rows["sync"]) < 0.1
     assert report.verdict.confidence == "high" and "whose kernels were not recorded" in report.verdict.sentence
+
+
+def test_graphs_of_several_ranks_may_communicate(tmp_path):
+    """What a graph that is recorded as a whole does is not known: it may be communication."""
+    path = graph_export(tmp_path, second_process=True)
+    report = analyze([path])
+    assert report.verdict.confidence == "low" and "communication in them" in report.verdict.why
+    assert not [one for one in report.findings if one.certain]
 
 
 def test_graphs_whose_kernels_are_recorded_are_not_counted_twice(tmp_path):
@@ -128,6 +141,18 @@ def test_events_that_nsys_calls_lost_lower_confidence(tmp_path):
     harmless = "Dwarf unwinding is not available on this machine."
     report = analyze([graph_export(tmp_path, DIAGNOSTIC_EVENT=diagnostics((2, harmless)))])
     assert report.verdict.confidence == "high" and harmless in " ".join(report.facts.critical.trace.notes)
+
+
+def test_what_kineto_logged_is_quoted(tmp_path):
+    said = "Exceeded max GPU buffer count (64). Terminating tracing."
+    made = gpu_run(steps=5)
+    made.header = {"WARNING": [said, said], "ERROR": [7], "INFO": ["Completed Stage: Warm Up"]}
+    report = analyze([made.write(tmp_path)])
+    assert report.verdict.confidence == "low" and said in report.verdict.why
+    assert sum(said in note for note in report.facts.critical.trace.notes) == 1
+    made.header = {"WARNING": ["CUPTI callbacks are on"]}
+    report = analyze([made.write(tmp_path)])
+    assert report.verdict.confidence == "high" and "CUPTI callbacks" in " ".join(report.facts.critical.trace.notes)
 
 
 # --- launches without their work

@@ -14,7 +14,7 @@ from megatron_lite.analysis.memory.memory_results import Snapshot
 from megatron_lite.analysis.rank_facts import RankFacts
 from megatron_lite.analysis.run.run_results import Run
 from megatron_lite.analysis.run_facts import Facts
-from megatron_lite.analysis.trace.columns import Kind, Trace
+from megatron_lite.analysis.trace.columns import WHOLE_GRAPH, Kind, Trace
 from megatron_lite.analysis.trace.launches import MAX_LOST, count_lost, describe_launches, find_launches
 from megatron_lite.phases import Phase
 from megatron_lite.run_folder import RUN_FILE, STEPS_FILE
@@ -22,6 +22,7 @@ from megatron_lite.units import size
 
 MAX_APART = 2.0  # trace's step / the run's own time of its profiled steps, or the other way round
 MAX_SHARE_APART = 0.2  # of a step, by which a trace and the run's own clock may differ about waiting for data
+MAX_IN_GRAPHS = 0.2  # of a step, in graphs of which one does not know what they do
 MAX_OVERLAP_APART = 0.05  # of a step, by which Ascend's own sums and the tasks of its device may differ
 # rows of a step -> names on the track "Overlap Analysis" of Ascend's profiler
 OVERLAP_ANALYSIS = {"compute": "Computing", "exposed_communication": "Communication(Not Overlapped)"}
@@ -34,6 +35,7 @@ def find_contradictions(facts: Facts) -> list[str]:
     one, run, snapshot = facts.critical, facts.run, facts.highest_snapshot
     told = [text for seen in facts.ranks_seen for text in (*seen.trace.damage, *seen.trace.unread)]
     if one is not None:
+        told.append(_describe_hidden_communication(one, len(facts.ranks_seen)))
         return [text for text in (*told, *_check_trace(one, run)) if text]
     if snapshot is not None:
         told += [] if snapshot.complete else [_describe_unknown(snapshot)]
@@ -75,7 +77,8 @@ def missing_gpu_work(one: RankFacts, run: Run | None) -> str:
 
 def quote_diagnostics(trace: Trace) -> str:
     """'; nsys says: "..."' with the writer's own most severe message; '' where it has none."""
-    return f'; {trace.writer} says: "{trace.diagnostics[0]}"' if trace.diagnostics else ""
+    who = "nsys" if trace.writer == "nsys" else "the profiler"
+    return f'; {who} says: "{trace.diagnostics[0]}"' if trace.diagnostics else ""
 
 
 def missing_graph_work(one: RankFacts) -> str:
@@ -93,6 +96,19 @@ def missing_graph_work(one: RankFacts) -> str:
         if lost > max(MAX_LOST * len(launches.rows), inside):
             return f"of {describe_launches(launches)} in the steady steps, {lost:,} have no work in the trace"
     return ""
+
+
+def measure_whole_graphs(one: RankFacts) -> float:
+    """Share of the step in which CUDA graphs run that were recorded as a whole."""
+    return one.share(one.covered_ms(one.rows_named(WHOLE_GRAPH.match, Kind.KERNEL)))
+
+
+def _describe_hidden_communication(one: RankFacts, ranks: int) -> str:
+    """Why the busy time of one of several ranks may not be compute; '' where graphs recorded as a whole take little of it."""
+    several = ranks > 1 or (one.trace.world_size or 1) > 1 or one.time.communication_ms > 0
+    if not several or measure_whole_graphs(one) < MAX_IN_GRAPHS:
+        return ""
+    return "the kernels of CUDA graphs were not recorded, so that communication in them counts as compute"
 
 
 def weakened(findings: Sequence[Finding], facts: Facts) -> tuple[Finding, ...]:

@@ -21,6 +21,7 @@ from megatron_lite.analysis.memory.snapshot_forms import (
 )
 from megatron_lite.analysis.trace.foreign import describe_foreign, is_of_torch
 from megatron_lite.analysis.trace.kineto import rank_in_name
+from megatron_lite.analysis.trace.nsys_gaps import name_database
 from megatron_lite.analysis.trace.read import NSYS_REPORTS, SQLITE_MAGIC, any_block, export_first, first_bytes
 from megatron_lite.errors import UserError
 from megatron_lite.run_folder import RANKS_FILE, RUN_FILE, STEPS_FILE, iteration_of
@@ -96,7 +97,8 @@ def _classify(path: Path, head: bytes) -> tuple[str, str]:
     if not start:
         return "", "empty"
     if head.startswith(SQLITE_MAGIC):
-        return "nsys", ""
+        other = name_database(path)
+        return ("", other) if other else ("nsys", "")
     if PICKLE.match(head):
         known = is_snapshot_beginning(head)
         return ("snapshot", "") if known else ("", "a pickle, but no memory snapshot of PyTorch")

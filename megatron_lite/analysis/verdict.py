@@ -4,7 +4,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from statistics import fmean, pstdev
 
-from megatron_lite.analysis.contradictions import find_contradictions, missing_gpu_work, missing_graph_work
+from megatron_lite.analysis.contradictions import (
+    find_contradictions,
+    measure_whole_graphs,
+    missing_gpu_work,
+    missing_graph_work,
+)
 from megatron_lite.analysis.findings.base import Finding
 from megatron_lite.analysis.kernels.kernel_results import Role
 from megatron_lite.analysis.memory.memory_results import Snapshot
@@ -18,7 +23,6 @@ from megatron_lite.analysis.run.run_results import Run
 from megatron_lite.analysis.run_facts import Facts
 from megatron_lite.analysis.time.time_results import RankTime
 from megatron_lite.analysis.trace.accelerators import is_accelerator
-from megatron_lite.analysis.trace.columns import WHOLE_GRAPH, Kind
 from megatron_lite.analysis.verdict_word import DECIDES, choose_word
 from megatron_lite.units import count, significant, size
 
@@ -224,9 +228,7 @@ def _describe_step(facts: Facts, rank: RankFacts, findings: Sequence[Finding]) -
     if mfu is not None:
         parts = [f"{mfu:.0%} of peak" if mfu >= 0.005 else "under 1% of peak"]
     else:
-        device = time.device if time.device and is_accelerator(time.device) else "GPU"
-        who = f"the {device} computes" if time.on_gpu else "operators take"
-        parts = [f"{who} {_share(time, 'compute'):.0%} of each step{_describe_whole_graphs(rank)}"]
+        parts = [_describe_busy(rank)]
     rows = [row for row in LOSSES if _share(time, row) >= MIN_SHARE_SAID]
     losses: list[str] = []
     for row in sorted(rows, key=lambda row: -time.rows[row])[:MAX_LOSSES]:
@@ -254,11 +256,17 @@ def _describe_step(facts: Facts, rank: RankFacts, findings: Sequence[Finding]) -
     return "; ".join(part for part in parts if part)
 
 
-def _describe_whole_graphs(rank: RankFacts) -> str:
-    """', 90% in CUDA graphs whose kernels were not recorded'; '' where graphs take little of the step."""
-    graphs = rank.rows_named(WHOLE_GRAPH.match, Kind.KERNEL)
-    share = rank.share(rank.covered_ms(graphs))
-    return f", {share:.0%} in CUDA graphs whose kernels were not recorded" if share >= MIN_SHARE_SAID else ""
+def _describe_busy(rank: RankFacts) -> str:
+    """'the GPU computes 74% of each step'; of CUDA graphs recorded as a whole it is only known that they ran."""
+    time = rank.time
+    share = f"{_share(time, 'compute'):.0%} of each step"
+    if not time.on_gpu:
+        return f"operators take {share}"
+    device = time.device if time.device and is_accelerator(time.device) else "GPU"
+    graphs = measure_whole_graphs(rank)
+    if graphs < MIN_SHARE_SAID:
+        return f"the {device} computes {share}"
+    return f"the {device} is busy {share}, {graphs:.0%} in CUDA graphs whose kernels were not recorded"
 
 
 def _name_collective(facts: Facts, kind: str) -> str:

@@ -25,6 +25,7 @@ from megatron_lite.analysis.trace.columns import (
     TraceError,
     build_events,
 )
+from megatron_lite.analysis.trace.diagnostics import read_warnings, tells_of_loss
 from megatron_lite.analysis.trace.foreign import find_foreign
 from megatron_lite.analysis.trace.kineto_json import (
     NO_ARGS,
@@ -34,12 +35,10 @@ from megatron_lite.analysis.trace.kineto_json import (
     ExactEvent,
     Id,
     read_metadata,
-    read_text,
 )
 from megatron_lite.analysis.trace.kineto_kinds import (
-    ASCEND_CALL,
-    ASCEND_TASK,
     Tracks,
+    category_of_ascend,
     find_kinds_and_devices,
     kinds_of_categories,
 )
@@ -134,7 +133,7 @@ class Collected:
         columns: Columns = {name: np.full(count, -1, dtype) for name, dtype in COLUMNS.items()}
         of_all: tuple[tuple[str, Numbered[Any], list[Any]], ...] = (
             ("name", self.names, [event.name for event in spans]),
-            ("category", self.categories, [event.cat or _category_of_ascend(event) for event in spans]),
+            ("category", self.categories, [event.cat or category_of_ascend(event) for event in spans]),
             ("thread", self.threads, [(event.pid, event.tid) for event in spans]),
         )
         for column, numbers, texts in of_all:
@@ -352,32 +351,33 @@ def read_kineto(
         collected.tracks,
         _find_memory_types(collected),
     )
-    # files of 2021 write the same thread's id as a number and as a string
-    threads: Numbered[tuple[str, str]] = Numbered()
-    written = [(str(pid), str(tid)) for pid, tid in collected.threads]
-    columns["thread"] = np.array([threads[text] for text in written], np.int32)[columns["thread"]]
+    threads = _join_threads(columns, collected)
     events, mended = build_events(columns)
     header = chunks.header
+    diagnostics = read_warnings(header)
+    said = [f'the profiler says: "{text}"' for text in diagnostics]
+    damage += [text for text in said if tells_of_loss(text)]
+    notes += said
     facts = read_header(header, path, first_ns)
     if placed.accelerator and not facts["devices"]:
         number = int(events.device.max(initial=0)) + 1
         facts |= {"devices": (placed.accelerator,) * number, "without_gpu": False}
     return Trace(
-        source=path.name, writer="pytorch", names=names, threads=tuple(threads), shapes=_read_shapes(collected.shapes),
+        source=path.name, writer="pytorch", names=names, threads=threads, shapes=_read_shapes(collected.shapes),
         with_stack=bool(header.get("with_stack")) or bool((events.kind == Kind.PYTHON).any()),
         with_shapes=bool(header.get("record_shapes")) or bool((events.shapes >= 0).any()),
         collectives=tuple(collected.collectives), events=events, memory=_read_memory(collected.instants, first_ns),
-        notes=(*damage, *notes, *mended), damage=tuple(damage), cut=chunks.cut or collected.until_ns is not None,
+        notes=tuple(dict.fromkeys((*damage, *notes, *mended))), damage=tuple(damage), diagnostics=diagnostics, cut=chunks.cut or collected.until_ns is not None,
         unread=placed.unread, **facts,
     )  # fmt: skip
 
 
-def _category_of_ascend(event: Event) -> str:
-    """torch_npu writes no categories for tasks of the device and for the calls that start them; their arguments tell."""
-    args = event.args or NO_ARGS
-    if args.task:
-        return ASCEND_TASK + read_text(args.task)
-    return ASCEND_CALL if (args.connection or -1) >= 0 else ""
+def _join_threads(columns: Columns, collected: Collected) -> tuple[tuple[str, str], ...]:
+    """(process, thread) by number; files of 2021 write the same thread's id as a number and as a string."""
+    threads: Numbered[tuple[str, str]] = Numbered()
+    written = [(str(pid), str(tid)) for pid, tid in collected.threads]
+    columns["thread"] = np.array([threads[text] for text in written], np.int32)[columns["thread"]]
+    return tuple(threads)
 
 
 def _find_memory_types(collected: Collected) -> set[int]:

@@ -3,7 +3,7 @@ which events with a length nobody reads."""
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from megatron_lite.analysis.intervals import Flags, Integers
 from megatron_lite.analysis.trace.accelerators import find_accelerator, find_track_owner
 from megatron_lite.analysis.trace.columns import DEVICE_KINDS, Kind
-from megatron_lite.analysis.trace.kineto_json import Id, Metadata
+from megatron_lite.analysis.trace.kineto_json import NO_ARGS, Event, Id, Metadata, read_text
 
 # libkineto/src/ActivityType.cpp, and those of its first releases (2021), which were capitalized; then those of tools that turn
 # exports of nsys into Chrome traces
@@ -48,7 +48,7 @@ ASCEND_CALL, ASCEND_TASK = "Ascend call", "Ascend task "
 ASCEND_WAIT = re.compile(r"WAIT|RECORD|NOTIFY|WRITE_VALUE|PLACE_HOLDER|CMO|MAINTENANCE")
 ASCEND_COPY = re.compile(r"SDMA|DMA_SQE|MEMCPY")
 # Waiting that some devices record as work of a stream: MTIA's event_wait, Ascend's EVENT_WAIT and NOTIFY_WAIT.
-DEVICE_WAIT = re.compile(r"(event|notify|stream)_?(wait|record)(_sqe)?|wait_?event", re.IGNORECASE)
+DEVICE_WAIT = re.compile(r"((event|notify|stream)_?(wait|record)(_sqe)?|wait_?event)\Z", re.IGNORECASE)
 # Annotations that are written as operators by PyTorch of 2021 and by torch_npu:
 ANNOTATION = re.compile(
     r"ProfilerStep#|enumerate\(DataLoader\)|Optimizer\.(step|zero_grad)#|(nccl|gloo|mpi|ucc|hccl):|DistributedDataParallel\.|## "
@@ -66,6 +66,14 @@ MAX_SENTENCES = 5
 HCCL_STREAMS = 1 << 20  # added to the streams of Ascend's communication, whose numbers are others than those of tasks
 
 Columns = dict[str, NDArray[Any]]
+
+
+def category_of_ascend(event: Event) -> str:
+    """torch_npu writes no categories for tasks of the device and for the calls that start them; their arguments tell."""
+    args = event.args or NO_ARGS
+    if args.task:
+        return ASCEND_TASK + read_text(args.task)
+    return ASCEND_CALL if (args.connection or -1) >= 0 else ""
 
 
 @lru_cache(maxsize=4096)
@@ -131,14 +139,12 @@ def find_kinds_and_devices(
     kind = kinds_of_categories(categories)[category]
     of_process = np.array([KIND_OF_PROCESS.get(pid, Kind.OTHER) for pid, _ in threads], np.uint8)
     kind = np.where(kind == Kind.OTHER, of_process[thread], kind)
-    named_by_code = _ask_names(ANNOTATION, names)
-    kind[(kind == Kind.OP) & named_by_code[columns["name"]]] = Kind.ANNOTATION
+    kind[(kind == Kind.OP) & _ask_names(ANNOTATION, names)[columns["name"]]] = Kind.ANNOTATION
     processes = [tracks.process(pid) for pid, _ in threads]
     if "Ascend Hardware" in processes:
         _place_ascend(columns, kind, names, threads, processes)
     _split_gaudi(kind, category, categories, thread, threads)
-    waits = np.fromiter((bool(DEVICE_WAIT.fullmatch(name)) for name in names), bool, len(names))
-    kind[(kind == Kind.KERNEL) & waits[columns["name"]]] = Kind.SYNC
+    kind[(kind == Kind.KERNEL) & _ask_names(DEVICE_WAIT, names)[columns["name"]]] = Kind.SYNC
     _split_nsys_copies(columns, kind, names, category, categories)
     columns["kind"] = kind
     _find_devices(columns, kind, threads)
@@ -166,29 +172,33 @@ def _place_ascend(
     columns: Columns, kind: Integers, names: tuple[str, ...], threads: Sequence[tuple[Id, Id]], processes: Sequence[str]
 ) -> None:
     """Kinds, devices and streams of a trace of torch_npu, whose tracks tell what its categories do not."""
-    thread, name = columns["thread"], columns["name"]
+    name = columns["name"]
 
-    def on(pattern: str) -> Flags:
+    def on(*wanted: str) -> Flags:
         """bool per event: is the name of its process one of these?"""
-        fits = np.fromiter((bool(re.fullmatch(pattern, process)) for process in processes), bool, len(processes))
-        return fits[thread]
+        return np.array([process in wanted for process in processes], bool)[columns["thread"]]
 
-    tasks, talks = on("Ascend Hardware"), on("HCCL|Communication")
+    tasks, talks = on("Ascend Hardware"), on("HCCL", "Communication")
     kind[on("CANN") & (kind == Kind.OTHER)] = Kind.RUNTIME
     kind[tasks & np.isin(kind, (Kind.OTHER, Kind.RUNTIME))] = Kind.KERNEL
+    kind[talks] = Kind.OTHER
     collective = _ask_names(re.compile("hcom_"), names)[name]
     # collectives stand on a track of their own; some versions write them among the tasks
-    elsewhere = bool((tasks & collective & (kind == Kind.KERNEL)).any())
-    kind[talks] = Kind.OTHER
-    if not elsewhere:
+    if not (tasks & collective & (kind == Kind.KERNEL)).any():
         kind[talks & collective] = Kind.KERNEL
     kind[(kind == Kind.OP) & ~_ask_names(OPERATOR, names)[name]] = Kind.ANNOTATION
-    device = np.array([pid & 31 if isinstance(pid, int) else -1 for pid, _ in threads], np.int64)
-    if len({pid for (pid, _), process in zip(threads, processes) if process == "Ascend Hardware"}) == 1:
-        device[:] = 0
-    columns["device"] = np.where(tasks | talks, device[thread], columns["device"])
-    number = np.array([tid if isinstance(tid, int) else -1 for _, tid in threads], np.int64)[thread]
-    columns["stream"] = np.where(tasks, number, np.where(talks, number + HCCL_STREAMS, columns["stream"]))
+    _place_ascend_streams(columns, tasks, talks, threads, processes)
+
+
+def _place_ascend_streams(
+    columns: Columns, tasks: Flags, talks: Flags, threads: Sequence[tuple[Id, Id]], processes: Sequence[str]
+) -> None:
+    """A process' number ends in its device's, a thread's is its stream's."""
+    hardware = {pid for (pid, _), process in zip(threads, processes) if process == "Ascend Hardware"}
+    device = np.array([pid & 31 if isinstance(pid, int) and len(hardware) > 1 else 0 for pid, _ in threads], np.int64)
+    stream = np.array([tid if isinstance(tid, int) else -1 for _, tid in threads], np.int64)[columns["thread"]]
+    columns["device"] = np.where(tasks | talks, device[columns["thread"]], columns["device"])
+    columns["stream"] = np.where(tasks, stream, np.where(talks, stream + HCCL_STREAMS, columns["stream"]))
 
 
 def _split_gaudi(
@@ -227,23 +237,36 @@ def _find_unread(
 ) -> tuple[str, ...]:
     """Tracks of an accelerator, and in a trace without device work any long track of its own, of which nothing is read."""
     kind, thread = columns["kind"], columns["thread"]
-    start, length = columns["start_ns"], columns["end_ns"] - columns["start_ns"]
-    whole = int((start + length).max() - start.min())
     read_threads = set(np.unique(thread[~np.isin(kind, (Kind.OTHER, Kind.OVERHEAD))]).tolist())
     has_work = bool(np.isin(kind, DEVICE_KINDS).any())
-    rows = np.flatnonzero((kind == Kind.OTHER) & (length > 0))
     counted: Counter[str] = Counter()
-    keys, inverse = np.unique(np.stack((thread[rows], category[rows])), axis=1, return_inverse=True)
-    numbers, lengths = np.bincount(inverse.ravel()), np.bincount(inverse.ravel(), length[rows])
-    for (number, kind_of), events, ns in zip(keys.T.tolist(), numbers.tolist(), lengths.tolist()):
-        said = categories[kind_of] or ""
-        process, own = processes[number], tracks.threads.get(threads[number], "")
+    for number, of_category, events, share in _count_unread(columns, category):
+        said, process = categories[of_category] or "", processes[number]
         if NO_WORK_CATEGORIES.match(said) or NO_WORK_PROCESSES.match(process):
             continue
         owner = find_track_owner(f"{process} {said}")
-        matters = not has_work and number not in read_threads and ns >= MIN_SHARE * whole
+        matters = not has_work and number not in read_threads and share >= MIN_SHARE
         if owner or matters:
-            where = process or own or f"{threads[number][0]}, {threads[number][1]}"
-            of_category = f", category '{said}'" if said else ""
-            counted[f"the {f'{owner}, ' if owner else ''}track '{where}'{of_category}"] += events
+            pid, tid = threads[number]
+            where = process or tracks.threads.get((pid, tid)) or f"{pid}, {tid}"
+            counted[_describe_track(owner, where, said)] += events
     return tuple(f"events of {track} were not read: {events:,}" for track, events in counted.most_common(MAX_SENTENCES))
+
+
+def _count_unread(columns: Columns, category: Integers) -> Iterator[tuple[int, int, int, float]]:
+    """(thread, category, events, share of the trace's time) of events with a length that no reader knows."""
+    start, end = columns["start_ns"], columns["end_ns"]
+    whole = max(int(end.max() - start.min()), 1)
+    rows = np.flatnonzero((columns["kind"] == Kind.OTHER) & (end > start))
+    keys, inverse = np.unique(np.stack((columns["thread"][rows], category[rows])), axis=1, return_inverse=True)
+    events = np.bincount(inverse.ravel(), minlength=keys.shape[1])
+    lengths = np.bincount(inverse.ravel(), (end - start)[rows], keys.shape[1])
+    for (thread, of_category), number, length in zip(keys.T.tolist(), events.tolist(), lengths.tolist()):
+        yield thread, of_category, number, length / whole
+
+
+def _describe_track(owner: str, where: str, category: str) -> str:
+    """ "the Ascend NPU, track 'NPU 1', category 'npu_task'"."""
+    parts = [f"the {owner}, track '{where}'" if owner else f"the track '{where}'"]
+    parts += [f"category '{category}'"] if category else []
+    return ", ".join(parts)

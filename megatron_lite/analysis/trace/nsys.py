@@ -24,8 +24,9 @@ from megatron_lite.analysis.trace.columns import (
     TraceError,
     build_events,
 )
+from megatron_lite.analysis.trace.diagnostics import tells_of_loss
 from megatron_lite.analysis.trace.kineto import nested_tuples
-from megatron_lite.analysis.trace.nsys_gaps import find_unread_tables, read_diagnostics, tells_of_loss
+from megatron_lite.analysis.trace.nsys_gaps import find_unread_tables, read_diagnostics
 
 _PUSH_POP, _START_END, _MARK = 59, 60, 34  # ENUM_NSYS_EVENT_TYPE
 _OUR_MARK = re.compile(r"rank (\d+) of (\d+)\b")  # megatron_lite/instruments/nsys_range.py

@@ -3,6 +3,10 @@
 import re
 import sqlite3
 from collections.abc import Callable, Mapping
+from contextlib import closing
+from pathlib import Path
+
+from megatron_lite.analysis.trace.diagnostics import MAX_DIAGNOSTIC, MAX_DIAGNOSTICS
 
 Query = Callable[..., sqlite3.Cursor]
 Columns = Mapping[str, set[str]]  # table -> its columns
@@ -14,10 +18,16 @@ READ_TABLES = {
 }
 # On a stream, and no work: events that were recorded, allocations, overhead of the profiler.
 NO_WORK_TABLES = re.compile(r"CUDA_EVENT|MEMORY|MEM_POOL|MEMORY_POOL|OVERHEAD|ENVIRONMENT|CALLCHAIN|NODE_EVENTS|USAGE")
+# (who wrote it and what to name instead, a table of it)
+OTHER_DATABASES = (
+    (
+        "a database of Ascend's profiler; name its trace_view.json",
+        re.compile(r"(CANN_API|STRING_IDS|ENUM_HCCL_\w+|PYTORCH_API)$"),
+    ),
+    ("a database of rocprofv3 (rocpd), which is not read; torch.profiler records a trace", re.compile(r"rocpd_")),
+    ("a database of nvprof, which is not read; torch.profiler records a trace", re.compile(r"StringTable$")),
+)
 _WARNING, _ERROR = 2, 3  # ENUM_DIAGNOSTIC_SEVERITY_LEVEL
-_MAX_TEXT = 300
-_MAX_MESSAGES = 20
-_LOSS = re.compile(r"not all\b.*\bevents|\blost\b|\bdropp|\bdiscard|\boverflow|\bincomplete", re.IGNORECASE)
 
 
 def find_unread_tables(query: Query, columns: Columns) -> Owned:
@@ -47,11 +57,18 @@ def read_diagnostics(query: Query, columns: Columns) -> Owned:
         f"SELECT DISTINCT {owner}, CAST({text} AS TEXT), CAST(severity AS INTEGER) FROM DIAGNOSTIC_EVENT "
         "WHERE severity IN (?, ?)", (_WARNING, _ERROR),
     ).fetchall()  # fmt: skip
-    told = [(pid or None, " ".join(said.split())[:_MAX_TEXT], level) for pid, said, level in rows if said]
+    told = [(pid or None, " ".join(said.split())[:MAX_DIAGNOSTIC], level) for pid, said, level in rows if said]
     told.sort(key=lambda one: (-one[2], -len(one[1]), one[1]))
-    return [(pid, said) for pid, said, _ in told[:_MAX_MESSAGES]]
+    return [(pid, said) for pid, said, _ in told[:MAX_DIAGNOSTICS]]
 
 
-def tells_of_loss(text: str) -> bool:
-    """Does this message of nsys say that events are missing?"""
-    return bool(_LOSS.search(text))
+def name_database(path: Path) -> str:
+    """Which other profiler wrote the sqlite file; '' for what may be of Nsight Systems, or cannot be read."""
+    try:
+        with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro&immutable=1", uri=True)) as database:
+            tables = {str(name) for (name,) in database.execute("SELECT name FROM sqlite_master")}
+    except (sqlite3.Error, ValueError):
+        return ""
+    if "StringIds" in tables:
+        return ""
+    return next((writer for writer, known in OTHER_DATABASES if any(map(known.match, tables))), "")

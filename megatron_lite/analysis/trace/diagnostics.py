@@ -1,0 +1,24 @@
+"""Messages that a profiler leaves about its own record."""
+
+import re
+from typing import Any
+
+MAX_DIAGNOSTIC = 300  # characters of a message
+MAX_DIAGNOSTICS = 20  # messages of a file
+_LOSS = re.compile(
+    r"not all\b.*\bevents|\blost\b|\bdropp|\bdiscard|\boverflow|\bincomplete|exceeded max|terminating tracing",
+    re.IGNORECASE,
+)
+
+
+def tells_of_loss(text: str) -> bool:
+    """Does this message say that events are missing?"""
+    return bool(_LOSS.search(text))
+
+
+def read_warnings(header: dict[str, Any]) -> tuple[str, ...]:
+    """What kineto logged while it recorded, errors first: releases of 2022 to 2025 write it beside the events."""
+    listed = (header.get(level) for level in ("ERROR", "WARNING"))
+    texts = (text for texts in listed if isinstance(texts, list) for text in texts if isinstance(text, str))
+    shown = (" ".join(text.split())[:MAX_DIAGNOSTIC] for text in texts)
+    return tuple(dict.fromkeys(filter(None, shown)))[:MAX_DIAGNOSTICS]
