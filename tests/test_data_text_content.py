@@ -137,6 +137,8 @@ PLAIN = {  # near misses: texts that stay one document
     "names of formats": "ORCHIDS\nBZh is what bzip2 begins with\n",
     "Parquet's mark": "PAR1 is four letters\n",
     "one line, with a comma": "a, text",
+    "a first line that ends so": "In this chapter, text\nis, as ever, plain.\n",
+    "two words": "more,text\nbut no table\n",
     "empty braces": "{}{}{}",
 }
 

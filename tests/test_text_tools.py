@@ -154,12 +154,32 @@ def test_an_empty_value_names_the_command_that_was_not_run(tmp_path, kind):
     assert any(line.startswith(message) for line in raised.value.lines)
 
 
-def test_an_empty_value_without_a_command_is_said_as_ever(tmp_path):
+WITHOUT_VALUE = {  # the script before the launch, the value of --lr: what is said
+    "a variable of the cluster": (
+        "X=$(find_lr)",
+        "$Y",
+        "--lr is empty: Y has no value here; give it: Y=VALUE megatron-lite plan",
+    ),
+    "an argument": ("", "$2", "--lr is empty: it is argument 2 of"),
+    "an argument by a variable": ("LR=${3}", "$LR", "--lr is empty: it is argument 3 of"),
+    "a default that nobody took": (
+        '[ "$N" = 4 ] && : ${LR:=3}',
+        "$LR",
+        "--lr is empty: LR has no value here; give it: LR=VALUE",
+    ),
+    "set to nothing": ("LR=", "$LR", "--lr takes one value, got none."),
+}
+
+
+@pytest.mark.parametrize("kind", WITHOUT_VALUE)
+def test_an_empty_value_names_what_has_none(tmp_path, kind):
+    before, value, message = WITHOUT_VALUE[kind]
     path = tmp_path / "x.sh"
-    path.write_text(f"X=$(find_lr)\ntorchrun --nproc_per_node 2 pretrain_gpt.py {MODEL} --train-iters 3 --lr $Y\n")
+    path.write_text(f"{before}\ntorchrun --nproc_per_node 2 pretrain_gpt.py {MODEL} --train-iters 3 --lr {value}\n")
     with pytest.raises(ConfigError) as raised:
         planned_run([str(path)], None)
-    assert raised.value.lines == ["--lr takes one value, got none."]
+    (line,) = raised.value.lines
+    assert line.startswith(message)
 
 
 KNOWN = {  # --tokenizer-type and --tokenizer-model: its size

@@ -10,7 +10,7 @@ import os
 import re
 import shlex
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 JOB_ID = "123456"
@@ -150,9 +150,8 @@ def _read_array(text: str) -> list[int]:
     return found
 
 
-def _read_slurm(words: list[str], name: str, folder: Path) -> Job:
-    """sbatch's manual page of Slurm 24.05: Output environment variables."""
-    options = read_options(words)
+def _size_slurm_job(options: Mapping[str, str]) -> Job:
+    """Nodes, tasks and GPUs, as far as one follows from the others."""
     tasks = read_number(options, ("-n", "--ntasks"))
     per_node = read_number(options, ("--ntasks-per-node", "--tasks-per-node"))
     all_gpus = read_number(options, ("-G", "--gpus"))
@@ -170,35 +169,55 @@ def _read_slurm(words: list[str], name: str, folder: Path) -> Job:
         gpus = max(1, all_gpus // count)
     if gpus is None and task_gpus and tasks:
         gpus = task_gpus * max(1, tasks // count)
+    return Job(nodes, tasks, per_node, gpus)
+
+
+def _read_slurm(words: list[str], name: str, folder: Path) -> Job:
+    """sbatch's manual page of Slurm 24.05: Output environment variables."""
+    options = read_options(words)
+    job = _size_slurm_job(options)
+    variables = {**_name_slurm_sizes(job, options), **_name_slurm_stand_ins(job, options, name, folder)}
+    return replace(job, environment=_as_variables(variables))
+
+
+def _name_slurm_sizes(job: Job, options: Mapping[str, str]) -> dict[str, object]:
+    count = job.nodes or 1
+    tasks_here = max(1, (job.tasks or count) // count)
+    devices = ",".join(map(str, range(job.gpus_per_node))) if job.gpus_per_node else None
     cpus = read_number(options, ("-c", "--cpus-per-task"))
-    tasks_here = max(1, (tasks or count) // count)
-    devices = ",".join(map(str, range(gpus))) if gpus else None
-    nodelist = f"{NODE}1" if count == 1 else f"{NODE}[1-{count}]"
-    array = _read_array(options.get("--array", options.get("-a", "")))
-    folder_of_job = options.get("--chdir", options.get("-D", os.getcwd()))
-    variables = {
-        "SLURM_NNODES": count, "SLURM_JOB_NUM_NODES": count, "SLURM_NTASKS": tasks, "SLURM_NPROCS": tasks,
-        "SLURM_NTASKS_PER_NODE": per_node, "SLURM_TASKS_PER_NODE": f"{tasks_here}(x{count})" if count > 1 else tasks_here,
-        "SLURM_GPUS_ON_NODE": gpus, "SLURM_GPUS_PER_NODE": gpus, "SLURM_GPUS": all_gpus,
-        "SLURM_GPUS_PER_TASK": task_gpus, "SLURM_JOB_GPUS": devices, "CUDA_VISIBLE_DEVICES": devices,
-        "SLURM_CPUS_PER_TASK": cpus, "SLURM_CPUS_ON_NODE": (cpus or 1) * tasks_here,
-        "SLURM_JOB_CPUS_PER_NODE": (cpus or 1) * tasks_here,
+    cpus_here = (cpus or 1) * tasks_here
+    return {
+        "SLURM_NNODES": count, "SLURM_JOB_NUM_NODES": count, "SLURM_NTASKS": job.tasks, "SLURM_NPROCS": job.tasks,
+        "SLURM_NTASKS_PER_NODE": job.tasks_per_node,
+        "SLURM_TASKS_PER_NODE": f"{tasks_here}(x{count})" if count > 1 else tasks_here,
+        "SLURM_GPUS_ON_NODE": job.gpus_per_node, "SLURM_GPUS_PER_NODE": job.gpus_per_node,
+        "SLURM_GPUS": read_number(options, ("-G", "--gpus")), "SLURM_GPUS_PER_TASK": read_number(options, ("--gpus-per-task",)),
+        "SLURM_JOB_GPUS": devices, "CUDA_VISIBLE_DEVICES": devices, "SLURM_CPUS_PER_TASK": cpus,
+        "SLURM_CPUS_ON_NODE": cpus_here, "SLURM_JOB_CPUS_PER_NODE": cpus_here,
         "SLURM_MEM_PER_NODE": read_number(options, ("--mem",)),
+    }  # fmt: skip
+
+
+def _name_slurm_stand_ins(job: Job, options: Mapping[str, str], name: str, folder: Path) -> dict[str, object]:
+    count = job.nodes or 1
+    nodelist = f"{NODE}1" if count == 1 else f"{NODE}[1-{count}]"
+    variables: dict[str, object] = {
         "SLURM_JOB_ID": JOB_ID, "SLURM_JOBID": JOB_ID, "SLURM_JOB_NAME": options.get("--job-name", options.get("-J", name)),
         "SLURM_JOB_NODELIST": nodelist, "SLURM_NODELIST": nodelist, "SLURM_STEP_NODELIST": nodelist,
         "SLURMD_NODENAME": f"{NODE}1", "SLURM_TOPOLOGY_ADDR": f"{NODE}1", "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.1",
-        "SLURM_SUBMIT_DIR": folder_of_job, "SLURM_SUBMIT_HOST": "login", "SLURM_CLUSTER_NAME": "cluster",
-        "SLURM_JOB_PARTITION": options.get("--partition", options.get("-p", "partition")),
+        "SLURM_SUBMIT_DIR": options.get("--chdir", options.get("-D", os.getcwd())), "SLURM_SUBMIT_HOST": "login",
+        "SLURM_CLUSTER_NAME": "cluster", "SLURM_JOB_PARTITION": options.get("--partition", options.get("-p", "partition")),
         "SLURM_JOB_ACCOUNT": options.get("--account", options.get("-A", "account")), "SLURM_JOB_USER": _name_user(),
         "SLURM_PROCID": 0, "SLURM_NODEID": 0, "SLURM_LOCALID": 0, "SLURM_STEP_ID": 0, "SLURM_RESTART_COUNT": 0,
         "SLURM_JOB_START_TIME": START_TIME, "SLURM_JOB_END_TIME": START_TIME + DAY_S, "SLURM_TMPDIR": str(folder),
     }  # fmt: skip
+    array = _read_array(options.get("--array", options.get("-a", "")))
     if array:
         variables |= {
             "SLURM_ARRAY_JOB_ID": JOB_ID, "SLURM_ARRAY_TASK_ID": array[0], "SLURM_ARRAY_TASK_COUNT": len(array),
             "SLURM_ARRAY_TASK_MIN": min(array), "SLURM_ARRAY_TASK_MAX": max(array),
         }  # fmt: skip
-    return Job(nodes, tasks, per_node, gpus, _as_variables(variables))
+    return variables
 
 
 def _read_pbs(words: list[str], name: str, folder: Path) -> Job:

@@ -156,26 +156,12 @@ def read_launch_script(script: str, arguments: list[str], wanted: int = 1, gpus_
         text = Path(script).read_text(encoding="utf-8", errors="replace")
     except OSError as error:
         raise UserError(f"{script}: cannot be read ({error.strerror}); check the path.") from None
-    notes, first_reason = [], ""
-    for all_given in (False, True):
-        with tempfile.TemporaryDirectory() as folder:
-            job = read_job(text, script, Path(folder))
-            search = _Search(bash, Path(folder), all_given)
-            job = job if job.gpus_per_node else replace(job, gpus_per_node=gpus_per_node)
-            whole = Script(script, text, arguments, _choose_environment(job), [])
-            found, why_not = search.look(whole, job, DEEPEST)
-        first_reason = first_reason or why_not
-        if found or search.waits:
-            break
-    if not found:
-        raise UserError(first_reason)
-    if all_given:
-        notes.append(f"{script}: files and folders that it looks for count as being there.")
+    found, search, all_given = _search_twice(bash, script, text, arguments, gpus_per_node)
+    notes = [f"{script}: files and folders that it looks for count as being there."] if all_given else []
     different = _drop_equal(found)
     if not 1 <= wanted <= len(different):
-        raise UserError(
-            f"{script}: has {len(different)} launches, and no number {wanted}; give --launch 1 to {len(different)}."
-        )
+        few = f"has {len(different)} launches, and no number {wanted}; give --launch 1 to {len(different)}"
+        raise UserError(f"{script}: {few}.")
     if len(different) > 1:
         notes.append(f"launch {wanted} of {len(different)} that {script} starts; --launch N for another one.")
     chosen = different[wanted - 1]
@@ -186,6 +172,29 @@ def read_launch_script(script: str, arguments: list[str], wanted: int = 1, gpus_
         launch, environment=environment, notes=tuple(notes), left_out=tuple(search.toolbox.left_out),
         text="\n".join(search.texts),
     )  # fmt: skip
+
+
+def _search_twice(
+    bash: str, script: str, text: str, arguments: list[str], gpus_per_node: int | None
+) -> tuple[list[_Found], _Search, bool]:
+    """(the launches, the search that found them, whether every file had to count as being there).
+
+    UserError with the reason of the first search if neither finds one.
+    """
+    reason = ""
+    for all_given in (False, True):
+        with tempfile.TemporaryDirectory() as folder:
+            job = read_job(text, script, Path(folder))
+            search = _Search(bash, Path(folder), all_given)
+            job = job if job.gpus_per_node else replace(job, gpus_per_node=gpus_per_node)
+            whole = Script(script, text, arguments, _choose_environment(job), [])
+            found, why_not = search.look(whole, job, DEEPEST)
+        reason = reason or why_not
+        if found:
+            return found, search, all_given
+        if search.waits:
+            break
+    raise UserError(reason)
 
 
 def _explain_nothing(bash: str, script: Script, walk: Walk) -> str:

@@ -1,70 +1,96 @@
-"""Which command that was not run a missing value of a launch script comes from."""
+"""Where a missing value of a launch script would come from: a command that was not run, an argument, or a variable of the cluster."""
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-MAX_STEPS = 6  # from a flag over variables to a command
+MAX_STEPS = 6  # from a flag over variables to their source
 LONGEST_COMMAND = 60
 FLAG = re.compile(r"--[\w-]+")
+VALUE = r"(\"[^\"]*\"|'[^']*'|\$\([^)]*\)|\S+)"
+# A variable as $NAME, ${NAME...}, or a bare name in arithmetic; an argument as $1.
+USED = re.compile(r"\$\{?#?(\w+)|\b([A-Za-z_]\w*)(?=\W*[*/+-])")
+COMMAND = re.compile(r"\$\((?!\()(.*)\)|`([^`]*)`", re.DOTALL)
 
 
-def explain_empty_values(lines: Sequence[str], left_out: Sequence[Sequence[str]], text: str) -> list[str]:
-    """The trainer's objections; where a value is missing since a command was not run, the line names both.
+@dataclass(frozen=True)
+class _Source:
+    """variable: the last one before the source; command: what was not run; name: an argument or a variable without a value."""
+
+    variable: str = ""
+    command: str = ""
+    name: str = ""
+
+
+def explain_empty_values(lines: Sequence[str], left_out: Sequence[Sequence[str]], text: str, script: str) -> list[str]:
+    """The trainer's objections; where a value is missing, the line says where it would come from.
 
     Args:
         lines: the objections.
         left_out: commands whose output the script may have wanted.
         text: of the script and of those that it starts.
+        script: its name.
     """
     explained, told = [], set()
     for line in lines:
         flag = FLAG.match(line)
         source = _find_source(flag[0], left_out, text) if flag else None
-        if not flag or source is None:
+        is_empty = line.endswith("got none.")
+        if flag is None or source is None or not (is_empty or source.command):
             explained.append(line)
             continue
-        variable, command = source
-        where = f"write {variable}=VALUE into the script" if variable else "write its value into the script"
-        if line.endswith("got none."):
-            explained.append(f"{flag[0]} is empty: `{command}` was not run; {where}.")
+        where = (
+            f"write {source.variable}=VALUE into the script" if source.variable else "write its value into the script"
+        )
+        if source.name.isdigit():
+            explained.append(f"{flag[0]} is empty: it is argument {source.name} of {script}; give it.")
+        elif source.name:
+            remedy = f"give it: {source.name}=VALUE megatron-lite plan {script} ..."
+            explained.append(f"{flag[0]} is empty: {source.name} has no value here; {remedy}")
+        elif is_empty:
+            explained.append(f"{flag[0]} is empty: `{source.command}` was not run; {where}.")
         else:
             explained.append(line)
             if source not in told:
-                explained.append(f"{flag[0]}: `{command}`, from which it comes, was not run; {where}.")
+                explained.append(f"{flag[0]}: `{source.command}`, from which it comes, was not run; {where}.")
         told.add(source)
     return explained
 
 
-def _find_source(flag: str, left_out: Sequence[Sequence[str]], text: str) -> tuple[str, str] | None:
-    """(the variable that it sets, or nothing; the command) behind the value of a flag, over other variables."""
+def _find_source(flag: str, left_out: Sequence[Sequence[str]], text: str) -> _Source | None:
+    """What is behind the value of a flag, over other variables: first of all a command, else what has no value itself."""
     name = re.escape(flag).replace(r"\-", "[-_]")
-    values = re.findall(rf"{name}[= \t]+(\"[^\"]*\"|'[^']*'|\$\([^)]*\)|\S+)", text)
-    waiting = [("", value) for value in values]
+    waiting = [("", value) for value in re.findall(rf"{name}[= \t]+{VALUE}", text)]
     seen: set[str] = set()
+    without_value = None
     for _ in range(MAX_STEPS):
         following = []
         for variable, value in waiting:
             command = _find_command(value, left_out)
             if command:
-                return variable, command
-            for other in re.findall(r"\$\{?#?(\w+)|\b([A-Za-z_]\w*)(?=[^\w]*[*/+-])", value):
-                inner = other[0] or other[1]
-                if inner not in seen:
-                    seen.add(inner)
-                    following += [(inner, found) for found in re.findall(rf"(?m)\b{re.escape(inner)}=(.*)$", text)]
+                return _Source(variable, command)
+            for found in USED.finditer(value):
+                inner = found[1] or found[2]
+                if inner in seen or (found[2] and inner not in text.replace(value, "")):
+                    continue
+                seen.add(inner)
+                assigned = re.findall(rf"(?m)(?:^|[\s;(])(?:export[ \t]+)?{re.escape(inner)}=(.*)$", text)
+                following += [(inner, right) for right in assigned]
+                if not assigned and found[1] and without_value is None:
+                    without_value = _Source(variable, name=inner)
         waiting = following
-    return None
+    return without_value
 
 
 def _find_command(value: str, left_out: Sequence[Sequence[str]]) -> str | None:
     """The command inside $(...) or `...` of a value that was not run."""
-    inside = (
-        " ".join(re.findall(r"\$\((?!\()(.*)\)|`([^`]*)`", value, re.DOTALL)[0])
-        if re.search(r"\$\((?!\()|`", value)
-        else ""
-    )
+    found = COMMAND.search(value)
+    if found is None:
+        return None
+    inside = found[1] or found[2] or ""
     for command in left_out:
-        if re.search(rf"(?:^|[\s;|&(/]){re.escape(command[0].rpartition('/')[2])}(?:[\s;|&)]|$)", inside):
+        program = re.escape(command[0].rpartition("/")[2])
+        if re.search(rf"(?:^|[\s;|&(/]){program}(?:[\s;|&)]|$)", inside):
             shown = " ".join(" ".join(command).split())
             return shown if len(shown) <= LONGEST_COMMAND else f"{shown[:LONGEST_COMMAND]}..."
     return None

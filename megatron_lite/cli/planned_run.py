@@ -90,7 +90,7 @@ def planned_run(words: list[str], gpus: int | None, launch_number: int = 1) -> P
     try:
         return _plan_launch(launch, world, words[0], gpus)
     except ConfigError as error:
-        raise ConfigError(explain_empty_values(error.lines, launch.left_out, launch.text)) from None
+        raise ConfigError(explain_empty_values(error.lines, launch.left_out, launch.text, words[0])) from None
 
 
 def _plan_launch(launch: Launch, world: World, script: str, gpus: int | None) -> PlannedRun:

@@ -361,7 +361,7 @@ def _python(box: Toolbox, arguments: list[str], folder: str, text: str) -> Answe
 
 OPERATORS: dict[type, Callable] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
-    ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod, ast.Pow: operator.pow,
+    ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod, ast.Pow: lambda base, exponent: _calculate_power(base, exponent),
 }  # fmt: skip
 FUNCTIONS: dict[str, Callable] = {
     "int": int, "float": float, "round": round, "max": max, "min": min, "abs": abs, "sum": sum,
@@ -369,6 +369,7 @@ FUNCTIONS: dict[str, Callable] = {
     "math.log": math.log, "ceil": math.ceil, "floor": math.floor, "sqrt": math.sqrt,
 }  # fmt: skip
 MAX_NUMBER = 1e30
+MAX_EXPONENT = 64
 
 
 def _calculate(program: str, arguments: list[str]) -> str:
@@ -402,8 +403,6 @@ def _evaluate(node: ast.expr, names: Mapping[str, object], arguments: list[str])
         return _check_number(operator.neg(inner(node.operand)))
     if isinstance(node, ast.BinOp):
         left, right = _check_number(inner(node.left)), _check_number(inner(node.right))
-        if isinstance(node.op, ast.Pow) and abs(right) > 64:
-            raise ValueError
         return _check_number(OPERATORS[type(node.op)](left, right))
     if isinstance(node, ast.Call) and not node.keywords:
         return FUNCTIONS[ast.unparse(node.func)](*map(inner, node.args))
@@ -413,11 +412,21 @@ def _evaluate(node: ast.expr, names: Mapping[str, object], arguments: list[str])
     if isinstance(node, ast.JoinedStr):
         return "".join(map(str, map(inner, node.values)))
     if isinstance(node, ast.FormattedValue):
-        specification = str(inner(node.format_spec)) if node.format_spec else ""
-        if re.search(r"\d{3}", specification):
-            raise ValueError
-        return format(inner(node.value), specification)
+        return _format(inner(node.value), str(inner(node.format_spec)) if node.format_spec else "")
     raise ValueError
+
+
+def _format(value: object, specification: str) -> str:
+    """ValueError for a width that could fill memory."""
+    if re.search(r"\d{3}", specification):
+        raise ValueError
+    return format(value, specification)
+
+
+def _calculate_power(base: float, exponent: float) -> float:
+    if abs(exponent) > MAX_EXPONENT:
+        raise ValueError
+    return operator.pow(base, exponent)
 
 
 def _check_number(value: object) -> float:

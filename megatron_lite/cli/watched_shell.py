@@ -146,12 +146,8 @@ def go_through(bash: str, script: Script, toolbox: Toolbox, all_given: bool = Fa
             "__question": _raise(stack, question.into), "__reply": _raise(stack, reply.out),
             "__turn": _raise(stack, turn.out), "__turn_back": _raise(stack, turn.into), "__alive": _raise(stack, alive.into),
         }  # fmt: skip
-        settings = {name: number for name, number in high.items() if name != "__alive"}
-        settings |= {"__max_commands": MAX_COMMANDS, "__max_memory": MAX_MEMORY_KIB, "__max_record": MAX_RECORD_KIB}
-        first = " ".join(f"{name}={value}" for name, value in settings.items())
-        first += f" __all_given={'1' if all_given else ''} __tools='{' '.join(TOOLS)}'"
-        text = f"{first}\n{PROLOGUE.read_text(encoding='utf-8')}"
-        options = ["--restricted", "--noprofile", "--norc", "-c", text]
+        prologue = _write_prologue({name: number for name, number in high.items() if name != "__alive"}, all_given)
+        options = ["--restricted", "--noprofile", "--norc", "-c", prologue]
         try:
             shell = subprocess.Popen(
                 [bash, *options, script.name, adapt(script.text), *script.arguments],
@@ -159,8 +155,7 @@ def go_through(bash: str, script: Script, toolbox: Toolbox, all_given: bool = Fa
                 env={**environment, "PATH": NOWHERE}, pass_fds=tuple(high.values()),
             )  # fmt: skip
         except (OSError, ValueError) as error:  # longer than an argument may be; a zero byte
-            why = f"cannot be given to bash ({getattr(error, 'strerror', None) or 'no text'})"
-            raise UserError(f"{script.name}: {why}; give the trainer's flags themselves.") from None
+            raise _explain_no_start(script, error) from None
         for pipe in (alive, question):
             pipe.close_into()
         os.close(high["__alive"])
@@ -173,6 +168,21 @@ def go_through(bash: str, script: Script, toolbox: Toolbox, all_given: bool = Fa
         record.seek(0)
         commands = list(_read_commands(record.read()))
         return Walk(commands, said.decode("utf-8", "replace"), None if waits else shell.wait())
+
+
+def _explain_no_start(script: Script, error: Exception) -> UserError:
+    why = f"cannot be given to bash ({getattr(error, 'strerror', None) or 'no text'})"
+    return UserError(f"{script.name}: {why}; give the trainer's flags themselves.")
+
+
+def _write_prologue(descriptors: dict[str, int], all_given: bool) -> str:
+    """The text that the shell runs before the script, with the values that it needs in front."""
+    settings = {
+        **descriptors, "__max_commands": MAX_COMMANDS, "__max_memory": MAX_MEMORY_KIB, "__max_record": MAX_RECORD_KIB,
+        "__all_given": "1" if all_given else "", "__tools": f"'{' '.join(TOOLS)}'",
+    }  # fmt: skip
+    first = " ".join(f"{name}={value}" for name, value in settings.items())
+    return f"{first}\n{PROLOGUE.read_text(encoding='utf-8')}"
 
 
 class _Pipe:

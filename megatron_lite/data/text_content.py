@@ -21,6 +21,7 @@ TABLES = (".csv", ".tsv")
 # A JSON object whose end is not among the sampled bytes.
 OPENS_OBJECT = re.compile(r'\{\s*"(\\.|[^"\\])*"\s*:')
 UNREADABLE = (OSError, EOFError, zlib.error, LZMAError)
+COLUMN_NAME = re.compile(r"[A-Za-z_][\w-]*")
 QUOTED_CHARACTERS = 40
 
 
@@ -142,10 +143,11 @@ def _is_json(text: str) -> bool:
 
 def _refuse_table(path: str, text: str, ending: str, json_keys: Sequence[str]) -> None:
     """DataError for CSV: a name that says so, or a header with a key that is asked for."""
-    header = text.lstrip().split("\n", 1)[0]
+    header, _, rest = text.lstrip().partition("\n")
     separator = "\t" if "\t" in header else ","
     fields = [field.strip().strip('"') for field in header.split(separator)]
-    has_key = len(fields) > 1 and any(key in fields for key in json_keys) and "\n" in text.strip()
+    are_names = len(fields) > 1 and all(COLUMN_NAME.fullmatch(field) for field in fields)
+    has_key = are_names and any(key in fields for key in json_keys) and separator in rest.partition("\n")[0]
     if ending not in TABLES and not has_key:
         return
     shown = header[:QUOTED_CHARACTERS].strip()
