@@ -11,6 +11,9 @@ from megatron_lite.analysis.analyze import analyze
 from megatron_lite.analysis.memory.memory_results import Snapshot
 from megatron_lite.analysis.memory.read import analyze_snapshot, read_snapshot
 from megatron_lite.analysis.memory.stacks import Stacks
+from megatron_lite.analysis.memory.trace_memory import measure_trace_memory
+from megatron_lite.analysis.time.step_windows import attribute_events
+from megatron_lite.analysis.trace.read import read_traces
 from megatron_lite.units import GIB, MIB
 
 HOME = "/home/me/train.py:40 main"
@@ -411,3 +414,34 @@ def test_gathered_weights_that_stay_are_a_finding(tmp_path):
     assert (finding.cost_bytes, finding.gain_bytes) == (12 * GIB, 10 * GIB) and finding.certain
     assert "stage3_max_live_parameters" in finding.advice
     assert "partition_parameters.py:1234 _all_gather_dtype" in finding.evidence[1].where
+
+
+# --- memory events of a trace
+
+
+def test_of_a_traces_gpus_the_one_with_the_highest_peak(tmp_path):
+    made = gpu_run(steps=2)
+    for number in range(20):
+        made.memory(number * 10, 1000, 1000 * (number + 1), 4096)
+    made.memory(500, 10**9, 10**9, 2 * 10**9, device=1)
+    path = tmp_path / "rank0.pt.trace.json"
+    path.write_text(json.dumps(made.data()))
+    [trace] = read_traces(path)
+    found = measure_trace_memory(trace, attribute_events(trace))
+    assert (found.device, found.peak_bytes, found.other_peaks) == (1, 10**9, ((0, 20_000),))
+
+
+def test_a_failure_that_was_survived_does_not_choose_the_device(tmp_path):
+    survived = small()
+    survived.out_of_memory(MIB, 0, forward_stack(7))
+    survived.free(survived.alloc(2 * MIB, frames=forward_stack(3)))
+    assert analyze_snapshot(on_devices(survived, large()), tmp_path).device == 1
+
+
+def test_a_block_that_waits_without_a_request_in_the_record(tmp_path):
+    made = MadeSnapshot()
+    made.alloc(GIB, frames=INIT)
+    made.alloc(GIB, frames=forward_stack(3))
+    data = made.data()
+    data["segments"][1]["blocks"][0]["state"] = "active_pending_free"
+    assert held(analyze_snapshot(data, tmp_path)) == {"parameters": GIB, "awaiting free": GIB}

@@ -36,7 +36,7 @@ OWN_FILES = re.compile(
 )  # of a run folder; what run.json names is read elsewhere
 CANDIDATES = (".json", ".gz", ".sqlite", ".sqlite3", ".db", ".pickle", ".pkl", *NSYS_REPORTS)
 # in a folder such files are mostly something else, such as checkpoints: named only if they hold a snapshot
-PERHAPS = (".bz2", ".xz", ".zst", ".pt", ".pth", ".zip")
+PERHAPS = (".bz2", ".xz", ".zst", ".pt", ".pth", ".zip", ".snapshot", ".dump", ".p")
 _HEADER = (b'"schemaVersion"', b'"distributedInfo"')  # torch writes them first
 _TAIL_BYTES = 64  # room for line ends after the last bracket
 # an event's arguments come before its phase where keys are sorted

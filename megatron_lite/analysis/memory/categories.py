@@ -138,9 +138,9 @@ def _split_awaiting(record: Record, begin: Ints, end: Ints, columns: dict[str, I
         found = np.where(same, keys[at] % width, n + 1)
         requested_at = np.where(found > begin, found, n + 1)
     late = requested_at < np.where(end >= n, n, end - 1)
-    # and what awaited its free when the record began
+    # and what awaits its free at the end without a request in the record
     blocks = record.blocks
-    waiting = np.isin(address, blocks["address"][blocks["awaiting"]]) & (end >= n) & ~late & (begin < 0)
+    waiting = np.isin(address, blocks["address"][blocks["awaiting"]]) & (end >= n) & ~late
     rows = np.flatnonzero(late)
     returned = np.concatenate([end, end[rows]])
     awaiting = np.concatenate([waiting, np.ones(len(rows), bool)])

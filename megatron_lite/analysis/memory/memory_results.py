@@ -188,3 +188,4 @@ class TraceMemory:
     reserved_bytes: int | None  # most in the window; None if the trace does not say
     curve: tuple[tuple[int, int], ...]  # (ns, bytes allocated), thinned to a picture's resolution; keeps the peak
     total_is_given: bool  # False: sums of what the window saw, without what was there before
+    other_peaks: tuple[tuple[int, int], ...] = ()  # (device, bytes) of the trace's other GPUs

@@ -146,12 +146,22 @@ def _choose_device(segments: Any, traces: Any) -> tuple[int, list[str]]:
     peaks, events = {}, {number: traces[number] if number < len(traces) else [] for number in seen}
     for number in seen:
         peaks[number] = _measure_peak(events[number], [one for one in segments if one.get("device", 0) == number])
-    failed = {number for number in seen if any(event.get("action") == ACTIONS[OOM] for event in events[number])}
+    failed = {number for number in seen if _ran_out(events[number])}
     best = max(failed or seen, key=lambda number: (peaks[number], len(events[number]), -number))
     others = ", ".join(f"device {number} at {size(peaks[number])}" for number in sorted(seen - {best}))
     failures = sorted(failed - {best})
     more = f"; a request failed on device {', '.join(map(str, failures))}, too" if failures else ""
     return best, [f"this is device {best}; the file holds others, whose memory peaks: {others}{more}"]
+
+
+def _ran_out(events: Any) -> bool:
+    """Whether a request failed and the program did not allocate as much afterwards."""
+    allocated = 0
+    for event in reversed(events):
+        if event.get("action") == ACTIONS[OOM]:
+            return bool(allocated < max(event.get("size", 0), 1))
+        allocated += event.get("size", 0) if event.get("action") == ACTIONS[ALLOC] else 0
+    return False
 
 
 def _measure_peak(events: Any, segments: Any) -> int:

@@ -1,26 +1,33 @@
 """Memory of a run without a snapshot, from the memory events that a profiler wrote into its trace (profile_memory)."""
 
-from collections import Counter
-
 import numpy as np
 
+from megatron_lite.analysis.intervals import Integers
 from megatron_lite.analysis.memory.memory_results import TraceMemory, choose_points
 from megatron_lite.analysis.time.time_results import Placing
 from megatron_lite.analysis.trace.columns import Kind, Trace
 
 
+def _draw_curve(trace: Trace, device: int) -> tuple[int, Integers, Integers, bool]:
+    """(the device, its rows, bytes allocated after each, whether the trace gives totals)"""
+    seen = trace.memory
+    rows = np.flatnonzero(seen.device == device)
+    given = bool(np.any(seen.total_allocated[rows] > 0))
+    sums = np.cumsum(seen.num_bytes[rows])
+    return device, rows, seen.total_allocated[rows] if given else sums - min(0, int(sums.min())), given
+
+
 def measure_trace_memory(trace: Trace, placing: Placing) -> TraceMemory | None:
-    """Of the device with the most events, GPUs before the host; None for a trace without memory events."""
+    """Of the GPU with the highest peak, or of the host where the trace has no GPU's events; None for a trace without memory events."""
     seen = trace.memory
     if not len(seen):
         return None
-    devices = Counter(seen.device.tolist())
-    device = max(devices, key=lambda number: (number >= 0, devices[number], -number))
-    rows = np.flatnonzero(seen.device == device)
+    numbers = np.unique(seen.device)
+    numbers = numbers[numbers >= 0] if np.any(numbers >= 0) else numbers
+    curves = [_draw_curve(trace, number) for number in numbers.tolist()]
+    shown = max(curves, key=lambda curve: (int(curve[2].max()), len(curve[1]), -curve[0]))
+    device, rows, allocated, given = shown
     times, reserved = seen.time_ns[rows], seen.total_reserved[rows]
-    given = bool(np.any(seen.total_allocated[rows] > 0))
-    sums = np.cumsum(seen.num_bytes[rows])
-    allocated = seen.total_allocated[rows] if given else sums - min(0, int(sums.min()))
     peak = int(np.argmax(allocated))
     # the innermost operator that is open then, on the thread that began one last
     operators, end_ns = trace.rows[Kind.OP], trace.events.end_ns
@@ -41,4 +48,5 @@ def measure_trace_memory(trace: Trace, placing: Placing) -> TraceMemory | None:
         reserved_bytes=int(reserved.max()) if np.any(reserved > 0) else None,
         curve=tuple(zip(times[at].tolist(), allocated[at].tolist())),
         total_is_given=given,
+        other_peaks=tuple((curve[0], int(curve[2].max())) for curve in curves if curve is not shown),
     )

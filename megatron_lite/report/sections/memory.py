@@ -78,6 +78,8 @@ def _build_traced_section(seen: Sequence[TraceMemory]) -> Section | None:
         rows.append([*whose, peak, reserved, one.peak_phase, one.peak_operator])
     head = ["rank", "memory of", "peak", "reserved", "phase", "operator"]
     told = ["+: on top of what was there before the window"] if not all(one.total_is_given for one in seen) else []
+    others = [f"GPU {device} {size(peak)}" for one in seen[:MAX_OTHERS] for device, peak in one.other_peaks]
+    told += [f"peaks of other devices: {', '.join(others)}"] if others else []
     told.append("what held it stands in a snapshot: --record-memory-history")
     table = Table(rows, "llrrll", head, hidden=max(len(seen) - MAX_OTHERS, 0))
     return Section("memory", "Memory", "by the trace's memory events", [table, Lines(told, quiet=True)])
