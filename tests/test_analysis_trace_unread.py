@@ -199,6 +199,35 @@ def test_a_cpu_job_stays_one(tmp_path):
     assert report.verdict.confidence == "high" and report.title.endswith("CPU")
 
 
+@pytest.mark.parametrize("backend", ["nccl", "xccl", "hccl"])
+def test_a_backend_of_devices_without_any_is_no_cpu_job(tmp_path, backend):
+    made = cpu_run(gloo_us=0)
+    made.header = {"distributedInfo": {"backend": backend, "rank": 0, "world_size": 2}}
+    report = analyze([made.write(tmp_path)])
+    assert report.verdict.bound == "inconclusive" and backend in report.verdict.sentence
+    # what torch chooses where nobody does, with a GPU or without
+    made.header["distributedInfo"]["backend"] = "cpu:gloo,cuda:nccl"
+    assert analyze([made.write(tmp_path)]).verdict.bound != "inconclusive"
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "aclrtSynchronizeStream",
+        "AscendCL@aclrtSynchronizeStream",
+        "musaStreamSynchronize",
+        "urQueueFinish",
+        "cnrtQueueSync",
+    ],
+)
+def test_waiting_for_a_device_is_a_synchronization_with_any_runtime(tmp_path, call):
+    made = gpu_run(steps=5, item=True)
+    same = measure(made, tmp_path)
+    for event in made.events:
+        event["name"] = event["name"].replace("cudaStreamSynchronize", call)
+    assert measure(made, tmp_path).rows["sync"] == same.rows["sync"] > 0
+
+
 def with_graphs(kernels: bool) -> MadeTrace:
     made = gpu_run(steps=6)
     for step in range(6):

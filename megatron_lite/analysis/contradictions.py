@@ -22,6 +22,8 @@ from megatron_lite.units import size
 
 MAX_APART = 2.0  # trace's step / the run's own time of its profiled steps, or the other way round
 MAX_SHARE_APART = 0.2  # of a step, by which a trace and the run's own clock may differ about waiting for data
+# backends of torch.distributed that only send what lies on a device
+DEVICE_BACKENDS = ("nccl", "rccl", "xccl", "hccl", "mccl", "cncl", "eccl")
 MAX_IN_GRAPHS = 0.2  # of a step, in graphs of which one does not know what they do
 MAX_OVERLAP_APART = 0.05  # of a step, by which Ascend's own sums and the tasks of its device may differ
 # rows of a step -> names on the track "Overlap Analysis" of Ascend's profiler
@@ -64,6 +66,8 @@ def missing_gpu_work(one: RankFacts, run: Run | None) -> str:
         said = f"the trace holds {describe_launches(launches[0])} and no kernel"
     elif trace.unread:
         said = trace.unread[0]
+    elif trace.facts.get("backend") in DEVICE_BACKENDS:
+        said = f"the ranks communicate by {trace.facts['backend']}, between devices, and the trace holds no work of one"
     elif planned == "cuda":
         said = "the run was on a GPU, and the trace holds none of its work"
     elif planned == "cpu" or trace.without_gpu or not (name or trace.damage):

@@ -65,7 +65,10 @@ def find_communication_names(trace: Trace) -> Flags:
 
 WAITS = re.compile(
     r"(cuda|hip|cu|mt|xpu)(Stream|Device|Event|Ctx|Thread)Synchronize|(cuda|hip)Memcpy(2D|3D|ToSymbol|FromSymbol|WithStream)?(_v\d+)?(_ptds)?$"
-    r"|cuMemcpy(HtoD|DtoH)(_v2)?$|urEventWait|zeEventHostSynchronize"
+    r"|cuMemcpy(HtoD|DtoH)(_v2)?$"
+    r"|(musa|mu|tops|cnrt|cn|syn)(Stream|Device|Event|Ctx|Queue|Notifier)(Sync|Synchronize)$|(musa|tops|cnrt)Memcpy$"
+    r"|(AscendCL@)?aclrt(SynchronizeStream|SynchronizeDevice|SynchronizeEvent|Memcpy$)|(Runtime@)?rt(Stream|Device|Event)Synchronize"
+    r"|ur(EventWait|QueueFinish)|ze(Event|Fence|CommandList)HostSynchronize|zeCommandQueueSynchronize|cl(Finish|WaitForEvents)"
 )
 MANY_LAUNCHES = 0.2  # of the device work: a thread that launches so much drives the GPU
 

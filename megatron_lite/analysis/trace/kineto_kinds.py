@@ -73,7 +73,7 @@ def category_of_ascend(event: Event) -> str:
     args = event.args or NO_ARGS
     if args.task:
         return ASCEND_TASK + read_text(args.task)
-    return ASCEND_CALL if (args.connection or -1) >= 0 else ""
+    return ASCEND_CALL if args.connection is not None and args.connection >= 0 else ""
 
 
 @lru_cache(maxsize=4096)
