@@ -319,6 +319,8 @@ KNOWN = {
         [f"{ZERO}/partitioned_param_coordinator.py:310 __all_gather_params"],
         [f"{ZERO}/mics.py:100 _hierarchical_all_gather_params"],
         [f"{FSDP}/_common_utils.py:9 _alloc_storage", f"{FSDP}/_flat_param.py:1408 _alloc_padded_unsharded_flat_param"],
+        [f"{FSDP}/_runtime_utils.py:300 _unshard", f"{FSDP}/fully_sharded_data_parallel.py:800 forward"],
+        [f"{FSDP}/_fully_shard/_fsdp_param_group.py:300 unshard"],
         [f"{FSDP}/_flat_param.py:1408 FlatParamHandle._alloc_padded_unsharded_flat_param"],
         [
             f"{FSDP}/_fully_shard/_fsdp_collectives.py:59 allocate",

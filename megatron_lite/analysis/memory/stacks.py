@@ -196,10 +196,14 @@ class Stacks:
         return [[frames[number] for number in stack] for stack in self._stacks]
 
     @cached_property
+    def _code_of_frame(self) -> list[int]:
+        return [find_code(*frame) for frame in self._frames]
+
+    @cached_property
     def codes(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """int64 [stacks] each: what all frames of a stack belong to; and the part of PHASE_CODE that the innermost frame
         has which has any."""
-        of_frame = [find_code(*frame) for frame in self._frames]
+        of_frame = self._code_of_frame
         every = [functools.reduce(operator.or_, map(of_frame.__getitem__, stack), 0) for stack in self._stacks]
         phases = ((of_frame[number] & PHASE_CODE for number in stack) for stack in self._stacks)
         inner = [next(filter(None, codes), 0) for codes in phases]
@@ -208,10 +212,9 @@ class Stacks:
     @cached_property
     def known(self) -> list[Known | None]:
         """What the innermost frame of a library says of each stack; None where none does, or an optimizer works inside."""
-        return [self._find_known(frames) for frames in self.frames_of]
+        return [self._find_known(frames, numbers) for frames, numbers in zip(self.frames_of, self._stacks)]
 
-    @staticmethod
-    def _find_known(frames: list[tuple[str, int, str]]) -> Known | None:
+    def _find_known(self, frames: list[tuple[str, int, str]], numbers: tuple[int, ...]) -> Known | None:
         for at, (file, line, name) in enumerate(frames):
             if not is_python(file, line, name):
                 continue
@@ -221,7 +224,7 @@ class Stacks:
                 row = next((row for row in LIBRARY_FRAMES if row.matches(file, function, caller)), None)
                 if row is not None:
                     return Known(row, at)
-            if find_code(file, line, name) & OPTIMIZER_ITSELF:
+            if self._code_of_frame[numbers[at]] & OPTIMIZER_ITSELF:
                 return None
         return None
 
