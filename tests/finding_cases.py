@@ -9,7 +9,7 @@ from pathlib import Path
 
 from command_lines import plan as resolved_plan
 from snapshot_maker import LOSS, MadeSnapshot
-from trace_maker import COMPUTE_STREAM, GLOO, MadeTrace
+from trace_maker import AUTOGRAD, COMPUTE_STREAM, GLOO, MadeTrace
 from training_maker import (
     ADD,
     BF16_GEMM,
@@ -86,6 +86,21 @@ def host_does(step: Step, name: str, us: float, category="python_function", thre
 
 
 @prepared
+def in_the_first_step(step: Step, change):
+    """The change in the first step alone; to be made before its data."""
+    if not step.made.events:
+        change(step)
+
+
+@prepared
+def spaced_kernels(step: Step, number: int, gap_us: float):
+    """Launched long before they run, each so long after the one before."""
+    for _ in range(number):
+        step.gpu += gap_us
+        step.kernel(ADD, 30, "aten::add")
+
+
+@prepared
 def loads(step: Step, us: float):
     start, end = step.gap(us)
     step.made.annotation("data", start, end)
@@ -149,6 +164,22 @@ def python_works(folder: Path, us: float, name: str | None = None, every: int = 
         made.annotation("backward", host, host + 3_000)
         host += 3_000
         made.step(10 + index, at, host)
+    made.write(folder)
+
+
+@prepared
+def python_in_pieces(folder: Path, number: int, us: float):
+    """On a CPU: in forward so many pieces without an operator; operators take 6,000 us."""
+    made = MadeTrace(0, 1, device=None)
+    host = 0.0
+    for index in range(STEPS):
+        at = host
+        for _ in range(number):
+            made.op("aten::sum", host, host + 6_000 / number)
+            host += 6_000 / number + us
+        made.annotation("forward", at, host)
+        made.step(10 + index, at, host)
+        host += 10
     made.write(folder)
 
 
@@ -447,6 +478,30 @@ CASES = {
         both(on_cpu(micro_batches=number, between_us=120), micro_batch_run(device="cpu", shape={"seq_length": 64}))
         for number in (8, 2)
     ),
+    "one-time-costs": tuple(
+        on_gpu(before_data=in_the_first_step(host_does("cuModuleLoadData", us, "cuda_runtime"))) for us in (6000, 500)
+    ),
+    "graph-capture": tuple(
+        on_gpu(before_forward=host_does("cudaGraphInstantiate", us, "cuda_runtime")) for us in (500, 30)
+    ),
+    "startup-in-step": tuple(
+        on_gpu(before_forward=host_does("cublasCreate_v2", us, "cuda_runtime")) for us in (1500, 30)
+    ),
+    "cpu-optimizer": tuple(
+        on_gpu(before_optimizer=host_does("Optimizer.step#DeepSpeedCPUAdam.step", us, "user_annotation"))
+        for us in (1500, 100)
+    ),
+    "save-in-step": tuple(
+        on_gpu(before_optimizer=host_does("torch/serialization.py(944): save", us)) for us in (1500, 200)
+    ),
+    "clip-on-host": tuple(
+        on_gpu(before_optimizer=host_does("clip_grad_norm", us, "user_annotation")) for us in (900, 100)
+    ),
+    "process-wait": tuple(on_gpu(before_data=host_does("queue.py(154): get", us)) for us in (1500, 200)),
+    "python-in-function": tuple(
+        on_gpu(before_backward=host_does("MyFunctionBackward", us, "cpu_op", AUTOGRAD)) for us in (1500, 200)
+    ),
+    "short-gaps": tuple(on_gpu(before_forward=spaced_kernels(300, us)) for us in (9, 1)),
     "gc-pauses": tuple(on_gpu(before_optimizer=host_does("Python GC", us)) for us in (500, 30)),
     "allocator-stalls": tuple(on_gpu(before_forward=host_does("cudaMalloc", us, "cuda_runtime")) for us in (500, 30)),
     "stream-waits": (on_gpu(before_backward=waits_for_stream(900)), on_gpu(before_backward=waits_for_stream(100))),
@@ -583,6 +638,15 @@ MORE_TRIGGERS = [
     ("host-gaps", python_works(4_000)),
     ("host-gaps", python_works(4_000, "train.py(7): think")),
     ("host-gaps", small_operators(busy_us=5)),
+    ("short-gaps", python_in_pieces(5, 600)),
+    (
+        "recompilation",
+        on_gpu(before_forward=host_does("_compile.compile_inner (dynamo_timed)", 900, "user_annotation")),
+    ),
+    ("log-stalls", on_gpu(before_data=host_does("wandb/sdk/wandb_run.py(1500): log", 900))),
+    ("starved-loader", on_gpu(before_data=host_does("nvidia/dali/plugin/pytorch/__init__.py(235): __next__", 1500))),
+    ("starved-loader", on_gpu(before_data=host_does("enumerate(DataPipe)#Batcher", 1500, "user_annotation"))),
+    ("process-wait", on_gpu(before_data=host_does("torch/distributed/distributed_c10d.py(9): barrier", 1500))),
     ("save-and-eval", saves_every(2)),
     ("unbalanced-stages", pipeline_run(64, [4.0, 0.1, 4.0, 4.0], (3.0, 6.0, 3.0, 3.0))),  # a slow place
     ("small-buckets", gloo_after_backward(25, elements=65_536)),
@@ -615,6 +679,17 @@ MORE_NEAR_MISSES = [
     ("host-gaps", python_works(900)),
     ("host-gaps", python_works(9_000, every=3)),  # a machine that others use
     ("host-gaps", small_operators(busy_us=20)),
+    ("host-gaps", on_gpu(before_backward=host_does("MyFunctionBackward", 1500, "cpu_op", AUTOGRAD))),
+    ("host-gaps", on_gpu(before_data=host_does("train.py(30): get_batch", 1500))),
+    ("short-gaps", python_works(900)),
+    ("short-gaps", small_operators(busy_us=5)),
+    ("graph-capture", on_gpu(before_data=in_the_first_step(host_does("cudaGraphInstantiate", 6000, "cuda_runtime")))),
+    ("startup-in-step", on_gpu(before_data=in_the_first_step(host_does("cuModuleLoadData", 6000, "cuda_runtime")))),
+    ("recompilation", on_gpu(before_data=in_the_first_step(host_does("entire_frame_compile", 6000, "cpu_op")))),
+    ("one-time-costs", on_gpu(before_forward=host_does("cudaGraphInstantiate", 500, "cuda_runtime"))),
+    ("python-in-function", on_gpu(before_backward=host_does("aten::_index_put_impl_", 1500, "cpu_op", AUTOGRAD))),
+    ("python-in-function", on_gpu(before_backward=host_does("MulBackward0", 1500, "cpu_op", AUTOGRAD))),
+    ("cpu-optimizer", on_gpu(before_optimizer=host_does("Optimizer.step#AdamW.step", 1500, "user_annotation"))),
     ("small-buckets", gloo_after_backward(25, elements=2_000_000)),
     ("small-buckets", both(gloo_after_backward(25), recorded(device="cpu"))),
     ("small-buckets", gloo_after_backward(25)),
@@ -651,6 +726,15 @@ unpinned-copies | 0.4 |
 exposed-copies | 0.9 |
 host-gaps | 1.5 | train.py(7): think
 gc-pauses | 0.5 |
+one-time-costs |  | loading of CUDA modules: 1 time, 6.0 ms, most of it in ProfilerStep#10
+graph-capture | 0.5 |
+startup-in-step | 1.5 | handles of libraries
+cpu-optimizer | 1.5 | an optimizer made for the CPU
+save-in-step | 1.5 | torch.save
+clip-on-host | 0.9 |
+process-wait | 1.5 | a queue of another process
+python-in-function | 1.5 | Python inside MyFunctionBackward
+short-gaps | 2.7 | of launch latency
 allocator-stalls | 0.5 |
 stream-waits | 0.9 |
 log-stalls | 2 |

@@ -36,6 +36,7 @@ class Finding:
     gain_bytes: int | None = None
     certain: bool = True  # False: likely, and the text says what would settle it
     rank: int | None = None  # if it is one rank's
+    once_ms: float | None = None  # of the trace, if it is paid once rather than by each step: then cost_ms is None
 
 
 @dataclass(frozen=True)

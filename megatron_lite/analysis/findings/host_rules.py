@@ -1,11 +1,14 @@
 """Time that the host loses in the step: waits, late launches, pauses."""
 
+from collections.abc import Iterator
+
 from megatron_lite.analysis.findings.base import Evidence, Finding, counted, find_lost_time, rule
+from megatron_lite.analysis.findings.host_cause_rules import find_clip_waits, find_python_in_function, measure_clipping
 from megatron_lite.analysis.findings.input_rules import is_batch_copy, pageable_rows
 from megatron_lite.analysis.findings.update_rules import LOG, find_log_stalls
 from megatron_lite.analysis.rank_facts import RankFacts, in_ms
 from megatron_lite.analysis.run_facts import Facts
-from megatron_lite.analysis.time.time_results import SyncSite
+from megatron_lite.analysis.time.time_results import MIN_STRETCH_MS, ShortGaps, SyncSite
 from megatron_lite.analysis.trace.columns import Kind
 from megatron_lite.phases import Phase
 from megatron_lite.units import significant
@@ -50,7 +53,9 @@ def find_waits(one: RankFacts) -> list[SyncSite]:
     """Where the host waits for the device inside every step; most idle time first."""
     unpinned = len(pageable_rows(one)) > 0  # they are a finding of their own
     sites = [site for site in one.time.syncs if site.per_step >= ONCE and site.phase not in BETWEEN_STEPS]
-    return [site for site in sites if not (unpinned and is_batch_copy(site))]
+    sites = [site for site in sites if site.cause != LOG and not (unpinned and is_batch_copy(site))]
+    clips = find_clip_waits(one) if measure_clipping(one) else []  # a finding of their own, too
+    return [site for site in sites if site not in clips]
 
 
 MAX_LAUNCH_SITES = 3
@@ -95,6 +100,7 @@ TITLE_ON_CPU = "Python between operators"
 MAX_LATE_SHARE = 0.10  # of the step; the profiler alone makes a few percent
 MAX_CALLING_SHARE = 0.30  # of a CPU's step in short stretches: a small model has no less
 STACKS = "--pytorch-profiler-collect-callstack"
+MUCH = 0.5  # of the host's lateness
 LARGER_OPERATORS = ("--micro-batch-size", "--torch-compile")
 
 
@@ -114,20 +120,36 @@ def find_host_gaps(facts: Facts, one: RankFacts) -> Finding | None:
     Flags: --pytorch-profiler-collect-callstack shows which lines; record once without it for the true size.
     False alarm: a trace with stacks, which slow Python several times; a CPU whose cores other processes use.
     """
-    run, added = facts.run, 0.0
+    run = facts.run
+    added = 0.0
     if run is not None and run.profiled_step_ms and run.before_profile_ms:
         # Recording takes the host's time, since the device works as before.
         added = max(0.0, run.profiled_step_ms - run.before_profile_ms)
     host = one.time.rows.get("host", 0.0)
     sites = [Evidence(f"{in_ms(site.idle_ms)} in {site.what}", site.phase) for site in one.time.hosts[:MAX_SHOWN]]
+    sites += list(_describe_short_gaps(one))
     if not one.time.on_gpu:
         return _find_in_places(facts, one, host - added) or _find_in_calls(facts, one, host - added, sites)
     if one.time.launch_bound or find_tiny_micro_batches(facts):  # they name the cause
         return None
+    functions = find_python_in_function(facts)  # a finding of its own
+    host -= (functions.cost_ms or 0.0) if functions else 0.0
     text = f"the device idles {one.of_step(host)} because of the host"
-    advice = "take Python work out of the step; profile with stacks to see the lines"
-    flags = () if one.trace.with_stack else (STACKS,)
+    advice = "take Python work out of the step"
+    flags: tuple[str, ...] = ()
+    if not one.trace.with_stack:
+        text += ": at what it worked then the trace does not tell, since it has no stacks"
+        advice = f"record stacks ({STACKS}, or with_stack=True) to see the lines; take their work out of the step"
+        flags = (STACKS,)
     return find_lost_time(one, host - added, text, advice, *sites, flags=flags, certain=False, at_least=MAX_LATE_SHARE)
+
+
+def _describe_short_gaps(one: RankFacts) -> Iterator[Evidence]:
+    """How much of the host's lateness lies in short gaps, where it is much of it."""
+    short, host = one.time.short_gaps, one.time.rows.get("host", 0.0)
+    if one.time.on_gpu and short is not None and short.host_ms > MUCH * host > 0:
+        text = f"{in_ms(short.host_ms)} of it in {short.number:,.0f} gaps below {MIN_STRETCH_MS:.0f} ms"
+        yield Evidence(text, one.where())
 
 
 def _find_in_places(facts: Facts, one: RankFacts, most: float) -> Finding | None:
@@ -155,7 +177,7 @@ def _find_in_places(facts: Facts, one: RankFacts, most: float) -> Finding | None
 def _find_in_calls(facts: Facts, one: RankFacts, most: float, sites: list[Evidence]) -> Finding | None:
     """Python calling so many operators that it takes as long as they do."""
     cost = most - sum(stretch.ms for stretch in one.time.stretches)
-    if find_tiny_micro_batches(facts):
+    if find_tiny_micro_batches(facts) or find_short_gaps(facts):
         return None
     operators = sum(phase.kernels for phase in one.time.phases)
     each = f"{1e3 * one.time.rows.get('compute', 0.0) / operators:,.0f} us each" if operators else "in no phase"
@@ -163,6 +185,68 @@ def _find_in_calls(facts: Facts, one: RankFacts, most: float, sites: list[Eviden
     advice = f"give each operator more to do: a larger {LARGER_OPERATORS[0]}, or {LARGER_OPERATORS[1]}"
     flags, title, limit = LARGER_OPERATORS, TITLE_ON_CPU, MAX_CALLING_SHARE
     return find_lost_time(one, cost, text, advice, *sites, title=title, flags=flags, certain=False, at_least=limit)
+
+
+MAX_SHORT_SHARE = 0.10  # of the step
+MAX_SHORT_SHARE_ON_CPU = 0.20  # in pieces below a millisecond; other programs on the machine make some
+
+
+@rule("short-gaps", "many gaps below a millisecond", "step", "phases", needs="trace")
+def find_short_gaps(facts: Facts, one: RankFacts) -> Finding | None:
+    """Many short gaps add up to a large part of the step.
+
+    Meaning: no gap is long enough to be seen in a timeline, and together they cost as much as one large cause: launch
+        latency, the space between the kernels of a CUDA graph, a little work of the host before each of many launches.
+    Measured: idle time of the device in gaps below 1 ms that neither a synchronization, the loader nor another named
+        cause explains, by what ends each gap. What launch-bound or host-gaps already count is left out. Without a GPU:
+        pieces of 0.1 to 1 ms without an operator, in the median step.
+    Cost: their sum.
+    Do: launch-latency and graphs: fewer and larger kernels (torch.compile, fused operators), CUDA graphs. Host: less
+        work between operators; stacks name the lines.
+    Flags: --torch-compile; a larger --micro-batch-size; --pytorch-profiler-collect-callstack (with_stack=True).
+    False alarm: a profiler that makes each launch longer: compare with the step's time without it.
+    """
+    short = one.time.short_gaps
+    if short is None:
+        return None
+    if not one.time.on_gpu:
+        text = (
+            f"{short.number:,.0f} pieces of 0.1 to {MIN_STRETCH_MS:.0f} ms without an operator: {one.of_step(short.ms)}"
+        )
+        sites = [Evidence(f"{in_ms(site.idle_ms)} in {site.what}", site.phase) for site in one.time.hosts[:MAX_SHOWN]]
+        advice = f"record stacks ({STACKS}, or with_stack=True) to see the lines; take their work out of the step"
+        limit = MAX_SHORT_SHARE_ON_CPU
+        return find_lost_time(one, short.ms, text, advice, *sites, flags=(STACKS,), certain=False, at_least=limit)
+    parts = _name_short_gaps(facts, one, short)
+    cost = sum(parts.values())
+    text = f"gaps below {MIN_STRETCH_MS:.0f} ms, {short.number:,.0f} per step: {one.of_step(cost)}"
+    shown = [Evidence(f"{in_ms(ms)} {what}", one.where()) for what, ms in parts.items() if ms > MUCH_TOO_LITTLE * cost]
+    sites = [
+        Evidence(f"{in_ms(site.idle_ms)} in {site.what}", site.phase) for site in one.time.hosts[:MAX_LAUNCH_SITES]
+    ]
+    shown += sites if parts.get(HOST_LATE) else []
+    advice = "fewer and larger kernels: torch.compile, fused operators, or CUDA graphs around what launches them"
+    flags = () if facts.compiles else ("--torch-compile",)
+    return find_lost_time(one, cost, text, advice, *shown, flags=flags, certain=False, at_least=MAX_SHORT_SHARE)
+
+
+HOST_LATE = "while the host was busy between launches"
+MUCH_TOO_LITTLE = 0.05  # of the cost: a part that explains nothing
+
+
+def _name_short_gaps(facts: Facts, one: RankFacts, short: ShortGaps) -> dict[str, float]:
+    """{what: ms per step} of what no other finding counts."""
+    parts = {
+        HOST_LATE: short.host_ms,
+        "of launch latency": short.launch_ms,
+        "between kernels of a graph that was launched as a whole": short.graph_ms,
+        "although the next kernel was launched in time": short.queued_ms,
+    }
+    if one.time.launch_bound:
+        del parts[HOST_LATE], parts["of launch latency"]
+    elif one.share(one.time.rows.get("host", 0.0)) >= MAX_LATE_SHARE or find_tiny_micro_batches(facts):
+        del parts[HOST_LATE]
+    return dict(sorted(parts.items(), key=lambda part: -part[1]))
 
 
 MIN_MICRO_BATCHES = 4  # per step: with fewer, little can be saved

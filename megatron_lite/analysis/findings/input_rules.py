@@ -28,6 +28,7 @@ class LoaderWait:
     text: str
     where: str
     rank: int | None
+    loaders: tuple[str, ...] = ()  # by name: "NVIDIA DALI"
 
 
 def measure_loader_wait(facts: Facts) -> LoaderWait | None:
@@ -40,7 +41,8 @@ def measure_loader_wait(facts: Facts) -> LoaderWait | None:
             return None
         text = f"{'the device' if one.time.on_gpu else 'the step'} waits for the loader {one.of_step(ms)}"
         loading_ms = one.time.loader_host_ms or None
-        return LoaderWait(ms, one.time.step_ms - ms, loading_ms, text, one.where(), one.time.rank)
+        loaders = tuple(work.what for work in one.time.named if work.cause == "data_wait")
+        return LoaderWait(ms, one.time.step_ms - ms, loading_ms, text, one.where(), one.time.rank, loaders)
     if run is None or not run.steady_step_ms:
         return None
     waits = run.ranks.phases_ms.get(DATA, ()) if run.ranks else ()
@@ -85,7 +87,9 @@ def find_starved_loader(facts: Facts) -> Finding | None:
         advice += f" (now {workers})"
     seen = [Evidence(wait.text, wait.where)]
     if wait.loading_ms is not None:
-        seen.append(Evidence(f"the host stands {in_ms(wait.loading_ms)} per step in the loader, hidden or not"))
+        by = f" ({', '.join(wait.loaders)})" if wait.loaders else ""
+        text = f"the host spends {in_ms(wait.loading_ms)} per step in the data loader{by}"
+        seen.append(Evidence(f"{text}, whether or not the device is busy meanwhile"))
     return build_time_finding(wait.ms, seen, advice, (f"--num-workers {wanted or 'N'}",), rank=wait.rank)
 
 

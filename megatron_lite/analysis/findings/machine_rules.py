@@ -24,7 +24,6 @@ from megatron_lite.variables import THREADS, Place, fitting_threads, switches_on
 
 MIN_COMPILING_STEPS = 2  # a single one may be a variant that was due
 MAX_STEPS_SHOWN = 6
-COMPILES = ("_compile.compile_inner", "entire_frame_compile", "compile_fx", "dynamo: _compile")
 
 
 @rule("recompilation", "compiling anew in the middle of training", "run")
@@ -46,10 +45,11 @@ def find_recompilation(facts: Facts) -> Finding | None:
     run, one = facts.run, facts.critical
     found: tuple[float, Evidence, int | None] | None = _measure_run(run) if run is not None else None
     if found is None and one is not None:
-        rows = one.rows_named(lambda name: name.startswith(COMPILES), Kind.OP, Kind.ANNOTATION)
-        cost = one.covered_ms(rows)
-        if len(rows) and one.share(cost) >= MIN_SHARE_SHOWN:
-            found = cost, Evidence(f"compiling takes {one.of_step(cost)}", one.where(rows[0])), one.time.rank
+        works = [work for work in one.time.named if work.cause == "compile" and not work.once]
+        cost = sum(work.step_ms for work in works)
+        if works and one.share(cost) >= MIN_SHARE_SHOWN:
+            what = ", ".join(work.what for work in works)
+            found = cost, Evidence(f"compiling ({what}) takes {one.of_step(cost)}", one.where()), one.time.rank
     if found is None:
         return None
     cost, seen, rank = found

@@ -8,6 +8,7 @@ from dataclasses import replace
 from megatron_lite.analysis.findings import (
     communication_rules,
     exposed_rules,
+    host_cause_rules,
     host_rules,
     imbalance_rules,
     input_rules,
@@ -24,7 +25,7 @@ from megatron_lite.analysis.run_facts import Facts
 
 MODULES = (
     host_rules,
-    imbalance_rules,
+    host_cause_rules,
     input_rules,
     product_rules,
     kernel_rules,
@@ -44,7 +45,8 @@ REFUSED_WITH_MODEL = ("--torch-compile", "--recompute-")  # beside --model, a mo
 
 
 def apply_rules(facts: Facts, gap: Callable[[str], object] | None = None) -> tuple[Finding, ...]:
-    """What the rules find, most costly first: by milliseconds per step, then by bytes, then what has neither.
+    """What the rules find, most costly first: by milliseconds per step, then by bytes, then what has neither. What is paid
+    once counts as if the steps of the trace shared it.
 
     `gap` is told of a rule that failed, in one line; the others still answer.
     """
@@ -61,7 +63,8 @@ def apply_rules(facts: Facts, gap: Callable[[str], object] | None = None) -> tup
             own = facts.run is not None and facts.run.record.get("model")
             refused = own and any(flag.startswith(REFUSED_WITH_MODEL) for flag in found.flags)
             findings.append(_say_without_flags(found) if facts.is_watched or refused else found)
-    return tuple(sorted(findings, key=_rate))
+    steps = len(facts.critical.time.steps) if facts.critical is not None else 1
+    return tuple(sorted(findings, key=lambda one: _rate(one, max(1, steps))))
 
 
 def _rounds_to_nothing(one: Finding) -> bool:
@@ -69,10 +72,11 @@ def _rounds_to_nothing(one: Finding) -> bool:
     return one.cost_ms is not None and one.cost_ms < MIN_COST_MS and not one.cost_bytes
 
 
-def _rate(one: Finding) -> tuple[bool, float, int]:
+def _rate(one: Finding, steps: int) -> tuple[bool, float, int]:
     """Where a finding stands: other jobs on the machine first, which make every other cost what it is."""
+    cost_ms = one.cost_ms if one.once_ms is None else one.once_ms / steps
     first = one.code == machine_rules.find_busy_machine.code and one.cost_ms is not None
-    return not first, -(one.cost_ms or 0.0), -(one.cost_bytes or 0)
+    return not first, -(cost_ms or 0.0), -(one.cost_bytes or 0)
 
 
 def _say_without_flags(found: Finding) -> Finding:

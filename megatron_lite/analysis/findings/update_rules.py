@@ -176,8 +176,8 @@ def find_log_stalls(facts: Facts) -> Finding | None:
 
     Meaning: reading losses and norms waits for the device, and formatting, TensorBoard and files take host time. At
         every step that is part of every step.
-    Measured: with a GPU, idle time after waits in the phase log; without one, the median time of that phase in ordinary
-        steps.
+    Measured: with a GPU, idle time in the phase log, in lines of Python that log, and after their waits; without one,
+        the median time of that phase in ordinary steps.
     Cost: that time per step.
     Do: log less often; drop figures that take work of their own (parameter norm, zeros in gradients).
     Flags: --log-interval 100, --tensorboard-log-interval, without --log-params-norm and --log-num-zeros-in-grad.
@@ -185,12 +185,16 @@ def find_log_stalls(facts: Facts) -> Finding | None:
     """
     run, one = facts.run, facts.critical
     if facts.on_gpu:
-        sites = [site for site in one.time.syncs if site.phase == LOG] if one is not None else []
-        cost = sum((site.idle_ms for site in sites), 0.0)
-        if one is None or not sites or one.share(cost) < MIN_SHARE_SHOWN:
+        if one is None:
+            return None
+        sites = [site for site in one.time.syncs if LOG in (site.phase, site.cause)]
+        waited, own = sum(site.idle_ms for site in sites), one.time.rows.get(LOG, 0.0)
+        cost = waited + own
+        if one.share(cost) < (MIN_SHARE_SHOWN if waited > own else MATTERS):
             return None
         waits = f"{significant(sum(site.per_step for site in sites))} waits in {LOG}"
-        seen = Evidence(f"after {waits} the device idles {one.of_step(cost)}", one.where())
+        text = f"the device idles {in_ms(waited)} after {waits} and {in_ms(own)} during it: {one.of_step(cost)}"
+        seen = Evidence(text, one.where())
     else:
         if run is None or not run.steady_step_ms:
             return None

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_lite.analysis.intervals import NOTHING, Cover, Flags, Integers, intersection, joined, union
+from megatron_lite.analysis.intervals import NOTHING, Cover, Flags, Integers, difference, intersection, joined, union
 from megatron_lite.analysis.time.host_names import AFTER_SYNCS, CAUSES, name_cause
 from megatron_lite.analysis.time.range_names import is_backward, known_phase
 from megatron_lite.analysis.time.time_results import NamedWork, Placing, Step
@@ -20,7 +20,7 @@ PHASES_OF_CAUSES = {
     "log": (Phase.LOG,),
 }
 ON_ANY_THREAD = ("garbage_collector", "process_wait")
-PAID_ONCE = ("startup", "compile", "graph_capture")  # they may be, and mostly are
+PAID_ONCE = ("startup", "compile", "graph_capture", "allocator")  # they may be, and mostly are
 SEEN_AS = {
     Kind.RUNTIME: "call",
     Kind.ANNOTATION: "range",
@@ -160,6 +160,7 @@ WHY_NOT = {
     "startup": "CUDA or a library starts in it",
     "compile": "something is compiled in it",
     "graph_capture": "a graph is captured in it",
+    "allocator": "memory is first taken from the driver in it",
 }
 
 
@@ -169,8 +170,9 @@ def find_steps_that_pay(cover: Cover, start: Integers, end: Integers) -> Flags:
     return pays
 
 
-def is_paid_once(cover: Cover, start: Integers, end: Integers) -> bool:
-    """Does the work come in few steps, or stop early? Of a single step its last third says so."""
+def is_paid_once(cause: str, cover: Cover, start: Integers, end: Integers) -> bool:
+    """Does the work come in few steps, or stop early? Of a single step its last third says so. An allocator that has grown
+    early may be done with it; one that asks the driver later may ask again."""
     if len(start) == 1:
         edges = np.linspace(start[0], end[0], 4).astype(np.int64)
         thirds = cover.within(edges[:-1], edges[1:])
@@ -178,8 +180,9 @@ def is_paid_once(cover: Cover, start: Integers, end: Integers) -> bool:
     pays = np.flatnonzero(find_steps_that_pay(cover, start, end))
     if not len(pays):
         return True
-    few = max(1, int(FEW_STEPS * len(start)))
-    return bool(len(pays) <= few or pays[-1] < len(start) / 2)
+    if pays[-1] < len(start) / 2:
+        return True
+    return cause != "allocator" and len(pays) <= max(1, int(FEW_STEPS * len(start)))
 
 
 def explain_paying_steps(trace: Trace, thread: int, start: Integers, end: Integers) -> list[str]:
@@ -190,7 +193,8 @@ def explain_paying_steps(trace: Trace, thread: int, start: Integers, end: Intege
     works = find_host_work(trace, np.array([thread]))
     for cause in PAID_ONCE:
         covers = [work.cover for work in works if work.cause == cause]
-        if not covers or not is_paid_once(cover := joined(*covers), start, end):
+        cover = joined(NOTHING, *covers)
+        if not is_paid_once(cause, cover, start, end):
             continue
         for step in np.flatnonzero(find_steps_that_pay(cover, start, end)).tolist():
             why_not[step] = why_not[step] or WHY_NOT[cause]
@@ -203,11 +207,15 @@ def measure_host_work(works: tuple[HostWork, ...], steps: tuple[Step, ...]) -> t
     end = np.array([step.host_end_ns for step in steps], np.int64)
     steady = np.array([step.steady for step in steps], bool)
     found = []
+    before = NOTHING  # named already: nothing counts twice
     for work in works:
-        cover = work.cover
+        cover = difference(work.cover, before)
+        before = joined(before, work.cover)
         whole = [one.cover for one in works if one.cause == work.cause]
-        once = work.cause in PAID_ONCE and is_paid_once(joined(*whole), start, end)
+        once = work.cause in PAID_ONCE and is_paid_once(work.cause, joined(*whole), start, end)
         per_step = cover.within(start, end)
+        if not cover.length:
+            continue
         found.append(
             NamedWork(
                 cause=work.cause,

@@ -20,6 +20,7 @@ CAUSES = (
 )
 # These name only what neither a cause nor a synchronization explains: reading a value there is a synchronization.
 AFTER_SYNCS = ("clip_grad", "log")
+INSIDE = "Python inside "  # an operator that a Python class defines: begins the name of a HostSite
 SEEN_AS = ("call", "range", "frame", "overhead")
 FRAME = re.compile(r"(?P<file>[^()<>]*\.pyx?|<frozen [^>]*>)\(\d+\): (?P<function>.*)")
 

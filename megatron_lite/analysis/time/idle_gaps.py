@@ -31,7 +31,7 @@ from megatron_lite.analysis.kernels.kernel_words import is_communication
 from megatron_lite.analysis.time.host_causes import HostWork, cover_causes, find_host_work
 from megatron_lite.analysis.time.host_names import AFTER_SYNCS, CAUSES
 from megatron_lite.analysis.time.range_names import is_backward
-from megatron_lite.analysis.time.time_results import Placing
+from megatron_lite.analysis.time.time_results import MIN_STRETCH_MS, Placing, ShortGaps
 from megatron_lite.analysis.trace.columns import Kind, Trace
 
 # --- what a GPU is busy with: compute, communication, copies
@@ -121,6 +121,8 @@ class Gaps:
     """g gaps in order, and what each is made of in ns: [g] each; the amounts add up to its length."""
 
     start: Integers
+    end: Integers
+    graph: Flags  # of a graph is the work that ends it
     thread: Integers  # that launched the work that ends it; -1: unknown
     late: Integers  # h - start: how long the host was late
     waited: Integers  # row of the last call in which the host waited for the device meanwhile; -1: none
@@ -164,7 +166,28 @@ def find_idle_gaps(trace: Trace, rows: Integers, busy: Cover, steady: Cover, act
         amounts["host"] = amounts["host"] - amounts[row]
         host = difference(host, cover)
     thread = np.where(known, events.thread[launch], -1)
-    return Gaps(start, thread, late, np.where(amounts["sync"] > 0, waited, -1), amounts, host)
+    launches_graph = trace.passing(lambda name: "GraphLaunch" in name, Kind.RUNTIME)
+    graph = known & launches_graph[events.name[launch]]
+    return Gaps(start, end, graph, thread, late, np.where(amounts["sync"] > 0, waited, -1), amounts, host)
+
+
+def measure_short_gaps(gaps: Gaps, steps: int) -> ShortGaps:
+    """What nothing but the host, latency and the queue explains in gaps below MIN_STRETCH_MS."""
+    short = gaps.end - gaps.start < MIN_STRETCH_MS * 1e6
+    host = gaps.amounts["host"] * short
+    latency = gaps.amounts["launch"] * short
+    unexplained = gaps.amounts["unexplained"] * short
+
+    def per_step(amounts: Integers) -> float:
+        return float(amounts.sum()) / 1e6 / steps
+
+    return ShortGaps(
+        number=float(np.count_nonzero(host + latency + unexplained)) / steps,
+        host_ms=per_step(host),
+        launch_ms=per_step(latency[~gaps.graph]),
+        graph_ms=per_step((latency + unexplained)[gaps.graph]),
+        queued_ms=per_step(unexplained[~gaps.graph & (gaps.thread >= 0)]),
+    )
 
 
 def _find_waits(trace: Trace, waits: Integers, start: Integers, end: Integers) -> tuple[Integers, Integers]:

@@ -16,6 +16,7 @@ from megatron_lite.analysis.time.idle_gaps import (
     find_communication_names,
     find_host_activity,
     find_idle_gaps,
+    measure_short_gaps,
 )
 from megatron_lite.analysis.time.range_names import AUTOGRAD
 from megatron_lite.analysis.time.sites import CallSites
@@ -113,10 +114,11 @@ def _measure_device(trace: Trace, placing: Placing, steady: SteadySteps) -> Rank
         copy_ms=steady.per_step(covers.copy),
         overlap=1 - breakdown["exposed_communication"] / communication_ms if communication_ms else None,
         phases=_measure_device_phases(trace, placing, rows),
-        syncs=sites.find_sync_sites(activity.waits, gaps),
+        syncs=sites.find_sync_sites(activity.waits, gaps, activity.covers),
         hosts=sites.find_host_sites(gaps),
         loader_host_ms=intersection(activity.covers["data_wait"], steady.host_cover).length / 1e6 / steady.count,
         named=measure_host_work(activity.works, placing.steps),
+        short_gaps=measure_short_gaps(gaps, steady.count),
         launches=len(kernels) / steady.count,
         median_kernel_us=kernel_us,
         median_launch_interval_us=interval_us,
@@ -214,6 +216,7 @@ def _measure_host(trace: Trace, placing: Placing, steady: SteadySteps) -> RankTi
         timeline_step=steady.typical,
         notes=(*placing.notes, *steady.notes),
         stretches=sites.find_long_stretches(left),
+        short_gaps=sites.measure_short_stretches(left),
     )
 
 

@@ -6,8 +6,9 @@ from collections import Counter
 import numpy as np
 
 from megatron_lite.analysis.intervals import Cover, Integers, difference, intersection, union
+from megatron_lite.analysis.time.host_names import AFTER_SYNCS, INSIDE
 from megatron_lite.analysis.time.idle_gaps import Gaps, find_pageable_copies
-from megatron_lite.analysis.time.time_results import MIN_STRETCH_MS, HostSite, Placing, Stretch, SyncSite
+from megatron_lite.analysis.time.time_results import MIN_STRETCH_MS, HostSite, Placing, ShortGaps, Stretch, SyncSite
 from megatron_lite.analysis.trace.columns import Kind, Trace
 
 # autograd's wrappers and bookkeeping say nothing: what they hold does
@@ -19,7 +20,10 @@ NOT_THE_PROGRAM = re.compile(
     r"|(^|/)lib/python3[^/]*/[^/]+\.py$"
 )
 BETWEEN = "Python between operators"
+# A Python class of autograd.Function gives its operators its name; those of PyTorch have "::", or a digit at the end.
+CUSTOM_FUNCTION = re.compile(r"(?!CompiledFunction)[A-Za-z_]\w*[A-Za-z_]$")
 MAX_SITES = 50
+MIN_SHORT_MS = 0.1  # calling an operator takes half of that, with a profiler and stacks too
 SiteTimes = Counter[tuple[int, int]]  # ns by (name, phase)
 
 
@@ -43,6 +47,8 @@ class CallSites:
         while (through := (around >= 0) & wrapper[around]).any():
             around = np.where(through, placing.operator[around], around)
         self.top_operators = operators[around < 0]
+        is_custom = trace.matching(CUSTOM_FUNCTION.fullmatch)
+        self.custom_functions = self.top_operators[is_custom[self.top_operators]]
         self.frames = frames[trace.matching(is_program_frame)[frames]]
         self._phases = placing.ranges.nest(placing.ranges.thread == placing.main_thread)
         self._operators, self._frames = trace.nest(self.top_operators), trace.nest(self.frames)
@@ -68,12 +74,14 @@ class CallSites:
         return np.where(rows >= 0, self.trace.events.name[rows], -1)
 
     def text(self, name: int) -> str:
+        if name < -1:  # find_host_sites
+            return INSIDE + self.trace.names[-2 - name]
         return self.trace.names[name] if name >= 0 else ""
 
     def phase_text(self, phase: int) -> str:
         return self.placing.phases[phase] if phase >= 0 else ""
 
-    def find_sync_sites(self, calls: Integers, gaps: Gaps) -> tuple[SyncSite, ...]:
+    def find_sync_sites(self, calls: Integers, gaps: Gaps, covers: dict[str, Cover]) -> tuple[SyncSite, ...]:
         """Per place of the waiting `calls`: calls and host ms per steady step, and the idle time that they caused; most idle
         first."""
         trace, placing, events = self.trace, self.placing, self.trace.events
@@ -84,7 +92,10 @@ class CallSites:
             return ()
         moment, thread = events.start_ns[calls], events.thread[calls]
         unpinned = np.isin(calls, find_pageable_copies(trace))
-        place = (events.name[calls], unpinned, self.operator(moment, thread), self.frame(moment, thread))
+        cause = np.zeros(len(calls), np.int64)
+        for number, name in enumerate(AFTER_SYNCS, 1):
+            cause[covers[name].holds(moment)] = number
+        place = (events.name[calls], unpinned, self.operator(moment, thread), self.frame(moment, thread), cause)
         keys, inverse = np.unique(np.stack((*place, placing.phase[calls])), axis=1, return_inverse=True)
         counted = placing.counts[calls]  # one of the step before may have made a steady step wait
         waited_ns = (events.end_ns[calls] - moment) * counted
@@ -93,10 +104,11 @@ class CallSites:
         )
         sums = (counts / self.steps, host_ns / 1e6 / self.steps, idle_ns / 1e6 / self.steps)
         found = []
-        for (name, pageable, operator, line, phase), amounts in zip(keys.T, zip(*sums)):
+        for (name, pageable, operator, line, cause_of, phase), amounts in zip(keys.T, zip(*sums)):
             call = self.text(name) + (" (pageable memory)" if pageable else "")
             words = (call, self.text(operator), self.text(line), self.phase_text(phase))
-            found.append(SyncSite(*words, *map(float, amounts)))
+            per_step, host_ms, idle_ms = map(float, amounts)
+            found.append(SyncSite(*words, per_step, host_ms, idle_ms, cause=("", *AFTER_SYNCS)[cause_of]))
         return tuple(sorted(found, key=lambda site: (-site.idle_ms, -site.host_ms))[:MAX_SITES])
 
     def find_host_sites(self, gaps: Gaps) -> tuple[HostSite, ...]:
@@ -108,9 +120,20 @@ class CallSites:
             idle = intersection(gaps.host, union(gaps.start[mine], gaps.start[mine] + gaps.late[mine]))
             rows = self.top_operators[events.thread[self.top_operators] == thread]
             within = idle.within(events.start_ns[rows], events.end_ns[rows])
+            custom = self.custom_functions[events.thread[self.custom_functions] == thread]
+            own = self._find_own_idle(custom, idle)
+            within = within - own.within(events.start_ns[rows], events.end_ns[rows])
             _add(total, events.name[rows], self.placing.phase[rows], within)
+            inside = own.within(events.start_ns[custom], events.end_ns[custom])
+            _add(total, -2 - events.name[custom], self.placing.phase[custom], inside)
             self._add_python(total, difference(idle, self.trace.cover(rows)), thread)
         return self._make_host_sites(total)
+
+    def _find_own_idle(self, custom: Integers, idle: Cover) -> Cover:
+        """`idle` inside the custom functions, outside of the operators that they call."""
+        inner = self.trace.rows[Kind.OP]
+        inner = inner[np.isin(self.placing.operator[inner], custom)]
+        return difference(intersection(idle, self.trace.cover(custom)), self.trace.cover(inner))
 
     def find_python_sites(self, host: Cover) -> tuple[HostSite, ...]:
         """The same without a GPU: `host` is when no operator ran. By line of the program, where the trace has stacks."""
@@ -143,6 +166,16 @@ class CallSites:
             told = np.where(told_by_range | (events.start_ns[following] < end), -1, self.placing.phase[following])
             phase = np.where(phase >= 0, phase, told)
         _add(total, self.frame(start, np.full(len(start), max(thread, 0))), phase, end - start)
+
+    def measure_short_stretches(self, host: Cover) -> ShortGaps:
+        """The pieces of `host` below MIN_STRETCH_MS that are longer than calling an operator takes, in the median step."""
+        steps, lengths = self.placing.steps, host.end - host.start
+        short = (lengths < MIN_STRETCH_MS * 1e6) & (lengths >= MIN_SHORT_MS * 1e6)
+        step = np.searchsorted([one.start_ns for one in steps], host.start[short], side="right") - 1
+        steady = self.placing.steady[:-1]
+        per_step = np.bincount(step, lengths[short], minlength=len(steps))[steady]
+        numbers = np.bincount(step, minlength=len(steps))[steady]
+        return ShortGaps(float(np.median(numbers)), float(np.median(per_step)) / 1e6, 0.0, 0.0, 0.0)
 
     def find_long_stretches(self, host: Cover) -> tuple[Stretch, ...]:
         """The pieces of `host` that are long, by phase; longest first."""

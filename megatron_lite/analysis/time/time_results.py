@@ -84,6 +84,7 @@ class SyncSite:
     per_step: float  # calls
     host_ms: float  # that the host stood there
     idle_ms: float  # device idle that followed because of it
+    cause: str = ""  # "clip_grad" or "log", where names tell
 
 
 @dataclass(frozen=True)
@@ -106,6 +107,22 @@ class NamedWork:
     step_ms: float  # in the mean steady step
     once: bool  # it comes in few steps, or stops early: no cost of each step
     step: str  # that has most of it; "" if none
+
+
+@dataclass(frozen=True)
+class ShortGaps:
+    """Idle time of the device in gaps below MIN_STRETCH_MS, where no row but these explains it; without a GPU time without an
+    operator, in pieces of 0.1 ms and more. Per step."""
+
+    number: float
+    host_ms: float  # the host was late
+    launch_ms: float  # launch latency, outside of graphs
+    graph_ms: float  # between the work of a graph that was launched long before
+    queued_ms: float  # launched long before, outside of graphs; the cause is unexplained
+
+    @property
+    def ms(self) -> float:
+        return self.host_ms + self.launch_ms + self.graph_ms + self.queued_ms
 
 
 @dataclass(frozen=True)
@@ -156,6 +173,7 @@ class RankTime:
     idle_beside_ms: float = 0.0  # of the idle time what other GPUs of the process compute meanwhile
     notes: tuple[str, ...] = ()  # named gaps
     named: tuple[NamedWork, ...] = ()  # longest first
+    short_gaps: ShortGaps | None = None  # None without steady steps
     stretches: tuple[Stretch, ...] = ()  # longest first; () with a GPU
 
     @property

@@ -43,7 +43,7 @@ def findings_section(report: Report, everything: bool) -> Section | None:
             number=number,
             code=finding.code,
             title=("" if finding.certain else "likely: ") + finding.title + rank,
-            cost=_format_cost(finding.cost_ms, finding.cost_bytes),
+            cost=_format_cost(finding.cost_ms, finding.cost_bytes, finding.once_ms),
             evidence=evidence if everything else evidence[: MAX_EVIDENCE if number == 1 else 1],
             advice=advice + (f" (saves at most {gain})" if gain else ""),
             in_full=everything or number <= MAX_IN_FULL,
@@ -59,9 +59,11 @@ def findings_section(report: Report, everything: bool) -> Section | None:
     return Section("findings", "Findings", of, blocks)
 
 
-def _format_cost(cost_ms: float | None, cost_bytes: int | None) -> str:
-    """'12.1 ms', '3.20 GiB', both or nothing."""
+def _format_cost(cost_ms: float | None, cost_bytes: int | None, once_ms: float | None = None) -> str:
+    """'12.1 ms', '3.20 GiB', both or nothing; '12.1 ms once' of what no step pays again."""
     costs = [] if cost_ms is None else [f"{milliseconds(cost_ms)} ms"]
+    if once_ms is not None:
+        costs.append(f"{milliseconds(once_ms)} ms once")
     return ", ".join([*costs, *([] if cost_bytes is None else [size(cost_bytes)])])
 
 

@@ -1,0 +1,242 @@
+"""Time of the host that names in the trace explain: what is paid once, graphs, optimizers on the CPU, saving, clipping."""
+
+from collections.abc import Sequence
+
+from megatron_lite.analysis.findings.base import Evidence, Finding, counted, find_lost_time, rule
+from megatron_lite.analysis.findings.update_rules import find_save_and_eval
+from megatron_lite.analysis.rank_facts import MATTERS, RankFacts, in_ms
+from megatron_lite.analysis.run_facts import Facts
+from megatron_lite.analysis.time.host_names import INSIDE
+from megatron_lite.analysis.time.time_results import NamedWork, SyncSite
+from megatron_lite.analysis.trace.columns import Kind
+from megatron_lite.phases import Phase
+from megatron_lite.units import significant
+
+MAX_SHOWN = 4
+HALF_A_STEP = 0.5
+EVERY_STEP = 3  # steps: with fewer, nobody can say what comes once
+
+
+def find_named(one: RankFacts, *causes: str, once: bool = False) -> list[NamedWork]:
+    """The named work of these causes, longest first."""
+    return [work for work in one.time.named if work.cause in causes and work.once is once]
+
+
+def describe_works(one: RankFacts, works: Sequence[NamedWork]) -> list[Evidence]:
+    """What each took of the host per step."""
+    shown = []
+    for work in works[:MAX_SHOWN]:
+        times = f"{significant(work.calls / max(1, len(one.time.steps)))} per step"
+        shown.append(
+            Evidence(f"{work.what}: {times}, {in_ms(work.step_ms)} of the host, overlapped or not", one.where())
+        )
+    return shown
+
+
+@rule("one-time-costs", "costs that are paid once", "step", needs="trace")
+def find_one_time_costs(facts: Facts, one: RankFacts) -> Finding | None:
+    """The trace holds work that a run does only once.
+
+    Meaning: the first steps create CUDA's context, load its modules, open the handles of its libraries, take memory from
+        the driver, compile, search for the fastest kernel and capture graphs. Later steps do not.
+    Measured: host time of calls, ranges and lines of Python with such names, where they come in few steps or stop early.
+        A step with a notable part of it is left out of the figures, unless all steps have it.
+    Cost: once, however long the run is. It is not a cost per step.
+    Do: profile later steps (torch.profiler.schedule with wait and warmup); keep compiled code for the next run in a cache.
+    Flags: a later --profile-step-start; TORCHINDUCTOR_CACHE_DIR.
+    False alarm: work that comes back seldom, such as a graph for each new shape. A longer window shows it.
+    """
+    works = [work for work in one.time.named if work.once]
+    total, steps = sum(work.trace_ms for work in works), len(one.time.steps)
+    if not works or total < min(MATTERS * steps, HALF_A_STEP) * one.time.step_ms:
+        return None
+    shown = []
+    for work in works[:MAX_SHOWN]:
+        most = f", most of it in {work.step}" if work.step and steps > 1 else ""
+        times = f"{work.calls:,} time{'' if work.calls == 1 else 's'}"
+        shown.append(Evidence(f"{work.what}: {times}, {in_ms(work.trace_ms)}{most}", one.where()))
+    text = f"{in_ms(total)} of the host in the whole trace: paid once, and not by each step"
+    advice = "profile later steps: --profile-step-start N, or torch.profiler.schedule(wait=N, warmup=2, ...)"
+    return Finding(
+        evidence=(Evidence(text, one.where()), *shown),
+        advice=advice,
+        flags=("--profile-step-start",),
+        certain=steps >= EVERY_STEP,
+        rank=one.time.rank,
+        once_ms=total,
+    )
+
+
+@rule("graph-capture", "graphs captured in each step", "step", needs="gpu")
+def find_graph_capture(facts: Facts, one: RankFacts) -> Finding | None:
+    """CUDA graphs are captured or instantiated again and again.
+
+    Meaning: capturing a graph and instantiating it costs the host more than launching its kernels one by one. It pays
+        only if the same graph is replayed many times.
+    Measured: idle time of the device from each cudaStreamBeginCapture to its end, and in cudaGraphInstantiate and kin
+        (HIP too), where most steps have them.
+    Cost: that time in each step.
+    Do: capture once, before the loop, and replay; pad inputs to a few sizes with a graph each; with torch.compile's
+        reduce-overhead, keep shapes and addresses of inputs constant.
+    Flags: none here: this trainer captures no graphs.
+    False alarm: a window at the beginning, in which a graph for each shape is captured: see one-time-costs.
+    """
+    works, cost = find_named(one, "graph_capture"), one.time.rows.get("graph_capture", 0.0)
+    if not works:
+        return None
+    text = f"the device idles {one.of_step(cost)} while graphs are captured and instantiated"
+    advice = "capture each graph once, before the loop, and replay it; keep the shapes of its inputs constant"
+    return find_lost_time(one, cost, text, advice, *describe_works(one, works), cheap=True)
+
+
+@rule("startup-in-step", "start-up work in each step", "step", needs="trace")
+def find_startup_in_step(facts: Facts, one: RankFacts) -> Finding | None:
+    """Work that belongs to the start of a program comes in each step.
+
+    Meaning: loading modules, creating library handles, streams, communicators or process groups, or importing costs
+        milliseconds. Done once it does not matter.
+    Measured: the device's idle time (without a GPU the host's time) in calls and lines of Python with such names, where
+        most steps have them.
+    Cost: that time in each step.
+    Do: create these objects before the loop and keep them; warm all kernels up before measuring.
+    Flags: none: the lines above name what is created.
+    False alarm: a window so early that each step still meets kernels for the first time.
+    """
+    works, cost = find_named(one, "startup"), one.time.rows.get("startup", 0.0)
+    if not works:
+        return None
+    text = f"starting up CUDA and libraries takes {one.of_step(cost)}"
+    advice = f"create it once, before the loop: {works[0].what}"
+    return find_lost_time(one, cost, text, advice, *describe_works(one, works), cheap=True)
+
+
+@rule("cpu-optimizer", "optimizer that computes on the CPU", "step", "phases", needs="gpu")
+def find_cpu_optimizer(facts: Facts, one: RankFacts) -> Finding | None:
+    """The optimizer updates on the CPU, and the GPU waits for it.
+
+    Meaning: an offloaded optimizer (DeepSpeed's CPUAdam, ZeRO-Offload, torchao's CPUOffloadOptimizer) or one whose
+        parameters are tensors of the CPU reads and writes all states at the speed of the host's memory, a tenth of the
+        GPU's or less. Gradients travel there and weights back.
+    Measured: idle time of the device while the host is in such an optimizer, by its name or by operators of the update
+        that take long and launch nothing; with the copies of the optimizer's phase that compute does not overlap.
+    Cost: that time.
+    Do: keep the states on the GPU if they fit: shard them over ranks, or use a smaller state (8-bit, bf16 moments).
+        If they must be offloaded, overlap the update with the backward pass and use all cores.
+    Flags: --use-distributed-optimizer instead of offloading; OMP_NUM_THREADS for the update's threads.
+    False alarm: a model that fits in no other way.
+    """
+    cost = one.time.rows.get("cpu_optimizer", 0.0)
+    works = [work for work in one.time.named if work.cause == "cpu_optimizer"]
+    copies = one.in_phases(one.rows_named(lambda name: True, Kind.MEMCPY), str(Phase.OPTIMIZER_STEP))
+    copied = one.exposed_ms(copies) if cost else 0.0
+    text = f"the device waits {in_ms(cost)} for the update and {in_ms(copied)} for its copies: {one.of_step(cost + copied)}"
+    advice = "keep the optimizer's states on the GPU, sharded over ranks (--use-distributed-optimizer), if they fit"
+    shown, flags = describe_works(one, works), ("--use-distributed-optimizer",)
+    return find_lost_time(one, cost + copied, text, advice, *shown, flags=flags) if cost else None
+
+
+@rule("save-in-step", "saving or evaluating in each step", "step", needs="trace")
+def find_save_in_step(facts: Facts, one: RankFacts) -> Finding | None:
+    """The profiled steps save or evaluate.
+
+    Meaning: writing a checkpoint copies all weights to the host and waits for the disk; evaluating runs a forward pass
+        on other data. In each step either is a large part of it.
+    Measured: idle time of the device (without a GPU the host's time) in ranges and lines of Python that save or
+        evaluate, with the device's time of their phases. Steps that save count only where all steps do.
+    Cost: that time.
+    Do: save and evaluate every few hundred steps; write in the background from a copy in host memory.
+    Flags: --save-interval, --eval-interval, --async-save.
+    False alarm: a window around the one step that saves; profile other steps.
+    """
+    if find_save_and_eval(facts) is not None:
+        return None
+    cost = one.time.rows.get("save", 0.0)
+    inside = [phase for phase in one.time.phases if phase.name in (Phase.SAVE.value, Phase.EVAL.value)]
+    if one.time.on_gpu:
+        cost += sum(phase.device_ms for phase in inside)
+    works = [work for work in one.time.named if work.cause == "save"]
+    what = ", ".join(dict.fromkeys([*(work.what for work in works), *(phase.name for phase in inside)]))
+    text = f"saving and evaluating ({what}) takes {one.of_step(cost)}"
+    advice = "save and evaluate less often, and write in the background: --save-interval, --eval-interval, --async-save"
+    flags = ("--save-interval", "--eval-interval", "--async-save")
+    return find_lost_time(one, cost, text, advice, *describe_works(one, works), flags=flags)
+
+
+def find_clip_waits(one: RankFacts) -> list[SyncSite]:
+    """Where clipping waits for the device."""
+    clip = Phase.CLIP_GRAD.value
+    return [site for site in one.time.syncs if clip in (site.phase, site.cause)]
+
+
+def measure_clipping(one: RankFacts) -> float:
+    """Idle ms per step because of clipping; 0 where it does not matter."""
+    cost = one.time.rows.get("clip_grad", 0.0) + sum(site.idle_ms for site in find_clip_waits(one))
+    return cost if one.share(cost) >= MATTERS else 0.0
+
+
+@rule("clip-on-host", "gradient clipping that waits for the host", "step", "phases", needs="gpu")
+def find_clip_on_host(facts: Facts, one: RankFacts) -> Finding | None:
+    """Clipping gradients keeps the device waiting.
+
+    Meaning: the norm is read on the host (.item(), error_if_nonfinite=True, an if on its value), or norms are computed
+        tensor by tensor. The queue runs empty before the update.
+    Measured: idle time of the device in the phase or the lines of Python that clip, with the idle time after their
+        synchronizations.
+    Cost: that time.
+    Do: torch.nn.utils.clip_grad_norm_(parameters, max_norm, foreach=True) without error_if_nonfinite; keep the norm on
+        the device and read it when it is logged.
+    Flags: none here: this trainer clips on the device.
+    False alarm: other waits that happen to lie in that phase.
+    """
+    sites = find_clip_waits(one)
+    waited = sum(site.idle_ms for site in sites)
+    own = one.time.rows.get("clip_grad", 0.0)
+    text = f"clipping gradients: {in_ms(own)} of Python and dispatch, {in_ms(waited)} after "
+    text += f"{counted(sum(site.per_step for site in sites), 'wait')}; {one.of_step(own + waited)}"
+    advice = (
+        "clip on the device: clip_grad_norm_(..., foreach=True) without error_if_nonfinite, the norm read when logged"
+    )
+    return find_lost_time(one, own + waited, text, advice)
+
+
+@rule("process-wait", "host waiting for other processes", "step", needs="trace")
+def find_process_wait(facts: Facts, one: RankFacts) -> Finding | None:
+    """The host waits for another process while nothing runs.
+
+    Meaning: a barrier, a collective of Python objects, one over gloo or a queue keeps the host from launching. It is the
+        other process that is late, not this one's Python.
+    Measured: idle time of the device (without a GPU time without an operator) in lines of Python and ranges of that kind.
+    Cost: that time.
+    Do: leave barriers out of the step; gather tensors on the device instead of Python objects, seldom; look at what the
+        other processes do meanwhile.
+    Flags: --log-interval 100 for values that are gathered for the log.
+    False alarm: a server that waits for requests has nothing else to do.
+    """
+    works = [work for work in one.time.named if work.cause == "process_wait"]
+    cost = one.time.rows.get("process_wait", 0.0)
+    text = f"waiting for other processes takes {one.of_step(cost)}"
+    advice = "leave barriers and collectives of Python objects out of the step"
+    return find_lost_time(one, cost, text, advice, *describe_works(one, works), certain=False)
+
+
+@rule("python-in-function", "Python inside a custom autograd.Function", "step", "phases", needs="gpu")
+def find_python_in_function(facts: Facts, one: RankFacts) -> Finding | None:
+    """The device waits for Python inside the program's own autograd.Function.
+
+    Meaning: forward or backward of a class derived from torch.autograd.Function runs in Python. backward() runs on
+        autograd's thread, which can launch nothing else meanwhile.
+    Measured: idle time of the device while a thread is inside such an operator and in none that it calls; its name is
+        that of the class.
+    Cost: that time.
+    Do: write it with few operators, in one fused kernel (torch.compile, Triton) or as a C++ function; move checks,
+        prints and loops out of it.
+    Flags: --pytorch-profiler-collect-callstack (with_stack=True) names the lines.
+    False alarm: a trace with stacks, which slow Python several times.
+    """
+    sites = [site for site in one.time.hosts if site.what.startswith(INSIDE)]
+    cost = sum(site.idle_ms for site in sites)
+    shown = [Evidence(f"{in_ms(site.idle_ms)} in {site.what}", site.phase) for site in sites[:MAX_SHOWN]]
+    text = f"the device idles {one.of_step(cost)} while custom functions run Python"
+    advice = "do less in Python there: fewer operators, or one compiled or Triton kernel"
+    flags = () if one.trace.with_stack else ("--pytorch-profiler-collect-callstack",)
+    return find_lost_time(one, cost, text, advice, *shown, flags=flags, certain=False)
