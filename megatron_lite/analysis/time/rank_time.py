@@ -88,18 +88,8 @@ def _measure_device(trace: Trace, placing: Placing, steady: SteadySteps) -> Rank
         "exposed_copy": steady.per_step(difference(covers.copy, joined(covers.compute, covers.communication))),
     } | {row: int(amounts.sum()) / 1e6 / steady.count for row, amounts in gaps.amounts.items()}
     step_ms, communication_ms = steady.cover.length / 1e6 / steady.count, steady.per_step(covers.communication)
-    # how fast the host launches: lengths of kernels, time between calls of the same thread, and time from the end of a call
-    # to its kernel's start, below 0 where that starts before the call returns
-    kernels = rows[placing.counts[rows] & (events.kind[rows] == Kind.KERNEL)]
-    launched = kernels[launch[kernels] >= 0]
-    calls = np.unique(launch[launched])
-    calls = calls[np.lexsort((events.start_ns[calls], events.thread[calls]))]
-    between = np.diff(events.start_ns[calls])[np.diff(events.thread[calls]) == 0]
-    kernel_us = _median_us(events.end_ns[kernels] - events.start_ns[kernels])
-    interval_us = _median_us(between)
-    queue_us = _median_us(events.start_ns[launched] - events.end_ns[launch[launched]])
+    speed = _measure_launches(trace, rows[placing.counts[rows] & (events.kind[rows] == Kind.KERNEL)])
     own_ms = sum(breakdown[row] for row in ("host", *AFTER_SYNCS))
-    is_slow = own_ms / step_ms >= IDLE_SHARE and 0 < kernel_us < KERNEL_TO_INTERVAL * interval_us
     spilled = rows[launch[rows] < 0]
     spilled_ms = trace.cover(spilled).length / 1e6
     return RankTime(
@@ -119,11 +109,11 @@ def _measure_device(trace: Trace, placing: Placing, steady: SteadySteps) -> Rank
         loader_host_ms=intersection(activity.covers["data_wait"], steady.host_cover).length / 1e6 / steady.count,
         named=measure_host_work(activity.works, placing.steps),
         short_gaps=measure_short_gaps(gaps, steady.count),
-        launches=len(kernels) / steady.count,
-        median_kernel_us=kernel_us,
-        median_launch_interval_us=interval_us,
-        median_queue_us=queue_us,
-        launch_bound=is_slow and queue_us < QUEUE_US,
+        launches=speed.kernels / steady.count,
+        median_kernel_us=speed.kernel_us,
+        median_launch_interval_us=speed.interval_us,
+        median_queue_us=speed.queue_us,
+        launch_bound=own_ms / step_ms >= IDLE_SHARE and speed.is_slow,
         spilled_ms=spilled_ms,
         idle_beside_ms=steady.per_step(difference(joined(*others.values()), covers.busy)) if others else 0.0,
         timeline=_draw_device_timeline(trace, placing, rows, steady.typical),
@@ -134,6 +124,35 @@ def _measure_device(trace: Trace, placing: Placing, steady: SteadySteps) -> Rank
             *_describe_gaps(rows, spilled, spilled_ms),
             *_describe_devices(device, others, steady),
         ),
+    )
+
+
+@dataclass(frozen=True)
+class LaunchSpeed:
+    """How fast the host launches kernels."""
+
+    kernels: int
+    kernel_us: float  # median of each
+    interval_us: float  # between calls of the same thread
+    queue_us: float  # from the end of a call to its kernel's start; below 0 where that starts before the call returns
+
+    @property
+    def is_slow(self) -> bool:
+        """Are kernels over faster than new ones come, and hardly any waits in the queue?"""
+        return 0 < self.kernel_us < KERNEL_TO_INTERVAL * self.interval_us and self.queue_us < QUEUE_US
+
+
+def _measure_launches(trace: Trace, kernels: Integers) -> LaunchSpeed:
+    events, launch = trace.events, trace.launch_of
+    launched = kernels[launch[kernels] >= 0]
+    calls = np.unique(launch[launched])
+    calls = calls[np.lexsort((events.start_ns[calls], events.thread[calls]))]
+    between = np.diff(events.start_ns[calls])[np.diff(events.thread[calls]) == 0]
+    return LaunchSpeed(
+        kernels=len(kernels),
+        kernel_us=_median_us(events.end_ns[kernels] - events.start_ns[kernels]),
+        interval_us=_median_us(between),
+        queue_us=_median_us(events.start_ns[launched] - events.end_ns[launch[launched]]),
     )
 
 
