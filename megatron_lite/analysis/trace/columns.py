@@ -235,8 +235,12 @@ def build_events(columns: dict[str, NDArray[Any]]) -> tuple[Events, list[str]]:
     del start, end
     events = Events(**{name: columns.pop(name)[order] for name in list(columns)})
     rows = np.flatnonzero(np.isin(events.kind, DEVICE_KINDS))
-    rows = rows[np.lexsort((rows, events.stream[rows], events.device[rows]))]
-    same = (np.diff(events.stream[rows]) == 0) & (np.diff(events.device[rows]) == 0)
+    # a thread here is a stream's row in the file: of each process' own where traces of several were merged
+    place = (events.stream[rows], events.device[rows], events.thread[rows])
+    rows = rows[np.lexsort((rows, *place))]
+    same = np.ones(max(len(rows) - 1, 0), bool)
+    for column in (events.stream, events.device, events.thread):
+        same &= np.diff(column[rows]) == 0
     too_long = same & (events.end_ns[rows[:-1]] > events.start_ns[rows[1:]])
     events.end_ns[rows[:-1][too_long]] = events.start_ns[rows[1:][too_long]]
     clipped = int(too_long.sum())

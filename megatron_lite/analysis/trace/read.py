@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 from megatron_lite.analysis.trace.columns import Trace, TraceError
 from megatron_lite.analysis.trace.kineto import MAX_EVENTS, read_kineto
 from megatron_lite.analysis.trace.kineto_json import BLOCK_BYTES, GZIP_MAGIC
+from megatron_lite.analysis.trace.processes import split_processes
 from megatron_lite.config.machine import read_machine
 from megatron_lite.units import size
 
@@ -39,7 +40,7 @@ def say_nothing(*told: object, lasting: bool = False) -> None:
 def read_traces(
     path: Path, max_events: int = MAX_EVENTS, report: Callable[[int], None] = say_nothing
 ) -> tuple[Trace, ...]:
-    """The traces in the file `path`: one of a torch.profiler file, one per process of an Nsight Systems .sqlite.
+    """The traces in the file `path`: one per process (most files of torch.profiler hold one).
     Raises TraceError, one line, for what is no trace. max_events, report: as of read_kineto."""
     if path.suffix in NSYS_REPORTS:
         raise TraceError(f"{path}: {export_first(path)}")
@@ -56,7 +57,7 @@ def read_traces(
         traces = read_nsys(path)
         report(file_bytes(path))
         return traces
-    return (read_kineto(path, max_events, report),)
+    return split_processes(read_kineto(path, max_events, report))
 
 
 def export_first(report: Path) -> str:
