@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from finding_cases import ALL_REDUCE, GATHER, moving, orders, recorded
 from trace_maker import MadeTrace
-from training_maker import BF16_GEMM, rank_lines
+from training_maker import BF16_GEMM, gpu, rank_lines
 
 from megatron_lite.analysis.analyze import analyze
 from megatron_lite.analysis.ranks.imbalance import find_imbalance
@@ -168,3 +168,16 @@ def test_without_known_groups_nothing_is_said(tmp_path):
         unknown = tuple(replace(call, group=None) for call in one.trace.collectives)
         object.__setattr__(one.trace, "collectives", unknown)
     assert compare_ranks(report.facts.ranks_seen).disorder is None
+
+
+def test_a_second_rank_that_is_as_late_as_the_straggler_is_named(tmp_path):
+    def one_late(folder, late_ranks, ranks):
+        for rank in range(ranks):
+            late = 1500 if rank in late_ranks else 0
+            gpu(folder, rank, ranks, reduce="late", late_us=late, wait_us=1500 - late)
+
+    one_late(tmp_path / "a", (2, 5), 8)
+    late = analyze([tmp_path / "a"]).facts.ranks.straggler
+    assert {late.rank, *late.alike} == {2, 5}
+    one_late(tmp_path / "b", (2,), 8)
+    assert analyze([tmp_path / "b"]).facts.ranks.straggler.alike == ()

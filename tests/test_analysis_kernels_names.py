@@ -1,6 +1,9 @@
 """Names of kernels taken apart and put in words, and what kernels and operators are for."""
 
+import os
 import re
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -254,3 +257,32 @@ def test_formats_of_both_operands_are_told_and_the_wider_one_is_the_products():
 
 def test_a_mangled_name_that_was_cut_keeps_its_last_word():
     assert demangled("_ZN5aiter48fmoe_bf16_pertokenFp8_g1u1_vs_si") == "aiter::fmoe_bf16_pertokenFp8_g1u1_vs_si"
+
+
+def read_roles_with(table: Path, name: str) -> tuple[int, str]:
+    """(exit code, what is printed) of a process of its own: roles are read once."""
+    code = (
+        "from megatron_lite.analysis.kernels.kernel_words import get_kernel_role\n"
+        "from megatron_lite.errors import UserError\n"
+        f"try: print(get_kernel_role({name!r}).name)\nexcept UserError as error: raise SystemExit(str(error))"
+    )
+    given = os.environ | {"MEGATRON_LITE_KERNEL_NAMES": str(table)}
+    done = subprocess.run([sys.executable, "-c", code], env=given, capture_output=True, text=True, check=False)
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_a_user_adds_roles_of_kernels(tmp_path):
+    table = tmp_path / "kernels.tsv"
+    table.write_text("# mine\nGEMM\t^my_product my_other_product\nCOMMUNICATION\tring_exchange\n")
+    assert read_roles_with(table, "my_product_kernel") == (0, "GEMM\n")
+    assert read_roles_with(table, "void ns::Ring_Exchange<int>(x)") == (0, "COMMUNICATION\n")
+    assert read_roles_with(table, "ampere_sgemm_128x64_tn") == (0, "GEMM\n")
+
+
+@pytest.mark.parametrize("text", ["PRODUCT\tx\n", "GEMM\n", "GEMM\t(\n", None])
+def test_a_table_of_the_user_that_is_wrong_is_one_line(tmp_path, text):
+    table = tmp_path / "kernels.tsv"
+    if text is not None:
+        table.write_text(text)
+    code, said = read_roles_with(table, "x")
+    assert code == 1 and said.count("\n") == 1 and "kernels.tsv" in said

@@ -250,7 +250,12 @@ def find_straggler(facts: Facts) -> Finding | None:
         what = "waiting for data" if found.cause == "data_wait" else found.cause
         reason = f"{what} takes {in_ms(found.cause_ms)} longer than on the median of the others{phase}"
     advice = f"rank {found.rank}: {why}"
-    seen = (Evidence(_describe_lateness(found, ranks), f"rank {found.rank}"), Evidence(reason))
+    seen = [Evidence(_describe_lateness(found, ranks), f"rank {found.rank}"), Evidence(reason)]
+    if found.alike:
+        several = f"rank{'s' if len(found.alike) > 1 else ''} {', '.join(map(str, found.alike))}"
+        seen.append(
+            Evidence(f"{several} {'come' if len(found.alike) > 1 else 'comes'} nearly as late, and hardly waits")
+        )
     certain = bool(found.cause) and found.share_last is not None
     return build_time_finding(found.caused_wait_ms, seen, advice, flags, certain, found.rank)
 

@@ -7,11 +7,14 @@ The main word of a kernel's name decides. It stands in the function's own name; 
 tell what was fused into the function, or what it works on, and are asked only where the function's name says nothing.
 """
 
+import os
 import re
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 
 from megatron_lite.analysis.kernels.kernel_results import Role
+from megatron_lite.errors import UserError
+from megatron_lite.variables import KERNEL_NAMES
 
 OTHER = "(other)"  # the key of a table's row for what no key names
 LONGEST = 2000  # characters of a name that are looked at: C++ names may repeat their template arguments for pages
@@ -55,6 +58,9 @@ def name_format(name: str) -> str:
     if _WIDE_OPERAND.search(function):
         return "fp16/bf16"
     formats = [FORMATS[one] for one in _WRITTEN.findall(function)]
+    if "fp8" in formats and "fp4" in formats:
+        # the narrower operand is multiplied at the rate of the wider one
+        return "fp8"
     return next((one for one in MIXED if one in formats), formats[0] if formats else "")
 
 
@@ -70,7 +76,7 @@ _FUNCTIONS, _KERNELS, _OPERATORS = (
     for name in ("function roles", "kernel roles", "operator roles")
 )
 _NO_MEANING = re.compile(
-    r"\(anonymous namespace\)::|<unnamed>::|\{anonymous\}::|\binternal::|^(?:\[clone [^\]]*\]|void|static|inline|__global__|\s)+"
+    r"\(anonymous namespace\)::|<unnamed>::|\{anonymous\}::|\binternal::|^kernel_cutlass_(?:kernel_)?|^(?:\[clone [^\]]*\]|void|static|inline|__global__|\s)+"
 )
 _ENABLED = re.compile(r"std::enable_if<.*?>::type\s+")  # a template's return type
 _COMPOSED = sorted(WORDS["operators"]["composed"].split(), key=len, reverse=True)
@@ -128,6 +134,9 @@ def is_wait(name: str) -> bool:
 def get_kernel_role(name: str) -> Role:
     """The role of device work (kernel, memcpy, memset) by its name as the profiler wrote it."""
     lowered = name[:LONGEST].lower()
+    own = _find_role(_read_own_roles(os.environ.get(KERNEL_NAMES, "")), lowered)
+    if own is not Role.OTHER:
+        return own
     if _COMPILED.search(lowered):
         return Role.FUSED
     head = _find_head(name).lower()
@@ -144,6 +153,32 @@ def get_kernel_role(name: str) -> Role:
          if (role := _find_role(_KERNELS, text)) is not Role.OTHER),
         Role.OTHER,
     )  # fmt: skip
+
+
+@cache
+def _read_own_roles(path: str) -> list[tuple[Role, re.Pattern[str]]]:
+    """The user's own rows of roles: a role (GEMM, ATTENTION, ...), a tab, patterns. Asked before all others."""
+    if not path:
+        return []
+    rows = []
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(
+            f"{KERNEL_NAMES}={path}: it cannot be read ({type(error).__name__}); name a text file."
+        ) from None
+    for number, line in enumerate(lines, 1):
+        role, _, patterns = line.partition("\t")
+        if not line.strip() or line.startswith("#"):
+            continue
+        if role not in Role.__members__ or not patterns.strip():
+            known = ", ".join(Role.__members__)
+            raise UserError(f"{path}, line {number}: write a role, a tab and patterns; roles are {known}.")
+        try:
+            rows.append((Role[role], _any_of(patterns)))
+        except re.error as error:
+            raise UserError(f"{path}, line {number}: {patterns!r} is no regular expression ({error}).") from None
+    return rows
 
 
 def _find_role(rows: list[tuple[Role, re.Pattern[str]]], text: str) -> Role:

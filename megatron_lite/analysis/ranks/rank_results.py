@@ -70,6 +70,7 @@ class Straggler:
     cause: str  # "compute", "data_wait", "host", "copy"; "" if nothing explains 80% of the lag
     cause_ms: float  # how much more of it the rank has than the median of the others
     phase: str = ""  # where the lag arises, if one phase explains 80% of it
+    alike: tuple[int, ...] = ()  # other ranks that come nearly as late: they hardly wait, either
 
 
 @dataclass(frozen=True)

@@ -319,6 +319,7 @@ def _sum_by_kind(
 
 SHARE_OF_STEP = 0.02  # that others must wait for one rank, or it does not matter; as in the trainer's own line
 EXPLAINED = 0.8  # of the lag that a cause must be
+NEARLY = 0.2  # of the lag, that a rank which comes nearly as late waits at most
 BEYOND_CHANCE = 4 / 3  # times the share of all waiting that a rank would cause if all were alike
 STANDARD_ERRORS = 2.0  # that the mean over steps must be above nothing
 
@@ -374,7 +375,11 @@ def find_straggler(rows: Sequence[RankRow], times: Sequence[RankTime], net_ms: N
         phases.append(own)
     cause, by = _find_excess(causes, late, lag)
     where, _ = _find_excess(phases, late, lag)
-    return Straggler(rows[late].rank, lag, rows[late].last_in, cause, by, where)
+    waits = [(row.rank, row.wait_ms or 0.0) for row in rows if row.rank != rows[late].rank]
+    alike = tuple(rank for rank, wait_ms in waits if wait_ms <= NEARLY * lag)
+    # where most ranks hardly wait, nobody is late beside the late one
+    alike = alike if 2 * (len(alike) + 1) <= len(rows) else ()
+    return Straggler(rows[late].rank, lag, rows[late].last_in, cause, by, where, alike)
 
 
 def _find_excess(quantities: list[dict[str, float]], late: int, lag: float) -> tuple[str, float]:
