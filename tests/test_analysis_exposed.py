@@ -115,7 +115,7 @@ def test_no_cost_is_told_twice(tmp_path, parts):
 def test_a_gather_of_objects_is_no_gather_of_weights(tmp_path):
     objects = GATHER | {"dtype": "Byte"}
     [one] = found_in(tmp_path / "a", on_gpu(reduce="after", collective=objects))
-    assert one.code == "exposed-communication" and one.title.startswith("gathers of objects")
+    assert one.code == "exposed-communication" and one.title.startswith("exposed gathers of objects")
     [one] = found_in(tmp_path / "b", on_gpu(reduce="after", collective=GATHER))
     assert one.code == "parameter-gather"
 

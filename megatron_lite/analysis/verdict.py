@@ -15,7 +15,7 @@ from megatron_lite.analysis.kernels.kernel_results import Role
 from megatron_lite.analysis.memory.memory_results import Snapshot
 from megatron_lite.analysis.rank_facts import RankFacts
 from megatron_lite.analysis.ranks.calls import POINT_TO_POINT
-from megatron_lite.analysis.ranks.rank_results import OTHER, describe_imbalance
+from megatron_lite.analysis.ranks.rank_results import OTHER, CollectiveRow, describe_imbalance
 from megatron_lite.analysis.report import Verdict
 from megatron_lite.analysis.run.cores import MOSTLY, PROFILED, CoreShortage, measure_slowdown
 from megatron_lite.analysis.run.learning import measure_learning
@@ -236,7 +236,7 @@ def _describe_step(facts: Facts, rank: RankFacts, findings: Sequence[Finding]) -
         if row == "exposed_communication" and facts.ranks and facts.ranks.collectives:
             # nobody waits for what it sends itself
             first = next((one for one in facts.ranks.collectives if one.name != "send"), facts.ranks.collectives[0])
-            what = _name_collective(facts, first.name)
+            what = _name_collective(facts, first)
             what += f" in {first.phase}" if first.phase else ""
         elif row == "sync" and time.syncs:
             what = f"{what} ({time.syncs[0].operator or time.syncs[0].call})"
@@ -269,8 +269,11 @@ def _describe_busy(rank: RankFacts) -> str:
     return f"the {device} is busy {share}, {graphs:.0%} in CUDA graphs whose kernels were not recorded"
 
 
-def _name_collective(facts: Facts, kind: str) -> str:
+def _name_collective(facts: Facts, row: CollectiveRow) -> str:
     """What a step waits for, in words."""
+    kind = row.name
+    if kind in POINT_TO_POINT and row.group == "context":
+        return "the exchange of split sequences"
     if kind in POINT_TO_POINT:
         return "another stage"
     if kind in ("dispatch", "combine"):

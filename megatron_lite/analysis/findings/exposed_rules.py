@@ -38,7 +38,7 @@ CAUSES: tuple[tuple[Rule, str], ...] = (
 TITLES = {
     EXPERTS: "exchange among experts",
     ALL_TO_ALL: "all-to-all",
-    TENSOR: "sums over ranks that split layers",
+    TENSOR: "sums over split layers",
     CONTEXT: "exchange of split sequences",
     FORWARD: "sums over ranks in forward",
     STAGES: "sends and receives",
@@ -49,6 +49,10 @@ TITLES = {
     REST: "communication",
 }
 REMEDIES = {
+    EXPERTS: "let one micro-batch compute while another one's tokens travel; shared experts beside the exchange",
+    ALL_TO_ALL: "let something else compute meanwhile: another micro-batch, shared experts, layers that need no exchange",
+    TENSOR: "fewer tensor parallel ranks, if memory allows; else overlap products with their sums",
+    OPTIMIZER: "reduce gradients in backward, sum norms in one collective, gather weights beside the next forward",
     CONTEXT: "exchange the next block of keys and values while one is computed; fewer context parallel ranks, or longer sequences",
     FORWARD: "sum fewer, larger tensors, and compute something else meanwhile (async_op=True)",
     STAGES: "more micro-batches per step, so that stages wait less; send and receive beside computing (batch_isend_irecv)",
@@ -77,8 +81,7 @@ def find_exposed_experts(facts: Facts, one: RankFacts) -> Finding | None:
         tokens has nothing to compute meanwhile. All-to-alls of embedding tables or sequences are of the same kind; the finding says
         "all-to-all" where nothing tells what travels.
     """
-    advice = "let one micro-batch compute while another one's tokens travel; shared experts beside the exchange"
-    return _find_exposed(facts, one, (EXPERTS, ALL_TO_ALL), advice)
+    return _find_exposed(facts, one, (EXPERTS, ALL_TO_ALL))
 
 
 @rule("exposed-tensor-parallel", "sums among ranks that split layers", "step", "collectives", needs="trace")
@@ -95,8 +98,7 @@ def find_exposed_tensor_parallel(facts: Facts, one: RankFacts) -> Finding | None
     Flags: --sequence-parallel; in Megatron-LM --tp-comm-overlap.
     False alarm: sums in forward that belong to SyncBatchNorm or to a loss over all ranks.
     """
-    advice = "fewer tensor parallel ranks, if memory allows; else overlap products with their sums"
-    return _find_exposed(facts, one, (TENSOR, FORWARD), advice)
+    return _find_exposed(facts, one, (TENSOR, FORWARD))
 
 
 @rule("optimizer-communication", "exchange in the optimizer's step", "step", "phases", "collectives", needs="trace")
@@ -111,8 +113,7 @@ def find_optimizer_communication(facts: Facts, one: RankFacts) -> Finding | None
     Flags: in Megatron-LM --overlap-grad-reduce and --overlap-param-gather.
     False alarm: the one sum of the gradients' norm, which clipping needs: then it waits for the slowest rank.
     """
-    advice = "reduce gradients in backward, sum norms in one collective, gather weights beside the next forward"
-    return _find_exposed(facts, one, (OPTIMIZER,), advice)
+    return _find_exposed(facts, one, (OPTIMIZER,))
 
 
 @rule("exposed-communication", "communication that nothing hides", "step", "collectives", needs="trace")
@@ -128,11 +129,11 @@ def find_exposed_communication(facts: Facts, one: RankFacts) -> Finding | None:
     Flags: none.
     False alarm: a trace of one rank: whether it waits for others or for the network cannot be told from it.
     """
-    return _find_exposed(facts, one, (CONTEXT, STAGES, WEIGHTS, GRADIENTS, OBJECTS, REST), "")
+    return _find_exposed(facts, one, (CONTEXT, STAGES, WEIGHTS, GRADIENTS, OBJECTS, REST))
 
 
-def _find_exposed(facts: Facts, one: RankFacts, purposes: Sequence[str], advice: str) -> Finding | None:
-    """What of these purposes is exposed and not told by another finding; the advice is the most exposed one's if none is given."""
+def _find_exposed(facts: Facts, one: RankFacts, purposes: Sequence[str]) -> Finding | None:
+    """What of these purposes is exposed and not told by another finding; title and advice are the most exposed one's."""
     left = [(part, _find_rest_ms(facts, part)) for part in facts.exposed if part.purpose in purposes]
     left = sorted([(part, ms) for part, ms in left if ms > 0], key=lambda one: -one[1])
     share = _find_share_of_row(facts, one) * (1 - _find_waiting_share(facts, one))
@@ -144,15 +145,15 @@ def _find_exposed(facts: Facts, one: RankFacts, purposes: Sequence[str], advice:
         # ranks without a core come late by chance: busy-machine says so
         return None
     most, _ = left[0]
+    advice = REMEDIES[most.purpose]
     seen = [_describe(part) for part, ms in left if one.share(ms * share) >= MATTERS or part is most]
     evidence = [Evidence(text) for text in seen[1:]]
     if most.on_compute_stream_ms > most.ms / 2:
         evidence.append(Evidence("it cannot overlap: its kernels run on the stream that computes, one after the other"))
-        advice = f"launch it on a stream of its own; {advice or REMEDIES[most.purpose]}"
+        advice = f"launch it on a stream of its own; {advice}"
     evidence += _describe_absent_ranks(facts)
     text = f"nothing hides {one.of_step(cost)}: {seen[0]}"
-    title = f"{TITLES[most.purpose]} that nothing hides"
-    advice = advice or REMEDIES[most.purpose]
+    title = f"exposed {TITLES[most.purpose]}"
     return find_lost_time(one, cost, text, advice, *evidence, row=most.row, certain=False, title=title)
 
 
