@@ -21,7 +21,6 @@ from megatron_lite.analysis.memory.snapshot_forms import (
 )
 from megatron_lite.analysis.trace.foreign import describe_foreign, is_of_torch
 from megatron_lite.analysis.trace.kineto import rank_in_name
-from megatron_lite.analysis.trace.nsys_gaps import name_database
 from megatron_lite.analysis.trace.read import NSYS_REPORTS, SQLITE_MAGIC, any_block, export_first, first_bytes
 from megatron_lite.errors import UserError
 from megatron_lite.run_folder import RANKS_FILE, RUN_FILE, STEPS_FILE, iteration_of
@@ -97,6 +96,9 @@ def _classify(path: Path, head: bytes) -> tuple[str, str]:
     if not start:
         return "", "empty"
     if head.startswith(SQLITE_MAGIC):
+        # here: other sources are not to wait for sqlite
+        from megatron_lite.analysis.trace.nsys_gaps import name_database
+
         other = name_database(path)
         return ("", other) if other else ("nsys", "")
     if PICKLE.match(head):
