@@ -151,6 +151,28 @@ GRID = {  # name: (flags, ranks), and which of them if not the first
         1,
     ),
 }
+# what a CPU's own kernels hold: masks of context parallel ranks, scores in fp32, GELU in pieces
+CPU_BASE = (
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --micro-batch-size 2 --hidden-dropout 0 --vocab-size 511 "
+)
+NO_DROPOUT = "--attention-dropout 0 "
+CPU_GRID = {
+    "cpu, context, long, bf16": (
+        CPU_BASE + NO_DROPOUT + "--seq-length 2048 --micro-batch-size 1 --bf16 " + CP + "2",
+        2,
+    ),
+    "cpu, context, fp32": (CPU_BASE + NO_DROPOUT + "--seq-length 2048 " + CP + "2", 2),
+    "cpu, context, unfused, bf16": (CPU_BASE + NO_DROPOUT + "--seq-length 1024 --bf16 " + UNFUSED + CP + "2", 2),
+    "cpu, context 4, bf16": (CPU_BASE + NO_DROPOUT + "--seq-length 512 --bf16 " + CP + "4", 4),
+    "cpu, context, dropout, bf16": (CPU_BASE + "--seq-length 1024 --bf16 " + CP + "2", 2),
+    "cpu, unfused, bf16": (CPU_BASE + NO_DROPOUT + "--seq-length 1024 --bf16 " + UNFUSED, 1),
+    "cpu, dropout, bf16": (CPU_BASE + "--seq-length 512 --bf16", 1),
+    "cpu, unfused, documents, bf16": (
+        CPU_BASE + NO_DROPOUT + "--seq-length 512 --bf16 --reset-attention-mask " + UNFUSED,
+        1,
+    ),
+}
+GRID |= CPU_GRID
 QUICK = (
     "tiny",
     "short, fp16",
@@ -161,6 +183,7 @@ QUICK = (
     "short, fp16, pp2",
     "bytes, unfused, grouped, 1 sequence",
 )
+QUICK_ON_CPU = ("tiny", "cpu, context, long, bf16", "cpu, dropout, bf16")
 
 
 def plan_for(words: str, ranks: int = 1, device: str = "cuda", rank: int = 0) -> Plan:
@@ -215,9 +238,9 @@ class Case:
 
 
 def main(words: list[str]):
-    for name, (flags, _) in GRID.items():
+    for name, (flags, *_) in GRID.items():
         if all(word in f"{name} {flags}" for word in words):
-            print(Case(name).line(), flush=True)
+            print(Case(name, "cpu" if name in CPU_GRID else "cuda").line(), flush=True)
 
 
 if __name__ == "__main__":

@@ -29,8 +29,10 @@ from megatron_lite.model.kernel_choice import (
     FLASH_HEAD_STEP,
     FUSED,
     MATH,
+    PIECE,
     QUERIES_AT_ONCE,
     count_scores,
+    gelu_works_in_pieces,
     rows_at_once,
 )
 from megatron_lite.phases import Phase
@@ -71,6 +73,9 @@ def _keep_until_scores(batch: MicroBatch) -> Held:
         copied["k"] = copied["v"] = grouped and not batch.is_flash
         # a mask as numbers; flash's result, whose heads lie outside, is turned for the projection, or two chunks' put together
         held.update({SCORES: each * shape.seq_length * batch.masked})
+        # where attention is recomputed in fp32, the mask is kept as it was given, in bytes
+        mask_bytes = 1 if batch.attends_in_fp32 else each
+        held[SCORES] += mask_bytes * batch.masked_chunk_scores // batch.tokens
         held.update({ATTENTION: each * wide * (batch.is_flash and (reordered or batch.context > 1))})
     elif batch.attention == MATH:  # all in fp32, queries and keys scaled each
         copied, copy_bytes = {"q": True, "k": True, "v": each < FP32 or grouped or between}, FP32 * wide
@@ -107,7 +112,7 @@ def _measure_scores(batch: MicroBatch) -> tuple[int, list[int]]:
     positions = shape.num_attention_heads * (
         count_scores(length) // length if batch.attention == CAUSAL else count_keys(length, batch.context)
     )
-    each = FP32 if is_math else batch.element_bytes
+    each = FP32 if is_math or batch.attends_in_fp32 else batch.element_bytes
     wide = FP32 if shape.softmax_in_fp32 or shape.query_key_layer_scaling else each
     kept = [wide * positions]
     if shape.attention_dropout:
@@ -116,6 +121,8 @@ def _measure_scores(batch: MicroBatch) -> tuple[int, list[int]]:
         kept.append(each * positions)
     if batch.masked and not is_math:
         kept.append(shape.seq_length)
+    elif not is_math:
+        kept.append(batch.masked_chunk_scores // batch.tokens)
     return each * positions, kept
 
 
@@ -201,9 +208,12 @@ def _list_layer_backward(batch: MicroBatch) -> Iterator[tuple[str, Held]]:
     )
     kept = _keep_until_scores(replace(batch, recomputes_attention=False))
     probabilities, scores = _measure_scores(batch)
+    keys = shape.num_query_groups * shape.kv_channels
     if not scores:
-        keys = shape.num_query_groups * shape.kv_channels
-        yield "core_attention", kept + Held({GRADIENTS: each * (stream + 2 * wide + 2 * keys)})
+        gradients = each * (stream + 2 * wide + 2 * keys)
+        if batch.attends_in_fp32:
+            gradients += _measure_fp32_attention(batch)
+        yield "core_attention", kept + Held({GRADIENTS: gradients})
         return
     if batch.attention == CAUSAL:  # by blocks of queries, of which the last one comes first and is the largest
         block = each * shape.num_attention_heads * min(QUERIES_AT_ONCE, shape.seq_length)
@@ -211,9 +221,46 @@ def _list_layer_backward(batch: MicroBatch) -> Iterator[tuple[str, Held]]:
         yield "core_attention", kept + held
         return
     vectors = each * (stream + 2 * wide)
+    if batch.attends_in_fp32:
+        # copies of queries, keys and values, and gradients of queries or of values before they are rounded
+        vectors += FP32 * (2 * wide + 2 * keys)
+    # a chunk of a sequence is computed by itself; scores of the others are kept meanwhile, unless they are recomputed
+    share = batch.largest_chunk_share
+    others = 0.0 if batch.recomputes_attention else 1 - share
+    scores_now = int(sum(scores) * (share + others))
+    softmax_now = int(scores[0] * share + sum(scores) * others)
     # the weighted sum's backward, then the softmax's
-    yield "core_attention", kept + Held({SCORES: sum(scores), GRADIENTS: vectors + probabilities})
-    yield "core_attention", kept + Held({SCORES: scores[0], GRADIENTS: vectors + 2 * scores[0]})
+    yield "core_attention", kept + Held({SCORES: scores_now, GRADIENTS: vectors + int(probabilities * share)})
+    yield "core_attention", kept + Held({SCORES: softmax_now, GRADIENTS: vectors + int(2 * scores[0] * share)})
+
+
+def _measure_fp32_attention(batch: MicroBatch) -> int:
+    """Bytes for each token that the backward of a fused kernel of a CPU holds in fp32, where it is given 16-bit numbers.
+
+    Queries, result and the gradients of both, of one chunk of the sequence; keys, values and their gradients, of all of it;
+    and the chunk's mask.
+    """
+    shape = batch.shape
+    chunks = 1 if batch.context == 1 else len(batch.chunks)
+    keys = shape.num_query_groups * shape.kv_channels
+    masks = int(batch.largest_chunk_share * batch.masked_chunk_scores) // batch.tokens
+    return FP32 * (4 * shape.attention_width // chunks + 4 * keys * batch.context + masks)
+
+
+def _list_gelu_pieces(batch: MicroBatch) -> list[LedgerRow]:
+    """What GELU holds while it computes in pieces (model/gelu.py): its input, and buffers in fp32; [] where it does not."""
+    shape = batch.shape
+    if shape.activation != "gelu_tanh" or not gelu_works_in_pieces(batch.on_cpu, batch.element_bytes):
+        return []
+    inputs = batch.tokens * shape.ffn_hidden_size
+    piece = min(PIECE * batch.threads, inputs)
+    buffers = 2 if batch.element_bytes == FP32 else 4
+    formula = f"{buffers} buffers x {FP32} bytes x {count(piece)} elements at a time"
+    input_formula = f"{count(inputs)} x {batch.element_bytes} bytes"
+    return [
+        LedgerRow("workspace", "GELU's input", batch.element_bytes * inputs, input_formula),
+        LedgerRow("workspace", "pieces of GELU in fp32", buffers * FP32 * piece, formula),
+    ]
 
 
 def _list_loss(batch: MicroBatch) -> list[LedgerRow]:
@@ -226,8 +273,13 @@ def _list_loss(batch: MicroBatch) -> list[LedgerRow]:
     number = min(batch.tokens, rows_at_once(words, batch.threads if batch.on_cpu else 0))
     formula = f"{FP32} bytes x {count(number)} tokens at a time x {count(words)} words"
     rows = LedgerRow(LOGITS, "rows of logits in fp32", FP32 * number * words, formula)
-    wide = LedgerRow(LOGITS, "logits and weights in fp32", *batch.describe_wide(words, batch.shape.hidden_size))
-    return [logits, max(rows, wide, key=lambda row: row.num_bytes)]
+    return [logits, max(rows, _describe_wide_logits(batch), key=lambda row: row.num_bytes)]
+
+
+def _describe_wide_logits(batch: MicroBatch) -> LedgerRow:
+    """What the output layer's products hold in fp32, where the processor multiplies only that; 0 bytes elsewhere."""
+    num_bytes, formula = batch.describe_wide(batch.shape.padded_vocab_size, batch.shape.hidden_size)
+    return LedgerRow(LOGITS, "logits and weights in fp32", num_bytes, formula)
 
 
 # --- the moments of a step
@@ -266,8 +318,7 @@ def _plan_batch(plan: Plan) -> MicroBatch:
     a, layout = plan.args, plan.layout
     return plan_micro_batch(
         plan.shape, a.training.micro_batch_size, plan.precision, plan.device, a.model.attention_backend,
-        a.data.reset_attention_mask, a.model.recompute_granularity, plan.world.threads, layout.tensor,
-        layout.sequence_parallel, layout.context,
+        a.data.reset_attention_mask, a.model.recompute_granularity, plan.world.threads, layout,
     )  # fmt: skip
 
 
@@ -300,10 +351,15 @@ def _list_micro_batch_moments(plan: Plan, always: list[LedgerRow]) -> Iterator[M
     at_end = [*hold(layers + 1), *_list_kept(batch, layers, recomputed), *_list_rows(batch, _keep_ends(batch, stage))]
     loss, hidden = _list_loss(batch) if stage.is_last else [], Held({GRADIENTS: batch.whole_input_bytes})
     yield sum_moment(Phase.FORWARD, "cross entropy" if stage.is_last else "last layer", [*at_end, *loss])
+    pieces = _list_gelu_pieces(batch)
+    if pieces:
+        below = _list_kept(batch, layers - 1, min(recomputed, layers - 1))
+        own_layer = _list_rows(batch, _keep_layer(batch))
+        yield sum_moment(Phase.FORWARD, f"layer {layers}, GELU", [*hold(layers), *below, *own_layer, *pieces])
     if stage.is_last:
         if batch.precision == "fp16" or batch.split:
             yield sum_moment(Phase.BACKWARD, "cross entropy", [*at_end, *loss])
-        rows = [*at_end, loss[0], *_list_rows(batch, hidden), make_gradients(matrix)]
+        rows = [*at_end, loss[0], *_list_rows(batch, hidden), make_gradients(matrix), _describe_wide_logits(batch)]
         yield sum_moment(Phase.BACKWARD, "output layer", rows)
     # layers of one kind are alike, so that what lives changes evenly: the first and the last of each kind are enough
     neighbors = {layers - 1, 2} if shared else set()  # while gradients of one are reduced, or weights of one gathered

@@ -2,11 +2,13 @@
 
 from dataclasses import dataclass
 
+from megatron_lite.config.layout import Layout
 from megatron_lite.config.shape import ModelShape
 from megatron_lite.estimate.model_size import FP32, element_bytes
 from megatron_lite.model.kernel_choice import (
     CAUSAL,
     FUSED,
+    MATH,
     UNFUSED,
     WIDENED_AT_ONCE,
     find_slow_precisions,
@@ -31,6 +33,25 @@ class MicroBatch:
     split: bool = False  # ranks have a part of the vocabulary each
     shares: int = 1  # ranks that share out the tokens between attention and MLP
     context: int = 1  # ranks that share out the positions of each sequence
+    # positions of a sequence that this rank has; () or one range: all of them
+    chunks: tuple[range, ...] = ()
+    masks_chunks: bool = False  # the kernel takes a mask for queries that see keys before their own chunk
+    attends_in_fp32: bool = False  # a CPU's kernel converts 16-bit queries, keys and values
+
+    @property
+    def masked_chunk_scores(self) -> int:
+        """Queries x keys of the masks of all chunks that do not begin the sequence; sequences share them."""
+        if not self.masks_chunks:
+            return 0
+        return sum(len(chunk) * chunk.stop for chunk in self.chunks if chunk.start > 0)
+
+    @property
+    def largest_chunk_share(self) -> float:
+        """Share of a rank's attention scores that its largest chunk has, whose attention is a computation of its own."""
+        if self.context == 1:
+            return 1.0
+        scores = [len(chunk) * chunk.stop for chunk in self.chunks]
+        return max(scores) / sum(scores)
 
     @property
     def tokens(self) -> int:
@@ -97,16 +118,44 @@ def plan_micro_batch(
     masked: bool,
     recompute: str | None,
     threads: int,
-    ranks: int = 1,
-    sequence_parallel: bool = False,
-    context: int = 1,
+    layout: Layout | None = None,
 ) -> MicroBatch:
-    """The MicroBatch of these flags. ranks, context: numbers of tensor and context parallel ranks."""
-    shape, shares = shape.split(ranks, context), ranks if sequence_parallel else 1
-    kernel, flash = predict_attention_kernel(shape, precision, device, backend, masked)
+    """The MicroBatch of these flags.
+
+    Args:
+        shape: The whole model's.
+        layout: With this rank's coordinates; None: it is the only one.
+    """
+    layout = layout or Layout()
     on_cpu = device == "cpu"
-    in_fp32 = on_cpu and precision in find_slow_precisions()  # what is not kept in fp32 is recomputed
-    selective = kernel in (UNFUSED, CAUSAL) and (recompute == "selective" or in_fp32)
+    # as train/choose_kernels.py asks: on CPUs, ranks that have parts of a sequence pass masks
+    kernel, flash = predict_attention_kernel(
+        shape.split(layout.tensor, layout.context),
+        precision,
+        device,
+        backend,
+        masked or (on_cpu and layout.context > 1),
+    )
+    writes_scores = kernel in (UNFUSED, CAUSAL)
+    # torch's own attention with dropout converts by itself
+    attends_in_fp32 = on_cpu and precision in find_slow_precisions() and kernel != MATH
+    # what is computed in fp32 is recomputed rather than kept
+    recomputes = writes_scores and (recompute == "selective" or attends_in_fp32)
     return MicroBatch(
-        shape, size, precision, on_cpu, kernel, flash, masked, selective, threads, ranks > 1, shares, context
+        shape.split(layout.tensor, layout.context),
+        size,
+        precision,
+        on_cpu,
+        attention=kernel,
+        is_flash=flash,
+        masked=masked,
+        recomputes_attention=recomputes,
+        threads=threads,
+        split=layout.tensor > 1,
+        shares=layout.tensor if layout.sequence_parallel else 1,
+        context=layout.context,
+        chunks=layout.find_chunks(shape.seq_length),
+        # a CPU's kernels and scores that are written down (parallel/context_parallel.py)
+        masks_chunks=on_cpu or writes_scores,
+        attends_in_fp32=attends_in_fp32,
     )

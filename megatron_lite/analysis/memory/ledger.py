@@ -70,9 +70,8 @@ def _compute_formulas(plan: Plan, rank: int | None) -> dict[str, tuple[str, int]
     granularity, method, number = (model[f"recompute_{name}"] for name in ("granularity", "method", "num_layers"))
     recomputed = recomputed_layers(granularity, method, number, stage.chunk_size)
     attention = model["attention_backend"], args["data"]["reset_attention_mask"], model["recompute_granularity"]
-    split = layout.tensor, layout.sequence_parallel, layout.context
     threads = plan["world"].get("threads", 1)
-    sizes = plan_micro_batch(shape, batch, precision, plan["device"], *attention, threads, *split)
+    sizes = plan_micro_batch(shape, batch, precision, plan["device"], *attention, threads, layout)
     micro_batches = plan["batch"]["final"] // (batch * layout.data)
     waiting = stage.count_waiting(micro_batches)
     kept = f"{f'{waiting} micro-batches x ' if waiting > 1 else ''}{stage.chunk_size - recomputed} layers"
