@@ -3,6 +3,7 @@
 import pytest
 from trace_maker import MAIN, MadeTrace, cpu_run, gpu_run, write
 
+from megatron_lite.analysis.discover import discover_sources
 from megatron_lite.analysis.time.rank_time import rank_time
 from megatron_lite.analysis.time.step_windows import attribute_events
 from megatron_lite.analysis.trace.kineto import read_kineto
@@ -121,3 +122,14 @@ def test_files_of_one_process(tmp_path, made):
 )
 def test_ranks_in_process_ids(pids, ranks):
     assert find_ranks(pids) == ranks
+
+
+def test_a_merge_beside_the_ranks_own_traces_is_not_read(tmp_path):
+    ranks = [gpu_run(rank=rank, world_size=2) for rank in range(2)]
+    for made in ranks:
+        made.write(tmp_path)
+    merged = write(merge(ranks, "labels"), tmp_path / "merged-1700000000000000001.trace.json")
+    sources = discover_sources([tmp_path])
+    assert len(sources.traces) == 2 and merged not in sources.traces
+    assert [path for path, _ in sources.ignored] == [merged]
+    assert discover_sources([merged]).traces == (merged,)

@@ -143,7 +143,9 @@ def time_in_name(name: str) -> int | None:
 
 ALONE = "name it alone to read it"
 UNKNOWN_SIZE = "an unknown number of ranks"
+MERGE = f"a merge of several traces beside the traces of single ranks; {ALONE}"
 DAMAGED = "its header and its end are missing; name it alone to read what is left"
+_MERGED = re.compile(r"(?<![a-z])merged?(?![a-z])", re.IGNORECASE)
 _OF_ONE_RANK = re.compile(r"((?:rank|node|worker|host)[_-]?)\d+", re.IGNORECASE)
 
 
@@ -151,6 +153,10 @@ def choose_newest(files: Sequence[SourceFile]) -> tuple[list[SourceFile], Ignore
     """(the newest window's files by rank, the others with the reason why they are left out)."""
     if not files:
         return [], []
+    merged = [file for file in files if _MERGED.search(file.path.name) and not file.named]
+    if 0 < len(merged) < len(files):
+        kept, ignored = choose_newest([file for file in files if file not in merged])
+        return kept, [*ignored, *((file.path, MERGE) for file in merged)]
     # damaged ones tell not of which run they are
     whole = [file for file in files if file.whole or file.named] or list(files)
     newest = max(whole, key=_age)

@@ -21,6 +21,7 @@ from megatron_lite.analysis.run.cores import MOSTLY, PROFILED, CoreShortage, mea
 from megatron_lite.analysis.run.learning import measure_learning
 from megatron_lite.analysis.run.run_results import Run
 from megatron_lite.analysis.run_facts import Facts
+from megatron_lite.analysis.time.host_steps import WHOLE_TRACE
 from megatron_lite.analysis.time.time_results import RankTime
 from megatron_lite.analysis.trace.accelerators import is_accelerator
 from megatron_lite.analysis.verdict_word import DECIDES, choose_word
@@ -175,7 +176,7 @@ def _explain_inconclusive(facts: Facts, rank: RankFacts) -> str:
         whole = "no whole step stands" if unmarked else "only one whole step stands"
         return f"{whole} in the {len(rank.trace.events):,} events that were read; record less of each step"
     if unmarked:
-        return "no step marks, so the whole trace counts as one step"
+        return f"no step marks, so {_name_only_step(time)} counts as one step"
     if len(steady) < MIN_STEPS:
         return f"only one steady step; profile a window of {STEPS_FOR_HIGH} or more"
     if _find_bound(time) == "inconclusive":
@@ -185,6 +186,12 @@ def _explain_inconclusive(facts: Facts, rank: RankFacts) -> str:
     if slowdown is not None and slowdown.is_by_other_jobs and facts.core_shortage is not None:
         return ""  # the shortage of cores is the answer
     return _describe_longer_steps(run, slower) if slower and slower > UNTRUSTWORTHY else ""
+
+
+def _name_only_step(time: RankTime) -> str:
+    """'the whole trace', or the range that was measured after a warm-up."""
+    name = time.steps[0].name
+    return "the whole trace" if name == WHOLE_TRACE else f"'{name}'"
 
 
 def _describe_longer_steps(run: Run | None, slower: float) -> str:

@@ -26,6 +26,7 @@ NOT_A_STEP = re.compile(
 )
 MIN_COVERED = 0.5  # of its thread's time, by a range that repeats and so may be the step
 MIN_TIMES = 2  # a range that comes once repeats nothing
+WHOLE_TRACE = "whole trace"  # the name of the only step of a trace without any
 NO_MARKS = "no step marks (ProfilerStep#N)"
 HOST_KINDS = (Kind.OP, Kind.ANNOTATION, Kind.RUNTIME, Kind.PYTHON)
 
@@ -282,7 +283,7 @@ def _take_whole_trace(trace: Trace) -> HostSteps:
         return HostSteps((name,), (None,), start, end, thread, (note,))
     start, end = events.start_ns[rows].min(keepdims=True), events.end_ns[rows].max(keepdims=True)
     note = f"{NO_MARKS}: the whole trace counts as one step"
-    return HostSteps(("whole trace",), (None,), start, end, thread, (note,))
+    return HostSteps((WHOLE_TRACE,), (None,), start, end, thread, (note,))
 
 
 def _find_measured(trace: Trace, thread: int) -> Integers:
