@@ -155,7 +155,7 @@ def test_an_unpinned_copy_is_a_synchronization_and_named(tmp_path):
 
 def test_what_the_host_did_instead_is_named(tmp_path):
     without = measure(two_kernels(200, 390), tmp_path)
-    assert {site.what for site in without.hosts} == {"Python between operators"}
+    assert {site.what for site in without.hosts} == {"work between operators that no name tells"}
     made = two_kernels(
         200,
         390,

@@ -138,7 +138,7 @@ def find_host_gaps(facts: Facts, one: RankFacts) -> Finding | None:
     advice = "take Python work out of the step"
     flags: tuple[str, ...] = ()
     if not one.trace.with_stack:
-        text += ": at what it worked then the trace does not tell, since it has no stacks"
+        text += ": what it did then the trace does not tell, since it has no stacks"
         advice = f"record stacks ({STACKS}, or with_stack=True) to see the lines; take their work out of the step"
         flags = (STACKS,)
     return find_lost_time(one, host - added, text, advice, *sites, flags=flags, certain=False, at_least=MAX_LATE_SHARE)

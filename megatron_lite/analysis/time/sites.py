@@ -20,6 +20,7 @@ NOT_THE_PROGRAM = re.compile(
     r"|(^|/)lib/python3[^/]*/[^/]+\.py$"
 )
 BETWEEN = "Python between operators"
+UNSEEN = "work between operators that no name tells"  # without stacks it may be Python or anything else
 # A Python class of autograd.Function gives its operators its name; those of PyTorch have "::", or a digit at the end.
 CUSTOM_FUNCTION = re.compile(r"(?!CompiledFunction)[A-Za-z_]\w*[A-Za-z_]$")
 MAX_SITES = 50
@@ -143,8 +144,9 @@ class CallSites:
 
     def _make_host_sites(self, total: SiteTimes) -> tuple[HostSite, ...]:
         by_text: Counter[tuple[str, str]] = Counter()
+        between = BETWEEN if self.trace.with_stack else UNSEEN
         for (name, phase), ns in total.items():
-            by_text[self.text(name) or BETWEEN, self.phase_text(phase)] += ns
+            by_text[self.text(name) or between, self.phase_text(phase)] += ns
         found = [HostSite(what, phase, float(ns) / 1e6 / self.steps) for (what, phase), ns in by_text.items()]
         return tuple(sorted((site for site in found if site.idle_ms > 0), key=lambda site: -site.idle_ms)[:MAX_SITES])
 

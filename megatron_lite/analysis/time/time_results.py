@@ -37,7 +37,7 @@ ROW_TITLES = {
     "compute": "compute",
     "exposed_communication": "communication that compute does not hide",
     "exposed_copy": "copies that nothing hides",
-    "data_wait": "waiting for the data loader",
+    "data_wait": "waiting for the loader",
     "process_wait": "host waiting for other processes",
     "sync": "after a synchronization by the host",
     "host": "host too slow to launch (Python, dispatch)",
