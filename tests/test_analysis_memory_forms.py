@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from snapshot_maker import forward_stack, training, write
+from torch.cuda import _memory_viz
 from trace_maker import gpu_run
 
 from megatron_lite.analysis.analyze import analyze
@@ -44,6 +45,10 @@ def legacy_torch(data, path: Path):
     torch.save(data, path, _use_new_zipfile_serialization=False)
 
 
+def page(data, path: Path):
+    path.write_text(_memory_viz.trace_plot(data))
+
+
 FORMS = {
     **{f"protocol{number}.pickle": dump_with(number) for number in range(6)},
     "packed.pickle.gz": packed(gzip.compress),
@@ -59,6 +64,7 @@ FORMS = {
     "wrapped.pickle": lambda data, path: write({"step": 3, "memory": {"snapshot": data}}, path),
     "wrapped.json": lambda data, path: dump_json({"rank": 0, "snapshot": data}, path),
     "ordered.pickle": lambda data, path: path.write_bytes(pickle.dumps(__import__("collections").OrderedDict(data))),
+    "page.html": page,
     "renamed.bin": lambda data, path: write(data, path),
 }
 

@@ -35,7 +35,7 @@ OWN_FILES = re.compile(
 )  # of a run folder; what run.json names is read elsewhere
 CANDIDATES = (".json", ".gz", ".sqlite", ".sqlite3", ".db", ".pickle", ".pkl", *NSYS_REPORTS)
 # in a folder such files are mostly something else, such as checkpoints: named only if they hold a snapshot
-PERHAPS = (".bz2", ".xz", ".zst", ".pt", ".pth", ".zip", ".snapshot", ".dump", ".p")
+PERHAPS = (".bz2", ".xz", ".zst", ".pt", ".pth", ".zip", ".snapshot", ".dump", ".p", ".html")
 _HEADER = (b'"schemaVersion"', b'"distributedInfo"')  # torch writes them first
 _TAIL_BYTES = 64  # room for line ends after the last bracket
 # an event's arguments come before its phase where keys are sorted
@@ -106,7 +106,7 @@ def _classify(path: Path, head: bytes) -> tuple[str, str]:
         return ("snapshot", "") if known else ("", "a pickle, but no memory snapshot of PyTorch")
     if path.name == RUN_FILE and b'"schema"' in head:
         return "run", ""
-    if start in (b"{", b"[") and b'"traceEvents"' not in head and is_snapshot_beginning(head):
+    if start in (b"{", b"[", b"<") and b'"traceEvents"' not in head and is_snapshot_beginning(head):
         return "snapshot", ""
     if start == b"{" and (b'"traceEvents"' in head or ".trace.json" in path.name) or _BARE_LIST.match(head):
         return "trace", ""

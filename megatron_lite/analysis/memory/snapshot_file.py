@@ -4,6 +4,7 @@ A snapshot is pickled (any protocol), saved by torch.save, or written as JSON; t
 or list of the program that wrote it.
 """
 
+import base64
 import contextlib
 import json
 import pickle
@@ -14,7 +15,7 @@ from typing import IO, Any, NoReturn
 
 import msgspec
 
-from megatron_lite.analysis.memory.snapshot_forms import PICKLE, CannotUnpackError, find_packing, open_unpacked
+from megatron_lite.analysis.memory.snapshot_forms import PAGE, PICKLE, CannotUnpackError, find_packing, open_unpacked
 from megatron_lite.analysis.memory.stacks import make_printable
 from megatron_lite.errors import UserError
 from megatron_lite.process_state import limit_memory
@@ -46,6 +47,7 @@ def _unpack(path: Path, packing: str) -> bytes:
 JSON = re.compile(rb"\s*[\[{]")
 LEGACY_TORCH_SAVE = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # before torch 1.6: three pickles before the value
 LEGACY_PICKLES_BEFORE = 3
+IN_PAGE = re.compile(rb'"base64":\s*"([A-Za-z0-9+/=]+)"')
 
 
 class _PlainValues(pickle.Unpickler):
@@ -67,6 +69,9 @@ class _RefusedError(Exception):
 def _parse(file: IO[bytes]) -> Any:
     head = file.read(CHUNK)
     file.seek(0)
+    if PAGE.match(head):
+        found = IN_PAGE.search(file.read())
+        return _parse(BytesIO(base64.b64decode(found[1]))) if found else None
     if JSON.match(head) and not PICKLE.match(head):
         return _parse_json(file.read())
     if head.startswith(LEGACY_TORCH_SAVE):

@@ -77,8 +77,14 @@ def read_beginning(path: Path, packing: str, count: int) -> bytes:
 PICKLE = re.compile(rb"\x80[\x02-\x05]|[}\]]q|\((dp|lp)\d+\n")  # protocols 2 to 5, 1, 0
 
 
+# what `python -m torch.cuda._memory_viz trace_plot` writes
+PAGE = re.compile(rb"\s*<!DOCTYPE html>.{0,4096}add_local_files", re.DOTALL)
+
+
 def is_snapshot_beginning(head: bytes) -> bool:
-    """Does a pickle or JSON text that begins with `head` (a megabyte of it) hold a snapshot?"""
+    """Does a pickle, JSON text or page that begins with `head` (a megabyte of it) hold a snapshot?"""
+    if PAGE.match(head):
+        return True
     if b"device_traces" in head or b"segments" in head and (b"blocks" in head or PICKLE.match(head) is not None):
         return True
     # torch.cuda.memory_snapshot() is a list of segments
