@@ -297,3 +297,50 @@ def test_srun_exports_variables(tmp_path):
     path = tmp_path / "x.sh"
     path.write_text("srun -n 4 --export=ALL,LR=3 bash -c 'python pretrain_gpt.py --lr $LR --rank $SLURM_PROCID'\n")
     assert read_launch_script(str(path), []).flags == ("--lr", "3", "--rank", "0")
+
+
+HEADER = """#!/bin/bash
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=4
+#SBATCH --gres=gpu:a100:4
+#SBATCH --cpus-per-task=8
+set -euo pipefail
+"""
+IDIOMS = {  # what sets X: X
+    "mapfile -t nodes < <(scontrol show hostnames $SLURM_JOB_NODELIST); X=${#nodes[@]}": "2",
+    "X=$(scontrol show hostnames | paste -sd, -)": "node1,node2",
+    "X=$(srun --nodes=1 --ntasks=1 -w node1 hostname --ip-address)": "10.0.0.1",
+    "X=$(srun hostname | sort | uniq | wc -l)": "2",
+    "X=$(srun -N 1 -n 1 hostname)": "node1",
+    "IFS=, read -ra a <<< 1,2,3; X=${a[2]}": "3",
+    'X=$(awk "BEGIN {print 6e-4*0.5}")': "0.0003",
+    "X=$(python3 - <<EOF\nprint(2*$SLURM_NNODES)\nEOF\n)": "4",
+    "X=$(bc <<< '2^10')": "1024",
+    "X=$(seq -w 8 10 | tr '\\n' ' ')": "08 09 10",
+    "X=`expr $SLURM_JOB_NUM_NODES \\* 4`": "8",
+    "X=${SLURM_TASKS_PER_NODE%%(*}": "4",
+    "X=$((SLURM_CPUS_PER_TASK*2))": "16",
+    "X=$(echo $CUDA_VISIBLE_DEVICES | awk -F',' '{print NF}')": "4",
+    "X=$(nvidia-smi -L | grep -c GPU)": "4",
+    "A=$(cat <<EOF\nn=$SLURM_NNODES\nEOF\n); X=$A": "n=2",
+    "echo a > n.txt; echo b >> n.txt; X=$(wc -l < n.txt)": "2",
+    "cat > env.sh <<EOF\nexport X=9\nEOF\nsource env.sh": "9",
+    "T=$(mktemp -d); echo 'X=4' > $T/a.sh; . $T/a.sh": "4",
+    "echo a > flag; mkdir -p out; if [ -f flag ] && [ -d out ]; then X=1; else X=0; fi": "1",
+    "if [ ! -f none ]; then X=new; else X=old; fi": "new",
+    "echo hi | tee log.txt >/dev/null; X=$(cat log.txt)": "hi",
+    "X=$(seq 3 | xargs -n1 echo | tail -1)": "3",
+    "X=$(timeout 5 seq 2 | tail -n1)": "2",
+    "X=$(nodeset -e $SLURM_JOB_NODELIST)": "node1 node2",
+    "for i in 1 2 3; do echo $i; done > list; X=none; { echo 4; } >> list": "none",
+    "exec > >(tee log) 2>&1; X=1": "1",
+}
+
+
+@pytest.mark.parametrize("text", IDIOMS)
+def test_what_scripts_of_clusters_compute(text, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("x.sh").write_text(f'{HEADER}{text}\nsrun python pretrain_gpt.py --x "$X"\n')
+    found = read_launch_script("x.sh", [])
+    assert found.flags[1].strip() == IDIOMS[text] and found.ranks.size == 8
+    assert [path.name for path in tmp_path.iterdir()] == ["x.sh"]

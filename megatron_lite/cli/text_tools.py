@@ -4,9 +4,6 @@ The script's own shell runs no program. It asks here, and this process runs the 
 with the options that are let through, in an environment of its own; the rest has answers made here, or none.
 """
 
-import ast
-import math
-import operator
 import os
 import re
 import select
@@ -17,9 +14,11 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
-from megatron_lite.cli.batch_systems import expand_nodes
+from megatron_lite.cli.batch_systems import expand_nodes, read_number, read_options
+from megatron_lite.cli.script_arithmetic import calculate
 
 MAX_ANSWER = 32_000  # characters: below the 64 KiB that a pipe holds
 MAX_FILE = 1 << 20
@@ -67,10 +66,36 @@ READERS: dict[str, str] = {
 FILTERS = set(READERS) - {"seq", "expr", "date"}
 # What a program for awk may not hold: it could start or write something.
 AWK_ACTS = re.compile(r"system|getline|fflush|close|@|/inet|/dev|(?<!\|)\|(?!\|)|print[\s\S]*>")
+# Filters whose first word without a dash is a file; that of others is a pattern or a program.
+FILES_FIRST = (
+    "cut",
+    "wc",
+    "sort",
+    "uniq",
+    "rev",
+    "tac",
+    "nl",
+    "column",
+    "bc",
+    "fold",
+    "md5sum",
+    "base64",
+    "head",
+    "tail",
+    "paste",
+)
+# Programs in front of another one, and their options that take a value.
+WRAPPERS = {
+    "env": (),
+    "timeout": ("-s", "-k"),
+    "nice": ("-n",),
+    "stdbuf": ("-i", "-o", "-e"),
+    "srun": ("-n", "-N", "-w", "-p", "-A", "-c", "-t", "-G", "-J"),
+}
 WITHOUT_FILES = ("seq", "expr", "tr", "date")
 MAX_MEMORY = 1 << 29
 MADE_HERE = ("cat", "tee", "scontrol", "hostname", "nvidia-smi", "rocm-smi", "nproc", "mktemp", "python", "python3", "xargs",
-             "getent", "shuf", "whoami", "id", "uname", "envsubst", "touch", "uuidgen")  # fmt: skip
+             "getent", "shuf", "whoami", "id", "uname", "envsubst", "touch", "uuidgen", "mkdir", "nodeset", "srun", "env", "timeout", "nice", "stdbuf")  # fmt: skip
 TOOLS = tuple(sorted([*READERS, *MADE_HERE]))
 
 
@@ -93,33 +118,25 @@ class Toolbox:
     gpus: int | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
     files: dict[str, str] = field(default_factory=dict)
+    folders: set[str] = field(default_factory=set)
     left_out: list[tuple[str, ...]] = field(default_factory=list)
 
     def wants_input(self, words: list[str], folder: str) -> bool:
         """Whether the program reads what is piped to it."""
         name, *arguments = words
         files = [word for word in arguments if not word.startswith("-")]
-        if name in ("cat", "tee", "xargs", "envsubst"):
-            return name != "cat" or not files
-        if name == "tr":
+        if name in WRAPPERS:
+            inner = _unwrap(name, arguments)
+            return bool(inner) and inner[0] in TOOLS and self.wants_input(inner, folder)
+        if name in ("python", "python3"):
+            return arguments in ([], ["-"])
+        if name == "cat":
+            return not files
+        if name in ("tr", "tee", "xargs", "envsubst"):
             return True
-        has_script = name in (
-            "cut",
-            "wc",
-            "sort",
-            "uniq",
-            "rev",
-            "tac",
-            "nl",
-            "column",
-            "bc",
-            "fold",
-            "md5sum",
-            "base64",
-        )
-        return name in FILTERS and not any(
-            os.path.exists(self.find(word, folder)) for word in files[0 if has_script else 1 :]
-        )
+        first_file = 0 if name in FILES_FIRST else 1
+        named = [word for word in files[first_file:] if os.path.exists(self.find(word, folder))]
+        return name in FILTERS and not named
 
     def answer(self, words: list[str], folder: str, text: str) -> Answer | None:
         """What the program `words` would print for the text that is piped to it; None if it is left out.
@@ -152,6 +169,11 @@ class Toolbox:
         with suppress(OSError, ValueError):
             copy.write_text(text, encoding="utf-8", errors="replace")
             self.files[path] = str(copy)
+
+    def has_made(self, path: str, folder: str) -> bool:
+        """Whether the script wrote this file, or made this folder."""
+        whole = os.path.normpath(os.path.join(folder, path))
+        return whole in self.files or whole in self.folders
 
     def find(self, path: str, folder: str) -> str:
         """Where the content of a path lies: the copy, if the script wrote it."""
@@ -311,9 +333,60 @@ def _mktemp(box: Toolbox, arguments: list[str], folder: str, text: str) -> Answe
 
 
 def _xargs(box: Toolbox, arguments: list[str], folder: str, text: str) -> Answer | None:
-    if arguments and arguments != ["echo"]:
+    """The words on one line, or N on each."""
+    asked = " ".join(arguments)
+    by = re.fullmatch(r"(?:-[nL] ?(\d+) ?)?(?:echo)?", asked)
+    if by is None:
         return LEFT_OUT
-    return Answer(" ".join(text.split()) + "\n")
+    words, size = text.split(), int(by[1] or 0)
+    lines = [words[at : at + size] for at in range(0, len(words), size)] if size else [words]
+    return Answer("".join(f"{' '.join(line)}\n" for line in lines))
+
+
+def _unwrap(name: str, arguments: list[str]) -> list[str]:
+    """The command that stands behind a program that runs another one."""
+    rest = list(arguments)
+    while rest and (rest[0].startswith("-") or "=" in rest[0]):
+        option = rest.pop(0)
+        if option in WRAPPERS[name] and rest:
+            rest.pop(0)
+    return rest[1:] if name == "timeout" else rest
+
+
+def _wrap(box: Toolbox, arguments: list[str], folder: str, text: str, name: str) -> Answer | None:
+    inner = _unwrap(name, arguments)
+    if not inner or inner[0] not in TOOLS:
+        return LEFT_OUT
+    if name == "srun" and inner[0] == "hostname" and len(inner) == 1:
+        return _name_hosts(box, arguments)
+    return box.answer(inner, folder, text)
+
+
+def _name_hosts(box: Toolbox, arguments: list[str]) -> Answer:
+    """The node of each task that srun starts; one task per node where nothing else is said."""
+    options = read_options(arguments)
+    nodes = expand_nodes(
+        options.get("-w", options.get("--nodelist", box.environment.get("SLURM_JOB_NODELIST", "node1")))
+    )
+    nodes = nodes[: read_number(options, ("-N", "--nodes")) or len(nodes)]
+    tasks = read_number(options, ("-n", "--ntasks")) or read_number(box.environment, ("SLURM_NTASKS",)) or len(nodes)
+    per_node = read_number(options, ("--ntasks-per-node",)) or max(1, tasks // max(1, len(nodes)))
+    names = [name for name in nodes for _ in range(min(per_node, MAX_FILES))]
+    return Answer("".join(f"{name}\n" for name in names[:tasks] or names)[:MAX_ANSWER])
+
+
+def _mkdir(box: Toolbox, arguments: list[str], folder: str, text: str) -> Answer:
+    for word in arguments:
+        if not word.startswith("-"):
+            box.folders.add(os.path.normpath(os.path.join(folder, word)))
+    return Answer("")
+
+
+def _nodeset(box: Toolbox, arguments: list[str], folder: str, text: str) -> Answer | None:
+    if len(arguments) != 2 or arguments[0] not in ("-e", "-c"):
+        return LEFT_OUT
+    names = expand_nodes(arguments[1])
+    return Answer(f"{' '.join(names) if arguments[0] == '-e' else len(names)}\n")
 
 
 def _getent(box: Toolbox, arguments: list[str], folder: str, text: str) -> Answer | None:
@@ -346,98 +419,25 @@ def _envsubst(box: Toolbox, arguments: list[str], folder: str, text: str) -> Ans
 
 def _python(box: Toolbox, arguments: list[str], folder: str, text: str) -> Answer | None:
     """print(ARITHMETIC), and a free port. No other program is run, or understood."""
-    if len(arguments) < 2 or arguments[0] != "-c":
+    if arguments in ([], ["-"]) and text:
+        program = text
+    elif len(arguments) > 1 and arguments[0] == "-c":
+        program = arguments[1]
+    else:
         return LEFT_OUT
-    program = arguments[1]
     if "socket" in program and "getsockname" in program:
         return Answer(f"{FREE_PORT}\n")
     if re.search(r"\bdevice_count\(\)", program):
         return Answer(f"{box.gpus}\n") if box.gpus else LEFT_OUT
     try:
-        return Answer(_calculate(program, arguments[2:]))
+        return Answer(calculate(program, arguments[2:]))
     except (ValueError, SyntaxError, ArithmeticError, TypeError, KeyError, RecursionError, MemoryError):
         return LEFT_OUT
-
-
-OPERATORS: dict[type, Callable] = {
-    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
-    ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod, ast.Pow: lambda base, exponent: _calculate_power(base, exponent),
-}  # fmt: skip
-FUNCTIONS: dict[str, Callable] = {
-    "int": int, "float": float, "round": round, "max": max, "min": min, "abs": abs, "sum": sum,
-    "math.ceil": math.ceil, "math.floor": math.floor, "math.sqrt": math.sqrt, "math.log2": math.log2,
-    "math.log": math.log, "ceil": math.ceil, "floor": math.floor, "sqrt": math.sqrt,
-}  # fmt: skip
-MAX_NUMBER = 1e30
-MAX_EXPONENT = 64
-
-
-def _calculate(program: str, arguments: list[str]) -> str:
-    """What a program of assignments and print(...) of arithmetic prints. ValueError for any other."""
-    names: dict[str, object] = {}
-    printed = []
-    for statement in ast.parse(program.strip()).body:
-        if isinstance(statement, (ast.Import, ast.ImportFrom)):
-            continue
-        if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
-            names[statement.targets[0].id] = _evaluate(statement.value, names, arguments)
-            continue
-        call = statement.value if isinstance(statement, ast.Expr) else None
-        if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "print"):
-            raise ValueError
-        if call.keywords:
-            raise ValueError
-        printed.append(" ".join(str(_evaluate(value, names, arguments)) for value in call.args))
-    return "".join(f"{line}\n" for line in printed)
-
-
-def _evaluate(node: ast.expr, names: Mapping[str, object], arguments: list[str]) -> object:
-    def inner(part: ast.expr) -> object:
-        return _evaluate(part, names, arguments)
-
-    if isinstance(node, ast.Constant) and isinstance(node.value, (int, float, str)):
-        return node.value
-    if isinstance(node, ast.Name):
-        return names[node.id]
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-        return _check_number(operator.neg(inner(node.operand)))
-    if isinstance(node, ast.BinOp):
-        left, right = _check_number(inner(node.left)), _check_number(inner(node.right))
-        return _check_number(OPERATORS[type(node.op)](left, right))
-    if isinstance(node, ast.Call) and not node.keywords:
-        return FUNCTIONS[ast.unparse(node.func)](*map(inner, node.args))
-    if isinstance(node, ast.Subscript) and ast.unparse(node.value) == "sys.argv":
-        at = inner(node.slice)
-        return arguments[at - 1] if isinstance(at, int) and 0 < at <= len(arguments) else ""
-    if isinstance(node, ast.JoinedStr):
-        return "".join(map(str, map(inner, node.values)))
-    if isinstance(node, ast.FormattedValue):
-        return _format(inner(node.value), str(inner(node.format_spec)) if node.format_spec else "")
-    raise ValueError
-
-
-def _format(value: object, specification: str) -> str:
-    """ValueError for a width that could fill memory."""
-    if re.search(r"\d{3}", specification):
-        raise ValueError
-    return format(value, specification)
-
-
-def _calculate_power(base: float, exponent: float) -> float:
-    if abs(exponent) > MAX_EXPONENT:
-        raise ValueError
-    return operator.pow(base, exponent)
-
-
-def _check_number(value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or abs(value) > MAX_NUMBER:
-        raise ValueError
-    return value
 
 
 MADE: dict[str, Callable[[Toolbox, list[str], str, str], Answer | None]] = {
     "cat": _cat, "tee": _tee, "touch": _touch, "scontrol": _scontrol, "hostname": _hostname, "nvidia-smi": _count_gpus,
     "rocm-smi": lambda *given: LEFT_OUT, "nproc": lambda *given: LEFT_OUT, "mktemp": _mktemp, "python": _python,
-    "python3": _python, "xargs": _xargs, "getent": _getent, "shuf": _shuf, "whoami": lambda *given: Answer("user\n"),
+    "python3": _python, "mkdir": _mkdir, "nodeset": _nodeset, "xargs": _xargs, "getent": _getent, "shuf": _shuf, "whoami": lambda *given: Answer("user\n"),
     "id": _id, "uname": _uname, "envsubst": _envsubst, "uuidgen": lambda *given: Answer("00000000-0000-0000-0000-000000000000\n"),
-}  # fmt: skip
+} | {name: partial(_wrap, name=name) for name in WRAPPERS}  # fmt: skip

@@ -120,6 +120,7 @@ __is_given_file() {
     local __path __word
     eval "__path=$__operand"
     [[ -e $__path ]] && return 1
+    __ask made "$__path" && return 0
     [[ -z $__all_given ]] || return 0
     for __word in ${__arguments[@]+"${__arguments[@]}"}; do
         [[ -n $__word && $__path == "$__word"* ]] && return 0
@@ -263,6 +264,7 @@ __judge() {
             __skips_words "$@"
             ;;
         builtin:exec | function:command | function:nsys | function:python | function:python3) __skips_words "$@" ;;
+        function:env | function:timeout | function:nice | function:stdbuf | function:srun) __skips_words "$@" ;;
         function:bash | function:sh | function:zsh | function:sbatch | function:qsub | function:bsub) __skips_words "$@" ;;
         builtin:echo | builtin:printf)
             [[ -n $__writes ]] || return 1

@@ -109,6 +109,8 @@ class _Channel:
             box.leave_out(words)
         if kind == "written" and words and words[0] in box.files:
             return Answer(box.read(words[0]) or "")
+        if kind == "made" and words:
+            return Answer("", int(not box.has_made(words[0], folder)))
         if kind == "place" and words:
             return Answer(box.find(words[0], folder))
         return Answer("", int(kind == "written"))
