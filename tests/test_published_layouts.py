@@ -47,10 +47,10 @@ def test_model_flops_are_counted_as_others_count_them():
 def layer_bytes(run: Published) -> float:
     """Activations of one more layer of a rank."""
     plan = run.plan()
-    model, layout = plan.args.model, plan.layout
+    model = plan.args.model
     batch = plan_micro_batch(
         plan.shape, run.micro_batch, plan.precision, "cuda", "local", False, model.recompute_granularity, 1,
-        layout.tensor, layout.sequence_parallel,
+        plan.layout,
     )  # fmt: skip
     one, two = (activation_bytes(batch, Stage(0, 1, (range(layers),)), 1) for layers in (1, 2))
     return two - one
