@@ -12,6 +12,7 @@ import torch.distributed as dist
 from megatron_lite.config.check import check, remarks
 from megatron_lite.config.command_line import read_command_line
 from megatron_lite.config.environment import hints
+from megatron_lite.config.launchers import find_launch
 from megatron_lite.config.machine import read_machine
 from megatron_lite.config.plan import AUTO, Plan, resolve
 from megatron_lite.config.world import World, read_world
@@ -40,14 +41,19 @@ logger = logging.getLogger(__name__)
 
 def main(argv: list[str]) -> int:
     """Train as `argv` says; returns the exit code."""
-    world = read_world(torch.cuda.device_count(), torch.get_num_threads())
-    set_up_logging(world.is_first)
-    launcher = LauncherWatch(world)
+    world = World()
     # what ended the run, kept until its process ends: with other ranks there may be a reduction on its way in the middle of a step, and
     # taking apart what the error's frames hold, DistributedDataParallel, waits for gloo's threads, which may in turn wait for the
     # interpreter's lock, for ever
     ended_by: BaseException | None = None
     try:
+        launch = find_launch(os.environ)
+        os.environ.update(launch.variables if launch else {})
+        world = read_world(torch.cuda.device_count(), torch.get_num_threads())
+        set_up_logging(world.is_first)
+        if launch:
+            logger.info(f"  note: {launch.remark}")
+        launcher = LauncherWatch(world)
         launcher.start()
         _run(argv, world, launcher)
         return 0

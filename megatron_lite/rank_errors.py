@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -11,11 +12,13 @@ from pathlib import Path
 
 from megatron_lite.config.check import check
 from megatron_lite.config.command_line import read_command_line
+from megatron_lite.config.launchers import find_launch
 from megatron_lite.config.machine import count_gpu_files
 from megatron_lite.config.world import World, read_world
 from megatron_lite.errors import ConfigError, RanksError, UserError
 from megatron_lite.terminal import print_lines
 
+JOINED = re.compile(r"(\d+)/\d+ clients joined")  # torch's words
 SECONDS_FOR_RANK_0 = 5  # what other ranks leave the first one to say an error that all of them have
 SECONDS_FOR_THE_FIRST = 8  # what ranks that lost others leave to the one to blame, to end before them
 
@@ -26,8 +29,13 @@ def refuse_mistakes(argv: list[str]) -> int:
     Torch alone knows how many GPUs there are: only a command line that is wrong with any number of them is refused here.
     """
     line, files = read_command_line(argv), count_gpu_files()
-    world = read_world(files, threads=1)
-    first: ConfigError | None = None
+    first: UserError | None = None
+    try:
+        launch = find_launch(os.environ)
+        world = read_world(files, 1, {**os.environ, **(launch.variables if launch else {})})
+    except UserError as error:
+        end_with_error(error, World())
+        return error.exit_code
     for gpus in (files, 0, world.local_size) if files else (0,):
         try:
             check(line, replace(world, gpus=gpus))
@@ -79,3 +87,19 @@ def write_error_file(error: UserError):
         message = {"message": "; ".join(error.lines), "extraInfo": {"timestamp": str(int(time.time()))}}
         with open(error_file, "w", encoding="utf-8") as file:
             json.dump({"message": message}, file)
+
+
+def describe_failed_meeting(failure: str, world: World, where: str, limit_s: float) -> str:
+    """Why the ranks did not meet. failure: what torch says; where: MASTER_ADDR:MASTER_PORT, of which rank 0 holds the port."""
+    again = "with the same MASTER_ADDR and MASTER_PORT"
+    if "EADDRINUSE" in failure or "address already in use" in failure.lower():
+        return f"MASTER_PORT {where.rpartition(':')[2]} is in use on this machine; set another."
+    joined = JOINED.search(failure)
+    if joined and int(joined[1]) < world.size:
+        came, absent = int(joined[1]), world.size - int(joined[1])
+        who = "rank 1" if world.size == 2 else f"{absent} of {world.size} ranks"
+        met = f"{came} of {world.size} ranks met at {where}"
+        return f"{who} did not come within {limit_s:.0f} s ({met}); see that all are started, {again}, or raise --distributed-timeout-minutes."
+    if world.rank > 0:
+        return f"rank 0 cannot be reached at MASTER_ADDR:MASTER_PORT {where} ({failure}); see that it is started there, {again}."
+    return f"MASTER_ADDR:MASTER_PORT {where} cannot be opened by rank 0 ({failure}); set an address of the machine of rank 0."

@@ -4,6 +4,8 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from megatron_lite.config.launchers import BY_TORCHRUN, read_ranks
+
 INJECTIONS = ("CUDA_INJECTION64_PATH", "NVTX_INJECTION64_PATH", "LD_PRELOAD")
 NSYS_LIBRARIES = ("nsight-systems", "libToolsInjection")
 
@@ -43,16 +45,17 @@ class World:
 
 
 def read_world(gpus: int, threads: int, environment: Mapping[str, str] = os.environ) -> World:
-    """Read the launcher's variables, which have torchrun's names. gpus, threads: as torch counts them here."""
+    """Read the launcher's variables, which have torchrun's names; ConfigError. gpus, threads: as torch counts them here."""
     # `nsys profile` and `nsys launch` name their session, and bring their library into the process by a variable of CUDA, of
     # NVTX, or of the loader; a launcher between nsys and us may have dropped some of these
     libraries = " ".join(environment.get(name, "") for name in INJECTIONS)
+    ranks = read_ranks(environment)
     return World(
-        rank=int(environment.get("RANK", 0)),
-        size=int(environment.get("WORLD_SIZE", 1)),
-        local_rank=int(environment.get("LOCAL_RANK", 0)),
-        # launchers other than torchrun may not say it; they place ranks themselves, and show each what it may use
-        local_size=int(environment.get("LOCAL_WORLD_SIZE", 1)),
+        rank=ranks.rank,
+        size=ranks.size,
+        local_rank=ranks.local_rank,
+        # launchers other than torchrun place ranks themselves, and may show each its own GPU only
+        local_size=1 if gpus == 1 and BY_TORCHRUN not in environment else ranks.local_size,
         gpus=gpus,
         threads=threads,
         under_nsys="NSYS_PROFILING_SESSION_ID" in environment or any(name in libraries for name in NSYS_LIBRARIES),

@@ -15,6 +15,7 @@ from megatron_lite.config.world import World
 from megatron_lite.errors import UserError, first_line
 from megatron_lite.parallel.rank_status import FlightRecorder
 from megatron_lite.parallel.watchdog import NoWatchdog, Watchdog
+from megatron_lite.rank_errors import describe_failed_meeting
 
 # NCCL's watchdog aborts the process without a word that names a rank; the watchdog speaks first
 NCCL_MARGIN = timedelta(minutes=1)
@@ -84,7 +85,7 @@ def process_group(plan: Plan):
 
 
 def _meet(world: World, timeout: timedelta) -> dist.Store:
-    if world.size == 1 and "MASTER_ADDR" not in os.environ:
+    if world.size == 1 and not (os.environ.get("MASTER_ADDR") and os.environ.get("MASTER_PORT")):
         return dist.HashStore()
     where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     try:
@@ -92,8 +93,6 @@ def _meet(world: World, timeout: timedelta) -> dist.Store:
     except ValueError as error:
         raise UserError(f"WORLD_SIZE={world.size} without MASTER_ADDR and MASTER_PORT: {error}; start with torchrun.")
     except (dist.DistError, RuntimeError) as error:
-        if "EADDRINUSE" in str(error) or "address already in use" in str(error).lower():
-            raise UserError(f"MASTER_PORT {os.environ.get('MASTER_PORT')} is in use on this machine; set another.")
-        raise UserError(f"MASTER_ADDR:MASTER_PORT {where} cannot be reached ({first_line(error)}); check both.")
+        raise UserError(describe_failed_meeting(first_line(error), world, where, timeout.total_seconds()))
     # a restarted job meets the same store, whose old keys would send gloo to ranks that are dead
     return dist.PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
