@@ -26,9 +26,9 @@ FIVE_MISTAKES = {
         "--micro-batch-size takes one value, got none.",
         "--fp16 and --bf16 exclude each other; keep one.",
     ],
-    "--global-batch-size 9 --min-lr 1 --seq-length 64 --num-experts 8 --save-interval 0": [
+    "--global-batch-size 9 --min-lr 1 --seq-length 64 --num-experts 8 --save-interval -1": [
         "--num-experts is refused: this trainer builds dense GPTs only; drop it, or train that model with Megatron-LM.",
-        "--save-interval 0: must be at least 1, or leave it out.",
+        "--save-interval -1: must be at least 0; 0 switches it off.",
         "--max-position-embeddings 32 is smaller than --seq-length 64; raise it to at least that.",
         "--global-batch-size 9 is not divisible by --micro-batch-size 2 times data parallel size 1 = 2; try 8.",
         "--min-lr 1: must be at least 0 and at most --lr 0.001.",
@@ -54,6 +54,12 @@ ONE_MISTAKE = read_table("""
 --profile_ranks 0 | --profile_ranks is not a flag; did you mean --profile-ranks?
 -seed 3 | -seed is not a flag; did you mean --seed?
 --Adam-Beta1 0.9 | --Adam-Beta1 is not a flag; did you mean --adam-beta1?
+--world-size 2 | --world-size is set by the launcher (WORLD_SIZE); drop it.
+--rank 0 | --rank is set by the launcher (RANK); drop it.
+--dist_url tcp://x:1 | --dist_url is set by the launcher (MASTER_ADDR and MASTER_PORT); drop it.
+--nproc_per_node 8 | --nproc_per_node is an option of torchrun; put it in front of the script, or drop it.
+--use-z-loss | --use-z-loss is not a flag; --help lists them all.
+--ema-decay 0.9 | --ema-decay is not a flag; --help lists them all.
 --adam-beta 0.9 | --adam-beta is not a flag; did you mean --adam-beta1 or --adam-beta2?
 --init-method 0.1 | --init-method is not a flag; did you mean --init-method-std?
 --lr-warmup 0.1 | --lr-warmup is not a flag; did you mean --lr-warmup-fraction or --lr-warmup-iters or --lr-warmup-samples?

@@ -102,7 +102,7 @@ a: 2024-99-99 | --yaml-cfg {path}: not YAML; mend the file.
 DEEP | --yaml-cfg {path}: not YAML; mend the file.
 a: !!python/object/apply:os.getcwd [] | --yaml-cfg {path}: not YAML at line 1; mend the file.
 model: /   num_layer: 3 | {path}: --num-layer is not a flag; did you mean --num-layers?
-1: 2 / zzz: 3 | {path}: --1 is not a flag; did you mean --bf16 or --fp16? | {path}: --zzz is not a flag; --help lists them all.
+1: 2 / zzz: 3 | {path}: --1 is not a flag; --help lists them all. | {path}: --zzz is not a flag; --help lists them all.
 lr: fast | {path}: --lr fast: needs a number.
 lr: true | {path}: lr: true: is no switch; give its value, or null.
 fp16: 1 | {path}: fp16: 1: is a switch; give true or false.

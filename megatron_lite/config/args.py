@@ -10,6 +10,7 @@ from megatron_lite.config.flags import flag
 SIZE = "at least 1 and at most 2147483647"
 SHARE = "at least 0 and below 1"
 LENGTH = "at least 1; to only evaluate use --skip-train"
+OFF = "at least 0; 0 switches it off"
 
 
 @dataclass(frozen=True)
@@ -95,8 +96,10 @@ class TrainingArgs:
     seed: int = flag(1234, "Seed of weights, dropout and data order.", "at least 0 and below 4294967296")
     calculate_per_token_loss: bool = flag(False, "Normalize gradients by the unmasked tokens of the global batch.")
     skip_train: bool = flag(False, "Only evaluate.")
-    exit_interval: int | None = flag(None, "Save and leave when the iteration is a multiple of this.", "at least 1")
-    exit_duration_in_mins: int | None = flag(None, "Save and leave after this many minutes.", "at least 1")
+    exit_interval: int | None = flag(
+        None, "Save and leave when the iteration is a multiple of this.", OFF, zero_is_off=True
+    )
+    exit_duration_in_mins: int | None = flag(None, "Save and leave after this many minutes.", OFF, zero_is_off=True)
     exit_signal_handler: bool = flag(
         False,
         "On the exit signal: finish the step (on GPUs the two after it), save, exit 0; torchrun waits --shutdown-timeout, 30 s.",
@@ -323,7 +326,7 @@ class WatchArgs:
         0, "1: print times of a step's main phases; 2: of all. On a GPU its own time.", choices=("0", "1", "2")
     )
     timing_log_option: str = flag("minmax", "How those times are printed.", choices=("max", "minmax", "all"))
-    eval_interval: int = flag(1000, "Iterations between validations.", "at least 1")
+    eval_interval: int = flag(1000, "Iterations between validations; 0: one at the end.", OFF)
     eval_iters: int = flag(100, "Global batches per validation; 0: none.", "at least 0; 0 switches evaluation off")
     tensorboard_dir: str | None = flag(None, "TensorBoard folder.", value="FOLDER")
     tensorboard_log_interval: int = flag(1, "Iterations between TensorBoard points.", "at least 1")
@@ -352,6 +355,10 @@ class WatchArgs:
         value="FOLDER",
     )
 
+    def count_validations(self, iterations: int) -> int:
+        """How many there are between steps in the first `iterations`."""
+        return iterations // self.eval_interval if self.eval_interval else 0
+
 
 @dataclass(frozen=True)
 class CheckpointArgs:
@@ -362,10 +369,17 @@ class CheckpointArgs:
         None, "Folder to read the latest checkpoint from; fresh start if it holds none.", value="FOLDER"
     )
     save_interval: int | None = flag(
-        None, "Iterations between checkpoints.", "at least 1", aliases=("--persistent-save-interval",)
+        None,
+        "Iterations between checkpoints; 0: one at the end.",
+        OFF,
+        aliases=("--persistent-save-interval",),
+        zero_is_off=True,
     )
     save_retain_interval: int | None = flag(
-        None, "Keep checkpoints of multiples of this; others are deleted once a newer one is complete.", "at least 1"
+        None,
+        "Keep checkpoints of multiples of this; others are deleted once a newer one is complete.",
+        OFF,
+        zero_is_off=True,
     )
     ckpt_format: str = flag(
         "torch_dist",

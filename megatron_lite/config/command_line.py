@@ -7,7 +7,15 @@ from dataclasses import dataclass, field
 
 from megatron_lite.config import flags
 from megatron_lite.config.args import Args
-from megatron_lite.config.flags import RESPELLED, STOPPING, Flag, find_texts, list_flags, read_flags
+from megatron_lite.config.flags import (
+    RESPELLED,
+    STOPPING,
+    Flag,
+    find_texts,
+    list_flags,
+    read_flags,
+    read_launcher_flags,
+)
 from megatron_lite.config.yaml_file import YAML_FLAG, read_yaml
 from megatron_lite.units import is_number
 
@@ -99,6 +107,9 @@ def _take(name: str, values: list[str], known: dict[str, Flag], line: CommandLin
 def _refuse_unknown(name: str, known: dict[str, Flag], line: CommandLine) -> None:
     """Name what is spelled almost like it, or up to three knobs that begin with it, or those most like it."""
     lacking, wanted = find_texts(*STOPPING), "--" + name.lstrip("-").replace("_", "-").lower()
+    if answer := read_launcher_flags().get(wanted):
+        line.mistakes.append(f"{name} {answer}.")
+        return
     names = [*known, YAML_FLAG, *read_flags()]
     twins = _find_closest(wanted, names, ALMOST)
     if twins and lacking.keys() >= set(twins):
@@ -108,10 +119,17 @@ def _refuse_unknown(name: str, known: dict[str, Flag], line: CommandLine) -> Non
     knobs = [*known, *find_texts(RESPELLED)]
     longer = [knob for knob in knobs if knob.startswith(wanted) and len(wanted) > 3]
     almost = _find_closest(wanted, [other for other in names if other not in lacking], ALMOST)
-    near = almost or longer[:3] or _find_closest(wanted, knobs, 0.65)
+    near = almost or longer[:3] or [knob for knob in _find_closest(wanted, knobs, 0.65) if _share_words(wanted, knob)]
     hint = f"did you mean {' or '.join(near)}?" if near else "--help lists them all."
     line.mistakes.append(f"{name} is not a flag; {hint}")
     line.broken.update(near)  # most likely what was meant: do not call it missing as well
+
+
+def _share_words(wanted: str, knob: str) -> bool:
+    """Whether two words of a flag, or most of them, are in another one: --world-size and --vocab-size have 'size' alone."""
+    words, others = wanted.strip("-").split("-"), knob.strip("-").split("-")
+    found = sum(bool(difflib.get_close_matches(word, others, 1, 0.65)) for word in words)
+    return found > 1 or 2 * found > len(words)
 
 
 def _find_closest(word: str, words: Sequence[str], least: float) -> list[str]:
@@ -135,7 +153,10 @@ def _convert(name: str, flag: Flag, values: list[str]) -> tuple[object, str | No
         return None, f"{name} takes one value, {got}."
     items = [_convert_one(name, flag, value) for value in values]
     mistake = next((mistake for _, mistake in items if mistake), None)
-    return tuple(item for item, _ in items) if flag.many else items[0][0], mistake
+    if flag.many:
+        return tuple(item for item, _ in items), mistake
+    value = items[0][0]
+    return None if flag.zero_is_off and value == 0 else value, mistake
 
 
 def _convert_one(name: str, flag: Flag, text: str) -> tuple[object, str | None]:

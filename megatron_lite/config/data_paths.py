@@ -79,8 +79,11 @@ def _read(flag: str, path: str) -> str:
 
 
 def split_shares(split: str) -> list[float]:
-    """'949,50,1' -> [949.0, 50.0, 1.0]; missing ones are 0. DataError if that is not what it says."""
-    words = [word for word in re.split(r"[,/\s]+", split.strip()) if word]
+    """'949,50,1' -> [949.0, 50.0, 1.0]; missing ones are 0. DataError if that is not what it says.
+
+    As in Megatron-LM, quotes and brackets around numbers, which scripts may pass on, do not count.
+    """
+    words = [word for word in re.split(r"[,;:/\s'\"`()\[\]{}]+", split) if word]
     shares = [float(word) if is_number(word) else math.nan for word in words]
     if not 1 <= len(shares) <= 3 or not all(0 <= share < math.inf for share in shares) or sum(shares) == 0:
         raise DataError(f"--split {split}: needs one to three numbers, none negative, not all 0; for example 969,30,1")

@@ -33,6 +33,7 @@ class Flag:
     value: str
     as_switch: tuple[str, ...]
     must_be: str
+    zero_is_off: bool  # 0 is read as None
 
     @property
     def is_switch(self) -> bool:
@@ -62,6 +63,7 @@ def flag(
     aliases: tuple[str, ...] = (),
     value: str = "",
     as_switch: tuple[str, ...] = (),
+    zero_is_off: bool = False,
 ) -> Any:
     """Declare one knob. One whose default is None, which its type does not allow, must be given.
 
@@ -70,9 +72,11 @@ def flag(
         off: The spelling that switches a default-on bool off.
         value: What help calls its value; the kind's name when empty.
         as_switch: For a knob that may also be used like a switch, the values that this means: (on, off).
+        zero_is_off: 0 is the same as leaving it out, which stands for None.
     """
     metadata = {"help": help, "choices": choices, "value": value, "as_switch": as_switch, "must_be": must_be}
-    return dataclasses.field(default=default, metadata={"off": off, "aliases": aliases, "settings": metadata})
+    settings = {**metadata, "zero_is_off": zero_is_off}
+    return dataclasses.field(default=default, metadata={"off": off, "aliases": aliases, "settings": settings})
 
 
 def dashed(field_name: str) -> str:
@@ -154,6 +158,14 @@ def read_flags() -> dict[str, MegatronFlag]:
         for name, equals, value in (word.partition("=") for word in words.split()):
             flags[name] = MegatronFlag(name, answer, text, tuple(value.split()) if equals else None)
     return flags
+
+
+@functools.cache
+def read_launcher_flags() -> dict[str, str]:
+    """{flag with dashes: what to do instead} of launcher_flags.tsv."""
+    lines = FILE.with_name("launcher_flags.tsv").read_text(encoding="utf-8").splitlines()
+    rows = (line.split("\t") for line in lines if line.startswith("--"))
+    return {name: answer for name, answer in rows}
 
 
 def find_texts(*answers: str) -> dict[str, str]:

@@ -41,13 +41,13 @@ class DataStreams:
         As in Megatron-LM, --skip-train starts over, and for a checkpoint that does not count them the flags tell how many there were.
         """
         t, w = self.plan.args.training, self.plan.args.watch
-        one, past = w.eval_iters * self.plan.batch.final, progress.iteration // w.eval_interval
+        one, past = w.eval_iters * self.plan.batch.final, w.count_validations(progress.iteration)
         if t.skip_train:
             return self._streams.stream("valid", 0, one)
         if not progress.consumed_valid and t.train_samples is None:
             progress.consumed_valid = past * one
         return self._streams.stream(
-            "valid", progress.consumed_valid, (self.plan.train_iters // w.eval_interval - past + 1) * one
+            "valid", progress.consumed_valid, (w.count_validations(self.plan.train_iters) - past + 1) * one
         )
 
     def test(self) -> Iterator[Tensor]:
@@ -64,7 +64,7 @@ class _DatasetStreams:
         evaluated = w.eval_iters * plan.batch.final
         # one evaluation per interval and one at the end, each on samples of its own
         training = not plan.args.training.skip_train
-        evaluations = training * (plan.train_iters // w.eval_interval) + 1
+        evaluations = training * w.count_validations(plan.train_iters) + 1
         sizes = (training * plan.train_samples, evaluations * evaluated, evaluated)
         spec = DataSpec(d, sizes, plan.shape.seq_length, plan.args.training.seed, plan.vocab_size)
         self._sets = build_datasets(spec)

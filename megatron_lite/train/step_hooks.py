@@ -53,7 +53,8 @@ class Evaluation:
         self.plan, self.replica, self.batches, self.make, self.log = plan, replica, batches, make, log
 
     def due(self, progress: Progress) -> bool:
-        return progress.iteration % self.plan.args.watch.eval_interval == 0
+        interval = self.plan.args.watch.eval_interval
+        return interval > 0 and progress.iteration % interval == 0
 
     def run(self, progress: Progress):
         self.log.metrics.settle()  # a run that diverged must stop, not be evaluated

@@ -51,6 +51,9 @@ def _check_tensor_parallel(args: Args, world: World) -> Iterator[str]:
     if world.size % size:
         yield f"{name}: does not divide the number of ranks, {world.size}; start a multiple of {size}, or change it."
         return
+    if None in (m.num_attention_heads, m.hidden_size, m.seq_length):
+        # required_rules say it
+        return
     groups = m.num_query_groups if m.group_query_attention else m.num_attention_heads
     given = "num-query-groups" if m.group_query_attention else "num-attention-heads"
     heads = m.num_attention_heads
@@ -101,6 +104,9 @@ def _check_pipeline_parallel(args: Args, world: World) -> Iterator[str]:
     if world.size % (stages * within):
         sizes = "times tensor and context parallel sizes: does" if within > 1 else "does"
         yield f"{name}: {sizes} not divide the number of ranks, {world.size}; start a multiple of {stages * within}, or change it."
+        return
+    if layers is None or args.training.micro_batch_size is None:
+        # required_rules say it
         return
     counts = count_stage_layers(p, layers)
     if sum(counts) != layers or min(counts) < 1:

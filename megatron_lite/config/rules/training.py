@@ -22,7 +22,7 @@ def training_rules(args: Args, world: World) -> Iterator[str]:
     data_ranks = count_data_ranks(args.parallel, world)
     per_pass = micro_batch * data_ranks
     batch = max(t.global_batch_size or per_pass, 1)
-    evaluations = (t.train_iters or 0) // max(w.eval_interval, 1) + 1
+    evaluations = w.count_validations(t.train_iters or 0) + 1
     for name, value, times in (("--train-iters", t.train_iters or 0, 1), ("--eval-iters", w.eval_iters, evaluations)):
         if value * times * batch > MAX_SAMPLES:
             at_most = f"at most 2^53 = {MAX_SAMPLES} can be counted"
