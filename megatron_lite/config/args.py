@@ -34,9 +34,7 @@ class ModelArgs:
     rotary_base: int = flag(10000, "Base of the rotary frequencies.", "at least 1; 10000 is usual")
     rotary_interleaved: bool = flag(False, "Rotate neighboring channels instead of halves.")
     rotary_seq_len_interpolation_factor: int | None = flag(None, "Divide rotary positions by this.", "at least 1")
-    add_position_embedding: bool = flag(
-        True, "No learned position table (old spelling).", off="--no-position-embedding"
-    )
+    add_position_embedding: bool = flag(True, "No learned positions (old spelling).", off="--no-position-embedding")
     normalization: str = flag("LayerNorm", "Norm of the residual stream.", choices=("LayerNorm", "RMSNorm"))
     norm_epsilon: float = flag(1e-5, "Epsilon of the norms.", "above 0")
     apply_layernorm_1p: bool = flag(False, "Keep norm weights minus one.")
@@ -96,9 +94,7 @@ class TrainingArgs:
     seed: int = flag(1234, "Seed of weights, dropout and data order.", "at least 0 and below 4294967296")
     calculate_per_token_loss: bool = flag(False, "Normalize gradients by the unmasked tokens of the global batch.")
     skip_train: bool = flag(False, "Only evaluate.")
-    exit_interval: int | None = flag(
-        None, "Save and leave when the iteration is a multiple of this.", OFF, zero_is_off=True
-    )
+    exit_interval: int | None = flag(None, "Save and leave at a multiple of this iteration.", OFF, zero_is_off=True)
     exit_duration_in_mins: int | None = flag(None, "Save and leave after this many minutes.", OFF, zero_is_off=True)
     exit_signal_handler: bool = flag(
         False,
@@ -171,9 +167,7 @@ class OptimizerArgs:
     adam_beta2: float = flag(0.999, "Decay of the second moment.", SHARE)
     adam_eps: float = flag(1e-8, "Epsilon of Adam.", "above 0")
     sgd_momentum: float = flag(0.9, "Momentum of SGD.", SHARE)
-    clip_grad: float = flag(
-        1.0, "Limit of the gradients' global norm; 0: no clipping.", "at least 0; 0 means no clipping"
-    )
+    clip_grad: float = flag(1.0, "Limit of the gradients' global norm; 0: no clipping.", "at least 0")
     override_opt_param_scheduler: bool = flag(
         False, "The command line's schedule wins over the checkpoint's.", aliases=("--override-opt_param-scheduler",)
     )
@@ -190,9 +184,7 @@ class ParallelArgs:
 
     distributed_backend: str | None = flag(None, "nccl with GPUs, else gloo, when left out.", choices=("nccl", "gloo"))
     distributed_timeout_minutes: int = flag(10, "Time-out of a collective.", "at least 1 and at most 1000000")
-    ddp_bucket_size: int | None = flag(
-        None, "Parameters per gradient bucket; 25 MiB of them when left out.", "at least 1"
-    )
+    ddp_bucket_size: int | None = flag(None, "Parameters per gradient bucket; 25 MiB when left out.", "at least 1")
     use_distributed_optimizer: bool = flag(
         False, "Each rank keeps its share of the fp32 weights and moments (ZeRO-1), not all of them."
     )
@@ -365,21 +357,12 @@ class CheckpointArgs:
     """Checkpoints"""
 
     save: str | None = flag(None, "Folder to write checkpoints to.", value="FOLDER")
-    load: str | None = flag(
-        None, "Folder to read the latest checkpoint from; fresh start if it holds none.", value="FOLDER"
-    )
+    load: str | None = flag(None, "Folder of the checkpoint to continue; fresh start if it holds none.", value="FOLDER")
     save_interval: int | None = flag(
-        None,
-        "Iterations between checkpoints; 0: one at the end.",
-        OFF,
-        aliases=("--persistent-save-interval",),
-        zero_is_off=True,
+        None, "Iterations between checkpoints.", OFF, aliases=("--persistent-save-interval",), zero_is_off=True
     )
     save_retain_interval: int | None = flag(
-        None,
-        "Keep checkpoints of multiples of this; others are deleted once a newer one is complete.",
-        OFF,
-        zero_is_off=True,
+        None, "Keep checkpoints of multiples of this; others go once a newer one is there.", OFF, zero_is_off=True
     )
     ckpt_format: str = flag(
         "torch_dist",

@@ -1,25 +1,15 @@
 """Reads argv and YAML files into Args. Collects all mistakes instead of stopping at the first."""
 
-import difflib
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from megatron_lite.config import flags
 from megatron_lite.config.args import Args
-from megatron_lite.config.flags import (
-    RESPELLED,
-    STOPPING,
-    Flag,
-    find_texts,
-    list_flags,
-    read_flags,
-    read_launcher_flags,
-)
+from megatron_lite.config.flags import RESPELLED, Flag, list_flags, read_flags
+from megatron_lite.config.misspelled import describe_unknown, find_closest
 from megatron_lite.config.yaml_file import YAML_FLAG, read_yaml
 from megatron_lite.units import is_number
 
-ALMOST = 0.9  # similarity of a typo
 MAX_WHOLE = 2**53  # JSON and doubles hold no larger ones exactly
 MIN_FLOAT, MAX_FLOAT = 1.17549435e-38, 3.40282346e38  # of fp32, without its denormal numbers
 
@@ -101,42 +91,9 @@ def _take(name: str, values: list[str], known: dict[str, Flag], line: CommandLin
     elif name == YAML_FLAG:
         line.mistakes.append(f"{YAML_FLAG} stands in a file of settings; give all files on the command line.")
     else:
-        _refuse_unknown(name, known, line)
-
-
-def _refuse_unknown(name: str, known: dict[str, Flag], line: CommandLine) -> None:
-    """Name what is spelled almost like it, or up to three knobs that begin with it, or those most like it."""
-    lacking, wanted = find_texts(*STOPPING), "--" + name.lstrip("-").replace("_", "-").lower()
-    if answer := read_launcher_flags().get(wanted):
-        line.mistakes.append(f"{name} {answer}.")
-        return
-    names = [*known, YAML_FLAG, *read_flags()]
-    twins = _find_closest(wanted, names, ALMOST)
-    if twins and lacking.keys() >= set(twins):
-        not_here = f"{' or '.join(twins)} of Megatron-LM is not here either"
-        line.mistakes.append(f"{name} is not a flag, and {not_here}; leave it out.")
-        return
-    knobs = [*known, *find_texts(RESPELLED)]
-    longer = [knob for knob in knobs if knob.startswith(wanted) and len(wanted) > 3]
-    almost = _find_closest(wanted, [other for other in names if other not in lacking], ALMOST)
-    near = almost or longer[:3] or [knob for knob in _find_closest(wanted, knobs, 0.65) if _share_words(wanted, knob)]
-    hint = f"did you mean {' or '.join(near)}?" if near else "--help lists them all."
-    line.mistakes.append(f"{name} is not a flag; {hint}")
-    line.broken.update(near)  # most likely what was meant: do not call it missing as well
-
-
-def _share_words(wanted: str, knob: str) -> bool:
-    """Whether two words of a flag, or most of them, are in another one: --world-size and --vocab-size have 'size' alone."""
-    words, others = wanted.strip("-").split("-"), knob.strip("-").split("-")
-    found = sum(bool(difflib.get_close_matches(word, others, 1, 0.65)) for word in words)
-    return found > 1 or 2 * found > len(words)
-
-
-def _find_closest(word: str, words: Sequence[str], least: float) -> list[str]:
-    """The most similar of `words`, several if they are equally so."""
-    near = difflib.get_close_matches(word, words, n=3, cutoff=least) if word != "--" else []
-    ratios = [difflib.SequenceMatcher(None, other, word).ratio() for other in near]
-    return sorted(other for other, ratio in zip(near, ratios) if ratio == ratios[0])
+        mistake, near = describe_unknown(name, [*known], [YAML_FLAG])
+        line.mistakes.append(mistake)
+        line.broken.update(near)  # most likely what was meant: do not call it missing as well
 
 
 def _convert(name: str, flag: Flag, values: list[str]) -> tuple[object, str | None]:
@@ -161,7 +118,7 @@ def _convert(name: str, flag: Flag, values: list[str]) -> tuple[object, str | No
 
 def _convert_one(name: str, flag: Flag, text: str) -> tuple[object, str | None]:
     if flag.choices and text not in flag.choices:
-        near = [name for name in flag.choices if name.lower() == text.lower()] or _find_closest(text, flag.choices, 0.5)
+        near = [name for name in flag.choices if name.lower() == text.lower()] or find_closest(text, flag.choices, 0.5)
         hint = f"; did you mean {near[0]}?" if near else "."
         return None, f"{name} {text}: choose from {', '.join(flag.choices)}{hint}"
     if (not text.strip() and text != flag.default) or "\0" in text:

@@ -21,12 +21,12 @@ def rank_rules(args: Args, world: World) -> Iterator[str]:
     p = args.parallel
     if p.expert_model_parallel_size != 1:
         yield f"--expert-model-parallel-size {p.expert_model_parallel_size} is refused: there are no experts; give 1."
-    tensor, instances = p.tensor_model_parallel_size, p.num_distributed_optimizer_instances
-    if tensor > 1:
-        yield from _check_tensor_parallel(args, world)
-    if p.context_parallel_size > 1:
-        yield from _check_context_parallel(args, world)
-    yield from _check_pipeline_parallel(args, world)
+    instances = p.num_distributed_optimizer_instances
+    m = args.model
+    needed = (m.num_layers, m.num_attention_heads, m.hidden_size, m.seq_length, args.training.micro_batch_size)
+    # where one is missing, required_rules say it
+    if None not in needed:
+        yield from _check_shares(args, world)
     replicas = count_data_ranks(p, world) * max(p.context_parallel_size, 1)
     if instances > 0 and replicas % instances:
         yield (
@@ -44,15 +44,21 @@ def rank_rules(args: Args, world: World) -> Iterator[str]:
         )
 
 
+def _check_shares(args: Args, world: World) -> Iterator[str]:
+    """Mistakes among what ranks of a kind are to share out."""
+    if args.parallel.tensor_model_parallel_size > 1:
+        yield from _check_tensor_parallel(args, world)
+    if args.parallel.context_parallel_size > 1:
+        yield from _check_context_parallel(args, world)
+    yield from _check_pipeline_parallel(args, world)
+
+
 def _check_tensor_parallel(args: Args, world: World) -> Iterator[str]:
     """Mistakes among what tensor parallel ranks are to split."""
     m, size = args.model, args.parallel.tensor_model_parallel_size
     name = f"--tensor-model-parallel-size {size}"
     if world.size % size:
         yield f"{name}: does not divide the number of ranks, {world.size}; start a multiple of {size}, or change it."
-        return
-    if None in (m.num_attention_heads, m.hidden_size, m.seq_length):
-        # required_rules say it
         return
     groups = m.num_query_groups if m.group_query_attention else m.num_attention_heads
     given = "num-query-groups" if m.group_query_attention else "num-attention-heads"
@@ -104,9 +110,6 @@ def _check_pipeline_parallel(args: Args, world: World) -> Iterator[str]:
     if world.size % (stages * within):
         sizes = "times tensor and context parallel sizes: does" if within > 1 else "does"
         yield f"{name}: {sizes} not divide the number of ranks, {world.size}; start a multiple of {stages * within}, or change it."
-        return
-    if layers is None or args.training.micro_batch_size is None:
-        # required_rules say it
         return
     counts = count_stage_layers(p, layers)
     if sum(counts) != layers or min(counts) < 1:
