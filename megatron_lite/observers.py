@@ -62,6 +62,7 @@ class Observers:
 
     def make_log(self, metrics: StepMetrics, progress: Progress) -> Log:
         """The log of a run that goes on from `progress`."""
+        self.record.has_begun = True
         self._charts = self._ends.enter_context(Charts(self.plan, self._run_dir))
         return Log(self.plan, metrics, self._timeline, self._run_dir, progress, self._charts, self._peak_tflops)
 

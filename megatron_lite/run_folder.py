@@ -106,9 +106,15 @@ def write_run(folder: Path, record: dict):
     write_atomically(folder / RUN_FILE, json.dumps({"schema": RUN_SCHEMA, **record}, indent=1, default=str) + "\n")
 
 
-def keep_previous_run(folder: Path):
-    """Move an earlier start's run.json aside, to run-TIME.json, so that a resumed run does not erase its past."""
+def keep_previous_run(folder: Path) -> Path | None:
+    """Move an earlier start's run.json aside, to run-TIME.json, so that a resumed run does not erase its past.
+
+    Returns where it is now; None if there was none.
+    """
     old = folder / RUN_FILE
-    if old.exists():
-        stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(old.stat().st_mtime))
-        os.replace(old, folder / f"run-{stamp}.json")
+    if not old.exists():
+        return None
+    stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(old.stat().st_mtime))
+    kept = folder / f"run-{stamp}.json"
+    os.replace(old, kept)
+    return kept

@@ -119,12 +119,14 @@ class MegatronArgs:
 
     @property
     def plain(self) -> dict:
-        """What is kept of them in a conversion: all that is no object of a program."""
-        return {
-            name: value
-            for name, value in vars(self.namespace).items()
-            if value is None or isinstance(value, (bool, int, float, str, torch.dtype))
-        }
+        """What is kept of them in a conversion: all that is no object of a program, and lists of that."""
+
+        def is_plain(value) -> bool:
+            if isinstance(value, list):
+                return all(isinstance(item, (bool, int, float, str)) for item in value)
+            return value is None or isinstance(value, (bool, int, float, str, torch.dtype))
+
+        return {name: value for name, value in vars(self.namespace).items() if is_plain(value)}
 
     @property
     def splits(self) -> tuple[int, int, int]:

@@ -92,7 +92,10 @@ DEPENDS: dict[str, tuple[str, Callable[[Args], object]]] = {
         ("save_interval save_retain_interval log_progress no_save_optim no_save_rng ckpt_format async_save "
          "exit_on_save_failure"), lambda a: a.checkpoint.save,
     ),
-    "--load": ("no_load_optim no_load_rng", lambda a: a.checkpoint.load),
+    "--load": (
+        "no_load_optim no_load_rng override_opt_param_scheduler use_checkpoint_opt_param_scheduler",
+        lambda a: a.checkpoint.load,
+    ),
     "--profile": ("profile_step_start profile_step_end", lambda a: a.profile.is_on),
     "--profile, or a profile on demand": ("profile_ranks", lambda a: a.profile.is_on),
     "--use-pytorch-profiler, or a profile on demand": (

@@ -3,7 +3,7 @@
 import dataclasses
 import logging
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -39,6 +39,7 @@ from megatron_lite.train.checkpoint_checks import (
     warn_of_rotary,
 )
 from megatron_lite.train.loop import Progress
+from megatron_lite.train.resume_checks import compare_data, describe_idle_flags
 
 logger = logging.getLogger(__name__)
 
@@ -248,15 +249,26 @@ class Checkpoints:
             stored.read_into(targets, self._parts)
             self.optimizer.resume()
         warn_of_rotary(path, record, self.plan.shape.rotary_seq_len_interpolation_factor)
+        for text in self._compare(stored, weights_only):
+            logger.info(f"  note: --load {path}: {text}")
         if weights_only:
             return logger.info(f"  loaded the weights of iteration {record.iteration}: {path}")
         progress.iteration = progress.started_at = record.iteration
         progress.consumed, progress.consumed_valid = record.consumed, record.consumed_valid_samples
         if not c.no_load_rng:
             self._load_random_state(path, stored)
-        for text in compare_kernels(record.kernels, describe_kernels(self.replica.model, self.plan.compilation)):
-            logger.info(f"  note: --load {path}: {text}")
         logger.info(f"  loaded iteration {record.iteration}: {path}")
+
+    def _compare(self, stored: Stored, weights_only: bool) -> Iterator[str]:
+        """Lines on what the run does otherwise than the one that was saved."""
+        plan, record = self.plan, stored.record
+        if weights_only or plan.args.checkpoint.no_load_optim:
+            yield from describe_idle_flags(plan.args.optimizer, "no optimizer is loaded")
+        elif record.schedule is None:
+            yield from describe_idle_flags(plan.args.optimizer, "the checkpoint holds no schedule")
+        if not weights_only:
+            yield from compare_data(stored.arguments, plan, record.consumed)
+            yield from compare_kernels(record.kernels, describe_kernels(self.replica.model, plan.compilation))
 
     def _load_random_state(self, path: Path, stored: Stored):
         rank, record = self.plan.world.rank, stored.record

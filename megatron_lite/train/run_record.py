@@ -12,8 +12,9 @@ import torch
 from megatron_lite.config.environment import TELLING_VARIABLES
 from megatron_lite.config.machine import read_machine
 from megatron_lite.config.plan import Plan
+from megatron_lite.errors import UserError
 from megatron_lite.process_state import identity
-from megatron_lite.run_folder import STEPS_FILE, keep_previous_run, write_run
+from megatron_lite.run_folder import RUN_FILE, STEPS_FILE, keep_previous_run, write_run
 from megatron_lite.user_functions import describe_source
 
 
@@ -30,6 +31,7 @@ class RunRecord:
     ):
         self._writes, self._folder = plan.world.is_last, run_dir
         self.exit_reason: str | None = None  # why training ended before the last iteration
+        self.has_begun = False  # the run was not refused: everything is built and loaded
         custom = plan.args.model.model  # a model of which only its own code knows the shape
         artefacts = {
             "steps": STEPS_FILE,
@@ -54,14 +56,20 @@ class RunRecord:
         }
         if self._writes:
             run_dir.mkdir(parents=True, exist_ok=True)
-            keep_previous_run(run_dir)
+            self._previous = keep_previous_run(run_dir)
             write_run(run_dir, self._record)
 
     def __enter__(self):
         return self
 
     def __exit__(self, kind, error, traceback):
-        if self._writes:
+        if not self._writes:
+            return
+        is_refused = isinstance(error, UserError) and error.exit_code == UserError.exit_code and not self.has_begun
+        if is_refused and self._previous is not None:
+            # the folder is of the run before, which this one has not touched
+            os.replace(self._previous, self._folder / RUN_FILE)
+        else:
             status = self.exit_reason or "finished" if error is None else f"failed: {kind.__name__}: {error}"
             status = "interrupted" if kind is KeyboardInterrupt else status
             write_run(self._folder, self._record | {"status": status, "ended": format_now()})
