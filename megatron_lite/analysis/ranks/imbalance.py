@@ -43,14 +43,10 @@ def find_imbalance(
         return None
     shares = np.bincount(last[late], lost[late], len(ranks)) / lost[late].sum()
     most = int(shares.argmax())
-    is_tail = shares[most] >= MOSTLY_ONE
-    if is_tail and (steps < MIN_TAIL_STEPS or late.mean() > OFTEN):
-        return None
+    is_tail = bool(shares[most] >= MOSTLY_ONE)
     if is_tail:
         late &= last == most
-        if late.sum() < MIN_LATE_STEPS:
-            return None
-    elif late.mean() < OFTEN or (shares >= MIN_TURN / len(ranks)).sum() < 2:
+    if not (_is_tail(late) if is_tail else _takes_turns(late, shares)):
         return None
     by_share = sorted(((float(share), rank) for share, rank in zip(shares, ranks) if share > 0), reverse=True)
     return Imbalance(
@@ -73,6 +69,16 @@ def _stand_out(lost: Numbers, late: Flags, step_ms: float, on_gpu: bool) -> bool
         return True
     spread = lost[late].std() / lost[late].mean()
     return bool(lost[late].sum() >= ON_HOST_SHARE * step_ms * len(lost) and spread <= ON_HOST_SPREAD)
+
+
+def _is_tail(late: Flags) -> bool:
+    """Is one rank late again and again, and not in the usual step, which makes it a straggler?"""
+    return bool(len(late) >= MIN_TAIL_STEPS and MIN_LATE_STEPS <= late.sum() and late.mean() <= OFTEN)
+
+
+def _takes_turns(late: Flags, shares: Numbers) -> bool:
+    """Is some rank late in most steps, and not always the same one? shares: by rank, of the waiting that it causes."""
+    return bool(late.mean() >= OFTEN and (shares >= MIN_TURN / len(shares)).sum() >= 2)
 
 
 def _find_period(late: Integers) -> int | None:

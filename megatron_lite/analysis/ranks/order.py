@@ -58,15 +58,7 @@ def _compare(
         for i in of_rank:
             by_step[at][slots[at][i]].append(i)
     members = sorted(rows)
-    differing: list[tuple[int, int, int, bool]] = []  # step, the rank whose order is another one, place, reordered
-    for step in range(len(names)):
-        first = [_key(ranks[members[0]].whats[i]) for i in by_step[members[0]][step]]
-        for at in members[1:]:
-            other = [_key(ranks[at].whats[i]) for i in by_step[at][step]]
-            place = _find_difference(first, other)
-            if place is not None:
-                differing.append((step, at, place, Counter(first) == Counter(other)))
-                break
+    differing = [one for step in range(len(names)) if (one := _find_in_step(ranks, by_step, members, step))]
     if not differing:
         return None
     step, at, place, reordered = differing[0]
@@ -83,6 +75,19 @@ def _compare(
         of_steps=len(names),
         reordered=reordered,
     )
+
+
+def _find_in_step(
+    ranks: Sequence[Calls], by_step: Mapping[int, list[list[int]]], members: Sequence[int], step: int
+) -> tuple[int, int, int, bool] | None:
+    """(step, the member whose calls are not the first one's, the first place where, are they reordered); None where all agree."""
+    keys = {at: [_key(ranks[at].whats[i]) for i in by_step[at][step]] for at in members}
+    first = keys[members[0]]
+    for at in members[1:]:
+        place = _find_difference(first, keys[at])
+        if place is not None:
+            return step, at, place, Counter(first) == Counter(keys[at])
+    return None
 
 
 def _find_difference(first: list[Key], other: list[Key]) -> int | None:
