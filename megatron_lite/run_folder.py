@@ -55,6 +55,10 @@ REPORT_PAGE, REPORT_FILE = "report.html", "report.json"
 STEPS_FILE = "steps.jsonl"
 STEP_KIND, RANKS_KIND = "step", "ranks"
 RANKS_FILE = "ranks.json"
+STEPS_BY_HAND = (
+    "steps_by_hand"  # run.json: no optimizer of torch stepped; a step ends where weights were updated by hand
+)
+PROCESS_FOLDER = "process-"  # and its id: of a watched process without a rank that trained beside the first one
 TRACKER_FILE = "latest_checkpointed_iteration.txt"
 RELEASE = "release"  # Megatron's name for converted weights, in the tracker and as the folder
 MANIFEST_FILE = "manifest.json"  # files of a checkpoint with sizes and checksums

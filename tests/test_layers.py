@@ -19,7 +19,7 @@ LEVELS = [  # bottom up: what stands together does not know each other
     {"errors", "marks", "units", "phases", "thresholds", "live_line", "variables", "process_state", "shared_files"},
     {"config", "user_functions"},
     {"run_folder", "rank_errors", "model", "smoke"},
-    {"estimate"},
+    {"estimate", "process_folder"},
     {"data", "parallel", "optim", "checkpoint"},
     {"instruments"},
     {"train", "analysis", "convert"},
@@ -29,7 +29,10 @@ LEVELS = [  # bottom up: what stands together does not know each other
 ]
 LEVEL = {name: number for number, names in enumerate(LEVELS) for name in names}
 WITHOUT_TORCH = (
-    LEVELS[0] | LEVELS[1] | LEVELS[2] | {"run_folder", "rank_errors", "estimate", "analysis", "report", "cli"}
+    LEVELS[0]
+    | LEVELS[1]
+    | LEVELS[2]
+    | {"run_folder", "process_folder", "rank_errors", "estimate", "analysis", "report", "cli"}
 )
 READERS = {"analysis", "report", "cli"}  # they meet the trainer only in files
 TRAINERS = {"model", "parallel", "optim", "instruments", "train", "rehearsal", "observers", "watch", "app", "__main__"}

@@ -23,7 +23,7 @@ from megatron_lite.analysis.trace.foreign import describe_foreign, is_of_torch
 from megatron_lite.analysis.trace.kineto import rank_in_name
 from megatron_lite.analysis.trace.read import NSYS_REPORTS, SQLITE_MAGIC, any_block, export_first, first_bytes
 from megatron_lite.errors import UserError
-from megatron_lite.run_folder import RANKS_FILE, RUN_FILE, STEPS_FILE, iteration_of
+from megatron_lite.run_folder import PROCESS_FOLDER, RANKS_FILE, RUN_FILE, STEPS_FILE, iteration_of
 
 Ignored = list[tuple[Path, str]]  # with the reason
 
@@ -280,6 +280,7 @@ def choose_run(
 
 # --- what lies under the paths that a user gave: traces, memory snapshots, run folders; recognized by content
 
+MAX_PROCESSES_NAMED = 3
 MAX_FILES = 20_000  # of a folder; somebody may have named /
 BESIDE_TRACES = "a report of Nsight Systems beside traces of torch.profiler, which say more; name it alone to read it"
 
@@ -306,6 +307,7 @@ def discover_sources(paths: Sequence[Path]) -> Sources:
             looked_at.append(look_at(path, named=True))
             continue
         under = list(_list_files(path if path.is_dir() else path.parent, left_out))
+        under = _leave_out_processes(under, left_out)
         folders += [file.parent for file in under if file.name in (RUN_FILE, STEPS_FILE)]
         found = [file for file in under if file.name != RUN_FILE and not OWN_FILES.fullmatch(file.name)]
         # and what a run in it says that it wrote elsewhere
@@ -347,6 +349,18 @@ def _choose_files(files: Sequence[SourceFile]) -> tuple[list[SourceFile], Ignore
         older_reports += [(file.path, BESIDE_TRACES) for file in reports]
         reports = []
     return [*traces, *reports, *snapshots], [*older, *older_reports, *older_snapshots]
+
+
+def _leave_out_processes(files: Sequence[Path], left_out: Ignored) -> list[Path]:
+    """Files without those of processes that trained beside a run's first one, which have folders of their own in its folder."""
+    runs = {file.parent for file in files if file.name in (RUN_FILE, STEPS_FILE)}
+    beside = sorted(folder for folder in runs if folder.name.startswith(PROCESS_FOLDER) and folder.parent in runs)
+    for run in sorted({folder.parent for folder in beside}):
+        others = [folder.name for folder in beside if folder.parent == run]
+        named = ", ".join(others[:MAX_PROCESSES_NAMED]) + (", ..." if others[MAX_PROCESSES_NAMED:] else "")
+        said = f"{len(others) + 1} processes without ranks trained at once; this is the first one's report, the others are in"
+        left_out.append((run, f"{said} {named}"))
+    return [file for file in files if not any(folder in file.parents for folder in beside)]
 
 
 def _list_files(folder: Path, left_out: Ignored) -> Iterator[Path]:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from megatron_lite.cli.parser import Parser
 from megatron_lite.errors import UserError
+from megatron_lite.process_folder import release_process_folder
 from megatron_lite.run_folder import RUN_FILE
 from megatron_lite.terminal import print_lines
 from megatron_lite.variables import WATCH, prepend_python_path
@@ -42,13 +43,14 @@ def run(argv: list[str]) -> int:
         raise UserError(f"--steps {options.steps}: give two numbers, as in 10:16; the first is at least 2.")
     folder = Path(options.run_dir or f"watched/{time.strftime('%Y%m%d-%H%M%S')}").absolute()
     before = (folder / RUN_FILE).stat().st_mtime_ns if (folder / RUN_FILE).exists() else None
+    release_process_folder(folder)  # of a run before
     steps = [int(bound) for bound in bounds.groups()]
     told = {"folder": str(folder), "steps": steps, "memory": options.memory, "command": command}
     code = _run_to_its_end(command, prepend_python_path(os.environ, BOOTSTRAP) | {WATCH: json.dumps(told)})
     found = folder / RUN_FILE
     if not found.exists() or found.stat().st_mtime_ns == before:
         lines = [
-            "watch: no training was seen: no process of the command took a step of a torch optimizer;",
+            "watch: no training was seen: no process of the command computed gradients with torch;",
             "  python -I, -E and -S keep a command from being watched, and so does another PYTHONPATH set within it.",
         ]
         print_lines(lines, sys.stderr)

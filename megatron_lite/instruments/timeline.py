@@ -147,8 +147,9 @@ class Timeline(Instrument):
         if self.gpu is not None:
             self._note_gpu_times()
             self.gpu.begin(self.current)
-        self._cores_at_start = self.cores.read() if self.detailed else None
+        # a thread often loses its core while it asks the kernel: what it waits for one there is a part of the step's time, too
         self._began, self._running = time.perf_counter(), True
+        self._cores_at_start = self.cores.read() if self.detailed else None
 
     def begin_earlier(self, moment: float):
         """The running step began at this moment of time.perf_counter(), and was noticed only now; 0: it did not."""
@@ -180,15 +181,16 @@ class Timeline(Instrument):
 
     def end(self, step: int):
         now = self.current
+        cores = None if self._cores_at_start is None else self.cores.read()
         now.seconds, self._running = time.perf_counter() - self._began, False
         self._trained_seconds += now.training_seconds
         self._finished.append(now)
         if self.gpu is not None:
             self.gpu.end()
-        if self._cores_at_start is not None:
+        if self._cores_at_start is not None and cores is not None:
             now.cpu_seconds, now.involuntary_switches, now.core_wait_seconds = (
                 None if after is None or before is None else after - before
-                for before, after in zip(self._cores_at_start, self.cores.read())
+                for before, after in zip(self._cores_at_start, cores)
             )
         if self.detailed:
             now.host_bytes, now.peak_bytes = self.memory.host_bytes(), self.memory.peak_bytes()

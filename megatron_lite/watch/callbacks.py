@@ -13,7 +13,8 @@ import importlib
 import sys
 
 from megatron_lite.phases import Phase
-from megatron_lite.watch.profiler import Profiler, close_at_exit
+from megatron_lite.watch.profiler import Profiler
+from megatron_lite.watch.this_process import close_at_exit
 
 
 class ProfiledTraining:

@@ -5,16 +5,16 @@ backward and the optimizer's step are seen as they are; what lies before backwar
 changed: what is called is called as before, with a few microseconds around it.
 """
 
-import atexit
 import contextlib
 import functools
-import inspect
 import json
+import multiprocessing
 import os
 import sys
 import threading
 import time
 import weakref
+from multiprocessing.util import Finalize
 from pathlib import Path
 
 import torch
@@ -29,11 +29,13 @@ from megatron_lite.instruments.snapshot_format import extend_name
 from megatron_lite.instruments.timeline import MemoryNow, Timeline
 from megatron_lite.instruments.torch_profiler import TorchProfiler
 from megatron_lite.phases import Phase, StepTime
+from megatron_lite.process_folder import choose_process_folder, release_process_folder
 from megatron_lite.process_state import identity
-from megatron_lite.run_folder import STEP_KIND, STEPS_FILE, keep_previous_run, write_run
+from megatron_lite.run_folder import STEP_KIND, STEPS_BY_HAND, STEPS_FILE, keep_previous_run, write_run
 from megatron_lite.train.run_record import describe_device, describe_versions, format_now, read_environment
 from megatron_lite.train.step_metrics import LAG
-from megatron_lite.variables import WATCH
+from megatron_lite.watch.hand_updates import HandUpdates, describe_counting
+from megatron_lite.watch.stand_ins import add_calls, list_subclasses, stand_in
 from megatron_lite.watch.step_losses import StepLosses
 
 SNAPSHOT_FILE = "memory.pickle"
@@ -70,7 +72,8 @@ class Profiler:
     ):
         if steps.step != 1 or not 1 < steps.start < steps.stop:
             raise ValueError(f"steps={steps}: give a range of steps that follow each other; the first is at least 2")
-        self.folder, self.window, self._memory = Path(folder), Window(steps), memory
+        self.folder = self._given_folder = Path(folder)
+        self.window, self._memory = Window(steps), memory
         self._command = command or sys.argv
         self._timeline = Timeline()
         self._instruments: Instruments | None = None  # from the first step on
@@ -87,29 +90,54 @@ class Profiler:
         self._replaced: list[tuple[object, str, object]] = []  # of torch: where, the name, what stood there
         self._first_sign = 0.0  # of training, by time.perf_counter()
         self._losses = StepLosses()
+        self._updates = HandUpdates()  # asked until an optimizer of torch steps
+        self._passes = 0  # of backward, each within a step
+        self._in_gradients = 0  # calls of torch.autograd.grad that are open
+        self._steps_by_hand = 0
         self._unwritten: list[StepTime] = []
         self._written_at = time.monotonic()
         self.rank = 0
+        own = weakref.ref(self)
+        os.register_at_fork(after_in_child=lambda: (profiler := own()) is not None and profiler._begin_anew())
+
+    def _begin_anew(self):
+        """In a process that was forked from this one: what its parent has recorded is not its own."""
+        if self._thread == 0:  # closed, or never to be watched
+            return
+        if self._instruments is not None:
+            self._instruments = None
+            self._torch_profiler, self._recorder = None, None
+        self._timeline = Timeline()
+        self._step, self._phase, self._named = 0, "", ""
+        self._leader, self._first_sign = None, 0.0
+        self._in_optimizer = self._in_backward = self._in_gradients = 0
+        self._updates, self._losses, self._unwritten = HandUpdates(), StepLosses(), []
+        self._passes = self._steps_by_hand = 0
+        self._thread = threading.get_ident()
+        self.folder = self._given_folder
 
     def __enter__(self):
         loader, hook_step = dataloader._BaseDataLoaderIter, Optimizer.profile_hook_step
         self._replace(
-            torch.autograd, "backward", _with_calls(torch.autograd.backward, self._begin_backward, self._end_backward)
+            torch.autograd, "backward", add_calls(torch.autograd.backward, self._begin_backward, self._end_backward)
         )
         self._replace(
-            loader, "__next__", _with_calls(loader.__next__, lambda iterator: self._begin_data(), self._end_data)
+            torch.autograd, "grad", add_calls(torch.autograd.grad, self._begin_gradients, self._end_gradients)
+        )
+        self._replace(
+            loader, "__next__", add_calls(loader.__next__, lambda iterator: self._begin_data(), self._end_data)
         )
         # the first marks steps as ours are marked, from its start on, recording or not; the others have the second in common
         for kind, name in ((torch.profiler.profile, "start"), (torch.autograd.profiler.profile, "_prepare_trace")):
-            self._replace(kind, name, _with_calls(getattr(kind, name), self._make_way, lambda: None))
+            self._replace(kind, name, add_calls(getattr(kind, name), self._make_way, lambda: None))
         scaler = torch.amp.GradScaler
-        for kind in (scaler, *_list_subclasses(scaler)):
+        for kind in (scaler, *list_subclasses(scaler)):
             self._see_scale(kind)
         # those of FSDP are not imported yet
-        made = _with_calls(scaler.__init__, lambda one, *_, **__: self._see_scale(type(one)), lambda: None)
+        made = add_calls(scaler.__init__, lambda one, *_, **__: self._see_scale(type(one)), lambda: None)
         self._replace(scaler, "__init__", made)
         self._replace(Optimizer, "profile_hook_step", staticmethod(lambda step: self._wrap_step(step, hook_step)))
-        for known in _list_subclasses(Optimizer):
+        for known in list_subclasses(Optimizer):
             if getattr(vars(known).get("step"), "hooked", False):
                 self._replace(known, "step", self._wrap_step(known.step))
         if self._memory and torch.cuda.is_available():
@@ -160,7 +188,17 @@ class Profiler:
         if self.rank == 0:
             status = "finished" if error is None else f"failed: {type(error).__name__}: {error}"
             status = "interrupted" if isinstance(error, KeyboardInterrupt) else status
-            write_run(self.folder, self._record | {"status": status, "ended": format_now()})
+            ended = {"status": status, "ended": format_now()}
+            by_hand = {STEPS_BY_HAND: True} if self._steps_by_hand else {}
+            write_run(self.folder, self._record | ended | by_hand)
+            if (
+                self._leader is None
+                and self._finds_steps
+                and (said := describe_counting(self._passes, self._steps_by_hand))
+            ):
+                _tell(said)
+        if self.folder == self._given_folder:
+            release_process_folder(self.folder)
 
     def _replace(self, place, name: str, by):
         self._replaced.append((place, name, vars(place)[name]))
@@ -169,7 +207,7 @@ class Profiler:
     def _see_scale(self, kind: type):
         """Of a GradScaler's class, what it scales, for the losses."""
         if "scale" in vars(kind) and not hasattr(kind.scale, "hooked"):
-            scale = _stand_in(self._losses.wrap_scale(kind.scale), kind.scale)
+            scale = stand_in(self._losses.wrap_scale(kind.scale), kind.scale)
             scale.hooked = True
             self._replace(kind, "scale", scale)
 
@@ -186,7 +224,7 @@ class Profiler:
             finally:
                 self._move("")
 
-        hooked = hook(_stand_in(compute, step))
+        hooked = hook(stand_in(compute, step))
 
         @functools.wraps(step)
         def call(optimizer, *arguments, **named):
@@ -199,12 +237,13 @@ class Profiler:
                 self._end_optimizer(optimizer)
 
         call.hooked = True  # as torch marks what it has made of a step
-        return _stand_in(call, step)
+        return stand_in(call, step)
 
     # --- what the script does
 
     def _begin_data(self):
         self._has_loader = True
+        self._end_step_by_hand()
         self._move(DATA)
 
     def _end_data(self):
@@ -214,6 +253,10 @@ class Profiler:
         self._in_backward += 1
         if self._in_backward > 1 or not self._is_open():  # activations computed again call it within itself
             return
+        self._end_step_by_hand()
+        self._passes += 1
+        if self._finds_hand_updates():
+            self._updates.begin_pass(tensors, inputs)
         if self.rank == 0:
             alone = grad_tensors is None and inputs is None
             self._losses.add(self._step, tensors if alone else None, self._in_optimizer > 0)
@@ -222,8 +265,40 @@ class Profiler:
     def _end_backward(self):
         self._in_backward -= 1
         if self._in_backward == 0:
+            if self._finds_hand_updates():
+                self._updates.end_pass()
             # beside a loader, only what follows the data is forward: not what a script logs and evaluates
             self._move(OPTIMIZER_STEP if self._in_optimizer else "" if self._has_loader else FORWARD)
+
+    def _begin_gradients(self, outputs, inputs, grad_outputs=None, *others, create_graph=False, **named):
+        """torch.autograd.grad: counts as backward in a loop that calls no other, and steps no optimizer of torch."""
+        self._in_gradients += 1
+        unlike = create_graph or self._passes or self._in_backward or self._in_optimizer or self._in_gradients > 1
+        if unlike or self._leader is not None or not self._is_open():
+            return
+        self._end_step_by_hand()
+        self._updates.begin_pass(outputs, inputs)
+        if self.rank == 0:
+            self._losses.add(self._step, outputs if grad_outputs is None else None, False)
+        self._move(BACKWARD)
+
+    def _end_gradients(self):
+        self._in_gradients -= 1
+        if self._in_gradients == 0 and self._phase == BACKWARD and not self._in_backward:
+            self._updates.end_pass(gives_gradients=True)
+            self._move("" if self._has_loader else FORWARD)
+
+    def _finds_hand_updates(self) -> bool:
+        """Until an optimizer of torch has stepped, or the loop has said where a step ends."""
+        return self._leader is None and self._finds_steps and not self._in_optimizer
+
+    def _end_step_by_hand(self):
+        """The step ends where the script has updated weights without an optimizer of torch."""
+        is_open = self._instruments is not None and threading.get_ident() == self._thread
+        if is_open and self._finds_hand_updates() and self._updates.is_updated():
+            self._steps_by_hand += 1
+            self._updates.begin_step()
+            self._end_step()
 
     def _end_optimizer(self, optimizer: Optimizer):
         if self._in_optimizer or not self._is_open():
@@ -285,7 +360,12 @@ class Profiler:
         self.rank = torch.distributed.get_rank() if ranks else int(os.environ.get("RANK", "0"))
         size = torch.distributed.get_world_size() if ranks else int(os.environ.get("WORLD_SIZE", "1"))
         self._has_others = size > 1
+        if not ranks and "RANK" not in os.environ:
+            self.folder = choose_process_folder(self._given_folder)
         self.folder.mkdir(parents=True, exist_ok=True)
+        if multiprocessing.parent_process() is not None:
+            # such a process ends without asking atexit
+            Finalize(None, lambda: self.close(sys.exc_info()[1]), exitpriority=0)
         self.window.margin = int(cuda or size > 1)
         self._timeline.window = self.window
         self._timeline.set_up(detailed=True, cuda=cuda)
@@ -355,49 +435,6 @@ class Profiler:
             lines.append({"kind": STEP_KIND, "iteration": one.step, **loss, **local, **one.describe()})
         with contextlib.suppress(OSError), open(self.folder / STEPS_FILE, "a", encoding="utf-8") as file:
             file.writelines(json.dumps(line) + "\n" for line in lines)
-
-
-def watch_this_process():
-    """As the environment says, to the end of the process."""
-    given = json.loads(os.environ[WATCH])
-    profiler = Profiler(given["folder"], range(*given["steps"]), given["memory"], given["command"])
-    close_at_exit(profiler.__enter__())
-
-
-def close_at_exit(profiler: Profiler):
-    """With the error that ends the process, if one does; nothing where it was closed before."""
-    errors: list[BaseException] = []
-    show = sys.excepthook
-
-    def note_error(kind, error, traceback):
-        errors.append(error)
-        show(kind, error, traceback)
-
-    sys.excepthook = note_error
-    atexit.register(lambda: profiler.close(errors[0] if errors else None))
-
-
-def _with_calls(function, before, after):
-    """The same function with something called before and after it; before it with the same arguments."""
-
-    def call(*arguments, **named):
-        before(*arguments, **named)
-        try:
-            return function(*arguments, **named)
-        finally:
-            after()
-
-    return _stand_in(call, function)
-
-
-def _stand_in(call, function):
-    """`call`, which stacks of allocations show as part of the function that it stands for."""
-    call.__code__ = call.__code__.replace(co_filename=inspect.unwrap(function).__code__.co_filename)
-    return call
-
-
-def _list_subclasses(kind: type) -> list[type]:
-    return [one for child in kind.__subclasses__() for one in (child, *_list_subclasses(child))]
 
 
 def _list_remedies(cuda: bool, held: dict[str, int], asked: int, unused: int) -> list[str]:

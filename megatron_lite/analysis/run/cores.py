@@ -150,8 +150,9 @@ def measure_slowdown(run: Run) -> Slowdown | None:
         known = column[steps][~np.isnan(column[steps])]
         return float(np.median(known)) if len(known) else None
 
-    wait_ms = take_median(run.core_wait_ms, inside)
-    wait_before_ms = take_median(run.core_wait_ms, before)
+    waits_ms = np.minimum(run.core_wait_ms, run.training_ms)
+    wait_ms = take_median(waits_ms, inside)
+    wait_before_ms = take_median(waits_ms, before)
     more_wait_ms = None if wait_ms is None or wait_before_ms is None else wait_ms - wait_before_ms
     return Slowdown(
         run.profiled_step_ms,

@@ -52,9 +52,11 @@ def measure_every_step(run: Run) -> EveryStep | None:
         ms = _compute_median(host[name], ordinary)
         if ms is not None:
             rows.append(EveryStepRow(name, ms, _compute_median(host[name], profiled), gpu_ms, profiled_gpu_ms))
-    waited_ms = _compute_median(run.core_wait_ms, ordinary)
+    # what a thread waits between two steps is no part of either
+    waits_ms = np.minimum(run.core_wait_ms, run.training_ms)
+    waited_ms = _compute_median(waits_ms, ordinary)
     if waited_ms is not None:
-        rows.append(EveryStepRow(NO_CORE, waited_ms, _compute_median(run.core_wait_ms, profiled), None, None))
+        rows.append(EveryStepRow(NO_CORE, waited_ms, _compute_median(waits_ms, profiled), None, None))
     step_ms = _compute_median(run.training_ms, ordinary) or 0.0
     profiled_step_ms = _compute_median(run.training_ms, profiled)
     return EveryStep(int(ordinary.sum()), int(profiled.sum()), step_ms, profiled_step_ms, tuple(rows))

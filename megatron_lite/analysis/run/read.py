@@ -17,7 +17,7 @@ from megatron_lite.config.shape import ModelShape
 from megatron_lite.errors import UserError
 from megatron_lite.estimate.model_size import step_flops
 from megatron_lite.process_state import is_there
-from megatron_lite.run_folder import RANKS_FILE, RUN_FILE, RUN_SCHEMA, STEPS_FILE
+from megatron_lite.run_folder import RANKS_FILE, RUN_FILE, RUN_SCHEMA, STEPS_BY_HAND, STEPS_FILE
 from megatron_lite.thresholds import GROWTH_PARTS, MIN_BEFORE, steady_growth
 
 RUNNING = "running"  # as run.json says it from the start
@@ -44,6 +44,10 @@ def read_run(folder: Path, lines: StepLines | None = None) -> Run:
     if number_of_steps and _is_older(folder / STEPS_FILE, record):
         notes.append(
             f"{STEPS_FILE} was last written before the start that {RUN_FILE} describes: that start has no steps yet."
+        )
+    if record.get(STEPS_BY_HAND) is True:
+        notes.append(
+            "No optimizer of torch stepped: a step ends where weights were updated between two backward passes."
         )
     starts = max(lines.starts, 1 + len(list(folder.glob("run-*.json"))))
     if starts > 1 and number_of_steps:

@@ -35,7 +35,7 @@ def start_watching():
     try:
         if importlib.util.find_spec("megatron_lite") is None:
             sys.path.append(str(PACKAGE_PARENT))
-        importlib.import_module("megatron_lite.watch.profiler").watch_this_process()
+        importlib.import_module("megatron_lite.watch.this_process").watch_this_process()
     except Exception as error:  # noqa: BLE001 - the script has to run, watched or not
         print(f"megatron-lite watch: this process is not watched: {error}", file=sys.stderr)
 

@@ -1,0 +1,113 @@
+"""Steps of loops that no optimizer of torch updates: found by what becomes of gradients and weights between two backward passes."""
+
+import weakref
+
+import torch
+
+MAX_NODES = 500  # of the graph, which are looked at for a weight
+MIN_PASSES = 3  # before it is said that no step was seen
+NOT_FOUND = ()  # nothing is known of the weights of a pass
+PLAIN = (torch.Tensor, torch.nn.Parameter)  # others, such as DTensor, may have to ask other ranks for a value
+
+
+class HandUpdates:
+    """Knows whether a loop has updated its weights since the last backward pass.
+
+    Gradients that are added up over several passes stay as backward left them. An update that is written by hand drops or zeroes them,
+    or makes other weights of them. One weight stands for all; it is found in the graph of what backward is called on.
+    """
+
+    def __init__(self):
+        self._weight: weakref.ref | None = None
+        self._left: tuple | None = (
+            None  # what the last pass left of the weight and its gradient; None before the first pass
+        )
+        self._before: tuple | None = None  # the same as the running pass found it
+        self._are_new = False  # each pass has weights of its own: it left those of the one before as they were
+
+    def is_updated(self) -> bool:
+        """Have weights been updated since the last pass? False before the first one."""
+        if self._left is None or self._left == NOT_FOUND:
+            return False
+        weight = self._weight() if self._weight is not None else None
+        return self._are_new or weight is None or _describe(weight) != self._left
+
+    def begin_step(self):
+        """A step begins: what the passes before it left tells nothing of it."""
+        self._left = None
+
+    def begin_pass(self, tensors, inputs=None):
+        """A pass over the graph of `tensors` begins. inputs: the weights, where the loop names them."""
+        weight = self._weight() if self._weight is not None else None
+        given = _flatten(inputs)
+        if given:
+            weight = given[0]
+        elif weight is None or self._are_new:
+            weight = _find_weight(_flatten(tensors))
+        self._weight = None if weight is None else weakref.ref(weight)
+        self._before = None if weight is None else _describe(weight)
+
+    def end_pass(self, gives_gradients: bool = False):
+        """The pass is over. gives_gradients: it returned them, so that the weight itself stays as it was."""
+        weight = self._weight() if self._weight is not None else None
+        self._left = NOT_FOUND if weight is None else _describe(weight)
+        if weight is not None and not gives_gradients and self._left == self._before:
+            self._are_new = True
+
+
+def describe_counting(passes: int, steps: int) -> str:
+    """What to say at the end of a loop in which no optimizer of torch stepped; '' of too little to say anything.
+
+    Args:
+        passes: calls of backward.
+        steps: that ended where weights were updated by hand.
+    """
+    if max(passes, steps) < MIN_PASSES:
+        return ""
+    if steps:
+        return f"no optimizer of torch stepped: {steps} steps are counted by the updates between backward passes"
+    by_calls = "megatron_lite.Profiler counts steps by its step()"
+    return f"no optimizer of torch stepped, and no update was seen in {passes} backward passes; {by_calls}"
+
+
+def _flatten(tensors) -> list[torch.Tensor]:
+    given = tensors if isinstance(tensors, (tuple, list)) else (tensors,)
+    return [one for one in given if isinstance(one, torch.Tensor)]
+
+
+def _find_weight(tensors: list[torch.Tensor]) -> torch.Tensor | None:
+    """The first parameter of a module in the graph, else the first leaf; None within MAX_NODES for neither."""
+    waiting = [one.grad_fn for one in tensors if one.grad_fn is not None]
+    seen = set(waiting)
+    leaf = None
+    for _ in range(MAX_NODES):
+        if not waiting:
+            break
+        node = waiting.pop()
+        found = getattr(node, "variable", None)
+        if isinstance(found, torch.nn.Parameter):
+            return found
+        if leaf is None and isinstance(found, torch.Tensor) and found.is_leaf:
+            leaf = found
+        for child, _ in node.next_functions:
+            if child is not None and child not in seen:
+                seen.add(child)
+                waiting.append(child)
+    return leaf
+
+
+def _describe(weight: torch.Tensor) -> tuple:
+    """What an update changes. A `.data` counts no versions: on CPUs an entry of the values is compared, too."""
+    gradient = weight.grad
+    return (weight._version, _get_entry(weight), id(gradient), *_describe_gradient(gradient))
+
+
+def _describe_gradient(gradient: torch.Tensor | None) -> tuple:
+    return () if gradient is None else (gradient._version, _get_entry(gradient))
+
+
+def _get_entry(tensor: torch.Tensor) -> str:
+    if not tensor.is_cpu or tensor.layout is not torch.strided or not tensor.numel() or type(tensor) not in PLAIN:
+        return ""
+    # as text: NaN equals itself
+    return str(tensor.detach()[(0,) * tensor.dim()].item())

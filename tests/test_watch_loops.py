@@ -1,0 +1,189 @@
+"""Loops that step no optimizer of torch, and processes that train without ranks."""
+
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from megatron_lite.analysis.discover import discover_sources
+from megatron_lite.analysis.run.read import read_run
+from megatron_lite.process_folder import choose_process_folder, release_process_folder
+from megatron_lite.process_state import identity
+from megatron_lite.watch.profiler import Profiler
+
+STEPS = 12
+
+
+def read_steps(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "steps.jsonl").read_text().splitlines()]
+
+
+def backward(model, batches=1):
+    for _ in range(batches):
+        model(torch.randn(4, 8)).square().mean().backward()
+
+
+def update(model, zero: bool):
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight -= 0.01 * weight.grad
+            weight.grad = None if not zero else weight.grad.zero_()
+
+
+def drop_gradients(model):
+    backward(model, 3)
+    update(model, zero=False)
+
+
+def zero_gradients(model):
+    backward(model)
+    update(model, zero=True)
+
+
+def zero_before(model):
+    model.zero_grad(set_to_none=False)
+    backward(model, 2)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight -= 0.01 * weight.grad
+
+
+def write_data(model):
+    backward(model)
+    for weight in model.parameters():
+        weight.data.sub_(0.01 * weight.grad.data)
+        weight.grad.data.zero_()
+
+
+def ask_for_gradients(model):
+    loss = model(torch.randn(4, 8)).square().mean()
+    gradients = torch.autograd.grad(loss, list(model.parameters()))
+    with torch.no_grad():
+        for weight, gradient in zip(model.parameters(), gradients):
+            weight -= 0.01 * gradient
+
+
+def replace_weights(weights, keep: bool):
+    def step(_):
+        (torch.randn(4, 8) @ weights[-1]).square().mean().backward()
+        new = (weights[-1] - 0.01 * weights[-1].grad).detach().requires_grad_()
+        weights[:] = [*weights, new] if keep else [new]
+
+    return step
+
+
+WAYS = {
+    "gradients are dropped": drop_gradients,
+    "gradients are zeroed": zero_gradients,
+    "gradients are zeroed before backward": zero_before,
+    "weights are written through .data": write_data,
+    "gradients are asked for": ask_for_gradients,
+    "weights are new ones": replace_weights([torch.randn(8, 1, requires_grad=True)], keep=False),
+    "weights are new ones, the old are kept": replace_weights([torch.randn(8, 1, requires_grad=True)], keep=True),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_updates_by_hand_end_steps(tmp_path, way, capfd):
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1))
+    with Profiler(tmp_path, steps=range(20, 21)):
+        for _ in range(STEPS):
+            WAYS[way](model)
+    # the last step would end with the next pass
+    assert STEPS - 2 <= len(read_steps(tmp_path)) <= STEPS - 1
+    assert all({"forward", "backward"} >= set(one["phases_ms"]) for one in read_steps(tmp_path)[1:])
+    assert "no optimizer of torch stepped" in capfd.readouterr().err
+    assert any("No optimizer of torch stepped" in note for note in read_run(tmp_path).notes)
+
+
+def test_updates_by_hand_beside_a_loader(tmp_path):
+    """A step begins where its data are waited for."""
+    model = nn.Linear(8, 1)
+    with Profiler(tmp_path, steps=range(20, 21)):
+        for batch in DataLoader(torch.randn(4 * STEPS, 8), batch_size=4):
+            model(batch).square().mean().backward()
+            update(model, zero=False)
+    steps = read_steps(tmp_path)
+    assert len(steps) == STEPS and all(next(iter(one["phases_ms"])) == "data" for one in steps[1:])
+
+
+def test_gradients_that_are_added_up_are_no_steps(tmp_path, capfd):
+    """Without an update no step ends, and that is said."""
+    model = nn.Linear(8, 1)
+    with Profiler(tmp_path, steps=range(20, 21)):
+        backward(model, STEPS)
+    assert read_steps(tmp_path) == []
+    assert f"no update was seen in {STEPS} backward passes" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("skips", [0, 3])
+def test_an_optimizer_of_torch_ends_steps_from_its_first_one_on(tmp_path, skips):
+    """Also where the first updates are skipped, as a GradScaler skips them."""
+    model = nn.Linear(8, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Profiler(tmp_path, steps=range(20, 21)):
+        for number in range(STEPS):
+            optimizer.zero_grad()
+            backward(model, 2)
+            if number >= skips:
+                optimizer.step()
+    assert len(read_steps(tmp_path)) == STEPS
+
+
+def test_a_folder_is_of_one_process_at_a_time(tmp_path):
+    assert choose_process_folder(tmp_path) == tmp_path == choose_process_folder(tmp_path)
+    (tmp_path / ".process").write_text(json.dumps(identity(os.getppid())))
+    assert choose_process_folder(tmp_path) == tmp_path / f"process-{os.getpid()}"
+    gone = identity(os.getppid()) | {"started_ticks": 1}
+    for text in (json.dumps(gone), "damaged", "[]", ""):
+        (tmp_path / ".process").write_text(text)
+        assert choose_process_folder(tmp_path) == tmp_path
+    release_process_folder(tmp_path)
+    assert not (tmp_path / ".process").exists()
+
+
+HOGWILD = """
+import multiprocessing, sys, torch
+from megatron_lite.watch.profiler import Profiler
+model = torch.nn.Linear(8, 1)
+meet = multiprocessing.Barrier(2)
+def train(number):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(6):
+        model(torch.randn(4, 8)).square().mean().backward()
+        optimizer.step()
+        if step == 0:
+            meet.wait()
+    meet.wait()
+    if number:
+        raise ValueError("planted")
+with Profiler(sys.argv[1], steps=range(3, 5)):
+    processes = [multiprocessing.get_context("fork").Process(target=train, args=(number,)) for number in range(2)]
+    for one in processes:
+        one.start()
+    for one in processes:
+        one.join()
+"""
+
+
+@pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="needs fork")
+def test_processes_without_ranks_do_not_write_over_each_other(tmp_path):
+    environment = {name: value for name, value in os.environ.items() if name != "RANK"} | {"OMP_NUM_THREADS": "1"}
+    subprocess.run([sys.executable, "-c", HOGWILD, str(tmp_path)], env=environment, check=True, capture_output=True)
+    beside = [one for one in tmp_path.iterdir() if one.name.startswith("process-")]
+    folders = [tmp_path, *beside]
+    assert len(beside) == 1
+    assert [[one["step"] for one in read_steps(folder)] for folder in folders] == [[*range(1, 7)]] * 2
+    statuses = sorted(json.loads((folder / "run.json").read_text())["status"] for folder in folders)
+    assert statuses == ["failed: ValueError: planted", "finished"]
+    sources = discover_sources([tmp_path])
+    assert sources.run_folders == (tmp_path,) and [one.parent for one in sources.traces] == [tmp_path]
+    assert any("2 processes without ranks trained at once" in why for _, why in sources.ignored)
+    assert discover_sources(beside).run_folders == (beside[0],)
