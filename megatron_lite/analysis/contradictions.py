@@ -66,16 +66,18 @@ def missing_gpu_work(one: RankFacts, run: Run | None) -> str:
         said = f"the trace holds {describe_launches(launches[0])} and no kernel"
     elif trace.unread:
         said = trace.unread[0]
-    elif trace.facts.get("backend") in DEVICE_BACKENDS:
-        said = f"the ranks communicate by {trace.facts['backend']}, between devices, and the trace holds no work of one"
     elif planned == "cuda":
         said = "the run was on a GPU, and the trace holds none of its work"
-    elif planned == "cpu" or trace.without_gpu or not (name or trace.damage):
+    elif planned == "cpu":
         return ""
-    elif name:
+    elif name and not trace.without_gpu:
         said = f"the trace names a device ({name}) and holds none of its work"
-    else:
+    elif trace.facts.get("backend") in DEVICE_BACKENDS:
+        said = f"the ranks communicate by {trace.facts['backend']}, between devices, and the trace holds no work of one"
+    elif trace.damage and not trace.without_gpu:
         said = "the trace is cut off, names no device and holds no kernel"
+    else:
+        return ""
     return said + quote_diagnostics(trace)
 
 

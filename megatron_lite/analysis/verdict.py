@@ -137,8 +137,10 @@ def _describe_failed_request(one: Snapshot) -> str:
 
 def _judge_time(facts: Facts, rank: RankFacts, findings: Sequence[Finding]) -> Verdict:
     time, run = rank.time, facts.run
-    why_not = missing_gpu_work(rank, run) or missing_graph_work(rank) or _explain_inconclusive(facts, rank)
-    said = _describe_step(facts, rank, findings) if time.step_ms > 0 else ""
+    missing = missing_gpu_work(rank, run)
+    why_not = missing or missing_graph_work(rank) or _explain_inconclusive(facts, rank)
+    # without the device's work the host's shares tell nothing of what limits the step
+    said = _describe_step(facts, rank, findings) if time.step_ms > 0 and not missing else ""
     if why_not:
         so_far = f". As far as it goes: {said}" if said else ""
         return Verdict(f"INCONCLUSIVE: {why_not}{so_far}", "inconclusive", "low", why_not)
