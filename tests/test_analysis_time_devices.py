@@ -51,6 +51,19 @@ def test_idle_time_beside_another_gpu_is_told(tmp_path):
     assert time.idle_beside_ms == pytest.approx(0.15, rel=0.1)
 
 
+def test_a_gpu_that_waits_for_another_of_the_process_waits_for_a_stream(tmp_path):
+    made = MadeTrace(device=H100)
+    for index in range(5):
+        at = 2000.0 * index
+        made.step(index, at, at + 1990)
+        made.kernel("first half", at + 50, at + 950, at + 15)
+        made.kernel("second half", at + 1000, at + 1900, at + 75, device=1)
+        made.sync(at + 100, at + 1910)
+    time = measure(made, tmp_path)
+    assert time.rows["dependency"] == pytest.approx(0.9, abs=0.02) and time.rows["sync"] < 0.2
+    assert time.idle_beside_ms == pytest.approx(0.9)
+
+
 def header(*devices: tuple[int | None, str]) -> list[dict]:
     return [{"name": name} | ({} if number is None else {"id": number}) for number, name in devices]
 

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -11,6 +11,7 @@ from megatron_lite.analysis.kernels.kernel_words import is_wait
 from megatron_lite.analysis.time.host_causes import measure_host_work
 from megatron_lite.analysis.time.host_names import AFTER_SYNCS
 from megatron_lite.analysis.time.idle_gaps import (
+    Gaps,
     HostActivity,
     device_covers,
     find_communication_names,
@@ -82,6 +83,7 @@ def _measure_device(trace: Trace, placing: Placing, steady: SteadySteps) -> Rank
     rows = trace.device_rows[events.device[trace.device_rows] == device]
     covers, activity, sites = device_covers(trace, rows), find_host_activity(trace, placing), CallSites(trace, placing)
     gaps = find_idle_gaps(trace, rows, covers.busy, steady.cover, activity)
+    gaps = _wait_for_others(gaps, joined(*others.values())) if others else gaps
     breakdown = {
         "compute": steady.per_step(covers.compute),
         "exposed_communication": steady.per_step(difference(covers.communication, covers.compute)),
@@ -166,6 +168,20 @@ def _find_other_devices(trace: Trace, device: int, steady: SteadySteps) -> dict[
     numbers = np.unique(events.device[rows]).tolist()
     covers = {number: trace.cover(rows[events.device[rows] == number]) for number in numbers if number != device}
     return {number: intersection(cover, steady.cover) for number, cover in covers.items()}
+
+
+def _wait_for_others(gaps: Gaps, busy: Cover) -> Gaps:
+    """The gaps, where idle time after a synchronization or without a reason is waiting for another stream while another GPU of
+    the process is busy: the host waits for that one, or this GPU needs its result."""
+    amounts = dict(gaps.amounts)
+    end = gaps.start + sum(amounts.values())
+    beside = busy.within(gaps.start, end)
+    for row in ("sync", "unexplained"):
+        moved = np.minimum(amounts[row], beside)
+        amounts[row] = amounts[row] - moved
+        amounts["dependency"] = amounts["dependency"] + moved
+        beside = beside - moved
+    return replace(gaps, amounts=amounts, waited=np.where(amounts["sync"] > 0, gaps.waited, -1))
 
 
 def _describe_devices(device: int, others: dict[int, Cover], steady: SteadySteps) -> Iterator[str]:
