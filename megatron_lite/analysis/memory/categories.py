@@ -107,36 +107,51 @@ def _join_events(record: Record) -> _Spans:
     old = blocks[live[~np.isin(blocks["address"][live], record.address[begins[ends == n]])]]
     begin = np.concatenate([begins, np.full(len(stray) + len(old), -1)])
     end = np.concatenate([ends, stray, np.full(len(old), n)])
-    nothing = np.zeros(len(stray), np.int64)
-    columns = {
-        "address": np.concatenate([record.address[begins], record.address[stray], old["address"]]),
-        "requested": np.concatenate([record.size[begins], record.size[stray], old["requested"]]),
-        "stack": np.concatenate([record.stack[begins], nothing, old["stack"]]),
-        "tag": np.concatenate([record.tag[begins], nothing, old["tag"]]),
-        "stream": np.concatenate([record.stream[begins], record.stream[stray], old["stream"]]),
-        "pool": np.concatenate([record.pool[begins], record.pool[stray], old["pool"]]),
-    }
+    columns = _collect_columns(record, begins, stray, old)
     order = np.argsort(begin, kind="stable")
-    sorted_columns = {name: values[order].astype(np.int64) for name, values in columns.items()}
-    return _split_awaiting(record, begin[order], end[order], sorted_columns)
+    return _split_awaiting(record, begin[order], end[order], {name: values[order] for name, values in columns.items()})
+
+
+def _collect_columns(record: Record, begins: Integers, stray: Integers, old: NDArray[np.void]) -> dict[str, Ints]:
+    """What is known of allocations, of frees of what was there before, and of blocks at the end, one after the other."""
+    of_events: dict[str, Integers] = {
+        "address": record.address,
+        "requested": record.size,
+        "stack": record.stack,
+        "tag": record.tag,
+        "stream": record.stream,
+        "pool": record.pool,
+    }
+    found = {}
+    for name, values in of_events.items():
+        # a free has the stack of who gave the memory back, not of who asked for it
+        of_stray = values[stray] if name not in ("stack", "tag") else np.zeros(len(stray), np.int64)
+        found[name] = np.concatenate([values[begins], of_stray, old[name]]).astype(np.int64)
+    return found
+
+
+def _find_requests(record: Record, begin: Ints, end: Ints, address: Ints) -> Ints:
+    """int64 [m]: the event at which the free of each piece was requested; n + 1 where the record does not say."""
+    n = len(record)
+    requests = np.flatnonzero(record.action == FREE_REQUESTED)
+    if not len(requests) or not np.any(record.action == FREE):
+        return np.full(len(begin), n + 1)
+    # the last request for the same address before the end
+    width = n + 2
+    _, code = np.unique(np.concatenate([record.address[requests], address]), return_inverse=True)
+    of_request, of_piece = code[: len(requests)], code[len(requests) :]
+    keys = np.sort(of_request * width + requests)
+    at = np.searchsorted(keys, of_piece * width + np.minimum(end, n)) - 1
+    same = (at >= 0) & (keys[at] // width == of_piece)
+    found = np.where(same, keys[at] % width, n + 1)
+    return np.where(found > begin, found, n + 1)
 
 
 def _split_awaiting(record: Record, begin: Ints, end: Ints, columns: dict[str, Ints]) -> _Spans:
     """Memory that the program gave back while another stream may use it (Tensor.record_stream) is two lives: until the
     request, and until the allocator may hand it out again. Ordinarily the one follows the other at once."""
     n, address = len(record), columns["address"]
-    requests = np.flatnonzero(record.action == FREE_REQUESTED)
-    requested_at = np.full(len(begin), n + 1)
-    if len(requests) and np.any(record.action == FREE):
-        # the last request for the same address before the end
-        width = n + 2
-        _, code = np.unique(np.concatenate([record.address[requests], address]), return_inverse=True)
-        keys = np.sort(code[: len(requests)] * width + requests)
-        wanted = code[len(requests) :] * width + np.minimum(end, n)
-        at = np.searchsorted(keys, wanted) - 1
-        same = (at >= 0) & (keys[at] // width == code[len(requests) :])
-        found = np.where(same, keys[at] % width, n + 1)
-        requested_at = np.where(found > begin, found, n + 1)
+    requested_at = _find_requests(record, begin, end, address)
     late = requested_at < np.where(end >= n, n, end - 1)
     # and what awaits its free at the end without a request in the record
     blocks = record.blocks
