@@ -201,7 +201,8 @@ def _expand_patterns(inputs: Sequence[str]) -> list[str]:
         found = sorted(glob.glob(path))
         if not found:
             raise DataError(f"--input {path}: no file fits this pattern; check the folder and the ending")
-        print_lines([f"  note: --input {path}: {count(len(found))} files, in the order of their names."], sys.stderr)
+        files_found = "1 file" if len(found) == 1 else f"{count(len(found))} files, in the order of their names"
+        print_lines([f"  note: --input {path}: {files_found}."], sys.stderr)
         files += found
     return files
 
