@@ -204,7 +204,7 @@ def read_ranks(environment: Mapping[str, str]) -> Ranks:
     """torchrun's numbers; without any of them the process is the only one. ConfigError with a line for each that cannot be."""
     mistakes: list[str] = []
 
-    def read(name: str, default: int, least: int, below: int | None = None, limit: str = "") -> int:
+    def read(name: str, default: int, least: int, most: int | None = None, why: str = "") -> int:
         text = environment.get(name)
         if text is None:
             return default
@@ -212,24 +212,24 @@ def read_ranks(environment: Mapping[str, str]) -> Ranks:
         if not re.fullmatch(r"[+-]?[0-9]{1,18}", number):
             mistakes.append(f"{name}={text!r}: is no whole number; {STARTED_OTHERWISE} to one, or unset it.")
             return default
-        if int(number) < least or below is not None and int(number) >= below:
-            bound = f"at least {least}" if below is None else f"at least {least} and below {limit}"
+        if int(number) < least or most is not None and int(number) > most:
+            bound = f"at least {least}" if most is None else f"at least {least} and at most {most}{why}"
             mistakes.append(f"{name}={number}: must be {bound}; {STARTED_OTHERWISE} so, or unset it.")
             return default
         return int(number)
 
     size = read("WORLD_SIZE", 1, 1)
     is_sized = not mistakes
-    rank = read("RANK", 0, 0, size if is_sized else None, f"WORLD_SIZE, which is {size}")
+    rank = read("RANK", 0, 0, size - 1 if is_sized else None, f", as WORLD_SIZE is {size}")
     if size > 1 and "RANK" not in environment:
         mistakes.append(f"WORLD_SIZE={size} without RANK: which of the ranks this is, is unknown; {STARTED_OTHERWISE}.")
-    local_size = read("LOCAL_WORLD_SIZE", 1, 1, size + 1 if is_sized else None, f"{size + 1}, as WORLD_SIZE is {size}")
+    local_size = read("LOCAL_WORLD_SIZE", 1, 1, size if is_sized else None, f", as WORLD_SIZE is {size}")
     is_locally_sized = "LOCAL_WORLD_SIZE" in environment and not any("LOCAL_WORLD_SIZE=" in text for text in mistakes)
     local_rank = read(
-        "LOCAL_RANK", 0, 0, local_size if is_locally_sized else None, f"LOCAL_WORLD_SIZE, which is {local_size}"
+        "LOCAL_RANK", 0, 0, local_size - 1 if is_locally_sized else None, f", as LOCAL_WORLD_SIZE is {local_size}"
     )
     if size > 1 or "MASTER_ADDR" in environment:
-        read("MASTER_PORT", USUAL_PORT, 1, MAX_PORT + 1, str(MAX_PORT + 1))
+        read("MASTER_PORT", USUAL_PORT, 1, MAX_PORT)
     if mistakes:
         raise ConfigError(mistakes)
     return Ranks(rank, size, local_rank, local_size)
