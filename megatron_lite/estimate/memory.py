@@ -6,7 +6,7 @@ without data; tests hold the two side by side.
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from megatron_lite.config.layout import Stage, count_keys
 from megatron_lite.config.plan import Plan
@@ -322,71 +322,198 @@ def _plan_batch(plan: Plan) -> MicroBatch:
     )  # fmt: skip
 
 
+@dataclass(frozen=True)
+class _ChunkOfLayers:
+    """The last micro-batch in one chunk of a stage's layers: what its moments have in common.
+
+    Its backward's gradients are new memory that lives on, unless they are added to fp32 sums or to earlier ones, or are
+    copied into a bucket (on a GPU, 16-bit ones wait to be added at once, see parallel/data_parallel.py).
+    """
+
+    plan: Plan
+    batch: MicroBatch
+    always: list[LedgerRow]  # what lives throughout the step
+
+    @property
+    def stage(self) -> Stage:
+        return self.plan.stage
+
+    @property
+    def layers(self) -> int:
+        return self.stage.chunk_size
+
+    @property
+    def recomputed(self) -> int:
+        """Layers that keep their input only."""
+        return self.plan.recomputed_layers
+
+    @property
+    def parameters(self) -> int:
+        """Of all of the stage."""
+        return count_parameters(self.plan.rank_shape, self.stage)
+
+    @property
+    def layer_parameters(self) -> int:
+        return count_layer_parameters(self.plan.rank_shape)
+
+    @property
+    def matrix(self) -> int:
+        """Elements of the embedding's or the output layer's weight."""
+        return self.plan.rank_shape.padded_vocab_size * self.plan.rank_shape.hidden_size
+
+    @property
+    def is_tied(self) -> bool:
+        """Whether this stage has both the embedding and an output layer with the same weight."""
+        return self.plan.rank_shape.tied_embeddings and self.stage.stages == 1
+
+    @property
+    def is_sharded(self) -> bool:
+        return self.plan.sharding is not None
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether earlier micro-batches of the step have left gradients."""
+        return self.plan.micro_batches(self.plan.train_samples) > 1
+
+    @property
+    def gradients_wait(self) -> bool:
+        """Whether 16-bit gradients wait on a GPU to be added at once."""
+        return self.plan.device == "cuda" and self.plan.precision != "fp32"
+
+    @property
+    def gradients_stay(self) -> bool:
+        """Whether a gradient, once made, lives until the update."""
+        if self.is_sharded:
+            return True
+        if self.plan.fp32_gradients or self.plan.layout.replicas > 1:
+            return False
+        return self.gradients_wait or not self.accumulates
+
+    @property
+    def waiting(self) -> int:
+        """Elements of gradients that wait to be added to fp32 sums, a bundle at a time; data_parallel.BUNDLES is 8."""
+        if self.gradients_wait and self.plan.fp32_gradients and not self.is_sharded:
+            return self.parameters // 16
+        return 0
+
+    @property
+    def output_gradient(self) -> int:
+        """Elements of the output layer's gradient while layers below compute theirs; a tied one waits for the embedding's."""
+        if self.stage.is_last and (self.gradients_stay or self.is_tied):
+            return self.matrix
+        return 0
+
+    @property
+    def hidden_gradient(self) -> list[LedgerRow]:
+        """The gradient of hidden states."""
+        return [*_list_rows(self.batch, Held({GRADIENTS: self.batch.whole_input_bytes}))]
+
+    def make_gradients(self, parameters: int) -> LedgerRow:
+        return per_parameter("gradients", "gradients", self.batch.element_bytes, parameters)
+
+    def hold(self, layer: int) -> list[LedgerRow]:
+        """What lives while `layer` computes, and layers of the micro-batch have no part in."""
+        above = max(self.layers - layer, 0)
+        rows = [*self.always, *_list_rows(self.batch, _keep_for_weights(self.batch, self.stage), above)]
+        if self.is_sharded:
+            return [*rows, *list_gathered(self.plan, layer, self.accumulates)]
+        held = self.parameters if self.accumulates and not self.plan.fp32_gradients else 0
+        return [*rows, self.make_gradients(held)]
+
+
 def _list_micro_batch_moments(plan: Plan, always: list[LedgerRow]) -> Iterator[Moment]:
     """Moments of the last micro-batch's forward and backward, which add to the gradients of those before it."""
-    shape, batch, stage, layers = plan.rank_shape, _plan_batch(plan), plan.stage, plan.stage.chunk_size
+    batch = _plan_batch(plan)
     micro_batches = plan.micro_batches(plan.train_samples)
-    recomputed, number, accumulates = plan.recomputed_layers, count_parameters(shape, stage), micro_batches > 1
-    always = [*always, *_list_waiting(batch, stage, micro_batches, recomputed)]
+    waiting = _list_waiting(batch, plan.stage, micro_batches, plan.recomputed_layers)
+    chunk = _ChunkOfLayers(plan, batch, [*always, *waiting])
+    yield from _list_loss_moments(chunk)
+    yield from _list_layer_moments(chunk)
+    if plan.stage.is_first:
+        yield from _list_embedding_moments(chunk)
 
-    def make_gradients(parameters: int) -> LedgerRow:
-        return per_parameter("gradients", "gradients", batch.element_bytes, parameters)
 
-    def hold(layer: int) -> list[LedgerRow]:
-        """What layers of the micro-batch and the others have no part in, while `layer` computes."""
-        rows = [*always, *_list_rows(batch, _keep_for_weights(batch, stage), max(layers - layer, 0))]
-        if plan.sharding is not None:
-            return [*rows, *list_gathered(plan, layer, accumulates)]
-        return [*rows, make_gradients(number if accumulates and not plan.fp32_gradients else 0)]
+def _list_loss_moments(chunk: _ChunkOfLayers) -> Iterator[Moment]:
+    """The end of forward, and what of the loss's backward can be most."""
+    batch, stage, layers = chunk.batch, chunk.stage, chunk.layers
+    kept = [*_list_kept(batch, layers, chunk.recomputed), *_list_rows(batch, _keep_ends(batch, stage))]
+    at_end = [*chunk.hold(layers + 1), *kept]
+    if pieces := _list_gelu_pieces(batch):
+        yield _sum_gelu_moment(batch, layers, chunk.recomputed, [*chunk.hold(layers), *pieces])
+    if not stage.is_last:
+        yield sum_moment(Phase.FORWARD, "last layer", at_end)
+        return
+    loss = _list_loss(batch)
+    yield sum_moment(Phase.FORWARD, "cross entropy", [*at_end, *loss])
+    if batch.precision == "fp16" or batch.split:
+        yield sum_moment(Phase.BACKWARD, "cross entropy", [*at_end, *loss])
+    of_weight = [chunk.make_gradients(chunk.matrix), _describe_wide_logits(batch)]
+    yield sum_moment(Phase.BACKWARD, "output layer", [*at_end, loss[0], *chunk.hidden_gradient, *of_weight])
 
-    # backward's gradients are new memory that lives on, unless added to fp32 sums or earlier ones, or copied into a bucket
-    # (on a GPU 16-bit ones wait to be added at once, see parallel/data_parallel.py)
-    waits = plan.device == "cuda" and plan.precision != "fp32"
-    shared, of_layer = plan.sharding is not None, count_layer_parameters(shape)
-    stay = shared or not (plan.fp32_gradients or plan.layout.replicas > 1 or accumulates and not waits)
-    # to be added to fp32 sums a bundle at a time, of which about half waits; data_parallel.BUNDLES is 8
-    waiting = number // 16 if waits and plan.fp32_gradients and not shared else 0
-    matrix, tied = shape.padded_vocab_size * shape.hidden_size, shape.tied_embeddings and stage.stages == 1
-    made = matrix if stage.is_last and (stay or tied) else 0  # a tied one waits for the embedding's
-    at_end = [*hold(layers + 1), *_list_kept(batch, layers, recomputed), *_list_rows(batch, _keep_ends(batch, stage))]
-    loss, hidden = _list_loss(batch) if stage.is_last else [], Held({GRADIENTS: batch.whole_input_bytes})
-    yield sum_moment(Phase.FORWARD, "cross entropy" if stage.is_last else "last layer", [*at_end, *loss])
-    pieces = _list_gelu_pieces(batch)
-    if pieces:
-        below = _list_kept(batch, layers - 1, min(recomputed, layers - 1))
-        own_layer = _list_rows(batch, _keep_layer(batch))
-        yield sum_moment(Phase.FORWARD, f"layer {layers}, GELU", [*hold(layers), *below, *own_layer, *pieces])
-    if stage.is_last:
-        if batch.precision == "fp16" or batch.split:
-            yield sum_moment(Phase.BACKWARD, "cross entropy", [*at_end, *loss])
-        rows = [*at_end, loss[0], *_list_rows(batch, hidden), make_gradients(matrix), _describe_wide_logits(batch)]
-        yield sum_moment(Phase.BACKWARD, "output layer", rows)
-    # layers of one kind are alike, so that what lives changes evenly: the first and the last of each kind are enough
-    neighbors = {layers - 1, 2} if shared else set()  # while gradients of one are reduced, or weights of one gathered
-    for layer in sorted({layers, recomputed + 1, recomputed, 1, *neighbors} & {*range(1, layers + 1)}, reverse=True):
-        again = layer <= recomputed and batch.copies_of_norms[0]
-        own = Held({MASKS: batch.mask_bytes, RECOMPUTED: again * batch.input_bytes})
-        outside = [*hold(layer), *_list_kept(batch, layer - 1, min(layer - 1, recomputed))]
-        above = of_layer * (layers - layer) if stay and not shared else 0
+
+def _list_layer_moments(chunk: _ChunkOfLayers) -> Iterator[Moment]:
+    """Backward's highest moment in each layer that can have the highest of all.
+
+    Layers of one kind are alike, so that what lives changes evenly: the first and the last of each kind are enough.
+    """
+    batch, shape, layers, recomputed = chunk.batch, chunk.plan.rank_shape, chunk.layers, chunk.recomputed
+    candidates = {layers, recomputed + 1, recomputed, 1}
+    if chunk.is_sharded:
+        # while gradients of one are reduced, or weights of one gathered
+        candidates |= {layers - 1, 2}
+    for layer in sorted(candidates & {*range(1, layers + 1)}, reverse=True):
+        own = Held({MASKS: batch.mask_bytes})
+        if layer <= recomputed and batch.copies_of_norms[0]:
+            own[RECOMPUTED] = batch.input_bytes
+        outside = [*chunk.hold(layer), *_list_kept(batch, layer - 1, min(layer - 1, recomputed))]
+        made = chunk.output_gradient + chunk.waiting
+        if chunk.gradients_stay and not chunk.is_sharded:
+            made += chunk.layer_parameters * (layers - layer)
         moments = []
         for operation, held in _list_layer_backward(batch):
-            new = shape.hidden_size * shape.ffn_hidden_size if stay or operation == "linear_fc2" else 0
-            new = of_layer if operation == "linear_qkv" else new
-            rows = [*outside, *_list_rows(batch, own + held), make_gradients(made + above + new + waiting)]
+            new = 0
+            if operation == "linear_qkv":
+                new = chunk.layer_parameters
+            elif chunk.gradients_stay or operation == "linear_fc2":
+                new = shape.hidden_size * shape.ffn_hidden_size
+            rows = [*outside, *_list_rows(batch, own + held), chunk.make_gradients(made + new)]
             moments.append(sum_moment(Phase.BACKWARD, f"layer {layer}, {operation}", rows))
         yield max(moments, key=lambda moment: moment.num_bytes)
-    if not stage.is_first:
-        return
-    # the sum with a tied output layer's is a third matrix where a recorder watches, and in fp16, whose loss holds the first
-    is_third = tied and (batch.on_cpu or batch.precision == "fp16")
-    added = number + (matrix if tied else 0) if stay else made + matrix + waiting
+
+
+def _list_embedding_moments(chunk: _ChunkOfLayers) -> Iterator[Moment]:
+    """The end of the first stage's backward."""
+    plan, matrix = chunk.plan, chunk.matrix
+    tied_matrix = matrix if chunk.is_tied else 0
+    if chunk.gradients_stay:
+        added = chunk.parameters + tied_matrix
+    else:
+        added = chunk.output_gradient + matrix + chunk.waiting
     if plan.sharding is not None:
-        ends, each = number - layers * of_layer, gradient_bytes(plan.precision, plan.fp32_gradients)
-        added = ends + (matrix if tied else 0)
-        rows = [*always, *list_reduced(number, ends, each, plan.sharding.ranks), make_gradients(matrix)]
+        ends = chunk.parameters - chunk.layers * chunk.layer_parameters
+        added = ends + tied_matrix
+        each = gradient_bytes(plan.precision, plan.fp32_gradients)
+        reduced = list_reduced(chunk.parameters, ends, each, plan.sharding.ranks)
+        rows = [*chunk.always, *reduced, chunk.make_gradients(matrix)]
         yield sum_moment(Phase.BACKWARD, "reduction of the embedding's gradients", rows)
-    last = max([*_list_rows(batch, hidden), make_gradients(matrix if is_third else 0)], key=lambda row: row.num_bytes)
-    yield sum_moment(Phase.BACKWARD, "embedding", [*hold(0), make_gradients(added), last])
+    # the sum with a tied output layer's is a third matrix where a recorder watches, and in fp16, whose loss holds the first
+    is_third = chunk.is_tied and (chunk.batch.on_cpu or chunk.batch.precision == "fp16")
+    third = chunk.make_gradients(matrix if is_third else 0)
+    last = max([*chunk.hidden_gradient, third], key=lambda row: row.num_bytes)
+    yield sum_moment(Phase.BACKWARD, "embedding", [*chunk.hold(0), chunk.make_gradients(added), last])
+
+
+def _sum_gelu_moment(batch: MicroBatch, layers: int, recomputed: int, outside: list[LedgerRow]) -> Moment:
+    """The last layer's GELU in forward, beside what the layers below keep.
+
+    Args:
+        layers: Of the stage's chunk.
+        recomputed: How many of them keep their input only.
+        outside: Rows of all that the layers have no part in.
+    """
+    below = _list_kept(batch, layers - 1, min(recomputed, layers - 1))
+    own_layer = _list_rows(batch, _keep_layer(batch))
+    return sum_moment(Phase.FORWARD, f"layer {layers}, GELU", [*outside, *below, *own_layer])
 
 
 # --- sums that stand beside a measured snapshot
