@@ -1,5 +1,6 @@
 """The first line of a report: one sentence with the largest true statements, or INCONCLUSIVE with the reason."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from statistics import fmean, pstdev
@@ -24,7 +25,7 @@ from megatron_lite.analysis.run_facts import Facts
 from megatron_lite.analysis.time.host_steps import WHOLE_TRACE
 from megatron_lite.analysis.time.time_results import RankTime
 from megatron_lite.analysis.trace.accelerators import is_accelerator
-from megatron_lite.analysis.verdict_word import DECIDES, choose_word
+from megatron_lite.analysis.verdict_word import DECIDES, LOSSES, choose_word, measure_bounds
 from megatron_lite.units import count, significant, size
 
 MIN_SHARE_SAID = 0.05  # of a step; what is smaller does not decide anything
@@ -37,31 +38,10 @@ MOSTLY_IDLE_BESIDE = 0.1  # of the step: idle time of the GPU shown in which ano
 MAX_HELD = 3  # categories of memory that are named
 # "other" is what was kept for a reason that no rule of categories knows
 WITHOUT_CATEGORY, MAX_WITHOUT_CATEGORY = ("other", "before the record"), 0.20
+OF_LATE_RANKS = ("straggler", "late-in-turns", "late-at-times")  # findings about ranks that come late
 BUSY_MACHINE = "busy-machine"  # the finding whose words stand before the sentence
 HOW_TO_TRACE = "--profile --use-pytorch-profiler records one"
 HOW_TO_WATCH = "megatron-lite watch --steps A:B, within the steps that there are, records one"
-
-LOSSES = {  # row of RankTime: (what bounds the run, verb, of what)
-    "exposed_communication": ("communication", "waits for", "communication"),
-    "exposed_copy": ("copy", "waits for", "copies"),
-    "data_wait": ("data", "waits for", "the data loader"),
-    "sync": ("sync", "goes to", "synchronizations by the host"),
-    "host": ("host", "waits for", "the host"),
-    "allocator": ("host", "goes to", "the memory allocator"),
-    "garbage_collector": ("host", "goes to", "Python's garbage collector"),
-    "cpu_optimizer": ("host", "waits for", "an optimizer on the CPU"),
-    "clip_grad": ("host", "goes to", "clipping gradients on the host"),
-    "log": ("host", "goes to", "logging on the host"),
-    "compile": ("host", "goes to", "compiling and autotuning"),
-    "startup": ("host", "goes to", "starting up CUDA and libraries"),
-    "graph_capture": ("host", "goes to", "capturing graphs"),
-    "profiler": ("host", "goes to", "the profiler's own work"),
-    "process_wait": ("host", "waits for", "other processes"),
-    "launch": ("host", "goes to", "launch latency"),
-    "dependency": ("sync", "waits for", "other streams"),
-    "save": ("save", "goes to", "saving and evaluating"),
-    "unexplained": ("inconclusive", "is", "unexplained"),
-}
 
 
 def build_verdict(facts: Facts, findings: Sequence[Finding]) -> Verdict:
@@ -224,9 +204,8 @@ def _share(time: RankTime, row: str) -> float:
 
 def _find_bound(time: RankTime) -> str:
     """What loses most of the step where that decides, else compute."""
-    shares: dict[str, float] = {}
-    for row, (bound, _, _) in LOSSES.items():
-        shares[bound] = shares.get(bound, 0.0) + _share(time, row)
+    whole_ms = time.step_ms if time.step_ms > 0 else math.inf
+    shares = {bound: ms / whole_ms for bound, ms in measure_bounds(time).items()}
     bound = max(shares, key=lambda bound: shares[bound])
     return bound if shares[bound] >= min(DECIDES, max(_share(time, "compute"), 0.01)) else "compute"
 
@@ -252,12 +231,16 @@ def _describe_step(facts: Facts, rank: RankFacts, findings: Sequence[Finding]) -
         elif row == "host" and not time.on_gpu:
             verb, what = "goes to", "Python between operators"
         losses.append(f"{_share(time, row):.0%}{'' if losses else ' of each step'} {verb} {what}")
-    parts += [", ".join(losses), _describe_straggler(facts, time.step_ms)]
+    late = _describe_straggler(facts, time.step_ms)
+    parts += [", ".join(losses), late]
     if _find_bound(time) == "compute":
         # the most costly cause, else what it computes
         costly = next((one for one in findings if one.cost_ms and one.code != BUSY_MACHINE), None)
         role = max(roles, key=lambda role: roles[role], default=Role.OTHER)
-        if costly and (costly.cost_ms or 0.0) >= MIN_SHARE_SAID * time.step_ms:
+        if late and costly and costly.code in OF_LATE_RANKS:
+            # the sentence has just said it
+            pass
+        elif costly and (costly.cost_ms or 0.0) >= MIN_SHARE_SAID * time.step_ms:
             parts.append(f"most costly cause: {costly.title} ({significant(costly.cost_ms or 0.0)} ms)")
         elif role is not Role.OTHER and sum(roles.values()) > 0:
             of = "device" if time.on_gpu else "operator"

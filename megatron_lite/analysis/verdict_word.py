@@ -3,9 +3,33 @@
 import enum
 
 from megatron_lite.analysis.run_facts import Facts
+from megatron_lite.analysis.time.time_results import RankTime
 
 DECIDES = 0.20  # of a step: what a run loses to one cause is then what it is bound by
-MOSTLY = 0.5  # of the communication that nothing hides: then it is the rank that others wait for, not the links
+MIN_LATE = 0.10  # of a step that others wait for a late rank: then no other cause may be the word, unless it costs more
+MOSTLY = 0.5  # of what is lost to communication, data, the host: then it is the rank that others wait for, not that cause in general
+
+LOSSES = {  # row of RankTime: (what bounds the run, verb, of what)
+    "exposed_communication": ("communication", "waits for", "communication"),
+    "exposed_copy": ("copy", "waits for", "copies"),
+    "data_wait": ("data", "waits for", "the data loader"),
+    "sync": ("sync", "goes to", "synchronizations by the host"),
+    "host": ("host", "waits for", "the host"),
+    "allocator": ("host", "goes to", "the memory allocator"),
+    "garbage_collector": ("host", "goes to", "Python's garbage collector"),
+    "cpu_optimizer": ("host", "waits for", "an optimizer on the CPU"),
+    "clip_grad": ("host", "goes to", "clipping gradients on the host"),
+    "log": ("host", "goes to", "logging on the host"),
+    "compile": ("host", "goes to", "compiling and autotuning"),
+    "startup": ("host", "goes to", "starting up CUDA and libraries"),
+    "graph_capture": ("host", "goes to", "capturing graphs"),
+    "profiler": ("host", "goes to", "the profiler's own work"),
+    "process_wait": ("host", "waits for", "other processes"),
+    "launch": ("host", "goes to", "launch latency"),
+    "dependency": ("sync", "waits for", "other streams"),
+    "save": ("save", "goes to", "saving and evaluating"),
+    "unexplained": ("inconclusive", "is", "unexplained"),
+}
 
 
 class VerdictWord(str, enum.Enum):
@@ -43,7 +67,7 @@ def choose_word(facts: Facts, bound: str) -> VerdictWord:
     """The word for what bounds the run.
 
     Other jobs come first: where the run had no cores, no other figure tells of the run alone. A rank that others wait for comes
-    before communication, which its lateness makes long.
+    before what it is late by, and before communication, which its lateness makes long on the others.
     """
     shortage = facts.core_shortage
     one = facts.critical
@@ -51,13 +75,28 @@ def choose_word(facts: Facts, bound: str) -> VerdictWord:
     if shortage is not None and not is_hidden and (shortage.share is None or shortage.share >= DECIDES):
         return VerdictWord.BUSY_MACHINE
     word = WORDS.get(bound, VerdictWord.INCONCLUSIVE)
-    late = facts.ranks.straggler if facts.ranks else None
-    if late is None or one is None or word is not VerdictWord.COMMUNICATION_BOUND:
+    if one is None or word in (VerdictWord.INCONCLUSIVE, VerdictWord.MEMORY):
         return word
-    exposed_ms = one.time.rows.get("exposed_communication", 0.0)
-    if late.caused_wait_ms >= DECIDES * one.time.step_ms and late.caused_wait_ms >= MOSTLY * exposed_ms:
-        return VerdictWord.STRAGGLER
-    return word
+    lost_ms = _measure_lateness_ms(facts)
+    loss_ms = 0.0 if bound == "compute" else measure_bounds(one.time).get(bound, 0.0)
+    is_late = lost_ms >= MIN_LATE * one.time.step_ms and lost_ms >= MOSTLY * loss_ms
+    return VerdictWord.STRAGGLER if is_late else word
+
+
+def _measure_lateness_ms(facts: Facts) -> float:
+    """What ranks lose per step because one comes late: always the same one, one in some steps, or each in its turn."""
+    if facts.ranks is None:
+        return 0.0
+    late, moving = facts.ranks.straggler, facts.ranks.imbalance
+    return max(late.caused_wait_ms if late else 0.0, moving.lost_ms if moving else 0.0)
+
+
+def measure_bounds(time: RankTime) -> dict[str, float]:
+    """Milliseconds of a step that are lost to each of the things that may bound a run; what is lost to none is computing."""
+    found: dict[str, float] = {}
+    for row, (bound, _, _) in LOSSES.items():
+        found[bound] = found.get(bound, 0.0) + time.rows.get(row, 0.0)
+    return found
 
 
 def describe_headline(word: VerdictWord, sentence: str) -> str:
