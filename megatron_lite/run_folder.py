@@ -20,7 +20,7 @@ One per step of the rank that writes, the last one, "kind": "step":
     loss: null for one that is NaN or Inf; grad_norm: null for a skipped step. Of these fields the steps of a watched script have
         iteration, step and loss: the sum of the scalars that backward was called on in the step, where that is one loss
     ms: the whole step on the host, evaluating and saving included
-    phases_ms: {phase: host time}; on a GPU that is handing work over. "data" is waiting for the loader.
+    phases_ms: {phase: host time}; on a GPU that is handing work over. "data" is waiting for the data loader.
     gpu_ms, gpu_phases_ms: the same as the GPU passed through its stream, idle moments in between included; on a GPU only.
         Gradients are reduced beside backward: what of it backward does not hide is part of backward's time, and
         "grad_sync" is what is left after it.
@@ -35,7 +35,7 @@ One per step of the rank that writes, the last one, "kind": "step":
         of a watched script), or the time is no ordinary one; else absent
     Steps since the last console line are written every few seconds, and once more, with all that is known, in their place when
         the next line or an error comes.
-One per console line, {"kind": "ranks", "ranks": {...}}, of the ordinary steps since the one before; every list has a number per rank:
+One per console line, {"kind": "ranks", "ranks": {...}}, of the typical steps since the one before; every list has a number per rank:
     iterations: [first, last]; steps: how many were ordinary
     step_ms (without evaluating and saving), gpu_ms, phases_ms, gpu_phases_ms: medians over the steps (that had the phase)
     own_backward_ms: median of backward without that waiting, of the GPU where there is one; with several ranks only

@@ -433,7 +433,7 @@ def check_profiler_window(schedule: Callable[[int], ProfilerAction], steps: int,
     cause = "active times repeat is large, or repeat=0, which begins again until the run ends"
     seen = f"{len(recorded)} of {steps} steps are recorded, which slows them down and makes a large trace"
     _require(len(recorded) <= max_recorded, seen, f"at most {max_recorded}", cause)
-    cause = "wait and warmup are 0; a first step compiles, allocates and is no ordinary one"
+    cause = "wait and warmup are 0; a first step compilesand allocates, so it is not typical"
     _require(recorded[0] > 0, "the first step is recorded", "a later one", cause)
     began = [number for number in recorded if actions[number - 1] not in (*RECORDING, ProfilerAction.WARMUP)]
     cause = "warmup=0; what the profiler itself costs when it starts is then in the trace"

@@ -49,7 +49,7 @@ on_gpu, on_cpu, recorded = prepared(gpu), prepared(cpu), prepared(run)
 
 
 def pipeline_run(micro_batches: int, waits_ms: list[float], forward_ms: tuple[float, ...] = (), **args):
-    """A run of a rank per stage, whose ordinary steps of 10 ms wait so long for other stages. Four have 6 layers each."""
+    """A run of a rank per stage, whose typical steps of 10 ms wait so long for other stages. Four have 6 layers each."""
     stages = len(waits_ms)
     layout = {"tensor": 1, "context": 1, "data": 1, "pipeline": stages, "pipeline_rank": stages - 1}
     plan = {"layout": layout, "stage": {"number": stages - 1, "stages": stages, "chunks": ["range(0, 6)"]}}
@@ -718,7 +718,7 @@ CLEAN = {
 }
 # Known answers: code | ms per step of the first trigger, by how it is made | what the finding must say: flag and value, place, amount.
 _ANSWERS = """
-busy-machine | 3.5 | rank 1 is ready and has no core for 3.5 ms of a step of 10.0 ms; ranks from 0 on: 5%, 35%
+busy-machine | 3.5 | rank 1 waits for a CPU core for 3.5 ms of a step of 10.0 ms; ranks from 0 on: 5%, 35%
 sync-in-step | 0.61 | aten::item
 starved-loader | 1.5 | the device waits for the loader 1.5 ms
 too-many-workers | 1.5 | 64 workers x 2 ranks

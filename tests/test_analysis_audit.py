@@ -160,7 +160,7 @@ POINTS = [
     (10, FAIL, "fp32-products", both(on_cpu(dtype="float"), WITHOUT_UNITS), "in fp32"),
     (10, NOT_SEEN, "", both(gpu, recorded(precision="fp32")), "in bf16 or fp16"),
     (11, PASS, "", run, "bf16 has the range of fp32"),
-    (12, NOT_SEEN, "", run, "does not grow over 39 ordinary steps"),
+    (12, NOT_SEEN, "", run, "does not grow over 39 typical steps"),
     (12, NOT_SEEN, "", remembered(steps=1, logits_gib=0.1, layer_gib=0.1), "peak of"),
     (13, FAIL, "", recorded(steps=ordinary_steps(batch_size=10, consumed_samples=None)), "no multiple of 8"),
     (13, FAIL, "", recorded(batch=16), "the plan has 16 samples"),
@@ -347,7 +347,7 @@ def test_memory_that_nobody_measured_is_not_said_to_stay():
             host_memory_bytes=None, peak_memory_bytes=lambda index, last=number: 2**30 if 1 <= index <= last else None
         )
         text = told(point_of(12, recorded(steps=measured)))
-        assert ("memory of the GPU does not grow over 12 ordinary steps" in text) is says
+        assert ("memory of the GPU does not grow over 12 typical steps" in text) is says
         assert "the process" not in text and text.count("does not grow") == says
 
 

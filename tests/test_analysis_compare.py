@@ -161,7 +161,7 @@ def test_what_one_layout_exchanges_and_another_does_not(tmp_path):
         {"tensor": -0.8, "data": 0.8}
     )
     shown = "\n".join(comparison_lines(found, Style()))
-    assert "Communication that nothing hides, by group" in shown and " -100% " in shown
+    assert "Communication not overlapped with compute, by group" in shown and " -100% " in shown
     assert compare(sides[0], sides[0]).groups == {}
 
 

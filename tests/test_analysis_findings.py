@@ -277,8 +277,8 @@ def test_a_straggler_of_traces_on_a_busy_machine_is_none(tmp_path):
     report = analyze([tmp_path])
     assert report.facts.ranks.straggler is None
     assert "straggler" not in [one.code for one in report.findings]
-    assert report.verdict.sentence.startswith("Rank 1 is ready and has no core for 40% of each step. ")
-    assert report.verdict.confidence == "low" and "ranks were not given their cores" in report.verdict.why
+    assert report.verdict.sentence.startswith("Rank 1 waits for a CPU core for 40% of each step. ")
+    assert report.verdict.confidence == "low" and "ranks waited for CPU cores" in report.verdict.why
     assert any("busy-machine" in note for note in report.facts.ranks.notes)
 
 

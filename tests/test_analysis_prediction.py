@@ -90,7 +90,7 @@ def test_the_step_is_compared_with_the_shortest_possible_one():
     assert found.tokens == Compared("tokens per second", 1000 * 16384 / 50, 171_000.0)
     assert found.not_predicted == time().notes
     nothing = of(steady_step_ms=None)
-    assert nothing.time is None and "no ordinary step" in nothing.notes[-1]
+    assert nothing.time is None and "no typical step" in nothing.notes[-1]
 
 
 def test_parts_of_a_trace_add_up_to_its_step():
@@ -98,7 +98,7 @@ def test_parts_of_a_trace_add_up_to_its_step():
     assert [(part.name, part.predicted, part.measured) for part in parts] == [
         ("matrix products, attention", 30.0, 50.0),
         ("all other computing", 10.0, 10.0),
-        ("communication that nothing hides", 10.0, 20.0),
+        ("communication not overlapped with compute", 10.0, 20.0),
         ("not computing", 0.0, 20.0),
     ]
     assert sum(part.measured for part in parts) == 100.0

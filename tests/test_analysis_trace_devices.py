@@ -33,7 +33,7 @@ def span(pid, tid, name, start, end, cat=None, **args):
 
 
 def ascend_run(talk_apart=True, computing=600.0) -> list[dict]:
-    """Steps of 1000 us as torch_npu writes them: 2 products of 300, a copy of 50, 200 of communication that nothing hides, a wait."""
+    """Steps of 1000 us as torch_npu writes them: 2 products of 300, a copy of 50, 200 of communication not overlapped with compute, a wait."""
     events = [meta(HOST, "Python"), meta(CANN, "CANN"), meta(NPU, "Ascend Hardware"), meta(SUMS, "Overlap Analysis")]
     events += [meta(HCCL, "HCCL")] if talk_apart else []
     for step in range(STEPS):

@@ -59,10 +59,10 @@ COMPUTES = {"compute": 97.0, "host": 3.0}
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ({"ranks": UNKNOWN_KIND}, "20% of each step waits for communication in backward"),
-        ({"mfu": 0.31}, "31% of peak; 20% of each step waits for communication, 10% waits for the host"),
+        ({"ranks": UNKNOWN_KIND}, "20% of each step is spent waiting for communication in backward"),
+        ({"mfu": 0.31}, "31% of peak; 20% of each step is spent waiting for communication, 10% waiting for the host"),
         ({}, "The GPU computes 60% of each step; 20%"),
-        ({"device": None, "rows": {"compute": 30.0, "host": 50.0}}, "50% of each step goes to Python between"),
+        ({"device": None, "rows": {"compute": 30.0, "host": 50.0}}, "50% of each step is spent on Python between"),
         ({"rows": COMPUTES, "findings": (COSTLY,)}, "most costly cause: matrix products in fp32 (44 ms)"),
         ({"rows": COMPUTES}, "40% of device time is matrix products"),
         ({"ranks": LATE}, "the other ranks wait 15 ms per step for rank 1"),
@@ -103,7 +103,7 @@ UNEXPLAINED = {"compute": 60.0, "host": 10.0, "unexplained": 30.0}
 @pytest.mark.parametrize(
     ("given", "why"),
     [
-        ({"number": 3, "steady": 1}, "only one steady step; profile a window of 3 or more"),
+        ({"number": 3, "steady": 1}, "only one steady step; profile at least 3"),
         ({"number": 2, "steady": 0}, "none of the 2 steps is steady (first of the window)"),
         ({"number": 0}, "no complete step in the trace"),
         ({"step_ms": 0.0}, "no complete step in the trace"),
@@ -131,7 +131,7 @@ def test_a_profiler_that_distorts_is_inconclusive_and_one_that_disturbs_lowers_c
 
 def test_confidence_needs_three_steps_alike_and_explained_and_a_possible_speed():
     assert verdict_of().confidence == "high"
-    assert verdict_of(number=2).why == "2 steady steps; 3 or more would say it with confidence"
+    assert verdict_of(number=2).why == "2 steady steps; profile at least 3 for high confidence"
     doubtful = verdict_of(rows={"compute": 45.0, "host": 30.0, "unexplained": 25.0})
     assert "25% of the step is unexplained" in doubtful.why
     uneven = [dataclasses.replace(one, end_ns=one.end_ns + at * 50_000_000) for at, one in enumerate(cases.steps(4))]
@@ -141,11 +141,22 @@ def test_confidence_needs_three_steps_alike_and_explained_and_a_possible_speed()
     assert verdict.confidence == "low" and "120% of the peak is impossible" in verdict.why
 
 
+@pytest.mark.parametrize(("steps", "window"), [(3, None), (5, "2:6"), (8, "3:9"), (15, "10:16"), (100, "10:16")])
+def test_the_window_proposed_for_a_watched_run_is_within_its_steps(steps, window):
+    watched = dataclasses.replace(cases.run_of(steps), record={"status": "finished", "command": ["python"]})
+    sentence = build_verdict(only(run=watched), ()).sentence
+    assert "INCONCLUSIVE: no steps were profiled" in sentence
+    assert (f"--steps {window}`" in sentence) == (window is not None)
+    assert ("--steps" in sentence) == (window is not None)
+
+
 def test_without_a_trace_memory_or_the_run_speaks():
     verdict = build_verdict(only(snapshots=(cases.snapshot(),)), ())
     assert verdict.sentence == "Memory peaks at 32.00 GiB in backward: activations 38%, moments 25%, master weights 12%"
     verdict = build_verdict(only(run=cases.run_of()), ())
-    assert verdict.sentence.startswith("95.5 ms per step, 171,000 tokens/s, 33% of peak. INCONCLUSIVE: no trace")
+    assert verdict.sentence.startswith(
+        "95.5 ms per step, 171,000 tokens/s, 33% of peak. INCONCLUSIVE: no steps were profiled"
+    )
     for changes in ({}, {"peak_bytes": 0, "held": ()}):
         cut = dataclasses.replace(cases.snapshot(), complete=False, **changes)
         verdict = build_verdict(only(snapshots=(cut,)), ())
@@ -189,7 +200,7 @@ def test_what_a_run_learned_is_a_fact_of_its_report(tmp_path):
 
     rises = told("rises", loss=lambda index: 3.0 + index / 100, grad_norm=20.0)
     assert "the loss did not fall: 3.035 in the first 8 updates, 3.355 in the last 8" in rises
-    assert "the gradient norm is cut in every update, to 1/20 in the median (--clip-grad)" in rises
+    assert "--clip-grad scales the gradient down in every update, to 1/20 of its norm (median)" in rises
     falls = told("falls", grad_norm=lambda index: 20.0 if index else 9.0)
     assert "the loss fell: 2.997 in the first 8 updates, 2.965 in the last 8" in falls
     assert not any("gradient norm" in text for text in falls)
@@ -236,7 +247,7 @@ def test_sources_that_say_different_things_are_doubtful():
         run_ = dataclasses.replace(RUN, phases_ms={"data": np.array(waits)})
         verdict = verdict_of(run_, rows=BOUNDS["data"])
         assert (verdict.bound, verdict.confidence) == ("data", confidence)
-    assert "the trace has 50.0 ms per step of waiting for the loader, and steps.jsonl 0.0 ms" in verdict.why
+    assert "the trace has 50.0 ms per step of waiting for the data loader, and steps.jsonl 0.0 ms" in verdict.why
     assert (
         verdict_of(dataclasses.replace(run_, plan={"world": {"size": 2, "rank": 1}}), rows=BOUNDS["data"]).confidence
         == "high"

@@ -43,7 +43,7 @@ def test_steps_that_had_no_core_are_no_overhead_of_the_profiler(tmp_path):
     assert codes(report)[0] == "busy-machine" and "profiler-overhead" not in codes(report)
     assert report.findings[0].cost_ms == pytest.approx(36.0)
     assert report.verdict.confidence == "low" and report.verdict.word is VerdictWord.BUSY_MACHINE
-    assert "has no core for 75% of each profiled step" in report.verdict.sentence
+    assert "waits for a CPU core for 75% of each profiled step" in report.verdict.sentence
     assert "the profiler made" not in report.verdict.sentence + report.verdict.why
 
 

@@ -103,4 +103,4 @@ def test_reports_say_how_much_of_the_first_step_was_compiling(tmp_path):
     assert found.evidence[0].text.endswith("99% of 40 steps, 18,000.0 ms of the first for compiling")
     assert found.flags == ("--torch-compile none", "TORCHINDUCTOR_CACHE_DIR") and "--torch-compile none" in found.advice
     [evidence] = examine_compilation(Case(report.facts))
-    assert "first step 30,000.0 ms (18,000.0 ms of it compiling), ordinary ones" in evidence.text
+    assert "first step 30,000.0 ms (18,000.0 ms of it compiling), typical ones" in evidence.text

@@ -107,8 +107,8 @@ def test_tiles_say_what_holds_for_all_ranks():
     waits = dataclasses.replace(second.time, rows=rows, busy_ms=82.2)
     seen = (first, dataclasses.replace(second, time=waits))
     shown = {name: value for value, name in build_tiles(cases.report(ranks_seen=seen))}
-    assert shown["communication not hidden, by rank"] == "20% to 39%"
-    assert shown["of it the device is busy"] == "82%"
+    assert shown["communication not overlapped, by rank"] == "20% to 39%"
+    assert shown["device busy"] == "82%"
 
 
 def test_a_chart_without_its_section_is_left_out():

@@ -104,7 +104,7 @@ def test_a_failing_script_fails_as_before(tmp_path, script, capfd):
     assert main(["watch", "--run-dir", str(run), "--steps", "30:31", "--", *command]) == 1
     out, err = capfd.readouterr()
     assert "RuntimeError: no more data" in err and "The run failed after 8 steps" in out
-    assert "megatron-lite: step 30 was never reached, so that there is no profile: 8 steps were seen" in err
+    assert "the run ended before step 30 (8 steps seen)" in err
     assert json.loads((run / "run.json").read_text())["status"] == "failed: RuntimeError: no more data"
     assert main(["watch", "--run-dir", str(run), "--", sys.executable, "-c", "raise SystemExit(7)"]) == 7
     assert "no training was seen" in capfd.readouterr().err

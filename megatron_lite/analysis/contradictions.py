@@ -201,6 +201,6 @@ def _check_trace(one: RankFacts, run: Run | None) -> Iterator[str]:
     waited = time.rows.get("data_wait", 0.0)
     if len(waits) and traced > 0 and waited - np.median(waits) > MAX_SHARE_APART * traced:
         yield (
-            f"the trace has {waited:,.1f} ms per step of waiting for the loader, and {STEPS_FILE} "
+            f"the trace has {waited:,.1f} ms per step of waiting for the data loader, and {STEPS_FILE} "
             f"{np.median(waits):,.1f} ms in the same steps"
         )

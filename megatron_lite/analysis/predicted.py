@@ -24,7 +24,7 @@ def compare_prediction(facts: Facts) -> Predicted | None:
     of_memory, notes = compare_memory(facts, memory.peak) if memory else (None, [])
     of_time = compare_time(facts, time) if time else None
     if time and of_time is None:
-        notes.append("no ordinary step was timed: nothing to hold the predicted step against.")
+        notes.append("no typical step was timed: nothing to hold the predicted step against.")
     return Predicted(memory=of_memory, time=of_time, notes=tuple(notes))
 
 
@@ -71,7 +71,7 @@ def compare_time(facts: Facts, predicted: TimePrediction) -> ComparedTime | None
         parts = (
             Compared("matrix products, attention", least["compute"], products),
             Compared("all other computing", least["memory"], computing - products),
-            Compared("communication that nothing hides", least["link"], sending),
+            Compared("communication not overlapped with compute", least["link"], sending),
             Compared("not computing", 0.0, one.time.step_ms - computing - sending),
         )
     tokens = run.tokens_per_second

@@ -58,7 +58,7 @@ class ComparedTime:
     gpu: str
     step: Compared  # ms, outside of the profiler
     tokens: Compared | None  # per second, all ranks
-    parts: tuple[Compared, ...]  # ms of a step in the trace, to which they add up; () without a trace of a GPU
+    parts: tuple[Compared, ...]  # ms of step time in the trace, to which they add up; () without a trace of a GPU
     not_predicted: tuple[str, ...]  # what is not in the bound, in words
 
 
@@ -91,7 +91,7 @@ def sum_category(one: Snapshot, category: str) -> int:
 
 
 def measure_ordinary(run: Run | None, values: Numbers | tuple[()]) -> float | None:
-    """Median over the ordinary steps that have a value."""
+    """Median over the typical steps that have a value."""
     if run is None or not len(values):
         return None
     known = values[run.ordinary & ~np.isnan(values)]

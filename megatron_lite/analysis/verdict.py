@@ -34,14 +34,15 @@ MIN_STEPS, STEPS_FOR_HIGH = 2, 3
 UNSTEADY = 0.15  # spread of step times (standard deviation / mean) that lowers confidence
 DISTORTED, UNTRUSTWORTHY = 1.10, 1.50  # profiled step / step without the profiler
 MOSTLY_UNEXPLAINED = 0.20
+MIN_STEPS_WATCHED = 5  # of a run: the first is never profiled, and three steady ones are needed
+DEFAULT_FIRST, DEFAULT_STEPS = 10, 6  # the window of watch, where the run is long enough
 MOSTLY_IDLE_BESIDE = 0.1  # of the step: idle time of the GPU shown in which another of the process works
 MAX_HELD = 3  # categories of memory that are named
 # "other" is what was kept for a reason that no rule of categories knows
 WITHOUT_CATEGORY, MAX_WITHOUT_CATEGORY = ("other", "before the record"), 0.20
 OF_LATE_RANKS = ("straggler", "late-in-turns", "late-at-times")  # findings about ranks that come late
 BUSY_MACHINE = "busy-machine"  # the finding whose words stand before the sentence
-HOW_TO_TRACE = "--profile --use-pytorch-profiler records one"
-HOW_TO_WATCH = "megatron-lite watch --steps A:B, within the steps that there are, records one"
+HOW_TO_TRACE = "Add --profile --use-pytorch-profiler"
 
 
 def build_verdict(facts: Facts, findings: Sequence[Finding]) -> Verdict:
@@ -54,8 +55,8 @@ def build_verdict(facts: Facts, findings: Sequence[Finding]) -> Verdict:
     elif most is not None:
         verdict = _judge_memory(facts, most)
     else:
-        how = HOW_TO_WATCH if facts.is_watched else HOW_TO_TRACE
-        without = f"no trace: without one the run says how fast it was, not why; {how}"
+        how = _advise_watching(run) if facts.is_watched else HOW_TO_TRACE
+        without = f"no steps were profiled, so only the speed is known. {how}"
         said = ""
         if run is not None and run.steady_step_ms is not None:
             parts = [f"{run.steady_step_ms:,.1f} ms per step"]
@@ -76,11 +77,21 @@ def build_verdict(facts: Facts, findings: Sequence[Finding]) -> Verdict:
     return replace(verdict, sentence=" ".join([*(f"{one}." for one in first), verdict.sentence]))
 
 
+def _advise_watching(run: Run | None) -> str:
+    """A window of watch that lies within the steps that the run had."""
+    steps = run.steps if run else 0
+    if steps < MIN_STEPS_WATCHED:
+        return "Try more steps under `megatron-lite watch`"
+    first = max(2, min(DEFAULT_FIRST, steps - DEFAULT_STEPS + 1))
+    last = min(first + DEFAULT_STEPS - 1, steps)
+    return f"The run had {steps:,} steps: try `megatron-lite watch --steps {first}:{last + 1}`"
+
+
 def _describe_shortage(found: CoreShortage) -> str:
     if found.share is None:
-        return f"Rank {found.rank} was not given its cores: other threads take them again and again"
+        return f"Rank {found.rank} waited for CPU cores: other threads preempted it repeatedly"
     kind = "profiled step" if found.kind == PROFILED else "step"
-    return f"Rank {found.rank} is ready and has no core for {found.share:.0%} of each {kind}"
+    return f"Rank {found.rank} waits for a CPU core for {found.share:.0%} of each {kind}"
 
 
 def _judge_memory(facts: Facts, most: Snapshot) -> Verdict:
@@ -98,8 +109,8 @@ def _judge_memory(facts: Facts, most: Snapshot) -> Verdict:
     unknown = sum(part.num_bytes for part in most.held if part.category in WITHOUT_CATEGORY)
     share = unknown / max(most.peak_bytes, 1)
     doubts = {
-        "no history: it says nothing of the peak": not most.events,
-        f"nothing tells what {share:.0%} of the peak is for": share > MAX_WITHOUT_CATEGORY,
+        "the snapshot has no history, so its peak is unknown": not most.events,
+        f"the purpose of {share:.0%} of the peak is unknown": share > MAX_WITHOUT_CATEGORY,
         **dict.fromkeys(find_contradictions(facts), True),
     }
     why = [f"{count(most.events)} events", *(doubt for doubt, holds in doubts.items() if holds)]
@@ -122,7 +133,7 @@ def _judge_time(facts: Facts, rank: RankFacts, findings: Sequence[Finding]) -> V
     # without the device's work the host's shares tell nothing of what limits the step
     said = _describe_step(facts, rank, findings) if time.step_ms > 0 and not missing else ""
     if why_not:
-        so_far = f". As far as it goes: {said}" if said else ""
+        so_far = f". What the trace shows: {said}" if said else ""
         return Verdict(f"INCONCLUSIVE: {why_not}{so_far}", "inconclusive", "low", why_not)
     steps = [step.ms for step in time.steady_steps]
     spread = pstdev(steps) / fmean(steps) if len(steps) > 1 and fmean(steps) > 0 else 0.0
@@ -130,11 +141,11 @@ def _judge_time(facts: Facts, rank: RankFacts, findings: Sequence[Finding]) -> V
     slower = (run.profiler_slowdown if run else None) or 1.0
     mfu = rank.kernels.mfu or 0.0
     doubts = {
-        f"{STEPS_FOR_HIGH} or more would say it with confidence": len(steps) < STEPS_FOR_HIGH,
+        f"profile at least {STEPS_FOR_HIGH} for high confidence": len(steps) < STEPS_FOR_HIGH,
         f"steps differ by {spread:.0%}": spread > UNSTEADY,
         f"{unexplained:.0%} of the step is unexplained": unexplained > MOSTLY_UNEXPLAINED,
         _describe_longer_steps(run, slower): slower > DISTORTED,
-        "ranks were not given their cores": facts.core_shortage is not None,
+        "ranks waited for CPU cores": facts.core_shortage is not None,
         _describe_missing(facts): _find_bound(time) == "communication" and _describe_missing(facts) != "",
         **dict.fromkeys(find_contradictions(facts), True),
         f"{mfu:.0%} of the peak is impossible": mfu > 1,
@@ -155,12 +166,12 @@ def _explain_inconclusive(facts: Facts, rank: RankFacts) -> str:
         return f"none of the {len(time.steps)} steps is steady ({time.steps[0].why_not or 'all are boundary steps'})"
     unmarked = len(time.steps) == 1 and time.steps[0].number is None
     if rank.trace.cut and (unmarked or len(steady) < MIN_STEPS):
-        whole = "no whole step stands" if unmarked else "only one whole step stands"
-        return f"{whole} in the {len(rank.trace.events):,} events that were read; record less of each step"
+        whole = "no complete step is" if unmarked else "only one complete step is"
+        return f"{whole} in the {len(rank.trace.events):,} events that were read; record less per step"
     if unmarked:
-        return f"no step marks, so {_name_only_step(time)} counts as one step"
+        return f"the trace has no step marks, so {_name_only_step(time)} counts as one step"
     if len(steady) < MIN_STEPS:
-        return f"only one steady step; profile a window of {STEPS_FOR_HIGH} or more"
+        return f"only one steady step; profile at least {STEPS_FOR_HIGH}"
     if _find_bound(time) == "inconclusive":
         return f"{_share(time, 'unexplained'):.0%} of the step is unexplained, more than any cause"
     slowdown = measure_slowdown(run) if run else None
@@ -179,23 +190,23 @@ def _name_only_step(time: RankTime) -> str:
 def _describe_longer_steps(run: Run | None, slower: float) -> str:
     """What is known of steps that were longer inside the profiler's window."""
     slowdown = measure_slowdown(run) if run else None
-    longer = f"steps inside the window are {slower - 1:.0%} longer than before it"
+    longer = f"profiled steps took {slower - 1:.0%} longer than those before"
     if slowdown is not None and slowdown.is_by_other_jobs:
-        return f"{longer}, because they had no core"
+        return f"{longer}, because they waited for CPU cores"
     by_profiler_ms = slowdown.by_profiler_ms if slowdown else None
     is_by_profiler = slowdown is None or by_profiler_ms is None or by_profiler_ms >= MOSTLY * slowdown.lag_ms
     if run and (run.without_core or run.recovered is False or not is_by_profiler):
-        return f"{longer}, not by the profiler alone"
+        return f"{longer}; the profiler explains only part of it"
     return f"the profiler made steps {slower - 1:.0%} longer"
 
 
 def _describe_missing(facts: Facts) -> str:
-    """'2 of 8 ranks were read, so that who is waited for is not known'; '' where all were read, or their number is unknown."""
+    """'2 of 8 ranks were read, so the rank that the others wait for may be missing'; '' where all were read, or their number is unknown."""
     ranks = facts.ranks
     if ranks is None or not ranks.missing or not ranks.world_size:
         return ""
     read = ranks.world_size - len(ranks.missing)
-    return f"{read} of {ranks.world_size} ranks were read, so that who is waited for is not known"
+    return f"{read} of {ranks.world_size} ranks were read, so the rank that the others wait for may be missing"
 
 
 def _share(time: RankTime, row: str) -> float:
@@ -211,7 +222,7 @@ def _find_bound(time: RankTime) -> str:
 
 
 def _describe_step(facts: Facts, rank: RankFacts, findings: Sequence[Finding]) -> str:
-    """'31% of peak; 20% of each step waits for communication, 10% waits for the host; ...'."""
+    """'31% of peak; 20% of each step is spent waiting for communication, 10% waiting for the host; ...'."""
     time, mfu, roles = rank.time, rank.kernels.mfu, rank.kernels.roles
     if mfu is not None:
         parts = [f"{mfu:.0%} of peak" if mfu >= 0.005 else "under 1% of peak"]
@@ -220,7 +231,7 @@ def _describe_step(facts: Facts, rank: RankFacts, findings: Sequence[Finding]) -
     rows = [row for row in LOSSES if _share(time, row) >= MIN_SHARE_SAID]
     losses: list[str] = []
     for row in sorted(rows, key=lambda row: -time.rows[row])[:MAX_LOSSES]:
-        _, verb, what = LOSSES[row]
+        _, how, what = LOSSES[row]
         if row == "exposed_communication" and facts.ranks and facts.ranks.collectives:
             # nobody waits for what it sends itself
             first = next((one for one in facts.ranks.collectives if one.name != "send"), facts.ranks.collectives[0])
@@ -229,8 +240,10 @@ def _describe_step(facts: Facts, rank: RankFacts, findings: Sequence[Finding]) -
         elif row == "sync" and time.syncs:
             what = f"{what} ({time.syncs[0].operator or time.syncs[0].call})"
         elif row == "host" and not time.on_gpu:
-            verb, what = "goes to", "Python between operators"
-        losses.append(f"{_share(time, row):.0%}{'' if losses else ' of each step'} {verb} {what}")
+            how, what = "on", "Python between operators"
+        spent = "is spent" if how else "is"
+        words = ([] if losses else ["of each step", spent]) + [how, what]
+        losses.append(" ".join([f"{_share(time, row):.0%}", *(word for word in words if word)]))
     late = _describe_straggler(facts, time.step_ms)
     parts += [", ".join(losses), late]
     if _find_bound(time) == "compute":

@@ -9,26 +9,26 @@ DECIDES = 0.20  # of a step: what a run loses to one cause is then what it is bo
 MIN_LATE = 0.10  # of a step that others wait for a late rank: then no other cause may be the word, unless it costs more
 MOSTLY = 0.5  # of what is lost to communication, data, the host: then it is the rank that others wait for, not that cause in general
 
-LOSSES = {  # row of RankTime: (what bounds the run, verb, of what)
-    "exposed_communication": ("communication", "waits for", "communication"),
-    "exposed_copy": ("copy", "waits for", "copies"),
-    "data_wait": ("data", "waits for", "the data loader"),
-    "sync": ("sync", "goes to", "synchronizations by the host"),
-    "host": ("host", "waits for", "the host"),
-    "allocator": ("host", "goes to", "the memory allocator"),
-    "garbage_collector": ("host", "goes to", "Python's garbage collector"),
-    "cpu_optimizer": ("host", "waits for", "an optimizer on the CPU"),
-    "clip_grad": ("host", "goes to", "clipping gradients on the host"),
-    "log": ("host", "goes to", "logging on the host"),
-    "compile": ("host", "goes to", "compiling and autotuning"),
-    "startup": ("host", "goes to", "starting up CUDA and libraries"),
-    "graph_capture": ("host", "goes to", "capturing graphs"),
-    "profiler": ("host", "goes to", "the profiler's own work"),
-    "process_wait": ("host", "waits for", "other processes"),
-    "launch": ("host", "goes to", "launch latency"),
-    "dependency": ("sync", "waits for", "other streams"),
-    "save": ("save", "goes to", "saving and evaluating"),
-    "unexplained": ("inconclusive", "is", "unexplained"),
+LOSSES = {  # row of RankTime: (what bounds the run, preposition, of what)
+    "exposed_communication": ("communication", "waiting for", "communication"),
+    "exposed_copy": ("copy", "waiting for", "copies"),
+    "data_wait": ("data", "waiting for", "the data loader"),
+    "sync": ("sync", "on", "synchronizations by the host"),
+    "host": ("host", "waiting for", "the host"),
+    "allocator": ("host", "on", "the memory allocator"),
+    "garbage_collector": ("host", "on", "Python's garbage collector"),
+    "cpu_optimizer": ("host", "waiting for", "an optimizer on the CPU"),
+    "clip_grad": ("host", "on", "clipping gradients on the host"),
+    "log": ("host", "on", "logging on the host"),
+    "compile": ("host", "on", "compiling and autotuning"),
+    "startup": ("host", "on", "starting up CUDA and libraries"),
+    "graph_capture": ("host", "on", "capturing graphs"),
+    "profiler": ("host", "on", "the profiler's own work"),
+    "process_wait": ("host", "waiting for", "other processes"),
+    "launch": ("host", "on", "launch latency"),
+    "dependency": ("sync", "waiting for", "other streams"),
+    "save": ("save", "on", "saving and evaluating"),
+    "unexplained": ("inconclusive", "", "unexplained"),
 }
 
 

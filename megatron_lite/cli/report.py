@@ -102,7 +102,7 @@ def _write_files(report, options: argparse.Namespace) -> list[str]:
 
         run = report.facts.run
         if run is None or not run.ordinary.any():
-            none = "there is no run folder with ordinary steps among the paths."
+            none = "there is no run folder with typical steps among the paths."
             raise UserError(f"--baseline {options.baseline}: {none}")
         text = json.dumps(make_baseline(run), allow_nan=False)
         written.append(write_text("--baseline", options.baseline, text + "\n"))

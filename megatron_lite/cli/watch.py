@@ -24,16 +24,16 @@ def run(argv: list[str]) -> int:
     """Run the command, print the report on it. Returns the command's exit code."""
     parser = Parser(
         "watch",
-        "Runs a training script as it is: python train.py, torchrun, accelerate launch. Any loop is seen that computes gradients with "
-        "torch and steps one of its optimizers. Every step is timed by phase, some are profiled on all ranks, and the report says why "
-        "they take so long.",
+        "Runs a training script unchanged: python train.py, torchrun, accelerate launch. Works with any loop that calls backward() "
+        "and a torch.optim optimizer's step(). Times the phases of every step, profiles some steps on all ranks, and reports why they "
+        "take so long.",
     )
     parser.usage = "megatron-lite watch [OPTIONS] -- COMMAND ..."
     add = parser.add_argument
-    add("--steps", default="10:16", metavar="A:B", help="to profile, from 1: the steps from A on, B left out [10:16]")
-    add("--memory", action="store_true", help="a memory snapshot of these steps, too")
-    add("--run-dir", metavar="FOLDER", help="for what is recorded [watched/TIME]")
-    add("--no-report", action="store_true", help="only record")
+    add("--steps", default="10:16", metavar="A:B", help="profile steps A to B-1, counted from 1 [10:16]")
+    add("--memory", action="store_true", help="also record a memory snapshot of these steps")
+    add("--run-dir", metavar="FOLDER", help="folder of the recording [watched/TIME]")
+    add("--no-report", action="store_true", help="record only, without a report")
     at = argv.index("--") if "--" in argv else len(argv)
     options, command = parser.parse_args(argv[:at]), argv[at + 1 :]
     if not command:
@@ -50,8 +50,8 @@ def run(argv: list[str]) -> int:
     found = folder / RUN_FILE
     if not found.exists() or found.stat().st_mtime_ns == before:
         lines = [
-            "watch: no training was seen: no process of the command computed gradients with torch;",
-            "  python -I, -E and -S keep a command from being watched, and so does another PYTHONPATH set within it.",
+            "watch: no training was seen: no process of the command called backward().",
+            "  watch works through PYTHONPATH: it cannot see scripts started with python -I, -E or -S, or that overwrite PYTHONPATH.",
         ]
         print_lines(lines, sys.stderr)
     elif not options.no_report:

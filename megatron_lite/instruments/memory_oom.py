@@ -79,7 +79,9 @@ def list_remedies(plan: Plan, held: dict[str, int], asked: int, unused: int) -> 
     moving, standing = (sum(held.get(name, 0) for name in names) for names in (MOVING, STANDING))
     found = activations + state if moving >= standing else state + activations
     if plan.device == "cuda" and unused >= max(asked, 1):
-        found.insert(0, f"{EXPANDABLE} in the environment: what is reserved but unused would have sufficed")
+        found.insert(
+            0, f"set {EXPANDABLE} in the environment: the memory that is reserved but unused would have been enough"
+        )
     return found or [LAST_RESORT]
 
 

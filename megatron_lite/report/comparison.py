@@ -121,7 +121,7 @@ def build_comparison_sections(found: Comparison, judged: Sequence[Judged], every
     if found.groups:
         groups = {name or "not named": pair for name, pair in found.groups.items()}
         told = "exposed ms per step, mean over the ranks with a trace"
-        yield Section("groups", "Communication that nothing hides, by group", told, [_build_table(groups)])
+        yield Section("groups", "Communication not overlapped with compute, by group", told, [_build_table(groups)])
     if found.phases:
         yield _build_phases_section(found)
     if found.roles:

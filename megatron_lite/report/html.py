@@ -40,13 +40,13 @@ def build_tiles(report: Report) -> list[tuple[str, str]]:
     if rank is not None and rank.time.step_ms > 0:
         ranks = [one for one in report.facts.ranks_seen if one.time.step_ms > 0]
         whose = f", rank {rank.time.rank}" if len(ranks) > 1 and rank.time.rank is not None else ""
-        tiles.append((f"{milliseconds(rank.time.step_ms)} ms", f"a step in the trace{whose}"))
+        tiles.append((f"{milliseconds(rank.time.step_ms)} ms", f"step time in the trace{whose}"))
         shares = {}
         if rank.time.on_gpu:
-            shares["of it the device is busy"] = [one.time.busy_ms / one.time.step_ms for one in ranks]
+            shares["device busy"] = [one.time.busy_ms / one.time.step_ms for one in ranks]
         if any(one.time.communication_ms > 0 for one in ranks):
             exposed = [one.time.rows.get("exposed_communication", 0.0) / one.time.step_ms for one in ranks]
-            shares["communication not hidden"] = exposed
+            shares["communication not overlapped"] = exposed
         for name, by_rank in shares.items():
             least, most = percent(min(by_rank)), percent(max(by_rank))
             tiles.append((least, name) if least == most else (f"{least} to {most}", f"{name}, by rank"))
@@ -54,12 +54,12 @@ def build_tiles(report: Report) -> list[tuple[str, str]]:
             peak = f"of {significant(rank.kernels.peak_tflops or 0.0, 4)} TFLOP/s {rank.kernels.peak_dtype}"
             tiles.append((percent(rank.kernels.mfu), peak))
     if run and run.steady_step_ms:
-        tiles.append((f"{milliseconds(run.steady_step_ms)} ms", "a step without the profiler"))
+        tiles.append((f"{milliseconds(run.steady_step_ms)} ms", "step time without the profiler"))
     if run and run.tokens_per_second:
         tiles.append((count(run.tokens_per_second), "tokens/s"))
     if snapshot:
         where = f" in {snapshot.peak_phase}" if snapshot.peak_phase else ""
-        tiles.append((size(snapshot.peak_bytes), f"memory at its peak{where}"))
+        tiles.append((size(snapshot.peak_bytes), f"peak memory{where}"))
     return tiles
 
 

@@ -122,7 +122,7 @@ def _read_time(value: object) -> float | None:
 
 
 def _compare_phases(run: Run, last: Steps) -> tuple[bool, tuple[tuple[str, float, float], ...]]:
-    """Medians of ordinary steps, of the GPU's own time where there is any; they add up to a step."""
+    """Medians of typical steps, of the GPU's own time where there is any; they add up to a step."""
     on_gpu, sides = bool(run.gpu_phases_ms), []
     for steps in (last, run):
         few = steps.ordinary if steps.ordinary.any() else np.ones_like(steps.ordinary)

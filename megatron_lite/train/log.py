@@ -106,7 +106,7 @@ def _record(figures: StepFigures, time: StepTime) -> dict:
 
 
 class IntervalTimer:
-    """Seconds of one interval's ordinary steps: what a profile or compilation slowed down is left out of averages."""
+    """Seconds of one interval's typical steps: what a profile or compilation slowed down is left out of averages."""
 
     def __init__(self, timeline):
         self._timeline = timeline

@@ -39,7 +39,7 @@ GROWING_INTERVALS, REMEMBERED = 12, 60
 
 @dataclass(frozen=True)
 class RankFigures:
-    """An interval's ordinary steps; every list has a number for each rank, NaN for what a rank has not.
+    """An interval's typical steps; every list has a number for each rank, NaN for what a rank has not.
 
     step_ms, host_ms and gpu_ms are medians over steps; mean_ms is over all of them, the GPU's own time where there is one.
     """
@@ -206,14 +206,14 @@ def find_core_wait(f: RankFigures) -> Iterator[tuple[str, str]]:
         rank, ms = found
         how_long = f" for {ms:.1f} of {f.step_ms[rank]:.1f} ms per step" if ms is not None else ", time and again,"
         line = (
-            f"   rank {rank} is ready and has no core{how_long} (iterations {f.first}-{f.last}); "
+            f"   rank {rank} waits for a CPU core{how_long} (iterations {f.first}-{f.last}); "
             "other programs or too many threads share the machine, and times tell of them too"
         )
         yield "core", line
 
 
 def find_data_wait(f: RankFigures) -> Iterator[tuple[str, str]]:
-    """(what, line) if a rank spends a notable part of its steps waiting for the loader: of the one that waits most."""
+    """(what, line) if a rank spends a notable part of its steps waiting for the data loader: of the one that waits most."""
     waits = f.host_ms.get(Phase.DATA.value)
     if waits is None or min(f.steps) < MIN_STEPS or any(map(math.isnan, waits)):
         return

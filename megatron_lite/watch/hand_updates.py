@@ -65,9 +65,9 @@ def describe_counting(passes: int, steps: int) -> str:
     if max(passes, steps) < MIN_PASSES:
         return ""
     if steps:
-        return f"no optimizer of torch stepped: {steps} steps are counted by the updates between backward passes"
-    by_calls = "megatron_lite.Profiler counts steps by its step()"
-    return f"no optimizer of torch stepped, and no update was seen in {passes} backward passes; {by_calls}"
+        return f"no torch.optim optimizer stepped: {steps} steps are counted from the weight updates between backward passes"
+    by_calls = "call megatron_lite.Profiler's step() to count steps"
+    return f"no torch.optim optimizer stepped, and no weight update was seen in {passes} backward passes; {by_calls}"
 
 
 def _flatten(tensors) -> list[torch.Tensor]:

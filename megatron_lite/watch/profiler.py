@@ -182,7 +182,7 @@ class Profiler:
         self._change_phase("", error is not None)
         first = self.window.steps.start
         if self._step <= first and self.rank == 0:
-            _tell(f"step {first} was never reached, so that there is no profile: {self._step - 1} steps were seen")
+            _tell(f"Nothing was profiled: the run ended before step {first} ({self._step - 1} steps seen).")
         self._instruments.__exit__(type(error), error, None)
         self._write_steps(wait=True)
         if self.rank == 0:
@@ -321,7 +321,7 @@ class Profiler:
         if ours is not None:
             self._instruments.switch_off(ours)
         if self._step < self.window.steps.stop:
-            _tell("the script uses torch.profiler itself, and torch has one at a time: it is left to the script")
+            _tell("the script uses torch.profiler itself, so watch does not profile: torch runs one profiler at a time")
 
     def _move(self, phase: str):
         """Be in a phase from now on; "": in none."""
@@ -439,7 +439,7 @@ class Profiler:
 
 def _list_remedies(cuda: bool, held: dict[str, int], asked: int, unused: int) -> list[str]:
     fragmented = cuda and unused >= max(asked, 1)
-    words = f"{EXPANDABLE} in the environment: what is reserved but unused would have sufficed"
+    words = f"set {EXPANDABLE} in the environment: the memory that is reserved but unused would have been enough"
     return [*([words] if fragmented else []), *REMEDIES]
 
 

@@ -163,7 +163,7 @@ def examine_peak(case: Case) -> Point | list[Evidence]:
     for what, values in memory.items():
         number = (~np.isnan(values)).sum()
         if number >= MIN_STEPS_WITHOUT_GROWTH:
-            steady.append(Evidence(f"memory of the {what} does not grow over {number} ordinary steps", STEPS_FILE))
+            steady.append(Evidence(f"memory of the {what} does not grow over {number} typical steps", STEPS_FILE))
     return [*held, *steady] if held and steady else not_seen(*held, *steady)
 
 
@@ -248,7 +248,7 @@ def examine_compilation(case: Case) -> Point | list[Evidence]:
     late = run.iterations[1:][run.compiling[1:]]
     listed = f" (iterations {', '.join(map(str, late[:MAX_ITERATIONS]))})" if len(late) else ""
     text = (
-        f"first step {in_ms(run.first_step_ms)}{compiling}, ordinary ones {in_ms(run.steady_step_ms)}; "
+        f"first step {in_ms(run.first_step_ms)}{compiling}, typical ones {in_ms(run.steady_step_ms)}; "
         f"{len(late)} later steps compiled something{listed} and are left out"
     )
     return [Evidence(text, STEPS_FILE), *seen]
@@ -292,7 +292,7 @@ def examine_tokens(case: Case, run: Run) -> Point | list[Evidence]:
         return []
     if run.not_finite.any() and (found := case.found("no-learning")):
         return fail_by_findings(found)
-    speed = f"{count(run.tokens_per_second)} tokens/s over {run.ordinary.sum()} ordinary steps, all ranks"
+    speed = f"{count(run.tokens_per_second)} tokens/s over {run.ordinary.sum()} typical steps, all ranks"
     seen = Evidence(f"{speed}; {run.skipped.sum():,} of {run.steps:,} steps skipped", STEPS_FILE)
     if case.facts.argument("eod_mask_loss"):
         record = "how many positions have a loss is not recorded: without --eod-mask-loss all have one"

@@ -39,7 +39,7 @@ def examine_clock(case: Case) -> Point | list[Evidence]:
     gpu_ms = measure_ordinary(run, run.gpu_ms) if run else None
     if run is not None and gpu_ms is not None:
         number = (run.ordinary & ~np.isnan(run.gpu_ms)).sum()
-        text = f"median {in_ms(gpu_ms)} between CUDA events (gpu_ms) in {number} ordinary steps"
+        text = f"median {in_ms(gpu_ms)} between CUDA events (gpu_ms) in {number} typical steps"
         return [Evidence(text, STEPS_FILE), _count_steps(run)]
     if one is not None and one.time.on_gpu:
         # The profiler numbers steps from the process's first, 0; without numbers those in the trace count.
@@ -86,7 +86,7 @@ def examine_steady_state(case: Case) -> Point | list[Evidence]:
     number = run.ordinary.sum() if run else 0
     if run and run.steady_step_ms is not None and number >= MIN_STEPS:
         first = f"; the first step took {in_ms(run.first_step_ms)}" if run.first_step_ms else ""
-        text = f"median {in_ms(run.steady_step_ms)} of {number} ordinary steps{first}"
+        text = f"median {in_ms(run.steady_step_ms)} of {number} typical steps{first}"
         return [Evidence(text, STEPS_FILE), _count_steps(run)]
     if run and run.steps >= MIN_STEPS and not number:
         return failed(f"{Record.LONGER_RUN}, and a profiler's window that leaves steps beside it", _count_steps(run))
@@ -166,7 +166,7 @@ def examine_loader(case: Case) -> list[Evidence]:
     if seen:
         one = max(seen, key=lambda one: one.time.rows.get("data_wait", 0.0))
         waits = one.of_step(one.time.rows.get("data_wait", 0.0))
-        text = f"waiting for the loader: {waits}; {in_ms(one.time.loader_host_ms)} in it, hidden or not"
+        text = f"waiting for the data loader: {waits}; {in_ms(one.time.loader_host_ms)} in it, hidden or not"
         return [Evidence(f"{text}; {MATTERS:.0%} would be much", one.where())]
     wait_ms = measure_ordinary(run, run.phases_ms.get(data, ())) if run else None
     if run is None or wait_ms is None or not run.steady_step_ms:

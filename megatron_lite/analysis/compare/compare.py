@@ -46,7 +46,7 @@ def pair_totals(a: Facts, b: Facts) -> list[Total]:
     ordinary = [run.training_ms[run.ordinary] for run in runs]
     if len(runs) == 2 and all(map(len, ordinary)):
         loads = (find_load(a, ORDINARY), find_load(b, ORDINARY))
-        of = f"steps.jsonl, {len(ordinary[0])} and {len(ordinary[1])} ordinary steps"
+        of = f"steps.jsonl, {len(ordinary[0])} and {len(ordinary[1])} typical steps"
         totals.append(Total(STEP, "ms", of, widen_band(paired_samples(*ordinary), loads)))
         # rates are of all ordinary time, as a report has them; they vary as one over the step does
         relative = compute_noise_band(*(ms.mean() / ms for ms in ordinary))
@@ -78,9 +78,9 @@ def pair_totals(a: Facts, b: Facts) -> list[Total]:
 def pair_phases_of_runs(
     a: Run, b: Run, loads: tuple[CoreShortage | None, CoreShortage | None] = (None, None)
 ) -> tuple[PhasePair, ...]:
-    """Medians over ordinary steps: of the host, and where there is a GPU as its stream passed through them.
+    """Medians over typical steps: of the host, and where there is a GPU as its stream passed through them.
 
-    loads: the shortage of cores in ordinary steps of each.
+    loads: the shortage of cores in typical steps of each.
     """
     found = []
     for name in dict.fromkeys((*a.phases_ms, *b.phases_ms)):
@@ -93,7 +93,7 @@ def pair_phases_of_runs(
 
 
 def _of_ordinary(run: Run, values: Numbers | None) -> Numbers:
-    """A column's values in ordinary steps; none of a phase that the run has not."""
+    """A column's values in typical steps; none of a phase that the run has not."""
     return np.array([]) if values is None else values[run.ordinary]
 
 
@@ -311,11 +311,11 @@ def compare(a: Facts, b: Facts, force: bool = False, titles: tuple[str, str] = (
     named = {total.name for total in totals}
     loads = (find_load(a, ORDINARY), find_load(b, ORDINARY))
     phases = pair_phases_of_runs(a.run, b.run, loads) if a.run and b.run else ()
-    of = "steps.jsonl, ordinary steps" if phases else ""
+    of = "steps.jsonl, typical steps" if phases else ""
     parts: dict[str, Any] = {"rows": {}, "phases": phases, "phases_of": of, "roles": {}, "kernels": (), "on_gpu": False}
     if a.critical and b.critical and TRACED_STEP in named:
         parts = pair_traces(build_side(a.critical), build_side(b.critical))
-    # a profiler slows its steps down: differences of its phases are no parts of an ordinary step's difference
+    # a profiler slows its steps down: differences of its phases are no parts of an typical step's difference
     rows, phases = ({}, phases) if STEP in named else (parts["rows"], parts["phases"])
     # bytes by category at the highest peak of either, in the order of a report; none without two snapshots
     memory, snapshots = {}, [facts.highest_snapshot for facts in (a, b) if facts.highest_snapshot]

@@ -54,7 +54,7 @@ class Total:
 
     name: str  # "step", "tokens per second"
     unit: str  # "ms", "tokens/s", "bytes", "%"
-    of: str  # where it comes from: "steps.jsonl, 9 and 11 ordinary steps"
+    of: str  # where it comes from: "steps.jsonl, 9 and 11 typical steps"
     pair: Pair
 
 
@@ -91,7 +91,9 @@ class Comparison:
     totals: tuple[Total, ...]
     on_gpu: bool  # by the traces
     rows: dict[str, Pair]  # keys of ROW_TITLES
-    groups: dict[str, Pair]  # by what ranks share out: communication that nothing hides, ms per step, mean over ranks
+    groups: dict[
+        str, Pair
+    ]  # by what ranks share out: communication not overlapped with compute, ms per step, mean over ranks
     phases: tuple[PhasePair, ...]
     phases_of: str  # where host and device times come from
     roles: dict[str, Pair]

@@ -49,5 +49,5 @@ def describe_load(name: str, load: CoreShortage) -> str:
         found += f"rank {load.rank} lost its cores again and again"
     else:
         waited = f"{significant(load.wait_ms)} of {significant(load.step_ms)} ms per {load.kind} step"
-        found += f"rank {load.rank} was ready and had no core for {waited}"
+        found += f"rank {load.rank} waited for a CPU core for {waited}"
     return f"{found}; that much counts as noise of its times. Measure it again on a quiet machine"

@@ -98,7 +98,7 @@ NEVER_EARLY = 0.05  # of the communication: that little begins early by rounding
 BUCKETS = 8  # enough that the last one is a small part
 
 
-@rule("no-overlap", "gradient reduction that overlaps with nothing", "step", "collectives", needs="trace")
+@rule("no-overlap", "gradient reduction not overlapped with compute", "step", "collectives", needs="trace")
 def find_no_overlap(facts: Facts, one: RankFacts) -> Finding | None:
     """Gradients are reduced only after backward is over.
 

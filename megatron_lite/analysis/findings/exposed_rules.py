@@ -64,7 +64,7 @@ REMEDIES = {
 MAX_WORDS = 3
 
 
-@rule("exposed-experts", "exchange among experts that nothing hides", "step", "collectives", needs="trace")
+@rule("exposed-experts", "expert exchange not overlapped with compute", "step", "collectives", needs="trace")
 def find_exposed_experts(facts: Facts, one: RankFacts) -> Finding | None:
     """Tokens travel between experts (all-to-all, dispatch and combine) while nothing computes.
 
@@ -116,7 +116,7 @@ def find_optimizer_communication(facts: Facts, one: RankFacts) -> Finding | None
     return _find_exposed(facts, one, (OPTIMIZER,))
 
 
-@rule("exposed-communication", "communication that nothing hides", "step", "collectives", needs="trace")
+@rule("exposed-communication", "communication not overlapped with compute", "step", "collectives", needs="trace")
 def find_exposed_communication(facts: Facts, one: RankFacts) -> Finding | None:
     """Ranks exchange data while nothing computes, and no other rule knows why.
 

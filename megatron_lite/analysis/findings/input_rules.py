@@ -53,7 +53,7 @@ def measure_loader_wait(facts: Facts) -> LoaderWait | None:
     if wait_ms is None:
         return None
     text = (
-        f"{in_ms(wait_ms)} of a step of {in_ms(run.steady_step_ms)} pass in the phase {DATA} (median of ordinary steps)"
+        f"{in_ms(wait_ms)} of a step of {in_ms(run.steady_step_ms)} pass in the phase {DATA} (median of typical steps)"
     )
     place = "steps.jsonl" if rank is None else f"rank {rank}, steps.jsonl"
     return LoaderWait(wait_ms, run.steady_step_ms - wait_ms, None, text, place, rank)
@@ -204,7 +204,7 @@ def find_small_copies(facts: Facts, one: RankFacts) -> Finding | None:
 MAX_SHOWN = 3
 
 
-@rule("exposed-copies", "copies that nothing hides", "step", needs="gpu")
+@rule("exposed-copies", "copies not overlapped with compute", "step", needs="gpu")
 def find_exposed_copies(facts: Facts, one: RankFacts) -> Finding | None:
     """Copies between host and device that no computing hides.
 

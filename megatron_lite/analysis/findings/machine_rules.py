@@ -135,7 +135,7 @@ def find_first_step(facts: Facts, run: Run) -> Finding | None:
 
     Meaning: the first step creates the CUDA context, picks kernels, fills the allocator and, with torch.compile,
         compiles. None of it comes again.
-    Measured: the first step against the median of ordinary steps, in steps.jsonl, with the time in which torch.compile
+    Measured: the first step against the median of typical steps, in steps.jsonl, with the time in which torch.compile
         compiled.
     Cost: the difference, spread over the run's steps; in a long run it vanishes. It is no part of steady throughput.
     Do: for short runs, no compiling, or a compile cache that outlives the run; keep warm-up out of any comparison.
@@ -150,7 +150,7 @@ def find_first_step(facts: Facts, run: Run) -> Finding | None:
         return None
     compiling_ms = run.compile_ms[0]
     text = (
-        f"the first step took {in_ms(run.first_step_ms)}, ordinary ones {in_ms(run.steady_step_ms)}: "
+        f"the first step took {in_ms(run.first_step_ms)}, typical ones {in_ms(run.steady_step_ms)}: "
         f"{extra / total:.0%} of {run.steps:,} steps"
         + (f", {in_ms(compiling_ms)} of the first for compiling" if compiling_ms > 0 else "")
     )
@@ -271,7 +271,7 @@ def find_too_many_threads(facts: Facts) -> Finding | None:
 MAX_RANKS_SHOWN = 8  # ranks
 
 
-@rule("busy-machine", "ranks that are not given their cores", "ranks", "run", needs="run")
+@rule("busy-machine", "ranks that wait for CPU cores", "ranks", "run", needs="run")
 def find_busy_machine(facts: Facts, run: Run) -> Finding | None:
     """Ranks that were ready to compute and had no core.
 
@@ -292,7 +292,7 @@ def find_busy_machine(facts: Facts, run: Run) -> Finding | None:
     kind = "profiled step" if found.kind == PROFILED else "step"
     step = f"a {kind} of {in_ms(found.step_ms)}"
     if found.wait_ms is not None:
-        wait = f"rank {found.rank} is ready and has no core for {in_ms(found.wait_ms)} of {step}"
+        wait = f"rank {found.rank} waits for a CPU core for {in_ms(found.wait_ms)} of {step}"
         if ranks is not None and ranks.core_wait_ms and found.kind == ORDINARY:
             pairs = list(zip(ranks.core_wait_ms, ranks.step_ms))[:MAX_RANKS_SHOWN]
             # NaN is no share
@@ -316,8 +316,10 @@ def find_busy_machine(facts: Facts, run: Run) -> Finding | None:
 
 
 def _describe_other_steps(run: Run, found: CoreShortage) -> list[str]:
-    """The same of the ordinary steps, where the profiled ones lack a core most; [] where it is not known."""
+    """The same of the typical steps, where the profiled ones lack a core most; [] where it is not known."""
     ordinary = measure_core_use(run, run.ordinary) if found.kind == PROFILED else None
     if ordinary is None or ordinary.wait_ms is None:
         return []
-    return [f"outside of the profiled window it has no core for {in_ms(ordinary.wait_ms)} of {in_ms(ordinary.step_ms)}"]
+    return [
+        f"outside the profiled window it waits for a CPU core for {in_ms(ordinary.wait_ms)} of {in_ms(ordinary.step_ms)}"
+    ]

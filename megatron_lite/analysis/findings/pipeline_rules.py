@@ -20,7 +20,7 @@ def find_pipeline_bubble(facts: Facts, run: Run) -> Finding | None:
         the same way at the end of the step. Of p stages, m micro-batches and v chunks per stage that is (p-1)/v of m + (p-1)/v turns
         for each stage, however fast it is (Narayanan et al. 2021, arXiv 2104.04473). With gradients of weights in between
         (ZeroBubble) a third of it at best.
-    Measured: every rank's median time in the phase pipeline_wait over the run's ordinary steps. The stage that waits least is the
+    Measured: every rank's median time in the phase pipeline_wait over the run's typical steps. The stage that waits least is the
         one that sets the pace; it waits for the bubble.
     Cost: what that stage waits, at most the schedule's share of the step.
     Do: more micro-batches per step: a larger global batch, or smaller micro-batches while the GPU stays busy with them; fewer
@@ -70,7 +70,7 @@ def find_unbalanced_stages(facts: Facts, run: Run) -> Finding | None:
     Meaning: every micro-batch goes through all stages, so that the slowest one sets the pace of all, however many micro-batches
         there are. The first stage has the embedding beside its layers, the last one the output layer and the loss, which with
         a large vocabulary take as long as several layers.
-    Measured: every rank's median time in forward and backward over the run's ordinary steps, without its waiting for other
+    Measured: every rank's median time in forward and backward over the run's typical steps, without its waiting for other
         stages; of a stage the usual rank's. What embedding and loss take is what the ends need beyond the time of their layers.
     Cost: by how much the slowest stage would be faster with the layers moved; where it has no more of them than others, what
         it takes longer than the median stage.

@@ -177,7 +177,7 @@ def find_log_stalls(facts: Facts) -> Finding | None:
     Meaning: reading losses and norms waits for the device, and formatting, TensorBoard and files take host time. At
         every step that is part of every step.
     Measured: with a GPU, idle time in the phase log, in lines of Python that log, and after their waits; without one,
-        the median time of that phase in ordinary steps.
+        the median time of that phase in typical steps.
     Cost: that time per step.
     Do: log less often; drop figures that take work of their own (parameter norm, zeros in gradients).
     Flags: --log-interval 100, --tensorboard-log-interval, without --log-params-norm and --log-num-zeros-in-grad.
@@ -201,7 +201,7 @@ def find_log_stalls(facts: Facts) -> Finding | None:
         cost = measure_ordinary(run, run.phases_ms.get(LOG, ())) or 0.0
         if cost < MATTERS * run.steady_step_ms:
             return None
-        of_which = f"a step of {in_ms(run.steady_step_ms)} (medians of ordinary steps)"
+        of_which = f"a step of {in_ms(run.steady_step_ms)} (medians of typical steps)"
         seen = Evidence(f"the phase {LOG} takes {in_ms(cost)} of {of_which}", "steps.jsonl")
     costly = [flag for name, flag in COSTLY.items() if facts.argument(name)]
     now = facts.argument("log_interval")

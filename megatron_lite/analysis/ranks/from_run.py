@@ -16,7 +16,7 @@ from megatron_lite.units import significant
 
 # where a rank's own time is known: it waits for no other, or the waiting can be taken off
 OWN = (Phase.DATA.value, Phase.FORWARD.value, Phase.BACKWARD.value, Phase.OPTIMIZER_STEP.value)
-BUSY = "who is late is not said: ranks were not given their cores (busy-machine), and wait for each other by chance"
+BUSY = "who is late is not said: ranks waited for CPU cores (busy-machine), and wait for each other by chance"
 OTHER_STAGES = "who is late is not said of traces: stages of a pipeline have different work"
 NO_WAITS = "ranks are compared by each one's own medians of steps.jsonl; who waits in collectives only traces of all ranks show"
 
@@ -82,7 +82,7 @@ def find_straggler_by_medians(run: Run) -> Straggler | None:
 def find_imbalance_by_lines(run: Run) -> Imbalance | None:
     """Ranks whose own work is longer in turns, or at times, by console lines of one step each: medians of several steps hide it.
 
-    Own work is what no rank waits for another in. None for stages of a pipeline, and where ranks were not given their cores.
+    Own work is what no rank waits for another in. None for stages of a pipeline, and where ranks waited for CPU cores.
     """
     ranks = run.ranks
     if ranks is None or len(ranks.step_ms) < 2 or len(set(run.stages)) > 1 or find_core_shortage(run) is not None:
@@ -101,7 +101,7 @@ def find_imbalance_by_lines(run: Run) -> Imbalance | None:
 
 
 def only_lasting(ranks: Ranks, run: Run) -> Ranks:
-    """Traces' ranks without a straggler that the run's ordinary steps do not know: a profile is a moment, and disturbs."""
+    """Traces' ranks without a straggler that the run's typical steps do not know: a profile is a moment, and disturbs."""
     late = ranks.straggler
     shortage = find_core_shortage(run)
     without_core = None if shortage is None else (shortage.rank, shortage.wait_ms)

@@ -22,7 +22,7 @@ _COLUMNS = {
 
 
 def make_baseline(run: Run) -> dict[str, Any]:
-    """What the run was, and its last ordinary steps."""
+    """What the run was, and its last typical steps."""
     steps = []
     # numbered from 2, since the first step of a run is no ordinary one
     for number, at in enumerate(np.flatnonzero(run.ordinary)[-MAX_STEPS:].tolist(), 2):

@@ -1,4 +1,4 @@
-"""What the training thread got of the machine's cores: inside the profiled window, before it and in ordinary steps."""
+"""What the training thread got of the machine's cores: inside the profiled window, before it and in typical steps."""
 
 import math
 from collections.abc import Iterator

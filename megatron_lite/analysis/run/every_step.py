@@ -17,7 +17,7 @@ NOT_OF_A_STEP = (Phase.EVAL.value, Phase.SAVE.value)
 
 @dataclass(frozen=True)
 class EveryStepRow:
-    """Medians per step of one phase on the host, over all ordinary steps and over the profiled ones."""
+    """Medians per step of one phase on the host, over all typical steps and over the profiled ones."""
 
     name: str  # a phase; "other": in none; "no core": within the others, the training thread was ready and had no core
     ms: float
@@ -38,7 +38,7 @@ class EveryStep:
 
 
 def measure_every_step(run: Run) -> EveryStep | None:
-    """None where no ordinary step has phases."""
+    """None where no typical step has phases."""
     ordinary, profiled = run.ordinary, run.profiled
     names = [name for name in run.phases_ms if name not in NOT_OF_A_STEP]
     if not ordinary.any() or not names:

@@ -18,7 +18,7 @@ MAX_TURNS = 3000  # of a chart
 
 @dataclass(frozen=True)
 class StageTimes:
-    """Of the usual rank of a stage, ms per ordinary step."""
+    """Of the usual rank of a stage, ms per typical step."""
 
     stage: int  # from 0
     layers: int

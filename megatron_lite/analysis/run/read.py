@@ -47,7 +47,7 @@ def read_run(folder: Path, lines: StepLines | None = None) -> Run:
         )
     if record.get(STEPS_BY_HAND) is True:
         notes.append(
-            "No optimizer of torch stepped: a step ends where weights were updated between two backward passes."
+            "No torch.optim optimizer stepped: a step ends where weights were updated between two backward passes."
         )
     starts = max(lines.starts, 1 + len(list(folder.glob("run-*.json"))))
     if starts > 1 and number_of_steps:
@@ -139,7 +139,7 @@ def _is_older(path: Path, record: dict[str, Any]) -> bool:
         return False
 
 
-# --- how fast a run went: ordinary steps against the first and the profiled ones; tokens per second; model FLOPs
+# --- how fast a run went: typical steps against the first and the profiled ones; tokens per second; model FLOPs
 
 MAX_COMPARED = 50  # steps before a window, as many as the trainer's own line about the profiler's slowdown
 MIN_FOR_SPREAD = 4
@@ -153,7 +153,7 @@ def compute_speed(
     plain_ms = training[ordinary]
     if len(training) and not len(plain_ms):
         notes.append(
-            "No step is an ordinary one (each is the first, profiled, compiling, evaluating or saving): "
+            "No step is a typical one (each is the first, profiled, compiling, evaluating or saving): "
             "there is no steady step time."
         )
     # the profiled steps are compared with undisturbed ones before the first window and after the last
@@ -252,7 +252,7 @@ MIN_STEPS = 3 * GROWTH_PARTS
 
 
 def find_growths(steps: Steps, ranks: RankMedians | None, what: str) -> tuple[Growth, ...]:
-    """Of every rank, from a value per console line; else of the rank that writes, from a value per ordinary step.
+    """Of every rank, from a value per console line; else of the rank that writes, from a value per typical step.
 
     `what`: host_memory_bytes or peak_memory_bytes.
     """

@@ -35,7 +35,7 @@ class PhasesOfRanks:
 
 @dataclass(frozen=True)
 class RankLines(PhasesOfRanks):
-    """What all ranks said of the ordinary steps between two console lines: arrays of [line, rank], NaN for the unknown."""
+    """What all ranks said of the typical steps between two console lines: arrays of [line, rank], NaN for the unknown."""
 
     first: NDArray[np.int64]  # [line], iterations
     last: NDArray[np.int64]
@@ -61,7 +61,7 @@ class RankLines(PhasesOfRanks):
 
 @dataclass(frozen=True)
 class RankMedians(PhasesOfRanks):
-    """Every rank's medians over the run's ordinary steps; lists have a number per rank, NaN for what it has not."""
+    """Every rank's medians over the run's typical steps; lists have a number per rank, NaN for what it has not."""
 
     step_ms: tuple[float, ...]
     gpu_ms: tuple[float, ...]
@@ -83,7 +83,7 @@ class RankMedians(PhasesOfRanks):
 
 @dataclass(frozen=True)
 class Growth:
-    """Memory that grew from each quarter of the ordinary steps to the next."""
+    """Memory that grew from each quarter of the typical steps to the next."""
 
     rank: int | None  # None: the rank that writes
     num_bytes: int  # from the first quarter's median to the last's
@@ -161,15 +161,15 @@ class Run(Steps):
     record: dict[str, Any]  # the rest of run.json: versions, hardware, how it ended
     steps: int
     first_step_ms: float | None  # without evaluating and saving, as the three below
-    steady_step_ms: float | None  # median of ordinary steps
+    steady_step_ms: float | None  # median of typical steps
     profiled_step_ms: float | None  # median inside the window
-    tokens_per_second: float | None  # all ranks, over the time of ordinary steps
+    tokens_per_second: float | None  # all ranks, over the time of typical steps
     mfu_causal: float | None
     mfu_full: float | None
     model_tflops: float | None  # per GPU, causal (Megatron-LM's count)
     ranks: RankMedians | None
     notes: tuple[str, ...]
-    step_spread_ms: float | None = None  # interquartile range of ordinary steps: the noise of steady_step_ms
+    step_spread_ms: float | None = None  # interquartile range of typical steps: the noise of steady_step_ms
     before_profile_ms: float | None = None  # median of the steps before the window; None of fewer than three
     after_profile_ms: float | None = None  # the same of those after it
     model_tflops_full: float | None = None  # per GPU, all of the attention matrix counted

@@ -2,7 +2,7 @@
 
 The GPU runs behind the host, so a step of the host is not a step of the GPU. Step s lasts from the end of the last work
 of step s-1 to the end of its own last work, on the stream that computes: tiles without holes, so their mean is the time
-per step, and waiting for the loader, which comes before a step's work, belongs to that step. (Tiles from first to first
+per step, and waiting for the data loader, which comes before a step's work, belongs to that step. (Tiles from first to first
 event would put it into the step before, and leave a window's last step without its waiting.) The first step has no
 predecessor: it begins where the host began it, or where work from before the window ends, and lacks what the step before
 left to do after its last work. With enough others it does not count.

@@ -35,9 +35,9 @@ MIN_STRETCH_MS = 1.0  # without an operator: calling one takes a twentieth of th
 # Where a step goes, in the order of a report. Rows sum to the step exactly.
 ROW_TITLES = {
     "compute": "compute",
-    "exposed_communication": "communication that compute does not hide",
-    "exposed_copy": "copies that nothing hides",
-    "data_wait": "waiting for the loader",
+    "exposed_communication": "communication not overlapped with compute",
+    "exposed_copy": "copies not overlapped with compute",
+    "data_wait": "waiting for the data loader",
     "process_wait": "host waiting for other processes",
     "sync": "after a synchronization by the host",
     "host": "host too slow to launch (Python, dispatch)",

@@ -23,6 +23,7 @@ from megatron_lite.units import count, significant, size
 # --- findings, most costly first: what, cost, evidence, what to try, what it can bring at most
 
 MAX_IN_FULL, MAX_NAMED, MAX_EVIDENCE = 3, 7, 2
+OWN_FLAGS = "These flags belong to megatron_lite's trainer; in your own script change the equivalent setting."
 
 
 def findings_section(report: Report, everything: bool) -> Section | None:
@@ -50,12 +51,12 @@ def findings_section(report: Report, everything: bool) -> Section | None:
             shown_in=RULES[finding.code].subjects if finding.code in RULES else (),
         )]  # fmt: skip
     more = f"and {hidden} more with --all; " if hidden else ""
-    told = f"{more}megatron-lite explain CODE: what a finding means, its false alarms"
+    told = f"{more}megatron-lite explain CODE describes a finding and its false alarms"
     blocks.append(Lines([told], quiet=True, is_hint=True))
     # a job without a run folder is mostly another program's
     if not report.facts.run and any(finding.flags for finding in report.findings):
-        blocks.append(Lines(["the flags are megatron_lite's"], quiet=True))
-    of = "cost per step or at the memory peak; gains are upper bounds and do not add up"
+        blocks.append(Lines([OWN_FLAGS], quiet=True))
+    of = "cost per step or at peak memory; savings are maximums, do not add them up"
     return Section("findings", "Findings", of, blocks)
 
 
@@ -95,7 +96,7 @@ def ranks_section(report: Report, everything: bool) -> Section | None:
         "rank", "host", "step", "compute", "comm.", "exposed", "waits", "data wait", "host idle", "last in", "awaited",
     ]  # fmt: skip
     table = Table(body, "rl" + "r" * 9, head, hidden=len(ranks.rows) - len(rows))
-    of = "ms per step; waits: in collectives for others; awaited: by others"
+    of = "ms per step; waits: in collectives, for others; awaited: how long others wait for it"
     texts, late = [], ranks.straggler
     if late is not None:
         why = "no single quantity explains why"
@@ -129,12 +130,12 @@ def pipeline_section(report: Report, everything: bool) -> Section | None:
     several = f" of {found.chunks} chunks" if found.chunks > 1 else ""
     slowest = max(found.stages, key=lambda one: one.own_ms)
     ideal, more = write(found.ideal_ms), write(max(step_ms - found.ideal_ms, 0.0))
-    alone = f"with these times the schedule alone takes {ideal} ms, {more} ms less than was measured"
+    alone = f"with these times the schedule needs {ideal} ms, {more} ms less than measured"
     texts = [
-        f"by the schedule equal stages{several} wait {percent(found.bubble)} of a step",
+        f"with equal stages{several}, the schedule leaves each idle for {percent(found.bubble)} of a step",
         f"stage {slowest.stage + 1} computes longest, {write(slowest.own_ms)} ms; {alone}",
     ]
-    of = f"ms per step of {found.micro_batches} micro-batches; at best: waiting that the schedule brings"
+    of = f"ms per step of {found.micro_batches} micro-batches; at best: waiting that the schedule requires"
     return Section("pipeline", "Pipeline", of, [table, Lines(texts)])
 
 
@@ -170,7 +171,7 @@ def _build_groups(ranks: Ranks) -> list[Table]:
     for row in ranks.groups:
         most = "" if row.most_exposed_rank is None else f"{write(row.most_exposed_ms)} on rank {row.most_exposed_rank}"
         moved, times = "" if row.num_bytes is None else size(row.num_bytes), (write(row.busy_ms), write(row.exposed_ms))
-        body.append([row.group or "not said", calls(row.per_step), moved, *times, most])
+        body.append([row.group or "unknown", calls(row.per_step), moved, *times, most])
     return [Table(body, "lrrrrr", ["group", "calls", "bytes", "ms", "exposed", "most exposed"])]
 
 
@@ -186,7 +187,7 @@ def run_section(report: Report, everything: bool) -> Section | None:
     if run.verdict_on_ranks not in run.status:
         texts.append(run.verdict_on_ranks)
     if run.steady_step_ms is not None:
-        speed = [f"ordinary step {milliseconds(run.steady_step_ms)} ms"]
+        speed = [f"typical step {milliseconds(run.steady_step_ms)} ms"]
         if run.tokens_per_second:
             speed.append(f"{count(run.tokens_per_second)} tokens/s")
         if run.model_tflops:
@@ -195,11 +196,11 @@ def run_section(report: Report, everything: bool) -> Section | None:
             speed.append(f"MFU {percent(run.mfu_causal)} (all of attention counted: {percent(run.mfu_full)})")
         texts.append(", ".join(speed))
     if run.profiler_slowdown:
-        slower = f"{run.profiler_slowdown:.2f} times as long as before it"
-        texts.append(f"inside the profiled window a step{run.on_rank} took {slower}")
+        slower = f"{run.profiler_slowdown:.2f} x the time of the steps before them"
+        texts.append(f"profiled steps{run.on_rank} took {slower}")
     if run.first_step_ms is not None and run.steady_step_ms:
         times = run.first_step_ms / run.steady_step_ms
-        texts.append(f"first step {milliseconds(run.first_step_ms)} ms, as long as {times:,.1f} ordinary ones")
+        texts.append(f"first step: {milliseconds(run.first_step_ms)} ms ({times:,.1f} x a typical step)")
     learning = measure_learning(run)
     if learning.updates < learning.steps:
         skipped = learning.steps - learning.updates
@@ -207,8 +208,8 @@ def run_section(report: Report, everything: bool) -> Section | None:
     if learning.losses:
         texts.append(learning.losses)
     if learning.clipped:
-        median = f"1/{learning.clipped:,.0f} in the median"
-        texts.append(f"the gradient norm is cut in every update, to {median} (--clip-grad)")
+        median = f"1/{learning.clipped:,.0f} of its norm (median)"
+        texts.append(f"--clip-grad scales the gradient down in every update, to {median}")
     of = f"{run.steps:,} steps, {run.status.partition(':')[0]}"
     return Section("run", "The whole run", of, [Lines(texts)])
 

@@ -8,17 +8,17 @@ from megatron_lite.report.section import Lines, Section, Table
 from megatron_lite.report.text import milliseconds, percent, share
 
 TITLES = {
-    "data": "waiting for the loader",
+    "data": "waiting for the data loader",
     "optimizer_step": "optimizer step",
     "grad_sync": "gradient reduction",
     "other": "in no phase",
-    NO_CORE: "of all this without a core",
+    NO_CORE: "included: waiting for a CPU core",
 }
 NOTHING = 0.0005  # of a step: its number would read 0
 
 
 def every_step_section(report: Report, everything: bool) -> Section | None:
-    """A row per phase: medians of all ordinary steps, and of those inside of the window."""
+    """A row per phase: medians of all typical steps, and of those inside of the window."""
     found = report.facts.every_step
     if found is None:
         return None
@@ -41,8 +41,8 @@ def every_step_section(report: Report, everything: bool) -> Section | None:
     whole += [write(found.profiled_step_ms)] if has_window else []
     rows.append(whole + [""] * (len(head) - len(whole)))
     window = f", in the window of {found.profiled_steps}" if has_window else ""
-    of = f"ms per step on the host, medians of {found.steps:,} ordinary steps{window}"
-    quiet = Lines(["medians of single phases need not add up to the step's"], quiet=True)
+    of = f"ms per step on the host, medians of {found.steps:,} typical steps{window}"
+    quiet = Lines(["medians of phases need not add up to the median step"], quiet=True)
     return Section("every_step", "All steps", of, [Table(rows, "l" + "r" * (len(head) - 1), head), quiet])
 
 

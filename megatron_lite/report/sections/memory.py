@@ -11,16 +11,18 @@ from megatron_lite.report.text import milliseconds, percent
 from megatron_lite.units import count, size
 
 MAX_SITES, MAX_LAYERS, MAX_OTHERS, MAX_GROWING = 2, 1, 8, 1
-SMALL = 0.01  # of the peak: such categories stand together
+SMALL = 0.01  # of the peak: such categories share a row
 DIFFERS = 0.10  # of the formula: a category that the terminal shows although the rest agrees
 OTHERS = "others"
+RECORD_BY_FLAG, RECORD_BY_WATCH = "--record-memory-history", "megatron-lite watch --memory"
 
 
 def memory_section(report: Report, everything: bool) -> Section | None:
     """The snapshot with the highest peak, of the others the peak; without any what a trace says."""
     snapshot = report.facts.highest_snapshot
     if snapshot is None:
-        return _build_traced_section(report.facts.traced_memory)
+        own = report.facts.run is not None and not report.facts.is_watched
+        return _build_traced_section(report.facts.traced_memory, RECORD_BY_FLAG if own else RECORD_BY_WATCH)
     peak = snapshot.peak_bytes
     held = [(part.category, part.num_bytes) for part in snapshot.held if part.num_bytes >= SMALL * peak > 0]
     rest = peak - sum(num_bytes for _, num_bytes in held)
@@ -60,14 +62,14 @@ def _build_ledger(rows: Sequence[LedgerRow], everything: bool) -> tuple[Table, l
         if everything or not agrees:
             body.append([row.category, size(row.measured_bytes), size(row.formula_bytes), row.formula])
     columns = 4 if everything else 3
-    head = ["at their own highest", "measured", "formula", "which is"]
+    head = ["at its own peak", "measured", "formula", "which is"]
     table = Table([row[:columns] for row in body], "lrrl"[:columns], head[:columns])
     told = [f"formula and measurement agree within {DIFFERS:.0%}: {', '.join(agreeing)}"] if agreeing else []
     return table, told
 
 
-def _build_traced_section(seen: Sequence[TraceMemory]) -> Section | None:
-    """Peak and where, of each rank; a trace does not say what held it."""
+def _build_traced_section(seen: Sequence[TraceMemory], how: str) -> Section | None:
+    """Peak and where, of each rank; a trace does not say what held it. how: to record a snapshot, which does."""
     if not seen:
         return None
     rows = []
@@ -77,12 +79,14 @@ def _build_traced_section(seen: Sequence[TraceMemory]) -> Section | None:
         reserved = "" if one.reserved_bytes is None else size(one.reserved_bytes)
         rows.append([*whose, peak, reserved, one.peak_phase, one.peak_operator])
     head = ["rank", "memory of", "peak", "reserved", "phase", "operator"]
-    told = ["+: on top of what was there before the window"] if not all(one.total_is_given for one in seen) else []
+    told = (
+        ["+: in addition to memory allocated before the window"] if not all(one.total_is_given for one in seen) else []
+    )
     others = [f"GPU {device} {size(peak)}" for one in seen[:MAX_OTHERS] for device, peak in one.other_peaks]
     told += [f"peaks of other devices: {', '.join(others)}"] if others else []
-    told.append("what held it stands in a snapshot: --record-memory-history")
+    told.append(f"To see what used this memory, record a snapshot: {how}")
     table = Table(rows, "llrrll", head, hidden=max(len(seen) - MAX_OTHERS, 0))
-    return Section("memory", "Memory", "by the trace's memory events", [table, Lines(told, quiet=True)])
+    return Section("memory", "Memory", "from the trace's memory events", [table, Lines(told, quiet=True)])
 
 
 def _describe_snapshot(snapshot: Snapshot, everything: bool) -> list[str]:
@@ -163,7 +167,7 @@ def prediction_section(report: Report, everything: bool) -> Section | None:
             reached = f"{percent(time.tokens.measured / time.tokens.predicted)} of the bound"
             rows.append([time.tokens.name, count(time.tokens.predicted), count(time.tokens.measured), reached])
         blocks.append(Table(rows, "lrrr", ["ms per step", "at best", "measured", "measured is"]))
-        best = "at best: each part at the hardware's peak, nothing in between; real steps take longer"
+        best = "at best: every part runs at the hardware's peak, without gaps; real steps take longer"
         told = [*([best] if time.parts else []), *(f"not in the bound: {text}" for text in time.not_predicted)]
         blocks.append(Lines(told, quiet=True))
     if found.notes:

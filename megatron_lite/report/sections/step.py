@@ -49,12 +49,12 @@ def step_section(report: Report, everything: bool) -> Section | None:
     table = Table(rows, "lrr", shares=[*parts_table.shares, None], colors=colors)
     which = ""
     if len(facts.ranks_seen) > 1:
-        which = f"{rank.trace.source}, " if time.rank is None else "the one that waits least, "
+        which = f"{rank.trace.source}, " if time.rank is None else "the one that waits least for others, "
     steady, details = len(time.steady_steps), []
     mean = f", mean of {steady} steady of {len(time.steps)}" if steady else ""
     if time.overlap is not None:
         took = write(time.communication_ms)
-        details.append(f"communication: {took} ms, {percent(time.overlap)} of it hidden by compute")
+        details.append(f"communication: {took} ms, {percent(time.overlap)} of it overlapped with compute")
     if time.on_gpu and time.launches:
         bound = ": the host is slow" if time.launch_bound else ""
         details.append(
@@ -117,7 +117,7 @@ def phases_section(report: Report, everything: bool) -> Section | None:
     if on_gpu:
         head = ["phase", "on host", "on device", "compute", "communication", "copies", "kernels", "queue lag"]
     hidden += len(time.phases) - len(long_enough)
-    of = "ms per step; device time by what each phase launched" if on_gpu else "ms per step"
+    of = "ms per step; device time belongs to the phase that launched it" if on_gpu else "ms per step"
     table = Table(rows, "l" + "r" * (len(head) - 1), head, hidden=hidden)
     return Section("phases", "Phases", name_rank(time.rank) + of, [table])
 
@@ -140,7 +140,7 @@ def kernels_section(report: Report, everything: bool) -> Section | None:
         rows.append([row.short or row.name, row.phase, *numbers, row.precision, row.tensor_cores.value])
     head = ["kernel", "phase", "calls", "ms", "share", "type", "tensor cores"]
     largest = Table(rows, "llrrrll", head, hidden=hidden)
-    of = f"{name_rank(rank.time.rank)}{milliseconds(kernels.device_ms)} ms per step, parallel streams added up"
+    of = f"{name_rank(rank.time.rank)}{milliseconds(kernels.device_ms)} ms per step, sum over parallel streams"
     return Section("kernels", "Kernels", of, [_build_role_table(kernels, kernels.device_ms, everything), largest])
 
 
@@ -171,7 +171,7 @@ def operators_section(report: Report, everything: bool) -> Section | None:
     head = ["operator", "role", "phase", "calls", "own time", "on device" if on_gpu else "of step"]
     table = Table(rows, "lllrrr", head, hidden=hidden)
     roles = [] if on_gpu else [_build_role_table(rank.kernels, sum(rank.kernels.roles.values()), everything)]
-    of = f"{name_rank(rank.time.rank)}ms per step on the host, without what they call"
+    of = f"{name_rank(rank.time.rank)}self time on the host, ms per step"
     return Section("operators", "Operators", of, [*roles, table])
 
 
@@ -198,7 +198,7 @@ def roofline_section(report: Report, everything: bool) -> Section | None:
         told.append(f"{work}{flops(kernels.achieved_tflops * 1e12)}/s{peak}")
     if rank.time.on_gpu and kernels.matrix_ms:
         maybe = kernels.maybe_tensor_core_ms / kernels.matrix_ms
-        unsaid = f"; names of {percent(maybe)} do not say" if maybe > 0.005 else ""
+        unsaid = f"; unknown for {percent(maybe)}" if maybe > 0.005 else ""
         used = percent(kernels.tensor_core_ms / kernels.matrix_ms)
         told.append(f"tensor cores: {used} of the {milliseconds(kernels.matrix_ms)} ms {of}{unsaid}")
     least = 0.0 if everything else MIN_SHARE_OF_SHAPE * rank.time.step_ms
@@ -208,7 +208,7 @@ def roofline_section(report: Report, everything: bool) -> Section | None:
     if not rows:
         return Section("roofline", "Speed of light", "", [Lines(told)])
     known = any(row.bound_ms is not None for row in rows)
-    of = "operators that lose most against the hardware first" if known else "operators by shape"
+    of = "operators with the most time above the hardware's limit first" if known else "operators by shape"
     shown, hidden = limit_rows(rows, MAX_SHAPES, everything)
     largest = max(row.ms for row in shown)
     head = ["operator", "shape", "phase", "ms", "at best", "limit", "TFLOP/s", "GB/s", "reached"]
