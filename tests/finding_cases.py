@@ -220,6 +220,46 @@ def compiles(made, at):
     made.op("_compile.compile_inner (dynamo_timed)", at + 100, at + 2500)
 
 
+NODE = "autograd::engine::evaluate_function: "
+
+
+def checks_for_nan(made, at, every=1):
+    """Anomaly mode: a check after each operation of backward; with every=5 hooks at few of them."""
+    for index in range(20):
+        start = at + 3500 + 100 * index
+        made.op(f"{NODE}MulBackward0", start, start + 90)
+        made.op("MulBackward0", start + 1, start + 30)
+        if index % every == 0:
+            made.op("aten::isnan", start + 40, start + 60)
+            made.op("aten::_is_any_true", start + 61, start + 80)
+            made.op("aten::item", start + 81, start + 83)
+
+
+def hooks_look_for_nan(made, at):
+    checks_for_nan(made, at, every=5)
+
+
+@prepared
+def launches_wait(folder: Path, us: float):
+    """Each launch call of 30 kernels of 100 us takes so long."""
+    made = MadeTrace(0, 1, device="NVIDIA H100 80GB HBM3")
+    for index in range(STEPS):
+        at = 10.0 + 5_000 * index
+        made.step(10 + index, at, at + 4_900)
+        for one in range(30):
+            start = at + 150 * one
+            made.kernel(BF16_GEMM, start + 4, start + 104, start, call_end=start + us)
+    made.write(folder)
+
+
+def searches_for_unused(made, at):
+    made.op("torch.distributed.ddp.reducer::search_unused_parameters", at + 3010, at + 3030)
+
+
+def looks_ahead(made, at):
+    made.op("torch.distributed.ddp.reducer::copy_bucket_to_grad", at + 3010, at + 3030)
+
+
 def math_attention(made, at):
     made.op("aten::_scaled_dot_product_attention_math", at + 100, at + 1500)
 
@@ -584,6 +624,7 @@ CASES = {
         recorded(environment={"CUDA_LAUNCH_BLOCKING": "1", "TORCH_DISTRIBUTED_DEBUG": "DETAIL"}),
         recorded(environment={"CUDA_LAUNCH_BLOCKING": "0", "TORCH_DISTRIBUTED_DEBUG": "INFO"}),
     ),
+    "unused-parameters": (on_cpu(change=searches_for_unused), on_cpu(change=looks_ahead)),
     "too-many-threads": tuple(recorded(device="cpu", hardware={"threads": n, "cpus": 8}) for n in (8, 4)),
     "overflow-storm": (
         recorded(steps=ordinary_steps(skipped=every(6, True, False)), precision="fp16"),
@@ -626,6 +667,8 @@ UNKNOWN_OR_AMD = (
 NEVER_GOOD = {"skipped": True, "loss": None, "grad_norm": None}
 # a second way in which a rule can see its cause, or a second near miss
 MORE_TRIGGERS = [
+    ("debug-switches", on_cpu(change=checks_for_nan)),
+    ("debug-switches", launches_wait(106)),
     ("straggler", recorded(ranks=rank_lines([3.0, 9.0], **cores([0.5, 3.5], [1, 4])))),
     ("profiler-overhead", recorded(steps=profiled_steps(15.0), ranks=BUSY)),
     ("busy-machine", recorded(ranks=rank_lines([3.0, 3.0], **cores([None, None], [1, 4])))),
@@ -659,6 +702,8 @@ MORE_TRIGGERS = [
     ("matmul-shapes", both(on_cpu(dims=ODD), recorded(device="cpu", shape=ODD_SHAPE))),
 ]
 MORE_NEAR_MISSES = [
+    ("debug-switches", on_cpu(change=hooks_look_for_nan)),
+    ("debug-switches", launches_wait(5)),
     ("needless-sharding", shards(30, twice=False)),
     ("needless-sharding", shards(30, "overlap")),
     ("sequence-parallel-off", both(remembered(), planned(split=SPLIT))),

@@ -81,6 +81,18 @@ class RankFacts:
         """Those of `rows` that belong to a steady step."""
         return rows[self.placing.counts[rows]]
 
+    def work_under(self, rows: Integers) -> Integers:
+        """Device work that was launched inside the operators `rows`; without a GPU these operators themselves."""
+        if not self.time.on_gpu:
+            return rows
+        work = self.work_rows()
+        launcher = self.placing.operator[work]
+        work, launcher = work[launcher >= 0], launcher[launcher >= 0]
+        events = self.trace.events
+        inside = self.trace.nest(rows).position_at(events.start_ns[launcher], events.thread[launcher]) >= 0
+        found: Integers = work[inside]
+        return found
+
     def communication_rows(self) -> Integers:
         """Collectives: kernels, or without a GPU the spans of gloo and kin."""
         return self.rows_named(is_communication, Kind.KERNEL if self.time.on_gpu else Kind.ANNOTATION)

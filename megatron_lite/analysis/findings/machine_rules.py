@@ -1,4 +1,4 @@
-"""Compilation, and what the machine or a debugging switch takes from the run."""
+"""Compilation, and what the machine takes from the run."""
 
 import math
 import re
@@ -20,7 +20,7 @@ from megatron_lite.analysis.run.run_results import Run
 from megatron_lite.analysis.run_facts import Facts, whole
 from megatron_lite.analysis.trace.columns import Kind
 from megatron_lite.thresholds import is_by_chance
-from megatron_lite.variables import THREADS, Place, fitting_threads, switches_on
+from megatron_lite.variables import THREADS, fitting_threads
 
 MIN_COMPILING_STEPS = 2  # a single one may be a variant that was due
 MAX_STEPS_SHOWN = 6
@@ -220,28 +220,6 @@ def find_profiler_overhead(facts: Facts, run: Run) -> Finding | None:
     explained = by_profiler_ms is not None and by_profiler_ms >= BY_PROFILER * found.lag_ms
     certain = explained and bool(run.recovered) and shortage is None and is_set_apart(run)
     return Finding(evidence=tuple(told), advice=advice, certain=certain)
-
-
-@rule("debug-switches", "switches for debugging left on", "run")
-def find_debug_switches(facts: Facts) -> Finding | None:
-    """Switches for finding errors were left on.
-
-    Meaning: some environment variables make a run safer to debug and slower: launches that wait, timing events around
-        every collective, checks of every collective on all ranks, memory without caching.
-    Measured: the variables as the run wrote them down.
-    Cost: not measured; some cost microseconds per call, CUDA_LAUNCH_BLOCKING=1 all overlap of host and device.
-    Do: unset them for runs whose speed matters.
-    Flags: CUDA_LAUNCH_BLOCKING, TORCH_NCCL_ENABLE_TIMING, TORCH_DISTRIBUTED_DEBUG, PYTORCH_NO_CUDA_MEMORY_CACHING,
-        NCCL_DEBUG, NCCL_P2P_DISABLE, NCCL_SHM_DISABLE, NCCL_IB_DISABLE.
-    False alarm: NCCL_..._DISABLE on a machine whose links are broken, where it is the remedy.
-    """
-    ranks, local = facts.number("world", "size") or 1, facts.local_ranks or 1
-    on = switches_on(facts.variables, Place(facts.on_gpu is not False, ranks, local))
-    if not on:
-        return None
-    seen = tuple(Evidence(f"{setting}: {cost}", "run.json") for setting, cost in on.items())
-    advice = f"unset {', '.join(setting.partition('=')[0] for setting in on)}"
-    return Finding(evidence=seen, advice=advice, certain=False)
 
 
 @rule("too-many-threads", "more computing threads than cores", "ranks", "run")

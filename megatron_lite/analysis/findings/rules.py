@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from megatron_lite.analysis.findings import (
     communication_rules,
+    debug_rules,
     exposed_rules,
     host_cause_rules,
     host_rules,
@@ -35,6 +36,7 @@ MODULES = (
     exposed_rules,
     pipeline_rules,
     machine_rules,
+    debug_rules,
     memory_rules,
     reserved_rules,
 )
