@@ -527,15 +527,33 @@ def activation_bytes(batch: MicroBatch, stage: Stage, micro_batches: int, recomp
     (Reducing Activation Recomputation, equation 2) without its term 5*a*s/h, which only attention that writes its scores
     down has; and statistics of norms and attention. A recomputed layer keeps its input, e*s*b*h.
     """
-    kept = sum(times * held.total() for held, times in _keep_layers(batch, stage.chunk_size, recomputed))
+    layers = stage.chunk_size
+    kept = sum(times * held.total() for held, times in _keep_layers(batch, layers, recomputed))
     others = sum(row.num_bytes for row in _list_waiting(batch, stage, micro_batches, recomputed))
-    ends = _keep_ends(batch, stage)
-    if not recomputed:
-        return others + batch.tokens * (kept + ends.total())
-    # of the last dropout computed again: its mask and its result
-    dropped = batch.mask_bytes + batch.input_bytes if batch.shape.hidden_dropout else 0
-    again = recomputed * batch.input_bytes + _keep_layer(batch).total() + dropped
-    return others + batch.tokens * max(kept + ends.total(), again)
+    moments = [kept + _keep_ends(batch, stage).total()]
+    if recomputed:
+        # of the last dropout computed again: its mask and its result
+        dropped = batch.mask_bytes + batch.input_bytes if batch.shape.hidden_dropout else 0
+        moments.append(recomputed * batch.input_bytes + _keep_layer(batch).total() + dropped)
+    if batch.attends_in_fp32 and batch.recomputes_attention:
+        below = sum(times * held.total() for held, times in _keep_layers(batch, layers - 1, max(recomputed - 1, 0)))
+        moments.append(below + _measure_attention_recomputed_in_fp32(batch))
+    return others + batch.tokens * max(moments)
+
+
+def _measure_attention_recomputed_in_fp32(batch: MicroBatch) -> int:
+    """Bytes for each token that a layer holds when backward has computed its attention again, in fp32.
+
+    Of the layer's forward, what came before attention; of fp32 queries, keys, values, their copies for the products, the
+    scores, and what attention keeps.
+    """
+    before = _keep_until_scores(batch)
+    own = before[NORMS] + before[LINEAR_INPUTS] + before[QKV] + before[ROTARY]
+    wide = replace(batch, precision="fp32", attends_in_fp32=False, recomputes_attention=False)
+    scores, kept_scores = _measure_scores(wide)
+    converted = FP32 * (batch.shape.attention_width + 2 * batch.shape.num_query_groups * batch.shape.kv_channels)
+    copied = _keep_until_scores(wide)[QKV]
+    return own + converted + copied + scores + sum(kept_scores)
 
 
 def logits_bytes(batch: MicroBatch) -> int:
