@@ -74,11 +74,16 @@ def _rounds_to_nothing(one: Finding) -> bool:
     return one.cost_ms is not None and one.cost_ms < MIN_COST_MS and not one.cost_bytes
 
 
-def _rate(one: Finding, steps: int) -> tuple[bool, float, int]:
-    """Where a finding stands: other jobs on the machine first, which make every other cost what it is."""
+def _rate(one: Finding, steps: int) -> tuple[int, float, int]:
+    """Where a finding stands: a failed request, which ended the run, comes first; then other jobs on the machine, which make
+    every other cost what it is."""
     cost_ms = one.cost_ms if one.once_ms is None else one.once_ms / steps
-    first = one.code == machine_rules.find_busy_machine.code and one.cost_ms is not None
-    return not first, -(cost_ms or 0.0), -(one.cost_bytes or 0)
+    order = 2
+    if one.code == memory_rules.find_out_of_memory.code and one.certain:
+        order = 0
+    elif one.code == machine_rules.find_busy_machine.code and one.cost_ms is not None:
+        order = 1
+    return order, -(cost_ms or 0.0), -(one.cost_bytes or 0)
 
 
 def _say_without_flags(found: Finding) -> Finding:
