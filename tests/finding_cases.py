@@ -333,7 +333,7 @@ def orders(folder: Path, second: list[dict]):
 
 @prepared
 def split_layers(folder: Path, near: int, reduce="tail"):
-    """Two ranks that split layers, so many on a node, and sum up for 0.8 ms that nothing hides."""
+    """Two ranks that split layers, so many on a node, and sum up for 0.8 ms without overlap."""
     group = {"pg_name": "0", "pg_desc": "mesh_tensor", "pg_size": 2, "ranks": [0, 1]}
     for rank in range(2):
         told = {"backend": "nccl", "rank": rank, "world_size": 2, "pg_config": [group]}
@@ -765,7 +765,7 @@ CLEAN = {
 _ANSWERS = """
 busy-machine | 3.5 | rank 1 waits for a CPU core for 3.5 ms of a step of 10.0 ms; ranks from 0 on: 5%, 35%
 sync-in-step | 0.61 | aten::item
-starved-loader | 1.5 | the device waits for the loader 1.5 ms
+starved-loader | 1.5 | the device waits for the data loader 1.5 ms
 too-many-workers | 1.5 | 64 workers x 2 ranks
 unpinned-copies | 0.4 |
 exposed-copies | 0.9 |
@@ -797,7 +797,7 @@ small-buckets | 0.96 |
 reduce-every-micro-batch | 1.5 |
 straggler | 1.5 | rank 1
 pipeline-bubble | 3.0 | --pipeline-schedule ZeroBubble
-parameter-gather | 0.8 | 2 all-gathers of weights per step; nothing hides 0.8 ms
+parameter-gather | 0.8 | 2 all-gathers of weights per step; not overlapped with compute: 0.8 ms
 needless-sharding | 0.7 | would be 31.00 GiB of
 sequence-parallel-off |  | 2 ranks keep
 tensor-across-nodes | 0.8 | --pipeline-model-parallel-size 2

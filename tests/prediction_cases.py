@@ -36,7 +36,7 @@ def time() -> TimePrediction:
         TimeRow("matrix products", 25.0, "compute", "by hand"),
         TimeRow("attention", 5.0, "compute", "by hand"),
         TimeRow("loss", 10.0, "memory", "by hand"),
-        TimeRow("all-reduce that nothing hides", 10.0, "link", "by hand"),
+        TimeRow("all-reduce, not overlapped", 10.0, "link", "by hand"),
     )
     notes = ("2 nodes: the network is not known",)
     return TimePrediction("H100 SXM 80 GB", rows, 16384, 10**12, 2 * 10**12, 989.5, notes)

@@ -267,8 +267,8 @@ def test_the_profiler_is_blamed_for_certain_only_if_steps_after_it_recover(tmp_p
         [one] = [one for one in found if one.code == "profiler-overhead"]
         return one.certain, one.evidence[0].text.partition("; ")[2]
 
-    assert overhead("recovers", 10.0) == (True, "those after it again 10.0 ms")
-    assert overhead("stays", 14.0) == (False, "those after it still 14.0 ms")
+    assert overhead("recovers", 10.0) == (True, "those after them again 10.0 ms")
+    assert overhead("stays", 14.0) == (False, "those after them still 14.0 ms")
     assert overhead("unknown", 10.0, 24) == (False, "")
 
 

@@ -202,7 +202,7 @@ def describe_groups(rank: int, backend: str, groups=MEGATRON) -> dict:
 
 
 def test_communication_is_told_apart_by_group(tmp_path):
-    """Two tensor parallel pairs use one name for two groups; each is matched on its own ranks. What nothing hides adds up."""
+    """Two tensor parallel pairs use one name for two groups; each ismatched on its own ranks. What does not overlap adds up."""
     made = []
     for rank in range(4):
         one = late_run(rank, 4, 0, 0, group="2", distributedInfo=describe_groups(rank, "nccl"))

@@ -1,4 +1,4 @@
-"""What the host did, by names: each cause has its row, costs that are paid once are no cost of each step, and what no name
+"""What the host did, by names: each cause has its row, one-time costs are no cost of each step, and what no name
 tells stays the host's."""
 
 import pytest

@@ -155,7 +155,7 @@ def test_an_unpinned_copy_is_a_synchronization_and_named(tmp_path):
 
 def test_what_the_host_did_instead_is_named(tmp_path):
     without = measure(two_kernels(200, 390), tmp_path)
-    assert {site.what for site in without.hosts} == {"work between operators that no name tells"}
+    assert {site.what for site in without.hosts} == {"unnamed work between operators"}
     made = two_kernels(
         200,
         390,
@@ -185,7 +185,7 @@ def test_small_kernels_are_launch_bound_and_a_graph_of_them_is_not(tmp_path):
     assert not queued.launch_bound and queued.rows["unexplained"] > 0.5 * queued.step_ms
 
 
-def test_copies_that_nothing_hides(tmp_path):
+def test_copies_not_overlapped_with_compute(tmp_path):
     made = MadeTrace().add_all(
         ("step", 1, 0, 1000),
         ("kernel", "k", 100, 200, 10),

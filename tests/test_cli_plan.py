@@ -152,7 +152,7 @@ def test_several_gpus_are_columns_and_tokens_set_the_length(capsys):
     assert sum(" in one " in line for line in shown.splitlines()) == 3
     head = next(line for line in shown.splitlines() if line.split()[:1] == ["H200"])
     assert " ".join(head.split()) == "H200 A100 SXM 40 GB RTX 4090"
-    assert "all-reduce that nothing hides" in shown and "batch 16 = 4 x 4 x 1" in shown
+    assert "all-reduce, not overlapped" in shown and "batch 16 = 4 x 4 x 1" in shown
     shown = flat(printed(capsys, "--gpu", "H200", "--tokens", "300e9", *SEED))
     assert "days for 300B tokens" in shown
     assert "for 655M tokens" in flat(printed(capsys, "--gpu", "H200", *SEED))  # 20,000 x 16 x 2,048

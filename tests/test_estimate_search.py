@@ -117,7 +117,7 @@ def test_the_network_decides_between_nodes(capsys, tmp_path):
         path = tmp_path / "plan.json"
         assert main(["plan", "--gpu", "A100-40", "--gpus", "16", *network, "--json", str(path), *words]) == 0
         rows = json.loads(path.read_text())["gpus"][0]["time"]["rows"]
-        return next(row["ms"] for row in rows if row["name"] == "reduce-scatter that nothing hides")
+        return next(row["ms"] for row in rows if row["name"] == "reduce-scatter, not overlapped")
 
     capsys.readouterr()
     assert exposed_ms("--network", "1") > exposed_ms("--network", "200") == exposed_ms()

@@ -123,11 +123,11 @@ def test_bytes_of_the_optimizer_and_routes_between_gpus():
         assert f"x {num_bytes} bytes at" in row(predict(flags), "gradients' norm, optimizer").formula
     for (gpu, ranks), words in ROUTES.items():
         seen = predict(SEED + " --global-batch-size 64", gpu, World(size=ranks, local_size=ranks, gpus=ranks))
-        assert words in row(seen, "all-reduce that nothing hides").formula
+        assert words in row(seen, "all-reduce, not overlapped").formula
 
 
 def test_the_last_gradient_is_not_hidden():
-    exposed = row(predict(SEED, world=FOUR), "all-reduce that nothing hides")
+    exposed = row(predict(SEED, world=FOUR), "all-reduce, not overlapped")
     assert exposed.ms == pytest.approx(2 * 50304 * 1024 / 450e9 * 1000) and exposed.bound == "link"
     assert exposed.formula == (
         "0.71 GB of gradients, once over the link between GPUs at 450 GB/s, whose switches add up: 1.58 ms; "
@@ -142,7 +142,7 @@ def test_a_slow_link_outlasts_backward():
     backward |= {rest: 30720 / 53248}
     backward_ms = sum(row(seen, name).ms * share for name, share in backward.items())
     whole_ms = 355_919_872 * 2 * (2 * 7 / 8) / 32e9 * 1000
-    exposed = row(seen, "all-reduce that nothing hides")
+    exposed = row(seen, "all-reduce, not overlapped")
     assert exposed.ms == pytest.approx(whole_ms - backward_ms) and exposed.ms > 10
     assert f"backward of one micro-batch takes {backward_ms:.2f} ms at best" in exposed.formula
 
@@ -183,7 +183,7 @@ def test_selective_recomputation_repeats_stored_scores():
 
 
 BY_MEMORY = ("norms, activations, dropout", "loss", "gradients' norm, optimizer")
-PRODUCTS, REDUCED = "matrix products, attention", "all-reduce that nothing hides"
+PRODUCTS, REDUCED = "matrix products, attention", "all-reduce, not overlapped"
 MEMORY = ", ".join(BY_MEMORY)
 UNKNOWN = [  # flags, GPU, nodes, ranks of each, rows that are missing, the note
     ("--bf16", "Tesla V100-SXM2-16GB", 1, 1, PRODUCTS,
@@ -214,7 +214,7 @@ def test_what_is_not_known_is_missing_and_said(flags, device, nodes, ranks, miss
 def test_a_rank_that_knows_no_computation_hides_everything_but_the_last_gradient():
     seen = predict("--bf16 --global-batch-size 8", "V100 PCIe", FOUR)
     assert seen.peak_tflops == 0.0
-    last_ms = row(seen, "all-reduce that nothing hides").ms
+    last_ms = row(seen, "all-reduce, not overlapped").ms
     assert last_ms == pytest.approx(4 * 50304 * 64 * 1.5 / 16e6)
 
 

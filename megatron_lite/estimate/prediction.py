@@ -81,7 +81,7 @@ class MemoryPrediction:
 class TimeRow:
     """One part of a step, at the least that the hardware allows."""
 
-    name: str  # "matrix products", "attention", "all-reduce that nothing hides"
+    name: str  # "matrix products", "attention", "all-reduce, not overlapped"
     ms: float  # per step
     bound: str  # compute | memory | link: which of the hardware's limits it is
     formula: str

@@ -250,7 +250,7 @@ def _time_layer_exchanges(
             if route and (flop_s or not one.hidden_flops):
                 hidden_ms = 1000 * one.hidden_flops / flop_s if one.hidden_flops else 0.0
                 ms += one.times * max(route.milliseconds(one.num_bytes) - hidden_ms, 0.0)
-                behind = f", each behind a product of {hidden_ms:.2f} ms" if hidden_ms else ""
+                behind = f", each overlapped with a product of {hidden_ms:.2f} ms" if hidden_ms else ""
                 words.append(f"{one.formula}, {route.words}{behind}")
         if words:
             yield TimeRow(name, ms, LINK, "; ".join(words))
@@ -288,14 +288,14 @@ def _time_state(
         ms = sum(one.times * gather.milliseconds(one.num_bytes) for one in gathered)
         ms += (passes - 1) * route.milliseconds(gradients.num_bytes)
         exposed = max(ms - forward_ms - backward_ms, 0.0)
-        formula = f"{'; '.join(one.formula for one in [*gathered, gradients])}: {ms:.2f} ms, forward and backward hide {min(forward_ms + backward_ms, ms):.2f}"
-        yield TimeRow("weights' gathering that nothing hides", exposed, LINK, formula)
+        formula = f"{'; '.join(one.formula for one in [*gathered, gradients])}: {ms:.2f} ms, forward and backward overlap {min(forward_ms + backward_ms, ms):.2f}"
+        yield TimeRow("weight gathering, not overlapped", exposed, LINK, formula)
     elif gather and gathered:
         ms = sum(gather.milliseconds(one.num_bytes) for one in gathered)
         formula = f"{gathered[0].formula}, {gather.words}: {ms:.2f} ms; forward of one micro-batch takes {forward_ms / passes:.2f} ms at best"
         exposed = max(ms - forward_ms / passes, 0.0)
         if exposed:
-            yield TimeRow("weights' gathering that nothing hides", exposed, LINK, formula)
+            yield TimeRow("weight gathering, not overlapped", exposed, LINK, formula)
     last_ms = backward_ms / passes  # of the last micro-batch's backward
     each = gradient_bytes(plan.precision, plan.fp32_gradients) if plan.stage.is_first else 0
     last_bytes = each * shape.padded_vocab_size * shape.hidden_size
@@ -305,7 +305,7 @@ def _time_state(
         why = f"the word embedding's {last_bytes / 1e6:,.0f} MB are complete only when backward ends"
     else:
         why = f"backward of one micro-batch takes {last_ms:.2f} ms at best"
-    name = f"{gradients.kind} that nothing hides"
+    name = f"{gradients.kind}, not overlapped"
     yield TimeRow(name, max(last, whole - last_ms), LINK, f"{in_all}; {why}")
 
 

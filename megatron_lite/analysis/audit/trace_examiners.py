@@ -120,7 +120,7 @@ def examine_profile(case: Case, one: RankFacts) -> Point | list[Evidence]:
     if run is None or run.profiler_slowdown is None:
         window = f"with --profile-step-start above {MIN_BEFORE + 2}"
         return not_seen(*seen, record=f"how far the profiler slows the step down: {Record.RUN_FOLDER}, {window}")
-    text = f"steps inside the window take{run.on_rank} {run.profiler_slowdown:.2f} x as long as those before it"
+    text = f"profiled steps take{run.on_rank} {run.profiler_slowdown:.2f} x as long as those before it"
     return [*seen, Evidence(text, STEPS_FILE)]
 
 

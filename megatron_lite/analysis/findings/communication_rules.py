@@ -71,8 +71,8 @@ def find_all_reduce_tail(facts: Facts, one: RankFacts) -> Finding | None:
     """Gradients are still being reduced when backward is over.
 
     Meaning: buckets are reduced while backward goes on, but the last ones are complete only at its end (with tied
-        embeddings the largest one is the very last), and nothing is left to hide them.
-    Measured: communication that no kernel hides, after backward's last computation, per steady step.
+        embeddings the largest one is the very last), and nothing is left to overlap them with.
+    Measured: communication not overlapped with any kernel, after backward's last computation, per steady step.
     Cost: all of it, on every rank. A part may be waiting for a slower rank: see straggler.
     Do: smaller buckets (more of them are through before the end); reduce in 16 bits; more micro-batches per step, which
         reduce less often; a faster network.
@@ -87,7 +87,9 @@ def find_all_reduce_tail(facts: Facts, one: RankFacts) -> Finding | None:
         f"{in_ms(seen.communication_ms)} per step, {seen.early_share:.0%} of it begun before backward's end"
     )
     alone = facts.ranks is None or len(facts.ranks.present) < 2
-    waiting = Evidence("with one rank's trace alone, waiting for a slower rank is not told apart")
+    waiting = Evidence(
+        "with one rank's trace alone, waiting for a slower rank cannot be distinguished from the transfer"
+    )
     flags = ("--ddp-bucket-size", "--grad-reduce-in-bf16")
     advice = f"smaller buckets ({flags[0]}), 16-bit reduction ({flags[1]}), or more micro-batches per step"
     more = [waiting] if alone else []
@@ -103,9 +105,9 @@ def find_no_overlap(facts: Facts, one: RankFacts) -> Finding | None:
     """Gradients are reduced only after backward is over.
 
     Meaning: no collective begins before backward's last computation: overlap is off, or there are so few buckets that
-        the first is complete only at the end. Nothing is hidden.
+        the first is complete only at the end. Nothing overlaps.
     Measured: when collectives of steady steps begin, against the end of backward's last kernel (without a GPU:
-        operator), and what of them nothing hides.
+        operator), and their time that is not overlapped with compute.
     Cost: all of the reduction, where a part could run beside backward.
     Do: several buckets; gradient hooks that reduce as backward goes on (DistributedDataParallel does).
     Flags: --ddp-bucket-size N (parameters, 25 MiB of them when left out); in Megatron-LM --overlap-grad-reduce.
@@ -116,7 +118,7 @@ def find_no_overlap(facts: Facts, one: RankFacts) -> Finding | None:
         return None
     flag = f"--ddp-bucket-size {number // BUCKETS}" if number else "--ddp-bucket-size"
     text = (
-        f"{counted(seen.collectives, 'collective')} per step, none before backward's end; nothing hides "
+        f"{counted(seen.collectives, 'collective')} per step, none before backward's end; not overlapped with compute: "
         f"{one.of_step(seen.tail_ms)}"
     )
     advice = f"several buckets, reduced while backward goes on: {flag}; in Megatron-LM --overlap-grad-reduce"
@@ -135,8 +137,8 @@ def find_small_buckets(facts: Facts, one: RankFacts) -> Finding | None:
 
     Meaning: each collective pays a latency that does not depend on its size. Below about a megabyte the latency, not
         the network's bandwidth, decides.
-    Measured: collectives per steady step, their bytes as the trace tells them, and the communication among the small
-        ones that nothing hides. A trace without shapes: the run's parameters in fp32, spread over the collectives of
+    Measured: collectives per steady step, their bytes as recorded in the trace, and the communication among the small
+        ones that is not overlapped with compute. A trace without shapes: the run's parameters in fp32, spread over the collectives of
         backward.
     Cost: that exposed time; larger buckets pay fewer latencies.
     Do: larger buckets; fewer, larger tensors in collectives of your own.
@@ -154,7 +156,7 @@ def find_small_buckets(facts: Facts, one: RankFacts) -> Finding | None:
     if one.per_step(small) < MAX_SMALL_REDUCTIONS:
         return None
     cost, median = one.exposed_ms(small), float(np.median(sizes[sizes <= SMALL_BYTES]))
-    text = f"{one.per_step(small):,.0f} collectives per step of {size(median)} (median); nothing hides"
+    text = f"{one.per_step(small):,.0f} collectives per step of {size(median)} (median); not overlapped with compute:"
     text += f" {one.of_step(cost)}"
     advice = f"larger buckets: {BUCKET_FLAG}"
     return find_lost_time(one, cost, text, advice, row=small[0], flags=(BUCKET_FLAG,), certain=False, cheap=True)
@@ -170,7 +172,7 @@ def find_reduce_every_micro_batch(facts: Facts, one: RankFacts) -> Finding | Non
     Meaning: while gradients are accumulated, only the sum after the last micro-batch is needed on all ranks. Reducing
         each micro-batch's gradients sends the same bytes once per micro-batch.
     Measured: collectives that begin in the backward of micro-batches other than the last (or before the next one
-        begins); cost is what of them nothing hides.
+        begins); the cost is their time that is not overlapped with compute.
     Cost: that exposed time, and a network that is busy for nothing.
     Do: DistributedDataParallel.no_sync() around all micro-batches but the last.
     Flags: none here: this trainer reduces after the last micro-batch. Fewer, larger micro-batches reduce less in any
@@ -195,7 +197,7 @@ def find_reduce_every_micro_batch(facts: Facts, one: RankFacts) -> Finding | Non
     cost = one.exposed_ms(early)
     text = (
         f"{significant(batches)} micro-batches per step, and all reduce: those before the last one communicate "
-        f"{in_ms(one.per_step_ms(early))} per step; nothing hides {one.of_step(cost)}"
+        f"{in_ms(one.per_step_ms(early))} per step; not overlapped with compute: {one.of_step(cost)}"
     )
     advice = "reduce after the last micro-batch only: model.no_sync() around the others"
     return find_lost_time(one, cost, text, advice, row=early[0], at_least=0.0)
@@ -215,12 +217,12 @@ def find_straggler(facts: Facts) -> Finding | None:
 
     Meaning: every collective ends for all when the last rank has come. A rank that is slower, or that waits for its
         data or its host, costs the time of all, and shows up on the others as communication.
-    Measured: by collectives of all ranks' traces, matched in order: who starts last, and how much later than the
+    Measured: from the collectives of all ranks' traces, matched in order: who starts last, and how much later than the
         median; the cause is the part of its time (computing, data, host, copies) that covers at least 80% of the lag.
         Where traces of several ranks show none, or there are none: every rank's median time over the whole run, in
-        phases where none waits for another; and what the profiled steps say of it.
+        phases where none waits for another; and whether the profiled steps agree.
     Cost: the others' wait per step.
-    Do: by the cause: computing: a hot or throttled GPU, another process on it, an unequal share of work; data: its
+    Do: depends on the cause: computing: a hot or throttled GPU, another process on it, an unequal share of work; data: its
         loader or disk; host: another job on its cores, garbage collection. Swap the node and see whether the number
         moves.
     Flags: --profile-ranks -1 records all ranks; --timing-log-level 1 --timing-log-option all prints every rank's
@@ -279,14 +281,14 @@ def _describe_lateness(found: Straggler, ranks: Ranks | None) -> str:
     return f"{text} the others wait most for {whom}, {in_ms(most_ms)} per step"
 
 
-@rule("tensor-across-nodes", "split layers whose ranks are on several nodes", "ranks", "collectives")
+@rule("tensor-across-nodes", "tensor parallel ranks on several nodes", "ranks", "collectives")
 def find_tensor_across_nodes(facts: Facts) -> Finding | None:
     """Tensor parallel ranks exchange hidden states over the network.
 
     Meaning: ranks that split each layer exchange whole hidden states several times per layer, and wait for them. Links within a node
         carry that nine times as fast as the network between nodes, on an H100; stages of a pipeline and data parallel ranks
         exchange far less, and bear the network well.
-    Measured: the run's layout against the ranks of a node; by the traces, what tensor parallel ranks exchange and nothing hides.
+    Measured: the run's layout against the ranks of a node; in the traces, tensor parallel communication not overlapped with compute.
     Cost: all of that; within a node a part of it remains.
     Do: as many tensor parallel ranks as a node has at most, and stages of a pipeline for the rest.
     Flags: --tensor-model-parallel-size; --pipeline-model-parallel-size; --context-parallel-size for long sequences.
@@ -299,17 +301,17 @@ def find_tensor_across_nodes(facts: Facts) -> Finding | None:
     step_ms = max((row.step_ms for row in ranks.rows), default=0.0)
     if exposed_ms < MATTERS * step_ms or not step_ms:
         return None
-    exposed = f"nothing hides {in_ms(exposed_ms)} of what they exchange"
+    exposed = f"{in_ms(exposed_ms)} of their communication is not overlapped with compute"
     seen = Evidence(f"{tensor} tensor parallel ranks, {near} on a node; {exposed}")
     fewer = math.gcd(tensor, near)
     flags = (f"--tensor-model-parallel-size {fewer}", f"--pipeline-model-parallel-size {tensor // fewer}")
-    advice = f"split layers within a node only: {flags[0]}, and {flags[1]} for the rest"
+    advice = f"use tensor parallelism within a node only: {flags[0]}, and {flags[1]} for the rest"
     return build_time_finding(exposed_ms, [seen], advice, flags)
 
 
 @dataclass(frozen=True)
 class ShardTraffic:
-    """What ranks that share out weights exchange and nothing hides, ms per step."""
+    """Communication of sharded weights not overlapped with compute, ms per step."""
 
     gathers_ms: float
     gathers: float  # calls per step
@@ -335,20 +337,20 @@ def _measure_shard_traffic(facts: Facts) -> ShardTraffic | None:
     return ShardTraffic(gathers_ms, number, min(reductions_ms, most_ms - gathers_ms), step_ms) if gathers else None
 
 
-@rule("parameter-gather", "weights gathered while nothing computes", "step", "collectives")
+@rule("parameter-gather", "weight gathering not overlapped with compute", "step", "collectives")
 def find_parameter_gather(facts: Facts) -> Finding | None:
-    """Ranks that share out weights wait until they have gathered those of the next layer.
+    """Ranks that shard weights wait until they have gathered those of the next layer.
 
     Meaning: with sharded weights (ZeRO, FSDP, Megatron's distributed optimizer) every layer's weights are gathered before they are
-        used. The next layer's can come while one computes; what a layer computes too briefly to hide, the step waits for.
-    Measured: all-gathers among data parallel ranks in the traces' steady steps, and what of them no compute runs beside; the mean
-        over ranks. Waiting for a rank that comes late is in it: see straggler.
+        used. The next layer's can come while one computes; if a layer computes too briefly, the step waits.
+    Measured: all-gathers among data parallel ranks in the traces' steady steps, and their time that is not overlapped with compute;
+        the mean over ranks. Waiting for a rank that comes late is in it: see straggler.
     Cost: all of that.
     Do: keep weights between forward and backward, if memory allows; more tokens per micro-batch, so that layers compute longer;
-        share out within a node only; in other trainers, prefetch the next layer.
+        shard within a node only; in other trainers, prefetch the next layer.
     Flags: --use-distributed-optimizer, or --torch-fsdp2-no-reshard-after-forward; --num-distributed-optimizer-instances;
         in Megatron-LM --overlap-param-gather with --overlap-grad-reduce.
-    False alarm: the first layer's gather, which nothing can hide; a window whose first step warms up. Gathers of whole numbers and of
+    False alarm: the first layer's gather, which cannot overlap; a window whose first step warms up. Gathers of whole numbers and of
         pickled objects (all_gather_object), and all gathers of a model under DistributedDataParallel, are no weights.
     """
     seen = _measure_shard_traffic(facts)
@@ -363,25 +365,25 @@ def find_parameter_gather(facts: Facts) -> Finding | None:
     elif 1 < near < sharing and sharing % near == 0:
         instances = whole(facts.argument("num_distributed_optimizer_instances")) or 1
         flags = (f"--num-distributed-optimizer-instances {instances * sharing // near}",)
-        advice = f"share out within a node: {flags[0]}"
+        advice = f"shard within a node: {flags[0]}"
     else:
         flags = ("--overlap-param-gather",) if not facts.plan else ("--micro-batch-size",)
         advice = "more tokens per micro-batch, so that layers compute longer: a larger --micro-batch-size"
         advice += "" if facts.plan else "; in Megatron-LM --overlap-param-gather"
-    text = f"{seen.gathers:,.0f} all-gathers of weights per step; nothing hides {in_ms(seen.gathers_ms)}"
+    text = f"{seen.gathers:,.0f} all-gathers of weights per step; not overlapped with compute: {in_ms(seen.gathers_ms)}"
     evidence = [Evidence(f"{text} of a step of {in_ms(seen.step_ms)}")]
     return build_time_finding(seen.gathers_ms, evidence, advice, flags, certain=False)
 
 
-@rule("needless-sharding", "weights shared out though memory is plentiful", "memory", "prediction", "collectives")
+@rule("needless-sharding", "weights sharded although memory is plentiful", "memory", "prediction", "collectives")
 def find_needless_sharding(facts: Facts) -> Finding | None:
     """Weights are gathered and gradients scattered in every micro-batch although all of them would fit.
 
-    Meaning: ZeRO-3 gathers each layer's weights twice and scatters its gradients once per micro-batch. ZeRO-1 shares out masters
+    Meaning: ZeRO-3 gathers each layer's weights twice and scatters its gradients once per micro-batch. ZeRO-1 shards masters
         and moments, which are most of the state, and exchanges each weight and gradient once per step.
-    Measured: what replicas exchange and nothing hides; the peak, and what whole weights and gradients would add to it.
+    Measured: communication among replicas not overlapped with compute; the peak, and what whole weights and gradients would add to it.
     Cost: of the exposed exchange what once per step would not be.
-    Do: share out the optimizer's state only.
+    Do: shard the optimizer's state only.
     Flags: --use-distributed-optimizer instead of --use-torch-fsdp2.
     False alarm: a rehearsal of a larger model, or memory that a longer sequence still needs.
     """
@@ -395,9 +397,9 @@ def find_needless_sharding(facts: Facts) -> Finding | None:
     cost_ms = seen.gathers_ms * (1 - 0.5 / batches) + seen.reductions_ms * (1 - 1 / batches)
     if then > TIGHT * room or cost_ms < MATTERS * seen.step_ms:
         return None
-    exposed = f"nothing hides {in_ms(seen.gathers_ms + seen.reductions_ms)} of what replicas exchange per step"
+    exposed = f"communication among replicas, not overlapped with compute: {in_ms(seen.gathers_ms + seen.reductions_ms)} per step"
     fits = f"the peak of {size(peak.num_bytes)} would be {size(then)} of {size(room)} with whole weights and gradients"
-    advice = "share out the optimizer's state only: --use-distributed-optimizer instead of --use-torch-fsdp2"
+    advice = "shard the optimizer's state only: --use-distributed-optimizer instead of --use-torch-fsdp2"
     evidence = [Evidence(f"{exposed}, in {counted(batches, 'micro-batch')}"), Evidence(fits, peak.where)]
     return build_time_finding(cost_ms, evidence, advice, ("--use-distributed-optimizer",), certain=False)
 
@@ -409,9 +411,9 @@ def find_max_connections(facts: Facts, one: RankFacts) -> Finding | None:
     Meaning: the variable gives the device one queue for all streams, so that work starts in the order of its launches.
         Megatron-LM's tensor and sequence parallelism want that order. With data parallelism alone it can make
         collectives wait behind kernels that were launched before them, and the other way round: overlap is lost.
-    Measured: the variable as the run wrote it down, the plan's parallel sizes, and the communication that nothing
-        hides.
-    Cost: at most that exposed communication; whether the variable is to blame, a run without it tells.
+    Measured: the variable as recorded by the run, the plan's parallel sizes, and the communication not
+        overlapped with compute.
+    Cost: at most that exposed communication; run without the variable to see whether it is the cause.
     Do: unset it, or set 8 to 32, for pure data parallelism; compare the exposed communication.
     Flags: CUDA_DEVICE_MAX_CONNECTIONS (many launch scripts export it); --tensor-model-parallel-size.
     False alarm: GPUs from Blackwell on order launches otherwise; a single GPU has nothing to overlap.
@@ -420,7 +422,7 @@ def find_max_connections(facts: Facts, one: RankFacts) -> Finding | None:
     world, cost = facts.number("world", "size"), one.time.rows.get("exposed_communication", 0.0)
     if not has_needless_order(facts.variables.get(QUEUES), world or 1, tensor or 1, context or 1):
         return None
-    text = f"the variable is 1, tensor parallel size 1, {world} ranks; nothing hides communication of"
+    text = f"the variable is 1, tensor parallel size 1, {world} ranks; communication not overlapped with compute:"
     text += f" {one.of_step(cost)}"
     advice = f"unset {QUEUES} (or set 32) for pure data parallelism, and compare"
     return find_lost_time(one, cost, text, advice, flags=(MORE_QUEUES,), certain=False, cheap=True)

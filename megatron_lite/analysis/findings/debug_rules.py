@@ -55,13 +55,13 @@ def launches_block(one: RankFacts) -> bool:
     return float(inside.mean()) >= BLOCKED
 
 
-@rule("debug-switches", "switches for debugging left on", "run", "operators")
+@rule("debug-switches", "debugging switches left on", "run", "operators")
 def find_debug_switches(facts: Facts) -> Finding | None:
-    """Switches for finding errors were left on.
+    """Debugging switches were left on.
 
     Meaning: some environment variables and modes make a run safer to debug and slower: launches that wait, timing events
         around every collective, checks of every collective on all ranks, checks of every gradient, no cached memory.
-    Measured: the variables as the run wrote them down. In a trace, aten::isnan after most operations of backward
+    Measured: the variables as recorded by the run. In a trace, aten::isnan after most operations of backward
         (autograd's anomaly mode), and launch calls that end after their kernels do (CUDA_LAUNCH_BLOCKING).
     Cost: of anomaly mode the time of its checks, with a GPU also the idle time after their results are fetched; it
         takes as much again to record stacks in forward. Others are not measured: some cost microseconds per call,

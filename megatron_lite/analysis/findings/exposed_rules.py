@@ -36,57 +36,63 @@ CAUSES: tuple[tuple[Rule, str], ...] = (
     (pipeline_rules.find_unbalanced_stages, STAGES),
 )
 TITLES = {
-    EXPERTS: "exchange among experts",
+    EXPERTS: "expert exchange",
     ALL_TO_ALL: "all-to-all",
-    TENSOR: "sums over split layers",
-    CONTEXT: "exchange of split sequences",
-    FORWARD: "sums over ranks in forward",
+    TENSOR: "tensor parallel reductions",
+    CONTEXT: "context parallel exchange",
+    FORWARD: "reductions in forward",
     STAGES: "sends and receives",
-    OPTIMIZER: "exchange in the optimizer's step",
+    OPTIMIZER: "communication in the optimizer's step",
     OBJECTS: "gathers of objects",
     WEIGHTS: "gathers of weights",
     GRADIENTS: "reduction of gradients",
     REST: "communication",
 }
 REMEDIES = {
-    EXPERTS: "let one micro-batch compute while another one's tokens travel; shared experts beside the exchange",
-    ALL_TO_ALL: "let something else compute meanwhile: another micro-batch, shared experts, layers that need no exchange",
-    TENSOR: "fewer tensor parallel ranks, if memory allows; else overlap products with their sums",
-    OPTIMIZER: "reduce gradients in backward, sum norms in one collective, gather weights beside the next forward",
+    EXPERTS: "compute one micro-batch while another one's tokens are exchanged; run shared experts meanwhile",
+    ALL_TO_ALL: "overlap it with other computation: another micro-batch, shared experts, layers that need no exchange",
+    TENSOR: "use fewer tensor parallel ranks if memory allows; else overlap matrix products with their reductions",
+    OPTIMIZER: "reduce gradients during backward, compute norms in one collective, gather weights during the next forward",
     CONTEXT: "exchange the next block of keys and values while one is computed; fewer context parallel ranks, or longer sequences",
-    FORWARD: "sum fewer, larger tensors, and compute something else meanwhile (async_op=True)",
-    STAGES: "more micro-batches per step, so that stages wait less; send and receive beside computing (batch_isend_irecv)",
+    FORWARD: "reduce fewer, larger tensors, and overlap that with compute (async_op=True)",
+    STAGES: "more micro-batches per step, so that stages wait less; overlap sends and receives with compute (batch_isend_irecv)",
     OBJECTS: "gather tensors instead of pickled objects, once per many steps",
     WEIGHTS: "gather the next layer's weights while one computes (prefetch), or keep them between forward and backward",
-    GRADIENTS: "reduce as backward goes on, on a stream of its own; fewer bytes: 16 bits, more micro-batches per step",
-    REST: "do it beside computing, on a stream of its own (async_op=True), or less often",
+    GRADIENTS: "reduce during backward, on a separate stream; send fewer bytes: 16 bits, more micro-batches per step",
+    REST: "overlap it with compute on a separate stream (async_op=True), or do it less often",
 }
 MAX_WORDS = 3
 
 
 @rule("exposed-experts", "expert exchange not overlapped with compute", "step", "collectives", needs="trace")
 def find_exposed_experts(facts: Facts, one: RankFacts) -> Finding | None:
-    """Tokens travel between experts (all-to-all, dispatch and combine) while nothing computes.
+    """Tokens are exchanged between experts (all-to-all, dispatch and combine) without overlapping compute.
 
     Meaning: every layer of experts sends each token to the ranks of its experts and the results back. A micro-batch can compute
         only when its tokens have come; another micro-batch, or the shared experts, could compute meanwhile.
-    Measured: all-to-alls, dispatches and combines (NCCL, DeepEP and its kin) in steady steps, and what of them no compute runs
-        beside; which stream they run on.
+    Measured: all-to-alls, dispatches and combines (NCCL, DeepEP and its kin) in steady steps, and their time that is not
+        overlapped with compute; which stream they run on.
     Cost: all of that. Waiting for a rank with more tokens is in it.
-    Do: two micro-batches in turns, so that one computes while the other's tokens travel (DeepEP: async_finish=True and
+    Do: two alternating micro-batches, so that one computes while the other's tokens are exchanged (DeepEP: async_finish=True and
         previous_event, on its own communication stream); shared experts beside the exchange; fewer nodes per token; 8-bit
         dispatch.
     Flags: in Megatron-LM --overlap-moe-expert-parallel-comm, --moe-shared-expert-overlap, --moe-router-num-groups.
     False alarm: a trace of one rank: whether it waits for others or for the network cannot be told from it. Inference of a few
         tokens has nothing to compute meanwhile. All-to-alls of embedding tables or sequences are of the same kind; the finding says
-        "all-to-all" where nothing tells what travels.
+        "all-to-all" where the purpose is unknown.
     """
     return _find_exposed(facts, one, (EXPERTS, ALL_TO_ALL))
 
 
-@rule("exposed-tensor-parallel", "sums among ranks that split layers", "step", "collectives", needs="trace")
+@rule(
+    "exposed-tensor-parallel",
+    "tensor parallel communication not overlapped with compute",
+    "step",
+    "collectives",
+    needs="trace",
+)
 def find_exposed_tensor_parallel(facts: Facts, one: RankFacts) -> Finding | None:
-    """Ranks that split layers exchange hidden states while nothing computes.
+    """Tensor parallel ranks exchange hidden states without overlapping compute.
 
     Meaning: with tensor parallelism every layer ends with a sum over ranks, which the next layer needs. Products can be cut into
         pieces, so that one piece is summed while the next is computed.
@@ -101,11 +107,13 @@ def find_exposed_tensor_parallel(facts: Facts, one: RankFacts) -> Finding | None
     return _find_exposed(facts, one, (TENSOR, FORWARD))
 
 
-@rule("optimizer-communication", "exchange in the optimizer's step", "step", "phases", "collectives", needs="trace")
+@rule(
+    "optimizer-communication", "communication in the optimizer's step", "step", "phases", "collectives", needs="trace"
+)
 def find_optimizer_communication(facts: Facts, one: RankFacts) -> Finding | None:
-    """Ranks exchange data inside the optimizer's step while nothing computes.
+    """Ranks exchange data inside the optimizer's step without overlapping compute.
 
-    Meaning: a reduction that the optimizer starts can hide behind nothing: backward is over, and the update needs its result.
+    Meaning: a reduction that the optimizer starts cannot overlap with anything: backward is over, and the update needs its result.
         Gradients reduced there, norms of many tensors one by one, or weights gathered after the update are the usual cases.
     Measured: collectives launched inside the optimizer's step of steady steps, and what of them no compute runs beside.
     Cost: all of that.
@@ -118,7 +126,7 @@ def find_optimizer_communication(facts: Facts, one: RankFacts) -> Finding | None
 
 @rule("exposed-communication", "communication not overlapped with compute", "step", "collectives", needs="trace")
 def find_exposed_communication(facts: Facts, one: RankFacts) -> Finding | None:
-    """Ranks exchange data while nothing computes, and no other rule knows why.
+    """Ranks exchange data without overlapping compute, and no other rule knows why.
 
     Meaning: communication costs time where no compute runs beside it: because what follows needs its result, because it is waited
         for at once, or because it runs on the stream that computes and so cannot overlap.
@@ -152,14 +160,14 @@ def _find_exposed(facts: Facts, one: RankFacts, purposes: Sequence[str]) -> Find
         evidence.append(Evidence("it cannot overlap: its kernels run on the stream that computes, one after the other"))
         advice = f"launch it on a stream of its own; {advice}"
     evidence += _describe_absent_ranks(facts)
-    text = f"nothing hides {one.of_step(cost)}: {seen[0]}"
+    text = f"{one.of_step(cost)} not overlapped with compute: {seen[0]}"
     title = f"exposed {TITLES[most.purpose]}"
     return find_lost_time(one, cost, text, advice, *evidence, row=most.row, certain=False, title=title)
 
 
 def _describe(part: Exposed) -> str:
     """'49.0 ms of 20 calls of dispatch and combine per step are exposed (deep_ep::internode_ll::dispatch)'."""
-    kinds = " and ".join(part.kinds[:MAX_WORDS]) or "a kind that its name does not say"
+    kinds = " and ".join(part.kinds[:MAX_WORDS]) or "an unknown kind"
     where = [phase for phase in part.phases[:MAX_WORDS] if phase]
     within = f" in {' and '.join(where)}" if where else ""
     return f"{in_ms(part.ms)} of {counted(part.calls, 'call')} of {kinds} per step{within} are exposed ({part.kernel})"
@@ -191,4 +199,4 @@ def _find_waiting_share(facts: Facts, one: RankFacts) -> float:
 
 def _describe_absent_ranks(facts: Facts) -> list[Evidence]:
     absent = facts.ranks.describe_missing() if facts.ranks else ""
-    return [Evidence(f"{absent}: waiting for them is not told apart from the transfer")] if absent else []
+    return [Evidence(f"{absent}: waiting for them cannot be distinguished from the transfer")] if absent else []

@@ -28,14 +28,17 @@ def describe_works(one: RankFacts, works: Sequence[NamedWork]) -> list[Evidence]
     for work in works[:MAX_SHOWN]:
         times = f"{significant(work.calls / max(1, len(one.time.steps)))} per step"
         shown.append(
-            Evidence(f"{work.what}: {times}, {in_ms(work.step_ms)} of the host, overlapped or not", one.where())
+            Evidence(
+                f"{work.what}: {times}, {in_ms(work.step_ms)} of host time, whether or not the device is busy meanwhile",
+                one.where(),
+            )
         )
     return shown
 
 
-@rule("one-time-costs", "costs that are paid once", "step", needs="trace")
+@rule("one-time-costs", "one-time costs", "step", needs="trace")
 def find_one_time_costs(facts: Facts, one: RankFacts) -> Finding | None:
-    """The trace holds work that a run does only once.
+    """The trace contains work that a run does only once.
 
     Meaning: the first steps create CUDA's context, load its modules, open the handles of its libraries, take memory from
         the driver, compile, search for the fastest kernel and capture graphs. Later steps do not.
@@ -55,7 +58,7 @@ def find_one_time_costs(facts: Facts, one: RankFacts) -> Finding | None:
         most = f", most of it in {work.step}" if work.step and steps > 1 else ""
         times = f"{work.calls:,} time{'' if work.calls == 1 else 's'}"
         shown.append(Evidence(f"{work.what}: {times}, {in_ms(work.trace_ms)}{most}", one.where()))
-    text = f"{in_ms(total)} of the host in the whole trace: paid once, and not by each step"
+    text = f"{in_ms(total)} of host time in the whole trace: paid once, not per step"
     advice = "profile later steps: --profile-step-start N, or torch.profiler.schedule(wait=N, warmup=2, ...)"
     return Finding(
         evidence=(Evidence(text, one.where()), *shown),

@@ -23,18 +23,18 @@ def find_sync_in_step(facts: Facts, one: RankFacts) -> Finding | None:
     """The host waits for the device inside a step.
 
     Meaning: code asked for a value that the device had not computed yet: .item(), print(tensor), .cpu(), bool(tensor),
-        nonzero, or an explicit synchronize. Python stands still until all queued work is done, and then the device
-        stands still until Python has launched new work.
+        nonzero, or an explicit synchronize. Python blocks until all queued work is done, and then the device
+        idles until Python has launched new work.
     Measured: calls per step that block the host, with operator and source line; cost is the device's idle time after
-        them, not the time that the host waited: waiting while the device computes costs nothing. On a CPU nothing runs
-        ahead of Python: a read there waits for nothing.
-    Cost: the queue runs empty, and every launch that follows is seen in full. CPU times lie about it: the wait shows up
+        them, not the time that the host waited: waiting while the device computes costs nothing. On a CPU a read
+        never waits, because nothing runs ahead of Python.
+    Cost: the queue runs empty, and every launch that follows is seen in full. CPU times are misleading: the wait shows up
         in whatever phase comes to ask first, often the copy of the next batch.
     Do: read losses and norms at the log interval only; keep conditions on the device (torch.where); copy with
         non_blocking=True from pinned memory.
     Flags: --log-interval 100; for Megatron-LM itself --no-check-for-nan-in-loss-and-grad. Stacks name the line:
         --pytorch-profiler-collect-callstack.
-    False alarm: one wait at a step's end with a full queue behind it, which idle time shows as nothing.
+    False alarm: one wait at a step's end with a full queue behind it, which causes no idle time.
     """
     sites = find_waits(one)
     cost, calls = sum(site.idle_ms for site in sites), sum(site.per_step for site in sites)
@@ -104,19 +104,19 @@ MUCH = 0.5  # of the host's lateness
 LARGER_OPERATORS = ("--micro-batch-size", "--torch-compile")
 
 
-@rule("host-gaps", "host late in places", "step", "phases", needs="trace")
+@rule("host-gaps", "host delays at some points", "step", "phases", needs="trace")
 def find_host_gaps(facts: Facts, one: RankFacts) -> Finding | None:
-    """The host comes too late in places.
+    """The host launches too late at some points.
 
     Meaning: the device runs out of work at certain points, although kernels are large enough on the whole: Python
         between phases, a slow call, building of inputs. On a CPU the same time passes between operators.
     Measured: idle time in which the next kernel's launch call had not begun, without what other rows explain (loader,
         synchronization, allocator, garbage collector), by what the host did meanwhile. Without a GPU: time in which no
-        operator ran, by phase; stretches of a millisecond and more are the program's own, shorter ones the price of
+        operator ran, by phase; stretches of a millisecond and more are the program's own, shorter ones are the overhead of
         calling operators.
-    Cost: that time, without what the profiler added to the step where the run's own clock tells it.
-    Do: move work of the host out of the step, or into a thread; launch work before waiting for anything; where
-        operators are small for the price of calling them, give each more to do.
+    Cost: that time, without the profiler's overhead where the run's own clock shows it.
+    Do: move the host's work out of the step, or into a thread; launch work before waiting for anything; where
+        operators are small compared with their overhead, give each more to do.
     Flags: --pytorch-profiler-collect-callstack shows which lines; record once without it for the true size.
     False alarm: a trace with stacks, which slow Python several times; a CPU whose cores other processes use.
     """
@@ -135,11 +135,11 @@ def find_host_gaps(facts: Facts, one: RankFacts) -> Finding | None:
     functions = find_python_in_function(facts)  # a finding of its own
     host -= (functions.cost_ms or 0.0) if functions else 0.0
     text = f"the device idles {one.of_step(host)} because of the host"
-    advice = "take Python work out of the step"
+    advice = "move Python work out of the step"
     flags: tuple[str, ...] = ()
     if not one.trace.with_stack:
-        text += ": what it did then the trace does not tell, since it has no stacks"
-        advice = f"record stacks ({STACKS}, or with_stack=True) to see the lines; take their work out of the step"
+        text += ": the trace has no stacks, so what the host did is unknown"
+        advice = f"record stacks ({STACKS}, or with_stack=True) to see the lines; move their work out of the step"
         flags = (STACKS,)
     return find_lost_time(one, host - added, text, advice, *sites, flags=flags, certain=False, at_least=MAX_LATE_SHARE)
 
@@ -195,7 +195,7 @@ MAX_SHORT_SHARE_ON_CPU = 0.20  # in pieces below a millisecond; other programs o
 def find_short_gaps(facts: Facts, one: RankFacts) -> Finding | None:
     """Many short gaps add up to a large part of the step.
 
-    Meaning: no gap is long enough to be seen in a timeline, and together they cost as much as one large cause: launch
+    Meaning: no gap is long enough to be visible in a timeline, but together they cost as much as one large cause: launch
         latency, the space between the kernels of a CUDA graph, a little work of the host before each of many launches.
     Measured: idle time of the device in gaps below 1 ms that neither a synchronization, the loader nor another named
         cause explains, by what ends each gap. What launch-bound or host-gaps already count is left out. Without a GPU:
@@ -214,7 +214,7 @@ def find_short_gaps(facts: Facts, one: RankFacts) -> Finding | None:
             f"{short.number:,.0f} pieces of 0.1 to {MIN_STRETCH_MS:.0f} ms without an operator: {one.of_step(short.ms)}"
         )
         sites = [Evidence(f"{in_ms(site.idle_ms)} in {site.what}", site.phase) for site in one.time.hosts[:MAX_SHOWN]]
-        advice = f"record stacks ({STACKS}, or with_stack=True) to see the lines; take their work out of the step"
+        advice = f"record stacks ({STACKS}, or with_stack=True) to see the lines; move their work out of the step"
         limit = MAX_SHORT_SHARE_ON_CPU
         return find_lost_time(one, short.ms, text, advice, *sites, flags=(STACKS,), certain=False, at_least=limit)
     parts = _name_short_gaps(facts, one, short)
@@ -288,12 +288,12 @@ def find_gc_pauses(facts: Facts, one: RankFacts) -> Finding | None:
     """Python's garbage collector interrupts steps.
 
     Meaning: collecting walks through all objects that Python holds, in the thread that launches kernels. Each rank
-        pauses in a different step, and in each of them all others wait.
+        pauses in a different step, and all others wait for it.
     Measured: time in gc frames or events of the trace (with a GPU: idle time because of them), per steady step. This
         trainer's traces have them always, others with stacks.
     Cost: the pause, on every rank for every rank's pause.
-    Do: collect at fixed steps, on all ranks in the same one; take a gc.collect() of the program's own out of the step,
-        which no flag stops.
+    Do: collect at fixed steps, on all ranks in the same one; move the program's own gc.collect() out of the step,
+        which no flag disables.
     Flags: --manual-gc --manual-gc-interval 100.
     False alarm: a single collection in a short window, which this mean makes look like every step's.
     """

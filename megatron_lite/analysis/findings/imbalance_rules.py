@@ -9,21 +9,21 @@ from megatron_lite.analysis.run_facts import Facts
 MAX_NAMED = 4
 
 
-@rule("late-in-turns", "ranks that come late in turns", "ranks", "collectives")
+@rule("late-in-turns", "ranks that take turns being late", "ranks", "collectives")
 def find_late_in_turns(facts: Facts) -> Finding | None:
-    """In each step some rank comes late, now one, now another.
+    """Some rank is late in each step, but not always the same one.
 
     Meaning: every collective ends for all when the last rank has come. Where the work of a step differs between ranks (sequences of
         unequal length, samples that cost more to load, experts with more tokens), each step takes as long as its most loaded
         rank, though all ranks take equally long on the average. No rank is slow by itself.
-    Measured: by collectives of all ranks' traces, matched in order: in each steady step, how long the others wait for the rank that
-        is last, beyond its own waits; several ranks are last in turns, in at least half of the steps. Without such traces: every
+    Measured: from the collectives of all ranks' traces, matched in order: in each steady step, how long the others wait for the rank that
+        is last, beyond its own waits; several ranks alternate in being last, in at least half of the steps. Without such traces: every
         rank's own times in steps.jsonl, where each line is of one step.
     Cost: what they wait, mean over steps.
     Do: give ranks equal work in each step: batches of equal numbers of tokens (sort or pack by length), the same number of samples
         of each kind; expensive work of all ranks (evaluating, logging) in the same step. Prefetch, where loading is uneven.
     Flags: --profile-ranks -1 records all ranks.
-    False alarm: other jobs on the ranks' cores delay now one rank, now another; busy-machine tells where that was recorded.
+    False alarm: other jobs on the ranks' cores delay now one rank, now another; see busy-machine, where that was recorded.
     """
     found = _find_imbalance(facts)
     if found is None or found.rank is not None:
@@ -49,11 +49,11 @@ def find_late_at_times(facts: Facts) -> Finding | None:
 
     Meaning: a rank that does something more in every n-th step (saving, evaluating, logging, collecting garbage, a batch of another
         kind) makes all ranks wait for it. Its median step shows nothing.
-    Measured: by collectives of all ranks' traces, matched in order: in which steady steps the others wait for it, how long, and
+    Measured: from the collectives of all ranks' traces, matched in order: in which steady steps the others wait for it, how long, and
         whether the steps between are always as many. One odd step is no pattern. Without such traces: every rank's own times in
         steps.jsonl, where each line is of one step.
     Cost: what they wait, mean over all steps.
-    Do: look at what the rank does in those steps; do it on all ranks in the same step, beside computing (in a thread, or
+    Do: look at what the rank does in those steps; do it on all ranks in the same step, overlapped with compute (in a thread, or
         asynchronously), or less often.
     Flags: --manual-gc, --log-interval, --save-interval, by what it does.
     False alarm: other jobs on its cores, or a clock that a hot GPU lowers at times.
@@ -67,7 +67,7 @@ def find_late_at_times(facts: Facts) -> Finding | None:
         Evidence(_describe_cause(found)),
         *_describe_absent(facts),
     ]
-    advice = f"look at what rank {found.rank} does in these steps; do it on all ranks at once, beside computing, or less often"
+    advice = f"look at what rank {found.rank} does in these steps; do it on all ranks at once, overlapped with compute, or less often"
     certain = bool(found.computes) and not seen[2:]
     return build_time_finding(found.lost_ms, seen, advice, (), certain, found.rank)
 

@@ -39,7 +39,7 @@ def measure_loader_wait(facts: Facts) -> LoaderWait | None:
         ms = one.time.rows.get("data_wait", 0.0)
         if one.share(ms) < MATTERS:
             return None
-        text = f"{'the device' if one.time.on_gpu else 'the step'} waits for the loader {one.of_step(ms)}"
+        text = f"{'the device' if one.time.on_gpu else 'the step'} waits for the data loader {one.of_step(ms)}"
         loading_ms = one.time.loader_host_ms or None
         loaders = tuple(work.what for work in one.time.named if work.cause == "data_wait")
         return LoaderWait(ms, one.time.step_ms - ms, loading_ms, text, one.where(), one.time.rank, loaders)
@@ -52,9 +52,7 @@ def measure_loader_wait(facts: Facts) -> LoaderWait | None:
     wait_ms, rank = next((one for one in seen if (one[0] or 0.0) >= MATTERS * run.steady_step_ms), (None, None))
     if wait_ms is None:
         return None
-    text = (
-        f"{in_ms(wait_ms)} of a step of {in_ms(run.steady_step_ms)} pass in the phase {DATA} (median of typical steps)"
-    )
+    text = f"{in_ms(wait_ms)} of a step of {in_ms(run.steady_step_ms)} is spent in the phase {DATA} (median of typical steps)"
     place = "steps.jsonl" if rank is None else f"rank {rank}, steps.jsonl"
     return LoaderWait(wait_ms, run.steady_step_ms - wait_ms, None, text, place, rank)
 
@@ -65,12 +63,12 @@ def find_starved_loader(facts: Facts) -> Finding | None:
 
     Meaning: the next batch was not ready when the step wanted it: loading takes longer than computing, or is not done
         ahead.
-    Measured: the device's idle time while the host stood in the loader; without a trace the host's time in the phase
-        "data", of the rank that waits most. Loading that is hidden behind computing does not count.
+    Measured: the device's idle time while the host was in the data loader; without a trace the host's time in the phase
+        "data", of the rank that waits most. Loading that overlaps with compute does not count.
     Cost: a step cannot be shorter than loading one batch divided by the number of workers.
-    Do: let more workers load ahead; if the cores are taken, do less per batch: tokenize before training, larger reads,
+    Do: load ahead with more workers; if all cores are busy, do less per batch: tokenize before training, larger reads,
         a local disk, fewer small tensors in the collate function.
-    Flags: --num-workers N (0 loads in the training process, with nothing hidden). megatron-lite preprocess writes
+    Flags: --num-workers N (0 loads in the training process, without overlap). megatron-lite preprocess writes
         .bin/.idx files once, so that loading is only reading.
     False alarm: the first steps of a run, while workers start; they are left out of the figures.
     """
@@ -101,8 +99,8 @@ def find_too_many_workers(facts: Facts) -> Finding | None:
         copies of the data set in memory and a disk that seeks cost more than they bring.
     Measured: --num-workers times the ranks of this machine against the cores that a rank may use, and the wait for the
         loader (as in starved-loader) that is left in spite of them.
-    Cost: the wait; how much of it fewer workers save, only a run tells. More workers are not always faster.
-    Do: halve the workers until the wait grows; do less work per batch (tokenize before training).
+    Cost: the wait; run with fewer workers to see how much they save. More workers are not always faster.
+    Do: halve the number of workers until the wait grows; do less work per batch (tokenize before training).
     Flags: --num-workers N with N x ranks below the number of cores.
     False alarm: workers that mostly wait for a slow network disk may well outnumber the cores.
     """
@@ -138,8 +136,8 @@ def find_unpinned_copies(facts: Facts, one: RankFacts) -> Finding | None:
     Meaning: the source of the copy is ordinary memory. The driver first copies it into a page-locked buffer of its own,
         and the host waits: non_blocking=True has no effect on such a copy.
     Measured: host-to-device copies whose name says Pageable, in steady steps; cost is their time on the device that no
-        kernel hides, and the idle time after the host's wait.
-    Cost: the copy cannot overlap with computing, and the host cannot launch ahead while it stands there.
+        kernel overlaps, and the idle time after the host's wait.
+    Cost: the copy cannot overlap with computing, and the host cannot launch ahead while it waits.
     Do: DataLoader(pin_memory=True) and .to(device, non_blocking=True); keep batches plain tensors, which can be pinned.
     Flags: this trainer pins by itself on a GPU. With --dataloader-type external, yield arrays and let the trainer pin
         them.
@@ -152,7 +150,7 @@ def find_unpinned_copies(facts: Facts, one: RankFacts) -> Finding | None:
     each = float(one.trace.events.num_bytes[rows].clip(min=0).mean())
     text = (
         f"{significant(one.per_step(rows))} unpinned per step, of {size(each)} on average: {in_ms(exposed)} on the device that "
-        f"nothing hides, {in_ms(stalled)} idle after the host's wait; {one.of_step(exposed + stalled)}"
+        f"not overlapped with compute, {in_ms(stalled)} idle after the host's wait; {one.of_step(exposed + stalled)}"
     )
     advice = "pin host memory (DataLoader(pin_memory=True)) and copy with .to(device, non_blocking=True)"
     return find_lost_time(one, exposed + stalled, text, advice, row=rows[0], cheap=True)
@@ -206,12 +204,12 @@ MAX_SHOWN = 3
 
 @rule("exposed-copies", "copies not overlapped with compute", "step", needs="gpu")
 def find_exposed_copies(facts: Facts, one: RankFacts) -> Finding | None:
-    """Copies between host and device that no computing hides.
+    """Copies between host and device are not overlapped with compute.
 
     Meaning: the device does nothing but copy: batches, offloaded optimizer state or activations, values for the log.
     Measured: time of copies and memsets while no kernel runs, per steady step, by name. Copies from pageable memory are
         counted in unpinned-copies instead.
-    Cost: all of that time: a copy engine works beside the kernels if it is given a stream of its own and pinned memory.
+    Cost: all of that time: a copy engine runs in parallel with kernels if it has its own stream and pinned memory.
     Do: prefetch the next batch on a side stream; overlap offloading with the layers before and after.
     Flags: none here: this trainer copies batches on a side stream by itself.
     False alarm: copies within the device at a step's end, if they are part of the algorithm.
@@ -225,6 +223,6 @@ def find_exposed_copies(facts: Facts, one: RankFacts) -> Finding | None:
         times = f"{significant(one.per_step(group))} per step, {in_ms(one.per_step_ms(group))}"
         shown.append(Evidence(f"{one.trace.name_of(group[0])}: {times}", one.where(group[0])))
     cost = one.exposed_ms(rows)
-    text = f"nothing but copies runs {one.of_step(cost)}"
-    advice = "copy from pinned memory on a stream of its own, ahead of the kernels that need it"
+    text = f"the device only copies for {one.of_step(cost)}"
+    advice = "copy from pinned memory on a separate stream, ahead of the kernels that need it"
     return find_lost_time(one, cost, text, advice, *shown)

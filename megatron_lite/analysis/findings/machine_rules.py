@@ -26,9 +26,9 @@ MIN_COMPILING_STEPS = 2  # a single one may be a variant that was due
 MAX_STEPS_SHOWN = 6
 
 
-@rule("recompilation", "compiling anew in the middle of training", "run")
+@rule("recompilation", "recompilation in the middle of training", "run")
 def find_recompilation(facts: Facts) -> Finding | None:
-    """torch.compile compiles again and again.
+    """torch.compile recompiles again and again.
 
     Meaning: compiled code holds for the shapes, types and values it was made for. When they change, the guard fails and
         the code is compiled anew: seconds in which nothing is computed. Past a limit torch gives up and runs eagerly.
@@ -138,7 +138,7 @@ def find_first_step(facts: Facts, run: Run) -> Finding | None:
     Measured: the first step against the median of typical steps, in steps.jsonl, with the time in which torch.compile
         compiled.
     Cost: the difference, spread over the run's steps; in a long run it vanishes. It is no part of steady throughput.
-    Do: for short runs, no compiling, or a compile cache that outlives the run; keep warm-up out of any comparison.
+    Do: for short runs, disable compilation, or keep a compile cache between runs; exclude warm-up from comparisons.
     Flags: --torch-compile none in short runs; TORCHINDUCTOR_CACHE_DIR on a disk that stays.
     False alarm: a trial of a few steps of what will be a long run.
     """
@@ -154,7 +154,7 @@ def find_first_step(facts: Facts, run: Run) -> Finding | None:
         f"{extra / total:.0%} of {run.steps:,} steps"
         + (f", {in_ms(compiling_ms)} of the first for compiling" if compiling_ms > 0 else "")
     )
-    compiled, advice = facts.compiles, "leave the first steps out of comparisons; a longer run hides them"
+    compiled, advice = facts.compiles, "exclude the first steps from comparisons; in a longer run they do not matter"
     flags: tuple[str, ...] = ()
     if compiled:
         flags = ("--torch-compile none", "TORCHINDUCTOR_CACHE_DIR")
@@ -171,19 +171,19 @@ COSTLY = tuple(f"--pytorch-profiler-collect-{what}" for what in ("callstack", "m
 COSTLY_ON_CPUS = ("--record-memory-history", *COSTLY)
 
 
-@rule("profiler-overhead", "profiler that disturbs what it measures", "run", needs="run")
+@rule("profiler-overhead", "profiler overhead", "run", needs="run")
 def find_profiler_overhead(facts: Facts, run: Run) -> Finding | None:
-    """The profiler slowed its steps down so much that the trace's shares are not the run's.
+    """The profiler slowed its steps down so much that the trace is not representative.
 
     Meaning: recording costs host time per operator (about half a microsecond, with shapes and stacks several), and none
         on the device. A step that was bound by the device looks bound by the host.
-    Measured: the median step inside the window against the median of the steps before it, by the run's own clock, and
+    Measured: the median profiled step against the median of the steps before, on the run's own clock, and
         the CPU time of the process in both: recording is work of its own threads, so that it explains no more than the
         CPU time grew. Waiting for a core is busy-machine, not the profiler. Without CPU times the steps alone decide.
         It is certain only if the CPU time explains nearly all of it, each profiled step is longer than the steps on both
         sides, those after the window are short again, and the run had its cores throughout.
-    Cost: none in the unprofiled run. Trust device times of the trace; distrust host times, gaps and launch-bound.
-    Do: record less, for comparison once without stacks and shapes; a larger micro-batch hides the recording.
+    Cost: none in the unprofiled run. Trust device times of the trace, but not host times, gaps and launch-bound.
+    Do: record less, once without stacks and shapes for comparison; a larger micro-batch reduces the overhead.
     Flags: leave out --pytorch-profiler-collect-callstack, --pytorch-profiler-collect-shapes and
         --pytorch-profiler-collect-memory, on CPUs --record-memory-history too; more steps between --profile-step-start
         and --profile-step-end do not help.
@@ -202,21 +202,21 @@ def find_profiler_overhead(facts: Facts, run: Run) -> Finding | None:
     elif by_profiler_ms <= (MAX_SLOWDOWN - 1) * found.before_ms:
         return None
     text = (
-        f"steps inside the window take{run.on_rank} {found.profiled_ms / found.before_ms:.2f} x as long as those before it "
+        f"profiled steps take{run.on_rank} {found.profiled_ms / found.before_ms:.2f} x as long as those before it "
         f"(median {in_ms(found.profiled_ms)})"
     )
     if run.after_profile_ms is not None:
-        text += f"; those after it {'again' if run.recovered else 'still'} {in_ms(run.after_profile_ms)}"
+        text += f"; those after them {'again' if run.recovered else 'still'} {in_ms(run.after_profile_ms)}"
     told = [Evidence(text, "steps.jsonl")]
     if found.profiled_cpu_ms is not None and found.before_cpu_ms is not None:
-        used = f"the process used {in_ms(found.profiled_cpu_ms)} of CPU time per step inside the window"
-        told.append(Evidence(f"{used}, {in_ms(found.before_cpu_ms)} before it", "steps.jsonl"))
+        used = f"the process used {in_ms(found.profiled_cpu_ms)} of CPU time per profiled step"
+        told.append(Evidence(f"{used}, {in_ms(found.before_cpu_ms)} before", "steps.jsonl"))
     on_cpu = facts.plan.get("device") == "cpu"
     costly = COSTLY_ON_CPUS if on_cpu else COSTLY
     used_flags = [flag for flag in costly if facts.argument(flag.removeprefix("--").replace("-", "_"))]
-    trust = "the run's own step times, not the trace's" if on_cpu else "device times, not gaps"
-    without = f" without {', '.join(used_flags)}" if used_flags else " with a larger micro-batch"
-    advice = f"trust {trust}; profile again{without}"
+    trust = "the unprofiled step time, not the trace" if on_cpu else "device times, not gaps"
+    without = f" without {', '.join(used_flags)}" if used_flags else " with larger batches"
+    advice = f"rely on {trust}; profile again{without}"
     explained = by_profiler_ms is not None and by_profiler_ms >= BY_PROFILER * found.lag_ms
     certain = explained and bool(run.recovered) and shortage is None and is_set_apart(run)
     return Finding(evidence=tuple(told), advice=advice, certain=certain)
@@ -226,9 +226,9 @@ def find_profiler_overhead(facts: Facts, run: Run) -> Finding | None:
 def find_too_many_threads(facts: Facts) -> Finding | None:
     """More computing threads than cores.
 
-    Meaning: every rank computes with as many threads as it sees cores, unless told otherwise. Several ranks on one
+    Meaning: every rank computes with as many threads as it sees cores by default. Several ranks on one
         machine then run several threads per core, which wait for each other at the end of every operator.
-    Measured: threads per rank times the ranks of this machine against its cores, as the run wrote them down (CPU runs).
+    Measured: threads per rank times the ranks of this machine against its cores, as recorded by the run (CPU runs).
     Cost: not measured: often more than half of the speed.
     Do: cores divided by ranks, a thread left for the loader.
     Flags: OMP_NUM_THREADS=N before the command (torchrun sets 1 by itself with several ranks).
@@ -242,7 +242,7 @@ def find_too_many_threads(facts: Facts) -> Finding | None:
     if fewer is None:
         return None
     seen = Evidence(f"{threads} threads x {ranks} ranks of this machine on {cpus} cores", "run.json")
-    advice = f"share the cores out: {THREADS}={fewer}"
+    advice = f"divide the cores: {THREADS}={fewer}"
     return Finding(evidence=(seen,), advice=advice, flags=(f"{THREADS}={fewer}",), certain=False)
 
 
@@ -251,18 +251,18 @@ MAX_RANKS_SHOWN = 8  # ranks
 
 @rule("busy-machine", "ranks that wait for CPU cores", "ranks", "run", needs="run")
 def find_busy_machine(facts: Facts, run: Run) -> Finding | None:
-    """Ranks that were ready to compute and had no core.
+    """Ranks were ready to compute but waited for a CPU core.
 
     Meaning: other programs, or more threads than cores, take the cores that the ranks want. Steps get longer by chance,
-        now on one rank, now on another; all times tell of the machine as much as of the run.
-    Measured: for how long the thread that trains was ready and had no core, by Linux's own account (schedstat), per
+        now on one rank, now on another; all times depend on the machine as much as on the run.
+    Measured: how long the training thread was ready but had no CPU core, from Linux's scheduler (schedstat), per
         step in steps.jsonl; elsewhere how often its threads lost their cores without having asked (involuntary context
         switches per second of CPU time).
     Cost: the wait of the rank that waits longest; the others wait for it in the next collective.
     Do: look for other programs (top), fewer threads or loader workers, a cgroup's limit of CPU time; give the run cores
         of its own; measure again on a quiet machine.
     Flags: OMP_NUM_THREADS times the ranks, plus --num-workers, at most the number of cores.
-    False alarm: none of the wait; on a GPU it is hidden as long as the device has work in its queue.
+    False alarm: none of the wait; on a GPU it overlaps with compute as long as the device has work in its queue.
     """
     found, ranks, told = facts.core_shortage, run.ranks, []
     if found is None:
@@ -282,7 +282,7 @@ def find_busy_machine(facts: Facts, run: Run) -> Finding | None:
         lost = found.switches
         told.append(got if lost is None else f"{got}, and loses a core {lost:,.0f} times")
     told += _describe_other_steps(run, found)
-    advice = "stop what else runs on these cores (top shows it), or give the run cores of its own, and measure again"
+    advice = "stop other programs on these cores (top shows them), or give the run cores of its own, and measure again"
     flags: tuple[str, ...] = ()
     cpus, threads, local = whole(facts.hardware("cpus")), whole(facts.hardware("threads")), facts.local_ranks
     if cpus and threads and local and local * threads > cpus:

@@ -23,7 +23,7 @@ def find_memory_growth(facts: Facts) -> Finding | None:
 
     Meaning: something keeps tensors or objects that the next step does not need: losses with their graph in a list,
         outputs kept by a hook, a validation without no_grad, a cache without a limit.
-    Measured: by a snapshot, blocks that outlive their step and where they were made; without one, the process's memory
+    Measured: in a snapshot, blocks that outlive their step and where they were made; without one, the process's memory
         or the device's peak in steps.jsonl, which must grow from each quarter of the run to the next.
     Cost: memory per step, until it is full. Reserved memory that stays is no leak.
     Do: keep numbers, not tensors (loss.item() at the log interval, or .detach()); look at the growing lines.
@@ -72,7 +72,7 @@ GROWS_WITH_BATCH = ("activations", "logits and loss", "workspace")
 def find_out_of_memory(facts: Facts) -> Finding | None:
     """The run ended because memory was full.
 
-    Meaning: an allocation failed. The line it failed at is the last drop, not what filled the memory.
+    Meaning: an allocation failed. The line that failed is where memory ran out, not what filled it.
     Measured: the failed request in the snapshot, what was free on the device, and what held the memory at the peak.
     Cost: the run.
     Do: begin with the largest category: activations or logits: a smaller micro-batch or recomputation; moments and
@@ -128,8 +128,8 @@ MAX_LOGITS_SHARE = 0.25  # of the peak: less than the layers' activations usuall
 def find_logits_peak(facts: Facts, most: Snapshot) -> Finding | None:
     """Memory peaks at the logits.
 
-    Meaning: the last layer writes a number per token and word of the vocabulary, and the loss copies it, in fp32, more
-        than once. With 50,000 words that is more than all layers' activations of a small model.
+    Meaning: the last layer writes a number per token and vocabulary entry, and the loss copies it, in fp32, more
+        than once. With 50,000 entries that is more than all layers' activations of a small model.
     Measured: bytes of the category "logits and loss" at the snapshot's peak.
     Cost: those bytes at the moment that decides how large a micro-batch can be.
     Do: compute the loss in chunks of tokens (fused linear cross-entropy), compile logits and loss together, or a
@@ -191,7 +191,7 @@ SIXTEEN_BITS = ("fp16", "bf16")
 
 @rule("recompute-activations", "activations that could be recomputed", "memory", needs="snapshot")
 def find_recompute_activations(facts: Facts, most: Snapshot) -> Finding | None:
-    """Recomputing activations would take most of the memory peak away.
+    """Recomputing activations would remove most of the memory peak.
 
     Meaning: every layer keeps its activations for backward. Recomputing keeps only each layer's input and runs the
         layer's forward once more in backward, one layer at a time.
@@ -230,15 +230,15 @@ MIN_SHARED = 0.10  # of the peak, that ranks must save by sharing: it costs no a
 
 @rule("state-kept-whole", "moments and masters that every rank keeps whole", "memory", needs="snapshot")
 def find_state_kept_whole(facts: Facts, most: Snapshot) -> Finding | None:
-    """Every data parallel rank keeps what one could share with the others.
+    """Every data parallel rank keeps the whole optimizer state.
 
     Meaning: fp32 masters and the optimizer's moments are needed in the update only, 12 of 16 bytes per parameter in 16 bits. Ranks
         that train the same weights can keep a part each (ZeRO-1): gradients are scattered instead of summed everywhere,
         and weights gathered afterwards, which is as many bytes.
-    Measured: masters and moments at the peak of a snapshot that fills most of the device; the ranks that share gradients, as the run
-        wrote its layout down.
+    Measured: masters and moments at the peak of a snapshot that fills most of the device; the ranks that share gradients, as recorded in
+        the run's layout.
     Cost: all of that memory but this rank's share.
-    Do: share it out; weights and gradients, too, where that is not enough.
+    Do: shard it; also weights and gradients, where that is not enough.
     Flags: --use-distributed-optimizer; --use-torch-fsdp2.
     False alarm: a peak that falls into forward for other reasons stays as high but for this part.
     """
@@ -250,7 +250,7 @@ def find_state_kept_whole(facts: Facts, most: Snapshot) -> Finding | None:
     if gain < MIN_SHARED * most.peak_bytes:
         return None
     text = f"moments and masters hold {size(held)} of the peak of {size(most.peak_bytes)}; {ranks} ranks keep the same"
-    advice = "share them out: --use-distributed-optimizer"
+    advice = "shard them: --use-distributed-optimizer"
     return find_lost_memory(most, held, gain, text, advice, flags=("--use-distributed-optimizer",))
 
 
@@ -279,7 +279,7 @@ def find_sequence_parallel_off(facts: Facts, most: Snapshot) -> Finding | None:
     alike = f"{tensor} ranks keep {size(gain)} alike"
     text = f"activations hold {size(held)} of the peak of {size(most.peak_bytes)}; {alike}"
     flag = "--sequence-parallel"
-    return find_lost_memory(most, held, gain, text, f"share out the tokens, too: {flag}", flags=(flag,))
+    return find_lost_memory(most, held, gain, text, f"shard the tokens, too: {flag}", flags=(flag,))
 
 
 @rule("micro-batch-headroom", "memory left for a larger micro-batch", "memory", "prediction")
@@ -289,10 +289,10 @@ def find_micro_batch_headroom(facts: Facts) -> Finding | None:
     Meaning: the step accumulates several small micro-batches although fewer, larger ones would fit. Larger products use
         the device better, and gradients are accumulated and launched fewer times.
     Measured: the peak (by a real snapshot, or the allocator's counter in steps.jsonl) against the device's memory as
-        the run wrote it down. The peak of a larger micro-batch is bounded by scaling what depends on it (all of the
+        recorded by the run. The peak of a larger micro-batch is bounded by scaling what depends on it (all of the
         peak, where the parts are not known).
     Cost: the time of adding up gradients in all micro-batches but the first, as far as the trace shows it; larger
-        products may gain more, which only a run tells.
+        products may gain more; run it to see.
     Do: raise the micro-batch, keep the global batch: the result of training stays the same.
     Flags: --micro-batch-size N at the same --global-batch-size.
     False alarm: memory that evaluation, a checkpoint or a longer batch still needs.
@@ -311,7 +311,7 @@ def find_micro_batch_headroom(facts: Facts) -> Finding | None:
 FORWARD = Phase.FORWARD.value
 
 
-@rule("needless-recompute", "recomputation though memory is plentiful", "memory", "prediction")
+@rule("needless-recompute", "recomputation although memory is plentiful", "memory", "prediction")
 def find_needless_recompute(facts: Facts) -> Finding | None:
     """Activations are recomputed although memory is plentiful.
 
@@ -353,7 +353,7 @@ def find_needless_recompute(facts: Facts) -> Finding | None:
     cost = forward * recomputed / layers
     if cost < MATTERS * step_ms:
         return None
-    without = f"without that a step would hold at most {size(needed)}, and there are {size(room)}"
+    without = f"without recomputation a step would hold at most {size(needed)}, and there are {size(room)}"
     seen = (
         Evidence(f"{recomputed} of {layers} layers are recomputed; {without}", "run.json"),
         Evidence(f"forward takes {in_ms(forward)}, and is run twice", place),

@@ -12,12 +12,18 @@ from megatron_lite.thresholds import is_by_chance
 MIN_BUBBLE = 0.10  # of a step, by the schedule: with less, what stages wait has other causes
 
 
-@rule("pipeline-bubble", "stages that wait because micro-batches are few", "phases", "pipeline", needs="run")
+@rule(
+    "pipeline-bubble",
+    "stages that wait because there are few micro-batches",
+    "phases",
+    "pipeline",
+    needs="run",
+)
 def find_pipeline_bubble(facts: Facts, run: Run) -> Finding | None:
-    """Stages of a pipeline stand still while it fills and drains.
+    """Pipeline stages idle while the pipeline fills and drains.
 
     Meaning: the last stage has nothing to do until the first micro-batch has come through all others, and the first one waits in
-        the same way at the end of the step. Of p stages, m micro-batches and v chunks per stage that is (p-1)/v of m + (p-1)/v turns
+        the same way at the end of the step. Of p stages, m micro-batches and v chunks per stage that is (p-1)/v of m + (p-1)/v slots
         for each stage, however fast it is (Narayanan et al. 2021, arXiv 2104.04473). With gradients of weights in between
         (ZeroBubble) a third of it at best.
     Measured: every rank's median time in the phase pipeline_wait over the run's typical steps. The stage that waits least is the
@@ -50,7 +56,7 @@ def find_pipeline_bubble(facts: Facts, run: Run) -> Finding | None:
     options += [f"{flags[1]} if the GPU stays busy"] if size > 1 else []
     options += [f"{flags[-1]} ({measure_bubble(stages, number, 3):.0%} at best)"] if not fills and pieces == 1 else []
     formula = f"{number} micro-batches on {stages} stages{f' of {pieces} chunks' if pieces > 1 else ''}"
-    seen = Evidence(f"{formula}: by the schedule each stage waits {bubble:.0%} of a step, however fast it is")
+    seen = Evidence(f"{formula}: the schedule makes each stage wait {bubble:.0%} of a step, however fast it is")
     least = min(waits_ms, key=lambda stage: waits_ms[stage])
     most = max(waits_ms, key=lambda stage: waits_ms[stage])
     seen_waits = Evidence(

@@ -23,8 +23,8 @@ def find_no_tensor_cores(facts: Facts, one: RankFacts) -> Finding | None:
 
     Meaning: the data are fp16 or bf16, but the kernel's name says CUDA cores: the library found no tensor-core kernel
         for the shape, the alignment or the layout. A 16-bit product without tensor cores is no faster than fp32.
-    Measured: time of such kernels against all matrix products and attention. Names decide (s1688, 16816, xmma, nvjet,
-        wgmma are tensor cores; sgemm, simt, ffma are not); what a name does not say counts as tensor cores here.
+    Measured: time of such kernels against all matrix products and attention. Kernel names decide (s1688, 16816, xmma, nvjet,
+        wgmma are tensor cores; sgemm, simt, ffma are not); an unknown name counts as tensor cores here.
     Cost: their time; how much remains on tensor cores depends on the shape, so that this is an upper bound.
     Do: make dimensions multiples of 8 (16 bytes), better of 64; keep tensors contiguous in their last dimension; see
         matmul-shapes for the dimensions.
@@ -65,8 +65,8 @@ def find_fp32_products(facts: Facts, one: RankFacts) -> Finding | None:
     Meaning: weights and activations are fp32. Tensor cores multiply fp16 and bf16 many times faster than CUDA cores
         multiply fp32; processors with AVX512-BF16 or AMX have such units too. Activations and copies are half as large
         besides.
-    Measured: time of fp32 matrix products and attention per steady step, by kernel names, or without a GPU by the
-        operators' types; the operators' types need --pytorch-profiler-collect-shapes, else the run's plan says it.
+    Measured: time of fp32 matrix products and attention per steady step, from kernel names, or without a GPU from the
+        operators' types; these need --pytorch-profiler-collect-shapes, else the run's plan is used.
         Of products whose shapes are known only the time counts that they can need for what they compute and move: tiny
         products take the time of dispatch or of a busy machine, which no precision shortens.
     Cost: what 16 bits could save of it at best, by the peaks in the hardware table, or by the FLOPs at the 16-bit peak;
@@ -122,15 +122,15 @@ def _limit_to_computing(one: RankFacts, ms: float) -> float:
     return ms * computing_ms / total_ms
 
 
-@rule("slow-16-bit-products", "16-bit products without units for them", "kernels", "roofline")
+@rule("slow-16-bit-products", "16-bit products without hardware support", "kernels", "roofline")
 def find_slow_16_bit_products(facts: Facts) -> Finding | None:
     """16-bit matrix products on a processor that has no units for them.
 
     Meaning: without AVX512-FP16, AVX512-BF16 or AMX a CPU converts 16-bit operands and multiplies in fp32, or
         multiplies them one by one: slower than fp32 from the start, fp16 several times.
-    Measured: the run's precision, what it wrote down of its processor, and the time of matrix products and attention
+    Measured: the run's precision, the processor it recorded, and the time of matrix products and attention
         per steady step.
-    Cost: that time; fp32 would take a part of it that only a run tells.
+    Cost: that time; fp32 would take part of it; run it to see how much.
     Do: train in fp32 on this machine, or in bf16 where the processor has units for it.
     Flags: without --fp16 and --bf16; --bf16 where the processor multiplies it.
     False alarm: a rehearsal on a CPU of what a GPU is meant to run.
@@ -161,14 +161,14 @@ NEAR = 0.05  # a dimension may grow by so much to reach a multiple of 128
 MAX_SHAPES_SHOWN = 4
 
 
-@rule("matmul-shapes", "matrix dimensions off the tiles", "roofline", needs="trace")
+@rule("matmul-shapes", "matrix sizes that are not multiples of the tile size", "roofline", needs="trace")
 def find_matmul_shapes(facts: Facts, one: RankFacts) -> Finding | None:
-    """Matrix products whose dimensions fit the hardware badly.
+    """Matrix sizes are not multiples of the hardware's tile size.
 
     Meaning: matrix units work on tiles. A dimension that is no multiple of 8 (16 bytes of fp16) may lose tensor cores
         or wide loads altogether; one that is no multiple of 64 leaves part of the last tile, and of each cache line,
         empty. hidden 1000 is a multiple of 8 and still no good: 1024 has the same number of tiles.
-    Measured: dimensions of the products in the trace (needs --pytorch-profiler-collect-shapes), which layer they are by
+    Measured: dimensions of the products in the trace (needs --pytorch-profiler-collect-shapes), their layers according to
         the run's plan, and their time. The cost is the part of the tiles' work that is padding: 1 - product of
         (dimension / next multiple of 64), which is arithmetic; that a lost tensor core costs more is in
         no-tensor-cores.

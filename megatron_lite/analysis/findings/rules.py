@@ -59,7 +59,7 @@ def apply_rules(facts: Facts, gap: Callable[[str], object] | None = None) -> tup
         except Exception as error:  # noqa: BLE001  one rule that a foreign file confuses must not silence the others
             found = None
             if gap is not None:
-                why = f"could not be asked ({type(error).__name__}: {error}); its cause may be there unseen."
+                why = f"failed ({type(error).__name__}: {error}); its cause may be present but is not reported."
                 gap(f"rule {rule.code}: {why}")
         if found is not None and math.isfinite(found.cost_ms or 0.0) and not _rounds_to_nothing(found):
             own = facts.run is not None and facts.run.record.get("model")

@@ -48,17 +48,17 @@ ZEROES = ("aten::zero_", "aten::_foreach_zero_")
 ZERO_GRAD_PHASES = ("Optimizer.zero_grad", "zero_grad")
 
 
-@rule("zeroed-gradients", "gradients filled with zeros", "phases", "kernels", "operators", needs="trace")
+@rule("zeroed-gradients", "gradients zeroed instead of freed", "phases", "kernels", "operators", needs="trace")
 def find_zeroed_gradients(facts: Facts, one: RankFacts) -> Finding | None:
-    """Gradients are filled with zeros instead of let go.
+    """Gradients are filled with zeros instead of freed.
 
     Meaning: zero_grad(set_to_none=False), or an old PyTorch's default, writes zeros into every gradient, and backward
-        then reads them to add to them. Let go (None), a gradient is simply written by the next backward.
+        then reads them to add to them. If freed (None), a gradient is simply written by the next backward.
     Measured: aten::zero_ and its kin within the range of zero_grad; cost is their device time and the idle time while
         the host launches them, tensor by tensor. Without a GPU the operators' time.
     Cost: that time, and as much again in backward, which is not counted here.
     Do: optimizer.zero_grad(set_to_none=True), PyTorch's default since 2.0.
-    Flags: none here: this trainer lets gradients go.
+    Flags: none here: this trainer frees gradients.
     False alarm: code that reads .grad of parameters that got no gradient.
     """
     rows = one.in_phases(one.rows_named(ZEROES.__contains__, Kind.OP), *ZERO_GRAD_PHASES)
@@ -67,7 +67,7 @@ def find_zeroed_gradients(facts: Facts, one: RankFacts) -> Finding | None:
     cost = sum(phase.device_ms for phase in one.time.phases if phase.name in ZERO_GRAD_PHASES)
     cost += sum(site.idle_ms for site in one.time.hosts if site.phase in ZERO_GRAD_PHASES)
     text = f"{one.per_step(rows):,.0f} calls per step in zero_grad: {one.of_step(cost)}"
-    advice = "let gradients go: optimizer.zero_grad(set_to_none=True)"
+    advice = "free gradients instead of zeroing them: optimizer.zero_grad(set_to_none=True)"
     return find_lost_time(one, cost, text, advice, row=rows[0], cheap=True)
 
 
@@ -123,7 +123,7 @@ def find_scale_collapse(facts: Facts, run: Run) -> Finding | None:
     Measured: the loss scale of the last steps in steps.jsonl, and what it was before.
     Cost: not time: trust in the run.
     Do: stop and find what overflows: a learning rate too high, a layer that explodes, bad data. bf16 needs no scale.
-    Flags: --bf16; --min-loss-scale stops the fall and hides it; --lr, --clip-grad.
+    Flags: --bf16; --min-loss-scale stops the fall and masks it; --lr, --clip-grad.
     False alarm: a fixed --loss-scale 1, chosen on purpose.
     """
     if facts.plan.get("precision") not in (None, "fp16") or facts.argument("loss_scale"):
@@ -141,7 +141,7 @@ def find_scale_collapse(facts: Facts, run: Run) -> Finding | None:
 
 @rule("no-learning", "losses that show no learning", "run", "losses", needs="run")
 def find_no_learning(facts: Facts, run: Run) -> Finding | None:
-    """The run computes, and its losses say that it does not learn.
+    """The run computes, but its losses show that it does not learn.
 
     Meaning: the loss of updates is NaN or Inf, or it is as high at the end as at the beginning. The steps may be as
         fast as they like.
@@ -216,7 +216,7 @@ SAVE, EVAL = Phase.SAVE.value, Phase.EVAL.value
 
 @rule("save-and-eval", "stalls for checkpoints and evaluations", "run", needs="run")
 def find_save_and_eval(facts: Facts, run: Run) -> Finding | None:
-    """Training stands still for checkpoints and evaluations.
+    """Training stops for checkpoints and evaluations.
 
     Meaning: while a checkpoint is written or the validation loss is computed, no step runs. On several ranks the
         slowest writer decides.
@@ -245,6 +245,6 @@ def find_save_and_eval(facts: Facts, run: Run) -> Finding | None:
         of_all = f"{total / whole_ms:.0%} of the time of the run's {run.steps:,} steps"
         text = f"{name}: {times[name]:,} times, {in_ms(total / times[name])} each, {of_all}"
         seen.append(Evidence(text, "steps.jsonl"))
-    advice = f"stand still less: {' and '.join(remedies[name][0] for name in stalls)}"
+    advice = f"reduce stalls:  {' and '.join(remedies[name][0] for name in stalls)}"
     flags = tuple(remedies[name][1] for name in stalls)
     return build_time_finding(cost, seen, advice, flags)

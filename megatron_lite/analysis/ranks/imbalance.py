@@ -1,4 +1,4 @@
-"""Imbalance that moves: ranks that come late in turns, and one rank that comes late in some steps only.
+"""Imbalance that moves: ranks that take turns being late, and one rank that comes late in some steps only.
 
 A rank that is late in the usual step is a straggler (ranks.py). What moves leaves every rank's mean and median alike, and costs the
 same: in each step all wait for whichever rank is last.

@@ -75,7 +75,7 @@ class Straggler:
 
 @dataclass(frozen=True)
 class Imbalance:
-    """Waiting for ranks that come late in turns, or for one that comes late in some steps only."""
+    """Waiting for ranks that take turns being late, or for one that comes late in some steps only."""
 
     rank: int | None  # the one that is late in some steps; None: ranks are late in turns
     lost_ms: float  # that others wait, mean over all steps
@@ -133,8 +133,10 @@ class Ranks:
 
 
 def describe_imbalance(found: Imbalance) -> str:
-    """'rank 1 makes the others wait 300 ms in 2 of 13 steps', 'ranks come late in turns, and the others wait 15 ms per step'."""
+    """'rank 1 makes the others wait 300 ms in 2 of 13 steps', 'different ranks are late from step to step, and the others wait 15 ms per step'."""
     if found.rank is None:
-        return f"ranks come late in turns, and the others wait {significant(found.lost_ms)} ms per step"
+        return (
+            f"different ranks are late from step to step, and the others wait {significant(found.lost_ms)} ms per step"
+        )
     when = f"{found.late_steps} of {found.steps} steps"
     return f"rank {found.rank} makes the others wait {significant(found.late_ms)} ms in {when}"

@@ -151,7 +151,7 @@ def _find_cpu_updates(trace: Trace, placing: Placing, threads: Integers) -> Cove
     return trace.cover(rows[alone])
 
 
-# --- costs that are paid once, and not by every step
+# --- one-time costs, and not by every step
 
 NOTABLE = 0.05  # of a step of the host
 FEW_STEPS = 0.25  # of the steps: what so few have is not every step's
@@ -186,7 +186,7 @@ def is_paid_once(cause: str, cover: Cover, start: Integers, end: Integers) -> bo
 
 
 def explain_paying_steps(trace: Trace, thread: int, start: Integers, end: Integers) -> list[str]:
-    """Why each step [start, end) of the host is no typical one, by costs that are paid once; "" where it may be."""
+    """Why each step [start, end) of the host is no typical one, by one-time costs; "" where it may be."""
     why_not = [""] * len(start)
     if thread < 0 or len(start) < 2:
         return why_not

@@ -20,7 +20,7 @@ NOT_THE_PROGRAM = re.compile(
     r"|(^|/)lib/python3[^/]*/[^/]+\.py$"
 )
 BETWEEN = "Python between operators"
-UNSEEN = "work between operators that no name tells"  # without stacks it may be Python or anything else
+UNSEEN = "unnamed work between operators"  # without stacks it may be Python or anything else
 # A Python class of autograd.Function gives its operators its name; those of PyTorch have "::", or a digit at the end.
 CUSTOM_FUNCTION = re.compile(r"(?!CompiledFunction)[A-Za-z_]\w*[A-Za-z_]$")
 MAX_SITES = 50

@@ -157,7 +157,7 @@ class RankTime:
     busy_ms: float = 0.0  # device working at all
     communication_ms: float = 0.0  # union of communication, hidden or not
     copy_ms: float = 0.0  # union of copies and memsets
-    overlap: float | None = None  # share of communication that compute hides; None without communication
+    overlap: float | None = None  # share of communication overlapped with compute; None without communication
     phases: tuple[PhaseTime, ...] = ()
     syncs: tuple[SyncSite, ...] = ()  # most idle first
     hosts: tuple[HostSite, ...] = ()  # most idle first
