@@ -28,6 +28,24 @@ def significant(value: float, digits: int = 3, signed: bool = False) -> str:
     return text.rstrip("0").rstrip(".") if decimals else text
 
 
+ENDS_IN_HISS = ("s", "x", "z", "ch", "sh")
+
+
+def pluralize(what: str) -> str:
+    """'wait' -> 'waits', 'copy' -> 'copies', 'micro-batch' -> 'micro-batches', 'way' -> 'ways'."""
+    if what.endswith(ENDS_IN_HISS):
+        return f"{what}es"
+    if what.endswith("y") and what[-2:-1] not in "aeiou":
+        return f"{what[:-1]}ies"
+    return f"{what}s"
+
+
+def counted(number: float, what: str) -> str:
+    """'1 wait', '12 waits', '0.5 waits', '2 copies': a number as it is shown decides, not its hidden digits."""
+    told = significant(number)
+    return f"{told} {what if told == '1' else pluralize(what)}"
+
+
 def size(num_bytes: float) -> str:
     """1536 -> '1.5 KiB'."""
     for unit in ("B", "KiB", "MiB"):

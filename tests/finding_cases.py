@@ -256,6 +256,89 @@ def searches_for_unused(made, at):
     made.op("torch.distributed.ddp.reducer::search_unused_parameters", at + 3010, at + 3030)
 
 
+BLOCK = [[[512, 64], [256, 64]], [[512, 256], [64, 256]]] * 3
+
+
+@prepared
+def passes(folder: Path, number: int, sequences=(100, None), weights=BLOCK, shapes=True, gpu=False):
+    """Forward passes of 6 products of 300 us, then one backward, whose operations belong to the first sequence numbers.
+
+    sequences: the first sequence number of each pass; None: under no_grad. A step takes about 10,000 us.
+    """
+    made = MadeTrace(0, 1, device="NVIDIA H100 80GB HBM3" if gpu else None)
+    for index in range(STEPS):
+        at = 10.0 + 12_000 * index
+        made.step(10 + index, at, at + 11_900)
+        host = at + 10
+        for first in sequences[:number]:
+            for place, dims in enumerate(weights):
+                made.op("aten::linear", host, host + 290, dims=dims if shapes else None)
+                if first is not None:
+                    made.op("aten::addmm", host + 5, host + 280, sequence=1000 * index + first + place)
+                if gpu:
+                    made.kernel(BF16_GEMM, host + 20, host + 290, host + 10)
+                host += 300
+        for place in reversed(range(len(weights))):
+            node = {"sequence": 1000 * index + 100 + place, "forward_thread": 1}
+            made.op(f"{NODE}AddmmBackward0", host, host + 590, AUTOGRAD, **node)
+            made.op("AddmmBackward0", host + 2, host + 588, AUTOGRAD, **node)
+            made.op("aten::mm", host + 5, host + 580, AUTOGRAD)
+            if gpu:
+                made.kernel(BF16_GEMM, host + 20, host + 590, host + 10, thread=AUTOGRAD)
+            host += 600
+        made.annotation("Optimizer.step#AdamW.step", host, host + 500)
+        made.op("aten::_fused_adamw_", host + 5, host + 490)
+        if gpu:
+            made.kernel(ADD, host + 20, host + 490, host + 10)
+    made.write(folder)
+
+
+@prepared
+def distilled(folder: Path):
+    """A teacher of another size runs without gradients before the trained pass."""
+    made = MadeTrace(0, 1, device=None)
+    for index in range(STEPS):
+        at = 10.0 + 9_000 * index
+        made.step(10 + index, at, at + 8_900)
+        for place in range(6):
+            made.op("aten::linear", at + 300 * place, at + 300 * place + 290, dims=[[512, 128], [128, 128]])
+        for place in range(6):
+            start = at + 2_000 + 300 * place
+            made.op("aten::linear", start, start + 290, dims=BLOCK[place], sequence=100 * index + place)
+        for place in range(6):
+            start, node = at + 4_000 + 600 * place, {"sequence": 100 * index + 5 - place, "forward_thread": 1}
+            made.op(f"{NODE}AddmmBackward0", start, start + 590, AUTOGRAD, **node)
+    made.write(folder)
+
+
+def reorders(made, at, name="aten::contiguous", us=900.0):
+    """A transposed tensor is copied."""
+    made.op(name, at + 3010, at + 3012 + us, dims=[[8, 512, 64]])
+    made.op("aten::clone", at + 3010.5, at + 3011.5 + us)
+    made.op("aten::copy_", at + 3011, at + 3011 + us)
+
+
+def reorders_little(made, at):
+    reorders(made, at, us=40.0)
+
+
+def only_views(made, at):
+    made.op("aten::reshape", at + 3010, at + 3910, dims=[[8, 512, 64]])
+    made.op("aten::view", at + 3011, at + 3900)
+
+
+DOUBLE = ["double", "double"]
+
+
+def computes_in_fp64(made, at):
+    made.op("aten::mm", at + 3010, at + 3900, dims=[[64, 64], [64, 64]], dtypes=DOUBLE)
+
+
+def sums_in_fp64(made, at):
+    made.op("aten::add", at + 3010, at + 3050, dims=[[64, 64], [64, 64]], dtypes=DOUBLE)
+    made.op("aten::mul", at + 3055, at + 3900, dims=[[], [1]], dtypes=DOUBLE)  # numbers, not tensors
+
+
 def looks_ahead(made, at):
     made.op("torch.distributed.ddp.reducer::copy_bucket_to_grad", at + 3010, at + 3030)
 
@@ -624,6 +707,13 @@ CASES = {
         recorded(environment={"CUDA_LAUNCH_BLOCKING": "1", "TORCH_DISTRIBUTED_DEBUG": "DETAIL"}),
         recorded(environment={"CUDA_LAUNCH_BLOCKING": "0", "TORCH_DISTRIBUTED_DEBUG": "INFO"}),
     ),
+    "forward-without-backward": (passes(2), passes(1)),
+    "fp64-compute": (on_cpu(change=computes_in_fp64), on_cpu(change=sums_in_fp64)),
+    "layout-copies": (on_cpu(change=reorders), on_cpu(change=reorders_little)),
+    "hard-clipping": (
+        recorded(steps=ordinary_steps(grad_norm=lambda index: 3.0 if index == 5 else 40.0), clip_grad=1.0),
+        recorded(steps=ordinary_steps(grad_norm=lambda index: 40.0 if index < 10 else 3.0), clip_grad=1.0),
+    ),
     "unused-parameters": (on_cpu(change=searches_for_unused), on_cpu(change=looks_ahead)),
     "too-many-threads": tuple(recorded(device="cpu", hardware={"threads": n, "cpus": 8}) for n in (8, 4)),
     "overflow-storm": (
@@ -667,6 +757,11 @@ UNKNOWN_OR_AMD = (
 NEVER_GOOD = {"skipped": True, "loss": None, "grad_norm": None}
 # a second way in which a rule can see its cause, or a second near miss
 MORE_TRIGGERS = [
+    ("forward-without-backward", passes(2, (500, 100))),
+    ("forward-without-backward", passes(2, (100, None), shapes=False)),
+    ("forward-without-backward", passes(2, gpu=True)),
+    ("fp64-compute", on_gpu(forward=[("volta_dgemm_64x64_nn", 900, "aten::mm", *[None] * 2)])),
+    ("fp64-compute", on_gpu(forward=[(ADD, 900, "aten::add", [[64, 64]] * 2, DOUBLE)])),
     ("debug-switches", on_cpu(change=checks_for_nan)),
     ("debug-switches", launches_wait(106)),
     ("straggler", recorded(ranks=rank_lines([3.0, 9.0], **cores([0.5, 3.5], [1, 4])))),
@@ -702,6 +797,11 @@ MORE_TRIGGERS = [
     ("matmul-shapes", both(on_cpu(dims=ODD), recorded(device="cpu", shape=ODD_SHAPE))),
 ]
 MORE_NEAR_MISSES = [
+    ("forward-without-backward", passes(2, (100, 100))),  # one pass, twice as long
+    ("forward-without-backward", distilled()),
+    ("layout-copies", on_cpu(change=only_views)),
+    ("hard-clipping", recorded(steps=ordinary_steps(grad_norm=40.0), clip_grad=0.0)),
+    ("hard-clipping", recorded(steps=ordinary_steps(8, grad_norm=40.0), clip_grad=1.0)),
     ("debug-switches", on_cpu(change=hooks_look_for_nan)),
     ("debug-switches", launches_wait(5)),
     ("needless-sharding", shards(30, twice=False)),
@@ -806,6 +906,11 @@ max-connections | 0.8 | 2 ranks
 recompilation | 49 | iterations 9, 17, 25, 33
 first-step | 499.75 | 20,000.0 ms
 overflow-storm | 1.5 |
+forward-without-backward | 1.79 | 1 more forward pass per step of the trained layers, under torch.no_grad()
+fp64-compute | 0.89 | aten::mm in fp64: 1 time per step
+layout-copies | 0.902 | aten::contiguous [8, 512, 64]
+hard-clipping |  | 40 times --clip-grad 1
+unused-parameters |  | 1 search per step
 matmul-shapes |  | --hidden-size 1024 (now 1000)
 vocabulary-padding |  | 50,257 of 65,536
 micro-batch-headroom |  | --micro-batch-size 16 (now 4)

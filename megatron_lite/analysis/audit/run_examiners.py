@@ -12,7 +12,7 @@ import numpy as np
 from megatron_lite.analysis.audit.answers import Case, Point, Record, fail_by_findings, failed, not_seen
 from megatron_lite.analysis.compare.compare_results import Change, Pair
 from megatron_lite.analysis.compare.settings import exact, objections, paired_samples
-from megatron_lite.analysis.findings.base import Evidence, counted
+from megatron_lite.analysis.findings.base import Evidence
 from megatron_lite.analysis.findings.memory_rules import MIN_SNAPSHOT_STEPS
 from megatron_lite.analysis.intervals import Numbers
 from megatron_lite.analysis.kernels.kernel_results import MATRIX_ROLES
@@ -23,7 +23,7 @@ from megatron_lite.analysis.run.run_results import Run
 from megatron_lite.analysis.run_facts import Facts, whole
 from megatron_lite.analysis.trace.columns import Kind
 from megatron_lite.run_folder import STEPS_FILE
-from megatron_lite.units import MIB, count, significant, size
+from megatron_lite.units import MIB, count, counted, significant, size
 
 IS_UPDATE, OPTIMIZER_STEP = re.compile(r"Optimizer\.step#").match, "optimizer step"
 MIN_TRACED_STEPS = 2

@@ -6,7 +6,7 @@ import numpy as np
 
 from megatron_lite.analysis.audit.answers import Case, Point, Record, failed, not_seen
 from megatron_lite.analysis.findings import kernel_rules
-from megatron_lite.analysis.findings.base import Evidence, counted
+from megatron_lite.analysis.findings.base import Evidence
 from megatron_lite.analysis.findings.host_rules import BETWEEN_STEPS, find_waits
 from megatron_lite.analysis.findings.input_rules import ACROSS, MAX_SMALL_COPIES, SMALL_BYTES, is_batch_copy
 from megatron_lite.analysis.findings.product_rules import WITHOUT_TENSOR_CORES, is_off
@@ -20,7 +20,7 @@ from megatron_lite.analysis.trace.columns import Kind
 from megatron_lite.phases import Phase
 from megatron_lite.run_folder import STEPS_FILE
 from megatron_lite.thresholds import MIN_BEFORE, MIN_STEPS
-from megatron_lite.units import significant, size
+from megatron_lite.units import counted, significant, size
 
 MAX_UNEXPLAINED = 0.10  # of the step; the profiler alone makes a few percent
 MIN_TRACED_STEPS = 2  # a trace's window is short

@@ -8,7 +8,6 @@ from typing import Literal
 from megatron_lite.analysis.memory.memory_results import Snapshot
 from megatron_lite.analysis.rank_facts import MATTERS, MIN_SHARE_SHOWN, RankFacts
 from megatron_lite.analysis.run_facts import Facts
-from megatron_lite.units import significant
 
 Needs = Literal["", "run", "snapshot", "trace", "gpu"]
 
@@ -125,8 +124,3 @@ def find_lost_memory(
     """What holds `num_bytes` in a snapshot. seen: the first piece of evidence; more: the other pieces."""
     evidence, rank = (Evidence(seen, most.source), *more), most.rank
     return Finding("", "", None, num_bytes, evidence, advice, flags, None, gain_bytes, certain, rank)
-
-
-def counted(number: float, what: str) -> str:
-    """'1 wait', '12 waits', '0.5 waits'."""
-    return f"{significant(number)} {what}" + ("" if number == 1 else "s")

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_lite.analysis.findings.base import Evidence, Finding, build_time_finding, counted, find_lost_time, rule
+from megatron_lite.analysis.findings.base import Evidence, Finding, build_time_finding, find_lost_time, rule
 from megatron_lite.analysis.intervals import Integers
 from megatron_lite.analysis.rank_facts import MATTERS, MIN_SHARE_SHOWN, RankFacts, in_ms
 from megatron_lite.analysis.ranks.calls import collective_bytes
@@ -15,7 +15,7 @@ from megatron_lite.analysis.ranks.process_groups import is_fully_sharded
 from megatron_lite.analysis.ranks.rank_results import Ranks, Straggler
 from megatron_lite.analysis.run_facts import TIGHT, Facts, whole
 from megatron_lite.phases import Phase
-from megatron_lite.units import significant, size
+from megatron_lite.units import counted, significant, size
 from megatron_lite.variables import MORE_QUEUES, QUEUES, has_needless_order
 
 # --- gradients

@@ -2,12 +2,13 @@
 
 import numpy as np
 
-from megatron_lite.analysis.findings.base import Evidence, Finding, counted, rule
+from megatron_lite.analysis.findings.base import Evidence, Finding, rule
 from megatron_lite.analysis.intervals import Integers
 from megatron_lite.analysis.rank_facts import MIN_SHARE_SHOWN, RankFacts, in_ms
 from megatron_lite.analysis.run_facts import Facts
 from megatron_lite.analysis.trace.columns import Kind
 from megatron_lite.phases import Phase
+from megatron_lite.units import counted
 from megatron_lite.variables import Place, switches_on
 
 NODE = "autograd::engine::evaluate_function: "  # PyTorch's range around each operation of a backward pass

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from megatron_lite.analysis.findings import communication_rules as known
 from megatron_lite.analysis.findings import pipeline_rules
-from megatron_lite.analysis.findings.base import Evidence, Finding, Rule, counted, find_lost_time, rule
+from megatron_lite.analysis.findings.base import Evidence, Finding, Rule, find_lost_time, rule
 from megatron_lite.analysis.rank_facts import MATTERS, RankFacts, in_ms
 from megatron_lite.analysis.ranks.exposed import (
     ALL_TO_ALL,
@@ -22,6 +22,7 @@ from megatron_lite.analysis.ranks.exposed import (
 )
 from megatron_lite.analysis.run_facts import Facts
 from megatron_lite.thresholds import is_by_chance
+from megatron_lite.units import counted
 
 # rules that name a cause of some of it, and what they speak of: their cost is not told again
 CAUSES: tuple[tuple[Rule, str], ...] = (

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from megatron_lite.analysis.findings.base import Evidence, Finding, counted, find_lost_time, rule
+from megatron_lite.analysis.findings.base import Evidence, Finding, find_lost_time, rule
 from megatron_lite.analysis.findings.update_rules import find_save_and_eval
 from megatron_lite.analysis.rank_facts import MATTERS, RankFacts, in_ms
 from megatron_lite.analysis.run_facts import Facts
@@ -10,7 +10,7 @@ from megatron_lite.analysis.time.host_names import INSIDE
 from megatron_lite.analysis.time.time_results import NamedWork, SyncSite
 from megatron_lite.analysis.trace.columns import Kind
 from megatron_lite.phases import Phase
-from megatron_lite.units import significant
+from megatron_lite.units import counted, significant
 
 MAX_SHOWN = 4
 HALF_A_STEP = 0.5

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from megatron_lite.analysis.findings.base import Evidence, Finding, counted, find_lost_time, rule
+from megatron_lite.analysis.findings.base import Evidence, Finding, find_lost_time, rule
 from megatron_lite.analysis.findings.host_cause_rules import find_clip_waits, find_python_in_function, measure_clipping
 from megatron_lite.analysis.findings.input_rules import is_batch_copy, pageable_rows
 from megatron_lite.analysis.findings.update_rules import LOG, find_log_stalls
@@ -11,7 +11,7 @@ from megatron_lite.analysis.run_facts import Facts
 from megatron_lite.analysis.time.time_results import MIN_STRETCH_MS, ShortGaps, SyncSite
 from megatron_lite.analysis.trace.columns import Kind
 from megatron_lite.phases import Phase
-from megatron_lite.units import significant
+from megatron_lite.units import counted, significant
 
 ONCE = 0.5  # calls per step from which on it is every step's, not that of a log interval
 BETWEEN_STEPS = {Phase.LOG.value, Phase.EVAL.value, Phase.SAVE.value}  # there, waiting is meant

@@ -10,7 +10,7 @@ from megatron_lite.analysis.rank_facts import RankFacts, in_ms
 from megatron_lite.analysis.run_facts import Facts
 from megatron_lite.analysis.trace.columns import Kind
 from megatron_lite.phases import Phase
-from megatron_lite.units import significant
+from megatron_lite.units import counted, significant
 
 MIN_TOKENS = 128  # below, the scores are no larger than the activations around them
 MIN_TOKENS_ON_CPU = 512  # at 256 explicit attention was measured to be the faster one
@@ -84,10 +84,50 @@ def find_attention_dropout(facts: Facts, one: RankFacts) -> Finding | None:
     return find_lost_time(one, cost, text, advice, row=rows[0], flags=("--attention-dropout 0",), certain=False)
 
 
+ORDERED = ("aten::contiguous", "aten::reshape", "aten::_reshape_copy")
+
+
+@rule("layout-copies", "copies into another layout", "operators", "kernels", needs="trace")
+def find_layout_copies(facts: Facts, one: RankFacts) -> Finding | None:
+    """Tensors are copied because their layout does not suit the next operator.
+
+    Meaning: .contiguous() on a transposed or sliced view, and reshape() where a view cannot have the new shape, read and
+        write the whole tensor and compute nothing.
+    Measured: device time (without a GPU: operators' time) of what aten::contiguous and aten::reshape launch, where they
+        copy.
+    Cost: up to that time, and the memory of the copies.
+    Do: keep one layout from the start; use view, unflatten or einsum on what is contiguous; hand strided tensors to
+        operators that take them (matmul, scaled_dot_product_attention); choose channels_last for the whole model, or
+        for nothing.
+    Flags: --pytorch-profiler-collect-shapes names the sizes, --pytorch-profiler-collect-callstack the lines.
+    False alarm: a kernel that takes contiguous tensors only.
+    """
+    rows = one.rows_named(ORDERED.__contains__, Kind.OP)
+    copies = one.rows_named("aten::copy_".__eq__, Kind.OP)
+    nest, events = one.trace.nest(rows), one.trace.events
+    around = nest.position_at(events.start_ns[copies], events.thread[copies])
+    rows = nest.row_of(np.unique(around[around >= 0]))
+    cost = one.covered_ms(one.work_under(rows))
+    groups: dict[str, list[int]] = {}
+    for row in rows.tolist():
+        index = int(events.shapes[row])
+        dims = one.trace.shapes[index].dims[:1] if index >= 0 else ()
+        groups.setdefault(" ".join([one.trace.name_of(row), *map(str, map(list, dims))]), []).append(row)
+    times = {name: one.covered_ms(one.work_under(np.array(group))) for name, group in groups.items()}
+    shown = []
+    for name in sorted(times, key=lambda name: -times[name])[:MAX_SHOWN]:
+        number = counted(one.per_step(np.array(groups[name])), "time")
+        shown.append(Evidence(f"{name}: {in_ms(times[name])}, {number} per step", one.where(groups[name][0])))
+    text = f"{counted(one.per_step(rows), 'copy')} into another layout per step: {one.of_step(cost)}"
+    advice = "leave .contiguous() out where the next operator takes strides, and keep one layout from the start"
+    return find_lost_time(one, cost, text, advice, *shown, certain=False) if len(rows) else None
+
+
 MAX_COPY_SHARE = 0.10  # of the step: a transformer with fused kernels and 16-bit weights stays at a few percent
 MAX_COPY_SHARE_ON_CPU = 0.25  # there the copy of a small tensor costs as much as any small operator
 BY_DESIGN = {Phase.BACKWARD.value, Phase.OPTIMIZER_STEP.value}  # 16-bit gradients and weights become fp32 and back
 MAX_SHOWN = 3
+MOST = 0.5
 
 
 @rule("copy-share", "copying, casting and reordering tensors", "kernels", "operators", needs="trace")
@@ -115,6 +155,9 @@ def find_copy_share(facts: Facts, one: RankFacts) -> Finding | None:
         for ms, name, phase, number in sorted(rows or on_host, reverse=True)[:MAX_SHOWN]
     )
     text = f"copies and casts take {one.of_step(cost)}"
+    layout = find_layout_copies(facts)
+    if layout is not None and (layout.cost_ms or 0.0) > MOST * cost:
+        return None  # it says which ones
     advice = "16-bit weights instead of autocast, one layout from the start, torch.compile to fold casts away"
     limit = MAX_COPY_SHARE if one.time.on_gpu else MAX_COPY_SHARE_ON_CPU
     flags = ("--torch-compile",)

@@ -166,6 +166,31 @@ def find_no_learning(facts: Facts, run: Run) -> Finding | None:
     return Finding(evidence=(seen,), advice=advice, flags=("--lr",), certain=bool(learning.not_finite))
 
 
+@rule("hard-clipping", "gradients that are always clipped hard", "run", "losses", needs="run")
+def find_hard_clipping(facts: Facts, run: Run) -> Finding | None:
+    """The gradients' norm is far above the limit of clipping in nearly every step.
+
+    Meaning: clipping is meant for rare outliers. Where each update is scaled down to the limit, the limit and not the
+        gradient decides the update's size: with SGD it is the learning rate in disguise, with Adam the scale cancels
+        out, and what remains is that steps with large gradients count no more than others.
+    Measured: gradient norms in steps.jsonl, skipped steps left out, against --clip-grad: above 10 times the limit in
+        95% of the updates, from 10 updates on.
+    Cost: not time: what the updates mean.
+    Do: look for what makes gradients large: a loss that is summed instead of averaged, no warm-up, an initialization
+        that is too wide, targets that are not scaled. If the norm is right, raise the limit to what it is usually.
+    Flags: --clip-grad, --lr, --lr-warmup-iters, --init-method-std.
+    False alarm: the first steps of training; a recipe that normalizes gradients on purpose.
+    """
+    clipped, limit = measure_learning(run).clipped, facts.argument("clip_grad")
+    if clipped is None:
+        return None
+    text = (
+        f"the gradients' norm is {clipped:,.0f} times --clip-grad {limit:g} (median), and clipped in nearly all updates"
+    )
+    advice = f"find what makes gradients large, or raise --clip-grad (now {limit:g}) to the usual norm"
+    return Finding(evidence=(Evidence(text, "steps.jsonl"),), advice=advice, flags=("--clip-grad",), certain=False)
+
+
 LOG = Phase.LOG.value
 COSTLY = {"log_params_norm": "--log-params-norm", "log_num_zeros_in_grad": "--log-num-zeros-in-grad"}
 

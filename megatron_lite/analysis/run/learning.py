@@ -10,7 +10,8 @@ from megatron_lite.units import significant
 
 PART = 5  # the first and the last fifth of the losses are compared
 MIN_LOSSES = 20
-MIN_CLIPPED = 10  # times --clip-grad, in every update: the flag, not the gradient, sets the step's size
+MIN_CLIPPED = 10  # times --clip-grad: the flag, not the gradient, sets the step's size
+NEARLY_ALL = 0.95  # of the updates
 MIN_UPDATES = 10
 BLOCKS, MIN_BLOCK = 50, 10  # losses are compared block by block: so many blocks at most, of so many losses at least
 RISEN, RISEN_NOISE = 0.1, 5.0  # from the lowest block to the last one: as a share, and in standard errors
@@ -24,7 +25,7 @@ class Learning:
     updates: int  # steps that were not skipped
     not_finite: tuple[int, ...]  # iterations of updates whose loss is NaN or Inf
     falls: bool | None  # None for too few steps to say
-    clipped: float | None  # median gradient norm / --clip-grad, where it exceeds MIN_CLIPPED in every update; else None
+    clipped: float | None  # median gradient norm / --clip-grad, where it exceeds MIN_CLIPPED in NEARLY_ALL; else None
     losses: str  # where they went, in words; '' where they do not say
     nothing: str  # why no step has taught the model anything; '' where one may have
 
@@ -49,8 +50,9 @@ def measure_learning(run: Run) -> Learning:
     elif updates and len(not_finite) == updates:
         nothing = f"the loss was not finite in all {updates:,} updates"
     limit = run.args.get("clip_grad")
-    if isinstance(limit, int | float) and limit > 0 and len(norms) >= MIN_UPDATES and norms.min() > MIN_CLIPPED * limit:
-        clipped = float(np.median(norms)) / limit
+    if isinstance(limit, int | float) and limit > 0 and len(norms) >= MIN_UPDATES:
+        hard = float(np.mean(norms > MIN_CLIPPED * limit))
+        clipped = float(np.median(norms)) / limit if hard >= NEARLY_ALL else None
     return Learning(run.steps, updates, not_finite, falls, clipped, told, nothing)
 
 

@@ -1,0 +1,216 @@
+"""Work that a step could do without: forward passes that no backward follows, and computing in fp64."""
+
+import re
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_lite.analysis.findings.base import Evidence, Finding, find_lost_time, rule
+from megatron_lite.analysis.intervals import Flags, Integers, Nesting
+from megatron_lite.analysis.rank_facts import RankFacts, in_ms
+from megatron_lite.analysis.run_facts import Facts
+from megatron_lite.analysis.time.range_names import is_backward
+from megatron_lite.analysis.trace.columns import Kind, Shapes
+from megatron_lite.phases import NOT_TRAINING
+from megatron_lite.units import counted
+
+# What a model's layers are recognized by. Embeddings and first convolutions tell where a pass begins.
+LAYERS = re.compile(
+    r"aten::(linear|matmul|mm|bmm|addmm|baddbmm|einsum|embedding|conv\d?d|conv_transpose\d?d|scaled_dot_product_attention)$"
+)
+UPDATES = re.compile(r"Optimizer\.(step|zero_grad)#")
+MIN_LAYERS = 4  # in a pass: fewer are no model's
+ALIKE = 0.8  # of the trained pass: beginnings of two passes that are of one model
+WITHOUT_GRADIENTS = "torch.no_grad()"
+
+
+@dataclass(frozen=True)
+class ForwardPass:
+    """Operators of layers that follow each other on a thread, with no backward, update or other kind of pass between."""
+
+    rows: Integers  # the outermost operators of its layers
+    layers: tuple[tuple[str, object], ...]  # name and weights' size of each
+    is_followed: bool  # a backward pass goes through it
+    is_recorded: bool  # autograd recorded it
+
+
+def find_forward_passes(one: RankFacts) -> list[ForwardPass]:
+    """The passes of the steady steps, by start; [] where the trace does not tell which ones have a backward."""
+    events, trace = one.trace.events, one.trace
+    backward = is_backward(trace)
+    followed = np.unique(events.sequence[backward & (events.sequence >= 0)])
+    if not len(followed):
+        return []
+    nest = trace.nest(one.in_steady_steps(trace.rows[Kind.OP]))
+    has_backward = np.isin(events.sequence[nest.rows], followed)
+    in_backward = _spread_to_children(nest, backward[nest.rows])
+    is_layer = trace.passing(LAYERS.match, Kind.OP)[events.name[nest.rows]] & ~in_backward
+    inside_layer = _spread_to_children(nest, is_layer)
+    outermost = is_layer & ~(inside_layer[nest.parent] & (nest.parent >= 0))
+    is_followed = (_spread_to_children(nest, has_backward) | _spread_to_parents(nest, has_backward))[outermost]
+    is_recorded = (events.sequence[nest.rows] >= 0)[outermost]
+    rows = nest.rows[outermost]
+    order = np.argsort(rows)
+    rows, is_followed, is_recorded = rows[order], is_followed[order], is_recorded[order]
+    keep = ~np.isin(
+        one.placing.phase[rows], [place for place, name in enumerate(one.placing.phases) if name in NOT_TRAINING]
+    )
+    rows, is_followed, is_recorded = rows[keep], is_followed[keep], is_recorded[keep]
+    updates = one.rows_named(UPDATES.match, Kind.ANNOTATION)
+    cuts = np.sort(events.start_ns[np.concatenate((np.flatnonzero(backward), updates))])
+    place = np.searchsorted(cuts, events.start_ns[rows])
+    keys = np.stack((events.thread[rows], one.placing.step[rows], place, is_followed, is_recorded))
+    begins = np.flatnonzero((np.diff(keys, axis=1) != 0).any(axis=0)) + 1
+    parts = np.split(np.arange(len(rows)), begins) if len(rows) else []
+    passes = []
+    for part in parts:
+        layers = tuple(_describe_layer(one, row) for row in rows[part])
+        passes.append(ForwardPass(rows[part], layers, bool(is_followed[part[0]]), bool(is_recorded[part[0]])))
+    return passes
+
+
+def _spread_to_children(nest: Nesting, flags: Flags) -> Flags:
+    """For each range: does it, or any range around it, have the flag?"""
+    found = flags.copy()
+    for depth in range(1, int(nest.depth.max(initial=0)) + 1):
+        here = np.flatnonzero(nest.depth == depth)
+        found[here] |= found[nest.parent[here]]
+    return found
+
+
+def _spread_to_parents(nest: Nesting, flags: Flags) -> Flags:
+    """For each range: does it, or any range inside of it, have the flag?"""
+    found = flags.copy()
+    for depth in range(int(nest.depth.max(initial=0)), 0, -1):
+        here = np.flatnonzero((nest.depth == depth) & found)
+        found[nest.parent[here]] = True
+    return found
+
+
+def _describe_layer(one: RankFacts, row: int) -> tuple[str, object]:
+    """Name and weights' size of a layer's operator; the size is () where shapes were not recorded."""
+    index = int(one.trace.events.shapes[row])
+    name, dims = one.trace.name_of(row), one.trace.shapes[index].dims if index >= 0 else ()
+    weights = 0 if name == "aten::embedding" else 1
+    return name, dims[weights] if len(dims) > weights else ()
+
+
+def _repeats(found: ForwardPass, trained: ForwardPass, has_shapes: bool) -> bool:
+    """Does the pass go through the same layers as the trained one, once or more often?"""
+    number, own = len(trained.layers), len(found.layers)
+    if min(number, own) < MIN_LAYERS or not has_shapes and own % number:
+        return False
+    alike = 0
+    while alike < min(number, own) and found.layers[alike] == trained.layers[alike]:
+        alike += 1
+    return alike >= max(MIN_LAYERS, ALIKE * number)
+
+
+@rule("forward-without-backward", "forward passes that no backward follows", "phases", "operators", needs="trace")
+def find_forward_without_backward(facts: Facts, one: RankFacts) -> Finding | None:
+    """The trained model's layers run forward again, and no backward goes through that pass.
+
+    Meaning: a second call of the model for a metric or a log, an evaluation in the step, a teacher, an average of the
+        weights (EMA) or a generator without gradients. Each costs as much as the forward pass of training.
+    Measured: products, convolutions and attention of the host's trace that come in the same order (and, with shapes,
+        with weights of the same sizes) as in the trained pass, and that no operation of backward belongs to. Ranges
+        named as evaluation or saving are left out: they have a finding of their own. Recomputation inside backward does
+        not count.
+    Cost: device time of what such passes launch; without a GPU the host's time.
+    Do: keep the first result instead of calling the model again; evaluate every few hundred steps; compute a teacher's
+        results once and store them.
+    Flags: --eval-interval for evaluations; none for the others.
+    False alarm: a method that needs the pass: distillation, EMA targets, GANs, policy gradients with a reference model.
+    """
+    passes = find_forward_passes(one)
+    trained = [found for found in passes if found.is_followed]
+    if not trained:
+        return None
+    longest = max(trained, key=lambda found: len(found.layers))
+    repeated = [found for found in passes if not found.is_followed and _repeats(found, longest, one.trace.with_shapes)]
+    if not repeated:
+        return None
+    cost = _measure_passes(one, repeated)
+    number = round(sum(len(found.layers) for found in repeated) / len(longest.layers) / one.steady_steps, 1)
+    recorded = repeated[0].is_recorded
+    how = "with gradients recorded and never used" if recorded else f"under {WITHOUT_GRADIENTS}"
+    again = counted(number, "more forward pass")
+    text = f"{again} per step of the trained layers, {how}: {one.of_step(cost)}"
+    of_training = sum(len(found.layers) for found in trained) / one.steady_steps
+    more = Evidence(f"{of_training:,.0f} layers' operators per step have a backward", one.where(int(longest.rows[0])))
+    advice = "use the first pass' result, evaluate less often, or compute a teacher's results once"
+    if recorded:
+        advice = f"use the first pass' result; put what needs no gradients under {WITHOUT_GRADIENTS}"
+    return find_lost_time(one, cost, text, advice, more, row=int(repeated[0].rows[0]), certain=False)
+
+
+def _measure_passes(one: RankFacts, passes: list[ForwardPass]) -> float:
+    """ms per step of the device that the passes take; without a GPU of the host."""
+    events = one.trace.events
+    first, last = (np.array([found.rows[place] for found in passes]) for place in (0, -1))
+    start, end, thread = events.start_ns[first], events.end_ns[last], events.thread[first]
+    if not one.time.on_gpu:
+        return float((end - start).sum()) / 1e6 / one.steady_steps
+    work = one.work_rows()
+    launcher = one.placing.operator[work]
+    work, launcher = work[launcher >= 0], launcher[launcher >= 0]
+    nest = Nesting(np.arange(len(passes)), start, end, thread)
+    return one.covered_ms(work[nest.position_at(events.start_ns[launcher], events.thread[launcher]) >= 0])
+
+
+FP64 = ("double", "c10::complex<double>")
+MAX_SHOWN = 3
+WHOLE = 0.9  # of the computing: a job that wants fp64 throughout
+
+
+def holds_fp64(shapes: Shapes) -> bool:
+    """Is any argument a tensor of fp64 with more than one element?"""
+    pairs = zip(shapes.dtypes, shapes.dims)
+    return any(dtype in FP64 and isinstance(dims, tuple) and set(dims) - {1} for dtype, dims in pairs)
+
+
+@rule("fp64-compute", "computing in fp64", "kernels", "operators", needs="trace")
+def find_fp64_compute(facts: Facts, one: RankFacts) -> Finding | None:
+    """Part of the model computes in fp64.
+
+    Meaning: a tensor of numpy's default type, .double() or a Python float64 scale turned a block's activations or
+        weights into fp64. It moves twice the bytes of fp32; GPUs for graphics and many newer ones for training compute
+        fp64 32 to 64 times slower than fp32.
+    Measured: time of operators with an fp64 tensor among their arguments (needs shapes), or of kernels whose name says
+        fp64.
+    Cost: up to that time; in fp32 a part of it remains.
+    Do: convert inputs and buffers to the model's type: .float(), torch.from_numpy(x).to(torch.float32),
+        torch.set_default_dtype(torch.float32).
+    Flags: --pytorch-profiler-collect-shapes (record_shapes=True) names the operators.
+    False alarm: sums or a solver that need the digits.
+    """
+    rows = _find_fp64_rows(one)
+    if not len(rows):
+        return None
+    cost = one.covered_ms(rows)
+    operators = one.placing.operator[rows] if one.time.on_gpu else rows
+    names = one.trace.events.name[np.where(operators >= 0, operators, rows)]
+    groups = sorted((rows[names == name] for name in np.unique(names)), key=lambda group: -one.covered_ms(group))
+    shown = []
+    for group in groups[:MAX_SHOWN]:
+        name = one.trace.names[int(names[rows == group[0]][0])]
+        times = f"{counted(one.per_step(group), 'time')} per step, {in_ms(one.covered_ms(group))}"
+        shown.append(Evidence(f"{name} in fp64: {times}", one.where(int(group[0]))))
+    text = f"operators in fp64 take {one.of_step(cost)}"
+    advice = "convert the inputs and weights of these operators to fp32 or the model's type (.float())"
+    in_part = cost < WHOLE * one.time.rows.get("compute", 0.0)
+    return find_lost_time(one, cost, text, advice, *shown, row=int(rows[0]), certain=in_part, cheap=True)
+
+
+def _find_fp64_rows(one: RankFacts) -> Integers:
+    """Device work (without a GPU: operators) in fp64."""
+    is_fp64 = np.array([holds_fp64(shapes) for shapes in one.trace.shapes] + [False], bool)
+    computing = one.rows_named(lambda name: name.startswith("aten::"), Kind.OP)
+    computing = np.asarray(computing[is_fp64[one.trace.events.shapes[computing]]], np.int64)
+    if not one.time.on_gpu:
+        return computing
+    work = one.work_rows()
+    named = {row.name for row in one.kernels.rows if row.precision == "fp64"}
+    says_fp64 = one.trace.passing(named.__contains__, Kind.KERNEL)[one.trace.events.name[work]]
+    found: Integers = work[says_fp64 | np.isin(one.placing.operator[work], computing)]
+    return found
