@@ -150,46 +150,84 @@ _OF_ONE_RANK = re.compile(r"((?:rank|node|worker|host)[_-]?)\d+", re.IGNORECASE)
 
 
 def choose_newest(files: Sequence[SourceFile]) -> tuple[list[SourceFile], Ignored]:
-    """(the newest window's files by rank, the others with the reason why they are left out)."""
+    """Choose the files of the newest window of the newest run.
+
+    Returns:
+        The chosen files by rank, and the others with the reason why they are left out.
+    """
     if not files:
         return [], []
     merged = [file for file in files if _MERGED.search(file.path.name) and not file.named]
     if 0 < len(merged) < len(files):
         kept, ignored = choose_newest([file for file in files if file not in merged])
         return kept, [*ignored, *((file.path, MERGE) for file in merged)]
-    # damaged ones tell not of which run they are
+    # a damaged file does not tell of which run it is
     whole = [file for file in files if file.whole or file.named] or list(files)
     newest = max(whole, key=_age)
     ignored = [(file.path, DAMAGED) for file in files if file not in whole]
-    by_rank: dict[int | None, list[SourceFile]] = {}
+    of_same_run = []
     for file in whole:
-        if file.world_size != newest.world_size:
-            sizes = [f"{one.world_size} ranks" if one.world_size else UNKNOWN_SIZE for one in (file, newest)]
-            why = f"of another run ({sizes[0]}; the newest trace, {newest.path.name}, is of {sizes[1]}); {ALONE}"
+        why = _explain_other_run(file, newest)
+        if why:
             ignored.append((file.path, why))
-        elif _place(file) != _place(newest):
-            ignored.append((file.path, f"of another run, older than {newest.path}; {ALONE}"))
         else:
-            by_rank.setdefault(file.rank, []).append(file)
-    kept = []
+            of_same_run.append(file)
+    kept, older = _choose_newest_window(of_same_run, newest)
+    return sorted(kept, key=lambda file: (file.rank is None, file.rank or 0)), [*ignored, *older]
+
+
+def _explain_other_run(file: SourceFile, newest: SourceFile) -> str:
+    """The reason why `file` is of another run than the newest one; '' where both are of the same."""
+    if file.world_size != newest.world_size:
+        own_size = _describe_world_size(file)
+        newest_size = _describe_world_size(newest)
+        return f"of another run ({own_size}; the newest trace, {newest.path.name}, is of {newest_size}); {ALONE}"
+    if _place(file) != _place(newest):
+        return f"of another run, older than {newest.path}; {ALONE}"
+    return ""
+
+
+def _describe_world_size(file: SourceFile) -> str:
+    return f"{file.world_size} ranks" if file.world_size else UNKNOWN_SIZE
+
+
+def _choose_newest_window(files: Sequence[SourceFile], newest: SourceFile) -> tuple[list[SourceFile], Ignored]:
+    """Choose the file of each rank that was written in the same window as `newest`, which is one of `files` of one run.
+
+    Returns:
+        The chosen files, and the others with the reason why they are left out.
+    """
+    by_rank: dict[int | None, list[SourceFile]] = {}
+    for file in files:
+        by_rank.setdefault(file.rank, []).append(file)
+    kept: list[SourceFile] = []
+    ignored: Ignored = []
     for rank, own in by_rank.items():
         best = max(own, key=_age)
         who = "the same process" if rank is None else f"rank {rank}"
-
-        def distance(file: SourceFile, best: SourceFile = best) -> tuple[int, int, bool]:
-            return abs(file.time_ns - best.time_ns), -file.time_ns, file.path.name != best.path.name
-
         # ranks write their windows at about the same time
-        in_window = min(by_rank[newest.rank], key=distance) is newest
-        kept += [best] if in_window else []
-        for file in own:
-            if not in_window:
-                ignored.append((file.path, f"an older window; {who} has none of the newest one"))
-            elif file is not best and file.time_ns == best.time_ns:
-                ignored.append((file.path, f"the same window of {who} as {best.path.name}"))
-            elif file is not best:
-                ignored.append((file.path, f"an older window of {who}; {best.path.name} is the newest"))
-    return sorted(kept, key=lambda file: (file.rank is None, file.rank or 0)), ignored
+        if _find_nearest_in_time(by_rank[newest.rank], best) is newest:
+            kept.append(best)
+            ignored += [(file.path, _explain_older_window(file, best, who)) for file in own if file is not best]
+        else:
+            ignored += [(file.path, f"an older window; {who} has none of the newest one") for file in own]
+    return kept, ignored
+
+
+def _find_nearest_in_time(files: Sequence[SourceFile], other: SourceFile) -> SourceFile:
+    """The one of `files` that was written closest to `other`; of two as close the later one, then one of the same name."""
+
+    def distance(file: SourceFile) -> tuple[int, int, bool]:
+        return abs(file.time_ns - other.time_ns), -file.time_ns, file.path.name != other.path.name
+
+    return min(files, key=distance)
+
+
+def _explain_older_window(file: SourceFile, best: SourceFile, who: str) -> str:
+    """The reason why `best` is read instead of `file`, both of which `who` wrote."""
+    if file.time_ns == best.time_ns:
+        return f"the same window of {who} as {best.path.name}"
+    return f"an older window of {who}; {best.path.name} is the newest"
 
 
 def choose_newest_reports(files: Sequence[SourceFile]) -> tuple[list[SourceFile], Ignored]:
@@ -281,6 +319,7 @@ def choose_run(
 # --- what lies under the paths that a user gave: traces, memory snapshots, run folders; recognized by content
 
 MAX_PROCESSES_NAMED = 3
+MAX_REASONS = 3  # that one line gives where nothing can be read
 MAX_FILES = 20_000  # of a folder; somebody may have named /
 BESIDE_TRACES = "a report of Nsight Systems beside traces of torch.profiler, which say more; name it alone to read it"
 
@@ -296,48 +335,86 @@ class Sources:
 
 
 def discover_sources(paths: Sequence[Path]) -> Sources:
-    """What to read under `paths`. Raises UserError, one line, where nothing is readable."""
-    looked_at: list[SourceFile] = []
-    left_out: Ignored = []
-    folders: list[Path] = []
-    for path in paths:
-        if not path.exists():
-            raise UserError(f"{path}: there is no such file or folder.")
-        if not path.is_dir() and path.name not in (RUN_FILE, STEPS_FILE, RANKS_FILE):
-            looked_at.append(look_at(path, named=True))
-            continue
-        under = list(_list_files(path if path.is_dir() else path.parent, left_out))
-        under = _leave_out_processes(under, left_out)
-        folders += [file.parent for file in under if file.name in (RUN_FILE, STEPS_FILE)]
-        found = [file for file in under if file.name != RUN_FILE and not OWN_FILES.fullmatch(file.name)]
-        # and what a run in it says that it wrote elsewhere
-        found += [path for file in under if file.name == RUN_FILE for path in find_artefacts(file.parent)]
-        known = {file.path.resolve() for file in looked_at if file.what}
-        candidates = {file.resolve(): file for file in reversed(found) if file.suffix in CANDIDATES + PERHAPS}
-        seen = [look_at(file) for place, file in reversed(candidates.items()) if place not in known]
-        looked_at += [file for file in seen if file.what or file.path.suffix in CANDIDATES]
+    """Find what to read under `paths`. Raises UserError, one line, where nothing is readable."""
+    looked_at, folders, left_out = _look_under(paths)
     folders += [file.path.parent for file in looked_at if file.what == "run"]
     files = [file for file in looked_at if file.what not in ("", "run")]
     left_out += [(file.path, file.why_not) for file in looked_at if not file.what]
     runs, of_others = choose_run(folders, files, _choose_files(files)[0])
     chosen, older = _choose_files([file for file in files if file.path not in of_others])
-    exported = {file.path.with_suffix("") for file in files if file.what == "nsys"}
-    ignored = [one for one in left_out if one[0].suffix not in NSYS_REPORTS or one[0].with_suffix("") not in exported]
-    ignored += [*of_others.items(), *older]
-    ignored += [(folder, f"another run's folder than {runs[0]}; {ALONE}") for folder in runs[1:]]
+    ignored = [
+        *_leave_out_exported(left_out, files),
+        *of_others.items(),
+        *older,
+        *((folder, f"another run's folder than {runs[0]}; {ALONE}") for folder in runs[1:]),
+    ]
     if not (chosen or runs):
-        reasons = "; ".join(f"{path.name}: {why}" for path, why in ignored[:3])
-        more = f"; and {len(ignored) - 3} more" if len(ignored) > 3 else ""
-        named = ", ".join(map(str, paths))
-        said = f"{named}: no trace, memory snapshot or run found" + (f" ({reasons}{more})." if reasons else ".")
-        only = f"{ignored[0][0]}: {ignored[0][1]}; nothing to report on." if len(ignored) == 1 else said
-        raise UserError(only)
+        raise UserError(_explain_nothing_found(paths, ignored))
     return Sources(
         traces=tuple(file.path for file in chosen if file.what != "snapshot"),
         snapshots=tuple(file.path for file in chosen if file.what == "snapshot"),
         run_folders=tuple(runs[:1]),
         ignored=tuple(ignored),
     )
+
+
+def _look_under(paths: Sequence[Path]) -> tuple[list[SourceFile], list[Path], Ignored]:
+    """Look at the files that were named, and at those in the folders that were named.
+
+    Returns:
+        The files; the folders that hold the record of a run; and what was not looked at, with the reason.
+    """
+    looked_at: list[SourceFile] = []
+    folders: list[Path] = []
+    left_out: Ignored = []
+    for path in paths:
+        if not path.exists():
+            raise UserError(f"{path}: there is no such file or folder.")
+        if not path.is_dir() and path.name not in (RUN_FILE, STEPS_FILE, RANKS_FILE):
+            looked_at.append(look_at(path, named=True))
+            continue
+        listed = list(_list_files(path if path.is_dir() else path.parent, left_out))
+        under = _leave_out_processes(listed, left_out)
+        folders += [file.parent for file in under if file.name in (RUN_FILE, STEPS_FILE)]
+        known = {file.path.resolve() for file in looked_at if file.what}
+        looked_at += _look_at_candidates(under, known)
+    return looked_at, folders, left_out
+
+
+def _look_at_candidates(under: Sequence[Path], known: set[Path]) -> list[SourceFile]:
+    """Look at those of the files `under` a folder that may be traces or snapshots, and at what runs in it wrote elsewhere.
+
+    Args:
+        under: the folder's files.
+        known: resolved paths of the files that were looked at before.
+    """
+    found = [file for file in under if file.name != RUN_FILE and not OWN_FILES.fullmatch(file.name)]
+    found += [path for file in under if file.name == RUN_FILE for path in find_artefacts(file.parent)]
+    # of several paths to one file the first one counts
+    candidates = {file.resolve(): file for file in reversed(found) if file.suffix in CANDIDATES + PERHAPS}
+    seen = [look_at(file) for place, file in reversed(candidates.items()) if place not in known]
+    return [file for file in seen if file.what or file.path.suffix in CANDIDATES]
+
+
+def _leave_out_exported(left_out: Ignored, files: Sequence[SourceFile]) -> Ignored:
+    """`left_out` without the reports of Nsight Systems whose exported databases are among `files`."""
+    exported = {file.path.with_suffix("") for file in files if file.what == "nsys"}
+    return [
+        (path, why) for path, why in left_out if path.suffix not in NSYS_REPORTS or path.with_suffix("") not in exported
+    ]
+
+
+def _explain_nothing_found(paths: Sequence[Path], ignored: Ignored) -> str:
+    """One line that says why nothing under `paths` can be read."""
+    if len(ignored) == 1:
+        [(path, why)] = ignored
+        return f"{path}: {why}; nothing to report on."
+    line = f"{', '.join(map(str, paths))}: no trace, memory snapshot or run found"
+    if not ignored:
+        return f"{line}."
+    reasons = "; ".join(f"{path.name}: {why}" for path, why in ignored[:MAX_REASONS])
+    more = f"; and {len(ignored) - MAX_REASONS} more" if len(ignored) > MAX_REASONS else ""
+    return f"{line} ({reasons}{more})."
 
 
 def _choose_files(files: Sequence[SourceFile]) -> tuple[list[SourceFile], Ignored]:
