@@ -892,7 +892,7 @@ unfused-elementwise | 2 |
 unfused-optimizer | 0.8 | a loop over 8 tensors
 zeroed-gradients | 0.32 |
 all-reduce-tail | 0.8 |
-no-overlap | 1.2 | --ddp-bucket-size
+no-overlap | 1.2 | bucket_cap_mb
 small-buckets | 0.96 |
 reduce-every-micro-batch | 1.5 |
 straggler | 1.5 | rank 1

@@ -9,7 +9,7 @@ import report_cases as cases
 from waiting import Terminal
 
 from megatron_lite.report.section import Table, table_lines
-from megatron_lite.report.sections.all import OWN_FLAGS, build_limitations, build_sections
+from megatron_lite.report.sections.all import build_limitations, build_sections
 from megatron_lite.report.terminal import MAX_LINES, terminal_lines
 from megatron_lite.report.text import WIDTH, Style, fit, flops, get_style, milliseconds, percent, wrapped
 
@@ -63,7 +63,6 @@ def test_a_finding_shows_evidence_advice_cost_and_bound():
     assert lines[at + 2].strip() == "try: read the loss every 100 steps: --log-interval 100 (saves at most 6.000 ms)"
     assert any("likely: the logits are the peak" in line and line.endswith("3.00 GiB") for line in lines)
     assert "no rule found a cause" in text(dataclasses.replace(cases.report(), findings=()))
-    assert OWN_FLAGS in " ".join(text(cases.report(run=None)).split()) and "These flags" not in text()
 
 
 def test_everything_shows_all_rows():

@@ -135,7 +135,7 @@ def analyze(paths: Sequence[Path | str], say: Callable[..., None] = say_nothing)
 
         facts = replace(facts, predicted=gaps.attempt("prediction", compare_prediction, facts))
     findings = weakened(gaps.attempt("findings", apply_rules, facts, gaps.add) or (), facts)
-    facts = replace(facts, gaps=tuple(gaps.found))
+    facts = replace(facts, gaps=tuple(map(facts.in_words, gaps.found)))
     title, verdict = describe_run(paths, facts), build_verdict(facts, findings)
     findings = limit_certainty(findings, verdict.confidence)
     return Report(tuple(map(str, paths)), title, verdict, findings, facts, read_s=time.monotonic() - started)

@@ -15,6 +15,7 @@ from megatron_lite.analysis.run.cores import CoreShortage, find_core_shortage
 from megatron_lite.analysis.run.every_step import EveryStep, measure_every_step
 from megatron_lite.analysis.run.pipeline_times import PipelineTimes, measure_pipeline
 from megatron_lite.analysis.run.run_results import Run
+from megatron_lite.analysis.torch_words import in_torch_words
 from megatron_lite.run_folder import STEPS_FILE
 from megatron_lite.thresholds import WITHOUT_CORE
 from megatron_lite.units import GIB, size
@@ -143,6 +144,15 @@ class Facts:
     def is_watched(self) -> bool:
         """The run is of a script that is not this trainer's: its flags are unknown."""
         return self.run is not None and "command" in self.run.record
+
+    @property
+    def is_foreign(self) -> bool:
+        """The job is not known to be this trainer's, so that its flags mean nothing to whoever runs it."""
+        return self.run is None or self.is_watched
+
+    def in_words(self, text: str) -> str:
+        """A text that may name this trainer's flags, in PyTorch's words where the job is not this trainer's."""
+        return in_torch_words(text, self.is_watched) if self.is_foreign else text
 
     @cached_property
     def pipeline(self) -> PipelineTimes | None:

@@ -13,16 +13,14 @@ class Record:
 
     TRACE = "a trace of some steps: --use-pytorch-profiler --profile-step-start 10 --profile-step-end 15"
     GPU_TRACE = "a trace of a run on a GPU with CUDA activities: --use-pytorch-profiler"
-    SHAPES = (
-        "a trace with shapes: --use-pytorch-profiler --pytorch-profiler-collect-shapes (elsewhere record_shapes=True)"
-    )
+    SHAPES = "a trace with shapes: --use-pytorch-profiler --pytorch-profiler-collect-shapes"
     SNAPSHOT = "a memory snapshot over three steps or more: --record-memory-history"
-    RUN_FOLDER = "the run's own record (run.json, steps.jsonl): name the run folder of this trainer, --run-dir"
+    RUN_FOLDER = "the run's own record (run.json, steps.jsonl): the folder of --run-dir"
     LONGER_RUN = "a longer run: --train-iters"
     SECOND_RUN = "a second run to compare with: --against OTHER_RUN"
     LOADER = (
         f'a trace that names the loader (a DataLoader does; else record_function("{Phase.DATA.value}")), '
-        "or steps.jsonl of this trainer"
+        "or the run's own record (steps.jsonl)"
     )
 
 

@@ -59,5 +59,12 @@ def audit_run(facts: Facts, findings: Sequence[Finding], other: Facts | None = N
         if answer.answer is not Answer.NOT_SEEN and doubts and not rests_on_run_only(answer.evidence):
             answer = not_seen(*answer.evidence, record=f"record anew: {doubts[0]}")
         way_out = answer.way_out or ("" if answer.answer is Answer.PASS else record)
-        points.append(replace(answer, number=number, question=question, way_out=way_out))
+        points.append(
+            replace(_in_words(answer, facts), number=number, question=question, way_out=facts.in_words(way_out))
+        )
     return tuple(points)
+
+
+def _in_words(answer: Point, facts: Facts) -> Point:
+    """The same evidence without flags that the job does not take."""
+    return replace(answer, evidence=tuple(replace(one, text=facts.in_words(one.text)) for one in answer.evidence))

@@ -59,11 +59,11 @@ def find_one_time_costs(facts: Facts, one: RankFacts) -> Finding | None:
         times = f"{work.calls:,} time{'' if work.calls == 1 else 's'}"
         shown.append(Evidence(f"{work.what}: {times}, {in_ms(work.trace_ms)}{most}", one.where()))
     text = f"{in_ms(total)} of host time in the whole trace: paid once, not per step"
-    advice = "profile later steps: --profile-step-start N, or torch.profiler.schedule(wait=N, warmup=2, ...)"
+    advice = "profile later steps: --profile-step-start N"
     return Finding(
         evidence=(Evidence(text, one.where()), *shown),
         advice=advice,
-        flags=("--profile-step-start",),
+        flags=("--profile-step-start N",),
         certain=steps >= EVERY_STEP,
         rank=one.time.rank,
         once_ms=total,

@@ -139,7 +139,7 @@ def find_host_gaps(facts: Facts, one: RankFacts) -> Finding | None:
     flags: tuple[str, ...] = ()
     if not one.trace.with_stack:
         text += ": the trace has no stacks, so what the host did is unknown"
-        advice = f"record stacks ({STACKS}, or with_stack=True) to see the lines; move their work out of the step"
+        advice = f"record stacks ({STACKS}) to see the lines; move their work out of the step"
         flags = (STACKS,)
     return find_lost_time(one, host - added, text, advice, *sites, flags=flags, certain=False, at_least=MAX_LATE_SHARE)
 
@@ -214,7 +214,7 @@ def find_short_gaps(facts: Facts, one: RankFacts) -> Finding | None:
             f"{short.number:,.0f} pieces of 0.1 to {MIN_STRETCH_MS:.0f} ms without an operator: {one.of_step(short.ms)}"
         )
         sites = [Evidence(f"{in_ms(site.idle_ms)} in {site.what}", site.phase) for site in one.time.hosts[:MAX_SHOWN]]
-        advice = f"record stacks ({STACKS}, or with_stack=True) to see the lines; move their work out of the step"
+        advice = f"record stacks ({STACKS}) to see the lines; move their work out of the step"
         limit = MAX_SHORT_SHARE_ON_CPU
         return find_lost_time(one, short.ms, text, advice, *sites, flags=(STACKS,), certain=False, at_least=limit)
     parts = _name_short_gaps(facts, one, short)
@@ -301,7 +301,7 @@ def find_gc_pauses(facts: Facts, one: RankFacts) -> Finding | None:
     advice = "--manual-gc is on: a larger --manual-gc-interval"
     flags: tuple[str, ...] = ()
     if not facts.argument("manual_gc"):
-        advice = "collect on all ranks in the same, rare steps: --manual-gc, without a gc.collect() in the step itself"
+        advice = "collect on all ranks in the same, rare steps, without a gc.collect() in each step"
         flags = ("--manual-gc --manual-gc-interval 100",)
     text = f"garbage collection takes {one.of_step(cost)}"
     return find_lost_time(one, cost, text, advice, flags=flags, cheap=True)

@@ -46,7 +46,7 @@ def find_attention_scores(facts: Facts, one: RankFacts) -> Finding | None:
         return None
     cost = one.covered_ms(rows)
     text = f"operators on {' and '.join(f'{t} x {t}' for t in sorted(lengths))} scores take {one.of_step(cost)}"
-    advice = "fused attention: --attention-backend auto, or torch's scaled_dot_product_attention(is_causal=True)"
+    advice = "fused attention: --attention-backend auto"
     flags = ("--attention-backend auto",)
     return find_lost_time(one, cost, text, advice, row=int(rows[0]), flags=flags, certain=one.time.on_gpu)
 

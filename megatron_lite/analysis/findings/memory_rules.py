@@ -179,7 +179,7 @@ def find_attention_memory(facts: Facts, most: Snapshot) -> Finding | None:
         return None
     text = f"{size(held)} of the peak of {size(most.peak_bytes)} ({held / most.peak_bytes:.0%})"
     shown = (Evidence(f"{size(site.num_bytes)} in {site.blocks} pieces", site.site) for site in sites[:MAX_SHOWN])
-    advice = "fused attention, which keeps no scores: --attention-backend auto, or scaled_dot_product_attention"
+    advice = "fused attention, which keeps no scores: --attention-backend auto"
     return find_lost_memory(most, held, held, text, advice, *shown, flags=("--attention-backend auto",))
 
 

@@ -24,6 +24,7 @@ from megatron_lite.analysis.findings import (
 )
 from megatron_lite.analysis.findings.base import Finding, Rule
 from megatron_lite.analysis.run_facts import Facts
+from megatron_lite.analysis.torch_words import in_torch_words, list_torch_words, names_flag
 
 MODULES = (
     host_rules,
@@ -45,6 +46,7 @@ MODULES = (
 RULES = {one.code: one for module in MODULES for one in vars(module).values() if isinstance(one, Rule)}
 PAGE_WIDTH = 100
 MIN_COST_MS = 0.005  # per step; less is printed as 0.00 ms
+OF_RECORDING = ("--pytorch-profiler", "--profile-ranks", "--record")  # flags that change no run, but show more of it
 REFUSED_WITH_MODEL = ("--torch-compile", "--recompute-")  # beside --model, a model of the user's own
 
 
@@ -66,7 +68,7 @@ def apply_rules(facts: Facts, gap: Callable[[str], object] | None = None) -> tup
         if found is not None and math.isfinite(found.cost_ms or 0.0) and not _rounds_to_nothing(found):
             own = facts.run is not None and facts.run.record.get("model")
             refused = own and any(flag.startswith(REFUSED_WITH_MODEL) for flag in found.flags)
-            findings.append(_say_without_flags(found) if facts.is_watched or refused else found)
+            findings.append(_say_without_flags(found, facts.is_watched) if facts.is_foreign or refused else found)
     steps = len(facts.critical.time.steps) if facts.critical is not None else 1
     return tuple(sorted(findings, key=lambda one: _rate(one, max(1, steps))))
 
@@ -88,12 +90,29 @@ def _rate(one: Finding, steps: int) -> tuple[int, float, int]:
     return order, -(cost_ms or 0.0), -(one.cost_bytes or 0)
 
 
-def _say_without_flags(found: Finding) -> Finding:
-    """For a script or a model that does not take these flags: what the rule's page says to do."""
-    if not any(flag.startswith("--") for flag in found.flags):
-        return found
-    advice = RULES[found.code].page.partition("\nDo: ")[2].partition("\nFlags:")[0]
-    return replace(found, advice=" ".join(advice.split()).rstrip("."), flags=())
+def _say_without_flags(found: Finding, watched: bool) -> Finding:
+    """For a script or a model that does not take these flags: what its finding says, in PyTorch's words.
+
+    A flag that has none makes it what the rule's page says to do. Settings of the environment stay among the flags.
+    """
+    advice = in_torch_words(found.advice, watched)
+    of_trainer = [flag for flag in found.flags if flag.startswith("--")]
+    others = {flag: in_torch_words(flag, watched) for flag in of_trainer if flag not in found.advice}
+    # "torch.compile(model)" adds nothing to an advice that names torch.compile
+    more = {flag: words for flag, words in others.items() if words and words.partition("(")[0] not in advice}
+    shown = [words for flag, words in more.items() if flag.startswith(OF_RECORDING)]
+    changed = [words for flag, words in more.items() if not flag.startswith(OF_RECORDING)]
+    advice += f": {', '.join(changed)}" if changed else ""
+    advice += f"; {', '.join(shown)} shows more" if shown else ""
+    if names_flag(advice):
+        to_do = RULES[found.code].page.partition("\nDo: ")[2].partition("\nFlags:")[0]
+        advice = in_torch_words(" ".join(to_do.split()).rstrip("."), watched)
+    return replace(
+        found,
+        advice=advice,
+        flags=tuple(flag for flag in found.flags if flag not in of_trainer),
+        evidence=tuple(replace(one, text=in_torch_words(one.text, watched)) for one in found.evidence),
+    )
 
 
 def get_page(code: str) -> str | None:
@@ -103,5 +122,9 @@ def get_page(code: str) -> str | None:
     first, parts = RULES[code].page.split("\n\n", 1)
     lines = [first, ""]
     for part in parts.replace("\n    ", " ").split("\n"):
-        lines += textwrap.wrap(part, PAGE_WIDTH, subsequent_indent="    ", break_on_hyphens=False)
+        named = part.replace("Flags:", "Flags of this trainer:", 1) if part.startswith("Flags: ") else part
+        pairs = list_torch_words(part) if part.startswith("Flags: ") else []
+        own = f"In a script of your own: {'; '.join(f'{flag} is {words}' for flag, words in pairs)}."
+        for text in (named, own) if pairs else (named,):
+            lines += textwrap.wrap(text, PAGE_WIDTH, subsequent_indent="    ", break_on_hyphens=False)
     return "\n".join(lines)

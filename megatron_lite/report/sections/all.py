@@ -23,7 +23,6 @@ from megatron_lite.units import count, significant, size
 # --- findings, most costly first: what, cost, evidence, what to try, what it can bring at most
 
 MAX_IN_FULL, MAX_NAMED, MAX_EVIDENCE = 3, 7, 2
-OWN_FLAGS = "These flags belong to megatron_lite's trainer; in your own script change the equivalent setting."
 
 
 def findings_section(report: Report, everything: bool) -> Section | None:
@@ -53,9 +52,6 @@ def findings_section(report: Report, everything: bool) -> Section | None:
     more = f"and {hidden} more with --all; " if hidden else ""
     told = f"{more}megatron-lite explain CODE describes a finding and its false alarms"
     blocks.append(Lines([told], quiet=True, is_hint=True))
-    # a job without a run folder is mostly another program's
-    if not report.facts.run and any(finding.flags for finding in report.findings):
-        blocks.append(Lines([OWN_FLAGS], quiet=True))
     of = "cost per step or at peak memory; savings are maximums, do not add them up"
     return Section("findings", "Findings", of, blocks)
 
@@ -209,7 +205,8 @@ def run_section(report: Report, everything: bool) -> Section | None:
         texts.append(learning.losses)
     if learning.clipped:
         median = f"1/{learning.clipped:,.0f} of its norm (median)"
-        texts.append(f"--clip-grad scales the gradient down in every update, to {median}")
+        cut = f"--clip-grad scales the gradient down in every update, to {median}"
+        texts.append(report.facts.in_words(cut))
     of = f"{run.steps:,} steps, {run.status.partition(':')[0]}"
     return Section("run", "The whole run", of, [Lines(texts)])
 
@@ -247,4 +244,4 @@ def build_limitations(report: Report) -> list[str]:
     texts += facts.ranks.notes if facts.ranks else ()
     texts += [note for snapshot in facts.snapshots for note in snapshot.notes]
     texts += facts.run.notes if facts.run else ()
-    return list(dict.fromkeys(texts))
+    return list(dict.fromkeys(map(facts.in_words, texts)))

@@ -21,8 +21,8 @@ def memory_section(report: Report, everything: bool) -> Section | None:
     """The snapshot with the highest peak, of the others the peak; without any what a trace says."""
     snapshot = report.facts.highest_snapshot
     if snapshot is None:
-        own = report.facts.run is not None and not report.facts.is_watched
-        return _build_traced_section(report.facts.traced_memory, RECORD_BY_FLAG if own else RECORD_BY_WATCH)
+        how = RECORD_BY_WATCH if report.facts.is_foreign else RECORD_BY_FLAG
+        return _build_traced_section(report.facts.traced_memory, how)
     peak = snapshot.peak_bytes
     held = [(part.category, part.num_bytes) for part in snapshot.held if part.num_bytes >= SMALL * peak > 0]
     rest = peak - sum(num_bytes for _, num_bytes in held)
