@@ -13,7 +13,7 @@ from megatron_lite.analysis.contradictions import (
 )
 from megatron_lite.analysis.findings.base import Finding
 from megatron_lite.analysis.kernels.kernel_results import Role
-from megatron_lite.analysis.memory.memory_results import Snapshot
+from megatron_lite.analysis.memory.memory_results import Held, Snapshot
 from megatron_lite.analysis.rank_facts import RankFacts
 from megatron_lite.analysis.ranks.calls import POINT_TO_POINT
 from megatron_lite.analysis.ranks.rank_results import OTHER, CollectiveRow, describe_imbalance
@@ -96,16 +96,13 @@ def _describe_shortage(found: CoreShortage) -> str:
 
 def _judge_memory(facts: Facts, most: Snapshot) -> Verdict:
     """What a snapshot says where there is no trace: a request that failed, else the peak, and what held memory then."""
-    held = ""
-    if most.peak_bytes and most.held:
-        shares = (f"{part.category} {part.num_bytes / most.peak_bytes:.0%}" for part in most.held[:MAX_HELD])
-        held = f": {', '.join(shares)}"
+    held = _describe_held(most.held, most.peak_bytes)
     when = f" in {most.peak_phase}" if most.peak_phase else ""
     said = f"Memory peaks at {size(most.peak_bytes)}{when}{held}"
     if not most.events:
         said = f"Memory holds {size(most.peak_bytes)} at the moment of the snapshot{held}"
     if failed := _describe_failed_request(most):
-        said = f"{failed}{held}"
+        said = failed
     unknown = sum(part.num_bytes for part in most.held if part.category in WITHOUT_CATEGORY)
     share = unknown / max(most.peak_bytes, 1)
     doubts = {
@@ -117,12 +114,19 @@ def _judge_memory(facts: Facts, most: Snapshot) -> Verdict:
     return Verdict(said, "memory", "low" if why[1:] else "high", "; ".join(why))
 
 
+def _describe_held(held: Sequence[Held], num_bytes: int) -> str:
+    """': activations 50%, parameters 20%' of so many bytes; '' where nothing is known."""
+    shares = [f"{part.category} {part.num_bytes / num_bytes:.0%}" for part in held[:MAX_HELD]] if num_bytes else []
+    return f": {', '.join(shares)}" if shares else ""
+
+
 def _describe_failed_request(one: Snapshot) -> str:
     """The request that ended the program; '' where none did."""
     if one.oom is None or not one.ran_out:
         return ""
     at = f" at {one.oom.site}" if one.oom.site else ""
     where = "" if one.simulated else f" on GPU {one.device}"
+    where += _describe_held(one.oom.held or one.held, one.oom.held_bytes or one.peak_bytes)
     return f"A request for {size(one.oom.requested_bytes)} failed{at} with {size(one.oom.held_bytes)} held{where}"
 
 

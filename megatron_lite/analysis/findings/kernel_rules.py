@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 
 from megatron_lite.analysis.findings.base import Evidence, Finding, find_lost_time, rule
+from megatron_lite.analysis.findings.update_rules import OPTIMIZER_PHASE, find_unfused_optimizer
 from megatron_lite.analysis.kernels.kernel_results import Role
 from megatron_lite.analysis.rank_facts import RankFacts, in_ms
 from megatron_lite.analysis.run_facts import Facts
@@ -175,16 +176,22 @@ def find_unfused_elementwise(facts: Facts, one: RankFacts) -> Finding | None:
     Meaning: bias, activation, dropout, residual and scaling each read a tensor from memory and write one back, at one
         or two operations per number: memory is the limit, not arithmetic, so that half precision alone does not halve
         them.
-    Measured: device time of elementwise kernels outside of compiled regions, per steady step.
+    Measured: device time of elementwise kernels outside of compiled regions, per steady step; without those of an
+        update that unfused-optimizer counts.
     Cost: up to that time. Joined, a chain of them costs one read and one write.
     Do: compile the layers; use fused operators (fused bias + activation, fused dropout + residual).
     Flags: --torch-compile here; in Megatron-LM its fusions are on unless a --no-...-fusion flag turns them off.
     False alarm: a model whose own work is elementwise.
     """
-    cost = one.kernels.roles.get(Role.ELEMENTWISE, 0.0)
     if facts.compiles:
         return None
     rows = [row for row in one.kernels.rows if row.role is Role.ELEMENTWISE]
+    cost = one.kernels.roles.get(Role.ELEMENTWISE, 0.0)
+    if find_unfused_optimizer(facts) is not None:
+        # a fused update has none of them, and that finding has counted them
+        of_update = [row for row in rows if OPTIMIZER_PHASE.match(row.phase)]
+        cost -= sum(row.ms for row in of_update)
+        rows = [row for row in rows if row not in of_update]
     text = f"{sum(row.per_step for row in rows):,.0f} elementwise kernels take {one.of_step(cost)}"
     advice = "compile the layers, so that chains of elementwise operators become one kernel"
     shown = (

@@ -3,7 +3,7 @@
 import math
 
 from megatron_lite.analysis.findings.base import Evidence, Finding, build_time_finding, find_lost_memory, rule
-from megatron_lite.analysis.findings.reserved_rules import MIN_BYTES
+from megatron_lite.analysis.findings.reserved_rules import EXPANDABLE_SEGMENTS, MIN_BYTES
 from megatron_lite.analysis.memory.memory_results import OUTSIDE, Snapshot
 from megatron_lite.analysis.rank_facts import MATTERS, in_ms
 from megatron_lite.analysis.run_facts import TIGHT, Facts, measure_ordinary, sum_category, whole
@@ -73,7 +73,8 @@ def find_out_of_memory(facts: Facts) -> Finding | None:
     """The run ended because memory was full.
 
     Meaning: an allocation failed. The line that failed is where memory ran out, not what filled it.
-    Measured: the failed request in the snapshot, what was free on the device, and what held the memory at the peak.
+    Measured: the failed request in the snapshot, what was free on the device and in the allocator's segments, and what
+        held the memory when the request failed.
     Cost: the run.
     Do: begin with the largest category: activations or logits: a smaller micro-batch or recomputation; moments and
         masters: more ranks or a smaller model; reserved but not allocated: see fragmentation; growing: see
@@ -87,19 +88,20 @@ def find_out_of_memory(facts: Facts) -> Finding | None:
     if failed is None or oom is None:
         return None
     free = f"{size(max(oom.device_free_bytes, 0))} were free on {name_device(failed)}"
-    most_bytes = max(failed.peak_bytes, 1)
+    held_bytes, held_then = oom.held_bytes or failed.peak_bytes, oom.held or failed.held
     held = [
-        Evidence(f"{one.category}: {size(one.num_bytes)}, {one.num_bytes / most_bytes:.0%} of what tensors held")
-        for one in failed.held[:MAX_SHOWN]
+        Evidence(
+            f"{one.category}: {size(one.num_bytes)}, {one.num_bytes / max(held_bytes, 1):.0%} of what tensors held"
+        )
+        for one in held_then[:MAX_SHOWN]
     ]
-    most = failed.held[0].category if failed.held else ""
-    advice = f"{most or 'tensors'} hold most, which the micro-batch does not change: fewer parameters per rank"
-    flags: tuple[str, ...] = ()
-    if most in GROWS_WITH_BATCH:
-        flags = ("--micro-batch-size", "--recompute-granularity full")
-        advice = f"{most} hold most: a smaller --micro-batch-size, or --recompute-granularity full"
-    elif most in REMEDIES:
-        advice = f"{most} hold most: {REMEDIES[most]}"
+    advice, flags = _advise_on_failure(held_then[0].category if held_then else "")
+    if oom.unused_bytes >= max(oom.requested_bytes, MIN_BYTES):
+        in_pieces = f"{size(oom.unused_bytes)} are reserved and lie free between tensors, in pieces that are too small"
+        held.insert(0, Evidence(in_pieces, failed.source))
+        advice, flags = f"free memory lies in pieces: {EXPANDABLE_SEGMENTS}", (EXPANDABLE_SEGMENTS,)
+        if failed.fragmentation.expandable:
+            advice, flags = "free memory lies in pieces: keep batch and sequence length constant", ()
     asked = Evidence(f"{size(oom.requested_bytes)} were asked for, {free}", oom.site or failed.source)
     if oom.unused_private_bytes >= MIN_BYTES:
         out_of_reach = f"{size(oom.unused_private_bytes)} lie free in private pools, which this request cannot use"
@@ -107,13 +109,23 @@ def find_out_of_memory(facts: Facts) -> Finding | None:
     if oom.went_on:
         held.insert(0, Evidence("the program went on: as many bytes were allocated afterwards", failed.source))
     return Finding(
-        cost_bytes=oom.held_bytes or failed.peak_bytes,
+        cost_bytes=held_bytes,
         evidence=(asked, *held),
         advice=advice,
         flags=flags,
         certain=not oom.went_on,
         rank=failed.rank,
     )
+
+
+def _advise_on_failure(most: str) -> tuple[str, tuple[str, ...]]:
+    """What to do, and flags, where the category `most` holds most."""
+    if most in GROWS_WITH_BATCH:
+        flags = ("--micro-batch-size", "--recompute-granularity full")
+        return f"{most} hold most: a smaller --micro-batch-size, or --recompute-granularity full", flags
+    if most in REMEDIES:
+        return f"{most} hold most: {REMEDIES[most]}", ()
+    return f"{most or 'tensors'} hold most, which the micro-batch does not change: fewer parameters per rank", ()
 
 
 def name_device(one: Snapshot) -> str:

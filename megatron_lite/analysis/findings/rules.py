@@ -47,11 +47,14 @@ RULES = {one.code: one for module in MODULES for one in vars(module).values() if
 PAGE_WIDTH = 100
 MIN_COST_MS = 0.005  # per step; less is printed as 0.00 ms
 OF_RECORDING = ("--pytorch-profiler", "--profile-ranks", "--record")  # flags that change no run, but show more of it
+# the run fails or computes something wrong: what its steps cost comes second
+BEFORE_COSTS = (memory_rules.find_out_of_memory.code, imbalance_rules.find_collective_order.code)
 REFUSED_WITH_MODEL = ("--torch-compile", "--recompute-")  # beside --model, a model of the user's own
 
 
 def apply_rules(facts: Facts, gap: Callable[[str], object] | None = None) -> tuple[Finding, ...]:
-    """What the rules find, most costly first: by milliseconds per step, then by bytes, then what has neither. What is paid
+    """What the rules find, most costly first: by milliseconds per step, then by bytes, then what has neither; before them
+    what makes the run itself fail. What is paid
     once counts as if the steps of the trace shared it.
 
     `gap` is told of a rule that failed, in one line; the others still answer.
@@ -79,11 +82,11 @@ def _rounds_to_nothing(one: Finding) -> bool:
 
 
 def _rate(one: Finding, steps: int) -> tuple[int, float, int]:
-    """Where a finding stands: a failed request, which ended the run, comes first; then other jobs on the machine, which make
-    every other cost what it is."""
+    """Where a finding stands: what ended the run or makes its results wrong comes first; then other jobs on the machine,
+    which make every other cost what it is."""
     cost_ms = one.cost_ms if one.once_ms is None else one.once_ms / steps
     order = 2
-    if one.code == memory_rules.find_out_of_memory.code and one.certain:
+    if one.code in BEFORE_COSTS and one.certain:
         order = 0
     elif one.code == machine_rules.find_busy_machine.code and one.cost_ms is not None:
         order = 1

@@ -112,6 +112,10 @@ class OutOfMemory:
     site: str
     held_bytes: int = 0  # by tensors, at that moment
     unused_private_bytes: int = 0  # reserved in private pools and not allocated: out of this request's reach
+    unused_bytes: int = (
+        0  # reserved in the default pool and not allocated: free pieces, none of which this request fitted
+    )
+    held: tuple[Held, ...] = ()  # by category, at that moment; largest first
     went_on: bool = False  # as many bytes were allocated afterwards: the program got around it
 
 

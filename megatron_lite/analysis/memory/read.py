@@ -234,13 +234,16 @@ class SnapshotReader:
         after = record.size[last + 1 :][record.action[last + 1 :] == ALLOC]
         private = self.lives.pool > 0
         allocated = self.lives.sum_held(len(record), np.where(private, self.lives.num_bytes, 0))[last + 1]
-        unused = measure_reserved(record, private=True)[last + 1] - allocated
+        unused_private = measure_reserved(record, private=True)[last + 1] - allocated
+        unused = self.reserved[last + 1] - self.allocated[last + 1] - unused_private
         return OutOfMemory(
             requested_bytes=requested,
             device_free_bytes=int(record.device_free[last]),
             site=record.stacks.site(int(record.stack[last])),
             held_bytes=int(self.allocated[last + 1]),
-            unused_private_bytes=max(int(unused), 0),
+            unused_private_bytes=max(int(unused_private), 0),
+            unused_bytes=max(int(unused), 0),
+            held=self._sum_held(self.lives.held_after(last)),
             went_on=int(after.sum()) >= max(requested, 1),
         )
 

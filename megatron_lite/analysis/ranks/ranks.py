@@ -49,9 +49,14 @@ def compare_ranks(seen: Sequence[RankFacts], only: str = "") -> Ranks | None:
     slowest_first = sorted(rows, key=lambda row: (row.wait_ms or 0.0) if known else -row.step_ms)
     present = tuple(row.rank for row in rows)
     net_ms = waits.caused_ms - waits.wait_ms
-    straggler = find_straggler(rows, [one.time for one in one_each], net_ms)
-    imbalance = None
-    if known and straggler is None and clocks.aligned:
+    disorder = find_disorder(
+        calls, slots, _name_shared_steps(placings[0], slots_of_steps[0], steps), labels, world_size
+    )
+    straggler, imbalance = None, None
+    if disorder is None:
+        # where ranks call them in another order, the starts of one collective are those of two
+        straggler = find_straggler(rows, [one.time for one in one_each], net_ms)
+    if disorder is None and known and straggler is None and clocks.aligned:
         on_gpu = all(one.time.on_gpu for one in one_each)
         compute_ms = measure_compute(calls, placings, slots_of_steps, steps)
         imbalance = find_imbalance(present, net_ms, compute_ms, _measure_median_step(one_each), on_gpu)
@@ -64,9 +69,7 @@ def compare_ranks(seen: Sequence[RankFacts], only: str = "") -> Ranks | None:
         collectives=build_collective_rows(with_transfers, steps, labels, world_size if everyone else None),
         straggler=straggler,
         imbalance=imbalance,
-        disorder=find_disorder(
-            calls, slots, _name_shared_steps(placings[0], slots_of_steps[0], steps), labels, world_size
-        ),
+        disorder=disorder,
         clocks_aligned=clocks.aligned,
         critical_rank=slowest_first[0].rank if rows else None,
         notes=(*notes, *unmatched, *clocks.notes),
@@ -169,6 +172,8 @@ def compute_waits(
         start, since, length, latest, before = (one[counts] for one in (start, since, length, latest, before))
         wait = np.clip(latest[:, None] - since, 0, length)
         lag = np.maximum(latest - np.maximum(np.median(np.sort(start, axis=1)[:, :-1], axis=1), before), 0)
+        # nobody waits longer in a call than the call takes
+        lag = np.minimum(lag, wait.max(axis=1))
         for column, (at, calls) in enumerate(columns):
             own, slot = since[:, column] - clocks.start_ns[at], slots[at][calls[counts]]
             is_last = start.argmax(axis=1) == column
