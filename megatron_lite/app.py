@@ -30,6 +30,7 @@ from megatron_lite.train.checkpoint_checks import require_checkpoint, reserve_sa
 from megatron_lite.train.console import set_up_logging
 from megatron_lite.train.data_streams import DataStreams
 from megatron_lite.train.run import run
+from megatron_lite.units import counted
 
 KEPT = "the C library keeps freed blocks for the next step (mallopt)"
 GIVEN_BACK = "this C library may give freed blocks back, which slows steps down; LD_PRELOAD=libtcmalloc.so.4 keeps them"
@@ -130,7 +131,11 @@ def _prepare_torch(plan: Plan) -> bool:
 
 def _log_choices(plan: Plan, observers: Observers, keeps_memory: bool):
     ranks = f"{plan.world.size} rank{'s' if plan.world.size > 1 else ''}"
-    where = torch.cuda.get_device_name() if plan.device == "cuda" else f"CPU, {torch.get_num_threads()} threads each"
+    where = (
+        torch.cuda.get_device_name()
+        if plan.device == "cuda"
+        else f"CPU, {counted(torch.get_num_threads(), 'thread')} each"
+    )
     passes = plan.micro_batches(plan.train_samples)
     logger.info(
         f"  {ranks} on {where} ({plan.backend}) | global batch {plan.batch.final} = micro-batch "

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from megatron_lite.units import short_count, significant
+from megatron_lite.units import counted, short_count, significant
 
 
 @pytest.mark.parametrize(
@@ -28,3 +28,14 @@ def test_what_needs_none_is_as_g_has_it():
         assert float(significant(value, digits).replace(",", "")) == pytest.approx(value, rel=0.5 * 10 ** (1 - digits))
         if value < 10**digits - 1:
             assert float(significant(value, digits)) == float(f"{value:.{digits}g}")
+
+
+def test_what_is_counted_has_its_plural():
+    told = [counted(1, "copy"), counted(2, "copy"), counted(0, "pass"), counted(3, "micro-batch"), counted(2, "way")]
+    assert told == ["1 copy", "2 copies", "0 passes", "3 micro-batches", "2 ways"]
+    assert [counted(value, "wait") for value in (0.5, 1.0004, 1.5, 12345)] == [
+        "0.5 waits",
+        "1 wait",
+        "1.5 waits",
+        "12,345 waits",
+    ]

@@ -18,7 +18,7 @@ from megatron_lite.analysis.trace.columns import WHOLE_GRAPH, Kind, Trace
 from megatron_lite.analysis.trace.launches import MAX_LOST, count_lost, describe_launches, find_launches
 from megatron_lite.phases import Phase
 from megatron_lite.run_folder import RUN_FILE, STEPS_FILE
-from megatron_lite.units import size
+from megatron_lite.units import counted, size
 
 MAX_APART = 2.0  # trace's step / the run's own time of its profiled steps, or the other way round
 MAX_SHARE_APART = 0.2  # of a step, by which a trace and the run's own clock may differ about waiting for data
@@ -189,7 +189,7 @@ def _check_trace(one: RankFacts, run: Run | None) -> Iterator[str]:
     if time.on_gpu and run.plan.get("device") == "cpu":
         yield "the run was on a CPU, and the trace holds a GPU's work"
     if trace.world_size and run.world_size and trace.world_size != run.world_size:
-        yield f"the trace is of {trace.world_size} ranks, the run of {run.world_size}"
+        yield f"the trace is of {counted(trace.world_size, 'rank')}, the run of {run.world_size}"
     traced, own = time.step_ms, run.profiled_step_ms or 0.0
     if traced > 0 and own > 0 and max(traced / own, own / traced) > MAX_APART:
         yield f"a step takes {traced:,.1f} ms in the trace and {own:,.1f} ms by the run's own clock ({STEPS_FILE})"

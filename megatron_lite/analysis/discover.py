@@ -24,6 +24,7 @@ from megatron_lite.analysis.trace.kineto import rank_in_name
 from megatron_lite.analysis.trace.read import NSYS_REPORTS, SQLITE_MAGIC, any_block, export_first, first_bytes
 from megatron_lite.errors import UserError
 from megatron_lite.run_folder import PROCESS_FOLDER, RANKS_FILE, RUN_FILE, STEPS_FILE, iteration_of
+from megatron_lite.units import counted
 
 Ignored = list[tuple[Path, str]]  # with the reason
 
@@ -188,7 +189,7 @@ def _explain_other_run(file: SourceFile, newest: SourceFile) -> str:
 
 
 def _describe_world_size(file: SourceFile) -> str:
-    return f"{file.world_size} ranks" if file.world_size else UNKNOWN_SIZE
+    return counted(file.world_size, "rank") if file.world_size else UNKNOWN_SIZE
 
 
 def _choose_newest_window(files: Sequence[SourceFile], newest: SourceFile) -> tuple[list[SourceFile], Ignored]:

@@ -26,7 +26,7 @@ from megatron_lite.analysis.time.host_steps import WHOLE_TRACE
 from megatron_lite.analysis.time.time_results import RankTime
 from megatron_lite.analysis.trace.accelerators import is_accelerator
 from megatron_lite.analysis.verdict_word import DECIDES, LOSSES, choose_word, measure_bounds
-from megatron_lite.units import count, significant, size
+from megatron_lite.units import count, counted, significant, size
 
 MIN_SHARE_SAID = 0.05  # of a step; what is smaller does not decide anything
 MAX_LOSSES = 2
@@ -72,7 +72,7 @@ def build_verdict(facts: Facts, findings: Sequence[Finding]) -> Verdict:
         first.append(f"Nothing was learned: {nothing}")
     ended = {"failed": "failed", "killed or lost": "was killed or lost"}.get(run.status.partition(":")[0])
     if ended:
-        first.append(f"The run {ended} after {run.steps:,} steps")
+        first.append(f"The run {ended} after {counted(run.steps, 'step')}")
     first += [_describe_shortage(facts.core_shortage)] if facts.core_shortage else []
     return replace(verdict, sentence=" ".join([*(f"{one}." for one in first), verdict.sentence]))
 
@@ -167,7 +167,8 @@ def _explain_inconclusive(facts: Facts, rank: RankFacts) -> str:
     if not time.steps or time.step_ms <= 0:
         return "no complete step in the trace"
     if not steady:
-        return f"none of the {len(time.steps)} steps is steady ({time.steps[0].why_not or 'all are boundary steps'})"
+        which = "the only step is not" if len(time.steps) == 1 else f"none of the {len(time.steps)} steps is"
+        return f"{which} steady ({time.steps[0].why_not or 'all are boundary steps'})"
     unmarked = len(time.steps) == 1 and time.steps[0].number is None
     if rank.trace.cut and (unmarked or len(steady) < MIN_STEPS):
         whole = "no complete step is" if unmarked else "only one complete step is"

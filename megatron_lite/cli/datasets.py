@@ -17,7 +17,7 @@ from megatron_lite.data.tokenizers import ByteTokenizer, Tokenizer, build_tokeni
 from megatron_lite.errors import ConfigError, DataError, UserError
 from megatron_lite.live_line import LiveLine
 from megatron_lite.terminal import print_lines
-from megatron_lite.units import count, duration, size
+from megatron_lite.units import count, counted, duration, size
 
 # --- options of Megatron-LM's tools and of tools made from them that are none here: taken with a word, or answered
 
@@ -201,7 +201,7 @@ def _expand_patterns(inputs: Sequence[str]) -> list[str]:
         found = sorted(glob.glob(path))
         if not found:
             raise DataError(f"--input {path}: no file fits this pattern; check the folder and the ending")
-        files_found = "1 file" if len(found) == 1 else f"{count(len(found))} files, in the order of their names"
+        files_found = counted(len(found), "file") + (", in the order of their names" if len(found) > 1 else "")
         print_lines([f"  note: --input {path}: {files_found}."], sys.stderr)
         files += found
     return files
@@ -269,7 +269,7 @@ def _merge(inputs: Sequence[str], output_prefix: str, flag: str):
         written = merge(inputs, output_prefix, flag, lambda tokens: line.draw(f"{count(tokens)} tokens"))
     finally:
         line.wipe()
-    documents = f"{count(written.documents)} documents of {len(inputs)} data sets"
+    documents = f"{counted(written.documents, 'document')} of {counted(len(inputs), 'data set')}"
     tokens = f"{count(written.tokens)} tokens in {duration(time.monotonic() - started)}"
     print_lines([f"{documents}: {tokens}; --data-path {output_prefix}"])
 
@@ -313,10 +313,10 @@ def _describe_dataset(found: Inspection, vocab_size: int | None, tokenizer: Toke
         duplicates = f"{equal}, as {count(second)} equals {count(first)} (counted from 0)"
     ending = f"{count(found.ending_so)} of {count(found.documents - found.empty)} documents end with {found.end_id}"
     json_text = _find_json_text(found, tokenizer)
-    inside = f", and it stands {count(found.end_id_inside)} times elsewhere" if found.end_id_inside else ""
+    inside = f", and it stands {counted(found.end_id_inside, 'time')} elsewhere" if found.end_id_inside else ""
     lines = [
         f"{found.prefix}: {'sound' if json_text is None else 'sound, but its documents are JSON'}",
-        f"  documents          {count(found.documents)} ({count(found.sequences)} sequences)",
+        f"  documents          {count(found.documents)} ({counted(found.sequences, 'sequence')})",
         f"  tokens             {count(found.tokens)} as {found.dtype}, {size(found.file_bytes)} in both files",
         f"  ids                {found.smallest_id} to {found.largest_id}{checked}",
         f"  document lengths   {lengths}, mean {found.mean:,.1f}; {count(found.empty)} empty",

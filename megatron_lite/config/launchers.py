@@ -13,6 +13,7 @@ from pathlib import Path
 
 from megatron_lite.errors import ConfigError, UserError
 from megatron_lite.shared_files import read_bounded
+from megatron_lite.units import counted
 
 FILE = Path(__file__).with_name("launchers.tsv")
 BY_TORCHRUN = "TORCHELASTIC_RUN_ID"
@@ -104,7 +105,7 @@ def find_launch(environment: Mapping[str, str]) -> Launch | None:
     given["MASTER_PORT"] = str(_choose_port(launcher, environment))
     if rank >= size:
         raise UserError(
-            f"{launcher.find(environment, 'rank')}={rank}: {launcher.name} started {size} ranks, 0 to {size - 1}; unset "
+            f"{launcher.find(environment, 'rank')}={rank}: {launcher.name} started {counted(size, 'rank')}, 0 to {size - 1}; unset "
             "it, or start with torchrun."
         )
     added = {name: value for name, value in given.items() if not environment.get(name)}

@@ -20,7 +20,7 @@ import struct
 import numpy as np
 
 from megatron_lite.errors import DataError
-from megatron_lite.units import count
+from megatron_lite.units import count, counted
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -159,6 +159,6 @@ def _read_header(path: str, index) -> tuple[np.dtype, int, int]:
         raise DataError(f"{path}: token type {dtype} holds no token ids; preprocess the text with a tokenizer")
     expected = HEADER.size + 12 * num_sequences + 8 * num_marks
     if len(index) not in (expected, expected + num_sequences):
-        contents = f"{count(num_sequences)} sequences and {count(num_marks)} document marks"
+        contents = f"{counted(num_sequences, 'sequence')} and {counted(num_marks, 'document mark')}"
         raise damaged(path, f"{count(len(index))} bytes, but its {contents} need {count(expected)}")
     return dtype, num_sequences, num_marks

@@ -10,7 +10,7 @@ from megatron_lite.data.indexed_writer import PairWriter, Written
 from megatron_lite.data.text_files import Place
 from megatron_lite.errors import DataError
 from megatron_lite.run_folder import write_atomically
-from megatron_lite.units import count
+from megatron_lite.units import counted
 
 ENDING = ".unfinished"
 SECONDS_BETWEEN_STATES = 5.0
@@ -119,7 +119,7 @@ class Unfinished:
                 objection = "the files it tells of are gone or cut short"
             else:
                 self.progress = found
-                self._say(f"{self._prefix}: goes on after {count(found.documents)} documents of an interrupted run")
+                self._say(f"{self._prefix}: goes on after {counted(found.documents, 'document')} of an interrupted run")
                 return written
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             objection = "cannot be read"

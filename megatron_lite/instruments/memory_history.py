@@ -10,7 +10,7 @@ from megatron_lite.instruments.memory_summary import describe_place, operation, 
 from megatron_lite.instruments.memory_tags import SETUP, ModuleHooks, Place
 from megatron_lite.instruments.memory_tracker import StorageTracker
 from megatron_lite.instruments.snapshot_format import build_annotations, extend_name, write_snapshot
-from megatron_lite.units import count, size
+from megatron_lite.units import counted, size
 
 OUTSIDE = 100_000  # events kept outside of the window, to explain an out-of-memory error there
 
@@ -207,7 +207,7 @@ class MemoryHistory(Instrument):
             )
             return
         events, highest = snapshot["device_traces"][self._recorder.number], peak(snapshot, self._recorder.number)
-        words = f"{count(len(events))} events of {self._name_steps(events, dropped)}, peak {size(highest.size)}"
+        words = f"{counted(len(events), 'event')} of {self._name_steps(events, dropped)}, peak {size(highest.size)}"
         if highest.frames:
             words += f", {describe_place(highest.tag)}: {operation(highest.frames)}{site(highest.frames)}"
         if dropped:

@@ -11,12 +11,23 @@ from megatron_lite.units import significant
 # --- numbers as a report writes them: '' for what is not known
 
 
+LEAST_MS = 1e-6  # a nanosecond is the clock's tick: less is a rounding error
+SHORTEST_MS = 0.001
+
+
 def milliseconds(value: float | None, of: float | None = None) -> str:
-    """As many decimals as make sense beside the largest value `of` its table."""
+    """As many decimals as make sense beside the largest value `of` its table; what is there is never written as 0."""
     if value is None or not math.isfinite(value):
         return ""
     largest = abs(value if of is None else of)
-    return f"{value:,.{1 if largest >= 100 else 2 if largest >= 10 else 3}f}"
+    decimals = 3
+    if largest >= 10:
+        decimals = 1 if largest >= 100 else 2
+    if abs(value) < LEAST_MS:
+        return f"{0:.{decimals}f}"
+    if abs(value) >= 0.5 * 10**-decimals:
+        return f"{value:,.{decimals}f}"
+    return significant(value, 1) if abs(value) >= SHORTEST_MS else f"<{SHORTEST_MS}"
 
 
 def percent(share: float | None) -> str:

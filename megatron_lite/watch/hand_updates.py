@@ -4,6 +4,8 @@ import weakref
 
 import torch
 
+from megatron_lite.units import counted
+
 MAX_NODES = 500  # of the graph, which are looked at for a weight
 MIN_PASSES = 3  # before it is said that no step was seen
 NOT_FOUND = ()  # nothing is known of the weights of a pass
@@ -65,7 +67,7 @@ def describe_counting(passes: int, steps: int) -> str:
     if max(passes, steps) < MIN_PASSES:
         return ""
     if steps:
-        return f"no torch.optim optimizer stepped: {steps} steps are counted from the weight updates between backward passes"
+        return f"no torch.optim optimizer stepped: {counted(steps, 'step')} counted from the weight updates between backward passes"
     by_calls = "call megatron_lite.Profiler's step() to count steps"
     return f"no torch.optim optimizer stepped, and no weight update was seen in {passes} backward passes; {by_calls}"
 

@@ -145,7 +145,9 @@ def examine_overflows(case: Case, run: Run) -> Point | list[Evidence]:
     settled = 0 if run.skipped.all() else run.steps - int(run.skipped.argmin())
     if run.skipped.any() and settled < MIN_SETTLED_STEPS:
         remedy = f"{Record.LONGER_RUN}; --initial-loss-scale 65536 saves the skipped steps at the beginning"
-        return not_seen(Evidence(f"{text}; {settled} steps since the first good one", STEPS_FILE), record=remedy)
+        return not_seen(
+            Evidence(f"{text}; {counted(settled, 'step')} since the first good one", STEPS_FILE), record=remedy
+        )
     why = f": {precision} has the range of fp32 and needs none" if precision not in (None, "", "fp16") else ""
     return [Evidence(text + why, STEPS_FILE)]
 
@@ -158,7 +160,7 @@ def examine_peak(case: Case) -> Point | list[Evidence]:
         text = f"peak of {size(most.peak_bytes)} in {most.peak_phase or 'an unknown phase'}: {parts}"
         held.append(Evidence(f"simulated {text}" if most.simulated else text, most.source))
     kept = [one for one in case.facts.snapshots if len(one.steps) >= MIN_SNAPSHOT_STEPS and one.growth is None]
-    steady = [Evidence(f"no growth over {len(one.steps)} steps", one.source) for one in kept]
+    steady = [Evidence(f"no growth over {counted(len(one.steps), 'step')}", one.source) for one in kept]
     memory = {"GPU": run.peak_memory_bytes[run.ordinary], "process": run.host_memory_bytes[run.ordinary]} if run else {}
     for what, values in memory.items():
         number = (~np.isnan(values)).sum()
@@ -194,7 +196,7 @@ def examine_batches(case: Case) -> Point | list[Evidence]:
         remedy = "micro-batch size x ranks x micro-batches must give --global-batch-size, with one update for all of it"
         return failed(remedy, *(Evidence(text, STEPS_FILE) for text in wrong), *seen)
     parts = f"{micro_batch} x {counted(world, 'rank')} x {sizes[-1] / (micro_batch * world):,.0f} of them"
-    lines = [f"{sizes[-1]:,.0f} samples per step = micro-batches of {parts}, in {len(sizes)} steps"]
+    lines = [f"{counted(sizes[-1], 'sample')} per step = micro-batches of {parts}, in {counted(len(sizes), 'step')}"]
     rates = run.next_lrs[~np.isnan(run.next_lrs)]
     if len(rates):
         held = ", and held in skipped ones" if run.skipped.any() else ""
@@ -220,7 +222,7 @@ def _check_batches(run: Run, sizes: Numbers, samples: int, traced: float) -> lis
         wrong.append(f"iteration {run.iterations[at]} has {numbers[at]:,.0f} samples, {of}")
     planned = sizes[0] / samples
     if traced and (sizes == sizes[0]).all() and traced != planned:
-        passes = f"{significant(traced)} backward passes per step in the trace"
+        passes = f"{counted(traced, 'backward pass')} per step in the trace"
         wrong.append(f"{passes}, {planned:g} micro-batches by the plan")
     for at in np.flatnonzero(miscounted)[:1]:
         told = f"{numbers[at + 1]:,.0f} samples and counts {counted_samples[at]:,.0f}"
@@ -241,7 +243,7 @@ def examine_compilation(case: Case) -> Point | list[Evidence]:
     if compiled is False and not regions:
         text = "nothing is compiled (--torch-compile none)"
         return not_seen(Evidence(text, "run.json"), record="a run with --torch-compile")
-    seen = [Evidence(f"{significant(regions)} compiled regions per step", one.where())] if one and regions else []
+    seen = [Evidence(f"{counted(regions, 'compiled region')} per step", one.where())] if one and regions else []
     if not run or not (compiled or regions) or not run.first_step_ms or not run.steady_step_ms:
         return not_seen(*seen, record="all steps of the run: start it with an empty --run-dir" if run else "")
     compiling = f" ({in_ms(run.compile_ms[0])} of it compiling)" if run.compile_ms[0] > 0 else ""
@@ -249,7 +251,7 @@ def examine_compilation(case: Case) -> Point | list[Evidence]:
     listed = f" (iterations {', '.join(map(str, late[:MAX_ITERATIONS]))})" if len(late) else ""
     text = (
         f"first step {in_ms(run.first_step_ms)}{compiling}, typical ones {in_ms(run.steady_step_ms)}; "
-        f"{len(late)} later steps compiled something{listed} and are left out"
+        f"left out, since they compiled something: {counted(len(late), 'later step')}{listed}"
     )
     return [Evidence(text, STEPS_FILE), *seen]
 
@@ -265,7 +267,12 @@ def examine_shapes(case: Case) -> Point | list[Evidence]:
         shapes = [frozenset(events.shapes[rows[steps[rows] == step]].tolist()) for step in np.unique(steps[rows])]
     if one is not None and len(shapes) >= MIN_TRACED_STEPS:
         number, same = len(frozenset().union(*shapes)), "the same" if len(set(shapes)) == 1 else "not the same"
-        seen.append(Evidence(f"{number} shapes of products, {same} in each of {len(shapes)} steady steps", one.where()))
+        seen.append(
+            Evidence(
+                f"{counted(number, 'shape')} of products, {same} in each of {counted(len(shapes), 'steady step')}",
+                one.where(),
+            )
+        )
         if same == "not the same":
             return not_seen(*seen, record=f"how much of it is padding and what it compiles: {Record.RUN_FOLDER}")
     length = facts.number("shape", "seq_length")
@@ -292,7 +299,9 @@ def examine_tokens(case: Case, run: Run) -> Point | list[Evidence]:
         return []
     if run.not_finite.any() and (found := case.found("no-learning")):
         return fail_by_findings(found)
-    speed = f"{count(run.tokens_per_second)} tokens/s over {run.ordinary.sum()} typical steps, all ranks"
+    speed = (
+        f"{count(run.tokens_per_second)} tokens/s over {counted(int(run.ordinary.sum()), 'typical step')}, all ranks"
+    )
     seen = Evidence(f"{speed}; {run.skipped.sum():,} of {run.steps:,} steps skipped", STEPS_FILE)
     if case.facts.argument("eod_mask_loss"):
         record = "how many positions have a loss is not recorded: without --eod-mask-loss all have one"
@@ -328,11 +337,11 @@ def examine_losses(case: Case) -> Point | list[Evidence]:
     mine, others = ({at: loss for at, loss in of.items() if not math.isnan(loss)} for of in (mine, others))
     apart = {at: abs(mine[at] - others[at]) / max(abs(others[at]), 1e-12) for at in sorted(mine.keys() & others.keys())}
     if not apart:
-        text = f"{len(mine)} iterations with a loss here, {len(others)} there, none in common"
+        text = f"{counted(len(mine), 'iteration')} with a loss here, {len(others)} there, none in common"
         return not_seen(Evidence(text), record="two runs that share iterations")
     at, last = max(apart, key=lambda iteration: apart[iteration]), max(apart)
     text = (
-        f"the losses of {len(apart)} common iterations differ by at most {apart[at]:.2%} "
+        f"the losses of {counted(len(apart), 'common iteration')} differ by at most {apart[at]:.2%} "
         f"(iteration {at}: {significant(mine[at], 6)} here, {significant(others[at], 6)} there); "
         f"the last, iteration {last}, by {apart[last]:.2%}; {MAX_LOSS_DIFFERENCE:.0%} is taken for rounding"
     )

@@ -39,7 +39,7 @@ def examine_clock(case: Case) -> Point | list[Evidence]:
     gpu_ms = measure_ordinary(run, run.gpu_ms) if run else None
     if run is not None and gpu_ms is not None:
         number = (run.ordinary & ~np.isnan(run.gpu_ms)).sum()
-        text = f"median {in_ms(gpu_ms)} between CUDA events (gpu_ms) in {number} typical steps"
+        text = f"median {in_ms(gpu_ms)} between CUDA events (gpu_ms) in {counted(number, 'typical step')}"
         return [Evidence(text, STEPS_FILE), _count_steps(run)]
     if one is not None and one.time.on_gpu:
         # The profiler numbers steps from the process's first, 0; without numbers those in the trace count.
@@ -48,7 +48,7 @@ def examine_clock(case: Case) -> Point | list[Evidence]:
             return []
         at, first = steady[0]
         before = at if first.number is None else first.number
-        ran = f"{before} steps ran before the first that counts, {first.name}"
+        ran = f"{counted(before, 'step')} ran before the first that counts, {first.name}"
         text = f"times from the GPU's clock, {in_ms(one.time.step_ms)} a step; {ran}"
         seen = [Evidence(text, one.where()), *_list_left_out(one)]
         if before > 0:
@@ -86,7 +86,7 @@ def examine_steady_state(case: Case) -> Point | list[Evidence]:
     number = run.ordinary.sum() if run else 0
     if run and run.steady_step_ms is not None and number >= MIN_STEPS:
         first = f"; the first step took {in_ms(run.first_step_ms)}" if run.first_step_ms else ""
-        text = f"median {in_ms(run.steady_step_ms)} of {number} typical steps{first}"
+        text = f"median {in_ms(run.steady_step_ms)} of {counted(number, 'typical step')}{first}"
         return [Evidence(text, STEPS_FILE), _count_steps(run)]
     if run and run.steps >= MIN_STEPS and not number:
         return failed(f"{Record.LONGER_RUN}, and a profiler's window that leaves steps beside it", _count_steps(run))
@@ -218,7 +218,9 @@ def _miss_copies(one: RankFacts, unnamed: int = 0) -> Point:
     """Why the trace says nothing about copies. `unnamed`: copies whose names do not tell the memory."""
     if not one.time.on_gpu:
         return not_seen(Evidence("no GPU, so that nothing is copied to one", one.where()))
-    what = f"{unnamed} copies that do not say from which memory" if unnamed else "no copy from the host"
+    what = (
+        f"the events do not say from which memory, {counted(unnamed, 'copy')}" if unnamed else "no copy from the host"
+    )
     return not_seen(Evidence(f"{what} in {counted(one.steady_steps, 'steady step')}", one.where()))
 
 
@@ -242,7 +244,7 @@ def examine_fusion(case: Case, one: RankFacts) -> Point | list[Evidence]:
     ms = one.kernels.roles.get(Role.ELEMENTWISE, 0.0)
     text = f"elementwise operators take {one.of_step(ms)}; {limit:.0%} would be much"
     if one.time.on_gpu:
-        text += f"; {one.time.launches:,.0f} kernels per step, the median one of {one.time.median_kernel_us:.1f} us"
+        text += f"; {counted(round(one.time.launches), 'kernel')} per step, the median one of {one.time.median_kernel_us:.1f} us"
     seen = Evidence(text, one.where())
     if one.share(ms) >= limit:
         return failed("compile the layers: --torch-compile", seen, code="unfused-elementwise")

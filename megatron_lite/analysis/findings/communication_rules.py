@@ -156,7 +156,7 @@ def find_small_buckets(facts: Facts, one: RankFacts) -> Finding | None:
     if one.per_step(small) < MAX_SMALL_REDUCTIONS:
         return None
     cost, median = one.exposed_ms(small), float(np.median(sizes[sizes <= SMALL_BYTES]))
-    text = f"{one.per_step(small):,.0f} collectives per step of {size(median)} (median); not overlapped with compute:"
+    text = f"{counted(round(one.per_step(small)), 'collective')} per step of {size(median)} (median); not overlapped with compute:"
     text += f" {one.of_step(cost)}"
     advice = f"larger buckets: {BUCKET_FLAG}"
     return find_lost_time(one, cost, text, advice, row=small[0], flags=(BUCKET_FLAG,), certain=False, cheap=True)
@@ -370,7 +370,7 @@ def find_parameter_gather(facts: Facts) -> Finding | None:
         flags = ("--overlap-param-gather",) if not facts.plan else ("--micro-batch-size",)
         advice = "more tokens per micro-batch, so that layers compute longer: a larger --micro-batch-size"
         advice += "" if facts.plan else "; in Megatron-LM --overlap-param-gather"
-    text = f"{seen.gathers:,.0f} all-gathers of weights per step; not overlapped with compute: {in_ms(seen.gathers_ms)}"
+    text = f"{counted(round(seen.gathers), 'all-gather')} of weights per step; not overlapped with compute: {in_ms(seen.gathers_ms)}"
     evidence = [Evidence(f"{text} of a step of {in_ms(seen.step_ms)}")]
     return build_time_finding(seen.gathers_ms, evidence, advice, flags, certain=False)
 

@@ -56,7 +56,7 @@ def find_one_time_costs(facts: Facts, one: RankFacts) -> Finding | None:
     shown = []
     for work in works[:MAX_SHOWN]:
         most = f", most of it in {work.step}" if work.step and steps > 1 else ""
-        times = f"{work.calls:,} time{'' if work.calls == 1 else 's'}"
+        times = counted(work.calls, "time")
         shown.append(Evidence(f"{work.what}: {times}, {in_ms(work.trace_ms)}{most}", one.where()))
     text = f"{in_ms(total)} of host time in the whole trace: paid once, not per step"
     advice = "profile later steps: --profile-step-start N"

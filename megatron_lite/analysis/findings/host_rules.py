@@ -83,7 +83,7 @@ def find_launch_bound(facts: Facts, one: RankFacts) -> Finding | None:
         return None
     cost = time.rows.get("host", 0.0) + time.rows.get("launch", 0.0)
     text = (
-        f"the device idles {one.of_step(cost)}: {time.launches:,.0f} kernels per step; medians: "
+        f"the device idles {one.of_step(cost)}: {counted(round(time.launches), 'kernel')} per step; medians: "
         f"{time.median_kernel_us:.1f} us per kernel, {time.median_launch_interval_us:.1f} us from launch to launch, "
         f"{time.median_queue_us:.1f} us in the queue"
     )
@@ -148,7 +148,7 @@ def _describe_short_gaps(one: RankFacts) -> Iterator[Evidence]:
     """How much of the host's lateness lies in short gaps, where it is much of it."""
     short, host = one.time.short_gaps, one.time.rows.get("host", 0.0)
     if one.time.on_gpu and short is not None and short.host_ms > MUCH * host > 0:
-        text = f"{in_ms(short.host_ms)} of it in {short.number:,.0f} gaps below {MIN_STRETCH_MS:.0f} ms"
+        text = f"{in_ms(short.host_ms)} of it in {counted(round(short.number), 'gap')} below {MIN_STRETCH_MS:.0f} ms"
         yield Evidence(text, one.where())
 
 
@@ -181,7 +181,7 @@ def _find_in_calls(facts: Facts, one: RankFacts, most: float, sites: list[Eviden
         return None
     operators = sum(phase.kernels for phase in one.time.phases)
     each = f"{1e3 * one.time.rows.get('compute', 0.0) / operators:,.0f} us each" if operators else "in no phase"
-    text = f"{operators:,.0f} operators per step, {each}; Python between them takes {one.of_step(cost)}"
+    text = f"{counted(round(operators), 'operator')} per step, {each}; Python between them takes {one.of_step(cost)}"
     advice = f"give each operator more to do: a larger {LARGER_OPERATORS[0]}, or {LARGER_OPERATORS[1]}"
     flags, title, limit = LARGER_OPERATORS, TITLE_ON_CPU, MAX_CALLING_SHARE
     return find_lost_time(one, cost, text, advice, *sites, title=title, flags=flags, certain=False, at_least=limit)
@@ -210,9 +210,7 @@ def find_short_gaps(facts: Facts, one: RankFacts) -> Finding | None:
     if short is None:
         return None
     if not one.time.on_gpu:
-        text = (
-            f"{short.number:,.0f} pieces of 0.1 to {MIN_STRETCH_MS:.0f} ms without an operator: {one.of_step(short.ms)}"
-        )
+        text = f"{counted(round(short.number), 'piece')} of 0.1 to {MIN_STRETCH_MS:.0f} ms without an operator: {one.of_step(short.ms)}"
         sites = [Evidence(f"{in_ms(site.idle_ms)} in {site.what}", site.phase) for site in one.time.hosts[:MAX_SHOWN]]
         advice = f"record stacks ({STACKS}) to see the lines; move their work out of the step"
         limit = MAX_SHORT_SHARE_ON_CPU
@@ -328,7 +326,7 @@ def find_allocator_stalls(facts: Facts, one: RankFacts) -> Finding | None:
     """
     cost = one.time.rows.get("allocator", 0.0)
     rows = one.rows_named(lambda name: name.startswith(ALLOCATOR_CALLS), Kind.RUNTIME)
-    text = f"{significant(one.per_step(rows))} calls per step; the device idles because of them {one.of_step(cost)}"
+    text = f"{counted(one.per_step(rows), 'call')} per step; the device idles because of them {one.of_step(cost)}"
     advice = f"leave the allocator more room, or let its segments grow: {EXPANDABLE_SEGMENTS}"
     row, flags = rows[0] if len(rows) else None, (EXPANDABLE_SEGMENTS,)
     return find_lost_time(one, cost, text, advice, row=row, flags=flags, cheap=True)

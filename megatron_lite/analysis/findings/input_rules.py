@@ -13,7 +13,7 @@ from megatron_lite.analysis.run_facts import Facts, measure_ordinary, whole
 from megatron_lite.analysis.time.time_results import SyncSite
 from megatron_lite.analysis.trace.columns import Kind
 from megatron_lite.phases import Phase
-from megatron_lite.units import significant, size
+from megatron_lite.units import counted, significant, size
 
 DATA = Phase.DATA.value
 
@@ -108,7 +108,7 @@ def find_too_many_workers(facts: Facts) -> Finding | None:
     if wait is None or not ranks or not cpus or not are_too_many(facts):
         return None
     fewer = max(1, cpus // (2 * ranks))
-    text = f"{workers} workers x {ranks} ranks of this machine on {cpus} cores"
+    text = f"{counted(workers or 0, 'worker')} x {counted(ranks, 'rank')} of this machine on {counted(cpus, 'core')}"
     seen = (Evidence(wait.text, wait.where), Evidence(text, "run.json"))
     advice = f"fewer workers than cores: --num-workers {fewer} (now {workers}), and less work per batch"
     return build_time_finding(wait.ms, seen, advice, (f"--num-workers {fewer}",), certain=False, rank=wait.rank)

@@ -79,7 +79,7 @@ def find_attention_dropout(facts: Facts, one: RankFacts) -> Finding | None:
     if one.time.on_gpu or not dropout or not len(rows):
         return None
     cost = one.covered_ms(rows)
-    calls = f"{one.per_step(rows):,.0f} unfused calls, forward alone {one.of_step(cost)}"
+    calls = f"{counted(round(one.per_step(rows)), 'unfused call')}, forward alone {one.of_step(cost)}"
     text = f"--attention-dropout {dropout:g}: {calls}"
     advice = "train without dropout inside attention: --attention-dropout 0"
     return find_lost_time(one, cost, text, advice, row=rows[0], flags=("--attention-dropout 0",), certain=False)
@@ -192,7 +192,7 @@ def find_unfused_elementwise(facts: Facts, one: RankFacts) -> Finding | None:
         of_update = [row for row in rows if OPTIMIZER_PHASE.match(row.phase)]
         cost -= sum(row.ms for row in of_update)
         rows = [row for row in rows if row not in of_update]
-    text = f"{sum(row.per_step for row in rows):,.0f} elementwise kernels take {one.of_step(cost)}"
+    text = f"{counted(round(sum(row.per_step for row in rows)), 'elementwise kernel')} per step: {one.of_step(cost)}"
     advice = "compile the layers, so that chains of elementwise operators become one kernel"
     shown = (
         Evidence(f"{row.short}: {in_ms(row.ms)}, {significant(row.per_step)} per step", row.phase)

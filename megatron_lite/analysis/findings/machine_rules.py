@@ -20,6 +20,7 @@ from megatron_lite.analysis.run.run_results import Run
 from megatron_lite.analysis.run_facts import Facts, whole
 from megatron_lite.analysis.trace.columns import Kind
 from megatron_lite.thresholds import is_by_chance
+from megatron_lite.units import counted
 from megatron_lite.variables import THREADS, fitting_threads
 
 MIN_COMPILING_STEPS = 2  # a single one may be a variant that was due
@@ -241,7 +242,10 @@ def find_too_many_threads(facts: Facts) -> Finding | None:
     fewer = fitting_threads(threads, ranks, cpus)
     if fewer is None:
         return None
-    seen = Evidence(f"{threads} threads x {ranks} ranks of this machine on {cpus} cores", "run.json")
+    seen = Evidence(
+        f"{counted(threads, 'thread')} x {counted(ranks, 'rank')} of this machine on {counted(cpus, 'core')}",
+        "run.json",
+    )
     advice = f"divide the cores: {THREADS}={fewer}"
     return Finding(evidence=(seen,), advice=advice, flags=(f"{THREADS}={fewer}",), certain=False)
 
@@ -280,13 +284,13 @@ def find_busy_machine(facts: Facts, run: Run) -> Finding | None:
     if found.cpu_ms is not None:
         got = f"rank {found.rank} gets {in_ms(found.cpu_ms)} of CPU time in {step}"
         lost = found.switches
-        told.append(got if lost is None else f"{got}, and loses a core {lost:,.0f} times")
+        told.append(got if lost is None else f"{got}, and loses a core {counted(round(lost), 'time')}")
     told += _describe_other_steps(run, found)
     advice = "stop other programs on these cores (top shows them), or give the run cores of its own, and measure again"
     flags: tuple[str, ...] = ()
     cpus, threads, local = whole(facts.hardware("cpus")), whole(facts.hardware("threads")), facts.local_ranks
     if cpus and threads and local and local * threads > cpus:
-        advice = f"start fewer threads ({THREADS}): {local} ranks x {threads} threads share {cpus} cores"
+        advice = f"start fewer threads ({THREADS}): {counted(local, 'rank')} x {counted(threads, 'thread')} share {counted(cpus, 'core')}"
         flags = (THREADS,)
     seen = (Evidence(text, "steps.jsonl") for text in told)
     certain = found.wait_ms is not None and not facts.on_gpu

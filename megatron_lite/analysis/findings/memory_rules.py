@@ -8,7 +8,7 @@ from megatron_lite.analysis.memory.memory_results import OUTSIDE, Snapshot
 from megatron_lite.analysis.rank_facts import MATTERS, in_ms
 from megatron_lite.analysis.run_facts import TIGHT, Facts, measure_ordinary, sum_category, whole
 from megatron_lite.phases import Phase
-from megatron_lite.units import MIB, size
+from megatron_lite.units import MIB, counted, size
 
 MIN_BYTES_PER_STEP = MIB  # in a snapshot: less takes thousands of steps to fill a gigabyte
 MIN_SNAPSHOT_STEPS = 3
@@ -190,7 +190,9 @@ def find_attention_memory(facts: Facts, most: Snapshot) -> Finding | None:
     if not sites or held < MAX_SCORES_SHARE * most.peak_bytes:
         return None
     text = f"{size(held)} of the peak of {size(most.peak_bytes)} ({held / most.peak_bytes:.0%})"
-    shown = (Evidence(f"{size(site.num_bytes)} in {site.blocks} pieces", site.site) for site in sites[:MAX_SHOWN])
+    shown = (
+        Evidence(f"{size(site.num_bytes)} in {counted(site.blocks, 'piece')}", site.site) for site in sites[:MAX_SHOWN]
+    )
     advice = "fused attention, which keeps no scores: --attention-backend auto"
     return find_lost_memory(most, held, held, text, advice, *shown, flags=("--attention-backend auto",))
 
@@ -230,7 +232,7 @@ def find_recompute_activations(facts: Facts, most: Snapshot) -> Finding | None:
     if gain < MIN_GAIN * most.peak_bytes:
         return None
     text = (
-        f"{len(layers)} layers hold {size(held)} of the peak of {size(most.peak_bytes)}; with recomputation one layer's "
+        f"activations of {counted(len(layers), 'layer')} take {size(held)} of the peak of {size(most.peak_bytes)}; with recomputation one layer's "
         f"{size(held / len(layers))} and the layers' inputs{f' of {size(inputs)}' if inputs else ''}"
     )
     advice = f"if memory keeps the micro-batch small: {RECOMPUTE_FLAG} (costs a second forward)"
@@ -316,7 +318,7 @@ def find_micro_batch_headroom(facts: Facts) -> Finding | None:
         return None
     cost = one.accumulation_ms() or None if one is not None else None
     peak = f"the peak is {size(held.num_bytes)} of {size(room)}"
-    seen = Evidence(f"{peak}, with {facts.micro_batches} micro-batches per step", held.where)
+    seen = Evidence(f"{peak}, with {counted(facts.micro_batches or 0, 'micro-batch')} per step", held.where)
     return build_time_finding(cost, [seen], larger[1], larger[:1], certain=False)
 
 

@@ -3,7 +3,7 @@
 from megatron_lite.analysis.findings.base import Evidence, Finding, find_lost_memory, rule
 from megatron_lite.analysis.memory.memory_results import Snapshot
 from megatron_lite.analysis.run_facts import Facts, sum_category
-from megatron_lite.units import MIB, size
+from megatron_lite.units import MIB, counted, size
 
 MAX_SHOWN = 3
 # Of what is reserved; segments of 20 MiB leave some of each free by design.
@@ -126,7 +126,9 @@ def find_awaiting_free(facts: Facts, most: Snapshot) -> Finding | None:
         return None
     text = f"{size(held)} of the peak of {size(most.peak_bytes)} were given back and wait for another stream"
     sites = [site for site in most.sites if site.category == "awaiting free"]
-    shown = (Evidence(f"{size(site.num_bytes)} in {site.blocks} pieces", site.site) for site in sites[:MAX_SHOWN])
+    shown = (
+        Evidence(f"{size(site.num_bytes)} in {counted(site.blocks, 'piece')}", site.site) for site in sites[:MAX_SHOWN]
+    )
     advice = (
         "wait for the other stream instead of Tensor.record_stream; FSDP1: limit_all_gathers=True; "
         "NCCL: TORCH_NCCL_AVOID_RECORD_STREAMS=1"
@@ -171,7 +173,7 @@ def find_gathered_parameters(facts: Facts, most: Snapshot) -> Finding | None:
     now, in_phase = gathered.blocks - gathered.kept_blocks, gathered.gathered_in_phase
     if not kept and (in_phase < MIN_GATHERED or now < MIN_WHOLE_SHARE * in_phase):
         return None
-    text = f"{size(gathered.num_bytes)} of the peak of {size(most.peak_bytes)} are gathered weights in {gathered.blocks} pieces"
+    text = f"{size(gathered.num_bytes)} of the peak of {size(most.peak_bytes)} are gathered weights in {counted(gathered.blocks, 'piece')}"
     which = f"{now} of the {in_phase} pieces that {most.peak_phase or 'the phase'} gathers are whole at once"
     if kept:
         which = f"{gathered.kept_blocks} of them were gathered in a phase that was over"

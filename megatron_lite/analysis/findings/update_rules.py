@@ -10,7 +10,7 @@ from megatron_lite.analysis.run.run_results import Run
 from megatron_lite.analysis.run_facts import Facts, measure_ordinary
 from megatron_lite.analysis.trace.columns import Kind
 from megatron_lite.phases import Phase
-from megatron_lite.units import significant
+from megatron_lite.units import counted, significant
 
 FUSED = re.compile(r"aten::_fused_(adam|adamw|sgd|adagrad)_|FusedAdam|fused_adam", re.IGNORECASE)
 FOREACH, LOOP = "aten::_foreach_addcdiv_", "aten::addcdiv_"  # the last operation of an Adam update
@@ -66,7 +66,7 @@ def find_zeroed_gradients(facts: Facts, one: RankFacts) -> Finding | None:
         return None
     cost = sum(phase.device_ms for phase in one.time.phases if phase.name in ZERO_GRAD_PHASES)
     cost += sum(site.idle_ms for site in one.time.hosts if site.phase in ZERO_GRAD_PHASES)
-    text = f"{one.per_step(rows):,.0f} calls per step in zero_grad: {one.of_step(cost)}"
+    text = f"{counted(round(one.per_step(rows)), 'call')} per step in zero_grad: {one.of_step(cost)}"
     advice = "free gradients instead of zeroing them: optimizer.zero_grad(set_to_none=True)"
     return find_lost_time(one, cost, text, advice, row=rows[0], cheap=True)
 
@@ -217,7 +217,7 @@ def find_log_stalls(facts: Facts) -> Finding | None:
         cost = waited + own
         if one.share(cost) < (MIN_SHARE_SHOWN if waited > own else MATTERS):
             return None
-        waits = f"{significant(sum(site.per_step for site in sites))} waits in {LOG}"
+        waits = f"{counted(sum(site.per_step for site in sites), 'wait')} in {LOG}"
         text = f"the device idles {in_ms(waited)} after {waits} and {in_ms(own)} during it: {one.of_step(cost)}"
         seen = Evidence(text, one.where())
     else:
@@ -268,7 +268,7 @@ def find_save_and_eval(facts: Facts, run: Run) -> Finding | None:
     seen = []
     for name, total in stalls.items():
         of_all = f"{total / whole_ms:.0%} of the time of the run's {run.steps:,} steps"
-        text = f"{name}: {times[name]:,} times, {in_ms(total / times[name])} each, {of_all}"
+        text = f"{name}: {counted(times[name], 'time')}, {in_ms(total / times[name])} each, {of_all}"
         seen.append(Evidence(text, "steps.jsonl"))
     advice = f"reduce stalls:  {' and '.join(remedies[name][0] for name in stalls)}"
     flags = tuple(remedies[name][1] for name in stalls)

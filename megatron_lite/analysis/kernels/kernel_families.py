@@ -161,7 +161,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {  # "by NAME" in the tables
     "product helper": lambda v: next(
         told for pattern, told in TABLES["helpers of products"] if re.fullmatch(pattern, v)
     ),
-    "lists": lambda v: f"{v} list{'s' if v != '1' else ''} of tensors side by side",
+    "lists": lambda v: f"{v} {'list' if v == '1' else 'lists'} of tensors side by side",
     "alignment": lambda v: (
         f"operands are read {v} element{'s' if v != '1' else ''} at a time"
         + (": some size is odd, so loads are narrow" if int(v) <= 2 else "")

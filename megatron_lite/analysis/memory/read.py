@@ -30,7 +30,7 @@ from megatron_lite.analysis.memory.record import ALLOC, OOM, Record, build_recor
 from megatron_lite.analysis.memory.reserved import measure_fragmentation, measure_private_pools, measure_reserved
 from megatron_lite.analysis.memory.snapshot_file import choose_snapshot, read_values
 from megatron_lite.estimate.prediction import CATEGORIES
-from megatron_lite.units import size
+from megatron_lite.units import counted, size
 
 MAX_UNKNOWN = 0.01  # of the peak, without origin, in a record that counts as complete
 RANK_IN_NAME = re.compile(r"rank[_-]?(\d{1,6})(?!\d)", re.IGNORECASE)
@@ -280,4 +280,4 @@ def _describe_limits(record: Record, unknown: int, complete: bool, steps: int) -
             "before the model is made"
         )
     if steps < MIN_STEPS:
-        yield f"growth from step to step needs {MIN_STEPS} steps; the record holds {steps}"
+        yield f"growth from step to step needs {counted(MIN_STEPS, 'step')}; the record holds {steps}"

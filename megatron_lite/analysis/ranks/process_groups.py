@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from megatron_lite.analysis.trace.columns import ProcessGroup, Trace
 from megatron_lite.phases import Phase
+from megatron_lite.units import counted
 
 # Words of descriptions by PyTorch's device meshes, Megatron-LM, torchtitan, and this trainer
 _WORDS = {
@@ -83,6 +84,6 @@ def label_group(group: ProcessGroup, world_size: int | None, only: str = "") -> 
         return "all ranks"
     strides = {after - before for before, after in itertools.pairwise(ranks)}
     if len(strides) != 1:
-        return f"{len(ranks)} ranks" if ranks else ""
+        return counted(len(ranks), "rank") if ranks else ""
     [stride] = strides
     return f"{len(ranks)} adjacent ranks" if stride == 1 else f"{len(ranks)} ranks, {stride} apart"

@@ -20,6 +20,7 @@ from megatron_lite.analysis.ranks.rank_results import CollectiveRow, GroupRow, R
 from megatron_lite.analysis.time.time_results import Placing, RankTime
 from megatron_lite.analysis.trace.columns import ProcessGroup
 from megatron_lite.phases import Phase
+from megatron_lite.units import counted
 
 
 def compare_ranks(seen: Sequence[RankFacts], only: str = "") -> Ranks | None:
@@ -86,7 +87,7 @@ def _choose_traces(seen: Sequence[RankFacts]) -> tuple[Sequence[RankFacts], list
     if not known:
         return seen[:1], notes
     if unknown:
-        notes.append(f"{unknown} traces do not say which rank they are of: they are left out")
+        notes.append(f"left out, since no rank is written in it: {counted(unknown, 'trace')}")
     latest = {one.time.rank: one for one in sorted(known, key=lambda one: one.trace.base_ns or 0)}
     if len(latest) < len(known):
         notes.append("a rank has several traces: its last one is compared with the others")

@@ -19,6 +19,7 @@ from megatron_lite.estimate.model_size import step_flops
 from megatron_lite.process_state import is_there
 from megatron_lite.run_folder import RANKS_FILE, RUN_FILE, RUN_SCHEMA, STEPS_BY_HAND, STEPS_FILE
 from megatron_lite.thresholds import GROWTH_PARTS, MIN_BEFORE, steady_growth
+from megatron_lite.units import counted
 
 RUNNING = "running"  # as run.json says it from the start
 # what is made of it, by what is seen of the process
@@ -119,7 +120,9 @@ def _read_lines(lines: StepLines) -> list[str]:
     notes = []
     if lines.unread:
         some = ", ".join(map(str, lines.unread[:3])) + (", ..." if len(lines.unread) > 3 else "")
-        notes.append(f"{len(lines.unread)} lines of {STEPS_FILE} cannot be read and are left out (line {some}).")
+        notes.append(
+            f"left out of {STEPS_FILE}: {counted(len(lines.unread), 'line')} that cannot be read (line {some})."
+        )
     if lines.cut:
         notes.append(f"{STEPS_FILE} ends within a line: the run was killed, or is still writing.")
     if not lines.starts:

@@ -18,6 +18,7 @@ from megatron_lite.analysis.time.range_names import (
 )
 from megatron_lite.analysis.trace.columns import Kind, Trace
 from megatron_lite.phases import Phase
+from megatron_lite.units import counted
 
 PROFILER_STEP = re.compile(r"ProfilerStep#(\d{1,18})$")
 NUMBERED = re.compile(r"(?:train(?:ing)?[ _-]?)?(?:step|iter|iteration)[ _#:=-]*(\d{1,18})$", re.IGNORECASE)
@@ -180,7 +181,7 @@ def _take_ranges(trace: Trace, rows: Integers) -> HostSteps:
     common = names[0] if len(set(names)) == 1 else drop_numbers(names[0])
     others = len({drop_numbers(name) for name in names}) - 1
     kin = f" and {others} more names" if others else ""
-    note = f"{NO_MARKS}: steps are taken from the range '{common}'{kin}, which comes {len(rows)} times"
+    note = f"{NO_MARKS}: steps are taken from the range '{common}'{kin}, which comes {counted(len(rows), 'time')}"
     thread = int(events.thread[rows[0]])
     return HostSteps(names, (None,) * len(rows), events.start_ns[rows], events.end_ns[rows], thread, (note,))
 

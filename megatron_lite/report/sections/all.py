@@ -18,7 +18,7 @@ from megatron_lite.report.sections.step import (
     step_section,
 )
 from megatron_lite.report.text import calls, flops, milliseconds, percent
-from megatron_lite.units import count, significant, size
+from megatron_lite.units import count, counted, significant, size
 
 # --- findings, most costly first: what, cost, evidence, what to try, what it can bring at most
 
@@ -205,9 +205,9 @@ def run_section(report: Report, everything: bool) -> Section | None:
         texts.append(learning.losses)
     if learning.clipped:
         median = f"1/{learning.clipped:,.0f} of its norm (median)"
-        cut = f"--clip-grad scales the gradient down in every update, to {median}"
+        cut = f"--clip-grad scales the gradient down in nearly every update, to {median}"
         texts.append(report.facts.in_words(cut))
-    of = f"{run.steps:,} steps, {run.status.partition(':')[0]}"
+    of = f"{counted(run.steps, 'step')}, {run.status.partition(':')[0]}"
     return Section("run", "The whole run", of, [Lines(texts)])
 
 

@@ -8,7 +8,7 @@ from megatron_lite.analysis.run_facts import Compared
 from megatron_lite.report import palette
 from megatron_lite.report.section import Block, Lines, Section, Table, build_share_table, limit_rows
 from megatron_lite.report.text import milliseconds, percent
-from megatron_lite.units import count, size
+from megatron_lite.units import count, counted, size
 
 MAX_SITES, MAX_LAYERS, MAX_OTHERS, MAX_GROWING = 2, 1, 8, 1
 SMALL = 0.01  # of the peak: such categories share a row
@@ -100,10 +100,10 @@ def _describe_snapshot(snapshot: Snapshot, everything: bool) -> list[str]:
         most = f"; {'' if everything else 'most in '}{named}" if named else ""
         rest = f", {OUTSIDE} {size(outside)}" if outside else ""
         whole = size(sum(layer.num_bytes for layer in layers))
-        texts.append(f"activations of {len(layers)} layers: {whole}{rest}{most}")
+        texts.append(f"activations of {counted(len(layers), 'layer')}: {whole}{rest}{most}")
     if growth is not None:
         where = "; ".join(f"{size(site.num_bytes)} by {site.site}" for site in growth.sites[:MAX_GROWING])
-        grown = f"grows by {size(growth.bytes_per_step)} per step over {growth.steps:,} steps"
+        grown = f"grows by {size(growth.bytes_per_step)} per step over {counted(growth.steps, 'step')}"
         texts.append(grown + (f": {where}" if where else ""))
     if found.reserved_bytes:
         unused = found.reserved_bytes - found.allocated_bytes

@@ -38,8 +38,7 @@ def step_section(report: Report, everything: bool) -> Section | None:
     time, least = rank.time, NOTHING * rank.time.step_ms
     losses = [row for row, ms in time.rows.items() if ms > least and row not in ("compute", "unexplained")]
     order = ["compute", *sorted(losses, key=lambda row: -time.rows[row]), "unexplained"]
-    seen = {row: ms for row, ms in time.rows.items() if abs(ms) > least}
-    parts = [(row_title(row, time.on_gpu), seen.get(row, 0.0)) for row in order]
+    parts = [(row_title(row, time.on_gpu), time.rows.get(row, 0.0)) for row in order]
     write = partial(milliseconds, of=time.step_ms)
     parts_table = build_share_table(parts, time.step_ms, write)
     rows, colors = (
