@@ -168,20 +168,23 @@ def _split_awaiting(record: Record, begin: Ints, end: Ints, columns: dict[str, I
 
 def find_lifetimes(record: Record, phases: Phases) -> Lives:
     """The pieces of memory of a record, with the phases in which they were handed out and given back."""
-    n, spans = len(record), _join_events(record)
-    begin, end, columns = spans.begin, spans.end, spans.columns
-    stack, tag = columns["stack"], columns["tag"]
-    # of what was there before the record: its tag or stack; code without a name made it before training began
-    by_tag, by_stack = phases.of_tag[tag], phases.of_stack[stack]
-    by_stack = np.where(np.isin(by_stack, (NOT_SAID, NUMBER[UNKNOWN])), NUMBER[SETUP], by_stack)
-    by_stack = np.where(stack > 0, by_stack, NUMBER[UNKNOWN])
-    phase, is_old, kept = np.where(by_tag == NOT_SAID, by_stack, by_tag), begin < 0, end >= n
-    freed_in, (coarse, fine, unfinished) = np.full(len(begin), NOT_SAID), np.zeros((3, len(begin)), bool)
+    n = len(record)
+    spans = _join_events(record)
+    begin = spans.begin
+    end = spans.end
+    columns = spans.columns
+    stack = columns["stack"]
+    tag = columns["tag"]
+    is_old = begin < 0
+    kept = end >= n
+    phase = _guess_phases_before_record(phases, stack, tag)
+    freed_in = np.full(len(begin), NOT_SAID)
+    unfinished = np.zeros(len(begin), bool)
     if n:
-        first, last = np.maximum(begin, 0), np.minimum(end, n - 1)
+        first = np.maximum(begin, 0)
+        last = np.minimum(end, n - 1)
         phase = np.where(is_old, phase, phases.of_event[first])
         freed_in = np.where(kept, NOT_SAID, phases.of_event[last])
-        coarse, fine = (~is_old & ~kept & (span[first] == span[last]) for span in (phases.span, phases.fine_span))
         unfinished = ~is_old & kept & (phases.span[first] == phases.span[-1])
     step_ends = np.array([step.last for step in phases.steps], np.int64)
     holds = [INDEX[known.row.holds] if known else UNDECIDED for known in record.stacks.known]
@@ -201,82 +204,168 @@ def find_lifetimes(record: Record, phases: Phases) -> Lives:
         code=record.stacks.codes[0][stack],
         phase=np.where(spans.awaiting, NOT_SAID, phase),
         freed_in=freed_in,
-        same_span=coarse,
-        same_fine_span=fine,
+        same_span=_ends_in_its_span(begin, end, phases.span),
+        same_fine_span=_ends_in_its_span(begin, end, phases.fine_span),
         unfinished=unfinished,
         outlives_step=np.searchsorted(step_ends, begin) < np.searchsorted(step_ends, end),
         known=~is_old | (stack > 0) | (tag > 0),
     )
 
 
+def _guess_phases_before_record(phases: Phases, stack: Ints, tag: Ints) -> Integers:
+    """int64 [m]: the phase of what was there before the record: by its tag, else by its stack."""
+    by_tag = phases.of_tag[tag]
+    by_stack = phases.of_stack[stack]
+    # code without a name made it before training began
+    by_stack = np.where(np.isin(by_stack, (NOT_SAID, NUMBER[UNKNOWN])), NUMBER[SETUP], by_stack)
+    by_stack = np.where(stack > 0, by_stack, NUMBER[UNKNOWN])
+    return np.where(by_tag == NOT_SAID, by_stack, by_tag)
+
+
+def _ends_in_its_span(begin: Ints, end: Ints, span: NDArray[np.int64]) -> Flags:
+    """bool [m]: the life begins and ends within the record, in one span of it. span: of each event."""
+    n = len(span)
+    if not n:
+        return np.zeros(len(begin), bool)
+    first = np.maximum(begin, 0)
+    last = np.minimum(end, n - 1)
+    inside: Flags = (begin >= 0) & (end < n) & (span[first] == span[last])
+    return inside
+
+
 # --- the rules; the first that holds decides
+
+
+class _Decisions:
+    """The category of each life as far as it is decided. What one rule decided, no later one changes."""
+
+    def __init__(self, lives: Lives):
+        self.found = np.full(len(lives), UNDECIDED)  # [m], indices into CATEGORIES
+        self.lives = lives
+
+    def decide(self, category: str, where: Flags) -> None:
+        self.found[where & (self.found == UNDECIDED)] = INDEX[category]
+
+    def has_size_of(self, *categories: str) -> Flags:
+        """bool [m]: the life has the size of one that is decided to be of these categories."""
+        of_categories = np.isin(self.found, [INDEX[category] for category in categories])
+        return np.isin(self.lives.requested, self.lives.requested[of_categories])
 
 
 def assign_categories(lives: Lives, phases: Phases) -> Integers:
     """int64 [m]: an index into CATEGORIES for each life."""
-    found, requested, known = np.full(len(lives), UNDECIDED), lives.requested, lives.known
-    has, within = lives.has, lives.within
+    decisions = _Decisions(lives)
+    logits = lives.has(Code.LOSS) | _find_logits(lives, phases)
+    _decide_by_code(decisions)
+    _decide_setup_and_update(decisions)
+    _decide_backward(decisions, logits)
+    _decide_forward(decisions, logits)
+    decisions.decide("other", lives.known)
+    _assign_by_size(lives, decisions.found)
+    _move_added_gradients(decisions)
+    _decide_workspaces_since_hopper(decisions)
+    decisions.decide("before the record", decisions.found == UNDECIDED)
+    return decisions.found
 
-    def decide(category: str, where: Flags) -> None:
-        found[where & (found == UNDECIDED)] = INDEX[category]
 
-    def sizes_of(*categories: str) -> Integers:
-        return requested[np.isin(found, [INDEX[category] for category in categories])]
+def _decide_by_code(decisions: _Decisions) -> None:
+    """Decide what the allocator's state or the allocating code says, whatever the phase."""
+    lives = decisions.lives
+    decisions.decide("awaiting free", lives.awaiting)
+    named = lives.known & (lives.holds != UNDECIDED) & (decisions.found == UNDECIDED)
+    decisions.found[named] = lives.holds[named]
+    # Hopper's has a size that weights have too
+    decisions.decide("workspace", _came_unseen(lives) & (lives.requested == CUBLAS_WORKSPACE))
+    decisions.decide("workspace", lives.known & lives.has(Code.WORKSPACE))
+    communicates = lives.has(Code.COMMUNICATION) & ~lives.has(Code.GRADIENT_BUFFER)
+    decisions.decide("communication", lives.known & communicates)
 
-    decide("awaiting free", lives.awaiting)
-    said = known & (lives.holds != UNDECIDED) & (found == UNDECIDED)
-    found[said] = lives.holds[said]
-    unknown = ~known & (lives.begin < 0)
-    decide("workspace", unknown & (requested == CUBLAS_WORKSPACE))  # Hopper's has a size that weights have too
-    decide("workspace", known & has(Code.WORKSPACE))
-    decide("communication", known & has(Code.COMMUNICATION) & ~has(Code.GRADIENT_BUFFER))
-    setup, stepping = known & within(SETUP), known & within("optimizer_step")
-    decide("gradients", setup & has(Code.GRADIENT_BUFFER))
-    decide("master weights", setup & has(Code.MASTER))
-    decide("moments", setup & has(Code.OPTIMIZER))
-    decide("other", setup & has(Code.LOADER))
-    decide("workspace", setup & lives.same_span)
-    decide("parameters", setup)
-    decide("workspace", stepping & lives.same_span)
-    decide("master weights", stepping & has(Code.MASTER))
-    decide("moments", stepping)
-    decide("workspace", within("clip_grad", ZERO_GRAD) & lives.same_span)
-    decide("gradients", within("unscale"))  # copies in the optimizer's precision
-    decide("communication", within("grad_sync"))
-    # what outlives its backward; in one that did not end, only a weight's size tells
-    backward, again, loss = within("backward"), within(RECOMPUTE), has(Code.LOSS)
-    computed, unfinished = backward & known & ~lives.same_span, lives.unfinished
-    decide("gradients", computed & ~unfinished & (~loss | np.isin(requested, sizes_of("parameters"))))
-    decide("gradients", computed & unfinished & ~loss & np.isin(requested, sizes_of("parameters", "gradients")))
-    logits = loss | _find_logits(lives, phases)
-    decide("logits and loss", (backward | again) & logits)
-    decide("workspace", (backward & known) | (again & lives.same_fine_span))
-    decide("activations", again)
-    forward = known & within("forward")
-    decide("logits and loss", forward & logits)
-    decide("workspace", forward & lives.same_span)
-    decide("other", forward & lives.outlives_step & (lives.freed_in == NOT_SAID))  # kept on purpose, or by mistake
-    decide("activations", forward)
-    decide("other", known)
-    _assign_by_size(lives, found)
-    # Gradients that are added to others have a weight's size, and are the gradient of no activation or logits of that size.
-    # A logits' gradient was told from others by its place already.
-    of_loss, activations = found == INDEX["logits and loss"], sizes_of("activations")
-    passing = backward & known & lives.same_span & np.isin(requested, sizes_of("parameters"))
-    by_size = (found == INDEX["workspace"]) & ~np.isin(requested, activations)
-    sizes = np.union1d(activations, requested[of_loss & within("forward")])
-    found[passing & (by_size | of_loss & (has(Code.WEIGHT_GRADIENT) | ~np.isin(requested, sizes)))] = INDEX["gradients"]
-    left = (found == UNDECIDED) & unknown & (requested == CUBLAS_WORKSPACE_SINCE_HOPPER)
-    if left.sum() <= CUBLAS_THREADS:  # more are weights of the same size
-        decide("workspace", left)
-    decide("before the record", found == UNDECIDED)
-    return found
+
+def _came_unseen(lives: Lives) -> Flags:
+    """bool [m]: it was there before the record, and nothing says where it comes from."""
+    return ~lives.known & (lives.begin < 0)
+
+
+def _decide_setup_and_update(decisions: _Decisions) -> None:
+    """Decide what was made before training began, and by the optimizer and what belongs to it."""
+    lives = decisions.lives
+    setup = lives.known & lives.within(SETUP)
+    decisions.decide("gradients", setup & lives.has(Code.GRADIENT_BUFFER))
+    decisions.decide("master weights", setup & lives.has(Code.MASTER))
+    decisions.decide("moments", setup & lives.has(Code.OPTIMIZER))
+    decisions.decide("other", setup & lives.has(Code.LOADER))
+    decisions.decide("workspace", setup & lives.same_span)
+    decisions.decide("parameters", setup)
+    stepping = lives.known & lives.within("optimizer_step")
+    decisions.decide("workspace", stepping & lives.same_span)
+    decisions.decide("master weights", stepping & lives.has(Code.MASTER))
+    decisions.decide("moments", stepping)
+    decisions.decide("workspace", lives.within("clip_grad", ZERO_GRAD) & lives.same_span)
+    # copies in the optimizer's precision
+    decisions.decide("gradients", lives.within("unscale"))
+    decisions.decide("communication", lives.within("grad_sync"))
+
+
+def _decide_backward(decisions: _Decisions, logits: Flags) -> None:
+    """Decide what was made in backward, and in the recomputation within it. logits: of forward and backward."""
+    lives = decisions.lives
+    loss = lives.has(Code.LOSS)
+    backward = lives.within("backward")
+    recomputed = lives.within(RECOMPUTE)
+    # gradients outlive their backward; in one that did not end, only a weight's size tells
+    outliving = backward & lives.known & ~lives.same_span
+    of_weights = ~loss | decisions.has_size_of("parameters")
+    decisions.decide("gradients", outliving & ~lives.unfinished & of_weights)
+    of_weights = ~loss & decisions.has_size_of("parameters", "gradients")
+    decisions.decide("gradients", outliving & lives.unfinished & of_weights)
+    decisions.decide("logits and loss", (backward | recomputed) & logits)
+    decisions.decide("workspace", (backward & lives.known) | (recomputed & lives.same_fine_span))
+    decisions.decide("activations", recomputed)
+
+
+def _decide_forward(decisions: _Decisions, logits: Flags) -> None:
+    """Decide what was made in forward. logits: of forward and backward."""
+    lives = decisions.lives
+    forward = lives.known & lives.within("forward")
+    decisions.decide("logits and loss", forward & logits)
+    decisions.decide("workspace", forward & lives.same_span)
+    # kept on purpose, or by mistake
+    decisions.decide("other", forward & lives.outlives_step & (lives.freed_in == NOT_SAID))
+    decisions.decide("activations", forward)
+
+
+def _move_added_gradients(decisions: _Decisions) -> None:
+    """Move gradients that are added to others from workspace and logits to gradients.
+
+    They have a weight's size, and are the gradient of no activation or logits of that size. A logits' gradient was told
+    from others by its place already.
+    """
+    lives = decisions.lives
+    found = decisions.found
+    of_loss = found == INDEX["logits and loss"]
+    of_activations = lives.requested[found == INDEX["activations"]]
+    within_backward = lives.within("backward") & lives.known & lives.same_span
+    passing = within_backward & decisions.has_size_of("parameters")
+    own_size = (found == INDEX["workspace"]) & ~np.isin(lives.requested, of_activations)
+    forward_sizes = np.union1d(of_activations, lives.requested[of_loss & lives.within("forward")])
+    no_logits = lives.has(Code.WEIGHT_GRADIENT) | ~np.isin(lives.requested, forward_sizes)
+    found[passing & (own_size | (of_loss & no_logits))] = INDEX["gradients"]
+
+
+def _decide_workspaces_since_hopper(decisions: _Decisions) -> None:
+    """Decide what has the size of cuBLAS' workspace on Hopper, if there are as few as there are threads that have one."""
+    undecided = (decisions.found == UNDECIDED) & _came_unseen(decisions.lives)
+    sized = undecided & (decisions.lives.requested == CUBLAS_WORKSPACE_SINCE_HOPPER)
+    # more are weights of the same size
+    if sized.sum() <= CUBLAS_THREADS:
+        decisions.decide("workspace", sized)
 
 
 def _find_logits(lives: Lives, phases: Phases) -> Flags:
     """bool [m]: the logits come from an ordinary layer and go to one in backward. They have the size of what the loss
     handles, and in forward a stack that comes once, where layers repeat; in backward they come before all else."""
-    recorded, found = (lives.begin >= 0) & ~lives.awaiting, np.zeros(len(lives), bool)
+    recorded = (lives.begin >= 0) & ~lives.awaiting
+    found = np.zeros(len(lives), bool)
     loss = lives.has(Code.LOSS) & lives.within("forward", "backward") & (lives.requested >= MIN_LOGITS)
     sized = np.isin(lives.requested, lives.requested[loss]) & recorded
     forward = np.flatnonzero(lives.within("forward") & recorded)
@@ -302,48 +391,99 @@ def _find_logits(lives: Lives, phases: Phases) -> Flags:
 # explains the most bytes is taken; what it does not explain stays unknown.
 
 MAX_UNEXPLAINED = 0.5  # of the candidates' bytes; beyond it the sizes do not fit and nothing is claimed
-# (masters, moments) of each weight, and how many times its gradient's size they have: 2 is fp32 beside 16-bit weights
-HYPOTHESES = ((0, 0, 1), (0, 1, 1), (0, 2, 1), (1, 2, 2), (1, 1, 2), (0, 2, 2))
+
+
+@dataclass(frozen=True)
+class _OptimizerState:
+    """What an optimizer keeps for each weight."""
+
+    masters: int  # how many
+    moments: int  # how many
+    times_gradient: int  # bytes of each of them by those of the weight's gradient; 2 is fp32 beside 16-bit weights
+
+
+HYPOTHESES = (
+    _OptimizerState(masters=0, moments=0, times_gradient=1),
+    _OptimizerState(masters=0, moments=1, times_gradient=1),
+    _OptimizerState(masters=0, moments=2, times_gradient=1),
+    _OptimizerState(masters=1, moments=2, times_gradient=2),
+    _OptimizerState(masters=1, moments=1, times_gradient=2),
+    _OptimizerState(masters=0, moments=2, times_gradient=2),
+)
 
 
 def _assign_by_size(lives: Lives, found: Integers) -> None:
-    """Writes into `found` (indices of categories; negative where undecided) what sizes tell."""
-    rows, gradients = np.flatnonzero((found < 0) & (lives.begin < 0)), np.flatnonzero(found == INDEX["gradients"])
+    """Write into `found` (indices of categories; negative where undecided) what sizes tell of what came before the record."""
+    rows = np.flatnonzero((found < 0) & (lives.begin < 0))
+    gradients = np.flatnonzero(found == INDEX["gradients"])
     if not len(rows) or not len(gradients):
         return
-    freed, requested = lives.freed_in[rows], lives.requested[rows]
-    of_moments = np.isin(requested, lives.requested[found == INDEX["moments"]])
-    # {size: how many} of the gradients that were alive together when most were
-    begins, ends = lives.begin[gradients], np.sort(lives.end[gradients])
+    of_gradients = _count_sizes_at_peak(lives, gradients)
+    _assign_by_end(lives, found, rows, of_gradients)
+    staying = rows[lives.freed_in[rows] == NOT_SAID]
+    state = _choose_optimizer_state(lives.requested[staying], of_gradients)
+    if state:
+        _assign_sets(lives, found, staying, of_gradients, state)
+
+
+def _count_sizes_at_peak(lives: Lives, rows: Integers) -> Counter[int]:
+    """{size: how many} of the lives `rows` that were alive together when most of them were."""
+    begins = lives.begin[rows]
+    ends = np.sort(lives.end[rows])
     alive = np.arange(1, len(begins) + 1) - np.searchsorted(ends, begins, side="right")
     moment = begins[np.argmax(alive)]
-    together = Counter(lives.requested[gradients[(begins <= moment) & (lives.end[gradients] > moment)]].tolist())
-    found[rows[(freed == NUMBER["optimizer_step"]) & of_moments]] = INDEX["moments"]
-    cleared = np.isin(freed, [NUMBER[name] for name in (ZERO_GRAD, "forward", "data", "data_to_device", UNKNOWN)])
-    found[rows[cleared & np.isin(requested, list(together))]] = INDEX["gradients"]
-    staying = rows[freed == NOT_SAID]
-    have = Counter(lives.requested[staying].tolist())
+    together = rows[(begins <= moment) & (lives.end[rows] > moment)]
+    return Counter(lives.requested[together].tolist())
 
-    def count_unexplained(masters: int, moments: int, factor: int) -> int:
+
+def _assign_by_end(lives: Lives, found: Integers, rows: Integers, of_gradients: Counter[int]) -> None:
+    """Write into `found` what the phase in which it was given back tells, besides the size, of the lives `rows`."""
+    freed_in = lives.freed_in[rows]
+    requested = lives.requested[rows]
+    of_moments = np.isin(requested, lives.requested[found == INDEX["moments"]])
+    found[rows[(freed_in == NUMBER["optimizer_step"]) & of_moments]] = INDEX["moments"]
+    cleared = np.isin(freed_in, [NUMBER[name] for name in (ZERO_GRAD, "forward", "data", "data_to_device", UNKNOWN)])
+    found[rows[cleared & np.isin(requested, list(of_gradients))]] = INDEX["gradients"]
+
+
+def _choose_optimizer_state(sizes: Integers, of_gradients: Counter[int]) -> _OptimizerState | None:
+    """The state of an optimizer that explains most of the memory that stays; None if none explains enough.
+
+    Args:
+        sizes: bytes of each piece that stays.
+        of_gradients: how many gradients there are of each size, and so how many weights.
+    """
+    have = Counter(sizes.tolist())
+
+    def count_unexplained(state: _OptimizerState) -> int:
         """Bytes by which what should be there and what is there differ."""
         expected: Counter[int] = Counter()
-        for size, count in together.items():
+        for size, count in of_gradients.items():
             expected[size] += count
-            expected[size * factor] += (masters + moments) * count
+            expected[size * state.times_gradient] += (state.masters + state.moments) * count
         return sum(abs(have[size] - expected[size]) * size for size in set(have) | set(expected))
 
-    masters, moments, factor = best = min(HYPOTHESES, key=lambda sets: count_unexplained(*sets))
-    if not have or count_unexplained(*best) > MAX_UNEXPLAINED * sum(size * count for size, count in have.items()):
-        return
-    rows_of = defaultdict(list)
+    best = min(HYPOTHESES, key=count_unexplained)
+    total_bytes = sum(size * count for size, count in have.items())
+    if not have or count_unexplained(best) > MAX_UNEXPLAINED * total_bytes:
+        return None
+    return best
+
+
+def _assign_sets(
+    lives: Lives, found: Integers, staying: Integers, of_gradients: Counter[int], state: _OptimizerState
+) -> None:
+    """Write into `found` which of the lives `staying` are weights and the optimizer's state, in the order of addresses."""
+    rows_of_size: dict[int, list[int]] = defaultdict(list)
     for row in staying[np.argsort(lives.address[staying], kind="stable")].tolist():
-        rows_of[int(lives.requested[row])].append(row)
-    for category, times, wider in (
-        ("parameters", 1, 1),
-        ("master weights", masters, factor),
-        ("moments", moments, factor),
-    ):
-        for size, count in together.items():
-            taken = rows_of[size * wider]
-            found[taken[: times * count]] = INDEX[category]
-            del taken[: times * count]
+        rows_of_size[int(lives.requested[row])].append(row)
+
+    def assign(category: str, times: int, times_gradient: int) -> None:
+        for size, count in of_gradients.items():
+            rows = rows_of_size[size * times_gradient]
+            found[rows[: times * count]] = INDEX[category]
+            del rows[: times * count]
+
+    assign("parameters", 1, 1)
+    assign("master weights", state.masters, state.times_gradient)
+    assign("moments", state.moments, state.times_gradient)

@@ -78,50 +78,39 @@ def build_record(raw: Any, path: Path) -> Record:
 
 
 def _build(raw: Any) -> Record:
+    """Build the record of the snapshot's most telling device. Raises the errors of Python for values that are no snapshot."""
     raw = {"segments": raw, "device_traces": []} if type(raw) is list else raw
-    if type(raw) is not dict:
-        raise TypeError(f"it holds a {type(raw).__name__}")
-    segments, traces = raw["segments"], raw.get("device_traces") or []
-    for part, name in ((segments, "segments"), (traces, "device_traces")):
-        if type(part) not in (list, tuple):
-            raise TypeError(f"{name} is a {type(part).__name__}")
+    segments, traces = _read_parts(raw)
     device, notes = _choose_device(segments, traces)
     events = traces[device] if device < len(traces) else []
     if any(type(event) is not dict for event in events):
         raise TypeError("an event is no dictionary")
-    numbers, stacks = {name: number for number, name in enumerate(ACTIONS)}, Stacks()
+    # each gives numbers to what it meets, in the order in which it meets it
+    stacks = Stacks()
     tags: Numbered[Any] = Numbered({"": 0, None: 0})
-
-    def column(key: str, default: int) -> NDArray[np.int64]:
-        return np.fromiter((event.get(key, default) for event in events), np.int64)
-
     pools: Numbered[tuple[int, int]] = Numbered({DEFAULT_POOL: 0})
-    times = column("time_us", -1)
+    times = _read_column(events, "time_us", -1)
     timed = bool(len(times)) and times[0] >= 0
-    mine = [segment for segment in segments if segment.get("device", 0) == device]
-    marks = [
-        (int(mark["time_us"]) - int(times[0]), str(mark["stage"]), str(mark["name"]))
-        for mark in (raw.get("external_annotations") or () if timed else ())
-        if mark.get("device", device) in (device, -1)
-    ]
+    own_segments = [segment for segment in segments if segment.get("device", 0) == device]
+    marks = _read_marks(raw, device, int(times[0])) if timed else []
     stack = np.array([stacks.number(event.get("frames")) for event in events], np.int32)
-    blocks = _build_blocks(mine, stacks, tags, pools)
-    pool = _find_pools(events, mine, pools)
-    total_sizes = _check_sizes(np.array([segment["total_size"] for segment in mine], np.int64))
-    pool_of_segment = np.array([pools[_read_pool(segment)] for segment in mine], np.int64)
+    blocks = _build_blocks(own_segments, stacks, tags, pools)
+    pool = _find_pools(events, own_segments, pools)
+    reserved_of_pool = _sum_reserved(own_segments, pools)
+    number_of_action = {name: number for number, name in enumerate(ACTIONS)}
     return Record(
-        action=np.array([numbers.get(event["action"], UNKNOWN_ACTION) for event in events], np.uint8),
-        address=column("addr", 0),
-        size=_check_sizes(column("size", 0)),
-        device_free=column("device_free", 0),
+        action=np.array([number_of_action.get(event["action"], UNKNOWN_ACTION) for event in events], np.uint8),
+        address=_read_column(events, "addr", 0),
+        size=_check_sizes(_read_column(events, "size", 0)),
+        device_free=_read_column(events, "device_free", 0),
         time_us=times - times[0] if timed else np.arange(len(events)),
         stack=stack,
         tag=np.array([tags[event.get("user_metadata")] for event in events], np.int32),
-        stream=column("stream", 0),
+        stream=_read_column(events, "stream", 0),
         pool=pool,
         blocks=blocks,
-        reserved_bytes=int(total_sizes.sum()),
-        reserved_of_pool=tuple(int(total_sizes[pool_of_segment == number].sum()) for number in range(len(pools))),
+        reserved_bytes=sum(reserved_of_pool),
+        reserved_of_pool=reserved_of_pool,
         pools=tuple(pools),
         device=device,
         stacks=stacks,
@@ -131,6 +120,38 @@ def _build(raw: Any) -> Record:
         timed=timed,
         notes=tuple(notes),
     )
+
+
+def _read_parts(raw: Any) -> tuple[Any, Any]:
+    """(segments, traces of each device), which are sequences; what they hold is checked by those who read it."""
+    if type(raw) is not dict:
+        raise TypeError(f"it holds a {type(raw).__name__}")
+    parts = {"segments": raw["segments"], "device_traces": raw.get("device_traces") or []}
+    for name, part in parts.items():
+        if type(part) not in (list, tuple):
+            raise TypeError(f"{name} is a {type(part).__name__}")
+    return parts["segments"], parts["device_traces"]
+
+
+def _read_column(events: Any, key: str, default: int) -> NDArray[np.int64]:
+    """int64 [n]: one value of each event."""
+    return np.fromiter((event.get(key, default) for event in events), np.int64)
+
+
+def _read_marks(raw: Any, device: int, start_us: int) -> list[tuple[int, str, str]]:
+    """(time_us since the first event, stage, name) of the annotations that concern the device."""
+    return [
+        (int(mark["time_us"]) - start_us, str(mark["stage"]), str(mark["name"]))
+        for mark in raw.get("external_annotations") or ()
+        if mark.get("device", device) in (device, -1)
+    ]
+
+
+def _sum_reserved(segments: Any, pools: Numbered[tuple[int, int]]) -> tuple[int, ...]:
+    """Bytes of the segments of each pool."""
+    sizes = _check_sizes(np.array([segment["total_size"] for segment in segments], np.int64))
+    pool_of_segment = np.array([pools[_read_pool(segment)] for segment in segments], np.int64)
+    return tuple(int(sizes[pool_of_segment == number].sum()) for number in range(len(pools)))
 
 
 def _choose_device(segments: Any, traces: Any) -> tuple[int, list[str]]:
