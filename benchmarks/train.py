@@ -11,6 +11,7 @@ step's last micro-batch. KIND@2 is on two ranks, which share out threads and mic
 
 import argparse
 import dataclasses
+import itertools
 import json
 import signal
 import sys
@@ -86,14 +87,7 @@ def _compare(args: argparse.Namespace, work: Work, warm_up: int, contestants: li
         if result.failure:
             print(f"failed: {result.contestant}, round {result.round}: {result.failure}")
     if args.chart:
-        from plotly import graph_objects  # not on every GPU machine
-
-        figure = graph_objects.Figure(
-            layout={"xaxis_title": "step", "yaxis_title": "loss (nats)", "title": work.words()}
-        )
-        for name, column in columns.items():
-            figure.add_scatter(x=list(range(1, len(column) + 1)), y=column, name=name)
-        figure.write_html(args.chart)
+        args.chart.write_text(_draw_losses(columns, work.words()), encoding="utf-8")
     if args.out:
         everything = {
             "command": sys.argv,
@@ -108,6 +102,29 @@ def _compare(args: argparse.Namespace, work: Work, warm_up: int, contestants: li
         }
         args.out.write_text(json.dumps(everything, indent=1) + "\n", encoding="utf-8")
     return 0 if finished == contestants else 1
+
+
+def _draw_losses(columns: dict[str, list[float]], title: str) -> str:
+    """A page with a curve of losses for each contestant."""
+    from megatron_lite.report import palette
+    from megatron_lite.report.figure import Axis, Curve, CurveChart, Look
+    from megatron_lite.report.html import render_page
+    from megatron_lite.report.section import Section
+
+    curves = []
+    for (name, column), hue in zip(columns.items(), itertools.cycle(palette.HUES)):
+        curves.append(Curve(name, range(1, len(column) + 1), column, f"var(--{hue})", Look.LINE))
+    chart = CurveChart("The loss of every step", curves, Axis("step"), Axis("loss (nats)"), 400)
+    section = Section("losses", "Losses", title, [])
+    texts = {
+        "title": title,
+        "command": "benchmark",
+        "sentences": [title],
+        "of_gaps": "",
+        "gaps": [],
+        "numbers": "--out FILE",
+    }
+    return render_page([section], {"losses": chart}, **texts)
 
 
 def _run_all(

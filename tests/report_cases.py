@@ -84,7 +84,8 @@ def rank_time(
     )
     sync = SyncSite("cudaStreamSynchronize", "aten::item", f"train.py(12): {name}", "forward", 4.0, 30.0, 6.0)
     ends = (("forward", 0, 30), ("backward", 30, 90), (name, 90, 99))
-    spans = tuple(Span(phase, start * 1_000_000, end * 1_000_000) for phase, start, end in ends)
+    begin = 100  # ms: of the step that the timeline shows
+    spans = tuple(Span(phase, (begin + start) * 1_000_000, (begin + end) * 1_000_000) for phase, start, end in ends)
     times = {"step_ms": step_ms, "busy_ms": 82.0, "communication_ms": 35.0, "copy_ms": 0.2, "overlap": 0.43}
     times |= {"loader_host_ms": 3.0, "spilled_ms": 0.0, "median_kernel_us": 9.0, "median_queue_us": 40.0}
     times |= {"launches": 900.0, "median_launch_interval_us": 7.0, "launch_bound": False}

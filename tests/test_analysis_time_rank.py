@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from trace_maker import AUTOGRAD, COPY_STREAM, GLOO, MAIN, MadeTrace, cpu_run, gpu_run, measure, place
 
-from megatron_lite.analysis.time.time_results import RankTime
+from megatron_lite.analysis.time.time_results import ROW_TITLES, RankTime
 
 
 def two_kernels(idle_us: float, launched: float, *events: tuple) -> MadeTrace:
@@ -39,7 +39,10 @@ def test_a_whole_run_has_the_rows_that_were_made(tmp_path):
     assert (time.overlap, time.communication_ms) == pytest.approx((2 / 3, 0.3))
     assert (time.launches, time.device, time.spilled_ms) == (4.0, "NVIDIA A100-SXM4-80GB", 0.0)
     step = time.steps[time.timeline_step]
-    assert {span.name for span in time.timeline} == {"forward", "backward", "communication", "copies", "optimizer_step"}
+    phases = {"forward", "backward", "communication", "copies", "optimizer_step"}
+    assert {span.name for span in time.timeline} == {*phases, ROW_TITLES["data_wait"]}
+    waits = sum(span.end_ns - span.start_ns for span in time.timeline if span.name == ROW_TITLES["data_wait"])
+    assert waits / 1e6 == pytest.approx(time.rows["data_wait"]) and waits > 0
     assert all(step.start_ns <= span.start_ns < span.end_ns <= step.end_ns for span in time.timeline)
 
 

@@ -12,7 +12,7 @@ from megatron_lite.run_folder import TRACKER_FILE
 
 WORDS = "--train-iters 4 --lr-decay-style constant --seed 3"
 MAIN = ["-m", "megatron_lite.cli.main"]
-ASK = "import platform; print(platform.python_version()); import msgspec, numpy, plotly, regex, tensorboard, tiktoken, torch, yaml"
+ASK = "import platform; print(platform.python_version()); import msgspec, numpy, regex, tensorboard, tiktoken, torch, yaml"
 
 
 def find_interpreters() -> list[Path]:

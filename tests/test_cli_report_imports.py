@@ -13,7 +13,7 @@ from waiting import LIMIT_S
 ROOT = Path(__file__).parent.parent
 LOADED = "\nprint(*sorted(sys.modules), sep='\\n')"
 COMMAND = "import sys\nfrom megatron_lite.cli.main import main\n"
-HEAVY = ("torch", "pandas", "plotly", "matplotlib", "scipy", "yaml", "sqlite3", "multiprocessing", "importlib.metadata")
+HEAVY = ("torch", "pandas", "matplotlib", "scipy", "yaml", "sqlite3", "multiprocessing", "importlib.metadata")
 OF_OTHER_SOURCES = (
     "megatron_lite.analysis.memory.read", "megatron_lite.analysis.memory.ledger", "megatron_lite.analysis.run.read",
     "megatron_lite.analysis.trace.nsys", "megatron_lite.analysis.compare", "megatron_lite.analysis.audit",
@@ -84,4 +84,4 @@ def test_a_training_loads_nothing_before_its_first_step_that_only_other_runs_use
     modules = printed("import sys\nimport megatron_lite.app" + LOADED)
     others = ("torch.distributed.checkpoint", "torch.distributed.tensor", "torch._dynamo", "torch._inductor", "sympy")
     assert "torch" in modules
-    assert loaded_of(modules, (*others, "tensorboard", "transformers", "wandb", "mlflow", "plotly", "yaml")) == []
+    assert loaded_of(modules, (*others, "tensorboard", "transformers", "wandb", "mlflow", "yaml")) == []

@@ -72,7 +72,7 @@ function look() {
   const bars = (selector, label) => Object.fromEntries(all(selector).map(row =>
     [label(row).textContent.trim(), row.querySelector("[style*=background]")]).filter(([, bar]) => bar)
     .map(([name, bar]) => [name, style(bar, "backgroundColor")]));
-  const drawn = key => [...new Set(all(`#chart-${key} .bars .point path`).map(path => style(path, "fill")))];
+  const drawn = key => [...new Set(all(`#chart-${key} rect`).map(bar => style(bar, "fill")))];
   const swatches = key => bars(`#${key} .legend li`, row => row);
   const rows = key => bars(`#${key} tbody tr`, row => row.cells[0]);
   const luminance = color => {
@@ -88,8 +88,14 @@ function look() {
     const [ink, below] = [luminance(style(element, element.closest("svg") ? "fill" : "color")), ground(element)];
     return (Math.max(ink, below) + 0.05) / (Math.min(ink, below) + 0.05) < 4.5;
   };
+  // the bars that a name of a row stands beside
+  const middle_of_row = name => {
+    const bars = all("rect", name.parentElement).filter(bar => bar.textContent.startsWith(name.textContent));
+    const boxes = bars.map(bar => bar.getBoundingClientRect());
+    return (Math.min(...boxes.map(box => box.top)) + Math.max(...boxes.map(box => box.bottom))) / 2;
+  };
   const texts = all("body *").filter(one => shown(one) && !one.closest("script, style, .skip")
-    && [...one.childNodes].some(node => node.nodeType === Node.TEXT_NODE && node.textContent.trim()));
+    && one.tagName !== "title" && [...one.childNodes].some(node => node.nodeType === Node.TEXT_NODE && node.textContent.trim()));
   const link = document.querySelector("nav a");
   link.focus();
   const nav = document.querySelector("nav");
@@ -108,15 +114,29 @@ function look() {
     figures: all("figure").length,
     frame: Number(location.hash.slice(1)),
     width: innerWidth,
-    wide: all("body *").filter(one => shown(one) && !one.closest("svg, script, style")
+    wide: all("body *").filter(one => shown(one) && !one.closest("svg, script, style, .rows > table")
       && one.getBoundingClientRect().right > innerWidth + 1).map(called),
     narrow: all("td.l, h2").filter(one => shown(one) && room(one) < 0.6 * em
       * Math.min(Math.max(...one.textContent.split(/[^\\w]/).map(word => word.length)), MIN_LETTERS)).map(called),
     overflowing: all("th, td").filter(one => shown(one) && one.scrollWidth > one.clientWidth + 1).map(called),
-    clipped: all(".rows").filter(one => shown(one) && (one.scrollHeight > one.clientHeight + 1 || one.scrollWidth > one.clientWidth + 1)).map(called),
-    charts: all(".chart .main-svg").length > 0,
+    clipped: all(".rows").filter(one => shown(one) && (one.scrollHeight > one.clientHeight + 1
+      || one.scrollWidth > one.clientWidth + 1 && style(one, "overflowX") !== "auto")).map(called),
+    charts: all(".chart svg rect").length > 0,
+    // of a table that is scrolled: its first column stays in view, and its numbers stand below each other
+    scrolled: all(".rows").filter(one => shown(one) && one.scrollWidth > one.clientWidth + 1).map(one => {
+      one.scrollLeft = one.scrollWidth;
+      const [first, last] = [one.querySelector("tbody tr").cells[0], one.querySelector("tbody tr").lastElementChild];
+      const seen = [first.getBoundingClientRect().left, last.getBoundingClientRect().right, first.getBoundingClientRect().right];
+      const box = one.getBoundingClientRect();
+      one.scrollLeft = 0;
+      return [Math.abs(seen[0] - box.left) < 2, Math.abs(seen[1] - box.right) < 2, seen[2] - box.left < 0.62 * box.width];
+    }),
+    rightward: all("tbody .r").filter(shown).map(one => style(one, "textAlign") + style(one, "display")),
+    above: all(".chart > span").filter(shown).filter(one => Math.abs(one.getBoundingClientRect().top
+      + one.getBoundingClientRect().height / 2 - middle_of_row(one)) > 4).map(called),
+    labels: all(".chart > span").length,
     inks: [style(document.body, "color"), style(document.documentElement, "backgroundColor")],
-    axis: all(".chart .xtick text").map(one => style(one, "fill"))[0],
+    axis: all(".chart .axis text").map(one => style(one, "fill"))[0],
     step: { drawn: drawn("step"), swatches: swatches("step"), rows: rows("step") },
     memory: { swatches: swatches("memory"), rows: rows("memory") },
     kernels: { swatches: swatches("roofline"), rows: rows("kernels") },
@@ -206,6 +226,20 @@ def test_nothing_is_folded_on_paper_and_every_chart_has_its_numbers(seen, page):
         assert before > 3 and after == 0 and one["numbers"] == one["figures"] > 2
 
 
+@pytest.mark.parametrize("page", PAGES)
+def test_only_a_phone_scrolls_tables_and_numbers_can_be_compared_there_too(seen, page):
+    for one in of(seen, page):
+        assert (one["scrolled"] == []) == (one["width"] > 390)
+        assert all(map(all, one["scrolled"])), one["scrolled"]
+        assert set(one["rightward"]) <= {"righttable-cell", "rightblock"} and one["rightward"]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_names_of_rows_stand_beside_their_bars(seen, page):
+    for one in of(seen, page):
+        assert one["labels"] > 3 and one["above"] == []
+
+
 def test_bars_have_the_colors_of_the_chart_above_them(seen):
     for one in of(seen, "report"):
         assert one["charts"] and one["lost"] == []
@@ -258,7 +292,7 @@ def test_a_browser_draws_it_without_complaint_or_request(kind, tmp_path):
     assert re.search(r"<title>(.*?)</title>", shown, re.DOTALL)[1] != "owned"
     keys = build_charts(REPORTS[kind]) if kind in REPORTS else ("phases", "losses", "memory")
     for key in keys:
-        assert re.search(rf'<div class="chart[^"]*" id="chart-{key}".*?<svg class="main-svg"', shown, re.DOTALL), key
+        assert re.search(rf'<div class="chart" id="chart-{key}".*?<svg', shown, re.DOTALL), key
 
 
 def test_a_page_that_did_ask_would_be_seen(tmp_path):

@@ -240,7 +240,6 @@ def test_a_comparison_shows_both_sides_of_each_setting_escaped(hostile_words, mo
                 "report ALL --no-html --json FILE", "compare RUN OTHER_RUN --json FILE", "audit ALL --json FILE"],
 )  # fmt: skip
 def test_no_file_holds_what_a_terminal_or_browser_obeys(command, hostile_words, monkeypatch):
-    monkeypatch.setattr("megatron_lite.report.html._read_plotly", lambda: "library")
     path = Path(hostile_words["FILE"])
     path.unlink(missing_ok=True)
     run_in_process([hostile_words.get(word, word) for word in command.split()], monkeypatch)

@@ -226,6 +226,16 @@ class Facts:
         return self.number("world", "local_size")
 
     @property
+    def has_one_rank(self) -> bool:
+        """Whether nothing that was read speaks of a rank but 0: then its number says nothing."""
+        traces = [one.trace for one in self.ranks_seen]
+        seen = {one.rank for one in traces}
+        seen |= {one.rank for one in self.snapshots} | {one.rank for one in self.traced_memory}
+        sizes = [one.world_size for one in traces] + [self.ranks.world_size if self.ranks else None]
+        sizes += [self.number("world", "size"), len(self.ranks_seen)]
+        return seen <= {0, None} and max(size or 0 for size in sizes) <= 1
+
+    @property
     def parameters(self) -> int | None:
         return whole(self.run.record.get("parameters")) if self.run else None
 

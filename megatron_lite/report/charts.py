@@ -1,7 +1,7 @@
-"""The charts of the page: figures for Plotly as plain dicts, the same numbers as a table, and which one stands in which section."""
+"""Which charts a report has, and in which section each stands."""
 
+from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 
@@ -10,42 +10,37 @@ from megatron_lite.analysis.memory.memory_results import Moment
 from megatron_lite.analysis.report import Report
 from megatron_lite.estimate.prediction import CATEGORIES
 from megatron_lite.report import draw, palette
-from megatron_lite.units import size
+from megatron_lite.report.figure import Arrangement, Axis, BarChart, Bars, Curve, CurveChart, Figure, Look, Mark
+from megatron_lite.report.sections.step import NOTHING
+from megatron_lite.report.text import fit
+from megatron_lite.units import significant, size
 
 # --- memory over time, by what holds it
 
-MAX_CURVE_POINTS = 1500  # more than a chart has pixels
+MAX_CURVE_POINTS = 1000  # more than a chart has pixels
 
 
-def memory_curve(report: Report) -> draw.Figure | None:
+def memory_curve(report: Report) -> CurveChart | None:
     """Stacked categories, the reserved bytes above, the peak marked."""
     snapshot = report.facts.highest_snapshot
     if snapshot is None or len(snapshot.curve) < 2:
         return None
-    curve = thinned(snapshot.curve, MAX_CURVE_POINTS)
+    moments = thinned(snapshot.curve, MAX_CURVE_POINTS)
     unit, of = draw.choose_unit(snapshot.peak_bytes)
-    seconds = [moment.time_us / 1e6 for moment in curve]
-    look: dict[str, Any] = {"type": "scatter", "mode": "lines", "x": seconds}
-    look["hovertemplate"], data = f"%{{fullData.name}}: %{{y:.2f}} {unit}<extra></extra>", []
+    seconds = [moment.time_us / 1e6 for moment in moments]
+    curves = []
     for at, category in enumerate(CATEGORIES):
-        held = [moment.by_category[at] / of for moment in curve]
-        area = {"line": {"width": 0, "shape": "hv"}, "stackgroup": "held", "fillcolor": palette.HELD[category]}
-        data += [look | {"name": category, "y": held} | area] if any(held) else []
-    if any(moment.reserved for moment in curve):
-        line = {"color": palette.SLATE, "width": 1.5, "dash": "dot", "shape": "hv"}
-        data.append(look | {"name": "reserved", "y": [moment.reserved / of for moment in curve], "line": line})
-    # the peak's text stands on the side that has more room
-    late = 2 * snapshot.peak_time_us / 1e6 > seconds[0] + seconds[-1]
+        held = [moment.by_category[at] / of for moment in moments]
+        if any(held):
+            curves.append(Curve(category, seconds, held, palette.HELD[category], Look.AREA))
+    if any(moment.reserved for moment in moments):
+        reserved = [moment.reserved / of for moment in moments]
+        curves.append(Curve("reserved", seconds, reserved, palette.INK, Look.STAIRS, is_dotted=True))
     where = f" in {snapshot.peak_phase}" if snapshot.peak_phase.isidentifier() else ""
-    peak = {
-        "x": snapshot.peak_time_us / 1e6, "y": snapshot.peak_bytes / of,
-        "text": f"peak {size(snapshot.peak_bytes)}{where}", "bgcolor": palette.CARD,
-        "showarrow": True, "arrowhead": 0, "arrowcolor": palette.SLATE, "ax": -20 if late else 20, "ay": -22,
-        "xanchor": "right" if late else "left",
-    }  # fmt: skip
-    x, y = draw.axis("seconds since the record began"), draw.axis(unit, rangemode="tozero")
-    shape = draw.layout(350, x, y, hovermode="x", annotations=[peak])
-    return draw.Figure("Allocated memory over time by category", data, shape)
+    text = f"peak {size(snapshot.peak_bytes)}{where}"
+    peak = Mark(snapshot.peak_time_us / 1e6, snapshot.peak_bytes / of, text)
+    x, y = Axis("seconds since the record began"), Axis(unit, lowest=0.0)
+    return CurveChart("Allocated memory over time by category", curves, x, y, 280, peak)
 
 
 def thinned(curve: tuple[Moment, ...], most: int) -> list[Moment]:
@@ -62,7 +57,7 @@ MAX_SHAPES = 300
 MAX_PX, MIN_PX = 34, 6
 
 
-def roofline(report: Report) -> draw.Figure | None:
+def roofline(report: Report) -> CurveChart | None:
     """A point per operator and shape, as large as its time, below the hardware's limits; None if those are unknown."""
     rank = report.facts.critical
     known = rank.kernels.roofline if rank else ()
@@ -70,129 +65,129 @@ def roofline(report: Report) -> draw.Figure | None:
     rows = sorted(rows, key=lambda row: -row.ms)[:MAX_SHAPES]
     if len(rows) < 2 or not any(row.bound_ms for row in rows):
         return None
-    data: list[dict[str, Any]] = []
-    hover = "%{text}<br>%{y:.3r} TFLOP/s at %{x:.3r} FLOP per byte<extra></extra>"
+    curves = []
     for role in dict.fromkeys(row.role for row in rows):
         own = [row for row in rows if row.role == role]
-        speeds = [row.flops / row.ms / 1e9 for row in own]
-        sizes = [max(MAX_PX * (row.ms / rows[0].ms) ** 0.5, MIN_PX) for row in own]
-        look = {
-            "color": palette.ROLES[role],
-            "opacity": 0.75,
-            "line": {"color": palette.CARD, "width": 1},
-            "size": sizes,
-        }
-        more: dict[str, Any] = {"name": str(role), "marker": look, "text": [_describe_shape(row) for row in own]}
-        data.append(draw.points([row.flops / row.num_bytes for row in own], speeds, "", hover, **more))
+        curves.append(Curve(
+            name=str(role),
+            x=[row.flops / row.num_bytes for row in own],
+            y=[_compute_tflops(row, row.ms) for row in own],
+            color=palette.ROLES[role],
+            look=Look.POINTS,
+            sizes=[max(MAX_PX * (row.ms / rows[0].ms) ** 0.5, MIN_PX) for row in own],
+            texts=[_describe_shape(row) for row in own],
+        ))  # fmt: skip
     intensities = [row.flops / row.num_bytes for row in rows]
-    lowest, highest = min(intensities) / 2, max(intensities) * 2
-    data += _build_ceilings(known, lowest, highest)
-    speeds = [speed for line in data for speed in line["y"]]
-    x, y = draw.log_axis("FLOP per byte", lowest, highest), draw.log_axis("TFLOP/s", min(speeds), max(speeds))
-    return draw.Figure(
-        "How fast operators are against what memory and arithmetic units allow", data, draw.layout(400, x, y)
-    )
+    lowest = min(intensities) / 2
+    highest = max(intensities) * 2
+    curves += _build_ceilings(known, lowest, highest)
+    x = Axis("FLOP per byte", is_log=True, lowest=lowest, highest=highest)
+    says = "How fast operators are against what memory and arithmetic units allow"
+    return CurveChart(says, curves, x, Axis("TFLOP/s", is_log=True), 330)
+
+
+def _compute_tflops(row: RooflineRow, ms: float) -> float:
+    return row.flops / ms / 1e9
 
 
 def _describe_shape(row: RooflineRow) -> str:
-    text = f"{draw.escape_name(row.operator)} {draw.escape_name(row.shape, 80)}<br>"
-    text += f"{row.ms:.3f} ms per step in {draw.escape_name(row.phase or 'no phase')}"
-    return text + (f"<br>{row.efficiency:.0%} of what {row.bound_by} allows" if row.efficiency is not None else "")
+    text = (
+        f"{fit(row.operator, 48)} {fit(row.shape, 80)}: {row.ms:.3f} ms per step in {fit(row.phase or 'no phase', 48)}"
+    )
+    reached = "" if row.efficiency is None else f", {row.efficiency:.0%} of what {row.bound_by} allows"
+    return f"{text}{reached}, {significant(_compute_tflops(row, row.ms))} TFLOP/s"
 
 
-def _build_ceilings(rows: tuple[RooflineRow, ...], lowest: float, highest: float) -> list[dict[str, Any]]:
+def _build_ceilings(rows: Sequence[RooflineRow], lowest: float, highest: float) -> list[Curve]:
     """The limits that the rows' bounds were made of: arithmetic per number format, and memory."""
-    peaks = {row.dtype: row.flops / row.bound_ms / 1e9 for row in rows if row.bound_by == "compute" and row.bound_ms}
-    bandwidths = [row.num_bytes / row.bound_ms / 1e9 for row in rows if row.bound_by == "memory" and row.bound_ms]
+    bounds = [row for row in rows if row.bound_ms]
+    peaks = {row.dtype: _compute_tflops(row, row.bound_ms or 1.0) for row in bounds if row.bound_by == "compute"}
+    bandwidths = [row.num_bytes / (row.bound_ms or 1.0) / 1e9 for row in bounds if row.bound_by == "memory"]
     limits = [
-        ([lowest, highest], [peak, peak], f"{peak:,.0f} TFLOP/s in {draw.escape_name(dtype)}", "top right")
-        for dtype, peak in peaks.items()
+        (f"{peak:,.0f} TFLOP/s in {fit(dtype, 22)}", [lowest, highest], [peak, peak]) for dtype, peak in peaks.items()
     ]
     if bandwidths:
-        tb_s = max(bandwidths)  # TFLOP/s = FLOP per byte x TB/s
+        # TFLOP/s = FLOP per byte x TB/s
+        tb_s = max(bandwidths)
         end = min(highest, max(peaks.values()) / tb_s) if peaks else highest
         if end > lowest:
-            # its name stands below the line, which rises
-            name = f"memory, {tb_s * 1000:,.0f} GB/s"
-            limits.append(([lowest, end], [lowest * tb_s, end * tb_s], name, "bottom right"))
-    return [
-        {
-            "type": "scatter", "mode": "lines+text", "x": x, "y": y, "name": name, "hovertemplate": f"{name}<extra></extra>",
-            "line": {"color": palette.SLATE, "width": 1.5, "dash": "dot"}, "showlegend": False,  # the name stands at its beginning
-            "text": [name, ""], "textposition": side, "textfont": {"size": 12, "color": palette.SLATE},
-        }
-        for x, y, name, side in limits
-    ]  # fmt: skip
+            limits.append((f"memory, {tb_s * 1000:,.0f} GB/s", [lowest, end], [lowest * tb_s, end * tb_s]))
+    return [Curve(name, x, y, palette.SLATE, Look.LINE, is_dotted=True, is_limit=True) for name, x, y in limits]
 
 
 # --- every step of the run, of which the trace shows a few only, and its losses
 
 MIN_STEPS = 20  # fewer say nothing that the sentences do not
-MAX_POINTS = 2000
 OTHER_STEPS = "others: first, evaluating, saving, compiling"
 
 
-def run_steps(report: Report) -> draw.Figure | None:
+def run_steps(report: Report) -> CurveChart | None:
     """Milliseconds of each step, ordinary ones apart from those that compile, save, evaluate or are profiled."""
     run = report.facts.run
     if run is None or run.steps < MIN_STEPS:
         return None
     # of long runs every n-th step, and the longest of each stretch: those are what one looks for
-    begins = range(0, run.steps, max(run.steps // (MAX_POINTS // 2), 1))
+    begins = range(0, run.steps, max(run.steps // (draw.MAX_POINTS // 2), 1))
     longest = [begin + int(run.step_ms[begin : begin + begins.step].argmax()) for begin in begins]
     shown = np.array(sorted({*begins, *longest}))
     profiled, ordinary = run.profiled[shown], run.ordinary[shown]
     rows = {"ordinary": shown[ordinary & ~profiled], "profiled": shown[profiled]}
     rows[OTHER_STEPS] = shown[~ordinary & ~profiled]
-    hover = "iteration %{x}: %{y:.1f} ms<extra></extra>"
-    data = [
-        draw.points(run.iterations[of_kind].tolist(), run.step_ms[of_kind].tolist(), color, hover, name=kind)
-        for (kind, of_kind), color in zip(rows.items(), (palette.BLUE, palette.PURPLE, palette.GREY))
-        if len(of_kind)
-    ]
-    y = draw.axis("ms", rangemode="tozero")
+    curves = []
+    for (kind, at), color in zip(rows.items(), (palette.BLUE, palette.PURPLE, palette.GREY)):
+        if len(at):
+            curves.append(Curve(kind, run.iterations[at].tolist(), run.step_ms[at].tolist(), color, Look.POINTS))
+    y = Axis("ms", lowest=0.0)
     if run.step_ms.max() > 10 * (run.steady_step_ms or run.step_ms.max()):
-        y = draw.log_axis("ms", run.step_ms.min(), run.step_ms.max())
-    return draw.Figure("How long every step of the run took", data, draw.layout(240, draw.axis("iteration"), y))
+        y = Axis("ms", is_log=True)
+    return CurveChart("How long every step of the run took", curves, Axis("iteration"), y, 180)
 
 
-def losses(report: Report) -> draw.Figure | None:
+def losses(report: Report) -> CurveChart | None:
     """Of the run itself."""
     return draw.losses({"loss": report.facts.run})
 
 
 # --- bars: when the phases of one step run (the device's clock, or the host's without a GPU); the step of each rank
 
-SHARED = {"communication": palette.VERMILION, "copies": palette.ORANGE}  # as in the bars of a step
-COLORS = tuple(color for color in palette.SERIES[:-2] if color not in SHARED.values())
 MAX_SPANS = 400  # longer ones first; beyond that a picture shows nothing more
 MAX_RANKS = 64
 
 
-def timeline(report: Report) -> draw.Figure | None:
-    """A row per phase, a bar per span of a representative step. None for a single phase."""
+def timeline(report: Report) -> BarChart | None:
+    """A row per phase, a bar per span of a typical step, from its begin to its end. None for a single phase."""
     rank = report.facts.critical
     if rank is None or not rank.time.timeline:
         return None
     longest = sorted(rank.time.timeline, key=lambda span: span.start_ns - span.end_ns)[:MAX_SPANS]
     spans = sorted(longest, key=lambda span: span.start_ns)
-    names = list(dict.fromkeys(span.name for span in spans))
+    begin_ns = spans[0].start_ns
+    end_ns = max(span.end_ns for span in spans)
+    if rank.time.timeline_step is not None:
+        step = rank.time.steps[rank.time.timeline_step]
+        begin_ns = min(begin_ns, step.start_ns)
+        end_ns = max(end_ns, step.end_ns)
+    lengths: dict[str, int] = {}
+    for span in spans:
+        lengths[span.name] = lengths.get(span.name, 0) + span.end_ns - span.start_ns
+    names = [name for name, ns in lengths.items() if ns > NOTHING * (end_ns - begin_ns)]
     if len(names) < 2:
         return None
-    colors = {name: SHARED.get(name, COLORS[at % len(COLORS)]) for at, name in enumerate(names)}
-    series = draw.bars(
-        [draw.escape_name(span.name, 22) for span in spans],
-        [(span.end_ns - span.start_ns) / 1e6 for span in spans],
-        [colors[span.name] for span in spans],
-        "%{y}: %{x:.3f} ms from %{base:.3f} ms<extra></extra>",
-        base=[(span.start_ns - spans[0].start_ns) / 1e6 for span in spans],
+    spans = [span for span in spans if span.name in names]
+    colors = palette.color_phases([*names, *(phase.name for phase in rank.time.phases)])
+    rows = dict(zip(names, draw.fit_names(names)))
+    bars = Bars(
+        name="",
+        rows=[rows[span.name] for span in spans],
+        values=[(span.end_ns - span.start_ns) / 1e6 for span in spans],
+        colors=[colors[span.name] for span in spans],
+        begins=[(span.start_ns - begin_ns) / 1e6 for span in spans],
     )
-    x = draw.axis(f"ms of the step, {'device' if rank.time.on_gpu else 'host'}'s clock")
-    look = draw.layout(70 + 28 * len(names), x, draw.name_axis(), barmode="overlay", bargap=0.35)
-    return draw.Figure("When the phases of one step run", [series], look)
+    axis = Axis(f"ms of a step, {'device' if rank.time.on_gpu else 'host'}'s clock", highest=(end_ns - begin_ns) / 1e6)
+    return BarChart("When the phases of one step run", [bars], axis, Arrangement.OVERLAID, 28)
 
 
-def step_bars(report: Report) -> draw.Figure | None:
+def step_bars(report: Report) -> BarChart | None:
     """One stacked bar per rank; the bar's length is the step. None for a single rank: its table has bars."""
     ranks = [rank for rank in report.facts.ranks_seen if rank.time.step_ms > 0][:MAX_RANKS]
     if len(ranks) < 2:
@@ -202,13 +197,13 @@ def step_bars(report: Report) -> draw.Figure | None:
     return draw.steps("Where a step of each rank goes, in milliseconds", rows, ranks[0].time.on_gpu)
 
 
-def schedule_chart(report: Report) -> draw.Figure | None:
+def schedule_chart(report: Report) -> BarChart | None:
     """Of the schedule with the stages' measured times."""
     found = report.facts.pipeline
     return draw.schedule(found.turns, "ms of a step, with the stages' measured times") if found else None
 
 
-def build_charts(report: Report) -> dict[str, draw.Figure]:
+def build_charts(report: Report) -> dict[str, Figure]:
     """Section.key: its chart; none where the bars of a table show as much."""
     makers = {
         "step": step_bars, "phases": timeline, "roofline": roofline, "memory": memory_curve, "pipeline": schedule_chart,

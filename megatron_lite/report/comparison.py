@@ -9,6 +9,7 @@ from megatron_lite.analysis.compare.limits import Judged
 from megatron_lite.analysis.compare.losses import Losses
 from megatron_lite.analysis.run_facts import Facts
 from megatron_lite.report import draw, palette
+from megatron_lite.report.figure import Arrangement, Axis, BarChart, Bars, Figure
 from megatron_lite.report.html import render_page
 from megatron_lite.report.section import Block, Lines, Section, Table, limit_rows, section_lines
 from megatron_lite.report.sections.step import row_title
@@ -52,7 +53,7 @@ def comparison_page(found: Comparison, judged: Sequence[Judged], a: Facts, b: Fa
             found.sentence.replace("->", "\u2192"),
             *(f"Limit {one.limit.text}: {one.outcome}" for one in judged),
         ],
-        inconclusive=found.totals[0].pair.change is Change.UNCLEAR,
+        trust="inconclusive" if found.totals[0].pair.change is Change.UNCLEAR else "",
         tiles=tiles,
         of_gaps="To keep in mind",
         gaps=_list_notes(found),
@@ -225,12 +226,12 @@ def _choose_ms(pairs: Iterable[Pair]) -> Callable[[float], str]:
 
 # --- charts of the page
 
-MAX_BARS = 16
+MAX_BARS, KERNEL_WIDTH = 16, 40
 
 
-def _build_charts(found: Comparison, a: Facts, b: Facts) -> dict[str, draw.Figure | None]:
+def _build_charts(found: Comparison, a: Facts, b: Facts) -> dict[str, Figure | None]:
     """Section.key: its chart."""
-    charts = {"losses": draw.losses({"A": a.run, "B": b.run})}
+    charts: dict[str, Figure | None] = {"losses": draw.losses({"A": a.run, "B": b.run})}
     if found.rows:
         steps = _split(found.rows)
         charts["rows"] = draw.steps("Where a step of A goes, and one of B, in milliseconds", steps, found.on_gpu)
@@ -238,23 +239,21 @@ def _build_charts(found: Comparison, a: Facts, b: Facts) -> dict[str, draw.Figur
         unit, of = draw.choose_unit(max(sum(parts.values()) for parts in _split(found.memory).values()))
         held = _split(found.memory, of)
         charts["memory"] = draw.stacks("What holds memory at the peak of A, and of B", held, palette.HELD, unit)
-    phases = {draw.escape_name(phase.name, 22): phase.device or phase.host for phase in found.phases}
-    phases = {name: pair for name, pair in phases.items() if _is_seen(pair, found.step_ms)}
+    pairs = {phase.name: phase.device or phase.host for phase in found.phases}
+    phases = {name: pair for name, pair in pairs.items() if _is_seen(pair, found.step_ms)}
     if phases:
+        rows = draw.fit_names(list(phases))
         sides = zip(_split(phases).items(), (palette.GREY, palette.BLUE))
-        hover = "%{fullData.name}: %{x:.4r} ms<extra>%{y}</extra>"
-        data = [draw.bars(list(ms), list(ms.values()), color, hover, name=side) for (side, ms), color in sides]
-        x, y = draw.axis("ms per step"), draw.name_axis()
-        look = draw.layout(70 + 34 * len(phases), x, y, barmode="group", bargap=0.3)
-        charts["phases"] = draw.Figure("How long each phase takes in A, and in B, in milliseconds", data, look)
+        series = [Bars(side, rows, list(ms.values()), [color]) for (side, ms), color in sides]
+        says = "How long each phase takes in A, and in B, in milliseconds"
+        charts["phases"] = BarChart(says, series, Axis("ms per step"), Arrangement.BESIDE, 34)
     changed = [one for one in found.kernels if _differs(one, found)][:MAX_BARS]
     if changed:
-        names = [draw.escape_name(_name_kernel(one), 40) for one in changed]
         by = [(one.ms.b or 0.0) - (one.ms.a or 0.0) for one in changed]
         colors = [palette.VERMILION if ms > 0 else palette.GREEN for ms in by]
-        look = draw.layout(70 + 24 * len(names), draw.axis("ms per step, B - A"), draw.name_axis(), bargap=0.3)
-        data = [draw.bars(names, by, colors, "%{y}: %{x:+.4r} ms<extra></extra>")]
-        charts["kernels"] = draw.Figure("How much longer B takes for each kind of work that changed", data, look)
+        bars = Bars("", draw.fit_names([_name_kernel(one) for one in changed], KERNEL_WIDTH), by, colors)
+        says = "How much longer B takes for each kind of work that changed"
+        charts["kernels"] = BarChart(says, [bars], Axis("ms per step, B - A"))
     return charts
 
 

@@ -1,8 +1,6 @@
-"""A Report as one page: no network, every foreign string escaped, the plotting library inside (docs/decisions/016)."""
+"""A Report as one page: no network, every foreign string escaped, charts drawn inside (docs/decisions/016)."""
 
 import contextlib
-import importlib.util
-import json
 import os
 import re
 import sys
@@ -13,10 +11,9 @@ from typing import Any
 from megatron_lite.analysis.findings.rules import get_page
 from megatron_lite.analysis.report import REPORT_SCHEMA, Report
 from megatron_lite.report.charts import build_charts
-from megatron_lite.report.draw import Figure
-from megatron_lite.report.json_file import plain
+from megatron_lite.report.figure import Figure
 from megatron_lite.report.section import Card, Section, Table, drop_empty_columns
-from megatron_lite.report.sections.all import build_limitations, build_sections, describe_confidence
+from megatron_lite.report.sections.all import build_limitations, build_sections
 from megatron_lite.report.text import milliseconds, percent
 from megatron_lite.terminal import escape
 from megatron_lite.units import count, significant, size
@@ -75,8 +72,8 @@ def html_page(report: Report) -> str:
         title=report.title,
         command="report",
         sentences=re.split(r"(?<=\.) ", report.verdict.headline),
-        inconclusive=report.verdict.bound == "inconclusive",
-        confidence=describe_confidence(report),
+        confidence=report.verdict.why,
+        trust=_name_trust(report),
         tiles=build_tiles(report),
         # what `explain` says of each finding, as (label, text)
         about={code: EXPLAINED.findall(re.sub(r"\n +", " ", page)) for code, page in pages.items() if page},
@@ -86,27 +83,32 @@ def html_page(report: Report) -> str:
     )
 
 
+def _name_trust(report: Report) -> str:
+    """high, low or inconclusive."""
+    verdict = report.verdict
+    return "inconclusive" if verdict.bound == "inconclusive" else verdict.confidence
+
+
 def render_page(sections: Sequence[Section], charts: Mapping[str, Figure | None], **texts: Any) -> str:
     """page.html.jinja, whose every expression loses what a terminal or browser would obey. charts: by the section's key; texts: what
     else the page names."""
+    from megatron_lite.report import svg  # here: reports without a page do not wait for it
+
     cards = [block for section in sections for block in section.blocks if isinstance(block, Card)]
     shown = {section.key: figure for section in sections if (figure := charts.get(section.key))}
-    library = _read_plotly() if shown else ""
-    figures = {key: {"data": figure.data, "layout": figure.layout} for key, figure in shown.items() if library}
     known = {
-        "inconclusive": False,
         "confidence": "",
+        "trust": "",
         "tiles": [],
         "about": {},
         "sections": sections,
         "charts": shown,
         "cards": {section.key: [card for card in cards if section.key in card.shown_in] for section in sections},
-        "without_charts": bool(shown) and not library,
+        "draw": svg.draw,
+        "measure_gutter": svg.measure_gutter,
+        "place_rows": svg.place_rows,
         "css": (FOLDER / "page.css").read_text(encoding="utf-8"),
         "script": (FOLDER / "page.js").read_text(encoding="utf-8"),
-        "library": library,
-        # no name in it can end the script: < does not occur
-        "data": json.dumps(plain(figures), allow_nan=False, separators=(",", ":")).replace("<", "\\u003c"),
         "max_rows": MAX_ROWS,
         "max_paper_rows": MAX_PAPER_ROWS,
         "max_cell_letters": MAX_CELL_LETTERS,
@@ -152,11 +154,3 @@ def _choose_cell_classes(table: Table) -> list[str]:
     """For each column l or r, and w where its texts may be broken into several lines."""
     long = [any(len(row[at]) > MAX_UNBROKEN_LETTERS for row in table.rows) for at in range(len(table.align))]
     return [f"{side} w" if wide and side == "l" else side for side, wide in zip(table.align, long)]
-
-
-def _read_plotly() -> str:
-    """plotly.js as the plotly package brings it, without importing that package; '' where it is not installed."""
-    found = importlib.util.find_spec("plotly")
-    folders = found.submodule_search_locations if found else None
-    script = Path(folders[0]) / "package_data" / "plotly.min.js" if folders else None
-    return script.read_text(encoding="utf-8") if script and script.is_file() else ""

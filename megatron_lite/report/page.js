@@ -1,22 +1,5 @@
 "use strict";
-// Charts name their colors as the style sheet does, which has other values on dark pages and on paper.
-const source = document.getElementById("charts").textContent;
-const config = { displayModeBar: false, responsive: true };
-const shown_rows = 12, paper = matchMedia("print"), paper_px = 1010; // as wide as a page, however narrow the window is
-function draw() {
-  const style = getComputedStyle(document.documentElement);
-  const charts = JSON.parse(source, (key, value) =>
-    typeof value === "string" ? value.replace(/^var\((--[a-z]+)\)$/, (all, name) => style.getPropertyValue(name).trim()) : value);
-  for (const [key, figure] of Object.entries(charts)) {
-    if (paper.matches) figure.layout.width = paper_px;
-    Plotly.react("chart-" + key, figure.data, figure.layout, config);
-    if (!paper.matches) Plotly.Plots.resize("chart-" + key); // after paper
-  }
-}
-if (window.Plotly) {
-  draw();
-  for (const query of [matchMedia("(prefers-color-scheme: dark)"), paper]) query.addEventListener("change", draw);
-}
+const shown_rows = 12;
 
 // On paper nothing is folded; what a link leads to is not either.
 let unfolded = [];
@@ -44,8 +27,6 @@ function sort(head) {
 
 for (const table of document.querySelectorAll("table")) {
   const rows = [...table.tBodies[0].rows], heads = table.tHead ? [...table.tHead.rows[0].cells] : [];
-  // On a phone each row stands as a block, whose cells say what they are.
-  for (const row of rows) heads.forEach((head, at) => { row.cells[at].dataset.name = head.textContent; });
   for (const head of heads) if (head.textContent) {
     const button = document.createElement("button");
     button.append(...head.childNodes);

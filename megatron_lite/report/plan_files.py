@@ -1,16 +1,21 @@
 """What `megatron-lite plan` writes: a page, the terminal's sections with charts, and JSON (docs/planning.md)."""
 
+import re
+from dataclasses import replace
 from typing import Any
 
 from megatron_lite.estimate.search import Candidate, Search, get_sizes
 from megatron_lite.estimate.what_if import Fit, Variant
 from megatron_lite.report import draw, palette
+from megatron_lite.report.figure import Axis, Curve, CurveChart, Figure, Look
 from megatron_lite.report.html import render_page
 from megatron_lite.report.json_file import plain
 from megatron_lite.report.plan_figures import MAX_MICRO_BATCHES, PLAN_SCHEMA, PlanReport, StageOutlook, simulate_stages
 from megatron_lite.report.plan_search import name_layout
 from megatron_lite.report.plan_terminal import KIND_COLORS, build_plan_sections, sum_kinds, verdicts
 from megatron_lite.units import GIB
+
+CLAUSES = re.compile(r"(?<=%\)), |; ")  # what ends one clause of a verdict
 
 
 def plan_page(report: PlanReport) -> str:
@@ -21,7 +26,7 @@ def plan_page(report: PlanReport) -> str:
         {key: make(report) for key, make in charts.items()},
         title=f"{report.title}: {report.facts}",
         command="plan",
-        sentences=verdicts(report),
+        sentences=_split_verdicts(verdicts(report)),
         confidence="before the run: memory is an estimate in closed form, times are lower bounds",
         of_gaps="What was assumed",
         gaps=report.notes,
@@ -29,7 +34,13 @@ def plan_page(report: PlanReport) -> str:
     )
 
 
-def memory_by_stage(report: PlanReport) -> draw.Figure | None:
+def _split_verdicts(texts: list[str]) -> list[str]:
+    """Whether it fits, and with how much of the memory, as a headline that is read at a glance; below it the other clauses of the
+    first GPU's verdict, then those of other GPUs."""
+    return [*CLAUSES.split(texts[0]), *texts[1:]]
+
+
+def memory_by_stage(report: PlanReport) -> Figure | None:
     """A bar per stage, in order, of what its peak is made of; the GPU's memory as a line."""
     if not report.stages:
         return None
@@ -37,15 +48,14 @@ def memory_by_stage(report: PlanReport) -> draw.Figure | None:
         f"stage {one.plan.stage.number + 1}": {kind: held / GIB for kind, held in sum_kinds(one.memory).items()}
         for one in report.stages
     }
-    says = "What one GPU of each stage holds at its peak; dotted: the GPU's memory"
-    figure = draw.stacks(says, stacks, KIND_COLORS, "GiB")
-    if report.outlooks:
-        line = {"type": "line", "yref": "paper", "y0": 0, "y1": 1, "line": {"color": palette.PURPLE, "dash": "dot"}}
-        figure.layout["shapes"] = [line | dict.fromkeys(("x0", "x1"), report.outlooks[0].room_bytes / GIB)]
-    return figure
+    chart = draw.stacks("What one GPU of each stage holds at its peak", stacks, KIND_COLORS, "GiB")
+    if not report.outlooks:
+        return chart
+    room = report.outlooks[0].room_bytes / GIB
+    return replace(chart, says=f"{chart.says}; dotted: the GPU's memory", limit=room)
 
 
-def schedule_of_plan(report: PlanReport) -> draw.Figure | None:
+def schedule_of_plan(report: PlanReport) -> Figure | None:
     """Of few micro-batches: how the pipeline fills and drains."""
     stages, plan = report.stages, report.plan
     micro_batches = min(plan.batch.final // plan.samples_per_pass, MAX_MICRO_BATCHES * len(stages))
@@ -53,27 +63,23 @@ def schedule_of_plan(report: PlanReport) -> draw.Figure | None:
     return draw.schedule(turns, f"ms at best, of {micro_batches} micro-batches")
 
 
-def time_against_memory(report: PlanReport) -> draw.Figure | None:
+def time_against_memory(report: PlanReport) -> Figure | None:
     """Every layout that fits as a point; those that none other beats in both are joined."""
     found = report.search
     if found is None or not found.fitting:
         return None
-    data = [
-        _draw_points(list(found.fitting), "fits", palette.GREY, "markers"),
-        _draw_points(found.front, "none is as fast with less memory", palette.BLUE, "lines+markers"),
+    curves = [
+        _build_curve(list(found.fitting), "fits", palette.GREY, Look.POINTS),
+        _build_curve(found.front, "none is as fast with less memory", palette.BLUE, Look.JOINED_POINTS),
     ]
-    times = [one.step_ms for one in found.fitting]
-    look = draw.layout(340, draw.axis("GiB at the peak"), draw.log_axis("ms per step at best", min(times), max(times)))
     says = f"Least time and memory of {len(found.fitting)} variants that fit into one {found.processor.name}"
-    return draw.Figure(says, data, look)
+    return CurveChart(says, curves, Axis("GiB at the peak"), Axis("ms per step at best", is_log=True), 280)
 
 
-def _draw_points(candidates: list[Candidate], name: str, color: str, mode: str) -> dict[str, Any]:
+def _build_curve(candidates: list[Candidate], name: str, color: str, look: Look) -> Curve:
     texts = [f"{name_layout(one.plan)}, micro-batch {one.plan.args.training.micro_batch_size}" for one in candidates]
-    x, y = [one.peak_bytes / GIB for one in candidates], [one.step_ms for one in candidates]
-    look = {"mode": mode, "name": name, "text": texts, "line": {"color": color, "width": 1}}
-    marker = {"color": color, "size": 7, "line": {"color": palette.CARD, "width": 1}}
-    return draw.points(x, y, color, "%{text}: %{y:,.1f} ms, %{x:.2f} GiB<extra></extra>", marker=marker, **look)
+    gib = [one.peak_bytes / GIB for one in candidates]
+    return Curve(name, gib, [one.step_ms for one in candidates], color, look, width=1.0, texts=texts)
 
 
 # --- JSON

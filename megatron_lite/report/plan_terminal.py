@@ -137,7 +137,13 @@ MAX_STAGES, MAX_COLLECTIVES = 12, 12  # rows
 MAX_SIMULATED = 8192  # micro-batches times chunks times stages
 STATES, ACTIVATIONS, LOSS, OTHER = "state", "activations", "logits", "other"
 KINDS = (STATES, ACTIVATIONS, LOSS)
-KIND_COLORS = {STATES: palette.BLUE, ACTIVATIONS: palette.ORANGE, LOSS: palette.VERMILION, OTHER: palette.GREY}
+# state takes the color of the parameters, which it is made of
+KIND_COLORS = {
+    STATES: palette.HELD["parameters"],
+    ACTIVATIONS: palette.HELD["activations"],
+    LOSS: palette.HELD["logits and loss"],
+    OTHER: palette.HELD["other"],
+}
 KIND_OF = {name: STATES for name in ("parameters", "gradients", "master weights", "moments")}
 KIND_OF |= {"activations": ACTIVATIONS, "logits and loss": LOSS}
 
@@ -186,10 +192,12 @@ def _build_memory_sections(report: PlanReport, why: bool) -> Iterator[Section]:
     peak = report.memory.peak
     shown = [row for row in peak.rows if why or row.num_bytes >= SMALL * peak.num_bytes]
     rest = peak.num_bytes - sum(row.num_bytes for row in shown)
-    table = build_share_table([(row.name, row.num_bytes) for row in shown], peak.num_bytes, size)
+    colors = [palette.HELD.get(row.category, palette.GREY) for row in shown]
+    table = build_share_table([(row.name, row.num_bytes) for row in shown], peak.num_bytes, size, colors)
     more = [("smaller ones", size(rest), percent(share(rest, peak.num_bytes)))] if rest else []
     more.append(("peak", size(peak.num_bytes), ""))
-    blocks: list[Block] = [Table([*table.rows, *more], "lrr", shares=[*table.shares, *(None for _ in more)])]
+    shares = [*table.shares, *(None for _ in more)]
+    blocks: list[Block] = [Table([*table.rows, *more], "lrr", shares=shares, colors=colors)]
     if why:
         blocks.append(Lines([f"{row.name} = {row.formula}" for row in shown if row.formula], quiet=True))
     yield Section("memory", "Memory at the peak", f"estimate for one GPU, {peak.where} ({peak.phase})", blocks)

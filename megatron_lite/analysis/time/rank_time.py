@@ -9,7 +9,7 @@ import numpy as np
 from megatron_lite.analysis.intervals import NOTHING, Cover, Flags, Integers, difference, intersection, joined, union
 from megatron_lite.analysis.kernels.kernel_words import is_wait
 from megatron_lite.analysis.time.host_causes import measure_host_work
-from megatron_lite.analysis.time.host_names import AFTER_SYNCS
+from megatron_lite.analysis.time.host_names import AFTER_SYNCS, CAUSES
 from megatron_lite.analysis.time.idle_gaps import (
     Gaps,
     HostActivity,
@@ -21,11 +21,11 @@ from megatron_lite.analysis.time.idle_gaps import (
 )
 from megatron_lite.analysis.time.range_names import AUTOGRAD
 from megatron_lite.analysis.time.sites import CallSites
-from megatron_lite.analysis.time.time_results import PhaseTime, Placing, RankTime, Span, Step
+from megatron_lite.analysis.time.time_results import NO_PHASE, ROW_TITLES, PhaseTime, Placing, RankTime, Span, Step
 from megatron_lite.analysis.trace.columns import Kind, Trace
 
 MIN_STEPS = 2
-NO_PHASE = "outside of all phases"
+WAITS = ("data_wait", "process_wait")  # rows that the picture of a step shows beside its phases
 BRIDGED = 0.002  # of a step: shorter holes cannot be seen in a picture
 # The host is too slow to launch, by three thresholds: an A100 under DDP with 76% idle time must be found, a CUDA graph with
 # 64% (queued for 162 ms) must not.
@@ -94,6 +94,7 @@ def _measure_device(trace: Trace, placing: Placing, steady: SteadySteps) -> Rank
     own_ms = sum(breakdown[row] for row in ("host", *AFTER_SYNCS))
     spilled = rows[launch[rows] < 0]
     spilled_ms = trace.cover(spilled).length / 1e6
+    timeline = _draw_device_timeline(trace, placing, rows, steady.typical)
     return RankTime(
         rank=trace.rank,
         device=trace.name_device(device),
@@ -118,7 +119,7 @@ def _measure_device(trace: Trace, placing: Placing, steady: SteadySteps) -> Rank
         launch_bound=own_ms / step_ms >= IDLE_SHARE and speed.is_slow,
         spilled_ms=spilled_ms,
         idle_beside_ms=steady.per_step(difference(joined(*others.values()), covers.busy)) if others else 0.0,
-        timeline=_draw_device_timeline(trace, placing, rows, steady.typical),
+        timeline=_draw_waits(_find_waits_for_others(gaps, activity.covers), placing.steps[steady.typical], timeline),
         timeline_step=steady.typical,
         notes=(
             *placing.notes,
@@ -233,6 +234,8 @@ def _measure_host(trace: Trace, placing: Placing, steady: SteadySteps) -> RankTi
     rows["host"] = left
     breakdown = {row: cover.length / 1e6 / steady.count for row, cover in rows.items()}
     compute, communication_ms = intersection(working, steady.cover), steady.per_step(communication)
+    timeline = _draw_host_timeline(trace, placing, communication, steady.typical)
+    waits = {row: rows[row] for row in WAITS if row in rows}
     return RankTime(
         rank=trace.rank,
         device=None,
@@ -247,7 +250,7 @@ def _measure_host(trace: Trace, placing: Placing, steady: SteadySteps) -> RankTi
         hosts=sites.find_python_sites(left),
         loader_host_ms=steady.per_step(activity.covers["data_wait"]),
         named=measure_host_work(activity.works, placing.steps),
-        timeline=_draw_host_timeline(trace, placing, communication, steady.typical),
+        timeline=_draw_waits(waits, placing.steps[steady.typical], timeline),
         timeline_step=steady.typical,
         notes=(*placing.notes, *steady.notes),
         stretches=sites.find_long_stretches(left),
@@ -363,6 +366,26 @@ def _draw_device_timeline(trace: Trace, placing: Placing, rows: Integers, step: 
         covers = device_covers(trace, rows[placing.phase[rows] == phase])
         for title, cover in ((name, covers.compute), ("communication", covers.communication), ("copies", covers.copy)):
             spans += _draw_spans(title, cover, start, end)
+    return tuple(sorted(spans, key=lambda span: span.start_ns))
+
+
+def _find_waits_for_others(gaps: Gaps, covers: dict[str, Cover]) -> dict[str, Cover]:
+    """Idle time of the device in which the host waited for the loader or another process, by row of the step."""
+    late = union(gaps.start, gaps.start + gaps.late)
+    earlier, found = NOTHING, {}
+    for row in CAUSES:
+        if row in WAITS:
+            found[row] = intersection(difference(covers[row], earlier), late)
+        earlier = joined(earlier, covers[row])
+    return found
+
+
+def _draw_waits(waits: dict[str, Cover], step: Step, drawn: tuple[Span, ...]) -> tuple[Span, ...]:
+    """The picture of one step with the waits that no span of it shows already, by the titles of their rows."""
+    shown = union([span.start_ns for span in drawn], [span.end_ns for span in drawn])
+    spans = list(drawn)
+    for row, cover in waits.items():
+        spans += _draw_spans(ROW_TITLES[row], difference(cover, shown), step.start_ns, step.end_ns)
     return tuple(sorted(spans, key=lambda span: span.start_ns))
 
 

@@ -30,6 +30,7 @@ class Step:
         return (self.end_ns - self.start_ns) / 1e6
 
 
+NO_PHASE = "outside of all phases"
 MIN_STRETCH_MS = 1.0  # without an operator: calling one takes a twentieth of that, with a profiler and stacks too
 
 # Where a step goes, in the order of a report. Rows sum to the step exactly.
@@ -168,7 +169,8 @@ class RankTime:
     median_queue_us: float = 0.0  # kernel start - end of its launch call
     launch_bound: bool = False
     spilled_ms: float = 0.0  # device work whose launch lies outside of the trace; of the whole trace, not per step
-    timeline: tuple[Span, ...] = ()  # a typical step on the device: compute by phase, "communication", "copies"
+    # a typical step on the device: compute by phase, "communication", "copies", and waits for the loader or processes
+    timeline: tuple[Span, ...] = ()
     timeline_step: int | None = None  # its index in steps
     idle_beside_ms: float = 0.0  # of the idle time what other GPUs of the process compute meanwhile
     notes: tuple[str, ...] = ()  # named gaps

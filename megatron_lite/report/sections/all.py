@@ -3,6 +3,7 @@
 import math
 from functools import partial
 
+from megatron_lite.analysis.findings.base import Evidence
 from megatron_lite.analysis.findings.rules import RULES
 from megatron_lite.analysis.ranks.rank_results import Ranks
 from megatron_lite.analysis.report import Report
@@ -23,6 +24,7 @@ from megatron_lite.units import count, counted, significant, size
 # --- findings, most costly first: what, cost, evidence, what to try, what it can bring at most
 
 MAX_IN_FULL, MAX_NAMED, MAX_EVIDENCE = 3, 7, 2
+ONLY_RANK = "rank 0"
 
 
 def findings_section(report: Report, everything: bool) -> Section | None:
@@ -34,8 +36,9 @@ def findings_section(report: Report, everything: bool) -> Section | None:
     shown, hidden = limit_rows(report.findings, MAX_NAMED, everything)
     blocks: list[Block] = []
     for number, finding in enumerate(shown, 1):
-        rank = "" if finding.rank is None else f" (rank {finding.rank})"
-        evidence = [one.text + (f" ({one.where})" if one.where else "") for one in finding.evidence]
+        is_only = finding.rank is None or report.facts.has_one_rank
+        rank = "" if is_only else f" (rank {finding.rank})"
+        evidence = [_describe_evidence(one, report.facts.has_one_rank) for one in finding.evidence]
         flags = [flag for flag in finding.flags if flag not in finding.advice]
         advice = finding.advice + (f": {', '.join(flags)}" if flags else "")
         gain = _format_cost(finding.gain_ms, finding.gain_bytes)
@@ -54,6 +57,14 @@ def findings_section(report: Report, everything: bool) -> Section | None:
     blocks.append(Lines([told], quiet=True, is_hint=True))
     of = "cost per step or at peak memory; savings are maximums, do not add them up"
     return Section("findings", "Findings", of, blocks)
+
+
+def _describe_evidence(one: Evidence, has_one_rank: bool) -> str:
+    """What was seen and where; of a job with one rank without its number."""
+    where = one.where
+    if has_one_rank and (where == ONLY_RANK or where.startswith(f"{ONLY_RANK}, ")):
+        where = where.removeprefix(ONLY_RANK).removeprefix(", ")
+    return one.text + (f" ({where})" if where else "")
 
 
 def _format_cost(cost_ms: float | None, cost_bytes: int | None, once_ms: float | None = None) -> str:

@@ -2,11 +2,12 @@
 
 from collections.abc import Sequence
 
-from megatron_lite.analysis.memory.memory_results import OUTSIDE, LedgerRow, Snapshot, TraceMemory
+from megatron_lite.analysis.memory.memory_results import OUTSIDE, LedgerRow, Snapshot
 from megatron_lite.analysis.report import Report
-from megatron_lite.analysis.run_facts import Compared
+from megatron_lite.analysis.run_facts import Compared, Facts
 from megatron_lite.report import palette
 from megatron_lite.report.section import Block, Lines, Section, Table, build_share_table, limit_rows
+from megatron_lite.report.sections.step import name_rank
 from megatron_lite.report.text import milliseconds, percent
 from megatron_lite.units import count, counted, size
 
@@ -22,7 +23,7 @@ def memory_section(report: Report, everything: bool) -> Section | None:
     snapshot = report.facts.highest_snapshot
     if snapshot is None:
         how = RECORD_BY_WATCH if report.facts.is_foreign else RECORD_BY_FLAG
-        return _build_traced_section(report.facts.traced_memory, how)
+        return _build_traced_section(report.facts, how)
     peak = snapshot.peak_bytes
     held = [(part.category, part.num_bytes) for part in snapshot.held if part.num_bytes >= SMALL * peak > 0]
     rest = peak - sum(num_bytes for _, num_bytes in held)
@@ -47,7 +48,7 @@ def memory_section(report: Report, everything: bool) -> Section | None:
         ledger,
         Lines(texts),
     ]
-    rank = "" if snapshot.rank is None else f"rank {snapshot.rank}, "
+    rank = name_rank(snapshot.rank, report.facts)
     of = f"{rank}{snapshot.source}{', simulated' if snapshot.simulated else ''}"
     return Section("memory", "Memory", of, [one for one in blocks if not isinstance(one, Table) or one.rows])
 
@@ -68,13 +69,15 @@ def _build_ledger(rows: Sequence[LedgerRow], everything: bool) -> tuple[Table, l
     return table, told
 
 
-def _build_traced_section(seen: Sequence[TraceMemory], how: str) -> Section | None:
+def _build_traced_section(facts: Facts, how: str) -> Section | None:
     """Peak and where, of each rank; a trace does not say what held it. how: to record a snapshot, which does."""
+    seen = facts.traced_memory
     if not seen:
         return None
     rows = []
     for one in seen[:MAX_OTHERS]:
-        whose = one.source if one.rank is None else str(one.rank), "host" if one.device < 0 else f"GPU {one.device}"
+        rank = "" if facts.has_one_rank else str(one.rank)
+        whose = one.source if one.rank is None else rank, "host" if one.device < 0 else f"GPU {one.device}"
         peak = ("" if one.total_is_given else "+ ") + size(one.peak_bytes)
         reserved = "" if one.reserved_bytes is None else size(one.reserved_bytes)
         rows.append([*whose, peak, reserved, one.peak_phase, one.peak_operator])
@@ -142,7 +145,7 @@ def prediction_section(report: Report, everything: bool) -> Section | None:
     blocks: list[Block] = []
     of = []
     if memory := found.memory:
-        of.append(f"{'' if memory.rank is None else f'rank {memory.rank}, '}{memory.source}")
+        of.append(name_rank(memory.rank, report.facts) + memory.source)
         # small categories as one row; all of them on demand
         least = 0 if everything else SMALL * memory.peak.measured
         large = [row for row in memory.categories if max(row.predicted, row.measured) >= least]

@@ -4,6 +4,7 @@ from functools import partial
 
 from megatron_lite.analysis.kernels.kernel_results import RankKernels
 from megatron_lite.analysis.report import Report
+from megatron_lite.analysis.run_facts import Facts
 from megatron_lite.analysis.time.time_results import ROW_TITLES, RankTime
 from megatron_lite.report import palette
 from megatron_lite.report.section import Lines, Section, Table, build_share_table, limit_rows
@@ -25,9 +26,9 @@ def row_title(row: str, on_gpu: bool) -> str:
     return title if on_gpu else TITLES_ON_CPU.get(row, title)
 
 
-def name_rank(rank: int | None) -> str:
-    """'rank 3, ', or nothing for a file that does not say."""
-    return "" if rank is None else f"rank {rank}, "
+def name_rank(rank: int | None, facts: Facts) -> str:
+    """'rank 3, ', or nothing for a file that does not say and where there is only one."""
+    return "" if rank is None or facts.has_one_rank else f"rank {rank}, "
 
 
 def step_section(report: Report, everything: bool) -> Section | None:
@@ -37,7 +38,8 @@ def step_section(report: Report, everything: bool) -> Section | None:
         return None
     time, least = rank.time, NOTHING * rank.time.step_ms
     losses = [row for row, ms in time.rows.items() if ms > least and row not in ("compute", "unexplained")]
-    order = ["compute", *sorted(losses, key=lambda row: -time.rows[row]), "unexplained"]
+    rest = [row for row in ("unexplained",) if abs(time.rows.get(row, 0.0)) > least]
+    order = ["compute", *sorted(losses, key=lambda row: -time.rows[row]), *rest]
     parts = [(row_title(row, time.on_gpu), time.rows.get(row, 0.0)) for row in order]
     write = partial(milliseconds, of=time.step_ms)
     parts_table = build_share_table(parts, time.step_ms, write)
@@ -62,7 +64,7 @@ def step_section(report: Report, everything: bool) -> Section | None:
             f"{time.median_queue_us:,.1f} us in the queue{bound}"
         )
     details += _describe_sites(time, everything)
-    of = f"{name_rank(time.rank)}{which}ms per step{mean}"
+    of = f"{name_rank(time.rank, report.facts)}{which}ms per step{mean}"
     return Section("step", "Where a step goes", of, [table, Lines(details, quiet=True)])
 
 
@@ -105,20 +107,21 @@ def phases_section(report: Report, everything: bool) -> Section | None:
     write = partial(milliseconds, of=time.step_ms)
     rows = []
     for phase in time.phases:
-        if phase not in shown:
-            continue
-        if on_gpu:
-            times = (phase.host_ms, phase.device_ms, phase.compute_ms, phase.communication_ms, phase.copy_ms)
-            rows.append([phase.name, *map(write, times), f"{phase.kernels:,.0f}", write(phase.lag_ms)])
-        else:
-            rows.append([phase.name, *map(write, (phase.host_ms, phase.compute_ms, phase.communication_ms))])
+        if phase in shown:
+            times = [phase.host_ms, phase.device_ms] if on_gpu else [phase.host_ms]
+            cells = [phase.name, *map(write, times), write(phase.compute_ms)]
+            cells.append(write(phase.communication_ms) if time.communication_ms else "")
+            if on_gpu:
+                cells.append(write(phase.copy_ms) if time.copy_ms else "")
+                cells += [f"{phase.kernels:,.0f}", write(phase.lag_ms)]
+            rows.append(cells)
     head = ["phase", "time", "operators", "communication"]
     if on_gpu:
         head = ["phase", "on host", "on device", "compute", "communication", "copies", "kernels", "queue lag"]
     hidden += len(time.phases) - len(long_enough)
     of = "ms per step; device time belongs to the phase that launched it" if on_gpu else "ms per step"
     table = Table(rows, "l" + "r" * (len(head) - 1), head, hidden=hidden)
-    return Section("phases", "Phases", name_rank(time.rank) + of, [table])
+    return Section("phases", "Phases", name_rank(time.rank, report.facts) + of, [table])
 
 
 # --- what runs: kernels by role, the largest ones, operators
@@ -139,7 +142,7 @@ def kernels_section(report: Report, everything: bool) -> Section | None:
         rows.append([row.short or row.name, row.phase, *numbers, row.precision, row.tensor_cores.value])
     head = ["kernel", "phase", "calls", "ms", "share", "type", "tensor cores"]
     largest = Table(rows, "llrrrll", head, hidden=hidden)
-    of = f"{name_rank(rank.time.rank)}{milliseconds(kernels.device_ms)} ms per step, sum over parallel streams"
+    of = f"{name_rank(rank.time.rank, report.facts)}{milliseconds(kernels.device_ms)} ms per step, sum over parallel streams"
     return Section("kernels", "Kernels", of, [_build_role_table(kernels, kernels.device_ms, everything), largest])
 
 
@@ -170,7 +173,7 @@ def operators_section(report: Report, everything: bool) -> Section | None:
     head = ["operator", "role", "phase", "calls", "own time", "on device" if on_gpu else "of step"]
     table = Table(rows, "lllrrr", head, hidden=hidden)
     roles = [] if on_gpu else [_build_role_table(rank.kernels, sum(rank.kernels.roles.values()), everything)]
-    of = f"{name_rank(rank.time.rank)}self time on the host, ms per step"
+    of = f"{name_rank(rank.time.rank, report.facts)}self time on the host, ms per step"
     return Section("operators", "Operators", of, [*roles, table])
 
 
@@ -221,4 +224,4 @@ def roofline_section(report: Report, everything: bool) -> Section | None:
         times = milliseconds(row.ms, largest), milliseconds(row.bound_ms, largest), row.bound_by
         body.append([name, row.shape, row.phase, *times, *rates, percent(row.efficiency)])
     table = Table(body, "lllrrlrrr", head, hidden=hidden)
-    return Section("roofline", "Speed of light", name_rank(rank.time.rank) + of, [Lines(told), table])
+    return Section("roofline", "Speed of light", name_rank(rank.time.rank, report.facts) + of, [Lines(told), table])
