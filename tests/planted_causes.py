@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from planted_programs import RANKS
 from snapshot_maker import BACKWARD, LOSS, STEP, MadeSnapshot, forward_stack, frames
 from snapshot_maker import write as write_snapshot
 from trace_maker import AUTOGRAD, MadeTrace, write
@@ -779,6 +778,9 @@ REAL = (  # program of planted_programs.py, how it is recorded, kind, codes
 
 def run_program(program: str, how: str, folder: Path):
     """Run one of planted_programs.py; what is recorded lies in `folder` afterwards."""
+    # late: it imports torch
+    from planted_programs import RANKS
+
     python = Path(sys.executable)
     launch = [str(python), str(PROGRAMS), program]
     if program in RANKS:

@@ -465,7 +465,7 @@ class TwoHeads(nn.Module):
 
 
 def unused_parameters(profile):
-    model, _ = start_ranks(nn.Sequential(*[nn.Linear(32, 32) for _ in range(200)]), find_unused_parameters=True)
+    model, _ = start_ranks(nn.Sequential(*[nn.Linear(32, 32) for _ in range(60)]), find_unused_parameters=True)
     data = [(torch.randn(8, 32), torch.randint(0, 10, (8,))) for _ in range(4)]
     train(profile, model, data)
 

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 from planted_causes import GIB, MADE, answers, judge
+from trace_maker import GLOO, MadeTrace
 
 from megatron_lite.analysis.analyze import analyze
 
@@ -38,3 +39,26 @@ def test_ranks_out_of_order_are_no_stragglers_and_nobody_waits_longer_than_calls
     ranks = report_on("collectives in another order", tmp_path).facts.ranks
     assert ranks.disorder is not None and ranks.straggler is None and ranks.imbalance is None
     assert all(row.caused_wait_ms <= row.communication_ms for row in ranks.rows)
+
+
+@pytest.mark.parametrize("with_shapes", [True, False])
+def test_threads_that_begin_two_calls_in_either_order_are_no_disorder(tmp_path, with_shapes):
+    """DDP hands two reductions over at once; of rank 1's two threads now one, now the other begins first."""
+    large, small = [[200_000]], [[400]]
+    for rank in range(2):
+        all_ranks = {"pg_name": "0", "pg_desc": "default_pg", "pg_size": 2, "ranks": [0, 1]}
+        told = {"backend": "gloo", "rank": rank, "world_size": 2, "pg_config": [all_ranks]}
+        made = MadeTrace(rank, 2, device=None, distributedInfo=told)
+        for number in range(6):
+            at = 10_000.0 * number
+            made.op("aten::mm", at + 10, at + 6_000)
+            for place, dims in enumerate([large, small]):
+                shapes = {"dims": [dims]} if with_shapes else {}
+                made.op("c10d::allreduce_", at + 6_100 + 10 * place, at + 6_105 + 10 * place, **shapes)
+            swapped = rank == 1 and number % 2 == 1
+            for place, dims in enumerate([small, large] if swapped else [large, small]):
+                span = made.gloo(at + 6_120 + 5 * place, at + 8_000 + 5 * place, thread=GLOO + place)
+                span["args"] = {"Input Dims": dims, "Input type": ["float"]}
+            made.step(number, at, at + 9_990)
+        made.write(tmp_path)
+    assert analyze([tmp_path]).facts.ranks.disorder is None

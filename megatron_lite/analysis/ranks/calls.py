@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from megatron_lite.analysis.intervals import NOTHING, Cover, Integers, Nesting, difference, union
 from megatron_lite.analysis.kernels.kernel_words import is_communication, is_wait
+from megatron_lite.analysis.ranks.handed_over import pair_with_operators
 from megatron_lite.analysis.ranks.process_groups import CALLER, find_group, guess_dimension
 from megatron_lite.analysis.ranks.rank_results import OTHER
 from megatron_lite.analysis.time.time_results import Placing
@@ -171,13 +172,13 @@ def collect_calls(trace: Trace, placing: Placing, world_size: int | None) -> Cal
         in_order = bool((launches >= 0).all())
     else:
         rows = trace.rows[Kind.ANNOTATION][trace.matching(SPAN.match)[trace.rows[Kind.ANNOTATION]]]
-        # spans of a backend's own threads were handed over by operators: as many, in the same order
+        # spans of a backend's own threads were handed over by operators
         operators = trace.rows[Kind.OP][trace.matching(HANDED_OVER.match)[trace.rows[Kind.OP]]]
         handed = ~np.isin(events.thread[rows], events.thread[operators])
         called = rows.copy()
-        in_order = bool(len(operators) == handed.sum())
-        if in_order:
-            called[handed] = operators
+        paired, in_order = pair_with_operators(trace, rows[handed], operators)
+        if paired is not None:
+            called[handed] = paired
     # kernels that do not communicate; without a GPU the operators of threads that do not
     others = trace.rows[Kind.KERNEL if on_gpu else Kind.OP]
     others = others[~of_communication[others]]
