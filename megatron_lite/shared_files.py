@@ -1,4 +1,4 @@
-"""Files in folders that others write to, too: opened without waiting, read within a bound, locked."""
+"""Files that others wrote or write to: opened without waiting, read within a bound, locked."""
 
 import contextlib
 import enum
@@ -8,7 +8,9 @@ import os
 import stat
 from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
+MAX_BYTES = 2**26  # of a file that is read as a whole: the largest tokenizer.json has half of it
 NOT_REGULAR = "Not a regular file"
 
 
@@ -43,6 +45,33 @@ def read_bounded(path: Path, max_bytes: int, *, follow_link: bool = False) -> st
     """The text of a regular file, at most `max_bytes` of it. OSError as of `open_regular`."""
     with os.fdopen(open_regular(path, os.O_RDONLY, follow_link=follow_link), "rb") as file:
         return file.read(max_bytes).decode("utf-8", errors="replace")
+
+
+def open_foreign(path: str | Path) -> BinaryIO:
+    """A file of any origin, for reading its bytes; a link to one is followed.
+
+    OSError, at once, for what is no regular file: a pipe would wait for its writer, a device may never end.
+    """
+    return open(path, "rb", opener=lambda name, flags: open_regular(name, flags, follow_link=True))
+
+
+def read_foreign(path: str | Path, max_bytes: int = MAX_BYTES) -> bytes:
+    """The whole content of a file of any origin. OSError as of `open_foreign`, and for a file of more than `max_bytes`."""
+    with open_foreign(path) as file:
+        content = file.read(max_bytes + 1)
+    if len(content) > max_bytes:
+        raise OSError(errno.EFBIG, f"more than {max_bytes >> 20} MiB, which no such file has", str(path))
+    return content
+
+
+def read_foreign_text(path: str | Path, max_bytes: int = MAX_BYTES) -> str:
+    """Its content as text. OSError as of `read_foreign`, UnicodeDecodeError where it is no UTF-8."""
+    return read_foreign(path, max_bytes).decode("utf-8")
+
+
+def require_regular(path: str | Path) -> None:
+    """OSError, at once, for what is no regular file, before a library that knows no such limit opens it."""
+    open_foreign(path).close()
 
 
 @contextlib.contextmanager

@@ -127,15 +127,15 @@ HOSTILE = {  # after the opcode of the protocol: what is said of it
     ),
     "an old form of a name": (b"cos\nsystem\n" + text("touch MARK") + b"\x85R.", "os.system in the place of"),
     "an instance": (b"(" + text("touch MARK") + b"ios\nsystem\n.", "os.system in the place of"),
-    "an object elsewhere": (text("x") + b"Q.", "persistent"),
+    "an object elsewhere": (text("x") + b"Q.", "outside of itself"),
     "a registered class": (b"\x82\x01.", "unregistered extension"),
     "a memo of 16 GiB": (b"]r\xff\xff\xff\x3f.", "far more memory"),
     "a long text": (b"\x8d" + struct.pack("<Q", 2**60) + b".", "cannot be read"),
     "a long byte array": (b"\x96" + struct.pack("<Q", 2**35) + b".", "cannot be read"),
-    "a long number": (b"\x8b" + struct.pack("<i", 2**30) + b".", "far more memory"),
+    "a long number": (b"\x8b" + struct.pack("<i", 2**30) + b".", "truncated"),
     "more taken than put down": (b"\x86.", "underflow"),
     "nothing": (b".", "underflow"),
-    "a cut": (b"(K\x01", "Ran out of input"),
+    "a cut": (b"(K\x01", "truncated"),
 }
 READ_ALL = """
 import json, resource, sys

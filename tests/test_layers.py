@@ -17,7 +17,18 @@ REPO = Path(__file__).parent.parent
 PACKAGE = REPO / "megatron_lite"
 LEVELS = [  # bottom up: what stands together does not know each other
     {"terminal"},
-    {"errors", "marks", "units", "phases", "thresholds", "live_line", "variables", "process_state", "shared_files"},
+    {
+        "errors",
+        "marks",
+        "units",
+        "phases",
+        "thresholds",
+        "live_line",
+        "variables",
+        "process_state",
+        "shared_files",
+        "pickle_bounds",
+    },
     {"config", "user_functions"},
     {"run_folder", "rank_errors", "model", "smoke"},
     {"estimate", "process_folder"},

@@ -6,14 +6,17 @@ is refused by name. In .metadata every class and function is an Inert, and torch
 """
 
 import argparse
-import pickle
+import contextlib
+import tarfile
 from io import BytesIO
 from pathlib import Path
 
 import torch
 
 from megatron_lite.errors import CheckpointError, first_line
+from megatron_lite.pickle_bounds import BoundedUnpickler, check_pickle
 from megatron_lite.process_state import limit_memory
+from megatron_lite.shared_files import open_foreign, read_foreign
 
 # None of what these hold is needed here: enums, paths and recorders among the arguments, numpy's random state
 PACKAGES = {
@@ -50,7 +53,8 @@ class Inert:
         self.state = state
 
     def __repr__(self) -> str:
-        return f"{self.named} {self.arguments}"
+        # arguments may lie in each other without end
+        return self.named
 
 
 def load(path: Path) -> dict:
@@ -64,10 +68,39 @@ def load(path: Path) -> dict:
     return state
 
 
+MAX_PICKLE_BYTES = 2**27  # without its tensors
+LEGACY_PICKLES = 5  # before the tensors, in a file by a torch older than 1.6
+
+
+def check_file(source: Path | BytesIO):
+    """Whether torch will come to an end with a file of torch.save.
+
+    OSError for what is no regular file, pickle's errors for a damaged one, ValueError for one that is refused.
+    """
+    with open_foreign(source) if isinstance(source, Path) else contextlib.nullcontext(source) as file:
+        if torch.serialization._is_zipfile(file):
+            file.seek(0)
+            data = torch._C.PyTorchFileReader(file).get_record("data.pkl")
+            if len(data) > MAX_PICKLE_BYTES:
+                raise ValueError(f"its pickle has {len(data)} bytes, more than the {MAX_PICKLE_BYTES} that are read")
+            check_pickle(data)
+            return
+        file.seek(0)
+        if tarfile.is_tarfile(file):
+            raise ValueError("it is a tar file, which torch before 0.4 wrote")
+        file.seek(0)
+        data, at = file.read(), 0
+        for _ in range(LEGACY_PICKLES):
+            at = check_pickle(data, at)
+
+
 def load_object(path: Path, source: Path | BytesIO):
     """What torch.save wrote to `source`: `path` itself, or bytes from beside it. Raises CheckpointError as `load` does."""
     try:
         with limit_memory(path.stat().st_size if source is path else len(source.getbuffer())):
+            check_file(source)
+            if source is not path:
+                source.seek(0)
             named = torch.serialization.get_unsafe_globals_in_checkpoint(source)
             harmless = [name for name in named if name in CLASSES or name.partition(".")[0] in PACKAGES]
             refused = sorted(set(named) - {*harmless, "argparse.Namespace"})
@@ -100,11 +133,11 @@ PLACE = "torch.distributed.checkpoint.filesystem._StorageInfo"
 DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 
 
-class _Unpickler(pickle.Unpickler):
+class _Unpickler(BoundedUnpickler):
     """Pickles can call only what this returns, and set attributes of that: both end in an Inert's own methods."""
 
-    def __init__(self, file):
-        super().__init__(file)
+    def __init__(self, data: bytes):
+        super().__init__(data)
         self._classes: dict[str, type[Inert]] = {}
 
     def find_class(self, module: str, name: str) -> type[Inert]:
@@ -124,8 +157,9 @@ def read_metadata(path: Path):
     if size > MAX_METADATA_BYTES:
         raise ValueError(f"has {size} bytes, more than the {MAX_METADATA_BYTES} that are read")
     try:
-        with limit_memory(size, MEMORY_PER_BYTE), open(path, "rb") as file:
-            fields = _fields(_Unpickler(file).load(), FORMS + "Metadata")
+        with limit_memory(size, MEMORY_PER_BYTE):
+            data = read_foreign(path, MAX_METADATA_BYTES)
+            fields = _fields(_Unpickler(data).load(), FORMS + "Metadata")
             entries = {_require(str, name): _entry(made) for name, made in fields["state_dict_metadata"].items()}
             places = {_index(index): _place(made) for index, made in fields["storage_data"].items()}
     except OSError:

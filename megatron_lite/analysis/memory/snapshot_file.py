@@ -7,18 +7,19 @@ or list of the program that wrote it.
 import base64
 import contextlib
 import json
-import pickle
 import re
 from io import BytesIO
 from pathlib import Path
-from typing import IO, Any, NoReturn
+from typing import IO, Any
 
 import msgspec
 
 from megatron_lite.analysis.memory.snapshot_forms import PAGE, PICKLE, CannotUnpackError, find_packing, open_unpacked
 from megatron_lite.analysis.memory.stacks import make_printable
 from megatron_lite.errors import UserError
+from megatron_lite.pickle_bounds import BoundedUnpickler, OutsideError, PickleBoundError
 from megatron_lite.process_state import limit_memory
+from megatron_lite.shared_files import open_foreign
 from megatron_lite.units import size
 
 MAX_MEMORY_PER_BYTE = 60  # a snapshot takes 10 to 30 times its file's size
@@ -50,16 +51,18 @@ LEGACY_PICKLES_BEFORE = 3
 IN_PAGE = re.compile(rb'"base64":\s*"([A-Za-z0-9+/=]+)"')
 
 
-class _PlainValues(pickle.Unpickler):
-    """Every way to code leads through one of these two."""
+class _PlainValues(BoundedUnpickler):
+    """Every way to code leads through find_class."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("collections", "OrderedDict"):
-            return dict
+            return _make_dict
         raise _RefusedError(f"names {module}.{name}")
 
-    def persistent_load(self, pid: object) -> NoReturn:
-        raise _RefusedError("refers to objects outside of itself")
+
+def _make_dict() -> dict[Any, Any]:
+    """Empty: a pickle fills it item by item, which is bounded, whereas a call with lists would not be."""
+    return {}
 
 
 class _RefusedError(Exception):
@@ -74,10 +77,11 @@ def _parse(file: IO[bytes]) -> Any:
         return _parse(BytesIO(base64.b64decode(found[1]))) if found else None
     if JSON.match(head) and not PICKLE.match(head):
         return _parse_json(file.read())
+    data, start = file.read(), 0
     if head.startswith(LEGACY_TORCH_SAVE):
         for _ in range(LEGACY_PICKLES_BEFORE):
-            _PlainValues(file).load()
-    return _PlainValues(file).load()
+            start = _PlainValues(data, start).end
+    return _PlainValues(data, start).load()
 
 
 def _parse_json(text: bytes) -> Any:
@@ -96,7 +100,7 @@ def _describe_failure(error: Exception) -> str:
         return f"cannot be read ({error.strerror}); check the file."
     if isinstance(error, CannotUnpackError):
         return f"is {make_printable(str(error), 200)}."
-    if isinstance(error, _RefusedError):
+    if isinstance(error, _RefusedError | OutsideError):
         return (
             f"{make_printable(str(error), 200)}, but a memory snapshot holds plain values only; reading it could run "
             f"its code and is refused; {FROM_TORCH}."
@@ -106,13 +110,15 @@ def _describe_failure(error: Exception) -> str:
     text = make_printable(str(error), 200)
     if isinstance(error, EOFError) or text in ENDS_EARLY:
         return f"ends before its data does ({text}); copy or write it again."
+    if isinstance(error, PickleBoundError):
+        return f"cannot be read as a snapshot: {text}; {FROM_TORCH}."
     return f"cannot be read as a snapshot ({type(error).__name__}: {text}); {FROM_TORCH}."
 
 
 def read_values(path: Path) -> Any:
     """What the file at `path` holds, as plain values. Raises UserError, one line, for one that cannot be read."""
     try:
-        with open(path, "rb") as file:
+        with open_foreign(path) as file:
             packing = find_packing(file.read(8))
             file.seek(0)
             if not packing:

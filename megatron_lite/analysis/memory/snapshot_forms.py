@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
+from megatron_lite.shared_files import open_foreign
+
 # --- how a file is packed
 
 # First bytes of a packed file, and what unpacks it by hand.
@@ -40,7 +42,7 @@ def find_packing(head: bytes) -> str:
 def open_unpacked(path: Path, packing: str) -> Iterator[IO[bytes]]:
     """The content of the file `path` that is packed so. Raises CannotUnpackError."""
     if packing == "zip":
-        with zipfile.ZipFile(path) as archive:
+        with open_foreign(path) as whole, zipfile.ZipFile(whole) as archive:
             inside = [info for info in archive.infolist() if IN_ZIP.search(info.filename)]
             if not inside:
                 raise CannotUnpackError("a zip file without a snapshot in it")
@@ -52,7 +54,7 @@ def open_unpacked(path: Path, packing: str) -> Iterator[IO[bytes]]:
             module = importlib.import_module(name)
         except ImportError:
             continue
-        with module.open(path, "rb") as file:
+        with open_foreign(path) as whole, module.open(whole, "rb") as file:
             yield file
         return
     command = next(command for kind, command in PACKINGS.values() if kind == packing)
