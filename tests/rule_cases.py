@@ -129,12 +129,12 @@ BY_WORLD = [  # changes, world, the flag with which the answer begins
     (
         "--pipeline-model-parallel-size 4 --num-layers 6 --global-batch-size 8",
         FOUR_RANKS,
-        "size 4: --num-layers 6 cannot be shared out evenly; change",
+        "size 4: --num-layers 6 cannot be split evenly; change",
     ),
     (
         "--pipeline-model-parallel-size 4 --num-layers 6 --global-batch-size 8 --decoder-first-pipeline-num-layers 1",
         FOUR_RANKS,
-        "size 4: --num-layers 6 without the 1 of --decoder-first-pipeline-num-layers cannot be shared out evenly; change",
+        "size 4: --num-layers 6 without the 1 of --decoder-first-pipeline-num-layers cannot be split evenly; change",
     ),
     (
         f"{PP2} --num-layers 8 --pipeline-schedule ZeroBubble --use-distributed-optimizer",

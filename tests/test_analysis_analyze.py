@@ -82,7 +82,7 @@ def test_a_part_that_fails_is_a_gap_and_the_rest_answers(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "rank_kernels", fail)
     monkeypatch.setattr(module, "apply_rules", fail)
     report = analyze([path])
-    said = "a mistake of this program (IndexError in test_analysis_analyze.py:"
+    said = "a bug in megatron_lite (IndexError in test_analysis_analyze.py:"
     told = [gap for gap in report.facts.gaps if said in gap]
     assert len(told) == 2 and report.findings == () and report.facts.critical.kernels.rows == ()
     assert report.verdict.sentence and terminal_lines(report, Style())
@@ -90,7 +90,7 @@ def test_a_part_that_fails_is_a_gap_and_the_rest_answers(tmp_path, monkeypatch):
 
 def test_a_trace_that_fails_alone_is_one_line(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "rank_time", lambda *given: 1 / 0)
-    with pytest.raises(UserError, match="could not be analyzed, a mistake of this program .ZeroDivisionError"):
+    with pytest.raises(UserError, match="could not be analyzed: a bug in megatron_lite .ZeroDivisionError"):
         analyze([gpu_run().write(tmp_path)])
 
 
@@ -120,7 +120,7 @@ def test_foreign_files_are_reported_on(path, tmp_path, monkeypatch, capsys):
     assert main(["report", str(path)]) == 0
     shown = capsys.readouterr().out
     assert max(map(len, shown.splitlines()[:-1])) <= WIDTH and shown.count("\n") <= 92
-    assert "a mistake of this program" not in shown and "Traceback" not in shown
+    assert "a bug in megatron_lite" not in shown and "Traceback" not in shown
     read = json.loads((tmp_path / "report.json").read_text())
     for rank in read["ranks_seen"]:
         assert sum(rank["time"]["rows"].values()) == pytest.approx(rank["time"]["step_ms"], rel=1e-6)

@@ -168,7 +168,7 @@ def test_what_one_layout_exchanges_and_another_does_not(tmp_path):
 def test_noisy_machines_and_short_windows_are_said(tmp_path):
     a, b = (with_run(tmp_path, name) for name in "ab")
     wild = compare(a, changed(b, training_ms=np.array(noisy(12, 9, b.run.steps, 3))))
-    assert "may be the machine" in " ".join(wild.notes) and wild.sentence.startswith("whether B's steps")
+    assert "may come from the machine" in " ".join(wild.notes) and wild.sentence.startswith("it is unclear whether B's")
     few = compare(traced(tmp_path, "c", steps=2), traced(tmp_path, "d", steps=2))
     assert "few steps were seen" in " ".join(few.notes) and "too few steps" in few.sentence
 

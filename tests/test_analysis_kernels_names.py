@@ -163,7 +163,7 @@ def test_words_for_people():
     assert "What it is for: a matrix product (by cuBLAS)." in text
     assert "Tensor cores: no (fp32 operands); try --bf16 or --fp16" in text
     inferred = "\n".join(in_words("nvjet_hsh_128x256_64x4_2x1_v_bz_coopA_TNT"))
-    assert "(*) inferred: seen in use, documented by nobody." in inferred
+    assert "(*) inferred from use: not documented." in inferred
     assert in_words("my_own_thing")[-1] == "What it is for: unknown: no pattern of this tool fits the name."
     assert any(line.startswith("Beware: NCCL") for line in in_words("ncclKernel_AllReduce_RING_LL_Sum_float(x)"))
     assert "odd" in "\n".join(in_words("cutlass_80_simt_hgemm_128x32_8x5_nn_align1"))

@@ -104,7 +104,7 @@ def test_what_nothing_is_known_of_is_said(tmp_path):
     made.alloc(MIB, frames=forward_stack(3))
     found = read(made, tmp_path)
     assert held(found)["before the record"] == 512 * MIB and not found.complete
-    assert any("512.0 MiB of the peak were there before" in note for note in found.notes)
+    assert any("512.0 MiB of the peak was allocated before recording" in note for note in found.notes)
 
 
 def test_of_several_devices_the_one_with_events(tmp_path):
@@ -125,7 +125,7 @@ def test_forms_of_older_torch(tmp_path):
         del event["time_us"]
     del old["allocator_settings"], old["external_annotations"]
     found = check(read_snapshot(write(old, tmp_path / "old.pickle")))
-    assert found.peak_bytes == 29 * MIB and "the file has no times: moments are counted in events" in found.notes
+    assert found.peak_bytes == 29 * MIB and "the file has no timestamps: time is counted in events" in found.notes
     history = [{"addr": 5, "real_size": MIB + 1, "frames": forward_stack(8)}]
     block = {"size": 2 * MIB, "state": "active_allocated", "history": history}
     segments = [{"device": 0, "address": 5, "total_size": 2 * MIB, "stream": 0, "blocks": [block]}]

@@ -68,7 +68,7 @@ def test_json_may_be_cut_anywhere(tmp_path, text, share):
 def test_json_cut_in_an_event_says_where_it_begins(tmp_path, text):
     place = text.index('"ph"', len(text) // 2) + 40
     begin = text.rindex('{"ph"', 0, place)
-    note = f"t.json: the JSON breaks off in the event at byte {begin:,}; what stands before it was read"
+    note = f"t.json: the JSON breaks off in the event at byte {begin:,}; what precedes it was read"
     assert read(tmp_path, text[:place]).notes == (note,)
 
 
@@ -76,7 +76,7 @@ def test_json_cut_in_an_event_says_where_it_begins(tmp_path, text):
 def test_json_cut_between_events(tmp_path, end):
     cut = '{"traceEvents": [' + event("a") + "," + event("b") + end
     trace = read(tmp_path, cut)
-    note = f"t.json: the JSON breaks off after byte {len(cut)}; what stands before it was read"
+    note = f"t.json: the JSON breaks off after byte {len(cut)}; what precedes it was read"
     assert (len(trace.events), trace.notes) == (2, (note,))
 
 
@@ -183,7 +183,7 @@ def test_headers_of_any_type(tmp_path):
         (b'{"schema": 1, "plan": {}}', "t.json: JSON without traceEvents, so no trace of torch.profiler."),
         (b'{"traceEvents": []}', "t.json: a trace in which no event has a duration"),
         (b"[]", "t.json: a trace in which no event has a duration"),
-        (b"[1, 2, 3]", "t.json: the JSON breaks off in the event at byte 1; what stands before it was read"),
+        (b"[1, 2, 3]", "t.json: the JSON breaks off in the event at byte 1; what precedes it was read"),
         (b'{"traceEvents": [{"ph": "M", "name": "x"}]}', "t.json: a trace in which no event has a duration"),
         (
             b'{"traceEvents": [{"ph": "X", "name": "x"}]}',
@@ -192,11 +192,11 @@ def test_headers_of_any_type(tmp_path):
         (gzip.compress(b"", mtime=0), "t.json: empty; a trace holds a JSON object with traceEvents."),
         (
             gzip.compress(b"{" * 1000, mtime=0)[:15],
-            "t.json: the gzip file ends early, after 260 bytes of text; what stands before it was read, and holds no event.",
+            "t.json: the gzip file ends early, after 260 bytes of text; what precedes it was read, and holds no event.",
         ),
         (
             b"\x1f\x8bgarbage!",
-            "t.json: the gzip data is damaged after 0 bytes of text; what stands before it was read, and holds no event.",
+            "t.json: the gzip data is damaged after 0 bytes of text; what precedes it was read, and holds no event.",
         ),
     ],
 )
@@ -314,7 +314,7 @@ def test_of_a_trace_that_is_too_large_as_many_whole_steps_are_read_as_may_be_hel
     monkeypatch.setattr(trace_read, "MAX_EVENTS", per_step * 2)
     report = analyze([path])
     sentence = report.verdict.sentence
-    assert sentence.startswith("INCONCLUSIVE: only one whole step stands in the ")
+    assert sentence.startswith("INCONCLUSIVE: only one complete step is in the ")
     assert "profile a window of" not in sentence
 
 

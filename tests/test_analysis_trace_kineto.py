@@ -328,7 +328,7 @@ def test_of_more_events_than_may_be_held_the_first_part_in_time_is_read(tmp_path
     assert len(part.memory) == (whole.memory.time_ns <= last).sum()
     [note] = part.notes
     assert re.fullmatch(
-        rf"t.json: more than {limit:,} events; what ends in its first 0.0\d+ of 0.04\d* s was read, the rest left out; .*",
+        rf"t.json: more than {limit:,} events; what ends within its first 0.0\d+ of 0.04\d* s was read, the rest left out; .*",
         note,
     )
     assert not whole.notes

@@ -215,7 +215,7 @@ BOUNDS = {
     "host": {"compute": 60.0, "host": 40.0},
     "save": {"compute": 60.0, "save": 40.0},
 }
-CUT = "t.json: the JSON breaks off after byte 7; what stands before it was read"
+CUT = "t.json: the JSON breaks off after byte 7; what precedes it was read"
 RUN = run_of(plan={"device": "cuda", "world": {"size": 2}}, profiled=np.array([False, True, True]))
 CONTRADICTIONS = {  # changes of the trace, changes of the run, what is said
     "a damaged file": ({"damage": (CUT,)}, {}, CUT),

@@ -60,7 +60,7 @@ def test_a_script_gets_its_verdict_first(capsys):
     assert "355,919,872 (356M)" in shown
     assert "79.4 TFLOP  2.42 GFLOP per token" in shown and "89.3 TFLOP  2.72 GFLOP per token" in shown
     assert "--vocab-file no/VOCAB is not here: GPT-2's vocabulary of 50,257 is assumed." in shown
-    assert "1 GPU: so the script says where its own commands are not run; --gpus N for more." in shown
+    assert "1 GPU: that is the script's value when its commands are not run; --gpus N for more." in shown
     titles = "Memory at the peak,Memory through a step,Time of a step at best,Work of a step,Parameters,What if"
     assert all(f"\n\n{title}" in shown for title in titles.split(","))
     assert "Environment" not in shown and "Inference" not in shown and "Exact" not in shown
@@ -89,7 +89,7 @@ def test_the_vocabulary_comes_from_where_it_can(changes, note, padded, capsys):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ("--tokenizer-type GPT2BPETokenizer --vocab-file bad.json", "--vocab-file bad.json: cannot be read (no JSON of words)"),
+        ("--tokenizer-type GPT2BPETokenizer --vocab-file bad.json", "--vocab-file bad.json: cannot be read (not a JSON object of tokens)"),
         ("!--vocab-size --tokenizer-type HuggingFaceTokenizer --tokenizer-model org/none",
          "--tokenizer-model org/none: is not here to be counted; add --padded-vocab-size N."),
         ("--tokenizer-type GPT2BPETokenizer --padded-vocab-size 3 --vocab-size 9",
@@ -134,7 +134,7 @@ def test_a_launch_command_can_be_pasted(before, gpus, capsys):
     assert f"{gpus} GPU" in shown.splitlines()[0] and " in one T4: " in shown
     assert ("CUDA_DEVICE_MAX_CONNECTIONS=1" in shown) == before.startswith("CUDA")
     assert refused(capsys, "deepspeed", "pretrain_gpt.py", *argv()) == [
-        "error: deepspeed: does not say how many GPUs it uses; give --gpus N before it."
+        "error: deepspeed: the number of GPUs is unknown; give --gpus N before it."
     ]
 
 
@@ -173,7 +173,7 @@ def test_what_does_not_fit_gets_the_flags_that_do(capsys):
 def test_fit_names_flags_to_paste_and_what_hardly_fits_is_called_so(capsys):
     shown = flat(printed(capsys, "--gpu", "H200", "--margin", "0.95", *SEED))
     assert "may fit in one H200" in shown
-    assert "less than 95% is left for CUDA, NCCL and what the allocator loses" in shown
+    assert "less than 95% is left for CUDA, NCCL and allocator overhead" in shown
     shown = printed(capsys, "--fit", "4090", *SEED)
     assert "\nFit into one RTX 4090" in shown and "  fits as it is: " in shown
     shown = printed(capsys, "--fit", "T4", *SEED, "--micro-batch-size", "8")
@@ -191,7 +191,7 @@ def test_why_prints_the_formula_behind_each_line(capsys):
 def test_inference(capsys):
     shown = printed(capsys, "--inference", "--batch", "32", "--context", "1024", "--gpu", "H200", "T4", *SEED)
     assert "batch 32, 1,024 tokens each; tensors only" in shown
-    cache = "cache of keys and values: 3.00 GiB = 2 x 24 layers x 16 heads x 64 x 1,024 tokens x 32 sequences"
+    cache = "KV cache: 3.00 GiB = 2 x 24 layers x 16 heads x 64 x 1,024 tokens x 32 sequences"
     assert cache in flat(shown)
     assert "tokens/s at best" in shown
     large = printed(capsys, "--inference", "--batch", "4096", "--gpu", "T4", *SEED)
@@ -217,7 +217,7 @@ def test_env_says_what_can_cost_something(capsys):
     alone = printed(capsys, "--env", *words)  # a single rank has nothing to wait for
     assert "CUDA_DEVICE_MAX_CONNECTIONS=1" not in alone
     assert "CUDA_DEVICE_MAX_CONNECTIONS=1" in printed(capsys, "--env", "--gpus", "4", *words)
-    assert "nothing in flags and variables that would cost anything" in flat(printed(capsys, "--env", *argv()))
+    assert "no flag or variable costs speed or memory" in flat(printed(capsys, "--env", *argv()))
 
 
 def test_json_holds_all_of_it(capsys):
@@ -262,13 +262,13 @@ def test_bad_flags_get_the_trainers_own_lines(capsys):
         (["--gpus", "two", *argv()], "megatron-lite plan: argument --gpus: invalid int value: 'two'; --help shows its options"),
         (["--tokens", "inf", *argv()], "--tokens inf: must be at least 1."),
         (["--margin", "1", *argv()], "--margin 1: must be at least 0 and below 1; 0.08 is usual."),
-        (["--snapshot", "x", *argv()], "--snapshot: means something with --exact only; add that, or leave it out."),
-        (["--batch", "2", *argv()], "--batch: means something with --inference only; add that, or leave it out."),
+        (["--snapshot", "x", *argv()], "--snapshot: needs --exact; add that, or leave it out."),
+        (["--batch", "2", *argv()], "--batch: needs --inference; add that, or leave it out."),
         (["--exact", "--snapshot", "no/x", *argv()],
          "--snapshot no/x: cannot be written (No such file or directory); name another file."),
         (["--json", "no/x", *argv()], "--json no/x: cannot be written (No such file or directory); name another file."),
         ([*argv(), "--gpu", "H200"],
-         "megatron-lite plan --gpu: stands behind flags of the trainer; put the options of plan before them."),
+         "megatron-lite plan --gpu: comes after flags of the trainer; put the options of plan before them."),
     ],
 )  # fmt: skip
 def test_mistakes_are_one_line(words, line, capsys):
@@ -280,7 +280,7 @@ def test_mistakes_are_one_line(words, line, capsys):
 
 def test_a_script_that_does_not_say_its_gpus_is_asked(capsys):
     Path("launch.sh").write_text(f"torchrun --nproc_per_node gpu pretrain_gpt.py {' '.join(argv())}\n")
-    said = "error: launch.sh: does not say how many GPUs it uses; give --gpus N before it."
+    said = "error: launch.sh: the number of GPUs is unknown; give --gpus N before it."
     assert refused(capsys, "launch.sh") == [said]
     assert "2 GPUs, batch 8 = 2 x 2 x 2" in printed(capsys, "--gpus", "2", "launch.sh")
 

@@ -122,7 +122,7 @@ activation_func: [gelu] | {path}: activation_func: ['gelu']: choose from swiglu,
 activation_func: gelu / gated_linear_unit: true | {path}: gated_linear_unit: true: goes with activation_func: swiglu only, not gelu; give false.
 gated_linear_unit: true | {path}: gated_linear_unit: true: needs activation_func: swiglu; add it, or give false.
 activation_func: gelu / swiglu: true | {path}: swiglu: true: contradicts activation_func: gelu; keep one.
-yaml_cfg: other | --yaml-cfg stands in a file of settings; give all files on the command line.
+yaml_cfg: other | --yaml-cfg is in a settings file; give all files on the command line.
 seq_length: 8 / encoder-seq-length: 9 | {path}: --seq-length 8 and --encoder-seq-length 9 are one setting; keep one.
 lr: x / sede: 3 / fp16: true / bf16: true | {path}: --lr x: needs a number. | {path}: --sede is not a flag; did you mean --seed? | --fp16 and --bf16 exclude each other; keep one.
 """,

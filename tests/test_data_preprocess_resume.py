@@ -100,7 +100,7 @@ def spoiled(how, inputs, folder):
         return {"append_eod": False}, "--append-eod changed since that run was interrupted"
     if how == "files":
         (folder / "x_title_document.marks.unfinished").write_bytes(b"")
-        return {}, "the files it tells of are gone or cut short"
+        return {}, "the files it names are missing or truncated"
     if how == "version":
         state.write_text(json.dumps(json.loads(state.read_text()) | {"version": 0}))
         return {}, "was written by another version"

@@ -124,7 +124,7 @@ def test_a_checkpoint_speaks(tmp_path, capsys):
         main(["plan", *["--inference", "--batch", "2", "--context", "13"], *flags("--tokenizer-type ByteTokenizer")])
         == 0
     )
-    assert f"cache of keys and values: {cache} = " in capsys.readouterr().out
+    assert f"KV cache: {cache} = " in capsys.readouterr().out
     for more, said in {
         "--max-new-tokens 40": "more than the model's 16 positions; give at most 11",
         "--max-new-tokens 0": "--max-new-tokens 0: must be at least 1",

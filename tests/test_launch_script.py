@@ -267,20 +267,20 @@ SYNTAX = "syntax error near unexpected token"
 @pytest.mark.parametrize(
     ("text", "answer"),
     [
-        ("echo nothing to do", "launch.sh: starts no pretrain_gpt.py; give a script that does"),
-        ("echo usage: launch.sh SIZE; exit 1", "launch.sh: usage: launch.sh SIZE (the script says so, exit code 1)"),
+        ("echo nothing to do", "launch.sh: does not start pretrain_gpt.py; give a script that does"),
+        ("echo usage: launch.sh SIZE; exit 1", "launch.sh: usage: launch.sh SIZE (message of the script, exit code 1)"),
         ("exit 3", "launch.sh: ended with exit code 3 before it started pretrain_gpt.py; does it need arguments?"),
-        ("set -u; torchrun pretrain_gpt.py $1", "launch.sh: $1: unbound variable (the script says so, exit code"),
+        ("set -u; torchrun pretrain_gpt.py $1", "launch.sh: $1: unbound variable (message of the script, exit code"),
         ("((x > 3", "unexpected EOF while looking for matching"),
         ("A=1\n\nexport B=2\n\nSAVE=<a path>\ntorchrun pretrain_gpt.py --save $SAVE",
          f"launch.sh: bash cannot read line 5: SAVE=<a path> ({SYNTAX} `newline'); put a value there."),
         ("echo hi\ntorchrun pretrain_gpt.py <it>",
          f"line 2: torchrun pretrain_gpt.py <it> ({SYNTAX} `newline'); put a value there."),
-        ("echo hi (; done\ntorchrun pretrain_gpt.py", f"line 1: echo hi (; done ({SYNTAX} `('); mend the script."),
+        ("echo hi (; done\ntorchrun pretrain_gpt.py", f"line 1: echo hi (; done ({SYNTAX} `('); fix the script."),
         ("if true; then\ntorchrun pretrain_gpt.py", "launch.sh: bash cannot read line "),
-        ('eval "x=<a> ("', "(the script says so, exit code"),  # its own eval: the file itself can be read
+        ('eval "x=<a> ("', "(message of the script, exit code"),  # its own eval: the file itself can be read
         ('bash -c "torchrun pretrain_gpt.py --a \'b"', "unexpected EOF while looking for matching"),
-        ("bash launch.sh", "launch.sh: starts no pretrain_gpt.py"),  # itself, over and over
+        ("bash launch.sh", "launch.sh: does not start pretrain_gpt.py"),  # itself, over and over
     ],
 )  # fmt: skip
 def test_a_script_that_starts_no_training_is_one_line(script, text, answer):
@@ -361,7 +361,7 @@ def test_every_process_is_ended(script, job, tmp_path, monkeypatch):
     name = script(f"{job} &\ntorchrun pretrain_gpt.py --a\n")
     assert read_launch_script(name, []).flags == ("--a",)
     assert of_session_of(tmp_path) == []
-    assert "(the script says so, exit code 3)" in said(script(f"{job} &\necho no; exit 3\n"))
+    assert "(message of the script, exit code 3)" in said(script(f"{job} &\necho no; exit 3\n"))
     assert of_session_of(tmp_path) == []
 
     def interrupt(*given):
@@ -377,7 +377,7 @@ def test_what_a_script_prints_is_kept_up_to_a_limit(script, monkeypatch):
     """Of 40 MB in one command only the end, as a refusal stands there."""
     tracemalloc.start()
     name = script("printf '%040000000d\\n' 1; echo the end; exit 1\n")
-    assert "the end (the script says so, exit code 1)" in said(name)
+    assert "the end (message of the script, exit code 1)" in said(name)
     assert tracemalloc.get_traced_memory()[1] < 4e6
     tracemalloc.stop()
 

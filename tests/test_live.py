@@ -195,9 +195,9 @@ def test_a_run_that_gives_no_sign_is_left(tmp_path, hasty, capsys):
         os.utime(tmp_path / name, (time.time() - 3600,) * 2)
     follower = live.Follower(tmp_path)
     follower.look()
-    assert "no sign of the run for 1h" in live._describe_silence(follower)
+    assert "the run has written nothing for 1h" in live._describe_silence(follower)
     assert main(["live", str(tmp_path), "--silence", "3000"]) == live.SILENT
-    assert "live: no sign of the run for 1h00m" in capsys.readouterr().out
+    assert "live: the run has written nothing for 1h00m" in capsys.readouterr().out
     with open(tmp_path / "steps.jsonl", "a") as file:
         file.write(json.dumps(step(101)) + "\n")
     follower.look()

@@ -272,7 +272,7 @@ def test_gpus_that_a_script_counts_are_those_given_to_plan(tmp_path):
         f"torchrun --nproc_per_node $N pretrain_gpt.py {MODEL} --lr 1 --train-iters 3 --global-batch-size $((N * 2))\n"
     )
     assert planned_run([str(path)], 4).plan.batch.final == 8
-    with pytest.raises(UserError, match="does not say how many GPUs"):
+    with pytest.raises(UserError, match="the number of GPUs is unknown"):
         planned_run([str(path)], None)
 
 
@@ -289,7 +289,7 @@ def test_programs_named_by_a_path_and_each_nodes_command_are_known(tmp_path):
 def test_what_set_x_shows_is_no_reason(tmp_path):
     path = tmp_path / "x.sh"
     path.write_text("set -x\necho give a size\nexit 1\n")
-    with pytest.raises(UserError, match=": give a size .the script says so, exit code 1"):
+    with pytest.raises(UserError, match=": give a size .message of the script, exit code 1"):
         read_launch_script(str(path), [])
 
 

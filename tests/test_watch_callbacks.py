@@ -90,7 +90,7 @@ def test_training_may_begin_again_after_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr(Mean, "forward", forward)
     train_with_transformers(tmp_path, [callback])
     [before] = (tmp_path / "run").glob("run-*.json")
-    assert json.loads(before.read_text())["status"] == "failed: RuntimeError: training was broken off"
+    assert json.loads(before.read_text())["status"] == "failed: RuntimeError: training was interrupted"
     assert len(read_steps(tmp_path / "run")) == BATCHES
 
 

@@ -85,7 +85,7 @@ class _Gaps:
         except Exception as error:  # noqa: BLE001  a foreign file that nobody foresaw must not take the rest along
             *_, innermost = traceback.extract_tb(error.__traceback__)
             kind = f"{type(error).__name__} in {Path(innermost.filename).name}:{innermost.lineno}: {error}"
-            self.add(f"{what}: could not be analyzed, a mistake of this program ({kind}); please report it")
+            self.add(f"{what}: could not be analyzed: a bug in megatron_lite ({kind}); please report it")
         return None
 
 

@@ -84,7 +84,7 @@ def missing_gpu_work(one: RankFacts, run: Run | None) -> str:
 def quote_diagnostics(trace: Trace) -> str:
     """'; nsys says: "..."' with the writer's own most severe message; '' where it has none."""
     who = "nsys" if trace.writer == "nsys" else "the profiler"
-    return f'; {who} says: "{trace.diagnostics[0]}"' if trace.diagnostics else ""
+    return f'; {who} reports: "{trace.diagnostics[0]}"' if trace.diagnostics else ""
 
 
 def missing_graph_work(one: RankFacts) -> str:

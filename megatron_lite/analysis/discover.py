@@ -322,7 +322,9 @@ def choose_run(
 MAX_PROCESSES_NAMED = 3
 MAX_REASONS = 3  # that one line gives where nothing can be read
 MAX_FILES = 20_000  # of a folder; somebody may have named /
-BESIDE_TRACES = "a report of Nsight Systems beside traces of torch.profiler, which say more; name it alone to read it"
+BESIDE_TRACES = (
+    "a report of Nsight Systems beside traces of torch.profiler, which contain more; name it alone to read it"
+)
 
 
 @dataclass(frozen=True)
@@ -436,7 +438,7 @@ def _leave_out_processes(files: Sequence[Path], left_out: Ignored) -> list[Path]
     for run in sorted({folder.parent for folder in beside}):
         others = [folder.name for folder in beside if folder.parent == run]
         named = ", ".join(others[:MAX_PROCESSES_NAMED]) + (", ..." if others[MAX_PROCESSES_NAMED:] else "")
-        said = f"{len(others) + 1} processes without ranks trained at once; this is the first one's report, the others are in"
+        said = f"{len(others) + 1} processes without ranks trained at the same time; this report is of the first, the others are in"
         left_out.append((run, f"{said} {named}"))
     return [file for file in files if not any(folder in file.parents for folder in beside)]
 

@@ -24,7 +24,7 @@ def compare_prediction(facts: Facts) -> Predicted | None:
     of_memory, notes = compare_memory(facts, memory.peak) if memory else (None, [])
     of_time = compare_time(facts, time) if time else None
     if time and of_time is None:
-        notes.append("no typical step was timed: nothing to hold the predicted step against.")
+        notes.append("no typical step was timed, so the predicted step cannot be compared.")
     return Predicted(memory=of_memory, time=of_time, notes=tuple(notes))
 
 
@@ -41,16 +41,16 @@ def compare_memory(facts: Facts, peak: Moment) -> tuple[ComparedMemory | None, l
                 expected[row.category] += row.num_bytes
         pairs = [(name, num_bytes, measured.get(name, 0)) for name, num_bytes in expected.items()]
         categories = tuple(Compared(*pair) for pair in pairs if any(pair[1:]))
-        late = f"{snapshot.source} began late, and does not know the categories of all that it holds: only the peaks are compared."
+        late = f"{snapshot.source} began late, so some categories are unknown: only the peaks are compared."
         of_peak = Compared("peak of tensors", peak.num_bytes, sum(measured.values()))
         found = ComparedMemory(of_peak, categories, snapshot.source, snapshot.rank, at, snapshot.peak_phase)
         return found, [] if snapshot.complete else [late]
     if facts.plan.get("device") != "cuda":
-        why = "predicted memory is that of tensors, which a run on CPUs measures with --record-memory-history only."
+        why = "predicted memory is that of tensors, which a run on CPUs measures only with --record-memory-history."
         return None, [why]
     most = run.peak_memory_bytes.max(initial=0.0, where=run.peak_memory_bytes > 0) if run else 0.0  # NaN is not
     if not most:
-        return None, [f"{STEPS_FILE} holds no peak of GPU memory: nothing to hold the prediction against."]
+        return None, [f"{STEPS_FILE} holds no peak of GPU memory, so the prediction cannot be compared."]
     rank, of_peak = facts.part("world", "rank"), Compared("peak of tensors", peak.num_bytes, float(most))
     return ComparedMemory(of_peak, (), STEPS_FILE, rank if isinstance(rank, int) else None, at, ""), []
 

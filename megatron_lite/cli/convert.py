@@ -63,9 +63,7 @@ def _parser() -> Parser:
     target.add_argument("--save-hf", metavar="FOLDER", help="a new folder that from_pretrained takes")
     add = parser.add_argument
     dtype_help = "of the written weights; other than the run's: made of its fp32 masters [that of the source]"
-    vocab_help = (
-        "ids without the padding, for --save-hf [what the checkpoint says, else the tokenizer's, else all rows]"
-    )
+    vocab_help = "ids without padding, for --save-hf [the checkpoint's, else the tokenizer's, else all rows]"
     divisor_help = f"pad the vocabulary to a multiple of N, for --load-hf [{DIVISIBLE_BY}]"
     add("--ckpt-step", type=int, metavar="N", help="the checkpoint of iteration N [the newest]")
     add("--dtype", choices=PRECISIONS, help=dtype_help)

@@ -104,7 +104,7 @@ def _add_tokenizer_flags(parser: Parser, default_type: str | None, vocab_size_he
     add("--merge-file", metavar="FILE", help="GPT-2 style merges.txt")
     add("--tokenizer-model", metavar="FILE", help=models)
     add("--vocab-size", type=int, metavar="N", help=vocab_size_help)
-    add("--tiktoken-pattern", choices=("v1", "v2"), help="how TikTokenizer cuts words [v2]")
+    add("--tiktoken-pattern", choices=("v1", "v2"), help="how TikTokenizer splits text [v2]")
     add("--tiktoken-num-special-tokens", **number, help="TikTokenizer's ids below its first byte [%(default)s]")
     add(*special, nargs="+", metavar="TOKEN", help=special_help)
     add("--tokenizer-hf-include-special-tokens", action="store_true", help=include_help)
@@ -279,7 +279,7 @@ def _merge(inputs: Sequence[str], output_prefix: str, flag: str):
 
 def inspect_datasets(argv: list[str]):
     """Print what each data set holds. ConfigError with one line for each that is not sound; the others are shown."""
-    parser = Parser("inspect", "Checks data sets and says what they hold; exit code 2 if one is damaged.")
+    parser = Parser("inspect", "Checks data sets and describes them; exit code 2 if one is damaged.")
     parser.add_argument("prefixes", nargs="+", metavar="PREFIX", help="data sets, without .bin or .idx")
     _add_tokenizer_flags(parser, None, "check that all ids are below N; or for NullTokenizer and TikTokenizer")
     options = parser.parse_args(argv)

@@ -23,7 +23,7 @@ def run(argv: list[str]):
     near = difflib.get_close_matches(words, RULES, n=1)
     if not words:
         lines = [
-            "megatron-lite explain CODE says what a finding means; with a kernel's name, what that says. Codes:",
+            "megatron-lite explain CODE explains a finding; with a kernel's name, its parts. Codes:",
             "",
         ]
         width = max(map(len, RULES), default=0)

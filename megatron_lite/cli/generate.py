@@ -1,4 +1,4 @@
-"""megatron-lite generate: what a trained model says after a prompt."""
+"""megatron-lite generate: generate text with a trained model."""
 
 import sys
 from argparse import Namespace
@@ -32,7 +32,7 @@ def run(argv: list[str]):
     prompts = [tokenizer.encode(text) for text in options.prompt]
     prompts = [ids or [tokenizer.eod] for ids in prompts if ids or tokenizer.eod is not None]
     if len(prompts) < len(options.prompt):
-        raise UserError("--prompt: is empty, and the tokenizer has no end of text to begin with; give some words.")
+        raise UserError("--prompt: is empty, and the tokenizer has no end-of-text token to begin with; give a prompt.")
     if max(max(ids) for ids in prompts) >= vocab_size:
         raise UserError(
             f"--prompt: has ids of {vocab_size} and above, which the model does not know; check the tokenizer."

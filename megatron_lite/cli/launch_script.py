@@ -19,7 +19,7 @@ from megatron_lite.errors import UserError
 LONGEST_SAID = 200
 DEEPEST = 4  # scripts that start scripts
 MAX_INNER = 64  # scripts that are gone through
-STARTS_NONE = "starts no pretrain_gpt.py"
+STARTS_NONE = "does not start pretrain_gpt.py"
 SHELLS = ("bash", "sh", "zsh")
 HERE = "<<"  # in a record: the script that a shell is given by its input follows
 ENDINGS = (".sh", ".bash", ".slurm", ".sbatch", ".pbs", ".job", ".lsf", ".qsub")
@@ -157,7 +157,7 @@ def read_launch_script(script: str, arguments: list[str], wanted: int = 1, gpus_
     except OSError as error:
         raise UserError(f"{script}: cannot be read ({error.strerror}); check the path.") from None
     found, search, all_given = _search_twice(bash, script, text, arguments, gpus_per_node)
-    notes = [f"{script}: files and folders that it looks for count as being there."] if all_given else []
+    notes = [f"{script}: files and folders that it looks for are assumed to exist."] if all_given else []
     different = _drop_equal(found)
     if not 1 <= wanted <= len(different):
         few = f"has {len(different)} launches, and no number {wanted}; give --launch 1 to {len(different)}"
@@ -211,7 +211,7 @@ def _explain_nothing(bash: str, script: Script, walk: Walk) -> str:
             number, reason = int(found[1]), found[2]
             line = "".join(script.text.splitlines()[number - 1 : number]).strip()
             quoted = f": {_shorten(line, script.name)}" if line else ""
-            remedy = "put a value there" if re.search("<[^<>()]+>", line) else "mend the script"
+            remedy = "put a value there" if re.search("<[^<>()]+>", line) else "fix the script"
             return f"{script.name}: bash cannot read line {number}{quoted} ({reason}); {remedy}."
     if code is None:
         waits = f"still waits for something after {watched_shell.SECONDS} s, since none of its commands is run"
@@ -222,7 +222,7 @@ def _explain_nothing(bash: str, script: Script, walk: Walk) -> str:
         name = unbound[1]
         return f"{script.name}: {name} is not set here; give it: {name}=VALUE megatron-lite plan {script.name} ..."
     if code and lines:
-        return f"{script.name}: {_shorten(lines[-1], script.name)} (the script says so, exit code {code})"
+        return f"{script.name}: {_shorten(lines[-1], script.name)} (message of the script, exit code {code})"
     if code:
         ended = f"ended with exit code {code} before it started pretrain_gpt.py"
         return f"{script.name}: {ended}; does it need arguments?"

@@ -66,17 +66,17 @@ def run(argv: list[str]) -> int:
         "live",
         "Follows a run in a terminal: progress and time left, loss, step time by phase, ranks, memory, warnings. Reads the run folder "
         "of the trainer or of `megatron-lite watch`, on any machine that sees it. Ends with the run: 0 if it has finished, 1 if it "
-        "failed or its process is gone, 3 if it gives no sign any more. Where output is no terminal: a line now and then.",
+        "failed or its process is gone, 3 if it stopped writing. Without a terminal, prints a line every 20 seconds.",
     )
     add = parser.add_argument
     add("run", metavar="RUN", help="a run folder")
-    add("--once", action="store_true", help="print what there is now, and end")
+    add("--once", action="store_true", help="print the current state and exit")
     add(
         "--silence",
         type=float,
         default=SILENCE_S,
         metavar="SECONDS",
-        help=f"end after so long without a sign [{SILENCE_S}]",
+        help=f"exit when the run has not written for so long [{SILENCE_S}]",
     )
     options = parser.parse_args(argv)
     folder = Path(options.run)
@@ -95,7 +95,7 @@ def run(argv: list[str]) -> int:
     if follower.view:
         _print_view(follower.view)
     end = (
-        f"no sign of the run for {duration(follower.silent_s)}"
+        f"the run has written nothing for {duration(follower.silent_s)}"
         if code == SILENT
         else f"the run has ended: {follower.view.status.partition(':')[0]}"
     )
@@ -149,7 +149,7 @@ def _describe_silence(follower: Follower) -> str:
     silent_s = follower.silent_s
     if silent_s < max(MIN_SHOWN_S, STEPS_SHOWN * follower.view.slowest_ms / 1000):
         return ""
-    return f"no sign of the run for {duration(silent_s)}: it saves, evaluates, waits or hangs"
+    return f"the run has written nothing for {duration(silent_s)}: it saves, evaluates, waits or hangs"
 
 
 def _print_view(view: "View"):

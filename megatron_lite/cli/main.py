@@ -8,29 +8,35 @@ from megatron_lite.terminal import describe_version, end_quietly_without_reader,
 
 COMMANDS = {  # name: (module and function, which takes argv and may return an exit code; what it does)
     "train": ("__main__:main", "train a GPT, as pretrain_gpt.py does; ranks: torchrun ... -m megatron_lite FLAGS"),
-    "generate": ("cli.generate:run", "what a trained model says after a prompt"),
+    "generate": ("cli.generate:run", "generate text with a trained model"),
     "preprocess": ("cli.datasets:preprocess_files", "tokenize text or jsonl files into the .bin/.idx of --data-path"),
-    "merge": ("cli.datasets:merge_datasets", "join .bin/.idx data sets to one"),
-    "inspect": ("cli.datasets:inspect_datasets", "check a .bin/.idx data set and say what it holds"),
-    "convert": ("cli.convert:run", "checkpoints to and from Hugging Face folders, and from Megatron-LM's"),
-    "make-corpus": ("cli.corpus:run", "a data set from Python's own sources, for machines without any data"),
+    "merge": ("cli.datasets:merge_datasets", "merge .bin/.idx data sets"),
+    "inspect": ("cli.datasets:inspect_datasets", "check a .bin/.idx data set and describe it"),
+    "convert": (
+        "cli.convert:run",
+        "convert checkpoints to and from Hugging Face folders, and from Megatron-LM's",
+    ),
+    "make-corpus": ("cli.corpus:run", "make a data set from Python's own sources, where there is no other data"),
     "watch": (
         "cli.watch:run",
-        "any PyTorch training script, unchanged: its steps timed, some profiled, and the report",
+        "run any PyTorch training script: time its steps, profile some, report",
     ),
     "live": (
         "cli.live:run",
-        "a run that goes on, followed in a terminal: progress, loss, times, ranks, memory, warnings",
+        "follow a run in a terminal: progress, loss, times, ranks, memory, warnings",
     ),
-    "plan": ("cli.plan:run", "will a run fit, how fast can it be, what to change: from its launch command"),
-    "report": ("cli.report:run", "why a run is slow and why memory peaks: from run folders, traces, snapshots"),
-    "explain": ("cli.explain:run", "what a finding of the report means, or what a kernel's name says"),
-    "compare": ("cli.report:compare_runs", "what changed from one run or trace to another, and what did not"),
+    "plan": ("cli.plan:run", "predict from a launch command: does it fit, how fast can it be, what to change"),
+    "report": (
+        "cli.report:run",
+        "explain why a run is slow and why memory peaks: from run folders, traces, snapshots",
+    ),
+    "explain": ("cli.explain:run", "explain a finding of the report, or a kernel's name"),
+    "compare": ("cli.report:compare_runs", "compare two runs or traces: what changed, and what did not"),
     "self-check": (
         "cli.self_check:run",
-        "does a layout compute what one rank computes: steps of both beside each other",
+        "check that a parallel layout computes what one rank computes",
     ),
-    "audit": ("cli.report:audit", "18 questions to a profiled run: pass, fail or not seen, and why"),
+    "audit": ("cli.report:audit", "check a profiled run against 18 performance questions"),
 }
 INTERRUPTED = 130  # 128 + SIGINT, as shells say it
 

@@ -102,14 +102,14 @@ def _read_options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 def _parser() -> Parser:
     parser = Parser(
         "plan",
-        "Says before a run how much memory it needs, whether it fits, and how fast it can be at best; without torch, data or "
+        "Predicts how much memory a run needs, whether it fits, and how fast it can be at best; without torch, data or "
         "GPU. Takes the launch command: a script with its arguments (nothing in it is run), torchrun's, or the trainer's flags.",
     )
     parser.usage = "megatron-lite plan [OPTIONS] SCRIPT.sh ARGUMENTS... | torchrun ... pretrain_gpt.py FLAGS | FLAGS"
     add = parser.add_argument
-    gpu_help = "H200, A100-40, 4090 ...: does it fit, and how fast at best; a column for each"
+    gpu_help = "H200, A100-40, 4090 ...: check whether it fits and how fast it can be; a column for each"
     add("--gpu", nargs="+", metavar="NAME", help=gpu_help)
-    add("--gpus", type=int, metavar="N", help="GPUs of the whole job [what the script says, else 1]")
+    add("--gpus", type=int, metavar="N", help="GPUs of the whole job [those of the script, else 1]")
     network = "Gbit/s of the network between nodes that each GPU has [that of NVIDIA's DGX with this GPU]"
     add("--network", type=float, metavar="N", help=network)
     add("--tokens", type=float, metavar="N", help="to train on, such as 300e9 [the flags' own length]")
@@ -123,7 +123,7 @@ def _parser() -> Parser:
     add("--inference", action="store_true", help="memory of the trained model when it generates")
     add("--batch", type=int, metavar="N", help="with --inference: sequences at a time [1]")
     add("--context", type=int, metavar="N", help="with --inference: tokens of each [--seq-length]")
-    add("--env", action="store_true", help="what in flags and environment variables can cost something")
+    add("--env", action="store_true", help="flags and environment variables that can cost speed or memory")
     add("--all", action="store_true", help="all rows of tables that are cut off")
     add("--page", metavar="FILE", help="all of it as a page with charts")
     add("--json", metavar="FILE", help="all of it, for programs")
@@ -141,7 +141,7 @@ def _check(options: argparse.Namespace, rest: list[str], ours: set[str]):
             raise UserError(f"megatron-lite plan {flags[0]}: {none}; check it.")
         late = next((word for word in flags if word.partition("=")[0] in ours), None)  # no name is in both
         if late:
-            behind = "stands behind flags of the trainer; put the options of plan before them."
+            behind = "comes after flags of the trainer; put the options of plan before them."
             raise UserError(f"megatron-lite plan {late}: {behind}")
     for name in ("gpus", "network", "tokens", "batch", "context"):
         value = getattr(options, name)
@@ -153,7 +153,7 @@ def _check(options: argparse.Namespace, rest: list[str], ours: set[str]):
         raise UserError("--search: needs one --gpu NAME, and neither --exact, --fit nor --inference; change that.")
     for name, needed in (("snapshot", "exact"), ("batch", "inference"), ("context", "inference")):
         if getattr(options, name) and not getattr(options, needed):
-            raise UserError(f"--{name}: means something with --{needed} only; add that, or leave it out.")
+            raise UserError(f"--{name}: needs --{needed}; add that, or leave it out.")
 
 
 # --- what is found out

@@ -82,7 +82,7 @@ def planned_run(words: list[str], gpus: int | None, launch_number: int = 1) -> P
         launch = Launch(tuple(words), Ranks(1), os.environ, under_nsys=False)
     size, nodes = gpus or launch.ranks.size, launch.ranks.nodes
     if size is None:
-        raise UserError(f"{words[0]}: does not say how many GPUs it uses; give --gpus N before it.")
+        raise UserError(f"{words[0]}: the number of GPUs is unknown; give --gpus N before it.")
     per_node = size // nodes if size % nodes == 0 else size
     if nodes == 1 and size > GPUS_PER_NODE and size % GPUS_PER_NODE == 0:
         per_node = GPUS_PER_NODE
@@ -111,7 +111,7 @@ def _plan_launch(launch: Launch, world: World, script: str, gpus: int | None) ->
     vocab_size, assumed = planned_vocabulary(line.args.data, line.args.model.padded_vocab_size)
     notes = [*launch.notes, *line.notes, *assumed]
     if world.size == 1 and not gpus and is_script(script):
-        notes.append("1 GPU: so the script says where its own commands are not run; --gpus N for more.")
+        notes.append("1 GPU: that is the script's value when its commands are not run; --gpus N for more.")
     plan = resolve(line.args, world, vocab_size)
     if plan.layout.pipeline > 1:
         plan = find_heaviest_stage(plan)
@@ -134,7 +134,7 @@ def planned_vocabulary(data: DataArgs, padded: int | None) -> tuple[int, list[st
         try:
             return len(json.loads(Path(data.vocab_file).read_text(encoding="utf-8"))), []
         except (OSError, ValueError, TypeError) as error:
-            reason = getattr(error, "strerror", None) or "no JSON of words"
+            reason = getattr(error, "strerror", None) or "not a JSON object of tokens"
             raise UserError(f"--vocab-file {data.vocab_file}: cannot be read ({reason}); check the path.") from None
     if kind in ("NullTokenizer", "ByteTokenizer") or Path(data.tokenizer_model or "").is_file():
         return build_tokenizer(data).vocab_size, []

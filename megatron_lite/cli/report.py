@@ -45,18 +45,20 @@ def run(argv: list[str]):
     """Print the report and write the files that `argv` asks for. UserError for a mistake."""
     parser = Parser(
         "report",
-        "Says where the steps of a run go and why memory peaks. Reads run folders, PyTorch traces (.json, "
+        "Shows where the steps of a run spend their time and why memory peaks. Reads run folders, PyTorch traces (.json, "
         ".json.gz; folders of several ranks), Nsight Systems exports (.sqlite) and memory snapshots "
         "(.pickle), of this trainer or any other PyTorch job.",
     )
     add = parser.add_argument
     add("paths", nargs="+", metavar="PATH", help="a run folder, or files of one run")
-    add("--html", metavar="FILE", help=f"the page [{REPORT_PAGE} in the run folder, else in the current one]")
-    add("--json", metavar="FILE", help=f"the numbers [{REPORT_FILE} beside the page]")
+    add(
+        "--html", metavar="FILE", help=f"write the page here [{REPORT_PAGE} in the run folder, else in the current one]"
+    )
+    add("--json", metavar="FILE", help=f"write the numbers here [{REPORT_FILE} beside the page]")
     add("--open", action="store_true", help="open the page in the browser")
-    add("--no-html", action="store_true", help="print only: no page, and no JSON unless --json asks for it")
-    add("--all", action="store_true", help="all rows of all tables on the terminal")
-    add("--baseline", metavar="FILE", help="what `compare` needs of the run, some kB, to be committed")
+    add("--no-html", action="store_true", help="print only: no page, and no JSON without --json")
+    add("--all", action="store_true", help="print all rows of all tables")
+    add("--baseline", metavar="FILE", help="write what `compare` needs of the run (a few kB, to commit)")
     options = parser.parse_args(argv)
     for flag, given in (("--html", options.html), ("--open", options.open)):
         if options.no_html and given:
@@ -128,19 +130,19 @@ def compare_runs(argv: list[str]) -> int:
     the limits."""
     parser = Parser(
         "compare",
-        "Says what changed from run A to run B, and what did not: flags, steps, phases, kernels, memory, "
-        "each against the noise of its steps. Reads what `report` reads.",
+        "Shows what changed from run A to run B, and what did not: flags, steps, phases, kernels, memory, "
+        "each compared with the noise of its steps. Reads what `report` reads.",
     )
     add = parser.add_argument
     add("a", metavar="A", help="a run folder, a trace, a folder of several ranks, a snapshot, or a baseline")
-    add("b", metavar="B", help="what to compare with it")
+    add("b", metavar="B", help="the run, trace, snapshot or baseline to compare with it")
     add("--force", action="store_true", help="compare although model or batch differ")
     add(
         "--fail-if",
         action="append",
         default=[],
         metavar="LIMIT",
-        help='exit with 1 if B is beyond it, with 3 if that cannot be told: "step_ms > +5%%", "tokens_per_second < -3%%", '
+        help='exit with 1 if B exceeds this limit, with 3 if noise hides the answer: "step_ms > +5%%", "tokens_per_second < -3%%", '
         '"peak_bytes > +2%%", "backward_ms > +10%%"; may be given several times',
     )
     add("--html", metavar="FILE", help="the page, with charts")
@@ -178,13 +180,17 @@ def audit(argv: list[str]) -> int:
     """Print the answers to eighteen questions. Returns 0, or with --strict 1 where a point fails."""
     parser = Parser(
         "audit",
-        "Asks a run 18 questions about its performance: pass and fail with the evidence, not seen with what to record. "
+        'Checks a run against 18 performance questions. Each gets pass or fail, with evidence, or "not seen", with what to record. '
         "Most needs a run folder with a trace (shapes on) and a memory snapshot; it reads what `report` reads.",
     )
     add = parser.add_argument
     add("paths", nargs="+", metavar="RUN", help="a run folder, or files of one run")
-    add("--against", metavar="OTHER_RUN", help="a second run: do the losses agree, do 16 bits pay against fp32")
-    add("--strict", action="store_true", help="exit with 1 if a point fails, for CI")
+    add(
+        "--against",
+        metavar="OTHER_RUN",
+        help="a second run, for questions that need two: losses agree, 16 bits pay off",
+    )
+    add("--strict", action="store_true", help="exit with 1 if a question fails, for CI")
     add("--json", metavar="FILE", help="the answers, for programs")
     add("--all", action="store_true", help="all evidence of each point")
     options = parser.parse_args(argv)

@@ -28,14 +28,14 @@ def run(argv: list[str]) -> int:
     parser = Parser(
         "self-check",
         "Trains the same steps on the layout of a launch command and on one rank, from the same weights and without dropout, and "
-        "says whether loss and gradient norm differ by more than rounding. The model must fit on one rank: --num-layers behind "
+        "reports whether loss and gradient norm differ by more than rounding. The model must fit on one rank: --num-layers behind "
         "the other flags makes it smaller.",
     )
     parser.usage = (
         "megatron-lite self-check [OPTIONS] SCRIPT.sh ARGUMENTS... | torchrun ... pretrain_gpt.py FLAGS | FLAGS"
     )
     add = parser.add_argument
-    add("--ranks", type=int, metavar="N", help="of the layout, all on this machine [what the launch command says]")
+    add("--ranks", type=int, metavar="N", help="of the layout, all on this machine [that of the launch command]")
     add("--steps", type=int, default=1, metavar="N", help="to train; the first one is judged [1]")
     add("--cpu", action="store_true", help="train on the CPU, whatever GPUs there are")
     options, words = split_options(parser, argv)
@@ -71,7 +71,7 @@ def run(argv: list[str]) -> int:
     losses = compare_losses(one, several)
     if losses is None:
         raise UserError(
-            "megatron-lite self-check: no step had a finite loss on both; a smaller --lr or --initial-loss-scale may."
+            "megatron-lite self-check: no step had a finite loss on both; try a smaller --lr or --initial-loss-scale."
         )
     layout = [f"{plan.world.size} ranks: {' '.join(write_flags(Args(parallel=args.parallel))) or 'data parallel'}", ""]
     section = build_losses_section(losses, ("1 rank", f"{plan.world.size} ranks", "difference"))

@@ -224,7 +224,7 @@ class ParallelArgs:
     use_tp_pp_dp_mapping: bool = flag(
         False, "Ranks of a pipeline are neighbors of each other, rather than those of data parallel ones."
     )
-    context_parallel_size: int = flag(1, "Ranks that share out the positions of each sequence.", "at least 1")
+    context_parallel_size: int = flag(1, "Ranks that split the positions of each sequence.", "at least 1")
     expert_model_parallel_size: int = flag(1, "Ranks that split the experts; only 1.")
     use_cpu_initialization: bool = flag(False, "Initialize weights on the CPU.")
 
@@ -241,9 +241,11 @@ class DataArgs:
     )
     valid_data_path: tuple[str, ...] = flag((), "The same for validation only.", value="[WEIGHT] PREFIX ...")
     test_data_path: tuple[str, ...] = flag((), "The same for the test only.", value="[WEIGHT] PREFIX ...")
-    data_args_path: str | None = flag(None, "A file with the words of --data-path.", value="FILE")
+    data_args_path: str | None = flag(None, "A file with the arguments of --data-path.", value="FILE")
     per_split_data_args_path: str | None = flag(
-        None, 'A JSON file with the words of each split: {"train": [...], "valid": [...], "test": [...]}.', value="FILE"
+        None,
+        'A JSON file with the arguments of each split: {"train": [...], "valid": [...], "test": [...]}.',
+        value="FILE",
     )
     external_dataloader: str | None = flag(
         None,
@@ -268,7 +270,7 @@ class DataArgs:
         "The SentencePiece .model or TikTokenizer's .json; for HuggingFaceTokenizer a folder or a hub's name.",
         value="FILE",
     )
-    tiktoken_pattern: str | None = flag(None, "How TikTokenizer cuts words; v2 when left out.", choices=("v1", "v2"))
+    tiktoken_pattern: str | None = flag(None, "How TikTokenizer splits text [v2].", choices=("v1", "v2"))
     tiktoken_num_special_tokens: int = flag(
         1000, "TikTokenizer's ids below its first byte.", "at least 0 and at most 2147483646"
     )

@@ -89,7 +89,7 @@ def _take(name: str, values: list[str], known: dict[str, Flag], line: CommandLin
         text, is_mistake = flags.describe_flag(theirs, values)
         (line.mistakes if is_mistake else line.notes).append(text)
     elif name == YAML_FLAG:
-        line.mistakes.append(f"{YAML_FLAG} stands in a file of settings; give all files on the command line.")
+        line.mistakes.append(f"{YAML_FLAG} is in a settings file; give all files on the command line.")
     else:
         mistake, near = describe_unknown(name, [*known], [YAML_FLAG])
         line.mistakes.append(mistake)

@@ -63,7 +63,7 @@ def read_argument_files(d: DataArgs) -> DataArgs:
         given = {name: words for name, words in splits.items() if words is not None}
         for name, words in given.items():
             if not (isinstance(words, list) and all(isinstance(word, (str, int, float)) for word in words)):
-                raise DataError(f'{flag}: "{name}" is no list of words; write what --{name}-data-path takes')
+                raise DataError(f'{flag}: "{name}" is not a list of strings; write what --{name}-data-path takes')
         train, valid, test = (tuple(map(str, given.get(name, ()))) for name in ("train", "valid", "test"))
         return replace(d, train_data_path=train, valid_data_path=valid, test_data_path=test)
     return d

@@ -11,15 +11,15 @@ usage: pretrain_gpt.py [--yaml-cfg FILE] FLAGS
        torchrun --nproc_per_node N pretrain_gpt.py FLAGS
 
 Trains a GPT with Megatron-LM's flags. --yaml-cfg FILE holds the same names (with - or _), in groups or not;
-the command line wins over it. Smallest run:
+the command line takes precedence. Smallest run:
   pretrain_gpt.py --mock-data --vocab-size 256 --tokenizer-type NullTokenizer --num-layers 2 --hidden-size 64
     --num-attention-heads 2 --seq-length 64 --max-position-embeddings 64 --micro-batch-size 4 --train-iters 20
     --lr 1e-3 --log-interval 5
-Defaults stand in [brackets]; flags without a value are switches, off unless given. "(ours)" marks what
+Defaults are in [brackets]; flags without a value are switches, off unless given. "(ours)" marks what
 Megatron-LM does not have. Of a flag given twice the last one counts. All mistakes are reported together.
 """
 TITLES = {
-    ACCEPTED: "Accepted without effect, said once at the start",
+    ACCEPTED: "Accepted without effect, with one note at the start",
     RETIRED: "Retired by Megatron-LM, accepted without effect",
     REFUSED: "Refused",
 }

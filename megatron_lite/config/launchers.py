@@ -181,7 +181,7 @@ def _find_first_host(launcher: Launcher, environment: Mapping[str, str], on_one_
     lists = f" ({' or '.join(launcher.variables['hosts'])} is not set)" if launcher.variables["hosts"] else ""
     size = launcher.read(environment, "size")
     raise UserError(
-        f"{launcher.name} started {size} ranks, and nothing says on which host rank 0 is{lists}; set MASTER_ADDR to it, or "
+        f"{launcher.name} started {size} ranks, and the host of rank 0 is unknown{lists}; set MASTER_ADDR to it, or "
         "start with torchrun: each would train alone."
     )
 

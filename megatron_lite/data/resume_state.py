@@ -116,7 +116,7 @@ class Unfinished:
             elif changed:
                 objection = f"{', '.join(changed)} changed since that run was interrupted"
             elif len(written) != len(self._pairs) or not all(map(PairWriter.holds, self._pairs, written)):
-                objection = "the files it tells of are gone or cut short"
+                objection = "the files it names are missing or truncated"
             else:
                 self.progress = found
                 self._say(f"{self._prefix}: goes on after {counted(found.documents, 'document')} of an interrupted run")

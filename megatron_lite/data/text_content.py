@@ -65,7 +65,7 @@ def look_into(path: str | Path, json_keys: Sequence[str]) -> Content:
         return Content(kind, ending in JSON_LINES, notes)
     is_jsonl = _holds_json_lines(text, is_whole)
     if promised and kind is None and not is_jsonl and (ending in JSON_LINES or "\ufffd" in text):
-        damage = f"it is not {promised.name}, as its name says, and holds no JSON lines either"
+        damage = f"it is not {promised.name}, as its name suggests, and holds no JSON lines either"
         raise explain_unreadable(path, EOFError(damage))
     if not is_jsonl:
         _refuse_other_json(path, text, ending, json_keys)

@@ -266,12 +266,12 @@ def _list_gelu_pieces(batch: MicroBatch) -> list[LedgerRow]:
 def _list_loss(batch: MicroBatch) -> list[LedgerRow]:
     """The logits, kept for backward; in 16 bits, and where ranks split them, an fp32 copy of some rows, which becomes softmax."""
     words, each = batch.shape.padded_vocab_size, batch.element_bytes
-    formula = f"{each} bytes x {count(batch.tokens)} tokens x {count(words)} words"
+    formula = f"{each} bytes x {count(batch.tokens)} tokens x {count(words)} entries"
     logits = LedgerRow(LOGITS, "logits, later their gradients", each * batch.tokens * words, formula)
     if batch.precision == "fp32" and not batch.split:
         return [logits]
     number = min(batch.tokens, rows_at_once(words, batch.threads if batch.on_cpu else 0))
-    formula = f"{FP32} bytes x {count(number)} tokens at a time x {count(words)} words"
+    formula = f"{FP32} bytes x {count(number)} tokens at a time x {count(words)} entries"
     rows = LedgerRow(LOGITS, "rows of logits in fp32", FP32 * number * words, formula)
     return [logits, max(rows, _describe_wide_logits(batch), key=lambda row: row.num_bytes)]
 

@@ -92,7 +92,7 @@ def describe_forecast(seen: Forecast) -> Iterator[str]:
         yield f"  predicted: at best {shown}, {count(seen.time.tokens_per_s)} tokens/s"
     yield from (f"  no prediction of the {failure}" for failure in seen.failures)
     if seen.excess_bytes(MARGIN):
-        leaves = f"leaves less than {MARGIN:.0%} of the memory for libraries and what the allocator loses"
+        leaves = f"leaves less than {MARGIN:.0%} of the memory for libraries and allocator overhead"
         if seen.excess_bytes(0):
             leaves = f"is {size(seen.excess_bytes(0))} more than there is"
         yield f"  note: the predicted peak {leaves}; {seen.remedy or NO_REMEDY}."

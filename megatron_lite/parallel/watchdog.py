@@ -286,7 +286,7 @@ class LauncherWatch:
 
     def _say(self):
         line = (
-            f"torchrun's agent (process {self._agent['pid']} on {self._agent['host']}) is gone, so its ranks end: nobody "
+            f"torchrun's agent (process {self._agent['pid']} on {self._agent['host']}) is gone, so its ranks end: nothing "
             f"would restart or stop them; {AGAIN}"
         )
         with contextlib.suppress(OSError):  # the agent may have been the one to read it

@@ -54,7 +54,7 @@ def build_search_sections(found: Search, everything: bool) -> Iterator[Section]:
     )
     reasons = [*_give_reasons(layouts[0]), *_compare(layouts), caveat]
     yield Section("layouts", "Fastest of each layout", of, [table, Lines(reasons, quiet=True)])
-    of = "those of which none other is as fast with less memory"
+    of = "no other layout is as fast with less memory"
     yield Section("front", "Time against memory", of, [_build_table(found.front, everything)])
 
 
@@ -84,7 +84,7 @@ def _give_reasons(one: Candidate) -> Iterator[str]:
     plan, layout = one.plan, one.plan.layout
     passes = plan.batch.final // plan.samples_per_pass
     if layout.tensor > 1:
-        yield f"TP {layout.tensor}: {_place(plan, TENSOR)}; {_cost(one, LAYER_GROUPS[TENSOR])} for what layers exchange"
+        yield f"TP {layout.tensor}: {_place(plan, TENSOR)}; {_cost(one, LAYER_GROUPS[TENSOR])} for exchange within layers"
     if layout.context > 1:
         yield f"CP {layout.context}: {_place(plan, CONTEXT)}; {_cost(one, LAYER_GROUPS[CONTEXT])} for keys and values"
     if layout.pipeline > 1:
@@ -93,7 +93,7 @@ def _give_reasons(one: Candidate) -> Iterator[str]:
         yield f"PP {layout.pipeline}: a bubble of {_cost(one, BUBBLE)} with {passes} micro-batches{times}; {_place(plan, PIPELINE)}"
     if plan.sharding:
         state = "state" if not plan.sharding.gathers_twice else "weights and state"
-        yield f"{state} shared out by {plan.sharding.ranks} ranks; {_place(plan, DATA)}"
+        yield f"{state} sharded over {plan.sharding.ranks} ranks; {_place(plan, DATA)}"
 
 
 def _place(plan: Plan, group: str) -> str:

@@ -74,7 +74,7 @@ def _judge_training(report: PlanReport, outlook: Outlook, where: str) -> str:
         tokens = f"{count(outlook.time.tokens_per_s)} tokens/s"
         speed = f"at best {step} ms per step, {tokens}, {lasts} for {short_count(outlook.duration.tokens)} tokens"
     if peak > room * (1 - report.margin):
-        left = f"less than {percent(report.margin)} is left for CUDA, NCCL and what the allocator loses"
+        left = f"less than {percent(report.margin)} is left for CUDA, NCCL and allocator overhead"
         return f"may fit in one {name}: {of_room}; {left}{remedy}; {speed}"
     return f"fits in one {name}: {of_room}; {speed}"
 
@@ -183,7 +183,7 @@ def build_plan_sections(report: PlanReport, why: bool) -> Iterator[Section]:
     if report.fit:
         yield _build_fit_section(report.fit)
     if report.hints is not None:
-        none = ["nothing in flags and variables that would cost anything"]
+        none = ["no flag or variable costs speed or memory"]
         yield Section("environment", "Environment", "", [Lines(list(report.hints) or none)])
 
 
@@ -222,7 +222,7 @@ def build_stages_section(report: PlanReport) -> Section:
         rows.append([f"{stage.number + 1}", layers, size(one.memory.peak.num_bytes), exact, *held, count(waiting), own])
     head = ["stage", "layers", "peak", "exact", *KINDS, "in flight", "work at best"]
     table = Table(rows, "rl" + "r" * (len(head) - 2), head, hidden=hidden)
-    meaning = "state: weights, moments, gradients; in flight: micro-batches whose activations wait for backward"
+    meaning = "state: weights, moments, gradients; in flight: micro-batches whose activations are kept for backward"
     lines = [_say_why_heaviest(stages), meaning]
     blocks: list[Block] = [table, Lines(lines, quiet=True)]
     return Section("stages", "Memory by stage", "estimate for one GPU of each, at its peak", blocks)
@@ -419,7 +419,7 @@ def build_inference_section(report: PlanReport, found: InferencePrediction, why:
             columns.append([rate if fits else "does not fit" for rate, fits in zip(rates, fit)])
         head = ["tokens/s at best", *(one.processor.name for one, _ in timed)]
         blocks.append(Table(list(zip(*columns)), "l" + "r" * len(timed), head))
-    lines = [f"cache of keys and values: {size(found.cache.num_bytes)} = {found.cache.formula}"]
+    lines = [f"KV cache: {size(found.cache.num_bytes)} = {found.cache.formula}"]
     if why:
         lines += [f"{row.name} = {row.formula}" for row in found.weights]
         lines += [f"{row.name} = {row.formula}" for _, one in timed for row in one.token_rows]

@@ -273,11 +273,11 @@ class Checkpoints:
     def _load_random_state(self, path: Path, stored: Stored):
         rank, record = self.plan.world.rank, stored.record
         if record.ranks == 0 and record.trainer != Record.trainer:
-            return logger.info(f"  random states of {record.trainer} mean nothing here; dropout goes on from --seed")
+            return logger.info(f"  random states of {record.trainer} do not apply here; dropout continues from --seed")
         if record.ranks == 0:
             raise CheckpointError(
                 f"--load {path}: was saved with --no-save-rng and holds no random states; add "
-                "--no-load-rng to go on with those of --seed."
+                "--no-load-rng to continue with those of --seed."
             )
         prefix = f"random.{rank}."  # a rank that the saving run did not have keeps the state that its seed gave it
         state = {

@@ -207,7 +207,7 @@ def find_core_wait(f: RankFigures) -> Iterator[tuple[str, str]]:
         how_long = f" for {ms:.1f} of {f.step_ms[rank]:.1f} ms per step" if ms is not None else ", time and again,"
         line = (
             f"   rank {rank} waits for a CPU core{how_long} (iterations {f.first}-{f.last}); "
-            "other programs or too many threads share the machine, and times tell of them too"
+            "other programs or too many threads use the machine, so times are not reliable"
         )
         yield "core", line
 

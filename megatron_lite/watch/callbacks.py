@@ -28,7 +28,7 @@ class ProfiledTraining:
     def begin(self):
         """Training begins."""
         if self.profiler is not None:  # an error ended another one, in a notebook say
-            self.end(RuntimeError("training was broken off"))
+            self.end(RuntimeError("training was interrupted"))
         self.profiler = self._make().__enter__()
         close_at_exit(self.profiler)
 

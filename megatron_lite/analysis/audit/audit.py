@@ -23,20 +23,20 @@ QUESTIONS: tuple[tuple[str, Examiner, str, str] | tuple[str, Examiner, str, str,
     ("Are times taken on the device's clock, after a warm-up?", trace.examine_clock, "", Record.TRACE),
     ("Is there a step time of the steady state, without the first step?", trace.examine_steady_state, "", LONGER_WINDOW),
     ("Do .item(), print and .cpu() in the hot path cost no time?", trace.examine_synchronization, "sync-in-step", Record.TRACE, "trace"),
-    ("Are batches ready when the step wants them?", trace.examine_loader, "starved-loader too-many-workers", Record.LOADER),
+    ("Are batches ready when the step needs them?", trace.examine_loader, "starved-loader too-many-workers", Record.LOADER),
     ("Do batches travel from pinned memory, without the host waiting?", trace.examine_pinned_copies, "unpinned-copies", Record.GPU_TRACE, "trace"),
     ("Does a batch travel in few copies rather than many small ones?", trace.examine_number_of_copies, "small-copies", Record.GPU_TRACE, "trace"),
     ("Do tensors keep one layout, with little copying and .contiguous()?", trace.examine_layout, "copy-share", Record.TRACE, "trace"),
     ("Are small operators batched or fused?", trace.examine_fusion,
      "launch-bound unfused-elementwise unfused-optimizer tiny-micro-batches small-buckets", Record.TRACE, "trace"),
-    ("Do products have shapes that the tensor cores take?", trace.examine_tensor_cores, "no-tensor-cores matmul-shapes", Record.GPU_TRACE, "trace"),
+    ("Do matrix products have shapes that suit the tensor cores?", trace.examine_tensor_cores, "no-tensor-cores matmul-shapes", Record.GPU_TRACE, "trace"),
     ("Do 16-bit formats save time and memory?", run.examine_sixteen_bits, "fp32-products", Record.SECOND_RUN),
     ("Are overflows of the loss scale rare?", run.examine_overflows, "overflow-storm scale-collapse", Record.RUN_FOLDER, "run"),
-    ("Is the memory peak explained, with nothing kept from step to step?", run.examine_peak,
+    ("Is the memory peak explained, and does memory not grow from step to step?", run.examine_peak,
      "memory-growth out-of-memory logits-peak recompute-activations", Record.SNAPSHOT),
     ("Do batch, accumulation and schedule agree: one update per global batch?", run.examine_batches, "reduce-every-micro-batch", Record.RUN_FOLDER),
-    ("Does an undisturbed profile say where to go on?", trace.examine_profile, "profiler-overhead", Record.TRACE, "trace"),
-    ("Is compiling told apart from steady steps, and over after the first?", run.examine_compilation, "recompilation graph-breaks", Record.RUN_FOLDER),
+    ("Does an undisturbed profile show what to improve next?", trace.examine_profile, "profiler-overhead", Record.TRACE, "trace"),
+    ("Is compilation excluded from steady steps, and over after the first?", run.examine_compilation, "recompilation graph-breaks", Record.RUN_FOLDER),
     ("Are shapes constant, without recompilation and padding?", run.examine_shapes, "recompilation vocabulary-padding", Record.SHAPES),
     ("Does throughput count the tokens that train?", run.examine_tokens, "overflow-storm", Record.RUN_FOLDER, "run"),
     ("Does the loss still agree with the baseline's?", run.examine_losses, "", Record.SECOND_RUN),
@@ -52,12 +52,12 @@ def audit_run(facts: Facts, findings: Sequence[Finding], other: Facts | None = N
             found, given = case.found(*codes.split()), [known[name] for name in needs]
             answer = fail_by_findings(found) if found else None not in given and examine(case, *given)
         except Exception as error:  # noqa: BLE001  one point that a foreign file confuses must not silence the others
-            seen = Evidence(f"could not be asked ({type(error).__name__}: {error})")
-            answer = not_seen(seen, record="please report it: a mistake of this program")
+            seen = Evidence(f"failed ({type(error).__name__}: {error})")
+            answer = not_seen(seen, record="please report this: it is a bug in megatron_lite")
         if not isinstance(answer, Point):
             answer = Point(0, "", Answer.PASS, tuple(answer)) if answer else not_seen()
         if answer.answer is not Answer.NOT_SEEN and doubts and not rests_on_run_only(answer.evidence):
-            answer = not_seen(*answer.evidence, record=f"record anew: {doubts[0]}")
+            answer = not_seen(*answer.evidence, record=f"record again: {doubts[0]}")
         way_out = answer.way_out or ("" if answer.answer is Answer.PASS else record)
         points.append(
             replace(_in_words(answer, facts), number=number, question=question, way_out=facts.in_words(way_out))

@@ -144,7 +144,7 @@ def examine_overflows(case: Case, run: Run) -> Point | list[Evidence]:
     text += f", the loss scale is {significant(scales[-1], 6)} at the end"
     settled = 0 if run.skipped.all() else run.steps - int(run.skipped.argmin())
     if run.skipped.any() and settled < MIN_SETTLED_STEPS:
-        remedy = f"{Record.LONGER_RUN}; --initial-loss-scale 65536 saves the skipped steps at the beginning"
+        remedy = f"{Record.LONGER_RUN}; --initial-loss-scale 65536 avoids the skipped steps at the beginning"
         return not_seen(
             Evidence(f"{text}; {counted(settled, 'step')} since the first good one", STEPS_FILE), record=remedy
         )
@@ -199,7 +199,7 @@ def examine_batches(case: Case) -> Point | list[Evidence]:
     lines = [f"{counted(sizes[-1], 'sample')} per step = micro-batches of {parts}, in {counted(len(sizes), 'step')}"]
     rates = run.next_lrs[~np.isnan(run.next_lrs)]
     if len(rates):
-        held = ", and held in skipped ones" if run.skipped.any() else ""
+        held = ", and unchanged in skipped ones" if run.skipped.any() else ""
         lines.append(
             f"the learning rate is set once per step, {significant(rates[0])} to {significant(rates[-1])}{held}"
         )
@@ -223,7 +223,7 @@ def _check_batches(run: Run, sizes: Numbers, samples: int, traced: float) -> lis
     planned = sizes[0] / samples
     if traced and (sizes == sizes[0]).all() and traced != planned:
         passes = f"{counted(traced, 'backward pass')} per step in the trace"
-        wrong.append(f"{passes}, {planned:g} micro-batches by the plan")
+        wrong.append(f"{passes}, {planned:g} micro-batches planned")
     for at in np.flatnonzero(miscounted)[:1]:
         told = f"{numbers[at + 1]:,.0f} samples and counts {counted_samples[at]:,.0f}"
         wrong.append(f"iteration {run.iterations[at + 1]} has {told}")

@@ -60,9 +60,9 @@ def examine_clock(case: Case) -> Point | list[Evidence]:
         what = "the trace holds no work of a GPU: a CPU's job, or one recorded without CUDA activities"
         return not_seen(*([Evidence(what, one.where())] if one is not None else []))
     if device == "cuda":
-        text = "only the host's times of a GPU run: how long handing work over took, not the work"
+        text = "only the host's times of a GPU run: how long launching took, not the work"
         return failed("leave out --no-step-timeline", Evidence(text, STEPS_FILE))
-    text = "a CPU run: no operator outlives its call, so that the host's clock is right"
+    text = "a CPU run: operators end with their call, so the host's clock is right"
     return [Evidence(text, "run.json"), _count_steps(run)]
 
 
@@ -89,7 +89,7 @@ def examine_steady_state(case: Case) -> Point | list[Evidence]:
         text = f"median {in_ms(run.steady_step_ms)} of {counted(number, 'typical step')}{first}"
         return [Evidence(text, STEPS_FILE), _count_steps(run)]
     if run and run.steps >= MIN_STEPS and not number:
-        return failed(f"{Record.LONGER_RUN}, and a profiler's window that leaves steps beside it", _count_steps(run))
+        return failed(f"{Record.LONGER_RUN}, and a profiled window that leaves steps outside it", _count_steps(run))
     if one is None:
         return []
     steady = sum(step.steady for step in one.time.steps)
@@ -137,8 +137,8 @@ def examine_synchronization(case: Case, one: RankFacts) -> list[Evidence]:
         phases = [*one.placing.phases, ""]
         number = sum(phases[one.placing.phase[row]] not in READS_ON_HOST for row in rows) / one.steady_steps
         text = (
-            f"no GPU in the trace, so that no read waits; {significant(number)} values read into Python per step, each of which "
-            "a GPU would have to be waited for; log, eval, save and the optimizer's step counters left out"
+            f"no GPU in the trace, so reading a value never waits; {significant(number)} values read into Python per step, each of which "
+            "would wait for a GPU; log, eval, save and the optimizer's step counters left out"
         )
         return [Evidence(text, one.where())]
     sites = find_waits(one)
@@ -166,7 +166,7 @@ def examine_loader(case: Case) -> list[Evidence]:
     if seen:
         one = max(seen, key=lambda one: one.time.rows.get("data_wait", 0.0))
         waits = one.of_step(one.time.rows.get("data_wait", 0.0))
-        text = f"waiting for the data loader: {waits}; {in_ms(one.time.loader_host_ms)} in it, hidden or not"
+        text = f"waiting for the data loader: {waits}; {in_ms(one.time.loader_host_ms)} of it in the loader, whether or not overlapped"
         return [Evidence(f"{text}; {MATTERS:.0%} would be much", one.where())]
     wait_ms = measure_ordinary(run, run.phases_ms.get(data, ())) if run else None
     if run is None or wait_ms is None or not run.steady_step_ms:
@@ -217,7 +217,7 @@ def examine_number_of_copies(case: Case, one: RankFacts) -> Point | list[Evidenc
 def _miss_copies(one: RankFacts, unnamed: int = 0) -> Point:
     """Why the trace says nothing about copies. `unnamed`: copies whose names do not tell the memory."""
     if not one.time.on_gpu:
-        return not_seen(Evidence("no GPU, so that nothing is copied to one", one.where()))
+        return not_seen(Evidence("no GPU, so nothing is copied to one", one.where()))
     what = (
         f"the events do not say from which memory, {counted(unnamed, 'copy')}" if unnamed else "no copy from the host"
     )
@@ -264,7 +264,7 @@ def examine_tensor_cores(case: Case, one: RankFacts) -> Point | list[Evidence]:
         return shapes or not_seen(record=Record.SHAPES)
     text = (
         f"tensor cores run {in_ms(kernels.tensor_core_ms)} of {in_ms(kernels.matrix_ms)} of products and attention per "
-        f"step; {in_ms(kernels.maybe_tensor_core_ms)} have names that do not say"
+        f"step; {in_ms(kernels.maybe_tensor_core_ms)} are unknown from their names"
     )
     seen = Evidence(text, one.where())
     slow_ms = kernels.matrix_ms - kernels.tensor_core_ms - kernels.maybe_tensor_core_ms

@@ -117,7 +117,7 @@ def build_sentence(totals: Sequence[Total], rows: dict[str, Pair], phases: Seque
         if step.change is Change.SAME:
             parts.append(f"B's steps take as long as A's ({numbers}, {noise})")
         elif step.change is Change.UNCLEAR:
-            parts.append(f"whether B's steps take longer cannot be told ({numbers}, {noise})")
+            parts.append(f"it is unclear whether B's steps take longer ({numbers}, {noise})")
         else:
             said = f"B takes {abs((step.ratio or 0.0) - 1):.0%} {step.change} time per step ({numbers})"
             parts.append(said + _describe_reasons(step.change, step.difference or 0.0, rows, phases))
@@ -292,7 +292,7 @@ def pair_traces(a: Side, b: Side) -> dict[str, Any]:
 
 ONE_START = (
     "one start of each: what differs from start to start (clock speeds, neighbors, placement) is not in the noise bands; "
-    "repeat both, alternating, before a small difference is believed"
+    "repeat both, alternating, before you trust a small difference"
 )
 
 
@@ -354,7 +354,7 @@ def _collect_notes(a: Facts, b: Facts, totals: tuple[Total, ...]) -> list[str]:
     notes = [describe_load(name, load) for name, load in _find_loads(a, b, totals).items()]
     if not (a.plan and b.plan):
         notes.append(
-            "model and batch are known of runs of this trainer only: whether both did the same work is for you to say"
+            "model and batch are known only for runs of this trainer: check yourself that both did the same work"
         )
     devices = [facts.critical.time.device or "CPU" for facts in (a, b) if facts.critical]
     if len(set(devices)) > 1:
@@ -370,9 +370,7 @@ def _collect_notes(a: Facts, b: Facts, totals: tuple[Total, ...]) -> list[str]:
         notes.append("memory is what tensors on the CPU took, not a GPU's allocator")
     unclear = [total for total in totals if total.pair.change is Change.UNCLEAR]
     if any(total.unit == "ms" and total.pair.band for total in unclear):
-        notes.append(
-            "steps vary so much that whole runs cannot be told apart: what seems to change in single rows may be the machine"
-        )
+        notes.append("steps vary too much to distinguish the runs: changes in single rows may come from the machine")
     elif unclear:
-        notes.append("few steps were seen: a longer run or a longer window would tell more")
+        notes.append("few steps were seen: use a longer run or a longer window")
     return [*notes, ONE_START] if any(total.unit == "ms" for total in totals) else notes

@@ -46,7 +46,7 @@ def describe_load(name: str, load: CoreShortage) -> str:
     """'A was measured on a busy machine: ...; measure it again on a quiet one'."""
     found = f"{name} was measured on a busy machine: "
     if load.wait_ms is None:
-        found += f"rank {load.rank} lost its cores again and again"
+        found += f"rank {load.rank} was preempted repeatedly"
     else:
         waited = f"{significant(load.wait_ms)} of {significant(load.step_ms)} ms per {load.kind} step"
         found += f"rank {load.rank} waited for a CPU core for {waited}"

@@ -71,11 +71,11 @@ def _judge(a: Run, b: Run, iteration: int, losses: tuple[float, float], norms: t
     much = f"step {iteration:,} differs in {told}, where rounding in {precision} makes {rounding}"
     if _drops(a) and (a.plan["args"].get("parallel"), a.world_size) != (b.plan["args"].get("parallel"), b.world_size):
         return (
-            f"{much}: dropout draws other masks on another layout; --hidden-dropout 0 --attention-dropout 0 tells more",
+            f"{much}: dropout draws other masks on another layout; --hidden-dropout 0 --attention-dropout 0 for a precise comparison",
             False,
         )
     if iteration != 1:
-        return f"{much}; only runs from their first step on tell rounding from an error", False
+        return f"{much}; only runs compared from their first step can distinguish rounding from an error", False
     return f"{much}: one of them computes something else", True
 
 

@@ -177,7 +177,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {  # "by NAME" in the tables
     "sums": lambda found, name: [
         (
             found["acc"] + found["kind"],
-            f"{WORDS['accumulators'][found['acc']]} on the CUDA cores: the tensor cores stand idle",
+            f"{WORDS['accumulators'][found['acc']]} on the CUDA cores: the tensor cores are idle",
         )
     ],
     "flash tile": lambda found, name: [

@@ -165,13 +165,13 @@ def in_words(name: str) -> list[str]:
     for part in kernel.parts:
         lines.append(f"  {part.text:<{width}}  {part.field}: {part.meaning}{' (*)' if part.inferred else ''}")
     if any(part.inferred for part in kernel.parts):
-        lines.append("(*) inferred: seen in use, documented by nobody.")
+        lines.append("(*) inferred from use: not documented.")
     if kernel.role in MATRIX_ROLES:
         precision = kernel.precision.replace("/", " or ")
         told = {
             TensorCores.YES: f"yes{f', with {precision} operands' if precision else ''}",
-            TensorCores.UNKNOWN: "the name does not say",
-            TensorCores.NOT_APPLICABLE: "of no use to it",
+            TensorCores.UNKNOWN: "unknown from the name",
+            TensorCores.NOT_APPLICABLE: "not applicable",
             TensorCores.NO: f"no ({kernel.why_not}){WORDS['remedies'].get(kernel.why_not, '')}",
         }
         lines.append(f"Tensor cores: {told[kernel.tensor_cores]}.")

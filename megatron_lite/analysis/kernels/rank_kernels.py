@@ -187,7 +187,7 @@ def _describe_gaps(
         notes.append(f"no {peakless} peak of {time.device} is known, so no share of it is given")
     attention = [one.kernel for one in matrix if one.work.role is Role.ATTENTION]
     if time.on_gpu and any(not kernel or kernel.causal is None for kernel in attention):
-        notes.append("attention's names do not say whether they skip what a causal mask hides: all scores are counted")
+        notes.append("kernel names of attention do not show whether they skip masked scores: all scores are counted")
     return tuple(notes)
 
 

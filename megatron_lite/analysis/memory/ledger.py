@@ -82,6 +82,6 @@ def _compute_formulas(plan: Plan, rank: int | None) -> dict[str, tuple[str, int]
     words = f"{kept}, {sizes.attention} attention, {of_micro_batch}"
     found["activations"] = words, activation_bytes(sizes, stage, micro_batches, recomputed)
     if stage.is_last:
-        words = f"{element} bytes x {count(sizes.tokens)} tokens x {count(ours.padded_vocab_size)} words"
-        found["logits and loss"] = f"{words}, and what the loss works with", logits_bytes(sizes)
+        words = f"{element} bytes x {count(sizes.tokens)} tokens x {count(ours.padded_vocab_size)} entries"
+        found["logits and loss"] = f"{words}, and the loss's working memory", logits_bytes(sizes)
     return found

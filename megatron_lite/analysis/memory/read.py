@@ -87,7 +87,7 @@ class SnapshotReader:
             steps.append(StepMemory(name, *map(int, figures)))
         notes = [*record.notes, *_describe_limits(record, unknown, complete, len(steps)), *unreplayed]
         if guessed and layers:
-            notes.append("layers are told apart by the order in which equal stacks allocate")
+            notes.append("layers are distinguished by the order in which equal stacks allocate")
         rank, times = RANK_IN_NAME.search(source), np.append(0, record.time_us)
         return Snapshot(
             source=source,
@@ -268,16 +268,16 @@ class SnapshotReader:
 def _describe_limits(record: Record, unknown: int, complete: bool, steps: int) -> Iterator[str]:
     if not len(record):
         yield (
-            "no history was recorded: this is the state at the moment of the dump, no peak; call "
+            "no history was recorded: this is the state at the moment of the dump, not the peak; call "
             "torch.cuda.memory._record_memory_history first"
         )
         return
     if not record.timed:
-        yield "the file has no times: moments are counted in events"
+        yield "the file has no timestamps: time is counted in events"
     if not complete:
         yield (
-            f"{size(unknown)} of the peak were there before the record began and nothing says what for: record from "
-            "before the model is made"
+            f"{size(unknown)} of the peak was allocated before recording began, for an unknown purpose: start "
+            "recording before the model is created"
         )
     if steps < MIN_STEPS:
         yield f"growth from step to step needs {counted(MIN_STEPS, 'step')}; the record holds {steps}"

@@ -39,7 +39,7 @@ def _unpack(path: Path, packing: str) -> bytes:
         while chunk := file.read(CHUNK):
             content += chunk
             if len(content) > limit:
-                raise CannotUnpackError(f"unpacks to more than {size(limit)}, which its size does not explain")
+                raise CannotUnpackError(f"unpacks to more than {size(limit)}, far more than a file of its size should")
     return bytes(content)
 
 

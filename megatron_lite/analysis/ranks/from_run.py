@@ -16,9 +16,9 @@ from megatron_lite.units import significant
 
 # where a rank's own time is known: it waits for no other, or the waiting can be taken off
 OWN = (Phase.DATA.value, Phase.FORWARD.value, Phase.BACKWARD.value, Phase.OPTIMIZER_STEP.value)
-BUSY = "who is late is not said: ranks waited for CPU cores (busy-machine), and wait for each other by chance"
-OTHER_STAGES = "who is late is not said of traces: stages of a pipeline have different work"
-NO_WAITS = "ranks are compared by each one's own medians of steps.jsonl; who waits in collectives only traces of all ranks show"
+BUSY = "late ranks are not named: ranks waited for CPU cores (busy-machine), and so waited for each other by chance"
+OTHER_STAGES = "late ranks are not named from traces: stages of a pipeline have different work"
+NO_WAITS = "ranks are compared by the medians of their own steps.jsonl; waiting in collectives is visible only in traces of all ranks"
 
 
 DIMENSIONS = ("tensor", "context", "data", "pipeline")
@@ -116,7 +116,7 @@ def only_lasting(ranks: Ranks, run: Run) -> Ranks:
         return ranks
     note = (
         f"in the profiled steps the others wait {significant(late.caused_wait_ms)} ms per step for rank {late.rank}; in the "
-        "ordinary ones its own work takes no longer (steps.jsonl): the recording or a moment's load, no straggler"
+        "typical ones its own work takes no longer (steps.jsonl): caused by profiling or a temporary load, not a straggler"
     )
     return replace(ranks, straggler=None, notes=(*ranks.notes, note))
 

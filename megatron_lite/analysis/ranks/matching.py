@@ -67,7 +67,7 @@ def match(
                 groups.append(Group(np.array(list(members)), call))
                 continue
             why = "the ranks' traces hold different collectives"
-        notes.append(f"{label}: {why}, so that starts are not compared")
+        notes.append(f"{label}: {why}, so starts are not compared")
     return groups, notes
 
 
@@ -195,16 +195,16 @@ def align_clocks(
         wrong = (np.abs(off) > OFF_NS) & (np.abs(off) > NOISE * np.nan_to_num(spreads))
     if not wrong.any():
         aligned = bool(np.abs(off).max() <= OFF_NS)
-        doubt = "the ranks' collectives do not end together, so that their clocks may differ: waits are uncertain"
+        doubt = "the ranks' collectives do not end together, so their clocks may differ: waits are uncertain"
         return Clocks(start, aligned, () if aligned else (doubt,))
-    note = "the traces name no common clock: they are laid over each other by the ends of collectives"
+    note = "the traces name no common clock: they are aligned at the ends of collectives"
     if named:
         corrected = {hosts[at] or f"rank {at}": off[at] for at in np.flatnonzero(wrong).tolist()}
         told = ", ".join(
             f"{name} by {significant(by / 1e6, signed=True)} ms" for name, by in list(corrected.items())[:MAX_NAMED]
         )
         more = f" and {len(corrected) - MAX_NAMED} more" if len(corrected) > MAX_NAMED else ""
-        note = f"clocks differ, and were set right by the ends of collectives: {told}{more}"
+        note = f"clocks differ, and were aligned at the ends of collectives: {told}{more}"
     return Clocks(tuple(int(at - by) if bad else at for at, by, bad in zip(start, off, wrong)), True, (note,))
 
 

@@ -82,8 +82,8 @@ def _choose_traces(seen: Sequence[RankFacts]) -> tuple[Sequence[RankFacts], list
     known, notes = [one for one in seen if one.time.rank is not None], []
     unknown = len(seen) - len(known)
     if not known and unknown > 1:
-        only = f"only {seen[0].trace.source} is looked at"
-        notes.append(f"{unknown} traces do not say which rank they are of: {only}")
+        only = f"only {seen[0].trace.source} is read"
+        notes.append(f"{unknown} traces do not name their rank: {only}")
     if not known:
         return seen[:1], notes
     if unknown:

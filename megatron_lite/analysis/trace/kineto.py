@@ -339,7 +339,7 @@ def read_kineto(
     if collected.until_ns is not None:
         seconds, of_all = ((end - first_ns) / 1e9 for end in (collected.until_ns, collected.last_ns))
         notes.append(
-            f"{path.name}: more than {collected.max_events:,} events; what ends in its first {significant(seconds)} of {significant(of_all)} s was read, "
+            f"{path.name}: more than {collected.max_events:,} events; what ends within its first {significant(seconds)} of {significant(of_all)} s was read, "
             "the rest left out; a window of fewer steps (--profile-step-end) is read whole"
         )
     names = tuple(collected.names)
@@ -355,7 +355,7 @@ def read_kineto(
     events, mended = build_events(columns)
     header = chunks.header
     diagnostics = read_warnings(header)
-    said = [f'the profiler says: "{text}"' for text in diagnostics]
+    said = [f'the profiler reports: "{text}"' for text in diagnostics]
     damage += [text for text in said if tells_of_loss(text)]
     notes += said
     facts = read_header(header, path, first_ns)

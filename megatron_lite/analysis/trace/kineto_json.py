@@ -232,7 +232,7 @@ class Chunks:
             left = self._text.lstrip(_BLANK)
             place = self._at + len(self._text) - len(left)
             where = f"in the event at byte {place:,}" if left else f"after byte {place:,}"
-            self.damage = f"the JSON breaks off {where}; what stands before it was read"
+            self.damage = f"the JSON breaks off {where}; what precedes it was read"
         elif self.damage is None and self._unreadable:
             self.damage = f"events that cannot be read: {self._unreadable:,}, left out"
 
@@ -264,7 +264,7 @@ class Chunks:
                         pieces.append(before.decompress(zipped[at : at + _SMALL_BYTES]))
                 text = b"".join(pieces)
                 where = f"after {read + len(text):,} bytes of text"
-                self.damage = f"the gzip data is damaged {where}; what stands before it was read"
+                self.damage = f"the gzip data is damaged {where}; what precedes it was read"
                 yield text
                 return
             read += len(text)
@@ -280,7 +280,7 @@ class Chunks:
                     return
                 file.seek(-len(left), 1)
         if not stream.eof:
-            self.damage = f"the gzip file ends early, after {read:,} bytes of text; what stands before it was read"
+            self.damage = f"the gzip file ends early, after {read:,} bytes of text; what precedes it was read"
 
     def _find_array(self, blocks: Iterator[bytes]) -> None:
         """Stand at the first event."""

@@ -179,8 +179,8 @@ def _read_processes(path: Path, tables: _Tables) -> tuple[Trace, ...]:
         events, thread_ids, first, notes = _build_events({key: one[process == pid] for key, one in columns.items()})
         mark = _OUR_MARK.match(marks.get(pid, ""))
         told = tuple(text for owner, text in diagnostics if owner in (pid, None))
-        damage = tuple(f'nsys says: "{text}"' for text in told if tells_of_loss(text))
-        notes += [f'nsys says: "{text}"' for text in told]
+        damage = tuple(f'nsys reports: "{text}"' for text in told if tells_of_loss(text))
+        notes += [f'nsys reports: "{text}"' for text in told]
         notes += _describe_whole_graphs(events, tuple(names))
         traces.append(Trace(
             source=f"{path.name} (process {pid})", writer="nsys", rank=int(mark[1]) if mark else None,

@@ -46,7 +46,7 @@ def split_processes(trace: Trace) -> tuple[Trace, ...]:
     own_names = [names[number] for number in found]
     owners = _find_owners(trace, pid, names, found)
     if owners is None:
-        who = f"the file holds {len(found)} processes, whose work on devices cannot be told apart"
+        who = f"the file holds {len(found)} processes, whose device work cannot be separated"
         return (replace(trace, notes=(*trace.notes, who), damage=(*trace.damage, who)),)
     ranks = find_ranks(own_names)
     return tuple(_take_process(trace, owners, number, own_names, ranks[number]) for number in range(len(found)))
@@ -111,9 +111,7 @@ def _find_owners(trace: Trace, pid: Integers, names: list[str], found: list[int]
     if len(groups) == len(found) and (chosen == UNKNOWN).any():
         # by order: the first process of a machine drives its first device
         chosen[chosen == UNKNOWN] = np.setdiff1d(np.arange(len(found)), chosen)
-        doubt = (
-            "work of devices is given to processes in the order of their ids: the launch calls of several fit it alike"
-        )
+        doubt = "device work is assigned to processes in the order of their ids: the launch calls of several match it equally well"
     if (chosen != UNKNOWN).all():
         for rows, number in zip(groups, chosen.tolist()):
             process[rows] = number
@@ -164,7 +162,7 @@ def _tell_apart_by_call(process: Integers, rows: Integers, fits: NDArray[np.bool
     one = fits[:, rows].sum(axis=0) == 1
     told = rows[one]
     process[told] = fits[:, told].argmax(axis=0)
-    doubt = "work of several processes stands under one device's id: what overlaps on a stream was cut"
+    doubt = "several processes share one device id: work that overlaps on a stream was cut"
     return Owners(process, doubt) if one[work[rows]].mean() >= MIN_TOLD_APART else None
 
 
@@ -199,4 +197,4 @@ def _find_mixed_steps(trace: Trace) -> Iterator[str]:
     overlaps = same & (events.start_ns[rows][1:] < events.end_ns[rows][:-1])
     if overlaps.any():
         name = trace.name_of(rows[1:][overlaps][0])
-        yield f"several processes stand under one process id ({name} overlaps itself), and cannot be told apart"
+        yield f"several processes share one process id ({name} overlaps itself), and cannot be separated"

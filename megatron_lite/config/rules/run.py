@@ -34,7 +34,7 @@ def rank_rules(args: Args, world: World) -> Iterator[str]:
             "a group per node is usual."
         )
     if p.use_distributed_optimizer and p.use_torch_fsdp2:
-        yield "--use-distributed-optimizer and --use-torch-fsdp2 exclude each other; keep the latter to share out weights too."
+        yield "--use-distributed-optimizer and --use-torch-fsdp2 exclude each other; keep the latter to shard weights too."
     if p.distributed_backend == "nccl" and not world.gpus:
         yield "--distributed-backend nccl needs a GPU and this machine shows none; drop it, or give gloo for CPUs."
     elif world.gpus and world.local_size > world.gpus:
@@ -114,7 +114,7 @@ def _check_pipeline_parallel(args: Args, world: World) -> Iterator[str]:
     counts = count_stage_layers(p, layers)
     if sum(counts) != layers or min(counts) < 1:
         left = f" without the {sum(given.values())} of {' and '.join(given)}" if given else ""
-        yield f"{name}: --num-layers {layers}{left} cannot be shared out evenly; change one of them."
+        yield f"{name}: --num-layers {layers}{left} cannot be split evenly; change one of them."
         return
     of_layers, of_chunks = p.num_layers_per_virtual_pipeline_stage, p.num_virtual_stages_per_pipeline_rank
     chunks, each = count_chunks(p, layers), f"--num-layers-per-virtual-pipeline-stage {of_layers}"
@@ -137,7 +137,7 @@ def _check_pipeline_parallel(args: Args, world: World) -> Iterator[str]:
     splits = {
         "--use-distributed-optimizer": (
             p.use_distributed_optimizer,
-            "gradients that are shared out are complete in backward only",
+            "sharded gradients are complete only in backward",
         ),
         "--torch-compile layers": (args.training.torch_compile == "layers", "a compiled layer's backward is one piece"),
         "--num-virtual-stages-per-pipeline-rank": (
