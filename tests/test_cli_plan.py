@@ -267,8 +267,6 @@ def test_bad_flags_get_the_trainers_own_lines(capsys):
         (["--exact", "--snapshot", "no/x", *argv()],
          "--snapshot no/x: cannot be written (No such file or directory); name another file."),
         (["--json", "no/x", *argv()], "--json no/x: cannot be written (No such file or directory); name another file."),
-        ([*argv(), "--gpu", "H200"],
-         "megatron-lite plan --gpu: comes after flags of the trainer; put the options of plan before them."),
     ],
 )  # fmt: skip
 def test_mistakes_are_one_line(words, line, capsys):

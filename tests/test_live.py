@@ -213,8 +213,8 @@ def test_a_folder_without_a_run_is_waited_for(tmp_path, hasty, capsys):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["nowhere"], "megatron-lite live nowhere: no such folder; give the --run-dir of a run"),
-        ([".", "--once"], ".: no run of megatron_lite can be read here"),
+        (["nowhere"], "megatron-lite live nowhere: no such folder; name the folder that holds the run's run.json"),
+        ([".", "--once"], "megatron-lite live .: no run has begun there (run.json is missing)"),
         ([".", "--silence", "nan"], "--silence nan: must be above 0"),
     ],
 )

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import shlex
 import sys
 import time
 from pathlib import Path
@@ -81,7 +82,12 @@ def run(argv: list[str]) -> int:
     options = parser.parse_args(argv)
     folder = Path(options.run)
     if not folder.is_dir():
-        raise UserError(f"megatron-lite live {folder}: no such folder; give the --run-dir of a run.")
+        raise UserError(f"megatron-lite live {folder}: {_explain_no_folder(folder)}.")
+    if not (folder / RUN_FILE).exists() and (runs := _find_runs(folder)):
+        raise UserError(f"megatron-lite live {folder}: no run itself; it holds {_name_runs(runs)}.")
+    if options.once and not any((folder / name).exists() for name in (RUN_FILE, STEPS_FILE)):
+        waits = "without --once, live waits until one begins there"
+        raise UserError(f"megatron-lite live {folder}: no run has begun there ({RUN_FILE} is missing); {waits}.")
     if not options.silence > 0:
         raise UserError(f"--silence {options.silence:g}: must be above 0.")
     with contextlib.suppress(AttributeError):  # of a notebook's stream
@@ -101,6 +107,34 @@ def run(argv: list[str]) -> int:
     )
     print_lines([f"live: {end}"])
     return code
+
+
+MAX_DEPTH, MAX_RUNS_NAMED = 2, 3
+
+
+def _find_runs(folder: Path) -> list[Path]:
+    """Folders of runs that lie within it, the newest first."""
+    found: list[tuple[float, Path]] = []
+    for depth in range(1, MAX_DEPTH + 1):
+        for file in folder.glob("/".join(["*"] * depth + [RUN_FILE])):
+            with contextlib.suppress(OSError):
+                found.append((file.stat().st_mtime, file.parent))
+    return [path for _, path in sorted(found, reverse=True)]
+
+
+def _name_runs(runs: list[Path]) -> str:
+    named = ", ".join(map(str, runs[:MAX_RUNS_NAMED]))
+    more = f" and {len(runs) - MAX_RUNS_NAMED} more" if len(runs) > MAX_RUNS_NAMED else ""
+    return f"{named}{more}, newest first: megatron-lite live {shlex.quote(str(runs[0]))} follows it"
+
+
+def _explain_no_folder(path: Path) -> str:
+    if path.exists():
+        return f"a file; a run is a folder with {RUN_FILE}: megatron-lite live {shlex.quote(str(path.parent))} follows that"
+    runs = _find_runs(path.parent) if path.parent.is_dir() else []
+    if runs:
+        return f"no such folder; {path.parent} holds {_name_runs(runs)}"
+    return f"no such folder; name the folder that holds the run's {RUN_FILE}, which the run prints at its end"
 
 
 def _follow(follower: Follower, folder: Path, silence_s: float) -> int:

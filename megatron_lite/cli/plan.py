@@ -21,7 +21,7 @@ from megatron_lite.config.environment import hints
 from megatron_lite.config.machine import read_machine
 from megatron_lite.config.plan import Plan, list_stage_kinds, plan_stages
 from megatron_lite.errors import ConfigError, UserError
-from megatron_lite.estimate.hardware import Processor, cublas_workspace_bytes, find_processor
+from megatron_lite.estimate.hardware import Processor, cublas_workspace_bytes, find_processor, find_processors
 from megatron_lite.estimate.inference import CACHE_BYTES, InferencePrediction, predict_inference
 from megatron_lite.estimate.memory import predict_memory
 from megatron_lite.estimate.model_size import count_parameter_parts, step_flops
@@ -88,14 +88,14 @@ def run(argv: list[str]):
         print_lines(check_lines(found, report))
 
 
-# --- its options, which stand before the trainer's flags or the launch script
+# --- its options
 
 
 def _read_options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """(plan's own options, the rest: flags of the trainer, or a script and its arguments). UserError for a mistake."""
     parser = _parser()
     options, rest = split_options(parser, argv)
-    _check(options, rest, {name for action in parser._actions for name in action.option_strings} - {"-h", "--help"})
+    _check(options, rest)
     return options, rest
 
 
@@ -130,7 +130,7 @@ def _parser() -> Parser:
     return parser
 
 
-def _check(options: argparse.Namespace, rest: list[str], ours: set[str]):
+def _check(options: argparse.Namespace, rest: list[str]):
     if not rest:
         nothing = "no launch command; give SCRIPT.sh with its arguments, or the trainer's flags."
         raise UserError(f"megatron-lite plan: {nothing}")
@@ -139,17 +139,15 @@ def _check(options: argparse.Namespace, rest: list[str], ours: set[str]):
         if not before and flags and not flags[0].startswith("-"):
             none = "no script that ends in .sh, no command with pretrain_gpt.py, no flag of the trainer"
             raise UserError(f"megatron-lite plan {flags[0]}: {none}; check it.")
-        late = next((word for word in flags if word.partition("=")[0] in ours), None)  # no name is in both
-        if late:
-            behind = "comes after flags of the trainer; put the options of plan before them."
-            raise UserError(f"megatron-lite plan {late}: {behind}")
     for name in ("gpus", "network", "tokens", "batch", "context"):
         value = getattr(options, name)
         if value is not None and not 1 <= value < float("inf"):
             raise UserError(f"--{name} {value:g}: must be at least 1.")
     if options.margin is not None and not 0 <= options.margin < 1:
         raise UserError(f"--margin {options.margin:g}: must be at least 0 and below 1; 0.08 is usual.")
-    if options.search and (len(options.gpu or []) != 1 or options.exact or options.inference or options.fit):
+    if options.search and (
+        len(find_processors(options.gpu or [])) != 1 or options.exact or options.inference or options.fit
+    ):
         raise UserError("--search: needs one --gpu NAME, and neither --exact, --fit nor --inference; change that.")
     for name, needed in (("snapshot", "exact"), ("batch", "inference"), ("context", "inference")):
         if getattr(options, name) and not getattr(options, needed):
@@ -161,8 +159,8 @@ def _check(options: argparse.Namespace, rest: list[str], ours: set[str]):
 
 def _list_processors(options: argparse.Namespace) -> list[Processor]:
     """Those named; the one to fit into counts as named."""
-    names = [*(options.gpu or []), *([options.fit] if options.fit else [])]
-    found = list({one.name: one for one in map(find_processor, names)}.values())
+    named = [*find_processors(options.gpu or []), *([find_processor(options.fit)] if options.fit else [])]
+    found = list({one.name: one for one in named}.values())
     if options.network:
         found = [dataclasses.replace(one, network_gb_s=options.network / 8) for one in found]
     return found

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from megatron_lite.cli.late_options import take_late_options
 from megatron_lite.cli.launcher import Launch, Ranks, begins_command, find_launch, split_at_trainer
 from megatron_lite.cli.left_out import explain_empty_values
 from megatron_lite.cli.parser import Parser
@@ -47,7 +48,7 @@ def is_script(word: str) -> bool:
 
 
 def split_options(parser: Parser, argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """(a command's own options, which come first; the rest: flags of the trainer, or a launch command or script)."""
+    """(a command's own options; the rest: flags of the trainer, or a launch command or script with its arguments)."""
     actions = {name: action for action in parser._actions for name in action.option_strings}
     at = 0
     while at < len(argv):  # up to the first word that is none of ours
@@ -63,7 +64,8 @@ def split_options(parser: Parser, argv: list[str]) -> tuple[argparse.Namespace, 
             at, many = at + 1, many - 1
     rest = argv[at + 1 :] if argv[at : at + 1] == [END] else argv[at:]
     rest = rest[1:] if rest[:1] and rest[0] in SHELLS else rest
-    return parser.parse_args(argv[:at]), rest
+    late, rest = take_late_options(rest, actions, is_script(rest[0])) if rest else ([], [])
+    return parser.parse_args([*argv[:at], *late]), rest
 
 
 def planned_run(words: list[str], gpus: int | None, launch_number: int = 1) -> PlannedRun:
@@ -90,7 +92,12 @@ def planned_run(words: list[str], gpus: int | None, launch_number: int = 1) -> P
     try:
         return _plan_launch(launch, world, words[0], gpus)
     except ConfigError as error:
-        raise ConfigError(explain_empty_values(error.lines, launch.left_out, launch.text, words[0])) from None
+        lines = explain_empty_values(error.lines, launch.left_out, launch.text, words[0])
+        if is_script(words[0]):
+            from megatron_lite.cli.changed_flags import explain_change
+
+            lines += explain_change(words, lines, gpus, min(gpus, GPUS_PER_NODE) if gpus else None)
+        raise ConfigError(lines) from None
 
 
 def _plan_launch(launch: Launch, world: World, script: str, gpus: int | None) -> PlannedRun:

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from megatron_lite.terminal import print_lines
 from megatron_lite.variables import WATCH, prepend_python_path
 
 BOOTSTRAP = Path(__file__).parents[1] / "watch" / "bootstrap"  # what Python runs first in processes of the command
+END = "--"  # of the options: what follows is the command
 SIGNALED = 128  # plus the signal's number: exit codes, as shells give them
 
 
@@ -28,14 +30,15 @@ def run(argv: list[str]) -> int:
         "and a torch.optim optimizer's step(). Times the phases of every step, profiles some steps on all ranks, and reports why they "
         "take so long.",
     )
-    parser.usage = "megatron-lite watch [OPTIONS] -- COMMAND ..."
+    parser.usage = "megatron-lite watch [OPTIONS] [--] COMMAND ..."
     add = parser.add_argument
     add("--steps", default="10:16", metavar="A:B", help="profile steps A to B-1, counted from 1 [10:16]")
     add("--memory", action="store_true", help="also record a memory snapshot of these steps")
     add("--run-dir", metavar="FOLDER", help="folder of the recording [watched/TIME]")
     add("--no-report", action="store_true", help="record only, without a report")
-    at = argv.index("--") if "--" in argv else len(argv)
-    options, command = parser.parse_args(argv[:at]), argv[at + 1 :]
+    at = _find_command(parser, argv)
+    options, command = parser.parse_args(argv[:at]), argv[at:]
+    command = command[1:] if command[:1] == [END] else command
     if not command:
         raise UserError("megatron-lite watch: no command; megatron-lite watch -- python train.py runs and watches it.")
     bounds = re.fullmatch(r"(\d{1,9}):(\d{1,9})", options.steps)
@@ -62,12 +65,35 @@ def run(argv: list[str]) -> int:
     return code
 
 
+def _find_command(parser: Parser, argv: list[str]) -> int:
+    """Where the options of watch end: at --, or at the first word that is neither an option nor its value."""
+    actions = {name: action for action in parser._actions for name in action.option_strings}
+    at = 0
+    while at < len(argv) and argv[at].startswith("-") and argv[at] != END:
+        name, equals, _ = argv[at].partition("=")
+        has_value = name in actions and actions[name].nargs is None and not equals
+        at += 2 if has_value else 1
+    return min(at, len(argv))
+
+
+def _advise(program: str) -> str:
+    """What to do about a command that cannot be run: a script needs the program that reads it."""
+    python = "python" if shutil.which("python") else "python3"
+    interpreter = {".py": python, ".sh": "bash"}.get(Path(program).suffix)
+    if interpreter is None:
+        return "check its name"
+    if not Path(program).is_file():
+        return "there is no such script; check its path"
+    return f"megatron-lite watch -- {interpreter} {program} runs and watches it"
+
+
 def _run_to_its_end(command: list[str], environment: dict[str, str]) -> int:
     """Its exit code. Ctrl-C reaches the command, whose end is waited for."""
     try:
         process = subprocess.Popen(command, env=environment)
     except OSError as error:
-        raise UserError(f"megatron-lite watch: {command[0]} cannot be run ({error.strerror}).") from None
+        why = f"cannot be run ({error.strerror}); {_advise(command[0])}."
+        raise UserError(f"megatron-lite watch: {command[0]} {why}") from None
     kept = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         code = process.wait()

@@ -1,0 +1,68 @@
+"""Options of a command that stand behind the launch script or the trainer's flags, where people like to add them."""
+
+import argparse
+import re
+from pathlib import Path
+
+from megatron_lite.cli.launcher import split_at_trainer
+from megatron_lite.estimate.hardware import count_words_of_name
+
+END = "--"
+MAX_SCRIPT_BYTES = 1 << 20
+ONE_WORD_EACH = (None, 1)
+
+
+def take_late_options(
+    words: list[str], actions: dict[str, argparse.Action], of_script: bool
+) -> tuple[list[str], list[str]]:
+    """(the command's options among the words, with their values; the other words).
+
+    An option that the script names itself is the script's. Words before the trainer's own, such as srun's, are left alone.
+
+    Args:
+        words: A script and its arguments, a launch command, or flags of the trainer; no option is a flag of the trainer.
+        actions: The options of the command by their names.
+        of_script: Whether the first word is a script.
+    """
+    split = None if of_script else split_at_trainer(words)
+    behind = words[1:] if of_script else split[1] if split else words
+    before = words[: len(words) - len(behind)]
+    text = _read_script(words[0]) if of_script else ""
+    own = {name: one for name, one in actions.items() if name.startswith(END) and one.dest not in ("help", "version")}
+    options: list[str] = []
+    rest: list[str] = []
+    at = 0
+    while at < len(behind):
+        name, equals, _ = behind[at].partition("=")
+        if name not in own or re.search(rf"(?<![\w-]){re.escape(name)}(?![\w-])", text):
+            rest.append(behind[at])
+            at += 1
+            continue
+        number = 1 if equals else 1 + _count_values(own[name], behind[at + 1 :])
+        options += behind[at : at + number]
+        at += number
+    if options and rest[-1:] == [END]:
+        # nothing is left behind it
+        rest.pop()
+    return options, [*before, *rest]
+
+
+def _count_values(action: argparse.Action, words: list[str]) -> int:
+    """How many of the words are the option's."""
+    if action.nargs == 0:
+        return 0
+    if action.nargs in ONE_WORD_EACH or not words:
+        return min(1, len(words))
+    # several names of GPUs: what is none is an argument of the script
+    number = max(1, count_words_of_name(words))
+    while number < len(words) and (more := count_words_of_name(words[number:])):
+        number += more
+    return number
+
+
+def _read_script(path: str) -> str:
+    try:
+        with open(Path(path), encoding="utf-8", errors="replace") as file:
+            return file.read(MAX_SCRIPT_BYTES)
+    except OSError:
+        return ""

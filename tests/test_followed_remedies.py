@@ -1,0 +1,139 @@
+"""What a message advises works: each test makes a mistake, does what the message says, and the command goes on."""
+
+import json
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+from command_lines import argv
+
+from megatron_lite.cli.main import main
+from megatron_lite.estimate.hardware import PROCESSORS, find_processors
+
+ROOT = Path(__file__).parents[1]
+README_SCRIPT = ROOT / "examples" / "gpt3" / "train_gpt3_857m_distributed.sh"
+WORDS = ["CKPT", "TB", "VOCAB", "MERGES", "DATA"]
+END = re.compile(r"\.$| (?:runs|follows|shows|reads|writes) .*")  # of a command that a sentence names
+
+
+@pytest.fixture(autouse=True)
+def in_an_empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def fail(capfd, *words: object) -> str:
+    """What the command says when it refuses."""
+    assert main([str(word) for word in words]) == 2
+    said = capfd.readouterr().err
+    assert said.startswith("error: ") and "Traceback" not in said
+    return said
+
+
+def follow(said: str) -> list[str]:
+    """The command that a message names last, as a shell would take it."""
+    named = said.strip().splitlines()[-1].rpartition("megatron-lite ")[2]
+    assert named, said
+    return shlex.split(END.sub("", named))
+
+
+def succeed(capfd, *words: object) -> str:
+    code = main([str(word) for word in words])
+    printed = capfd.readouterr()
+    assert code == 0, printed.err
+    return printed.out
+
+
+# --- plan
+
+
+@pytest.mark.parametrize("words", [[*WORDS, "--gpu", "H100"], ["--gpu", "H100", *WORDS], [*WORDS, "--", "--gpu=H100"]])
+def test_options_of_plan_work_behind_a_script(capfd, words):
+    first = succeed(capfd, "plan", "--gpu", "H100", README_SCRIPT, *WORDS)
+    assert succeed(capfd, "plan", README_SCRIPT, *words) == first and "fits in one H100" in first
+
+
+def test_options_of_plan_work_behind_flags_of_the_trainer(capfd):
+    first = succeed(capfd, "plan", "--gpu", "H200", "T4", "--", *argv())
+    assert succeed(capfd, "plan", *argv(), "--gpu", "H200", "T4") == first
+
+
+def test_an_option_that_the_script_has_itself_is_the_script_s(capfd):
+    flags = shlex.join(argv())
+    Path("own.sh").write_text(f'test "$1" = --gpus && torchrun --nproc_per_node "$2" pretrain_gpt.py {flags}\n')
+    assert "2 GPUs" in succeed(capfd, "plan", "own.sh", "--gpus", "2")
+
+
+def test_a_batch_that_does_not_divide_is_changed_as_the_message_says(capfd):
+    said = fail(capfd, "plan", "--gpus", "8", README_SCRIPT, *WORDS)
+    assert "try 32" in said
+    assert "8 GPUs, batch 32 = " in succeed(capfd, *follow(said))
+
+
+@pytest.mark.parametrize(("passes_on", "advised"), [('"$@"', "--global-batch-size 32"), ("", "write --global-batch")])
+def test_a_script_of_ones_own_is_changed_in_the_way_that_it_allows(capfd, passes_on, advised):
+    flags = shlex.join(argv("--micro-batch-size 4 --global-batch-size 16"))
+    Path("mine.sh").write_text(f"torchrun --nproc_per_node 8 pretrain_gpt.py {flags} {passes_on}\n")
+    said = fail(capfd, "plan", "mine.sh")
+    assert advised in said
+    if passes_on:
+        assert "batch 32 = 4 x 8 x 1" in succeed(capfd, *follow(said))
+
+
+def test_every_gpu_that_the_message_lists_is_taken(capfd):
+    said = fail(capfd, "plan", "--gpu", "NOPE", *argv())
+    names = said.strip().removesuffix(".").partition("take one of ")[2].split(", ")
+    assert len(names) > 20
+    for name in names:
+        [found] = find_processors(name.split())
+        assert found.name.startswith(name)
+    assert [one.name for one in find_processors(["H100", "SXM", "80", "GB", "T4", "A100", "PCIe", "40", "GB", "H200"])] == [
+        "H100 SXM 80 GB", "T4", "A100 PCIe 40 GB", "H200",
+    ]  # fmt: skip
+
+
+def test_the_beginning_of_a_model_s_name_is_enough():
+    models = {word for one in PROCESSORS if one.memory_gib for word in one.name.split()[:1]}
+    assert "MI300X" in models
+    assert [one.name for one in find_processors(["MI300", "h100", "A100"])] == [
+        "MI300X",
+        "H100 SXM 80 GB",
+        "A100 SXM 80 GB",
+    ]
+
+
+# --- watch
+
+
+def test_watch_takes_a_command_without_dashes(capfd):
+    Path("x.py").write_text("import sys; print('ran with', *sys.argv[1:])\n")
+    python = sys.executable
+    for words in ([python, "x.py", "--memory", "--", "y"], ["--", python, "x.py", "--memory", "--", "y"]):
+        assert main(["watch", "--no-report", *words]) == 0
+        assert "ran with --memory -- y" in capfd.readouterr().out
+
+
+def test_a_script_that_is_no_command_is_run_as_the_message_says(capfd):
+    Path("x.py").write_text("print('it ran')\n")
+    said = fail(capfd, "watch", "x.py")
+    assert "it ran" in succeed(capfd, *follow(said))
+    assert "check its path" in fail(capfd, "watch", "--", "y.py")
+
+
+# --- live
+
+
+def test_live_of_a_folder_that_is_no_run_names_one_that_is(capfd):
+    for name in ("older", "newer"):
+        Path("runs", name).mkdir(parents=True)
+        Path("runs", name, "run.json").write_text(json.dumps({"schema": 1, "status": "finished"}))
+    for words in ("runs", "runs/none", "runs/newer/run.json"):
+        assert "the run has ended" in succeed(capfd, *follow(fail(capfd, "live", words)))
+
+
+def test_live_of_nothing_says_what_to_do(capfd):
+    Path("empty").mkdir()
+    assert "without --once" in fail(capfd, "live", "--once", "empty")
+    assert main(["live", "--silence", "0.1", "empty"]) == 3
+    assert "run.json" in fail(capfd, "live", "nowhere")
