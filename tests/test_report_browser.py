@@ -96,6 +96,9 @@ function look() {
   };
   const texts = all("body *").filter(one => shown(one) && !one.closest("script, style, .skip")
     && one.tagName !== "title" && [...one.childNodes].some(node => node.nodeType === Node.TEXT_NODE && node.textContent.trim()));
+  const touched = document.querySelector(".chart rect");
+  touched.dispatchEvent(new MouseEvent("click", { bubbles: true }));
+  const said = [touched.textContent, touched.closest("figure").querySelector(".said").textContent];
   const link = document.querySelector("nav a");
   link.focus();
   const nav = document.querySelector("nav");
@@ -103,6 +106,7 @@ function look() {
     unfolded: [unprinted, all("details:not([open])").length],
     faint: texts.filter(faint).map(called),
     texts: texts.length,
+    said,
     focus: style(link, "outlineStyle"),
     headings: all("h1, h2, h3").map(one => Number(one.tagName[1])),
     beside: nav.getBoundingClientRect().right <= document.querySelector(".sections").getBoundingClientRect().left,
@@ -238,6 +242,13 @@ def test_only_a_phone_scrolls_tables_and_numbers_can_be_compared_there_too(seen,
 def test_the_names_of_rows_stand_beside_their_bars(seen, page):
     for one in of(seen, page):
         assert one["labels"] > 3 and one["above"] == []
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_what_is_touched_is_written_below_its_chart(seen, page):
+    for one in of(seen, page):
+        asked, answered = one["said"]
+        assert asked == answered and re.search(r": [\d.]+ ms per step$", asked)
 
 
 def test_bars_have_the_colors_of_the_chart_above_them(seen):

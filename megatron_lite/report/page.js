@@ -1,6 +1,12 @@
 "use strict";
 const shown_rows = 12;
 
+// A finger has no pointer: what was touched is written below its chart.
+addEventListener("click", event => {
+  const touched = event.target.closest(".chart rect, .chart circle"), title = touched && touched.querySelector("title");
+  if (title) touched.closest("figure").querySelector(".said").textContent = title.textContent;
+});
+
 // On paper nothing is folded; what a link leads to is not either.
 let unfolded = [];
 addEventListener("beforeprint", () => {

@@ -13,9 +13,9 @@ BLUE, ORANGE, GREEN, VERMILION, SKY, PURPLE, YELLOW, SLATE, GREY, PALE, VIOLET, 
 )
 INK = "var(--ink)"
 HELD = {
-    "parameters": BLUE, "gradients": ORANGE, "master weights": GREEN, "moments": BROWN, "activations": SKY,
+    "parameters": BLUE, "gradients": ORANGE, "master weights": GREEN, "moments": VIOLET, "activations": SKY,
     "logits and loss": PURPLE, "workspace": YELLOW, "communication": VERMILION,
-    "gathered parameters": VIOLET, "awaiting free": SLATE, "KV cache": ORANGE, "other": GREY, "before the record": PALE,
+    "gathered parameters": BROWN, "awaiting free": SLATE, "KV cache": ORANGE, "other": GREY, "before the record": PALE,
 }  # fmt: skip
 ROWS = {
     "compute": BLUE, "exposed_communication": VERMILION, "exposed_copy": ORANGE, "data_wait": PURPLE, "sync": YELLOW,

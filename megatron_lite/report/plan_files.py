@@ -15,7 +15,8 @@ from megatron_lite.report.plan_search import name_layout
 from megatron_lite.report.plan_terminal import KIND_COLORS, build_plan_sections, sum_kinds, verdicts
 from megatron_lite.units import GIB
 
-CLAUSES = re.compile(r"(?<=%\)), |; ")  # what ends one clause of a verdict
+# what ends one clause of a verdict; a search names a layout, then the memory it takes
+CLAUSES = re.compile(r"(?<=%\)), |; |: (?=peak [\d.,]+ \w+ of )")
 
 
 def plan_page(report: PlanReport) -> str:
