@@ -8,6 +8,7 @@ import numpy as np
 from megatron_lite.analysis.kernels.kernel_results import RooflineRow
 from megatron_lite.analysis.memory.memory_results import Moment
 from megatron_lite.analysis.report import Report
+from megatron_lite.analysis.time.time_results import RankTime, Span
 from megatron_lite.estimate.prediction import CATEGORIES
 from megatron_lite.report import draw, palette
 from megatron_lite.report.figure import Arrangement, Axis, BarChart, Bars, Curve, CurveChart, Figure, Look, Mark
@@ -159,21 +160,11 @@ def timeline(report: Report) -> BarChart | None:
     rank = report.facts.critical
     if rank is None or not rank.time.timeline:
         return None
-    longest = sorted(rank.time.timeline, key=lambda span: span.start_ns - span.end_ns)[:MAX_SPANS]
-    spans = sorted(longest, key=lambda span: span.start_ns)
-    begin_ns = spans[0].start_ns
-    end_ns = max(span.end_ns for span in spans)
-    if rank.time.timeline_step is not None:
-        step = rank.time.steps[rank.time.timeline_step]
-        begin_ns = min(begin_ns, step.start_ns)
-        end_ns = max(end_ns, step.end_ns)
-    lengths: dict[str, int] = {}
-    for span in spans:
-        lengths[span.name] = lengths.get(span.name, 0) + span.end_ns - span.start_ns
-    names = [name for name, ns in lengths.items() if ns > NOTHING * (end_ns - begin_ns)]
+    begin_ns, end_ns = _find_ends(rank.time)
+    spans = _choose_spans(rank.time.timeline, NOTHING * (end_ns - begin_ns))
+    names = list(dict.fromkeys(span.name for span in spans))
     if len(names) < 2:
         return None
-    spans = [span for span in spans if span.name in names]
     colors = palette.color_phases([*names, *(phase.name for phase in rank.time.phases)])
     rows = dict(zip(names, draw.fit_names(names)))
     bars = Bars(
@@ -185,6 +176,26 @@ def timeline(report: Report) -> BarChart | None:
     )
     axis = Axis(f"ms of a step, {'device' if rank.time.on_gpu else 'host'}'s clock", highest=(end_ns - begin_ns) / 1e6)
     return BarChart("When the phases of one step run", [bars], axis, Arrangement.OVERLAID, 28)
+
+
+def _find_ends(time: RankTime) -> tuple[int, int]:
+    """Where the step that is drawn begins and ends, in ns: a device that idles at its begin or end does so in the picture too."""
+    begins = [span.start_ns for span in time.timeline]
+    ends = [span.end_ns for span in time.timeline]
+    if time.timeline_step is not None:
+        step = time.steps[time.timeline_step]
+        begins.append(step.start_ns)
+        ends.append(step.end_ns)
+    return min(begins), max(ends)
+
+
+def _choose_spans(timeline: Sequence[Span], least_ns: float) -> list[Span]:
+    """The longest spans, by start, of those names that together take more than `least_ns`."""
+    longest = sorted(timeline, key=lambda span: span.start_ns - span.end_ns)[:MAX_SPANS]
+    lengths: dict[str, int] = {}
+    for span in longest:
+        lengths[span.name] = lengths.get(span.name, 0) + span.end_ns - span.start_ns
+    return sorted((span for span in longest if lengths[span.name] > least_ns), key=lambda span: span.start_ns)
 
 
 def step_bars(report: Report) -> BarChart | None:

@@ -239,22 +239,32 @@ def _build_charts(found: Comparison, a: Facts, b: Facts) -> dict[str, Figure | N
         unit, of = draw.choose_unit(max(sum(parts.values()) for parts in _split(found.memory).values()))
         held = _split(found.memory, of)
         charts["memory"] = draw.stacks("What holds memory at the peak of A, and of B", held, palette.HELD, unit)
+    charts["phases"] = _draw_phases(found)
+    charts["kernels"] = _draw_kernels(found)
+    return charts
+
+
+def _draw_phases(found: Comparison) -> Figure | None:
     pairs = {phase.name: phase.device or phase.host for phase in found.phases}
     phases = {name: pair for name, pair in pairs.items() if _is_seen(pair, found.step_ms)}
-    if phases:
-        rows = draw.fit_names(list(phases))
-        sides = zip(_split(phases).items(), (palette.GREY, palette.BLUE))
-        series = [Bars(side, rows, list(ms.values()), [color]) for (side, ms), color in sides]
-        says = "How long each phase takes in A, and in B, in milliseconds"
-        charts["phases"] = BarChart(says, series, Axis("ms per step"), Arrangement.BESIDE, 34)
+    if not phases:
+        return None
+    rows = draw.fit_names(list(phases))
+    sides = zip(_split(phases).items(), (palette.GREY, palette.BLUE))
+    series = [Bars(side, rows, list(ms.values()), [color]) for (side, ms), color in sides]
+    says = "How long each phase takes in A, and in B, in milliseconds"
+    return BarChart(says, series, Axis("ms per step"), Arrangement.BESIDE, 34)
+
+
+def _draw_kernels(found: Comparison) -> Figure | None:
     changed = [one for one in found.kernels if _differs(one, found)][:MAX_BARS]
-    if changed:
-        by = [(one.ms.b or 0.0) - (one.ms.a or 0.0) for one in changed]
-        colors = [palette.VERMILION if ms > 0 else palette.GREEN for ms in by]
-        bars = Bars("", draw.fit_names([_name_kernel(one) for one in changed], KERNEL_WIDTH), by, colors)
-        says = "How much longer B takes for each kind of work that changed"
-        charts["kernels"] = BarChart(says, [bars], Axis("ms per step, B - A"))
-    return charts
+    if not changed:
+        return None
+    by = [(one.ms.b or 0.0) - (one.ms.a or 0.0) for one in changed]
+    colors = [palette.VERMILION if ms > 0 else palette.GREEN for ms in by]
+    bars = Bars("", draw.fit_names([_name_kernel(one) for one in changed], KERNEL_WIDTH), by, colors)
+    says = "How much longer B takes for each kind of work that changed"
+    return BarChart(says, [bars], Axis("ms per step, B - A"))
 
 
 def _split(pairs: Mapping[str, Pair], of: float = 1.0) -> dict[str, dict[str, float]]:

@@ -5,7 +5,8 @@ What runs across is in percent and what runs down in pixels, so that texts and p
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from xml.etree.ElementTree import Element, SubElement, tostring
 
 from markupsafe import Markup
@@ -85,47 +86,77 @@ def place_rows(figure: Figure) -> list[tuple[str, int]]:
 # --- bars
 
 
+@dataclass(frozen=True)
+class PlacedBar:
+    """A bar of a series, where it begins and ends on the axis, and its color."""
+
+    number: int
+    begin: float
+    end: float
+    color: str
+
+
 def _draw_bars(figure: BarChart) -> Element:
-    places = {row: at for at, row in enumerate(figure.rows)}
-    bars = list(_place_bars(figure))
-    ends = [end for _, _, begin, end, _ in bars for end in (begin, end)]
-    lowest = min(0.0, *ends) if figure.axis.lowest is None else figure.axis.lowest
-    highest = max(0.0, figure.limit or 0.0, *ends) if figure.axis.highest is None else figure.axis.highest
-    scale = Scale(lowest, highest)
-    plot_px = figure.row_px * len(places)
+    bars = _place_bars(figure)
+    scale = _scale_bars(figure, [bar for of_series in bars for bar in of_series])
+    plot_px = figure.row_px * len(figure.rows)
     root = _begin(plot_px, ROW_TOP_PX)
     _draw_horizontal_axis(root, scale, figure.axis, plot_px)
-    beside = len(figure.series) if figure.arrangement is Arrangement.BESIDE else 1
-    height = BAR_SHARE * figure.row_px / beside
-    for number, one in enumerate(figure.series):
-        group = SubElement(root, "g", _paint(one.colors[0]))
-        for series, at, begin, end, color in bars:
-            if series is not one or end == begin:
-                continue
-            left, right = sorted((scale.place(begin), scale.place(end)))
-            top = places[one.rows[at]] * figure.row_px + (1 - BAR_SHARE) / 2 * figure.row_px
-            top += height * number if beside > 1 else 0.0
-            shape = {"x": _percent(left), "y": f"{top:.1f}", "width": _percent(right - left), "height": f"{height:.1f}"}
-            shape |= _paint(color) if color != one.colors[0] else {}
-            _say(SubElement(group, "rect", shape), _describe_bar(figure, one, at))
-    for value in (0.0 if lowest < 0 else None, figure.limit):
-        if value is not None:
-            place = _percent(scale.place(value))
-            kind = "zero" if value == 0.0 else "limit"
-            SubElement(root, "line", {"class": kind, "x1": place, "x2": place, "y1": "0", "y2": f"{plot_px}"})
+    for number, of_series in enumerate(bars):
+        _draw_series(root, figure, number, of_series, scale)
+    if scale.lowest < 0:
+        _draw_upright(root, "zero", scale.place(0.0), plot_px)
+    if figure.limit is not None:
+        _draw_upright(root, "limit", scale.place(figure.limit), plot_px)
     return root
 
 
-def _place_bars(figure: BarChart) -> Iterator[tuple[Bars, int, float, float, str]]:
-    """(series, number of the bar, begin, end, color)."""
-    heights: dict[str, float] = {}
+def _place_bars(figure: BarChart) -> list[list[PlacedBar]]:
+    """The bars of each series."""
+    ends: dict[str, float] = {}
+    placed = []
     for one in figure.series:
+        of_series = []
         for at, (row, value) in enumerate(zip(one.rows, one.values)):
             begin = one.begins[at] if one.begins else 0.0
             if figure.arrangement is Arrangement.STACKED:
-                begin = heights.get(row, 0.0)
-                heights[row] = begin + value
-            yield one, at, begin, begin + value, one.colors[at if len(one.colors) > 1 else 0]
+                begin = ends.get(row, 0.0)
+                ends[row] = begin + value
+            of_series.append(PlacedBar(at, begin, begin + value, one.colors[at if len(one.colors) > 1 else 0]))
+        placed.append(of_series)
+    return placed
+
+
+def _scale_bars(figure: BarChart, bars: Sequence[PlacedBar]) -> Scale:
+    """From zero, or the lowest bar, to the highest or the limit; an axis that names its ends has these."""
+    values = [0.0, figure.limit or 0.0, *(bar.begin for bar in bars), *(bar.end for bar in bars)]
+    lowest = min(values) if figure.axis.lowest is None else figure.axis.lowest
+    highest = max(values) if figure.axis.highest is None else figure.axis.highest
+    return Scale(lowest, highest)
+
+
+def _draw_series(root: Element, figure: BarChart, number: int, bars: Sequence[PlacedBar], scale: Scale) -> None:
+    one = figure.series[number]
+    rows = {row: at for at, row in enumerate(figure.rows)}
+    height = BAR_SHARE * figure.row_px
+    above = (figure.row_px - height) / 2
+    if figure.arrangement is Arrangement.BESIDE:
+        height /= len(figure.series)
+        above += number * height
+    group = SubElement(root, "g", _paint(one.colors[0]))
+    for bar in bars:
+        if bar.begin == bar.end:
+            continue
+        left, right = sorted((scale.place(bar.begin), scale.place(bar.end)))
+        top = rows[one.rows[bar.number]] * figure.row_px + above
+        shape = {"x": _percent(left), "y": f"{top:.1f}", "width": _percent(right - left), "height": f"{height:.1f}"}
+        shape |= _paint(bar.color) if bar.color != one.colors[0] else {}
+        _say(SubElement(group, "rect", shape), _describe_bar(figure, one, bar.number))
+
+
+def _draw_upright(root: Element, kind: str, place: float, plot_px: int) -> None:
+    across = _percent(place)
+    SubElement(root, "line", {"class": kind, "x1": across, "x2": across, "y1": "0", "y2": f"{plot_px}"})
 
 
 def _describe_bar(figure: BarChart, one: Bars, at: int) -> str:
