@@ -134,41 +134,82 @@ def find_idle_gaps(trace: Trace, rows: Integers, busy: Cover, steady: Cover, act
     """The gaps of `busy` inside the steady steps. `rows`: the device work that `busy` is made of, by start."""
     events = trace.events
     idle = intersection(steady, complement(busy, int(steady.start[0]), int(steady.end[-1])))
-    start, end = idle.start, idle.end
+    start = idle.start
+    end = idle.end
     at = np.searchsorted(events.start_ns[rows], end, side="left")
-    by = np.append(rows, -1)[at]  # the work that ends it; -1: nothing does
-    launch = np.where(by >= 0, trace.launch_of[by], -1)
+    # the row of the work that ends the gap; -1: nothing does
+    ended_by = np.append(rows, -1)[at]
+    launch = np.where(ended_by >= 0, trace.launch_of[ended_by], -1)
     known = launch >= 0
     late = np.where(known, np.clip(events.end_ns[launch], start, end) - start, 0)
+    lateness = _explain_lateness(trace, start, late, activity)
+    awaits = _find_event_waits(trace, rows, at, launch)
+    amounts = lateness.amounts | _explain_queue(end - start - late, known, awaits)
+    host = lateness.host
+    for cause in AFTER_SYNCS:
+        cover = activity.covers[cause]
+        amounts[cause] = intersection(host, cover).within(start, start + late)
+        amounts["host"] = amounts["host"] - amounts[cause]
+        host = difference(host, cover)
+    launches_graph = trace.passing(lambda name: "GraphLaunch" in name, Kind.RUNTIME)
+    return Gaps(
+        start=start,
+        end=end,
+        graph=known & launches_graph[events.name[launch]],
+        thread=np.where(known, events.thread[launch], -1),
+        late=late,
+        waited=np.where(amounts["sync"] > 0, lateness.waited, -1),
+        amounts=amounts,
+        host=host,
+    )
+
+
+@dataclass(frozen=True)
+class _Lateness:
+    """Why the host was late, for g gaps: what names tell first, then synchronizations, then the host itself."""
+
+    amounts: dict[str, Integers]  # CAUSES, "sync" and "host" -> ns [g]; they add up to the lateness of each gap
+    waited: Integers  # [g], row of the last call in which the host waited for the device meanwhile; -1: none
+    host: Cover  # when the host itself was the cause
+
+
+def _explain_lateness(trace: Trace, start: Integers, late: Integers, activity: HostActivity) -> _Lateness:
+    """Explain the first `late` ns of the gaps that begin at `start`."""
+    until = start + late
     amounts: dict[str, Integers] = {}
-    named, free = NOTHING, late
-    for row in CAUSES:
-        cover = activity.covers[row]
-        amounts[row] = difference(cover, named).within(start, start + late)
+    named = NOTHING
+    free = late
+    for cause in CAUSES:
+        cover = activity.covers[cause]
+        amounts[cause] = difference(cover, named).within(start, until)
         named = joined(named, cover)
-        free = free - amounts[row]
-    waited, blocked = _find_waits(trace, activity.waits, start, start + late)
+        free = free - amounts[cause]
+    waited, blocked = _find_waits(trace, activity.waits, start, until)
     amounts["sync"] = np.minimum(free, blocked)
     amounts["host"] = free - amounts["sync"]
-    queued = end - start - late
-    quick, awaits = known & (queued < LAUNCH_LATENCY_NS), _find_event_waits(trace, rows, at, launch)
-    amounts["launch"] = np.where(quick, queued, 0)
-    amounts["dependency"] = np.where(known & ~quick & awaits, queued, 0)
-    amounts["unexplained"] = np.where(quick | known & awaits, 0, queued)
     # the host itself is the last part of each gap's lateness: what a synchronization caused comes first
-    host = difference(union(start, start + late), named)
+    host = difference(union(start, until), named)
     if len(host):
         begin = host.time_at(host.covered_until(start) + amounts["sync"])
-        host = intersection(host, union(np.maximum(begin, start), start + late))
-    for row in AFTER_SYNCS:
-        cover = activity.covers[row]
-        amounts[row] = intersection(host, cover).within(start, start + late)
-        amounts["host"] = amounts["host"] - amounts[row]
-        host = difference(host, cover)
-    thread = np.where(known, events.thread[launch], -1)
-    launches_graph = trace.passing(lambda name: "GraphLaunch" in name, Kind.RUNTIME)
-    graph = known & launches_graph[events.name[launch]]
-    return Gaps(start, end, graph, thread, late, np.where(amounts["sync"] > 0, waited, -1), amounts, host)
+        host = intersection(host, union(np.maximum(begin, start), until))
+    return _Lateness(amounts, waited, host)
+
+
+def _explain_queue(queued: Integers, known: Flags, awaits: Flags) -> dict[str, Integers]:
+    """Explain the ns for which the work that ends each gap was queued.
+
+    Args:
+        queued: [g], ns from the launch of the work to its start.
+        known: [g], the launch call of the work is in the trace.
+        awaits: [g], the stream was told to wait for an event before the work.
+    """
+    quick = known & (queued < LAUNCH_LATENCY_NS)
+    depends = known & ~quick & awaits
+    return {
+        "launch": np.where(quick, queued, 0),
+        "dependency": np.where(depends, queued, 0),
+        "unexplained": np.where(quick | depends, 0, queued),
+    }
 
 
 def measure_short_gaps(gaps: Gaps, steps: int) -> ShortGaps:

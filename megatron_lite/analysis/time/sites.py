@@ -5,7 +5,7 @@ from collections import Counter
 
 import numpy as np
 
-from megatron_lite.analysis.intervals import Cover, Integers, difference, intersection, union
+from megatron_lite.analysis.intervals import Cover, Flags, Integers, difference, intersection, union
 from megatron_lite.analysis.time.host_names import AFTER_SYNCS, INSIDE
 from megatron_lite.analysis.time.idle_gaps import Gaps, find_pageable_copies
 from megatron_lite.analysis.time.time_results import MIN_STRETCH_MS, HostSite, Placing, ShortGaps, Stretch, SyncSite
@@ -83,34 +83,68 @@ class CallSites:
         return self.placing.phases[phase] if phase >= 0 else ""
 
     def find_sync_sites(self, calls: Integers, gaps: Gaps, covers: dict[str, Cover]) -> tuple[SyncSite, ...]:
-        """Per place of the waiting `calls`: calls and host ms per steady step, and the idle time that they caused; most idle
-        first."""
-        trace, placing, events = self.trace, self.placing, self.trace.events
-        caused = np.zeros(len(events), np.int64)
-        np.add.at(caused, gaps.waited[gaps.waited >= 0], gaps.amounts["sync"][gaps.waited >= 0])
-        calls = calls[placing.counts[calls] | (caused[calls] > 0)]
+        """Find the places in the program where the host waited for the device.
+
+        Args:
+            calls: rows of the calls in which the host waits.
+            gaps: the idle time of the device, some of which they caused.
+            covers: when each of AFTER_SYNCS was the cause.
+
+        Returns:
+            For each place calls and host ms per steady step, and the idle time that they caused; most idle first.
+        """
+        caused_ns = np.zeros(len(self.trace.events), np.int64)
+        has_waited = gaps.waited >= 0
+        np.add.at(caused_ns, gaps.waited[has_waited], gaps.amounts["sync"][has_waited])
+        calls = calls[self.placing.counts[calls] | (caused_ns[calls] > 0)]
         if not len(calls):
             return ()
-        moment, thread = events.start_ns[calls], events.thread[calls]
-        unpinned = np.isin(calls, find_pageable_copies(trace))
+        places, place_of_call = self._find_sync_places(calls, covers)
+        count = len(places)
+        # a wait of the step before may have made a steady step wait
+        counted = self.placing.counts[calls]
+        waited_ns = (self.trace.events.end_ns[calls] - self.trace.events.start_ns[calls]) * counted
+        per_step = np.bincount(place_of_call, counted, count) / self.steps
+        host_ms = np.bincount(place_of_call, waited_ns, count) / 1e6 / self.steps
+        idle_ms = np.bincount(place_of_call, caused_ns[calls], count) / 1e6 / self.steps
+        sites = [
+            SyncSite(
+                call=self.text(call) + (" (pageable memory)" if is_pageable else ""),
+                operator=self.text(operator),
+                frame=self.text(frame),
+                phase=self.phase_text(phase),
+                per_step=float(per_step[at]),
+                host_ms=float(host_ms[at]),
+                idle_ms=float(idle_ms[at]),
+                cause=("", *AFTER_SYNCS)[cause],
+            )
+            for at, (call, is_pageable, operator, frame, cause, phase) in enumerate(places.tolist())
+        ]
+        return tuple(sorted(sites, key=lambda site: (-site.idle_ms, -site.host_ms))[:MAX_SITES])
+
+    def _find_sync_places(self, calls: Integers, covers: dict[str, Cover]) -> tuple[Integers, Integers]:
+        """Find the distinct places of the waiting `calls`.
+
+        Returns:
+            int64 [p, 6]: the call's name, is its memory pageable, the operator's and the frame's name, which of AFTER_SYNCS
+            was the cause (from 1 on; 0: none), the phase; and int64 [calls]: the place of each call.
+        """
+        events = self.trace.events
+        moment = events.start_ns[calls]
+        thread = events.thread[calls]
         cause = np.zeros(len(calls), np.int64)
         for number, name in enumerate(AFTER_SYNCS, 1):
             cause[covers[name].holds(moment)] = number
-        place = (events.name[calls], unpinned, self.operator(moment, thread), self.frame(moment, thread), cause)
-        keys, inverse = np.unique(np.stack((*place, placing.phase[calls])), axis=1, return_inverse=True)
-        counted = placing.counts[calls]  # one of the step before may have made a steady step wait
-        waited_ns = (events.end_ns[calls] - moment) * counted
-        counts, host_ns, idle_ns = (
-            np.bincount(inverse.ravel(), amounts, keys.shape[1]) for amounts in (counted, waited_ns, caused[calls])
+        columns: tuple[Integers | Flags, ...] = (
+            events.name[calls],
+            np.isin(calls, find_pageable_copies(self.trace)),
+            self.operator(moment, thread),
+            self.frame(moment, thread),
+            cause,
+            self.placing.phase[calls],
         )
-        sums = (counts / self.steps, host_ns / 1e6 / self.steps, idle_ns / 1e6 / self.steps)
-        found = []
-        for (name, pageable, operator, line, cause_of, phase), amounts in zip(keys.T, zip(*sums)):
-            call = self.text(name) + (" (pageable memory)" if pageable else "")
-            words = (call, self.text(operator), self.text(line), self.phase_text(phase))
-            per_step, host_ms, idle_ms = map(float, amounts)
-            found.append(SyncSite(*words, per_step, host_ms, idle_ms, cause=("", *AFTER_SYNCS)[cause_of]))
-        return tuple(sorted(found, key=lambda site: (-site.idle_ms, -site.host_ms))[:MAX_SITES])
+        places, place_of_call = np.unique(np.stack(columns), axis=1, return_inverse=True)
+        return places.T.astype(np.int64), place_of_call.ravel()
 
     def find_host_sites(self, gaps: Gaps) -> tuple[HostSite, ...]:
         """What the launching threads did while the host was the cause, by outermost operator, else by line; most idle first."""

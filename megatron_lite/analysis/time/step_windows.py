@@ -152,39 +152,84 @@ def _find_windows(trace: Trace, host: HostSteps, step: Integers) -> tuple[Intege
 def _find_steps(
     trace: Trace, host: HostSteps, step: Integers, phases: tuple[str, ...], phase: Integers
 ) -> tuple[tuple[Step, ...], tuple[str, ...]]:
-    """The steps with their windows, each marked as steady or not, with the reason; at least one is steady if any has work.
-    And notes."""
-    events, on_gpu, count = trace.events, len(trace.device_rows) > 0, len(host.names)
+    """Find the steps' windows, and which steps are steady; at least one is if any has work.
+
+    Args:
+        trace: the trace of one rank.
+        host: the steps on the host.
+        step: [n], the step of each event, by its launch; -1: none.
+        phases: names of the phases.
+        phase: [n], index into `phases` of each event.
+
+    Returns:
+        The steps, each marked as steady or with the reason why it is not, and notes.
+    """
+    on_gpu = len(trace.device_rows) > 0
     start, end = _find_windows(trace, host, step)
     work = _find_own_work(trace) if on_gpu else trace.rows[Kind.OP]
-    counts = np.bincount(step[work][step[work] >= 0], minlength=count)
-    why_not = [""] * count
-    for name in (str(Phase.SAVE), str(Phase.EVAL)):
-        if name in phases:  # on the host, or while the tile lasts
-            cover = trace.cover((phase == phases.index(name)) & (events.kind == Kind.ANNOTATION))
-            has_it = (cover.within(host.start_ns, host.end_ns) > 0) | (cover.within(start, end) > 0)
-            why_not = [f"has {name} in it" if has else why for has, why in zip(has_it, why_not)]
-    pays = explain_paying_steps(trace, host.thread, host.start_ns, host.end_ns)
-    why_not = [why or paid for why, paid in zip(why_not, pays)]
+    counts = np.bincount(step[work][step[work] >= 0], minlength=len(host.names))
+    why_not = _explain_by_contents(trace, host, start, end, phases, phase)
     why_not = [why if counts[k] and end[k] > start[k] else NO_WORK for k, why in enumerate(why_not)]
-    last = max(np.flatnonzero(counts), default=0)  # with events of the GPU
-    if trace.cut and count > 1 and not (events.start_ns[work] >= end[last]).any():
-        why_not[last] = why_not[last] or CUT  # more of its work may have been cut off
-    for k in (0, last) if count else ():
-        inner = [j for j in range(1, last) if not why_not[j]]
-        others = inner or [j for j in range(count) if j != k and not why_not[j]]
-        if why_not[k] or not others:
-            continue
-        if counts[k] < FEWER * np.median(counts[others]):
-            why_not[k] = FEWER_EVENTS
-        elif end[k] - start[k] > LONGER * np.median((end - start)[others]):
-            why_not[k] = f"longer than the others, at the {'beginning' if k == 0 else 'end'} of the window"
+    last = int(max(np.flatnonzero(counts), default=0))
+    # more of the last step's work may have been cut off
+    if trace.cut and len(why_not) > 1 and not (trace.events.start_ns[work] >= end[last]).any():
+        why_not[last] = why_not[last] or CUT
+    for edge in (0, last) if why_not else ():
+        why_not[edge] = why_not[edge] or _explain_edge(edge, last, counts, end - start, why_not)
     if on_gpu and sum(not why for why in why_not[1:]) >= ENOUGH:
         why_not[0] = why_not[0] or "the window begins in it"
-    times = (start.tolist(), end.tolist(), host.start_ns.tolist(), host.end_ns.tolist())
-    windows = zip(host.names, host.numbers, *times, (not why for why in why_not), why_not)
-    steps = tuple(Step(*window) for window in windows)
+    steps = tuple(
+        Step(
+            name=host.names[k],
+            number=host.numbers[k],
+            start_ns=int(start[k]),
+            end_ns=int(end[k]),
+            host_start_ns=int(host.start_ns[k]),
+            host_end_ns=int(host.end_ns[k]),
+            steady=not why,
+            why_not=why,
+        )
+        for k, why in enumerate(why_not)
+    )
     return _use_unsteady_steps(steps, on_gpu)
+
+
+def _explain_by_contents(
+    trace: Trace, host: HostSteps, start: Integers, end: Integers, phases: tuple[str, ...], phase: Integers
+) -> list[str]:
+    """Why each step is not a steady one by what it holds: saving, evaluation, what it pays for; '' for nothing of it."""
+    why_not = [""] * len(host.names)
+    for name in (str(Phase.SAVE), str(Phase.EVAL)):
+        if name not in phases:
+            continue
+        cover = trace.cover((phase == phases.index(name)) & (trace.events.kind == Kind.ANNOTATION))
+        # on the host, or while the tile lasts
+        has_it = (cover.within(host.start_ns, host.end_ns) > 0) | (cover.within(start, end) > 0)
+        why_not = [f"has {name} in it" if has else why for has, why in zip(has_it, why_not)]
+    pays = explain_paying_steps(trace, host.thread, host.start_ns, host.end_ns)
+    return [why or paid for why, paid in zip(why_not, pays)]
+
+
+def _explain_edge(edge: int, last: int, counts: Integers, lengths: Integers, why_not: list[str]) -> str:
+    """Why the window's first or last step is not a steady one, compared with the steady steps between them; '' if it is.
+
+    Args:
+        edge: the step, the first or the last one.
+        last: the last step with work.
+        counts: [k], events of each step's work.
+        lengths: [k], ns of each step.
+        why_not: [k], why each step is not a steady one as far as it is known.
+    """
+    inner = [k for k in range(1, last) if not why_not[k]]
+    others = inner or [k for k, why in enumerate(why_not) if k != edge and not why]
+    if not others:
+        return ""
+    if counts[edge] < FEWER * np.median(counts[others]):
+        return FEWER_EVENTS
+    if lengths[edge] > LONGER * np.median(lengths[others]):
+        where = "beginning" if edge == 0 else "end"
+        return f"longer than the others, at the {where} of the window"
+    return ""
 
 
 def _use_unsteady_steps(steps: tuple[Step, ...], on_gpu: bool) -> tuple[tuple[Step, ...], tuple[str, ...]]:
