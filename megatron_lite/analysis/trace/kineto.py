@@ -129,6 +129,7 @@ class Collected:
             self._shorten()
 
     def _columns(self, spans: Sequence[Event]) -> Columns:
+        """The columns of a chunk of spans; -1 where an event has no such value."""
         count = len(spans)
         columns: Columns = {name: np.full(count, -1, dtype) for name, dtype in COLUMNS.items()}
         of_all: tuple[tuple[str, Numbered[Any], list[Any]], ...] = (
@@ -141,34 +142,46 @@ class Collected:
         columns["start_ns"] = _start_ns(spans)
         dur_us = np.nan_to_num(np.array([event.dur for event in spans], np.float64), nan=0.0)
         columns["length_ns"] = np.rint(np.clip(dur_us, -_MAX_US / 1000, _MAX_US / 1000) * 1000).astype(np.int64)
-        kind, args = (
-            kinds_of_categories(self.categories)[columns["category"]],
-            [event.args or NO_ARGS for event in spans],
-        )
-        for kinds, names in ARGS_OF_KINDS.items():
-            of_kind = np.isin(np.arange(len(Kind)), kinds)[kind]
-            own = list(compress(args, of_kind.tolist()))
-            for name in names if own else ():
-                if name == "shapes":
-                    known, find_mask = self.shapes, OUTPUT_MASK.search
-                    # of the values only the mask: others differ from call to call
-                    numbers_of = [
-                        known[bytes(a.dims), bytes(a.dtypes), mask[0] if (mask := find_mask(a.values)) else b""]
-                        if a.dims
-                        else -1
-                        for a in own
-                    ]
-                    values: ArrayLike = np.array(numbers_of, np.int32)
-                elif name == "collective":
-                    unsaid = [a.collective is None and a.group is None and a.in_elements is None for a in own]
-                    values = [-1 if none else self._collective(a) for a, none in zip(own, unsaid)]
-                else:
-                    values = _integers(ARGS[name](own))
-                columns[name][of_kind] = values
+        args = [event.args or NO_ARGS for event in spans]
+        self._read_arguments(columns, args)
         if any(category and category.startswith("Ascend ") for category in self.categories):
             connections = _integers([one.connection for one in args])
             columns["correlation"] = np.where(connections >= 0, connections, columns["correlation"])
         return columns
+
+    def _read_arguments(self, columns: Columns, args: list[Args]) -> None:
+        """Write into `columns` the arguments that each kind of event has."""
+        kind = kinds_of_categories(self.categories)[columns["category"]]
+        for kinds, names in ARGS_OF_KINDS.items():
+            of_kind = np.isin(np.arange(len(Kind)), kinds)[kind]
+            own = list(compress(args, of_kind.tolist()))
+            for name in names if own else ():
+                columns[name][of_kind] = self._read_argument(name, own)
+
+    def _read_argument(self, name: str, args: list[Args]) -> ArrayLike:
+        """The values of one column in the arguments of some events."""
+        if name == "shapes":
+            return self._number_shapes(args)
+        if name == "collective":
+            return self._number_collectives(args)
+        return _integers(ARGS[name](args))
+
+    def _number_shapes(self, args: list[Args]) -> ArrayLike:
+        """The numbers of the events' shapes; -1 for an event without any."""
+        # local names: this runs for every operator of a trace
+        known = self.shapes
+        find_mask = OUTPUT_MASK.search
+        # of the values only the mask: others differ from call to call
+        numbers = [
+            known[bytes(a.dims), bytes(a.dtypes), mask[0] if (mask := find_mask(a.values)) else b""] if a.dims else -1
+            for a in args
+        ]
+        return np.array(numbers, np.int32)
+
+    def _number_collectives(self, args: list[Args]) -> ArrayLike:
+        """The numbers of the events' collectives; -1 for an event that says nothing of one."""
+        has_none = [a.collective is None and a.group is None and a.in_elements is None for a in args]
+        return [-1 if none else self._collective(a) for a, none in zip(args, has_none)]
 
     def _collective(self, a: Args) -> int:
         told = (a.collective, a.group, a.group_size, a.in_elements, a.out_elements, a.dtype, a.collective_sequence)
@@ -314,19 +327,27 @@ _LONG_AFTER_0 = 10**12  # a trace whose times are larger did not begin at 0
 def read_kineto(
     path: Path, max_events: int = MAX_EVENTS, report: Callable[[int], None] = lambda bytes_read: None
 ) -> Trace:
-    """The trace in the file `path`, its first part in time where it has more than max_events. Raises TraceError for what is none.
+    """Read the trace in the file `path`.
 
-    report(bytes of the file that are read) is called now and then.
+    Args:
+        path: the file.
+        max_events: how many events are held at most; of a larger trace the first part in time is read.
+        report: is called now and then with the bytes of the file that are read.
+
+    Raises:
+        TraceError: the file is no trace that can be analyzed.
     """
-    chunks, collected = Chunks(path), Collected(max_events)
-    notes: list[str] = []
-    damage: list[str] = []
+    chunks = Chunks(path)
+    collected = Collected(max_events)
     for chunk in chunks:
         collected.add(chunk)
         report(chunks.bytes_read)
+    notes: list[str] = []
+    damage: list[str] = []
     if chunks.damage:
         damage.append(f"{path.name}: {chunks.damage}")
-    if alone := collected.pair_halves():
+    alone = collected.pair_halves()
+    if alone:
         notes.append(f"beginnings or ends of spans without a counterpart: {alone:,}, left out")
     if not collected.spans:
         raise TraceError(f"{path}: {chunks.damage or 'a trace in which no event has a duration'}")
@@ -334,14 +355,52 @@ def read_kineto(
     first_ns = _place_in_time(columns, notes, damage)
     if first_ns is None:
         raise TraceError(f"{path}: no event of it has a start time, so there is nothing to analyze.")
-    if foreign := find_foreign(chunks.header, collected.categories, collected.threads, collected.tracks):
+    foreign = find_foreign(chunks.header, collected.categories, collected.threads, collected.tracks)
+    if foreign:
         raise TraceError(f"{path}: {foreign}.")
     if collected.until_ns is not None:
-        seconds, of_all = ((end - first_ns) / 1e9 for end in (collected.until_ns, collected.last_ns))
-        notes.append(
-            f"{path.name}: more than {collected.max_events:,} events; what ends within its first {significant(seconds)} of {significant(of_all)} s was read, "
-            "the rest left out; a window of fewer steps (--profile-step-end) is read whole"
-        )
+        notes.append(f"{path.name}: {_describe_shortened(collected, collected.until_ns, first_ns)}")
+    diagnostics = read_warnings(chunks.header)
+    for text in diagnostics:
+        line = f'the profiler reports: "{text}"'
+        notes.append(line)
+        if tells_of_loss(line):
+            damage.append(line)
+    return _build_trace(path, chunks, collected, columns, first_ns, notes, damage, diagnostics)
+
+
+def _describe_shortened(collected: Collected, until_ns: int, first_ns: int) -> str:
+    """What was read of a trace with more events than are held."""
+    read_s = significant((until_ns - first_ns) / 1e9)
+    whole_s = significant((collected.last_ns - first_ns) / 1e9)
+    return (
+        f"more than {collected.max_events:,} events; what ends within its first {read_s} of {whole_s} s was read, "
+        "the rest left out; a window of fewer steps (--profile-step-end) is read whole"
+    )
+
+
+def _build_trace(
+    path: Path,
+    chunks: Chunks,
+    collected: Collected,
+    columns: Columns,
+    first_ns: int,
+    notes: list[str],
+    damage: list[str],
+    diagnostics: tuple[str, ...],
+) -> Trace:
+    """Build the trace of what was collected from a file. Empties `columns`.
+
+    Args:
+        path: the file.
+        chunks: the file's reader, which has read its header.
+        collected: what columns' numbers stand for.
+        columns: all events, start_ns counted from the first one.
+        first_ns: start of the first event by the file's clock.
+        notes: what a reader of the report should know.
+        damage: which of it means that events are missing.
+        diagnostics: warnings of the profiler.
+    """
     names = tuple(collected.names)
     placed = find_kinds_and_devices(
         columns,
@@ -353,23 +412,28 @@ def read_kineto(
     )
     threads = _join_threads(columns, collected)
     events, mended = build_events(columns)
-    header = chunks.header
-    diagnostics = read_warnings(header)
-    said = [f'the profiler reports: "{text}"' for text in diagnostics]
-    damage += [text for text in said if tells_of_loss(text)]
-    notes += said
-    facts = read_header(header, path, first_ns)
+    facts = read_header(chunks.header, path, first_ns)
     if placed.accelerator and not facts["devices"]:
         number = int(events.device.max(initial=0)) + 1
         facts |= {"devices": (placed.accelerator,) * number, "without_gpu": False}
     return Trace(
-        source=path.name, writer="pytorch", names=names, threads=threads, shapes=_read_shapes(collected.shapes),
-        with_stack=bool(header.get("with_stack")) or bool((events.kind == Kind.PYTHON).any()),
-        with_shapes=bool(header.get("record_shapes")) or bool((events.shapes >= 0).any()),
-        collectives=tuple(collected.collectives), events=events, memory=_read_memory(collected.instants, first_ns),
-        notes=tuple(dict.fromkeys((*damage, *notes, *mended))), damage=tuple(damage), diagnostics=diagnostics, cut=chunks.cut or collected.until_ns is not None,
-        unread=placed.unread, **facts,
-    )  # fmt: skip
+        source=path.name,
+        writer="pytorch",
+        names=names,
+        threads=threads,
+        shapes=_read_shapes(collected.shapes),
+        with_stack=bool(chunks.header.get("with_stack")) or bool((events.kind == Kind.PYTHON).any()),
+        with_shapes=bool(chunks.header.get("record_shapes")) or bool((events.shapes >= 0).any()),
+        collectives=tuple(collected.collectives),
+        events=events,
+        memory=_read_memory(collected.instants, first_ns),
+        notes=tuple(dict.fromkeys((*damage, *notes, *mended))),
+        damage=tuple(damage),
+        diagnostics=diagnostics,
+        cut=chunks.cut or collected.until_ns is not None,
+        unread=placed.unread,
+        **facts,
+    )
 
 
 def _join_threads(columns: Columns, collected: Collected) -> tuple[tuple[str, str], ...]:

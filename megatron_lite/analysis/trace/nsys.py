@@ -8,6 +8,7 @@ import re
 import sqlite3
 from collections.abc import Callable
 from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -123,6 +124,12 @@ class _Tables:
             start = self.query("SELECT CAST(startTime AS INTEGER) FROM ANALYSIS_DETAILS").fetchone()
         return None if not row or row[0] is None else int(row[0]) - int(start[0] or 0 if start else 0)
 
+    def devices(self) -> tuple[str, ...]:
+        """Names of the GPUs."""
+        if not self.have("TARGET_INFO_GPU", "id", "name"):
+            return ()
+        return tuple(str(name) for (name,) in self.query("SELECT name FROM TARGET_INFO_GPU ORDER BY id"))
+
     def facts(self) -> dict[str, str]:
         """The version of the tool and of its tables."""
         for table in ("META_DATA_EXPORT", "EXPORT_META_DATA"):
@@ -151,48 +158,92 @@ def read_nsys(path: Path) -> tuple[Trace, ...]:
 
 
 def _read_processes(path: Path, tables: _Tables) -> tuple[Trace, ...]:
+    """The traces of the report's processes, by process id."""
     names: Numbered[str] = Numbered()
     shapes: Numbered[Shapes] = Numbered()
-    ranges, texts, marks = tables.nvtx()
-    parsed = {text: parse_range(text) for text in dict.fromkeys(texts)}
-    columns_of = {
-        text: (names[name], kind, sequence, shapes[dims] if dims else -1)
-        for text, (name, kind, sequence, dims) in parsed.items()
-    }
-    named = np.array([columns_of[text] for text in texts], np.int64).reshape(-1, 4).T
-    pieces = [_piece(ranges, name=named[0], kind=named[1], sequence=named[2], shapes=named[3])]
-    pieces += _read_cuda(tables, names)
+    ranges, marks = _read_ranges(tables, names, shapes)
+    pieces = [ranges, *_read_cuda(tables, names)]
     columns = {key: np.concatenate([piece[key] for piece in pieces]) for key in _COLUMNS}
     process = columns.pop("process")
     if not len(process):
         raise TraceError(f"{path}: no CUDA or NVTX events in it; trace with -t cuda,nvtx.")
-    devices: tuple[str, ...] = ()
-    if tables.have("TARGET_INFO_GPU", "id", "name"):
-        devices = tuple(str(name) for (name,) in tables.query("SELECT name FROM TARGET_INFO_GPU ORDER BY id"))
-    clock_ns = tables.clock_ns()
-    facts = tables.facts()
+    report = _Report(
+        file_name=path.name,
+        names=tuple(names),
+        shapes=tuple(shapes),
+        marks=marks,
+        devices=tables.devices(),
+        clock_ns=tables.clock_ns(),
+        facts=tables.facts(),
+        unread=tuple(find_unread_tables(tables.query, tables.columns)),
+        diagnostics=tuple(read_diagnostics(tables.query, tables.columns)),
+    )
+    return tuple(
+        _build_trace(report, pid, {key: column[process == pid] for key, column in columns.items()})
+        for pid in np.unique(process).tolist()
+    )
+
+
+def _read_ranges(
+    tables: _Tables, names: Numbered[str], shapes: Numbered[Shapes]
+) -> tuple[dict[str, Integers], dict[int, str]]:
+    """Columns of the ranges, which give numbers to `names` and `shapes`; and {process: the mark that names its rank}."""
+    ranges, texts, marks = tables.nvtx()
+    parsed = {text: parse_range(text) for text in dict.fromkeys(texts)}
+    columns_of_text = {
+        text: (names[name], kind, sequence, shapes[dims] if dims else -1)
+        for text, (name, kind, sequence, dims) in parsed.items()
+    }
+    name, kind, sequence, shape = np.array([columns_of_text[text] for text in texts], np.int64).reshape(-1, 4).T
+    return _piece(ranges, name=name, kind=kind, sequence=sequence, shapes=shape), marks
+
+
+@dataclass(frozen=True)
+class _Report:
+    """What a report says of all its processes."""
+
+    file_name: str
+    names: tuple[str, ...]
+    shapes: tuple[Shapes, ...]
+    marks: dict[int, str]  # by process: the mark that names its rank
+    devices: tuple[str, ...]  # names
+    clock_ns: int | None  # since 1970, of the report's time 0
+    facts: dict[str, str]
+    unread: tuple[tuple[int | None, str], ...]  # (process, or None for all; what of it is not read)
+    diagnostics: tuple[tuple[int | None, str], ...]  # (process, or None for all; the tool's message)
+
+
+def _build_trace(report: _Report, pid: int, columns: dict[str, Integers]) -> Trace:
+    """The trace of one process. columns: of its events."""
+    events, thread_ids, first_ns, notes = _build_events(columns)
+    mark = _OUR_MARK.match(report.marks.get(pid, ""))
+    diagnostics = tuple(text for owner, text in report.diagnostics if owner in (pid, None))
     none = np.empty(0, np.int64)
-    unread = find_unread_tables(tables.query, tables.columns)
-    diagnostics = read_diagnostics(tables.query, tables.columns)
-    traces = []
-    for pid in np.unique(process).tolist():
-        events, thread_ids, first, notes = _build_events({key: one[process == pid] for key, one in columns.items()})
-        mark = _OUR_MARK.match(marks.get(pid, ""))
-        told = tuple(text for owner, text in diagnostics if owner in (pid, None))
-        damage = tuple(f'nsys reports: "{text}"' for text in told if tells_of_loss(text))
-        notes += [f'nsys reports: "{text}"' for text in told]
-        notes += _describe_whole_graphs(events, tuple(names))
-        traces.append(Trace(
-            source=f"{path.name} (process {pid})", writer="nsys", rank=int(mark[1]) if mark else None,
-            world_size=int(mark[2]) if mark else None, devices=devices,
-            base_ns=None if clock_ns is None else clock_ns + first,
-            with_stack=False, with_shapes=bool((events.shapes >= 0).any()), names=tuple(names),
-            threads=tuple((str(pid), str(tid) if tid >= 0 else "") for tid in thread_ids), shapes=tuple(shapes),
-            collectives=(), events=events, memory=MemoryEvents(none, none, none, none, none.astype(np.int16)),
-            notes=tuple(notes), facts=facts, damage=damage, diagnostics=told,
-            unread=tuple(text for owner, text in unread if owner in (pid, None)),
-        ))  # fmt: skip
-    return tuple(traces)
+    return Trace(
+        source=f"{report.file_name} (process {pid})",
+        writer="nsys",
+        rank=int(mark[1]) if mark else None,
+        world_size=int(mark[2]) if mark else None,
+        devices=report.devices,
+        base_ns=None if report.clock_ns is None else report.clock_ns + first_ns,
+        with_stack=False,
+        with_shapes=bool((events.shapes >= 0).any()),
+        names=report.names,
+        threads=tuple((str(pid), str(tid) if tid >= 0 else "") for tid in thread_ids),
+        shapes=report.shapes,
+        collectives=(),
+        events=events,
+        memory=MemoryEvents(none, none, none, none, none.astype(np.int16)),
+        notes=(*notes, *map(_quote, diagnostics), *_describe_whole_graphs(events, report.names)),
+        facts=report.facts,
+        damage=tuple(_quote(text) for text in diagnostics if tells_of_loss(text)),
+        diagnostics=diagnostics,
+        unread=tuple(text for owner, text in report.unread if owner in (pid, None)),
+    )
+
+
+def _quote(diagnostic: str) -> str:
+    return f'nsys reports: "{diagnostic}"'
 
 
 def _describe_whole_graphs(events: Events, names: tuple[str, ...]) -> list[str]:
@@ -233,40 +284,78 @@ def _read_cuda(tables: _Tables, names: Numbered[str]) -> list[dict[str, Integers
     """Columns of the calls of the CUDA runtime, and of each kind of device work."""
     pairs = tables.query("SELECT id, value FROM StringIds WHERE value IS NOT NULL")
     strings = {number: str(text) for number, text in pairs}
+    # names get their numbers in this order
+    return [
+        _read_runtime(tables, names, strings),
+        _read_kernels(tables, names, strings),
+        _read_copies(tables, names),
+        _read_graphs(tables, names),
+        _read_memsets(tables, names),
+        _read_synchronizations(tables, names),
+    ]
 
-    def number(ids: Integers, text_of: Callable[[int], str]) -> Integers:
-        """Numbers of the names that `text_of` gives to ids; each distinct id is asked once."""
-        distinct, where = np.unique(ids, return_inverse=True)
-        return np.array([names[text_of(one)] for one in distinct.tolist()], np.int64)[where.reshape(-1)]
 
-    def read(table: str, kind: Kind, *columns: str) -> Integers:
-        place = ("start", "end", "globalPid", "deviceId", "streamId", "correlationId")
-        rows = tables.integers(f"CUPTI_ACTIVITY_KIND_{table}", *place, *columns)
-        device = {"device": rows[:, 3], "stream": rows[:, 4], "correlation": rows[:, 5]}
-        pieces.append(_piece(rows, kind=kind, thread=-1, **device))
-        return rows
+def _number_names(names: Numbered[str], ids: Integers, name_of: Callable[[int], str]) -> Integers:
+    """Numbers of the names that `name_of` gives to ids; each distinct id is asked once."""
+    distinct, where = np.unique(ids, return_inverse=True)
+    return np.array([names[name_of(one)] for one in distinct.tolist()], np.int64)[where.reshape(-1)]
 
+
+def _read_runtime(tables: _Tables, names: Numbered[str], strings: dict[int, str]) -> dict[str, Integers]:
+    """Columns of the calls of the CUDA runtime."""
     rows = tables.integers("CUPTI_ACTIVITY_KIND_RUNTIME", "start", "end", "globalTid", "correlationId", "nameId")
-    name = number(rows[:, 4], lambda one: _VERSION.sub("", strings.get(one, "")))
-    pieces = [_piece(rows, name=name, kind=Kind.RUNTIME, correlation=rows[:, 3])]
-    rows = read("KERNEL", Kind.KERNEL, "demangledName", "shortName")
+    name = _number_names(names, rows[:, 4], lambda one: _VERSION.sub("", strings.get(one, "")))
+    return _piece(rows, name=name, kind=Kind.RUNTIME, correlation=rows[:, 3])
+
+
+# columns that all tables of device work have; those of a single table follow them
+_PLACE = ("start", "end", "globalPid", "deviceId", "streamId", "correlationId")
+
+
+def _device_piece(rows: Integers, kind: Kind, **columns: Integers | int) -> dict[str, Integers]:
+    """Columns of device work. The first of `rows` are _PLACE."""
+    return _piece(rows, kind=kind, thread=-1, device=rows[:, 3], stream=rows[:, 4], correlation=rows[:, 5], **columns)
+
+
+def _read_kernels(tables: _Tables, names: Numbered[str], strings: dict[int, str]) -> dict[str, Integers]:
+    """Columns of the kernels."""
+    rows = tables.integers("CUPTI_ACTIVITY_KIND_KERNEL", *_PLACE, "demangledName", "shortName")
     ids = np.where(rows[:, 6] >= 0, rows[:, 6], rows[:, 7])
-    pieces[-1]["name"] = number(ids, lambda one: strings.get(one, "unknown kernel"))
-    rows = read("MEMCPY", Kind.MEMCPY, "bytes", "copyKind", "srcKind", "dstKind")
-    three = (rows[:, 7] & 255) << 16 | (rows[:, 8] & 255) << 8 | rows[:, 9] & 255
-    pieces[-1]["name"] = number(three, lambda one: name_memcpy(one >> 16, one >> 8 & 255, one & 255))
-    pieces[-1]["num_bytes"] = rows[:, 6]
-    rows = read("GRAPH_TRACE", Kind.KERNEL, "graphId")
-    pieces[-1]["name"] = number(rows[:, 6], "CUDA graph {}".format)
+    name = _number_names(names, ids, lambda one: strings.get(one, "unknown kernel"))
+    return _device_piece(rows, Kind.KERNEL, name=name)
+
+
+def _read_copies(tables: _Tables, names: Numbered[str]) -> dict[str, Integers]:
+    """Columns of the copies."""
+    rows = tables.integers("CUPTI_ACTIVITY_KIND_MEMCPY", *_PLACE, "bytes", "copyKind", "srcKind", "dstKind")
+    # the three kinds, of a byte each, as one number
+    kinds = (rows[:, 7] & 255) << 16 | (rows[:, 8] & 255) << 8 | rows[:, 9] & 255
+    name = _number_names(names, kinds, lambda one: name_memcpy(one >> 16, one >> 8 & 255, one & 255))
+    return _device_piece(rows, Kind.MEMCPY, name=name, num_bytes=rows[:, 6])
+
+
+def _read_graphs(tables: _Tables, names: Numbered[str]) -> dict[str, Integers]:
+    """Columns of the CUDA graphs that are recorded as a whole."""
+    rows = tables.integers("CUPTI_ACTIVITY_KIND_GRAPH_TRACE", *_PLACE, "graphId")
+    name = _number_names(names, rows[:, 6], "CUDA graph {}".format)
+    piece = _device_piece(rows, Kind.KERNEL, name=name)
     # graphs whose kernels stand in the table of kernels, too, are not counted twice
     nodes = tables.integers("CUPTI_ACTIVITY_KIND_KERNEL", "correlationId", "graphNodeId")
     known = np.isin(rows[:, 5], nodes[nodes[:, 1] > 0, 0])
-    pieces[-1] = {key: column[~known] for key, column in pieces[-1].items()}
-    rows = read("MEMSET", Kind.MEMSET, "bytes")
-    pieces[-1] |= {"name": np.full(len(rows), names["Memset (Device)"]), "num_bytes": rows[:, 6]}
-    rows = read("SYNCHRONIZATION", Kind.SYNC, "syncType")
-    pieces[-1]["name"] = number(rows[:, 6], lambda one: _SYNCS.get(one, "Sync"))
-    return pieces
+    return {key: column[~known] for key, column in piece.items()}
+
+
+def _read_memsets(tables: _Tables, names: Numbered[str]) -> dict[str, Integers]:
+    """Columns of what sets memory."""
+    rows = tables.integers("CUPTI_ACTIVITY_KIND_MEMSET", *_PLACE, "bytes")
+    return _device_piece(rows, Kind.MEMSET, name=names["Memset (Device)"], num_bytes=rows[:, 6])
+
+
+def _read_synchronizations(tables: _Tables, names: Numbered[str]) -> dict[str, Integers]:
+    """Columns of what a stream or the host waited for."""
+    rows = tables.integers("CUPTI_ACTIVITY_KIND_SYNCHRONIZATION", *_PLACE, "syncType")
+    name = _number_names(names, rows[:, 6], lambda one: _SYNCS.get(one, "Sync"))
+    return _device_piece(rows, Kind.SYNC, name=name)
 
 
 def _piece(rows: Integers, **columns: Integers | int) -> dict[str, Integers]:
