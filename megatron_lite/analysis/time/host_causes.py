@@ -58,7 +58,8 @@ def _find_named(trace: Trace, threads: Integers) -> Iterator[HostWork]:
     for kind, seen_as in SEEN_AS.items():
         rows = trace.rows[kind]
         causes = {int(name): name_cause(trace.names[name], seen_as) for name in trace.names_of[kind]}
-        for key in {cause for cause in causes.values() if cause}:
+        # in the order of names: that of a set differs from run to run
+        for key in dict.fromkeys(cause for cause in causes.values() if cause):
             named = np.zeros(len(trace.names), bool)
             named[[name for name, cause in causes.items() if cause == key]] = True
             mine = rows[named[events.name[rows]]]
