@@ -294,6 +294,33 @@ def passes(folder: Path, number: int, sequences=(100, None), weights=BLOCK, shap
 
 
 @prepared
+def checkpointed(folder: Path, peak_gib: int, again=True):
+    """A watched job on a GPU of 80 GiB: 6 layers, each of which runs forward again inside backward."""
+    made = MadeTrace(0, 1, device="NVIDIA H100 80GB HBM3")
+    for index in range(STEPS):
+        at = 10.0 + 12_000 * index
+        made.step(10 + index, at, at + 11_900)
+        for place in range(6):
+            start = at + 10 + 300 * place
+            made.op("aten::linear", start, start + 290, sequence=1000 * index + place)
+            made.kernel(BF16_GEMM, start + 20, start + 290, start + 10)
+        for place in reversed(range(6)):
+            start = at + 2_000 + 900 * (5 - place)
+            node = {"sequence": 1000 * index + place, "forward_thread": 1}
+            made.op(f"{NODE}AddmmBackward0", start, start + 890, AUTOGRAD, **node)
+            if again:
+                made.op("aten::linear", start + 5, start + 290, AUTOGRAD, sequence=1000 * index + 500 + place)
+            made.kernel(BF16_GEMM, start + 20, start + 290, start + 10, thread=AUTOGRAD)
+            made.op("aten::mm", start + 295, start + 880, AUTOGRAD)
+            made.kernel(BF16_GEMM, start + 310, start + 880, start + 300, thread=AUTOGRAD)
+    made.write(folder)
+    run(folder, steps=ordinary_steps(peak_memory_bytes=peak_gib * GIB))
+    record = json.loads((folder / "run.json").read_text())
+    del record["plan"]
+    (folder / "run.json").write_text(json.dumps(record | {"command": ["python", "train.py"]}))
+
+
+@prepared
 def distilled(folder: Path):
     """A teacher of another size runs without gradients before the trained pass."""
     made = MadeTrace(0, 1, device=None)
@@ -757,6 +784,7 @@ UNKNOWN_OR_AMD = (
 NEVER_GOOD = {"skipped": True, "loss": None, "grad_norm": None}
 # a second way in which a rule can see its cause, or a second near miss
 MORE_TRIGGERS = [
+    ("needless-recompute", checkpointed(12)),
     ("forward-without-backward", passes(2, (500, 100))),
     ("forward-without-backward", passes(2, (100, None), shapes=False)),
     ("forward-without-backward", passes(2, gpu=True)),
@@ -797,6 +825,8 @@ MORE_TRIGGERS = [
     ("matmul-shapes", both(on_cpu(dims=ODD), recorded(device="cpu", shape=ODD_SHAPE))),
 ]
 MORE_NEAR_MISSES = [
+    ("needless-recompute", checkpointed(60)),
+    ("needless-recompute", checkpointed(12, again=False)),
     ("forward-without-backward", passes(2, (100, 100))),  # one pass, twice as long
     ("forward-without-backward", distilled()),
     ("layout-copies", on_cpu(change=only_views)),

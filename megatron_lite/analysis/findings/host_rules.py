@@ -10,7 +10,7 @@ from megatron_lite.analysis.rank_facts import RankFacts, in_ms
 from megatron_lite.analysis.run_facts import Facts
 from megatron_lite.analysis.time.time_results import MIN_STRETCH_MS, ShortGaps, SyncSite
 from megatron_lite.analysis.trace.columns import Kind
-from megatron_lite.phases import Phase
+from megatron_lite.phases import PYTHON_GC, Phase
 from megatron_lite.units import counted, significant
 
 ONCE = 0.5  # calls per step from which on it is every step's, not that of a log interval
@@ -281,6 +281,9 @@ def find_tiny_micro_batches(facts: Facts, one: RankFacts) -> Finding | None:
     return find_lost_time(one, cost, text, advice, flags=(flag,), certain=False)
 
 
+MANY_COLLECTIONS = 2.0  # per step: their number costs, not a single slow one
+
+
 @rule("gc-pauses", "pauses of Python's garbage collector", "step", needs="trace")
 def find_gc_pauses(facts: Facts, one: RankFacts) -> Finding | None:
     """Python's garbage collector interrupts steps.
@@ -301,7 +304,12 @@ def find_gc_pauses(facts: Facts, one: RankFacts) -> Finding | None:
     if not facts.argument("manual_gc"):
         advice = "collect on all ranks in the same, rare steps, without a gc.collect() in each step"
         flags = ("--manual-gc --manual-gc-interval 100",)
-    text = f"garbage collection takes {one.of_step(cost)}"
+    collections = one.rows_named(lambda name: name.startswith(PYTHON_GC), Kind.ANNOTATION, Kind.PYTHON)
+    often = one.per_step(collections) >= MANY_COLLECTIONS
+    number = f"{counted(one.per_step(collections), 'collection')} per step: " if len(collections) else ""
+    if often:
+        advice += "; gc.freeze() once the model is built, and a higher gc.set_threshold"
+    text = f"garbage collection takes {one.of_step(cost)}" if not number else f"{number}{one.of_step(cost)}"
     return find_lost_time(one, cost, text, advice, flags=flags, cheap=True)
 
 

@@ -2,13 +2,22 @@
 
 import math
 
-from megatron_lite.analysis.findings.base import Evidence, Finding, build_time_finding, find_lost_memory, rule
+from megatron_lite.analysis.findings.base import (
+    Evidence,
+    Finding,
+    build_time_finding,
+    find_lost_memory,
+    find_lost_time,
+    rule,
+)
+from megatron_lite.analysis.findings.needless_rules import find_recomputed
 from megatron_lite.analysis.findings.reserved_rules import EXPANDABLE_SEGMENTS, MIN_BYTES
 from megatron_lite.analysis.memory.memory_results import OUTSIDE, Snapshot
 from megatron_lite.analysis.rank_facts import MATTERS, in_ms
 from megatron_lite.analysis.run_facts import TIGHT, Facts, measure_ordinary, sum_category, whole
+from megatron_lite.estimate.hardware import match_processor
 from megatron_lite.phases import Phase
-from megatron_lite.units import MIB, counted, size
+from megatron_lite.units import GIB, MIB, counted, size
 
 MIN_BYTES_PER_STEP = MIB  # in a snapshot: less takes thousands of steps to fill a gigabyte
 MIN_SNAPSHOT_STEPS = 3
@@ -332,13 +341,16 @@ def find_needless_recompute(facts: Facts) -> Finding | None:
     Meaning: full recomputation runs every layer's forward once more in backward, to keep only its input. That is worth
         it where memory decides the micro-batch, and a loss everywhere else.
     Measured: the run's plan; the sum of all that a step would hold without recomputation, by formula, against the
-        memory that the run found at its start (of the GPU, or of the machine, shared by its ranks).
+        memory that the run found at its start (of the GPU, or of the machine, shared by its ranks). Of other jobs: layers
+        that run forward again inside backward, beside a peak below 30% of the GPU's memory.
     Cost: up to the time of forward, by its share of recomputed layers.
     Do: leave recomputation out, or a larger micro-batch with it.
     Flags: without --recompute-granularity full; selective costs little.
     False alarm: a rehearsal of a larger job, or memory that evaluation or a longer batch still needs.
     """
     run, one = facts.run, facts.critical
+    if facts.is_foreign:
+        return _find_recomputation_in_trace(facts)
     if run is None or facts.argument("recompute_granularity") != "full":
         return None
     room: float | None = facts.device_bytes
@@ -374,3 +386,32 @@ def find_needless_recompute(facts: Facts) -> Finding | None:
     )
     advice, flags = "leave out --recompute-granularity full", ("--recompute-granularity selective",)
     return build_time_finding(cost, seen, advice, flags, certain=False)
+
+
+LITTLE = 0.30  # of the GPU's memory: what a checkpointed layer would hold is not known
+
+
+def _find_recomputation_in_trace(facts: Facts) -> Finding | None:
+    """Of a job whose flags are unknown: recomputation that its trace shows, where the peak is far below the device's memory."""
+    one = facts.critical
+    if one is None or not one.time.on_gpu or any(one.oom is not None for one in facts.snapshots):
+        return None
+    processor = match_processor(one.time.device)
+    listed = processor.memory_gib if processor is not None else None
+    room = facts.device_bytes or (int(listed * GIB) if listed else None)
+    traced = max((seen.peak_bytes for seen in facts.traced_memory if seen.total_is_given), default=0)
+    peak_bytes = facts.peak.num_bytes if facts.peak is not None else traced
+    if not room or not 0 < peak_bytes <= LITTLE * room:
+        return None
+    rows = find_recomputed(one)
+    if not len(rows):
+        return None
+    cost = one.covered_ms(one.work_under(rows))
+    text = f"layers that run forward again inside backward take {one.of_step(cost)}"
+    held = Evidence(
+        f"the peak is {size(peak_bytes)} of {size(room)}", facts.peak.where if facts.peak is not None else ""
+    )
+    advice = (
+        "checkpoint fewer layers, or none (torch.utils.checkpoint, gradient_checkpointing), while the peak leaves room"
+    )
+    return find_lost_time(one, cost, text, advice, held, row=int(rows[0]), certain=False)

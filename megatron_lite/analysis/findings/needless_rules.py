@@ -18,6 +18,7 @@ from megatron_lite.units import counted
 LAYERS = re.compile(
     r"aten::(linear|matmul|mm|bmm|addmm|baddbmm|einsum|embedding|conv\d?d|conv_transpose\d?d|scaled_dot_product_attention)$"
 )
+RECOMPUTED_LAYERS = re.compile(r"aten::(linear|matmul|conv\d?d|layer_norm|scaled_dot_product_attention|embedding)$")
 UPDATES = re.compile(r"Optimizer\.(step|zero_grad)#")
 MIN_LAYERS = 4  # in a pass: fewer are no model's
 ALIKE = 0.8  # of the trained pass: beginnings of two passes that are of one model
@@ -67,6 +68,24 @@ def find_forward_passes(one: RankFacts) -> list[ForwardPass]:
         layers = tuple(_describe_layer(one, row) for row in rows[part])
         passes.append(ForwardPass(rows[part], layers, bool(is_followed[part[0]]), bool(is_recorded[part[0]])))
     return passes
+
+
+def find_recomputed(one: RankFacts) -> Integers:
+    """Outermost operators of the layers that run forward again inside backward (activation checkpointing).
+
+    They record how to take gradients and belong to no forward thread. Backward's own operations do so too where a graph
+    of them is made, but none is a whole layer's.
+    """
+    events, trace = one.trace.events, one.trace
+    backward = is_backward(trace)
+    nest = trace.nest(one.in_steady_steps(trace.rows[Kind.OP]))
+    rows = nest.rows
+    recorded = (events.sequence[rows] >= 0) & (events.forward_thread[rows] <= 0) & ~backward[rows]
+    below_engine = (nest.parent >= 0) & backward[rows][nest.parent]
+    again = recorded & below_engine
+    is_layer = trace.passing(RECOMPUTED_LAYERS.match, Kind.OP)[events.name[rows]]
+    layers = is_layer & _spread_to_children(nest, again)
+    return np.sort(rows[again]) if int(layers.sum()) >= MIN_LAYERS * one.steady_steps else rows[:0]
 
 
 def _spread_to_children(nest: Nesting, flags: Flags) -> Flags:
