@@ -2,14 +2,15 @@
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_lite.analysis.intervals import NOTHING, Cover, Integers, Nesting, difference, union
+from megatron_lite.analysis.intervals import NOTHING, Cover, Flags, Integers, Nesting, difference
 from megatron_lite.analysis.kernels.kernel_words import is_communication, is_wait
 from megatron_lite.analysis.ranks.handed_over import pair_with_operators
 from megatron_lite.analysis.ranks.process_groups import CALLER, find_group, guess_dimension
@@ -163,51 +164,99 @@ class Calls:
 
 def collect_calls(trace: Trace, placing: Placing, world_size: int | None) -> Calls:
     """All that communicates in the trace. `world_size`: how many take part where the trace does not say and kind needs it."""
-    events = trace.events
-    on_gpu = len(trace.rows[Kind.KERNEL]) > 0
-    of_communication = trace.matching(is_communication)
-    if on_gpu:
-        rows = called = trace.rows[Kind.KERNEL][of_communication[trace.rows[Kind.KERNEL]]]
-        launches = trace.launch_of[rows]
-        in_order = bool((launches >= 0).all())
-    else:
-        rows = trace.rows[Kind.ANNOTATION][trace.matching(SPAN.match)[trace.rows[Kind.ANNOTATION]]]
-        # spans of a backend's own threads were handed over by operators
-        operators = trace.rows[Kind.OP][trace.matching(HANDED_OVER.match)[trace.rows[Kind.OP]]]
-        handed = ~np.isin(events.thread[rows], events.thread[operators])
-        called = rows.copy()
-        paired, in_order = pair_with_operators(trace, rows[handed], operators)
-        if paired is not None:
-            called[handed] = paired
-    # kernels that do not communicate; without a GPU the operators of threads that do not
-    others = trace.rows[Kind.KERNEL if on_gpu else Kind.OP]
-    others = others[~of_communication[others]]
-    if not on_gpu:
-        waits = trace.matching(lambda name: name.startswith(("c10d::", "record_param_comms")))
-        others = others[~waits[others] & ~np.isin(events.thread[others], events.thread[rows[handed]])]
-    compute = union(events.start_ns[others], events.end_ns[others]) if len(rows) else NOTHING
-    if not on_gpu:  # whatever called what waits does nothing meanwhile
-        compute = difference(compute, trace.cover(trace.rows[Kind.OP][trace.matching(is_wait)[trace.rows[Kind.OP]]]))
-    # on the host a span says itself what it is, and others that are under way lie around it
-    own = np.full(len(rows), -1), events.collective[rows]
-    around, records = _find_descriptions(trace, called) if on_gpu else own
-    # the last entry is for -1, what has no record
-    given = [-1 if one.sequence is None else one.sequence for one in trace.collectives] + [-1]
-    sequences = np.array([one if 0 <= one < MAX_SEQUENCE else -1 for one in given], np.int64)
-    phases = tuple(placing.phases[at] if at >= 0 else "" for at in placing.phase[called])
+    found = _find_kernels(trace) if len(trace.rows[Kind.KERNEL]) else _find_spans(trace)
+    phases = tuple(placing.phases[at] if at >= 0 else "" for at in placing.phase[found.called])
+    places = _find_places(trace, found.called, phases)
     return Calls(
         rank=trace.rank,
-        rows=rows,
-        whats=_describe_calls(trace, rows, around, records, world_size, _find_places(trace, called, phases)),
-        start_ns=events.start_ns[rows],
-        end_ns=events.end_ns[rows],
-        step=placing.step[called],
+        rows=found.rows,
+        whats=_describe_calls(trace, found.rows, found.around, found.records, world_size, places),
+        start_ns=trace.events.start_ns[found.rows],
+        end_ns=trace.events.end_ns[found.rows],
+        step=placing.step[found.called],
         phase=phases,
-        sequence=sequences[records],
-        compute=compute,
-        called_ns=events.start_ns[np.where(launches >= 0, launches, rows) if on_gpu else called],
-        is_in_order=in_order,
+        sequence=_read_sequences(trace)[found.records],
+        compute=found.compute,
+        called_ns=found.called_ns,
+        is_in_order=found.is_in_order,
     )
+
+
+@dataclass(frozen=True)
+class _Found:
+    """c collectives of a trace before they are described."""
+
+    rows: Integers  # [c], the trace's events
+    called: Integers  # [c], rows of the events that tell step and phase
+    called_ns: NDArray[np.int64]  # [c], when the host called them
+    is_in_order: bool  # called_ns is the order of the program
+    compute: Cover  # what may hide them
+    around: Integers  # [c], rows of the backend's ranges around their launches; -1: none
+    records: Integers  # [c], indices into the trace's collectives; -1: none
+
+
+def _find_kernels(trace: Trace) -> _Found:
+    """The kernels that communicate."""
+    events = trace.events
+    kernels = trace.rows[Kind.KERNEL]
+    communicates = trace.matching(is_communication)[kernels]
+    rows = kernels[communicates]
+    others = kernels[~communicates]
+    launches = trace.launch_of[rows]
+    around, records = _find_descriptions(trace, rows)
+    return _Found(
+        rows=rows,
+        called=rows,
+        called_ns=events.start_ns[np.where(launches >= 0, launches, rows)],
+        is_in_order=bool((launches >= 0).all()),
+        compute=trace.cover(others) if len(rows) else NOTHING,
+        around=around,
+        records=records,
+    )
+
+
+def _find_spans(trace: Trace) -> _Found:
+    """The spans of backends on the host, in a trace without a GPU."""
+    events = trace.events
+    annotations = trace.rows[Kind.ANNOTATION]
+    rows = annotations[trace.matching(SPAN.match)[annotations]]
+    # spans of a backend's own threads were handed over by operators
+    operators = trace.rows[Kind.OP]
+    handing_over = operators[trace.matching(HANDED_OVER.match)[operators]]
+    handed_over = ~np.isin(events.thread[rows], events.thread[handing_over])
+    called = rows.copy()
+    paired, is_in_order = pair_with_operators(trace, rows[handed_over], handing_over)
+    if paired is not None:
+        called[handed_over] = paired
+    return _Found(
+        rows=rows,
+        called=called,
+        called_ns=events.start_ns[called],
+        is_in_order=is_in_order,
+        compute=_cover_operators(trace, events.thread[rows[handed_over]]) if len(rows) else NOTHING,
+        # a span says itself what it is, and others that are under way lie around it
+        around=np.full(len(rows), -1),
+        records=events.collective[rows],
+    )
+
+
+def _cover_operators(trace: Trace, threads: Integers) -> Cover:
+    """When operators compute. threads: those of a backend, whose operators belong to collectives."""
+    operators = trace.rows[Kind.OP]
+
+    def find(test: Callable[[str], object]) -> Flags:
+        return trace.matching(test)[operators]
+
+    communicates = find(is_communication) | find(lambda name: name.startswith(("c10d::", "record_param_comms")))
+    computes = ~communicates & ~np.isin(trace.events.thread[operators], threads)
+    # whatever called what waits does nothing meanwhile
+    return difference(trace.cover(operators[computes]), trace.cover(operators[find(is_wait)]))
+
+
+def _read_sequences(trace: Trace) -> NDArray[np.int64]:
+    """The sequence number of each of the trace's collectives; -1: none. The last entry is for -1, what has no record."""
+    given = [-1 if one.sequence is None else one.sequence for one in trace.collectives] + [-1]
+    return np.array([one if 0 <= one < MAX_SEQUENCE else -1 for one in given], np.int64)
 
 
 def collective_bytes(trace: Trace, rows: Integers, world_size: int | None) -> Integers:
@@ -245,6 +294,16 @@ def _find_places(trace: Trace, called: Integers, phases: Sequence[str]) -> list[
     return [(trace.names[events.name[at]] if at >= 0 else "", phase) for at, phase in zip(found, phases)]
 
 
+class _Traits(NamedTuple):
+    """What the trace says of a call. Calls with the same traits are described once."""
+
+    name: int  # number of the event's name
+    span: int  # number of the name of the backend's range around the launch; -1: none
+    shapes: int  # index into the trace's shapes; -1: none
+    told: tuple[Collective, ...]  # what records say, several where one kernel does several at once
+    place: tuple[str, str]  # _find_places
+
+
 def _describe_calls(
     trace: Trace,
     rows: Integers,
@@ -253,38 +312,74 @@ def _describe_calls(
     world_size: int | None,
     places: list[tuple[str, str]],
 ) -> tuple[What, ...]:
-    """Each distinct combination of names, shapes, sizes and places is worked out once; the most telling name decides."""
-    events, known, whats = trace.events, {}, []
+    """Describe what each of the collectives `rows` is.
+
+    Args:
+        trace: the trace.
+        rows: [c], the collectives.
+        around: [c], rows of the backend's ranges around their launches; -1: none.
+        records: [c], indices into the trace's collectives; -1: none.
+        world_size: how many ranks take part where nothing else says it.
+        places: [c], where each was called (_find_places).
+    """
+    events = trace.events
     spans = np.where(around >= 0, events.name[around], -1)
-    shapes = np.where(events.shapes[rows] >= 0, events.shapes[rows], np.where(around >= 0, events.shapes[around], -1))
+    own_shapes = events.shapes[rows]
+    shapes_around = np.where(around >= 0, events.shapes[around], -1)
+    shapes = np.where(own_shapes >= 0, own_shapes, shapes_around)
     groups = {group.name: group for group in trace.groups}
     batches = _find_batches(trace, rows, records)
     columns = (events.name[rows].tolist(), spans.tolist(), shapes.tolist(), records.tolist(), batches, places)
-    for name, span, shape, at, batch, place in zip(*columns):
-        told = tuple(replace(trace.collectives[one], sequence=None) for one in batch or (at,) if one >= 0)
-        record = told[0] if told else None
-        key = (name, span, shape, told, place)
-        if key not in known:
-            names = [record.name] if record and record.name else []
-            names += [trace.names[one] for one in (span, name) if one >= 0]
-            kind = next((kind for kind in map(find_collective_kind, names) if kind != OTHER), OTHER)
-            if record and record.group is not None:
-                group = groups.get(record.group) or ProcessGroup(record.group)
-            else:
-                group = find_group(trace.groups, guess_dimension(kind, *place))
-            group_size = record.group_size if record and (record.group_size or 0) > 0 else len(group.ranks) or None
-            given = trace.shapes[shape] if shape >= 0 else None
-            num_bytes, dtype = message_bytes(kind, record, given, group_size or world_size)
-            transfers: tuple[tuple[str, int], ...] = ()
-            if kind in POINT_TO_POINT:
-                position = _PEER.search(trace.names[span]) if span >= 0 else None
-                transfers = _find_transfers(kind, told, group, trace.rank, int(position[1]) if position else None)
-            if len(told) > 1:
-                kind = "send_recv"
-                num_bytes = _larger_direction(told)
-            known[key] = What(kind, find_algorithm(trace.names[name]), num_bytes, dtype, group, group_size, transfers)
-        whats.append(known[key])
+    known: dict[_Traits, What] = {}
+    whats = []
+    for name, span, shape, record, batch, place in zip(*columns):
+        told = tuple(replace(trace.collectives[one], sequence=None) for one in batch or (record,) if one >= 0)
+        traits = _Traits(name, span, shape, told, place)
+        if traits not in known:
+            known[traits] = _describe_call(trace, traits, groups, world_size)
+        whats.append(known[traits])
     return tuple(whats)
+
+
+def _describe_call(trace: Trace, traits: _Traits, groups: dict[str, ProcessGroup], world_size: int | None) -> What:
+    """Describe one call. groups: the trace's by name."""
+    record = traits.told[0] if traits.told else None
+    kind = _name_kind(trace, traits)
+    group = _find_group_of_call(trace, traits, kind, groups)
+    group_size = record.group_size if record and (record.group_size or 0) > 0 else len(group.ranks) or None
+    shapes = trace.shapes[traits.shapes] if traits.shapes >= 0 else None
+    num_bytes, dtype = message_bytes(kind, record, shapes, group_size or world_size)
+    transfers: tuple[tuple[str, int], ...] = ()
+    if kind in POINT_TO_POINT:
+        position = _PEER.search(trace.names[traits.span]) if traits.span >= 0 else None
+        transfers = _find_transfers(kind, traits.told, group, trace.rank, int(position[1]) if position else None)
+    if len(traits.told) > 1:
+        kind = "send_recv"
+        num_bytes = _larger_direction(traits.told)
+    return What(
+        kind=kind,
+        algorithm=find_algorithm(trace.names[traits.name]),
+        num_bytes=num_bytes,
+        dtype=dtype,
+        group=group,
+        group_size=group_size,
+        transfers=transfers,
+    )
+
+
+def _name_kind(trace: Trace, traits: _Traits) -> str:
+    """The kind by the most telling name: the record's, then the range's, then the event's own."""
+    names = [record.name for record in traits.told[:1] if record.name]
+    names += [trace.names[number] for number in (traits.span, traits.name) if number >= 0]
+    return next((kind for kind in map(find_collective_kind, names) if kind != OTHER), OTHER)
+
+
+def _find_group_of_call(trace: Trace, traits: _Traits, kind: str, groups: dict[str, ProcessGroup]) -> ProcessGroup:
+    """The group that the record names, else the one that fits the place of the call."""
+    name = traits.told[0].group if traits.told else None
+    if name is not None:
+        return groups.get(name) or ProcessGroup(name)
+    return find_group(trace.groups, guess_dimension(kind, *traits.place))
 
 
 def _find_batches(trace: Trace, rows: Integers, records: Integers) -> list[tuple[int, ...]]:

@@ -16,7 +16,7 @@ from megatron_lite.analysis.ranks.imbalance import find_imbalance, measure_compu
 from megatron_lite.analysis.ranks.matching import Clocks, Group, align_clocks, match
 from megatron_lite.analysis.ranks.order import find_disorder
 from megatron_lite.analysis.ranks.process_groups import label_group
-from megatron_lite.analysis.ranks.rank_results import CollectiveRow, GroupRow, RankRow, Ranks, Straggler
+from megatron_lite.analysis.ranks.rank_results import CollectiveRow, GroupRow, Imbalance, RankRow, Ranks, Straggler
 from megatron_lite.analysis.time.time_results import Placing, RankTime
 from megatron_lite.analysis.trace.columns import ProcessGroup
 from megatron_lite.phases import Phase
@@ -24,16 +24,23 @@ from megatron_lite.units import counted
 
 
 def compare_ranks(seen: Sequence[RankFacts], only: str = "") -> Ranks | None:
-    """What the traces of one run's ranks say of each other; None without a trace. only: the dimension of their layout, if it has one."""
+    """Compare the traces of one run's ranks with each other.
+
+    Args:
+        seen: what is known of each trace.
+        only: the dimension of the ranks' layout, if it has one only.
+
+    Returns:
+        What the traces say of each other; None without a trace.
+    """
     if not seen:
         return None
     one_each, notes = _choose_traces(seen)
     world_size = max((one.trace.world_size or 0 for one in one_each), default=0) or None
     calls = [collect_calls(one.trace, one.placing, world_size) for one in one_each]
-    used = {what.group for of_rank in calls for what in of_rank.whats}
+    used = dict.fromkeys(what.group for of_rank in calls for what in of_rank.whats)
     labels = {group: label_group(group, world_size, only) for group in used}
-    placings = [one.placing for one in one_each]
-    slots_of_steps, steps = find_shared_steps(placings)
+    slots_of_steps, steps = find_shared_steps([one.placing for one in one_each])
     # the last entry is for calls outside of all steps
     slots = [np.append(slot, -1)[of_rank.step] for slot, of_rank in zip(slots_of_steps, calls)]
     base_ns = [one.trace.base_ns for one in one_each]
@@ -41,40 +48,62 @@ def compare_ranks(seen: Sequence[RankFacts], only: str = "") -> Ranks | None:
     groups, unmatched = match(calls, slots, base_ns)
     clocks = align_clocks(calls, groups, base_ns, hosts)
     waits = compute_waits(calls, groups, clocks, slots, steps)
-    shared = [group for group in groups if not group.is_pair]
-    with_transfers = list(zip(calls, slots, waits.transfer_ns))
-    everyone = len(one_each) == world_size and len(shared) == 1 and len(shared[0].members) == world_size
     rows = _build_rank_rows(one_each, hosts, waits, clocks)
-    # the rank that waits least: its own work is what the run takes
-    known = all(row.wait_ms is not None for row in rows)
-    slowest_first = sorted(rows, key=lambda row: (row.wait_ms or 0.0) if known else -row.step_ms)
-    present = tuple(row.rank for row in rows)
+    names_of_steps = _name_shared_steps(one_each[0].placing, slots_of_steps[0], steps)
+    disorder = find_disorder(calls, slots, names_of_steps, labels, world_size)
     net_ms = waits.caused_ms - waits.wait_ms
-    disorder = find_disorder(
-        calls, slots, _name_shared_steps(placings[0], slots_of_steps[0], steps), labels, world_size
-    )
-    straggler, imbalance = None, None
+    straggler: Straggler | None = None
+    imbalance: Imbalance | None = None
+    # where ranks call them in another order, the starts of one collective are those of two
     if disorder is None:
-        # where ranks call them in another order, the starts of one collective are those of two
         straggler = find_straggler(rows, [one.time for one in one_each], net_ms)
-    if disorder is None and known and straggler is None and clocks.aligned:
-        on_gpu = all(one.time.on_gpu for one in one_each)
-        compute_ms = measure_compute(calls, placings, slots_of_steps, steps)
-        imbalance = find_imbalance(present, net_ms, compute_ms, _measure_median_step(one_each), on_gpu)
+        if straggler is None and clocks.aligned and _know_waits(rows):
+            compute_ms = measure_compute(calls, [one.placing for one in one_each], slots_of_steps, steps)
+            imbalance = _find_imbalance(one_each, rows, net_ms, compute_ms)
+    present = tuple(row.rank for row in rows)
+    group_size = world_size if _is_whole_world(one_each, groups, world_size) else None
     return Ranks(
         world_size=world_size,
         present=present,
         missing=tuple(sorted(set(range(world_size or 0)) - set(present))) if present else (),
         rows=tuple(rows),
         groups=build_group_rows(one_each, calls, slots, steps, labels),
-        collectives=build_collective_rows(with_transfers, steps, labels, world_size if everyone else None),
+        collectives=build_collective_rows(list(zip(calls, slots, waits.transfer_ns)), steps, labels, group_size),
         straggler=straggler,
         imbalance=imbalance,
         disorder=disorder,
         clocks_aligned=clocks.aligned,
-        critical_rank=slowest_first[0].rank if rows else None,
+        critical_rank=_find_critical_rank(rows),
         notes=(*notes, *unmatched, *clocks.notes),
     )
+
+
+def _know_waits(rows: Sequence[RankRow]) -> bool:
+    return all(row.wait_ms is not None for row in rows)
+
+
+def _find_critical_rank(rows: Sequence[RankRow]) -> int | None:
+    """The rank that waits least: its own work is what the run takes. Where waiting is not known, the rank of the longest step."""
+    if not rows:
+        return None
+    if _know_waits(rows):
+        return min(rows, key=lambda row: row.wait_ms or 0.0).rank
+    return min(rows, key=lambda row: -row.step_ms).rank
+
+
+def _find_imbalance(
+    seen: Sequence[RankFacts], rows: Sequence[RankRow], net_ms: Numbers, compute_ms: Numbers
+) -> Imbalance | None:
+    """Find imbalance that moves. net_ms, compute_ms: [R ranks, S shared steps]."""
+    on_gpu = all(one.time.on_gpu for one in seen)
+    ranks = tuple(row.rank for row in rows)
+    return find_imbalance(ranks, net_ms, compute_ms, _measure_median_step(seen), on_gpu)
+
+
+def _is_whole_world(seen: Sequence[RankFacts], groups: Sequence[Group], world_size: int | None) -> bool:
+    """Whether the traces are of all ranks, which have one group besides pairs, to which all of them belong."""
+    shared = [group for group in groups if not group.is_pair]
+    return len(seen) == world_size and len(shared) == 1 and len(shared[0].members) == world_size
 
 
 def _choose_traces(seen: Sequence[RankFacts]) -> tuple[Sequence[RankFacts], list[str]]:
@@ -149,41 +178,89 @@ class Waits:
 def compute_waits(
     ranks: Sequence[Calls], groups: list[Group], clocks: Clocks, slots: Sequence[Integers], steps: int
 ) -> Waits:
-    """slots: by rank, int [c], the shared step of each call, -1 for what does not count."""
-    tables = wait_ms, exposed_wait_ms, caused_wait_ms, last, matched = np.zeros((5, len(ranks), steps))
-    transfer_ns = tuple(np.full(len(calls), -1, np.int64) for calls in ranks)
-    found = Waits(wait_ms, exposed_wait_ms, caused_wait_ms, last, matched, transfer_ns)
+    """Compute how long ranks wait inside collectives for ranks that come later.
+
+    Args:
+        ranks: the collectives of each rank.
+        groups: which of them belong together.
+        clocks: how the ranks' clocks compare.
+        slots: by rank, int [c], the shared step of each call; -1 for what does not count.
+        steps: how many shared steps there are.
+    """
+    shape = (len(ranks), steps)
+    found = Waits(
+        wait_ms=np.zeros(shape),
+        exposed_wait_ms=np.zeros(shape),
+        caused_ms=np.zeros(shape),
+        last=np.zeros(shape),
+        matched=np.zeros(shape),
+        transfer_ns=tuple(np.full(len(calls), -1, np.int64) for calls in ranks),
+    )
     for group in groups:
-        columns = list(zip(group.members.tolist(), group.call.T))
-        start = np.stack([ranks[at].start_ns[calls] + clocks.start_ns[at] for at, calls in columns], axis=1)
-        length = np.stack([ranks[at].end_ns[calls] - ranks[at].start_ns[calls] for at, calls in columns], axis=1)
-        transfer = length.min(axis=1)
+        times = _compute_arrivals(ranks, group, clocks)
+        transfer_ns = times.length.min(axis=1)
         if group.is_pair and clocks.aligned:
-            transfer = np.clip((start + length).min(axis=1) - start.max(axis=1), 0, transfer)
-        for at, calls in columns:
-            found.transfer_ns[at][calls] = np.maximum(found.transfer_ns[at][calls], transfer)
+            both_there = (times.start + times.length).min(axis=1) - times.start.max(axis=1)
+            transfer_ns = np.clip(both_there, 0, transfer_ns)
+        for at, calls in zip(group.members.tolist(), group.call.T):
+            found.transfer_ns[at][calls] = np.maximum(found.transfer_ns[at][calls], transfer_ns)
         # a stage waits for another one's work by the schedule, late or not
-        if clocks.aligned is None or group.is_pair:
-            continue
-        counts = np.stack([slots[at][calls] >= 0 for at, calls in columns], axis=1).all(axis=1)
-        latest = start.max(axis=1)
-        # of several under way at once, as on gloo, each counts from where the one before it has all ranks
-        before = np.maximum.accumulate(np.concatenate([start[:1].min(axis=1), latest[:-1]]))
-        since = np.maximum(start, before[:, None])
-        start, since, length, latest, before = (one[counts] for one in (start, since, length, latest, before))
-        wait = np.clip(latest[:, None] - since, 0, length)
-        lag = np.maximum(latest - np.maximum(np.median(np.sort(start, axis=1)[:, :-1], axis=1), before), 0)
-        # nobody waits longer in a call than the call takes
-        lag = np.minimum(lag, wait.max(axis=1))
-        for column, (at, calls) in enumerate(columns):
-            own, slot = since[:, column] - clocks.start_ns[at], slots[at][calls[counts]]
-            is_last = start.argmax(axis=1) == column
-            hidden = ranks[at].compute.within(own, own + wait[:, column])
-            exposed_ms, caused_ms = (wait[:, column] - hidden) / 1e6, np.where(is_last, lag, 0) / 1e6
-            values = (wait[:, column] / 1e6, exposed_ms, caused_ms, is_last, np.ones(len(slot)))
-            for table, value in zip(tables, values):
-                np.add.at(table[at], slot, value)
+        if clocks.aligned is not None and not group.is_pair:
+            _add_waits(found, ranks, group, clocks, slots, times)
     return found
+
+
+@dataclass(frozen=True)
+class _Arrivals:
+    """int64 [k collectives of one group, its members], ns."""
+
+    start: Integers  # on the shared clock
+    length: Integers
+
+
+def _compute_arrivals(ranks: Sequence[Calls], group: Group, clocks: Clocks) -> _Arrivals:
+    """When each member came to each collective of the group, and how long it was in it."""
+    columns = list(zip(group.members.tolist(), group.call.T))
+    return _Arrivals(
+        start=np.stack([ranks[at].start_ns[calls] + clocks.start_ns[at] for at, calls in columns], axis=1),
+        length=np.stack([ranks[at].end_ns[calls] - ranks[at].start_ns[calls] for at, calls in columns], axis=1),
+    )
+
+
+def _add_waits(
+    found: Waits,
+    ranks: Sequence[Calls],
+    group: Group,
+    clocks: Clocks,
+    slots: Sequence[Integers],
+    times: _Arrivals,
+) -> None:
+    """Add the waits in the collectives of one group to `found`. The other arguments: see compute_waits."""
+    columns = list(zip(group.members.tolist(), group.call.T))
+    latest = times.start.max(axis=1)
+    # of several under way at once, as on gloo, each counts from where the one before it has all ranks
+    before = np.maximum.accumulate(np.concatenate([times.start[:1].min(axis=1), latest[:-1]]))
+    since = np.maximum(times.start, before[:, None])
+    # of the collectives that are in a shared step on all ranks
+    counts = np.stack([slots[at][calls] >= 0 for at, calls in columns], axis=1).all(axis=1)
+    start = times.start[counts]
+    since = since[counts]
+    wait = np.clip(latest[counts][:, None] - since, 0, times.length[counts])
+    median_of_others = np.median(np.sort(start, axis=1)[:, :-1], axis=1)
+    lag = np.maximum(latest[counts] - np.maximum(median_of_others, before[counts]), 0)
+    # nobody waits longer in a call than the call takes
+    lag = np.minimum(lag, wait.max(axis=1))
+    for column, (at, calls) in enumerate(columns):
+        slot = slots[at][calls[counts]]
+        own_since = since[:, column] - clocks.start_ns[at]
+        own_wait = wait[:, column]
+        hidden = ranks[at].compute.within(own_since, own_since + own_wait)
+        is_last = start.argmax(axis=1) == column
+        np.add.at(found.wait_ms[at], slot, own_wait / 1e6)
+        np.add.at(found.exposed_wait_ms[at], slot, (own_wait - hidden) / 1e6)
+        np.add.at(found.caused_ms[at], slot, np.where(is_last, lag, 0) / 1e6)
+        np.add.at(found.last[at], slot, is_last)
+        np.add.at(found.matched[at], slot, 1.0)
 
 
 def _build_rank_rows(seen: Sequence[RankFacts], hosts: Sequence[str], waits: Waits, clocks: Clocks) -> list[RankRow]:
