@@ -13,6 +13,7 @@ import argparse
 import dataclasses
 import itertools
 import json
+import math
 import signal
 import sys
 import tempfile
@@ -113,7 +114,10 @@ def _draw_losses(columns: dict[str, list[float]], title: str) -> str:
 
     curves = []
     for (name, column), hue in zip(columns.items(), itertools.cycle(palette.HUES)):
-        curves.append(Curve(name, range(1, len(column) + 1), column, f"var(--{hue})", Look.LINE))
+        points = [(step, loss) for step, loss in enumerate(column, 1) if math.isfinite(loss)]
+        if points:
+            steps, losses = zip(*points)
+            curves.append(Curve(name, steps, losses, f"var(--{hue})", Look.LINE))
     chart = CurveChart("The loss of every step", curves, Axis("step"), Axis("loss (nats)"), 400)
     section = Section("losses", "Losses", title, [])
     texts = {
@@ -124,7 +128,7 @@ def _draw_losses(columns: dict[str, list[float]], title: str) -> str:
         "gaps": [],
         "numbers": "--out FILE",
     }
-    return render_page([section], {"losses": chart}, **texts)
+    return render_page([section], {"losses": chart if curves else None}, **texts)
 
 
 def _run_all(

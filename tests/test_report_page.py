@@ -7,6 +7,7 @@ import pytest
 import report_cases as cases
 
 from megatron_lite.analysis.time.time_results import NO_PHASE, ROW_TITLES, Span
+from megatron_lite.config.simulated_schedule import TimedTurn
 from megatron_lite.report import draw, palette, svg
 from megatron_lite.report.charts import build_charts
 from megatron_lite.report.figure import Arrangement, Axis, BarChart, Bars
@@ -92,6 +93,14 @@ def test_what_a_pointer_is_told_of_a_bar():
     bars = Bars("forward", ["stage 1"], [2.5], ["red"], begins=[10.0], micro_batches=[3])
     drawn = str(svg.draw(BarChart("", [bars], Axis("ms at best, of 8 micro-batches"), Arrangement.OVERLAID)))
     assert "<title>stage 1, forward, micro-batch 3: 2.5 ms at best, from 10</title>" in drawn
+
+
+def test_a_long_schedule_is_small_and_complete_until_it_says_otherwise():
+    turns = [TimedTurn(stage, "forward", at, at + stage, at + stage + 1.0) for at in range(512) for stage in range(16)]
+    drawn = str(svg.draw(draw.schedule(turns, "ms")))
+    assert drawn.count("h") > len(turns) and len(drawn) < 200_000
+    most = draw.schedule(turns * 4, "ms")
+    assert "first 20,000 turns" in most.axis.title and len(svg.draw(most)) < 400_000
 
 
 # --- doubts, and what says nothing

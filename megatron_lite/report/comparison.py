@@ -226,7 +226,7 @@ def _choose_ms(pairs: Iterable[Pair]) -> Callable[[float], str]:
 
 # --- charts of the page
 
-MAX_BARS, KERNEL_WIDTH = 16, 40
+MAX_BARS, MAX_PHASES, KERNEL_WIDTH = 16, 40, 40
 
 
 def _build_charts(found: Comparison, a: Facts, b: Facts) -> dict[str, Figure | None]:
@@ -247,6 +247,7 @@ def _build_charts(found: Comparison, a: Facts, b: Facts) -> dict[str, Figure | N
 def _draw_phases(found: Comparison) -> Figure | None:
     pairs = {phase.name: phase.device or phase.host for phase in found.phases}
     phases = {name: pair for name, pair in pairs.items() if _is_seen(pair, found.step_ms)}
+    phases = dict(list(phases.items())[:MAX_PHASES])
     if not phases:
         return None
     rows = draw.fit_names(list(phases))

@@ -19,6 +19,7 @@ NAME_WIDTH = 28  # letters of a row's name
 UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 MIN_LOSSES = 20  # fewer say nothing that a sentence does not
 MAX_POINTS = 1000  # more than a chart has pixels
+MAX_TURNS = 20_000
 
 
 def stacks(says: str, parts_of: Mapping[str, Mapping[str, float]], colors: Mapping[str, str], unit: str) -> BarChart:
@@ -69,7 +70,12 @@ def losses(runs: Mapping[str, Run | None]) -> CurveChart | None:
 
 def schedule(turns: "Sequence[TimedTurn]", title: str) -> BarChart | None:
     """A row per stage, a bar per turn."""
+    if not turns:
+        return None
     series = []
+    if len(turns) > MAX_TURNS:
+        turns = sorted(turns, key=lambda one: one.start_ms)[:MAX_TURNS]
+        title = f"{title}; the first {MAX_TURNS:,} turns"
     stages = sorted({one.stage for one in turns})
     for kind, color in palette.TURNS.items():
         own = sorted((one for one in turns if one.kind == kind), key=lambda one: stages.index(one.stage))
@@ -83,4 +89,4 @@ def schedule(turns: "Sequence[TimedTurn]", title: str) -> BarChart | None:
                 micro_batches=[one.micro_batch + 1 for one in own],
             ))  # fmt: skip
     says = "The schedule of the pipeline: which micro-batch each stage computes when, and where it waits"
-    return BarChart(says, series, Axis(title), Arrangement.OVERLAID, 28) if turns else None
+    return BarChart(says, series, Axis(title), Arrangement.OVERLAID, 28)

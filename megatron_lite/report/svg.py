@@ -17,6 +17,7 @@ from megatron_lite.units import significant
 
 MAX_TICKS = 7
 MAX_STRIPS = 100  # places at which a pointer is told the curves' values
+MAX_DESCRIBED = 1500  # bars of a chart; more are drawn without titles, at a tenth of the bytes
 MAX_TEXT = 200  # letters of what a pointer shows
 BAR_SHARE = 0.68  # of a row's height
 TOP_PX, ROW_TOP_PX = 24, 4  # above the plot: the vertical axis's title; above the rows
@@ -102,8 +103,11 @@ def _draw_bars(figure: BarChart) -> Element:
     plot_px = figure.row_px * len(figure.rows)
     root = _begin(plot_px, ROW_TOP_PX)
     _draw_horizontal_axis(root, scale, figure.axis, plot_px)
-    for number, of_series in enumerate(bars):
-        _draw_series(root, figure, number, of_series, scale)
+    if figure.arrangement is Arrangement.OVERLAID and sum(map(len, bars)) > MAX_DESCRIBED:
+        _draw_many_bars(root, figure, bars, scale, plot_px)
+    else:
+        for number, of_series in enumerate(bars):
+            _draw_series(root, figure, number, of_series, scale)
     if scale.lowest < 0:
         _draw_upright(root, "zero", scale.place(0.0), plot_px)
     if figure.limit is not None:
@@ -154,6 +158,23 @@ def _draw_series(root: Element, figure: BarChart, number: int, bars: Sequence[Pl
         _say(SubElement(group, "rect", shape), _describe_bar(figure, one, bar.number))
 
 
+def _draw_many_bars(
+    root: Element, figure: BarChart, bars: Sequence[Sequence[PlacedBar]], scale: Scale, plot_px: int
+) -> None:
+    """Each series as one path, whose strokes are as thick as bars. Each has one color."""
+    paths = _begin_paths(root, plot_px)
+    middles = dict(place_rows(figure))
+    for one, of_series in zip(figure.series, bars):
+        parts = []
+        for bar in of_series:
+            left, right = sorted((scale.place(bar.begin), scale.place(bar.end)))
+            middle = middles[one.rows[bar.number]] - ROW_TOP_PX
+            parts.append(f"M{_shorten(WIDE * left)} {middle}h{_shorten(WIDE * (right - left))}")
+        width = f"{BAR_SHARE * figure.row_px:.1f}"
+        shape = {"class": "line", "stroke-width": width, "d": "".join(parts)}
+        SubElement(paths, "path", {**shape, **_paint(one.colors[0])})
+
+
 def _draw_upright(root: Element, kind: str, place: float, plot_px: int) -> None:
     across = _percent(place)
     SubElement(root, "line", {"class": kind, "x1": across, "x2": across, "y1": "0", "y2": f"{plot_px}"})
@@ -179,10 +200,7 @@ def _draw_curves(figure: CurveChart) -> Element:
     root = _begin(figure.plot_px, TOP_PX)
     _draw_vertical_axis(root, y, figure)
     _draw_horizontal_axis(root, x, figure.x, figure.plot_px)
-    paths = SubElement(root, "svg", {
-        "viewBox": f"0 0 {WIDE} {figure.plot_px}", "preserveAspectRatio": "none", "width": "100%",
-        "height": f"{figure.plot_px}",
-    })  # fmt: skip
+    paths = _begin_paths(root, figure.plot_px)
     # upper areas first: each reaches down to the ground, and the next covers its lower part
     areas = _stack_areas(figure.curves)
     for one, tops in reversed(areas):
@@ -267,8 +285,18 @@ def _trace_points(one: Curve, x: Scale, y: Scale, plot_px: int) -> str:
     return "".join(dict.fromkeys(places))
 
 
+def _begin_paths(root: Element, plot_px: int) -> Element:
+    """An element whose paths are WIDE units across, however wide the plot is, and pixels down."""
+    box = {"viewBox": f"0 0 {WIDE} {plot_px}", "preserveAspectRatio": "none"}
+    return SubElement(root, "svg", {**box, "width": "100%", "height": f"{plot_px}"})
+
+
 def _wide(x: Scale, value: float) -> str:
-    return f"{WIDE * x.place(value):.1f}".removesuffix(".0")
+    return _shorten(WIDE * x.place(value))
+
+
+def _shorten(value: float) -> str:
+    return f"{value:.1f}".removesuffix(".0")
 
 
 def _draw_described_points(root: Element, one: Curve, x: Scale, y: Scale, plot_px: int) -> None:
