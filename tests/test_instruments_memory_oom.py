@@ -280,7 +280,7 @@ NO_SUMS = "no --accumulate-allreduce-grads-in-fp32"
 )
 def test_only_flags_that_help_are_advised(words, held, unused, found):
     told = list_remedies(plan_of(flags(words), World(gpus=1) if unused else ALONE), held, asked=100, unused=unused)
-    assert len(told) == len(found) and all(text.startswith(start) for text, start in zip(told, found))
+    assert len(told) == len(found) and all(flag in text for text, flag in zip(told, found))
 
 
 def test_what_is_advised_tells_the_peak_that_it_leads_to(monkeypatch):
