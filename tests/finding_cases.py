@@ -260,10 +260,11 @@ BLOCK = [[[512, 64], [256, 64]], [[512, 256], [64, 256]]] * 3
 
 
 @prepared
-def passes(folder: Path, number: int, sequences=(100, None), weights=BLOCK, shapes=True, gpu=False):
+def passes(folder: Path, number: int, sequences=(100, None), weights=BLOCK, shapes=True, gpu=False, cast=False):
     """Forward passes of 6 products of 300 us, then one backward, whose operations belong to the first sequence numbers.
 
-    sequences: the first sequence number of each pass; None: under no_grad. A step takes about 10,000 us.
+    sequences: the first sequence number of each pass; None: under no_grad. A step takes about 10,000 us. cast: the first
+    pass casts the weights for the second, too, so that backward goes through its casts.
     """
     made = MadeTrace(0, 1, device="NVIDIA H100 80GB HBM3" if gpu else None)
     for index in range(STEPS):
@@ -273,6 +274,8 @@ def passes(folder: Path, number: int, sequences=(100, None), weights=BLOCK, shap
         for first in sequences[:number]:
             for place, dims in enumerate(weights):
                 made.op("aten::linear", host, host + 290, dims=dims if shapes else None)
+                if cast and first == sequences[0]:
+                    made.op("aten::to", host + 1, host + 4, sequence=1000 * index + 700 + place)
                 if first is not None:
                     made.op("aten::addmm", host + 5, host + 280, sequence=1000 * index + first + place)
                 if gpu:
@@ -280,6 +283,9 @@ def passes(folder: Path, number: int, sequences=(100, None), weights=BLOCK, shap
                 host += 300
         for place in reversed(range(len(weights))):
             node = {"sequence": 1000 * index + 100 + place, "forward_thread": 1}
+            if cast:
+                kept = node | {"sequence": 1000 * index + 700 + place}
+                made.op(f"{NODE}ToCopyBackward0", host + 591, host + 598, AUTOGRAD, **kept)
             made.op(f"{NODE}AddmmBackward0", host, host + 590, AUTOGRAD, **node)
             made.op("AddmmBackward0", host + 2, host + 588, AUTOGRAD, **node)
             made.op("aten::mm", host + 5, host + 580, AUTOGRAD)
@@ -788,6 +794,7 @@ MORE_TRIGGERS = [
     ("forward-without-backward", passes(2, (500, 100))),
     ("forward-without-backward", passes(2, (100, None), shapes=False)),
     ("forward-without-backward", passes(2, gpu=True)),
+    ("forward-without-backward", passes(2, (500, 100), cast=True)),
     ("fp64-compute", on_gpu(forward=[("volta_dgemm_64x64_nn", 900, "aten::mm", *[None] * 2)])),
     ("fp64-compute", on_gpu(forward=[(ADD, 900, "aten::add", [[64, 64]] * 2, DOUBLE)])),
     ("debug-switches", on_cpu(change=checks_for_nan)),

@@ -19,6 +19,7 @@ LAYERS = re.compile(
     r"aten::(linear|matmul|mm|bmm|addmm|baddbmm|einsum|embedding|conv\d?d|conv_transpose\d?d|scaled_dot_product_attention)$"
 )
 RECOMPUTED_LAYERS = re.compile(r"aten::(linear|matmul|conv\d?d|layer_norm|scaled_dot_product_attention|embedding)$")
+CASTS = ("aten::to", "aten::_to_copy")
 UPDATES = re.compile(r"Optimizer\.(step|zero_grad)#")
 MIN_LAYERS = 4  # in a pass: fewer are no model's
 ALIKE = 0.8  # of the trained pass: beginnings of two passes that are of one model
@@ -43,7 +44,10 @@ def find_forward_passes(one: RankFacts) -> list[ForwardPass]:
     if not len(followed):
         return []
     nest = trace.nest(one.in_steady_steps(trace.rows[Kind.OP]))
-    has_backward = np.isin(events.sequence[nest.rows], followed)
+    # autocast keeps the weights' casts of the first pass for later ones, whose backward goes through them
+    casts = trace.rows[Kind.OP][trace.passing(CASTS.__contains__, Kind.OP)[events.name[trace.rows[Kind.OP]]]]
+    sequence = events.sequence[nest.rows]
+    has_backward = np.isin(sequence, followed) & ~np.isin(sequence, events.sequence[casts])
     in_backward = _spread_to_children(nest, backward[nest.rows])
     is_layer = trace.passing(LAYERS.match, Kind.OP)[events.name[nest.rows]] & ~in_backward
     inside_layer = _spread_to_children(nest, is_layer)
