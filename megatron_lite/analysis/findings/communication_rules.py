@@ -222,7 +222,7 @@ def find_straggler(facts: Facts) -> Finding | None:
         Where traces of several ranks show none, or there are none: every rank's median time over the whole run, in
         phases where none waits for another; and whether the profiled steps agree.
     Cost: the others' wait per step.
-    Do: depends on the cause: computing: a hot or throttled GPU, another process on it, an unequal share of work; data: its
+    Do: look at the cause. Computing: a hot or throttled GPU, another process on it, an unequal share of work; data: its
         loader or disk; host: another job on its cores, garbage collection. Swap the node and see whether the number
         moves.
     Flags: --profile-ranks -1 records all ranks; --timing-log-level 1 --timing-log-option all prints every rank's

@@ -261,7 +261,7 @@ def find_state_kept_whole(facts: Facts, most: Snapshot) -> Finding | None:
     Measured: masters and moments at the peak of a snapshot that fills most of the device; the ranks that share gradients, as recorded in
         the run's layout.
     Cost: all of that memory but this rank's share.
-    Do: shard it; also weights and gradients, where that is not enough.
+    Do: shard this state over ranks; also weights and gradients, where that is not enough.
     Flags: --use-distributed-optimizer; --use-torch-fsdp2.
     False alarm: a peak that falls into forward for other reasons stays as high but for this part.
     """
