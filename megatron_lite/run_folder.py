@@ -58,6 +58,7 @@ RANKS_FILE = "ranks.json"
 STEPS_BY_HAND = (
     "steps_by_hand"  # run.json: no optimizer of torch stepped; a step ends where weights were updated by hand
 )
+UPDATED = "updated"  # run.json of a watched script: parameters and ranks, of what the first optimizer updates on the writing rank
 PROCESS_FOLDER = "process-"  # and its id: of a watched process without a rank that trained beside the first one
 TRACKER_FILE = "latest_checkpointed_iteration.txt"
 RELEASE = "release"  # Megatron's name for converted weights, in the tracker and as the folder

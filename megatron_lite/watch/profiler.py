@@ -31,7 +31,7 @@ from megatron_lite.instruments.torch_profiler import TorchProfiler
 from megatron_lite.phases import Phase, StepTime
 from megatron_lite.process_folder import choose_process_folder, release_process_folder
 from megatron_lite.process_state import identity
-from megatron_lite.run_folder import STEP_KIND, STEPS_BY_HAND, STEPS_FILE, keep_previous_run, write_run
+from megatron_lite.run_folder import STEP_KIND, STEPS_BY_HAND, STEPS_FILE, UPDATED, keep_previous_run, write_run
 from megatron_lite.train.run_record import describe_device, describe_versions, format_now, read_environment
 from megatron_lite.train.step_metrics import LAG
 from megatron_lite.watch.hand_updates import HandUpdates, describe_counting
@@ -305,12 +305,21 @@ class Profiler:
             return
         if self._leader is None or self._leader() is None:
             self._leader = weakref.ref(optimizer)
+            self._note_parameters(optimizer)
         if self._finds_steps and self._leader() is optimizer:
             self._end_step()
         else:
             self._losses.part(self._step)
         if not self._has_loader:
             self._move(FORWARD)
+
+    def _note_parameters(self, optimizer: Optimizer):
+        """What the first optimizer updates tells runs of different models apart."""
+        weights = {id(weight): weight.numel() for group in optimizer.param_groups for weight in group["params"]}
+        size = torch.distributed.get_world_size() if self._has_others and torch.distributed.is_initialized() else 1
+        self._record[UPDATED] = {"parameters": sum(weights.values()), "ranks": size}
+        if self.rank == 0:
+            write_run(self.folder, self._record)
 
     def _make_way(self, profile):
         """A torch.profiler begins. Two at a time crash the process: the script's own is the one that stays."""

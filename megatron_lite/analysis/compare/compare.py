@@ -10,6 +10,7 @@ import numpy as np
 from megatron_lite.analysis.compare.compare_results import Change, Comparison, KernelPair, Pair, PhasePair, Total
 from megatron_lite.analysis.compare.load import describe_load, find_load, widen_band, widen_rate
 from megatron_lite.analysis.compare.losses import compare_losses
+from megatron_lite.analysis.compare.models import object_to_models
 from megatron_lite.analysis.compare.settings import (
     compute_noise_band,
     exact,
@@ -299,7 +300,7 @@ ONE_START = (
 def compare(a: Facts, b: Facts, force: bool = False, titles: tuple[str, str] = ("A", "B")) -> Comparison:
     """B against A. ConfigError, a line for each reason, where they are of another model or batch and `force` is not given;
     UserError where they have nothing in common."""
-    reasons = objections(a, b)
+    reasons = [*objections(a, b), *object_to_models(a, b)]
     if reasons and not force:
         raise ConfigError([f"{reason}; --force compares all the same." for reason in reasons])
     totals = tuple(pair_totals(a, b))
