@@ -7,8 +7,8 @@ import fcntl
 import os
 import stat
 from collections.abc import Iterator
+from io import BufferedReader
 from pathlib import Path
-from typing import BinaryIO
 
 MAX_BYTES = 2**26  # of a file that is read as a whole: the largest tokenizer.json has half of it
 NOT_REGULAR = "Not a regular file"
@@ -47,7 +47,7 @@ def read_bounded(path: Path, max_bytes: int, *, follow_link: bool = False) -> st
         return file.read(max_bytes).decode("utf-8", errors="replace")
 
 
-def open_foreign(path: str | Path) -> BinaryIO:
+def open_foreign(path: str | Path) -> BufferedReader:
     """A file of any origin, for reading its bytes; a link to one is followed.
 
     OSError, at once, for what is no regular file: a pipe would wait for its writer, a device may never end.
@@ -69,9 +69,10 @@ def read_foreign_text(path: str | Path, max_bytes: int = MAX_BYTES) -> str:
     return read_foreign(path, max_bytes).decode("utf-8")
 
 
-def require_regular(path: str | Path) -> None:
-    """OSError, at once, for what is no regular file, before a library that knows no such limit opens it."""
-    open_foreign(path).close()
+def require_regular(path: str | Path) -> int:
+    """The bytes of a file that a library will open. OSError, at once, for what is no regular file."""
+    with open_foreign(path) as file:
+        return os.fstat(file.fileno()).st_size
 
 
 @contextlib.contextmanager

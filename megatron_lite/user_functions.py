@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import NoReturn
 
 from megatron_lite.errors import UserError
+from megatron_lite.shared_files import read_foreign
 
 
 def find_function(flag: str, spelled: str, takes: Sequence[str], by_name: Sequence[str] = ()) -> Callable:
@@ -75,7 +76,7 @@ def describe_source(spelled: str) -> dict[str, str | None]:
 
 def hash_file(path: str | Path) -> str:
     """SHA-256 of its bytes, in hexadecimal digits."""
-    return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+    return hashlib.sha256(read_foreign(path)).hexdigest()
 
 
 @functools.cache

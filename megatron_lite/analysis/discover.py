@@ -24,6 +24,7 @@ from megatron_lite.analysis.trace.kineto import rank_in_name
 from megatron_lite.analysis.trace.read import NSYS_REPORTS, SQLITE_MAGIC, any_block, export_first, first_bytes
 from megatron_lite.errors import UserError
 from megatron_lite.run_folder import PROCESS_FOLDER, RANKS_FILE, RUN_FILE, STEPS_FILE, iteration_of
+from megatron_lite.shared_files import open_foreign, read_foreign
 from megatron_lite.units import counted
 
 Ignored = list[tuple[Path, str]]  # with the reason
@@ -128,7 +129,7 @@ def _has_end(path: Path, head: bytes) -> bool:
     if head.lstrip().startswith(b"[") or (len(head) == HEAD_BYTES and path.suffix == ".gz"):
         return True
     if len(head) == HEAD_BYTES:
-        with open(path, "rb") as file:
+        with open_foreign(path) as file:
             file.seek(-_TAIL_BYTES, os.SEEK_END)
             head = file.read()
     return head.rstrip().endswith(b"}")
@@ -259,7 +260,7 @@ def _drop_rank(path: Path) -> str:
 def find_artefacts(run_folder: Path) -> list[Path]:
     """Files in the run's --tensorboard-dir and beside its --memory-snapshot-path that were written while it ran."""
     try:
-        record = json.loads((run_folder / RUN_FILE).read_bytes())
+        record = json.loads(read_foreign(run_folder / RUN_FILE))
         started, ended = _to_seconds(record["started"]), _to_seconds(record.get("ended"))
         args = record["plan"]["args"]
         tensorboard, snapshot = args["watch"]["tensorboard_dir"], args["profile"]["memory_snapshot_path"]

@@ -33,6 +33,7 @@ from megatron_lite.checkpoint.unpickle import read_metadata
 from megatron_lite.errors import CheckpointError, describe_io_error
 from megatron_lite.process_state import interruptible, limit_memory
 from megatron_lite.run_folder import METADATA_FILE
+from megatron_lite.shared_files import open_foreign, require_regular
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,8 @@ class Reader(FileSystemReader):
 
     def read(self, wanted: list[tuple[Region, Tensor]]):
         """Copy each region into the tensor that is given for it, which has its sizes. Raises what torch raises."""
+        for name in {place.relative_path for place in self.metadata.storage_data.values()}:
+            require_regular(self.folder / name)
         with _quiet(), limit_memory(sum(path.stat().st_size for path in self.folder.iterdir())):
             dcp.load(
                 {str(number): tensor for number, (_, tensor) in enumerate(wanted)},
@@ -97,7 +100,7 @@ class Reader(FileSystemReader):
     def read_object(self, key: str) -> io.BytesIO:
         """The bytes of an object. KeyError if there is none of that key."""
         place = self.metadata.storage_data[MetadataIndex(key)]
-        with open(self.folder / place.relative_path, "rb") as file:
+        with open_foreign(self.folder / place.relative_path) as file:
             file.seek(place.offset)
             return io.BytesIO(file.read(place.length))
 

@@ -33,7 +33,7 @@ from megatron_lite.run_folder import (
     sync_folder,
     write_atomically,
 )
-from megatron_lite.shared_files import Lock, read_bounded, try_lock
+from megatron_lite.shared_files import Lock, open_foreign, read_bounded, read_foreign, try_lock
 
 UNFINISHED, PREVIOUS, RETIRED = ".unfinished", ".previous", ".retired"  # endings of hidden folders
 REMAINS = {UNFINISHED, RETIRED}
@@ -223,7 +223,7 @@ class Background:
 def checksum(path: Path) -> dict:
     """{bytes, xxh3_128} of a file, for the manifest."""
     digest, size = xxhash.xxh3_128(), 0
-    with open(path, "rb") as file:
+    with open_foreign(path) as file:
         while piece := file.read(PIECE):
             digest.update(piece)
             size += len(piece)
@@ -328,7 +328,7 @@ def wrong(folder: Path, share: slice = slice(None)) -> str | None:
 def read_manifest(folder: Path) -> dict[str, dict]:
     """{file: {bytes, xxh3_128}}; empty for a foreign checkpoint. ValueError for one of ours without, or a damaged one."""
     try:
-        text = (folder / MANIFEST_FILE).read_bytes()
+        text = read_foreign(folder / MANIFEST_FILE)
     except FileNotFoundError:
         # Megatron-LM's, in its torch or its torch_dist format
         is_megatron = (folder / "common.pt").exists() or any(folder.glob("mp_rank_*/*.pt"))
@@ -358,7 +358,7 @@ def delete_checkpoint(slot: CheckpointDir):
 
 
 def _mark(folder: Path) -> str:
-    return hashlib.sha256((folder / MANIFEST_FILE).read_bytes()).hexdigest()
+    return hashlib.sha256(read_foreign(folder / MANIFEST_FILE)).hexdigest()
 
 
 def _tracked(source: Path) -> str:

@@ -55,6 +55,7 @@ from megatron_lite.checkpoint.megatron_optimizer import (
 from megatron_lite.checkpoint.training_state import Record, Stored
 from megatron_lite.config.layout import Block, Part, take_part, whole_part
 from megatron_lite.run_folder import METADATA_FILE, RECORD_FILE, write_atomically
+from megatron_lite.shared_files import read_foreign_text
 
 COMMON_FILE, BACKENDS_FILE = "common.pt", "metadata.json"
 BACKENDS = {
@@ -120,7 +121,7 @@ class DistFile(Stored):
         own = None
         if (folder / RECORD_FILE).exists():
             with dcp.readable(folder / RECORD_FILE):
-                own = Record.from_json((folder / RECORD_FILE).read_text(encoding="utf-8"))
+                own = Record.from_json(read_foreign_text(folder / RECORD_FILE))
         with dcp.readable(folder / METADATA_FILE):
             self._reader = dcp.Reader(folder)
         entries = self._reader.metadata.state_dict_metadata

@@ -18,6 +18,7 @@ from megatron_lite.data.tokenizers import make_tokenizer
 from megatron_lite.errors import DataError
 from megatron_lite.live_line import LiveLine
 from megatron_lite.run_folder import write_atomically
+from megatron_lite.shared_files import read_foreign
 from megatron_lite.terminal import print_lines
 from megatron_lite.units import MIB, count, duration, size
 
@@ -62,7 +63,7 @@ def _read_mark(prefix: Path) -> dict | None:
     """What corpus.json of an earlier call says. DataError for a vocabulary or data set of other origin."""
     mark, file, other = None, prefix.parent / MARK, None
     try:
-        mark = json.loads(file.read_text(encoding="utf-8"))
+        mark = json.loads(read_foreign(file))
     except (FileNotFoundError, NotADirectoryError):
         foreign = [path for path in _list_files(prefix, 0) if path.exists()]
         other = f"{foreign[0]} exists and is not make-corpus's" if foreign else None

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from megatron_lite.cli.launcher import split_at_trainer
 from megatron_lite.estimate.hardware import count_words_of_name
+from megatron_lite.shared_files import read_bounded
 
 END = "--"
 MAX_SCRIPT_BYTES = 1 << 20
@@ -62,7 +63,6 @@ def _count_values(action: argparse.Action, words: list[str]) -> int:
 
 def _read_script(path: str) -> str:
     try:
-        with open(Path(path), encoding="utf-8", errors="replace") as file:
-            return file.read(MAX_SCRIPT_BYTES)
+        return read_bounded(Path(path), MAX_SCRIPT_BYTES, follow_link=True)
     except OSError:
         return ""

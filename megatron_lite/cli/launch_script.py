@@ -15,6 +15,7 @@ from megatron_lite.cli.launcher import ASSIGNMENT, Launch, find_launch, split_at
 from megatron_lite.cli.text_tools import Toolbox
 from megatron_lite.cli.watched_shell import NOWHERE, Script, Walk, fcntl, go_through
 from megatron_lite.errors import UserError
+from megatron_lite.shared_files import read_foreign
 
 LONGEST_SAID = 200
 DEEPEST = 4  # scripts that start scripts
@@ -106,7 +107,7 @@ class _Search:
             ):
                 path = Path(self.toolbox.find(word, folder))
                 if path.is_file() and path.stat().st_size <= MAX_SCRIPT:
-                    text = path.read_text(encoding="utf-8", errors="replace")
+                    text = read_foreign(path, MAX_SCRIPT).decode("utf-8", "replace")
                     yield at, text, str(Path(folder, word)), words[at + 1 :]
             elif at and re.search(r"\s", word) and "pretrain_gpt.py" in word:
                 yield at, word, "bash", []
@@ -153,7 +154,7 @@ def read_launch_script(script: str, arguments: list[str], wanted: int = 1, gpus_
     if bash is None:
         raise UserError(f"{script}: there is no bash here to read it; give the trainer's flags themselves.")
     try:
-        text = Path(script).read_text(encoding="utf-8", errors="replace")
+        text = read_foreign(script, MAX_SCRIPT).decode("utf-8", "replace")
     except OSError as error:
         raise UserError(f"{script}: cannot be read ({error.strerror}); check the path.") from None
     found, search, all_given = _search_twice(bash, script, text, arguments, gpus_per_node)

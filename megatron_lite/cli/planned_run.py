@@ -21,6 +21,7 @@ from megatron_lite.config.world import World
 from megatron_lite.data.tokenizers import build_tokenizer
 from megatron_lite.errors import ConfigError, UserError
 from megatron_lite.estimate.what_if import find_heaviest_stage
+from megatron_lite.shared_files import read_foreign
 
 TOKENIZER_SIZES = Path(__file__).with_name("tokenizer_sizes.tsv")
 # Of types that name a model: Llama-2's, and what Megatron takes for Tiktoken's where --vocab-size is left out.
@@ -139,8 +140,8 @@ def planned_vocabulary(data: DataArgs, padded: int | None) -> tuple[int, list[st
             whose = "GPT-2's" if known == GPT2_WORDS else "the given"
             return known, [f"{missing}: {whose} vocabulary of {known:,} is assumed."]
         try:
-            return len(json.loads(Path(data.vocab_file).read_text(encoding="utf-8"))), []
-        except (OSError, ValueError, TypeError) as error:
+            return len(json.loads(read_foreign(data.vocab_file))), []
+        except (OSError, ValueError, TypeError, RecursionError) as error:
             reason = getattr(error, "strerror", None) or "not a JSON object of tokens"
             raise UserError(f"--vocab-file {data.vocab_file}: cannot be read ({reason}); check the path.") from None
     if kind in ("NullTokenizer", "ByteTokenizer") or Path(data.tokenizer_model or "").is_file():

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from megatron_lite.cli.batch_systems import expand_nodes, read_number, read_options
 from megatron_lite.cli.script_arithmetic import calculate
+from megatron_lite.shared_files import read_bounded
 
 MAX_ANSWER = 32_000  # characters: below the 64 KiB that a pipe holds
 MAX_FILE = 1 << 20
@@ -186,8 +187,7 @@ class Toolbox:
         if not os.path.isfile(place):
             return None
         try:
-            with open(place, encoding="utf-8", errors="replace") as file:
-                return file.read(MAX_FILE)
+            return read_bounded(Path(place), MAX_FILE, follow_link=True)
         except OSError:
             return None
 

@@ -4,10 +4,10 @@ import json
 import math
 import re
 from dataclasses import replace
-from pathlib import Path
 
 from megatron_lite.config.args import DataArgs
 from megatron_lite.errors import DataError
+from megatron_lite.shared_files import read_foreign
 from megatron_lite.units import is_number
 
 SPLIT = "969,30,1"  # shares of training, validation and test
@@ -71,7 +71,7 @@ def read_argument_files(d: DataArgs) -> DataArgs:
 
 def _read(flag: str, path: str) -> str:
     try:
-        return Path(path).read_text(encoding="utf-8-sig")  # some editors put a byte order mark before the first word
+        return read_foreign(path).decode("utf-8-sig")  # some editors put a byte order mark before the first word
     except OSError as error:
         raise DataError(f"{flag} {path}: cannot be read ({error.strerror}); check the path") from None
     except UnicodeDecodeError:

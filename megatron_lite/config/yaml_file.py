@@ -1,12 +1,14 @@
 """Reads a file of --yaml-cfg as words of a command line."""
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from megatron_lite.config.flags import Flag
+from megatron_lite.shared_files import read_foreign_text
 
 YAML_FLAG = "--yaml-cfg"
+MAX_YAML_BYTES = 2**20
+MAX_ENTRIES = 10_000  # with what aliases repeat
 Word = tuple[str, list[str]]  # a spelling and its values
 
 # Fields of Megatron's configuration classes, and the flags that fill them.
@@ -49,7 +51,7 @@ def read_yaml(path: str, knobs: dict[str, Flag], names: set[str]) -> tuple[list[
     import yaml  # most command lines name no file, and --help and plan are to answer at once
 
     try:
-        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        content = _load(read_foreign_text(path, MAX_YAML_BYTES))
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "not a text file"
         return None, [f"{YAML_FLAG} {path}: cannot be read ({reason}); check the path."]
@@ -75,6 +77,33 @@ def read_yaml(path: str, knobs: dict[str, Flag], names: set[str]) -> tuple[list[
         elif key not in ACTIVATION_KEYS:
             words += _read_setting(key, value, flag, switched_off, names)
     return words, [f"{path}: {mistake}" for mistake in mistakes]
+
+
+def _load(text: str) -> Any:
+    """The content of YAML. ValueError where a few lines would repeat each other without end."""
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        def flatten_mapping(self, node: Any) -> None:
+            super().flatten_mapping(node)
+            if len(node.value) > MAX_ENTRIES:
+                raise ValueError("merged keys repeat each other")
+
+    content = yaml.load(text, Loader)
+    if _count_entries(content, {}) > MAX_ENTRIES:
+        raise ValueError("aliases repeat each other")
+    return content
+
+
+def _count_entries(value: object, known: dict[int, int]) -> int:
+    """How many values it holds, with those of its parts; `known`: those of parts that are counted already, by their ids."""
+    if not isinstance(value, dict | list | tuple | set):
+        return 1
+    if id(value) not in known:
+        known[id(value)] = 0  # where it stands in itself
+        parts = value.values() if isinstance(value, dict) else value
+        known[id(value)] = 1 + sum(_count_entries(part, known) for part in parts)
+    return known[id(value)]
 
 
 def _list_leaves(content: dict[Any, Any], above: tuple[int, ...]) -> Iterator[tuple[str, Any]]:

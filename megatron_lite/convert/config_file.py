@@ -1,12 +1,16 @@
 """A Hugging Face folder's config.json, with mistakes that name the file and the key."""
 
 import json
+import math
 from pathlib import Path
 
 from megatron_lite.errors import CheckpointError
+from megatron_lite.shared_files import read_foreign_text
 
 CONFIG_FILE = "config.json"
 REQUIRED = object()
+MAX_WHOLE = 2**26  # four times the positions of any model
+MAX_SHOWN = 80  # letters of a value
 
 
 class ConfigFile:
@@ -22,19 +26,24 @@ class ConfigFile:
             raise CheckpointError(f"--load-hf {self.path}: {key} is missing; give the folder of a whole model.")
         return value
 
-    def whole(self, key: str, default=REQUIRED) -> int | None:
-        """An integer above 0, or None where that is the default and the file says null."""
+    def whole(self, key: str, default=REQUIRED, most: int = MAX_WHOLE) -> int | None:
+        """An integer from 1 to `most`, or None where that is the default and the file says null."""
         value = self.get(key, default)
         if value is None and default is None:
             return None
         if isinstance(value, bool) or not isinstance(value, int | float) or value % 1 != 0 or value < 1:
             raise self.wrong(key, value, "must be a whole number above 0")
+        if value > most:
+            raise self.wrong(key, value, f"must be at most {most}")
         return int(value)
 
     def number(self, key: str, default=REQUIRED) -> float:
         value = self.get(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise self.wrong(key, value, "must be a number")
+        # a whole number of many digits is no float
+        if abs(value) > MAX_WHOLE or math.isnan(value):
+            raise self.wrong(key, value, f"must be a number of at most {MAX_WHOLE}")
         return float(value)
 
     def switch(self, key: str, default: bool) -> bool:
@@ -50,13 +59,18 @@ class ConfigFile:
             raise self.wrong(key, value, why)
 
     def wrong(self, key: str, value, why: str) -> CheckpointError:
-        return CheckpointError(f"--load-hf {self.path}: {key} is {json.dumps(value)}: {why}; convert another model.")
+        try:
+            shown = json.dumps(value)
+        except RecursionError:
+            shown = f"a {type(value).__name__}"
+        shown = shown if len(shown) <= MAX_SHOWN else shown[:MAX_SHOWN] + "..."
+        return CheckpointError(f"--load-hf {self.path}: {key} is {shown}: {why}; convert another model.")
 
 
 def read_json(path: Path) -> dict:
     """A JSON object. CheckpointError if it cannot be read or is none."""
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = json.loads(read_foreign_text(path))
     except OSError as error:
         raise CheckpointError(
             f"--load-hf {path}: cannot be read ({error.strerror}); give the folder that "

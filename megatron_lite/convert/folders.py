@@ -165,6 +165,23 @@ class Export:
 # --- A Hugging Face folder's weights as a checkpoint: weights only, which load as iteration 0
 
 
+MAX_WIDTH = 2**26  # rows or columns of a matrix
+
+
+def _require_possible(config: ConfigFile, shape: ModelShape, num_tensors: int):
+    """CheckpointError for a model that takes for ever to describe, before it is described."""
+    if shape.num_layers > num_tensors:
+        raise CheckpointError(
+            f"--load-hf {config.path}: tells of {shape.num_layers} layers, and the folder holds {num_tensors} tensors; "
+            "give the folder of a whole model."
+        )
+    widths = (shape.qkv_rows, shape.attention_width, shape.fc1_width, shape.padded_vocab_size)
+    if not 0 < min(widths) <= max(widths) <= MAX_WIDTH:
+        raise CheckpointError(
+            f"--load-hf {config.path}: tells of a matrix with {max(widths)} rows; give the folder of a whole model."
+        )
+
+
 def import_hf(folder: Path, divisible_by: int, precision: str | None = None) -> tuple[Record, dict[str, Tensor]]:
     """The record and the tensors of a checkpoint with the weights of a Hugging Face `folder`.
 
@@ -175,7 +192,9 @@ def import_hf(folder: Path, divisible_by: int, precision: str | None = None) -> 
     family = family_of_config(config)
     vocab_size = config.whole("vocab_size")
     shape = family.read_shape(config, -(-vocab_size // divisible_by) * divisible_by)
-    links, sizes, weights = list(family.links(shape, vocab_size)), parameter_sizes(shape), open_weights(folder)
+    weights = open_weights(folder)
+    _require_possible(config, shape, len(weights.names))
+    links, sizes = list(family.links(shape, vocab_size)), parameter_sizes(shape)
     expected = {name for link in links for name in link.theirs}
     file_names = {family.standard_name(name): name for name in weights.names}
     file_names.pop(None, None)

@@ -72,6 +72,9 @@ def links(shape: ModelShape, vocab_size: int) -> Iterator[Link]:
         yield Link("output_layer.weight", ("lm_head.weight",), rows)
 
 
+MAX_ROTARY_BASE = 2**53  # whole numbers above are not exact
+
+
 def standard_name(name: str) -> str | None:
     """The name of a tensor; None for what is no parameter."""
     return None if name.endswith(BUFFERS) else name
@@ -173,5 +176,5 @@ def _rope(config: ConfigFile) -> tuple[float, float | None]:
     if kind not in ("default", "linear"):
         raise config.wrong(key, rope, "only linear scaling of positions exists here")
     inner.refuse_unless("partial_rotary_factor", (1.0, None), "heads of this architecture rotate as a whole")
-    base = inner.whole("rope_theta", 10000)  # whole numbers, as --rotary-base and its likes are
+    base = inner.whole("rope_theta", 10000, MAX_ROTARY_BASE)  # whole numbers, as --rotary-base and its likes are
     return float(base), float(inner.whole("factor")) if kind == "linear" else None

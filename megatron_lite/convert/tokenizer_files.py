@@ -11,6 +11,7 @@ from megatron_lite.convert.config_file import write_json
 from megatron_lite.data.text_files import END_OF_TEXT
 from megatron_lite.data.tokenizers import make_tokenizer
 from megatron_lite.errors import UserError
+from megatron_lite.shared_files import read_foreign
 
 TOKENIZER_FILE, CONFIG_FILE = "tokenizer.json", "tokenizer_config.json"
 VOCAB_FILE, MERGES_FILE = "vocab.json", "merges.txt"
@@ -126,7 +127,7 @@ def _vocabulary(folder: Path) -> dict[str, int]:
 
 def _read_json(path: Path) -> dict:
     try:
-        values = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        values = json.loads(read_foreign(path)) if path.is_file() else {}
     except (OSError, ValueError, RecursionError):
         values = None
     if not isinstance(values, dict):

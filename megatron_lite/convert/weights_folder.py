@@ -6,12 +6,14 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
 
+from megatron_lite.checkpoint.unpickle import check_file
 from megatron_lite.convert.config_file import read_json
 from megatron_lite.errors import CheckpointError, first_line
 from megatron_lite.process_state import limit_memory
+from megatron_lite.shared_files import require_regular
 
 WHOLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -51,12 +53,13 @@ class SafetensorsFile:
 
     def __init__(self, path: Path):
         try:
+            require_regular(path)
             self._file = safe_open(path, framework="pt")
             names = self._file.keys()
             types = {name: self._file.get_slice(name).get_dtype() for name in names}
             unknown = [name for name, dtype in types.items() if dtype not in DTYPES]
             why = f"{unknown[0]} has the type {types[unknown[0]]}, which is not supported" if unknown else None
-        except (SafetensorError, OSError) as error:
+        except Exception as error:  # noqa: BLE001 - the library raises errors of many kinds, SafetensorError among them
             why = first_line(error).removesuffix(f": {path}")
         if why:
             raise CheckpointError(f"--load-hf {path}: cannot be read ({why}); copy or download it again.")
@@ -72,6 +75,7 @@ class BinFile:
     def __init__(self, path: Path):
         try:
             with limit_memory(path.stat().st_size):
+                check_file(path)
                 self._tensors = torch.load(path, map_location="cpu", weights_only=True)
         except OSError as error:
             raise CheckpointError(f"--load-hf {path}: cannot be read ({error.strerror}); check the folder.") from None
@@ -98,7 +102,7 @@ class Pieces:
         self._files = read_json(index).get("weight_map")
         # an index must not send its reader to files elsewhere
         if not isinstance(self._files, dict) or not all(
-            isinstance(name, str) and Path(name).name == name for name in self._files.values()
+            isinstance(name, str) and name.isprintable() and Path(name).name == name for name in self._files.values()
         ):
             raise CheckpointError(
                 f"--load-hf {index}: its weight_map does not name files of that folder; copy or download it again."

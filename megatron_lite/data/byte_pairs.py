@@ -15,6 +15,7 @@ import tiktoken
 
 from megatron_lite.data.text_files import END_OF_TEXT, replace_lone_surrogates
 from megatron_lite.errors import DataError, UserError
+from megatron_lite.shared_files import read_foreign_text
 
 # Contractions, letters, digits, other signs (each with one space before it), white space. A run of white space
 # leaves its last character to the word behind it.
@@ -87,7 +88,7 @@ def _read(flag: str, path: str | None) -> str:
     if path is None:
         raise UserError(f"{flag}: missing, GPT2BPETokenizer needs it; or use --tokenizer-type ByteTokenizer")
     try:
-        return Path(path).read_text(encoding="utf-8")
+        return read_foreign_text(path)
     except OSError as error:
         raise UserError(f"{flag} {path}: cannot be read ({error.strerror}); check the path") from None
     except UnicodeDecodeError:
@@ -209,7 +210,7 @@ def _special_names(given: tuple[str, ...], number: int, vocab_size: int) -> list
 def _read_tokens(path: str) -> list[bytes]:
     tokens, why = [], None
     try:
-        entries = json.loads(Path(path).read_text(encoding="utf-8"))
+        entries = json.loads(read_foreign_text(path))
         if not isinstance(entries, list):
             why = f"a {type(entries).__name__}"
         for rank, entry in enumerate(entries if why is None else ()):

@@ -20,6 +20,7 @@ import struct
 import numpy as np
 
 from megatron_lite.errors import DataError
+from megatron_lite.shared_files import open_foreign
 from megatron_lite.units import count, counted
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -136,7 +137,7 @@ def _require_files(prefix: str, flag: str) -> None:
 
 def _map_file(path: str):
     try:
-        with open(path, "rb") as file:
+        with open_foreign(path) as file:
             # An empty file cannot be mapped.
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if os.path.getsize(path) else b""
     except OSError as error:

@@ -10,6 +10,7 @@ from megatron_lite.data.indexed_writer import PairWriter, Written
 from megatron_lite.data.text_files import Place
 from megatron_lite.errors import DataError
 from megatron_lite.run_folder import write_atomically
+from megatron_lite.shared_files import read_foreign
 from megatron_lite.units import counted
 
 ENDING = ".unfinished"
@@ -105,7 +106,7 @@ class Unfinished:
         if not self._path.exists():
             return anew
         try:
-            state = json.loads(self._path.read_text(encoding="utf-8"))
+            state = json.loads(read_foreign(self._path))
             found = Progress(**state["progress"] | {"place": Place(**state["progress"]["place"])})
             written = [Written(*numbers) for numbers in state["written"]]
             before = state["settings"]

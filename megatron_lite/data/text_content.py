@@ -11,6 +11,7 @@ from pathlib import Path
 
 from megatron_lite.data.compression import HEAD_BYTES, FileKind, find_kind, find_kind_of_name, unpack
 from megatron_lite.errors import DataError
+from megatron_lite.shared_files import open_foreign
 
 # Megatron's "loose json" goes by any of these names.
 JSON_LINES = (".jsonl", ".json", ".ndjson", ".jsonlines", ".ldjson")
@@ -44,7 +45,7 @@ def look_into(path: str | Path, json_keys: Sequence[str]) -> Content:
     """How the file is to be read. DataError for one that is neither text nor JSON lines, with the remedy."""
     path = str(path)
     try:
-        with open(path, "rb") as packed:
+        with open_foreign(path) as packed:
             kind = find_kind(packed.read(HEAD_BYTES))
             packed.seek(0)
             with closing(unpack(path, packed, kind)) as file:

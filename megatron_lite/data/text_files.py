@@ -8,6 +8,7 @@ from pathlib import Path
 
 from megatron_lite.data.compression import unpack
 from megatron_lite.data.text_content import BYTE_ORDER_MARK, UNREADABLE, Content, explain_unreadable
+from megatron_lite.shared_files import open_foreign
 from megatron_lite.units import MIB
 
 CHUNK_BYTES = 1 << 20
@@ -58,7 +59,7 @@ def chunks(
         path = str(inputs[number])
         here = start if number == start.file else Place(number)
         try:
-            with open(path, "rb") as packed, closing(unpack(path, packed, contents[number].kind)) as file:
+            with open_foreign(path) as packed, closing(unpack(path, packed, contents[number].kind)) as file:
                 if contents[number].is_jsonl:
                     for raw, end in _blocks_of_lines(file, here, limit):
                         mistake = None if raw else f"{path}:{here.line}: the line {too_long}"

@@ -9,8 +9,11 @@ from typing import Protocol
 
 from megatron_lite.config.data_paths import TIKTOKEN_PATTERN, TIKTOKEN_SPECIAL, TOKENIZER, TOKENIZERS
 from megatron_lite.data.text_files import END_OF_TEXT, replace_lone_surrogates
-from megatron_lite.errors import DataError, UserError, first_line
+from megatron_lite.errors import DataError, UserError, first_line, is_panic
+from megatron_lite.shared_files import read_foreign, require_regular
 
+TOKENIZER_ENDINGS = (".json", ".txt", ".model", ".jinja", ".tiktoken")
+MAX_TOKENIZER_BYTES = 2**27
 SECONDS_TO_ANSWER = 10  # of Hugging Face's hub
 
 
@@ -133,8 +136,7 @@ class SentencePieceTokenizer:
     def __init__(self, kind: str, model: str):
         package = _import_optional("sentencepiece", "sentencepiece", kind)
         try:
-            with open(model, "rb") as file:
-                serialized = file.read()
+            serialized = read_foreign(model)
         except OSError as error:
             raise UserError(
                 f"--tokenizer-model {model}: cannot be read ({error.strerror}); give the .model file"
@@ -202,8 +204,11 @@ def _open_hugging_face(model: str):
         if here:
             logging.disable(logging.WARNING)  # the library's remarks on what was not found
         try:
+            _require_plain_files(model)
             return transformers.AutoTokenizer.from_pretrained(model, trust_remote_code=False, local_files_only=here)
-        except Exception as error:  # noqa: BLE001 - parsers and the Rust library raise errors of every kind
+        except BaseException as error:  # parsers and the Rust library raise errors of every kind, panics too
+            if not (isinstance(error, Exception) or is_panic(error)):
+                raise
             if here and not os.path.exists(model):
                 continue
             why = first_line(error).strip().rstrip(".")
@@ -215,6 +220,16 @@ def _open_hugging_face(model: str):
             ) from None
         finally:
             logging.disable(muted)
+
+
+def _require_plain_files(folder: str):
+    """OSError, before the library waits for it, for a pipe or device in the folder, or a file that no tokenizer has."""
+    if os.path.isdir(folder):
+        for entry in os.scandir(folder):
+            if entry.name.endswith(TOKENIZER_ENDINGS) and not entry.is_dir():
+                size = require_regular(entry.path)
+                if size > MAX_TOKENIZER_BYTES:
+                    raise OSError(f"{entry.name} has {size >> 20} MiB")
 
 
 def _hub_answers() -> bool:

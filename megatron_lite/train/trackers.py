@@ -11,6 +11,7 @@ from typing import Protocol
 from megatron_lite.config.plan import Plan
 from megatron_lite.errors import UserError
 from megatron_lite.run_folder import REPORT_FILE, REPORT_PAGE
+from megatron_lite.shared_files import read_foreign
 from megatron_lite.train.console import compute_timers, perplexity
 from megatron_lite.train.rank_stats import RankFigures
 from megatron_lite.train.step_metrics import StepFigures
@@ -49,7 +50,7 @@ class ReportSummary:
     @classmethod
     def read(cls, run_dir: Path) -> "ReportSummary":
         """The summary of RUN/report.json, whose keys docs/report_json.md lists."""
-        report = json.loads((run_dir / REPORT_FILE).read_text(encoding="utf-8"))
+        report = json.loads(read_foreign(run_dir / REPORT_FILE))
         run, numbers = report["run"] or {}, {}
         for name in ("first_step_ms", "steady_step_ms", "tokens_per_second", "model_tflops", "mfu_causal"):
             numbers[name] = run.get(name)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from megatron_lite.analysis.kernels.kernel_results import Role
 from megatron_lite.errors import UserError
+from megatron_lite.shared_files import read_foreign_text
 from megatron_lite.variables import KERNEL_NAMES
 
 OTHER = "(other)"  # the key of a table's row for what no key names
@@ -162,7 +163,7 @@ def _read_own_roles(path: str) -> list[tuple[Role, re.Pattern[str]]]:
         return []
     rows = []
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        lines = read_foreign_text(path).splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(
             f"{KERNEL_NAMES}={path}: it cannot be read ({type(error).__name__}); name a text file."

@@ -9,6 +9,7 @@ import numpy as np
 
 from megatron_lite.analysis.run.run_results import Run
 from megatron_lite.run_folder import RUN_FILE, RUN_SCHEMA, STEP_KIND, STEPS_FILE
+from megatron_lite.shared_files import read_foreign
 
 BASELINE = "baseline"  # the field by which the file is known; its value is the format's number
 BASELINE_SCHEMA = 1
@@ -44,7 +45,7 @@ def unpack_baseline(path: Path, folder: Path) -> Path | None:
     try:
         if not path.is_file() or path.stat().st_size > MAX_BYTES:
             return None
-        text = path.read_bytes()
+        text = read_foreign(path, MAX_BYTES)
         if not text.startswith(f'{{"{BASELINE}"'.encode()):  # before a trace is parsed for nothing
             return None
         content = json.loads(text)

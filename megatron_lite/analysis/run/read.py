@@ -18,6 +18,7 @@ from megatron_lite.errors import UserError
 from megatron_lite.estimate.model_size import step_flops
 from megatron_lite.process_state import is_there
 from megatron_lite.run_folder import RANKS_FILE, RUN_FILE, RUN_SCHEMA, STEPS_BY_HAND, STEPS_FILE
+from megatron_lite.shared_files import read_foreign
 from megatron_lite.thresholds import GROWTH_PARTS, MIN_BEFORE, steady_growth
 from megatron_lite.units import counted
 
@@ -56,7 +57,7 @@ def read_run(folder: Path, lines: StepLines | None = None) -> Run:
         notes.append(f"The run was started {starts} times; figures are of the last start, iterations {span}.")
     try:
         # which rank died, hung or failed in the start that run.json describes, as the others found out
-        verdict = json.loads((folder / RANKS_FILE).read_bytes())["verdict"].strip()
+        verdict = json.loads(read_foreign(folder / RANKS_FILE))["verdict"].strip()
         verdict = "" if _is_older(folder / RANKS_FILE, record) else verdict
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         verdict = ""
@@ -94,7 +95,7 @@ def read_record(folder: Path) -> tuple[dict[str, Any], list[str]]:
 
 def _read_record(folder: Path) -> tuple[dict[str, Any], list[str]]:
     try:
-        record = json.loads((folder / RUN_FILE).read_bytes())
+        record = json.loads(read_foreign(folder / RUN_FILE))
     except FileNotFoundError:
         return {}, [f"there is no {RUN_FILE}, so that the run's flags, hardware and end are unknown."]
     except OSError as error:
@@ -215,7 +216,7 @@ def read_shape(plan: dict[str, Any]) -> ModelShape | None:
     try:
         shape = ModelShape(**known)
         return shape if 0 < step_flops(shape, 1, causal=True) < float("inf") and shape.seq_length > 0 else None
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, ArithmeticError):
         return None
 
 

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from megatron_lite.analysis.intervals import Flags, Numbers
 from megatron_lite.analysis.run.run_results import Phases, RankLines, Steps
 from megatron_lite.phases import Phase
+from megatron_lite.shared_files import open_foreign
 
 CORES = ("cpu_ms", "core_wait_ms", "involuntary_switches")
 LISTS = ("steps", "step_ms", "gpu_ms", "own_backward_ms", "host_memory_bytes", "peak_memory_bytes", *CORES)  # by rank
@@ -195,7 +196,7 @@ class StepLines:
         A line that cannot be read is counted and left out. If the file was cut back, because steps that were written ahead of
         their console line are written anew, it is read again from the console line before; another file from its beginning.
         """
-        with open(self._path, "rb") as file:
+        with open_foreign(self._path) as file:
             if not self._here.is_in(file):
                 if self._settled.offset and self._settled.is_in(file):
                     self._go_back()

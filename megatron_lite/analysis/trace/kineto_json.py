@@ -17,6 +17,7 @@ from typing import Any, BinaryIO
 import msgspec
 
 from megatron_lite.analysis.trace.columns import TraceError
+from megatron_lite.shared_files import open_foreign
 
 Id = int | str | None
 Count = int | None
@@ -239,7 +240,7 @@ class Chunks:
     def _read_blocks(self) -> Iterator[bytes]:
         """The text of the file, plain or gzipped."""
         try:
-            with open(self.path, "rb") as file:
+            with open_foreign(self.path) as file:
                 zipped = file.read(2) == GZIP_MAGIC
                 file.seek(0)
                 if zipped:

@@ -14,6 +14,7 @@ from megatron_lite.analysis.trace.kineto import MAX_EVENTS, read_kineto
 from megatron_lite.analysis.trace.kineto_json import BLOCK_BYTES, GZIP_MAGIC
 from megatron_lite.analysis.trace.processes import split_processes
 from megatron_lite.config.machine import read_machine
+from megatron_lite.shared_files import open_foreign
 from megatron_lite.units import size
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ def read_traces(
     if path.suffix in NSYS_REPORTS:
         raise TraceError(f"{path}: {export_first(path)}")
     try:
-        with open(path, "rb") as file:
+        with open_foreign(path) as file:
             magic = file.read(16)
     except IsADirectoryError:
         raise TraceError(f"{path}: a folder; name a file in it.") from None
@@ -72,7 +73,7 @@ def export_first(report: Path) -> str:
 
 def first_bytes(path: Path, count: int) -> bytes:
     """The beginning of the file's text, unzipped; less than `count` where it is shorter or damaged."""
-    with open(path, "rb") as file:
+    with open_foreign(path) as file:
         text = file.read(count)
     return zlib.decompressobj(wbits=31).decompress(text, count) if text.startswith(GZIP_MAGIC) else text
 
@@ -80,7 +81,7 @@ def first_bytes(path: Path, count: int) -> bytes:
 def any_block(path: Path, test: Callable[[bytes], bool], max_bytes: int = 256 << 20) -> bool:
     """Does `test` hold for any piece of the file's text? Of longer files for the first max_bytes; False where it cannot be read."""
     read = 0
-    with contextlib.suppress(OSError, EOFError, zlib.error), open(path, "rb") as raw:
+    with contextlib.suppress(OSError, EOFError, zlib.error), open_foreign(path) as raw:
         file = gzip.open(raw) if raw.peek(2).startswith(GZIP_MAGIC) else raw
         before = b""
         while read < max_bytes and (block := file.read(BLOCK_BYTES)):
