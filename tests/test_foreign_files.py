@@ -7,6 +7,7 @@ import signal
 from pathlib import Path
 
 import pytest
+import run_maker
 import torch
 
 from megatron_lite.cli.main import main
@@ -206,3 +207,40 @@ def find_readers(path: Path) -> list[int]:
 def test_no_file_is_opened_in_another_way():
     others = {str(path.relative_to(PACKAGE)): find_readers(path) for path in PACKAGE.rglob("*.py")}
     assert {name: lines for name, lines in others.items() if lines and name not in OWN} == {}
+
+
+# --- what a run says of itself
+
+
+@pytest.mark.parametrize("value", ["NaN", "1e400", "-Infinity", "9" * 400, "[" * 300 + "]" * 300])
+@pytest.mark.parametrize("place", ["schema", "plan", "args", "device"])
+def test_a_run_may_say_anything(place, value, tmp_path, capsys):
+    record = json.dumps(run_maker.RECORD | {"title": "\x1b[2J\u202e"})
+    sound = run_maker.RECORD["plan"]["args"]
+    texts = {
+        "schema": record.replace('"schema": 1', f'"schema": {value}'),
+        "plan": record.replace('"plan": {', f'"plan": {{"train_iters": {value}, "lr": [{value}], '),
+        "args": record.replace(json.dumps(sound), value),
+        "device": record.replace('"X"', value),
+    }
+    run = run_maker.folder(tmp_path / "run", [run_maker.step(number) for number in range(1, 9)], texts[place])
+    for words in (
+        ("report", run, "--no-html", "--baseline", tmp_path / "base.json", "--json", tmp_path / "report.json"),
+        ("compare", run, run, "--json", tmp_path / "c.json"),
+        ("audit", run),
+        ("live", run, "--once"),
+    ):
+        code, lines = answer(capsys, *words)
+        assert code in (0, 1, 2) and not any("Traceback" in line for line in lines)
+
+
+def test_a_comparison_in_markdown_holds_nothing_that_a_terminal_obeys(tmp_path, capsys):
+    lines = [
+        run_maker.step(number, phases_ms={"forward\x1b[2J\x9b31m\u202e": 5.0}) for number in range(1, 9)
+    ]  # fmt: skip
+    runs = [run_maker.folder(tmp_path / name, lines) for name in ("a", "b\x1b[31m\u202e")]
+    code, _ = answer(capsys, "compare", *runs, "--markdown", tmp_path / "c.md")
+    assert code == 0
+    text = (tmp_path / "c.md").read_text()
+    assert all(letter.isprintable() or letter == "\n" for letter in text)
+    assert "x1b" in text

@@ -14,6 +14,7 @@ from megatron_lite.report.html import render_page
 from megatron_lite.report.section import Block, Lines, Section, Table, limit_rows, section_lines
 from megatron_lite.report.sections.step import row_title
 from megatron_lite.report.text import Style, calls, heading, milliseconds, wrapped
+from megatron_lite.terminal import escape
 from megatron_lite.units import count, significant, size
 
 MAX_FLAGS, MAX_KERNELS, MAX_NAMES = 12, 8, 2
@@ -85,8 +86,8 @@ def markdown_lines(found: Comparison, judged: Sequence[Judged]) -> list[str]:
 
 
 def _escape(text: str) -> str:
-    """What Markdown would take for its own."""
-    return re.sub(r"([\\`*_{}\[\]<>|#~])", r"\\\1", text)
+    """Without what a terminal would obey, and what Markdown would take for its own."""
+    return re.sub(r"([\\`*_{}\[\]<>|#~])", r"\\\1", escape(text))
 
 
 def _list_totals(found: Comparison) -> list[list[str]]:

@@ -22,6 +22,8 @@ from megatron_lite.shared_files import read_foreign
 from megatron_lite.thresholds import GROWTH_PARTS, MIN_BEFORE, steady_growth
 from megatron_lite.units import counted
 
+MAX_SAID = 2**64  # seeds are the largest numbers in run.json
+MAX_DEPTH = 32  # of groups in groups in run.json
 RUNNING = "running"  # as run.json says it from the start
 # what is made of it, by what is seen of the process
 LOST, UNCERTAIN = "killed or lost: its process is gone", "running, or killed"
@@ -104,10 +106,28 @@ def _read_record(folder: Path) -> tuple[dict[str, Any], list[str]]:
         return {}, [f"{RUN_FILE} is damaged: it is no JSON."]
     if not isinstance(record, dict):
         return {}, [f"{RUN_FILE} is damaged: it is no JSON object."]
+    record = _keep_possible(record)
+    plan = record.get("plan")
+    if isinstance(plan, dict) and not isinstance(plan.get("args"), dict):
+        plan.pop("args", None)
     schema = record.get("schema")
     if schema == RUN_SCHEMA:
         return record, []
     return record, [f"{RUN_FILE} has schema {schema!r}, and this reader knows {RUN_SCHEMA}: some of it may be misread."]
+
+
+def _keep_possible(value: Any, depth: int = 0) -> Any:
+    """The value with None in the place of each number that no run can have said, and of what lies too deep."""
+    if depth > MAX_DEPTH:
+        return None
+    if isinstance(value, dict):
+        return {name: _keep_possible(part, depth + 1) for name, part in value.items()}
+    if isinstance(value, list):
+        return [_keep_possible(part, depth + 1) for part in value]
+    # NaN is in no range
+    if isinstance(value, int | float) and not -MAX_SAID < value < MAX_SAID:
+        return None
+    return value
 
 
 def _read_lines(lines: StepLines) -> list[str]:
