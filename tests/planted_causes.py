@@ -64,9 +64,12 @@ class Loop:
         self.made = MadeTrace(rank, world_size, device=device, **header)
         self.place = Place(self.made, 10.0, 120.0)
 
-    def product(self, us: float, op="aten::mm", thread=100):
-        dims = [[8192, 4096], [4096, 4096]]
-        self.place.kernel(self.gemm, us, op, dims, list(self.dtypes), thread)
+    def product(self, us: float, thread=100, sequence: int | None = None):
+        """sequence: its number among what autograd records, which the backward of it has, too; None: without gradients."""
+        dims, first = [[8192, 4096], [4096, 4096]], len(self.made.events)
+        self.place.kernel(self.gemm, us, "aten::mm", dims, list(self.dtypes), thread)
+        if sequence is not None:
+            self.made.events[first]["args"] |= {"Sequence number": sequence, "Fwd thread id": 0}
 
     def data(self, number: int):
         self.made.annotation("enumerate(DataLoader)#_MultiProcessingDataLoaderIter.__next__", self.host, self.host + 15)
@@ -76,16 +79,28 @@ class Loop:
         self.place.host += 10
 
     def layer(self, number: int, index: int):
-        self.product(400)
+        self.product(400, sequence=self.number_in_graph(number, index))
         self.place.kernel(GELU, 40, "aten::gelu")
+
+    def number_in_graph(self, number: int, index: int) -> int:
+        return 100 * number + index + 1
+
+    def without_gradients(self, layers: int):
+        for _ in range(layers):
+            self.product(400)
+            self.place.kernel(GELU, 40, "aten::gelu")
 
     def backward_layer(self, number: int, index: int):
         began = self.host
         self.product(400, thread=AUTOGRAD)
         self.product(400, thread=AUTOGRAD)
-        self.made.op(
-            "autograd::engine::evaluate_function: MmBackward0", began - 1, self.host, AUTOGRAD, sequence=index + 1
-        )
+        self.check(number, index)
+        node = "autograd::engine::evaluate_function: MmBackward0"
+        of_forward = {"sequence": self.number_in_graph(number, index), "forward_thread": 1}
+        self.made.op(node, began - 0.2, self.host - 0.5, AUTOGRAD, **of_forward)
+
+    def check(self, number: int, index: int):
+        """Inside the operation of backward."""
 
     def reduce(self, number: int):
         """Between ranks."""
@@ -216,8 +231,7 @@ class SecondForward(Loop):
 
     def layer(self, number, index):
         if index == 0:
-            for _ in range(LAYERS):
-                super().layer(number, index)
+            self.without_gradients(LAYERS)
         super().layer(number, index)
 
 
@@ -285,8 +299,7 @@ class SavesEachStep(Loop):
 class EvaluatesEachStep(Loop):
     def after(self, number):
         began = self.host
-        for _ in range(3 * LAYERS):
-            super().layer(number, 0)
+        self.without_gradients(3 * LAYERS)
         self.made.frame("train.py(88): evaluate", began - 2, self.host)
 
 
@@ -302,9 +315,8 @@ class StartsUp(Loop):
 
 
 class Anomaly(Loop):
-    def backward_layer(self, number, index):
-        super().backward_layer(number, index)
-        for _ in range(4):
+    def check(self, number, index):
+        for _ in range(2):
             self.place.kernel(GELU, 30, "aten::isnan", thread=AUTOGRAD)
             self.place.kernel(NORM, 25, "aten::_is_any_true", thread=AUTOGRAD)
             asked = self.host
@@ -653,7 +665,7 @@ MADE = {
     "loss read before backward": Cause("A3", ("sync-in-step",), looped(ReadsLoss)),
     "cudaMalloc in each layer": Cause("A3", ("allocator-stalls",), looped(AllocatesEachStep)),
     "saving in each step": Cause("A3", ("save-in-step",), looped(SavesEachStep)),
-    "evaluating in each step": Cause("A3", ("save-in-step", "second-forward"), looped(EvaluatesEachStep)),
+    "evaluating in each step": Cause("A3", ("save-in-step", "forward-without-backward"), looped(EvaluatesEachStep)),
     "start-up in the first step": Cause("A3", ("startup-in-step", "one-time-costs"), looped(StartsUp)),
     "collecting garbage": Cause("A3", ("gc-pauses",), looped(CollectsGarbage)),
     "experts' exchange": Cause("A4", ("exposed-experts",), looped(ExpertsExchanged, rank=0, world_size=8)),
@@ -668,10 +680,10 @@ MADE = {
     "offloaded activations": Cause("A4", ("stream-waits", "exposed-copies"), looped(WaitsForEvents)),
     "a server's scheduler": Cause("A5", ("host-gaps", "sync-in-step"), server),
     "collectives in another order": Cause("A8", ("collective-order",), orders, ("no-overlap",)),
-    "a second forward": Cause("A9", ("second-forward",), looped(SecondForward)),
-    "fp64 in a block": Cause("A9", ("fp64-products",), looped(DoubleBlock)),
+    "a second forward": Cause("A9", ("forward-without-backward",), looped(SecondForward)),
+    "fp64 in a block": Cause("A9", ("fp64-compute",), looped(DoubleBlock)),
     "contiguous copies": Cause("A9", ("layout-copies", "copy-share"), looped(Copies)),
-    "anomaly mode": Cause("A9", ("debug-switches", "anomaly-mode"), looped(Anomaly)),
+    "anomaly mode": Cause("A9", ("debug-switches",), looped(Anomaly)),
     "needless recomputation": Cause("A9", ("needless-recompute",), looped(Recomputes)),
     "fp32 products": Cause("others", ("fp32-products",), looped(SingleProducts)),
     "an optimizer in a loop": Cause("others", ("unfused-optimizer",), looped(OneByOneOptimizer)),
@@ -715,19 +727,19 @@ REAL = (  # program of planted_programs.py, how it is recorded, kind, codes
     ("hand_made_loader", STACKS, "A3", LOADER),
     ("save_each_step", WATCHED, "A3", SAVING),
     ("save_each_step", STACKS, "A3", SAVING),
-    ("evaluate_each_step", WATCHED, "A9", (*SAVING, "second-forward")),
-    ("evaluate_each_step", STACKS, "A9", (*SAVING, "second-forward")),
+    ("evaluate_each_step", WATCHED, "A9", (*SAVING, "forward-without-backward")),
+    ("evaluate_each_step", STACKS, "A9", (*SAVING, "forward-without-backward")),
     ("anomaly", WATCHED, "A9", ("debug-switches",)),
     ("anomaly", UNMARKED, "A9", ("debug-switches",)),
-    ("fp64_block", MARKED, "A9", ("fp64-products",)),
-    ("fp64_model", WATCHED, "A9", ("fp64-products",)),
+    ("fp64_block", MARKED, "A9", ("fp64-compute",)),
+    ("fp64_model", WATCHED, "A9", ("fp64-compute",)),
     ("contiguous_copies", MARKED, "A9", ("layout-copies", "copy-share")),
-    ("second_forward", WATCHED, "A9", ("second-forward",)),
-    ("second_forward", STACKS, "A9", ("second-forward",)),
+    ("second_forward", WATCHED, "A9", ("forward-without-backward",)),
+    ("second_forward", STACKS, "A9", ("forward-without-backward",)),
     ("lbfgs_slow_closure", WATCHED, "A2", GAPS),
     ("lbfgs_slow_closure", MARKED, "A2", GAPS),
-    ("python_backward", WATCHED, "A3", (*GAPS, "python-in-function")),
-    ("python_backward", MARKED, "A3", (*GAPS, "python-in-function")),
+    ("python_backward", WATCHED, "A3", ("python-in-function",)),
+    ("python_backward", MARKED, "A3", ("python-in-function",)),
     ("gc_thresholds", WATCHED, "A9", ("gc-pauses",)),
     ("gc_thresholds", STACKS, "A9", ("gc-pauses",)),
     ("sleep_in_forward", WATCHED, "A3", GAPS),
@@ -744,7 +756,7 @@ REAL = (  # program of planted_programs.py, how it is recorded, kind, codes
     ("needless_checkpoint", MARKED, "A9", ("needless-recompute",)),
     ("many_threads", WATCHED, "A7", ("too-many-threads",)),
     ("many_workers", WATCHED, "others", ("too-many-workers",)),
-    ("clipped_hard", WATCHED, "A9", ("clipped-hard", "hard-clipping")),
+    ("clipped_hard", WATCHED, "A9", ("hard-clipping",)),
     ("prints_a_lot", WATCHED, "A3", (*GAPS, "log-stalls")),
     ("unused_parameters", WATCHED, "A9", ("unused-parameters",)),
     ("unused_parameters", MARKED, "A9", ("unused-parameters",)),

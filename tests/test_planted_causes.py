@@ -1,16 +1,18 @@
 """Made runs with a planted cause, all as they are reported: named first, and no certain finding besides what was planted."""
 
+import io
+import json
 from pathlib import Path
 
 import pytest
+import torch
 from planted_causes import GIB, MADE, answers, judge
-from trace_maker import GLOO, MadeTrace
+from trace_maker import AUTOGRAD, GLOO, MadeTrace
 
 from megatron_lite.analysis.analyze import analyze
+from megatron_lite.watch.profiler import Profiler
 
-UNNAMED = {  # no rule names them yet
-    "evaluating in each step", "a second forward", "fp64 in a block", "anomaly mode", "needless recomputation",
-}  # fmt: skip
+UNNAMED = {"needless recomputation"}  # of other trainers: nothing tells what a step would hold without it
 
 
 def report_on(name: str, folder: Path):
@@ -62,3 +64,41 @@ def test_threads_that_begin_two_calls_in_either_order_are_no_disorder(tmp_path, 
             made.step(number, at, at + 9_990)
         made.write(tmp_path)
     assert analyze([tmp_path]).facts.ranks.disorder is None
+
+
+@pytest.mark.parametrize(
+    "name, inside_us, found",
+    [
+        ("MyScanBackward", 100, ["python-in-function"]),
+        ("MyScanBackward", 2_900, []),  # operators explain it
+        ("_DDPSinkBackward", 100, []),  # torch's own
+        ("my_ops::scan", 100, []),  # C++
+    ],
+)
+def test_python_in_a_custom_function_on_a_cpu(tmp_path, name, inside_us, found):
+    made = MadeTrace(0, 1, device=None)
+    for number in range(6):
+        at = 10_000.0 * number
+        made.op("aten::mm", at + 10, at + 5_000)
+        made.op(f"autograd::engine::evaluate_function: {name}", at + 5_005, at + 8_020, AUTOGRAD, sequence=1)
+        made.op(name, at + 5_010, at + 8_010, AUTOGRAD, sequence=1)
+        made.op("aten::mul", at + 5_020, at + 5_020 + inside_us, AUTOGRAD)
+        made.step(number, at, at + 8_050)
+    made.write(tmp_path)
+    assert [one.code for one in analyze([tmp_path]).findings if one.code == "python-in-function"] == found
+
+
+def test_torch_save_is_a_phase_of_a_watched_run(tmp_path):
+    """Each step saves; the time of that is no forward pass."""
+    model, batch = torch.nn.Linear(16, 16), torch.ones(4, 16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    save = torch.save
+    with Profiler(tmp_path, steps=range(3, 5)):
+        for _ in range(6):
+            model(batch).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            torch.save(model.state_dict(), io.BytesIO())
+    assert torch.save is save
+    lines = [json.loads(line) for line in (tmp_path / "steps.jsonl").read_text().splitlines()]
+    assert all({"save", "forward", "backward", "optimizer_step"} <= set(line["phases_ms"]) for line in lines[1:6])

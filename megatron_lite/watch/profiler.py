@@ -1,7 +1,7 @@
 """Profiles a training loop that it does not know: any that computes gradients with torch and steps one of its optimizers.
 
 A step ends when the optimizer that stepped first has stepped again, or where the loop says so. Its phases: waiting for a DataLoader,
-backward and the optimizer's step are seen as they are; what lies before backward, from the data on, is called forward. Nothing is
+backward, the optimizer's step and torch.save are seen as they are; what lies before backward, from the data on, is called forward. Nothing is
 changed: what is called is called as before, with a few microseconds around it.
 """
 
@@ -82,6 +82,7 @@ class Profiler:
         self._makes_way = False  # the script uses torch.profiler itself
         self._step, self._phase = 0, ""
         self._named = ""  # the phase of the loop's own that is open: what happens in it is a part of it
+        self._saving = contextlib.ExitStack()  # while torch.save runs
         self._finds_steps = True  # until the loop says itself where a step ends
         self._thread = threading.get_ident()  # that trains
         self._leader: weakref.ref | None = None  # the optimizer whose steps are counted
@@ -127,6 +128,7 @@ class Profiler:
         self._replace(
             loader, "__next__", add_calls(loader.__next__, lambda iterator: self._begin_data(), self._end_data)
         )
+        self._replace(torch, "save", add_calls(torch.save, self._begin_save, self._end_save))
         # the first marks steps as ours are marked, from its start on, recording or not; the others have the second in common
         for kind, name in ((torch.profiler.profile, "start"), (torch.autograd.profiler.profile, "_prepare_trace")):
             self._replace(kind, name, add_calls(getattr(kind, name), self._make_way, lambda: None))
@@ -320,6 +322,16 @@ class Profiler:
         self._record[UPDATED] = {"parameters": sum(weights.values()), "ranks": size}
         if self.rank == 0:
             write_run(self.folder, self._record)
+
+    def _begin_save(self, *arguments, **named):
+        """torch.save: no part of a step's training, unless the loop says itself what this is."""
+        recorded = self._instruments is not None and threading.get_ident() == self._thread
+        if recorded and not self._named and not self._in_backward and not self._in_optimizer:
+            self._saving.enter_context(self.phase(Phase.SAVE.value))
+
+    def _end_save(self):
+        if threading.get_ident() == self._thread:
+            self._saving.close()
 
     def _make_way(self, profile):
         """A torch.profiler begins. Two at a time crash the process: the script's own is the one that stays."""

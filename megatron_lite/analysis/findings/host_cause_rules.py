@@ -1,12 +1,15 @@
 """Time of the host that names in the trace explain: what is paid once, graphs, optimizers on the CPU, saving, clipping."""
 
+import re
 from collections.abc import Sequence
 
 from megatron_lite.analysis.findings.base import Evidence, Finding, find_lost_time, rule
 from megatron_lite.analysis.findings.update_rules import find_save_and_eval
+from megatron_lite.analysis.kernels.kernel_results import Role
 from megatron_lite.analysis.rank_facts import MATTERS, RankFacts, in_ms
 from megatron_lite.analysis.run_facts import Facts
 from megatron_lite.analysis.time.host_names import INSIDE
+from megatron_lite.analysis.time.sites import CUSTOM_FUNCTION
 from megatron_lite.analysis.time.time_results import NamedWork, SyncSite
 from megatron_lite.analysis.trace.columns import Kind
 from megatron_lite.phases import Phase
@@ -222,20 +225,22 @@ def find_process_wait(facts: Facts, one: RankFacts) -> Finding | None:
     return find_lost_time(one, cost, text, advice, *describe_works(one, works), certain=False)
 
 
-@rule("python-in-function", "Python inside a custom autograd.Function", "step", "phases", needs="gpu")
+@rule("python-in-function", "Python inside a custom autograd.Function", "step", "phases", needs="trace")
 def find_python_in_function(facts: Facts, one: RankFacts) -> Finding | None:
     """The device waits for Python inside the program's own autograd.Function.
 
     Meaning: forward or backward of a class derived from torch.autograd.Function runs in Python. backward() runs on
         autograd's thread, which can launch nothing else meanwhile.
     Measured: idle time of the device while a thread is inside such an operator and in none that it calls; its name is
-        that of the class.
+        that of the class. Without a GPU: time in such an operator that none of the operators which it calls explains.
     Cost: that time.
     Do: write it with few operators, in one fused kernel (torch.compile, Triton) or as a C++ function; move checks,
         prints and loops out of it.
     Flags: --pytorch-profiler-collect-callstack (with_stack=True) names the lines.
     False alarm: a trace with stacks, which slow Python several times.
     """
+    if not one.time.on_gpu:
+        return _find_python_in_function_on_cpu(one)
     sites = [site for site in one.time.hosts if site.what.startswith(INSIDE)]
     cost = sum(site.idle_ms for site in sites)
     shown = [Evidence(f"{in_ms(site.idle_ms)} in {site.what}", site.phase) for site in sites[:MAX_SHOWN]]
@@ -243,3 +248,23 @@ def find_python_in_function(facts: Facts, one: RankFacts) -> Finding | None:
     advice = "do less in Python there: fewer operators, or one compiled or Triton kernel"
     flags = () if one.trace.with_stack else ("--pytorch-profiler-collect-callstack",)
     return find_lost_time(one, cost, text, advice, *shown, flags=flags, certain=False)
+
+
+# Functions of torch itself, which wait for other ranks or run what their callers give them
+OF_TORCH = re.compile(
+    r"(RegisterPostBackwardFunction|_?DDPSink|CheckpointFunction|BackwardHookFunction|record_param_comms)(Backward)?$"
+)
+
+
+def _find_python_in_function_on_cpu(one: RankFacts) -> Finding | None:
+    """Without a GPU an operator takes as long as Python in it does."""
+    found = [
+        row
+        for row in one.kernels.operators
+        if row.role is Role.OTHER and CUSTOM_FUNCTION.fullmatch(row.name) and not OF_TORCH.match(row.name)
+    ]
+    cost = sum(row.self_ms for row in found)
+    shown = [Evidence(f"{in_ms(row.self_ms)} inside {row.name}, in none of its operators", row.phase) for row in found]
+    text = f"custom functions take {one.of_step(cost)} besides the operators that they call"
+    advice = "do less in Python there: fewer operators, or one compiled or C++ function"
+    return find_lost_time(one, cost, text, advice, *shown[:MAX_SHOWN], certain=False)
