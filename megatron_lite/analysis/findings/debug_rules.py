@@ -6,6 +6,7 @@ from megatron_lite.analysis.findings.base import Evidence, Finding, rule
 from megatron_lite.analysis.intervals import Integers
 from megatron_lite.analysis.rank_facts import MIN_SHARE_SHOWN, RankFacts, in_ms
 from megatron_lite.analysis.run_facts import Facts
+from megatron_lite.analysis.time.time_results import SyncSite
 from megatron_lite.analysis.trace.columns import Kind
 from megatron_lite.phases import Phase
 from megatron_lite.units import counted
@@ -39,8 +40,12 @@ def _measure_anomaly_mode(one: RankFacts, checks: Integers) -> float:
     beside = one.rows_named(lambda name: name in ("aten::_is_any_true", "aten::any", "aten::item"), Kind.OP)
     beside = beside[np.isin(one.placing.operator[beside], nodes)]
     cost = one.covered_ms(one.work_under(np.sort(np.concatenate((checks, beside)))))
-    fetches = [site for site in one.time.syncs if site.operator in FETCHES and site.phase == Phase.BACKWARD.value]
-    return cost + sum(site.idle_ms for site in fetches)
+    return cost + sum(site.idle_ms for site in one.time.syncs if is_fetch_of_check(site))
+
+
+def is_fetch_of_check(site: SyncSite) -> bool:
+    """In anomaly mode: does the host wait there for a check's result?"""
+    return site.operator in FETCHES and site.phase == Phase.BACKWARD.value
 
 
 def launches_block(one: RankFacts) -> bool:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from megatron_lite.analysis.findings.base import Evidence, Finding, find_lost_time, rule
+from megatron_lite.analysis.findings.debug_rules import find_anomaly_checks, is_fetch_of_check
 from megatron_lite.analysis.findings.host_cause_rules import find_clip_waits, find_python_in_function, measure_clipping
 from megatron_lite.analysis.findings.input_rules import is_batch_copy, pageable_rows
 from megatron_lite.analysis.findings.update_rules import LOG, find_log_stalls
@@ -54,6 +55,9 @@ def find_waits(one: RankFacts) -> list[SyncSite]:
     unpinned = len(pageable_rows(one)) > 0  # they are a finding of their own
     sites = [site for site in one.time.syncs if site.per_step >= ONCE and site.phase not in BETWEEN_STEPS]
     sites = [site for site in sites if site.cause != LOG and not (unpinned and is_batch_copy(site))]
+    if len(find_anomaly_checks(one)):
+        # a finding of their own, too
+        sites = [site for site in sites if not is_fetch_of_check(site)]
     clips = find_clip_waits(one) if measure_clipping(one) else []  # a finding of their own, too
     return [site for site in sites if site not in clips]
 
