@@ -57,12 +57,12 @@ def test_the_report_shows_stages_beside_the_schedule(tmp_path):
     table, lines = section.blocks
     assert [row[0] for row in table.rows] == ["1", "2", "3", "4"] and "8 micro-batches" in section.of
     assert (
-        lines.texts[0] == "by the schedule equal stages wait 27% of a step"
+        lines.texts[0] == "with equal stages, the schedule leaves each idle for 27% of a step"
         and "stage 2 computes longest" in lines.texts[1]
     )
     chart = schedule_chart(report)
-    assert [series["name"] for series in chart.data] == ["forward", "backward"]
-    assert sum(len(series["x"]) for series in chart.data) == len(found.turns) == 2 * 8 * 4
+    assert [one.name for one in chart.series] == ["forward", "backward"]
+    assert sum(len(one.values) for one in chart.series) == len(found.turns) == 2 * 8 * 4
     shown = json.loads(json.dumps(as_json(report)))["pipeline"]
     assert shown["stages"][1]["forward_ms"] == 6.0 and len(shown["turns"]) == 64
 

@@ -75,7 +75,7 @@ def schedule(turns: "Sequence[TimedTurn]", title: str) -> BarChart | None:
     series = []
     if len(turns) > MAX_TURNS:
         turns = sorted(turns, key=lambda one: one.start_ms)[:MAX_TURNS]
-        title = f"{title}; the first {MAX_TURNS:,} turns"
+        title = f"{title}; the first {MAX_TURNS:,} passes of micro-batches"
     stages = sorted({one.stage for one in turns})
     for kind, color in palette.TURNS.items():
         own = sorted((one for one in turns if one.kind == kind), key=lambda one: stages.index(one.stage))
