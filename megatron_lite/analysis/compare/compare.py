@@ -306,7 +306,7 @@ def compare(a: Facts, b: Facts, force: bool = False, titles: tuple[str, str] = (
     totals = tuple(pair_totals(a, b))
     if not totals:
         raise UserError(
-            f"{titles[0]}, {titles[1]}: they have nothing in common to compare; both need steps.jsonl with ordinary "
+            f"{titles[0]}, {titles[1]}: they have nothing in common to compare; both need steps.jsonl with typical "
             "steps, a trace with a steady step, or a memory snapshot."
         )
     named = {total.name for total in totals}
