@@ -1,6 +1,7 @@
 """What one rank's device runs in the steady steps, and how well: kernels, operators, tensor cores, speed of light."""
 
 import re
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -36,32 +37,21 @@ def rank_kernels(trace: Trace, placing: Placing, time: RankTime) -> RankKernels:
     operators: tuple[OperatorRow, ...] = ()
     calls: list[Calls] = []
     if chosen.steps:
-        kernels, operators = _list_kernels(chosen, known), _list_operators(chosen, time.on_gpu)
+        kernels = _list_kernels(chosen, known)
+        operators = _list_operators(chosen, time.on_gpu)
         calls = collect_calls(chosen, time.on_gpu, known)
-    roles: dict[Role, float] = {}  # without a GPU the operators' own time counts
-    by_role = [(one.role, one.ms) for one in kernels] if time.on_gpu else [(one.role, one.self_ms) for one in operators]
-    for role, ms in by_role:
-        roles[role] = roles.get(role, 0.0) + ms
-    roles = dict(sorted(roles.items(), key=lambda pair: -pair[1]))
+    roles = _sum_by_role(kernels, operators, time.on_gpu)
     matrix = [row for row in kernels if row.role in MATRIX_ROLES]
-    reasons: dict[str, float] = {}
-    for row in matrix:
-        if row.tensor_cores is TensorCores.NO:
-            why = known[row.name].why_not
-            reasons[why] = reasons.get(why, 0.0) + row.ms
-
+    matrix_ms = sum(roles.get(role, 0.0) for role in MATRIX_ROLES)
     priced = [one for one in calls if one.work.role in MATRIX_ROLES]
     model = [(one, one.work.model_flops * one.per_step) for one in priced if not one.recomputed]
-    formats: dict[str, float] = {}
-    for one, flops in model:
-        formats[one.precision] = formats.get(one.precision, 0.0) + flops
-    peak_dtype = max(formats, key=lambda dtype: formats[dtype]) if formats else ""
-    peak = peak_tflops(time.device, "fp16" if peak_dtype == "fp16/bf16" else peak_dtype) if chosen.steps else None
     flops = sum(flops for _, flops in model)
     achieved = flops / time.step_ms / 1e9 if flops and time.step_ms else None
-    matrix_ms = sum(roles.get(role, 0.0) for role in MATRIX_ROLES)
+    peak_dtype = _find_main_precision(model)
+    peak: float | None = None
     notes: tuple[str, ...] = ("no steady step, so no kernel figures",)
     if chosen.steps:
+        peak = peak_tflops(time.device, "fp16" if peak_dtype == "fp16/bf16" else peak_dtype)
         notes = _describe_gaps(priced, time, matrix_ms, trace.with_shapes, peak_dtype if peak is None else "")
     return RankKernels(
         rank=trace.rank,
@@ -80,10 +70,37 @@ def rank_kernels(trace: Trace, placing: Placing, time: RankTime) -> RankKernels:
         mfu=achieved / peak if achieved and peak else None,
         compiled_regions=_count_compiled_regions(chosen) if chosen.steps else 0.0,
         notes=notes,
-        without_tensor_cores=reasons,
+        without_tensor_cores=_sum_reasons(matrix, known),
         attention_flops=sum(flops for one, flops in model if one.work.role is Role.ATTENTION) if flops else None,
         recomputed_flops=sum(one.work.flops * one.per_step for one in priced if one.recomputed),
     )
+
+
+def _sum_by_role(kernels: Sequence[KernelRow], operators: Sequence[OperatorRow], on_gpu: bool) -> dict[Role, float]:
+    """{role: ms}, most time first: of kernels; without a GPU of the operators' own time on the host."""
+    rows = [(one.role, one.ms) for one in kernels] if on_gpu else [(one.role, one.self_ms) for one in operators]
+    roles: dict[Role, float] = {}
+    for role, ms in rows:
+        roles[role] = roles.get(role, 0.0) + ms
+    return dict(sorted(roles.items(), key=lambda pair: -pair[1]))
+
+
+def _sum_reasons(matrix: Sequence[KernelRow], known: dict[str, KernelName]) -> dict[str, float]:
+    """{why tensor cores are not used: ms} of matrix work. known: kernels' names taken apart."""
+    reasons: dict[str, float] = {}
+    for row in matrix:
+        if row.tensor_cores is TensorCores.NO:
+            why = known[row.name].why_not
+            reasons[why] = reasons.get(why, 0.0) + row.ms
+    return reasons
+
+
+def _find_main_precision(model: Sequence[tuple[Calls, float]]) -> str:
+    """The precision of most of the model's FLOPs; '' without any. model: calls with their FLOPs."""
+    flops_of: dict[str, float] = {}
+    for one, flops in model:
+        flops_of[one.precision] = flops_of.get(one.precision, 0.0) + flops
+    return max(flops_of, key=lambda precision: flops_of[precision], default="")
 
 
 def _list_kernels(chosen: Selection, known: dict[str, KernelName]) -> tuple[KernelRow, ...]:

@@ -262,36 +262,49 @@ class Calls:
 
 
 def collect_calls(chosen: Selection, on_gpu: bool, known: dict[str, KernelName]) -> list[Calls]:
-    """All calls whose work follows from their shapes."""
-    trace, placing, events = chosen.trace, chosen.placing, chosen.trace.events
-    rows, operator = (_find_targets if on_gpu else _find_host_targets)(chosen)
-    moves = [bool(name in known and known[name].role in _MOVES) for name in trace.names] or [False]
-    counted = (operator >= 0) & (events.shapes[operator] >= 0) & ~np.array(moves)[events.name[rows]]
-    rows, operator = rows[counted], operator[counted]
+    """Collect all calls whose work follows from their shapes. known: kernels' names taken apart."""
+    trace = chosen.trace
+    events = trace.events
+    phase_names = ("", *chosen.placing.phases)
+    rows, operator = _find_priced(chosen, on_gpu, known)
     if not len(rows):
         return []
-    again = _find_recomputed(chosen, operator)
+    recomputed = _find_recomputed(chosen, operator)
+    # calls of one operator with the same shapes, in the same phase, are one group
     keys = events.name[operator].astype(np.int64) * len(trace.shapes) + events.shapes[operator]
-    keys = (keys * (len(placing.phases) + 1) + placing.phase[rows] + 1) * 2 + again
+    keys = (keys * len(phase_names) + chosen.placing.phase[rows] + 1) * 2 + recomputed
     groups, first, group = np.unique(keys, return_index=True, return_inverse=True)
     size = len(groups)
     ms = np.bincount(group, chosen.ms[rows], size)
-    main = heaviest(group, events.name[rows].astype(np.int64), chosen.ms[rows], size)
-    group_of = np.full(len(events), -1)
-    group_of[operator] = group  # one operator may launch several kernels, and counts once
-    counts = np.bincount(group_of[group_of >= 0], minlength=size) / chosen.steps
+    longest = heaviest(group, events.name[rows].astype(np.int64), chosen.ms[rows], size)
+    # one operator may launch several kernels, and counts once
+    group_of_event = np.full(len(events), -1)
+    group_of_event[operator] = group
+    per_step = np.bincount(group_of_event[group_of_event >= 0], minlength=size) / chosen.steps
     heads = [(trace.name_of(row), trace.shapes[events.shapes[row]]) for row in operator[first].tolist()]
-    results: Results = {}  # sizes of convolutions' results, by the sizes of their input and weight
+    # sizes of convolutions' results, by the sizes of their input and weight
+    results: Results = {}
     for name, shapes in heads:
         results |= count_results(name, shapes)
     found = []
     for at, (name, shapes) in enumerate(heads):
-        kernel, phase = known.get(trace.names[main[at]]), placing.phase[rows[first[at]]]
+        kernel = known.get(trace.names[longest[at]])
         work = compute_work(name, shapes, kernel.precision if kernel else "", results)
         if work:
-            where = placing.phases[phase] if phase >= 0 else ""
-            found.append(Calls(name, where, work, kernel, float(counts[at]), float(ms[at]), bool(again[first[at]])))
+            phase = phase_names[chosen.placing.phase[rows[first[at]]] + 1]
+            is_recomputed = bool(recomputed[first[at]])
+            found.append(Calls(name, phase, work, kernel, float(per_step[at]), float(ms[at]), is_recomputed))
     return found
+
+
+def _find_priced(chosen: Selection, on_gpu: bool, known: dict[str, KernelName]) -> tuple[Integers, Integers]:
+    """(events whose work follows from shapes, the operator of each that has them). known: kernels' names taken apart."""
+    trace = chosen.trace
+    rows, operator = (_find_targets if on_gpu else _find_host_targets)(chosen)
+    moves = [name in known and known[name].role in _MOVES for name in trace.names] or [False]
+    is_move = np.array(moves, bool)[trace.events.name[rows]]
+    priced = (operator >= 0) & (trace.events.shapes[operator] >= 0) & ~is_move
+    return rows[priced], operator[priced]
 
 
 def _named(chosen: Selection, wanted: set[str]) -> Flags:

@@ -172,50 +172,99 @@ MIN_FOR_SPREAD = 4
 def compute_speed(
     plan: dict[str, Any], record: dict[str, Any], steps: Steps, starts_at_first: bool
 ) -> tuple[dict[str, Any], list[str]]:
-    """(fields of Run, what is missing and why). starts_at_first: the columns begin with the start's very first step."""
-    training, ordinary, sizes, notes = steps.training_ms, steps.ordinary, steps.batch_sizes, []
-    plain_ms = training[ordinary]
-    if len(training) and not len(plain_ms):
+    """Compute how fast the run went.
+
+    Args:
+        plan: the run's plan.
+        record: the run's record, which holds the plan.
+        steps: its steps by columns.
+        starts_at_first: the columns begin with the start's very first step.
+
+    Returns:
+        Fields of Run, and what is missing and why.
+    """
+    training_ms = steps.training_ms
+    typical_ms = training_ms[steps.ordinary]
+    notes = []
+    if len(training_ms) and not len(typical_ms):
         notes.append(
             "No step is a typical one (each is the first, profiled, compiling, evaluating or saving): "
             "there is no steady step time."
         )
-    # the profiled steps are compared with undisturbed ones before the first window and after the last
-    inside = np.flatnonzero(steps.profiled)
-    quiet = np.flatnonzero(steps.undisturbed)
-    before = training[quiet[quiet < inside[0]]][-MAX_COMPARED:] if len(inside) else training[:0]
-    after = training[quiet[quiet > inside[-1]]][:MAX_COMPARED] if len(inside) else training[:0]
-    known = ordinary & (sizes > 0)  # NaN is not
-    known_ms = math.fsum(training[known])
-    rate = math.fsum(sizes[known]) / known_ms if known_ms > 0 else None  # samples per ms
     shape = read_shape(plan)
-    own = record.get("model")  # the file of a model whose shape only its own code knows
-    length = shape.seq_length if shape else _read_length(plan) if own else None
-    if len(training) and shape is None:
-        whose = "The model is of the user's own file, its FLOPs are unknown: no TFLOP/s, no MFU."
-        notes.append(whose if own else "The model's shape is unknown: no tokens per second, no model FLOPs.")
-    world, hardware = (part if isinstance(part, dict) else {} for part in (plan.get("world"), record.get("hardware")))
-    ranks, peak = number(world.get("size")), number(hardware.get("peak_tflops"))
-    causal = full = None
-    if shape and rate is not None and ranks > 0:
-        causal, full = (step_flops(shape, 1, convention) * rate * 1000 / 1e12 / ranks for convention in (True, False))
-    spread = None
-    if len(plain_ms) >= MIN_FOR_SPREAD:
-        first, third = np.quantile(plain_ms, (0.25, 0.75), method="weibull").tolist()
-        spread = third - first
+    is_custom_model = bool(record.get("model"))  # of a file of the user's, whose shape only its own code knows
+    if len(training_ms) and shape is None:
+        notes.append(
+            "The model is of the user's own file, its FLOPs are unknown: no TFLOP/s, no MFU."
+            if is_custom_model
+            else "The model's shape is unknown: no tokens per second, no model FLOPs."
+        )
+    samples_per_ms = _compute_rate(steps)
+    length: int | None = None
+    if shape:
+        length = shape.seq_length
+    elif is_custom_model:
+        length = _read_length(plan)
     return {
-        "first_step_ms": float(training[0]) if starts_at_first else None,
-        "steady_step_ms": float(np.median(plain_ms)) if len(plain_ms) else None,
-        "step_spread_ms": spread,
-        "profiled_step_ms": float(np.median(training[inside])) if len(inside) else None,
+        "first_step_ms": float(training_ms[0]) if starts_at_first else None,
+        "steady_step_ms": float(np.median(typical_ms)) if len(typical_ms) else None,
+        "step_spread_ms": _compute_spread(typical_ms),
+        **_compare_profiled_steps(steps),
+        "tokens_per_second": 1000 * samples_per_ms * length if samples_per_ms and length else None,
+        **_compute_model_tflops(plan, record, shape, samples_per_ms),
+    }, notes
+
+
+def _compute_rate(steps: Steps) -> float | None:
+    """Samples per ms of the typical steps whose batch size is known; None without any."""
+    known = steps.ordinary & (steps.batch_sizes > 0)  # NaN is not
+    known_ms = math.fsum(steps.training_ms[known])
+    return math.fsum(steps.batch_sizes[known]) / known_ms if known_ms > 0 else None
+
+
+def _compute_spread(typical_ms: Numbers) -> float | None:
+    """The range of the middle half of the typical steps; None where they are too few."""
+    if len(typical_ms) < MIN_FOR_SPREAD:
+        return None
+    first, third = np.quantile(typical_ms, (0.25, 0.75), method="weibull").tolist()
+    return float(third - first)
+
+
+def _compare_profiled_steps(steps: Steps) -> dict[str, float | None]:
+    """Medians of the profiled steps, and of undisturbed ones before the first window and after the last."""
+    training_ms = steps.training_ms
+    inside = np.flatnonzero(steps.profiled)
+    if not len(inside):
+        return {"profiled_step_ms": None, "before_profile_ms": None, "after_profile_ms": None}
+    quiet = np.flatnonzero(steps.undisturbed)
+    before = training_ms[quiet[quiet < inside[0]]][-MAX_COMPARED:]
+    after = training_ms[quiet[quiet > inside[-1]]][:MAX_COMPARED]
+    return {
+        "profiled_step_ms": float(np.median(training_ms[inside])),
         "before_profile_ms": float(np.median(before)) if len(before) >= MIN_BEFORE else None,
         "after_profile_ms": float(np.median(after)) if len(after) >= MIN_BEFORE else None,
-        "tokens_per_second": 1000 * rate * length if rate and length else None,
+    }
+
+
+def _compute_model_tflops(
+    plan: dict[str, Any], record: dict[str, Any], shape: ModelShape | None, samples_per_ms: float | None
+) -> dict[str, float | None]:
+    """TFLOP/s and MFU of each rank, with half of the attention's scores (causal) and with all of them (full)."""
+    world = plan.get("world")
+    hardware = record.get("hardware")
+    ranks = number(world.get("size")) if isinstance(world, dict) else math.nan
+    peak = number(hardware.get("peak_tflops")) if isinstance(hardware, dict) else math.nan
+    causal: float | None = None
+    full: float | None = None
+    if shape and samples_per_ms is not None and ranks > 0:
+        causal = step_flops(shape, 1, True) * samples_per_ms * 1000 / 1e12 / ranks
+        full = step_flops(shape, 1, False) * samples_per_ms * 1000 / 1e12 / ranks
+    return {
         "model_tflops": causal,
         "model_tflops_full": full,
         "mfu_causal": causal / peak if causal and peak > 0 else None,
         "mfu_full": full / peak if full and peak > 0 else None,
-    }, notes
+    }
 
 
 def _read_length(plan: dict[str, Any]) -> int | None:
