@@ -54,7 +54,7 @@ MAX_CORE_FILES = 40
 # Nodes of the syntax tree, which compression does not lower as it lowers lines; docs/decisions/040-size.md. These limits
 # are what the package has today: lower them with each function that is unfolded.
 MAX_NODES_OF_A_FUNCTION = 840
-MAX_FUNCTIONS_OVER_600_NODES = 20
+MAX_FUNCTIONS_OVER_600_NODES = 19
 MAX_NODES_PER_CODE_LINE = 11.8
 FILES = sorted(PACKAGE.rglob("*.py"))
 

@@ -20,7 +20,7 @@ from megatron_lite.analysis.compare.settings import (
     paired_samples,
 )
 from megatron_lite.analysis.contradictions import find_contradictions
-from megatron_lite.analysis.intervals import Numbers
+from megatron_lite.analysis.intervals import Integers, Numbers
 from megatron_lite.analysis.kernels.kernel_names import short_name
 from megatron_lite.analysis.kernels.kernel_words import get_kernel_role, get_operator_role
 from megatron_lite.analysis.kernels.rank_kernels import own_ms
@@ -208,43 +208,74 @@ def build_side(one: RankFacts) -> Side:
 
 
 def _measure_work(one: RankFacts) -> tuple[dict[tuple[str, str], Work], dict[str, Numbers]]:
-    """(work by operator and phase, ms of each steady step by role): of a GPU what operators launched, and what has none
-    by its own name; on a CPU the operators' own time."""
-    chosen, placing, names, on_gpu = Selection(one.trace, one.placing), one.placing, one.trace.names, one.time.on_gpu
+    """Measure the work of each steady step.
+
+    Returns:
+        Work by operator and phase, and ms of each steady step by role. On a GPU the work that operators launched, and what
+        has none by its own name; on a CPU the operators' own time.
+    """
+    chosen = Selection(one.trace, one.placing)
     if not chosen.steps:
         return {}, {}
+    on_gpu = one.time.on_gpu
     rows = chosen.device if on_gpu else np.concatenate([chosen.operators, chosen.spans])
     ms = (chosen.ms if on_gpu else own_ms(chosen))[rows] * chosen.steps
-    step = (np.cumsum([step.steady for step in placing.steps]) - 1)[placing.step[rows]]
-    name = one.trace.events.name.astype(np.int64)
+    step = (np.cumsum([step.steady for step in one.placing.steps]) - 1)[one.placing.step[rows]]
+    pieces = _Pieces(rows, ms, step, chosen.steps)
+    return _group_by_operator(one, pieces), _sum_by_role(one, pieces)
 
-    by_name, at_name = np.unique(name[rows], return_inverse=True)
-    name_ms = np.zeros((len(by_name), chosen.steps))
-    np.add.at(name_ms, (at_name, step), ms)
-    role_of = {row.name: str(row.role) for row in (one.kernels.rows if on_gpu else one.kernels.operators)}
+
+@dataclass(frozen=True)
+class _Pieces:
+    """p pieces of work in the steady steps."""
+
+    rows: Integers  # [p], the trace's events
+    ms: Numbers  # [p]
+    step: Integers  # [p], which of the steady steps
+    steps: int  # how many steady steps there are
+
+    def sum_by_step(self, group: Integers, groups: int) -> Numbers:
+        """float64 [groups, steps]: ms of the pieces of each group in each step. group: [p]."""
+        ms = np.zeros((groups, self.steps))
+        np.add.at(ms, (group, self.step), self.ms)
+        return ms
+
+
+def _sum_by_role(one: RankFacts, pieces: _Pieces) -> dict[str, Numbers]:
+    """{role: ms of each steady step}"""
+    by_name, group = np.unique(one.trace.events.name[pieces.rows].astype(np.int64), return_inverse=True)
+    role_of = {row.name: str(row.role) for row in (one.kernels.rows if one.time.on_gpu else one.kernels.operators)}
     roles: dict[str, Numbers] = {}
-    for code, by_step in zip(by_name.tolist(), name_ms):
-        role = role_of.get(names[code], "")
-        roles[role] = roles.get(role, 0.0) + by_step
+    for name, ms_by_step in zip(by_name.tolist(), pieces.sum_by_step(group, len(by_name))):
+        role = role_of.get(one.trace.names[name], "")
+        roles[role] = roles.get(role, 0.0) + ms_by_step
+    return roles
 
-    operator = placing.operator[rows] if on_gpu else rows
-    purpose = np.where(operator >= 0, name[operator], name[rows])
-    phases = ("", *placing.phases)
-    keys, group = np.unique(purpose * len(phases) + placing.phase[rows] + 1, return_inverse=True)
-    key_ms, calls = np.zeros((len(keys), chosen.steps)), np.bincount(group, minlength=len(keys)) / chosen.steps
-    np.add.at(key_ms, (group, step), ms)
-    pairs, where = np.unique(np.stack([group, name[rows]]), axis=1, return_inverse=True)
-    longest_first = np.argsort(-np.bincount(where.ravel(), ms, pairs.shape[1]), kind="stable")
+
+def _group_by_operator(one: RankFacts, pieces: _Pieces) -> dict[tuple[str, str], Work]:
+    """{(operator, phase): its work}; on a GPU what no operator launched stands under its own name."""
+    on_gpu = one.time.on_gpu
+    names = one.trace.names
+    own_name = one.trace.events.name.astype(np.int64)
+    operator = one.placing.operator[pieces.rows] if on_gpu else pieces.rows
+    operator_name = np.where(operator >= 0, own_name[operator], own_name[pieces.rows])
+    phases = ("", *one.placing.phases)
+    keys, group = np.unique(operator_name * len(phases) + one.placing.phase[pieces.rows] + 1, return_inverse=True)
+    ms_by_step = pieces.sum_by_step(group, len(keys))
+    per_step = np.bincount(group, minlength=len(keys)) / pieces.steps
+    pairs, where = np.unique(np.stack([group, own_name[pieces.rows]]), axis=1, return_inverse=True)
+    longest_first = np.argsort(-np.bincount(where.ravel(), pieces.ms, pairs.shape[1]), kind="stable")
     work = {}
     for at, key in enumerate(keys.tolist()):
-        own = [names[code] for code in pairs[1, longest_first[pairs[0, longest_first] == at]].tolist()]
-        role = (get_kernel_role if on_gpu else get_operator_role)(own[0])
-        kernels = dict.fromkeys(map(short_name, own[:MAX_NAMES])) if on_gpu else ()
+        own_names = [names[code] for code in pairs[1, longest_first[pairs[0, longest_first] == at]].tolist()]
+        role = (get_kernel_role if on_gpu else get_operator_role)(own_names[0])
+        kernels = dict.fromkeys(map(short_name, own_names[:MAX_NAMES])) if on_gpu else ()
+        name = names[key // len(phases)]
         # 'autograd::engine::evaluate_function: X' and long C++ names as people call them
-        called = names[key // len(phases)]
-        called = called if called.startswith("aten::") else short_name(called)
-        work[called, phases[key % len(phases)]] = Work(str(role), key_ms[at].tolist(), float(calls[at]), tuple(kernels))
-    return work, roles
+        name = name if name.startswith("aten::") else short_name(name)
+        phase = phases[key % len(phases)]
+        work[name, phase] = Work(str(role), ms_by_step[at].tolist(), float(per_step[at]), tuple(kernels))
+    return work
 
 
 # --- two traces beside each other: rows, phases, roles and kernels, each with the noise that it has itself
