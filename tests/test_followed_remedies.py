@@ -137,3 +137,24 @@ def test_live_of_nothing_says_what_to_do(capfd):
     assert "without --once" in fail(capfd, "live", "--once", "empty")
     assert main(["live", "--silence", "0.1", "empty"]) == 3
     assert "run.json" in fail(capfd, "live", "nowhere")
+
+
+# --- preprocess, inspect, explain
+
+
+def test_remedies_of_preprocess_and_inspect_work(capfd):
+    Path("a.jsonl").write_text('{"content": "some words"}\n')
+    words = ["preprocess", "--input", "a.jsonl", "--output-prefix", "o"]
+    [tokenizer] = re.findall(r"use (--tokenizer-type \w+)", fail(capfd, *words))
+    words += tokenizer.split()
+    [key] = re.findall(r"it has (\w+) \(--json-keys\)", fail(capfd, *words))
+    succeed(capfd, *words, "--json-keys", key)
+    [prefix] = re.findall(r"did you mean (\w+)\?", fail(capfd, "inspect", "o"))
+    succeed(capfd, "inspect", prefix)
+
+
+def test_names_that_messages_guess_are_right(capfd):
+    [code] = re.findall(r"did you mean ([a-z-]+)\?", fail(capfd, "explain", "sync-in-ste"))
+    assert succeed(capfd, "explain", code).startswith(f"{code}: ")
+    [command] = re.findall(r"did you mean ([a-z-]+)\?", fail(capfd, "exlain"))
+    assert succeed(capfd, command, code).startswith(f"{code}: ")

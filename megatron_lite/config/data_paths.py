@@ -1,5 +1,6 @@
 """Parses the words of --data-path and --split, and the files that hold such words."""
 
+import glob
 import json
 import math
 import re
@@ -88,3 +89,11 @@ def split_shares(split: str) -> list[float]:
     if not 1 <= len(shares) <= 3 or not all(0 <= share < math.inf for share in shares) or sum(shares) == 0:
         raise DataError(f"--split {split}: needs one to three numbers, none negative, not all 0; for example 969,30,1")
     return shares + [0.0] * (3 - len(shares))
+
+
+def find_written_prefix(prefix: str) -> str | None:
+    """The data set that preprocessing made of --output-prefix: PREFIX_text_document, or another key's; None if there is none."""
+    written = sorted(glob.glob(f"{glob.escape(prefix)}_*_document.idx"))
+    usual = f"{prefix}_text_document.idx"
+    found = usual if usual in written else next(iter(written), None)
+    return found.removesuffix(".idx") if found else None

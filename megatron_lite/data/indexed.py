@@ -19,6 +19,7 @@ import struct
 
 import numpy as np
 
+from megatron_lite.config.data_paths import find_written_prefix
 from megatron_lite.errors import DataError
 from megatron_lite.shared_files import open_foreign
 from megatron_lite.units import count, counted
@@ -126,8 +127,8 @@ def _require_files(prefix: str, flag: str) -> None:
     stem, ending = os.path.splitext(prefix)
     if ending in (".bin", ".idx"):
         remedy = f"leave the ending off: {stem}"
-    elif os.path.isfile(prefix + "_text_document.idx"):
-        remedy = f"did you mean {prefix}_text_document?"
+    elif written := find_written_prefix(prefix):
+        remedy = f"did you mean {written}?"
     elif len(missing) == 1:
         remedy = "the two files belong together: copy the other one too, or preprocess the text again"
     else:

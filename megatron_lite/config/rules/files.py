@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterator
 
 from megatron_lite.config.args import Args, DataArgs
-from megatron_lite.config.data_paths import TOKENIZER, parse_blend, read_argument_files
+from megatron_lite.config.data_paths import TOKENIZER, find_written_prefix, parse_blend, read_argument_files
 from megatron_lite.config.machine import find_missing_compiler
 from megatron_lite.config.plan import LAYERS
 from megatron_lite.config.world import World
@@ -68,8 +68,8 @@ def _check_pair(name: str, prefix: str) -> Iterator[str]:
         yield from _check_readable(name, prefix + ".idx")
     elif prefix.endswith((".bin", ".idx")):
         yield f"{name} {prefix}: is a file's name; give the prefix without its ending: {prefix[:-4]}."
-    elif os.path.isfile(f"{prefix}_text_document.idx"):
-        yield f"{name} {prefix}: there is no {missing[0]}; did you mean {prefix}_text_document?"
+    elif written := find_written_prefix(prefix):
+        yield f"{name} {prefix}: there is no {missing[0]}; did you mean {written}?"
     elif os.path.isdir(missing[0]):
         yield f"{name} {prefix}: {missing[0]} is a folder; give the prefix of a .bin/.idx pair of files."
     else:
