@@ -12,6 +12,7 @@ from megatron_lite.report import draw, palette, svg
 from megatron_lite.report.charts import build_charts
 from megatron_lite.report.figure import Arrangement, Axis, BarChart, Bars
 from megatron_lite.report.html import html_page
+from megatron_lite.report.phase_colors import color_phases
 from megatron_lite.report.plan_files import CLAUSES
 from megatron_lite.report.sections.all import build_sections
 
@@ -31,8 +32,8 @@ def one_rank(**changes):
 
 
 def test_a_phase_has_its_color_whatever_else_is_drawn():
-    alone = palette.color_phases(OUR_PHASES)
-    beside = palette.color_phases([*OUR_PHASES, "communication", "copies", *ROW_TITLES.values(), NO_PHASE, "my phase"])
+    alone = color_phases(OUR_PHASES)
+    beside = color_phases([*OUR_PHASES, "communication", "copies", *ROW_TITLES.values(), NO_PHASE, "my phase"])
     assert all(beside[name] == color for name, color in alone.items())
     assert len(set(alone.values())) == len(OUR_PHASES)
     assert alone["data"] == palette.ROWS["data_wait"] == beside[ROW_TITLES["data_wait"]]
@@ -40,20 +41,20 @@ def test_a_phase_has_its_color_whatever_else_is_drawn():
 
 
 def test_a_phase_of_another_program_has_the_color_of_its_meaning():
-    colors = palette.color_phases(["## forward ##", "loss.backward", "Optimizer.step#AdamW.step"])
-    ours = palette.color_phases(OUR_PHASES)
+    colors = color_phases(["## forward ##", "loss.backward", "Optimizer.step#AdamW.step"])
+    ours = color_phases(OUR_PHASES)
     assert colors["## forward ##"] == ours["forward"]
 
 
 def test_unknown_phases_differ_and_keep_their_colors():
     names = [f"part {at}" for at in range(5)]
-    colors = palette.color_phases(names)
+    colors = color_phases(names)
     assert len(set(colors.values())) == len(names)
-    assert palette.color_phases(names[::-1]) == colors
+    assert color_phases(names[::-1]) == colors
 
 
 def test_a_schedule_has_the_colors_of_the_phases():
-    ours = palette.color_phases(OUR_PHASES)
+    ours = color_phases(OUR_PHASES)
     assert {palette.TURNS[name]: name for name in ("forward", "backward")} == {
         ours["forward"]: "forward",
         ours["backward"]: "backward",
@@ -100,7 +101,7 @@ def test_a_long_schedule_is_small_and_complete_until_it_says_otherwise():
     drawn = str(svg.draw(draw.schedule(turns, "ms")))
     assert drawn.count("h") > len(turns) and len(drawn) < 200_000
     most = draw.schedule(turns * 4, "ms")
-    assert "first 20,000 turns" in most.axis.title and len(svg.draw(most)) < 400_000
+    assert "first 20,000 passes" in most.axis.title and len(svg.draw(most)) < 400_000
 
 
 # --- doubts, and what says nothing

@@ -12,6 +12,7 @@ from megatron_lite.analysis.time.time_results import RankTime, Span
 from megatron_lite.estimate.prediction import CATEGORIES
 from megatron_lite.report import draw, palette
 from megatron_lite.report.figure import Arrangement, Axis, BarChart, Bars, Curve, CurveChart, Figure, Look, Mark
+from megatron_lite.report.phase_colors import color_phases
 from megatron_lite.report.sections.step import NOTHING
 from megatron_lite.report.text import fit
 from megatron_lite.units import significant, size
@@ -165,7 +166,7 @@ def timeline(report: Report) -> BarChart | None:
     names = list(dict.fromkeys(span.name for span in spans))
     if len(names) < 2:
         return None
-    colors = palette.color_phases([*names, *(phase.name for phase in rank.time.phases)])
+    colors = color_phases([*names, *(phase.name for phase in rank.time.phases)])
     rows = dict(zip(names, draw.fit_names(names)))
     bars = Bars(
         name="",

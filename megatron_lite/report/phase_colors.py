@@ -1,0 +1,36 @@
+"""Which color a phase has: by its meaning, as programs spell names in many ways.
+
+Apart from palette.py, which a plan's page uses without numpy.
+"""
+
+from collections.abc import Iterable
+from zlib import crc32
+
+from megatron_lite.analysis.time.range_names import find_meaning
+from megatron_lite.analysis.time.time_results import NO_PHASE, ROW_TITLES
+from megatron_lite.report.palette import GREY, OTHER_PHASES, PHASES, ROWS
+
+# what a timeline shows beside phases has the color of the step's row
+BESIDE_PHASES = {
+    NO_PHASE: GREY, "communication": ROWS["exposed_communication"], "copies": ROWS["exposed_copy"],
+    **{title: ROWS[row] for row, title in ROW_TITLES.items() if row in ROWS},
+}  # fmt: skip
+
+
+def color_phases(names: Iterable[str]) -> dict[str, str]:
+    """A color for each phase: by its meaning, else by its name, so that it does not depend on which other phases there are.
+
+    Of names that nobody knows two have the same color only where there are more names than colors.
+    """
+    found: dict[str, str] = {}
+    for name in sorted(set(names)):
+        known = BESIDE_PHASES.get(name) or PHASES.get(find_meaning(name) or name)
+        if known:
+            found[name] = known
+    taken = set(found.values())
+    for name in sorted(set(names) - set(found)):
+        start = crc32(name.encode(errors="replace")) % len(OTHER_PHASES)
+        hues = OTHER_PHASES[start:] + OTHER_PHASES[:start]
+        found[name] = next((hue for hue in hues if hue not in taken), hues[0])
+        taken.add(found[name])
+    return found
