@@ -58,7 +58,11 @@ def open_foreign(path: str | Path) -> BufferedReader:
 def read_foreign(path: str | Path, max_bytes: int = MAX_BYTES) -> bytes:
     """The whole content of a file of any origin. OSError as of `open_foreign`, and for a file of more than `max_bytes`."""
     with open_foreign(path) as file:
-        content = file.read(max_bytes + 1)
+        # read() sets aside as much memory as it is told, whatever the file's size; a file may grow meanwhile
+        expected_bytes = os.fstat(file.fileno()).st_size
+        content = file.read(min(expected_bytes, max_bytes) + 1)
+        if expected_bytes < len(content) <= max_bytes:
+            content += file.read(max_bytes + 1 - len(content))
     if len(content) > max_bytes:
         raise OSError(errno.EFBIG, f"more than {max_bytes >> 20} MiB, which no such file has", str(path))
     return content
