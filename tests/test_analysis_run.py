@@ -19,6 +19,7 @@ from megatron_lite.config.shape import ModelShape
 from megatron_lite.errors import UserError
 from megatron_lite.estimate.model_size import step_flops
 from megatron_lite.process_state import identity, pid_space
+from megatron_lite.shared_files import open_foreign
 
 
 def test_ordinary_steps_are_apart_from_all_others(tmp_path):
@@ -259,9 +260,7 @@ def test_a_growing_file_is_read_as_if_at_once(tmp_path, seed):
 def test_only_new_lines_are_read(tmp_path, monkeypatch):
     read, path = [], folder(tmp_path, [step(n) for n in range(1, 2001)]) / "steps.jsonl"
     lines = StepLines(path)
-    monkeypatch.setattr(
-        step_lines, "open", lambda *given: read.append(Counted(open(*given))) or read[-1], raising=False
-    )
+    monkeypatch.setattr(step_lines, "open_foreign", lambda path: read.append(Counted(open_foreign(path))) or read[-1])
     assert lines.read() is True and read[-1].bytes >= path.stat().st_size
     with open(path, "a") as file:
         file.write(json.dumps(step(2001)) + "\n" + json.dumps(step(2002))[:-9])
