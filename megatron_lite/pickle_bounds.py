@@ -192,6 +192,20 @@ class _Call:
     def __setstate__(self, state: Any) -> None:
         self.trial.count(state if isinstance(state, tuple) else (state,))
 
+    def __setitem__(self, key: Any, value: Any) -> None:
+        """An entry of an OrderedDict or another mapping: the reader will hash the key."""
+        hash(key)
+
+    def append(self, value: Any) -> None:
+        """An entry of a list of some class of its own; nothing is walked through."""
+
+    def extend(self, values: list[Any]) -> None:
+        """Entries of such a list."""
+
+    def add(self, value: Any) -> None:
+        """An entry of such a set: the reader will hash it."""
+        hash(value)
+
 
 class _Trial(BoundedUnpickler):
     """Reads without naming anything: whether a reader that makes dicts and sets of lists will come to an end."""

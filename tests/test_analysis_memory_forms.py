@@ -15,7 +15,7 @@ from torch.cuda import _memory_viz
 from trace_maker import gpu_run
 
 from megatron_lite.analysis.analyze import analyze
-from megatron_lite.analysis.discover import discover_sources
+from megatron_lite.analysis.discover import discover_sources, look_at
 from megatron_lite.analysis.memory.read import read_snapshot
 from megatron_lite.errors import UserError
 from megatron_lite.units import MIB
@@ -177,3 +177,12 @@ def test_a_trace_whose_keys_are_sorted_says_the_same(tmp_path, bare):
         dump_json(data, tmp_path / f"{order}.json", sort_keys=order)
         verdicts.append(analyze([tmp_path / f"{order}.json"]).verdict)
     assert verdicts[0] == verdicts[1]
+
+
+def test_a_page_of_this_program_is_no_snapshot(tmp_path):
+    """It speaks of segments and blocks, and lies beside the run's own snapshot."""
+    page = tmp_path / "report.html"
+    page.write_text(
+        "<!DOCTYPE html>\n<html><p>device_traces, segments and blocks of total_size and active_size</p></html>"
+    )
+    assert look_at(page).what == ""

@@ -103,7 +103,7 @@ def test_the_command_shows_what_it_found(prefix, capsys):
     shown = capsys.readouterr().out
     told = (
         "x: sound|9 (8 sequences)|21 as uint16|0 to 9, all below the vocabulary of 10|0 to 5 tokens, median 2.0, mean 2.3; "
-        "1 empty|3 documents (33.3%) equal an earlier one|6 of 8 documents end with 9, and it occurs 1 times elsewhere|"
+        "1 empty|3 documents (33.3%) equal an earlier one|6 of 8 documents end with 9, and it occurs 1 time elsewhere|"
         "begins             '1 2 9'"
     )
     assert [words for words in told.split("|") if words not in shown] == []

@@ -313,7 +313,7 @@ def _describe_dataset(found: Inspection, vocab_size: int | None, tokenizer: Toke
         duplicates = f"{equal}, as {count(second)} equals {count(first)} (counted from 0)"
     ending = f"{count(found.ending_so)} of {count(found.documents - found.empty)} documents end with {found.end_id}"
     json_text = _find_json_text(found, tokenizer)
-    inside = f", and it stands {counted(found.end_id_inside, 'time')} elsewhere" if found.end_id_inside else ""
+    inside = f", and it occurs {counted(found.end_id_inside, 'time')} elsewhere" if found.end_id_inside else ""
     lines = [
         f"{found.prefix}: {'sound' if json_text is None else 'sound, but its documents are JSON'}",
         f"  documents          {count(found.documents)} ({counted(found.sequences, 'sequence')})",

@@ -239,6 +239,9 @@ def find_python_in_function(facts: Facts, one: RankFacts) -> Finding | None:
     Flags: --pytorch-profiler-collect-callstack (with_stack=True) names the lines.
     False alarm: a trace with stacks, which slow Python several times.
     """
+    if facts.run is not None and not facts.is_watched and not facts.run.record.get("model"):
+        # functions of this trainer, which its user does not write
+        return None
     if not one.time.on_gpu:
         return _find_python_in_function_on_cpu(one)
     sites = [site for site in one.time.hosts if site.what.startswith(INSIDE)]

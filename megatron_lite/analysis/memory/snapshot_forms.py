@@ -85,8 +85,9 @@ PAGE = re.compile(rb"\s*<!DOCTYPE html>.{0,4096}add_local_files", re.DOTALL)
 
 def is_snapshot_beginning(head: bytes) -> bool:
     """Does a pickle, JSON text or page that begins with `head` (a megabyte of it) hold a snapshot?"""
-    if PAGE.match(head):
-        return True
+    if head.lstrip().startswith(b"<"):
+        # other pages, such as a report of this program, may speak of segments and blocks
+        return PAGE.match(head) is not None
     if b"device_traces" in head or b"segments" in head and (b"blocks" in head or PICKLE.match(head) is not None):
         return True
     # torch.cuda.memory_snapshot() is a list of segments

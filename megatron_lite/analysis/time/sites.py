@@ -22,7 +22,8 @@ NOT_THE_PROGRAM = re.compile(
 BETWEEN = "Python between operators"
 UNSEEN = "unnamed work between operators"  # without stacks it may be Python or anything else
 # A Python class of autograd.Function gives its operators its name; those of PyTorch have "::", or a digit at the end.
-CUSTOM_FUNCTION = re.compile(r"(?!CompiledFunction)[A-Za-z_]\w*[A-Za-z_]$")
+# but for what torch itself runs in Python: compiled graphs, and modes that record every operator
+CUSTOM_FUNCTION = re.compile(r"(?!CompiledFunction|PythonDispatchMode|PythonTLSSnapshot)[A-Za-z_]\w*[A-Za-z_]$")
 MAX_SITES = 50
 MIN_SHORT_MS = 0.1  # calling an operator takes half of that, with a profiler and stacks too
 SiteTimes = Counter[tuple[int, int]]  # ns by (name, phase)
