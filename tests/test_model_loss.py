@@ -8,7 +8,7 @@ import torch._dynamo
 import torch.nn.functional as F
 from torch._dynamo.utils import counters
 
-from megatron_lite.model import loss
+from megatron_lite.model import loss, products
 from megatron_lite.model.loss import Pieces, fused_token_losses, token_losses
 from megatron_lite.parallel.layers import LOSS_PIECES
 
@@ -100,7 +100,9 @@ def test_small_gradients_survive_fp16_with_the_loss_scale(way):
         assert (mine.grad.double() - exact.grad).norm() < 5e-3 * exact.grad.norm()
 
 
-def test_fp32_logits_are_never_whole():
+def test_fp32_logits_are_never_whole(monkeypatch):
+    # a processor without bf16 has fp32 copies of what it multiplies, which are none of the loss
+    monkeypatch.setattr(products, "WIDENED", ())
     largest = 0
 
     class Sizes(torch.overrides.TorchFunctionMode):
