@@ -149,7 +149,7 @@ def find_unpinned_copies(facts: Facts, one: RankFacts) -> Finding | None:
     exposed, stalled = one.exposed_ms(rows), sum(site.idle_ms for site in one.time.syncs if is_batch_copy(site))
     each = float(one.trace.events.num_bytes[rows].clip(min=0).mean())
     text = (
-        f"{significant(one.per_step(rows))} unpinned per step, of {size(each)} on average: {in_ms(exposed)} on the device that "
+        f"{significant(one.per_step(rows))} unpinned per step, of {size(each)} on average: {in_ms(exposed)} on the device "
         f"not overlapped with compute, {in_ms(stalled)} idle after the host's wait; {one.of_step(exposed + stalled)}"
     )
     advice = "pin host memory (DataLoader(pin_memory=True)) and copy with .to(device, non_blocking=True)"
