@@ -104,7 +104,7 @@ def test_steps_alone_name_a_straggler(tmp_path):
     found = of_run(tmp_path, (4, 4.2, 9))
     assert (found.straggler.rank, found.straggler.cause, found.straggler.phase) == (2, "compute", "forward")
     assert found.straggler.caused_wait_ms == pytest.approx(4.8) and found.straggler.share_last is None
-    assert found.critical_rank == 2 and found.present == (0, 1, 2) and "who waits" in found.notes[0]
+    assert found.critical_rank == 2 and found.present == (0, 1, 2) and "waiting in collectives" in found.notes[0]
     assert found.rows[0].step_ms == 20 and found.rows[0].data_wait_ms == 1 and found.rows[0].compute_ms is None
     assert of_run(tmp_path, (4, 4, 4), data=(1, 7, 1)).straggler.cause == "data_wait"
 
