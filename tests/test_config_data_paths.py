@@ -41,8 +41,8 @@ WITHOUT_WORDS = {
 }  # fmt: skip
 WITHOUT_SPLITS = {
     "a b": UNNAMED, "[" * 100_000: UNNAMED, '["a"]': UNNAMED, '{"train": ["a"], "validation": ["b"]}': UNNAMED,
-    '{"train": "a"}': '"train" is no list of words; write what --train-data-path takes',
-    '{"train": ["a"], "test": [["a"]]}': '"test" is no list of words; write what --test-data-path takes',
+    '{"train": "a"}': '"train" is not a list of strings; write what --train-data-path takes',
+    '{"train": ["a"], "test": [["a"]]}': '"test" is not a list of strings; write what --test-data-path takes',
 }  # fmt: skip
 
 

@@ -64,7 +64,7 @@ def test_lines_fit_and_no_flag_is_broken(width):
 
 
 def test_the_smallest_run_of_the_page_is_right():
-    example = PAGE[PAGE.index("  pretrain_gpt.py --mock-data") : PAGE.index("Defaults stand")].split()[1:]
+    example = PAGE[PAGE.index("  pretrain_gpt.py --mock-data") : PAGE.index("Defaults are")].split()[1:]
     line = read_command_line(example)
     assert line.mistakes == [] and line.args.data.mock_data
 

@@ -254,7 +254,7 @@ def test_a_bin_file_that_would_run_code_does_not(tmp_path):
         torch.save(strange, path)
         refused(tmp_path, f"--load-hf {path}: is no set of tensors; ")
     path.write_bytes(b"")
-    refused(tmp_path, f"--load-hf {path}: holds more than tensors or is damaged (EOFError); ")
+    refused(tmp_path, f"--load-hf {path}: holds more than tensors or is damaged (UnpicklingError); ")
 
 
 def test_a_bin_file_that_asks_for_gigabytes(tmp_path, monkeypatch):

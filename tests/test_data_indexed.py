@@ -144,7 +144,7 @@ def test_missing_files_are_named_with_the_flag(prefix, tmp_path, kind):
 
 
 def test_unreadable_file(prefix, monkeypatch):
-    def refuse(*args):
+    def refuse(*args, **options):
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr("builtins.open", refuse)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_lite.checkpoint.unpickle import check_file
 from megatron_lite.convert.config_file import read_json
-from megatron_lite.errors import CheckpointError, first_line
+from megatron_lite.errors import CheckpointError, describe_io_error
 from megatron_lite.process_state import limit_memory
 from megatron_lite.shared_files import require_regular
 
@@ -60,7 +60,7 @@ class SafetensorsFile:
             unknown = [name for name, dtype in types.items() if dtype not in DTYPES]
             why = f"{unknown[0]} has the type {types[unknown[0]]}, which is not supported" if unknown else None
         except Exception as error:  # noqa: BLE001 - the library raises errors of many kinds, SafetensorError among them
-            why = first_line(error).removesuffix(f": {path}")
+            why = describe_io_error(error).removesuffix(f": {path}")
         if why:
             raise CheckpointError(f"--load-hf {path}: cannot be read ({why}); copy or download it again.")
         self.names = set(types)
