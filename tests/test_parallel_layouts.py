@@ -86,6 +86,9 @@ def check_case(folder: Path, model: str, layout: str):
     within = MODELS[model][1]
     if ("tp" in layout or "cp" in layout) and "fp32" not in model.split(",")[0]:
         within = max(within, 5e-3)  # what each rank computes of a sum is rounded to 16 bits
+    if "bf16" in model.split(",")[0]:
+        # a sixtieth of bf16's step at these losses; 5.7e-4 was seen on a processor without bf16, after six updates
+        within = max(within, 1e-3)
     assert len(many) == ITERATIONS
     assert [step["loss"] for step in many] == pytest.approx([step["loss"] for step in one], rel=0, abs=within)
     assert many[0]["grad_norm"] == pytest.approx(one[0]["grad_norm"], rel=max(within, 1e-5))
