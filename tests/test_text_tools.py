@@ -178,7 +178,7 @@ def test_an_empty_value_names_what_has_none(tmp_path, kind):
     path.write_text(f"{before}\ntorchrun --nproc_per_node 2 pretrain_gpt.py {MODEL} --train-iters 3 --lr {value}\n")
     with pytest.raises(ConfigError) as raised:
         planned_run([str(path)], None)
-    (line,) = raised.value.lines
+    line = raised.value.lines[0]
     assert line.startswith(message)
 
 

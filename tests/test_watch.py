@@ -116,7 +116,7 @@ def test_mistakes_are_one_line(tmp_path, capsys):
         "--steps 5:5 -- true": "--steps 5:5: give two numbers",
         "--steps 1:3 -- true": "the first is at least 2",
         "-- no-such-program": "no-such-program cannot be run",
-        "train.py": "unrecognized arguments: train.py",
+        "train.py": "train.py cannot be run (No such file or directory)",
     }.items():
         assert main(["watch", *words.split()]) == 2
         error = capsys.readouterr().err
