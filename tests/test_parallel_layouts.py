@@ -85,11 +85,14 @@ def slowly(*cases: tuple) -> list:
 def check_case(folder: Path, model: str, layout: str):
     one, many = steps(folder / "alone" / model), steps(folder / str(LAYOUTS[layout][1]) / f"{model}; {layout}")
     within = MODELS[model][1]
-    if ("tp" in layout or "cp" in layout) and "fp32" not in model.split(",")[0]:
+    is_bf16 = "bf16" in model.split(",")[0]
+    splits_sums = "tp" in layout or "cp" in layout
+    if splits_sums and "fp32" not in model.split(",")[0]:
         within = max(within, 5e-3)  # what each rank computes of a sum is rounded to 16 bits
-    if "bf16" in model.split(",")[0] and "bf16" in find_slow_precisions():
-        # such a processor computes in fp32 and rounds; two stages differed by 5.7e-4 in the sixth loss
-        within = max(within, 1e-3)
+    if is_bf16 and "bf16" in find_slow_precisions():
+        # Without units for bf16 a processor computes in fp32 and rounds. Measured in the sixth loss: two stages 5.7e-4,
+        # two tensor parallel ranks 6.3e-3. bf16 numbers near such a loss are 3.1e-2 apart.
+        within = max(within, 1e-2 if splits_sums else 1e-3)
     assert len(many) == ITERATIONS
     assert [step["loss"] for step in many] == pytest.approx([step["loss"] for step in one], rel=0, abs=within)
     assert many[0]["grad_norm"] == pytest.approx(one[0]["grad_norm"], rel=max(within, 1e-5))
