@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 from command_lines import argv
+from snapshot_maker import training
+from training_maker import gpu
 
 from megatron_lite.cli.main import main
 from megatron_lite.estimate.hardware import PROCESSORS, find_processors
@@ -15,7 +17,7 @@ from megatron_lite.estimate.hardware import PROCESSORS, find_processors
 ROOT = Path(__file__).parents[1]
 README_SCRIPT = ROOT / "examples" / "gpt3" / "train_gpt3_857m_distributed.sh"
 WORDS = ["CKPT", "TB", "VOCAB", "MERGES", "DATA"]
-END = re.compile(r"\.$| (?:runs|follows|shows|reads|writes) .*")  # of a command that a sentence names
+END = re.compile(r"\.$| (?:runs|follows|shows|reads|writes|explains?) .*")  # of a command that a sentence names
 
 
 @pytest.fixture(autouse=True)
@@ -137,6 +139,28 @@ def test_live_of_nothing_says_what_to_do(capfd):
     assert "without --once" in fail(capfd, "live", "--once", "empty")
     assert main(["live", "--silence", "0.1", "empty"]) == 3
     assert "run.json" in fail(capfd, "live", "nowhere")
+
+
+@pytest.mark.parametrize("name", ["t.pt.trace.json", "snapshot.pickle"])
+def test_live_of_recordings_without_a_run_names_the_command_that_reads_them(capfd, name):
+    Path("recorded").mkdir()
+    if name.endswith(".json"):
+        gpu(Path("recorded"))
+    else:
+        training().write(Path("recorded"))
+    [file] = Path("recorded").iterdir()
+    for path in ("recorded", file):
+        for words in (["live", path], ["live", "--once", path]):
+            said = fail(capfd, *words)
+            assert len(said.splitlines()) == 1
+            assert "megatron-lite report " in said
+            assert succeed(capfd, *follow(said), "--no-html")
+
+
+def test_live_of_a_file_of_no_run_names_no_folder_without_one(capfd):
+    Path("notes.txt").write_text("nothing\n")
+    said = fail(capfd, "live", "notes.txt")
+    assert "megatron-lite live ." not in said and "run.json" in said
 
 
 # --- preprocess, inspect, explain

@@ -207,7 +207,7 @@ def test_a_run_that_gives_no_sign_is_left(tmp_path, hasty, capsys):
 def test_a_folder_without_a_run_is_waited_for(tmp_path, hasty, capsys):
     threading.Timer(0.2, lambda: write_run(tmp_path, record=RECORD)).start()
     assert main(["live", str(tmp_path)]) == 0
-    assert f"waiting for a run in {tmp_path}: it has no run.json yet" in capsys.readouterr().out
+    assert f"waiting for a run to begin in {tmp_path} (no run.json yet)" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

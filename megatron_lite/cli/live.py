@@ -12,7 +12,7 @@ from megatron_lite.cli.parser import Parser
 from megatron_lite.errors import UserError
 from megatron_lite.run_folder import RUN_FILE, STEPS_FILE
 from megatron_lite.terminal import print_lines
-from megatron_lite.units import duration
+from megatron_lite.units import counted, duration
 
 if TYPE_CHECKING:
     from megatron_lite.report.live_screen import View
@@ -85,9 +85,13 @@ def run(argv: list[str]) -> int:
         raise UserError(f"megatron-lite live {folder}: {_explain_no_folder(folder)}.")
     if not (folder / RUN_FILE).exists() and (runs := _find_runs(folder)):
         raise UserError(f"megatron-lite live {folder}: no run itself; it holds {_name_runs(runs)}.")
-    if options.once and not any((folder / name).exists() for name in (RUN_FILE, STEPS_FILE)):
-        waits = "without --once, live waits until one begins there"
-        raise UserError(f"megatron-lite live {folder}: no run has begun there ({RUN_FILE} is missing); {waits}.")
+    if not _holds_run(folder):
+        held = _describe_recordings(folder)
+        if held:
+            raise UserError(f"megatron-lite live {folder}: {held}.")
+        if options.once:
+            waits = "without --once, live waits until one begins there"
+            raise UserError(f"megatron-lite live {folder}: no run has begun there ({RUN_FILE} is missing); {waits}.")
     if not options.silence > 0:
         raise UserError(f"--silence {options.silence:g}: must be above 0.")
     with contextlib.suppress(AttributeError):  # of a notebook's stream
@@ -128,13 +132,48 @@ def _name_runs(runs: list[Path]) -> str:
     return f"{named}{more}, newest first: megatron-lite live {shlex.quote(str(runs[0]))} follows it"
 
 
+def _holds_run(folder: Path) -> bool:
+    return any((folder / name).exists() for name in (RUN_FILE, STEPS_FILE))
+
+
+def _describe_recordings(path: Path) -> str:
+    """What the traces and snapshots of `path`, a file or folder without a run, are read with; '' where there are none."""
+    from megatron_lite.analysis.discover import discover_sources  # numpy: not for --help
+
+    try:
+        sources = discover_sources([path])
+    except UserError:
+        return ""
+    kinds = []
+    if sources.traces:
+        kinds.append(counted(len(sources.traces), "trace"))
+    if sources.snapshots:
+        kinds.append(counted(len(sources.snapshots), "memory snapshot"))
+    if not kinds:
+        return ""
+    command = f"megatron-lite report {shlex.quote(str(path))}"
+    if not path.is_dir():
+        kind = "a trace" if sources.traces else "a memory snapshot"
+        return f"{kind}, and live follows a run's folder; {command} explains it"
+    return f"no run to follow (no {RUN_FILE}); it holds {' and '.join(kinds)}: {command} explains them"
+
+
 def _explain_no_folder(path: Path) -> str:
     if path.exists():
-        return f"a file; a run is a folder with {RUN_FILE}: megatron-lite live {shlex.quote(str(path.parent))} follows that"
+        return _explain_file(path)
     runs = _find_runs(path.parent) if path.parent.is_dir() else []
     if runs:
         return f"no such folder; {path.parent} holds {_name_runs(runs)}"
     return f"no such folder; name the folder that holds the run's {RUN_FILE}, which the run prints at its end"
+
+
+def _explain_file(path: Path) -> str:
+    recordings = _describe_recordings(path)
+    if recordings:
+        return recordings
+    if _holds_run(path.parent):
+        return f"a file; a run is a folder with {RUN_FILE}: megatron-lite live {shlex.quote(str(path.parent))} follows that"
+    return f"a file, and none of a run; name the folder that holds the run's {RUN_FILE}"
 
 
 def _follow(follower: Follower, folder: Path, silence_s: float) -> int:
@@ -144,7 +183,7 @@ def _follow(follower: Follower, folder: Path, silence_s: float) -> int:
 
     from megatron_lite.report.live_screen import describe_newest, draw_view
 
-    waiting = f"waiting for a run in {folder}: it has no {RUN_FILE} yet"
+    waiting = f"waiting for a run to begin in {folder} (no {RUN_FILE} yet); Ctrl+C ends this"
     console = Console(file=sys.stdout, highlight=False, markup=False)
     is_terminal = sys.stdout.isatty() and not console.is_dumb_terminal
     screen = Live(console=console, screen=True, auto_refresh=False) if is_terminal else None
