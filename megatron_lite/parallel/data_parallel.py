@@ -17,7 +17,6 @@ from megatron_lite.parallel.groups import Groups
 from megatron_lite.parallel.mesh import find_group
 from megatron_lite.parallel.pipeline import Pipeline
 from megatron_lite.parallel.replica import Replica
-from megatron_lite.parallel.shared_memory import share_memory
 from megatron_lite.units import MIB
 
 BUCKET_MIB = 25  # torch's default
@@ -48,10 +47,9 @@ class DataParallel(Replica):
             bucket_mib = BUCKET_MIB if elements is None else elements * self.parameters[0].element_size() / MIB
             options = {"gradient_as_bucket_view": True, "bucket_cap_mb": bucket_mib, "process_group": averaging}
             self.replicas = [DistributedDataParallel(chunk, **options) for chunk in self.chunks]
-            self._shared_mean = share_memory(plan, sum(p.numel() for p in self.parameters), averaging)
-            self._full_buckets: list[tuple[Tensor, Tensor, torch.futures.Future]] = []
-            for replica in self.replicas if self.fp32 is not None or self._shared_mean is not None else ():
-                replica.register_comm_hook(None, self._reduce_bucket)
+            if self.fp32 is not None:
+                for replica in self.replicas:
+                    replica.register_comm_hook(self.fp32, self._reduce_bucket)
 
     def __call__(self, *inputs) -> Tensor:
         """The model's forward. Which backward reduces gradients is told when it begins."""
@@ -82,26 +80,11 @@ class DataParallel(Replica):
             self.fp32.add_waiting()
 
     @torch.no_grad()
-    def _reduce_bucket(self, _state, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        """DistributedDataParallel's communication hook: mean over ranks of the bucket's gradients, or of their fp32 sums."""
-        flat = bucket.buffer() if self.fp32 is None else self.fp32.take_bucket(bucket)
-        if self._shared_mean is None:
-            work = dist.all_reduce(flat.div_(self._ranks), group=self._averaging, async_op=True)
-            return work.get_future().then(lambda _: bucket.buffer())
-        # not beside backward: it would take cores from it, and ranks would wait for each other within it
-        if not self._full_buckets:
-            Variable._execution_engine.queue_callback(self._average_buckets)
-        done = torch.futures.Future()
-        self._full_buckets.append((flat, bucket.buffer(), done))
-        return done
-
-    @torch.no_grad()
-    def _average_buckets(self):
-        """All buckets, in memory that the ranks share, before DistributedDataParallel's own callback waits for them."""
-        for flat, buffer, done in self._full_buckets:
-            self._shared_mean.average(flat)
-            done.set_result(buffer)
-        self._full_buckets = []
+    def _reduce_bucket(self, sums: "Fp32Gradients", bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        """DistributedDataParallel's communication hook: the mean over ranks of the fp32 sums of a bucket's gradients."""
+        flat = sums.take_bucket(bucket).div_(self._ranks)
+        work = dist.all_reduce(flat, group=self._averaging, async_op=True)
+        return work.get_future().then(lambda _: bucket.buffer())
 
     def gradients(self) -> list[Tensor]:
         """One per parameter, averaged over ranks, after the last micro-batch's backward."""

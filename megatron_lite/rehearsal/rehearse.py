@@ -87,6 +87,7 @@ class BucketedReplica:
         self._model, self._cap = model, int(bucket_cap_mb * MIB)
         self.reducer, self._reducing, self._rebuilt = self, False, False
         self._hook: Callable[[object, Bucket], object] = lambda _, bucket: dist.all_reduce(bucket.buffer())
+        self._hook_state: object = None
         self._arrived: list[nn.Parameter] = []
         parameters = [p for p in model.parameters() if p.requires_grad]
         self._lay_out([parameters])
@@ -95,7 +96,7 @@ class BucketedReplica:
 
     def register_comm_hook(self, state, hook):
         """Reduce buckets by `hook`."""
-        self._hook = hook
+        self._hook_state, self._hook = state, hook
 
     def no_sync(self):
         """Inside the block, gradients are added up and not reduced."""
@@ -137,7 +138,7 @@ class BucketedReplica:
         bucket.missing -= 1
         if not bucket.missing:
             bucket.missing = len(bucket.parameters())
-            self._hook(None, bucket)
+            self._hook(self._hook_state, bucket)
             self._unreduced -= 1
             self._reducing = self._unreduced > 0
 
@@ -159,7 +160,6 @@ def fake_other_ranks(plan: Plan, collectives: CollectiveCounter) -> Iterator:
     with (
         patch.object(dist, "all_reduce", answer),
         patch.object(data_parallel, "DistributedDataParallel", BucketedReplica),
-        patch.object(data_parallel, "share_memory", lambda *_: None),  # it holds nothing that torch's allocator gave
     ):
         if plan.sharding is None and plan.layout.data == plan.world.size:
             yield Groups(None, None, None, Pipeline(plan.stage))
