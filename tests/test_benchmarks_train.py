@@ -109,9 +109,9 @@ def test_goals_are_over_the_fastest_nanogpt(tmp_path):
     results = [Result(name, number, [number * seconds] * 3) for name, seconds in speeds.items() for number in (1, 2)]
     ratios = collect_ratios(found, results, work, warm_up=1)
     judged = [(one.ours, one.goal, pytest.approx(one.median)) for one in ratios if one.goal]
-    assert judged == [("ours", 1.35, 1.2), ("ours@2", 1.35, 1.5), ("ours@2", 1.15, 1.25)]
+    assert judged == [("ours", 1.35, 1.2), ("ours@2", 1.35, 1.5)]
     said = summary.describe_ratios(ratios)
-    assert "1.20 to 1.20" in said[1] and "1.35 missed" in said[1] and sum("reached" in line for line in said) == 2
+    assert "1.20 to 1.20" in said[1] and "1.35 missed" in said[1] and sum("reached" in line for line in said) == 1
     for other in (["--vocabulary", "512"], ["--layers", "2"]):
         unknown, _ = read_flags(other)
         ratios = collect_ratios(found, results, unknown, 1)

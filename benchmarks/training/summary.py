@@ -21,7 +21,6 @@ CLOSE_TIMES = 0.05
 NANOGPT_LINE = re.compile(r"iter \d+: loss (\S+), time (\S+)ms")
 # The project's goals: tokens/s over those of the fastest nanoGPT, on 2 CPU cores with 6 layers of 384
 ON_CPU = {("byte", "fp32"): 1.05, ("byte", "bf16"): 1.35, ("bpe", "fp32"): 1.25, ("bpe", "bf16"): 1.5}
-TWO_RANKS = 1.15  # of one thread each, over one rank of two, in bf16 on a CPU
 ON_GPU = {"nanogpt": 1.4, "nanogpt-compiled": 1.05}  # one H200, fp16, the 857m script's model
 UNKNOWN = "-"
 STEPS_SHOWN = 6
@@ -165,8 +164,6 @@ def collect_ratios(contestants: list[Contestant], results: list[Result], work: W
             pairs = {names: ON_GPU.get(names[0]) for names in pairs}
         elif work.device == "cpu" and nanogpts:
             pairs = {nanogpts: ON_CPU.get((vocabulary, work.precision)) if usual else None} | pairs
-        if work.device == "cpu" and usual and work.precision == "bf16" and ours.ranks == 2:
-            pairs |= {(one.name,): TWO_RANKS for one in others if one.is_ours and one.ranks == 1}
         found += [compute_ratio(ours.name, list(names), results, warm_up, goal) for names, goal in pairs.items()]
     return found
 
