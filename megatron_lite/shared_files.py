@@ -5,13 +5,18 @@ import enum
 import errno
 import fcntl
 import os
+import select
 import stat
+import time
 from collections.abc import Iterator
 from io import BufferedReader
 from pathlib import Path
 
 MAX_BYTES = 2**26  # of a file that is read as a whole: the largest tokenizer.json has half of it
 NOT_REGULAR = "Not a regular file"
+PIPE_PAUSE_S = 0.05  # between two looks at a pipe
+MAX_PIPE_BYTES = 2**16  # of one look
+MAX_PIPE_S = 60  # a script that another program writes is there by then
 
 
 class Lock(enum.Enum):
@@ -66,6 +71,47 @@ def read_foreign(path: str | Path, max_bytes: int = MAX_BYTES) -> bytes:
     if len(content) > max_bytes:
         raise OSError(errno.EFBIG, f"more than {max_bytes >> 20} MiB, which no such file has", str(path))
     return content
+
+
+def is_pipe(path: str | Path) -> bool:
+    """Whether a path names a pipe, such as a shell's `<(...)`."""
+    try:
+        return stat.S_ISFIFO(os.stat(path).st_mode)
+    except (OSError, ValueError):
+        return False
+
+
+def read_pipe(path: str | Path, max_bytes: int, patience_s: float) -> bytes:
+    """All that a pipe's writers send until the last one closes it.
+
+    Only for a path that the user gave as a pipe. OSError where nothing comes for `patience_s` seconds, where it lasts
+    longer than MAX_PIPE_S, or where more than `max_bytes` come.
+    """
+    file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    content = b""
+    first_s = last_s = time.monotonic()
+    try:
+        while time.monotonic() < min(last_s + patience_s, first_s + MAX_PIPE_S):
+            # a pipe that nobody has opened for writing yet is readable, and at its end
+            select.select([file], [], [], PIPE_PAUSE_S)
+            try:
+                new = os.read(file, MAX_PIPE_BYTES)
+            except BlockingIOError:
+                continue
+            if not new and content:
+                return content
+            if not new:
+                # its writer is still to come, or has come and gone without a word
+                time.sleep(PIPE_PAUSE_S)
+                continue
+            content += new
+            last_s = time.monotonic()
+            if len(content) > max_bytes:
+                raise OSError(errno.EFBIG, f"more than {max_bytes >> 20} MiB, which no such file has", str(path))
+    finally:
+        os.close(file)
+    why = f"a pipe that did not end within {MAX_PIPE_S} s" if content else "a pipe from which nothing came"
+    raise OSError(errno.ETIMEDOUT, why, str(path))
 
 
 def read_foreign_text(path: str | Path, max_bytes: int = MAX_BYTES) -> str:

@@ -276,10 +276,11 @@ def test_mistakes_are_one_line(words, line, capsys):
         assert line.startswith("error: GPU 'H9000': not in the table; take one of ") and "H200" in line
 
 
-def test_a_script_that_does_not_say_its_gpus_is_asked(capsys):
+def test_gpus_that_a_script_does_not_say_are_called_assumed(capsys):
     Path("launch.sh").write_text(f"torchrun --nproc_per_node gpu pretrain_gpt.py {' '.join(argv())}\n")
-    said = "error: launch.sh: the number of GPUs is unknown; give --gpus N before it."
-    assert refused(capsys, "launch.sh") == [said]
+    shown = printed(capsys, "launch.sh")
+    # a batch of 8, two at a time, has a sample for 4 of them
+    assert "4 GPUs assumed, batch 8" in shown and "--gpus N for more" in shown
     assert "2 GPUs, batch 8 = 2 x 2 x 2" in printed(capsys, "--gpus", "2", "launch.sh")
 
 

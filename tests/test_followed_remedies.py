@@ -73,14 +73,40 @@ def test_a_batch_that_does_not_divide_is_changed_as_the_message_says(capfd):
     assert "8 GPUs, batch 32 = " in succeed(capfd, *follow(said))
 
 
-@pytest.mark.parametrize(("passes_on", "advised"), [('"$@"', "--global-batch-size 32"), ("", "write --global-batch")])
+@pytest.mark.parametrize(
+    ("passes_on", "advised"), [('"$@"', "mine.sh --global-batch-size 32"), ("", "'--add=--global-batch-size 32'")]
+)
 def test_a_script_of_ones_own_is_changed_in_the_way_that_it_allows(capfd, passes_on, advised):
     flags = shlex.join(argv("--micro-batch-size 4 --global-batch-size 16"))
     Path("mine.sh").write_text(f"torchrun --nproc_per_node 8 pretrain_gpt.py {flags} {passes_on}\n")
     said = fail(capfd, "plan", "mine.sh")
     assert advised in said
-    if passes_on:
-        assert "batch 32 = 4 x 8 x 1" in succeed(capfd, *follow(said))
+    assert "batch 32 = 4 x 8 x 1" in succeed(capfd, *follow(said))
+
+
+REFUSED = {  # flags in a script: what the advice then brings
+    "several that are not here": ("--fp8-format hybrid --decoupled-lr 1e-4 --of-a-fork 7", "left out by --drop"),
+    "a layout that needs more GPUs": ("--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2", "4 GPUs"),
+    "a choice spelled in another way": ("--normalization rmsnorm", "given by --add: --normalization RMSNorm"),
+    "both": ("--of-a-fork 7 --normalization rmsnorm", "given by --add: --normalization RMSNorm"),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_a_script_is_planned_without_editing_as_the_message_says(capfd, kind):
+    more, answer = REFUSED[kind]
+    Path("mine.sh").write_text(f"torchrun --nproc_per_node 2 pretrain_gpt.py {shlex.join(argv())} {more}\n")
+    said = fail(capfd, "plan", "mine.sh")
+    if kind == "both":
+        said = fail(capfd, *follow(said))
+    assert answer in succeed(capfd, *follow(said))
+
+
+def test_a_flag_of_another_model_is_refused_without_a_command(capfd):
+    flags = shlex.join(argv("--num-experts 8 --of-a-fork"))
+    Path("mine.sh").write_text(f"torchrun --nproc_per_node 2 pretrain_gpt.py {flags}\n")
+    said = fail(capfd, "plan", "mine.sh")
+    assert "train that model with Megatron-LM" in said and "megatron-lite plan" not in said
 
 
 def test_every_gpu_that_the_message_lists_is_taken(capfd):

@@ -272,10 +272,10 @@ SYNTAX = "syntax error near unexpected token"
         ("exit 3", "launch.sh: ended with exit code 3 before it started pretrain_gpt.py; does it need arguments?"),
         ("set -u; torchrun pretrain_gpt.py $1", "launch.sh: $1: unbound variable (message of the script, exit code"),
         ("((x > 3", "unexpected EOF while looking for matching"),
-        ("A=1\n\nexport B=2\n\nSAVE=<a path>\ntorchrun pretrain_gpt.py --save $SAVE",
+        ("A=1\n\nexport B=2\n\nSAVE=<a path>\ntorchrun pretrain_gpt.py --save $SAVE (",
          f"launch.sh: bash cannot read line 5: SAVE=<a path> ({SYNTAX} `newline'); put a value there."),
-        ("echo hi\ntorchrun pretrain_gpt.py <it>",
-         f"line 2: torchrun pretrain_gpt.py <it> ({SYNTAX} `newline'); put a value there."),
+        ("echo hi\ntorchrun pretrain_gpt.py <4>",
+         f"line 2: torchrun pretrain_gpt.py <4> ({SYNTAX} `4'); put a value there."),
         ("echo hi (; done\ntorchrun pretrain_gpt.py", f"line 1: echo hi (; done ({SYNTAX} `('); fix the script."),
         ("if true; then\ntorchrun pretrain_gpt.py", "launch.sh: bash cannot read line "),
         ('eval "x=<a> ("', "(message of the script, exit code"),  # its own eval: the file itself can be read

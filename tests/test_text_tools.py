@@ -272,8 +272,9 @@ def test_gpus_that_a_script_counts_are_those_given_to_plan(tmp_path):
         f"torchrun --nproc_per_node $N pretrain_gpt.py {MODEL} --lr 1 --train-iters 3 --global-batch-size $((N * 2))\n"
     )
     assert planned_run([str(path)], 4).plan.batch.final == 8
-    with pytest.raises(UserError, match="the number of GPUs is unknown"):
-        planned_run([str(path)], None)
+    found = planned_run([str(path)], None)
+    assert found.plan.batch.final == 16 and found.gpus_assumed
+    assert any("8 of a node are assumed; --gpus N" in note for note in found.notes)
 
 
 def test_programs_named_by_a_path_and_each_nodes_command_are_known(tmp_path):

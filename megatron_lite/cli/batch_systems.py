@@ -261,10 +261,11 @@ def _read_lsf(words: list[str], name: str, folder: Path) -> Job:
 
 def _read_grid_engine(words: list[str], name: str, folder: Path) -> Job:
     options = read_options(words)
-    asked = re.search(r"\brt_[FGC]\w*=(\d+)", " ".join(words))
+    asked = re.search(r"\b(rt_[A-Z]+)\w*=(\d+)", " ".join(words))
     slots = re.search(r"-pe \S+ (\d+)", " ".join(words))
-    nodes = int(asked[1]) if asked else 1
+    nodes = int(asked[2]) if asked else 1
     variables = {
+        "SGE_RESOURCE_TYPE": asked[1] if asked else None,
         "JOB_ID": JOB_ID, "JOB_NAME": options.get("-N", name), "NHOSTS": nodes, "NSLOTS": int(slots[1]) if slots else nodes,
         "SGE_JOB_HOSTLIST": _write_nodes(folder, nodes, 1), "PE_HOSTFILE": str(folder / NODE_FILE), "SGE_TASK_ID": 1,
         "SGE_O_WORKDIR": os.getcwd(), "SGE_LOCALDIR": str(folder),

@@ -1,5 +1,6 @@
 """What a launch script would start, found without starting anything: bash reads the script, and every command is left out."""
 
+import functools
 import os
 import re
 import shutil
@@ -15,7 +16,7 @@ from megatron_lite.cli.launcher import ASSIGNMENT, Launch, find_launch, split_at
 from megatron_lite.cli.text_tools import Toolbox
 from megatron_lite.cli.watched_shell import NOWHERE, Script, Walk, fcntl, go_through
 from megatron_lite.errors import UserError
-from megatron_lite.shared_files import read_foreign
+from megatron_lite.shared_files import is_pipe, read_foreign, read_pipe
 
 LONGEST_SAID = 200
 DEEPEST = 4  # scripts that start scripts
@@ -25,9 +26,13 @@ SHELLS = ("bash", "sh", "zsh")
 HERE = "<<"  # in a record: the script that a shell is given by its input follows
 ENDINGS = (".sh", ".bash", ".slurm", ".sbatch", ".pbs", ".job", ".lsf", ".qsub")
 MAX_SCRIPT = 1 << 20
+SECONDS_FOR_PIPE = 5  # until the first byte of a script, and between two
 DEVICES = "CUDA_VISIBLE_DEVICES"
 JOB_IDS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "PJM_JOBID")
 UNBOUND = re.compile(r"(\w+): unbound variable")
+MAX_UNSET = 16  # variables that count as empty
+# CHECKPOINT_PATH=<Specify path>: bash takes it for two redirections
+PLACEHOLDER = re.compile(r"(?m)(?<=[=/_.\s-])(<[A-Za-z](?:[^<>()$`|&;'\"\n]*[^<>()$`|&;'\"\s])?>)(?=\s|$)")
 
 
 @dataclass(frozen=True)
@@ -45,6 +50,7 @@ class _Search:
     def __init__(self, bash: str, folder: Path, all_given: bool):
         self.toolbox = Toolbox(folder)
         self.waits = False
+        self.unset = ""
         self.texts: list[str] = []
         self._bash, self._all_given, self._walks = bash, all_given, 0
 
@@ -56,6 +62,7 @@ class _Search:
         self.toolbox.environment = script.environment
         walk = go_through(self._bash, script, self.toolbox, self._all_given)
         self.waits |= walk.code is None
+        self.unset = self.unset or _find_unset(walk)
         why_not = _explain_nothing(self._bash, script, walk)
         found: list[_Found] = []
         for words, environment in walk.commands:
@@ -153,16 +160,12 @@ def read_launch_script(script: str, arguments: list[str], wanted: int = 1, gpus_
     bash = shutil.which("bash") if fcntl else None
     if bash is None:
         raise UserError(f"{script}: there is no bash here to read it; give the trainer's flags themselves.")
-    try:
-        text = read_foreign(script, MAX_SCRIPT).decode("utf-8", "replace")
-    except OSError as error:
-        raise UserError(f"{script}: cannot be read ({error.strerror}); check the path.") from None
-    found, search, all_given = _search_twice(bash, script, text, arguments, gpus_per_node)
-    notes = [f"{script}: files and folders that it looks for are assumed to exist."] if all_given else []
-    different = _drop_equal(found)
+    outcome = _search_patiently(bash, script, _read_script(script), arguments, gpus_per_node)
+    different = _drop_equal(outcome.found)
     if not 1 <= wanted <= len(different):
         few = f"has {len(different)} launches, and no number {wanted}; give --launch 1 to {len(different)}"
         raise UserError(f"{script}: {few}.")
+    notes = list(outcome.notes)
     if len(different) > 1:
         notes.append(f"launch {wanted} of {len(different)} that {script} starts; --launch N for another one.")
     chosen = different[wanted - 1]
@@ -170,32 +173,99 @@ def read_launch_script(script: str, arguments: list[str], wanted: int = 1, gpus_
     standing_in = chosen.job.environment
     environment = {name: value for name, value in launch.environment.items() if standing_in.get(name) != value}
     return replace(
-        launch, environment=environment, notes=tuple(notes), left_out=tuple(search.toolbox.left_out),
-        text="\n".join(search.texts),
+        launch, environment=environment, notes=tuple(notes), left_out=tuple(outcome.search.toolbox.left_out),
+        text="\n".join(outcome.search.texts),
     )  # fmt: skip
 
 
-def _search_twice(
-    bash: str, script: str, text: str, arguments: list[str], gpus_per_node: int | None
-) -> tuple[list[_Found], _Search, bool]:
-    """(the launches, the search that found them, whether every file had to count as being there).
+def _read_script(script: str) -> str:
+    """The text of a file, or of what comes out of a pipe: `plan <(generate_script)`."""
+    try:
+        content = read_pipe_once(script) if is_pipe(script) else read_foreign(script, MAX_SCRIPT)
+    except OSError as error:
+        raise UserError(f"{script}: cannot be read ({error.strerror}); check the path.") from None
+    return content.decode("utf-8", "replace")
 
-    UserError with the reason of the first search if neither finds one.
+
+@functools.cache
+def read_pipe_once(script: str) -> bytes:
+    """What comes out of a pipe, which gives it only once. OSError where nothing comes."""
+    return read_pipe(script, MAX_SCRIPT, SECONDS_FOR_PIPE)
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """The launches of a script, and what was assumed to find them; without any, the reason."""
+
+    found: list[_Found]
+    search: _Search
+    notes: tuple[str, ...] = ()
+    reason: str = ""
+    unset: str = ""  # the variable without a value that ended it
+
+
+def _search_patiently(bash: str, script: str, text: str, arguments: list[str], gpus_per_node: int | None) -> _Outcome:
+    """The launches of a script, which may need that variables count as empty, or that placeholders count as words.
+
+    UserError with the reason of the first search if none finds one.
+    """
+    unset: dict[str, str] = {}
+    quoted = PLACEHOLDER.sub(r"'\1'", text)
+    assumed: list[str] = []
+    outcome = _search_twice(bash, script, text, arguments, gpus_per_node, unset)
+    reason = outcome.reason
+    if not outcome.found and quoted != text:
+        examples = ", ".join(list(dict.fromkeys(PLACEHOLDER.findall(text)))[:3])
+        assumed.append(f"{script}: placeholders in it count as values: {examples}.")
+        outcome = _search_twice(bash, script, quoted, arguments, gpus_per_node, unset)
+        text = quoted
+    while not outcome.found and outcome.unset and len(unset) < MAX_UNSET:
+        unset[outcome.unset] = ""
+        outcome = _search_twice(bash, script, text, arguments, gpus_per_node, unset)
+    counted = [find_launch(one.words, one.environment, one.job).ranks.size for one in outcome.found]
+    if not counted or (unset and None in counted):
+        # where the number of ranks would come from such a variable, too
+        raise UserError(reason)
+    if unset:
+        assumed.append(f"{script}: {', '.join(unset)} {'is' if len(unset) == 1 else 'are'} not set here and empty.")
+    return replace(outcome, notes=(*assumed, *outcome.notes))
+
+
+def _search_twice(
+    bash: str, script: str, text: str, arguments: list[str], gpus_per_node: int | None, unset: dict[str, str]
+) -> _Outcome:
+    """The launches, searched a second time with every file counting as being there if the first search finds none.
+
+    Args:
+        bash: The program.
+        script: Its name.
+        text: Its text.
+        arguments: Its arguments.
+        gpus_per_node: Where no line of a batch system says it.
+        unset: Variables that count as empty where nothing sets them.
     """
     reason = ""
+    ended_by = ""
     for all_given in (False, True):
         with tempfile.TemporaryDirectory() as folder:
             job = read_job(text, script, Path(folder))
             search = _Search(bash, Path(folder), all_given)
             job = job if job.gpus_per_node else replace(job, gpus_per_node=gpus_per_node)
-            whole = Script(script, text, arguments, _choose_environment(job), [])
-            found, why_not = search.look(whole, job, DEEPEST)
+            environment = {**unset, **_choose_environment(job)}
+            found, why_not = search.look(Script(script, text, arguments, environment, []), job, DEEPEST)
         reason = reason or why_not
-        if found:
-            return found, search, all_given
-        if search.waits:
+        ended_by = ended_by or search.unset
+        if found or search.waits:
             break
-    raise UserError(reason)
+    notes = (f"{script}: files and folders that it looks for are assumed to exist.",) if all_given else ()
+    return _Outcome(found, search, notes, reason, ended_by)
+
+
+def _find_unset(walk: Walk) -> str:
+    """The variable without a value that ended a script with `set -u`; no argument of it."""
+    lines = [line for line in walk.said.splitlines() if line.strip() and not line.startswith("+")]
+    unbound = UNBOUND.search(lines[-1]) if walk.code and lines else None
+    return "" if unbound is None or unbound[1].isdigit() else unbound[1]
 
 
 def _explain_nothing(bash: str, script: Script, walk: Walk) -> str:
@@ -219,8 +289,8 @@ def _explain_nothing(bash: str, script: Script, walk: Walk) -> str:
         return f"{script.name}: {waits}; give the trainer's flags themselves."
     # A line with + in front is what `set -x` shows of a command.
     lines = [line.strip() for line in said.splitlines() if line.strip() and not line.startswith("+")]
-    if code and lines and (unbound := UNBOUND.search(lines[-1])) and not unbound[1].isdigit():
-        name = unbound[1]
+    name = _find_unset(walk)
+    if name:
         return f"{script.name}: {name} is not set here; give it: {name}=VALUE megatron-lite plan {script.name} ..."
     if code and lines:
         return f"{script.name}: {_shorten(lines[-1], script.name)} (message of the script, exit code {code})"

@@ -93,12 +93,25 @@ def _name_program(word: str) -> str:
     return word.rpartition("/")[2]
 
 
+def _count_included(text: str) -> Ranks:
+    """Of deepspeed's `--include host-1:0,1@host-2:0,1`; a host without numbers has as many as the others."""
+    hosts = text.split("@")
+    numbers = [host.partition(":")[2] for host in hosts]
+    return Ranks(max(len(number.split(",")) for number in numbers), len(hosts))
+
+
 def _count_ranks(words: list[str], job: Job) -> Ranks:
     """Of the launcher's words and the job that the script asks for. Plain python is one process."""
     options, programs = read_options(words), set(map(_name_program, words))
     own, placers = set(ALONE) & programs, PLACERS & programs
     of_mpi = bool(placers & OF_MPI)
     nodes = read_number(options, tuple(name for name in NODES if name != "-N" or not of_mpi))
+    if any(options.get(name, "1")[:1] in ("", "-") for name in (*PER_NODE, *NODES, *TASKS)):
+        # a variable without a value: nobody knows how many
+        return Ranks(None)
+    included = options.get("--include", options.get("-i", "")) if "deepspeed" in own else ""
+    if re.search(r":\d", included):
+        return _count_included(included)
     if own:
         given = any(name in options for name in PER_NODE)
         return Ranks(read_number(options, PER_NODE) if given else ALONE[own.pop()], nodes or job.nodes or 1)

@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import importlib.util
 import json
+import shlex
 import shutil
 import subprocess
 import sys
@@ -45,7 +46,9 @@ DRIVER = Path("/proc/driver/nvidia/version")
 def run(argv: list[str]):
     """Print what the launch command behind plan's options would need. UserError for mistakes."""
     options, words = _read_options(argv)
-    found, style, more = planned_run(words, options.gpus, options.launch), get_style(sys.stdout), []
+    found = planned_run(words, options.gpus, options.launch, _list_dropped(options), shlex.split(options.add or ""))
+    style = get_style(sys.stdout)
+    more: list[str] = []
     if options.exact:
         from megatron_lite.analysis.analyze import analyze
         from megatron_lite.report.section import section_lines
@@ -109,7 +112,12 @@ def _parser() -> Parser:
     add = parser.add_argument
     gpu_help = "H200, A100-40, 4090 ...: check whether it fits and how fast it can be; a column for each"
     add("--gpu", nargs="+", metavar="NAME", help=gpu_help)
-    add("--gpus", type=int, metavar="N", help="GPUs of the whole job [those of the script, else 1]")
+    add(
+        "--gpus",
+        type=int,
+        metavar="N",
+        help="GPUs of the whole job [those of the script, else 1; 8 a node are assumed where it does not say]",
+    )
     network = "Gbit/s of the network between nodes that each GPU has [that of NVIDIA's DGX with this GPU]"
     add("--network", type=float, metavar="N", help=network)
     add("--tokens", type=float, metavar="N", help="to train on, such as 300e9 [the flags' own length]")
@@ -118,6 +126,8 @@ def _parser() -> Parser:
     add("--search", action="store_true", help="all layouts on --gpus N GPUs: those that fit, fastest first, with flags")
     add("--margin", type=float, metavar="SHARE", help="of a GPU's memory that stays free [0.08]")
     add("--launch", type=int, default=1, metavar="N", help="which one, of a script that starts several [%(default)s]")
+    add("--drop", metavar="A,B", help="flags of the trainer in it that are left out, such as --drop=fp8-format,spec")
+    add("--add", metavar="FLAGS", help="flags of the trainer that it has not, or with other values: --add='--lr 1e-4'")
     add("--exact", action="store_true", help="walk the real model and step, without data; needs torch, takes seconds")
     add("--snapshot", metavar="FILE", help="with --exact: keep its snapshot, for pytorch.org/memory_viz")
     add("--inference", action="store_true", help="memory of the trained model when it generates")
@@ -128,6 +138,12 @@ def _parser() -> Parser:
     add("--page", metavar="FILE", help="all of it as a page with charts")
     add("--json", metavar="FILE", help="all of it, for programs")
     return parser
+
+
+def _list_dropped(options: argparse.Namespace) -> list[str]:
+    """The names behind --drop."""
+    names = [name.strip() for name in (options.drop or "").split(",")]
+    return [name for name in names if name]
 
 
 def _check(options: argparse.Namespace, rest: list[str]):
@@ -191,7 +207,8 @@ def _report(
     facts = f"GPT {shape.num_layers} x {shape.hidden_size}, sequence {shape.seq_length}, {plan.precision}"
     if not options.inference:
         batch, passes = plan.batch.final, plan.batch.final // plan.samples_per_pass
-        facts += f", {ranks} GPU{'s' if ranks > 1 else ''}, batch {batch} = {plan.args.training.micro_batch_size} x {plan.layout.data} x {passes}"
+        assumed = " assumed" if found.gpus_assumed else ""
+        facts += f", {ranks} GPU{'s' if ranks > 1 else ''}{assumed}, batch {batch} = {plan.args.training.micro_batch_size} x {plan.layout.data} x {passes}"
     # of this machine only if it may be the one that trains
     machine = read_machine() if DRIVER.exists() else None
     return PlanReport(

@@ -2,9 +2,10 @@
 
 import argparse
 import json
+import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from megatron_lite.cli.late_options import take_late_options
 from megatron_lite.cli.launcher import Launch, Ranks, begins_command, find_launch, split_at_trainer
 from megatron_lite.cli.left_out import explain_empty_values
 from megatron_lite.cli.parser import Parser
+from megatron_lite.cli.planned_flags import adapt_flags
 from megatron_lite.config.args import DataArgs
 from megatron_lite.config.check import RULES_WITHOUT_FILES, check
 from megatron_lite.config.command_line import read_command_line
@@ -21,7 +23,7 @@ from megatron_lite.config.world import World
 from megatron_lite.data.tokenizers import build_tokenizer
 from megatron_lite.errors import ConfigError, UserError
 from megatron_lite.estimate.what_if import find_heaviest_stage
-from megatron_lite.shared_files import read_foreign
+from megatron_lite.shared_files import is_pipe, read_foreign
 
 TOKENIZER_SIZES = Path(__file__).with_name("tokenizer_sizes.tsv")
 # Of types that name a model: Llama-2's, and what Megatron takes for Tiktoken's where --vocab-size is left out.
@@ -41,11 +43,12 @@ class PlannedRun:
     flags: tuple[str, ...]  # of the trainer
     environment: Mapping[str, str]  # of the trainer
     notes: tuple[str, ...]  # what was assumed
+    gpus_assumed: bool = False  # their number stands nowhere
 
 
 def is_script(word: str) -> bool:
-    """A launch script rather than a flag?"""
-    return word.endswith(ENDINGS) and not word.startswith("-")
+    """A launch script, or a pipe that gives one, rather than a flag?"""
+    return not word.startswith("-") and (word.endswith(ENDINGS) or is_pipe(word))
 
 
 def split_options(parser: Parser, argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -69,20 +72,31 @@ def split_options(parser: Parser, argv: list[str]) -> tuple[argparse.Namespace, 
     return parser.parse_args([*argv[:at], *late]), rest
 
 
-def planned_run(words: list[str], gpus: int | None, launch_number: int = 1) -> PlannedRun:
-    """words: SCRIPT.sh ARGUMENTS..., a launch command such as torchrun ... pretrain_gpt.py FLAGS, or the trainer's flags.
+def planned_run(
+    words: list[str],
+    gpus: int | None,
+    launch_number: int = 1,
+    dropped: Sequence[str] = (),
+    added: Sequence[str] = (),
+) -> PlannedRun:
+    """What a launch command would run.
 
-    gpus: of the whole job; None for what the words say, else 1. launch_number: of a script that starts several. Raises UserError for a script that cannot be read,
-    ConfigError with the trainer's own lines for flags it would refuse.
+    Args:
+        words: SCRIPT.sh ARGUMENTS..., a launch command such as torchrun ... pretrain_gpt.py FLAGS, or the trainer's flags.
+        gpus: Of the whole job; None for what the words say, else 1.
+        launch_number: Of a script that starts several.
+        dropped: Names of the trainer's flags that are left out.
+        added: Flags of the trainer that stand for those of the same name.
+
+    Raises:
+        UserError: The script cannot be read.
+        ConfigError: The trainer would refuse the flags; with its own lines.
     """
-    if is_script(words[0]):
-        from megatron_lite.cli.launch_script import read_launch_script
-
-        launch = read_launch_script(words[0], words[1:], launch_number, min(gpus, GPUS_PER_NODE) if gpus else None)
-    elif split_at_trainer(words):
-        launch = find_launch(words, os.environ)
-    else:
-        launch = Launch(tuple(words), Ranks(1), os.environ, under_nsys=False)
+    launch, gpus_assumed = _read_launch(words, gpus, launch_number)
+    if is_script(words[0]) and not launch.flags:
+        raise UserError(_explain_no_flags(words[0], launch.text))
+    flags, changes = adapt_flags(launch.flags, dropped, added)
+    launch = replace(launch, flags=tuple(flags), notes=(*launch.notes, *changes))
     size, nodes = gpus or launch.ranks.size, launch.ranks.nodes
     if size is None:
         raise UserError(f"{words[0]}: the number of GPUs is unknown; give --gpus N before it.")
@@ -91,14 +105,67 @@ def planned_run(words: list[str], gpus: int | None, launch_number: int = 1) -> P
         per_node = GPUS_PER_NODE
     world = World(size=size, local_size=per_node, gpus=per_node, under_nsys=launch.under_nsys)  # each with its own GPU
     try:
-        return _plan_launch(launch, world, words[0], gpus)
+        planned = _plan_launch(launch, world, words[0], gpus)
+        return replace(planned, gpus_assumed=gpus_assumed)
     except ConfigError as error:
         lines = explain_empty_values(error.lines, launch.left_out, launch.text, words[0])
         if is_script(words[0]):
             from megatron_lite.cli.changed_flags import explain_change
 
-            lines += explain_change(words, lines, gpus, min(gpus, GPUS_PER_NODE) if gpus else None)
+            lines += explain_change(words, lines, gpus, dropped, added)
         raise ConfigError(lines) from None
+
+
+def _explain_no_flags(script: str, text: str) -> str:
+    """What to do where a script starts the trainer without any flag: it takes them from variables of its caller."""
+    behind = re.findall(r"pretrain_gpt\.py\b(.*)", text)
+    names = list(dict.fromkeys(re.findall(r"\$\{?([A-Za-z_]\w*)", " ".join(behind))))
+    if not names:
+        return (
+            f"{script}: starts pretrain_gpt.py without any flag; give flags: megatron-lite plan --add='FLAGS' {script}"
+        )
+    how = f"{names[0]}='FLAGS' megatron-lite plan {script} ..., or plan the script that starts it"
+    return f"{script}: takes the trainer's flags from {', '.join(names)}, without a value here; give it: {how}."
+
+
+def _read_launch(words: list[str], gpus: int | None, launch_number: int) -> tuple[Launch, bool]:
+    """(the command that starts the trainer, whether its GPUs are those of usual nodes, since a script does not count them)."""
+    if split_at_trainer(words) and not is_script(words[0]):
+        return find_launch(words, os.environ), False
+    if not is_script(words[0]):
+        return Launch(tuple(words), Ranks(1), os.environ, under_nsys=False), False
+    from megatron_lite.cli.launch_script import read_launch_script
+
+    arguments = words[1:]
+    per_node = min(gpus, GPUS_PER_NODE) if gpus else None
+    launch = read_launch_script(words[0], arguments, launch_number, per_node)
+    if gpus or launch.ranks.size is not None:
+        return launch, False
+    launch = read_launch_script(words[0], arguments, launch_number, GPUS_PER_NODE)
+    if launch.ranks.size is None:
+        launch = replace(launch, ranks=_assume_ranks(launch))
+    ranks = launch.ranks
+    nodes = "a node" if ranks.nodes == 1 else f"each of {ranks.nodes} nodes"
+    assumed = (
+        f"the script does not say how many GPUs there are: {ranks.per_node} of {nodes} are assumed; --gpus N for more."
+    )
+    return replace(launch, notes=(*launch.notes, assumed)), True
+
+
+def _assume_ranks(launch: Launch) -> Ranks:
+    """A usual node, or as many as one replica of the model needs; fewer where the batch has not a sample for each."""
+    args = read_command_line(adapt_flags(launch.flags, (), ())[0]).args
+    parallel, training = args.parallel, args.training
+    replica = (
+        parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size * parallel.context_parallel_size
+    )
+    if replica > GPUS_PER_NODE:
+        return Ranks(GPUS_PER_NODE, math.ceil(replica / GPUS_PER_NODE))
+    samples = (training.global_batch_size or 0) // (training.micro_batch_size or 1)
+    replicas = GPUS_PER_NODE // replica
+    while samples and samples % replicas:
+        replicas -= 1
+    return Ranks(replica * replicas, launch.ranks.nodes)
 
 
 def _plan_launch(launch: Launch, world: World, script: str, gpus: int | None) -> PlannedRun:
@@ -131,7 +198,7 @@ def _plan_launch(launch: Launch, world: World, script: str, gpus: int | None) ->
 
 
 def planned_vocabulary(data: DataArgs, padded: int | None) -> tuple[int, list[str]]:
-    """(words before padding, what was assumed). UserError where neither flags nor files nor a well-known name tell."""
+    """(words before padding, what was assumed). UserError for a file that cannot be read, ConfigError where neither flags nor files nor a well-known name tell."""
     kind, known = data.tokenizer_type or TOKENIZER, data.vocab_size or padded
     if kind == "GPT2BPETokenizer":
         if data.vocab_file is None or not Path(data.vocab_file).is_file():
@@ -153,7 +220,7 @@ def planned_vocabulary(data: DataArgs, padded: int | None) -> tuple[int, list[st
         return known, [f"{model} is not here: a vocabulary of {known:,} is assumed."]
     likely = _find_known_size(kind, data.tokenizer_model or "")
     if likely is None:
-        raise UserError(f"{model}: is not here to be counted; add --padded-vocab-size N.")
+        raise ConfigError([f"{model}: is not here to be counted; add --padded-vocab-size N."])
     return likely[1], [f"{model} is not here: {likely[0]} is assumed; --padded-vocab-size N for another."]
 
 

@@ -31,7 +31,7 @@ def read_command_line(argv: list[str]) -> CommandLine:
     """Read `argv`, with the files of --yaml-cfg below it. Never raises: see `.mistakes`."""
     line = CommandLine()
     known = {spelling: flag for flag in list_flags(Args) for spelling in flag.spellings}
-    words = _split(argv, line)
+    words = split_words(argv, line)
     for _, values in (word for word in words if word[0] == YAML_FLAG):
         if len(values) != 1:
             line.mistakes.append(f"{YAML_FLAG} takes one file, got {len(values)}.")
@@ -54,8 +54,8 @@ def read_command_line(argv: list[str]) -> CommandLine:
     return line
 
 
-def _split(argv: list[str], line: CommandLine) -> list[tuple[str, list[str]]]:
-    """['--lr', '1', '--fp16'] -> [('--lr', ['1']), ('--fp16', [])]; `--lr=1` is the same."""
+def split_words(argv: list[str], line: CommandLine) -> list[tuple[str, list[str]]]:
+    """['--lr', '1', '--fp16'] -> [('--lr', ['1']), ('--fp16', [])]; `--lr=1` is the same. Mistakes go into `line`."""
     words: list[tuple[str, list[str]]] = []
     for token in argv:
         if token.startswith("-") and not is_number(token) and not token[1:2].isdigit():  # --window-size -1,0
@@ -83,7 +83,7 @@ def _take(name: str, values: list[str], known: dict[str, Flag], line: CommandLin
         line.values[flag.field], line.spelled[flag.field] = value, name
     elif theirs and theirs.answer == RESPELLED:
         line.notes.append(f"{name} is an old spelling of {theirs.text}.")
-        for new_name, new_values in _split([*theirs.text.split(), *values], line):
+        for new_name, new_values in split_words([*theirs.text.split(), *values], line):
             _take(new_name, new_values, known, line)
     elif theirs:
         text, is_mistake = flags.describe_flag(theirs, values)

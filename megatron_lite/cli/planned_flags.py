@@ -1,0 +1,113 @@
+"""The flags of a launch command as a plan takes them: without names of files, with DeepSpeed's translated, changed as asked."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_lite.config.args import Args
+from megatron_lite.config.command_line import CommandLine, split_words
+from megatron_lite.config.flags import dashed, list_flags
+
+Words = list[tuple[str, list[str]]]  # each flag with its values
+DEEPSPEED_FILE = Path(__file__).with_name("deepspeed_flags.tsv")
+NO_EFFECT = "no effect"
+DEEPSPEED, ZERO_STAGE, ZERO_1, ZERO_3 = (
+    "--deepspeed",
+    "--zero-stage",
+    "--use-distributed-optimizer",
+    "--use-torch-fsdp2",
+)
+ZERO_STAGES = {"0": [], "1": [ZERO_1], "2": [ZERO_1], "3": [ZERO_3]}
+PATHS = ("FILE", "FOLDER", "[WEIGHT] PREFIX ...")  # what help calls the values of flags that name files
+
+
+def adapt_flags(flags: Sequence[str], dropped: Sequence[str], added: Sequence[str]) -> tuple[list[str], list[str]]:
+    """(the flags that are planned, what to note of the change).
+
+    Args:
+        flags: Of the trainer, as the launch command has them.
+        dropped: Names of flags to leave out, with or without dashes in front.
+        added: Flags with their values, which stand for those of the same name.
+    """
+    line = CommandLine()
+    words = split_words(list(flags), line)
+    strays = list(flags[: len(line.mistakes)])
+    others = split_words(list(added), CommandLine())
+    names = {_normalize(name) for name in dropped}
+    left_out = names | {_normalize(name) for name, _ in others}
+    kept = [word for word in words if _normalize(word[0]) not in left_out]
+    notes = _note_changes(words, names, others)
+    kept, translated = _translate_deepspeed(kept)
+    kept, empty = _drop_empty_paths(kept)
+    return [*strays, *_join([*kept, *others])], [*notes, *translated, *empty]
+
+
+def _normalize(name: str) -> str:
+    """zero_stage, --zero_stage -> --zero-stage."""
+    return dashed(name.lstrip("-"))
+
+
+def _join(words: Words) -> list[str]:
+    joined = []
+    for name, values in words:
+        # a value that looks like a flag came behind a sign of equality
+        is_glued = len(values) == 1 and values[0].startswith("-")
+        joined += [f"{name}={values[0]}"] if is_glued else [name, *values]
+    return joined
+
+
+def _note_changes(words: Words, names: set[str], others: Words) -> list[str]:
+    gone = list(dict.fromkeys(name for name, _ in words if _normalize(name) in names))
+    notes = [f"left out by --drop: {', '.join(gone)}."] if gone else []
+    return notes + ([f"given by --add: {' '.join(_join(others))}."] if others else [])
+
+
+def _translate_deepspeed(words: Words) -> tuple[Words, list[str]]:
+    """The words without DeepSpeed's flags, where --deepspeed is among them; its ZeRO stages as flags of this trainer."""
+    if not any(_normalize(name) == DEEPSPEED for name, _ in words):
+        return words, []
+    table = read_deepspeed_flags()
+    kept: Words = []
+    stage = None
+    for name, values in words:
+        same = _normalize(name)
+        for_value = table.get("=".join([same, *values])) if values else None
+        planned = for_value or table.get(same)
+        if same == ZERO_STAGE and values and values[0] in ZERO_STAGES:
+            stage = values[0]
+            kept += [(flag, list[str]()) for flag in ZERO_STAGES[stage]]
+        elif planned is None:
+            kept.append((name, values))
+        elif planned != NO_EFFECT:
+            flag, *more = planned.split()
+            kept.append((flag, more if for_value else more or values))
+    return kept, [_describe_stage(stage)]
+
+
+def _describe_stage(stage: str | None) -> str:
+    if stage is None:
+        return f"DeepSpeed's ZeRO stage is in its file, which is not read: none is planned; add {ZERO_1} for stage 1."
+    if stage == "2":
+        return f"DeepSpeed's ZeRO stage 2 is planned as stage 1, {ZERO_1}: gradients stay whole on each rank."
+    planned = " ".join(ZERO_STAGES[stage]) or "no flag"
+    return f"DeepSpeed's ZeRO stage {stage} is planned as {planned}; its other flags and its file are left out."
+
+
+def read_deepspeed_flags() -> dict[str, str]:
+    """{flag with dashes: what is planned} of deepspeed_flags.tsv."""
+    lines = DEEPSPEED_FILE.read_text(encoding="utf-8").splitlines()
+    return dict(line.split("\t") for line in lines if line.startswith("--"))
+
+
+def _drop_empty_paths(words: Words) -> tuple[Words, list[str]]:
+    """The words without flags that name files and have no value, or several: neither memory nor time depends on them."""
+    many = {spelling: flag.many for flag in list_flags(Args) if flag.value in PATHS for spelling in flag.spellings}
+    unusable = [(name, values) for name, values in words if name in many and not _is_usable(values, many[name])]
+    if not unusable:
+        return words, []
+    names = ", ".join(dict.fromkeys(name for name, _ in unusable))
+    kept = [word for word in words if word not in unusable]
+    return kept, [f"{names}: without a value that could be used, which a plan does not need."]
+
+
+def _is_usable(values: list[str], many: bool) -> bool:
+    return bool(values) and all(value.strip() for value in values) and (many or len(values) == 1)
