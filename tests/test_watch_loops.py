@@ -114,6 +114,21 @@ def test_updates_by_hand_beside_a_loader(tmp_path):
     assert len(steps) == STEPS and all(next(iter(one["phases_ms"])) == "data" for one in steps[1:])
 
 
+def test_weights_whose_memory_is_released_stop_no_loop(tmp_path):
+    """As fully_shard releases gathered weights between forward and backward."""
+    bias = nn.Parameter(torch.zeros(8))
+    optimizer = torch.optim.SGD([bias], lr=0.1)
+    with Profiler(tmp_path, steps=range(20, 21)):
+        for _ in range(4):
+            loss = (torch.randn(4, 8) + bias).sum()
+            held = bias.untyped_storage().nbytes()
+            bias.untyped_storage().resize_(0)
+            loss.backward()
+            bias.untyped_storage().resize_(held)
+            optimizer.step()
+    assert len(read_steps(tmp_path)) == 4
+
+
 def test_gradients_that_are_added_up_are_no_steps(tmp_path, capfd):
     """Without an update no step ends, and that is said."""
     model = nn.Linear(8, 1)

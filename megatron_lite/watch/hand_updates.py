@@ -109,7 +109,11 @@ def _describe_gradient(gradient: torch.Tensor | None) -> tuple:
 
 
 def _get_entry(tensor: torch.Tensor) -> str:
+    """One value as text; "" where reading it costs more than a look, or where its memory is released."""
     if not tensor.is_cpu or tensor.layout is not torch.strided or not tensor.numel() or type(tensor) not in PLAIN:
+        return ""
+    # fully_shard releases gathered weights after each layer: the tensor remains, without memory
+    if tensor.untyped_storage().nbytes() < (tensor.storage_offset() + 1) * tensor.element_size():
         return ""
     # as text: NaN equals itself
     return str(tensor.detach()[(0,) * tensor.dim()].item())
