@@ -42,6 +42,9 @@ One per console line, {"kind": "ranks", "ranks": {...}}, of the typical steps si
     host_memory_bytes: median; peak_memory_bytes: maximum; cpu_ms, involuntary_switches, core_wait_ms: medians
 With --no-step-timeline there are no lines of ranks, and of a step only its whole time.
 
+A trace of torch.profiler has what its rank got of the cores in the recorded steps in its header, "megatron_lite_cores": steps,
+and means per step of ms, cpu_ms, core_wait_ms and involuntary_switches, as above; what the system does not tell is left out.
+
 ranks.json, where a rank died, hung or failed: verdict, the line that says which; ranks: the last word of each.
 """
 
@@ -55,6 +58,7 @@ REPORT_PAGE, REPORT_FILE = "report.html", "report.json"
 STEPS_FILE = "steps.jsonl"
 STEP_KIND, RANKS_KIND = "step", "ranks"
 RANKS_FILE = "ranks.json"
+CORES_IN_TRACE = "megatron_lite_cores"  # key of a trace's header
 STEPS_BY_HAND = (
     "steps_by_hand"  # run.json: no optimizer of torch stepped; a step ends where weights were updated by hand
 )

@@ -9,6 +9,7 @@ was not planted. A clean run is "silent" or "false".
 """
 
 import argparse
+import shutil
 import sqlite3
 import subprocess
 import sys
@@ -711,8 +712,10 @@ def judge(report: Report, codes: tuple[str, ...]) -> str:
 
 
 WATCHED, MARKED, UNMARKED, STACKS = "watch", "trace", "unmarked trace", "trace with stacks"
+OWN = "--profile"
 IN_TRACE = {MARKED: [], UNMARKED: ["--unmarked"], STACKS: ["--stacks"]}
 PROGRAMS = Path(__file__).with_name("planted_programs.py")
+TRAINER = Path(__file__).parent.parent / "pretrain_gpt.py"
 LOADER = ("starved-loader",)
 SAVING = ("save-in-step", "save-and-eval")
 GAPS = ("host-gaps",)
@@ -783,27 +786,43 @@ REAL = (  # program of planted_programs.py, how it is recorded, kind, codes
     ("clean_nanogpt", STACKS, "clean", ()),
     ("clean_ddp", WATCHED, "clean", ()),
     ("clean_ddp", MARKED, "clean", ()),
+    ("own_trainer", OWN, "clean", ()),
+    ("own_trainer_of_two_ranks", OWN, "clean", ()),
     ("clean_lightning", WATCHED, "clean", ()),
     ("clean_hf", WATCHED, "clean", ()),
 )
 
 
+def list_own_trainer_flags(folder: Path) -> list[str]:
+    """A run of this repository's trainer, profiled by its own flags as README shows it."""
+    words = (
+        "--num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 256 --max-position-embeddings 256 --mock-data "
+        "--tokenizer-type NullTokenizer --vocab-size 511 --num-workers 0 --micro-batch-size 4 --global-batch-size 8 --lr 1e-3 "
+        "--train-iters 40 --eval-iters 0 --log-interval 5 --profile --use-pytorch-profiler --profile-ranks -1 "
+        "--profile-step-start 20 --profile-step-end 26"
+    )
+    return [*words.split(), "--run-dir", str(folder), "--tensorboard-dir", str(folder / "tensorboard")]
+
+
 def run_program(program: str, how: str, folder: Path):
-    """Run one of planted_programs.py; what is recorded lies in `folder` afterwards."""
+    """Run one of planted_programs.py, or this repository's trainer; what is recorded lies in `folder` afterwards."""
     # late: it imports torch
     from planted_programs import RANKS
 
     python = Path(sys.executable)
     launch = [str(python), str(PROGRAMS), program]
-    if program in RANKS:
+    if how == OWN:
+        launch = [str(python), str(TRAINER), *list_own_trainer_flags(folder)]
+    if program in RANKS or program == "own_trainer_of_two_ranks":
         launch = [str(python.with_name("torchrun")), "--standalone", "--nproc-per-node", "2", *launch[1:]]
     if how == WATCHED:
         watch = [str(python.with_name("megatron-lite")), "watch", "--no-report", "--run-dir", str(folder), "--"]
         launch = [*watch, *launch]
-    else:
+    elif how != OWN:
         launch += ["--trace", str(folder), *IN_TRACE[how]]
     ended = subprocess.run(launch, check=False, capture_output=True, text=True, timeout=LIMIT_S)
     if ended.returncode:
+        shutil.rmtree(folder, ignore_errors=True)
         raise RuntimeError(f"{program}, {how}: {ended.stderr[-2000:]}")
 
 
@@ -833,9 +852,19 @@ def main():
             if not place.exists():
                 if name in MADE:
                     place.mkdir()
-                cause.make(place)
-            cells = row(name, cause, analyze([place]))
+                try:
+                    cause.make(place)
+                except RuntimeError as error:
+                    counts["failed"] += 1
+                    print(f"{name} | {cause.kind} | failed: {error}", flush=True)
+                    continue
+            report = analyze([place])
+            cells = row(name, cause, report)
             counts[cells[-1]] += 1
+            certain = [finding for finding in report.findings if finding.certain]
+            expected = {*cause.codes, *cause.true_besides}
+            counts["certain findings"] += len(certain)
+            counts["certain findings of something else"] += sum(one.code not in expected for one in certain)
             print(" | ".join(cells), flush=True)
     print(dict(counts))
 

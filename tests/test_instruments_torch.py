@@ -36,6 +36,7 @@ from megatron_lite.model.attention_choice import choose_attention
 from megatron_lite.model.gpt import GPT
 from megatron_lite.parallel.layers import recomputed
 from megatron_lite.phases import NOT_TRAINING, Phase
+from megatron_lite.run_folder import CORES_IN_TRACE
 
 PROFILE = "--profile --use-pytorch-profiler --profile-step-start 3 --profile-step-end 5"
 STEP_PHASES = [phase.value for phase in Phase if phase not in (*NOT_TRAINING, Phase.PIPELINE_WAIT)]
@@ -393,3 +394,14 @@ def test_what_the_user_or_the_machine_says_stays(tmp_path, monkeypatch):
             assert Path(environ["KINETO_CONFIG"]).read_text() == expected
     system.write_bytes(b"\xff")
     assert enlarge_buffers({}) is None
+
+
+def test_the_header_tells_what_the_rank_got_of_the_cores(tmp_path):
+    quietly(
+        flags("--train-iters 7 --global-batch-size 2", PROFILE, "--tensorboard-dir", tmp_path / "tb"), tmp_path / "run"
+    )
+    [path] = trace_files(tmp_path / "tb")
+    told = json.loads(path.read_text())[CORES_IN_TRACE]
+    assert told["steps"] == 2 and told["ms"] > 0 and told["cpu_ms"] > 0 and told["involuntary_switches"] >= 0
+    [one] = analyze([path]).facts.ranks_seen
+    assert one.trace.cores.step_ms == told["ms"] and one.trace.cores.is_known

@@ -118,7 +118,7 @@ def analyze(paths: Sequence[Path | str], say: Callable[..., None] = say_nothing)
     say("comparing ranks, looking for causes")
     if seen:
         ranks = gaps.attempt("ranks", compare_ranks, seen, find_only_dimension(run))
-        ranks = only_lasting(ranks, run) if ranks and run else ranks
+        ranks = only_lasting(ranks, run, [one.trace for one in seen]) if ranks else None
     else:
         ranks = gaps.attempt("ranks", compare_ranks_of_run, run) if run else None
     facts = Facts(ranks_seen=tuple(seen), ranks=ranks, snapshots=snapshots, run=run, gaps=())

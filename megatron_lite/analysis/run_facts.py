@@ -1,21 +1,24 @@
 """All that was found out about one run, for the rules and the renderers."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
+from megatron_lite.analysis.core_use import CoreShortage
 from megatron_lite.analysis.intervals import Numbers
 from megatron_lite.analysis.memory.memory_results import LedgerRow, Snapshot, TraceMemory
 from megatron_lite.analysis.rank_facts import RankFacts
 from megatron_lite.analysis.ranks.exposed import Exposed, measure_exposed
-from megatron_lite.analysis.ranks.rank_results import Ranks
-from megatron_lite.analysis.run.cores import CoreShortage, find_core_shortage
+from megatron_lite.analysis.ranks.rank_results import Imbalance, Ranks, Straggler
+from megatron_lite.analysis.run.cores import find_core_shortage, find_core_use
 from megatron_lite.analysis.run.every_step import EveryStep, measure_every_step
 from megatron_lite.analysis.run.pipeline_times import PipelineTimes, measure_pipeline
 from megatron_lite.analysis.run.run_results import Run
 from megatron_lite.analysis.torch_words import in_torch_words
+from megatron_lite.analysis.trace.columns import Trace
 from megatron_lite.run_folder import STEPS_FILE
 from megatron_lite.thresholds import WITHOUT_CORE
 from megatron_lite.units import GIB, size
@@ -23,6 +26,8 @@ from megatron_lite.units import GIB, size
 USABLE = 0.92  # of the device's memory: the CUDA context, NCCL and the allocator's gaps take the rest
 GROWS_WITH_BATCH = ("activations", "logits and loss")
 TIGHT = 0.60  # of the device's memory: below, a larger micro-batch is the better use of what is left
+MAX_WITHOUT_CORE = 0.2  # of a lag: what waiting for a core may be of it, if the lag is to be certain
+HOW_TO_RECORD_CORES = "megatron-lite watch records it"
 LARGE_BYTES = 4 * GIB  # where the device is not known: less fits on any that trains
 
 
@@ -167,7 +172,7 @@ class Facts:
     @cached_property
     def core_shortage(self) -> CoreShortage | None:
         """A rank that was ready and had no core, as far as its step could show it: a GPU with work in its queue hides the wait."""
-        found = find_core_shortage(self.run) if self.run else None
+        found = find_core_shortage(self.run, traces=self.traces)
         one = self.critical
         if found is None or found.wait_ms is None or one is None or not one.time.on_gpu:
             return found
@@ -176,6 +181,46 @@ class Facts:
         idle_ms = max(one.time.step_ms - one.time.rows.get("compute", 0.0), 0.0)
         shown = replace(found, wait_ms=min(found.wait_ms, idle_ms))
         return shown if (shown.share or 0.0) >= WITHOUT_CORE else None
+
+    @property
+    def traces(self) -> tuple[Trace, ...]:
+        """By rank."""
+        return tuple(one.trace for one in self.ranks_seen)
+
+    def doubt_cores(self, ranks: Sequence[int | None], lag_ms: float | None = None) -> str:
+        """Why other jobs may have made these ranks' hosts slow; '' where it is known that they had their cores.
+
+        Args:
+            ranks: whose times of the host matter.
+            lag_ms: per step, what is said of them; None for what a notable shortage of cores alone would cast doubt on.
+        """
+        uses = {rank: find_core_use(rank, self.run, self.traces) for rank in ranks}
+        unknown = sorted(rank or 0 for rank, use in uses.items() if use is None)
+        if unknown and self.run is None:
+            return f"no run record: whether other jobs took the cores was not recorded; {HOW_TO_RECORD_CORES}"
+        if unknown:
+            whose = "the rank's" if self.has_one_rank else f"rank {unknown[0]}'s"
+            return f"whether other jobs took {whose} cores was not recorded; {HOW_TO_RECORD_CORES}"
+        for rank, use in uses.items():
+            waited_ms = use.wait_ms if use is not None else None
+            if waited_ms is not None and lag_ms is not None and waited_ms > MAX_WITHOUT_CORE * lag_ms:
+                return f"rank {rank or 0} waited for a CPU core for {waited_ms:,.1f} ms per step"
+        return ""
+
+    def doubt_straggler(self, found: Straggler) -> str:
+        """As doubt_cores. What a GPU computes longer is seen on the GPU; all else may be a host that had no core."""
+        is_on_device = self.on_gpu and found.cause == "compute"
+        return "" if is_on_device else self.doubt_cores([found.rank], found.caused_wait_ms)
+
+    def doubt_imbalance(self, found: Imbalance) -> str:
+        """As doubt_straggler, of all ranks that are late in their turns, or of the one that is late at times."""
+        is_on_device = self.on_gpu and found.computes
+        late = [rank for rank, _ in found.ranks] if found.rank is None else [found.rank]
+        return "" if is_on_device else self.doubt_cores(late, found.lost_ms)
+
+    def doubt_exchange(self) -> str:
+        """As doubt_cores, of all ranks that were read and exchange data from the CPU. The kernels of GPUs wait and send by themselves."""
+        return "" if self.on_gpu else self.doubt_cores([one.time.rank for one in self.ranks_seen])
 
     # --- the run's own record; None where it does not say
 

@@ -11,6 +11,7 @@ from megatron_lite.analysis.contradictions import (
     missing_gpu_work,
     missing_graph_work,
 )
+from megatron_lite.analysis.core_use import PROFILED, CoreShortage
 from megatron_lite.analysis.findings.base import Finding
 from megatron_lite.analysis.kernels.kernel_results import Role
 from megatron_lite.analysis.memory.memory_results import Held, Snapshot
@@ -18,14 +19,14 @@ from megatron_lite.analysis.rank_facts import RankFacts
 from megatron_lite.analysis.ranks.calls import POINT_TO_POINT
 from megatron_lite.analysis.ranks.rank_results import OTHER, CollectiveRow, describe_imbalance
 from megatron_lite.analysis.report import Verdict
-from megatron_lite.analysis.run.cores import MOSTLY, PROFILED, CoreShortage, measure_slowdown
+from megatron_lite.analysis.run.cores import MOSTLY, measure_slowdown
 from megatron_lite.analysis.run.learning import measure_learning
 from megatron_lite.analysis.run.run_results import Run
 from megatron_lite.analysis.run_facts import Facts
 from megatron_lite.analysis.time.host_steps import WHOLE_TRACE
 from megatron_lite.analysis.time.time_results import RankTime
 from megatron_lite.analysis.trace.accelerators import is_accelerator
-from megatron_lite.analysis.verdict_word import DECIDES, LOSSES, choose_word, measure_bounds
+from megatron_lite.analysis.verdict_word import DECIDES, LOSSES, VerdictWord, choose_word, measure_bounds
 from megatron_lite.units import count, counted, significant, size
 
 MIN_SHARE_SAID = 0.05  # of a step; what is smaller does not decide anything
@@ -151,13 +152,23 @@ def _judge_time(facts: Facts, rank: RankFacts, findings: Sequence[Finding]) -> V
         _describe_longer_steps(run, slower): slower > DISTORTED,
         "ranks waited for CPU cores": facts.core_shortage is not None,
         _describe_missing(facts): _find_bound(time) == "communication" and _describe_missing(facts) != "",
+        _doubt_lateness(facts, time): True,
         **dict.fromkeys(find_contradictions(facts), True),
         f"{mfu:.0%} of the peak is impossible": mfu > 1,
         "another GPU of the process works while this one idles": time.idle_beside_ms
         > MOSTLY_IDLE_BESIDE * time.step_ms,
     }
-    why = [f"{len(steps)} steady steps", *(doubt for doubt, holds in doubts.items() if holds)]
+    why = [f"{len(steps)} steady steps", *(doubt for doubt, holds in doubts.items() if holds and doubt)]
     return Verdict(said[:1].upper() + said[1:], _find_bound(time), "low" if why[1:] else "high", "; ".join(why))
+
+
+def _doubt_lateness(facts: Facts, time: RankTime) -> str:
+    """Why a verdict on ranks that wait for others may be one on other jobs; '' for any other verdict."""
+    word, ranks = choose_word(facts, _find_bound(time)), facts.ranks
+    if word is VerdictWord.STRAGGLER and ranks is not None:
+        late = facts.doubt_straggler(ranks.straggler) if ranks.straggler else ""
+        return late or (facts.doubt_imbalance(ranks.imbalance) if ranks.imbalance else "")
+    return facts.doubt_exchange() if word is VerdictWord.COMMUNICATION_BOUND else ""
 
 
 def _explain_inconclusive(facts: Facts, rank: RankFacts) -> str:

@@ -4,6 +4,7 @@ import contextlib
 import gc
 import gzip
 import inspect
+import json
 import os
 import re
 import shutil
@@ -23,6 +24,8 @@ from megatron_lite.config.args import ProfileArgs
 from megatron_lite.instruments.base import Instrument, Window
 from megatron_lite.instruments.module_ranges import ModuleRanges
 from megatron_lite.phases import PYTHON_GC
+from megatron_lite.process_state import CoreTime
+from megatron_lite.run_folder import CORES_IN_TRACE
 from megatron_lite.units import MIB
 
 # --- writing a trace: whole or not at all, and checked before it gets its name
@@ -173,6 +176,46 @@ TABLE_LIMIT = {"post_processing_timeout_s": 60} if HAS_LIMIT else {}
 CUDA, CPU = "self_cuda_time_total", "self_cpu_time_total"
 
 
+class RecordedCores:
+    """What the training thread and its process got of the cores in the recorded steps, for the trace's header.
+
+    Every rank records its own: whether a late rank was slow or had no core is then known of each.
+    """
+
+    def __init__(self):
+        self._cores = CoreTime()
+        self._steps = 0
+        self._sums: dict[str, float | None] = {}
+        self._before: tuple[float, tuple] | None = None
+
+    def begin(self):
+        self._before = time.perf_counter(), self._cores.read()
+
+    def end(self):
+        if self._before is None:
+            return
+        (began, before), self._before = self._before, None
+        pairs = zip(("cpu_ms", "involuntary_switches", "core_wait_ms"), before, self._cores.read())
+        grown = {name: None if None in (old, new) else new - old for name, old, new in pairs}
+        grown = {name: 1000 * by if name.endswith("_ms") and by is not None else by for name, by in grown.items()}
+        for name, by in {"ms": 1000 * (time.perf_counter() - began), **grown}.items():
+            old = self._sums.get(name, 0.0)
+            self._sums[name] = None if by is None or old is None else old + by
+        self._steps += 1
+
+    def describe(self) -> dict[str, float]:
+        """Means per step; {} where no step was recorded to its end."""
+        known = {name: value for name, value in self._sums.items() if value is not None}
+        return (
+            {"steps": self._steps, **{name: round(value / self._steps, 3) for name, value in known.items()}}
+            if known
+            else {}
+        )
+
+    def close(self):
+        self._cores.close()
+
+
 class TorchProfiler(Instrument):
     """Records the window's steps with torch.profiler. A run that ends inside the window writes what was recorded."""
 
@@ -187,6 +230,7 @@ class TorchProfiler(Instrument):
         self._room = None
         self._full = False  # the record of the GPU was over before the window was
         self._last = 0
+        self._cores: RecordedCores | None = None  # while recording
         self._collection = None  # the range around a running one of Python's garbage collector
         self._modules = ModuleRanges(tell) if self.options.profile_modules else None
 
@@ -201,6 +245,8 @@ class TorchProfiler(Instrument):
         if self._recording:
             self._last = step
             self._open_span(f"ProfilerStep#{step}")
+            if self._cores is not None:
+                self._cores.begin()
 
     def begin_phase(self, name: str):
         if self._recording:
@@ -211,6 +257,8 @@ class TorchProfiler(Instrument):
             self._spans.pop().__exit__(None, None, None)
 
     def end(self, step: int):
+        if self._cores is not None:
+            self._cores.end()
         self._close_spans()
         if self._recording and self.window.closes(step):
             self._finish()
@@ -287,13 +335,25 @@ class TorchProfiler(Instrument):
             older = torch.empty(1)
             self._profiler.start_trace()
             self._recording = True
+            self._cores = RecordedCores()
             gc.callbacks.append(self._mark_collection)
             del older  # with memory: the first free of something older is warned about, and only the first
         if self._modules:
             self._modules.open()
 
+    def _write_cores(self, profiler: _KinetoProfile):
+        """Into the trace's header, while recording: later nothing is added to it."""
+        if self._cores is None:
+            return
+        told = self._cores.describe()
+        self._cores.close()
+        self._cores = None
+        if told:
+            profiler.add_metadata_json(CORES_IN_TRACE, json.dumps(told))
+
     def _stop(self) -> _KinetoProfile:
         profiler, self._profiler = self._profiler, None
+        self._write_cores(profiler)
         if self._recording:
             self._recording = False
             gc.callbacks.remove(self._mark_collection)

@@ -20,13 +20,13 @@ from megatron_lite.analysis.compare.settings import (
     paired_samples,
 )
 from megatron_lite.analysis.contradictions import find_contradictions
+from megatron_lite.analysis.core_use import ORDINARY, PROFILED, CoreShortage
 from megatron_lite.analysis.intervals import Integers, Numbers
 from megatron_lite.analysis.kernels.kernel_names import short_name
 from megatron_lite.analysis.kernels.kernel_words import get_kernel_role, get_operator_role
 from megatron_lite.analysis.kernels.rank_kernels import own_ms
 from megatron_lite.analysis.kernels.selection import Selection
 from megatron_lite.analysis.rank_facts import RankFacts
-from megatron_lite.analysis.run.cores import ORDINARY, PROFILED, CoreShortage
 from megatron_lite.analysis.run.run_results import Run
 from megatron_lite.analysis.run_facts import Facts
 from megatron_lite.analysis.time.rank_time import rank_time

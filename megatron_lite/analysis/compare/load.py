@@ -4,7 +4,8 @@ from dataclasses import replace
 
 from megatron_lite.analysis.compare.compare_results import Pair
 from megatron_lite.analysis.compare.settings import paired
-from megatron_lite.analysis.run.cores import CoreShortage, find_core_shortage
+from megatron_lite.analysis.core_use import CoreShortage
+from megatron_lite.analysis.run.cores import find_core_shortage
 from megatron_lite.analysis.run_facts import Facts
 from megatron_lite.units import significant
 

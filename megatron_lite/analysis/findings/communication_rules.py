@@ -93,7 +93,9 @@ def find_all_reduce_tail(facts: Facts, one: RankFacts) -> Finding | None:
     flags = ("--ddp-bucket-size", "--grad-reduce-in-bf16")
     advice = f"smaller buckets ({flags[0]}), 16-bit reduction ({flags[1]}), or more micro-batches per step"
     more = [waiting] if alone else []
-    return find_lost_time(one, seen.tail_ms, text, advice, *more, flags=flags, certain=not alone)
+    doubt = facts.doubt_exchange()
+    more += [Evidence(doubt)] if doubt else []
+    return find_lost_time(one, seen.tail_ms, text, advice, *more, flags=flags, certain=not more)
 
 
 NEVER_EARLY = 0.05  # of the communication: that little begins early by rounding, or is no gradient
@@ -122,7 +124,9 @@ def find_no_overlap(facts: Facts, one: RankFacts) -> Finding | None:
         f"{one.of_step(seen.tail_ms)}"
     )
     advice = f"several buckets, reduced while backward goes on: {flag}; in Megatron-LM --overlap-grad-reduce"
-    return find_lost_time(one, seen.tail_ms, text, advice, flags=(flag,))
+    doubt = facts.doubt_exchange()
+    more = [Evidence(doubt)] if doubt else []
+    return find_lost_time(one, seen.tail_ms, text, advice, *more, flags=(flag,), certain=not more)
 
 
 SMALL_BYTES = 2**20  # latency is about that of moving a megabyte, on NVLink as on a network
@@ -227,7 +231,8 @@ def find_straggler(facts: Facts) -> Finding | None:
         moves.
     Flags: --profile-ranks -1 records all ranks; --timing-log-level 1 --timing-log-option all prints every rank's
         phases.
-    False alarm: clocks of several nodes that are not aligned; the report says whether they are.
+    False alarm: clocks of several nodes that are not aligned; the report says whether they are. Other jobs on the rank's cores:
+        without a record of what each rank got of them the finding is likely at most, unless the GPU itself computes longer.
     """
     ranks, run = facts.ranks, facts.run
     found = ranks.straggler if ranks else None
@@ -258,7 +263,9 @@ def find_straggler(facts: Facts) -> Finding | None:
         seen.append(
             Evidence(f"{several} {'come' if len(found.alike) > 1 else 'comes'} nearly as late, and hardly waits")
         )
-    certain = bool(found.cause) and found.share_last is not None
+    doubt = facts.doubt_straggler(found)
+    seen += [Evidence(doubt)] if doubt else []
+    certain = bool(found.cause) and found.share_last is not None and not doubt
     return build_time_finding(found.caused_wait_ms, seen, advice, flags, certain, found.rank)
 
 

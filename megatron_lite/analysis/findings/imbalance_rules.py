@@ -23,7 +23,8 @@ def find_late_in_turns(facts: Facts) -> Finding | None:
     Do: give ranks equal work in each step: batches of equal numbers of tokens (sort or pack by length), the same number of samples
         of each kind; expensive work of all ranks (evaluating, logging) in the same step. Prefetch, where loading is uneven.
     Flags: --profile-ranks -1 records all ranks.
-    False alarm: other jobs on the ranks' cores delay now one rank, now another; see busy-machine, where that was recorded.
+    False alarm: other jobs on the ranks' cores delay now one rank, now another; see busy-machine, where that was recorded. Where it
+        was not, the finding is likely at most.
     """
     found = _find_imbalance(facts)
     if found is None or found.rank is not None:
@@ -34,7 +35,7 @@ def find_late_in_turns(facts: Facts) -> Finding | None:
         Evidence(f"{describe_imbalance(found)}; in {found.late_steps} of {found.steps} steps one is late"),
         Evidence(f"{each}{more} of that waiting: no single rank is slow"),
         Evidence(_describe_cause(found)),
-        *_describe_absent(facts),
+        *_describe_doubts(facts, found),
     ]
     advice = (
         "give ranks equal work in each step: batches of equal numbers of tokens, uneven work on all in the same step"
@@ -56,7 +57,7 @@ def find_late_at_times(facts: Facts) -> Finding | None:
     Do: look at what the rank does in those steps; do it on all ranks in the same step, overlapped with compute (in a thread, or
         asynchronously), or less often.
     Flags: --manual-gc, --log-interval, --save-interval, by what it does.
-    False alarm: other jobs on its cores, or a clock that a hot GPU lowers at times.
+    False alarm: other jobs on its cores (likely at most, where its cores were not recorded), or a clock that a hot GPU lowers at times.
     """
     found = _find_imbalance(facts)
     if found is None or found.rank is None:
@@ -65,7 +66,7 @@ def find_late_at_times(facts: Facts) -> Finding | None:
     seen = [
         Evidence(f"{describe_imbalance(found)}{every}: {in_ms(found.lost_ms)} per step", f"rank {found.rank}"),
         Evidence(_describe_cause(found)),
-        *_describe_absent(facts),
+        *_describe_doubts(facts, found),
     ]
     advice = f"look at what rank {found.rank} does in these steps; do it on all ranks at once, overlapped with compute, or less often"
     certain = bool(found.computes) and not seen[2:]
@@ -119,6 +120,10 @@ def _describe_cause(found: Imbalance) -> str:
     return "the late rank computes no longer in these steps: its host, its data or its copies are late"
 
 
-def _describe_absent(facts: Facts) -> list[Evidence]:
+def _describe_doubts(facts: Facts, found: Imbalance) -> list[Evidence]:
+    """Ranks that were not read, and hosts of late ranks whose cores other jobs may have taken."""
     absent = facts.ranks.describe_missing() if facts.ranks else ""
-    return [Evidence(f"{absent}: they may be late, too")] if absent else []
+    doubts = [f"{absent}: they may be late, too"] if absent else []
+    doubt = facts.doubt_imbalance(found)
+    doubts += [doubt] if doubt else []
+    return [Evidence(text) for text in doubts]

@@ -70,7 +70,8 @@ def find_starved_loader(facts: Facts) -> Finding | None:
         a local disk, fewer small tensors in the collate function.
     Flags: --num-workers N (0 loads in the training process, without overlap). megatron-lite preprocess writes
         .bin/.idx files once, so that loading is only reading.
-    False alarm: the first steps of a run, while workers start; they are left out of the figures.
+    False alarm: the first steps of a run, while workers start; they are left out of the figures. Other jobs that take the
+        loader's cores: likely at most, where what the rank got of them was not recorded.
     """
     wait, workers = measure_loader_wait(facts), facts.loader_workers
     if wait is None or are_too_many(facts):
@@ -88,7 +89,9 @@ def find_starved_loader(facts: Facts) -> Finding | None:
         by = f" ({', '.join(wait.loaders)})" if wait.loaders else ""
         text = f"the host spends {in_ms(wait.loading_ms)} per step in the data loader{by}"
         seen.append(Evidence(f"{text}, whether or not the device is busy meanwhile"))
-    return build_time_finding(wait.ms, seen, advice, (f"--num-workers {wanted or 'N'}",), rank=wait.rank)
+    doubt = facts.doubt_cores([wait.rank])
+    seen += [Evidence(doubt)] if doubt else []
+    return build_time_finding(wait.ms, seen, advice, (f"--num-workers {wanted or 'N'}",), not doubt, wait.rank)
 
 
 @rule("too-many-workers", "more loader workers than cores", "ranks", "run")

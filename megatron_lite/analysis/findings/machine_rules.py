@@ -5,17 +5,11 @@ import re
 
 import numpy as np
 
+from megatron_lite.analysis.core_use import ORDINARY, PROFILED, CoreShortage
 from megatron_lite.analysis.findings.base import Evidence, Finding, build_time_finding, rule
 from megatron_lite.analysis.intervals import Integers
 from megatron_lite.analysis.rank_facts import MIN_SHARE_SHOWN, RankFacts, in_ms
-from megatron_lite.analysis.run.cores import (
-    ORDINARY,
-    PROFILED,
-    CoreShortage,
-    is_set_apart,
-    measure_core_use,
-    measure_slowdown,
-)
+from megatron_lite.analysis.run.cores import is_set_apart, measure_core_use, measure_slowdown
 from megatron_lite.analysis.run.run_results import Run
 from megatron_lite.analysis.run_facts import Facts, whole
 from megatron_lite.analysis.trace.columns import Kind
@@ -253,14 +247,14 @@ def find_too_many_threads(facts: Facts) -> Finding | None:
 MAX_RANKS_SHOWN = 8  # ranks
 
 
-@rule("busy-machine", "ranks that wait for CPU cores", "ranks", "run", needs="run")
-def find_busy_machine(facts: Facts, run: Run) -> Finding | None:
+@rule("busy-machine", "ranks that wait for CPU cores", "ranks", "run")
+def find_busy_machine(facts: Facts) -> Finding | None:
     """Ranks were ready to compute but waited for a CPU core.
 
     Meaning: other programs, or more threads than cores, take the cores that the ranks want. Steps get longer by chance,
         now on one rank, now on another; all times depend on the machine as much as on the run.
     Measured: how long the training thread was ready but had no CPU core, from Linux's scheduler (schedstat), per
-        step in steps.jsonl; elsewhere how often its threads lost their cores without having asked (involuntary context
+        step in steps.jsonl, and of each rank in the header of its trace; elsewhere how often its threads lost their cores without having asked (involuntary context
         switches per second of CPU time).
     Cost: the wait of the rank that waits longest; the others wait for it in the next collective.
     Do: look for other programs (top), fewer threads or loader workers, a cgroup's limit of CPU time; give the run cores
@@ -268,9 +262,10 @@ def find_busy_machine(facts: Facts, run: Run) -> Finding | None:
     Flags: OMP_NUM_THREADS times the ranks, plus --num-workers, at most the number of cores.
     False alarm: none of the wait; on a GPU it overlaps with compute as long as the device has work in its queue.
     """
-    found, ranks, told = facts.core_shortage, run.ranks, []
+    found, run, told = facts.core_shortage, facts.run, []
     if found is None:
         return None
+    ranks = run.ranks if run is not None else None
     kind = "profiled step" if found.kind == PROFILED else "step"
     step = f"a {kind} of {in_ms(found.step_ms)}"
     if found.wait_ms is not None:
@@ -285,14 +280,14 @@ def find_busy_machine(facts: Facts, run: Run) -> Finding | None:
         got = f"rank {found.rank} gets {in_ms(found.cpu_ms)} of CPU time in {step}"
         lost = found.switches
         told.append(got if lost is None else f"{got}, and loses a core {counted(round(lost), 'time')}")
-    told += _describe_other_steps(run, found)
+    told += _describe_other_steps(run, found) if run is not None else []
     advice = "stop other programs on these cores (top shows them), or give the run cores of its own, and measure again"
     flags: tuple[str, ...] = ()
     cpus, threads, local = whole(facts.hardware("cpus")), whole(facts.hardware("threads")), facts.local_ranks
     if cpus and threads and local and local * threads > cpus:
         advice = f"start fewer threads ({THREADS}): {counted(local, 'rank')} x {counted(threads, 'thread')} share {counted(cpus, 'core')}"
         flags = (THREADS,)
-    seen = (Evidence(text, "steps.jsonl") for text in told)
+    seen = (Evidence(text, found.source or "steps.jsonl") for text in told)
     certain = found.wait_ms is not None and not facts.on_gpu
     return build_time_finding(found.wait_ms, seen, advice, flags, certain=certain, rank=found.rank)
 

@@ -92,13 +92,15 @@ def find_unbalanced_stages(facts: Facts, run: Run) -> Finding | None:
     others = [ms / layers[stage] for stage, ms in own_ms.items() if stage != slowest]
     takes = ", ".join(f"stage {stage + 1} {in_ms(ms)} ({layers[stage]})" for stage, ms in sorted(own_ms.items()))
     seen = Evidence(f"forward and backward of a step (layers): {takes} (medians in steps.jsonl)")
+    doubt = "" if facts.on_gpu else facts.doubt_cores(range(len(run.ranks.step_ms)))
+    doubts = [Evidence(doubt)] if doubt else []
     better, faster_ms = _move_layers(own_ms, layers) if count_chunks(run) == 1 else (layers, own_ms[slowest])
     cost_ms, rank = own_ms[slowest] - faster_ms, run.stages.index(slowest)
     if better != layers and cost_ms >= MATTERS * step_ms and not is_by_chance(cost_ms, run.ranks.without_core):
         flags = [f"--decoder-{end}-pipeline-num-layers {number}" for end, number in _name_ends(better)]
         moved = Evidence(f"with {', '.join(map(str, better))} layers the slowest would take {in_ms(faster_ms)}")
         advice = f"move layers from stage {slowest + 1}: {' '.join(flags) or 'as many in each stage'}"
-        return build_time_finding(cost_ms, [seen, moved], advice, tuple(flags), rank=rank)
+        return build_time_finding(cost_ms, [seen, moved, *doubts], advice, tuple(flags), not doubts, rank)
     usual = median_low(others) * layers[slowest]
     cost_ms = own_ms[slowest] - usual
     is_end = slowest in (0, len(layers) - 1)
@@ -109,7 +111,7 @@ def find_unbalanced_stages(facts: Facts, run: Run) -> Finding | None:
     longer = f"takes {in_ms(cost_ms)} longer than they would"
     why = Evidence(f"stage {slowest + 1} has no more layers than others, and {longer}")
     advice = f"look at the GPUs of stage {slowest + 1} (rank {rank} on): clocks, another process; or swap the node"
-    return build_time_finding(cost_ms, [seen, why], advice, (), rank=rank)
+    return build_time_finding(cost_ms, [seen, why, *doubts], advice, (), not doubts, rank)
 
 
 def _measure_own(run: Run) -> dict[int, float]:

@@ -1,6 +1,7 @@
 """Ranks beside each other without a trace: from the medians that every rank's own clock gave for steps.jsonl."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from statistics import median_low
 
@@ -10,6 +11,7 @@ from megatron_lite.analysis.ranks.imbalance import find_imbalance
 from megatron_lite.analysis.ranks.rank_results import Imbalance, RankRow, Ranks, Straggler
 from megatron_lite.analysis.run.cores import find_core_shortage
 from megatron_lite.analysis.run.run_results import RankMedians, Run
+from megatron_lite.analysis.trace.columns import Trace
 from megatron_lite.phases import Phase
 from megatron_lite.thresholds import MIN_STEPS, SHARE_OF_STEP, is_by_chance, is_mostly, slowest_rank
 from megatron_lite.units import significant
@@ -100,19 +102,26 @@ def find_imbalance_by_lines(run: Run) -> Imbalance | None:
     return find_imbalance(range(own_ms.shape[1]), net_ms, None, float(np.median(lines.step_ms)), on_gpu=False)
 
 
-def only_lasting(ranks: Ranks, run: Run) -> Ranks:
-    """Traces' ranks without a straggler that the run's typical steps do not know: a profile is a moment, and disturbs."""
+def only_lasting(ranks: Ranks, run: Run | None, traces: Sequence[Trace] = ()) -> Ranks:
+    """Traces' ranks without a straggler that the run's typical steps do not know: a profile is a moment, and disturbs.
+
+    Args:
+        ranks: by their traces.
+        run: the run's record; None without one.
+        traces: whose headers may tell that a rank had no core.
+    """
     late = ranks.straggler
-    shortage = find_core_shortage(run)
+    shortage = find_core_shortage(run, traces=traces)
+    has_stages = run is not None and len(set(run.stages)) > 1
     without_core = None if shortage is None else (shortage.rank, shortage.wait_ms)
     moving = ranks.imbalance
-    if moving is not None and (len(set(run.stages)) > 1 or is_by_chance(moving.lost_ms, without_core)):
+    if moving is not None and (has_stages or is_by_chance(moving.lost_ms, without_core)):
         ranks = replace(ranks, imbalance=None, notes=(*ranks.notes, BUSY if without_core else OTHER_STAGES))
-    if late is not None and len(set(run.stages)) > 1:
+    if late is not None and has_stages:
         return replace(ranks, straggler=None, notes=(*ranks.notes, OTHER_STAGES))
     if late is not None and is_by_chance(late.caused_wait_ms, without_core):
         return replace(ranks, straggler=None, notes=(*ranks.notes, BUSY))
-    if late is None or run.ranks is None or slower_in_ordinary_steps(run.ranks, late.rank) is not False:
+    if late is None or run is None or run.ranks is None or slower_in_ordinary_steps(run.ranks, late.rank) is not False:
         return ranks
     note = (
         f"in the profiled steps the others wait {significant(late.caused_wait_ms)} ms per step for rank {late.rank}; in the "

@@ -1,64 +1,22 @@
 """What the training thread got of the machine's cores: inside the profiled window, before it and in typical steps."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from megatron_lite.analysis.core_use import ORDINARY, PROFILED, CoreShortage, CoreUse
 from megatron_lite.analysis.intervals import Flags, Integers, Numbers
 from megatron_lite.analysis.run.run_results import Run
-from megatron_lite.thresholds import MIN_BEFORE, SWITCHES_PER_CPU_SECOND, WITHOUT_CORE
+from megatron_lite.analysis.trace.columns import Trace
+from megatron_lite.thresholds import MIN_BEFORE
 
 MAX_COMPARED = 50  # steps before a window, as many as the step times that they stand beside
 MIN_PER_BLOCK = 8  # steps: other programs get a core for several ms, which may be every few steps
 MAX_BLOCKS = 8
 MOSTLY = 0.5  # of what the window's steps take longer
 NEARLY_EVERY = 0.9  # of the steps around the window
-ORDINARY = "ordinary"
-PROFILED = "profiled"
-
-
-@dataclass(frozen=True)
-class CoreUse:
-    """Means per step over some steps of the rank that writes; None for what the system did not tell."""
-
-    steps: int
-    step_ms: float
-    cpu_ms: float | None  # of all threads of the process
-    wait_ms: float | None  # the training thread was ready and had no core
-    switches: float | None  # involuntary, of all threads
-
-    @property
-    def wait_share(self) -> float | None:
-        """Part of a step in which the training thread was ready and had no core."""
-        return None if self.wait_ms is None else self.wait_ms / self.step_ms
-
-    @property
-    def is_short(self) -> bool:
-        """The training thread, or where only switches are counted any thread, lacks a core for a notable part of the time."""
-        if self.wait_share is not None:
-            return self.wait_share >= WITHOUT_CORE
-        if self.switches is None or not self.cpu_ms:
-            return False
-        return 1000 * self.switches / self.cpu_ms >= SWITCHES_PER_CPU_SECOND
-
-
-@dataclass(frozen=True)
-class CoreShortage:
-    """A rank that was ready to compute and had no core."""
-
-    rank: int
-    kind: str  # of the steps: "ordinary" or "profiled"
-    step_ms: float
-    wait_ms: float | None  # per step; None where the system counts involuntary switches only
-    cpu_ms: float | None
-    switches: float | None
-
-    @property
-    def share(self) -> float | None:
-        """Part of a step without a core; None for unknown."""
-        return None if self.wait_ms is None else self.wait_ms / self.step_ms
 
 
 def measure_core_use(run: Run, chosen: Flags) -> CoreUse | None:
@@ -84,12 +42,16 @@ def measure_window_cores(run: Run) -> CoreUse | None:
     return measure_core_use(run, run.profiled)
 
 
-def find_core_shortage(run: Run, kind: str = "") -> CoreShortage | None:
+def find_core_shortage(run: Run | None, kind: str = "", traces: Sequence[Trace] = ()) -> CoreShortage | None:
     """The rank and the kind of steps that lack a core for the largest part of a step; None where all have their cores.
 
-    kind: "ordinary" or "profiled", to look at those steps only.
+    Args:
+        run: the run's record; None without one.
+        kind: "ordinary" or "profiled", to look at those steps only.
+        traces: of its ranks, whose headers may tell of the recorded steps.
     """
-    found = [one for one in _list_shortages(run) if kind in ("", one.kind)]
+    of_run = _list_shortages(run) if run is not None else ()
+    found = [one for one in (*of_run, *_list_shortages_in(traces)) if kind in ("", one.kind)]
     return max(found, key=lambda one: one.share or 0.0, default=None)
 
 
@@ -107,6 +69,43 @@ def _list_shortages(run: Run) -> Iterator[CoreShortage]:
         use = measure_core_use(run, chosen)
         if use is not None and use.is_short:
             yield CoreShortage(run.writing_rank or 0, kind, use.step_ms, use.wait_ms, use.cpu_ms, use.switches)
+
+
+def _list_shortages_in(traces: Sequence[Trace]) -> Iterator[CoreShortage]:
+    for trace in traces:
+        use = trace.cores
+        if use is not None and use.is_short:
+            rank = trace.rank or 0
+            yield CoreShortage(rank, PROFILED, use.step_ms, use.wait_ms, use.cpu_ms, use.switches, trace.source)
+
+
+def find_core_use(rank: int | None, run: Run | None, traces: Sequence[Trace]) -> CoreUse | None:
+    """What a rank got of the cores: in the recorded steps by its trace, else by the run's record. None where nothing tells.
+
+    rank: None for a trace that names no rank, which is taken for the one that writes the run's record.
+    """
+    told = [trace.cores for trace in traces if trace.rank == rank and trace.cores is not None and trace.cores.is_known]
+    if told:
+        return told[-1]
+    if run is None:
+        return None
+    ranks = run.ranks
+    if ranks is not None and rank is not None and rank < len(ranks.step_ms):
+        of_rank = {
+            name: known[rank] if rank < len(known) and not math.isnan(known[rank]) else None
+            for name, known in (
+                ("cpu_ms", ranks.cpu_ms),
+                ("wait_ms", ranks.core_wait_ms),
+                ("switches", ranks.involuntary_switches),
+            )
+        }
+        use = CoreUse(1, ranks.step_ms[rank], **of_rank)
+        if use.is_known:
+            return use
+    is_writer = rank is None or rank == (run.writing_rank or 0)
+    chosen = run.profiled if run.profiled.any() else run.ordinary
+    own = measure_core_use(run, chosen) if is_writer else None
+    return own if own is not None and own.is_known else None
 
 
 # --- what of the window's longer steps may be the profiler's

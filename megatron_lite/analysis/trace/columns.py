@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_lite.analysis.core_use import CoreUse
 from megatron_lite.analysis.intervals import Cover, Flags, Integers, Nesting, union
 from megatron_lite.errors import UserError
 
@@ -148,6 +149,7 @@ class Trace:
     groups: tuple[ProcessGroup, ...] = ()  # all that the process is in; () if the file does not say
     # header values worth showing: distributed backend, NCCL version, ...
     facts: dict[str, Any] = field(default_factory=dict)
+    cores: CoreUse | None = None  # what the process got of the cores in the recorded steps; None: the file does not say
 
     def name_of(self, event: int) -> str:
         return self.names[int(self.events.name[event])]

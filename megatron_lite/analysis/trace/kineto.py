@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from megatron_lite.analysis.core_use import read_core_use
 from megatron_lite.analysis.intervals import Integers
 from megatron_lite.analysis.trace.columns import (
     DEVICE_KINDS,
@@ -42,6 +43,7 @@ from megatron_lite.analysis.trace.kineto_kinds import (
     find_kinds_and_devices,
     kinds_of_categories,
 )
+from megatron_lite.run_folder import CORES_IN_TRACE
 from megatron_lite.units import significant
 
 # an operator's output_mask among its "Concrete Inputs": "[False, True, False]"
@@ -283,6 +285,7 @@ def read_header(header: dict[str, Any], path: Path, first_ns: int) -> dict[str, 
         "facts": {name: value[:_MAX_TEXT] if isinstance(value, str) else value for name, value in facts.items()},
         "base_ns": (base_ns or 0) + first_ns if has_clock else None,
         "groups": _read_groups(ranks),
+        "cores": read_core_use(header.get(CORES_IN_TRACE)),
     }
 
 

@@ -1,0 +1,75 @@
+"""What a rank got of the machine's cores, by whoever recorded it: a line of steps.jsonl, or the header of a trace."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_lite.thresholds import SWITCHES_PER_CPU_SECOND, WITHOUT_CORE
+
+ORDINARY = "ordinary"
+PROFILED = "profiled"
+
+
+@dataclass(frozen=True)
+class CoreUse:
+    """Means per step over some steps of one rank; None for what the system did not tell."""
+
+    steps: int
+    step_ms: float
+    cpu_ms: float | None  # of all threads of the process
+    wait_ms: float | None  # the training thread was ready and had no core
+    switches: float | None  # involuntary, of all threads
+
+    @property
+    def wait_share(self) -> float | None:
+        """Part of a step in which the training thread was ready and had no core."""
+        return None if self.wait_ms is None else self.wait_ms / self.step_ms
+
+    @property
+    def is_known(self) -> bool:
+        """Does it tell whether the rank had its cores?"""
+        return self.wait_ms is not None or (self.switches is not None and bool(self.cpu_ms))
+
+    @property
+    def is_short(self) -> bool:
+        """The training thread, or where only switches are counted any thread, lacks a core for a notable part of the time."""
+        if self.wait_share is not None:
+            return self.wait_share >= WITHOUT_CORE
+        if self.switches is None or not self.cpu_ms:
+            return False
+        return 1000 * self.switches / self.cpu_ms >= SWITCHES_PER_CPU_SECOND
+
+
+@dataclass(frozen=True)
+class CoreShortage:
+    """A rank that was ready to compute and had no core."""
+
+    rank: int
+    kind: str  # of the steps: "ordinary" or "profiled"
+    step_ms: float
+    wait_ms: float | None  # per step; None where the system counts involuntary switches only
+    cpu_ms: float | None
+    switches: float | None
+    source: str = ""  # the trace whose header tells it; "" for steps.jsonl
+
+    @property
+    def share(self) -> float | None:
+        """Part of a step without a core; None for unknown."""
+        return None if self.wait_ms is None else self.wait_ms / self.step_ms
+
+
+def read_core_use(written: Any) -> CoreUse | None:
+    """What the header of a trace says of its recorded steps; None for nothing, or for what makes no sense."""
+    values = written if isinstance(written, dict) else {}
+    steps, step_ms = (_read_number(values.get(name)) for name in ("steps", "ms"))
+    if not steps or not step_ms:
+        return None
+    cpu_ms, wait_ms, switches = (
+        _read_number(values.get(name)) for name in ("cpu_ms", "core_wait_ms", "involuntary_switches")
+    )
+    return CoreUse(int(steps), step_ms, cpu_ms, wait_ms, switches)
+
+
+def _read_number(value: Any) -> float | None:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return float(value) if is_number and 0 <= value < math.inf else None
