@@ -122,7 +122,7 @@ def _parts(plan: Plan, instruments: Instruments, timeline: Timeline):
     times, seconds = timeline.take(wait=True), []
     for _ in range(20):
         started = time.perf_counter()
-        gather(times[:100], 0, find_device(plan.device, plan.world), 1).record()
+        gather(times[:100], 0, find_device(plan.device, plan.world), 1).build_record()
         seconds.append(time.perf_counter() - started)
     print(f"a console line's figures of 100 steps: {1e6 * statistics.median(seconds):.0f} us, once per --log-interval")
 

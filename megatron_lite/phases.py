@@ -1,7 +1,6 @@
-"""The parts of a training step: the trainer emits these names, the analysis looks for them. And what is known of a step's time."""
+"""The parts of a training step: the trainer emits these names, the analysis looks for them."""
 
 import enum
-from dataclasses import dataclass, field
 
 PYTHON_GC = "Python GC"  # a collection of the garbage collector inside any phase, as torch names it too
 
@@ -27,69 +26,3 @@ class Phase(str, enum.Enum):
 
 
 NOT_TRAINING = (Phase.EVAL.value, Phase.SAVE.value)
-
-
-@dataclass
-class StepTime:
-    """What one step took, as the timeline measures it. Phases that happen several times in a step (micro-batches) are added up."""
-
-    step: int
-    seconds: float = 0.0
-    phases: dict[str, float] = field(default_factory=dict)
-    profiled: bool = False
-    beside_profile: bool = False  # not recorded, but slowed down by what gets ready or writes
-    compiling: bool = False  # something was compiled in it
-    compile_seconds: float = 0.0  # of it; launching what was compiled for the first time may take longer besides
-    gpu_seconds: float | None = None  # None without a GPU, and where the step's end was not seen on it
-    gpu_phases: dict[str, float] = field(default_factory=dict)
-    reduce_wait: float | None = None  # part of backward: own gradients computed, waiting for their reduction over ranks
-    gpu_reduce_wait: float | None = None
-    host_bytes: int | None = None  # of memory, at the step's end
-    peak_bytes: int | None = None  # of the GPU's memory, within the step
-    cpu_seconds: float | None = None  # of all threads of the process
-    involuntary_switches: int | None = None  # of all threads: something else got the core
-    core_wait_seconds: float | None = None  # the training thread was ready to run and had no core; Linux
-
-    @property
-    def own_backward(self) -> float | None:
-        """Seconds of backward without waiting for other ranks, on the GPU where there is one; None if not known."""
-        if self.gpu_reduce_wait is not None:
-            return self.gpu_phases[Phase.BACKWARD.value] - self.gpu_reduce_wait
-        return None if self.reduce_wait is None else self.phases[Phase.BACKWARD.value] - self.reduce_wait
-
-    @property
-    def disturbed(self) -> bool:
-        """Not to be averaged."""
-        return self.profiled or self.beside_profile or self.compiling
-
-    @property
-    def training_seconds(self) -> float:
-        """Without evaluation and saving, as Megatron's elapsed time per iteration counts."""
-        return self.seconds - sum(self.phases.get(name, 0.0) for name in NOT_TRAINING)
-
-    def describe(self) -> dict:
-        """As a line of steps.jsonl tells it; what is not known is left out."""
-        on_gpu = self.gpu_seconds is not None
-        fields = {
-            "step": self.step,
-            "ms": _to_ms(self.seconds),
-            "phases_ms": {name: _to_ms(seconds) for name, seconds in self.phases.items()},
-            "gpu_ms": _to_ms(self.gpu_seconds),
-            "gpu_phases_ms": {name: _to_ms(seconds) for name, seconds in self.gpu_phases.items()} if on_gpu else None,
-            "reduce_wait_ms": _to_ms(self.reduce_wait),
-            "gpu_reduce_wait_ms": _to_ms(self.gpu_reduce_wait),
-            "cpu_ms": _to_ms(self.cpu_seconds),
-            "core_wait_ms": _to_ms(self.core_wait_seconds),
-            "involuntary_switches": self.involuntary_switches,
-            "host_memory_bytes": self.host_bytes,
-            "peak_memory_bytes": self.peak_bytes,
-            "compile_ms": _to_ms(self.compile_seconds) if self.compiling else None,
-            "profiled": self.profiled or None,
-            "beside_profile": self.beside_profile or None,
-            "compiling": self.compiling or None,
-        }
-        return {name: value for name, value in fields.items() if value is not None}
-
-
-def _to_ms(seconds: float | None) -> float | None:
-    return None if seconds is None else round(1000 * seconds, 3)

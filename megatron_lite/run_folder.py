@@ -1,5 +1,7 @@
 """Names and formats of all that a run writes: written by the trainer, read by the analysis. No torch here.
 
+steps.jsonl: formats/step_records.py
+
 run.json: the plan with all flags, versions, hardware, telling variables, artefacts, how the run ended (status), the process
 that writes it (process: host, pids, pid, started_ticks; process_state.py knows whether it still exists), and what was predicted
 of one rank before its first step:
@@ -12,38 +14,8 @@ of one rank before its first step:
 (fields of estimate/prediction.py)
     model: null, or of a run with --model its function, file and the file's sha256; then plan.shape, parameters and prediction are unknown
 
-steps.jsonl has two kinds of lines, told apart by their field "kind". Times are milliseconds, memory is bytes, losses are nats. In pandas:
-    pandas.read_json("steps.jsonl", lines=True).query("kind == 'step'")
-
-One per step of the rank that writes, the last one, "kind": "step":
-    iteration, step (of this run, from 1), consumed_samples, batch_size, next_lr, loss_scale, skipped,
-    loss: null for one that is NaN or Inf; grad_norm: null for a skipped step. Of these fields the steps of a watched script have
-        iteration, step and loss: the sum of the scalars that backward was called on in the step, where that is one loss
-    ms: the whole step on the host, evaluating and saving included
-    phases_ms: {phase: host time}; on a GPU that is handing work over. "data" is waiting for the data loader.
-    gpu_ms, gpu_phases_ms: the same as the GPU passed through its stream, idle moments in between included; on a GPU only.
-        Gradients are reduced beside backward: what of it backward does not hide is part of backward's time, and
-        "grad_sync" is what is left after it.
-    reduce_wait_ms, gpu_reduce_wait_ms: that part of backward in which this rank had its own gradients and waited for their
-        reduction, and so for slower ranks; with several ranks only
-    host_memory_bytes: this process's own at the step's end (Linux); peak_memory_bytes: most that tensors took on the
-        GPU within the step
-    cpu_ms: CPU time of all threads of this process within the step; involuntary_switches: how often something else took
-        one of them off its core; core_wait_ms: for how long the thread that trains was ready and had no core (Linux)
-    compile_ms: the part of ms in which torch.compile compiled, or read from its cache; in compiling steps only
-    local, profiled, beside_profile, compiling: true where the loss is this rank's only (of a run that failed or was killed, and
-        of a watched script), or the time is no ordinary one; else absent
-    Steps since the last console line are written every few seconds, and once more, with all that is known, in their place when
-        the next line or an error comes.
-One per console line, {"kind": "ranks", "ranks": {...}}, of the typical steps since the one before; every list has a number per rank:
-    iterations: [first, last]; steps: how many were ordinary
-    step_ms (without evaluating and saving), gpu_ms, phases_ms, gpu_phases_ms: medians over the steps (that had the phase)
-    own_backward_ms: median of backward without that waiting, of the GPU where there is one; with several ranks only
-    host_memory_bytes: median; peak_memory_bytes: maximum; cpu_ms, involuntary_switches, core_wait_ms: medians
-With --no-step-timeline there are no lines of ranks, and of a step only its whole time.
-
 A trace of torch.profiler has what its rank got of the cores in the recorded steps in its header, "megatron_lite_cores": steps,
-and means per step of ms, cpu_ms, core_wait_ms and involuntary_switches, as above; what the system does not tell is left out.
+and means per step of ms, cpu_ms, core_wait_ms and involuntary_switches, as in steps.jsonl; what the system does not tell is left out.
 
 ranks.json, where a rank died, hung or failed: verdict, the line that says which; ranks: the last word of each.
 """
@@ -55,8 +27,6 @@ from pathlib import Path
 
 RUN_FILE = "run.json"
 REPORT_PAGE, REPORT_FILE = "report.html", "report.json"
-STEPS_FILE = "steps.jsonl"
-STEP_KIND, RANKS_KIND = "step", "ranks"
 RANKS_FILE = "ranks.json"
 CORES_IN_TRACE = "megatron_lite_cores"  # key of a trace's header
 STEPS_BY_HAND = (

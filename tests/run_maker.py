@@ -1,4 +1,4 @@
-"""Makes run folders (run.json, steps.jsonl) with known answers, as megatron_lite/run_folder.py has them."""
+"""Makes run folders (run.json, steps.jsonl) with known answers, as megatron_lite/formats has them."""
 
 import json
 
@@ -15,14 +15,21 @@ RECORD |= {
 
 
 def step(number, ms=10.0, iteration=None, **more):
-    made = {"iteration": iteration or number, "step": number, "batch_size": 4, "ms": ms, "phases_ms": {"forward": 5.0}}
+    made = {
+        "kind": "step",
+        "iteration": iteration or number,
+        "step": number,
+        "batch_size": 4,
+        "ms": ms,
+        "phases_ms": {"forward": 5.0},
+    }
     made |= {"loss": 2.0, "grad_norm": 1.0, "loss_scale": 1.0, "skipped": False, "host_memory_bytes": 100 * MIB}
     return made | more
 
 
 def ranks(first, last, step_ms, **more):
     steps = [last - first + 1] * len(step_ms)
-    return {"ranks": {"iterations": [first, last], "steps": steps, "step_ms": step_ms, **more}}
+    return {"kind": "ranks", "ranks": {"iterations": [first, last], "steps": steps, "step_ms": step_ms, **more}}
 
 
 def folder(path, lines, record=RECORD):

@@ -1,7 +1,6 @@
 """The step timeline: GPU times without waiting, memory, ranks side by side, what of it is worth a line, and its cost."""
 
 import contextlib
-import json
 import mmap
 import os
 import re
@@ -20,9 +19,9 @@ from training_maker import ordinary_steps, run
 
 from megatron_lite.analysis.run.read import read_run
 from megatron_lite.instruments.base import Instrument, Instruments
+from megatron_lite.instruments.step_time import StepTime
 from megatron_lite.instruments.timeline import GpuTimes, MemoryNow, Timeline
 from megatron_lite.model.gpt import TransformerLayer
-from megatron_lite.phases import StepTime
 from megatron_lite.process_state import CoreTime
 from megatron_lite.train.rank_stats import (
     GROWING_INTERVALS,
@@ -135,8 +134,8 @@ def test_own_backward_is_of_the_gpu_or_of_the_host_and_never_mixed():
     arrived = StepTime(1, gpu_phases={"backward": 0.016}, gpu_reduce_wait=0.002, **host)
     late = StepTime(2, **host)
     for times, own_ms in (([arrived, late], 14.0), ([late], 400.0), ([StepTime(3)], None)):
-        record = gather(times, 0, torch.device("cpu"), ranks=1).record()
-        assert record.get("own_backward_ms") == (own_ms and [own_ms])
+        record = gather(times, 0, torch.device("cpu"), ranks=1).build_record()
+        assert record.own_backward_ms == ([] if own_ms is None else [own_ms])
 
 
 def test_events_are_used_again(timeline, gpu):
@@ -223,8 +222,8 @@ OWN_BACKWARD = {"host_ms": {"backward": [60.0] * 4}, "own_backward_ms": [40.0, 4
         (forward(10.0, 10.0, 10.0, 90.0, gpu_ms=GPU_MS), "   rank 1 is 67% slower"),  # the GPU's own time counts
         (figures(**OWN_BACKWARD), IN_BACKWARD),  # all ranks' backward takes the same time, since the others wait in it
         (figures(host_ms={"data": [0.1, 0.1, 12.0, 0.1]}), STARVED),
-        (forward(30.0, 31.0, 29.0, 60.0, cores=BUSY), NO_CORE),  # on a busy machine no rank is called slow
-        (forward(30.0, 31.0, 29.0, 60.0, cores=BUSY | {"core_wait_ms": [1.0] * 4}), "   rank 3 is 100% slower"),
+        (forward(30.0, 31.0, 29.0, 60.0, **BUSY), NO_CORE),  # on a busy machine no rank is called slow
+        (forward(30.0, 31.0, 29.0, 60.0, **BUSY | {"core_wait_ms": [1.0] * 4}), "   rank 3 is 100% slower"),
         (figures(), None),
         (forward(30.0, 30.0, 30.0, 32.9), None),  # below 10%
         (forward(1.0, 1.0, 1.0, 2.9), None),  # below 2% of the step
@@ -412,12 +411,13 @@ def test_a_step_has_the_cpu_time_of_its_process():
     [step] = timeline.take()
     assert 0.05 <= step.cpu_seconds < 0.5 and step.involuntary_switches >= 0
     assert step.core_wait_seconds is None or 0 <= step.core_wait_seconds <= step.seconds
-    record = gather([step], 0, torch.device("cpu"), ranks=1).record()
-    assert record["cpu_ms"][0] == pytest.approx(1000 * step.cpu_seconds, abs=0.001)
-    assert record["involuntary_switches"] == [step.involuntary_switches]
+    record = gather([step], 0, torch.device("cpu"), ranks=1).build_record()
+    assert record.cpu_ms[0] == pytest.approx(1000 * step.cpu_seconds, abs=0.001)
+    assert record.involuntary_switches == [step.involuntary_switches]
     times = [StepTime(1, compiling=True), StepTime(2, profiled=True), StepTime(3)]
     assert ordinary(times) == times[2:] and ordinary(times[:2]) == times[:2]
-    assert json.dumps({"ranks": figures().record()}).count("NaN") == 0
+    record = figures(steps=[10.0, NAN], gpu_step_ms=[NAN, NAN]).build_record()
+    assert record.steps == [10, None] and record.gpu_ms == []
 
 
 def test_a_thread_that_shares_its_core_says_how_long_it_waited():

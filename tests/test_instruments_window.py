@@ -23,9 +23,9 @@ from megatron_lite.instruments.base import Instrument, Instruments, Window
 from megatron_lite.instruments.build_instruments import Disturbance, build_instruments
 from megatron_lite.instruments.nsys_range import NsysRange
 from megatron_lite.instruments.on_demand import OnDemand
+from megatron_lite.instruments.step_time import StepTime
 from megatron_lite.instruments.timeline import Timeline
 from megatron_lite.instruments.torch_profiler import TorchProfiler
-from megatron_lite.phases import StepTime
 from megatron_lite.run_folder import write_atomically
 from megatron_lite.train.log import StepsFile
 

@@ -16,7 +16,7 @@ from waiting import LIMIT_S
 REPO = Path(__file__).parent.parent
 PACKAGE = REPO / "megatron_lite"
 LEVELS = [  # bottom up: what stands together does not know each other
-    {"terminal"},
+    {"terminal", "formats"},
     {
         "errors",
         "marks",
@@ -191,6 +191,12 @@ def test_lines_do_not_get_denser():
     nodes = sum(count_nodes(tree) for tree in parse_files().values())
     code, _ = count_code_and_comments([path.read_text(encoding="utf-8") for path in FILES])
     assert nodes / code <= MAX_NODES_PER_CODE_LINE
+
+
+def test_formats_stand_on_nothing_but_msgspec():
+    names = {name for path, tree in parse_files().items() if place(path) == "formats" for name in imported(tree)}
+    own = {name for name in names if name.startswith("megatron_lite.formats.")}
+    assert {name.partition(".")[0] for name in names - own} <= {*sys.stdlib_module_names, "msgspec"}
 
 
 def test_the_lower_layers_come_up_without_torch():

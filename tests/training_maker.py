@@ -231,7 +231,7 @@ def run(
     }
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "run.json").write_text(json.dumps(record))
-    lines = (ordinary_steps() if steps is None else steps) + [{"ranks": line} for line in ranks or []]
+    lines = (ordinary_steps() if steps is None else steps) + [{"kind": "ranks", "ranks": line} for line in ranks or []]
     (folder / "steps.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return folder
 
@@ -243,7 +243,13 @@ def ordinary_steps(number: int = 40, **columns) -> list[dict]:
         value = {name: one(index) if callable(one) else one for name, one in columns.items()}
         phases = {"data": 0.1, "forward": 3.0, "backward": 5.5, "optimizer_step": 0.8}
         phases |= {name.removeprefix("phase_"): value.pop(name) for name in [*value] if name.startswith("phase_")}
-        line = {"iteration": index + 1, "step": index + 1, "consumed_samples": 8 * (index + 1), "batch_size": 8}
+        line = {
+            "kind": "step",
+            "iteration": index + 1,
+            "step": index + 1,
+            "consumed_samples": 8 * (index + 1),
+            "batch_size": 8,
+        }
         line |= {"ms": 10.0, "phases_ms": phases, "loss": 3.0 - index / 1000, "grad_norm": 1.0, "loss_scale": 1.0}
         found.append(line | {"skipped": False, "next_lr": 1e-4, "host_memory_bytes": 2**31, **value})
     return found

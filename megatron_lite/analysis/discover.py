@@ -23,7 +23,8 @@ from megatron_lite.analysis.trace.foreign import describe_foreign, is_of_torch
 from megatron_lite.analysis.trace.kineto import rank_in_name
 from megatron_lite.analysis.trace.read import NSYS_REPORTS, SQLITE_MAGIC, any_block, export_first, first_bytes
 from megatron_lite.errors import UserError
-from megatron_lite.run_folder import PROCESS_FOLDER, RANKS_FILE, RUN_FILE, STEPS_FILE, iteration_of
+from megatron_lite.formats.step_records import STEPS_FILE
+from megatron_lite.run_folder import PROCESS_FOLDER, RANKS_FILE, RUN_FILE, iteration_of
 from megatron_lite.shared_files import open_foreign, read_foreign
 from megatron_lite.units import counted
 

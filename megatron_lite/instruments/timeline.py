@@ -8,7 +8,8 @@ from collections import deque
 import torch
 
 from megatron_lite.instruments.base import Instrument, Window
-from megatron_lite.phases import NOT_TRAINING, Phase, StepTime
+from megatron_lite.instruments.step_time import StepTime
+from megatron_lite.phases import NOT_TRAINING, Phase
 from megatron_lite.process_state import CoreTime
 
 STATM = "/proc/self/statm"  # Linux only; pages: total, resident, of which backed by files, ...

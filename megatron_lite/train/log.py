@@ -1,6 +1,5 @@
 """What a run says while it trains: console lines, charts, steps.jsonl, the progress line."""
 
-import json
 import logging
 import math
 import os
@@ -10,9 +9,9 @@ from pathlib import Path
 from megatron_lite.config.plan import Plan
 from megatron_lite.errors import UserError
 from megatron_lite.estimate.model_size import step_flops
+from megatron_lite.formats.step_records import STEPS_FILE, RanksRecord, StepRecord, append_record
+from megatron_lite.instruments.step_time import StepTime
 from megatron_lite.live_line import EVERY_RANK
-from megatron_lite.phases import StepTime
-from megatron_lite.run_folder import RANKS_KIND, STEP_KIND, STEPS_FILE
 from megatron_lite.shared_files import open_regular
 from megatron_lite.train.console import (
     ProgressLine,
@@ -52,20 +51,20 @@ class StepsFile:
         self._kept: int | None = None  # bytes of the file before what was written ahead; None: nothing was
 
     def write(self, figures: StepFigures, time: StepTime):
-        """One step, as run_folder says."""
+        """Append one step."""
         self._take_back()
-        self._append(_record(figures, time))
+        append_record(self._file, _build_record(figures, time))
 
     def write_ahead(self, figures: StepFigures, time: StepTime):
         """The same until something else is written."""
         if self._kept is None:
             self._kept = self._file.tell()
-        self._append(_record(figures, time))
+        append_record(self._file, _build_record(figures, time))
 
     def write_ranks(self, figures: RankFigures):
-        """One interval of all ranks, as run_folder says."""
+        """Append one interval of all ranks."""
         self._take_back()
-        self._append({"kind": RANKS_KIND, "ranks": figures.record()})
+        append_record(self._file, RanksRecord(ranks=figures.build_record()))
 
     def flush(self):
         """Everything so far to the operating system, which keeps it when this process is killed."""
@@ -80,29 +79,23 @@ class StepsFile:
             self._file.seek(0, os.SEEK_END)  # for the next tell
             self._kept = None
 
-    def _append(self, record: dict):
-        self._file.write(json.dumps(record).encode() + b"\n")
+
+def _build_record(figures: StepFigures, time: StepTime) -> StepRecord:
+    """The line of a step."""
+    record = time.build_record(figures.iteration)
+    record.consumed_samples = figures.consumed
+    record.batch_size = figures.batch_size
+    record.loss = _to_finite(figures.loss)
+    record.grad_norm = None if figures.skipped else _to_finite(figures.grad_norm)
+    record.loss_scale = figures.loss_scale
+    record.skipped = figures.skipped
+    record.next_lr = figures.next_lr
+    record.local = figures.local
+    return record
 
 
-def _record(figures: StepFigures, time: StepTime) -> dict:
-    """The line of a step. What is not known of it is left out, but for its loss and its norm."""
-
-    def to_finite(value: float) -> float | None:
-        return value if math.isfinite(value) else None
-
-    return {
-        "kind": STEP_KIND,
-        "iteration": figures.iteration,
-        "consumed_samples": figures.consumed,
-        "batch_size": figures.batch_size,
-        **time.describe(),
-        "loss": to_finite(figures.loss),
-        "grad_norm": None if figures.skipped else to_finite(figures.grad_norm),
-        "loss_scale": figures.loss_scale,
-        "skipped": figures.skipped,
-        "next_lr": figures.next_lr,
-        **({"local": True} if figures.local else {}),
-    }
+def _to_finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
 
 
 class IntervalTimer:

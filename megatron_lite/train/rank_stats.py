@@ -10,12 +10,13 @@ from statistics import fmean, median
 import torch
 import torch.distributed as dist
 
-from megatron_lite.phases import Phase, StepTime
+from megatron_lite.formats.step_records import RankInterval, RankNumbers
+from megatron_lite.instruments.step_time import StepTime
+from megatron_lite.phases import Phase
 from megatron_lite.thresholds import MIN_STEPS, is_by_chance, is_mostly, rank_without_core, slowest_rank, steady_growth
 from megatron_lite.units import size
 
 PHASES = tuple(phase.value for phase in Phase)
-CORES = ("cpu_ms", "core_wait_ms", "involuntary_switches")
 # a rank's medians over steps, beside its phases': by name, what of a StepTime, times what
 MEDIANS = {
     "step_ms": ("training_seconds", 1000),
@@ -55,7 +56,9 @@ class RankFigures:
     mean_ms: dict[str, list[float]]  # by phase, in the order of a step
     host_ms: dict[str, list[float]]
     gpu_ms: dict[str, list[float]]
-    cores: dict[str, list[float]] = field(default_factory=dict)  # by the names of CORES
+    cpu_ms: list[float] = field(default_factory=list)
+    core_wait_ms: list[float] = field(default_factory=list)
+    involuntary_switches: list[float] = field(default_factory=list)
 
     def own_ms(self, name: str) -> list[float]:
         """A rank's own time of a phase, without waiting for others: the GPU's where it has one, else the host's."""
@@ -63,21 +66,22 @@ class RankFigures:
             return self.own_backward_ms
         return self.gpu_ms.get(name) or self.host_ms[name]
 
-    def record(self) -> dict:
-        """The interval as steps.jsonl holds it; see run_folder."""
-        named = {
-            "iterations": [self.first, self.last],
-            "steps": _plain(self.steps, 0),
-            "step_ms": _plain(self.step_ms),
-            "phases_ms": {name: _plain(ms) for name, ms in self.host_ms.items()},
-            "gpu_ms": _plain(self.gpu_step_ms),
-            "gpu_phases_ms": {name: _plain(ms) for name, ms in self.gpu_ms.items()},
-            "own_backward_ms": _plain(self.own_backward_ms),
-            "host_memory_bytes": _plain(self.host_memory_bytes, 0),
-            "peak_memory_bytes": _plain(self.peak_memory_bytes, 0),
-            **{name: _plain(values) for name, values in self.cores.items()},
-        }
-        return {name: value for name, value in named.items() if value}
+    def build_record(self) -> RankInterval:
+        """The interval as steps.jsonl holds it."""
+        return RankInterval(
+            iterations=(self.first, self.last),
+            steps=_round_known(self.steps, 0),
+            step_ms=_round_known(self.step_ms),
+            phases_ms={name: _round_known(ms) for name, ms in self.host_ms.items()},
+            gpu_ms=_round_known(self.gpu_step_ms),
+            gpu_phases_ms={name: _round_known(ms) for name, ms in self.gpu_ms.items()},
+            own_backward_ms=_round_known(self.own_backward_ms),
+            host_memory_bytes=_round_known(self.host_memory_bytes, 0),
+            peak_memory_bytes=_round_known(self.peak_memory_bytes, 0),
+            cpu_ms=_round_known(self.cpu_ms),
+            core_wait_ms=_round_known(self.core_wait_ms),
+            involuntary_switches=_round_known(self.involuntary_switches),
+        )
 
 
 def gather(times: list[StepTime], started_at: int, device: torch.device, ranks: int) -> RankFigures:
@@ -97,9 +101,8 @@ def gather(times: list[StepTime], started_at: int, device: torch.device, ranks: 
     for at, (name, what) in enumerate(itertools.product(PHASES, OF_PHASE), start=len(OWN)):
         if not all(map(math.isnan, columns[at])):
             phases[what][name] = columns[at]
-    cores = {name: own.pop(name) for name in CORES}
     steps = [t.step for t in times] or [0]
-    return RankFigures(started_at + min(steps), started_at + max(steps), **own, **phases, cores=cores)
+    return RankFigures(started_at + min(steps), started_at + max(steps), **own, **phases)
 
 
 def ordinary(times: list[StepTime]) -> list[StepTime]:
@@ -132,11 +135,16 @@ def _describe_own(times: list[StepTime]) -> list[float]:
     return row
 
 
-def _plain(values: list[float], digits: int = 3) -> list[float | int | None] | None:
-    """Rounded values, with None for NaN, which JSON lacks; None if all are NaN."""
+def _round_known(values: list[float], digits: int = 3) -> RankNumbers:
+    """Rounded values, with None for NaN, which JSON lacks; [] if all are NaN."""
     if all(map(math.isnan, values)):
-        return None
-    return [None if math.isnan(v) else round(v, digits) if digits else round(v) for v in values]
+        return []
+    return [None if math.isnan(value) else _round(value, digits) for value in values]
+
+
+def _round(value: float, digits: int) -> float:
+    # an integer where no digits are wanted
+    return round(value, digits) if digits else round(value)
 
 
 # --- what a reader of the console should hear of
@@ -195,8 +203,7 @@ class SlowRanks:
 
 
 def _find_rank_without_core(f: RankFigures) -> tuple[int, float | None] | None:
-    named = [f.cores.get(name, ()) for name in ("core_wait_ms", "involuntary_switches", "cpu_ms")]
-    return rank_without_core(*named, f.step_ms)
+    return rank_without_core(f.core_wait_ms, f.involuntary_switches, f.cpu_ms, f.step_ms)
 
 
 def find_core_wait(f: RankFigures) -> Iterator[tuple[str, str]]:

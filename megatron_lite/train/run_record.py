@@ -13,8 +13,9 @@ from megatron_lite.config.environment import TELLING_VARIABLES
 from megatron_lite.config.machine import read_machine
 from megatron_lite.config.plan import Plan
 from megatron_lite.errors import UserError
+from megatron_lite.formats.step_records import STEPS_FILE
 from megatron_lite.process_state import identity
-from megatron_lite.run_folder import RUN_FILE, STEPS_FILE, keep_previous_run, write_run
+from megatron_lite.run_folder import RUN_FILE, keep_previous_run, write_run
 from megatron_lite.user_functions import describe_source
 
 

@@ -7,7 +7,6 @@ changed: what is called is called as before, with a few microseconds around it.
 
 import contextlib
 import functools
-import json
 import multiprocessing
 import os
 import sys
@@ -18,20 +17,23 @@ from multiprocessing.util import Finalize
 from pathlib import Path
 
 import torch
+from msgspec import UNSET
 from torch.optim import Optimizer
 from torch.utils.data import dataloader
 
 from megatron_lite.config.args import ProfileArgs
+from megatron_lite.formats.step_records import STEPS_FILE, append_record
 from megatron_lite.instruments.base import Instrument, Instruments, Window
 from megatron_lite.instruments.memory_history import CpuRecorder, CudaRecorder, MemoryHistory
 from megatron_lite.instruments.memory_oom import EXPANDABLE, OutOfMemory
 from megatron_lite.instruments.snapshot_format import extend_name
+from megatron_lite.instruments.step_time import StepTime
 from megatron_lite.instruments.timeline import MemoryNow, Timeline
 from megatron_lite.instruments.torch_profiler import TorchProfiler
-from megatron_lite.phases import Phase, StepTime
+from megatron_lite.phases import Phase
 from megatron_lite.process_folder import choose_process_folder, release_process_folder
 from megatron_lite.process_state import identity
-from megatron_lite.run_folder import STEP_KIND, STEPS_BY_HAND, STEPS_FILE, UPDATED, keep_previous_run, write_run
+from megatron_lite.run_folder import STEPS_BY_HAND, UPDATED, keep_previous_run, write_run
 from megatron_lite.train.run_record import describe_device, describe_versions, format_now, read_environment
 from megatron_lite.train.step_metrics import LAG
 from megatron_lite.watch.hand_updates import HandUpdates, describe_counting
@@ -449,13 +451,15 @@ class Profiler:
         self._unwritten = self._unwritten[len(known) :]
         if self.rank:
             return
-        lines = []
+        records = []
         for one in known:
-            loss = self._losses.take(one.step, wait)
-            local = {"local": True} if loss and self._has_others else {}
-            lines.append({"kind": STEP_KIND, "iteration": one.step, **loss, **local, **one.describe()})
-        with contextlib.suppress(OSError), open(self.folder / STEPS_FILE, "a", encoding="utf-8") as file:
-            file.writelines(json.dumps(line) + "\n" for line in lines)
+            record = one.build_record(one.step)
+            record.loss = self._losses.take(one.step, wait)
+            record.local = self._has_others and record.loss is not UNSET
+            records.append(record)
+        with contextlib.suppress(OSError), open(self.folder / STEPS_FILE, "ab") as file:
+            for record in records:
+                append_record(file, record)
 
 
 def _list_remedies(cuda: bool, held: dict[str, int], asked: int, unused: int) -> list[str]:

@@ -7,6 +7,7 @@ import weakref
 from dataclasses import dataclass
 
 import torch
+from msgspec import UNSET, UnsetType
 
 from megatron_lite.train.step_metrics import Readback
 
@@ -69,8 +70,8 @@ class StepLosses:
         if step in self._steps:
             self._steps[step].parted = True
 
-    def take(self, step: int, wait: bool) -> dict[str, float | None]:
-        """The fields of a step's line: none if the loss is not known, null for one that is NaN or Inf."""
+    def take(self, step: int, wait: bool) -> float | None | UnsetType:
+        """The loss of a step as its record holds it: UNSET if it is not known, None for one that is NaN or Inf."""
         with contextlib.suppress(RuntimeError):  # a GPU after a fatal error, which the step itself has raised
             for of, [value] in self._readback.pop(0) if wait else self._readback.arrived():
                 if of in self._steps:  # not written without it: a loss may be late, as from a stream of its own
@@ -78,8 +79,8 @@ class StepLosses:
                     self._steps[of].underway -= 1
         one = self._steps.pop(step, None)
         if one is None or not one.known or one.underway:
-            return {}
-        return {"loss": one.total if math.isfinite(one.total) else None}
+            return UNSET
+        return one.total if math.isfinite(one.total) else None
 
     def _find_loss(self, tensors):
         tensor = tensors[0] if isinstance(tensors, (tuple, list)) and len(tensors) == 1 else tensors

@@ -5,10 +5,12 @@ import math
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from megatron_lite.analysis.run.run_results import Run
-from megatron_lite.run_folder import RUN_FILE, RUN_SCHEMA, STEP_KIND, STEPS_FILE
+from megatron_lite.formats.step_records import STEPS_FILE, StepRecord
+from megatron_lite.run_folder import RUN_FILE, RUN_SCHEMA
 from megatron_lite.shared_files import read_foreign
 
 BASELINE = "baseline"  # the field by which the file is known; its value is the format's number
@@ -16,28 +18,45 @@ BASELINE_SCHEMA = 1
 MAX_STEPS = 60  # the last ordinary ones: enough for the noise of their medians
 MAX_BYTES = 2**22  # a larger file is no baseline
 _OF_THE_MACHINE = ("process", "artefacts")  # host and folders, which are nobody's business
-_COLUMNS = {
-    "ms": "training_ms", "batch_size": "batch_sizes", "loss": "losses", "grad_norm": "grad_norms", "gpu_ms": "gpu_ms",
-    "peak_memory_bytes": "peak_memory_bytes",
-}  # fmt: skip
 
 
 def make_baseline(run: Run) -> dict[str, Any]:
     """What the run was, and its last typical steps."""
-    steps = []
     # numbered from 2, since the first step of a run is no ordinary one
-    for number, at in enumerate(np.flatnonzero(run.ordinary)[-MAX_STEPS:].tolist(), 2):
-        known = {field: float(getattr(run, column)[at]) for field, column in _COLUMNS.items()}
-        phases = {name: round(float(ms[at]), 3) for name, ms in run.phases_ms.items()}
-        on_gpu = {name: round(float(ms[at]), 3) for name, ms in run.gpu_phases_ms.items()}
-        line = {"kind": STEP_KIND, "iteration": int(run.iterations[at]), "step": number, "phases_ms": phases}
-        line |= {"gpu_phases_ms": on_gpu} if on_gpu else {}
-        steps.append(line | {name: value for name, value in known.items() if not math.isnan(value)})
+    last = enumerate(np.flatnonzero(run.ordinary)[-MAX_STEPS:].tolist(), 2)
+    steps = [msgspec.to_builtins(_build_record(run, at, number)) for number, at in last]
     told = {name: value for name, value in run.record.items() if name not in _OF_THE_MACHINE}
     if "command" in told:  # of a watched script, whose arguments may hold what must not be committed
         told["command"] = []
     record = {"schema": RUN_SCHEMA, **told, **({"plan": run.plan} if run.plan else {})}
     return {BASELINE: BASELINE_SCHEMA, "run": record, "steps": steps}
+
+
+def _build_record(run: Run, at: int, number: int) -> StepRecord:
+    """The record of the step at index `at` of the run's columns, as step `number`."""
+    record = StepRecord(
+        iteration=int(run.iterations[at]),
+        step=number,
+        ms=float(run.training_ms[at]),
+        batch_size=_to_whole(run.batch_sizes[at]),
+        phases_ms={name: round(float(ms[at]), 3) for name, ms in run.phases_ms.items()},
+        gpu_ms=_to_known(run.gpu_ms[at]),
+        gpu_phases_ms={name: round(float(ms[at]), 3) for name, ms in run.gpu_phases_ms.items()},
+        peak_memory_bytes=_to_whole(run.peak_memory_bytes[at]),
+    )
+    if not math.isnan(run.losses[at]):
+        record.loss = float(run.losses[at])
+    if not math.isnan(run.grad_norms[at]):
+        record.grad_norm = float(run.grad_norms[at])
+    return record
+
+
+def _to_known(value: float) -> float | None:
+    return None if math.isnan(value) else float(value)
+
+
+def _to_whole(value: float) -> int | None:
+    return None if math.isnan(value) else int(value)
 
 
 def unpack_baseline(path: Path, folder: Path) -> Path | None:

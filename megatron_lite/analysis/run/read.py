@@ -12,12 +12,13 @@ from numpy.typing import NDArray
 
 from megatron_lite.analysis.intervals import Numbers
 from megatron_lite.analysis.run.run_results import Growth, RankLines, RankMedians, Run, Steps
-from megatron_lite.analysis.run.step_lines import CORES, StepLines, number
+from megatron_lite.analysis.run.step_lines import StepLines, number
 from megatron_lite.config.shape import ModelShape
 from megatron_lite.errors import UserError
 from megatron_lite.estimate.model_size import step_flops
+from megatron_lite.formats.step_records import STEPS_FILE
 from megatron_lite.process_state import is_there
-from megatron_lite.run_folder import RANKS_FILE, RUN_FILE, RUN_SCHEMA, STEPS_BY_HAND, STEPS_FILE
+from megatron_lite.run_folder import RANKS_FILE, RUN_FILE, RUN_SCHEMA, STEPS_BY_HAND
 from megatron_lite.shared_files import read_foreign
 from megatron_lite.thresholds import GROWTH_PARTS, MIN_BEFORE, steady_growth
 from megatron_lite.units import counted
@@ -296,21 +297,29 @@ def compute_rank_medians(said: RankLines, ordinary: NDArray[np.int64]) -> RankMe
     """Medians over the lines that have one of the `ordinary` iterations among theirs; over all lines if none has."""
     good = np.searchsorted(ordinary, said.first) < np.searchsorted(ordinary, said.last, side="right")
     lines = said.take(good) if good.any() else said
-    medians: dict[str, Any] = {
-        name: _compute_medians(getattr(lines, name)) for name in ("step_ms", "gpu_ms", "own_backward_ms", *CORES)
-    }
-    for name, values in medians.items():
-        if name != "step_ms" and all(map(math.isnan, values)):
-            medians[name] = ()
-    for what in ("phases_ms", "gpu_phases_ms"):
-        seen = {name: ms for name, ms in getattr(lines, what).items() if not np.isnan(ms).all()}
-        medians[what] = {name: _compute_medians(ms) for name, ms in seen.items()}
     return RankMedians(
-        **medians,
+        step_ms=_compute_medians(lines.step_ms),
+        gpu_ms=_compute_known_medians(lines.gpu_ms),
+        phases_ms=_compute_phase_medians(lines.phases_ms),
+        gpu_phases_ms=_compute_phase_medians(lines.gpu_phases_ms),
+        own_backward_ms=_compute_known_medians(lines.own_backward_ms),
+        cpu_ms=_compute_known_medians(lines.cpu_ms),
+        core_wait_ms=_compute_known_medians(lines.core_wait_ms),
+        involuntary_switches=_compute_known_medians(lines.involuntary_switches),
         host_memory_bytes=said.host_memory_bytes,
         peak_memory_bytes=said.peak_memory_bytes,
         intervals=lines,
     )
+
+
+def _compute_known_medians(table: Numbers) -> tuple[float, ...]:
+    """Medians by rank of a table of [line, rank]; () if no rank has a number."""
+    return () if np.isnan(table).all() else _compute_medians(table)
+
+
+def _compute_phase_medians(tables: dict[str, Numbers]) -> dict[str, tuple[float, ...]]:
+    """Medians by rank of each phase that some rank has."""
+    return {name: _compute_medians(table) for name, table in tables.items() if not np.isnan(table).all()}
 
 
 def _compute_medians(table: Numbers) -> tuple[float, ...]:

@@ -1,4 +1,4 @@
-"""What a run folder of this trainer says: run.json and steps.jsonl (formats: megatron_lite/run_folder.py).
+"""What a run folder of this trainer says: run.json and steps.jsonl (formats: megatron_lite/run_folder.py and formats/step_records.py).
 
 A number that the folder does not have is NaN among others and None alone; never 0.
 """

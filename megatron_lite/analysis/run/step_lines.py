@@ -8,100 +8,34 @@ import json
 import math
 from array import array
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain, groupby
-from operator import attrgetter
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, get_type_hints
+from typing import Any, BinaryIO
 
 import msgspec
 import numpy as np
+from msgspec import UNSET
 from numpy.typing import NDArray
 
-from megatron_lite.analysis.intervals import Flags, Numbers
+from megatron_lite.analysis.intervals import Numbers
 from megatron_lite.analysis.run.run_results import Phases, RankLines, Steps
+from megatron_lite.formats.step_records import MAX_NUMBER, RankInterval, RankNumbers, RanksRecord, StepRecord
 from megatron_lite.phases import Phase
 from megatron_lite.shared_files import open_foreign
 
-CORES = ("cpu_ms", "core_wait_ms", "involuntary_switches")
-LISTS = ("steps", "step_ms", "gpu_ms", "own_backward_ms", "host_memory_bytes", "peak_memory_bytes", *CORES)  # by rank
-PHASES = ("phases_ms", "gpu_phases_ms")
-NUMBERS = {  # columns of Steps: fields of a step's line
-    "step_ms": "ms",
-    "gpu_ms": "gpu_ms",
-    "batch_sizes": "batch_size",
-    "consumed_samples": "consumed_samples",
-    "next_lrs": "next_lr",
-    "losses": "loss",
-    "grad_norms": "grad_norm",
-    "loss_scale": "loss_scale",
-    "host_memory_bytes": "host_memory_bytes",
-    "peak_memory_bytes": "peak_memory_bytes",
-    "compile_ms": "compile_ms",
-    **{name: name for name in CORES},
-}
-FLAGS = ("skipped", "profiled", "beside_profile", "compiling")
-MAX_NUMBER = 10**18  # no count, time or size of a run is larger; beyond it a file is damaged
 NOT_GIVEN = -math.inf  # of a loss: null stands for one that is NaN or Inf
 BATCH = 500  # lines that are read before their numbers are moved into columns
 MAX_RANK_NUMBERS = 2**18  # of console lines that are kept; of longer runs evenly chosen lines
 MIN_RANK_LINES = 32  # that are kept of any number of ranks before some are left out
 RECENT = 8  # console lines, as many as the trainer asks before it names a slow rank
 
-RankLists = Mapping[str, list[float | None]]
-Count = Annotated[int, msgspec.Meta(gt=0, lt=MAX_NUMBER)]
-Number = Annotated[float, msgspec.Meta(ge=0, lt=MAX_NUMBER)]
-
-
-class RankLine(msgspec.Struct):
-    """What all ranks said at a console line: lists with a number per rank, or null."""
-
-    iterations: tuple[Count, Count]
-    step_ms: list[Number | None]
-    steps: list[Number | None] = []
-    gpu_ms: list[Number | None] = []
-    own_backward_ms: list[Number | None] = []
-    host_memory_bytes: list[Number | None] = []
-    peak_memory_bytes: list[Number | None] = []
-    cpu_ms: list[Number | None] = []
-    core_wait_ms: list[Number | None] = []
-    involuntary_switches: list[Number | None] = []
-    phases_ms: dict[str, list[Number | None]] = {}
-    gpu_phases_ms: dict[str, list[Number | None]] = {}
-
-
-class Line(msgspec.Struct):
-    """Any line: of a step, or with `ranks` of all of them."""
-
-    iteration: Count = 0
-    step: Count = 0
-    ms: Number = math.nan
-    gpu_ms: Number = math.nan
-    batch_size: Number = math.nan
-    consumed_samples: Number = math.nan
-    next_lr: Number = math.nan
-    loss: Annotated[float, msgspec.Meta(gt=-MAX_NUMBER, lt=MAX_NUMBER)] | None = NOT_GIVEN
-    grad_norm: Number | None = math.nan
-    loss_scale: Number = math.nan
-    host_memory_bytes: Number = math.nan
-    peak_memory_bytes: Number = math.nan
-    compile_ms: Number = math.nan
-    cpu_ms: Number = math.nan
-    core_wait_ms: Number = math.nan
-    involuntary_switches: Number = math.nan
-    phases_ms: dict[str, Number] = {}
-    gpu_phases_ms: dict[str, Number] = {}
-    skipped: bool = False
-    profiled: bool = False
-    beside_profile: bool = False
-    compiling: bool = False
-    local: bool = False
-    ranks: msgspec.Raw = msgspec.Raw()  # a RankLine, which is read where it is wanted
-
-
-TYPES = get_type_hints(Line, include_extras=True)
+Ranks = RanksRecord[msgspec.Raw]  # an interval is read where it is wanted
+TYPES = {field.name: field.type for field in msgspec.structs.fields(StepRecord)}
+# lists with a number per rank, beside those of phases
+LISTS_OF_INTERVAL = len(set(RankInterval.__struct_fields__) - {"iterations", "phases_ms", "gpu_phases_ms"})
 
 
 class Columns:
@@ -129,6 +63,14 @@ class Columns:
                     column = self._varying[name] = array("d", column)
                 column.frombytes(values.astype(column.typecode).tobytes())
         self._length += length
+
+    def append_rows(self, rows: list[dict[str, float]]) -> None:
+        """A number to each column of a row, times 1000: milliseconds become microseconds."""
+        for names, group in groupby(rows, tuple):
+            alike = list(group)  # with the same names in the same order
+            flat = np.fromiter(chain.from_iterable(map(dict.values, alike)), float, len(alike) * len(names))
+            table = np.rint(1000 * flat.reshape(len(alike), len(names)))
+            self.append(dict(zip(names, table.T)), len(alike))
 
     def cut(self, length: int) -> None:
         """Forget all but the first `length` rows."""
@@ -181,13 +123,14 @@ class StepLines:
         self.first_step = first_step
         self._iterations = array("q")
         self._numbers = Columns(math.nan)
-        self._phases = {name: Columns(0, "I") for name in PHASES}  # whole microseconds
-        self._flags = {name: bytearray() for name in FLAGS}
+        # whole microseconds
+        self._phases, self._gpu_phases = Columns(0, "I"), Columns(0, "I")
+        self._flags: dict[str, bytearray] = {}
         self._begin_ranks()
 
     def _begin_ranks(self) -> None:
         self.rank_lines, self.every = 0, 1  # how many there are, and that each `every`-th of them is kept
-        self._ranks: list[RankLine] = []
+        self._ranks: list[RankInterval] = []
         self._recent: deque[bytes] = deque(maxlen=RECENT)
 
     def read(self) -> bool:
@@ -210,17 +153,18 @@ class StepLines:
         self._here = place = self._settled
         for column in (self._iterations, *self._flags.values()):
             del column[place.steps :]
-        for columns in (self._numbers, *self._phases.values()):
+        for columns in (self._numbers, self._phases, self._gpu_phases):
             columns.cut(place.steps)
         self.unread = [number for number in self.unread if number <= place.lines]
 
     def _read_lines(self, file: BinaryIO) -> None:
         """From where reading has stopped."""
-        decode, steps, here = msgspec.json.Decoder(Line).decode, list[Line](), self._here
+        decode, steps, here = msgspec.json.Decoder(StepRecord | Ranks).decode, list[StepRecord](), self._here
         offset, number, last, last_step, local = here.offset, here.lines, here.text, here.last_step, here.local
         file.seek(offset)
         self.cut = False
         for text in file:
+            line: StepRecord | Ranks | None
             try:
                 line = decode(text)
             except (msgspec.MsgspecError, ValueError, RecursionError):
@@ -228,7 +172,7 @@ class StepLines:
                     self.cut = True
                     break
                 line = _read_damaged(text)
-            if line.step and line.iteration and line.ms > 0:
+            if isinstance(line, StepRecord):
                 if line.step <= last_step:
                     self._begin(line.step)
                     self.starts, steps = self.starts + 1, []
@@ -240,7 +184,7 @@ class StepLines:
                 if len(steps) >= BATCH:
                     self._add_steps(steps)
                     steps = []
-            elif line.ranks and self._add_ranks(line.ranks):
+            elif line is not None and self._add_ranks(bytes(line.ranks)):
                 known = len(self._iterations) + len(steps)
                 self._settled = Place(offset + len(text), text, number + 1, known, last_step)
             elif text.strip():
@@ -250,23 +194,15 @@ class StepLines:
         if offset > here.offset:
             self._here = Place(offset, last, number, len(self._iterations), last_step, local)
 
-    def _add_steps(self, lines: list[Line]) -> None:
-        if not lines:
+    def _add_steps(self, records: list[StepRecord]) -> None:
+        if not records:
             return
-        self._iterations.extend(map(attrgetter("iteration"), lines))
-        for line in lines:
-            line.loss = math.nan if line.loss is None else line.loss
-            line.grad_norm = math.nan if line.grad_norm is None else line.grad_norm
-        self._numbers.append(
-            _build_table(tuple(NUMBERS), map(attrgetter(*NUMBERS.values()), lines), len(lines)), len(lines)
-        )
-        for what, columns in self._phases.items():
-            for names, rows in groupby(map(attrgetter(what), lines), tuple):
-                alike = list(rows)  # with the same phases in the same order
-                table = _build_table(names, map(dict.values, alike), len(alike))
-                columns.append({name: np.rint(1000 * ms) for name, ms in table.items()}, len(alike))
-        for name, flags in self._flags.items():
-            flags.extend(map(attrgetter(name), lines))
+        self._iterations.extend([record.iteration for record in records])
+        self._numbers.append(_take_numbers(records), len(records))
+        self._phases.append_rows([record.phases_ms for record in records])
+        self._gpu_phases.append_rows([record.gpu_phases_ms for record in records])
+        for name, flags in _take_flags(records).items():
+            self._flags.setdefault(name, bytearray()).extend(flags)
 
     def _add_ranks(self, text: bytes) -> bool:
         """A console line; False if it is none. Lines of another number of ranks are no part of the same medians."""
@@ -277,7 +213,8 @@ class StepLines:
             if self._ranks and len(self._ranks[0].step_ms) != len(line.step_ms):
                 self._begin_ranks()
             self._ranks.append(line)
-            numbers = len(line.step_ms) * (len(LISTS) + len(line.phases_ms) + len(line.gpu_phases_ms))
+            lists = LISTS_OF_INTERVAL + len(line.phases_ms) + len(line.gpu_phases_ms)
+            numbers = len(line.step_ms) * lists
             if len(self._ranks) > max(MAX_RANK_NUMBERS // numbers, MIN_RANK_LINES):
                 del self._ranks[1::2]
                 self.every *= 2
@@ -287,22 +224,25 @@ class StepLines:
 
     def read_steps(self) -> Steps:
         """The steps' columns."""
-        flags: dict[str, Flags] = {name: np.frombuffer(flags, np.bool_) for name, flags in self._flags.items()}
+        flags = {name: np.frombuffer(self._flags.get(name, b""), np.bool_) for name in _take_flags([])}
         undisturbed = ~(flags["profiled"] | flags.pop("beside_profile") | flags["compiling"])
         if self.first_step == 1:
             undisturbed[:1] = False
-        numbers: dict[str, Numbers] = dict.fromkeys(NUMBERS, np.array([])) | self._numbers.read()
+        numbers = _take_numbers([]) | self._numbers.read()
         not_finite = np.isnan(numbers["losses"]) & ~flags["skipped"]
         if NOT_GIVEN in numbers["losses"]:
             numbers["losses"] = np.where(numbers["losses"] == NOT_GIVEN, math.nan, numbers["losses"])
-        phases = {name: Phases(columns.read()) for name, columns in self._phases.items()}
+        phases_ms, gpu_phases_ms = Phases(self._phases.read()), Phases(self._gpu_phases.read())
         none = np.zeros(len(not_finite))
-        evaluating_ms, saving_ms = (phases["phases_ms"].get(phase.value, none) for phase in (Phase.EVAL, Phase.SAVE))
+        evaluating_ms = phases_ms.get(Phase.EVAL.value, none)
+        saving_ms = phases_ms.get(Phase.SAVE.value, none)
         evaluating, saving = evaluating_ms > 0, saving_ms > 0
-        columns: dict[str, Any] = {**flags, **numbers, **phases}
+        columns: dict[str, Any] = {**flags, **numbers}
         return Steps(
             iterations=np.frombuffer(self._iterations, np.int64),
             training_ms=np.maximum(numbers["step_ms"] - evaluating_ms - saving_ms, 0.0),
+            phases_ms=phases_ms,
+            gpu_phases_ms=gpu_phases_ms,
             not_finite=not_finite,
             evaluating=evaluating,
             saving=saving,
@@ -316,49 +256,91 @@ class StepLines:
         lines = list(filter(None, map(_decode_ranks, self._recent))) if recent else self._ranks
         if not lines:
             return None
+        ranks = len(lines[0].step_ms)
         first, last = np.array([line.iterations for line in lines]).T
-        lists: dict[str, Any] = _build_rank_tables(
-            lines, [{name: getattr(line, name) for name in LISTS} for line in lines]
+        return RankLines(
+            first=first,
+            last=last,
+            steps=_build_rank_table([line.steps for line in lines], ranks),
+            step_ms=_build_rank_table([line.step_ms for line in lines], ranks),
+            gpu_ms=_build_rank_table([line.gpu_ms for line in lines], ranks),
+            phases_ms=_build_phase_tables([line.phases_ms for line in lines], ranks),
+            gpu_phases_ms=_build_phase_tables([line.gpu_phases_ms for line in lines], ranks),
+            own_backward_ms=_build_rank_table([line.own_backward_ms for line in lines], ranks),
+            host_memory_bytes=_build_rank_table([line.host_memory_bytes for line in lines], ranks),
+            peak_memory_bytes=_build_rank_table([line.peak_memory_bytes for line in lines], ranks),
+            cpu_ms=_build_rank_table([line.cpu_ms for line in lines], ranks),
+            core_wait_ms=_build_rank_table([line.core_wait_ms for line in lines], ranks),
+            involuntary_switches=_build_rank_table([line.involuntary_switches for line in lines], ranks),
         )
-        phases: dict[str, Any] = {
-            name: _build_rank_tables(lines, [getattr(line, name) for line in lines]) for name in PHASES
-        }
-        return RankLines(first=first, last=last, **lists, **phases)
 
 
-def _decode_ranks(text: bytes) -> RankLine | None:
+def _take_numbers(records: list[StepRecord]) -> dict[str, Numbers]:
+    """Columns of Steps, in the units of the records; NaN for what a record does not have."""
+    losses = [NOT_GIVEN if record.loss is UNSET else record.loss for record in records]
+    grad_norms = [None if record.grad_norm is UNSET else record.grad_norm for record in records]
+    columns: dict[str, list[float | None]] = {
+        "step_ms": [record.ms for record in records],
+        "gpu_ms": [record.gpu_ms for record in records],
+        "batch_sizes": [record.batch_size for record in records],
+        "consumed_samples": [record.consumed_samples for record in records],
+        "next_lrs": [record.next_lr for record in records],
+        "losses": losses,
+        "grad_norms": grad_norms,
+        "loss_scale": [record.loss_scale for record in records],
+        "host_memory_bytes": [record.host_memory_bytes for record in records],
+        "peak_memory_bytes": [record.peak_memory_bytes for record in records],
+        "compile_ms": [record.compile_ms for record in records],
+        "cpu_ms": [record.cpu_ms for record in records],
+        "core_wait_ms": [record.core_wait_ms for record in records],
+        "involuntary_switches": [record.involuntary_switches for record in records],
+    }
+    return {name: np.array(values, float) for name, values in columns.items()}
+
+
+def _take_flags(records: list[StepRecord]) -> dict[str, list[bool]]:
+    """Columns of Steps, and which steps were slowed down beside a profile."""
+    return {
+        "skipped": [record.skipped is True for record in records],
+        "profiled": [record.profiled for record in records],
+        "beside_profile": [record.beside_profile for record in records],
+        "compiling": [record.compiling for record in records],
+    }
+
+
+def _decode_ranks(text: bytes) -> RankInterval | None:
     with suppress(msgspec.MsgspecError, RecursionError):
-        line = msgspec.json.decode(text, type=RankLine)
+        line = msgspec.json.decode(text, type=RankInterval)
         return line if line.step_ms else None
     return None
 
 
-def _build_table(names: tuple[str, ...], rows: Iterable[Iterable[float]], length: int) -> dict[str, Numbers]:
-    """A column for each name, of `length` rows of as many numbers."""
-    table = np.fromiter(chain.from_iterable(rows), float, length * len(names)).reshape(length, len(names))
-    return dict(zip(names, table.T))
+def _build_rank_table(rows: Iterable[RankNumbers], ranks: int) -> Numbers:
+    """[line, rank] of a figure. NaN for a line that does not have a number for each rank."""
+    unknown: RankNumbers = [None] * ranks
+    complete = [row if len(row) == ranks else unknown for row in rows]
+    return np.array(complete, float).reshape(-1, ranks)
 
 
-def _build_rank_tables(lines: Sequence[RankLine], given: Sequence[RankLists]) -> dict[str, Numbers]:
-    """[line, rank] for each name in `given`, which has the lists of each line. One that has not a number per rank counts as unknown."""
-    width = len(lines[0].step_ms)
-    unknown, names = [None] * width, dict.fromkeys(chain.from_iterable(given))
-    rows = {name: [lists.get(name, unknown) for lists in given] for name in names}
-    return {
-        name: np.array([row if len(row) == width else unknown for row in rows[name]], float).reshape(-1, width)
-        for name in names
-    }
+def _build_phase_tables(lines: list[dict[str, RankNumbers]], ranks: int) -> dict[str, Numbers]:
+    """[line, rank] of each phase that any line has."""
+    names = dict.fromkeys(name for phases in lines for name in phases)
+    return {name: _build_rank_table([phases.get(name, []) for phases in lines], ranks) for name in names}
 
 
-def _read_damaged(text: bytes) -> Line:
-    """What of a line has the right type; nothing of what is no JSON."""
-    line = Line()
+def _read_damaged(text: bytes) -> StepRecord | Ranks | None:
+    """The record of what in a line has the right type; None if that is too little, and of what is no JSON."""
     with suppress(ValueError, RecursionError):
-        record = json.loads(text)
-        for name in TYPES.keys() & record.keys() if isinstance(record, dict) else ():
+        found = json.loads(text)
+        if not isinstance(found, dict) or found.get("kind") != StepRecord.__struct_config__.tag:
+            return None
+        sound: dict[str, Any] = {"phases_ms": {}}
+        for name in TYPES.keys() & found.keys():
             with suppress(msgspec.ValidationError, OverflowError):
-                setattr(line, name, msgspec.convert(record[name], TYPES[name]))
-    return line
+                sound[name] = msgspec.convert(found[name], TYPES[name])
+        with suppress(TypeError):  # a field that every step has is missing
+            return StepRecord(**sound)
+    return None
 
 
 def number(value: object) -> float:

@@ -1,0 +1,114 @@
+"""steps.jsonl: what is written is read again, and what is not known stands in no line."""
+
+import io
+import json
+import math
+
+import msgspec
+import pytest
+
+from megatron_lite.analysis.run.step_lines import StepLines
+from megatron_lite.formats.step_records import RankInterval, RanksRecord, StepRecord, append_record
+
+STEP = StepRecord(
+    iteration=11,
+    step=1,
+    consumed_samples=44,
+    batch_size=4,
+    ms=12.5,
+    phases_ms={"forward": 3.25, "backward": 8.0},
+    gpu_ms=12.25,
+    gpu_phases_ms={"forward": 3.0},
+    reduce_wait_ms=0.5,
+    gpu_reduce_wait_ms=0.25,
+    cpu_ms=13.0,
+    core_wait_ms=0.125,
+    involuntary_switches=2,
+    host_memory_bytes=2**31,
+    peak_memory_bytes=2**33,
+    compile_ms=1.5,
+    profiled=True,
+    beside_profile=True,
+    compiling=True,
+    loss=2.75,
+    grad_norm=1.25,
+    loss_scale=1024.0,
+    skipped=True,
+    next_lr=1e-4,
+    local=True,
+)
+INTERVAL = RankInterval(
+    iterations=(1, 11),
+    steps=[10, 9],
+    step_ms=[12.5, 12.75],
+    phases_ms={"forward": [3.25, None]},
+    gpu_ms=[12.25, 12.5],
+    gpu_phases_ms={"forward": [3.0, None]},
+    own_backward_ms=[7.5, 7.75],
+    host_memory_bytes=[2**31, 2**30],
+    peak_memory_bytes=[2**33, 2**32],
+    cpu_ms=[13.0, 14.0],
+    core_wait_ms=[0.125, 0.25],
+    involuntary_switches=[2.0, 3.0],
+)
+COLUMNS = {  # of the reader, which has other names than the file where one word means one number and many
+    "ms": "step_ms",
+    "batch_size": "batch_sizes",
+    "next_lr": "next_lrs",
+    "loss": "losses",
+    "grad_norm": "grad_norms",
+}
+NOT_READ = {"step", "iteration", "reduce_wait_ms", "gpu_reduce_wait_ms", "beside_profile", "local"}
+
+
+def write(path, *records) -> StepLines:
+    file = io.BytesIO()
+    for record in records:
+        append_record(file, record)
+    path.write_bytes(file.getvalue())
+    lines = StepLines(path)
+    lines.read()
+    return lines
+
+
+def test_every_field_of_a_step_is_read_again(tmp_path):
+    steps = write(tmp_path / "steps.jsonl", STEP).read_steps()
+    assert steps.iterations.tolist() == [11] and not steps.undisturbed.any()
+    for field in msgspec.structs.fields(StepRecord):
+        if field.name in NOT_READ:
+            continue
+        column, written = getattr(steps, COLUMNS.get(field.name, field.name)), getattr(STEP, field.name)
+        read = {name: values[0] for name, values in column.items()} if isinstance(written, dict) else column[0]
+        assert read == written, field.name
+
+
+def test_every_list_of_an_interval_is_read_again(tmp_path):
+    ranks = write(tmp_path / "steps.jsonl", STEP, RanksRecord(ranks=INTERVAL)).read_ranks()
+    assert (ranks.first[0], ranks.last[0]) == INTERVAL.iterations
+    for name in set(INTERVAL.__struct_fields__) - {"iterations", "phases_ms", "gpu_phases_ms"}:
+        assert getattr(ranks, name)[0].tolist() == getattr(INTERVAL, name), name
+    for phases in (ranks.phases_ms, ranks.gpu_phases_ms):
+        assert math.isnan(phases["forward"][0, 1])
+
+
+@pytest.mark.parametrize(
+    ("more", "written"),
+    [
+        ({}, {}),
+        ({"loss": None, "grad_norm": None, "skipped": False}, {"loss": None, "grad_norm": None, "skipped": False}),
+        ({"loss": 0.0, "gpu_ms": None, "gpu_phases_ms": {}}, {"loss": 0.0}),
+    ],
+)
+def test_what_is_not_known_stands_in_no_line(more, written):
+    file = io.BytesIO()
+    append_record(file, StepRecord(iteration=3, step=2, ms=1.0, phases_ms={}, **more))
+    always = {"kind": "step", "iteration": 3, "step": 2, "ms": 1.0, "phases_ms": {}}
+    assert json.loads(file.getvalue()) == always | written
+    assert file.getvalue().count(b"\n") == 1
+
+
+def test_a_loss_that_is_not_known_is_no_loss_that_is_not_finite(tmp_path):
+    unknown = StepRecord(iteration=1, step=1, ms=1.0, phases_ms={})
+    not_finite = StepRecord(iteration=2, step=2, ms=1.0, phases_ms={}, loss=None)
+    steps = write(tmp_path / "steps.jsonl", unknown, not_finite).read_steps()
+    assert steps.not_finite.tolist() == [False, True] and all(map(math.isnan, steps.losses))
