@@ -5,18 +5,28 @@ import re
 import shlex
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
-from command_lines import argv
+from command_lines import argv, mistakes
+from finding_cases import CASES, MORE_TRIGGERS
 from snapshot_maker import training
 from training_maker import gpu
 
+from megatron_lite.analysis.analyze import analyze
+from megatron_lite.analysis.findings import communication_rules
+from megatron_lite.analysis.findings.product_rules import suggest_size
+from megatron_lite.analysis.run_facts import Facts
 from megatron_lite.cli.main import main
+from megatron_lite.config.args import Args
+from megatron_lite.config.flags import list_flags
+from megatron_lite.config.world import World
 from megatron_lite.estimate.hardware import PROCESSORS, find_processors
 
 ROOT = Path(__file__).parents[1]
 README_SCRIPT = ROOT / "examples" / "gpt3" / "train_gpt3_857m_distributed.sh"
 WORDS = ["CKPT", "TB", "VOCAB", "MERGES", "DATA"]
+FINDINGS = [*((code, case[0]) for code, case in CASES.items()), *MORE_TRIGGERS]
 END = re.compile(r"\.$| (?:runs|follows|shows|reads|writes|explains?) .*")  # of a command that a sentence names
 
 
@@ -208,3 +218,88 @@ def test_names_that_messages_guess_are_right(capfd):
     assert succeed(capfd, "explain", code).startswith(f"{code}: ")
     [command] = re.findall(r"did you mean ([a-z-]+)\?", fail(capfd, "exlain"))
     assert succeed(capfd, command, code).startswith(f"{code}: ")
+
+
+# --- findings: the trainer takes each flag that one names, on the command line of such a run
+
+RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+# of a finding: what the run was started with beside the flags of command_lines.py, and its number of ranks
+STARTED_WITH = {
+    "all-reduce-tail": ("--bf16", 2),
+    "gathered-parameters": ("--use-distributed-optimizer", 2),
+    "needless-recompute": (RECOMPUTED, 1),
+    "needless-sharding": ("--use-torch-fsdp2", 2),
+    "overflow-storm": ("--fp16", 1),
+    "parameter-gather": ("--use-torch-fsdp2", 2),
+    "pipeline-bubble": ("--pipeline-model-parallel-size 2", 2),
+    "scale-collapse": ("--fp16", 1),
+    "sequence-parallel-off": ("--tensor-model-parallel-size 2", 2),
+    "slow-16-bit-products": ("--fp16", 1),
+    "state-kept-whole": ("", 2),
+    "tensor-across-nodes": ("--tensor-model-parallel-size 2", 2),
+    "unbalanced-stages": ("--num-layers 18 --pipeline-model-parallel-size 4", 4),
+}
+WITHOUT = re.compile(r"(?:instead of|leave out|drop) ((?:(?:, | and )?--[a-z][a-z0-9-]*(?: [a-z0-9]+(?=,|$))?)+)")
+TOGETHER = {"tensor-across-nodes", "unbalanced-stages"}  # whose flags need each other
+
+
+def change_command(started_with: str, advice: str, flag: str) -> str:
+    """The flags after the advice was followed: without those that it takes out, and with `flag`."""
+    kept = f" {started_with}"
+    for gone in WITHOUT.findall(advice):
+        for name in re.findall(r"--[a-z][a-z0-9-]*", gone):
+            kept = re.sub(rf" {name}(?![\w-])(?: (?!--)\S+)*", "", kept)
+    return f"{kept} {flag}"
+
+
+@pytest.mark.parametrize(("code", "write_case"), FINDINGS, ids=[code for code, _ in FINDINGS])
+def test_the_trainer_takes_what_a_finding_names(tmp_path, code, write_case):
+    write_case(tmp_path)
+    flags_of_trainer = {spelling: flag for flag in list_flags(Args) for spelling in flag.spellings}
+    for found in analyze([tmp_path]).findings:
+        started_with, ranks = STARTED_WITH.get(found.code, ("", 2))
+        started_with = f"--global-batch-size 64 {started_with}"
+        for flag in [" ".join(found.flags)] if found.code in TOGETHER else found.flags:
+            words = flag.split()
+            has_value = len(words) > 1 or not flag.startswith("--") or flags_of_trainer[words[0]].is_switch
+            if flag.startswith("--") and has_value and {"N", "M"}.isdisjoint(words):
+                changed = change_command(started_with, found.advice, flag)
+                assert mistakes(changed, World(size=ranks)) == [], (found.code, changed)
+
+
+@pytest.mark.parametrize(
+    ("run", "size", "wanted", "changed"),
+    [
+        ({"hidden_size": 1000, "num_attention_heads": 10}, 1000, 1024, "--hidden-size 1024 --num-attention-heads 8"),
+        ({"hidden_size": 1000, "num_attention_heads": 10, "kv_channels": 100}, 1000, 1024, "--hidden-size 1024"),
+        ({"hidden_size": 1000, "num_attention_heads": 8}, 1000, 1024, "--hidden-size 1024"),
+        (
+            {"seq_length": 1000, "max_position_embeddings": 1000},
+            1000,
+            1024,
+            "--seq-length 1024 --max-position-embeddings 1024",
+        ),
+    ],
+)
+def test_a_size_is_named_with_the_flag_without_which_it_is_refused(run, size, wanted, changed):
+    facts = SimpleNamespace(number=lambda _, name: run.get(name), argument=run.get)
+    said = suggest_size(facts, size, wanted)
+    assert said.partition(" (")[0] == changed
+    heads, kv = run.get("num_attention_heads", 4), run.get("kv_channels")
+    has = f"--num-attention-heads {heads}" + (f" --kv-channels {kv}" if kv else "")
+    assert mistakes(f"{has} {changed}") == []
+
+
+@pytest.mark.parametrize(("now", "smaller"), [(1, None), (2, 1), (3, 1), (4, 2), (5, 1), (6, 3), (9, 3), (16, 8)])
+def test_a_smaller_micro_batch_divides_every_batch_that_the_larger_one_divides(now, smaller):
+    facts = SimpleNamespace(argument={"micro_batch_size": now}.get)
+    assert Facts.smaller_micro_batch.fget(facts) == smaller
+
+
+def test_ranks_that_shard_state_are_not_sent_to_buckets():
+    for gathers_twice, flag in ((True, "--use-distributed-optimizer"), (False, "--global-batch-size")):
+        facts = SimpleNamespace(part=lambda *_, answer=gathers_twice: answer)
+        advice, flags = communication_rules._advise_shards(facts)
+        assert flags == (flag,) and "bucket" not in advice
+    sharded = SimpleNamespace(plan={"sharding": {"ranks": 2}, "precision": "fp32"}, argument=lambda name: None)
+    assert communication_rules._advise_on_tail(sharded)[1] == ("--global-batch-size",)

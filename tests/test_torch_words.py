@@ -82,7 +82,11 @@ def test_a_run_of_the_trainer_keeps_its_flags(tmp_path):
         ("nsys profile --cuda-graph-trace=node", "nsys profile --cuda-graph-trace=node", None),
         ("audit it --against another run", "audit it --against another run", None),
         ("no flag at all", "no flag at all", None),
-        ("--profile-step-start 10", "torch.profiler.schedule(wait=10)", "megatron-lite watch --steps 10:M -- COMMAND"),
+        (
+            "--profile-step-start 10",
+            "torch.profiler.schedule(wait=10, ...)",
+            "megatron-lite watch --steps 10:M -- COMMAND",
+        ),
     ],
 )
 def test_flags_of_the_trainer_alone_become_words(text, words, watched):

@@ -337,6 +337,13 @@ class Facts:
         flag, then = f"--micro-batch-size {factor * now}", size(fixed + factor * held.grows_bytes)
         return flag, f"{flag} (now {now}): the peak of {size(held.num_bytes)} would be at most {then} of {size(room)}"
 
+    @property
+    def smaller_micro_batch(self) -> int | None:
+        """Half the micro-batch, or the largest part of it below that divides it: any global batch of whole micro-batches stays one."""
+        now = whole(self.argument("micro_batch_size")) or 0
+        parts = [part for part in range(1, now // 2 + 1) if now % part == 0]
+        return max(parts, default=None)
+
     def is_tight(self, one: Snapshot) -> bool:
         """Did it run out, fill most of the device, or (the device unknown) take gigabytes?"""
         room = self.device_bytes

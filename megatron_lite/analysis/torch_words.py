@@ -68,9 +68,14 @@ def _translate(flag: str, watched: bool) -> str:
     return flag
 
 
+def remove_other_programs(text: str) -> str:
+    """The text without the parts that name another program and its flags ("in Megatron-LM --tp-comm-overlap")."""
+    return _KEPT.sub("", text)
+
+
 def names_flag(text: str) -> bool:
     """Whether the text names a flag that is no named program's."""
-    return _FLAG.search(_KEPT.sub("", text)) is not None
+    return _FLAG.search(remove_other_programs(text)) is not None
 
 
 def list_torch_words(text: str) -> list[tuple[str, str]]:

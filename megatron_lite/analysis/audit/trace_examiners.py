@@ -55,7 +55,7 @@ def examine_clock(case: Case) -> Point | list[Evidence]:
             return seen
         if first.number is None:
             return not_seen(*seen, record="a window that does not begin with the first step")
-        return failed("begin the window later: --profile-step-start 10", *seen, code="first-step")
+        return failed("begin the window later: --profile-step-start 10 --profile-step-end 15", *seen, code="first-step")
     if run is None or not run.ordinary.any() or device not in ("cuda", "cpu"):
         what = "the trace holds no work of a GPU: a CPU's job, or one recorded without CUDA activities"
         return not_seen(*([Evidence(what, one.where())] if one is not None else []))
@@ -118,7 +118,7 @@ def examine_profile(case: Case, one: RankFacts) -> Point | list[Evidence]:
         text = f"no cause of lost time was found; the largest part is {part}"
     seen = [Evidence(text, one.where()), *_list_left_out(one)]
     if run is None or run.profiler_slowdown is None:
-        window = f"with --profile-step-start above {MIN_BEFORE + 2}"
+        window = f"with --profile-step-start {MIN_BEFORE + 3} --profile-step-end {MIN_BEFORE + 8}"
         return not_seen(*seen, record=f"how far the profiler slows the step down: {Record.RUN_FOLDER}, {window}")
     text = f"profiled steps take{run.on_rank} {run.profiler_slowdown:.2f} x as long as those before it"
     return [*seen, Evidence(text, STEPS_FILE)]

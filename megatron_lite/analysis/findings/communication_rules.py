@@ -90,12 +90,43 @@ def find_all_reduce_tail(facts: Facts, one: RankFacts) -> Finding | None:
     waiting = Evidence(
         "with one rank's trace alone, waiting for a slower rank cannot be distinguished from the transfer"
     )
-    flags = ("--ddp-bucket-size", "--grad-reduce-in-bf16")
-    advice = f"smaller buckets ({flags[0]}), 16-bit reduction ({flags[1]}), or more micro-batches per step"
+    advice, flags = _advise_on_tail(facts)
     more = [waiting] if alone else []
     doubt = facts.doubt_exchange()
     more += [Evidence(doubt)] if doubt else []
     return find_lost_time(one, seen.tail_ms, text, advice, *more, flags=flags, certain=not more)
+
+
+DEFAULT_BUCKET = 6_553_600  # parameters: 25 MiB of fp32, as torch has it
+BF16_REDUCTION = "--grad-reduce-in-bf16"
+LESS_OFTEN = "--global-batch-size"
+
+
+def _advise_on_tail(facts: Facts) -> tuple[str, tuple[str, ...]]:
+    """What shortens the reduction that is left after backward, and its flags: those that this run would take."""
+    ways: list[str] = []
+    flags: list[str] = []
+    if not facts.plan.get("sharding"):
+        smaller = (whole(facts.argument("ddp_bucket_size")) or DEFAULT_BUCKET) // 4
+        flags.append(f"--ddp-bucket-size {max(1, smaller)}")
+        ways.append(f"smaller buckets ({flags[-1]})")
+    takes_it = not facts.plan or facts.plan.get("precision") == "bf16"
+    if takes_it and not facts.argument("grad_reduce_in_bf16"):
+        flags.append(BF16_REDUCTION)
+        ways.append(f"16-bit reduction ({BF16_REDUCTION})")
+    ways.append("more micro-batches per step")
+    if not flags:
+        flags.append(LESS_OFTEN)
+        ways[-1] += f" (a larger {LESS_OFTEN})"
+    return " or ".join((", ".join(ways[:-1]), ways[-1])) if len(ways) > 1 else ways[0], tuple(flags)
+
+
+def _advise_shards(facts: Facts) -> tuple[str, tuple[str, ...]]:
+    """What replicas that shard state can do where buckets would help others: they have none, but reduce layer by layer."""
+    if facts.part("sharding", "gathers_twice"):
+        flag = "--use-distributed-optimizer"
+        return f"reduce once per step, if memory allows: {flag} instead of --use-torch-fsdp2", (flag,)
+    return f"more micro-batches per step, which reduce less often: a larger {LESS_OFTEN}", (LESS_OFTEN,)
 
 
 NEVER_EARLY = 0.05  # of the communication: that little begins early by rounding, or is no gradient
@@ -124,15 +155,18 @@ def find_no_overlap(facts: Facts, one: RankFacts) -> Finding | None:
         f"{one.of_step(seen.tail_ms)}"
     )
     advice = f"several buckets, reduced while backward goes on: {flag}; in Megatron-LM --overlap-grad-reduce"
+    flags: tuple[str, ...] = (flag,)
+    if facts.plan.get("sharding"):
+        advice, flags = _advise_shards(facts)
     doubt = facts.doubt_exchange()
     more = [Evidence(doubt)] if doubt else []
-    return find_lost_time(one, seen.tail_ms, text, advice, *more, flags=(flag,), certain=not more)
+    return find_lost_time(one, seen.tail_ms, text, advice, *more, flags=flags, certain=not more)
 
 
 SMALL_BYTES = 2**20  # latency is about that of moving a megabyte, on NVLink as on a network
 MAX_SMALL_REDUCTIONS = 16  # per step: the loss, the norm and a few flags are fewer
 FP32_BYTES = 4
-BUCKET_FLAG = "--ddp-bucket-size 6553600"  # parameters: 25 MiB of fp32, as torch has it
+BUCKET_FLAG = f"--ddp-bucket-size {DEFAULT_BUCKET}"
 
 
 @rule("small-buckets", "many small collectives", "collectives", needs="trace")
@@ -163,7 +197,10 @@ def find_small_buckets(facts: Facts, one: RankFacts) -> Finding | None:
     text = f"{counted(round(one.per_step(small)), 'collective')} per step of {size(median)} (median); not overlapped with compute:"
     text += f" {one.of_step(cost)}"
     advice = f"larger buckets: {BUCKET_FLAG}"
-    return find_lost_time(one, cost, text, advice, row=small[0], flags=(BUCKET_FLAG,), certain=False, cheap=True)
+    flags: tuple[str, ...] = (BUCKET_FLAG,)
+    if facts.plan.get("sharding"):
+        advice, flags = _advise_shards(facts)
+    return find_lost_time(one, cost, text, advice, row=small[0], flags=flags, certain=False, cheap=True)
 
 
 AS_MANY = 0.5  # of the last micro-batch's collectives, in each of the others: a stray one is something else
@@ -366,6 +403,7 @@ def find_parameter_gather(facts: Facts) -> Finding | None:
     # ranks of a node that train the same part of the model, among those that share it out
     near = (facts.local_ranks or 0) // (facts.number("layout", "tensor") or 1)
     sharing = facts.number("sharding", "ranks") or 1
+    flags: tuple[str, ...] = ()
     if facts.part("sharding", "gathers_twice"):
         flags = ("--torch-fsdp2-no-reshard-after-forward",)
         advice = f"gather once per micro-batch, if memory allows: {flags[0]}"
@@ -374,7 +412,7 @@ def find_parameter_gather(facts: Facts) -> Finding | None:
         flags = (f"--num-distributed-optimizer-instances {instances * sharing // near}",)
         advice = f"shard within a node: {flags[0]}"
     else:
-        flags = ("--overlap-param-gather",) if not facts.plan else ("--micro-batch-size",)
+        flags = ("--micro-batch-size",) if facts.plan else ()
         advice = "more tokens per micro-batch, so that layers compute longer: a larger --micro-batch-size"
         advice += "" if facts.plan else "; in Megatron-LM --overlap-param-gather"
     text = f"{counted(round(seen.gathers), 'all-gather')} of weights per step; not overlapped with compute: {in_ms(seen.gathers_ms)}"

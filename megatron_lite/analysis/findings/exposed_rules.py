@@ -77,7 +77,8 @@ def find_exposed_experts(facts: Facts, one: RankFacts) -> Finding | None:
     Do: two alternating micro-batches, so that one computes while the other's tokens are exchanged (DeepEP: async_finish=True and
         previous_event, on its own communication stream); shared experts beside the exchange; fewer nodes per token; 8-bit
         dispatch.
-    Flags: in Megatron-LM --overlap-moe-expert-parallel-comm, --moe-shared-expert-overlap, --moe-router-num-groups.
+    Flags: in Megatron-LM --overlap-moe-expert-parallel-comm and --moe-shared-expert-overlap; in Megatron-LM
+        --moe-router-num-groups.
     False alarm: a trace of one rank: whether it waits for others or for the network cannot be told from it. Inference of a few
         tokens has nothing to compute meanwhile. All-to-alls of embedding tables or sequences are of the same kind; the finding says
         "all-to-all" where the purpose is unknown.

@@ -39,6 +39,9 @@ def describe_works(one: RankFacts, works: Sequence[NamedWork]) -> list[Evidence]
     return shown
 
 
+LATER_WINDOW = "--profile-step-start N --profile-step-end M"  # the end must stay behind the start
+
+
 @rule("one-time-costs", "one-time costs", "step", needs="trace")
 def find_one_time_costs(facts: Facts, one: RankFacts) -> Finding | None:
     """The trace contains work that a run does only once.
@@ -49,7 +52,7 @@ def find_one_time_costs(facts: Facts, one: RankFacts) -> Finding | None:
         A step with a notable part of it is left out of the figures, unless all steps have it.
     Cost: once, however long the run is. It is not a cost per step.
     Do: profile later steps (torch.profiler.schedule with wait and warmup); keep compiled code for the next run in a cache.
-    Flags: a later --profile-step-start; TORCHINDUCTOR_CACHE_DIR.
+    Flags: a later --profile-step-start and --profile-step-end; TORCHINDUCTOR_CACHE_DIR.
     False alarm: work that comes back seldom, such as a graph for each new shape. A longer window shows it.
     """
     works = [work for work in one.time.named if work.once]
@@ -62,11 +65,11 @@ def find_one_time_costs(facts: Facts, one: RankFacts) -> Finding | None:
         times = counted(work.calls, "time")
         shown.append(Evidence(f"{work.what}: {times}, {in_ms(work.trace_ms)}{most}", one.where()))
     text = f"{in_ms(total)} of host time in the whole trace: paid once, not per step"
-    advice = "profile later steps: --profile-step-start N"
+    advice = f"profile later steps: {LATER_WINDOW}"
     return Finding(
         evidence=(Evidence(text, one.where()), *shown),
         advice=advice,
-        flags=("--profile-step-start N",),
+        flags=(LATER_WINDOW,),
         certain=steps >= EVERY_STEP,
         rank=one.time.rank,
         once_ms=total,

@@ -332,8 +332,8 @@ def find_allocator_stalls(facts: Facts, one: RankFacts) -> Finding | None:
         their number per steady step.
     Cost: cudaFree waits for all work on the device, and the queue runs empty.
     Do: leave more room (smaller micro-batch, recomputation), keep sizes constant, or let segments grow.
-    Flags: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True; --recompute-granularity full or a smaller
-        --micro-batch-size.
+    Flags: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True; a smaller --micro-batch-size; --recompute-granularity full
+        --recompute-method uniform --recompute-num-layers 1.
     False alarm: a window at the run's beginning, while the allocator still grows; profile later steps.
     """
     cost = one.time.rows.get("allocator", 0.0)

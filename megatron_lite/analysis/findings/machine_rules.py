@@ -206,7 +206,7 @@ def find_profiler_overhead(facts: Facts, run: Run) -> Finding | None:
     if found.profiled_cpu_ms is not None and found.before_cpu_ms is not None:
         used = f"the process used {in_ms(found.profiled_cpu_ms)} of CPU time per profiled step"
         told.append(Evidence(f"{used}, {in_ms(found.before_cpu_ms)} before", "steps.jsonl"))
-    on_cpu = facts.plan.get("device") == "cpu"
+    on_cpu = facts.on_gpu is False
     costly = COSTLY_ON_CPUS if on_cpu else COSTLY
     used_flags = [flag for flag in costly if facts.argument(flag.removeprefix("--").replace("-", "_"))]
     trust = "the unprofiled step time, not the trace" if on_cpu else "device times, not gaps"
@@ -285,8 +285,8 @@ def find_busy_machine(facts: Facts) -> Finding | None:
     flags: tuple[str, ...] = ()
     cpus, threads, local = whole(facts.hardware("cpus")), whole(facts.hardware("threads")), facts.local_ranks
     if cpus and threads and local and local * threads > cpus:
-        advice = f"start fewer threads ({THREADS}): {counted(local, 'rank')} x {counted(threads, 'thread')} share {counted(cpus, 'core')}"
-        flags = (THREADS,)
+        flags = (f"{THREADS}={max(1, cpus // local)}",)
+        advice = f"start fewer threads ({flags[0]}): {counted(local, 'rank')} x {counted(threads, 'thread')} share {counted(cpus, 'core')}"
     seen = (Evidence(text, found.source or "steps.jsonl") for text in told)
     certain = found.wait_ms is not None and not facts.on_gpu
     return build_time_finding(found.wait_ms, seen, advice, flags, certain=certain, rank=found.rank)

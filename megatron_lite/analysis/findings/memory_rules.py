@@ -88,7 +88,8 @@ def find_out_of_memory(facts: Facts) -> Finding | None:
     Do: begin with the largest category: activations or logits: a smaller micro-batch or recomputation; moments and
         masters: more ranks or a smaller model; reserved but not allocated: see fragmentation; growing: see
         memory-growth.
-    Flags: --micro-batch-size, --recompute-granularity full, PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True.
+    Flags: --micro-batch-size; --recompute-granularity full --recompute-method uniform --recompute-num-layers 1;
+        PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True.
     False alarm: a failure that the program caught and got around; the snapshot keeps it.
     """
     failures = [(one, one.oom) for one in facts.snapshots if one.oom is not None]
@@ -130,8 +131,8 @@ def find_out_of_memory(facts: Facts) -> Finding | None:
 def _advise_on_failure(most: str) -> tuple[str, tuple[str, ...]]:
     """What to do, and flags, where the category `most` holds most."""
     if most in GROWS_WITH_BATCH:
-        flags = ("--micro-batch-size", "--recompute-granularity full")
-        return f"{most} hold most: a smaller --micro-batch-size, or --recompute-granularity full", flags
+        flags = ("--micro-batch-size", RECOMPUTE_FLAG)
+        return f"{most} hold most: a smaller --micro-batch-size, or {RECOMPUTE_FLAG}", flags
     if most in REMEDIES:
         return f"{most} hold most: {REMEDIES[most]}", ()
     return f"{most or 'tensors'} hold most, which the micro-batch does not change: fewer parameters per rank", ()
@@ -164,8 +165,8 @@ def find_logits_peak(facts: Facts, most: Snapshot) -> Finding | None:
     held = sum_category(most, "logits and loss")
     if held < MAX_LOGITS_SHARE * most.peak_bytes:
         return None
-    now = whole(facts.argument("micro_batch_size"))
-    half = f"--micro-batch-size {now // 2}" if now and now > 1 else ""
+    now, smaller = whole(facts.argument("micro_batch_size")), facts.smaller_micro_batch
+    half = f"--micro-batch-size {smaller}" if smaller else ""
     text = f"{size(held)} of the peak of {size(most.peak_bytes)} ({held / most.peak_bytes:.0%})"
     text += f", in {most.peak_phase or 'an unknown phase'}"
     advice = "compute the loss in chunks of tokens"
@@ -206,6 +207,8 @@ def find_attention_memory(facts: Facts, most: Snapshot) -> Finding | None:
     return find_lost_memory(most, held, held, text, advice, *shown, flags=("--attention-backend auto",))
 
 
+SELECTIVE = "--recompute-granularity selective"
+NEEDLESS = "--recompute-granularity full, --recompute-method and --recompute-num-layers"
 MIN_GAIN = 0.40  # of the peak, that it must save to be worth a second forward
 MIN_LAYERS = 4  # with fewer, the one being recomputed is most of it
 RECOMPUTE_FLAG = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
@@ -345,7 +348,8 @@ def find_needless_recompute(facts: Facts) -> Finding | None:
         that run forward again inside backward, beside a peak below 30% of the GPU's memory.
     Cost: up to the time of forward, by its share of recomputed layers.
     Do: leave recomputation out, or a larger micro-batch with it.
-    Flags: without --recompute-granularity full; selective costs little.
+    Flags: without --recompute-granularity full, --recompute-method and --recompute-num-layers; --recompute-granularity
+        selective in their place costs little.
     False alarm: a rehearsal of a larger job, or memory that evaluation or a longer batch still needs.
     """
     run, one = facts.run, facts.critical
@@ -384,8 +388,9 @@ def find_needless_recompute(facts: Facts) -> Finding | None:
         Evidence(f"{recomputed} of {layers} layers are recomputed; {without}", "run.json"),
         Evidence(f"forward takes {in_ms(forward)}, and is run twice", place),
     )
-    advice, flags = "leave out --recompute-granularity full", ("--recompute-granularity selective",)
-    return build_time_finding(cost, seen, advice, flags, certain=False)
+    # the other two without the first would stop the run
+    advice = f"leave out {NEEDLESS}, or give {SELECTIVE} in their place"
+    return build_time_finding(cost, seen, advice, (SELECTIVE,), certain=False)
 
 
 LITTLE = 0.30  # of the GPU's memory: what a checkpointed layer would hold is not known

@@ -6,7 +6,7 @@ from megatron_lite.analysis.findings.base import Evidence, Finding, build_time_f
 from megatron_lite.analysis.rank_facts import MATTERS, in_ms
 from megatron_lite.analysis.run.pipeline_times import count_chunks, list_layers, measure_bubble, measure_own_times
 from megatron_lite.analysis.run.run_results import Run
-from megatron_lite.analysis.run_facts import Facts, whole
+from megatron_lite.analysis.run_facts import Facts
 from megatron_lite.thresholds import is_by_chance
 
 MIN_BUBBLE = 0.10  # of a step, by the schedule: with less, what stages wait has other causes
@@ -46,14 +46,14 @@ def find_pipeline_bubble(facts: Facts, run: Run) -> Finding | None:
     cost_ms = min(min(waits_ms.values()), bubble * step_ms)
     if bubble < MIN_BUBBLE or cost_ms < MATTERS * step_ms:
         return None
-    size, batch = whole(facts.argument("micro_batch_size")) or 1, facts.number("batch", "final") or 0
+    smaller, batch = facts.smaller_micro_batch, facts.number("batch", "final") or 0
     flags = [f"--global-batch-size {4 * batch}"]
-    if size > 1:
-        flags.append(f"--micro-batch-size {size // 2}")
+    if smaller:
+        flags.append(f"--micro-batch-size {smaller}")
     if not fills and pieces == 1:
         flags.append("--pipeline-schedule ZeroBubble")
     options = [f"--global-batch-size {4 * batch} ({measure_bubble(stages, 4 * number, pieces):.0%} of a step)"]
-    options += [f"{flags[1]} if the GPU stays busy"] if size > 1 else []
+    options += [f"{flags[1]} if the GPU stays busy"] if smaller else []
     options += [f"{flags[-1]} ({measure_bubble(stages, number, 3):.0%} at best)"] if not fills and pieces == 1 else []
     formula = f"{number} micro-batches on {stages} stages{f' of {pieces} chunks' if pieces > 1 else ''}"
     seen = Evidence(f"{formula}: the schedule makes each stage wait {bubble:.0%} of a step, however fast it is")

@@ -315,11 +315,23 @@ def name_layer(facts: Facts, dims: tuple[int, ...]) -> str:
     return min(fitting, key=lambda one: one[1] != tokens)[0] if fitting else "product"
 
 
+def _name_companion(facts: Facts, name: str, wanted: int) -> str:
+    """The flag without which this run would refuse the size `wanted`; '' where it would take it."""
+    heads = facts.number("shape", "num_attention_heads")
+    if name == "hidden_size" and heads and wanted % heads and not facts.argument("kv_channels"):
+        fewer = max(part for part in range(1, heads + 1) if wanted % part == 0)
+        return f" --num-attention-heads {fewer}"
+    positions = whole(facts.argument("max_position_embeddings"))
+    if name == "seq_length" and positions and positions < wanted:
+        return f" --max-position-embeddings {wanted}"
+    return ""
+
+
 def suggest_size(facts: Facts, dimension: int, wanted: int) -> str:
     """What to change to turn `dimension` into `wanted`: "--hidden-size 1024 (now 1000)"."""
     for name in ("hidden_size", "ffn_hidden_size", "kv_channels", "seq_length"):
         if facts.number("shape", name) == dimension:
-            return f"--{name.replace('_', '-')} {wanted} (now {dimension})"
+            return f"--{name.replace('_', '-')} {wanted}{_name_companion(facts, name, wanted)} (now {dimension})"
     if dimension == facts.number("shape", "padded_vocab_size"):
         return f"--make-vocab-size-divisible-by 128 (the vocabulary has now {dimension} rows)"
     return f"pad {dimension} to {wanted}"

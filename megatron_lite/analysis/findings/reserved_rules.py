@@ -116,8 +116,8 @@ def find_awaiting_free(facts: Facts, most: Snapshot) -> Finding | None:
         active_awaiting_free).
     Cost: those bytes at the moment that decides.
     Do: let the stream that allocated wait for the other one and drop the tensor then, instead of record_stream; keep a
-        reference until the work is waited for. FSDP1: limit_all_gathers=True. NCCL: TORCH_NCCL_AVOID_RECORD_STREAMS=1
-        (the default since torch 2.8). Side streams for copies: fewer batches ahead.
+        reference until the work is waited for. FSDP1: keep limit_all_gathers=True, its default. NCCL before torch 2.8:
+        TORCH_NCCL_AVOID_RECORD_STREAMS=1, the default since. Side streams for copies: fewer batches ahead.
     Flags: none; PYTORCH_CUDA_ALLOC_CONF does not help.
     False alarm: a moment that passes before anything large is asked for.
     """
@@ -130,8 +130,8 @@ def find_awaiting_free(facts: Facts, most: Snapshot) -> Finding | None:
         Evidence(f"{size(site.num_bytes)} in {counted(site.blocks, 'piece')}", site.site) for site in sites[:MAX_SHOWN]
     )
     advice = (
-        "wait for the other stream instead of Tensor.record_stream; FSDP1: limit_all_gathers=True; "
-        "NCCL: TORCH_NCCL_AVOID_RECORD_STREAMS=1"
+        "wait for the other stream instead of Tensor.record_stream; FSDP1: keep limit_all_gathers=True; "
+        "NCCL before torch 2.8: TORCH_NCCL_AVOID_RECORD_STREAMS=1"
     )
     return find_lost_memory(most, held, held, text, advice, *shown)
 
@@ -140,9 +140,12 @@ MIN_GATHERED_SHARE, MIN_GATHERED = 0.20, 4  # of the peak; pieces
 MIN_WHOLE_SHARE = 0.75  # of the pieces that a phase gathers: with two layers at a time it is less
 RELEASES = {
     "DeepSpeed": (
-        "lower stage3_max_live_parameters, stage3_max_reuse_distance and stage3_prefetch_bucket_size; leave GatheredParameters"
+        "lower stage3_max_live_parameters, stage3_max_reuse_distance and stage3_prefetch_bucket_size; "
+        "end GatheredParameters contexts before training goes on"
     ),
-    "FSDP1": "ShardingStrategy.FULL_SHARD with limit_all_gathers=True; leave summon_full_params",
+    "FSDP1": (
+        "ShardingStrategy.FULL_SHARD with limit_all_gathers=True; end summon_full_params contexts before training goes on"
+    ),
     "FSDP2": "fully_shard(..., reshard_after_forward=True), and fewer modules prefetched",
 }
 RELEASES_OURS = "--use-torch-fsdp2 instead of --use-distributed-optimizer"
@@ -159,7 +162,7 @@ def find_gathered_parameters(facts: Facts, most: Snapshot) -> Finding | None:
         gathers is whole at once.
     Cost: those bytes but for two pieces.
     Do: let the library give each layer back: in DeepSpeed lower stage3_max_live_parameters, stage3_max_reuse_distance and
-        stage3_prefetch_bucket_size; in FSDP FULL_SHARD with limit_all_gathers, or reshard_after_forward=True; leave contexts
+        stage3_prefetch_bucket_size; in FSDP FULL_SHARD with limit_all_gathers, or reshard_after_forward=True; end contexts
         that gather (GatheredParameters, summon_full_params) before training goes on; wrap layers, not the whole model.
     Flags: --use-torch-fsdp2 instead of --use-distributed-optimizer, which keeps weights from forward to backward.
     False alarm: a device with room, where weights are kept whole to save a second gathering.

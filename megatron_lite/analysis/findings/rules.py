@@ -46,7 +46,7 @@ MODULES = (
 RULES = {one.code: one for module in MODULES for one in vars(module).values() if isinstance(one, Rule)}
 PAGE_WIDTH = 100
 MIN_COST_MS = 0.005  # per step; less is printed as 0.00 ms
-OF_RECORDING = ("--pytorch-profiler", "--profile-ranks", "--record")  # flags that change no run, but show more of it
+OF_RECORDING = ("--pytorch-profiler-", "--profile-ranks", "--record-")  # flags that change no run, but show more of it
 # the run fails or computes something wrong: what its steps cost comes second
 BEFORE_COSTS = (memory_rules.find_out_of_memory.code, imbalance_rules.find_collective_order.code)
 REFUSED_WITH_MODEL = ("--torch-compile", "--recompute-")  # beside --model, a model of the user's own

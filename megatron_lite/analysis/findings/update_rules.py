@@ -105,7 +105,7 @@ def find_overflow_storm(facts: Facts, run: Run) -> Finding | None:
     if cost and run.steady_step_ms:
         text += f": {in_ms(cost)} of every {in_ms(run.steady_step_ms)} are computed for nothing"
     seen = Evidence(text, "steps.jsonl")
-    advice = "train in bf16 (--bf16), or lower --lr and lengthen --lr-warmup-iters"
+    advice = "train in bf16 (--bf16 instead of --fp16), or lower --lr and lengthen --lr-warmup-iters"
     return build_time_finding(cost, [seen], advice, ("--bf16",))
 
 
@@ -123,7 +123,7 @@ def find_scale_collapse(facts: Facts, run: Run) -> Finding | None:
     Measured: the loss scale of the last steps in steps.jsonl, and what it was before.
     Cost: not time: trust in the run.
     Do: stop and find what overflows: a learning rate too high, a layer that explodes, bad data. bf16 needs no scale.
-    Flags: --bf16; --min-loss-scale stops the fall and masks it; --lr, --clip-grad.
+    Flags: --bf16 instead of --fp16; --min-loss-scale stops the fall and masks it; --lr, --clip-grad.
     False alarm: a fixed --loss-scale 1, chosen on purpose.
     """
     if facts.plan.get("precision") not in (None, "fp16") or facts.argument("loss_scale"):
@@ -135,7 +135,7 @@ def find_scale_collapse(facts: Facts, run: Run) -> Finding | None:
     skipped = f"{run.skipped.sum():,} of {run.steps:,} steps were skipped"
     text = f"the loss scale fell from {known.max():,.0f} to {significant(known[-1], 6)} ({skipped})"
     seen = Evidence(text, "steps.jsonl")
-    advice = "stop and find what overflows; --bf16 needs no loss scale"
+    advice = "stop and find what overflows; bf16 needs no loss scale (--bf16 instead of --fp16)"
     return Finding(evidence=(seen,), advice=advice, flags=("--bf16",))
 
 
@@ -161,7 +161,9 @@ def find_no_learning(facts: Facts, run: Run) -> Finding | None:
         # random tokens teach nothing, a continued run may have learned what it can, and so may a script's
         return None
     else:
-        advice = "compare --lr and its warm-up with a run that learns, and look at the data (megatron-lite inspect)"
+        advice = (
+            "compare --lr and its warm-up with a run that learns, and look at the data (megatron-lite inspect PREFIX)"
+        )
     seen = Evidence(learning.losses, "steps.jsonl")
     return Finding(evidence=(seen,), advice=advice, flags=("--lr",), certain=bool(learning.not_finite))
 
@@ -270,6 +272,6 @@ def find_save_and_eval(facts: Facts, run: Run) -> Finding | None:
         of_all = f"{total / whole_ms:.0%} of the time of the run's {run.steps:,} steps"
         text = f"{name}: {counted(times[name], 'time')}, {in_ms(total / times[name])} each, {of_all}"
         seen.append(Evidence(text, "steps.jsonl"))
-    advice = f"reduce stalls:  {' and '.join(remedies[name][0] for name in stalls)}"
+    advice = f"reduce stalls: {' and '.join(remedies[name][0] for name in stalls)}"
     flags = tuple(remedies[name][1] for name in stalls)
     return build_time_finding(cost, seen, advice, flags)
