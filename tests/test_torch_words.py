@@ -6,7 +6,7 @@ import re
 
 import pytest
 from finding_cases import CASES, MORE_TRIGGERS
-from training_maker import gpu
+from training_maker import cpu, gpu
 
 from megatron_lite.analysis.analyze import analyze
 from megatron_lite.analysis.audit.audit import audit_run
@@ -127,3 +127,12 @@ def test_the_memory_of_a_foreign_trace_names_no_flag(tmp_path):
     said = " ".join(terminal_lines(report, Style(), True))
     assert not names_flag(re.sub(r"with --all", "", said))
     assert report.facts.is_foreign and not dataclasses.replace(report.facts, run=None).plan
+
+
+def test_a_watched_job_on_a_cpu_is_not_sent_to_device_times(tmp_path):
+    def write(folder):
+        CASES["profiler-overhead"][0](folder)
+        cpu(folder)
+
+    [found] = [one for one in report_of_script(tmp_path, write).findings if one.code == "profiler-overhead"]
+    assert "unprofiled step time" in found.advice and "device times" not in found.advice
