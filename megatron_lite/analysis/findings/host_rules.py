@@ -8,6 +8,7 @@ from megatron_lite.analysis.findings.host_cause_rules import find_clip_waits, fi
 from megatron_lite.analysis.findings.input_rules import is_batch_copy, pageable_rows
 from megatron_lite.analysis.findings.update_rules import LOG, find_log_stalls
 from megatron_lite.analysis.rank_facts import RankFacts, in_ms
+from megatron_lite.analysis.run.cores import measure_slowdown
 from megatron_lite.analysis.run_facts import Facts
 from megatron_lite.analysis.time.time_results import MIN_STRETCH_MS, ShortGaps, SyncSite
 from megatron_lite.analysis.trace.columns import Kind
@@ -126,9 +127,11 @@ def find_host_gaps(facts: Facts, one: RankFacts) -> Finding | None:
     """
     run = facts.run
     added = 0.0
-    if run is not None and run.profiled_step_ms and run.before_profile_ms:
-        # Recording takes the host's time, since the device works as before.
-        added = max(0.0, run.profiled_step_ms - run.before_profile_ms)
+    slowdown = measure_slowdown(run) if run is not None else None
+    if slowdown is not None:
+        # Recording takes the host's time, since the device works as before; waiting for a core is none of its.
+        by_profiler_ms = slowdown.by_profiler_ms
+        added = max(0.0, slowdown.lag_ms) if by_profiler_ms is None else by_profiler_ms
     host = one.time.rows.get("host", 0.0)
     sites = [Evidence(f"{in_ms(site.idle_ms)} in {site.what}", site.phase) for site in one.time.hosts[:MAX_SHOWN]]
     sites += list(_describe_short_gaps(one))
@@ -295,7 +298,8 @@ def find_gc_pauses(facts: Facts, one: RankFacts) -> Finding | None:
     Meaning: collecting walks through all objects that Python holds, in the thread that launches kernels. Each rank
         pauses in a different step, and all others wait for it.
     Measured: time in gc frames or events of the trace (with a GPU: idle time because of them), per steady step. This
-        trainer's traces have them always, others with stacks.
+        trainer's traces and those of watched scripts have them always. Others show a gc.collect() of the program with stacks, and
+        collections by themselves only with torch.profiler's _ExperimentalConfig(record_python_gc_info=True).
     Cost: the pause, on every rank for every rank's pause.
     Do: collect at fixed steps, on all ranks in the same one; move the program's own gc.collect() out of the step,
         which no flag disables.
@@ -306,7 +310,8 @@ def find_gc_pauses(facts: Facts, one: RankFacts) -> Finding | None:
     advice = "--manual-gc is on: a larger --manual-gc-interval"
     flags: tuple[str, ...] = ()
     if not facts.argument("manual_gc"):
-        advice = "collect on all ranks in the same, rare steps, without a gc.collect() in each step"
+        together = "in rare steps" if facts.has_one_rank else "on all ranks in the same, rare steps"
+        advice = f"collect {together}, without a gc.collect() in each step"
         flags = ("--manual-gc --manual-gc-interval 100",)
     collections = one.rows_named(lambda name: name.startswith(PYTHON_GC), Kind.ANNOTATION, Kind.PYTHON)
     often = one.per_step(collections) >= MANY_COLLECTIONS
