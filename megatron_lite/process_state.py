@@ -88,6 +88,12 @@ def pid_space() -> str | None:
         return None
 
 
+def read_peak_bytes() -> int | None:
+    """The most memory that this process has held; None where the system counts in units of its own."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return 1024 * peak if sys.platform == "linux" else None
+
+
 class CoreTime:
     """What the calling thread and its process got of the machine's cores, cheap enough for every step.
 

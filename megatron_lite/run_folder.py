@@ -32,6 +32,9 @@ CORES_IN_TRACE = "megatron_lite_cores"  # key of a trace's header
 STEPS_BY_HAND = (
     "steps_by_hand"  # run.json: no optimizer of torch stepped; a step ends where weights were updated by hand
 )
+# run.json of a watched script: local_ranks, of this machine, where the launcher says it; loader_workers, of its first DataLoader; clip_grad,
+# the limit of torch.nn.utils.clip_grad_norm_; host_memory_bytes, of the machine; peak_host_bytes, the most memory that the writing rank's process held
+WATCHED = "watched"
 UPDATED = "updated"  # run.json of a watched script: parameters and ranks, of what the first optimizer updates on the writing rank
 PROCESS_FOLDER = "process-"  # and its id: of a watched process without a rank that trained beside the first one
 TRACKER_FILE = "latest_checkpointed_iteration.txt"

@@ -20,6 +20,7 @@ from megatron_lite.analysis.run.run_results import Run
 from megatron_lite.analysis.torch_words import in_torch_words
 from megatron_lite.analysis.trace.columns import Trace
 from megatron_lite.formats.step_records import STEPS_FILE
+from megatron_lite.run_folder import WATCHED
 from megatron_lite.thresholds import WITHOUT_CORE
 from megatron_lite.units import GIB, size
 
@@ -240,6 +241,10 @@ class Facts:
         """run.json's hardware: "cpus", "memory_bytes", "threads"."""
         return _get_entry(self.run.record.get("hardware"), name) if self.run else None
 
+    def watched(self, name: str) -> Any:
+        """run.json's "watched": "local_ranks", "loader_workers", "peak_host_bytes"."""
+        return _get_entry(self.run.record.get(WATCHED), name) if self.run else None
+
     @property
     def variables(self) -> dict[str, str]:
         """Environment variables that the run wrote down."""
@@ -256,11 +261,13 @@ class Facts:
     @property
     def loader_workers(self) -> int | None:
         """Processes per rank, as the run decided."""
-        return self.plan.get("loader_workers")
+        workers: int | None = self.plan.get("loader_workers", self.watched("loader_workers"))
+        return workers
 
     @property
     def on_gpu(self) -> bool | None:
         device, one = self.plan.get("device"), self.critical
+        device = device or ("cpu" if self.hardware("device") == "cpu" else None)
         if one is not None and (one.time.on_gpu or not device):
             return one.time.on_gpu
         return device == "cuda" if device else None
@@ -268,7 +275,7 @@ class Facts:
     @property
     def local_ranks(self) -> int | None:
         """Ranks of one machine."""
-        return self.number("world", "local_size")
+        return self.number("world", "local_size") or whole(self.watched("local_ranks"))
 
     @property
     def has_one_rank(self) -> bool:

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from torch.utils.data import dataloader
 
 from megatron_lite.config.args import ProfileArgs
+from megatron_lite.config.machine import read_machine
 from megatron_lite.formats.step_records import STEPS_FILE, append_record
 from megatron_lite.instruments.base import Instrument, Instruments, Window
 from megatron_lite.instruments.memory_history import CpuRecorder, CudaRecorder, MemoryHistory
@@ -32,13 +33,14 @@ from megatron_lite.instruments.timeline import MemoryNow, Timeline
 from megatron_lite.instruments.torch_profiler import TorchProfiler
 from megatron_lite.phases import Phase
 from megatron_lite.process_folder import choose_process_folder, release_process_folder
-from megatron_lite.process_state import identity
-from megatron_lite.run_folder import STEPS_BY_HAND, UPDATED, keep_previous_run, write_run
+from megatron_lite.process_state import identity, read_peak_bytes
+from megatron_lite.run_folder import STEPS_BY_HAND, UPDATED, WATCHED, keep_previous_run, write_run
 from megatron_lite.train.run_record import describe_device, describe_versions, format_now, read_environment
 from megatron_lite.train.step_metrics import LAG
 from megatron_lite.watch.hand_updates import HandUpdates, describe_counting
 from megatron_lite.watch.stand_ins import add_calls, list_subclasses, stand_in
 from megatron_lite.watch.step_losses import StepLosses
+from megatron_lite.watch.step_norms import StepNorms
 
 SNAPSHOT_FILE = "memory.pickle"
 MAX_SILENCE_S = 2.0  # after which steps are written to the disk
@@ -90,9 +92,10 @@ class Profiler:
         self._leader: weakref.ref | None = None  # the optimizer whose steps are counted
         self._in_optimizer = self._in_backward = 0  # calls that are open: one may call another
         self._has_loader = False
+        self._watched: dict[str, float] = {}  # what run.json says of it
         self._replaced: list[tuple[object, str, object]] = []  # of torch: where, the name, what stood there
         self._first_sign = 0.0  # of training, by time.perf_counter()
-        self._losses = StepLosses()
+        self._losses, self._norms = StepLosses(), StepNorms()
         self._updates = HandUpdates()  # asked until an optimizer of torch steps
         self._passes = 0  # of backward, each within a step
         self._in_gradients = 0  # calls of torch.autograd.grad that are open
@@ -115,6 +118,7 @@ class Profiler:
         self._leader, self._first_sign = None, 0.0
         self._in_optimizer = self._in_backward = self._in_gradients = 0
         self._updates, self._losses, self._unwritten = HandUpdates(), StepLosses(), []
+        self._norms.forget()
         self._passes = self._steps_by_hand = 0
         self._thread = threading.get_ident()
         self.folder = self._given_folder
@@ -127,14 +131,16 @@ class Profiler:
         self._replace(
             torch.autograd, "grad", add_calls(torch.autograd.grad, self._begin_gradients, self._end_gradients)
         )
-        self._replace(
-            loader, "__next__", add_calls(loader.__next__, lambda iterator: self._begin_data(), self._end_data)
-        )
+        self._replace(loader, "__next__", add_calls(loader.__next__, self._begin_data, self._end_data))
         self._replace(torch, "save", add_calls(torch.save, self._begin_save, self._end_save))
         # the first marks steps as ours are marked, from its start on, recording or not; the others have the second in common
         for kind, name in ((torch.profiler.profile, "start"), (torch.autograd.profiler.profile, "_prepare_trace")):
             self._replace(kind, name, add_calls(getattr(kind, name), self._make_way, lambda: None))
         scaler = torch.amp.GradScaler
+        clip = torch.nn.utils.clip_grad_norm_
+        counted_clip = stand_in(self._norms.wrap(clip, self._find_step), clip)
+        for place in (torch.nn.utils, torch.nn.utils.clip_grad):
+            self._replace(place, "clip_grad_norm_", counted_clip)
         for kind in (scaler, *list_subclasses(scaler)):
             self._see_scale(kind)
         # those of FSDP are not imported yet
@@ -193,6 +199,10 @@ class Profiler:
             status = "finished" if error is None else f"failed: {type(error).__name__}: {error}"
             status = "interrupted" if isinstance(error, KeyboardInterrupt) else status
             ended = {"status": status, "ended": format_now()}
+            if self._norms.limit is not None:
+                self._watched["clip_grad"] = self._norms.limit
+            if (peak := read_peak_bytes()) is not None:
+                self._watched["peak_host_bytes"] = peak
             by_hand = {STEPS_BY_HAND: True} if self._steps_by_hand else {}
             write_run(self.folder, self._record | ended | by_hand)
             if (
@@ -245,7 +255,9 @@ class Profiler:
 
     # --- what the script does
 
-    def _begin_data(self):
+    def _begin_data(self, iterator):
+        if not self._has_loader and threading.get_ident() == self._thread:
+            self._watched["loader_workers"] = getattr(iterator, "_num_workers", 0)
         self._has_loader = True
         self._end_step_by_hand()
         self._move(DATA)
@@ -408,7 +420,12 @@ class Profiler:
             "hardware": describe_device(torch.cuda.current_device() if cuda else None),
             "environment": read_environment(),
             "artefacts": {"steps": STEPS_FILE},
+            WATCHED: self._watched,
         }
+        if local := count_local_ranks(size):
+            self._watched["local_ranks"] = local
+        if (memory := read_machine().memory_bytes) is not None:
+            self._watched["host_memory_bytes"] = memory
         if self.rank == 0:
             keep_previous_run(self.folder)
             (self.folder / STEPS_FILE).unlink(missing_ok=True)
@@ -429,6 +446,11 @@ class Profiler:
         remedies = functools.partial(_list_remedies, cuda)
         shortage = OutOfMemory(self.rank, path if self._memory else None, recorder, remedies, _tell)
         return [shortage, *histories, recorder.place]
+
+    def _find_step(self) -> int | None:
+        """The running step of the rank that writes, on the thread that trains; None elsewhere."""
+        is_recorded = self._instruments is not None and threading.get_ident() == self._thread and self.rank == 0
+        return self._step if is_recorded else None
 
     def _begin_step(self):
         self._step += 1
@@ -455,11 +477,20 @@ class Profiler:
         for one in known:
             record = one.build_record(one.step)
             record.loss = self._losses.take(one.step, wait)
+            record.grad_norm = self._norms.take(one.step, wait)
             record.local = self._has_others and record.loss is not UNSET
             records.append(record)
         with contextlib.suppress(OSError), open(self.folder / STEPS_FILE, "ab") as file:
             for record in records:
                 append_record(file, record)
+
+
+def count_local_ranks(size: int) -> int | None:
+    """Ranks of this machine, as the launcher says it; None where it does not. size: all ranks."""
+    given = os.environ.get("LOCAL_WORLD_SIZE", "")
+    if given.isdecimal() and 0 < int(given) <= size:
+        return int(given)
+    return 1 if size == 1 else None
 
 
 def _list_remedies(cuda: bool, held: dict[str, int], asked: int, unused: int) -> list[str]:

@@ -223,8 +223,10 @@ def find_too_many_threads(facts: Facts) -> Finding | None:
 
     Meaning: every rank computes with as many threads as it sees cores by default. Several ranks on one
         machine then run several threads per core, which wait for each other at the end of every operator.
-    Measured: threads per rank times the ranks of this machine against its cores, as recorded by the run (CPU runs).
-    Cost: not measured: often more than half of the speed.
+    Measured: threads per rank times the ranks of this machine against its cores, as recorded by the run (CPU runs;
+        of watched scripts too).
+    Cost: at most the time that the training thread waited for a core; other jobs may have a part in it. Not measured where nothing
+        tells of that: often more than half of the speed.
     Do: cores divided by ranks, a thread left for the loader.
     Flags: OMP_NUM_THREADS=N before the command (torchrun sets 1 by itself with several ranks).
     False alarm: cores that the run does not see because others use them: then even fewer threads are right.
@@ -241,7 +243,9 @@ def find_too_many_threads(facts: Facts) -> Finding | None:
         "run.json",
     )
     advice = f"divide the cores: {THREADS}={fewer}"
-    return Finding(evidence=(seen,), advice=advice, flags=(f"{THREADS}={fewer}",), certain=False)
+    advice += f", or torch.set_num_threads({fewer}) where the script sets it" if facts.is_foreign else ""
+    waited_ms = facts.core_shortage.wait_ms if facts.core_shortage else None
+    return build_time_finding(waited_ms, [seen], advice, (f"{THREADS}={fewer}",), certain=False)
 
 
 MAX_RANKS_SHOWN = 8  # ranks

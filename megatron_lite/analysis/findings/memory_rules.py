@@ -13,10 +13,11 @@ from megatron_lite.analysis.findings.base import (
 from megatron_lite.analysis.findings.needless_rules import find_recomputed
 from megatron_lite.analysis.findings.reserved_rules import EXPANDABLE_SEGMENTS, MIN_BYTES
 from megatron_lite.analysis.memory.memory_results import OUTSIDE, Snapshot
-from megatron_lite.analysis.rank_facts import MATTERS, in_ms
+from megatron_lite.analysis.rank_facts import MATTERS, RankFacts, in_ms
 from megatron_lite.analysis.run_facts import TIGHT, Facts, measure_ordinary, sum_category, whole
 from megatron_lite.estimate.hardware import match_processor
 from megatron_lite.phases import Phase
+from megatron_lite.run_folder import RUN_FILE
 from megatron_lite.units import GIB, MIB, counted, size
 
 MIN_BYTES_PER_STEP = MIB  # in a snapshot: less takes thousands of steps to fill a gigabyte
@@ -345,7 +346,8 @@ def find_needless_recompute(facts: Facts) -> Finding | None:
         it where memory decides the micro-batch, and a loss everywhere else.
     Measured: the run's plan; the sum of all that a step would hold without recomputation, by formula, against the
         memory that the run found at its start (of the GPU, or of the machine, shared by its ranks). Of other jobs: layers
-        that run forward again inside backward, beside a peak below 30% of the GPU's memory.
+        that run forward again inside backward, beside a peak below 30% of the GPU's memory; of
+        watched scripts on CPUs, beside processes that together held less than 30% of the machine's memory.
     Cost: up to the time of forward, by its share of recomputed layers.
     Do: leave recomputation out, or a larger micro-batch with it.
     Flags: without --recompute-granularity full, --recompute-method and --recompute-num-layers; --recompute-granularity
@@ -393,19 +395,34 @@ def find_needless_recompute(facts: Facts) -> Finding | None:
     return build_time_finding(cost, seen, advice, (SELECTIVE,), certain=False)
 
 
-LITTLE = 0.30  # of the GPU's memory: what a checkpointed layer would hold is not known
+LITTLE = 0.30  # of the device's memory: what a checkpointed layer would hold is not known
+
+
+def _find_room(facts: Facts, one: RankFacts) -> tuple[int, int, str]:
+    """(bytes of the GPU, bytes of the peak, where that is from); 0 for unknown."""
+    processor = match_processor(one.time.device)
+    listed = processor.memory_gib if processor is not None else None
+    room = facts.device_bytes or (int(listed * GIB) if listed else 0)
+    if facts.peak is not None:
+        return room, facts.peak.num_bytes, facts.peak.where
+    traced = max((seen.peak_bytes for seen in facts.traced_memory if seen.total_is_given), default=0)
+    return room, traced, ""
+
+
+def _find_room_of_host(facts: Facts) -> tuple[int, int, str]:
+    """(bytes of the machine's memory, the most that its ranks held, where that is from); 0 for unknown."""
+    room, peak_bytes = whole(facts.watched("host_memory_bytes")), whole(facts.watched("peak_host_bytes"))
+    if not room or not peak_bytes or not facts.local_ranks:
+        return 0, 0, ""
+    return room, peak_bytes * facts.local_ranks, RUN_FILE
 
 
 def _find_recomputation_in_trace(facts: Facts) -> Finding | None:
     """Of a job whose flags are unknown: recomputation that its trace shows, where the peak is far below the device's memory."""
     one = facts.critical
-    if one is None or not one.time.on_gpu or any(one.oom is not None for one in facts.snapshots):
+    if one is None or any(one.oom is not None for one in facts.snapshots):
         return None
-    processor = match_processor(one.time.device)
-    listed = processor.memory_gib if processor is not None else None
-    room = facts.device_bytes or (int(listed * GIB) if listed else None)
-    traced = max((seen.peak_bytes for seen in facts.traced_memory if seen.total_is_given), default=0)
-    peak_bytes = facts.peak.num_bytes if facts.peak is not None else traced
+    room, peak_bytes, where = _find_room(facts, one) if one.time.on_gpu else _find_room_of_host(facts)
     if not room or not 0 < peak_bytes <= LITTLE * room:
         return None
     rows = find_recomputed(one)
@@ -413,9 +430,7 @@ def _find_recomputation_in_trace(facts: Facts) -> Finding | None:
         return None
     cost = one.covered_ms(one.work_under(rows))
     text = f"layers that run forward again inside backward take {one.of_step(cost)}"
-    held = Evidence(
-        f"the peak is {size(peak_bytes)} of {size(room)}", facts.peak.where if facts.peak is not None else ""
-    )
+    held = Evidence(f"the peak is {size(peak_bytes)} of {size(room)}", where)
     advice = (
         "checkpoint fewer layers, or none (torch.utils.checkpoint, gradient_checkpointing), while the peak leaves room"
     )

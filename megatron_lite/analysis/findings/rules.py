@@ -49,6 +49,8 @@ MIN_COST_MS = 0.005  # per step; less is printed as 0.00 ms
 OF_RECORDING = ("--pytorch-profiler-", "--profile-ranks", "--record-")  # flags that change no run, but show more of it
 # the run fails or computes something wrong: what its steps cost comes second
 BEFORE_COSTS = (memory_rules.find_out_of_memory.code, imbalance_rules.find_collective_order.code)
+# what takes the cores stands before what the run does with them; of equal cost what the user can change comes first
+OF_CORES = (machine_rules.find_too_many_threads.code, machine_rules.find_busy_machine.code)
 REFUSED_WITH_MODEL = ("--torch-compile", "--recompute-")  # beside --model, a model of the user's own
 
 
@@ -88,7 +90,7 @@ def _rate(one: Finding, steps: int) -> tuple[int, float, int]:
     order = 2
     if one.code in BEFORE_COSTS and one.certain:
         order = 0
-    elif one.code == machine_rules.find_busy_machine.code and one.cost_ms is not None:
+    elif one.code in OF_CORES and one.cost_ms is not None:
         order = 1
     return order, -(cost_ms or 0.0), -(one.cost_bytes or 0)
 

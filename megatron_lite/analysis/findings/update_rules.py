@@ -5,7 +5,7 @@ import re
 
 from megatron_lite.analysis.findings.base import Evidence, Finding, build_time_finding, find_lost_time, rule
 from megatron_lite.analysis.rank_facts import MATTERS, MIN_SHARE_SHOWN, RankFacts, in_ms
-from megatron_lite.analysis.run.learning import measure_learning
+from megatron_lite.analysis.run.learning import find_clip_limit, measure_learning
 from megatron_lite.analysis.run.run_results import Run
 from megatron_lite.analysis.run_facts import Facts, measure_ordinary
 from megatron_lite.analysis.trace.columns import Kind
@@ -175,7 +175,7 @@ def find_hard_clipping(facts: Facts, run: Run) -> Finding | None:
     Meaning: clipping is meant for rare outliers. Where each update is scaled down to the limit, the limit and not the
         gradient decides the update's size: with SGD it is the learning rate in disguise, with Adam the scale cancels
         out, and what remains is that steps with large gradients count no more than others.
-    Measured: gradient norms in steps.jsonl, skipped steps left out, against --clip-grad: above 10 times the limit in
+    Measured: gradient norms in steps.jsonl (of watched scripts what torch.nn.utils.clip_grad_norm_ returned), skipped steps left out, against --clip-grad: above 10 times the limit in
         95% of the updates, from 10 updates on.
     Cost: not time: what the updates mean.
     Do: look for what makes gradients large: a loss that is summed instead of averaged, no warm-up, an initialization
@@ -183,7 +183,7 @@ def find_hard_clipping(facts: Facts, run: Run) -> Finding | None:
     Flags: --clip-grad, --lr, --lr-warmup-iters, --init-method-std.
     False alarm: the first steps of training; a recipe that normalizes gradients on purpose.
     """
-    clipped, limit = measure_learning(run).clipped, facts.argument("clip_grad")
+    clipped, limit = measure_learning(run).clipped, find_clip_limit(run)
     if clipped is None:
         return None
     text = (

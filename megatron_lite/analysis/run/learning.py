@@ -2,10 +2,12 @@
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from megatron_lite.analysis.run.run_results import Run
+from megatron_lite.run_folder import WATCHED
 from megatron_lite.units import significant
 
 PART = 5  # the first and the last fifth of the losses are compared
@@ -30,6 +32,13 @@ class Learning:
     nothing: str  # why no step has taught the model anything; '' where one may have
 
 
+def find_clip_limit(run: Run) -> Any:
+    """The largest norm that clipping leaves: --clip-grad, or of a watched script what it gave torch; None for unknown."""
+    watched = run.record.get(WATCHED)
+    given = watched.get("clip_grad") if isinstance(watched, dict) else None
+    return run.args.get("clip_grad", given)
+
+
 def measure_learning(run: Run) -> Learning:
     """What the run's skipped steps, losses and gradient norms come to."""
     updates = run.steps - int(run.skipped.sum())
@@ -49,7 +58,7 @@ def measure_learning(run: Run) -> Learning:
         nothing = f"all {run.steps:,} steps were skipped, because a gradient was not finite"
     elif updates and len(not_finite) == updates:
         nothing = f"the loss was not finite in all {updates:,} updates"
-    limit = run.args.get("clip_grad")
+    limit = find_clip_limit(run)
     if isinstance(limit, int | float) and limit > 0 and len(norms) >= MIN_UPDATES:
         hard = float(np.mean(norms > MIN_CLIPPED * limit))
         clipped = float(np.median(norms)) / limit if hard >= NEARLY_ALL else None
