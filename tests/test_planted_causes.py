@@ -12,15 +12,13 @@ from trace_maker import AUTOGRAD, GLOO, MadeTrace
 from megatron_lite.analysis.analyze import analyze
 from megatron_lite.watch.profiler import Profiler
 
-UNNAMED = {"needless recomputation"}  # of other trainers: nothing tells what a step would hold without it
-
 
 def report_on(name: str, folder: Path):
     MADE[name].make(folder)
     return analyze([folder])
 
 
-@pytest.mark.parametrize("name", [name for name in MADE if name not in UNNAMED])
+@pytest.mark.parametrize("name", MADE)
 def test_the_cause_is_named_first_and_nothing_else_for_certain(tmp_path, name):
     cause, report = MADE[name], report_on(name, tmp_path)
     named = judge(report, cause.codes)
