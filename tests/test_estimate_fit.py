@@ -1,6 +1,8 @@
 """Flags that are found are fed back: what they promise is what the plan made of them needs."""
 
 import dataclasses
+import math
+from unittest.mock import Mock
 
 import pytest
 from command_lines import argv
@@ -10,8 +12,16 @@ from megatron_lite.config.command_line import read_command_line
 from megatron_lite.config.plan import Plan, resolve
 from megatron_lite.config.world import World
 from megatron_lite.estimate.hardware import Processor, find_processor
-from megatron_lite.estimate.memory import predict_memory
-from megatron_lite.estimate.what_if import NO_RECOMPUTE, Variant, build_variant, fit, what_if
+from megatron_lite.estimate.memory import measure_peak, predict_memory
+from megatron_lite.estimate.what_if import (
+    HALVED_EVERY,
+    NO_RECOMPUTE,
+    Variant,
+    build_variant,
+    find_fewest_recomputed,
+    fit,
+    what_if,
+)
 from megatron_lite.units import GIB
 
 MEDIUM = ("--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 2048 --max-position-embeddings 2048 "
@@ -161,3 +171,26 @@ def test_ranks_share_out_the_model_before_anything_is_computed_twice(gib, added)
     assert set(added) <= set(found.add) and ("--recompute-granularity full" in found.add) == (len(added) == 2), (
         found.add
     )
+
+
+@pytest.mark.parametrize("layers", [1, 2, 3, 7, 80])
+@pytest.mark.parametrize("bend", [0, 1, 5, 60])
+def test_the_fewest_recomputed_layers_are_found_with_few_predictions(layers, bend):
+    """Peaks fall evenly, or more slowly from some layer on, or not at all from there."""
+    for slope_after in (10, 3, 0):
+        peaks = [1000 - 10 * min(number, bend) - slope_after * max(number - bend, 0) for number in range(layers + 1)]
+        for budget in range(peaks[-1], peaks[0]):
+            measure = Mock(side_effect=peaks.__getitem__)
+            number = find_fewest_recomputed(layers, measure, budget)
+            asked = [call.args[0] for call in measure.call_args_list]
+            assert peaks[number] <= budget < peaks[number - 1]
+            # both ends, the answer and the one below it, where memory is linear
+            assert slope_after != 10 or len(asked) <= 4
+            assert len(asked) <= 2 + HALVED_EVERY * math.ceil(math.log2(layers)) and len(set(asked)) == len(asked)
+
+
+@pytest.mark.parametrize("changes", ["", "--fp16", "--bf16 --use-torch-fsdp2", "--optimizer sgd --attention-backend unfused",
+                                     "--recompute-granularity full --recompute-method block --recompute-num-layers 3"])  # fmt: skip
+def test_the_peak_alone_is_that_of_the_moments(changes):
+    one = plan(changes, World(size=4, local_size=4, gpus=4))
+    assert measure_peak(one, H200) == predict_memory(one, H200).peak.num_bytes

@@ -16,6 +16,7 @@ from megatron_lite.estimate.hardware import find_processor
 from megatron_lite.estimate.memory import predict_memory
 from megatron_lite.estimate.search import get_sizes, search
 from megatron_lite.estimate.step_time import predict_time
+from megatron_lite.estimate.what_if import NO_RECOMPUTE, change_plan, full_recompute
 from megatron_lite.units import GIB
 
 GPU = find_processor("A100-40")
@@ -63,9 +64,22 @@ def test_what_is_listed_fits_and_is_what_its_flags_give(found):
     layouts = [get_sizes(one.plan.layout) for one in found.best_of_layouts]
     assert len(set(layouts)) == len(layouts) > 5
     for one in [*found.best_of_layouts[:8], *found.front]:
-        assert not one.variant.drop
-        assert (one.peak_bytes, pytest.approx(one.step_ms)) == measure(" ".join(one.variant.add))
+        assert not one.changed.drop
+        assert (one.peak_bytes, pytest.approx(one.step_ms)) == measure(" ".join(one.changed.add))
         assert one.peak_bytes <= found.budget_bytes
+
+
+def test_a_layer_less_recomputed_would_not_fit(found):
+    """Of candidates that recompute some layers, and none where all or none of them would do."""
+    refined = [one for one in found.fitting if 0 < one.plan.recomputed_layers < one.plan.stage.chunk_size]
+    assert len(refined) > 5
+    for one in refined:
+        number = one.plan.recomputed_layers - 1
+        mode = full_recompute(number, "block") if number else NO_RECOMPUTE
+        changed = change_plan(plan(MODEL, EIGHT, 50257), one.changes | mode)
+        assert (
+            max(predict_memory(stage, GPU).peak.num_bytes for stage in plan_stages(changed.plan)) > found.budget_bytes
+        )
 
 
 def test_nothing_beats_the_front(found):

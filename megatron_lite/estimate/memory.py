@@ -7,6 +7,7 @@ without data; tests hold the two side by side.
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 
 from megatron_lite.config.layout import Stage, count_keys
 from megatron_lite.config.plan import Plan
@@ -23,7 +24,7 @@ from megatron_lite.estimate.model_size import (
     list_states,
     per_parameter,
 )
-from megatron_lite.estimate.prediction import LedgerRow, MemoryPrediction, Moment, sum_moment
+from megatron_lite.estimate.prediction import LedgerRow, ListedMoment, MemoryPrediction, sum_moment
 from megatron_lite.model.kernel_choice import (
     CAUSAL,
     FLASH_HEAD_STEP,
@@ -47,12 +48,16 @@ DELAYED = "inputs and gradients of linear layers, for weights"
 LOGITS = "logits and loss"
 SENT = "hidden states on their way between stages"
 
-Held = Counter[str]  # bytes for each token, by row
+# Bytes for each token, by row. What a function here returns is kept for its next call: add to it, never change it.
+Held = Counter[str]
+# Micro-batches whose layers are remembered: a search asks for one of them with many layouts before it goes on to the next.
+CACHED_BATCHES = 64
 
 
 # --- what one micro-batch keeps from forward to backward
 
 
+@lru_cache(maxsize=CACHED_BATCHES)
 def _keep_until_scores(batch: MicroBatch) -> Held:
     """One layer's first norm, its projection, and what attention takes and gives but scores that are written down."""
     shape, each, wide = batch.shape, batch.element_bytes, batch.shape.attention_width
@@ -126,12 +131,14 @@ def _measure_scores(batch: MicroBatch) -> tuple[int, list[int]]:
     return each * positions, kept
 
 
+@lru_cache(maxsize=CACHED_BATCHES)
 def _keep_layer(batch: MicroBatch) -> Held:
     """One layer's forward; the layer's input belongs to it, its result does not.
 
     A squared relu keeps relu's result instead of its input; swiglu both halves, silu's result and the product.
     """
-    shape, held = batch.shape, _keep_until_scores(batch)
+    shape = batch.shape
+    held = _keep_until_scores(batch).copy()
     inner = (4 if shape.activation == "swiglu" else 2) * shape.ffn_hidden_size
     held[SCORES] += 0 if batch.recomputes_attention else sum(_measure_scores(batch)[1])
     held.update({NORMS: batch.hidden_norm_bytes, LINEAR_INPUTS: batch.input_bytes})
@@ -141,7 +148,8 @@ def _keep_layer(batch: MicroBatch) -> Held:
 
 def _keep_layers(batch: MicroBatch, number: int, recomputed: int) -> list[tuple[Held, int]]:
     """(what a layer holds, of how many layers): of `number` layers `recomputed` keep their input only."""
-    return [(_keep_layer(batch), number - recomputed), (Held({RECOMPUTED: batch.input_bytes}), recomputed)]
+    kinds = [(_keep_layer(batch), number - recomputed), (Held({RECOMPUTED: batch.input_bytes}), recomputed)]
+    return [(held, layers) for held, layers in kinds if layers]
 
 
 def _keep_ends(batch: MicroBatch, stage: Stage) -> Held:
@@ -164,27 +172,42 @@ def _list_waiting(batch: MicroBatch, stage: Stage, micro_batches: int, recompute
     if stage.stages == 1:
         return
     waiting, delayed = stage.count_held(micro_batches)
-    for _ in range(waiting - 1):
-        yield from _list_kept(batch, stage.chunk_size, recomputed)
-        yield from _list_rows(batch, Held({MASKS: batch.mask_bytes if stage.is_first else 0}))
+    others = waiting - 1
+    if others:
+        yield from _list_kept(batch, stage.chunk_size, recomputed, others)
+        yield from _list_rows(batch, Held({MASKS: batch.mask_bytes if stage.is_first else 0}), 1, others)
     yield from _list_rows(batch, _keep_for_weights(batch, stage), delayed * stage.chunk_size)
     yield from _list_rows(batch, Held({SENT: (2 if len(stage.chunks) == 1 else 3) * batch.input_bytes}))
 
 
-def _list_rows(batch: MicroBatch, held: Held, times: int = 1) -> Iterator[LedgerRow]:
+def _list_rows(batch: MicroBatch, held: Held, layers: int = 1, micro_batches: int = 1) -> Iterator[LedgerRow]:
+    """Rows of what so many layers of so many micro-batches hold, from what one layer holds for each token."""
+    of_layers = f"{layers} layers x " if layers > 1 else ""
+    of_batches = f"{micro_batches} micro-batches x " if micro_batches > 1 else ""
+    tokens = f"{of_batches}{of_layers}{count(batch.tokens)} tokens"
+    number = micro_batches * layers * batch.tokens
     for name, each in held.items():
-        formula = f"{f'{times} layers x ' if times > 1 else ''}{count(batch.tokens)} tokens x {count(each)} bytes"
-        category = "workspace" if name == GRADIENTS else "activations"
-        yield LedgerRow(category, name, times * batch.tokens * each, formula)
+        if each:
+            category = "workspace" if name == GRADIENTS else "activations"
+            yield LedgerRow(category, name, number * each, f"{tokens} x {count(each)} bytes")
 
 
-def _list_kept(batch: MicroBatch, number: int, recomputed: int) -> Iterator[LedgerRow]:
-    """Rows of what `number` layers keep, of which `recomputed` keep their input only."""
-    for held, times in _keep_layers(batch, number, recomputed):
-        yield from _list_rows(batch, held, times)
+@lru_cache(maxsize=16 * CACHED_BATCHES)
+def _list_kept(batch: MicroBatch, number: int, recomputed: int, micro_batches: int = 1) -> tuple[LedgerRow, ...]:
+    """Rows of what `number` layers keep of each micro-batch; `recomputed` of the layers keep their input only."""
+    rows: list[LedgerRow] = []
+    for held, layers in _keep_layers(batch, number, recomputed):
+        rows += _list_rows(batch, held, layers, micro_batches)
+    return tuple(rows)
 
 
-def _list_layer_backward(batch: MicroBatch) -> Iterator[tuple[str, Held]]:
+@lru_cache(maxsize=CACHED_BATCHES)
+def _list_layer_backward(batch: MicroBatch) -> tuple[tuple[str, Held], ...]:
+    """(operation, what the layer holds there): the points of its backward at which that can be most."""
+    return tuple(_find_backward_peaks(batch))
+
+
+def _find_backward_peaks(batch: MicroBatch) -> Iterator[tuple[str, Held]]:
     """(operation, what the layer holds there): the points of its backward at which that can be most.
 
     Backward lets go of what each operation kept: the MLP's share is gone when attention's turn comes.
@@ -292,26 +315,38 @@ def predict_memory(plan: Plan, processor: Processor | None = None) -> MemoryPred
     without fragmentation, and for layers that are not compiled.
     processor: the GPU, whose cuBLAS takes more on newer ones; None: an older one.
     """
-    number, always = count_parameters(plan.rank_shape, plan.stage), list(list_states(plan, processor))
-    # the optimizer finds gradients unless they lie in fp32 sums or buckets, and copies those of 16 bits to fp32
-    updating, decayed = list(always), []
+    return MemoryPrediction(tuple(sum_moment(listed) for listed in _list_moments(plan, processor)))
+
+
+def measure_peak(plan: Plan, processor: Processor | None = None) -> int:
+    """Bytes of predict_memory's peak, in less time: for many plans of which only that is asked."""
+    return max(listed.num_bytes for listed in _list_moments(plan, processor))
+
+
+def _list_moments(plan: Plan, processor: Processor | None) -> Iterator[ListedMoment]:
+    always = list(list_states(plan, processor))
+    yield from _list_micro_batch_moments(plan, always)
+    yield from _list_update_moments(plan, always)
+
+
+def _list_update_moments(plan: Plan, always: list[LedgerRow]) -> Iterator[ListedMoment]:
+    """The gradients' norm and the optimizer, which finds gradients unless they lie in fp32 sums or buckets, and copies
+    those of 16 bits to fp32."""
+    number = count_parameters(plan.rank_shape, plan.stage)
+    ranks = plan.sharding.ranks if plan.sharding else 1
+    rows = list(always)
     if plan.sharding:
-        updating.append(per_parameter("gradients", "gradients", FP32, number, plan.sharding.ranks))
+        rows.append(per_parameter("gradients", "gradients", FP32, number, ranks))
     elif not plan.fp32_gradients and plan.layout.replicas == 1:
-        updating.append(per_parameter("gradients", "gradients", element_bytes(plan.precision), number))
+        rows.append(per_parameter("gradients", "gradients", element_bytes(plan.precision), number))
     if not plan.fp32_gradients and plan.precision != "fp32" and not plan.sharding:
-        updating.append(per_parameter("gradients", "fp32 copies of gradients", FP32, number))
+        rows.append(per_parameter("gradients", "fp32 copies of gradients", FP32, number))
+    yield ListedMoment(Phase.CLIP_GRAD, "gradient norm", rows)
+    decayed = []
     if plan.args.optimizer.optimizer == "sgd" and plan.learning_rate.weight_decay_style != "constant":
         # SGD's weight decay that changes is added to gradients by hand: weights times decay (optim/optimizer.py)
-        ranks = plan.sharding.ranks if plan.sharding else 1
         decayed.append(per_parameter("workspace", "decayed weights", FP32, number, ranks))
-    return MemoryPrediction(
-        (
-            *_list_micro_batch_moments(plan, always),
-            sum_moment(Phase.CLIP_GRAD, "gradient norm", updating),
-            sum_moment(Phase.OPTIMIZER_STEP, "update of the weights", [*updating, *decayed]),
-        )
-    )
+    yield ListedMoment(Phase.OPTIMIZER_STEP, "update of the weights", [*rows, *decayed])
 
 
 def _plan_batch(plan: Plan) -> MicroBatch:
@@ -347,12 +382,12 @@ class _ChunkOfLayers:
         """Layers that keep their input only."""
         return self.plan.recomputed_layers
 
-    @property
+    @cached_property
     def parameters(self) -> int:
         """Of all of the stage."""
         return count_parameters(self.plan.rank_shape, self.stage)
 
-    @property
+    @cached_property
     def layer_parameters(self) -> int:
         return count_layer_parameters(self.plan.rank_shape)
 
@@ -421,7 +456,7 @@ class _ChunkOfLayers:
         return [*rows, self.make_gradients(held)]
 
 
-def _list_micro_batch_moments(plan: Plan, always: list[LedgerRow]) -> Iterator[Moment]:
+def _list_micro_batch_moments(plan: Plan, always: list[LedgerRow]) -> Iterator[ListedMoment]:
     """Moments of the last micro-batch's forward and backward, which add to the gradients of those before it."""
     batch = _plan_batch(plan)
     micro_batches = plan.micro_batches(plan.train_samples)
@@ -433,7 +468,7 @@ def _list_micro_batch_moments(plan: Plan, always: list[LedgerRow]) -> Iterator[M
         yield from _list_embedding_moments(chunk)
 
 
-def _list_loss_moments(chunk: _ChunkOfLayers) -> Iterator[Moment]:
+def _list_loss_moments(chunk: _ChunkOfLayers) -> Iterator[ListedMoment]:
     """The end of forward, and what of the loss's backward can be most."""
     batch, stage, layers = chunk.batch, chunk.stage, chunk.layers
     kept = [*_list_kept(batch, layers, chunk.recomputed), *_list_rows(batch, _keep_ends(batch, stage))]
@@ -441,47 +476,58 @@ def _list_loss_moments(chunk: _ChunkOfLayers) -> Iterator[Moment]:
     if pieces := _list_gelu_pieces(batch):
         yield _sum_gelu_moment(batch, layers, chunk.recomputed, [*chunk.hold(layers), *pieces])
     if not stage.is_last:
-        yield sum_moment(Phase.FORWARD, "last layer", at_end)
+        yield ListedMoment(Phase.FORWARD, "last layer", at_end)
         return
     loss = _list_loss(batch)
-    yield sum_moment(Phase.FORWARD, "cross entropy", [*at_end, *loss])
+    yield ListedMoment(Phase.FORWARD, "cross entropy", [*at_end, *loss])
     if batch.precision == "fp16" or batch.split:
-        yield sum_moment(Phase.BACKWARD, "cross entropy", [*at_end, *loss])
+        yield ListedMoment(Phase.BACKWARD, "cross entropy", [*at_end, *loss])
     of_weight = [chunk.make_gradients(chunk.matrix), _describe_wide_logits(batch)]
-    yield sum_moment(Phase.BACKWARD, "output layer", [*at_end, loss[0], *chunk.hidden_gradient, *of_weight])
+    yield ListedMoment(Phase.BACKWARD, "output layer", [*at_end, loss[0], *chunk.hidden_gradient, *of_weight])
 
 
-def _list_layer_moments(chunk: _ChunkOfLayers) -> Iterator[Moment]:
+def _list_layer_moments(chunk: _ChunkOfLayers) -> Iterator[ListedMoment]:
     """Backward's highest moment in each layer that can have the highest of all.
 
     Layers of one kind are alike, so that what lives changes evenly: the first and the last of each kind are enough.
     """
-    batch, shape, layers, recomputed = chunk.batch, chunk.plan.rank_shape, chunk.layers, chunk.recomputed
+    layers, recomputed = chunk.layers, chunk.recomputed
     candidates = {layers, recomputed + 1, recomputed, 1}
     if chunk.is_sharded:
         # while gradients of one are reduced, or weights of one gathered
         candidates |= {layers - 1, 2}
     for layer in sorted(candidates & {*range(1, layers + 1)}, reverse=True):
-        own = Held({MASKS: batch.mask_bytes})
-        if layer <= recomputed and batch.copies_of_norms[0]:
-            own[RECOMPUTED] = batch.input_bytes
-        outside = [*chunk.hold(layer), *_list_kept(batch, layer - 1, min(layer - 1, recomputed))]
-        made = chunk.output_gradient + chunk.waiting
-        if chunk.gradients_stay and not chunk.is_sharded:
-            made += chunk.layer_parameters * (layers - layer)
-        moments = []
-        for operation, held in _list_layer_backward(batch):
-            new = 0
-            if operation == "linear_qkv":
-                new = chunk.layer_parameters
-            elif chunk.gradients_stay or operation == "linear_fc2":
-                new = shape.hidden_size * shape.ffn_hidden_size
-            rows = [*outside, *_list_rows(batch, own + held), chunk.make_gradients(made + new)]
-            moments.append(sum_moment(Phase.BACKWARD, f"layer {layer}, {operation}", rows))
-        yield max(moments, key=lambda moment: moment.num_bytes)
+        yield _find_highest_moment(chunk, layer)
 
 
-def _list_embedding_moments(chunk: _ChunkOfLayers) -> Iterator[Moment]:
+def _find_highest_moment(chunk: _ChunkOfLayers, layer: int) -> ListedMoment:
+    """The moment of one layer's backward at which tensors hold most."""
+    batch, shape = chunk.batch, chunk.plan.rank_shape
+    highest_bytes = -1
+    for operation, held in _list_layer_backward(batch):
+        new = 0
+        if operation == "linear_qkv":
+            new = chunk.layer_parameters
+        elif chunk.gradients_stay or operation == "linear_fc2":
+            new = shape.hidden_size * shape.ffn_hidden_size
+        # what lives outside of the layer is the same for all of them
+        num_bytes = batch.tokens * held.total() + batch.element_bytes * new
+        if num_bytes > highest_bytes:
+            highest_bytes = num_bytes
+            highest = operation, held, new
+    operation, held, new = highest
+    made = chunk.output_gradient + chunk.waiting
+    if chunk.gradients_stay and not chunk.is_sharded:
+        made += chunk.layer_parameters * (chunk.layers - layer)
+    own = Held({MASKS: batch.mask_bytes})
+    if layer <= chunk.recomputed and batch.copies_of_norms[0]:
+        own[RECOMPUTED] = batch.input_bytes
+    below = _list_kept(batch, layer - 1, min(layer - 1, chunk.recomputed))
+    rows = [*chunk.hold(layer), *below, *_list_rows(batch, own + held), chunk.make_gradients(made + new)]
+    return ListedMoment(Phase.BACKWARD, f"layer {layer}, {operation}", rows)
+
+
+def _list_embedding_moments(chunk: _ChunkOfLayers) -> Iterator[ListedMoment]:
     """The end of the first stage's backward."""
     plan, matrix = chunk.plan, chunk.matrix
     tied_matrix = matrix if chunk.is_tied else 0
@@ -495,15 +541,15 @@ def _list_embedding_moments(chunk: _ChunkOfLayers) -> Iterator[Moment]:
         each = gradient_bytes(plan.precision, plan.fp32_gradients)
         reduced = list_reduced(chunk.parameters, ends, each, plan.sharding.ranks)
         rows = [*chunk.always, *reduced, chunk.make_gradients(matrix)]
-        yield sum_moment(Phase.BACKWARD, "reduction of the embedding's gradients", rows)
+        yield ListedMoment(Phase.BACKWARD, "reduction of the embedding's gradients", rows)
     # the sum with a tied output layer's is a third matrix where a recorder watches, and in fp16, whose loss holds the first
     is_third = chunk.is_tied and (chunk.batch.on_cpu or chunk.batch.precision == "fp16")
     third = chunk.make_gradients(matrix if is_third else 0)
     last = max([*chunk.hidden_gradient, third], key=lambda row: row.num_bytes)
-    yield sum_moment(Phase.BACKWARD, "embedding", [*chunk.hold(0), chunk.make_gradients(added), last])
+    yield ListedMoment(Phase.BACKWARD, "embedding", [*chunk.hold(0), chunk.make_gradients(added), last])
 
 
-def _sum_gelu_moment(batch: MicroBatch, layers: int, recomputed: int, outside: list[LedgerRow]) -> Moment:
+def _sum_gelu_moment(batch: MicroBatch, layers: int, recomputed: int, outside: list[LedgerRow]) -> ListedMoment:
     """The last layer's GELU in forward, beside what the layers below keep.
 
     Args:
@@ -513,7 +559,7 @@ def _sum_gelu_moment(batch: MicroBatch, layers: int, recomputed: int, outside: l
     """
     below = _list_kept(batch, layers - 1, min(recomputed, layers - 1))
     own_layer = _list_rows(batch, _keep_layer(batch))
-    return sum_moment(Phase.FORWARD, f"layer {layers}, GELU", [*outside, *below, *own_layer])
+    return ListedMoment(Phase.FORWARD, f"layer {layers}, GELU", [*outside, *below, *own_layer])
 
 
 # --- sums that stand beside a measured snapshot

@@ -8,14 +8,16 @@ from megatron_lite.config.args import ModelArgs
 from megatron_lite.config.layout import Layout
 from megatron_lite.config.plan import Plan, list_stage_kinds
 from megatron_lite.estimate.hardware import Processor
-from megatron_lite.estimate.memory import predict_memory
+from megatron_lite.estimate.memory import measure_peak
+from megatron_lite.estimate.prediction import TimePrediction
+from megatron_lite.estimate.step_time import predict_time
 from megatron_lite.estimate.what_if import (
     NO_RECOMPUTE,
     SHARE_STATE,
     SHARE_WEIGHTS,
+    ChangedPlan,
     Changes,
-    Variant,
-    build_variant,
+    change_plan,
     find_fewest_recomputed,
     full_recompute,
 )
@@ -34,24 +36,22 @@ EQUAL_STAGES: Changes = {
 class Candidate:
     """One layout of the run with one micro-batch and one way of recomputation."""
 
-    variant: Variant  # its memory is that of the stage that holds most
+    changed: ChangedPlan
     changes: Changes
+    peak_bytes: int  # of one GPU's tensors, on the stage that holds most
+    time: TimePrediction | None = None  # None where it does not fit: nobody asks then
 
     @property
     def plan(self) -> Plan:
-        return self.variant.plan
-
-    @property
-    def peak_bytes(self) -> int:
-        return self.variant.peak_bytes
+        return self.changed.plan
 
     @property
     def step_ms(self) -> float:
-        return self.variant.time.step_ms if self.variant.time else math.inf
+        return self.time.step_ms if self.time else math.inf
 
     def sum_rows(self, *names: str) -> float:
         """Milliseconds of the rows of these names."""
-        return sum(row.ms for row in self.variant.time.rows if row.name in names) if self.variant.time else 0.0
+        return sum(row.ms for row in self.time.rows if row.name in names) if self.time else 0.0
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,9 @@ def search(
     """Try all layouts that the flags allow, with the global batch of the plan. tell: called with (layouts done, layouts)."""
     plan = replace(plan, world=replace(plan.world, rank=0))
     budget = int((processor.memory_gib or 0) * GIB * (1 - margin))
-    tried, fitting, least = 0, [], None
+    tried = 0
+    fitting: list[Candidate] = []
+    least = None
     layouts = list(_list_layouts(plan.args.model, plan.world.size))
     for number, layout in enumerate(layouts):
         tell(number, len(layouts))
@@ -105,9 +107,12 @@ def search(
             if not candidates or candidates[-1].peak_bytes > budget:
                 break  # nor does a larger micro-batch
             fitting.append(candidates[-1])
-    fitting += filter(None, [_refine(plan, processor, one, budget) for one in fitting])
-    fitting.sort(key=lambda one: (one.step_ms, one.peak_bytes))
-    return Search(processor, budget, margin, tried, tuple(fitting), least)
+            if len(candidates) > 1:
+                refined = _refine(plan, processor, candidates[0], candidates[1], budget)
+                fitting += [refined] if refined else []
+    timed = [replace(one, time=predict_time(one.plan, processor)) for one in fitting]
+    timed.sort(key=lambda one: (one.step_ms, one.peak_bytes))
+    return Search(processor, budget, margin, tried, tuple(timed), least)
 
 
 def _list_layouts(model: ModelArgs, ranks: int) -> Iterator[Changes]:
@@ -157,24 +162,44 @@ def _try(plan: Plan, processor: Processor, changes: Changes, budget: int) -> Ite
 
 
 def _predict(plan: Plan, processor: Processor, changes: Changes) -> Candidate | None:
-    variant = build_variant(plan, processor, **changes)
-    if variant is None:
+    """The candidate with its memory and without its time; None if the trainer refuses it."""
+    changed = change_plan(plan, changes)
+    if changed is None:
         return None
-    if variant.plan.layout.pipeline > 1:
-        later = [predict_memory(one, processor) for one, _ in list_stage_kinds(variant.plan)[1:]]
-        variant = replace(variant, memory=max(variant.memory, *later, key=lambda memory: memory.peak.num_bytes))
-    return Candidate(variant, changes)
+    return Candidate(changed, changes, measure_heaviest_stage(changed.plan, processor))
 
 
-def _refine(plan: Plan, processor: Processor, candidate: Candidate, budget: int) -> Candidate | None:
-    """The candidate with as few recomputed layers of each chunk as fit; None if all or none of them are recomputed."""
-    if candidate.changes["recompute_granularity"] is None:
+def measure_heaviest_stage(plan: Plan, processor: Processor | None) -> int:
+    """Peak memory, in bytes, of one GPU of the stage that holds most."""
+    if plan.layout.pipeline == 1:
+        return measure_peak(plan, processor)
+    return max(measure_peak(one, processor) for one, _ in list_stage_kinds(plan))
+
+
+def _refine(plan: Plan, processor: Processor, none: Candidate, all_layers: Candidate, budget: int) -> Candidate | None:
+    """The candidate with as few recomputed layers of each chunk as fit; None if that takes all of them.
+
+    Args:
+        none: The candidate without recomputation, which does not fit.
+        all_layers: The candidate that recomputes all layers, which fits.
+        budget: Bytes.
+    """
+    layers = all_layers.plan.stage.chunk_size
+    peaks = {0: none.peak_bytes, layers: all_layers.peak_bytes}
+
+    def measure(number: int) -> int:
+        if number not in peaks:
+            args = all_layers.plan.args
+            model = replace(args.model, **full_recompute(number, "block"))
+            recomputing = replace(all_layers.plan, args=replace(args, model=model))
+            peaks[number] = measure_heaviest_stage(recomputing, processor)
+        return peaks[number]
+
+    number = find_fewest_recomputed(layers, measure, budget)
+    if number == layers:
         return None
-
-    def fits(number: int) -> Candidate | None:
-        one = _predict(plan, processor, candidate.changes | full_recompute(number, "block"))
-        return one if one and one.peak_bytes <= budget else None
-
-    layers = candidate.plan.stage.chunk_size
-    number = find_fewest_recomputed(layers, lambda number: fits(number) is not None)
-    return fits(number) if number < layers else None
+    changes = all_layers.changes | full_recompute(number, "block")
+    changed = change_plan(plan, changes)
+    # the trainer takes any number of layers where it takes all
+    assert changed is not None
+    return Candidate(changed, changes, peaks[number])

@@ -1,6 +1,6 @@
 """A run with other flags: its memory and speed, and the flags with which it fits into a GPU."""
 
-from bisect import bisect_left
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +11,7 @@ from megatron_lite.config.flags import Flag, build, list_flags
 from megatron_lite.config.plan import Plan, plan_stages, resolve
 from megatron_lite.config.rules.run import data_rules
 from megatron_lite.estimate.hardware import Processor
-from megatron_lite.estimate.memory import predict_memory
+from megatron_lite.estimate.memory import measure_peak, predict_memory
 from megatron_lite.estimate.prediction import MemoryPrediction, TimePrediction
 from megatron_lite.estimate.step_time import predict_time
 from megatron_lite.units import GIB
@@ -19,6 +19,7 @@ from megatron_lite.units import GIB
 RULES = [rule for rule in RULES_WITHOUT_FILES if rule is not data_rules]  # a plan may be made without its data
 FLAGS = {flag.field: flag for flag in list_flags(Args)}
 MARGIN = 0.08  # of a GPU's memory: CUDA's context, libraries' buffers, NCCL, what the caching allocator cannot reuse
+HALVED_EVERY = 3  # tries along a line, in case memory is far from linear
 SHORTEST = 128  # sequence that anybody would want
 Changes = dict[str, Any]  # fields of Args
 NO_RECOMPUTE: Changes = {"recompute_granularity": None, "recompute_method": None, "recompute_num_layers": None}
@@ -33,19 +34,12 @@ SUMS_AS_USUAL = {"accumulate_allreduce_grads_in_fp32": False, "grad_reduce_in_bf
 
 
 @dataclass(frozen=True)
-class Variant:
+class ChangedPlan:
     """A changed plan. `add` goes behind the command line, where the last one of a name counts; `drop` must leave it."""
 
     plan: Plan
     add: tuple[str, ...]  # ("--micro-batch-size 8", "--bf16")
     drop: tuple[str, ...]  # ("--fp16",)
-    memory: MemoryPrediction
-    time: TimePrediction | None  # None without a GPU to predict for
-
-    @property
-    def peak_bytes(self) -> int:
-        """Peak memory of one GPU's tensors, in bytes."""
-        return self.memory.peak.num_bytes
 
     @property
     def words(self) -> str:
@@ -58,7 +52,20 @@ class Variant:
         return f"without {dropped}" + (" (fp32)" if {"--fp16", "--bf16"} & set(self.drop) else "")
 
 
-def build_variant(plan: Plan, processor: Processor | None = None, **changes: Any) -> Variant | None:
+@dataclass(frozen=True)
+class Variant(ChangedPlan):
+    """A changed plan with what it needs."""
+
+    memory: MemoryPrediction
+    time: TimePrediction | None  # None without a GPU to predict for
+
+    @property
+    def peak_bytes(self) -> int:
+        """Peak memory of one GPU's tensors, in bytes."""
+        return self.memory.peak.num_bytes
+
+
+def change_plan(plan: Plan, changes: Changes) -> ChangedPlan | None:
     """The plan with these fields of Args changed and the same global batch; None if the trainer refuses such flags."""
     if plan.args.training.global_batch_size is None and changes.get("micro_batch_size"):
         changes = {"global_batch_size": plan.batch.final, **changes}
@@ -67,27 +74,35 @@ def build_variant(plan: Plan, processor: Processor | None = None, **changes: Any
     args = build(Args, before | changes)
     if any(mistake for rule in RULES for mistake in rule(args, plan.world)):
         return None
-    changed = resolve(args, plan.world, plan.vocab_size)
     add, drop = [], []
-
-    def is_left_out(flag: Flag, value: object) -> bool:
-        # only switches and what is None when left out can be taken back by leaving the flag out
-        return value == flag.default and (flag.is_switch or value is None)
-
     for name, value in changes.items():
         flag = FLAGS[name]
-        if not is_left_out(flag, value):
+        if not _is_left_out(flag, value):
             shown = f"{value:g}" if isinstance(value, float) else value
             add.append(flag.spelling if flag.is_switch else f"{flag.spelling} {shown}")
-        elif not is_left_out(flag, before[name]):
+        elif not _is_left_out(flag, before[name]):
             drop.append(flag.spelling)
-    time = predict_time(changed, processor) if processor else None
-    return Variant(changed, tuple(add), tuple(drop), predict_memory(changed, processor), time)
+    return ChangedPlan(resolve(args, plan.world, plan.vocab_size), tuple(add), tuple(drop))
+
+
+def _is_left_out(flag: Flag, value: object) -> bool:
+    """Whether leaving the flag out gives this value: that takes back switches, and what is None when left out."""
+    return value == flag.default and (flag.is_switch or value is None)
+
+
+def build_variant(plan: Plan, processor: Processor | None = None, **changes: Any) -> Variant | None:
+    """As change_plan, with memory and time on a GPU."""
+    changed = change_plan(plan, changes)
+    if changed is None:
+        return None
+    memory = predict_memory(changed.plan, processor)
+    time = predict_time(changed.plan, processor) if processor else None
+    return Variant(changed.plan, changed.add, changed.drop, memory, time)
 
 
 def find_heaviest_stage(plan: Plan, processor: Processor | None = None) -> Plan:
     """The plan of a rank of the stage that holds the most memory."""
-    return max(plan_stages(plan), key=lambda one: predict_memory(one, processor).peak.num_bytes)
+    return max(plan_stages(plan), key=lambda one: measure_peak(one, processor))
 
 
 def full_recompute(layers: int, method: str) -> Changes:
@@ -95,10 +110,39 @@ def full_recompute(layers: int, method: str) -> Changes:
     return {"recompute_granularity": "full", "recompute_method": method, "recompute_num_layers": layers}
 
 
-def find_fewest_recomputed(layers: int, fits: Callable[[int], bool]) -> int:
-    """The fewest recomputed layers with which it `fits`: each more keeps less, so halving finds them."""
-    numbers = range(1, layers)
-    return numbers.start + bisect_left(numbers, True, key=fits)
+def find_fewest_recomputed(layers: int, measure_peak: Callable[[int], int], budget: int) -> int:
+    """The fewest recomputed layers with which a rank's peak is within the budget.
+
+    Each recomputed layer keeps less, and all layers are alike, so that the peak is nearly linear in their number: a
+    straight line between a number that is too small and one that is enough meets the budget where the answer is, or close
+    to it. What it misses is found by trying the number below, and by halving.
+
+    Args:
+        layers: A number that is enough; 0 is too small.
+        measure_peak: Peak memory in bytes with so many recomputed layers.
+        budget: Bytes.
+    """
+    too_small = 0
+    enough = layers
+    highest_bytes = measure_peak(too_small)
+    lowest_bytes = measure_peak(enough)
+    tries = 0
+    while enough - too_small > 1:
+        tries += 1
+        if tries % HALVED_EVERY == 0:
+            number = (too_small + enough) // 2
+        else:
+            each = (highest_bytes - lowest_bytes) / (enough - too_small)
+            number = too_small + math.ceil((highest_bytes - budget) / each)
+            number = min(max(number, too_small + 1), enough - 1)
+        peak = measure_peak(number)
+        if peak <= budget:
+            enough = number
+            lowest_bytes = peak
+        else:
+            too_small = number
+            highest_bytes = peak
+    return enough
 
 
 def what_if(plan: Plan, processor: Processor | None = None) -> list[Variant]:
@@ -158,6 +202,13 @@ def fit(plan: Plan, processor: Processor, margin: float = MARGIN) -> Fit:
         one = build_variant(plan, processor, micro_batch_size=micro_batch, **changes)
         return one if one is not None and one.peak_bytes <= budget else None
 
+    def measure_block(number: int) -> int:
+        """Peak in bytes with the smallest micro-batch and so many recomputed layers."""
+        mode = full_recompute(number, "block") if number else NO_RECOMPUTE
+        changed = change_plan(plan, {"micro_batch_size": sizes[-1]} | mode | shared)
+        assert changed is not None  # as with layers - 1 recomputed layers
+        return measure_peak(changed.plan, processor)
+
     # from the least arithmetic to the most
     block = [full_recompute(layers - 1, "block")] if layers > 1 else []
     modes: list[Changes] = [NO_RECOMPUTE, SELECTIVE, *block, full_recompute(1, "uniform")]
@@ -167,9 +218,7 @@ def fit(plan: Plan, processor: Processor, margin: float = MARGIN) -> Fit:
     modes = [mode | shared for mode in modes]
     mode = next((mode for mode in modes if change_to_fit(sizes[-1], mode)), None)
     if mode and mode.get("recompute_method") == "block":
-        number = find_fewest_recomputed(
-            layers, lambda n: change_to_fit(sizes[-1], full_recompute(n, "block") | shared) is not None
-        )
+        number = find_fewest_recomputed(layers - 1, measure_block, budget)
         mode = full_recompute(number, "block") | shared
     found = next(filter(None, (change_to_fit(size, mode) for size in sizes)), None) if mode is not None else None
     if found:

@@ -160,10 +160,10 @@ def _search_as_json(found: Search | None) -> dict[str, Any] | None:
 
 
 def _candidate_as_json(one: Candidate) -> dict[str, Any]:
-    time = one.variant.time
+    time = one.time
     return {
         **dict(zip(("tensor", "context", "pipeline", "data"), get_sizes(one.plan.layout))),
-        "micro_batch_size": one.plan.args.training.micro_batch_size, "add": list(one.variant.add),
-        "drop": list(one.variant.drop), "peak_bytes": one.peak_bytes, "step_ms": one.step_ms,
+        "micro_batch_size": one.plan.args.training.micro_batch_size, "add": list(one.changed.add),
+        "drop": list(one.changed.drop), "peak_bytes": one.peak_bytes, "step_ms": one.step_ms,
         "rows": {row.name: row.ms for row in time.rows} if time else {},
     }  # fmt: skip

@@ -22,15 +22,15 @@ def judge_search(found: Search) -> list[str]:
     if not found.fitting:
         if found.least is None:
             return ["no layout divides this model and these GPUs"]
-        needed = f"{size(found.least.peak_bytes)} with {found.least.variant.words or 'the flags as they are'}"
+        needed = f"{size(found.least.peak_bytes)} with {found.least.changed.words or 'the flags as they are'}"
         none = f"none of {count(found.tried)} layouts fits into {room}"
         return [f"{none}: the least is {needed}; take more GPUs or larger ones"]
     best = found.fitting[0]
-    assert best.variant.time is not None  # a search is of a GPU
-    speed = f"{milliseconds(best.step_ms)} ms per step, {count(best.variant.time.tokens_per_s)} tokens/s"
+    assert best.time is not None  # a search is of a GPU
+    speed = f"{milliseconds(best.step_ms)} ms per step, {count(best.time.tokens_per_s)} tokens/s"
     layout = f"{name_layout(best.plan)}, micro-batch {best.plan.args.training.micro_batch_size}"
     fastest = f"fastest that fits: {layout}: peak {size(best.peak_bytes)} of {room}; at best {speed}"
-    return [fastest, f"flags: {best.variant.words or 'as they are'}"]
+    return [fastest, f"flags: {best.changed.words or 'as they are'}"]
 
 
 def name_layout(plan: Plan) -> str:
@@ -107,9 +107,9 @@ def _cost(one: Candidate, *names: str) -> str:
 
 def _compare(layouts: list[Candidate]) -> Iterator[str]:
     """What makes the second slower."""
-    if len(layouts) < 2 or not (layouts[0].variant.time and layouts[1].variant.time):
+    if len(layouts) < 2 or not (layouts[0].time and layouts[1].time):
         return
-    first, second = ({row.name: row.ms for row in one.variant.time.rows} for one in layouts[:2])  # type: ignore[union-attr]
+    first, second = ({row.name: row.ms for row in one.time.rows} for one in layouts[:2])  # type: ignore[union-attr]
     more = {name: second.get(name, 0.0) - first.get(name, 0.0) for name in {**first, **second}}
     name = max(more, key=lambda name: more[name])
     slower = layouts[1].step_ms - layouts[0].step_ms
