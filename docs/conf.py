@@ -40,14 +40,16 @@ highlight_language = "none"
 
 ANSWER_TITLES = {
     "accepted": "Accepted, without an effect here",
-    "retired": "Retired by Megatron-LM, without an effect",
+    "retired": "Retired by Megatron-LM",
+    "renamed": "Renamed by Megatron-LM",
     "respelled": "Old spellings",
     "refused": "Refused",
     "absent": "Not here",
 }
 ANSWER_TEXTS = {
     "accepted": "The run starts, and one line says why the flag changes nothing.",
-    "retired": "Scripts that still give them run.",
+    "retired": "Megatron-LM takes them no more. The run stops and says to drop them; `megatron-lite plan` reads them.",
+    "renamed": "Megatron-LM takes the old name no more. The run stops and gives the new one; `megatron-lite plan` reads them.",
     "respelled": "The trainer reads them as the flag that stands behind.",
     "refused": "The run stops before anything is made, with the reason and what to do.",
     "absent": "Less usual flags. The run stops and names the flag.",

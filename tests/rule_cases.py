@@ -207,7 +207,7 @@ FINE = split_cases("""
 !--max-position-embeddings --position-embedding-type none ; !--max-position-embeddings --no-position-embedding
 --num-attention-heads 5 --kv-channels 7
 --recompute-granularity full --recompute-method uniform --recompute-num-layers 1 ; --recompute-activations
---checkpoint-activations ; SAMPLES --rampup-batch-size 2 2 100 --lr-decay-samples 700 --lr-warmup-samples 70
+SAMPLES --rampup-batch-size 2 2 100 --lr-decay-samples 700 --lr-warmup-samples 70
 --bf16 --grad-reduce-in-bf16 ; --fp16 --accumulate-allreduce-grads-in-fp32 --loss-scale 128 ; !--lr --skip-train
 --lr 0 ; --min-lr 1e-3 ; --optimizer sgd --sgd-momentum 0 ; --clip-grad 0
 --lr-decay-style WSD --lr-wsd-decay-iters 100

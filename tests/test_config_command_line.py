@@ -165,7 +165,7 @@ def notes(changes, world=ALONE):
 
 NOTES = read_table("""
 --sequence-parallel | --sequence-parallel has no effect without --tensor-model-parallel-size above 1.
---data-impl mmap | --data-impl was retired by Megatron-LM and has no effect: all data is memory-mapped
+--no-persist-layer-norm | --no-persist-layer-norm has no effect here: kernels of norms are chosen by themselves.
 --use-flash-attn | --use-flash-attn is an old spelling of --attention-backend auto.
 --cpu-offloading-num-layers 0 | --cpu-offloading-num-layers 0 has no effect here: it is so anyway.
 --recompute-granularity selective --recompute-modules core_attn | --recompute-modules core_attn has no effect here: it is so anyway.

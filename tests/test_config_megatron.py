@@ -2,8 +2,10 @@
 
 import re
 
-from command_lines import REPO, mistakes, read
+import pytest
+from command_lines import REPO, mistakes, read, read_table
 
+from megatron_lite.cli.planned_flags import adapt_flags
 from megatron_lite.config.args import Args
 from megatron_lite.config.flags import (
     ABSENT,
@@ -11,7 +13,9 @@ from megatron_lite.config.flags import (
     ANSWERS,
     FILE,
     REFUSED,
+    RENAMED,
     RESPELLED,
+    RETIRED,
     STOPPING,
     dashed,
     find_texts,
@@ -38,7 +42,12 @@ OF_THIS_TRAINER = """
     --no-profile-on-demand --no-report --no-step-timeline --mlflow-experiment --torch-compile --torch-compile-backend
     --model
 """
-VALUES = {"--warmup": "0.1", "--checkpoint-granularity": "full", "--checkpoint-method": "block"}
+VALUES = {
+    "--warmup": "0.1",
+    "--checkpoint-granularity": "full",
+    "--checkpoint-method": "block",
+    "--activations-checkpoint-method": "block",
+}
 SEED = """--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 2048 --max-position-embeddings 2048
 --attention-backend auto --micro-batch-size 4 --global-batch-size 16 --train-iters 20000 --weight-decay 0.1
 --adam-beta1 0.9 --adam-beta2 0.95 --init-method-std 0.006 --clip-grad 1.0 --fp16 --lr 6.0e-5
@@ -88,12 +97,12 @@ def test_every_answer_is_said_in_one_line_and_names_flags_that_exist():
     everything = set().union(*NAMES.values())
     for flag in read_flags().values():
         assert set(re.findall(r"--[\w-]+", flag.text)) <= everything, flag
-        if flag.answer == RESPELLED:
+        if flag.answer in (RESPELLED, RENAMED):
             continue
         line = read([flag.name, "1"])
         said = [text for text in line.notes + line.mistakes if text.startswith(f"{flag.name} ")]
         assert len(said) == 1 and flag.text in said[0] and "\n" not in said[0] and not flag.text.endswith(".")
-        assert bool(line.mistakes) == (flag.answer in STOPPING)
+        assert bool(line.mistakes) == (flag.answer in (*STOPPING, RETIRED))
         if flag.answer == REFUSED:
             assert re.search(r"\b(drop it|use that)\b", flag.text), "a refusal says the remedy"
 
@@ -105,8 +114,55 @@ def test_old_spellings_mean_their_new_ones():
         value = [VALUES.get(old, "1")] if not is_whole else []
         line = read([old, *value])
         assert line.values == read([*new, *value]).values
-        assert line.values != read().values or old in ("--use-flash-attn", "--model-parallel-size")
+        assert line.values != read().values or old == "--use-flash-attn"
         assert line.notes == [f"{old} is an old spelling of {text}."] and line.mistakes == []
+
+
+# Flags that Megatron-LM 0.16.1 and its main branch of August 2026 end at, whatever their value: what is said.
+OUTDATED_FLAGS = read_table("""
+--batch-size 2 | --batch-size is a flag that Megatron-LM no longer takes; write --micro-batch-size instead.
+--model-parallel-size 1 | --model-parallel-size is a flag that Megatron-LM no longer takes; write --tensor-model-parallel-size instead.
+--warmup 1 | --warmup is a flag that Megatron-LM no longer takes; write --lr-warmup-fraction instead.
+--checkpoint-activations | --checkpoint-activations is a flag that Megatron-LM no longer takes; write --recompute-granularity full --recompute-method uniform --recompute-num-layers 1 instead.
+--activations-checkpoint-method uniform | --activations-checkpoint-method is a flag that Megatron-LM no longer takes; write --recompute-method instead.
+--layernorm-epsilon 1e-5 | --layernorm-epsilon is a flag that Megatron-LM no longer takes; write --norm-epsilon instead.
+--override-lr-scheduler | --override-lr-scheduler is a flag that Megatron-LM no longer takes; write --override-opt-param-scheduler instead.
+--data-impl mmap | --data-impl is a flag that Megatron-LM no longer takes: all data is memory-mapped .bin/.idx; drop it.
+--DDP-impl torch | --DDP-impl is a flag that Megatron-LM no longer takes: data parallel is torch's DistributedDataParallel; drop it.
+--fused-layer-norm | --fused-layer-norm is a flag that Megatron-LM no longer takes: fusion is chosen by itself; drop it.
+""")
+
+
+def test_flags_that_megatron_takes_no_more_stop_a_run_with_the_remedy():
+    for words, said in OUTDATED_FLAGS:
+        assert mistakes(words.split()) == [said]
+    # the flag of today is not called missing as well
+    assert len(mistakes("!--micro-batch-size --batch-size 2")) == 1
+
+
+def test_what_the_remedy_of_an_outdated_flag_names_works():
+    for old, text in find_texts(RENAMED).items():
+        new = text.split()
+        value = [] if KNOBS[new[0]].is_switch or len(new) > 1 else [VALUES.get(old, "1")]
+        assert read([*new, *value]).mistakes == []
+        assert adapt_flags([old, *value], (), ())[0] == [*new, *value]
+    for old in find_texts(RETIRED):
+        assert adapt_flags([old, "--lr", "1"], (), ())[0] == ["--lr", "1"]
+
+
+# Flags that Megatron-LM takes and that lead to nothing else there: a run of 0.16.1 starts with each of them.
+TAKEN = """
+--use-rotary-position-embeddings --use-flash-attn --recompute-activations --no-persist-layer-norm --no-initialization
+--no-tp-comm-bulk-wgrad --no-tp-comm-bulk-dgrad --no-tp-comm-overlap-ag --no-tp-comm-overlap-rs --no-tp-comm-split-ag
+--no-tp-comm-split-rs --disable-fp8-wgrad --disable-clone-scatter-output-in-embedding --disable-ckpt-fully-parallel-save
+--disable-use-tokenizer-model-from-checkpoint-args --disable-strict-fsdp-dtensor-load --no-rl-use-sequence-packing
+--no-rl-partial-rollouts --no-rl-skip-bos-token
+"""
+
+
+@pytest.mark.parametrize("flag", TAKEN.split())
+def test_switches_that_megatron_takes_in_two_spellings_pass_in_both(flag):
+    assert mistakes([flag]) == []
 
 
 def test_values_that_ask_for_nothing_pass():

@@ -1,11 +1,11 @@
-"""The flags of a launch command as a plan takes them: without names of files, with DeepSpeed's translated, changed as asked."""
+"""The flags of a launch command as a plan takes them: without names of files, with DeepSpeed's and old ones translated, changed as asked."""
 
 from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_lite.config.args import Args
 from megatron_lite.config.command_line import CommandLine, split_words
-from megatron_lite.config.flags import dashed, list_flags
+from megatron_lite.config.flags import OUTDATED, RENAMED, dashed, list_flags, read_flags
 
 Words = list[tuple[str, list[str]]]  # each flag with its values
 DEEPSPEED_FILE = Path(__file__).with_name("deepspeed_flags.tsv")
@@ -37,8 +37,9 @@ def adapt_flags(flags: Sequence[str], dropped: Sequence[str], added: Sequence[st
     kept = [word for word in words if _normalize(word[0]) not in left_out]
     notes = _note_changes(words, names, others)
     kept, translated = _translate_deepspeed(kept)
+    kept, outdated = _translate_outdated(kept)
     kept, empty = _drop_empty_paths(kept)
-    return [*strays, *_join([*kept, *others])], [*notes, *translated, *empty]
+    return [*strays, *_join([*kept, *others])], [*notes, *translated, *outdated, *empty]
 
 
 def _normalize(name: str) -> str:
@@ -81,6 +82,23 @@ def _translate_deepspeed(words: Words) -> tuple[Words, list[str]]:
             flag, *more = planned.split()
             kept.append((flag, more if for_value else more or values))
     return kept, [_describe_stage(stage)]
+
+
+def _translate_outdated(words: Words) -> tuple[Words, list[str]]:
+    """The words with flags that Megatron-LM has renamed by their names of today, and without those that it has retired."""
+    kept: Words = []
+    found = []
+    for name, values in words:
+        theirs = read_flags().get(name)
+        if theirs is None or theirs.answer not in OUTDATED:
+            kept.append((name, values))
+            continue
+        found.append(name)
+        if theirs.answer == RENAMED:
+            flag, *more = theirs.text.split()
+            kept.append((flag, more or values))
+    names = ", ".join(dict.fromkeys(found))
+    return kept, [f"of older versions of Megatron-LM, where a run of today stops: {names}."] if found else []
 
 
 def _describe_stage(stage: str | None) -> str:

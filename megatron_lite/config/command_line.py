@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from megatron_lite.config import flags
 from megatron_lite.config.args import Args
-from megatron_lite.config.flags import RESPELLED, Flag, list_flags, read_flags
+from megatron_lite.config.flags import RENAMED, RESPELLED, Flag, list_flags, read_flags
 from megatron_lite.config.misspelled import describe_unknown, find_closest
 from megatron_lite.config.yaml_file import YAML_FLAG, read_yaml
 from megatron_lite.units import is_number
@@ -88,6 +88,9 @@ def _take(name: str, values: list[str], known: dict[str, Flag], line: CommandLin
     elif theirs:
         text, is_mistake = flags.describe_flag(theirs, values)
         (line.mistakes if is_mistake else line.notes).append(text)
+        if theirs.answer == RENAMED:
+            # what was meant is there: do not call it missing as well
+            line.broken.update(theirs.text.split())
     elif name == YAML_FLAG:
         line.mistakes.append(f"{YAML_FLAG} is in a settings file; give all files on the command line.")
     else:

@@ -130,8 +130,10 @@ def write_flags(args: Any) -> list[str]:
 # --- Megatron-LM's flags that are not settings here
 
 FILE = Path(__file__).with_name("megatron_flags.txt")
-ACCEPTED, RETIRED, RESPELLED, REFUSED, ABSENT = ANSWERS = ("accepted", "retired", "respelled", "refused", "absent")
+ANSWERS = ("accepted", "retired", "respelled", "renamed", "refused", "absent")
+ACCEPTED, RETIRED, RESPELLED, RENAMED, REFUSED, ABSENT = ANSWERS
 STOPPING = REFUSED, ABSENT
+OUTDATED = RETIRED, RENAMED  # flags that older versions of Megatron-LM took
 ABSENT_BEGINS = "is a flag of Megatron-LM that this trainer does not have; leave it out"
 
 
@@ -141,7 +143,7 @@ class MegatronFlag:
 
     name: str
     answer: str
-    text: str  # the reason, or the new spelling of a respelled flag
+    text: str  # the reason, or the new spelling of a respelled or renamed flag
     passing: tuple[str, ...] | None  # the values with which a flag that stops a run passes; None if there are none
 
 
@@ -178,7 +180,9 @@ def describe_flag(flag: MegatronFlag, values: list[str]) -> tuple[str, bool]:
     if flag.answer == ACCEPTED:
         return f"{flag.name} has no effect here: {flag.text}.", False
     if flag.answer == RETIRED:
-        return f"{flag.name} was retired by Megatron-LM and has no effect: {flag.text}.", False
+        return f"{flag.name} is a flag that Megatron-LM no longer takes: {flag.text}; drop it.", True
+    if flag.answer == RENAMED:
+        return f"{flag.name} is a flag that Megatron-LM no longer takes; write {flag.text} instead.", True
     if flag.passing == tuple(values):
         return f"{' '.join((flag.name, *values))} has no effect here: it is so anyway.", False
     if flag.answer == REFUSED:

@@ -4,7 +4,17 @@ import textwrap
 from itertools import groupby
 
 from megatron_lite.config.args import Args
-from megatron_lite.config.flags import ABSENT, ACCEPTED, REFUSED, RESPELLED, RETIRED, Flag, find_texts, list_flags
+from megatron_lite.config.flags import (
+    ABSENT,
+    ACCEPTED,
+    REFUSED,
+    RENAMED,
+    RESPELLED,
+    RETIRED,
+    Flag,
+    find_texts,
+    list_flags,
+)
 
 HEAD = """\
 usage: pretrain_gpt.py [--yaml-cfg FILE] FLAGS
@@ -20,7 +30,7 @@ Megatron-LM does not have. Of a flag given twice the last one counts. All mistak
 """
 TITLES = {
     ACCEPTED: "Accepted without effect, with one note at the start",
-    RETIRED: "Retired by Megatron-LM, accepted without effect",
+    RETIRED: "Retired by Megatron-LM, which takes them no more",
     REFUSED: "Refused",
 }
 
@@ -37,6 +47,8 @@ def help_text(width: int = 110) -> str:
     absent = f"And {len(find_texts(ABSENT))} more flags of Megatron-LM, each of which is answered by name."
     lines[-1:] = [_wrap("  ", absent, width), "", "Old spellings"]
     lines += [_wrap("  ", f"{old} = {new}", width) for old, new in find_texts(RESPELLED).items()]
+    lines += ["", "Renamed by Megatron-LM, which takes the old name no more"]
+    lines += [_wrap("  ", f"{old}: {new}", width) for old, new in find_texts(RENAMED).items()]
     return "\n".join(lines)
 
 
