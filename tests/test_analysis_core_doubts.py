@@ -7,6 +7,7 @@ from trace_maker import GLOO, NCCL_STREAM, MadeTrace
 from training_maker import BF16_GEMM, ordinary_steps, run
 
 from megatron_lite.analysis.analyze import analyze
+from megatron_lite.analysis.compare.compare import compare
 from megatron_lite.analysis.core_use import CoreUse, read_core_use
 from megatron_lite.analysis.verdict_word import VerdictWord
 from megatron_lite.run_folder import CORES_IN_TRACE
@@ -159,3 +160,13 @@ def test_waiting_for_a_loader_is_certain_only_beside_a_record_of_cores(tmp_path,
 )
 def test_a_header_is_read_as_far_as_it_makes_sense(written, read):
     assert read_core_use(json.loads(json.dumps(written))) == read
+
+
+@pytest.mark.parametrize(
+    ("cores", "note"), [(None, "A: no run record"), (TAKEN, "A was measured on a busy machine"), (FREE, "")]
+)
+def test_a_comparison_of_traces_says_what_is_known_of_the_cores(tmp_path, cores, note):
+    base = write_ranks(tmp_path / "a", [0.0] * STEPS, (cores, cores)).facts
+    new = write_ranks(tmp_path / "b", ALWAYS, (FREE, FREE)).facts
+    told = [text for text in compare(base, new).notes if text.startswith("A")]
+    assert (len(told) == 1 and told[0].startswith(note)) if note else not told

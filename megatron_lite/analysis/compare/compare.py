@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from megatron_lite.analysis.compare.compare_results import Change, Comparison, KernelPair, Pair, PhasePair, Total
-from megatron_lite.analysis.compare.load import describe_load, find_load, widen_band, widen_rate
+from megatron_lite.analysis.compare.load import describe_load, describe_unknown_load, find_load, widen_band, widen_rate
 from megatron_lite.analysis.compare.losses import compare_losses
 from megatron_lite.analysis.compare.models import object_to_models
 from megatron_lite.analysis.compare.settings import (
@@ -384,6 +384,7 @@ def _pair_groups(a: Facts, b: Facts, whole: Pair | None) -> dict[str, Pair]:
 
 def _collect_notes(a: Facts, b: Facts, totals: tuple[Total, ...]) -> list[str]:
     notes = [describe_load(name, load) for name, load in _find_loads(a, b, totals).items()]
+    notes += [text for name, facts in (("A", a), ("B", b)) if (text := describe_unknown_load(name, facts))]
     if not (a.plan and b.plan):
         notes.append(
             "model and batch are known only for runs of this trainer: check yourself that both did the same work"

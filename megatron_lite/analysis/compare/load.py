@@ -12,9 +12,16 @@ from megatron_lite.units import significant
 
 def find_load(facts: Facts, kind: str) -> CoreShortage | None:
     """The shortage of cores in steps of that kind, "ordinary" or "profiled"; None where there was none, or a GPU hid it."""
-    if facts.run is None or facts.core_shortage is None:
-        return None
-    return find_core_shortage(facts.run, kind)
+    return None if facts.core_shortage is None else find_core_shortage(facts.run, kind, facts.traces)
+
+
+def describe_unknown_load(name: str, facts: Facts) -> str:
+    """'A: no run record: whether other jobs took the cores was not recorded ...'; '' where it was, and for times of a GPU."""
+    one = facts.critical
+    if facts.on_gpu is not False or one is None:
+        return ""
+    doubt = facts.doubt_cores([one.time.rank])
+    return f"{name}: {doubt}" if doubt else ""
 
 
 def widen_band(pair: Pair, loads: tuple[CoreShortage | None, ...]) -> Pair:
