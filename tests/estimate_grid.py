@@ -64,7 +64,7 @@ GRID = {  # name: (flags, ranks), and which of them if not the first
     "medium, bf16, reduced in bf16": (MEDIUM + "--bf16 --grad-reduce-in-bf16 --global-batch-size 8", 1),
     "medium, fp16, summed in fp32": (MEDIUM + "--fp16 --accumulate-allreduce-grads-in-fp32", 1),
     "medium, llama": (MEDIUM + LLAMA + GROUPED + "--bf16", 1),
-    "medium, no positions, per token": (MEDIUM + "--no-position-embedding --bf16 --calculate-per-token-loss", 1),
+    "medium, no positions, per token": (MEDIUM + "--position-embedding-type none --bf16 --calculate-per-token-loss", 1),
     "bytes, bf16, recompute": (MEDIUM + BYTES + "--bf16 " + FULL, 1),
     "bytes, bf16, recompute a block": (MEDIUM + BYTES + "--bf16 " + BLOCK + "2", 1),
     "bytes, fp32, no dropout": (MEDIUM + BYTES + "--hidden-dropout 0 --attention-dropout 0", 1),

@@ -14,14 +14,14 @@ BROKEN = split_cases("""
 !--max-position-embeddings ; --max-position-embeddings 31 ; --position-embedding-type rope --kv-channels 15
 --position-embedding-type rope --rotary-percent 0.1 ; --swiglu --squared-relu ; --swiglu --hidden-size 20
 --attention-backend flash ; --attention-backend fused --attention-dropout 0 ; --recompute-granularity full
---recompute-granularity full --recompute-method block --recompute-num-layers 0 ; --recompute-method uniform
+--recompute-granularity full --recompute-method block --recompute-num-layers 0
 --recompute-granularity selective --recompute-method block ; --recompute-activations --recompute-num-layers 1
 --train-iters 9007199254740992 ; --eval-iters 9007199254740992 ; --train-samples 800 ; !--train-iters
 --global-batch-size 9 ; --global-batch-size -8 ; --global-batch-size 1 ; SAMPLES --rampup-batch-size 2 2
 SAMPLES --rampup-batch-size 2 0 100 ; --rampup-batch-size 2 2 100
 SAMPLES !--global-batch-size --rampup-batch-size 2 2 100 ; SAMPLES --rampup-batch-size 2 4 100
 SAMPLES --rampup-batch-size 10 2 100 ; SAMPLES --rampup-batch-size 1 1 100 ; --exit-signal SIGNAL
---exit-signal SIGKILL ; --exit-signal SIG_DFL ; --fp16 --bf16 ; --grad-reduce-in-bf16
+--exit-signal SIGKILL ; --exit-signal SIG_DFL ; --fp16 --bf16
 --bf16 --grad-reduce-in-bf16 --accumulate-allreduce-grads-in-fp32 ; --fp16 --initial-loss-scale 2 --min-loss-scale 4
 --fp16 --loss-scale-window 1.5 ; !--lr ; --min-lr 0.01 ; --min-lr -1 ; --lr-warmup-init 0.01 ; --lr-decay-samples 80
 --lr-warmup-samples 80 ; --lr-wsd-decay-samples 80 ; SAMPLES --lr-decay-iters 80 ; SAMPLES --lr-warmup-iters 8
@@ -38,7 +38,9 @@ SAMPLES --rampup-batch-size 10 2 100 ; SAMPLES --rampup-batch-size 1 1 100 ; --e
 !--mock-data --valid-data-path tests/nothing ; --split 1,2,3,4 ; --split 9,x ; --split=-1,2 ; --split 0,0,0
 --split 0,1,1 ; --tokenizer-type SFTTokenizer ; --tokenizer-type Llama2Tokenizer ; --tokenizer-special-tokens <s>
 !--vocab-size ; --log-memory-interval 150 ; --log-memory-interval 0 ; --save-interval 10 --save-retain-interval 25
---ckpt-step 10 ; --load . --ckpt-step -1 ; --exit-on-missing-checkpoint ; --finetune
+--load . --ckpt-step -1 ; --load . --load-main-params-from-ckpt
+--load . --load-main-params-from-ckpt --no-load-optim --bf16 ; --num-layers-per-virtual-pipeline-stage 1
+--num-virtual-stages-per-pipeline-rank 2 ; --position-embedding-type learned_absolute --no-position-embedding
 --profile-gzip --no-profile-gzip ; --profile --profile-step-start -1 ; --profile --profile-step-start 12
 --use-pytorch-profiler --profile-step-start 0 --profile-step-end 1 ; --record-memory-history --memory-history-events 0
 --record-memory-history --profile-ranks 1 ; --profile --profile-ranks 0 -2
@@ -204,7 +206,7 @@ FINE = split_cases("""
 --seed 4294967295 --group-query-attention --num-query-groups 4
 --attention-backend flash --attention-dropout 0 --reset-attention-mask ; --attention-backend unfused
 --group-query-attention --num-query-groups 2 --swiglu --normalization RMSNorm --position-embedding-type rope
-!--max-position-embeddings --position-embedding-type none ; !--max-position-embeddings --no-position-embedding
+!--max-position-embeddings --position-embedding-type none 
 --num-attention-heads 5 --kv-channels 7
 --recompute-granularity full --recompute-method uniform --recompute-num-layers 1 ; --recompute-activations
 SAMPLES --rampup-batch-size 2 2 100 --lr-decay-samples 700 --lr-warmup-samples 70
@@ -213,6 +215,9 @@ SAMPLES --rampup-batch-size 2 2 100 --lr-decay-samples 700 --lr-warmup-samples 7
 --lr-decay-style WSD --lr-wsd-decay-iters 100
 --weight-decay-incr-style cosine --start-weight-decay 0.1 --end-weight-decay 0.1 ; --split 1 ; --split 949/50/1
 --split 0,0,1 --skip-train ; --eval-iters 0 ; --log-memory-interval 200 ; --save-interval 10
+--load . --load-main-params-from-ckpt --no-load-optim --bf16 --use-distributed-optimizer
+--load . --load-main-params-from-ckpt --no-load-optim ; --ckpt-step 10 ; --exit-on-missing-checkpoint ; --finetune
+--position-embedding-type rope --no-position-embedding ; --recompute-method uniform ; --grad-reduce-in-bf16
 --save-interval 10 --save-retain-interval 100 ; --load . --ckpt-step 0 ; --profile-step-start 50 ; --profile-ranks 7
 --profile --profile-ranks -1 ; --use-pytorch-profiler --profile-step-start 1 --profile-step-end 2
 --exit-signal-handler --exit-signal SIGUSR1

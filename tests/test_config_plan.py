@@ -44,7 +44,6 @@ NOTHING | activation gelu_tanh, linear_bias True, qkv_bias True, position_embedd
 --squared-relu | activation squared_relu
 --swiglu --disable-bias-linear | activation swiglu
 --squared-relu --no-bias-gelu-fusion | activation squared_relu
---no-position-embedding | position_embedding none
 --position-embedding-type rope | position_embedding rope
 --position-embedding-type rope --no-position-embedding | position_embedding rope
 --position-embedding-type none | position_embedding none

@@ -192,6 +192,21 @@ def test_weights_are_rounded_whether_or_not_the_optimizer_is_sharded(saved, tmp_
     assert all(torch.equal(master, master.bfloat16().float()) for master in begun["sharded"].values())
 
 
+@pytest.mark.parametrize("precision", ["--bf16", "--fp16"])
+@pytest.mark.parametrize("words", ["", "--finetune"])
+def test_masters_get_the_stored_weights_before_rounding_on_request(saved, tmp_path, precision, words):
+    frozen = f"{precision} --use-distributed-optimizer --lr 0 --min-lr 0 --override-opt-param-scheduler"
+    run = [frozen, words, "--load-main-params-from-ckpt --no-load-optim --exit-interval 5"]
+    quietly(flags(WHOLE, *run, "--save", tmp_path / "kept", "--load", saved), tmp_path / "run")
+    before = part(checkpoint(saved, 4), "model.")
+    kept = checkpoint(tmp_path / "kept", 5)
+    half = torch.bfloat16 if precision == "--bf16" else torch.float16
+    assert any(not torch.equal(weight, weight.to(half).float()) for weight in before.values())
+    for name, weight in before.items():
+        assert torch.equal(kept[f"optimizer.{name}.master"], weight)
+        assert torch.equal(kept[f"model.{name}"], weight.to(half))
+
+
 def test_another_padding_is_the_same_vocabulary(saved, tmp_path):
     """More rows begin as zeros, fewer leave only padding out, and the loss of what is stored does not change."""
     more = ["--padded-vocab-size 256 --exit-interval 5 --save", tmp_path / "more"]

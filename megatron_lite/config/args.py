@@ -34,7 +34,7 @@ class ModelArgs:
     rotary_base: int = flag(10000, "Base of the rotary frequencies.", "at least 1; 10000 is usual")
     rotary_interleaved: bool = flag(False, "Rotate neighboring channels instead of halves.")
     rotary_seq_len_interpolation_factor: int | None = flag(None, "Divide rotary positions by this.", "at least 1")
-    add_position_embedding: bool = flag(True, "No learned positions (old spelling).", off="--no-position-embedding")
+    add_position_embedding: bool = flag(True, "No effect with rope; refused without.", off="--no-position-embedding")
     normalization: str = flag("LayerNorm", "Norm of the residual stream.", choices=("LayerNorm", "RMSNorm"))
     norm_epsilon: float = flag(1e-5, "Epsilon of the norms.", "above 0")
     apply_layernorm_1p: bool = flag(False, "Keep norm weights minus one.")
@@ -378,6 +378,9 @@ class CheckpointArgs:
     ckpt_step: int | None = flag(None, "The iteration to load, instead of the newest.")
     finetune: bool = flag(False, "Load weights only, start at iteration 0.")
     pretrained_checkpoint: str | None = flag(None, "Weights to start from when --load holds nothing.", value="FOLDER")
+    load_main_params_from_ckpt: bool = flag(
+        False, "With --no-load-optim and --use-distributed-optimizer: masters get the stored weights before rounding."
+    )
     no_load_optim: bool = flag(False, "Do not load the optimizer.")
     no_load_rng: bool = flag(False, "Do not load random-number states.")
     no_save_optim: bool = flag(False, "Do not save the optimizer.")

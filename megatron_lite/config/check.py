@@ -62,12 +62,13 @@ DEPENDS: dict[str, tuple[str, Callable[[Args], object]]] = {
     "--tensor-model-parallel-size above 1": ("sequence_parallel", lambda a: a.parallel.tensor_model_parallel_size > 1),
     "--pipeline-model-parallel-size above 1": (
         ("decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers use_tp_pp_dp_mapping "
-         "num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank pipeline_schedule"),
+         "pipeline_schedule"),
         lambda a: a.parallel.pipeline_model_parallel_size > 1,
     ),
     "--fp16 or --bf16": (
-        "loss_scale accumulate_allreduce_grads_in_fp32", lambda a: a.precision.fp16 or a.precision.bf16
+        "loss_scale accumulate_allreduce_grads_in_fp32 load_main_params_from_ckpt", lambda a: a.precision.fp16 or a.precision.bf16
     ),
+    "--bf16": ("grad_reduce_in_bf16", lambda a: a.precision.bf16),
     "--fp16": ("initial_loss_scale min_loss_scale loss_scale_window hysteresis", lambda a: a.precision.fp16),
     "the built-in GPT (drop --model)": (
         "attention_backend explain_attention profile_modules use_cpu_initialization", lambda a: a.model.model is None
@@ -75,7 +76,9 @@ DEPENDS: dict[str, tuple[str, Callable[[Args], object]]] = {
     "--group-query-attention": (
         "num_query_groups", lambda a: a.model.group_query_attention or a.model.num_query_groups == 1
     ),
-    "--recompute-granularity full": ("recompute_num_layers", lambda a: a.model.recompute_granularity),
+    "--recompute-granularity full": (
+        "recompute_method recompute_num_layers", lambda a: a.model.recompute_granularity == "full"
+    ),
     "--lr-decay-style WSD": (
         "lr_wsd_decay_style lr_wsd_decay_iters lr_wsd_decay_samples", lambda a: a.optimizer.lr_decay_style == "WSD"
     ),
@@ -93,8 +96,11 @@ DEPENDS: dict[str, tuple[str, Callable[[Args], object]]] = {
          "exit_on_save_failure"), lambda a: a.checkpoint.save,
     ),
     "--load": (
-        "no_load_optim no_load_rng override_opt_param_scheduler use_checkpoint_opt_param_scheduler",
+        "ckpt_step exit_on_missing_checkpoint no_load_optim no_load_rng override_opt_param_scheduler use_checkpoint_opt_param_scheduler",
         lambda a: a.checkpoint.load,
+    ),
+    "--load or --pretrained-checkpoint": (
+        "finetune load_main_params_from_ckpt", lambda a: a.checkpoint.load or a.checkpoint.pretrained_checkpoint
     ),
     "--profile": ("profile_step_start profile_step_end", lambda a: a.profile.is_on),
     "--profile, or a profile on demand": ("profile_ranks", lambda a: a.profile.is_on),

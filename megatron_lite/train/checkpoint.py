@@ -226,7 +226,12 @@ class Checkpoints:
         require_shape(path, record, self.plan.shape, self.plan.vocab_size, self.plan.args.model.model)
         for text in stored.notes:
             logger.info(f"  note: --load {path}: {text}")
-        if weights_only or c.no_load_optim:
+        if c.load_main_params_from_ckpt:
+            # as in Megatron, the masters get the stored weights in the precision in which they were stored
+            named = zip(self.replica.names, self.optimizer.weights.masters, strict=True)
+            stored.read_into({f"model.{name}": master.detach() for name, master in named}, self._parts)
+            self.optimizer.weights.write_back()
+        elif weights_only or c.no_load_optim:
             # without an optimizer the masters begin as the rounded weights; as in Megatron, the schedule starts over
             named = zip(self.replica.names, self.replica.parameters)
             stored.read_into({f"model.{name}": value.detach() for name, value in named}, self._parts)

@@ -41,9 +41,9 @@ def model_rules(args: Args, world: World) -> Iterator[str]:
             yield "--recompute-granularity full needs --recompute-method uniform or block."
         if m.recompute_num_layers is not None and m.recompute_num_layers < 1:
             yield f"{number}: must be at least 1."
-    elif m.recompute_method is not None:
+    elif m.recompute_granularity == "selective" and m.recompute_method is not None:
         method = f"--recompute-method {m.recompute_method}"
-        yield f"{method} works with --recompute-granularity full only; add that, or drop it."
+        yield f"{method} works with --recompute-granularity full only; use that, or drop it."
     elif m.recompute_granularity == "selective" and m.recompute_num_layers is not None:
         without = "--recompute-granularity selective, which concerns all layers"
         yield f"{number} does not go with {without}; drop it, or use full."
@@ -74,7 +74,10 @@ def _check_tensors(args: Args) -> Iterator[str]:
 
 def _check_positions(args: Args) -> Iterator[str]:
     m, positions = args.model, args.model.max_position_embeddings
-    learned = m.position_embedding_type == "learned_absolute" and m.add_position_embedding
+    if not m.add_position_embedding and m.position_embedding_type != "rope":
+        yield "--no-position-embedding is taken with rope only, as in Megatron-LM; write --position-embedding-type none instead."
+        return
+    learned = m.position_embedding_type == "learned_absolute"
     if learned and positions is None:
         yield "--max-position-embeddings is missing; give it --seq-length's value."
     elif learned and m.seq_length and positions and positions < m.seq_length:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from megatron_lite.config.args import Args, DataArgs
+from megatron_lite.config.args import Args, DataArgs, ParallelArgs
 from megatron_lite.config.data_paths import OF_A_MODEL, TOKENIZER, TOKENIZERS, read_argument_files, split_shares
 from megatron_lite.config.flags import dashed
 from megatron_lite.config.layout import ZERO_BUBBLE, count_chunks, count_data_ranks, count_stage_layers
@@ -98,6 +98,17 @@ def _check_context_parallel(args: Args, world: World) -> Iterator[str]:
         yield f"{name} does not go with --reset-attention-mask, whose documents may lie on several ranks; drop one of them."
 
 
+def _refuse_chunks_of_one_stage(p: ParallelArgs) -> Iterator[str]:
+    """Megatron-LM, too, stops at chunks of stages where there is one stage."""
+    chunks = (
+        ("--num-layers-per-virtual-pipeline-stage", p.num_layers_per_virtual_pipeline_stage),
+        ("--num-virtual-stages-per-pipeline-rank", p.num_virtual_stages_per_pipeline_rank),
+    )
+    for flag, number in chunks:
+        if number is not None:
+            yield f"{flag} {number} needs --pipeline-model-parallel-size above 1; give that, or drop it."
+
+
 def _check_pipeline_parallel(args: Args, world: World) -> Iterator[str]:
     """Mistakes among stages, and the layers that they are to share out."""
     p, layers = args.parallel, args.model.num_layers
@@ -105,6 +116,7 @@ def _check_pipeline_parallel(args: Args, world: World) -> Iterator[str]:
     ends = (("first", p.decoder_first_pipeline_num_layers), ("last", p.decoder_last_pipeline_num_layers))
     given = {f"--decoder-{end}-pipeline-num-layers": number for end, number in ends if number is not None}
     if stages <= 1:
+        yield from _refuse_chunks_of_one_stage(p)
         return
     within = max(p.tensor_model_parallel_size, 1) * max(p.context_parallel_size, 1)
     if world.size % (stages * within):
@@ -226,12 +238,13 @@ def watch_rules(args: Args, world: World) -> Iterator[str]:
             f"--save-retain-interval {c.save_retain_interval}: must be a multiple of --save-interval "
             f"{c.save_interval}, or checkpoints to keep would never be written."
         )
-    if c.ckpt_step is not None and (c.ckpt_step < 0 or c.load is None):
-        yield f"--ckpt-step {c.ckpt_step}: names an iteration, at least 0, of the folder that --load gives; add it."
-    if c.exit_on_missing_checkpoint and c.load is None:
-        yield "--exit-on-missing-checkpoint needs --load, the folder to read; add it, or drop this."
-    if c.finetune and c.load is None and c.pretrained_checkpoint is None:
-        yield "--finetune needs --load or --pretrained-checkpoint, the weights to start from."
+    if c.ckpt_step is not None and c.ckpt_step < 0:
+        yield f"--ckpt-step {c.ckpt_step}: names an iteration, at least 0, of the folder that --load gives; change it."
+    is_half = args.precision.fp16 or args.precision.bf16
+    if c.load_main_params_from_ckpt and not c.no_load_optim:
+        yield "--load-main-params-from-ckpt needs --no-load-optim; add that, or drop it to load masters and moments."
+    elif c.load_main_params_from_ckpt and is_half and not args.parallel.use_distributed_optimizer:
+        yield "--load-main-params-from-ckpt needs --use-distributed-optimizer, as in Megatron-LM; add that, or drop it."
 
 
 def profile_rules(args: Args, world: World) -> Iterator[str]:

@@ -61,8 +61,6 @@ def precision_rules(args: Args, world: World) -> Iterator[str]:
     p = args.precision
     if p.fp16 and p.bf16:
         yield "--fp16 and --bf16 exclude each other; keep one."
-    if p.grad_reduce_in_bf16 and not p.bf16:
-        yield "--grad-reduce-in-bf16 needs --bf16; add it, or drop this."
     if p.grad_reduce_in_bf16 and p.accumulate_allreduce_grads_in_fp32:
         yield "--grad-reduce-in-bf16 and --accumulate-allreduce-grads-in-fp32 exclude each other; keep one."
     if 0 < p.initial_loss_scale < p.min_loss_scale:
