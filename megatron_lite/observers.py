@@ -11,15 +11,15 @@ from megatron_lite.checkpoint.find import chosen
 from megatron_lite.config.machine import Machine
 from megatron_lite.config.plan import Plan
 from megatron_lite.errors import CheckpointError
-from megatron_lite.estimate.hardware import peak_tflops
-from megatron_lite.estimate.model_size import count_parameters
-from megatron_lite.estimate.run_prediction import describe_forecast, forecast, record_forecast
 from megatron_lite.instruments.base import Instruments
 from megatron_lite.instruments.build_instruments import WhereaboutsKeeper, build_instruments
 from megatron_lite.instruments.memory_oom import explain_unrecorded, is_out_of_memory, list_remedies
 from megatron_lite.instruments.timeline import Timeline
 from megatron_lite.live_line import EVERY_RANK
 from megatron_lite.parallel.rank_status import RunPosition
+from megatron_lite.planner.hardware import peak_tflops
+from megatron_lite.planner.model_size import count_parameters
+from megatron_lite.planner.run_prediction import describe_forecast, forecast, record_forecast
 from megatron_lite.train.log import Log
 from megatron_lite.train.loop import Progress
 from megatron_lite.train.post_run_report import end_with_report, wants_report

@@ -11,7 +11,7 @@ of one rank before its first step:
         time: the shortest possible step: gpu, rows of name, ms, bound, formula, which add up; tokens, flops_causal,
             flops_full, peak_tflops, notes; null on CPUs and for a GPU that no table has
         failures: why a part of it is missing
-(fields of estimate/prediction.py)
+(fields of planner/prediction.py)
     model: null, or of a run with --model its function, file and the file's sha256; then plan.shape, parameters and prediction are unknown
 
 A trace of torch.profiler has what its rank got of the cores in the recorded steps in its header, "megatron_lite_cores": steps,

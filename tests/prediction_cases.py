@@ -6,8 +6,8 @@ import report_cases as cases
 
 from megatron_lite.analysis.memory.memory_results import Held, Snapshot
 from megatron_lite.analysis.run_facts import Facts
-from megatron_lite.estimate.prediction import LedgerRow, MemoryPrediction, Moment, TimePrediction, TimeRow
-from megatron_lite.estimate.run_prediction import Forecast, record_forecast
+from megatron_lite.planner.prediction import LedgerRow, MemoryPrediction, Moment, TimePrediction, TimeRow
+from megatron_lite.planner.run_prediction import Forecast, record_forecast
 from megatron_lite.units import GIB
 
 STATES = {"parameters": 2, "gradients": 2, "master weights": 4, "moments": 8}

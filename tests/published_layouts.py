@@ -11,11 +11,11 @@ from command_lines import plan
 
 from megatron_lite.config.plan import Plan, plan_stages
 from megatron_lite.config.world import World
-from megatron_lite.estimate.hardware import find_processor
-from megatron_lite.estimate.memory import predict_memory
-from megatron_lite.estimate.model_size import step_flops
-from megatron_lite.estimate.search import get_sizes, search
-from megatron_lite.estimate.step_time import predict_time
+from megatron_lite.planner.hardware import find_processor
+from megatron_lite.planner.memory import predict_memory
+from megatron_lite.planner.model_size import step_flops
+from megatron_lite.planner.search import get_sizes, search
+from megatron_lite.planner.step_time import predict_time
 from megatron_lite.units import GIB
 
 ALL_AGAIN = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"

@@ -18,11 +18,11 @@ from torch.nn import functional
 from megatron_lite.analysis.memory.ledger import ledger
 from megatron_lite.analysis.memory.read import SnapshotReader, analyze_snapshot, read_snapshot
 from megatron_lite.analysis.memory.record import build_record
-from megatron_lite.estimate.prediction import CATEGORIES
 from megatron_lite.instruments.memory_summary import peak
 from megatron_lite.instruments.memory_tags import Place
 from megatron_lite.instruments.memory_tracker import StorageTracker
-from megatron_lite.rehearsal.rehearse import walk
+from megatron_lite.planner.prediction import CATEGORIES
+from megatron_lite.planner.walk.rehearse import walk
 
 WIDTH, VOCABULARY, TOKENS = 64, 512, 256
 

@@ -6,7 +6,7 @@ import pytest
 from snapshot_maker import BACKWARD, INIT, TRAIN, MadeSnapshot, forward_stack, frames, training, write
 
 from megatron_lite.analysis.memory.read import read_snapshot
-from megatron_lite.estimate.prediction import CATEGORIES
+from megatron_lite.planner.prediction import CATEGORIES
 from megatron_lite.units import MIB
 
 SNAPSHOTS = Path(__file__).parents[2] / "shared" / "snapshots"

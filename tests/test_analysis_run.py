@@ -17,7 +17,7 @@ from megatron_lite.analysis.run.read import read_run
 from megatron_lite.analysis.run.step_lines import MIN_RANK_LINES, StepLines
 from megatron_lite.config.shape import ModelShape
 from megatron_lite.errors import UserError
-from megatron_lite.estimate.model_size import step_flops
+from megatron_lite.planner.model_size import step_flops
 from megatron_lite.process_state import identity, pid_space
 from megatron_lite.shared_files import open_foreign
 

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parent.parent
 def in_process(monkeypatch, tmp_path):
     """The walk as a function of this process, which may have imported torch already."""
     monkeypatch.chdir(tmp_path)
-    from megatron_lite.rehearsal.rehearse import main as walk
+    from megatron_lite.planner.walk.rehearse import main as walk
 
     def run(rehearse, input, **_):
         assert rehearse[1:] == ["-m", command.MODULE]
@@ -55,7 +55,7 @@ def test_formula_and_walk_stand_beside_each_other(in_process, capsys):
 
 def test_a_mistake_that_only_the_walk_sees_is_the_trainers_line(in_process, capsys, monkeypatch):
     from megatron_lite.errors import UserError
-    from megatron_lite.rehearsal import rehearse
+    from megatron_lite.planner.walk import rehearse
 
     def refuse(plan, workspace):
         raise UserError("--attention-backend flash: no.")
@@ -97,7 +97,7 @@ def test_an_estimate_on_a_terminal_is_checked_by_the_walk(in_process, on_termina
 
 
 def test_a_verdict_that_the_walk_changes_is_given_again(in_process, on_terminal, capsys, monkeypatch):
-    from megatron_lite.rehearsal import rehearse
+    from megatron_lite.planner.walk import rehearse
 
     walked = replace(rehearse.rehearse(plan()), allocated_peak_bytes=20 * 2**30)
     monkeypatch.setattr(rehearse, "rehearse", lambda plan, workspace: walked)

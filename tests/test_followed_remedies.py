@@ -21,7 +21,7 @@ from megatron_lite.cli.main import main
 from megatron_lite.config.args import Args
 from megatron_lite.config.flags import list_flags
 from megatron_lite.config.world import World
-from megatron_lite.estimate.hardware import PROCESSORS, find_processors
+from megatron_lite.planner.hardware import PROCESSORS, find_processors
 
 ROOT = Path(__file__).parents[1]
 README_SCRIPT = ROOT / "examples" / "gpt3" / "train_gpt3_857m_distributed.sh"

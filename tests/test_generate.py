@@ -14,9 +14,9 @@ from test_checkpoint_megatron import rewrite
 from megatron_lite.checkpoint.megatron_file import write_megatron_file
 from megatron_lite.checkpoint.write import write_alone
 from megatron_lite.cli.main import main
-from megatron_lite.estimate.inference import CACHE_BYTES, count_kv_cache_bytes
 from megatron_lite.generate import Generator, Sampling, draw, generate, load_generator
 from megatron_lite.model.gpt import GPT
+from megatron_lite.planner.inference import CACHE_BYTES, count_kv_cache_bytes
 
 PROMPTS = [[5, 17, 3, 60, 2, 9, 33], [7], [11, 4, 90]]
 

@@ -12,7 +12,6 @@ from snapshots import live_at_each_moment, protocol, read_snapshot, trace
 from waiting import LIMIT_S
 
 from megatron_lite.config.world import World
-from megatron_lite.estimate.memory import predict_memory
 from megatron_lite.instruments import memory_oom as memory_advice
 from megatron_lite.instruments.base import Instruments, Window
 from megatron_lite.instruments.build_instruments import build_memory_instruments
@@ -33,6 +32,7 @@ from megatron_lite.instruments.memory_summary import (
     peak,
     sum_by_site,
 )
+from megatron_lite.planner.memory import predict_memory
 from megatron_lite.units import GIB, size
 
 REAL = REPO.parent / "shared" / "snapshots" / "cuda_gpt_24x1024_seq1024_bf16.pickle"

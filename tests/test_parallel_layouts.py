@@ -42,8 +42,8 @@ from megatron_lite.model.kernel_choice import find_slow_precisions
 from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.data_parallel import replicate
 from megatron_lite.parallel.groups import make_groups
-from megatron_lite.rehearsal.rehearse import rehearse
-from megatron_lite.rehearsal.tracker import CollectiveCounter
+from megatron_lite.planner.walk.rehearse import rehearse
+from megatron_lite.planner.walk.tracker import CollectiveCounter
 from megatron_lite.train.checkpoint import Checkpoints
 from megatron_lite.train.loop import Progress
 from megatron_lite.train.run import build_model

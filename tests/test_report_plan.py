@@ -7,10 +7,10 @@ from command_lines import plan
 
 from megatron_lite.cli.plan import _parser
 from megatron_lite.config.world import World
-from megatron_lite.estimate.hardware import Processor, find_processor
-from megatron_lite.estimate.prediction import LedgerRow, MemoryPrediction, Moment
-from megatron_lite.estimate.step_time import compute_duration, predict_time
-from megatron_lite.report.plan_figures import Exact, Outlook, PlanReport
+from megatron_lite.planner.hardware import Processor, find_processor
+from megatron_lite.planner.plan_results import Exact, Outlook, PlanReport
+from megatron_lite.planner.prediction import LedgerRow, MemoryPrediction, Moment
+from megatron_lite.planner.step_time import compute_duration, predict_time
 from megatron_lite.report.plan_files import as_json
 from megatron_lite.report.plan_terminal import build_exact_section, build_time_section, plan_lines, verdicts
 from megatron_lite.report.text import Style

@@ -9,9 +9,9 @@ from launch import flags, plan_of, pretrain
 
 from megatron_lite.analysis.analyze import analyze
 from megatron_lite.config.world import World
-from megatron_lite.estimate import run_prediction as module
-from megatron_lite.estimate.run_prediction import describe_forecast, forecast, record_forecast
-from megatron_lite.estimate.what_if import MARGIN
+from megatron_lite.planner import run_prediction as module
+from megatron_lite.planner.run_prediction import describe_forecast, forecast, record_forecast
+from megatron_lite.planner.what_if import MARGIN
 from megatron_lite.run_folder import RUN_FILE
 from megatron_lite.train.run_record import RunRecord
 from megatron_lite.units import GIB, size

@@ -17,14 +17,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron_lite.estimate.model_size import count_parameters
 from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.data_parallel import DataParallel
 from megatron_lite.parallel.groups import Groups
 from megatron_lite.parallel.pipeline import Pipeline
 from megatron_lite.phases import Phase
-from megatron_lite.rehearsal.kernels import replace_kernels
-from megatron_lite.rehearsal.rehearse import prepare
+from megatron_lite.planner.model_size import count_parameters
+from megatron_lite.planner.walk.kernels import replace_kernels
+from megatron_lite.planner.walk.rehearse import prepare
 from megatron_lite.train.run import build_model
 from megatron_lite.train.step import BatchMaker, TrainingStep
 

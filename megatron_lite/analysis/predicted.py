@@ -6,8 +6,8 @@ import msgspec
 
 from megatron_lite.analysis.kernels.kernel_results import Role
 from megatron_lite.analysis.run_facts import Compared, ComparedMemory, ComparedTime, Facts, Predicted
-from megatron_lite.estimate.prediction import CATEGORIES, MemoryPrediction, Moment, TimePrediction
 from megatron_lite.formats.step_records import STEPS_FILE
+from megatron_lite.planner.prediction import CATEGORIES, MemoryPrediction, Moment, TimePrediction
 from megatron_lite.units import size
 
 PRODUCTS = (Role.GEMM, Role.ATTENTION)

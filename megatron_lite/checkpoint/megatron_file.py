@@ -41,7 +41,7 @@ from megatron_lite.config.args import Args
 from megatron_lite.config.layout import SPLIT, Part, take_part
 from megatron_lite.config.shape import ModelShape
 from megatron_lite.errors import CheckpointError
-from megatron_lite.estimate.model_size import step_flops
+from megatron_lite.planner.model_size import step_flops
 
 MARK = "megatron_lite"
 VERSION = 3.0  # checkpoint_version

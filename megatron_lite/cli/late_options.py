@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 from megatron_lite.cli.launcher import split_at_trainer
-from megatron_lite.estimate.hardware import count_words_of_name
+from megatron_lite.planner.hardware import count_words_of_name
 from megatron_lite.shared_files import read_bounded
 
 END = "--"

@@ -22,21 +22,21 @@ from megatron_lite.config.environment import hints
 from megatron_lite.config.machine import read_machine
 from megatron_lite.config.plan import Plan, list_stage_kinds, plan_stages
 from megatron_lite.errors import ConfigError, UserError
-from megatron_lite.estimate.hardware import Processor, cublas_workspace_bytes, find_processor, find_processors
-from megatron_lite.estimate.inference import CACHE_BYTES, InferencePrediction, predict_inference
-from megatron_lite.estimate.memory import predict_memory
-from megatron_lite.estimate.model_size import count_parameter_parts, step_flops
-from megatron_lite.estimate.search import Search, search
-from megatron_lite.estimate.step_time import compute_duration, predict_stage_time, predict_time
-from megatron_lite.estimate.what_if import MARGIN, fit, what_if
 from megatron_lite.live_line import LiveLine
-from megatron_lite.report.plan_figures import Exact, Outlook, PlanReport, StageOutlook
+from megatron_lite.planner.hardware import Processor, cublas_workspace_bytes, find_processor, find_processors
+from megatron_lite.planner.inference import CACHE_BYTES, InferencePrediction, predict_inference
+from megatron_lite.planner.memory import predict_memory
+from megatron_lite.planner.model_size import count_parameter_parts, step_flops
+from megatron_lite.planner.plan_results import Exact, Outlook, PlanReport, StageOutlook
+from megatron_lite.planner.search import Search, search
+from megatron_lite.planner.step_time import compute_duration, predict_stage_time, predict_time
+from megatron_lite.planner.what_if import MARGIN, fit, what_if
 from megatron_lite.report.plan_terminal import plan_lines, verdicts
 from megatron_lite.report.text import get_style
 from megatron_lite.terminal import print_lines
 from megatron_lite.units import GIB, size
 
-MODULE = "megatron_lite.rehearsal.rehearse"
+MODULE = "megatron_lite.planner.walk.rehearse"
 MAX_UNASKED_S = 10  # of a walk that nobody asked for
 WALKS_AT_ONCE = 2
 SNAPSHOT = "stage_{}/predicted.pickle"

@@ -22,7 +22,7 @@ from megatron_lite.config.plan import Plan, resolve
 from megatron_lite.config.world import World
 from megatron_lite.data.tokenizers import build_tokenizer
 from megatron_lite.errors import ConfigError, UserError
-from megatron_lite.estimate.what_if import find_heaviest_stage
+from megatron_lite.planner.what_if import find_heaviest_stage
 from megatron_lite.shared_files import is_pipe, read_foreign
 
 TOKENIZER_SIZES = Path(__file__).with_name("tokenizer_sizes.tsv")

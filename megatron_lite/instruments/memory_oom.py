@@ -8,7 +8,6 @@ from pathlib import Path
 import torch
 
 from megatron_lite.config.plan import Plan
-from megatron_lite.estimate.what_if import build_variant
 from megatron_lite.instruments.base import Instrument
 from megatron_lite.instruments.memory_summary import (
     ACTIVATIONS,
@@ -23,6 +22,7 @@ from megatron_lite.instruments.memory_summary import (
     sum_by_site,
 )
 from megatron_lite.instruments.snapshot_format import extend_name, write_snapshot
+from megatron_lite.planner.what_if import build_variant
 from megatron_lite.units import KIB, size
 
 # --- remedies for a run that does not fit: only flags that change its memory

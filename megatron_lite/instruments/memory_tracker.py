@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
-from megatron_lite.estimate.caching_allocator import Allocation, Layout
 from megatron_lite.instruments.memory_oom import read_asked_bytes
 from megatron_lite.instruments.memory_tags import RECOMPUTE, Place
 from megatron_lite.instruments.snapshot_format import (
@@ -27,13 +26,14 @@ from megatron_lite.instruments.snapshot_format import (
     build_snapshot,
 )
 from megatron_lite.phases import Phase
+from megatron_lite.planner.caching_allocator import Allocation, Layout
 
 FORWARD, BACKWARD = Phase.FORWARD.value, Phase.BACKWARD.value
 FRESH = ("aten::lift_fresh", "aten::resize_")  # their result is an argument, and its memory may be new all the same
 # code that records, or calls what records, is left out of stacks
 RECORDERS = (
     "megatron_lite/instruments/",
-    "megatron_lite/rehearsal/tracker.py",
+    "megatron_lite/planner/walk/tracker.py",
     "/torch/utils/_python_dispatch.py",
     "/torch/_compile.py",
     "/torch/_dynamo/eval_frame.py",

@@ -4,13 +4,13 @@ import re
 from dataclasses import replace
 from typing import Any
 
-from megatron_lite.estimate.search import Candidate, Search, get_sizes
-from megatron_lite.estimate.what_if import Fit, Variant
+from megatron_lite.planner.plan_results import MAX_MICRO_BATCHES, PLAN_SCHEMA, PlanReport, StageOutlook, simulate_stages
+from megatron_lite.planner.search import Candidate, Search, get_sizes
+from megatron_lite.planner.what_if import Fit, Variant
 from megatron_lite.report import draw, palette
 from megatron_lite.report.figure import Axis, Curve, CurveChart, Figure, Look
 from megatron_lite.report.html import render_page
 from megatron_lite.report.json_file import plain
-from megatron_lite.report.plan_figures import MAX_MICRO_BATCHES, PLAN_SCHEMA, PlanReport, StageOutlook, simulate_stages
 from megatron_lite.report.plan_search import name_layout
 from megatron_lite.report.plan_terminal import KIND_COLORS, build_plan_sections, sum_kinds, verdicts
 from megatron_lite.units import GIB

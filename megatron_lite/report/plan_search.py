@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 
 from megatron_lite.config.plan import Plan
-from megatron_lite.estimate.search import Candidate, Search, get_sizes
-from megatron_lite.estimate.step_time import BUBBLE, LAYER_GROUPS
-from megatron_lite.estimate.traffic import CONTEXT, DATA, PIPELINE, TENSOR, find_members
+from megatron_lite.planner.search import Candidate, Search, get_sizes
+from megatron_lite.planner.step_time import BUBBLE, LAYER_GROUPS
+from megatron_lite.planner.traffic import CONTEXT, DATA, PIPELINE, TENSOR, find_members
 from megatron_lite.report.section import Lines, Section, Table, limit_rows
 from megatron_lite.report.text import milliseconds, percent, share
 from megatron_lite.units import count, size

@@ -4,13 +4,13 @@ from collections import Counter
 from collections.abc import Iterator
 
 from megatron_lite.analysis.run.pipeline_times import measure_bubble
-from megatron_lite.estimate.hardware import PROCESSORS
-from megatron_lite.estimate.inference import InferencePrediction
-from megatron_lite.estimate.prediction import MemoryPrediction
-from megatron_lite.estimate.step_time import Duration
-from megatron_lite.estimate.what_if import Fit
+from megatron_lite.planner.hardware import PROCESSORS
+from megatron_lite.planner.inference import InferencePrediction
+from megatron_lite.planner.plan_results import Exact, Outlook, PlanReport, StageOutlook, simulate_stages
+from megatron_lite.planner.prediction import MemoryPrediction
+from megatron_lite.planner.step_time import Duration
+from megatron_lite.planner.what_if import Fit
 from megatron_lite.report import palette
-from megatron_lite.report.plan_figures import Exact, Outlook, PlanReport, StageOutlook, simulate_stages
 from megatron_lite.report.plan_search import build_search_sections, judge_search
 from megatron_lite.report.section import (
     Block,

@@ -8,10 +8,10 @@ from pathlib import Path
 
 from megatron_lite.config.plan import Plan
 from megatron_lite.errors import UserError
-from megatron_lite.estimate.model_size import step_flops
 from megatron_lite.formats.step_records import STEPS_FILE, RanksRecord, StepRecord, append_record
 from megatron_lite.instruments.step_time import StepTime
 from megatron_lite.live_line import EVERY_RANK
+from megatron_lite.planner.model_size import step_flops
 from megatron_lite.shared_files import open_regular
 from megatron_lite.train.console import (
     ProgressLine,

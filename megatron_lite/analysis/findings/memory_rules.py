@@ -15,8 +15,8 @@ from megatron_lite.analysis.findings.reserved_rules import EXPANDABLE_SEGMENTS, 
 from megatron_lite.analysis.memory.memory_results import OUTSIDE, Snapshot
 from megatron_lite.analysis.rank_facts import MATTERS, RankFacts, in_ms
 from megatron_lite.analysis.run_facts import TIGHT, Facts, measure_ordinary, sum_category, whole
-from megatron_lite.estimate.hardware import match_processor
 from megatron_lite.phases import Phase
+from megatron_lite.planner.hardware import match_processor
 from megatron_lite.run_folder import RUN_FILE
 from megatron_lite.units import GIB, MIB, counted, size
 

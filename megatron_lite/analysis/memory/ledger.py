@@ -7,9 +7,9 @@ from megatron_lite.analysis.memory.memory_results import LedgerRow, Snapshot
 from megatron_lite.config.args import ParallelArgs
 from megatron_lite.config.layout import Layout, plan_stage
 from megatron_lite.config.shape import ModelShape, recomputed_layers
-from megatron_lite.estimate.memory import activation_bytes, logits_bytes
-from megatron_lite.estimate.micro_batch import plan_micro_batch
-from megatron_lite.estimate.model_size import FP32, count_parameters, element_bytes, state_bytes
+from megatron_lite.planner.memory import activation_bytes, logits_bytes
+from megatron_lite.planner.micro_batch import plan_micro_batch
+from megatron_lite.planner.model_size import FP32, count_parameters, element_bytes, state_bytes
 from megatron_lite.units import count
 
 Plan = dict[str, Any]  # as run.json holds it

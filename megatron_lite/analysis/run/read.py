@@ -15,8 +15,8 @@ from megatron_lite.analysis.run.run_results import Growth, RankLines, RankMedian
 from megatron_lite.analysis.run.step_lines import StepLines, number
 from megatron_lite.config.shape import ModelShape
 from megatron_lite.errors import UserError
-from megatron_lite.estimate.model_size import step_flops
 from megatron_lite.formats.step_records import STEPS_FILE
+from megatron_lite.planner.model_size import step_flops
 from megatron_lite.process_state import is_there
 from megatron_lite.run_folder import RANKS_FILE, RUN_FILE, RUN_SCHEMA, STEPS_BY_HAND
 from megatron_lite.shared_files import read_foreign

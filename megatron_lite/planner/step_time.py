@@ -19,8 +19,9 @@ from megatron_lite.config.args import OptimizerArgs
 from megatron_lite.config.layout import count_keys
 from megatron_lite.config.plan import Plan, list_stage_kinds
 from megatron_lite.config.shape import ModelShape
-from megatron_lite.estimate.hardware import Processor, get_peak_tflops
-from megatron_lite.estimate.model_size import (
+from megatron_lite.model.kernel_choice import FUSED, predict_attention_kernel
+from megatron_lite.planner.hardware import Processor, get_peak_tflops
+from megatron_lite.planner.model_size import (
     FORWARD_AND_BACKWARD,
     FP32,
     attention_flops,
@@ -31,8 +32,8 @@ from megatron_lite.estimate.model_size import (
     gradient_bytes,
     step_flops,
 )
-from megatron_lite.estimate.prediction import TimePrediction, TimeRow
-from megatron_lite.estimate.traffic import (
+from megatron_lite.planner.prediction import TimePrediction, TimeRow
+from megatron_lite.planner.traffic import (
     CONTEXT,
     DATA,
     GATHER,
@@ -46,7 +47,6 @@ from megatron_lite.estimate.traffic import (
     find_route,
     list_exchanges,
 )
-from megatron_lite.model.kernel_choice import FUSED, predict_attention_kernel
 from megatron_lite.units import count
 
 COMPUTE, MEMORY, LINK, WAIT = "compute", "memory", "link", "wait"

@@ -5,12 +5,12 @@ from dataclasses import dataclass
 
 from megatron_lite.config.plan import Plan
 from megatron_lite.config.simulated_schedule import TimedTurn, TurnTimes, simulate_schedule
-from megatron_lite.estimate.hardware import Processor
-from megatron_lite.estimate.inference import InferencePrediction
-from megatron_lite.estimate.prediction import MemoryPrediction, TimePrediction
-from megatron_lite.estimate.search import Search
-from megatron_lite.estimate.step_time import Duration, sum_micro_batches
-from megatron_lite.estimate.what_if import MARGIN, Fit, Variant
+from megatron_lite.planner.hardware import Processor
+from megatron_lite.planner.inference import InferencePrediction
+from megatron_lite.planner.prediction import MemoryPrediction, TimePrediction
+from megatron_lite.planner.search import Search
+from megatron_lite.planner.step_time import Duration, sum_micro_batches
+from megatron_lite.planner.what_if import MARGIN, Fit, Variant
 from megatron_lite.units import GIB
 
 PLAN_SCHEMA = 1  # of the JSON; raised when a reader of the old form would be wrong

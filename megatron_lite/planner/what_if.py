@@ -10,10 +10,10 @@ from megatron_lite.config.check import RULES_WITHOUT_FILES
 from megatron_lite.config.flags import Flag, build, list_flags
 from megatron_lite.config.plan import Plan, plan_stages, resolve
 from megatron_lite.config.rules.run import data_rules
-from megatron_lite.estimate.hardware import Processor
-from megatron_lite.estimate.memory import measure_peak, predict_memory
-from megatron_lite.estimate.prediction import MemoryPrediction, TimePrediction
-from megatron_lite.estimate.step_time import predict_time
+from megatron_lite.planner.hardware import Processor
+from megatron_lite.planner.memory import measure_peak, predict_memory
+from megatron_lite.planner.prediction import MemoryPrediction, TimePrediction
+from megatron_lite.planner.step_time import predict_time
 from megatron_lite.units import GIB
 
 RULES = [rule for rule in RULES_WITHOUT_FILES if rule is not data_rules]  # a plan may be made without its data

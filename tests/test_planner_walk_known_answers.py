@@ -12,10 +12,10 @@ from torch import Tensor
 
 from megatron_lite.analysis.memory.read import read_snapshot as analyze
 from megatron_lite.config.world import World
-from megatron_lite.estimate.hardware import CUBLAS_WORKSPACE
 from megatron_lite.instruments.memory_summary import peak
-from megatron_lite.rehearsal.rehearse import fake_other_ranks, prepare, summarize_walk, walk
-from megatron_lite.rehearsal.tracker import CollectiveCounter
+from megatron_lite.planner.hardware import CUBLAS_WORKSPACE
+from megatron_lite.planner.walk.rehearse import fake_other_ranks, prepare, summarize_walk, walk
+from megatron_lite.planner.walk.tracker import CollectiveCounter
 from megatron_lite.units import GIB
 
 TESTS = Path(__file__).parent

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 
 from megatron_lite.config.layout import Layout
 from megatron_lite.config.shape import ModelShape
-from megatron_lite.estimate.model_size import FP32, element_bytes
 from megatron_lite.model.kernel_choice import (
     CAUSAL,
     FUSED,
@@ -14,6 +13,7 @@ from megatron_lite.model.kernel_choice import (
     find_slow_precisions,
     predict_attention_kernel,
 )
+from megatron_lite.planner.model_size import FP32, element_bytes
 from megatron_lite.units import count
 
 

@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from megatron_lite.config.args import ModelArgs
 from megatron_lite.config.layout import Layout
 from megatron_lite.config.plan import Plan, list_stage_kinds
-from megatron_lite.estimate.hardware import Processor
-from megatron_lite.estimate.memory import measure_peak
-from megatron_lite.estimate.prediction import TimePrediction
-from megatron_lite.estimate.step_time import predict_time
-from megatron_lite.estimate.what_if import (
+from megatron_lite.planner.hardware import Processor
+from megatron_lite.planner.memory import measure_peak
+from megatron_lite.planner.prediction import TimePrediction
+from megatron_lite.planner.step_time import predict_time
+from megatron_lite.planner.what_if import (
     NO_RECOMPUTE,
     SHARE_STATE,
     SHARE_WEIGHTS,

@@ -1,6 +1,6 @@
 """Memory of a training step in closed form: an estimate within 3% of what the real step takes, and without torch.
 
-Sums of the few tensors that decide, by flag. The exact answer is megatron_lite/rehearsal, which walks the real model and step
+Sums of the few tensors that decide, by flag. The exact answer is megatron_lite/planner/walk, which walks the real model and step
 without data; tests hold the two side by side.
 """
 
@@ -11,20 +11,6 @@ from functools import cached_property, lru_cache
 
 from megatron_lite.config.layout import Stage, count_keys
 from megatron_lite.config.plan import Plan
-from megatron_lite.estimate.hardware import Processor, padded
-from megatron_lite.estimate.micro_batch import MicroBatch, plan_micro_batch
-from megatron_lite.estimate.model_size import (
-    FP32,
-    count_layer_parameters,
-    count_parameters,
-    element_bytes,
-    gradient_bytes,
-    list_gathered,
-    list_reduced,
-    list_states,
-    per_parameter,
-)
-from megatron_lite.estimate.prediction import LedgerRow, ListedMoment, MemoryPrediction, sum_moment
 from megatron_lite.model.kernel_choice import (
     CAUSAL,
     FLASH_HEAD_STEP,
@@ -37,6 +23,20 @@ from megatron_lite.model.kernel_choice import (
     rows_at_once,
 )
 from megatron_lite.phases import Phase
+from megatron_lite.planner.hardware import Processor, padded
+from megatron_lite.planner.micro_batch import MicroBatch, plan_micro_batch
+from megatron_lite.planner.model_size import (
+    FP32,
+    count_layer_parameters,
+    count_parameters,
+    element_bytes,
+    gradient_bytes,
+    list_gathered,
+    list_reduced,
+    list_states,
+    per_parameter,
+)
+from megatron_lite.planner.prediction import LedgerRow, ListedMoment, MemoryPrediction, sum_moment
 from megatron_lite.units import count
 
 # rows of a ledger; gradients are workspace, the others activations

@@ -12,11 +12,11 @@ from megatron_lite.cli.planned_run import planned_run
 from megatron_lite.config.plan import plan_stages
 from megatron_lite.config.world import World
 from megatron_lite.errors import ConfigError
-from megatron_lite.estimate.hardware import find_processor
-from megatron_lite.estimate.memory import predict_memory
-from megatron_lite.estimate.search import get_sizes, search
-from megatron_lite.estimate.step_time import predict_time
-from megatron_lite.estimate.what_if import NO_RECOMPUTE, change_plan, full_recompute
+from megatron_lite.planner.hardware import find_processor
+from megatron_lite.planner.memory import predict_memory
+from megatron_lite.planner.search import get_sizes, search
+from megatron_lite.planner.step_time import predict_time
+from megatron_lite.planner.what_if import NO_RECOMPUTE, change_plan, full_recompute
 from megatron_lite.units import GIB
 
 GPU = find_processor("A100-40")

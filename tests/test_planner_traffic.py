@@ -8,8 +8,8 @@ from command_lines import plan
 
 from megatron_lite.config.plan import plan_stages
 from megatron_lite.config.world import World
-from megatron_lite.estimate.hardware import find_processor
-from megatron_lite.estimate.traffic import (
+from megatron_lite.planner.hardware import find_processor
+from megatron_lite.planner.traffic import (
     DATA,
     GATHER,
     PIPELINE,
@@ -22,7 +22,7 @@ from megatron_lite.estimate.traffic import (
     find_route,
     list_exchanges,
 )
-from megatron_lite.rehearsal.rehearse import rehearse
+from megatron_lite.planner.walk.rehearse import rehearse
 
 MODEL = (
     "--num-layers 4 --num-attention-heads 8 --seq-length 64 --max-position-embeddings 64 --micro-batch-size 1 --bf16 "

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_lite.config.plan import Plan
-from megatron_lite.estimate.hardware import Processor, match_processor
-from megatron_lite.estimate.memory import predict_memory
-from megatron_lite.estimate.prediction import MemoryPrediction, TimePrediction
-from megatron_lite.estimate.step_time import predict_time
-from megatron_lite.estimate.what_if import MARGIN, find_heaviest_stage, fit
+from megatron_lite.planner.hardware import Processor, match_processor
+from megatron_lite.planner.memory import predict_memory
+from megatron_lite.planner.prediction import MemoryPrediction, TimePrediction
+from megatron_lite.planner.step_time import predict_time
+from megatron_lite.planner.what_if import MARGIN, find_heaviest_stage, fit
 from megatron_lite.units import GIB, count, size
 
 NAMED = 4  # categories of the peak, in the console's line

@@ -4,9 +4,9 @@ import pytest
 import torch
 from estimate_grid import CPU_GRID, GRID, QUICK, QUICK_ON_CPU, Case, plan_for
 
-from megatron_lite.estimate.memory import predict_memory
 from megatron_lite.model import products
-from megatron_lite.rehearsal.rehearse import rehearse
+from megatron_lite.planner.memory import predict_memory
+from megatron_lite.planner.walk.rehearse import rehearse
 
 WITHIN = 0.03  # what was found is 2.7%, and 1.9% but for one plan (python tests/estimate_grid.py)
 

@@ -14,8 +14,8 @@ from megatron_lite.config.layout import Layout, Sharding
 from megatron_lite.config.plan import Plan
 from megatron_lite.config.shape import ModelShape
 from megatron_lite.config.world import World
-from megatron_lite.estimate.hardware import Processor
-from megatron_lite.estimate.model_size import (
+from megatron_lite.planner.hardware import Processor
+from megatron_lite.planner.model_size import (
     FP32,
     count_layer_parameters,
     count_parameters,

@@ -11,9 +11,9 @@ from megatron_lite.config.check import RULES_WITHOUT_FILES, check
 from megatron_lite.config.command_line import read_command_line
 from megatron_lite.config.plan import Plan, resolve
 from megatron_lite.config.world import World
-from megatron_lite.estimate.hardware import Processor, find_processor
-from megatron_lite.estimate.memory import measure_peak, predict_memory
-from megatron_lite.estimate.what_if import (
+from megatron_lite.planner.hardware import Processor, find_processor
+from megatron_lite.planner.memory import measure_peak, predict_memory
+from megatron_lite.planner.what_if import (
     HALVED_EVERY,
     NO_RECOMPUTE,
     Variant,

@@ -4,8 +4,8 @@ import pytest
 from command_lines import plan
 
 from megatron_lite.config.world import World
-from megatron_lite.estimate.hardware import find_processor, match_processor
-from megatron_lite.estimate.step_time import compute_duration, predict_time
+from megatron_lite.planner.hardware import find_processor, match_processor
+from megatron_lite.planner.step_time import compute_duration, predict_time
 
 SEED = (
     "--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 2048 --max-position-embeddings 2048 "

@@ -1,6 +1,6 @@
 """Runs a plan's training steps without data and without a GPU, to tell exactly which memory they take, and when.
 
-python -m megatron_lite.rehearsal.rehearse < REQUEST is for programs that do not import torch. REQUEST is JSON: flags of the trainer, world (fields of World), vocab_size, snapshot (a path to write), workspace (bytes of one of cuBLAS'). Prints the figures
+python -m megatron_lite.planner.walk.rehearse < REQUEST is for programs that do not import torch. REQUEST is JSON: flags of the trainer, world (fields of World), vocab_size, snapshot (a path to write), workspace (bytes of one of cuBLAS'). Prints the figures
 as JSON, without the snapshot. Exit code 2 and one line for each mistake of the user.
 """
 
@@ -25,8 +25,6 @@ from megatron_lite.config.command_line import read_command_line
 from megatron_lite.config.plan import BatchSchedule, Plan, resolve
 from megatron_lite.config.world import World
 from megatron_lite.errors import UserError
-from megatron_lite.estimate.caching_allocator import rounded
-from megatron_lite.estimate.hardware import CUBLAS_THREADS, CUBLAS_WORKSPACE
 from megatron_lite.instruments.base import Instruments
 from megatron_lite.instruments.memory_summary import describe_place, operation, site
 from megatron_lite.instruments.memory_tags import ModuleHooks, Place
@@ -44,8 +42,10 @@ from megatron_lite.parallel.layers import recompute_layers
 from megatron_lite.parallel.pipeline import Pipeline, cut_model
 from megatron_lite.parallel.tensor_parallel import split_layers
 from megatron_lite.parallel.weight_gradients import delay_weights
-from megatron_lite.rehearsal.kernels import InPlaceGradients, replace_kernels
-from megatron_lite.rehearsal.tracker import CollectiveCounter, RehearsalTracker
+from megatron_lite.planner.caching_allocator import rounded
+from megatron_lite.planner.hardware import CUBLAS_THREADS, CUBLAS_WORKSPACE
+from megatron_lite.planner.walk.kernels import InPlaceGradients, replace_kernels
+from megatron_lite.planner.walk.tracker import CollectiveCounter, RehearsalTracker
 from megatron_lite.train.choose_kernels import choose_losses, choose_plan_attention
 from megatron_lite.train.step import BatchMaker, TrainingStep
 from megatron_lite.units import MIB

@@ -7,7 +7,7 @@ from launch import flags, plan_of
 
 from megatron_lite.config.world import World
 from megatron_lite.errors import UserError
-from megatron_lite.estimate.hardware import (
+from megatron_lite.planner.hardware import (
     CUBLAS_WORKSPACE,
     CUBLAS_WORKSPACE_SINCE_HOPPER,
     PROCESSORS,
@@ -20,7 +20,7 @@ from megatron_lite.estimate.hardware import (
     padded,
     peak_tflops,
 )
-from megatron_lite.estimate.memory import predict_memory
+from megatron_lite.planner.memory import predict_memory
 
 # as PyTorch gives it: the row's name, TFLOP/s in 16 bits, GB/s
 DEVICES = """

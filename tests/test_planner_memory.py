@@ -5,11 +5,11 @@ import re
 import pytest
 from estimate_grid import FULL, GRID, LARGE, MEDIUM, SEED, SHORT, UNFUSED, plan_for
 
-from megatron_lite.estimate.memory import predict_memory
-from megatron_lite.estimate.model_size import count_parameters
-from megatron_lite.estimate.prediction import CATEGORIES, Moment
 from megatron_lite.model.kernel_choice import MATH, predict_attention_kernel
 from megatron_lite.phases import Phase
+from megatron_lite.planner.memory import predict_memory
+from megatron_lite.planner.model_size import count_parameters
+from megatron_lite.planner.prediction import CATEGORIES, Moment
 from megatron_lite.units import GIB
 
 SEED_PARAMETERS = 355_919_872
