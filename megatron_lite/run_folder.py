@@ -14,8 +14,7 @@ of one rank before its first step:
 (fields of planner/prediction.py)
     model: null, or of a run with --model its function, file and the file's sha256; then plan.shape, parameters and prediction are unknown
 
-A trace of torch.profiler has what its rank got of the cores in the recorded steps in its header, "megatron_lite_cores": steps,
-and means per step of ms, cpu_ms, core_wait_ms and involuntary_switches, as in steps.jsonl; what the system does not tell is left out.
+headers of traces: formats/trace_header.py
 
 ranks.json, where a rank died, hung or failed: verdict, the line that says which; ranks: the last word of each.
 """
@@ -28,7 +27,6 @@ from pathlib import Path
 RUN_FILE = "run.json"
 REPORT_PAGE, REPORT_FILE = "report.html", "report.json"
 RANKS_FILE = "ranks.json"
-CORES_IN_TRACE = "megatron_lite_cores"  # key of a trace's header
 STEPS_BY_HAND = (
     "steps_by_hand"  # run.json: no optimizer of torch stepped; a step ends where weights were updated by hand
 )

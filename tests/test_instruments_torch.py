@@ -19,6 +19,7 @@ from waiting import full_disk
 
 from megatron_lite.analysis.analyze import analyze
 from megatron_lite.config.args import ProfileArgs
+from megatron_lite.formats.trace_header import CORES_IN_TRACE
 from megatron_lite.instruments import torch_profiler
 from megatron_lite.instruments.base import Instruments, Window
 from megatron_lite.instruments.build_instruments import build_instruments
@@ -36,7 +37,6 @@ from megatron_lite.model.attention_choice import choose_attention
 from megatron_lite.model.gpt import GPT
 from megatron_lite.parallel.layers import recomputed
 from megatron_lite.phases import NOT_TRAINING, Phase
-from megatron_lite.run_folder import CORES_IN_TRACE
 
 PROFILE = "--profile --use-pytorch-profiler --profile-step-start 3 --profile-step-end 5"
 STEP_PHASES = [phase.value for phase in Phase if phase not in (*NOT_TRAINING, Phase.PIPELINE_WAIT)]

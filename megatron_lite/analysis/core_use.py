@@ -1,9 +1,11 @@
 """What a rank got of the machine's cores, by whoever recorded it: a line of steps.jsonl, or the header of a trace."""
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
+from megatron_lite.formats.trace_header import RecordedCores
 from megatron_lite.thresholds import SWITCHES_PER_CPU_SECOND, WITHOUT_CORE
 
 ORDINARY = "ordinary"
@@ -60,16 +62,8 @@ class CoreShortage:
 
 def read_core_use(written: Any) -> CoreUse | None:
     """What the header of a trace says of its recorded steps; None for nothing, or for what makes no sense."""
-    values = written if isinstance(written, dict) else {}
-    steps, step_ms = (_read_number(values.get(name)) for name in ("steps", "ms"))
-    if not steps or not step_ms:
+    try:
+        told = msgspec.convert(written, RecordedCores)
+    except msgspec.ValidationError:
         return None
-    cpu_ms, wait_ms, switches = (
-        _read_number(values.get(name)) for name in ("cpu_ms", "core_wait_ms", "involuntary_switches")
-    )
-    return CoreUse(int(steps), step_ms, cpu_ms, wait_ms, switches)
-
-
-def _read_number(value: Any) -> float | None:
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return float(value) if is_number and 0 <= value < math.inf else None
+    return CoreUse(told.steps, told.ms, told.cpu_ms, told.core_wait_ms, told.involuntary_switches)

@@ -4,7 +4,6 @@ import contextlib
 import gc
 import gzip
 import inspect
-import json
 import os
 import re
 import shutil
@@ -16,16 +15,17 @@ from collections.abc import Iterator, MutableMapping
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
 import torch
 from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ExecutionTraceObserver, ProfilerActivity, _KinetoProfile, record_function
 
 from megatron_lite.config.args import ProfileArgs
+from megatron_lite.formats.trace_header import CORES_IN_TRACE, RecordedCores
 from megatron_lite.instruments.base import Instrument, Window
 from megatron_lite.instruments.module_ranges import ModuleRanges
 from megatron_lite.phases import PYTHON_GC
 from megatron_lite.process_state import CoreTime
-from megatron_lite.run_folder import CORES_IN_TRACE
 from megatron_lite.units import MIB
 
 # --- writing a trace: whole or not at all, and checked before it gets its name
@@ -176,40 +176,43 @@ TABLE_LIMIT = {"post_processing_timeout_s": 60} if HAS_LIMIT else {}
 CUDA, CPU = "self_cuda_time_total", "self_cpu_time_total"
 
 
-class RecordedCores:
-    """What the training thread and its process got of the cores in the recorded steps, for the trace's header.
+class WindowCores:
+    """What the training thread and its process get of the cores in the recorded steps, for the trace's header.
 
     Every rank records its own: whether a late rank was slow or had no core is then known of each.
     """
 
     def __init__(self):
         self._cores = CoreTime()
-        self._steps = 0
-        self._sums: dict[str, float | None] = {}
-        self._before: tuple[float, tuple] | None = None
+        self._steps: list[
+            tuple[float | None, ...]
+        ] = []  # seconds of the step, CPU seconds, switches, seconds without a core
+        self._before: tuple[float | None, ...] | None = None
 
     def begin(self):
-        self._before = time.perf_counter(), self._cores.read()
+        self._before = (time.perf_counter(), *self._cores.read())
 
     def end(self):
         if self._before is None:
             return
-        (began, before), self._before = self._before, None
-        pairs = zip(("cpu_ms", "involuntary_switches", "core_wait_ms"), before, self._cores.read())
-        grown = {name: None if None in (old, new) else new - old for name, old, new in pairs}
-        grown = {name: 1000 * by if name.endswith("_ms") and by is not None else by for name, by in grown.items()}
-        for name, by in {"ms": 1000 * (time.perf_counter() - began), **grown}.items():
-            old = self._sums.get(name, 0.0)
-            self._sums[name] = None if by is None or old is None else old + by
-        self._steps += 1
+        after = (time.perf_counter(), *self._cores.read())
+        grown = (None if None in (old, new) else new - old for old, new in zip(self._before, after))
+        self._before = None
+        self._steps.append(tuple(grown))
 
-    def describe(self) -> dict[str, float]:
-        """Means per step; {} where no step was recorded to its end."""
-        known = {name: value for name, value in self._sums.items() if value is not None}
-        return (
-            {"steps": self._steps, **{name: round(value / self._steps, 3) for name, value in known.items()}}
-            if known
-            else {}
+    def describe(self) -> RecordedCores | None:
+        """None where no step was recorded to its end."""
+        if not self._steps:
+            return None
+        seconds, cpu_seconds, switches, wait_seconds = (
+            None if None in column else sum(column) / len(column) for column in zip(*self._steps)
+        )
+        return RecordedCores(
+            steps=len(self._steps),
+            ms=1000 * seconds,
+            cpu_ms=None if cpu_seconds is None else 1000 * cpu_seconds,
+            core_wait_ms=None if wait_seconds is None else 1000 * wait_seconds,
+            involuntary_switches=switches,
         )
 
     def close(self):
@@ -230,7 +233,7 @@ class TorchProfiler(Instrument):
         self._room = None
         self._full = False  # the record of the GPU was over before the window was
         self._last = 0
-        self._cores: RecordedCores | None = None  # while recording
+        self._cores: WindowCores | None = None  # while recording
         self._collection = None  # the range around a running one of Python's garbage collector
         self._modules = ModuleRanges(tell) if self.options.profile_modules else None
 
@@ -335,7 +338,7 @@ class TorchProfiler(Instrument):
             older = torch.empty(1)
             self._profiler.start_trace()
             self._recording = True
-            self._cores = RecordedCores()
+            self._cores = WindowCores()
             gc.callbacks.append(self._mark_collection)
             del older  # with memory: the first free of something older is warned about, and only the first
         if self._modules:
@@ -348,8 +351,8 @@ class TorchProfiler(Instrument):
         told = self._cores.describe()
         self._cores.close()
         self._cores = None
-        if told:
-            profiler.add_metadata_json(CORES_IN_TRACE, json.dumps(told))
+        if told is not None:
+            profiler.add_metadata_json(CORES_IN_TRACE, msgspec.json.encode(told).decode())
 
     def _stop(self) -> _KinetoProfile:
         profiler, self._profiler = self._profiler, None

@@ -43,7 +43,7 @@ from megatron_lite.analysis.trace.kineto_kinds import (
     find_kinds_and_devices,
     kinds_of_categories,
 )
-from megatron_lite.run_folder import CORES_IN_TRACE
+from megatron_lite.formats.trace_header import CORES_IN_TRACE
 from megatron_lite.units import significant
 
 # an operator's output_mask among its "Concrete Inputs": "[False, True, False]"

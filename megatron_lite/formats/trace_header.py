@@ -1,0 +1,22 @@
+"""What is added to the header of a trace of torch.profiler: what its rank got of the cores. Times are milliseconds."""
+
+import msgspec
+
+from megatron_lite.formats.step_records import Number, Ordinal, Positive
+
+CORES_IN_TRACE = "megatron_lite_cores"  # key of the header
+
+
+class RecordedCores(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """Means per step over the recorded steps. A field that the system does not tell is absent."""
+
+    # how many were recorded to their end
+    steps: Ordinal
+    # the whole step on the host
+    ms: Positive
+    # CPU time of all threads of the process
+    cpu_ms: Number | None = None
+    # for how long the thread that trains was ready and had no core; Linux
+    core_wait_ms: Number | None = None
+    # how often something else took a thread of the process off its core
+    involuntary_switches: Number | None = None
