@@ -11,7 +11,7 @@ import pytest
 from command_lines import argv
 
 from megatron_lite.cli import launch_script
-from megatron_lite.cli.launcher import find_launch
+from megatron_lite.cli.launcher import MAX_SCRIPT_BYTES, find_launch
 from megatron_lite.cli.planned_flags import adapt_flags, read_deepspeed_flags
 from megatron_lite.cli.planned_run import planned_run
 from megatron_lite.config.args import Args
@@ -177,7 +177,7 @@ def test_a_pipe_without_a_writer_or_without_an_end_is_left(monkeypatch):
     with pytest.raises(UserError, match="silent.sh: cannot be read .a pipe from which nothing came.; check the path"):
         planned_run(["silent.sh"], None)
     os.mkfifo("endless.sh")
-    thread = write_later("endless.sh", "#" * (launch_script.MAX_SCRIPT + 1))
+    thread = write_later("endless.sh", "#" * (MAX_SCRIPT_BYTES + 1))
     with pytest.raises(UserError, match="more than 1 MiB"):
         planned_run(["endless.sh"], None)
     thread.join()

@@ -5,11 +5,11 @@ import shlex
 from collections.abc import Sequence
 
 from megatron_lite.cli.launch_script import read_launch_script
+from megatron_lite.cli.launcher import END, GPUS_PER_NODE
 from megatron_lite.config.args import Args
 from megatron_lite.config.flags import list_flags
 from megatron_lite.errors import UserError
 
-END = "--"
 PROBE = "7"  # a value that no script has a reason to look at
 FLAG = re.compile(r"(--[\w-]+)( [^\s:;]+)?")
 ADVISED = re.compile(r"; (?:try (\d+)\.|did you mean (\w+)\?)$")
@@ -18,7 +18,6 @@ INSTEAD = re.compile(r"; give (--[\w-]+) instead of (--[\w-]+)\.$")
 RANKS = re.compile(r"; start a multiple of (\d+)")
 EXPLAINED = re.compile(r" is empty: .* give it")  # a line of left_out.py that says what to do
 OTHER_MODEL = "train that model with Megatron-LM"  # without such a flag it is another model, which nobody asked for
-USUAL_NODE = 8
 
 
 def explain_change(
@@ -59,7 +58,7 @@ def explain_change(
     script, *arguments = words
     ends = [] if END in arguments else [[*arguments, END]]
     for taken in (*ends, arguments):
-        if _takes(script, [*taken, flag, PROBE], min(gpus, USUAL_NODE) if gpus else None):
+        if _takes(script, [*taken, flag, PROBE], min(gpus, GPUS_PER_NODE) if gpus else None):
             changed = _write_command([script, *taken, flag, advised], gpus, dropped, added)
             return [f"{script} takes other values behind its arguments: megatron-lite plan {changed}"]
     changed = _write_command(words, gpus, dropped, [*added, flag, advised])

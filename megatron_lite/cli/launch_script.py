@@ -12,7 +12,15 @@ from pathlib import Path
 
 from megatron_lite.cli import watched_shell
 from megatron_lite.cli.batch_systems import Job, find_submitter, read_job, read_options
-from megatron_lite.cli.launcher import ASSIGNMENT, Launch, find_launch, split_at_trainer
+from megatron_lite.cli.launcher import (
+    ASSIGNMENT,
+    MAX_SCRIPT_BYTES,
+    SCRIPT_ENDINGS,
+    SHELLS,
+    Launch,
+    find_launch,
+    split_at_trainer,
+)
 from megatron_lite.cli.text_tools import Toolbox
 from megatron_lite.cli.watched_shell import NOWHERE, Script, Walk, fcntl, go_through
 from megatron_lite.errors import UserError
@@ -22,10 +30,7 @@ LONGEST_SAID = 200
 DEEPEST = 4  # scripts that start scripts
 MAX_INNER = 64  # scripts that are gone through
 STARTS_NONE = "does not start pretrain_gpt.py"
-SHELLS = ("bash", "sh", "zsh")
 HERE = "<<"  # in a record: the script that a shell is given by its input follows
-ENDINGS = (".sh", ".bash", ".slurm", ".sbatch", ".pbs", ".job", ".lsf", ".qsub")
-MAX_SCRIPT = 1 << 20
 SECONDS_FOR_PIPE = 5  # until the first byte of a script, and between two
 DEVICES = "CUDA_VISIBLE_DEVICES"
 JOB_IDS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "PJM_JOBID")
@@ -109,12 +114,12 @@ class _Search:
                 yield at, text, name or "bash", arguments
             elif word.startswith("--wrap") and "sbatch" in programs:
                 yield at, word.partition("=")[2] or "".join(words[at + 1 : at + 2]), "wrap", []
-            elif word.endswith(ENDINGS) or (
+            elif word.endswith(SCRIPT_ENDINGS) or (
                 programs and find_submitter_or_shell(programs[-1]) and word[:1] not in ("-", "")
             ):
                 path = Path(self.toolbox.find(word, folder))
-                if path.is_file() and path.stat().st_size <= MAX_SCRIPT:
-                    text = read_foreign(path, MAX_SCRIPT).decode("utf-8", "replace")
+                if path.is_file() and path.stat().st_size <= MAX_SCRIPT_BYTES:
+                    text = read_foreign(path, MAX_SCRIPT_BYTES).decode("utf-8", "replace")
                     yield at, text, str(Path(folder, word)), words[at + 1 :]
             elif at and re.search(r"\s", word) and "pretrain_gpt.py" in word:
                 yield at, word, "bash", []
@@ -181,7 +186,7 @@ def read_launch_script(script: str, arguments: list[str], wanted: int = 1, gpus_
 def _read_script(script: str) -> str:
     """The text of a file, or of what comes out of a pipe: `plan <(generate_script)`."""
     try:
-        content = read_pipe_once(script) if is_pipe(script) else read_foreign(script, MAX_SCRIPT)
+        content = read_pipe_once(script) if is_pipe(script) else read_foreign(script, MAX_SCRIPT_BYTES)
     except OSError as error:
         raise UserError(f"{script}: cannot be read ({error.strerror}); check the path.") from None
     return content.decode("utf-8", "replace")
@@ -190,7 +195,7 @@ def _read_script(script: str) -> str:
 @functools.cache
 def read_pipe_once(script: str) -> bytes:
     """What comes out of a pipe, which gives it only once. OSError where nothing comes."""
-    return read_pipe(script, MAX_SCRIPT, SECONDS_FOR_PIPE)
+    return read_pipe(script, MAX_SCRIPT_BYTES, SECONDS_FOR_PIPE)
 
 
 @dataclass(frozen=True)

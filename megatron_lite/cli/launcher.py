@@ -8,6 +8,11 @@ from dataclasses import dataclass
 from megatron_lite.cli.batch_systems import Job, read_number, read_options
 
 PROGRAM, MODULE = "pretrain_gpt.py", "megatron_lite"
+SHELLS = ("bash", "sh", "zsh")
+SCRIPT_ENDINGS = (".sh", ".bash", ".slurm", ".sbatch", ".pbs", ".job", ".lsf", ".qsub")
+MAX_SCRIPT_BYTES = 1 << 20
+GPUS_PER_NODE = 8  # of a usual node, where nothing says it
+END = "--"  # of options
 # Option: what it counts. Dashes and underscores are the same to torchrun.
 PER_NODE = (
     "--nproc-per-node",

@@ -10,7 +10,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron_lite.cli.late_options import take_late_options
-from megatron_lite.cli.launcher import Launch, Ranks, begins_command, find_launch, split_at_trainer
+from megatron_lite.cli.launcher import (
+    END,
+    GPUS_PER_NODE,
+    SCRIPT_ENDINGS,
+    SHELLS,
+    Launch,
+    Ranks,
+    begins_command,
+    find_launch,
+    split_at_trainer,
+)
 from megatron_lite.cli.left_out import explain_empty_values
 from megatron_lite.cli.parser import Parser
 from megatron_lite.cli.planned_flags import adapt_flags
@@ -29,10 +39,6 @@ TOKENIZER_SIZES = Path(__file__).with_name("tokenizer_sizes.tsv")
 # Of types that name a model: Llama-2's, and what Megatron takes for Tiktoken's where --vocab-size is left out.
 SIZES_BY_TYPE = {"Llama2Tokenizer": ("Llama-2's", 32_000), "TikTokenizer": ("Megatron-LM's default", 2**17)}
 GPT2_WORDS = 50_257  # Radford et al. 2019: 256 bytes, 50,000 merges, end of text
-END = "--"
-SHELLS = ("bash", "sh")  # may stand before a script
-ENDINGS = (".sh", ".bash", ".slurm", ".sbatch", ".pbs", ".job", ".lsf", ".qsub")
-GPUS_PER_NODE = 8  # of a job of several nodes that does not say it
 
 
 @dataclass(frozen=True)
@@ -48,7 +54,7 @@ class PlannedRun:
 
 def is_script(word: str) -> bool:
     """A launch script, or a pipe that gives one, rather than a flag?"""
-    return not word.startswith("-") and (word.endswith(ENDINGS) or is_pipe(word))
+    return not word.startswith("-") and (word.endswith(SCRIPT_ENDINGS) or is_pipe(word))
 
 
 def split_options(parser: Parser, argv: list[str]) -> tuple[argparse.Namespace, list[str]]:

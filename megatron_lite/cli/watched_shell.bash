@@ -13,7 +13,8 @@
 #
 # __record: a file descriptor for the commands that are found; __nothing: one of /dev/null, which a restricted shell may still
 # copy to, though it may not open it; __question, __reply: pipes to that process and back; __turn, __turn_back: the ends of a
-# pipe with one byte, which whoever asks holds so long. __tools: names of programs that are asked for. __all_given: whether
+# pipe with one byte, which whoever asks holds so long. __tools: names of programs that are asked for; __scripts: a pattern of words
+# that name scripts, behind a colon. __all_given: whether
 # every file that the script looks for counts as being there. All names here begin with __, since the script's own are looked up in between; $1, $2
 # ... are those of the script, too.
 set -T
@@ -88,7 +89,7 @@ __hands_on() {
     for __word in "$@"; do
         case ${__before##*/}:$__word in
             bash:-*c | sh:-*c | zsh:-*c | sbatch:--wrap | sbatch:--wrap=*) return 0 ;;
-            *:*.@(sh|bash|slurm|sbatch|pbs|job|lsf|qsub)) return 0 ;;
+            $__scripts) return 0 ;;
             *:*[[:space:]]*pretrain_gpt.py* | *:*pretrain_gpt.py[[:space:]]*) return 0 ;;
             bash:[!-]* | sh:[!-]* | sbatch:[!-]* | qsub:[!-]* | bsub:[!-]*) return 0 ;;
         esac

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from megatron_lite.cli.launcher import SCRIPT_ENDINGS
 from megatron_lite.cli.text_tools import TOOLS, Answer, Toolbox
 from megatron_lite.errors import UserError
 
@@ -181,7 +182,7 @@ def _write_prologue(descriptors: dict[str, int], all_given: bool) -> str:
     """The text that the shell runs before the script, with the values that it needs in front."""
     settings = {
         **descriptors, "__max_commands": MAX_COMMANDS, "__max_memory": MAX_MEMORY_KIB, "__max_record": MAX_RECORD_KIB,
-        "__all_given": "1" if all_given else "", "__tools": f"'{' '.join(TOOLS)}'",
+        "__all_given": "1" if all_given else "", "__tools": f"'{' '.join(TOOLS)}'", "__scripts": f"'*:*@({'|'.join(SCRIPT_ENDINGS)})'",
     }  # fmt: skip
     first = " ".join(f"{name}={value}" for name, value in settings.items())
     return f"{first}\n{PROLOGUE.read_text(encoding='utf-8')}"

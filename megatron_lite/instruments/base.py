@@ -100,8 +100,10 @@ class Instruments:
         self.members.remove(member)
         self._actions.clear()
         if not closed:
+            # What it has switched on must not stay on: some of it crashes at exit. Its failure was told; a second one,
+            # in a member that is half broken, would hide it and must not end the training.
             with contextlib.suppress(Exception):
-                member.close(error)  # what it has switched on must not stay on: some of it crashes at exit
+                member.close(error)
 
 
 class _Phase:
