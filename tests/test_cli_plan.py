@@ -280,7 +280,7 @@ def test_gpus_that_a_script_does_not_say_are_called_assumed(capsys):
     Path("launch.sh").write_text(f"torchrun --nproc_per_node gpu pretrain_gpt.py {' '.join(argv())}\n")
     shown = printed(capsys, "launch.sh")
     # a batch of 8, two at a time, has a sample for 4 of them
-    assert "4 GPUs assumed, batch 8" in shown and "--gpus N for more" in shown
+    assert "4 GPUs assumed, batch 8" in shown and "--gpus N for another" in shown
     assert "2 GPUs, batch 8 = 2 x 2 x 2" in printed(capsys, "--gpus", "2", "launch.sh")
 
 

@@ -124,7 +124,7 @@ OUTDATED_FLAGS = read_table("""
 --model-parallel-size 1 | --model-parallel-size is a flag that Megatron-LM no longer takes; write --tensor-model-parallel-size instead.
 --warmup 1 | --warmup is a flag that Megatron-LM no longer takes; write --lr-warmup-fraction instead.
 --checkpoint-activations | --checkpoint-activations is a flag that Megatron-LM no longer takes; write --recompute-granularity full --recompute-method uniform --recompute-num-layers 1 instead.
---activations-checkpoint-method uniform | --activations-checkpoint-method is a flag that Megatron-LM no longer takes; write --recompute-method instead.
+--activations-checkpoint-method uniform | --activations-checkpoint-method is a flag that Megatron-LM no longer takes; write --recompute-granularity full --recompute-method instead.
 --layernorm-epsilon 1e-5 | --layernorm-epsilon is a flag that Megatron-LM no longer takes; write --norm-epsilon instead.
 --override-lr-scheduler | --override-lr-scheduler is a flag that Megatron-LM no longer takes; write --override-opt-param-scheduler instead.
 --data-impl mmap | --data-impl is a flag that Megatron-LM no longer takes: all data is memory-mapped .bin/.idx; drop it.
@@ -143,7 +143,8 @@ def test_flags_that_megatron_takes_no_more_stop_a_run_with_the_remedy():
 def test_what_the_remedy_of_an_outdated_flag_names_works():
     for old, text in find_texts(RENAMED).items():
         new = text.split()
-        value = [] if KNOBS[new[0]].is_switch or len(new) > 1 else [VALUES.get(old, "1")]
+        needs_value = new[-1] in KNOBS and not KNOBS[new[-1]].is_switch
+        value = [VALUES.get(old, "1")] if needs_value else []
         assert read([*new, *value]).mistakes == []
         assert adapt_flags([old, *value], (), ())[0] == [*new, *value]
     for old in find_texts(RETIRED):

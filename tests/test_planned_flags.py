@@ -98,8 +98,17 @@ def test_placeholders_count_as_values_where_bash_cannot_read_them():
     )
     assert found.plan.world.size == 2
     assert any("<Specify path>, <YOUR_NAME>" in note for note in found.notes)
-    with pytest.raises(ConfigError, match="--seq-length <LENGTH>: needs a whole number"):
+    with pytest.raises(ConfigError, match="--seq-length LENGTH: needs a whole number"):
         plan(f"torchrun --nproc_per_node 2 pretrain_gpt.py {FLAGS} --seq-length <LENGTH>")
+
+
+def test_placeholders_in_files_that_a_script_reads_or_starts_count_as_well():
+    Path("config.sh").write_text(f"SAVE=<where to>\nexport PARAMS='{FLAGS} --save '$SAVE\n")
+    command = 'sh -c "python $CODE/pretrain_gpt.py $PARAMS --load $OTHER"'
+    Path("inner.sh").write_text(f"OTHER=<other>\nCODE=<source folder>\nsrun -n 2 {command}\n")
+    found = plan(". `pwd`/config.sh\nbash inner.sh")
+    assert found.plan.world.size == 2
+    assert any("<where to>, <other>, <source folder>" in note for note in found.notes)
 
 
 def test_variables_of_a_file_that_is_not_here_are_empty():

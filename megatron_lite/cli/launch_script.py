@@ -36,8 +36,7 @@ DEVICES = "CUDA_VISIBLE_DEVICES"
 JOB_IDS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "PJM_JOBID")
 UNBOUND = re.compile(r"(\w+): unbound variable")
 MAX_UNSET = 16  # variables that count as empty
-# CHECKPOINT_PATH=<Specify path>: bash takes it for two redirections
-PLACEHOLDER = re.compile(r"(?m)(?<=[=/_.\s-])(<[A-Za-z](?:[^<>()$`|&;'\"\n]*[^<>()$`|&;'\"\s])?>)(?=\s|$)")
+MAX_NAMED = 3  # placeholders that a note names
 
 
 @dataclass(frozen=True)
@@ -66,6 +65,8 @@ class _Search:
         self.toolbox.gpus = job.gpus_per_node
         self.toolbox.environment = script.environment
         walk = go_through(self._bash, script, self.toolbox, self._all_given)
+        if not walk.commands and (quoted := self.toolbox.quote_placeholders(script.text)) != script.text:
+            walk = go_through(self._bash, replace(script, text=quoted), self.toolbox, self._all_given)
         self.waits |= walk.code is None
         self.unset = self.unset or _find_unset(walk)
         why_not = _explain_nothing(self._bash, script, walk)
@@ -210,20 +211,14 @@ class _Outcome:
 
 
 def _search_patiently(bash: str, script: str, text: str, arguments: list[str], gpus_per_node: int | None) -> _Outcome:
-    """The launches of a script, which may need that variables count as empty, or that placeholders count as words.
+    """The launches of a script, which may need that variables count as empty.
 
     UserError with the reason of the first search if none finds one.
     """
     unset: dict[str, str] = {}
-    quoted = PLACEHOLDER.sub(r"'\1'", text)
     assumed: list[str] = []
     outcome = _search_twice(bash, script, text, arguments, gpus_per_node, unset)
     reason = outcome.reason
-    if not outcome.found and quoted != text:
-        examples = ", ".join(list(dict.fromkeys(PLACEHOLDER.findall(text)))[:3])
-        assumed.append(f"{script}: placeholders in it count as values: {examples}.")
-        outcome = _search_twice(bash, script, quoted, arguments, gpus_per_node, unset)
-        text = quoted
     while not outcome.found and outcome.unset and len(unset) < MAX_UNSET:
         unset[outcome.unset] = ""
         outcome = _search_twice(bash, script, text, arguments, gpus_per_node, unset)
@@ -231,6 +226,9 @@ def _search_patiently(bash: str, script: str, text: str, arguments: list[str], g
     if not counted or (unset and None in counted):
         # where the number of ranks would come from such a variable, too
         raise UserError(reason)
+    placeholders = list(dict.fromkeys(outcome.search.toolbox.placeholders))
+    if placeholders:
+        assumed.append(f"{script}: placeholders count as values: {', '.join(placeholders[:MAX_NAMED])}.")
     if unset:
         assumed.append(f"{script}: {', '.join(unset)} {'is' if len(unset) == 1 else 'are'} not set here and empty.")
     return replace(outcome, notes=(*assumed, *outcome.notes))

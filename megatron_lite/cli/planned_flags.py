@@ -95,8 +95,7 @@ def _translate_outdated(words: Words) -> tuple[Words, list[str]]:
             continue
         found.append(name)
         if theirs.answer == RENAMED:
-            flag, *more = theirs.text.split()
-            kept.append((flag, more or values))
+            kept += split_words([*theirs.text.split(), *values], CommandLine())
     names = ", ".join(dict.fromkeys(found))
     return kept, [f"of older versions of Megatron-LM, where a run of today stops: {names}."] if found else []
 

@@ -152,9 +152,7 @@ def _read_launch(words: list[str], gpus: int | None, launch_number: int) -> tupl
         launch = replace(launch, ranks=_assume_ranks(launch))
     ranks = launch.ranks
     nodes = "a node" if ranks.nodes == 1 else f"each of {ranks.nodes} nodes"
-    assumed = (
-        f"the script does not say how many GPUs there are: {ranks.per_node} of {nodes} are assumed; --gpus N for more."
-    )
+    assumed = f"the script does not say how many GPUs there are: {ranks.per_node} of {nodes} are assumed; --gpus N for another number."
     return replace(launch, notes=(*launch.notes, assumed)), True
 
 

@@ -85,6 +85,8 @@ FILES_FIRST = (
     "tail",
     "paste",
 )
+# CHECKPOINT_PATH=<Specify path>: bash takes it for two redirections
+PLACEHOLDER = re.compile(r"(?m)(?<=[=/_.\s-])(<[A-Za-z](?:[^<>()$`|&;'\"\n]*[^<>()$`|&;'\"\s])?>)(?=\s|$)")
 # Programs in front of another one, and their options that take a value.
 WRAPPERS = {
     "env": (),
@@ -118,6 +120,7 @@ class Toolbox:
     files: dict[str, str] = field(default_factory=dict)
     folders: set[str] = field(default_factory=set)
     left_out: list[tuple[str, ...]] = field(default_factory=list)
+    placeholders: list[str] = field(default_factory=list)
 
     def wants_input(self, words: list[str], folder: str) -> bool:
         """Whether the program reads what is piped to it."""
@@ -154,6 +157,11 @@ class Toolbox:
         """Keep a command that was not run, for whoever finds a value missing."""
         if len(self.left_out) < MAX_FILES:
             self.left_out.append(tuple(words))
+
+    def quote_placeholders(self, text: str) -> str:
+        """A script with a word for each placeholder in it: <the path> becomes the_path, which may stand in any command."""
+        self.placeholders += PLACEHOLDER.findall(text)
+        return PLACEHOLDER.sub(lambda found: re.sub(r"\W+", "_", found[1].strip("<>")), text)
 
     def write(self, path: str, text: str, appends: bool) -> None:
         """A file that the script writes: a copy in the folder stands for it."""

@@ -49,7 +49,7 @@ __found() {
     ((__launches < __max_launches)) || exit 0
 }
 
-# $1: run, input, write or left; the rest: words for the process that started this shell. Prints its answer.
+# $1: run, input, write, quoted or left; the rest: words for the process that started this shell. Prints its answer.
 __ask() {
     local IFS= __kind=$1 __id=${BASHPID-$$}.$((__asked += 1)) __got= __code=0 __answer=
     shift
@@ -346,6 +346,7 @@ source() {
     shift
     __sourced=$__text
     __text=$(__ask written "$__sourced") || { [[ -f $__sourced ]] && __text=$(<"$__sourced"); } || return 0
+    [[ $__text != *=\<[A-Za-z]* ]] || __text=$(__ask quoted "$__text")
     __adapt "$__sourced"
     eval "$__text"
 }

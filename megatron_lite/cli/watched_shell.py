@@ -106,6 +106,8 @@ class _Channel:
             return self._or_nothing(box.answer(words[1:], folder, words[0]))
         if kind == "write" and len(words) == 3:
             box.write(os.path.normpath(os.path.join(folder, words[0])), words[2], bool(words[1]))
+        if kind == "quoted" and words:
+            return Answer(box.quote_placeholders(words[0]))
         if kind == "left":
             box.leave_out(words)
         if kind == "written" and words and words[0] in box.files:
