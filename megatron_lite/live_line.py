@@ -39,7 +39,7 @@ class LiveLine:
             self._printed = time.monotonic()
             print_lines([f"  {text}"], sys.stderr)
 
-    def wipe(self):
+    def wipe(self) -> None:
         """Make room for other lines."""
         if self._active and self._drawn:
             _write("\r\033[K")

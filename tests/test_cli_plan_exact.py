@@ -14,6 +14,7 @@ from command_lines import argv, plan
 
 from megatron_lite.cli import plan as command
 from megatron_lite.cli.main import main
+from megatron_lite.planner import run_walk
 
 ROOT = Path(__file__).parent.parent
 
@@ -25,7 +26,7 @@ def in_process(monkeypatch, tmp_path):
     from megatron_lite.planner.walk.rehearse import main as walk
 
     def run(rehearse, input, **_):
-        assert rehearse[1:] == ["-m", command.MODULE]
+        assert rehearse[1:] == ["-m", run_walk.MODULE]
         out, err = io.StringIO(), io.StringIO()
         with monkeypatch.context() as patched:
             patched.setattr(sys, "stdin", io.StringIO(input))
@@ -34,7 +35,7 @@ def in_process(monkeypatch, tmp_path):
             code = walk()
         return SimpleNamespace(returncode=code, stdout=out.getvalue(), stderr=err.getvalue())
 
-    monkeypatch.setattr(command.subprocess, "run", run)
+    monkeypatch.setattr(run_walk.subprocess, "run", run)
 
 
 def test_formula_and_walk_stand_beside_each_other(in_process, capsys):
@@ -66,7 +67,7 @@ def test_a_mistake_that_only_the_walk_sees_is_the_trainers_line(in_process, caps
 
 
 def test_a_machine_without_torch_is_one_line(monkeypatch, capsys):
-    monkeypatch.setattr(command, "MODULE", "megatron_lite.no_such_module")
+    monkeypatch.setattr(run_walk, "MODULE", "megatron_lite.no_such_module")
     assert main(["plan", "--exact", *argv()]) == 2
     shown = capsys.readouterr().err
     assert shown.startswith("error: --exact: the walk failed (") and "no_such_module" in shown
@@ -109,7 +110,7 @@ def test_a_walk_that_takes_too_long_is_left(on_terminal, capsys, monkeypatch):
     def wait(command, timeout, **_):
         raise subprocess.TimeoutExpired(command, timeout)
 
-    monkeypatch.setattr(command.subprocess, "run", wait)
+    monkeypatch.setattr(run_walk.subprocess, "run", wait)
     assert main(["plan", *argv()]) == 0
     assert capsys.readouterr().out.endswith(
         "\n  not checked: the walk of the real step takes more than 10 s; --exact waits for it.\n"

@@ -3,43 +3,33 @@
 import argparse
 import dataclasses
 import importlib.util
-import json
 import shlex
 import shutil
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import MappingProxyType
 
 from megatron_lite.cli.launcher import split_at_trainer
 from megatron_lite.cli.parser import Parser, write_json, write_text
 from megatron_lite.cli.planned_run import PlannedRun, is_script, planned_run, split_options
 from megatron_lite.config.environment import hints
 from megatron_lite.config.machine import read_machine
-from megatron_lite.config.plan import Plan, list_stage_kinds, plan_stages
-from megatron_lite.errors import ConfigError, UserError
+from megatron_lite.config.plan import Plan
+from megatron_lite.errors import UserError
 from megatron_lite.live_line import LiveLine
-from megatron_lite.planner.hardware import Processor, cublas_workspace_bytes, find_processor, find_processors
-from megatron_lite.planner.inference import CACHE_BYTES, InferencePrediction, predict_inference
-from megatron_lite.planner.memory import predict_memory
-from megatron_lite.planner.model_size import count_parameter_parts, step_flops
-from megatron_lite.planner.plan_results import Exact, Outlook, PlanReport, StageOutlook
+from megatron_lite.planner.hardware import Processor, find_processor, find_processors
+from megatron_lite.planner.plan_results import Exact, PlanReport, Subject
+from megatron_lite.planner.predict_plan import NOT_WALKED, find_highest, predict_generating, predict_training
+from megatron_lite.planner.run_walk import SNAPSHOT, walk_stages, walk_step
 from megatron_lite.planner.search import Search, search
-from megatron_lite.planner.step_time import compute_duration, predict_stage_time, predict_time
-from megatron_lite.planner.what_if import MARGIN, fit, what_if
+from megatron_lite.planner.what_if import MARGIN
 from megatron_lite.report.plan_terminal import plan_lines, verdicts
-from megatron_lite.report.text import get_style
+from megatron_lite.report.text import Style, get_style
 from megatron_lite.terminal import print_lines
-from megatron_lite.units import GIB, size
+from megatron_lite.units import size
 
-MODULE = "megatron_lite.planner.walk.rehearse"
 MAX_UNASKED_S = 10  # of a walk that nobody asked for
-WALKS_AT_ONCE = 2
-SNAPSHOT = "stage_{}/predicted.pickle"
 DRIVER = Path("/proc/driver/nvidia/version")
 
 
@@ -48,47 +38,65 @@ def run(argv: list[str]):
     options, words = _read_options(argv)
     found = planned_run(words, options.gpus, options.launch, _list_dropped(options), shlex.split(options.add or ""))
     style = get_style(sys.stdout)
-    more: list[str] = []
+    processors = _list_processors(options)
+    memory_lines: list[str] = []
     if options.exact:
-        from megatron_lite.analysis.analyze import analyze
-        from megatron_lite.report.section import section_lines
-        from megatron_lite.report.sections.memory import memory_section
-
-        if options.snapshot:  # before seconds are spent
-            path = Path(options.snapshot)
-            existed = path.exists()
-            try:
-                path.open("ab").close()
-            except OSError as error:
-                why = f"cannot be written ({error.strerror}); name another file."
-                raise UserError(f"--snapshot {path}: {why}") from None
-            if not existed:
-                path.unlink()
-        with tempfile.TemporaryDirectory() as folder:
-            processors = _list_processors(options)
-            walked = walk_stages(found, Path(folder), processors[0] if processors else None)
-            report = _report(options, words, found, walked)
-            path = Path(folder) / SNAPSHOT.format(_find_highest(walked))
-            if options.snapshot:
-                path = Path(shutil.move(path, options.snapshot))
-            # the memory section of the report on it: modules, source lines, layers, fragmentation
-            section = memory_section(analyze([path]), options.all)
-            more = ["", *section_lines(section, style)] if section else []
-            more += ["", f"written: {path}"] if options.snapshot else []
+        report, memory_lines = _walk(options, words, found, processors, style)
     else:
-        report = _report(options, words, found)
-    if options.json:
-        from megatron_lite.report.plan_files import as_json
-
-        more = [*more, *write_json(options.json, as_json(report))]
-    if options.page:
-        from megatron_lite.report.plan_files import plan_page
-
-        more = [*more, "", write_text("--page", options.page, plan_page(report))]
-    print_lines([*plan_lines(report, style, options.why), *more])
+        report = _predict(options, words, found, processors)
+    written = _write_files(options, report)
+    print_lines([*plan_lines(report, style, options.why), *memory_lines, *written])
     if not (options.exact or options.inference or options.search) and can_walk_unasked(sys.stdout):
         # the answer stands: where somebody looks on, the walk of the real step follows, if it takes seconds
         print_lines(check_lines(found, report))
+
+
+def _walk(
+    options: argparse.Namespace, words: list[str], found: PlannedRun, processors: list[Processor], style: Style
+) -> tuple[PlanReport, list[str]]:
+    """(the report with the walk's figures, lines on the walk's snapshot: modules, source lines, layers, fragmentation)."""
+    from megatron_lite.analysis.analyze import analyze
+    from megatron_lite.report.section import section_lines
+    from megatron_lite.report.sections.memory import memory_section
+
+    if options.snapshot:
+        _check_writable(Path(options.snapshot))
+    with tempfile.TemporaryDirectory() as folder:
+        walked = walk_stages(found.plan, found.flags, Path(folder), processors[0] if processors else None)
+        report = _predict(options, words, found, processors, walked)
+        path = Path(folder) / SNAPSHOT.format(find_highest(walked))
+        if options.snapshot:
+            path = Path(shutil.move(path, options.snapshot))
+        section = memory_section(analyze([path]), options.all)
+    lines = ["", *section_lines(section, style)] if section else []
+    if options.snapshot:
+        lines += ["", f"written: {path}"]
+    return report, lines
+
+
+def _check_writable(path: Path):
+    """UserError where --snapshot cannot be written: before seconds are spent."""
+    existed = path.exists()
+    try:
+        path.open("ab").close()
+    except OSError as error:
+        raise UserError(f"--snapshot {path}: cannot be written ({error.strerror}); name another file.") from None
+    if not existed:
+        path.unlink()
+
+
+def _write_files(options: argparse.Namespace, report: PlanReport) -> list[str]:
+    """Lines on what was written."""
+    lines: list[str] = []
+    if options.json:
+        from megatron_lite.report.plan_files import as_json
+
+        lines += write_json(options.json, as_json(report))
+    if options.page:
+        from megatron_lite.report.plan_files import plan_page
+
+        lines += ["", write_text("--page", options.page, plan_page(report))]
+    return lines
 
 
 # --- its options
@@ -182,55 +190,60 @@ def _list_processors(options: argparse.Namespace) -> list[Processor]:
     return found
 
 
-def _report(
-    options: argparse.Namespace, words: list[str], found: PlannedRun, walked: Mapping[int, Exact] = MappingProxyType({})
+def _predict(
+    options: argparse.Namespace,
+    words: list[str],
+    found: PlannedRun,
+    processors: list[Processor],
+    walked: Mapping[int, Exact] = NOT_WALKED,
 ) -> PlanReport:
-    """walked: by the first stage of those that are alike."""
-    exact = walked[_find_highest(walked)] if walked else None
-    plan, shape, ranks = found.plan, found.plan.shape, found.plan.world.size
-    processors, margin = _list_processors(options), MARGIN if options.margin is None else options.margin
-    tokens = plan.train_samples * shape.seq_length if options.tokens is None else int(options.tokens)
+    """What was asked for, and nothing else. walked: by the first stage of those that are alike."""
+    plan = found.plan
+    margin = MARGIN if options.margin is None else options.margin
+    training = None
+    generating = None
+    layouts = None
+    # the JSON holds what a training needs whatever was asked
+    if options.json or options.fit or not (options.inference or options.search):
+        tokens = plan.train_samples * plan.shape.seq_length if options.tokens is None else int(options.tokens)
+        fit_into = find_processor(options.fit) if options.fit else None
+        training = predict_training(plan, processors, margin, tokens, fit_into, walked)
+    if options.inference:
+        generating = predict_generating(plan, processors, options.batch or 1, options.context)
+    if options.search:
+        layouts = _search(plan, processors[0], margin)
+    return PlanReport(_describe_subject(options, words, found, margin), training, generating, layouts)
 
-    def infer(processor: Processor | None = None) -> InferencePrediction | None:
-        if not options.inference:
-            return None
-        return predict_inference(shape, options.batch or 1, options.context, processor, CACHE_BYTES[plan.precision])
 
-    outlooks = []
-    for one in processors:
-        seen, memory = predict_time(plan, one), predict_memory(plan, one)
-        duration = compute_duration(shape, tokens, plan.world.size, seen.tokens_per_s) if seen.peak_tflops else None
-        peak_bytes = exact.allocated_peak_bytes if exact else memory.peak.num_bytes
-        fits = peak_bytes <= one.memory_gib * GIB * (1 - margin)
-        outlooks.append(Outlook(one, memory, seen, duration, None if fits else fit(plan, one, margin), infer(one)))
-    first = processors[0] if processors else None
-    facts = f"GPT {shape.num_layers} x {shape.hidden_size}, sequence {shape.seq_length}, {plan.precision}"
-    if not options.inference:
-        batch, passes = plan.batch.final, plan.batch.final // plan.samples_per_pass
-        assumed = " assumed" if found.gpus_assumed else ""
-        facts += f", {ranks} GPU{'s' if ranks > 1 else ''}{assumed}, batch {batch} = {plan.args.training.micro_batch_size} x {plan.layout.data} x {passes}"
-    # of this machine only if it may be the one that trains
-    machine = read_machine() if DRIVER.exists() else None
-    return PlanReport(
+def _describe_subject(options: argparse.Namespace, words: list[str], found: PlannedRun, margin: float) -> Subject:
+    found_hints = None
+    if options.env:
+        # of this machine only if it may be the one that trains
+        machine = read_machine() if DRIVER.exists() else None
+        found_hints = hints(found.plan, found.environment, machine)
+    return Subject(
         title=Path(words[0]).name if is_script(words[0]) else "plan",
-        facts=facts,
-        plan=plan,
-        parts=count_parameter_parts(shape),
-        flops_causal=step_flops(shape, 1, causal=True) // shape.seq_length,
-        flops_full=step_flops(shape, 1, causal=False) // shape.seq_length,
-        memory=predict_memory(plan, first),
+        facts=_describe_facts(found, options.inference),
+        plan=found.plan,
         margin=margin,
-        outlooks=outlooks,
-        variants=what_if(plan, first),
-        fit=fit(plan, find_processor(options.fit), margin) if options.fit else None,
-        search=_search(plan, first, margin) if options.search and first else None,
-        inference=infer(),
-        exact=exact,
-        stages=_list_stages(plan, first, walked) if plan.layout.pipeline > 1 and not options.inference else (),
-        hints=hints(plan, found.environment, machine) if options.env else None,
+        hints=found_hints,
         notes=found.notes,
         everything=options.all,
     )
+
+
+def _describe_facts(found: PlannedRun, generates: bool) -> str:
+    """'GPT 24 x 1024, sequence 2048, fp16, 1 GPU, batch 16 = 4 x 1 x 4'; without GPUs and batch where it generates."""
+    plan = found.plan
+    shape = plan.shape
+    facts = f"GPT {shape.num_layers} x {shape.hidden_size}, sequence {shape.seq_length}, {plan.precision}"
+    if generates:
+        return facts
+    ranks = plan.world.size
+    gpus = f"{ranks} GPU{'s' if ranks > 1 else ''}{' assumed' if found.gpus_assumed else ''}"
+    passes = plan.batch.final // plan.samples_per_pass
+    batch = f"{plan.batch.final} = {plan.args.training.micro_batch_size} x {plan.layout.data} x {passes}"
+    return f"{facts}, {gpus}, batch {batch}"
 
 
 def _search(plan: Plan, processor: Processor, margin: float) -> Search:
@@ -241,70 +254,7 @@ def _search(plan: Plan, processor: Processor, margin: float) -> Search:
         line.wipe()
 
 
-def _list_stages(plan: Plan, processor: Processor | None, walked: Mapping[int, Exact]) -> list[StageOutlook]:
-    return [
-        StageOutlook(
-            one,
-            predict_memory(one, processor),
-            predict_stage_time(one, processor) if processor else None,
-            walked.get(one.stage.number),
-        )
-        for one in plan_stages(plan)
-    ]
-
-
-# --- --exact, and the check of an estimate: a process that has torch walks the real model and step without data
-
-
-def walk_step(
-    run: PlannedRun, snapshot: Path, processor: Processor | None = None, limit_s: float | None = None
-) -> Exact:
-    """Figures of the walk, whose snapshot is then at `snapshot`.
-
-    Raises UserError where torch is missing, the flags do not work, or the walk takes longer than `limit_s`.
-    """
-    deterministic = run.plan.args.training.deterministic_mode
-    request = {
-        "flags": list(run.flags), "world": dataclasses.asdict(run.plan.world), "vocab_size": run.plan.vocab_size,
-        "snapshot": str(snapshot), "workspace": cublas_workspace_bytes(processor, deterministic),
-    }  # fmt: skip
-    started, line, command = time.monotonic(), LiveLine(), [sys.executable, "-m", MODULE]
-    line.draw("walking the real model and step, without data")
-    try:
-        asked = json.dumps(request)
-        walk = subprocess.run(command, input=asked, capture_output=True, text=True, check=False, timeout=limit_s)
-    except subprocess.TimeoutExpired:
-        raise UserError(f"the walk of the real step takes more than {limit_s:g} s; --exact waits for it.") from None
-    finally:
-        line.wipe()
-    lines = walk.stderr.strip().splitlines()
-    if walk.returncode == UserError.exit_code and lines:
-        raise ConfigError(lines)
-    if walk.returncode:
-        why = lines[-1] if lines else f"exit code {walk.returncode}"
-        raise UserError(f"--exact: the walk failed ({why}); leave it out.")
-    figures = json.loads(walk.stdout.splitlines()[-1])
-    known = {field.name: figures[field.name] for field in dataclasses.fields(Exact) if field.name in figures}
-    return Exact(seconds=time.monotonic() - started, **known)
-
-
-def walk_stages(run: PlannedRun, folder: Path, processor: Processor | None) -> dict[int, Exact]:
-    """Of one rank of each kind of stage, by the stage's number, which the snapshot in `folder` bears, too."""
-    plans = [plan for plan, _ in list_stage_kinds(run.plan)] if run.plan.layout.pipeline > 1 else [run.plan]
-
-    def walk(plan: Plan) -> Exact:
-        path = folder / SNAPSHOT.format(plan.stage.number)
-        path.parent.mkdir()
-        return walk_step(dataclasses.replace(run, plan=plan), path, processor)
-
-    if len(plans) == 1:
-        return {plans[0].stage.number: walk(plans[0])}
-    with ThreadPoolExecutor(WALKS_AT_ONCE) as pool:
-        return {plan.stage.number: exact for plan, exact in zip(plans, pool.map(walk, plans))}
-
-
-def _find_highest(walked: Mapping[int, Exact]) -> int:
-    return max(walked, key=lambda number: walked[number].allocated_peak_bytes)
+# --- the check of an estimate
 
 
 def can_walk_unasked(stream) -> bool:
@@ -314,16 +264,18 @@ def can_walk_unasked(stream) -> bool:
 
 def check_lines(run: PlannedRun, report: PlanReport) -> list[str]:
     """What the walk of the real step says of an estimate that was printed already: its peak, and verdicts that change with it."""
-    processor = report.outlooks[0].processor if report.outlooks else None
+    training = report.training
+    assert training is not None  # nothing else was asked
+    processor = training.outlooks[0].processor if training.outlooks else None
     with tempfile.TemporaryDirectory() as folder:
         try:
-            found = walk_step(run, Path(folder) / "predicted.pickle", processor, MAX_UNASKED_S)
+            exact = walk_step(run.plan, run.flags, Path(folder) / "predicted.pickle", processor, MAX_UNASKED_S)
         except UserError as error:
             return ["", *(f"  not checked: {line}" for line in error.lines)]
-    off = report.memory.peak.num_bytes / found.allocated_peak_bytes - 1
-    walked = dataclasses.replace(report, exact=found)
+    off = training.memory.peak.num_bytes / exact.allocated_peak_bytes - 1
+    walked = dataclasses.replace(report, training=dataclasses.replace(training, exact=exact))
     pairs = zip(verdicts(report), verdicts(walked))
     changed = [new for old, new in pairs if old.partition(":")[0] != new.partition(":")[0]]  # 'fits in one H200'
-    peak = f"exact peak {size(found.allocated_peak_bytes)} in {found.phase}, the estimate is {off:+.1%} off"
-    how = f"the real model and step, walked without data in {found.seconds:.1f} s; --exact shows it"
+    peak = f"exact peak {size(exact.allocated_peak_bytes)} in {exact.phase}, the estimate is {off:+.1%} off"
+    how = f"the real model and step, walked without data in {exact.seconds:.1f} s; --exact shows it"
     return ["", f"  {peak}", f"    ({how})", *(f"  {line}" for line in changed)]

@@ -1,4 +1,4 @@
-"""What `megatron-lite plan` shows, before anybody draws it."""
+"""What `megatron-lite plan` finds out, before anybody draws it: of a training, of generating, or of a search for layouts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,6 +7,7 @@ from megatron_lite.config.plan import Plan
 from megatron_lite.config.simulated_schedule import TimedTurn, TurnTimes, simulate_schedule
 from megatron_lite.planner.hardware import Processor
 from megatron_lite.planner.inference import InferencePrediction
+from megatron_lite.planner.model_size import count_parameter_parts, step_flops
 from megatron_lite.planner.prediction import MemoryPrediction, TimePrediction
 from megatron_lite.planner.search import Search
 from megatron_lite.planner.step_time import Duration, sum_micro_batches
@@ -17,20 +18,25 @@ PLAN_SCHEMA = 1  # of the JSON; raised when a reader of the old form would be wr
 
 
 @dataclass(frozen=True)
-class Outlook:
-    """The plan on one kind of GPU."""
+class Subject:
+    """The launch command that was asked about, and what holds of it whatever was asked."""
 
-    processor: Processor
-    memory: MemoryPrediction
-    time: TimePrediction
-    duration: Duration | None  # None where nothing of a step's time is known
-    fit: Fit | None = None  # where it does not fit as it is, with the margin
-    inference: InferencePrediction | None = None
+    title: str  # the script's name
+    facts: str  # "GPT 24 x 1024, sequence 2048, fp16, 1 GPU, batch 16 = 4 x 1 x 4"
+    plan: Plan
+    margin: float = MARGIN
+    hints: Sequence[str] | None = None  # flags and variables that can cost speed; None: not asked for
+    notes: Sequence[str] = ()  # what was assumed
+    everything: bool = False  # all rows of tables are shown
 
     @property
-    def room_bytes(self) -> int:
-        """Of one GPU."""
-        return int((self.processor.memory_gib or 0.0) * GIB)
+    def parts(self) -> dict[str, int]:
+        """Parameters by part of the model."""
+        return count_parameter_parts(self.plan.shape)
+
+    def count_flops(self, causal: bool) -> int:
+        """FLOPs of forward and backward per token. causal: half of attention counted, as Megatron-LM does."""
+        return step_flops(self.plan.shape, 1, causal=causal) // self.plan.shape.seq_length
 
 
 @dataclass(frozen=True)
@@ -50,6 +56,22 @@ class Exact:
 
 
 @dataclass(frozen=True)
+class Outlook:
+    """A training on one kind of GPU."""
+
+    processor: Processor
+    memory: MemoryPrediction
+    time: TimePrediction
+    duration: Duration | None  # None where nothing of a step's time is known
+    fit: Fit | None = None  # where it does not fit as it is, with the margin
+
+    @property
+    def room_bytes(self) -> int:
+        """Memory of one GPU."""
+        return count_room(self.processor)
+
+
+@dataclass(frozen=True)
 class StageOutlook:
     """What one rank of a pipeline's stage holds and does."""
 
@@ -60,27 +82,38 @@ class StageOutlook:
 
 
 @dataclass(frozen=True)
-class PlanReport:
-    """One launch command, foretold."""
+class Training:
+    """A training as its command says it: `plan`, and `plan --exact`."""
 
-    title: str  # the script's name
-    facts: str  # "GPT 24 x 1024, sequence 2048, fp16, 1 GPU, batch 16 = 4 x 1 x 4"
-    plan: Plan
-    parts: dict[str, int]  # parameters
-    flops_causal: int  # per token
-    flops_full: int
-    memory: MemoryPrediction
-    margin: float = MARGIN
+    memory: MemoryPrediction  # of the rank that holds most, on the first GPU
     outlooks: Sequence[Outlook] = ()  # by GPU, in the order in which they were named
     variants: Sequence[Variant] = ()  # what if; on the first GPU
-    fit: Fit | None = None
-    inference: InferencePrediction | None = None  # without a GPU
+    fit: Fit | None = None  # into the GPU of --fit
     exact: Exact | None = None  # of the rank that holds most
     stages: Sequence[StageOutlook] = ()  # of a pipeline
-    search: Search | None = None  # then nothing else is shown
-    hints: Sequence[str] | None = None  # None: not asked for
-    notes: Sequence[str] = ()  # what was assumed
-    everything: bool = False  # all rows of tables are shown
+
+
+@dataclass(frozen=True)
+class Generating:
+    """The trained model when it generates: `plan --inference`."""
+
+    prediction: InferencePrediction  # of memory, without a GPU
+    on_gpus: Sequence[tuple[Processor, InferencePrediction]] = ()
+
+
+@dataclass(frozen=True)
+class PlanReport:
+    """The answers on one launch command; None for what was not asked."""
+
+    subject: Subject
+    training: Training | None = None
+    generating: Generating | None = None
+    search: Search | None = None
+
+
+def count_room(processor: Processor) -> int:
+    """Memory of one GPU, in bytes; 0 where it is not known."""
+    return int((processor.memory_gib or 0.0) * GIB)
 
 
 MAX_MICRO_BATCHES = 8  # times the stages, of a schedule that is drawn

@@ -4,7 +4,15 @@ import re
 from dataclasses import replace
 from typing import Any
 
-from megatron_lite.planner.plan_results import MAX_MICRO_BATCHES, PLAN_SCHEMA, PlanReport, StageOutlook, simulate_stages
+from megatron_lite.planner.plan_results import (
+    MAX_MICRO_BATCHES,
+    PLAN_SCHEMA,
+    Outlook,
+    PlanReport,
+    StageOutlook,
+    simulate_stages,
+)
+from megatron_lite.planner.prediction import MemoryPrediction
 from megatron_lite.planner.search import Candidate, Search, get_sizes
 from megatron_lite.planner.what_if import Fit, Variant
 from megatron_lite.report import draw, palette
@@ -25,12 +33,12 @@ def plan_page(report: PlanReport) -> str:
     return render_page(
         list(build_plan_sections(report, why=True)),
         {key: make(report) for key, make in charts.items()},
-        title=f"{report.title}: {report.facts}",
+        title=f"{report.subject.title}: {report.subject.facts}",
         command="plan",
         sentences=_split_verdicts(verdicts(report)),
         confidence="before the run: memory is an estimate in closed form, times are lower bounds",
         of_gaps="What was assumed",
-        gaps=report.notes,
+        gaps=report.subject.notes,
         numbers="--json FILE",
     )
 
@@ -43,22 +51,24 @@ def _split_verdicts(texts: list[str]) -> list[str]:
 
 def memory_by_stage(report: PlanReport) -> Figure | None:
     """A bar per stage, in order, of what its peak is made of; the GPU's memory as a line."""
-    if not report.stages:
+    training = report.training
+    if not training or not training.stages:
         return None
     stacks = {
         f"stage {one.plan.stage.number + 1}": {kind: held / GIB for kind, held in sum_kinds(one.memory).items()}
-        for one in report.stages
+        for one in training.stages
     }
     chart = draw.stacks("What one GPU of each stage holds at its peak", stacks, KIND_COLORS, "GiB")
-    if not report.outlooks:
+    if not training.outlooks:
         return chart
-    room = report.outlooks[0].room_bytes / GIB
+    room = training.outlooks[0].room_bytes / GIB
     return replace(chart, says=f"{chart.says}; dotted: the GPU's memory", limit=room)
 
 
 def schedule_of_plan(report: PlanReport) -> Figure | None:
     """Of few micro-batches: how the pipeline fills and drains."""
-    stages, plan = report.stages, report.plan
+    stages = report.training.stages if report.training else ()
+    plan = report.subject.plan
     micro_batches = min(plan.batch.final // plan.samples_per_pass, MAX_MICRO_BATCHES * len(stages))
     turns = simulate_stages(stages, micro_batches) if stages else []
     return draw.schedule(turns, f"ms at best, of {micro_batches} micro-batches")
@@ -88,40 +98,56 @@ def _build_curve(candidates: list[Candidate], name: str, color: str, look: Look)
 
 def as_json(report: PlanReport) -> dict[str, Any]:
     """Plain dicts, lists, numbers and strings; None for what is not known."""
-    memory, gpus = report.memory, []
-    for one in report.outlooks:
-        time, length = one.time, one.duration
-        best = {"step_ms": time.step_ms, "tokens_per_s": time.tokens_per_s} if time.peak_tflops else {}
-        known = {"seconds": length.seconds, "days": length.days, "gpu_hours": length.gpu_hours} if length else {}
-        gpus.append({
-            "processor": plain(one.processor), "room_bytes": one.room_bytes, "peak_bytes": one.memory.peak.num_bytes,
-            "time": plain(time) | best, "duration": plain(length) | known if length else None,
-            "fit": _fit_as_json(one.fit), "inference": plain(one.inference),
-        })  # fmt: skip
+    subject, training = report.subject, report.training
+    assert training is not None  # the JSON has it whatever was asked
+    generating = report.generating
+    on_gpus = dict(generating.on_gpus) if generating else {}
     return {
         "schema": PLAN_SCHEMA,
-        "title": report.title,
-        "facts": report.facts,
+        "title": subject.title,
+        "facts": subject.facts,
         "verdicts": verdicts(report),
-        "notes": list(report.notes),
-        "plan": plain(report.plan),
-        "parameters": report.parts,
-        "flops_per_token": {"causal": report.flops_causal, "full": report.flops_full},
-        "memory": {
-            "peak_bytes": memory.peak.num_bytes, "phase": memory.peak.phase, "where": memory.peak.where,
-            "is_estimate": True,
-            "moments": [plain(moment) | {"num_bytes": moment.num_bytes} for moment in memory.moments],
-        },
-        "margin": report.margin,
-        "gpus": gpus,
-        "what_if": [_variant_as_json(one) for one in report.variants],
-        "fit": _fit_as_json(report.fit),
-        "inference": plain(report.inference),
-        "exact": plain(report.exact),
+        "notes": list(subject.notes),
+        "plan": plain(subject.plan),
+        "parameters": subject.parts,
+        "flops_per_token": {"causal": subject.count_flops(causal=True), "full": subject.count_flops(causal=False)},
+        "memory": _memory_as_json(training.memory),
+        "margin": subject.margin,
+        "gpus": [_outlook_as_json(one) | {"inference": plain(on_gpus.get(one.processor))} for one in training.outlooks],
+        "what_if": [_variant_as_json(one) for one in training.variants],
+        "fit": _fit_as_json(training.fit),
+        "inference": plain(generating.prediction) if generating else None,
+        "exact": plain(training.exact),
         "search": _search_as_json(report.search),
-        "stages": [_stage_as_json(one) for one in report.stages],
-        "hints": plain(report.hints),
-    }  # fmt: skip
+        "stages": [] if generating else [_stage_as_json(one) for one in training.stages],
+        "hints": plain(subject.hints),
+    }
+
+
+def _memory_as_json(memory: MemoryPrediction) -> dict[str, Any]:
+    """The peak, and every moment with its rows."""
+    return {
+        "peak_bytes": memory.peak.num_bytes,
+        "phase": memory.peak.phase,
+        "where": memory.peak.where,
+        "is_estimate": True,
+        "moments": [plain(moment) | {"num_bytes": moment.num_bytes} for moment in memory.moments],
+    }
+
+
+def _outlook_as_json(one: Outlook) -> dict[str, Any]:
+    """A training on one kind of GPU."""
+    time, length = one.time, one.duration
+    best = {"step_ms": time.step_ms, "tokens_per_s": time.tokens_per_s} if time.peak_tflops else {}
+    known = {"seconds": length.seconds, "days": length.days, "gpu_hours": length.gpu_hours} if length else {}
+    return {
+        "processor": plain(one.processor),
+        "room_bytes": one.room_bytes,
+        "peak_bytes": one.memory.peak.num_bytes,
+        "time": plain(time) | best,
+        "duration": plain(length) | known if length else None,
+        "fit": _fit_as_json(one.fit),
+    }
 
 
 def _stage_as_json(one: StageOutlook) -> dict[str, Any]:

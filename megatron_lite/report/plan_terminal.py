@@ -1,12 +1,23 @@
 """A plan as lines for a terminal: the verdict first, then what it is made of, at last what was assumed."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from megatron_lite.analysis.run.pipeline_times import measure_bubble
-from megatron_lite.planner.hardware import PROCESSORS
+from megatron_lite.config.plan import Plan
+from megatron_lite.planner.hardware import PROCESSORS, Processor
 from megatron_lite.planner.inference import InferencePrediction
-from megatron_lite.planner.plan_results import Exact, Outlook, PlanReport, StageOutlook, simulate_stages
+from megatron_lite.planner.plan_results import (
+    Exact,
+    Generating,
+    Outlook,
+    PlanReport,
+    StageOutlook,
+    Subject,
+    Training,
+    count_room,
+    simulate_stages,
+)
 from megatron_lite.planner.prediction import MemoryPrediction
 from megatron_lite.planner.step_time import Duration
 from megatron_lite.planner.what_if import Fit
@@ -27,8 +38,9 @@ from megatron_lite.units import GIB, count, duration, short_count, size
 
 def plan_lines(report: PlanReport, style: Style, why: bool = False) -> list[str]:
     """`why`: the formula behind each line."""
-    lines = [heading(report.title, report.facts, style), ""]
-    for paint, texts in ((style.warm, verdicts(report)), (style.dim, report.notes)):
+    subject = report.subject
+    lines = [heading(subject.title, subject.facts, style), ""]
+    for paint, texts in ((style.warm, verdicts(report)), (style.dim, subject.notes)):
         for text in texts:
             lines += map(paint, wrapped(text, hanging="    "))
     for section in build_plan_sections(report, why):
@@ -41,28 +53,26 @@ def plan_lines(report: PlanReport, style: Style, why: bool = False) -> list[str]
 
 def verdicts(report: PlanReport) -> list[str]:
     """A sentence for each GPU that was named; without any the peak, and how to learn more."""
+    margin = report.subject.margin
     if report.search:
         return judge_search(report.search)
-    found, exact, peak = report.inference, report.exact, report.memory.peak
-    if found:
-        at = 0 if report.plan.precision == "fp32" else 1  # WEIGHT_BITS: weights of the training's precision
-        weights = found.weights[at]
-        held = f"with {weights.name} and a cache for {count(found.batch)} x {count(found.tokens)} tokens"
-        if report.outlooks:
-            return [_judge_generating(outlook, at, held, report.margin) for outlook in report.outlooks]
-        takes = f"generating takes {size(found.num_bytes(weights))} of tensors {held}"
-        return [f"{takes}; --gpu NAME shows whether it fits and how fast it can be"]
+    if report.generating:
+        return _judge_all_generating(report.generating, report.subject.plan.precision, margin)
+    training = report.training
+    assert training is not None  # one of the three was asked
+    exact = training.exact
+    peak = training.memory.peak
     where = f"at {peak.where} ({peak.phase}){'' if exact else ', estimated'}"
     where = f"in {exact.phase}" if exact and exact.phase != peak.phase else where
-    if report.outlooks:
-        return [_judge_training(report, outlook, where) for outlook in report.outlooks]
+    if training.outlooks:
+        return [_judge_training(outlook, exact, margin, where) for outlook in training.outlooks]
     held = f"{size(exact.allocated_peak_bytes if exact else peak.num_bytes)} of tensors on each GPU"
     return [f"peak {held}, {where}; --gpu NAME shows whether it fits and how fast it can be"]
 
 
-def _judge_training(report: PlanReport, outlook: Outlook, where: str) -> str:
+def _judge_training(outlook: Outlook, exact: Exact | None, margin: float, where: str) -> str:
     """The exact peak if it was asked for, else that on the outlook's GPU, against its room."""
-    exact, room, name = report.exact, outlook.room_bytes, outlook.processor.name
+    room, name = outlook.room_bytes, outlook.processor.name
     peak = exact.allocated_peak_bytes if exact else outlook.memory.peak.num_bytes
     of_room = f"peak {peak / GIB:.1f} of {room / GIB:.1f} GiB ({percent(peak / room)}), {where}"
     remedy = f"; {describe_fit(outlook.fit)}" if outlook.fit else ""
@@ -73,8 +83,8 @@ def _judge_training(report: PlanReport, outlook: Outlook, where: str) -> str:
         step, lasts = milliseconds(outlook.time.step_ms), _describe_span(outlook.duration)
         tokens = f"{count(outlook.time.tokens_per_s)} tokens/s"
         speed = f"at best {step} ms per step, {tokens}, {lasts} for {short_count(outlook.duration.tokens)} tokens"
-    if peak > room * (1 - report.margin):
-        left = f"less than {percent(report.margin)} is left for CUDA, NCCL and allocator overhead"
+    if peak > room * (1 - margin):
+        left = f"less than {percent(margin)} is left for CUDA, NCCL and allocator overhead"
         return f"may fit in one {name}: {of_room}; {left}{remedy}; {speed}"
     return f"fits in one {name}: {of_room}; {speed}"
 
@@ -99,10 +109,21 @@ def describe_fit(fit: Fit) -> str:
     return f"{least}; nor does a shorter sequence: it needs a smaller model{other}"
 
 
-def _judge_generating(outlook: Outlook, at: int, held: str, margin: float) -> str:
-    found, room, name = outlook.inference, outlook.room_bytes, outlook.processor.name
-    if found is None:
-        return ""
+def _judge_all_generating(generating: Generating, precision: str, margin: float) -> list[str]:
+    """A sentence for each GPU, else what generating takes."""
+    found = generating.prediction
+    at = 0 if precision == "fp32" else 1  # WEIGHT_BITS: weights of the training's precision
+    weights = found.weights[at]
+    held = f"with {weights.name} and a cache for {count(found.batch)} x {count(found.tokens)} tokens"
+    if generating.on_gpus:
+        return [_judge_generating(processor, one, at, held, margin) for processor, one in generating.on_gpus]
+    takes = f"generating takes {size(found.num_bytes(weights))} of tensors {held}"
+    return [f"{takes}; --gpu NAME shows whether it fits and how fast it can be"]
+
+
+def _judge_generating(processor: Processor, found: InferencePrediction, at: int, held: str, margin: float) -> str:
+    room = count_room(processor)
+    name = processor.name
     weights, budget = found.weights[at], room * (1 - margin)
     needed = found.num_bytes(weights)
     of_room = f"{needed / GIB:.1f} of {room / GIB:.1f} GiB ({percent(needed / room)}) {held}"
@@ -150,46 +171,61 @@ KIND_OF |= {"activations": ACTIVATIONS, "logits and loss": LOSS}
 
 def build_plan_sections(report: PlanReport, why: bool) -> Iterator[Section]:
     """In the order of a reader's questions: of training or of inference. `why`: the formula of every line."""
+    subject, training = report.subject, report.training
     if report.search:
-        yield from build_search_sections(report.search, report.everything)
+        yield from build_search_sections(report.search, subject.everything)
         return
-    if report.inference:
-        yield build_inference_section(report, report.inference, why)
-    else:
-        yield from _build_memory_sections(report, why)
-    if report.stages:
-        yield build_stages_section(report)
-        yield from _build_schedule_section(report)
-    if report.exact:
-        yield build_exact_section(report, report.exact)
-        if report.exact.collectives:
-            yield _build_collectives_section(report.exact, report.everything)
-    if report.outlooks and not report.inference:
-        yield build_time_section(report, why)
-    if not report.inference:
-        tokens = report.plan.batch.final * report.plan.shape.seq_length
-        conventions = {
-            "half of attention counted (Megatron-LM)": report.flops_causal,
-            "all of attention counted (nanoGPT, PaLM)": report.flops_full,
-        }
-        rows = [(name, flops(each * tokens), f"{flops(each)} per token") for name, each in conventions.items()]
-        yield Section("work", "Work of a step", f"{count(tokens)} tokens, all GPUs", [Table(rows, "lrr")])
-    whole = sum(report.parts.values())
-    parts = [(name, number) for name, number in report.parts.items() if number]
-    table = build_share_table(parts, whole, count)
-    yield Section("parameters", "Parameters", f"{count(whole)} ({short_count(whole)})", [table])
-    if report.variants and not report.inference:
-        yield _build_what_if_section(report)
-    if report.fit:
-        yield _build_fit_section(report.fit)
-    if report.hints is not None:
+    if report.generating:
+        yield build_inference_section(report.generating, why)
+    elif training:
+        yield from _build_training_sections(subject, training, why)
+        yield _build_work_section(subject)
+    yield _build_parameters_section(subject)
+    if training and training.variants and not report.generating:
+        yield _build_what_if_section(training, subject.margin)
+    if training and training.fit:
+        yield _build_fit_section(training.fit)
+    if subject.hints is not None:
         none = ["no flag or variable costs speed or memory"]
-        yield Section("environment", "Environment", "", [Lines(list(report.hints) or none)])
+        yield Section("environment", "Environment", "", [Lines(list(subject.hints) or none)])
 
 
-def _build_memory_sections(report: PlanReport, why: bool) -> Iterator[Section]:
+def _build_training_sections(subject: Subject, training: Training, why: bool) -> Iterator[Section]:
+    """Memory, by stage and by the walk, and time."""
+    yield from _build_memory_sections(training.memory, why)
+    if training.stages:
+        yield build_stages_section(training.stages, subject.everything)
+        yield from _build_schedule_section(subject.plan, training.stages, subject.everything)
+    if training.exact:
+        yield build_exact_section(training.memory, training.exact)
+        if training.exact.collectives:
+            yield _build_collectives_section(training.exact, subject.everything)
+    if training.outlooks:
+        yield build_time_section(training.outlooks, why)
+
+
+def _build_work_section(subject: Subject) -> Section:
+    """FLOPs of a step by either convention."""
+    tokens = subject.plan.batch.final * subject.plan.shape.seq_length
+    conventions = {
+        "half of attention counted (Megatron-LM)": subject.count_flops(causal=True),
+        "all of attention counted (nanoGPT, PaLM)": subject.count_flops(causal=False),
+    }
+    rows = [(name, flops(each * tokens), f"{flops(each)} per token") for name, each in conventions.items()]
+    return Section("work", "Work of a step", f"{count(tokens)} tokens, all GPUs", [Table(rows, "lrr")])
+
+
+def _build_parameters_section(subject: Subject) -> Section:
+    """Parameters of each part that the model has."""
+    parts = [(name, number) for name, number in subject.parts.items() if number]
+    whole = sum(number for _, number in parts)
+    table = build_share_table(parts, whole, count)
+    return Section("parameters", "Parameters", f"{count(whole)} ({short_count(whole)})", [table])
+
+
+def _build_memory_sections(memory: MemoryPrediction, why: bool) -> Iterator[Section]:
     """What tensors hold when they hold most, rows that add up to the peak; then the moments at which the peak can be."""
-    peak = report.memory.peak
+    peak = memory.peak
     shown = [row for row in peak.rows if why or row.num_bytes >= SMALL * peak.num_bytes]
     rest = peak.num_bytes - sum(row.num_bytes for row in shown)
     colors = [palette.HELD.get(row.category, palette.GREY) for row in shown]
@@ -201,16 +237,16 @@ def _build_memory_sections(report: PlanReport, why: bool) -> Iterator[Section]:
     if why:
         blocks.append(Lines([f"{row.name} = {row.formula}" for row in shown if row.formula], quiet=True))
     yield Section("memory", "Memory at the peak", f"estimate for one GPU, {peak.where} ({peak.phase})", blocks)
-    moments = report.memory.moments
+    moments = memory.moments
     rows = [(moment.phase, moment.where, size(moment.num_bytes)) for moment in moments]
     shares = [share(moment.num_bytes, peak.num_bytes) for moment in moments]
     yield Section("moments", "Memory through a step", "estimate for one GPU", [Table(rows, "llr", shares=shares)])
 
 
-def build_stages_section(report: PlanReport) -> Section:
+def build_stages_section(unsorted: Sequence[StageOutlook], everything: bool) -> Section:
     """What one rank of each stage holds when it holds most, the heaviest first, and why it is."""
-    stages = sorted(report.stages, key=lambda one: -one.memory.peak.num_bytes)
-    shown, hidden = limit_rows(stages, MAX_STAGES, report.everything)
+    stages = sorted(unsorted, key=lambda one: -one.memory.peak.num_bytes)
+    shown, hidden = limit_rows(stages, MAX_STAGES, everything)
     rows = []
     for one in shown:
         stage, kinds = one.plan.stage, sum_kinds(one.memory)
@@ -228,9 +264,8 @@ def build_stages_section(report: PlanReport) -> Section:
     return Section("stages", "Memory by stage", "estimate for one GPU of each, at its peak", blocks)
 
 
-def _build_schedule_section(report: PlanReport) -> Iterator[Section]:
+def _build_schedule_section(plan: Plan, stages: Sequence[StageOutlook], everything: bool) -> Iterator[Section]:
     """How long each stage waits at best: by formula, and in the order in which the stages really compute."""
-    plan, stages = report.plan, report.stages
     micro_batches = plan.batch.final // plan.samples_per_pass
     simulated = min(micro_batches, MAX_SIMULATED // len(stages) // len(plan.stage.chunks))
     turns = simulate_stages(stages, simulated)
@@ -242,7 +277,7 @@ def _build_schedule_section(report: PlanReport) -> Iterator[Section]:
         times = [f"{milliseconds(ms)} ms" for ms in (busy_ms, end_ms - busy_ms)]
         shares.append(share(end_ms - busy_ms, end_ms))
         rows.append([str(number + 1), *times, percent(shares[-1])])
-    shown, hidden = limit_rows(rows, MAX_STAGES, report.everything)
+    shown, hidden = limit_rows(rows, MAX_STAGES, everything)
     table = Table(shown, "rrrr", ["stage", "computes", "waits", "share"], shares=shares[: len(shown)], hidden=hidden)
     parts = len(plan.stage.chunks) * (3 if plan.stage.splits_backward else 1)
     bubble = measure_bubble(len(stages), micro_batches, parts)
@@ -301,15 +336,15 @@ def _build_collectives_section(found: Exact, everything: bool) -> Section:
     return Section("collectives", "Exchanged in a step", "by the rank that holds most", blocks)
 
 
-def build_exact_section(report: PlanReport, found: Exact) -> Section:
+def build_exact_section(memory: MemoryPrediction, found: Exact) -> Section:
     """Category by category beside the formula."""
     by_formula = Counter[str]()
-    for row in report.memory.peak.rows:
+    for row in memory.peak.rows:
         by_formula[row.category] += row.num_bytes
     pairs = [
         (name, found.categories.get(name, 0), by_formula.get(name, 0)) for name in {**found.categories, **by_formula}
     ]
-    pairs.append(("peak", found.allocated_peak_bytes, report.memory.peak.num_bytes))
+    pairs.append(("peak", found.allocated_peak_bytes, memory.peak.num_bytes))
     rows = []
     for name, real, formula in pairs:
         difference = "not there" if formula else ""
@@ -324,9 +359,8 @@ def build_exact_section(report: PlanReport, found: Exact) -> Section:
     return Section("exact", "Exact", f"the real model and step, without data, in {found.seconds:.1f} s", [table, lines])
 
 
-def build_time_section(report: PlanReport, why: bool) -> Section:
+def build_time_section(outlooks: Sequence[Outlook], why: bool) -> Section:
     """The parts of a step at best: with limits and bars for one GPU, a column for each of several."""
-    outlooks = report.outlooks
     only = outlooks[0] if len(outlooks) == 1 else None
     rows = []
     for name in dict.fromkeys(row.name for outlook in outlooks for row in outlook.time.rows):
@@ -361,17 +395,17 @@ def build_time_section(report: PlanReport, why: bool) -> Section:
     return Section("time", "Time of a step at best", of, blocks)
 
 
-def _build_what_if_section(report: PlanReport) -> Section:
+def _build_what_if_section(training: Training, margin: float) -> Section:
     """One change each: its peak, and on the first GPU whether it fits and how fast it can be."""
-    now = report.memory.peak.num_bytes
-    outlook = report.outlooks[0] if report.outlooks else None
+    now = training.memory.peak.num_bytes
+    outlook = training.outlooks[0] if training.outlooks else None
     rows = []
-    for one in report.variants:
+    for one in training.variants:
         # the line below the table has the flags in full
         words = one.words.replace(ALL_LAYERS, "--recompute-granularity full (all layers)")
         row = [words, size(one.peak_bytes), f"{(one.peak_bytes - now) / GIB:+.2f} GiB"]
         if outlook:
-            row.append("yes" if one.peak_bytes <= outlook.room_bytes * (1 - report.margin) else "no")
+            row.append("yes" if one.peak_bytes <= outlook.room_bytes * (1 - margin) else "no")
             row.append(f"{milliseconds(one.time.step_ms)} ms" if one.time and one.time.peak_tflops else "not known")
         rows.append(row)
     head = ["", "peak", "against now", *(["fits", "at best"] if outlook else [])]
@@ -402,9 +436,10 @@ def _build_fit_section(found: Fit) -> Section:
     return Section("fit", f"Fit into one {found.processor.name}", budget, [Lines(lines)])
 
 
-def build_inference_section(report: PlanReport, found: InferencePrediction, why: bool) -> Section:
+def build_inference_section(generating: Generating, why: bool) -> Section:
     """Weights by number format, the cache, both; tokens/s for each GPU."""
-    timed = [(one, one.inference) for one in report.outlooks if one.inference and one.inference.token_rows]
+    found = generating.prediction
+    timed = [(processor, one) for processor, one in generating.on_gpus if one.token_rows]
     formats = [row.name.removeprefix("weights in ") for row in found.weights]
     rows = [
         [name, size(row.num_bytes), size(found.num_bytes(row)), count(batch)]
@@ -413,11 +448,11 @@ def build_inference_section(report: PlanReport, found: InferencePrediction, why:
     blocks = [Table(rows, "lrrr", ["", "weights", "with cache", "cache is larger from batch"])]
     if timed:
         columns = [formats]
-        for outlook, on_gpu in timed:
+        for processor, on_gpu in timed:
             rates = [count(on_gpu.tokens_per_s(row)) for row in on_gpu.token_rows]
-            fit = [on_gpu.num_bytes(weights) <= outlook.room_bytes for weights in on_gpu.weights]
+            fit = [on_gpu.num_bytes(weights) <= count_room(processor) for weights in on_gpu.weights]
             columns.append([rate if fits else "does not fit" for rate, fits in zip(rates, fit)])
-        head = ["tokens/s at best", *(one.processor.name for one, _ in timed)]
+        head = ["tokens/s at best", *(processor.name for processor, _ in timed)]
         blocks.append(Table(list(zip(*columns)), "l" + "r" * len(timed), head))
     lines = [f"KV cache: {size(found.cache.num_bytes)} = {found.cache.formula}"]
     if why:
