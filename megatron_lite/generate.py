@@ -16,6 +16,7 @@ from megatron_lite.checkpoint.find import open_newest
 from megatron_lite.checkpoint.training_state import Record
 from megatron_lite.config.shape import ModelShape
 from megatron_lite.convert.folders import import_hf
+from megatron_lite.cpu_kernels.install import choose_cpu_kernels, install_kernels
 from megatron_lite.errors import UserError
 from megatron_lite.model.attention import Attend, sdpa_attention
 from megatron_lite.model.gpt import DTYPES, GPT
@@ -89,8 +90,10 @@ def load_generator(
     with torch.device("meta"):
         model = Generator(shape)
     # CPUs have no arithmetic in 16-bit floating point other than bf16
-    dtype = torch.float32 if device == "cpu" and record.precision == "fp16" else DTYPES[record.precision]
-    model = model.to(dtype).to_empty(device=device).eval()
+    precision = "fp32" if device == "cpu" and record.precision == "fp16" else record.precision
+    model = model.to(DTYPES[precision]).to_empty(device=device).eval()
+    if device == "cpu":
+        install_kernels(model, choose_cpu_kernels(shape, precision))
     parameters = {f"model.{name}": parameter.data for name, parameter in model.named_parameters()}
     if is_hugging_face:
         for name, parameter in parameters.items():

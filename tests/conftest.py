@@ -30,13 +30,13 @@ def little_garbage():
 @pytest.fixture
 def pretend():
     """A function that has kernels chosen for the processor of a file like /proc/cpuinfo."""
-    from megatron_lite.model import kernel_choice
+    from megatron_lite.config import machine
 
     with pytest.MonkeyPatch.context() as patch:
 
         def take(cpuinfo):
-            patch.setattr(kernel_choice, "PROCESSORS", cpuinfo)
-            kernel_choice.read_processor.cache_clear()
+            patch.setattr(machine, "PROCESSORS", cpuinfo)
+            machine.read_processor.cache_clear()
 
         yield take
-    kernel_choice.read_processor.cache_clear()
+    machine.read_processor.cache_clear()

@@ -12,7 +12,7 @@ from megatron_lite.analysis.memory.reserved import replay_peak
 from megatron_lite.analysis.memory.trace_memory import measure_trace_memory
 from megatron_lite.config.layout import Stage
 from megatron_lite.config.shape import ModelShape
-from megatron_lite.model.kernel_choice import MATH, UNFUSED
+from megatron_lite.planner.attention_kernel import MATH, UNFUSED
 from megatron_lite.planner.caching_allocator import Allocation, Layout
 from megatron_lite.planner.memory import activation_bytes, logits_bytes
 from megatron_lite.planner.micro_batch import MicroBatch

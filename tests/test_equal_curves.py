@@ -66,7 +66,7 @@ def train(data, tmp_path_factory) -> Callable[[str], Curve]:
     def train_once(words: str) -> Curve:
         with pytest.MonkeyPatch.context() as patch:
             if "16" not in words:
-                patch.setattr(choose_kernels, "rows_at_once", lambda vocabulary, threads: 7)
+                patch.setattr(choose_kernels, "count_rows", lambda vocabulary, max_logits: 7)
             return curve_of(data, tmp_path_factory.mktemp("run"), words)
 
     return train_once

@@ -31,6 +31,7 @@ LEVELS = [  # bottom up: what stands together does not know each other
     },
     {"config", "user_functions"},
     {"run_folder", "rank_errors", "model", "smoke"},
+    {"cpu_kernels"},
     {"planner", "process_folder"},
     {"data", "parallel", "optim", "checkpoint"},
     {"instruments"},
@@ -47,7 +48,19 @@ WITHOUT_TORCH = (
     | {"run_folder", "process_folder", "rank_errors", "planner", "analysis", "report", "cli"}
 )
 READERS = {"analysis", "report", "cli"}  # they meet the trainer only in files
-TRAINERS = {"model", "parallel", "optim", "instruments", "train", "walk", "observers", "watch", "app", "__main__"}
+TRAINERS = {
+    "model",
+    "cpu_kernels",
+    "parallel",
+    "optim",
+    "instruments",
+    "train",
+    "walk",
+    "observers",
+    "watch",
+    "app",
+    "__main__",
+}
 OUTSIDE_THE_CORE = {"instruments", "planner", "walk", "report", "analysis", "cli"}
 MIN_NUMPY = (2, 4)  # types of older ones, which Python 3.10 has, know less of shapes
 MAX_CORE_FILES = 40
@@ -142,6 +155,25 @@ def test_each_kind_of_wrong_import_would_be_seen(mine, name, why):
 def test_imports_are_found_wherever_they_stand():
     code = "import a.b\ndef f():\n    from c.d import e, g\n    from . import h\n"
     assert imported(ast.parse(code)) == {"a.b", "c.d.e", "c.d.g", "..h"}
+
+
+def test_the_model_knows_no_processor():
+    """What suits one stands in cpu_kernels, which is put on from outside."""
+    words = re.compile(r"mkl|onednn|avx|amx|\bamd\b|intel|cpu_kernels\.", re.IGNORECASE)
+    texts = {path.name: path.read_text(encoding="utf-8") for path in (PACKAGE / "model").glob("*.py")}
+    assert {name: words.findall(text) for name, text in texts.items() if words.search(text)} == {}
+
+
+def test_parallelism_is_given_its_kernels():
+    """Like the model, it multiplies by what it is handed, whatever the device."""
+    wrong = [
+        f"{path.relative_to(REPO)}: {name}"
+        for path, tree in parse_files().items()
+        if place(path) in ("model", "parallel", "optim")
+        for name in imported(tree)
+        if name.startswith("megatron_lite.cpu_kernels")
+    ]
+    assert wrong == []
 
 
 def read_core_files() -> list[Path]:

@@ -11,7 +11,6 @@ from torch.nn.attention import SDPBackend
 from megatron_lite.errors import UserError
 from megatron_lite.model.attention import explicit_attention, make_document_mask, sdpa_attention
 from megatron_lite.model.attention_choice import choose_attention
-from megatron_lite.model.kernel_choice import count_scores, explicit_is_faster
 
 DROPPING = replace(PLAIN, attention_dropout=0.25)
 GROUPED = replace(PLAIN, num_query_groups=2)
@@ -122,8 +121,10 @@ def test_reasons_come_on_request():
     for backend in ("unfused", "local"):
         chosen = choose(backend, explain=True)
         assert chosen.name == "explicit" and f"--attention-backend {backend} " in chosen.why_not[0]
-    preferred = choose("auto", dtype=torch.bfloat16, explain=True, prefer_explicit=True)
-    assert preferred.name == "explicit" and "slower for up to 512 positions" in preferred.why_not[0]
+    preferred = choose("auto", dtype=torch.bfloat16, explain=True, why_explicit="it is slower here")
+    assert preferred.name == "explicit" and preferred.why_not == ("sdpa: it is slower here",)
+    asked = choose("unfused", explain=True, why_explicit="it is slower here")
+    assert asked.why_not == choose("unfused", explain=True).why_not
     assert choose("auto", DROPPING).why_not == ()
     lines = choose("auto", DROPPING, explain=True).why_not
     assert [line.split(":")[0] for line in lines] == ["sdpa flash", "sdpa cudnn", "sdpa efficient"]
@@ -203,34 +204,6 @@ def test_kernels_on_a_gpu_equal_the_explicit_one(backend, masked):
     mask = make_document_mask((torch.arange(128, device="cuda") // 50).expand(2, 128)) if masked else None
     expected = choose("unfused", shape).function(q.float(), k.float(), v.float(), mask, 0.0, 1)
     assert (chosen.function(q, k, v, mask, 0.0, 1).float() - expected).abs().max() < 0.03
-
-
-def test_the_explicit_kernel_is_preferred_for_short_sequences_on_a_cpu():
-    short, long = replace(PLAIN, seq_length=512), replace(PLAIN, seq_length=513)
-    assert explicit_is_faster(short, "bf16", "cpu", False) and explicit_is_faster(short, "fp32", "cpu", False)
-    scaled, dropped = replace(short, query_key_layer_scaling=True), replace(short, attention_dropout=0.1)
-    for case in ((long, "fp32", "cpu"), (short, "fp16", "cpu"), (short, "fp32", "cuda"), (scaled, "fp32", "cpu")):
-        assert not explicit_is_faster(*case, False)
-    assert not explicit_is_faster(short, "bf16", "cpu", masked=True)
-    assert not explicit_is_faster(dropped, "fp32", "cpu", False)
-
-
-@pytest.mark.parametrize("length", [1, 100, 128, 129, 300, 384])
-@pytest.mark.parametrize("groups", [4, 2])
-def test_skipping_future_scores_changes_nothing_but_the_last_digits(length, groups):
-    """Against fp64, as exactly as the whole square; the result lies as the projection wants it."""
-    shape = replace(PLAIN, seq_length=length, num_query_groups=groups)
-    blocks = [range(start, min(start + 128, length)) for start in range(0, length, 128)]
-    assert count_scores(length) == sum(len(block) * block.stop for block in blocks)
-    arguments = [heads(2, n, length, 16, torch.float32).requires_grad_() for n in (4, groups, groups)]
-    gradient = heads(2, 4, length, 16, torch.float32)
-    exact_arguments = [x.detach().double().requires_grad_() for x in arguments]
-    out = choose("unfused", shape, skip_future=True).function(*arguments, None, 0.0, 1)
-    exact = choose("unfused", shape).function(*exact_arguments, None, 0.0, 1)
-    assert out.transpose(1, 2).is_contiguous() and (out - exact).abs().max() < 1e-5
-    found = torch.autograd.grad(out, arguments, gradient)
-    for mine, expected in zip(found, torch.autograd.grad(exact, exact_arguments, gradient.double()), strict=True):
-        assert mine.dtype == torch.float32 and (mine - expected).abs().max() < 1e-5
 
 
 def test_layers_differ_by_their_number_only_where_it_counts():

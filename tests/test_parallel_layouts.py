@@ -35,10 +35,10 @@ from layout_table import (
 from megatron_lite.analysis.memory.read import analyze_snapshot, read_snapshot
 from megatron_lite.config.layout import Sharding, whole_part
 from megatron_lite.config.world import World
+from megatron_lite.cpu_kernels.rules import find_slow_precisions
 from megatron_lite.instruments.memory_tags import Place
 from megatron_lite.instruments.memory_tracker import StorageTracker
 from megatron_lite.model.gpt import GPT
-from megatron_lite.model.kernel_choice import find_slow_precisions
 from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.data_parallel import replicate
 from megatron_lite.parallel.groups import make_groups

@@ -4,7 +4,7 @@ import pytest
 import torch
 from estimate_grid import CPU_GRID, GRID, QUICK, QUICK_ON_CPU, Case, plan_for
 
-from megatron_lite.model import products
+from megatron_lite.cpu_kernels import products
 from megatron_lite.planner.memory import predict_memory
 from megatron_lite.planner.walk.rehearse import rehearse
 

@@ -5,8 +5,8 @@ import re
 import pytest
 from estimate_grid import FULL, GRID, LARGE, MEDIUM, SEED, SHORT, UNFUSED, plan_for
 
-from megatron_lite.model.kernel_choice import MATH, predict_attention_kernel
 from megatron_lite.phases import Phase
+from megatron_lite.planner.attention_kernel import MATH, predict_attention_kernel
 from megatron_lite.planner.memory import predict_memory
 from megatron_lite.planner.model_size import count_parameters
 from megatron_lite.planner.prediction import CATEGORIES, Moment

@@ -6,7 +6,7 @@ import pytest
 import torch
 from launch import alone, checkpoint, flags, quietly
 
-from megatron_lite.model.products import describe_products
+from megatron_lite.cpu_kernels.products import describe_products
 from megatron_lite.train.checkpoint_checks import compare_kernels
 
 SAVED = {"attention": "sdpa flash", "torch_compile": "none"}

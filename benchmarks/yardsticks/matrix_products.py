@@ -16,7 +16,7 @@ from functools import partial
 
 import torch
 
-from megatron_lite.model import products
+from megatron_lite.cpu_kernels import products
 from megatron_lite.process_state import keep_freed_memory
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

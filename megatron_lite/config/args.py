@@ -11,6 +11,7 @@ SIZE = "at least 1 and at most 2147483647"
 SHARE = "at least 0 and below 1"
 LENGTH = "at least 1; to only evaluate use --skip-train"
 OFF = "at least 0; 0 switches it off"
+EXPLICIT_BACKENDS = ("unfused", "local")  # values of --attention-backend that write scores down
 
 
 @dataclass(frozen=True)

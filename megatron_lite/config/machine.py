@@ -7,6 +7,7 @@ import sys
 import sysconfig
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -18,6 +19,7 @@ except ImportError:  # not on Windows
 SHARED_MEMORY = "/dev/shm"
 CONTROL_GROUPS = Path("/sys/fs/cgroup")
 MEMBERSHIP = Path("/proc/self/cgroup")
+PROCESSORS = Path("/proc/cpuinfo")
 UNLIMITED = 2**60  # bytes: version 1 of control groups writes a number near 2**63 where there is no limit
 
 
@@ -49,6 +51,14 @@ def read_machine() -> Machine:
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0] if resource else None,
         has_nsys=shutil.which("nsys") is not None,
     )
+
+
+@cache
+def read_processor() -> Mapping[str, str]:
+    """What Linux tells of this machine's first processor, by field of /proc/cpuinfo; {} where nothing tells."""
+    first, _, _ = _read(PROCESSORS).partition("\n\n")
+    pairs = (line.partition(":") for line in first.splitlines())
+    return {name.strip(): value.strip() for name, _, value in pairs}
 
 
 def count_gpu_files() -> int:

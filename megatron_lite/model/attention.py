@@ -11,12 +11,9 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from megatron_lite.model.kernel_choice import QUERIES_AT_ONCE
-
-softmax_backward = torch.ops.aten._softmax_backward_data.out
+EXPLICIT = "explicit"  # the name of explicit_attention
 
 
 @dataclass(frozen=True)
@@ -26,13 +23,14 @@ class Attend:
     function(q_BNTD, k_BGTD, v_BGTD, mask_B1TT, dropout, layer_number) -> out_BNTD; mask True = may attend, None =
     causal; dropout is a probability; layer_number counts from 1.
     name: what will run. why_not: one line for each fused kernel that cannot run here, if it was asked for. timed: what a race
-    of kernels measured, in words.
+    of kernels measured, in words. recomputes: it keeps its arguments only, and computes again in backward.
     """
 
     function: Callable[..., Tensor]
     name: str
     why_not: tuple[str, ...] = ()
     timed: str = ""
+    recomputes: bool = False
 
 
 def make_document_mask(documents_BT: Tensor) -> Tensor:
@@ -51,16 +49,13 @@ def explicit_attention(
     *,
     fp32_softmax: bool,
     scale_by_layer: bool,
-    skip_future: bool = False,
 ) -> Tensor:
     """softmax(q k^T / sqrt(D)) v with the scores held in memory; arguments and result as in Attend.
 
-    skip_future: by blocks of queries, where kernel_choice.skips_future_scores allows it. scale_by_layer: the stored scores are divided by layer_number, which keeps them in fp16's range, and multiplied
-    back inside the softmax (which then is in fp32).
+    scale_by_layer: the stored scores are divided by layer_number, which keeps them in fp16's range, and multiplied back inside the
+    softmax (which then is in fp32).
     """
-    if skip_future:
-        return _CausalAttention.apply(q_BNTD, _repeat_heads(k_BGTD, q_BNTD), _repeat_heads(v_BGTD, q_BNTD))
-    k_BNTD, v_BNTD = _repeat_heads(k_BGTD, q_BNTD), _repeat_heads(v_BGTD, q_BNTD)
+    k_BNTD, v_BNTD = repeat_heads(k_BGTD, q_BNTD), repeat_heads(v_BGTD, q_BNTD)
     damping = layer_number if scale_by_layer else 1
     scale = 1 / (math.sqrt(q_BNTD.shape[-1]) * damping)
     scores = _compute_scores(q_BNTD, k_BNTD, scale, mask_B1TT)
@@ -88,57 +83,6 @@ def _compute_scores(q_BNTD: Tensor, k_BNTD: Tensor, scale: float, mask_B1TT: Ten
     return scores.view(*q_BNTD.shape[:3], positions)
 
 
-class _CausalAttention(torch.autograd.Function):
-    """softmax(q k^T / sqrt(D)) v by blocks of queries, none of which meets the keys behind its end. Letters: L = B * N.
-
-    Less work than the whole square, in larger products than a fused kernel's; on CPUs in fp32 the fastest (docs/benchmarks.md).
-    """
-
-    @staticmethod
-    def forward(ctx, q_BNTD: Tensor, k_BNTD: Tensor, v_BNTD: Tensor) -> Tensor:
-        q_LTD, k_LTD, v_LTD = (x_BNTD.flatten(0, 1) for x_BNTD in (q_BNTD, k_BNTD, v_BNTD))
-        length, width = q_LTD.shape[1:]
-        future_TT = torch.full((length, length), -math.inf, dtype=q_LTD.dtype, device=q_LTD.device).triu(1)
-        out_BTND, blocks = torch.empty_like(q_BNTD.transpose(1, 2), memory_format=torch.contiguous_format), []
-        for start in range(0, length, QUERIES_AT_ONCE):
-            end = min(start + QUERIES_AT_ONCE, length)
-            future_L1T = future_TT[start:end, :end].expand(len(q_LTD), -1, -1)
-            scores = torch.baddbmm(future_L1T, q_LTD[:, start:end], k_LTD[:, :end].mT, alpha=width**-0.5)
-            torch.softmax(scores, -1, out=scores)
-            _write_rows(out_BTND, start, scores @ v_LTD[:, :end])
-            blocks.append(scores)
-        ctx.save_for_backward(q_LTD, k_LTD, v_LTD, *blocks)
-        return out_BTND.transpose(1, 2)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, gradient_BNTD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        q_LTD, k_LTD, v_LTD, *blocks = ctx.saved_tensors
-        gradient_LTD, scale = gradient_BNTD.flatten(0, 1), q_LTD.shape[-1] ** -0.5
-        of_q_BTND = torch.empty_like(gradient_BNTD.transpose(1, 2), memory_format=torch.contiguous_format)
-        of_k_LTD = of_v_LTD = None
-        for probabilities in reversed(blocks):  # the last one meets all keys
-            end = probabilities.shape[-1]
-            start = end - probabilities.shape[1]
-            of_v = probabilities.mT @ gradient_LTD[:, start:end]
-            of_scores = gradient_LTD[:, start:end] @ v_LTD[:, :end].mT
-            softmax_backward(of_scores, probabilities, -1, probabilities.dtype, grad_input=of_scores)
-            _write_rows(of_q_BTND, start, (of_scores @ k_LTD[:, :end]).mul_(scale))
-            of_k = of_scores.mT @ q_LTD[:, start:end]
-            if of_k_LTD is None:
-                of_k_LTD, of_v_LTD = of_k, of_v
-            else:
-                of_k_LTD[:, :end].add_(of_k)
-                of_v_LTD[:, :end].add_(of_v)
-        return of_q_BTND.transpose(1, 2), of_k_LTD.mul_(scale).view_as(gradient_BNTD), of_v_LTD.view_as(gradient_BNTD)
-
-
-def _write_rows(whole_BTND: Tensor, start: int, rows_LRD: Tensor):
-    """Write rows in the layout that the output projection reads."""
-    rows_BRND = rows_LRD.unflatten(0, (len(whole_BTND), -1)).transpose(1, 2)
-    whole_BTND[:, start : start + rows_BRND.shape[1]] = rows_BRND
-
-
 def sdpa_attention(
     q_BNTD: Tensor,
     k_BGTD: Tensor,
@@ -156,7 +100,7 @@ def sdpa_attention(
     kernels keep scores in fp32, so that dividing by it and multiplying back would change nothing.
     """
     if expand:
-        k_BGTD, v_BGTD = _repeat_heads(k_BGTD, q_BNTD), _repeat_heads(v_BGTD, q_BNTD)
+        k_BGTD, v_BGTD = repeat_heads(k_BGTD, q_BNTD), repeat_heads(v_BGTD, q_BNTD)
     arguments = make_sdpa_arguments(q_BNTD, k_BGTD, mask_B1TT, dropout)
     with nullcontext() if backend is None else sdpa_kernel(backend):
         return F.scaled_dot_product_attention(q_BNTD, k_BGTD, v_BGTD, **arguments)
@@ -171,7 +115,7 @@ def make_sdpa_arguments(q_BNTD: Tensor, k_BGTD: Tensor, mask_B1TT: Tensor | None
     }
 
 
-def _repeat_heads(x_BGTD: Tensor, q_BNTD: Tensor) -> Tensor:
+def repeat_heads(x_BGTD: Tensor, q_BNTD: Tensor) -> Tensor:
     """Keys or values repeated for each head of their group."""
     repeats = q_BNTD.shape[1] // x_BGTD.shape[1]
     return x_BGTD if repeats == 1 else x_BGTD.repeat_interleave(repeats, dim=1)

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from megatron_lite.config.args import EXPLICIT_BACKENDS
 from megatron_lite.config.shape import ModelShape
 from megatron_lite.errors import UserError, first_line
-from megatron_lite.model.attention import Attend, explicit_attention, make_sdpa_arguments, sdpa_attention
-from megatron_lite.model.kernel_choice import EXPLICIT, MAX_EXPLICIT_POSITIONS
+from megatron_lite.model.attention import EXPLICIT, Attend, explicit_attention, make_sdpa_arguments, sdpa_attention
 
 NAMES = {
     SDPBackend.FLASH_ATTENTION: "flash",
@@ -51,30 +51,28 @@ def choose_attention(
     device: torch.device | str,
     dtype: torch.dtype,
     masked: bool,
-    prefer_explicit: bool = False,
-    skip_future: bool = False,
+    why_explicit: str = "",
     explain: bool = False,
     pick: Callable | None = None,
 ) -> Attend:
     """The kernel for --attention-backend (auto | flash | fused | unfused | local) on this device.
 
     batch: sequences in a micro-batch. dtype: what q, k, v will have (under autocast: autocast's). masked: documents
-    are kept apart by a mask. prefer_explicit: what auto means. skip_future: how the explicit kernel works. explain: fill why_not, which costs a few more queries to torch.
+    are kept apart by a mask. why_explicit: why auto means the explicit kernel; "": it does not. explain: fill why_not, which costs a
+    few more queries to torch.
     pick(probe, names of the fused kernels that can run, torch's own choice among them or None): a race of them, as of
     `fastest`, for auto; None: torch's own choice.
     Raises UserError if the flag names a kernel that cannot run with this device, dtype, shape, mask or dropout.
     """
-    if backend in EXPLICIT or backend == "auto" and prefer_explicit:
+    if backend in EXPLICIT_BACKENDS or (backend == "auto" and why_explicit):
         function = partial(
             explicit_attention,
             fp32_softmax=shape.softmax_in_fp32,
             scale_by_layer=shape.query_key_layer_scaling,
-            skip_future=skip_future,
         )
-        reason = f"--attention-backend {backend} asks for the explicit kernel"
-        if backend == "auto":
-            reason = f"on a CPU it is slower for up to {MAX_EXPLICIT_POSITIONS} positions"
-        return Attend(function, "explicit", (f"sdpa: {reason}",) if explain else ())
+        asked = f"--attention-backend {backend} asks for the explicit kernel"
+        reason = why_explicit if backend == "auto" else asked
+        return Attend(function, EXPLICIT, (f"sdpa: {reason}",) if explain else ())
     if backend != "auto" and backend not in FORCED:
         raise UserError(f"--attention-backend {backend}: not one of auto, flash, fused, unfused, local; use auto")
     probes = _probes(shape, batch, torch.device(device), dtype, masked)

@@ -15,9 +15,7 @@ from torch import Tensor, nn
 from megatron_lite.config.layout import Part, take_part
 from megatron_lite.config.shape import ModelShape
 from megatron_lite.model.attention import Attend, make_document_mask
-from megatron_lite.model.gelu import gelu_tanh
 from megatron_lite.model.loss import token_losses
-from megatron_lite.model.products import Linear
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -101,8 +99,8 @@ class SelfAttention(nn.Module):
         self.kv_channels = shape.kv_channels
         self.dropout = shape.attention_dropout
         self.rotary_interleaved = shape.rotary_interleaved
-        self.linear_qkv = Linear(shape.hidden_size, shape.qkv_rows, bias=shape.qkv_bias)
-        self.linear_proj = Linear(shape.attention_width, shape.hidden_size, bias=shape.linear_bias)
+        self.linear_qkv = nn.Linear(shape.hidden_size, shape.qkv_rows, bias=shape.qkv_bias)
+        self.linear_proj = nn.Linear(shape.attention_width, shape.hidden_size, bias=shape.linear_bias)
         self.q_layernorm = Norm(shape.kv_channels, shape) if shape.qk_layernorm else None
         self.k_layernorm = Norm(shape.kv_channels, shape) if shape.qk_layernorm else None
 
@@ -123,6 +121,15 @@ class SelfAttention(nn.Module):
 
 
 # --- layers
+
+
+# gelu_tanh(x) = x * (1 + tanh(sqrt(2 / pi) * (x + CUBIC * x^3))) / 2 = x * sigmoid(SCALE * (x + CUBIC * x^3))
+GELU_CUBIC = 0.044715
+GELU_SCALE = 2 * math.sqrt(2 / math.pi)
+
+
+def gelu_tanh(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
 
 
 def gelu_erf(x: Tensor) -> Tensor:
@@ -147,9 +154,9 @@ class MLP(nn.Module):
 
     def __init__(self, shape: ModelShape):
         super().__init__()
-        self.linear_fc1 = Linear(shape.hidden_size, shape.fc1_width, bias=shape.linear_bias)
-        self.linear_fc2 = Linear(shape.ffn_hidden_size, shape.hidden_size, bias=shape.linear_bias)
-        self.activation = ACTIVATIONS[shape.activation]
+        self.linear_fc1 = nn.Linear(shape.hidden_size, shape.fc1_width, bias=shape.linear_bias)
+        self.linear_fc2 = nn.Linear(shape.ffn_hidden_size, shape.hidden_size, bias=shape.linear_bias)
+        self.activation: Callable[[Tensor], Tensor] = ACTIVATIONS[shape.activation]
 
     def forward(self, hidden_BTH: Tensor) -> Tensor:
         return self.linear_fc2(self.activation(self.linear_fc1(hidden_BTH)))
@@ -221,7 +228,7 @@ class GPT(nn.Module):
         self.decoder = Decoder(shape, attend)
         self.output_layer = None
         if not shape.tied_embeddings:
-            self.output_layer = Linear(shape.hidden_size, shape.padded_vocab_size, bias=False)
+            self.output_layer = nn.Linear(shape.hidden_size, shape.padded_vocab_size, bias=False)
 
     def forward(
         self,

@@ -1,34 +1,34 @@
-"""Cross entropy of the next token. Letters: B batch, T positions, M = B*T, R rows at a time, H hidden, V padded vocabulary, W words
-of it.
-"""
+"""Cross entropy of the next token. Letters: B batch, T positions, M = B*T, R rows at a time, H hidden, V padded vocabulary."""
 
-import math
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_lite.marks import LOSS, WEIGHT_GRADIENT, mark_memory
-from megatron_lite.model.kernel_choice import mkl_lacks_avx512, works_in_pieces
-from megatron_lite.model.products import compute_input_gradient, compute_weight_gradient, is_widened, linear, multiply
+from megatron_lite.model.kernels import Kernels
+from megatron_lite.model.products import Products
 
-WORDS_AT_ONCE = 2048
-LOG2_E = math.log2(math.e)
+TORCH = Kernels()
 
 
-def token_losses(hidden_BTH: Tensor, weight_VH: Tensor, labels_BT: Tensor, rows_at_once: int = 512) -> Tensor:
+def token_losses(
+    hidden_BTH: Tensor, weight_VH: Tensor, labels_BT: Tensor, rows_at_once: int = 512, kernels: Kernels = TORCH
+) -> Tensor:
     """losses_BT in fp32, in nats: -log softmax(hidden @ weight^T)[label], over the whole padded vocabulary.
 
     Logits are held once, in the model's precision, and become their own gradient; of 16-bit ones `rows_at_once` rows are held in
-    fp32 at any time.
+    fp32 at any time. kernels: what multiplies and exponentiates.
     """
     if hidden_BTH.dtype == torch.float16:  # it cannot hold softmax itself, of which most is too small
-        return fused_token_losses(hidden_BTH, weight_VH, labels_BT, take_rows_apart(rows_at_once))
+        pieces = take_rows_apart(rows_at_once, kernels)
+        return fused_token_losses(hidden_BTH, weight_VH, labels_BT, pieces, project=kernels.products.linear)
     hidden_MH, labels_M = hidden_BTH.flatten(0, 1), labels_BT.flatten()
-    losses_M = _Losses.apply(hidden_MH, weight_VH, labels_M, rows_at_once, torch.is_grad_enabled())
+    losses_M = _Losses.apply(hidden_MH, weight_VH, labels_M, rows_at_once, torch.is_grad_enabled(), kernels)
     return losses_M.view(labels_BT.shape)
 
 
@@ -37,67 +37,60 @@ class _Losses(torch.autograd.Function):
     What backward brings along multiplies the small factors of the products, instead of the many logits."""
 
     @staticmethod
-    def forward(ctx, hidden_MH: Tensor, weight_VH: Tensor, labels_M: Tensor, rows_at_once: int, learns: bool) -> Tensor:
-        logits_MV = _logits(hidden_MH, weight_VH)
+    def forward(
+        ctx,
+        hidden_MH: Tensor,
+        weight_VH: Tensor,
+        labels_M: Tensor,
+        rows_at_once: int,
+        learns: bool,
+        kernels: Kernels,
+    ) -> Tensor:
+        logits_MV = kernels.multiply_logits(hidden_MH, weight_VH)
         below_M1 = logits_MV.gather(1, labels_M[:, None]).float()
-        highest_M1, sums_M1 = _softmax(logits_MV, rows_at_once, learns)
+        highest_M1, sums_M1 = _softmax(logits_MV, rows_at_once, learns, kernels)
         below_M1.sub_(highest_M1)  # the label's logit, counted from the highest
         if learns:  # the label's own number, in fp32 until it is written; scatter_ takes 130 ms in 16 bits
             own_M = (below_M1.exp() / sums_M1 - 1).squeeze(1)
             logits_MV[torch.arange(len(labels_M), device=labels_M.device), labels_M] = own_M.to(logits_MV.dtype)
         ctx.save_for_backward(hidden_MH, weight_VH, logits_MV)
+        ctx.products = kernels.products
         return sums_M1.log_().sub_(below_M1).squeeze(1)
 
     @staticmethod
     @once_differentiable
     @mark_memory(LOSS)
-    def backward(ctx, gradient_M: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+    def backward(ctx, gradient_M: Tensor) -> tuple[Tensor | None, ...]:
         hidden_MH, weight_VH, gradients_MV = ctx.saved_tensors
         gradient_M1 = gradient_M[:, None]  # stays in fp32: rounded, it would be wrong in the same way for all tokens
         of_weight_VH = _weight_gradient(
-            gradients_MV, torch.mul(hidden_MH, gradient_M1, out=torch.empty_like(hidden_MH))
+            ctx.products, gradients_MV, torch.mul(hidden_MH, gradient_M1, out=torch.empty_like(hidden_MH))
         )
-        of_hidden_MH = compute_input_gradient(gradients_MV, weight_VH, hidden_MH).mul_(gradient_M1)
-        return of_hidden_MH, of_weight_VH, None, None, None
+        of_hidden_MH = ctx.products.compute_input_gradient(gradients_MV, weight_VH, hidden_MH).mul_(gradient_M1)
+        return of_hidden_MH, of_weight_VH, None, None, None, None
 
 
 @mark_memory(WEIGHT_GRADIENT)
-def _weight_gradient(gradients_MV: Tensor, hidden_MH: Tensor) -> Tensor:
+def _weight_gradient(products: Products, gradients_MV: Tensor, hidden_MH: Tensor) -> Tensor:
     """Gradient of the weight, whose memory stays; by its mark a snapshot's reader tells it from what backward gives back."""
-    return compute_weight_gradient(gradients_MV, hidden_MH)
+    return products.compute_weight_gradient(gradients_MV, hidden_MH)
 
 
-def _logits(hidden_MH: Tensor, weight_VH: Tensor) -> Tensor:
-    """logits_MV. In 16 bits on a CPU, some words at a time take oneDNN half as long as all at once (docs/benchmarks.md)."""
-    device = hidden_MH.device.type
-    if is_widened(hidden_MH.dtype, device) or not works_in_pieces(device == "cpu", hidden_MH.element_size()):
-        return multiply(hidden_MH, weight_VH)
-    logits_MV = hidden_MH.new_empty(len(hidden_MH), len(weight_VH))
-    for words_MW, weight_WH in zip(logits_MV.split(WORDS_AT_ONCE, 1), weight_VH.split(WORDS_AT_ONCE)):
-        torch.mm(hidden_MH, weight_WH.t(), out=words_MW)
-    return logits_MV
-
-
-def _softmax(logits_MV: Tensor, rows_at_once: int, learns: bool) -> tuple[Tensor, Tensor]:
+def _softmax(logits_MV: Tensor, rows_at_once: int, learns: bool, kernels: Kernels) -> tuple[Tensor, Tensor]:
     """highest_M1 and sums_M1: each row's highest logit, and the sum of exp(logit - highest), in fp32. Logits become softmax, if anyone
-    learns from it. In steps of its own, as on CPUs torch's softmax takes longer than these."""
+    learns from it. In steps of its own, which on a CPU take less time than torch's softmax."""
     highest_M1, sums_M1 = torch.empty(2, len(logits_MV), 1, dtype=torch.float32, device=logits_MV.device)
     in_fp32 = logits_MV.dtype == torch.float32
     room_RV = None if in_fp32 else torch.empty_like(logits_MV[:rows_at_once], dtype=torch.float32)
     for logits_RV, highest_R1, sums_R1 in _split_rows(rows_at_once, logits_MV, highest_M1, sums_M1):
         wide_RV = logits_RV if in_fp32 else room_RV[: len(logits_RV)].copy_(logits_RV)
         torch.amax(wide_RV, -1, keepdim=True, out=highest_R1)
-        torch.sum(_exponentiate(wide_RV.sub_(highest_R1)), -1, keepdim=True, out=sums_R1)
+        torch.sum(kernels.exponentiate(wide_RV.sub_(highest_R1)), -1, keepdim=True, out=sums_R1)
         if learns:
             wide_RV.mul_(sums_R1.reciprocal())
         if learns and not in_fp32:
             logits_RV.copy_(wide_RV)
     return highest_M1, sums_M1
-
-
-def _exponentiate(x: Tensor) -> Tensor:
-    """exp in place. exp is MKL's, and exp2 torch's own, which takes a third of its time where MKL lacks AVX-512."""
-    return x.mul_(LOG2_E).exp2_() if x.device.type == "cpu" and mkl_lacks_avx512() else x.exp_()
 
 
 def _split_rows(rows_at_once: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
@@ -136,33 +129,43 @@ class Pieces(NamedTuple):
     write_gradients: Callable[..., None] = write_gradients
 
 
-def take_rows_apart(rows_at_once: int) -> Pieces:
+def take_rows_apart(rows_at_once: int, kernels: Kernels = TORCH) -> Pieces:
     """Pieces that hold so many rows in fp32 at a time."""
-    return Pieces(partial(_measure_rows, rows_at_once), partial(_write_row_gradients, rows_at_once))
+    measure = partial(_measure_rows, rows_at_once, kernels)
+    write = partial(_write_row_gradients, rows_at_once, kernels)
+    return Pieces(measure, write)
 
 
-def _measure_rows(rows_at_once: int, logits_MV: Tensor, labels_M: Tensor) -> tuple[Tensor, Tensor]:
-    normalizers = [_normalize_rows(logits_RV) for logits_RV in logits_MV.split(rows_at_once)]
+def _measure_rows(rows_at_once: int, kernels: Kernels, logits_MV: Tensor, labels_M: Tensor) -> tuple[Tensor, Tensor]:
+    normalizers = [_normalize_rows(kernels, logits_RV) for logits_RV in logits_MV.split(rows_at_once)]
     return _own_logits(logits_MV, labels_M), torch.cat(normalizers)
 
 
-def _normalize_rows(logits_RV: Tensor) -> Tensor:
+def _normalize_rows(kernels: Kernels, logits_RV: Tensor) -> Tensor:
     """log(sum(exp(logits)))_R in fp32. A function of its own, like the next, so that no rows in fp32 outlive their turn."""
     wide_RV = logits_RV.to(torch.float32, copy=True)
     highest_R1 = wide_RV.amax(-1, keepdim=True)
-    return (_exponentiate(wide_RV.sub_(highest_R1)).sum(-1, keepdim=True).log_() + highest_R1).squeeze(1)
+    sums_R1 = kernels.exponentiate(wide_RV.sub_(highest_R1)).sum(-1, keepdim=True)
+    return (sums_R1.log_() + highest_R1).squeeze(1)
 
 
 def _write_row_gradients(
-    rows_at_once: int, logits_MV: Tensor, labels_M: Tensor, normalizers_M: Tensor, gradient_M: Tensor
+    rows_at_once: int,
+    kernels: Kernels,
+    logits_MV: Tensor,
+    labels_M: Tensor,
+    normalizers_M: Tensor,
+    gradient_M: Tensor,
 ):
     for rows in _split_rows(rows_at_once, logits_MV, labels_M, normalizers_M, gradient_M):
-        rows[0].copy_(_row_gradients(*rows))
+        rows[0].copy_(_row_gradients(kernels, *rows))
 
 
-def _row_gradients(logits_RV: Tensor, labels_R: Tensor, normalizers_R: Tensor, gradient_R: Tensor) -> Tensor:
-    """Of the losses with respect to the logits, in fp32."""
-    softmax_RV = _exponentiate(logits_RV.to(torch.float32, copy=True).sub_(normalizers_R[:, None]))
+def _row_gradients(
+    kernels: Kernels, logits_RV: Tensor, labels_R: Tensor, normalizers_R: Tensor, gradient_R: Tensor
+) -> Tensor:
+    """Gradients of the losses with respect to the logits, in fp32."""
+    softmax_RV = kernels.exponentiate(logits_RV.to(torch.float32, copy=True).sub_(normalizers_R[:, None]))
     is_here_R1 = ((labels_R >= 0) & (labels_R < logits_RV.shape[1]))[:, None]
     labels_R1 = labels_R.clamp(0, logits_RV.shape[1] - 1)[:, None]
     return softmax_RV.scatter_add_(1, labels_R1, -is_here_R1.float()).mul_(gradient_R[:, None])
@@ -174,7 +177,7 @@ def fused_token_losses(
     labels_BT: Tensor,
     pieces: Pieces,
     *,
-    project: Callable[..., Tensor] = linear,
+    project: Callable[..., Tensor] = F.linear,
     first_word: int = 0,
     combine: Callable[..., tuple[Tensor, Tensor]] | None = None,
 ) -> Tensor:

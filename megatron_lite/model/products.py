@@ -1,160 +1,74 @@
-"""Matrix products of linear layers: torch's own, or on CPUs faster ways to the same numbers (docs/decisions/041).
-
-In fp32 torch multiplies matrices by Intel's MKL, which leaves AVX-512 unused on AMD's processors, and convolves by oneDNN, which does not:
-there a product is a convolution with filters of one pixel. 16-bit numbers that a processor has no instructions for are multiplied in fp32.
+"""The matrix products of a linear layer, for what computes gradients itself: the loss, layers that ranks split, backward in two halves.
 
 Letters: M rows (tokens), H input channels, W output channels.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import once_differentiable
-
-from megatron_lite.model.kernel_choice import WIDENED_AT_ONCE, find_slow_precisions, mkl_lacks_avx512
-
-CONVOLVES = mkl_lacks_avx512() and torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
-WIDENED = tuple({"fp16": torch.float16, "bf16": torch.bfloat16}[name] for name in find_slow_precisions())
-IMAGES = 16  # of fewer, torch convolves by MKL where a process has one thread
-MIN_ROWS, MIN_MULTIPLICATIONS = 512, 2**23  # of a smaller product, MKL's is faster
-MAX_FILTERS, FILTERS_AT_ONCE = 1536, 512  # more filters' gradients are faster in pieces
 
 # called with (..., H) that went into the product with a weight, and (..., W), the gradient of what came out
 Keep = Callable[[Tensor, Tensor], None]
 
 
-class Linear(nn.Linear):
-    """torch's linear layer, by the products of this file."""
-
-    def forward(self, input_H: Tensor) -> Tensor:
-        return linear(input_H, self.weight, self.bias)
-
-
-def linear(input_H: Tensor, weight_WH: Tensor, bias_W: Tensor | None = None, keep: Keep | None = None) -> Tensor:
-    """input @ weight^T + bias, (..., W). keep: takes what the weight's gradient is computed from; None: backward computes it."""
-    if keep is None and not (_is_widened(input_H) or _convolves(input_H, weight_WH.numel())):
-        return F.linear(input_H, weight_WH, bias_W)
-    if keep is None and torch.compiler.is_compiling():  # layers that compute a gradient in Python are not cached
-        return multiply(input_H, weight_WH, bias_W)
-    return _Linear.apply(input_H, weight_WH, bias_W, keep)
-
-
-class _Linear(torch.autograd.Function):
-    """A linear layer whose gradients are those of this file, but for a weight's that `keep` takes."""
-
-    @staticmethod
-    def forward(ctx, input_H: Tensor, weight_WH: Tensor, bias_W: Tensor | None, keep: Keep | None) -> Tensor:
-        ctx.save_for_backward(input_H, weight_WH)
-        ctx.has_bias, ctx.keep = bias_W is not None, keep
-        return multiply(input_H, weight_WH, bias_W)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, gradient_W: Tensor):
-        input_H, weight_WH = ctx.saved_tensors
-        gradient_MW, of_weight = gradient_W.flatten(0, -2), None
-        if ctx.keep is not None:
-            ctx.keep(input_H, gradient_W)
-        elif ctx.needs_input_grad[1]:
-            of_weight = compute_weight_gradient(gradient_MW, input_H.flatten(0, -2))
-        of_input = compute_input_gradient(gradient_W, weight_WH, input_H) if ctx.needs_input_grad[0] else None
-        # a sum of its own takes less time than oneDNN's
-        return of_input, of_weight, gradient_MW.sum(0) if ctx.has_bias else None, None
-
-
-def multiply(input_H: Tensor, weight_WH: Tensor, bias_W: Tensor | None = None) -> Tensor:
-    """input @ weight^T + bias, (..., W)."""
-    if _is_widened(input_H):
-        wide_H, result_W = input_H.float(), input_H.new_empty(*input_H.shape[:-1], len(weight_WH))
-        for start in range(0, len(weight_WH), WIDENED_AT_ONCE):
-            piece = slice(start, start + WIDENED_AT_ONCE)
-            bias = None if bias_W is None else bias_W[piece].float()
-            result_W[..., piece] = multiply(wide_H, weight_WH[piece].float(), bias)
-        return result_W
-    if not _convolves(input_H, weight_WH.numel()):
-        return F.linear(input_H, weight_WH, bias_W)
-    images = F.conv2d(_to_images(input_H), _to_filters(weight_WH), bias_W)
-    return _to_rows(images).view(*input_H.shape[:-1], -1)
-
-
 def compute_input_gradient(gradient_W: Tensor, weight_WH: Tensor, like_H: Tensor | None = None) -> Tensor:
-    """gradient @ weight, (..., H). like_H: a tensor of that size, where there is one, so that none is made."""
-    if _is_widened(gradient_W):
-        total_H = None
-        for part_W, part_WH in zip(gradient_W.split(WIDENED_AT_ONCE, -1), weight_WH.split(WIDENED_AT_ONCE)):
-            part_H = compute_input_gradient(part_W.float(), part_WH.float(), total_H)
-            total_H = part_H if total_H is None else total_H.add_(part_H)
-        return total_H.to(gradient_W.dtype)
-    if not _convolves(gradient_W, weight_WH.numel()):
-        return gradient_W @ weight_WH
-    size_H = (*gradient_W.shape[:-1], weight_WH.shape[1])
-    like_H = gradient_W.new_empty(size_H) if like_H is None else like_H
-    return _to_rows(_differentiate(gradient_W, like_H, weight_WH, 0)).view(size_H)
+    """gradient @ weight, (..., H). like_H: a tensor of the result's size, for kernels that want one."""
+    return gradient_W @ weight_WH
 
 
 def compute_weight_gradient(gradient_MW: Tensor, input_MH: Tensor) -> Tensor:
     """gradient^T @ input, (W, H)."""
-    filters, channels = gradient_MW.shape[1], input_MH.shape[1]
-    if _is_widened(gradient_MW):
-        wide_MH, result_WH = input_MH.float(), input_MH.new_empty(filters, channels)
-        for part_MW, part_WH in zip(gradient_MW.split(WIDENED_AT_ONCE, 1), result_WH.split(WIDENED_AT_ONCE)):
-            part_WH.copy_(compute_weight_gradient(part_MW.float(), wide_MH))
-        return result_WH
-    if not _convolves(gradient_MW, filters * channels):
-        return gradient_MW.t() @ input_MH
-    result_WH = gradient_MW.new_empty(filters, channels)
-    if filters <= MAX_FILTERS:
-        return _differentiate(gradient_MW, input_MH, result_WH, 1).flatten(1)
-    for part_MW, part_WH in zip(gradient_MW.split(FILTERS_AT_ONCE, 1), result_WH.split(FILTERS_AT_ONCE)):
-        part_WH.copy_(_differentiate(part_MW, input_MH, part_WH, 1).flatten(1))
-    return result_WH
+    return gradient_MW.t() @ input_MH
 
 
-def is_widened(dtype: torch.dtype, device: str) -> bool:
-    """Whether numbers of this format are multiplied in fp32 on a type of device."""
-    return dtype in WIDENED and device == "cpu"
+@dataclass(frozen=True)
+class Products:
+    """Functions that multiply. The defaults are torch's own; other kernels give the same numbers but for the last digits."""
+
+    # (input_H, weight_WH, bias_W or None) -> (..., W), to differentiate
+    linear: Callable[..., Tensor] = F.linear
+    # the same, by which no gradient is computed
+    multiply: Callable[..., Tensor] = F.linear
+    compute_input_gradient: Callable[..., Tensor] = compute_input_gradient
+    compute_weight_gradient: Callable[[Tensor, Tensor], Tensor] = compute_weight_gradient
 
 
-def describe_products(dtype: torch.dtype, device: str) -> str:
-    """How linear layers are multiplied where it is not by torch's own products, as in "in fp32, as oneDNN's convolutions"; else ""."""
-    wide = is_widened(dtype, device)
-    convolves = CONVOLVES and device == "cpu" and (wide or dtype == torch.float32)
-    told = ["in fp32"] * wide + ["as oneDNN's convolutions"] * convolves
-    return ", ".join(told)
+class LinearByHand(torch.autograd.Function):
+    """A linear layer whose gradients are computed by given products, but for a weight's that `keep` takes."""
 
+    @staticmethod
+    def forward(
+        ctx: Any, input_H: Tensor, weight_WH: Tensor, bias_W: Tensor | None, products: Products, keep: Keep | None
+    ) -> Tensor:
+        """input @ weight^T + bias, (..., W).
 
-def _is_widened(x: Tensor) -> bool:
-    return is_widened(x.dtype, x.device.type)
+        Args:
+            products: Compute the result and its gradients.
+            keep: Takes what the weight's gradient is computed from; None: backward computes it.
+        """
+        ctx.save_for_backward(input_H, weight_WH)
+        ctx.has_bias = bias_W is not None
+        ctx.products = products
+        ctx.keep = keep
+        return products.multiply(input_H, weight_WH, bias_W)
 
-
-def _convolves(rows_H: Tensor, elements: int) -> bool:
-    """Whether to multiply these rows by a matrix of so many elements as a convolution."""
-    if not (CONVOLVES and rows_H.dtype == torch.float32 and rows_H.device.type == "cpu"):
-        return False
-    rows = rows_H.shape[:-1].numel()
-    return rows >= MIN_ROWS and rows % IMAGES == 0 and rows * elements >= MIN_MULTIPLICATIONS
-
-
-def _differentiate(gradient_W: Tensor, input_H: Tensor, weight_WH: Tensor, place: int) -> Tensor:
-    """The gradient of a convolution's input (place 0) or weight (1), of which then only the sizes count."""
-    images, filters, wanted = _to_images(input_H), _to_filters(weight_WH), [place == 0, place == 1, False]
-    once, none = (1, 1), (0, 0)
-    found = torch.ops.aten.convolution_backward(
-        _to_images(gradient_W), images, filters, None, once, none, once, False, none, 1, wanted
-    )
-    return found[place]
-
-
-def _to_images(rows_H: Tensor) -> Tensor:
-    """Rows as images of one line, in the layout in which the channels of a pixel are neighbors."""
-    return rows_H.flatten(0, -2).unflatten(0, (IMAGES, 1, -1)).permute(0, 3, 1, 2)
-
-
-def _to_rows(images: Tensor) -> Tensor:
-    return images.permute(0, 2, 3, 1).flatten(0, 2)
-
-
-def _to_filters(weight_WH: Tensor) -> Tensor:
-    return weight_WH[..., None, None]
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient_W: Tensor) -> tuple[Tensor | None, ...]:
+        input_H, weight_WH = ctx.saved_tensors
+        gradient_MW = gradient_W.flatten(0, -2)
+        of_weight = None
+        if ctx.keep is not None:
+            ctx.keep(input_H, gradient_W)
+        elif ctx.needs_input_grad[1]:
+            of_weight = ctx.products.compute_weight_gradient(gradient_MW, input_H.flatten(0, -2))
+        of_input = None
+        if ctx.needs_input_grad[0]:
+            of_input = ctx.products.compute_input_gradient(gradient_W, weight_WH, input_H)
+        of_bias = gradient_MW.sum(0) if ctx.has_bias else None
+        return of_input, of_weight, of_bias, None, None

@@ -9,20 +9,22 @@ import hashlib
 import os
 import platform
 from collections.abc import Callable, Iterable, MutableMapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from subprocess import CalledProcessError
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from megatron_lite.config.machine import find_missing_compiler
+from megatron_lite.config.machine import find_missing_compiler, read_processor
 from megatron_lite.config.plan import Compilation
 from megatron_lite.config.shape import ModelShape
 from megatron_lite.config.world import World
 from megatron_lite.errors import first_line
-from megatron_lite.model.kernel_choice import read_processor
+from megatron_lite.model.attention import Attend
+from megatron_lite.model.gpt import GELU_CUBIC, GELU_SCALE, gelu_tanh
 
 TRAINING_AND_EVALUATION = 2  # the variants of a layer that a run needs
 LOSS_PIECES = 2  # forward and backward, in evaluation the same
@@ -72,7 +74,15 @@ def compile_layers(layers: nn.ModuleList, backend: str, graphs: int):
     # beyond its limit torch would go on eagerly, without a word
     dynamo.recompile_limit = max(dynamo.recompile_limit, 2 * graphs)
     for layer in layers:
+        if layer.mlp.activation is gelu_tanh:
+            layer.mlp.activation = gelu_as_sigmoid
         layer.forward = compile_function(layer.forward, backend)
+
+
+def gelu_as_sigmoid(x: Tensor) -> Tensor:
+    """gelu_tanh's formula, which inductor fuses; of torch's own function it would keep the tanh, which is slow on CPUs."""
+    wide = x.float()
+    return (wide * torch.sigmoid(GELU_SCALE * wide * (1 + GELU_CUBIC * wide * wide))).to(x.dtype)
 
 
 def compile_function(function: Callable, backend: str) -> Callable:
@@ -138,6 +148,11 @@ def recompute_layers(layers: nn.ModuleList, chunks: Iterable[range], per_chunk: 
     for chunk in chunks:
         for number in chunk[:per_chunk]:
             by_number[str(number)].forward = recomputed(by_number[str(number)].forward)
+
+
+def recompute_attention(attend: Attend) -> Attend:
+    """Attention that keeps its arguments only."""
+    return attend if attend.recomputes else replace(attend, function=recomputed(attend.function), recomputes=True)
 
 
 def recomputed(function):

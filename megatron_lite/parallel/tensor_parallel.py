@@ -25,7 +25,7 @@ from megatron_lite.config.layout import TENSOR
 from megatron_lite.config.plan import Plan
 from megatron_lite.model.attention import Attend
 from megatron_lite.model.loss import Pieces, fused_token_losses
-from megatron_lite.model.products import Keep, compute_input_gradient, compute_weight_gradient, linear, multiply
+from megatron_lite.model.products import Keep, LinearByHand, Products
 from megatron_lite.parallel.mesh import arrange_ranks, find_group, make_group
 from megatron_lite.parallel.weight_gradients import WeightGradients
 
@@ -99,29 +99,30 @@ class _ColumnLinear(torch.autograd.Function):
         weight_WH: Tensor,
         bias_W: Tensor | None,
         among: TensorGroup,
+        products: Products,
         keep: Keep | None = None,
     ) -> Tensor:
         """keep: takes what the gradient of the weight is computed from."""
         whole_BTH = among.gather(x_BTH) if among.shares_tokens else x_BTH
         ctx.save_for_backward(x_BTH, weight_WH)
-        ctx.among, ctx.has_bias, ctx.keep = among, bias_W is not None, keep
-        return multiply(whole_BTH, weight_WH, bias_W)
+        ctx.among, ctx.has_bias, ctx.products, ctx.keep = among, bias_W is not None, products, keep
+        return products.multiply(whole_BTH, weight_WH, bias_W)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, gradient_BTW: Tensor):
         x_BTH, weight_WH = ctx.saved_tensors
         gathered = ctx.among.begin_gather(x_BTH) if ctx.among.shares_tokens else None
-        of_input_BTH = compute_input_gradient(gradient_BTW, weight_WH)
+        of_input_BTH = ctx.products.compute_input_gradient(gradient_BTW, weight_WH)
         whole_BTH = x_BTH if gathered is None else ctx.among.wait_gathered(gathered, x_BTH)
         begun = ctx.among.begin_sum(of_input_BTH)
         gradient_MW, of_weight = gradient_BTW.flatten(0, 1), None
         if ctx.keep is None:
-            of_weight = compute_weight_gradient(gradient_MW, whole_BTH.flatten(0, 1))
+            of_weight = ctx.products.compute_weight_gradient(gradient_MW, whole_BTH.flatten(0, 1))
         else:
             ctx.keep(whole_BTH, gradient_BTW)
         of_bias = gradient_MW.sum(0) if ctx.has_bias else None
-        return ctx.among.wait(begun, of_input_BTH), of_weight, of_bias, None, None
+        return ctx.among.wait(begun, of_input_BTH), of_weight, of_bias, None, None, None
 
 
 class _SumOverRanks(torch.autograd.Function):
@@ -166,37 +167,52 @@ class _GatherQueryGroup(torch.autograd.Function):
         return collectives.wait_tensor(summed), None, None
 
 
-def split_layers(model: nn.Module, among: TensorGroup, later: WeightGradients | None = None):
-    """Have each linear layer and the embedding exchange with other ranks what they lack. later: takes gradients of the layers' weights."""
+def split_layers(model: nn.Module, among: TensorGroup, products: Products, later: WeightGradients | None = None):
+    """Have each linear layer and the embedding exchange with other ranks what they lack.
+
+    Args:
+        model: Built with this rank's sizes.
+        among: The ranks that split it.
+        products: By which the layers multiply.
+        later: Takes gradients of the layers' weights; None: backward computes them.
+    """
     for layer in model.decoder.layers:
         for module in (layer.self_attention.linear_qkv, layer.mlp.linear_fc1):
-            module.forward = partial(_apply_columns, module, among, later)
+            module.forward = partial(_apply_columns, module, among, products, later)
         if among.query_group is not None:
             module, width = layer.self_attention.linear_qkv, layer.self_attention.kv_channels
             module.forward = partial(_apply_query_group, module.forward, among.query_group, width)
         for module in (layer.self_attention.linear_proj, layer.mlp.linear_fc2):
-            module.forward = partial(_apply_rows, module, among, later)
+            module.forward = partial(_apply_rows, module, among, products, later)
     if model.embedding is not None:
         model.embedding.forward = partial(_embed, model.embedding, among)
 
 
-def _apply_columns(module: nn.Linear, among: TensorGroup, later: WeightGradients | None, x_BTH: Tensor) -> Tensor:
-    weight_WH, keep = _take_weight(module, later)
-    return _ColumnLinear.apply(x_BTH, weight_WH, module.bias, among, keep)
+def _apply_columns(
+    module: nn.Linear, among: TensorGroup, products: Products, later: WeightGradients | None, x_BTH: Tensor
+) -> Tensor:
+    weight_WH, keep = _take_weight(module, products, later)
+    return _ColumnLinear.apply(x_BTH, weight_WH, module.bias, among, products, keep)
 
 
-def _take_weight(module: nn.Linear, later: WeightGradients | None) -> tuple[Tensor, Keep | None]:
-    return (module.weight, None) if later is None else later.take_over(module.weight)
+def _take_weight(module: nn.Linear, products: Products, later: WeightGradients | None) -> tuple[Tensor, Keep | None]:
+    return (module.weight, None) if later is None else later.take_over(module.weight, products)
 
 
 def _apply_query_group(columns: Callable[[Tensor], Tensor], group, kv_channels: int, x_BTH: Tensor) -> Tensor:
     return _GatherQueryGroup.apply(columns(x_BTH), group, kv_channels)
 
 
-def _apply_rows(module: nn.Linear, among: TensorGroup, later: WeightGradients | None, x_BTW: Tensor) -> Tensor:
+def _apply_rows(
+    module: nn.Linear, among: TensorGroup, products: Products, later: WeightGradients | None, x_BTW: Tensor
+) -> Tensor:
     """The bias is added to the sum, once."""
-    weight_WH, keep = _take_weight(module, later)
-    sum_BTH = _SumOverRanks.apply(linear(x_BTW, weight_WH, None, keep), among)
+    weight_WH, keep = _take_weight(module, products, later)
+    if keep is None:
+        part_BTH = products.linear(x_BTW, weight_WH)
+    else:
+        part_BTH = LinearByHand.apply(x_BTW, weight_WH, None, products, keep)
+    sum_BTH = _SumOverRanks.apply(part_BTH, among)
     return sum_BTH if module.bias is None else sum_BTH + module.bias
 
 
@@ -218,12 +234,12 @@ def _embed(embedding: nn.Module, among: TensorGroup, tokens_BT: Tensor, position
 # --- the loss: no rank ever has the logits of all words
 
 
-def make_losses(among: TensorGroup, words: int, pieces: Pieces) -> Callable[..., Tensor]:
-    """The model's loss over a vocabulary of which each rank has so many words."""
+def make_losses(among: TensorGroup, words: int, pieces: Pieces, products: Products) -> Callable[..., Tensor]:
+    """The model's loss over a vocabulary of which each rank has so many words. products: that make the logits."""
     return partial(
         fused_token_losses,
         pieces=pieces,
-        project=lambda hidden_BTH, weight_VH: _ColumnLinear.apply(hidden_BTH, weight_VH, None, among),
+        project=lambda hidden_BTH, weight_VH: _ColumnLinear.apply(hidden_BTH, weight_VH, None, among, products),
         first_word=among.rank * words,
         combine=partial(_combine, among.group),
     )

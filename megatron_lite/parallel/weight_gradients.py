@@ -9,38 +9,38 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from megatron_lite.model.products import Keep, compute_weight_gradient, linear
+from megatron_lite.model.products import Keep, LinearByHand, Products
 
 
 class WeightGradients:
     """What gradients of weights are computed from, of each micro-batch in the order of their backwards."""
 
     def __init__(self):
-        self._kept: deque[list[tuple[nn.Parameter, Tensor, Tensor]]] = deque()
+        self._kept: deque[list[tuple[nn.Parameter, Products, Tensor, Tensor]]] = deque()
 
     def begin(self):
         """From here on belongs to another micro-batch's backward."""
         self._kept.append([])
 
-    def take_over(self, weight_WH: nn.Parameter) -> tuple[Tensor, Keep]:
-        """The weight as a number that needs no gradient, and what a backward calls instead of computing one."""
-        return weight_WH.detach(), partial(self._keep, weight_WH)
+    def take_over(self, weight_WH: nn.Parameter, products: Products) -> tuple[Tensor, Keep]:
+        """The weight as a number that needs no gradient, and what a backward calls instead of computing one by `products`."""
+        return weight_WH.detach(), partial(self._keep, weight_WH, products)
 
-    def _keep(self, weight_WH: nn.Parameter, input_H: Tensor, gradient_W: Tensor):
-        self._kept[-1].append((weight_WH, input_H, gradient_W))
+    def _keep(self, weight_WH: nn.Parameter, products: Products, input_H: Tensor, gradient_W: Tensor):
+        self._kept[-1].append((weight_WH, products, input_H, gradient_W))
 
     def add(self):
         """The earliest micro-batch's, to the weights' gradients as autograd does it: hooks of the parameters are called."""
         kept = self._kept.popleft()
         while kept:
-            weight_WH, input_H, gradient_W = kept.pop()
+            weight_WH, products, input_H, gradient_W = kept.pop()
             with torch.no_grad():
-                gradient_WH = compute_weight_gradient(gradient_W.flatten(0, -2), input_H.flatten(0, -2))
+                gradient_WH = products.compute_weight_gradient(gradient_W.flatten(0, -2), input_H.flatten(0, -2))
             torch.autograd.backward(weight_WH, gradient_WH)
 
 
-def delay_weights(model: nn.Module, later: WeightGradients):
-    """Have the layers' weights get their gradients from `later`."""
+def delay_weights(model: nn.Module, products: Products, later: WeightGradients):
+    """Have the layers' weights get their gradients from `later`, and all else by these products."""
     for layer in model.decoder.layers:
         for module in (
             layer.self_attention.linear_qkv,
@@ -48,9 +48,9 @@ def delay_weights(model: nn.Module, later: WeightGradients):
             layer.mlp.linear_fc1,
             layer.mlp.linear_fc2,
         ):
-            module.forward = partial(_apply, module, later)
+            module.forward = partial(_apply, module, products, later)
 
 
-def _apply(module: nn.Linear, later: WeightGradients, input_H: Tensor) -> Tensor:
-    weight_WH, keep = later.take_over(module.weight)
-    return linear(input_H, weight_WH, module.bias, keep)
+def _apply(module: nn.Linear, products: Products, later: WeightGradients, input_H: Tensor) -> Tensor:
+    weight_WH, keep = later.take_over(module.weight, products)
+    return LinearByHand.apply(input_H, weight_WH, module.bias, products, keep)

@@ -11,18 +11,16 @@ from functools import cached_property, lru_cache
 
 from megatron_lite.config.layout import Stage, count_keys
 from megatron_lite.config.plan import Plan
-from megatron_lite.model.kernel_choice import (
-    CAUSAL,
-    FLASH_HEAD_STEP,
-    FUSED,
-    MATH,
-    PIECE,
-    QUERIES_AT_ONCE,
+from megatron_lite.cpu_kernels.rules import (
+    GELU_BLOCK,
+    QUERY_BLOCK,
+    count_loss_logits,
     count_scores,
-    gelu_works_in_pieces,
-    rows_at_once,
+    gelu_works_in_blocks,
 )
+from megatron_lite.model.loss_rows import MAX_LOGITS, count_rows
 from megatron_lite.phases import Phase
+from megatron_lite.planner.attention_kernel import CAUSAL, FLASH_HEAD_STEP, FUSED, MATH
 from megatron_lite.planner.hardware import Processor, padded
 from megatron_lite.planner.micro_batch import MicroBatch, plan_micro_batch
 from megatron_lite.planner.model_size import (
@@ -239,7 +237,7 @@ def _find_backward_peaks(batch: MicroBatch) -> Iterator[tuple[str, Held]]:
         yield "core_attention", kept + Held({GRADIENTS: gradients})
         return
     if batch.attention == CAUSAL:  # by blocks of queries, of which the last one comes first and is the largest
-        block = each * shape.num_attention_heads * min(QUERIES_AT_ONCE, shape.seq_length)
+        block = each * shape.num_attention_heads * min(QUERY_BLOCK, shape.seq_length)
         held = Held({SCORES: sum(scores), GRADIENTS: each * (stream + 4 * wide) + block})
         yield "core_attention", kept + held
         return
@@ -271,12 +269,12 @@ def _measure_fp32_attention(batch: MicroBatch) -> int:
 
 
 def _list_gelu_pieces(batch: MicroBatch) -> list[LedgerRow]:
-    """What GELU holds while it computes in pieces (model/gelu.py): its input, and buffers in fp32; [] where it does not."""
+    """What GELU holds while it computes in blocks (cpu_kernels/gelu.py): its input, and buffers in fp32; [] where it does not."""
     shape = batch.shape
-    if shape.activation != "gelu_tanh" or not gelu_works_in_pieces(batch.on_cpu, batch.element_bytes):
+    if shape.activation != "gelu_tanh" or not batch.on_cpu or not gelu_works_in_blocks(batch.element_bytes):
         return []
     inputs = batch.tokens * shape.ffn_hidden_size
-    piece = min(PIECE * batch.threads, inputs)
+    piece = min(GELU_BLOCK * batch.threads, inputs)
     buffers = 2 if batch.element_bytes == FP32 else 4
     formula = f"{buffers} buffers x {FP32} bytes x {count(piece)} elements at a time"
     input_formula = f"{count(inputs)} x {batch.element_bytes} bytes"
@@ -293,7 +291,8 @@ def _list_loss(batch: MicroBatch) -> list[LedgerRow]:
     logits = LedgerRow(LOGITS, "logits, later their gradients", each * batch.tokens * words, formula)
     if batch.precision == "fp32" and not batch.split:
         return [logits]
-    number = min(batch.tokens, rows_at_once(words, batch.threads if batch.on_cpu else 0))
+    max_logits = count_loss_logits(batch.threads) if batch.on_cpu else MAX_LOGITS
+    number = min(batch.tokens, count_rows(words, max_logits))
     formula = f"{FP32} bytes x {count(number)} tokens at a time x {count(words)} entries"
     rows = LedgerRow(LOGITS, "rows of logits in fp32", FP32 * number * words, formula)
     return [logits, max(rows, _describe_wide_logits(batch), key=lambda row: row.num_bytes)]

@@ -4,15 +4,8 @@ from dataclasses import dataclass
 
 from megatron_lite.config.layout import Layout
 from megatron_lite.config.shape import ModelShape
-from megatron_lite.model.kernel_choice import (
-    CAUSAL,
-    FUSED,
-    MATH,
-    UNFUSED,
-    WIDENED_AT_ONCE,
-    find_slow_precisions,
-    predict_attention_kernel,
-)
+from megatron_lite.cpu_kernels.rules import WIDENED_BLOCK, find_slow_precisions
+from megatron_lite.planner.attention_kernel import CAUSAL, FUSED, MATH, UNFUSED, predict_attention_kernel
 from megatron_lite.planner.model_size import FP32, element_bytes
 from megatron_lite.units import count
 
@@ -102,7 +95,7 @@ class MicroBatch:
         """Bytes and formula of what a linear layer of 16-bit numbers holds in fp32 in backward, where the processor multiplies only that."""
         if not (self.on_cpu and self.precision in find_slow_precisions()):
             return 0, ""
-        at_once, sums = min(outputs, WIDENED_AT_ONCE), 1 + (outputs > WIDENED_AT_ONCE)
+        at_once, sums = min(outputs, WIDENED_BLOCK), 1 + (outputs > WIDENED_BLOCK)
         tokens, each = self.tokens, f"{FP32} bytes x {count(at_once)} outputs at a time x"
         terms = f"{each} {count(tokens)} tokens", f"{each} {count(inputs)} inputs"
         formula = " + ".join((*terms, f"{sums} x {FP32} bytes x {count(tokens)} tokens x {count(inputs)} inputs"))

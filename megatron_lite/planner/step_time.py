@@ -19,7 +19,7 @@ from megatron_lite.config.args import OptimizerArgs
 from megatron_lite.config.layout import count_keys
 from megatron_lite.config.plan import Plan, list_stage_kinds
 from megatron_lite.config.shape import ModelShape
-from megatron_lite.model.kernel_choice import FUSED, predict_attention_kernel
+from megatron_lite.planner.attention_kernel import FUSED, predict_attention_kernel
 from megatron_lite.planner.hardware import Processor, get_peak_tflops
 from megatron_lite.planner.model_size import (
     FORWARD_AND_BACKWARD,

@@ -24,9 +24,9 @@ from megatron_lite.config.args import CheckpointArgs, OptimizerArgs
 from megatron_lite.config.flags import dashed
 from megatron_lite.config.plan import Compilation, LearningRatePlan, Plan
 from megatron_lite.config.shape import ModelShape
+from megatron_lite.cpu_kernels.products import describe_products
 from megatron_lite.errors import CheckpointError
 from megatron_lite.model.custom_model import CustomModel
-from megatron_lite.model.products import describe_products
 from megatron_lite.parallel.process_group import get_time_limit
 from megatron_lite.shared_files import read_bounded
 from megatron_lite.user_functions import describe_source

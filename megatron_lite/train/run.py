@@ -10,10 +10,11 @@ import torch
 from torch import nn
 
 from megatron_lite.config.plan import Plan
+from megatron_lite.cpu_kernels.install import install_kernels
+from megatron_lite.cpu_kernels.products import describe_products
 from megatron_lite.marks import WEIGHTS, mark_memory
 from megatron_lite.model.custom_model import build_custom_model
 from megatron_lite.model.gpt import DTYPES, GPT, initialize, list_parameters
-from megatron_lite.model.products import describe_products
 from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.context_parallel import attend_across, share_out_positions
 from megatron_lite.parallel.data_parallel import replicate
@@ -25,7 +26,13 @@ from megatron_lite.parallel.replica import describe_layout, find_parts
 from megatron_lite.parallel.tensor_parallel import drop_own_heads, split_layers
 from megatron_lite.parallel.weight_gradients import delay_weights
 from megatron_lite.train.checkpoint import Checkpoints
-from megatron_lite.train.choose_kernels import choose_losses, choose_plan_attention, describe_precision, make_race
+from megatron_lite.train.choose_kernels import (
+    choose_kernels,
+    choose_losses,
+    choose_plan_attention,
+    describe_precision,
+    make_race,
+)
 from megatron_lite.train.data_streams import DataStreams
 from megatron_lite.train.loop import Progress, train
 from megatron_lite.train.step import BatchMaker, TrainingStep
@@ -106,7 +113,8 @@ def build_model(plan: Plan, device: torch.device, groups: Groups | None = None) 
                 parameter.data = parameter.data.float()
         return model
     race = make_race(device, t.deterministic_mode, plan.world.is_first)
-    shape, attend = plan.rank_shape, choose_plan_attention(plan, device, race)
+    shape, kernels = plan.rank_shape, choose_kernels(plan)
+    attend = choose_plan_attention(plan, device, kernels, race)
     timed = f" ({attend.timed})" if attend.timed else ""
     logger.info("\n    not ".join((f"  attention: {attend.name}{timed}", *attend.why_not)))
     if products := describe_products(dtype, plan.device):
@@ -119,7 +127,7 @@ def build_model(plan: Plan, device: torch.device, groups: Groups | None = None) 
     first = torch.device("cpu") if plan.args.parallel.use_cpu_initialization else device
     in_parts = plan.sharding is not None or plan.stage.stages > 1
     with torch.device("meta") if in_parts else first:
-        model = GPT(shape, attend, choose_losses(plan, among))
+        model = GPT(shape, attend, choose_losses(plan, kernels, among))
     if groups:
         cut_model(model, groups.pipeline)
     if in_parts and plan.sharding is None:
@@ -129,11 +137,13 @@ def build_model(plan: Plan, device: torch.device, groups: Groups | None = None) 
     if plan.sharding is None:
         initialize(dict(model.named_parameters()), plan.shape, parts, dtype)
         model.to(device=device, dtype=dtype)
+    if plan.device == "cpu":
+        install_kernels(model, kernels)
     later = groups.pipeline.weights if groups else None
     if among is not None:
-        split_layers(model, among, later)
+        split_layers(model, among, kernels.products, later)
     elif later is not None:
-        delay_weights(model, later)
+        delay_weights(model, kernels.products, later)
     if context is not None:
         share_out_positions(model, plan.layout, plan.shape.seq_length)
     number = sum(map(math.prod, list_parameters(plan.shape).values()))

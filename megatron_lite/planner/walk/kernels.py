@@ -7,7 +7,6 @@ What a kernel takes and gives back within itself stays unseen, as it does on the
 import contextlib
 import re
 import sys
-from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -17,8 +16,7 @@ from torch.nn.attention import SDPBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_lite.instruments.memory_tracker import RECORDERS
-from megatron_lite.model import products
-from megatron_lite.model.kernel_choice import EFFICIENT_HEAD_BYTES, FLASH_HEAD_STEP, MAX_FLASH_HEAD
+from megatron_lite.planner.attention_kernel import EFFICIENT_HEAD_BYTES, FLASH_HEAD_STEP, MAX_FLASH_HEAD
 
 HALF = (torch.float16, torch.bfloat16)
 MASK_STEP = 16  # elements: rows of a mask are padded to it
@@ -205,12 +203,7 @@ def _autograd_adds(first: Tensor, second) -> bool:
 def replace_kernels(device: str):
     """Inside the block, operations on CPU tensors are those of `device`, cuda or cpu. For fake tensors only:
     real ones cannot run what a CPU has no kernel for."""
-    # a GPU's products are torch's
-    convolves, widened = (products.CONVOLVES, products.WIDENED) if device == "cpu" else (False, ())
-    with (
-        torch.library._scoped_library("aten", "IMPL") as library,
-        patch.multiple(products, CONVOLVES=convolves, WIDENED=widened),
-    ):
+    with torch.library._scoped_library("aten", "IMPL") as library:
         for name, function in ON[device].items():
             library.impl(name, function, KEY)
         for name in UPDATES:

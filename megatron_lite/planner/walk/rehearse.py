@@ -9,14 +9,12 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, replace
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -24,15 +22,14 @@ from megatron_lite.analysis.memory.read import analyze_snapshot
 from megatron_lite.config.command_line import read_command_line
 from megatron_lite.config.plan import BatchSchedule, Plan, resolve
 from megatron_lite.config.world import World
+from megatron_lite.cpu_kernels.install import install_kernels
 from megatron_lite.errors import UserError
 from megatron_lite.instruments.base import Instruments
 from megatron_lite.instruments.memory_summary import describe_place, operation, site
 from megatron_lite.instruments.memory_tags import ModuleHooks, Place
 from megatron_lite.instruments.snapshot_format import write_snapshot
 from megatron_lite.marks import GRADIENT_BUFFER, mark_memory
-from megatron_lite.model.gelu import gelu_tanh, room_for
 from megatron_lite.model.gpt import DTYPES, GPT
-from megatron_lite.model.kernel_choice import gelu_works_in_pieces
 from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel import data_parallel
 from megatron_lite.parallel.context_parallel import attend_across, share_out_positions
@@ -46,7 +43,7 @@ from megatron_lite.planner.caching_allocator import rounded
 from megatron_lite.planner.hardware import CUBLAS_THREADS, CUBLAS_WORKSPACE
 from megatron_lite.planner.walk.kernels import InPlaceGradients, replace_kernels
 from megatron_lite.planner.walk.tracker import CollectiveCounter, RehearsalTracker
-from megatron_lite.train.choose_kernels import choose_losses, choose_plan_attention
+from megatron_lite.train.choose_kernels import choose_kernels, choose_losses, choose_plan_attention
 from megatron_lite.train.step import BatchMaker, TrainingStep
 from megatron_lite.units import MIB
 
@@ -289,7 +286,8 @@ def _build_model(plan: Plan, groups: Groups, losses) -> nn.Module:
         # torch refuses cuDNN's attention without a GPU; what torch takes otherwise keeps the same tensors
         with_attention = replace(plan, args=replace(a, model=replace(a.model, attention_backend="auto")))
     before = torch.get_default_dtype()
-    attend = choose_plan_attention(with_attention, HOST)
+    kernels = choose_kernels(plan)
+    attend = choose_plan_attention(with_attention, HOST, kernels)
     among = groups.tensor
     if groups.context is not None:
         attend = attend_across(attend, plan.layout, groups.context, plan.device)
@@ -297,7 +295,7 @@ def _build_model(plan: Plan, groups: Groups, losses) -> nn.Module:
     try:
         in_parts = plan.sharding is not None or plan.stage.stages > 1
         with torch.device("meta") if in_parts else HOST:
-            model = GPT(plan.rank_shape, attend, losses or choose_losses(plan, among, eager=True))
+            model = GPT(plan.rank_shape, attend, losses or choose_losses(plan, kernels, among, eager=True))
         cut_model(model, groups.pipeline)
         if in_parts and plan.sharding is None:
             for module in model.modules():  # to_empty swaps parameters, which fake ones do not let it
@@ -305,35 +303,16 @@ def _build_model(plan: Plan, groups: Groups, losses) -> nn.Module:
                     setattr(module, name, nn.Parameter(torch.empty_like(parameter, device=HOST)))
     finally:
         torch.set_default_dtype(before)
-    in_pieces = gelu_works_in_pieces(plan.device == "cpu", dtype.itemsize)
-    for layer in model.decoder.layers:
-        if layer.mlp.activation is gelu_tanh:
-            layer.mlp.activation = GeluInPieces.apply if in_pieces else partial(F.gelu, approximate="tanh")
+    if plan.device == "cpu":
+        install_kernels(model, kernels)
     if among is not None:
-        split_layers(model, among, groups.pipeline.weights)
+        split_layers(model, among, kernels.products, groups.pipeline.weights)
     elif groups.pipeline.weights is not None:
-        delay_weights(model, groups.pipeline.weights)
+        delay_weights(model, kernels.products, groups.pipeline.weights)
     if groups.context is not None:
         share_out_positions(model, plan.layout, plan.shape.seq_length)
     recompute_layers(model.decoder.layers, plan.stage.chunks, plan.recomputed_layers)
     return model
-
-
-class GeluInPieces(torch.autograd.Function):
-    """The tensors that GELU in pieces (model/gelu.py) keeps, without its loop, which would take minutes."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor) -> Tensor:
-        x = x.contiguous()
-        result, slope = torch.empty_like(x), torch.empty_like(x)
-        _ = room_for(x)  # both live until its end
-        ctx.save_for_backward(slope)
-        return result
-
-    @staticmethod
-    def backward(ctx, gradient: Tensor) -> Tensor:
-        (slope,) = ctx.saved_tensors
-        return gradient * slope
 
 
 def summarize_walk(snapshot: dict, notes: tuple[str, ...] = ()) -> Rehearsal:

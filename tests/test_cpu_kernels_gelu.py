@@ -4,16 +4,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron_lite.model import gelu, kernel_choice
-from megatron_lite.model.gelu import gelu_tanh
+from megatron_lite.cpu_kernels import gelu, rules
+from megatron_lite.cpu_kernels.gelu import gelu_in_blocks
+from megatron_lite.parallel.layers import gelu_as_sigmoid
 
 BITS = {torch.bfloat16: 8, torch.float16: 11, torch.float32: 24}
-
-
-@pytest.fixture(autouse=True)
-def without_avx512(monkeypatch):
-    """In fp32 too it works in pieces."""
-    monkeypatch.setattr(kernel_choice, "has_avx512", lambda: False)
 
 
 def torchs(x):
@@ -21,10 +16,12 @@ def torchs(x):
 
 
 def values(dtype):
-    """All that bf16 can hold between -60 and 60, more than a piece of it; and some in between."""
+    """All that bf16 can hold between -60 and 60, more than a block of it; and some in between."""
     every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).float()
     every = every[every.abs() < 60]
-    return torch.cat([every, torch.randn(3 * gelu.PIECE, generator=torch.Generator().manual_seed(1)) * 2]).to(dtype)
+    return torch.cat([every, torch.randn(3 * gelu.GELU_BLOCK, generator=torch.Generator().manual_seed(1)) * 2]).to(
+        dtype
+    )
 
 
 def with_slope(function, x):
@@ -38,7 +35,7 @@ def test_values_and_slopes_are_right_to_the_last_bits(dtype):
     x = values(dtype)
     wide = x.double()
     room = 2.0**-22 + (2.0**-22 + 2.0 ** -BITS[dtype]) * torchs(wide).abs()  # fp32 inside, then rounded
-    result, slope = with_slope(gelu_tanh, x)
+    result, slope = with_slope(gelu_in_blocks, x)
     exact, exact_slope = with_slope(torchs, wide)
     assert ((result - exact).abs() <= room).all()
     assert ((slope - exact_slope).abs() <= 2.0**-18 + 2.0 ** -BITS[dtype] * exact_slope.abs()).all()
@@ -46,38 +43,36 @@ def test_values_and_slopes_are_right_to_the_last_bits(dtype):
 
 def test_the_limits():
     x = torch.tensor([-1e10, -1e4, -60.0, -0.0, 0.0, 60.0, 2.0**14], dtype=torch.bfloat16)
-    result, slope = with_slope(gelu_tanh, x)
+    result, slope = with_slope(gelu_in_blocks, x)
     assert result.tolist() == [0, 0, 0, 0, 0, 60, 2.0**14] and slope.tolist() == [0, 0, 0, 0.5, 0.5, 1, 1]
-    assert gelu_tanh(x * float("nan")).isnan().all()
+    assert gelu_in_blocks(x * float("nan")).isnan().all()
     transposed = torch.randn(5, 7).bfloat16().t()
-    assert torch.allclose(gelu_tanh(transposed), torchs(transposed), rtol=2.0**-7)
-    assert gelu_tanh(transposed[:0]).shape == (0, 5)
+    assert torch.allclose(gelu_in_blocks(transposed), torchs(transposed), rtol=2.0**-7)
+    assert gelu_in_blocks(transposed[:0]).shape == (0, 5)
 
 
-def test_in_fp32_it_is_torchs_where_that_is_fast(monkeypatch, tmp_path, pretend):
-    monkeypatch.undo()
-    intel, amd = "vendor_id : GenuineIntel\n", "vendor_id : AuthenticAMD\n"
-    for text, fast in (
-        (f"{intel}flags\t: fpu avx2 avx512f\n", True),
-        (f"{amd}flags\t: fpu avx2 avx512f\n", False),
-        (f"{intel}flags\t: fpu avx2\n", False),
+@pytest.mark.parametrize(
+    ("processor", "fast"),
+    [
+        ("vendor_id : GenuineIntel\nflags\t: fpu avx2 avx512f\n", True),
+        ("vendor_id : AuthenticAMD\nflags\t: fpu avx2 avx512f\n", False),
+        ("vendor_id : GenuineIntel\nflags\t: fpu avx2\n", False),
         ("model name: A", True),
-    ):
-        (tmp_path / "cpuinfo").write_text(text)
-        pretend(tmp_path / "cpuinfo")
-        assert kernel_choice.gelu_works_in_pieces(True, 4) is not fast and not kernel_choice.gelu_works_in_pieces(
-            False, 4
-        )
-    x = values(torch.float32)
-    assert all(torch.equal(mine, theirs) for mine, theirs in zip(with_slope(gelu_tanh, x), with_slope(torchs, x)))
+    ],
+)
+def test_in_fp32_it_is_torchs_where_that_is_fast(tmp_path, pretend, processor, fast):
+    (tmp_path / "cpuinfo").write_text(processor)
+    pretend(tmp_path / "cpuinfo")
+    assert rules.gelu_works_in_blocks(4) is not fast
+    assert rules.gelu_works_in_blocks(2)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_neither_pieces_nor_threads_show(monkeypatch, dtype):
+def test_neither_blocks_nor_threads_show(monkeypatch, dtype):
     x = torch.randn(3, 1001, generator=torch.Generator().manual_seed(1)).to(dtype)
-    whole = with_slope(gelu_tanh, x)
-    monkeypatch.setattr(gelu, "PIECE", 64)
-    assert all(torch.equal(one, other) for one, other in zip(whole, with_slope(gelu_tanh, x)))
+    whole = with_slope(gelu_in_blocks, x)
+    monkeypatch.setattr(gelu, "GELU_BLOCK", 64)
+    assert all(torch.equal(one, other) for one, other in zip(whole, with_slope(gelu_in_blocks, x)))
 
 
 def test_its_argument_stays_and_hooks_see_it():
@@ -86,7 +81,7 @@ def test_its_argument_stays_and_hooks_see_it():
     layer.register_full_backward_hook(lambda module, inputs, outputs: None)
     x = layer(torch.randn(4, 8).bfloat16())
     before = x.detach().clone()
-    (gelu_tanh(x).sum() + x.square().sum()).backward()
+    (gelu_in_blocks(x).sum() + x.square().sum()).backward()
     assert torch.equal(x, before) and layer.weight.grad.abs().sum() > 0
 
 
@@ -94,12 +89,19 @@ def test_it_keeps_one_tensor_that_is_not_its_argument():
     kept = []
     x = torch.randn(4, 64, requires_grad=True).bfloat16()
     with torch.autograd.graph.saved_tensors_hooks(lambda one: kept.append(one) or one, lambda one: one):
-        gelu_tanh(x)
+        gelu_in_blocks(x)
     assert [one.shape for one in kept] == [x.shape] and kept[0].data_ptr() != x.data_ptr()
+
+
+@pytest.mark.parametrize("dtype", list(BITS))
+def test_the_formula_for_compilers_is_the_same_function(dtype):
+    x = values(dtype)
+    for mine, theirs in zip(with_slope(gelu_as_sigmoid, x), with_slope(torchs, x.double())):
+        assert torch.allclose(mine.double(), theirs, rtol=2.0 ** -(BITS[dtype] - 4), atol=1e-5)
 
 
 @pytest.mark.slow
 def test_compiled_it_is_the_same():
     x = values(torch.bfloat16)
-    for mine, theirs in zip(with_slope(torch.compile(gelu_tanh), x), with_slope(gelu_tanh, x)):
+    for mine, theirs in zip(with_slope(torch.compile(gelu_as_sigmoid), x), with_slope(gelu_in_blocks, x)):
         assert torch.allclose(mine.float(), theirs.float(), rtol=2.0**-7, atol=1e-6)

@@ -1,23 +1,30 @@
 """Products of linear layers as a CPU computes them, against torch's own in fp64."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 from torch.profiler import ProfilerActivity, profile
 
+from megatron_lite.config.machine import read_processor
 from megatron_lite.config.shape import ModelShape
-from megatron_lite.model import kernel_choice, products
-from megatron_lite.model.attention import Attend, explicit_attention
-from megatron_lite.model.gpt import GPT, initialize
-from megatron_lite.model.loss import _logits
-from megatron_lite.model.products import (
+from megatron_lite.cpu_kernels import products, rules
+from megatron_lite.cpu_kernels.install import choose_cpu_kernels, install_kernels
+from megatron_lite.cpu_kernels.loss import multiply_logits
+from megatron_lite.cpu_kernels.products import (
+    PRODUCTS,
     compute_input_gradient,
     compute_weight_gradient,
     describe_products,
     linear,
     multiply,
 )
+from megatron_lite.model.attention import Attend, explicit_attention
+from megatron_lite.model.gpt import GPT, initialize
+from megatron_lite.model.loss import token_losses
+from megatron_lite.model.products import LinearByHand
 
 
 class TorchFunctions(TorchFunctionMode):
@@ -90,7 +97,7 @@ def test_convolutions_give_the_products(convolving, rows, channels, filters, thr
             results["of weight"] = compute_weight_gradient(gradient_W.flatten(0, -2), input_H.flatten(0, -2))
 
         counted = count_operators(compute)
-        pieces = -(-filters // products.FILTERS_AT_ONCE) if filters > products.MAX_FILTERS else 1
+        pieces = -(-filters // products.FILTER_BLOCK) if filters > products.MAX_FILTERS else 1
         assert counted["aten::mkldnn_convolution"] == 2 and counted["aten::convolution_backward"] == 1 + pieces
         assert not {"aten::mm", "aten::addmm", "aten::slow_conv2d_forward", "aten::thnn_conv2d"} & set(counted)
     finally:
@@ -125,23 +132,28 @@ def test_nothing_changes_where_mkl_is_fast(monkeypatch):
 @needs_onednn
 @pytest.mark.parametrize("bias", [True, False])
 def test_autograd_sees_a_linear_layer(convolving, bias):
-    layer = products.Linear(96, 160, bias=bias)
+    layer = torch.nn.Linear(96, 160, bias=bias)
     x = draw(2, 512, 96).requires_grad_()
     wanted = [x, *layer.parameters()]
-    found = torch.autograd.grad((layer(x) * draw(2, 512, 160)).sum(), wanted)
+    found = torch.autograd.grad((linear(x, layer.weight, layer.bias) * draw(2, 512, 160)).sum(), wanted)
     exact = layer.double()(x.double())
     exact = torch.autograd.grad((exact * draw(2, 512, 160).double()).sum(), [x, *layer.parameters()])
     for mine, theirs in zip(found, exact):
         assert_close(mine, theirs.double())
     layer.float().weight.requires_grad_(False)
-    assert torch.equal(torch.autograd.grad((layer(x) * draw(2, 512, 160)).sum(), x)[0], found[0])
+    frozen = linear(x, layer.weight, layer.bias)
+    assert torch.equal(torch.autograd.grad((frozen * draw(2, 512, 160)).sum(), x)[0], found[0])
 
 
 @needs_onednn
 def test_whoever_keeps_computes_the_weights_gradient_later(convolving):
     kept, x = [], draw(2, 512, 64).requires_grad_()
     weight_WH = draw(192, 64)
-    linear(x, weight_WH, None, lambda input_H, gradient_W: kept.append((input_H, gradient_W))).square().sum().backward()
+
+    def keep(input_H, gradient_W):
+        kept.append((input_H, gradient_W))
+
+    LinearByHand.apply(x, weight_WH, None, PRODUCTS, keep).square().sum().backward()
     (input_H, gradient_W), *rest = kept
     assert rest == [] and torch.equal(input_H, x)
     assert_close(x.grad, gradient_W.double() @ weight_WH.double())
@@ -158,9 +170,10 @@ def test_a_model_learns_alike(all_convolving, monkeypatch):
 
     def train() -> list[float]:
         torch.manual_seed(3)
-        model = GPT(
-            shape, Attend(lambda *args: explicit_attention(*args, fp32_softmax=False, scale_by_layer=False), "explicit")
-        )
+        kernels = choose_cpu_kernels(shape, "fp32")
+        attend = Attend(lambda *args: explicit_attention(*args, fp32_softmax=False, scale_by_layer=False), "explicit")
+        model = GPT(shape, attend, partial(token_losses, kernels=kernels))
+        install_kernels(model, kernels)
         initialize(dict(model.named_parameters()), shape)
         optimizer, losses = torch.optim.AdamW(model.parameters(), 1e-2), []
         for _ in range(30):
@@ -203,9 +216,9 @@ def test_numbers_without_instructions_are_multiplied_in_fp32(monkeypatch, dtype)
 def test_the_processor_decides(pretend, tmp_path, text):
     (tmp_path / "cpuinfo").write_text(text)
     pretend(tmp_path / "cpuinfo")
-    assert kernel_choice.mkl_lacks_avx512() is PROCESSORS[text]
+    assert rules.mkl_lacks_avx512() is PROCESSORS[text]
     pretend(tmp_path / "none")
-    assert kernel_choice.read_processor() == {} and not kernel_choice.mkl_lacks_avx512()
+    assert read_processor() == {} and not rules.mkl_lacks_avx512()
 
 
 def test_what_is_done_is_told(monkeypatch, convolving):
@@ -219,9 +232,9 @@ def test_what_is_done_is_told(monkeypatch, convolving):
 @pytest.mark.parametrize("name", ["fp16", "bf16"])
 def test_torch_agrees_which_numbers_this_processor_has_instructions_for(name):
     answer = f"_is_mkldnn_{name}_supported"
-    if not hasattr(torch.ops.mkldnn, answer) or "flags" not in kernel_choice.read_processor():
+    if not hasattr(torch.ops.mkldnn, answer) or "flags" not in read_processor():
         pytest.skip("nothing tells")
-    assert (name in kernel_choice.find_slow_precisions()) is not getattr(torch.ops.mkldnn, answer)()
+    assert (name in rules.find_slow_precisions()) is not getattr(torch.ops.mkldnn, answer)()
 
 
 def test_a_weights_gradient_in_pieces_takes_no_second_copy(convolving):
@@ -232,12 +245,22 @@ def test_a_weights_gradient_in_pieces_takes_no_second_copy(convolving):
     assert "aten::cat" not in {event.name for event in seen.events()} and max(allocated) == 4 * 4096 * 64
 
 
+def test_16_bit_logits_are_computed_in_blocks_of_the_vocabulary(monkeypatch):
+    monkeypatch.setattr(products, "WIDENED", ())
+    hidden_MH, weight_VH = draw(4, 32, dtype=torch.bfloat16), draw(5000, 32, dtype=torch.bfloat16)
+    with TorchFunctions() as called:
+        found = multiply_logits(hidden_MH, weight_VH)
+    assert [name for name, _ in called.seen if name in ("linear", "mm")] == ["mm"] * 3
+    exact = hidden_MH.double() @ weight_VH.double().t()
+    assert ((found.double() - exact).abs() <= 2.0**-8 * exact.abs() + 1e-4).all()
+
+
 def test_the_logits_of_slow_16_bit_numbers_are_multiplied_in_fp32(monkeypatch):
-    """More than a piece of them, which elsewhere are multiplied piece by piece."""
+    """More than a block of them, which elsewhere are multiplied block by block."""
     monkeypatch.setattr(products, "WIDENED", (torch.bfloat16,))
     hidden_MH, weight_VH = draw(4, 32, dtype=torch.bfloat16), draw(5000, 32, dtype=torch.bfloat16)
     with TorchFunctions() as called:
-        found = _logits(hidden_MH, weight_VH)
+        found = multiply_logits(hidden_MH, weight_VH)
     assert {dtype for name, dtype in called.seen if name in ("linear", "mm")} == {torch.float32}
     exact = hidden_MH.double() @ weight_VH.double().t()
     assert ((found.double() - exact).abs() <= 2.0**-8 * exact.abs() + 1e-4).all()  # rounded once, to eight bits

@@ -1,0 +1,108 @@
+"""Attention as a CPU computes it fastest (docs/decisions/034, 041).
+
+Letters: B batch, N query heads, G query groups, T positions, D width of one head, L = B * N.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
+
+from megatron_lite.cpu_kernels.rules import QUERY_BLOCK
+from megatron_lite.model.attention import EXPLICIT, Attend, repeat_heads
+
+softmax_backward = torch.ops.aten._softmax_backward_data.out
+
+
+def suit_attention(attend: Attend, *, skips_future: bool, widens: bool, drops: bool) -> Attend:
+    """A chosen attention kernel, as a CPU computes it best.
+
+    Args:
+        attend: As choose_attention returns it.
+        skips_future: The explicit kernel goes by blocks of queries, without a mask.
+        widens: The processor multiplies these numbers in fp32 only.
+        drops: There is dropout of probabilities.
+    """
+    is_explicit = attend.name == EXPLICIT
+    function = attend.function
+    if skips_future and is_explicit:
+        function = attend_causally
+    if not widens or (drops and not is_explicit):  # torch's own attention with dropout converts to fp32 by itself
+        return replace(attend, function=function)
+    # rather than keeping queries, keys and values in fp32
+    again = partial(checkpoint, partial(_attend_in_fp32, function), use_reentrant=False)
+    return replace(attend, function=again, recomputes=True)
+
+
+def _attend_in_fp32(function: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, *others: Any) -> Tensor:
+    """Attention of 16-bit numbers, computed in fp32 and rounded once; arguments after `function` as in Attend."""
+    return function(q.float(), k.float(), v.float(), *others).to(q.dtype)
+
+
+def attend_causally(
+    q_BNTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, mask_B1TT: None, dropout: float, layer_number: int
+) -> Tensor:
+    """softmax(q k^T / sqrt(D)) v without a mask and without dropout; arguments and result as in Attend."""
+    k_BNTD = repeat_heads(k_BGTD, q_BNTD)
+    v_BNTD = repeat_heads(v_BGTD, q_BNTD)
+    out_BNTD: Tensor = _CausalAttention.apply(q_BNTD, k_BNTD, v_BNTD)  # type: ignore[no-untyped-call]
+    return out_BNTD
+
+
+class _CausalAttention(torch.autograd.Function):
+    """softmax(q k^T / sqrt(D)) v by blocks of queries, none of which meets the keys behind its end.
+
+    Less work than the whole square, in larger products than a fused kernel's; on CPUs in fp32 the fastest (docs/benchmarks.md).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q_BNTD: Tensor, k_BNTD: Tensor, v_BNTD: Tensor) -> Tensor:
+        q_LTD, k_LTD, v_LTD = (x_BNTD.flatten(0, 1) for x_BNTD in (q_BNTD, k_BNTD, v_BNTD))
+        length, width = q_LTD.shape[1:]
+        future_TT = torch.full((length, length), -math.inf, dtype=q_LTD.dtype, device=q_LTD.device).triu(1)
+        out_BTND, blocks = torch.empty_like(q_BNTD.transpose(1, 2), memory_format=torch.contiguous_format), []
+        for start in range(0, length, QUERY_BLOCK):
+            end = min(start + QUERY_BLOCK, length)
+            future_L1T = future_TT[start:end, :end].expand(len(q_LTD), -1, -1)
+            scores = torch.baddbmm(future_L1T, q_LTD[:, start:end], k_LTD[:, :end].mT, alpha=width**-0.5)
+            torch.softmax(scores, -1, out=scores)
+            _write_rows(out_BTND, start, scores @ v_LTD[:, :end])
+            blocks.append(scores)
+        ctx.save_for_backward(q_LTD, k_LTD, v_LTD, *blocks)
+        return out_BTND.transpose(1, 2)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient_BNTD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q_LTD, k_LTD, v_LTD, *blocks = ctx.saved_tensors
+        gradient_LTD, scale = gradient_BNTD.flatten(0, 1), q_LTD.shape[-1] ** -0.5
+        of_q_BTND = torch.empty_like(gradient_BNTD.transpose(1, 2), memory_format=torch.contiguous_format)
+        sums: list[Tensor] = []  # the gradients of keys and values
+        for probabilities in reversed(blocks):  # the last one meets all keys
+            end = probabilities.shape[-1]
+            start = end - probabilities.shape[1]
+            of_v = probabilities.mT @ gradient_LTD[:, start:end]
+            of_scores = gradient_LTD[:, start:end] @ v_LTD[:, :end].mT
+            softmax_backward(of_scores, probabilities, -1, probabilities.dtype, grad_input=of_scores)
+            _write_rows(of_q_BTND, start, (of_scores @ k_LTD[:, :end]).mul_(scale))
+            of_k = of_scores.mT @ q_LTD[:, start:end]
+            if not sums:
+                sums = [of_k, of_v]
+                continue
+            for total_LTD, part in zip(sums, (of_k, of_v)):
+                total_LTD[:, :end].add_(part)
+        of_k_BNTD = sums[0].mul_(scale).view_as(gradient_BNTD)
+        of_v_BNTD = sums[1].view_as(gradient_BNTD)
+        return of_q_BTND.transpose(1, 2), of_k_BNTD, of_v_BNTD
+
+
+def _write_rows(whole_BTND: Tensor, start: int, rows_LRD: Tensor) -> None:
+    """Write rows in the layout that the output projection reads."""
+    rows_BRND = rows_LRD.unflatten(0, (len(whole_BTND), -1)).transpose(1, 2)
+    whole_BTND[:, start : start + rows_BRND.shape[1]] = rows_BRND

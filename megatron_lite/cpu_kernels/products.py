@@ -1,0 +1,134 @@
+"""Matrix products of linear layers in ways that some CPUs are faster in, to the same numbers (docs/decisions/041).
+
+In fp32 torch multiplies matrices by Intel's MKL, which leaves AVX-512 unused on AMD's processors, and convolves by oneDNN, which does not:
+there a product is a convolution with filters of one pixel. 16-bit numbers that a processor has no instructions for are multiplied in fp32.
+
+Letters: M rows (tokens), H input channels, W output channels.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_lite.cpu_kernels.rules import WIDENED_BLOCK, find_slow_precisions, mkl_lacks_avx512
+from megatron_lite.model.gpt import DTYPES
+from megatron_lite.model.products import LinearByHand, Products
+
+CONVOLVES = mkl_lacks_avx512() and torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
+WIDENED = tuple(DTYPES[name] for name in find_slow_precisions())
+IMAGES = 16  # of fewer, torch convolves by MKL where a process has one thread
+MIN_ROWS, MIN_MULTIPLICATIONS = 512, 2**23  # of a smaller product, MKL's is faster
+MAX_FILTERS, FILTER_BLOCK = 1536, 512  # more filters' gradients are faster in blocks
+
+
+def linear(input_H: Tensor, weight_WH: Tensor, bias_W: Tensor | None = None) -> Tensor:
+    """input @ weight^T + bias, (..., W), to differentiate."""
+    if not (is_widened(input_H.dtype) or _convolves(input_H, weight_WH.numel())):
+        return F.linear(input_H, weight_WH, bias_W)
+    if torch.compiler.is_compiling():  # layers that compute a gradient in Python are not cached
+        return multiply(input_H, weight_WH, bias_W)
+    result_W: Tensor = LinearByHand.apply(  # type: ignore[no-untyped-call]
+        input_H, weight_WH, bias_W, PRODUCTS, None
+    )
+    return result_W
+
+
+def multiply(input_H: Tensor, weight_WH: Tensor, bias_W: Tensor | None = None) -> Tensor:
+    """input @ weight^T + bias, (..., W)."""
+    if is_widened(input_H.dtype):
+        wide_H, result_W = input_H.float(), input_H.new_empty(*input_H.shape[:-1], len(weight_WH))
+        for start in range(0, len(weight_WH), WIDENED_BLOCK):
+            piece = slice(start, start + WIDENED_BLOCK)
+            bias = None if bias_W is None else bias_W[piece].float()
+            result_W[..., piece] = multiply(wide_H, weight_WH[piece].float(), bias)
+        return result_W
+    if not _convolves(input_H, weight_WH.numel()):
+        return F.linear(input_H, weight_WH, bias_W)
+    images = F.conv2d(_to_images(input_H), _to_filters(weight_WH), bias_W)
+    return _to_rows(images).view(*input_H.shape[:-1], -1)
+
+
+def compute_input_gradient(gradient_W: Tensor, weight_WH: Tensor, like_H: Tensor | None = None) -> Tensor:
+    """gradient @ weight, (..., H). like_H: a tensor of that size, where there is one, so that none is made."""
+    if is_widened(gradient_W.dtype):
+        total_H: Tensor | None = None
+        for part_W, part_WH in zip(gradient_W.split(WIDENED_BLOCK, -1), weight_WH.split(WIDENED_BLOCK)):
+            part_H = compute_input_gradient(part_W.float(), part_WH.float(), total_H)
+            total_H = part_H if total_H is None else total_H.add_(part_H)
+        assert total_H is not None
+        return total_H.to(gradient_W.dtype)
+    if not _convolves(gradient_W, weight_WH.numel()):
+        return gradient_W @ weight_WH
+    size_H = (*gradient_W.shape[:-1], weight_WH.shape[1])
+    like_H = gradient_W.new_empty(size_H) if like_H is None else like_H
+    return _to_rows(_differentiate(gradient_W, like_H, weight_WH, 0)).view(size_H)
+
+
+def compute_weight_gradient(gradient_MW: Tensor, input_MH: Tensor) -> Tensor:
+    """gradient^T @ input, (W, H)."""
+    filters, channels = gradient_MW.shape[1], input_MH.shape[1]
+    if is_widened(gradient_MW.dtype):
+        wide_MH, result_WH = input_MH.float(), input_MH.new_empty(filters, channels)
+        for part_MW, part_WH in zip(gradient_MW.split(WIDENED_BLOCK, 1), result_WH.split(WIDENED_BLOCK)):
+            part_WH.copy_(compute_weight_gradient(part_MW.float(), wide_MH))
+        return result_WH
+    if not _convolves(gradient_MW, filters * channels):
+        return gradient_MW.t() @ input_MH
+    result_WH = gradient_MW.new_empty(filters, channels)
+    if filters <= MAX_FILTERS:
+        return _differentiate(gradient_MW, input_MH, result_WH, 1).flatten(1)
+    for part_MW, part_WH in zip(gradient_MW.split(FILTER_BLOCK, 1), result_WH.split(FILTER_BLOCK)):
+        part_WH.copy_(_differentiate(part_MW, input_MH, part_WH, 1).flatten(1))
+    return result_WH
+
+
+PRODUCTS = Products(linear, multiply, compute_input_gradient, compute_weight_gradient)
+
+
+def is_widened(dtype: torch.dtype) -> bool:
+    """Whether numbers of this format are multiplied in fp32."""
+    return dtype in WIDENED
+
+
+def describe_products(dtype: torch.dtype, device: str) -> str:
+    """How linear layers are multiplied where it is not by torch's own products, as in "in fp32, as oneDNN's convolutions"; else ""."""
+    if device != "cpu":
+        return ""
+    told = []
+    if is_widened(dtype):
+        told.append("in fp32")
+    if CONVOLVES and (told or dtype == torch.float32):
+        told.append("as oneDNN's convolutions")
+    return ", ".join(told)
+
+
+def _convolves(rows_H: Tensor, elements: int) -> bool:
+    """Whether to multiply these rows by a matrix of so many elements as a convolution."""
+    if not (CONVOLVES and rows_H.dtype == torch.float32):
+        return False
+    rows = rows_H.shape[:-1].numel()
+    return rows >= MIN_ROWS and rows % IMAGES == 0 and rows * elements >= MIN_MULTIPLICATIONS
+
+
+def _differentiate(gradient_W: Tensor, input_H: Tensor, weight_WH: Tensor, place: int) -> Tensor:
+    """The gradient of a convolution's input (place 0) or weight (1), of which then only the sizes count."""
+    images, filters, wanted = _to_images(input_H), _to_filters(weight_WH), [place == 0, place == 1, False]
+    once, none = (1, 1), (0, 0)
+    found: list[Tensor] = torch.ops.aten.convolution_backward(
+        _to_images(gradient_W), images, filters, None, once, none, once, False, none, 1, wanted
+    )
+    return found[place]
+
+
+def _to_images(rows_H: Tensor) -> Tensor:
+    """Rows as images of one line, in the layout in which the channels of a pixel are neighbors."""
+    images: Tensor = rows_H.flatten(0, -2).unflatten(0, (IMAGES, 1, -1))
+    return images.permute(0, 3, 1, 2)
+
+
+def _to_rows(images: Tensor) -> Tensor:
+    return images.permute(0, 2, 3, 1).flatten(0, 2)
+
+
+def _to_filters(weight_WH: Tensor) -> Tensor:
+    return weight_WH[..., None, None]
