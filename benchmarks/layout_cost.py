@@ -35,7 +35,7 @@ def make_step(words: str, world):
     from megatron_lite.optim.optimizer import Optimizer
     from megatron_lite.parallel.data_parallel import replicate
     from megatron_lite.parallel.groups import make_groups
-    from megatron_lite.train.run import build_model
+    from megatron_lite.train.build_model import build_model
     from megatron_lite.train.step import TrainingStep
 
     plan, cpu = plan_of(flags(words), world), torch.device("cpu")

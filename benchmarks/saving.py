@@ -25,9 +25,9 @@ from megatron_lite.config.plan import resolve
 from megatron_lite.config.world import World
 from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.data_parallel import DataParallel
+from megatron_lite.train.build_model import build_model
 from megatron_lite.train.checkpoint import Checkpoints
 from megatron_lite.train.loop import Progress
-from megatron_lite.train.run import build_model
 
 FLAGS = (
     "--num-attention-heads 12 --seq-length 128 --max-position-embeddings 1024 --micro-batch-size 1 --train-iters 9 "

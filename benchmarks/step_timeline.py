@@ -24,9 +24,9 @@ from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.data_parallel import DataParallel
 from megatron_lite.parallel.process_group import find_device
 from megatron_lite.phases import Phase
+from megatron_lite.train.build_model import build_model
 from megatron_lite.train.loop import Progress
 from megatron_lite.train.rank_stats import gather
-from megatron_lite.train.run import build_model
 from megatron_lite.train.step import BatchMaker, TrainingStep
 from megatron_lite.train.step_metrics import StepMetrics
 

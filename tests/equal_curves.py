@@ -9,9 +9,9 @@ from launch import VOCABULARY, flags, plan_of, quietly, steps
 from plain_gpt import Curve, Recipe, train_plainly
 
 from megatron_lite.data.indexed_writer import IndexedWriter
+from megatron_lite.train.build_model import build_model
 from megatron_lite.train.data_streams import DataStreams
 from megatron_lite.train.loop import Progress
-from megatron_lite.train.run import build_model
 
 STEPS = 120
 FIRST_STEPS = 10

@@ -22,7 +22,7 @@ from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.data_parallel import replicate
 from megatron_lite.parallel.groups import make_groups
 from megatron_lite.parallel.replica import Replica
-from megatron_lite.train.run import build_model
+from megatron_lite.train.build_model import build_model
 
 CPU = torch.device("cpu")
 ITERATIONS = 6

@@ -12,7 +12,7 @@ from megatron_lite.instruments.memory_tags import ModuleHooks, Place
 from megatron_lite.instruments.memory_tracker import StorageTracker
 from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.data_parallel import DataParallel
-from megatron_lite.train.run import build_model
+from megatron_lite.train.build_model import build_model
 from megatron_lite.train.step import BatchMaker, TrainingStep
 
 CPU = torch.device("cpu")

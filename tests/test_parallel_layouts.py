@@ -44,9 +44,9 @@ from megatron_lite.parallel.data_parallel import replicate
 from megatron_lite.parallel.groups import make_groups
 from megatron_lite.planner.walk.rehearse import rehearse
 from megatron_lite.planner.walk.tracker import CollectiveCounter
+from megatron_lite.train.build_model import build_model
 from megatron_lite.train.checkpoint import Checkpoints
 from megatron_lite.train.loop import Progress
-from megatron_lite.train.run import build_model
 from megatron_lite.train.step import BatchMaker, TrainingStep
 
 CPU = torch.device("cpu")

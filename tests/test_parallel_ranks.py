@@ -13,9 +13,9 @@ from megatron_lite.data.batch import make_batch
 from megatron_lite.parallel import data_parallel
 from megatron_lite.parallel.data_parallel import DataParallel
 from megatron_lite.train import step
+from megatron_lite.train.build_model import build_model
 from megatron_lite.train.data_streams import DataStreams
 from megatron_lite.train.loop import Progress
-from megatron_lite.train.run import build_model
 
 # on two ranks; their losses are those of one rank: test_parallel_layouts
 PROFILED = {

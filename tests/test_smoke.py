@@ -14,7 +14,7 @@ from torch import nn
 from torch.profiler import schedule
 
 from megatron_lite import smoke
-from megatron_lite.train.run import build_model
+from megatron_lite.train.build_model import build_model
 
 VOCABULARY = 32
 

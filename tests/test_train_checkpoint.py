@@ -29,7 +29,7 @@ from launch import (
 from megatron_lite.data.build import DataSpec, build_datasets
 from megatron_lite.errors import CheckpointError
 from megatron_lite.run_folder import TRACKER_FILE
-from megatron_lite.train.run import build_model
+from megatron_lite.train.build_model import build_model
 from megatron_lite.train.step import BatchMaker, loss_and_tokens
 
 CPU = torch.device("cpu")

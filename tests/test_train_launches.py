@@ -25,7 +25,7 @@ from megatron_lite.phases import Phase
 from megatron_lite.planner.model_size import count_parameters
 from megatron_lite.planner.walk.kernels import replace_kernels
 from megatron_lite.planner.walk.rehearse import prepare
-from megatron_lite.train.run import build_model
+from megatron_lite.train.build_model import build_model
 from megatron_lite.train.step import BatchMaker, TrainingStep
 
 # launch nothing: they make, view or name memory

@@ -10,8 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron_lite.data.gpt_dataset import MockDataset
 from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.data_parallel import DataParallel
+from megatron_lite.train.build_model import build_model
 from megatron_lite.train.loop import Progress
-from megatron_lite.train.run import build_model
 from megatron_lite.train.step import BatchMaker, TrainingStep
 from megatron_lite.train.step_metrics import StepMetrics
 

@@ -20,7 +20,7 @@ from megatron_lite.parallel.data_parallel import DataParallel
 from megatron_lite.planner.hardware import CUBLAS_WORKSPACE, CUBLAS_WORKSPACE_SINCE_HOPPER
 from megatron_lite.planner.walk.kernels import cuda_choice
 from megatron_lite.planner.walk.rehearse import rehearse
-from megatron_lite.train.run import build_model
+from megatron_lite.train.build_model import build_model
 from megatron_lite.train.step import BatchMaker, TrainingStep
 
 STEPS = 3

@@ -27,7 +27,7 @@ from megatron_lite.config.world import World
 from megatron_lite.model.gpt import DTYPES
 from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.data_parallel import DataParallel
-from megatron_lite.train.run import build_model
+from megatron_lite.train.build_model import build_model
 from megatron_lite.train.step import BatchMaker, TrainingStep
 
 ON_GPU = DEVICE == "cuda"

@@ -14,8 +14,8 @@ from launch import plan_of
 from megatron_lite.config.world import World
 from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.data_parallel import DataParallel
+from megatron_lite.train.build_model import build_model
 from megatron_lite.train.loop import Progress
-from megatron_lite.train.run import build_model
 from megatron_lite.train.step import BatchMaker, TrainingStep
 from megatron_lite.train.step_metrics import StepMetrics
 

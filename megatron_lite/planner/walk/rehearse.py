@@ -22,7 +22,6 @@ from megatron_lite.analysis.memory.read import analyze_snapshot
 from megatron_lite.config.command_line import read_command_line
 from megatron_lite.config.plan import BatchSchedule, Plan, resolve
 from megatron_lite.config.world import World
-from megatron_lite.cpu_kernels.install import install_kernels
 from megatron_lite.errors import UserError
 from megatron_lite.instruments.base import Instruments
 from megatron_lite.instruments.memory_summary import describe_place, operation, site
@@ -32,17 +31,16 @@ from megatron_lite.marks import GRADIENT_BUFFER, mark_memory
 from megatron_lite.model.gpt import DTYPES, GPT
 from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel import data_parallel
-from megatron_lite.parallel.context_parallel import attend_across, share_out_positions
+from megatron_lite.parallel.context_parallel import attend_across
 from megatron_lite.parallel.data_parallel import replicate
 from megatron_lite.parallel.groups import Groups, make_groups
 from megatron_lite.parallel.layers import recompute_layers
 from megatron_lite.parallel.pipeline import Pipeline, cut_model
-from megatron_lite.parallel.tensor_parallel import split_layers
-from megatron_lite.parallel.weight_gradients import delay_weights
 from megatron_lite.planner.caching_allocator import rounded
 from megatron_lite.planner.hardware import CUBLAS_THREADS, CUBLAS_WORKSPACE
 from megatron_lite.planner.walk.kernels import InPlaceGradients, replace_kernels
 from megatron_lite.planner.walk.tracker import CollectiveCounter, RehearsalTracker
+from megatron_lite.train.build_model import put_on_layers
 from megatron_lite.train.choose_kernels import choose_kernels, choose_losses, choose_plan_attention
 from megatron_lite.train.step import BatchMaker, TrainingStep
 from megatron_lite.units import MIB
@@ -303,14 +301,7 @@ def _build_model(plan: Plan, groups: Groups, losses) -> nn.Module:
                     setattr(module, name, nn.Parameter(torch.empty_like(parameter, device=HOST)))
     finally:
         torch.set_default_dtype(before)
-    if plan.device == "cpu":
-        install_kernels(model, kernels)
-    if among is not None:
-        split_layers(model, among, kernels.products, groups.pipeline.weights)
-    elif groups.pipeline.weights is not None:
-        delay_weights(model, kernels.products, groups.pipeline.weights)
-    if groups.context is not None:
-        share_out_positions(model, plan.layout, plan.shape.seq_length)
+    put_on_layers(model, plan, kernels, groups)
     recompute_layers(model.decoder.layers, plan.stage.chunks, plan.recomputed_layers)
     return model
 
