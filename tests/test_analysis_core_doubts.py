@@ -4,7 +4,7 @@ import json
 
 import pytest
 from trace_maker import GLOO, NCCL_STREAM, MadeTrace
-from training_maker import BF16_GEMM, ordinary_steps, run
+from training_maker import BF16_GEMM, cpu, ordinary_steps, run
 
 from megatron_lite.analysis.analyze import analyze
 from megatron_lite.analysis.compare.compare import compare
@@ -171,3 +171,17 @@ def test_a_comparison_of_traces_says_what_is_known_of_the_cores(tmp_path, cores,
     new = write_ranks(tmp_path / "b", ALWAYS, (FREE, FREE)).facts
     told = [text for text in compare(base, new).notes if text.startswith("A")]
     assert (len(told) == 1 and told[0].startswith(note)) if note else not told
+
+
+def test_longer_steps_are_nobodys_without_cpu_times(tmp_path):
+    inside = range(20, 26)
+    longer = lambda at: 14.3 if at in inside else 10.0
+    for name, times in (("unknown", {}), ("known", {"cpu_ms": longer, "core_wait_ms": 0.1})):
+        cpu(tmp_path / name)
+        steps = ordinary_steps(ms=longer, profiled=lambda at: at in inside, **times)
+        run(tmp_path / name, steps=steps, device="cpu", world=1)
+        report = analyze([tmp_path / name])
+        [found] = [one for one in report.findings if one.code == "profiler-overhead"]
+        said = any("no CPU time was recorded" in piece.text for piece in found.evidence)
+        assert said is (name == "unknown")
+        assert ("the profiler made steps 43% longer" in report.verdict.why) is (name == "known")

@@ -210,7 +210,9 @@ def _describe_longer_steps(run: Run | None, slower: float) -> str:
     if slowdown is not None and slowdown.is_by_other_jobs:
         return f"{longer}, because they waited for CPU cores"
     by_profiler_ms = slowdown.by_profiler_ms if slowdown else None
-    is_by_profiler = slowdown is None or by_profiler_ms is None or by_profiler_ms >= MOSTLY * slowdown.lag_ms
+    if slowdown is None or by_profiler_ms is None:
+        return f"{longer}; whether by the profiler or by other jobs, no CPU time in steps.jsonl tells"
+    is_by_profiler = by_profiler_ms >= MOSTLY * slowdown.lag_ms
     if run and (run.without_core or run.recovered is False or not is_by_profiler):
         return f"{longer}; the profiler explains only part of it"
     return f"the profiler made steps {slower - 1:.0%} longer"

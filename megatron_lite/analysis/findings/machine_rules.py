@@ -162,6 +162,7 @@ def find_first_step(facts: Facts, run: Run) -> Finding | None:
 
 MAX_SLOWDOWN = 1.25  # a quarter more: a cause of a tenth of the step can then be the profiler's own
 BY_PROFILER = 0.75  # of the longer steps, which the process' own CPU time must explain for a certain finding
+WITHOUT_CPU_TIME = "no CPU time was recorded, so that other jobs may have made these steps longer"
 COSTLY = tuple(f"--pytorch-profiler-collect-{what}" for what in ("callstack", "memory", "shapes"))
 COSTLY_ON_CPUS = ("--record-memory-history", *COSTLY)
 
@@ -206,6 +207,8 @@ def find_profiler_overhead(facts: Facts, run: Run) -> Finding | None:
     if found.profiled_cpu_ms is not None and found.before_cpu_ms is not None:
         used = f"the process used {in_ms(found.profiled_cpu_ms)} of CPU time per profiled step"
         told.append(Evidence(f"{used}, {in_ms(found.before_cpu_ms)} before", "steps.jsonl"))
+    else:
+        told.append(Evidence(WITHOUT_CPU_TIME, "steps.jsonl"))
     on_cpu = facts.on_gpu is False
     costly = COSTLY_ON_CPUS if on_cpu else COSTLY
     used_flags = [flag for flag in costly if facts.argument(flag.removeprefix("--").replace("-", "_"))]
