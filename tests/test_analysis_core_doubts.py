@@ -11,6 +11,7 @@ from megatron_lite.analysis.compare.compare import compare
 from megatron_lite.analysis.core_use import CoreUse, read_core_use
 from megatron_lite.analysis.verdict_word import VerdictWord
 from megatron_lite.formats.trace_header import CORES_IN_TRACE
+from megatron_lite.report.sections.all import ranks_section
 
 FREE = {"steps": 8, "ms": 12.0, "cpu_ms": 11.0, "core_wait_ms": 0.05, "involuntary_switches": 1}
 TAKEN = FREE | {"core_wait_ms": 5.0}
@@ -185,3 +186,9 @@ def test_longer_steps_are_nobodys_without_cpu_times(tmp_path):
         said = any("no CPU time was recorded" in piece.text for piece in found.evidence)
         assert said is (name == "unknown")
         assert ("the profiler made steps 43% longer" in report.verdict.why) is (name == "known")
+
+
+def test_the_table_of_ranks_says_what_is_not_known_of_the_late_one(tmp_path):
+    for name, cores, said in (("unknown", None, True), ("known", FREE, False)):
+        section = ranks_section(write_ranks(tmp_path / name, ALWAYS, (cores, cores)), everything=False)
+        assert ("no run record" in str(section)) is said

@@ -5,9 +5,10 @@ from functools import partial
 
 from megatron_lite.analysis.findings.base import Evidence
 from megatron_lite.analysis.findings.rules import RULES
-from megatron_lite.analysis.ranks.rank_results import Ranks
+from megatron_lite.analysis.ranks.rank_results import Ranks, Straggler
 from megatron_lite.analysis.report import Report
 from megatron_lite.analysis.run.learning import measure_learning
+from megatron_lite.analysis.run_facts import Facts
 from megatron_lite.report.section import Block, Card, Lines, Section, Table, limit_rows
 from megatron_lite.report.sections.every_step import every_step_section
 from megatron_lite.report.sections.memory import memory_section, prediction_section
@@ -82,6 +83,20 @@ MIN_GB_S = 0.001
 CAUSES = {"compute": "computing", "data_wait": "waiting for data", "host": "a slow host", "copy": "copies"}
 
 
+def _describe_late_rank(facts: Facts, late: Straggler) -> list[str]:
+    """Which rank the others wait for and why, and what is not known of it."""
+    why = "no single quantity explains why"
+    if late.cause:
+        cause = CAUSES.get(late.cause, late.cause)
+        why = f"it spends {milliseconds(late.cause_ms)} ms more than the others on {cause}"
+    last = "" if late.share_last is None else f", last in {percent(late.share_last)} of the collectives"
+    where = f" in {late.phase}" if late.phase else ""
+    cost = f"{milliseconds(late.caused_wait_ms)} ms per step"
+    doubt = facts.doubt_straggler(late)
+    said = f"rank {late.rank} makes the others wait {cost}{where}{last}: {why}"
+    return [said, doubt] if doubt else [said]
+
+
 def ranks_section(report: Report, everything: bool) -> Section | None:
     """One line per rank; of many, those that others wait for most and least."""
     ranks = report.facts.ranks
@@ -104,16 +119,7 @@ def ranks_section(report: Report, everything: bool) -> Section | None:
     ]  # fmt: skip
     table = Table(body, "rl" + "r" * 9, head, hidden=len(ranks.rows) - len(rows))
     of = "ms per step; waits: in collectives, for others; awaited: how long others wait for it"
-    texts, late = [], ranks.straggler
-    if late is not None:
-        why = "no single quantity explains why"
-        if late.cause:
-            cause = CAUSES.get(late.cause, late.cause)
-            why = f"it spends {milliseconds(late.cause_ms)} ms more than the others on {cause}"
-        last = "" if late.share_last is None else f", last in {percent(late.share_last)} of the collectives"
-        where = f" in {late.phase}" if late.phase else ""
-        cost = f"{milliseconds(late.caused_wait_ms)} ms per step"
-        texts.append(f"rank {late.rank} makes the others wait {cost}{where}{last}: {why}")
+    texts = _describe_late_rank(report.facts, ranks.straggler) if ranks.straggler is not None else []
     if ranks.missing:
         named = ", ".join(map(str, ranks.missing[:MAX_MISSING]))
         more = f" and {len(ranks.missing) - MAX_MISSING} more" if len(ranks.missing) > MAX_MISSING else ""
