@@ -25,7 +25,6 @@ from megatron_lite.thresholds import WITHOUT_CORE
 from megatron_lite.units import GIB, size
 
 USABLE = 0.92  # of the device's memory: the CUDA context, NCCL and the allocator's gaps take the rest
-GROWS_WITH_BATCH = ("activations", "logits and loss")
 TIGHT = 0.60  # of the device's memory: below, a larger micro-batch is the better use of what is left
 MAX_WITHOUT_CORE = 0.2  # of a lag: what waiting for a core may be of it, if the lag is to be certain
 HOW_TO_RECORD_CORES = "megatron-lite watch records it"
@@ -323,8 +322,7 @@ class Facts:
         real = [one for one in self.snapshots if not one.simulated and one.complete]
         if real:
             most = max(real, key=lambda one: one.peak_bytes)
-            grows = sum(sum_category(most, category) for category in GROWS_WITH_BATCH)
-            return Peak(most.peak_bytes, grows or most.peak_bytes, most.source)
+            return Peak(most.peak_bytes, most.grows_bytes or most.peak_bytes, most.source)
         values = self.run.peak_memory_bytes if self.run else np.array([])
         most_bytes = int(values.max(initial=0, where=values > 0))  # NaN is not
         return Peak(most_bytes, most_bytes, STEPS_FILE) if most_bytes > 0 else None

@@ -12,7 +12,7 @@ from megatron_lite.analysis.findings.base import (
 )
 from megatron_lite.analysis.findings.needless_rules import find_recomputed
 from megatron_lite.analysis.findings.reserved_rules import EXPANDABLE_SEGMENTS, MIN_BYTES
-from megatron_lite.analysis.memory.memory_results import OUTSIDE, Snapshot
+from megatron_lite.analysis.memory.memory_results import GROWS_WITH_BATCH, OUTSIDE, Snapshot
 from megatron_lite.analysis.rank_facts import MATTERS, RankFacts, in_ms
 from megatron_lite.analysis.run_facts import TIGHT, Facts, measure_ordinary, sum_category, whole
 from megatron_lite.phases import Phase
@@ -75,8 +75,6 @@ REMEDIES = {
     "KV cache": "fewer or shorter sequences at a time, or a smaller share of the memory for the cache",
     "awaiting free": "another stream may still use them (see awaiting-free)",
 }
-GROWS_WITH_BATCH = ("activations", "logits and loss", "workspace")
-
 
 @rule("out-of-memory", "allocation that failed", "memory")
 def find_out_of_memory(facts: Facts) -> Finding | None:

@@ -131,6 +131,11 @@ class Gathered:
     site: str
 
 
+# Categories whose bytes grow with the micro-batch. Workspace does: it is what lives within one forward or backward
+# pass. Walked steps of twice the micro-batch had twice the workspace (tests/test_analysis_memory_growth_with_batch.py).
+GROWS_WITH_BATCH = ("activations", "logits and loss", "workspace")
+
+
 @dataclass(frozen=True)
 class Snapshot:
     """One rank's memory."""
@@ -157,6 +162,11 @@ class Snapshot:
     device: int = 0  # number of the GPU in the file
     private_pools: tuple[PrivatePool, ...] = ()  # largest first
     gathered: Gathered | None = None
+
+    @property
+    def grows_bytes(self) -> int:
+        """Bytes at the peak that grow with the micro-batch."""
+        return sum(held.num_bytes for held in self.held if held.category in GROWS_WITH_BATCH)
 
     @property
     def ran_out(self) -> bool:
