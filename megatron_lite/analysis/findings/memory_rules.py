@@ -76,6 +76,7 @@ REMEDIES = {
     "awaiting free": "another stream may still use them (see awaiting-free)",
 }
 
+
 @rule("out-of-memory", "allocation that failed", "memory")
 def find_out_of_memory(facts: Facts) -> Finding | None:
     """The run ended because memory was full.
