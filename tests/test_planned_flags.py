@@ -12,10 +12,10 @@ from command_lines import argv
 
 from megatron_lite.cli import launch_script
 from megatron_lite.cli.launcher import MAX_SCRIPT_BYTES, find_launch
-from megatron_lite.cli.planned_flags import adapt_flags, read_deepspeed_flags
+from megatron_lite.cli.planned_flags import adapt_flags, read_planned_flags
 from megatron_lite.cli.planned_run import planned_run
 from megatron_lite.config.args import Args
-from megatron_lite.config.flags import list_flags, read_flags
+from megatron_lite.config.flags import STOPPING, list_flags, read_flags
 from megatron_lite.errors import ConfigError, UserError
 
 FLAGS = " ".join(argv())
@@ -61,18 +61,30 @@ def test_deepspeeds_stages_are_planned_as_flags_of_this_trainer(stage, sharded):
 def test_deepspeeds_flags_are_known_only_with_deepspeed():
     flags = ["--zero-stage", "1", "--lr", "1"]
     assert adapt_flags(flags, (), ()) == (flags, [])
-    kept, notes = adapt_flags(["--deepspeed", "--glu-activation", "swiglu", "--num-experts", "8", "--lr", "1"], (), ())
-    assert kept == ["--swiglu", "--num-experts", "8", "--lr", "1"] and "none is planned" in notes[0]
+    kept, notes = adapt_flags(["--deepspeed", "--deepspeed_config", "x", "--lr", "1"], (), ())
+    assert kept == ["--lr", "1"] and "none is planned" in notes[0]
 
 
-def test_deepspeeds_table_leads_to_flags_that_there_are():
+def test_flags_of_forks_are_left_out_or_read_with_a_note():
+    kept, notes = adapt_flags(
+        ["--use-mpi", "--wandb_name", "x", "--glu-activation", "swiglu", "--pad-vocab-size-to", "64", "--num-experts", "8"],
+        (), (),
+    )  # fmt: skip
+    assert kept == ["--swiglu", "--padded-vocab-size", "64", "--num-experts", "8"]
+    assert "--use-mpi, --wandb_name" in notes[0]
+    assert "--glu-activation swiglu as --swiglu, --pad-vocab-size-to 64 as --padded-vocab-size 64" in notes[1]
+    assert adapt_flags(["--num-experts", "1", "--topk", "2"], (), ())[0] == []
+
+
+def test_the_table_of_forks_leads_to_flags_that_there_are():
     known = {spelling for flag in list_flags(Args) for spelling in flag.spellings}
-    for name, planned in read_deepspeed_flags().items():
+    for name, planned in read_planned_flags().items():
         assert name.partition("=")[0] not in known or "=" in name, name
         assert re.fullmatch("--[a-z0-9-]+", name.partition("=")[0])
         assert planned == "no effect" or planned.split()[0] in known
     # with this trainer itself they stay refused
-    assert not {name for name in read_deepspeed_flags() if "=" not in name} & set(read_flags())
+    theirs = [read_flags()[name] for name in read_planned_flags() if name in read_flags()]
+    assert theirs and all(flag.answer in STOPPING for flag in theirs)
 
 
 def test_words_of_flags_survive_the_change():

@@ -1,4 +1,4 @@
-"""The flags of a launch command as a plan takes them: without names of files, with DeepSpeed's and old ones translated, changed as asked."""
+"""The flags of a launch command as a plan takes them: without names of files, with those of forks and old ones translated, changed as asked."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,7 +8,7 @@ from megatron_lite.config.command_line import CommandLine, split_words
 from megatron_lite.config.flags import OUTDATED, RENAMED, dashed, list_flags, read_flags
 
 Words = list[tuple[str, list[str]]]  # each flag with its values
-DEEPSPEED_FILE = Path(__file__).with_name("deepspeed_flags.tsv")
+FILE = Path(__file__).with_suffix(".tsv")
 NO_EFFECT = "no effect"
 DEEPSPEED, ZERO_STAGE, ZERO_1, ZERO_3 = (
     "--deepspeed",
@@ -17,6 +17,10 @@ DEEPSPEED, ZERO_STAGE, ZERO_1, ZERO_3 = (
     "--use-torch-fsdp2",
 )
 ZERO_STAGES = {"0": [], "1": [ZERO_1], "2": [ZERO_1], "3": [ZERO_3]}
+OF_DEEPSPEED = (
+    DEEPSPEED, "--deepspeed-config", "--deepspeed-mpi", "--ds-config", "--no-pipeline-parallel",
+    "--deepspeed-activation-checkpointing",
+)  # fmt: skip
 PATHS = ("FILE", "FOLDER", "[WEIGHT] PREFIX ...")  # what help calls the values of flags that name files
 
 
@@ -37,9 +41,10 @@ def adapt_flags(flags: Sequence[str], dropped: Sequence[str], added: Sequence[st
     kept = [word for word in words if _normalize(word[0]) not in left_out]
     notes = _note_changes(words, names, others)
     kept, translated = _translate_deepspeed(kept)
+    kept, further = _translate_others(kept)
     kept, outdated = _translate_outdated(kept)
     kept, empty = _drop_empty_paths(kept)
-    return [*strays, *_join([*kept, *others])], [*notes, *translated, *outdated, *empty]
+    return [*strays, *_join([*kept, *others])], [*notes, *translated, *further, *outdated, *empty]
 
 
 def _normalize(name: str) -> str:
@@ -63,25 +68,45 @@ def _note_changes(words: Words, names: set[str], others: Words) -> list[str]:
 
 
 def _translate_deepspeed(words: Words) -> tuple[Words, list[str]]:
-    """The words without DeepSpeed's flags, where --deepspeed is among them; its ZeRO stages as flags of this trainer."""
+    """The words with DeepSpeed's ZeRO stages as flags of this trainer, where --deepspeed is among them."""
     if not any(_normalize(name) == DEEPSPEED for name, _ in words):
         return words, []
-    table = read_deepspeed_flags()
     kept: Words = []
     stage = None
+    for name, values in words:
+        if _normalize(name) == ZERO_STAGE and values and values[0] in ZERO_STAGES:
+            stage = values[0]
+            kept += [(flag, list[str]()) for flag in ZERO_STAGES[stage]]
+        elif _normalize(name) not in OF_DEEPSPEED:
+            kept.append((name, values))
+    return kept, [_describe_stage(stage)]
+
+
+def _translate_others(words: Words) -> tuple[Words, list[str]]:
+    """The words without flags of Megatron-LM's forks and others on which a plan does not depend."""
+    table = read_planned_flags()
+    kept: Words = []
+    left_out: list[str] = []
+    read_as: list[str] = []
     for name, values in words:
         same = _normalize(name)
         for_value = table.get("=".join([same, *values])) if values else None
         planned = for_value or table.get(same)
-        if same == ZERO_STAGE and values and values[0] in ZERO_STAGES:
-            stage = values[0]
-            kept += [(flag, list[str]()) for flag in ZERO_STAGES[stage]]
-        elif planned is None:
+        if planned is None:
             kept.append((name, values))
-        elif planned != NO_EFFECT:
+        elif planned == NO_EFFECT:
+            left_out.append(name)
+        else:
             flag, *more = planned.split()
             kept.append((flag, more if for_value else more or values))
-    return kept, [_describe_stage(stage)]
+            read_as.append(f"{' '.join([name, *values])} as {' '.join([flag, *kept[-1][1]])}")
+    notes = []
+    if left_out:
+        names = ", ".join(dict.fromkeys(left_out))
+        notes.append(f"flags without effect on a plan, at which a run here stops: {names}.")
+    if read_as:
+        notes.append(f"spellings that a plan reads, at which a run here stops: {', '.join(read_as)}.")
+    return kept, notes
 
 
 def _translate_outdated(words: Words) -> tuple[Words, list[str]]:
@@ -97,7 +122,7 @@ def _translate_outdated(words: Words) -> tuple[Words, list[str]]:
         if theirs.answer == RENAMED:
             kept += split_words([*theirs.text.split(), *values], CommandLine())
     names = ", ".join(dict.fromkeys(found))
-    return kept, [f"of older versions of Megatron-LM, where a run of today stops: {names}."] if found else []
+    return kept, [f"flags of older versions of Megatron-LM, at which a run here stops: {names}."] if found else []
 
 
 def _describe_stage(stage: str | None) -> str:
@@ -109,9 +134,9 @@ def _describe_stage(stage: str | None) -> str:
     return f"DeepSpeed's ZeRO stage {stage} is planned as {planned}; its other flags and its file are left out."
 
 
-def read_deepspeed_flags() -> dict[str, str]:
-    """{flag with dashes: what is planned} of deepspeed_flags.tsv."""
-    lines = DEEPSPEED_FILE.read_text(encoding="utf-8").splitlines()
+def read_planned_flags() -> dict[str, str]:
+    """{flag with dashes: what is planned} of planned_flags.tsv."""
+    lines = FILE.read_text(encoding="utf-8").splitlines()
     return dict(line.split("\t") for line in lines if line.startswith("--"))
 
 
