@@ -129,6 +129,45 @@ def test_weights_whose_memory_is_released_stop_no_loop(tmp_path):
     assert len(read_steps(tmp_path)) == 4
 
 
+PLACES = {
+    "backward": ("_begin_backward", 0),
+    "the optimizer's step": ("_end_optimizer", 0),
+    "the loader": ("_end_data", 0),
+    "a later step": ("_end_optimizer", 5),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_failure_of_watching_ends_no_script(tmp_path, place, monkeypatch, capfd):
+    name, after = PLACES[place]
+    method, calls = getattr(Profiler, name), []
+
+    def fail(self, *arguments, **named):
+        calls.append(1)
+        if len(calls) > after:
+            raise RuntimeError("nobody foresaw it")
+        return method(self, *arguments, **named)
+
+    monkeypatch.setattr(Profiler, name, fail)
+    original = torch.autograd.backward
+    model = nn.Linear(8, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    weights, seen = model.weight.detach().clone(), 0
+    with Profiler(tmp_path, steps=range(20, 21)):
+        for batch in DataLoader(torch.randn(4 * STEPS, 8), batch_size=4):
+            model(batch).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            seen += 1
+    assert seen == STEPS and not torch.equal(weights, model.weight)
+    assert torch.autograd.backward is original
+    told = capfd.readouterr().err
+    assert told.count("no longer watched: RuntimeError: nobody foresaw it") == 1
+    if (tmp_path / "run.json").exists():
+        assert json.loads((tmp_path / "run.json").read_text())["status"].startswith("no longer watched")
+    assert len(calls) <= after + 2
+
+
 def test_gradients_that_are_added_up_are_no_steps(tmp_path, capfd):
     """Without an update no step ends, and that is said."""
     model = nn.Linear(8, 1)

@@ -100,6 +100,7 @@ class Profiler:
         self._passes = 0  # of backward, each within a step
         self._in_gradients = 0  # calls of torch.autograd.grad that are open
         self._steps_by_hand = 0
+        self._gave_up = ""  # why a script that goes on is not watched any more
         self._unwritten: list[StepTime] = []
         self._written_at = time.monotonic()
         self.rank = 0
@@ -125,27 +126,22 @@ class Profiler:
 
     def __enter__(self):
         loader, hook_step = dataloader._BaseDataLoaderIter, Optimizer.profile_hook_step
-        self._replace(
-            torch.autograd, "backward", add_calls(torch.autograd.backward, self._begin_backward, self._end_backward)
-        )
-        self._replace(
-            torch.autograd, "grad", add_calls(torch.autograd.grad, self._begin_gradients, self._end_gradients)
-        )
-        self._replace(loader, "__next__", add_calls(loader.__next__, self._begin_data, self._end_data))
-        self._replace(torch, "save", add_calls(torch.save, self._begin_save, self._end_save))
+        self._see_calls(torch.autograd, "backward", self._begin_backward, self._end_backward)
+        self._see_calls(torch.autograd, "grad", self._begin_gradients, self._end_gradients)
+        self._see_calls(loader, "__next__", self._begin_data, self._end_data)
+        self._see_calls(torch, "save", self._begin_save, self._end_save)
         # the first marks steps as ours are marked, from its start on, recording or not; the others have the second in common
         for kind, name in ((torch.profiler.profile, "start"), (torch.autograd.profiler.profile, "_prepare_trace")):
-            self._replace(kind, name, add_calls(getattr(kind, name), self._make_way, lambda: None))
+            self._see_calls(kind, name, self._make_way)
         scaler = torch.amp.GradScaler
         clip = torch.nn.utils.clip_grad_norm_
-        counted_clip = stand_in(self._norms.wrap(clip, self._find_step), clip)
+        counted_clip = stand_in(self._norms.wrap(clip, self._find_step, self._guard), clip)
         for place in (torch.nn.utils, torch.nn.utils.clip_grad):
             self._replace(place, "clip_grad_norm_", counted_clip)
         for kind in (scaler, *list_subclasses(scaler)):
             self._see_scale(kind)
         # those of FSDP are not imported yet
-        made = add_calls(scaler.__init__, lambda one, *_, **__: self._see_scale(type(one)), lambda: None)
-        self._replace(scaler, "__init__", made)
+        self._see_calls(scaler, "__init__", lambda one, *_, **__: self._see_scale(type(one)))
         self._replace(Optimizer, "profile_hook_step", staticmethod(lambda step: self._wrap_step(step, hook_step)))
         for known in list_subclasses(Optimizer):
             if getattr(vars(known).get("step"), "hooked", False):
@@ -197,7 +193,7 @@ class Profiler:
         self._write_steps(wait=True)
         if self.rank == 0:
             status = "finished" if error is None else f"failed: {type(error).__name__}: {error}"
-            status = "interrupted" if isinstance(error, KeyboardInterrupt) else status
+            status = "interrupted" if isinstance(error, KeyboardInterrupt) else self._gave_up or status
             ended = {"status": status, "ended": format_now()}
             if self._norms.limit is not None:
                 self._watched["clip_grad"] = self._norms.limit
@@ -214,6 +210,29 @@ class Profiler:
         if self.folder == self._given_folder:
             release_process_folder(self.folder)
 
+    def _guard(self, work):
+        """The same, but a failure ends the watching and not the script."""
+
+        def call(*arguments, **named):
+            try:
+                return work(*arguments, **named)
+            except Exception as error:  # noqa: BLE001 - the script goes on, watched or not
+                self._give_up(error)
+
+        return call
+
+    def _give_up(self, error: Exception):
+        if self._thread == 0:
+            return
+        self._gave_up = f"no longer watched: {type(error).__name__}: {error}"
+        _tell(f"the script goes on and is {self._gave_up}; please report it")
+        with contextlib.suppress(Exception):
+            self.close()
+
+    def _see_calls(self, place, name: str, before, after=lambda: None):
+        """Have `before` and `after` called around each call of what stands there."""
+        self._replace(place, name, add_calls(getattr(place, name), self._guard(before), self._guard(after)))
+
     def _replace(self, place, name: str, by):
         self._replaced.append((place, name, vars(place)[name]))
         setattr(place, name, by)
@@ -227,28 +246,29 @@ class Profiler:
 
     def _wrap_step(self, step, hook=lambda step: step):
         """The same method of an optimizer. hook: torch's own wrapping, with a range in the trace: phases lie inside, steps outside."""
+        move, end = self._guard(self._move), self._guard(self._end_optimizer)
 
         @functools.wraps(step)
         def compute(optimizer, *arguments, **named):
             # a closure computes loss and gradients inside of the step
             closure = named.get("closure") or next(iter(arguments), None)
-            self._move(OPTIMIZER_STEP if closure is None else FORWARD)
+            move(OPTIMIZER_STEP if closure is None else FORWARD)
             try:
                 return step(optimizer, *arguments, **named)
             finally:
-                self._move("")
+                move("")
 
         hooked = hook(stand_in(compute, step))
 
         @functools.wraps(step)
         def call(optimizer, *arguments, **named):
-            self._move("")
+            move("")
             self._in_optimizer += 1
             try:
                 return hooked(optimizer, *arguments, **named)
             finally:
                 self._in_optimizer -= 1
-                self._end_optimizer(optimizer)
+                end(optimizer)
 
         call.hooked = True  # as torch marks what it has made of a step
         return stand_in(call, step)

@@ -33,14 +33,21 @@ class StepNorms:
         """The limit of all calls; None for none, or several."""
         return next(iter(self._limits)) if len(self._limits) == 1 else None
 
-    def wrap(self, clip, get_step):
-        """`clip`, which notes what it returns. get_step() is the running step; None for what is not recorded."""
+    def wrap(self, clip, get_step, guard):
+        """`clip`, which notes what it returns.
+
+        Args:
+            clip: torch.nn.utils.clip_grad_norm_.
+            get_step: returns the running step; None for what is not recorded.
+            guard: makes of a function one that does not fail.
+        """
+        add = guard(self._add)
 
         @functools.wraps(clip)
         def call(parameters, max_norm, *others, **named):
             norm = clip(parameters, max_norm, *others, **named)
             if not torch.compiler.is_compiling() and (step := get_step()) is not None:
-                self._add(step, norm, max_norm)
+                add(step, norm, max_norm)
             return norm
 
         return call
