@@ -104,42 +104,73 @@ def _list_totals(found: Comparison) -> list[list[str]]:
 def build_comparison_sections(found: Comparison, judged: Sequence[Judged], everything: bool) -> Iterator[Section]:
     """Limits, how the two were started, then numbers from the whole to its parts."""
     if judged:
-        limits = [[one.limit.text, *_describe_judged(one), str(one.outcome)] for one in judged]
-        yield Section("limits", "Limits", "", [Table(limits, "lrrl", ["fail if", "change", "noise", "result"])])
+        yield _build_limits_section(judged)
     if found.flags:
-        shown_flags, hidden = limit_rows(found.flags, MAX_FLAGS, everything)
-        table = Table([[flag.name, flag.a, flag.b] for flag in shown_flags], "lll", ["", "A", "B"], hidden=hidden)
-        yield Section("flags", "What differs in how they were started", "", [table])
-    sources: dict[str, list[str]] = {}
-    for total in found.totals:
-        sources.setdefault(total.of, []).append(total.name)
-    told = "; ".join(f"{', '.join(names)}: {source}" for source, names in sources.items())
-    faint = [total.pair.change is Change.SAME for total in found.totals]
-    table = Table(_list_totals(found), "l" + ALIGN, ["", *HEAD], faint=faint)
-    yield Section("totals", "Speed and memory", "", [table, Lines([told], quiet=True)])
+        yield _build_flags_section(found, everything)
+    yield _build_totals_section(found)
     if found.rows:
-        rows = {row_title(row, found.on_gpu): pair for row, pair in found.rows.items()}
-        yield Section("rows", "Where a step goes", "ms per step; rows sum to the traced step", [_build_table(rows)])
+        yield _build_rows_section(found)
     if found.groups:
-        groups = {name or "not named": pair for name, pair in found.groups.items()}
-        told = "exposed ms per step, mean over the ranks with a trace"
-        yield Section("groups", "Communication not overlapped with compute, by group", told, [_build_table(groups)])
+        yield _build_groups_section(found)
     if found.phases:
         yield _build_phases_section(found)
     if found.roles:
-        seen = {name: pair for name, pair in found.roles.items() if _is_seen(pair, found.step_ms)}
-        yield Section("roles", "By kind of work", "ms per step, added up", [_build_table(seen)])
-    kernels = [one for one in found.kernels if everything or _differs(one, found)]
-    shown, hidden = limit_rows(kernels, MAX_KERNELS, everything)
-    if shown:
-        pairs = {_name_kernel(one): one.ms for one in shown}
-        names = Lines([_describe_kernels(pair) for pair in shown if set(pair.names_a) != set(pair.names_b)], quiet=True)
-        blocks: list[Block] = [_build_table(pairs, "operator, phase", hidden=hidden), names]
-        yield Section("kernels", "What changed most, by operator and phase", "ms per step", blocks)
+        yield _build_roles_section(found)
+    kernels = [kernel for kernel in found.kernels if everything or _differs(kernel, found)]
+    if kernels:
+        yield _build_kernels_section(kernels, everything)
     if found.losses:
         yield build_losses_section(found.losses)
     if found.memory:
         yield Section("memory", "At the peak of memory", "by what holds it", [_build_table(found.memory, write=size)])
+
+
+def _build_limits_section(judged: Sequence[Judged]) -> Section:
+    rows = [[one.limit.text, *_describe_judged(one), str(one.outcome)] for one in judged]
+    return Section("limits", "Limits", "", [Table(rows, "lrrl", ["fail if", "change", "noise", "result"])])
+
+
+def _build_flags_section(found: Comparison, everything: bool) -> Section:
+    shown, hidden = limit_rows(found.flags, MAX_FLAGS, everything)
+    rows = [[flag.name, flag.a, flag.b] for flag in shown]
+    table = Table(rows, "lll", ["", "A", "B"], hidden=hidden)
+    return Section("flags", "What differs in how they were started", "", [table])
+
+
+def _build_totals_section(found: Comparison) -> Section:
+    """Step time, tokens per second, memory; which file each comes from stands in a line below."""
+    names_by_source: dict[str, list[str]] = {}
+    for total in found.totals:
+        names_by_source.setdefault(total.of, []).append(total.name)
+    sources = "; ".join(f"{', '.join(names)}: {source}" for source, names in names_by_source.items())
+    unchanged = [total.pair.change is Change.SAME for total in found.totals]
+    table = Table(_list_totals(found), "l" + ALIGN, ["", *HEAD], faint=unchanged)
+    return Section("totals", "Speed and memory", "", [table, Lines([sources], quiet=True)])
+
+
+def _build_rows_section(found: Comparison) -> Section:
+    pairs = {row_title(row, found.on_gpu): pair for row, pair in found.rows.items()}
+    return Section("rows", "Where a step goes", "ms per step; rows sum to the traced step", [_build_table(pairs)])
+
+
+def _build_groups_section(found: Comparison) -> Section:
+    pairs = {name or "not named": pair for name, pair in found.groups.items()}
+    unit = "exposed ms per step, mean over the ranks with a trace"
+    return Section("groups", "Communication not overlapped with compute, by group", unit, [_build_table(pairs)])
+
+
+def _build_roles_section(found: Comparison) -> Section:
+    pairs = {name: pair for name, pair in found.roles.items() if _is_seen(pair, found.step_ms)}
+    return Section("roles", "By kind of work", "ms per step, added up", [_build_table(pairs)])
+
+
+def _build_kernels_section(kernels: Sequence[KernelPair], everything: bool) -> Section:
+    """The operators that changed most; where their kernels have other names, those stand below the table."""
+    shown, hidden = limit_rows(kernels, MAX_KERNELS, everything)
+    pairs = {_name_kernel(kernel): kernel.ms for kernel in shown}
+    renamed = [_describe_kernels(kernel) for kernel in shown if set(kernel.names_a) != set(kernel.names_b)]
+    blocks: list[Block] = [_build_table(pairs, "operator, phase", hidden=hidden), Lines(renamed, quiet=True)]
+    return Section("kernels", "What changed most, by operator and phase", "ms per step", blocks)
 
 
 def build_losses_section(found: Losses, names: tuple[str, str, str] = ("A", "B", "B - A")) -> Section:

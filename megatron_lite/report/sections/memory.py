@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
-from megatron_lite.analysis.memory.memory_results import OUTSIDE, LedgerRow, Snapshot
+from megatron_lite.analysis.memory.memory_results import OUTSIDE, Layer, LedgerRow, Snapshot
 from megatron_lite.analysis.report import Report
-from megatron_lite.analysis.run_facts import Compared, Facts
+from megatron_lite.analysis.run_facts import Compared, ComparedMemory, ComparedTime, Facts
 from megatron_lite.report import palette
 from megatron_lite.report.section import Block, Lines, Section, Table, build_share_table, limit_rows
 from megatron_lite.report.sections.step import name_rank
@@ -20,37 +20,64 @@ RECORD_BY_FLAG, RECORD_BY_WATCH = "--record-memory-history", "megatron-lite watc
 
 def memory_section(report: Report, everything: bool) -> Section | None:
     """The snapshot with the highest peak, of the others the peak; without any what a trace says."""
-    snapshot = report.facts.highest_snapshot
+    facts = report.facts
+    snapshot = facts.highest_snapshot
     if snapshot is None:
-        how = RECORD_BY_WATCH if report.facts.is_foreign else RECORD_BY_FLAG
-        return _build_traced_section(report.facts, how)
-    peak = snapshot.peak_bytes
-    held = [(part.category, part.num_bytes) for part in snapshot.held if part.num_bytes >= SMALL * peak > 0]
-    rest = peak - sum(num_bytes for _, num_bytes in held)
-    held += [(OTHERS, rest)] if rest > 0 else []
-    colors = [palette.HELD.get(category, palette.GREY) for category, _ in held]
-    shown, hidden = limit_rows(snapshot.sites, MAX_SITES, everything)
-    sites = []
-    for site in shown:
-        sites.append([site.site, site.module, site.category, site.phase, size(site.num_bytes), f"{site.blocks:,}"])
-    head = ["allocated by", "module", "as", "phase", "at the peak", "blocks"]
-    others = [one for one in report.facts.snapshots if one is not snapshot][:MAX_OTHERS]
-    named = [f"{one.source if one.rank is None else f'rank {one.rank}'} {size(one.peak_bytes)}" for one in others]
-    when = f" in {snapshot.peak_phase}" if snapshot.peak_phase else ""
-    ledger, agreement = _build_ledger(report.facts.ledger, everything)
-    texts = [*agreement, *_describe_snapshot(snapshot, everything)]
-    texts += [f"peaks of others: {', '.join(named)}"] if named else []
-    what = f"peak {size(peak)} allocated{when}, held by" if snapshot.events else f"{size(peak)} allocated, held by"
+        how = RECORD_BY_WATCH if facts.is_foreign else RECORD_BY_FLAG
+        return _build_traced_section(facts, how)
+    ledger, agreement = _build_ledger(facts.ledger, everything)
+    texts = [*agreement, *_describe_snapshot(snapshot, everything), *_name_other_peaks(facts, snapshot)]
     blocks: list[Block] = [
-        Lines([what]),
-        build_share_table(held, peak, size, colors),
-        Table(sites, "llllrr", head, hidden=hidden),
+        Lines([_describe_peak(snapshot)]),
+        _build_holders(snapshot),
+        _build_sites(snapshot, everything),
         ledger,
         Lines(texts),
     ]
-    rank = name_rank(snapshot.rank, report.facts)
-    of = f"{rank}{snapshot.source}{', simulated' if snapshot.simulated else ''}"
-    return Section("memory", "Memory", of, [one for one in blocks if not isinstance(one, Table) or one.rows])
+    filled = [block for block in blocks if not isinstance(block, Table) or block.rows]
+    how_made = ", simulated" if snapshot.simulated else ""
+    source = f"{name_rank(snapshot.rank, facts)}{snapshot.source}{how_made}"
+    return Section("memory", "Memory", source, filled)
+
+
+def _describe_peak(snapshot: Snapshot) -> str:
+    """'peak 39.4 GiB allocated in backward, held by'."""
+    peak = size(snapshot.peak_bytes)
+    if not snapshot.events:
+        return f"{peak} allocated, held by"
+    phase = f" in {snapshot.peak_phase}" if snapshot.peak_phase else ""
+    return f"peak {peak} allocated{phase}, held by"
+
+
+def _build_holders(snapshot: Snapshot) -> Block:
+    """What holds the peak, by category; small categories share a row."""
+    peak = snapshot.peak_bytes
+    held = [(part.category, part.num_bytes) for part in snapshot.held if part.num_bytes >= SMALL * peak > 0]
+    rest = peak - sum(num_bytes for _, num_bytes in held)
+    if rest > 0:
+        held.append((OTHERS, rest))
+    colors = [palette.HELD.get(category, palette.GREY) for category, _ in held]
+    return build_share_table(held, peak, size, colors)
+
+
+def _build_sites(snapshot: Snapshot, everything: bool) -> Table:
+    """The lines of code whose allocations hold most of the peak."""
+    shown, hidden = limit_rows(snapshot.sites, MAX_SITES, everything)
+    rows = []
+    for site in shown:
+        rows.append([site.site, site.module, site.category, site.phase, size(site.num_bytes), f"{site.blocks:,}"])
+    head = ["allocated by", "module", "as", "phase", "at the peak", "blocks"]
+    return Table(rows, "llllrr", head, hidden=hidden)
+
+
+def _name_other_peaks(facts: Facts, shown: Snapshot) -> list[str]:
+    """A line with the peaks of the snapshots beside the one that is shown."""
+    named = []
+    others = [one for one in facts.snapshots if one is not shown]
+    for one in others[:MAX_OTHERS]:
+        name = one.source if one.rank is None else f"rank {one.rank}"
+        named.append(f"{name} {size(one.peak_bytes)}")
+    return [f"peaks of others: {', '.join(named)}"] if named else []
 
 
 def _build_ledger(rows: Sequence[LedgerRow], everything: bool) -> tuple[Table, list[str]]:
@@ -93,43 +120,86 @@ def _build_traced_section(facts: Facts, how: str) -> Section | None:
 
 
 def _describe_snapshot(snapshot: Snapshot, everything: bool) -> list[str]:
-    """Activations by layer, growth, fragmentation, and where memory ran out."""
-    texts, growth, found = [], snapshot.growth, snapshot.fragmentation
-    if snapshot.layers:
-        layers = [layer for layer in snapshot.layers if layer.name != OUTSIDE]
-        outside = sum(layer.num_bytes for layer in snapshot.layers if layer.name == OUTSIDE)
-        shown = layers if everything else sorted(layers, key=lambda layer: -layer.num_bytes)[:MAX_LAYERS]
-        named = ", ".join(f"{layer.name} {size(layer.num_bytes)}" for layer in shown)
-        most = f"; {'' if everything else 'most in '}{named}" if named else ""
-        rest = f", {OUTSIDE} {size(outside)}" if outside else ""
-        whole = size(sum(layer.num_bytes for layer in layers))
-        texts.append(f"activations of {counted(len(layers), 'layer')}: {whole}{rest}{most}")
-    if growth is not None:
-        where = "; ".join(f"{size(site.num_bytes)} by {site.site}" for site in growth.sites[:MAX_GROWING])
-        grown = f"grows by {size(growth.bytes_per_step)} per step over {counted(growth.steps, 'step')}"
-        texts.append(grown + (f": {where}" if where else ""))
-    if found.reserved_bytes:
-        unused = found.reserved_bytes - found.allocated_bytes
-        part = percent(unused / found.reserved_bytes)
-        beside = " outside of private pools" if snapshot.private_pools else ""
-        text = f"reserved{beside}: {size(found.reserved_bytes)} at most, {size(unused)} not allocated then ({part})"
-        if found.expandable:
-            text += "; expandable segments are on"
-        elif found.replay_reserved_bytes is not None:
-            saved = found.reserved_bytes - found.replay_reserved_bytes
-            gain = f"{size(saved)} less" if saved > 0 else "no less"
-            text += f"; replayed with expandable segments: {size(found.replay_reserved_bytes)}, {gain}"
-        texts.append(text)
+    """Activations by layer, growth, fragmentation, and where memory ran out; a line for each that was found."""
+    lines = [
+        _describe_layers(snapshot, everything),
+        _describe_growth(snapshot),
+        _describe_reserved(snapshot),
+        *_describe_private_pools(snapshot),
+        _describe_failure(snapshot),
+    ]
+    return [line for line in lines if line]
+
+
+def _describe_layers(snapshot: Snapshot, everything: bool) -> str:
+    """How much activations hold, by layer: all layers on demand, else the largest."""
+    if not snapshot.layers:
+        return ""
+    layers = [layer for layer in snapshot.layers if layer.name != OUTSIDE]
+    total = size(sum(layer.num_bytes for layer in layers))
+    line = f"activations of {counted(len(layers), 'layer')}: {total}"
+    outside = sum(layer.num_bytes for layer in snapshot.layers if layer.name == OUTSIDE)
+    if outside:
+        line += f", {OUTSIDE} {size(outside)}"
+    if not layers:
+        return line
+    if everything:
+        return f"{line}; {_name_layers(layers)}"
+    largest = sorted(layers, key=lambda layer: -layer.num_bytes)[:MAX_LAYERS]
+    return f"{line}; most in {_name_layers(largest)}"
+
+
+def _name_layers(layers: Sequence[Layer]) -> str:
+    return ", ".join(f"{layer.name} {size(layer.num_bytes)}" for layer in layers)
+
+
+def _describe_growth(snapshot: Snapshot) -> str:
+    """How fast memory grows from step to step, and which lines of code allocate what stays."""
+    growth = snapshot.growth
+    if growth is None:
+        return ""
+    line = f"grows by {size(growth.bytes_per_step)} per step over {counted(growth.steps, 'step')}"
+    sites = "; ".join(f"{size(site.num_bytes)} by {site.site}" for site in growth.sites[:MAX_GROWING])
+    return f"{line}: {sites}" if sites else line
+
+
+def _describe_reserved(snapshot: Snapshot) -> str:
+    """What the allocator reserved, and how much of it expandable segments would save."""
+    found = snapshot.fragmentation
+    if not found.reserved_bytes:
+        return ""
+    unused = found.reserved_bytes - found.allocated_bytes
+    share = percent(unused / found.reserved_bytes)
+    place = " outside of private pools" if snapshot.private_pools else ""
+    line = f"reserved{place}: {size(found.reserved_bytes)} at most, {size(unused)} not allocated then ({share})"
+    if found.expandable:
+        return f"{line}; expandable segments are on"
+    if found.replay_reserved_bytes is None:
+        return line
+    saved = found.reserved_bytes - found.replay_reserved_bytes
+    gain = f"{size(saved)} less" if saved > 0 else "no less"
+    return f"{line}; replayed with expandable segments: {size(found.replay_reserved_bytes)}, {gain}"
+
+
+def _describe_private_pools(snapshot: Snapshot) -> list[str]:
+    lines = []
     for pool in snapshot.private_pools[:MAX_OTHERS]:
-        held = f"{size(pool.allocated_bytes)} held by tensors"
         owner = "a CUDA graph's" if pool.of_graphs else "a CUDA graph's or torch.cuda.MemPool's"
-        texts.append(f"private pool {pool.pool}, {owner}: {size(pool.reserved_bytes)} reserved, {held}")
-    if snapshot.oom is not None:
-        where = f" at {snapshot.oom.site}" if snapshot.oom.site else ""
-        free = f"{size(snapshot.oom.device_free_bytes)} free on the device"
-        after = "; the program went on" if snapshot.oom.went_on else ""
-        texts.append(f"out of memory{where}: {size(snapshot.oom.requested_bytes)} wanted, {free}{after}")
-    return texts
+        reserved = size(pool.reserved_bytes)
+        held = size(pool.allocated_bytes)
+        lines.append(f"private pool {pool.pool}, {owner}: {reserved} reserved, {held} held by tensors")
+    return lines
+
+
+def _describe_failure(snapshot: Snapshot) -> str:
+    """The request that found no memory."""
+    oom = snapshot.oom
+    if oom is None:
+        return ""
+    where = f" at {oom.site}" if oom.site else ""
+    after = "; the program went on" if oom.went_on else ""
+    free = size(oom.device_free_bytes)
+    return f"out of memory{where}: {size(oom.requested_bytes)} wanted, {free} free on the device{after}"
 
 
 # --- what was predicted before the run, row by row beside what was measured
@@ -143,40 +213,60 @@ def prediction_section(report: Report, everything: bool) -> Section | None:
     if found is None:
         return None
     blocks: list[Block] = []
-    of = []
-    if memory := found.memory:
-        of.append(name_rank(memory.rank, report.facts) + memory.source)
-        # small categories as one row; all of them on demand
-        least = 0 if everything else SMALL * memory.peak.measured
-        large = [row for row in memory.categories if max(row.predicted, row.measured) >= least]
-        small = [row for row in memory.categories if row not in large]
-        rows = [[row.name, size(row.predicted), size(row.measured), _describe_difference(row)] for row in large]
-        if small:
-            rest = [sum(row.predicted for row in small), sum(row.measured for row in small)]
-            rows.append([OTHERS, *map(size, rest), ""])
-        peak = memory.peak
-        rows.append([peak.name, size(peak.predicted), size(peak.measured), _describe_difference(peak)])
-        blocks.append(Table(rows, "lrrr", ["tensors at the peak", "predicted", "measured", "measured is"]))
-        measured = f", measured in {memory.measured_in}" if memory.measured_in else ""
-        blocks.append(Lines([f"the peak was predicted at {memory.predicted_at}{measured}"], quiet=True))
-    if time := found.time:
-        of.append(time.gpu)
-        rows = []
-        for row in (*time.parts, time.step):
-            times = f"{row.measured / row.predicted:.2f} x the bound" if row.predicted else ""
-            both = (milliseconds(value, time.step.measured) for value in (row.predicted, row.measured))
-            rows.append([row.name, *both, times])
-        if time.tokens:
-            reached = f"{percent(time.tokens.measured / time.tokens.predicted)} of the bound"
-            rows.append([time.tokens.name, count(time.tokens.predicted), count(time.tokens.measured), reached])
-        blocks.append(Table(rows, "lrrr", ["ms per step", "at best", "measured", "measured is"]))
-        best = "at best: every part runs at the hardware's peak, without gaps; real steps take longer"
-        told = [*([best] if time.parts else []), *(f"not in the bound: {text}" for text in time.not_predicted)]
-        blocks.append(Lines(told, quiet=True))
+    sources = []
+    if found.memory:
+        sources.append(name_rank(found.memory.rank, report.facts) + found.memory.source)
+        blocks += _compare_memory(found.memory, everything)
+    if found.time:
+        sources.append(found.time.gpu)
+        blocks += _compare_time(found.time)
     if found.notes:
         blocks.append(Lines(found.notes, quiet=True))
-    named = ", ".join(one for one in of if one)
-    return Section("prediction", "Predicted against measured", named, blocks) if blocks else None
+    if not blocks:
+        return None
+    named = ", ".join(source for source in sources if source)
+    return Section("prediction", "Predicted against measured", named, blocks)
+
+
+def _compare_memory(memory: ComparedMemory, everything: bool) -> list[Block]:
+    """Predicted and measured bytes of each category at the peak; small categories share a row unless all are wanted."""
+    least = 0 if everything else SMALL * memory.peak.measured
+    large = [row for row in memory.categories if max(row.predicted, row.measured) >= least]
+    small = [row for row in memory.categories if row not in large]
+    rows = [_build_memory_row(row) for row in large]
+    if small:
+        predicted = sum(row.predicted for row in small)
+        measured = sum(row.measured for row in small)
+        rows.append([OTHERS, size(predicted), size(measured), ""])
+    rows.append(_build_memory_row(memory.peak))
+    where = f"the peak was predicted at {memory.predicted_at}"
+    if memory.measured_in:
+        where += f", measured in {memory.measured_in}"
+    table = Table(rows, "lrrr", ["tensors at the peak", "predicted", "measured", "measured is"])
+    return [table, Lines([where], quiet=True)]
+
+
+def _build_memory_row(row: Compared) -> list[str]:
+    return [row.name, size(row.predicted), size(row.measured), _describe_difference(row)]
+
+
+def _compare_time(time: ComparedTime) -> list[Block]:
+    """Each part of the step beside the shortest time that the hardware allows."""
+    rows = [_build_time_row(row, time.step.measured) for row in (*time.parts, time.step)]
+    tokens = time.tokens
+    if tokens:
+        reached = f"{percent(tokens.measured / tokens.predicted)} of the bound"
+        rows.append([tokens.name, count(tokens.predicted), count(tokens.measured), reached])
+    told = []
+    if time.parts:
+        told.append("at best: every part runs at the hardware's peak, without gaps; real steps take longer")
+    told += [f"not in the bound: {text}" for text in time.not_predicted]
+    return [Table(rows, "lrrr", ["ms per step", "at best", "measured", "measured is"]), Lines(told, quiet=True)]
+
+
+def _build_time_row(row: Compared, step_ms: float) -> list[str]:
+    times = f"{row.measured / row.predicted:.2f} x the bound" if row.predicted else ""
+    return [row.name, milliseconds(row.predicted, step_ms), milliseconds(row.measured, step_ms), times]
 
 
 def _describe_difference(row: Compared) -> str:
