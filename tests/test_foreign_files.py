@@ -181,7 +181,7 @@ def test_yaml_that_repeats_itself(text, tmp_path, capsys):
 OWN = {  # of this package, this machine's kernel, or what the process itself is writing
     "app.py", "terminal.py", "process_state.py", "config/machine.py", "config/flags.py", "planner/hardware.py",
     "analysis/torch_words.py", "report/html.py", "instruments/memory_oom.py", "instruments/torch_profiler.py", "config/launchers.py",
-    "data/compression.py", "cli/planned_run.py", "cli/watched_shell.py", "cli/corpus.py", "convert/folders.py",
+    "data/compression.py", "cli/planned_run.py", "cli/planned_flags.py", "cli/watched_shell.py", "cli/corpus.py", "convert/folders.py",
     "analysis/trace/accelerators.py", "analysis/trace/foreign.py", "analysis/trace/launches.py",
     "analysis/kernels/kernel_families.py", "analysis/kernels/kernel_words.py", "analysis/memory/stacks.py",
     "analysis/time/host_names.py", "analysis/time/range_names.py", "data/indexed_writer.py", "train/trackers.py",
