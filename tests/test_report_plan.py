@@ -10,10 +10,17 @@ from megatron_lite.cli.plan import _parser
 from megatron_lite.config.world import World
 from megatron_lite.planner.hardware import Processor, find_processor
 from megatron_lite.planner.plan_results import Exact, Outlook, PlanReport, Subject, Training
-from megatron_lite.planner.prediction import LedgerRow, MemoryPrediction, Moment
+from megatron_lite.planner.prediction import CATEGORIES, LedgerRow, MemoryPrediction, Moment
 from megatron_lite.planner.step_time import compute_duration, predict_time
 from megatron_lite.report.plan_files import as_json
-from megatron_lite.report.plan_terminal import build_exact_section, build_time_section, plan_lines, verdicts
+from megatron_lite.report.plan_terminal import (
+    STATES,
+    build_exact_section,
+    build_time_section,
+    plan_lines,
+    sum_kinds,
+    verdicts,
+)
 from megatron_lite.report.text import Style
 from megatron_lite.units import GIB
 
@@ -68,6 +75,14 @@ def test_nothing_is_predicted_that_is_not_shown(monkeypatch, capsys):
     assert main(["plan", "--search", "--gpu", "H200", *flags]) == 0
     assert main(["plan", "--inference", "--gpu", "H200", *flags]) == 0
     assert "Fastest of each layout" in capsys.readouterr().out
+
+
+def test_the_state_of_a_stage_counts_all_that_belongs_to_weights():
+    rows = tuple(LedgerRow(category, category, 1, "") for category in CATEGORIES)
+    memory = MemoryPrediction((Moment("forward", "one of each", rows),))
+    kinds = sum_kinds(memory)
+    assert kinds[STATES] == len({"parameters", "gathered parameters", "gradients", "master weights", "moments"})
+    assert kinds.total() == len(CATEGORIES)
 
 
 def test_an_unknown_peak_is_no_time():

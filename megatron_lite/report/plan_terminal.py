@@ -165,7 +165,8 @@ KIND_COLORS = {
     LOSS: palette.HELD["logits and loss"],
     OTHER: palette.HELD["other"],
 }
-KIND_OF = {name: STATES for name in ("parameters", "gradients", "master weights", "moments")}
+OF_STATE = ("parameters", "gathered parameters", "gradients", "master weights", "moments")
+KIND_OF = {name: STATES for name in OF_STATE}
 KIND_OF |= {"activations": ACTIVATIONS, "logits and loss": LOSS}
 
 
