@@ -18,7 +18,7 @@ from megatron_lite.watch.this_process import close_at_exit
 
 
 class ProfiledTraining:
-    """What both have in common: a profiler for each training, and the phase that is open."""
+    """A profiler for each training, and the phase that is open: the part that the callbacks of both libraries share."""
 
     def __init__(self, folder, **settings):
         self._make = lambda: Profiler(folder, **settings)
@@ -26,7 +26,7 @@ class ProfiledTraining:
         self._phase = contextlib.ExitStack()
 
     def begin(self):
-        """Training begins."""
+        """Open a profiler at the start of a training."""
         if self.profiler is not None:  # an error ended another one, in a notebook say
             self.end(RuntimeError("training was interrupted"))
         self.profiler = self._make().__enter__()
@@ -39,7 +39,7 @@ class ProfiledTraining:
             self._phase.enter_context(self.profiler.phase(phase))
 
     def end(self, error: BaseException | None = None):
-        """Training is over."""
+        """Close the profiler at the end of a training."""
         self.enter("")
         if self.profiler is not None:
             self.profiler.close(error)

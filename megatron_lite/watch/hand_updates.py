@@ -58,11 +58,11 @@ class HandUpdates:
 
 
 def describe_counting(passes: int, steps: int) -> str:
-    """What to say at the end of a loop in which no optimizer of torch stepped; '' of too little to say anything.
+    """Describe how steps were counted in a loop in which no optimizer of torch stepped; '' where too little was seen.
 
     Args:
         passes: calls of backward.
-        steps: that ended where weights were updated by hand.
+        steps: steps that ended where weights were updated by hand.
     """
     if max(passes, steps) < MIN_PASSES:
         return ""
@@ -99,7 +99,8 @@ def _find_weight(tensors: list[torch.Tensor]) -> torch.Tensor | None:
 
 
 def _describe(weight: torch.Tensor) -> tuple:
-    """What an update changes. A `.data` counts no versions: on CPUs an entry of the values is compared, too."""
+    """Describe the state of a weight that an update changes. A `.data` counts no versions: on CPUs an entry of the
+    values is compared, too."""
     gradient = weight.grad
     return (weight._version, _get_entry(weight), id(gradient), *_describe_gradient(gradient))
 
@@ -109,7 +110,7 @@ def _describe_gradient(gradient: torch.Tensor | None) -> tuple:
 
 
 def _get_entry(tensor: torch.Tensor) -> str:
-    """One value as text; "" where reading it costs more than a look, or where its memory is released."""
+    """Read one value as text; "" where reading it costs more than a look, or where its memory is released."""
     if not tensor.is_cpu or tensor.layout is not torch.strided or not tensor.numel() or type(tensor) not in PLAIN:
         return ""
     # fully_shard releases gathered weights after each layer: the tensor remains, without memory

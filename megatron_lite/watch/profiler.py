@@ -108,7 +108,7 @@ class Profiler:
         os.register_at_fork(after_in_child=lambda: (profiler := own()) is not None and profiler._begin_anew())
 
     def _begin_anew(self):
-        """In a process that was forked from this one: what its parent has recorded is not its own."""
+        """Forget what the parent process recorded, in a process that was forked from it."""
         if self._thread == 0:  # closed, or never to be watched
             return
         if self._instruments is not None:
@@ -238,7 +238,7 @@ class Profiler:
         setattr(place, name, by)
 
     def _see_scale(self, kind: type):
-        """Of a GradScaler's class, what it scales, for the losses."""
+        """Let a GradScaler's class report the losses that it scales."""
         if "scale" in vars(kind) and not hasattr(kind.scale, "hooked"):
             scale = stand_in(self._losses.wrap_scale(kind.scale), kind.scale)
             scale.hooked = True
@@ -307,7 +307,7 @@ class Profiler:
             self._move(OPTIMIZER_STEP if self._in_optimizer else "" if self._has_loader else FORWARD)
 
     def _begin_gradients(self, outputs, inputs, grad_outputs=None, *others, create_graph=False, **named):
-        """torch.autograd.grad: counts as backward in a loop that calls no other, and steps no optimizer of torch."""
+        """Count torch.autograd.grad as backward, in a loop that calls no other and steps no optimizer of torch."""
         self._in_gradients += 1
         unlike = create_graph or self._passes or self._in_backward or self._in_optimizer or self._in_gradients > 1
         if unlike or self._leader is not None or not self._is_open():
@@ -325,7 +325,8 @@ class Profiler:
             self._move("" if self._has_loader else FORWARD)
 
     def _finds_hand_updates(self) -> bool:
-        """Until an optimizer of torch has stepped, or the loop has said where a step ends."""
+        """Whether steps end with updates by hand: as long as no optimizer of torch has stepped and the loop has not
+        said where a step ends."""
         return self._leader is None and self._finds_steps and not self._in_optimizer
 
     def _end_step_by_hand(self):
@@ -350,7 +351,7 @@ class Profiler:
             self._move(FORWARD)
 
     def _note_parameters(self, optimizer: Optimizer):
-        """What the first optimizer updates tells runs of different models apart."""
+        """Record the parameters that the first optimizer updates: they tell runs of different models apart."""
         weights = {id(weight): weight.numel() for group in optimizer.param_groups for weight in group["params"]}
         size = torch.distributed.get_world_size() if self._has_others and torch.distributed.is_initialized() else 1
         self._record[UPDATED] = {"parameters": sum(weights.values()), "ranks": size}
@@ -358,7 +359,8 @@ class Profiler:
             write_run(self.folder, self._record)
 
     def _begin_save(self, *arguments, **named):
-        """torch.save: no part of a step's training, unless the loop says itself what this is."""
+        """Open the phase of torch.save, which is no part of a step's training unless the loop names its phases
+        itself."""
         recorded = self._instruments is not None and threading.get_ident() == self._thread
         if recorded and not self._named and not self._in_backward and not self._in_optimizer:
             self._saving.enter_context(self.phase(Phase.SAVE.value))
@@ -456,7 +458,7 @@ class Profiler:
         self._change_phase(self._named)
 
     def _build_memory_instruments(self, cuda: bool, size: int) -> list[Instrument]:
-        """Outermost first."""
+        """Build the instruments that record memory, outermost first."""
         if not (cuda or self._memory):
             return []
         recorder = self._recorder or (CudaRecorder if cuda else CpuRecorder)(ProfileArgs().memory_history_events)
@@ -484,7 +486,11 @@ class Profiler:
         self._change_phase(self._named)
 
     def _write_steps(self, wait: bool = False):
-        """wait: for what the GPU has not told yet."""
+        """Write the steps that are complete.
+
+        Args:
+            wait: whether to wait for times that the GPU has not reported yet.
+        """
         if not (wait or time.monotonic() - self._written_at > MAX_SILENCE_S):
             return
         self._written_at = time.monotonic()

@@ -4,7 +4,16 @@ import inspect
 
 
 def add_calls(function, before, after):
-    """The same function with something called before and after it; before it with the same arguments."""
+    """Wrap a function so that others are called before and after it.
+
+    Args:
+        function: the function to wrap.
+        before: called first, with the same arguments.
+        after: called without arguments when the function has returned or failed.
+
+    Returns:
+        The wrapped function, which stacks show as part of `function`.
+    """
 
     def call(*arguments, **named):
         before(*arguments, **named)

@@ -24,10 +24,11 @@ class StepLoss:
 
 
 class StepLosses:
-    """Of each step the sum of the scalars that backward was called on, before a GradScaler: what the step's gradients are those of.
+    """Sums the scalars that backward was called on in each step, before a GradScaler: the loss whose gradients the
+    step uses.
 
-    Nothing is known of a step where that is not one number: where backward was given gradients, where a closure was called several
-    times, where several optimizers have losses of their own.
+    A step has no loss where that is not one number: where backward was given gradients, where a closure was called
+    several times, or where several optimizers have losses of their own.
     """
 
     def __init__(self):
@@ -49,7 +50,13 @@ class StepLosses:
         return call
 
     def add(self, step: int, tensors, in_optimizer: bool):
-        """Backward is called on `tensors`; None: on what is no loss."""
+        """Record a call of backward.
+
+        Args:
+            step: the number of the step in which it is called.
+            tensors: the tensors that it is called on; None where these are no loss.
+            in_optimizer: whether an optimizer's step() calls it, through a closure.
+        """
         # tensors' methods are called as rarely as can be: between a model's operations each costs microseconds
         one = self._steps.setdefault(step, StepLoss())
         one.in_optimizer += in_optimizer

@@ -11,7 +11,7 @@ from megatron_lite.train.step_metrics import Readback
 
 
 class StepNorms:
-    """Of each step the norm that clipping found, and the limit that it was given.
+    """Records the gradient norm that clipping found in each step, and the limit that it was given.
 
     Nothing is known of a step that clips several times, as with one limit for each optimizer.
     """
@@ -23,7 +23,7 @@ class StepNorms:
         self._limits: set[float] = set()
 
     def forget(self):
-        """In a process that was forked: what its parent has noted is not its own."""
+        """Drop what the parent process recorded, in a process that was forked from it."""
         self._readback.forget()
         self._norms.clear()
         self._clips.clear()

@@ -10,14 +10,15 @@ from megatron_lite.watch.profiler import Profiler
 
 
 def watch_this_process():
-    """As the environment says, to the end of the process."""
+    """Watch this process from now to its end, as its environment variables ask."""
     given = json.loads(os.environ[WATCH])
     profiler = Profiler(given["folder"], range(*given["steps"]), given["memory"], given["command"])
     close_at_exit(profiler.__enter__())
 
 
 def close_at_exit(profiler: Profiler):
-    """With the error that ends the process, if one does; nothing where it was closed before."""
+    """Close a profiler when the process ends, with the error that ends it if there is one; a closed profiler stays as
+    it is."""
     errors: list[BaseException] = []
     show = sys.excepthook
 

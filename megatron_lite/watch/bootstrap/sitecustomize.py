@@ -1,6 +1,7 @@
-"""What Python runs first in every process of a watched command: its folder stands first in PYTHONPATH.
+"""Starts watching in every process of a watched command: Python runs this file first, because its folder is the first
+in PYTHONPATH.
 
-Waits for the import of torch, and watches then. It costs processes without torch nothing, and no failure of it reaches the script.
+It waits until torch is imported. Processes without torch pay nothing, and no failure of it reaches the script.
 """
 
 import importlib
@@ -31,7 +32,7 @@ class AfterTorch:
 
 
 def start_watching():
-    """In the process that has imported torch."""
+    """Watch this process, which has imported torch."""
     try:
         if importlib.util.find_spec("megatron_lite") is None:
             sys.path.append(str(PACKAGE_PARENT))
