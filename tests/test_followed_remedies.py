@@ -15,7 +15,7 @@ from training_maker import gpu
 
 from megatron_lite.analysis.analyze import analyze
 from megatron_lite.analysis.findings import communication_rules
-from megatron_lite.analysis.findings.product_rules import suggest_size
+from megatron_lite.analysis.findings.product_rules import _keep_flags, suggest_size
 from megatron_lite.analysis.run_facts import Facts
 from megatron_lite.cli.main import main
 from megatron_lite.config.args import Args
@@ -303,3 +303,8 @@ def test_ranks_that_shard_state_are_not_sent_to_buckets():
         assert flags == (flag,) and "bucket" not in advice
     sharded = SimpleNamespace(plan={"sharding": {"ranks": 2}, "precision": "fp32"}, argument=lambda name: None)
     assert communication_rules._advise_on_tail(sharded)[1] == ("--global-batch-size",)
+
+
+def test_sizes_that_follow_from_a_flag_s_are_not_advised_beside_it():
+    assert _keep_flags(["--hidden-size 128 (now 96)", "pad 288 to 320"]) == ["--hidden-size 128 (now 96)"]
+    assert _keep_flags(["pad 288 to 320"]) == ["pad 288 to 320"]

@@ -3,6 +3,7 @@
 import math
 import re
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import replace
 
 from megatron_lite.analysis.findings.base import Evidence, Finding, build_time_finding, find_lost_time, rule
@@ -41,7 +42,7 @@ def find_no_tensor_cores(facts: Facts, one: RankFacts) -> Finding | None:
     # The odd dimensions of these kernels' own operators, and what makes them; none without shapes.
     asked = {row.operator for row in rows}
     odd = [size for row in kernels.roofline if row.operator in asked for size in row.dims if is_off(size)]
-    changes = [suggest_size(facts, size, enlarge(size)) for size in dict.fromkeys(odd)][:MAX_SHOWN]
+    changes = _keep_flags(suggest_size(facts, size, enlarge(size)) for size in dict.fromkeys(odd))[:MAX_SHOWN]
     on_cores = f"tensor cores run {in_ms(kernels.tensor_core_ms)} of {in_ms(kernels.matrix_ms)} of products"
     text = f"{one.of_step(cost)}; {on_cores}"
     advice = "; ".join(changes) or "make the dimensions of these products multiples of 64 (at least 8)"
@@ -149,7 +150,7 @@ def find_slow_16_bit_products(facts: Facts) -> Finding | None:
             return None
         seen.append(Evidence(f"matrix products and attention take {one.of_step(cost)}", one.where()))
     flag = "--bf16" if facts.hardware("bf16_products") is True else ""
-    advice = f"use {flag} instead of --{precision}" if flag else f"try fp32: leave out --{precision}"
+    advice = f"use {flag} instead of --{precision}" if flag else f"use fp32: leave out --{precision}"
     rank = one.time.rank if one is not None else None
     return build_time_finding(cost, seen, advice, (flag,) if flag else (), certain=False, rank=rank)
 
@@ -182,7 +183,7 @@ def find_matmul_shapes(facts: Facts, one: RankFacts) -> Finding | None:
     ms, cost = sum(row.ms for row in rows), sum(row.ms * _padding(row.dims) for row in rows)
     odd = sum(row.ms for row in rows if any(size > LOAD and size % LOAD for size in row.dims))
     sizes = dict.fromkeys(size for row in rows for size in row.dims if is_off(size))
-    changes = list(dict.fromkeys(suggest_size(facts, size, enlarge(size)) for size in sizes))
+    changes = _keep_flags(dict.fromkeys(suggest_size(facts, size, enlarge(size)) for size in sizes))
     shown = []
     for row in rows[:MAX_SHAPES_SHOWN]:
         times = f"{in_ms(row.ms)}, {significant(row.per_step)} per step"
@@ -313,6 +314,12 @@ def name_layer(facts: Facts, dims: tuple[int, ...]) -> str:
     fitting = [(name, Counter(dims) - pair) for name, pair in fitting if not pair - Counter(dims)]
     tokens = Counter([facts.micro_batch_tokens])
     return min(fitting, key=lambda one: one[1] != tokens)[0] if fitting else "product"
+
+
+def _keep_flags(changes: Iterable[str]) -> list[str]:
+    """Without the sizes that no flag names, where flags name others: those follow, as the QKV projection's follows the width."""
+    listed = list(changes)
+    return [change for change in listed if change.startswith("--")] or listed
 
 
 def _name_companion(facts: Facts, name: str, wanted: int) -> str:
