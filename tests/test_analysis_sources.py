@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from trace_maker import MadeTrace, gpu_run, write
 
-from megatron_lite.analysis.discover import DAMAGED, discover_sources
+from megatron_lite.analysis.discover import DAMAGED, TO_NAME, discover_sources
 from megatron_lite.errors import UserError
 from megatron_lite.formats.step_records import STEPS_FILE
 from megatron_lite.run_folder import RUN_FILE
@@ -263,8 +263,8 @@ def test_what_is_not_read_is_named(tmp_path):
 
 
 def test_nothing_to_read(tmp_path):
-    assert complaint(tmp_path / "no") == f"{tmp_path / 'no'}: there is no such file or folder."
-    assert complaint(tmp_path) == f"{tmp_path}: no trace, memory snapshot or run found."
+    assert complaint(tmp_path / "no") == f"{tmp_path / 'no'}: there is no such file or folder; check the path."
+    assert complaint(tmp_path) == f"{tmp_path}: no trace, memory snapshot or run found; {TO_NAME}."
     file = tmp_path / "a.txt"
     file.write_text("hello")
     assert complaint(file) == f"{file}: neither a trace nor a memory snapshot; nothing to report on."
@@ -272,7 +272,7 @@ def test_nothing_to_read(tmp_path):
         (tmp_path / f"{number}.json").write_text("{}")
     assert complaint(tmp_path) == (
         f"{tmp_path}: no trace, memory snapshot or run found (0.json: JSON, but no trace; 1.json: JSON, but no trace; "
-        "2.json: JSON, but no trace; and 2 more)."
+        f"2.json: JSON, but no trace; and 2 more); {TO_NAME}."
     )
 
 

@@ -324,6 +324,7 @@ def choose_run(
 MAX_PROCESSES_NAMED = 3
 MAX_REASONS = 3  # that one line gives where nothing can be read
 MAX_FILES = 20_000  # of a folder; somebody may have named /
+TO_NAME = "name a run's folder (with run.json), a trace, or a snapshot of torch.cuda.memory"
 BESIDE_TRACES = (
     "a report of Nsight Systems beside traces of torch.profiler, which contain more; name it alone to read it"
 )
@@ -374,7 +375,7 @@ def _look_under(paths: Sequence[Path]) -> tuple[list[SourceFile], list[Path], Ig
     left_out: Ignored = []
     for path in paths:
         if not path.exists():
-            raise UserError(f"{path}: there is no such file or folder.")
+            raise UserError(f"{path}: there is no such file or folder; check the path.")
         if not path.is_dir() and path.name not in (RUN_FILE, STEPS_FILE, RANKS_FILE):
             looked_at.append(look_at(path, named=True))
             continue
@@ -416,10 +417,10 @@ def _explain_nothing_found(paths: Sequence[Path], ignored: Ignored) -> str:
         return f"{path}: {why}; nothing to report on."
     line = f"{', '.join(map(str, paths))}: no trace, memory snapshot or run found"
     if not ignored:
-        return f"{line}."
+        return f"{line}; {TO_NAME}."
     reasons = "; ".join(f"{path.name}: {why}" for path, why in ignored[:MAX_REASONS])
     more = f"; and {len(ignored) - MAX_REASONS} more" if len(ignored) > MAX_REASONS else ""
-    return f"{line} ({reasons}{more})."
+    return f"{line} ({reasons}{more}); {TO_NAME}."
 
 
 def _choose_files(files: Sequence[SourceFile]) -> tuple[list[SourceFile], Ignored]:
