@@ -192,3 +192,18 @@ def test_the_table_of_ranks_says_what_is_not_known_of_the_late_one(tmp_path):
     for name, cores, said in (("unknown", None, True), ("known", FREE, False)):
         section = ranks_section(write_ranks(tmp_path / name, ALWAYS, (cores, cores)), everything=False)
         assert ("no run record" in str(section)) is said
+
+
+def test_the_header_of_a_merged_file_tells_of_no_rank(tmp_path):
+    """Merging scripts keep the header of the first file."""
+    write_ranks(tmp_path / "single", ALWAYS, (FREE, FREE))
+    events = []
+    for rank in range(2):
+        [path] = (tmp_path / "single").glob(f"host_rank{rank}.*")
+        data = json.loads(path.read_text())
+        events += [event | {"pid": f"rank{rank}_{event['pid']}"} for event in data["traceEvents"]]
+    del data["distributedInfo"]
+    (tmp_path / "merged.json").write_text(json.dumps(data | {"traceEvents": events}))
+    report = analyze([tmp_path / "merged.json"])
+    assert [one.trace.cores for one in report.facts.ranks_seen] == [None, None]
+    assert report.facts.ranks.straggler.rank == 1 and not is_certain(report, "straggler")

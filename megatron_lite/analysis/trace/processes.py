@@ -47,7 +47,7 @@ def split_processes(trace: Trace) -> tuple[Trace, ...]:
     owners = _find_owners(trace, pid, names, found)
     if owners is None:
         who = f"the file holds {len(found)} processes, whose device work cannot be separated"
-        return (replace(trace, notes=(*trace.notes, who), damage=(*trace.damage, who)),)
+        return (replace(trace, cores=None, notes=(*trace.notes, who), damage=(*trace.damage, who)),)
     ranks = find_ranks(own_names)
     return tuple(_take_process(trace, owners, number, own_names, ranks[number]) for number in range(len(found)))
 
@@ -178,6 +178,8 @@ def _take_process(trace: Trace, owners: Owners, number: int, names: list[str], r
         world_size=trace.world_size or (len(names) if rank is not None else None),
         events=events,
         memory=MemoryEvents(none, none, none, none, none.astype(np.int16)),
+        # the header that was kept is one rank's, and does not say whose
+        cores=None,
         notes=(*trace.notes, *doubt),
         damage=(*trace.damage, *doubt),
     )
