@@ -23,6 +23,7 @@ from finding_cases import (
     ranks_late,
     recorded,
 )
+from trace_maker import GLOO, MadeTrace
 from training_maker import FP32_GEMM, SIMT_GEMM, ordinary_steps
 
 from megatron_lite.analysis import findings
@@ -295,3 +296,20 @@ def test_advice_for_slow_products_names_what_they_lack(tmp_path, parts, advice, 
     facts = analyze([tmp_path]).facts
     one = RULES["below-roofline"](facts)
     assert (one.advice, one.flags) == (advice, flags)
+
+
+@pytest.mark.parametrize(("name", "word"), [("FSDP::all_gather (layers.0)", "fully_shard"), ("other", "bucket")])
+def test_small_collectives_of_sharded_weights_are_no_buckets(tmp_path, name, word):
+    made = MadeTrace(0, 2, device=None)
+    for index in range(6):
+        at = 9_000.0 * index
+        made.op("aten::mm", at, at + 6_000)
+        made.annotation(name, at, at + 10)
+        for place in range(25):
+            span = made.gloo(at + 6_010 + 100 * place, at + 6_110 + 100 * place, thread=GLOO)
+            span["args"] = {"Input Dims": [[65_536]], "Input type": ["float"]}
+        made.annotation("backward", at + 3_000, at + 8_600)
+        made.step(10 + index, at, at + 8_900)
+    made.write(tmp_path)
+    [found] = [one for one in analyze([tmp_path]).findings if one.code == "small-buckets"]
+    assert word in found.advice

@@ -106,7 +106,7 @@ def _advise_on_tail(facts: Facts) -> tuple[str, tuple[str, ...]]:
     """What shortens the reduction that is left after backward, and its flags: those that this run would take."""
     ways: list[str] = []
     flags: list[str] = []
-    if not facts.plan.get("sharding"):
+    if not _has_no_buckets(facts):
         smaller = (whole(facts.argument("ddp_bucket_size")) or DEFAULT_BUCKET) // 4
         flags.append(f"--ddp-bucket-size {max(1, smaller)}")
         ways.append(f"smaller buckets ({flags[-1]})")
@@ -119,6 +119,16 @@ def _advise_on_tail(facts: Facts) -> tuple[str, tuple[str, ...]]:
         flags.append(LESS_OFTEN)
         ways[-1] += f" (a larger {LESS_OFTEN})"
     return " or ".join((", ".join(ways[:-1]), ways[-1])) if len(ways) > 1 else ways[0], tuple(flags)
+
+
+LARGER_UNITS = "shard larger units: one fully_shard (FSDP's wrapping policy) around several layers"
+
+
+def _has_no_buckets(facts: Facts) -> bool:
+    """Whether replicas share out state, by the run's plan, or by the names in the trace of another job."""
+    if facts.plan or facts.critical is None:
+        return bool(facts.plan.get("sharding"))
+    return is_fully_sharded(facts.critical.trace) is True
 
 
 def _advise_shards(facts: Facts) -> tuple[str, tuple[str, ...]]:
@@ -156,8 +166,8 @@ def find_no_overlap(facts: Facts, one: RankFacts) -> Finding | None:
     )
     advice = f"several buckets, reduced while backward goes on: {flag}; in Megatron-LM --overlap-grad-reduce"
     flags: tuple[str, ...] = (flag,)
-    if facts.plan.get("sharding"):
-        advice, flags = _advise_shards(facts)
+    if _has_no_buckets(facts):
+        advice, flags = _advise_shards(facts) if facts.plan else (LARGER_UNITS, ())
     doubt = facts.doubt_exchange()
     more = [Evidence(doubt)] if doubt else []
     return find_lost_time(one, seen.tail_ms, text, advice, *more, flags=flags, certain=not more)
@@ -179,7 +189,7 @@ def find_small_buckets(facts: Facts, one: RankFacts) -> Finding | None:
         ones that is not overlapped with compute. A trace without shapes: the run's parameters in fp32, spread over the collectives of
         backward.
     Cost: that exposed time; larger buckets pay fewer latencies.
-    Do: larger buckets; fewer, larger tensors in collectives of your own.
+    Do: larger buckets; where weights are sharded, larger units of the sharding; fewer, larger tensors in collectives of your own.
     Flags: --ddp-bucket-size N (parameters): several millions.
     False alarm: small collectives of tensor or expert parallelism in other trainers' traces, which are not gradients.
     """
@@ -198,8 +208,8 @@ def find_small_buckets(facts: Facts, one: RankFacts) -> Finding | None:
     text += f" {one.of_step(cost)}"
     advice = f"larger buckets: {BUCKET_FLAG}"
     flags: tuple[str, ...] = (BUCKET_FLAG,)
-    if facts.plan.get("sharding"):
-        advice, flags = _advise_shards(facts)
+    if _has_no_buckets(facts):
+        advice, flags = _advise_shards(facts) if facts.plan else (LARGER_UNITS, ())
     return find_lost_time(one, cost, text, advice, row=small[0], flags=flags, certain=False, cheap=True)
 
 
