@@ -6,6 +6,7 @@ from pathlib import Path
 
 from megatron_lite.cli.parser import Parser
 from megatron_lite.config.data_paths import TOKENIZERS
+from megatron_lite.config.shape import ModelShape
 from megatron_lite.data.tokenizers import DEFAULTS, Tokenizer, build_tokenizer
 from megatron_lite.errors import UserError
 from megatron_lite.terminal import print_lines, print_text
@@ -18,56 +19,101 @@ OF_TOKENIZERS = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file"
 def run(argv: list[str]):
     """Print each prompt and its continuation. UserError for a mistake."""
     options = _parse(argv)
-    from megatron_lite.convert.tokenizer_files import training_flags
+    # torch takes seconds to import: not for --help and mistakes
     from megatron_lite.generate import Sampling, choose_device, generate, load_generator
 
     device = choose_device(options.cpu)
     load = Path(options.load_hf or options.load)
     model, record, flags = load_generator(load, bool(options.load_hf), options.ckpt_step, device, _note)
     if options.load_hf:
-        words = training_flags(load)
-        flags = {name[2:].replace("-", "_"): value for name, value in zip(words[::2], words[1::2])}
+        flags = _read_tokenizer_flags(load)
     tokenizer = _open_tokenizer(options, flags)
     vocab_size = min(record.vocab_size or tokenizer.vocab_size, model.shape.padded_vocab_size)
-    prompts = [tokenizer.encode(text) for text in options.prompt]
-    prompts = [ids or [tokenizer.eod] for ids in prompts if ids or tokenizer.eod is not None]
-    if len(prompts) < len(options.prompt):
-        raise UserError("--prompt: is empty, and the tokenizer has no end-of-text token to begin with; give a prompt.")
+    prompts = _encode_prompts(options.prompt, tokenizer, vocab_size)
+    _check_length(prompts, options.max_new_tokens, model.shape)
+    sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
+    printer = _Printer(options.prompt, tokenizer)
+    printer.begin()
+    found = generate(model, prompts, options.max_new_tokens, sampling, vocab_size, tokenizer.eod, printer.print_so_far)
+    printer.finish(found.continuations)
+    prefill = _describe_rate("prefill", found.prefill_tokens, found.prefill_s)
+    decode = _describe_rate("decode", found.decode_tokens, found.decode_s)
+    cache = f"KV cache {size(found.cache_bytes)}: {len(prompts)} x {found.cache_tokens:,} tokens"
+    _note(f"{prefill}, {decode}, {cache}, on the {device}")
+
+
+def _read_tokenizer_flags(folder: Path) -> dict:
+    """{name: value} of the flags that name the tokenizer of a Hugging Face folder."""
+    from megatron_lite.convert.tokenizer_files import training_flags
+
+    words = training_flags(folder)
+    names = [word.removeprefix("--").replace("-", "_") for word in words[::2]]
+    return dict(zip(names, words[1::2]))
+
+
+def _encode_prompts(texts: list[str], tokenizer: Tokenizer, vocab_size: int) -> list[list[int]]:
+    """Token ids of each prompt; an empty one begins with the end-of-text token. UserError where the model lacks an id."""
+    prompts = []
+    for text in texts:
+        ids = tokenizer.encode(text)
+        if not ids and tokenizer.eod is None:
+            raise UserError(
+                "--prompt: is empty, and the tokenizer has no end-of-text token to begin with; give a prompt."
+            )
+        prompts.append(ids or [tokenizer.eod])
     if max(max(ids) for ids in prompts) >= vocab_size:
         raise UserError(
             f"--prompt: has ids of {vocab_size} and above, which the model does not know; check the tokenizer."
         )
-    longest = max(map(len, prompts)) + options.max_new_tokens
-    if model.shape.position_embedding == "learned_absolute" and longest > model.shape.max_position_embeddings:
-        most = model.shape.max_position_embeddings - max(map(len, prompts))
-        why = f"with the prompt more than the model's {model.shape.max_position_embeddings} positions"
-        raise UserError(f"--max-new-tokens {options.max_new_tokens}: {why}; give at most {max(most, 0)}.")
-    shown = ""
+    return prompts
 
-    def stream(row: int, ids: list[int]):
-        nonlocal shown
-        text = tokenizer.decode(ids) if alone else UNFINISHED
+
+def _check_length(prompts: list[list[int]], max_new_tokens: int, shape: ModelShape):
+    """UserError where learned position embeddings end before the longest text does."""
+    if shape.position_embedding != "learned_absolute":
+        return
+    longest = max(map(len, prompts))
+    room = shape.max_position_embeddings - longest
+    if max_new_tokens > room:
+        why = f"with the prompt more than the model's {shape.max_position_embeddings} positions"
+        raise UserError(f"--max-new-tokens {max_new_tokens}: {why}; give at most {max(room, 0)}.")
+
+
+class _Printer:
+    """Prints one continuation while it grows, and several, one after the other, when all are there."""
+
+    def __init__(self, texts: list[str], tokenizer: Tokenizer):
+        self._texts = texts
+        self._tokenizer = tokenizer
+        self._is_alone = len(texts) == 1
+        self._shown = ""
+
+    def begin(self):
+        """Print a single prompt."""
+        if self._is_alone:
+            print_text(self._texts[0])
+
+    def print_so_far(self, row: int, ids: list[int]):
+        """Print what is new of a single continuation, but for a letter of which bytes are missing."""
+        if not self._is_alone:
+            return
+        text = self._tokenizer.decode(ids)
         if not text.endswith(UNFINISHED):
-            print_text(text[len(shown) :])
-            shown = text
+            print_text(text[len(self._shown) :])
+            self._shown = text
 
-    alone = len(prompts) == 1
-    if alone:
-        print_text(options.prompt[0])
-    sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
-    found = generate(model, prompts, options.max_new_tokens, sampling, vocab_size, tokenizer.eod, stream)
-    if alone:
-        print_text(tokenizer.decode(found.continuations[0])[len(shown) :] + "\n")
-    for text, ids in zip(options.prompt, found.continuations) if not alone else ():
-        print_text(f"{text}{tokenizer.decode(ids)}\n\n")
-    rates = [
-        f"{what} {number:,} tokens at {number / max(seconds, 1e-9):,.0f} tokens/s"
-        for what, number, seconds in (
-            ("prefill", found.prefill_tokens, found.prefill_s), ("decode", found.decode_tokens, found.decode_s)
-        )
-    ]  # fmt: skip
-    cache = f"KV cache {size(found.cache_bytes)}: {len(prompts)} x {found.cache_tokens:,} tokens"
-    _note(f"{', '.join(rates)}, {cache}, on the {device}")
+    def finish(self, continuations: list[list[int]]):
+        """Print the rest of a single continuation, or all prompts with their continuations."""
+        if self._is_alone:
+            whole = self._tokenizer.decode(continuations[0])
+            print_text(whole[len(self._shown) :] + "\n")
+            return
+        for text, ids in zip(self._texts, continuations):
+            print_text(f"{text}{self._tokenizer.decode(ids)}\n\n")
+
+
+def _describe_rate(what: str, tokens: int, seconds: float) -> str:
+    return f"{what} {tokens:,} tokens at {tokens / max(seconds, 1e-9):,.0f} tokens/s"
 
 
 def _parse(argv: list[str]) -> Namespace:

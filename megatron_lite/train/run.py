@@ -39,27 +39,24 @@ def run(plan: Plan, streams: DataStreams, eod: int | None, instruments, make_log
     optimizer = Optimizer(plan, replica.parameters, device, replica.sum_over_ranks, replica.counted)
     formats = describe_precision(plan.precision, plan.fp32_gradients, plan.args.precision)
     logger.info(f"  {plan.args.optimizer.optimizer}: fused, {formats}")
-    # from here on each rank draws its own dropout, but for hidden states that tensor parallel ranks all have
-    alike = plan.layout.tensor > 1 and not plan.layout.sequence_parallel
-    own = plan.layout.replica + plan.layout.replicas * plan.layout.pipeline_rank if alike else plan.world.rank
-    set_seed(plan.args.training.seed + 1 + own)
-    progress, checkpoints = Progress(), Checkpoints(plan, replica, optimizer, device)
+    set_seed(plan.args.training.seed + 1 + _number_dropout_stream(plan))
+    progress = Progress()
+    checkpoints = Checkpoints(plan, replica, optimizer, device)
     checkpoints.load(progress)
     instruments.resume(progress.started_at)
-    make = BatchMaker(plan.args.data, plan.layout, device, eod)
+    make_batch = BatchMaker(plan.args.data, plan.layout, device, eod)
     metrics = StepMetrics(optimizer, device, plan.world.size, plan.args.precision.check_for_nan_in_loss_and_grad)
     with make_log(metrics, progress) as log, checkpoints:
         validation = None
         if streams.has("valid"):
-            validation = Evaluation(plan, replica, streams.validation(progress), make, log)
+            validation = Evaluation(plan, replica, streams.validation(progress), make_batch, log)
         saving = SaveHook(plan.args.checkpoint, checkpoints, log, loaded=progress.iteration)
         reason = None
         if not plan.args.training.skip_train:
             computed = instruments.gradients_computed if plan.world.size > 1 else None
-            step = TrainingStep(plan, replica, optimizer, make, computed)
-            hooks = [
-                hook for hook in (validation, saving, GarbageCollectionHook(plan.args.training)) if hook is not None
-            ]
+            step = TrainingStep(plan, replica, optimizer, make_batch, computed)
+            collecting = GarbageCollectionHook(plan.args.training)
+            hooks = [saving, collecting] if validation is None else [validation, saving, collecting]
             exits = ExitConditions(plan.args.training, device, checkpoints, plan.args.checkpoint.async_save)
             batches = streams.training(progress)
             reason = train(plan.train_iters, progress, step, batches, log, hooks, exits, instruments)
@@ -69,6 +66,19 @@ def run(plan: Plan, streams: DataStreams, eod: int | None, instruments, make_log
         if reason is None and validation is not None:
             validation.report_at_the_end(progress)
         if reason is None and streams.has("test"):
-            test = Evaluation(plan, replica, streams.test(), make, log)
+            test = Evaluation(plan, replica, streams.test(), make_batch, log)
             test.report(progress, f"iteration {progress.iteration} on test set", "test")
     return reason
+
+
+def _number_dropout_stream(plan: Plan) -> int:
+    """Which stream of random numbers this rank draws its dropout from.
+
+    Each rank has its own. Tensor parallel ranks without sequence parallelism share one: all of them hold the same hidden
+    states, which must lose the same elements.
+    """
+    layout = plan.layout
+    shares_hidden_states = layout.tensor > 1 and not layout.sequence_parallel
+    if shares_hidden_states:
+        return layout.replica + layout.replicas * layout.pipeline_rank
+    return plan.world.rank
