@@ -162,7 +162,7 @@ def test_files_that_cannot_be_read(tmp_path, make, reason):
 
 SWITCHED_OFF = {
     **{key: f"--no-{key.replace('_', '-')}" for key in ["bias_swiglu_fusion", "masked_softmax_fusion", "gradient_accumulation_fusion", "bias_dropout_fusion", "manual_gc_eval", "persist_layer_norm", "fp8_wgrad", "async_tensor_model_parallel_allreduce", "clone_scatter_output_in_embedding", "scatter_gather_tensors_in_pipeline", "mmap_bin_files"]},
-    "apply_rope_fusion": "--no-rope-fusion", "tp_comm_split_ag": "--disable-tp-comm-split-ag",
+    "apply_rope_fusion": "--no-rope-fusion", "tp_comm_split_ag": "--no-tp-comm-split-ag",
     "perform_initialization": "--no-initialization", "bert_binary_head": "--bert-no-binary-head",
     "overlap_p2p_comm": "--no-overlap-p2p-communication", "barrier_with_L1_time":
     "--no-barrier-with-level-1-timing", "use_mamba_mem_eff_path": "--disable-mamba-mem-eff-path",
@@ -204,6 +204,7 @@ model_parallel:
   _cpu_offloading_context: null
   cpu_offloading_activations: True
 add_position_embedding: False
+position_embedding_type: rope
 bert_binary_head: True
 vocab_extra_ids: 0
 sample_rate: 1.0
@@ -221,7 +222,7 @@ def test_a_file_in_megatrons_form(file):
     assert mistakes(["--yaml-cfg", path]) == []
     assert values(path) == {
         "num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "norm_epsilon": 1e-5, "apply_layernorm_1p": True,
-        "add_bias_linear": False, "add_position_embedding": False, "swiglu": True,
+        "add_bias_linear": False, "add_position_embedding": False, "swiglu": True, "position_embedding_type": "rope",
         "sequence_parallel": True, "wandb_project": "",
     }  # fmt: skip
 

@@ -19,7 +19,9 @@ class ModelArgs:
     """Model"""
 
     model: str | None = flag(None, "FUNCTION(shape) builds the model, not a GPT. (ours)", value="FILE.py:FUNCTION")
-    num_layers: int = flag(None, "Transformer layers. Required.", "at least 1 and at most 100000")
+    num_layers: int = flag(
+        None, "Transformer layers. Required.", "at least 1 and at most 100000", aliases=("--encoder-num-layers",)
+    )
     hidden_size: int = flag(None, "Width of the residual stream. Required.", SIZE)
     num_attention_heads: int = flag(None, "Attention heads per layer. Required.", SIZE)
     seq_length: int = flag(None, "Tokens per training sample. Required.", SIZE, aliases=("--encoder-seq-length",))

@@ -38,6 +38,8 @@ ACTIVATIONS = {
     "squared_relu": "--squared-relu",
     "gelu": "--no-bias-gelu-fusion",
 }
+# fields of Megatron-Core's configuration whose names its command line takes no more
+CORE_NAMES = {"layernorm-epsilon": "norm-epsilon"}
 ACTIVATION_KEYS = ("activation-func", "gated-linear-unit")
 
 
@@ -65,7 +67,7 @@ def read_yaml(path: str, knobs: dict[str, Flag], names: set[str]) -> tuple[list[
     words, mistake = _read_activation({_spell_dashed(name): value for name, value in leaves})
     mistakes = [mistake] if mistake else []
     for name, value in leaves:
-        key = _spell_dashed(name)
+        key = CORE_NAMES.get(_spell_dashed(name), _spell_dashed(name))
         if value is None:
             continue
         flag = knobs.get(key.replace("-", "_"))
