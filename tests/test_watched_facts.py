@@ -175,3 +175,27 @@ def test_waiting_for_a_core_is_not_taken_off_python(tmp_path, cpu_ms, found):
     )
     run(tmp_path, steps=steps, device="cpu", world=1)
     assert ("host-gaps" in codes(tmp_path)) is found
+
+
+@pytest.mark.parametrize(
+    ("workers", "cpus", "flag", "less"),
+    [
+        (0, 2, "num_workers=2", True),  # 9 would keep up
+        (0, 64, "num_workers=9", False),
+        (1, 2, "num_workers=2", False),
+        (2, 2, "", True),
+        (4, 64, "num_workers=8", False),
+    ],
+)
+def test_no_more_workers_are_advised_than_there_are_cores(tmp_path, workers, cpus, flag, less):
+    made = MadeTrace(0, 1, device=None)
+    for number in range(6):
+        at = 10_000.0 * number
+        made.annotation("enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__", at + 5, at + 8_990)
+        made.op("aten::mm", at + 8_995, at + 9_990)
+        made.step(number + 10, at, at + 9_995)
+    made.write(tmp_path)
+    write_watched(tmp_path, {"cpus": cpus}, loader_workers=workers)
+    [found] = [one for one in analyze([tmp_path]).findings if one.code == "starved-loader"]
+    assert (flag in found.advice) if flag else ("num_workers" not in found.advice)
+    assert ("do less per batch" in found.advice) is less

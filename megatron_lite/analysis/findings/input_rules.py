@@ -76,14 +76,7 @@ def find_starved_loader(facts: Facts) -> Finding | None:
     wait, workers = measure_loader_wait(facts), facts.loader_workers
     if wait is None or are_too_many(facts):
         return None
-    wanted = None if workers is None else 2 * workers
-    if workers is not None and workers <= 0:
-        # Loading time over computing time says how many keep up.
-        wanted = max(2, math.ceil(wait.loading_ms / wait.busy_ms)) if wait.loading_ms and wait.busy_ms else 2
-    how = f"workers: --num-workers {wanted}" if wanted else "worker processes"
-    advice = f"load ahead with more {how}"
-    if isinstance(workers, int):
-        advice += f" (now {workers})"
+    advice, flags = _advise_workers(facts, wait, workers)
     seen = [Evidence(wait.text, wait.where)]
     if wait.loading_ms is not None:
         by = f" ({', '.join(wait.loaders)})" if wait.loaders else ""
@@ -91,7 +84,30 @@ def find_starved_loader(facts: Facts) -> Finding | None:
         seen.append(Evidence(f"{text}, whether or not the device is busy meanwhile"))
     doubt = facts.doubt_cores([wait.rank])
     seen += [Evidence(doubt)] if doubt else []
-    return build_time_finding(wait.ms, seen, advice, (f"--num-workers {wanted or 'N'}",), not doubt, wait.rank)
+    return build_time_finding(wait.ms, seen, advice, flags, not doubt, wait.rank)
+
+
+LESS_PER_BATCH = "do less per batch: tokenize before training, larger reads, a local disk"
+
+
+def _advise_workers(facts: Facts, wait: LoaderWait, workers: int | None) -> tuple[str, tuple[str, ...]]:
+    """What to try, and its flag: as many workers as keep up with the step, and no more than the machine has cores for.
+
+    workers: those that the run has; None for unknown.
+    """
+    if workers is None:
+        return "load ahead with more worker processes", ("--num-workers N",)
+    wanted = 2 * workers
+    if workers <= 0:
+        # loading time over computing time says how many keep up
+        wanted = max(2, math.ceil(wait.loading_ms / wait.busy_ms)) if wait.loading_ms and wait.busy_ms else 2
+    _, ranks, cpus = _count(facts)
+    most = max(1, cpus // ranks) if cpus and ranks else wanted
+    if workers >= most:
+        return f"{LESS_PER_BATCH}; {counted(workers, 'worker')} per rank take all cores already", ()
+    flag = f"--num-workers {min(wanted, most)}"
+    more = f"; {LESS_PER_BATCH}" if wanted > most else ""
+    return f"load ahead with more workers: {flag} (now {workers}){more}", (flag,)
 
 
 @rule("too-many-workers", "more loader workers than cores", "ranks", "run")
