@@ -55,53 +55,150 @@ CACHED_BATCHES = 64
 # --- what one micro-batch keeps from forward to backward
 
 
+@dataclass(frozen=True)
+class _Copies:
+    """Which of a layer's queries, keys and values attention's kernel copies."""
+
+    queries: bool
+    keys: bool
+    values: bool
+    num_bytes: int  # of each copy, for each token
+
+    @property
+    def number(self) -> int:
+        return [self.queries, self.keys, self.values].count(True)
+
+
+def _find_copies(batch: MicroBatch) -> _Copies:
+    """What the kernel copies: what heads share, and, where a product takes sequences and heads as one dimension, what has
+    tokens between them."""
+    shape = batch.shape
+    heads = shape.num_attention_heads
+    one_bytes = batch.element_bytes * shape.attention_width
+    grouped = shape.num_query_groups < heads
+    between = batch.size > 1 and heads > 1
+    if batch.context > 1:
+        # keys and values of whole sequences take the place of this rank's
+        return _Copies(False, True, True, 0)
+    if _pads_heads(batch):
+        return _Copies(True, True, True, 0)
+    if batch.attention == FUSED:
+        repeated = grouped and not batch.is_flash
+        return _Copies(False, repeated, repeated, one_bytes)
+    if batch.attention == MATH:
+        # all in fp32, queries and keys scaled each
+        values = batch.element_bytes < FP32 or grouped or between
+        return _Copies(True, True, values, FP32 * shape.attention_width)
+    if batch.recomputes_attention:
+        return _Copies(False, False, False, 0)
+    moved = between and not _makes_own_queries(batch)
+    return _Copies(moved, grouped or moved, grouped or between, one_bytes)
+
+
+def _pads_heads(batch: MicroBatch) -> bool:
+    """Whether flash attention copies queries, keys and values into wider heads."""
+    if batch.attention != FUSED or not batch.is_flash or batch.on_cpu:
+        return False
+    return batch.shape.kv_channels % FLASH_HEAD_STEP != 0
+
+
+def _rotates(batch: MicroBatch) -> bool:
+    return batch.shape.position_embedding == "rope"
+
+
+def _makes_own_queries(batch: MicroBatch) -> bool:
+    """Whether queries and keys are results of their own, not views of the projection's."""
+    return _rotates(batch) or batch.shape.qk_layernorm
+
+
+def _count_key_width(batch: MicroBatch) -> int:
+    """Width of all keys, or of all values."""
+    return batch.shape.num_query_groups * batch.shape.kv_channels
+
+
 @lru_cache(maxsize=CACHED_BATCHES)
 def _keep_until_scores(batch: MicroBatch) -> Held:
     """One layer's first norm, its projection, and what attention takes and gives but scores that are written down."""
-    shape, each, wide = batch.shape, batch.element_bytes, batch.shape.attention_width
-    keys, heads = shape.num_query_groups * shape.kv_channels, shape.num_attention_heads
-    rotates, fused = shape.position_embedding == "rope", batch.attention == FUSED
-    reordered = rotates or shape.qk_layernorm  # queries and keys are results of their own
+    copies = _find_copies(batch)
     held = Held({NORMS: batch.hidden_norm_bytes, LINEAR_INPUTS: batch.input_bytes})
-    held[ATTENTION] += each * wide + FP32 * heads * fused
-    # which of q, k, v the kernel copies: what is shared by heads, and, where a product takes sequences and heads as one
-    # dimension, what has tokens between them
-    grouped, between = shape.num_query_groups < heads, batch.size > 1 and heads > 1
-    copied, copy_bytes = {"q": False, "k": False, "v": False}, each * wide
-    if fused and batch.is_flash and not batch.on_cpu and shape.kv_channels % FLASH_HEAD_STEP:
-        wider = padded(shape.kv_channels, FLASH_HEAD_STEP)
-        held.update({QKV: each * wider * (heads + 2 * shape.num_query_groups), ATTENTION: each * wider * heads})
-        copied, copy_bytes = {"q": True, "k": True, "v": True}, 0
-    elif fused:
-        copied["k"] = copied["v"] = grouped and not batch.is_flash
-        # a mask as numbers; flash's result, whose heads lie outside, is turned for the projection, or two chunks' put together
-        held.update({SCORES: each * shape.seq_length * batch.masked})
-        # where attention is recomputed in fp32, the mask is kept as it was given, in bytes
-        mask_bytes = 1 if batch.attends_in_fp32 else each
-        held[SCORES] += mask_bytes * batch.masked_chunk_scores // batch.tokens
-        held.update({ATTENTION: each * wide * (batch.is_flash and (reordered or batch.context > 1))})
-    elif batch.attention == MATH:  # all in fp32, queries and keys scaled each
-        copied, copy_bytes = {"q": True, "k": True, "v": each < FP32 or grouped or between}, FP32 * wide
-    elif not batch.recomputes_attention:
-        moved = between and not reordered
-        copied = {"q": moved, "k": grouped or moved, "v": grouped or between}
-    if batch.context > 1:  # keys and values of whole sequences take the place of this rank's
-        copied, copy_bytes = {"q": False, "k": True, "v": True}, 0
+    held.update(_keep_result(batch))
+    held.update(_keep_queries_and_keys(batch, copies))
+    held.update(_keep_query_norms(batch))
+    held.update(_keep_projection(batch, copies))
+    return held
+
+
+def _keep_result(batch: MicroBatch) -> Held:
+    """Attention's result, its statistics and the mask."""
+    shape, each = batch.shape, batch.element_bytes
+    heads = shape.num_attention_heads
+    result_bytes = each * shape.attention_width
+    held = Held({ATTENTION: result_bytes})
+    if batch.attention != FUSED:
+        return held
+    held[ATTENTION] += FP32 * heads
+    if _pads_heads(batch):
+        wider = each * padded(shape.kv_channels, FLASH_HEAD_STEP)
+        held.update({QKV: wider * (heads + 2 * shape.num_query_groups), ATTENTION: wider * heads})
+        return held
+    if batch.masked:
+        # a mask as numbers
+        held[SCORES] += each * shape.seq_length
+    # where attention is recomputed in fp32, the mask is kept as it was given, in bytes
+    mask_bytes = 1 if batch.attends_in_fp32 else each
+    held[SCORES] += mask_bytes * batch.masked_chunk_scores // batch.tokens
+    if batch.is_flash and (_makes_own_queries(batch) or batch.context > 1):
+        # flash's result, whose heads lie outside, is turned for the projection, or two chunks' put together
+        held[ATTENTION] += result_bytes
+    return held
+
+
+def _keep_queries_and_keys(batch: MicroBatch, copies: _Copies) -> Held:
+    """What takes the place of parts of the projection's result: copies, rotated ones, and those of whole sequences."""
+    shape, each = batch.shape, batch.element_bytes
+    keys = _count_key_width(batch)
+    held = Held({QKV: copies.num_bytes * copies.number})
+    if batch.context > 1:
         held[QKV] += 2 * each * keys * batch.context
-    held[QKV] += copy_bytes * sum(copied.values())
-    if reordered:
-        held[ROTARY if rotates else QKV] += each * (wide * (not copied["q"]) + keys * (not copied["k"]))
-    if rotates and each < FP32:  # cosines and sines, for queries and for keys, which sequences share
+    if _makes_own_queries(batch):
+        own = ROTARY if _rotates(batch) else QKV
+        held[own] += 0 if copies.queries else each * shape.attention_width
+        held[own] += 0 if copies.keys else each * keys
+    if _rotates(batch) and each < FP32:
+        # cosines and sines, for queries and for keys, which sequences share
         held[ROTARY] += 4 * each * int(shape.kv_channels * shape.rotary_percent) // batch.size
-    views = shape.qk_layernorm and not batch.copies_of_norms[0]  # norms keep queries and keys where they lie
-    if shape.qk_layernorm:
-        own = each * (wide + keys) if views else 0
-        held[NORMS] += batch.norm_bytes(wide + keys, heads + shape.num_query_groups) - own
-    # the projection's whole result lives while one of them lies in it; queries of several groups are copied out of it
-    q_lies, k_lies = (views or not (reordered or copied[name]) for name in ("q", "k"))
-    several = grouped and shape.num_query_groups > 1
-    held[QKV] += each * wide * (several and q_lies)
-    if not copied["v"] or k_lies or q_lies and not several:
+    return held
+
+
+def _normalizes_views(batch: MicroBatch) -> bool:
+    """Whether norms keep queries and keys where they lie, in the projection's result."""
+    return batch.shape.qk_layernorm and not batch.copies_of_norms[0]
+
+
+def _keep_query_norms(batch: MicroBatch) -> Held:
+    """What norms of queries and keys keep."""
+    shape = batch.shape
+    if not shape.qk_layernorm:
+        return Held()
+    width = shape.attention_width + _count_key_width(batch)
+    own = batch.element_bytes * width if _normalizes_views(batch) else 0
+    return Held({NORMS: batch.norm_bytes(width, shape.num_attention_heads + shape.num_query_groups) - own})
+
+
+def _keep_projection(batch: MicroBatch, copies: _Copies) -> Held:
+    """The projection's whole result, which lives while one of queries, keys and values lies in it."""
+    shape, each = batch.shape, batch.element_bytes
+    queries_lie_in_it = keys_lie_in_it = True
+    if not _normalizes_views(batch):
+        makes_own = _makes_own_queries(batch)
+        queries_lie_in_it = not (makes_own or copies.queries)
+        keys_lie_in_it = not (makes_own or copies.keys)
+    held = Held()
+    # queries of several groups are copied out of it
+    several = 1 < shape.num_query_groups < shape.num_attention_heads
+    if several and queries_lie_in_it:
+        held[QKV] += each * shape.attention_width
+    if not copies.values or keys_lie_in_it or (queries_lie_in_it and not several):
         held[QKV] += each * shape.qkv_width
     return held
 
@@ -206,53 +303,88 @@ def _list_layer_backward(batch: MicroBatch) -> tuple[tuple[str, Held], ...]:
 
 
 def _find_backward_peaks(batch: MicroBatch) -> Iterator[tuple[str, Held]]:
-    """(operation, what the layer holds there): the points of its backward at which that can be most.
+    """Backward lets go of what each operation kept: the MLP's share is gone when attention's turn comes."""
+    yield from _find_mlp_peaks(batch)
+    yield "linear_qkv", _hold_at_projection(batch)
+    for held in _find_attention_peaks(batch):
+        yield "core_attention", held
 
-    Backward lets go of what each operation kept: the MLP's share is gone when attention's turn comes.
-    """
-    shape, each, kept = batch.shape, batch.element_bytes, _keep_layer(batch)
-    hidden, inner, wide = shape.hidden_size, shape.ffn_hidden_size, shape.attention_width
-    stream = (
-        hidden // batch.shares
-    )  # the gradient of hidden states; linear_fc2's is gathered where ranks share them out
-    gathered = hidden if batch.shares > 1 else 0
-    widths = {"linear_fc2": stream * (1 + bool(shape.hidden_dropout)) + gathered + inner}
-    if shape.activation in ("swiglu", "squared_relu"):  # more inner tensors than gone are: forward's result is
-        widths[shape.activation] = stream + (2 if shape.activation == "swiglu" else 3) * inner
-    for operation, width in widths.items():
-        in_fp32 = batch.describe_wide(hidden, inner)[0] // batch.tokens if operation == "linear_fc2" else 0
-        yield operation, kept + Held({GRADIENTS: each * width + in_fp32})
+
+def _count_stream(batch: MicroBatch) -> int:
+    """Elements of the gradient of hidden states, for each token."""
+    return batch.shape.hidden_size // batch.shares
+
+
+def _count_gathered(batch: MicroBatch) -> int:
+    """Elements, for each token, of a gradient that is gathered where ranks share out the tokens."""
+    return batch.shape.hidden_size if batch.shares > 1 else 0
+
+
+def _find_mlp_peaks(batch: MicroBatch) -> Iterator[tuple[str, Held]]:
+    """The MLP's second product, and its activation function where that has more inner tensors than are gone by then."""
+    shape, each = batch.shape, batch.element_bytes
+    hidden, inner = shape.hidden_size, shape.ffn_hidden_size
+    kept = _keep_layer(batch)
+    stream = _count_stream(batch)
+    dropped = stream if shape.hidden_dropout else 0
+    width = stream + dropped + _count_gathered(batch) + inner
+    in_fp32 = batch.describe_wide(hidden, inner)[0] // batch.tokens
+    yield "linear_fc2", kept + Held({GRADIENTS: each * width + in_fp32})
+    # forward's result is one of them
+    inner_tensors = {"swiglu": 2, "squared_relu": 3}
+    if shape.activation in inner_tensors:
+        width = stream + inner_tensors[shape.activation] * inner
+        yield shape.activation, kept + Held({GRADIENTS: each * width})
+
+
+def _hold_at_projection(batch: MicroBatch) -> Held:
+    """What lives at the backward of queries', keys' and values' projection."""
+    shape = batch.shape
+    gathered = _count_gathered(batch)
+    width = shape.hidden_size + _count_stream(batch) + gathered + gathered // batch.shares + shape.qkv_width
     kept = Held({NORMS: batch.hidden_norm_bytes, LINEAR_INPUTS: batch.input_bytes})
-    yield (
-        "linear_qkv",
-        kept + Held({GRADIENTS: each * (hidden + stream + gathered + gathered // batch.shares + shape.qkv_width)}),
-    )
+    return kept + Held({GRADIENTS: batch.element_bytes * width})
+
+
+def _find_attention_peaks(batch: MicroBatch) -> Iterator[Held]:
+    """What lives where attention's backward can hold most."""
+    shape, each = batch.shape, batch.element_bytes
+    stream, wide, keys = _count_stream(batch), shape.attention_width, _count_key_width(batch)
     kept = _keep_until_scores(replace(batch, recomputes_attention=False))
     probabilities, scores = _measure_scores(batch)
-    keys = shape.num_query_groups * shape.kv_channels
     if not scores:
         gradients = each * (stream + 2 * wide + 2 * keys)
         if batch.attends_in_fp32:
             gradients += _measure_fp32_attention(batch)
-        yield "core_attention", kept + Held({GRADIENTS: gradients})
-        return
-    if batch.attention == CAUSAL:  # by blocks of queries, of which the last one comes first and is the largest
+        yield kept + Held({GRADIENTS: gradients})
+    elif batch.attention == CAUSAL:
+        # by blocks of queries, of which the last one comes first and is the largest
         block = each * shape.num_attention_heads * min(QUERY_BLOCK, shape.seq_length)
-        held = Held({SCORES: sum(scores), GRADIENTS: each * (stream + 4 * wide) + block})
-        yield "core_attention", kept + held
-        return
-    vectors = each * (stream + 2 * wide)
+        yield kept + Held({SCORES: sum(scores), GRADIENTS: each * (stream + 4 * wide) + block})
+    else:
+        for held in _find_written_scores_peaks(batch, probabilities, scores):
+            yield kept + held
+
+
+def _find_written_scores_peaks(batch: MicroBatch, probabilities: int, scores: list[int]) -> Iterator[Held]:
+    """Scores that were written down, at the weighted sum's backward and at the softmax's.
+
+    Args:
+        probabilities: Bytes for each token.
+        scores: Bytes for each token of what forward kept, the softmax's first.
+    """
+    wide = batch.shape.attention_width
+    vectors = batch.element_bytes * (_count_stream(batch) + 2 * wide)
     if batch.attends_in_fp32:
         # copies of queries, keys and values, and gradients of queries or of values before they are rounded
-        vectors += FP32 * (2 * wide + 2 * keys)
+        vectors += FP32 * (2 * wide + 2 * _count_key_width(batch))
     # a chunk of a sequence is computed by itself; scores of the others are kept meanwhile, unless they are recomputed
     share = batch.largest_chunk_share
     others = 0.0 if batch.recomputes_attention else 1 - share
     scores_now = int(sum(scores) * (share + others))
     softmax_now = int(scores[0] * share + sum(scores) * others)
-    # the weighted sum's backward, then the softmax's
-    yield "core_attention", kept + Held({SCORES: scores_now, GRADIENTS: vectors + int(probabilities * share)})
-    yield "core_attention", kept + Held({SCORES: softmax_now, GRADIENTS: vectors + int(2 * scores[0] * share)})
+    yield Held({SCORES: scores_now, GRADIENTS: vectors + int(probabilities * share)})
+    yield Held({SCORES: softmax_now, GRADIENTS: vectors + int(2 * scores[0] * share)})
 
 
 def _measure_fp32_attention(batch: MicroBatch) -> int:
