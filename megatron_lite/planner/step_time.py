@@ -14,11 +14,12 @@ Letters: N parameters, h hidden, e bytes of one activation.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from megatron_lite.config.args import OptimizerArgs
 from megatron_lite.config.layout import count_keys
 from megatron_lite.config.plan import Plan, list_stage_kinds
-from megatron_lite.config.shape import ModelShape
+from megatron_lite.config.shape import ModelShape, RankShape
 from megatron_lite.planner.attention_kernel import FUSED, predict_attention_kernel
 from megatron_lite.planner.hardware import Processor, get_peak_tflops
 from megatron_lite.planner.model_size import (
@@ -116,42 +117,22 @@ def _cross_stages(exchanges: list[Exchange], members: Members, processor: Proces
 def predict_stage_time(plan: Plan, processor: Processor) -> TimePrediction:
     """The shortest step of one rank of this stage, if it never waits for another stage."""
     plan = replace(plan, device="cuda")  # whatever the machine that plans
-    peak, sequences = get_peak_tflops(processor, plan.precision), plan.batch.final // plan.layout.data
+    peak = get_peak_tflops(processor, plan.precision)
     rates = {COMPUTE: (peak or 0.0) * 1e12, MEMORY: (processor.memory_gb_s or 0.0) * 1e9}
-    parts = [part for part in _list_parts(plan, sequences) if part.amount]
-    ranks = plan.sharding.ranks if plan.sharding else 1
-    updated = -(-count_parameters(plan.rank_shape, plan.stage) // ranks)
-    parts.append(
-        _update_weights(
-            updated, plan.precision, gradient_bytes(plan.precision, plan.fp32_gradients), plan.args.optimizer
-        )
-    )
-    rows, forward_ms, backward_ms = [], 0.0, 0.0
-    for part in parts:
-        rate = rates[part.bound]
-        if not rate:  # then there is no telling what computation hides
-            forward_ms = backward_ms = float("inf")
-            continue
-        limit = f"{rate / 1e12:g} TFLOP/s" if part.bound == COMPUTE else f"{rate / 1e9:,.0f} GB/s"
-        rows.append(TimeRow(part.name, 1000 * part.amount / rate, part.bound, f"{part.formula} at {limit}"))
-        backward_ms += 1000 * part.amount * part.in_backward / rate
-        forward_ms += 1000 * part.amount * (1 - part.in_backward) / rate * (part.name != UPDATE)
-    instead = " (--fp16 has one)" if plan.precision == "bf16" and not processor.bf16 else ""
-    notes = [
-        f"{processor.name}: no known {unknown}; not in the bound: {', '.join(names)}"
-        for bound, unknown in ((COMPUTE, f"peak in {plan.precision}{instead}"), (MEMORY, "memory bandwidth"))
-        if not rates[bound] and (names := [part.name for part in parts if part.bound == bound])
-    ]
+    parts = _list_step(plan)
+    computed = _time_parts(parts, rates)
     exchanges = list_exchanges(plan)
     groups = dict.fromkeys(one.group for one in exchanges)
     members = {group: find_members(group, plan.layout, plan.sharding, plan.world) for group in groups}
+    rows = list(computed.rows)
     rows += _time_layer_exchanges(exchanges, members, processor, rates[COMPUTE])
-    rows += _time_state(plan, processor, exchanges, forward_ms, backward_ms)
+    rows += _time_state(plan, processor, exchanges, computed.forward_ms, computed.backward_ms)
     rows += _time_tied_embedding(exchanges, members, processor)
-    notes += _list_unknown_links(exchanges, members, processor)
+    notes = [*_list_unknown_rates(plan, processor, parts, rates), *_list_unknown_links(exchanges, members, processor)]
     if plan.batch.start and plan.batch.start != plan.batch.final:
         notes.append(f"--rampup-batch-size: the bound is for the final global batch of {count(plan.batch.final)}")
     sharing = plan.layout.tensor * plan.layout.context * plan.layout.pipeline  # ranks that share a sequence's work
+    sequences = _count_sequences(plan)
     return TimePrediction(
         gpu=processor.name,
         rows=tuple(rows),
@@ -163,68 +144,209 @@ def predict_stage_time(plan: Plan, processor: Processor) -> TimePrediction:
     )
 
 
+def _count_sequences(plan: Plan) -> int:
+    """Sequences of one rank in a step."""
+    return plan.batch.final // plan.layout.data
+
+
+def _list_step(plan: Plan) -> list[Part]:
+    """All parts of a rank's step that there are."""
+    parts = [part for part in _list_parts(_Work(plan, _count_sequences(plan))) if part.amount]
+    ranks = plan.sharding.ranks if plan.sharding else 1
+    updated = -(-count_parameters(plan.rank_shape, plan.stage) // ranks)
+    each = gradient_bytes(plan.precision, plan.fp32_gradients)
+    return [*parts, _update_weights(updated, plan.precision, each, plan.args.optimizer)]
+
+
+@dataclass(frozen=True)
+class _ComputedRows:
+    """The parts whose rate is known. The sums are infinite where one is not: then there is no telling what computation hides."""
+
+    rows: tuple[TimeRow, ...]
+    forward_ms: float  # of all micro-batches, without the update
+    backward_ms: float
+
+
+def _time_parts(parts: list[Part], rates: dict[str, float]) -> _ComputedRows:
+    """How long a rank computes. rates: FLOP/s and bytes/s; 0 where unknown."""
+    rows = []
+    forward_ms = 0.0
+    backward_ms = 0.0
+    for part in parts:
+        rate = rates[part.bound]
+        if not rate:
+            forward_ms = backward_ms = float("inf")
+            continue
+        limit = f"{rate / 1e12:g} TFLOP/s" if part.bound == COMPUTE else f"{rate / 1e9:,.0f} GB/s"
+        rows.append(TimeRow(part.name, 1000 * part.amount / rate, part.bound, f"{part.formula} at {limit}"))
+        backward_ms += 1000 * part.amount * part.in_backward / rate
+        if part.name != UPDATE:
+            forward_ms += 1000 * part.amount * (1 - part.in_backward) / rate
+    return _ComputedRows(tuple(rows), forward_ms, backward_ms)
+
+
+def _list_unknown_rates(plan: Plan, processor: Processor, parts: list[Part], rates: dict[str, float]) -> Iterator[str]:
+    """A line for each rate that the table of processors lacks."""
+    instead = " (--fp16 has one)" if plan.precision == "bf16" and not processor.bf16 else ""
+    for bound, unknown in ((COMPUTE, f"peak in {plan.precision}{instead}"), (MEMORY, "memory bandwidth")):
+        names = [part.name for part in parts if part.bound == bound]
+        if names and not rates[bound]:
+            yield f"{processor.name}: no known {unknown}; not in the bound: {', '.join(names)}"
+
+
 # --- what one rank has to do at least, on any hardware: operations, and bytes to and from memory
 
 
-def _list_parts(plan: Plan, sequences: int) -> Iterator[Part]:
+@dataclass(frozen=True)
+class _Work:
+    """What one rank computes in a step: the numbers that its parts have in common."""
+
+    plan: Plan
+    sequences: int
+
+    @cached_property
+    def shape(self) -> RankShape:
+        return self.plan.rank_shape
+
+    @property
+    def layers(self) -> int:
+        return len(self.plan.stage.layers)
+
+    @property
+    def recomputed(self) -> int:
+        """Layers of all chunks whose forward is computed again."""
+        return self.plan.recomputed_layers * len(self.plan.stage.chunks)
+
+    @property
+    def tokens(self) -> int:
+        return self.sequences * self.shape.seq_length
+
+    @property
+    def element_bytes(self) -> int:
+        return element_bytes(self.plan.precision)
+
+    @property
+    def stream(self) -> int:
+        """Elements of hidden states, for each token, that this rank has between attention and MLP."""
+        return self.shape.hidden_size // (self.plan.layout.tensor if self.plan.layout.sequence_parallel else 1)
+
+    @cached_property
+    def writes_scores(self) -> bool:
+        """Whether attention writes its scores down: it was told to, or no fused kernel fits."""
+        args = self.plan.args
+        kernel, _ = predict_attention_kernel(
+            self.shape,
+            self.plan.precision,
+            self.plan.device,
+            args.model.attention_backend,
+            args.data.reset_attention_mask,
+        )
+        return kernel != FUSED
+
+    @property
+    def attention_flops(self) -> int:
+        """The two products of one layer's forward; a context parallel rank's queries meet the keys of whole sequences."""
+        return self.plan.layout.context * attention_flops(self.shape, self.sequences, causal=not self.writes_scores)
+
+    @property
+    def attention_formula(self) -> str:
+        """Of attention_flops. A fused kernel leaves out the half that the mask hides."""
+        half = "" if self.writes_scores else "/2"
+        context = self.plan.layout.context
+        ranks = f" / {context} ranks" if context > 1 else ""
+        squared = f"{count(self.plan.shape.seq_length)}^2{half}"
+        return f"{count(self.sequences)} sequences x 4 x {squared} x {count(self.shape.attention_width)}{ranks}"
+
+    @property
+    def score_bytes(self) -> int:
+        """Bytes, for each token of one layer's forward, of scores that are written down: the softmax reads them and writes
+        probabilities."""
+        keys = count_keys(self.shape.seq_length, self.plan.layout.context)
+        return 2 * self.element_bytes * self.shape.num_attention_heads * keys
+
+    @property
+    def mask_bytes(self) -> int:
+        """Bytes, for each token of one layer, of two dropouts' masks: a byte for each element; torch.compile draws them again
+        instead."""
+        if self.plan.compilation.layers or not self.shape.hidden_dropout:
+            return 0
+        return 2 * self.stream
+
+    @property
+    def forward_bytes(self) -> int:
+        """Bytes, for each token of one layer's forward, beside products and attention.
+
+        The residual sum with its norm writes the sum and the norm's result and reads the sum before, 3*h*e, twice; the
+        activation function writes its result; masks are written.
+        """
+        return self.element_bytes * (2 * 3 * self.stream + self.shape.ffn_hidden_size) + self.mask_bytes
+
+    @property
+    def backward_bytes(self) -> int:
+        """As forward_bytes. Backward reads the saved sum and its gradient, and writes the new gradient, twice; reads the
+        activation function's saved input and writes its gradient; and reads the masks."""
+        return self.element_bytes * (2 * 3 * self.stream + 2 * self.shape.fc1_width) + self.mask_bytes
+
+
+def _list_parts(work: _Work) -> Iterator[Part]:
     """Forward and backward of layers and loss, in the order of a step, and what is computed again."""
-    shape, layers, each, model = plan.rank_shape, len(plan.stage.layers), element_bytes(plan.precision), plan.args.model
-    tokens, hidden = sequences * shape.seq_length, shape.hidden_size
-    stream = hidden // (
-        plan.layout.tensor if plan.layout.sequence_parallel else 1
-    )  # of a token, what this rank has between
-    # does attention write its scores down, because it was told to or because no fused kernel fits?
-    masked = plan.args.data.reset_attention_mask
-    kernel, _ = predict_attention_kernel(shape, plan.precision, plan.device, model.attention_backend, masked)
-    stored = kernel != FUSED
-    linear, attention = count_linear_flops(shape, sequences), attention_flops(shape, sequences, causal=not stored)
-    # a context parallel rank's queries meet the keys of whole sequences
-    attention *= plan.layout.context
-    # the two products of a layer's forward pass; a fused kernel leaves out the half that the mask hides
-    half = "" if stored else "/2"
-    ranks = f" / {plan.layout.context} ranks" if plan.layout.context > 1 else ""
-    scores = f"{count(sequences)} sequences x 4 x {count(plan.shape.seq_length)}^2{half} x {count(shape.attention_width)}{ranks}"
-    # per token of one layer's forward, if scores are written down: the softmax reads them and writes probabilities
-    score_bytes = 2 * each * shape.num_attention_heads * count_keys(shape.seq_length, plan.layout.context)
-    # two dropouts: a byte for each element; torch.compile draws them again instead
-    mask_bytes = 0 if plan.compilation.layers or not shape.hidden_dropout else 2 * stream
-    # the residual sum with its norm writes the sum and the norm's result and reads the sum before, 3*h*e, twice; the
-    # activation function writes its result; masks are written
-    forward = each * (2 * 3 * stream + shape.ffn_hidden_size) + mask_bytes
+    yield _count_products(work)
+    yield from _list_attention(work)
+    name = "norms, activations, dropout"
+    per_token = work.forward_bytes + work.backward_bytes
+    yield _move(name, work, work.layers, per_token, 1 - work.forward_bytes / per_token)
+    if work.plan.stage.is_last:
+        yield _move_logits(work)
+    yield from _list_recomputed(work)
 
-    def move(name: str, elements: int, num_bytes: int, of_what: str, in_backward: float) -> Part:
-        return Part(name, MEMORY, elements * num_bytes, f"{of_what} x {count(num_bytes)} bytes", in_backward)
 
-    output = count_output_flops(shape, sequences) if plan.stage.is_last else 0
-    products = FORWARD_AND_BACKWARD * (layers * linear + output)
-    formula = f"6 x {count(tokens)} tokens x {count(products // (6 * tokens))} weights"
-    yield Part("matrix products", COMPUTE, products, formula, 2 / 3)
-    times = STORED_SCORES if stored else FUSED_ATTENTION
-    yield Part("attention", COMPUTE, times * layers * attention, f"{times} x {layers} layers x {scores}", 1 - 1 / times)
-    of_tokens = f"{layers} layers x {count(tokens)} tokens"
-    if stored:  # beside forward, backward reads the probabilities and their gradients, and writes those of the scores
-        yield move("attention's scores", layers * tokens, score_bytes * 5 // 2, of_tokens, 3 / 5)
-    # backward reads the saved sum and its gradient, and writes the new gradient, twice; reads the activation function's
-    # saved input and writes its gradient; and reads the masks
-    per_token = forward + each * (2 * 3 * stream + 2 * shape.fc1_width) + mask_bytes
-    yield move("norms, activations, dropout", layers * tokens, per_token, of_tokens, 1 - forward / per_token)
-    # forward reads the logits that the product has written; backward reads them again and writes their gradients
-    if plan.stage.is_last:
-        yield move("loss", tokens, 3 * each * shape.padded_vocab_size, f"{count(tokens)} tokens", 2 / 3)
+def _count_products(work: _Work) -> Part:
+    """The linear layers' products, and the output layer's."""
+    output = count_output_flops(work.shape, work.sequences) if work.plan.stage.is_last else 0
+    products = FORWARD_AND_BACKWARD * (work.layers * count_linear_flops(work.shape, work.sequences) + output)
+    formula = f"6 x {count(work.tokens)} tokens x {count(products // (6 * work.tokens))} weights"
+    return Part("matrix products", COMPUTE, products, formula, 2 / 3)
 
-    # what is computed again takes time, but is no part of the FLOPs by which utilization is counted
-    again = plan.recomputed_layers * len(plan.stage.chunks)
-    attended = layers if stored and model.recompute_granularity == "selective" else again
+
+def _list_attention(work: _Work) -> Iterator[Part]:
+    """The products with the matrix of scores, and the scores where they are written down."""
+    times = STORED_SCORES if work.writes_scores else FUSED_ATTENTION
+    formula = f"{times} x {work.layers} layers x {work.attention_formula}"
+    yield Part("attention", COMPUTE, times * work.layers * work.attention_flops, formula, 1 - 1 / times)
+    if work.writes_scores:
+        # beside forward, backward reads the probabilities and their gradients, and writes those of the scores
+        yield _move("attention's scores", work, work.layers, work.score_bytes * 5 // 2, 3 / 5)
+
+
+def _move_logits(work: _Work) -> Part:
+    """Forward reads the logits that the product has written; backward reads them again and writes their gradients."""
+    num_bytes = 3 * work.element_bytes * work.shape.padded_vocab_size
+    formula = f"{count(work.tokens)} tokens x {count(num_bytes)} bytes"
+    return Part("loss", MEMORY, work.tokens * num_bytes, formula, 2 / 3)
+
+
+def _list_recomputed(work: _Work) -> Iterator[Part]:
+    """What is computed again takes time, but is no part of the FLOPs by which utilization is counted."""
+    again = work.recomputed
+    selective = work.writes_scores and work.plan.args.model.recompute_granularity == "selective"
+    attended = work.layers if selective else again
     # torch.utils.checkpoint stops when it has what backward needs: fc2's result only if a dropout follows
-    linear -= 0 if shape.hidden_dropout else 2 * tokens * shape.ffn_hidden_size * hidden
-    formula = f"{again} layers x 2 x {count(tokens)} tokens x {count(linear // (2 * tokens))} weights"
+    linear = count_linear_flops(work.shape, work.sequences)
+    if not work.shape.hidden_dropout:
+        linear -= 2 * work.tokens * work.shape.ffn_hidden_size * work.shape.hidden_size
+    formula = f"{again} layers x 2 x {count(work.tokens)} tokens x {count(linear // (2 * work.tokens))} weights"
     yield Part("recomputed products", COMPUTE, again * linear, formula, 1.0)
-    yield Part("recomputed attention", COMPUTE, attended * attention, f"{attended} layers x {scores}", 1.0)
-    if stored:
-        of_tokens = f"{attended} layers x {count(tokens)} tokens"
-        yield move("recomputed scores", attended * tokens, score_bytes, of_tokens, 1.0)
-    of_tokens = f"{again} layers x {count(tokens)} tokens"
-    yield move("recomputed norms, activations, dropout", again * tokens, forward, of_tokens, 1.0)
+    formula = f"{attended} layers x {work.attention_formula}"
+    yield Part("recomputed attention", COMPUTE, attended * work.attention_flops, formula, 1.0)
+    if work.writes_scores:
+        yield _move("recomputed scores", work, attended, work.score_bytes, 1.0)
+    yield _move("recomputed norms, activations, dropout", work, again, work.forward_bytes, 1.0)
+
+
+def _move(name: str, work: _Work, layers: int, num_bytes: int, in_backward: float) -> Part:
+    """A part that memory bounds. num_bytes: for each token of one layer."""
+    formula = f"{layers} layers x {count(work.tokens)} tokens x {count(num_bytes)} bytes"
+    return Part(name, MEMORY, layers * work.tokens * num_bytes, formula, in_backward)
 
 
 def _update_weights(parameters: int, precision: str, gradient_bytes: int, optimizer: OptimizerArgs) -> Part:
