@@ -194,3 +194,14 @@ def test_the_fewest_recomputed_layers_are_found_with_few_predictions(layers, ben
 def test_the_peak_alone_is_that_of_the_moments(changes):
     one = plan(changes, World(size=4, local_size=4, gpus=4))
     assert measure_peak(one, H200) == predict_memory(one, H200).peak.num_bytes
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "ZeroBubble --torch-compile none"])
+@pytest.mark.parametrize("gib", [0.5, 2.0])
+def test_a_pipeline_whose_weights_cannot_be_shared_out_has_an_answer(schedule, gib):
+    """Nothing fits, and the trainer refuses sharded weights in a pipeline, a zero-bubble schedule sharded state too."""
+    stages = f"--bf16 --pipeline-model-parallel-size 2 --pipeline-schedule {schedule} --micro-batch-size 1"
+    world = World(size=4, local_size=4, gpus=4)
+    found = fit(plan(stages, world), with_memory(gib))
+    assert found.found is None and found.least.peak_bytes > found.budget_bytes
+    assert pasted(stages, found.least, world) == found.least.plan

@@ -1,7 +1,7 @@
 """A run with other flags: its memory and speed, and the flags with which it fits into a GPU."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -147,23 +147,31 @@ def find_fewest_recomputed(layers: int, measure_peak: Callable[[int], int], budg
 
 def what_if(plan: Plan, processor: Processor | None = None) -> list[Variant]:
     """Variants of the plan that differ in one thing and have another memory or time; none that the trainer refuses."""
-    m, micro_batch = plan.args.model, plan.args.training.micro_batch_size
-    sizes = ([micro_batch // 2] if micro_batch > 1 else []) + [micro_batch * 2]
-    tried: list[Changes] = [NO_RECOMPUTE, SELECTIVE, full_recompute(1, "uniform")]
-    tried += [{"micro_batch_size": size} for size in sizes]
-    tried += [PRECISIONS[name] | SUMS_AS_USUAL for name in PRECISIONS if name != plan.precision]
-    if plan.precision == "fp16":
-        tried.append({"accumulate_allreduce_grads_in_fp32": not plan.fp32_gradients})
-    if plan.precision == "bf16":
-        tried.append(SUMS_AS_USUAL | {"grad_reduce_in_bf16": plan.fp32_gradients})
-    tried.append({"optimizer": "sgd" if plan.args.optimizer.optimizer == "adam" else "adam"})
-    tried.append({"hidden_dropout": 0.0, "attention_dropout": 0.0})
-    tried += [SHARE_STATE, SHARE_WEIGHTS]
-    if m.attention_backend in ("unfused", "local"):
-        tried.append({"attention_backend": "auto"})
-    memory, time = predict_memory(plan, processor), predict_time(plan, processor) if processor else None
-    found = [build_variant(plan, processor, **changes) for changes in tried]
+    memory = predict_memory(plan, processor)
+    time = predict_time(plan, processor) if processor else None
+    found = [build_variant(plan, processor, **changes) for changes in _list_changes(plan)]
     return [one for one in found if one and one.words and (one.memory, one.time) != (memory, time)]
+
+
+def _list_changes(plan: Plan) -> Iterator[Changes]:
+    """One change each."""
+    yield from (NO_RECOMPUTE, SELECTIVE, full_recompute(1, "uniform"))
+    micro_batch = plan.args.training.micro_batch_size
+    if micro_batch > 1:
+        yield {"micro_batch_size": micro_batch // 2}
+    yield {"micro_batch_size": micro_batch * 2}
+    for name, switches in PRECISIONS.items():
+        if name != plan.precision:
+            yield switches | SUMS_AS_USUAL
+    if plan.precision == "fp16":
+        yield {"accumulate_allreduce_grads_in_fp32": not plan.fp32_gradients}
+    if plan.precision == "bf16":
+        yield SUMS_AS_USUAL | {"grad_reduce_in_bf16": plan.fp32_gradients}
+    yield {"optimizer": "sgd" if plan.args.optimizer.optimizer == "adam" else "adam"}
+    yield {"hidden_dropout": 0.0, "attention_dropout": 0.0}
+    yield from (SHARE_STATE, SHARE_WEIGHTS)
+    if plan.args.model.attention_backend in ("unfused", "local"):
+        yield {"attention_backend": "auto"}
 
 
 # --- which flags make a run fit into a GPU
@@ -187,56 +195,114 @@ class Fit:
         return self.given.peak_bytes <= self.budget_bytes
 
 
+@dataclass(frozen=True)
+class _Target:
+    """A plan, and the memory of a GPU that it is to fit into."""
+
+    plan: Plan
+    processor: Processor
+    budget_bytes: int
+
+    @property
+    def layers(self) -> int:
+        return self.plan.shape.num_layers
+
+    @property
+    def micro_batches(self) -> list[int]:
+        """Sizes that divide each rank's share of the global batch, which stays; the largest first."""
+        share = self.plan.batch.final // self.plan.layout.data
+        return [size for size in range(share, 0, -1) if share % size == 0]
+
+    def change_to_fit(self, micro_batch: int, changes: Changes) -> Variant | None:
+        """The plan with these changes; None if the trainer refuses them or it does not fit."""
+        one = build_variant(self.plan, self.processor, micro_batch_size=micro_batch, **changes)
+        return one if one is not None and one.peak_bytes <= self.budget_bytes else None
+
+    def is_accepted(self, changes: Changes) -> bool:
+        """Whether the trainer takes the plan with these changes."""
+        return change_plan(self.plan, changes) is not None
+
+
 def fit(plan: Plan, processor: Processor, margin: float = MARGIN) -> Fit:
     """The cheapest recomputation that fits with some micro-batch, and the largest micro-batch that fits with it.
 
     The global batch stays, so a micro-batch must divide each rank's share of it. Where nothing fits, a change of training
     on top of what needs least; none of the model, which would be another one.
     """
-    budget, layers = int((processor.memory_gib or 0) * GIB * (1 - margin)), plan.shape.num_layers
+    budget = int((processor.memory_gib or 0) * GIB * (1 - margin))
+    target = _Target(plan, processor, budget)
     given = Variant(plan, (), (), predict_memory(plan, processor), predict_time(plan, processor))
-    share = plan.batch.final // plan.layout.data
-    sizes = [size for size in range(share, 0, -1) if share % size == 0]
-
-    def change_to_fit(micro_batch: int, changes: Changes) -> Variant | None:
-        one = build_variant(plan, processor, micro_batch_size=micro_batch, **changes)
-        return one if one is not None and one.peak_bytes <= budget else None
-
-    def measure_block(number: int) -> int:
-        """Peak in bytes with the smallest micro-batch and so many recomputed layers."""
-        mode = full_recompute(number, "block") if number else NO_RECOMPUTE
-        changed = change_plan(plan, {"micro_batch_size": sizes[-1]} | mode | shared)
-        assert changed is not None  # as with layers - 1 recomputed layers
-        return measure_peak(changed.plan, processor)
-
-    # from the least arithmetic to the most
-    block = [full_recompute(layers - 1, "block")] if layers > 1 else []
-    modes: list[Changes] = [NO_RECOMPUTE, SELECTIVE, *block, full_recompute(1, "uniform")]
-    shared: Changes = {}
-    if plan.sharding is None and plan.layout.replicas > 1 and not change_to_fit(sizes[-1], NO_RECOMPUTE):
-        shared = SHARE_STATE if change_to_fit(sizes[-1], NO_RECOMPUTE | SHARE_STATE) else SHARE_WEIGHTS
-    modes = [mode | shared for mode in modes]
-    mode = next((mode for mode in modes if change_to_fit(sizes[-1], mode)), None)
-    if mode and mode.get("recompute_method") == "block":
-        number = find_fewest_recomputed(layers - 1, measure_block, budget)
-        mode = full_recompute(number, "block") | shared
-    found = next(filter(None, (change_to_fit(size, mode) for size in sizes)), None) if mode is not None else None
-    if found:
-        return Fit(processor, budget, margin, given, found)
-    whole = (NO_RECOMPUTE, SELECTIVE, full_recompute(1, "uniform"))
-    variants = (build_variant(plan, processor, micro_batch_size=sizes[-1], **mode | shared) for mode in whole)
+    shared = _choose_sharing(target)
+    mode = _choose_recomputation(target, shared)
+    if mode is not None:
+        fitting = (target.change_to_fit(size, mode) for size in target.micro_batches)
+        return Fit(processor, budget, margin, given, next(filter(None, fitting), None))
+    smallest = target.micro_batches[-1]
+    modes = (NO_RECOMPUTE, SELECTIVE, full_recompute(1, "uniform"))
+    variants = (build_variant(plan, processor, micro_batch_size=smallest, **mode, **shared) for mode in modes)
     least = min(filter(None, variants), key=lambda one: one.peak_bytes)
+    return Fit(processor, budget, margin, given, None, least, _find_smaller_training(target, least, shared))
+
+
+def _choose_sharing(target: _Target) -> Changes:
+    """What ranks share out before anything is computed twice: nothing where it fits or cannot be, state where that is enough,
+    else weights; a pipeline's weights cannot be shared out."""
+    plan = target.plan
+    smallest = target.micro_batches[-1]
+    if plan.sharding is not None or plan.layout.replicas == 1 or target.change_to_fit(smallest, NO_RECOMPUTE):
+        return {}
+    if target.change_to_fit(smallest, NO_RECOMPUTE | SHARE_STATE):
+        return SHARE_STATE
+    for shared in (SHARE_WEIGHTS, SHARE_STATE):
+        if target.is_accepted(NO_RECOMPUTE | shared):
+            return shared
+    return {}
+
+
+def _choose_recomputation(target: _Target, shared: Changes) -> Changes | None:
+    """The least recomputation with which the smallest micro-batch fits, with what is shared; None if none does."""
+    smallest = target.micro_batches[-1]
+    # from the least arithmetic to the most
+    modes: list[Changes] = [NO_RECOMPUTE, SELECTIVE, full_recompute(1, "uniform")]
+    if target.layers > 1:
+        modes.insert(2, full_recompute(target.layers - 1, "block"))
+    for mode in modes:
+        if target.change_to_fit(smallest, mode | shared):
+            break
+    else:
+        return None
+    if mode["recompute_method"] != "block":
+        return mode | shared
+
+    def measure(number: int) -> int:
+        """Peak in bytes with so many recomputed layers."""
+        some = full_recompute(number, "block") if number else NO_RECOMPUTE
+        changed = change_plan(target.plan, {"micro_batch_size": smallest} | some | shared)
+        assert changed is not None  # as with layers - 1 recomputed layers
+        return measure_peak(changed.plan, target.processor)
+
+    number = find_fewest_recomputed(target.layers - 1, measure, target.budget_bytes)
+    return full_recompute(number, "block") | shared
+
+
+def _find_smaller_training(target: _Target, least: Variant, shared: Changes) -> Variant | None:
+    """The smallest change of precision or of the sequence's length with which what needs least fits."""
     base = {name: getattr(least.plan.args.model, name) for name in NO_RECOMPUTE} | shared
-    larger: list[Changes] = []
+    smallest = target.micro_batches[-1]
+    tried = (target.change_to_fit(smallest, base | changes) for changes in _list_smaller_trainings(target))
+    return next(filter(None, tried), None)
+
+
+def _list_smaller_trainings(target: _Target) -> Iterator[Changes]:
+    """Changes of precision, then shorter and shorter sequences."""
+    plan, has_bf16 = target.plan, target.processor.bf16
     if plan.precision == "fp32":
-        larger.append(PRECISIONS["bf16" if processor.bf16 else "fp16"] | SUMS_AS_USUAL)
-    if plan.precision == "fp32" and processor.bf16:
-        larger.append(PRECISIONS["bf16"] | SUMS_AS_USUAL | {"grad_reduce_in_bf16": True})
+        yield PRECISIONS["bf16" if has_bf16 else "fp16"] | SUMS_AS_USUAL
+    if plan.precision == "fp32" and has_bf16:
+        yield PRECISIONS["bf16"] | SUMS_AS_USUAL | {"grad_reduce_in_bf16": True}
     elif plan.fp32_gradients:
-        larger.append(SUMS_AS_USUAL | {"grad_reduce_in_bf16": plan.precision == "bf16"})
+        yield SUMS_AS_USUAL | {"grad_reduce_in_bf16": plan.precision == "bf16"}
     length = plan.shape.seq_length // 2
     while length >= SHORTEST:
-        larger.append({"seq_length": length})
+        yield {"seq_length": length}
         length //= 2
-    ways_out = (change_to_fit(sizes[-1], base | changes) for changes in larger)
-    return Fit(processor, budget, margin, given, None, least, next(filter(None, ways_out), None))
