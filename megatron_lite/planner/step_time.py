@@ -44,6 +44,7 @@ from megatron_lite.planner.traffic import (
     TENSOR,
     Exchange,
     Members,
+    Route,
     find_members,
     find_route,
     list_exchanges,
@@ -54,6 +55,7 @@ COMPUTE, MEMORY, LINK, WAIT = "compute", "memory", "link", "wait"
 UPDATE = "gradients' norm, optimizer"
 BUBBLE = "pipeline bubble"
 TIED = "tied embedding's gradients"
+GATHERING = "weight gathering, not overlapped"
 LAYER_GROUPS = {TENSOR: "tensor parallel exchange", CONTEXT: "context parallel exchange"}  # in each layer
 # Times forward's work. FlashAttention's backward pass has five products, of which one repeats forward's, where forward
 # has two (Dao 2023, FlashAttention-2, algorithm 2); with scores that are kept it has four.
@@ -403,32 +405,54 @@ def _time_state(
     route = find_route(gradients.kind, members, processor) if gradients else None
     if gradients is None or route is None:
         return
-    passes, shape = plan.batch.final // plan.samples_per_pass, plan.rank_shape
+    passes = plan.batch.final // plan.samples_per_pass
     gathered = [one for one in exchanges if one.group == DATA and one.kind == GATHER]
     gather = find_route(GATHER, members, processor)
     if gather and plan.sharding and plan.sharding.gathers_twice:
-        ms = sum(one.times * gather.milliseconds(one.num_bytes) for one in gathered)
-        ms += (passes - 1) * route.milliseconds(gradients.num_bytes)
-        exposed = max(ms - forward_ms - backward_ms, 0.0)
-        formula = f"{'; '.join(one.formula for one in [*gathered, gradients])}: {ms:.2f} ms, forward and backward overlap {min(forward_ms + backward_ms, ms):.2f}"
-        yield TimeRow("weight gathering, not overlapped", exposed, LINK, formula)
+        earlier_ms = (passes - 1) * route.milliseconds(gradients.num_bytes)
+        yield _gather_each_pass(gathered, gradients, gather, earlier_ms, forward_ms + backward_ms)
     elif gather and gathered:
-        ms = sum(gather.milliseconds(one.num_bytes) for one in gathered)
-        formula = f"{gathered[0].formula}, {gather.words}: {ms:.2f} ms; forward of one micro-batch takes {forward_ms / passes:.2f} ms at best"
-        exposed = max(ms - forward_ms / passes, 0.0)
-        if exposed:
-            yield TimeRow("weight gathering, not overlapped", exposed, LINK, formula)
-    last_ms = backward_ms / passes  # of the last micro-batch's backward
+        yield from _gather_once(gathered, gather, forward_ms / passes)
+    yield _reduce_gradients(plan, gradients, route, backward_ms / passes)
+
+
+def _gather_each_pass(
+    gathered: list[Exchange], gradients: Exchange, gather: Route, earlier_ms: float, computed_ms: float
+) -> TimeRow:
+    """Weights that are gathered for every micro-batch, and gradients of all micro-batches but the last.
+
+    Args:
+        earlier_ms: For the gradients of all micro-batches but the last.
+        computed_ms: Forward and backward of all micro-batches.
+    """
+    ms = sum(one.times * gather.milliseconds(one.num_bytes) for one in gathered) + earlier_ms
+    what = "; ".join(one.formula for one in [*gathered, gradients])
+    formula = f"{what}: {ms:.2f} ms, forward and backward overlap {min(computed_ms, ms):.2f}"
+    return TimeRow(GATHERING, max(ms - computed_ms, 0.0), LINK, formula)
+
+
+def _gather_once(gathered: list[Exchange], gather: Route, pass_ms: float) -> Iterator[TimeRow]:
+    """Weights that are gathered once a step, which forward of one micro-batch hides, in `pass_ms` at best."""
+    ms = sum(gather.milliseconds(one.num_bytes) for one in gathered)
+    if ms > pass_ms:
+        sent = f"{gathered[0].formula}, {gather.words}: {ms:.2f} ms"
+        formula = f"{sent}; forward of one micro-batch takes {pass_ms:.2f} ms at best"
+        yield TimeRow(GATHERING, ms - pass_ms, LINK, formula)
+
+
+def _reduce_gradients(plan: Plan, gradients: Exchange, route: Route, pass_ms: float) -> TimeRow:
+    """The reduction of gradients, which the last micro-batch's backward hides, in `pass_ms` at best."""
     each = gradient_bytes(plan.precision, plan.fp32_gradients) if plan.stage.is_first else 0
-    last_bytes = each * shape.padded_vocab_size * shape.hidden_size
-    whole, last = route.milliseconds(gradients.num_bytes), route.milliseconds(last_bytes)
-    in_all = f"{gradients.num_bytes / 1e9:.2f} GB of gradients, {route.words}: {whole:.2f} ms"
-    if last >= whole - last_ms:
-        why = f"the word embedding's {last_bytes / 1e6:,.0f} MB are complete only when backward ends"
+    embedding_bytes = each * plan.rank_shape.padded_vocab_size * plan.rank_shape.hidden_size
+    whole_ms = route.milliseconds(gradients.num_bytes)
+    embedding_ms = route.milliseconds(embedding_bytes)
+    if embedding_ms >= whole_ms - pass_ms:
+        why = f"the word embedding's {embedding_bytes / 1e6:,.0f} MB are complete only when backward ends"
     else:
-        why = f"backward of one micro-batch takes {last_ms:.2f} ms at best"
-    name = f"{gradients.kind}, not overlapped"
-    yield TimeRow(name, max(last, whole - last_ms), LINK, f"{in_all}; {why}")
+        why = f"backward of one micro-batch takes {pass_ms:.2f} ms at best"
+    in_all = f"{gradients.num_bytes / 1e9:.2f} GB of gradients, {route.words}: {whole_ms:.2f} ms"
+    exposed_ms = max(embedding_ms, whole_ms - pass_ms)
+    return TimeRow(f"{gradients.kind}, not overlapped", exposed_ms, LINK, f"{in_all}; {why}")
 
 
 def _list_unknown_links(exchanges: list[Exchange], members: dict[str, Members], processor: Processor) -> Iterator[str]:
