@@ -112,24 +112,53 @@ def _refuse_chunks_of_one_stage(p: ParallelArgs) -> Iterator[str]:
 def _check_pipeline_parallel(args: Args, world: World) -> Iterator[str]:
     """Mistakes among stages, and the layers that they are to share out."""
     p, layers = args.parallel, args.model.num_layers
-    stages, name = p.pipeline_model_parallel_size, f"--pipeline-model-parallel-size {p.pipeline_model_parallel_size}"
-    ends = (("first", p.decoder_first_pipeline_num_layers), ("last", p.decoder_last_pipeline_num_layers))
-    given = {f"--decoder-{end}-pipeline-num-layers": number for end, number in ends if number is not None}
+    stages = p.pipeline_model_parallel_size
     if stages <= 1:
         yield from _refuse_chunks_of_one_stage(p)
         return
+    name = f"--pipeline-model-parallel-size {stages}"
     within = max(p.tensor_model_parallel_size, 1) * max(p.context_parallel_size, 1)
     if world.size % (stages * within):
         sizes = "times tensor and context parallel sizes: does" if within > 1 else "does"
         yield f"{name}: {sizes} not divide the number of ranks, {world.size}; start a multiple of {stages * within}, or change it."
         return
+    given = _list_sizes_of_ends(p)
     counts = count_stage_layers(p, layers)
     if sum(counts) != layers or min(counts) < 1:
         left = f" without the {sum(given.values())} of {' and '.join(given)}" if given else ""
         yield f"{name}: --num-layers {layers}{left} cannot be split evenly; change one of them."
         return
+    yield from _check_chunks(p, counts, count_chunks(p, layers), given)
+    if count_chunks(p, layers) > 1:
+        yield from _check_batch_of_chunks(args, world)
+    if p.pipeline_schedule == ZERO_BUBBLE:
+        yield from _check_split_backward(args)
+    if p.use_torch_fsdp2:
+        yield (
+            f"{name} and --use-torch-fsdp2 exclude each other, as in Megatron-LM: each micro-batch would gather the weights of a stage "
+            "again; give --use-distributed-optimizer instead."
+        )
+
+
+def _list_sizes_of_ends(p: ParallelArgs) -> dict[str, int]:
+    """Numbers of layers of the first and the last stage, by their flags; only those that are given."""
+    flags = {
+        "--decoder-first-pipeline-num-layers": p.decoder_first_pipeline_num_layers,
+        "--decoder-last-pipeline-num-layers": p.decoder_last_pipeline_num_layers,
+    }
+    return {flag: number for flag, number in flags.items() if number is not None}
+
+
+def _check_chunks(p: ParallelArgs, counts: list[int], chunks: int, given: dict[str, int]) -> Iterator[str]:
+    """Mistakes among chunks of stages.
+
+    Args:
+        counts: Layers of each stage.
+        chunks: Of each stage.
+        given: Layers of the first and the last stage, by their flags.
+    """
     of_layers, of_chunks = p.num_layers_per_virtual_pipeline_stage, p.num_virtual_stages_per_pipeline_rank
-    chunks, each = count_chunks(p, layers), f"--num-layers-per-virtual-pipeline-stage {of_layers}"
+    each = f"--num-layers-per-virtual-pipeline-stage {of_layers}"
     if of_layers is not None and of_chunks is not None:
         yield f"{each} and --num-virtual-stages-per-pipeline-rank {of_chunks} say the same; drop one of them."
     elif of_layers is not None and given:
@@ -139,36 +168,40 @@ def _check_pipeline_parallel(args: Args, world: World) -> Iterator[str]:
     elif any(count % chunks for count in counts):
         numbers = " and ".join(map(str, sorted(set(counts))))
         yield f"--num-virtual-stages-per-pipeline-rank {chunks}: does not divide the {numbers} layers of the stages; change it."
-    t, samples = args.training, args.training.micro_batch_size * count_data_ranks(p, world) * stages
-    batches = (t.global_batch_size or samples // stages, *t.rampup_batch_size[:2])
-    if chunks > 1 and samples > 0 and any(batch % samples and not batch % (samples // stages) for batch in batches):
+
+
+def _check_batch_of_chunks(args: Args, world: World) -> Iterator[str]:
+    """Stages of several chunks take as many micro-batches at once as there are stages."""
+    training, stages = args.training, args.parallel.pipeline_model_parallel_size
+    one_pass = training.micro_batch_size * count_data_ranks(args.parallel, world)
+    samples = one_pass * stages
+    if samples <= 0:
+        return
+    batches = (training.global_batch_size or one_pass, *training.rampup_batch_size[:2])
+    # batches that one pass does not divide are another rule's
+    if any(batch % samples and not batch % one_pass for batch in batches):
+        also = " for it and for --rampup-batch-size" if training.rampup_batch_size else ""
         yield (
             f"--global-batch-size {batches[0]}: stages of several chunks take as many micro-batches at once as there are stages; give a "
-            f"multiple of {samples}{' for it and for --rampup-batch-size' if t.rampup_batch_size else ''}."
+            f"multiple of {samples}{also}."
         )
-    splits = {
-        "--use-distributed-optimizer": (
-            p.use_distributed_optimizer,
-            "sharded gradients are complete only in backward",
-        ),
-        "--torch-compile layers": (args.training.torch_compile == "layers", "a compiled layer's backward is one piece"),
-        "--num-virtual-stages-per-pipeline-rank": (
-            of_chunks,
-            "no order of both is known here in which no stage waits for ever",
-        ),
-        "--num-layers-per-virtual-pipeline-stage": (
-            of_layers,
-            "no order of both is known here in which no stage waits for ever",
-        ),
-    }
-    for flag, (is_given, why) in splits.items() if p.pipeline_schedule == ZERO_BUBBLE else ():
+
+
+def _check_split_backward(args: Args) -> Iterator[str]:
+    """What does not go with a schedule in which backward is split."""
+    p = args.parallel
+    no_order = "no order of both is known here in which no stage waits for ever"
+    sharded = "sharded gradients are complete only in backward"
+    compiled = "a compiled layer's backward is one piece"
+    splits = (
+        ("--use-distributed-optimizer", p.use_distributed_optimizer, sharded),
+        ("--torch-compile layers", args.training.torch_compile == "layers", compiled),
+        ("--num-virtual-stages-per-pipeline-rank", p.num_virtual_stages_per_pipeline_rank, no_order),
+        ("--num-layers-per-virtual-pipeline-stage", p.num_layers_per_virtual_pipeline_stage, no_order),
+    )
+    for flag, is_given, why in splits:
         if is_given:
             yield f"--pipeline-schedule {ZERO_BUBBLE} and {flag} exclude each other: {why}; drop one of them."
-    if p.use_torch_fsdp2:
-        yield (
-            f"{name} and --use-torch-fsdp2 exclude each other, as in Megatron-LM: each micro-batch would gather the weights of a stage "
-            "again; give --use-distributed-optimizer instead."
-        )
 
 
 def data_rules(args: Args, world: World) -> Iterator[str]:
