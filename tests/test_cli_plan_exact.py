@@ -3,6 +3,7 @@
 import io
 import json
 import pickle
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -104,6 +105,31 @@ def test_a_verdict_that_the_walk_changes_is_given_again(in_process, on_terminal,
     monkeypatch.setattr(rehearse, "rehearse", lambda plan, workspace: walked)
     assert main(["plan", "--gpu", "T4", *argv("--bf16")]) == 0
     assert "\n  does not fit in one T4: peak 20.0" in capsys.readouterr().out
+
+
+def test_what_a_search_puts_first_is_checked_by_the_walk(in_process, on_terminal, capsys):
+    assert main(["plan", "--search", "--gpu", "H200", "--gpus", "2", *argv("--bf16")]) == 0
+    answer, _, check = capsys.readouterr().out.rpartition("\n\n")
+    assert "Time against memory" in answer
+    [off] = re.findall(r"exact peak .* is ([+-][\d.]+)% off", check)
+    assert abs(float(off)) < 5 and "does not fit" not in check
+
+
+def test_a_search_waits_for_the_walk_where_it_is_asked_for(in_process, capsys, monkeypatch):
+    from megatron_lite.planner.walk import rehearse
+
+    seen = []
+    walked = replace(rehearse.rehearse(plan()), allocated_peak_bytes=200 * 2**30)
+    monkeypatch.setattr(rehearse, "rehearse", lambda plan, workspace: seen.append(plan) or walked)
+    assert (
+        main(["plan", "--search", "--exact", "--gpu", "H200", "--gpus", "2", "--json", "p.json", *argv("--bf16")]) == 0
+    )
+    found = json.loads(Path("p.json").read_text())
+    assert found["exact"]["allocated_peak_bytes"] == 200 * 2**30
+    best = found["search"]["layouts"][0]
+    layout = seen[0].layout
+    assert (layout.tensor, layout.context, layout.pipeline) == (best["tensor"], best["context"], best["pipeline"])
+    assert "it does not fit: 71.4" in capsys.readouterr().out
 
 
 def test_a_walk_that_takes_too_long_is_left(on_terminal, capsys, monkeypatch):

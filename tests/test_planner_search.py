@@ -118,11 +118,11 @@ def test_where_nothing_fits_the_least_is_named(capsys):
 
 
 @pytest.mark.parametrize(
-    "words", [["--search"], ["--search", "--gpu", "T4", "H100"], ["--search", "--gpu", "T4", "--exact"]]
+    "words", [["--search"], ["--search", "--gpu", "T4", "H100"], ["--search", "--gpu", "T4", "--inference"]]
 )
 def test_what_does_not_go_with_a_search_is_one_line(capsys, words):
     shown = run(capsys, *words)
-    assert shown == "error: --search: needs one --gpu NAME, and neither --exact, --fit nor --inference; change that.\n"
+    assert shown == "error: --search: needs one --gpu NAME, and neither --fit nor --inference; change that.\n"
 
 
 def test_the_network_decides_between_nodes(capsys, tmp_path):

@@ -14,6 +14,7 @@ from megatron_lite.cli.launcher import split_at_trainer
 from megatron_lite.cli.parser import Parser, write_json, write_text
 from megatron_lite.cli.planned_run import PlannedRun, is_script, planned_run, split_options
 from megatron_lite.config.environment import hints
+from megatron_lite.config.flags import write_flags
 from megatron_lite.config.machine import read_machine
 from megatron_lite.config.plan import Plan
 from megatron_lite.errors import UserError
@@ -23,7 +24,7 @@ from megatron_lite.planner.plan_results import Exact, PlanReport, Subject
 from megatron_lite.planner.predict_plan import NOT_WALKED, find_highest, predict_generating, predict_training
 from megatron_lite.planner.run_walk import SNAPSHOT, walk_stages, walk_step
 from megatron_lite.planner.search import Search, search
-from megatron_lite.planner.what_if import MARGIN
+from megatron_lite.planner.what_if import MARGIN, find_heaviest_stage
 from megatron_lite.report.plan_terminal import plan_lines, verdicts
 from megatron_lite.report.text import Style, get_style
 from megatron_lite.terminal import print_lines
@@ -40,15 +41,25 @@ def run(argv: list[str]):
     style = get_style(sys.stdout)
     processors = _list_processors(options)
     memory_lines: list[str] = []
-    if options.exact:
+    if options.exact and not options.search:
         report, memory_lines = _walk(options, words, found, processors, style)
     else:
         report = _predict(options, words, found, processors)
+    if options.exact and report.search and report.search.fitting:
+        report = dataclasses.replace(report, fastest=_walk_fastest(report.search, None))
+        memory_lines = _judge_fastest(report.search, report.fastest)
     written = _write_files(options, report)
     print_lines([*plan_lines(report, style, options.why), *memory_lines, *written])
-    if not (options.exact or options.inference or options.search) and can_walk_unasked(sys.stdout):
+    if _is_checked_unasked(options, report) and can_walk_unasked(sys.stdout):
         # the answer stands: where somebody looks on, the walk of the real step follows, if it takes seconds
         print_lines(check_lines(found, report))
+
+
+def _is_checked_unasked(options: argparse.Namespace, report: PlanReport) -> bool:
+    """Whether there is an estimate for the walk to check."""
+    if options.exact or options.inference:
+        return False
+    return report.search is None or len(report.search.fitting) > 0
 
 
 def _walk(
@@ -169,10 +180,10 @@ def _check(options: argparse.Namespace, rest: list[str]):
             raise UserError(f"--{name} {value:g}: must be at least 1.")
     if options.margin is not None and not 0 <= options.margin < 1:
         raise UserError(f"--margin {options.margin:g}: must be at least 0 and below 1; 0.08 is usual.")
-    if options.search and (
-        len(find_processors(options.gpu or [])) != 1 or options.exact or options.inference or options.fit
-    ):
-        raise UserError("--search: needs one --gpu NAME, and neither --exact, --fit nor --inference; change that.")
+    if options.search and (len(find_processors(options.gpu or [])) != 1 or options.inference or options.fit):
+        raise UserError("--search: needs one --gpu NAME, and neither --fit nor --inference; change that.")
+    if options.search and options.snapshot:
+        raise UserError("--snapshot: --search keeps none; give it with --exact and the flags of one layout.")
     for name, needed in (("snapshot", "exact"), ("batch", "inference"), ("context", "inference")):
         if getattr(options, name) and not getattr(options, needed):
             raise UserError(f"--{name}: needs --{needed}; add that, or leave it out.")
@@ -264,18 +275,48 @@ def can_walk_unasked(stream) -> bool:
 
 def check_lines(run: PlannedRun, report: PlanReport) -> list[str]:
     """What the walk of the real step says of an estimate that was printed already: its peak, and verdicts that change with it."""
+    try:
+        if report.search:
+            return _judge_fastest(report.search, _walk_fastest(report.search, MAX_UNASKED_S))
+        return _check_training(run, report)
+    except UserError as error:
+        return ["", *(f"  not checked: {line}" for line in error.lines)]
+
+
+def _check_training(run: PlannedRun, report: PlanReport) -> list[str]:
     training = report.training
     assert training is not None  # nothing else was asked
     processor = training.outlooks[0].processor if training.outlooks else None
     with tempfile.TemporaryDirectory() as folder:
-        try:
-            exact = walk_step(run.plan, run.flags, Path(folder) / "predicted.pickle", processor, MAX_UNASKED_S)
-        except UserError as error:
-            return ["", *(f"  not checked: {line}" for line in error.lines)]
-    off = training.memory.peak.num_bytes / exact.allocated_peak_bytes - 1
+        exact = walk_step(run.plan, run.flags, Path(folder) / "predicted.pickle", processor, MAX_UNASKED_S)
     walked = dataclasses.replace(report, training=dataclasses.replace(training, exact=exact))
     pairs = zip(verdicts(report), verdicts(walked))
     changed = [new for old, new in pairs if old.partition(":")[0] != new.partition(":")[0]]  # 'fits in one H200'
-    peak = f"exact peak {size(exact.allocated_peak_bytes)} in {exact.phase}, the estimate is {off:+.1%} off"
-    how = f"the real model and step, walked without data in {exact.seconds:.1f} s; --exact shows it"
-    return ["", f"  {peak}", f"    ({how})", *(f"  {line}" for line in changed)]
+    lines = _describe_check(training.memory.peak.num_bytes, exact, "; --exact shows it")
+    return ["", *lines, *(f"  {line}" for line in changed)]
+
+
+def _describe_check(estimate_bytes: int, exact: Exact, more: str = "") -> list[str]:
+    off = estimate_bytes / exact.allocated_peak_bytes - 1
+    return [
+        f"  exact peak {size(exact.allocated_peak_bytes)} in {exact.phase}, the estimate is {off:+.1%} off",
+        f"    (the real model and step, walked without data in {exact.seconds:.1f} s{more})",
+    ]
+
+
+def _walk_fastest(found: Search, limit_s: float | None) -> Exact:
+    """The walk of what a search prints first, on the stage that holds most. UserError where it takes more than the limit."""
+    plan = find_heaviest_stage(found.fitting[0].plan, found.processor)
+    with tempfile.TemporaryDirectory() as folder:
+        return walk_step(plan, write_flags(plan.args), Path(folder) / "predicted.pickle", found.processor, limit_s)
+
+
+def _judge_fastest(found: Search, exact: Exact) -> list[str]:
+    """Lines on the walk of what a search prints first."""
+    lines = ["", "  the fastest that fits:", *_describe_check(found.fitting[0].peak_bytes, exact)]
+    if exact.allocated_peak_bytes > found.budget_bytes:
+        over = size(exact.allocated_peak_bytes - found.budget_bytes)
+        lines.append(
+            f"  it does not fit: {over} more than there is with its margin; take a larger --margin, or another layout"
+        )
+    return lines

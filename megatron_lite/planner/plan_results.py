@@ -109,6 +109,7 @@ class PlanReport:
     training: Training | None = None
     generating: Generating | None = None
     search: Search | None = None
+    fastest: Exact | None = None  # of what the search puts first: what the walk of its heaviest stage gave
 
 
 def count_room(processor: Processor) -> int:

@@ -117,7 +117,7 @@ def as_json(report: PlanReport) -> dict[str, Any]:
         "what_if": [_variant_as_json(one) for one in training.variants],
         "fit": _fit_as_json(training.fit),
         "inference": plain(generating.prediction) if generating else None,
-        "exact": plain(training.exact),
+        "exact": plain(report.fastest or training.exact),
         "search": _search_as_json(report.search),
         "stages": [] if generating else [_stage_as_json(one) for one in training.stages],
         "hints": plain(subject.hints),
