@@ -152,23 +152,36 @@ class Layout:
 
     def _room(self, size: int, pool: str, allocation: Allocation) -> Segment | None:
         """Make a free block of at least `size` bytes; returns the new segment."""
-        free, page = self._free[pool, allocation.stream], _get_page_bytes(pool)
         number = self._arena.get((pool, allocation.stream))
         if number is None or not self.segments[number].starts:
-            total = -(-size // page) * page
-            if self._expandable:
-                self._arena[pool, allocation.stream] = len(self.segments)
-            elif size >= MIN_OWN_SEGMENT:
-                total = -(-size // LARGE_STEP) * LARGE_STEP
-            segment = Segment(self._next, total, pool, allocation.frames, [self._next], [total], [None])
-            bisect.insort(free, (total, self._next, len(self.segments)))
-            self.segments.append(segment)
-            self.reserved += total
-            self._next += ARENA_DISTANCE if self._expandable else total + LARGE_STEP  # neighbors never touch
-            return segment
+            return self._reserve(size, pool, allocation)
+        self._extend(number, size, pool, allocation)
+        return None
+
+    def _reserve(self, size: int, pool: str, allocation: Allocation) -> Segment:
+        """A new segment of whole pages, all of it free."""
+        page = _get_page_bytes(pool)
+        total = -(-size // page) * page
+        if self._expandable:
+            self._arena[pool, allocation.stream] = len(self.segments)
+        elif size >= MIN_OWN_SEGMENT:
+            total = -(-size // LARGE_STEP) * LARGE_STEP
+        segment = Segment(self._next, total, pool, allocation.frames, [self._next], [total], [None])
+        bisect.insort(self._free[pool, allocation.stream], (total, self._next, len(self.segments)))
+        self.segments.append(segment)
+        self.reserved += total
+        # neighbors never touch
+        self._next += ARENA_DISTANCE if self._expandable else total + LARGE_STEP
+        return segment
+
+    def _extend(self, number: int, size: int, pool: str, allocation: Allocation) -> None:
+        """Map pages behind the last block of an expandable segment, until a free one of `size` bytes ends it."""
+        free = self._free[pool, allocation.stream]
+        page = _get_page_bytes(pool)
         segment = self.segments[number]
         has_tail = segment.holders[-1] is None
-        more = -(-(size - (segment.sizes[-1] if has_tail else 0)) // page) * page
+        missing = size - segment.sizes[-1] if has_tail else size
+        more = -(-missing // page) * page
         if has_tail:
             self._forget(free, segment, len(segment.starts) - 1, number)
             segment.sizes[-1] += more
@@ -179,7 +192,6 @@ class Layout:
         segment.size += more
         self.reserved += more
         bisect.insort(free, (segment.sizes[-1], segment.starts[-1], number))
-        return None
 
 
 def _get_page_bytes(pool: str) -> int:

@@ -163,32 +163,56 @@ def _split_layers(plan: Plan) -> Iterator[Exchange]:
     """Sums over tensor parallel ranks behind attention and MLP, and of gradients before them; where ranks share out the tokens,
     these are gathered and scattered instead."""
     shape, stage = plan.rank_shape, plan.stage
-    passes, layers = plan.batch.final // plan.samples_per_pass, len(stage.layers)
-    sequences, again = plan.args.training.micro_batch_size, plan.recomputed_layers * len(stage.chunks)
-    num_bytes, tokens = compute_hidden_bytes(shape, sequences, plan.precision), sequences * shape.seq_length
-
-    def flops_of(rows: int) -> int:
-        """FLOPs of a weight's gradient, computed while the input's gradient is summed; 0 if it is computed later."""
-        return 0 if stage.splits_backward else 2 * tokens * plan.shape.hidden_size * rows
-
+    passes = plan.batch.final // plan.samples_per_pass
+    layers = len(stage.layers)
+    again = plan.recomputed_layers * len(stage.chunks)
+    num_bytes = compute_hidden_bytes(shape, plan.args.training.micro_batch_size, plan.precision)
+    embeddings = 1 if stage.is_first else 0
+    outputs = 1 if stage.is_last else 0
     # torch.utils.checkpoint stops before the last sum of a layer unless a dropout follows
-    gathers = 2 * (layers + again) + stage.is_last
-    forward = 2 * layers + (1 + (shape.hidden_dropout > 0)) * again + stage.is_first
-    sums = SCATTER if plan.layout.sequence_parallel else REDUCE
+    sums_again = 2 if shape.hidden_dropout > 0 else 1
+    sums = REDUCE
     if plan.layout.sequence_parallel:
+        sums = SCATTER
+        gathers = 2 * (layers + again) + outputs
         yield Exchange(TENSOR, GATHER, "hidden states, forward", num_bytes, passes * gathers)
-        backward = 2 * layers + stage.is_first
+        backward = 2 * layers + embeddings
         yield Exchange(TENSOR, GATHER, "their gradients, backward", num_bytes, passes * backward)
+    forward = 2 * layers + sums_again * again + embeddings
     yield Exchange(TENSOR, sums, "hidden states, forward", num_bytes, passes * forward)
-    for rows, times in ((shape.qkv_rows, layers), (shape.fc1_width, layers), (shape.padded_vocab_size, stage.is_last)):
-        if plan.layout.sequence_parallel:  # while the input's gradient is computed
-            product = 2 * tokens * plan.shape.hidden_size * rows
-            yield Exchange(TENSOR, GATHER, "hidden states, again", num_bytes, passes * times, product)
-        yield Exchange(TENSOR, sums, "their gradients, backward", num_bytes, passes * times, flops_of(rows))
+    for rows, times in ((shape.qkv_rows, layers), (shape.fc1_width, layers), (shape.padded_vocab_size, outputs)):
+        yield from _sum_input_gradients(plan, rows, passes * times, num_bytes)
     if shape.query_group_ranks > 1:
-        wide = tokens * shape.qkv_rows * shape.query_group_ranks * element_bytes(plan.precision)
-        yield Exchange(TENSOR, GATHER, "queries, keys and values of a group", wide, passes * (layers + again))
-        yield Exchange(TENSOR, SCATTER, "their gradients", wide, passes * layers)
+        yield from _gather_query_groups(plan, passes * layers, passes * again)
+
+
+def _sum_input_gradients(plan: Plan, rows: int, times: int, num_bytes: int) -> Iterator[Exchange]:
+    """The gradient of the input of linear layers, which tensor parallel ranks add up while they compute that of the weight.
+
+    Args:
+        rows: Of the layer's weight, on one rank.
+        times: Such layers in a step.
+        num_bytes: Of the input.
+    """
+    tokens = plan.args.training.micro_batch_size * plan.rank_shape.seq_length
+    product = 2 * tokens * plan.shape.hidden_size * rows
+    sums = REDUCE
+    if plan.layout.sequence_parallel:
+        sums = SCATTER
+        # while the input's gradient is computed
+        yield Exchange(TENSOR, GATHER, "hidden states, again", num_bytes, times, product)
+    # nothing hides it where the weight's gradient is computed later
+    hidden = 0 if plan.stage.splits_backward else product
+    yield Exchange(TENSOR, sums, "their gradients, backward", num_bytes, times, hidden)
+
+
+def _gather_query_groups(plan: Plan, layers: int, again: int) -> Iterator[Exchange]:
+    """Queries, keys and values of a group that several ranks share. layers: in a step; again: those that are recomputed."""
+    shape = plan.rank_shape
+    tokens = plan.args.training.micro_batch_size * shape.seq_length
+    num_bytes = tokens * shape.qkv_rows * shape.query_group_ranks * element_bytes(plan.precision)
+    yield Exchange(TENSOR, GATHER, "queries, keys and values of a group", num_bytes, layers + again)
+    yield Exchange(TENSOR, SCATTER, "their gradients", num_bytes, layers)
 
 
 def _gather_sequences(plan: Plan) -> Iterator[Exchange]:
