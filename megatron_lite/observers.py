@@ -23,7 +23,7 @@ from megatron_lite.planner.run_prediction import describe_forecast, forecast, re
 from megatron_lite.train.log import Log
 from megatron_lite.train.loop import Progress
 from megatron_lite.train.post_run_report import end_with_report, wants_report
-from megatron_lite.train.run_record import RunRecord
+from megatron_lite.train.run_record import RunRecorder
 from megatron_lite.train.step_metrics import StepMetrics
 from megatron_lite.train.trackers import Charts
 
@@ -56,7 +56,7 @@ class Observers:
         members = [WhereaboutsKeeper(where), *build_instruments(plan, run_dir, self._timeline, _log_on_every_rank)]
         prediction = record_forecast(self._prediction)
         parameters = count_parameters(plan.shape) if plan.args.model.model is None else None
-        self.record = RunRecord(plan, run_dir, parameters, self._peak_tflops, prediction)
+        self.record = RunRecorder(plan, run_dir, parameters, self._peak_tflops, prediction)
         with self.record, Instruments(members, _log_on_every_rank) as self.instruments:
             yield
 

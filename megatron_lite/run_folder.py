@@ -1,39 +1,18 @@
 """Names and formats of all that a run writes: written by the trainer, read by the analysis. No torch here.
 
-steps.jsonl: formats/step_records.py
-
-run.json: the plan with all flags, versions, hardware, telling variables, artefacts, how the run ended (status), the process
-that writes it (process: host, pids, pid, started_ticks; process_state.py knows whether it still exists), and what was predicted
-of one rank before its first step:
-    prediction: null if nothing was
-        peak_bytes, room_bytes: most that tensors hold; memory of the GPU, or of the machine on CPUs; null for unknown
-        memory: moments of a step, each with phase, where, rows of category, name, num_bytes, formula; null for unknown
-        time: the shortest possible step: gpu, rows of name, ms, bound, formula, which add up; tokens, flops_causal,
-            flops_full, peak_tflops, notes; null on CPUs and for a GPU that no table has
-        failures: why a part of it is missing
-(fields of planner/prediction.py)
-    model: null, or of a run with --model its function, file and the file's sha256; then plan.shape, parameters and prediction are unknown
-
-headers of traces: formats/trace_header.py
+run.json: formats/run_record.py; steps.jsonl: formats/step_records.py; headers of traces: formats/trace_header.py
 
 ranks.json, where a rank died, hung or failed: verdict, the line that says which; ranks: the last word of each.
 """
 
-import json
 import os
 import time
 from pathlib import Path
 
-RUN_FILE = "run.json"
+from megatron_lite.formats.run_record import RUN_FILE, RunRecord, encode_run
+
 REPORT_PAGE, REPORT_FILE = "report.html", "report.json"
 RANKS_FILE = "ranks.json"
-STEPS_BY_HAND = (
-    "steps_by_hand"  # run.json: no optimizer of torch stepped; a step ends where weights were updated by hand
-)
-# run.json of a watched script: local_ranks, of this machine, where the launcher says it; loader_workers, of its first DataLoader; clip_grad,
-# the limit of torch.nn.utils.clip_grad_norm_; host_memory_bytes, of the machine; peak_host_bytes, the most memory that the writing rank's process held
-WATCHED = "watched"
-UPDATED = "updated"  # run.json of a watched script: parameters and ranks, of what the first optimizer updates on the writing rank
 PROCESS_FOLDER = "process-"  # and its id: of a watched process without a rank that trained beside the first one
 TRACKER_FILE = "latest_checkpointed_iteration.txt"
 RELEASE = "release"  # Megatron's name for converted weights, in the tracker and as the folder
@@ -41,7 +20,6 @@ MANIFEST_FILE = "manifest.json"  # files of a checkpoint with sizes and checksum
 METADATA_FILE = ".metadata"  # where torch.distributed.checkpoint says what is where
 RECORD_FILE = "training_state.json"  # the plain values of a checkpoint
 ANNOUNCEMENT_FILE = ".committing"  # the checkpoint that is being renamed
-RUN_SCHEMA = 1
 
 
 def default_run_dir(run_dir: str | None, tensorboard_dir: str | None, save: str | None) -> Path:
@@ -81,9 +59,9 @@ def sync_folder(folder: Path):
         os.close(handle)
 
 
-def write_run(folder: Path, record: dict):
+def write_run(folder: Path, record: RunRecord):
     """Replace RUN/run.json."""
-    write_atomically(folder / RUN_FILE, json.dumps({"schema": RUN_SCHEMA, **record}, indent=1, default=str) + "\n")
+    write_atomically(folder / RUN_FILE, encode_run(record))
 
 
 def keep_previous_run(folder: Path) -> Path | None:

@@ -12,8 +12,8 @@ from launch import plan_of
 
 from megatron_lite.config.plan import Plan
 from megatron_lite.config.world import World
+from megatron_lite.formats.run_record import MemoryPrediction
 from megatron_lite.planner.memory import predict_memory
-from megatron_lite.planner.prediction import MemoryPrediction
 from megatron_lite.planner.walk.rehearse import Rehearsal, rehearse
 from megatron_lite.units import size
 

@@ -3,10 +3,10 @@
 Both are functions of an empty folder, into which they write traces, run.json and steps.jsonl, or a snapshot.
 """
 
-import dataclasses
 import json
 from pathlib import Path
 
+import msgspec
 from command_lines import plan as resolved_plan
 from snapshot_maker import LOSS, MadeSnapshot
 from trace_maker import AUTOGRAD, COMPUTE_STREAM, GLOO, MadeTrace
@@ -52,7 +52,9 @@ def pipeline_run(micro_batches: int, waits_ms: list[float], forward_ms: tuple[fl
     """A run of a rank per stage, whose typical steps of 10 ms wait so long for other stages. Four have 6 layers each."""
     stages = len(waits_ms)
     layout = {"tensor": 1, "context": 1, "data": 1, "pipeline": stages, "pipeline_rank": stages - 1}
-    plan = {"layout": layout, "stage": {"number": stages - 1, "stages": stages, "chunks": ["range(0, 6)"]}}
+    plan = {"layout": layout, "stage": {"number": stages - 1, "stages": stages, "chunks": [[0, 6]]}}
+    if stages > 1:
+        plan |= {"stages_of_ranks": list(range(stages)), "stage_layers": [6] * stages}
     lines = rank_lines(list(forward_ms) or [3.0] * stages)
     for line in lines:
         line["phases_ms"] = line["phases_ms"] | {"pipeline_wait": waits_ms}
@@ -536,6 +538,8 @@ remembered = prepared(memory)
 @prepared
 def planned(folder: Path, room_gib=80, split="", **flags):
     """Beside a trace the whole plan of 24 layers of 2048 on one GPU, or two that split them, as formulas need it."""
+    from megatron_lite.train.run_record import record_plan  # torch: not for the fast tests
+
     run(folder)
     record = json.loads((folder / "run.json").read_text())
     words = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in flags.items())
@@ -546,7 +550,7 @@ def planned(folder: Path, room_gib=80, split="", **flags):
         vocab_size=50257,
     )
     record["hardware"]["memory_bytes"] = int(room_gib * GIB)
-    (folder / "run.json").write_text(json.dumps(record | {"plan": dataclasses.asdict(plan)}, default=str))
+    (folder / "run.json").write_text(json.dumps(record | {"plan": msgspec.to_builtins(record_plan(plan))}))
 
 
 @prepared

@@ -2,11 +2,12 @@
 
 import dataclasses
 
+import msgspec
 import report_cases as cases
 
 from megatron_lite.analysis.memory.memory_results import Held, Snapshot
 from megatron_lite.analysis.run_facts import Facts
-from megatron_lite.planner.prediction import LedgerRow, MemoryPrediction, Moment, TimePrediction, TimeRow
+from megatron_lite.formats.run_record import LedgerRow, MemoryPrediction, Moment, Prediction, TimePrediction, TimeRow
 from megatron_lite.planner.run_prediction import Forecast, record_forecast
 from megatron_lite.units import GIB
 
@@ -42,9 +43,9 @@ def time() -> TimePrediction:
     return TimePrediction("H100 SXM 80 GB", rows, 16384, 10**12, 2 * 10**12, 989.5, notes)
 
 
-def record(memory: MemoryPrediction | None = None, time: TimePrediction | None = None) -> dict:
-    """run.json without its plan."""
-    return {"status": "finished", "prediction": record_forecast(Forecast(memory, time, 80 * GIB, 1))}
+def record(memory: MemoryPrediction | None = None, time: TimePrediction | None = None) -> Prediction:
+    """What run.json says was predicted."""
+    return record_forecast(Forecast(memory, time, 80 * GIB, 1))
 
 
 def measured(snapshot: Snapshot | None = None) -> Snapshot:
@@ -54,9 +55,10 @@ def measured(snapshot: Snapshot | None = None) -> Snapshot:
     return dataclasses.replace(snapshot, held=held)
 
 
-def facts(predicted: dict, device: str = "cuda", snapshots=(), ranks_seen=(), **of_run) -> Facts:
-    plan = cases.run_of().plan | {"device": device, "world": {"rank": 1, "size": 2}}
-    run = dataclasses.replace(cases.run_of(), plan=plan, record=predicted, **of_run)
+def facts(predicted: Prediction | None, device: str = "cuda", snapshots=(), ranks_seen=(), **of_run) -> Facts:
+    plan = cases.PLAN | {"device": device, "world": {"rank": 1, "size": 2}}
+    record = msgspec.structs.replace(cases.record_of(plan), prediction=predicted)
+    run = dataclasses.replace(cases.run_of(), record=record, **of_run)
     return Facts(ranks_seen=ranks_seen, ranks=None, snapshots=snapshots, run=run, gaps=())
 
 

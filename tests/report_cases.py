@@ -3,6 +3,7 @@
 import dataclasses
 import sys
 
+import msgspec
 import numpy as np
 
 from megatron_lite.analysis.findings.base import Evidence, Finding
@@ -35,6 +36,7 @@ from megatron_lite.analysis.run_facts import Facts
 from megatron_lite.analysis.time.time_results import HostSite, PhaseTime, Placing, RankTime, Span, Step, SyncSite
 from megatron_lite.analysis.trace.columns import Events, MemoryEvents, Trace
 from megatron_lite.analysis.verdict import build_verdict
+from megatron_lite.formats.run_record import RunRecord
 from megatron_lite.planner.prediction import CATEGORIES
 
 PYTHON = sys.executable
@@ -171,14 +173,21 @@ def traced_memory(name="aten::log_softmax", given=True) -> TraceMemory:
     )
 
 
+PLAN = {"shape": {"num_layers": 24, "hidden_size": 1024}, "world": {"size": 2}}
+
+
+def record_of(plan: dict | None = PLAN, status: str = "finished", **fields) -> RunRecord:
+    """What a run says of itself."""
+    return msgspec.convert({"plan": plan, "status": status, **fields}, RunRecord)
+
+
 def run_of(steps=3) -> Run:
     columns = {field.name: np.full(steps, np.nan) for field in dataclasses.fields(Steps)}
     flags = ("ordinary", "undisturbed", "profiled", "compiling", "evaluating", "saving", "skipped", "not_finite")
     columns |= {name: np.zeros(steps, bool) for name in flags} | {"phases_ms": {}, "gpu_phases_ms": {}}
     columns |= {"iterations": np.arange(1, steps + 1), "ordinary": np.arange(steps) > 0}
     columns |= {"step_ms": np.where(columns["ordinary"], 95.5, 900.0), "steps": steps, "folder": "run-1", "ranks": None}
-    plan = {"shape": {"num_layers": 24, "hidden_size": 1024}, "world": {"size": 2}}
-    columns |= {"plan": plan, "record": {"status": "finished"}, "notes": ()}
+    columns |= {"record": record_of(), "notes": ()}
     times = {"first_step_ms": 900.0, "steady_step_ms": 95.5, "profiled_step_ms": 99.0, "before_profile_ms": 95.0}
     speeds = {"tokens_per_second": 171_000.0, "mfu_causal": 0.33, "mfu_full": 0.35, "model_tflops": 326.0}
     return Run(**columns, **times, **speeds, step_spread_ms=0.7)

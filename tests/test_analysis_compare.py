@@ -7,7 +7,7 @@ import re
 
 import numpy as np
 import pytest
-from report_cases import HOSTILE, report, run_of, snapshot
+from report_cases import HOSTILE, record_of, report, run_of, snapshot
 from run_maker import PLAN, RECORD, folder, step
 from trace_maker import gpu_run
 from training_maker import gpu
@@ -204,7 +204,7 @@ def test_memory_by_category():
 
 def test_lines_are_narrow_and_harmless(tmp_path):
     a, plan = report(name=HOSTILE).facts, {"args": {"x": {"tokenizer_model": HOSTILE}}, "shape": PLAN["shape"]}
-    b = dataclasses.replace(report(name="forward").facts, run=dataclasses.replace(run_of(), plan=plan))
+    b = dataclasses.replace(report(name="forward").facts, run=dataclasses.replace(run_of(), record=record_of(plan)))
     lines = comparison_lines(compare(a, b, True, (HOSTILE, "B")), Style(), everything=True)
     assert max(map(len, lines)) <= 100 and all(line.isprintable() for line in lines) and len(lines) > 20
     json.dumps(plain(compare(a, b, True)), allow_nan=False)
@@ -313,7 +313,7 @@ def test_limits_are_exceeded_kept_or_cannot_be_told(tmp_path, capsys):
     """Ten times each: a run 8% slower, an equal one, and one so noisy that nothing can be told; also against a baseline."""
     base, baseline, table = made_with(tmp_path, "base", 100), str(tmp_path / "base.json"), tmp_path / "table.md"
     assert main(["report", base, "--no-html", "--baseline", baseline]) == 0
-    assert (tmp_path / "base.json").stat().st_size < 20_000 and "process" not in (tmp_path / "base.json").read_text()
+    assert (tmp_path / "base.json").stat().st_size < 20_000 and '"process"' not in (tmp_path / "base.json").read_text()
     codes = {}
     for kind, mean, spread in (("slow", 108, 0.5), ("equal", 100, 0.5), ("noisy", 105, 25)):
         words = ["--fail-if", "step_ms > +5%", "--markdown", str(table)]

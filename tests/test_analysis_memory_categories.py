@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-import json
 import pickle
 from itertools import product
 from pathlib import Path
@@ -18,11 +17,13 @@ from torch.nn import functional
 from megatron_lite.analysis.memory.ledger import ledger
 from megatron_lite.analysis.memory.read import SnapshotReader, analyze_snapshot, read_snapshot
 from megatron_lite.analysis.memory.record import build_record
+from megatron_lite.formats.run_record import Plan
 from megatron_lite.instruments.memory_summary import peak
 from megatron_lite.instruments.memory_tags import Place
 from megatron_lite.instruments.memory_tracker import StorageTracker
 from megatron_lite.planner.prediction import CATEGORIES
 from megatron_lite.planner.walk.rehearse import walk
+from megatron_lite.train.run_record import record_plan
 
 WIDTH, VOCABULARY, TOKENS = 64, 512, 256
 
@@ -142,7 +143,7 @@ def own(request, tmp_path_factory):
     with alone():
         quietly(line, folder / "run")
     world = dataclasses.replace(ALONE, threads=torch.get_num_threads())
-    return folder / "s.pickle", json.loads(json.dumps(dataclasses.asdict(plan_of(line, world)), default=str))
+    return folder / "s.pickle", record_plan(plan_of(line, world))
 
 
 def without_tags(snapshot: dict) -> dict:
@@ -211,5 +212,5 @@ def test_the_ledger_agrees_with_what_was_measured(own):
     assert 0 <= rows["logits and loss"].difference_bytes <= 6 * 4 * 128  # and some numbers per token
     assert 0 <= rows["moments"].difference_bytes < 1024  # and a step counter per weight
     assert abs(rows["activations"].difference_bytes) < 0.03 * rows["activations"].formula_bytes
-    for foreign in ({}, {"args": 3, "precision": None}):
+    for foreign in (Plan(), Plan(precision="bf16")):
         assert ledger(read_snapshot(path), foreign) == ()

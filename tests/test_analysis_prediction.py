@@ -8,14 +8,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import report_cases as cases
+from msgspec import structs
 from prediction_cases import GIB, facts, held, measured, memory, record, time
 from training_maker import run as write_run
 
 from megatron_lite.analysis.analyze import analyze
 from megatron_lite.analysis.memory.memory_results import OutOfMemory
-from megatron_lite.analysis.predicted import compare_prediction, predicted_memory, predicted_time
+from megatron_lite.analysis.predicted import compare_prediction, find_predicted_memory, find_predicted_time
 from megatron_lite.analysis.run.read import read_run
+from megatron_lite.analysis.run.read_record import convert_sound
 from megatron_lite.analysis.run_facts import Compared
+from megatron_lite.formats.run_record import Prediction, RunRecord, encode_run
 
 
 def of(snapshot=None, device="cuda", **parts):
@@ -23,9 +26,20 @@ def of(snapshot=None, device="cuda", **parts):
     return compare_prediction(facts(record(memory(), time()), device, snapshots, **parts))
 
 
+def write(prediction: Prediction | None) -> dict:
+    """The parts of run.json, as a reader has them."""
+    return json.loads(encode_run(RunRecord(prediction=prediction)))
+
+
+def read(values: dict) -> tuple[Prediction | None, list[str]]:
+    """(what was predicted, what of it is damaged)."""
+    found, lost = convert_sound(values, RunRecord)
+    return found.prediction, lost
+
+
 def test_a_prediction_comes_back_as_it_was_written():
-    written = json.loads(json.dumps(record(memory(), time())))
-    assert predicted_memory(written) == memory() and predicted_time(written) == time()
+    written = write(record(memory(), time()))
+    assert read(written) == (record(memory(), time()), [])
     assert written["prediction"]["peak_bytes"] == 31 * GIB
 
 
@@ -33,19 +47,22 @@ def test_a_prediction_comes_back_as_it_was_written():
     "prediction", [None, "soon", [], {}, {"memory": None, "time": None}, {"memory": {"moments": []}}]
 )
 def test_a_run_that_predicted_nothing_is_compared_with_nothing(prediction):
-    assert compare_prediction(facts({"prediction": prediction})) is None
+    assert compare_prediction(facts(read({"prediction": prediction})[0])) is None
 
 
 def test_damage_leaves_out_the_part_that_it_hits():
-    whole = json.loads(json.dumps(record(memory(), time())))
+    whole = write(record(memory(), time()))
     for change in ({"num_bytes": "many"}, {"num_bytes": math.nan}, {"num_bytes": math.inf}, {"num_bytes": None}):
         broken = copy.deepcopy(whole)
         broken["prediction"]["memory"]["moments"][0]["rows"][0] |= change
-        assert predicted_memory(broken) is None and predicted_time(broken) == time()
+        prediction, [lost] = read(broken)
+        assert find_predicted_memory(prediction) is None and find_predicted_time(prediction) == time()
+        assert lost.startswith("prediction.memory: Expected `int`")
     for change in ({"rows": []}, {"rows": 3}, {"rows": [{}]}, {"tokens": "x"}, {"notes": 1}):
         broken = copy.deepcopy(whole)
         broken["prediction"]["time"] |= change
-        assert predicted_time(broken) is None and predicted_memory(broken) == memory()
+        prediction, _ = read(broken)
+        assert find_predicted_time(prediction) is None and find_predicted_memory(prediction) == memory()
 
 
 def test_a_snapshot_is_compared_category_by_category():
@@ -107,11 +124,13 @@ def test_parts_of_a_trace_add_up_to_its_step():
 def test_a_whole_folder_is_analyzed_with_its_prediction(tmp_path):
     folder = write_run(tmp_path / "run")
     path = folder / "run.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | record(memory(), time())))
+    path.write_text(
+        json.dumps(json.loads(path.read_text()) | {"prediction": write(record(memory(), time()))["prediction"]})
+    )
     found = analyze([folder]).facts.predicted
     assert found.time.step.predicted == 50.0 and found.memory is None
     path.write_text(json.dumps(json.loads(path.read_text()) | {"prediction": None}))
-    assert read_run(folder).record["prediction"] is None and analyze([folder]).facts.predicted is None
+    assert read_run(folder).record.prediction is None and analyze([folder]).facts.predicted is None
 
 
 def test_categories_that_only_one_side_knows_stand_beside_nothing():
@@ -122,6 +141,9 @@ def test_categories_that_only_one_side_knows_stand_beside_nothing():
 
 
 def test_a_damaged_plan_costs_the_rank_only():
-    seen, plan = facts(record(memory())), {"device": "cuda", "world": 3}
-    run = replace(seen.run, plan=plan, peak_memory_bytes=np.array([33.0 * GIB]))
+    seen = facts(record(memory()))
+    damaged, lost = convert_sound({"plan": {"device": "cuda", "world": 3}}, RunRecord)
+    assert lost == ["plan.world: Expected `object`, got `int`"]
+    damaged = structs.replace(damaged, prediction=record(memory()))
+    run = replace(seen.run, record=damaged, peak_memory_bytes=np.array([33.0 * GIB]))
     assert compare_prediction(replace(seen, run=run)).memory.rank is None

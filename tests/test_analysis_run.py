@@ -317,7 +317,7 @@ def test_a_run_that_ends_while_it_is_read_was_not_killed(tmp_path, monkeypatch):
         folder(tmp_path, None, RECORD)
         return False
 
-    monkeypatch.setattr("megatron_lite.analysis.run.read.is_there", end)
+    monkeypatch.setattr("megatron_lite.analysis.run.read_record.is_there", end)
     assert read_run(tmp_path).status == "finished"
 
 

@@ -15,6 +15,7 @@ from megatron_lite.analysis.audit.audit import audit_run
 from megatron_lite.analysis.rank_facts import RankFacts
 from megatron_lite.analysis.run_facts import Facts
 from megatron_lite.analysis.verdict import build_verdict
+from megatron_lite.formats.run_record import RunRecord
 from megatron_lite.report.sections.all import run_section
 
 NAN = float("nan")
@@ -143,7 +144,7 @@ def test_confidence_needs_three_steps_alike_and_explained_and_a_possible_speed()
 
 @pytest.mark.parametrize(("steps", "window"), [(3, None), (5, "2:6"), (8, "3:9"), (15, "10:16"), (100, "10:16")])
 def test_the_window_proposed_for_a_watched_run_is_within_its_steps(steps, window):
-    watched = dataclasses.replace(cases.run_of(steps), record={"status": "finished", "command": ["python"]})
+    watched = dataclasses.replace(cases.run_of(steps), record=cases.record_of(None, command=["python"]))
     sentence = build_verdict(only(run=watched), ()).sentence
     assert "INCONCLUSIVE: no steps were profiled" in sentence
     assert (f"--steps {window}`" in sentence) == (window is not None)
@@ -172,7 +173,7 @@ def test_the_title_names_what_is_known():
     fewer = dataclasses.replace(whole, ranks_seen=whole.ranks_seen[:1], run=None)
     assert describe_run(["a.json", "b.json"], fewer) == f"a.json and 1 more: 1 of 2 ranks, {H100}"
     assert describe_run(["s.pickle"], only(snapshots=(cases.snapshot(),))) == "s.pickle: 1 snapshot"
-    odd = run_of(plan={"shape": 3, "world": "x"}, record={"hardware": []})
+    odd = run_of(record=RunRecord())
     assert describe_run(["run-2"], only(run=odd)) == "run-2"
     nameless = changed(facts(), "trace", rank=None, world_size=None)
     [seen] = changed(nameless, "time", rank=None).ranks_seen  # a process without a rank
@@ -216,11 +217,19 @@ BOUNDS = {
     "save": {"compute": 60.0, "save": 40.0},
 }
 CUT = "t.json: the JSON breaks off after byte 7; what precedes it was read"
-RUN = run_of(plan={"device": "cuda", "world": {"size": 2}}, profiled=np.array([False, True, True]))
+RUN = run_of(record=cases.record_of({"device": "cuda", "world": {"size": 2}}), profiled=np.array([False, True, True]))
 CONTRADICTIONS = {  # changes of the trace, changes of the run, what is said
     "a damaged file": ({"damage": (CUT,)}, {}, CUT),
-    "a run on a CPU": ({}, {"plan": {"device": "cpu"}}, "the run was on a CPU, and the trace holds a GPU's work"),
-    "another run": ({}, {"plan": {"device": "cuda", "world": {"size": 8}}}, "the trace is of 2 ranks, the run of 8"),
+    "a run on a CPU": (
+        {},
+        {"record": cases.record_of({"device": "cpu"})},
+        "the run was on a CPU, and the trace holds a GPU's work",
+    ),
+    "another run": (
+        {},
+        {"record": cases.record_of({"device": "cuda", "world": {"size": 8}})},
+        "the trace is of 2 ranks, the run of 8",
+    ),
     "another step time": (
         {},
         {"profiled_step_ms": 300.0, "before_profile_ms": 300.0},
@@ -249,7 +258,9 @@ def test_sources_that_say_different_things_are_doubtful():
         assert (verdict.bound, verdict.confidence) == ("data", confidence)
     assert "the trace has 50.0 ms per step of waiting for the data loader, and steps.jsonl 0.0 ms" in verdict.why
     assert (
-        verdict_of(dataclasses.replace(run_, plan={"world": {"size": 2, "rank": 1}}), rows=BOUNDS["data"]).confidence
+        verdict_of(
+            dataclasses.replace(run_, record=cases.record_of({"world": {"size": 2, "rank": 1}})), rows=BOUNDS["data"]
+        ).confidence
         == "high"
     )
     for peak_gib, confidence in ((40, "low"), (33, "high")):

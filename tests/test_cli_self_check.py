@@ -1,9 +1,9 @@
 """self-check: two runs of the same steps, and what their difference says."""
 
-import dataclasses
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
 from launch import flags
 from training_maker import ordinary_steps
@@ -16,6 +16,7 @@ from megatron_lite.config.command_line import read_command_line
 from megatron_lite.config.flags import write_flags
 from megatron_lite.config.plan import resolve
 from megatron_lite.config.world import World
+from megatron_lite.train.run_record import record_plan
 
 LAYOUT = ["--tensor-model-parallel-size", "2", "--sequence-parallel"]
 
@@ -28,10 +29,10 @@ def pretend(monkeypatch, factor: float) -> list[list[str]]:
         started.append(words)
         folder, line = Path(words[words.index("--run-dir") + 1]), read_command_line(words)
         assert line.mistakes == [] and environment["CUDA_VISIBLE_DEVICES"] == ""
-        plan = dataclasses.asdict(resolve(line.args, World(size=ranks), 128))
+        plan = msgspec.to_builtins(record_plan(resolve(line.args, World(size=ranks), 128)))
         made_run(folder, ordinary_steps(2, loss=2.0 * (factor if ranks > 1 else 1.0), grad_norm=1.0))
         record = json.loads((folder / "run.json").read_text())
-        (folder / "run.json").write_text(json.dumps(record | {"plan": plan}, default=str))
+        (folder / "run.json").write_text(json.dumps(record | {"plan": plan}))
 
     monkeypatch.setattr(self_check, "_train", write_run)
     return started

@@ -144,7 +144,7 @@ def test_without_a_snapshot_the_trace_tells_the_peak():
     ],
 )
 def test_a_failed_or_killed_run_says_so_first_and_why(status, how, why):
-    run = dataclasses.replace(cases.run_of(), record={"status": status})
+    run = dataclasses.replace(cases.run_of(), record=cases.record_of(status=status))
     shown = text(cases.report(ranks_seen=(), snapshots=(), ranks=None, ledger=(), run=run))
     assert re.search(rf"  The run (was )?{how} after 3 steps. 95.5 ms per step", shown)
     assert f"3 steps, {how}\n" in shown and why in shown
@@ -153,7 +153,7 @@ def test_a_failed_or_killed_run_says_so_first_and_why(status, how, why):
 def test_which_rank_died_is_told_once():
     line = "rank 1 died (process 7 on there is gone)"
     for status in ("failed: RanksError: " + line, "failed: ZeroDivisionError: by zero", "running"):
-        failed = dataclasses.replace(cases.run_of(), record={"status": status}, verdict_on_ranks=line)
+        failed = dataclasses.replace(cases.run_of(), record=cases.record_of(status=status), verdict_on_ranks=line)
         assert text(cases.report(run=failed)).count(line) == 1
 
 

@@ -12,11 +12,11 @@ from megatron_lite.analysis.analyze import analyze
 from megatron_lite.analysis.audit.audit import audit_run
 from megatron_lite.analysis.findings.rules import RULES, get_page
 from megatron_lite.analysis.torch_words import FILE, in_torch_words, list_torch_words, names_flag
+from megatron_lite.formats.run_record import RUN_FILE
 from megatron_lite.report.json_file import json_text
 from megatron_lite.report.sections.all import build_limitations
 from megatron_lite.report.terminal import terminal_lines
 from megatron_lite.report.text import Style
-from megatron_lite.run_folder import RUN_FILE
 
 TRIGGERS = [*((code, case[0]) for code, case in CASES.items()), *MORE_TRIGGERS]
 
@@ -126,7 +126,7 @@ def test_the_memory_of_a_foreign_trace_names_no_flag(tmp_path):
     report = analyze([tmp_path])
     said = " ".join(terminal_lines(report, Style(), True))
     assert not names_flag(re.sub(r"with --all", "", said))
-    assert report.facts.is_foreign and not dataclasses.replace(report.facts, run=None).plan
+    assert report.facts.is_foreign and not dataclasses.replace(report.facts, run=None).has_plan
 
 
 def test_a_watched_job_on_a_cpu_is_not_sent_to_device_times(tmp_path):

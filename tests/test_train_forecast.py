@@ -1,19 +1,19 @@
 """What the console and run.json say of a run's memory and speed before its first step."""
 
-import dataclasses
 import json
 
+import msgspec
 import pytest
 from command_lines import plan
 from launch import flags, plan_of, pretrain
 
 from megatron_lite.analysis.analyze import analyze
 from megatron_lite.config.world import World
+from megatron_lite.formats.run_record import RUN_FILE, Prediction
 from megatron_lite.planner import run_prediction as module
 from megatron_lite.planner.run_prediction import describe_forecast, forecast, record_forecast
 from megatron_lite.planner.what_if import MARGIN
-from megatron_lite.run_folder import RUN_FILE
-from megatron_lite.train.run_record import RunRecord
+from megatron_lite.train.run_record import RunRecorder
 from megatron_lite.units import GIB, size
 
 ON_GPUS = World(size=2, local_size=2, gpus=2)
@@ -49,7 +49,7 @@ def test_a_processor_that_no_table_has_is_given_no_speed():
 
 def test_a_run_that_only_evaluates_is_not_judged_as_training():
     seen = forecast(plan("--skip-train", ON_GPUS), H200, 1)
-    assert list(describe_forecast(seen)) == [] and record_forecast(seen)["memory"] is None
+    assert list(describe_forecast(seen)) == [] and record_forecast(seen).memory is None
 
 
 def test_the_remedy_is_a_flag_that_fits():
@@ -83,25 +83,24 @@ def test_a_broken_estimate_is_one_line(name, monkeypatch):
     assert f"  no prediction of the {what}: ZeroDivisionError: by nobody; please report it" in list(
         describe_forecast(seen)
     )
-    assert record_forecast(seen)[what] is None and len(record_forecast(seen)["failures"]) == 1
+    assert getattr(record_forecast(seen), what) is None and len(record_forecast(seen).failures) == 1
 
 
 def test_the_record_of_a_run_holds_it_with_all_its_formulas(tmp_path):
     seen = forecast(plan_of(flags()), None, GIB)
-    with RunRecord(plan_of(flags()), tmp_path, prediction=record_forecast(seen)):
+    with RunRecorder(plan_of(flags()), tmp_path, prediction=record_forecast(seen)):
         pass
     written = json.loads((tmp_path / RUN_FILE).read_text())["prediction"]
-    assert written == json.loads(json.dumps(record_forecast(seen)))
+    assert msgspec.convert(written, Prediction) == record_forecast(seen)
     assert written["peak_bytes"] == seen.memory.peak.num_bytes and written["room_bytes"] == GIB
-    names = {field.name for field in dataclasses.fields(seen.memory.peak.rows[0])}
-    assert set(written["memory"]["moments"][0]["rows"][0]) == names
+    assert set(written["memory"]["moments"][0]["rows"][0]) == {"category", "name", "num_bytes", "formula"}
 
 
 def test_the_record_names_the_cores_and_the_variables_that_matter_and_no_others(tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     monkeypatch.setenv("SOME_TOKEN", "secret")
     monkeypatch.delenv("CUDA_LAUNCH_BLOCKING", raising=False)
-    with RunRecord(plan_of(flags()), tmp_path):
+    with RunRecorder(plan_of(flags()), tmp_path):
         pass
     text = (tmp_path / RUN_FILE).read_text()
     record = json.loads(text)

@@ -161,7 +161,7 @@ def test_steps_are_those_of_the_first_optimizer(tmp_path, kind):
     assert [one["step"] for one in steps] == [*range(1, 7)] and steps_of(tmp_path) == [3, 4]
     assert all(set(one["phases_ms"]) == PHASES - {"data"} for one in steps[1:])
     record = json.loads((tmp_path / "run.json").read_text())
-    assert record["status"] == "finished" and record["command"] == sys.argv and "plan" not in record
+    assert record["status"] == "finished" and record["command"] == sys.argv and record["plan"] is None
 
 
 @pytest.mark.parametrize("kind", ["an optimizer's", "several updates", "of no optimizer"])

@@ -229,6 +229,10 @@ def run(
         "hardware": MACHINES[device] | (hardware or {}),
         "environment": environment or {},
     }
+    decided = record["plan"]
+    if "micro_batches" not in decided:
+        sharing = decided.get("layout", {}).get("data") or decided["world"]["size"]
+        decided["micro_batches"] = batch // ((ARGS | args)["micro_batch_size"] * sharing) or None
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "run.json").write_text(json.dumps(record))
     lines = (ordinary_steps() if steps is None else steps) + [{"kind": "ranks", "ranks": line} for line in ranks or []]

@@ -53,14 +53,14 @@ def describe_run(paths: Sequence[Path | str], facts: Facts) -> str:
         device = f"{one.trace.devices[0] if one.trace.devices else 'unknown device'} without its work"
     elif one:
         device = one.time.device or ("GPU" if one.time.on_gpu else "CPU")
-    elif run and isinstance(hardware := run.record.get("hardware"), dict):
-        device = str(hardware.get("device") or "")
+    elif run:
+        device = run.record.hardware.device or ""
         device = "CPU" if device == "cpu" else device
-    shape, model = facts.plan.get("shape"), ""
-    if isinstance(shape, dict) and "num_layers" in shape and "hidden_size" in shape:
-        model = f"GPT {shape['num_layers']} x {shape['hidden_size']}"
-    elif run and isinstance(own := run.record.get("model"), dict):
-        model = f"--model {own.get('function')}"
+    shape, model = facts.shape, ""
+    if shape.num_layers and shape.hidden_size:
+        model = f"GPT {shape.num_layers} x {shape.hidden_size}"
+    elif run and run.record.model is not None:
+        model = f"--model {run.record.model.function}"
     return f"{name}: {', '.join(part for part in (ranks, device, model) if part)}".removesuffix(": ")
 
 
@@ -130,7 +130,7 @@ def analyze(paths: Sequence[Path | str], say: Callable[..., None] = say_nothing)
     else:
         told = ((f"memory of {one.trace.source}", measure_trace_memory, one.trace, one.placing) for one in seen)
         facts = replace(facts, traced_memory=tuple(filter(None, [gaps.attempt(*one) for one in told])))
-    if run and run.record.get("prediction"):
+    if run and run.record.prediction is not None:
         from megatron_lite.analysis.predicted import compare_prediction
 
         facts = replace(facts, predicted=gaps.attempt("prediction", compare_prediction, facts))

@@ -16,9 +16,9 @@ from megatron_lite.analysis.run.run_results import Run
 from megatron_lite.analysis.run_facts import Facts
 from megatron_lite.analysis.trace.columns import WHOLE_GRAPH, Kind, Trace
 from megatron_lite.analysis.trace.launches import MAX_LOST, count_lost, describe_launches, find_launches
+from megatron_lite.formats.run_record import RUN_FILE
 from megatron_lite.formats.step_records import STEPS_FILE
 from megatron_lite.phases import Phase
-from megatron_lite.run_folder import RUN_FILE
 from megatron_lite.units import counted, size
 
 MAX_APART = 2.0  # trace's step / the run's own time of its profiled steps, or the other way round
@@ -59,7 +59,7 @@ def missing_gpu_work(one: RankFacts, run: Run | None) -> str:
     """Why a trace without device work is none of a CPU's job; '' where it is one, or has device work."""
     if one.time.on_gpu:
         return ""
-    trace, planned = one.trace, run.plan.get("device") if run else None
+    trace, planned = one.trace, run.plan.device if run else None
     name = trace.devices[0] if trace.devices else ""
     # what starts kernels tells more than what only copies
     launches = sorted(find_launches(trace), key=lambda found: found.work == "copy")
@@ -187,7 +187,7 @@ def _check_trace(one: RankFacts, run: Run | None) -> Iterator[str]:
         yield from _check_overlap_analysis(one)
     if run is None:
         return
-    if time.on_gpu and run.plan.get("device") == "cpu":
+    if time.on_gpu and run.plan.device == "cpu":
         yield "the run was on a CPU, and the trace holds a GPU's work"
     if trace.world_size and run.world_size and trace.world_size != run.world_size:
         yield f"the trace is of {counted(trace.world_size, 'rank')}, the run of {run.world_size}"

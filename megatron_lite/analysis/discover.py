@@ -1,6 +1,5 @@
 """What lies under the paths that a user gave: traces, memory snapshots, run folders; recognized by content."""
 
-import json
 import math
 import os
 import re
@@ -19,13 +18,15 @@ from megatron_lite.analysis.memory.snapshot_forms import (
     is_snapshot_beginning,
     read_beginning,
 )
+from megatron_lite.analysis.run.read_record import read_record
 from megatron_lite.analysis.trace.foreign import describe_foreign, is_of_torch
 from megatron_lite.analysis.trace.kineto import rank_in_name
 from megatron_lite.analysis.trace.read import NSYS_REPORTS, SQLITE_MAGIC, any_block, export_first, first_bytes
 from megatron_lite.errors import UserError
+from megatron_lite.formats.run_record import RUN_FILE
 from megatron_lite.formats.step_records import STEPS_FILE
-from megatron_lite.run_folder import PROCESS_FOLDER, RANKS_FILE, RUN_FILE, iteration_of
-from megatron_lite.shared_files import open_foreign, read_foreign
+from megatron_lite.run_folder import PROCESS_FOLDER, RANKS_FILE, iteration_of
+from megatron_lite.shared_files import open_foreign
 from megatron_lite.units import counted
 
 Ignored = list[tuple[Path, str]]  # with the reason
@@ -260,16 +261,17 @@ def _drop_rank(path: Path) -> str:
 
 def find_artefacts(run_folder: Path) -> list[Path]:
     """Files in the run's --tensorboard-dir and beside its --memory-snapshot-path that were written while it ran."""
+    record, _ = read_record(run_folder)  # reading the run itself says what is wrong with it
+    if record is None or record.plan is None or record.started is None:
+        return []
     try:
-        record = json.loads(read_foreign(run_folder / RUN_FILE))
-        started, ended = _to_seconds(record["started"]), _to_seconds(record.get("ended"))
-        args = record["plan"]["args"]
-        tensorboard, snapshot = args["watch"]["tensorboard_dir"], args["profile"]["memory_snapshot_path"]
-        recorded = args["profile"]["record_memory_history"]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return []  # reading the run itself says what is wrong with it
-    patterns = [(tensorboard, "*.pt.trace.json*")]
-    if recorded and isinstance(snapshot, str):
+        started, ended = _to_seconds(record.started), _to_seconds(record.ended)
+    except ValueError:
+        return []
+    watch, profile = (record.plan.args.get(group, {}) for group in ("watch", "profile"))
+    snapshot = profile.get("memory_snapshot_path")
+    patterns = [(watch.get("tensorboard_dir"), "*.pt.trace.json*")]
+    if profile.get("record_memory_history") and isinstance(snapshot, str):
         name = Path(snapshot)
         patterns.append((str(name.parent), f"{name.stem}*{name.suffix}"))
     found = set()

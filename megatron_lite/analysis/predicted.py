@@ -1,24 +1,20 @@
 """What a run's record predicted, held against all that was measured of the run."""
 
-from typing import Any, TypeVar
-
-import msgspec
-
 from megatron_lite.analysis.kernels.kernel_results import Role
 from megatron_lite.analysis.run_facts import Compared, ComparedMemory, ComparedTime, Facts, Predicted
+from megatron_lite.formats.run_record import MemoryPrediction, Moment, Prediction, TimePrediction
 from megatron_lite.formats.step_records import STEPS_FILE
-from megatron_lite.planner.prediction import CATEGORIES, MemoryPrediction, Moment, TimePrediction
+from megatron_lite.planner.prediction import CATEGORIES
 from megatron_lite.units import size
 
 PRODUCTS = (Role.GEMM, Role.ATTENTION)
 BOUNDS = ("compute", "memory", "link")
-Kind = TypeVar("Kind")
 
 
 def compare_prediction(facts: Facts) -> Predicted | None:
     """None for a run that predicted nothing, as those of other trainers."""
-    record = facts.run.record if facts.run else {}
-    memory, time = predicted_memory(record), predicted_time(record)
+    prediction = facts.run.record.prediction if facts.run else None
+    memory, time = find_predicted_memory(prediction), find_predicted_time(prediction)
     if memory is None and time is None:
         return None
     of_memory, notes = compare_memory(facts, memory.peak) if memory else (None, [])
@@ -45,14 +41,14 @@ def compare_memory(facts: Facts, peak: Moment) -> tuple[ComparedMemory | None, l
         of_peak = Compared("peak of tensors", peak.num_bytes, sum(measured.values()))
         found = ComparedMemory(of_peak, categories, snapshot.source, snapshot.rank, at, snapshot.peak_phase)
         return found, [] if snapshot.complete else [late]
-    if facts.plan.get("device") != "cuda":
+    if facts.plan.device != "cuda":
         why = "predicted memory is that of tensors, which a run on CPUs measures only with --record-memory-history."
         return None, [why]
     most = run.peak_memory_bytes.max(initial=0.0, where=run.peak_memory_bytes > 0) if run else 0.0  # NaN is not
     if not most:
         return None, [f"{STEPS_FILE} holds no peak of GPU memory, so the prediction cannot be compared."]
-    rank, of_peak = facts.part("world", "rank"), Compared("peak of tensors", peak.num_bytes, float(most))
-    return ComparedMemory(of_peak, (), STEPS_FILE, rank if isinstance(rank, int) else None, at, ""), []
+    rank, of_peak = facts.plan.world.rank, Compared("peak of tensors", peak.num_bytes, float(most))
+    return ComparedMemory(of_peak, (), STEPS_FILE, rank, at, ""), []
 
 
 def compare_time(facts: Facts, predicted: TimePrediction) -> ComparedTime | None:
@@ -87,21 +83,13 @@ def compare_time(facts: Facts, predicted: TimePrediction) -> ComparedTime | None
 # --- what a run's record says was predicted of it
 
 
-def _read_prediction(record: dict[str, Any], name: str, kind: type[Kind]) -> Kind | None:
-    """A part of run.json's prediction; None where it has none, or none that can be read."""
-    try:
-        return msgspec.convert(record["prediction"][name], kind, strict=False)
-    except (KeyError, TypeError, msgspec.ValidationError):
-        return None
+def find_predicted_memory(prediction: Prediction | None) -> MemoryPrediction | None:
+    """None where no moment is known."""
+    found = prediction.memory if prediction is not None else None
+    return found if found is not None and found.moments else None
 
 
-def predicted_memory(record: dict[str, Any]) -> MemoryPrediction | None:
-    """Of run.json without its plan; None where no moment is known."""
-    found = _read_prediction(record, "memory", MemoryPrediction)
-    return found if found and found.moments else None
-
-
-def predicted_time(record: dict[str, Any]) -> TimePrediction | None:
-    """Likewise; None too where no row bounds the step."""
-    found = _read_prediction(record, "time", TimePrediction)
-    return found if found and 0 < found.step_ms < float("inf") else None
+def find_predicted_time(prediction: Prediction | None) -> TimePrediction | None:
+    """None, too, where no row bounds the step."""
+    found = prediction.time if prediction is not None else None
+    return found if found is not None and 0 < found.step_ms < float("inf") else None

@@ -19,8 +19,8 @@ from megatron_lite.analysis.run.pipeline_times import PipelineTimes, measure_pip
 from megatron_lite.analysis.run.run_results import Run
 from megatron_lite.analysis.torch_words import in_torch_words
 from megatron_lite.analysis.trace.columns import Trace
+from megatron_lite.formats.run_record import Hardware, Plan, Shape, Sharding, Watched
 from megatron_lite.formats.step_records import STEPS_FILE
-from megatron_lite.run_folder import WATCHED
 from megatron_lite.thresholds import WITHOUT_CORE
 from megatron_lite.units import GIB, size
 
@@ -104,10 +104,6 @@ def measure_ordinary(run: Run | None, values: Numbers | tuple[()]) -> float | No
     return float(np.median(known)) if len(known) else None
 
 
-def _get_entry(values: Any, name: str) -> Any:
-    return values.get(name) if isinstance(values, dict) else None
-
-
 @dataclass(frozen=True)
 class Facts:
     """One run. Every part may be absent; a rule that needs it then has nothing to say."""
@@ -141,14 +137,34 @@ class Facts:
         return max(self.snapshots, key=lambda one: (one.ran_out, one.peak_bytes), default=None)
 
     @property
-    def plan(self) -> dict[str, Any]:
-        """The run's plan (flags as resolved); {} for foreign runs."""
-        return self.run.plan if self.run else {}
+    def plan(self) -> Plan:
+        """What was decided before the run started; without any field for foreign runs."""
+        return self.run.plan if self.run else Plan()
+
+    @property
+    def has_plan(self) -> bool:
+        """Whether the run says what it was asked to do."""
+        return self.plan != Plan()
+
+    @property
+    def shape(self) -> Shape:
+        """The model's sizes; without any field where they are not known."""
+        return self.plan.shape or Shape()
+
+    @property
+    def sharding(self) -> Sharding:
+        """How replicas share the model's state; without any field where each keeps all of it, or where that is not known."""
+        return self.plan.sharding or Sharding()
+
+    @property
+    def hardware(self) -> Hardware:
+        """What the run was on; without any field where it does not say."""
+        return self.run.record.hardware if self.run else Hardware()
 
     @property
     def is_watched(self) -> bool:
         """The run is of a script that is not this trainer's: its flags are unknown."""
-        return self.run is not None and "command" in self.run.record
+        return self.run is not None and self.run.record.command is not None
 
     @property
     def is_foreign(self) -> bool:
@@ -228,45 +244,31 @@ class Facts:
         """A flag as resolved ("micro_batch_size")."""
         return self.run.args.get(name) if self.run else None
 
-    def part(self, group: str, name: str) -> Any:
-        """plan[group][name]: ("world", "size"), ("shape", "hidden_size"), ("batch", "final")."""
-        return _get_entry(self.plan.get(group), name)
-
-    def number(self, group: str, name: str) -> int | None:
-        """A part of the plan that is a positive whole number."""
-        return whole(self.part(group, name))
-
-    def hardware(self, name: str) -> Any:
-        """run.json's hardware: "cpus", "memory_bytes", "threads"."""
-        return _get_entry(self.run.record.get("hardware"), name) if self.run else None
-
-    def watched(self, name: str) -> Any:
-        """run.json's "watched": "local_ranks", "loader_workers", "peak_host_bytes"."""
-        return _get_entry(self.run.record.get(WATCHED), name) if self.run else None
+    @property
+    def watched(self) -> Watched:
+        """What `megatron-lite watch` saw of the script; without any field of other runs."""
+        return (self.run.record.watched if self.run else None) or Watched()
 
     @property
     def variables(self) -> dict[str, str]:
         """Environment variables that the run wrote down."""
-        values = self.run.record.get("environment") if self.run else None
-        values = values if isinstance(values, dict) else {}
-        return {name: value for name, value in values.items() if isinstance(value, str)}
+        return self.run.record.environment if self.run else {}
 
     @property
     def compiles(self) -> bool | None:
         """Whether layers go through torch.compile, as the run decided."""
-        layers: bool | None = self.part("compilation", "layers")
-        return layers
+        return self.plan.compilation.layers
 
     @property
     def loader_workers(self) -> int | None:
         """Processes per rank, as the run decided."""
-        workers: int | None = self.plan.get("loader_workers", self.watched("loader_workers"))
-        return workers
+        planned = self.plan.loader_workers
+        return self.watched.loader_workers if planned is None else planned
 
     @property
     def on_gpu(self) -> bool | None:
-        device, one = self.plan.get("device"), self.critical
-        device = device or ("cpu" if self.hardware("device") == "cpu" else None)
+        device, one = self.plan.device, self.critical
+        device = device or ("cpu" if self.hardware.device == "cpu" else None)
         if one is not None and (one.time.on_gpu or not device):
             return one.time.on_gpu
         return device == "cuda" if device else None
@@ -274,7 +276,7 @@ class Facts:
     @property
     def local_ranks(self) -> int | None:
         """Ranks of one machine."""
-        return self.number("world", "local_size") or whole(self.watched("local_ranks"))
+        return self.plan.world.local_size or self.watched.local_ranks
 
     @property
     def has_one_rank(self) -> bool:
@@ -283,30 +285,29 @@ class Facts:
         seen = {one.rank for one in traces}
         seen |= {one.rank for one in self.snapshots} | {one.rank for one in self.traced_memory}
         sizes = [one.world_size for one in traces] + [self.ranks.world_size if self.ranks else None]
-        sizes += [self.number("world", "size"), len(self.ranks_seen)]
+        sizes += [self.plan.world.size, len(self.ranks_seen)]
         return seen <= {0, None} and max(size or 0 for size in sizes) <= 1
 
     @property
     def parameters(self) -> int | None:
-        return whole(self.run.record.get("parameters")) if self.run else None
+        return self.run.record.parameters if self.run else None
 
     @property
     def splits_model(self) -> bool:
         """Whether ranks have parts of layers or some of them, and so exchange hidden states besides gradients."""
-        return max(self.number("layout", dimension) or 1 for dimension in ("tensor", "pipeline")) > 1
+        layout = self.plan.layout
+        return (layout.tensor or 1) > 1 or (layout.pipeline or 1) > 1
 
     @property
     def micro_batches(self) -> int | None:
         """Per rank and step, after a ramp-up."""
-        num_samples, batch = whole(self.argument("micro_batch_size")), self.number("batch", "final")
-        ranks = self.number("layout", "data") or self.number("world", "size")
-        return batch // (num_samples * ranks) if num_samples and batch and ranks else None
+        return self.plan.micro_batches
 
     @property
     def micro_batch_tokens(self) -> int | None:
         """Of a rank."""
-        num_samples, length = whole(self.argument("micro_batch_size")), self.number("shape", "seq_length")
-        context = self.number("layout", "context") or 1
+        num_samples, length = whole(self.argument("micro_batch_size")), self.shape.seq_length
+        context = self.plan.layout.context or 1
         return num_samples * length // context if num_samples and length else None
 
     # --- memory: how much is left, whether a larger micro-batch fits into it, and whether it is short at all
@@ -314,7 +315,7 @@ class Facts:
     @property
     def device_bytes(self) -> int | None:
         """Memory of the run's GPU, by its own record."""
-        return whole(self.hardware("memory_bytes"))
+        return self.hardware.memory_bytes
 
     @property
     def peak(self) -> Peak | None:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from megatron_lite.cli.parser import Parser
 from megatron_lite.errors import UserError
+from megatron_lite.formats.run_record import RUN_FILE
 from megatron_lite.formats.step_records import STEPS_FILE
-from megatron_lite.run_folder import RUN_FILE
 from megatron_lite.terminal import print_lines
 from megatron_lite.units import counted, duration
 
@@ -39,14 +39,16 @@ class Follower:
 
     def look(self):
         """Read what is new. UserError where nothing of a run can be read."""
-        from megatron_lite.analysis.run.read import read_record, read_run
+        from megatron_lite.analysis.run.read import read_run
+        from megatron_lite.analysis.run.read_record import read_record
         from megatron_lite.report.live_screen import build_view
 
         stats = []
         for name in (RUN_FILE, STEPS_FILE):
             with contextlib.suppress(OSError):
                 stats.append(os.stat(self._folder / name))
-        status = read_record(self._folder)[0].get("status")
+        record, _ = read_record(self._folder)
+        status = record.status if record is not None else None
         seen = (status, *((one.st_ino, one.st_size, one.st_mtime_ns) for one in stats))
         if seen == self._seen:
             return

@@ -6,6 +6,7 @@ apart by their field "kind". In pandas: pandas.read_json("steps.jsonl", lines=Tr
 With --no-step-timeline there are no lines of ranks, and of a step only its whole time.
 """
 
+import json
 from typing import Annotated, BinaryIO, Generic, TypeVar
 
 import msgspec
@@ -123,4 +124,8 @@ _encoder = msgspec.json.Encoder()
 
 def append_record(file: BinaryIO, record: StepRecord | RanksRecord[RankInterval]) -> None:
     """Append a line to an open steps.jsonl."""
-    file.write(_encoder.encode(record) + b"\n")
+    try:
+        text = _encoder.encode(record)
+    except UnicodeEncodeError:  # half a character, in a phase's name of somebody else's loop
+        text = json.dumps(msgspec.to_builtins(record)).encode()
+    file.write(text + b"\n")

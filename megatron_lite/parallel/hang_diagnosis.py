@@ -7,12 +7,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
+
 from megatron_lite.config.layout import Layout
 from megatron_lite.config.world import World
 from megatron_lite.errors import RanksError
+from megatron_lite.formats.run_record import RUN_FILE, RunRecord
 from megatron_lite.parallel.rank_status import DEFAULT, STAGES, Operation, RankStatus, RankStore
 from megatron_lite.process_state import memory_kills, process_state
-from megatron_lite.run_folder import RANKS_FILE, RUN_FILE, write_atomically
+from megatron_lite.run_folder import RANKS_FILE, write_atomically, write_run
 from megatron_lite.shared_files import read_bounded
 from megatron_lite.units import duration
 
@@ -294,8 +297,10 @@ class HangDiagnosis:
 def end_record(folder: Path, line: str):
     """RUN/run.json says how the run ended, if nobody has said so yet."""
     path = folder / RUN_FILE
-    record = json.loads(read_bounded(path, MAX_RECORD_BYTES))
-    if record.get("status") == "running":
+    try:
+        record = msgspec.convert(json.loads(read_bounded(path, MAX_RECORD_BYTES)), RunRecord)
+    except msgspec.ValidationError:  # of somebody else
+        return
+    if record.status == "running":
         ended = time.strftime("%Y-%m-%dT%H:%M:%S%z")
-        record |= {"status": f"failed: RanksError: {line}", "ended": ended}
-        write_atomically(path, json.dumps(record, indent=1) + "\n")
+        write_run(folder, msgspec.structs.replace(record, status=f"failed: RanksError: {line}", ended=ended))

@@ -18,6 +18,7 @@ from megatron_lite.cpu_kernels.rules import (
     count_scores,
     gelu_works_in_blocks,
 )
+from megatron_lite.formats.run_record import LedgerRow, MemoryPrediction
 from megatron_lite.model.loss_rows import MAX_LOGITS, count_rows
 from megatron_lite.phases import Phase
 from megatron_lite.planner.attention_kernel import CAUSAL, FLASH_HEAD_STEP, FUSED, MATH
@@ -34,7 +35,7 @@ from megatron_lite.planner.model_size import (
     list_states,
     per_parameter,
 )
-from megatron_lite.planner.prediction import LedgerRow, ListedMoment, MemoryPrediction, sum_moment
+from megatron_lite.planner.prediction import ListedMoment, sum_moment
 from megatron_lite.units import count
 
 # rows of a ledger; gradients are workspace, the others activations

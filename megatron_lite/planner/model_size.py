@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from megatron_lite.config.layout import Stage
 from megatron_lite.config.plan import Plan
 from megatron_lite.config.shape import ModelShape
+from megatron_lite.formats.run_record import LedgerRow
 from megatron_lite.planner.hardware import CUBLAS_THREADS, Processor, cublas_workspace_bytes
-from megatron_lite.planner.prediction import LedgerRow
 from megatron_lite.units import count
 
 FP32, INT64 = 4, 8

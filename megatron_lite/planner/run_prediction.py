@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_lite.config.plan import Plan
+from megatron_lite.formats.run_record import MemoryPrediction, Prediction, TimePrediction
 from megatron_lite.planner.hardware import Processor, match_processor
 from megatron_lite.planner.memory import predict_memory
-from megatron_lite.planner.prediction import MemoryPrediction, TimePrediction
 from megatron_lite.planner.step_time import predict_time
 from megatron_lite.planner.what_if import MARGIN, find_heaviest_stage, fit
 from megatron_lite.units import GIB, count, size
@@ -98,12 +98,12 @@ def describe_forecast(seen: Forecast) -> Iterator[str]:
         yield f"  note: the predicted peak {leaves}; {seen.remedy or NO_REMEDY}."
 
 
-def record_forecast(seen: Forecast) -> dict[str, Any]:
-    """The prediction as run.json holds it; run_folder.py describes the format."""
-    return {
-        "peak_bytes": seen.memory.peak.num_bytes if seen.memory else None,
-        "room_bytes": seen.room_bytes,
-        "memory": dataclasses.asdict(seen.memory) if seen.memory else None,
-        "time": dataclasses.asdict(seen.time) if seen.time else None,
-        "failures": list(seen.failures),
-    }
+def record_forecast(seen: Forecast) -> Prediction:
+    """The prediction as run.json holds it."""
+    return Prediction(
+        peak_bytes=seen.memory.peak.num_bytes if seen.memory else None,
+        room_bytes=seen.room_bytes,
+        memory=seen.memory,
+        time=seen.time,
+        failures=seen.failures,
+    )

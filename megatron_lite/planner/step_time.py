@@ -16,10 +16,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+import msgspec
+
 from megatron_lite.config.args import OptimizerArgs
 from megatron_lite.config.layout import count_keys
 from megatron_lite.config.plan import Plan, list_stage_kinds
 from megatron_lite.config.shape import ModelShape, RankShape
+from megatron_lite.formats.run_record import TimePrediction, TimeRow
 from megatron_lite.planner.attention_kernel import FUSED, predict_attention_kernel
 from megatron_lite.planner.hardware import Processor, get_peak_tflops
 from megatron_lite.planner.model_size import (
@@ -33,7 +36,6 @@ from megatron_lite.planner.model_size import (
     gradient_bytes,
     step_flops,
 )
-from megatron_lite.planner.prediction import TimePrediction, TimeRow
 from megatron_lite.planner.traffic import (
     CONTEXT,
     DATA,
@@ -93,7 +95,8 @@ def predict_time(plan: Plan, processor: Processor) -> TimePrediction:
     formula += ", of which gradients of weights fill two thirds" if filled > 1 else ""
     bubble = TimeRow(BUBBLE, others / passes / chunks / filled, WAIT, formula)
     members = find_members(PIPELINE, plan.layout, plan.sharding, plan.world)
-    return replace(slowest, rows=(*slowest.rows, bubble, *_cross_stages(list_exchanges(plan), members, processor)))
+    crossings = _cross_stages(list_exchanges(plan), members, processor)
+    return msgspec.structs.replace(slowest, rows=(*slowest.rows, bubble, *crossings))
 
 
 def sum_micro_batches(time: TimePrediction) -> float:

@@ -10,9 +10,9 @@ from megatron_lite.config.check import RULES_WITHOUT_FILES
 from megatron_lite.config.flags import Flag, build, list_flags
 from megatron_lite.config.plan import Plan, plan_stages, resolve
 from megatron_lite.config.rules.run import data_rules
+from megatron_lite.formats.run_record import MemoryPrediction, TimePrediction
 from megatron_lite.planner.hardware import Processor
 from megatron_lite.planner.memory import measure_peak, predict_memory
-from megatron_lite.planner.prediction import MemoryPrediction, TimePrediction
 from megatron_lite.planner.step_time import predict_time
 from megatron_lite.units import GIB
 

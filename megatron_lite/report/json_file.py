@@ -28,10 +28,8 @@ COMPUTED = {
     RankTime: "idle_ms",
 }  # a property that is written, too
 OF_TRACE = ("source", "writer", "rank", "world_size", "devices", "facts")  # the fields of Trace that are written
-NOT_OF_RUN = {field.name for field in dataclasses.fields(Steps)} | {
-    "plan",
-    "record",
-}  # steps.jsonl and run.json have them
+# steps.jsonl and run.json have them
+NOT_OF_RUN = {field.name for field in dataclasses.fields(Steps)} | {"record"}
 MAX_IN_FULL = 16  # entries of one of these lists; of more only the one that the report shows is whole
 MAX_RANK_NUMBERS = 50_000  # from console lines; of more lines evenly chosen ones
 
@@ -156,6 +154,7 @@ def plain(value: Any, short: bool = False) -> Any:
 
 @functools.cache
 def _list_fields(kind: type) -> tuple[str, ...]:
-    """What is written of a dataclass; nothing of other types."""
-    names = [field.name for field in dataclasses.fields(kind)] if dataclasses.is_dataclass(kind) else []
+    """What is written of a dataclass or a Struct; nothing of other types."""
+    names: list[str] = [field.name for field in dataclasses.fields(kind)] if dataclasses.is_dataclass(kind) else []
+    names.extend(getattr(kind, "__struct_fields__", ()))
     return (*names, *([COMPUTED[kind]] if kind in COMPUTED else []))

@@ -76,12 +76,11 @@ class View:
 def build_view(run: Run, recent: RankLines | None) -> View:
     """`recent`: the last console lines. Nothing of the run's arrays is kept."""
     last = run.take_last(RECENT_STEPS)
-    speed, _ = compute_speed(run.plan, run.record, last, starts_at_first=False)
+    speed, _ = compute_speed(run.record, last, starts_at_first=False)
     now = replace(run, ranks=compute_rank_medians(recent, run.iterations[run.ordinary])) if recent else run
     facts = Facts(ranks_seen=(), ranks=compare_ranks_of_run(now), snapshots=(), run=now, gaps=())
     on_gpu, phases = _compare_phases(run, last)
-    end = run.plan.get("train_iters")
-    end = end if isinstance(end, int) and end > 0 else None
+    end = run.plan.train_iters
     iteration, left_s = int(run.iterations[-1]) if run.steps else 0, None
     step_ms = speed["steady_step_ms"] or run.steady_step_ms
     if end and step_ms:
@@ -92,8 +91,8 @@ def build_view(run: Run, recent: RankLines | None) -> View:
     return View(
         title=describe_run([run.folder], facts),
         status=run.status,
-        started=_read_time(run.record.get("started")),
-        ended=_read_time(run.record.get("ended")),
+        started=_read_time(run.record.started),
+        ended=_read_time(run.record.ended),
         iteration=iteration,
         last_iteration=end,
         left_s=left_s,
@@ -151,7 +150,7 @@ def _list_figures(run: Run, last: Steps, speed: dict[str, float | None]) -> Iter
     if len(losses):
         yield f"loss {significant(losses[-1], 4)}"
     more = {"gradient norm": last.grad_norms, "learning rate": last.next_lrs}
-    more |= {"loss scale": last.loss_scale} if run.plan.get("precision") == "fp16" else {}
+    more |= {"loss scale": last.loss_scale} if run.plan.precision == "fp16" else {}
     for name, values in more.items():
         known = values[~np.isnan(values)]
         if len(known):
@@ -194,8 +193,7 @@ def _describe_skew(ranks: Sequence[RankNow], run: Run) -> str:
 
 
 def _describe_memory(run: Run, recent: RankLines | None) -> Iterator[str]:
-    hardware = run.record.get("hardware")
-    room = hardware.get("memory_bytes") if isinstance(hardware, dict) else None
+    room = run.record.hardware.memory_bytes
     for name, what in (("peak_memory_bytes", "GPU, tensors' peak"), ("host_memory_bytes", "host")):
         table, own = getattr(recent, name, None), getattr(run, name)
         of_ranks = own[~np.isnan(own)][-1:] if table is None or np.isnan(table[-1]).all() else table[-1]
@@ -203,7 +201,7 @@ def _describe_memory(run: Run, recent: RankLines | None) -> Iterator[str]:
             continue
         least, most = float(np.nanmin(of_ranks)), float(np.nanmax(of_ranks))
         text = f"{what}: {size(most)}"
-        if name == "peak_memory_bytes" and isinstance(room, int) and room > 0:
+        if name == "peak_memory_bytes" and room:
             text += f" of {size(room)} ({percent(most / room)})"
         if len(of_ranks) > 1 and size(least) == size(most):
             text += " on each rank"

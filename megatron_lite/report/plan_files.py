@@ -4,6 +4,7 @@ import re
 from dataclasses import replace
 from typing import Any
 
+from megatron_lite.formats.run_record import MemoryPrediction
 from megatron_lite.planner.plan_results import (
     MAX_MICRO_BATCHES,
     PLAN_SCHEMA,
@@ -12,7 +13,6 @@ from megatron_lite.planner.plan_results import (
     StageOutlook,
     simulate_stages,
 )
-from megatron_lite.planner.prediction import MemoryPrediction
 from megatron_lite.planner.search import Candidate, Search, get_sizes
 from megatron_lite.planner.what_if import Fit, Variant
 from megatron_lite.report import draw, palette

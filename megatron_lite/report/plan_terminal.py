@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 
 from megatron_lite.analysis.run.pipeline_times import measure_bubble
 from megatron_lite.config.plan import Plan
+from megatron_lite.formats.run_record import MemoryPrediction
 from megatron_lite.planner.hardware import PROCESSORS, Processor
 from megatron_lite.planner.inference import InferencePrediction
 from megatron_lite.planner.plan_results import (
@@ -18,7 +19,6 @@ from megatron_lite.planner.plan_results import (
     count_room,
     simulate_stages,
 )
-from megatron_lite.planner.prediction import MemoryPrediction
 from megatron_lite.planner.step_time import Duration
 from megatron_lite.planner.what_if import Fit
 from megatron_lite.report import palette

@@ -5,21 +5,27 @@ import os
 import platform
 import time
 from pathlib import Path
+from types import TracebackType
 
+import msgspec
 import numpy as np
 import torch
 
 from megatron_lite.config.environment import TELLING_VARIABLES
+from megatron_lite.config.layout import count_stage_layers
 from megatron_lite.config.machine import read_machine
 from megatron_lite.config.plan import Plan
 from megatron_lite.errors import UserError
+from megatron_lite.formats import run_record
+from megatron_lite.formats.run_record import RUN_FILE, Hardware, Model, Prediction, Process, RunRecord
 from megatron_lite.formats.step_records import STEPS_FILE
+from megatron_lite.planner.model_size import step_flops
 from megatron_lite.process_state import identity
-from megatron_lite.run_folder import RUN_FILE, keep_previous_run, write_run
+from megatron_lite.run_folder import keep_previous_run, write_run
 from megatron_lite.user_functions import describe_source
 
 
-class RunRecord:
+class RunRecorder:
     """Writes run.json when the run starts, so that a killed run has one, and when it ends. On the last rank."""
 
     def __init__(
@@ -28,42 +34,47 @@ class RunRecord:
         run_dir: Path,
         parameters: int | None = None,
         peak_tflops: float | None = None,
-        prediction: dict | None = None,
+        prediction: Prediction | None = None,
     ):
+        """Write the record of a run that starts.
+
+        Args:
+            plan: what was decided about it.
+            run_dir: the run's folder.
+            parameters: of the whole model; None for a model of the user's own.
+            peak_tflops: of the run's GPU in its precision; None for unknown.
+            prediction: of this rank's step; None if nothing was predicted.
+        """
         self._writes, self._folder = plan.world.is_last, run_dir
         self.exit_reason: str | None = None  # why training ended before the last iteration
         self.has_begun = False  # the run was not refused: everything is built and loaded
         custom = plan.args.model.model  # a model of which only its own code knows the shape
-        artefacts = {
-            "steps": STEPS_FILE,
-            "tensorboard": plan.args.watch.tensorboard_dir,
-            "checkpoints": plan.args.checkpoint.save,
-        }
-        self._record = {
-            "status": "running",
-            "started": format_now(),
-            "process": identity(),
-            "plan": _plain(dataclasses.asdict(plan)) | ({} if custom is None else {"shape": None}),
-            "model": None if custom is None else describe_source(custom),
-            "parameters": parameters,
-            "prediction": prediction,
-            "versions": describe_versions(),
-            "hardware": {
-                **describe_device(plan.world.gpu if plan.device == "cuda" else None),
-                "peak_tflops": peak_tflops,
-            },
-            "environment": read_environment(),
-            "artefacts": {name: path for name, path in artefacts.items() if path is not None},
-        }
+        self._record = RunRecord(
+            status="running",
+            started=format_now(),
+            process=Process(**identity()),
+            plan=record_plan(plan),
+            model=None if custom is None else Model(**describe_source(custom)),
+            parameters=parameters,
+            sample_flops_causal=step_flops(plan.shape, 1, causal=True) if custom is None else None,
+            sample_flops_full=step_flops(plan.shape, 1, causal=False) if custom is None else None,
+            prediction=prediction,
+            versions=describe_versions(),
+            hardware=describe_device(plan.world.gpu if plan.device == "cuda" else None, peak_tflops),
+            environment=read_environment(),
+            artefacts=_list_artefacts(plan),
+        )
         if self._writes:
             run_dir.mkdir(parents=True, exist_ok=True)
             self._previous = keep_previous_run(run_dir)
             write_run(run_dir, self._record)
 
-    def __enter__(self):
+    def __enter__(self) -> "RunRecorder":  # noqa: PYI034 - Self came with Python 3.11
         return self
 
-    def __exit__(self, kind, error, traceback):
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
         if not self._writes:
             return
         is_refused = isinstance(error, UserError) and error.exit_code == UserError.exit_code and not self.has_begun
@@ -71,40 +82,86 @@ class RunRecord:
             # the folder is of the run before, which this one has not touched
             os.replace(self._previous, self._folder / RUN_FILE)
         else:
-            status = self.exit_reason or "finished" if error is None else f"failed: {kind.__name__}: {error}"
+            status = self.exit_reason or "finished" if error is None else f"failed: {type(error).__name__}: {error}"
             status = "interrupted" if kind is KeyboardInterrupt else status
-            write_run(self._folder, self._record | {"status": status, "ended": format_now()})
+            write_run(self._folder, msgspec.structs.replace(self._record, status=status, ended=format_now()))
 
 
-def describe_device(gpu: int | None) -> dict:
-    """The hardware that this process uses, as run.json holds it. gpu: its number; None for the CPU."""
-    cpus = {"cpus": read_machine().cores}
-    if gpu is None:
-        return cpus | {
-            "device": "cpu",
-            "processor": platform.processor() or platform.machine(),
-            "threads": torch.get_num_threads(),
-            # does this processor multiply bf16 matrices faster than fp32 ones: AVX512-BF16 or AMX
-            "bf16_products": torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported(),
-            # does oneDNN multiply fp16 matrices here: AVX512-FP16 or AMX-FP16; builds of torch without it do not
-            "fp16_products": hasattr(torch.ops.mkldnn, "_is_mkldnn_fp16_supported")
-            and torch.ops.mkldnn._is_mkldnn_fp16_supported(),
-        }
-    properties = torch.cuda.get_device_properties(gpu)
-    return cpus | {
-        "device": properties.name,
-        "memory_bytes": properties.total_memory,
-        "cuda": torch.version.cuda,
+def record_plan(plan: Plan) -> run_record.Plan:
+    """The plan as run.json holds it."""
+    has_stages = plan.layout.pipeline > 1
+    ranks = range(plan.world.size)
+    stage, layout, compilation, sharding = plan.stage, plan.layout, plan.compilation, plan.sharding
+    return run_record.Plan(
+        args=dataclasses.asdict(plan.args),
+        world=run_record.World(**dataclasses.asdict(plan.world)),
+        layout=run_record.Layout(**dataclasses.asdict(layout)),
+        stage=run_record.Stage(
+            number=stage.number,
+            stages=stage.stages,
+            chunks=tuple((chunk.start, chunk.stop) for chunk in stage.chunks),
+            splits_backward=stage.splits_backward,
+        ),
+        shape=run_record.Shape(**dataclasses.asdict(plan.shape)) if plan.args.model.model is None else None,
+        vocab_size=plan.vocab_size,
+        device=plan.device,
+        backend=plan.backend,
+        precision=plan.precision,
+        fp32_gradients=plan.fp32_gradients,
+        batch=run_record.Batch(**dataclasses.asdict(plan.batch)),
+        train_iters=plan.train_iters,
+        train_samples=plan.train_samples,
+        learning_rate=dataclasses.asdict(plan.learning_rate),
+        profile_window=(plan.profile_window.start, plan.profile_window.stop),
+        profile_ranks=sorted(plan.profile_ranks),
+        compilation=run_record.Compilation(**dataclasses.asdict(compilation)),
+        sharding=None if sharding is None else run_record.Sharding(**dataclasses.asdict(sharding)),
+        loader_workers=plan.loader_workers,
+        micro_batches=plan.batch.final // plan.samples_per_pass,
+        stages_of_ranks=tuple(layout.locate(rank).pipeline_rank for rank in ranks) if has_stages else (),
+        stage_layers=tuple(count_stage_layers(plan.args.parallel, plan.shape.num_layers)) if has_stages else (),
+    )
+
+
+def _list_artefacts(plan: Plan) -> dict[str, str]:
+    """Where the run writes what."""
+    places = {
+        "steps": STEPS_FILE,
+        "tensorboard": plan.args.watch.tensorboard_dir,
+        "checkpoints": plan.args.checkpoint.save,
     }
+    return {name: path for name, path in places.items() if path is not None}
 
 
-def _plain(value):
-    """A value with lists in place of ranges and sets, which JSON lacks."""
-    if isinstance(value, dict):
-        return {name: _plain(item) for name, item in value.items()}
-    if isinstance(value, range):
-        return [value.start, value.stop]
-    return sorted(value) if isinstance(value, frozenset) else value
+def describe_device(gpu: int | None, peak_tflops: float | None = None) -> Hardware:
+    """The hardware that this process uses.
+
+    Args:
+        gpu: its number; None for the CPU.
+        peak_tflops: of the GPU in the run's precision; None for unknown.
+    """
+    cpus = read_machine().cores
+    if gpu is None:
+        return Hardware(
+            cpus=cpus,
+            device="cpu",
+            processor=platform.processor() or platform.machine(),
+            threads=torch.get_num_threads(),
+            # AVX512-BF16 or AMX
+            bf16_products=torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported(),
+            # AVX512-FP16 or AMX-FP16, by oneDNN; builds of torch without it do not
+            fp16_products=hasattr(torch.ops.mkldnn, "_is_mkldnn_fp16_supported")
+            and torch.ops.mkldnn._is_mkldnn_fp16_supported(),
+            peak_tflops=peak_tflops,
+        )
+    properties = torch.cuda.get_device_properties(gpu)
+    return Hardware(
+        cpus=cpus,
+        device=properties.name,
+        memory_bytes=properties.total_memory,
+        cuda=torch.version.cuda,
+        peak_tflops=peak_tflops,
+    )
 
 
 def describe_versions() -> dict[str, str]:

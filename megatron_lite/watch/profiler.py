@@ -16,6 +16,7 @@ import weakref
 from multiprocessing.util import Finalize
 from pathlib import Path
 
+import msgspec
 import torch
 from msgspec import UNSET
 from torch.optim import Optimizer
@@ -23,6 +24,7 @@ from torch.utils.data import dataloader
 
 from megatron_lite.config.args import ProfileArgs
 from megatron_lite.config.machine import read_machine
+from megatron_lite.formats.run_record import Process, RunRecord, Updated, Watched
 from megatron_lite.formats.step_records import STEPS_FILE, append_record
 from megatron_lite.instruments.base import Instrument, Instruments, Window
 from megatron_lite.instruments.memory_history import CpuRecorder, CudaRecorder, MemoryHistory
@@ -34,7 +36,7 @@ from megatron_lite.instruments.torch_profiler import TorchProfiler
 from megatron_lite.phases import Phase
 from megatron_lite.process_folder import choose_process_folder, release_process_folder
 from megatron_lite.process_state import identity, read_peak_bytes
-from megatron_lite.run_folder import STEPS_BY_HAND, UPDATED, WATCHED, keep_previous_run, write_run
+from megatron_lite.run_folder import keep_previous_run, write_run
 from megatron_lite.train.run_record import describe_device, describe_versions, format_now, read_environment
 from megatron_lite.train.step_metrics import LAG
 from megatron_lite.watch.hand_updates import HandUpdates, describe_counting
@@ -92,7 +94,7 @@ class Profiler:
         self._leader: weakref.ref | None = None  # the optimizer whose steps are counted
         self._in_optimizer = self._in_backward = 0  # calls that are open: one may call another
         self._has_loader = False
-        self._watched: dict[str, float] = {}  # what run.json says of it
+        self._watched = Watched()  # what run.json says of it
         self._replaced: list[tuple[object, str, object]] = []  # of torch: where, the name, what stood there
         self._first_sign = 0.0  # of training, by time.perf_counter()
         self._losses, self._norms = StepLosses(), StepNorms()
@@ -194,13 +196,13 @@ class Profiler:
         if self.rank == 0:
             status = "finished" if error is None else f"failed: {type(error).__name__}: {error}"
             status = "interrupted" if isinstance(error, KeyboardInterrupt) else self._gave_up or status
-            ended = {"status": status, "ended": format_now()}
             if self._norms.limit is not None:
-                self._watched["clip_grad"] = self._norms.limit
-            if (peak := read_peak_bytes()) is not None:
-                self._watched["peak_host_bytes"] = peak
-            by_hand = {STEPS_BY_HAND: True} if self._steps_by_hand else {}
-            write_run(self.folder, self._record | ended | by_hand)
+                self._watched.clip_grad = self._norms.limit
+            self._watched.peak_host_bytes = read_peak_bytes()
+            ended = msgspec.structs.replace(
+                self._record, status=status, ended=format_now(), steps_by_hand=self._steps_by_hand > 0
+            )
+            write_run(self.folder, ended)
             if (
                 self._leader is None
                 and self._finds_steps
@@ -277,7 +279,7 @@ class Profiler:
 
     def _begin_data(self, iterator):
         if not self._has_loader and threading.get_ident() == self._thread:
-            self._watched["loader_workers"] = getattr(iterator, "_num_workers", 0)
+            self._watched.loader_workers = getattr(iterator, "_num_workers", 0)
         self._has_loader = True
         self._end_step_by_hand()
         self._move(DATA)
@@ -354,7 +356,8 @@ class Profiler:
         """Record the parameters that the first optimizer updates: they tell runs of different models apart."""
         weights = {id(weight): weight.numel() for group in optimizer.param_groups for weight in group["params"]}
         size = torch.distributed.get_world_size() if self._has_others and torch.distributed.is_initialized() else 1
-        self._record[UPDATED] = {"parameters": sum(weights.values()), "ranks": size}
+        updated = Updated(parameters=sum(weights.values()), ranks=size)
+        self._record = msgspec.structs.replace(self._record, updated=updated)
         if self.rank == 0:
             write_run(self.folder, self._record)
 
@@ -433,21 +436,19 @@ class Profiler:
         self._torch_profiler = TorchProfiler(self.window, options, self.rank, cuda, self.folder, _tell)
         profilers = [] if self._makes_way else [self._torch_profiler]
         members: list[Instrument] = [*self._build_memory_instruments(cuda, size), *profilers, self._timeline]
-        self._record = {
-            "status": "running",
-            "started": format_now(),
-            "process": identity(),
-            "command": self._command,
-            "versions": describe_versions(),
-            "hardware": describe_device(torch.cuda.current_device() if cuda else None),
-            "environment": read_environment(),
-            "artefacts": {"steps": STEPS_FILE},
-            WATCHED: self._watched,
-        }
-        if local := count_local_ranks(size):
-            self._watched["local_ranks"] = local
-        if (memory := read_machine().memory_bytes) is not None:
-            self._watched["host_memory_bytes"] = memory
+        self._record = RunRecord(
+            status="running",
+            started=format_now(),
+            process=Process(**identity()),
+            command=self._command,
+            versions=describe_versions(),
+            hardware=describe_device(torch.cuda.current_device() if cuda else None),
+            environment=read_environment(),
+            artefacts={"steps": STEPS_FILE},
+            watched=self._watched,
+        )
+        self._watched.local_ranks = count_local_ranks(size)
+        self._watched.host_memory_bytes = read_machine().memory_bytes
         if self.rank == 0:
             keep_previous_run(self.folder)
             (self.folder / STEPS_FILE).unlink(missing_ok=True)

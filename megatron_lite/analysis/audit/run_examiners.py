@@ -59,7 +59,7 @@ def examine_sixteen_bits(case: Case) -> Point | list[Evidence]:
         text = "products per step: " + ", ".join(f"{in_ms(ms)} in {name}" for name, ms in used.items())
         seen.append(Evidence(text, one.where()))
         in_16_bits = sum(used.get(name, 0.0) for name in SIXTEEN_BITS)
-        if facts.plan.get("precision") in SIXTEEN_BITS and 2 * in_16_bits < total:
+        if facts.plan.precision in SIXTEEN_BITS and 2 * in_16_bits < total:
             return failed("see which operators autocast or the model leaves in fp32", *seen, code="fp32-products")
     if one is not None and (uncast := _list_uncast(one)):
         seen.append(Evidence(f"left alone: {', '.join(uncast)}", one.where()))
@@ -105,7 +105,7 @@ def _measure_formats(one: RankFacts | None) -> dict[str, float]:
 
 def _get_precision(facts: Facts) -> str | None:
     """The plan's; without one what most of the products' time is in."""
-    return facts.plan.get("precision") or next(iter(_measure_formats(facts.critical)), None)
+    return facts.plan.precision or next(iter(_measure_formats(facts.critical)), None)
 
 
 def _list_uncast(one: RankFacts) -> list[str]:
@@ -137,7 +137,7 @@ def _pair_measurements(*runs: Facts) -> Iterator[tuple[str, str, Pair | None]]:
 
 def examine_overflows(case: Case, run: Run) -> Point | list[Evidence]:
     """Skipped steps and the loss scale."""
-    precision, scales = case.facts.plan.get("precision"), run.loss_scale[run.loss_scale > 0]
+    precision, scales = case.facts.plan.precision, run.loss_scale[run.loss_scale > 0]
     if not len(scales):
         return []
     text = f"{run.skipped.sum():,} of {run.steps:,} steps skipped"
@@ -187,9 +187,11 @@ def examine_batches(case: Case) -> Point | list[Evidence]:
     if run is None or not micro_batch or not world or not len(sizes):
         return not_seen(*seen)
     wrong = _check_batches(run, sizes, micro_batch * world, traced)
-    final = facts.number("batch", "final")
-    if final and not facts.part("batch", "start") and (sizes != final).any():  # nothing ramps up
-        wrong.append(f"the plan has {final} samples per step, the steps have {sizes.min():,.0f} to {sizes.max():,.0f}")
+    batch = facts.plan.batch
+    if batch.final and not batch.start and (sizes != batch.final).any():  # nothing ramps up
+        wrong.append(
+            f"the plan has {batch.final} samples per step, the steps have {sizes.min():,.0f} to {sizes.max():,.0f}"
+        )
     if updates > 1:
         wrong.append(f"{significant(updates)} {OPTIMIZER_STEP}s per iteration in the trace")
     if wrong:
@@ -275,7 +277,7 @@ def examine_shapes(case: Case) -> Point | list[Evidence]:
         )
         if same == "not the same":
             return not_seen(*seen, record=f"how much of it is padding and what it compiles: {Record.RUN_FOLDER}")
-    length = facts.number("shape", "seq_length")
+    length = facts.shape.seq_length
     if length and run and run.steps:
         late = (run.compiling & ~run.evaluating)[1:].sum()
         text = f"every sequence has {length:,} positions; {late} of {run.steps:,} steps compiled after the first"

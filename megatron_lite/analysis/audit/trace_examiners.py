@@ -35,7 +35,7 @@ READS_ON_HOST = BETWEEN_STEPS | {Phase.OPTIMIZER_STEP.value}
 
 def examine_clock(case: Case) -> Point | list[Evidence]:
     """CUDA events of the run, or the device's own times in the trace; on a CPU the host's clock is the device's."""
-    run, one, device = case.facts.run, case.facts.critical, case.facts.plan.get("device")
+    run, one, device = case.facts.run, case.facts.critical, case.facts.plan.device
     gpu_ms = measure_ordinary(run, run.gpu_ms) if run else None
     if run is not None and gpu_ms is not None:
         number = (run.ordinary & ~np.isnan(run.gpu_ms)).sum()

@@ -385,7 +385,7 @@ def _pair_groups(a: Facts, b: Facts, whole: Pair | None) -> dict[str, Pair]:
 def _collect_notes(a: Facts, b: Facts, totals: tuple[Total, ...]) -> list[str]:
     notes = [describe_load(name, load) for name, load in _find_loads(a, b, totals).items()]
     notes += [text for name, facts in (("A", a), ("B", b)) if (text := describe_unknown_load(name, facts))]
-    if not (a.plan and b.plan):
+    if not (a.has_plan and b.has_plan):
         notes.append(
             "model and batch are known only for runs of this trainer: check yourself that both did the same work"
         )

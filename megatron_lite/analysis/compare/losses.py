@@ -55,7 +55,7 @@ def compare_losses(a: Run | None, b: Run | None) -> Losses | None:
 
 def _judge(a: Run, b: Run, iteration: int, losses: tuple[float, float], norms: tuple[float, float]) -> tuple[str, bool]:
     """(what a first step's differences say, whether that is an error)."""
-    precision = str(a.plan.get("precision"))
+    precision = str(a.plan.precision)
     if precision not in LOSS_ROUNDING:
         return "", False
     found = []
@@ -69,7 +69,7 @@ def _judge(a: Run, b: Run, iteration: int, losses: tuple[float, float], norms: t
         return f"step {iteration:,} differs in {told}: rounding in {precision}", False
     rounding = " and ".join(f"{significant(100 * expected, 1)}%" for _, _, expected in found)
     much = f"step {iteration:,} differs in {told}, where rounding in {precision} makes {rounding}"
-    if _drops(a) and (a.plan["args"].get("parallel"), a.world_size) != (b.plan["args"].get("parallel"), b.world_size):
+    if _drops(a) and (a.plan.args.get("parallel"), a.world_size) != (b.plan.args.get("parallel"), b.world_size):
         return (
             f"{much}: dropout draws other masks on another layout; --hidden-dropout 0 --attention-dropout 0 for a precise comparison",
             False,
@@ -81,19 +81,14 @@ def _judge(a: Run, b: Run, iteration: int, losses: tuple[float, float], norms: t
 
 def _mean_the_same(a: Run, b: Run) -> bool:
     """By the flags that decide the numbers."""
-    if (
-        not a.plan.get("args")
-        or a.args.get("seed") != b.args.get("seed")
-        or a.plan.get("precision") != b.plan.get("precision")
-    ):
+    if not a.plan.args or a.args.get("seed") != b.args.get("seed") or a.plan.precision != b.plan.precision:
         return False
     sides = [[_list_deciding(run, group, but) for group, but in DECIDING.items()] for run in (a, b)]
     return sides[0] == sides[1]
 
 
 def _list_deciding(run: Run, group: str, but: tuple[str, ...]) -> dict[str, Any]:
-    flags = run.plan["args"].get(group)
-    return {name: value for name, value in flags.items() if name not in but} if isinstance(flags, dict) else {}
+    return {name: value for name, value in run.plan.args.get(group, {}).items() if name not in but}
 
 
 def _drops(run: Run) -> bool:

@@ -1,13 +1,11 @@
 """Do two jobs that have no plan train the same model? By what their optimizers update, else by the weights in their traces."""
 
-from typing import Any
-
 import numpy as np
 
 from megatron_lite.analysis.rank_facts import RankFacts
-from megatron_lite.analysis.run_facts import Facts, whole
+from megatron_lite.analysis.run_facts import Facts
 from megatron_lite.analysis.trace.columns import Kind
-from megatron_lite.run_folder import UPDATED
+from megatron_lite.formats.run_record import Updated
 
 SAME_SHARE = 0.5  # of all shapes of weights; two of one model differ in a head or an adapter
 MIN_SHAPES = 3  # fewer say nothing
@@ -26,10 +24,10 @@ WEIGHTS = {
 
 def object_to_models(a: Facts, b: Facts) -> list[str]:
     """Why two jobs train different models, a sentence; [] if they do not, or nothing says."""
-    if a.plan and b.plan:
+    if a.has_plan and b.has_plan:
         return []
     mine, theirs = (_get_updated(facts) for facts in (a, b))
-    if mine and theirs:
+    if mine is not None and theirs is not None:
         return _compare_updated(mine, theirs)
     if a.critical is None or b.critical is None:
         return []
@@ -40,15 +38,16 @@ def object_to_models(a: Facts, b: Facts) -> list[str]:
     return [f"of {len(all_of_them)} shapes of weights in the traces {len(common)} are in both: another model"]
 
 
-def _get_updated(facts: Facts) -> dict[str, Any] | None:
-    found = facts.run.record.get(UPDATED) if facts.run else None
-    return found if isinstance(found, dict) and whole(found.get("parameters")) else None
+def _get_updated(facts: Facts) -> Updated | None:
+    return facts.run.record.updated if facts.run else None
 
 
-def _compare_updated(mine: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
-    numbers = [int(one["parameters"]) for one in (mine, theirs)]
+def _compare_updated(mine: Updated, theirs: Updated) -> list[str]:
+    numbers = [one.parameters for one in (mine, theirs) if one.parameters is not None]
+    if len(numbers) < 2:
+        return []
     ratio = max(numbers) / min(numbers)
-    ranks = [whole(one.get("ranks")) or 1 for one in (mine, theirs)]
+    ranks = [one.ranks or 1 for one in (mine, theirs)]
     # a rank may hold all of the model or its share
     shares = {1.0, *map(float, ranks), max(ranks) / min(ranks)}
     if numbers[0] == numbers[1] or any(abs(ratio / share - 1) < NEARLY_WHOLE for share in shares if share > 1):

@@ -6,6 +6,7 @@ from math import sqrt
 from statistics import fmean, variance
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from megatron_lite.analysis.compare.compare_results import Change, Flag, Pair
@@ -38,10 +39,9 @@ def flags_that_differ(a: Facts, b: Facts) -> tuple[Flag, ...]:
     sides: list[list[dict[str, Any]]] = []
     for run in (a.run, b.run):
         flags = {f"--{name.replace('_', '-')}": value for name, value in run.args.items() if name not in PLACES}
-        plain = {key: run.plan.get(key) for key in ("precision", "device", "backend")}
-        records = (run.record.get(part) for part in ("versions", "hardware", "environment"))
-        known = (record if isinstance(record, dict) else {} for record in records)
-        sides.append([flags, plain | {"ranks": run.world_size}, *known])
+        plan, record = run.plan, run.record
+        plain = {"precision": plan.precision, "device": plan.device, "backend": plan.backend, "ranks": run.world_size}
+        sides.append([flags, plain, record.versions, msgspec.to_builtins(record.hardware), record.environment])
     return tuple(
         Flag(name, _describe_value(mine.get(name)), _describe_value(theirs.get(name)))
         for mine, theirs in zip(*sides)
@@ -53,16 +53,15 @@ def flags_that_differ(a: Facts, b: Facts) -> tuple[Flag, ...]:
 def objections(a: Facts, b: Facts) -> list[str]:
     """Why the two do not do the same work, a sentence each with its flag; [] if they do or nothing says."""
     found, sizes = [], []
-    one, other = a.plan.get("shape"), b.plan.get("shape")
-    if isinstance(one, dict) and isinstance(other, dict):
+    one, other = (msgspec.to_builtins(facts.shape) for facts in (a, b))
+    if a.plan.shape is not None and b.plan.shape is not None:
         told = [
             f"{flag} {_describe_value(one[name])} against {_describe_value(other[name])}"
             for name, flag in MODEL_FLAGS.items()
-            if name in one
-            and name in other
+            if None not in (one[name], other[name])
             and one[name] != other[name]
             # tensor parallel ranks pad the vocabulary to a multiple of their own
-            and not (name == "padded_vocab_size" and a.plan.get("vocab_size") == b.plan.get("vocab_size") is not None)
+            and not (name == "padded_vocab_size" and a.plan.vocab_size == b.plan.vocab_size is not None)
         ]
         found += [f"{', '.join(told)}: another model"] if told else []
     for run in (a.run, b.run):

@@ -110,7 +110,7 @@ def _advise_on_tail(facts: Facts) -> tuple[str, tuple[str, ...]]:
         smaller = (whole(facts.argument("ddp_bucket_size")) or DEFAULT_BUCKET) // 4
         flags.append(f"--ddp-bucket-size {max(1, smaller)}")
         ways.append(f"smaller buckets ({flags[-1]})")
-    takes_it = not facts.plan or facts.plan.get("precision") == "bf16"
+    takes_it = not facts.has_plan or facts.plan.precision == "bf16"
     if takes_it and not facts.argument("grad_reduce_in_bf16"):
         flags.append(BF16_REDUCTION)
         ways.append(f"16-bit reduction ({BF16_REDUCTION})")
@@ -126,14 +126,14 @@ LARGER_UNITS = "shard larger units: one fully_shard (FSDP's wrapping policy) aro
 
 def _has_no_buckets(facts: Facts) -> bool:
     """Whether replicas share out state, by the run's plan, or by the names in the trace of another job."""
-    if facts.plan or facts.critical is None:
-        return bool(facts.plan.get("sharding"))
+    if facts.has_plan or facts.critical is None:
+        return facts.plan.sharding is not None
     return is_fully_sharded(facts.critical.trace) is True
 
 
 def _advise_shards(facts: Facts) -> tuple[str, tuple[str, ...]]:
     """What replicas that shard state can do where buckets would help others: they have none, but reduce layer by layer."""
-    if facts.part("sharding", "gathers_twice"):
+    if facts.sharding.gathers_twice:
         flag = "--use-distributed-optimizer"
         return f"reduce once per step, if memory allows: {flag} instead of --use-torch-fsdp2", (flag,)
     return f"more micro-batches per step, which reduce less often: a larger {LESS_OFTEN}", (LESS_OFTEN,)
@@ -167,7 +167,7 @@ def find_no_overlap(facts: Facts, one: RankFacts) -> Finding | None:
     advice = f"several buckets, reduced while backward goes on: {flag}; in Megatron-LM --overlap-grad-reduce"
     flags: tuple[str, ...] = (flag,)
     if _has_no_buckets(facts):
-        advice, flags = _advise_shards(facts) if facts.plan else (LARGER_UNITS, ())
+        advice, flags = _advise_shards(facts) if facts.has_plan else (LARGER_UNITS, ())
     doubt = facts.doubt_exchange()
     more = [Evidence(doubt)] if doubt else []
     return find_lost_time(one, seen.tail_ms, text, advice, *more, flags=flags, certain=not more)
@@ -196,7 +196,7 @@ def find_small_buckets(facts: Facts, one: RankFacts) -> Finding | None:
     if facts.splits_model:  # hidden states are as large as a micro-batch makes them
         return None
     rows, number = one.communication_rows(), facts.parameters
-    sizes = collective_bytes(one.trace, rows, facts.number("world", "size"))  # NaN for unknown
+    sizes = collective_bytes(one.trace, rows, facts.plan.world.size)  # NaN for unknown
     if np.isnan(sizes).all() and number:
         rows = _find_reductions(facts, one)
         sizes = np.full(len(rows), FP32_BYTES * number * one.steady_steps / max(1, len(rows)))
@@ -209,7 +209,7 @@ def find_small_buckets(facts: Facts, one: RankFacts) -> Finding | None:
     advice = f"larger buckets: {BUCKET_FLAG}"
     flags: tuple[str, ...] = (BUCKET_FLAG,)
     if _has_no_buckets(facts):
-        advice, flags = _advise_shards(facts) if facts.plan else (LARGER_UNITS, ())
+        advice, flags = _advise_shards(facts) if facts.has_plan else (LARGER_UNITS, ())
     return find_lost_time(one, cost, text, advice, row=small[0], flags=flags, certain=False, cheap=True)
 
 
@@ -348,7 +348,7 @@ def find_tensor_across_nodes(facts: Facts) -> Finding | None:
     Flags: --tensor-model-parallel-size; --pipeline-model-parallel-size; --context-parallel-size for long sequences.
     False alarm: nodes joined by links as fast as those within (NVL72); ranks of one machine that say they are several.
     """
-    ranks, tensor, near = facts.ranks, facts.number("layout", "tensor") or 1, facts.local_ranks
+    ranks, tensor, near = facts.ranks, facts.plan.layout.tensor or 1, facts.local_ranks
     if ranks is None or tensor < 2 or not near or near % tensor == 0:
         return None
     exposed_ms = sum(row.exposed_ms for row in ranks.groups if row.group == "tensor")
@@ -411,10 +411,10 @@ def find_parameter_gather(facts: Facts) -> Finding | None:
     if seen is None or seen.gathers_ms < MATTERS * seen.step_ms:
         return None
     # ranks of a node that train the same part of the model, among those that share it out
-    near = (facts.local_ranks or 0) // (facts.number("layout", "tensor") or 1)
-    sharing = facts.number("sharding", "ranks") or 1
+    near = (facts.local_ranks or 0) // (facts.plan.layout.tensor or 1)
+    sharing = facts.sharding.ranks or 1
     flags: tuple[str, ...] = ()
-    if facts.part("sharding", "gathers_twice"):
+    if facts.sharding.gathers_twice:
         flags = ("--torch-fsdp2-no-reshard-after-forward",)
         advice = f"gather once per micro-batch, if memory allows: {flags[0]}"
     elif 1 < near < sharing and sharing % near == 0:
@@ -422,9 +422,9 @@ def find_parameter_gather(facts: Facts) -> Finding | None:
         flags = (f"--num-distributed-optimizer-instances {instances * sharing // near}",)
         advice = f"shard within a node: {flags[0]}"
     else:
-        flags = ("--micro-batch-size",) if facts.plan else ()
+        flags = ("--micro-batch-size",) if facts.has_plan else ()
         advice = "more tokens per micro-batch, so that layers compute longer: a larger --micro-batch-size"
-        advice += "" if facts.plan else "; in Megatron-LM --overlap-param-gather"
+        advice += "" if facts.has_plan else "; in Megatron-LM --overlap-param-gather"
     text = f"{counted(round(seen.gathers), 'all-gather')} of weights per step; not overlapped with compute: {in_ms(seen.gathers_ms)}"
     evidence = [Evidence(f"{text} of a step of {in_ms(seen.step_ms)}")]
     return build_time_finding(seen.gathers_ms, evidence, advice, flags, certain=False)
@@ -444,10 +444,10 @@ def find_needless_sharding(facts: Facts) -> Finding | None:
     """
     seen, peak, room = _measure_shard_traffic(facts), facts.peak, facts.device_bytes
     number, batches = facts.parameters, facts.micro_batches
-    ranks = facts.number("sharding", "ranks")
-    if not (seen and peak and room and number and batches and ranks and facts.part("sharding", "gathers_twice")):
+    ranks = facts.sharding.ranks
+    if not (seen and peak and room and number and batches and ranks and facts.sharding.gathers_twice):
         return None
-    widths = (4 if facts.plan.get("precision") == "fp32" else 2) + (4 if facts.plan.get("fp32_gradients") else 2)
+    widths = (4 if facts.plan.precision == "fp32" else 2) + (4 if facts.plan.fp32_gradients else 2)
     then = peak.num_bytes + widths * number * (ranks - 1) // ranks
     cost_ms = seen.gathers_ms * (1 - 0.5 / batches) + seen.reductions_ms * (1 - 1 / batches)
     if then > TIGHT * room or cost_ms < MATTERS * seen.step_ms:
@@ -474,7 +474,7 @@ def find_max_connections(facts: Facts, one: RankFacts) -> Finding | None:
     False alarm: GPUs from Blackwell on order launches otherwise; a single GPU has nothing to overlap.
     """
     tensor, context = (whole(facts.argument(f"{kind}_parallel_size")) for kind in ("tensor_model", "context"))
-    world, cost = facts.number("world", "size"), one.time.rows.get("exposed_communication", 0.0)
+    world, cost = facts.plan.world.size, one.time.rows.get("exposed_communication", 0.0)
     if not has_needless_order(facts.variables.get(QUEUES), world or 1, tensor or 1, context or 1):
         return None
     text = f"the variable is 1, tensor parallel size 1, {world} ranks; communication not overlapped with compute:"

@@ -77,7 +77,7 @@ def find_debug_switches(facts: Facts) -> Finding | None:
         NCCL_DEBUG, NCCL_P2P_DISABLE, NCCL_SHM_DISABLE, NCCL_IB_DISABLE.
     False alarm: NCCL_..._DISABLE on a machine whose links are broken, where it is the remedy.
     """
-    ranks, local = facts.number("world", "size") or 1, facts.local_ranks or 1
+    ranks, local = facts.plan.world.size or 1, facts.local_ranks or 1
     on = switches_on(facts.variables, Place(facts.on_gpu is not False, ranks, local))
     variables = [setting.partition("=")[0] for setting in on]
     seen = [Evidence(f"{setting}: {cost}", "run.json") for setting, cost in on.items()]

@@ -242,7 +242,7 @@ def find_python_in_function(facts: Facts, one: RankFacts) -> Finding | None:
     Flags: --pytorch-profiler-collect-callstack (with_stack=True) names the lines.
     False alarm: a trace with stacks, which slow Python several times.
     """
-    if facts.run is not None and not facts.is_watched and not facts.run.record.get("model"):
+    if facts.run is not None and not facts.is_watched and facts.run.record.model is None:
         # functions of this trainer, which its user does not write
         return None
     if not one.time.on_gpu:

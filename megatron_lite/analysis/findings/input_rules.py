@@ -9,7 +9,7 @@ import numpy as np
 from megatron_lite.analysis.findings.base import Evidence, Finding, build_time_finding, find_lost_time, rule
 from megatron_lite.analysis.intervals import Integers
 from megatron_lite.analysis.rank_facts import MATTERS, RankFacts, in_ms
-from megatron_lite.analysis.run_facts import Facts, measure_ordinary, whole
+from megatron_lite.analysis.run_facts import Facts, measure_ordinary
 from megatron_lite.analysis.time.time_results import SyncSite
 from megatron_lite.analysis.trace.columns import Kind
 from megatron_lite.phases import Phase
@@ -140,7 +140,7 @@ def are_too_many(facts: Facts) -> bool:
 
 
 def _count(facts: Facts) -> tuple[int | None, int | None, int | None]:
-    return whole(facts.loader_workers), facts.local_ranks, whole(facts.hardware("cpus"))
+    return facts.loader_workers, facts.local_ranks, facts.hardware.cpus
 
 
 COPIES = ("aten::to", "aten::_to_copy", "aten::copy_", "aten::cuda", "")

@@ -11,7 +11,7 @@ from megatron_lite.analysis.intervals import Integers
 from megatron_lite.analysis.rank_facts import MIN_SHARE_SHOWN, RankFacts, in_ms
 from megatron_lite.analysis.run.cores import is_set_apart, measure_core_use, measure_slowdown
 from megatron_lite.analysis.run.run_results import Run
-from megatron_lite.analysis.run_facts import Facts, whole
+from megatron_lite.analysis.run_facts import Facts
 from megatron_lite.analysis.trace.columns import Kind
 from megatron_lite.thresholds import is_by_chance
 from megatron_lite.units import counted
@@ -234,7 +234,7 @@ def find_too_many_threads(facts: Facts) -> Finding | None:
     Flags: OMP_NUM_THREADS=N before the command (torchrun sets 1 by itself with several ranks).
     False alarm: cores that the run does not see because others use them: then even fewer threads are right.
     """
-    threads, cpus = whole(facts.hardware("threads")), whole(facts.hardware("cpus"))
+    threads, cpus = facts.hardware.threads, facts.hardware.cpus
     ranks = facts.local_ranks
     if facts.on_gpu is not False or not (threads and cpus and ranks):
         return None
@@ -290,7 +290,7 @@ def find_busy_machine(facts: Facts) -> Finding | None:
     told += _describe_other_steps(run, found) if run is not None else []
     advice = "stop other programs on these cores (top shows them), or give the run cores of its own, and measure again"
     flags: tuple[str, ...] = ()
-    cpus, threads, local = whole(facts.hardware("cpus")), whole(facts.hardware("threads")), facts.local_ranks
+    cpus, threads, local = facts.hardware.cpus, facts.hardware.threads, facts.local_ranks
     if cpus and threads and local and local * threads > cpus:
         flags = (f"{THREADS}={max(1, cpus // local)}",)
         advice = f"start fewer threads ({flags[0]}): {counted(local, 'rank')} x {counted(threads, 'thread')} share {counted(cpus, 'core')}"

@@ -15,9 +15,9 @@ from megatron_lite.analysis.findings.reserved_rules import EXPANDABLE_SEGMENTS, 
 from megatron_lite.analysis.memory.memory_results import GROWS_WITH_BATCH, OUTSIDE, Snapshot
 from megatron_lite.analysis.rank_facts import MATTERS, RankFacts, in_ms
 from megatron_lite.analysis.run_facts import TIGHT, Facts, measure_ordinary, sum_category, whole
+from megatron_lite.formats.run_record import RUN_FILE
 from megatron_lite.phases import Phase
 from megatron_lite.planner.hardware import match_processor
-from megatron_lite.run_folder import RUN_FILE
 from megatron_lite.units import GIB, MIB, counted, size
 
 MIN_BYTES_PER_STEP = MIB  # in a snapshot: less takes thousands of steps to fill a gigabyte
@@ -236,8 +236,8 @@ def find_recompute_activations(facts: Facts, most: Snapshot) -> Finding | None:
     if len(layers) < MIN_LAYERS:
         return None
     # Of all layers: micro-batch x sequence x hidden each; unknown without a plan.
-    tokens, hidden = facts.micro_batch_tokens, facts.number("shape", "hidden_size")
-    width = 2 if facts.plan.get("precision") in SIXTEEN_BITS else 4
+    tokens, hidden = facts.micro_batch_tokens, facts.shape.hidden_size
+    width = 2 if facts.plan.precision in SIXTEEN_BITS else 4
     inputs = len(layers) * tokens * hidden * width if tokens and hidden else 0
     held = sum(layers)
     gain = held - max(layers) - inputs
@@ -268,8 +268,8 @@ def find_state_kept_whole(facts: Facts, most: Snapshot) -> Finding | None:
     Flags: --use-distributed-optimizer; --use-torch-fsdp2.
     False alarm: a peak that falls into forward for other reasons stays as high but for this part.
     """
-    ranks = (facts.number("layout", "data") or 1) * (facts.number("layout", "context") or 1)
-    if ranks < 2 or facts.plan.get("sharding") or not facts.is_tight(most):
+    ranks = (facts.plan.layout.data or 1) * (facts.plan.layout.context or 1)
+    if ranks < 2 or facts.plan.sharding or not facts.is_tight(most):
         return None
     held = sum(sum_category(most, category) for category in ("moments", "master weights"))
     gain = held - held // ranks
@@ -293,7 +293,7 @@ def find_sequence_parallel_off(facts: Facts, most: Snapshot) -> Finding | None:
     Flags: --sequence-parallel.
     False alarm: a peak that falls into the optimizer's step.
     """
-    tensor, shares = facts.number("layout", "tensor") or 1, facts.part("layout", "sequence_parallel")
+    tensor, shares = facts.plan.layout.tensor or 1, facts.plan.layout.sequence_parallel
     if tensor < 2 or shares or not facts.is_tight(most):
         return None
     from megatron_lite.analysis.memory.ledger import bytes_of_sequence_parallelism  # late: formulas, for such runs only
@@ -359,9 +359,9 @@ def find_needless_recompute(facts: Facts) -> Finding | None:
     if run is None or facts.argument("recompute_granularity") != "full":
         return None
     room: float | None = facts.device_bytes
-    if facts.plan.get("device") == "cpu":  # a rank's share of what the machine had free at the start
-        predicted = run.record.get("prediction")
-        free = whole(predicted.get("room_bytes")) if isinstance(predicted, dict) else None
+    if facts.plan.device == "cpu":  # a rank's share of what the machine had free at the start
+        predicted = run.record.prediction
+        free = predicted.room_bytes if predicted is not None else None
         room = free / (facts.local_ranks or 1) if free else None
     if not room:
         return None
@@ -372,7 +372,7 @@ def find_needless_recompute(facts: Facts) -> Finding | None:
     needed = bytes_without_recomputation(facts.plan)
     if needed is None or needed > TIGHT * room or any(one.oom is not None for one in facts.snapshots):
         return None
-    layers = facts.part("shape", "num_layers")
+    layers = facts.shape.num_layers or 0
     method, number = (facts.argument(f"recompute_{name}") for name in ("method", "num_layers"))
     recomputed = recomputed_layers("full", method, number, layers)
     traced = [phase.device_ms for phase in one.time.phases if phase.name == FORWARD] if one is not None else []
@@ -410,7 +410,7 @@ def _find_room(facts: Facts, one: RankFacts) -> tuple[int, int, str]:
 
 def _find_room_of_host(facts: Facts) -> tuple[int, int, str]:
     """(bytes of the machine's memory, the most that its ranks held, where that is from); 0 for unknown."""
-    room, peak_bytes = whole(facts.watched("host_memory_bytes")), whole(facts.watched("peak_host_bytes"))
+    room, peak_bytes = facts.watched.host_memory_bytes, facts.watched.peak_host_bytes
     if not room or not peak_bytes or not facts.local_ranks:
         return 0, 0, ""
     return room, peak_bytes * facts.local_ranks, RUN_FILE

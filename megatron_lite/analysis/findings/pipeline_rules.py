@@ -4,7 +4,7 @@ from statistics import median_low
 
 from megatron_lite.analysis.findings.base import Evidence, Finding, build_time_finding, rule
 from megatron_lite.analysis.rank_facts import MATTERS, in_ms
-from megatron_lite.analysis.run.pipeline_times import count_chunks, list_layers, measure_bubble, measure_own_times
+from megatron_lite.analysis.run.pipeline_times import measure_bubble, measure_own_times
 from megatron_lite.analysis.run.run_results import Run
 from megatron_lite.analysis.run_facts import Facts
 from megatron_lite.thresholds import is_by_chance
@@ -40,13 +40,13 @@ def find_pipeline_bubble(facts: Facts, run: Run) -> Finding | None:
     stages, step_ms = len(waits_ms), run.steady_step_ms
     if stages < 2 or not number or not step_ms:
         return None
-    pieces = count_chunks(run)
+    pieces = max(len(run.plan.stage.chunks), 1)
     fills = facts.argument("pipeline_schedule") == "ZeroBubble"
     bubble = measure_bubble(stages, number, 3 * pieces if fills else pieces)
     cost_ms = min(min(waits_ms.values()), bubble * step_ms)
     if bubble < MIN_BUBBLE or cost_ms < MATTERS * step_ms:
         return None
-    smaller, batch = facts.smaller_micro_batch, facts.number("batch", "final") or 0
+    smaller, batch = facts.smaller_micro_batch, facts.plan.batch.final or 0
     flags = [f"--global-batch-size {4 * batch}"]
     if smaller:
         flags.append(f"--micro-batch-size {smaller}")
@@ -85,7 +85,7 @@ def find_unbalanced_stages(facts: Facts, run: Run) -> Finding | None:
     Flags: --decoder-first-pipeline-num-layers, --decoder-last-pipeline-num-layers.
     False alarm: a machine that others use, too; ranks of one machine share its cores.
     """
-    layers, own_ms, step_ms = list_layers(run), _measure_own(run), run.steady_step_ms
+    layers, own_ms, step_ms = list(run.plan.stage_layers), _measure_own(run), run.steady_step_ms
     if run.ranks is None or len(own_ms) < 2 or len(layers) != len(own_ms) or not step_ms:
         return None
     slowest = max(own_ms, key=lambda stage: own_ms[stage])
@@ -94,7 +94,7 @@ def find_unbalanced_stages(facts: Facts, run: Run) -> Finding | None:
     seen = Evidence(f"forward and backward of a step (layers): {takes} (medians in steps.jsonl)")
     doubt = "" if facts.on_gpu else facts.doubt_cores(range(len(run.ranks.step_ms)))
     doubts = [Evidence(doubt)] if doubt else []
-    better, faster_ms = _move_layers(own_ms, layers) if count_chunks(run) == 1 else (layers, own_ms[slowest])
+    better, faster_ms = _move_layers(own_ms, layers) if len(run.plan.stage.chunks) <= 1 else (layers, own_ms[slowest])
     cost_ms, rank = own_ms[slowest] - faster_ms, run.stages.index(slowest)
     if better != layers and cost_ms >= MATTERS * step_ms and not is_by_chance(cost_ms, run.ranks.without_core):
         flags = [f"--decoder-{end}-pipeline-num-layers {number}" for end, number in _name_ends(better)]

@@ -82,10 +82,10 @@ def find_fp32_products(facts: Facts, one: RankFacts) -> Finding | None:
     ms = 0.0
     if one.time.on_gpu:
         ms = sum(row.ms for row in rows)
-    elif facts.hardware("bf16_products") is True:  # the run says that its processor multiplies bf16 faster
+    elif facts.hardware.bf16_products is True:  # the run says that its processor multiplies bf16 faster
         if shaped:
             ms = sum(row.ms for row in shaped if row.dtype == "fp32")
-        elif facts.plan.get("precision") == "fp32":
+        elif facts.plan.precision == "fp32":
             ms = sum(one.kernels.roles.get(role, 0.0) for role in MATRIX_ROLES)
     ms = min(ms, _limit_to_computing(one, ms))
     if WITHOUT_TENSOR_CORES.search(device) or one.share(ms) < MAX_FP32_SHARE:
@@ -136,10 +136,11 @@ def find_slow_16_bit_products(facts: Facts) -> Finding | None:
     Flags: without --fp16 and --bf16; --bf16 where the processor multiplies it.
     False alarm: a rehearsal on a CPU of what a GPU is meant to run.
     """
-    precision, one = facts.plan.get("precision"), facts.critical
-    if facts.plan.get("device") != "cpu" or precision not in ("fp16", "bf16"):
+    precision, one = facts.plan.precision, facts.critical
+    if facts.plan.device != "cpu" or precision not in ("fp16", "bf16"):
         return None
-    has_units = facts.hardware(f"{precision}_products")
+    hardware = facts.hardware
+    has_units = hardware.fp16_products if precision == "fp16" else hardware.bf16_products
     # a run of before says nothing of fp16, for which hardly any processor has units
     if has_units is True or has_units is None and precision == "bf16":
         return None
@@ -149,7 +150,7 @@ def find_slow_16_bit_products(facts: Facts) -> Finding | None:
         if one.share(cost) < MAX_FP32_SHARE:
             return None
         seen.append(Evidence(f"matrix products and attention take {one.of_step(cost)}", one.where()))
-    flag = "--bf16" if facts.hardware("bf16_products") is True else ""
+    flag = "--bf16" if facts.hardware.bf16_products is True else ""
     advice = f"use {flag} instead of --{precision}" if flag else f"use fp32: leave out --{precision}"
     rank = one.time.rank if one is not None else None
     return build_time_finding(cost, seen, advice, (flag,) if flag else (), certain=False, rank=rank)
@@ -275,7 +276,7 @@ def find_vocabulary_padding(facts: Facts, one: RankFacts) -> Finding | None:
     Flags: --make-vocab-size-divisible-by 128; no --padded-vocab-size beyond it.
     False alarm: padding that a checkpoint or tensor parallelism asks for.
     """
-    padded, used = facts.number("shape", "padded_vocab_size"), whole(facts.plan.get("vocab_size"))
+    padded, used = facts.shape.padded_vocab_size, facts.plan.vocab_size
     if not padded or not used or padded <= -(-used // FIT) * FIT:
         return None
     ms = sum(row.ms for row in one.kernels.roofline if row.role is Role.GEMM and padded in row.dims)
@@ -297,8 +298,15 @@ def name_layer(facts: Facts, dims: tuple[int, ...]) -> str:
 
     The third should be the micro-batch's tokens: these may number as many as another layer's features.
     """
-    names = ("hidden_size", "ffn_hidden_size", "kv_channels", "num_attention_heads", "num_query_groups")
-    values = [facts.number("shape", name) for name in (*names, "padded_vocab_size")]
+    shape = facts.shape
+    values = [
+        shape.hidden_size,
+        shape.ffn_hidden_size,
+        shape.kv_channels,
+        shape.num_attention_heads,
+        shape.num_query_groups,
+        shape.padded_vocab_size,
+    ]
     known = [value for value in values if value is not None]
     if len(known) < len(values):
         return "product"
@@ -324,7 +332,7 @@ def _keep_flags(changes: Iterable[str]) -> list[str]:
 
 def _name_companion(facts: Facts, name: str, wanted: int) -> str:
     """The flag without which this run would refuse the size `wanted`; '' where it would take it."""
-    heads = facts.number("shape", "num_attention_heads")
+    heads = facts.shape.num_attention_heads
     if name == "hidden_size" and heads and wanted % heads and not facts.argument("kv_channels"):
         fewer = max(part for part in range(1, heads + 1) if wanted % part == 0)
         return f" --num-attention-heads {fewer}"
@@ -336,9 +344,16 @@ def _name_companion(facts: Facts, name: str, wanted: int) -> str:
 
 def suggest_size(facts: Facts, dimension: int, wanted: int) -> str:
     """What to change to turn `dimension` into `wanted`: "--hidden-size 1024 (now 1000)"."""
-    for name in ("hidden_size", "ffn_hidden_size", "kv_channels", "seq_length"):
-        if facts.number("shape", name) == dimension:
+    shape = facts.shape
+    sizes = {
+        "hidden_size": shape.hidden_size,
+        "ffn_hidden_size": shape.ffn_hidden_size,
+        "kv_channels": shape.kv_channels,
+        "seq_length": shape.seq_length,
+    }
+    for name, value in sizes.items():
+        if value == dimension:
             return f"--{name.replace('_', '-')} {wanted}{_name_companion(facts, name, wanted)} (now {dimension})"
-    if dimension == facts.number("shape", "padded_vocab_size"):
+    if dimension == shape.padded_vocab_size:
         return f"--make-vocab-size-divisible-by 128 (the vocabulary has now {dimension} rows)"
     return f"pad {dimension} to {wanted}"

@@ -181,7 +181,7 @@ def find_gathered_parameters(facts: Facts, most: Snapshot) -> Finding | None:
     if kept:
         which = f"{gathered.kept_blocks} of them were gathered in a phase that was over"
     seen = Evidence(which, gathered.site)
-    ours = facts.plan.get("sharding") is not None and not facts.part("sharding", "gathers_twice")
+    ours = facts.plan.sharding is not None and not facts.plan.sharding.gathers_twice
     advice = RELEASES_OURS if ours else RELEASES.get(gathered.library, "give each layer's weights back after its use")
     gain = gathered.num_bytes - 2 * gathered.num_bytes // gathered.blocks
     flags = ("--use-torch-fsdp2",) if ours else ()

@@ -71,7 +71,7 @@ def apply_rules(facts: Facts, gap: Callable[[str], object] | None = None) -> tup
                 why = f"failed ({type(error).__name__}: {error}); its cause may be present but is not reported."
                 gap(f"rule {rule.code}: {why}")
         if found is not None and math.isfinite(found.cost_ms or 0.0) and not _rounds_to_nothing(found):
-            own = facts.run is not None and facts.run.record.get("model")
+            own = facts.run is not None and facts.run.record.model is not None
             refused = own and any(flag.startswith(REFUSED_WITH_MODEL) for flag in found.flags)
             findings.append(_say_without_flags(found, facts.is_watched) if facts.is_foreign or refused else found)
     steps = len(facts.critical.time.steps) if facts.critical is not None else 1

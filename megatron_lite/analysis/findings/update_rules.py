@@ -126,7 +126,7 @@ def find_scale_collapse(facts: Facts, run: Run) -> Finding | None:
     Flags: --bf16 instead of --fp16; --min-loss-scale stops the fall and masks it; --lr, --clip-grad.
     False alarm: a fixed --loss-scale 1, chosen on purpose.
     """
-    if facts.plan.get("precision") not in (None, "fp16") or facts.argument("loss_scale"):
+    if facts.plan.precision not in (None, "fp16") or facts.argument("loss_scale"):
         return None
     settled = run.loss_scale[run.skipped.argmin() :] if run.steps else run.loss_scale
     known = settled[settled > 0]  # NaN is not

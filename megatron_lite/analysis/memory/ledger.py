@@ -1,19 +1,20 @@
 """The ledger of a run: what formulas say each category takes, beside what a snapshot measured."""
 
-from dataclasses import fields
 from typing import Any
+
+import msgspec
 
 from megatron_lite.analysis.memory.memory_results import LedgerRow, Snapshot
 from megatron_lite.config.args import ParallelArgs
 from megatron_lite.config.layout import Layout, plan_stage
 from megatron_lite.config.shape import ModelShape, recomputed_layers
+from megatron_lite.formats.run_record import Plan
 from megatron_lite.planner.memory import activation_bytes, logits_bytes
 from megatron_lite.planner.micro_batch import plan_micro_batch
 from megatron_lite.planner.model_size import FP32, count_parameters, element_bytes, state_bytes
 from megatron_lite.units import count
 
-Plan = dict[str, Any]  # as run.json holds it
-NOT_OURS = (KeyError, TypeError, AttributeError, ValueError)  # what a plan of another program raises
+NOT_OURS = (KeyError, TypeError, AttributeError, ValueError)  # what a plan that lacks parts raises
 
 
 def bytes_without_recomputation(plan: Plan) -> int | None:
@@ -30,8 +31,9 @@ def bytes_of_sequence_parallelism(plan: Plan) -> int | None:
 def _add_up(plan: Plan, model: dict[str, Any], layout: dict[str, Any]) -> int | None:
     """All categories, with these settings instead of the plan's own."""
     try:
-        args = plan["args"] | {"model": plan["args"]["model"] | model}
-        formulas = _compute_formulas(plan | {"args": args, "layout": (plan.get("layout") or {}) | layout}, None)
+        args = plan.args | {"model": plan.args["model"] | model}
+        changed = msgspec.structs.replace(plan, args=args, layout=msgspec.structs.replace(plan.layout, **layout))
+        formulas = _compute_formulas(changed, None)
     except NOT_OURS:
         return None
     return sum(num_bytes for _, num_bytes in formulas.values())
@@ -47,19 +49,19 @@ def ledger(snapshot: Snapshot, plan: Plan) -> tuple[LedgerRow, ...]:
     return tuple(LedgerRow(category, *formula, measured.get(category, 0)) for category, formula in formulas.items())
 
 
-def _compute_formulas(plan: Plan, rank: int | None) -> dict[str, tuple[str, int]]:
-    """{category: (the formula in words, bytes)}, of this rank or, if None, of the one that wrote the plan."""
-    args, precision = plan["args"], plan["precision"]
-    model, optimizer, batch = args["model"], args["optimizer"], args["training"]["micro_batch_size"]
-    shape = ModelShape(**{field.name: plan["shape"][field.name] for field in fields(ModelShape)})
-    layout = Layout(**(plan.get("layout") or {}))
-    layout = layout if rank is None else layout.locate(rank)
-    stage = plan_stage(ParallelArgs(**args["parallel"]), layout, shape.num_layers)
-    ours = shape.split(layout.tensor, layout.context)
-    parameters, momentum = count_parameters(ours, stage), optimizer["sgd_momentum"] > 0
-    ranks = (plan.get("sharding") or {"ranks": 1})["ranks"]
-    state = state_bytes(parameters, precision, plan["fp32_gradients"], optimizer["optimizer"], momentum, ranks)
-    if precision != "fp32" and not plan["fp32_gradients"] and ranks == 1:
+def _list_known(part: msgspec.Struct | None) -> dict[str, Any]:
+    """The fields of a part of the plan that are known."""
+    fields = {} if part is None else msgspec.structs.asdict(part)
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def _describe_state(plan: Plan, parameters: int) -> dict[str, tuple[str, int]]:
+    """{category: (the formula in words, bytes)} of weights, gradients and the optimizer's state of so many parameters."""
+    optimizer, precision = plan.args["optimizer"], plan.precision or ""
+    ranks = (plan.sharding.ranks if plan.sharding is not None else None) or 1
+    in_fp32, momentum = plan.fp32_gradients is True, optimizer["sgd_momentum"] > 0
+    state = state_bytes(parameters, precision, in_fp32, optimizer["optimizer"], momentum, ranks)
+    if precision != "fp32" and not in_fp32 and ranks == 1:
         state["gradients"] += FP32 * parameters  # the optimizer's copies, during its step
     found = {}
     for category, num_bytes in state.items():
@@ -67,12 +69,25 @@ def _compute_formulas(plan: Plan, rank: int | None) -> dict[str, tuple[str, int]
         words = f"{num_bytes * ranks // parameters} bytes x {count(parameters)} parameters{among}"
         # as Snapshot.highest counts them
         found[category] = (f"kept ones: {words}" if category == "gradients" else words), num_bytes
+    return found
+
+
+def _compute_formulas(plan: Plan, rank: int | None) -> dict[str, tuple[str, int]]:
+    """{category: (the formula in words, bytes)}, of this rank or, if None, of the one that wrote the plan."""
+    args, precision = plan.args, plan.precision or ""
+    model, batch = args["model"], args["training"]["micro_batch_size"]
+    shape = ModelShape(**_list_known(plan.shape))
+    layout = Layout(**_list_known(plan.layout))
+    layout = layout if rank is None else layout.locate(rank)
+    stage = plan_stage(ParallelArgs(**args["parallel"]), layout, shape.num_layers)
+    ours = shape.split(layout.tensor, layout.context)
+    found = _describe_state(plan, count_parameters(ours, stage))
     granularity, method, number = (model[f"recompute_{name}"] for name in ("granularity", "method", "num_layers"))
     recomputed = recomputed_layers(granularity, method, number, stage.chunk_size)
     attention = model["attention_backend"], args["data"]["reset_attention_mask"], model["recompute_granularity"]
-    threads = plan["world"].get("threads", 1)
-    sizes = plan_micro_batch(shape, batch, precision, plan["device"], *attention, threads, layout)
-    micro_batches = plan["batch"]["final"] // (batch * layout.data)
+    threads = plan.world.threads or 1
+    sizes = plan_micro_batch(shape, batch, precision, plan.device or "", *attention, threads, layout)
+    micro_batches = plan.micro_batches or 0
     waiting = stage.count_waiting(micro_batches)
     kept = f"{f'{waiting} micro-batches x ' if waiting > 1 else ''}{stage.chunk_size - recomputed} layers"
     if recomputed:

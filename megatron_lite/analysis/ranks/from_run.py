@@ -12,6 +12,7 @@ from megatron_lite.analysis.ranks.rank_results import Imbalance, RankRow, Ranks,
 from megatron_lite.analysis.run.cores import find_core_shortage
 from megatron_lite.analysis.run.run_results import RankMedians, Run
 from megatron_lite.analysis.trace.columns import Trace
+from megatron_lite.formats.run_record import Layout
 from megatron_lite.phases import Phase
 from megatron_lite.thresholds import MIN_STEPS, SHARE_OF_STEP, is_by_chance, is_mostly, slowest_rank
 from megatron_lite.units import significant
@@ -23,14 +24,11 @@ OTHER_STAGES = "late ranks are not named from traces: stages of a pipeline have 
 NO_WAITS = "ranks are compared by the medians of their own steps.jsonl; waiting in collectives is visible only in traces of all ranks"
 
 
-DIMENSIONS = ("tensor", "context", "data", "pipeline")
-
-
 def find_only_dimension(run: Run | None) -> str:
     """The one in which the run's ranks divide the work; "" if there are several, or nothing says."""
-    layout = run.plan.get("layout") if run else None
-    sizes = {name: layout.get(name) for name in DIMENSIONS} if isinstance(layout, dict) else {}
-    large = [name for name, number in sizes.items() if isinstance(number, int) and number > 1]
+    layout = run.plan.layout if run else Layout()
+    sizes = {"tensor": layout.tensor, "context": layout.context, "data": layout.data, "pipeline": layout.pipeline}
+    large = [name for name, number in sizes.items() if number is not None and number > 1]
     return large[0] if len(large) == 1 else ""
 
 

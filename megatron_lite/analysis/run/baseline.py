@@ -9,15 +9,14 @@ import msgspec
 import numpy as np
 
 from megatron_lite.analysis.run.run_results import Run
+from megatron_lite.formats.run_record import RUN_FILE, RUN_SCHEMA
 from megatron_lite.formats.step_records import STEPS_FILE, StepRecord
-from megatron_lite.run_folder import RUN_FILE, RUN_SCHEMA
 from megatron_lite.shared_files import read_foreign
 
 BASELINE = "baseline"  # the field by which the file is known; its value is the format's number
 BASELINE_SCHEMA = 1
 MAX_STEPS = 60  # the last ordinary ones: enough for the noise of their medians
 MAX_BYTES = 2**22  # a larger file is no baseline
-_OF_THE_MACHINE = ("process", "artefacts")  # host and folders, which are nobody's business
 
 
 def make_baseline(run: Run) -> dict[str, Any]:
@@ -25,11 +24,11 @@ def make_baseline(run: Run) -> dict[str, Any]:
     # numbered from 2, since the first step of a run is no ordinary one
     last = enumerate(np.flatnonzero(run.ordinary)[-MAX_STEPS:].tolist(), 2)
     steps = [msgspec.to_builtins(_build_record(run, at, number)) for number, at in last]
-    told = {name: value for name, value in run.record.items() if name not in _OF_THE_MACHINE}
-    if "command" in told:  # of a watched script, whose arguments may hold what must not be committed
-        told["command"] = []
-    record = {"schema": RUN_SCHEMA, **told, **({"plan": run.plan} if run.plan else {})}
-    return {BASELINE: BASELINE_SCHEMA, "run": record, "steps": steps}
+    # host and folders are nobody's business; the arguments of a watched script may hold what must not be committed
+    command: list[str] | None = None if run.record.command is None else []
+    record = msgspec.structs.replace(run.record, schema=RUN_SCHEMA, process=None, artefacts={}, command=command)
+    known = {name: value for name, value in msgspec.to_builtins(record).items() if value is not None}
+    return {BASELINE: BASELINE_SCHEMA, "run": known, "steps": steps}
 
 
 def _build_record(run: Run, at: int, number: int) -> StepRecord:

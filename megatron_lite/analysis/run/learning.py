@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 
 from megatron_lite.analysis.run.run_results import Run
-from megatron_lite.run_folder import WATCHED
 from megatron_lite.units import significant
 
 PART = 5  # the first and the last fifth of the losses are compared
@@ -34,9 +33,8 @@ class Learning:
 
 def find_clip_limit(run: Run) -> Any:
     """The largest norm that clipping leaves: --clip-grad, or of a watched script what it gave torch; None for unknown."""
-    watched = run.record.get(WATCHED)
-    given = watched.get("clip_grad") if isinstance(watched, dict) else None
-    return run.args.get("clip_grad", given)
+    watched = run.record.watched
+    return run.args.get("clip_grad", watched.clip_grad if watched is not None else None)
 
 
 def measure_learning(run: Run) -> Learning:

@@ -5,7 +5,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median_low
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megatron_lite.phases import Phase
 
@@ -49,17 +49,14 @@ def measure_pipeline(run: "Run") -> PipelineTimes | None:
     """None where the run has no pipeline, or its files do not tell."""
     waits = group_by_stage(run, run.ranks.own_ms(Phase.PIPELINE_WAIT.value), fmean) if run.ranks is not None else {}
     forward_ms, backward_ms = measure_own_times(run)
-    layers, batch = list_layers(run), run.plan.get("batch")
-    size = _read_whole(batch, "final")
-    micro_batches = (
-        size // max(_read_whole(run.args, "micro_batch_size"), 1) // max(_read_whole(_get_layout(run), "data"), 1)
-    )
+    layers, micro_batches = run.plan.stage_layers, run.plan.micro_batches
     if not waits or not micro_batches or not len(waits) == len(forward_ms) == len(layers):
         return None
     from megatron_lite.config.layout import ZERO_BUBBLE, Stage  # runs of one stage do without
     from megatron_lite.config.simulated_schedule import TurnTimes, simulate_schedule
 
-    number, chunks, splits = len(layers), count_chunks(run), run.args.get("pipeline_schedule") == ZERO_BUBBLE
+    number, chunks = len(layers), max(len(run.plan.stage.chunks), 1)
+    splits = run.args.get("pipeline_schedule") == ZERO_BUBBLE
     stages = [Stage(stage, number, (range(0),) * chunks, splits) for stage in range(number)]
     turns_each = micro_batches * chunks
     times = []
@@ -112,32 +109,3 @@ def measure_own_times(run: "Run") -> tuple[dict[int, float], dict[int, float]]:
     backward_ms = [whole if math.isnan(own) else own for own, whole in zip(own_ms, whole_ms)]
     forward_ms = run.ranks.own_ms(Phase.FORWARD.value)
     return group_by_stage(run, forward_ms, median_low), group_by_stage(run, backward_ms, median_low)
-
-
-def list_layers(run: "Run") -> list[int]:
-    """Of each stage, by the flags; [] where they do not tell."""
-    number, stages = _read_whole(run.plan.get("shape"), "num_layers"), _read_whole(_get_layout(run), "pipeline")
-    if not number or not 2 <= stages <= number:
-        return []
-    first, last = (_read_whole(run.args, f"decoder_{end}_pipeline_num_layers") for end in ("first", "last"))
-    equal = (number - first - last) // max(stages - bool(first) - bool(last), 1)
-    layers = [first or equal, *[equal] * (stages - 2), last or equal]
-    return layers if min(layers) > 0 else []
-
-
-def count_chunks(run: "Run") -> int:
-    """Of each stage's layers."""
-    stage = run.plan.get("stage")
-    chunks = stage.get("chunks") if isinstance(stage, dict) else None
-    return max(len(chunks), 1) if isinstance(chunks, list) else 1
-
-
-def _read_whole(record: object, name: str) -> int:
-    """A number of a file that may hold anything; 0 for what is none."""
-    found = record.get(name) if isinstance(record, dict) else None
-    return found if isinstance(found, int) and found > 0 else 0
-
-
-def _get_layout(run: "Run") -> dict[str, Any]:
-    found = run.plan.get("layout")
-    return found if isinstance(found, dict) else {}

@@ -1,6 +1,5 @@
 """A run folder, read: run.json says what was meant to happen, steps.jsonl what did."""
 
-import dataclasses
 import json
 import math
 from datetime import datetime
@@ -11,23 +10,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_lite.analysis.intervals import Numbers
+from megatron_lite.analysis.run.read_record import read_record
 from megatron_lite.analysis.run.run_results import Growth, RankLines, RankMedians, Run, Steps
-from megatron_lite.analysis.run.step_lines import StepLines, number
-from megatron_lite.config.shape import ModelShape
+from megatron_lite.analysis.run.step_lines import StepLines
 from megatron_lite.errors import UserError
+from megatron_lite.formats.run_record import RUN_FILE, Plan, RunRecord
 from megatron_lite.formats.step_records import STEPS_FILE
-from megatron_lite.planner.model_size import step_flops
-from megatron_lite.process_state import is_there
-from megatron_lite.run_folder import RANKS_FILE, RUN_FILE, RUN_SCHEMA, STEPS_BY_HAND
+from megatron_lite.run_folder import RANKS_FILE
 from megatron_lite.shared_files import read_foreign
 from megatron_lite.thresholds import GROWTH_PARTS, MIN_BEFORE, steady_growth
 from megatron_lite.units import counted
-
-MAX_SAID = 2**64  # seeds are the largest numbers in run.json
-MAX_DEPTH = 32  # of groups in groups in run.json
-RUNNING = "running"  # as run.json says it from the start
-# what is made of it, by what is seen of the process
-LOST, UNCERTAIN = "killed or lost: its process is gone", "running, or killed"
 
 
 def read_run(folder: Path, lines: StepLines | None = None) -> Run:
@@ -35,22 +27,21 @@ def read_run(folder: Path, lines: StepLines | None = None) -> Run:
 
     `lines` of a run that is followed: what has been read of its steps.jsonl already.
     """
-    record, notes = read_record(folder)
+    found, notes = read_record(folder)
+    record = found or RunRecord()
     lines = lines or StepLines(folder / STEPS_FILE)
     notes += _read_lines(lines)
     steps, said = lines.read_steps(), lines.read_ranks()
     number_of_steps = len(steps.iterations)
-    if not record and not number_of_steps:
+    if found is None and not number_of_steps:
         raise UserError(f"{folder}: no run of megatron_lite can be read here; {' '.join(notes)}")
-    plan = record.pop("plan", None)
-    if record and not isinstance(plan, dict) and "command" not in record:
+    if found is not None and found.plan is None and found.command is None:
         notes.append(f"{RUN_FILE} holds no plan, so that the run's flags are unknown.")
-    plan = plan if isinstance(plan, dict) else {}
     if number_of_steps and _is_older(folder / STEPS_FILE, record):
         notes.append(
             f"{STEPS_FILE} was last written before the start that {RUN_FILE} describes: that start has no steps yet."
         )
-    if record.get(STEPS_BY_HAND) is True:
+    if record.steps_by_hand:
         notes.append(
             "No torch.optim optimizer stepped: a step ends where weights were updated between two backward passes."
         )
@@ -64,12 +55,11 @@ def read_run(folder: Path, lines: StepLines | None = None) -> Run:
         verdict = "" if _is_older(folder / RANKS_FILE, record) else verdict
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         verdict = ""
-    speed, missing = compute_speed(plan, record, steps, lines.first_step == 1)
+    speed, missing = compute_speed(record, steps, lines.first_step == 1)
     ranks = compute_rank_medians(said, steps.iterations[steps.ordinary]) if said else None
     return Run(
         **vars(steps),
         folder=str(folder),
-        plan=plan,
         record=record,
         steps=number_of_steps,
         starts=starts,
@@ -80,55 +70,6 @@ def read_run(folder: Path, lines: StepLines | None = None) -> Run:
         gpu_growths=find_growths(steps, ranks, "peak_memory_bytes"),
         **speed,
     )
-
-
-def read_record(folder: Path) -> tuple[dict[str, Any], list[str]]:
-    """run.json, with the status that its process has now, and what is wrong with it."""
-    record, notes = _read_record(folder)
-    if record.get("status") == RUNNING:
-        # a process that was killed cannot write how it ended
-        process = record.get("process")
-        there = is_there(process) if isinstance(process, dict) else None
-        if there is False:  # it may have ended, and written so, since the file was read
-            record, notes = _read_record(folder)
-        if record.get("status") == RUNNING:
-            record["status"] = {True: RUNNING, False: LOST, None: UNCERTAIN}[there]
-    return record, notes
-
-
-def _read_record(folder: Path) -> tuple[dict[str, Any], list[str]]:
-    try:
-        record = json.loads(read_foreign(folder / RUN_FILE))
-    except FileNotFoundError:
-        return {}, [f"there is no {RUN_FILE}, so that the run's flags, hardware and end are unknown."]
-    except OSError as error:
-        return {}, [f"{RUN_FILE} cannot be opened ({error.strerror})."]
-    except (ValueError, RecursionError):
-        return {}, [f"{RUN_FILE} is damaged: it is no JSON."]
-    if not isinstance(record, dict):
-        return {}, [f"{RUN_FILE} is damaged: it is no JSON object."]
-    record = _keep_possible(record)
-    plan = record.get("plan")
-    if isinstance(plan, dict) and not isinstance(plan.get("args"), dict):
-        plan.pop("args", None)
-    schema = record.get("schema")
-    if schema == RUN_SCHEMA:
-        return record, []
-    return record, [f"{RUN_FILE} has schema {schema!r}, and this reader knows {RUN_SCHEMA}: some of it may be misread."]
-
-
-def _keep_possible(value: Any, depth: int = 0) -> Any:
-    """The value with None in the place of each number that no run can have said, and of what lies too deep."""
-    if depth > MAX_DEPTH:
-        return None
-    if isinstance(value, dict):
-        return {name: _keep_possible(part, depth + 1) for name, part in value.items()}
-    if isinstance(value, list):
-        return [_keep_possible(part, depth + 1) for part in value]
-    # NaN is in no range
-    if isinstance(value, int | float) and not -MAX_SAID < value < MAX_SAID:
-        return None
-    return value
 
 
 def _read_lines(lines: StepLines) -> list[str]:
@@ -155,10 +96,10 @@ def _read_lines(lines: StepLines) -> list[str]:
     return notes
 
 
-def _is_older(path: Path, record: dict[str, Any]) -> bool:
+def _is_older(path: Path, record: RunRecord) -> bool:
     """Was it written before the start that run.json describes? A copy may make files younger, never older."""
     try:
-        started = datetime.strptime(str(record.get("started")), "%Y-%m-%dT%H:%M:%S%z").timestamp()
+        started = datetime.strptime(str(record.started), "%Y-%m-%dT%H:%M:%S%z").timestamp()
         return path.stat().st_mtime < started
     except (ValueError, OSError):
         return False
@@ -170,14 +111,11 @@ MAX_COMPARED = 50  # steps before a window, as many as the trainer's own line ab
 MIN_FOR_SPREAD = 4
 
 
-def compute_speed(
-    plan: dict[str, Any], record: dict[str, Any], steps: Steps, starts_at_first: bool
-) -> tuple[dict[str, Any], list[str]]:
+def compute_speed(record: RunRecord, steps: Steps, starts_at_first: bool) -> tuple[dict[str, Any], list[str]]:
     """Compute how fast the run went.
 
     Args:
-        plan: the run's plan.
-        record: the run's record, which holds the plan.
+        record: the run's record.
         steps: its steps by columns.
         starts_at_first: the columns begin with the start's very first step.
 
@@ -192,28 +130,35 @@ def compute_speed(
             "No step is a typical one (each is the first, profiled, compiling, evaluating or saving): "
             "there is no steady step time."
         )
-    shape = read_shape(plan)
-    is_custom_model = bool(record.get("model"))  # of a file of the user's, whose shape only its own code knows
-    if len(training_ms) and shape is None:
-        notes.append(
-            "The model is of the user's own file, its FLOPs are unknown: no TFLOP/s, no MFU."
-            if is_custom_model
-            else "The model's shape is unknown: no tokens per second, no model FLOPs."
-        )
+    length = _find_sample_length(record)
+    if len(training_ms) and record.sample_flops_causal is None:
+        notes.append(_explain_unknown_flops(record, length))
     samples_per_ms = _compute_rate(steps)
-    length: int | None = None
-    if shape:
-        length = shape.seq_length
-    elif is_custom_model:
-        length = _read_length(plan)
     return {
         "first_step_ms": float(training_ms[0]) if starts_at_first else None,
         "steady_step_ms": float(np.median(typical_ms)) if len(typical_ms) else None,
         "step_spread_ms": _compute_spread(typical_ms),
         **_compare_profiled_steps(steps),
         "tokens_per_second": 1000 * samples_per_ms * length if samples_per_ms and length else None,
-        **_compute_model_tflops(plan, record, shape, samples_per_ms),
+        **_compute_model_tflops(record, samples_per_ms),
     }, notes
+
+
+def _find_sample_length(record: RunRecord) -> int | None:
+    """Tokens of a sample: the model's, or of a model of the user's own file, by the flags."""
+    plan = record.plan or Plan()
+    if plan.shape is not None:
+        return plan.shape.seq_length
+    length = plan.args.get("model", {}).get("seq_length") if record.model is not None else None
+    return length if isinstance(length, int) and length > 0 else None
+
+
+def _explain_unknown_flops(record: RunRecord, length: int | None) -> str:
+    if record.model is not None:
+        return "The model is of the user's own file, its FLOPs are unknown: no TFLOP/s, no MFU."
+    if length is None:
+        return "The model's shape is unknown: no tokens per second, no model FLOPs."
+    return "The model's FLOPs are not recorded: no TFLOP/s, no MFU."
 
 
 def _compute_rate(steps: Steps) -> float | None:
@@ -247,47 +192,26 @@ def _compare_profiled_steps(steps: Steps) -> dict[str, float | None]:
     }
 
 
-def _compute_model_tflops(
-    plan: dict[str, Any], record: dict[str, Any], shape: ModelShape | None, samples_per_ms: float | None
-) -> dict[str, float | None]:
+def _compute_model_tflops(record: RunRecord, samples_per_ms: float | None) -> dict[str, float | None]:
     """TFLOP/s and MFU of each rank, with half of the attention's scores (causal) and with all of them (full)."""
-    world = plan.get("world")
-    hardware = record.get("hardware")
-    ranks = number(world.get("size")) if isinstance(world, dict) else math.nan
-    peak = number(hardware.get("peak_tflops")) if isinstance(hardware, dict) else math.nan
+    ranks = record.plan.world.size if record.plan else None
+    peak = record.hardware.peak_tflops
     causal: float | None = None
     full: float | None = None
-    if shape and samples_per_ms is not None and ranks > 0:
-        causal = step_flops(shape, 1, True) * samples_per_ms * 1000 / 1e12 / ranks
-        full = step_flops(shape, 1, False) * samples_per_ms * 1000 / 1e12 / ranks
+    if samples_per_ms is not None and ranks:
+        samples_per_s = 1000 * samples_per_ms
+        causal = _compute_tflops(record.sample_flops_causal, samples_per_s, ranks)
+        full = _compute_tflops(record.sample_flops_full, samples_per_s, ranks)
     return {
         "model_tflops": causal,
         "model_tflops_full": full,
-        "mfu_causal": causal / peak if causal and peak > 0 else None,
-        "mfu_full": full / peak if full and peak > 0 else None,
+        "mfu_causal": causal / peak if causal and peak else None,
+        "mfu_full": full / peak if full and peak else None,
     }
 
 
-def _read_length(plan: dict[str, Any]) -> int | None:
-    """Tokens of a sample, as the flags say them."""
-    try:
-        length = plan["args"]["model"]["seq_length"]
-    except (KeyError, TypeError):
-        return None
-    return length if isinstance(length, int) and length > 0 else None
-
-
-def read_shape(plan: dict[str, Any]) -> ModelShape | None:
-    """The model's shape from a plan; None where it is incomplete or no numbers."""
-    given = plan.get("shape")
-    if not isinstance(given, dict):
-        return None
-    known = {field.name: given[field.name] for field in dataclasses.fields(ModelShape) if field.name in given}
-    try:
-        shape = ModelShape(**known)
-        return shape if 0 < step_flops(shape, 1, causal=True) < float("inf") and shape.seq_length > 0 else None
-    except (TypeError, ValueError, ArithmeticError):
-        return None
+def _compute_tflops(sample_flops: float | None, samples_per_s: float, ranks: int) -> float | None:
+    return None if sample_flops is None else sample_flops * samples_per_s / 1e12 / ranks
 
 
 # --- every rank's usual step, from what the ranks said at each console line

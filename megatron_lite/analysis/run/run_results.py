@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_lite.analysis.intervals import Flags, Numbers
+from megatron_lite.formats.run_record import Plan, RunRecord, World
 from megatron_lite.phases import Phase
 from megatron_lite.thresholds import rank_without_core
 
@@ -157,8 +158,7 @@ class Run(Steps):
     """One run, as it described itself."""
 
     folder: str
-    plan: dict[str, Any]  # run.json's plan; {} if it has none
-    record: dict[str, Any]  # the rest of run.json: versions, hardware, how it ended
+    record: RunRecord  # run.json; without any field where there is none
     steps: int
     first_step_ms: float | None  # without evaluating and saving, as the three below
     steady_step_ms: float | None  # median of typical steps
@@ -178,43 +178,35 @@ class Run(Steps):
     verdict_on_ranks: str = ""  # which rank died, hung or failed, as the others found out (ranks.json)
     starts: int = 1  # how often the folder's run was started; all else is of the last one
 
+    @property
+    def plan(self) -> Plan:
+        """What was decided before the run started; without any field of a watched script."""
+        return self.record.plan or Plan()
+
     @cached_property
     def args(self) -> dict[str, Any]:
         """All flags as resolved, by name (micro_batch_size)."""
-        groups = self.plan.get("args")
-        groups = groups.values() if isinstance(groups, dict) else ()
-        return {name: value for group in groups if isinstance(group, dict) for name, value in group.items()}
+        return {name: value for group in self.plan.args.values() for name, value in group.items()}
 
     @property
     def status(self) -> str:
         """running, finished, interrupted, failed: ..., killed or lost: ..., or why it left early; "unknown" without run.json."""
-        return str(self.record.get("status", "unknown"))
+        return self.record.status or "unknown"
 
     @property
     def stages(self) -> list[int]:
         """Of a pipeline, by rank; [] where there is none."""
-        layout = self.plan.get("layout")
-        if not isinstance(layout, dict) or layout.get("pipeline", 1) == 1:
-            return []
-        from megatron_lite.config.layout import Layout  # runs of one stage do without
-
-        try:
-            return [Layout(**layout).locate(rank).pipeline_rank for rank in range(self.world_size or 0)]
-        except TypeError:  # of another version
-            return []
+        return list(self.plan.stages_of_ranks)
 
     @property
     def world_size(self) -> int | None:
-        world = self.plan.get("world")
-        size = world.get("size") if isinstance(world, dict) else None
-        return size if isinstance(size, int) and size > 0 else None
+        """Ranks of the job."""
+        return self.plan.world.size
 
     @property
     def writing_rank(self) -> int | None:
         """Whose times the steps are; 0 of a watched script, which has no plan; None: not known."""
-        world = self.plan.get("world", {"rank": 0})
-        rank = world.get("rank") if isinstance(world, dict) else None
-        return rank if isinstance(rank, int) else None
+        return 0 if self.plan.world == World() else self.plan.world.rank
 
     @property
     def on_rank(self) -> str:

@@ -1,0 +1,134 @@
+"""Reads run.json: what of it is sound, and what is wrong with the rest."""
+
+import json
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypeVar, get_args, get_origin
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from megatron_lite.formats.run_record import RUN_FILE, RUN_SCHEMA, RunRecord
+from megatron_lite.process_state import is_there
+from megatron_lite.shared_files import read_foreign
+
+MAX_SAID = 2**64  # seeds are the largest numbers in run.json
+MAX_DEPTH = 32  # of groups in groups in run.json
+MAX_NAMED = 3  # fields that a note names
+# what msgspec raises; the last of a key with half a character
+NOT_THIS_TYPE = (msgspec.ValidationError, OverflowError, UnicodeEncodeError)
+RUNNING, LOST, UNCERTAIN = "running", "killed or lost: its process is gone", "running, or killed"
+Part = TypeVar("Part", bound=msgspec.Struct)
+
+
+def read_record(folder: Path) -> tuple[RunRecord | None, list[str]]:
+    """run.json, with the status that its process has now, and what is wrong with it; None where nothing can be read."""
+    record, notes = _read_file(folder)
+    if record is None or record.status != RUNNING:
+        return record, notes
+    # a process that was killed cannot write how it ended
+    there = None if record.process is None else is_there(msgspec.to_builtins(record.process))
+    if there is False:  # it may have ended, and written so, since the file was read
+        record, notes = _read_file(folder)
+    if record is not None and record.status == RUNNING:
+        status = {True: RUNNING, False: LOST, None: UNCERTAIN}[there]
+        record = msgspec.structs.replace(record, status=status)
+    return record, notes
+
+
+def _read_file(folder: Path) -> tuple[RunRecord | None, list[str]]:
+    try:
+        values = json.loads(read_foreign(folder / RUN_FILE))
+    except FileNotFoundError:
+        return None, [f"there is no {RUN_FILE}, so that the run's flags, hardware and end are unknown."]
+    except OSError as error:
+        return None, [f"{RUN_FILE} cannot be opened ({error.strerror})."]
+    except (ValueError, RecursionError):
+        return None, [f"{RUN_FILE} is damaged: it is no JSON."]
+    if not isinstance(values, dict):
+        return None, [f"{RUN_FILE} is damaged: it is no JSON object."]
+    if not values:
+        return None, [f"{RUN_FILE} is empty."]
+    record, lost = convert_sound(values, RunRecord)
+    notes = []
+    if lost:
+        more = f"; and {len(lost) - MAX_NAMED} more" if len(lost) > MAX_NAMED else ""
+        some = "; ".join(lost[:MAX_NAMED]) + more
+        notes.append(f"{RUN_FILE} is damaged, and what is damaged counts as unknown: {some}.")
+    if record.schema != RUN_SCHEMA:
+        has = f"{RUN_FILE} has schema {values.get('schema')!r}"
+        notes.append(f"{has}, and this reader knows {RUN_SCHEMA}: some of it may be misread.")
+    return record, notes
+
+
+def convert_sound(values: dict[str, Any], kind: type[Part]) -> tuple[Part, list[str]]:
+    """The record of what in `values` has the right type, and what has not: "plan.world.size: Expected `int`, got `str`".
+
+    Args:
+        values: a JSON object.
+        kind: a Struct whose fields all have defaults.
+    """
+    lost: list[str] = []
+    return _convert(_keep_possible(values), kind, "", lost), lost
+
+
+def _convert(values: dict[str, Any], kind: type[Part], where: str, lost: list[str]) -> Part:
+    with suppress(*NOT_THIS_TYPE):
+        return msgspec.convert(values, kind)
+    sound = {}
+    for field in msgspec.structs.fields(kind):
+        if field.name in values:
+            part = _convert_part(values[field.name], field.type, f"{where}{field.name}", lost)
+            if part is not UNSET:
+                sound[field.name] = part
+    return kind(**sound)
+
+
+def _convert_part(value: object, kind: Any, where: str, lost: list[str]) -> Any | UnsetType:
+    """A field's value, or what of its parts is sound; UNSET where that is nothing."""
+    try:
+        return msgspec.convert(value, kind)
+    except NOT_THIS_TYPE as error:
+        problem = str(error).partition(" - at ")[0]
+    if isinstance(value, dict):
+        for choice in _list_choices(kind):
+            if get_origin(choice) is dict:
+                parts = {
+                    name: _convert_part(part, get_args(choice)[1], f"{where}.{name}", lost)
+                    for name, part in value.items()
+                }
+                return {name: part for name, part in parts.items() if part is not UNSET}
+            if _is_partial(choice):
+                return _convert(value, choice, f"{where}.", lost)
+    lost.append(f"{where}: {problem}")
+    return UNSET
+
+
+def _list_choices(kind: Any) -> Iterator[Any]:
+    """The types that a field may have: those of a union, or the one."""
+    if isinstance(kind, type) or get_origin(kind) is dict:
+        yield kind
+    else:
+        yield from get_args(kind)
+
+
+def _is_partial(kind: Any) -> bool:
+    """Whether it is a Struct that may lack any of its fields."""
+    if not isinstance(kind, type) or not issubclass(kind, msgspec.Struct):
+        return False
+    return not any(field.required for field in msgspec.structs.fields(kind))
+
+
+def _keep_possible(value: Any, depth: int = 0) -> Any:
+    """The value with None in the place of each number that no run can have said, and of what lies too deep."""
+    if depth > MAX_DEPTH:
+        return None
+    if isinstance(value, dict):
+        return {name: _keep_possible(part, depth + 1) for name, part in value.items()}
+    if isinstance(value, list):
+        return [_keep_possible(part, depth + 1) for part in value]
+    # NaN is in no range
+    if isinstance(value, int | float) and not -MAX_SAID < value < MAX_SAID:
+        return None
+    return value

@@ -1,0 +1,379 @@
+"""run.json: what a run was asked to do, on what it ran, what was predicted of it, and how it ended.
+
+The trainer writes it when the run starts, so that a run that is killed has one, and again when it ends. `megatron-lite watch`
+writes it for a script of others: such a record has a command and no plan.
+
+Every field may be null or absent, since files are damaged and parts are not known. Sizes and counts are positive.
+"""
+
+import json
+from typing import Annotated, Any
+
+import msgspec
+
+RUN_FILE = "run.json"
+RUN_SCHEMA = 1
+MAX_NUMBER = 10**18  # no count, time or size of a run is larger; beyond it a file is damaged
+
+Index = Annotated[int, msgspec.Meta(ge=0, lt=MAX_NUMBER)]
+Count = Annotated[int, msgspec.Meta(gt=0, lt=MAX_NUMBER)]
+Flops = Annotated[float, msgspec.Meta(gt=0)]
+
+
+class Process(msgspec.Struct, frozen=True):
+    """The process that writes, for whoever asks later whether it still exists (process_state.py)."""
+
+    host: str | None = None
+    # names the kernel's PID namespace; null where the system has none
+    pids: str | None = None
+    pid: int | None = None
+    # clock ticks from the machine's boot to the process' start
+    started_ticks: int | None = None
+
+
+class World(msgspec.Struct, frozen=True):
+    """The job's processes, one per rank, and the one that writes."""
+
+    # of the writing process, from 0
+    rank: Index | None = None
+    size: Count | None = None
+    # the rank among those of its machine
+    local_rank: Index | None = None
+    # ranks of one machine
+    local_size: Count | None = None
+    # GPUs that the process sees
+    gpus: Index | None = None
+    # that its operations on CPU tensors use
+    threads: Index | None = None
+    # Nsight Systems watched the process
+    under_nsys: bool | None = None
+    # why torch.compile can make no kernels for this process's GPU; empty if it can
+    no_compiler: str | None = None
+
+
+class Layout(msgspec.Struct, frozen=True):
+    """Sizes of the dimensions in which ranks divide the work, and the writing rank's place in each."""
+
+    # ranks that split each layer
+    tensor: Count | None = None
+    # ranks that share the positions of each sequence
+    context: Count | None = None
+    # ranks that share each batch
+    data: Count | None = None
+    # ranks that have some of the layers each
+    pipeline: Count | None = None
+    tensor_rank: Index | None = None
+    context_rank: Index | None = None
+    data_rank: Index | None = None
+    pipeline_rank: Index | None = None
+    # --use-tp-pp-dp-mapping
+    data_is_outermost: bool | None = None
+    # tensor parallel ranks share the tokens between attention and MLP
+    sequence_parallel: bool | None = None
+
+
+class Stage(msgspec.Struct, frozen=True):
+    """The writing rank's stage of the pipeline."""
+
+    # from 0
+    number: Index | None = None
+    stages: Count | None = None
+    # [first, end) of the layers of each chunk
+    chunks: tuple[tuple[int, int], ...] = ()
+    # backward is split into gradients of inputs and of weights
+    splits_backward: bool | None = None
+
+
+class Shape(msgspec.Struct, frozen=True):
+    """The sizes of the model."""
+
+    num_layers: Count | None = None
+    hidden_size: Count | None = None
+    num_attention_heads: Count | None = None
+    # key/value heads
+    num_query_groups: Count | None = None
+    # width of one head
+    kv_channels: Count | None = None
+    ffn_hidden_size: Count | None = None
+    # tokens of a sample
+    seq_length: Count | None = None
+    max_position_embeddings: Count | None = None
+    padded_vocab_size: Count | None = None
+    # learned_absolute, rope or none
+    position_embedding: str | None = None
+    rotary_percent: float | None = None
+    rotary_base: float | None = None
+    rotary_interleaved: bool | None = None
+    rotary_seq_len_interpolation_factor: float | None = None
+    # LayerNorm or RMSNorm
+    normalization: str | None = None
+    norm_epsilon: float | None = None
+    # norm weights are stored minus one
+    layernorm_1p: bool | None = None
+    # gelu_tanh, gelu_erf, swiglu or squared_relu
+    activation: str | None = None
+    linear_bias: bool | None = None
+    qkv_bias: bool | None = None
+    qk_layernorm: bool | None = None
+    tied_embeddings: bool | None = None
+    hidden_dropout: float | None = None
+    attention_dropout: float | None = None
+    query_key_layer_scaling: bool | None = None
+    softmax_in_fp32: bool | None = None
+    init_method_std: float | None = None
+
+
+class Batch(msgspec.Struct, frozen=True):
+    """Global batch sizes, in samples."""
+
+    # at the end of a ramp-up
+    final: Count | None = None
+    # 0 without a ramp-up
+    start: Index | None = None
+    increment: Index | None = None
+    ramp_samples: Index | None = None
+
+
+class Compilation(msgspec.Struct, frozen=True):
+    """What torch.compile compiles."""
+
+    # each layer by itself
+    layers: bool | None = None
+    # of an automatic choice; empty if the flag says it
+    why: str | None = None
+    loss: bool | None = None
+
+
+class Sharding(msgspec.Struct, frozen=True):
+    """How replicas share fp32 weights, gradients and moments: each parameter by rows."""
+
+    # ranks that together hold the whole
+    ranks: Count | None = None
+    index: Index | None = None
+    # layers give back after forward what they gathered (ZeRO-3), or keep it until backward (ZeRO-1)
+    gathers_twice: bool | None = None
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """Everything that was decided about a run before it started."""
+
+    # flags as resolved, by group and name: args["training"]["micro_batch_size"]
+    args: dict[str, dict[str, Any]] = {}
+    world: World = World()
+    layout: Layout = Layout()
+    stage: Stage = Stage()
+    # null of a run with --model
+    shape: Shape | None = None
+    # before padding
+    vocab_size: Count | None = None
+    # cuda or cpu
+    device: str | None = None
+    # nccl or gloo
+    backend: str | None = None
+    # fp32, fp16 or bf16
+    precision: str | None = None
+    # 16-bit gradients are accumulated and reduced in fp32
+    fp32_gradients: bool | None = None
+    batch: Batch = Batch()
+    train_iters: Count | None = None
+    train_samples: Count | None = None
+    # learning rate and weight decay as functions of consumed samples, by the names of config/plan.py
+    learning_rate: dict[str, Any] = {}
+    # [first, end) of this start's iterations that are profiled
+    profile_window: tuple[int, int] | None = None
+    profile_ranks: list[int] = []
+    compilation: Compilation = Compilation()
+    # null where every rank keeps everything
+    sharding: Sharding | None = None
+    # processes per rank that read data
+    loader_workers: Index | None = None
+    # micro-batches per rank and step, after a ramp-up
+    micro_batches: Count | None = None
+    # the pipeline stage of each rank; [] without a pipeline
+    stages_of_ranks: tuple[Index, ...] = ()
+    # how many layers each stage has; [] without a pipeline
+    stage_layers: tuple[Count, ...] = ()
+
+
+class Model(msgspec.Struct, frozen=True):
+    """The code of --model."""
+
+    function: str | None = None
+    file: str | None = None
+    sha256: str | None = None
+
+
+class Hardware(msgspec.Struct, frozen=True):
+    """What the writing process ran on."""
+
+    # that the process may use
+    cpus: Count | None = None
+    # the GPU's name, or cpu
+    device: str | None = None
+    # of the GPU
+    memory_bytes: Count | None = None
+    # version of CUDA that torch was built with
+    cuda: str | None = None
+    # that the table of GPUs has for the run's precision; null for unknown
+    peak_tflops: Flops | None = None
+    # on a CPU: its name, the threads of torch, and whether it multiplies such matrices faster than fp32 ones
+    processor: str | None = None
+    threads: Count | None = None
+    bf16_products: bool | None = None
+    fp16_products: bool | None = None
+
+
+class LedgerRow(msgspec.Struct, frozen=True):
+    """Bytes of one kind of tensors on one rank at one moment."""
+
+    category: str
+    name: str
+    num_bytes: int
+    # with the numbers put in
+    formula: str
+
+
+class Moment(msgspec.Struct, frozen=True):
+    """One point of a step at which memory may be highest."""
+
+    phase: str
+    where: str
+    # largest first
+    rows: tuple[LedgerRow, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(row.num_bytes for row in self.rows)
+
+
+class MemoryPrediction(msgspec.Struct, frozen=True):
+    """The moments of one step of one rank, in the order of the step."""
+
+    moments: tuple[Moment, ...]
+
+    @property
+    def peak(self) -> Moment:
+        """The first moment that holds the most bytes."""
+        return max(self.moments, key=lambda moment: moment.num_bytes)
+
+
+class TimeRow(msgspec.Struct, frozen=True):
+    """One part of a step, at the least that the hardware allows."""
+
+    name: str
+    ms: float
+    # compute, memory or link: the limit of the hardware
+    bound: str
+    formula: str
+
+
+class TimePrediction(msgspec.Struct, frozen=True):
+    """The shortest possible step of one rank on a named GPU."""
+
+    gpu: str
+    # in the order of a step; they add up to it
+    rows: tuple[TimeRow, ...]
+    # of all ranks, per step
+    tokens: int
+    # of one rank, per step; Megatron's convention, which counts half of the attention matrix
+    flops_causal: int
+    # with all of the attention matrix
+    flops_full: int
+    # 0 for a GPU that no table has
+    peak_tflops: float
+    # what is not in it
+    notes: tuple[str, ...] = ()
+
+    @property
+    def step_ms(self) -> float:
+        """Sum of the rows."""
+        return sum(row.ms for row in self.rows)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """The most tokens per second, of all ranks together."""
+        return 1000 * self.tokens / self.step_ms
+
+
+class Prediction(msgspec.Struct, frozen=True):
+    """What was predicted of the writing rank before its first step."""
+
+    # most that tensors hold
+    peak_bytes: Count | None = None
+    # memory of the GPU, or of the machine on CPUs
+    room_bytes: Count | None = None
+    memory: MemoryPrediction | None = None
+    # null on CPUs, and for a GPU that no table has
+    time: TimePrediction | None = None
+    # why a part of it is missing
+    failures: tuple[str, ...] = ()
+
+
+class Updated(msgspec.Struct, frozen=True):
+    """What the first optimizer of a watched script updates on the writing rank."""
+
+    parameters: Count | None = None
+    # of the job
+    ranks: Count | None = None
+
+
+class Watched(msgspec.Struct, omit_defaults=True):
+    """What `megatron-lite watch` saw of a script. A field that is not known is absent."""
+
+    # ranks of this machine, where the launcher says it
+    local_ranks: Count | None = None
+    # processes of its first DataLoader
+    loader_workers: Index | None = None
+    # the limit of torch.nn.utils.clip_grad_norm_
+    clip_grad: float | None = None
+    # memory of the machine
+    host_memory_bytes: Count | None = None
+    # the most memory that the writing rank's process held
+    peak_host_bytes: Count | None = None
+
+
+class RunRecord(msgspec.Struct, frozen=True):
+    """One start of a run."""
+
+    # RUN_SCHEMA
+    schema: int | None = None
+    # running, finished, interrupted, "failed: ..." or why it left early
+    status: str | None = None
+    # as 2026-11-26T08:00:00+0000
+    started: str | None = None
+    ended: str | None = None
+    process: Process | None = None
+    # null of a watched script
+    plan: Plan | None = None
+    # null without --model
+    model: Model | None = None
+    # of a watched script; null of this trainer's runs
+    command: list[str] | None = None
+    # of the whole model; null of a run with --model
+    parameters: Count | None = None
+    # FLOPs of forward and backward of one sample, with half of the attention's scores; null of a run with --model
+    sample_flops_causal: Flops | None = None
+    # with all of them
+    sample_flops_full: Flops | None = None
+    # null if nothing was predicted
+    prediction: Prediction | None = None
+    # of python, torch and numpy
+    versions: dict[str, str] = {}
+    hardware: Hardware = Hardware()
+    # environment variables that change how a run behaves, as far as they were set
+    environment: dict[str, str] = {}
+    # where the run writes what: steps, tensorboard, checkpoints
+    artefacts: dict[str, str] = {}
+    # of a watched script
+    watched: Watched | None = None
+    updated: Updated | None = None
+    # of a watched script: no optimizer of torch stepped, and a step ends where weights were updated by hand
+    steps_by_hand: bool = False
+
+
+def encode_run(record: RunRecord) -> str:
+    """The text of run.json."""
+    known = msgspec.structs.replace(record, schema=RUN_SCHEMA)
+    # not msgspec's encoder, which refuses half a character, as paths may hold
+    return json.dumps(msgspec.to_builtins(known, enc_hook=str), indent=1) + "\n"
