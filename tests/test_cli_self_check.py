@@ -89,3 +89,13 @@ def test_ranks_of_a_layout_beside_one_rank(capfd):
     words.remove("--mock-data")
     assert main(["self-check", "--ranks", "2", *words]) == 2
     assert "1 rank: the trainer ended with exit code" in (said := capfd.readouterr().err) and "nowhere" in said
+
+
+def test_ranks_that_a_script_does_not_count_are_asked_for(tmp_path, monkeypatch, capsys):
+    """A plan assumes a node of GPUs; here as many processes would start."""
+    started = pretend(monkeypatch, 1.0)
+    script = tmp_path / "launch.sh"
+    script.write_text(f"torchrun --nproc_per_node gpu pretrain_gpt.py {' '.join(flags())}\n")
+    assert main(["self-check", "--cpu", str(script)]) == 2
+    assert "the number of ranks is unknown; give --ranks N before it" in capsys.readouterr().err
+    assert not started

@@ -47,6 +47,8 @@ def run(argv: list[str]) -> int:
         raise UserError(f"--steps {options.steps}: must be at least 1.")
     found = planned_run(words, options.ranks)
     plan = found.plan
+    if found.gpus_assumed:
+        raise UserError(f"{words[0]}: the number of ranks is unknown; give --ranks N before it.")
     if plan.world.size == 1:
         raise UserError("megatron-lite self-check: one rank alone; give --ranks N with a layout for them.")
     args = read_command_line(list(found.flags)).args
