@@ -207,3 +207,17 @@ def test_the_header_of_a_merged_file_tells_of_no_rank(tmp_path):
     report = analyze([tmp_path / "merged.json"])
     assert [one.trace.cores for one in report.facts.ranks_seen] == [None, None]
     assert report.facts.ranks.straggler.rank == 1 and not is_certain(report, "straggler")
+
+
+@pytest.mark.parametrize(("cores", "certain"), [(None, False), (FREE, True)])
+def test_a_slow_host_before_a_gpu_is_certain_only_if_its_cores_were_free(tmp_path, cores, certain):
+    made = MadeTrace(0, 1, device="NVIDIA H100 80GB HBM3", **({CORES_IN_TRACE: cores} if cores else {}))
+    for number in range(STEPS):
+        at = STEP_US * number
+        for place in range(400):
+            start = at + 10 + 25 * place
+            made.op("aten::add", start, start + 15)
+            made.kernel("elementwise_kernel", start + 13, start + 17, start + 5)
+        made.step(number, at, at + 10_100)
+    made.write(tmp_path)
+    assert is_certain(analyze([tmp_path]), "launch-bound") is certain

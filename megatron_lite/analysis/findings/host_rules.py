@@ -81,7 +81,7 @@ def find_launch_bound(facts: Facts, one: RankFacts) -> Finding | None:
     Flags: --torch-compile; a larger --micro-batch-size at the same --global-batch-size; record without
         --pytorch-profiler-collect-callstack, which slows the host most.
     False alarm: a trace with stacks or shapes of a run that is fine without them: compare with the step time outside
-        the window.
+        the window. Other jobs on the host's cores: likely at most, where what the rank got of them was not recorded.
     """
     time, larger = one.time, facts.larger_micro_batch
     if not time.launch_bound:
@@ -98,7 +98,10 @@ def find_launch_bound(facts: Facts, one: RankFacts) -> Finding | None:
     if larger:
         advice = f"more work per launch: {larger[1]}"
     flags = (*(larger[:1] if larger else ()), *(() if facts.compiles else ("--torch-compile",)))
-    return find_lost_time(one, cost, text, advice, *shown, flags=flags, certain=not one.trace.with_stack, at_least=0.0)
+    doubt = facts.doubt_cores([one.time.rank])
+    more = [*shown, Evidence(doubt)] if doubt else shown
+    certain = not one.trace.with_stack and not doubt
+    return find_lost_time(one, cost, text, advice, *more, flags=flags, certain=certain, at_least=0.0)
 
 
 TITLE_ON_CPU = "Python between operators"
