@@ -1,7 +1,8 @@
-"""What a batch system tells the jobs that it starts, as far as the lines at the top of their scripts decide it.
+"""Variables that a batch system gives to the jobs that it starts, as far as the lines at the top of their scripts
+decide them.
 
-What only the cluster knows, such as the number of a job and the names of its nodes, has a stand-in: a script that is gone
-through on a laptop needs a value there, and no plan depends on which.
+Values that only the cluster knows, such as the number of a job and the names of its nodes, have a stand-in: a script
+that is gone through on a laptop needs a value there, and no plan depends on which.
 """
 
 import getpass
@@ -25,7 +26,8 @@ GPU_RESOURCE = re.compile(r"(?:^|,)(?:gres/)?gpu(?:[:=][A-Za-z][^:,=]*)?(?:[:=](
 
 @dataclass(frozen=True)
 class Job:
-    """What a script asks for; None where it does not say. environment: the variables that the job would see."""
+    """A script's request to the batch system; None where it does not say. environment: the variables that the job
+    would see."""
 
     nodes: int | None = None
     tasks: int | None = None
@@ -75,7 +77,7 @@ def split_words(line: str) -> list[str]:
 
 
 def read_options(words: list[str]) -> dict[str, str]:
-    """{option: value} of `--name value`, `--name=value` and `-N4`; names with dashes."""
+    """Read `--name value`, `--name=value` and `-N4` into values by option; names keep their dashes."""
     options = {}
     for word, following in zip(words, [*words[1:], ""]):
         glued = OPTION_WITH_NUMBER.match(word)
@@ -107,7 +109,7 @@ def _name_nodes(number: int) -> list[str]:
 
 
 def expand_nodes(names: str) -> list[str]:
-    """node[1-3,7],other -> node1, node2, node3, node7, other."""
+    """Expand a list of nodes: node[1-3,7],other -> node1, node2, node3, node7, other."""
     found = []
     for name in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", names):
         before, bracket, rest = name.partition("[")
@@ -173,7 +175,7 @@ def _size_slurm_job(options: Mapping[str, str]) -> Job:
 
 
 def _read_slurm(words: list[str], name: str, folder: Path) -> Job:
-    """sbatch's manual page of Slurm 24.05: Output environment variables."""
+    """Read Slurm's options into a job, as the output variables on sbatch's manual page of Slurm 24.05 describe it."""
     options = read_options(words)
     job = _size_slurm_job(options)
     variables = {**_name_slurm_sizes(job, options), **_name_slurm_stand_ins(job, options, name, folder)}

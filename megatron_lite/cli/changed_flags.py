@@ -66,7 +66,7 @@ def explain_change(
 
 
 def _write_command(words: Sequence[str], gpus: int | None, dropped: Sequence[str], added: Sequence[str]) -> str:
-    """What stands behind `megatron-lite plan`."""
+    """Write the words that follow `megatron-lite plan`."""
     options = ["--gpus", str(gpus)] if gpus else []
     options += [f"--drop={','.join(dropped)}"] if dropped else []
     options += [f"--add={' '.join(added)}"] if added else []

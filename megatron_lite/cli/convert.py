@@ -1,4 +1,4 @@
-"""megatron-lite convert: checkpoints of this trainer and of Megatron-LM to Hugging Face folders, and back."""
+"""`megatron-lite convert` turns checkpoints of this trainer and of Megatron-LM into Hugging Face folders, and back."""
 
 import argparse
 import shlex

@@ -1,6 +1,7 @@
-"""megatron-lite make-corpus: real text that every machine has, the sources of Python's own standard library.
+"""`megatron-lite make-corpus` makes a data set of real text that every machine has: the sources of Python's own
+standard library.
 
-One folder holds one corpus: PREFIX_text_document.{bin,idx}, vocab.json and merges.txt if it has a vocabulary of its
+A folder holds one corpus: PREFIX_text_document.{bin,idx}, vocab.json and merges.txt if it has a vocabulary of its
 own, and corpus.json, which says what the rest is and whether it is complete.
 """
 
@@ -60,7 +61,7 @@ def run(argv: list[str]):
 
 
 def _read_mark(prefix: Path) -> dict | None:
-    """What corpus.json of an earlier call says. DataError for a vocabulary or data set of other origin."""
+    """Read the corpus.json of an earlier call. DataError for a vocabulary or data set of other origin."""
     mark, file, other = None, prefix.parent / MARK, None
     try:
         mark = json.loads(read_foreign(file))

@@ -1,4 +1,4 @@
-"""megatron-lite preprocess, merge and inspect: what makes and checks .bin/.idx data sets."""
+"""`megatron-lite preprocess`, `merge` and `inspect` make and check .bin/.idx data sets."""
 
 import argparse
 import glob
@@ -175,7 +175,7 @@ def preprocess_files(argv: list[str]):
 
 
 def _rename_flags(argv: Sequence[str]) -> list[str]:
-    """argv with today's names: older ones are noted, and underscores are dashes."""
+    """Replace older names of flags by today's, with a note, and underscores by dashes."""
     words = []
     for word in argv:
         name, equals, value = word.partition("=")

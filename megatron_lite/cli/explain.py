@@ -1,4 +1,4 @@
-"""megatron-lite explain: what a finding means, or what a kernel's name says."""
+"""`megatron-lite explain` describes what a finding means, or what a kernel's name says."""
 
 import difflib
 import re

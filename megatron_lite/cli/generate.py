@@ -1,4 +1,4 @@
-"""megatron-lite generate: generate text with a trained model."""
+"""`megatron-lite generate` writes text with a trained model."""
 
 import sys
 from argparse import Namespace
@@ -43,7 +43,7 @@ def run(argv: list[str]):
 
 
 def _read_tokenizer_flags(folder: Path) -> dict:
-    """{name: value} of the flags that name the tokenizer of a Hugging Face folder."""
+    """Read the flags that name the tokenizer of a Hugging Face folder, with their values."""
     from megatron_lite.convert.tokenizer_files import training_flags
 
     words = training_flags(folder)
@@ -158,7 +158,7 @@ def _parse(argv: list[str]) -> Namespace:
 
 
 def _open_tokenizer(options: Namespace, flags: dict) -> Tokenizer:
-    """By the command's own flags, else as the model was trained."""
+    """Open the tokenizer that the command's own flags name, else the one that the model was trained with."""
     known = {name: flags[name] for name in DEFAULTS.keys() | {"tokenizer_type"} if flags.get(name) is not None}
     given = {name: value for name in OF_TOKENIZERS if (value := getattr(options, name)) is not None}
     if not known and not given:

@@ -14,14 +14,19 @@ ONE_WORD_EACH = (None, 1)
 def take_late_options(
     words: list[str], actions: dict[str, argparse.Action], of_script: bool
 ) -> tuple[list[str], list[str]]:
-    """(the command's options among the words, with their values; the other words).
+    """Take a command's options out of words that follow a script or the trainer's flags.
 
-    An option that the script names itself is the script's. Words before the trainer's own, such as srun's, are left alone.
+    An option that the script names itself is the script's. Words before the trainer's own, such as srun's, are left
+    alone.
 
     Args:
-        words: A script and its arguments, a launch command, or flags of the trainer; no option is a flag of the trainer.
+        words: A script and its arguments, a launch command, or flags of the trainer; no option is a flag of the
+            trainer.
         actions: The options of the command by their names.
         of_script: Whether the first word is a script.
+
+    Returns:
+        The command's options with their values, and the other words.
     """
     split = None if of_script else split_at_trainer(words)
     behind = words[1:] if of_script else split[1] if split else words

@@ -1,4 +1,4 @@
-"""What a launch script would start, found without starting anything: bash reads the script, and every command is left out."""
+"""Finds the launches of a script without starting anything: bash reads the script, and every command is left out."""
 
 import functools
 import os
@@ -49,7 +49,7 @@ class _Found:
 
 
 class _Search:
-    """One search through a script and those that it hands on to."""
+    """A search through a script and those that it hands on to."""
 
     def __init__(self, bash: str, folder: Path, all_given: bool):
         self.toolbox = Toolbox(folder)
@@ -59,7 +59,16 @@ class _Search:
         self._bash, self._all_given, self._walks = bash, all_given, 0
 
     def look(self, script: Script, job: Job, depth: int) -> tuple[list[_Found], str]:
-        """(the launches, in the order in which they would come; the reason if there is none)."""
+        """Find the launches of a script.
+
+        Args:
+            script: the script.
+            job: what it asks of the batch system.
+            depth: how many scripts handed on to each other before it.
+
+        Returns:
+            The launches, in the order in which they would come, and the reason if there is none.
+        """
         self._walks += 1
         self.texts.append(script.text)
         self.toolbox.gpus = job.gpus_per_node
@@ -104,7 +113,7 @@ class _Search:
         return None
 
     def _list_handed_on(self, words: list[str], folder: str) -> Iterator[tuple[int, str, str, list[str]]]:
-        """(where it stands, the text, its name, its arguments) of what could be a script."""
+        """List (where it stands, the text, its name, its arguments) of each word that could be a script."""
         if len(words) > 1 and words[-2] == HERE:
             yield len(words) - 2, words[-1], "bash", []
             return
@@ -159,9 +168,16 @@ def _choose_environment(job: Job) -> dict[str, str]:
 
 
 def read_launch_script(script: str, arguments: list[str], wanted: int = 1, gpus_per_node: int | None = None) -> Launch:
-    """The command of `script`, or of what it hands on to, that starts pretrain_gpt.py for the `wanted`th time.
+    """Find the command that starts pretrain_gpt.py in a script, or in what it hands on to.
 
-    gpus_per_node: for scripts that count them, where no line of a batch system says it. UserError if there is none, or no bash.
+    Args:
+        script: the script.
+        arguments: its arguments.
+        wanted: which one, of a script that starts several, from 1.
+        gpus_per_node: GPUs of a node, for scripts that count them where no line of a batch system says how many.
+
+    Raises:
+        UserError: there is no such command, or no bash.
     """
     bash = shutil.which("bash") if fcntl else None
     if bash is None:
@@ -195,7 +211,7 @@ def _read_script(script: str) -> str:
 
 @functools.cache
 def read_pipe_once(script: str) -> bytes:
-    """What comes out of a pipe, which gives it only once. OSError where nothing comes."""
+    """Read a pipe, which gives its text only once. OSError where nothing comes."""
     return read_pipe(script, MAX_SCRIPT_BYTES, SECONDS_FOR_PIPE)
 
 

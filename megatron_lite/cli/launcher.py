@@ -1,4 +1,4 @@
-"""What the words of a launch command say: torchrun, torch.distributed.launch, srun, mpirun, deepspeed, nsys in front."""
+"""Reads the words of a launch command: torchrun, torch.distributed.launch, srun, mpirun, deepspeed, nsys in front."""
 
 import math
 import re
@@ -54,7 +54,7 @@ class Ranks:
 
     @property
     def size(self) -> int | None:
-        """Of the whole job."""
+        """Ranks of the whole job."""
         return None if self.per_node is None else self.per_node * self.nodes
 
 
@@ -72,7 +72,13 @@ class Launch:
 
 
 def find_launch(words: list[str], environment: Mapping[str, str], job: Job | None = None) -> Launch:
-    """words: with pretrain_gpt.py among them. job: what a script asks of the batch system."""
+    """Read a launch from the words of a command.
+
+    Args:
+        words: the command, with pretrain_gpt.py among its words.
+        environment: the variables that the command would see.
+        job: what the script asks of the batch system.
+    """
     before, flags = split_at_trainer(words)
     own = dict(word.split("=", 1) for word in before if ASSIGNMENT.match(word))
     under_nsys = any(_name_program(word) == "nsys" for word in before)
@@ -85,7 +91,8 @@ def begins_command(word: str) -> bool:
 
 
 def split_at_trainer(words: list[str]) -> tuple[list[str], list[str]] | None:
-    """(the words before pretrain_gpt.py, those behind it; `-m megatron_lite` is the same); None where it is not among them."""
+    """Split a command into the words before pretrain_gpt.py (or `-m megatron_lite`) and those behind it; None where
+    it is not among them."""
     pairs = zip(["", *words], words)
     at = next(
         (at for at, pair in enumerate(pairs) if _name_program(pair[1]) == PROGRAM or pair == ("-m", MODULE)), None
@@ -94,19 +101,21 @@ def split_at_trainer(words: list[str]) -> tuple[list[str], list[str]] | None:
 
 
 def _name_program(word: str) -> str:
-    """/usr/bin/srun -> srun."""
+    """Name the program of a path: /usr/bin/srun -> srun."""
     return word.rpartition("/")[2]
 
 
 def _count_included(text: str) -> Ranks:
-    """Of deepspeed's `--include host-1:0,1@host-2:0,1`; a host without numbers has as many as the others."""
+    """Count the GPUs of deepspeed's `--include host-1:0,1@host-2:0,1`; a host without numbers has as many as the
+    others."""
     hosts = text.split("@")
     numbers = [host.partition(":")[2] for host in hosts]
     return Ranks(max(len(number.split(",")) for number in numbers), len(hosts))
 
 
 def _count_ranks(words: list[str], job: Job) -> Ranks:
-    """Of the launcher's words and the job that the script asks for. Plain python is one process."""
+    """Count nodes and ranks by the launcher's words and the job that the script asks for. Plain python is one
+    process."""
     options, programs = read_options(words), set(map(_name_program, words))
     own, placers = set(ALONE) & programs, PLACERS & programs
     of_mpi = bool(placers & OF_MPI)

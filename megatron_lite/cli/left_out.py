@@ -15,7 +15,8 @@ COMMAND = re.compile(r"\$\((?!\()(.*)\)|`([^`]*)`", re.DOTALL)
 
 @dataclass(frozen=True)
 class _Source:
-    """variable: the last one before the source; command: what was not run; name: an argument or a variable without a value."""
+    """The origin of a missing value. variable: the last one before the source; command: what was not run; name: an
+    argument or a variable without a value."""
 
     variable: str = ""
     command: str = ""
@@ -58,7 +59,8 @@ def explain_empty_values(lines: Sequence[str], left_out: Sequence[Sequence[str]]
 
 
 def _find_source(flag: str, left_out: Sequence[Sequence[str]], text: str) -> _Source | None:
-    """What is behind the value of a flag, over other variables: first of all a command, else what has no value itself."""
+    """Find what is behind the value of a flag, over other variables: first of all a command, else what has no value
+    itself."""
     name = re.escape(flag).replace(r"\-", "[-_]")
     waiting = [("", value) for value in re.findall(rf"{name}[= \t]+{VALUE}", text)]
     seen: set[str] = set()

@@ -1,4 +1,4 @@
-"""megatron-lite live: a run that goes on, followed in a terminal by what it writes into its folder."""
+"""`megatron-lite live` follows a run that goes on in a terminal, by what it writes into its folder."""
 
 import contextlib
 import os
@@ -140,7 +140,8 @@ def _holds_run(folder: Path) -> bool:
 
 
 def _describe_recordings(path: Path) -> str:
-    """What the traces and snapshots of `path`, a file or folder without a run, are read with; '' where there are none."""
+    """Describe how to read the traces and snapshots of `path`, a file or folder without a run; '' where there are
+    none."""
     from megatron_lite.analysis.discover import discover_sources  # numpy: not for --help
 
     try:
@@ -180,7 +181,7 @@ def _explain_file(path: Path) -> str:
 
 
 def _follow(follower: Follower, folder: Path, silence_s: float) -> int:
-    """Until the run has ended, or says nothing for so long. Returns the exit code."""
+    """Show the run until it has ended, or writes nothing for `silence_s` seconds. Returns the exit code."""
     from rich.console import Console
     from rich.live import Live
 
@@ -221,7 +222,7 @@ def _judge(status: str) -> int | None:
 
 
 def _describe_silence(follower: Follower) -> str:
-    """'' for as long as a step may take."""
+    """Describe how long the run has written nothing; '' for as long as a step may take."""
     silent_s = follower.silent_s
     if silent_s < max(MIN_SHOWN_S, STEPS_SHOWN * follower.view.slowest_ms / 1000):
         return ""
@@ -229,7 +230,7 @@ def _describe_silence(follower: Follower) -> str:
 
 
 def _print_view(view: "View"):
-    """On standard output, whatever that can show."""
+    """Print a view on standard output, with the characters that it can show."""
     from rich.console import Console
 
     from megatron_lite.report.live_screen import draw_view

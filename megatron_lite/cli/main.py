@@ -1,4 +1,5 @@
-"""megatron-lite COMMAND: training, and what is done before and after it. Imports no torch, so that it answers at once."""
+"""`megatron-lite COMMAND`: training, and what is done before and after it. Imports no torch, so that it answers at
+once."""
 
 import importlib
 import sys

@@ -30,7 +30,19 @@ class _Version(argparse.Action):
 
 
 def write_text(flag: str, path: str | Path, text: str) -> str:
-    """Write what `flag` asks for; returns the line that names the file. UserError where it cannot be written."""
+    """Write a file that a flag asks for.
+
+    Args:
+        flag: the flag, for the message where the file cannot be written.
+        path: the file.
+        text: its content.
+
+    Returns:
+        The line that names the file.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
     try:
         Path(path).write_text(text, encoding="utf-8")
     except OSError as error:
@@ -39,5 +51,6 @@ def write_text(flag: str, path: str | Path, text: str) -> str:
 
 
 def write_json(path: str | None, content: dict) -> list[str]:
-    """What --json asks for: the line that names the file, behind an empty one; nothing where it was not given."""
+    """Write the file that --json asks for. Returns an empty line and the line that names it; nothing where it was not
+    given."""
     return ["", write_text("--json", path, json.dumps(content, indent=1, allow_nan=False) + "\n")] if path else []

@@ -1,4 +1,4 @@
-"""megatron-lite plan: will it fit, how fast can it be, what to change; from the launch command alone."""
+"""`megatron-lite plan` predicts from the launch command alone: will it fit, how fast can it be, what to change."""
 
 import argparse
 import dataclasses
@@ -65,7 +65,8 @@ def _is_checked_unasked(options: argparse.Namespace, report: PlanReport) -> bool
 def _walk(
     options: argparse.Namespace, words: list[str], found: PlannedRun, processors: list[Processor], style: Style
 ) -> tuple[PlanReport, list[str]]:
-    """(the report with the walk's figures, lines on the walk's snapshot: modules, source lines, layers, fragmentation)."""
+    """Walk the real step. Returns the report with the walk's figures, and lines on its snapshot: modules, source
+    lines, layers, fragmentation."""
     from megatron_lite.analysis.analyze import analyze
     from megatron_lite.report.section import section_lines
     from megatron_lite.report.sections.memory import memory_section
@@ -114,7 +115,8 @@ def _write_files(options: argparse.Namespace, report: PlanReport) -> list[str]:
 
 
 def _read_options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """(plan's own options, the rest: flags of the trainer, or a script and its arguments). UserError for a mistake."""
+    """Split the words into plan's own options and the rest: flags of the trainer, or a script and its arguments.
+    UserError for a mistake."""
     parser = _parser()
     options, rest = split_options(parser, argv)
     _check(options, rest)
@@ -193,7 +195,7 @@ def _check(options: argparse.Namespace, rest: list[str]):
 
 
 def _list_processors(options: argparse.Namespace) -> list[Processor]:
-    """Those named; the one to fit into counts as named."""
+    """List the processors that are named; the one to fit into counts as named."""
     named = [*find_processors(options.gpu or []), *([find_processor(options.fit)] if options.fit else [])]
     found = list({one.name: one for one in named}.values())
     if options.network:
@@ -208,7 +210,8 @@ def _predict(
     processors: list[Processor],
     walked: Mapping[int, Exact] = NOT_WALKED,
 ) -> PlanReport:
-    """What was asked for, and nothing else. walked: by the first stage of those that are alike."""
+    """Predict what was asked for, and nothing else. walked: figures of walks, by the first stage of those that are
+    alike."""
     plan = found.plan
     margin = MARGIN if options.margin is None else options.margin
     training = None
@@ -244,7 +247,8 @@ def _describe_subject(options: argparse.Namespace, words: list[str], found: Plan
 
 
 def _describe_facts(found: PlannedRun, generates: bool) -> str:
-    """'GPT 24 x 1024, sequence 2048, fp16, 1 GPU, batch 16 = 4 x 1 x 4'; without GPUs and batch where it generates."""
+    """Describe a plan, 'GPT 24 x 1024, sequence 2048, fp16, 1 GPU, batch 16 = 4 x 1 x 4'; without GPUs and batch
+    where it generates."""
     plan = found.plan
     shape = plan.shape
     facts = f"GPT {shape.num_layers} x {shape.hidden_size}, sequence {shape.seq_length}, {plan.precision}"
@@ -274,7 +278,7 @@ def can_walk_unasked(stream) -> bool:
 
 
 def check_lines(run: PlannedRun, report: PlanReport) -> list[str]:
-    """What the walk of the real step says of an estimate that was printed already: its peak, and verdicts that change with it."""
+    """Walk the real step, and say what it changes of an estimate that was printed already: its peak, and verdicts."""
     try:
         if report.search:
             return _judge_fastest(report.search, _walk_fastest(report.search, MAX_UNASKED_S))

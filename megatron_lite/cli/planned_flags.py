@@ -25,12 +25,15 @@ PATHS = ("FILE", "FOLDER", "[WEIGHT] PREFIX ...")  # what help calls the values 
 
 
 def adapt_flags(flags: Sequence[str], dropped: Sequence[str], added: Sequence[str]) -> tuple[list[str], list[str]]:
-    """(the flags that are planned, what to note of the change).
+    """Adapt the flags of a launch command to what is planned.
 
     Args:
-        flags: Of the trainer, as the launch command has them.
+        flags: Flags of the trainer, as the launch command has them.
         dropped: Names of flags to leave out, with or without dashes in front.
         added: Flags with their values, which stand for those of the same name.
+
+    Returns:
+        The flags that are planned, and what to note of the change.
     """
     line = CommandLine()
     words = split_words(list(flags), line)
@@ -48,7 +51,7 @@ def adapt_flags(flags: Sequence[str], dropped: Sequence[str], added: Sequence[st
 
 
 def _normalize(name: str) -> str:
-    """zero_stage, --zero_stage -> --zero-stage."""
+    """Write a flag with dashes: zero_stage, --zero_stage -> --zero-stage."""
     return dashed(name.lstrip("-"))
 
 
@@ -135,7 +138,7 @@ def _describe_stage(stage: str | None) -> str:
 
 
 def read_planned_flags() -> dict[str, str]:
-    """{flag with dashes: what is planned} of planned_flags.tsv."""
+    """Read planned_flags.tsv: what is planned, by the flag with dashes."""
     lines = FILE.read_text(encoding="utf-8").splitlines()
     return dict(line.split("\t") for line in lines if line.startswith("--"))
 

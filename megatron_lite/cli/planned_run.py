@@ -1,4 +1,4 @@
-"""From the words of a launch command to a Plan, on a machine that has neither its data nor its GPUs."""
+"""Makes a Plan of the words of a launch command, on a machine that has neither its data nor its GPUs."""
 
 import argparse
 import json
@@ -58,7 +58,8 @@ def is_script(word: str) -> bool:
 
 
 def split_options(parser: Parser, argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """(a command's own options; the rest: flags of the trainer, or a launch command or script with its arguments)."""
+    """Split the words into a command's own options and the rest: flags of the trainer, or a launch command or script
+    with its arguments."""
     actions = {name: action for action in parser._actions for name in action.option_strings}
     at = 0
     while at < len(argv):  # up to the first word that is none of ours
@@ -85,12 +86,13 @@ def planned_run(
     dropped: Sequence[str] = (),
     added: Sequence[str] = (),
 ) -> PlannedRun:
-    """What a launch command would run.
+    """Plan the run that a launch command would start.
 
     Args:
-        words: SCRIPT.sh ARGUMENTS..., a launch command such as torchrun ... pretrain_gpt.py FLAGS, or the trainer's flags.
-        gpus: Of the whole job; None for what the words say, else 1.
-        launch_number: Of a script that starts several.
+        words: SCRIPT.sh ARGUMENTS..., a launch command such as torchrun ... pretrain_gpt.py FLAGS, or the trainer's
+            flags.
+        gpus: GPUs of the whole job; None for what the words say, else 1.
+        launch_number: Which launch of a script that starts several, from 1.
         dropped: Names of the trainer's flags that are left out.
         added: Flags of the trainer that stand for those of the same name.
 
@@ -123,7 +125,8 @@ def planned_run(
 
 
 def _explain_no_flags(script: str, text: str) -> str:
-    """What to do where a script starts the trainer without any flag: it takes them from variables of its caller."""
+    """Explain how to plan a script that starts the trainer without any flag: it takes them from variables of its
+    caller."""
     behind = re.findall(r"pretrain_gpt\.py\b(.*)", text)
     names = list(dict.fromkeys(re.findall(r"\$\{?([A-Za-z_]\w*)", " ".join(behind))))
     if not names:
@@ -135,7 +138,8 @@ def _explain_no_flags(script: str, text: str) -> str:
 
 
 def _read_launch(words: list[str], gpus: int | None, launch_number: int) -> tuple[Launch, bool]:
-    """(the command that starts the trainer, whether its GPUs are those of usual nodes, since a script does not count them)."""
+    """Find the command that starts the trainer, and whether its GPUs are those of usual nodes, since a script does
+    not count them."""
     if split_at_trainer(words) and not is_script(words[0]):
         return find_launch(words, os.environ), False
     if not is_script(words[0]):
@@ -173,7 +177,8 @@ def _assume_ranks(launch: Launch) -> Ranks:
 
 
 def _plan_launch(launch: Launch, world: World, script: str, gpus: int | None) -> PlannedRun:
-    """gpus: where they were given. ConfigError with the trainer's own lines for flags it would refuse."""
+    """Make the plan of a launch. gpus: where they were given. ConfigError with the trainer's own lines for flags it
+    would refuse."""
     line = read_command_line(list(launch.flags))
     if line.args.model.model is not None:
         unknown = "memory and speed of a model of your own are not known before it runs"
@@ -202,7 +207,8 @@ def _plan_launch(launch: Launch, world: World, script: str, gpus: int | None) ->
 
 
 def planned_vocabulary(data: DataArgs, padded: int | None) -> tuple[int, list[str]]:
-    """(words before padding, what was assumed). UserError for a file that cannot be read, ConfigError where neither flags nor files nor a well-known name tell."""
+    """Find the vocabulary's entries before padding, and what was assumed for it. UserError for a file that cannot be
+    read, ConfigError where neither flags nor files nor a well-known name tell."""
     kind, known = data.tokenizer_type or TOKENIZER, data.vocab_size or padded
     if kind == "GPT2BPETokenizer":
         if data.vocab_file is None or not Path(data.vocab_file).is_file():
@@ -229,7 +235,7 @@ def planned_vocabulary(data: DataArgs, padded: int | None) -> tuple[int, list[st
 
 
 def _find_known_size(kind: str, model: str) -> tuple[str, int] | None:
-    """(the words for it, the size) of a tokenizer by its name, else by its type; None for one that nobody knows."""
+    """Find the words for a tokenizer and its size, by its name, else by its type; None for one that nobody knows."""
     for pattern, name, size, counts, _ in _list_known_sizes():
         if re.search(pattern, model.lower()):
             what = "vocabulary" if counts == "tokens" else "table of the published model,"

@@ -1,4 +1,4 @@
-"""megatron-lite report, compare and audit: what finished runs say."""
+"""`megatron-lite report`, `compare` and `audit` explain finished runs."""
 
 import argparse
 import gc

@@ -20,7 +20,7 @@ MAX_EXPONENT = 64
 
 
 def calculate(program: str, arguments: list[str]) -> str:
-    """What a program of assignments and print(...) of arithmetic prints. ValueError for any other."""
+    """Calculate what a program of assignments and print(...) of arithmetic prints. ValueError for any other."""
     names: dict[str, object] = {}
     printed = []
     for statement in ast.parse(program.strip()).body:

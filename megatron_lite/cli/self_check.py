@@ -1,4 +1,5 @@
-"""megatron-lite self-check: does a layout compute what one rank computes? Both train the same steps, from the same weights."""
+"""`megatron-lite self-check` finds out whether a layout computes what one rank computes: both train the same steps,
+from the same weights."""
 
 import os
 import subprocess

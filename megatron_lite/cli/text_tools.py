@@ -101,7 +101,7 @@ MAX_MEMORY = 1 << 29
 
 @dataclass(frozen=True)
 class Answer:
-    """What a program prints, and its exit code."""
+    """The text that a program prints, and its exit code."""
 
     text: str
     code: int = 0
@@ -140,9 +140,15 @@ class Toolbox:
         return name in FILTERS and not named
 
     def answer(self, words: list[str], folder: str, text: str) -> Answer | None:
-        """What the program `words` would print for the text that is piped to it; None if it is left out.
+        """Answer a program in its place.
 
-        folder: where the script stands.
+        Args:
+            words: the program and its arguments.
+            folder: where the script stands.
+            text: what is piped to it.
+
+        Returns:
+            What it would print, and its exit code; None if it is left out.
         """
         name, *arguments = words
         if name in MADE:
@@ -164,7 +170,13 @@ class Toolbox:
         return PLACEHOLDER.sub(lambda found: re.sub(r"\W+", "_", found[1].strip("<>")), text)
 
     def write(self, path: str, text: str, appends: bool) -> None:
-        """A file that the script writes: a copy in the folder stands for it."""
+        """Keep a file that the script writes: a copy in the folder stands for it.
+
+        Args:
+            path: the file, as the script names it.
+            text: what is written.
+            appends: whether it is added to what is there.
+        """
         if len(self.files) >= MAX_FILES and path not in self.files:
             return
         before = self.read(path) or "" if appends else ""
@@ -224,7 +236,7 @@ class Toolbox:
 
 
 def _listen(process: subprocess.Popen) -> Answer | None:
-    """What the process prints and its exit code; None for one that takes long, prints much or fails."""
+    """Read what the process prints, and its exit code; None for one that takes long, prints much or fails."""
     printed, deadline = b"", time.monotonic() + SECONDS
     with suppress(ImportError, OSError, AttributeError):
         import resource
@@ -424,7 +436,7 @@ def _envsubst(box: Toolbox, arguments: list[str], folder: str, text: str) -> Ans
 
 
 def _python(box: Toolbox, arguments: list[str], folder: str, text: str) -> Answer | None:
-    """print(ARITHMETIC), and a free port. No other program is run, or understood."""
+    """Answer print(ARITHMETIC), and the search for a free port. No other program is run, or understood."""
     if arguments in ([], ["-"]) and text:
         program = text
     elif len(arguments) > 1 and arguments[0] == "-c":

@@ -1,4 +1,4 @@
-"""megatron-lite watch: any training script of PyTorch, unchanged, timed and profiled, and then explained."""
+"""`megatron-lite watch` times and profiles any training script of PyTorch, unchanged, and then explains it."""
 
 import json
 import os
@@ -77,7 +77,7 @@ def _find_command(parser: Parser, argv: list[str]) -> int:
 
 
 def _advise(program: str) -> str:
-    """What to do about a command that cannot be run: a script needs the program that reads it."""
+    """Advise on a command that cannot be run: a script needs the program that reads it."""
     python = "python" if shutil.which("python") else "python3"
     interpreter = {".py": python, ".sh": "bash"}.get(Path(program).suffix)
     if interpreter is None:
@@ -88,7 +88,7 @@ def _advise(program: str) -> str:
 
 
 def _run_to_its_end(command: list[str], environment: dict[str, str]) -> int:
-    """Its exit code. Ctrl-C reaches the command, whose end is waited for."""
+    """Run the command and return its exit code. Ctrl-C reaches the command, whose end is waited for."""
     try:
         process = subprocess.Popen(command, env=environment)
     except OSError as error:

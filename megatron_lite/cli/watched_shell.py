@@ -56,7 +56,7 @@ class Script:
 
 @dataclass(frozen=True)
 class Walk:
-    """What came of going through a script."""
+    """Results of going through a script."""
 
     commands: list[tuple[list[str], dict[str, str]]]  # words and environment of launches and of what is handed on
     said: str  # the end of what the script printed
@@ -138,7 +138,14 @@ def _redirect(found: re.Match) -> str:
 
 
 def go_through(bash: str, script: Script, toolbox: Toolbox, all_given: bool = False) -> Walk:
-    """Let bash read the script. all_given: every file that it looks for counts as being there."""
+    """Let bash read a script, with every command left out.
+
+    Args:
+        bash: the path of bash.
+        script: the script, its arguments and variables.
+        toolbox: the programs that are answered in their place.
+        all_given: whether every file that the script looks for counts as being there.
+    """
     environment = {name: value for name, value in script.environment.items() if name not in NOT_HANDED_ON}
     with ExitStack() as stack:
         record = stack.enter_context(tempfile.TemporaryFile())
@@ -232,10 +239,8 @@ def _read_commands(record: bytes) -> Iterator[tuple[list[str], dict[str, str]]]:
 
 
 def _listen(shell: subprocess.Popen, alive: int, channel: _Channel, record: IO[bytes]) -> tuple[bytes, bool]:
-    """(the end of what the script printed, whether the shell itself still waits for something).
-
-    Jobs in the background have until SECONDS_FOR_JOBS after it. alive: the end of a pipe that closes with the last process.
-    """
+    """Read what the script prints to its end, and whether the shell itself still waits for something. Jobs in the
+    background have until SECONDS_FOR_JOBS after it. alive: the end of a pipe that closes with the last process."""
     said, deadline = b"", time.monotonic() + SECONDS
     out = shell.stdout.fileno()
     running = {out, alive, channel.question}

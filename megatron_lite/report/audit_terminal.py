@@ -12,7 +12,14 @@ EVIDENCE_SHOWN = 3
 
 
 def audit_lines(points: Sequence[Point], titles: Sequence[str], style: Style, everything: bool = False) -> list[str]:
-    """`titles`: of the run, and of the one it was held against. `everything`: all evidence of all points."""
+    """Write an audit's answers as lines for a terminal.
+
+    Args:
+        points: the questions and their answers.
+        titles: the title of the run, and of the one that it was compared with, if any.
+        style: how the terminal may be written to.
+        everything: show all evidence of all points.
+    """
     number = Counter(point.answer for point in points)
     told = ", ".join(f"{number[answer]} {answer}" for answer in Answer)
     heads = [

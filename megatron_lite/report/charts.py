@@ -1,4 +1,4 @@
-"""Which charts a report has, and in which section each stands."""
+"""The charts of a report, and the section that each belongs to."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -46,7 +46,8 @@ def memory_curve(report: Report) -> CurveChart | None:
 
 
 def thinned(curve: tuple[Moment, ...], most: int) -> list[Moment]:
-    """At most `most` moments: of each stretch the one with the most allocated, so that no peak is lost."""
+    """Reduce a curve to at most `most` moments: of each stretch the one with the most allocated, so that no peak is
+    lost."""
     if len(curve) <= most:
         return list(curve)
     edges = [at * len(curve) // most for at in range(most + 1)]
@@ -146,7 +147,7 @@ def run_steps(report: Report) -> CurveChart | None:
 
 
 def losses(report: Report) -> CurveChart | None:
-    """Of the run itself."""
+    """Draw the losses of the run that is reported."""
     return draw.losses({"loss": report.facts.run})
 
 
@@ -200,7 +201,7 @@ def _choose_spans(timeline: Sequence[Span], least_ns: float) -> list[Span]:
 
 
 def step_bars(report: Report) -> BarChart | None:
-    """One stacked bar per rank; the bar's length is the step. None for a single rank: its table has bars."""
+    """Draw a stacked bar per rank, as long as its step. None for a single rank, whose table has bars."""
     ranks = [rank for rank in report.facts.ranks_seen if rank.time.step_ms > 0][:MAX_RANKS]
     if len(ranks) < 2:
         return None
@@ -210,7 +211,7 @@ def step_bars(report: Report) -> BarChart | None:
 
 
 def schedule_chart(report: Report) -> BarChart | None:
-    """Of the schedule with the stages' measured times."""
+    """Draw the pipeline's schedule with the measured times of its stages."""
     found = report.facts.pipeline
     return draw.schedule(found.turns, "ms of a step, with the stages' measured times") if found else None
 

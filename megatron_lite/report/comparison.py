@@ -27,7 +27,14 @@ CLEAR = (Change.MORE, Change.LESS)
 def comparison_lines(
     found: Comparison, style: Style, everything: bool = False, judged: Sequence[Judged] = ()
 ) -> list[str]:
-    """What changed and what did not, about 60 lines; `everything`: all rows of all tables."""
+    """Write what changed and what did not as about 60 lines for a terminal.
+
+    Args:
+        found: the comparison.
+        style: how the terminal may be written to.
+        everything: show all rows of all tables.
+        judged: limits of --fail-if with their outcome.
+    """
     lines = [*wrapped(f"A: {found.title_a}", ""), *wrapped(f"B: {found.title_b}", ""), ""]
     lines += map(style.warm, wrapped(found.sentence))
     for section in build_comparison_sections(found, judged, everything):
@@ -37,7 +44,17 @@ def comparison_lines(
 
 
 def comparison_page(found: Comparison, judged: Sequence[Judged], a: Facts, b: Facts) -> str:
-    """The whole page as text. a, b: what the comparison was made of."""
+    """Write a comparison as a page.
+
+    Args:
+        found: the comparison.
+        judged: limits of --fail-if with their outcome.
+        a: what is known of the first run.
+        b: what is known of the second run.
+
+    Returns:
+        The HTML of the page.
+    """
     charts, sections = _build_charts(found, a, b), list(build_comparison_sections(found, judged, True))
     if charts["losses"] and found.losses is None:
         told = "not judged: seed, data, model, optimizer and precision are not known to be the same"
@@ -86,7 +103,7 @@ def markdown_lines(found: Comparison, judged: Sequence[Judged]) -> list[str]:
 
 
 def _escape(text: str) -> str:
-    """Without what a terminal would obey, and what Markdown would take for its own."""
+    """Remove what a terminal would obey, and escape what Markdown would take for its own."""
     return re.sub(r"([\\`*_{}\[\]<>|#~])", r"\\\1", escape(text))
 
 
@@ -102,7 +119,14 @@ def _list_totals(found: Comparison) -> list[list[str]]:
 
 
 def build_comparison_sections(found: Comparison, judged: Sequence[Judged], everything: bool) -> Iterator[Section]:
-    """Limits, how the two were started, then numbers from the whole to its parts."""
+    """Build the sections of a comparison: limits, how the two runs were started, then numbers from the whole to its
+    parts.
+
+    Args:
+        found: the comparison.
+        judged: limits of --fail-if with their outcome.
+        everything: show all rows of all tables.
+    """
     if judged:
         yield _build_limits_section(judged)
     if found.flags:
@@ -174,7 +198,7 @@ def _build_kernels_section(kernels: Sequence[KernelPair], everything: bool) -> S
 
 
 def build_losses_section(found: Losses, names: tuple[str, str, str] = ("A", "B", "B - A")) -> Section:
-    """Of the first step that both did, and how far they are apart at most."""
+    """Build the table of the losses of the first step that both runs did, and of how far they are apart at most."""
     rows = [
         [name, significant(mine, 7), significant(theirs, 7), significant(theirs - mine, 2, signed=True)]
         for name, (mine, theirs) in (("loss", found.first), ("gradient norm", found.first_norms))
@@ -209,7 +233,8 @@ def _differs(one: KernelPair, found: Comparison) -> bool:
 
 
 def _describe_kernels(pair: KernelPair) -> str:
-    """'aten::addmm, forward: ampere_sgemm_128x64_tn (24) -> ampere_fp16_s1688gemm_... (24)'."""
+    """Describe how an operator's kernels changed: 'aten::addmm, forward: ampere_sgemm_128x64_tn (24) ->
+    ampere_fp16_s1688gemm_... (24)'."""
     sides = []
     for names, number in ((pair.names_a, pair.per_step.a), (pair.names_b, pair.per_step.b)):
         sides.append(", ".join(names[:MAX_NAMES]) + (f" ({calls(number)})" if number else "") or "nothing")
@@ -247,7 +272,7 @@ def _build_cells(pair: Pair, write: Callable[[float], str]) -> list[str]:
 
 
 def _sign(text: str, value: float) -> str:
-    """+ or - before what does not read as nothing."""
+    """Write + or - before a number, unless it is written as zero."""
     return f"{'+' if value > 0 else '-'}{text}" if re.search("[1-9]", text) else text
 
 
@@ -262,7 +287,7 @@ MAX_BARS, MAX_PHASES, KERNEL_WIDTH = 16, 40, 40
 
 
 def _build_charts(found: Comparison, a: Facts, b: Facts) -> dict[str, Figure | None]:
-    """Section.key: its chart."""
+    """Build the charts of a comparison, by the key of the section that each belongs to."""
     charts: dict[str, Figure | None] = {"losses": draw.losses({"A": a.run, "B": b.run})}
     if found.rows:
         steps = _split(found.rows)

@@ -1,4 +1,4 @@
-"""What charts of several pages share: stacked bars, steps, losses, and the schedule of a pipeline."""
+"""Charts that several pages share: stacked bars, steps, losses, and the schedule of a pipeline."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -23,7 +23,14 @@ MAX_TURNS = 20_000
 
 
 def stacks(says: str, parts_of: Mapping[str, Mapping[str, float]], colors: Mapping[str, str], unit: str) -> BarChart:
-    """A bar for each name, made of its parts in the order of `colors`; what is too short to be seen is left out."""
+    """Draw a bar for each name, made of its parts; parts that are too short to be seen are left out.
+
+    Args:
+        says: what the chart shows, for those who do not see it.
+        parts_of: the values of the parts, in `unit`, by name of the bar and of the part.
+        colors: the color of each part, in the order in which parts follow each other.
+        unit: the unit of the axis.
+    """
     whole = max((sum(parts.values()) for parts in parts_of.values()), default=0.0)
     rows = fit_names(list(parts_of))
     series = []
@@ -46,7 +53,13 @@ def choose_unit(num_bytes: float) -> tuple[str, int]:
 
 
 def steps(says: str, rows_of: Mapping[str, Mapping[str, float]], on_gpu: bool) -> BarChart:
-    """A stacked bar for each name, made of the rows of its step."""
+    """Draw a stacked bar for each name, made of the rows of its step.
+
+    Args:
+        says: what the chart shows, for those who do not see it.
+        rows_of: milliseconds per step, by name of the bar and key of the row.
+        on_gpu: whether the rows are those of a device, not of the host.
+    """
     titles = {row: row_title(row, on_gpu) for row in ROW_TITLES}
     parts_of = {name: {titles[row]: ms for row, ms in rows.items()} for name, rows in rows_of.items()}
     colors = {title: palette.ROWS.get(row, palette.GREY) for row, title in titles.items()}

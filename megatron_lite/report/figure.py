@@ -34,7 +34,7 @@ class Look(Enum):
 
 @dataclass(frozen=True)
 class Axis:
-    """What an axis counts, and from where to where; None: as far as the values go."""
+    """The quantity of an axis and its range; a limit of None lets the axis go as far as the values."""
 
     title: str
     is_log: bool = False
@@ -44,7 +44,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class Bars:
-    """One series: a bar for each row that it names."""
+    """A series of bars, each in the row that it names."""
 
     name: str  # "" of a single series, which needs no legend
     rows: Sequence[str]
@@ -56,7 +56,7 @@ class Bars:
 
 @dataclass(frozen=True)
 class Curve:
-    """One series of points in the order of x, or a limit with its name beside it."""
+    """A series of points in the order of x, or a limit with its name beside it."""
 
     name: str  # "" of a single series, which needs no legend
     x: Sequence[float]
@@ -97,7 +97,7 @@ class BarChart:
 
     @property
     def legend(self) -> list[tuple[str, str]]:
-        """(name, color) of each series that has a name."""
+        """Names and colors of the series that have a name."""
         return [(one.name, one.colors[0]) for one in self.series if one.name]
 
     @property
@@ -129,7 +129,7 @@ class CurveChart:
 
     @property
     def legend(self) -> list[tuple[str, str]]:
-        """(name, color) of each series that has a name; a limit's stands beside it."""
+        """Names and colors of the series that have a name; a limit's is written beside it instead."""
         return [(one.name, one.color) for one in self.curves if one.name and not one.is_limit]
 
     @property

@@ -84,14 +84,19 @@ def html_page(report: Report) -> str:
 
 
 def _name_trust(report: Report) -> str:
-    """high, low or inconclusive."""
+    """Name the confidence of the verdict: high, low or inconclusive."""
     verdict = report.verdict
     return "inconclusive" if verdict.bound == "inconclusive" else verdict.confidence
 
 
 def render_page(sections: Sequence[Section], charts: Mapping[str, Figure | None], **texts: Any) -> str:
-    """page.html.jinja, whose every expression loses what a terminal or browser would obey. charts: by the section's key; texts: what
-    else the page names."""
+    """Fill page.html.jinja, whose every expression loses what a terminal or browser would obey.
+
+    Args:
+        sections: the sections of the page.
+        charts: charts by the key of their section.
+        texts: the other names that the template has.
+    """
     from megatron_lite.report import svg  # here: reports without a page do not wait for it
 
     cards = [block for section in sections for block in section.blocks if isinstance(block, Card)]
@@ -144,13 +149,13 @@ def _make_environment() -> Any:
 
 
 def _choose_layout(table: Table) -> str:
-    """bars, few (a phone shows its columns beside each other) or many."""
+    """Choose the layout of a table: bars, few (a phone shows its columns beside each other) or many."""
     heads = [max(name.split() or [""], key=len) for name in table.head]
     letters = sum(max(map(len, column)) for column in zip(*([heads] if heads else []), *table.rows))
     return "bars" if table.shares else "many" if letters > MAX_LETTERS_ON_A_PHONE else "few"
 
 
 def _choose_cell_classes(table: Table) -> list[str]:
-    """For each column l or r, and w where its texts may be broken into several lines."""
+    """Choose each column's classes: l or r, and w where its texts may be broken into several lines."""
     long = [any(len(row[at]) > MAX_UNBROKEN_LETTERS for row in table.rows) for at in range(len(table.align))]
     return [f"{side} w" if wide and side == "l" else side for side, wide in zip(table.align, long)]

@@ -1,4 +1,5 @@
-"""report.json: the same numbers for programs. Keys are the fields of the analysis' dataclasses: docs/report_json.md."""
+"""The report's numbers as JSON for programs: report.json, whose keys are the fields of the analysis' dataclasses
+(docs/report_json.md)."""
 
 import dataclasses
 import enum
@@ -82,7 +83,7 @@ def as_json(report: Report) -> dict[str, Any]:
 
 
 def _list_entries(report: Report, key: str, short: bool) -> Iterator[dict[str, Any]]:
-    """What there is once per rank; `short`: without lists, but for the one that the report shows."""
+    """List what there is once per rank. `short`: without lists, except for the rank that the report shows."""
     shown = (report.facts.critical, report.facts.highest_snapshot)
     for one in getattr(report.facts, key):
         less = short and not any(one is other for other in shown)
@@ -94,7 +95,8 @@ def _list_entries(report: Report, key: str, short: bool) -> Iterator[dict[str, A
 
 
 def _run_as_json(run: Run) -> dict[str, Any]:
-    """Without the columns that have an entry per step (they stand in steps.jsonl) and the plan (run.json)."""
+    """Write a run as JSON, without the plan (it is in run.json) and the columns that have an entry per step (in
+    steps.jsonl)."""
     found: dict[str, Any] = {"status": run.status}
     ranks, intervals = run.ranks, []
     if ranks:
@@ -121,7 +123,7 @@ def choose_evenly(length: int, most: int) -> slice:
 
 
 def _line_as_json(lines: RankLines, at: int) -> dict[str, Any]:
-    """One console line; a phase that no rank had in it is not named."""
+    """Write a console line as JSON; a phase that no rank had in it is not named."""
     found: dict[str, Any] = {}
     for name, value in vars(lines).items():
         if isinstance(value, dict):
@@ -154,7 +156,7 @@ def plain(value: Any, short: bool = False) -> Any:
 
 @functools.cache
 def _list_fields(kind: type) -> tuple[str, ...]:
-    """What is written of a dataclass or a Struct; nothing of other types."""
+    """List the fields of a dataclass or a Struct that are written; no fields for other types."""
     names: list[str] = [field.name for field in dataclasses.fields(kind)] if dataclasses.is_dataclass(kind) else []
     names.extend(getattr(kind, "__struct_fields__", ()))
     return (*names, *([COMPUTED[kind]] if kind in COMPUTED else []))

@@ -41,7 +41,7 @@ DOTS = np.array([[0x01, 0x08], [0x02, 0x10], [0x04, 0x20], [0x40, 0x80]])  # of 
 
 @dataclass(frozen=True)
 class RankNow:
-    """One rank in the last console lines; ms per step, NaN for what is not known."""
+    """Figures of a rank in the last console lines: ms per step, NaN for what is not known."""
 
     rank: int
     step_ms: float
@@ -52,7 +52,7 @@ class RankNow:
 
 @dataclass(frozen=True)
 class View:
-    """What there is to see, in plain numbers and words."""
+    """Everything that the screen shows, in plain numbers and words."""
 
     title: str
     status: str
@@ -254,7 +254,7 @@ def describe_progress(view: View, now: float | None = None) -> str:
 
 
 def describe_newest(view: View) -> str:
-    """One line."""
+    """Describe progress, figures and warnings in one line."""
     more = f"; {len(view.warnings)} warnings, the first: {view.warnings[0]}" if view.warnings else ""
     return ", ".join((describe_progress(view), *view.figures)) + more
 
@@ -314,7 +314,14 @@ def _draw_head(view: View, note: str) -> Iterator[RenderableType]:
 def draw_curve(
     curve: tuple[Sequence[float], Sequence[float]], width: int, rows: int, unicode: bool
 ) -> RenderableType | None:
-    """The loss over iterations, in `rows` lines below a title; None without losses."""
+    """Draw the loss over iterations below a title; None without losses.
+
+    Args:
+        curve: iterations and losses.
+        width: columns.
+        rows: lines below the title.
+        unicode: whether the terminal shows more than ASCII.
+    """
     at, losses = map(np.asarray, curve)
     if not len(at):
         return None
@@ -397,5 +404,5 @@ def _join(left: RenderableType, right: Text) -> RenderableType:
 
 
 def _cut(text: str) -> Text:
-    """One line."""
+    """Make a text that is cut to one line."""
     return Text(escape(text), no_wrap=True, overflow="ellipsis")

@@ -1,4 +1,4 @@
-"""megatron_lite.analyze: a report as an object, which a notebook shows as the page."""
+"""The report of `megatron_lite.analyze` as an object, which a notebook shows as the page."""
 
 import html
 import sys
@@ -30,7 +30,8 @@ class ShownReport(Report):
 
 
 def analyze(paths: str | Path | Sequence[str | Path]) -> ShownReport:
-    """What `megatron-lite report` says of a run, as frozen dataclasses, whose fields docs/report.schema.json describes.
+    """Explain a run as `megatron-lite report` does, as frozen dataclasses, whose fields docs/report.schema.json
+    describes.
 
         found = megatron_lite.analyze("runs/mine")
         print(found.verdict.sentence)

@@ -1,4 +1,4 @@
-"""Which color a part of time or memory has, in every chart and table of the page; page.css gives each name its value."""
+"""Colors of the parts of time and memory, in every chart and table of the page; page.css gives each name its value."""
 
 from megatron_lite.analysis.kernels.kernel_results import Role
 

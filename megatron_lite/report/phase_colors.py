@@ -1,7 +1,5 @@
-"""Which color a phase has: by its meaning, as programs spell names in many ways.
-
-Apart from palette.py, which a plan's page uses without numpy.
-"""
+"""Colors of phases, by their meaning, since programs spell names in many ways. A plan's page uses palette.py without
+numpy, so this is apart."""
 
 from collections.abc import Iterable
 from zlib import crc32

@@ -1,4 +1,4 @@
-"""What `megatron-lite plan` writes: a page, the terminal's sections with charts, and JSON (docs/planning.md)."""
+"""Files that `megatron-lite plan` writes: a page, the terminal's sections with charts, and JSON (docs/planning.md)."""
 
 import re
 from dataclasses import replace
@@ -66,7 +66,7 @@ def memory_by_stage(report: PlanReport) -> Figure | None:
 
 
 def schedule_of_plan(report: PlanReport) -> Figure | None:
-    """Of few micro-batches: how the pipeline fills and drains."""
+    """Draw how the pipeline fills and drains, with few micro-batches."""
     stages = report.training.stages if report.training else ()
     plan = report.subject.plan
     micro_batches = min(plan.batch.final // plan.samples_per_pass, MAX_MICRO_BATCHES * len(stages))
@@ -175,7 +175,7 @@ def _fit_as_json(found: Fit | None) -> dict[str, Any] | None:
 
 
 def _search_as_json(found: Search | None) -> dict[str, Any] | None:
-    """For programs: the fastest of each layout, and the front."""
+    """Write a search as JSON: the fastest of each layout, and the front."""
     if found is None:
         return None
     return {

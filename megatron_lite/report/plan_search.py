@@ -34,7 +34,7 @@ def judge_search(found: Search) -> list[str]:
 
 
 def name_layout(plan: Plan) -> str:
-    """'TP 2, PP 4, DP 8'."""
+    """Name the sizes of a layout: 'TP 2, PP 4, DP 8'."""
     names = ("TP", "CP", "PP", "DP")
     return (
         ", ".join(f"{name} {number}" for name, number in zip(names, get_sizes(plan.layout)) if number > 1) or "one GPU"
@@ -80,7 +80,7 @@ def _list_cells(one: Candidate) -> list[str]:
 
 
 def _give_reasons(one: Candidate) -> Iterator[str]:
-    """What each dimension of a layout costs, and over which links."""
+    """Describe what each dimension of a layout costs, and over which links."""
     plan, layout = one.plan, one.plan.layout
     passes = plan.batch.final // plan.samples_per_pass
     if layout.tensor > 1:
@@ -106,7 +106,7 @@ def _cost(one: Candidate, *names: str) -> str:
 
 
 def _compare(layouts: list[Candidate]) -> Iterator[str]:
-    """What makes the second slower."""
+    """Describe what makes the second layout slower than the first."""
     if len(layouts) < 2 or not (layouts[0].time and layouts[1].time):
         return
     first, second = ({row.name: row.ms for row in one.time.rows} for one in layouts[:2])  # type: ignore[union-attr]

@@ -37,7 +37,13 @@ from megatron_lite.units import GIB, count, duration, short_count, size
 
 
 def plan_lines(report: PlanReport, style: Style, why: bool = False) -> list[str]:
-    """`why`: the formula behind each line."""
+    """Write a plan as lines for a terminal.
+
+    Args:
+        report: what is predicted.
+        style: how the terminal may be written to.
+        why: show the formula behind each line.
+    """
     subject = report.subject
     lines = [heading(subject.title, subject.facts, style), ""]
     for paint, texts in ((style.warm, verdicts(report)), (style.dim, subject.notes)):
@@ -90,7 +96,8 @@ def _judge_training(outlook: Outlook, exact: Exact | None, margin: float, where:
 
 
 def describe_fit(fit: Fit) -> str:
-    """'it fits with --micro-batch-size 2 (10.84 GiB)', else the smallest change that makes it fit."""
+    """Describe the flags that fit, 'it fits with --micro-batch-size 2 (10.84 GiB)', else the smallest change that
+    makes it fit."""
     if fit.found:
         words = fit.found.words or "no change at all, by formula"
         return f"it fits with {words} ({size(fit.found.peak_bytes)})"
@@ -171,7 +178,8 @@ KIND_OF |= {"activations": ACTIVATIONS, "logits and loss": LOSS}
 
 
 def build_plan_sections(report: PlanReport, why: bool) -> Iterator[Section]:
-    """In the order of a reader's questions: of training or of inference. `why`: the formula of every line."""
+    """Build the sections of a plan, of training or of inference, in the order of a reader's questions. `why`: with
+    the formula of every line."""
     subject, training = report.subject, report.training
     if report.search:
         yield from build_search_sections(report.search, subject.everything)
@@ -225,7 +233,8 @@ def _build_parameters_section(subject: Subject) -> Section:
 
 
 def _build_memory_sections(memory: MemoryPrediction, why: bool) -> Iterator[Section]:
-    """What tensors hold when they hold most, rows that add up to the peak; then the moments at which the peak can be."""
+    """Build the ledger of what tensors hold at the peak, whose rows add up to it; then the moments at which the peak
+    can be."""
     peak = memory.peak
     shown = [row for row in peak.rows if why or row.num_bytes >= SMALL * peak.num_bytes]
     rest = peak.num_bytes - sum(row.num_bytes for row in shown)
@@ -245,7 +254,7 @@ def _build_memory_sections(memory: MemoryPrediction, why: bool) -> Iterator[Sect
 
 
 def build_stages_section(unsorted: Sequence[StageOutlook], everything: bool) -> Section:
-    """What one rank of each stage holds when it holds most, the heaviest first, and why it is."""
+    """Build the table of what one rank of each stage holds at its peak, and say why the heaviest is the heaviest."""
     stages = sorted(unsorted, key=lambda one: -one.memory.peak.num_bytes)
     shown, hidden = limit_rows(stages, MAX_STAGES, everything)
     rows = []
@@ -296,7 +305,7 @@ def sum_kinds(memory: MemoryPrediction) -> Counter[str]:
 
 
 def _say_why_heaviest(stages: list[StageOutlook]) -> str:
-    """Against the stage that holds least."""
+    """Describe what the stage that holds most has more than the stage that holds least."""
     most, least = stages[0], stages[-1]
     more = sum_kinds(most.memory)
     more.subtract(sum_kinds(least.memory))
@@ -318,7 +327,7 @@ def _say_why_heaviest(stages: list[StageOutlook]) -> str:
 
 
 def _name_ends(most: StageOutlook, least: StageOutlook) -> str:
-    """Which matrices and how many layers the one has and the other has not."""
+    """Name the matrices and the number of layers that the one stage has and the other has not."""
     one, other = most.plan.stage, least.plan.stage
     words = ["the embedding"] * (one.is_first > other.is_first) + ["the output layer"] * (one.is_last > other.is_last)
     further = len(one.layers) - len(other.layers)
@@ -327,7 +336,7 @@ def _name_ends(most: StageOutlook, least: StageOutlook) -> str:
 
 
 def _build_collectives_section(found: Exact, everything: bool) -> Section:
-    """What the rank exchanged in the walked step, most bytes first."""
+    """Build the table of what the rank exchanged in the walked step, most bytes first."""
     calls = sorted(found.collectives, key=lambda call: -call[2] * call[3])
     shown, hidden = limit_rows(calls, MAX_COLLECTIVES, everything)
     rows = [(group, kind, count(times), size(each), size(each * times)) for group, kind, each, times in shown]
@@ -397,7 +406,7 @@ def build_time_section(outlooks: Sequence[Outlook], why: bool) -> Section:
 
 
 def _build_what_if_section(training: Training, margin: float) -> Section:
-    """One change each: its peak, and on the first GPU whether it fits and how fast it can be."""
+    """Build a row per change: its peak, and on the first GPU whether it fits and how fast it can be."""
     now = training.memory.peak.num_bytes
     outlook = training.outlooks[0] if training.outlooks else None
     rows = []
@@ -438,7 +447,13 @@ def _build_fit_section(found: Fit) -> Section:
 
 
 def build_inference_section(generating: Generating, why: bool) -> Section:
-    """Weights by number format, the cache, both; tokens/s for each GPU."""
+    """Build the table of weights by number format, the cache, and both, with tokens/s for each GPU.
+
+    Args:
+        report: what is predicted.
+        found: the part of it that is of inference.
+        why: show the formula behind each line.
+    """
     found = generating.prediction
     timed = [(processor, one) for processor, one in generating.on_gpus if one.token_rows]
     formats = [row.name.removeprefix("weights in ") for row in found.weights]

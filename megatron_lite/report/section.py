@@ -1,4 +1,4 @@
-"""What a section of a report holds, in words and numbers, and how a terminal draws it; the page draws the same."""
+"""Sections of a report in words and numbers, and how a terminal draws them; the page draws the same."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -26,7 +26,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Lines:
-    """Sentences."""
+    """Sentences, a line or more each."""
 
     texts: Sequence[str]
     quiet: bool = False  # detail rather than message
@@ -35,7 +35,7 @@ class Lines:
 
 @dataclass(frozen=True)
 class Card:
-    """One finding."""
+    """A finding with its evidence and advice."""
 
     number: int
     code: str
@@ -61,14 +61,23 @@ class Section:
 
 
 def limit_rows(rows: Sequence[Row], most: int, everything: bool) -> tuple[Sequence[Row], int]:
-    """(the rows to show, how many are hidden). One row is not hidden: the line that says so would take its place."""
+    """Choose the rows of a table to show. A single row is never hidden: the line that says so would take its place.
+
+    Args:
+        rows: all rows.
+        most: how many to show.
+        everything: show all.
+
+    Returns:
+        The rows to show, and how many are hidden.
+    """
     if everything or len(rows) <= most + 1:
         return rows, 0
     return rows[:most], len(rows) - most
 
 
 def drop_empty_columns(table: Table) -> Table:
-    """Without the columns in which no row has anything; both renderers begin with it."""
+    """Remove the columns in which no row has anything; both renderers begin with it."""
     keep = [at for at in range(len(table.align)) if any(row[at] for row in table.rows)]
     rows, align = [[row[at] for at in keep] for row in table.rows], "".join(table.align[at] for at in keep)
     return replace(table, rows=rows, align=align, head=[table.head[at] for at in keep] if table.head else ())
@@ -77,7 +86,14 @@ def drop_empty_columns(table: Table) -> Table:
 def build_share_table(
     parts: Sequence[tuple[str, float]], whole: float, write: Callable[[float], str], colors: Sequence[str] = ()
 ) -> Table:
-    """A row with a bar for each (name, value): the value, and its share of the whole."""
+    """Build a table with a bar in each row: a name, its value, and the value's share of the whole.
+
+    Args:
+        parts: (name, value) of each row.
+        whole: the value that is 100%.
+        write: writes a value with its unit.
+        colors: the color of each bar.
+    """
     shares = [share(value, whole) for _, value in parts]
     rows = [(name, write(value), percent(part)) for (name, value), part in zip(parts, shares)]
     return Table(rows, "lrr", shares=shares, colors=colors)

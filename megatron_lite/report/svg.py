@@ -132,7 +132,8 @@ def _place_bars(figure: BarChart) -> list[list[PlacedBar]]:
 
 
 def _scale_bars(figure: BarChart, bars: Sequence[PlacedBar]) -> Scale:
-    """From zero, or the lowest bar, to the highest or the limit; an axis that names its ends has these."""
+    """Scale the axis of bars from zero, or the lowest bar, to the highest or the limit; an axis that names its ends
+    has these."""
     values = [0.0, figure.limit or 0.0, *(bar.begin for bar in bars), *(bar.end for bar in bars)]
     lowest = min(values) if figure.axis.lowest is None else figure.axis.lowest
     highest = max(values) if figure.axis.highest is None else figure.axis.highest
@@ -181,7 +182,7 @@ def _draw_upright(root: Element, kind: str, place: float, plot_px: int) -> None:
 
 
 def _describe_bar(figure: BarChart, one: Bars, at: int) -> str:
-    """'rank 3, compute: 12.3 ms', 'forward: 12.3 ms from 40.1'."""
+    """Describe a bar: 'rank 3, compute: 12.3 ms', 'forward: 12.3 ms from 40.1'."""
     named = [one.rows[at], *([one.name] if one.name else [])]
     named += [f"micro-batch {one.micro_batches[at]}"] if one.micro_batches else []
     begins = f", from {significant(one.begins[at], 4)}" if one.begins else ""
@@ -221,7 +222,7 @@ def _draw_curves(figure: CurveChart) -> Element:
 
 
 def _scale_vertical(figure: CurveChart) -> Scale:
-    """With some room above, and below where it does not begin at zero."""
+    """Scale the vertical axis, with some room above, and below where it does not begin at zero."""
     areas = _stack_areas(figure.curves)
     values = [value for one in figure.curves if one.look is not Look.AREA for value in one.y]
     values += [value for _, tops in areas for value in tops]
@@ -315,7 +316,7 @@ def _draw_described_points(root: Element, one: Curve, x: Scale, y: Scale, plot_p
 
 
 def _draw_strips(root: Element, figure: CurveChart, x: Scale) -> None:
-    """Of each stretch of the plot that a pointer can be at: the values where the curves are highest in it."""
+    """Draw invisible strips that a pointer can be at; each shows the values where the curves are highest in it."""
     told = [one for one in figure.curves if not one.texts and not one.is_limit]
     found: dict[int, list[tuple[Curve, int]]] = {}
     for one in told:
@@ -342,7 +343,7 @@ def _tell(figure: CurveChart, one: Curve, at: int) -> str:
 
 
 def _draw_limit_name(root: Element, one: Curve, x: Scale, y: Scale, plot_px: int) -> None:
-    """At the right end of a level limit; where one rises, at its beginning."""
+    """Write a limit's name at the right end of a level limit, and at the beginning of one that rises."""
     is_level = one.y[0] == one.y[-1]
     at = -1 if is_level else 0
     place = {"x": _percent(x.place(one.x[at])), "y": f"{_drop(one.y[at], y, plot_px) - 6:.1f}"}

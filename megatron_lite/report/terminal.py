@@ -18,7 +18,13 @@ LEFT_OUT_FIRST = (
 
 
 def terminal_lines(report: Report, style: Style, everything: bool = False) -> list[str]:
-    """At most about 80 lines of WIDTH columns, or all rows of all tables."""
+    """Write a report as lines of WIDTH columns: about 80 at most.
+
+    Args:
+        report: what was found.
+        style: how the terminal may be written to.
+        everything: show all rows of all tables, however many lines that takes.
+    """
     lines = [heading(report.title, f"read in {report.read_s:.1f} s", style), ""]
     lines += map(style.warm, wrapped(report.verdict.headline))
     lines += map(style.dim, wrapped(describe_confidence(report)))

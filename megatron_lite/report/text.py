@@ -16,7 +16,8 @@ SHORTEST_MS = 0.001
 
 
 def milliseconds(value: float | None, of: float | None = None) -> str:
-    """As many decimals as make sense beside the largest value `of` its table; what is there is never written as 0."""
+    """Write a time with as many decimals as make sense beside the largest value `of` its table; nothing but zero is
+    written as 0."""
     if value is None or not math.isfinite(value):
         return ""
     largest = abs(value if of is None else of)
@@ -38,7 +39,7 @@ def percent(share: float | None) -> str:
 
 
 def share(part: float, whole: float) -> float | None:
-    """part / whole, None of nothing."""
+    """Divide a part by its whole; None where the whole is nothing."""
     return part / whole if whole else None
 
 
@@ -95,7 +96,7 @@ class Style:
 
 
 def get_style(stream: TextIO) -> Style:
-    """What `stream` can show: colour on a terminal only (and not with NO_COLOR), blocks where it takes UTF-8."""
+    """Find out what `stream` can show: color on a terminal only (and not with NO_COLOR), blocks where it takes UTF-8."""
     encoding = (getattr(stream, "encoding", None) or "ascii").lower().replace("-", "")
     colour = stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
     return Style(colour=colour, unicode=encoding == "utf8")
@@ -111,7 +112,13 @@ def fit(text: str, width: int) -> str:
 
 
 def wrapped(text: str, indent: str = "  ", hanging: str | None = None) -> list[str]:
-    """Lines of at most WIDTH columns; a word longer than a line is cut."""
+    """Break a text into lines of at most WIDTH columns; a word longer than a line is cut.
+
+    Args:
+        text: the text.
+        indent: what the first line begins with.
+        hanging: what the other lines begin with; the same when left out.
+    """
     hanging = indent if hanging is None else hanging
     lines, line = [], ""
     for word in escape(text).split(" "):
@@ -124,7 +131,13 @@ def wrapped(text: str, indent: str = "  ", hanging: str | None = None) -> list[s
 
 
 def heading(text: str, right: str, style: Style) -> str:
-    """A section's title, and at the right what its numbers are of."""
+    """Write a section's title, and at the right what its numbers are of.
+
+    Args:
+        text: the title.
+        right: what is at the right; '' for nothing.
+        style: how the terminal may be written to.
+    """
     text = fit(text, WIDTH)
     right = fit(right, max(WIDTH - len(text) - 2, 0))
     gap = " " * max(WIDTH - len(text) - len(right), 2)

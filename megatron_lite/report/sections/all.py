@@ -61,7 +61,7 @@ def findings_section(report: Report, everything: bool) -> Section | None:
 
 
 def _describe_evidence(one: Evidence, has_one_rank: bool) -> str:
-    """What was seen and where; of a job with one rank without its number."""
+    """Describe what was seen and where, without the rank in a job with one rank."""
     where = one.where
     if has_one_rank and (where == ONLY_RANK or where.startswith(f"{ONLY_RANK}, ")):
         where = where.removeprefix(ONLY_RANK).removeprefix(", ")
@@ -69,7 +69,7 @@ def _describe_evidence(one: Evidence, has_one_rank: bool) -> str:
 
 
 def _format_cost(cost_ms: float | None, cost_bytes: int | None, once_ms: float | None = None) -> str:
-    """'12.1 ms', '3.20 GiB', both or nothing; '12.1 ms once' of what no step pays again."""
+    """Write a cost: '12.1 ms', '3.20 GiB', both or nothing; '12.1 ms once' where no step pays it again."""
     costs = [] if cost_ms is None else [f"{milliseconds(cost_ms)} ms"]
     if once_ms is not None:
         costs.append(f"{milliseconds(once_ms)} ms once")
@@ -84,7 +84,7 @@ CAUSES = {"compute": "computing", "data_wait": "waiting for data", "host": "a sl
 
 
 def _describe_late_rank(facts: Facts, late: Straggler) -> list[str]:
-    """Which rank the others wait for and why, and what is not known of it."""
+    """Describe which rank the others wait for and why, and what is not known of it."""
     why = "no single quantity explains why"
     if late.cause:
         cause = CAUSES.get(late.cause, late.cause)
@@ -98,7 +98,7 @@ def _describe_late_rank(facts: Facts, late: Straggler) -> list[str]:
 
 
 def ranks_section(report: Report, everything: bool) -> Section | None:
-    """One line per rank; of many, those that others wait for most and least."""
+    """Build a row per rank; of many ranks, those that others wait for most and least."""
     ranks = report.facts.ranks
     if ranks is None or len(ranks.rows) < 2:
         return None
@@ -153,7 +153,8 @@ def pipeline_section(report: Report, everything: bool) -> Section | None:
 
 
 def collectives_section(report: Report, everything: bool) -> Section | None:
-    """By kind and size: time in the kernel, of it transfer and waiting, what is not hidden, bus bandwidth."""
+    """Build the table of collectives by kind and size: time in the kernel, transfer and waiting in it, time not
+    overlapped with compute, bus bandwidth."""
     ranks = report.facts.ranks
     if ranks is None or not ranks.collectives:
         return None
@@ -177,7 +178,7 @@ def collectives_section(report: Report, everything: bool) -> Section | None:
 
 
 def _build_groups(ranks: Ranks) -> list[Table]:
-    """What each dimension of the layout costs; none where there is only one."""
+    """Build the table of what each dimension of the layout costs; nothing where there is only one."""
     if len(ranks.groups) < 2:
         return []
     write, body = partial(milliseconds, of=max(row.busy_ms for row in ranks.groups)), []
@@ -237,7 +238,7 @@ SECTIONS = (
 
 
 def build_sections(report: Report, everything: bool) -> list[Section]:
-    """Those that have something to say."""
+    """Build all sections that have something to say."""
     made = (section(report, everything) for section in SECTIONS)
     return [section for section in made if section is not None]
 
@@ -249,7 +250,8 @@ def describe_confidence(report: Report) -> str:
 
 
 def build_limitations(report: Report) -> list[str]:
-    """What could not be seen, of all parts, each sentence once; of other ranks only what the shown one does not say."""
+    """List what could not be seen in any part, each sentence once; of other ranks only what the shown one does not
+    say."""
     facts, critical = report.facts, report.facts.critical
     texts = list(facts.gaps)
     if critical:

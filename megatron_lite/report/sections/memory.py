@@ -41,7 +41,7 @@ def memory_section(report: Report, everything: bool) -> Section | None:
 
 
 def _describe_peak(snapshot: Snapshot) -> str:
-    """'peak 39.4 GiB allocated in backward, held by'."""
+    """Describe the peak, 'peak 39.4 GiB allocated in backward, held by'."""
     peak = size(snapshot.peak_bytes)
     if not snapshot.events:
         return f"{peak} allocated, held by"
@@ -50,7 +50,7 @@ def _describe_peak(snapshot: Snapshot) -> str:
 
 
 def _build_holders(snapshot: Snapshot) -> Block:
-    """What holds the peak, by category; small categories share a row."""
+    """Build the table of what holds the peak, by category; small categories share a row."""
     peak = snapshot.peak_bytes
     held = [(part.category, part.num_bytes) for part in snapshot.held if part.num_bytes >= SMALL * peak > 0]
     rest = peak - sum(num_bytes for _, num_bytes in held)
@@ -81,7 +81,8 @@ def _name_other_peaks(facts: Facts, shown: Snapshot) -> list[str]:
 
 
 def _build_ledger(rows: Sequence[LedgerRow], everything: bool) -> tuple[Table, list[str]]:
-    """(formula beside measured, by default only where they differ; where they agree)."""
+    """Build two tables of formulas beside measurements: those that differ (all of them with `everything`), and those
+    that agree."""
     body, agreeing = [], []
     for row in rows:
         agrees = abs(row.difference_bytes) < DIFFERS * row.formula_bytes or row.difference_bytes == 0
@@ -164,7 +165,7 @@ def _describe_growth(snapshot: Snapshot) -> str:
 
 
 def _describe_reserved(snapshot: Snapshot) -> str:
-    """What the allocator reserved, and how much of it expandable segments would save."""
+    """Describe what the allocator reserved, and how much of it expandable segments would save."""
     found = snapshot.fragmentation
     if not found.reserved_bytes:
         return ""
@@ -270,7 +271,8 @@ def _build_time_row(row: Compared, step_ms: float) -> list[str]:
 
 
 def _describe_difference(row: Compared) -> str:
-    """'3.1% more', '2.4 x as much', 'as predicted', 'not predicted'."""
+    """Describe how a measurement differs from its prediction: '3.1% more', '2.4 x as much', 'as predicted', 'not
+    predicted'."""
     if row.difference is None:
         return "not predicted" if row.measured else ""
     if abs(row.difference) < 0.0005:

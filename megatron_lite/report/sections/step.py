@@ -27,7 +27,7 @@ def row_title(row: str, on_gpu: bool) -> str:
 
 
 def name_rank(rank: int | None, facts: Facts) -> str:
-    """'rank 3, ', or nothing for a file that does not say and where there is only one."""
+    """Name a rank, 'rank 3, '; '' for a file that does not say its rank and for the only rank."""
     return "" if rank is None or facts.has_one_rank else f"rank {rank}, "
 
 
@@ -95,7 +95,8 @@ MIN_SHARE_OF_PHASE = 0.003  # of a step
 
 
 def phases_section(report: Report, everything: bool) -> Section | None:
-    """In the order in which they happen; the longest ones where there are many. None for a single one, the step."""
+    """Build a row per phase, in the order in which they happen; the longest ones where there are many. None for a
+    single phase, the step."""
     rank = report.facts.critical
     if rank is None or len(rank.time.phases) < 2:
         return None
