@@ -36,41 +36,91 @@ class ForwardPass:
     is_recorded: bool  # autograd recorded it
 
 
+@dataclass(frozen=True)
+class _LayerCalls:
+    """The outermost operators of layers outside of backward, by row of the trace."""
+
+    rows: Integers
+    is_followed: Flags  # a backward pass goes through it
+    is_recorded: Flags  # autograd recorded it
+
+    def select(self, wanted: Integers | Flags) -> "_LayerCalls":
+        """Those that an index or a mask picks, in its order."""
+        return _LayerCalls(self.rows[wanted], self.is_followed[wanted], self.is_recorded[wanted])
+
+
 def find_forward_passes(one: RankFacts) -> list[ForwardPass]:
     """The passes of the steady steps, by start; [] where the trace does not tell which ones have a backward."""
-    events, trace = one.trace.events, one.trace
-    backward = is_backward(trace)
+    events = one.trace.events
+    backward = is_backward(one.trace)
     followed = np.unique(events.sequence[backward & (events.sequence >= 0)])
     if not len(followed):
         return []
-    nest = trace.nest(one.in_steady_steps(trace.rows[Kind.OP]))
-    # autocast keeps the weights' casts of the first pass for later ones, whose backward goes through them
-    casts = trace.rows[Kind.OP][trace.passing(CASTS.__contains__, Kind.OP)[events.name[trace.rows[Kind.OP]]]]
+    calls = _find_layer_calls(one, backward, followed)
+    calls = calls.select(np.argsort(calls.rows))
+    calls = calls.select(_is_training(one, calls.rows))
+    return _cut_into_passes(one, calls, backward)
+
+
+def _find_layer_calls(one: RankFacts, backward: Flags, followed: Integers) -> _LayerCalls:
+    """Layers' outermost operators in steady steps.
+
+    Args:
+        one: The rank.
+        backward: [events], whether an event belongs to backward.
+        followed: Sequence numbers that operators of backward have: those of the forward operators they belong to.
+    """
+    trace = one.trace
+    events = trace.events
+    operators = trace.rows[Kind.OP]
+    nest = trace.nest(one.in_steady_steps(operators))
     sequence = events.sequence[nest.rows]
-    has_backward = np.isin(sequence, followed) & ~np.isin(sequence, events.sequence[casts])
+    # autocast keeps the weights' casts of the first pass for later ones, whose backward goes through them
+    casts = operators[trace.passing(CASTS.__contains__, Kind.OP)[events.name[operators]]]
+    is_cast = np.isin(sequence, events.sequence[casts])
+    has_backward = np.isin(sequence, followed) & ~is_cast
+
     in_backward = _spread_to_children(nest, backward[nest.rows])
     is_layer = trace.passing(LAYERS.match, Kind.OP)[events.name[nest.rows]] & ~in_backward
-    inside_layer = _spread_to_children(nest, is_layer)
-    outermost = is_layer & ~(inside_layer[nest.parent] & (nest.parent >= 0))
-    is_followed = (_spread_to_children(nest, has_backward) | _spread_to_parents(nest, has_backward))[outermost]
-    is_recorded = (events.sequence[nest.rows] >= 0)[outermost]
-    rows = nest.rows[outermost]
-    order = np.argsort(rows)
-    rows, is_followed, is_recorded = rows[order], is_followed[order], is_recorded[order]
-    keep = ~np.isin(
-        one.placing.phase[rows], [place for place, name in enumerate(one.placing.phases) if name in NOT_TRAINING]
-    )
-    rows, is_followed, is_recorded = rows[keep], is_followed[keep], is_recorded[keep]
+    has_parent = nest.parent >= 0
+    inside_another = _spread_to_children(nest, is_layer)[nest.parent] & has_parent
+    outermost = is_layer & ~inside_another
+
+    # the sequence number may stand at an operator around the layer's or inside of it
+    is_followed = _spread_to_children(nest, has_backward) | _spread_to_parents(nest, has_backward)
+    return _LayerCalls(nest.rows[outermost], is_followed[outermost], (sequence >= 0)[outermost])
+
+
+def _is_training(one: RankFacts, rows: Integers) -> Flags:
+    """[rows], whether each lies in a phase that belongs to training: not in evaluation and the like."""
+    others = [number for number, name in enumerate(one.placing.phases) if name in NOT_TRAINING]
+    return ~np.isin(one.placing.phase[rows], others)
+
+
+def _cut_into_passes(one: RankFacts, calls: _LayerCalls, backward: Flags) -> list[ForwardPass]:
+    """Calls that follow each other on a thread and are of one kind are a pass; backward or an update ends it.
+
+    Args:
+        one: The rank.
+        calls: By row.
+        backward: [events], whether an event belongs to backward.
+    """
+    if not len(calls.rows):
+        return []
+    events = one.trace.events
     updates = one.rows_named(UPDATES.match, Kind.ANNOTATION)
-    cuts = np.sort(events.start_ns[np.concatenate((np.flatnonzero(backward), updates))])
-    place = np.searchsorted(cuts, events.start_ns[rows])
-    keys = np.stack((events.thread[rows], one.placing.step[rows], place, is_followed, is_recorded))
+    cuts_ns = np.sort(events.start_ns[np.concatenate((np.flatnonzero(backward), updates))])
+    between_cuts = np.searchsorted(cuts_ns, events.start_ns[calls.rows])
+    thread = events.thread[calls.rows]
+    step = one.placing.step[calls.rows]
+    keys = np.stack((thread, step, between_cuts, calls.is_followed, calls.is_recorded))
     begins = np.flatnonzero((np.diff(keys, axis=1) != 0).any(axis=0)) + 1
-    parts = np.split(np.arange(len(rows)), begins) if len(rows) else []
     passes = []
-    for part in parts:
-        layers = tuple(_describe_layer(one, row) for row in rows[part])
-        passes.append(ForwardPass(rows[part], layers, bool(is_followed[part[0]]), bool(is_recorded[part[0]])))
+    for part in np.split(np.arange(len(calls.rows)), begins):
+        rows = calls.rows[part]
+        layers = tuple(_describe_layer(one, row) for row in rows)
+        first = part[0]
+        passes.append(ForwardPass(rows, layers, bool(calls.is_followed[first]), bool(calls.is_recorded[first])))
     return passes
 
 

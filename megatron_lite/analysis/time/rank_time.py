@@ -11,6 +11,7 @@ from megatron_lite.analysis.kernels.kernel_words import is_wait
 from megatron_lite.analysis.time.host_causes import measure_host_work
 from megatron_lite.analysis.time.host_names import AFTER_SYNCS, CAUSES
 from megatron_lite.analysis.time.idle_gaps import (
+    DeviceCovers,
     Gaps,
     HostActivity,
     device_covers,
@@ -77,24 +78,30 @@ def _choose_steady(steps: tuple[Step, ...]) -> SteadySteps:
 
 def _measure_device(trace: Trace, placing: Placing, steady: SteadySteps) -> RankTime:
     """The time of a rank whose trace has device work."""
-    events, launch = trace.events, trace.launch_of
+    events = trace.events
     device = placing.device
-    others = _find_other_devices(trace, device, steady)
     rows = trace.device_rows[events.device[trace.device_rows] == device]
-    covers, activity, sites = device_covers(trace, rows), find_host_activity(trace, placing), CallSites(trace, placing)
+    covers = device_covers(trace, rows)
+    activity = find_host_activity(trace, placing)
+    sites = CallSites(trace, placing)
+    others = _find_other_devices(trace, device, steady)
     gaps = find_idle_gaps(trace, rows, covers.busy, steady.cover, activity)
-    gaps = _wait_for_others(gaps, joined(*others.values())) if others else gaps
-    breakdown = {
-        "compute": steady.per_step(covers.compute),
-        "exposed_communication": steady.per_step(difference(covers.communication, covers.compute)),
-        "exposed_copy": steady.per_step(difference(covers.copy, joined(covers.compute, covers.communication))),
-    } | {row: int(amounts.sum()) / 1e6 / steady.count for row, amounts in gaps.amounts.items()}
-    step_ms, communication_ms = steady.cover.length / 1e6 / steady.count, steady.per_step(covers.communication)
-    speed = _measure_launches(trace, rows[placing.counts[rows] & (events.kind[rows] == Kind.KERNEL)])
-    own_ms = sum(breakdown[row] for row in ("host", *AFTER_SYNCS))
-    spilled = rows[launch[rows] < 0]
+    idle_beside_ms = 0.0
+    if others:
+        gaps = _wait_for_others(gaps, joined(*others.values()))
+        idle_beside_ms = steady.per_step(difference(joined(*others.values()), covers.busy))
+    breakdown = _break_down(covers, gaps, steady)
+    step_ms = steady.cover.length / 1e6 / steady.count
+    communication_ms = steady.per_step(covers.communication)
+    overlap = None
+    if communication_ms:
+        overlap = 1 - breakdown["exposed_communication"] / communication_ms
+    kernels = rows[placing.counts[rows] & (events.kind[rows] == Kind.KERNEL)]
+    speed = _measure_launches(trace, kernels)
+    spilled = rows[trace.launch_of[rows] < 0]
     spilled_ms = trace.cover(spilled).length / 1e6
     timeline = _draw_device_timeline(trace, placing, rows, steady.typical)
+    waits = _find_waits_for_others(gaps, activity.covers)
     return RankTime(
         rank=trace.rank,
         device=trace.name_device(device),
@@ -105,7 +112,7 @@ def _measure_device(trace: Trace, placing: Placing, steady: SteadySteps) -> Rank
         busy_ms=steady.per_step(covers.busy),
         communication_ms=communication_ms,
         copy_ms=steady.per_step(covers.copy),
-        overlap=1 - breakdown["exposed_communication"] / communication_ms if communication_ms else None,
+        overlap=overlap,
         phases=_measure_device_phases(trace, placing, rows),
         syncs=sites.find_sync_sites(activity.waits, gaps, activity.covers),
         hosts=sites.find_host_sites(gaps),
@@ -116,10 +123,10 @@ def _measure_device(trace: Trace, placing: Placing, steady: SteadySteps) -> Rank
         median_kernel_us=speed.kernel_us,
         median_launch_interval_us=speed.interval_us,
         median_queue_us=speed.queue_us,
-        launch_bound=own_ms / step_ms >= IDLE_SHARE and speed.is_slow,
+        launch_bound=_is_launch_bound(breakdown, step_ms, speed),
         spilled_ms=spilled_ms,
-        idle_beside_ms=steady.per_step(difference(joined(*others.values()), covers.busy)) if others else 0.0,
-        timeline=_draw_waits(_find_waits_for_others(gaps, activity.covers), placing.steps[steady.typical], timeline),
+        idle_beside_ms=idle_beside_ms,
+        timeline=_draw_waits(waits, placing.steps[steady.typical], timeline),
         timeline_step=steady.typical,
         notes=(
             *placing.notes,
@@ -128,6 +135,26 @@ def _measure_device(trace: Trace, placing: Placing, steady: SteadySteps) -> Rank
             *_describe_devices(device, others, steady),
         ),
     )
+
+
+def _break_down(covers: DeviceCovers, gaps: Gaps, steady: SteadySteps) -> dict[str, float]:
+    """ms per step of each row; they add up to the step. Communication and copies count where nothing computes."""
+    exposed_communication = difference(covers.communication, covers.compute)
+    exposed_copy = difference(covers.copy, joined(covers.compute, covers.communication))
+    breakdown = {
+        "compute": steady.per_step(covers.compute),
+        "exposed_communication": steady.per_step(exposed_communication),
+        "exposed_copy": steady.per_step(exposed_copy),
+    }
+    for row, amounts_ns in gaps.amounts.items():
+        breakdown[row] = int(amounts_ns.sum()) / 1e6 / steady.count
+    return breakdown
+
+
+def _is_launch_bound(breakdown: dict[str, float], step_ms: float, speed: "LaunchSpeed") -> bool:
+    """Whether the device is idle for a notable part of the step because the host launches too slowly."""
+    idle_ms = sum(breakdown[row] for row in ("host", *AFTER_SYNCS))
+    return idle_ms / step_ms >= IDLE_SHARE and speed.is_slow
 
 
 @dataclass(frozen=True)
