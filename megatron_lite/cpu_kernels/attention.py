@@ -1,6 +1,7 @@
 """Attention as a CPU computes it fastest (docs/decisions/034, 041).
 
-Letters: B batch, N query heads, G query groups, T positions, D width of one head, L = B * N.
+Letters: B batch, N query heads, G query groups, T positions, D width of one head, L = B * N,
+R positions of a block of queries, S positions of the keys that it meets.
 """
 
 import math
@@ -63,17 +64,22 @@ class _CausalAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q_BNTD: Tensor, k_BNTD: Tensor, v_BNTD: Tensor) -> Tensor:
-        q_LTD, k_LTD, v_LTD = (x_BNTD.flatten(0, 1) for x_BNTD in (q_BNTD, k_BNTD, v_BNTD))
+        q_LTD = q_BNTD.flatten(0, 1)
+        k_LTD = k_BNTD.flatten(0, 1)
+        v_LTD = v_BNTD.flatten(0, 1)
         length, width = q_LTD.shape[1:]
         future_TT = torch.full((length, length), -math.inf, dtype=q_LTD.dtype, device=q_LTD.device).triu(1)
-        out_BTND, blocks = torch.empty_like(q_BNTD.transpose(1, 2), memory_format=torch.contiguous_format), []
+        out_BTND = torch.empty_like(q_BNTD.transpose(1, 2), memory_format=torch.contiguous_format)
+        blocks = []
         for start in range(0, length, QUERY_BLOCK):
             end = min(start + QUERY_BLOCK, length)
-            future_L1T = future_TT[start:end, :end].expand(len(q_LTD), -1, -1)
-            scores = torch.baddbmm(future_L1T, q_LTD[:, start:end], k_LTD[:, :end].mT, alpha=width**-0.5)
-            torch.softmax(scores, -1, out=scores)
-            _write_rows(out_BTND, start, scores @ v_LTD[:, :end])
-            blocks.append(scores)
+            future_LRS = future_TT[start:end, :end].expand(len(q_LTD), -1, -1)
+            keys_LSD = k_LTD[:, :end]
+            values_LSD = v_LTD[:, :end]
+            scores_LRS = torch.baddbmm(future_LRS, q_LTD[:, start:end], keys_LSD.mT, alpha=width**-0.5)
+            torch.softmax(scores_LRS, -1, out=scores_LRS)
+            _write_rows(out_BTND, start, scores_LRS @ values_LSD)
+            blocks.append(scores_LRS)
         ctx.save_for_backward(q_LTD, k_LTD, v_LTD, *blocks)
         return out_BTND.transpose(1, 2)
 
@@ -81,16 +87,20 @@ class _CausalAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient_BNTD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         q_LTD, k_LTD, v_LTD, *blocks = ctx.saved_tensors
-        gradient_LTD, scale = gradient_BNTD.flatten(0, 1), q_LTD.shape[-1] ** -0.5
+        gradient_LTD = gradient_BNTD.flatten(0, 1)
+        scale = q_LTD.shape[-1] ** -0.5
         of_q_BTND = torch.empty_like(gradient_BNTD.transpose(1, 2), memory_format=torch.contiguous_format)
         sums: list[Tensor] = []  # the gradients of keys and values
-        for probabilities in reversed(blocks):  # the last one meets all keys
-            end = probabilities.shape[-1]
-            start = end - probabilities.shape[1]
-            of_v = probabilities.mT @ gradient_LTD[:, start:end]
-            of_scores = gradient_LTD[:, start:end] @ v_LTD[:, :end].mT
-            softmax_backward(of_scores, probabilities, -1, probabilities.dtype, grad_input=of_scores)
-            _write_rows(of_q_BTND, start, (of_scores @ k_LTD[:, :end]).mul_(scale))
+        for softmax_LRS in reversed(blocks):  # the last one meets all keys
+            end = softmax_LRS.shape[-1]
+            start = end - softmax_LRS.shape[1]
+            gradient_LRD = gradient_LTD[:, start:end]
+            keys_LSD = k_LTD[:, :end]
+            values_LSD = v_LTD[:, :end]
+            of_v = softmax_LRS.mT @ gradient_LRD
+            of_scores = gradient_LRD @ values_LSD.mT
+            softmax_backward(of_scores, softmax_LRS, -1, softmax_LRS.dtype, grad_input=of_scores)
+            _write_rows(of_q_BTND, start, (of_scores @ keys_LSD).mul_(scale))
             of_k = of_scores.mT @ q_LTD[:, start:end]
             if not sums:
                 sums = [of_k, of_v]
@@ -104,5 +114,6 @@ class _CausalAttention(torch.autograd.Function):
 
 def _write_rows(whole_BTND: Tensor, start: int, rows_LRD: Tensor) -> None:
     """Write rows in the layout that the output projection reads."""
-    rows_BRND = rows_LRD.unflatten(0, (len(whole_BTND), -1)).transpose(1, 2)
-    whole_BTND[:, start : start + rows_BRND.shape[1]] = rows_BRND
+    rows_BNRD = rows_LRD.unflatten(0, (len(whole_BTND), -1))
+    end = start + rows_LRD.shape[1]
+    whole_BTND[:, start:end] = rows_BNRD.transpose(1, 2)

@@ -62,9 +62,12 @@ def _fill(x: Tensor, result: Tensor, slope: Tensor | None, room: Tensor, scale: 
     slopes = itertools.repeat(None) if slope is None else slope.split(length)
     for block, result_block, slope_block in zip(x.split(length), result.split(length), slopes):
         inner, gate, *copies = room[:, : len(block)].unbind()
-        wide, out = (block, result_block) if in_fp32 else copies
-        if not in_fp32:
-            wide.copy_(block)
+        if in_fp32:
+            wide = block
+            out = result_block
+        else:
+            wide = copies[0].copy_(block)
+            out = copies[1]
         torch.addcmul(scale, wide, wide, value=GELU_SCALE * GELU_CUBIC, out=inner).mul_(wide)
         torch.sigmoid(inner, out=gate)
         torch.mul(wide, gate, out=out)
@@ -74,7 +77,8 @@ def _fill(x: Tensor, result: Tensor, slope: Tensor | None, room: Tensor, scale: 
             continue
         # gate + x * gate' with gate' = gate * (1 - gate) * inner' and x * inner' = 3 * inner - 2 * GELU_SCALE * x
         inner.sub_(wide, alpha=2 / 3 * GELU_SCALE)
-        out = slope_block if in_fp32 else out
+        if in_fp32:
+            out = slope_block
         torch.addcmul(gate, gate, gate, value=-1, out=out)
         torch.addcmul(gate, out, inner, value=3, out=out)
         if not in_fp32:

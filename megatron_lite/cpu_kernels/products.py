@@ -17,8 +17,15 @@ from megatron_lite.model.products import LinearByHand, Products
 CONVOLVES = mkl_lacks_avx512() and torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
 WIDENED = tuple(DTYPES[name] for name in find_slow_precisions())
 IMAGES = 16  # of fewer, torch convolves by MKL where a process has one thread
-MIN_ROWS, MIN_MULTIPLICATIONS = 512, 2**23  # of a smaller product, MKL's is faster
-MAX_FILTERS, FILTER_BLOCK = 1536, 512  # more filters' gradients are faster in blocks
+# of a smaller product, MKL's is faster
+MIN_ROWS = 512
+MIN_MULTIPLICATIONS = 2**23
+# more filters' gradients are faster in blocks
+MAX_FILTERS = 1536
+FILTER_BLOCK = 512
+# places among the gradients of a convolution
+OF_INPUT = 0
+OF_WEIGHT = 1
 
 
 def linear(input_H: Tensor, weight_WH: Tensor, bias_W: Tensor | None = None) -> Tensor:
@@ -36,49 +43,74 @@ def linear(input_H: Tensor, weight_WH: Tensor, bias_W: Tensor | None = None) -> 
 def multiply(input_H: Tensor, weight_WH: Tensor, bias_W: Tensor | None = None) -> Tensor:
     """input @ weight^T + bias, (..., W)."""
     if is_widened(input_H.dtype):
-        wide_H, result_W = input_H.float(), input_H.new_empty(*input_H.shape[:-1], len(weight_WH))
-        for start in range(0, len(weight_WH), WIDENED_BLOCK):
-            piece = slice(start, start + WIDENED_BLOCK)
-            bias = None if bias_W is None else bias_W[piece].float()
-            result_W[..., piece] = multiply(wide_H, weight_WH[piece].float(), bias)
-        return result_W
+        return _multiply_widened(input_H, weight_WH, bias_W)
     if not _convolves(input_H, weight_WH.numel()):
         return F.linear(input_H, weight_WH, bias_W)
     images = F.conv2d(_to_images(input_H), _to_filters(weight_WH), bias_W)
     return _to_rows(images).view(*input_H.shape[:-1], -1)
 
 
+def _multiply_widened(input_H: Tensor, weight_WH: Tensor, bias_W: Tensor | None) -> Tensor:
+    """multiply in fp32, a block of output channels at a time."""
+    wide_H = input_H.float()
+    result_W = input_H.new_empty(*input_H.shape[:-1], len(weight_WH))
+    for start in range(0, len(weight_WH), WIDENED_BLOCK):
+        block = slice(start, start + WIDENED_BLOCK)
+        bias = None if bias_W is None else bias_W[block].float()
+        result_W[..., block] = multiply(wide_H, weight_WH[block].float(), bias)
+    return result_W
+
+
 def compute_input_gradient(gradient_W: Tensor, weight_WH: Tensor, like_H: Tensor | None = None) -> Tensor:
     """gradient @ weight, (..., H). like_H: a tensor of that size, where there is one, so that none is made."""
     if is_widened(gradient_W.dtype):
-        total_H: Tensor | None = None
-        for part_W, part_WH in zip(gradient_W.split(WIDENED_BLOCK, -1), weight_WH.split(WIDENED_BLOCK)):
-            part_H = compute_input_gradient(part_W.float(), part_WH.float(), total_H)
-            total_H = part_H if total_H is None else total_H.add_(part_H)
-        assert total_H is not None
-        return total_H.to(gradient_W.dtype)
+        return _compute_widened_input_gradient(gradient_W, weight_WH)
     if not _convolves(gradient_W, weight_WH.numel()):
         return gradient_W @ weight_WH
     size_H = (*gradient_W.shape[:-1], weight_WH.shape[1])
-    like_H = gradient_W.new_empty(size_H) if like_H is None else like_H
-    return _to_rows(_differentiate(gradient_W, like_H, weight_WH, 0)).view(size_H)
+    if like_H is None:
+        like_H = gradient_W.new_empty(size_H)
+    return _to_rows(_differentiate(gradient_W, like_H, weight_WH, OF_INPUT)).view(size_H)
+
+
+def _compute_widened_input_gradient(gradient_W: Tensor, weight_WH: Tensor) -> Tensor:
+    """compute_input_gradient in fp32, a block of output channels at a time."""
+    total_H: Tensor | None = None
+    blocks_W = gradient_W.split(WIDENED_BLOCK, -1)
+    blocks_WH = weight_WH.split(WIDENED_BLOCK)
+    for block_W, block_WH in zip(blocks_W, blocks_WH):
+        part_H = compute_input_gradient(block_W.float(), block_WH.float(), total_H)
+        total_H = part_H if total_H is None else total_H.add_(part_H)
+    assert total_H is not None
+    return total_H.to(gradient_W.dtype)
 
 
 def compute_weight_gradient(gradient_MW: Tensor, input_MH: Tensor) -> Tensor:
     """gradient^T @ input, (W, H)."""
-    filters, channels = gradient_MW.shape[1], input_MH.shape[1]
+    filters = gradient_MW.shape[1]
+    channels = input_MH.shape[1]
     if is_widened(gradient_MW.dtype):
-        wide_MH, result_WH = input_MH.float(), input_MH.new_empty(filters, channels)
-        for part_MW, part_WH in zip(gradient_MW.split(WIDENED_BLOCK, 1), result_WH.split(WIDENED_BLOCK)):
-            part_WH.copy_(compute_weight_gradient(part_MW.float(), wide_MH))
-        return result_WH
+        return _compute_widened_weight_gradient(gradient_MW, input_MH)
     if not _convolves(gradient_MW, filters * channels):
         return gradient_MW.t() @ input_MH
     result_WH = gradient_MW.new_empty(filters, channels)
     if filters <= MAX_FILTERS:
-        return _differentiate(gradient_MW, input_MH, result_WH, 1).flatten(1)
-    for part_MW, part_WH in zip(gradient_MW.split(FILTER_BLOCK, 1), result_WH.split(FILTER_BLOCK)):
-        part_WH.copy_(_differentiate(part_MW, input_MH, part_WH, 1).flatten(1))
+        return _differentiate(gradient_MW, input_MH, result_WH, OF_WEIGHT).flatten(1)
+    blocks_MW = gradient_MW.split(FILTER_BLOCK, 1)
+    blocks_WH = result_WH.split(FILTER_BLOCK)
+    for block_MW, block_WH in zip(blocks_MW, blocks_WH):
+        block_WH.copy_(_differentiate(block_MW, input_MH, block_WH, OF_WEIGHT).flatten(1))
+    return result_WH
+
+
+def _compute_widened_weight_gradient(gradient_MW: Tensor, input_MH: Tensor) -> Tensor:
+    """compute_weight_gradient in fp32, a block of output channels at a time."""
+    wide_MH = input_MH.float()
+    result_WH = input_MH.new_empty(gradient_MW.shape[1], input_MH.shape[1])
+    blocks_MW = gradient_MW.split(WIDENED_BLOCK, 1)
+    blocks_WH = result_WH.split(WIDENED_BLOCK)
+    for block_MW, block_WH in zip(blocks_MW, blocks_WH):
+        block_WH.copy_(compute_weight_gradient(block_MW.float(), wide_MH))
     return result_WH
 
 
@@ -111,11 +143,21 @@ def _convolves(rows_H: Tensor, elements: int) -> bool:
 
 
 def _differentiate(gradient_W: Tensor, input_H: Tensor, weight_WH: Tensor, place: int) -> Tensor:
-    """The gradient of a convolution's input (place 0) or weight (1), of which then only the sizes count."""
-    images, filters, wanted = _to_images(input_H), _to_filters(weight_WH), [place == 0, place == 1, False]
-    once, none = (1, 1), (0, 0)
+    """The gradient of a convolution's input or weight, of which then only the sizes count. place: OF_INPUT or OF_WEIGHT."""
+    wanted = [place == OF_INPUT, place == OF_WEIGHT, False]
+    stride, padding, dilation, groups = (1, 1), (0, 0), (1, 1), 1
     found: list[Tensor] = torch.ops.aten.convolution_backward(
-        _to_images(gradient_W), images, filters, None, once, none, once, False, none, 1, wanted
+        _to_images(gradient_W),
+        _to_images(input_H),
+        _to_filters(weight_WH),
+        None,
+        stride,
+        padding,
+        dilation,
+        False,
+        padding,
+        groups,
+        wanted,
     )
     return found[place]
 

@@ -13,6 +13,7 @@ from megatron_lite.config.plan import Plan
 from megatron_lite.cpu_kernels.install import install_kernels
 from megatron_lite.cpu_kernels.products import describe_products
 from megatron_lite.marks import WEIGHTS, mark_memory
+from megatron_lite.model.attention import Attend
 from megatron_lite.model.custom_model import build_custom_model
 from megatron_lite.model.gpt import DTYPES, GPT, initialize, list_parameters
 from megatron_lite.model.kernels import Kernels
@@ -36,51 +37,79 @@ def build_model(plan: Plan, device: torch.device, groups: Groups | None = None) 
     groups: of `make_groups`; None if no ranks share out the model. Where data parallel ranks share it out it has no memory yet:
     ShardedDataParallel makes and fills each rank's rows, as no rank may have room for the whole.
     """
-    t, dtype = plan.args.training, DTYPES[plan.precision]
     if plan.args.model.model is not None:
-        set_seed(t.seed)
-        model = build_custom_model(plan.args.model.model, plan.shape, dtype, device)
-        if plan.sharding is not None:  # ranks that share out weights keep them in fp32, rounded all the same
-            for parameter in model.parameters():
-                parameter.data = parameter.data.float()
-        return model
-    race = make_race(device, t.deterministic_mode, plan.world.is_first)
-    shape, kernels = plan.rank_shape, choose_kernels(plan)
+        return _build_custom(plan, device)
+    kernels = choose_kernels(plan)
+    attend = _choose_attention(plan, device, kernels, groups)
+    model = _build_gpt(plan, device, attend, kernels, groups)
+    put_on_layers(model, plan, kernels, groups)
+    number = sum(map(math.prod, list_parameters(plan.shape).values()))
+    logger.info(f"  number of parameters: {count(number)} ({short_count(number)})")
+    backend = plan.args.training.torch_compile_backend
+    logger.info(f"  {describe_compilation(plan.compilation, backend, plan.rank_shape.num_layers)}")
+    layers = model.decoder.layers
+    if plan.compilation.layers:
+        compile_layers(layers, backend, count_compilations(plan.shape, plan.compilation))
+    recompute_layers(layers, plan.stage.chunks, plan.recomputed_layers)
+    if plan.recomputed_layers:
+        number = plan.recomputed_layers * len(plan.stage.chunks)
+        logger.info(f"  recomputing the activations of {number} of {len(layers)} layers")
+    gc.collect()
+    return model
+
+
+def _build_custom(plan: Plan, device: torch.device) -> nn.Module:
+    """The model that --model names."""
+    set_seed(plan.args.training.seed)
+    model = build_custom_model(plan.args.model.model, plan.shape, DTYPES[plan.precision], device)
+    if plan.sharding is not None:  # ranks that share out weights keep them in fp32, rounded all the same
+        for parameter in model.parameters():
+            parameter.data = parameter.data.float()
+    return model
+
+
+def _choose_attention(plan: Plan, device: torch.device, kernels: Kernels, groups: Groups | None) -> Attend:
+    """The attention kernel of this rank; prints which, and by what linear layers multiply."""
+    race = make_race(device, plan.args.training.deterministic_mode, plan.world.is_first)
     attend = choose_plan_attention(plan, device, kernels, race)
     timed = f" ({attend.timed})" if attend.timed else ""
     logger.info("\n    not ".join((f"  attention: {attend.name}{timed}", *attend.why_not)))
-    if products := describe_products(dtype, plan.device):
+    if products := describe_products(DTYPES[plan.precision], plan.device):
         logger.info(f"  linear layers: {products}")
-    among, context = (groups.tensor, groups.context) if groups else (None, None)
-    if among is not None and not among.shares_tokens:
-        attend = drop_own_heads(attend, among.rank)
-    if context is not None:
-        attend = attend_across(attend, plan.layout, context, plan.device)
+    if groups is None:
+        return attend
+    if groups.tensor is not None and not groups.tensor.shares_tokens:
+        attend = drop_own_heads(attend, groups.tensor.rank)
+    if groups.context is not None:
+        attend = attend_across(attend, plan.layout, groups.context, plan.device)
+    return attend
+
+
+def _build_gpt(plan: Plan, device: torch.device, attend: Attend, kernels: Kernels, groups: Groups | None) -> GPT:
+    """This rank's part of the initialized GPT, on the device, in the plan's precision.
+
+    Args:
+        plan: Whose model it is.
+        device: Where its memory is, unless data parallel ranks share it out.
+        attend: The attention kernel.
+        kernels: Of choose_kernels, for the loss.
+        groups: Of make_groups; None if no ranks share out the model.
+    """
+    shape, dtype = plan.rank_shape, DTYPES[plan.precision]
     first = torch.device("cpu") if plan.args.parallel.use_cpu_initialization else device
     in_parts = plan.sharding is not None or plan.stage.stages > 1
+    losses = choose_losses(plan, kernels, groups.tensor if groups else None)
     with torch.device("meta") if in_parts else first:
-        model = GPT(shape, attend, choose_losses(plan, kernels, among))
+        model = GPT(shape, attend, losses)
     if groups:
         cut_model(model, groups.pipeline)
     if in_parts and plan.sharding is None:
         model.to_empty(device=first)
     parts = find_parts(model, plan.layout, plan.sharding, shape.activation == "swiglu")
-    set_seed(t.seed)  # here: torch's own layers draw where they have memory
+    set_seed(plan.args.training.seed)  # here: torch's own layers draw where they have memory
     if plan.sharding is None:
         initialize(dict(model.named_parameters()), plan.shape, parts, dtype)
         model.to(device=device, dtype=dtype)
-    put_on_layers(model, plan, kernels, groups)
-    number = sum(map(math.prod, list_parameters(plan.shape).values()))
-    logger.info(f"  number of parameters: {count(number)} ({short_count(number)})")
-    logger.info(f"  {describe_compilation(plan.compilation, t.torch_compile_backend, shape.num_layers)}")
-    if plan.compilation.layers:
-        graphs = count_compilations(plan.shape, plan.compilation)
-        compile_layers(model.decoder.layers, t.torch_compile_backend, graphs)
-    recompute_layers(model.decoder.layers, plan.stage.chunks, plan.recomputed_layers)
-    if plan.recomputed_layers:
-        number = plan.recomputed_layers * len(plan.stage.chunks)
-        logger.info(f"  recomputing the activations of {number} of {len(model.decoder.layers)} layers")
-    gc.collect()
     return model
 
 
