@@ -258,9 +258,11 @@ def _keep_ends(batch: MicroBatch, stage: Stage) -> Held:
 
 def _keep_for_weights(batch: MicroBatch, stage: Stage) -> Held:
     """What a layer's backward leaves where gradients of weights are computed later: what went into its products, and gradients of what came out."""
-    shape, each = batch.shape, batch.element_bytes
+    if not stage.splits_backward:
+        return Held()
+    shape = batch.shape
     inner = shape.attention_width + shape.ffn_hidden_size + shape.qkv_width + shape.fc1_width
-    return Held({DELAYED: stage.splits_backward * (4 * batch.whole_input_bytes + each * inner)})
+    return Held({DELAYED: 4 * batch.whole_input_bytes + batch.element_bytes * inner})
 
 
 def _list_waiting(batch: MicroBatch, stage: Stage, micro_batches: int, recomputed: int) -> Iterator[LedgerRow]:

@@ -23,24 +23,47 @@ def count_parameters(shape: ModelShape, stage: Stage | None = None) -> int:
 
 def count_parameter_parts(shape: ModelShape, stage: Stage | None = None) -> dict[str, int]:
     """Parameters by part of the model; a part that the shape, or the stage, lacks is 0."""
-    hidden, vocabulary, layers = shape.hidden_size, shape.padded_vocab_size, shape.num_layers
-    is_first, is_last, tied = True, True, shape.tied_embeddings
-    if stage is not None:
-        layers, is_first, is_last = len(stage.layers), stage.is_first, stage.is_last
+    layers = shape.num_layers if stage is None else len(stage.layers)
+    is_first = stage is None or stage.is_first
+    is_last = stage is None or stage.is_last
+    matrix = shape.padded_vocab_size * shape.hidden_size
+    norm = shape.hidden_size * _count_norm_vectors(shape)
     learned = shape.position_embedding == "learned_absolute"
-    of_norm = 2 if shape.normalization == "LayerNorm" else 1  # numbers per channel
-    attention = (shape.qkv_rows + shape.attention_width) * hidden
-    attention += shape.qkv_bias * shape.qkv_rows + shape.linear_bias * hidden
-    attention += 2 * shape.qk_layernorm * of_norm * shape.kv_channels
-    mlp = (shape.fc1_width + shape.ffn_hidden_size) * hidden + shape.linear_bias * (shape.fc1_width + hidden)
+    has_embedding = is_first or (is_last and shape.tied_embeddings)
+    final_norm = norm if is_last else 0
     return {
-        "word embedding": vocabulary * hidden if is_first or is_last and tied else 0,
-        "position embedding": shape.max_position_embeddings * hidden if learned and is_first else 0,
-        "attention": layers * attention,
-        "MLP": layers * mlp,
-        "norms": (2 * layers + is_last) * of_norm * hidden,
-        "output": vocabulary * hidden if is_last and not tied else 0,
+        "word embedding": matrix if has_embedding else 0,
+        "position embedding": shape.max_position_embeddings * shape.hidden_size if learned and is_first else 0,
+        "attention": layers * _count_attention_parameters(shape),
+        "MLP": layers * _count_mlp_parameters(shape),
+        "norms": 2 * layers * norm + final_norm,
+        "output": matrix if is_last and not shape.tied_embeddings else 0,
     }
+
+
+def _count_norm_vectors(shape: ModelShape) -> int:
+    """Numbers per channel: a weight, and LayerNorm's bias."""
+    return 2 if shape.normalization == "LayerNorm" else 1
+
+
+def _count_attention_parameters(shape: ModelShape) -> int:
+    """Parameters of one layer's attention."""
+    number = (shape.qkv_rows + shape.attention_width) * shape.hidden_size
+    if shape.qkv_bias:
+        number += shape.qkv_rows
+    if shape.linear_bias:
+        number += shape.hidden_size
+    if shape.qk_layernorm:
+        number += 2 * _count_norm_vectors(shape) * shape.kv_channels
+    return number
+
+
+def _count_mlp_parameters(shape: ModelShape) -> int:
+    """Parameters of one layer's MLP."""
+    number = (shape.fc1_width + shape.ffn_hidden_size) * shape.hidden_size
+    if shape.linear_bias:
+        number += shape.fc1_width + shape.hidden_size
+    return number
 
 
 def count_layer_parameters(shape: ModelShape) -> int:
@@ -138,7 +161,7 @@ def list_states(plan: Plan, processor: Processor | None) -> Iterator[LedgerRow]:
     if plan.layout.replicas > 1 and ranks == 1:
         yield per_parameter("gradients", "DistributedDataParallel's buckets", element_bytes(plan.precision), number)
     tokens = plan.args.training.micro_batch_size * plan.rank_shape.seq_length
-    tensors = 2 + data.reset_position_ids + data.reset_attention_mask
+    tensors = 2 + [data.reset_position_ids, data.reset_attention_mask].count(True)
     formula = f"{tensors} x {INT64} bytes x {count(tokens)} tokens"
     yield LedgerRow("other", "tokens, labels and their positions", tensors * INT64 * tokens, formula)
     if plan.device == "cuda":
@@ -155,23 +178,31 @@ def list_gathered(plan: Plan, layer: int, accumulates: bool) -> Iterator[LedgerR
 
     accumulates: this is not the step's first micro-batch.
     """
-    shared, layers, each = plan.sharding, len(plan.stage.layers), element_bytes(plan.precision)
+    shared = plan.sharding
     assert shared is not None
-    of_layer, reduced = count_layer_parameters(plan.rank_shape), gradient_bytes(plan.precision, plan.fp32_gradients)
-    ends, below = count_parameters(plan.rank_shape, plan.stage) - layers * of_layer, min(layer, layers)
-    whole = ends + of_layer * (0 < layer <= layers if shared.gathers_twice else below)
-    yield per_parameter("gathered parameters", "gathered weights", each, whole)
-    if accumulates and shared.gathers_twice:
-        yield per_parameter(
-            "gradients", "sums of gradients", FP32, count_parameters(plan.rank_shape, plan.stage), shared.ranks
-        )
+    layers = len(plan.stage.layers)
+    each = element_bytes(plan.precision)
+    reduced = gradient_bytes(plan.precision, plan.fp32_gradients)
+    parameters = count_parameters(plan.rank_shape, plan.stage)
+    of_layer = count_layer_parameters(plan.rank_shape)
+    ends = parameters - layers * of_layer
+    below = min(layer, layers)
+    # where weights are gathered for backward again, one layer's are whole at a time
+    whole_layers = below
+    if shared.gathers_twice:
+        whole_layers = 1 if 0 < layer <= layers else 0
+    yield per_parameter("gathered parameters", "gathered weights", each, ends + of_layer * whole_layers)
+    sums_are_shared = accumulates and shared.gathers_twice
+    if sums_are_shared:
+        yield per_parameter("gradients", "sums of gradients", FP32, parameters, shared.ranks)
     elif accumulates:
         yield per_parameter("gradients", "sums of gradients", reduced, ends + of_layer * below)
     if layer < layers:
         yield per_parameter("communication", "gradients to be reduced", reduced, of_layer)
-        done = (layers - max(layer, 1)) * of_layer * (not (accumulates and shared.gathers_twice))
-        yield per_parameter("gradients", "reduced gradients", FP32, done, shared.ranks)
-    if layer > layers or shared.gathers_twice and layer > 1:
+    if layer < layers and not sums_are_shared:
+        done = layers - max(layer, 1)
+        yield per_parameter("gradients", "reduced gradients", FP32, done * of_layer, shared.ranks)
+    if layer > layers or (shared.gathers_twice and layer > 1):
         yield per_parameter("gathered parameters", "gathered weights of a layer", each, of_layer)
 
 

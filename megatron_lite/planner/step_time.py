@@ -86,7 +86,9 @@ def predict_time(plan: Plan, processor: Processor) -> TimePrediction:
     found = [(predict_stage_time(one, processor), times) for one, times in kinds]
     slowest = max((time for time, _ in found), key=lambda one: one.step_ms)
     passes = plan.batch.final // plan.samples_per_pass
-    others = sum(sum_micro_batches(time) * (times - (time is slowest)) for time, times in found)
+    others = 0.0
+    for time, times in found:
+        others += sum_micro_batches(time) * (times - 1 if time is slowest else times)
     stages, chunks = plan.layout.pipeline, len(plan.stage.chunks)
     formula = f"forward and backward of one of {passes} micro-batches on the other {stages - 1} of {stages} stages"
     formula += f", of one of {chunks} chunks" if chunks > 1 else ""

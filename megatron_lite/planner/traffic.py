@@ -231,8 +231,11 @@ def _hand_on(plan: Plan) -> Iterator[Exchange]:
     chunks, sequences = len(stage.chunks), plan.args.training.micro_batch_size
     num_bytes = compute_hidden_bytes(plan.rank_shape, sequences, plan.precision)
     num_bytes //= layout.tensor if layout.sequence_parallel else 1
-    yield Exchange(PIPELINE, SEND, "hidden states", num_bytes, passes * (chunks - stage.is_last))
-    yield Exchange(PIPELINE, SEND, "their gradients", num_bytes, passes * (chunks - stage.is_first))
+    # the last chunk has nobody to send to, nor has the first chunk's gradient
+    forwards = chunks - 1 if stage.is_last else chunks
+    backwards = chunks - 1 if stage.is_first else chunks
+    yield Exchange(PIPELINE, SEND, "hidden states", num_bytes, passes * forwards)
+    yield Exchange(PIPELINE, SEND, "their gradients", num_bytes, passes * backwards)
     if plan.shape.tied_embeddings and (stage.is_first or stage.is_last):
         matrix = plan.rank_shape.padded_vocab_size * plan.shape.hidden_size
         ranks = plan.sharding.ranks if plan.sharding else 1  # shares of gradients are fp32

@@ -329,9 +329,14 @@ def _say_why_heaviest(stages: list[StageOutlook]) -> str:
 def _name_ends(most: StageOutlook, least: StageOutlook) -> str:
     """Name the matrices and the number of layers that the one stage has and the other has not."""
     one, other = most.plan.stage, least.plan.stage
-    words = ["the embedding"] * (one.is_first > other.is_first) + ["the output layer"] * (one.is_last > other.is_last)
+    words = []
+    if one.is_first and not other.is_first:
+        words.append("the embedding")
+    if one.is_last and not other.is_last:
+        words.append("the output layer")
     further = len(one.layers) - len(other.layers)
-    words += [f"{further} more layer{'s' if further > 1 else ''}"] * (further > 0)
+    if further > 0:
+        words.append(f"{further} more layer{'s' if further > 1 else ''}")
     return f" ({' and '.join(words)})" if words else ""
 
 
@@ -371,38 +376,60 @@ def build_exact_section(memory: MemoryPrediction, found: Exact) -> Section:
 
 def build_time_section(outlooks: Sequence[Outlook], why: bool) -> Section:
     """The parts of a step at best: with limits and bars for one GPU, a column for each of several."""
-    only = outlooks[0] if len(outlooks) == 1 else None
+    if len(outlooks) == 1:
+        table, of = _build_time_of_one(outlooks[0]), f"{outlooks[0].processor.name}, a lower bound"
+    else:
+        table, of = _build_times_of_several(outlooks), "lower bounds"
+    blocks: list[Block] = [table]
+    if why:
+        formulas = [f"{row.name} = {row.formula}" for outlook in outlooks for row in outlook.time.rows]
+        blocks.append(Lines(formulas, quiet=True))
+    notes = dict.fromkeys(note for outlook in outlooks for note in outlook.time.notes)
+    caveat = "real steps take longer: kernels miss the peak, and launches and the host take time"
+    blocks.append(Lines([caveat, *notes], quiet=True))
+    return Section("time", "Time of a step at best", of, blocks)
+
+
+def _build_time_of_one(outlook: Outlook) -> Table:
+    """Parts with the limit that each meets, and bars."""
+    time = outlook.time
+    rows = [[row.name, f"{milliseconds(row.ms, time.step_ms)} ms", row.bound] for row in time.rows]
+    rows += [[name, text, ""] for name, text in zip(_name_sums([outlook]), _sum_up(outlook))]
+    return Table(rows, "lrl", shares=[share(row.ms, time.step_ms) for row in time.rows])
+
+
+def _build_times_of_several(outlooks: Sequence[Outlook]) -> Table:
+    """A column for each GPU."""
     rows = []
     for name in dict.fromkeys(row.name for outlook in outlooks for row in outlook.time.rows):
-        cells, bound = [], ""
+        cells = []
         for outlook in outlooks:
             found = next((row for row in outlook.time.rows if row.name == name), None)
             cells.append(f"{milliseconds(found.ms, outlook.time.step_ms)} ms" if found else "not known")
-            bound = found.bound if found else bound
-        rows.append([name, *cells, *([bound] if only else [])])
+        rows.append([name, *cells])
+    rows += [list(row) for row in zip(_name_sums(outlooks), *map(_sum_up, outlooks))]
+    head = ["", *(outlook.processor.name for outlook in outlooks)]
+    return Table(rows, "l" + "r" * len(outlooks), head)
+
+
+def _name_sums(outlooks: Sequence[Outlook]) -> list[str]:
+    """The names of what _sum_up gives."""
     lengths = [outlook.duration.tokens for outlook in outlooks if outlook.duration]
     length = f"{short_count(lengths[0])} tokens" if lengths else "whole training"
-    sums = []
-    for outlook in outlooks:
-        # the share of the peak with half of attention counted, Megatron-LM's convention
-        time, lasts, texts = outlook.time, outlook.duration, ["not known", "", ""]
-        if time.peak_tflops:
-            of_peak = time.flops_causal / (time.step_ms / 1000) / (time.peak_tflops * 1e12)
-            texts = [f"{milliseconds(time.step_ms)} ms", count(time.tokens_per_s), percent(of_peak)]
-        sums.append([*texts, *([_describe_span(lasts), f"{lasts.gpu_hours:,.1f}"] if lasts else ["", ""])])
-    for row in zip(("step", "tokens/s", "of peak at best", length, "GPU hours"), *sums):
-        rows.append([*row, *([""] if only else [])])
-    if only:
-        shares = [share(row.ms, only.time.step_ms) for row in only.time.rows]
-        table, of = Table(rows, "lrl", shares=shares), f"{only.processor.name}, a lower bound"
-    else:
-        head = ["", *(outlook.processor.name for outlook in outlooks)]
-        table, of = Table(rows, "l" + "r" * len(outlooks), head), "lower bounds"
-    formulas = [f"{row.name} = {row.formula}" for outlook in outlooks for row in outlook.time.rows]
-    notes = dict.fromkeys(note for outlook in outlooks for note in outlook.time.notes)
-    caveat = "real steps take longer: kernels miss the peak, and launches and the host take time"
-    blocks: list[Block] = [table, *([Lines(formulas, quiet=True)] if why else []), Lines([caveat, *notes], quiet=True)]
-    return Section("time", "Time of a step at best", of, blocks)
+    return ["step", "tokens/s", "of peak at best", length, "GPU hours"]
+
+
+def _sum_up(outlook: Outlook) -> list[str]:
+    """A step's time, tokens/s, the share of the peak, the whole training's time and GPU hours."""
+    time, lasts = outlook.time, outlook.duration
+    texts = ["not known", "", ""]
+    if time.peak_tflops:
+        # with half of attention counted, Megatron-LM's convention
+        of_peak = time.flops_causal / (time.step_ms / 1000) / (time.peak_tflops * 1e12)
+        texts = [f"{milliseconds(time.step_ms)} ms", count(time.tokens_per_s), percent(of_peak)]
+    if lasts is None:
+        return [*texts, "", ""]
+    return [*texts, _describe_span(lasts), f"{lasts.gpu_hours:,.1f}"]
 
 
 def _build_what_if_section(training: Training, margin: float) -> Section:
@@ -461,18 +488,23 @@ def build_inference_section(generating: Generating, why: bool) -> Section:
         [name, size(row.num_bytes), size(found.num_bytes(row)), count(batch)]
         for name, row, batch in zip(formats, found.weights, found.batches_beyond_weights)
     ]
-    blocks = [Table(rows, "lrrr", ["", "weights", "with cache", "cache is larger from batch"])]
+    blocks: list[Block] = [Table(rows, "lrrr", ["", "weights", "with cache", "cache is larger from batch"])]
     if timed:
-        columns = [formats]
-        for processor, on_gpu in timed:
-            rates = [count(on_gpu.tokens_per_s(row)) for row in on_gpu.token_rows]
-            fit = [on_gpu.num_bytes(weights) <= count_room(processor) for weights in on_gpu.weights]
-            columns.append([rate if fits else "does not fit" for rate, fits in zip(rates, fit)])
+        columns = [_list_rates(processor, one) for processor, one in timed]
         head = ["tokens/s at best", *(processor.name for processor, _ in timed)]
-        blocks.append(Table(list(zip(*columns)), "l" + "r" * len(timed), head))
+        blocks.append(Table(list(zip(formats, *columns)), "l" + "r" * len(timed), head))
     lines = [f"KV cache: {size(found.cache.num_bytes)} = {found.cache.formula}"]
     if why:
         lines += [f"{row.name} = {row.formula}" for row in found.weights]
         lines += [f"{row.name} = {row.formula}" for _, one in timed for row in one.token_rows]
     of = f"batch {found.batch}, {count(found.tokens)} tokens each; tensors only"
     return Section("inference", "Inference", of, [*blocks, Lines(lines)])
+
+
+def _list_rates(processor: Processor, found: InferencePrediction) -> list[str]:
+    """Tokens/s of each number format that fits."""
+    texts = []
+    for row, weights in zip(found.token_rows, found.weights):
+        fits = found.num_bytes(weights) <= count_room(processor)
+        texts.append(count(found.tokens_per_s(row)) if fits else "does not fit")
+    return texts
