@@ -1,18 +1,15 @@
-"""Names and formats of all that a run writes: written by the trainer, read by the analysis. No torch here.
+"""Names in folders of runs and checkpoints, and how files there are written. No torch here.
 
-run.json: formats/run_record.py; steps.jsonl: formats/step_records.py; headers of traces: formats/trace_header.py
-
-ranks.json, where a rank died, hung or failed: verdict, the line that says which; ranks: the last word of each.
+The formats are in formats/.
 """
 
 import os
 import time
 from pathlib import Path
 
-from megatron_lite.formats.run_record import RUN_FILE, RunRecord, encode_run
+from megatron_lite.formats.file_names import RUN_FILE
+from megatron_lite.formats.run_record import RunRecord, encode_run
 
-REPORT_PAGE, REPORT_FILE = "report.html", "report.json"
-RANKS_FILE = "ranks.json"
 PROCESS_FOLDER = "process-"  # and its id: of a watched process without a rank that trained beside the first one
 TRACKER_FILE = "latest_checkpointed_iteration.txt"
 RELEASE = "release"  # Megatron's name for converted weights, in the tracker and as the folder

@@ -13,8 +13,7 @@ from trace_maker import MadeTrace, gpu_run, write
 
 from megatron_lite.analysis.discover import DAMAGED, TO_NAME, discover_sources
 from megatron_lite.errors import UserError
-from megatron_lite.formats.run_record import RUN_FILE
-from megatron_lite.formats.step_records import STEPS_FILE
+from megatron_lite.formats.file_names import RUN_FILE, STEPS_FILE
 
 SECOND = 10**9
 

@@ -13,8 +13,7 @@ import pytest
 from waiting import LIMIT_S
 
 from megatron_lite.cli.main import main
-from megatron_lite.formats.run_record import RUN_FILE
-from megatron_lite.formats.step_records import STEPS_FILE
+from megatron_lite.formats.file_names import RUN_FILE, STEPS_FILE
 from megatron_lite.run_folder import TRACKER_FILE
 
 ROOT = Path(__file__).resolve().parents[1]

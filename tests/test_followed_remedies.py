@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 from command_lines import argv, mistakes
 from finding_cases import CASES, MORE_TRIGGERS
+from msgspec import convert
 from snapshot_maker import training
 from training_maker import gpu
 
@@ -21,6 +22,7 @@ from megatron_lite.cli.main import main
 from megatron_lite.config.args import Args
 from megatron_lite.config.flags import list_flags
 from megatron_lite.config.world import World
+from megatron_lite.formats.run_record import Plan, Shape, Sharding
 from megatron_lite.planner.hardware import PROCESSORS, find_processors
 
 ROOT = Path(__file__).parents[1]
@@ -282,7 +284,7 @@ def test_the_trainer_takes_what_a_finding_names(tmp_path, code, write_case):
     ],
 )
 def test_a_size_is_named_with_the_flag_without_which_it_is_refused(run, size, wanted, changed):
-    facts = SimpleNamespace(number=lambda _, name: run.get(name), argument=run.get)
+    facts = SimpleNamespace(shape=convert(run, Shape), argument=run.get)
     said = suggest_size(facts, size, wanted)
     assert said.partition(" (")[0] == changed
     heads, kv = run.get("num_attention_heads", 4), run.get("kv_channels")
@@ -298,10 +300,11 @@ def test_a_smaller_micro_batch_divides_every_batch_that_the_larger_one_divides(n
 
 def test_ranks_that_shard_state_are_not_sent_to_buckets():
     for gathers_twice, flag in ((True, "--use-distributed-optimizer"), (False, "--global-batch-size")):
-        facts = SimpleNamespace(part=lambda *_, answer=gathers_twice: answer)
+        facts = SimpleNamespace(sharding=Sharding(gathers_twice=gathers_twice))
         advice, flags = communication_rules._advise_shards(facts)
         assert flags == (flag,) and "bucket" not in advice
-    sharded = SimpleNamespace(plan={"sharding": {"ranks": 2}, "precision": "fp32"}, argument=lambda name: None)
+    plan = Plan(sharding=Sharding(ranks=2), precision="fp32")
+    sharded = SimpleNamespace(plan=plan, has_plan=True, argument=lambda name: None)
     assert communication_rules._advise_on_tail(sharded)[1] == ("--global-batch-size",)
 
 

@@ -14,7 +14,8 @@ from megatron_lite.analysis.run.read_record import convert_sound, read_record
 from megatron_lite.config.shape import ModelShape
 from megatron_lite.config.world import World
 from megatron_lite.formats import run_record
-from megatron_lite.formats.run_record import RUN_FILE, RunRecord, encode_run
+from megatron_lite.formats.file_names import RUN_FILE
+from megatron_lite.formats.run_record import RunRecord, encode_run
 from megatron_lite.train.run_record import record_plan
 
 REPO = Path(__file__).parent.parent

@@ -12,7 +12,7 @@ from megatron_lite.analysis.analyze import analyze
 from megatron_lite.analysis.audit.audit import audit_run
 from megatron_lite.analysis.findings.rules import RULES, get_page
 from megatron_lite.analysis.torch_words import FILE, in_torch_words, list_torch_words, names_flag
-from megatron_lite.formats.run_record import RUN_FILE
+from megatron_lite.formats.file_names import RUN_FILE
 from megatron_lite.report.json_file import json_text
 from megatron_lite.report.sections.all import build_limitations
 from megatron_lite.report.terminal import terminal_lines

@@ -9,7 +9,8 @@ from launch import flags, plan_of, pretrain
 
 from megatron_lite.analysis.analyze import analyze
 from megatron_lite.config.world import World
-from megatron_lite.formats.run_record import RUN_FILE, Prediction
+from megatron_lite.formats.file_names import RUN_FILE
+from megatron_lite.formats.run_record import Prediction
 from megatron_lite.planner import run_prediction as module
 from megatron_lite.planner.run_prediction import describe_forecast, forecast, record_forecast
 from megatron_lite.planner.what_if import MARGIN

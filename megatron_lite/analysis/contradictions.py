@@ -16,8 +16,7 @@ from megatron_lite.analysis.run.run_results import Run
 from megatron_lite.analysis.run_facts import Facts
 from megatron_lite.analysis.trace.columns import WHOLE_GRAPH, Kind, Trace
 from megatron_lite.analysis.trace.launches import MAX_LOST, count_lost, describe_launches, find_launches
-from megatron_lite.formats.run_record import RUN_FILE
-from megatron_lite.formats.step_records import STEPS_FILE
+from megatron_lite.formats.file_names import RUN_FILE, STEPS_FILE
 from megatron_lite.phases import Phase
 from megatron_lite.units import counted, size
 

@@ -23,9 +23,8 @@ from megatron_lite.analysis.trace.foreign import describe_foreign, is_of_torch
 from megatron_lite.analysis.trace.kineto import rank_in_name
 from megatron_lite.analysis.trace.read import NSYS_REPORTS, SQLITE_MAGIC, any_block, export_first, first_bytes
 from megatron_lite.errors import UserError
-from megatron_lite.formats.run_record import RUN_FILE
-from megatron_lite.formats.step_records import STEPS_FILE
-from megatron_lite.run_folder import PROCESS_FOLDER, RANKS_FILE, iteration_of
+from megatron_lite.formats.file_names import RANKS_FILE, RUN_FILE, STEPS_FILE
+from megatron_lite.run_folder import PROCESS_FOLDER, iteration_of
 from megatron_lite.shared_files import open_foreign
 from megatron_lite.units import counted
 

@@ -19,8 +19,8 @@ from megatron_lite.analysis.run.pipeline_times import PipelineTimes, measure_pip
 from megatron_lite.analysis.run.run_results import Run
 from megatron_lite.analysis.torch_words import in_torch_words
 from megatron_lite.analysis.trace.columns import Trace
+from megatron_lite.formats.file_names import STEPS_FILE
 from megatron_lite.formats.run_record import Hardware, Plan, Shape, Sharding, Watched
-from megatron_lite.formats.step_records import STEPS_FILE
 from megatron_lite.thresholds import WITHOUT_CORE
 from megatron_lite.units import GIB, size
 

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 
 from megatron_lite.cli.parser import Parser
 from megatron_lite.errors import UserError
-from megatron_lite.formats.run_record import RUN_FILE
-from megatron_lite.formats.step_records import STEPS_FILE
+from megatron_lite.formats.file_names import RUN_FILE, STEPS_FILE
 from megatron_lite.terminal import print_lines
 from megatron_lite.units import counted, duration
 

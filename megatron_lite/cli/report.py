@@ -10,9 +10,8 @@ from pathlib import Path
 
 from megatron_lite.cli.parser import Parser, write_json, write_text
 from megatron_lite.errors import UserError
-from megatron_lite.formats.run_record import RUN_FILE
+from megatron_lite.formats.file_names import REPORT_FILE, REPORT_PAGE, RUN_FILE
 from megatron_lite.live_line import LiveLine
-from megatron_lite.run_folder import REPORT_FILE, REPORT_PAGE
 from megatron_lite.terminal import print_lines
 
 COMPARISON_FILE = "comparison.html"

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from megatron_lite.cli.parser import Parser
 from megatron_lite.errors import UserError
-from megatron_lite.formats.run_record import RUN_FILE
+from megatron_lite.formats.file_names import RUN_FILE
 from megatron_lite.process_folder import release_process_folder
 from megatron_lite.terminal import print_lines
 from megatron_lite.variables import WATCH, prepend_python_path

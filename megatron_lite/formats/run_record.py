@@ -11,7 +11,6 @@ from typing import Annotated, Any
 
 import msgspec
 
-RUN_FILE = "run.json"
 RUN_SCHEMA = 1
 MAX_NUMBER = 10**18  # no count, time or size of a run is larger; beyond it a file is damaged
 
@@ -23,9 +22,11 @@ Flops = Annotated[float, msgspec.Meta(gt=0)]
 class Process(msgspec.Struct, frozen=True):
     """The process that writes, for whoever asks later whether it still exists (process_state.py)."""
 
+    # name of the machine
     host: str | None = None
     # names the kernel's PID namespace; null where the system has none
     pids: str | None = None
+    # the process' id
     pid: int | None = None
     # clock ticks from the machine's boot to the process' start
     started_ticks: int | None = None
@@ -159,12 +160,15 @@ class Plan(msgspec.Struct, frozen=True):
 
     # flags as resolved, by group and name: args["training"]["micro_batch_size"]
     args: dict[str, dict[str, Any]] = {}
+    # the job's processes
     world: World = World()
+    # how ranks divide the work
     layout: Layout = Layout()
+    # the writing rank's stage of the pipeline
     stage: Stage = Stage()
-    # null of a run with --model
+    # the model's sizes; null of a run with --model
     shape: Shape | None = None
-    # before padding
+    # entries of the vocabulary before padding
     vocab_size: Count | None = None
     # cuda or cpu
     device: str | None = None
@@ -174,16 +178,21 @@ class Plan(msgspec.Struct, frozen=True):
     precision: str | None = None
     # 16-bit gradients are accumulated and reduced in fp32
     fp32_gradients: bool | None = None
+    # global batch sizes
     batch: Batch = Batch()
+    # steps of the whole training
     train_iters: Count | None = None
+    # samples of the whole training
     train_samples: Count | None = None
     # learning rate and weight decay as functions of consumed samples, by the names of config/plan.py
     learning_rate: dict[str, Any] = {}
     # [first, end) of this start's iterations that are profiled
     profile_window: tuple[int, int] | None = None
+    # ranks that are profiled
     profile_ranks: list[int] = []
+    # what torch.compile compiles
     compilation: Compilation = Compilation()
-    # null where every rank keeps everything
+    # how replicas share the model's state; null where every rank keeps everything
     sharding: Sharding | None = None
     # processes per rank that read data
     loader_workers: Index | None = None
@@ -336,13 +345,15 @@ class Watched(msgspec.Struct, omit_defaults=True):
 class RunRecord(msgspec.Struct, frozen=True):
     """One start of a run."""
 
-    # RUN_SCHEMA
+    # of this format; raised when a reader of the old form would be wrong
     schema: int | None = None
     # running, finished, interrupted, "failed: ..." or why it left early
     status: str | None = None
     # as 2026-11-26T08:00:00+0000
     started: str | None = None
+    # likewise; null of a run that has not ended
     ended: str | None = None
+    # the process that writes
     process: Process | None = None
     # null of a watched script
     plan: Plan | None = None
@@ -354,19 +365,21 @@ class RunRecord(msgspec.Struct, frozen=True):
     parameters: Count | None = None
     # FLOPs of forward and backward of one sample, with half of the attention's scores; null of a run with --model
     sample_flops_causal: Flops | None = None
-    # with all of them
+    # the same with all of the attention's scores
     sample_flops_full: Flops | None = None
     # null if nothing was predicted
     prediction: Prediction | None = None
     # of python, torch and numpy
     versions: dict[str, str] = {}
+    # what the writing process ran on
     hardware: Hardware = Hardware()
     # environment variables that change how a run behaves, as far as they were set
     environment: dict[str, str] = {}
     # where the run writes what: steps, tensorboard, checkpoints
     artefacts: dict[str, str] = {}
-    # of a watched script
+    # of a watched script: what was seen of it
     watched: Watched | None = None
+    # of a watched script: what its first optimizer updates
     updated: Updated | None = None
     # of a watched script: no optimizer of torch stepped, and a step ends where weights were updated by hand
     steps_by_hand: bool = False

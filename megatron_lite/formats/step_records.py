@@ -12,7 +12,6 @@ from typing import Annotated, BinaryIO, Generic, TypeVar
 import msgspec
 from msgspec import UNSET, UnsetType
 
-STEPS_FILE = "steps.jsonl"
 MAX_NUMBER = 10**18  # no count, time or size of a run is larger; beyond it a file is damaged
 
 Ordinal = Annotated[int, msgspec.Meta(gt=0, lt=MAX_NUMBER)]
@@ -30,9 +29,9 @@ class StepRecord(msgspec.Struct, kw_only=True, omit_defaults=True, tag_field="ki
     their place when the next console line or an error comes.
     """
 
-    # of the whole training
+    # number of the step in the whole training, from 1
     iteration: Ordinal
-    # of this start of the run
+    # number of the step in this start of the run, from 1
     step: Ordinal
     # samples of all ranks up to the step's end, those of skipped steps included
     consumed_samples: Count | None = None
@@ -44,13 +43,13 @@ class StepRecord(msgspec.Struct, kw_only=True, omit_defaults=True, tag_field="ki
     phases_ms: dict[str, Number]
     # the step as the GPU passed through its stream, idle moments included; on a GPU only
     gpu_ms: Number | None = None
-    # the same by phase. Gradients are reduced beside backward: what of it backward does not hide is a part of backward's
+    # gpu_ms by phase. Gradients are reduced beside backward: what of it backward does not hide is a part of backward's
     # time, and "grad_sync" is what is left after it
     gpu_phases_ms: dict[str, Number] = {}
     # the part of backward in which this rank had its own gradients and waited for their reduction, and so for slower
     # ranks; with several ranks only
     reduce_wait_ms: Number | None = None
-    # the same on the GPU
+    # reduce_wait_ms on the GPU
     gpu_reduce_wait_ms: Number | None = None
     # CPU time of all threads of this process
     cpu_ms: Number | None = None
@@ -70,11 +69,12 @@ class StepRecord(msgspec.Struct, kw_only=True, omit_defaults=True, tag_field="ki
     beside_profile: bool = False
     # something was compiled in the step
     compiling: bool = False
-    # mean per token; null for NaN and Inf. Of a watched script it is the sum of the scalars that backward was called on, where
+    # mean loss per token; null for NaN and Inf. Of a watched script it is the sum of the scalars that backward was called on, where
     # that is one loss
     loss: Nats | None | UnsetType = UNSET
-    # before clipping; null of a skipped step, and for NaN and Inf
+    # norm of the gradients before clipping; null of a skipped step, and for NaN and Inf
     grad_norm: Number | None | UnsetType = UNSET
+    # that the loss was multiplied by; 1 without scaling
     loss_scale: Number | None = None
     # the optimizer did not update the weights
     skipped: bool | UnsetType = UNSET
@@ -87,26 +87,29 @@ class StepRecord(msgspec.Struct, kw_only=True, omit_defaults=True, tag_field="ki
 class RankInterval(msgspec.Struct, kw_only=True, omit_defaults=True):
     """The ordinary steps between two console lines, of all ranks. Steps that a profiler or compilation slowed down are left out."""
 
-    # the first and the last one
+    # the first and the last iteration
     iterations: tuple[Ordinal, Ordinal]
-    # how many of them were ordinary
+    # how many steps were ordinary
     steps: RankNumbers = []
-    # medians over these steps, without evaluating and saving
+    # medians of the step's time on the host, without evaluating and saving
     step_ms: RankNumbers
-    # medians over the steps that had the phase
+    # medians of each phase's time on the host, over the steps that had the phase
     phases_ms: dict[str, RankNumbers] = {}
-    # both on the GPU
+    # medians of gpu_ms
     gpu_ms: RankNumbers = []
+    # medians of gpu_phases_ms, over the steps that had the phase
     gpu_phases_ms: dict[str, RankNumbers] = {}
     # medians of backward without waiting for other ranks, on the GPU where there is one; with several ranks only
     own_backward_ms: RankNumbers = []
-    # medians
+    # medians of host_memory_bytes
     host_memory_bytes: RankNumbers = []
-    # maxima
+    # maxima of peak_memory_bytes
     peak_memory_bytes: RankNumbers = []
-    # medians, as in a step's line
+    # medians of cpu_ms
     cpu_ms: RankNumbers = []
+    # medians of core_wait_ms
     core_wait_ms: RankNumbers = []
+    # medians of involuntary_switches
     involuntary_switches: RankNumbers = []
 
 
@@ -116,6 +119,7 @@ Interval = TypeVar("Interval", RankInterval, msgspec.Raw)
 class RanksRecord(msgspec.Struct, Generic[Interval], tag_field="kind", tag="ranks"):
     """One console line's interval. Readers take it as msgspec.Raw where not every interval is wanted."""
 
+    # figures of the steps since the console line before, with a number for each rank
     ranks: Interval
 
 

@@ -12,10 +12,11 @@ import msgspec
 from megatron_lite.config.layout import Layout
 from megatron_lite.config.world import World
 from megatron_lite.errors import RanksError
-from megatron_lite.formats.run_record import RUN_FILE, RunRecord
+from megatron_lite.formats.file_names import RANKS_FILE, RUN_FILE
+from megatron_lite.formats.run_record import RunRecord
 from megatron_lite.parallel.rank_status import DEFAULT, STAGES, Operation, RankStatus, RankStore
 from megatron_lite.process_state import memory_kills, process_state
-from megatron_lite.run_folder import RANKS_FILE, write_atomically, write_run
+from megatron_lite.run_folder import write_atomically, write_run
 from megatron_lite.shared_files import read_bounded
 from megatron_lite.units import duration
 

@@ -17,8 +17,8 @@ from megatron_lite.config.machine import read_machine
 from megatron_lite.config.plan import Plan
 from megatron_lite.errors import UserError
 from megatron_lite.formats import run_record
-from megatron_lite.formats.run_record import RUN_FILE, Hardware, Model, Prediction, Process, RunRecord
-from megatron_lite.formats.step_records import STEPS_FILE
+from megatron_lite.formats.file_names import RUN_FILE, STEPS_FILE
+from megatron_lite.formats.run_record import Hardware, Model, Prediction, Process, RunRecord
 from megatron_lite.planner.model_size import step_flops
 from megatron_lite.process_state import identity
 from megatron_lite.run_folder import keep_previous_run, write_run

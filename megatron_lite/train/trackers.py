@@ -10,7 +10,7 @@ from typing import Protocol
 
 from megatron_lite.config.plan import Plan
 from megatron_lite.errors import UserError
-from megatron_lite.run_folder import REPORT_FILE, REPORT_PAGE
+from megatron_lite.formats.file_names import REPORT_FILE, REPORT_PAGE
 from megatron_lite.shared_files import read_foreign
 from megatron_lite.train.console import compute_timers, perplexity
 from megatron_lite.train.rank_stats import RankFigures

@@ -24,8 +24,9 @@ from torch.utils.data import dataloader
 
 from megatron_lite.config.args import ProfileArgs
 from megatron_lite.config.machine import read_machine
+from megatron_lite.formats.file_names import STEPS_FILE
 from megatron_lite.formats.run_record import Process, RunRecord, Updated, Watched
-from megatron_lite.formats.step_records import STEPS_FILE, append_record
+from megatron_lite.formats.step_records import append_record
 from megatron_lite.instruments.base import Instrument, Instruments, Window
 from megatron_lite.instruments.memory_history import CpuRecorder, CudaRecorder, MemoryHistory
 from megatron_lite.instruments.memory_oom import EXPANDABLE, OutOfMemory

@@ -22,7 +22,7 @@ from megatron_lite.analysis.run.read import MIN_STEPS as MIN_STEPS_WITHOUT_GROWT
 from megatron_lite.analysis.run.run_results import Run
 from megatron_lite.analysis.run_facts import Facts, whole
 from megatron_lite.analysis.trace.columns import Kind
-from megatron_lite.formats.step_records import STEPS_FILE
+from megatron_lite.formats.file_names import STEPS_FILE
 from megatron_lite.units import MIB, count, counted, significant, size
 
 IS_UPDATE, OPTIMIZER_STEP = re.compile(r"Optimizer\.step#").match, "optimizer step"

@@ -17,7 +17,7 @@ from megatron_lite.analysis.run_facts import measure_ordinary
 from megatron_lite.analysis.time.find_phases import TO_DEVICE
 from megatron_lite.analysis.time.time_results import ROW_TITLES
 from megatron_lite.analysis.trace.columns import Kind
-from megatron_lite.formats.step_records import STEPS_FILE
+from megatron_lite.formats.file_names import STEPS_FILE
 from megatron_lite.phases import Phase
 from megatron_lite.thresholds import MIN_BEFORE, MIN_STEPS
 from megatron_lite.units import counted, significant, size

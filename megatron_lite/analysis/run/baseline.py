@@ -9,8 +9,9 @@ import msgspec
 import numpy as np
 
 from megatron_lite.analysis.run.run_results import Run
-from megatron_lite.formats.run_record import RUN_FILE, RUN_SCHEMA
-from megatron_lite.formats.step_records import STEPS_FILE, StepRecord
+from megatron_lite.formats.file_names import RUN_FILE, STEPS_FILE
+from megatron_lite.formats.run_record import RUN_SCHEMA
+from megatron_lite.formats.step_records import StepRecord
 from megatron_lite.shared_files import read_foreign
 
 BASELINE = "baseline"  # the field by which the file is known; its value is the format's number

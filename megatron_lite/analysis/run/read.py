@@ -14,9 +14,8 @@ from megatron_lite.analysis.run.read_record import read_record
 from megatron_lite.analysis.run.run_results import Growth, RankLines, RankMedians, Run, Steps
 from megatron_lite.analysis.run.step_lines import StepLines
 from megatron_lite.errors import UserError
-from megatron_lite.formats.run_record import RUN_FILE, Plan, RunRecord
-from megatron_lite.formats.step_records import STEPS_FILE
-from megatron_lite.run_folder import RANKS_FILE
+from megatron_lite.formats.file_names import RANKS_FILE, RUN_FILE, STEPS_FILE
+from megatron_lite.formats.run_record import Plan, RunRecord
 from megatron_lite.shared_files import read_foreign
 from megatron_lite.thresholds import GROWTH_PARTS, MIN_BEFORE, steady_growth
 from megatron_lite.units import counted

@@ -9,7 +9,8 @@ from typing import Any, TypeVar, get_args, get_origin
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from megatron_lite.formats.run_record import RUN_FILE, RUN_SCHEMA, RunRecord
+from megatron_lite.formats.file_names import RUN_FILE
+from megatron_lite.formats.run_record import RUN_SCHEMA, RunRecord
 from megatron_lite.process_state import is_there
 from megatron_lite.shared_files import read_foreign
 
