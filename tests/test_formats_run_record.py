@@ -117,7 +117,7 @@ def test_a_renamed_field_is_a_type_error(tmp_path):
         copy.parent.mkdir(parents=True, exist_ok=True)
         copy.write_bytes(path.read_bytes())
     (package / "py.typed").touch()
-    renamed = text.replace("    memory_bytes: Count | None = None", "    device_bytes: Count | None = None")
+    renamed = text.replace("    memory_bytes: Size | None = None", "    device_bytes: Size | None = None")
     assert renamed != text
     (package / "formats" / "run_record.py").write_text(renamed)
     reader = package / "analysis" / "run_facts.py"

@@ -11,11 +11,11 @@ from typing import Annotated, Any
 
 import msgspec
 
-RUN_SCHEMA = 1
-MAX_NUMBER = 10**18  # no count, time or size of a run is larger; beyond it a file is damaged
+from megatron_lite.formats.step_records import MAX_NUMBER, Count
 
-Index = Annotated[int, msgspec.Meta(ge=0, lt=MAX_NUMBER)]
-Count = Annotated[int, msgspec.Meta(gt=0, lt=MAX_NUMBER)]
+RUN_SCHEMA = 1
+
+Size = Annotated[int, msgspec.Meta(gt=0, lt=MAX_NUMBER)]
 Flops = Annotated[float, msgspec.Meta(gt=0)]
 
 
@@ -36,16 +36,16 @@ class World(msgspec.Struct, frozen=True):
     """The job's processes, one per rank, and the one that writes."""
 
     # of the writing process, from 0
-    rank: Index | None = None
-    size: Count | None = None
+    rank: Count | None = None
+    size: Size | None = None
     # the rank among those of its machine
-    local_rank: Index | None = None
+    local_rank: Count | None = None
     # ranks of one machine
-    local_size: Count | None = None
+    local_size: Size | None = None
     # GPUs that the process sees
-    gpus: Index | None = None
+    gpus: Count | None = None
     # that its operations on CPU tensors use
-    threads: Index | None = None
+    threads: Count | None = None
     # Nsight Systems watched the process
     under_nsys: bool | None = None
     # why torch.compile can make no kernels for this process's GPU; empty if it can
@@ -56,17 +56,17 @@ class Layout(msgspec.Struct, frozen=True):
     """Sizes of the dimensions in which ranks divide the work, and the writing rank's place in each."""
 
     # ranks that split each layer
-    tensor: Count | None = None
+    tensor: Size | None = None
     # ranks that share the positions of each sequence
-    context: Count | None = None
+    context: Size | None = None
     # ranks that share each batch
-    data: Count | None = None
+    data: Size | None = None
     # ranks that have some of the layers each
-    pipeline: Count | None = None
-    tensor_rank: Index | None = None
-    context_rank: Index | None = None
-    data_rank: Index | None = None
-    pipeline_rank: Index | None = None
+    pipeline: Size | None = None
+    tensor_rank: Count | None = None
+    context_rank: Count | None = None
+    data_rank: Count | None = None
+    pipeline_rank: Count | None = None
     # --use-tp-pp-dp-mapping
     data_is_outermost: bool | None = None
     # tensor parallel ranks share the tokens between attention and MLP
@@ -77,8 +77,8 @@ class Stage(msgspec.Struct, frozen=True):
     """The writing rank's stage of the pipeline."""
 
     # from 0
-    number: Index | None = None
-    stages: Count | None = None
+    number: Count | None = None
+    stages: Size | None = None
     # [first, end) of the layers of each chunk
     chunks: tuple[tuple[int, int], ...] = ()
     # backward is split into gradients of inputs and of weights
@@ -88,18 +88,18 @@ class Stage(msgspec.Struct, frozen=True):
 class Shape(msgspec.Struct, frozen=True):
     """The sizes of the model."""
 
-    num_layers: Count | None = None
-    hidden_size: Count | None = None
-    num_attention_heads: Count | None = None
+    num_layers: Size | None = None
+    hidden_size: Size | None = None
+    num_attention_heads: Size | None = None
     # key/value heads
-    num_query_groups: Count | None = None
+    num_query_groups: Size | None = None
     # width of one head
-    kv_channels: Count | None = None
-    ffn_hidden_size: Count | None = None
+    kv_channels: Size | None = None
+    ffn_hidden_size: Size | None = None
     # tokens of a sample
-    seq_length: Count | None = None
-    max_position_embeddings: Count | None = None
-    padded_vocab_size: Count | None = None
+    seq_length: Size | None = None
+    max_position_embeddings: Size | None = None
+    padded_vocab_size: Size | None = None
     # learned_absolute, rope or none
     position_embedding: str | None = None
     rotary_percent: float | None = None
@@ -128,11 +128,11 @@ class Batch(msgspec.Struct, frozen=True):
     """Global batch sizes, in samples."""
 
     # at the end of a ramp-up
-    final: Count | None = None
+    final: Size | None = None
     # 0 without a ramp-up
-    start: Index | None = None
-    increment: Index | None = None
-    ramp_samples: Index | None = None
+    start: Count | None = None
+    increment: Count | None = None
+    ramp_samples: Count | None = None
 
 
 class Compilation(msgspec.Struct, frozen=True):
@@ -149,8 +149,8 @@ class Sharding(msgspec.Struct, frozen=True):
     """How replicas share fp32 weights, gradients and moments: each parameter by rows."""
 
     # ranks that together hold the whole
-    ranks: Count | None = None
-    index: Index | None = None
+    ranks: Size | None = None
+    index: Count | None = None
     # layers give back after forward what they gathered (ZeRO-3), or keep it until backward (ZeRO-1)
     gathers_twice: bool | None = None
 
@@ -169,7 +169,7 @@ class Plan(msgspec.Struct, frozen=True):
     # the model's sizes; null of a run with --model
     shape: Shape | None = None
     # entries of the vocabulary before padding
-    vocab_size: Count | None = None
+    vocab_size: Size | None = None
     # cuda or cpu
     device: str | None = None
     # nccl or gloo
@@ -181,9 +181,9 @@ class Plan(msgspec.Struct, frozen=True):
     # global batch sizes
     batch: Batch = Batch()
     # steps of the whole training
-    train_iters: Count | None = None
+    train_iters: Size | None = None
     # samples of the whole training
-    train_samples: Count | None = None
+    train_samples: Size | None = None
     # learning rate and weight decay as functions of consumed samples, by the names of config/plan.py
     learning_rate: dict[str, Any] = {}
     # [first, end) of this start's iterations that are profiled
@@ -195,13 +195,13 @@ class Plan(msgspec.Struct, frozen=True):
     # how replicas share the model's state; null where every rank keeps everything
     sharding: Sharding | None = None
     # processes per rank that read data
-    loader_workers: Index | None = None
+    loader_workers: Count | None = None
     # micro-batches per rank and step, after a ramp-up
-    micro_batches: Count | None = None
+    micro_batches: Size | None = None
     # the pipeline stage of each rank; [] without a pipeline
-    stages_of_ranks: tuple[Index, ...] = ()
+    stages_of_ranks: tuple[Count, ...] = ()
     # how many layers each stage has; [] without a pipeline
-    stage_layers: tuple[Count, ...] = ()
+    stage_layers: tuple[Size, ...] = ()
 
 
 class Model(msgspec.Struct, frozen=True):
@@ -216,18 +216,18 @@ class Hardware(msgspec.Struct, frozen=True):
     """What the writing process ran on."""
 
     # that the process may use
-    cpus: Count | None = None
+    cpus: Size | None = None
     # the GPU's name, or cpu
     device: str | None = None
     # of the GPU
-    memory_bytes: Count | None = None
+    memory_bytes: Size | None = None
     # version of CUDA that torch was built with
     cuda: str | None = None
     # that the table of GPUs has for the run's precision; null for unknown
     peak_tflops: Flops | None = None
     # on a CPU: its name, the threads of torch, and whether it multiplies such matrices faster than fp32 ones
     processor: str | None = None
-    threads: Count | None = None
+    threads: Size | None = None
     bf16_products: bool | None = None
     fp16_products: bool | None = None
 
@@ -309,9 +309,9 @@ class Prediction(msgspec.Struct, frozen=True):
     """What was predicted of the writing rank before its first step."""
 
     # most that tensors hold
-    peak_bytes: Count | None = None
+    peak_bytes: Size | None = None
     # memory of the GPU, or of the machine on CPUs
-    room_bytes: Count | None = None
+    room_bytes: Size | None = None
     memory: MemoryPrediction | None = None
     # null on CPUs, and for a GPU that no table has
     time: TimePrediction | None = None
@@ -322,24 +322,24 @@ class Prediction(msgspec.Struct, frozen=True):
 class Updated(msgspec.Struct, frozen=True):
     """What the first optimizer of a watched script updates on the writing rank."""
 
-    parameters: Count | None = None
+    parameters: Size | None = None
     # of the job
-    ranks: Count | None = None
+    ranks: Size | None = None
 
 
 class Watched(msgspec.Struct, omit_defaults=True):
     """What `megatron-lite watch` saw of a script. A field that is not known is absent."""
 
     # ranks of this machine, where the launcher says it
-    local_ranks: Count | None = None
+    local_ranks: Size | None = None
     # processes of its first DataLoader
-    loader_workers: Index | None = None
+    loader_workers: Count | None = None
     # the limit of torch.nn.utils.clip_grad_norm_
     clip_grad: float | None = None
     # memory of the machine
-    host_memory_bytes: Count | None = None
+    host_memory_bytes: Size | None = None
     # the most memory that the writing rank's process held
-    peak_host_bytes: Count | None = None
+    peak_host_bytes: Size | None = None
 
 
 class RunRecord(msgspec.Struct, frozen=True):
@@ -362,7 +362,7 @@ class RunRecord(msgspec.Struct, frozen=True):
     # of a watched script; null of this trainer's runs
     command: list[str] | None = None
     # of the whole model; null of a run with --model
-    parameters: Count | None = None
+    parameters: Size | None = None
     # FLOPs of forward and backward of one sample, with half of the attention's scores; null of a run with --model
     sample_flops_causal: Flops | None = None
     # the same with all of the attention's scores

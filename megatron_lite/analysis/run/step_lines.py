@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from megatron_lite.analysis.intervals import Numbers
 from megatron_lite.analysis.run.run_results import Phases, RankLines, Steps
-from megatron_lite.formats.step_records import MAX_NUMBER, RankInterval, RankNumbers, RanksRecord, StepRecord
+from megatron_lite.formats.step_records import RankInterval, RankNumbers, RanksRecord, StepRecord
 from megatron_lite.phases import Phase
 from megatron_lite.shared_files import open_foreign
 
@@ -341,10 +341,3 @@ def _read_damaged(text: bytes) -> StepRecord | Ranks | None:
         with suppress(TypeError):  # a field that every step has is missing
             return StepRecord(**sound)
     return None
-
-
-def number(value: object) -> float:
-    """A number that a run can have said; NaN for everything else."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return math.nan
-    return float(value) if 0 <= value < MAX_NUMBER else math.nan  # NaN is not
