@@ -17,6 +17,7 @@ from torch.nn import functional
 from megatron_lite.analysis.memory.ledger import ledger
 from megatron_lite.analysis.memory.read import SnapshotReader, analyze_snapshot, read_snapshot
 from megatron_lite.analysis.memory.record import build_record
+from megatron_lite.analysis.memory.stacks import Code, Stacks
 from megatron_lite.formats.run_record import Plan
 from megatron_lite.instruments.memory_summary import peak
 from megatron_lite.instruments.memory_tags import Place
@@ -214,3 +215,27 @@ def test_the_ledger_agrees_with_what_was_measured(own):
     assert abs(rows["activations"].difference_bytes) < 0.03 * rows["activations"].formula_bytes
     for foreign in (Plan(), Plan(precision="bf16")):
         assert ledger(read_snapshot(path), foreign) == ()
+
+
+FUNCTION_APPLY = {"filename": "/lib/torch/autograd/function.py", "line": 581, "name": "apply"}
+MODEL_FORWARD = {"filename": "/app/gpt.py", "line": 12, "name": "forward"}
+SCRIPT = {"filename": "/app/train.py", "line": 90, "name": "<module>"}
+ENGINE = {"filename": "/lib/torch/autograd/graph.py", "line": 869, "name": "_engine_run_backward"}
+
+
+@pytest.mark.parametrize(
+    ("frames", "phase"),
+    [
+        ([FUNCTION_APPLY, MODEL_FORWARD, SCRIPT], Code.FORWARD),
+        ([FUNCTION_APPLY, SCRIPT], Code.FORWARD),
+        ([FUNCTION_APPLY, ENGINE, SCRIPT], Code.BACKWARD),
+        ([FUNCTION_APPLY, ENGINE, MODEL_FORWARD, SCRIPT], Code.BACKWARD),
+        ([FUNCTION_APPLY], Code.BACKWARD),
+    ],
+)
+def test_a_function_of_autograd_belongs_to_the_phase_that_runs_it(frames, phase):
+    """torch's frame is called apply for a function's forward and for its backward."""
+    stacks = Stacks()
+    number = stacks.number(frames)
+    _, inner = stacks.codes
+    assert inner[number] == phase

@@ -37,6 +37,7 @@ class Code(enum.IntFlag):
     COMMUNICATION = enum.auto()
     WORKSPACE = enum.auto()
     WEIGHT_GRADIENT = enum.auto()
+    FUNCTION = enum.auto()  # torch.autograd.Function runs: its forward where it is called, its backward by the engine
     MAIN = enum.auto()  # where a thread of Python's begins; backward's threads have no such frame
 
 
@@ -53,7 +54,8 @@ PYTHON_CODE = [
     for code, in_file, in_name in (
         (Code.FORWARD, r"", r"^forward$"),
         (Code.BACKWARD, r"", r"^(backward|_engine_run_backward)$"),
-        (Code.BACKWARD, r"/torch/autograd/", r"^(grad|apply)$"),
+        (Code.BACKWARD, r"/torch/autograd/", r"^grad$"),
+        (Code.FUNCTION, r"/torch/autograd/function\.py$", r"^apply$"),
         (Code.RECOMPUTE, RECOMPUTE_FILE, r"^(recompute_fn|unpack_hook|backward|recompute)$"),
         (Code.OPTIMIZER, OPTIMIZER_FILE, r"^(?!zero_grad)"),
         (Code.OPTIMIZER, r"/deepspeed/runtime/", r"^(step|_take_model_step|_optimizer_step)$"),
@@ -207,6 +209,12 @@ class Stacks:
         every = [functools.reduce(operator.or_, map(of_frame.__getitem__, stack), 0) for stack in self._stacks]
         phases = ((of_frame[number] & PHASE_CODE for number in stack) for stack in self._stacks)
         inner = [next(filter(None, codes), 0) for codes in phases]
+        for stack, code in enumerate(every):
+            if code & Code.FUNCTION and not inner[stack]:
+                # No frame around the function's tells whether it runs forward. Backward's own threads begin in C++.
+                phase = int(Code.FORWARD if code & Code.MAIN else Code.BACKWARD)
+                inner[stack] = phase
+                every[stack] |= phase
         return np.array(every, np.int64), np.array(inner, np.int64)
 
     @cached_property
