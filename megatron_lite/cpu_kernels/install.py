@@ -69,8 +69,19 @@ def install_kernels(model: GPT, kernels: Kernels) -> None:
         mlp.activation = kernels.activations.get(mlp.activation, mlp.activation)
         attention = layer.self_attention
         for module in (attention.linear_qkv, attention.linear_proj, mlp.linear_fc1, mlp.linear_fc2):
-            module.forward = partial(_apply_linear, module, kernels.products)  # type: ignore[method-assign]
+            module.__class__ = LinearByProducts
+            assert isinstance(module, LinearByProducts)
+            module.products = kernels.products
 
 
-def _apply_linear(module: nn.Linear, products: Products, input_H: Tensor) -> Tensor:
-    return products.linear(input_H, module.weight, module.bias)
+class LinearByProducts(nn.Linear):
+    """A linear layer whose products a device's kernels compute.
+
+    A layer that is built becomes one by a change of its class. A function put on each layer would do as well, but
+    torch.compile would take each for another one and compile every layer of a model anew.
+    """
+
+    products: Products
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.products.linear(input, self.weight, self.bias)
