@@ -13,6 +13,7 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parents[1])]
 
 try:
+    import msgspec  # noqa: F401, the records that every run writes
     import numpy  # noqa: F401, every part's process needs it
     from gpu_checks.main import main
 except ModuleNotFoundError as missing:

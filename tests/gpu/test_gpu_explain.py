@@ -65,7 +65,6 @@ def explained(tmp_path_factory) -> Explained:
     [trace] = folder.glob("*.pt.trace.json*")
     keep(trace, "trace.json")
     keep(snapshot, "snapshot.pickle")
-    pytest.importorskip("msgspec", reason="the report needs the package msgspec")
     read = started("-m", "megatron_lite.cli.main", "report", folder, "--json", folder / "report.json")
     assert read.returncode == 0, read.stderr
     keep(folder / "report.json", "report.json")
