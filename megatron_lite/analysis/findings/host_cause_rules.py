@@ -4,6 +4,7 @@ import re
 from collections.abc import Sequence
 
 from megatron_lite.analysis.findings.base import Evidence, Finding, find_lost_time, rule
+from megatron_lite.analysis.findings.machine_rules import measure_recompilation
 from megatron_lite.analysis.findings.update_rules import find_save_and_eval
 from megatron_lite.analysis.kernels.kernel_results import Role
 from megatron_lite.analysis.rank_facts import MATTERS, RankFacts, in_ms
@@ -56,6 +57,9 @@ def find_one_time_costs(facts: Facts, one: RankFacts) -> Finding | None:
     False alarm: work that comes back seldom, such as a graph for each new shape. A longer window shows it.
     """
     works = [work for work in one.time.named if work.once]
+    # compilations that the run's other steps repeat are a finding of their own
+    if measure_recompilation(facts.run) is not None:
+        works = [work for work in works if work.cause != "compile"]
     total, steps = sum(work.trace_ms for work in works), len(one.time.steps)
     if not works or total < min(MATTERS * steps, HALF_A_STEP) * one.time.step_ms:
         return None

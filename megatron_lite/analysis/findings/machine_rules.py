@@ -38,7 +38,7 @@ def find_recompilation(facts: Facts) -> Finding | None:
     False alarm: a second variant for evaluation, and one per distinct layer, at the beginning.
     """
     run, one = facts.run, facts.critical
-    found: tuple[float, Evidence, int | None] | None = _measure_run(run) if run is not None else None
+    found: tuple[float, Evidence, int | None] | None = measure_recompilation(run)
     if found is None and one is not None:
         works = [work for work in one.time.named if work.cause == "compile" and not work.once]
         cost = sum(work.step_ms for work in works)
@@ -52,8 +52,10 @@ def find_recompilation(facts: Facts) -> Finding | None:
     return build_time_finding(cost, [seen], advice, ("TORCH_LOGS=recompiles",), rank=rank)
 
 
-def _measure_run(run: Run) -> tuple[float, Evidence, None] | None:
-    """(cost, evidence, no rank) of steps that compile after the first."""
+def measure_recompilation(run: Run | None) -> tuple[float, Evidence, None] | None:
+    """(cost, evidence, no rank) of steps that compile after the first; None where a run's steps do not tell of any."""
+    if run is None:
+        return None
     late = np.flatnonzero(run.compiling & ~run.evaluating)
     late = late[late > 0]
     if len(late) < MIN_COMPILING_STEPS:
