@@ -53,11 +53,24 @@ def test_parameters_and_modules_stay(pretend, tmp_path):
     pretend(tmp_path / "cpuinfo")
     model, plain = build(PLAIN), build(PLAIN)
     suit(model)
-    assert {name: type(one) for name, one in model.named_modules()} == {
-        name: type(one) for name, one in plain.named_modules()
-    }
+    kinds = {name: type(one) for name, one in plain.named_modules()}
+    suited = dict(model.named_modules())
+    assert suited.keys() == kinds.keys()
+    assert all(isinstance(suited[name], kind) for name, kind in kinds.items())
     assert model.state_dict().keys() == plain.state_dict().keys()
     assert all(layer.mlp.activation is gelu_in_blocks for layer in model.decoder.layers)
+
+
+def test_layers_of_a_kind_share_their_class_and_forward(pretend, tmp_path):
+    """torch.compile takes two layers for one only then, and would compile each layer of a model otherwise."""
+    (tmp_path / "cpuinfo").write_text("vendor_id\t: GenuineIntel\nflags\t: avx2\n")
+    pretend(tmp_path / "cpuinfo")
+    model = build(PLAIN)
+    suit(model)
+    first, second = model.decoder.layers
+    assert type(first.mlp.linear_fc1) is type(second.mlp.linear_fc1)
+    assert first.mlp.linear_fc1.products is second.mlp.linear_fc1.products
+    assert not [name for name, module in model.named_modules() if "forward" in vars(module)]
 
 
 @pytest.mark.parametrize("options", [{"compiled": True}, {}])

@@ -38,7 +38,7 @@ def test_every_step_has_the_gpus_times_and_peak(tmp_path):
     assert len(records) == 35
     for r in records:
         gpu = r["gpu_phases_ms"]
-        assert set(gpu) == {str(phase) for phase in Phase} - {"data", "log", "eval", "save"}
+        assert set(gpu) == {str(phase) for phase in Phase} - {"data", "log", "eval", "save", "pipeline_wait"}
         assert sum(gpu.values()) <= r["gpu_ms"] + 0.05 and min(gpu["forward"], gpu["backward"]) > 0
         assert r["peak_memory_bytes"] > 2**20
     # steps follow each other on the GPU as they do on the host: in the long run both say the same
@@ -49,8 +49,10 @@ def test_every_step_has_the_gpus_times_and_peak(tmp_path):
 
 
 def test_switching_it_off_changes_nothing_else(tmp_path):
-    on, _ = trained("--train-iters 12", tmp_path / "on")
-    off, found = trained("--train-iters 12 --no-step-timeline", tmp_path / "off")
+    # Where several attention kernels race, the fastest of each run drops out elements of its own.
+    same = "--train-iters 12 --attention-backend flash"
+    on, _ = trained(same, tmp_path / "on")
+    off, found = trained(f"{same} --no-step-timeline", tmp_path / "off")
     assert [r["loss"] for r in on] == pytest.approx([r["loss"] for r in off], rel=1e-3) and found == []
     assert not any("gpu_ms" in r or "peak_memory_bytes" in r for r in off)
 
