@@ -7,6 +7,7 @@ What a kernel takes and gives back within itself stays unseen, as it does on the
 import contextlib
 import re
 import sys
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -109,7 +110,7 @@ def _as_numbers(mask: Tensor, like: Tensor) -> Tensor:
     return torch.where(mask, 0.0, torch.full((), -torch.inf, dtype=like.dtype))
 
 
-# --- dropout and RMSNorm in one piece
+# --- dropout and norms in one piece
 
 
 def cuda_dropout(x: Tensor, p: float, train: bool) -> Tensor:
@@ -137,12 +138,45 @@ def cuda_rms_norm(x: Tensor, normalized_shape, weight: Tensor, eps: float | None
     return FusedRmsNorm.apply(x, weight)
 
 
+class FusedLayerNorm(torch.autograd.Function):
+    """aten::native_layer_norm as on a GPU, which keeps mean and deviation of each row in fp32. On a CPU torch keeps them in
+    the tensor's own type. Measured on an H200 in fp16: 64 KiB instead of 32 for 8,192 rows."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor | None, bias: Tensor | None, dimensions: int) -> Tensor:
+        ctx.has_bias = bias is not None
+        rows = (*x.shape[: x.dim() - dimensions], *[1] * dimensions)
+        mean = x.new_empty(rows, dtype=torch.float32)
+        deviation = x.new_empty(rows, dtype=torch.float32)
+        ctx.save_for_backward(x, weight, mean, deviation)
+        return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None]:
+        x, weight, *_ = ctx.saved_tensors
+        of_weight = None if weight is None else torch.empty_like(weight)
+        of_bias = torch.empty_like(weight) if ctx.has_bias else None
+        return torch.empty_like(x), of_weight, of_bias, None
+
+
+def cuda_layer_norm(
+    x: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Tensor:
+    """LayerNorm in one piece."""
+    return FusedLayerNorm.apply(x, weight, bias, len(normalized_shape))
+
+
 ON = {
     "cuda": {
         "scaled_dot_product_attention": cuda_attention,
         "_fused_sdp_choice": cuda_choice,
         "dropout": cuda_dropout,
         "rms_norm": cuda_rms_norm,
+        "layer_norm": cuda_layer_norm,
     },
     "cpu": {"scaled_dot_product_attention": cpu_attention, "_fused_sdp_choice": cpu_choice},
 }
