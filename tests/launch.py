@@ -42,6 +42,7 @@ REPO = Path(__file__).parent.parent
 VOCABULARY = 127  # with the end of document 128 ids: no padding
 EOD = VOCABULARY
 ALONE = World()
+END_OF_OUTPUT = 3000  # characters that a failure shows of each rank: a traceback comes last
 SMALL = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16"
 MODEL = SMALL.split()
 DATA = ["--tokenizer-type", "NullTokenizer", "--vocab-size", str(VOCABULARY), "--num-workers", "0"]
@@ -261,7 +262,11 @@ def on_ranks(function: str, folder: Path, *arguments: str, ranks: int = 2) -> li
         for process in processes:
             os.killpg(process.pid, signal.SIGKILL)
     outputs = [path.read_text(errors="replace") for path in paths]
-    assert codes == [0] * ranks, "\n".join(f"exit code {code}: {out}" for code, out in zip(codes, outputs))
+    ends = [
+        f"rank {rank}, exit code {code}: ...{out[-END_OF_OUTPUT:]}"
+        for rank, (code, out) in enumerate(zip(codes, outputs))
+    ]
+    assert codes == [0] * ranks, "\n".join(ends)
     return outputs
 
 
