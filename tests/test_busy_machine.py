@@ -182,3 +182,35 @@ def test_the_word_is_said_once(tmp_path):
     run(tmp_path / "alone", **WATCHED)
     headline = analyze([tmp_path / "alone"]).verdict.headline
     assert headline.count("INCONCLUSIVE") == 1
+
+
+def late_optimizer(folder: Path, late_us: float, **columns):
+    """A GPU's trace whose host comes to the optimizer so long after the device is done, and a run around it."""
+    gpu(folder, world_size=1, reduce="none", before_optimizer=lambda step: step.gap(late_us))
+    step_ms = analyze([folder]).facts.critical.time.step_ms
+    before_ms = step_ms - late_us / 1000
+    run(
+        folder,
+        steps=ordinary_steps(
+            ms=lambda at: step_ms if at in WINDOW else before_ms, profiled=lambda at: at in WINDOW, **columns
+        ),
+        world=1,
+    )
+    return analyze([folder])
+
+
+def test_what_recording_added_to_the_hosts_time_is_not_the_programs(tmp_path):
+    """The device waits 0.7 ms of 10 for the host, all of which a step without the profiler does not take."""
+    report = late_optimizer(tmp_path, 700.0)
+    assert report.facts.critical.time.rows["host"] == pytest.approx(0.7, abs=0.05)
+    assert "waiting for the host" not in report.verdict.sentence
+    assert "may be recording's own work" in report.verdict.sentence
+    assert report.verdict.confidence == "high"
+
+
+def test_a_device_that_only_waits_while_recorded_is_not_bound_by_its_host(tmp_path):
+    report = late_optimizer(tmp_path, 4000.0)
+    time = report.facts.critical.time
+    assert time.rows["host"] > 0.25 * time.step_ms
+    assert report.verdict.word is VerdictWord.COMPUTE_BOUND
+    assert not {"host-gaps", "launch-bound", "short-gaps"} & {*codes(report)}

@@ -26,7 +26,14 @@ from megatron_lite.analysis.run_facts import Facts
 from megatron_lite.analysis.time.host_steps import WHOLE_TRACE
 from megatron_lite.analysis.time.time_results import RankTime
 from megatron_lite.analysis.trace.accelerators import is_accelerator
-from megatron_lite.analysis.verdict_word import DECIDES, LOSSES, VerdictWord, choose_word, measure_bounds
+from megatron_lite.analysis.verdict_word import (
+    DECIDES,
+    LOSSES,
+    VerdictWord,
+    choose_word,
+    measure_bounds,
+    measure_losses,
+)
 from megatron_lite.units import count, counted, significant, size
 
 MIN_SHARE_SAID = 0.05  # of a step; what is smaller does not decide anything
@@ -151,7 +158,7 @@ def _judge_time(facts: Facts, rank: RankFacts, findings: Sequence[Finding]) -> V
         f"{unexplained:.0%} of the step is unexplained": unexplained > MOSTLY_UNEXPLAINED,
         _describe_longer_steps(run, slower): slower > DISTORTED,
         "ranks waited for CPU cores": facts.core_shortage is not None,
-        _describe_missing(facts): _find_bound(time) == "communication" and _describe_missing(facts) != "",
+        _describe_missing(facts): _find_bound(facts, time) == "communication" and _describe_missing(facts) != "",
         _doubt_lateness(facts, time): True,
         **dict.fromkeys(find_contradictions(facts), True),
         f"{mfu:.0%} of the peak is impossible": mfu > 1,
@@ -159,12 +166,12 @@ def _judge_time(facts: Facts, rank: RankFacts, findings: Sequence[Finding]) -> V
         > MOSTLY_IDLE_BESIDE * time.step_ms,
     }
     why = [f"{len(steps)} steady steps", *(doubt for doubt, holds in doubts.items() if holds and doubt)]
-    return Verdict(said[:1].upper() + said[1:], _find_bound(time), "low" if why[1:] else "high", "; ".join(why))
+    return Verdict(said[:1].upper() + said[1:], _find_bound(facts, time), "low" if why[1:] else "high", "; ".join(why))
 
 
 def _doubt_lateness(facts: Facts, time: RankTime) -> str:
     """Why a verdict on ranks that wait for others may be one on other jobs; '' for any other verdict."""
-    word, ranks = choose_word(facts, _find_bound(time)), facts.ranks
+    word, ranks = choose_word(facts, _find_bound(facts, time)), facts.ranks
     if word is VerdictWord.STRAGGLER and ranks is not None:
         late = facts.doubt_straggler(ranks.straggler) if ranks.straggler else ""
         return late or (facts.doubt_imbalance(ranks.imbalance) if ranks.imbalance else "")
@@ -188,7 +195,7 @@ def _explain_inconclusive(facts: Facts, rank: RankFacts) -> str:
         return f"the trace has no step marks, so {_name_only_step(time)} counts as one step"
     if len(steady) < MIN_STEPS:
         return f"only one steady step; profile at least {STEPS_FOR_HIGH}"
-    if _find_bound(time) == "inconclusive":
+    if _find_bound(facts, time) == "inconclusive":
         return f"{_share(time, 'unexplained'):.0%} of the step is unexplained, more than any cause"
     slowdown = measure_slowdown(run) if run else None
     slower = run.profiler_slowdown if run else None
@@ -231,10 +238,10 @@ def _share(time: RankTime, row: str) -> float:
     return time.rows.get(row, 0.0) / time.step_ms if time.step_ms > 0 else 0.0
 
 
-def _find_bound(time: RankTime) -> str:
+def _find_bound(facts: Facts, time: RankTime) -> str:
     """What loses most of the step where that decides, else compute."""
     whole_ms = time.step_ms if time.step_ms > 0 else math.inf
-    shares = {bound: ms / whole_ms for bound, ms in measure_bounds(time).items()}
+    shares = {bound: ms / whole_ms for bound, ms in measure_bounds(facts, time).items()}
     bound = max(shares, key=lambda bound: shares[bound])
     return bound if shares[bound] >= min(DECIDES, max(_share(time, "compute"), 0.01)) else "compute"
 
@@ -246,9 +253,11 @@ def _describe_step(facts: Facts, rank: RankFacts, findings: Sequence[Finding]) -
         parts = [f"{mfu:.0%} of peak" if mfu >= 0.005 else "under 1% of peak"]
     else:
         parts = [_describe_busy(rank)]
-    rows = [row for row in LOSSES if _share(time, row) >= MIN_SHARE_SAID]
+    losses_ms = measure_losses(facts, time)
+    recording_ms = time.rows.get("host", 0.0) - losses_ms["host"]
+    rows = [row for row, ms in losses_ms.items() if ms >= MIN_SHARE_SAID * time.step_ms]
     losses: list[str] = []
-    for row in sorted(rows, key=lambda row: -time.rows[row])[:MAX_LOSSES]:
+    for row in sorted(rows, key=lambda row: -losses_ms[row])[:MAX_LOSSES]:
         _, how, what = LOSSES[row]
         if row == "exposed_communication" and facts.ranks and facts.ranks.collectives:
             # nobody waits for what it sends itself
@@ -261,10 +270,14 @@ def _describe_step(facts: Facts, rank: RankFacts, findings: Sequence[Finding]) -
             how, what = "on", "Python between operators"
         spent = "is spent" if how else "is"
         words = ([] if losses else ["of each step", spent]) + [how, what]
-        losses.append(" ".join([f"{_share(time, row):.0%}", *(word for word in words if word)]))
+        losses.append(" ".join([f"{losses_ms[row] / time.step_ms:.0%}", *(word for word in words if word)]))
+    if recording_ms >= MIN_SHARE_SAID * time.step_ms:
+        losses.append(
+            f"{recording_ms / time.step_ms:.0%}{'' if losses else ' of each step'} may be recording's own work"
+        )
     late = _describe_straggler(facts, time.step_ms)
     parts += [", ".join(losses), late]
-    if _find_bound(time) == "compute":
+    if _find_bound(facts, time) == "compute":
         # the most costly cause, else what it computes
         costly = next((one for one in findings if one.cost_ms and one.code != BUSY_MACHINE), None)
         role = max(roles, key=lambda role: roles[role], default=Role.OTHER)

@@ -2,6 +2,7 @@
 
 import enum
 
+from megatron_lite.analysis.run.cores import measure_recording_ms
 from megatron_lite.analysis.run_facts import Facts
 from megatron_lite.analysis.time.time_results import RankTime
 
@@ -78,7 +79,7 @@ def choose_word(facts: Facts, bound: str) -> VerdictWord:
     if one is None or word in (VerdictWord.INCONCLUSIVE, VerdictWord.MEMORY):
         return word
     lost_ms = _measure_lateness_ms(facts)
-    loss_ms = 0.0 if bound == "compute" else measure_bounds(one.time).get(bound, 0.0)
+    loss_ms = 0.0 if bound == "compute" else measure_bounds(facts, one.time).get(bound, 0.0)
     is_late = lost_ms >= MIN_LATE * one.time.step_ms and lost_ms >= MOSTLY * loss_ms
     return VerdictWord.STRAGGLER if is_late else word
 
@@ -91,12 +92,20 @@ def _measure_lateness_ms(facts: Facts) -> float:
     return max(late.caused_wait_ms if late else 0.0, moving.lost_ms if moving else 0.0)
 
 
-def measure_bounds(time: RankTime) -> dict[str, float]:
+def measure_bounds(facts: Facts, time: RankTime) -> dict[str, float]:
     """Milliseconds of a step that are lost to each of the things that may bound a run; what is lost to none is computing."""
     found: dict[str, float] = {}
-    for row, (bound, _, _) in LOSSES.items():
-        found[bound] = found.get(bound, 0.0) + time.rows.get(row, 0.0)
+    for row, lost_ms in measure_losses(facts, time).items():
+        bound = LOSSES[row][0]
+        found[bound] = found.get(bound, 0.0) + lost_ms
     return found
+
+
+def measure_losses(facts: Facts, time: RankTime) -> dict[str, float]:
+    """Milliseconds of a step in each row of LOSSES; the host's without what recording may have added to a profiled step."""
+    losses = {row: time.rows.get(row, 0.0) for row in LOSSES}
+    losses["host"] = max(0.0, losses["host"] - measure_recording_ms(facts.run))
+    return losses
 
 
 def describe_headline(word: VerdictWord, sentence: str) -> str:

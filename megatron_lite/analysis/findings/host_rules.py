@@ -8,7 +8,7 @@ from megatron_lite.analysis.findings.host_cause_rules import find_clip_waits, fi
 from megatron_lite.analysis.findings.input_rules import is_batch_copy, pageable_rows
 from megatron_lite.analysis.findings.update_rules import LOG, find_log_stalls
 from megatron_lite.analysis.rank_facts import RankFacts, in_ms
-from megatron_lite.analysis.run.cores import measure_slowdown
+from megatron_lite.analysis.run.cores import measure_recording_ms
 from megatron_lite.analysis.run_facts import Facts
 from megatron_lite.analysis.time.time_results import MIN_STRETCH_MS, ShortGaps, SyncSite
 from megatron_lite.analysis.trace.columns import Kind
@@ -64,6 +64,7 @@ def find_waits(one: RankFacts) -> list[SyncSite]:
 
 
 MAX_LAUNCH_SITES = 3
+MIN_LAUNCH_SHARE = 0.10  # of the step, without what recording added
 
 
 @rule("launch-bound", "host too slow to launch small kernels", "step", "kernels", needs="gpu")
@@ -75,7 +76,8 @@ def find_launch_bound(facts: Facts, one: RankFacts) -> Finding | None:
     Measured: idle time in which the next kernel's launch call had not begun, and gaps under 10 us; with the median
         kernel against the median interval between launches, and how long a launched kernel waits in the queue (hardly
         at all here).
-    Cost: all of that idle time. The profiler itself makes the host slower, so that without it the share is smaller.
+    Cost: all of that idle time, without what recording added where the run's own clock shows it: the profiler itself makes
+        the host slower.
     Do: more work per kernel (a larger micro-batch instead of accumulation, if memory allows), fewer kernels
         (torch.compile, fused operators), CUDA graphs, less Python between operators.
     Flags: --torch-compile; a larger --micro-batch-size at the same --global-batch-size; record without
@@ -86,7 +88,13 @@ def find_launch_bound(facts: Facts, one: RankFacts) -> Finding | None:
     time, larger = one.time, facts.larger_micro_batch
     if not time.launch_bound:
         return None
-    cost = time.rows.get("host", 0.0) + time.rows.get("launch", 0.0)
+    idle_ms = time.rows.get("host", 0.0) + time.rows.get("launch", 0.0)
+    recording_ms = min(measure_recording_ms(facts.run), idle_ms)
+    cost = idle_ms - recording_ms
+    # without a recording these steps lose too little to call the host too slow
+    is_by_recording = recording_ms > 0 and one.share(cost) < MIN_LAUNCH_SHARE
+    if is_by_recording:
+        return None
     text = (
         f"the device idles {one.of_step(cost)}: {counted(round(time.launches), 'kernel')} per step; medians: "
         f"{time.median_kernel_us:.1f} us per kernel, {time.median_launch_interval_us:.1f} us from launch to launch, "
@@ -98,8 +106,12 @@ def find_launch_bound(facts: Facts, one: RankFacts) -> Finding | None:
     if larger:
         advice = f"more work per launch: {larger[1]}"
     flags = (*(larger[:1] if larger else ()), *(() if facts.compiles else ("--torch-compile",)))
+    more = list(shown)
+    if recording_ms > 0:
+        more.append(Evidence(f"{in_ms(recording_ms)} of the host's time, left out of the cost, may be recording's"))
     doubt = facts.doubt_cores([one.time.rank])
-    more = [*shown, Evidence(doubt)] if doubt else shown
+    if doubt:
+        more.append(Evidence(doubt))
     certain = not one.trace.with_stack and not doubt
     return find_lost_time(one, cost, text, advice, *more, flags=flags, certain=certain, at_least=0.0)
 
@@ -128,13 +140,7 @@ def find_host_gaps(facts: Facts, one: RankFacts) -> Finding | None:
     Flags: --pytorch-profiler-collect-callstack shows which lines; record once without it for the true size.
     False alarm: a trace with stacks, which slow Python several times; a CPU whose cores other processes use.
     """
-    run = facts.run
-    added = 0.0
-    slowdown = measure_slowdown(run) if run is not None else None
-    if slowdown is not None:
-        # Recording takes the host's time, since the device works as before; waiting for a core is none of its.
-        by_profiler_ms = slowdown.by_profiler_ms
-        added = max(0.0, slowdown.lag_ms) if by_profiler_ms is None else by_profiler_ms
+    added = measure_recording_ms(facts.run)
     host = one.time.rows.get("host", 0.0)
     sites = [Evidence(f"{in_ms(site.idle_ms)} in {site.what}", site.phase) for site in one.time.hosts[:MAX_SHOWN]]
     sites += list(_describe_short_gaps(one))
@@ -210,11 +216,11 @@ def find_short_gaps(facts: Facts, one: RankFacts) -> Finding | None:
     Measured: idle time of the device in gaps below 1 ms that neither a synchronization, the loader nor another named
         cause explains, by what ends each gap. What launch-bound or host-gaps already count is left out. Without a GPU:
         pieces of 0.1 to 1 ms without an operator, in the median step.
-    Cost: their sum.
+    Cost: their sum, without what recording may have added to the host's part.
     Do: launch-latency and graphs: fewer and larger kernels (torch.compile, fused operators), CUDA graphs. Host: less
         work between operators; stacks name the lines.
     Flags: --torch-compile; a larger --micro-batch-size; --pytorch-profiler-collect-callstack (with_stack=True).
-    False alarm: a profiler that makes each launch longer: compare with the step's time without it.
+    False alarm: a profiler that makes each launch longer, where no step before the window tells how much.
     """
     short = one.time.short_gaps
     if short is None:
@@ -245,7 +251,7 @@ MUCH_TOO_LITTLE = 0.05  # of the cost: a part that explains nothing
 def _name_short_gaps(facts: Facts, one: RankFacts, short: ShortGaps) -> dict[str, float]:
     """{what: ms per step} of what no other finding counts."""
     parts = {
-        HOST_LATE: short.host_ms,
+        HOST_LATE: max(0.0, short.host_ms - measure_recording_ms(facts.run)),
         "of launch latency": short.launch_ms,
         "between kernels of a graph that was launched as a whole": short.graph_ms,
         "although the next kernel was launched in time": short.queued_ms,
@@ -280,7 +286,9 @@ def find_tiny_micro_batches(facts: Facts, one: RankFacts) -> Finding | None:
         return None
     if facts.device_bytes and not larger:
         return None
-    added, host = one.accumulation_ms(), one.time.rows.get("host", 0.0) + one.time.rows.get("launch", 0.0)
+    added = one.accumulation_ms()
+    idle_ms = one.time.rows.get("host", 0.0) + one.time.rows.get("launch", 0.0)
+    host = max(0.0, idle_ms - measure_recording_ms(facts.run))
     cost = (added + host) * (1 - 1 / number)
     flag = "--micro-batch-size"  # no number without the memory that it would take
     flag, advice = larger or (flag, f"fewer, larger micro-batches as far as memory allows: {flag} above {now}")

@@ -138,6 +138,20 @@ class Slowdown:
         return self.more_wait_ms is not None and self.lag_ms > 0 and self.more_wait_ms >= MOSTLY * self.lag_ms
 
 
+def measure_recording_ms(run: Run | None) -> float:
+    """Milliseconds that recording may have added to the host's part of a profiled step; 0 where no run tells.
+
+    The device works as without a profiler, so that what makes a window's steps longer than those before it is the host's.
+    Where the process' CPU times are known, no more than they grew by: waiting for a core is not recording.
+    """
+    slowdown = measure_slowdown(run) if run is not None else None
+    if slowdown is None:
+        return 0.0
+    if slowdown.by_profiler_ms is None:
+        return max(0.0, slowdown.lag_ms)
+    return slowdown.by_profiler_ms
+
+
 def measure_slowdown(run: Run) -> Slowdown | None:
     """None without a window, or with too few steps before it."""
     if run.profiled_step_ms is None or run.before_profile_ms is None:
