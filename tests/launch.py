@@ -1,6 +1,7 @@
 """Runs of the trainer for tests: inside this process, as N gloo processes over one group, or as a user starts it."""
 
 import contextlib
+import gc
 import importlib
 import io
 import json
@@ -274,6 +275,18 @@ def train_all(world: World, scenarios: str):
     """For on_ranks: train each of a JSON file's command lines, by name, into a folder of that name."""
     for name, argv in json.loads(Path(scenarios).read_text()).items():
         train(argv, Path(name), world)
+        _leave_groups()
+
+
+def _leave_groups():
+    """Close the groups of a run that is over; this process' own stays.
+
+    Each gloo group keeps threads and connections: after 40 runs on 4 ranks they were 1,800 threads and 3,100 descriptors.
+    """
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
+    gc.collect()
 
 
 def _run_rank(function: str, store: str, rank: str, size: str, *arguments: str):
