@@ -102,7 +102,7 @@ def compare(world, kind: str):
 def main(kinds: list[str]):
     for kind in kinds or [*SPLIT, "schedule"]:
         with tempfile.TemporaryDirectory() as folder:
-            for output in on_ranks("benchmarks.layout_cost:compare", Path(folder), kind):
+            for output in on_ranks(compare, Path(folder), kind):
                 print(output.splitlines()[-1], flush=True)
 
 

@@ -11,7 +11,6 @@ from megatron_lite.config.world import World
 from megatron_lite.errors import ConfigError
 
 ALONE = World()
-REPO = Path(__file__).parent.parent
 _WORDS = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
     "--micro-batch-size 2 --global-batch-size 8 --train-iters 100 --lr 1e-3 --tokenizer-type NullTokenizer --vocab-size 99"

@@ -5,17 +5,16 @@ import inspect
 import io
 import json
 import tokenize
-from pathlib import Path
 from typing import Any
 
 import msgspec
+from support.paths import DOCS
 
 from megatron_lite.formats import run_record, step_records, trace_header
 from megatron_lite.formats.run_record import RunRecord
 from megatron_lite.formats.step_records import RankInterval, RanksRecord, StepRecord
 from megatron_lite.formats.trace_header import RecordedCores
 
-DOCS = Path(__file__).parents[1] / "docs"
 PAGE = DOCS / "run_files.md"
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 FILES = {  # schema: what a line or the file may be

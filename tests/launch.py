@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import importlib
+import inspect
 import io
 import json
 import os
@@ -12,7 +13,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +21,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from forks import LAUNCHER, Fork
+from support.paths import REPO, TESTS
 from waiting import LIMIT_S
 
 from megatron_lite.checkpoint.find import open_checkpoint
@@ -39,10 +41,10 @@ from megatron_lite.train.log import Log
 from megatron_lite.train.run import run
 from megatron_lite.train.trackers import Charts
 
-REPO = Path(__file__).parent.parent
 VOCABULARY = 127  # with the end of document 128 ids: no padding
 EOD = VOCABULARY
 ALONE = World()
+RANK = TESTS / "run_rank.py"  # a file of its own, whose folder is what its imports are looked for in
 END_OF_OUTPUT = 3000  # characters that a failure shows of each rank: a traceback comes last
 SMALL = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16"
 MODEL = SMALL.split()
@@ -246,15 +248,22 @@ def send(pids: list[int], number: int = signal.SIGTERM):
         os.kill(pid, number)
 
 
-def on_ranks(function: str, folder: Path, *arguments: str, ranks: int = 2) -> list[str]:
-    """Call MODULE:FUNCTION(world, *arguments) on `ranks` processes that share a gloo group; returns their output."""
+def on_ranks(function: Callable[..., None], folder: Path, *arguments: str, ranks: int = 2) -> list[str]:
+    """Call function(world, *arguments) on `ranks` processes that share a gloo group; returns their output.
+
+    Args:
+        function: one at the top of a module, which each rank imports.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     name = f"store_{time.time_ns()}"
     paths = [folder / f"{name}.{rank}.out" for rank in range(ranks)]
+    file = Path(inspect.getfile(function))
+    module = file.stem if function.__module__ == "__main__" else function.__module__
+    place = [str(file.parent), module, function.__name__]
     processes = []
     for rank, path in enumerate(paths):
         with open(path, "w") as out:
-            words = [__file__, function, name, str(rank), str(ranks), *arguments]
+            words = [str(RANK), *place, name, str(rank), str(ranks), *arguments]
             processes.append(Fork(words, env=environment(), cwd=folder, stdout=out, stderr=subprocess.STDOUT))
     try:
         codes = [process.wait(timeout=LIMIT_S) for process in processes]
@@ -289,21 +298,17 @@ def _leave_groups():
     gc.collect()
 
 
-def _run_rank(function: str, store: str, rank: str, size: str, *arguments: str):
-    """A rank's side of on_ranks."""
+def run_rank(folder: str, module: str, function: str, store: str, rank: str, size: str, *arguments: str):
+    """A rank's side of on_ranks: calls the function of a module that is on the path or in `folder`."""
     world = World(int(rank), int(size), int(rank), int(size))
     dist.init_process_group(
         "gloo", store=dist.FileStore(os.path.abspath(store), world.size), rank=world.rank, world_size=world.size
     )
-    module, name = function.split(":")
-    getattr(importlib.import_module(module), name)(world, *arguments)
+    sys.path.append(folder)
+    getattr(importlib.import_module(module), function)(world, *arguments)
     dist.barrier()
     dist.destroy_process_group()
     sys.stdout.flush()
     sys.stderr.flush()
     # as megatron_lite/app.py: a thread of gloo that lets go of a tensor while the interpreter ends aborts the process
     os._exit(0)
-
-
-if __name__ == "__main__":
-    _run_rank(*sys.argv[1:])

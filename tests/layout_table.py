@@ -11,18 +11,25 @@ import io
 import json
 import sys
 import tempfile
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from launch import alone, flags, on_ranks, steps, train
+from launch import alone, flags, on_ranks, plan_of, steps, train, train_all
 
+from megatron_lite.analysis.memory.read import analyze_snapshot
 from megatron_lite.config.plan import Plan
+from megatron_lite.instruments.memory_tags import Place
+from megatron_lite.instruments.memory_tracker import StorageTracker
 from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.data_parallel import replicate
 from megatron_lite.parallel.groups import make_groups
 from megatron_lite.parallel.replica import Replica
+from megatron_lite.planner.walk.tracker import CollectiveCounter
 from megatron_lite.train.build_model import build_model
+from megatron_lite.train.step import BatchMaker, TrainingStep
 
 CPU = torch.device("cpu")
 ITERATIONS = 6
@@ -124,7 +131,7 @@ def run_cases(folder: Path, cases: list[tuple[str, str]], words: str = "") -> Pa
             if LAYOUTS[layout][1] == ranks
         }
         (folder / f"{ranks}.json").write_text(json.dumps(argvs))
-        on_ranks("launch:train_all", folder / str(ranks), str(folder / f"{ranks}.json"), ranks=ranks)
+        on_ranks(train_all, folder / str(ranks), str(folder / f"{ranks}.json"), ranks=ranks)
     return folder
 
 
@@ -135,9 +142,36 @@ def build_rank(plan: Plan) -> tuple[Replica, Optimizer]:
     return replica, Optimizer(plan, replica.parameters, CPU, replica.sum_over_ranks, replica.counted)
 
 
-def ask_ranks(function: str, folder: Path, *words: str, ranks: int = 2) -> list:
+def ask_ranks(function: Callable[..., None], folder: Path, *words: str, ranks: int = 2) -> list:
     """What each rank prints in the end, as JSON."""
     return [json.loads(output.splitlines()[-1]) for output in on_ranks(function, folder, *words, ranks=ranks)]
+
+
+def measure_traffic(world, argv: str):
+    """For on_ranks: prints the most bytes held while the model is built, those of the optimizer's tensors, and what a second
+    step sends."""
+    plan, tracker = plan_of(json.loads(argv), world), StorageTracker(Place(), 1_000_000)
+    groups = make_groups(plan, CPU)
+    tracker.start()
+    model = build_model(plan, CPU, groups)
+    sizes = [p.numel() for p in model.parameters()]
+    layer = sum(p.numel() for p in next(iter(model.decoder.layers)).parameters())
+    replica = replicate(plan, model, groups)
+    tracker.stop()
+    built = analyze_snapshot(tracker.snapshot(), Path("build")).peak_bytes
+    optimizer = Optimizer(plan, replica.parameters, CPU, replica.sum_over_ranks, replica.counted)
+    step = TrainingStep(plan, replica, optimizer, BatchMaker(plan.args.data, plan.layout, CPU, None))
+    batches = iter(lambda: torch.randint(127, (1, plan.shape.seq_length + 1)), None)
+    for sent in (CollectiveCounter(), CollectiveCounter()):
+        with sent:
+            step(batches, 0, lambda phase: contextlib.nullcontext())
+    states = sum(v.nbytes for state in optimizer.engine.state.values() for v in state.values() if v.ndim)
+    weights = sum(p.nbytes for p in replica.parameters)
+    kinds, calls = Counter(), Counter()
+    for (_, kind, num_bytes), times in sent.calls.items():
+        kinds[kind] += times * num_bytes
+        calls[f"{kind} of {num_bytes}"] += times
+    print(json.dumps([layer, sum(sizes), max(sizes), built, weights, states, kinds, calls]))
 
 
 def largest(one: list[dict], other: list[dict], key: str) -> float:

@@ -8,7 +8,8 @@ import subprocess
 from contextlib import closing
 from pathlib import Path
 
-REPO = Path(__file__).resolve().parents[1]
+from support.paths import REPO
+
 NSYS = os.environ.get("NSYS") or shutil.which("nsys")
 # docs/profiling.md tells users to start runs without a GPU so
 ANY_STRING = "NSYS_NVTX_PROFILER_REGISTER_ONLY=0"

@@ -25,6 +25,7 @@ from pathlib import Path
 
 from snapshot_maker import BACKWARD, LOSS, STEP, MadeSnapshot, forward_stack, frames
 from snapshot_maker import write as write_snapshot
+from support.paths import REPO, TESTS
 from trace_maker import AUTOGRAD, MadeTrace, write
 from training_maker import BF16_GEMM, FUSED_ADAM
 from training_maker import Step as Place
@@ -719,8 +720,8 @@ def judge(report: Report, codes: tuple[str, ...]) -> str:
 WATCHED, MARKED, UNMARKED, STACKS = "watch", "trace", "unmarked trace", "trace with stacks"
 OWN = "--profile"
 IN_TRACE = {MARKED: [], UNMARKED: ["--unmarked"], STACKS: ["--stacks"]}
-PROGRAMS = Path(__file__).with_name("planted_programs.py")
-TRAINER = Path(__file__).parent.parent / "pretrain_gpt.py"
+PROGRAMS = TESTS / "support" / "planted_programs.py"
+TRAINER = REPO / "pretrain_gpt.py"
 LOADER = ("starved-loader",)
 SAVING = ("save-in-step", "save-and-eval")
 GAPS = ("host-gaps",)

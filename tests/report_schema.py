@@ -11,10 +11,10 @@ import re
 import tokenize
 import types
 import typing
-from pathlib import Path
 from typing import Any
 
 import numpy as np
+from support.paths import DOCS
 
 from megatron_lite.analysis.findings.base import Finding
 from megatron_lite.analysis.kernels.kernel_results import RankKernels
@@ -30,7 +30,7 @@ from megatron_lite.analysis.trace.columns import Trace
 from megatron_lite.config.simulated_schedule import TimedTurn
 from megatron_lite.report.json_file import COMPUTED, NOT_OF_RUN, OF_TRACE
 
-FILE = Path(__file__).parents[1] / "docs" / "report.schema.json"
+FILE = DOCS / "report.schema.json"
 SIMPLE = {int: "integer", str: "string", bool: "boolean", dict: "object", type(None): "null"}
 PYTHON_WORDS = {"None": "null", "True": "true", "False": "false", "()": "[]"}
 

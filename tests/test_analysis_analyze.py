@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from support.paths import SHARED
 from trace_maker import cpu_run, gpu_run
 
 from megatron_lite.analysis import analyze as module
@@ -15,7 +16,6 @@ from megatron_lite.report.json_file import json_text
 from megatron_lite.report.terminal import terminal_lines
 from megatron_lite.report.text import WIDTH, Style
 
-SHARED = Path(__file__).parents[2] / "shared"
 REAL = [*sorted(filter(Path.is_dir, (SHARED / "traces").glob("*"))), *sorted((SHARED / "snapshots").glob("*.pickle"))]
 QUICK = ("h100_qwen_stacks", "cuda_gpt_24x1024_seq128_fp32.pickle")  # each part's tests read the others
 

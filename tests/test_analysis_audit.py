@@ -29,6 +29,7 @@ from finding_cases import (
     run,
 )
 from report_cases import HOSTILE, report
+from support.paths import SHARED
 from trace_maker import cpu_run, gpu_run
 from training_maker import ADD, FP32_GEMM, Step
 
@@ -46,7 +47,6 @@ from megatron_lite.report.text import Style
 
 PASS, FAIL, NOT_SEEN = Answer.PASS, Answer.FAIL, Answer.NOT_SEEN
 NOTHING = Facts((), None, (), None, ())
-SHARED = Path(__file__).parents[2] / "shared"
 REAL = [
     path
     for name in ("traces/h100_qwen_stacks", "traces/nsys_sqlite", "snapshots/cuda_gpt_24x1024_seq128_fp32.pickle")

@@ -23,6 +23,7 @@ from finding_cases import (
     ranks_late,
     recorded,
 )
+from support.paths import SHARED
 from trace_maker import GLOO, MadeTrace
 from training_maker import FP32_GEMM, SIMT_GEMM, ordinary_steps
 
@@ -42,7 +43,6 @@ BUSY_3 = {"core_wait_ms": [0.5, 4.0, 0.5], "involuntary_switches": [1, 4, 1], "c
 NOTHING = Facts((), None, (), None, ())
 triggers = [*((code, case[0]) for code, case in CASES.items()), *MORE_TRIGGERS]
 near_misses = [*((code, case[1]) for code, case in CASES.items()), *MORE_NEAR_MISSES]
-SHARED = Path(__file__).parents[2] / "shared"
 REAL = [*sorted(filter(Path.is_dir, (SHARED / "traces").glob("*"))), *sorted((SHARED / "snapshots").glob("*.pickle"))]
 NEEDS_REAL = pytest.mark.skipif(not REAL, reason="no ../shared/traces beside the repository")
 

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from support.paths import TRACES
 
 from megatron_lite.analysis.kernels.kernel_names import in_words, short_name, taken_apart
 from megatron_lite.analysis.kernels.kernel_results import Role, TensorCores
@@ -22,7 +23,6 @@ from megatron_lite.analysis.kernels.kernel_words import (
 from megatron_lite.analysis.trace.columns import DEVICE_KINDS
 from megatron_lite.analysis.trace.read import read_traces
 
-TRACES = Path(__file__).parents[2] / "shared" / "traces"
 YES, NO, UNKNOWN, NONE = TensorCores.YES, TensorCores.NO, TensorCores.UNKNOWN, TensorCores.NOT_APPLICABLE
 ATEN = "void at::native::"
 FLASH = (

@@ -2,10 +2,10 @@
 
 import math
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
+from support.paths import TRACES
 from trace_maker import AUTOGRAD, MadeTrace, cpu_run, gpu_run
 
 from megatron_lite.analysis.kernels.kernel_results import RankKernels, Role, TensorCores
@@ -15,7 +15,6 @@ from megatron_lite.analysis.time.rank_time import rank_time
 from megatron_lite.analysis.time.step_windows import attribute_events
 from megatron_lite.analysis.trace.read import read_traces
 
-TRACES = Path(__file__).parents[2] / "shared" / "traces"
 FILES = [path for path in sorted(TRACES.glob("*/rank0*")) if not path.parent.name.endswith("workers0")]  # as workers4
 SGEMM, TF32, FLASH = (
     "ampere_sgemm_128x64_tn",

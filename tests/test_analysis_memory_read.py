@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 from snapshot_maker import BACKWARD, INIT, TRAIN, MadeSnapshot, forward_stack, frames, training, write
+from support.paths import SNAPSHOTS
 
 from megatron_lite.analysis.memory.read import read_snapshot
 from megatron_lite.planner.prediction import CATEGORIES
 from megatron_lite.units import MIB
 
-SNAPSHOTS = Path(__file__).parents[2] / "shared" / "snapshots"
 needs_real = pytest.mark.skipif(not SNAPSHOTS.is_dir(), reason="no ../shared/snapshots beside the repository")
 
 

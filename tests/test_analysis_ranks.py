@@ -1,9 +1,9 @@
 """Ranks beside each other: made traces with known answers, the eight public DLRM ranks, and runs without traces."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
+from support.paths import REPO, TRACES
 from trace_maker import GLOO, MadeTrace, cpu_run, gpu_run
 
 from megatron_lite.analysis.kernels.kernel_results import RankKernels
@@ -15,7 +15,7 @@ from megatron_lite.analysis.time.rank_time import rank_time
 from megatron_lite.analysis.time.step_windows import attribute_events
 from megatron_lite.analysis.trace.read import read_traces
 
-DLRM = Path(__file__).parents[2] / "shared" / "traces" / "v100_dlrm_8ranks"
+DLRM = TRACES / "v100_dlrm_8ranks"
 TRANSFER_US, ELEMENTS = 40, 1_000_000
 BUS_GB_S = 4 * ELEMENTS * 2 * 3 / 4 / (TRANSFER_US * 1000)  # of 4 ranks
 KERNEL = "ncclDevKernel_AllReduce_Sum_f32_RING_LL128(ncclDevKernelArgsStorage<4096ul>)"
@@ -384,7 +384,7 @@ def test_hostile_numbers_are_unknown_not_wrong(tmp_path, said):
 
 @pytest.mark.slow
 def test_a_real_slow_rank_is_named_by_traces_and_without(tmp_path):
-    from launch import REPO, flags, pretrain  # torch: not for the fast tests
+    from launch import flags, pretrain  # torch: not for the fast tests
 
     window = (
         "--profile --use-pytorch-profiler --profile-step-start 6 --profile-step-end 10 --profile-ranks -1 --run-dir"

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from launch import alone, flags, quietly
+from support.paths import TRACES
 from traces import trace_files
 
 from megatron_lite.analysis.time.rank_time import rank_time
@@ -15,7 +16,6 @@ from megatron_lite.analysis.time.step_windows import attribute_events
 from megatron_lite.analysis.time.time_results import RankTime
 from megatron_lite.analysis.trace.read import read_traces
 
-TRACES = Path(__file__).parents[2] / "shared" / "traces"
 FILES = sorted(TRACES.glob("*/rank*.json.gz")) + sorted(TRACES.glob("*/*.sqlite"))
 needs_traces = pytest.mark.skipif(not FILES, reason="no ../shared/traces beside the repository")
 COMPUTE, COMMUNICATION, COPY = 4, 2, 1  # what hides what

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.paths import TRACES
 from trace_maker import MadeTrace, gpu_run, write
 
 from megatron_lite.analysis.trace.columns import Collective, Kind, Shapes
@@ -16,7 +17,6 @@ from megatron_lite.analysis.trace.kineto_json import Chunks
 from megatron_lite.analysis.trace.kineto_kinds import KIND_OF_CATEGORY
 from megatron_lite.analysis.trace.read import read_traces
 
-TRACES = Path(__file__).parents[2] / "shared" / "traces"
 REAL = sorted(TRACES.glob("*/rank0.*.json.gz"))
 needs_traces = pytest.mark.skipif(not REAL, reason="no ../shared/traces beside the repository")
 

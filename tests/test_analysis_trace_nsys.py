@@ -6,13 +6,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.paths import TRACES
 
 from megatron_lite.analysis.trace.columns import Kind, Shapes
 from megatron_lite.analysis.trace.nsys import name_memcpy, parse_range
 from megatron_lite.analysis.trace.read import read_traces
 from megatron_lite.errors import UserError
 
-REAL = Path(__file__).parents[2] / "shared" / "traces" / "nsys_sqlite" / "mfu_2gpu_before.sqlite"
+REAL = TRACES / "nsys_sqlite" / "mfu_2gpu_before.sqlite"
 TABLES = {
     "StringIds": "id, value",
     "NVTX_EVENTS": "start, end, eventType, text, globalTid, textId",

@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from launch import DROPOUT, REPO, flags, pretrain
+from launch import DROPOUT, flags, pretrain
+from support.paths import REPO
 from waiting import LIMIT_S
 
 from megatron_lite.cli.main import main

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from launch import REPO
+from support.paths import REPO
 from waiting import LIMIT_S
 
 sys.path.insert(0, str(REPO))

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from launch import alone, checkpoint, environment, flags, losses, quietly, same
+from support.paths import REPO
 
 from megatron_lite.run_folder import TRACKER_FILE
 
@@ -54,7 +55,7 @@ def test_a_run_and_its_checkpoints(python, mine, tmp_path):
         assert ended.returncode == 0, (version, words, ended.stdout[-2000:], ended.stderr[-2000:])
 
     def train(name, *words):
-        run(Path(__file__).parent.parent / "pretrain_gpt.py", *flags(WORDS, *words, "--run-dir", tmp_path / name))
+        run(REPO / "pretrain_gpt.py", *flags(WORDS, *words, "--run-dir", tmp_path / name))
 
     train("first", "--exit-interval 2 --save", tmp_path / "save")
     train("second", "--load", tmp_path / "save", "--save", tmp_path / "save")

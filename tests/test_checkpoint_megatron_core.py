@@ -575,7 +575,7 @@ MODEL_WORDS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", MODEL_WORDS)
 def test_a_tensor_parallel_run_goes_on_as_one_and_in_parts(variant, tmp_path):
-    on_ranks("test_checkpoint_megatron_core:train_in_parts", tmp_path, variant, str(tmp_path))
+    on_ranks(train_in_parts, tmp_path, variant, str(tmp_path))
     theirs = json.loads((tmp_path / "losses.json").read_text())
     plan, shape = plan_for("fp32"), VARIANTS[variant]
     ours = Ours(plan, shape)
@@ -583,19 +583,19 @@ def test_a_tensor_parallel_run_goes_on_as_one_and_in_parts(variant, tmp_path):
     losses = [ours.train(batch) for batch in batches(shape, 10)[3:]]
     assert losses == pytest.approx(theirs, abs=2e-6)
     for words in (TENSOR, f"{TENSOR} --sequence-parallel"):
-        found = ask_ranks("test_checkpoint_megatron_core:go_on_in_parts", tmp_path, variant, str(tmp_path), words)
+        found = ask_ranks(go_on_in_parts, tmp_path, variant, str(tmp_path), words)
         assert found == [pytest.approx(theirs, abs=2e-6)] * 2
 
 
 @pytest.mark.slow
 def test_a_pipeline_goes_on_as_one_and_in_stages(tmp_path):
-    on_ranks("test_checkpoint_megatron_core:train_in_parts", tmp_path, "untied", str(tmp_path), "in stages")
+    on_ranks(train_in_parts, tmp_path, "untied", str(tmp_path), "in stages")
     theirs = json.loads((tmp_path / "losses.json").read_text())
     ours = Ours(plan_for("fp32"), VARIANTS["untied"])
     ours.load(open_megatron(tmp_path))
     losses = [ours.train(batch) for batch in batches(VARIANTS["untied"], 10)[3:]]
     assert losses == pytest.approx(theirs, abs=2e-6)
-    found = ask_ranks("test_checkpoint_megatron_core:go_on_in_parts", tmp_path, "untied", str(tmp_path), STAGES)
+    found = ask_ranks(go_on_in_parts, tmp_path, "untied", str(tmp_path), STAGES)
     assert found[-1] == pytest.approx(theirs, abs=2e-6)
 
 
@@ -630,6 +630,5 @@ OF_ONE_MICRO_BATCH = (
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", MODEL_WORDS)
 def test_the_distributed_optimizer_is_ours(variant, tmp_path):
-    function = "test_checkpoint_megatron_core:share_out_the_optimizer"
-    theirs, ours = (ask_ranks(function, tmp_path, variant, its)[0] for its in ("theirs", ""))
+    theirs, ours = (ask_ranks(share_out_the_optimizer, tmp_path, variant, its)[0] for its in ("theirs", ""))
     assert ours == pytest.approx(theirs, abs=2e-6)

@@ -1,14 +1,11 @@
 """megatron-lite explain."""
 
 import time
-from pathlib import Path
 
 import pytest
 
 from megatron_lite.analysis.findings.rules import RULES
 from megatron_lite.cli.main import main
-
-ROOT = Path(__file__).parents[1]
 
 
 def said(argv: list[str], capsys) -> str:

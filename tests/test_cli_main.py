@@ -1,11 +1,10 @@
 import subprocess
 import sys
-from pathlib import Path
+
+from support.paths import REPO
 
 from megatron_lite.cli import main as cli
 from megatron_lite.cli.main import COMMANDS, main
-
-ROOT = Path(__file__).parents[1]
 
 
 def test_no_command_lists_all_of_them(capsys):
@@ -50,10 +49,10 @@ codes = [
 assert codes == [0, 0], codes
 assert "tiktoken" in sys.modules and "torch" not in sys.modules
 """
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=REPO)
 
 
 def test_the_module_is_the_command():
     words = [sys.executable, "-m", "megatron_lite.cli.main", "preproces"]
-    run = subprocess.run(words, check=False, cwd=ROOT, capture_output=True, text=True)
+    run = subprocess.run(words, check=False, cwd=REPO, capture_output=True, text=True)
     assert run.returncode == 2 and run.stderr.endswith("did you mean preprocess?\n")

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from command_lines import argv
+from support.paths import REPO
 
 from megatron_lite.cli.main import main
 from megatron_lite.cli.plan import _parser
@@ -14,8 +15,7 @@ from megatron_lite.config.args import Args
 from megatron_lite.config.flags import list_flags, read_flags
 from megatron_lite.config.world import World
 
-ROOT = Path(__file__).parent.parent
-OUR_SCRIPT = str(ROOT / "examples/gpt3/train_gpt3_857m_distributed.sh")
+OUR_SCRIPT = str(REPO / "examples/gpt3/train_gpt3_857m_distributed.sh")
 FILES = ["CKPT", "TB", "no/VOCAB", "no/MERGES", "no/DATA"]
 FLAGS = (
     "--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 2048 --max-position-embeddings 2048 --fp16 "
@@ -293,4 +293,4 @@ def test_profiling_with_nsys_is_judged_as_it_will_be(capsys):
 def test_the_whole_command_imports_neither_torch_nor_numpy():
     code = f"{COMMAND}assert main(sys.argv[1:]) == 0\nassert not {{'torch', 'numpy', 'tiktoken'}} & set(sys.modules)"
     words = ["plan", "--gpu", "H200", "T4", "--fit", "T4", "--inference", "--env", "--why", OUR_SCRIPT, *FILES]
-    subprocess.run([sys.executable, "-c", code, *words], check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
+    subprocess.run([sys.executable, "-c", code, *words], check=True, cwd=REPO, stdout=subprocess.DEVNULL)

@@ -12,12 +12,11 @@ from types import SimpleNamespace
 
 import pytest
 from command_lines import argv, plan
+from support.paths import REPO
 
 from megatron_lite.cli import plan as command
 from megatron_lite.cli.main import main
 from megatron_lite.planner import run_walk
-
-ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture
@@ -80,7 +79,7 @@ def test_the_whole_of_it_as_processes(tmp_path):
     """Also: the process that prints has no torch."""
     code = "import sys\nfrom megatron_lite.cli.main import main\nassert main(sys.argv[1:]) == 0\nassert 'torch' not in sys.modules"
     words = ["plan", "--gpu", "H200", "--exact", *argv("--fp16")]
-    done = subprocess.run([sys.executable, "-c", code, *words], check=True, cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", code, *words], check=True, cwd=REPO, capture_output=True, text=True)
     shown = done.stdout
     assert "\n\nExact  " in shown and "predicted.pickle, simulated" in shown
 

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from support.paths import REPO
 from waiting import Terminal
 
 from megatron_lite.cli.datasets import PreprocessLine
@@ -17,8 +18,7 @@ from megatron_lite.data import resume_state, text_files
 from megatron_lite.data.indexed import IndexedDataset
 
 BYTES = ["--tokenizer-type", "ByteTokenizer"]
-ROOT = Path(__file__).parents[1]
-PUBLIC_DATA = ROOT.parent / "shared" / "data"
+PUBLIC_DATA = REPO.parent / "shared" / "data"
 
 
 def test_a_text_file_becomes_one_document(tmp_path, capsys):
@@ -167,7 +167,7 @@ def test_memory_does_not_grow_with_the_input(tmp_path):
         code = "import sys; from megatron_lite.cli.main import main; main(sys.argv[1:])\n"
         code += "print(open('/proc/self/status').read().split('VmHWM:')[1].split()[0])"
         argv = ["preprocess", "--input", f"{tmp_path}/a.jsonl", "--output-prefix", f"{tmp_path}/x", *BYTES]
-        run = subprocess.run([sys.executable, "-c", code, *argv], check=True, cwd=ROOT, capture_output=True, text=True)
+        run = subprocess.run([sys.executable, "-c", code, *argv], check=True, cwd=REPO, capture_output=True, text=True)
         peaks.append(int(run.stdout.split()[-1]))
     assert abs(peaks[1] - peaks[0]) < 8 * 1024  # KiB
 

@@ -7,14 +7,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.paths import REPO
 from trace_maker import gpu_run
 from waiting import LIMIT_S
 
 from megatron_lite.analysis.trace.read import read_traces
 from megatron_lite.cli.main import main
 from megatron_lite.units import size
-
-ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture
@@ -124,7 +123,7 @@ def test_a_terminal_without_unicode_is_no_error(trace):
         [sys.executable, "-m", "megatron_lite.cli.main", "report", str(trace), "--all"],
         capture_output=True,
         check=True,
-        env={**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONPATH": str(REPO)},
     )
     assert b"kernel_" in run.stdout and run.stdout.isascii()
 
@@ -135,7 +134,7 @@ def test_a_reader_that_leaves_ends_the_printing_but_the_files_are_written(trace)
     command = [sys.executable, "-m", "megatron_lite.cli.main", "report", str(trace)]
     ended = subprocess.run(
         command, stdout=theirs, stderr=subprocess.PIPE, text=True, timeout=LIMIT_S, check=False,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        env=os.environ | {"PYTHONPATH": str(REPO)},
     )  # fmt: skip
     os.close(theirs)
     assert (ended.returncode, ended.stderr) == (141, "")

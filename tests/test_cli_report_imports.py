@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 from run_maker import folder, step
+from support.paths import REPO
 from trace_maker import gpu_run, write
 from waiting import LIMIT_S
 
-ROOT = Path(__file__).parent.parent
 LOADED = "\nprint(*sorted(sys.modules), sep='\\n')"
 COMMAND = "import sys\nfrom megatron_lite.cli.main import main\n"
 HEAVY = ("torch", "pandas", "matplotlib", "scipy", "yaml", "sqlite3", "multiprocessing", "importlib.metadata")
@@ -30,7 +30,7 @@ TRIES = 3  # the fastest counts: a busy machine only ever adds
 
 def printed(code: str, *argv: str, **environment: str) -> list[str]:
     done = subprocess.run(
-        [sys.executable, "-c", code, *argv], check=True, capture_output=True, text=True, cwd=ROOT, timeout=LIMIT_S,
+        [sys.executable, "-c", code, *argv], check=True, capture_output=True, text=True, cwd=REPO, timeout=LIMIT_S,
         env=os.environ | environment,
     )  # fmt: skip
     return done.stdout.splitlines()
@@ -72,7 +72,7 @@ def test_a_traces_report_loads_no_heavy_package_and_nothing_for_other_sources(tm
 
 
 def test_all_imports_together_and_a_plan_cost_a_few_times_numpys(tmp_path):
-    script = ROOT / "examples/gpt3/train_gpt3_857m_distributed.sh"
+    script = REPO / "examples/gpt3/train_gpt3_857m_distributed.sh"
     words = ["plan", "--gpu", "H200", str(script), "CKPT", "TB", "no/VOCAB", "no/MERGES", "no/DATA"]
     numpy_s = measure_cpu_s(tmp_path, "import numpy")
     assert measure_cpu_s(tmp_path, ALL_OF_IT) < MAX_TIMES_NUMPY * numpy_s

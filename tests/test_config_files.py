@@ -3,7 +3,8 @@
 import os
 
 import pytest
-from command_lines import REPO, mistakes, read_table, yields_missed
+from command_lines import mistakes, read_table, yields_missed
+from support.paths import REPO
 
 
 @pytest.fixture

@@ -6,7 +6,8 @@ import subprocess
 import sys
 
 import pytest
-from command_lines import REPO, argv
+from command_lines import argv
+from support.paths import REPO
 from waiting import LIMIT_S
 
 from megatron_lite.config.args import Args

@@ -3,7 +3,8 @@
 import re
 
 import pytest
-from command_lines import REPO, mistakes, read, read_table
+from command_lines import mistakes, read, read_table
+from support.paths import REPO
 
 from megatron_lite.cli.planned_flags import adapt_flags
 from megatron_lite.config.args import Args

@@ -1,8 +1,9 @@
 """A command line with mistakes, as its user meets it: a few lines, exit code 2, and nothing made."""
 
 import pytest
-from command_lines import REPO, argv, read_table
+from command_lines import argv, read_table
 from launch import pretrain
+from support.paths import REPO
 
 from megatron_lite import process_state
 from megatron_lite.app import main

@@ -5,8 +5,9 @@ import random
 import re
 
 import pytest
-from command_lines import REPO, argv, mistakes, yields_missed
+from command_lines import argv, mistakes, yields_missed
 from rule_cases import BROKEN, BY_WORLD, FINE, FOUR_RANKS, ONE_GPU, SAID_OF_ANOTHER, TWO_LINES
+from support.paths import REPO
 
 from megatron_lite.config.args import Args
 from megatron_lite.config.check import RULES_WITHOUT_FILES, check

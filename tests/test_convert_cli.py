@@ -7,7 +7,8 @@ import sys
 
 import pytest
 import torch
-from launch import REPO, alone, checkpoint, flags, losses, quietly, same
+from launch import alone, checkpoint, flags, losses, quietly, same
+from support.paths import REPO
 
 from megatron_lite.checkpoint.find import open_newest
 from megatron_lite.cli.main import main

@@ -7,6 +7,7 @@ import pytest
 from convert_cases import EXACT, LLAMA, export, kept, skip_without_twin
 from model_variants import PLAIN
 from odd_texts import texts
+from support.paths import GPT2
 
 from megatron_lite.convert.tokenizer_files import describe_copied_tokenizer, describe_gpt2_tokenizer, training_flags
 from megatron_lite.data.byte_pairs import train_bpe, write_bpe
@@ -16,7 +17,6 @@ from megatron_lite.errors import UserError
 
 transformers = pytest.importorskip("transformers", reason="equality with Hugging Face needs transformers")
 
-GPT2 = Path(__file__).parents[2] / "shared" / "data" / "gpt2"
 ROWS = {"padded_vocab_size": 384}
 
 

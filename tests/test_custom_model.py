@@ -9,7 +9,17 @@ from pathlib import Path
 
 import pytest
 from finding_cases import CASES
-from launch import REPO, alone, flags, losses, on_ranks, plan_of, pretrain, quietly
+from launch import (
+    REPO,
+    alone,
+    flags,
+    losses,
+    on_ranks,
+    plan_of,
+    pretrain,
+    quietly,
+    train_all,
+)
 
 from megatron_lite.analysis.analyze import analyze
 from megatron_lite.checkpoint.find import open_newest
@@ -139,7 +149,7 @@ def ranked(tmp_path_factory, file) -> Path:
         name: argv(file, "quiet", words, "--save", folder / "saves" / name) for name, (words, _) in RANKED.items()
     }
     (folder / "scenarios.json").write_text(json.dumps(scenarios))
-    on_ranks("launch:train_all", folder / "2", str(folder / "scenarios.json"))
+    on_ranks(train_all, folder / "2", str(folder / "scenarios.json"))
     for name, line in scenarios.items():
         run(line[: line.index("--save")], folder / "1" / name)
     return folder

@@ -7,10 +7,10 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 from data_maker import contents
+from support.paths import REPO
 from waiting import LIMIT_S, full_disk, wait_until
 
 from megatron_lite.data import resume_state, text_files
@@ -19,7 +19,6 @@ from megatron_lite.data.tokenizers import make_tokenizer
 from megatron_lite.errors import DataError
 
 BYTES = make_tokenizer("ByteTokenizer")
-ROOT = Path(__file__).parents[1]
 
 
 class Interrupted(Exception):
@@ -215,7 +214,7 @@ def test_kill_9_at_any_moment(tmp_path):
 
     def started(speed, prefix):
         words = [sys.executable, "-c", SLOWLY, speed, *argv, str(prefix)]
-        return subprocess.Popen(words, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+        return subprocess.Popen(words, cwd=REPO, stderr=subprocess.PIPE, text=True)
 
     assert started("fast", tmp_path / "whole" / "x").wait(timeout=LIMIT_S) == 0
     for seconds in (0.05, 0.4, 0.7):

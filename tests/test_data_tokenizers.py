@@ -1,17 +1,16 @@
 """Text to ids and back, vocabularies trained here, and files that do not fit each other."""
 
 import json
-from pathlib import Path
 
 import pytest
 from odd_texts import texts
+from support.paths import GPT2, TESTS
 
 from megatron_lite.data.byte_pairs import byte_alphabet, train_bpe, write_bpe
 from megatron_lite.data.text_files import END_OF_TEXT
 from megatron_lite.data.tokenizers import make_tokenizer
 from megatron_lite.errors import DataError, UserError
 
-GPT2 = Path(__file__).parents[2] / "shared" / "data" / "gpt2"
 needs_gpt2 = pytest.mark.skipif(not GPT2.is_dir(), reason="no ../shared/data/gpt2 beside the repository")
 BYTES = list(byte_alphabet())
 MERGES = [("h", "e"), ("Ġ", "he"), ("l", "l")]
@@ -141,7 +140,7 @@ def test_files_of_different_models(tmp_path):
 
 # --- training a byte-level vocabulary: the order of its ids, and what other readers make of its files
 
-TEXT = Path(__file__).with_name("waiting.py").read_text(encoding="utf-8") + " naïve 東京 🎉 aaaaaaa aaaa aaa"
+TEXT = (TESTS / "conftest.py").read_text(encoding="utf-8") + " naïve 東京 🎉 aaaaaaa aaaa aaa"
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from equal_curves import STEPS, WORDS, apart, curve_of, norms_apart, offset, plain_curve, read_curve, write_text
-from launch import alone, flags, on_ranks
+from launch import alone, flags, on_ranks, train_all
 from plain_gpt import Curve
 
 from megatron_lite.parallel import data_parallel
@@ -140,7 +140,7 @@ def test_two_ranks_agree_with_one(data, tmp_path, train, ours):
     scenarios = tmp_path / "scenarios.json"
     words = {"fp32": "", "bf16": "--bf16"}
     scenarios.write_text(json.dumps({name: flags(WORDS, words[name], data=data) for name in words}))
-    on_ranks("launch:train_all", tmp_path, str(scenarios))
+    on_ranks(train_all, tmp_path, str(scenarios))
     assert IN_FP32.holds(read_curve(tmp_path / "fp32"), ours)
     assert IN_BF16.holds(read_curve(tmp_path / "bf16"), train("--bf16"))
 

@@ -10,18 +10,18 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.paths import REPO
 from waiting import LIMIT_S
 
 from megatron_lite.cli.main import main
 from megatron_lite.formats.file_names import RUN_FILE, STEPS_FILE
 from megatron_lite.run_folder import TRACKER_FILE
 
-ROOT = Path(__file__).resolve().parents[1]
-SCRIPT = ROOT / "examples" / "gpt3" / "train_gpt3_857m_distributed.sh"
-QUICKSTART = ROOT / "examples" / "gpt3" / "quickstart.sh"
-SOURCED = [ROOT / "examples" / "environment.sh", ROOT / "examples" / "nsight.sh"]
-SLURM = ROOT / "examples" / "gpt3" / "slurm.sbatch"
-SCRIPTS = [SCRIPT, QUICKSTART, SLURM, *SOURCED, ROOT / "tests" / "run", ROOT / ".ci" / "run"]
+SCRIPT = REPO / "examples" / "gpt3" / "train_gpt3_857m_distributed.sh"
+QUICKSTART = REPO / "examples" / "gpt3" / "quickstart.sh"
+SOURCED = [REPO / "examples" / "environment.sh", REPO / "examples" / "nsight.sh"]
+SLURM = REPO / "examples" / "gpt3" / "slurm.sbatch"
+SCRIPTS = [SCRIPT, QUICKSTART, SLURM, *SOURCED, REPO / "tests" / "run", REPO / ".ci" / "run"]
 OURS = (
     "TP",
     "CP",
@@ -41,7 +41,7 @@ TINY = [
 SHORT = ["--train-iters", "2", "--lr-decay-iters", "2", "--log-interval", "1", "--eval-iters", "1"]
 
 
-def start(script: Path, *arguments, cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess:
+def start(script: Path, *arguments, cwd: Path = REPO, **environment: str) -> subprocess.CompletedProcess:
     """The script under bash, without GPUs and with this interpreter."""
     kept = {name: value for name, value in os.environ.items() if name not in OURS}
     env = kept | {"PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""} | environment
@@ -74,7 +74,7 @@ def test_scripts_parse_and_can_be_executed(script):
     subprocess.run(["bash", "-n", str(script)], check=True)
     assert os.access(script, os.X_OK) or script in SOURCED
     if shutil.which("shellcheck"):
-        subprocess.run(["shellcheck", "-x", str(script)], check=True, cwd=ROOT)
+        subprocess.run(["shellcheck", "-x", str(script)], check=True, cwd=REPO)
 
 
 REFUSED = [  # arguments that replace the last of CKPT TB VOCAB MERGES DATA, or follow them; variables
@@ -148,7 +148,7 @@ def test_bf16_behind_the_dashes_replaces_fp16(places, tmp_path):
 def copy_repository(folder: Path) -> Path:
     """To be trained in."""
     ignored = shutil.ignore_patterns(".*", "quickstart", "runs", "build", "*.egg-info", "__pycache__")
-    return Path(shutil.copytree(ROOT, folder / "a copy", ignore=ignored))
+    return Path(shutil.copytree(REPO, folder / "a copy", ignore=ignored))
 
 
 @pytest.mark.slow
@@ -236,7 +236,7 @@ exec "{sys.executable}" "$@"
     ],
 )
 def test_a_python_that_cannot_make_an_environment_is_said(fails_at, said, tmp_path):
-    shutil.copytree(ROOT / "examples", tmp_path / "copy" / "examples")
+    shutil.copytree(REPO / "examples", tmp_path / "copy" / "examples")
     script = tmp_path / "copy" / "examples" / "gpt3" / QUICKSTART.name
     assert_refused(start(script, PYTHON=python_that(tmp_path, fails_at)), said)
     assert not (tmp_path / "copy" / ".venv").exists()
@@ -245,7 +245,7 @@ def test_a_python_that_cannot_make_an_environment_is_said(fails_at, said, tmp_pa
 @pytest.mark.slow
 def test_what_pip_said_is_shown_when_it_fails(tmp_path):
     copy = tmp_path / "a copy"
-    shutil.copytree(ROOT / "examples", copy / "examples")  # and no pyproject.toml
+    shutil.copytree(REPO / "examples", copy / "examples")  # and no pyproject.toml
     run = start(copy / "examples" / "gpt3" / QUICKSTART.name, PYTHON=python_that(tmp_path, "nothing"))
     assert run.returncode == 2
     assert "neither 'setup.py' nor 'pyproject.toml' found" in run.stderr
@@ -253,7 +253,7 @@ def test_what_pip_said_is_shown_when_it_fails(tmp_path):
 
 
 def test_an_environment_needs_each_package_of_pyproject(tmp_path):
-    lines = (ROOT / "pyproject.toml").read_text().partition("\ndependencies = [\n")[2].partition("\n]")[0].splitlines()
+    lines = (REPO / "pyproject.toml").read_text().partition("\ndependencies = [\n")[2].partition("\n]")[0].splitlines()
     names = [re.match(r'\s*"([\w-]+)', line)[1] for line in lines]
     assert {"torch", "msgspec", "rich", "pyyaml"} <= set(names)
 
@@ -267,7 +267,7 @@ def test_an_environment_needs_each_package_of_pyproject(tmp_path):
             "import runpy, sys, importlib.metadata\n"
             f"sys.path[:] = [path for path in sys.path if '-packages' not in path] + [{str(tmp_path / case)!r}]\n"
             "sys.argv = ['packages.py', 'missing']\n"
-            f"runpy.run_path({str(ROOT / 'examples' / 'packages.py')!r}, run_name='__main__')"
+            f"runpy.run_path({str(REPO / 'examples' / 'packages.py')!r}, run_name='__main__')"
         )
         run = subprocess.run([sys.executable, "-S", "-c", code], capture_output=True, text=True, check=False)
         return run.returncode, run.stdout.strip()
@@ -309,7 +309,7 @@ def test_without_a_gpu_the_cpu_build_is_taken_or_its_size_said_first(builds, tak
     python = tmp_path / "venv" / "bin" / "python"
     python.write_text(FAKE_PIP)
     python.chmod(0o755)
-    script = f"""set -euo pipefail; root={ROOT}; source "$root/examples/environment.sh"
+    script = f"""set -euo pipefail; root={REPO}; source "$root/examples/environment.sh"
         has_driver() {{ return 1; }}; uname() {{ echo Linux x86_64; }}
         make_environment "{tmp_path}/venv" . """
     said, seen = tmp_path / "said", tmp_path / "seen"

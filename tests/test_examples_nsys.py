@@ -10,9 +10,9 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+from support.paths import REPO
 from waiting import LIMIT_S
 
-ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = Path("examples", "gpt3", "train_gpt3_857m_distributed.sh")
 NSYS_2022 = [
     "-c, --capture-range=", "--capture-range-end=", "--kill=", "--cuda-graph-trace=", "--cpuctxsw=",
@@ -55,8 +55,8 @@ class Desk:
     def __init__(self, folder: Path):
         self.folder = folder / "a $copy of 100%h"
         self.tools, self.reports = folder / "tools", self.folder / "nsight_profile"
-        shutil.copytree(ROOT / "examples", self.folder / "examples")
-        shutil.copy(ROOT / "pyproject.toml", self.folder)
+        shutil.copytree(REPO / "examples", self.folder / "examples")
+        shutil.copy(REPO / "pyproject.toml", self.folder)
         self.unix = folder / "unix"  # and no nsys that this machine may have
         self.unix.mkdir()
         for name in UNIX.split():
@@ -308,6 +308,6 @@ def test_what_a_report_holds_is_counted(tmp_path):
     window = "window: steps 9-12 of this run = iterations 109-112"
     texts = [f"rank 10 of 11, {window}", f"rank 9 of 11, {window}", "step 9", "step 9", "step 12", "steps", "step 11"]
     write_report(tmp_path / "x?y%20.sqlite", *texts, kernels=3)
-    command = [sys.executable, ROOT / "examples" / "nsight_contents.py", tmp_path / "x?y%20.sqlite"]
+    command = [sys.executable, REPO / "examples" / "nsight_contents.py", tmp_path / "x?y%20.sqlite"]
     run = subprocess.run(command, check=True, capture_output=True, text=True)
     assert run.stdout == f"steps 9, 11-12, 5 ranges, 3 kernels; rank 9 of 11, {window}; rank 10 of 11, {window}\n"

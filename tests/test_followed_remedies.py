@@ -12,6 +12,7 @@ from command_lines import argv, mistakes
 from finding_cases import CASES, MORE_TRIGGERS
 from msgspec import convert
 from snapshot_maker import training
+from support.paths import REPO
 from training_maker import gpu
 
 from megatron_lite.analysis.analyze import analyze
@@ -25,8 +26,7 @@ from megatron_lite.config.world import World
 from megatron_lite.formats.run_record import Plan, Shape, Sharding
 from megatron_lite.planner.hardware import PROCESSORS, find_processors
 
-ROOT = Path(__file__).parents[1]
-README_SCRIPT = ROOT / "examples" / "gpt3" / "train_gpt3_857m_distributed.sh"
+README_SCRIPT = REPO / "examples" / "gpt3" / "train_gpt3_857m_distributed.sh"
 WORDS = ["CKPT", "TB", "VOCAB", "MERGES", "DATA"]
 FINDINGS = [*((code, case[0]) for code, case in CASES.items()), *MORE_TRIGGERS]
 END = re.compile(r"\.$| (?:runs|follows|shows|reads|writes|explains?) .*")  # of a command that a sentence names

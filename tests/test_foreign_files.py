@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import run_maker
 import torch
+from support.paths import PACKAGE
 
 from megatron_lite.cli.main import main
 from megatron_lite.convert.weights_folder import WHOLE, write_safetensors
 from megatron_lite.shared_files import read_foreign
 
-PACKAGE = Path(__file__).parent.parent / "megatron_lite"
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
     "vocab_size": 32,

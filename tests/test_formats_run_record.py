@@ -4,11 +4,11 @@ import dataclasses
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import msgspec
 import pytest
 from command_lines import plan as resolved_plan
+from support.paths import REPO
 
 from megatron_lite.analysis.run.read_record import convert_sound, read_record
 from megatron_lite.config.shape import ModelShape
@@ -18,7 +18,6 @@ from megatron_lite.formats.file_names import RUN_FILE
 from megatron_lite.formats.run_record import RunRecord, encode_run
 from megatron_lite.train.run_record import record_plan
 
-REPO = Path(__file__).parent.parent
 STAGES = "--pipeline-model-parallel-size 2 --num-layers 4 --decoder-first-pipeline-num-layers 1"
 WORDS = {
     "one rank": ("", World()),

@@ -7,7 +7,7 @@ import pytest
 import torch
 from command_lines import plan
 from convert_cases import EXACT, VOCABULARY, export, kept
-from launch import alone, flags, on_ranks, train
+from launch import alone, flags, on_ranks, train, train_all
 from model_variants import VARIANTS, build
 from test_checkpoint_megatron import rewrite
 
@@ -69,7 +69,7 @@ def test_a_model_that_ranks_split_speaks(tmp_path):
         train(flags(words, tmp_path / "one"), tmp_path / "run")
     split = flags(words, tmp_path / "four", "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2")
     (tmp_path / "runs.json").write_text(json.dumps({"run_of_four": split}))
-    on_ranks("launch:train_all", tmp_path, str(tmp_path / "runs.json"), ranks=4)
+    on_ranks(train_all, tmp_path, str(tmp_path / "runs.json"), ranks=4)
     models = [load_generator(tmp_path / name, False, None, "cpu", print)[0].state_dict() for name in ("one", "four")]
     for name, weight in models[0].items():
         torch.testing.assert_close(

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.paths import REPO
 
-REPO = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(REPO), str(REPO / "tests" / "gpu")]
 
 from gpu_checks import main, outcome, pytest_side, speed

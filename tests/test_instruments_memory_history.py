@@ -5,7 +5,18 @@ import re
 
 import pytest
 import torch
-from launch import DROPOUT, alone, checkpoint, flags, losses, on_ranks, plan_of, quietly, same
+from launch import (
+    DROPOUT,
+    alone,
+    checkpoint,
+    flags,
+    losses,
+    on_ranks,
+    plan_of,
+    quietly,
+    same,
+    train_all,
+)
 from snapshots import PLAIN, live_at_each_moment, live_blocks, protocol, read_snapshot, trace, types_in
 from torch.cuda import _memory_viz
 from waiting import full_disk
@@ -217,7 +228,7 @@ def test_each_of_several_ranks_has_its_file(tmp_path):
         for name, ranks in (("all", "-1"), ("one", "1"))
     }
     (tmp_path / "argv.json").write_text(json.dumps(argv))
-    outputs = on_ranks("launch:train_all", tmp_path, str(tmp_path / "argv.json"))
+    outputs = on_ranks(train_all, tmp_path, str(tmp_path / "argv.json"))
     assert sorted(p.name for p in (tmp_path / "all/deep").iterdir()) == ["s_rank0.pickle", "s_rank1.pickle"]
     assert [p.name for p in (tmp_path / "one/deep").iterdir()] == ["s.pickle"]
     assert [output.count("memory snapshot: ") for output in outputs] == [1, 2]

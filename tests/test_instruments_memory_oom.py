@@ -7,8 +7,9 @@ import sys
 
 import pytest
 import torch
-from launch import ALONE, REPO, environment, flags, plan_of
+from launch import ALONE, environment, flags, plan_of
 from snapshots import live_at_each_moment, protocol, read_snapshot, trace
+from support.paths import REPO
 from waiting import LIMIT_S
 
 from megatron_lite.config.world import World

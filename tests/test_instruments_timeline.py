@@ -342,7 +342,7 @@ def one_of_two_is_slow(world, folder):
 
 
 def test_two_ranks_are_compared(tmp_path):
-    *_, out = on_ranks("test_instruments_timeline:one_of_two_is_slow", tmp_path, str(tmp_path))
+    *_, out = on_ranks(one_of_two_is_slow, tmp_path, str(tmp_path))
     _, of_forward, of_backward = out.split("iteration        1/")
     found = intervals(tmp_path / "forward")
     assert [f["steps"] for f in found] == [[3, 3], [4, 4], [4, 4], [1, 1]]

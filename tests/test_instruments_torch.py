@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from launch import REPO, Interrupts, alone, flags, losses, plan_of, quietly, same, train
+from launch import Interrupts, alone, flags, losses, plan_of, quietly, same, train
+from support.paths import REPO
 from traces import events, nested, spans, steps_of, trace, trace_files
 from waiting import full_disk
 

@@ -352,7 +352,7 @@ def test_each_profiled_rank_has_its_own_trace_of_the_same_steps(tmp_path):
     window = "--train-iters 5 --profile --use-pytorch-profiler --profile-step-start 3 --profile-step-end 5"
     argvs = [flags(window, f"--profile-ranks {ranks}") for ranks in ("-1", "1")]
     argvs.append(flags("--train-iters 14 --profile-ranks -1 --log-interval 7"))
-    on_ranks("test_instruments_window:train_all_and_on_request", tmp_path, json.dumps(argvs))
+    on_ranks(train_all_and_on_request, tmp_path, json.dumps(argvs))
     assert steps_of(tmp_path / "run0", 0) == steps_of(tmp_path / "run0", 1) == [3, 4]
     assert len(list((tmp_path / "run1").glob("*.trace.json"))) == 1 and steps_of(tmp_path / "run1", 1) == [3, 4]
     [first], [second] = captures(tmp_path / "live", 0), captures(tmp_path / "live", 1)

@@ -5,14 +5,14 @@ import tracemalloc
 from pathlib import Path
 
 import pytest
+from support.paths import REPO
 
 from megatron_lite.cli import watched_shell
 from megatron_lite.cli.launch_script import read_launch_script
 from megatron_lite.cli.launcher import Ranks
 from megatron_lite.errors import UserError
 
-ROOT = Path(__file__).parent.parent
-OUR_SCRIPT = str(ROOT / "examples/gpt3/train_gpt3_857m_distributed.sh")
+OUR_SCRIPT = str(REPO / "examples/gpt3/train_gpt3_857m_distributed.sh")
 IN_MEGATRONS_FORM = r"""#!/bin/bash
 export CUDA_DEVICE_MAX_CONNECTIONS=1
 PER_NODE=8

@@ -2,11 +2,11 @@
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from forks import Fork
 from launch import environment, flags, free_port
+from support.paths import REPO
 from waiting import LIMIT_S
 
 from megatron_lite.config.launchers import (
@@ -212,7 +212,7 @@ def test_mistakes_of_the_environment_end_with_one_line():
 
 
 def test_tasks_of_srun_are_the_ranks_of_one_run(tmp_path):
-    script = str(Path(__file__).parent.parent / "pretrain_gpt.py")
+    script = str(REPO / "pretrain_gpt.py")
     port, processes = str(free_port()), []
     for task in range(2):
         step = {"MASTER_PORT": port, "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"}

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 from measure_house import count_code_and_comments
+from support.paths import REPO
 from waiting import LIMIT_S
 
-REPO = Path(__file__).parent.parent
 PACKAGE = REPO / "megatron_lite"
 LEVELS = [  # bottom up: what stands together does not know each other
     {"terminal", "formats"},

@@ -116,4 +116,4 @@ def one_race_for_all(world):
 
 @pytest.mark.slow
 def test_the_first_rank_decides_for_all(tmp_path):
-    assert all("took of rank 0" in out for out in on_ranks("test_model_attention_choice:one_race_for_all", tmp_path))
+    assert all("took of rank 0" in out for out in on_ranks(one_race_for_all, tmp_path))

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from launch import DATA, MODEL, NO_DROPOUT, write_documents
 from nsys_report import NSYS, Report, why_not
+from support.paths import REPO
 from traces import steps_of
 from waiting import LIMIT_S
 
-ROOT = Path(__file__).resolve().parents[1]
 PHASES = {"data", "data_to_device", "forward", "backward", "grad_sync", "unscale", "clip_grad", "optimizer_step", "log"}
 TRAINER = """
 import os, sys, time
@@ -43,7 +43,7 @@ class Place:
 
     def __init__(self, folder: Path):
         self.folder, self.last = folder / "a $place at 100%h", 0
-        shutil.copytree(ROOT / "examples", self.folder / "examples")
+        shutil.copytree(REPO / "examples", self.folder / "examples")
         (self.folder / "pretrain_gpt.py").write_text(TRAINER)
         for name in ("vocab.json", "merges.txt"):
             (self.folder / name).touch()
@@ -61,7 +61,7 @@ class Place:
             f"--profile-step-start {window[0]} --profile-step-end {window[1]}"
         )
         argv = ["bash", script, *(self.folder / name for name in names), "--nsys", "--", *MODEL, *DATA, *NO_DROPOUT]
-        paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+        paths = os.pathsep.join([str(REPO), os.environ.get("PYTHONPATH", "")])
         env = os.environ | {"PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "NSYS": NSYS}
         env |= {"SLURM_JOB_ID": str(self.last), "PYTHONPATH": paths, "GPUS_PER_NODE": str(ranks)}
         env |= {"A_SECRET": "correct horse battery staple"} | environment

@@ -11,12 +11,12 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from support.paths import REPO
 
 from megatron_lite.terminal import describe_version
 
-ROOT = Path(__file__).parents[1]
 PACKAGE = "megatron_lite"
-IMAGE = ROOT / "examples" / "gpt3" / "Dockerfile"
+IMAGE = REPO / "examples" / "gpt3" / "Dockerfile"
 
 
 def run(*command, cwd: Path) -> str:
@@ -33,8 +33,8 @@ def distributions(tmp_path_factory) -> tuple[Path, Path, Path]:
     source = folder / "source"
     source.mkdir()
     for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source / name)
-    shutil.copytree(ROOT / PACKAGE, source / PACKAGE, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copy(REPO / name, source / name)
+    shutil.copytree(REPO / PACKAGE, source / PACKAGE, ignore=shutil.ignore_patterns("__pycache__"))
     run(sys.executable, "-m", "build", "--outdir", folder, source, cwd=folder)
     return source, *folder.glob("*.tar.gz"), *folder.glob("*.whl")
 
@@ -43,7 +43,7 @@ def make_clean_environment(folder: Path) -> Path:
     """An environment with the packages that this one has beside the project, which is not installed in it; returns its bin/."""
     run(sys.executable, "-m", "venv", folder, cwd=folder.parent)
     [packages] = folder.glob("lib/python*/site-packages")
-    beside = [path for path in sys.path if path.endswith("site-packages") and path != str(ROOT)]
+    beside = [path for path in sys.path if path.endswith("site-packages") and path != str(REPO)]
     (packages / "beside.pth").write_text("\n".join(dict.fromkeys([*site.getsitepackages(), *beside])))
     return folder / "bin"
 
@@ -84,7 +84,7 @@ def test_the_installed_package_trains_generates_and_watches(distributions, tmp_p
 
 def test_the_script_names_its_version_without_torch():
     code = "import runpy, sys\ntry:\n    runpy.run_path('pretrain_gpt.py', run_name='__main__')\nfinally:\n    assert 'torch' not in sys.modules"
-    assert run(sys.executable, "-c", code, "--version", cwd=ROOT).strip() == describe_version()
+    assert run(sys.executable, "-c", code, "--version", cwd=REPO).strip() == describe_version()
 
 
 def read_image() -> list[tuple[str, str]]:
@@ -101,8 +101,8 @@ def test_the_image_is_made_of_files_that_are_here_and_lies_where_kubernetes_look
     for word, text in steps:
         if word == "COPY":
             *sources, target = text.split()
-            assert all((ROOT / source).exists() for source in sources)
-            folders = [source for source in sources if (ROOT / source).is_dir()]
+            assert all((REPO / source).exists() for source in sources)
+            folders = [source for source in sources if (REPO / source).is_dir()]
             # COPY puts what a folder holds into the target
             assert folders == [] or (len(sources) == 1 and target == f"{place}/megatron_lite/{folders[0]}")
         if word == "RUN":
@@ -115,8 +115,8 @@ def test_the_image_is_made_of_files_that_are_here_and_lies_where_kubernetes_look
 def test_the_image_installs_the_packages_of_pyproject(tmp_path):
     """Its one line of Python prints what examples/packages.py reads, too."""
     tomllib = pytest.importorskip("tomllib")
-    listed = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["dependencies"]
+    listed = tomllib.loads((REPO / "pyproject.toml").read_text(encoding="utf-8"))["project"]["dependencies"]
     [line] = [text for word, text in read_image() if word == "RUN" and "requirements.txt" in text]
     command = line.partition(">")[0] if "'>" in line else line.partition("' ")[0] + "'"
-    command = command.replace("/workspace/megatron_lite", str(ROOT)).replace("python ", f"{sys.executable} ", 1)
+    command = command.replace("/workspace/megatron_lite", str(REPO)).replace("python ", f"{sys.executable} ", 1)
     assert run("sh", "-c", command, cwd=tmp_path).split("\n")[:-1] == listed

@@ -10,7 +10,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from launch import alone, checkpoint, flags, losses, on_ranks, plan_of, same, steps, train
+from launch import (
+    alone,
+    checkpoint,
+    flags,
+    losses,
+    on_ranks,
+    plan_of,
+    same,
+    steps,
+    train,
+    train_all,
+)
 from layout_table import (
     BUBBLE,
     CHUNKS,
@@ -29,21 +40,17 @@ from layout_table import (
     ask_ranks,
     build_rank,
     go_together,
+    measure_traffic,
     run_cases,
 )
 
-from megatron_lite.analysis.memory.read import analyze_snapshot, read_snapshot
+from megatron_lite.analysis.memory.read import read_snapshot
 from megatron_lite.config.layout import Sharding, whole_part
 from megatron_lite.config.world import World
 from megatron_lite.cpu_kernels.rules import find_slow_precisions
-from megatron_lite.instruments.memory_tags import Place
-from megatron_lite.instruments.memory_tracker import StorageTracker
 from megatron_lite.model.gpt import GPT
-from megatron_lite.optim.optimizer import Optimizer
-from megatron_lite.parallel.data_parallel import replicate
 from megatron_lite.parallel.groups import make_groups
 from megatron_lite.planner.walk.rehearse import rehearse
-from megatron_lite.planner.walk.tracker import CollectiveCounter
 from megatron_lite.train.build_model import build_model
 from megatron_lite.train.checkpoint import Checkpoints
 from megatron_lite.train.loop import Progress
@@ -140,7 +147,7 @@ def hand_on(folder: Path, words: str, ring: list[str]):
                 train(argv, folder / "run")
         else:
             (folder / "argv.json").write_text(json.dumps({"run": argv}))
-            on_ranks("launch:train_all", folder, str(folder / "argv.json"), ranks=ranks)
+            on_ranks(train_all, folder, str(folder / "argv.json"), ranks=ranks)
 
 
 @pytest.mark.parametrize(
@@ -206,7 +213,7 @@ def test_what_is_loaded_and_saved_again_is_the_same(saved, tmp_path, words, layo
     argv = flags(TRAIN, f"{LLAMA} --bf16", words, layout, "--load", saved, "--save", tmp_path / "again")
     splits = [word for word in layout.split() if word in f"{TP2} {PP2} {ZERO1} {ZERO3}"]
     ranks = 4 if len([word for word in splits if word.startswith("--")]) > 1 or "4" in layout else 2
-    on_ranks("test_parallel_layouts:load_and_save", tmp_path, json.dumps(argv), ranks=ranks)
+    on_ranks(load_and_save, tmp_path, json.dumps(argv), ranks=ranks)
     first, again = checkpoint(saved, 2), checkpoint(tmp_path / "again", 2)
     names = [name for name in first if name != "record" and not name.startswith("random.")]
     assert len(names) > 50 and all(same(first[name], again[name]) for name in names)
@@ -224,39 +231,12 @@ def saved(tmp_path_factory):
 # --- what travels, and what is held
 
 
-def measure(world, argv: str):
-    """For on_ranks: prints the most bytes held while the model is built, those of the optimizer's tensors, and what a second
-    step sends."""
-    plan, tracker = plan_of(json.loads(argv), world), StorageTracker(Place(), 1_000_000)
-    groups = make_groups(plan, CPU)
-    tracker.start()
-    model = build_model(plan, CPU, groups)
-    sizes = [p.numel() for p in model.parameters()]
-    layer = sum(p.numel() for p in next(iter(model.decoder.layers)).parameters())
-    replica = replicate(plan, model, groups)
-    tracker.stop()
-    built = analyze_snapshot(tracker.snapshot(), Path("build")).peak_bytes
-    optimizer = Optimizer(plan, replica.parameters, CPU, replica.sum_over_ranks, replica.counted)
-    step = TrainingStep(plan, replica, optimizer, BatchMaker(plan.args.data, plan.layout, CPU, None))
-    batches = iter(lambda: torch.randint(127, (1, plan.shape.seq_length + 1)), None)
-    for sent in (CollectiveCounter(), CollectiveCounter()):
-        with sent:
-            step(batches, 0, lambda phase: contextlib.nullcontext())
-    states = sum(v.nbytes for state in optimizer.engine.state.values() for v in state.values() if v.ndim)
-    weights = sum(p.nbytes for p in replica.parameters)
-    kinds, calls = Counter(), Counter()
-    for (_, kind, num_bytes), times in sent.calls.items():
-        kinds[kind] += times * num_bytes
-        calls[f"{kind} of {num_bytes}"] += times
-    print(json.dumps([layer, sum(sizes), max(sizes), built, weights, states, kinds, calls]))
-
-
 @pytest.mark.parametrize("layout", [ZERO1, ZERO3])
 def test_bytes(tmp_path, layout):
     """Two micro-batches of two layers. ZeRO-1: 4 bytes per parameter reduce-scattered, 2 gathered. ZeRO-3: 4 per micro-batch,
     and in each a layer is gathered twice."""
     argv = flags(f"--hidden-size 128 --fp16 --accumulate-allreduce-grads-in-fp32 {layout}")
-    for answer in ask_ranks("test_parallel_layouts:measure", tmp_path, json.dumps(argv)):
+    for answer in ask_ranks(measure_traffic, tmp_path, json.dumps(argv)):
         layer, number, largest, built, weights, states, sent, _ = answer
         # a rank's rows, and one parameter at a time whole, its rows rounded
         assert built <= 4 * number / 2 + 4 * largest + 2 * largest / 2 + 512 * 100
@@ -271,7 +251,7 @@ def test_what_split_layers_exchange(tmp_path, sequence_parallel):
     """In fp16, of two micro-batches: hidden states, forward and backward, twice per layer and once each by embedding and loss; of
     each token three numbers for the loss; per step the gradients of what all ranks hold, and the norm."""
     argv = flags(f"--hidden-size 64 --fp16 {TP2} {sequence_parallel} --make-vocab-size-divisible-by 32")
-    for *_, sent, calls in ask_ranks("test_parallel_layouts:measure", tmp_path, json.dumps(argv)):
+    for *_, sent, calls in ask_ranks(measure_traffic, tmp_path, json.dumps(argv)):
         hidden, layers, micro_batches = 2 * 16 * 64, 2, 4
         loss, norm, partial = 12 * 16 * micro_batches, 4, 0
         if sequence_parallel:
@@ -304,7 +284,7 @@ def draw(world, argv: str):
 @pytest.mark.parametrize("sequence_parallel", [SP, ""])
 def test_ranks_drop_alike_what_all_hold_and_their_own_apart(tmp_path, sequence_parallel):
     argv = json.dumps(flags(f"{TP2} {sequence_parallel} --hidden-dropout 0.5 --attention-dropout 0.5"))
-    runs = [ask_ranks("test_parallel_layouts:draw", tmp_path, argv) for _ in range(2)]
+    runs = [ask_ranks(draw, tmp_path, argv) for _ in range(2)]
     (hidden, *heads), (others_hidden, *others_heads) = runs[0]
     assert runs[0] == runs[1]
     assert (hidden == others_hidden) == (not sequence_parallel)
@@ -325,7 +305,7 @@ def test_the_rehearsed_peak_is_the_recorded_one(tmp_path, words):
         "--profile-step-start 0 --profile-step-end 3 --memory-snapshot-path", tmp_path / "memory.pickle",
     )  # fmt: skip
     (tmp_path / "argv.json").write_text(json.dumps({"run": argv}))
-    on_ranks("launch:train_all", tmp_path, str(tmp_path / "argv.json"))
+    on_ranks(train_all, tmp_path, str(tmp_path / "argv.json"))
     recorded, expected = read_snapshot(tmp_path / "memory.pickle"), rehearse(plan_of(argv, World(0, 2, 0, 2)))
     # the loop's own scalars, which the rehearsal has none of, and what gloo's threads have not let go of yet
     assert 0 <= recorded.peak_bytes - expected.allocated_peak_bytes <= 0.05 * recorded.peak_bytes
@@ -351,7 +331,7 @@ def overflow(world):
 
 
 def test_an_overflow_on_one_rank_skips_the_step_on_all(tmp_path):
-    assert ask_ranks("test_parallel_layouts:overflow", tmp_path) == [[False, True, False]] * 2
+    assert ask_ranks(overflow, tmp_path) == [[False, True, False]] * 2
 
 
 def limits(world, argv: str):
@@ -364,7 +344,7 @@ def limits(world, argv: str):
 
 def test_every_groups_operations_have_the_flags_limit(tmp_path):
     argv = json.dumps(flags(f"{TP2} {CP2} --distributed-timeout-minutes 3"))
-    assert ask_ranks("test_parallel_layouts:limits", tmp_path, argv, ranks=4) == [[180.0] * 3] * 4
+    assert ask_ranks(limits, tmp_path, argv, ranks=4) == [[180.0] * 3] * 4
 
 
 def test_rows():

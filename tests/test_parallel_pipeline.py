@@ -4,8 +4,8 @@ import itertools
 import json
 
 import pytest
-from launch import flags, on_ranks, plan_of
-from layout_table import ask_ranks
+from launch import flags, on_ranks, plan_of, train_all
+from layout_table import ask_ranks, measure_traffic
 
 from megatron_lite.analysis.analyze import analyze
 from megatron_lite.config.layout import Layout, Stage, Turn, count_stage_layers, find_source, order_turns
@@ -178,7 +178,7 @@ def test_what_stages_exchange(tmp_path, tensor):
     """Hidden states onward and their gradients back, once per micro-batch; of a tied embedding the gradient, once per step."""
     words = f"{PP2} {tensor} --hidden-size 64 --fp16 --make-vocab-size-divisible-by 32 --global-batch-size 8"
     ranks = 4 if tensor else 2
-    answers = ask_ranks("test_parallel_layouts:measure", tmp_path, json.dumps(flags(words)), ranks=ranks)
+    answers = ask_ranks(measure_traffic, tmp_path, json.dumps(flags(words)), ranks=ranks)
     for rank, (*_, sent, calls) in enumerate(answers):
         share = 2 if tensor else 1
         num_bytes = 2 * 16 * 64 // share
@@ -198,7 +198,7 @@ def test_traces_tell_communication_apart_by_group(tmp_path):
     common = "--num-layers 4 --global-batch-size 8 --micro-batch-size 2 --train-iters 6"
     scenarios = {name: flags(common, words, window) for name, words in runs.items()}
     (tmp_path / "scenarios.json").write_text(json.dumps(scenarios))
-    on_ranks("launch:train_all", tmp_path, str(tmp_path / "scenarios.json"), ranks=4)
+    on_ranks(train_all, tmp_path, str(tmp_path / "scenarios.json"), ranks=4)
     for name, expected in (
         # 2 layers of 4 micro-batches gather and sum twice each way, and gather twice again for weights; embedding, logits, loss besides
         ("stages", {"tensor": 94, "pipeline": 8, "": 3}),

@@ -80,7 +80,7 @@ def hold_reductions(world, scenario: str):
 def test_a_rank_has_its_gradients_before_it_waits_for_others(tmp_path):
     words = flags("--train-iters 3 --log-interval 1 --global-batch-size 8 --bf16 --ddp-bucket-size 20000")
     (tmp_path / "one.json").write_text(json.dumps({"run": words}))
-    for output in on_ranks("test_parallel_ranks:hold_reductions", tmp_path, str(tmp_path / "one.json")):
+    for output in on_ranks(hold_reductions, tmp_path, str(tmp_path / "one.json")):
         reduced = [int(line.split()[1]) for line in output.splitlines() if line.startswith("REDUCED")]
         assert len(reduced) == 3 and min(reduced) >= 1 and max(reduced) > 1, reduced
 
@@ -101,7 +101,7 @@ def runs(tmp_path_factory, outputs):
         words = f"--train-iters 6 --global-batch-size 8 {words} {WINDOW if name in PROFILED else ''}"
         scenarios[name] = flags(words, "--save", Path(name), data=data if name in GRADIENT else None)
     (folder / "scenarios.json").write_text(json.dumps(scenarios))
-    outputs += on_ranks("test_parallel_ranks:run_all", folder / "2", str(folder / "scenarios.json"))
+    outputs += on_ranks(run_all, folder / "2", str(folder / "scenarios.json"))
     return folder
 
 

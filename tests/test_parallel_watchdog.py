@@ -168,7 +168,7 @@ def record_on_two_ranks(world):
 
 
 def test_the_recorder_knows_what_waits(tmp_path):
-    first, second = on_ranks("test_parallel_watchdog:record_on_two_ranks", tmp_path)
+    first, second = on_ranks(record_on_two_ranks, tmp_path)
     assert "counts 3 1" in first
     assert "oldest all_reduce #2 (3.9 KiB float32) | broadcast #3 (8 B bool) | 0" in first
     for output in (first, second):

@@ -1,13 +1,12 @@
 """Rehearsals against what others measured: snapshots of a real GPU, and the figures of the example that GPU users start with."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from launch import flags, plan_of
 from medium_lm import prepare as prepare_medium
 from rehearsal_cases import EXAMPLE
 from snapshots import read_snapshot
+from support.paths import SNAPSHOTS
 from torch import Tensor
 
 from megatron_lite.analysis.memory.read import read_snapshot as analyze
@@ -18,8 +17,6 @@ from megatron_lite.planner.walk.rehearse import fake_other_ranks, prepare, summa
 from megatron_lite.planner.walk.tracker import CollectiveCounter
 from megatron_lite.units import GIB
 
-TESTS = Path(__file__).parent
-SNAPSHOTS = TESTS.parents[1] / "shared" / "snapshots"
 needs_real = pytest.mark.skipif(not SNAPSHOTS.is_dir(), reason="no ../shared/snapshots beside the repository")
 ONE, FOUR = World(gpus=1), World(size=4, local_size=4, gpus=4)
 

@@ -1,7 +1,6 @@
 """The table of profile_matrix.py: a way inside this process by default, cell by cell from a shell as slow tests."""
 
 import re
-from pathlib import Path
 
 import pytest
 from launch import Ended, alone, flags, quietly
@@ -13,6 +12,7 @@ from profile_matrix import (
     find_faults,
     write_flags,
 )
+from support.paths import DOCS
 
 from megatron_lite.errors import DivergedError
 
@@ -80,5 +80,5 @@ def test_a_wrong_window_is_a_complaint(case, found, ended, complaint):
 
 
 def test_nsys_is_started_as_the_docs_say():
-    docs = (Path(__file__).parents[1] / "docs" / "profiling.md").read_text(encoding="utf-8")
+    docs = (DOCS / "profiling.md").read_text(encoding="utf-8")
     assert f"{ANY_STRING} nsys profile {OPTIONS} -o NAME " in re.sub(r"\s*\\\n\s*", " ", docs)

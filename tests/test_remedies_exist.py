@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.paths import PACKAGE
 from torch._logging._internal import log_registry
 
 from megatron_lite.analysis.findings.rules import RULES
@@ -23,7 +24,6 @@ from megatron_lite.cli.main import COMMANDS, main
 from megatron_lite.config.args import Args
 from megatron_lite.config.flags import list_flags, read_flags
 
-PACKAGE = Path(__file__).parents[1] / "megatron_lite"
 HOLE = "\N{WHITE SQUARE}"  # what a message fills in
 # folders whose messages name flags as remedies; config/ and cli/ also name those of other programs, which they read
 ADVISING = ["analysis", "convert", "data", "generate.py", "instruments", "report", "smoke.py", "train", "watch"]

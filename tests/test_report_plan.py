@@ -1,9 +1,9 @@
 """A plan's lines on made values: what is not known is said, never guessed."""
 
 import dataclasses
-from pathlib import Path
 
 from command_lines import argv, plan
+from support.paths import REPO
 
 from megatron_lite.cli.main import main
 from megatron_lite.cli.plan import _parser
@@ -131,7 +131,7 @@ def test_the_exact_peak_is_the_verdicts():
 
 
 def test_the_page_names_every_key_of_the_json_and_every_option():
-    page = (Path(__file__).parent.parent / "docs/planning.md").read_text(encoding="utf-8")
+    page = (REPO / "docs/planning.md").read_text(encoding="utf-8")
     found = as_json(report(find_processor("H200")))
     moment = found["memory"]["moments"][0]
     keys = {*found, *found["gpus"][0], *found["memory"], *moment, *moment["rows"][0]}

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from forks import Fork
 from launch import environment, flags, free_port, on_ranks, train
+from support.paths import REPO
 from waiting import LIMIT_S
 
 from megatron_lite.checkpoint import shared_storage
@@ -96,7 +97,7 @@ def save_on_own_disks(world: World, outcome: str):
 @pytest.fixture(scope="module")
 def told(tmp_path_factory) -> list[dict]:
     folder = tmp_path_factory.mktemp("disks")
-    on_ranks("test_shared_storage:save_on_own_disks", folder, "told")
+    on_ranks(save_on_own_disks, folder, "told")
     return [json.loads((folder / f"told.{rank}").read_text()) for rank in range(2)]
 
 
@@ -143,11 +144,11 @@ def save_in_common(world: World):
 
 
 def test_a_checkpoint_is_loaded_where_all_ranks_see_it_or_have_copies(tmp_path):
-    on_ranks("test_shared_storage:save_in_common", tmp_path)
+    on_ranks(save_in_common, tmp_path)
     newest = Path("save/iter_0000004")
     for rank in range(2):
         shutil.copytree(tmp_path / "save", tmp_path / f"node{rank}/save")
-    on_ranks("test_shared_storage:load_from_own_disks", tmp_path, "copies")
+    on_ranks(load_from_own_disks, tmp_path, "copies")
     copies = json.loads((tmp_path / "copies.0").read_text())
     assert copies["error"] is None and "loaded iteration 4" in copies["out"]
     # as torch leaves them where each node wrote to its own disk
@@ -155,12 +156,12 @@ def test_a_checkpoint_is_loaded_where_all_ranks_see_it_or_have_copies(tmp_path):
     for path in (tmp_path / "node1" / newest).iterdir():
         if path.name != "__1_0.distcp":
             path.unlink()
-    on_ranks("test_shared_storage:load_from_own_disks", tmp_path, "parts")
+    on_ranks(load_from_own_disks, tmp_path, "parts")
     parts = [json.loads((tmp_path / f"parts.{rank}").read_text()) for rank in range(2)]
     assert parts[0]["error"] == parts[1]["error"]
     assert "rank 0" in parts[0]["error"] and "rank 1" in parts[0]["error"] and "__1_0.distcp" in parts[0]["error"]
     shutil.rmtree(tmp_path / "node1/save")
-    on_ranks("test_shared_storage:load_from_own_disks", tmp_path, "absent")
+    on_ranks(load_from_own_disks, tmp_path, "absent")
     absent = json.loads((tmp_path / "absent.1").read_text())
     assert "rank 1" in absent["error"] and "node1/save/iter_0000004" in absent["error"]
 
@@ -173,7 +174,7 @@ def test_two_nodes_end_with_one_line_and_save_nothing(tmp_path):
         variables = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
         variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         with open(tmp_path / f"out{rank}", "w") as out:
-            script = str(Path(__file__).parent.parent / "pretrain_gpt.py")
+            script = str(REPO / "pretrain_gpt.py")
             words = [script, *flags(SHORT, "--save save")]
             processes.append(
                 Fork(words, env=environment() | variables, cwd=tmp_path / f"node{rank}", stdout=out, stderr=out)

@@ -11,6 +11,7 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 from measure_house import House
+from support.paths import REPO
 from test_layers import read_core_files
 
 from megatron_lite.analysis.findings.rules import RULES
@@ -18,10 +19,9 @@ from megatron_lite.cli.main import main
 from megatron_lite.config.args import Args
 from megatron_lite.config.flags import list_flags, read_flags
 
-ROOT = Path(__file__).resolve().parents[1]
 MAX_README_WORDS = 900
 ABOUT = 0.05  # figures of the README may be off by so much
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [REPO / "README.md", REPO / "CONTRIBUTING.md", *sorted((REPO / "docs").rglob("*.md"))]
 LOADING = {
     "img": "src",
     "script": "src",
@@ -74,11 +74,11 @@ def test_links_and_pictures_of_pages_are_files_of_the_repository():
 
 
 def test_the_readme_is_short_and_what_it_says_of_the_core_is_so():
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    text = (REPO / "README.md").read_text(encoding="utf-8")
     assert len(text.split()) < MAX_README_WORDS
     assert len(re.findall(r"!\[[^\]]+\]\(docs/pictures/", text)) == 3
     said = re.search(r"(\d+) files, ([\d,]+) lines. They stand on (?:about )?(\d+) more", text)
-    files, house = read_core_files(), House(ROOT)
+    files, house = read_core_files(), House(REPO)
     own = {module for module, path in house.paths.items() if path in files}
     below = set().union(*(house.find_reached(module) for module in own)) - own
     lines = sum(len(file.read_text(encoding="utf-8").splitlines()) for file in files)
@@ -89,8 +89,8 @@ def test_the_readme_is_short_and_what_it_says_of_the_core_is_so():
 
 def test_what_the_page_of_plan_shows_is_what_plan_prints(capsys, monkeypatch):
     """Of the commands that stand there whole; lines between those shown are left out as "..."."""
-    monkeypatch.chdir(ROOT)
-    page = (ROOT / "docs" / "planning.md").read_text(encoding="utf-8")
+    monkeypatch.chdir(REPO)
+    page = (REPO / "docs" / "planning.md").read_text(encoding="utf-8")
     examples = re.findall(r"^```\n\$ megatron-lite (plan .*?[^\\])\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     whole = [(command.replace("\\\n", " "), lines) for command, lines in examples if "..." not in command]
     assert len(whole) == 4
@@ -119,7 +119,7 @@ def built(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("site")
     done = subprocess.run(
         [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-d", folder / "state", "docs", folder / "html"],
-        cwd=ROOT, capture_output=True, text=True, check=False,
+        cwd=REPO, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return folder / "html"
@@ -153,7 +153,7 @@ def test_the_catalogs_have_every_finding_flag_and_key(built):
     terms = "".join(re.findall(r"<dt>.*?</dt>", (built / "flags.html").read_text(encoding="utf-8"), re.DOTALL))
     shown = re.findall(r'<span class="pre">(--[^<]+)</span></code>', terms)
     assert sorted(shown) == sorted(spellings)
-    schema = json.loads((ROOT / "docs" / "report.schema.json").read_text(encoding="utf-8"))
+    schema = json.loads((REPO / "docs" / "report.schema.json").read_text(encoding="utf-8"))
     keys = {key for one in [schema, *schema["$defs"].values()] for key in one["properties"]}
     text = (built / "report_json.html").read_text(encoding="utf-8")
     assert keys <= set(re.findall(r'<li><p><code[^>]*><span class="pre">(\w+)</span>', text))

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from launch import REPO, flags, plan_of
+from launch import flags, plan_of
+from support.paths import REPO
 from torch import nn
 from torch.profiler import schedule
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from command_lines import REPO
 from run_maker import PLAN, RECORD, ranks, step
 from run_maker import folder as run_folder
 from snapshot_maker import MadeSnapshot
+from support.paths import REPO
 from trace_maker import gpu_run
 from trace_maker import write as write_trace
 from waiting import LIMIT_S, Terminal

@@ -23,6 +23,7 @@ from launch import (
     quietly,
     same,
     steps,
+    train_all,
     write_documents,
 )
 
@@ -78,7 +79,7 @@ def two_ranks(tmp_path_factory):
         scenarios[f"{name} whole"] = [*common, "--save", whole, "--save-interval", "5"]
         scenarios[f"{name} rest"] = [*common, "--save", save, "--load", whole, "--ckpt-step", "5"]
     (folder / "scenarios.json").write_text(json.dumps(scenarios))
-    on_ranks("launch:train_all", folder, str(folder / "scenarios.json"))
+    on_ranks(train_all, folder, str(folder / "scenarios.json"))
     return folder
 
 
@@ -122,7 +123,7 @@ def changing_ranks(tmp_path_factory) -> Path:
     def two(**runs: list[str]):
         scenarios = {name: [*common, *map(str, words)] for name, words in runs.items()}
         (folder / "scenarios.json").write_text(json.dumps(scenarios))
-        on_ranks("launch:train_all", folder, str(folder / "scenarios.json"))
+        on_ranks(train_all, folder, str(folder / "scenarios.json"))
 
     save, load = ["--save", folder / "save"], ["--load", folder / "save"]
     two(whole=["--save", folder / "save whole"], first=[*save, "--exit-interval", "3"])

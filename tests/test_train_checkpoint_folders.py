@@ -188,7 +188,7 @@ def load_from_a_folder_that_looks_older(world, save: str):
 
 def test_all_ranks_load_what_the_first_one_chose(saved, tmp_path):
     """Else each would go on with weights of its own, and nothing would tell."""
-    on_ranks("test_train_checkpoint_folders:load_from_a_folder_that_looks_older", tmp_path, str(saved))
+    on_ranks(load_from_a_folder_that_looks_older, tmp_path, str(saved))
     assert [record["iteration"] for record in steps(tmp_path / "rank 1")] == [7, 8]
 
 

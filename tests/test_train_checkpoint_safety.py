@@ -34,6 +34,7 @@ from launch import (
     steps,
     train,
 )
+from support.paths import TESTS
 
 from megatron_lite.checkpoint.folder import missing, newest, reserved, wrong
 from megatron_lite.checkpoint.training_state import Record
@@ -459,7 +460,7 @@ def interrupt_all(world, save: str):
 
 
 def test_ctrl_c_during_a_save_on_two_ranks(tmp_path):
-    outputs = on_ranks("test_train_checkpoint_safety:interrupt_all", tmp_path, str(tmp_path / "save"))
+    outputs = on_ranks(interrupt_all, tmp_path, str(tmp_path / "save"))
     assert [output.splitlines()[-1] for output in outputs] == ["interrupted"] * 2
     assert newest(tmp_path / "save").name == "iter_0000002" and iterations(tmp_path / "save") == [2]
 
@@ -467,7 +468,7 @@ def test_ctrl_c_during_a_save_on_two_ranks(tmp_path):
 def test_ctrl_c_during_a_save_names_the_checkpoint_before_and_exits_130(tmp_path):
     save = tmp_path / "save"
     (tmp_path / "driver.py").write_text(
-        f"import sys\nsys.path.insert(0, {str(Path(__file__).parent)!r})\nimport torch\nfrom megatron_lite.app import main\n"
+        f"import sys\nsys.path[:0] = {[str(TESTS), str(Path(__file__).parent)]!r}\nimport torch\nfrom megatron_lite.app import main\n"
         "from test_train_checkpoint_safety import Path, interrupt_in\n"
         f"torch.save = interrupt_in(Path({str(save)!r}), 4)\nsys.exit(main(sys.argv[1:]))\n"
     )
@@ -565,7 +566,7 @@ def fail_to_save(world, folder: str):
 
 
 def test_all_ranks_hear_of_a_failed_save_and_of_another_run(tmp_path, holder):
-    for output in on_ranks("test_train_checkpoint_safety:fail_to_save", tmp_path, str(tmp_path)):
+    for output in on_ranks(fail_to_save, tmp_path, str(tmp_path)):
         for name, (failing, _) in CANNOT_SAVE.items():
             [said] = re.findall(f"^{name} refused: --save (.*)", output, re.MULTILINE)
             if failing is None:

@@ -150,7 +150,7 @@ def on_two_ranks(world, folder):
 @pytest.mark.slow
 def test_two_ranks(tmp_path):
     """Gradients are reduced by DistributedDataParallel, in fp32 by a hook of ours, in more than one bucket."""
-    outputs = on_ranks("test_train_compile:on_two_ranks", tmp_path, str(tmp_path))
+    outputs = on_ranks(on_two_ranks, tmp_path, str(tmp_path))
     assert losses(tmp_path / "compiled") == pytest.approx(losses(tmp_path / "eager"), rel=2e-3)
     assert not any("were expected" in out for out in outputs)
 

@@ -11,7 +11,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from launch import REPO, environment, flags, pretrain, ranks_of, start, steps
+from launch import environment, flags, pretrain, ranks_of, start, steps
+from support.paths import REPO, TESTS
 from test_train_stops import wait_for
 from waiting import LIMIT_S, wait_until
 
@@ -21,7 +22,7 @@ from megatron_lite.config.world import World
 from megatron_lite.errors import ConfigError
 from megatron_lite.process_state import process_state
 
-FAULTY = Path(__file__).parent / "faulty.py"
+FAULTY = TESTS / "faulty.py"
 SUMMARY = "Root Cause (first observed failure)"
 CAUSES = {
     "exception": ["ZeroDivisionError: a mistake in this rank only", r"exitcode +: 1 "],

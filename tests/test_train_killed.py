@@ -2,15 +2,15 @@
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from launch import environment
+from support.paths import TESTS
 from waiting import LIMIT_S
 
 
 def killed(tmp_path, *words: str):
-    script = Path(__file__).parent / "killed_saves.py"
+    script = TESTS / "killed_saves.py"
     command = [sys.executable, script, tmp_path / "runs", *words]
     ended = subprocess.run(command, check=False, env=environment(), capture_output=True, text=True, timeout=LIMIT_S)
     assert ended.returncode == 0, ended.stdout + ended.stderr

@@ -108,7 +108,7 @@ def diverge_on_one_rank(world):
 
 
 def test_the_rank_is_named_and_all_stop(tmp_path):
-    for output in on_ranks("test_train_stops:diverge_on_one_rank", tmp_path):
+    for output in on_ranks(diverge_on_one_rank, tmp_path):
         assert "refused: iteration 3: the loss on rank 1 is NaN or Inf" in output, output
     assert list((tmp_path / "save").iterdir()) == []
 

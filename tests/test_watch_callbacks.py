@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.paths import TESTS
 from test_watch import PHASES, read_steps
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
@@ -100,7 +101,7 @@ def test_lightning(tmp_path, name):
     script = f"""
 import sys, torch
 import {name} as lightning
-sys.path.insert(0, {str(Path(__file__).parent)!r})
+sys.path[:0] = {[str(TESTS), str(Path(__file__).parent)]!r}
 from test_watch_callbacks import ACCUMULATED, Mean, Numbers
 from megatron_lite.watch.callbacks import LightningCallback
 class Module(lightning.LightningModule):

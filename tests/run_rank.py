@@ -1,0 +1,8 @@
+"""One of the processes that launch.on_ranks starts."""
+
+import sys
+
+from launch import run_rank
+
+if __name__ == "__main__":
+    run_rank(*sys.argv[1:])
