@@ -33,14 +33,14 @@ def make_step(words: str, world):
     """step(tokens_BT, labels_BT) of this trainer."""
     from megatron_lite.data.batch import Batch
     from megatron_lite.optim.optimizer import Optimizer
-    from megatron_lite.parallel.data_parallel import replicate
     from megatron_lite.parallel.groups import make_groups
-    from megatron_lite.train.build_model import build_model
+    from megatron_lite.train.build_replica import build_replica
+    from megatron_lite.train.real_backend import RealBackend
     from megatron_lite.train.step import TrainingStep
 
     plan, cpu = plan_of(flags(words), world), torch.device("cpu")
     groups = make_groups(plan, cpu)
-    replica = replicate(plan, build_model(plan, cpu, groups), groups)
+    replica = build_replica(plan, groups, RealBackend(cpu))
     optimizer = Optimizer(plan, replica.parameters, cpu, replica.sum_over_ranks, replica.counted)
     step = TrainingStep(plan, replica, optimizer, lambda batch: Batch(*batch, None, None, None))
     step.make.device = cpu

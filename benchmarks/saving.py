@@ -24,10 +24,11 @@ from megatron_lite.config.command_line import read_command_line
 from megatron_lite.config.plan import resolve
 from megatron_lite.config.world import World
 from megatron_lite.optim.optimizer import Optimizer
-from megatron_lite.parallel.data_parallel import DataParallel
-from megatron_lite.train.build_model import build_model
+from megatron_lite.parallel.groups import make_groups
+from megatron_lite.train.build_replica import build_replica
 from megatron_lite.train.checkpoint import Checkpoints
 from megatron_lite.train.loop import Progress
+from megatron_lite.train.real_backend import RealBackend
 
 FLAGS = (
     "--num-attention-heads 12 --seq-length 128 --max-position-embeddings 1024 --micro-batch-size 1 --train-iters 9 "
@@ -74,10 +75,9 @@ def _kinds(options) -> dict:
     for name, extra in (("synchronous save", []), ("--async-save", ["--async-save"])):
         argv = [*words, "--save", str(options.folder / name), "--save-retain-interval", "1000", *extra]
         plan = resolve(read_command_line(argv).args, World(), 50257)
-        model = build_model(plan, device)
-        replica = DataParallel(plan, model)
+        replica = build_replica(plan, make_groups(plan, device), RealBackend(device))
         optimizer = Optimizer(plan, replica.parameters, device)
-        ours[name] = (Checkpoints(plan, replica, optimizer, device), model, optimizer)
+        ours[name] = (Checkpoints(plan, replica, optimizer, device), replica.model, optimizer)
     _, model, optimizer = ours["synchronous save"]
 
     def torch_save(number: int):

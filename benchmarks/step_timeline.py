@@ -21,12 +21,13 @@ from megatron_lite.data.gpt_dataset import MockDataset
 from megatron_lite.instruments.base import Instruments
 from megatron_lite.instruments.timeline import Timeline
 from megatron_lite.optim.optimizer import Optimizer
-from megatron_lite.parallel.data_parallel import DataParallel
+from megatron_lite.parallel.groups import make_groups
 from megatron_lite.parallel.process_group import find_device
 from megatron_lite.phases import Phase
-from megatron_lite.train.build_model import build_model
+from megatron_lite.train.build_replica import build_replica
 from megatron_lite.train.loop import Progress
 from megatron_lite.train.rank_stats import gather
+from megatron_lite.train.real_backend import RealBackend
 from megatron_lite.train.step import BatchMaker, TrainingStep
 from megatron_lite.train.step_metrics import StepMetrics
 
@@ -43,7 +44,7 @@ class Trainer:
 
     def __init__(self, plan: Plan):
         device = find_device(plan.device, plan.world)
-        replica = DataParallel(plan, build_model(plan, device))
+        replica = build_replica(plan, make_groups(plan, device), RealBackend(device))
         optimizer = Optimizer(plan, replica.parameters, device)
         self.plan, self.step = (
             plan,

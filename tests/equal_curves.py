@@ -5,11 +5,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from launch import VOCABULARY, flags, plan_of, quietly, steps
+from launch import VOCABULARY, build_bare, flags, plan_of, quietly, steps
 from plain_gpt import Curve, Recipe, train_plainly
 
 from megatron_lite.data.indexed_writer import IndexedWriter
-from megatron_lite.train.build_model import build_model
 from megatron_lite.train.data_streams import DataStreams
 from megatron_lite.train.loop import Progress
 
@@ -101,7 +100,7 @@ def plain_curve(data: Path, *words: str, steps: int = STEPS, **changes) -> Curve
         first_scale=p.initial_loss_scale,
         growth_interval=int(p.loss_scale_window),
     )
-    model = build_model(plan, CPU)
+    model = build_bare(plan)
     batches = DataStreams(plan).training(Progress())
     return train_plainly(dict(model.named_parameters()), batches, steps, replace(recipe, **changes))
 

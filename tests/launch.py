@@ -34,16 +34,21 @@ from megatron_lite.data.tokenizers import make_tokenizer
 from megatron_lite.instruments.base import Instrument, Instruments
 from megatron_lite.instruments.build_instruments import build_instruments
 from megatron_lite.instruments.timeline import Timeline
+from megatron_lite.parallel.groups import make_groups
+from megatron_lite.parallel.replica import Replica
+from megatron_lite.train.build_replica import build_model, build_replica
 from megatron_lite.train.checkpoint_checks import require_checkpoint, reserve_save
 from megatron_lite.train.console import set_up_logging
 from megatron_lite.train.data_streams import DataStreams
 from megatron_lite.train.log import Log
+from megatron_lite.train.real_backend import RealBackend
 from megatron_lite.train.run import run
 from megatron_lite.train.trackers import Charts
 
 VOCABULARY = 127  # with the end of document 128 ids: no padding
 EOD = VOCABULARY
 ALONE = World()
+CPU = torch.device("cpu")
 RANK = TESTS / "run_rank.py"  # a file of its own, whose folder is what its imports are looked for in
 END_OF_OUTPUT = 3000  # characters that a failure shows of each rank: a traceback comes last
 SMALL = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16"
@@ -69,6 +74,16 @@ def plan_of(argv: list[str], world: World = ALONE) -> Plan:
     d = line.args.data
     tokenizer = make_tokenizer(d.tokenizer_type, vocab_file=None, merge_file=None, vocab_size=d.vocab_size)
     return resolve(line.args, world, tokenizer.vocab_size)
+
+
+def build(plan: Plan, device: torch.device = CPU) -> Replica:
+    """A rank's replica as a run builds it."""
+    return build_replica(plan, make_groups(plan, device), RealBackend(device))
+
+
+def build_bare(plan: Plan) -> torch.nn.Module:
+    """A rank's model, whose gradients nobody adds up."""
+    return build_model(plan, make_groups(plan, CPU), RealBackend(CPU))
 
 
 def write_documents(prefix: Path, lengths, seed: int = 0) -> Path:

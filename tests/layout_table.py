@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from launch import alone, flags, on_ranks, plan_of, steps, train, train_all
+from launch import alone, build, flags, on_ranks, plan_of, steps, train, train_all
 
 from megatron_lite.analysis.memory.read import analyze_snapshot
 from megatron_lite.config.plan import Plan
@@ -28,7 +28,8 @@ from megatron_lite.parallel.data_parallel import replicate
 from megatron_lite.parallel.groups import make_groups
 from megatron_lite.parallel.replica import Replica
 from megatron_lite.planner.walk.tracker import CollectiveCounter
-from megatron_lite.train.build_model import build_model
+from megatron_lite.train.build_replica import build_model
+from megatron_lite.train.real_backend import RealBackend
 from megatron_lite.train.step import BatchMaker, TrainingStep
 
 CPU = torch.device("cpu")
@@ -137,8 +138,7 @@ def run_cases(folder: Path, cases: list[tuple[str, str]], words: str = "") -> Pa
 
 def build_rank(plan: Plan) -> tuple[Replica, Optimizer]:
     """What this rank trains with."""
-    groups = make_groups(plan, CPU)
-    replica = replicate(plan, build_model(plan, CPU, groups), groups)
+    replica = build(plan)
     return replica, Optimizer(plan, replica.parameters, CPU, replica.sum_over_ranks, replica.counted)
 
 
@@ -152,11 +152,12 @@ def measure_traffic(world, argv: str):
     step sends."""
     plan, tracker = plan_of(json.loads(argv), world), StorageTracker(Place(), 1_000_000)
     groups = make_groups(plan, CPU)
+    backend = RealBackend(CPU)
     tracker.start()
-    model = build_model(plan, CPU, groups)
+    model = build_model(plan, groups, backend)
     sizes = [p.numel() for p in model.parameters()]
     layer = sum(p.numel() for p in next(iter(model.decoder.layers)).parameters())
-    replica = replicate(plan, model, groups)
+    replica = replicate(plan, model, groups, backend)
     tracker.stop()
     built = analyze_snapshot(tracker.snapshot(), Path("build")).peak_bytes
     optimizer = Optimizer(plan, replica.parameters, CPU, replica.sum_over_ranks, replica.counted)

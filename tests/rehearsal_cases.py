@@ -3,7 +3,7 @@
 import gc
 
 import torch
-from launch import ALONE, flags, plan_of
+from launch import ALONE, build, flags, plan_of
 
 from megatron_lite.config.plan import Plan
 from megatron_lite.config.world import World
@@ -11,8 +11,6 @@ from megatron_lite.instruments.base import Instruments
 from megatron_lite.instruments.memory_tags import ModuleHooks, Place
 from megatron_lite.instruments.memory_tracker import StorageTracker
 from megatron_lite.optim.optimizer import Optimizer
-from megatron_lite.parallel.data_parallel import DataParallel
-from megatron_lite.train.build_model import build_model
 from megatron_lite.train.step import BatchMaker, TrainingStep
 
 CPU = torch.device("cpu")
@@ -44,7 +42,7 @@ def recorded_steps(plan: Plan, steps: int = 2) -> dict:
     tracker.start()
     hooks.attach()
     try:
-        replica = DataParallel(plan, build_model(plan, CPU))
+        replica = build(plan)
         optimizer = Optimizer(plan, replica.parameters, CPU)
         step = TrainingStep(plan, replica, optimizer, BatchMaker(plan.args.data, plan.layout, CPU, EOD))
         watching = Instruments([place], print)

@@ -183,6 +183,29 @@ def test_parallelism_is_given_its_kernels():
     assert wrong == []
 
 
+def test_nothing_is_patched_for_a_while():
+    """What has two forms is an argument, as a Backend is: a patched name means something else than its line says."""
+    wrong = [
+        f"{path.relative_to(REPO)}: {name}"
+        for path, tree in parse_files().items()
+        for name in imported(tree)
+        if name.startswith("unittest")
+    ]
+    assert wrong == []
+
+
+def test_one_file_builds_the_model_that_trains():
+    """A second description of it, as for a walk, would have to follow each change."""
+    builders = [
+        path.relative_to(PACKAGE).as_posix()
+        for path, tree in parse_files().items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "GPT"
+    ]
+    # the first two read names and shapes of parameters, from a model without memory
+    assert sorted(builders) == ["convert/mappings.py", "model/gpt.py", "train/build_replica.py"]
+
+
 def read_core_files() -> list[Path]:
     """The files of one batch, as docs/architecture.md lists them."""
     text = (REPO / "docs" / "architecture.md").read_text(encoding="utf-8")

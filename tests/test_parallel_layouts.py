@@ -12,6 +12,7 @@ import pytest
 import torch
 from launch import (
     alone,
+    build_bare,
     checkpoint,
     flags,
     losses,
@@ -51,7 +52,6 @@ from megatron_lite.cpu_kernels.rules import find_slow_precisions
 from megatron_lite.model.gpt import GPT
 from megatron_lite.parallel.groups import make_groups
 from megatron_lite.planner.walk.rehearse import rehearse
-from megatron_lite.train.build_model import build_model
 from megatron_lite.train.checkpoint import Checkpoints
 from megatron_lite.train.loop import Progress
 from megatron_lite.train.step import BatchMaker, TrainingStep
@@ -269,7 +269,7 @@ def test_what_split_layers_exchange(tmp_path, sequence_parallel):
 def draw(world, argv: str):
     """For on_ranks: prints what dropout left of the embedding's hidden states and of attention."""
     plan = plan_of(json.loads(argv), world)
-    model = build_model(plan, CPU, make_groups(plan, CPU))
+    model = build_bare(plan)
     torch.manual_seed(7 + (world.rank if plan.layout.sequence_parallel else 0))
     ids = torch.arange(plan.shape.seq_length)[None]
     hidden = model.embedding(ids, ids)

@@ -7,13 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from launch import EOD, checkpoint, flags, losses, on_ranks, part, plan_of, train_all, write_documents
+from launch import EOD, build_bare, checkpoint, flags, losses, on_ranks, part, plan_of, train_all, write_documents
 
 from megatron_lite.data.batch import make_batch
 from megatron_lite.parallel import data_parallel
 from megatron_lite.parallel.data_parallel import DataParallel
 from megatron_lite.train import step
-from megatron_lite.train.build_model import build_model
 from megatron_lite.train.data_streams import DataStreams
 from megatron_lite.train.loop import Progress
 
@@ -110,7 +109,7 @@ def test_gradient_and_loss_against_a_reference_by_hand(runs, name):
     """Gradient: the mean of the micro-batches' means over tokens, or of all tokens; loss: the mean over all tokens."""
     plan = plan_of(json.loads((runs / "scenarios.json").read_text())[name])
     batches = DataStreams(plan).training(Progress())
-    model = build_model(plan, torch.device("cpu"))
+    model = build_bare(plan)
     before = {key: weight.clone() for key, weight in model.state_dict().items()}
     sums, tokens = [], []
     for _ in range(4):  # two passes of two ranks, here one after the other

@@ -25,16 +25,12 @@ TWO = World(size=2)
 DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1"
 
 
-@pytest.fixture(scope="module", autouse=True)
-def group():
-    with alone():
-        yield
-
-
 def holds_as_much(words: str, world: World = ALONE) -> Rehearsal:
     """Rehearsed and real: the same peak at the same place, and the same bytes of everything at that moment."""
     plan = planned(words, world)
-    expected, found = summarize_walk(recorded_steps(plan)), rehearse(plan)
+    with alone():
+        expected = summarize_walk(recorded_steps(plan))
+    found = rehearse(plan)
     assert peak(found.snapshot).size == peak(expected.snapshot).size
     assert (found.where, found.phase, found.categories) == (expected.where, expected.phase, expected.categories)
     assert found.reserved_peak_bytes == expected.reserved_peak_bytes

@@ -12,9 +12,10 @@ from torch import Tensor
 from megatron_lite.analysis.memory.read import read_snapshot as analyze
 from megatron_lite.config.world import World
 from megatron_lite.instruments.memory_summary import peak
+from megatron_lite.parallel.backend import Backend
 from megatron_lite.planner.hardware import CUBLAS_WORKSPACE
-from megatron_lite.planner.walk.rehearse import fake_other_ranks, prepare, summarize_walk, walk
-from megatron_lite.planner.walk.tracker import CollectiveCounter
+from megatron_lite.planner.walk.fake_backend import FakeBackend, fake_other_ranks
+from megatron_lite.planner.walk.rehearse import prepare, summarize_walk, walk
 from megatron_lite.units import GIB
 
 needs_real = pytest.mark.skipif(not SNAPSHOTS.is_dir(), reason="no ../shared/snapshots beside the repository")
@@ -38,10 +39,10 @@ def test_a_real_gpu_held_as_much_to_the_byte(positions, bf16):
             assert found.categories[held.category] == pytest.approx(held.num_bytes, rel=0.03), held.category
 
 
-def example(words: str = "", world: World = FOUR, losses=None):
+def example(words: str = "", world: World = FOUR, backend: Backend | None = None):
     plan = plan_of(flags(EXAMPLE, words), world)
-    with fake_other_ranks(plan, CollectiveCounter()) as groups:
-        return summarize_walk(walk(lambda: prepare(plan, groups, losses), 2, plan.device))
+    with fake_other_ranks(plan) as groups:
+        return summarize_walk(walk(lambda: prepare(plan, groups, backend or FakeBackend()), 2, plan.device))
 
 
 class InPlaceLoss(torch.autograd.Function):
@@ -66,6 +67,13 @@ class InPlaceLoss(torch.autograd.Function):
         return softmax_NV.to(ctx.dtype), None
 
 
+class InPlaceLossBackend(FakeBackend):
+    """The backend of walks, with Megatron-LM's loss."""
+
+    def choose_losses(self, plan, kernels, tensor):
+        return in_place_losses
+
+
 def in_place_losses(hidden_BTH: Tensor, weight_VH: Tensor, labels_BT: Tensor) -> Tensor:
     logits_NV = torch.nn.functional.linear(hidden_BTH, weight_VH).flatten(0, 1)
     return InPlaceLoss.apply(logits_NV, labels_BT.flatten()).view(labels_BT.shape)
@@ -74,7 +82,7 @@ def in_place_losses(hidden_BTH: Tensor, weight_VH: Tensor, labels_BT: Tensor) ->
 @pytest.mark.slow
 def test_the_example_peaks_in_cross_entropy():
     """The chart that comes with this example, of Megatron-LM on four GPUs, shows about 15 GB, at cross entropy."""
-    found = example(losses=in_place_losses)
+    found = example(backend=InPlaceLossBackend())
     # of the labels' logits, with the fp32 copy there
     assert found.where.startswith("forward of step 1 in GPT: aten.sub")
     assert found.allocated_peak_bytes == pytest.approx(15.07e9 + 2 * CUBLAS_WORKSPACE, rel=0.001)

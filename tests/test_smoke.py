@@ -9,13 +9,12 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from launch import flags, plan_of
+from launch import build_bare, flags, plan_of
 from support.paths import REPO
 from torch import nn
 from torch.profiler import schedule
 
 from megatron_lite import smoke
-from megatron_lite.train.build_model import build_model
 
 VOCABULARY = 32
 
@@ -299,7 +298,7 @@ def test_the_profilers_window():
 
 def test_our_own_gpt_is_sound():
     plan = plan_of(flags())
-    model = build_model(plan, torch.device("cpu"))
+    model = build_bare(plan)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     raw_BT1 = torch.arange(34).view(2, 17) % 128
 

@@ -14,6 +14,7 @@ from launch import (
     EOD,
     VOCABULARY,
     alone,
+    build_bare,
     checkpoint,
     flags,
     losses,
@@ -30,7 +31,6 @@ from launch import (
 from megatron_lite.data.build import DataSpec, build_datasets
 from megatron_lite.errors import CheckpointError
 from megatron_lite.run_folder import TRACKER_FILE
-from megatron_lite.train.build_model import build_model
 from megatron_lite.train.step import BatchMaker, loss_and_tokens
 
 CPU = torch.device("cpu")
@@ -306,7 +306,7 @@ class MegatronsEvaluations:
 
     def loss(self, saved: dict) -> float:
         """Of the next evaluation."""
-        model = build_model(self.plan, CPU).eval()
+        model = build_bare(self.plan).eval()
         model.load_state_dict({name: value for name, value in part(saved, "model.").items()}, strict=False)
         drawn = range(self.next, self.next + self.per_evaluation)
         self.next += self.per_evaluation

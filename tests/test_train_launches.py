@@ -10,7 +10,7 @@ from collections import Counter
 
 import pytest
 import torch
-from launch import alone, flags, plan_of, same
+from launch import alone, build, flags, plan_of, same
 from rehearsal_cases import CPU, EOD, EXAMPLE, GPU, batches, planned
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -18,14 +18,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron_lite.optim.optimizer import Optimizer
-from megatron_lite.parallel.data_parallel import DataParallel
-from megatron_lite.parallel.groups import Groups
-from megatron_lite.parallel.pipeline import Pipeline
+from megatron_lite.parallel.groups import make_groups
 from megatron_lite.phases import Phase
 from megatron_lite.planner.model_size import count_parameters
+from megatron_lite.planner.walk.fake_backend import FakeBackend
 from megatron_lite.planner.walk.kernels import replace_kernels
 from megatron_lite.planner.walk.rehearse import prepare
-from megatron_lite.train.build_model import build_model
 from megatron_lite.train.step import BatchMaker, TrainingStep
 
 # launch nothing: they make, view or name memory
@@ -83,7 +81,7 @@ def count_launches(plan) -> tuple[Launches, int]:
     """Of the second step, and the number of parameters."""
     counted = Launches()
     with replace_kernels("cuda"), FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False):
-        step = prepare(plan, Groups(None, None, None, Pipeline(plan.stage)))
+        step = prepare(plan, make_groups(plan, CPU), FakeBackend())
         step(lambda phase: contextlib.nullcontext())
         with counted:
             step(counted.phase)
@@ -112,8 +110,7 @@ def test_gradients_added_at_once_are_those_added_one_by_one(words):
     def train(at_once: bool):
         plan = planned(f"--seed 3 --hidden-dropout 0 --attention-dropout 0 {words}")
         torch.manual_seed(1)
-        model = build_model(plan, CPU)
-        replica = DataParallel(plan, model)
+        replica = build(plan)
         replica._adds_at_once = at_once and replica.fp32 is None
         if at_once and replica.fp32 is not None:
             replica.fp32._bundle = count_parameters(plan.shape) // 8
@@ -122,7 +119,7 @@ def test_gradients_added_at_once_are_those_added_one_by_one(words):
         )
         for _ in range(3):
             step(batches(plan), 0, lambda phase: contextlib.nullcontext())
-        return [p.detach().clone() for p in model.parameters()]
+        return [p.detach().clone() for p in replica.parameters]
 
     with alone():
         assert same(train(False), train(True))

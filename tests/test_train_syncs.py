@@ -4,13 +4,11 @@ import contextlib
 
 import pytest
 import torch
-from launch import EOD, alone, flags, plan_of
+from launch import EOD, alone, build, flags, plan_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_lite.data.gpt_dataset import MockDataset
 from megatron_lite.optim.optimizer import Optimizer
-from megatron_lite.parallel.data_parallel import DataParallel
-from megatron_lite.train.build_model import build_model
 from megatron_lite.train.loop import Progress
 from megatron_lite.train.step import BatchMaker, TrainingStep
 from megatron_lite.train.step_metrics import StepMetrics
@@ -51,8 +49,7 @@ class Trainer:
 
     def __init__(self, *words):
         plan = plan_of(flags("--train-iters 50", *words))
-        model = build_model(plan, CPU)
-        replica = DataParallel(plan, model)
+        replica = build(plan)
         self.optimizer = Optimizer(plan, replica.parameters, CPU)
         self.step = TrainingStep(plan, replica, self.optimizer, BatchMaker(plan.args.data, plan.layout, CPU, EOD))
         self.meter, self.progress = StepMetrics(self.optimizer, CPU), Progress()

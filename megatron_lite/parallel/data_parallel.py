@@ -7,15 +7,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
-from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.parallel import DistributedDataParallel
 
 from megatron_lite.config.layout import COPIES
 from megatron_lite.config.plan import Plan
 from megatron_lite.marks import GRADIENT_BUFFER, mark_memory
+from megatron_lite.parallel.backend import Backend
 from megatron_lite.parallel.groups import Groups
 from megatron_lite.parallel.mesh import find_group
-from megatron_lite.parallel.pipeline import Pipeline
 from megatron_lite.parallel.replica import Replica
 from megatron_lite.units import MIB
 
@@ -27,9 +25,9 @@ BUNDLES = 8  # of gradients that a GPU adds at once: few launches, and little me
 class DataParallel(Replica):
     """The model as one rank calls it, and the gradients that all ranks share afterwards."""
 
-    def __init__(self, plan: Plan, model: nn.Module, mesh: DeviceMesh | None = None, pipeline: Pipeline | None = None):
-        super().__init__(plan, model, mesh, pipeline)
-        averaging = find_group(mesh, COPIES)  # None: all ranks
+    def __init__(self, plan: Plan, model: nn.Module, groups: Groups, backend: Backend):
+        super().__init__(plan, model, groups.mesh, groups.pipeline)
+        averaging = find_group(groups.mesh, COPIES)  # None: all ranks
         on_gpu = plan.device == "cuda"  # a launch takes longer than adding a bias; a CPU adds what is in its cache
         self.fp32 = None
         if plan.fp32_gradients:
@@ -45,8 +43,7 @@ class DataParallel(Replica):
         if not self._alone:
             elements = plan.args.parallel.ddp_bucket_size
             bucket_mib = BUCKET_MIB if elements is None else elements * self.parameters[0].element_size() / MIB
-            options = {"gradient_as_bucket_view": True, "bucket_cap_mb": bucket_mib, "process_group": averaging}
-            self.replicas = [DistributedDataParallel(chunk, **options) for chunk in self.chunks]
+            self.replicas = [backend.average_gradients(chunk, bucket_mib, averaging) for chunk in self.chunks]
             if self.fp32 is not None:
                 for replica in self.replicas:
                     replica.register_comm_hook(self.fp32, self._reduce_bucket)
@@ -237,10 +234,10 @@ def _length(parameter: nn.Parameter) -> int:
     return -(-parameter.numel() // ALIGN) * ALIGN
 
 
-def replicate(plan: Plan, model: nn.Module, groups: Groups) -> Replica:
+def replicate(plan: Plan, model: nn.Module, groups: Groups, backend: Backend) -> Replica:
     """The model as the plan's ranks train it together: a DataParallel or, where ranks share it out, a ShardedDataParallel."""
     if plan.sharding is None:
-        return DataParallel(plan, model, groups.mesh, groups.pipeline)
+        return DataParallel(plan, model, groups, backend)
     from megatron_lite.parallel.sharded_data_parallel import ShardedDataParallel  # fully_shard takes a second to import
 
     return ShardedDataParallel(plan, model, groups.mesh, groups.pipeline)

@@ -1,18 +1,19 @@
 """Runs a plan: builds everything, trains, evaluates, saves."""
 
+import gc
 import logging
 
 from megatron_lite.config.plan import Plan
 from megatron_lite.optim.optimizer import Optimizer
-from megatron_lite.parallel.data_parallel import replicate
 from megatron_lite.parallel.groups import make_groups
 from megatron_lite.parallel.process_group import find_device
 from megatron_lite.parallel.replica import describe_layout
-from megatron_lite.train.build_model import build_model, set_seed
+from megatron_lite.train.build_replica import build_replica, log_model, set_seed
 from megatron_lite.train.checkpoint import Checkpoints
 from megatron_lite.train.choose_kernels import describe_precision
 from megatron_lite.train.data_streams import DataStreams
 from megatron_lite.train.loop import Progress, train
+from megatron_lite.train.real_backend import RealBackend
 from megatron_lite.train.step import BatchMaker, TrainingStep
 from megatron_lite.train.step_hooks import Evaluation, ExitConditions, GarbageCollectionHook, SaveHook
 from megatron_lite.train.step_metrics import StepMetrics
@@ -33,9 +34,10 @@ def run(plan: Plan, streams: DataStreams, eod: int | None, instruments, make_log
     device = find_device(plan.device, plan.world)
     groups = make_groups(plan, device)
     groups.pipeline.tell = instruments.wait_for_stage
-    model = build_model(plan, device, groups)
+    replica = build_replica(plan, groups, RealBackend(device))
+    gc.collect()
+    log_model(plan)
     logger.info(f"  {describe_layout(plan)}")
-    replica = replicate(plan, model, groups)
     optimizer = Optimizer(plan, replica.parameters, device, replica.sum_over_ranks, replica.counted)
     formats = describe_precision(plan.precision, plan.fp32_gradients, plan.args.precision)
     logger.info(f"  {plan.args.optimizer.optimizer}: fused, {formats}")

@@ -19,15 +19,14 @@ DEVICE = checked_device()
 if DEVICE is None:
     pytest.skip("needs a GPU", allow_module_level=True)
 
-from launch import ALONE, alone, flags, plan_of, steps, train
+from launch import ALONE, alone, build, flags, plan_of, steps, train
 from rehearsal_cases import EXAMPLE
 
 from megatron_lite.config.plan import Plan
 from megatron_lite.config.world import World
 from megatron_lite.model.gpt import DTYPES
 from megatron_lite.optim.optimizer import Optimizer
-from megatron_lite.parallel.data_parallel import DataParallel
-from megatron_lite.train.build_model import build_model
+from megatron_lite.parallel.replica import Replica
 from megatron_lite.train.step import BatchMaker, TrainingStep
 
 ON_GPU = DEVICE == "cuda"
@@ -44,7 +43,7 @@ class Timed:
     """One plan's model, replica, optimizer and step on the device."""
 
     plan: Plan
-    replica: DataParallel
+    replica: Replica
     optimizer: Optimizer
     step: TrainingStep
     bytes_per_ms: float  # of a copy, read and written
@@ -119,7 +118,7 @@ def timed(request, bytes_per_ms):
     words = MODEL.replace("--fp16 ", "", 1)
     plan = plan_of(flags(words, request.param), HERE)
     device = torch.device(DEVICE, 0) if ON_GPU else torch.device("cpu")
-    replica = DataParallel(plan, build_model(plan, device))
+    replica = build(plan, device)
     optimizer = Optimizer(plan, replica.parameters, device)
     yield Timed(
         plan,

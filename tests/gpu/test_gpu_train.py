@@ -9,12 +9,10 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 
-from launch import plan_of
+from launch import build, plan_of
 
 from megatron_lite.config.world import World
 from megatron_lite.optim.optimizer import Optimizer
-from megatron_lite.parallel.data_parallel import DataParallel
-from megatron_lite.train.build_model import build_model
 from megatron_lite.train.loop import Progress
 from megatron_lite.train.step import BatchMaker, TrainingStep
 from megatron_lite.train.step_metrics import StepMetrics
@@ -49,7 +47,7 @@ STEADY_COMPILED = [
 def test_torch_finds_no_synchronization_in_a_steady_step(words):
     device = torch.device("cuda", 0)
     plan = plan_of([*SIZE.split(), *words.split()], World(gpus=torch.cuda.device_count()))
-    replica = DataParallel(plan, build_model(plan, device))
+    replica = build(plan, device)
     optimizer = Optimizer(plan, replica.parameters, device)
     step = TrainingStep(plan, replica, optimizer, BatchMaker(plan.args.data, plan.layout, device, 127))
     meter, progress = StepMetrics(optimizer, device), Progress()

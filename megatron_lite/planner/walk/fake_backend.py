@@ -1,0 +1,170 @@
+"""Builds replicas without data and without other ranks, whose steps take the memory of real ones."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megatron_lite.config.plan import Plan
+from megatron_lite.marks import GRADIENT_BUFFER, mark_memory
+from megatron_lite.model.attention import Attend
+from megatron_lite.model.gpt import DTYPES, GPT
+from megatron_lite.model.kernels import Kernels
+from megatron_lite.parallel.groups import Groups, make_groups
+from megatron_lite.parallel.tensor_parallel import TensorGroup
+from megatron_lite.train.choose_kernels import choose_losses, choose_plan_attention
+from megatron_lite.units import MIB
+
+HOST = torch.device("cpu")  # tensors without data are said to lie here, whatever device they stand for
+
+
+class FakeBackend:
+    """The Backend of walks, inside of FakeTensorMode. It times nothing, draws nothing and compiles nothing."""
+
+    device = HOST
+
+    def choose_attention(self, plan: Plan, kernels: Kernels, tensor: TensorGroup | None) -> Attend:
+        """Choose the kernel that the plan's device would take."""
+        model = plan.args.model
+        if model.attention_backend == "fused" and plan.device == "cuda":
+            # torch refuses cuDNN's attention without a GPU; what torch takes otherwise keeps the same tensors
+            model = replace(model, attention_backend="auto")
+            plan = replace(plan, args=replace(plan.args, model=model))
+        return choose_plan_attention(plan, HOST, kernels)
+
+    def choose_losses(self, plan: Plan, kernels: Kernels, tensor: TensorGroup | None) -> Callable[..., Tensor]:
+        """Choose the loss that is not compiled."""
+        return choose_losses(plan, kernels, tensor, eager=True)
+
+    def fill_parameters(self, model: GPT, plan: Plan) -> None:
+        """Give parameters memory in the plan's precision at once: torch cannot cast fake ones in place."""
+        dtype = DTYPES[plan.precision]
+        for module in model.modules():
+            for name, parameter in module.named_parameters(recurse=False):
+                filled = nn.Parameter(torch.empty_like(parameter, dtype=dtype, device=HOST))
+                module.register_parameter(name, filled)
+
+    def compile_layers(self, model: GPT, plan: Plan) -> None:
+        """Leave layers as they are."""
+
+    def average_gradients(
+        self, model: nn.Module, bucket_mib: float, group: dist.ProcessGroup | None
+    ) -> "BucketedReplica":
+        """Wrap the model in a stand-in for DistributedDataParallel, which cannot run without data."""
+        return BucketedReplica(model, bucket_mib, group)
+
+
+@contextlib.contextmanager
+def fake_other_ranks(plan: Plan) -> Iterator[Groups]:
+    """Inside the block, collectives end at once, over torch's fake process group. Yields the plan's groups of ranks."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=plan.world.rank, world_size=plan.world.size)
+    try:
+        yield make_groups(plan, HOST)
+    finally:
+        dist.destroy_process_group()
+
+
+# --- a stand-in for DistributedDataParallel
+#
+# It holds what torch 2.13's reducer holds with gradient_as_bucket_view (torch/csrc/distributed/c10d/reducer.cpp): all
+# gradients in one bucket at first, then, from the second forward on, in buckets filled in the order in which gradients came.
+# A gradient is computed as a tensor of its own, copied into its bucket and from then on a view of it. Gradients of
+# micro-batches that are not reduced stay tensors of their own until the last one. What NCCL takes is outside of torch.
+
+
+@mark_memory(GRADIENT_BUFFER)
+class Bucket:
+    """Gradients of some parameters in one buffer, with the methods of dist.GradBucket that communication hooks call."""
+
+    def __init__(self, parameters: list[nn.Parameter]):
+        first = parameters[0]
+        self._parameters = parameters
+        self.missing = len(parameters)
+        self._flat = torch.empty(sum(p.numel() for p in parameters), dtype=first.dtype, device=first.device)
+        parts = self._flat.split([p.numel() for p in parameters])
+        self._views = [part.view_as(p) for p, part in zip(parameters, parts)]
+
+    def parameters(self) -> list[nn.Parameter]:
+        return self._parameters
+
+    def gradients(self) -> list[Tensor]:
+        return self._views
+
+    def buffer(self) -> Tensor:
+        return self._flat
+
+
+class BucketedReplica:
+    """A stand-in for DistributedDataParallel with gradient_as_bucket_view, and for its reducer."""
+
+    def __init__(self, model: nn.Module, bucket_mib: float, group: dist.ProcessGroup | None):
+        self._model = model
+        self._cap = int(bucket_mib * MIB)
+        self.reducer = self
+        self._reducing = False
+        self._rebuilt = False
+        self._hook: Callable[[object, Bucket], object] = lambda _, bucket: dist.all_reduce(bucket.buffer(), group=group)
+        self._hook_state: object = None
+        self._arrived: list[nn.Parameter] = []
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        self._lay_out([parameters])
+        for parameter in parameters:
+            parameter.register_post_accumulate_grad_hook(self._arrive)
+
+    def register_comm_hook(self, state: object, hook: Callable[[Any, Any], object]) -> None:
+        """Reduce buckets by `hook`."""
+        self._hook_state, self._hook = state, hook
+
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        """Inside the block, gradients are added up and not reduced."""
+        return contextlib.nullcontext()
+
+    def prepare_for_backward(self, _outputs: list[Tensor]) -> None:
+        """Reduce the gradients of the next backward."""
+        self._reducing = True
+        self._unreduced = len({bucket for bucket, _ in self._bucket_of.values()})
+
+    def __call__(self, *inputs: Any) -> Tensor:
+        if self._arrived and not self._rebuilt:
+            self._rebuilt = True
+            self._bucket_of.clear()
+            groups: list[list[nn.Parameter]] = [[]]
+            filled = 0
+            for parameter in self._arrived:  # a bucket is closed by the gradient that brings it to its size
+                if filled >= self._cap:
+                    groups.append([])
+                    filled = 0
+                groups[-1].append(parameter)
+                filled += parameter.numel() * parameter.element_size()
+            self._lay_out(groups)
+        result: Tensor = self._model(*inputs)
+        return result
+
+    def _lay_out(self, groups: list[list[nn.Parameter]]) -> None:
+        self._bucket_of: dict[nn.Parameter, tuple[Bucket, Tensor]] = {}
+        for group in groups:
+            bucket = Bucket(group)
+            self._bucket_of |= {p: (bucket, view) for p, view in zip(group, bucket.gradients())}
+
+    @torch.no_grad()
+    def _arrive(self, parameter: nn.Parameter) -> None:
+        if not self._reducing:
+            return
+        if not self._rebuilt:
+            self._arrived.append(parameter)
+        bucket, view = self._bucket_of[parameter]
+        computed = parameter.grad  # autograd holds it until the bucket is on its way
+        assert computed is not None
+        parameter.grad = view.copy_(computed)
+        bucket.missing -= 1
+        if not bucket.missing:
+            bucket.missing = len(bucket.parameters())
+            self._hook(self._hook_state, bucket)
+            self._unreduced -= 1
+            self._reducing = self._unreduced > 0
