@@ -2,13 +2,21 @@
 
 import pytest
 import torch
-from estimate_grid import CPU_GRID, GRID, QUICK, QUICK_ON_CPU, Case, plan_for
+from estimate_grid import CPU_GRID, GRID, LLAMA, PP, QUICK, QUICK_ON_CPU, ZERO1, Case, plan_for
 
 from megatron_lite.cpu_kernels import products
+from megatron_lite.planner import hardware
+from megatron_lite.planner.caching_allocator import MIN_BLOCK
+from megatron_lite.planner.hardware import CUBLAS_WORKSPACE
 from megatron_lite.planner.memory import predict_memory
 from megatron_lite.planner.walk.rehearse import rehearse
+from megatron_lite.units import MIB
 
 WITHIN = 0.03  # what was found is 2.7%, and 1.9% but for one plan (python tests/estimate_grid.py)
+
+# of any optimizer: learning rate, good samples, whether steps stopped, a one
+SCALARS = 4 * MIN_BLOCK
+KEPT = ("cublasWorkspace", "cublasLtWorkspace")
 
 
 CELLS = [
@@ -81,3 +89,54 @@ def test_a_weights_gradient_is_a_gradient_in_both_also_where_it_is_added_to_anot
         expected = sum(row.num_bytes for row in peak.rows if row.category == category)
         # some numbers per token; the matrix has 12 or 24 MiB
         assert abs(held.get(category, 0) - expected) < 2**19, category
+
+
+@pytest.mark.parametrize(
+    ("words", "ranks", "rank"),
+    [
+        ("", 1, 0),
+        (LLAMA + "--qk-layernorm --kv-channels 128", 1, 0),
+        ("--optimizer sgd", 1, 0),
+        (PP + "2", 2, 0),
+        (PP + "2", 2, 1),
+        (ZERO1 + "--bf16 --hidden-size 256", 2, 0),
+    ],
+)
+def test_both_count_a_step_counter_of_each_parameter_tensor(words, ranks, rank):
+    """A number that takes a block of 512 bytes; moments fill their blocks at these sizes."""
+    plan = plan_for(f"{WORDS} --micro-batch-size 2 {words}", ranks, rank=rank)
+    expected = sum(row.num_bytes for row in predict_memory(plan).peak.rows if row.category == "moments")
+    assert rehearse(plan).categories["moments"] == expected + SCALARS
+
+
+@pytest.mark.parametrize(
+    ("release", "words", "expected"),
+    [
+        ((2, 11), "", MIB),
+        ((2, 11), "--disable-bias-linear --add-qkv-bias", MIB),
+        ((2, 11), "--disable-bias-linear", 0),
+        ((2, 12), "", 0),
+        (None, "", 0),
+    ],
+)
+def test_products_with_a_bias_have_a_workspace_of_their_own_up_to_torch_2_11(release, words, expected, monkeypatch):
+    monkeypatch.setattr(hardware, "read_torch_release", lambda: release)
+    plan = plan_for(f"{WORDS} --micro-batch-size 2 {words}")
+    both = 2 * CUBLAS_WORKSPACE + expected
+    rows = [row.num_bytes for row in predict_memory(plan).peak.rows if row.name.startswith("cuBLAS")]
+    events = rehearse(plan, steps=1).snapshot["device_traces"][0]
+    walked = [event["size"] for event in events if event["action"] == "alloc" and event["frames"][0]["name"] in KEPT]
+    assert sum(rows) == sum(walked) == both
+
+
+def test_a_cpu_has_no_workspaces(monkeypatch):
+    monkeypatch.setattr(hardware, "read_torch_release", lambda: (2, 11))
+    plan = plan_for(WORDS + "--micro-batch-size 2", device="cpu")
+    assert not [row for row in predict_memory(plan).peak.rows if row.name.startswith("cuBLAS")]
+    events = rehearse(plan, steps=1).snapshot["device_traces"][0]
+    assert not [event for event in events if event["frames"] and event["frames"][0]["name"] in KEPT]
+
+
+def test_the_installed_torch_is_known_without_importing_it():
+    major, minor = torch.__version__.split(".")[:2]
+    assert hardware.read_torch_release() == (int(major), int(minor))

@@ -1,11 +1,15 @@
 """Peak rates and memory of GPUs, from a table whose rows have a source and a date. Unknown GPUs have unknown peaks."""
 
+import functools
+import importlib.util
 import re
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from megatron_lite.config.shape import ModelShape
 from megatron_lite.errors import UserError
+from megatron_lite.units import MIB
 
 
 @dataclass(frozen=True)
@@ -166,6 +170,38 @@ def cublas_workspace_bytes(processor: Processor | None, deterministic: bool) -> 
     """Size of one workspace. Where the GPU is not known, an older one's; --deterministic-mode asks for Hopper's on all."""
     newer = processor is not None and processor.since_hopper
     return CUBLAS_WORKSPACE_SINCE_HOPPER if newer or deterministic else CUBLAS_WORKSPACE
+
+
+# cuBLASLt computes products that add a bias. Up to torch 2.11 it works in memory of its own, which torch takes at the
+# first such product and keeps, for each thread that has one: 1 MiB in forward's, measured on an H200 with torch 2.11.0 on
+# 2026-11-25 (docs/benchmarks.md). Its size is 1,024 KiB by default (parseCUDABlasLtWorkspaceSize in ATen/cuda/
+# CublasHandlePool.cpp, 2026-01-12). Since github.com/pytorch/pytorch/pull/175879, merged on 2026-03-02 and so in torch 2.12
+# and 2.13, it works in cuBLAS' own workspace. Not measured: layers that backward computes again on its own thread.
+CUBLASLT_WORKSPACE = MIB
+LAST_WITH_OWN_CUBLASLT_WORKSPACE = (2, 11)
+
+
+def cublaslt_workspace_bytes(shape: ModelShape) -> int:
+    """Bytes that cuBLASLt keeps for itself with the torch that is installed here; 0 without torch or without biases.
+
+    Args:
+        shape: The model's; its linear layers have biases or not.
+    """
+    release = read_torch_release()
+    if release is None or release > LAST_WITH_OWN_CUBLASLT_WORKSPACE:
+        return 0
+    return CUBLASLT_WORKSPACE if shape.linear_bias or shape.qkv_bias else 0
+
+
+@functools.cache
+def read_torch_release() -> tuple[int, int] | None:
+    """Read (2, 13) of torch 2.13.0 from its files, as importing it takes a second; None if it is not installed."""
+    found = importlib.util.find_spec("torch")
+    for folder in (found and found.submodule_search_locations) or ():
+        path = Path(folder, "version.py")
+        if path.is_file() and (version := re.search(r"__version__ = '(\d+)\.(\d+)", path.read_text(encoding="utf-8"))):
+            return int(version[1]), int(version[2])
+    return None
 
 
 # --- sizes of matrix products that the hardware likes

@@ -6,7 +6,13 @@ from megatron_lite.config.layout import Stage
 from megatron_lite.config.plan import Plan
 from megatron_lite.config.shape import ModelShape
 from megatron_lite.formats.run_record import LedgerRow
-from megatron_lite.planner.hardware import CUBLAS_THREADS, Processor, cublas_workspace_bytes
+from megatron_lite.planner.caching_allocator import MIN_BLOCK
+from megatron_lite.planner.hardware import (
+    CUBLAS_THREADS,
+    Processor,
+    cublas_workspace_bytes,
+    cublaslt_workspace_bytes,
+)
 from megatron_lite.units import count
 
 FP32, INT64 = 4, 8
@@ -34,8 +40,8 @@ def count_parameter_parts(shape: ModelShape, stage: Stage | None = None) -> dict
     return {
         "word embedding": matrix if has_embedding else 0,
         "position embedding": shape.max_position_embeddings * shape.hidden_size if learned and is_first else 0,
-        "attention": layers * _count_attention_parameters(shape),
-        "MLP": layers * _count_mlp_parameters(shape),
+        "attention": layers * sum(_list_attention_tensors(shape)),
+        "MLP": layers * sum(_list_mlp_tensors(shape)),
         "norms": 2 * layers * norm + final_norm,
         "output": matrix if is_last and not shape.tied_embeddings else 0,
     }
@@ -46,23 +52,39 @@ def _count_norm_vectors(shape: ModelShape) -> int:
     return 2 if shape.normalization == "LayerNorm" else 1
 
 
-def _count_attention_parameters(shape: ModelShape) -> int:
-    """Parameters of one layer's attention."""
-    number = (shape.qkv_rows + shape.attention_width) * shape.hidden_size
+def _list_attention_tensors(shape: ModelShape) -> list[int]:
+    """Elements of each parameter tensor of one layer's attention."""
+    tensors = [shape.qkv_rows * shape.hidden_size, shape.attention_width * shape.hidden_size]
     if shape.qkv_bias:
-        number += shape.qkv_rows
+        tensors.append(shape.qkv_rows)
     if shape.linear_bias:
-        number += shape.hidden_size
+        tensors.append(shape.hidden_size)
     if shape.qk_layernorm:
-        number += 2 * _count_norm_vectors(shape) * shape.kv_channels
-    return number
+        # one norm of queries, one of keys
+        tensors += 2 * _count_norm_vectors(shape) * [shape.kv_channels]
+    return tensors
 
 
-def _count_mlp_parameters(shape: ModelShape) -> int:
-    """Parameters of one layer's MLP."""
-    number = (shape.fc1_width + shape.ffn_hidden_size) * shape.hidden_size
+def _list_mlp_tensors(shape: ModelShape) -> list[int]:
+    """Elements of each parameter tensor of one layer's MLP."""
+    tensors = [shape.fc1_width * shape.hidden_size, shape.ffn_hidden_size * shape.hidden_size]
     if shape.linear_bias:
-        number += shape.fc1_width + shape.hidden_size
+        tensors += [shape.fc1_width, shape.hidden_size]
+    return tensors
+
+
+def count_parameter_tensors(shape: ModelShape, stage: Stage) -> int:
+    """Tensors among which the parameters of a pipeline's stage are divided; ranks that shard them have a part of each."""
+    vectors = _count_norm_vectors(shape)
+    of_layer = len(_list_attention_tensors(shape)) + len(_list_mlp_tensors(shape)) + 2 * vectors
+    number = len(stage.layers) * of_layer
+    if stage.is_first:
+        number += 2 if shape.position_embedding == "learned_absolute" else 1
+    if stage.is_last:
+        number += vectors
+    # the last stage has an output layer, or a copy of the embedding in its place
+    if stage.is_last and not (stage.is_first and shape.tied_embeddings):
+        number += 1
     return number
 
 
@@ -156,6 +178,8 @@ def list_states(plan: Plan, processor: Processor | None) -> Iterator[LedgerRow]:
     names = {"parameters": "weights", "master weights": "fp32 masters", "moments": f"moments of {optimizer.optimizer}"}
     for category, name in names.items():
         yield per_parameter(category, name, states[category] * ranks // number, number, ranks)
+    if optimizer.optimizer == "adam":
+        yield _measure_step_counters(plan)
     if plan.fp32_gradients and ranks == 1:
         yield per_parameter("gradients", "fp32 sums of gradients", FP32, number)
     if plan.layout.replicas > 1 and ranks == 1:
@@ -168,6 +192,18 @@ def list_states(plan: Plan, processor: Processor | None) -> Iterator[LedgerRow]:
         each = cublas_workspace_bytes(processor, plan.args.training.deterministic_mode)
         formula = f"{CUBLAS_THREADS} x {count(each)} bytes"
         yield LedgerRow("workspace", "cuBLAS workspaces", CUBLAS_THREADS * each, formula)
+        if own := cublaslt_workspace_bytes(plan.rank_shape):
+            yield LedgerRow("workspace", "cuBLASLt workspace", own, f"{count(own)} bytes")
+
+
+def _measure_step_counters(plan: Plan) -> LedgerRow:
+    """Size the step counters that fused Adam keeps on the device: one number for each parameter tensor.
+
+    Each takes the allocator's smallest block. A record of a CPU's memory counts in the same blocks.
+    """
+    number = count_parameter_tensors(plan.rank_shape, plan.stage)
+    formula = f"{count(number)} parameter tensors x {MIN_BLOCK} bytes"
+    return LedgerRow("moments", "step counters of adam", number * MIN_BLOCK, formula)
 
 
 # --- where ranks share out the model (torch's fully_shard): each layer is gathered by itself, and the rest together

@@ -26,7 +26,7 @@ from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.backend import Backend
 from megatron_lite.parallel.groups import Groups
 from megatron_lite.planner.caching_allocator import rounded
-from megatron_lite.planner.hardware import CUBLAS_THREADS, CUBLAS_WORKSPACE
+from megatron_lite.planner.hardware import CUBLAS_THREADS, CUBLAS_WORKSPACE, cublaslt_workspace_bytes
 from megatron_lite.planner.walk.fake_backend import HOST, FakeBackend, fake_other_ranks
 from megatron_lite.planner.walk.kernels import InPlaceGradients, replace_kernels
 from megatron_lite.planner.walk.tracker import CollectiveCounter, RehearsalTracker
@@ -70,7 +70,14 @@ def rehearse(plan: Plan, steps: int = 2, workspace: int = CUBLAS_WORKSPACE) -> R
         notes.append("--torch-compile layers is not rehearsed: compiled layers hold less")
     collectives = CollectiveCounter("tensor" if plan.layout.tensor == plan.world.size else "data")
     with fake_other_ranks(plan) as groups:
-        snapshot = walk(lambda: prepare(plan, groups, FakeBackend()), steps, plan.device, workspace, collectives)
+        snapshot = walk(
+            lambda: prepare(plan, groups, FakeBackend()),
+            steps,
+            plan.device,
+            workspace,
+            collectives,
+            cublaslt_workspace_bytes(plan.rank_shape),
+        )
     return replace(
         summarize_walk(snapshot, tuple(notes)),
         collectives=tuple(sorted((*one, times) for one, times in collectives.calls.items())),
@@ -83,12 +90,18 @@ def walk(
     device: str,
     workspace: int = CUBLAS_WORKSPACE,
     collectives: CollectiveCounter | None = None,
+    cublaslt_workspace: int = 0,
 ) -> dict:
-    """A snapshot in the form of torch.cuda.memory._snapshot() of `steps` training steps as on `device`, cuda or cpu.
+    """A snapshot in the form of torch.cuda.memory._snapshot() of some training steps, as on a GPU or a CPU.
 
-    prepare() makes model and optimizer, and returns the step: step(phase), where `with phase(Phase.FORWARD):` marks its
-    parts. Both must take "cpu" for the device. workspace: bytes of each cuBLAS workspace, on cuda. collectives: those of the last step
-    are counted there.
+    Args:
+        prepare: Makes model and optimizer, and returns the step: step(phase), where `with phase(Phase.FORWARD):` marks its
+            parts. Both must take "cpu" for the device.
+        steps: Number of steps to walk.
+        device: cuda or cpu.
+        workspace: Bytes of each cuBLAS workspace, on cuda.
+        collectives: Where those of the last step are counted.
+        cublaslt_workspace: Bytes that cuBLASLt keeps for itself, on cuda; 0 where it shares cuBLAS'.
     """
     place = Place()
     tracker = RehearsalTracker(place, MAX_EVENTS, collectives or CollectiveCounter())
@@ -100,8 +113,11 @@ def walk(
         hooks.attach()
         try:
             step = prepare()
-            for _ in range(CUBLAS_THREADS if device == "cuda" else 0):
-                tracker.add_unseen("cublasWorkspace", workspace)
+            if device == "cuda":
+                for _ in range(CUBLAS_THREADS):
+                    tracker.add_unseen("cublasWorkspace", workspace)
+            if device == "cuda" and cublaslt_workspace:
+                tracker.add_unseen("cublasLtWorkspace", cublaslt_workspace)
             watching = Instruments([place], sys.stderr.write)
             for number in range(1, steps + 1):
                 tracker.begin_step()
