@@ -1,8 +1,11 @@
 """What all tests share."""
 
+import contextlib
 import gc
 import os
 import signal
+import types
+from pathlib import Path
 
 import pytest
 
@@ -40,3 +43,42 @@ def pretend():
 
         yield take
     machine.read_processor.cache_clear()
+
+
+@pytest.fixture(scope="module")
+def megatron_on_cpu():
+    """One gloo rank; the two places where Megatron's local spec reaches for CUDA (a scratch buffer, dropout's random state)."""
+    import torch
+    import torch.distributed as dist
+
+    tensor_parallel = pytest.importorskip("megatron.core.tensor_parallel")
+    parallel_state = pytest.importorskip("megatron.core.parallel_state")
+    patch = pytest.MonkeyPatch()
+    patch.setattr(torch.cuda, "current_device", lambda: "cpu")
+    tracker = types.SimpleNamespace(fork=contextlib.nullcontext)
+    patch.setattr(tensor_parallel, "get_cuda_rng_tracker", lambda: tracker)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    parallel_state.initialize_model_parallel()
+    yield
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+    patch.undo()
+
+
+@pytest.fixture
+def optimizers_on_cpu(megatron_on_cpu, monkeypatch):
+    """Megatron's optimizers, which ask for CUDA, work on the CPU."""
+    from support.megatron_core import pretend_cuda
+
+    pretend_cuda(monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory) -> list[Path]:
+    """CKPT TB VOCAB MERGES DATA of the example scripts, in a folder with a space in its name."""
+    from megatron_lite.cli.main import main
+
+    folder = tmp_path_factory.mktemp("a place")
+    assert main(["make-corpus", "--output-prefix", f"{folder}/in put/python", "--bpe", "300", "--max-mb", "1"]) == 0
+    outputs, inputs = ("check points", "tensor board"), ("vocab.json", "merges.txt", "python_text_document")
+    return [*(folder / name for name in outputs), *(folder / "in put" / name for name in inputs)]

@@ -15,21 +15,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from launch import flags, plan_of, same
+from launch import same
 from model_variants import VARIANTS, build
-from test_checkpoint_megatron_core import Ours, gradients, read_all
+from support.megatron_core import read_all
+from support.megatron_folders import rewrite, trained, written
 from torch import nn
 
-from megatron_lite.checkpoint.megatron_file import MegatronFile, write_megatron_file
+from megatron_lite.checkpoint.megatron_file import MegatronFile
 from megatron_lite.checkpoint.megatron_names import file_name, in_file_order, ours
 from megatron_lite.checkpoint.random_states import from_megatron, to_megatron
-from megatron_lite.checkpoint.training_state import Record
 from megatron_lite.checkpoint.unpickle import Inert, load
 from megatron_lite.config.layout import Block, Part
 from megatron_lite.errors import CheckpointError
-
-WORDS = "--train-iters 20 --lr-warmup-iters 3 --lr-decay-style cosine --min-lr 1e-4 --weight-decay 0.1"
-PRECISION = {"fp32": "", "bf16": "--bf16", "fp16": "--fp16 --initial-loss-scale 512"}
 
 
 def random_states(ranks: int, cuda: bool) -> dict:
@@ -51,21 +48,6 @@ def random_states(ranks: int, cuda: bool) -> dict:
     return flat
 
 
-def trained(precision: str, *words: str, variant: str = "gqa_swiglu_rmsnorm", steps: int = 3):
-    """(plan, record, flat tensors) of a run of this trainer."""
-    run = Ours(plan_of(flags(WORDS, PRECISION[precision], *words)), VARIANTS[variant])
-    for step in range(steps):
-        run.step(gradients(run.shape, step))
-    return run.plan, run.record(steps, versions={"torch": "2"}), run.flat()
-
-
-def written(path: Path, record: Record, tensors: dict, plan) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "wb") as file:
-        write_megatron_file(file, record, tensors, plan.args)
-    return path
-
-
 def write_trained(folder: Path, precision: str, *words: str, **how) -> tuple[Path, dict]:
     """The file of a run, and its flat tensors."""
     plan, record, tensors = trained(precision, *words, **how)
@@ -74,16 +56,6 @@ def write_trained(folder: Path, precision: str, *words: str, **how) -> tuple[Pat
 
 def place(folder: Path) -> Path:
     return folder / "iter_0000003" / "mp_rank_00" / "model_optim_rng.pt"
-
-
-def rewrite(path: Path, change=lambda state: None, foreign: bool = True) -> Path:
-    """The file with `change` made to what it holds, and without this trainer's mark if it is to be `foreign`."""
-    state = torch.load(path, weights_only=False)
-    if foreign:
-        del state["megatron_lite"]
-    change(state)
-    torch.save(state, path)
-    return path
 
 
 @pytest.mark.parametrize("impl", ["transformer_engine", "local"])

@@ -10,15 +10,13 @@ import torch
 from launch import flags, plan_of, quietly, same, steps
 from lazy_module import LazyModule
 from model_variants import VARIANTS, build
-from test_checkpoint_megatron_core import (  # noqa: F401 - fixtures
+from support.megatron_core import (
     Distributed,
     Ours,
     Theirs,
     batches,
     describe_run,
     gradients,
-    megatron_on_cpu,
-    optimizers_on_cpu,
     plan_for,
     read_all,
     take_steps,
@@ -51,7 +49,7 @@ def ended_managers():
 
 
 @pytest.fixture(autouse=True)
-def writer_on_cpu(optimizers_on_cpu, monkeypatch):  # noqa: F811
+def writer_on_cpu(optimizers_on_cpu, monkeypatch):
     """Megatron's writer waits for a GPU, and measures its memory with a package that is not needed."""
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *given: None)
     monkeypatch.setattr("megatron.core.dist_checkpointing.strategies.filesystem_async._process_memory", lambda: 0)

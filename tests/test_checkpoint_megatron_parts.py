@@ -9,8 +9,8 @@ import pytest
 import torch
 from launch import same
 from model_variants import VARIANTS
-from test_checkpoint_megatron import trained, written
-from test_checkpoint_megatron_core import read_all
+from support.megatron_core import read_all
+from support.megatron_folders import trained, written
 
 from megatron_lite.checkpoint.find import open_megatron
 from megatron_lite.checkpoint.megatron_file import MegatronFile

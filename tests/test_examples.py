@@ -10,34 +10,16 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.example_runs import OURS, SLURM, TINY, read_tracker
 from support.paths import REPO
 from waiting import LIMIT_S
 
-from megatron_lite.cli.main import main
 from megatron_lite.formats.file_names import RUN_FILE, STEPS_FILE
-from megatron_lite.run_folder import TRACKER_FILE
 
 SCRIPT = REPO / "examples" / "gpt3" / "train_gpt3_857m_distributed.sh"
 QUICKSTART = REPO / "examples" / "gpt3" / "quickstart.sh"
 SOURCED = [REPO / "examples" / "environment.sh", REPO / "examples" / "nsight.sh"]
-SLURM = REPO / "examples" / "gpt3" / "slurm.sbatch"
 SCRIPTS = [SCRIPT, QUICKSTART, SLURM, *SOURCED, REPO / "tests" / "run", REPO / ".ci" / "run"]
-OURS = (
-    "TP",
-    "CP",
-    "PP",
-    "GPUS_PER_NODE",
-    "NUM_NODES",
-    "NODE_RANK",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    "STEPS",
-    "OMP_NUM_THREADS",
-)
-TINY = [
-    "--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "2", "--seq-length", "32",
-    "--max-position-embeddings", "32", "--num-workers", "0",
-]  # fmt: skip
 SHORT = ["--train-iters", "2", "--lr-decay-iters", "2", "--log-interval", "1", "--eval-iters", "1"]
 
 
@@ -47,20 +29,6 @@ def start(script: Path, *arguments, cwd: Path = REPO, **environment: str) -> sub
     env = kept | {"PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""} | environment
     captured = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True, "timeout": LIMIT_S}
     return subprocess.run(["bash", str(script), *map(str, arguments)], check=False, cwd=cwd, env=env, **captured)
-
-
-@pytest.fixture(scope="module")
-def places(tmp_path_factory) -> list[Path]:
-    """CKPT TB VOCAB MERGES DATA, in a folder with a space in its name."""
-    folder = tmp_path_factory.mktemp("a place")
-    assert main(["make-corpus", "--output-prefix", f"{folder}/in put/python", "--bpe", "300", "--max-mb", "1"]) == 0
-    outputs, inputs = ("check points", "tensor board"), ("vocab.json", "merges.txt", "python_text_document")
-    return [*(folder / name for name in outputs), *(folder / "in put" / name for name in inputs)]
-
-
-def read_tracker(save: Path) -> int:
-    """The iteration of the newest checkpoint."""
-    return int((save / TRACKER_FILE).read_text())
 
 
 def assert_refused(run: subprocess.CompletedProcess, said: str):

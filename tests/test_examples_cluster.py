@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from test_examples import OURS, ROOT, SLURM, TINY, places, read_tracker  # noqa: F401
+from support.example_runs import OURS, SLURM, TINY, read_tracker
+from support.paths import REPO
 from waiting import LIMIT_S
 
 from megatron_lite.config.command_line import read_command_line
@@ -37,7 +38,7 @@ def slurm(tmp_path) -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if name not in OURS}
     return kept | {
         "PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": "",
-        "SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_NODELIST": "here", "SLURM_JOB_ID": str(os.getpid()),
+        "SLURM_SUBMIT_DIR": str(REPO), "SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_NODELIST": "here", "SLURM_JOB_ID": str(os.getpid()),
         "QUEUE": str(tmp_path / "queue"),
     }  # fmt: skip
 
@@ -49,7 +50,7 @@ def start(environment: dict[str, str], *words) -> subprocess.Popen:
 
 
 @pytest.mark.slow
-def test_a_slurm_job_whose_time_is_over_is_queued_again_and_ends(slurm, places):  # noqa: F811
+def test_a_slurm_job_whose_time_is_over_is_queued_again_and_ends(slurm, places):
     job, steps = start(slurm, *places, "--", *LONG), 0
     try:
         for line in job.stdout:
@@ -82,7 +83,7 @@ def test_a_slurm_job_that_fails_is_not_queued_again(slurm, tmp_path):
 
 
 def test_kubernetes_starts_the_script_on_every_node():
-    made = yaml.safe_load((ROOT / "examples/gpt3/kubernetes.yaml").read_text())
+    made = yaml.safe_load((REPO / "examples/gpt3/kubernetes.yaml").read_text())
     assert (made["apiVersion"], made["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
     [jobs] = made["spec"]["replicatedJobs"]
     job, pod = jobs["template"]["spec"], jobs["template"]["spec"]["template"]["spec"]
@@ -95,7 +96,7 @@ def test_kubernetes_starts_the_script_on_every_node():
     assert container["resources"]["limits"]["nvidia.com/gpu"] == int(values["GPUS_PER_NODE"])
     assert {one["name"] for one in container["volumeMounts"]} == {one["name"] for one in pod["volumes"]}
     script, flags = container["command"][1], container["args"][container["args"].index("--") + 1 :]
-    assert (ROOT / re.sub(".*/examples/", "examples/", script)).is_file() and container["args"].index("--") == 5
+    assert (REPO / re.sub(".*/examples/", "examples/", script)).is_file() and container["args"].index("--") == 5
     line = read_command_line(
         ["--num-layers", "2", "--hidden-size", "8", "--num-attention-heads", "2", "--mock-data", *flags]
     )

@@ -7,7 +7,7 @@ import jsonschema
 import pytest
 from command_lines import plan as resolved_plan
 from format_schemas import DOCS, FILES, PAGE, build_page, build_schema
-from test_formats_step_records import INTERVAL, STEP
+from support.step_lines import INTERVAL, STEP
 
 from megatron_lite.config.world import World
 from megatron_lite.formats.run_record import RunRecord, encode_run

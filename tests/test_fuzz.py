@@ -18,7 +18,7 @@ import yaml
 from data_maker import write_data
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_analysis_trace_nsys import two_ranks
+from support.nsys_maker import two_ranks
 from trace_maker import cpu_run
 
 from megatron_lite.checkpoint import unpickle

@@ -9,7 +9,7 @@ from command_lines import plan
 from convert_cases import EXACT, VOCABULARY, export, kept
 from launch import alone, flags, on_ranks, train, train_all
 from model_variants import VARIANTS, build
-from test_checkpoint_megatron import rewrite
+from support.megatron_folders import rewrite
 
 from megatron_lite.checkpoint.megatron_file import write_megatron_file
 from megatron_lite.checkpoint.write import write_alone

@@ -3,7 +3,7 @@
 import sys
 
 import pytest
-from test_layers import FILES, PACKAGE, imported, parse_files, place
+from support.package_files import FILES, PACKAGE, imported, parse_files, place
 
 TRAINER = (
     "model",

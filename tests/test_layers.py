@@ -1,20 +1,18 @@
 """The layers of the house, read from its imports."""
 
 import ast
-import functools
 import os
 import re
 import subprocess
 import sys
 from importlib.metadata import version
-from pathlib import Path
 
 import pytest
 from measure_house import count_code_and_comments
+from support.package_files import FILES, PACKAGE, find_place, imported, parse_files, place, read_core_files
 from support.paths import REPO
 from waiting import LIMIT_S
 
-PACKAGE = REPO / "megatron_lite"
 LEVELS = [  # bottom up: what stands together does not know each other
     {"terminal", "formats"},
     {
@@ -76,34 +74,6 @@ FRAGMENT = re.compile(  # a docstring that continues the name before it instead 
     r"(?:Of|With|For|By|In|On|At|To|From|Against|Under|Over|After|Before|Beside|Between|Without|Until|Till|As|And|Or|But|"
     r"It|They|Its|Their|None|That|Those|This|These|Which|Who|Whose|What|One|Some|Any|Same|Is|Are|Does|Has)\b|[^A-Z`\"\d]"
 )
-FILES = sorted(PACKAGE.rglob("*.py"))
-
-
-@functools.cache
-def parse_files() -> dict[Path, ast.Module]:
-    """The syntax tree of every file of the package."""
-    return {path: ast.parse(path.read_text(encoding="utf-8")) for path in FILES}
-
-
-def place(path: Path) -> str:
-    """megatron_lite/config/args.py -> config."""
-    return find_place(".".join(path.relative_to(PACKAGE).parts).removesuffix(".py"))
-
-
-def find_place(name: str) -> str:
-    """config.args -> config. The walk is a place of its own: it builds the model, which the rest of the planner does not."""
-    return "walk" if name.startswith("planner.walk.") else name.partition(".")[0]
-
-
-def imported(tree: ast.AST) -> set[str]:
-    """Dotted names of all that is imported, inside functions too; `from a import b` counts as a.b."""
-    names = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            names |= {f"{'.' * node.level}{node.module or ''}.{alias.name}" for alias in node.names}
-    return names
 
 
 def objection(mine: str, name: str) -> str | None:
@@ -204,15 +174,6 @@ def test_one_file_builds_the_model_that_trains():
     ]
     # the first two read names and shapes of parameters, from a model without memory
     assert sorted(builders) == ["convert/mappings.py", "model/gpt.py", "train/build_replica.py"]
-
-
-def read_core_files() -> list[Path]:
-    """The files of one batch, as docs/architecture.md lists them."""
-    text = (REPO / "docs" / "architecture.md").read_text(encoding="utf-8")
-    table = text.split("## One batch")[1].split("\n## ")[0]
-    names = re.findall(r"`([\w/]+\.py)`", table)
-    assert len(names) == len(set(names)) > 20
-    return [REPO / name if name == "pretrain_gpt.py" else PACKAGE / name for name in names]
 
 
 def test_the_core_knows_nothing_of_what_watches_and_explains_it():

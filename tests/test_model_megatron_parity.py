@@ -1,88 +1,12 @@
 """The model computes what Megatron-Core computes: same state dict in, same logits, losses and gradients out."""
 
-import contextlib
-import types
-
 import pytest
 import torch
-import torch.distributed as dist
-from lazy_module import LazyModule
 from model_variants import VARIANTS, build, tokens
+from support.megatron_core import reference
 
-parallel_state = LazyModule("megatron.core.parallel_state")
-gpt, layer_specs = LazyModule("megatron.core.models.gpt"), LazyModule("megatron.core.models.gpt.gpt_layer_specs")
-transformer = LazyModule("megatron.core.transformer")
 # megatron-core's torch norms refuse layernorm_1p.
 COMPARED = [name for name in VARIANTS if name != "layernorm_1p"]
-
-
-@pytest.fixture(scope="module")
-def megatron_on_cpu():
-    """One gloo rank; the two places where the local spec reaches for CUDA (a scratch buffer, dropout's random state)."""
-    patch = pytest.MonkeyPatch()
-    patch.setattr(torch.cuda, "current_device", lambda: "cpu")
-    tracker = types.SimpleNamespace(fork=contextlib.nullcontext)
-    patch.setattr(pytest.importorskip("megatron.core.tensor_parallel"), "get_cuda_rng_tracker", lambda: tracker)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    parallel_state.initialize_model_parallel()
-    yield
-    parallel_state.destroy_model_parallel()
-    dist.destroy_process_group()
-    patch.undo()
-
-
-def activation(shape):
-    functions = {
-        "gelu_tanh": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
-        "gelu_erf": torch.nn.functional.gelu,
-        "swiglu": torch.nn.functional.silu,
-        "squared_relu": lambda x: torch.relu(x) ** 2,
-    }
-    return {"activation_func": functions[shape.activation], "gated_linear_unit": shape.activation == "swiglu"}
-
-
-def reference(shape, stage=None):
-    """stage: of a pipeline: (its number, their number)."""
-    number, stages = stage or (0, 1)
-    config = transformer.TransformerConfig(
-        pipeline_model_parallel_size=stages,
-        pipeline_dtype=torch.float32 if stages > 1 else None,
-        num_layers=shape.num_layers,
-        hidden_size=shape.hidden_size,
-        num_attention_heads=shape.num_attention_heads,
-        num_query_groups=shape.num_query_groups,
-        kv_channels=shape.kv_channels,
-        ffn_hidden_size=shape.ffn_hidden_size,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        normalization=shape.normalization,
-        layernorm_epsilon=shape.norm_epsilon,
-        add_bias_linear=shape.linear_bias,
-        add_qkv_bias=shape.qkv_bias,
-        qk_layernorm=shape.qk_layernorm,
-        apply_query_key_layer_scaling=shape.query_key_layer_scaling,
-        attention_softmax_in_fp32=shape.softmax_in_fp32 or shape.query_key_layer_scaling,
-        rotary_interleaved=shape.rotary_interleaved,
-        use_cpu_initialization=True,
-        persist_layer_norm=False,
-        bias_activation_fusion=False,
-        masked_softmax_fusion=False,
-        apply_rope_fusion=False,
-        **activation(shape),
-    )
-    return gpt.GPTModel(
-        config,
-        layer_specs.get_gpt_layer_local_spec(qk_layernorm=shape.qk_layernorm, normalization=shape.normalization),
-        vocab_size=shape.padded_vocab_size,
-        max_sequence_length=shape.max_position_embeddings,
-        share_embeddings_and_output_weights=shape.tied_embeddings,
-        position_embedding_type=shape.position_embedding,
-        rotary_percent=shape.rotary_percent,
-        rotary_base=shape.rotary_base,
-        seq_len_interpolation_factor=shape.rotary_seq_len_interpolation_factor,
-        pre_process=number == 0,
-        post_process=number == stages - 1,
-    )
 
 
 def largest_difference(ours, theirs):

@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 from launch import flags, plan_of, same
+from support.optimizer_rules import Rules
 from torch import nn
 
 from megatron_lite.optim.optimizer import DynamicLossScale, LossScale, Optimizer, make_loss_scale
@@ -246,26 +247,6 @@ def test_rates_are_those_of_the_exact_sample_count(batch):
 
 
 # --- the dynamic loss scale against the rules written down as plain Python
-
-
-class Rules:
-    """Halve once `hysteresis` overflows are used up; double after `window` clean steps, which restores them."""
-
-    def __init__(self, scale: float, minimum: float, window: int, hysteresis: int):
-        self.scale, self.minimum, self.window, self.hysteresis = scale, minimum, window, hysteresis
-        self.clean, self.left = 0, hysteresis
-
-    def update(self, overflow: bool):
-        if overflow:
-            self.clean = 0
-            self.left -= 1
-            if self.left <= 0:
-                self.scale = max(self.scale / 2, self.minimum)
-            return
-        self.clean += 1
-        if self.clean == self.window:
-            self.clean, self.left = 0, self.hysteresis
-            self.scale *= 2
 
 
 @pytest.mark.parametrize("seed", range(6))

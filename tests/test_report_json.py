@@ -8,21 +8,13 @@ import pytest
 import report_cases as cases
 from report_schema import FILE, write_schema
 from run_maker import folder, ranks, step
+from support.report_schemas import validators
 
 from megatron_lite.analysis.report import REPORT_SCHEMA
 from megatron_lite.analysis.run.read import read_run
 from megatron_lite.report.json_file import as_json, json_text, plain, ranks_text
 
 EMPTY = cases.report(ranks_seen=(), snapshots=(), ranks=None, run=None)
-
-
-def validators():
-    """(of the schema in the documentation, of one that allows no further key)."""
-    schema = json.loads(FILE.read_text(encoding="utf-8"))
-    validator = pytest.importorskip("jsonschema").Draft202012Validator
-    validator.check_schema(schema)
-    objects = {name: one | {"additionalProperties": False} for name, one in schema["$defs"].items()}
-    return validator(schema), validator(schema | {"additionalProperties": False, "$defs": objects})
 
 
 def test_it_holds_what_the_report_holds():

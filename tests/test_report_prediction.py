@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import report_cases as cases
 from prediction_cases import GIB, facts, held, measured, memory, record, time
-from test_report_json import validators
+from support.report_schemas import validators
 
 from megatron_lite.analysis.predicted import compare_prediction
 from megatron_lite.report.html import html_page

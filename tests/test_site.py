@@ -11,8 +11,8 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 from measure_house import House
+from support.package_files import read_core_files
 from support.paths import REPO
-from test_layers import read_core_files
 
 from megatron_lite.analysis.findings.rules import RULES
 from megatron_lite.cli.main import main

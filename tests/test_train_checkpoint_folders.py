@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 from launch import DROPOUT, Interrupts, alone, checkpoint, flags, losses, on_ranks, quietly, steps, train
-from test_train_checkpoint_safety import flip, iterations
+from support.checkpoint_damage import flip, iterations
 
 from megatron_lite.checkpoint import folder
 from megatron_lite.checkpoint.folder import Background, CheckpointDir, missing, newest

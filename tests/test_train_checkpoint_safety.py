@@ -34,6 +34,7 @@ from launch import (
     steps,
     train,
 )
+from support.checkpoint_damage import flip, iterations
 from support.paths import TESTS
 
 from megatron_lite.checkpoint.folder import missing, newest, reserved, wrong
@@ -186,13 +187,6 @@ def test_a_lost_tracker(copy, tmp_path):
     message = refusal(copy, tmp_path)
     assert f"no {TRACKER_FILE}" in message and "--ckpt-step" in message and "iteration 4" in message
     resume(copy, tmp_path / "resumed", "--ckpt-step 4")
-
-
-def flip(path: Path):
-    """One bit in the middle."""
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 4
-    path.write_bytes(data)
 
 
 DAMAGES = {
@@ -632,10 +626,6 @@ def test_a_lock_that_is_no_file(tmp_path, make, reason):
 
 
 # --- which ones stay
-
-
-def iterations(save: Path) -> list[int]:
-    return sorted(int(path.name[5:]) for path in save.glob("iter_*"))
 
 
 def test_retention(saved, tmp_path):

@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 from launch import environment, flags, pretrain, ranks_of, start, steps
 from support.paths import REPO, TESTS
-from test_train_stops import wait_for
-from waiting import LIMIT_S, wait_until
+from waiting import LIMIT_S, wait_for, wait_until
 
 from megatron_lite import rank_errors
 from megatron_lite.checkpoint.folder import newest, wrong

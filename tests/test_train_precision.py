@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from launch import DROPOUT, alone, checkpoint, flags, losses, part, quietly, same, steps, write_documents
-from test_optim_step import Rules
+from support.optimizer_rules import Rules
 
 from megatron_lite.model.gpt import TransformerLayer
 

@@ -28,7 +28,7 @@ from launch import (
     steps,
     train,
 )
-from waiting import LIMIT_S
+from waiting import LIMIT_S, wait_for
 
 from megatron_lite import app
 from megatron_lite.config.world import World
@@ -235,15 +235,6 @@ def test_ctrl_c_without_a_checkpoint(tmp_path, tracker):
         out, err = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 130 and "Traceback" not in err, err
     assert "interrupted; there is no checkpoint to go on from\n" in out
-
-
-def wait_for(process, text: str) -> str:
-    head = ""
-    for line in process.stdout:
-        head += line
-        if text in line:
-            return head
-    raise AssertionError(f"{text!r} never came: {head} {process.stderr.read()}")
 
 
 def test_a_second_signal_means_now(group, tmp_path, monkeypatch):

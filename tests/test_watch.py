@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from msgspec import UNSET
+from support.watched_runs import PHASES, read_steps
 from torch import nn
 from traces import steps_of
 
@@ -34,7 +35,6 @@ for number in range(int(sys.argv[1])):
 if len(sys.argv) > 2:
     raise RuntimeError(sys.argv[2])
 """
-PHASES = {"data", "forward", "backward", "optimizer_step"}
 
 
 @pytest.fixture
@@ -42,10 +42,6 @@ def script(tmp_path) -> Path:
     path = tmp_path / "train.py"
     path.write_text(SCRIPT)
     return path
-
-
-def read_steps(folder: Path) -> list[dict]:
-    return [json.loads(line) for line in (folder / "steps.jsonl").read_text().splitlines()]
 
 
 def test_a_script_does_what_it_did_and_is_explained(tmp_path, script, capfd, monkeypatch):

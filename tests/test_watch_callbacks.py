@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.paths import TESTS
-from test_watch import PHASES, read_steps
+from support.watched_runs import PHASES, read_steps
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 from traces import steps_of

@@ -35,3 +35,13 @@ class Terminal(io.StringIO):
 
     def isatty(self):
         return True
+
+
+def wait_for(process, text: str) -> str:
+    """What a run has printed until it prints `text`."""
+    head = ""
+    for line in process.stdout:
+        head += line
+        if text in line:
+            return head
+    raise AssertionError(f"{text!r} never came: {head} {process.stderr.read()}")

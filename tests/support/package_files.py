@@ -1,0 +1,49 @@
+"""The package's files: their syntax trees, imports and places."""
+
+import ast
+import functools
+import re
+from pathlib import Path
+
+from support.paths import REPO
+
+PACKAGE = REPO / "megatron_lite"
+
+
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+@functools.cache
+def parse_files() -> dict[Path, ast.Module]:
+    """The syntax tree of every file of the package."""
+    return {path: ast.parse(path.read_text(encoding="utf-8")) for path in FILES}
+
+
+def place(path: Path) -> str:
+    """megatron_lite/config/args.py -> config."""
+    return find_place(".".join(path.relative_to(PACKAGE).parts).removesuffix(".py"))
+
+
+def find_place(name: str) -> str:
+    """config.args -> config. The walk is a place of its own: it builds the model, which the rest of the planner does not."""
+    return "walk" if name.startswith("planner.walk.") else name.partition(".")[0]
+
+
+def imported(tree: ast.AST) -> set[str]:
+    """Dotted names of all that is imported, inside functions too; `from a import b` counts as a.b."""
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names |= {f"{'.' * node.level}{node.module or ''}.{alias.name}" for alias in node.names}
+    return names
+
+
+def read_core_files() -> list[Path]:
+    """The files of one batch, as docs/architecture.md lists them."""
+    text = (REPO / "docs" / "architecture.md").read_text(encoding="utf-8")
+    table = text.split("## One batch")[1].split("\n## ")[0]
+    names = re.findall(r"`([\w/]+\.py)`", table)
+    assert len(names) == len(set(names)) > 20
+    return [REPO / name if name == "pretrain_gpt.py" else PACKAGE / name for name in names]

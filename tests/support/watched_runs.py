@@ -1,0 +1,10 @@
+"""What watch wrote of a run."""
+
+import json
+from pathlib import Path
+
+PHASES = {"data", "forward", "backward", "optimizer_step"}
+
+
+def read_steps(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "steps.jsonl").read_text().splitlines()]
