@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
 import torch
 import torch.distributed as dist
-from launch import flags, on_ranks, plan_of
+from support.launch import flags, on_ranks, plan_of
 
 STEPS, FIRST = 30, 5  # the first ones are not counted
 SPLIT = {"tensor": "--tensor-model-parallel-size 2", "pipeline": "--pipeline-model-parallel-size 2"}

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
-from launch import plan_of
+from support.launch import plan_of
 
 from megatron_lite.config.plan import Plan
 from megatron_lite.config.world import World

@@ -27,7 +27,7 @@ import torch._dynamo  # every optimizer imports it: once here, instead of in eac
 import torch.distributed as dist
 import torch.distributed.checkpoint  # and so does every save
 import xxhash
-from launch import DROPOUT, checkpoint, flags, steps, train
+from support.launch import DROPOUT, checkpoint, flags, steps, train
 
 from megatron_lite.config.world import World
 from megatron_lite.errors import CheckpointError

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from launch import alone, build, flags, on_ranks, plan_of, steps, train, train_all
+from support.launch import alone, build, flags, on_ranks, plan_of, steps, train, train_all
 
 from megatron_lite.analysis.memory.read import analyze_snapshot
 from megatron_lite.config.plan import Plan

@@ -23,13 +23,13 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from snapshot_maker import BACKWARD, LOSS, STEP, MadeSnapshot, forward_stack, frames
-from snapshot_maker import write as write_snapshot
 from support.paths import REPO, TESTS
-from trace_maker import AUTOGRAD, MadeTrace, write
-from training_maker import BF16_GEMM, FUSED_ADAM
-from training_maker import Step as Place
-from waiting import LIMIT_S
+from support.snapshot_maker import BACKWARD, LOSS, STEP, MadeSnapshot, forward_stack, frames
+from support.snapshot_maker import write as write_snapshot
+from support.trace_maker import AUTOGRAD, MadeTrace, write
+from support.training_maker import BF16_GEMM, FUSED_ADAM
+from support.training_maker import Step as Place
+from support.waiting import LIMIT_S
 
 from megatron_lite.analysis.analyze import analyze
 from megatron_lite.analysis.report import Report
@@ -819,7 +819,7 @@ def list_own_trainer_flags(folder: Path) -> list[str]:
 def run_program(program: str, how: str, folder: Path):
     """Run one of planted_programs.py, or this repository's trainer; what is recorded lies in `folder` afterwards."""
     # late: it imports torch
-    from planted_programs import RANKS
+    from support.planted_programs import RANKS
 
     python = Path(sys.executable)
     launch = [str(python), str(PROGRAMS), program]

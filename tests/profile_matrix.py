@@ -18,11 +18,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from launch import Ended, flags, pretrain, send, start, steps
-from nsys_report import Report, import_report, under_nsys, why_not
-from snapshots import steps_in_snapshot
-from traces import steps_of, trace_files
-from waiting import LIMIT_S
+from support.launch import Ended, flags, pretrain, send, start, steps
+from support.nsys_report import Report, import_report, under_nsys, why_not
+from support.snapshots import steps_in_snapshot
+from support.traces import steps_of, trace_files
+from support.waiting import LIMIT_S
 
 REPORT = "report"  # of nsys, in the run's folder
 SNAPSHOT = "memory.pickle"

@@ -7,7 +7,7 @@ python tests/published_layouts.py --search   and at which place a search has eac
 import argparse
 from dataclasses import dataclass, replace
 
-from command_lines import plan
+from support.command_lines import plan
 
 from megatron_lite.config.plan import Plan, plan_stages
 from megatron_lite.config.world import World

@@ -2,7 +2,7 @@
 
 import sys
 
-from launch import run_rank
+from support.launch import run_rank
 
 if __name__ == "__main__":
     run_rank(*sys.argv[1:])

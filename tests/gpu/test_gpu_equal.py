@@ -11,7 +11,7 @@ DEVICE = checked_device()
 if DEVICE is None:
     pytest.skip("needs a GPU", allow_module_level=True)
 
-from launch import ALONE, alone, flags, losses, train
+from support.launch import ALONE, alone, flags, losses, train
 
 from megatron_lite.config.world import World
 

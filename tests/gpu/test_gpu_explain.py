@@ -13,8 +13,8 @@ DEVICE = checked_device()
 if DEVICE is None:
     pytest.skip("needs a GPU", allow_module_level=True)
 
-from launch import REPO
-from snapshots import read_snapshot
+from support.launch import REPO
+from support.snapshots import read_snapshot
 
 from benchmarks.training.process import environment_of
 

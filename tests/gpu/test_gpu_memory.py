@@ -9,8 +9,8 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 
-from launch import flags, losses, train
-from snapshots import protocol, read_snapshot
+from support.launch import flags, losses, train
+from support.snapshots import protocol, read_snapshot
 
 from megatron_lite.config.world import World
 from megatron_lite.instruments.base import Instrument

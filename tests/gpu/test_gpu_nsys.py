@@ -16,7 +16,7 @@ if not torch.cuda.is_available():
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from launch import plan_of
+from support.launch import plan_of
 
 from megatron_lite.config.world import World
 from megatron_lite.instruments.base import Instruments, Window

@@ -9,8 +9,8 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 
-from launch import alone, build, flags, plan_of
-from rehearsal_cases import EXAMPLE, FULL, GPU, attention_arguments, batches
+from support.launch import alone, build, flags, plan_of
+from support.rehearsal_cases import EXAMPLE, FULL, GPU, attention_arguments, batches
 from torch.nn.attention import SDPBackend
 
 from megatron_lite.config.plan import Plan

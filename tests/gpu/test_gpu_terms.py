@@ -19,8 +19,8 @@ DEVICE = checked_device()
 if DEVICE is None:
     pytest.skip("needs a GPU", allow_module_level=True)
 
-from launch import ALONE, alone, build, flags, plan_of, steps, train
-from rehearsal_cases import EXAMPLE
+from support.launch import ALONE, alone, build, flags, plan_of, steps, train
+from support.rehearsal_cases import EXAMPLE
 
 from megatron_lite.config.plan import Plan
 from megatron_lite.config.world import World

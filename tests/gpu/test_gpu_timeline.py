@@ -10,7 +10,7 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 
-from launch import intervals, steps, train
+from support.launch import intervals, steps, train
 
 from megatron_lite.config.world import World
 from megatron_lite.instruments.base import Instruments

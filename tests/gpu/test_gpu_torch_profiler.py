@@ -14,7 +14,7 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 
-from launch import steps, train
+from support.launch import steps, train
 
 from megatron_lite.config.world import World
 

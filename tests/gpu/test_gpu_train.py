@@ -9,7 +9,7 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 
-from launch import build, plan_of
+from support.launch import build, plan_of
 
 from megatron_lite.config.world import World
 from megatron_lite.optim.optimizer import Optimizer

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from launch import flags, plan_of
-from lazy_module import LazyModule
-from model_variants import build, tokens
 
 from megatron_lite.checkpoint.megatron_file import MegatronFile, write_megatron_file
 from megatron_lite.checkpoint.training_state import Record
 from megatron_lite.optim.optimizer import Optimizer
+from support.launch import flags, plan_of
+from support.lazy_module import LazyModule
+from support.model_variants import build, tokens
 
 gpt, layer_specs = LazyModule("megatron.core.models.gpt"), LazyModule("megatron.core.models.gpt.gpt_layer_specs")
 

@@ -3,12 +3,12 @@
 from pathlib import Path
 
 import torch
-from launch import flags, plan_of
-from model_variants import VARIANTS
 
 from megatron_lite.checkpoint.megatron_file import write_megatron_file
 from megatron_lite.checkpoint.training_state import Record
+from support.launch import flags, plan_of
 from support.megatron_core import Ours, gradients
+from support.model_variants import VARIANTS
 
 WORDS = "--train-iters 20 --lr-warmup-iters 3 --lr-decay-style cosine --min-lr 1e-4 --weight-decay 0.1"
 

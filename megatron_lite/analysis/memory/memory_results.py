@@ -132,7 +132,7 @@ class Gathered:
 
 
 # Categories whose bytes grow with the micro-batch. Workspace does: it is what lives within one forward or backward
-# pass. Walked steps of twice the micro-batch had twice the workspace (tests/test_analysis_memory_growth_with_batch.py).
+# pass. Walked steps of twice the micro-batch had twice the workspace (tests/analysis/test_analysis_memory_growth_with_batch.py).
 GROWS_WITH_BATCH = ("activations", "logits and loss", "workspace")
 
 

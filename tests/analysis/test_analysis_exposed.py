@@ -1,0 +1,134 @@
+"""Communication that no compute runs beside: what it is for, what it costs, and that no cost is told twice."""
+
+import pytest
+from support.finding_cases import BROADCAST, DISPATCH, GATHER, exchanges, on_gpu
+from support.trace_maker import COMPUTE_STREAM
+from support.training_maker import gpu
+
+from megatron_lite.analysis.analyze import analyze
+from megatron_lite.analysis.ranks.calls import What, find_algorithm, find_collective_kind
+from megatron_lite.analysis.ranks.exposed import (
+    ALL_TO_ALL,
+    CONTEXT,
+    EXPERTS,
+    FORWARD,
+    GRADIENTS,
+    OBJECTS,
+    OPTIMIZER,
+    REST,
+    STAGES,
+    TENSOR,
+    WEIGHTS,
+    find_purpose,
+    is_of_weights,
+)
+from megatron_lite.analysis.trace.columns import ProcessGroup
+
+COMMUNICATION = ("exposed-", "optimizer-communication", "all-reduce-tail", "no-overlap", "parameter-gather")
+
+
+def what(kind: str, dtype="Float", group="") -> What:
+    return What(kind, "", None, dtype, ProcessGroup("0", group), None)
+
+
+@pytest.mark.parametrize(
+    ("purpose", "call", "phase", "sharded"),
+    [
+        (EXPERTS, what("dispatch"), "forward", None),
+        (EXPERTS, what("all_gather", group="EXPERT_MODEL_PARALLEL_GROUP"), "forward", None),
+        (ALL_TO_ALL, what("all_to_all"), "backward", None),
+        (TENSOR, what("all_reduce", group="TENSOR_MODEL_PARALLEL_GROUP"), "backward", None),
+        (CONTEXT, what("send_recv", group="mesh_cp"), "forward", None),
+        (STAGES, what("send_recv"), "forward", None),
+        (FORWARD, what("all_reduce"), "forward", None),
+        (GRADIENTS, what("all_reduce"), "backward", None),
+        (GRADIENTS, what("reduce_scatter", group="DATA_PARALLEL_GROUP"), "", True),
+        (WEIGHTS, what("all_gather", "BFloat16"), "forward", None),
+        (WEIGHTS, what("all_gather", "Byte"), "forward", True),
+        (OBJECTS, what("all_gather", "Byte"), "forward", None),
+        (OBJECTS, what("all_gather", "unsigned char"), "", False),
+        (OBJECTS, what("all_gather", "Float"), "forward", False),
+        (OPTIMIZER, what("all_reduce"), "optimizer_step", None),
+        (REST, what("broadcast"), "forward", None),
+        (REST, what("other"), "", None),
+    ],
+)
+def test_what_a_collective_is_for(purpose, call, phase, sharded):
+    assert find_purpose(call, phase, sharded) == purpose
+
+
+@pytest.mark.parametrize(
+    ("dtype", "sharded", "weights"),
+    [("Long", None, False), ("Int", True, False), ("", None, True), ("", False, False), ("Float8_e4m3fn", None, True)],
+)
+def test_numbers_that_weights_have(dtype, sharded, weights):
+    assert is_of_weights(dtype, sharded) is weights
+
+
+@pytest.mark.parametrize(
+    ("kernel", "kind"),
+    [
+        ("void deep_ep::internode_ll::combine<3, 10, 7168, 9>(void*)", "combine"),
+        ("void mori::moe::EpDispatchIntraNodeKernel<hip_bfloat16>(x)", "dispatch"),
+        ("void moeA2ACombineKernel<x>(x)", "combine"),
+        ("void vllm::cross_device_reduce_2stage<__nv_bfloat16, 8>(x)", "all_reduce"),
+        ("userbuffers_fp16_sum_inplace_gpu_rw", "all_reduce"),
+        ("multimem_all_gather_kernel", "all_gather"),
+        ("void tensorrt_llm::kernels::moe_comm::moeAllToAllKernel<x>(x)", "all_to_all"),
+    ],
+)
+def test_kinds_of_libraries_beside_nccl(kernel, kind):
+    assert find_collective_kind(kernel) == kind and find_algorithm(kernel) == ""
+
+
+def found_in(folder, write) -> list:
+    write(folder)
+    return [one for one in analyze([folder]).findings if one.code.startswith(COMMUNICATION)]
+
+
+def test_dispatch_on_the_stream_that_computes_cannot_overlap(tmp_path):
+    shared = DISPATCH | {"stream": COMPUTE_STREAM}
+    [one] = found_in(tmp_path / "a", on_gpu(reduce="after", collective=shared, world_size=16))
+    assert one.code == "exposed-experts" and one.cost_ms == pytest.approx(1.2, rel=0.01) and not one.certain
+    said = " | ".join(piece.text for piece in one.evidence)
+    assert "stream that computes" in said and "15 of 16 ranks were not read (1 to 15)" in said
+    [one] = found_in(tmp_path / "b", on_gpu(reduce="after", collective=DISPATCH))
+    assert "stream that computes" not in " | ".join(piece.text for piece in one.evidence)
+
+
+def test_communication_of_unknown_kind_is_told_by_its_kernel(tmp_path):
+    unknown = {"name": None, "kernel": "void nvshmemi_transfer_rma<x>(x)"}
+    [one] = found_in(tmp_path, on_gpu(before_forward=exchanges(3000, unknown)))
+    assert one.code == "exposed-communication" and "nvshmemi_transfer_rma" in one.evidence[0].text
+
+
+@pytest.mark.parametrize("parts", [{"reduce": "after"}, {"reduce": "tail"}, {"reduce": "tail", "collective": GATHER}])
+def test_no_cost_is_told_twice(tmp_path, parts):
+    """What a rule with a cause tells is not told again, and a broadcast beside it is."""
+    found = found_in(tmp_path, on_gpu(before_forward=exchanges(1500, BROADCAST), **parts))
+    costs = {one.code: one.cost_ms for one in found}
+    assert costs["exposed-communication"] == pytest.approx(1.5, rel=0.02) and len(costs) == 2
+    exposed_ms = analyze([tmp_path]).facts.critical.time.rows["exposed_communication"]
+    assert sum(costs.values()) <= exposed_ms * 1.001
+
+
+def test_a_gather_of_objects_is_no_gather_of_weights(tmp_path):
+    objects = GATHER | {"dtype": "Byte"}
+    [one] = found_in(tmp_path / "a", on_gpu(reduce="after", collective=objects))
+    assert one.code == "exposed-communication" and one.title.startswith("exposed gathers of objects")
+    [one] = found_in(tmp_path / "b", on_gpu(reduce="after", collective=GATHER))
+    assert one.code == "parameter-gather"
+
+
+def test_under_distributed_data_parallel_no_weights_are_gathered(tmp_path):
+    """A contrastive loss gathers features in forward; ranks hold whole weights."""
+
+    def wraps(step):
+        step.made.annotation("DistributedDataParallel.forward", step.host, step.host + 10)
+        exchanges(1500, GATHER)(step)
+
+    def write(folder):
+        gpu(folder, before_forward=wraps)
+
+    [one] = found_in(tmp_path, write)
+    assert one.code == "exposed-communication"

@@ -1,0 +1,251 @@
+"""torch_dist folders go from Megatron-Core's dist_checkpointing to this trainer and back, and training goes on as if they had not."""
+
+import dataclasses
+import io
+import multiprocessing
+from pathlib import Path
+
+import pytest
+import torch
+from support.launch import flags, plan_of, quietly, same, steps
+from support.lazy_module import LazyModule
+from support.megatron_core import (
+    Distributed,
+    Ours,
+    Theirs,
+    batches,
+    describe_run,
+    gradients,
+    plan_for,
+    read_all,
+    take_steps,
+)
+from support.model_variants import VARIANTS, build
+
+from megatron_lite.checkpoint.megatron_args import plain_arguments
+from megatron_lite.checkpoint.megatron_dist import DistFile, writer
+from megatron_lite.checkpoint.random_states import get_random_state
+from megatron_lite.checkpoint.training_state import Record
+from megatron_lite.cli.main import main
+
+dist_checkpointing = LazyModule("megatron.core.dist_checkpointing")
+mapping = LazyModule("megatron.core.dist_checkpointing.mapping")
+validation = LazyModule("megatron.core.dist_checkpointing.validation")
+RESHARDABLE, BUCKETS, APART = (
+    {"distrib_optim_sharding_type": "fully_reshardable"},
+    {"distrib_optim_sharding_type": "dp_reshardable"},
+    {"singleton_local_shards": True},
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ended_managers():
+    """Megatron-Core's writer starts a manager's process and leaves it."""
+    before = multiprocessing.active_children()
+    yield
+    for child in set(multiprocessing.active_children()) - set(before):
+        child.terminate()
+        child.join()
+
+
+@pytest.fixture(autouse=True)
+def writer_on_cpu(optimizers_on_cpu, monkeypatch):
+    """Megatron's writer waits for a GPU, and measures its memory with a package that is not needed."""
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *given: None)
+    monkeypatch.setattr("megatron.core.dist_checkpointing.strategies.filesystem_async._process_memory", lambda: 0)
+
+
+def template(run, metadata: dict, is_loading: bool = False) -> dict:
+    """Megatron-LM's generate_state_dict."""
+    model = run.model.sharded_state_dict(metadata=metadata)
+    optimizer = run.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)
+    return {"model": model, "optimizer": optimizer}
+
+
+def save_theirs(run, folder: Path, iteration: int, metadata: dict, **others) -> Path:
+    folder.mkdir(parents=True)
+    namespace = run.namespace(iteration)
+    namespace.transformer_impl = "local"
+    state = (
+        template(run, metadata)
+        | others
+        | {
+            "args": namespace,
+            "checkpoint_version": 3.0,
+            "iteration": iteration,
+            "opt_param_scheduler": run.scheduler.state_dict(),
+            "num_floating_point_operations_so_far": 0,
+        }
+    )
+    dist_checkpointing.save(state, str(folder), content_metadata=dict(metadata))
+    return folder
+
+
+def load_theirs(run, folder: Path, random: bool = True):
+    """As Megatron-LM's load_checkpoint: what to ask for is told by the folder."""
+    known = pytest.importorskip("megatron.core.safe_globals").SAFE_GLOBALS
+    with torch.serialization.safe_globals(known):  # Megatron's own list
+        common = dist_checkpointing.load_common_state_dict(str(folder))
+        asked = template(run, dist_checkpointing.load_content_metadata(preloaded_state_dict=common), is_loading=True)
+        if random:
+            asked["rng_state"] = mapping.ShardedObject("rng_state", [{}], (1, 1), (0, 0))
+        state, _, absent = dist_checkpointing.load(asked, str(folder), strict=validation.StrictHandling.RETURN_ALL)
+    assert not absent
+    run.model.load_state_dict(state["model"], strict=True)
+    run.optimizer.load_state_dict(state["optimizer"])
+    run.scheduler.load_state_dict(state["opt_param_scheduler"])
+    return state
+
+
+def save_ours(run: Ours, folder: Path, iteration: int) -> Record:
+    folder.mkdir(parents=True)
+    record = run.record(iteration, ranks=1)
+    random = {f"random.0.{kind}": value for kind, value in get_random_state(torch.device("cpu")).items()}
+    writer(plain_arguments(run.plan.args))(folder, record, run.flat() | random, None)
+    return record
+
+
+@pytest.mark.parametrize(
+    "precision, variant, metadata",
+    [
+        ("fp32", "gqa_swiglu_rmsnorm", {}),
+        ("fp32", "untied", {"non_homogeneous_layers": True}),
+        ("bf16", "qk_layernorm", {}),
+        ("bf16", "gqa_swiglu_rmsnorm", APART),
+        ("fp16", "gelu_tanh", {}),
+    ],
+)
+def test_what_megatron_saved_is_read_by_name(precision, variant, metadata, tmp_path):
+    plan, shape = plan_for(precision), VARIANTS[variant]
+    theirs = Theirs(plan, shape, build(shape).state_dict())
+    take_steps(theirs, range(3))
+    file = DistFile(save_theirs(theirs, tmp_path / "iter_0000003", 3, metadata))
+    assert file.without_optimizer is None
+    assert same(read_all(file), theirs.flat())
+    assert file.record == describe_run(theirs, 3, trainer="Megatron-LM")
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("metadata, bucket_size", [(RESHARDABLE, None), (BUCKETS, None), (BUCKETS, 100)])
+def test_the_distributed_optimizers_state_is_read(precision, metadata, bucket_size, tmp_path):
+    plan, shape = plan_for(precision), VARIANTS["gqa_swiglu_rmsnorm"]
+    theirs = Distributed(plan, shape, build(shape).state_dict(), bucket_size)
+    take_steps(theirs, range(3))
+    file = DistFile(save_theirs(theirs, tmp_path / "iter_0000003", 3, metadata))
+    assert file.without_optimizer is None
+    assert same(read_all(file), theirs.flat())
+
+
+def test_masters_that_megatron_mixed_up_are_not_taken(tmp_path):
+    """Megatron-Core 0.16.1 takes slices of padded buckets from a buffer without the padding."""
+    plan, shape = plan_for("bf16"), VARIANTS["gqa_swiglu_rmsnorm"]
+    theirs = Distributed(plan, shape, build(shape).state_dict(), bucket_size=100)
+    theirs.step(gradients(shape, 0))
+    file = DistFile(save_theirs(theirs, tmp_path / "iter_0000001", 1, RESHARDABLE))
+    assert file.record.optimizer is None and "masters that are not its weights'" in file.without_optimizer
+    weights = {name: value for name, value in theirs.flat().items() if name.startswith("model.")}
+    assert same(read_all(file), weights)
+
+
+@pytest.mark.parametrize(
+    "precision, variant",
+    [("fp32", "gqa_swiglu_rmsnorm"), ("fp32", "untied"), ("bf16", "qk_layernorm"), ("fp16", "gelu_tanh")],
+)
+def test_megatron_loads_what_was_saved_here(precision, variant, tmp_path):
+    plan, shape = plan_for(precision), VARIANTS[variant]
+    ours, theirs = Ours(plan, shape), Theirs(plan, shape)
+    take_steps(ours, range(3))
+    record = save_ours(ours, tmp_path / "iter_0000003", 3)
+    state = load_theirs(theirs, tmp_path / "iter_0000003")
+    assert same(theirs.flat(), ours.flat())
+    assert state["iteration"] == 3 and state["args"].consumed_train_samples == 12
+    assert torch.equal(state["rng_state"][0]["torch_rng_state"], torch.get_rng_state())
+    again = DistFile(tmp_path / "iter_0000003")
+    held = {name: value for name, value in read_all(again).items() if not name.startswith("random.")}
+    assert again.record == Record.from_json(record.to_json()) or again.record.trainer == "Megatron-LM"
+    assert same(held, ours.flat())
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_megatrons_distributed_optimizer_loads_it_too(precision, tmp_path, monkeypatch):
+    plan, shape = plan_for(precision), VARIANTS["gqa_swiglu_rmsnorm"]
+    ours = Ours(plan, shape)
+    take_steps(ours, range(3))
+    save_ours(ours, tmp_path / "iter_0000003", 3)
+    theirs = Distributed(plan, shape, build(shape, seed=3).state_dict(), bucket_size=100)
+    # without Transformer Engine's Adam, its state must exist, and a step per parameter that it loaded before is missed
+    theirs.step(gradients(shape, 9))
+    theirs.scheduler.num_steps = 0
+    optimizer = pytest.importorskip("megatron.core.optimizer").DistributedOptimizer
+    put = optimizer._set_main_param_and_optimizer_states
+    monkeypatch.setattr(
+        optimizer,
+        "_set_main_param_and_optimizer_states",
+        lambda self, parameter, tensors: put(
+            self, parameter, tensors | {"step": self._get_main_param_and_optimizer_states(parameter)["step"]}
+        ),
+    )
+    load_theirs(theirs, tmp_path / "iter_0000003")
+    # steps are told by the clock there
+    found, expected = (
+        {name: value for name, value in run.flat().items() if not name.endswith(".step")} for run in (theirs, ours)
+    )
+    assert same(found, expected)
+    steps = {value["step"].item() for value in theirs.optimizer.chained_optimizers[0].optimizer.state.values()}
+    assert steps == {3.0}
+
+
+LIKE = {"fp32": 2e-6, "bf16": 3e-3}  # of losses near 5: bf16 is rounded after other operations there
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_training_goes_on_with_the_same_losses(precision, tmp_path):
+    """Megatron begins, this trainer takes over, and another Megatron takes over from it."""
+    plan, shape = plan_for(precision), VARIANTS["gqa_swiglu_rmsnorm"]
+    fed = batches(shape, 25)
+    theirs, ours, others = Theirs(plan, shape, build(shape).state_dict()), Ours(plan, shape), Theirs(plan, shape)
+    for batch in fed[:5]:
+        theirs.train(batch)
+    ours.load(DistFile(save_theirs(theirs, tmp_path / "theirs" / "iter_0000005", 5, {})))
+    save_ours(ours, tmp_path / "ours" / "iter_0000005", 5)
+    load_theirs(others, tmp_path / "ours" / "iter_0000005")
+    losses = [[run.train(batch) for batch in fed[5:15]] for run in (theirs, ours, others)]
+    assert losses[2] == losses[0]
+    assert losses[1] == pytest.approx(losses[0], abs=LIKE[precision])
+    save_ours(ours, tmp_path / "ours" / "iter_0000015", 15)
+    others = Theirs(plan, shape)
+    load_theirs(others, tmp_path / "ours" / "iter_0000015")
+    again = Ours(plan, shape)
+    again.load(DistFile(save_theirs(others, tmp_path / "others" / "iter_0000015", 15, {})))
+    losses = [[run.train(batch) for batch in fed[15:]] for run in (ours, others, again)]
+    assert losses[2] == losses[0]
+    assert losses[1] == pytest.approx(losses[0], abs=LIKE[precision])
+
+
+# launch.MODEL
+SMALL = dataclasses.replace(VARIANTS["gelu_tanh"], ffn_hidden_size=128, seq_length=16, init_method_std=0.02)
+
+
+def test_states_of_transformer_engine_are_left_out_with_a_word(tmp_path, capsys):
+    words = "--lr-warmup-iters 2 --lr-decay-iters 6 --min-lr 1e-3 --weight-decay 0.1 --transformer-impl local"
+    plan = plan_of(flags(words))
+    theirs = Theirs(plan, SMALL, build(SMALL).state_dict())
+    take_steps(theirs, range(3))
+    module = "decoder.layers.self_attention.core_attention._extra_state"
+    states = [
+        mapping.ShardedObject(module, state, (2,), (layer,))
+        for layer, state in enumerate([io.BytesIO(), io.BytesIO(b"fp8")])
+    ]
+    save_theirs(theirs, tmp_path / "theirs" / "iter_0000003", 3, {}, attention=states)
+    (tmp_path / "theirs" / "latest_checkpointed_iteration.txt").write_text("3")
+    said = "note: --load {}: 10 _extra_state entries, Transformer Engine's own (FP8 scales, or empty), are left out"
+    _, out = quietly(flags(words, "--exit-interval 5 --load", tmp_path / "theirs"), tmp_path / "run")
+    assert said.format(tmp_path / "theirs" / "iter_0000003") in out and "loaded iteration 3" in out
+    assert [record["iteration"] for record in steps(tmp_path / "run")] == [4, 5]
+    assert main(["convert", "--load", str(tmp_path / "theirs"), "--save", str(tmp_path / "ours")]) == 0
+    assert said.format(tmp_path / "theirs" / "iter_0000003") in capsys.readouterr().out
+    converted = DistFile(tmp_path / "ours" / "iter_0000003")
+    assert same(read_all(converted), theirs.flat()) and converted.arguments["adam_beta2"] == 0.999
+    again = Theirs(plan, SMALL)
+    load_theirs(again, tmp_path / "ours" / "iter_0000003", random=False)
+    assert same(again.flat(), theirs.flat())

@@ -1,0 +1,224 @@
+"""What a user types wrong, and reads."""
+
+import ast
+import re
+
+import pytest
+from support.command_lines import ALONE, argv, mistakes, read, read_table
+
+from megatron_lite.config.args import Args
+from megatron_lite.config.check import DEPENDS, check, remarks
+from megatron_lite.config.command_line import read_command_line
+from megatron_lite.config.flags import ABSENT_BEGINS, ACCEPTED, STOPPING, find_texts, list_flags
+from megatron_lite.config.world import World
+from megatron_lite.errors import ConfigError
+
+MISSING = """
+    --num-layers --hidden-size --num-attention-heads --seq-length --micro-batch-size --max-position-embeddings --train-iters
+    --lr --data-path --vocab-file --merge-file
+"""
+VALUES = {"exit_signal": "SIGINT", "profile_step_end": "13", "initial_loss_scale": "8"}
+FIVE_MISTAKES = {
+    "--num-layer 2 --hidden-size 1O24 --fp16 --bf16 --lr-decay-style cosin --micro-batch-size": [
+        "--num-layer is not a flag; did you mean --num-layers?",
+        "--hidden-size 1O24: needs a whole number.",
+        "--lr-decay-style cosin: choose from constant, linear, cosine, inverse-square-root, WSD; did you mean cosine?",
+        "--micro-batch-size takes one value, got none.",
+        "--fp16 and --bf16 exclude each other; keep one.",
+    ],
+    "--global-batch-size 9 --min-lr 1 --seq-length 64 --num-experts 8 --save-interval -1": [
+        "--num-experts is refused: this trainer builds dense GPTs only; drop it, or train that model with Megatron-LM.",
+        "--save-interval -1: must be at least 0; 0 switches it off.",
+        "--max-position-embeddings 32 is smaller than --seq-length 64; raise it to at least that.",
+        "--global-batch-size 9 is not divisible by --micro-batch-size 2 times data parallel size 1 = 2; try 8.",
+        "--min-lr 1: must be at least 0 and at most --lr 0.001.",
+    ],
+    "!--mock-data --data-path /no/such --fp16 true --train_iters 10 --distributed-backend nccl --split 1,2,3,4": [
+        "--fp16 is a switch and takes no value, got 'true'; drop the value, or the flag to switch it off.",
+        "--train_iters is not a flag; did you mean --train-iters?",
+        "--distributed-backend nccl needs a GPU and this machine shows none; drop it, or give gloo for CPUs.",
+        "--split 1,2,3,4: needs one to three numbers, none negative, not all 0; for example 969,30,1.",
+        "--data-path /no/such: there is no /no/such.bin; check the prefix, or make it with megatron-lite preprocess.",
+    ],
+}
+
+
+@pytest.mark.parametrize(("changes", "answers"), FIVE_MISTAKES.items(), ids=["typos", "numbers", "places"])
+def test_five_mistakes_are_five_lines(changes, answers):
+    assert mistakes(changes) == answers
+
+
+ONE_MISTAKE = read_table("""
+--learning-rat 1 | --learning-rat is not a flag; --help lists them all.
+--lerning-rate-decay-style x | --lerning-rate-decay-style is not a flag; did you mean --lr-decay-style?
+--profile_ranks 0 | --profile_ranks is not a flag; did you mean --profile-ranks?
+-seed 3 | -seed is not a flag; did you mean --seed?
+--Adam-Beta1 0.9 | --Adam-Beta1 is not a flag; did you mean --adam-beta1?
+--world-size 2 | --world-size is set by the launcher (WORLD_SIZE); drop it.
+--rank 0 | --rank is set by the launcher (RANK); drop it.
+--dist_url tcp://x:1 | --dist_url is set by the launcher (MASTER_ADDR and MASTER_PORT); drop it.
+--nproc_per_node 8 | --nproc_per_node is an option of torchrun; put it in front of the script, or drop it.
+--use-z-loss | --use-z-loss is not a flag; --help lists them all.
+--ema-decay 0.9 | --ema-decay is not a flag; --help lists them all.
+--adam-beta 0.9 | --adam-beta is not a flag; did you mean --adam-beta1 or --adam-beta2?
+--init-method 0.1 | --init-method is not a flag; did you mean --init-method-std?
+--lr-warmup 0.1 | --lr-warmup is not a flag; did you mean --lr-warmup-fraction or --lr-warmup-iters or --lr-warmup-samples?
+--moe-router-topkk 1 | --moe-router-topkk is not a flag; did you mean --moe-router-topk?
+--num-expert 8 | --num-expert is not a flag, and --num-experts of Megatron-LM is not here either; leave it out.
+--fp4_format e2m1 | --fp4_format is not a flag, and --fp4-format of Megatron-LM is not here either; leave it out.
+--recompute-m x | --recompute-m is not a flag; did you mean --recompute-method?
+--recompute-modules core_attn mlp | --recompute-modules is refused: selective recomputation is of core_attn only; drop it, or recompute whole layers with --recompute-granularity full.
+--window-size (128,0) | --window-size ABSENT: every layer attends to all tokens before, with a plain softmax and the same positions.
+--fp4-format e2m1 | --fp4-format ABSENT, and use --bf16 or --fp16.
+--dump-param-to-param-group-map a b | --dump-param-to-param-group-map ABSENT.
+--x 1 --x 2 | --x is not a flag; --help lists them all.
+-- | -- is not a flag; --help lists them all.
+--l 1 | --l is not a flag; did you mean --lr?
+--seed 3 4 | --seed takes one value, got 2: '3 4'.
+--seed | --seed takes one value, got none.
+--seed= | --seed '': is no usable value; give one, or drop the flag.
+--seed 3.0 | --seed 3.0: needs a whole number.
+--clip-grad off | --clip-grad off: needs a number.
+--clip-grad nan | --clip-grad nan: needs a finite number.
+--clip-grad -inf | --clip-grad -inf: needs a finite number.
+--profile-ranks | --profile-ranks takes one value or more, got none.
+--profile-ranks 0 a | --profile-ranks a: needs a whole number.
+--data-path | --data-path takes one value or more, got none.
+--bf16=1 | --bf16 is a switch and takes no value, got '1'; drop the value, or the flag to switch it off.
+--normalization rmsnorm | --normalization rmsnorm: choose from LayerNorm, RMSNorm; did you mean RMSNorm?
+--optimizer lion | --optimizer lion: choose from adam, sgd.
+--timing-log-level 3 | --timing-log-level 3: choose from 0, 1, 2.
+--yaml-cfg | --yaml-cfg takes one file, got 0.
+--yaml-cfg a b | --yaml-cfg takes one file, got 2.
+--seq-length 32 --encoder-seq-length 64 | --seq-length 32 and --encoder-seq-length 64 are one setting; keep one.
+""")
+
+
+@pytest.mark.parametrize(("changes", "answer"), ONE_MISTAKE)
+def test_one_mistake(changes, answer):
+    said = [text for text in mistakes(changes) if not text.startswith("--max-position-embeddings 32 is")]
+    assert said == [answer.replace("ABSENT", ABSENT_BEGINS)]
+
+
+def test_no_guess_is_itself_refused():
+    lacking = find_texts(*STOPPING)
+    for number, name in enumerate([*lacking, *find_texts(ACCEPTED)]):  # one of five kinds of typos each
+        typos = (name[:-1], name[:-2] + name[-1], name + "s", name.replace("-", "_")[2:], name[: len(name) // 2])
+        for line in read_command_line([f"--{typos[number % len(typos)].lstrip('-')}", "1"]).mistakes:
+            guesses = re.findall(r"--[\w-]+", line.partition("; did you mean ")[2])
+            assert not lacking.keys() & set(guesses), line
+
+
+def test_words_before_flags_and_empty_values_of_shell_variables():
+    stands = "'train' stands before any flag; put a flag in front of it, or drop it."
+    assert read_command_line(["train", "--seed", "1"]).mistakes == [stands]
+    assert mistakes(["--save", "", "--tensorboard-dir", " "]) == [
+        "--save '': is no usable value; give one, or drop the flag.",
+        "--tensorboard-dir ' ': is no usable value; give one, or drop the flag.",
+    ]
+
+
+READ = read_table("""
+--seed=7 | seed | 7
+--seed 7 --seed 8 | seed | 8
+--profile-ranks -1 | profile_ranks | (-1,)
+--profile-ranks 3 1 2 | profile_ranks | (3, 1, 2)
+--profile-ranks 3 --profile-ranks 1 | profile_ranks | (1,)
+--lr .5 | lr | 0.5
+--lr -1e-3 | lr | -1e-3
+--save=a=b | save | "a=b"
+--save=--odd | save | "--odd"
+--fp16 --fp16 | fp16 | True
+--disable-bias-linear | add_bias_linear | False
+--seq-length 64 --encoder-seq-length 64 | seq_length | 64
+--persistent-save-interval 5 | save_interval | 5
+--data-path 0.5 a 0.5 b | data_path | ("0.5", "a", "0.5", "b")
+--rampup-batch-size 16 16 5859375 | rampup_batch_size | (16, 16, 5859375)
+""")
+
+
+@pytest.mark.parametrize(("words", "field", "value"), READ)
+def test_values(words, field, value):
+    line = read_command_line(words.split())
+    assert line.mistakes == [] and line.values == {field: ast.literal_eval(value)} and set(line.spelled) == {field}
+
+
+def test_a_value_that_could_not_be_read_breaks_no_further_rule():
+    """Its default stands in for it, and nothing may be said about a value that the user did not give."""
+    required = "--hidden-size --num-attention-heads --seq-length --max-position-embeddings --micro-batch-size"
+    for flag in f"{required} --train-iters --lr --vocab-size --min-lr".split():
+        assert len(mistakes(f"{flag} 1k")) == 1, flag
+    # nor is a misspelt flag called missing too
+    assert mistakes("!--lr --lr-rate 1") == [
+        "--lr-rate is not a flag; --help lists them all.",
+        "--lr is missing; give the peak learning rate, such as 6e-5.",
+    ]
+    assert mistakes("!--lr --Lr 1") == ["--Lr is not a flag; did you mean --lr?"]
+    assert mistakes("!--train-iters --trian-iters 10") == ["--trian-iters is not a flag; did you mean --train-iters?"]
+
+
+def notes(changes, world=ALONE):
+    line = read(changes)
+    check(line, world)
+    return remarks(line, world)
+
+
+NOTES = read_table("""
+--sequence-parallel | --sequence-parallel has no effect without --tensor-model-parallel-size above 1.
+--no-persist-layer-norm | --no-persist-layer-norm has no effect here: kernels of norms are chosen by themselves.
+--use-flash-attn | --use-flash-attn is an old spelling of --attention-backend auto.
+--cpu-offloading-num-layers 0 | --cpu-offloading-num-layers 0 has no effect here: it is so anyway.
+--recompute-granularity selective --recompute-modules core_attn | --recompute-modules core_attn has no effect here: it is so anyway.
+--te-rng-tracker | --te-rng-tracker has no effect here: random numbers are torch's own.
+--no-one-logger | --no-one-logger has no effect here: there is no such logger here
+--pipeline-schedule ZeroBubble | --pipeline-schedule has no effect without --pipeline-model-parallel-size above 1.
+--use-tp-pp-dp-mapping | --use-tp-pp-dp-mapping has no effect without --pipeline-model-parallel-size above 1.
+--decoder-first-pipeline-num-layers 1 | --decoder-first-pipeline-num-layers has no effect without --pipeline-model-parallel-size above 1.
+--batch-p2p-comm | --batch-p2p-comm has no effect here: stages of a pipeline always exchange
+--sharp-enabled-group dp | --sharp-enabled-group has no effect here: it changes how ranks are connected
+--bf16 --initial-loss-scale 8 | --initial-loss-scale has no effect without --fp16.
+--no-step-timeline --timing-log-level 2 | --timing-log-level has no effect without the step timeline (drop --no-step-timeline).
+--torch-compile-backend aot_eager | --torch-compile-backend has no effect without --torch-compile.
+--save a | --save without --save-interval: a checkpoint is written when the run ends, none before.
+--use-pytorch-profiler | --use-pytorch-profiler without --profile: profiling all the same.
+--profile --use-pytorch-profiler --skip-train | --skip-train: there are no steps to profile.
+--profile --use-pytorch-profiler --profile-step-start 101 --profile-step-end 103 | --profile-step-start 101 lies
+--profile --use-pytorch-profiler --profile-step-start 99 --profile-step-end 102 | --profile-step-end 102 lies
+--fp16 | --fp16 is 4 to 20 times slower than fp32 on CPUs
+""")
+
+
+def test_what_is_worth_a_word_is_told_once():
+    for changes, note in NOTES:
+        told = notes(changes)
+        assert len(told) == 1 and told[0].startswith(note), told
+
+
+def test_what_cannot_matter_is_said():
+    """Each flag that depends on another one, given alone."""
+    flags = {flag.field: flag for flag in list_flags(Args)}
+    for needed, (fields, _) in DEPENDS.items():
+        for flag in (flags[name] for name in fields.split()):
+            value = [] if flag.is_switch else [flag.choices[-1] if flag.choices else VALUES.get(flag.field, "3")]
+            external = ["!--mock-data", "--dataloader-type", "external", "--external-dataloader", "a.py:f"]
+            context = external if flag.field == "num_workers" else []
+            context = ["--no-step-timeline"] if "timeline" in needed else context
+            context = ["--model", "a.py:f"] if "--model" in needed else context
+            told = remarks(read([*context, flag.spelling, *value]), ALONE)
+            assert f"{flag.spelling} has no effect without {needed}." in told and len(told) <= 2, told
+
+
+def test_what_works_needs_no_word():
+    window = "--profile --use-pytorch-profiler --profile-step-end 101 --profile-step-start"
+    saved = "--save a --save-interval 5 --log-progress"
+    for changes in ("", "--bf16 --loss-scale 8", saved, f"{window} 99", f"{window} 100", "--record-memory-history"):
+        assert notes(changes) == []
+    assert notes("--fp16 --profile --record-memory-history", World(gpus=1, under_nsys=True)) == []
+
+
+def test_nothing_given_asks_for_everything():
+    with pytest.raises(ConfigError) as caught:
+        check(read_command_line([]), World())
+    missing = [text.split(" is missing")[0] for text in caught.value.lines]
+    assert missing == MISSING.split()
+    assert read_command_line(argv()).mistakes == mistakes() == []

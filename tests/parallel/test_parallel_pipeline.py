@@ -1,0 +1,212 @@
+"""Stages of a pipeline: which layers they have, in which order they compute, what they send and how much they hold."""
+
+import itertools
+import json
+
+import pytest
+from layout_table import ask_ranks, measure_traffic
+from support.launch import flags, on_ranks, plan_of, train_all
+
+from megatron_lite.analysis.analyze import analyze
+from megatron_lite.config.layout import Layout, Stage, Turn, count_stage_layers, find_source, order_turns
+from megatron_lite.config.plan import plan_stages
+from megatron_lite.config.world import World
+from megatron_lite.thresholds import slowest_rank
+
+PP2 = "--pipeline-model-parallel-size 2"
+
+
+def stages_of(number: int, chunks: int = 1, splits_backward: bool = False) -> list[Stage]:
+    return [
+        Stage(one, number, tuple(range(at, at + 1) for at in range(one, number * chunks, number)), splits_backward)
+        for one in range(number)
+    ]
+
+
+class Exchange:
+    """What a stage does in its turns, as Pipeline does: it asks for what the next turn takes before it computes, and sends when what it
+    sent before has been asked for. Each step goes as far as it can."""
+
+    def __init__(self, stage: Stage, micro_batches: int, stages: list["Exchange"]):
+        self.stage, self.stages, self.turns = stage, stages, order_turns(stage, micro_batches)
+        self.sent, self.asked = {True: [], False: []}, {True: 0, False: 0}  # by direction: forward or not
+        self.taken = {True: 0, False: 0}
+        self.index, self.computed, self.held, self.most = 0, False, 0, 0
+
+    def step(self) -> bool:
+        """Whether it came further."""
+        if self.index == len(self.turns):
+            return False
+        turn = self.turns[self.index]
+        if turn.of_weights:
+            assert turn._replace(of_weights=False) in self.turns[: self.index]
+            self.ask(self.index + 1)
+            self.index += 1
+            return True
+        step = 1 if turn.is_forward else -1
+        if not self.computed:
+            if self.index == 0:
+                self.ask(0)
+            if self.takes(turn):
+                sent = self.stages[(self.stage.number - step) % len(self.stages)].sent[turn.is_forward]
+                if len(sent) == self.taken[turn.is_forward]:
+                    return False
+                moved = turn._replace(
+                    chunk=turn.chunk
+                    - step * (turn.is_forward and self.stage.is_first or not turn.is_forward and self.stage.is_last)
+                )
+                assert sent[self.taken[turn.is_forward]] == moved
+                self.taken[turn.is_forward] += 1
+            self.ask(self.index + 1)
+            self.held += step
+            self.most = max(self.most, self.held)
+            self.computed = True
+        if not (self.stage.ends(turn.chunk) if turn.is_forward else self.stage.starts(turn.chunk)):
+            receiver = self.stages[(self.stage.number + step) % len(self.stages)]
+            if receiver.asked[turn.is_forward] < len(self.sent[turn.is_forward]):
+                return False
+            self.sent[turn.is_forward].append(turn)
+        self.index, self.computed = self.index + 1, False
+        return True
+
+    def takes(self, turn: Turn) -> bool:
+        at_end = self.stage.starts(turn.chunk) if turn.is_forward else self.stage.ends(turn.chunk)
+        return not (turn.of_weights or at_end)
+
+    def ask(self, index: int):
+        if index < len(self.turns) and self.takes(self.turns[index]):
+            self.asked[self.turns[index].is_forward] += 1
+
+
+@pytest.mark.parametrize(
+    ("stages", "chunks", "micro_batches"),
+    [
+        *itertools.product((1, 2, 3, 4, 7), (1,), (1, 2, 3, 8)),
+        *((stages, chunks, stages * groups) for stages in (2, 3, 4, 8) for chunks in (2, 3, 5) for groups in (1, 2, 5)),
+    ],
+)
+def test_every_order_of_turns_comes_to_its_end(stages, chunks, micro_batches):
+    """Each stage takes what others have sent, in the order in which they sent it."""
+    ranks: list[Exchange] = []
+    ranks += [Exchange(stage, micro_batches, ranks) for stage in stages_of(stages, chunks)]
+    while sum(one.step() for one in ranks):
+        pass
+    for one in ranks:
+        assert one.index == 2 * micro_batches * chunks and one.held == 0
+        assert one.most == one.stage.count_waiting(micro_batches)
+        assert len(set(one.turns)) == len(one.turns)
+
+
+@pytest.mark.parametrize(("stages", "micro_batches"), [*itertools.product((2, 3, 4, 8), (1, 2, 3, 8, 21))])
+def test_weights_fill_what_stages_would_wait(stages, micro_batches):
+    """No stage deadlocks, goes further ahead than 1F1B, or holds more than 1F1B's first; most of the bubble is gone."""
+    ranks: list[Exchange] = []
+    ranks += [Exchange(stage, micro_batches, ranks) for stage in stages_of(stages, splits_backward=True)]
+    while sum(one.step() for one in ranks):
+        pass
+    for one in ranks:
+        assert one.index == 3 * micro_batches == len(set(one.turns)) and one.held == 0
+        assert one.most <= one.stage.count_waiting(micro_batches)
+        held = list(itertools.accumulate(1 if t.is_forward else -1 if t.of_weights else 0 for t in one.turns))
+        assert max(held) <= ranks[0].stage.count_waiting(micro_batches) and held[-1] == 0
+    if micro_batches >= stages:
+        assert measure_ticks(ranks) <= 3 * micro_batches + stages - 1 + 3  # 1F1B: 3 * (stages - 1)
+
+
+def measure_ticks(ranks: list[Exchange]) -> int:
+    """Until all turns are done, each a tick long."""
+    turns, ends, clocks = [list(one.turns) for one in ranks], {}, [0] * len(ranks)
+    while any(turns):
+        for number, (one, waiting) in enumerate(zip(ranks, turns)):
+            while waiting:
+                source = find_source(one.stage, waiting[0])
+                if source is not None and source not in ends:
+                    break
+                clocks[number] = ends[number, waiting[0]] = max(clocks[number], ends.get(source, 0)) + 1
+                waiting.pop(0)
+    return max(clocks)
+
+
+def test_a_single_stage_takes_turns():
+    turns = order_turns(Stage(0, 1, (range(4),)), 2)
+    assert [(turn.is_forward, turn.micro_batch) for turn in turns] == [(True, 0), (False, 0), (True, 1), (False, 1)]
+
+
+@pytest.mark.parametrize(
+    ("words", "counts"),
+    [
+        (PP2, [4, 4]),
+        (f"{PP2} --decoder-first-pipeline-num-layers 3", [3, 5]),
+        ("--pipeline-model-parallel-size 4 --decoder-last-pipeline-num-layers 2", [2, 2, 2, 2]),
+        (
+            "--pipeline-model-parallel-size 4 --decoder-first-pipeline-num-layers 1 --decoder-last-pipeline-num-layers 3",
+            [1, 2, 2, 3],
+        ),
+    ],
+)
+def test_layers_of_stages(words, counts):
+    world = World(size=4, local_size=4)
+    plan = plan_of(flags(f"--num-layers 8 {words}"), world)
+    assert count_stage_layers(plan.args.parallel, 8) == counts
+    stages = [one.stage for one in plan_stages(plan)]
+    assert [len(stage.layers) for stage in stages] == counts
+    assert [layer for stage in stages for layer in stage.layers] == list(range(8))
+
+
+def test_a_rank_is_slow_beside_those_of_its_stage():
+    """The stage with the loss takes longer, and nobody is to blame."""
+    times, steps, stages = [10.0, 10.0, 20.0, 20.5], [100.0] * 4, [0, 0, 1, 1]
+    assert slowest_rank([10.0, 10.0, 10.0, 20.0], steps) == (10.0, 3)
+    assert slowest_rank(times, steps, stages) is None
+    assert slowest_rank([10.0, 14.0, 20.0, 20.0], steps, stages) == (4.0, 1)
+
+
+@pytest.mark.parametrize("data_is_outermost", [False, True])
+def test_every_rank_has_one_place(data_is_outermost):
+    layout = Layout(2, 3, 2, 4, data_is_outermost=data_is_outermost)
+    places = [layout.locate(rank) for rank in range(48)]
+    found = [layout.find_rank(p.tensor_rank, p.context_rank, p.data_rank, p.pipeline_rank) for p in places]
+    assert found == list(range(48))
+    neighbors = places[6].pipeline_rank == 1 if data_is_outermost else places[6].data_rank == 1
+    assert neighbors and places[47].pipeline_rank == 3  # the last rank has the loss, which it prints
+
+
+@pytest.mark.parametrize(
+    "tensor", [pytest.param("", marks=pytest.mark.slow), "--tensor-model-parallel-size 2 --sequence-parallel"]
+)
+def test_what_stages_exchange(tmp_path, tensor):
+    """Hidden states onward and their gradients back, once per micro-batch; of a tied embedding the gradient, once per step."""
+    words = f"{PP2} {tensor} --hidden-size 64 --fp16 --make-vocab-size-divisible-by 32 --global-batch-size 8"
+    ranks = 4 if tensor else 2
+    answers = ask_ranks(measure_traffic, tmp_path, json.dumps(flags(words)), ranks=ranks)
+    for rank, (*_, sent, calls) in enumerate(answers):
+        share = 2 if tensor else 1
+        num_bytes = 2 * 16 * 64 // share
+        assert sent["send"] == 8 * num_bytes and calls[f"send of {num_bytes}"] == 8, rank
+        if not tensor:
+            embedding, norm = 2 * 128 * 64, 4
+            assert sent["all-reduce"] == embedding + norm
+
+
+def test_traces_tell_communication_apart_by_group(tmp_path):
+    """4 micro-batches of 2 layers a rank: every layer gathers and sums twice in forward and again in backward."""
+    window = "--profile --use-pytorch-profiler --profile-step-start 3 --profile-step-end 6 --profile-ranks -1"
+    runs = {
+        "stages": f"{PP2} --tensor-model-parallel-size 2 --sequence-parallel",
+        "sequences": "--context-parallel-size 2 --use-distributed-optimizer",
+    }
+    common = "--num-layers 4 --global-batch-size 8 --micro-batch-size 2 --train-iters 6"
+    scenarios = {name: flags(common, words, window) for name, words in runs.items()}
+    (tmp_path / "scenarios.json").write_text(json.dumps(scenarios))
+    on_ranks(train_all, tmp_path, str(tmp_path / "scenarios.json"), ranks=4)
+    for name, expected in (
+        # 2 layers of 4 micro-batches gather and sum twice each way, and gather twice again for weights; embedding, logits, loss besides
+        ("stages", {"tensor": 94, "pipeline": 8, "": 3}),
+        ("sequences", {"context": 4 * 2 * 2, "data": 5 + 5, "": 1}),
+    ):
+        ranks = analyze([tmp_path / name]).facts.ranks
+        assert {row.group: row.per_step for row in ranks.groups} == expected
+        exposed = sum(row.exposed_communication_ms for row in ranks.rows) / 4
+        assert 0 < sum(row.exposed_ms for row in ranks.groups) < 1.05 * exposed
+        phases = ("forward", "backward", "pipeline_wait")  # stages send what they have computed when the turn has ended
+        assert all(row.phase in phases for row in ranks.collectives if row.group)

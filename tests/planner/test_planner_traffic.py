@@ -1,0 +1,101 @@
+"""What ranks exchange, by formula: as the walk of the real step counts it, and over which link it goes."""
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from support.command_lines import plan
+
+from megatron_lite.config.plan import plan_stages
+from megatron_lite.config.world import World
+from megatron_lite.planner.hardware import find_processor
+from megatron_lite.planner.traffic import (
+    DATA,
+    GATHER,
+    PIPELINE,
+    REDUCE,
+    SCATTER,
+    SEND,
+    TENSOR,
+    Members,
+    find_members,
+    find_route,
+    list_exchanges,
+)
+from megatron_lite.planner.walk.rehearse import rehearse
+
+MODEL = (
+    "--num-layers 4 --num-attention-heads 8 --seq-length 64 --max-position-embeddings 64 --micro-batch-size 1 --bf16 "
+    "--make-vocab-size-divisible-by 32 --vocab-size 400"
+)
+TP2, TP4, PP2 = "--tensor-model-parallel-size 2", "--tensor-model-parallel-size 4", "--pipeline-model-parallel-size 2"
+SP, CP2, ZERO1, ZERO3 = (
+    "--sequence-parallel",
+    "--context-parallel-size 2",
+    "--use-distributed-optimizer",
+    "--use-torch-fsdp2",
+)
+AGAIN = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+ONE_GROUP = "--group-query-attention --num-query-groups 2"
+SMALL = 1024  # bytes of the loss' three numbers per token, of counts and the norm
+
+
+def node(ranks: int, of: int | None = None) -> World:
+    return World(size=ranks, local_size=of or ranks, gpus=of or ranks)
+
+
+@pytest.mark.parametrize(
+    ("words", "ranks"),
+    [
+        ("", 2), (ZERO1, 2), (ZERO3, 2), (f"{ZERO3} --num-distributed-optimizer-instances 2", 4), (TP2, 2), (CP2, 2),
+        (f"{TP2} {AGAIN}", 2), (f"{TP2} {AGAIN} --hidden-dropout 0", 2), (f"{CP2} {AGAIN}", 2), (PP2, 2),
+        (f"{PP2} --untie-embeddings-and-output-weights", 4), (f"{PP2} --num-virtual-stages-per-pipeline-rank 2", 2),
+        (f"{PP2} --pipeline-schedule ZeroBubble", 2), (f"{TP2} {SP} {PP2} {ZERO1}", 8), (f"{TP4} {SP} {ONE_GROUP}", 4),
+        (f"{TP2} {SP} {CP2} {ZERO3}", 8),
+    ],
+)  # fmt: skip
+def test_the_formula_is_what_the_real_step_exchanges(words, ranks):
+    given = plan(f"{MODEL} --global-batch-size {2 * ranks} {words}", node(ranks))
+    given = replace(given, batch=replace(given.batch, final=2 * given.samples_per_pass))  # as many as are walked
+    for one in plan_stages(given):
+        expected, found = Counter(), Counter()
+        for exchange in list_exchanges(one):
+            # gradients and weights travel in pieces
+            of = 0 if exchange.group == DATA else exchange.num_bytes
+            expected[exchange.group, exchange.kind, of] += exchange.times * (1 if of else exchange.num_bytes)
+        for group, kind, num_bytes, times in rehearse(one).collectives:
+            of = 0 if group == DATA else num_bytes
+            if num_bytes > SMALL:
+                found[group, kind, of] += times * (1 if of else num_bytes)
+        if SP in words:  # gradients of what all tensor parallel ranks hold, one piece
+            found = Counter({key: times for key, times in found.items() if (*key[:2], times) != (TENSOR, REDUCE, 1)})
+        # ZeRO-3: the final norm counts as a part of each layer
+        assert found == pytest.approx(expected, rel=0.001), one.stage
+
+
+def test_which_ranks_are_near():
+    given = plan(f"--num-layers 8 --num-attention-heads 8 {TP4} {PP2} --global-batch-size 16 {ZERO1}", node(32, 8))
+    assert [find_members(group, given.layout, given.sharding, given.world) for group in (TENSOR, DATA, PIPELINE)] == [
+        Members(4, 4), Members(4, 2), Members(2, 1)
+    ]  # fmt: skip
+    outermost = plan(
+        f"--num-layers 8 --num-attention-heads 8 {TP4} {PP2} --global-batch-size 16 --use-tp-pp-dp-mapping", node(32, 8)
+    )
+    found = [
+        find_members(group, outermost.layout, outermost.sharding, outermost.world) for group in (TENSOR, DATA, PIPELINE)
+    ]
+    assert found == [Members(4, 4), Members(4, 1), Members(2, 2)] and found[1].nodes == 4
+
+
+def test_routes():
+    h100, l40s = find_processor("H100"), find_processor("L40S")
+    one_node, wide = Members(8, 8), Members(16, 2)
+    assert find_route(GATHER, one_node, h100).words == "7/8 over the link between GPUs at 450 GB/s"
+    assert find_route(REDUCE, one_node, h100).words.startswith("once over")
+    assert find_route(REDUCE, wide, h100).words == "2 x 7/8/2 over the network between nodes at 50 GB/s"
+    assert find_route(SCATTER, wide, h100).milliseconds(50e6) == pytest.approx(7 / 8 / 2)
+    assert find_route(SEND, Members(2, 1), h100).milliseconds(50e6) == pytest.approx(1.0)
+    assert find_route(GATHER, Members(1, 1), h100) is None and find_route(GATHER, wide, l40s) is None
+    # two GPUs of a node behind a fast network wait for their own link
+    slow_link = replace(h100, link_gb_s=None, pcie_gb_s=16, network_gb_s=400)
+    assert "PCIe at 16" in find_route(GATHER, wide, slow_link).words

@@ -1,0 +1,119 @@
+"""Checkpoints in memory and the shapes that have a Hugging Face twin, for the tests of the conversions."""
+
+import dataclasses
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_lite.checkpoint.training_state import Record
+from megatron_lite.config.shape import ModelShape
+from megatron_lite.convert.folders import Export
+from megatron_lite.convert.tokenizer_files import describe_no_tokenizer
+from megatron_lite.model.attention_choice import choose_attention
+from megatron_lite.model.gpt import GPT
+from support.model_variants import PLAIN, build, tokens
+
+VOCABULARY = 120  # of 128 rows
+LLAMA = replace(
+    PLAIN,
+    position_embedding="rope",
+    normalization="RMSNorm",
+    activation="swiglu",
+    linear_bias=False,
+    qkv_bias=False,
+    tied_embeddings=False,
+    num_query_groups=2,
+    norm_epsilon=1e-6,
+)
+EXACT = {  # whose weights are the same numbers on both sides
+    "gpt2": PLAIN,
+    "gpt2_erf": replace(PLAIN, activation="gelu_erf"),
+    "gpt2_untied": replace(PLAIN, tied_embeddings=False),
+    "gpt2_epsilon": replace(PLAIN, norm_epsilon=1e-2),
+    "llama": LLAMA,
+    "llama_tied_one_group": replace(LLAMA, tied_embeddings=True, num_query_groups=1),
+    "llama_no_groups": replace(LLAMA, num_query_groups=4),
+    "llama_kv_channels": replace(LLAMA, kv_channels=16),
+    "llama_biases": replace(LLAMA, linear_bias=True, qkv_bias=True),
+    "llama_base": replace(LLAMA, rotary_base=500.0, norm_epsilon=1e-2),
+    "llama_interpolated": replace(LLAMA, rotary_seq_len_interpolation_factor=4.0),
+    "qwen2": replace(LLAMA, qkv_bias=True),
+    "qwen3": replace(LLAMA, qk_layernorm=True, kv_channels=16),
+}
+FOLDED = {  # whose twin says the same with other numbers
+    "gpt2_1p": replace(PLAIN, layernorm_1p=True),
+    "gpt2_no_biases": replace(PLAIN, activation="gelu_erf", linear_bias=False, qkv_bias=False),
+    "gpt2_qkv_bias": replace(PLAIN, activation="gelu_erf", linear_bias=False),
+    "gpt2_scaling": replace(PLAIN, query_key_layer_scaling=True, softmax_in_fp32=True),
+    "llama_1p": replace(LLAMA, layernorm_1p=True),
+    "llama_interleaved": replace(LLAMA, rotary_interleaved=True),
+    "qwen3_interleaved_1p": replace(LLAMA, rotary_interleaved=True, qk_layernorm=True, layernorm_1p=True),
+}
+
+
+def skip_without_twin(transformers, name: str):
+    """Qwen3 is younger than the oldest transformers that is supported."""
+    if name.startswith("qwen3") and not hasattr(transformers, "Qwen3Config"):
+        pytest.skip(f"transformers {transformers.__version__} has no Qwen3")
+
+
+class Kept:
+    """A checkpoint in memory. `largest` is the most numbers that were read at once."""
+
+    def __init__(self, record: Record, tensors: dict):
+        self.record, self.tensors, self.largest = record, tensors, 0
+
+    def names(self):
+        return set(self.tensors)
+
+    def read_into(self, targets):
+        self.largest = max(self.largest, sum(target.numel() for target in targets.values()))
+        for name, target in targets.items():
+            assert target.shape == self.tensors[name].shape
+            target.copy_(self.tensors[name])
+
+
+def kept(shape: ModelShape, precision: str = "fp32", vocab_size: int | None = VOCABULARY, seed: int = 0) -> Kept:
+    """A random model of `shape` as its run would save it."""
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+    tensors = {}
+    for name, parameter in build(shape, seed=seed).named_parameters():
+        tensors[f"model.{name}"] = parameter.detach().to(dtype)
+        if precision != "fp32":
+            tensors[f"optimizer.{name}.master"] = parameter.detach()
+    return Kept(Record(7, 28, dataclasses.asdict(shape), precision, vocab_size), tensors)
+
+
+def export(stored: Kept, folder, precision: str | None = None, **how):
+    folder.mkdir(parents=True, exist_ok=True)
+    said = []
+    Export(
+        Path("SAVE"),
+        stored,
+        precision or stored.record.precision,
+        how.pop("tokenizer", describe_no_tokenizer()),
+        say=said.append,
+        **how,
+    ).write(folder)
+    return said
+
+
+def model_of(record: Record, tensors: dict) -> GPT:
+    """The model that a checkpoint's weights make, in fp32."""
+    shape = ModelShape(**record.shape)
+    attend = choose_attention("unfused", shape, batch=2, device="cpu", dtype=torch.float32, masked=False)
+    model = GPT(shape, attend)
+    weights = {name.removeprefix("model."): t.float() for name, t in tensors.items() if name.startswith("model.")}
+    model.load_state_dict(weights)
+    return model.eval()
+
+
+@torch.no_grad()
+def our_logits(stored: Kept) -> torch.Tensor:
+    return model_of(stored.record, stored.tensors)(some_tokens())[..., :VOCABULARY]
+
+
+def some_tokens() -> torch.Tensor:
+    return tokens(PLAIN) % VOCABULARY
