@@ -14,11 +14,10 @@ from layout_table import (
     BUBBLE,
     CHUNKS,
     CP2,
-    ITERATIONS,
     LAYOUTS,
     LLAMA,
-    MODELS,
     PP2,
+    QUICK,
     SCALE,
     SP,
     TP2,
@@ -27,7 +26,7 @@ from layout_table import (
     ZERO3,
     ask_ranks,
     build_rank,
-    go_together,
+    check_case,
     measure_traffic,
     run_cases,
 )
@@ -40,7 +39,6 @@ from support.launch import (
     on_ranks,
     plan_of,
     same,
-    steps,
     train,
     train_all,
 )
@@ -48,7 +46,6 @@ from support.launch import (
 from megatron_lite.analysis.memory.read import read_snapshot
 from megatron_lite.config.layout import Sharding, whole_part
 from megatron_lite.config.world import World
-from megatron_lite.cpu_kernels.rules import find_slow_precisions
 from megatron_lite.model.gpt import GPT
 from megatron_lite.parallel.groups import make_groups
 from megatron_lite.planner.walk.rehearse import rehearse
@@ -71,38 +68,10 @@ RING = [
     "alone",
     "cp2, pp2",
 ]
-QUICK = [  # in the default tests
-    ("fp32", "ddp, 2, small buckets"), ("fp32, llama", "ddp, 2"), ("fp32, sgd", "ddp, 2"), ("fp32, per token", "ddp, 2"),
-    ("fp32, masked ends", "ddp, 2"), ("bf16", "ddp, 2, small buckets"), ("bf16, sums in bf16", "ddp, 2"), ("fp16", "ddp, 2"),
-    ("fp16, sums in fp32", "ddp, 2, small buckets"),
-    ("fp32, per token", "zero1, 2"), ("fp32, llama", "zero3, 2"), ("bf16", "zero3, 2"), ("fp16", "zero1, 2"),
-    ("fp16, sums in fp32", "zero3, 2"), ("fp32", "tp2"), ("fp32, llama", "tp2, sp"), ("bf16", "tp2, sp"),
-    ("fp16, sums in fp32", "tp2"), ("fp32, recomputed", "tp2, sp"),
-    ("fp32, masked ends", "cp2"), ("fp32, llama", "cp2"), ("fp32, explicit attention", "cp2"), ("bf16", "cp2"),
-    ("fp32, per token", "pp2"), ("fp32, llama", "pp2"), ("bf16", "pp2"), ("fp32, recomputed", "pp2"),
-    ("fp32, recomputed", "pp2, zero bubble"), ("fp16, sums in fp32", "pp2, zero bubble"),
-    ("fp32, one query group", "tp2"), ("fp32, recomputed", "pp2, chunks"), ("fp16, sums in fp32", "pp2, chunks"),
-]  # fmt: skip
 
 
 def slowly(*cases: tuple) -> list:
     return [pytest.param(*case, marks=pytest.mark.slow) for case in cases]
-
-
-def check_case(folder: Path, model: str, layout: str):
-    one, many = steps(folder / "alone" / model), steps(folder / str(LAYOUTS[layout][1]) / f"{model}; {layout}")
-    within = MODELS[model][1]
-    is_bf16 = "bf16" in model.split(",")[0]
-    splits_sums = "tp" in layout or "cp" in layout
-    if splits_sums and "fp32" not in model.split(",")[0]:
-        within = max(within, 5e-3)  # what each rank computes of a sum is rounded to 16 bits
-    if is_bf16 and "bf16" in find_slow_precisions():
-        # Without units for bf16 a processor computes in fp32 and rounds. Measured in the sixth loss: two stages 5.7e-4,
-        # two tensor parallel ranks 6.3e-3. bf16 numbers near such a loss are 3.1e-2 apart.
-        within = max(within, 1e-2 if splits_sums else 1e-3)
-    assert len(many) == ITERATIONS
-    assert [step["loss"] for step in many] == pytest.approx([step["loss"] for step in one], rel=0, abs=within)
-    assert many[0]["grad_norm"] == pytest.approx(one[0]["grad_norm"], rel=max(within, 1e-5))
 
 
 @pytest.fixture(scope="module")
@@ -113,16 +82,6 @@ def runs(tmp_path_factory):
 @pytest.mark.parametrize(("model", "layout"), QUICK)
 def test_all_ranks_are_one(runs, model, layout):
     check_case(runs, model, layout)
-
-
-@pytest.mark.slow
-def test_all_models_on_all_layouts_are_one_rank(tmp_path):
-    on_four = ("fp32, llama", "fp16")  # untied and tied, and a scale
-    pairs = itertools.product(LAYOUTS, MODELS)
-    cases = [(m, n) for n, m in pairs if (LAYOUTS[n][1] == 2 or m in on_four) and go_together(m, n)]
-    run_cases(tmp_path, cases)
-    for model, layout in cases:
-        check_case(tmp_path, model, layout)
 
 
 # --- checkpoints know no layout
