@@ -57,14 +57,13 @@ def test_a_dying_rank_ends_all_and_says_why(tmp_path, how):
     for cause in CAUSES[how]:
         assert re.search(cause, root), root
     said = {
-        "exception": r"ended in iteration 3, with ZeroDivisionError: a mistake in this rank only; rank 0 waited",
+        "exception": r"ended in iteration 3, with ZeroDivisionError: a mistake in this rank only; rank 0 ",
         "user": "ended in iteration 3, with DataError: --data-path x: ",
         "killed": r"died \(process \d+ on \S+ is gone\), last seen ",
     }[how]
     assert re.match(f"error: rank 1 {said}", verdict_of(ended)), verdict_of(ended)
-    met = f"waited for it in {OPERATION}, iteration 3, phase backward"
-    if how == "killed":  # the launcher may end rank 0 before it comes to the collective
-        met = f"{met}|rank 0 was in iteration 3, phase "
+    # rank 1 fails at once, so that on a busy machine rank 0 may not have come to the collective by then
+    met = f"waited for it in {OPERATION}, iteration 3, phase backward|rank 0 was in iteration 3, phase "
     assert re.search(met, verdict_of(ended)), verdict_of(ended)
     assert "RuntimeError" not in ended.err, "no second traceback"
     assert len(steps(tmp_path / "run")) >= 1 and status(tmp_path / "run").startswith("failed: ")
