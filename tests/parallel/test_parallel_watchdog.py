@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.launch import environment, on_ranks
+from support.paths import TESTS
 from support.waiting import LIMIT_S, wait_until
 
 from megatron_lite import process_state
@@ -333,7 +334,7 @@ def test_sigterm_tells_of_a_dead_neighbor_and_kills_as_ever(tmp_path):
     gone.wait()
     script = tmp_path / "terminated.py"
     script.write_text(TERMINATED)
-    path = os.pathsep.join([environment()["PYTHONPATH"], os.path.dirname(__file__)])
+    path = os.pathsep.join([environment()["PYTHONPATH"], str(TESTS), os.path.dirname(__file__)])
     settings = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "env": environment() | {"PYTHONPATH": path}}
     processes = {
         pid: subprocess.Popen([sys.executable, str(script), str(pid), busy_in], text=True, **settings)
