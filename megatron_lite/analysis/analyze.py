@@ -19,8 +19,10 @@ from megatron_lite.analysis.memory.memory_results import Snapshot
 from megatron_lite.analysis.memory.trace_memory import measure_trace_memory
 from megatron_lite.analysis.rank_facts import RankFacts
 from megatron_lite.analysis.ranks.from_run import compare_ranks_of_run, find_only_dimension, only_lasting
+from megatron_lite.analysis.ranks.rank_results import Ranks
 from megatron_lite.analysis.ranks.ranks import compare_ranks
 from megatron_lite.analysis.report import Report
+from megatron_lite.analysis.run.run_results import Run
 from megatron_lite.analysis.run_facts import Facts
 from megatron_lite.analysis.time.rank_time import rank_time
 from megatron_lite.analysis.time.step_windows import attribute_events
@@ -31,37 +33,74 @@ from megatron_lite.errors import UserError
 from megatron_lite.units import size
 
 Result = TypeVar("Result")
+MAX_GAPS_NAMED = 3  # in the message where nothing can be read
 
 
 def describe_run(paths: Sequence[Path | str], facts: Facts) -> str:
-    """ "run-1: 2 ranks, NVIDIA H100, GPT 24 x 1024"; parts that are not known are left out."""
+    """Write the title of a report: "run-1: 2 ranks, NVIDIA H100, GPT 24 x 1024"; parts that are not known are left out."""
     first = Path(paths[0])
     name = first.name or first.resolve().name or str(first)
-    name += f" and {len(paths) - 1} more" if len(paths) > 1 else ""
-    seen, run, one = len(facts.ranks_seen), facts.run, facts.critical
-    sizes = [facts.ranks.world_size if facts.ranks else None, *(rank.trace.world_size for rank in facts.ranks_seen)]
-    sizes.append(run.world_size if run else None)
-    world = next(filter(None, sizes), None)
-    number, what, plural = world or seen, "rank", "s"
-    if not world and all(rank.time.rank is None for rank in facts.ranks_seen):
-        number, what, plural = (seen, "process", "es") if seen else (len(facts.snapshots), "snapshot", "s")
-    ranks = f"{number} {what}{plural if number > 1 else ''}" if number else ""
-    if world and 0 < seen < world:
-        ranks = f"{seen} of {world} ranks"
-    device = ""
-    if one and missing_gpu_work(one, run):
-        device = f"{one.trace.devices[0] if one.trace.devices else 'unknown device'} without its work"
-    elif one:
-        device = one.time.device or ("GPU" if one.time.on_gpu else "CPU")
-    elif run:
-        device = run.record.hardware.device or ""
-        device = "CPU" if device == "cpu" else device
-    shape, model = facts.shape, ""
+    if len(paths) > 1:
+        name += f" and {len(paths) - 1} more"
+    parts = [_describe_ranks(facts), _describe_device(facts), _describe_model(facts)]
+    known = [part for part in parts if part]
+    if not known:
+        return name
+    return f"{name}: {', '.join(known)}"
+
+
+def _describe_ranks(facts: Facts) -> str:
+    """Write "8 ranks", "2 of 8 ranks", "1 process", "3 snapshots"; '' where there is none of them."""
+    seen = len(facts.ranks_seen)
+    world_size = _find_world_size(facts)
+    if world_size and 0 < seen < world_size:
+        return f"{seen} of {world_size} ranks"
+    if not world_size and all(rank.time.rank is None for rank in facts.ranks_seen):
+        if seen:
+            return _count(seen, "process", "processes")
+        return _count(len(facts.snapshots), "snapshot", "snapshots")
+    return _count(world_size or seen, "rank", "ranks")
+
+
+def _count(number: int, singular: str, plural: str) -> str:
+    """Write "1 rank" or "8 ranks"; '' for none."""
+    if number == 0:
+        return ""
+    return f"{number} {singular if number == 1 else plural}"
+
+
+def _find_world_size(facts: Facts) -> int | None:
+    """The number of ranks by the first source that knows it: the ranks' comparison, a trace, the run folder."""
+    world_sizes = [rank.trace.world_size for rank in facts.ranks_seen]
+    if facts.ranks:
+        world_sizes.insert(0, facts.ranks.world_size)
+    if facts.run:
+        world_sizes.append(facts.run.world_size)
+    return next((world_size for world_size in world_sizes if world_size), None)
+
+
+def _describe_device(facts: Facts) -> str:
+    """Name the device on which the run took place; '' where nothing tells."""
+    rank = facts.critical
+    if rank is None:
+        device = facts.run.record.hardware.device if facts.run else None
+        return "CPU" if device == "cpu" else device or ""
+    if missing_gpu_work(rank, facts.run):
+        device = rank.trace.devices[0] if rank.trace.devices else "unknown device"
+        return f"{device} without its work"
+    if rank.time.device:
+        return rank.time.device
+    return "GPU" if rank.time.on_gpu else "CPU"
+
+
+def _describe_model(facts: Facts) -> str:
+    """Name the model by its shape or by the function that builds it; '' where nothing tells."""
+    shape = facts.shape
     if shape.num_layers and shape.hidden_size:
-        model = f"GPT {shape.num_layers} x {shape.hidden_size}"
-    elif run and run.record.model is not None:
-        model = f"--model {run.record.model.function}"
-    return f"{name}: {', '.join(part for part in (ranks, device, model) if part)}".removesuffix(": ")
+        return f"GPT {shape.num_layers} x {shape.hidden_size}"
+    if facts.run and facts.run.record.model is not None:
+        return f"--model {facts.run.record.model.function}"
+    return ""
 
 
 class _Gaps:
@@ -90,69 +129,143 @@ class _Gaps:
 
 
 def analyze(paths: Sequence[Path | str], say: Callable[..., None] = say_nothing) -> Report:
-    """Everything that the files under `paths` tell of one run. say(text, lasting=False) is told what is being read.
+    """Read all files under `paths` and explain the run that they are of.
 
-    Raises UserError where nothing can be read; what cannot be read beside readable files is a gap of the report.
+    Args:
+        paths: traces, snapshots and run folders of one run, or folders that hold them.
+        say: called as say(text, lasting=False) with what is being read.
+
+    Returns:
+        The report. What cannot be read beside readable files is a gap of it.
+
+    Raises:
+        UserError: nothing under `paths` can be read.
     """
-    started, gaps = time.monotonic(), _Gaps()
+    started = time.monotonic()
+    gaps = _Gaps()
     sources = discover_sources([Path(path) for path in paths])
     for path, why in sources.ignored:
         gaps.add(f"{path.name}: {why}")
-    seen: list[RankFacts] = []
-    for path, read in zip(sources.traces, readers(sources.traces, analyze_file, say)):
-        ranks_seen, missing = gaps.attempt(path.name, read) or ((), ())
-        seen.extend(ranks_seen)
-        for text in missing:
-            gaps.add(text)
-    seen.sort(key=lambda one: (one.time.rank is None, one.time.rank or 0))
+    ranks_seen = _read_ranks(sources.traces, say, gaps)
     snapshots = _read_snapshots(sources.snapshots, say, gaps)
-    run = None
-    for folder in sources.run_folders:
-        from megatron_lite.analysis.run.read import read_run
-
-        run = gaps.attempt(folder.name, read_run, folder)
-    if not (seen or snapshots or run):
-        more = f"; and {len(gaps.found) - 3} more" if len(gaps.found) > 3 else ""
-        said = f"{', '.join(map(str, paths))}: nothing in it can be read ({'; '.join(gaps.found[:3])}{more})"
-        raise UserError(gaps.found[0] if len(gaps.found) == 1 else said)
+    run = _read_run(sources.run_folders, gaps)
+    if not (ranks_seen or snapshots or run):
+        raise UserError(_describe_unreadable(paths, gaps.found))
     say("comparing ranks, looking for causes")
-    if seen:
-        ranks = gaps.attempt("ranks", compare_ranks, seen, find_only_dimension(run))
-        ranks = only_lasting(ranks, run, [one.trace for one in seen]) if ranks else None
-    else:
-        ranks = gaps.attempt("ranks", compare_ranks_of_run, run) if run else None
-    facts = Facts(ranks_seen=tuple(seen), ranks=ranks, snapshots=snapshots, run=run, gaps=())
-    if snapshots:
-        from megatron_lite.analysis.memory.ledger import ledger
-
-        rows = gaps.attempt("memory formulas", ledger, facts.highest_snapshot, facts.plan)
-        facts = replace(facts, ledger=rows or ())
-    else:
-        told = ((f"memory of {one.trace.source}", measure_trace_memory, one.trace, one.placing) for one in seen)
-        facts = replace(facts, traced_memory=tuple(filter(None, [gaps.attempt(*one) for one in told])))
+    ranks = _compare_ranks(ranks_seen, run, gaps)
+    facts = Facts(ranks_seen=tuple(ranks_seen), ranks=ranks, snapshots=snapshots, run=run, gaps=())
+    facts = _add_memory(facts, gaps)
     if run and run.record.prediction is not None:
         from megatron_lite.analysis.predicted import compare_prediction
 
         facts = replace(facts, predicted=gaps.attempt("prediction", compare_prediction, facts))
     findings = weakened(gaps.attempt("findings", apply_rules, facts, gaps.add) or (), facts)
-    facts = replace(facts, gaps=tuple(map(facts.in_words, gaps.found)))
-    title, verdict = describe_run(paths, facts), build_verdict(facts, findings)
-    findings = limit_certainty(findings, verdict.confidence)
-    return Report(tuple(map(str, paths)), title, verdict, findings, facts, read_s=time.monotonic() - started)
+    facts = replace(facts, gaps=tuple(facts.in_words(gap) for gap in gaps.found))
+    verdict = build_verdict(facts, findings)
+    return Report(
+        tuple(str(path) for path in paths),
+        describe_run(paths, facts),
+        verdict,
+        limit_certainty(findings, verdict.confidence),
+        facts,
+        read_s=time.monotonic() - started,
+    )
+
+
+def _read_ranks(paths: Sequence[Path], say: Callable[..., None], gaps: _Gaps) -> list[RankFacts]:
+    """Read and analyze trace files.
+
+    Args:
+        paths: the trace files.
+        say: called as say(text, lasting=False) with what is being read.
+        gaps: collects what could not be read.
+
+    Returns:
+        The facts of every trace in them by rank; those that do not tell their rank come last.
+    """
+    found: list[RankFacts] = []
+    for path, read in zip(paths, readers(paths, analyze_file, say)):
+        ranks, missing = gaps.attempt(path.name, read) or ((), ())
+        found.extend(ranks)
+        for text in missing:
+            gaps.add(text)
+    return sorted(found, key=lambda rank: (rank.time.rank is None, rank.time.rank or 0))
+
+
+def _read_run(folders: Sequence[Path], gaps: _Gaps) -> Run | None:
+    """Read the run folder; None where there is none, or where it cannot be read, which then is a gap."""
+    run = None
+    for folder in folders:
+        from megatron_lite.analysis.run.read import read_run
+
+        run = gaps.attempt(folder.name, read_run, folder)
+    return run
+
+
+def _describe_unreadable(paths: Sequence[Path | str], gaps: Sequence[str]) -> str:
+    """Say why nothing under `paths` can be read: the only gap itself, else the first ones."""
+    if len(gaps) == 1:
+        return gaps[0]
+    reasons = "; ".join(gaps[:MAX_GAPS_NAMED])
+    if len(gaps) > MAX_GAPS_NAMED:
+        reasons += f"; and {len(gaps) - MAX_GAPS_NAMED} more"
+    names = ", ".join(str(path) for path in paths)
+    return f"{names}: nothing in it can be read ({reasons})"
+
+
+def _compare_ranks(ranks_seen: Sequence[RankFacts], run: Run | None, gaps: _Gaps) -> Ranks | None:
+    """Compare ranks by their traces or, without a trace, by what the run folder has of each rank.
+
+    Args:
+        ranks_seen: the facts of each trace.
+        run: the run folder, where there is one.
+        gaps: is told where the comparison fails.
+    """
+    if ranks_seen:
+        ranks = gaps.attempt("ranks", compare_ranks, ranks_seen, find_only_dimension(run))
+        return only_lasting(ranks, run, [rank.trace for rank in ranks_seen]) if ranks else None
+    return gaps.attempt("ranks", compare_ranks_of_run, run) if run else None
+
+
+def _add_memory(facts: Facts, gaps: _Gaps) -> Facts:
+    """Add what snapshots tell of memory beside formulas or, without a snapshot, what the traces tell of it."""
+    if facts.snapshots:
+        from megatron_lite.analysis.memory.ledger import ledger
+
+        rows = gaps.attempt("memory formulas", ledger, facts.highest_snapshot, facts.plan)
+        return replace(facts, ledger=rows or ())
+    measured = []
+    for rank in facts.ranks_seen:
+        what = f"memory of {rank.trace.source}"
+        memory = gaps.attempt(what, measure_trace_memory, rank.trace, rank.placing)
+        if memory:
+            measured.append(memory)
+    return replace(facts, traced_memory=tuple(measured))
 
 
 def analyze_file(path: Path, max_events: int, report: Callable[[int], None]) -> tuple[list[RankFacts], list[str]]:
-    """What each trace in a file gives, and a line for each part of the analysis that failed. Raises what read_traces raises.
+    """Read and analyze the traces of one file.
 
     Args:
-        path, max_events, report: As of read_traces.
+        path, max_events, report: as of read_traces.
+
+    Returns:
+        The facts of each trace, and a line for each part of the analysis that failed.
+
+    Raises:
+        What read_traces raises.
     """
     gaps = _Gaps()
-    ranks = [gaps.attempt(one.source, _analyze_trace, one, gaps) for one in read_traces(path, max_events, report)]
-    return [one for one in ranks if one], gaps.found
+    found = []
+    for trace in read_traces(path, max_events, report):
+        rank = gaps.attempt(trace.source, _analyze_trace, trace, gaps)
+        if rank:
+            found.append(rank)
+    return found, gaps.found
 
 
 def _analyze_trace(trace: Trace, gaps: _Gaps) -> RankFacts:
+    """Attribute a trace's events to steps, measure its time, and analyze its kernels where that succeeds."""
     placing = attribute_events(trace)
     times = rank_time(trace, placing)
     kernels = gaps.attempt(f"kernels of {trace.source}", rank_kernels, trace, placing, times)
@@ -160,7 +273,16 @@ def _analyze_trace(trace: Trace, gaps: _Gaps) -> RankFacts:
 
 
 def _read_snapshots(paths: Sequence[Path], say: Callable[..., None], gaps: _Gaps) -> tuple[Snapshot, ...]:
-    """By rank."""
+    """Read memory snapshots.
+
+    Args:
+        paths: the snapshot files.
+        say: called as say(text, lasting=False) with what is being read.
+        gaps: collects what could not be read.
+
+    Returns:
+        The snapshots by rank; those that do not tell their rank come last.
+    """
     if not paths:
         return ()
     from megatron_lite.analysis.memory.read import read_snapshot
@@ -168,5 +290,7 @@ def _read_snapshots(paths: Sequence[Path], say: Callable[..., None], gaps: _Gaps
     found = []
     for path in paths:
         say(f"reading {path.name} ({size(file_bytes(path))})", lasting=are_large([path]))
-        found.append(gaps.attempt(path.name, read_snapshot, path))
-    return tuple(sorted(filter(None, found), key=lambda one: (one.rank is None, one.rank or 0)))
+        snapshot = gaps.attempt(path.name, read_snapshot, path)
+        if snapshot:
+            found.append(snapshot)
+    return tuple(sorted(found, key=lambda snapshot: (snapshot.rank is None, snapshot.rank or 0)))

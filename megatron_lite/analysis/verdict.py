@@ -50,39 +50,62 @@ MAX_HELD = 3  # categories of memory that are named
 WITHOUT_CATEGORY, MAX_WITHOUT_CATEGORY = ("other", "before the record"), 0.20
 OF_LATE_RANKS = ("straggler", "late-in-turns", "late-at-times")  # findings about ranks that come late
 BUSY_MACHINE = "busy-machine"  # the finding whose words stand before the sentence
+ENDED_EARLY = {"failed": "failed", "killed or lost": "was killed or lost"}  # words for a run's status
 HOW_TO_TRACE = "Add --profile --use-pytorch-profiler"
 
 
 def build_verdict(facts: Facts, findings: Sequence[Finding]) -> Verdict:
-    """What limits this run, as far as the facts carry; before it what makes its speed a minor matter."""
-    run, most, first = facts.run, facts.highest_snapshot, []
+    """Say what limits this run, as far as the facts carry; before it what makes its speed a minor matter."""
+    snapshot = facts.highest_snapshot
     if facts.critical is not None:
         verdict = _judge_time(facts, facts.critical, findings)
-        if most is not None and (failed := _describe_failed_request(most)):
-            first.append(failed)
-    elif most is not None:
-        verdict = _judge_memory(facts, most)
+    elif snapshot is not None:
+        verdict = _judge_memory(facts, snapshot)
     else:
-        how = _advise_watching(run) if facts.is_watched else HOW_TO_TRACE
-        without = f"no steps were profiled, so only the speed is known. {how}"
-        said = ""
-        if run is not None and run.steady_step_ms is not None:
-            parts = [f"{run.steady_step_ms:,.1f} ms per step"]
-            parts += [f"{count(run.tokens_per_second)} tokens/s"] if run.tokens_per_second else []
-            parts += [f"{run.mfu_causal:.0%} of peak"] if run.mfu_causal else []
-            late = _describe_straggler(facts, run.steady_step_ms)
-            said = f"{', '.join(parts)}{f'; {late}' if late else ''}. "
-        verdict = Verdict(f"{said}INCONCLUSIVE: {without}", "inconclusive", "low", without)
+        verdict = _judge_speed(facts)
     verdict = replace(verdict, word=choose_word(facts, verdict.bound))
-    if run is None:
-        return replace(verdict, sentence=" ".join([*(f"{one}." for one in first), verdict.sentence]))
-    if nothing := measure_learning(run).nothing:
-        first.append(f"Nothing was learned: {nothing}")
-    ended = {"failed": "failed", "killed or lost": "was killed or lost"}.get(run.status.partition(":")[0])
-    if ended:
-        first.append(f"The run {ended} after {counted(run.steps, 'step')}")
-    first += [_describe_shortage(facts.core_shortage)] if facts.core_shortage else []
-    return replace(verdict, sentence=" ".join([*(f"{one}." for one in first), verdict.sentence]))
+    sentences = [f"{said}." for said in _list_first_matters(facts)]
+    return replace(verdict, sentence=" ".join([*sentences, verdict.sentence]))
+
+
+def _judge_speed(facts: Facts) -> Verdict:
+    """Say how fast a run is that recorded neither a trace nor a snapshot, and how to record one."""
+    remedy = _advise_watching(facts.run) if facts.is_watched else HOW_TO_TRACE
+    why = f"no steps were profiled, so only the speed is known. {remedy}"
+    sentence = f"INCONCLUSIVE: {why}"
+    run = facts.run
+    if run is not None and run.steady_step_ms is not None:
+        parts = [f"{run.steady_step_ms:,.1f} ms per step"]
+        if run.tokens_per_second:
+            parts.append(f"{count(run.tokens_per_second)} tokens/s")
+        if run.mfu_causal:
+            parts.append(f"{run.mfu_causal:.0%} of peak")
+        speed = ", ".join(parts)
+        straggler = _describe_straggler(facts, run.steady_step_ms)
+        if straggler:
+            speed += f"; {straggler}"
+        sentence = f"{speed}. {sentence}"
+    return Verdict(sentence, "inconclusive", "low", why)
+
+
+def _list_first_matters(facts: Facts) -> list[str]:
+    """List what matters more than the speed: a failed request for memory, nothing learned, a failed run, missing cores."""
+    matters = []
+    snapshot = facts.highest_snapshot
+    # without a trace the failed request is the verdict itself
+    if facts.critical is not None and snapshot is not None:
+        matters.append(_describe_failed_request(snapshot))
+    run = facts.run
+    if run is not None:
+        nothing = measure_learning(run).nothing
+        if nothing:
+            matters.append(f"Nothing was learned: {nothing}")
+        ended = ENDED_EARLY.get(run.status.partition(":")[0])
+        if ended:
+            matters.append(f"The run {ended} after {counted(run.steps, 'step')}")
+        if facts.core_shortage:
+            matters.append(_describe_shortage(facts.core_shortage))
+    return [matter for matter in matters if matter]
 
 
 def _advise_watching(run: Run | None) -> str:
@@ -139,34 +162,57 @@ def _describe_failed_request(one: Snapshot) -> str:
 
 
 def _judge_time(facts: Facts, rank: RankFacts, findings: Sequence[Finding]) -> Verdict:
-    time, run = rank.time, facts.run
-    missing = missing_gpu_work(rank, run)
+    """Say what limits the steps of a trace.
+
+    Args:
+        facts: the run.
+        rank: the rank that sets the pace.
+        findings: what the rules found, the most costly one first.
+    """
+    time = rank.time
+    missing = missing_gpu_work(rank, facts.run)
     why_not = missing or missing_graph_work(rank) or _explain_inconclusive(facts, rank)
     # without the device's work the host's shares tell nothing of what limits the step
     said = _describe_step(facts, rank, findings) if time.step_ms > 0 and not missing else ""
     if why_not:
         so_far = f". What the trace shows: {said}" if said else ""
         return Verdict(f"INCONCLUSIVE: {why_not}{so_far}", "inconclusive", "low", why_not)
-    steps = [step.ms for step in time.steady_steps]
-    spread = pstdev(steps) / fmean(steps) if len(steps) > 1 and fmean(steps) > 0 else 0.0
+    doubts = _list_doubts(facts, rank)
+    why = "; ".join([f"{len(time.steady_steps)} steady steps", *doubts])
+    confidence = "low" if doubts else "high"
+    return Verdict(said[:1].upper() + said[1:], _find_bound(facts, time), confidence, why)
+
+
+def _list_doubts(facts: Facts, rank: RankFacts) -> list[str]:
+    """List what lowers the confidence in a verdict by a trace, each once."""
+    run = facts.run
+    time = rank.time
+    doubts = []
+    steps_ms = [step.ms for step in time.steady_steps]
+    if len(steps_ms) < STEPS_FOR_HIGH:
+        doubts.append(f"profile at least {STEPS_FOR_HIGH} for high confidence")
+    mean_ms = fmean(steps_ms) if steps_ms else 0.0
+    spread = pstdev(steps_ms) / mean_ms if len(steps_ms) > 1 and mean_ms > 0 else 0.0
+    if spread > UNSTEADY:
+        doubts.append(f"steps differ by {spread:.0%}")
     unexplained = _share(time, "unexplained")
+    if unexplained > MOSTLY_UNEXPLAINED:
+        doubts.append(f"{unexplained:.0%} of the step is unexplained")
     slower = (run.profiler_slowdown if run else None) or 1.0
+    if slower > DISTORTED:
+        doubts.append(_describe_longer_steps(run, slower))
+    if facts.core_shortage is not None:
+        doubts.append("ranks waited for CPU cores")
+    if _find_bound(facts, time) == "communication":
+        doubts.append(_describe_missing(facts))
+    doubts.append(_doubt_lateness(facts, time))
+    doubts.extend(find_contradictions(facts))
     mfu = rank.kernels.mfu or 0.0
-    doubts = {
-        f"profile at least {STEPS_FOR_HIGH} for high confidence": len(steps) < STEPS_FOR_HIGH,
-        f"steps differ by {spread:.0%}": spread > UNSTEADY,
-        f"{unexplained:.0%} of the step is unexplained": unexplained > MOSTLY_UNEXPLAINED,
-        _describe_longer_steps(run, slower): slower > DISTORTED,
-        "ranks waited for CPU cores": facts.core_shortage is not None,
-        _describe_missing(facts): _find_bound(facts, time) == "communication" and _describe_missing(facts) != "",
-        _doubt_lateness(facts, time): True,
-        **dict.fromkeys(find_contradictions(facts), True),
-        f"{mfu:.0%} of the peak is impossible": mfu > 1,
-        "another GPU of the process works while this one idles": time.idle_beside_ms
-        > MOSTLY_IDLE_BESIDE * time.step_ms,
-    }
-    why = [f"{len(steps)} steady steps", *(doubt for doubt, holds in doubts.items() if holds and doubt)]
-    return Verdict(said[:1].upper() + said[1:], _find_bound(facts, time), "low" if why[1:] else "high", "; ".join(why))
+    if mfu > 1:
+        doubts.append(f"{mfu:.0%} of the peak is impossible")
+    if time.idle_beside_ms > MOSTLY_IDLE_BESIDE * time.step_ms:
+        doubts.append("another GPU of the process works while this one idles")
+    return [doubt for doubt in dict.fromkeys(doubts) if doubt]
 
 
 def _doubt_lateness(facts: Facts, time: RankTime) -> str:
@@ -247,49 +293,105 @@ def _find_bound(facts: Facts, time: RankTime) -> str:
 
 
 def _describe_step(facts: Facts, rank: RankFacts, findings: Sequence[Finding]) -> str:
-    """'31% of peak; 20% of each step is spent waiting for communication, 10% waiting for the host; ...'."""
-    time, mfu, roles = rank.time, rank.kernels.mfu, rank.kernels.roles
-    if mfu is not None:
-        parts = [f"{mfu:.0%} of peak" if mfu >= 0.005 else "under 1% of peak"]
-    else:
-        parts = [_describe_busy(rank)]
-    losses_ms = measure_losses(facts, time)
-    recording_ms = time.rows.get("host", 0.0) - losses_ms["host"]
-    rows = [row for row, ms in losses_ms.items() if ms >= MIN_SHARE_SAID * time.step_ms]
-    losses: list[str] = []
-    for row in sorted(rows, key=lambda row: -losses_ms[row])[:MAX_LOSSES]:
-        _, how, what = LOSSES[row]
-        if row == "exposed_communication" and facts.ranks and facts.ranks.collectives:
-            # nobody waits for what it sends itself
-            first = next((one for one in facts.ranks.collectives if one.name != "send"), facts.ranks.collectives[0])
-            what = _name_collective(facts, first)
-            what += f" in {first.phase}" if first.phase else ""
-        elif row == "sync" and time.syncs:
-            what = f"{what} ({time.syncs[0].operator or time.syncs[0].call})"
-        elif row == "host" and not time.on_gpu:
-            how, what = "on", "Python between operators"
-        spent = "is spent" if how else "is"
-        words = ([] if losses else ["of each step", spent]) + [how, what]
-        losses.append(" ".join([f"{losses_ms[row] / time.step_ms:.0%}", *(word for word in words if word)]))
-    if recording_ms >= MIN_SHARE_SAID * time.step_ms:
-        losses.append(
-            f"{recording_ms / time.step_ms:.0%}{'' if losses else ' of each step'} may be recording's own work"
-        )
-    late = _describe_straggler(facts, time.step_ms)
-    parts += [", ".join(losses), late]
+    """Write one sentence on where a step's time goes.
+
+    Args:
+        facts: the run.
+        rank: the rank that sets the pace.
+        findings: what the rules found, the most costly one first.
+
+    Returns:
+        "31% of peak; 20% of each step is spent waiting for communication, 10% waiting for the host; ...".
+    """
+    time = rank.time
+    straggler = _describe_straggler(facts, time.step_ms)
+    parts = [_describe_speed(rank), ", ".join(_list_losses(facts, time)), straggler]
     if _find_bound(facts, time) == "compute":
-        # the most costly cause, else what it computes
-        costly = next((one for one in findings if one.cost_ms and one.code != BUSY_MACHINE), None)
-        role = max(roles, key=lambda role: roles[role], default=Role.OTHER)
-        if late and costly and costly.code in OF_LATE_RANKS:
-            # the sentence has just said it
-            pass
-        elif costly and (costly.cost_ms or 0.0) >= MIN_SHARE_SAID * time.step_ms:
-            parts.append(f"most costly cause: {costly.title} ({significant(costly.cost_ms or 0.0)} ms)")
-        elif role is not Role.OTHER and sum(roles.values()) > 0:
-            of = "device" if time.on_gpu else "operator"
-            parts.append(f"{roles[role] / sum(roles.values()):.0%} of {of} time is {role}")
+        parts.append(_describe_compute(rank, findings, straggler_is_named=straggler != ""))
     return "; ".join(part for part in parts if part)
+
+
+def _describe_speed(rank: RankFacts) -> str:
+    """Write the share of the device's peak or, where the peak is not known, how busy the device is."""
+    mfu = rank.kernels.mfu
+    if mfu is None:
+        return _describe_busy(rank)
+    return f"{mfu:.0%} of peak" if mfu >= 0.005 else "under 1% of peak"
+
+
+def _list_losses(facts: Facts, time: RankTime) -> list[str]:
+    """List the largest losses of a step: ["20% of each step is spent waiting for communication", "10% waiting for the host"]."""
+    losses_ms = measure_losses(facts, time)
+    large = [row for row, ms in losses_ms.items() if ms >= MIN_SHARE_SAID * time.step_ms]
+    large.sort(key=lambda row: -losses_ms[row])
+    losses: list[str] = []
+    for row in large[:MAX_LOSSES]:
+        _, how, _ = LOSSES[row]
+        if row == "host" and not time.on_gpu:
+            how = "on"
+        words = [f"{losses_ms[row] / time.step_ms:.0%}"]
+        if not losses:
+            words.append("of each step is spent" if how else "of each step is")
+        if how:
+            words.append(how)
+        words.append(_name_loss(facts, time, row))
+        losses.append(" ".join(words))
+    recording_ms = time.rows.get("host", 0.0) - losses_ms["host"]
+    if recording_ms >= MIN_SHARE_SAID * time.step_ms:
+        share = f"{recording_ms / time.step_ms:.0%}"
+        if not losses:
+            share += " of each step"
+        losses.append(f"{share} may be recording's own work")
+    return losses
+
+
+def _name_loss(facts: Facts, time: RankTime, row: str) -> str:
+    """Name what a step waits for.
+
+    Args:
+        facts: the run.
+        time: the rank's time, whose most costly synchronization is named.
+        row: the row of the step that is lost.
+    """
+    _, _, name = LOSSES[row]
+    if row == "exposed_communication" and facts.ranks and facts.ranks.collectives:
+        # nobody waits for what it sends itself
+        awaited = [collective for collective in facts.ranks.collectives if collective.name != "send"]
+        collective = awaited[0] if awaited else facts.ranks.collectives[0]
+        name = _name_collective(facts, collective)
+        return f"{name} in {collective.phase}" if collective.phase else name
+    if row == "sync" and time.syncs:
+        return f"{name} ({time.syncs[0].operator or time.syncs[0].call})"
+    if row == "host" and not time.on_gpu:
+        return "Python between operators"
+    return name
+
+
+def _describe_compute(rank: RankFacts, findings: Sequence[Finding], straggler_is_named: bool) -> str:
+    """Name what makes a step long that nothing holds up: the most costly cause, else the role that computes most.
+
+    Args:
+        rank: the rank that sets the pace.
+        findings: what the rules found, the most costly one first.
+        straggler_is_named: the sentence names the ranks that come late already.
+
+    Returns:
+        A part of the sentence, or '' where nothing is worth naming.
+    """
+    costly = next((finding for finding in findings if finding.cost_ms and finding.code != BUSY_MACHINE), None)
+    if costly is not None:
+        if straggler_is_named and costly.code in OF_LATE_RANKS:
+            return ""
+        cost_ms = costly.cost_ms or 0.0
+        if cost_ms >= MIN_SHARE_SAID * rank.time.step_ms:
+            return f"most costly cause: {costly.title} ({significant(cost_ms)} ms)"
+    roles = rank.kernels.roles
+    role = max(roles, key=lambda role: roles[role], default=Role.OTHER)
+    total_ms = sum(roles.values())
+    if role is Role.OTHER or total_ms <= 0:
+        return ""
+    kind = "device" if rank.time.on_gpu else "operator"
+    return f"{roles[role] / total_ms:.0%} of {kind} time is {role}"
 
 
 def _describe_busy(rank: RankFacts) -> str:
