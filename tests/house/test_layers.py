@@ -64,9 +64,9 @@ MIN_NUMPY = (2, 4)  # types of older ones, which Python 3.10 has, know less of s
 MAX_CORE_FILES = 40
 # Nodes of the syntax tree, which compression does not lower as it lowers lines; docs/decisions/040-size.md. These limits
 # are what the package has today: lower them with each function that is unfolded.
-MAX_NODES_OF_A_FUNCTION = 690
-MAX_FUNCTIONS_OVER_600_NODES = 7
-MAX_NODES_PER_CODE_LINE = 11.6
+MAX_NODES_OF_A_FUNCTION = 640
+MAX_FUNCTIONS_OVER_600_NODES = 2
+MAX_NODES_PER_CODE_LINE = 11.5
 # Folders whose docstrings stand alone. The list only grows: rewrite a folder's, then add it.
 DOCUMENTED = ("cli", "report", "watch")
 MIN_WORDS = 4  # of a docstring: fewer say less than the name

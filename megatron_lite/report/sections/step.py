@@ -1,11 +1,13 @@
 """Where the time of a step goes: its rows, phases, kernels, operators, and how far all that is from the hardware's limits."""
 
+from collections.abc import Sequence
 from functools import partial
 
-from megatron_lite.analysis.kernels.kernel_results import RankKernels
+from megatron_lite.analysis.kernels.kernel_results import RankKernels, RooflineRow
+from megatron_lite.analysis.rank_facts import RankFacts
 from megatron_lite.analysis.report import Report
 from megatron_lite.analysis.run_facts import Facts
-from megatron_lite.analysis.time.time_results import ROW_TITLES, RankTime
+from megatron_lite.analysis.time.time_results import ROW_TITLES, PhaseTime, RankTime
 from megatron_lite.report import palette
 from megatron_lite.report.section import Lines, Section, Table, build_share_table, limit_rows
 from megatron_lite.report.text import calls, fit, flops, milliseconds, percent, share
@@ -32,29 +34,44 @@ def name_rank(rank: int | None, facts: Facts) -> str:
 
 
 def step_section(report: Report, everything: bool) -> Section | None:
-    """Rows that sum to the step: compute first, then losses by size, the unexplained last."""
-    facts, rank = report.facts, report.facts.critical
+    """Build the rows that sum to the step: compute first, then losses by size, the unexplained last."""
+    facts = report.facts
+    rank = facts.critical
     if rank is None or not rank.time.steps:
         return None
-    time, least = rank.time, NOTHING * rank.time.step_ms
-    losses = [row for row, ms in time.rows.items() if ms > least and row not in ("compute", "unexplained")]
-    rest = [row for row in ("unexplained",) if abs(time.rows.get(row, 0.0)) > least]
-    order = ["compute", *sorted(losses, key=lambda row: -time.rows[row]), *rest]
-    parts = [(row_title(row, time.on_gpu), time.rows.get(row, 0.0)) for row in order]
-    write = partial(milliseconds, of=time.step_ms)
-    parts_table = build_share_table(parts, time.step_ms, write)
-    rows, colors = (
-        [*parts_table.rows, ("= a step", write(time.step_ms), "100%")],
-        [palette.ROWS.get(row, palette.GREY) for row in order],
-    )
-    table = Table(rows, "lrr", shares=[*parts_table.shares, None], colors=colors)
+    time = rank.time
     which = ""
     if len(facts.ranks_seen) > 1:
         which = f"{rank.trace.source}, " if time.rank is None else "the one that waits least for others, "
-    steady, details = len(time.steady_steps), []
+    steady = len(time.steady_steps)
     mean = f", mean of {steady} steady of {len(time.steps)}" if steady else ""
+    subtitle = f"{name_rank(time.rank, facts)}{which}ms per step{mean}"
+    details = [*_describe_device_work(time), *_describe_sites(time, everything)]
+    return Section("step", "Where a step goes", subtitle, [_build_row_table(time), Lines(details, quiet=True)])
+
+
+def _build_row_table(time: RankTime) -> Table:
+    """Build the table of a step's rows with their sum in its last line, ms per step."""
+    least_ms = NOTHING * time.step_ms
+    order = ["compute"]
+    losses = [row for row, ms in time.rows.items() if ms > least_ms and row not in ("compute", "unexplained")]
+    order += sorted(losses, key=lambda row: -time.rows[row])
+    # it is below zero where the other rows sum to more than the step
+    if abs(time.rows.get("unexplained", 0.0)) > least_ms:
+        order.append("unexplained")
+    parts = [(row_title(row, time.on_gpu), time.rows.get(row, 0.0)) for row in order]
+    write = partial(milliseconds, of=time.step_ms)
+    table = build_share_table(parts, time.step_ms, write)
+    rows = [*table.rows, ("= a step", write(time.step_ms), "100%")]
+    colors = [palette.ROWS.get(row, palette.GREY) for row in order]
+    return Table(rows, "lrr", shares=[*table.shares, None], colors=colors)
+
+
+def _describe_device_work(time: RankTime) -> list[str]:
+    """Write how much communication is overlapped, and how fast the host launches kernels, where that is known."""
+    details = []
     if time.overlap is not None:
-        took = write(time.communication_ms)
+        took = milliseconds(time.communication_ms, of=time.step_ms)
         details.append(f"communication: {took} ms, {percent(time.overlap)} of it overlapped with compute")
     if time.on_gpu and time.launches:
         bound = ": the host is slow" if time.launch_bound else ""
@@ -63,28 +80,28 @@ def step_section(report: Report, everything: bool) -> Section | None:
             f"a launch every {time.median_launch_interval_us:,.1f} us, "
             f"{time.median_queue_us:,.1f} us in the queue{bound}"
         )
-    details += _describe_sites(time, everything)
-    of = f"{name_rank(time.rank, report.facts)}{which}ms per step{mean}"
-    return Section("step", "Where a step goes", of, [table, Lines(details, quiet=True)])
+    return details
 
 
 def _describe_sites(time: RankTime, everything: bool) -> list[str]:
-    """Where the host waits and works, with the device's idle time that it costs; without a device the host's."""
-    least = -1.0 if everything else MIN_SHARE_OF_SITE * time.step_ms
+    """Write where the host waits and works, with the device's idle time that it costs; without a device the host's."""
+    least_ms = -1.0 if everything else MIN_SHARE_OF_SITE * time.step_ms
     most = None if everything else MAX_SITES
-    syncs, hosts = [], []
+    syncs = []
     for site in time.syncs:
         ms = site.idle_ms if time.on_gpu else site.host_ms
-        if ms > least:
-            by = ", ".join(part for part in (site.operator, site.frame) if part)
-            where = (f" by {by}" if by else "") + (f" in {site.phase}" if site.phase else "")
+        if ms > least_ms:
+            callers = ", ".join(part for part in (site.operator, site.frame) if part)
+            by = f" by {callers}" if callers else ""
+            where = f" in {site.phase}" if site.phase else ""
             cost = f"{milliseconds(ms, time.step_ms)} ms {'device idle' if time.on_gpu else 'on the host'}"
-            syncs.append(f"{site.call}{where}: {significant(site.per_step)} per step, {cost}")
+            syncs.append(f"{site.call}{by}{where}: {significant(site.per_step)} per step, {cost}")
+    hosts = []
     for host in time.hosts if time.on_gpu else ():
-        if host.idle_ms > least:
-            where = f"{host.what or 'Python'}{f' in {host.phase}' if host.phase else ''}"
+        if host.idle_ms > least_ms:
+            where = f" in {host.phase}" if host.phase else ""
             idle = milliseconds(host.idle_ms, time.step_ms)
-            hosts.append(f"device idle {idle} ms while the host was busy with {where}")
+            hosts.append(f"device idle {idle} ms while the host was busy with {host.what or 'Python'}{where}")
     return [*syncs[:most], *hosts[:most]]
 
 
@@ -100,29 +117,36 @@ def phases_section(report: Report, everything: bool) -> Section | None:
     rank = report.facts.critical
     if rank is None or len(rank.time.phases) < 2:
         return None
-    time, on_gpu = rank.time, rank.time.on_gpu
-    least = 0.0 if everything else MIN_SHARE_OF_PHASE * time.step_ms
-    long_enough = [phase for phase in time.phases if max(phase.device_ms, phase.host_ms) >= least]
+    time = rank.time
+    least_ms = 0.0 if everything else MIN_SHARE_OF_PHASE * time.step_ms
+    long_enough = [phase for phase in time.phases if max(phase.device_ms, phase.host_ms) >= least_ms]
     longest = sorted(long_enough, key=lambda phase: -max(phase.device_ms, phase.host_ms))
     shown, hidden = limit_rows(longest, MAX_PHASES, everything)
-    write = partial(milliseconds, of=time.step_ms)
-    rows = []
-    for phase in time.phases:
-        if phase in shown:
-            times = [phase.host_ms, phase.device_ms] if on_gpu else [phase.host_ms]
-            cells = [phase.name, *map(write, times), write(phase.compute_ms)]
-            cells.append(write(phase.communication_ms) if time.communication_ms else "")
-            if on_gpu:
-                cells.append(write(phase.copy_ms) if time.copy_ms else "")
-                cells += [f"{phase.kernels:,.0f}", write(phase.lag_ms)]
-            rows.append(cells)
-    head = ["phase", "time", "operators", "communication"]
-    if on_gpu:
-        head = ["phase", "on host", "on device", "compute", "communication", "copies", "kernels", "queue lag"]
     hidden += len(time.phases) - len(long_enough)
-    of = "ms per step; device time belongs to the phase that launched it" if on_gpu else "ms per step"
+    if time.on_gpu:
+        head = ["phase", "on host", "on device", "compute", "communication", "copies", "kernels", "queue lag"]
+        unit = "ms per step; device time belongs to the phase that launched it"
+    else:
+        head = ["phase", "time", "operators", "communication"]
+        unit = "ms per step"
+    rows = [_build_phase_row(phase, time) for phase in time.phases if phase in shown]
     table = Table(rows, "l" + "r" * (len(head) - 1), head, hidden=hidden)
-    return Section("phases", "Phases", name_rank(time.rank, report.facts) + of, [table])
+    return Section("phases", "Phases", name_rank(time.rank, report.facts) + unit, [table])
+
+
+def _build_phase_row(phase: PhaseTime, time: RankTime) -> list[str]:
+    """Write a phase's times, ms per step; a column of which the step has nothing stays empty."""
+    write = partial(milliseconds, of=time.step_ms)
+    cells = [phase.name, write(phase.host_ms)]
+    if time.on_gpu:
+        cells.append(write(phase.device_ms))
+    cells.append(write(phase.compute_ms))
+    cells.append(write(phase.communication_ms) if time.communication_ms else "")
+    if time.on_gpu:
+        cells.append(write(phase.copy_ms) if time.copy_ms else "")
+        cells.append(f"{phase.kernels:,.0f}")
+        cells.append(write(phase.lag_ms))
+    return cells
 
 
 # --- what runs: kernels by role, the largest ones, operators
@@ -139,12 +163,22 @@ def kernels_section(report: Report, everything: bool) -> Section | None:
     shown, hidden = limit_rows(kernels.rows, MAX_KERNELS, everything)
     rows = []
     for row in shown:
-        numbers = calls(row.per_step), milliseconds(row.ms, kernels.device_ms), percent(row.share)
-        rows.append([row.short or row.name, row.phase, *numbers, row.precision, row.tensor_cores.value])
+        rows.append(
+            [
+                row.short or row.name,
+                row.phase,
+                calls(row.per_step),
+                milliseconds(row.ms, kernels.device_ms),
+                percent(row.share),
+                row.precision,
+                row.tensor_cores.value,
+            ]
+        )
     head = ["kernel", "phase", "calls", "ms", "share", "type", "tensor cores"]
     largest = Table(rows, "llrrrll", head, hidden=hidden)
-    of = f"{name_rank(rank.time.rank, report.facts)}{milliseconds(kernels.device_ms)} ms per step, sum over parallel streams"
-    return Section("kernels", "Kernels", of, [_build_role_table(kernels, kernels.device_ms, everything), largest])
+    total = f"{milliseconds(kernels.device_ms)} ms per step, sum over parallel streams"
+    subtitle = name_rank(rank.time.rank, report.facts) + total
+    return Section("kernels", "Kernels", subtitle, [_build_role_table(kernels, kernels.device_ms, everything), largest])
 
 
 def _build_role_table(kernels: RankKernels, total: float, everything: bool) -> Table:
@@ -186,43 +220,64 @@ OPERATOR_WIDTH = 16  # of the terminal's columns: a shape that is cut says nothi
 
 
 def roofline_section(report: Report, everything: bool) -> Section | None:
-    """Arithmetic against the device's peak, tensor cores, then operators by what they lose, where limits are known."""
+    """Build arithmetic against the device's peak, tensor cores, then operators by what they lose to the hardware's limits."""
     rank = report.facts.critical
     if rank is None:
         return None
-    kernels, of, told = rank.kernels, "of products, attention and convolution", []
+    rates = _describe_rates(rank)
+    least_ms = MIN_SHARE_OF_SHAPE * rank.time.step_ms
+    rows = list(rank.kernels.roofline)
+    if not everything:
+        rows = [row for row in rows if row.ms >= least_ms and row.bound_ms is not None]
+    if not rows:
+        return Section("roofline", "Speed of light", "", [Lines(rates)]) if rates else None
+    subtitle = "operators by shape"
+    if any(row.bound_ms is not None for row in rows):
+        subtitle = "operators with the most time above the hardware's limit first"
+    subtitle = name_rank(rank.time.rank, report.facts) + subtitle
+    return Section("roofline", "Speed of light", subtitle, [Lines(rates), _build_shape_table(rows, everything)])
+
+
+def _describe_rates(rank: RankFacts) -> list[str]:
+    """Write the arithmetic that was achieved beside the device's peak, and the use of tensor cores, where known."""
+    kernels = rank.kernels
+    products = "of products, attention and convolution"
+    rates = []
     if kernels.achieved_tflops:
-        work = f"{flops(kernels.model_flops)} {of} per step: " if kernels.model_flops else ""
-        named = f"{kernels.peak_dtype} peak" if kernels.peak_dtype else "peak"
-        peak = f"; the {named} of this device is not known"
+        work = f"{flops(kernels.model_flops)} {products} per step: " if kernels.model_flops else ""
+        peak_name = f"{kernels.peak_dtype} peak" if kernels.peak_dtype else "peak"
+        peak = f"; the {peak_name} of this device is not known"
         if kernels.mfu is not None and kernels.peak_tflops:
             tflops = f"{significant(kernels.peak_tflops, 4)} TFLOP/s in {kernels.peak_dtype}"
             peak = f", {percent(kernels.mfu)} of the device's {tflops}"
-        told.append(f"{work}{flops(kernels.achieved_tflops * 1e12)}/s{peak}")
+        rates.append(f"{work}{flops(kernels.achieved_tflops * 1e12)}/s{peak}")
     if rank.time.on_gpu and kernels.matrix_ms:
-        maybe = kernels.maybe_tensor_core_ms / kernels.matrix_ms
-        unsaid = f"; unknown for {percent(maybe)}" if maybe > 0.005 else ""
+        unknown = kernels.maybe_tensor_core_ms / kernels.matrix_ms
+        doubt = f"; unknown for {percent(unknown)}" if unknown > 0.005 else ""
         used = percent(kernels.tensor_core_ms / kernels.matrix_ms)
-        told.append(f"tensor cores: {used} of the {milliseconds(kernels.matrix_ms)} ms {of}{unsaid}")
-    least = 0.0 if everything else MIN_SHARE_OF_SHAPE * rank.time.step_ms
-    rows = [row for row in rank.kernels.roofline if everything or row.ms >= least and row.bound_ms is not None]
-    if not told and not rows:
-        return None
-    if not rows:
-        return Section("roofline", "Speed of light", "", [Lines(told)])
-    known = any(row.bound_ms is not None for row in rows)
-    of = "operators with the most time above the hardware's limit first" if known else "operators by shape"
+        rates.append(f"tensor cores: {used} of the {milliseconds(kernels.matrix_ms)} ms {products}{doubt}")
+    return rates
+
+
+def _build_shape_table(rows: Sequence[RooflineRow], everything: bool) -> Table:
+    """Build a row per operator and shape: its time, the least time that the hardware allows, and its rates."""
     shown, hidden = limit_rows(rows, MAX_SHAPES, everything)
-    largest = max(row.ms for row in shown)
+    largest_ms = max(row.ms for row in shown)
     head = ["operator", "shape", "phase", "ms", "at best", "limit", "TFLOP/s", "GB/s", "reached"]
     body = []
     for row in shown:
         name = row.operator if everything else fit(row.operator.removeprefix("aten::"), OPERATOR_WIDTH)
-        rates = [
-            significant(row.achieved_tflops) if row.flops else "",
-            calls(row.achieved_gb_s) if row.num_bytes else "",
-        ]
-        times = milliseconds(row.ms, largest), milliseconds(row.bound_ms, largest), row.bound_by
-        body.append([name, row.shape, row.phase, *times, *rates, percent(row.efficiency)])
-    table = Table(body, "lllrrlrrr", head, hidden=hidden)
-    return Section("roofline", "Speed of light", name_rank(rank.time.rank, report.facts) + of, [Lines(told), table])
+        body.append(
+            [
+                name,
+                row.shape,
+                row.phase,
+                milliseconds(row.ms, largest_ms),
+                milliseconds(row.bound_ms, largest_ms),
+                row.bound_by,
+                significant(row.achieved_tflops) if row.flops else "",
+                calls(row.achieved_gb_s) if row.num_bytes else "",
+                percent(row.efficiency),
+            ]
+        )
+    return Table(body, "lllrrlrrr", head, hidden=hidden)
