@@ -41,55 +41,89 @@ STEP, TRACED_STEP, PEAK = "step", "traced step", "peak memory"
 
 
 def pair_totals(a: Facts, b: Facts) -> list[Total]:
-    """Step, tokens per second, MFU and peak memory, of each source that both have."""
-    totals = []
-    runs = [facts.run for facts in (a, b) if facts.run]
-    ordinary = [run.training_ms[run.ordinary] for run in runs]
-    if len(runs) == 2 and all(map(len, ordinary)):
-        loads = (find_load(a, ORDINARY), find_load(b, ORDINARY))
-        of = f"steps.jsonl, {len(ordinary[0])} and {len(ordinary[1])} typical steps"
-        totals.append(Total(STEP, "ms", of, widen_band(paired_samples(*ordinary), loads)))
-        # rates are of all ordinary time, as a report has them; they vary as one over the step does
-        relative = compute_noise_band(*(ms.mean() / ms for ms in ordinary))
-        for name, unit, field, factor in (
-            ("tokens per second", "tokens/s", "tokens_per_second", 1),
-            ("MFU, causal attention", "%", "mfu_causal", 100),
-        ):
-            rates = [getattr(run, field) for run in runs]
-            if None not in rates:
-                mine, theirs = (factor * rate for rate in rates)
-                band = None if relative is None else relative * max(mine, theirs)
-                totals.append(Total(name, unit, of, widen_rate(paired(mine, theirs, band), loads)))
-    # the mean steady step of the critical ranks' traces, as their rows sum to it
-    times = [facts.critical.time for facts in (a, b) if facts.critical]
-    samples = [[step.ms for step in time.steady_steps] for time in times]
-    if len(times) == 2 and all(samples):
-        of = f"traces, {len(samples[0])} and {len(samples[1])} steady steps"
-        pair = paired(times[0].step_ms, times[1].step_ms, compute_noise_band(*samples))
-        totals.append(Total(TRACED_STEP, "ms", of, widen_band(pair, (find_load(a, PROFILED), find_load(b, PROFILED)))))
-    # the most that tensors took: of snapshots, else as the GPU's allocator counted in each step
-    snapshots = [facts.highest_snapshot.peak_bytes for facts in (a, b) if facts.highest_snapshot]
-    counted = [float(run.peak_memory_bytes.max(initial=0.0, where=run.peak_memory_bytes > 0)) for run in runs]
-    for of, peaks in (("memory snapshots", snapshots), ("steps.jsonl", counted)):
-        if len(peaks) == 2 and all(peaks):
-            return [*totals, Total(PEAK, "bytes", of, exact(*peaks))]
+    """Pair step, tokens per second, MFU and peak memory, of each source that both have."""
+    return [*_pair_ordinary_steps(a, b), *_pair_traced_steps(a, b), *_pair_peaks(a, b)]
+
+
+def _pair_ordinary_steps(a: Facts, b: Facts) -> list[Total]:
+    """Pair the media typical step of two runs, and their rates; [] where one has no run folder or no typical step."""
+    if a.run is None or b.run is None:
+        return []
+    steps_a_ms = a.run.training_ms[a.run.ordinary]
+    steps_b_ms = b.run.training_ms[b.run.ordinary]
+    if not len(steps_a_ms) or not len(steps_b_ms):
+        return []
+    loads = (find_load(a, ORDINARY), find_load(b, ORDINARY))
+    of = f"steps.jsonl, {len(steps_a_ms)} and {len(steps_b_ms)} typical steps"
+    totals = [Total(STEP, "ms", of, widen_band(paired_samples(steps_a_ms, steps_b_ms), loads))]
+    # rates are of all ordinary time, as a report has them; they vary as one over the step does
+    relative_band = compute_noise_band(steps_a_ms.mean() / steps_a_ms, steps_b_ms.mean() / steps_b_ms)
+
+    def add_rate(name: str, unit: str, rate_a: float | None, rate_b: float | None) -> None:
+        if rate_a is not None and rate_b is not None:
+            band = None if relative_band is None else relative_band * max(rate_a, rate_b)
+            totals.append(Total(name, unit, of, widen_rate(paired(rate_a, rate_b, band), loads)))
+
+    add_rate("tokens per second", "tokens/s", a.run.tokens_per_second, b.run.tokens_per_second)
+    add_rate("MFU, causal attention", "%", _in_percent(a.run.mfu_causal), _in_percent(b.run.mfu_causal))
     return totals
+
+
+def _in_percent(share: float | None) -> float | None:
+    """Turn a share into percent; None stays None."""
+    return None if share is None else 100 * share
+
+
+def _pair_traced_steps(a: Facts, b: Facts) -> list[Total]:
+    """Pair the mean steady step of the critical ranks' traces, as their rows sum to it; [] without two such traces."""
+    if a.critical is None or b.critical is None:
+        return []
+    steps_a_ms = [step.ms for step in a.critical.time.steady_steps]
+    steps_b_ms = [step.ms for step in b.critical.time.steady_steps]
+    if not steps_a_ms or not steps_b_ms:
+        return []
+    of = f"traces, {len(steps_a_ms)} and {len(steps_b_ms)} steady steps"
+    band = compute_noise_band(steps_a_ms, steps_b_ms)
+    pair = paired(a.critical.time.step_ms, b.critical.time.step_ms, band)
+    return [Total(TRACED_STEP, "ms", of, widen_band(pair, (find_load(a, PROFILED), find_load(b, PROFILED))))]
+
+
+def _pair_peaks(a: Facts, b: Facts) -> list[Total]:
+    """Pair the most that tensors took: of snapshots, else as the GPU's allocator counted in each step; bytes."""
+    of_snapshots = [facts.highest_snapshot.peak_bytes for facts in (a, b) if facts.highest_snapshot]
+    if len(of_snapshots) == 2 and all(of_snapshots):
+        return [Total(PEAK, "bytes", "memory snapshots", exact(*of_snapshots))]
+    of_runs = []
+    for facts in (a, b):
+        if facts.run:
+            peaks = facts.run.peak_memory_bytes
+            of_runs.append(float(peaks.max(initial=0.0, where=peaks > 0)))
+    if len(of_runs) == 2 and all(of_runs):
+        return [Total(PEAK, "bytes", "steps.jsonl", exact(*of_runs))]
+    return []
 
 
 def pair_phases_of_runs(
     a: Run, b: Run, loads: tuple[CoreShortage | None, CoreShortage | None] = (None, None)
 ) -> tuple[PhasePair, ...]:
-    """Medians over typical steps: of the host, and where there is a GPU as its stream passed through them.
+    """Pair the phases of two runs by their medians over typical steps.
 
-    loads: the shortage of cores in typical steps of each.
+    Args:
+        a, b: the runs.
+        loads: the shortage of cores in typical steps of each.
+
+    Returns:
+        Each phase on the host and, where there is a GPU, as its stream passed through it.
     """
     found = []
     for name in dict.fromkeys((*a.phases_ms, *b.phases_ms)):
-        host = widen_band(paired_samples(*(_of_ordinary(run, run.phases_ms.get(name)) for run in (a, b))), loads)
-        device = None
+        on_host = paired_samples(_of_ordinary(a, a.phases_ms.get(name)), _of_ordinary(b, b.phases_ms.get(name)))
+        on_device = None
         if a.gpu_phases_ms or b.gpu_phases_ms:
-            device = paired_samples(*(_of_ordinary(run, run.gpu_phases_ms.get(name)) for run in (a, b)))
-        found.append(PhasePair(name, host, device))
+            device_a_ms = _of_ordinary(a, a.gpu_phases_ms.get(name))
+            device_b_ms = _of_ordinary(b, b.gpu_phases_ms.get(name))
+            on_device = paired_samples(device_a_ms, device_b_ms)
+        found.append(PhasePair(name, widen_band(on_host, loads), on_device))
     return tuple(found)
 
 
@@ -111,23 +145,39 @@ def build_sentence(totals: Sequence[Total], rows: dict[str, Pair], phases: Seque
     rows, phases: of the same steps as the first of `totals` that is a step.
     """
     by_name = {total.name: total.pair for total in totals}
-    step, peak, parts = by_name.get(STEP) or by_name.get(TRACED_STEP), by_name.get(PEAK), []
+    parts = []
+    step = by_name.get(STEP) or by_name.get(TRACED_STEP)
     if step:
-        numbers = f"{_format_ms(step.a)} -> {_format_ms(step.b)} ms"
-        noise = "too few steps" if step.band is None else f"noise {_format_ms(step.band)} ms"
-        if step.change is Change.SAME:
-            parts.append(f"B's steps take as long as A's ({numbers}, {noise})")
-        elif step.change is Change.UNCLEAR:
-            parts.append(f"it is unclear whether B's steps take longer ({numbers}, {noise})")
-        else:
-            said = f"B takes {abs((step.ratio or 0.0) - 1):.0%} {step.change} time per step ({numbers})"
-            parts.append(said + _describe_reasons(step.change, step.difference or 0.0, rows, phases))
-    if peak and peak.change is Change.SAME:
-        parts.append(f"peak memory is the same ({size(peak.b or 0.0)})")
-    elif peak:
-        by = f"{abs((peak.ratio or 0.0) - 1):.0%} {peak.change}"
-        parts.append(f"peak memory is {by} ({size(peak.a or 0.0)} -> {size(peak.b or 0.0)})")
+        parts.append(_describe_step(step, rows, phases))
+    peak = by_name.get(PEAK)
+    if peak:
+        parts.append(_describe_peak(peak))
     return "; ".join(parts)
+
+
+def _describe_step(step: Pair, rows: dict[str, Pair], phases: Sequence[PhasePair]) -> str:
+    """Write how B's step differs from A's, and why.
+
+    Args:
+        step: the step of both, ms.
+        rows, phases: what the same steps consist of.
+    """
+    numbers = f"{_format_ms(step.a)} -> {_format_ms(step.b)} ms"
+    noise = "too few steps" if step.band is None else f"noise {_format_ms(step.band)} ms"
+    if step.change is Change.SAME:
+        return f"B's steps take as long as A's ({numbers}, {noise})"
+    if step.change is Change.UNCLEAR:
+        return f"it is unclear whether B's steps take longer ({numbers}, {noise})"
+    reasons = _describe_reasons(step.change, step.difference or 0.0, rows, phases)
+    return f"B takes {abs((step.ratio or 0.0) - 1):.0%} {step.change} time per step ({numbers}){reasons}"
+
+
+def _describe_peak(peak: Pair) -> str:
+    """Write how B's peak memory differs from A's."""
+    if peak.change is Change.SAME:
+        return f"peak memory is the same ({size(peak.b or 0.0)})"
+    by = f"{abs((peak.ratio or 0.0) - 1):.0%} {peak.change}"
+    return f"peak memory is {by} ({size(peak.a or 0.0)} -> {size(peak.b or 0.0)})"
 
 
 def _find_loads(a: Facts, b: Facts, totals: Sequence[Total]) -> dict[str, CoreShortage]:
@@ -255,69 +305,144 @@ def _sum_by_role(one: RankFacts, pieces: _Pieces) -> dict[str, Numbers]:
 def _group_by_operator(one: RankFacts, pieces: _Pieces) -> dict[tuple[str, str], Work]:
     """{(operator, phase): its work}; on a GPU what no operator launched stands under its own name."""
     on_gpu = one.time.on_gpu
+    get_role = get_kernel_role if on_gpu else get_operator_role
     names = one.trace.names
-    own_name = one.trace.events.name.astype(np.int64)
+    all_names = one.trace.events.name.astype(np.int64)
+    own_name = all_names[pieces.rows]
     operator = one.placing.operator[pieces.rows] if on_gpu else pieces.rows
-    operator_name = np.where(operator >= 0, own_name[operator], own_name[pieces.rows])
+    operator_name = np.where(operator >= 0, all_names[operator], own_name)
+    # 0 is for work outside of all phases
     phases = ("", *one.placing.phases)
-    keys, group = np.unique(operator_name * len(phases) + one.placing.phase[pieces.rows] + 1, return_inverse=True)
+    phase_number = one.placing.phase[pieces.rows] + 1
+    keys, group = np.unique(operator_name * len(phases) + phase_number, return_inverse=True)
     ms_by_step = pieces.sum_by_step(group, len(keys))
     per_step = np.bincount(group, minlength=len(keys)) / pieces.steps
-    pairs, where = np.unique(np.stack([group, own_name[pieces.rows]]), axis=1, return_inverse=True)
-    longest_first = np.argsort(-np.bincount(where.ravel(), pieces.ms, pairs.shape[1]), kind="stable")
+    codes_of_group = _sort_names(group, own_name, pieces.ms)
     work = {}
     for at, key in enumerate(keys.tolist()):
-        own_names = [names[code] for code in pairs[1, longest_first[pairs[0, longest_first] == at]].tolist()]
-        role = (get_kernel_role if on_gpu else get_operator_role)(own_names[0])
-        kernels = dict.fromkeys(map(short_name, own_names[:MAX_NAMES])) if on_gpu else ()
-        name = names[key // len(phases)]
-        # 'autograd::engine::evaluate_function: X' and long C++ names as people call them
-        name = name if name.startswith("aten::") else short_name(name)
-        phase = phases[key % len(phases)]
-        work[name, phase] = Work(str(role), ms_by_step[at].tolist(), float(per_step[at]), tuple(kernels))
+        operator_code, phase_at = divmod(key, len(phases))
+        own_names = [names[code] for code in codes_of_group[at]]
+        kernels = dict.fromkeys(short_name(name) for name in own_names[:MAX_NAMES]) if on_gpu else ()
+        name = names[operator_code]
+        if not name.startswith("aten::"):
+            # 'autograd::engine::evaluate_function: X' and long C++ names as people call them
+            name = short_name(name)
+        role = str(get_role(own_names[0]))
+        work[name, phases[phase_at]] = Work(role, ms_by_step[at].tolist(), float(per_step[at]), tuple(kernels))
     return work
+
+
+def _sort_names(group: Integers, name: Integers, ms: Numbers) -> dict[int, list[int]]:
+    """Sort the names of each group's pieces by their time.
+
+    Args:
+        group: [p], the group of each piece.
+        name: [p], the code of its name.
+        ms: [p], its time.
+
+    Returns:
+        The codes of each group's names, the one of the longest time first.
+    """
+    pairs, where = np.unique(np.stack([group, name]), axis=1, return_inverse=True)
+    total_ms = np.bincount(where.ravel(), ms, pairs.shape[1])
+    longest_first = np.argsort(-total_ms, kind="stable")
+    codes: dict[int, list[int]] = {}
+    for at, code in pairs[:, longest_first].T.tolist():
+        codes.setdefault(at, []).append(code)
+    return codes
 
 
 # --- two traces beside each other: rows, phases, roles and kernels, each with the noise that it has itself
 
 
 def pair_traces(a: Side, b: Side) -> dict[str, Any]:
-    """The fields of Comparison that come from traces, in the order of a report; kernels by their difference."""
-
-    def pair(figure: Callable[[RankTime], float | None]) -> Pair:
-        samples = [[figure(time) or 0.0 for time in side.steps] for side in (a, b)]
-        return paired(figure(a.time), figure(b.time), compute_noise_band(*samples))
-
-    def pair_row(name: str) -> Pair:
-        return pair(lambda time: time.rows.get(name, 0.0))
-
-    def pair_phase(name: str, what: str) -> Pair:
-        return pair(lambda time: next((getattr(one, what) for one in time.phases if one.name == name), None))
-
+    """Build the fields of Comparison that come from traces, in the order of a report; kernels by their difference."""
     row_names = [name for name in ROW_TITLES if a.time.rows.get(name) or b.time.rows.get(name)]
-    phase_names = dict.fromkeys(phase.name for side in (a, b) for phase in side.time.phases)
-    on_gpu = a.time.on_gpu or b.time.on_gpu
-    roles, kernels = {}, []
-    if a.time.on_gpu == b.time.on_gpu:  # kernels of a GPU and operators of a CPU are no pairs
-        for name in sorted({**a.roles, **b.roles}, key=lambda name: -max(a.roles.get(name, 0), b.roles.get(name, 0))):
-            band = compute_noise_band(*(side.role_steps.get(name, ()) for side in (a, b)))
-            roles[name] = paired(a.roles.get(name), b.roles.get(name), band)
-        for key in {**a.work, **b.work}:
-            mine, theirs = (side.work.get(key, Work("", [], None, ())) for side in (a, b))
-            calls = paired(mine.per_step, theirs.per_step, 0.0)
-            ms = paired_samples(mine.ms, theirs.ms, center=fmean)
-            kernels.append(KernelPair(mine.role or theirs.role, *key, mine.names, theirs.names, calls, ms))
+    # kernels of a GPU and operators of a CPU are no pairs
+    are_alike = a.time.on_gpu == b.time.on_gpu
     return {
-        "on_gpu": on_gpu,
-        "rows": {name: pair_row(name) for name in row_names},
-        "phases": tuple(
-            PhasePair(name, pair_phase(name, "host_ms"), pair_phase(name, "device_ms") if on_gpu else None)
-            for name in phase_names
-        ),
+        "on_gpu": a.time.on_gpu or b.time.on_gpu,
+        "rows": {name: _pair_row(a, b, name) for name in row_names},
+        "phases": _pair_traced_phases(a, b),
         "phases_of": "traces of the profiled steps",
-        "roles": roles,
-        "kernels": tuple(sorted(kernels, key=lambda pair: -abs((pair.ms.b or 0.0) - (pair.ms.a or 0.0)))),
+        "roles": _pair_roles(a, b) if are_alike else {},
+        "kernels": _pair_kernels(a, b) if are_alike else (),
     }
+
+
+def _pair_figure(a: Side, b: Side, measure: Callable[[RankTime], float | None]) -> Pair:
+    """Pair one figure of two traces.
+
+    Args:
+        a, b: the traces.
+        measure: takes the figure from a rank's time; None where it has none.
+
+    Returns:
+        The figure over all steady steps, with the noise of the single ones.
+    """
+    of_steps_a = [measure(time) or 0.0 for time in a.steps]
+    of_steps_b = [measure(time) or 0.0 for time in b.steps]
+    return paired(measure(a.time), measure(b.time), compute_noise_band(of_steps_a, of_steps_b))
+
+
+def _pair_row(a: Side, b: Side, name: str) -> Pair:
+    """Pair a row of the step, ms per step; a row that one has not is 0."""
+    return _pair_figure(a, b, lambda time: time.rows.get(name, 0.0))
+
+
+def _pair_traced_phases(a: Side, b: Side) -> tuple[PhasePair, ...]:
+    """Pair the phases of two traces, ms per step; on the device only where one ran on a GPU."""
+    on_gpu = a.time.on_gpu or b.time.on_gpu
+    names = dict.fromkeys(phase.name for side in (a, b) for phase in side.time.phases)
+    pairs = []
+    for name in names:
+        on_device = _pair_phase(a, b, name, "device_ms") if on_gpu else None
+        pairs.append(PhasePair(name, _pair_phase(a, b, name, "host_ms"), on_device))
+    return tuple(pairs)
+
+
+def _pair_phase(a: Side, b: Side, name: str, field: str) -> Pair:
+    """Pair a field of the phase with this name, ms per step."""
+    return _pair_figure(a, b, lambda time: _measure_phase(time, name, field))
+
+
+def _measure_phase(time: RankTime, name: str, field: str) -> float | None:
+    """Take a field of the phase with this name; None where the rank has no such phase."""
+    for phase in time.phases:
+        if phase.name == name:
+            return float(getattr(phase, field))
+    return None
+
+
+def _pair_roles(a: Side, b: Side) -> dict[str, Pair]:
+    """Pair the time of each role, ms per step, the longest first."""
+    longest_ms = {name: max(a.roles.get(name, 0), b.roles.get(name, 0)) for name in {**a.roles, **b.roles}}
+    pairs = {}
+    for name in sorted(longest_ms, key=lambda name: -longest_ms[name]):
+        band = compute_noise_band(a.role_steps.get(name, ()), b.role_steps.get(name, ()))
+        pairs[name] = paired(a.roles.get(name), b.roles.get(name), band)
+    return pairs
+
+
+def _pair_kernels(a: Side, b: Side) -> tuple[KernelPair, ...]:
+    """Pair the work of each operator and phase, the largest difference first."""
+    absent = Work("", [], None, ())
+    pairs = []
+    for operator, phase in {**a.work, **b.work}:
+        work_a = a.work.get((operator, phase), absent)
+        work_b = b.work.get((operator, phase), absent)
+        pairs.append(
+            KernelPair(
+                work_a.role or work_b.role,
+                operator,
+                phase,
+                work_a.names,
+                work_b.names,
+                paired(work_a.per_step, work_b.per_step, 0.0),
+                paired_samples(work_a.ms, work_b.ms, center=fmean),
+            )
+        )
+    return tuple(sorted(pairs, key=lambda pair: -abs((pair.ms.b or 0.0) - (pair.ms.a or 0.0))))
 
 
 # --- the comparison
@@ -329,8 +454,17 @@ ONE_START = (
 
 
 def compare(a: Facts, b: Facts, force: bool = False, titles: tuple[str, str] = ("A", "B")) -> Comparison:
-    """B against A. ConfigError, a line for each reason, where they are of another model or batch and `force` is not given;
-    UserError where they have nothing in common."""
+    """Compare B against A.
+
+    Args:
+        a, b: the runs.
+        force: compare runs of another model or batch, too.
+        titles: how messages and the report name the runs.
+
+    Raises:
+        ConfigError: they are of another model or batch, a line for each reason, and `force` is not given.
+        UserError: they have nothing in common.
+    """
     reasons = [*objections(a, b), *object_to_models(a, b)]
     if reasons and not force:
         raise ConfigError([f"{reason}; --force compares all the same." for reason in reasons])
@@ -340,36 +474,50 @@ def compare(a: Facts, b: Facts, force: bool = False, titles: tuple[str, str] = (
             f"{titles[0]}, {titles[1]}: they have nothing in common to compare; both need steps.jsonl with typical "
             "steps, a trace with a steady step, or a memory snapshot."
         )
-    named = {total.name for total in totals}
     loads = (find_load(a, ORDINARY), find_load(b, ORDINARY))
     phases = pair_phases_of_runs(a.run, b.run, loads) if a.run and b.run else ()
-    of = "steps.jsonl, typical steps" if phases else ""
-    parts: dict[str, Any] = {"rows": {}, "phases": phases, "phases_of": of, "roles": {}, "kernels": (), "on_gpu": False}
-    if a.critical and b.critical and TRACED_STEP in named:
+    names = {total.name for total in totals}
+    if a.critical and b.critical and TRACED_STEP in names:
         parts = pair_traces(build_side(a.critical), build_side(b.critical))
-    # a profiler slows its steps down: differences of its phases are no parts of an typical step's difference
-    rows, phases = ({}, phases) if STEP in named else (parts["rows"], parts["phases"])
-    # bytes by category at the highest peak of either, in the order of a report; none without two snapshots
-    memory, snapshots = {}, [facts.highest_snapshot for facts in (a, b) if facts.highest_snapshot]
-    if len(snapshots) == 2:
-        mine, theirs = ({held.category: held.num_bytes for held in one.held} for one in snapshots)
-        held = [name for name in CATEGORIES if mine.get(name) or theirs.get(name)]
-        memory = {name: exact(mine.get(name, 0), theirs.get(name, 0)) for name in held}
+    else:
+        parts = _build_untraced(phases)
+    if STEP in names:
+        # a profiler slows its steps down: differences of its phases are no parts of a typical step's difference
+        sentence = build_sentence(totals, {}, phases)
+    else:
+        sentence = build_sentence(totals, parts["rows"], parts["phases"])
     busy = " and ".join(_find_loads(a, b, totals))
-    told = f"; on a busy machine: {busy}" if busy else ""
+    if busy:
+        sentence += f"; on a busy machine: {busy}"
     return Comparison(
         title_a=titles[0],
         title_b=titles[1],
-        sentence=f"{build_sentence(totals, rows, phases)}{told}",
+        sentence=sentence,
         flags=flags_that_differ(a, b),
         totals=totals,
-        memory=memory,
+        memory=_pair_memory(a, b),
         groups=_pair_groups(a, b, parts["rows"].get("exposed_communication")),
         losses=compare_losses(a.run, b.run),
         notes=tuple(_collect_notes(a, b, totals)),
         forced=tuple(reasons),
         **parts,
     )
+
+
+def _build_untraced(phases: tuple[PhasePair, ...]) -> dict[str, Any]:
+    """Build the fields of Comparison that pair_traces builds, for runs without two traces."""
+    of = "steps.jsonl, typical steps" if phases else ""
+    return {"on_gpu": False, "rows": {}, "phases": phases, "phases_of": of, "roles": {}, "kernels": ()}
+
+
+def _pair_memory(a: Facts, b: Facts) -> dict[str, Pair]:
+    """Pair bytes by category at the highest peak of each, in the order of a report; {} without two snapshots."""
+    if a.highest_snapshot is None or b.highest_snapshot is None:
+        return {}
+    held_a = {held.category: held.num_bytes for held in a.highest_snapshot.held}
+    held_b = {held.category: held.num_bytes for held in b.highest_snapshot.held}
+    names = [name for name in CATEGORIES if held_a.get(name) or held_b.get(name)]
+    return {name: exact(held_a.get(name, 0), held_b.get(name, 0)) for name in names}
 
 
 def _pair_groups(a: Facts, b: Facts, whole: Pair | None) -> dict[str, Pair]:

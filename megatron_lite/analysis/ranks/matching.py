@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_lite.analysis.intervals import Integers, Numbers
+from megatron_lite.analysis.intervals import Flags, Integers, Numbers
 from megatron_lite.analysis.ranks.calls import END_TOGETHER, POINT_TO_POINT, Calls
 from megatron_lite.analysis.trace.columns import ProcessGroup
 from megatron_lite.units import significant
@@ -30,48 +30,74 @@ class Group:
 def match(
     ranks: Sequence[Calls], slots: Sequence[Integers], clock_ns: Sequence[int | None]
 ) -> tuple[list[Group], list[str]]:
-    """(groups of two ranks or more, sentences on what could not be matched).
+    """Match the collectives of ranks with each other.
 
-    slots: by rank, int [c], the step of each call among those that all ranks have; -1: none. clock_ns: when each rank's
-    clock begins, None if unknown.
+    Args:
+        ranks: the collectives of each rank.
+        slots: by rank, int [c], the step of each call among those that all ranks have; -1: none.
+        clock_ns: when each rank's clock begins, None if unknown.
+
+    Returns:
+        Groups of two ranks or more, and a sentence on each one that could not be matched.
     """
-    groups, notes = [], []
-    found: dict[ProcessGroup, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
-    pairs: dict[Any, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
-    for at, calls in enumerate(ranks):
-        for i, what in enumerate(calls.whats):
-            # ranks number their groups differently: known members tell which is which
-            group = replace(what.group, name="") if what.group.ranks else what.group
-            if what.kind not in POINT_TO_POINT:
-                found[group][at].append(i)
-            for kind, peer in what.transfers:
-                ends = (calls.rank, peer) if kind == "send" else (peer, calls.rank)
-                pairs[ends, group][at].append(i)
-    for rows_of in pairs.values():
-        members = {at: np.array(rows, np.int64) for at, rows in rows_of.items()}
+    rows_of_group, rows_of_pair = _sort_calls(ranks)
+    groups = []
+    for by_rank in rows_of_pair.values():
+        members = _as_arrays(by_rank)
         call = _match_by_order(members, ranks, slots, clock_ns) if len(members) == 2 else None
         if call is not None and len(call):
             groups.append(Group(np.array(list(members)), call, is_pair=True))
-    for group, rows_of in found.items():
-        members = {at: np.array(rows, np.int64) for at, rows in rows_of.items()}
+    notes = []
+    for process_group, by_rank in rows_of_group.items():
+        members = _as_arrays(by_rank)
         if len(members) < 2:
             continue
-        sizes = {ranks[at].whats[rows[0]].group_size for at, rows in members.items()}
-        label = _describe(group)
-        if any(size is not None and size < len(members) for size in sizes):
+        if _has_too_many(members, ranks):
             why = "more ranks use the name than the group has members"
         else:
             call = _match_by_sequence(members, ranks)
-            call = _match_by_order(members, ranks, slots, clock_ns) if call is None else call
+            if call is None:
+                call = _match_by_order(members, ranks, slots, clock_ns)
             if call is not None and len(call):
                 groups.append(Group(np.array(list(members)), call))
                 continue
             why = "the ranks' traces hold different collectives"
-        notes.append(f"{label}: {why}, so starts are not compared")
+        notes.append(f"{_describe(process_group)}: {why}, so starts are not compared")
     return groups, notes
 
 
+RowsByRank = dict[int, list[int]]  # by index of the rank in the given order, rows of that rank's calls
+
+
+def _sort_calls(ranks: Sequence[Calls]) -> tuple[dict[ProcessGroup, RowsByRank], dict[Any, RowsByRank]]:
+    """Sort calls by process group, and sends and receives by their two ends as well."""
+    rows_of_group: dict[ProcessGroup, RowsByRank] = defaultdict(lambda: defaultdict(list))
+    rows_of_pair: dict[Any, RowsByRank] = defaultdict(lambda: defaultdict(list))
+    for at, calls in enumerate(ranks):
+        for row, what in enumerate(calls.whats):
+            # ranks number their groups differently: known members tell which is which
+            group = replace(what.group, name="") if what.group.ranks else what.group
+            if what.kind not in POINT_TO_POINT:
+                rows_of_group[group][at].append(row)
+            for kind, peer in what.transfers:
+                ends = (calls.rank, peer) if kind == "send" else (peer, calls.rank)
+                rows_of_pair[ends, group][at].append(row)
+    return rows_of_group, rows_of_pair
+
+
+def _as_arrays(by_rank: RowsByRank) -> dict[int, Integers]:
+    """Make an array of each rank's rows."""
+    return {at: np.array(rows, np.int64) for at, rows in by_rank.items()}
+
+
+def _has_too_many(members: Mapping[int, Integers], ranks: Sequence[Calls]) -> bool:
+    """Tell whether more ranks use a group than it has members: then several groups have the same name."""
+    sizes = {ranks[at].whats[rows[0]].group_size for at, rows in members.items()}
+    return any(size is not None and size < len(members) for size in sizes)
+
+
 def _describe(group: ProcessGroup) -> str:
+    """Name a process group by its ranks, its name or its dimension, whichever is known first."""
     if group.ranks:
         several = f" and {len(group.ranks) - MAX_NAMED} more" if len(group.ranks) > MAX_NAMED else ""
         return f"collectives of ranks {', '.join(map(str, group.ranks[:MAX_NAMED]))}{several}"
@@ -81,7 +107,11 @@ def _describe(group: ProcessGroup) -> str:
 
 
 def _match_by_sequence(members: Mapping[int, Integers], ranks: Sequence[Calls]) -> Integers | None:
-    """[K, G] by the sequence numbers that the file gives; None if any is missing, or kinds do not agree."""
+    """Match calls by the sequence numbers that the file gives.
+
+    Returns:
+        int64 [K, G], rows of each rank's calls; None if any number is missing, or kinds do not agree.
+    """
     keys = {}
     for at, rows in members.items():
         numbers = ranks[at].sequence[rows]
@@ -107,7 +137,15 @@ def _match_by_sequence(members: Mapping[int, Integers], ranks: Sequence[Calls]) 
 def _match_by_order(
     members: Mapping[int, Integers], ranks: Sequence[Calls], slots: Sequence[Integers], clock_ns: Sequence[int | None]
 ) -> Integers | None:
-    """[K, G]: every rank's order laid over the longest one's; None if one does not fit anywhere."""
+    """Match calls by their order, each rank's laid over the longest one.
+
+    Args:
+        members: by index of the rank, rows of that rank's calls.
+        ranks, slots, clock_ns: see match.
+
+    Returns:
+        int64 [K, G], rows of each rank's calls; None if an order does not fit anywhere.
+    """
     longest = max(members, key=lambda at: len(members[at]))
     codes: dict[Any, int] = {}
     orders = {}
@@ -132,8 +170,8 @@ def _match_by_order(
 
 
 def _find_shift(one: tuple[Any, ...], other: tuple[Any, ...]) -> int | None:
-    """Position in `one` at which `other` begins, so that kinds and sizes agree; of equally good ones that where the
-    steps agree best, then that where ends lie closest. None if no position fits.
+    """Find the position in `one` at which `other` begins, so that kinds and sizes agree; of equally good ones that
+    where the steps agree best, then that where ends lie closest. None if no position fits.
 
     one, other: by collective a code of kind and size, the step, the end on the common clock (None without one).
     """
@@ -173,7 +211,14 @@ class Clocks:
 def align_clocks(
     ranks: Sequence[Calls], groups: list[Group], base_ns: Sequence[int | None], hosts: Sequence[str]
 ) -> Clocks:
-    """`base_ns`: each trace's own first moment on the clock that its file names; `hosts`: "" where unknown."""
+    """Bring the ranks' clocks to one, by the clock that the files name or by the ends of collectives.
+
+    Args:
+        ranks: the collectives of each rank.
+        groups: which of them belong together.
+        base_ns: each trace's own first moment on the clock that its file names; None where it names none.
+        hosts: each rank's host; "" where unknown.
+    """
     bases = [base for base in base_ns if base is not None]
     named = len(bases) == len(base_ns)
     start = tuple(base - min(bases) for base in bases) if named else (0,) * len(base_ns)
@@ -190,26 +235,46 @@ def align_clocks(
         if not np.isnan(offsets[here]).all():
             offsets[here] = np.nanmedian(offsets[here])
     off = np.nan_to_num(offsets)
+    note = "the traces name no common clock: they are aligned at the ends of collectives"
     wrong = np.ones(len(off), bool)
     if named:
         wrong = (np.abs(off) > OFF_NS) & (np.abs(off) > NOISE * np.nan_to_num(spreads))
+        note = _describe_corrections(off, wrong, hosts)
     if not wrong.any():
         aligned = bool(np.abs(off).max() <= OFF_NS)
         doubt = "the ranks' collectives do not end together, so their clocks may differ: waits are uncertain"
         return Clocks(start, aligned, () if aligned else (doubt,))
-    note = "the traces name no common clock: they are aligned at the ends of collectives"
-    if named:
-        corrected = {hosts[at] or f"rank {at}": off[at] for at in np.flatnonzero(wrong).tolist()}
-        told = ", ".join(
-            f"{name} by {significant(by / 1e6, signed=True)} ms" for name, by in list(corrected.items())[:MAX_NAMED]
-        )
-        more = f" and {len(corrected) - MAX_NAMED} more" if len(corrected) > MAX_NAMED else ""
-        note = f"clocks differ, and were aligned at the ends of collectives: {told}{more}"
-    return Clocks(tuple(int(at - by) if bad else at for at, by, bad in zip(start, off, wrong)), True, (note,))
+    corrected = tuple(int(at - by) if bad else at for at, by, bad in zip(start, off, wrong))
+    return Clocks(corrected, True, (note,))
+
+
+def _describe_corrections(off_ns: Numbers, wrong: Flags, hosts: Sequence[str]) -> str:
+    """Write by how much clocks are corrected.
+
+    Args:
+        off_ns: [R ranks], by how much each clock is off.
+        wrong: bool [R], which of them are corrected.
+        hosts: each rank's host, by which it is named; "" where unknown.
+    """
+    by_name = {hosts[at] or f"rank {at}": off_ns[at] for at in np.flatnonzero(wrong).tolist()}
+    named = list(by_name.items())[:MAX_NAMED]
+    corrections = ", ".join(f"{name} by {significant(off / 1e6, signed=True)} ms" for name, off in named)
+    if len(by_name) > MAX_NAMED:
+        corrections += f" and {len(by_name) - MAX_NAMED} more"
+    return f"clocks differ, and were aligned at the ends of collectives: {corrections}"
 
 
 def _measure_offsets(ranks: Sequence[Calls], groups: list[Group], start: Sequence[int]) -> tuple[Numbers, Numbers]:
-    """[R] each: median of a rank's ends against the median rank's, and how far they scatter around it; NaN: none seen."""
+    """Measure by how much each rank's collectives end later than the median rank's.
+
+    Args:
+        ranks: the collectives of each rank.
+        groups: which of them belong together.
+        start: what to add to each rank's own time, ns.
+
+    Returns:
+        [R ranks] each, ns: the median of that difference, and how far it scatters around it; NaN where none was seen.
+    """
     seen: list[list[Numbers]] = [[] for _ in ranks]
     for group in groups:
         columns = list(zip(group.members.tolist(), group.call.T))

@@ -36,21 +36,22 @@ def compare_ranks(seen: Sequence[RankFacts], only: str = "") -> Ranks | None:
     if not seen:
         return None
     one_each, notes = _choose_traces(seen)
-    world_size = max((one.trace.world_size or 0 for one in one_each), default=0) or None
-    calls = [collect_calls(one.trace, one.placing, world_size) for one in one_each]
-    used = dict.fromkeys(what.group for of_rank in calls for what in of_rank.whats)
-    labels = {group: label_group(group, world_size, only) for group in used}
-    slots_of_steps, steps = find_shared_steps([one.placing for one in one_each])
-    # the last entry is for calls outside of all steps
-    slots = [np.append(slot, -1)[of_rank.step] for slot, of_rank in zip(slots_of_steps, calls)]
+    placings = [one.placing for one in one_each]
     base_ns = [one.trace.base_ns for one in one_each]
     hosts = [str(one.trace.facts.get("host_name") or "") for one in one_each]
+    world_size = max((one.trace.world_size or 0 for one in one_each), default=0) or None
+    calls = [collect_calls(one.trace, one.placing, world_size) for one in one_each]
+    labels = _label_groups(calls, world_size, only)
+    slots_of_steps, steps = find_shared_steps(placings)
+    # the last entry is for calls outside of all steps
+    slots = [np.append(slot, -1)[of_rank.step] for slot, of_rank in zip(slots_of_steps, calls)]
     groups, unmatched = match(calls, slots, base_ns)
     clocks = align_clocks(calls, groups, base_ns, hosts)
     waits = compute_waits(calls, groups, clocks, slots, steps)
     rows = _build_rank_rows(one_each, hosts, waits, clocks)
-    names_of_steps = _name_shared_steps(one_each[0].placing, slots_of_steps[0], steps)
-    disorder = find_disorder(calls, slots, names_of_steps, labels, world_size)
+    disorder = find_disorder(
+        calls, slots, _name_shared_steps(placings[0], slots_of_steps[0], steps), labels, world_size
+    )
     net_ms = waits.caused_ms - waits.wait_ms
     straggler: Straggler | None = None
     imbalance: Imbalance | None = None
@@ -58,14 +59,14 @@ def compare_ranks(seen: Sequence[RankFacts], only: str = "") -> Ranks | None:
     if disorder is None:
         straggler = find_straggler(rows, [one.time for one in one_each], net_ms)
         if straggler is None and clocks.aligned and _know_waits(rows):
-            compute_ms = measure_compute(calls, [one.placing for one in one_each], slots_of_steps, steps)
+            compute_ms = measure_compute(calls, placings, slots_of_steps, steps)
             imbalance = _find_imbalance(one_each, rows, net_ms, compute_ms)
     present = tuple(row.rank for row in rows)
     group_size = world_size if _is_whole_world(one_each, groups, world_size) else None
     return Ranks(
         world_size=world_size,
         present=present,
-        missing=tuple(sorted(set(range(world_size or 0)) - set(present))) if present else (),
+        missing=_find_missing(present, world_size),
         rows=tuple(rows),
         groups=build_group_rows(one_each, calls, slots, steps, labels),
         collectives=build_collective_rows(list(zip(calls, slots, waits.transfer_ns)), steps, labels, group_size),
@@ -78,7 +79,27 @@ def compare_ranks(seen: Sequence[RankFacts], only: str = "") -> Ranks | None:
     )
 
 
+def _label_groups(calls: Sequence[Calls], world_size: int | None, only: str) -> dict[ProcessGroup, str]:
+    """Name the dimension of the layout to which each process group belongs, in the order of their first use.
+
+    Args:
+        calls: the collectives of each rank.
+        world_size: the number of all ranks; None if unknown.
+        only: the dimension of the ranks' layout, if it has one only.
+    """
+    used = dict.fromkeys(what.group for of_rank in calls for what in of_rank.whats)
+    return {group: label_group(group, world_size, only) for group in used}
+
+
+def _find_missing(present: Sequence[int], world_size: int | None) -> tuple[int, ...]:
+    """List the ranks without a trace; () where no trace names its rank, so that any may be missing."""
+    if not present:
+        return ()
+    return tuple(sorted(set(range(world_size or 0)) - set(present)))
+
+
 def _know_waits(rows: Sequence[RankRow]) -> bool:
+    """Tell whether it is known of every rank how long it waits."""
     return all(row.wait_ms is not None for row in rows)
 
 
@@ -237,30 +258,43 @@ def _add_waits(
 ) -> None:
     """Add the waits in the collectives of one group to `found`. The other arguments: see compute_waits."""
     columns = list(zip(group.members.tolist(), group.call.T))
-    latest = times.start.max(axis=1)
-    # of several under way at once, as on gloo, each counts from where the one before it has all ranks
-    before = np.maximum.accumulate(np.concatenate([times.start[:1].min(axis=1), latest[:-1]]))
-    since = np.maximum(times.start, before[:, None])
     # of the collectives that are in a shared step on all ranks
-    counts = np.stack([slots[at][calls] >= 0 for at, calls in columns], axis=1).all(axis=1)
-    start = times.start[counts]
-    since = since[counts]
-    wait = np.clip(latest[counts][:, None] - since, 0, times.length[counts])
-    median_of_others = np.median(np.sort(start, axis=1)[:, :-1], axis=1)
-    lag = np.maximum(latest[counts] - np.maximum(median_of_others, before[counts]), 0)
-    # nobody waits longer in a call than the call takes
-    lag = np.minimum(lag, wait.max(axis=1))
+    counts: Flags = np.logical_and.reduce([slots[at][calls] >= 0 for at, calls in columns], axis=0)
+    since, wait, lag = _measure_waits(times, counts)
+    latest_column = times.start[counts].argmax(axis=1)
     for column, (at, calls) in enumerate(columns):
         slot = slots[at][calls[counts]]
         own_since = since[:, column] - clocks.start_ns[at]
         own_wait = wait[:, column]
         hidden = ranks[at].compute.within(own_since, own_since + own_wait)
-        is_last = start.argmax(axis=1) == column
+        is_last = latest_column == column
         np.add.at(found.wait_ms[at], slot, own_wait / 1e6)
         np.add.at(found.exposed_wait_ms[at], slot, (own_wait - hidden) / 1e6)
         np.add.at(found.caused_ms[at], slot, np.where(is_last, lag, 0) / 1e6)
         np.add.at(found.last[at], slot, is_last)
         np.add.at(found.matched[at], slot, 1.0)
+
+
+def _measure_waits(times: _Arrivals, counts: Flags) -> tuple[Integers, Integers, Numbers]:
+    """Measure how long each member of a group waits in each collective for the last one.
+
+    Args:
+        times: when each member came to each of the k collectives.
+        counts: bool [k], the c collectives to measure.
+
+    Returns:
+        Since when each member waits and how long, [c, members], and how much later than the others the last one came,
+        [c]; ns.
+    """
+    latest = times.start.max(axis=1)
+    # of several under way at once, as on gloo, each counts from where the one before it has all ranks
+    before = np.maximum.accumulate(np.concatenate([times.start[:1].min(axis=1), latest[:-1]]))
+    since = np.maximum(times.start, before[:, None])[counts]
+    wait = np.clip(latest[counts][:, None] - since, 0, times.length[counts])
+    median_of_others = np.median(np.sort(times.start[counts], axis=1)[:, :-1], axis=1)
+    lag = np.maximum(latest[counts] - np.maximum(median_of_others, before[counts]), 0)
+    # nobody waits longer in a call than the call takes
+    return since, wait, np.minimum(lag, wait.max(axis=1))
 
 
 def _build_rank_rows(seen: Sequence[RankFacts], hosts: Sequence[str], waits: Waits, clocks: Clocks) -> list[RankRow]:
@@ -310,29 +344,82 @@ def build_group_rows(
     steps: int,
     labels: Mapping[ProcessGroup, str],
 ) -> tuple[GroupRow, ...]:
-    """Most exposed first. slots: by rank, the step of each call (-1: does not count) of `steps`."""
-    parts: dict[str, list[tuple[float, float, float, float, int]]] = defaultdict(list)
-    for at, (calls, slot) in enumerate(zip(ranks, slots)):
-        of_group: dict[str, list[int]] = defaultdict(list)
-        for i in np.flatnonzero(slot >= 0).tolist():
-            of_group[labels[calls.whats[i].group]].append(i)
-        taken, steady = calls.compute, [step for step in seen[at].placing.steps if step.steady]
-        within = union([step.start_ns for step in steady], [step.end_ns for step in steady])
-        for label in sorted(of_group, key=_count_last):
-            rows = of_group[label]
-            sizes = [calls.whats[i].num_bytes for i in rows]
-            num_bytes = sum(size if size is not None else math.nan for size in sizes)
-            busy = intersection(within, union(calls.start_ns[rows], calls.end_ns[rows]))
-            exposed_ms = difference(busy, taken).length / 1e6
-            taken = joined(taken, busy)
-            parts[label].append((len(rows), num_bytes, busy.length / 1e6, exposed_ms, at))
+    """Add up the communication of each dimension of the layout.
+
+    Args:
+        seen: what is known of each trace.
+        ranks: the collectives of each rank.
+        slots: by rank, int [c], the shared step of each call; -1 for what does not count.
+        steps: how many shared steps there are.
+        labels: the dimension of each process group.
+
+    Returns:
+        A row per dimension, means per step over the ranks that take part, the most exposed first.
+    """
+    sums_of_label: dict[str, list[_GroupSums]] = defaultdict(list)
+    for one, calls, slot in zip(seen, ranks, slots):
+        for label, sums in _sum_groups(one, calls, slot, labels).items():
+            sums_of_label[label].append(sums)
     groups = []
-    for label, sums in parts.items():
-        number, num_bytes, busy_ms, exposed_ms = (float(np.mean(column)) / steps for column in list(zip(*sums))[:4])
-        most = max(sums, key=lambda one: one[3])
-        known = None if math.isnan(num_bytes) else num_bytes
-        groups.append(GroupRow(label, number, known, busy_ms, exposed_ms, seen[most[4]].time.rank, most[3] / steps))
+    for label, of_ranks in sums_of_label.items():
+        num_bytes = float(np.mean([sums.num_bytes for sums in of_ranks])) / steps
+        most = max(of_ranks, key=lambda sums: sums.exposed_ms)
+        groups.append(
+            GroupRow(
+                label,
+                float(np.mean([sums.number for sums in of_ranks])) / steps,
+                None if math.isnan(num_bytes) else num_bytes,
+                float(np.mean([sums.busy_ms for sums in of_ranks])) / steps,
+                float(np.mean([sums.exposed_ms for sums in of_ranks])) / steps,
+                most.rank,
+                most.exposed_ms / steps,
+            )
+        )
     return tuple(sorted(groups, key=lambda row: (-row.exposed_ms, -row.busy_ms)))
+
+
+@dataclass(frozen=True)
+class _GroupSums:
+    """One rank's communication of one dimension in all shared steps."""
+
+    rank: int | None
+    number: int  # of calls
+    num_bytes: float  # NaN if it is unknown of any call
+    busy_ms: float  # in which any call is under way
+    exposed_ms: float  # of it, what neither computing nor a dimension charged before hides
+
+
+def _sum_groups(
+    one: RankFacts, calls: Calls, slot: Integers, labels: Mapping[ProcessGroup, str]
+) -> dict[str, _GroupSums]:
+    """Add up one rank's communication by dimension.
+
+    Args:
+        one: what is known of the rank's trace.
+        calls: its collectives.
+        slot: int [c], the shared step of each call; -1 for what does not count.
+        labels: the dimension of each process group.
+    """
+    rows_of_label: dict[str, list[int]] = defaultdict(list)
+    for row in np.flatnonzero(slot >= 0).tolist():
+        rows_of_label[labels[calls.whats[row].group]].append(row)
+    steady = [step for step in one.placing.steps if step.steady]
+    within = union([step.start_ns for step in steady], [step.end_ns for step in steady])
+    taken = calls.compute
+    found = {}
+    for label in sorted(rows_of_label, key=_count_last):
+        rows = rows_of_label[label]
+        sizes = [calls.whats[row].num_bytes for row in rows]
+        busy = intersection(within, union(calls.start_ns[rows], calls.end_ns[rows]))
+        found[label] = _GroupSums(
+            rank=one.time.rank,
+            number=len(rows),
+            num_bytes=sum(math.nan if size is None else size for size in sizes),
+            busy_ms=busy.length / 1e6,
+            exposed_ms=difference(busy, taken).length / 1e6,
+        )
+        taken = joined(taken, busy)
+    return found
 
 
 def build_collective_rows(
@@ -341,18 +428,24 @@ def build_collective_rows(
     labels: Mapping[ProcessGroup, str],
     group_size: int | None,
 ) -> tuple[CollectiveRow, ...]:
-    """Most exposed first; means over the ranks that take part.
+    """Add up collectives by kind, size and phase.
 
-    ranks: calls, the step of each (-1: does not count) of `steps`, its transfer in ns (-1: not matched). group_size: of
-    collectives whose trace does not say; None if nothing shows it.
+    Args:
+        ranks: each rank's calls, the shared step of each call (-1: does not count), its transfer in ns (-1: not matched).
+        steps: how many shared steps there are.
+        labels: the dimension of each process group.
+        group_size: of collectives whose trace does not say; None if nothing shows it.
+
+    Returns:
+        Means per step over the ranks that take part, the most exposed first.
     """
     parts = defaultdict(list)
     for calls, slot, transfer in ranks:
         for key, sums in _sum_by_kind(calls, slot >= 0, transfer, labels, group_size).items():
             parts[key].append(sums / steps)
     rows = []
-    for (kind, group, algorithm, phase, size, num_bytes, dtype), sums in parts.items():
-        number, ns, exposed, transfer, unmatched, bus, all_bytes = np.mean(sums, axis=0).tolist()
+    for (kind, group, algorithm, phase, size, num_bytes, dtype), of_ranks in parts.items():
+        number, ns, exposed, transfer, unmatched, bus, all_bytes = np.mean(of_ranks, axis=0).tolist()
         known = not unmatched
         rows.append(
             CollectiveRow(
@@ -376,25 +469,43 @@ def build_collective_rows(
 
 def _sum_by_kind(
     calls: Calls, keep: Flags, transfer: Integers, labels: Mapping[ProcessGroup, str], group_size: int | None
-) -> dict[Any, Any]:
-    """(number, ns, exposed ns, transfer ns, not matched, bus bytes, bytes), added up by what rows tell apart."""
+) -> dict[Any, Numbers]:
+    """Add up one rank's calls by what rows tell apart.
+
+    Args:
+        calls: the rank's collectives.
+        keep: bool [c], the calls that count.
+        transfer: int64 [c], ns of each call that no rank waits for; -1: not matched.
+        labels: the dimension of each process group.
+        group_size: of collectives whose trace does not say; None if nothing shows it.
+
+    Returns:
+        float64 [7] by kind, dimension, algorithm, phase, ranks, bytes and type: the number of calls, ns, exposed ns,
+        transfer ns, how many were not matched, bytes on the bus, bytes.
+    """
     kept = np.flatnonzero(keep)
     kinds: dict[Any, int] = {}
     kind = np.array([kinds.setdefault((calls.whats[i], calls.phase[i]), len(kinds)) for i in kept.tolist()], np.int64)
-    lengths, exposed = calls.end_ns - calls.start_ns, calls.exposed_ns
-    columns = (
-        np.ones(len(kept)), lengths[kept], exposed[kept], np.maximum(transfer[kept], 0), transfer[kept] < 0
-    )  # fmt: skip
+    columns = [
+        np.ones(len(kept)),
+        (calls.end_ns - calls.start_ns)[kept],
+        calls.exposed_ns[kept],
+        np.maximum(transfer[kept], 0),
+        transfer[kept] < 0,
+    ]
     table = np.stack([np.bincount(kind, column, len(kinds)) for column in columns], axis=1)
     sizes = Counter((what.kind, phase) for what, phase in kinds)
-    sums: dict[Any, Numbers] = defaultdict(lambda: np.zeros(len(columns) + 2))
+    sums: dict[Any, Numbers] = {}
     for (what, phase), values in zip(kinds, table):
-        ranks, num_bytes = what.group_size or group_size, what.num_bytes
-        several = num_bytes is not None and sizes[what.kind, phase] > MAX_SIZES
+        ranks = what.group_size or group_size
+        num_bytes = what.num_bytes
         bus = bus_bytes(what.kind, num_bytes, ranks) if num_bytes and ranks else 0.0
-        moved = [values[0] * bus, values[0] * (num_bytes or 0)]
-        key = (what.kind, labels[what.group], what.algorithm, phase, ranks, MANY if several else num_bytes, what.dtype)
-        sums[key] += np.array([*values, *moved])
+        number = values[0]
+        row = np.array([*values, number * bus, number * (num_bytes or 0)])
+        has_many_sizes = num_bytes is not None and sizes[what.kind, phase] > MAX_SIZES
+        told_bytes = MANY if has_many_sizes else num_bytes
+        key = (what.kind, labels[what.group], what.algorithm, phase, ranks, told_bytes, what.dtype)
+        sums[key] = sums[key] + row if key in sums else row
     return sums
 
 
@@ -429,40 +540,74 @@ INDEPENDENT = tuple(map(str, (Phase.DATA, Phase.DATA_TO_DEVICE, Phase.FORWARD, P
 
 
 def find_straggler(rows: Sequence[RankRow], times: Sequence[RankTime], net_ms: Numbers) -> Straggler | None:
-    """Of rows with waits, the same ranks' times, and what others waited for each rank beyond its own waits by step [R, S].
+    """Find the rank for which the others wait.
 
-    None where no rank stands out, or where it does by one odd step only.
+    Args:
+        rows: all ranks with their waits.
+        times: the same ranks' times.
+        net_ms: [R ranks, S shared steps], what others waited for each rank beyond its own waits, ms.
+
+    Returns:
+        The rank; None where none stands out, where it does by one odd step only, or where waits are not known.
     """
     caused_ms = [row.caused_wait_ms for row in rows if row.caused_wait_ms is not None]
     if len(rows) < 2 or len(caused_ms) < len(rows):
         return None
-    lag, whole = max(caused_ms), sum(caused_ms)
-    late = caused_ms.index(lag)
-    least = SHARE_OF_STEP * median(row.step_ms for row in rows)
+    lag_ms = max(caused_ms)
+    late = caused_ms.index(lag_ms)
+    least_ms = SHARE_OF_STEP * median(row.step_ms for row in rows)
     share = min(max(0.5, BEYOND_CHANCE / len(rows)), 0.9)
-    if lag < least or lag < share * whole:
+    if lag_ms < least_ms or lag_ms < share * sum(caused_ms):
         return None
-    # late in the usual step, and by more than steps differ among each other
-    net = net_ms[late]
-    error = net.std(ddof=1) / np.sqrt(len(net)) if len(net) > 1 else 0.0
-    if not (np.median(net) > least and net.mean() > STANDARD_ERRORS * error):
+    if not _is_usually_above(net_ms[late], least_ms):
         return None
-    causes = [{cause: sum(time.rows.get(row, 0.0) for row in of) for cause, of in CAUSES.items()} for time in times]
-    phases = []
-    for time in times:
-        # a phase's own time: compute, and where no rank waits for another the host's if that is longer
-        own: dict[str, float] = {}
-        for phase in time.phases:
-            on_host = phase.name in INDEPENDENT and not time.on_gpu
-            own.setdefault(phase.name, max(phase.compute_ms, phase.host_ms) if on_host else phase.compute_ms)
-        phases.append(own)
-    cause, by = _find_excess(causes, late, lag)
-    where, _ = _find_excess(phases, late, lag)
-    waits = [(row.rank, row.wait_ms or 0.0) for row in rows if row.rank != rows[late].rank]
-    alike = tuple(rank for rank, wait_ms in waits if wait_ms <= NEARLY * lag)
-    # where most ranks hardly wait, nobody is late beside the late one
-    alike = alike if 2 * (len(alike) + 1) <= len(rows) else ()
-    return Straggler(rows[late].rank, lag, rows[late].last_in, cause, by, where, alike)
+    cause, by_ms = _find_excess([_sum_causes(time) for time in times], late, lag_ms)
+    where, _ = _find_excess([_measure_own_phases(time) for time in times], late, lag_ms)
+    row = rows[late]
+    return Straggler(row.rank, lag_ms, row.last_in, cause, by_ms, where, _find_alike(rows, row.rank, lag_ms))
+
+
+def _is_usually_above(net_ms: Numbers, least_ms: float) -> bool:
+    """Tell whether a rank is late in the usual step, and by more than steps differ among each other.
+
+    Args:
+        net_ms: [S], what others waited for it beyond its own waits in each step, ms.
+        least_ms: the lag that matters, ms.
+    """
+    error_ms = net_ms.std(ddof=1) / np.sqrt(len(net_ms)) if len(net_ms) > 1 else 0.0
+    return bool(np.median(net_ms) > least_ms and net_ms.mean() > STANDARD_ERRORS * error_ms)
+
+
+def _sum_causes(time: RankTime) -> dict[str, float]:
+    """Add up a step's rows by the cause that each belongs to, ms per step."""
+    return {cause: sum(time.rows.get(row, 0.0) for row in rows) for cause, rows in CAUSES.items()}
+
+
+def _measure_own_phases(time: RankTime) -> dict[str, float]:
+    """Measure each phase's own time: compute, and where no rank waits for another the host's if that is longer; ms."""
+    own_ms: dict[str, float] = {}
+    for phase in time.phases:
+        phase_ms = phase.compute_ms
+        if phase.name in INDEPENDENT and not time.on_gpu:
+            phase_ms = max(phase_ms, phase.host_ms)
+        own_ms.setdefault(phase.name, phase_ms)
+    return own_ms
+
+
+def _find_alike(rows: Sequence[RankRow], late_rank: int, lag_ms: float) -> tuple[int, ...]:
+    """Find the ranks that come nearly as late as the late one.
+
+    Args:
+        rows: all ranks with their waits.
+        late_rank: the rank for which the others wait.
+        lag_ms: how long they wait for it, ms per step.
+
+    Returns:
+        The ranks; () where most ranks hardly wait, as then nobody is late beside the late one.
+    """
+    waits_ms = [(row.rank, row.wait_ms or 0.0) for row in rows if row.rank != late_rank]
+    alike = tuple(rank for rank, wait_ms in waits_ms if wait_ms <= NEARLY * lag_ms)
+    return alike if 2 * (len(alike) + 1) <= len(rows) else ()
 
 
 def _find_excess(quantities: list[dict[str, float]], late: int, lag: float) -> tuple[str, float]:
