@@ -30,29 +30,32 @@ _COMPILED = (re.compile(r"Torch-Compiled Region"), re.compile(r"## Call Compiled
 
 
 def rank_kernels(trace: Trace, placing: Placing, time: RankTime) -> RankKernels:
-    """Kernels, operators, tensor cores and roofline of the steady steps. Empty, with a note, without a steady step."""
+    """Analyze kernels, operators, tensor cores and roofline of the steady steps.
+
+    Args:
+        trace: one rank's trace.
+        placing: where its events belong.
+        time: where its steps go.
+
+    Returns:
+        Figures per steady step; empty ones, with a note, without a steady step.
+    """
     chosen = Selection(trace, placing)
+    if not chosen.steps:
+        return RankKernels(trace.rank, notes=("no steady step, so no kernel figures",))
     known: dict[str, KernelName] = {}  # kernels' names taken apart
-    kernels: tuple[KernelRow, ...] = ()
-    operators: tuple[OperatorRow, ...] = ()
-    calls: list[Calls] = []
-    if chosen.steps:
-        kernels = _list_kernels(chosen, known)
-        operators = _list_operators(chosen, time.on_gpu)
-        calls = collect_calls(chosen, time.on_gpu, known)
+    kernels = _list_kernels(chosen, known)
+    operators = _list_operators(chosen, time.on_gpu)
+    calls = collect_calls(chosen, time.on_gpu, known)
     roles = _sum_by_role(kernels, operators, time.on_gpu)
     matrix = [row for row in kernels if row.role in MATRIX_ROLES]
     matrix_ms = sum(roles.get(role, 0.0) for role in MATRIX_ROLES)
-    priced = [one for one in calls if one.work.role in MATRIX_ROLES]
-    model = [(one, one.work.model_flops * one.per_step) for one in priced if not one.recomputed]
+    priced = [call for call in calls if call.work.role in MATRIX_ROLES]
+    model = [(call, call.work.model_flops * call.per_step) for call in priced if not call.recomputed]
     flops = sum(flops for _, flops in model)
     achieved = flops / time.step_ms / 1e9 if flops and time.step_ms else None
     peak_dtype = _find_main_precision(model)
-    peak: float | None = None
-    notes: tuple[str, ...] = ("no steady step, so no kernel figures",)
-    if chosen.steps:
-        peak = peak_tflops(time.device, "fp16" if peak_dtype == "fp16/bf16" else peak_dtype)
-        notes = _describe_gaps(priced, time, matrix_ms, trace.with_shapes, peak_dtype if peak is None else "")
+    peak = peak_tflops(time.device, "fp16" if peak_dtype == "fp16/bf16" else peak_dtype)
     return RankKernels(
         rank=trace.rank,
         rows=kernels,
@@ -68,12 +71,17 @@ def rank_kernels(trace: Trace, placing: Placing, time: RankTime) -> RankKernels:
         peak_tflops=peak,
         peak_dtype=peak_dtype,
         mfu=achieved / peak if achieved and peak else None,
-        compiled_regions=_count_compiled_regions(chosen) if chosen.steps else 0.0,
-        notes=notes,
+        compiled_regions=_count_compiled_regions(chosen),
+        notes=_describe_gaps(priced, time, matrix_ms, trace.with_shapes, peak_dtype if peak is None else ""),
         without_tensor_cores=_sum_reasons(matrix, known),
-        attention_flops=sum(flops for one, flops in model if one.work.role is Role.ATTENTION) if flops else None,
-        recomputed_flops=sum(one.work.flops * one.per_step for one in priced if one.recomputed),
+        attention_flops=_sum_attention(model) if flops else None,
+        recomputed_flops=sum(call.work.flops * call.per_step for call in priced if call.recomputed),
     )
+
+
+def _sum_attention(model: Sequence[tuple[Calls, float]]) -> float:
+    """Add up the FLOPs per step of attention. model: calls with their FLOPs."""
+    return sum(flops for call, flops in model if call.work.role is Role.ATTENTION)
 
 
 def _sum_by_role(kernels: Sequence[KernelRow], operators: Sequence[OperatorRow], on_gpu: bool) -> dict[Role, float]:

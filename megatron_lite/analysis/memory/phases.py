@@ -47,13 +47,8 @@ class Phases:
 
 
 def find_memory_phases(record: Record) -> Phases:
-    of_tag, modules = np.full(len(record.tags), NOT_SAID), [""] * len(record.tags)
-    for number, tag in enumerate(record.tags):
-        if OWN_TAG.match(tag):  # 'step 10/forward/decoder.layers.0'; tags of others say nothing
-            start, _, rest = tag.partition("/")
-            phase, _, module = (SETUP, "", rest) if start == SETUP else rest.partition("/")
-            of_tag[number] = NUMBER.get(phase, NUMBER[UNKNOWN])
-            modules[number] = "".join(letter for letter in module[:200] if letter.isprintable())
+    """Find the phase and the step of each event by tags, else by annotations, else by stacks."""
+    of_tag, modules = _read_tags(record)
     of_stack = _read_stacks(record)
     steps, of_time = _read_marks(record)
     found = of_tag[record.tag]
@@ -61,18 +56,58 @@ def find_memory_phases(record: Record) -> Phases:
     # a free without a stack may be anybody's; an allocation without one is backward's
     speaks = (record.stack > 0) | (record.action == ALLOC)
     found = np.where((found == NOT_SAID) & speaks, of_stack[record.stack], found)
-    said = np.maximum.accumulate(np.where(found == NOT_SAID, -1, np.arange(len(found))))
-    found = np.where(said >= 0, found[said], NUMBER[UNKNOWN]) if len(found) else found
+    found = _carry_on(found)
     coarse = np.where(found == NUMBER[RECOMPUTE], NUMBER["backward"], found)
     coarse = np.where(np.isin(coarse, [NUMBER["unscale"], NUMBER["clip_grad"]]), NUMBER["optimizer_step"], coarse)
-    span, fine_span = (np.cumsum(np.diff(phase, prepend=phase[:1]) != 0) for phase in (coarse, found))
-    if not steps:  # a step ends with the last of its optimizer's events before the next forward or backward
-        stepping = coarse == NUMBER["optimizer_step"]
-        rows = np.flatnonzero(stepping | (coarse == NUMBER["forward"]) | (coarse == NUMBER["backward"]))
-        ends = rows[stepping[rows] & ~np.append(stepping[rows[1:]], False)].tolist()
-        starts = [0, *(end + 1 for end in ends)]
-        steps = tuple(StepSpan(f"step {number}", *of_step) for number, of_step in enumerate(zip(starts, ends), 1))
-    return Phases(found, span, fine_span, steps, of_stack, of_tag, tuple(modules))
+    if not steps:
+        steps = _find_steps_by_optimizer(coarse)
+    return Phases(found, _count_changes(coarse), _count_changes(found), steps, of_stack, of_tag, modules)
+
+
+def _read_tags(record: Record) -> tuple[NDArray[np.int64], tuple[str, ...]]:
+    """Read the trainer's tags, such as 'step 10/forward/decoder.layers.0'; tags of others say nothing.
+
+    Returns:
+        The phase of each tag (index into PHASES or NOT_SAID), and its module ('' where it names none).
+    """
+    of_tag = np.full(len(record.tags), NOT_SAID)
+    modules = [""] * len(record.tags)
+    for number, tag in enumerate(record.tags):
+        if not OWN_TAG.match(tag):
+            continue
+        start, _, rest = tag.partition("/")
+        if start == SETUP:
+            phase = SETUP
+            module = rest
+        else:
+            phase, _, module = rest.partition("/")
+        of_tag[number] = NUMBER.get(phase, NUMBER[UNKNOWN])
+        modules[number] = "".join(letter for letter in module[:200] if letter.isprintable())
+    return of_tag, tuple(modules)
+
+
+def _carry_on(phase: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Give events of which nothing tells the phase of the event before them; those before all others are unknown."""
+    if not len(phase):
+        return phase
+    said = np.maximum.accumulate(np.where(phase == NOT_SAID, -1, np.arange(len(phase))))
+    return np.where(said >= 0, phase[said], NUMBER[UNKNOWN])
+
+
+def _count_changes(phase: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Number the spans of equal phases: [n], 0 for the first span."""
+    return np.cumsum(np.diff(phase, prepend=phase[:1]) != 0)
+
+
+def _find_steps_by_optimizer(phase: NDArray[np.int64]) -> tuple[StepSpan, ...]:
+    """Find steps in a record without marks: each ends with the last of its optimizer's events before the next forward or
+    backward."""
+    stepping = phase == NUMBER["optimizer_step"]
+    rows = np.flatnonzero(stepping | (phase == NUMBER["forward"]) | (phase == NUMBER["backward"]))
+    goes_on = np.append(stepping[rows[1:]], False)
+    ends = rows[stepping[rows] & ~goes_on].tolist()
+    starts = [0, *(end + 1 for end in ends)]
+    return tuple(StepSpan(f"step {number}", *of_step) for number, of_step in enumerate(zip(starts, ends), 1))
 
 
 def _read_stacks(record: Record) -> NDArray[np.int64]:
@@ -103,33 +138,53 @@ def _read_stacks(record: Record) -> NDArray[np.int64]:
 
 
 def _read_marks(record: Record) -> tuple[tuple[StepSpan, ...], NDArray[np.int64]]:
-    """Steps, and per event the phase by annotations."""
+    """Read steps, and per event the phase, from annotations."""
     if not record.marks or not len(record):
         return (), np.full(len(record), NOT_SAID)
-    times, labels, steps, open_marks, began = [np.iinfo(np.int64).min], [NOT_SAID], [], [], {}
+    times_us = [np.iinfo(np.int64).min]
+    labels = [NOT_SAID]
+    open_marks: list[tuple[str, str]] = []
     for time_us, stage, name in record.marks:
-        if STEP_NAME.match(name):
-            if stage == "START":
-                began[name] = time_us
-            elif name in began:
-                steps.append((name, began.pop(name), time_us))
-            continue
-        known = (phase for pattern, phase in FOREIGN_PHASES if pattern.search(name))
-        phase = name if name in NUMBER else next(known, None)
+        phase = None if STEP_NAME.match(name) else _find_marked_phase(name)
         if phase is None:
             continue
         if stage == "START":
             open_marks.append((name, phase))
-        elif (name, phase) in open_marks:  # it ends the last of its name
+        elif (name, phase) in open_marks:
+            # it ends the last of its name
             del open_marks[len(open_marks) - 1 - open_marks[::-1].index((name, phase))]
-        times.append(time_us)
+        times_us.append(time_us)
         labels.append(NUMBER[open_marks[-1][1]] if open_marks else NOT_SAID)
-    steps += [(name, start, int(record.time_us[-1])) for name, start in began.items()]  # the record ends inside
+    at = np.searchsorted(np.array(times_us), record.time_us, side="right") - 1
+    return _read_steps(record), np.array(labels)[at]
+
+
+def _find_marked_phase(name: str) -> str | None:
+    """Find the phase that an annotation names, in this trainer's words or others'; None where it names none."""
+    if name in NUMBER:
+        return name
+    for pattern, phase in FOREIGN_PHASES:
+        if pattern.search(name):
+            return phase
+    return None
+
+
+def _read_steps(record: Record) -> tuple[StepSpan, ...]:
+    """Read the steps that annotations mark, in the order in which they begin; one that goes on ends with the record."""
+    began_us: dict[str, int] = {}
+    steps = []
+    for time_us, stage, name in record.marks:
+        if not STEP_NAME.match(name):
+            continue
+        if stage == "START":
+            began_us[name] = time_us
+        elif name in began_us:
+            steps.append((name, began_us.pop(name), time_us))
+    steps += [(name, start_us, int(record.time_us[-1])) for name, start_us in began_us.items()]
     spans = []
-    for name, start, end in sorted(steps, key=lambda step: step[1]):
-        first = int(np.searchsorted(record.time_us, start))
-        last = int(np.searchsorted(record.time_us, end, side="right")) - 1
+    for name, start_us, end_us in sorted(steps, key=lambda step: step[1]):
+        first = int(np.searchsorted(record.time_us, start_us))
+        last = int(np.searchsorted(record.time_us, end_us, side="right")) - 1
         if last >= first:
             spans.append(StepSpan(name, first, last))
-    at = np.searchsorted(np.array(times), record.time_us, side="right") - 1
-    return tuple(spans), np.array(labels)[at]
+    return tuple(spans)

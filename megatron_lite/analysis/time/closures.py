@@ -97,33 +97,56 @@ def _join_passes(
 def find_rest_of_closures(
     trace: Trace, ranges: PhaseRanges, passes: tuple[int, ...], in_optimizer: Flags, optimizer: int
 ) -> PhaseRanges:
-    """What else runs in the closures: each lasts from the optimizer's last operator before its passes to the first one after.
+    """Find what else runs in the closures.
+
+    A closure lasts from the optimizer's last operator before its passes to the first one after them.
 
     Args:
-        passes: The numbers of the phases forward and backward in `ranges`.
+        trace: the trace.
+        ranges: the ranges of all phases.
+        passes: the numbers of the phases forward and backward in `ranges`.
         in_optimizer: bool [n], whether the innermost phase of the event is the optimizer's.
-        optimizer: The number of the optimizer's phase.
+        optimizer: the number of the optimizer's phase.
     """
     events = trace.events
+    rows, step = _find_passes(ranges, passes, optimizer)
+    if not len(rows):
+        return PhaseRanges()
+    operators = trace.rows[Kind.OP]
+    operators = operators[in_optimizer[operators] & np.isin(events.thread[operators], ranges.thread[step])]
+    starts = events.start_ns[operators]
+    before = np.searchsorted(starts, ranges.start_ns[rows])
+    # passes with none of the optimizer's operators between them are of one closure
+    first = np.flatnonzero(np.concatenate(([True], (step[1:] != step[:-1]) | (before[1:] != before[:-1]))))
+    first_start = ranges.start_ns[rows][first]
+    last_end = np.maximum.reduceat(ranges.end_ns[rows], first)
+    step = step[first]
+    before = before[first]
+    start = ranges.start_ns[step]
+    if len(operators):
+        earlier = np.append(np.maximum.accumulate(events.end_ns[operators]), 0)[before - 1]
+        start = np.where(before > 0, np.maximum(start, earlier), start)
+    later = np.append(starts, np.iinfo(np.int64).max)[np.searchsorted(starts, last_end)]
+    # where nothing follows, the range may last for other reasons
+    end = np.where(later < ranges.end_ns[step], later, last_end)
+    return PhaseRanges(np.minimum(start, first_start), end, ranges.thread[step])
+
+
+def _find_passes(ranges: PhaseRanges, passes: tuple[int, ...], optimizer: int) -> tuple[Integers, Integers]:
+    """Find the passes inside the optimizer's ranges, by range and time.
+
+    Args:
+        ranges: the ranges of all phases.
+        passes: the numbers of the phases forward and backward in `ranges`.
+        optimizer: the number of the optimizer's phase.
+
+    Returns:
+        [k] rows of `ranges` that are passes, and the row of the optimizer's range around each.
+    """
     updates = ranges.nest(ranges.phase == optimizer)
     rows = np.flatnonzero(np.isin(ranges.phase, passes))
     step = updates.row_at(ranges.start_ns[rows], ranges.thread[rows])
-    rows, step = rows[step >= 0], step[step >= 0]
-    if not len(rows):
-        return PhaseRanges()
+    rows = rows[step >= 0]
+    step = step[step >= 0]
     order = np.lexsort((ranges.start_ns[rows], step))
-    rows, step = rows[order], step[order]
-    operators = trace.rows[Kind.OP]
-    operators = operators[in_optimizer[operators] & np.isin(events.thread[operators], ranges.thread[step])]
-    before = np.searchsorted(events.start_ns[operators], ranges.start_ns[rows])
-    first = np.flatnonzero(np.concatenate(([True], (step[1:] != step[:-1]) | (before[1:] != before[:-1]))))
-    last_end = np.maximum.reduceat(ranges.end_ns[rows], first)
-    after = np.searchsorted(events.start_ns[operators], last_end)
-    step, before = step[first], before[first]
-    starts, ends = events.start_ns[operators], np.maximum.accumulate(events.end_ns[operators])
-    earlier = np.append(ends, 0)[before - 1] if len(ends) else np.zeros(len(step), np.int64)
-    start = np.where(before > 0, np.maximum(ranges.start_ns[step], earlier), ranges.start_ns[step])
-    later = np.append(starts, np.iinfo(np.int64).max)[after]
-    # where nothing follows, the range may last for other reasons
-    end = np.where(later < ranges.end_ns[step], later, last_end)
-    return PhaseRanges(np.minimum(start, ranges.start_ns[rows][first]), end, ranges.thread[step])
+    return rows[order], step[order]

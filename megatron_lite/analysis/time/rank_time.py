@@ -77,7 +77,7 @@ def _choose_steady(steps: tuple[Step, ...]) -> SteadySteps:
 
 
 def _measure_device(trace: Trace, placing: Placing, steady: SteadySteps) -> RankTime:
-    """The time of a rank whose trace has device work."""
+    """Measure the time of a rank whose trace has device work."""
     events = trace.events
     device = placing.device
     rows = trace.device_rows[events.device[trace.device_rows] == device]
@@ -91,13 +91,9 @@ def _measure_device(trace: Trace, placing: Placing, steady: SteadySteps) -> Rank
         gaps = _wait_for_others(gaps, joined(*others.values()))
         idle_beside_ms = steady.per_step(difference(joined(*others.values()), covers.busy))
     breakdown = _break_down(covers, gaps, steady)
-    step_ms = steady.cover.length / 1e6 / steady.count
+    step_ms = _measure_step(steady)
     communication_ms = steady.per_step(covers.communication)
-    overlap = None
-    if communication_ms:
-        overlap = 1 - breakdown["exposed_communication"] / communication_ms
-    kernels = rows[placing.counts[rows] & (events.kind[rows] == Kind.KERNEL)]
-    speed = _measure_launches(trace, kernels)
+    speed = _measure_launches(trace, rows[placing.counts[rows] & (events.kind[rows] == Kind.KERNEL)])
     spilled = rows[trace.launch_of[rows] < 0]
     spilled_ms = trace.cover(spilled).length / 1e6
     timeline = _draw_device_timeline(trace, placing, rows, steady.typical)
@@ -112,7 +108,7 @@ def _measure_device(trace: Trace, placing: Placing, steady: SteadySteps) -> Rank
         busy_ms=steady.per_step(covers.busy),
         communication_ms=communication_ms,
         copy_ms=steady.per_step(covers.copy),
-        overlap=overlap,
+        overlap=_compute_overlap(breakdown, communication_ms),
         phases=_measure_device_phases(trace, placing, rows),
         syncs=sites.find_sync_sites(activity.waits, gaps, activity.covers),
         hosts=sites.find_host_sites(gaps),
@@ -135,6 +131,18 @@ def _measure_device(trace: Trace, placing: Placing, steady: SteadySteps) -> Rank
             *_describe_devices(device, others, steady),
         ),
     )
+
+
+def _measure_step(steady: SteadySteps) -> float:
+    """Measure the mean steady step, ms."""
+    return steady.cover.length / 1e6 / steady.count
+
+
+def _compute_overlap(breakdown: dict[str, float], communication_ms: float) -> float | None:
+    """Compute the share of communication that computing hides; None without communication."""
+    if not communication_ms:
+        return None
+    return 1 - breakdown["exposed_communication"] / communication_ms
 
 
 def _break_down(covers: DeviceCovers, gaps: Gaps, steady: SteadySteps) -> dict[str, float]:
@@ -238,14 +246,55 @@ def _measure_host(trace: Trace, placing: Placing, steady: SteadySteps) -> RankTi
     thread or on autograd's; waiting for communication (a backend's span such as gloo:all_reduce runs on a thread of its own,
     and no operator does); the garbage collector or another named cause; else Python between operators.
     """
-    events, activity, sites = trace.events, find_host_activity(trace, placing), CallSites(trace, placing)
+    events = trace.events
+    activity = find_host_activity(trace, placing)
+    sites = CallSites(trace, placing)
     spans = find_communication_names(trace)[events.name] & (events.kind == Kind.ANNOTATION)
     communication = intersection(trace.cover(spans), steady.cover)
     working = _find_working_operators(trace, activity, communication)
-    covers = activity.covers
-    rows: dict[str, Cover] = {}
-    left = steady.cover
-    for row, cover in (
+    rows = _divide_host_time(activity.covers, working, communication, steady)
+    breakdown = {row: cover.length / 1e6 / steady.count for row, cover in rows.items()}
+    compute = intersection(working, steady.cover)
+    communication_ms = steady.per_step(communication)
+    timeline = _draw_host_timeline(trace, placing, communication, steady.typical)
+    waits = {row: rows[row] for row in WAITS if row in rows}
+    return RankTime(
+        rank=trace.rank,
+        device=None,
+        on_gpu=False,
+        steps=placing.steps,
+        step_ms=_measure_step(steady),
+        rows=breakdown,
+        busy_ms=steady.per_step(joined(compute, communication)),
+        communication_ms=communication_ms,
+        overlap=_compute_overlap(breakdown, communication_ms),
+        phases=_measure_host_phases(trace, placing, compute, communication),
+        hosts=sites.find_python_sites(rows["host"]),
+        loader_host_ms=steady.per_step(activity.covers["data_wait"]),
+        named=measure_host_work(activity.works, placing.steps),
+        timeline=_draw_waits(waits, placing.steps[steady.typical], timeline),
+        timeline_step=steady.typical,
+        notes=(*placing.notes, *steady.notes),
+        stretches=sites.find_long_stretches(rows["host"]),
+        short_gaps=sites.measure_short_stretches(rows["host"]),
+    )
+
+
+def _divide_host_time(
+    covers: dict[str, Cover], working: Cover, communication: Cover, steady: SteadySteps
+) -> dict[str, Cover]:
+    """Divide the steady steps among their rows; what several claim belongs to the first of them.
+
+    Args:
+        covers: when the host did what names tell.
+        working: when an operator was at work.
+        communication: when communication was under way.
+        steady: the steps that count.
+
+    Returns:
+        Each row's time, that of "host" being what no other row claims.
+    """
+    claims = (
         ("save", covers["save"]),
         ("compile", covers["compile"]),
         ("data_wait", covers["data_wait"]),
@@ -255,34 +304,14 @@ def _measure_host(trace: Trace, placing: Placing, steady: SteadySteps) -> RankTi
         ("profiler", covers["profiler"]),
         ("startup", covers["startup"]),
         ("process_wait", covers["process_wait"]),
-    ):
+    )
+    rows: dict[str, Cover] = {}
+    left = steady.cover
+    for row, cover in claims:
         rows[row] = intersection(left, cover)
         left = difference(left, cover)
     rows["host"] = left
-    breakdown = {row: cover.length / 1e6 / steady.count for row, cover in rows.items()}
-    compute, communication_ms = intersection(working, steady.cover), steady.per_step(communication)
-    timeline = _draw_host_timeline(trace, placing, communication, steady.typical)
-    waits = {row: rows[row] for row in WAITS if row in rows}
-    return RankTime(
-        rank=trace.rank,
-        device=None,
-        on_gpu=False,
-        steps=placing.steps,
-        step_ms=steady.cover.length / 1e6 / steady.count,
-        rows=breakdown,
-        busy_ms=steady.per_step(joined(compute, communication)),
-        communication_ms=communication_ms,
-        overlap=1 - breakdown["exposed_communication"] / communication_ms if communication_ms else None,
-        phases=_measure_host_phases(trace, placing, compute, communication),
-        hosts=sites.find_python_sites(left),
-        loader_host_ms=steady.per_step(activity.covers["data_wait"]),
-        named=measure_host_work(activity.works, placing.steps),
-        timeline=_draw_waits(waits, placing.steps[steady.typical], timeline),
-        timeline_step=steady.typical,
-        notes=(*placing.notes, *steady.notes),
-        stretches=sites.find_long_stretches(left),
-        short_gaps=sites.measure_short_stretches(left),
-    )
+    return rows
 
 
 def _find_working_operators(trace: Trace, activity: HostActivity, communication: Cover) -> Cover:
@@ -326,33 +355,54 @@ def _find_host_time(trace: Trace, placing: Placing, phase: int, steps: Flags, ma
 
 
 def _measure_device_phases(trace: Trace, placing: Placing, rows: Integers) -> tuple[PhaseTime, ...]:
-    """Per phase in the order in which the host enters them. `rows`: device work."""
-    events, counts, steps, found = trace.events, placing.counts, int(placing.steady.sum()), []
-    per_step = 1 / steps / 1e6
+    """Measure each phase's time on the device.
+
+    Args:
+        trace, placing: the trace, and where its events belong.
+        rows: [k] the trace's device work.
+
+    Returns:
+        The phases in the order in which the host enters them.
+    """
+    found = []
     for phase, name in enumerate((NO_PHASE, *placing.phases), -1):
-        work = rows[(placing.phase[rows] == phase) & counts[rows]]
+        work = rows[(placing.phase[rows] == phase) & placing.counts[rows]]
         host = NO_HOST_TIME if phase < 0 else _find_host_time(trace, placing, phase, placing.steady)
         if not len(work) and not len(host.step):
             continue
-        covers = device_covers(trace, work)
-        first, last = _find_ends_per_step(placing.step[work], events.start_ns[work], events.end_ns[work])
-        begun, _ = _find_ends_per_step(host.step, host.start_ns, host.start_ns)
-        lags = [first[step] - begun[step] for step in first if step in begun]
-        entered = int((host.start_ns if len(host.step) else events.start_ns[trace.launch_of[work]]).min())
-        time = PhaseTime(
-            name,
-            host_ms=host.cover.length * per_step,
-            device_sum_ms=float((events.end_ns[work] - events.start_ns[work]).sum()) * per_step,
-            device_ms=covers.busy.length * per_step,
-            device_span_ms=sum(last[step] - first[step] for step in first) * per_step,
-            lag_ms=float(np.mean(lags)) / 1e6 if lags else 0.0,
-            compute_ms=covers.compute.length * per_step,
-            communication_ms=covers.communication.length * per_step,
-            copy_ms=covers.copy.length * per_step,
-            kernels=np.count_nonzero(events.kind[work] == Kind.KERNEL) / steps,
-        )
-        found.append((entered, time))
+        host_starts_ns = host.start_ns if len(host.step) else trace.events.start_ns[trace.launch_of[work]]
+        found.append((int(host_starts_ns.min()), _measure_device_phase(name, trace, placing, work, host)))
     return tuple(time for _, time in sorted(found, key=lambda pair: pair[0]))
+
+
+def _measure_device_phase(name: str, trace: Trace, placing: Placing, work: Integers, host: HostTime) -> PhaseTime:
+    """Measure one phase per steady step.
+
+    Args:
+        name: the phase's name.
+        trace, placing: the trace, and where its events belong.
+        work: [k] the phase's device work.
+        host: when the host was in the phase.
+    """
+    events = trace.events
+    steps = int(placing.steady.sum())
+    per_step = 1 / steps / 1e6
+    covers = device_covers(trace, work)
+    first, last = _find_ends_per_step(placing.step[work], events.start_ns[work], events.end_ns[work])
+    entered, _ = _find_ends_per_step(host.step, host.start_ns, host.start_ns)
+    lags = [first[step] - entered[step] for step in first if step in entered]
+    return PhaseTime(
+        name,
+        host_ms=host.cover.length * per_step,
+        device_sum_ms=float((events.end_ns[work] - events.start_ns[work]).sum()) * per_step,
+        device_ms=covers.busy.length * per_step,
+        device_span_ms=sum(last[step] - first[step] for step in first) * per_step,
+        lag_ms=float(np.mean(lags)) / 1e6 if lags else 0.0,
+        compute_ms=covers.compute.length * per_step,
+        communication_ms=covers.communication.length * per_step,
+        copy_ms=covers.copy.length * per_step,
+        kernels=np.count_nonzero(events.kind[work] == Kind.KERNEL) / steps,
+    )
 
 
 def _find_ends_per_step(step: Integers, start: Integers, end: Integers) -> tuple[dict[int, int], dict[int, int]]:
