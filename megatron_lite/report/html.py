@@ -28,36 +28,49 @@ EXPLAINED = re.compile(r"^(?:(\w[\w ]*): )?(.+)$", re.MULTILINE)
 
 
 def build_tiles(report: Report) -> list[tuple[str, str]]:
-    """The few numbers beside the verdict, each with its name: only what was measured.
+    """Build the few numbers beside the verdict, each with its name: only what was measured.
 
     Times are those of the rank that waits least; shares of a step are of all ranks.
     """
-    rank, run, snapshot = report.facts.critical, report.facts.run, report.facts.highest_snapshot
-    tiles = []
-    if rank is not None and rank.time.step_ms > 0:
-        ranks = [one for one in report.facts.ranks_seen if one.time.step_ms > 0]
-        whose = f", rank {rank.time.rank}" if len(ranks) > 1 and rank.time.rank is not None else ""
-        tiles.append((f"{milliseconds(rank.time.step_ms)} ms", f"step time in the trace{whose}"))
-        shares = {}
-        if rank.time.on_gpu:
-            shares["device busy"] = [one.time.busy_ms / one.time.step_ms for one in ranks]
-        if any(one.time.communication_ms > 0 for one in ranks):
-            exposed = [one.time.rows.get("exposed_communication", 0.0) / one.time.step_ms for one in ranks]
-            shares["communication not overlapped"] = exposed
-        for name, by_rank in shares.items():
-            least, most = percent(min(by_rank)), percent(max(by_rank))
-            tiles.append((least, name) if least == most else (f"{least} to {most}", f"{name}, by rank"))
-        if rank.kernels.mfu is not None:
-            peak = f"of {significant(rank.kernels.peak_tflops or 0.0, 4)} TFLOP/s {rank.kernels.peak_dtype}"
-            tiles.append((percent(rank.kernels.mfu), peak))
+    tiles = _build_trace_tiles(report)
+    run = report.facts.run
     if run and run.steady_step_ms:
         tiles.append((f"{milliseconds(run.steady_step_ms)} ms", "step time without the profiler"))
     if run and run.tokens_per_second:
         tiles.append((count(run.tokens_per_second), "tokens/s"))
+    snapshot = report.facts.highest_snapshot
     if snapshot:
         where = f" in {snapshot.peak_phase}" if snapshot.peak_phase else ""
         tiles.append((size(snapshot.peak_bytes), f"peak memory{where}"))
     return tiles
+
+
+def _build_trace_tiles(report: Report) -> list[tuple[str, str]]:
+    """Build the numbers that come from traces; [] without a trace of a steady step."""
+    rank = report.facts.critical
+    if rank is None or rank.time.step_ms <= 0:
+        return []
+    times = [one.time for one in report.facts.ranks_seen if one.time.step_ms > 0]
+    whose = f", rank {rank.time.rank}" if len(times) > 1 and rank.time.rank is not None else ""
+    tiles = [(f"{milliseconds(rank.time.step_ms)} ms", f"step time in the trace{whose}")]
+    if rank.time.on_gpu:
+        tiles.append(_build_share_tile("device busy", [time.busy_ms / time.step_ms for time in times]))
+    if any(time.communication_ms > 0 for time in times):
+        exposed = [time.rows.get("exposed_communication", 0.0) / time.step_ms for time in times]
+        tiles.append(_build_share_tile("communication not overlapped", exposed))
+    if rank.kernels.mfu is not None:
+        peak = f"of {significant(rank.kernels.peak_tflops or 0.0, 4)} TFLOP/s {rank.kernels.peak_dtype}"
+        tiles.append((percent(rank.kernels.mfu), peak))
+    return tiles
+
+
+def _build_share_tile(name: str, by_rank: list[float]) -> tuple[str, str]:
+    """Write a share of the step, from the least to the most of all ranks where they differ."""
+    least = percent(min(by_rank))
+    most = percent(max(by_rank))
+    if least == most:
+        return least, name
+    return f"{least} to {most}", f"{name}, by rank"
 
 
 def html_page(report: Report) -> str:

@@ -122,24 +122,39 @@ def section_lines(section: Section, style: Style) -> list[str]:
 
 
 def table_lines(table: Table, style: Style) -> list[str]:
-    """Columns two spaces apart, the widest ones cut until they fit, and bars at the end."""
+    """Draw a table for a terminal: columns two spaces apart, the widest ones cut until they fit, and bars at the end."""
     table = drop_empty_columns(table)
-    cells = [[escape(cell) for cell in line] for line in ([table.head] if table.head else []) + list(table.rows)]
-    room = WIDTH - 2 - 2 * (len(table.align) - 1) - (BAR_WIDTH + 2 if table.shares else 0)
-    widths = [max(len(line[at]) for line in cells) for at in range(len(table.align))]
+    lines = [*([table.head] if table.head else []), *table.rows]
+    drawn = _align_columns([[escape(cell) for cell in line] for line in lines], table)
+    first = 0
+    if table.head:
+        drawn[0] = style.dim(drawn[0].rstrip())
+        first = 1
+    for at, is_faint in enumerate(table.faint, first):
+        if is_faint:
+            drawn[at] = style.dim(drawn[at].rstrip())
+    for at, part in enumerate(table.shares, first):
+        if part is not None:
+            drawn[at] += "  " + style.accent(style.bar(part))
+    drawn = [line.rstrip() for line in drawn]
+    if table.hidden:
+        drawn.append(style.dim(f"  and {table.hidden} more with --all"))
+    return drawn
+
+
+def _align_columns(lines: list[list[str]], table: Table) -> list[str]:
+    """Write lines with their cells in columns that leave room for the table's bars."""
+    room = WIDTH - 2 - 2 * (len(table.align) - 1)
+    if table.shares:
+        room -= BAR_WIDTH + 2
+    widths = [max(len(line[at]) for line in lines) for at in range(len(table.align))]
     while sum(widths) > room and max(widths) > MIN_COLUMN:
         widths[widths.index(max(widths))] -= 1
     drawn = []
-    for line in cells:
-        columns = zip(line, widths, table.align)
-        padded = (f"{fit(cell, width):{'>' if side == 'r' else '<'}{width}}" for cell, width, side in columns)
+    for line in lines:
+        padded = []
+        for cell, width, side in zip(line, widths, table.align):
+            text = fit(cell, width)
+            padded.append(text.rjust(width) if side == "r" else text.ljust(width))
         drawn.append("  " + "  ".join(padded))
-    if table.head:
-        drawn[0] = style.dim(drawn[0].rstrip())
-    first = 1 if table.head else 0
-    for at, is_faint in enumerate(table.faint, first):
-        drawn[at] = style.dim(drawn[at].rstrip()) if is_faint else drawn[at]
-    for at, part in enumerate(table.shares, first):
-        drawn[at] += "" if part is None else "  " + style.accent(style.bar(part))
-    more = [style.dim(f"  and {table.hidden} more with --all")] if table.hidden else []
-    return [*(line.rstrip() for line in drawn), *more]
+    return drawn

@@ -66,6 +66,7 @@ MAX_CORE_FILES = 40
 # are what the package has today: lower them with each function that is unfolded.
 MAX_NODES_OF_A_FUNCTION = 640
 MAX_FUNCTIONS_OVER_600_NODES = 2
+MAX_FUNCTIONS_OVER_400_NODES = 90
 MAX_NODES_PER_CODE_LINE = 11.5
 # Folders whose docstrings stand alone. The list only grows: rewrite a folder's, then add it.
 DOCUMENTED = ("cli", "report", "watch")
@@ -215,6 +216,7 @@ def test_functions_can_be_reviewed():
     assert [name for name, size in sizes.items() if size > MAX_NODES_OF_A_FUNCTION] == []
     large = sorted(name for name, size in sizes.items() if size > 600)
     assert len(large) <= MAX_FUNCTIONS_OVER_600_NODES, large
+    assert sum(size > 400 for size in sizes.values()) <= MAX_FUNCTIONS_OVER_400_NODES
 
 
 def find_docstrings(tree: ast.Module) -> list[tuple[int, str]]:

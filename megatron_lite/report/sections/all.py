@@ -1,13 +1,15 @@
 """The sections of a report in their order, and what could not be seen; findings, ranks and the whole run among them."""
 
 import math
+from collections.abc import Sequence
 from functools import partial
 
 from megatron_lite.analysis.findings.base import Evidence
 from megatron_lite.analysis.findings.rules import RULES
-from megatron_lite.analysis.ranks.rank_results import Ranks, Straggler
+from megatron_lite.analysis.ranks.rank_results import RankRow, Ranks, Straggler
 from megatron_lite.analysis.report import Report
 from megatron_lite.analysis.run.learning import measure_learning
+from megatron_lite.analysis.run.run_results import Run
 from megatron_lite.analysis.run_facts import Facts
 from megatron_lite.report.section import Block, Card, Lines, Section, Table, limit_rows
 from megatron_lite.report.sections.every_step import every_step_section
@@ -107,24 +109,48 @@ def ranks_section(report: Report, everything: bool) -> Section | None:
         awaited = sorted(rows, key=lambda row: -(row.caused_wait_ms or 0.0))
         kept = awaited[: MAX_RANKS // 2] + awaited[-(MAX_RANKS // 2) :]
         rows = [row for row in rows if row in kept]
-    largest = max((row.step_ms for row in rows if not math.isnan(row.step_ms)), default=0.0)
-    write, body = partial(milliseconds, of=largest), []
+    texts = []
+    if ranks.straggler is not None:
+        texts += _describe_late_rank(report.facts, ranks.straggler)
+    if ranks.missing:
+        texts.append(_describe_missing_ranks(ranks.missing))
+    table = _build_rank_table(rows, hidden=len(ranks.rows) - len(rows))
+    subtitle = "ms per step; waits: in collectives, for others; awaited: how long others wait for it"
+    return Section("ranks", "Ranks", subtitle, [Lines(texts), table])
+
+
+def _describe_missing_ranks(missing: Sequence[int]) -> str:
+    """Name the ranks without a trace, the first ones of many."""
+    named = ", ".join(str(rank) for rank in missing[:MAX_MISSING])
+    more = f" and {len(missing) - MAX_MISSING} more" if len(missing) > MAX_MISSING else ""
+    return f"no trace of rank{'s' if len(missing) > 1 else ''} {named}{more}"
+
+
+def _build_rank_table(rows: Sequence[RankRow], hidden: int) -> Table:
+    """Build a row per rank, ms per step. hidden: how many ranks are not shown."""
+    longest_ms = max((row.step_ms for row in rows if not math.isnan(row.step_ms)), default=0.0)
+    write = partial(milliseconds, of=longest_ms)
+    body = []
     for row in rows:
-        own = (row.step_ms, row.compute_ms, row.communication_ms, row.exposed_communication_ms)
-        waits = (row.wait_ms, row.data_wait_ms, row.host_idle_ms)
-        times = map(write, (*own, *waits))
-        body.append([str(row.rank), row.host, *times, percent(row.last_in), write(row.caused_wait_ms)])
+        body.append(
+            [
+                str(row.rank),
+                row.host,
+                write(row.step_ms),
+                write(row.compute_ms),
+                write(row.communication_ms),
+                write(row.exposed_communication_ms),
+                write(row.wait_ms),
+                write(row.data_wait_ms),
+                write(row.host_idle_ms),
+                percent(row.last_in),
+                write(row.caused_wait_ms),
+            ]
+        )
     head = [
         "rank", "host", "step", "compute", "comm.", "exposed", "waits", "data wait", "host idle", "last in", "awaited",
     ]  # fmt: skip
-    table = Table(body, "rl" + "r" * 9, head, hidden=len(ranks.rows) - len(rows))
-    of = "ms per step; waits: in collectives, for others; awaited: how long others wait for it"
-    texts = _describe_late_rank(report.facts, ranks.straggler) if ranks.straggler is not None else []
-    if ranks.missing:
-        named = ", ".join(map(str, ranks.missing[:MAX_MISSING]))
-        more = f" and {len(ranks.missing) - MAX_MISSING} more" if len(ranks.missing) > MAX_MISSING else ""
-        texts.append(f"no trace of rank{'s' if len(ranks.missing) > 1 else ''} {named}{more}")
-    return Section("ranks", "Ranks", of, [Lines(texts), table])
+    return Table(body, "rl" + "r" * 9, head, hidden=hidden)
 
 
 def pipeline_section(report: Report, everything: bool) -> Section | None:
@@ -193,13 +219,33 @@ def _build_groups(ranks: Ranks) -> list[Table]:
 
 
 def run_section(report: Report, everything: bool) -> Section | None:
-    """How it ended, speed without the profiler, the first step, skipped steps, losses."""
+    """Tell how the run ended, its speed without the profiler, the first step, skipped steps, losses."""
     run = report.facts.run
     if run is None:
         return None
-    texts = [run.status] if run.status.startswith(("failed:", "killed")) else []
+    texts = []
+    if run.status.startswith(("failed:", "killed")):
+        texts.append(run.status)
     if run.verdict_on_ranks not in run.status:
         texts.append(run.verdict_on_ranks)
+    texts += _describe_speed(run)
+    learning = measure_learning(run)
+    if learning.updates < learning.steps:
+        skipped = learning.steps - learning.updates
+        texts.append(f"{skipped:,} of {run.steps:,} steps skipped: a gradient was not finite")
+    if learning.losses:
+        texts.append(learning.losses)
+    if learning.clipped:
+        median = f"1/{learning.clipped:,.0f} of its norm (median)"
+        cut = f"--clip-grad scales the gradient down in nearly every update, to {median}"
+        texts.append(report.facts.in_words(cut))
+    subtitle = f"{counted(run.steps, 'step')}, {run.status.partition(':')[0]}"
+    return Section("run", "The whole run", subtitle, [Lines(texts)])
+
+
+def _describe_speed(run: Run) -> list[str]:
+    """Write the typical step with its rates, and how profiled steps and the first step compare with it."""
+    texts = []
     if run.steady_step_ms is not None:
         speed = [f"typical step {milliseconds(run.steady_step_ms)} ms"]
         if run.tokens_per_second:
@@ -215,26 +261,26 @@ def run_section(report: Report, everything: bool) -> Section | None:
     if run.first_step_ms is not None and run.steady_step_ms:
         times = run.first_step_ms / run.steady_step_ms
         texts.append(f"first step: {milliseconds(run.first_step_ms)} ms ({times:,.1f} x a typical step)")
-    learning = measure_learning(run)
-    if learning.updates < learning.steps:
-        skipped = learning.steps - learning.updates
-        texts.append(f"{skipped:,} of {run.steps:,} steps skipped: a gradient was not finite")
-    if learning.losses:
-        texts.append(learning.losses)
-    if learning.clipped:
-        median = f"1/{learning.clipped:,.0f} of its norm (median)"
-        cut = f"--clip-grad scales the gradient down in nearly every update, to {median}"
-        texts.append(report.facts.in_words(cut))
-    of = f"{counted(run.steps, 'step')}, {run.status.partition(':')[0]}"
-    return Section("run", "The whole run", of, [Lines(texts)])
+    return texts
 
 
 # --- the sections of a report in their order, and what could not be seen
 
 SECTIONS = (
-    step_section, findings_section, every_step_section, phases_section, kernels_section, operators_section, roofline_section, memory_section,
-    prediction_section, pipeline_section, ranks_section, collectives_section, run_section,
-)  # fmt: skip
+    step_section,
+    findings_section,
+    every_step_section,
+    phases_section,
+    kernels_section,
+    operators_section,
+    roofline_section,
+    memory_section,
+    prediction_section,
+    pipeline_section,
+    ranks_section,
+    collectives_section,
+    run_section,
+)
 
 
 def build_sections(report: Report, everything: bool) -> list[Section]:

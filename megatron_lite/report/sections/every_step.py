@@ -18,34 +18,43 @@ NOTHING = 0.0005  # of a step: its number would read 0
 
 
 def every_step_section(report: Report, everything: bool) -> Section | None:
-    """A row per phase: medians of all typical steps, and of those inside of the window."""
+    """Build a row per phase: medians of all typical steps, and of those inside of the window."""
     found = report.facts.every_step
     if found is None:
         return None
     on_gpu = any(row.gpu_ms is not None for row in found.rows)
     has_window = found.profiled_step_ms is not None
     write = partial(milliseconds, of=max(found.step_ms, found.profiled_step_ms or 0.0))
-    shown = [row for row in found.rows if everything or _is_shown(row, found.step_ms)]
     rows = []
-    for row in shown:
-        cells = [TITLES.get(row.name, row.name), write(row.ms), percent(share(row.ms, found.step_ms))]
-        cells += [write(row.profiled_ms)] if has_window else []
-        cells += [write(row.gpu_ms)] if on_gpu else []
-        cells += [write(row.profiled_gpu_ms)] if on_gpu and has_window else []
-        rows.append(cells)
+    for row in found.rows:
+        if everything or _is_shown(row, found.step_ms):
+            cells = [TITLES.get(row.name, row.name), write(row.ms), percent(share(row.ms, found.step_ms))]
+            if has_window:
+                cells.append(write(row.profiled_ms))
+            if on_gpu:
+                cells.append(write(row.gpu_ms))
+            if on_gpu and has_window:
+                cells.append(write(row.profiled_gpu_ms))
+            rows.append(cells)
     head = ["phase", "ms", "of step"]
-    head += ["in the window"] if has_window else []
-    head += ["on the GPU"] if on_gpu else []
-    head += ["in the window"] if on_gpu and has_window else []
     whole = ["a step", write(found.step_ms), "100%"]
-    whole += [write(found.profiled_step_ms)] if has_window else []
-    rows.append(whole + [""] * (len(head) - len(whole)))
+    if has_window:
+        head.append("in the window")
+        whole.append(write(found.profiled_step_ms))
+    if on_gpu:
+        head.append("on the GPU")
+        whole.append("")
+    if on_gpu and has_window:
+        head.append("in the window")
+        whole.append("")
+    rows.append(whole)
     window = f", in the window of {found.profiled_steps}" if has_window else ""
-    of = f"ms per step on the host, medians of {found.steps:,} typical steps{window}"
+    subtitle = f"ms per step on the host, medians of {found.steps:,} typical steps{window}"
     quiet = Lines(["medians of phases need not add up to the median step"], quiet=True)
-    return Section("every_step", "All steps", of, [Table(rows, "l" + "r" * (len(head) - 1), head), quiet])
+    return Section("every_step", "All steps", subtitle, [Table(rows, "l" + "r" * (len(head) - 1), head), quiet])
 
 
 def _is_shown(row: EveryStepRow, step_ms: float) -> bool:
+    """Tell whether a phase takes enough of a step to be shown without --all."""
     least = NOTHING * step_ms
     return row.ms > least or (row.profiled_ms or 0.0) > least
