@@ -41,6 +41,11 @@ class ModelShape:
         return _split(self, ranks, context)
 
     @property
+    def adds_biases(self) -> bool:
+        """Whether any linear layer adds a bias to its product."""
+        return self.linear_bias or self.qkv_bias
+
+    @property
     def qkv_width(self) -> int:
         """Queries plus one key and one value per group."""
         return (self.num_attention_heads + 2 * self.num_query_groups) * self.kv_channels

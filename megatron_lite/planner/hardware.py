@@ -7,7 +7,6 @@ from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from megatron_lite.config.shape import ModelShape
 from megatron_lite.errors import UserError
 from megatron_lite.units import MIB
 
@@ -181,16 +180,16 @@ CUBLASLT_WORKSPACE = MIB
 LAST_WITH_OWN_CUBLASLT_WORKSPACE = (2, 11)
 
 
-def cublaslt_workspace_bytes(shape: ModelShape) -> int:
+def cublaslt_workspace_bytes(adds_biases: bool) -> int:
     """Bytes that cuBLASLt keeps for itself with the torch that is installed here; 0 without torch or without biases.
 
     Args:
-        shape: The model's; its linear layers have biases or not.
+        adds_biases: Whether linear layers of the model have biases.
     """
     release = read_torch_release()
     if release is None or release > LAST_WITH_OWN_CUBLASLT_WORKSPACE:
         return 0
-    return CUBLASLT_WORKSPACE if shape.linear_bias or shape.qkv_bias else 0
+    return CUBLASLT_WORKSPACE if adds_biases else 0
 
 
 @functools.cache

@@ -192,7 +192,7 @@ def list_states(plan: Plan, processor: Processor | None) -> Iterator[LedgerRow]:
         each = cublas_workspace_bytes(processor, plan.args.training.deterministic_mode)
         formula = f"{CUBLAS_THREADS} x {count(each)} bytes"
         yield LedgerRow("workspace", "cuBLAS workspaces", CUBLAS_THREADS * each, formula)
-        if own := cublaslt_workspace_bytes(plan.rank_shape):
+        if own := cublaslt_workspace_bytes(plan.rank_shape.adds_biases):
             yield LedgerRow("workspace", "cuBLASLt workspace", own, f"{count(own)} bytes")
 
 

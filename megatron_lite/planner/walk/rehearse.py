@@ -76,7 +76,7 @@ def rehearse(plan: Plan, steps: int = 2, workspace: int = CUBLAS_WORKSPACE) -> R
             plan.device,
             workspace,
             collectives,
-            cublaslt_workspace_bytes(plan.rank_shape),
+            cublaslt_workspace_bytes(plan.rank_shape.adds_biases),
         )
     return replace(
         summarize_walk(snapshot, tuple(notes)),
