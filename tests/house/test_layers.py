@@ -66,7 +66,7 @@ MAX_CORE_FILES = 40
 # are what the package has today: lower them with each function that is unfolded.
 MAX_NODES_OF_A_FUNCTION = 640
 MAX_FUNCTIONS_OVER_600_NODES = 2
-MAX_FUNCTIONS_OVER_400_NODES = 90
+MAX_FUNCTIONS_OVER_400_NODES = 88
 MAX_NODES_PER_CODE_LINE = 11.5
 # Folders whose docstrings stand alone. The list only grows: rewrite a folder's, then add it.
 DOCUMENTED = ("cli", "report", "watch")

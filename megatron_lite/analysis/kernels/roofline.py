@@ -196,34 +196,76 @@ def _compute_convolution(operator: str, shapes: Shapes, otherwise: str, results:
 
 
 def _count_bytes(operator: str, shapes: Shapes, otherwise: str) -> Work | None:
-    """Of an operator whose limit is memory bandwidth."""
+    """Count the bytes of an operator whose limit is memory bandwidth.
+
+    Args:
+        operator: its name.
+        shapes: of its arguments.
+        otherwise: number format to take where the trace has none.
+
+    Returns:
+        Its work; None where it is not known what the operator moves.
+    """
+    # what code of other libraries does with its arguments is not known
     if not operator.startswith("aten::"):
-        return None  # what code of other libraries does with its arguments is not known
-    role, bare = get_operator_role(operator), bare_operator(operator)
+        return None
+    role = get_operator_role(operator)
+    bare = bare_operator(operator)
     if bare in _FUSED_ADAM:
-        parameters = shapes.dims[0] if shapes.dims else ()
-        sound = isinstance(parameters, tuple) and parameters and all(map(_is_flat, parameters))
-        if not sound or otherwise not in FORMAT_BYTES:
-            return None
-        elements = sum(map(math.prod, parameters))
-        num_bytes = float(_ADAM_PASSES * elements * FORMAT_BYTES[otherwise])
-        return Work(role, _describe([(elements,)], otherwise), (), otherwise, 0.0, num_bytes)
-    known = [pair for pair in zip(shapes.dims, shapes.dtypes) if pair[1] in TENSOR_TYPES and _is_flat(pair[0])]
-    tensors = [(dims, *TENSOR_TYPES[dtype]) for dims, dtype in known]
+        return _count_adam_bytes(role, shapes, otherwise)
+    tensors = []
+    for dims, written in zip(shapes.dims, shapes.dtypes):
+        if written in TENSOR_TYPES and _is_flat(dims):
+            dtype, size = TENSOR_TYPES[written]
+            tensors.append(_Tensor(dims, dtype, size))
     if not tensors:
         return None
-    each = [math.prod(dims) * size for dims, _, size in tensors]
     if bare == "embedding" and len(tensors) > 1:
-        (table, _, size), (indices, _, _) = tensors[:2]
-        moved = 2 * math.prod(indices) * math.prod(table[1:]) * size + each[1]
+        table = tensors[0]
+        indices = tensors[1]
+        moved = 2 * math.prod(indices.dims) * math.prod(table.dims[1:]) * table.element_bytes + indices.num_bytes
     elif role not in ROLES or bare in _NOT_KNOWN:
         return None
     elif bare in _ONLY_WRITE:
-        moved = each[0]
-    else:  # the result is as large as the largest argument
-        moved = sum(each) + (0 if bare in _NO_RESULT else max(each))
-    dtype = tensors[0][1]
-    return Work(role, _describe([dims for dims, _, _ in tensors[:3]], dtype), (), dtype, 0.0, float(moved))
+        moved = tensors[0].num_bytes
+    else:
+        moved = sum(tensor.num_bytes for tensor in tensors)
+        if bare not in _NO_RESULT:
+            # the result is as large as the largest argument
+            moved += max(tensor.num_bytes for tensor in tensors)
+    dtype = tensors[0].dtype
+    return Work(role, _describe([tensor.dims for tensor in tensors[:3]], dtype), (), dtype, 0.0, float(moved))
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    """One argument of an operator."""
+
+    dims: tuple[int, ...]
+    dtype: str
+    element_bytes: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all its elements."""
+        return math.prod(self.dims) * self.element_bytes
+
+
+def _count_adam_bytes(role: Role, shapes: Shapes, otherwise: str) -> Work | None:
+    """Count the bytes of a fused Adam step, whose first argument is the list of parameters.
+
+    Args:
+        role: the operator's role.
+        shapes: of its arguments.
+        otherwise: the parameters' number format, which lists of tensors do not show.
+    """
+    parameters = shapes.dims[0] if shapes.dims else ()
+    is_sound = isinstance(parameters, tuple) and parameters and all(_is_flat(dims) for dims in parameters)
+    if not is_sound or otherwise not in FORMAT_BYTES:
+        return None
+    elements = sum(math.prod(dims) for dims in parameters)
+    num_bytes = float(_ADAM_PASSES * elements * FORMAT_BYTES[otherwise])
+    return Work(role, _describe([(elements,)], otherwise), (), otherwise, 0.0, num_bytes)
 
 
 # --- operators with their shapes against what the hardware can do at most
@@ -262,7 +304,13 @@ class Calls:
 
 
 def collect_calls(chosen: Selection, on_gpu: bool, known: dict[str, KernelName]) -> list[Calls]:
-    """Collect all calls whose work follows from their shapes. known: kernels' names taken apart."""
+    """Collect all calls whose work follows from their shapes.
+
+    Args:
+        chosen: the trace's events in steady steps.
+        on_gpu: whether the device's work is priced; else the operators' own time on the host.
+        known: kernels' names taken apart.
+    """
     trace = chosen.trace
     events = trace.events
     phase_names = ("", *chosen.placing.phases)
@@ -270,17 +318,14 @@ def collect_calls(chosen: Selection, on_gpu: bool, known: dict[str, KernelName])
     if not len(rows):
         return []
     recomputed = _find_recomputed(chosen, operator)
+    phase = chosen.placing.phase[rows] + 1
     # calls of one operator with the same shapes, in the same phase, are one group
     keys = events.name[operator].astype(np.int64) * len(trace.shapes) + events.shapes[operator]
-    keys = (keys * len(phase_names) + chosen.placing.phase[rows] + 1) * 2 + recomputed
+    keys = (keys * len(phase_names) + phase) * 2 + recomputed
     groups, first, group = np.unique(keys, return_index=True, return_inverse=True)
-    size = len(groups)
-    ms = np.bincount(group, chosen.ms[rows], size)
-    longest = heaviest(group, events.name[rows].astype(np.int64), chosen.ms[rows], size)
-    # one operator may launch several kernels, and counts once
-    group_of_event = np.full(len(events), -1)
-    group_of_event[operator] = group
-    per_step = np.bincount(group_of_event[group_of_event >= 0], minlength=size) / chosen.steps
+    ms = np.bincount(group, chosen.ms[rows], len(groups))
+    longest = heaviest(group, events.name[rows].astype(np.int64), chosen.ms[rows], len(groups))
+    per_step = _count_calls(operator, group, len(events), len(groups)) / chosen.steps
     heads = [(trace.name_of(row), trace.shapes[events.shapes[row]]) for row in operator[first].tolist()]
     # sizes of convolutions' results, by the sizes of their input and weight
     results: Results = {}
@@ -291,10 +336,28 @@ def collect_calls(chosen: Selection, on_gpu: bool, known: dict[str, KernelName])
         kernel = known.get(trace.names[longest[at]])
         work = compute_work(name, shapes, kernel.precision if kernel else "", results)
         if work:
-            phase = phase_names[chosen.placing.phase[rows[first[at]]] + 1]
-            is_recomputed = bool(recomputed[first[at]])
-            found.append(Calls(name, phase, work, kernel, float(per_step[at]), float(ms[at]), is_recomputed))
+            head = first[at]
+            phase_name = phase_names[phase[head]]
+            is_recomputed = bool(recomputed[head])
+            found.append(Calls(name, phase_name, work, kernel, float(per_step[at]), float(ms[at]), is_recomputed))
     return found
+
+
+def _count_calls(operator: Integers, group: Integers, events: int, groups: int) -> Integers:
+    """Count the operators of each group; one may launch several kernels, and counts once.
+
+    Args:
+        operator: [k] the operator of each piece of work, a row of the trace.
+        group: [k] its group.
+        events: how many events the trace has.
+        groups: how many groups there are.
+
+    Returns:
+        int64 [groups].
+    """
+    group_of_event = np.full(events, -1)
+    group_of_event[operator] = group
+    return np.bincount(group_of_event[group_of_event >= 0], minlength=groups)
 
 
 def _find_priced(chosen: Selection, on_gpu: bool, known: dict[str, KernelName]) -> tuple[Integers, Integers]:
