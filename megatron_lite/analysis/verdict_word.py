@@ -104,7 +104,7 @@ def measure_bounds(facts: Facts, time: RankTime) -> dict[str, float]:
 def measure_losses(facts: Facts, time: RankTime) -> dict[str, float]:
     """Milliseconds of a step in each row of LOSSES; the host's without what recording may have added to a profiled step."""
     losses = {row: time.rows.get(row, 0.0) for row in LOSSES}
-    losses["host"] = max(0.0, losses["host"] - measure_recording_ms(facts.run))
+    losses["host"] = max(0.0, losses["host"] - measure_recording_ms(facts.run, time))
     return losses
 
 

@@ -11,7 +11,7 @@ from megatron_lite.analysis.compare.compare import compare
 from megatron_lite.analysis.compare.limits import Outcome, judge, read_limit
 from megatron_lite.analysis.findings.base import Evidence, Finding
 from megatron_lite.analysis.findings.rules import apply_rules
-from megatron_lite.analysis.run.cores import measure_slowdown
+from megatron_lite.analysis.run.cores import measure_recording_ms, measure_slowdown
 from megatron_lite.analysis.run.read import read_run
 from megatron_lite.analysis.verdict_word import VerdictWord
 from megatron_lite.report.json_file import as_json
@@ -22,14 +22,18 @@ WINDOW = range(20, 26)  # steps from 0
 WATCHED = {"device": "cpu", "world": 1}
 
 
-def write(folder: Path, **columns):
-    """A trace and 40 steps; a column has a value for steps outside of the window and one for those inside, or one for all."""
-    values = {
+def choose_by_window(columns: dict) -> dict:
+    """Columns with a pair of values as functions of the step: one value outside of the window, one inside."""
+    return {
         name: (lambda at, pair=pair: pair[at in WINDOW]) if isinstance(pair, tuple) else pair
         for name, pair in columns.items()
     }
+
+
+def write(folder: Path, **columns):
+    """A trace and 40 steps; a column has a value for steps outside of the window and one for those inside, or one for all."""
     cpu(folder)
-    run(folder, steps=ordinary_steps(profiled=lambda at: at in WINDOW, **values), **WATCHED)
+    run(folder, steps=ordinary_steps(profiled=lambda at: at in WINDOW, **choose_by_window(columns)), **WATCHED)
     return analyze([folder])
 
 
@@ -214,3 +218,20 @@ def test_a_device_that_only_waits_while_recorded_is_not_bound_by_its_host(tmp_pa
     assert time.rows["host"] > 0.25 * time.step_ms
     assert report.verdict.word is VerdictWord.COMPUTE_BOUND
     assert not {"host-gaps", "launch-bound", "short-gaps"} & {*codes(report)}
+
+
+@pytest.mark.parametrize(("nested", "share"), [(0, 7 / 8), (24, 7 / 32)])
+def test_without_a_device_recording_inside_of_operators_makes_those_longer(tmp_path, nested, share):
+    """Of eight events per step one, the optimizer's range, is as long as its operator and counts as inside of it."""
+
+    def record_inside_the_first_product(made, at):
+        first = at + 100.0
+        for number in range(nested):
+            made.op("aten::view", first + 10 * number, first + 10 * number + 5)
+
+    cpu(tmp_path, change=record_inside_the_first_product)
+    added = {"ms": (10.0, 14.0), "core_wait_ms": 0.1, "cpu_ms": (9.6, 13.6)}
+    steps = ordinary_steps(profiled=lambda at: at in WINDOW, **choose_by_window(added))
+    run(tmp_path, steps=steps, **WATCHED)
+    facts = analyze([tmp_path]).facts
+    assert measure_recording_ms(facts.run, facts.critical.time) == pytest.approx(4.0 * share)

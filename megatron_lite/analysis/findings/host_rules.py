@@ -89,7 +89,7 @@ def find_launch_bound(facts: Facts, one: RankFacts) -> Finding | None:
     if not time.launch_bound:
         return None
     idle_ms = time.rows.get("host", 0.0) + time.rows.get("launch", 0.0)
-    recording_ms = min(measure_recording_ms(facts.run), idle_ms)
+    recording_ms = min(measure_recording_ms(facts.run, one.time), idle_ms)
     cost = idle_ms - recording_ms
     # without a recording these steps lose too little to call the host too slow
     is_by_recording = recording_ms > 0 and one.share(cost) < MIN_LAUNCH_SHARE
@@ -140,7 +140,7 @@ def find_host_gaps(facts: Facts, one: RankFacts) -> Finding | None:
     Flags: --pytorch-profiler-collect-callstack shows which lines; record once without it for the true size.
     False alarm: a trace with stacks, which slow Python several times; a CPU whose cores other processes use.
     """
-    added = measure_recording_ms(facts.run)
+    added = measure_recording_ms(facts.run, one.time)
     host = one.time.rows.get("host", 0.0)
     sites = [Evidence(f"{in_ms(site.idle_ms)} in {site.what}", site.phase) for site in one.time.hosts[:MAX_SHOWN]]
     sites += list(_describe_short_gaps(one))
@@ -251,7 +251,7 @@ MUCH_TOO_LITTLE = 0.05  # of the cost: a part that explains nothing
 def _name_short_gaps(facts: Facts, one: RankFacts, short: ShortGaps) -> dict[str, float]:
     """{what: ms per step} of what no other finding counts."""
     parts = {
-        HOST_LATE: max(0.0, short.host_ms - measure_recording_ms(facts.run)),
+        HOST_LATE: max(0.0, short.host_ms - measure_recording_ms(facts.run, one.time)),
         "of launch latency": short.launch_ms,
         "between kernels of a graph that was launched as a whole": short.graph_ms,
         "although the next kernel was launched in time": short.queued_ms,
@@ -288,7 +288,7 @@ def find_tiny_micro_batches(facts: Facts, one: RankFacts) -> Finding | None:
         return None
     added = one.accumulation_ms()
     idle_ms = one.time.rows.get("host", 0.0) + one.time.rows.get("launch", 0.0)
-    host = max(0.0, idle_ms - measure_recording_ms(facts.run))
+    host = max(0.0, idle_ms - measure_recording_ms(facts.run, one.time))
     cost = (added + host) * (1 - 1 / number)
     flag = "--micro-batch-size"  # no number without the memory that it would take
     flag, advice = larger or (flag, f"fewer, larger micro-batches as far as memory allows: {flag} above {now}")

@@ -9,6 +9,7 @@ import numpy as np
 from megatron_lite.analysis.core_use import ORDINARY, PROFILED, CoreShortage, CoreUse
 from megatron_lite.analysis.intervals import Flags, Integers, Numbers
 from megatron_lite.analysis.run.run_results import Run
+from megatron_lite.analysis.time.time_results import RankTime
 from megatron_lite.analysis.trace.columns import Trace
 from megatron_lite.thresholds import MIN_BEFORE
 
@@ -138,18 +139,20 @@ class Slowdown:
         return self.more_wait_ms is not None and self.lag_ms > 0 and self.more_wait_ms >= MOSTLY * self.lag_ms
 
 
-def measure_recording_ms(run: Run | None) -> float:
+def measure_recording_ms(run: Run | None, time: RankTime) -> float:
     """Milliseconds that recording may have added to the host's part of a profiled step; 0 where no run tells.
 
-    The device works as without a profiler, so that what makes a window's steps longer than those before it is the host's.
+    A device works as without a profiler, so that what makes a window's steps longer than those before it is the host's. Without
+    one, the operators inside of others make those longer, and the host's part is what was recorded between operators.
     Where the process' CPU times are known, no more than they grew by: waiting for a core is not recording.
     """
     slowdown = measure_slowdown(run) if run is not None else None
     if slowdown is None:
         return 0.0
-    if slowdown.by_profiler_ms is None:
-        return max(0.0, slowdown.lag_ms)
-    return slowdown.by_profiler_ms
+    added_ms = slowdown.by_profiler_ms
+    if added_ms is None:
+        added_ms = max(0.0, slowdown.lag_ms)
+    return added_ms * time.recorded_between
 
 
 def measure_slowdown(run: Run) -> Slowdown | None:

@@ -275,6 +275,7 @@ def _measure_host(trace: Trace, placing: Placing, steady: SteadySteps) -> RankTi
         timeline=_draw_waits(waits, placing.steps[steady.typical], timeline),
         timeline_step=steady.typical,
         notes=(*placing.notes, *steady.notes),
+        recorded_between=_measure_recorded_between(trace, activity, steady),
         stretches=sites.find_long_stretches(rows["host"]),
         short_gaps=sites.measure_short_stretches(rows["host"]),
     )
@@ -324,6 +325,26 @@ def _find_working_operators(trace: Trace, activity: HostActivity, communication:
     waits = intersection(trace.cover(mine & trace.matching(is_wait)), communication)
     working = difference(trace.cover(mine & ~may_wait), waits)
     return joined(working, difference(trace.cover(mine & may_wait), communication))
+
+
+def _measure_recorded_between(trace: Trace, activity: HostActivity, steady: SteadySteps) -> float:
+    """Measure which share of the host's recorded events lies outside of all operators, on the threads that work.
+
+    Recording costs each event about the same: before its start and after its end, which is inside of the operator around it.
+    """
+    events = trace.events
+    recorded = np.isin(events.kind, (Kind.OP, Kind.ANNOTATION, Kind.PYTHON)) & np.isin(events.thread, activity.threads)
+    rows = np.flatnonzero(recorded & steady.host_cover.holds(events.start_ns))
+    nest = trace.nest(rows)
+    if not len(nest.rows):
+        return 1.0
+    is_operator = events.kind[nest.rows] == Kind.OP
+    parent = nest.parent
+    inside = np.zeros(len(parent), bool)
+    for depth in range(1, int(nest.depth.max()) + 1):
+        at = np.flatnonzero(nest.depth == depth)
+        inside[at] = is_operator[parent[at]] | inside[parent[at]]
+    return 1.0 - float(inside.mean())
 
 
 # --- phases: what their label on the host says, and what the device really did for them

@@ -175,6 +175,9 @@ class RankTime:
     idle_beside_ms: float = 0.0  # of the idle time what other GPUs of the process compute meanwhile
     notes: tuple[str, ...] = ()  # named gaps
     named: tuple[NamedWork, ...] = ()  # longest first
+    # Of what was recorded of the host, the share that delays the device: all of it where a device works beside the host; without
+    # one, recording an operator inside of another makes that one longer, and only the rest lies between operators.
+    recorded_between: float = 1.0
     short_gaps: ShortGaps | None = None  # None without steady steps
     stretches: tuple[Stretch, ...] = ()  # longest first; () with a GPU
 
