@@ -1,7 +1,8 @@
 """Planted causes: runs, traces and snapshots whose right answer is known from how they were made, and what the report says.
 
     python planted_causes.py                  # the made ones: CAUSE | KIND | EXPECTED | FIRST FINDING | RESULT
-    python planted_causes.py --real FOLDER    # those of planted_programs.py, too: runs each into FOLDER (minutes)
+    python planted_causes.py --real FOLDER    # those of planted_programs.py and planted_trainings.py, too: runs each
+                                              # into FOLDER (half an hour, on a machine that does nothing else)
 
 The summary counts them, and the certain findings, of which those of something else than what was planted make up the lack of
 precision. A result is "first" (the first finding, or the verdict of an INCONCLUSIVE report, names the cause), "second", "later",
@@ -840,6 +841,62 @@ def run_program(program: str, how: str, folder: Path):
         raise RuntimeError(f"{program}, {how}: {ended.stderr[-2000:]}")
 
 
+# One small layer, so that what is planted is large beside it.
+TRAINING = (
+    "--num-layers 1 --hidden-size 256 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 "
+    "--hidden-dropout 0 --attention-dropout 0 --micro-batch-size 4 --global-batch-size 8 --train-iters 16 --lr 1e-4 "
+    "--bf16 --tokenizer-type NullTokenizer --vocab-size 1023 --mock-data --num-workers 0 --eval-iters 0 --log-interval 2 "
+    "--profile --use-pytorch-profiler --profile-step-start 9 --profile-step-end 12 --profile-ranks -1 "
+    "--pytorch-profiler-collect-shapes --no-report"
+)
+
+
+def list_training_flags(own: str, has_bf16_products: bool) -> list[str]:
+    """TRAINING with a cause's own flags behind it; !--flag takes one out."""
+    words = own.split()
+    left_out = {word[1:] for word in words if word.startswith("!")}
+    if not has_bf16_products:
+        # bf16 without units for it would be the most costly cause of all
+        left_out.add("--bf16")
+    kept = [word for word in TRAINING.split() if word not in left_out]
+    return [*kept, *(word for word in words if not word.startswith("!"))]
+
+
+def run_training(name: str, folder: Path):
+    """Run one of planted_trainings.py; what is recorded lies in `folder` afterwards."""
+    # late: it imports torch
+    from planted_trainings import CAUSES, CLEAN_RUNS, has_bf16_products
+
+    planted = (CAUSES | CLEAN_RUNS)[name]
+    python = Path(sys.executable)
+    launch = [str(python)]
+    if planted.ranks > 1:
+        launch = [str(python.with_name("torchrun")), "--standalone", "--nproc-per-node", str(planted.ranks)]
+    flags = list_training_flags(planted.flags, has_bf16_products())
+    launch += [str(TESTS / "planted_trainings.py"), name, *flags, "--run-dir", str(folder)]
+    ended = subprocess.run(launch, check=False, capture_output=True, text=True, timeout=LIMIT_S, cwd=REPO)
+    if ended.returncode:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise RuntimeError(f"{name}: {ended.stderr[-2000:]}")
+
+
+def list_real_causes() -> dict[str, Cause]:
+    """Every program in each way that it is recorded, and every training that this machine can show."""
+    # late: it imports torch
+    from planted_trainings import CAUSES, CLEAN_RUNS, NEED_BF16_PRODUCTS, has_bf16_products
+
+    causes = {
+        f"{program}, {how}": Cause(kind, codes, partial(run_program, program, how))
+        for program, how, kind, codes in REAL
+    }
+    for name, planted in CAUSES.items():
+        if name not in NEED_BF16_PRODUCTS or has_bf16_products():
+            causes[f"training: {name}"] = Cause("training", (planted.code,), partial(run_training, name))
+    for name in CLEAN_RUNS:
+        causes[f"training: {name}"] = Cause("clean", (), partial(run_training, name))
+    return causes
+
+
 def row(name: str, cause: Cause, report: Report) -> list[str]:
     """CAUSE | KIND | EXPECTED | FINDINGS, those that are certain with a star | VERDICT | RESULT."""
     found = " ".join(finding.code + "*" * finding.certain for finding in report.findings)
@@ -851,18 +908,18 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-k", default="", help="only causes with this in their names")
     parser.add_argument(
-        "--real", type=Path, help="folder for runs of planted_programs.py; those that are there are not run"
+        "--real", type=Path, help="folder for runs of programs and trainings; those that are there are not run"
     )
     given = parser.parse_args()
     causes = dict(MADE)
-    for program, how, kind, codes in REAL if given.real else ():
-        causes[f"{program}, {how}"] = Cause(kind, codes, partial(run_program, program, how))
+    if given.real:
+        causes |= list_real_causes()
     counts: Counter = Counter()
     with tempfile.TemporaryDirectory() as passing:
         for name, cause in causes.items():
             if given.k not in name:
                 continue
-            place = (Path(passing) if name in MADE else given.real) / name.replace(", ", "-").replace(" ", "_")
+            place = (Path(passing) if name in MADE else given.real) / name.replace(", ", "-").replace(": ", "-").replace(" ", "_")
             if not place.exists():
                 if name in MADE:
                     place.mkdir()

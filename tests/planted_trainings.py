@@ -152,7 +152,13 @@ CAUSES = {
 }
 
 
-PLANTED = {cause.code for cause in CAUSES.values()}
+# Planted as products in fp32, or as sizes that units for bf16 products take badly.
+NEED_BF16_PRODUCTS = {"fp32", "hidden 1000"}
+
+
+def has_bf16_products() -> bool:
+    """Has this processor units for products in bf16?"""
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 
 CLEAN_RUNS = {  # sound runs of several kinds
