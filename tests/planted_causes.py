@@ -919,7 +919,9 @@ def main():
         for name, cause in causes.items():
             if given.k not in name:
                 continue
-            place = (Path(passing) if name in MADE else given.real) / name.replace(", ", "-").replace(": ", "-").replace(" ", "_")
+            place = (Path(passing) if name in MADE else given.real) / name.replace(", ", "-").replace(
+                ": ", "-"
+            ).replace(" ", "_")
             if not place.exists():
                 if name in MADE:
                     place.mkdir()
