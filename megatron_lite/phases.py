@@ -1,6 +1,8 @@
 """The parts of a training step: the trainer emits these names, the analysis looks for them."""
 
 import enum
+from contextlib import AbstractContextManager
+from typing import Protocol
 
 PYTHON_GC = "Python GC"  # a collection of the garbage collector inside any phase, as torch names it too
 
@@ -23,6 +25,13 @@ class Phase(str, enum.Enum):
 
     def __str__(self) -> str:
         return self.value
+
+
+class BeginPhase(Protocol):
+    """Marks the parts of a step: `with phase(Phase.FORWARD): ...`."""
+
+    def __call__(self, phase: Phase, /) -> AbstractContextManager[object]:
+        """Called where the part begins; the context that it returns is left where the part ends."""
 
 
 NOT_TRAINING = (Phase.EVAL.value, Phase.SAVE.value)

@@ -19,11 +19,11 @@ from megatron_lite.checkpoint.write import write_alone
 from megatron_lite.config.shape import ModelShape
 from megatron_lite.convert.config_file import CONFIG_FILE, ConfigFile, read_json, write_json
 from megatron_lite.convert.families import family_of_config, family_of_shape
-from megatron_lite.convert.mappings import Link, parameter_sizes
+from megatron_lite.convert.mappings import Link
 from megatron_lite.convert.tokenizer_files import TokenizerFiles
 from megatron_lite.convert.weights_folder import INDEX, WHOLE, open_weights, write_safetensors
 from megatron_lite.errors import CheckpointError, UserError
-from megatron_lite.model.gpt import DTYPES
+from megatron_lite.model.gpt import DTYPES, list_parameters
 from megatron_lite.run_folder import RELEASE, sync_folder
 
 SHARD_BYTES = 5 * 10**9  # of a file, as transformers has it
@@ -86,7 +86,7 @@ class Export:
             ) from None
         family, ids = family_of_shape(shape), self.tokenizer.ids
         require_same(
-            {f"model.{name}" for name in parameter_sizes(shape)},
+            {f"model.{name}" for name in list_parameters(shape)},
             {name for name in self.stored.names() if name.startswith("model.")},
             f"--load {self.load}",
             ("lacks", "holds, beside its model,"),
@@ -99,7 +99,7 @@ class Export:
         for note in filter(None, (*family.notes(shape), self.tokenizer.note(config["model_type"]))):
             self.say(f"  {note}")
         whole = family.complete(shape)
-        self._write_weights(folder, list(family.links(whole, vocab_size)), parameter_sizes(whole))
+        self._write_weights(folder, list(family.links(whole, vocab_size)), list_parameters(whole))
         write_json(folder / CONFIG_FILE, config)
         if ids["eos_token_id"] is not None:
             write_json(folder / GENERATION_FILE, ids)
@@ -194,7 +194,7 @@ def import_hf(folder: Path, divisible_by: int, precision: str | None = None) -> 
     shape = family.read_shape(config, -(-vocab_size // divisible_by) * divisible_by)
     weights = open_weights(folder)
     _require_possible(config, shape, len(weights.names))
-    links, sizes = list(family.links(shape, vocab_size)), parameter_sizes(shape)
+    links, sizes = list(family.links(shape, vocab_size)), list_parameters(shape)
     expected = {name for link in links for name in link.theirs}
     file_names = {family.standard_name(name): name for name in weights.names}
     file_names.pop(None, None)

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from megatron_lite.config.shape import ModelShape
-from megatron_lite.model.gpt import GPT
 
 
 @dataclass(frozen=True)
@@ -104,10 +103,3 @@ def lay_out_fused_qkv(shape: ModelShape) -> Layout:
         lambda ours: (_turn(torch.cat(apart.to_hf(ours))),),
         lambda theirs: apart.from_hf(list(_turn(theirs[0]).split(sizes))),
     )
-
-
-def parameter_sizes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    """{name: size}, in the model's order; a matrix is [out, in], the embeddings [rows, hidden]."""
-    with torch.device("meta"):
-        model = GPT(shape, attend=None)
-    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}

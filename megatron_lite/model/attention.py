@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -106,7 +107,7 @@ def sdpa_attention(
         return F.scaled_dot_product_attention(q_BNTD, k_BGTD, v_BGTD, **arguments)
 
 
-def make_sdpa_arguments(q_BNTD: Tensor, k_BGTD: Tensor, mask_B1TT: Tensor | None, dropout: float) -> dict:
+def make_sdpa_arguments(q_BNTD: Tensor, k_BGTD: Tensor, mask_B1TT: Tensor | None, dropout: float) -> dict[str, Any]:
     return {
         "attn_mask": mask_B1TT,
         "dropout_p": dropout,

@@ -43,6 +43,9 @@ class Probe:
     dropout: float
 
 
+Pick = Callable[[Probe, tuple[str, ...], str | None], "Race"]  # a race among these kernels; torch's own choice, or None
+
+
 def choose_attention(
     backend: str,
     shape: ModelShape,
@@ -53,7 +56,7 @@ def choose_attention(
     masked: bool,
     why_explicit: str = "",
     explain: bool = False,
-    pick: Callable | None = None,
+    pick: Pick | None = None,
 ) -> Attend:
     """The kernel for --attention-backend (auto | flash | fused | unfused | local) on this device.
 
@@ -86,19 +89,26 @@ def choose_attention(
     raise UserError(f"--attention-backend {backend}: cannot run here ({reason}); use --attention-backend auto")
 
 
-def _choose_automatically(probes: list[Probe], explain: bool, pick: Callable | None) -> Attend:
+def _choose_automatically(probes: list[Probe], explain: bool, pick: Pick | None) -> Attend:
     """The kernel for auto: torch's choice, or the fastest. Keys are repeated per head only if no fused kernel runs otherwise."""
     choices = [_ask_torch(probe)[0] for probe in probes]
     fused = [i for i, choice in enumerate(choices) if choice not in (None, SDPBackend.MATH)]
     chosen = fused[0] if fused else 0
-    own, backend, timed, why_not = NAMES.get(choices[chosen]), None, "", ()
+    own = _name_backend(choices[chosen])
+    backend: SDPBackend | None = None
+    timed = ""
+    why_not: tuple[str, ...] = ()
     if pick is not None or explain:
         answers = {b: _ask_torch(probes[chosen], b) for b in NAMES if b != SDPBackend.MATH}
     if pick is not None:
         able = {NAMES[b]: b for b, (choice, _) in answers.items() if choice == b}
         race = pick(probes[chosen], tuple(able), own)
-        if race.winner == own or race.winner in able:  # the race was another rank's; this GPU may lack its winner
-            backend, own, timed = None if race.winner == own else able[race.winner], race.winner, race.words
+        # the race was another rank's: this GPU may lack its winner
+        if race.winner != own and race.winner in able:
+            backend = able[race.winner]
+            own = race.winner
+        if race.winner == own:
+            timed = race.words
     if explain:
         why_not = tuple(f"sdpa {NAMES[b]}: {reason}" for b, (choice, reason) in answers.items() if choice != b)
     function = partial(sdpa_attention, backend=backend, expand=chosen > 0)
@@ -134,17 +144,24 @@ def _ask_torch(probe: Probe, backend: SDPBackend | None = None) -> tuple[SDPBack
         warnings.simplefilter("always")
         try:
             with nullcontext() if backend is None else sdpa_kernel(backend):
-                choice = torch._fused_sdp_choice(probe.q_BNTD, probe.k_BGTD, probe.k_BGTD, **arguments)
+                number = torch._fused_sdp_choice(probe.q_BNTD, probe.k_BGTD, probe.k_BGTD, **arguments)
         except (AttributeError, NotImplementedError, RuntimeError) as error:
             return None, _find_reasons(caught, backend) or first_line(error)
-    choice = SDPBackend(choice)
+    choice = SDPBackend(number)
     return choice, "" if choice == backend else f"torch takes {NAMES.get(choice, choice.name)} for {device} tensors"
+
+
+def _name_backend(backend: SDPBackend | None) -> str | None:
+    """The name of a kernel of torch; None for none, and for one that has no name here."""
+    return None if backend is None else NAMES.get(backend)
 
 
 def _find_reasons(caught: list[warnings.WarningMessage], backend: SDPBackend | None) -> str:
     """The lines below the heading "<kernel> not used because:" of this backend, on one line."""
-    name = NAMES.get(backend, "")
-    title, found, inside = "memory efficient" if name == "efficient" else name, [], False
+    name = _name_backend(backend) or ""
+    title = "memory efficient" if name == "efficient" else name
+    found: list[str] = []
+    inside = False
     for warning in caught:
         text = str(warning.message).split(" (Triggered internally")[0].strip()
         if text.endswith("not used because:"):
@@ -167,7 +184,7 @@ class Race:
     @property
     def words(self) -> str:
         """'1.21 ms, flash 1.60 ms forward and backward'; empty where nothing was timed."""
-        if self.winner not in self.times_ms:
+        if self.winner is None or self.winner not in self.times_ms:
             return ""
         others = sorted((ms, name) for name, ms in self.times_ms.items() if name != self.winner)
         words = [f"{self.times_ms[self.winner]:.2f} ms", *(f"{name} {ms:.2f} ms" for ms, name in others)]
@@ -194,7 +211,7 @@ def make_trials(probe: Probe, names: tuple[str, ...]) -> dict[str, Trial]:
     mask_B1TT = None if probe.mask_B1TT is None else torch.ones_like(probe.mask_B1TT).tril()
     gradient_BNTD = torch.randn_like(q_BNTD)
 
-    def trial(name: str):
+    def trial(name: str) -> None:
         out_BNTD = sdpa_attention(
             q_BNTD, k_BGTD, v_BGTD, mask_B1TT, probe.dropout, 1, backend=backends[name], expand=False
         )
@@ -210,15 +227,18 @@ def race(trials: Mapping[str, Trial], preferred: str | None, time_ms: Callable[[
     """
     if len(trials) < 2:
         return Race(preferred, {})
-    times = {}
+    times: dict[str, float] = {}
     for name, trial in trials.items():
         try:
             times[name] = time_ms(trial)
         except RuntimeError:  # out of memory is one, too
             continue
-    winner = min(times, key=times.get, default=preferred)
-    stays = preferred in times and times[preferred] <= MARGIN * times[winner]
-    return Race(preferred if stays else winner, times)
+    if not times:
+        return Race(preferred, times)
+    winner = min(times, key=lambda name: times[name])
+    if preferred is not None and preferred in times and times[preferred] <= MARGIN * times[winner]:
+        winner = preferred
+    return Race(winner, times)
 
 
 def gpu_ms(trial: Trial) -> float:
@@ -231,4 +251,5 @@ def gpu_ms(trial: Trial) -> float:
         trial()
         edge.record()
     torch.cuda.synchronize()
-    return median(first.elapsed_time(last) for first, last in pairwise(edges))
+    times_ms: list[float] = [first.elapsed_time(last) for first, last in pairwise(edges)]
+    return median(times_ms)

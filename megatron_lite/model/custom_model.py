@@ -9,6 +9,7 @@ token in nats, fp32. torch's generator has --seed's state when FUNCTION is calle
 
 import logging
 from collections.abc import Callable, Mapping
+from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -30,9 +31,15 @@ class CustomModel(nn.Module):
         super().__init__()
         self.custom, self.spelled, self._is_first = custom, spelled, True
 
-    def forward(self, tokens_BT: Tensor, labels_BT: Tensor, positions_BT=None, documents_BT=None) -> Tensor:
+    def forward(
+        self,
+        tokens_BT: Tensor,
+        labels_BT: Tensor,
+        positions_BT: Tensor | None = None,
+        documents_BT: Tensor | None = None,
+    ) -> Tensor:
         """losses_BT, fp32. UserError if the module returns something else."""
-        losses_BT = self.custom(tokens_BT, labels_BT, positions_BT, documents_BT)
+        losses_BT: Tensor = self.custom(tokens_BT, labels_BT, positions_BT, documents_BT)
         if not isinstance(losses_BT, Tensor):
             self._refuse(f"returns a {type(losses_BT).__name__}; return the loss of each token")
         if losses_BT.shape != labels_BT.shape:
@@ -48,7 +55,7 @@ class CustomModel(nn.Module):
                 )
         return losses_BT
 
-    def _refuse(self, what: str):
+    def _refuse(self, what: str) -> NoReturn:
         raise UserError(f"{FLAG} {self.spelled}: its module {what}")
 
 
@@ -80,7 +87,7 @@ def build_custom_model(spelled: str, shape: ModelShape, dtype: torch.dtype, devi
     """
     custom = find_custom_model(spelled)(shape)
 
-    def refuse(what: str):
+    def refuse(what: str) -> NoReturn:
         raise UserError(f"{FLAG} {spelled}: {what}")
 
     if not isinstance(custom, nn.Module):

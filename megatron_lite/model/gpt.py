@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from megatron_lite.config.layout import Part, take_part
 from megatron_lite.config.shape import ModelShape
-from megatron_lite.model.attention import Attend, make_document_mask
+from megatron_lite.model.attention import Attend, make_document_mask, sdpa_attention
 from megatron_lite.model.loss import token_losses
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -73,10 +73,14 @@ class Norm(nn.Module):
         self.bias = nn.Parameter(torch.zeros(width)) if shape.normalization == "LayerNorm" else None
 
     def forward(self, x: Tensor) -> Tensor:
-        wide, weight, bias = x, self.weight, self.bias
+        wide = x
+        weight: Tensor = self.weight
+        bias: Tensor | None = self.bias
         if self.minus_one:
             # 1 + weight is formed in fp32: in bf16 the sum would round away the digits that storing it minus one preserves.
-            wide, weight, bias = x.float(), weight.float() + 1, None if bias is None else bias.float()
+            wide = x.float()
+            weight = weight.float() + 1
+            bias = None if bias is None else bias.float()
         if bias is None:
             normalized = F.rms_norm(wide, self.width, weight, self.eps)
         else:
@@ -104,20 +108,27 @@ class SelfAttention(nn.Module):
         self.q_layernorm = Norm(shape.kv_channels, shape) if shape.qk_layernorm else None
         self.k_layernorm = Norm(shape.kv_channels, shape) if shape.qk_layernorm else None
 
-    def forward(self, hidden_BTH: Tensor, mask_B1TT=None, cos_B1TR=None, sin_B1TR=None) -> Tensor:
+    def forward(
+        self,
+        hidden_BTH: Tensor,
+        mask_B1TT: Tensor | None = None,
+        cos_B1TR: Tensor | None = None,
+        sin_B1TR: Tensor | None = None,
+    ) -> Tensor:
         # The number of groups is left to the tensor: a tensor-parallel rank holds only its share of them.
         grouped = self.linear_qkv(hidden_BTH).unflatten(-1, (-1, self.heads_per_group + 2, self.kv_channels))
         # one split, whose backward is one copy; a slice each would fill a whole tensor with zeros and add it
         q, k, v = grouped.split((self.heads_per_group, 1, 1), dim=-2)
         q_BNTD, k_BGTD, v_BGTD = (x.flatten(2, 3).transpose(1, 2) for x in (q, k, v))
-        if self.q_layernorm is not None:
+        if self.q_layernorm is not None and self.k_layernorm is not None:
             q_BNTD, k_BGTD = self.q_layernorm(q_BNTD), self.k_layernorm(k_BGTD)
-        if cos_B1TR is not None:
+        if cos_B1TR is not None and sin_B1TR is not None:
             q_BNTD = rotate(q_BNTD, cos_B1TR, sin_B1TR, self.rotary_interleaved)
             k_BGTD = rotate(k_BGTD, cos_B1TR, sin_B1TR, self.rotary_interleaved)
         dropout = self.dropout if self.training else 0.0
         out_BNTD = self.attend.function(q_BNTD, k_BGTD, v_BGTD, mask_B1TT, dropout, self.layer_number)
-        return self.linear_proj(out_BNTD.transpose(1, 2).flatten(2))
+        projected_BTH: Tensor = self.linear_proj(out_BNTD.transpose(1, 2).flatten(2))
+        return projected_BTH
 
 
 # --- layers
@@ -159,7 +170,8 @@ class MLP(nn.Module):
         self.activation: Callable[[Tensor], Tensor] = ACTIVATIONS[shape.activation]
 
     def forward(self, hidden_BTH: Tensor) -> Tensor:
-        return self.linear_fc2(self.activation(self.linear_fc1(hidden_BTH)))
+        out_BTH: Tensor = self.linear_fc2(self.activation(self.linear_fc1(hidden_BTH)))
+        return out_BTH
 
 
 class Embedding(nn.Module):
@@ -174,10 +186,11 @@ class Embedding(nn.Module):
         self.dropout = nn.Dropout(shape.hidden_dropout) if shape.hidden_dropout else nn.Identity()
 
     def forward(self, tokens_BT: Tensor, positions_BT: Tensor) -> Tensor:
-        hidden_BTH = self.word_embeddings(tokens_BT)
+        hidden_BTH: Tensor = self.word_embeddings(tokens_BT)
         if self.position_embeddings is not None:
             hidden_BTH = hidden_BTH + self.position_embeddings(positions_BT)
-        return self.dropout(hidden_BTH)
+        hidden_BTH = self.dropout(hidden_BTH)
+        return hidden_BTH
 
 
 class TransformerLayer(nn.Module):
@@ -194,10 +207,17 @@ class TransformerLayer(nn.Module):
         self.mlp = MLP(shape)
         self.dropout = nn.Dropout(shape.hidden_dropout) if shape.hidden_dropout else nn.Identity()
 
-    def forward(self, hidden_BTH: Tensor, mask_B1TT=None, cos_B1TR=None, sin_B1TR=None) -> Tensor:
+    def forward(
+        self,
+        hidden_BTH: Tensor,
+        mask_B1TT: Tensor | None = None,
+        cos_B1TR: Tensor | None = None,
+        sin_B1TR: Tensor | None = None,
+    ) -> Tensor:
         attended_BTH = self.self_attention(self.input_layernorm(hidden_BTH), mask_B1TT, cos_B1TR, sin_B1TR)
         hidden_BTH = hidden_BTH + self.dropout(attended_BTH)
-        return hidden_BTH + self.dropout(self.mlp(self.pre_mlp_layernorm(hidden_BTH)))
+        hidden_BTH = hidden_BTH + self.dropout(self.mlp(self.pre_mlp_layernorm(hidden_BTH)))
+        return hidden_BTH
 
 
 class Decoder(nn.Module):
@@ -208,10 +228,17 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(TransformerLayer(shape, i + 1, attend) for i in range(shape.num_layers))
         self.final_layernorm = Norm(shape.hidden_size, shape)
 
-    def forward(self, hidden_BTH: Tensor, mask_B1TT=None, cos_B1TR=None, sin_B1TR=None) -> Tensor:
+    def forward(
+        self,
+        hidden_BTH: Tensor,
+        mask_B1TT: Tensor | None = None,
+        cos_B1TR: Tensor | None = None,
+        sin_B1TR: Tensor | None = None,
+    ) -> Tensor:
         for layer in self.layers:
             hidden_BTH = layer(hidden_BTH, mask_B1TT, cos_B1TR, sin_B1TR)
-        return self.final_layernorm(hidden_BTH)
+        hidden_BTH = self.final_layernorm(hidden_BTH)
+        return hidden_BTH
 
 
 class GPT(nn.Module):
@@ -254,7 +281,8 @@ class GPT(nn.Module):
 
     def embed(self, tokens_BT: Tensor, positions_BT: Tensor) -> Tensor:
         """Embed tokens: hidden_BTH, the first layer's input."""
-        return self.embedding(tokens_BT, positions_BT)
+        hidden_BTH: Tensor = self.embedding(tokens_BT, positions_BT)
+        return hidden_BTH
 
     def finish(self, hidden_BTH: Tensor, labels_BT: Tensor | None) -> Tensor:
         """Logits or losses from the last layer's output."""
@@ -305,9 +333,10 @@ def initialize(
 
 
 def list_parameters(shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of a whole model's parameters, in their order."""
+    """{name: size} of a whole model's parameters, in their order; a matrix is [out, in], the embeddings [rows, hidden]."""
     with torch.device("meta"):
-        return {name: tuple(p.shape) for name, p in GPT(shape, None).named_parameters()}
+        model = GPT(shape, Attend(sdpa_attention, "sdpa"))  # of any kernel: nothing is computed
+    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
 
 def _draw(name: str, parameter: Tensor, shape: ModelShape) -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +14,8 @@ from megatron_lite.model.kernels import Kernels
 from megatron_lite.model.products import Products
 
 TORCH = Kernels()
+# makes own_M and normalizers_M of this rank's words those of all words
+Combine = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def token_losses(
@@ -28,7 +30,10 @@ def token_losses(
         pieces = take_rows_apart(rows_at_once, kernels)
         return fused_token_losses(hidden_BTH, weight_VH, labels_BT, pieces, project=kernels.products.linear)
     hidden_MH, labels_M = hidden_BTH.flatten(0, 1), labels_BT.flatten()
-    losses_M = _Losses.apply(hidden_MH, weight_VH, labels_M, rows_at_once, torch.is_grad_enabled(), kernels)
+    # torch gives apply no types
+    losses_M: Tensor = _Losses.apply(  # type: ignore[no-untyped-call]
+        hidden_MH, weight_VH, labels_M, rows_at_once, torch.is_grad_enabled(), kernels
+    )
     return losses_M.view(labels_BT.shape)
 
 
@@ -38,7 +43,7 @@ class _Losses(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx,
+        ctx: Any,
         hidden_MH: Tensor,
         weight_VH: Tensor,
         labels_M: Tensor,
@@ -57,10 +62,11 @@ class _Losses(torch.autograd.Function):
         ctx.products = kernels.products
         return sums_M1.log_().sub_(below_M1).squeeze(1)
 
+    # torch's own type of backward takes any number of gradients
     @staticmethod
     @once_differentiable
     @mark_memory(LOSS)
-    def backward(ctx, gradient_M: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, gradient_M: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         hidden_MH, weight_VH, gradients_MV = ctx.saved_tensors
         gradient_M1 = gradient_M[:, None]  # stays in fp32: rounded, it would be wrong in the same way for all tokens
         of_weight_VH = _weight_gradient(
@@ -80,15 +86,16 @@ def _softmax(logits_MV: Tensor, rows_at_once: int, learns: bool, kernels: Kernel
     """highest_M1 and sums_M1: each row's highest logit, and the sum of exp(logit - highest), in fp32. Logits become softmax, if anyone
     learns from it. In steps of its own, which on a CPU take less time than torch's softmax."""
     highest_M1, sums_M1 = torch.empty(2, len(logits_MV), 1, dtype=torch.float32, device=logits_MV.device)
-    in_fp32 = logits_MV.dtype == torch.float32
-    room_RV = None if in_fp32 else torch.empty_like(logits_MV[:rows_at_once], dtype=torch.float32)
+    room_RV = None
+    if logits_MV.dtype != torch.float32:
+        room_RV = torch.empty_like(logits_MV[:rows_at_once], dtype=torch.float32)
     for logits_RV, highest_R1, sums_R1 in _split_rows(rows_at_once, logits_MV, highest_M1, sums_M1):
-        wide_RV = logits_RV if in_fp32 else room_RV[: len(logits_RV)].copy_(logits_RV)
+        wide_RV = logits_RV if room_RV is None else room_RV[: len(logits_RV)].copy_(logits_RV)
         torch.amax(wide_RV, -1, keepdim=True, out=highest_R1)
         torch.sum(kernels.exponentiate(wide_RV.sub_(highest_R1)), -1, keepdim=True, out=sums_R1)
         if learns:
             wide_RV.mul_(sums_R1.reciprocal())
-        if learns and not in_fp32:
+        if learns and room_RV is not None:
             logits_RV.copy_(wide_RV)
     return highest_M1, sums_M1
 
@@ -112,7 +119,7 @@ def _own_logits(logits_MV: Tensor, labels_M: Tensor) -> Tensor:
     return own_M1.squeeze(1).float().where((labels_M >= 0) & (labels_M < logits_MV.shape[1]), 0.0)
 
 
-def write_gradients(logits_MV: Tensor, labels_M: Tensor, normalizers_M: Tensor, gradient_M: Tensor):
+def write_gradients(logits_MV: Tensor, labels_M: Tensor, normalizers_M: Tensor, gradient_M: Tensor) -> None:
     """Turn logits into the losses' gradient with respect to them: (softmax - one-hot) * gradient, in fp32 until it is written.
 
     Each number by itself; a scatter of ones would be a kernel of its own.
@@ -156,7 +163,7 @@ def _write_row_gradients(
     labels_M: Tensor,
     normalizers_M: Tensor,
     gradient_M: Tensor,
-):
+) -> None:
     for rows in _split_rows(rows_at_once, logits_MV, labels_M, normalizers_M, gradient_M):
         rows[0].copy_(_row_gradients(kernels, *rows))
 
@@ -179,7 +186,7 @@ def fused_token_losses(
     *,
     project: Callable[..., Tensor] = F.linear,
     first_word: int = 0,
-    combine: Callable[..., tuple[Tensor, Tensor]] | None = None,
+    combine: Combine | None = None,
 ) -> Tensor:
     """As token_losses. Logits are held once, in the model's precision, and become their own gradient; torch refuses
     a second backward, since it notices that.
@@ -190,7 +197,9 @@ def fused_token_losses(
     logits_MV = project(hidden_BTH, weight_VH).flatten(0, 1)
     labels_M = labels_BT.flatten()
     labels_M = labels_M - first_word if first_word else labels_M
-    return _FusedLosses.apply(logits_MV, labels_M, pieces, combine).view(labels_BT.shape)
+    # torch gives apply no types
+    losses_M: Tensor = _FusedLosses.apply(logits_MV, labels_M, pieces, combine)  # type: ignore[no-untyped-call]
+    return losses_M.view(labels_BT.shape)
 
 
 class _FusedLosses(torch.autograd.Function):
@@ -198,7 +207,7 @@ class _FusedLosses(torch.autograd.Function):
     multiplied by a gradient into which the loss scale went, it can hold it."""
 
     @staticmethod
-    def forward(ctx, logits_MV: Tensor, labels_M: Tensor, pieces: Pieces, combine: Callable | None) -> Tensor:
+    def forward(ctx: Any, logits_MV: Tensor, labels_M: Tensor, pieces: Pieces, combine: Combine | None) -> Tensor:
         # detached, so that training and evaluating are alike to the compiler
         own_M, normalizers_M = pieces.measure_logits(logits_MV.detach(), labels_M)
         if combine is not None:
@@ -207,10 +216,11 @@ class _FusedLosses(torch.autograd.Function):
         ctx.pieces = pieces
         return normalizers_M - own_M
 
+    # torch's own type of backward takes any number of gradients
     @staticmethod
     @once_differentiable
     @mark_memory(LOSS)
-    def backward(ctx, gradient_M: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, gradient_M: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
         logits_MV, labels_M, normalizers_M = ctx.saved_tensors
         ctx.pieces.write_gradients(logits_MV, labels_M, normalizers_M, gradient_M)
         return logits_MV, None, None, None

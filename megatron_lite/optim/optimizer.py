@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from megatron_lite.config.args import OptimizerArgs, PrecisionArgs
 from megatron_lite.config.plan import LearningRatePlan, Plan
 from megatron_lite.marks import MASTER_WEIGHTS, mark_memory
-from megatron_lite.phases import Phase
+from megatron_lite.phases import BeginPhase, Phase
 
 
 def make_engine(o: OptimizerArgs, weights: list[nn.Parameter], lr: Tensor) -> torch.optim.Optimizer:
@@ -27,6 +27,7 @@ def make_engine(o: OptimizerArgs, weights: list[nn.Parameter], lr: Tensor) -> to
         {"params": [w for w in weights if w.ndim <= 1], "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
+    engine: torch.optim.Optimizer
     if o.optimizer == "adam":
         engine = torch.optim.AdamW(groups, lr=lr, betas=(o.adam_beta1, o.adam_beta2), eps=o.adam_eps, fused=True)
     else:
@@ -53,7 +54,7 @@ class MasterWeights:
         self._pairs = [(p, m) for p, m in zip(parameters, self.masters) if p is not m]
 
     @torch.no_grad()
-    def attach(self, gradients: list[Tensor]):
+    def attach(self, gradients: list[Tensor]) -> None:
         """Make `gradients`, in the order of the parameters, the masters' gradients, in fp32."""
         if gradients[0].dtype != torch.float32:  # all at once: a launch takes longer than a GPU needs for a bias
             short, gradients = gradients, [torch.empty_like(g, dtype=torch.float32) for g in gradients]
@@ -62,14 +63,14 @@ class MasterWeights:
             master.grad = gradient
 
     @torch.no_grad()
-    def write_back(self):
+    def write_back(self) -> None:
         """Round the masters into the model."""
         if self._pairs:
             model, masters = map(list, zip(*self._pairs))
             torch._foreach_copy_(model, masters)
 
     @torch.no_grad()
-    def reload(self, dtype: torch.dtype):
+    def reload(self, dtype: torch.dtype) -> None:
         """Take the masters from the model, after weights were loaded without an optimizer.
 
         Args:
@@ -118,7 +119,7 @@ class Optimizer:
         self._one = torch.ones((), dtype=torch.float32, device=device)
         self.follow(plan.learning_rate)
 
-    def follow(self, schedule):
+    def follow(self, schedule: LearningRatePlan) -> None:
         """Take learning rate and weight decay from `schedule`."""
         self.schedule = schedule
         self._decay_changes = schedule.weight_decay_style != "constant"
@@ -126,7 +127,7 @@ class Optimizer:
         self.engine.param_groups[0]["weight_decay"] = 0.0 if self._decay_changes else schedule.start_weight_decay
         self._set_rates()
 
-    def resume(self):
+    def resume(self) -> None:
         """Continue after state was copied into `tensors`: round the model's weights from it, set the rates of its samples."""
         self.weights.write_back()
         self._set_rates()
@@ -137,10 +138,15 @@ class Optimizer:
         return self._one if self.scaler is None else self.scaler.scale
 
     @torch.no_grad()
-    def step(self, gradients: list[Tensor], samples: int, phase, divisor: Tensor | None = None) -> Update:
+    def step(self, gradients: list[Tensor], samples: int, phase: BeginPhase, divisor: Tensor | None = None) -> Update:
         """Update the model from scaled `gradients`, in the order of the parameters, averaged over ranks.
 
-        samples: the global batch. divisor: an extra scalar to divide gradients by.
+        Args:
+            gradients: Scaled, averaged over ranks.
+            samples: Of the global batch.
+            phase: Opened around each part of the step.
+            divisor: A further scalar to divide gradients by.
+
         An overflow skips the step (with a loss scale). A NaN or Inf without one stops all further steps, so that the
         weights stay good until the host has noticed.
         """
@@ -163,10 +169,12 @@ class Optimizer:
             if self._decay_changes:
                 self._decay(skipped, divide_by)
             # the attributes that torch's GradScaler sets on fused optimizers
-            self.engine.grad_scale = torch.where(skipped, self._one, divide_by)
-            self.engine.found_inf = skipped.float()
+            factors = {"grad_scale": torch.where(skipped, self._one, divide_by), "found_inf": skipped.float()}
+            for name, factor in factors.items():
+                setattr(self.engine, name, factor)
             self.engine.step()
-            del self.engine.grad_scale, self.engine.found_inf
+            for name in factors:
+                delattr(self.engine, name)
             self.weights.write_back()
             for master in self.weights.masters:  # fp32 copies of gradients must not live through the next forward
                 master.grad = None
@@ -197,7 +205,7 @@ class Optimizer:
         self.lr.copy_(rate)
         return rate
 
-    def _decay(self, skipped: Tensor, divide_by: Tensor):
+    def _decay(self, skipped: Tensor, divide_by: Tensor) -> None:
         decay = compute_weight_decays(self.schedule, self.good_samples).float()
         matrices = [w for w in self.weights.masters if w.ndim > 1]
         if self.plan.args.optimizer.optimizer == "adam":
@@ -232,7 +240,7 @@ class LossScale:
     def __init__(self, scale: float, device: torch.device):
         self.scale = torch.tensor(scale, dtype=torch.float32, device=device)
 
-    def update(self, overflow: Tensor):
+    def update(self, overflow: Tensor) -> None:
         """Adapt the scale after a step. overflow: a bool tensor."""
 
     def tensors(self) -> dict[str, Tensor]:
@@ -252,7 +260,7 @@ class DynamicLossScale(LossScale):
         self.growth_tracker = torch.zeros((), dtype=torch.int32, device=device)
         self.hysteresis_tracker = torch.full((), hysteresis, dtype=torch.int32, device=device)
 
-    def update(self, overflow: Tensor):
+    def update(self, overflow: Tensor) -> None:
         clean_steps = torch.where(overflow, 0, self.growth_tracker + 1)
         left = torch.where(overflow, self.hysteresis_tracker - 1, self.hysteresis_tracker)
         shrink, grow = overflow & (left <= 0), clean_steps == self.window
