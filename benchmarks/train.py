@@ -33,7 +33,7 @@ from benchmarks.training.contestants import (
 from benchmarks.training.process import ceiling_tflops, clocks, cores, environment_of, gpus, load, machine, watch
 from benchmarks.training.work import Work, write_tokens
 from megatron_lite.errors import UserError
-from megatron_lite.planner.hardware import peak_tflops
+from megatron_lite.formats.hardware import peak_tflops
 
 LINES_KEPT = 200  # of a failed run's output, in --out
 

@@ -32,6 +32,7 @@ def train(flags: list[str]) -> int:
 
         package = "what training needs"
         from megatron_lite.app import main as run
+        from megatron_lite.run_planner import RUN_PLANNER
     except Exception as error:
         if is_memory_error(error):
             line = describe_memory_error()
@@ -41,7 +42,7 @@ def train(flags: list[str]) -> int:
             raise
         print_lines([f"error: {line}"], sys.stderr)
         return 1
-    return record(run)(flags)
+    return record(run)(flags, RUN_PLANNER)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from megatron_lite.config.world import World, read_world
 from megatron_lite.data.tokenizers import build_tokenizer
 from megatron_lite.errors import ConfigError, UserError, describe_memory_error, is_memory_error
 from megatron_lite.model.custom_model import find_custom_model
-from megatron_lite.observers import Observers
+from megatron_lite.observers import Observers, Planner
 from megatron_lite.parallel.layers import keep_compiled, no_compiler
 from megatron_lite.parallel.process_group import find_device, process_group
 from megatron_lite.parallel.watchdog import LauncherWatch
@@ -40,8 +40,8 @@ NO_LOADERS = (
 logger = logging.getLogger(__name__)
 
 
-def main(argv: list[str]) -> int:
-    """Train as `argv` says; returns the exit code."""
+def main(argv: list[str], planner: Planner) -> int:
+    """Train as `argv` says, with the predictions of `planner`; returns the exit code."""
     world = World()
     # what ended the run, kept until its process ends: with other ranks there may be a reduction on its way in the middle of a step, and
     # taking apart what the error's frames hold, DistributedDataParallel, waits for gloo's threads, which may in turn wait for the
@@ -56,7 +56,7 @@ def main(argv: list[str]) -> int:
             logger.info(f"  note: {launch.remark}")
         launcher = LauncherWatch(world)
         launcher.start()
-        _run(argv, world, launcher)
+        _run(argv, planner, world, launcher)
         return 0
     except UserError as error:
         ended_by, code = error, error.exit_code
@@ -79,7 +79,7 @@ def main(argv: list[str]) -> int:
     return code
 
 
-def _run(argv: list[str], world: World, launcher: LauncherWatch):
+def _run(argv: list[str], planner: Planner, world: World, launcher: LauncherWatch):
     def make_log(*arguments):
         gc.freeze()  # garbage collections of the steps need not walk what there is before them: 0.2 s each time
         return observers.make_log(*arguments)
@@ -94,7 +94,7 @@ def _run(argv: list[str], world: World, launcher: LauncherWatch):
     for remark in (*remarks(line, world), *hints(plan, os.environ, machine)):
         logger.info(f"  note: {remark}")
     keeps_memory = _prepare_torch(plan)
-    observers = Observers(plan, machine)
+    observers = Observers(plan, machine, planner)
     _log_choices(plan, observers, keeps_memory)
     streams = DataStreams(plan)  # damaged or unfitting data is told before ranks meet and files are made
     if plan.args.model.model is not None:

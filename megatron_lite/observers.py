@@ -2,24 +2,26 @@
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
 from megatron_lite.checkpoint.find import chosen
 from megatron_lite.config.machine import Machine
+from megatron_lite.config.model_size import count_parameters
 from megatron_lite.config.plan import Plan
 from megatron_lite.errors import CheckpointError
+from megatron_lite.formats.hardware import peak_tflops
+from megatron_lite.formats.run_record import Prediction
 from megatron_lite.instruments.base import Instruments
 from megatron_lite.instruments.build_instruments import WhereaboutsKeeper, build_instruments
-from megatron_lite.instruments.memory_oom import explain_unrecorded, is_out_of_memory, list_remedies
+from megatron_lite.instruments.memory_oom import PredictPeak, explain_unrecorded, is_out_of_memory, list_remedies
 from megatron_lite.instruments.timeline import Timeline
 from megatron_lite.live_line import EVERY_RANK
 from megatron_lite.parallel.rank_status import RunPosition
-from megatron_lite.planner.hardware import peak_tflops
-from megatron_lite.planner.model_size import count_parameters
-from megatron_lite.planner.run_prediction import describe_forecast, forecast, record_forecast
 from megatron_lite.train.log import Log
 from megatron_lite.train.loop import Progress
 from megatron_lite.train.post_run_report import end_with_report, wants_report
@@ -30,10 +32,27 @@ from megatron_lite.train.trackers import Charts
 logger = logging.getLogger(__name__)
 
 
+class RunPrediction(Protocol):
+    """What the planner says of a run before its first step."""
+
+    lines: Sequence[str]  # for the console
+    record: Prediction  # for run.json
+
+
+@dataclass(frozen=True)
+class Planner:
+    """What a run asks of the planner, handed in by the entry: nothing that trains imports it."""
+
+    predict_run: Callable[
+        [Plan, str | None, int | None], RunPrediction
+    ]  # before the first step; (plan, GPU, room in bytes)
+    predict_peak: PredictPeak  # when memory has run out
+
+
 class Observers:
     """Those of one rank; to be made when torch knows its device. While `watch` is open: `instruments` and `record`."""
 
-    def __init__(self, plan: Plan, machine: Machine):
+    def __init__(self, plan: Plan, machine: Machine, planner: Planner):
         self.plan = plan
         on_gpu = plan.device == "cuda"
         gpu = torch.cuda.get_device_properties(plan.world.gpu) if on_gpu else None
@@ -44,8 +63,9 @@ class Observers:
         elif self._peak_tflops is not None:
             self.peak_words = f"MFU against {self._peak_tflops:g} TFLOP/s"
         room = gpu.total_memory if on_gpu else machine.memory_bytes
-        self._prediction = forecast(plan, gpu.name if on_gpu else None, room)
-        self.prediction_lines = describe_forecast(self._prediction)  # on memory and time before the first step
+        self._planner = planner
+        self._prediction = planner.predict_run(plan, gpu.name if on_gpu else None, room)
+        self.prediction_lines = self._prediction.lines
         self._timeline = Timeline()
         self._ends = contextlib.ExitStack()
 
@@ -53,10 +73,11 @@ class Observers:
     def watch(self, run_dir: Path, where: RunPosition) -> Iterator[None]:
         """Around the training: instruments are on, and run.json tells how it ended."""
         plan, self._run_dir = self.plan, run_dir
-        members = [WhereaboutsKeeper(where), *build_instruments(plan, run_dir, self._timeline, _log_on_every_rank)]
-        prediction = record_forecast(self._prediction)
+        predict_peak = self._planner.predict_peak
+        instruments = build_instruments(plan, run_dir, self._timeline, _log_on_every_rank, predict_peak)
+        members = [WhereaboutsKeeper(where), *instruments]
         parameters = count_parameters(plan.shape) if plan.args.model.model is None else None
-        self.record = RunRecorder(plan, run_dir, parameters, self._peak_tflops, prediction)
+        self.record = RunRecorder(plan, run_dir, parameters, self._peak_tflops, self._prediction.record)
         with self.record, Instruments(members, _log_on_every_rank) as self.instruments:
             yield
 
@@ -81,7 +102,8 @@ class Observers:
                 yield
         except RuntimeError as error:
             if is_out_of_memory(error) and not hasattr(error, "explained"):
-                error.explained = explain_unrecorded(error, self.plan.world.rank, list_remedies(self.plan, {}, 0, 0))
+                remedies = list_remedies(self.plan, self._planner.predict_peak, {}, 0, 0)
+                error.explained = explain_unrecorded(error, self.plan.world.rank, remedies)
                 for line in error.explained:
                     _log_on_every_rank(line)
             raise

@@ -16,9 +16,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from megatron_lite.config.model_size import count_parameters
 from megatron_lite.parallel.groups import make_groups
 from megatron_lite.phases import Phase
-from megatron_lite.planner.model_size import count_parameters
 from megatron_lite.planner.walk.fake_backend import FakeBackend
 from megatron_lite.planner.walk.kernels import replace_kernels
 from megatron_lite.planner.walk.rehearse import prepare

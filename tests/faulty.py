@@ -11,9 +11,9 @@ import time
 from datetime import timedelta
 
 import torch.distributed as dist
-from torch.distributed.elastic.multiprocessing.errors import record
 
 from megatron_lite import app
+from megatron_lite.__main__ import train
 from megatron_lite.data import loader
 from megatron_lite.errors import DataError
 from megatron_lite.parallel import process_group
@@ -87,7 +87,7 @@ def main() -> int:
     if how == "data loader" and os.environ["RANK"] == CULPRIT:
         loader._stack = hang_in_a_worker
     try:
-        return record(app.main)(sys.argv[3:])
+        return train(sys.argv[3:])
     finally:
         tell_group()
 

@@ -177,9 +177,7 @@ CLEAN_RUNS = {  # sound runs of several kinds
 
 
 if __name__ == "__main__":  # a run, under a launcher or alone: CAUSE FLAGS
-    from torch.distributed.elastic.multiprocessing.errors import record
-
-    from megatron_lite import app
+    from megatron_lite.__main__ import train
 
     (CAUSES | CLEAN_RUNS)[sys.argv[1]].plant()
-    sys.exit(record(app.main)(sys.argv[2:]))
+    sys.exit(train(sys.argv[2:]))

@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 
 from support.command_lines import plan
 
+from megatron_lite.config.model_size import step_flops
 from megatron_lite.config.plan import Plan, plan_stages
 from megatron_lite.config.world import World
-from megatron_lite.planner.hardware import find_processor
+from megatron_lite.planner.find_processors import find_processor
 from megatron_lite.planner.memory import predict_memory
-from megatron_lite.planner.model_size import step_flops
 from megatron_lite.planner.search import get_sizes, search
 from megatron_lite.planner.step_time import predict_time
 from megatron_lite.units import GIB

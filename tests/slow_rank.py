@@ -4,9 +4,7 @@ import os
 import sys
 import time
 
-from torch.distributed.elastic.multiprocessing.errors import record
-
-from megatron_lite import app
+from megatron_lite.__main__ import train
 from megatron_lite.data import loader
 
 
@@ -19,7 +17,7 @@ def main() -> int:
 
     if os.environ["RANK"] == "1":
         loader._stack = stack
-    return record(app.main)(sys.argv[2:])
+    return train(sys.argv[2:])
 
 
 if __name__ == "__main__":

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.overhead.parts import Stopwatch
-from megatron_lite import app, observers
+from megatron_lite import observers
+from megatron_lite.__main__ import train
 from megatron_lite.config.plan import Plan
 from megatron_lite.instruments import timeline as timeline_module
 from megatron_lite.instruments.base import Instrument
@@ -114,7 +115,7 @@ def main(kind: str, out: str, *flags: str) -> int:
         run.TrainingStep, DataStreams.training = empty_step, same_batch
     if kind == "parts":
         stopwatch.watch()
-    return app.main(list(flags))
+    return train(list(flags))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import numpy as np
 from benchmarks.training.contestants import NANOGPT, STEP_FILE, Contestant
 from benchmarks.training.process import Watched
 from benchmarks.training.work import SIZES, VOCABULARIES, Work
-from megatron_lite.planner.model_size import step_flops
+from megatron_lite.config.model_size import step_flops
 from megatron_lite.units import count, size
 
 FAST, SLOW = 10, 90  # percentiles of a step's time

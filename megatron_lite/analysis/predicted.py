@@ -3,8 +3,8 @@
 from megatron_lite.analysis.kernels.kernel_results import Role
 from megatron_lite.analysis.run_facts import Compared, ComparedMemory, ComparedTime, Facts, Predicted
 from megatron_lite.formats.file_names import STEPS_FILE
+from megatron_lite.formats.memory_categories import CATEGORIES
 from megatron_lite.formats.run_record import MemoryPrediction, Moment, Prediction, TimePrediction
-from megatron_lite.planner.prediction import CATEGORIES
 from megatron_lite.units import size
 
 PRODUCTS = (Role.GEMM, Role.ATTENTION)

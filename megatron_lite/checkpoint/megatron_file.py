@@ -39,9 +39,9 @@ from megatron_lite.checkpoint.random_states import from_megatron, to_megatron
 from megatron_lite.checkpoint.training_state import Record, Stored
 from megatron_lite.config.args import Args
 from megatron_lite.config.layout import SPLIT, Part, take_part
+from megatron_lite.config.model_size import step_flops
 from megatron_lite.config.shape import ModelShape
 from megatron_lite.errors import CheckpointError
-from megatron_lite.planner.model_size import step_flops
 
 MARK = "megatron_lite"
 VERSION = 3.0  # checkpoint_version

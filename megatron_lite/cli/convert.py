@@ -7,10 +7,10 @@ from pathlib import Path
 
 from megatron_lite.cli.parser import Parser
 from megatron_lite.config.flags import dashed
+from megatron_lite.config.model_size import count_parameters
 from megatron_lite.config.shape import ModelShape
 from megatron_lite.errors import UserError
 from megatron_lite.live_line import LiveLine, say
-from megatron_lite.planner.model_size import count_parameters
 from megatron_lite.run_folder import RELEASE
 from megatron_lite.terminal import print_lines
 from megatron_lite.units import duration, short_count

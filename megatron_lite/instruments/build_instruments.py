@@ -11,7 +11,7 @@ from megatron_lite.config.plan import Plan
 from megatron_lite.config.world import World
 from megatron_lite.instruments.base import Instrument, Window
 from megatron_lite.instruments.memory_history import CpuRecorder, CudaRecorder, MemoryHistory
-from megatron_lite.instruments.memory_oom import OutOfMemory, list_remedies
+from megatron_lite.instruments.memory_oom import OutOfMemory, PredictPeak, list_remedies
 from megatron_lite.instruments.nsys_range import NsysRange
 from megatron_lite.instruments.on_demand import OnDemand
 from megatron_lite.instruments.snapshot_format import make_snapshot_folder, name_snapshot
@@ -179,8 +179,18 @@ class Compiling(Instrument):
         return self._counters["aot_autograd"]["autograd_cache_hit"]
 
 
-def build_instruments(plan: Plan, run_dir: Path, timeline: Timeline, tell) -> list[Instrument]:
-    """The instruments that this rank needs, outermost first."""
+def build_instruments(
+    plan: Plan, run_dir: Path, timeline: Timeline, tell, predict_peak: PredictPeak | None = None
+) -> list[Instrument]:
+    """Build the instruments that this rank needs, outermost first.
+
+    Args:
+        plan: The run's, on this rank.
+        run_dir: Where they write.
+        timeline: The one that measures steps.
+        tell: Called with each line for the console.
+        predict_peak: What remedies for too little memory are foretold by; None: without.
+    """
     p, world, on_gpu = plan.args.profile, plan.world, plan.device == "cuda"
     # beside the window, a GPU's profiler gets ready, and other ranks wait for those that write
     window = Window(plan.profile_window, margin=int(on_gpu or world.size > 1), train_iters=plan.train_iters)
@@ -201,14 +211,16 @@ def build_instruments(plan: Plan, run_dir: Path, timeline: Timeline, tell) -> li
     for_nsys = p.profile and not p.use_pytorch_profiler and profiled
     if (for_nsys or p.nvtx_ranges) and (on_gpu or world.under_nsys):  # some tool may record it
         members.append(NsysRange(window if for_nsys else Window(), p, world, tell))
-    members += build_memory_instruments(plan, window, tell)
+    members += build_memory_instruments(plan, window, tell, predict_peak)
     if profiled and (p.use_pytorch_profiler or p.profile_on_demand and not torch_is_blind):
         folder = Path(plan.args.watch.tensorboard_dir or run_dir)
         members.append(TorchProfiler(window, p, world.rank, on_gpu, folder, tell))
     return [*members, timeline]  # innermost: a step's time leaves out what the others do between steps
 
 
-def build_memory_instruments(plan: Plan, window: Window, tell) -> list[Instrument]:
+def build_memory_instruments(
+    plan: Plan, window: Window, tell, predict_peak: PredictPeak | None = None
+) -> list[Instrument]:
     """The instruments that watch this rank's memory, outermost first. Raises UserError if snapshots cannot be written.
 
     On a GPU every rank explains an out-of-memory error; the profiled ranks also record allocations.
@@ -224,5 +236,5 @@ def build_memory_instruments(plan: Plan, window: Window, tell) -> list[Instrumen
     # a shortage is explained before recording is switched off; steps begin and end inside of what is recorded
     histories = [MemoryHistory(window, path, recorder, tell)] if recording else []
     shared = Path(p.memory_snapshot_path) if p.record_memory_history else None
-    shortage = OutOfMemory(world.rank, shared, recorder, partial(list_remedies, plan), tell)
+    shortage = OutOfMemory(world.rank, shared, recorder, partial(list_remedies, plan, predict_peak), tell)
     return [shortage, *histories, recorder.place]

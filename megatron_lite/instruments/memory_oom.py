@@ -2,6 +2,7 @@
 
 import re
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,7 +23,6 @@ from megatron_lite.instruments.memory_summary import (
     sum_by_site,
 )
 from megatron_lite.instruments.snapshot_format import extend_name, write_snapshot
-from megatron_lite.planner.what_if import build_variant
 from megatron_lite.units import KIB, size
 
 # --- remedies for a run that does not fit: only flags that change its memory
@@ -36,10 +36,17 @@ LAST_RESORT = (
 MOVING, STANDING = (ACTIVATIONS, EVALUATION, INPUT, GRADIENTS), (WEIGHTS, OPTIMIZER)
 
 
-def list_remedies(plan: Plan, held: dict[str, int], asked: int, unused: int) -> list[str]:
+PredictPeak = Callable[..., int]  # (plan, fields of Args as keywords) -> peak bytes of the plan with those fields
+
+
+def list_remedies(
+    plan: Plan, predict_peak: PredictPeak | None, held: dict[str, int], asked: int, unused: int
+) -> list[str]:
     """Flags that would lower the run's memory, best first, each with the predicted peak. Never empty.
 
     Args:
+        plan: The run's.
+        predict_peak: The planner's closed form; None: flags without the peak that they lead to.
         held: Bytes by category.
         asked: Bytes that did not fit.
         unused: Bytes that the allocator reserved and no tensor holds.
@@ -50,10 +57,10 @@ def list_remedies(plan: Plan, held: dict[str, int], asked: int, unused: int) -> 
     custom = model.model is not None  # the formulas know the built-in GPT only
 
     def change(words: str, **changes) -> str:
-        if custom:
+        if custom or predict_peak is None:
             return words
         try:
-            return f"{words} (predicted peak {size(build_variant(plan, **changes).peak_bytes)})"
+            return f"{words} (predicted peak {size(predict_peak(plan, **changes))})"
         except Exception:  # noqa: BLE001 - nothing may fail here: an error is being explained
             return words
 
@@ -135,7 +142,7 @@ class OutOfMemory(Instrument):
     """Explains an out-of-memory error of this rank. Writes a snapshot beside `path`, if that is given."""
 
     def __init__(self, rank: int, path: Path | None, recorder, find_remedies, tell):
-        """find_remedies: `list_remedies` without its first argument."""
+        """find_remedies: `list_remedies` without its first two arguments."""
         self._rank, self._path, self._recorder, self._tell = rank, path, recorder, tell
         self._find_remedies = find_remedies
         self._lines: list[str] = []

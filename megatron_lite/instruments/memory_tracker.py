@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
+from megatron_lite.formats.caching_allocator import Allocation, Layout
 from megatron_lite.instruments.memory_oom import read_asked_bytes
 from megatron_lite.instruments.memory_tags import RECOMPUTE, Place
 from megatron_lite.instruments.snapshot_format import (
@@ -26,7 +27,6 @@ from megatron_lite.instruments.snapshot_format import (
     build_snapshot,
 )
 from megatron_lite.phases import Phase
-from megatron_lite.planner.caching_allocator import Allocation, Layout
 
 FORWARD, BACKWARD = Phase.FORWARD.value, Phase.BACKWARD.value
 FRESH = ("aten::lift_fresh", "aten::resize_")  # their result is an argument, and its memory may be new all the same

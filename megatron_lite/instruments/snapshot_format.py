@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron_lite.errors import UserError
-from megatron_lite.planner.caching_allocator import Allocation, Layout, Segment
+from megatron_lite.formats.caching_allocator import Allocation, Layout, Segment
 
 SETTINGS = {
     "PYTORCH_CUDA_ALLOC_CONF": "",

@@ -6,10 +6,10 @@ bandwidth alone: with hundreds of sequences at once arithmetic takes longer.
 
 from dataclasses import dataclass
 
+from megatron_lite.config.model_size import count_parameters
 from megatron_lite.config.shape import ModelShape
+from megatron_lite.formats.hardware import Processor
 from megatron_lite.formats.run_record import LedgerRow, TimeRow
-from megatron_lite.planner.hardware import Processor
-from megatron_lite.planner.model_size import count_parameters
 from megatron_lite.units import count
 
 WEIGHT_BITS = {"fp32": 32, "fp16/bf16": 16, "int8/fp8": 8, "int4": 4}

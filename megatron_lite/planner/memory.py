@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 from megatron_lite.config.layout import Stage, count_keys
+from megatron_lite.config.model_size import count_layer_parameters, count_parameters
 from megatron_lite.config.plan import Plan
 from megatron_lite.cpu_kernels.rules import (
     GELU_BLOCK,
@@ -18,16 +19,15 @@ from megatron_lite.cpu_kernels.rules import (
     count_scores,
     gelu_works_in_blocks,
 )
+from megatron_lite.formats.hardware import Processor, padded
 from megatron_lite.formats.run_record import LedgerRow, MemoryPrediction
 from megatron_lite.model.loss_rows import MAX_LOGITS, count_rows
 from megatron_lite.phases import Phase
 from megatron_lite.planner.attention_kernel import CAUSAL, FLASH_HEAD_STEP, FUSED, MATH
-from megatron_lite.planner.hardware import Processor, padded
 from megatron_lite.planner.micro_batch import MicroBatch, plan_micro_batch
-from megatron_lite.planner.model_size import (
+from megatron_lite.planner.prediction import ListedMoment, sum_moment
+from megatron_lite.planner.state_size import (
     FP32,
-    count_layer_parameters,
-    count_parameters,
     element_bytes,
     gradient_bytes,
     list_gathered,
@@ -35,7 +35,6 @@ from megatron_lite.planner.model_size import (
     list_states,
     per_parameter,
 )
-from megatron_lite.planner.prediction import ListedMoment, sum_moment
 from megatron_lite.units import count
 
 # rows of a ledger; gradients are workspace, the others activations

@@ -6,7 +6,7 @@ from megatron_lite.config.layout import Layout
 from megatron_lite.config.shape import ModelShape
 from megatron_lite.cpu_kernels.rules import WIDENED_BLOCK, find_slow_precisions
 from megatron_lite.planner.attention_kernel import CAUSAL, FUSED, MATH, UNFUSED, predict_attention_kernel
-from megatron_lite.planner.model_size import FP32, element_bytes
+from megatron_lite.planner.state_size import FP32, element_bytes
 from megatron_lite.units import count
 
 

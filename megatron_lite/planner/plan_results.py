@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megatron_lite.config.model_size import count_parameter_parts, step_flops
 from megatron_lite.config.plan import Plan
 from megatron_lite.config.simulated_schedule import TimedTurn, TurnTimes, simulate_schedule
+from megatron_lite.formats.hardware import Processor
 from megatron_lite.formats.run_record import MemoryPrediction, TimePrediction
-from megatron_lite.planner.hardware import Processor
 from megatron_lite.planner.inference import InferencePrediction
-from megatron_lite.planner.model_size import count_parameter_parts, step_flops
 from megatron_lite.planner.search import Search
 from megatron_lite.planner.step_time import Duration, sum_micro_batches
 from megatron_lite.planner.what_if import MARGIN, Fit, Variant

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 from megatron_lite.config.plan import Plan, plan_stages
-from megatron_lite.planner.hardware import Processor
+from megatron_lite.formats.hardware import Processor
 from megatron_lite.planner.inference import CACHE_BYTES, predict_inference
 from megatron_lite.planner.memory import predict_memory
 from megatron_lite.planner.plan_results import Exact, Generating, Outlook, StageOutlook, Training

@@ -2,13 +2,13 @@
 
 import collections
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from megatron_lite.config.plan import Plan
+from megatron_lite.formats.hardware import Processor, match_processor
 from megatron_lite.formats.run_record import MemoryPrediction, Prediction, TimePrediction
-from megatron_lite.planner.hardware import Processor, match_processor
 from megatron_lite.planner.memory import predict_memory
 from megatron_lite.planner.step_time import predict_time
 from megatron_lite.planner.what_if import MARGIN, find_heaviest_stage, fit
@@ -107,3 +107,17 @@ def record_forecast(seen: Forecast) -> Prediction:
         time=seen.time,
         failures=seen.failures,
     )
+
+
+@dataclass(frozen=True)
+class RunPrediction:
+    """What a run says of itself before its first step."""
+
+    lines: Sequence[str]  # for the console
+    record: Prediction  # for run.json
+
+
+def predict_run(plan: Plan, device_name: str | None, room_bytes: int | None) -> RunPrediction:
+    """Predict a run, for the console and for run.json. The arguments are those of forecast."""
+    seen = forecast(plan, device_name, room_bytes)
+    return RunPrediction(tuple(describe_forecast(seen)), record_forecast(seen))

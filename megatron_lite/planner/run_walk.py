@@ -11,8 +11,8 @@ from pathlib import Path
 
 from megatron_lite.config.plan import Plan, list_stage_kinds
 from megatron_lite.errors import ConfigError, UserError
+from megatron_lite.formats.hardware import Processor, cublas_workspace_bytes
 from megatron_lite.live_line import LiveLine
-from megatron_lite.planner.hardware import Processor, cublas_workspace_bytes
 from megatron_lite.planner.plan_results import Exact
 
 MODULE = "megatron_lite.planner.walk.rehearse"

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from megatron_lite.config.args import ModelArgs
 from megatron_lite.config.layout import Layout
 from megatron_lite.config.plan import Plan, list_stage_kinds
+from megatron_lite.formats.hardware import Processor
 from megatron_lite.formats.run_record import TimePrediction
-from megatron_lite.planner.hardware import Processor
 from megatron_lite.planner.memory import measure_peak
 from megatron_lite.planner.step_time import predict_time
 from megatron_lite.planner.what_if import (

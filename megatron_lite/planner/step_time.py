@@ -20,22 +20,20 @@ import msgspec
 
 from megatron_lite.config.args import OptimizerArgs
 from megatron_lite.config.layout import count_keys
-from megatron_lite.config.plan import Plan, list_stage_kinds
-from megatron_lite.config.shape import ModelShape, RankShape
-from megatron_lite.formats.run_record import TimePrediction, TimeRow
-from megatron_lite.planner.attention_kernel import FUSED, predict_attention_kernel
-from megatron_lite.planner.hardware import Processor, get_peak_tflops
-from megatron_lite.planner.model_size import (
+from megatron_lite.config.model_size import (
     FORWARD_AND_BACKWARD,
-    FP32,
     attention_flops,
     count_linear_flops,
     count_output_flops,
     count_parameters,
-    element_bytes,
-    gradient_bytes,
     step_flops,
 )
+from megatron_lite.config.plan import Plan, list_stage_kinds
+from megatron_lite.config.shape import ModelShape, RankShape
+from megatron_lite.formats.hardware import Processor, get_peak_tflops
+from megatron_lite.formats.run_record import TimePrediction, TimeRow
+from megatron_lite.planner.attention_kernel import FUSED, predict_attention_kernel
+from megatron_lite.planner.state_size import FP32, element_bytes, gradient_bytes
 from megatron_lite.planner.traffic import (
     CONTEXT,
     DATA,

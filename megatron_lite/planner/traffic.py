@@ -11,17 +11,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron_lite.config.layout import Layout, Sharding
+from megatron_lite.config.model_size import count_layer_parameters, count_parameters
 from megatron_lite.config.plan import Plan
 from megatron_lite.config.shape import ModelShape
 from megatron_lite.config.world import World
-from megatron_lite.planner.hardware import Processor
-from megatron_lite.planner.model_size import (
-    FP32,
-    count_layer_parameters,
-    count_parameters,
-    element_bytes,
-    gradient_bytes,
-)
+from megatron_lite.formats.hardware import Processor
+from megatron_lite.planner.state_size import FP32, element_bytes, gradient_bytes
 from megatron_lite.units import count
 
 TENSOR, CONTEXT, DATA, PIPELINE = "tensor", "context", "data", "pipeline"  # parallel ranks, as in the report

@@ -10,8 +10,8 @@ from megatron_lite.config.check import RULES_WITHOUT_FILES
 from megatron_lite.config.flags import Flag, build, list_flags
 from megatron_lite.config.plan import Plan, plan_stages, resolve
 from megatron_lite.config.rules.run import data_rules
+from megatron_lite.formats.hardware import Processor
 from megatron_lite.formats.run_record import MemoryPrediction, TimePrediction
-from megatron_lite.planner.hardware import Processor
 from megatron_lite.planner.memory import measure_peak, predict_memory
 from megatron_lite.planner.step_time import predict_time
 from megatron_lite.units import GIB
@@ -98,6 +98,14 @@ def build_variant(plan: Plan, processor: Processor | None = None, **changes: Any
     memory = predict_memory(changed.plan, processor)
     time = predict_time(changed.plan, processor) if processor else None
     return Variant(changed.plan, changed.add, changed.drop, memory, time)
+
+
+def predict_peak(plan: Plan, **changes: Any) -> int:
+    """Peak bytes of a rank with these fields of Args changed. Raises ValueError where they do not go with the others."""
+    variant = build_variant(plan, **changes)
+    if variant is None:
+        raise ValueError(f"{changes} do not go with the plan's other settings")
+    return variant.peak_bytes
 
 
 def find_heaviest_stage(plan: Plan, processor: Processor | None = None) -> Plan:

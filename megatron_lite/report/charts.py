@@ -9,7 +9,7 @@ from megatron_lite.analysis.kernels.kernel_results import RooflineRow
 from megatron_lite.analysis.memory.memory_results import Moment
 from megatron_lite.analysis.report import Report
 from megatron_lite.analysis.time.time_results import RankTime, Span
-from megatron_lite.planner.prediction import CATEGORIES
+from megatron_lite.formats.memory_categories import CATEGORIES
 from megatron_lite.report import draw, palette
 from megatron_lite.report.figure import Arrangement, Axis, BarChart, Bars, Curve, CurveChart, Figure, Look, Mark
 from megatron_lite.report.phase_colors import color_phases

@@ -5,8 +5,8 @@ from collections.abc import Iterator, Sequence
 
 from megatron_lite.analysis.run.pipeline_times import measure_bubble
 from megatron_lite.config.plan import Plan
+from megatron_lite.formats.hardware import PROCESSORS, Processor
 from megatron_lite.formats.run_record import MemoryPrediction
-from megatron_lite.planner.hardware import PROCESSORS, Processor
 from megatron_lite.planner.inference import InferencePrediction
 from megatron_lite.planner.plan_results import (
     Exact,

@@ -6,13 +6,13 @@ import os
 import time
 from pathlib import Path
 
+from megatron_lite.config.model_size import step_flops
 from megatron_lite.config.plan import Plan
 from megatron_lite.errors import UserError
 from megatron_lite.formats.file_names import STEPS_FILE
 from megatron_lite.formats.step_records import RanksRecord, StepRecord, append_record
 from megatron_lite.instruments.step_time import StepTime
 from megatron_lite.live_line import EVERY_RANK
-from megatron_lite.planner.model_size import step_flops
 from megatron_lite.shared_files import open_regular
 from megatron_lite.train.console import (
     ProgressLine,

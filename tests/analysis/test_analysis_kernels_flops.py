@@ -11,9 +11,9 @@ from megatron_lite.analysis.kernels.rank_kernels import rank_kernels
 from megatron_lite.analysis.time.rank_time import rank_time
 from megatron_lite.analysis.time.step_windows import attribute_events
 from megatron_lite.analysis.trace.read import read_traces
+from megatron_lite.config.model_size import step_flops
 from megatron_lite.model.attention_choice import choose_attention
 from megatron_lite.model.gpt import GPT
-from megatron_lite.planner.model_size import step_flops
 
 BATCH, STEPS = 2, 3
 

@@ -18,11 +18,11 @@ from megatron_lite.analysis.memory.ledger import ledger
 from megatron_lite.analysis.memory.read import SnapshotReader, analyze_snapshot, read_snapshot
 from megatron_lite.analysis.memory.record import build_record
 from megatron_lite.analysis.memory.stacks import Code, Stacks
+from megatron_lite.formats.memory_categories import CATEGORIES
 from megatron_lite.formats.run_record import Plan
 from megatron_lite.instruments.memory_summary import peak
 from megatron_lite.instruments.memory_tags import Place
 from megatron_lite.instruments.memory_tracker import StorageTracker
-from megatron_lite.planner.prediction import CATEGORIES
 from megatron_lite.planner.walk.rehearse import walk
 from megatron_lite.train.run_record import record_plan
 

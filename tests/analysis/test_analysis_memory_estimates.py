@@ -12,11 +12,11 @@ from megatron_lite.analysis.memory.reserved import replay_peak
 from megatron_lite.analysis.memory.trace_memory import measure_trace_memory
 from megatron_lite.config.layout import Stage
 from megatron_lite.config.shape import ModelShape
+from megatron_lite.formats.caching_allocator import Allocation, Layout
 from megatron_lite.planner.attention_kernel import MATH, UNFUSED
-from megatron_lite.planner.caching_allocator import Allocation, Layout
 from megatron_lite.planner.memory import activation_bytes, logits_bytes
 from megatron_lite.planner.micro_batch import MicroBatch
-from megatron_lite.planner.model_size import state_bytes
+from megatron_lite.planner.state_size import state_bytes
 from megatron_lite.units import MIB
 
 SHAPE = ModelShape(

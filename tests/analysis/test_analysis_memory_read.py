@@ -7,7 +7,7 @@ from support.paths import SNAPSHOTS
 from support.snapshot_maker import BACKWARD, INIT, TRAIN, MadeSnapshot, forward_stack, frames, training, write
 
 from megatron_lite.analysis.memory.read import read_snapshot
-from megatron_lite.planner.prediction import CATEGORIES
+from megatron_lite.formats.memory_categories import CATEGORIES
 from megatron_lite.units import MIB
 
 needs_real = pytest.mark.skipif(not SNAPSHOTS.is_dir(), reason="no ../shared/snapshots beside the repository")

@@ -15,9 +15,9 @@ from support.run_maker import MIB, PLAN, RECORD, SHAPE, folder, ranks, step
 from megatron_lite.analysis.run import step_lines
 from megatron_lite.analysis.run.read import read_run
 from megatron_lite.analysis.run.step_lines import MIN_RANK_LINES, StepLines
+from megatron_lite.config.model_size import step_flops
 from megatron_lite.config.shape import ModelShape
 from megatron_lite.errors import UserError
-from megatron_lite.planner.model_size import step_flops
 from megatron_lite.process_state import identity, pid_space
 from megatron_lite.shared_files import open_foreign
 

@@ -23,8 +23,9 @@ from megatron_lite.cli.main import main
 from megatron_lite.config.args import Args
 from megatron_lite.config.flags import list_flags
 from megatron_lite.config.world import World
+from megatron_lite.formats.hardware import PROCESSORS
 from megatron_lite.formats.run_record import Plan, Shape, Sharding
-from megatron_lite.planner.hardware import PROCESSORS, find_processors
+from megatron_lite.planner.find_processors import find_processors
 
 README_SCRIPT = REPO / "examples" / "gpt3" / "train_gpt3_857m_distributed.sh"
 WORDS = ["CKPT", "TB", "VOCAB", "MERGES", "DATA"]

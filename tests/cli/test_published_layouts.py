@@ -6,10 +6,10 @@ import pytest
 from published_layouts import ALL_AGAIN, PUBLISHED, SELECTIVE, Published, find_place, measure
 
 from megatron_lite.config.layout import Stage
-from megatron_lite.planner.hardware import find_processor
+from megatron_lite.config.model_size import step_flops
+from megatron_lite.planner.find_processors import find_processor
 from megatron_lite.planner.memory import activation_bytes
 from megatron_lite.planner.micro_batch import plan_micro_batch
-from megatron_lite.planner.model_size import step_flops
 
 RUNS = [run for runs in PUBLISHED.values() for run in runs]
 

@@ -6,7 +6,7 @@ from support.launch import pretrain
 from support.paths import REPO
 
 from megatron_lite import process_state
-from megatron_lite.app import main
+from megatron_lite.__main__ import train
 
 OUTPUTS = ["--save", "out/ckpt", "--tensorboard-dir", "out/tb", "--run-dir", "out/run"]
 FOUR_MISTAKES = argv(["--num-layer", "2", "--fp16", "--bf16", "--lr", "fast", "--global-batch-size", "9", *OUTPUTS])
@@ -71,7 +71,7 @@ def test_found_before_a_process_group_or_a_file_is_made(row, folder, capsys):
     changes, *starts = row
     before = sorted(folder.rglob("*"))
     outputs = [] if "--save" in changes else OUTPUTS
-    assert main(argv([*changes.split(), *outputs])) == 2
+    assert train(argv([*changes.split(), *outputs])) == 2
     said = capsys.readouterr()
     assert said.out == ""
     lines = said.err.splitlines()

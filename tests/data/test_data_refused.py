@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from support.launch import flags, write_documents
 
-from megatron_lite.app import main
+from megatron_lite.__main__ import train
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def test_data_that_cannot_be_trained_on(prefix, tmp_path, monkeypatch, capfd):
             raw = path.read_bytes()
             path.write_bytes(raw[:1] + bytes([raw[1] ^ 1]) + raw[2:])
         before = tree(tmp_path)
-        assert main([str(word) for word in flags(words.format(prefix=prefix), data=prefix)]) == 2
+        assert train([str(word) for word in flags(words.format(prefix=prefix), data=prefix)]) == 2
         assert tree(tmp_path) == before
         error = capfd.readouterr().err
         assert error.count("\n") == 1 and re.fullmatch(f"error: {message}", error.rstrip("\n")), error
@@ -47,13 +47,13 @@ def test_data_that_cannot_be_trained_on(prefix, tmp_path, monkeypatch, capfd):
 
 def test_a_run_uses_its_cache_and_says_what_was_wrong_with_it(prefix, tmp_path, capfd):
     argv = flags("--train-iters 2 --run-dir", tmp_path / "run", "--data-cache-path", tmp_path / "cache", data=prefix)
-    assert main(argv) == 0
+    assert train(argv) == 0
     assert "index cache" not in capfd.readouterr().out
     files = sorted(os.listdir(tmp_path / "cache"))
     assert len(files) == 4
     with open(tmp_path / "cache" / files[1], "ab") as file:
         file.write(b"x")
-    assert main(argv) == 0
+    assert train(argv) == 0
     out = capfd.readouterr().out
     assert out.count("index cache") == out.count("built again") == 1
     assert sorted(os.listdir(tmp_path / "cache")) == files

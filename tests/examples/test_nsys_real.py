@@ -17,7 +17,7 @@ from support.waiting import LIMIT_S
 PHASES = {"data", "data_to_device", "forward", "backward", "grad_sync", "unscale", "clip_grad", "optimizer_step", "log"}
 TRAINER = """
 import os, sys, time
-from megatron_lite.app import main
+from megatron_lite.__main__ import train
 from megatron_lite.train.step import TrainingStep
 
 train, calls = TrainingStep.__call__, []
@@ -32,7 +32,7 @@ def train_or_fail(self, *arguments):
     return result
 
 TrainingStep.__call__ = train_or_fail
-sys.exit(main(sys.argv[1:]))
+sys.exit(train(sys.argv[1:]))
 """
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(why_not() is not None, reason=str(why_not()))]

@@ -14,9 +14,9 @@ from support.rehearsal_cases import EXAMPLE, FULL, GPU, attention_arguments, bat
 from torch.nn.attention import SDPBackend
 
 from megatron_lite.config.plan import Plan
+from megatron_lite.formats.hardware import CUBLAS_WORKSPACE, CUBLAS_WORKSPACE_SINCE_HOPPER
 from megatron_lite.instruments.base import Instruments
 from megatron_lite.optim.optimizer import Optimizer
-from megatron_lite.planner.hardware import CUBLAS_WORKSPACE, CUBLAS_WORKSPACE_SINCE_HOPPER
 from megatron_lite.planner.walk.kernels import cuda_choice
 from megatron_lite.planner.walk.rehearse import rehearse
 from megatron_lite.train.step import BatchMaker, TrainingStep

@@ -20,7 +20,7 @@ from support.waiting import LIMIT_S, wait_until
 
 from benchmarks.training.contestants import Contestant, build_command, build_parser, choose_contestants, choose_work
 from megatron_lite.cli.planned_run import planned_run
-from megatron_lite.planner.hardware import find_processor
+from megatron_lite.planner.find_processors import find_processor
 from megatron_lite.planner.memory import predict_memory
 
 A, B, C = (Part(name, name, share) for name, share in (("a", 1), ("b", 1), ("c", 2)))

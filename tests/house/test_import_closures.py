@@ -73,8 +73,9 @@ def test_the_trainer_never_reaches_the_explainer(part):
     assert not places & (EXPLAINER | COMMANDS)
 
 
-@pytest.mark.parametrize("part", ["model", "cpu_kernels", "data", "parallel", "optim"])
-def test_what_trains_never_reaches_the_planner(part):
+@pytest.mark.parametrize("part", TRAINER)
+def test_the_trainer_never_reaches_the_planner(part):
+    """The entry hands in what a run asks of it."""
     places, _ = reach({part})
     assert not places & PLANNER
 

@@ -13,7 +13,6 @@ from support.snapshots import live_at_each_moment, protocol, read_snapshot, trac
 from support.waiting import LIMIT_S
 
 from megatron_lite.config.world import World
-from megatron_lite.instruments import memory_oom as memory_advice
 from megatron_lite.instruments.base import Instruments, Window
 from megatron_lite.instruments.build_instruments import build_memory_instruments
 from megatron_lite.instruments.memory_oom import (
@@ -34,16 +33,17 @@ from megatron_lite.instruments.memory_summary import (
     sum_by_site,
 )
 from megatron_lite.planner.memory import predict_memory
+from megatron_lite.planner.what_if import predict_peak
 from megatron_lite.units import GIB, size
 
 REAL = REPO.parent / "shared" / "snapshots" / "cuda_gpt_24x1024_seq1024_bf16.pickle"
 LIMITED = """
 import resource, sys
 sys.path.insert(0, sys.argv[1])
-from megatron_lite.app import main
+from megatron_lite.__main__ import train
 used = int(open("/proc/self/statm").read().split()[0]) * 4096
 resource.setrlimit(resource.RLIMIT_AS, (used + int(sys.argv[2]), -1))
-sys.exit(main(sys.argv[3:]))
+sys.exit(train(sys.argv[3:]))
 """
 TOO_MUCH = (
     "--seq-length 128 --max-position-embeddings 128 --micro-batch-size 128 --global-batch-size 128 --hidden-size 128 "
@@ -280,18 +280,25 @@ NO_SUMS = "no --accumulate-allreduce-grads-in-fp32"
     ],
 )
 def test_only_flags_that_help_are_advised(words, held, unused, found):
-    told = list_remedies(plan_of(flags(words), World(gpus=1) if unused else ALONE), held, asked=100, unused=unused)
+    told = list_remedies(
+        plan_of(flags(words), World(gpus=1) if unused else ALONE), predict_peak, held, asked=100, unused=unused
+    )
     assert len(told) == len(found) and all(flag in text for text, flag in zip(told, found))
 
 
-def test_what_is_advised_tells_the_peak_that_it_leads_to(monkeypatch):
+def test_what_is_advised_tells_the_peak_that_it_leads_to():
     plan = plan_of(flags("--micro-batch-size 4 --bf16"), World(gpus=1))
     now = predict_memory(plan).peak.num_bytes
     smaller = predict_memory(plan_of(flags("--micro-batch-size 2 --bf16"), World(gpus=1))).peak.num_bytes
-    told = list_remedies(plan, {ACTIVATIONS: 9}, asked=1, unused=0)[0]
+    told = list_remedies(plan, predict_peak, {ACTIVATIONS: 9}, asked=1, unused=0)[0]
     assert told.endswith(f"(predicted peak {size(smaller)})") and smaller < now
-    monkeypatch.setattr(memory_advice, "build_variant", None)  # whatever happens in there must not hide the error
-    assert list_remedies(plan, {ACTIVATIONS: 9}, asked=1, unused=0)[0].endswith("with the same --global-batch-size")
+
+    def fail(plan, **changes):
+        raise ZeroDivisionError
+
+    for unknown in (fail, None):  # whatever happens in there must not hide the error
+        told = list_remedies(plan, unknown, {ACTIVATIONS: 9}, asked=1, unused=0)
+        assert told[0].endswith("with the same --global-batch-size")
 
 
 @pytest.mark.parametrize(

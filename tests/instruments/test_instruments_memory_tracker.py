@@ -8,10 +8,10 @@ import pytest
 import torch
 from support.snapshots import live_at_each_moment, live_blocks, trace
 
+from megatron_lite.formats.caching_allocator import Allocation, Layout, rounded
 from megatron_lite.instruments.base import Instruments
 from megatron_lite.instruments.memory_tags import ModuleHooks, Place
 from megatron_lite.instruments.memory_tracker import StorageTracker
-from megatron_lite.planner.caching_allocator import Allocation, Layout, rounded
 from megatron_lite.units import MIB
 
 

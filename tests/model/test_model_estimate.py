@@ -7,10 +7,10 @@ import torch
 from support.model_variants import VARIANTS
 from torch.utils.flop_counter import FlopCounterMode
 
+from megatron_lite.config.model_size import count_parameters, step_flops
 from megatron_lite.config.shape import ModelShape
 from megatron_lite.model.attention_choice import choose_attention
 from megatron_lite.model.gpt import GPT
-from megatron_lite.planner.model_size import count_parameters, step_flops
 
 MEDIUM = ModelShape(
     num_layers=24, hidden_size=1024, num_attention_heads=16, num_query_groups=16, kv_channels=64, ffn_hidden_size=4096,

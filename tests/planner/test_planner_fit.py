@@ -11,7 +11,8 @@ from megatron_lite.config.check import RULES_WITHOUT_FILES, check
 from megatron_lite.config.command_line import read_command_line
 from megatron_lite.config.plan import Plan, resolve
 from megatron_lite.config.world import World
-from megatron_lite.planner.hardware import Processor, find_processor
+from megatron_lite.formats.hardware import Processor
+from megatron_lite.planner.find_processors import find_processor
 from megatron_lite.planner.memory import measure_peak, predict_memory
 from megatron_lite.planner.what_if import (
     HALVED_EVERY,

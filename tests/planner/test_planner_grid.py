@@ -5,9 +5,9 @@ import torch
 from estimate_grid import CPU_GRID, GRID, LLAMA, PP, QUICK, QUICK_ON_CPU, ZERO1, Case, plan_for
 
 from megatron_lite.cpu_kernels import products
-from megatron_lite.planner import hardware
-from megatron_lite.planner.caching_allocator import MIN_BLOCK
-from megatron_lite.planner.hardware import CUBLAS_WORKSPACE
+from megatron_lite.formats import hardware
+from megatron_lite.formats.caching_allocator import MIN_BLOCK
+from megatron_lite.formats.hardware import CUBLAS_WORKSPACE
 from megatron_lite.planner.memory import predict_memory
 from megatron_lite.planner.walk.rehearse import rehearse
 from megatron_lite.units import MIB

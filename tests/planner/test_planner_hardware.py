@@ -7,19 +7,19 @@ from support.launch import flags, plan_of
 
 from megatron_lite.config.world import World
 from megatron_lite.errors import UserError
-from megatron_lite.planner.hardware import (
+from megatron_lite.formats.hardware import (
     CUBLAS_WORKSPACE,
     CUBLAS_WORKSPACE_SINCE_HOPPER,
     PROCESSORS,
     best_multiple,
     cublas_workspace_bytes,
-    find_processor,
     get_peak_tflops,
     least_multiple,
     match_processor,
     padded,
     peak_tflops,
 )
+from megatron_lite.planner.find_processors import find_processor
 from megatron_lite.planner.memory import predict_memory
 
 # as PyTorch gives it: the row's name, TFLOP/s in 16 bits, GB/s

@@ -5,10 +5,11 @@ from dataclasses import replace
 import pytest
 
 from megatron_lite.config.shape import ModelShape
+from megatron_lite.formats.hardware import match_processor
 from megatron_lite.formats.run_record import LedgerRow
-from megatron_lite.planner.hardware import find_processor, match_processor
+from megatron_lite.planner.find_processors import find_processor
 from megatron_lite.planner.inference import count_kv_cache_bytes, count_weight_bytes, predict_inference
-from megatron_lite.planner.model_size import state_bytes
+from megatron_lite.planner.state_size import state_bytes
 from megatron_lite.units import GIB
 
 GB = 10**9

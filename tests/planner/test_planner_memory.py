@@ -5,12 +5,12 @@ import re
 import pytest
 from estimate_grid import FULL, GRID, LARGE, MEDIUM, SEED, SHORT, UNFUSED, plan_for
 
+from megatron_lite.config.model_size import count_parameters
+from megatron_lite.formats.memory_categories import CATEGORIES
 from megatron_lite.formats.run_record import Moment
 from megatron_lite.phases import Phase
 from megatron_lite.planner.attention_kernel import MATH, predict_attention_kernel
 from megatron_lite.planner.memory import predict_memory
-from megatron_lite.planner.model_size import count_parameters
-from megatron_lite.planner.prediction import CATEGORIES
 from megatron_lite.units import GIB
 
 SEED_PARAMETERS = 355_919_872

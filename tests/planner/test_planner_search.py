@@ -12,7 +12,7 @@ from megatron_lite.cli.planned_run import planned_run
 from megatron_lite.config.plan import plan_stages
 from megatron_lite.config.world import World
 from megatron_lite.errors import ConfigError
-from megatron_lite.planner.hardware import find_processor
+from megatron_lite.planner.find_processors import find_processor
 from megatron_lite.planner.memory import predict_memory
 from megatron_lite.planner.search import get_sizes, search
 from megatron_lite.planner.step_time import predict_time

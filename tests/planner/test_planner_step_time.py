@@ -4,7 +4,8 @@ import pytest
 from support.command_lines import plan
 
 from megatron_lite.config.world import World
-from megatron_lite.planner.hardware import find_processor, match_processor
+from megatron_lite.formats.hardware import match_processor
+from megatron_lite.planner.find_processors import find_processor
 from megatron_lite.planner.step_time import compute_duration, predict_time
 
 SEED = (

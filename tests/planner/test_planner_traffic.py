@@ -8,7 +8,7 @@ from support.command_lines import plan
 
 from megatron_lite.config.plan import plan_stages
 from megatron_lite.config.world import World
-from megatron_lite.planner.hardware import find_processor
+from megatron_lite.planner.find_processors import find_processor
 from megatron_lite.planner.traffic import (
     DATA,
     GATHER,

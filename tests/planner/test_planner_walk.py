@@ -9,10 +9,10 @@ from torch import nn
 
 from megatron_lite.analysis.memory.read import read_snapshot
 from megatron_lite.cli.main import main
+from megatron_lite.config.model_size import count_parameters
 from megatron_lite.config.world import World
 from megatron_lite.instruments.memory_summary import peak
 from megatron_lite.instruments.snapshot_format import write_snapshot
-from megatron_lite.planner.model_size import count_parameters
 from megatron_lite.planner.walk.kernels import cpu_choice
 from megatron_lite.planner.walk.rehearse import Rehearsal, rehearse, summarize_walk
 from megatron_lite.units import size

@@ -8,9 +8,9 @@ from support.rehearsal_cases import GPU, planned
 from torch import nn
 
 from megatron_lite.errors import UserError
+from megatron_lite.formats.hardware import CUBLAS_WORKSPACE, CUBLAS_WORKSPACE_SINCE_HOPPER
 from megatron_lite.instruments.memory_summary import peak
 from megatron_lite.phases import Phase
-from megatron_lite.planner.hardware import CUBLAS_WORKSPACE, CUBLAS_WORKSPACE_SINCE_HOPPER
 from megatron_lite.planner.walk.rehearse import Rehearsal, rehearse, walk
 
 LAYERS, HIDDEN, TOKENS, POSITIONS = 2, 64, 64, 32

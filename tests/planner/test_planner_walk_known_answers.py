@@ -11,9 +11,9 @@ from torch import Tensor
 
 from megatron_lite.analysis.memory.read import read_snapshot as analyze
 from megatron_lite.config.world import World
+from megatron_lite.formats.hardware import CUBLAS_WORKSPACE
 from megatron_lite.instruments.memory_summary import peak
 from megatron_lite.parallel.backend import Backend
-from megatron_lite.planner.hardware import CUBLAS_WORKSPACE
 from megatron_lite.planner.walk.fake_backend import FakeBackend, fake_other_ranks
 from megatron_lite.planner.walk.rehearse import prepare, summarize_walk, walk
 from megatron_lite.units import GIB

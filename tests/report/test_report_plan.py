@@ -8,10 +8,11 @@ from support.paths import REPO
 from megatron_lite.cli.main import main
 from megatron_lite.cli.plan import _parser
 from megatron_lite.config.world import World
+from megatron_lite.formats.hardware import Processor
+from megatron_lite.formats.memory_categories import CATEGORIES
 from megatron_lite.formats.run_record import LedgerRow, MemoryPrediction, Moment
-from megatron_lite.planner.hardware import Processor, find_processor
+from megatron_lite.planner.find_processors import find_processor
 from megatron_lite.planner.plan_results import Exact, Outlook, PlanReport, Subject, Training
-from megatron_lite.planner.prediction import CATEGORIES
 from megatron_lite.planner.step_time import compute_duration, predict_time
 from megatron_lite.report.plan_files import as_json
 from megatron_lite.report.plan_terminal import (

@@ -33,6 +33,7 @@ from megatron_lite.instruments.build_instruments import build_instruments
 from megatron_lite.instruments.timeline import Timeline
 from megatron_lite.parallel.groups import make_groups
 from megatron_lite.parallel.replica import Replica
+from megatron_lite.planner.what_if import predict_peak
 from megatron_lite.train.build_replica import build_model, build_replica
 from megatron_lite.train.checkpoint_checks import require_checkpoint, reserve_save
 from megatron_lite.train.console import set_up_logging
@@ -114,7 +115,7 @@ def train(argv: list[str], run_dir: Path, world: World = ALONE, watchers=()) -> 
     set_up_logging(world.is_first)
     with (
         reserve_save(plan),
-        Instruments([*build_instruments(plan, run_dir, timeline, print), *watchers], print) as watching,
+        Instruments([*build_instruments(plan, run_dir, timeline, print, predict_peak), *watchers], print) as watching,
     ):
         require_checkpoint(plan.args.checkpoint)
         with Charts(plan, run_dir) as charts:

@@ -36,8 +36,8 @@ from megatron_lite.analysis.run_facts import Facts
 from megatron_lite.analysis.time.time_results import HostSite, PhaseTime, Placing, RankTime, Span, Step, SyncSite
 from megatron_lite.analysis.trace.columns import Events, MemoryEvents, Trace
 from megatron_lite.analysis.verdict import build_verdict
+from megatron_lite.formats.memory_categories import CATEGORIES
 from megatron_lite.formats.run_record import RunRecord
-from megatron_lite.planner.prediction import CATEGORIES
 
 PYTHON = sys.executable
 HOSTILE = "</script><img src=x onerror=alert(1)>\x1b[31m\u202e&\"'\ud800"

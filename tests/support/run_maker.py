@@ -2,8 +2,8 @@
 
 import json
 
+from megatron_lite.config.model_size import step_flops
 from megatron_lite.config.shape import ModelShape
-from megatron_lite.planner.model_size import step_flops
 
 MIB = 2**20
 SHAPE = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "num_query_groups": 4, "kv_channels": 8}

@@ -29,6 +29,7 @@ from megatron_lite.config.command_line import read_command_line
 from megatron_lite.config.world import World
 from megatron_lite.errors import ConfigError, UserError
 from megatron_lite.instruments.memory_oom import list_remedies
+from megatron_lite.planner.what_if import predict_peak
 
 MODEL = '''
 import torch
@@ -271,7 +272,9 @@ def test_findings_name_no_flag_that_is_refused(tmp_path):
 
 def test_remedies_against_lack_of_memory_promise_nothing(file):
     words = "--micro-batch-size 4 --bf16"
-    known, unknown = (list_remedies(plan_of(line), {}, 1, 0) for line in (flags(words), argv(file, "build", words)))
+    known, unknown = (
+        list_remedies(plan_of(line), predict_peak, {}, 1, 0) for line in (flags(words), argv(file, "build", words))
+    )
     assert any("predicted peak" in one for one in known) and any("--recompute" in one for one in known)
     assert "--micro-batch-size 2 instead of 4, with the same --global-batch-size" in unknown
     assert not [one for one in unknown if "predicted" in one or "--recompute" in one]

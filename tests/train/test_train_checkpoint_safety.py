@@ -462,9 +462,9 @@ def test_ctrl_c_during_a_save_on_two_ranks(tmp_path):
 def test_ctrl_c_during_a_save_names_the_checkpoint_before_and_exits_130(tmp_path):
     save = tmp_path / "save"
     (tmp_path / "driver.py").write_text(
-        f"import sys\nsys.path[:0] = {[str(TESTS), str(Path(__file__).parent)]!r}\nimport torch\nfrom megatron_lite.app import main\n"
+        f"import sys\nsys.path[:0] = {[str(TESTS), str(Path(__file__).parent)]!r}\nimport torch\nfrom megatron_lite.__main__ import train\n"
         "from test_train_checkpoint_safety import Path, interrupt_in\n"
-        f"torch.save = interrupt_in(Path({str(save)!r}), 4)\nsys.exit(main(sys.argv[1:]))\n"
+        f"torch.save = interrupt_in(Path({str(save)!r}), 4)\nsys.exit(train(sys.argv[1:]))\n"
     )
     ended = pretrain(flags(WHOLE, "--save-interval 2 --save", save), script=tmp_path / "driver.py")
     assert ended.code == 130 and ended.err == "", ended.err
@@ -577,8 +577,8 @@ def test_a_refused_run_leaves_no_trace_and_exits_2(tmp_path, holder):
     """Its run folder is the save folder here, and holds the other run's run.json."""
     (tmp_path / "save" / "run.json").write_text("the other's")
     (tmp_path / "driver.py").write_text(
-        "import sys\nfrom megatron_lite import app\nfrom megatron_lite.train import checkpoint_checks\ncheckpoint_checks.MAX_WAIT_S = 0.5\n"
-        "sys.exit(app.main(sys.argv[1:]))\n"
+        "import sys\nfrom megatron_lite.__main__ import train\nfrom megatron_lite.train import checkpoint_checks\ncheckpoint_checks.MAX_WAIT_S = 0.5\n"
+        "sys.exit(train(sys.argv[1:]))\n"
     )
     ended = pretrain(flags(WHOLE, "--save", tmp_path / "save"), script=tmp_path / "driver.py")
     assert ended.code == 2 and ended.out.count("waiting for its end, 0 s at most") == 1

@@ -8,9 +8,9 @@ from count_launches import ADDING, count_launches
 from support.launch import alone, build, same
 from support.rehearsal_cases import CPU, EOD, GPU, batches, planned
 
+from megatron_lite.config.model_size import count_parameters
 from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.phases import Phase
-from megatron_lite.planner.model_size import count_parameters
 from megatron_lite.train.step import BatchMaker, TrainingStep
 
 

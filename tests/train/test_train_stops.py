@@ -217,7 +217,7 @@ def test_a_rank_ends_before_what_its_error_holds_is_taken_apart(monkeypatch, err
     monkeypatch.setattr(app, "LauncherWatch", lambda _: SimpleNamespace(start=lambda: None))
     monkeypatch.setattr(os, "_exit", leave)
     with pytest.raises(SystemExit):
-        app.main([])
+        app.main([], planner=None)
     assert happened[0] in (130, 2, 1)
 
 

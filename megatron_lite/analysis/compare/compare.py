@@ -32,7 +32,7 @@ from megatron_lite.analysis.run_facts import Facts
 from megatron_lite.analysis.time.rank_time import rank_time
 from megatron_lite.analysis.time.time_results import ROW_TITLES, RankTime
 from megatron_lite.errors import ConfigError, UserError
-from megatron_lite.planner.prediction import CATEGORIES
+from megatron_lite.formats.memory_categories import CATEGORIES
 from megatron_lite.units import significant, size
 
 # --- steps, rates and peaks of two runs beside each other, the phases of runs without traces, and the first line

@@ -16,8 +16,8 @@ from megatron_lite.analysis.memory.memory_results import GROWS_WITH_BATCH, OUTSI
 from megatron_lite.analysis.rank_facts import MATTERS, RankFacts, in_ms
 from megatron_lite.analysis.run_facts import TIGHT, Facts, measure_ordinary, sum_category, whole
 from megatron_lite.formats.file_names import RUN_FILE
+from megatron_lite.formats.hardware import match_processor
 from megatron_lite.phases import Phase
-from megatron_lite.planner.hardware import match_processor
 from megatron_lite.units import GIB, MIB, counted, size
 
 MIN_BYTES_PER_STEP = MIB  # in a snapshot: less takes thousands of steps to fill a gigabyte

@@ -10,8 +10,8 @@ from megatron_lite.analysis.findings.base import Evidence, Finding, build_time_f
 from megatron_lite.analysis.kernels.kernel_results import MATRIX_ROLES, Role, TensorCores
 from megatron_lite.analysis.rank_facts import MIN_SHARE_SHOWN, RankFacts, in_ms
 from megatron_lite.analysis.run_facts import Facts, whole
-from megatron_lite.planner.hardware import TILE as USUAL_TILE
-from megatron_lite.planner.hardware import best_multiple, least_multiple, padded, peak_tflops
+from megatron_lite.formats.hardware import TILE as USUAL_TILE
+from megatron_lite.formats.hardware import best_multiple, least_multiple, padded, peak_tflops
 from megatron_lite.units import count, significant
 
 SIXTEEN_BITS = ("fp16", "bf16")

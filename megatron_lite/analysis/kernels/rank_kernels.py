@@ -20,7 +20,7 @@ from megatron_lite.analysis.kernels.roofline import Calls, collect_calls, roofli
 from megatron_lite.analysis.kernels.selection import Selection, by_weight, heaviest
 from megatron_lite.analysis.time.time_results import Placing, RankTime
 from megatron_lite.analysis.trace.columns import Kind, Trace
-from megatron_lite.planner.hardware import match_processor, peak_tflops
+from megatron_lite.formats.hardware import match_processor, peak_tflops
 
 DEEPEST = 64  # operators within operators; real traces have about ten
 SHAPES_FLAG = "--pytorch-profiler-collect-shapes"

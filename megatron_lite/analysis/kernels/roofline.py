@@ -19,7 +19,7 @@ from megatron_lite.analysis.kernels.kernel_words import (
 )
 from megatron_lite.analysis.kernels.selection import Selection, heaviest
 from megatron_lite.analysis.trace.columns import Kind, Shapes
-from megatron_lite.planner.hardware import match_processor, peak_tflops
+from megatron_lite.formats.hardware import match_processor, peak_tflops
 
 # --- arithmetic and memory traffic of an operator from the shapes of its arguments
 #

@@ -16,9 +16,9 @@ from megatron_lite.analysis.intervals import Flags, Integers
 from megatron_lite.analysis.memory.phases import NOT_SAID, NUMBER, RECOMPUTE, SETUP, UNKNOWN, ZERO_GRAD, Phases
 from megatron_lite.analysis.memory.record import ALLOC, FREE, FREE_REQUESTED, Record
 from megatron_lite.analysis.memory.stacks import Code
-from megatron_lite.planner.caching_allocator import MIN_BLOCK
-from megatron_lite.planner.hardware import CUBLAS_THREADS, CUBLAS_WORKSPACE, CUBLAS_WORKSPACE_SINCE_HOPPER
-from megatron_lite.planner.prediction import CATEGORIES
+from megatron_lite.formats.caching_allocator import MIN_BLOCK
+from megatron_lite.formats.hardware import CUBLAS_THREADS, CUBLAS_WORKSPACE, CUBLAS_WORKSPACE_SINCE_HOPPER
+from megatron_lite.formats.memory_categories import CATEGORIES
 
 INDEX = {name: number for number, name in enumerate(CATEGORIES)}
 UNDECIDED = -1

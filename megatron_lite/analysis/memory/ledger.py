@@ -7,11 +7,12 @@ import msgspec
 from megatron_lite.analysis.memory.memory_results import LedgerRow, Snapshot
 from megatron_lite.config.args import ParallelArgs
 from megatron_lite.config.layout import Layout, plan_stage
+from megatron_lite.config.model_size import count_parameters
 from megatron_lite.config.shape import ModelShape, recomputed_layers
 from megatron_lite.formats.run_record import Plan
 from megatron_lite.planner.memory import activation_bytes, logits_bytes
 from megatron_lite.planner.micro_batch import plan_micro_batch
-from megatron_lite.planner.model_size import FP32, count_parameters, element_bytes, state_bytes
+from megatron_lite.planner.state_size import FP32, element_bytes, state_bytes
 from megatron_lite.units import count
 
 NOT_OURS = (KeyError, TypeError, AttributeError, ValueError)  # what a plan that lacks parts raises

@@ -29,7 +29,7 @@ from megatron_lite.analysis.memory.phases import NOT_SAID, PHASES, find_memory_p
 from megatron_lite.analysis.memory.record import ALLOC, OOM, Record, build_record
 from megatron_lite.analysis.memory.reserved import measure_fragmentation, measure_private_pools, measure_reserved
 from megatron_lite.analysis.memory.snapshot_file import choose_snapshot, read_values
-from megatron_lite.planner.prediction import CATEGORIES
+from megatron_lite.formats.memory_categories import CATEGORIES
 from megatron_lite.units import counted, size
 
 MAX_UNKNOWN = 0.01  # of the peak, without origin, in a record that counts as complete

@@ -13,7 +13,7 @@ from megatron_lite.analysis.intervals import Integers
 from megatron_lite.analysis.memory.categories import Lives
 from megatron_lite.analysis.memory.memory_results import Fragmentation, PrivatePool
 from megatron_lite.analysis.memory.record import LESS_RESERVED, MORE_RESERVED, OOM, SEGMENT_MAP, Record
-from megatron_lite.planner.caching_allocator import Allocation, Layout
+from megatron_lite.formats.caching_allocator import Allocation, Layout
 
 MAX_ERROR = 0.05  # of what was reserved: a replay of the allocator as it was must come as near, or nothing is said
 # Code that captures graphs: PyTorch, inductor's trees of graphs, Megatron-LM, vLLM, SGLang, TensorRT-LLM.

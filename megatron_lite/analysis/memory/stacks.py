@@ -131,7 +131,7 @@ class LibraryFrame(NamedTuple):
     """A row of library_frames.tsv."""
 
     library: str
-    holds: str  # a category of prediction.CATEGORIES
+    holds: str  # a category of formats.memory_categories.CATEGORIES
     in_file: re.Pattern[str]
     in_function: re.Pattern[str]  # of "function < caller"
 

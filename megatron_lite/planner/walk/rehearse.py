@@ -18,6 +18,8 @@ from megatron_lite.config.command_line import read_command_line
 from megatron_lite.config.plan import BatchSchedule, Plan, resolve
 from megatron_lite.config.world import World
 from megatron_lite.errors import UserError
+from megatron_lite.formats.caching_allocator import rounded
+from megatron_lite.formats.hardware import CUBLAS_THREADS, CUBLAS_WORKSPACE, cublaslt_workspace_bytes
 from megatron_lite.instruments.base import Instruments
 from megatron_lite.instruments.memory_summary import describe_place, operation, site
 from megatron_lite.instruments.memory_tags import ModuleHooks, Place
@@ -25,8 +27,6 @@ from megatron_lite.instruments.snapshot_format import write_snapshot
 from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.backend import Backend
 from megatron_lite.parallel.groups import Groups
-from megatron_lite.planner.caching_allocator import rounded
-from megatron_lite.planner.hardware import CUBLAS_THREADS, CUBLAS_WORKSPACE, cublaslt_workspace_bytes
 from megatron_lite.planner.walk.fake_backend import HOST, FakeBackend, fake_other_ranks
 from megatron_lite.planner.walk.kernels import InPlaceGradients, replace_kernels
 from megatron_lite.planner.walk.tracker import CollectiveCounter, RehearsalTracker
@@ -47,7 +47,9 @@ class Rehearsal:
     expandable_reserved_bytes: int  # with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
     phase: str  # of the peak, a Phase's value, or recompute
     where: str  # "forward of step 1 in decoder.layers.3.mlp: aten.gelu.default from gelu_tanh (model/gpt.py:10)"
-    categories: dict[str, int]  # at the peak, by prediction.CATEGORIES, largest first; adds up to the peak
+    categories: dict[
+        str, int
+    ]  # at the peak, by formats.memory_categories.CATEGORIES, largest first; adds up to the peak
     notes: tuple[str, ...]  # what is not in it, in words
     # (dimension of the group, kind, bytes of the whole tensor, times) in the last step, of as many micro-batches as were walked
     collectives: tuple[tuple[str, str, int, int], ...] = ()

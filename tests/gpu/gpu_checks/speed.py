@@ -7,7 +7,7 @@ from benchmarks.training.contestants import OURS
 from benchmarks.training.summary import ON_GPU
 from gpu_checks.outcome import FAILED, OUT_OF_TIME, PASSED, Outcome
 from megatron_lite.cli.planned_run import planned_run
-from megatron_lite.planner.hardware import match_processor, peak_tflops
+from megatron_lite.formats.hardware import match_processor, peak_tflops
 from megatron_lite.planner.memory import predict_memory
 from megatron_lite.units import count, size
 

@@ -13,9 +13,8 @@ import bisect
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_lite.units import MIB
-
 MIN_BLOCK = 512
+MIB = 2**20
 LARGEST_SMALL = MIB
 SMALL_SEGMENT, LARGE_SEGMENT, LARGE_STEP = 2 * MIB, 20 * MIB, 2 * MIB
 MIN_OWN_SEGMENT = 10 * MIB

@@ -7,9 +7,6 @@ from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from megatron_lite.errors import UserError
-from megatron_lite.units import MIB
-
 
 @dataclass(frozen=True)
 class Processor:
@@ -63,75 +60,12 @@ def _read_processors() -> tuple[Processor, ...]:
 
 PROCESSORS = _read_processors()
 _PARTS = re.compile(r"\bMIG\b|GRID|Laptop|Max-Q")  # a slice or a slower build of the GPU whose name it bears
-_NO_MODEL = {"nvidia", "amd", "tesla", "geforce", "rtx", "instinct", "gpu", "gb", "gib", "one", "die"}
 
 
 def match_processor(device_name: str | None) -> Processor | None:
     """The GPU with the name that PyTorch or a trace gives it; None if the table lacks it."""
     name = device_name or ""
     return None if _PARTS.search(name) else next((one for one in PROCESSORS if re.search(one.pattern, name)), None)
-
-
-def find_processor(text: str) -> Processor:
-    """The GPU that people call by this name: "H200", "a100-40", "4090", "H100 PCIe", or PyTorch's name for it.
-
-    A name that several boards bear stands for the commonest of them, which the row's name says.
-    Raises UserError, with all names, for one whose memory the table does not hold.
-    """
-    known = [one for one in PROCESSORS if one.memory_gib]
-    wanted = _split_name(text)
-    fitting = [
-        one for one in known if wanted[:1] == _split_name(one.name)[:1] and {*wanted} <= {*_split_name(one.name)}
-    ]
-    exact = [one for one in fitting if {*wanted} == {*_split_name(one.name)}]
-    found = next(iter(exact + fitting), None) or match_processor(text) or _find_by_beginning(wanted, known)
-    if found is None or found not in known:
-        # without what a shell would not take
-        names = [one.name.partition(" (")[0] for one in known]
-        raise UserError(f"GPU '{text}': not in the table; take one of {', '.join(names)}.")
-    return found
-
-
-MIN_BEGINNING = 3  # letters and digits of "MI300", "H10"
-
-
-def _find_by_beginning(wanted: list[str], known: list[Processor]) -> Processor | None:
-    """'MI300' -> MI300X: the first one whose model begins so, if a digit tells it from a family."""
-    first = next(iter(wanted), "")
-    if len(first) < MIN_BEGINNING or not re.search(r"\d", first):
-        return None
-    others = {*wanted[1:]}
-    begins = [one for one in known if _split_name(one.name)[:1] and _split_name(one.name)[0].startswith(first)]
-    return next((one for one in begins if others <= {*_split_name(one.name)}), None)
-
-
-MAX_WORDS_OF_NAME = 5  # "NVIDIA A100 SXM 80 GB"
-
-
-def count_words_of_name(words: list[str]) -> int:
-    """How many of the first words are the name of one GPU, as in H100 SXM 80 GB without quotes; 0 for none."""
-    for number in range(min(MAX_WORDS_OF_NAME, len(words)), 0, -1):
-        text = " ".join(words[:number])
-        # a longer name must be all of it: H200 T4 are two
-        if number > 1 and all({*_split_name(text)} != {*_split_name(one.name)} for one in PROCESSORS):
-            continue
-        try:
-            find_processor(text)
-        except UserError:
-            continue
-        return number
-    return 0
-
-
-def find_processors(words: list[str]) -> list[Processor]:
-    """The GPUs that the words name, each in one word or several. UserError for one that the table lacks."""
-    found: list[Processor] = []
-    at = 0
-    while at < len(words):
-        number = max(1, count_words_of_name(words[at:]))
-        found.append(find_processor(" ".join(words[at : at + number])))
-        at += number
-    return found
 
 
 def peak_tflops(device_name: str | None, precision: str) -> float | None:
@@ -146,14 +80,6 @@ def get_peak_tflops(processor: Processor, precision: str) -> float | None:
         return None
     peaks = {"fp32": processor.fp32_tflops, "tf32": processor.tf32_tflops, "fp8": processor.fp8_tflops}
     return peaks.get(precision, processor.half_tflops if precision in ("fp16", "bf16") else None)
-
-
-def _split_name(name: str) -> list[str]:
-    """'NVIDIA A100-SXM4-80GB' -> ['a100', 'sxm', '80']: what tells boards apart."""
-    words = re.findall(r"[a-z0-9]+", name.lower())
-    words = [re.sub(r"^(\d+)gi?b$", r"\1", re.sub(r"^sxm\d$", "sxm", word)) for word in words]
-    words = [re.sub(r"^rtx(?=\d)", "", word) for word in words]
-    return [word for word in words if word not in _NO_MODEL]
 
 
 # --- the memory that cuBLAS works in, which torch takes from its allocator at the first matrix product and keeps
@@ -176,7 +102,7 @@ def cublas_workspace_bytes(processor: Processor | None, deterministic: bool) -> 
 # 2026-11-25 (docs/benchmarks.md). Its size is 1,024 KiB by default (parseCUDABlasLtWorkspaceSize in ATen/cuda/
 # CublasHandlePool.cpp, 2026-01-12). Since github.com/pytorch/pytorch/pull/175879, merged on 2026-03-02 and so in torch 2.12
 # and 2.13, it works in cuBLAS' own workspace. Not measured: layers that backward computes again on its own thread.
-CUBLASLT_WORKSPACE = MIB
+CUBLASLT_WORKSPACE = 2**20
 LAST_WITH_OWN_CUBLASLT_WORKSPACE = (2, 11)
 
 
