@@ -16,7 +16,11 @@ from support.megatron_functional import FILE, NEW, Configuration, write_words
 
 FOLDERS = ("gpt", "moe", "mixtral")
 OTHER_MODES = ("inference", "rl")
-OF_A_REPLICA = ("tensor", "pipeline", "context")  # whose sizes a configuration without a recipe must at least have as ranks
+OF_A_REPLICA = (
+    "tensor",
+    "pipeline",
+    "context",
+)  # whose sizes a configuration without a recipe must at least have as ranks
 HEAD = """\
 # Megatron-LM's own functional tests of pretraining: names, ranks, modes and flags, made from its checkout by tests/megatron_configurations.py.
 # NAME | RANKS | MODE | LIKE | CHANGES. The flags are those of LIKE, without the ones that are named with ! before them, and with the others.
@@ -56,7 +60,9 @@ def read_flags(settings: dict[str, object]) -> dict[str, list[str]]:
 
 def count_ranks(flags: dict[str, list[str]]) -> int:
     """A node, or the ranks of one replica where those are more."""
-    sizes = [flags.get(f"--{kind}-{end}", ["1"]) for kind in OF_A_REPLICA for end in ("model-parallel-size", "parallel-size")]
+    sizes = [
+        flags.get(f"--{kind}-{end}", ["1"]) for kind in OF_A_REPLICA for end in ("model-parallel-size", "parallel-size")
+    ]
     return max(8, math.prod(int(size[0]) for size in sizes))
 
 
