@@ -20,26 +20,50 @@ def audit_lines(points: Sequence[Point], titles: Sequence[str], style: Style, ev
         style: how the terminal may be written to.
         everything: show all evidence of all points.
     """
-    number = Counter(point.answer for point in points)
-    told = ", ".join(f"{number[answer]} {answer}" for answer in Answer)
-    heads = [
-        line
-        for words, title in zip(("audit of", "held against"), titles)
-        for line in wrapped(f"{words} {title}", "", "  ")
-    ]
-    lines = [*map(style.bold, heads), "", style.warm(told) if number[Answer.FAIL] else told, ""]
-    paints = {Answer.PASS: style.accent, Answer.FAIL: style.warm}
+    lines: list[str] = []
+    for words, title in zip(("audit of", "held against"), titles):
+        lines += map(style.bold, wrapped(f"{words} {title}", "", "  "))
+    numbers = Counter(point.answer for point in points)
+    total = ", ".join(f"{numbers[answer]} {answer}" for answer in Answer)
+    lines += ["", style.warm(total) if numbers[Answer.FAIL] else total, ""]
     for point in points:
-        answer = f"{str(point.answer).upper() if point.answer is Answer.FAIL else point.answer:<{ANSWER_WIDTH}}"
-        question = style.bold(fit(point.question, WIDTH - len(INDENT)))
-        lines.append(f"  {paints.get(point.answer, style.dim)(answer)}  {point.number:>2} {question}")
-        shown = point.evidence if everything else point.evidence[:EVIDENCE_SHOWN]
-        for one in shown:
-            lines += wrapped(f"{one.text} ({one.where})" if one.where else one.text, INDENT, INDENT + "  ")
-        if len(point.evidence) > len(shown):
-            lines.append(style.dim(f"{INDENT}and {len(point.evidence) - len(shown)} more with --all"))
+        lines.append(_write_answer(point, style))
+        lines += _write_evidence(point, style, everything)
         if point.answer is not Answer.PASS:
-            verb = "try" if point.answer is Answer.FAIL else "to see it"
-            lines += wrapped(f"{verb}: {point.way_out}", INDENT, INDENT + "  ")
-            lines += [f"{INDENT}megatron-lite explain {point.code}"] if point.code else []
+            lines += _write_remedy(point)
+    return lines
+
+
+def _write_answer(point: Point, style: Style) -> str:
+    """Write the answer, its number and the question in a line; a failure in capitals."""
+    answer = str(point.answer)
+    paint = style.dim
+    if point.answer is Answer.PASS:
+        paint = style.accent
+    elif point.answer is Answer.FAIL:
+        answer = answer.upper()
+        paint = style.warm
+    question = style.bold(fit(point.question, WIDTH - len(INDENT)))
+    return f"  {paint(f'{answer:<{ANSWER_WIDTH}}')}  {point.number:>2} {question}"
+
+
+def _write_evidence(point: Point, style: Style, everything: bool) -> list[str]:
+    """Write what an answer rests on, some of it unless all is wanted."""
+    shown = point.evidence if everything else point.evidence[:EVIDENCE_SHOWN]
+    lines = []
+    for evidence in shown:
+        text = f"{evidence.text} ({evidence.where})" if evidence.where else evidence.text
+        lines += wrapped(text, INDENT, INDENT + "  ")
+    hidden = len(point.evidence) - len(shown)
+    if hidden:
+        lines.append(style.dim(f"{INDENT}and {hidden} more with --all"))
+    return lines
+
+
+def _write_remedy(point: Point) -> list[str]:
+    """Write what to try, or what it takes to see the answer, and the command that explains it."""
+    verb = "try" if point.answer is Answer.FAIL else "to see it"
+    lines = wrapped(f"{verb}: {point.way_out}", INDENT, INDENT + "  ")
+    if point.code:
+        lines.append(f"{INDENT}megatron-lite explain {point.code}")
     return lines

@@ -42,14 +42,21 @@ def stacks(says: str, parts_of: Mapping[str, Mapping[str, float]], colors: Mappi
 
 
 def fit_names(names: Sequence[str], width: int = NAME_WIDTH) -> list[str]:
-    """Names short enough to stand at the left of a chart, and still different from each other."""
+    """Shorten names so that they stand at the left of a chart, and are still different from each other."""
     short = [fit(name, width) for name in names]
-    return [f"{fit(name, width - 4)} {at + 1}" if short.count(name) > 1 else name for at, name in enumerate(short)]
+    different = []
+    for number, name in enumerate(short, 1):
+        is_alone = short.count(name) == 1
+        different.append(name if is_alone else f"{fit(name, width - 4)} {number}")
+    return different
 
 
 def choose_unit(num_bytes: float) -> tuple[str, int]:
     """The name and the bytes of the unit in which so many are a short number."""
-    return next((pair for pair in UNITS if num_bytes >= pair[1]), UNITS[-1])
+    for name, bytes_of_unit in UNITS:
+        if num_bytes >= bytes_of_unit:
+            return name, bytes_of_unit
+    return UNITS[-1]
 
 
 def steps(says: str, rows_of: Mapping[str, Mapping[str, float]], on_gpu: bool) -> BarChart:
@@ -61,45 +68,63 @@ def steps(says: str, rows_of: Mapping[str, Mapping[str, float]], on_gpu: bool) -
         on_gpu: whether the rows are those of a device, not of the host.
     """
     titles = {row: row_title(row, on_gpu) for row in ROW_TITLES}
-    parts_of = {name: {titles[row]: ms for row, ms in rows.items()} for name, rows in rows_of.items()}
     colors = {title: palette.ROWS.get(row, palette.GREY) for row, title in titles.items()}
+    parts_of = {}
+    for name, rows in rows_of.items():
+        parts_of[name] = {titles[row]: ms for row, ms in rows.items()}
     return stacks(says, parts_of, colors, "ms per step")
 
 
 def losses(runs: Mapping[str, Run | None]) -> CurveChart | None:
     """A line for each run that knows losses; of long runs every n-th step."""
+    looks = [(palette.BLUE, 1.5)]
+    if len(runs) > 1:
+        # the first is wider, so that equal losses hide no line
+        looks.insert(0, (palette.GREY, 4.0))
     curves = []
-    # equal losses hide no line
-    looks = ((palette.BLUE, 1.5),) if len(runs) == 1 else ((palette.GREY, 4.0), (palette.BLUE, 1.5))
     for (name, run), (color, width) in zip(runs.items(), looks):
-        at = np.flatnonzero(np.isfinite(run.losses)) if run else np.zeros(0, int)
-        if run is None or len(at) < MIN_LOSSES:
+        if run is None:
             continue
-        at = at[:: max(len(at) // MAX_POINTS, 1)]
-        curves.append(Curve(name, run.iterations[at].tolist(), run.losses[at].tolist(), color, Look.LINE, width))
-    chart = CurveChart("The loss of every step", curves, Axis("iteration"), Axis("loss"), 200)
-    return chart if curves else None
+        steps = np.flatnonzero(np.isfinite(run.losses))
+        if len(steps) < MIN_LOSSES:
+            continue
+        steps = steps[:: max(len(steps) // MAX_POINTS, 1)]
+        iterations = run.iterations[steps].tolist()
+        curves.append(Curve(name, iterations, run.losses[steps].tolist(), color, Look.LINE, width))
+    if not curves:
+        return None
+    return CurveChart("The loss of every step", curves, Axis("iteration"), Axis("loss"), 200)
 
 
 def schedule(turns: "Sequence[TimedTurn]", title: str) -> BarChart | None:
-    """A row per stage, a bar per turn."""
+    """Draw a row per stage, and a bar per turn of the pipeline's schedule; None without turns.
+
+    Args:
+        turns: when each stage computes which micro-batch.
+        title: of the axis, which says whose times they are.
+    """
     if not turns:
         return None
-    series = []
     if len(turns) > MAX_TURNS:
-        turns = sorted(turns, key=lambda one: one.start_ms)[:MAX_TURNS]
+        turns = sorted(turns, key=lambda turn: turn.start_ms)[:MAX_TURNS]
         title = f"{title}; the first {MAX_TURNS:,} passes of micro-batches"
-    stages = sorted({one.stage for one in turns})
+    series = []
     for kind, color in palette.TURNS.items():
-        own = sorted((one for one in turns if one.kind == kind), key=lambda one: stages.index(one.stage))
+        # a sort keeps the order of the turns of a stage
+        own = sorted((turn for turn in turns if turn.kind == kind), key=lambda turn: turn.stage)
         if own:
-            series.append(Bars(
-                name=kind,
-                rows=[f"stage {one.stage + 1}" for one in own],
-                values=[one.end_ms - one.start_ms for one in own],
-                colors=[color],
-                begins=[one.start_ms for one in own],
-                micro_batches=[one.micro_batch + 1 for one in own],
-            ))  # fmt: skip
+            series.append(_build_turns(kind, own, color))
     says = "The schedule of the pipeline: which micro-batch each stage computes when, and where it waits"
     return BarChart(says, series, Axis(title), Arrangement.OVERLAID, 28)
+
+
+def _build_turns(kind: str, turns: "Sequence[TimedTurn]", color: str) -> Bars:
+    """Build the bars of the turns of one kind, forward or backward."""
+    return Bars(
+        name=kind,
+        rows=[f"stage {turn.stage + 1}" for turn in turns],
+        values=[turn.end_ms - turn.start_ms for turn in turns],
+        colors=[color],
+        begins=[turn.start_ms for turn in turns],
+        micro_batches=[turn.micro_batch + 1 for turn in turns],
+    )

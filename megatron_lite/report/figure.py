@@ -1,4 +1,5 @@
-"""The charts of a page before anybody draws them: bars to the right, and curves or points over two axes; their numbers as a table."""
+"""The charts of a page before anybody draws them: bars to the right, and curves or points over two axes; their numbers
+as a table."""
 
 import math
 from collections.abc import Sequence
@@ -103,17 +104,32 @@ class BarChart:
     @property
     def numbers(self) -> Table:
         """A row for each of the chart with a column per series; of bars that begin somewhere a row for each bar."""
-        if not any(one.begins for one in self.series):
-            by_row = [dict(zip(one.rows, one.values)) for one in self.series]
-            columns = [[of_row.get(row, 0.0) for row in self.rows] for of_row in by_row]
-            return _build_table(["", *(one.name or self.axis.title for one in self.series)], [self.rows, *columns])
-        names = [one.name for one in self.series for _ in one.rows]
-        batches = [str(batch) for one in self.series for batch in one.micro_batches or ("",) * len(one.rows)]
-        rows = [row for one in self.series for row in one.rows]
-        begins = [begin for one in self.series for begin in one.begins]
-        values = [value for one in self.series for value in one.values]
+        if any(series.begins for series in self.series):
+            return self._list_bars()
+        head = [""]
+        columns: list[Sequence[Any]] = [self.rows]
+        for series in self.series:
+            values = dict(zip(series.rows, series.values))
+            head.append(series.name or self.axis.title)
+            columns.append([values.get(row, 0.0) for row in self.rows])
+        return _build_table(head, columns)
+
+    def _list_bars(self) -> Table:
+        """Build a table with a row per bar."""
+        names: list[str] = []
+        micro_batches: list[str] = []
+        rows: list[str] = []
+        begins: list[float] = []
+        values: list[float] = []
+        for series in self.series:
+            bars = len(series.rows)
+            names += [series.name] * bars
+            micro_batches += map(str, series.micro_batches) if series.micro_batches else [""] * bars
+            rows += series.rows
+            begins += series.begins
+            values += series.values
         head = ["series", "micro-batch", "", "begins", self.axis.title]
-        return _build_table(head, [names, batches, rows, begins, values])
+        return _build_table(head, [names, micro_batches, rows, begins, values])
 
 
 @dataclass(frozen=True)
@@ -135,23 +151,37 @@ class CurveChart:
     @property
     def numbers(self) -> Table:
         """A row per place with a column per curve where all have the same places, else a row per point."""
-        first = self.curves[0]
-        if not any(list(one.x) != list(first.x) or one.texts for one in self.curves):
-            head = [self.x.title, *(one.name or self.y.title for one in self.curves)]
-            logs = [self.x.is_log, *(self.y.is_log for _ in self.curves)]
-            return _build_table(head, [first.x, *(one.y for one in self.curves)], logs)
-        names = [one.name for one in self.curves for _ in one.x]
-        texts = [text for one in self.curves for text in one.texts or [""] * len(one.x)]
-        x, y = ([value for one in self.curves for value in getattr(one, side)] for side in "xy")
-        logs = [False, False, self.x.is_log, self.y.is_log]
-        return _build_table(["series", "point", self.x.title, self.y.title], [names, texts, x, y], logs)
+        places = list(self.curves[0].x)
+        if any(list(curve.x) != places or curve.texts for curve in self.curves):
+            return self._list_points()
+        head = [self.x.title]
+        columns: list[Sequence[Any]] = [places]
+        for curve in self.curves:
+            head.append(curve.name or self.y.title)
+            columns.append(curve.y)
+        logs = [self.x.is_log, *(self.y.is_log for _ in self.curves)]
+        return _build_table(head, columns, logs)
+
+    def _list_points(self) -> Table:
+        """Build a table with a row per point."""
+        names: list[str] = []
+        texts: list[str] = []
+        x: list[float] = []
+        y: list[float] = []
+        for curve in self.curves:
+            names += [curve.name] * len(curve.x)
+            texts += curve.texts or [""] * len(curve.x)
+            x += curve.x
+            y += curve.y
+        head = ["series", "point", self.x.title, self.y.title]
+        return _build_table(head, [names, texts, x, y], [False, False, self.x.is_log, self.y.is_log])
 
 
 Figure = BarChart | CurveChart
 
 
 def _build_table(head: Sequence[str], columns: Sequence[Sequence[Any]], logs: Sequence[bool] = ()) -> Table:
-    """Evenly chosen rows of many, and each column's largest; columns without any text are left out.
+    """Build a table of evenly chosen rows of many, and each column's largest; columns without any text are left out.
 
     Args:
         head: a name per column.
@@ -159,27 +189,46 @@ def _build_table(head: Sequence[str], columns: Sequence[Sequence[Any]], logs: Se
         logs: for each column whether its axis is logarithmic: such numbers are written each alone. () for none.
     """
     length = len(columns[0])
-    largest = {int(np.argmax(column)) for column in columns if not isinstance(column[0], str)}
-    chosen = sorted({*range(0, length, -(-length // MAX_NUMBERS)), *largest})
-    keep = [at for at, column in enumerate(columns) if any(part != "" for part in column)]
+    chosen = _choose_rows(columns)
+    shown_head = []
     written = []
-    for at in keep:
-        values = [columns[at][row] for row in chosen]
-        written.append(_write_column(values, is_log=bool(logs) and logs[at]))
-    align = "".join("l" if isinstance(columns[at][0], str) else "r" for at in keep)
-    return Table(list(zip(*written)), align, [head[at] for at in keep], hidden=length - len(chosen))
+    align = ""
+    for number, column in enumerate(columns):
+        if not any(part != "" for part in column):
+            continue
+        shown_head.append(head[number])
+        is_log = bool(logs) and logs[number]
+        written.append(_write_column([column[row] for row in chosen], is_log))
+        align += "l" if isinstance(column[0], str) else "r"
+    return Table(list(zip(*written)), align, shown_head, hidden=length - len(chosen))
+
+
+def _choose_rows(columns: Sequence[Sequence[Any]]) -> list[int]:
+    """Choose about MAX_NUMBERS rows: every n-th one, and the largest of each column of numbers."""
+    length = len(columns[0])
+    every = -(-length // MAX_NUMBERS)
+    chosen = set(range(0, length, every))
+    for column in columns:
+        if not isinstance(column[0], str):
+            chosen.add(int(np.argmax(column)))
+    return sorted(chosen)
 
 
 def _write_column(values: Sequence[Any], is_log: bool) -> list[str]:
-    """Texts as they are; numbers with the decimals that make sense beside the largest, of a logarithmic axis each alone."""
-    largest = max((abs(one) for one in values if isinstance(one, float)), default=0.0)
-    decimals = max(0, 3 - math.floor(math.log10(largest))) if largest > 0 else 0
-
-    def write(one: str | float) -> str:
-        if isinstance(one, str):
-            return one
-        if isinstance(one, int):
-            return f"{one:,}"
-        return significant(one, 4) if is_log else f"{one:,.{decimals}f}"
-
-    return list(map(write, values))
+    """Write texts as they are; numbers with the decimals that make sense beside the largest, of a logarithmic axis
+    each alone."""
+    largest = max((abs(value) for value in values if isinstance(value, float)), default=0.0)
+    decimals = 0
+    if largest > 0:
+        decimals = max(0, 3 - math.floor(math.log10(largest)))
+    written = []
+    for value in values:
+        if isinstance(value, str):
+            written.append(value)
+        elif isinstance(value, int):
+            written.append(f"{value:,}")
+        elif is_log:
+            written.append(significant(value, 4))
+        else:
+            written.append(f"{value:,.{decimals}f}")
+    return written

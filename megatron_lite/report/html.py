@@ -75,10 +75,10 @@ def _build_share_tile(name: str, by_rank: list[float]) -> tuple[str, str]:
 
 def html_page(report: Report) -> str:
     """The whole page as text."""
-    charts, sections = build_charts(report), build_sections(report, True)
+    charts = build_charts(report)
+    sections = build_sections(report, True)
     if "losses" in charts:
         sections.append(Section("losses", "Losses", "of every step", []))
-    pages = {finding.code: get_page(finding.code) for finding in report.findings}
     return render_page(
         sections,
         charts,
@@ -88,12 +88,22 @@ def html_page(report: Report) -> str:
         confidence=report.verdict.why,
         trust=_name_trust(report),
         tiles=build_tiles(report),
-        # what `explain` says of each finding, as (label, text)
-        about={code: EXPLAINED.findall(re.sub(r"\n +", " ", page)) for code, page in pages.items() if page},
+        about=_explain_findings(report),
         of_gaps="What could not be seen",
         gaps=build_limitations(report),
         numbers=f"report.json (schema {REPORT_SCHEMA})",
     )
+
+
+def _explain_findings(report: Report) -> dict[str, list[tuple[str, str]]]:
+    """What `explain` says of each finding, as (label, text), by code."""
+    texts = {}
+    for finding in report.findings:
+        page = get_page(finding.code)
+        if page:
+            unfolded = re.sub(r"\n +", " ", page)
+            texts[finding.code] = EXPLAINED.findall(unfolded)
+    return texts
 
 
 def _name_trust(report: Report) -> str:
@@ -112,7 +122,6 @@ def render_page(sections: Sequence[Section], charts: Mapping[str, Figure | None]
     """
     from megatron_lite.report import svg  # here: reports without a page do not wait for it
 
-    cards = [block for section in sections for block in section.blocks if isinstance(block, Card)]
     shown = {section.key: figure for section in sections if (figure := charts.get(section.key))}
     known = {
         "confidence": "",
@@ -121,7 +130,7 @@ def render_page(sections: Sequence[Section], charts: Mapping[str, Figure | None]
         "about": {},
         "sections": sections,
         "charts": shown,
-        "cards": {section.key: [card for card in cards if section.key in card.shown_in] for section in sections},
+        "cards": _list_cards_by_section(sections),
         "draw": svg.draw,
         "measure_gutter": svg.measure_gutter,
         "place_rows": svg.place_rows,
@@ -137,6 +146,15 @@ def render_page(sections: Sequence[Section], charts: Mapping[str, Figure | None]
     # as globals, so that macros see them
     page: str = _make_environment().get_template("page.html.jinja", globals={**known, **texts}).render()
     return page
+
+
+def _list_cards_by_section(sections: Sequence[Section]) -> dict[str, list[Card]]:
+    """List the findings that a section shows, by its key."""
+    cards = [block for section in sections for block in section.blocks if isinstance(block, Card)]
+    by_section = {}
+    for section in sections:
+        by_section[section.key] = [card for card in cards if section.key in card.shown_in]
+    return by_section
 
 
 def _make_environment() -> Any:
@@ -163,12 +181,20 @@ def _make_environment() -> Any:
 
 def _choose_layout(table: Table) -> str:
     """Choose the layout of a table: bars, few (a phone shows its columns beside each other) or many."""
-    heads = [max(name.split() or [""], key=len) for name in table.head]
-    letters = sum(max(map(len, column)) for column in zip(*([heads] if heads else []), *table.rows))
-    return "bars" if table.shares else "many" if letters > MAX_LETTERS_ON_A_PHONE else "few"
+    if table.shares:
+        return "bars"
+    lines = list(table.rows)
+    if table.head:
+        # a head is broken into lines of a word each
+        lines.insert(0, [max(name.split() or [""], key=len) for name in table.head])
+    letters = sum(max(map(len, column)) for column in zip(*lines))
+    return "many" if letters > MAX_LETTERS_ON_A_PHONE else "few"
 
 
 def _choose_cell_classes(table: Table) -> list[str]:
     """Choose each column's classes: l or r, and w where its texts may be broken into several lines."""
-    long = [any(len(row[at]) > MAX_UNBROKEN_LETTERS for row in table.rows) for at in range(len(table.align))]
-    return [f"{side} w" if wide and side == "l" else side for side, wide in zip(table.align, long)]
+    classes = []
+    for column, side in enumerate(table.align):
+        is_long = any(len(row[column]) > MAX_UNBROKEN_LETTERS for row in table.rows)
+        classes.append("l w" if is_long and side == "l" else side)
+    return classes

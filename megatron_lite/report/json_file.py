@@ -15,7 +15,7 @@ import numpy as np
 from megatron_lite.analysis.memory.memory_results import LedgerRow
 from megatron_lite.analysis.rank_facts import RankFacts
 from megatron_lite.analysis.report import REPORT_SCHEMA, Report
-from megatron_lite.analysis.run.run_results import RankLines, Run, Steps
+from megatron_lite.analysis.run.run_results import RankLines, RankMedians, Run, Steps
 from megatron_lite.analysis.run_facts import Compared
 from megatron_lite.analysis.time.time_results import RankTime
 from megatron_lite.report.sections.all import build_limitations
@@ -23,12 +23,16 @@ from megatron_lite.report.sections.all import build_limitations
 OF_RANKS = ("ranks_seen", "snapshots", "traced_memory")
 LISTS = (list, tuple, set, frozenset)
 LEAVES = (str, int, bool, type(None))
-COMPUTED = {
-    Compared: "difference",
-    LedgerRow: "difference_bytes",
-    RankTime: "idle_ms",
-}  # a property that is written, too
-OF_TRACE = ("source", "writer", "rank", "world_size", "devices", "facts")  # the fields of Trace that are written
+# a property that is written, too
+COMPUTED = {Compared: "difference", LedgerRow: "difference_bytes", RankTime: "idle_ms"}
+OF_TRACE = (
+    "source",
+    "writer",
+    "rank",
+    "world_size",
+    "devices",
+    "facts",
+)  # the fields of Trace that are written
 # steps.jsonl and run.json have them
 NOT_OF_RUN = {field.name for field in dataclasses.fields(Steps)} | {"record"}
 MAX_IN_FULL = 16  # entries of one of these lists; of more only the one that the report shows is whole
@@ -46,8 +50,11 @@ def json_text(report: Report) -> str:
 
 def ranks_text(report: Report) -> str:
     """A line of JSON for each whole entry of the lists that report.json shortens; '' where it has all."""
-    entries = ({"of": key, **entry} for key in find_shortened(report) for entry in _list_entries(report, key, False))
-    return "".join(json.dumps(entry, allow_nan=False) + "\n" for entry in entries)
+    lines = []
+    for key in find_shortened(report):
+        for entry in _list_entries(report, key, short=False):
+            lines.append(json.dumps({"of": key, **entry}, allow_nan=False) + "\n")
+    return "".join(lines)
 
 
 def find_shortened(report: Report) -> list[str]:
@@ -57,9 +64,9 @@ def find_shortened(report: Report) -> list[str]:
 
 def as_json(report: Report) -> dict[str, Any]:
     """The report as plain dicts, lists, numbers and strings."""
-    facts, critical, shortened = report.facts, report.facts.critical, find_shortened(report)
+    facts = report.facts
+    shortened = find_shortened(report)
     lists = {key: list(_list_entries(report, key, key in shortened)) for key in OF_RANKS}
-    run = _run_as_json(facts.run) if facts.run else None
     return {
         "schema": REPORT_SCHEMA,
         "title": report.title,
@@ -67,14 +74,14 @@ def as_json(report: Report) -> dict[str, Any]:
         "read_s": plain(report.read_s),
         "verdict": plain(report.verdict),
         "findings": plain(report.findings),
-        "critical_rank": critical.time.rank if critical else None,
+        "critical_rank": facts.critical.time.rank if facts.critical else None,
         "ranks_seen": lists["ranks_seen"],
         "ranks": plain(facts.ranks),
         "snapshots": lists["snapshots"],
         "ledger": plain(facts.ledger),
         "traced_memory": lists["traced_memory"],
         "predicted": plain(facts.predicted),
-        "run": run,
+        "run": _run_as_json(facts.run) if facts.run else None,
         "pipeline": plain(facts.pipeline),
         "every_step": plain(facts.every_step),
         "gaps": build_limitations(report),
@@ -98,21 +105,29 @@ def _run_as_json(run: Run) -> dict[str, Any]:
     """Write a run as JSON, without the plan (it is in run.json) and the columns that have an entry per step (in
     steps.jsonl)."""
     found: dict[str, Any] = {"status": run.status}
-    ranks, intervals = run.ranks, []
-    if ranks:
-        lines = ranks.intervals
-        tables = len(dataclasses.fields(lines)) + len(lines.phases_ms) + len(lines.gpu_phases_ms)
-        most = max(MAX_RANK_NUMBERS // (tables * len(ranks.step_ms)), 1)
-        chosen = lines.take(choose_evenly(len(lines.first), most))
-        intervals = [_line_as_json(chosen, at) for at in range(len(chosen.first))]
-        every = choose_evenly(len(ranks.host_memory_bytes), most)
-        memory = {name: getattr(ranks, name)[every] for name in ("host_memory_bytes", "peak_memory_bytes")}
-        ranks = dataclasses.replace(ranks, intervals=chosen, **memory)
     for field in dataclasses.fields(run):
-        if field.name not in NOT_OF_RUN:
-            found[field.name] = plain(ranks if field.name == "ranks" else getattr(run, field.name))
-    if ranks:
-        found["ranks"]["intervals"] = intervals
+        if field.name == "ranks":
+            found["ranks"] = _ranks_as_json(run.ranks) if run.ranks else None
+        elif field.name not in NOT_OF_RUN:
+            found[field.name] = plain(getattr(run, field.name))
+    return found
+
+
+def _ranks_as_json(ranks: RankMedians) -> dict[str, Any]:
+    """Write the medians of ranks, with evenly chosen console lines and numbers of memory of a long run."""
+    lines = ranks.intervals
+    tables = len(dataclasses.fields(lines)) + len(lines.phases_ms) + len(lines.gpu_phases_ms)
+    most = max(MAX_RANK_NUMBERS // (tables * len(ranks.step_ms)), 1)
+    chosen = lines.take(choose_evenly(len(lines.first), most))
+    chosen_numbers = choose_evenly(len(ranks.host_memory_bytes), most)
+    shortened = dataclasses.replace(
+        ranks,
+        intervals=chosen,
+        host_memory_bytes=ranks.host_memory_bytes[chosen_numbers],
+        peak_memory_bytes=ranks.peak_memory_bytes[chosen_numbers],
+    )
+    found: dict[str, Any] = plain(shortened)
+    found["intervals"] = [_line_as_json(chosen, at) for at in range(len(chosen.first))]
     return found
 
 
@@ -122,14 +137,15 @@ def choose_evenly(length: int, most: int) -> slice:
     return slice((length - 1) % every if length else 0, None, every)
 
 
-def _line_as_json(lines: RankLines, at: int) -> dict[str, Any]:
+def _line_as_json(lines: RankLines, number: int) -> dict[str, Any]:
     """Write a console line as JSON; a phase that no rank had in it is not named."""
     found: dict[str, Any] = {}
     for name, value in vars(lines).items():
-        if isinstance(value, dict):
-            found[name] = {phase: plain(ms[at]) for phase, ms in value.items() if not np.isnan(ms[at]).all()}
-        else:
-            found[name] = plain(value[at])
+        if not isinstance(value, dict):
+            found[name] = plain(value[number])
+            continue
+        phases = {phase: ms[number] for phase, ms in value.items()}
+        found[name] = {phase: plain(ms) for phase, ms in phases.items() if not np.isnan(ms).all()}
     return found
 
 
@@ -157,6 +173,10 @@ def plain(value: Any, short: bool = False) -> Any:
 @functools.cache
 def _list_fields(kind: type) -> tuple[str, ...]:
     """List the fields of a dataclass or a Struct that are written; no fields for other types."""
-    names: list[str] = [field.name for field in dataclasses.fields(kind)] if dataclasses.is_dataclass(kind) else []
-    names.extend(getattr(kind, "__struct_fields__", ()))
-    return (*names, *([COMPUTED[kind]] if kind in COMPUTED else []))
+    names: list[str] = []
+    if dataclasses.is_dataclass(kind):
+        names += [field.name for field in dataclasses.fields(kind)]
+    names += getattr(kind, "__struct_fields__", ())
+    if kind in COMPUTED:
+        names.append(COMPUTED[kind])
+    return tuple(names)

@@ -10,25 +10,32 @@ from megatron_lite.report.palette import GREY, OTHER_PHASES, PHASES, ROWS
 
 # what a timeline shows beside phases has the color of the step's row
 BESIDE_PHASES = {
-    NO_PHASE: GREY, "communication": ROWS["exposed_communication"], "copies": ROWS["exposed_copy"],
+    NO_PHASE: GREY,
+    "communication": ROWS["exposed_communication"],
+    "copies": ROWS["exposed_copy"],
     **{title: ROWS[row] for row, title in ROW_TITLES.items() if row in ROWS},
-}  # fmt: skip
+}
 
 
 def color_phases(names: Iterable[str]) -> dict[str, str]:
-    """A color for each phase: by its meaning, else by its name, so that it does not depend on which other phases there are.
+    """A color for each phase: by its meaning, else by its name, so that it does not depend on which other phases there
+    are.
 
     Of names that nobody knows two have the same color only where there are more names than colors.
     """
     found: dict[str, str] = {}
+    unknown = []
     for name in sorted(set(names)):
-        known = BESIDE_PHASES.get(name) or PHASES.get(find_meaning(name) or name)
-        if known:
-            found[name] = known
+        color = BESIDE_PHASES.get(name) or PHASES.get(find_meaning(name) or name)
+        if color:
+            found[name] = color
+        else:
+            unknown.append(name)
     taken = set(found.values())
-    for name in sorted(set(names) - set(found)):
+    for name in unknown:
         start = crc32(name.encode(errors="replace")) % len(OTHER_PHASES)
         hues = OTHER_PHASES[start:] + OTHER_PHASES[:start]
-        found[name] = next((hue for hue in hues if hue not in taken), hues[0])
+        free = [hue for hue in hues if hue not in taken]
+        found[name] = free[0] if free else hues[0]
         taken.add(found[name])
     return found

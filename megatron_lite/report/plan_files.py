@@ -8,6 +8,7 @@ from megatron_lite.formats.run_record import MemoryPrediction
 from megatron_lite.planner.plan_results import (
     MAX_MICRO_BATCHES,
     PLAN_SCHEMA,
+    Generating,
     Outlook,
     PlanReport,
     StageOutlook,
@@ -29,7 +30,11 @@ CLAUSES = re.compile(r"(?<=%\)), |; |: (?=peak [\d.,]+ \w+ of )")
 
 def plan_page(report: PlanReport) -> str:
     """The whole page as text."""
-    charts = {"stages": memory_by_stage, "schedule": schedule_of_plan, "layouts": time_against_memory}
+    charts = {
+        "stages": memory_by_stage,
+        "schedule": schedule_of_plan,
+        "layouts": time_against_memory,
+    }
     return render_page(
         list(build_plan_sections(report, why=True)),
         {key: make(report) for key, make in charts.items()},
@@ -44,8 +49,8 @@ def plan_page(report: PlanReport) -> str:
 
 
 def _split_verdicts(texts: list[str]) -> list[str]:
-    """Whether it fits, and with how much of the memory, as a headline that is read at a glance; below it the other clauses of the
-    first GPU's verdict, then those of other GPUs."""
+    """Split the first GPU's verdict into clauses: the first of them is a headline, whether it fits and with how much
+    of the memory. Verdicts on other GPUs follow whole."""
     return [*CLAUSES.split(texts[0]), *texts[1:]]
 
 
@@ -54,10 +59,10 @@ def memory_by_stage(report: PlanReport) -> Figure | None:
     training = report.training
     if not training or not training.stages:
         return None
-    stacks = {
-        f"stage {one.plan.stage.number + 1}": {kind: held / GIB for kind, held in sum_kinds(one.memory).items()}
-        for one in training.stages
-    }
+    stacks = {}
+    for one in training.stages:
+        held = sum_kinds(one.memory)
+        stacks[f"stage {one.plan.stage.number + 1}"] = {kind: held[kind] / GIB for kind in held}
     chart = draw.stacks("What one GPU of each stage holds at its peak", stacks, KIND_COLORS, "GiB")
     if not training.outlooks:
         return chart
@@ -88,9 +93,23 @@ def time_against_memory(report: PlanReport) -> Figure | None:
 
 
 def _build_curve(candidates: list[Candidate], name: str, color: str, look: Look) -> Curve:
-    texts = [f"{name_layout(one.plan)}, micro-batch {one.plan.args.training.micro_batch_size}" for one in candidates]
-    gib = [one.peak_bytes / GIB for one in candidates]
-    return Curve(name, gib, [one.step_ms for one in candidates], color, look, width=1.0, texts=texts)
+    """Build a curve of layouts, time over memory.
+
+    Args:
+        candidates: the layouts.
+        name: what the legend calls them.
+        color: the color of points and lines.
+        look: whether the points are joined.
+    """
+    gib = []
+    steps_ms = []
+    texts = []
+    for one in candidates:
+        gib.append(one.peak_bytes / GIB)
+        steps_ms.append(one.step_ms)
+        micro_batch = one.plan.args.training.micro_batch_size
+        texts.append(f"{name_layout(one.plan)}, micro-batch {micro_batch}")
+    return Curve(name, gib, steps_ms, color, look, width=1.0, texts=texts)
 
 
 # --- JSON
@@ -98,10 +117,10 @@ def _build_curve(candidates: list[Candidate], name: str, color: str, look: Look)
 
 def as_json(report: PlanReport) -> dict[str, Any]:
     """Plain dicts, lists, numbers and strings; None for what is not known."""
-    subject, training = report.subject, report.training
+    subject = report.subject
+    training = report.training
     assert training is not None  # the JSON has it whatever was asked
     generating = report.generating
-    on_gpus = dict(generating.on_gpus) if generating else {}
     return {
         "schema": PLAN_SCHEMA,
         "title": subject.title,
@@ -110,16 +129,19 @@ def as_json(report: PlanReport) -> dict[str, Any]:
         "notes": list(subject.notes),
         "plan": plain(subject.plan),
         "parameters": subject.parts,
-        "flops_per_token": {"causal": subject.count_flops(causal=True), "full": subject.count_flops(causal=False)},
+        "flops_per_token": {
+            "causal": subject.count_flops(causal=True),
+            "full": subject.count_flops(causal=False),
+        },
         "memory": _memory_as_json(training.memory),
         "margin": subject.margin,
-        "gpus": [_outlook_as_json(one) | {"inference": plain(on_gpus.get(one.processor))} for one in training.outlooks],
-        "what_if": [_variant_as_json(one) for one in training.variants],
+        "gpus": [_outlook_as_json(outlook, generating) for outlook in training.outlooks],
+        "what_if": [_variant_as_json(variant) for variant in training.variants],
         "fit": _fit_as_json(training.fit),
         "inference": plain(generating.prediction) if generating else None,
         "exact": plain(report.fastest or training.exact),
         "search": _search_as_json(report.search),
-        "stages": [] if generating else [_stage_as_json(one) for one in training.stages],
+        "stages": [] if generating else [_stage_as_json(stage) for stage in training.stages],
         "hints": plain(subject.hints),
     }
 
@@ -135,43 +157,74 @@ def _memory_as_json(memory: MemoryPrediction) -> dict[str, Any]:
     }
 
 
-def _outlook_as_json(one: Outlook) -> dict[str, Any]:
-    """A training on one kind of GPU."""
-    time, length = one.time, one.duration
-    best = {"step_ms": time.step_ms, "tokens_per_s": time.tokens_per_s} if time.peak_tflops else {}
-    known = {"seconds": length.seconds, "days": length.days, "gpu_hours": length.gpu_hours} if length else {}
+def _outlook_as_json(one: Outlook, generating: Generating | None) -> dict[str, Any]:
+    """A training on one kind of GPU, and generating on it where that was asked."""
+    time = plain(one.time)
+    if one.time.peak_tflops:
+        time |= {"step_ms": one.time.step_ms, "tokens_per_s": one.time.tokens_per_s}
+    duration = None
+    if one.duration:
+        length = one.duration
+        duration = plain(length)
+        duration |= {
+            "seconds": length.seconds,
+            "days": length.days,
+            "gpu_hours": length.gpu_hours,
+        }
+    inferences = dict(generating.on_gpus) if generating else {}
     return {
         "processor": plain(one.processor),
         "room_bytes": one.room_bytes,
         "peak_bytes": one.memory.peak.num_bytes,
-        "time": plain(time) | best,
-        "duration": plain(length) | known if length else None,
+        "time": time,
+        "duration": duration,
         "fit": _fit_as_json(one.fit),
+        "inference": plain(inferences.get(one.processor)),
     }
 
 
 def _stage_as_json(one: StageOutlook) -> dict[str, Any]:
-    peak, time = one.memory.peak, one.time
+    peak = one.memory.peak
     return {
-        "stage": one.plan.stage.number, "rank": one.plan.world.rank, "layers": one.plan.stage.layers,
-        "peak_bytes": peak.num_bytes, "phase": peak.phase, "where": peak.where, "rows": plain(peak.rows),
-        "time": plain(time), "exact": plain(one.exact),
-    }  # fmt: skip
+        "stage": one.plan.stage.number,
+        "rank": one.plan.world.rank,
+        "layers": one.plan.stage.layers,
+        "peak_bytes": peak.num_bytes,
+        "phase": peak.phase,
+        "where": peak.where,
+        "rows": plain(peak.rows),
+        "time": plain(one.time),
+        "exact": plain(one.exact),
+    }
 
 
 def _variant_as_json(one: Variant | None) -> dict[str, Any] | None:
     if one is None:
         return None
-    step_ms = one.time.step_ms if one.time and one.time.peak_tflops else None
-    return {"add": list(one.add), "drop": list(one.drop), "peak_bytes": one.peak_bytes, "step_ms": step_ms}
+    step_ms = None
+    if one.time and one.time.peak_tflops:
+        step_ms = one.time.step_ms
+    return {
+        "add": list(one.add),
+        "drop": list(one.drop),
+        "peak_bytes": one.peak_bytes,
+        "step_ms": step_ms,
+    }
 
 
 def _fit_as_json(found: Fit | None) -> dict[str, Any] | None:
     if found is None:
         return None
-    variants = {name: _variant_as_json(getattr(found, name)) for name in ("given", "found", "least", "way_out")}
-    gpu, budget = found.processor.name, found.budget_bytes
-    return {"gpu": gpu, "budget_bytes": budget, "margin": found.margin, "fits": found.fits, **variants}
+    return {
+        "gpu": found.processor.name,
+        "budget_bytes": found.budget_bytes,
+        "margin": found.margin,
+        "fits": found.fits,
+        "given": _variant_as_json(found.given),
+        "found": _variant_as_json(found.found),
+        "least": _variant_as_json(found.least),
+        "way_out": _variant_as_json(found.way_out),
+    }
 
 
 def _search_as_json(found: Search | None) -> dict[str, Any] | None:
@@ -179,17 +232,25 @@ def _search_as_json(found: Search | None) -> dict[str, Any] | None:
     if found is None:
         return None
     return {
-        "gpu": found.processor.name, "budget_bytes": found.budget_bytes, "margin": found.margin, "tried": found.tried,
-        "fitting": len(found.fitting), "layouts": [_candidate_as_json(one) for one in found.best_of_layouts],
+        "gpu": found.processor.name,
+        "budget_bytes": found.budget_bytes,
+        "margin": found.margin,
+        "tried": found.tried,
+        "fitting": len(found.fitting),
+        "layouts": [_candidate_as_json(one) for one in found.best_of_layouts],
         "front": [_candidate_as_json(one) for one in found.front],
-    }  # fmt: skip
+    }
 
 
 def _candidate_as_json(one: Candidate) -> dict[str, Any]:
-    time = one.time
+    sizes = zip(("tensor", "context", "pipeline", "data"), get_sizes(one.plan.layout))
+    rows = one.time.rows if one.time else ()
     return {
-        **dict(zip(("tensor", "context", "pipeline", "data"), get_sizes(one.plan.layout))),
-        "micro_batch_size": one.plan.args.training.micro_batch_size, "add": list(one.changed.add),
-        "drop": list(one.changed.drop), "peak_bytes": one.peak_bytes, "step_ms": one.step_ms,
-        "rows": {row.name: row.ms for row in time.rows} if time else {},
-    }  # fmt: skip
+        **dict(sizes),
+        "micro_batch_size": one.plan.args.training.micro_batch_size,
+        "add": list(one.changed.add),
+        "drop": list(one.changed.drop),
+        "peak_bytes": one.peak_bytes,
+        "step_ms": one.step_ms,
+        "rows": {row.name: row.ms for row in rows},
+    }

@@ -1,4 +1,5 @@
-"""The layouts that `megatron-lite plan --search` found, as sections: a verdict with flags to paste, the fastest ones, time against memory."""
+"""The layouts that `megatron-lite plan --search` found, as sections: a verdict with flags to paste, the fastest ones,
+time against memory."""
 
 from collections.abc import Iterator
 
@@ -6,7 +7,7 @@ from megatron_lite.config.plan import Plan
 from megatron_lite.planner.search import Candidate, Search, get_sizes
 from megatron_lite.planner.step_time import BUBBLE, LAYER_GROUPS
 from megatron_lite.planner.traffic import CONTEXT, DATA, PIPELINE, TENSOR, find_members
-from megatron_lite.report.section import Lines, Section, Table, limit_rows
+from megatron_lite.report.section import Block, Lines, Section, Table, limit_rows
 from megatron_lite.report.text import milliseconds, percent, share
 from megatron_lite.units import count, size
 
@@ -19,41 +20,46 @@ HEAD = [
 def judge_search(found: Search) -> list[str]:
     """The fastest layout that fits, why, and its flags."""
     room = f"{size(found.budget_bytes)} of one {found.processor.name}, {percent(found.margin)} left free"
-    if not found.fitting:
-        if found.least is None:
-            return ["no layout divides this model and these GPUs"]
-        needed = f"{size(found.least.peak_bytes)} with {found.least.changed.words or 'the flags as they are'}"
-        none = f"none of {count(found.tried)} layouts fits into {room}"
-        return [f"{none}: the least is {needed}; take more GPUs or larger ones"]
-    best = found.fitting[0]
+    if found.fitting:
+        return _describe_fastest(found.fitting[0], room)
+    if found.least is None:
+        return ["no layout divides this model and these GPUs"]
+    flags = found.least.changed.words or "the flags as they are"
+    none = f"none of {count(found.tried)} layouts fits into {room}"
+    least = f"the least is {size(found.least.peak_bytes)} with {flags}"
+    return [f"{none}: {least}; take more GPUs or larger ones"]
+
+
+def _describe_fastest(best: Candidate, room: str) -> list[str]:
+    """Describe the fastest layout, and its flags. `room`: the memory that there is, in words."""
     assert best.time is not None  # a search is of a GPU
+    micro_batch = f"micro-batch {best.plan.args.training.micro_batch_size}"
     speed = f"{milliseconds(best.step_ms)} ms per step, {count(best.time.tokens_per_s)} tokens/s"
-    layout = f"{name_layout(best.plan)}, micro-batch {best.plan.args.training.micro_batch_size}"
-    fastest = f"fastest that fits: {layout}: peak {size(best.peak_bytes)} of {room}; at best {speed}"
+    memory = f"peak {size(best.peak_bytes)} of {room}"
+    fastest = f"fastest that fits: {name_layout(best.plan)}, {micro_batch}: {memory}; at best {speed}"
     return [fastest, f"flags: {best.changed.words or 'as they are'}"]
 
 
 def name_layout(plan: Plan) -> str:
     """Name the sizes of a layout: 'TP 2, PP 4, DP 8'."""
-    names = ("TP", "CP", "PP", "DP")
-    return (
-        ", ".join(f"{name} {number}" for name, number in zip(names, get_sizes(plan.layout)) if number > 1) or "one GPU"
-    )
+    sizes = zip(("TP", "CP", "PP", "DP"), get_sizes(plan.layout))
+    names = [f"{name} {number}" for name, number in sizes if number > 1]
+    return ", ".join(names) or "one GPU"
 
 
 def build_search_sections(found: Search, everything: bool) -> Iterator[Section]:
-    """Nothing where nothing fits."""
+    """Build the sections of what a search found; none where nothing fits."""
     if not found.fitting:
         return
     layouts = found.best_of_layouts
-    table = _build_table(layouts, everything)
-    of = f"{len(layouts)} layouts fit, {count(found.tried)} variants tried"
     caveat = (
         "bounds, as in Time of a step at best: real steps take longer, small products and many messages most of all; "
         "tensor, context, bubble: their share of the step; the same global batch for all"
     )
     reasons = [*_give_reasons(layouts[0]), *_compare(layouts), caveat]
-    yield Section("layouts", "Fastest of each layout", of, [table, Lines(reasons, quiet=True)])
+    blocks: list[Block] = [_build_table(layouts, everything), Lines(reasons, quiet=True)]
+    of = f"{len(layouts)} layouts fit, {count(found.tried)} variants tried"
+    yield Section("layouts", "Fastest of each layout", of, blocks)
     of = "no other layout is as fast with less memory"
     yield Section("front", "Time against memory", of, [_build_table(found.front, everything)])
 
@@ -64,55 +70,90 @@ def _build_table(candidates: list[Candidate], everything: bool) -> Table:
 
 
 def _list_cells(one: Candidate) -> list[str]:
-    plan, step_ms = one.plan, one.step_ms
-    chunks, shared, model = len(plan.stage.chunks), plan.sharding, plan.args.model
-    kept = "" if shared is None else f"ZeRO-{3 if shared.gathers_twice else 1}"
-    again = model.recompute_granularity or ""
-    if again == "full":
-        some = f"{plan.recomputed_layers} of {plan.stage.chunk_size}"
-        again = "all layers" if plan.recomputed_layers == plan.stage.chunk_size else some
-    shares = [one.sum_rows(LAYER_GROUPS[TENSOR]), one.sum_rows(LAYER_GROUPS[CONTEXT]), one.sum_rows(BUBBLE)]
+    """Write a layout: sizes, state, batch, recomputation, memory, time, and shares of the step; '' for what it has
+    not."""
+    plan = one.plan
+    sizes = [*get_sizes(plan.layout), len(plan.stage.chunks)]
+    shares = []
+    for rows in (LAYER_GROUPS[TENSOR], LAYER_GROUPS[CONTEXT], BUBBLE):
+        ms = one.sum_rows(rows)
+        shares.append(percent(share(ms, one.step_ms)) if ms else "")
     return [
-        *(str(number) if number > 1 else "" for number in get_sizes(plan.layout)), str(chunks) if chunks > 1 else "", kept,
-        str(plan.args.training.micro_batch_size), again, size(one.peak_bytes), f"{milliseconds(step_ms)} ms",
-        *(percent(share(ms, step_ms)) if ms else "" for ms in shares),
-    ]  # fmt: skip
+        *(str(number) if number > 1 else "" for number in sizes),
+        _name_sharding(plan),
+        str(plan.args.training.micro_batch_size),
+        _name_recomputation(plan),
+        size(one.peak_bytes),
+        f"{milliseconds(one.step_ms)} ms",
+        *shares,
+    ]
+
+
+def _name_sharding(plan: Plan) -> str:
+    """Name what data parallel ranks shard, 'ZeRO-1'; '' for nothing."""
+    if plan.sharding is None:
+        return ""
+    return "ZeRO-3" if plan.sharding.gathers_twice else "ZeRO-1"
+
+
+def _name_recomputation(plan: Plan) -> str:
+    """Name what is computed again for backward: 'selective', 'all layers', '4 of 12'; '' for nothing."""
+    granularity = plan.args.model.recompute_granularity
+    if granularity != "full":
+        return granularity or ""
+    if plan.recomputed_layers == plan.stage.chunk_size:
+        return "all layers"
+    return f"{plan.recomputed_layers} of {plan.stage.chunk_size}"
 
 
 def _give_reasons(one: Candidate) -> Iterator[str]:
     """Describe what each dimension of a layout costs, and over which links."""
-    plan, layout = one.plan, one.plan.layout
-    passes = plan.batch.final // plan.samples_per_pass
+    plan = one.plan
+    layout = plan.layout
     if layout.tensor > 1:
-        yield f"TP {layout.tensor}: {_place(plan, TENSOR)}; {_cost(one, LAYER_GROUPS[TENSOR])} for exchange within layers"
+        cost = _cost(one, LAYER_GROUPS[TENSOR])
+        yield f"TP {layout.tensor}: {_place(plan, TENSOR)}; {cost} for exchange within layers"
     if layout.context > 1:
-        yield f"CP {layout.context}: {_place(plan, CONTEXT)}; {_cost(one, LAYER_GROUPS[CONTEXT])} for keys and values"
+        cost = _cost(one, LAYER_GROUPS[CONTEXT])
+        yield f"CP {layout.context}: {_place(plan, CONTEXT)}; {cost} for keys and values"
     if layout.pipeline > 1:
+        passes = plan.batch.final // plan.samples_per_pass
+        schedule = f"{passes} micro-batches"
         chunks = len(plan.stage.chunks)
-        times = f", {chunks} chunks each" if chunks > 1 else ""
-        yield f"PP {layout.pipeline}: a bubble of {_cost(one, BUBBLE)} with {passes} micro-batches{times}; {_place(plan, PIPELINE)}"
+        if chunks > 1:
+            schedule += f", {chunks} chunks each"
+        bubble = f"a bubble of {_cost(one, BUBBLE)} with {schedule}"
+        yield f"PP {layout.pipeline}: {bubble}; {_place(plan, PIPELINE)}"
     if plan.sharding:
-        state = "state" if not plan.sharding.gathers_twice else "weights and state"
+        state = "weights and state" if plan.sharding.gathers_twice else "state"
         yield f"{state} sharded over {plan.sharding.ranks} ranks; {_place(plan, DATA)}"
 
 
 def _place(plan: Plan, group: str) -> str:
+    """Describe over which links the traffic of a dimension goes."""
     nodes = find_members(group, plan.layout, plan.sharding, plan.world).nodes
-    return f"its traffic {f'goes over the network between {nodes} nodes' if nodes > 1 else 'stays within a node'}"
+    if nodes > 1:
+        return f"its traffic goes over the network between {nodes} nodes"
+    return "its traffic stays within a node"
 
 
-def _cost(one: Candidate, *names: str) -> str:
-    return percent(share(one.sum_rows(*names), one.step_ms))
+def _cost(one: Candidate, rows: str) -> str:
+    """Write the share of the step that these rows take."""
+    return percent(share(one.sum_rows(rows), one.step_ms))
 
 
 def _compare(layouts: list[Candidate]) -> Iterator[str]:
     """Describe what makes the second layout slower than the first."""
-    if len(layouts) < 2 or not (layouts[0].time and layouts[1].time):
+    if len(layouts) < 2:
         return
-    first, second = ({row.name: row.ms for row in one.time.rows} for one in layouts[:2])  # type: ignore[union-attr]
-    more = {name: second.get(name, 0.0) - first.get(name, 0.0) for name in {**first, **second}}
-    name = max(more, key=lambda name: more[name])
-    slower = layouts[1].step_ms - layouts[0].step_ms
-    if more[name] > 0:
-        most = f"{milliseconds(more[name])} ms more for {name}"
-        yield f"{name_layout(layouts[1].plan)} takes {milliseconds(slower)} ms longer: {most}"
+    first, second = layouts[:2]
+    if not first.time or not second.time:
+        return
+    more_ms = {row.name: -row.ms for row in first.time.rows}
+    for row in second.time.rows:
+        more_ms[row.name] = row.ms + more_ms.get(row.name, 0.0)
+    name = max(more_ms, key=lambda name: more_ms[name])
+    if more_ms[name] > 0:
+        slower = milliseconds(second.step_ms - first.step_ms)
+        most = f"{milliseconds(more_ms[name])} ms more for {name}"
+        yield f"{name_layout(second.plan)} takes {slower} ms longer: {most}"

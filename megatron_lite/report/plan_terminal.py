@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from megatron_lite.analysis.run.pipeline_times import measure_bubble
 from megatron_lite.config.plan import Plan
 from megatron_lite.formats.hardware import PROCESSORS, Processor
-from megatron_lite.formats.run_record import MemoryPrediction
+from megatron_lite.formats.run_record import LedgerRow, MemoryPrediction, Moment
 from megatron_lite.planner.inference import InferencePrediction
 from megatron_lite.planner.plan_results import (
     Exact,
@@ -20,18 +20,10 @@ from megatron_lite.planner.plan_results import (
     simulate_stages,
 )
 from megatron_lite.planner.step_time import Duration
-from megatron_lite.planner.what_if import Fit
+from megatron_lite.planner.what_if import Fit, Variant
 from megatron_lite.report import palette
 from megatron_lite.report.plan_search import build_search_sections, judge_search
-from megatron_lite.report.section import (
-    Block,
-    Lines,
-    Section,
-    Table,
-    build_share_table,
-    limit_rows,
-    section_lines,
-)
+from megatron_lite.report.section import Block, Lines, Section, Table, build_share_table, limit_rows, section_lines
 from megatron_lite.report.text import Style, flops, heading, milliseconds, percent, share, wrapped
 from megatron_lite.units import GIB, count, duration, short_count, size
 
@@ -46,11 +38,13 @@ def plan_lines(report: PlanReport, style: Style, why: bool = False) -> list[str]
     """
     subject = report.subject
     lines = [heading(subject.title, subject.facts, style), ""]
-    for paint, texts in ((style.warm, verdicts(report)), (style.dim, subject.notes)):
-        for text in texts:
-            lines += map(paint, wrapped(text, hanging="    "))
+    for verdict in verdicts(report):
+        lines += map(style.warm, wrapped(verdict, hanging="    "))
+    for note in subject.notes:
+        lines += map(style.dim, wrapped(note, hanging="    "))
     for section in build_plan_sections(report, why):
-        lines += ["", *section_lines(section, style)]
+        lines.append("")
+        lines += section_lines(section, style)
     return lines
 
 
@@ -66,33 +60,63 @@ def verdicts(report: PlanReport) -> list[str]:
         return _judge_all_generating(report.generating, report.subject.plan.precision, margin)
     training = report.training
     assert training is not None  # one of the three was asked
-    exact = training.exact
-    peak = training.memory.peak
-    where = f"at {peak.where} ({peak.phase}){'' if exact else ', estimated'}"
-    where = f"in {exact.phase}" if exact and exact.phase != peak.phase else where
+    where = _describe_peak_moment(training)
     if training.outlooks:
-        return [_judge_training(outlook, exact, margin, where) for outlook in training.outlooks]
-    held = f"{size(exact.allocated_peak_bytes if exact else peak.num_bytes)} of tensors on each GPU"
+        return [_judge_training(outlook, training.exact, margin, where) for outlook in training.outlooks]
+    peak_bytes = training.memory.peak.num_bytes
+    if training.exact:
+        peak_bytes = training.exact.allocated_peak_bytes
+    held = f"{size(peak_bytes)} of tensors on each GPU"
     return [f"peak {held}, {where}; --gpu NAME shows whether it fits and how fast it can be"]
 
 
+def _describe_peak_moment(training: Training) -> str:
+    """Describe when memory peaks, 'at the last layer (backward), estimated'; without the last word after a walk."""
+    peak = training.memory.peak
+    exact = training.exact
+    if exact is None:
+        return f"at {peak.where} ({peak.phase}), estimated"
+    if exact.phase != peak.phase:
+        # the formula's place is not the walk's
+        return f"in {exact.phase}"
+    return f"at {peak.where} ({peak.phase})"
+
+
 def _judge_training(outlook: Outlook, exact: Exact | None, margin: float, where: str) -> str:
-    """The exact peak if it was asked for, else that on the outlook's GPU, against its room."""
-    room, name = outlook.room_bytes, outlook.processor.name
-    peak = exact.allocated_peak_bytes if exact else outlook.memory.peak.num_bytes
-    of_room = f"peak {peak / GIB:.1f} of {room / GIB:.1f} GiB ({percent(peak / room)}), {where}"
-    remedy = f"; {describe_fit(outlook.fit)}" if outlook.fit else ""
-    if peak > room:
-        return f"does not fit in one {name}: {of_room}{remedy}"
-    speed = "how fast it can be is not known: the table has no peak of this GPU in this precision"
-    if outlook.time.peak_tflops and outlook.duration is not None:
-        step, lasts = milliseconds(outlook.time.step_ms), _describe_span(outlook.duration)
-        tokens = f"{count(outlook.time.tokens_per_s)} tokens/s"
-        speed = f"at best {step} ms per step, {tokens}, {lasts} for {short_count(outlook.duration.tokens)} tokens"
-    if peak > room * (1 - margin):
+    """Judge whether training fits into a GPU, and how fast it can be.
+
+    Args:
+        outlook: what is predicted of the GPU.
+        exact: the walk, whose peak counts if there is one.
+        margin: the share of the GPU's memory that is to stay free.
+        where: the moment of the peak, in words.
+    """
+    room_bytes = outlook.room_bytes
+    name = outlook.processor.name
+    peak_bytes = exact.allocated_peak_bytes if exact else outlook.memory.peak.num_bytes
+    share_of_room = percent(peak_bytes / room_bytes)
+    peak = f"peak {peak_bytes / GIB:.1f} of {room_bytes / GIB:.1f} GiB ({share_of_room}), {where}"
+    remedy = ""
+    if outlook.fit:
+        remedy = f"; {describe_fit(outlook.fit)}"
+    if peak_bytes > room_bytes:
+        return f"does not fit in one {name}: {peak}{remedy}"
+    speed = _describe_speed(outlook)
+    if peak_bytes > room_bytes * (1 - margin):
         left = f"less than {percent(margin)} is left for CUDA, NCCL and allocator overhead"
-        return f"may fit in one {name}: {of_room}; {left}{remedy}; {speed}"
-    return f"fits in one {name}: {of_room}; {speed}"
+        return f"may fit in one {name}: {peak}; {left}{remedy}; {speed}"
+    return f"fits in one {name}: {peak}; {speed}"
+
+
+def _describe_speed(outlook: Outlook) -> str:
+    """Describe how fast a GPU can train at best, and how long the whole training then takes."""
+    time = outlook.time
+    if not time.peak_tflops or outlook.duration is None:
+        return "how fast it can be is not known: the table has no peak of this GPU in this precision"
+    step = f"{milliseconds(time.step_ms)} ms per step"
+    rate = f"{count(time.tokens_per_s)} tokens/s"
+    tokens = f"{short_count(outlook.duration.tokens)} tokens"
+    return f"at best {step}, {rate}, {_describe_span(outlook.duration)} for {tokens}"
 
 
 def describe_fit(fit: Fit) -> str:
@@ -102,58 +126,110 @@ def describe_fit(fit: Fit) -> str:
         words = fit.found.words or "no change at all, by formula"
         return f"it fits with {words} ({size(fit.found.peak_bytes)})"
     assert fit.least is not None  # where nothing was found
-    needed = fit.least.peak_bytes
-    too_much = f"{size(needed - fit.budget_bytes)} more than there is with {percent(fit.margin)} left free"
-    least = f"no micro-batch and no recomputation makes it fit: at least {size(needed)}, {too_much}"
-    if fit.way_out is not None:
-        return f"{least}; smallest change that fits: {fit.way_out.words} ({size(fit.way_out.peak_bytes)})"
-    gib = needed / (1 - fit.margin) / GIB
-    large = [(one.memory_gib, one.name) for one in PROCESSORS if (one.memory_gib or 0.0) >= gib]
-    other = ", no GPU of the table is large enough"
-    if large:
-        memory, name = min(large, key=lambda one: one[0] or 0.0)
-        other = f" or a GPU of {gib:.1f} GiB, such as {name} ({memory:g} GiB)"
-    return f"{least}; nor does a shorter sequence: it needs a smaller model{other}"
+    needed_bytes = fit.least.peak_bytes
+    excess = size(needed_bytes - fit.budget_bytes)
+    too_much = f"{excess} more than there is with {percent(fit.margin)} left free"
+    least = f"no micro-batch and no recomputation makes it fit: at least {size(needed_bytes)}, {too_much}"
+    remedy = fit.way_out
+    if remedy is not None:
+        return f"{least}; smallest change that fits: {remedy.words} ({size(remedy.peak_bytes)})"
+    gib = needed_bytes / (1 - fit.margin) / GIB
+    return f"{least}; nor does a shorter sequence: it needs a smaller model{_name_larger_gpu(gib)}"
+
+
+def _name_larger_gpu(gib: float) -> str:
+    """Name the smallest GPU of the table with so much memory, as the end of a sentence."""
+    large = [(one.memory_gib, one.name) for one in PROCESSORS if one.memory_gib and one.memory_gib >= gib]
+    if not large:
+        return ", no GPU of the table is large enough"
+    memory_gib, name = min(large, key=lambda one: one[0])
+    return f" or a GPU of {gib:.1f} GiB, such as {name} ({memory_gib:g} GiB)"
 
 
 def _judge_all_generating(generating: Generating, precision: str, margin: float) -> list[str]:
-    """A sentence for each GPU, else what generating takes."""
+    """A sentence for each GPU, else what generating takes.
+
+    Args:
+        generating: what is predicted.
+        precision: the training's, in which the weights are.
+        margin: the share of a GPU's memory that is to stay free.
+    """
     found = generating.prediction
-    at = 0 if precision == "fp32" else 1  # WEIGHT_BITS: weights of the training's precision
-    weights = found.weights[at]
+    format_number = 0 if precision == "fp32" else 1  # of WEIGHT_BITS
+    weights = found.weights[format_number]
     held = f"with {weights.name} and a cache for {count(found.batch)} x {count(found.tokens)} tokens"
-    if generating.on_gpus:
-        return [_judge_generating(processor, one, at, held, margin) for processor, one in generating.on_gpus]
-    takes = f"generating takes {size(found.num_bytes(weights))} of tensors {held}"
-    return [f"{takes}; --gpu NAME shows whether it fits and how fast it can be"]
+    if not generating.on_gpus:
+        takes = f"generating takes {size(found.num_bytes(weights))} of tensors {held}"
+        return [f"{takes}; --gpu NAME shows whether it fits and how fast it can be"]
+    texts = []
+    for processor, on_gpu in generating.on_gpus:
+        texts.append(_judge_generating(processor, on_gpu, format_number, held, margin))
+    return texts
 
 
-def _judge_generating(processor: Processor, found: InferencePrediction, at: int, held: str, margin: float) -> str:
-    room = count_room(processor)
+def _judge_generating(
+    processor: Processor,
+    found: InferencePrediction,
+    format_number: int,
+    held: str,
+    margin: float,
+) -> str:
+    """Judge whether generating fits into a GPU, and how fast it can be.
+
+    Args:
+        processor: the GPU.
+        found: what is predicted for it.
+        format_number: the weights' number format, among those of the prediction.
+        held: what takes the memory, in words.
+        margin: the share of the GPU's memory that is to stay free.
+    """
     name = processor.name
-    weights, budget = found.weights[at], room * (1 - margin)
-    needed = found.num_bytes(weights)
-    of_room = f"{needed / GIB:.1f} of {room / GIB:.1f} GiB ({percent(needed / room)}) {held}"
-    best = f"; at best {count(found.tokens_per_s(found.token_rows[at]))} tokens/s" if found.token_rows else ""
-    if needed <= budget:
-        return f"generating fits in one {name}: {of_room}{best}"
-    # the largest batch with these weights, else the widest weights with this batch
-    one_bytes = found.cache.num_bytes // found.batch
-    batch = int((budget - weights.num_bytes) // one_bytes)
-    fitting = next((row for row in found.weights if found.num_bytes(row) <= budget), None)
-    other = ""
+    room_bytes = count_room(processor)
+    budget_bytes = room_bytes * (1 - margin)
+    needed_bytes = found.num_bytes(found.weights[format_number])
+    needed = f"{needed_bytes / GIB:.1f} of {room_bytes / GIB:.1f} GiB ({percent(needed_bytes / room_bytes)}) {held}"
+    speed = ""
+    if found.token_rows:
+        tokens_per_s = found.tokens_per_s(found.token_rows[format_number])
+        speed = f"; at best {count(tokens_per_s)} tokens/s"
+    if needed_bytes <= budget_bytes:
+        return f"generating fits in one {name}: {needed}{speed}"
+    remedy = _describe_fitting(found, format_number, budget_bytes)
+    if needed_bytes <= room_bytes:
+        left = f"less than {percent(margin)} is left"
+        return f"generating may fit in one {name}: {needed}; {left}{remedy}{speed}"
+    return f"generating does not fit in one {name}: {needed}{remedy}"
+
+
+def _describe_fitting(found: InferencePrediction, format_number: int, budget_bytes: float) -> str:
+    """Describe the largest batch that fits with these weights, else the widest weights that fit with this batch.
+
+    Args:
+        found: what is predicted for the GPU.
+        format_number: the weights' number format, among those of the prediction.
+        budget_bytes: the memory that may be used.
+
+    Returns:
+        The end of a sentence; '' where nothing fits.
+    """
+    weights = found.weights[format_number]
+    bytes_of_one = found.cache.num_bytes // found.batch
+    batch = int((budget_bytes - weights.num_bytes) // bytes_of_one)
     if batch >= 1:
-        other = f"; it fits with --batch {batch} ({size(weights.num_bytes + batch * one_bytes)})"
-    elif fitting:
-        other = f"; it fits with {fitting.name} ({size(found.num_bytes(fitting))})"
-    if needed <= room:
-        return f"generating may fit in one {name}: {of_room}; less than {percent(margin)} is left{other}{best}"
-    return f"generating does not fit in one {name}: {of_room}{other}"
+        needed_bytes = weights.num_bytes + batch * bytes_of_one
+        return f"; it fits with --batch {batch} ({size(needed_bytes)})"
+    for narrower in found.weights:
+        needed_bytes = found.num_bytes(narrower)
+        if needed_bytes <= budget_bytes:
+            return f"; it fits with {narrower.name} ({size(needed_bytes)})"
+    return ""
 
 
 def _describe_span(found: Duration) -> str:
     """Days above two of them, else hours, minutes, seconds."""
-    return f"{found.days:,.1f} days" if found.days >= 2 else duration(found.seconds)
+    if found.days >= 2:
+        return f"{found.days:,.1f} days"
+    return duration(found.seconds)
 
 
 # --- sections of a plan: parameters, work, memory, time, what if, fit, inference, environment
@@ -161,9 +237,13 @@ def _describe_span(found: Duration) -> str:
 ALL_LAYERS = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 EQUAL = 0.0005  # of a figure: formula and walk are called equal
 SMALL = 0.005  # of the peak: rows of less stand together
-MAX_STAGES, MAX_COLLECTIVES = 12, 12  # rows
+MAX_STAGES = 12  # rows
+MAX_COLLECTIVES = 12  # rows
 MAX_SIMULATED = 8192  # micro-batches times chunks times stages
-STATES, ACTIVATIONS, LOSS, OTHER = "state", "activations", "logits", "other"
+STATES = "state"
+ACTIVATIONS = "activations"
+LOSS = "logits"
+OTHER = "other"
 KINDS = (STATES, ACTIVATIONS, LOSS)
 # state takes the color of the parameters, which it is made of
 KIND_COLORS = {
@@ -180,7 +260,8 @@ KIND_OF |= {"activations": ACTIVATIONS, "logits and loss": LOSS}
 def build_plan_sections(report: PlanReport, why: bool) -> Iterator[Section]:
     """Build the sections of a plan, of training or of inference, in the order of a reader's questions. `why`: with
     the formula of every line."""
-    subject, training = report.subject, report.training
+    subject = report.subject
+    training = report.training
     if report.search:
         yield from build_search_sections(report.search, subject.everything)
         return
@@ -195,8 +276,8 @@ def build_plan_sections(report: PlanReport, why: bool) -> Iterator[Section]:
     if training and training.fit:
         yield _build_fit_section(training.fit)
     if subject.hints is not None:
-        none = ["no flag or variable costs speed or memory"]
-        yield Section("environment", "Environment", "", [Lines(list(subject.hints) or none)])
+        hints = list(subject.hints) or ["no flag or variable costs speed or memory"]
+        yield Section("environment", "Environment", "", [Lines(hints)])
 
 
 def _build_training_sections(subject: Subject, training: Training, why: bool) -> Iterator[Section]:
@@ -216,11 +297,13 @@ def _build_training_sections(subject: Subject, training: Training, why: bool) ->
 def _build_work_section(subject: Subject) -> Section:
     """FLOPs of a step by either convention."""
     tokens = subject.plan.batch.final * subject.plan.shape.seq_length
-    conventions = {
+    flops_by_convention = {
         "half of attention counted (Megatron-LM)": subject.count_flops(causal=True),
         "all of attention counted (nanoGPT, PaLM)": subject.count_flops(causal=False),
     }
-    rows = [(name, flops(each * tokens), f"{flops(each)} per token") for name, each in conventions.items()]
+    rows = []
+    for name, per_token in flops_by_convention.items():
+        rows.append((name, flops(per_token * tokens), f"{flops(per_token)} per token"))
     return Section("work", "Work of a step", f"{count(tokens)} tokens, all GPUs", [Table(rows, "lrr")])
 
 
@@ -233,64 +316,107 @@ def _build_parameters_section(subject: Subject) -> Section:
 
 
 def _build_memory_sections(memory: MemoryPrediction, why: bool) -> Iterator[Section]:
-    """Build the ledger of what tensors hold at the peak, whose rows add up to it; then the moments at which the peak
-    can be."""
+    """Build the ledger of what tensors hold at the peak, and the moments at which the peak can be."""
     peak = memory.peak
     shown = [row for row in peak.rows if why or row.num_bytes >= SMALL * peak.num_bytes]
-    rest = peak.num_bytes - sum(row.num_bytes for row in shown)
-    colors = [palette.HELD.get(row.category, palette.GREY) for row in shown]
-    table = build_share_table([(row.name, row.num_bytes) for row in shown], peak.num_bytes, size, colors)
-    more = [("smaller ones", size(rest), percent(share(rest, peak.num_bytes)))] if rest else []
-    more.append(("peak", size(peak.num_bytes), ""))
-    shares = [*table.shares, *(None for _ in more)]
-    blocks: list[Block] = [Table([*table.rows, *more], "lrr", shares=shares, colors=colors)]
+    blocks: list[Block] = [_build_ledger(peak, shown)]
     if why:
-        blocks.append(Lines([f"{row.name} = {row.formula}" for row in shown if row.formula], quiet=True))
-    yield Section("memory", "Memory at the peak", f"estimate for one GPU, {peak.where} ({peak.phase})", blocks)
-    moments = memory.moments
-    rows = [(moment.phase, moment.where, size(moment.num_bytes)) for moment in moments]
-    shares = [share(moment.num_bytes, peak.num_bytes) for moment in moments]
-    yield Section("moments", "Memory through a step", "estimate for one GPU", [Table(rows, "llr", shares=shares)])
+        formulas = [f"{row.name} = {row.formula}" for row in shown if row.formula]
+        blocks.append(Lines(formulas, quiet=True))
+    of = f"estimate for one GPU, {peak.where} ({peak.phase})"
+    yield Section("memory", "Memory at the peak", of, blocks)
+    rows = []
+    shares = []
+    for moment in memory.moments:
+        rows.append((moment.phase, moment.where, size(moment.num_bytes)))
+        shares.append(share(moment.num_bytes, peak.num_bytes))
+    yield Section(
+        "moments",
+        "Memory through a step",
+        "estimate for one GPU",
+        [Table(rows, "llr", shares=shares)],
+    )
+
+
+def _build_ledger(peak: Moment, shown: Sequence[LedgerRow]) -> Table:
+    """Build the table of what holds the peak, whose rows add up to it; those that are not shown share one."""
+    colors = [palette.HELD.get(row.category, palette.GREY) for row in shown]
+    parts = [(row.name, row.num_bytes) for row in shown]
+    table = build_share_table(parts, peak.num_bytes, size, colors)
+    rows = [*table.rows]
+    rest_bytes = peak.num_bytes - sum(row.num_bytes for row in shown)
+    if rest_bytes:
+        rows.append(("smaller ones", size(rest_bytes), percent(share(rest_bytes, peak.num_bytes))))
+    rows.append(("peak", size(peak.num_bytes), ""))
+    without_bars = [None] * (len(rows) - len(shown))
+    return Table(rows, "lrr", shares=[*table.shares, *without_bars], colors=colors)
 
 
 def build_stages_section(unsorted: Sequence[StageOutlook], everything: bool) -> Section:
     """Build the table of what one rank of each stage holds at its peak, and say why the heaviest is the heaviest."""
     stages = sorted(unsorted, key=lambda one: -one.memory.peak.num_bytes)
     shown, hidden = limit_rows(stages, MAX_STAGES, everything)
-    rows = []
-    for one in shown:
-        stage, kinds = one.plan.stage, sum_kinds(one.memory)
-        layers = ", ".join(f"{chunk.start + 1}-{chunk.stop}" for chunk in stage.chunks)
-        waiting, _ = stage.count_held(one.plan.micro_batches(one.plan.train_samples))
-        exact = size(one.exact.allocated_peak_bytes) if one.exact else ""
-        own = f"{milliseconds(one.time.step_ms)} ms" if one.time and one.time.peak_tflops else ""
-        held = [size(kinds[kind]) if kinds[kind] else "" for kind in KINDS]
-        rows.append([f"{stage.number + 1}", layers, size(one.memory.peak.num_bytes), exact, *held, count(waiting), own])
     head = ["stage", "layers", "peak", "exact", *KINDS, "in flight", "work at best"]
-    table = Table(rows, "rl" + "r" * (len(head) - 2), head, hidden=hidden)
+    align = "rl" + "r" * (len(head) - 2)
+    table = Table([_list_stage_cells(one) for one in shown], align, head, hidden=hidden)
     meaning = "state: weights, moments, gradients; in flight: micro-batches whose activations are kept for backward"
     lines = [_say_why_heaviest(stages), meaning]
     blocks: list[Block] = [table, Lines(lines, quiet=True)]
     return Section("stages", "Memory by stage", "estimate for one GPU of each, at its peak", blocks)
 
 
+def _list_stage_cells(one: StageOutlook) -> list[str]:
+    """Write a stage: its number and layers, its peak by formula and by the walk, what holds it, and its work."""
+    stage = one.plan.stage
+    layers = ", ".join(f"{chunk.start + 1}-{chunk.stop}" for chunk in stage.chunks)
+    exact = size(one.exact.allocated_peak_bytes) if one.exact else ""
+    work = ""
+    if one.time and one.time.peak_tflops:
+        work = f"{milliseconds(one.time.step_ms)} ms"
+    kinds = sum_kinds(one.memory)
+    held = [size(kinds[kind]) if kinds[kind] else "" for kind in KINDS]
+    return [
+        f"{stage.number + 1}",
+        layers,
+        size(one.memory.peak.num_bytes),
+        exact,
+        *held,
+        count(_count_in_flight(one)),
+        work,
+    ]
+
+
+def _count_in_flight(one: StageOutlook) -> int:
+    """Count the micro-batches whose activations a stage keeps for backward when it holds most."""
+    micro_batches = one.plan.micro_batches(one.plan.train_samples)
+    in_flight, _ = one.plan.stage.count_held(micro_batches)
+    return in_flight
+
+
 def _build_schedule_section(plan: Plan, stages: Sequence[StageOutlook], everything: bool) -> Iterator[Section]:
     """How long each stage waits at best: by formula, and in the order in which the stages really compute."""
     micro_batches = plan.batch.final // plan.samples_per_pass
-    simulated = min(micro_batches, MAX_SIMULATED // len(stages) // len(plan.stage.chunks))
+    chunks = len(plan.stage.chunks)
+    simulated = min(micro_batches, MAX_SIMULATED // len(stages) // chunks)
     turns = simulate_stages(stages, simulated)
     if not turns:
         return
-    end_ms, rows, shares = max(one.end_ms for one in turns), [], []
+    end_ms = max(turn.end_ms for turn in turns)
+    rows = []
+    shares = []
     for number in range(len(stages)):
-        busy_ms = sum(one.end_ms - one.start_ms for one in turns if one.stage == number)
-        times = [f"{milliseconds(ms)} ms" for ms in (busy_ms, end_ms - busy_ms)]
-        shares.append(share(end_ms - busy_ms, end_ms))
-        rows.append([str(number + 1), *times, percent(shares[-1])])
+        busy_ms = sum(turn.end_ms - turn.start_ms for turn in turns if turn.stage == number)
+        wait_ms = end_ms - busy_ms
+        waiting = share(wait_ms, end_ms)
+        shares.append(waiting)
+        busy = f"{milliseconds(busy_ms)} ms"
+        wait = f"{milliseconds(wait_ms)} ms"
+        rows.append([str(number + 1), busy, wait, percent(waiting)])
     shown, hidden = limit_rows(rows, MAX_STAGES, everything)
-    table = Table(shown, "rrrr", ["stage", "computes", "waits", "share"], shares=shares[: len(shown)], hidden=hidden)
-    parts = len(plan.stage.chunks) * (3 if plan.stage.splits_backward else 1)
-    bubble = measure_bubble(len(stages), micro_batches, parts)
+    head = ["stage", "computes", "waits", "share"]
+    table = Table(shown, "rrrr", head, shares=shares[: len(shown)], hidden=hidden)
+    turns_of_chunk = 3 if plan.stage.splits_backward else 1
+    bubble = measure_bubble(len(stages), micro_batches, chunks * turns_of_chunk)
     formula = f"{percent(bubble)} by formula, for equal stages and {count(micro_batches)} micro-batches"
     of = f"{count(simulated)} micro-batches at best, all stages as they compute"
     yield Section("schedule", "Schedule", of, [table, Lines([f"bubble: {formula}"], quiet=True)])
@@ -306,7 +432,8 @@ def sum_kinds(memory: MemoryPrediction) -> Counter[str]:
 
 def _say_why_heaviest(stages: list[StageOutlook]) -> str:
     """Describe what the stage that holds most has more than the stage that holds least."""
-    most, least = stages[0], stages[-1]
+    most = stages[0]
+    least = stages[-1]
     more = sum_kinds(most.memory)
     more.subtract(sum_kinds(least.memory))
     reasons = []
@@ -315,28 +442,38 @@ def _say_why_heaviest(stages: list[StageOutlook]) -> str:
             continue
         why = ""
         if kind == ACTIVATIONS:
-            held = [
-                one.plan.stage.count_held(one.plan.micro_batches(one.plan.train_samples))[0] for one in (most, least)
-            ]
-            why = f" ({held[0]} micro-batches in flight, not {held[1]})" if held[0] != held[1] else ""
+            why = _compare_in_flight(most, least)
         elif kind == STATES:
             why = _name_ends(most, least)
         reasons.append(f"{size(num_bytes)} more {kind}{why}")
+    if not reasons:
+        return "all stages hold about as much"
     numbers = f"stage {most.plan.stage.number + 1} holds more than stage {least.plan.stage.number + 1}"
-    return f"{numbers}: {', '.join(reasons)}" if reasons else "all stages hold about as much"
+    return f"{numbers}: {', '.join(reasons)}"
+
+
+def _compare_in_flight(most: StageOutlook, least: StageOutlook) -> str:
+    """Describe how many more micro-batches the one stage keeps than the other; '' where they keep as many."""
+    of_most = _count_in_flight(most)
+    of_least = _count_in_flight(least)
+    if of_most == of_least:
+        return ""
+    return f" ({of_most} micro-batches in flight, not {of_least})"
 
 
 def _name_ends(most: StageOutlook, least: StageOutlook) -> str:
     """Name the matrices and the number of layers that the one stage has and the other has not."""
-    one, other = most.plan.stage, least.plan.stage
+    stage = most.plan.stage
+    other = least.plan.stage
     words = []
-    if one.is_first and not other.is_first:
+    if stage.is_first and not other.is_first:
         words.append("the embedding")
-    if one.is_last and not other.is_last:
+    if stage.is_last and not other.is_last:
         words.append("the output layer")
-    further = len(one.layers) - len(other.layers)
+    further = len(stage.layers) - len(other.layers)
     if further > 0:
-        words.append(f"{further} more layer{'s' if further > 1 else ''}")
+        plural = "s" if further > 1 else ""
+        words.append(f"{further} more layer{plural}")
     return f" ({' and '.join(words)})" if words else ""
 
 
@@ -352,62 +489,77 @@ def _build_collectives_section(found: Exact, everything: bool) -> Section:
 
 
 def build_exact_section(memory: MemoryPrediction, found: Exact) -> Section:
-    """Category by category beside the formula."""
+    """Build the table of what the walk held, category by category, beside the formula."""
     by_formula = Counter[str]()
     for row in memory.peak.rows:
         by_formula[row.category] += row.num_bytes
-    pairs = [
-        (name, found.categories.get(name, 0), by_formula.get(name, 0)) for name in {**found.categories, **by_formula}
-    ]
-    pairs.append(("peak", found.allocated_peak_bytes, memory.peak.num_bytes))
     rows = []
-    for name, real, formula in pairs:
-        difference = "not there" if formula else ""
-        if real:
-            share_off = formula / real - 1
-            difference = f"{share_off:+.1%}" if abs(share_off) >= EQUAL else "0"
-        rows.append((name, size(real), size(formula), difference))
+    for name in {**found.categories, **by_formula}:
+        rows.append(_list_exact_cells(name, found.categories.get(name, 0), by_formula.get(name, 0)))
+    rows.append(_list_exact_cells("peak", found.allocated_peak_bytes, memory.peak.num_bytes))
+    table = Table(rows, "lrrr", ["", "exact", "estimate", "difference"])
     expandable = f"with expandable segments {size(found.expandable_reserved_bytes)}"
     reserved = f"reserved by the caching allocator: {size(found.reserved_peak_bytes)}; {expandable}"
-    table = Table(rows, "lrrr", ["", "exact", "estimate", "difference"])
     lines = Lines([f"peak in {found.where}", reserved, *found.notes])
-    return Section("exact", "Exact", f"the real model and step, without data, in {found.seconds:.1f} s", [table, lines])
+    return Section(
+        "exact",
+        "Exact",
+        f"the real model and step, without data, in {found.seconds:.1f} s",
+        [table, lines],
+    )
+
+
+def _list_exact_cells(name: str, exact_bytes: int, formula_bytes: int) -> tuple[str, str, str, str]:
+    """Write a category: its bytes in the walk and by formula, and by how much the formula is off."""
+    difference = "not there" if formula_bytes else ""
+    if exact_bytes:
+        share_off = formula_bytes / exact_bytes - 1
+        difference = f"{share_off:+.1%}" if abs(share_off) >= EQUAL else "0"
+    return name, size(exact_bytes), size(formula_bytes), difference
 
 
 def build_time_section(outlooks: Sequence[Outlook], why: bool) -> Section:
     """The parts of a step at best: with limits and bars for one GPU, a column for each of several."""
     if len(outlooks) == 1:
-        table, of = _build_time_of_one(outlooks[0]), f"{outlooks[0].processor.name}, a lower bound"
+        table = _build_time_of_one(outlooks[0])
+        of = f"{outlooks[0].processor.name}, a lower bound"
     else:
-        table, of = _build_times_of_several(outlooks), "lower bounds"
+        table = _build_times_of_several(outlooks)
+        of = "lower bounds"
     blocks: list[Block] = [table]
+    formulas = []
+    lines = ["real steps take longer: kernels miss the peak, and launches and the host take time"]
+    for outlook in outlooks:
+        formulas += [f"{row.name} = {row.formula}" for row in outlook.time.rows]
+        lines += outlook.time.notes
     if why:
-        formulas = [f"{row.name} = {row.formula}" for outlook in outlooks for row in outlook.time.rows]
         blocks.append(Lines(formulas, quiet=True))
-    notes = dict.fromkeys(note for outlook in outlooks for note in outlook.time.notes)
-    caveat = "real steps take longer: kernels miss the peak, and launches and the host take time"
-    blocks.append(Lines([caveat, *notes], quiet=True))
+    # several GPUs have notes in common
+    blocks.append(Lines(list(dict.fromkeys(lines)), quiet=True))
     return Section("time", "Time of a step at best", of, blocks)
 
 
 def _build_time_of_one(outlook: Outlook) -> Table:
-    """Parts with the limit that each meets, and bars."""
+    """Build the table of a step's parts with the limit that each meets, and bars."""
     time = outlook.time
     rows = [[row.name, f"{milliseconds(row.ms, time.step_ms)} ms", row.bound] for row in time.rows]
-    rows += [[name, text, ""] for name, text in zip(_name_sums([outlook]), _sum_up(outlook))]
+    for name, text in zip(_name_sums([outlook]), _sum_up(outlook)):
+        rows.append([name, text, ""])
     return Table(rows, "lrl", shares=[share(row.ms, time.step_ms) for row in time.rows])
 
 
 def _build_times_of_several(outlooks: Sequence[Outlook]) -> Table:
-    """A column for each GPU."""
+    """Build the table of a step's parts with a column for each GPU."""
+    names = dict.fromkeys(row.name for outlook in outlooks for row in outlook.time.rows)
     rows = []
-    for name in dict.fromkeys(row.name for outlook in outlooks for row in outlook.time.rows):
-        cells = []
+    for name in names:
+        cells = [name]
         for outlook in outlooks:
-            found = next((row for row in outlook.time.rows if row.name == name), None)
-            cells.append(f"{milliseconds(found.ms, outlook.time.step_ms)} ms" if found else "not known")
-        rows.append([name, *cells])
-    rows += [list(row) for row in zip(_name_sums(outlooks), *map(_sum_up, outlooks))]
+            row = next((row for row in outlook.time.rows if row.name == name), None)
+            cells.append("not known" if row is None else f"{milliseconds(row.ms, outlook.time.step_ms)} ms")
+        rows.append(cells)
+    for name_and_sums in zip(_name_sums(outlooks), *map(_sum_up, outlooks)):
+        rows.append([*name_and_sums])
     head = ["", *(outlook.processor.name for outlook in outlooks)]
     return Table(rows, "l" + "r" * len(outlooks), head)
 
@@ -415,90 +567,110 @@ def _build_times_of_several(outlooks: Sequence[Outlook]) -> Table:
 def _name_sums(outlooks: Sequence[Outlook]) -> list[str]:
     """The names of what _sum_up gives."""
     lengths = [outlook.duration.tokens for outlook in outlooks if outlook.duration]
-    length = f"{short_count(lengths[0])} tokens" if lengths else "whole training"
-    return ["step", "tokens/s", "of peak at best", length, "GPU hours"]
+    training = f"{short_count(lengths[0])} tokens" if lengths else "whole training"
+    return ["step", "tokens/s", "of peak at best", training, "GPU hours"]
 
 
 def _sum_up(outlook: Outlook) -> list[str]:
     """A step's time, tokens/s, the share of the peak, the whole training's time and GPU hours."""
-    time, lasts = outlook.time, outlook.duration
+    time = outlook.time
     texts = ["not known", "", ""]
     if time.peak_tflops:
         # with half of attention counted, Megatron-LM's convention
         of_peak = time.flops_causal / (time.step_ms / 1000) / (time.peak_tflops * 1e12)
         texts = [f"{milliseconds(time.step_ms)} ms", count(time.tokens_per_s), percent(of_peak)]
-    if lasts is None:
+    training = outlook.duration
+    if training is None:
         return [*texts, "", ""]
-    return [*texts, _describe_span(lasts), f"{lasts.gpu_hours:,.1f}"]
+    return [*texts, _describe_span(training), f"{training.gpu_hours:,.1f}"]
 
 
 def _build_what_if_section(training: Training, margin: float) -> Section:
     """Build a row per change: its peak, and on the first GPU whether it fits and how fast it can be."""
-    now = training.memory.peak.num_bytes
+    now_bytes = training.memory.peak.num_bytes
     outlook = training.outlooks[0] if training.outlooks else None
     rows = []
-    for one in training.variants:
+    for variant in training.variants:
         # the line below the table has the flags in full
-        words = one.words.replace(ALL_LAYERS, "--recompute-granularity full (all layers)")
-        row = [words, size(one.peak_bytes), f"{(one.peak_bytes - now) / GIB:+.2f} GiB"]
+        words = variant.words.replace(ALL_LAYERS, "--recompute-granularity full (all layers)")
+        change = f"{(variant.peak_bytes - now_bytes) / GIB:+.2f} GiB"
+        row = [words, size(variant.peak_bytes), change]
         if outlook:
-            row.append("yes" if one.peak_bytes <= outlook.room_bytes * (1 - margin) else "no")
-            row.append(f"{milliseconds(one.time.step_ms)} ms" if one.time and one.time.peak_tflops else "not known")
+            fits = variant.peak_bytes <= outlook.room_bytes * (1 - margin)
+            row.append("yes" if fits else "no")
+            row.append(_describe_best(variant) or "not known")
         rows.append(row)
-    head = ["", "peak", "against now", *(["fits", "at best"] if outlook else [])]
-    of = outlook.processor.name if outlook else "one change each"
-    table = Table(rows, "lrr" + ("lr" if outlook else ""), head)
-    return Section("what_if", "What if", of, [table, Lines([f"all layers: {ALL_LAYERS}"], quiet=True)])
+    head = ["", "peak", "against now"]
+    of = "one change each"
+    align = "lrr"
+    if outlook:
+        head += ["fits", "at best"]
+        of = outlook.processor.name
+        align += "lr"
+    lines = Lines([f"all layers: {ALL_LAYERS}"], quiet=True)
+    return Section("what_if", "What if", of, [Table(rows, align, head), lines])
 
 
-def _build_fit_section(found: Fit) -> Section:
+def _describe_best(variant: Variant) -> str:
+    """Write the least time of a step with a change, '12.3 ms'; '' where it is not known."""
+    time = variant.time
+    if time is None or not time.peak_tflops:
+        return ""
+    return f"{milliseconds(time.step_ms)} ms"
+
+
+def _build_fit_section(fit: Fit) -> Section:
     """Flags to paste, or what is in the way."""
     lines = []
-    if found.fits:
-        spare = found.budget_bytes - found.given.peak_bytes
-        lines.append(f"fits as it is: {size(found.given.peak_bytes)}, {size(spare)} to spare")
-    if found.found and found.found.words:
-        one = found.found
-        best = ""
-        if one.time and one.time.peak_tflops:
-            best = f", at best {milliseconds(one.time.step_ms)} ms per step"
-        lines.append(f"{'fastest that fits' if found.fits else 'fits with'}: {one.words}")
-        lines.append(f"peak {size(one.peak_bytes)}{best}")
-    if found.found is None:
-        lines += [
-            describe_fit(found),
-            "more GPUs help only if they split the model too: --tensor-model-parallel-size or --pipeline-model-parallel-size 2 or more",
-        ]
-    budget = f"{size(found.budget_bytes)} of {found.processor.memory_gib:g} GiB, {percent(found.margin)} left free"
-    return Section("fit", f"Fit into one {found.processor.name}", budget, [Lines(lines)])
+    if fit.fits:
+        spare_bytes = fit.budget_bytes - fit.given.peak_bytes
+        lines.append(f"fits as it is: {size(fit.given.peak_bytes)}, {size(spare_bytes)} to spare")
+    found = fit.found
+    if found is None:
+        lines.append(describe_fit(fit))
+        flags = "--tensor-model-parallel-size or --pipeline-model-parallel-size"
+        lines.append(f"more GPUs help only if they split the model too: {flags} 2 or more")
+    elif found.words:
+        what = "fastest that fits" if fit.fits else "fits with"
+        best = _describe_best(found)
+        speed = f", at best {best} per step" if best else ""
+        lines += [f"{what}: {found.words}", f"peak {size(found.peak_bytes)}{speed}"]
+    room = f"{fit.processor.memory_gib:g} GiB"
+    budget = f"{size(fit.budget_bytes)} of {room}, {percent(fit.margin)} left free"
+    return Section("fit", f"Fit into one {fit.processor.name}", budget, [Lines(lines)])
 
 
 def build_inference_section(generating: Generating, why: bool) -> Section:
     """Build the table of weights by number format, the cache, and both, with tokens/s for each GPU.
 
     Args:
-        report: what is predicted.
-        found: the part of it that is of inference.
+        generating: what is predicted.
         why: show the formula behind each line.
     """
     found = generating.prediction
-    timed = [(processor, one) for processor, one in generating.on_gpus if one.token_rows]
     formats = [row.name.removeprefix("weights in ") for row in found.weights]
-    rows = [
-        [name, size(row.num_bytes), size(found.num_bytes(row)), count(batch)]
-        for name, row, batch in zip(formats, found.weights, found.batches_beyond_weights)
-    ]
+    rows = []
+    for name, weights, batch in zip(formats, found.weights, found.batches_beyond_weights):
+        rows.append([name, size(weights.num_bytes), size(found.num_bytes(weights)), count(batch)])
     blocks: list[Block] = [Table(rows, "lrrr", ["", "weights", "with cache", "cache is larger from batch"])]
+    timed = [(processor, one) for processor, one in generating.on_gpus if one.token_rows]
     if timed:
-        columns = [_list_rates(processor, one) for processor, one in timed]
-        head = ["tokens/s at best", *(processor.name for processor, _ in timed)]
-        blocks.append(Table(list(zip(formats, *columns)), "l" + "r" * len(timed), head))
+        blocks.append(_build_rates(formats, timed))
     lines = [f"KV cache: {size(found.cache.num_bytes)} = {found.cache.formula}"]
     if why:
         lines += [f"{row.name} = {row.formula}" for row in found.weights]
-        lines += [f"{row.name} = {row.formula}" for _, one in timed for row in one.token_rows]
+        for _, on_gpu in timed:
+            lines += [f"{row.name} = {row.formula}" for row in on_gpu.token_rows]
+    blocks.append(Lines(lines))
     of = f"batch {found.batch}, {count(found.tokens)} tokens each; tensors only"
-    return Section("inference", "Inference", of, [*blocks, Lines(lines)])
+    return Section("inference", "Inference", of, blocks)
+
+
+def _build_rates(formats: Sequence[str], timed: Sequence[tuple[Processor, InferencePrediction]]) -> Table:
+    """Build the table of tokens/s at best: a row per number format, a column per GPU."""
+    columns = [_list_rates(processor, found) for processor, found in timed]
+    head = ["tokens/s at best", *(processor.name for processor, _ in timed)]
+    return Table(list(zip(formats, *columns)), "l" + "r" * len(timed), head)
 
 
 def _list_rates(processor: Processor, found: InferencePrediction) -> list[str]:

@@ -78,13 +78,20 @@ def limit_rows(rows: Sequence[Row], most: int, everything: bool) -> tuple[Sequen
 
 def drop_empty_columns(table: Table) -> Table:
     """Remove the columns in which no row has anything; both renderers begin with it."""
-    keep = [at for at in range(len(table.align)) if any(row[at] for row in table.rows)]
-    rows, align = [[row[at] for at in keep] for row in table.rows], "".join(table.align[at] for at in keep)
-    return replace(table, rows=rows, align=align, head=[table.head[at] for at in keep] if table.head else ())
+    kept = [column for column in range(len(table.align)) if any(row[column] for row in table.rows)]
+    return replace(
+        table,
+        rows=[[row[column] for column in kept] for row in table.rows],
+        align="".join(table.align[column] for column in kept),
+        head=[table.head[column] for column in kept] if table.head else (),
+    )
 
 
 def build_share_table(
-    parts: Sequence[tuple[str, float]], whole: float, write: Callable[[float], str], colors: Sequence[str] = ()
+    parts: Sequence[tuple[str, float]],
+    whole: float,
+    write: Callable[[float], str],
+    colors: Sequence[str] = (),
 ) -> Table:
     """Build a table with a bar in each row: a name, its value, and the value's share of the whole.
 
@@ -94,8 +101,12 @@ def build_share_table(
         write: writes a value with its unit.
         colors: the color of each bar.
     """
-    shares = [share(value, whole) for _, value in parts]
-    rows = [(name, write(value), percent(part)) for (name, value), part in zip(parts, shares)]
+    rows = []
+    shares = []
+    for name, value in parts:
+        part = share(value, whole)
+        rows.append((name, write(value), percent(part)))
+        shares.append(part)
     return Table(rows, "lrr", shares=shares, colors=colors)
 
 
@@ -109,47 +120,66 @@ def section_lines(section: Section, style: Style) -> list[str]:
         if isinstance(block, Table):
             lines += table_lines(block, style) if block.rows else []
         elif isinstance(block, Card):
-            cost = escape(block.cost)
-            text = fit(f"{block.number:>2}. {block.code}: {block.title}", WIDTH - len(cost) - 4)
-            gap = " " * (WIDTH - 2 - len(text) - len(cost))
-            lines.append(f"  {style.bold(text)}{gap}{style.warm(cost)}".rstrip())
-            for said in (*block.evidence, f"try: {block.advice}") if block.in_full else ():
-                lines += wrapped(said, "      ", "        ")
+            lines += _write_card(block, style)
         else:
-            drawn = [line for text in block.texts for line in wrapped(text, hanging="    ")]
-            lines += [style.dim(line) for line in drawn] if block.quiet else drawn
+            lines += _write_sentences(block, style)
+    return lines
+
+
+def _write_card(card: Card, style: Style) -> list[str]:
+    """Write a finding: its title with its cost at the right, and in full with evidence and advice."""
+    cost = escape(card.cost)
+    title = fit(f"{card.number:>2}. {card.code}: {card.title}", WIDTH - len(cost) - 4)
+    gap = " " * (WIDTH - 2 - len(title) - len(cost))
+    lines = [f"  {style.bold(title)}{gap}{style.warm(cost)}".rstrip()]
+    if card.in_full:
+        for text in (*card.evidence, f"try: {card.advice}"):
+            lines += wrapped(text, "      ", "        ")
+    return lines
+
+
+def _write_sentences(block: Lines, style: Style) -> list[str]:
+    lines = []
+    for text in block.texts:
+        lines += wrapped(text, hanging="    ")
+    if block.quiet:
+        return [style.dim(line) for line in lines]
     return lines
 
 
 def table_lines(table: Table, style: Style) -> list[str]:
-    """Draw a table for a terminal: columns two spaces apart, the widest ones cut until they fit, and bars at the end."""
+    """Draw a table for a terminal: columns two spaces apart, the widest cut until they fit, and bars at the end."""
     table = drop_empty_columns(table)
-    lines = [*([table.head] if table.head else []), *table.rows]
-    drawn = _align_columns([[escape(cell) for cell in line] for line in lines], table)
+    cells = [[escape(cell) for cell in row] for row in table.rows]
     first = 0
     if table.head:
-        drawn[0] = style.dim(drawn[0].rstrip())
+        cells.insert(0, [escape(cell) for cell in table.head])
         first = 1
-    for at, is_faint in enumerate(table.faint, first):
+    lines = _align_columns(cells, table)
+    if table.head:
+        lines[0] = style.dim(lines[0].rstrip())
+    for number, is_faint in enumerate(table.faint, first):
         if is_faint:
-            drawn[at] = style.dim(drawn[at].rstrip())
-    for at, part in enumerate(table.shares, first):
+            lines[number] = style.dim(lines[number].rstrip())
+    for number, part in enumerate(table.shares, first):
         if part is not None:
-            drawn[at] += "  " + style.accent(style.bar(part))
-    drawn = [line.rstrip() for line in drawn]
+            lines[number] += "  " + style.accent(style.bar(part))
+    lines = [line.rstrip() for line in lines]
     if table.hidden:
-        drawn.append(style.dim(f"  and {table.hidden} more with --all"))
-    return drawn
+        lines.append(style.dim(f"  and {table.hidden} more with --all"))
+    return lines
 
 
 def _align_columns(lines: list[list[str]], table: Table) -> list[str]:
     """Write lines with their cells in columns that leave room for the table's bars."""
-    room = WIDTH - 2 - 2 * (len(table.align) - 1)
+    columns = range(len(table.align))
+    room = WIDTH - 2 - 2 * (len(columns) - 1)
     if table.shares:
         room -= BAR_WIDTH + 2
-    widths = [max(len(line[at]) for line in lines) for at in range(len(table.align))]
+    widths = [max(len(line[column]) for line in lines) for column in columns]
     while sum(widths) > room and max(widths) > MIN_COLUMN:
-        widths[widths.index(max(widths))] -= 1
+        widest = widths.index(max(widths))
+        widths[widest] -= 1
     drawn = []
     for line in lines:
         padded = []

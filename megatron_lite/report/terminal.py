@@ -1,5 +1,7 @@
 """A Report as lines for a terminal: verdict, where a step goes, findings, tables, at last what could not be seen."""
 
+from collections.abc import Mapping, Sequence
+
 from megatron_lite.analysis.report import Report
 from megatron_lite.report.section import section_lines
 from megatron_lite.report.sections.all import build_limitations, build_sections, describe_confidence
@@ -7,14 +9,8 @@ from megatron_lite.report.text import Style, heading, wrapped
 
 MAX_GAPS = 2
 MAX_LINES = 82  # with the line that says what was left out: two screens
-LEFT_OUT_FIRST = (
-    "collectives",
-    "roofline",
-    "kernels",
-    "operators",
-    "every_step",
-    "phases",
-)  # what says least to most people
+# what says least to most people
+LEFT_OUT_FIRST = ("collectives", "roofline", "kernels", "operators", "every_step", "phases")
 
 
 def terminal_lines(report: Report, style: Style, everything: bool = False) -> list[str]:
@@ -25,25 +21,49 @@ def terminal_lines(report: Report, style: Style, everything: bool = False) -> li
         style: how the terminal may be written to.
         everything: show all rows of all tables, however many lines that takes.
     """
-    lines = [heading(report.title, f"read in {report.read_s:.1f} s", style), ""]
-    lines += map(style.warm, wrapped(report.verdict.headline))
-    lines += map(style.dim, wrapped(describe_confidence(report)))
-    gaps = build_limitations(report)
-    shown = gaps if everything else gaps[:MAX_GAPS]
-    end = ["", heading("What could not be seen", "", style)] if gaps else []
-    for gap in shown:
-        end += wrapped(gap, "  - ", "    ")
-    if len(gaps) > len(shown):
-        end.append(style.dim(f"  and {len(gaps) - len(shown)} more with --all"))
-    sections = {section.key: section for section in build_sections(report, everything)}
-    drawn = {key: ["", *section_lines(section, style)] for key, section in sections.items()}
+    begin = [heading(report.title, f"read in {report.read_s:.1f} s", style), ""]
+    begin += map(style.warm, wrapped(report.verdict.headline))
+    begin += map(style.dim, wrapped(describe_confidence(report)))
+    end = _write_limitations(report, style, everything)
+    sections = build_sections(report, everything)
+    drawn = {section.key: ["", *section_lines(section, style)] for section in sections}
     left_out = []
-    for key in () if everything else LEFT_OUT_FIRST:
-        if len(lines) + len(end) + sum(map(len, drawn.values())) <= MAX_LINES:
+    if not everything:
+        room = MAX_LINES - len(begin) - len(end)
+        left_out = _choose_left_out(drawn, room)
+    lines = begin
+    for key, section in drawn.items():
+        if key not in left_out:
+            lines += section
+    if left_out:
+        titles = {section.key: section.title for section in sections}
+        named = ", ".join(titles[key] for key in left_out)
+        lines += ["", style.dim(f"With --all: {named}")]
+    return [*lines, *end]
+
+
+def _choose_left_out(drawn: Mapping[str, Sequence[str]], room: int) -> list[str]:
+    """Choose the sections that are left out so that the others take at most `room` lines, if that is possible."""
+    length = sum(map(len, drawn.values()))
+    left_out: list[str] = []
+    for key in LEFT_OUT_FIRST:
+        if length <= room:
             break
-        if drawn.pop(key, None):
-            left_out.append(sections[key].title)
-    for section in drawn.values():
-        lines += section
-    more = ["", style.dim(f"With --all: {', '.join(left_out)}")] if left_out else []
-    return [*lines, *more, *end]
+        if key in drawn:
+            left_out.append(key)
+            length -= len(drawn[key])
+    return left_out
+
+
+def _write_limitations(report: Report, style: Style, everything: bool) -> list[str]:
+    """Write what could not be seen, the first ones unless all is wanted; [] where nothing was missed."""
+    gaps = build_limitations(report)
+    if not gaps:
+        return []
+    shown = gaps if everything else gaps[:MAX_GAPS]
+    lines = ["", heading("What could not be seen", "", style)]
+    for gap in shown:
+        lines += wrapped(gap, "  - ", "    ")
+    if len(gaps) > len(shown):
+        lines.append(style.dim(f"  and {len(gaps) - len(shown)} more with --all"))
+    return lines

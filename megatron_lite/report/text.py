@@ -22,8 +22,10 @@ def milliseconds(value: float | None, of: float | None = None) -> str:
         return ""
     largest = abs(value if of is None else of)
     decimals = 3
-    if largest >= 10:
-        decimals = 1 if largest >= 100 else 2
+    if largest >= 100:
+        decimals = 1
+    elif largest >= 10:
+        decimals = 2
     if abs(value) < LEAST_MS:
         return f"{0:.{decimals}f}"
     if abs(value) >= 0.5 * 10**-decimals:
@@ -86,29 +88,38 @@ class Style:
     def bar(self, share: float, width: int = BAR_WIDTH) -> str:
         """A bar of `share` of `width` columns; what is more than nothing has at least the thinnest one."""
         share = min(max(share, 0.0), 1.0)
+        thinnest = 1 if share > 0 else 0
         if not self.unicode:
-            return "#" * max(round(share * width), 1 if share > 0 else 0)
-        eighths = max(round(share * width * 8), 1 if share > 0 else 0)
+            return "#" * max(round(share * width), thinnest)
+        eighths = max(round(share * width * 8), thinnest)
         return "█" * (eighths // 8) + EIGHTHS[eighths % 8].strip()
 
     def _in(self, code: str, text: str) -> str:
-        return f"\033[{code}m{text}\033[0m" if self.colour and text else text
+        if not self.colour or not text:
+            return text
+        return f"\033[{code}m{text}\033[0m"
 
 
 def get_style(stream: TextIO) -> Style:
-    """Find out what `stream` can show: color on a terminal only (and not with NO_COLOR), blocks where it takes UTF-8."""
-    encoding = (getattr(stream, "encoding", None) or "ascii").lower().replace("-", "")
-    colour = stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    """Find out what `stream` can show: color on a terminal only (and not with NO_COLOR), blocks where it takes
+    UTF-8."""
+    encoding = getattr(stream, "encoding", None) or "ascii"
+    encoding = encoding.lower().replace("-", "")
+    is_wanted = not os.environ.get("NO_COLOR")
+    colour = stream.isatty() and is_wanted and os.environ.get("TERM") != "dumb"
     return Style(colour=colour, unicode=encoding == "utf8")
 
 
 def fit(text: str, width: int) -> str:
-    """`text` in at most `width` columns, its middle left out: both ends of a kernel's name say something."""
+    """Shorten a text to `width` columns, its middle left out: both ends of a kernel's name say something."""
     text = escape(text)
     if len(text) <= width:
         return text
-    tail = max(width - 2, 0) // 3
-    return (text[: max(width - 2 - tail, 0)] + ".." + (text[-tail:] if tail else ""))[:width]
+    kept = max(width - 2, 0)
+    tail = kept // 3
+    begin = text[: kept - tail]
+    end = text[-tail:] if tail else ""
+    return f"{begin}..{end}"[:width]
 
 
 def wrapped(text: str, indent: str = "  ", hanging: str | None = None) -> list[str]:
@@ -120,14 +131,22 @@ def wrapped(text: str, indent: str = "  ", hanging: str | None = None) -> list[s
         hanging: what the other lines begin with; the same when left out.
     """
     hanging = indent if hanging is None else hanging
-    lines, line = [], ""
+    room = WIDTH - max(len(indent), len(hanging))
+    lines: list[str] = []
+    line = ""
     for word in escape(text).split(" "):
-        word = fit(word, WIDTH - max(len(indent), len(hanging)))
-        if line and len(line) + 1 + len(word) > WIDTH:
+        word = fit(word, room)
+        if not line:
+            start = hanging if lines else indent
+            line = start + word
+        elif len(line) + 1 + len(word) > WIDTH:
             lines.append(line)
-            line = ""
-        line = f"{line} {word}" if line else (hanging if lines else indent) + word
-    return [*lines, line] if line.strip() else lines
+            line = hanging + word
+        else:
+            line = f"{line} {word}"
+    if line.strip():
+        lines.append(line)
+    return lines
 
 
 def heading(text: str, right: str, style: Style) -> str:
@@ -140,5 +159,8 @@ def heading(text: str, right: str, style: Style) -> str:
     """
     text = fit(text, WIDTH)
     right = fit(right, max(WIDTH - len(text) - 2, 0))
+    title = style.bold(text)
+    if not right:
+        return title
     gap = " " * max(WIDTH - len(text) - len(right), 2)
-    return style.bold(text) + (gap + style.dim(right) if right else "")
+    return title + gap + style.dim(right)

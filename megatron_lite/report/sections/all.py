@@ -4,11 +4,12 @@ import math
 from collections.abc import Sequence
 from functools import partial
 
-from megatron_lite.analysis.findings.base import Evidence
+from megatron_lite.analysis.findings.base import Evidence, Finding
 from megatron_lite.analysis.findings.rules import RULES
 from megatron_lite.analysis.ranks.rank_results import RankRow, Ranks, Straggler
 from megatron_lite.analysis.report import Report
 from megatron_lite.analysis.run.learning import measure_learning
+from megatron_lite.analysis.run.pipeline_times import PipelineTimes
 from megatron_lite.analysis.run.run_results import Run
 from megatron_lite.analysis.run_facts import Facts
 from megatron_lite.report.section import Block, Card, Lines, Section, Table, limit_rows
@@ -26,7 +27,9 @@ from megatron_lite.units import count, counted, significant, size
 
 # --- findings, most costly first: what, cost, evidence, what to try, what it can bring at most
 
-MAX_IN_FULL, MAX_NAMED, MAX_EVIDENCE = 3, 7, 2
+MAX_IN_FULL = 3  # findings with evidence and advice
+MAX_NAMED = 7
+MAX_EVIDENCE = 2  # of the first finding; the others have one
 ONLY_RANK = "rank 0"
 
 
@@ -39,22 +42,7 @@ def findings_section(report: Report, everything: bool) -> Section | None:
     shown, hidden = limit_rows(report.findings, MAX_NAMED, everything)
     blocks: list[Block] = []
     for number, finding in enumerate(shown, 1):
-        is_only = finding.rank is None or report.facts.has_one_rank
-        rank = "" if is_only else f" (rank {finding.rank})"
-        evidence = [_describe_evidence(one, report.facts.has_one_rank) for one in finding.evidence]
-        flags = [flag for flag in finding.flags if flag not in finding.advice]
-        advice = finding.advice + (f": {', '.join(flags)}" if flags else "")
-        gain = _format_cost(finding.gain_ms, finding.gain_bytes)
-        blocks += [Card(
-            number=number,
-            code=finding.code,
-            title=("" if finding.certain else "likely: ") + finding.title + rank,
-            cost=_format_cost(finding.cost_ms, finding.cost_bytes, finding.once_ms),
-            evidence=evidence if everything else evidence[: MAX_EVIDENCE if number == 1 else 1],
-            advice=advice + (f" (saves at most {gain})" if gain else ""),
-            in_full=everything or number <= MAX_IN_FULL,
-            shown_in=RULES[finding.code].subjects if finding.code in RULES else (),
-        )]  # fmt: skip
+        blocks.append(_build_card(number, finding, report.facts.has_one_rank, everything))
     more = f"and {hidden} more with --all; " if hidden else ""
     told = f"{more}megatron-lite explain CODE describes a finding and its false alarms"
     blocks.append(Lines([told], quiet=True, is_hint=True))
@@ -62,27 +50,85 @@ def findings_section(report: Report, everything: bool) -> Section | None:
     return Section("findings", "Findings", of, blocks)
 
 
+def _build_card(number: int, finding: Finding, has_one_rank: bool, everything: bool) -> Card:
+    """Build what is shown of a finding.
+
+    Args:
+        number: its place, 1 for the most costly.
+        finding: what a rule found.
+        has_one_rank: whether the job has one rank, which then is not named.
+        everything: show all evidence, and the advice of every finding.
+    """
+    title = finding.title if finding.certain else f"likely: {finding.title}"
+    if finding.rank is not None and not has_one_rank:
+        title += f" (rank {finding.rank})"
+    evidence = [_describe_evidence(one, has_one_rank) for one in finding.evidence]
+    if not everything:
+        most = MAX_EVIDENCE if number == 1 else 1
+        evidence = evidence[:most]
+    rule = RULES.get(finding.code)
+    return Card(
+        number=number,
+        code=finding.code,
+        title=title,
+        cost=_format_cost(finding.cost_ms, finding.cost_bytes, finding.once_ms),
+        evidence=evidence,
+        advice=_describe_advice(finding),
+        in_full=everything or number <= MAX_IN_FULL,
+        shown_in=rule.subjects if rule else (),
+    )
+
+
+def _describe_advice(finding: Finding) -> str:
+    """Describe what to try: the advice, the flags that it does not name itself, and what it can bring."""
+    advice = finding.advice
+    flags = [flag for flag in finding.flags if flag not in advice]
+    if flags:
+        advice += f": {', '.join(flags)}"
+    gain = _format_cost(finding.gain_ms, finding.gain_bytes)
+    if gain:
+        advice += f" (saves at most {gain})"
+    return advice
+
+
 def _describe_evidence(one: Evidence, has_one_rank: bool) -> str:
     """Describe what was seen and where, without the rank in a job with one rank."""
     where = one.where
     if has_one_rank and (where == ONLY_RANK or where.startswith(f"{ONLY_RANK}, ")):
         where = where.removeprefix(ONLY_RANK).removeprefix(", ")
-    return one.text + (f" ({where})" if where else "")
+    return f"{one.text} ({where})" if where else one.text
 
 
 def _format_cost(cost_ms: float | None, cost_bytes: int | None, once_ms: float | None = None) -> str:
-    """Write a cost: '12.1 ms', '3.20 GiB', both or nothing; '12.1 ms once' where no step pays it again."""
-    costs = [] if cost_ms is None else [f"{milliseconds(cost_ms)} ms"]
+    """Write a cost: '12.1 ms', '3.20 GiB', both or nothing; '12.1 ms once' where no step pays it again.
+
+    Args:
+        cost_ms: milliseconds per step; None for none.
+        cost_bytes: bytes at the peak; None for none.
+        once_ms: milliseconds that the run pays once; None for none.
+    """
+    costs = []
+    if cost_ms is not None:
+        costs.append(f"{milliseconds(cost_ms)} ms")
     if once_ms is not None:
         costs.append(f"{milliseconds(once_ms)} ms once")
-    return ", ".join([*costs, *([] if cost_bytes is None else [size(cost_bytes)])])
+    if cost_bytes is not None:
+        costs.append(size(cost_bytes))
+    return ", ".join(costs)
 
 
 # --- ranks beside each other: who waits for whom, and what communication costs
 
-MAX_RANKS, MAX_COLLECTIVES, MAX_MISSING = 4, 2, 8
+MAX_RANKS = 4  # rows
+MAX_COLLECTIVES = 2  # rows
+MAX_MISSING = 8  # ranks that are named
 MIN_GB_S = 0.001
-CAUSES = {"compute": "computing", "data_wait": "waiting for data", "host": "a slow host", "copy": "copies"}
+CAUSES = {
+    "compute": "computing",
+    "data_wait": "waiting for data",
+    "host": "a slow host",
+    "copy": "copies",
+}
 
 
 def _describe_late_rank(facts: Facts, late: Straggler) -> list[str]:
@@ -91,12 +137,16 @@ def _describe_late_rank(facts: Facts, late: Straggler) -> list[str]:
     if late.cause:
         cause = CAUSES.get(late.cause, late.cause)
         why = f"it spends {milliseconds(late.cause_ms)} ms more than the others on {cause}"
-    last = "" if late.share_last is None else f", last in {percent(late.share_last)} of the collectives"
+    last = ""
+    if late.share_last is not None:
+        last = f", last in {percent(late.share_last)} of the collectives"
     where = f" in {late.phase}" if late.phase else ""
     cost = f"{milliseconds(late.caused_wait_ms)} ms per step"
+    texts = [f"rank {late.rank} makes the others wait {cost}{where}{last}: {why}"]
     doubt = facts.doubt_straggler(late)
-    said = f"rank {late.rank} makes the others wait {cost}{where}{last}: {why}"
-    return [said, doubt] if doubt else [said]
+    if doubt:
+        texts.append(doubt)
+    return texts
 
 
 def ranks_section(report: Report, everything: bool) -> Section | None:
@@ -121,9 +171,11 @@ def ranks_section(report: Report, everything: bool) -> Section | None:
 
 def _describe_missing_ranks(missing: Sequence[int]) -> str:
     """Name the ranks without a trace, the first ones of many."""
-    named = ", ".join(str(rank) for rank in missing[:MAX_MISSING])
-    more = f" and {len(missing) - MAX_MISSING} more" if len(missing) > MAX_MISSING else ""
-    return f"no trace of rank{'s' if len(missing) > 1 else ''} {named}{more}"
+    named = ", ".join(map(str, missing[:MAX_MISSING]))
+    if len(missing) > MAX_MISSING:
+        named += f" and {len(missing) - MAX_MISSING} more"
+    plural = "s" if len(missing) > 1 else ""
+    return f"no trace of rank{plural} {named}"
 
 
 def _build_rank_table(rows: Sequence[RankRow], hidden: int) -> Table:
@@ -158,24 +210,47 @@ def pipeline_section(report: Report, everything: bool) -> Section | None:
     found = report.facts.pipeline
     if found is None:
         return None
-    step_ms = max(one.own_ms + one.wait_ms for one in found.stages)
-    shown, hidden = limit_rows(found.stages, MAX_RANKS, everything)
+    step_ms = max(stage.own_ms + stage.wait_ms for stage in found.stages)
     write = partial(milliseconds, of=step_ms)
+    shown, hidden = limit_rows(found.stages, MAX_RANKS, everything)
     rows = []
-    for one in shown:
-        times = map(write, (one.forward_ms, one.backward_ms, one.wait_ms, one.ideal_wait_ms))
-        rows.append([str(one.stage + 1), str(one.layers), *times])
-    table = Table(rows, "rrrrrr", ["stage", "layers", "forward", "backward", "waits", "at best"], hidden=hidden)
-    several = f" of {found.chunks} chunks" if found.chunks > 1 else ""
-    slowest = max(found.stages, key=lambda one: one.own_ms)
-    ideal, more = write(found.ideal_ms), write(max(step_ms - found.ideal_ms, 0.0))
-    alone = f"with these times the schedule needs {ideal} ms, {more} ms less than measured"
-    texts = [
-        f"with equal stages{several}, the schedule leaves each idle for {percent(found.bubble)} of a step",
-        f"stage {slowest.stage + 1} computes longest, {write(slowest.own_ms)} ms; {alone}",
-    ]
+    for stage in shown:
+        rows.append(
+            [
+                str(stage.stage + 1),
+                str(stage.layers),
+                write(stage.forward_ms),
+                write(stage.backward_ms),
+                write(stage.wait_ms),
+                write(stage.ideal_wait_ms),
+            ]
+        )
+    table = Table(
+        rows,
+        "rrrrrr",
+        ["stage", "layers", "forward", "backward", "waits", "at best"],
+        hidden=hidden,
+    )
     of = f"ms per step of {found.micro_batches} micro-batches; at best: waiting that the schedule requires"
-    return Section("pipeline", "Pipeline", of, [table, Lines(texts)])
+    return Section("pipeline", "Pipeline", of, [table, Lines(_describe_pipeline(found, step_ms))])
+
+
+def _describe_pipeline(found: PipelineTimes, step_ms: float) -> list[str]:
+    """Describe what the schedule costs with equal stages, and what it would take with these ones.
+
+    Args:
+        found: the stages' times.
+        step_ms: a step of the stage that takes longest, waiting included.
+    """
+    write = partial(milliseconds, of=step_ms)
+    chunks = f" of {found.chunks} chunks" if found.chunks > 1 else ""
+    slowest = max(found.stages, key=lambda stage: stage.own_ms)
+    less = write(max(step_ms - found.ideal_ms, 0.0))
+    ideal = f"with these times the schedule needs {write(found.ideal_ms)} ms, {less} ms less than measured"
+    return [
+        f"with equal stages{chunks}, the schedule leaves each idle for {percent(found.bubble)} of a step",
+        f"stage {slowest.stage + 1} computes longest, {write(slowest.own_ms)} ms; {ideal}",
+    ]
 
 
 def collectives_section(report: Report, everything: bool) -> Section | None:
@@ -185,17 +260,28 @@ def collectives_section(report: Report, everything: bool) -> Section | None:
     if ranks is None or not ranks.collectives:
         return None
     shown, hidden = limit_rows(ranks.collectives, MAX_COLLECTIVES, everything)
-    write, body = partial(milliseconds, of=max(row.kernel_ms for row in shown)), []
+    write = partial(milliseconds, of=max(row.kernel_ms for row in shown))
+    has_groups = len(ranks.groups) > 1
+    body = []
     for row in shown:
-        bandwidth = ""
-        if row.bus_gb_s is not None:
-            bandwidth = significant(row.bus_gb_s) if row.bus_gb_s >= MIN_GB_S else f"<{MIN_GB_S}"
-        body.append([
-            row.name + (f" ({row.algorithm})" if row.algorithm and everything else ""),
-            row.group if len(ranks.groups) > 1 else "", row.phase, str(row.group_size or ""), calls(row.per_step),
-            "" if row.num_bytes is None else size(row.num_bytes),
-            *map(write, (row.kernel_ms, row.transfer_ms, row.wait_ms, row.exposed_ms)), bandwidth,
-        ])  # fmt: skip
+        name = row.name
+        if row.algorithm and everything:
+            name += f" ({row.algorithm})"
+        body.append(
+            [
+                name,
+                row.group if has_groups else "",
+                row.phase,
+                str(row.group_size or ""),
+                calls(row.per_step),
+                "" if row.num_bytes is None else size(row.num_bytes),
+                write(row.kernel_ms),
+                write(row.transfer_ms),
+                write(row.wait_ms),
+                write(row.exposed_ms),
+                _write_bandwidth(row.bus_gb_s),
+            ]
+        )
     head = [
         "collective", "group", "phase", "ranks", "calls", "each", "ms", "transfer", "waiting", "exposed", "bus GB/s",
     ]  # fmt: skip
@@ -203,15 +289,33 @@ def collectives_section(report: Report, everything: bool) -> Section | None:
     return Section("collectives", "Collectives", "ms per step, mean over ranks", tables)
 
 
+def _write_bandwidth(gb_s: float | None) -> str:
+    """Write a bandwidth; '' where it is not known, and '<0.001' for next to nothing."""
+    if gb_s is None:
+        return ""
+    return significant(gb_s) if gb_s >= MIN_GB_S else f"<{MIN_GB_S}"
+
+
 def _build_groups(ranks: Ranks) -> list[Table]:
     """Build the table of what each dimension of the layout costs; nothing where there is only one."""
     if len(ranks.groups) < 2:
         return []
-    write, body = partial(milliseconds, of=max(row.busy_ms for row in ranks.groups)), []
+    write = partial(milliseconds, of=max(row.busy_ms for row in ranks.groups))
+    body = []
     for row in ranks.groups:
-        most = "" if row.most_exposed_rank is None else f"{write(row.most_exposed_ms)} on rank {row.most_exposed_rank}"
-        moved, times = "" if row.num_bytes is None else size(row.num_bytes), (write(row.busy_ms), write(row.exposed_ms))
-        body.append([row.group or "unknown", calls(row.per_step), moved, *times, most])
+        most = ""
+        if row.most_exposed_rank is not None:
+            most = f"{write(row.most_exposed_ms)} on rank {row.most_exposed_rank}"
+        body.append(
+            [
+                row.group or "unknown",
+                calls(row.per_step),
+                "" if row.num_bytes is None else size(row.num_bytes),
+                write(row.busy_ms),
+                write(row.exposed_ms),
+                most,
+            ]
+        )
     return [Table(body, "lrrrrr", ["group", "calls", "bytes", "ms", "exposed", "most exposed"])]
 
 
@@ -292,21 +396,29 @@ def build_sections(report: Report, everything: bool) -> list[Section]:
 def describe_confidence(report: Report) -> str:
     """Why the verdict may be believed; '' for an inconclusive one, which says itself why not."""
     verdict = report.verdict
-    return "" if verdict.bound == "inconclusive" else f"{verdict.confidence} confidence: {verdict.why}"
+    if verdict.bound == "inconclusive":
+        return ""
+    return f"{verdict.confidence} confidence: {verdict.why}"
 
 
 def build_limitations(report: Report) -> list[str]:
     """List what could not be seen in any part, each sentence once; of other ranks only what the shown one does not
     say."""
-    facts, critical = report.facts, report.facts.critical
+    facts = report.facts
+    critical = facts.critical
     texts = list(facts.gaps)
     if critical:
         texts += [*critical.trace.notes, *critical.time.notes, *critical.kernels.notes]
     for other in facts.ranks_seen:
-        if other is not critical:
-            name = other.trace.source if other.time.rank is None else f"rank {other.time.rank}"
-            texts += [f"{name}: {note}" for note in (*other.trace.notes, *other.time.notes) if note not in texts]
-    texts += facts.ranks.notes if facts.ranks else ()
-    texts += [note for snapshot in facts.snapshots for note in snapshot.notes]
-    texts += facts.run.notes if facts.run else ()
+        if other is critical:
+            continue
+        name = other.trace.source if other.time.rank is None else f"rank {other.time.rank}"
+        notes = [*other.trace.notes, *other.time.notes]
+        texts += [f"{name}: {note}" for note in notes if note not in texts]
+    if facts.ranks:
+        texts += facts.ranks.notes
+    for snapshot in facts.snapshots:
+        texts += snapshot.notes
+    if facts.run:
+        texts += facts.run.notes
     return list(dict.fromkeys(map(facts.in_words, texts)))

@@ -28,7 +28,11 @@ def every_step_section(report: Report, everything: bool) -> Section | None:
     rows = []
     for row in found.rows:
         if everything or _is_shown(row, found.step_ms):
-            cells = [TITLES.get(row.name, row.name), write(row.ms), percent(share(row.ms, found.step_ms))]
+            cells = [
+                TITLES.get(row.name, row.name),
+                write(row.ms),
+                percent(share(row.ms, found.step_ms)),
+            ]
             if has_window:
                 cells.append(write(row.profiled_ms))
             if on_gpu:
@@ -51,7 +55,12 @@ def every_step_section(report: Report, everything: bool) -> Section | None:
     window = f", in the window of {found.profiled_steps}" if has_window else ""
     subtitle = f"ms per step on the host, medians of {found.steps:,} typical steps{window}"
     quiet = Lines(["medians of phases need not add up to the median step"], quiet=True)
-    return Section("every_step", "All steps", subtitle, [Table(rows, "l" + "r" * (len(head) - 1), head), quiet])
+    return Section(
+        "every_step",
+        "All steps",
+        subtitle,
+        [Table(rows, "l" + "r" * (len(head) - 1), head), quiet],
+    )
 
 
 def _is_shown(row: EveryStepRow, step_ms: float) -> bool:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from megatron_lite.analysis.memory.memory_results import OUTSIDE, Layer, LedgerRow, Snapshot
+from megatron_lite.analysis.memory.memory_results import OUTSIDE, Layer, LedgerRow, Snapshot, TraceMemory
 from megatron_lite.analysis.report import Report
 from megatron_lite.analysis.run_facts import Compared, ComparedMemory, ComparedTime, Facts
 from megatron_lite.report import palette
@@ -11,11 +11,15 @@ from megatron_lite.report.sections.step import name_rank
 from megatron_lite.report.text import milliseconds, percent
 from megatron_lite.units import count, counted, size
 
-MAX_SITES, MAX_LAYERS, MAX_OTHERS, MAX_GROWING = 2, 1, 8, 1
+MAX_SITES = 2  # lines of code
+MAX_LAYERS = 1
+MAX_OTHERS = 8  # snapshots, ranks or pools
+MAX_GROWING = 1  # lines of code
 SMALL = 0.01  # of the peak: such categories share a row
 DIFFERS = 0.10  # of the formula: a category that the terminal shows although the rest agrees
 OTHERS = "others"
-RECORD_BY_FLAG, RECORD_BY_WATCH = "--record-memory-history", "megatron-lite watch --memory"
+RECORD_BY_FLAG = "--record-memory-history"
+RECORD_BY_WATCH = "megatron-lite watch --memory"
 
 
 def memory_section(report: Report, everything: bool) -> Section | None:
@@ -26,7 +30,11 @@ def memory_section(report: Report, everything: bool) -> Section | None:
         how = RECORD_BY_WATCH if facts.is_foreign else RECORD_BY_FLAG
         return _build_traced_section(facts, how)
     ledger, agreement = _build_ledger(facts.ledger, everything)
-    texts = [*agreement, *_describe_snapshot(snapshot, everything), *_name_other_peaks(facts, snapshot)]
+    texts = [
+        *agreement,
+        *_describe_snapshot(snapshot, everything),
+        *_name_other_peaks(facts, snapshot),
+    ]
     blocks: list[Block] = [
         Lines([_describe_peak(snapshot)]),
         _build_holders(snapshot),
@@ -51,13 +59,16 @@ def _describe_peak(snapshot: Snapshot) -> str:
 
 def _build_holders(snapshot: Snapshot) -> Block:
     """Build the table of what holds the peak, by category; small categories share a row."""
-    peak = snapshot.peak_bytes
-    held = [(part.category, part.num_bytes) for part in snapshot.held if part.num_bytes >= SMALL * peak > 0]
-    rest = peak - sum(num_bytes for _, num_bytes in held)
-    if rest > 0:
-        held.append((OTHERS, rest))
+    peak_bytes = snapshot.peak_bytes
+    least_bytes = SMALL * peak_bytes
+    held = []
+    if least_bytes > 0:
+        held = [(part.category, part.num_bytes) for part in snapshot.held if part.num_bytes >= least_bytes]
+    rest_bytes = peak_bytes - sum(num_bytes for _, num_bytes in held)
+    if rest_bytes > 0:
+        held.append((OTHERS, rest_bytes))
     colors = [palette.HELD.get(category, palette.GREY) for category, _ in held]
-    return build_share_table(held, peak, size, colors)
+    return build_share_table(held, peak_bytes, size, colors)
 
 
 def _build_sites(snapshot: Snapshot, everything: bool) -> Table:
@@ -65,7 +76,8 @@ def _build_sites(snapshot: Snapshot, everything: bool) -> Table:
     shown, hidden = limit_rows(snapshot.sites, MAX_SITES, everything)
     rows = []
     for site in shown:
-        rows.append([site.site, site.module, site.category, site.phase, size(site.num_bytes), f"{site.blocks:,}"])
+        held = size(site.num_bytes)
+        rows.append([site.site, site.module, site.category, site.phase, held, f"{site.blocks:,}"])
     head = ["allocated by", "module", "as", "phase", "at the peak", "blocks"]
     return Table(rows, "llllrr", head, hidden=hidden)
 
@@ -81,43 +93,72 @@ def _name_other_peaks(facts: Facts, shown: Snapshot) -> list[str]:
 
 
 def _build_ledger(rows: Sequence[LedgerRow], everything: bool) -> tuple[Table, list[str]]:
-    """Build two tables of formulas beside measurements: those that differ (all of them with `everything`), and those
-    that agree."""
-    body, agreeing = [], []
+    """Build the table of formulas beside measurements, and name the categories in which they agree.
+
+    Args:
+        rows: the categories.
+        everything: show all categories with their formulas, not only those that differ.
+    """
+    head = ["at its own peak", "measured", "formula"]
+    align = "lrr"
+    if everything:
+        head.append("which is")
+        align += "l"
+    body = []
+    agreeing = []
     for row in rows:
-        agrees = abs(row.difference_bytes) < DIFFERS * row.formula_bytes or row.difference_bytes == 0
+        off_bytes = abs(row.difference_bytes)
+        agrees = off_bytes == 0 or off_bytes < DIFFERS * row.formula_bytes
         if agrees and row.formula_bytes:
             agreeing.append(row.category)
-        if everything or not agrees:
-            body.append([row.category, size(row.measured_bytes), size(row.formula_bytes), row.formula])
-    columns = 4 if everything else 3
-    head = ["at its own peak", "measured", "formula", "which is"]
-    table = Table([row[:columns] for row in body], "lrrl"[:columns], head[:columns])
-    told = [f"formula and measurement agree within {DIFFERS:.0%}: {', '.join(agreeing)}"] if agreeing else []
-    return table, told
+        cells = [row.category, size(row.measured_bytes), size(row.formula_bytes)]
+        if everything:
+            body.append([*cells, row.formula])
+        elif not agrees:
+            body.append(cells)
+    told = []
+    if agreeing:
+        told.append(f"formula and measurement agree within {DIFFERS:.0%}: {', '.join(agreeing)}")
+    return Table(body, align, head), told
 
 
 def _build_traced_section(facts: Facts, how: str) -> Section | None:
-    """Peak and where, of each rank; a trace does not say what held it. how: to record a snapshot, which does."""
+    """Build the table of each rank's peak, from traces, which do not say what held it.
+
+    Args:
+        facts: what was found.
+        how: the flag or command that records a snapshot, which says it.
+    """
     seen = facts.traced_memory
     if not seen:
         return None
-    rows = []
-    for one in seen[:MAX_OTHERS]:
-        rank = "" if facts.has_one_rank else str(one.rank)
-        whose = one.source if one.rank is None else rank, "host" if one.device < 0 else f"GPU {one.device}"
-        peak = ("" if one.total_is_given else "+ ") + size(one.peak_bytes)
-        reserved = "" if one.reserved_bytes is None else size(one.reserved_bytes)
-        rows.append([*whose, peak, reserved, one.peak_phase, one.peak_operator])
+    shown = seen[:MAX_OTHERS]
     head = ["rank", "memory of", "peak", "reserved", "phase", "operator"]
-    told = (
-        ["+: in addition to memory allocated before the window"] if not all(one.total_is_given for one in seen) else []
-    )
-    others = [f"GPU {device} {size(peak)}" for one in seen[:MAX_OTHERS] for device, peak in one.other_peaks]
-    told += [f"peaks of other devices: {', '.join(others)}"] if others else []
-    told.append(f"To see what used this memory, record a snapshot: {how}")
-    table = Table(rows, "llrrll", head, hidden=max(len(seen) - MAX_OTHERS, 0))
-    return Section("memory", "Memory", "from the trace's memory events", [table, Lines(told, quiet=True)])
+    rows = [_list_traced_cells(one, facts.has_one_rank) for one in shown]
+    table = Table(rows, "llrrll", head, hidden=len(seen) - len(shown))
+    texts = []
+    if not all(one.total_is_given for one in seen):
+        texts.append("+: in addition to memory allocated before the window")
+    others = []
+    for one in shown:
+        others += [f"GPU {device} {size(peak_bytes)}" for device, peak_bytes in one.other_peaks]
+    if others:
+        texts.append(f"peaks of other devices: {', '.join(others)}")
+    texts.append(f"To see what used this memory, record a snapshot: {how}")
+    return Section("memory", "Memory", "from the trace's memory events", [table, Lines(texts, quiet=True)])
+
+
+def _list_traced_cells(one: TraceMemory, has_one_rank: bool) -> list[str]:
+    """Write a rank's peak: of whom and of which device, how much, and where it was; the only rank is not named."""
+    whose = one.source
+    if one.rank is not None:
+        whose = "" if has_one_rank else str(one.rank)
+    device = "host" if one.device < 0 else f"GPU {one.device}"
+    peak = size(one.peak_bytes)
+    if not one.total_is_given:
+        peak = f"+ {peak}"
+    reserved = "" if one.reserved_bytes is None else size(one.reserved_bytes)
+    return [whose, device, peak, reserved, one.peak_phase, one.peak_operator]
 
 
 def _describe_snapshot(snapshot: Snapshot, everything: bool) -> list[str]:
@@ -137,11 +178,11 @@ def _describe_layers(snapshot: Snapshot, everything: bool) -> str:
     if not snapshot.layers:
         return ""
     layers = [layer for layer in snapshot.layers if layer.name != OUTSIDE]
-    total = size(sum(layer.num_bytes for layer in layers))
-    line = f"activations of {counted(len(layers), 'layer')}: {total}"
-    outside = sum(layer.num_bytes for layer in snapshot.layers if layer.name == OUTSIDE)
-    if outside:
-        line += f", {OUTSIDE} {size(outside)}"
+    inside_bytes = sum(layer.num_bytes for layer in layers)
+    outside_bytes = sum(layer.num_bytes for layer in snapshot.layers) - inside_bytes
+    line = f"activations of {counted(len(layers), 'layer')}: {size(inside_bytes)}"
+    if outside_bytes:
+        line += f", {OUTSIDE} {size(outside_bytes)}"
     if not layers:
         return line
     if everything:
@@ -232,12 +273,19 @@ def prediction_section(report: Report, everything: bool) -> Section | None:
 def _compare_memory(memory: ComparedMemory, everything: bool) -> list[Block]:
     """Predicted and measured bytes of each category at the peak; small categories share a row unless all are wanted."""
     least = 0 if everything else SMALL * memory.peak.measured
-    large = [row for row in memory.categories if max(row.predicted, row.measured) >= least]
-    small = [row for row in memory.categories if row not in large]
-    rows = [_build_memory_row(row) for row in large]
-    if small:
-        predicted = sum(row.predicted for row in small)
-        measured = sum(row.measured for row in small)
+    rows = []
+    # bytes of the small categories
+    predicted: float = 0
+    measured: float = 0
+    has_small = False
+    for row in memory.categories:
+        if max(row.predicted, row.measured) >= least:
+            rows.append(_build_memory_row(row))
+        else:
+            has_small = True
+            predicted += row.predicted
+            measured += row.measured
+    if has_small:
         rows.append([OTHERS, size(predicted), size(measured), ""])
     rows.append(_build_memory_row(memory.peak))
     where = f"the peak was predicted at {memory.predicted_at}"
@@ -256,18 +304,30 @@ def _compare_time(time: ComparedTime) -> list[Block]:
     rows = [_build_time_row(row, time.step.measured) for row in (*time.parts, time.step)]
     tokens = time.tokens
     if tokens:
-        reached = f"{percent(tokens.measured / tokens.predicted)} of the bound"
-        rows.append([tokens.name, count(tokens.predicted), count(tokens.measured), reached])
+        reached = percent(tokens.measured / tokens.predicted)
+        rows.append(
+            [
+                tokens.name,
+                count(tokens.predicted),
+                count(tokens.measured),
+                f"{reached} of the bound",
+            ]
+        )
     told = []
     if time.parts:
         told.append("at best: every part runs at the hardware's peak, without gaps; real steps take longer")
     told += [f"not in the bound: {text}" for text in time.not_predicted]
-    return [Table(rows, "lrrr", ["ms per step", "at best", "measured", "measured is"]), Lines(told, quiet=True)]
+    table = Table(rows, "lrrr", ["ms per step", "at best", "measured", "measured is"])
+    return [table, Lines(told, quiet=True)]
 
 
 def _build_time_row(row: Compared, step_ms: float) -> list[str]:
-    times = f"{row.measured / row.predicted:.2f} x the bound" if row.predicted else ""
-    return [row.name, milliseconds(row.predicted, step_ms), milliseconds(row.measured, step_ms), times]
+    """Write a part of the step. `step_ms`: the measured step, whose decimals all have."""
+    times = ""
+    if row.predicted:
+        times = f"{row.measured / row.predicted:.2f} x the bound"
+    predicted = milliseconds(row.predicted, step_ms)
+    return [row.name, predicted, milliseconds(row.measured, step_ms), times]
 
 
 def _describe_difference(row: Compared) -> str:
@@ -275,9 +335,11 @@ def _describe_difference(row: Compared) -> str:
     predicted'."""
     if row.difference is None:
         return "not predicted" if row.measured else ""
-    if abs(row.difference) < 0.0005:
+    difference = abs(row.difference)
+    if difference < 0.0005:
         return "as predicted"
     if row.difference > AS_FACTOR:
         return f"{1 + row.difference:,.1f} x as much"
-    share = f"{abs(row.difference):.1%}" if abs(row.difference) < 0.0995 else percent(abs(row.difference))
-    return f"{share} {'more' if row.difference > 0 else 'less'}"
+    # from 9.95% on a decimal would say more than is known
+    share = f"{difference:.1%}" if difference < 0.0995 else percent(difference)
+    return f"{share} more" if row.difference > 0 else f"{share} less"

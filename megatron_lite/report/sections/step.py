@@ -1,4 +1,5 @@
-"""Where the time of a step goes: its rows, phases, kernels, operators, and how far all that is from the hardware's limits."""
+"""Where the time of a step goes: its rows, phases, kernels, operators, and how far all that is from the hardware's
+limits."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -7,7 +8,7 @@ from megatron_lite.analysis.kernels.kernel_results import RankKernels, RooflineR
 from megatron_lite.analysis.rank_facts import RankFacts
 from megatron_lite.analysis.report import Report
 from megatron_lite.analysis.run_facts import Facts
-from megatron_lite.analysis.time.time_results import ROW_TITLES, PhaseTime, RankTime
+from megatron_lite.analysis.time.time_results import ROW_TITLES, PhaseTime, RankTime, SyncSite
 from megatron_lite.report import palette
 from megatron_lite.report.section import Lines, Section, Table, build_share_table, limit_rows
 from megatron_lite.report.text import calls, fit, flops, milliseconds, percent, share
@@ -15,9 +16,11 @@ from megatron_lite.units import significant
 
 NOTHING = 0.0005  # of a step: its number would read 0
 TITLES_ON_CPU = {
-    "compute": "operators", "exposed_communication": "waiting for communication", "host": "Python between operators",
+    "compute": "operators",
+    "exposed_communication": "waiting for communication",
+    "host": "Python between operators",
     "sync": "synchronization",
-}  # fmt: skip
+}
 MAX_SITES = 1
 MIN_SHARE_OF_SITE = 0.02  # of a step
 
@@ -30,7 +33,9 @@ def row_title(row: str, on_gpu: bool) -> str:
 
 def name_rank(rank: int | None, facts: Facts) -> str:
     """Name a rank, 'rank 3, '; '' for a file that does not say its rank and for the only rank."""
-    return "" if rank is None or facts.has_one_rank else f"rank {rank}, "
+    if rank is None or facts.has_one_rank:
+        return ""
+    return f"rank {rank}, "
 
 
 def step_section(report: Report, everything: bool) -> Section | None:
@@ -44,27 +49,41 @@ def step_section(report: Report, everything: bool) -> Section | None:
     if len(facts.ranks_seen) > 1:
         which = f"{rank.trace.source}, " if time.rank is None else "the one that waits least for others, "
     steady = len(time.steady_steps)
-    mean = f", mean of {steady} steady of {len(time.steps)}" if steady else ""
+    mean = ""
+    if steady:
+        mean = f", mean of {steady} steady of {len(time.steps)}"
     subtitle = f"{name_rank(time.rank, facts)}{which}ms per step{mean}"
     details = [*_describe_device_work(time), *_describe_sites(time, everything)]
-    return Section("step", "Where a step goes", subtitle, [_build_row_table(time), Lines(details, quiet=True)])
+    return Section(
+        "step",
+        "Where a step goes",
+        subtitle,
+        [_build_row_table(time), Lines(details, quiet=True)],
+    )
 
 
 def _build_row_table(time: RankTime) -> Table:
     """Build the table of a step's rows with their sum in its last line, ms per step."""
+    write = partial(milliseconds, of=time.step_ms)
+    parts = []
+    colors = []
+    for row in _order_rows(time):
+        parts.append((row_title(row, time.on_gpu), time.rows.get(row, 0.0)))
+        colors.append(palette.ROWS.get(row, palette.GREY))
+    table = build_share_table(parts, time.step_ms, write)
+    rows = [*table.rows, ("= a step", write(time.step_ms), "100%")]
+    return Table(rows, "lrr", shares=[*table.shares, None], colors=colors)
+
+
+def _order_rows(time: RankTime) -> list[str]:
+    """Order the rows of a step: compute, losses by size, the unexplained; those of next to no time are left out."""
     least_ms = NOTHING * time.step_ms
-    order = ["compute"]
     losses = [row for row, ms in time.rows.items() if ms > least_ms and row not in ("compute", "unexplained")]
-    order += sorted(losses, key=lambda row: -time.rows[row])
+    order = ["compute", *sorted(losses, key=lambda row: -time.rows[row])]
     # it is below zero where the other rows sum to more than the step
     if abs(time.rows.get("unexplained", 0.0)) > least_ms:
         order.append("unexplained")
-    parts = [(row_title(row, time.on_gpu), time.rows.get(row, 0.0)) for row in order]
-    write = partial(milliseconds, of=time.step_ms)
-    table = build_share_table(parts, time.step_ms, write)
-    rows = [*table.rows, ("= a step", write(time.step_ms), "100%")]
-    colors = [palette.ROWS.get(row, palette.GREY) for row in order]
-    return Table(rows, "lrr", shares=[*table.shares, None], colors=colors)
+    return order
 
 
 def _describe_device_work(time: RankTime) -> list[str]:
@@ -91,18 +110,28 @@ def _describe_sites(time: RankTime, everything: bool) -> list[str]:
     for site in time.syncs:
         ms = site.idle_ms if time.on_gpu else site.host_ms
         if ms > least_ms:
-            callers = ", ".join(part for part in (site.operator, site.frame) if part)
-            by = f" by {callers}" if callers else ""
-            where = f" in {site.phase}" if site.phase else ""
-            cost = f"{milliseconds(ms, time.step_ms)} ms {'device idle' if time.on_gpu else 'on the host'}"
-            syncs.append(f"{site.call}{by}{where}: {significant(site.per_step)} per step, {cost}")
+            syncs.append(_describe_sync(site, time))
     hosts = []
     for host in time.hosts if time.on_gpu else ():
         if host.idle_ms > least_ms:
-            where = f" in {host.phase}" if host.phase else ""
             idle = milliseconds(host.idle_ms, time.step_ms)
+            where = f" in {host.phase}" if host.phase else ""
             hosts.append(f"device idle {idle} ms while the host was busy with {host.what or 'Python'}{where}")
     return [*syncs[:most], *hosts[:most]]
+
+
+def _describe_sync(site: SyncSite, time: RankTime) -> str:
+    """Describe a call that waits for the device: by whom, where, how often, and what it costs."""
+    text = site.call
+    callers = [part for part in (site.operator, site.frame) if part]
+    if callers:
+        text += f" by {', '.join(callers)}"
+    if site.phase:
+        text += f" in {site.phase}"
+    cost = f"{milliseconds(site.host_ms, time.step_ms)} ms on the host"
+    if time.on_gpu:
+        cost = f"{milliseconds(site.idle_ms, time.step_ms)} ms device idle"
+    return f"{text}: {significant(site.per_step)} per step, {cost}"
 
 
 # --- phases: host time beside device time. The labels of a CPU timeline say where the host waited, not what costs
@@ -119,19 +148,32 @@ def phases_section(report: Report, everything: bool) -> Section | None:
         return None
     time = rank.time
     least_ms = 0.0 if everything else MIN_SHARE_OF_PHASE * time.step_ms
-    long_enough = [phase for phase in time.phases if max(phase.device_ms, phase.host_ms) >= least_ms]
-    longest = sorted(long_enough, key=lambda phase: -max(phase.device_ms, phase.host_ms))
+    long_enough = [phase for phase in time.phases if _measure_longer(phase) >= least_ms]
+    longest = sorted(long_enough, key=lambda phase: -_measure_longer(phase))
     shown, hidden = limit_rows(longest, MAX_PHASES, everything)
     hidden += len(time.phases) - len(long_enough)
+    head = ["phase", "time", "operators", "communication"]
+    unit = "ms per step"
     if time.on_gpu:
-        head = ["phase", "on host", "on device", "compute", "communication", "copies", "kernels", "queue lag"]
-        unit = "ms per step; device time belongs to the phase that launched it"
-    else:
-        head = ["phase", "time", "operators", "communication"]
-        unit = "ms per step"
+        head = [
+            "phase",
+            "on host",
+            "on device",
+            "compute",
+            "communication",
+            "copies",
+            "kernels",
+            "queue lag",
+        ]
+        unit += "; device time belongs to the phase that launched it"
     rows = [_build_phase_row(phase, time) for phase in time.phases if phase in shown]
     table = Table(rows, "l" + "r" * (len(head) - 1), head, hidden=hidden)
     return Section("phases", "Phases", name_rank(time.rank, report.facts) + unit, [table])
+
+
+def _measure_longer(phase: PhaseTime) -> float:
+    """The longer of a phase's times, on the device and on the host, in ms per step."""
+    return max(phase.device_ms, phase.host_ms)
 
 
 def _build_phase_row(phase: PhaseTime, time: RankTime) -> list[str]:
@@ -151,7 +193,9 @@ def _build_phase_row(phase: PhaseTime, time: RankTime) -> list[str]:
 
 # --- what runs: kernels by role, the largest ones, operators
 
-MAX_ROLES, MAX_KERNELS, MAX_OPERATORS = 3, 3, 3
+MAX_ROLES = 3  # rows
+MAX_KERNELS = 3  # rows
+MAX_OPERATORS = 3  # rows
 
 
 def kernels_section(report: Report, everything: bool) -> Section | None:
@@ -178,38 +222,64 @@ def kernels_section(report: Report, everything: bool) -> Section | None:
     largest = Table(rows, "llrrrll", head, hidden=hidden)
     total = f"{milliseconds(kernels.device_ms)} ms per step, sum over parallel streams"
     subtitle = name_rank(rank.time.rank, report.facts) + total
-    return Section("kernels", "Kernels", subtitle, [_build_role_table(kernels, kernels.device_ms, everything), largest])
+    return Section(
+        "kernels",
+        "Kernels",
+        subtitle,
+        [_build_role_table(kernels, kernels.device_ms, everything), largest],
+    )
 
 
-def _build_role_table(kernels: RankKernels, total: float, everything: bool) -> Table:
-    """Time by role, as a share of `total` ms."""
-    roles = sorted(((role, ms) for role, ms in kernels.roles.items() if ms > 0), key=lambda pair: -pair[1])
+def _build_role_table(kernels: RankKernels, total_ms: float, everything: bool) -> Table:
+    """Build the table of time by role.
+
+    Args:
+        kernels: the roles and their times.
+        total_ms: the time that is 100%.
+        everything: show all roles.
+    """
+    roles = [(role, ms) for role, ms in kernels.roles.items() if ms > 0]
+    roles = sorted(roles, key=lambda pair: -pair[1])
     shown, hidden = limit_rows(roles, MAX_ROLES, everything)
     parts = [(str(role), ms) for role, ms in shown]
     if hidden:
-        parts.append((f"{hidden} other roles", sum(ms for _, ms in roles[len(shown) :])))
+        other_ms = sum(ms for _, ms in roles[len(shown) :])
+        parts.append((f"{hidden} other roles", other_ms))
     colors = [*(palette.ROLES[role] for role, _ in shown), palette.GREY]
-    return build_share_table(parts, total, partial(milliseconds, of=total), colors)
+    return build_share_table(parts, total_ms, partial(milliseconds, of=total_ms), colors)
 
 
 def operators_section(report: Report, everything: bool) -> Section | None:
     """Host operators by their own time: what counts where there is no GPU; beside a GPU only where all is wanted."""
     rank = report.facts.critical
-    if rank is None or not rank.kernels.operators or (rank.time.on_gpu and not everything):
+    if rank is None or not rank.kernels.operators:
         return None
     on_gpu = rank.time.on_gpu
+    if on_gpu and not everything:
+        return None
     shown, hidden = limit_rows(rank.kernels.operators, MAX_OPERATORS, everything)
-    largest = max(row.self_ms for row in shown)
+    largest_ms = max(row.self_ms for row in shown)
     rows = []
     for row in shown:
-        last = milliseconds(row.device_ms, largest) if on_gpu else percent(share(row.self_ms, rank.time.step_ms))
-        own = milliseconds(row.self_ms, largest)
+        own = milliseconds(row.self_ms, largest_ms)
+        last = percent(share(row.self_ms, rank.time.step_ms))
+        if on_gpu:
+            last = milliseconds(row.device_ms, largest_ms)
         rows.append([row.name, str(row.role), row.phase, calls(row.per_step), own, last])
-    head = ["operator", "role", "phase", "calls", "own time", "on device" if on_gpu else "of step"]
-    table = Table(rows, "lllrrr", head, hidden=hidden)
-    roles = [] if on_gpu else [_build_role_table(rank.kernels, sum(rank.kernels.roles.values()), everything)]
+    head = [
+        "operator",
+        "role",
+        "phase",
+        "calls",
+        "own time",
+        "on device" if on_gpu else "of step",
+    ]
+    tables = [Table(rows, "lllrrr", head, hidden=hidden)]
+    if not on_gpu:
+        host_ms = sum(rank.kernels.roles.values())
+        tables.insert(0, _build_role_table(rank.kernels, host_ms, everything))
     of = f"{name_rank(rank.time.rank, report.facts)}self time on the host, ms per step"
-    return Section("operators", "Operators", of, [*roles, table])
+    return Section("operators", "Operators", of, tables)
 
 
 # --- speed of light: how far from what the hardware can do, and where the most is lost
@@ -220,7 +290,8 @@ OPERATOR_WIDTH = 16  # of the terminal's columns: a shape that is cut says nothi
 
 
 def roofline_section(report: Report, everything: bool) -> Section | None:
-    """Build arithmetic against the device's peak, tensor cores, then operators by what they lose to the hardware's limits."""
+    """Build arithmetic against the device's peak, tensor cores, then operators by what they lose to the hardware's
+    limits."""
     rank = report.facts.critical
     if rank is None:
         return None
@@ -235,7 +306,12 @@ def roofline_section(report: Report, everything: bool) -> Section | None:
     if any(row.bound_ms is not None for row in rows):
         subtitle = "operators with the most time above the hardware's limit first"
     subtitle = name_rank(rank.time.rank, report.facts) + subtitle
-    return Section("roofline", "Speed of light", subtitle, [Lines(rates), _build_shape_table(rows, everything)])
+    return Section(
+        "roofline",
+        "Speed of light",
+        subtitle,
+        [Lines(rates), _build_shape_table(rows, everything)],
+    )
 
 
 def _describe_rates(rank: RankFacts) -> list[str]:
@@ -244,26 +320,42 @@ def _describe_rates(rank: RankFacts) -> list[str]:
     products = "of products, attention and convolution"
     rates = []
     if kernels.achieved_tflops:
-        work = f"{flops(kernels.model_flops)} {products} per step: " if kernels.model_flops else ""
-        peak_name = f"{kernels.peak_dtype} peak" if kernels.peak_dtype else "peak"
-        peak = f"; the {peak_name} of this device is not known"
-        if kernels.mfu is not None and kernels.peak_tflops:
-            tflops = f"{significant(kernels.peak_tflops, 4)} TFLOP/s in {kernels.peak_dtype}"
-            peak = f", {percent(kernels.mfu)} of the device's {tflops}"
-        rates.append(f"{work}{flops(kernels.achieved_tflops * 1e12)}/s{peak}")
+        work = ""
+        if kernels.model_flops:
+            work = f"{flops(kernels.model_flops)} {products} per step: "
+        rates.append(f"{work}{flops(kernels.achieved_tflops * 1e12)}/s{_describe_peak(kernels)}")
     if rank.time.on_gpu and kernels.matrix_ms:
+        used = percent(kernels.tensor_core_ms / kernels.matrix_ms)
         unknown = kernels.maybe_tensor_core_ms / kernels.matrix_ms
         doubt = f"; unknown for {percent(unknown)}" if unknown > 0.005 else ""
-        used = percent(kernels.tensor_core_ms / kernels.matrix_ms)
         rates.append(f"tensor cores: {used} of the {milliseconds(kernels.matrix_ms)} ms {products}{doubt}")
     return rates
+
+
+def _describe_peak(kernels: RankKernels) -> str:
+    """Write the share of the device's peak that was reached, as the end of a sentence."""
+    if kernels.mfu is None or not kernels.peak_tflops:
+        name = f"{kernels.peak_dtype} peak" if kernels.peak_dtype else "peak"
+        return f"; the {name} of this device is not known"
+    tflops = f"{significant(kernels.peak_tflops, 4)} TFLOP/s in {kernels.peak_dtype}"
+    return f", {percent(kernels.mfu)} of the device's {tflops}"
 
 
 def _build_shape_table(rows: Sequence[RooflineRow], everything: bool) -> Table:
     """Build a row per operator and shape: its time, the least time that the hardware allows, and its rates."""
     shown, hidden = limit_rows(rows, MAX_SHAPES, everything)
     largest_ms = max(row.ms for row in shown)
-    head = ["operator", "shape", "phase", "ms", "at best", "limit", "TFLOP/s", "GB/s", "reached"]
+    head = [
+        "operator",
+        "shape",
+        "phase",
+        "ms",
+        "at best",
+        "limit",
+        "TFLOP/s",
+        "GB/s",
+        "reached",
+    ]
     body = []
     for row in shown:
         name = row.operator if everything else fit(row.operator.removeprefix("aten::"), OPERATOR_WIDTH)
