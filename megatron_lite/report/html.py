@@ -96,7 +96,7 @@ def html_page(report: Report) -> str:
 
 
 def _explain_findings(report: Report) -> dict[str, list[tuple[str, str]]]:
-    """What `explain` says of each finding, as (label, text), by code."""
+    """List what `explain` says of each finding, as (label, text), by code."""
     texts = {}
     for finding in report.findings:
         page = get_page(finding.code)

@@ -263,7 +263,7 @@ def _describe_bar(figure: BarChart, series: Bars, number: int) -> str:
 
 @dataclass(frozen=True)
 class Plot:
-    """What curves are drawn in: the scales of both axes, and the height in pixels."""
+    """The area that curves are drawn in: the scales of both axes, and the height in pixels."""
 
     x: Scale
     y: Scale
@@ -278,7 +278,7 @@ class Plot:
         return _shorten(WIDE * self.x.place(x))
 
     def measure_drop(self, y: float) -> float:
-        """How far a value of y stands below the plot's top, in pixels."""
+        """Measure how far a value of y stands below the plot's top, in pixels."""
         return (1 - self.y.place(y)) * self.height_px
 
     def write_drop(self, y: float) -> str:

@@ -66,8 +66,10 @@ MAX_CORE_FILES = 40
 # are what the package has today: lower them with each function that is unfolded.
 MAX_NODES_OF_A_FUNCTION = 640
 MAX_FUNCTIONS_OVER_600_NODES = 2
-MAX_FUNCTIONS_OVER_400_NODES = 88
-MAX_NODES_PER_CODE_LINE = 11.5
+MAX_FUNCTIONS_OVER_400_NODES = 81
+MAX_NODES_PER_CODE_LINE = 11.25
+# Nodes per code line of folders that are unfolded, and have one idea per statement. Lower and add, never raise.
+UNFOLDED = {"report": 10.6}
 # Folders whose docstrings stand alone. The list only grows: rewrite a folder's, then add it.
 DOCUMENTED = ("cli", "report", "watch")
 MIN_WORDS = 4  # of a docstring: fewer say less than the name
@@ -262,6 +264,53 @@ def test_lines_do_not_get_denser():
     nodes = sum(count_nodes(tree) for tree in parse_files().values())
     code, _ = count_code_and_comments([path.read_text(encoding="utf-8") for path in FILES])
     assert nodes / code <= MAX_NODES_PER_CODE_LINE
+
+
+@pytest.mark.parametrize("folder", UNFOLDED)
+def test_unfolded_folders_stay_so(folder):
+    trees = [tree for path, tree in parse_files().items() if place(path) == folder]
+    texts = [path.read_text(encoding="utf-8") for path in FILES if place(path) == folder]
+    code, _ = count_code_and_comments(texts)
+    assert sum(map(count_nodes, trees)) / code <= UNFOLDED[folder]
+
+
+def find_folded(tree: ast.AST) -> list[str]:
+    """Statements that hold several ideas: conditions within conditions, two assignments in one, sums of truths."""
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.IfExp):
+            inner = [other for other in ast.walk(node) if isinstance(other, ast.IfExp) and other is not node]
+            found += ["nested conditional expression"] if inner else []
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple):
+            found += ["assignment of several values"] if isinstance(node.targets[0], ast.Tuple) else []
+        if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Add, ast.Sub, ast.Mult)):
+            terms = [node.left, node.right]
+            found += ["arithmetic with booleans"] if any(isinstance(term, ast.Compare) for term in terms) else []
+    return found
+
+
+def test_unfolded_folders_have_one_idea_per_statement():
+    wrong = {
+        f"{path.relative_to(REPO)}": folded
+        for path, tree in parse_files().items()
+        if place(path) in UNFOLDED and (folded := find_folded(tree))
+    }
+    assert wrong == {}
+
+
+@pytest.mark.parametrize(
+    ("code", "wrong"),
+    [
+        ("a if b else c if d else e", True),
+        ("a, b = c, 1", True),
+        ("a * (b > c)", True),
+        ("a if b else c", False),
+        ("a, b = c", False),
+        ("a * (b or 1)", False),
+    ],
+)
+def test_each_kind_of_folding_would_be_seen(code, wrong):
+    assert bool(find_folded(ast.parse(code))) is wrong
 
 
 def test_formats_stand_on_nothing_but_msgspec():
