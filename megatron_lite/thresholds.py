@@ -14,6 +14,7 @@ SHARE_OF_STEP = 0.02  # that a rank's delay must be, or it does not matter
 MOSTLY = 0.75  # of the console lines in which the same rank must be that slow; a machine's noise changes sides
 GROWN_SHARE, GROWN_BYTES = 0.02, 16 * 2**20  # allocators take and give back less by themselves
 GROWTH_PARTS = 4  # of the time seen, each of which must hold more than the one before: warming up is no growth
+MIN_GROWTH_STEPS = 3 * GROWTH_PARTS  # of a run, from which its memory can be said to grow or not
 MIN_PART = 0.1  # of the growth from one part to the next; a leak has a third in each, a jump all in one
 WITHOUT_CORE = 0.10  # of a step, in which a rank that is ready has no core: figures of time then tell of the machine
 SWITCHES_PER_CPU_SECOND = 100.0  # involuntary ones; a scheduler that shares a core switches every 3 to 6 ms

@@ -12,7 +12,8 @@ from typing import Any, TypeVar
 
 from megatron_lite.analysis.contradictions import limit_certainty, missing_gpu_work, weakened
 from megatron_lite.analysis.discover import discover_sources
-from megatron_lite.analysis.findings.rules import apply_rules
+from megatron_lite.analysis.findings.checks import answer_checks
+from megatron_lite.analysis.findings.rules import Judgement, judge
 from megatron_lite.analysis.kernels.kernel_results import RankKernels
 from megatron_lite.analysis.kernels.rank_kernels import rank_kernels
 from megatron_lite.analysis.memory.memory_results import Snapshot
@@ -159,7 +160,9 @@ def analyze(paths: Sequence[Path | str], say: Callable[..., None] = say_nothing)
         from megatron_lite.analysis.predicted import compare_prediction
 
         facts = replace(facts, predicted=gaps.attempt("prediction", compare_prediction, facts))
-    findings = weakened(gaps.attempt("findings", apply_rules, facts, gaps.add) or (), facts)
+    judgement = gaps.attempt("findings", judge, facts, gaps.add) or Judgement((), {})
+    findings = weakened(judgement.findings, facts)
+    checks = gaps.attempt("checks", answer_checks, facts, findings, judgement.looks)
     facts = replace(facts, gaps=tuple(facts.in_words(gap) for gap in gaps.found))
     verdict = build_verdict(facts, findings)
     return Report(
@@ -168,6 +171,8 @@ def analyze(paths: Sequence[Path | str], say: Callable[..., None] = say_nothing)
         verdict,
         limit_certainty(findings, verdict.confidence),
         facts,
+        looks=judgement.looks,
+        checks=checks or (),
         read_s=time.monotonic() - started,
     )
 

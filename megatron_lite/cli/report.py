@@ -16,6 +16,7 @@ from megatron_lite.terminal import print_lines
 
 COMPARISON_FILE = "comparison.html"
 RANKS_SUFFIX = ".ranks.jsonl"  # report.ranks.jsonl: details of many ranks, which report.json leaves out
+AUDIT_SCHEMA = 1  # of the audit's JSON; raised when a reader of the old form would be wrong
 COMPARISON_SCHEMA = 1  # of the JSON; raised when a reader of the old form would be wrong
 FAILED = 1  # exit code of audit --strict and of compare --fail-if, as of any check
 UNCLEAR = 3  # of compare --fail-if, where the noise is too large to tell
@@ -195,15 +196,17 @@ def audit(argv: list[str]) -> int:
     add("--all", action="store_true", help="all evidence of each point")
     options = parser.parse_args(argv)
     report, *others = _analyze(options.paths, *([[options.against]] if options.against else []))
-    from megatron_lite.analysis.audit.answers import Answer
-    from megatron_lite.analysis.audit.audit import AUDIT_SCHEMA, audit_run
+    from megatron_lite.analysis.findings.base import Outcome
+    from megatron_lite.analysis.findings.checks import answer_checks
     from megatron_lite.report.audit_terminal import audit_lines
     from megatron_lite.report.json_file import plain
     from megatron_lite.report.text import get_style
 
-    points = audit_run(report.facts, report.findings, others[0].facts if others else None)
+    points = report.checks
+    if others:
+        points = answer_checks(report.facts, report.findings, report.looks, others[0].facts)
     titles = [one.title for one in (report, *others)]
     against = others[0].title if others else None
     content = {"schema": AUDIT_SCHEMA, "title": report.title, "against": against, "points": plain(points)}
     print_lines([*audit_lines(points, titles, get_style(sys.stdout), options.all), *write_json(options.json, content)])
-    return FAILED if options.strict and any(point.answer is Answer.FAIL for point in points) else 0
+    return FAILED if options.strict and any(point.answer is Outcome.FAILED for point in points) else 0

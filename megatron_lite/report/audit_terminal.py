@@ -3,7 +3,8 @@
 from collections import Counter
 from collections.abc import Sequence
 
-from megatron_lite.analysis.audit.answers import Answer, Point
+from megatron_lite.analysis.findings.base import Outcome as Answer
+from megatron_lite.analysis.findings.check_case import Check as Point
 from megatron_lite.report.text import WIDTH, Style, fit, wrapped
 
 ANSWER_WIDTH = max(map(len, Answer))
@@ -25,11 +26,11 @@ def audit_lines(points: Sequence[Point], titles: Sequence[str], style: Style, ev
         lines += map(style.bold, wrapped(f"{words} {title}", "", "  "))
     numbers = Counter(point.answer for point in points)
     total = ", ".join(f"{numbers[answer]} {answer}" for answer in Answer)
-    lines += ["", style.warm(total) if numbers[Answer.FAIL] else total, ""]
+    lines += ["", style.warm(total) if numbers[Answer.FAILED] else total, ""]
     for point in points:
         lines.append(_write_answer(point, style))
         lines += _write_evidence(point, style, everything)
-        if point.answer is not Answer.PASS:
+        if point.answer is not Answer.PASSED:
             lines += _write_remedy(point)
     return lines
 
@@ -38,9 +39,9 @@ def _write_answer(point: Point, style: Style) -> str:
     """Write the answer, its number and the question in a line; a failure in capitals."""
     answer = str(point.answer)
     paint = style.dim
-    if point.answer is Answer.PASS:
+    if point.answer is Answer.PASSED:
         paint = style.accent
-    elif point.answer is Answer.FAIL:
+    elif point.answer is Answer.FAILED:
         answer = answer.upper()
         paint = style.warm
     question = style.bold(fit(point.question, WIDTH - len(INDENT)))
@@ -62,7 +63,7 @@ def _write_evidence(point: Point, style: Style, everything: bool) -> list[str]:
 
 def _write_remedy(point: Point) -> list[str]:
     """Write what to try, or what it takes to see the answer, and the command that explains it."""
-    verb = "try" if point.answer is Answer.FAIL else "to see it"
+    verb = "try" if point.answer is Answer.FAILED else "to see it"
     lines = wrapped(f"{verb}: {point.way_out}", INDENT, INDENT + "  ")
     if point.code:
         lines.append(f"{INDENT}megatron-lite explain {point.code}")

@@ -80,7 +80,7 @@ def test_a_part_that_fails_is_a_gap_and_the_rest_answers(tmp_path, monkeypatch):
 
     path = gpu_run(steps=5).write(tmp_path)
     monkeypatch.setattr(module, "rank_kernels", fail)
-    monkeypatch.setattr(module, "apply_rules", fail)
+    monkeypatch.setattr(module, "judge", fail)
     report = analyze([path])
     said = "a bug in megatron_lite (IndexError in test_analysis_analyze.py:"
     told = [gap for gap in report.facts.gaps if said in gap]

@@ -9,7 +9,7 @@ from support.training_maker import cpu, gpu, ordinary_steps, run
 from megatron_lite.analysis.analyze import analyze
 from megatron_lite.analysis.compare.compare import compare
 from megatron_lite.analysis.compare.limits import Outcome, judge, read_limit
-from megatron_lite.analysis.findings.base import Evidence, Finding
+from megatron_lite.analysis.findings.base import Evidence, Finding, rule
 from megatron_lite.analysis.findings.rules import apply_rules
 from megatron_lite.analysis.run.cores import measure_recording_ms, measure_slowdown
 from megatron_lite.analysis.run.read import read_run
@@ -148,7 +148,7 @@ def test_what_a_load_cannot_explain_is_still_exceeded(tmp_path):
 def test_no_finding_costs_what_is_printed_as_nothing(tmp_path):
     facts = write(tmp_path, ms=10.0).facts
     tiny = Finding(code="sync-in-step", cost_ms=0.004, evidence=(Evidence("seen"),), advice="do")
-    rule_of = lambda found: lambda facts: found
+    rule_of = lambda found: rule("sync-in-step", "")(lambda facts: found)
     for found, number in (
         (tiny, 0),
         (dataclasses.replace(tiny, cost_ms=0.006), 1),

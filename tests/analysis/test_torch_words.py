@@ -9,7 +9,6 @@ from support.finding_cases import CASES, MORE_TRIGGERS
 from support.training_maker import cpu, gpu
 
 from megatron_lite.analysis.analyze import analyze
-from megatron_lite.analysis.audit.audit import audit_run
 from megatron_lite.analysis.findings.rules import RULES, get_page
 from megatron_lite.analysis.torch_words import FILE, in_torch_words, list_torch_words, names_flag
 from megatron_lite.formats.file_names import RUN_FILE
@@ -36,11 +35,7 @@ def report_of_script(folder, write):
 def test_a_foreign_job_is_told_no_flag(tmp_path, code, write):
     report = report_of_script(tmp_path, write)
     said = [text for one in report.findings for text in (one.advice, *one.flags, *(seen.text for seen in one.evidence))]
-    said += [
-        text
-        for point in audit_run(report.facts, report.findings)
-        for text in (point.way_out, *map(str, point.evidence))
-    ]
+    said += [text for check in report.checks for text in (check.way_out, *map(str, check.evidence))]
     said += [report.verdict.headline, *build_limitations(report)]
     assert [text for text in said if names_flag(text)] == []
     assert all(one.advice and "\0" not in one.advice for one in report.findings)

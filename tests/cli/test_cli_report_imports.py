@@ -16,7 +16,7 @@ COMMAND = "import sys\nfrom megatron_lite.cli.main import main\n"
 HEAVY = ("torch", "pandas", "matplotlib", "scipy", "yaml", "sqlite3", "multiprocessing", "importlib.metadata")
 OF_OTHER_SOURCES = (
     "megatron_lite.analysis.memory.read", "megatron_lite.analysis.memory.ledger", "megatron_lite.analysis.run.read",
-    "megatron_lite.analysis.trace.nsys", "megatron_lite.analysis.compare", "megatron_lite.analysis.audit",
+    "megatron_lite.analysis.trace.nsys", "megatron_lite.analysis.compare",
     "megatron_lite.config",
 )  # fmt: skip
 ALL_OF_IT = (

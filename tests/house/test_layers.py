@@ -64,9 +64,9 @@ MIN_NUMPY = (2, 4)  # types of older ones, which Python 3.10 has, know less of s
 MAX_CORE_FILES = 40
 # Nodes of the syntax tree, which compression does not lower as it lowers lines; docs/decisions/040-size.md. These limits
 # are what the package has today: lower them with each function that is unfolded.
-MAX_NODES_OF_A_FUNCTION = 640
-MAX_FUNCTIONS_OVER_600_NODES = 2
-MAX_FUNCTIONS_OVER_400_NODES = 81
+MAX_NODES_OF_A_FUNCTION = 600
+MAX_FUNCTIONS_OVER_600_NODES = 0
+MAX_FUNCTIONS_OVER_400_NODES = 75
 MAX_NODES_PER_CODE_LINE = 11.25
 # Nodes per code line of folders that are unfolded, and have one idea per statement. Lower and add, never raise.
 UNFOLDED = {"report": 10.6}

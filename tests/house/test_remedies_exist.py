@@ -238,7 +238,6 @@ def test_variables_are_read_by_torch():
     sources = "\n".join(file.read_bytes().decode("latin-1") for file in files)
     advising = [folder for folder in ADVISING if folder != "analysis"] + [
         "analysis/findings",
-        "analysis/audit",
         "analysis, page",
     ]
     assert gather(lambda text: find_unread_variables(text, sources), *advising) == []

@@ -7,6 +7,8 @@ import msgspec
 import numpy as np
 
 from megatron_lite.analysis.findings.base import Evidence, Finding
+from megatron_lite.analysis.findings.checks import answer_checks
+from megatron_lite.analysis.findings.rules import judge
 from megatron_lite.analysis.kernels.kernel_results import (
     KernelRow,
     OperatorRow,
@@ -224,4 +226,6 @@ def report(device: str | None = "NVIDIA H100 80GB HBM3", name: str | None = None
     whole = Facts(**parts | {"gaps": notes, "ledger": ledger(), "traced_memory": ()} | facts)
     found = findings(**foreign) if whole.ranks_seen else ()
     title = name or "run-1: 2 ranks, NVIDIA H100, GPT 24 x 1024"
-    return Report(("run-1",), title, build_verdict(whole, found), found, whole, 0.42)
+    looks = judge(whole).looks
+    answered = answer_checks(whole, found, looks)
+    return Report(("run-1",), title, build_verdict(whole, found), found, whole, 0.42, looks, answered)

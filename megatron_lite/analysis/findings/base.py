@@ -1,5 +1,6 @@
 """What a finding is, what a rule is, and how rules word what they find."""
 
+import enum
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from inspect import cleandoc
@@ -8,8 +9,35 @@ from typing import Literal
 from megatron_lite.analysis.memory.memory_results import Snapshot
 from megatron_lite.analysis.rank_facts import MATTERS, MIN_SHARE_SHOWN, RankFacts
 from megatron_lite.analysis.run_facts import Facts
+from megatron_lite.phases import Phase
 
 Needs = Literal["", "run", "snapshot", "trace", "gpu"]
+
+
+class Record:
+    """What to record so that a rule can look: for this trainer, and for any PyTorch job."""
+
+    TRACE = "a trace of some steps: --use-pytorch-profiler --profile-step-start 10 --profile-step-end 15"
+    GPU_TRACE = "a trace of a run on a GPU with CUDA activities: --use-pytorch-profiler"
+    SHAPES = "a trace with shapes: --use-pytorch-profiler --pytorch-profiler-collect-shapes"
+    SNAPSHOT = "a memory snapshot over three steps or more: --record-memory-history"
+    RUN_FOLDER = "the run's own record (run.json, steps.jsonl): the folder of --run-dir"
+    LONGER_RUN = "a longer run: --train-iters"
+    SECOND_RUN = "a second run to compare with: --against OTHER_RUN"
+    LOADER = (
+        f'a trace that names the loader (a DataLoader does; else record_function("{Phase.DATA.value}")), '
+        "or the run's own record (steps.jsonl)"
+    )
+
+
+# what a rule lacks that was not given what it needs
+NEEDED: dict[Needs, str] = {
+    "": "",
+    "run": Record.RUN_FOLDER,
+    "snapshot": Record.SNAPSHOT,
+    "trace": Record.TRACE,
+    "gpu": Record.GPU_TRACE,
+}
 
 
 @dataclass(frozen=True)
@@ -38,26 +66,83 @@ class Finding:
     once_ms: float | None = None  # of the trace, if it is paid once rather than by each step: then cost_ms is None
 
 
+class Outcome(str, enum.Enum):
+    """The answer of a run to a question."""
+
+    PASSED = "pass"  # the run shows it
+    FAILED = "fail"  # the run shows the opposite
+    NOT_VISIBLE = "not seen"  # the run shows neither
+
+    def __str__(self) -> str:
+        return self.value
+
+
+@dataclass(frozen=True)
+class Look:
+    """What a rule saw where it found no cause worth a finding, or why it could not look."""
+
+    outcome: Outcome
+    evidence: tuple[Evidence, ...] = ()  # never empty for passed and failed
+    remedy: str = ""  # failed: what to change; not visible: what to record; "" for passed
+    code: str = ""  # failed: the rule whose page explains it; "" where none does
+
+
+def saw(*evidence: Evidence) -> Look:
+    """Build the look of a rule that could look and found nothing wrong."""
+    return Look(Outcome.PASSED, evidence)
+
+
+def saw_wrong(remedy: str, *evidence: Evidence, code: str = "") -> Look:
+    """Build the look of a rule that saw something wrong, whose cost is unknown or too small for a finding.
+
+    Args:
+        remedy: what to change, one line.
+        evidence: what was seen, what counts most first.
+        code: the rule whose page explains it; "" where none does.
+    """
+    return Look(Outcome.FAILED, evidence, remedy, code)
+
+
+def could_not_look(*evidence: Evidence, record: str = "") -> Look:
+    """Build the look of a rule that could not look.
+
+    Args:
+        evidence: what was seen all the same, and why it does not answer.
+        record: what to record, one line; "" for what the rule itself names.
+    """
+    return Look(Outcome.NOT_VISIBLE, evidence, record)
+
+
 @dataclass(frozen=True)
 class Rule:
-    """Looks for one cause, and finds nothing wherever it cannot know."""
+    """Looks for one cause. It says what it found; or what it saw, where it could look and found nothing; or what it lacks."""
 
     code: str
     title: str  # a few words
     subjects: tuple[str, ...]  # the report's sections with its evidence
     needs: Needs
-    function: Callable[..., Finding | None]  # (facts), or (facts, what it needs)
+    function: Callable[..., Finding | Look | None]  # (facts), or (facts, what it needs)
+    record: str = ""  # what to record so that it can look
 
     def __call__(self, facts: Facts) -> Finding | None:
+        found = self.examine(facts)
+        return found if isinstance(found, Finding) else None
+
+    def examine(self, facts: Facts) -> Finding | Look:
+        """Find the cause, or say what was seen in its place. A function that returns None does not say what it saw."""
         one = facts.critical
         known = {"run": facts.run, "snapshot": facts.highest_snapshot}.get(self.needs, one)
+        answer: Finding | Look | None = None
         if not self.needs:
-            found = self.function(facts)
-        elif known is None or (self.needs == "gpu" and one is not None and not one.time.on_gpu):
-            found = None
-        else:
-            found = self.function(facts, known)
-        return found and replace(found, code=self.code, title=found.title or self.title)
+            answer = self.function(facts)
+        elif known is not None and not (self.needs == "gpu" and one is not None and not one.time.on_gpu):
+            answer = self.function(facts, known)
+        if isinstance(answer, Finding):
+            return replace(answer, code=self.code, title=answer.title or self.title)
+        look = answer or could_not_look()
+        if look.outcome is Outcome.NOT_VISIBLE and not look.remedy:
+            return replace(look, remedy=self.record)
+        return look
 
     @property
     def page(self) -> str:
@@ -65,14 +150,20 @@ class Rule:
         return cleandoc(self.function.__doc__ or "")
 
 
-def rule(code: str, title: str, *subjects: str, needs: Needs = "") -> Callable[[Callable[..., Finding | None]], Rule]:
+def rule(
+    code: str, title: str, *subjects: str, needs: Needs = "", record: str = ""
+) -> Callable[[Callable[..., Finding | Look | None]], Rule]:
     """Make a function a rule, whose docstring is its page.
 
-    subjects: the keys of the report's sections that show its evidence; the page leads from it to them.
-    needs: its second argument, without which it is not asked: the run's record, the snapshot with the highest peak, or the
-        rank whose time is the run's ("trace"; "gpu" if the trace is of one).
+    Args:
+        code: what `megatron-lite explain` calls it.
+        title: a few words.
+        subjects: the keys of the report's sections that show its evidence; the page leads from it to them.
+        needs: its second argument, without which it is not asked: the run's record, the snapshot with the highest peak,
+            or the rank whose time is the run's ("trace"; "gpu" if the trace is of one).
+        record: what to record so that it can look; by default what it needs.
     """
-    return lambda function: Rule(code, title, subjects, needs, function)
+    return lambda function: Rule(code, title, subjects, needs, function, record or NEEDED[needs])
 
 
 def build_time_finding(

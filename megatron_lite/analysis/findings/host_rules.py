@@ -2,12 +2,26 @@
 
 from collections.abc import Iterator
 
-from megatron_lite.analysis.findings.base import Evidence, Finding, find_lost_time, rule
+from megatron_lite.analysis.findings.base import (
+    Evidence,
+    Finding,
+    Look,
+    could_not_look,
+    find_lost_time,
+    rule,
+    saw,
+    saw_wrong,
+)
 from megatron_lite.analysis.findings.debug_rules import find_anomaly_checks, is_fetch_of_check
-from megatron_lite.analysis.findings.host_cause_rules import find_clip_waits, find_python_in_function, measure_clipping
+from megatron_lite.analysis.findings.host_cause_rules import (
+    find_clip_on_host,
+    find_clip_waits,
+    find_python_in_function,
+    measure_clipping,
+)
 from megatron_lite.analysis.findings.input_rules import is_batch_copy, pageable_rows
 from megatron_lite.analysis.findings.update_rules import LOG, find_log_stalls
-from megatron_lite.analysis.rank_facts import RankFacts, in_ms
+from megatron_lite.analysis.rank_facts import MIN_SHARE_SHOWN, RankFacts, in_ms
 from megatron_lite.analysis.run.cores import measure_recording_ms
 from megatron_lite.analysis.run_facts import Facts
 from megatron_lite.analysis.time.time_results import MIN_STRETCH_MS, ShortGaps, SyncSite
@@ -18,10 +32,14 @@ from megatron_lite.units import counted, significant
 ONCE = 0.5  # calls per step from which on it is every step's, not that of a log interval
 BETWEEN_STEPS = {Phase.LOG.value, Phase.EVAL.value, Phase.SAVE.value}  # there, waiting is meant
 MAX_SHOWN = 4
+MAX_SITES_SEEN = 2
+READS = ("aten::item", "aten::is_nonzero", "aten::equal", "aten::_local_scalar_dense")
+# an unfused optimizer's step counters are on the host
+READS_ON_HOST = BETWEEN_STEPS | {Phase.OPTIMIZER_STEP.value}
 
 
-@rule("sync-in-step", "synchronization inside the step", "step", needs="gpu")
-def find_sync_in_step(facts: Facts, one: RankFacts) -> Finding | None:
+@rule("sync-in-step", "synchronization inside the step", "step", needs="trace")
+def find_sync_in_step(facts: Facts, one: RankFacts) -> Finding | Look:
     """The host waits for the device inside a step.
 
     Meaning: code asked for a value that the device had not computed yet: .item(), print(tensor), .cpu(), bool(tensor),
@@ -38,8 +56,11 @@ def find_sync_in_step(facts: Facts, one: RankFacts) -> Finding | None:
         --pytorch-profiler-collect-callstack.
     False alarm: one wait at a step's end with a full queue behind it, which causes no idle time.
     """
+    if not one.time.on_gpu:
+        return _look_at_reads(one)
     sites = find_waits(one)
-    cost, calls = sum(site.idle_ms for site in sites), sum(site.per_step for site in sites)
+    cost = sum(site.idle_ms for site in sites)
+    calls = sum(site.per_step for site in sites)
     shown = []
     for site in sites[:MAX_SHOWN]:
         what = f"{site.operator} -> {site.call}" if site.operator else site.call
@@ -48,7 +69,51 @@ def find_sync_in_step(facts: Facts, one: RankFacts) -> Finding | None:
         shown.append(Evidence(text, site.frame))
     text = f"{counted(calls, 'wait')} per step, after which the device idles {one.of_step(cost)}"
     advice = "read values (.item(), print, .cpu()) at the log interval only, and keep conditions on the device"
-    return find_lost_time(one, cost, text, advice, *shown, flags=("--log-interval 100",), cheap=True)
+    found = find_lost_time(one, cost, text, advice, *shown, flags=("--log-interval 100",), cheap=True)
+    return found or _look_at_clipping(facts, one) or _look_at_waits(one, sites)
+
+
+def _look_at_clipping(facts: Facts, one: RankFacts) -> Look | None:
+    """Tell the waits of clipping where the device idles after them; None where it does not. Their cost is clip-on-host's."""
+    clipping = find_clip_on_host(facts)
+    idle_ms = sum(site.idle_ms for site in find_clip_waits(one))
+    if clipping is None or one.share(idle_ms) < MIN_SHARE_SHOWN:
+        return None
+    return saw_wrong(clipping.advice, *clipping.evidence, code=clipping.code)
+
+
+def _look_at_waits(one: RankFacts, sites: list[SyncSite]) -> Look:
+    """Tell the waits of a trace whose device hardly idles after them; it may lack the calls that wait."""
+    if not len(one.trace.rows[Kind.RUNTIME]):
+        return could_not_look()
+    calls = significant(sum(site.per_step for site in sites))
+    idle = one.of_step(sum(site.idle_ms for site in sites))
+    text = (
+        f"{calls} synchronizations per step in {counted(one.steady_steps, 'steady step')}; the device idles after them "
+        f"{idle}, {MIN_SHARE_SHOWN:.0%} would be much"
+    )
+    seen = [Evidence(text, one.where())]
+    for site in sites[:MAX_SITES_SEEN]:
+        what = f"{site.operator or site.call} in {site.phase or 'no phase'}"
+        seen.append(Evidence(f"{what}: {significant(site.per_step)} per step", site.frame))
+    return saw(*seen)
+
+
+def _look_at_reads(one: RankFacts) -> Look:
+    """Count the values that Python reads on a CPU, where nothing runs ahead of it, so that no read waits."""
+    if not len(one.trace.rows[Kind.OP]):
+        return could_not_look()
+    rows = one.rows_named(READS.__contains__, Kind.OP)
+    # a read inside another operator is that operator's own affair
+    rows = rows[one.placing.operator[rows] < 0]
+    phases = [*one.placing.phases, ""]
+    in_step = [row for row in rows if phases[one.placing.phase[row]] not in READS_ON_HOST]
+    text = (
+        f"no GPU in the trace, so reading a value never waits; {significant(len(in_step) / one.steady_steps)} values read "
+        "into Python per step, each of which would wait for a GPU; log, eval, save and the optimizer's step counters left "
+        "out"
+    )
+    return saw(Evidence(text, one.where()))
 
 
 def find_waits(one: RankFacts) -> list[SyncSite]:

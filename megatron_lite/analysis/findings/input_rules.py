@@ -6,12 +6,25 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_lite.analysis.findings.base import Evidence, Finding, build_time_finding, find_lost_time, rule
+from megatron_lite.analysis.findings.base import (
+    Evidence,
+    Finding,
+    Look,
+    Record,
+    build_time_finding,
+    could_not_look,
+    find_lost_time,
+    rule,
+    saw,
+    saw_wrong,
+)
 from megatron_lite.analysis.intervals import Integers
-from megatron_lite.analysis.rank_facts import MATTERS, RankFacts, in_ms
+from megatron_lite.analysis.rank_facts import MATTERS, MIN_SHARE_SHOWN, RankFacts, in_ms
 from megatron_lite.analysis.run_facts import Facts, measure_ordinary
+from megatron_lite.analysis.time.find_phases import TO_DEVICE as TO_GPU
 from megatron_lite.analysis.time.time_results import SyncSite
 from megatron_lite.analysis.trace.columns import Kind
+from megatron_lite.formats.file_names import STEPS_FILE
 from megatron_lite.phases import Phase
 from megatron_lite.units import counted, significant, size
 
@@ -57,8 +70,8 @@ def measure_loader_wait(facts: Facts) -> LoaderWait | None:
     return LoaderWait(wait_ms, run.steady_step_ms - wait_ms, None, text, place, rank)
 
 
-@rule("starved-loader", "waiting for the data loader", "step", "phases", "ranks")
-def find_starved_loader(facts: Facts) -> Finding | None:
+@rule("starved-loader", "waiting for the data loader", "step", "phases", "ranks", record=Record.LOADER)
+def find_starved_loader(facts: Facts) -> Finding | Look:
     """Training waits for the data loader.
 
     Meaning: the next batch was not ready when the step wanted it: loading takes longer than computing, or is not done
@@ -75,7 +88,7 @@ def find_starved_loader(facts: Facts) -> Finding | None:
     """
     wait, workers = measure_loader_wait(facts), facts.loader_workers
     if wait is None or are_too_many(facts):
-        return None
+        return _look_at_loader(facts)
     advice, flags = _advise_workers(facts, wait, workers)
     seen = [Evidence(wait.text, wait.where)]
     if wait.loading_ms is not None:
@@ -85,6 +98,27 @@ def find_starved_loader(facts: Facts) -> Finding | None:
     doubt = facts.doubt_cores([wait.rank])
     seen += [Evidence(doubt)] if doubt else []
     return build_time_finding(wait.ms, seen, advice, flags, not doubt, wait.rank)
+
+
+def _look_at_loader(facts: Facts) -> Look:
+    """Tell how long the device, or without a trace the step, waits for the loader; it must be known to be one."""
+    run = facts.run
+    traced = [one for one in facts.ranks_seen if one.time.step_ms > 0 and _shows_loader(one)]
+    if traced:
+        one = max(traced, key=lambda seen: seen.time.rows.get("data_wait", 0.0))
+        waits = one.of_step(one.time.rows.get("data_wait", 0.0))
+        inside = f"{in_ms(one.time.loader_host_ms)} of it in the loader, whether or not overlapped"
+        text = f"waiting for the data loader: {waits}; {inside}; {MATTERS:.0%} would be much"
+        return saw(Evidence(text, one.where()))
+    wait_ms = measure_ordinary(run, run.phases_ms.get(DATA, ())) if run else None
+    if run is None or wait_ms is None or not run.steady_step_ms:
+        return could_not_look()
+    return saw(Evidence(f"median {in_ms(wait_ms)} in the phase {DATA} of {in_ms(run.steady_step_ms)}", STEPS_FILE))
+
+
+def _shows_loader(one: RankFacts) -> bool:
+    """Whether a trace names the loader or a range around it."""
+    return one.time.loader_host_ms > 0 or any(part.name == DATA for part in one.time.phases)
 
 
 LESS_PER_BATCH = "do less per batch: tokenize before training, larger reads, a local disk"
@@ -148,8 +182,11 @@ TO_DEVICE = (Phase.DATA.value, Phase.DATA_TO_DEVICE.value)
 PAGEABLE = re.compile(r"(HtoD|HostToDevice|Host2Device).*Pageable|Pageable -> Device", re.IGNORECASE)
 
 
-@rule("unpinned-copies", "copies from pageable memory", "step", "kernels", needs="gpu")
-def find_unpinned_copies(facts: Facts, one: RankFacts) -> Finding | None:
+PINNED_OR_NOT = re.compile(r"(pageable|pinned) *->", re.IGNORECASE)
+
+
+@rule("unpinned-copies", "copies from pageable memory", "step", "kernels", needs="trace", record=Record.GPU_TRACE)
+def find_unpinned_copies(facts: Facts, one: RankFacts) -> Finding | Look:
     """Batches are copied to the device from pageable memory.
 
     Meaning: the source of the copy is ordinary memory. The driver first copies it into a page-locked buffer of its own,
@@ -162,17 +199,67 @@ def find_unpinned_copies(facts: Facts, one: RankFacts) -> Finding | None:
         them.
     False alarm: copies of a few bytes at a step's end, which cost less than pinning them.
     """
+    if not one.time.on_gpu:
+        return _look_without_gpu(one)
     rows = pageable_rows(one)
     if not len(rows):
-        return None
-    exposed, stalled = one.exposed_ms(rows), sum(site.idle_ms for site in one.time.syncs if is_batch_copy(site))
+        return _look_at_batch_copies(one)
+    exposed = one.exposed_ms(rows)
+    stalled = sum(site.idle_ms for site in one.time.syncs if is_batch_copy(site))
     each = float(one.trace.events.num_bytes[rows].clip(min=0).mean())
     text = (
         f"{significant(one.per_step(rows))} unpinned per step, of {size(each)} on average: {in_ms(exposed)} on the device "
         f"not overlapped with compute, {in_ms(stalled)} idle after the host's wait; {one.of_step(exposed + stalled)}"
     )
     advice = "pin host memory (DataLoader(pin_memory=True)) and copy with .to(device, non_blocking=True)"
-    return find_lost_time(one, exposed + stalled, text, advice, row=rows[0], cheap=True)
+    found = find_lost_time(one, exposed + stalled, text, advice, row=rows[0], cheap=True)
+    return found or _look_at_batch_copies(one)
+
+
+def _look_at_batch_copies(one: RankFacts) -> Look:
+    """Tell bytes of batches from pinned and from pageable memory, as far as the copies' names tell them apart."""
+    to_device = one.rows_named(TO_GPU.search, Kind.MEMCPY)
+    names = {row: one.trace.name_of(row) for row in to_device.tolist()}
+    named = [row for row, name in names.items() if PINNED_OR_NOT.search(name)]
+    steady = counted(one.steady_steps, "steady step")
+    if not named and len(to_device):
+        text = f"the events do not say from which memory, {counted(len(to_device), 'copy')} in {steady}"
+        return could_not_look(Evidence(text, one.where()))
+    if not named:
+        return could_not_look(Evidence(f"no copy from the host in {steady}", one.where()))
+    pageable = [row for row in named if "ageable" in names[row]]
+    num_bytes = one.trace.events.num_bytes.clip(min=0)
+    total = num_bytes[named].sum()
+    slow = num_bytes[pageable].sum()
+    pinned = counted((len(named) - len(pageable)) / one.steady_steps, "transfer")
+    text = (
+        f"per step {pinned} ({size((total - slow) / one.steady_steps)}) from pinned memory, "
+        f"{significant(len(pageable) / one.steady_steps)} ({size(slow / one.steady_steps)}) from pageable memory"
+    )
+    seen = Evidence(text, one.where(named[0]))
+    # without sizes the number of copies decides
+    is_slow = 2 * slow > total if total else 2 * len(pageable) > len(named)
+    if is_slow:
+        remedy = "pin host memory (DataLoader(pin_memory=True)) and copy with non_blocking=True"
+        return saw_wrong(remedy, seen, code="unpinned-copies")
+    return _look_at_batch_waits(one, seen)
+
+
+def _look_at_batch_waits(one: RankFacts, seen: Evidence) -> Look:
+    """Tell how long the host waits for copies of batches. seen: what memory they come from."""
+    waits = [site for site in one.time.syncs if is_batch_copy(site)]
+    number = sum(site.per_step for site in waits)
+    idle_ms = sum(site.idle_ms for site in waits)
+    idle = f"after which the device idles {one.of_step(idle_ms)}"
+    waited = Evidence(f"{counted(number, 'wait')} of the host for them per step, {idle}", one.where())
+    if one.share(idle_ms) >= MIN_SHARE_SHOWN:
+        return saw_wrong("copy with .to(device, non_blocking=True)", seen, waited, code="sync-in-step")
+    return saw(seen, waited)
+
+
+def _look_without_gpu(one: RankFacts) -> Look:
+    """Say that a trace without a GPU shows no copies to one."""
+    return could_not_look(Evidence("no GPU, so nothing is copied to one", one.where()))
 
 
 def pageable_rows(one: RankFacts) -> Integers:
@@ -190,8 +277,8 @@ MAX_SMALL_COPIES = 32  # per step: a batch's few fields and a logged value are f
 ACROSS = re.compile(r"HtoD|DtoH|HostToDevice|DeviceToHost", re.IGNORECASE)
 
 
-@rule("small-copies", "many small copies", "step", "kernels", needs="gpu")
-def find_small_copies(facts: Facts, one: RankFacts) -> Finding | None:
+@rule("small-copies", "many small copies", "step", "kernels", needs="trace", record=Record.GPU_TRACE)
+def find_small_copies(facts: Facts, one: RankFacts) -> Finding | Look:
     """Many small copies between host and device.
 
     Meaning: a batch travels as dozens of little tensors, or values are fetched one by one. Each copy is a driver call
@@ -205,17 +292,30 @@ def find_small_copies(facts: Facts, one: RankFacts) -> Finding | None:
     Flags: --log-interval 100 for values that are only printed.
     False alarm: copies in a process or stream that has nothing else to launch: then the host's time is free.
     """
-    rows, num_bytes = one.rows_named(ACROSS.search, Kind.MEMCPY), one.trace.events.num_bytes
-    rows = rows[(num_bytes[rows] >= 0) & (num_bytes[rows] <= SMALL_BYTES)]
+    if not one.time.on_gpu:
+        return _look_without_gpu(one)
+    num_bytes = one.trace.events.num_bytes
+    copies = one.rows_named(ACROSS.search, Kind.MEMCPY)
+    # -1: the trace does not say
+    copies = copies[num_bytes[copies] >= 0]
+    if not len(copies):
+        steady = counted(one.steady_steps, "steady step")
+        return could_not_look(Evidence(f"no copy from the host in {steady}", one.where()))
+    rows = copies[num_bytes[copies] <= SMALL_BYTES]
+    seen = (
+        f"per step {counted(one.per_step(copies), 'transfer')} between host and device, {significant(one.per_step(rows))} "
+        f"of at most {size(SMALL_BYTES)}; {MAX_SMALL_COPIES} would be many"
+    )
+    look = saw(Evidence(seen, one.where(copies[0])))
     if one.per_step(rows) < MAX_SMALL_COPIES:
-        return None
+        return look
     calls = one.trace.launch_of[rows]
     cost, median = one.per_step_ms(calls[calls >= 0]), size(float(np.median(num_bytes[rows])))
     text = f"{one.per_step(rows):,.0f} copies per step, the median one of {median}; their calls take the host"
     text += f" {one.of_step(cost)}"
     advice = "copy one tensor per batch and split it on the device; fetch values together and seldom"
     flags = ("--log-interval 100",)
-    return find_lost_time(one, cost, text, advice, row=rows[0], flags=flags, certain=False, cheap=True)
+    return find_lost_time(one, cost, text, advice, row=rows[0], flags=flags, certain=False, cheap=True) or look
 
 
 MAX_SHOWN = 3

@@ -4,7 +4,16 @@ from typing import Any
 
 import numpy as np
 
-from megatron_lite.analysis.findings.base import Evidence, Finding, find_lost_time, rule
+from megatron_lite.analysis.findings.base import (
+    Evidence,
+    Finding,
+    Look,
+    could_not_look,
+    find_lost_time,
+    rule,
+    saw,
+    saw_wrong,
+)
 from megatron_lite.analysis.findings.update_rules import OPTIMIZER_PHASE, find_unfused_optimizer
 from megatron_lite.analysis.kernels.kernel_results import Role
 from megatron_lite.analysis.rank_facts import RankFacts, in_ms
@@ -132,7 +141,7 @@ MOST = 0.5
 
 
 @rule("copy-share", "copying, casting and reordering tensors", "kernels", "operators", needs="trace")
-def find_copy_share(facts: Facts, one: RankFacts) -> Finding | None:
+def find_copy_share(facts: Facts, one: RankFacts) -> Finding | Look:
     """A large part of the work is copying, casting and reordering tensors.
 
     Meaning: .contiguous(), .to(dtype), cat, clone and their kin read and write memory and compute nothing. Autocast
@@ -156,21 +165,30 @@ def find_copy_share(facts: Facts, one: RankFacts) -> Finding | None:
         for ms, name, phase, number in sorted(rows or on_host, reverse=True)[:MAX_SHOWN]
     )
     text = f"copies and casts take {one.of_step(cost)}"
+    limit = MAX_COPY_SHARE if one.time.on_gpu else MAX_COPY_SHARE_ON_CPU
+    look = could_not_look()
+    if _has_work(one):
+        seen = f"copying, casting and reordering tensors: {one.of_step(cost)}; {limit:.0%} would be much"
+        look = saw(Evidence(seen, one.where()))
     layout = find_layout_copies(facts)
     if layout is not None and (layout.cost_ms or 0.0) > MOST * cost:
-        return None  # it says which ones
+        return look  # layout-copies says which ones
     advice = "16-bit weights instead of autocast, one layout from the start, torch.compile to fold casts away"
-    limit = MAX_COPY_SHARE if one.time.on_gpu else MAX_COPY_SHARE_ON_CPU
     flags = ("--torch-compile",)
-    return find_lost_time(one, cost, text, advice, *shown, flags=flags, certain=False, at_least=limit)
+    return find_lost_time(one, cost, text, advice, *shown, flags=flags, certain=False, at_least=limit) or look
+
+
+def _has_work(one: RankFacts) -> bool:
+    """Whether a trace has a step and work in it whose role is known."""
+    return one.time.step_ms > 0 and any(one.kernels.roles.values())
 
 
 # Of the step: below, compiling saves less than a run's noise against what it costs at the start.
 MAX_ELEMENTWISE_SHARE = 0.15
 
 
-@rule("unfused-elementwise", "elementwise kernels one by one", "kernels", needs="gpu")
-def find_unfused_elementwise(facts: Facts, one: RankFacts) -> Finding | None:
+@rule("unfused-elementwise", "elementwise kernels one by one", "kernels", needs="trace")
+def find_unfused_elementwise(facts: Facts, one: RankFacts) -> Finding | Look:
     """Elementwise kernels that a compiler would join.
 
     Meaning: bias, activation, dropout, residual and scaling each read a tensor from memory and write one back, at one
@@ -183,8 +201,9 @@ def find_unfused_elementwise(facts: Facts, one: RankFacts) -> Finding | None:
     Flags: --torch-compile here; in Megatron-LM its fusions are on unless a --no-...-fusion flag turns them off.
     False alarm: a model whose own work is elementwise.
     """
-    if facts.compiles:
-        return None
+    look = _look_at_elementwise(one)
+    if facts.compiles or not one.time.on_gpu:
+        return look
     rows = [row for row in one.kernels.rows if row.role is Role.ELEMENTWISE]
     cost = one.kernels.roles.get(Role.ELEMENTWISE, 0.0)
     if find_unfused_optimizer(facts) is not None:
@@ -199,4 +218,19 @@ def find_unfused_elementwise(facts: Facts, one: RankFacts) -> Finding | None:
         for row in rows[:MAX_SHOWN]
     )
     flags, limit = ("--torch-compile",), MAX_ELEMENTWISE_SHARE
-    return find_lost_time(one, cost, text, advice, *shown, flags=flags, certain=False, at_least=limit)
+    return find_lost_time(one, cost, text, advice, *shown, flags=flags, certain=False, at_least=limit) or look
+
+
+def _look_at_elementwise(one: RankFacts) -> Look:
+    """Tell the time of elementwise operators, compiled or not, on a GPU or a CPU."""
+    if not _has_work(one):
+        return could_not_look()
+    ms = one.kernels.roles.get(Role.ELEMENTWISE, 0.0)
+    text = f"elementwise operators take {one.of_step(ms)}; {MAX_ELEMENTWISE_SHARE:.0%} would be much"
+    if one.time.on_gpu:
+        kernels = counted(round(one.time.launches), "kernel")
+        text += f"; {kernels} per step, the median one of {one.time.median_kernel_us:.1f} us"
+    seen = Evidence(text, one.where())
+    if one.share(ms) >= MAX_ELEMENTWISE_SHARE:
+        return saw_wrong("compile the layers: --torch-compile", seen, code="unfused-elementwise")
+    return saw(seen)

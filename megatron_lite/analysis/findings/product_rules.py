@@ -6,20 +6,44 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 
-from megatron_lite.analysis.findings.base import Evidence, Finding, build_time_finding, find_lost_time, rule
+from megatron_lite.analysis.findings.base import (
+    Evidence,
+    Finding,
+    Look,
+    Record,
+    build_time_finding,
+    could_not_look,
+    find_lost_time,
+    rule,
+    saw,
+    saw_wrong,
+)
 from megatron_lite.analysis.kernels.kernel_results import MATRIX_ROLES, Role, TensorCores
-from megatron_lite.analysis.rank_facts import MIN_SHARE_SHOWN, RankFacts, in_ms
+from megatron_lite.analysis.rank_facts import MATTERS, MIN_SHARE_SHOWN, RankFacts, in_ms
 from megatron_lite.analysis.run_facts import Facts, whole
 from megatron_lite.formats.hardware import TILE as USUAL_TILE
 from megatron_lite.formats.hardware import best_multiple, least_multiple, padded, peak_tflops
-from megatron_lite.units import count, significant
+from megatron_lite.units import count, counted, significant
 
 SIXTEEN_BITS = ("fp16", "bf16")
 MAX_SHOWN = 3
 
 
-@rule("no-tensor-cores", "16-bit matrix products without tensor cores", "kernels", "roofline", needs="gpu")
-def find_no_tensor_cores(facts: Facts, one: RankFacts) -> Finding | None:
+MAX_REASONS = 3
+MULTIPLES = "make the dimensions of products multiples of 64 (at least 8)"
+# before Volta: no faster 16-bit products
+WITHOUT_TENSOR_CORES = re.compile(r"\b(K[0-9]{2}|M[0-9]{2}|P100|P40|P4|GTX|Titan Xp?)\b")
+
+
+@rule(
+    "no-tensor-cores",
+    "16-bit matrix products without tensor cores",
+    "kernels",
+    "roofline",
+    needs="trace",
+    record=Record.GPU_TRACE,
+)
+def find_no_tensor_cores(facts: Facts, one: RankFacts) -> Finding | Look:
     """16-bit matrix products that do not run on tensor cores.
 
     Meaning: the data are fp16 or bf16, but the kernel's name says CUDA cores: the library found no tensor-core kernel
@@ -33,6 +57,8 @@ def find_no_tensor_cores(facts: Facts, one: RankFacts) -> Finding | None:
     False alarm: matrix-vector products, which memory limits anyway.
     """
     kernels = one.kernels
+    if not one.time.on_gpu:
+        return _look_at_dimensions(one)
     rows = [row for row in kernels.rows if row.tensor_cores is TensorCores.NO and row.precision in SIXTEEN_BITS]
     cost = sum(row.ms for row in rows)
     shown = []
@@ -47,7 +73,55 @@ def find_no_tensor_cores(facts: Facts, one: RankFacts) -> Finding | None:
     text = f"{one.of_step(cost)}; {on_cores}"
     advice = "; ".join(changes) or "make the dimensions of these products multiples of 64 (at least 8)"
     flags = tuple(change.partition(" (")[0] for change in changes if change.startswith("--"))
-    return find_lost_time(one, cost, text, advice, *shown, flags=flags)
+    found = find_lost_time(one, cost, text, advice, *shown, flags=flags)
+    if found is None and not kernels.matrix_ms:
+        return _look_at_dimensions(one)
+    return found or _look_at_tensor_cores(facts, one)
+
+
+def _look_at_tensor_cores(facts: Facts, one: RankFacts) -> Look:
+    """Tell which products of a GPU run on tensor cores, by the kernels' names."""
+    if WITHOUT_TENSOR_CORES.search(one.time.device or ""):
+        return could_not_look(record=NO_TENSOR_CORES)
+    kernels = one.kernels
+    dimensions = _look_at_dimensions(one).evidence
+    text = (
+        f"tensor cores run {in_ms(kernels.tensor_core_ms)} of {in_ms(kernels.matrix_ms)} of products and attention per "
+        f"step; {in_ms(kernels.maybe_tensor_core_ms)} are unknown from their names"
+    )
+    seen = Evidence(text, one.where())
+    slow_ms = kernels.matrix_ms - kernels.tensor_core_ms - kernels.maybe_tensor_core_ms
+    if one.share(slow_ms) >= MATTERS:
+        in_fp32 = find_fp32_products(facts)
+        remedy = in_fp32.advice if in_fp32 else MULTIPLES
+        reasons = list(kernels.without_tensor_cores.items())[:MAX_REASONS]
+        why = [Evidence(f"{reason}: {one.of_step(ms)}") for reason, ms in reasons]
+        code = in_fp32.code if in_fp32 else "no-tensor-cores"
+        return saw_wrong(remedy, seen, *why, *dimensions, code=code)
+    if 2 * slow_ms > kernels.matrix_ms:
+        record = "a run whose products are in 16 bits, or a larger part of the step"
+        return could_not_look(seen, *dimensions, record=record)
+    if kernels.tensor_core_ms >= kernels.maybe_tensor_core_ms or dimensions:
+        return saw(seen, *dimensions)
+    return could_not_look(seen, record=Record.SHAPES)
+
+
+NO_TENSOR_CORES = "this GPU has no tensor cores; audit a run on one that has"
+
+
+def _look_at_dimensions(one: RankFacts) -> Look:
+    """Tell whether dimensions of products fit the tiles, which shapes show on any device."""
+    if one.time.on_gpu and WITHOUT_TENSOR_CORES.search(one.time.device or ""):
+        return could_not_look(record=NO_TENSOR_CORES)
+    rows = [row for row in one.kernels.roofline if row.role is Role.GEMM and row.dims]
+    if not rows:
+        return could_not_look(record=Record.SHAPES)
+    odd = [row for row in rows if any(map(is_off, row.dims))]
+    text = f"all dimensions of {counted(len(rows), 'shape')} of products are multiples of 64 (small ones of 8)"
+    if odd:
+        time = one.of_step(sum(row.ms for row in odd))
+        text = f"{len(odd)} of {len(rows)} shapes of products have other dimensions than multiples of 64: {time}"
+    return saw(Evidence(text, one.where()))
 
 
 MIN_EFFICIENCY = (
@@ -55,8 +129,6 @@ MIN_EFFICIENCY = (
 )
 MIN_FLOPS_PER_SECOND = 1e9  # of a core without vector units; what takes longer on a CPU is not spent on arithmetic
 MAX_FP32_SHARE = 0.10  # of the step: a few fp32 products (router, loss) belong to mixed precision
-# before Volta: no faster 16-bit products
-WITHOUT_TENSOR_CORES = re.compile(r"\b(K[0-9]{2}|M[0-9]{2}|P100|P40|P4|GTX|Titan Xp?)\b")
 
 
 @rule("fp32-products", "matrix products in fp32", "kernels", "operators", "roofline", needs="trace")

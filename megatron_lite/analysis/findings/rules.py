@@ -2,8 +2,8 @@
 
 import math
 import textwrap
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 
 from megatron_lite.analysis.findings import (
     communication_rules,
@@ -22,7 +22,7 @@ from megatron_lite.analysis.findings import (
     reserved_rules,
     update_rules,
 )
-from megatron_lite.analysis.findings.base import Finding, Rule
+from megatron_lite.analysis.findings.base import Evidence, Finding, Look, Outcome, Rule, could_not_look, saw
 from megatron_lite.analysis.run_facts import Facts
 from megatron_lite.analysis.torch_words import in_torch_words, list_torch_words, names_flag
 
@@ -51,31 +51,63 @@ OF_RECORDING = ("--pytorch-profiler-", "--profile-ranks", "--record-")  # flags 
 BEFORE_COSTS = (memory_rules.find_out_of_memory.code, imbalance_rules.find_collective_order.code)
 # what takes the cores stands before what the run does with them; of equal cost what the user can change comes first
 OF_CORES = (machine_rules.find_too_many_threads.code, machine_rules.find_busy_machine.code)
+REPORT_BUG = "please report this: it is a bug in megatron_lite"
 REFUSED_WITH_MODEL = ("--torch-compile", "--recompute-")  # beside --model, a model of the user's own
 
 
-def apply_rules(facts: Facts, gap: Callable[[str], object] | None = None) -> tuple[Finding, ...]:
-    """What the rules find, most costly first: by milliseconds per step, then by bytes, then what has neither; before them
-    what makes the run itself fail. What is paid
-    once counts as if the steps of the trace shared it.
+@dataclass(frozen=True)
+class Judgement:
+    """What all rules say of a run."""
 
-    `gap` is told of a rule that failed, in one line; the others still answer.
+    findings: tuple[Finding, ...]  # most costly first
+    looks: Mapping[str, Look]  # by code: what each rule saw that found nothing, or why it could not look
+
+
+def apply_rules(facts: Facts, gap: Callable[[str], object] | None = None) -> tuple[Finding, ...]:
+    """What the rules find, most costly first; see judge."""
+    return judge(facts, gap).findings
+
+
+def judge(facts: Facts, gap: Callable[[str], object] | None = None) -> Judgement:
+    """Ask all rules.
+
+    Findings stand most costly first: by milliseconds per step, then by bytes, then what has neither; before them what
+    makes the run itself fail. What is paid once counts as if the steps of the trace shared it.
+
+    Args:
+        facts: the run.
+        gap: is told of a rule that failed, in one line; the others still answer.
     """
     findings = []
-    for rule in RULES.values():
+    looks: dict[str, Look] = {}
+    for code, rule in RULES.items():
         try:
-            found = rule(facts)
+            answer = rule.examine(facts)
         except Exception as error:  # noqa: BLE001  one rule that a foreign file confuses must not silence the others
-            found = None
+            why = f"failed ({type(error).__name__}: {error})"
+            looks[code] = could_not_look(Evidence(why), record=REPORT_BUG)
             if gap is not None:
-                why = f"failed ({type(error).__name__}: {error}); its cause may be present but is not reported."
-                gap(f"rule {rule.code}: {why}")
-        if found is not None and math.isfinite(found.cost_ms or 0.0) and not _rounds_to_nothing(found):
-            own = facts.run is not None and facts.run.record.model is not None
-            refused = own and any(flag.startswith(REFUSED_WITH_MODEL) for flag in found.flags)
-            findings.append(_say_without_flags(found, facts.is_watched) if facts.is_foreign or refused else found)
+                gap(f"rule {code}: {why}; its cause may be present but is not reported.")
+            continue
+        if isinstance(answer, Look):
+            looks[code] = answer
+        elif not math.isfinite(answer.cost_ms or 0.0) or _rounds_to_nothing(answer):
+            looks[code] = saw(*answer.evidence)
+        else:
+            looks[code] = Look(Outcome.FAILED, answer.evidence, answer.advice, code)
+            findings.append(_adapt_words(answer, facts))
     steps = len(facts.critical.time.steps) if facts.critical is not None else 1
-    return tuple(sorted(findings, key=lambda one: _rate(one, max(1, steps))))
+    ordered = sorted(findings, key=lambda one: _rate(one, max(1, steps)))
+    return Judgement(tuple(ordered), looks)
+
+
+def _adapt_words(found: Finding, facts: Facts) -> Finding:
+    """Word a finding without the flags that the job does not take."""
+    own_model = facts.run is not None and facts.run.record.model is not None
+    is_refused = own_model and any(flag.startswith(REFUSED_WITH_MODEL) for flag in found.flags)
+    if facts.is_foreign or is_refused:
+        return _say_without_flags(found, facts.is_watched)
+    return found
 
 
 def _rounds_to_nothing(one: Finding) -> bool:

@@ -3,12 +3,23 @@
 import math
 import re
 
-from megatron_lite.analysis.findings.base import Evidence, Finding, build_time_finding, find_lost_time, rule
+from megatron_lite.analysis.findings.base import (
+    Evidence,
+    Finding,
+    Look,
+    Record,
+    build_time_finding,
+    could_not_look,
+    find_lost_time,
+    rule,
+    saw,
+)
 from megatron_lite.analysis.rank_facts import MATTERS, MIN_SHARE_SHOWN, RankFacts, in_ms
 from megatron_lite.analysis.run.learning import find_clip_limit, measure_learning
 from megatron_lite.analysis.run.run_results import Run
 from megatron_lite.analysis.run_facts import Facts, measure_ordinary
 from megatron_lite.analysis.trace.columns import Kind
+from megatron_lite.formats.file_names import STEPS_FILE
 from megatron_lite.phases import Phase
 from megatron_lite.units import counted, significant
 
@@ -76,7 +87,7 @@ MIN_SKIPS = 4  # fewer may be a single bad batch
 
 
 @rule("overflow-storm", "steps thrown away because gradients overflow", "run", "losses", needs="run")
-def find_overflow_storm(facts: Facts, run: Run) -> Finding | None:
+def find_overflow_storm(facts: Facts, run: Run) -> Finding | Look:
     """Many steps are skipped because gradients overflow.
 
     Meaning: with fp16 a step whose gradients hold Inf or NaN is thrown away and the loss scale is lowered. A few at the
@@ -91,12 +102,12 @@ def find_overflow_storm(facts: Facts, run: Run) -> Finding | None:
     False alarm: one skip per --loss-scale-window: that is the scale trying a larger size.
     """
     if not run.steps:
-        return None
+        return could_not_look()
     never_good = bool(run.skipped.all())
     settled = run.skipped[run.skipped.argmin() :]  # from the first good step on
     number = int(settled.sum())
     if number < MIN_SKIPS or number < MAX_SKIPPED_SHARE * len(settled):
-        return None
+        return _look_at_scale(facts, run)
     wasted = number / len(settled)
     cost = wasted * run.steady_step_ms if run.steady_step_ms else None
     text = f"{number:,} of {len(settled):,} steps after the first good one were skipped ({wasted:.0%})"
@@ -107,6 +118,26 @@ def find_overflow_storm(facts: Facts, run: Run) -> Finding | None:
     seen = Evidence(text, "steps.jsonl")
     advice = "train in bf16 (--bf16 instead of --fp16), or lower --lr and lengthen --lr-warmup-iters"
     return build_time_finding(cost, [seen], advice, ("--bf16",))
+
+
+MIN_SETTLED_STEPS = 20  # after the first good one, of which one skipped is 5%
+
+
+def _look_at_scale(facts: Facts, run: Run) -> Look:
+    """Tell skipped steps and the loss scale of a run that has one."""
+    scales = run.loss_scale[run.loss_scale > 0]
+    if not len(scales):
+        return could_not_look()
+    text = f"{run.skipped.sum():,} of {run.steps:,} steps skipped, the loss scale is {significant(scales[-1], 6)} at the end"
+    settled = 0 if run.skipped.all() else run.steps - int(run.skipped.argmin())
+    if run.skipped.any() and settled < MIN_SETTLED_STEPS:
+        record = f"{Record.LONGER_RUN}; --initial-loss-scale 65536 avoids the skipped steps at the beginning"
+        since = f"{counted(settled, 'step')} since the first good one"
+        return could_not_look(Evidence(f"{text}; {since}", STEPS_FILE), record=record)
+    precision = facts.plan.precision
+    if precision not in (None, "", "fp16"):
+        text += f": {precision} has the range of fp32 and needs none"
+    return saw(Evidence(text, STEPS_FILE))
 
 
 TOO_SMALL = 16.0  # gradients of a healthy run bear scales of thousands; fp16's smallest number is 6e-8

@@ -17,7 +17,7 @@ from megatron_lite.errors import UserError
 from megatron_lite.formats.file_names import RANKS_FILE, RUN_FILE, STEPS_FILE
 from megatron_lite.formats.run_record import Plan, RunRecord
 from megatron_lite.shared_files import read_foreign
-from megatron_lite.thresholds import GROWTH_PARTS, MIN_BEFORE, steady_growth
+from megatron_lite.thresholds import GROWTH_PARTS, MIN_BEFORE, MIN_GROWTH_STEPS, steady_growth
 from megatron_lite.units import counted
 
 
@@ -253,8 +253,6 @@ def _compute_medians(table: Numbers) -> tuple[float, ...]:
 
 # --- does memory grow over a run? Steadily or not at all: warming up and a single jump are no growth
 
-MIN_STEPS = 3 * GROWTH_PARTS
-
 
 def find_growths(steps: Steps, ranks: RankMedians | None, what: str) -> tuple[Growth, ...]:
     """Of every rank, from a value per console line; else of the rank that writes, from a value per typical step.
@@ -270,7 +268,7 @@ def find_growths(steps: Steps, ranks: RankMedians | None, what: str) -> tuple[Gr
     if not any(found):
         values = getattr(steps, what)
         known = np.flatnonzero(steps.ordinary & (values > 0))
-        found = [_find_growth(None, steps.iterations[known], values[known], profiled, MIN_STEPS)]
+        found = [_find_growth(None, steps.iterations[known], values[known], profiled, MIN_GROWTH_STEPS)]
     return tuple(growth for growth in found if growth)
 
 

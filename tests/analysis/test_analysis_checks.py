@@ -1,4 +1,4 @@
-"""The audit: for each point a run that passes, one that fails and one that does not show it; and the command."""
+"""The checks: for each a run that passes, one that fails and one that does not show it; and the command `audit`."""
 
 import dataclasses
 import functools
@@ -34,18 +34,18 @@ from support.trace_maker import cpu_run, gpu_run
 from support.training_maker import ADD, FP32_GEMM, Step
 
 from megatron_lite.analysis.analyze import analyze
-from megatron_lite.analysis.audit import audit
-from megatron_lite.analysis.audit.answers import Answer, Point
-from megatron_lite.analysis.audit.audit import QUESTIONS, audit_run
-from megatron_lite.analysis.findings.base import Evidence
-from megatron_lite.analysis.findings.rules import RULES
+from megatron_lite.analysis.findings import base, checks
+from megatron_lite.analysis.findings.base import Evidence, Outcome
+from megatron_lite.analysis.findings.check_case import Check
+from megatron_lite.analysis.findings.checks import QUESTIONS, Question, answer_checks
+from megatron_lite.analysis.findings.rules import RULES, judge
 from megatron_lite.analysis.kernels.kernel_results import Role
 from megatron_lite.analysis.run_facts import Facts
 from megatron_lite.cli.main import main
 from megatron_lite.report.audit_terminal import audit_lines
 from megatron_lite.report.text import Style
 
-PASS, FAIL, NOT_SEEN = Answer.PASS, Answer.FAIL, Answer.NOT_SEEN
+PASS, FAIL, NOT_VISIBLE = Outcome.PASSED, Outcome.FAILED, Outcome.NOT_VISIBLE
 NOTHING = Facts((), None, (), None, ())
 REAL = [
     path
@@ -71,6 +71,14 @@ def slow_copies(step: Step):
     began, _ = step.gap(600)
     step.made.annotation("data_to_device", asked, began + 350)
     step.made.sync(asked + 5, began + 300, operator="aten::to")
+
+
+def reads_norm(step: Step):
+    """Clipping reads the norm of the gradients, and the device has nothing left."""
+    asked = step.host
+    began, _ = step.gap(600)
+    step.made.annotation("clip_grad", asked, began + 350)
+    step.made.sync(asked + 5, began + 300, operator="aten::item")
 
 
 def steps_of(ms: float, memory: bool):
@@ -113,16 +121,16 @@ def cold(folder):
 POINTS = [
     (1, PASS, "", recorded(steps=ordinary_steps(gpu_ms=9.0)), "between CUDA events"),
     (1, FAIL, "", run, "--no-step-timeline"),
-    (1, NOT_SEEN, "", memory, ""),
+    (1, NOT_VISIBLE, "", memory, ""),
     (1, FAIL, "first-step", cold, " 0 steps ran before"),
     (2, PASS, "", run, ""),
     (2, FAIL, "", recorded(steps=ordinary_steps(6, profiled=True)), ""),
-    (2, NOT_SEEN, "", memory, ""),
+    (2, NOT_VISIBLE, "", memory, ""),
     *((number, PASS, "", gpu, "") for number in (3, 4, 5, 6, 7, 8, 9)),
-    *((number, NOT_SEEN, "", run, "") for number in (3, 7, 8, 9, 10, 15, 18)),
-    *((number, NOT_SEEN, "", gpu, "") for number in (11, 12, 13, 14, 16, 17)),
-    (4, NOT_SEEN, "", memory, ""),
-    (5, NOT_SEEN, "", cpu, ""),
+    *((number, NOT_VISIBLE, "", run, "") for number in (3, 7, 8, 9, 10, 15, 18)),
+    *((number, NOT_VISIBLE, "", gpu, "") for number in (11, 12, 13, 14, 16, 17)),
+    (4, NOT_VISIBLE, "", memory, ""),
+    (5, NOT_VISIBLE, "", cpu, ""),
     (11, PASS, "", fp16(loss_scale=65536.0), ""),
     (12, PASS, "", both(remembered(), on_a_gpu_of(80)), ""),
     (13, PASS, "", both(gpu, run), ""),
@@ -132,98 +140,113 @@ POINTS = [
     (17, PASS, "", recorded(**OWN_DATA), ""),
     (17, FAIL, "overflow-storm", fp16(skipped=every(5, True, False)), ""),
     (11, FAIL, "overflow-storm", NEVER_GOOD_RUN, "all 14 steps were skipped"),
-    (11, NOT_SEEN, "", fp16(14, skipped=lambda index: index < 13), "13 of 14"),
+    (11, NOT_VISIBLE, "", fp16(14, skipped=lambda index: index < 13), "13 of 14"),
     (13, FAIL, "overflow-storm", NEVER_GOOD_RUN, "no update at all: all 14 steps were skipped"),
     (13, FAIL, "no-learning", recorded(steps=ordinary_steps(loss=None)), "not finite in all 40 updates"),
     (17, FAIL, "overflow-storm", NEVER_GOOD_RUN, "all 14 steps were skipped"),
     (17, FAIL, "no-learning", LOST_RUN, "not finite in 10 of 40 updates (iteration 31, 32, 33, ...)"),
     (1, PASS, "", recorded(device="cpu"), "39 of 40 steps count"),
     (1, PASS, "", gpu, "11 steps ran before the first that counts"),
-    (1, NOT_SEEN, "", cpu, "no work of a GPU"),
+    (1, NOT_VISIBLE, "", cpu, "no work of a GPU"),
     (2, PASS, "", gpu, "4 steady steps"),
-    (2, NOT_SEEN, "", on_gpu(steps=1), "1 steady step of 1"),
+    (2, NOT_VISIBLE, "", on_gpu(steps=1), "1 steady step of 1"),
     (3, PASS, "", on_cpu(), "reading a value never waits; 0 values read"),
     (3, PASS, "", on_cpu(change=cpu_reads), "reading a value never waits; 84 values read"),
     (3, PASS, "", CASES["sync-in-step"][1], "1 synchronizations per step"),
     (3, FAIL, "sync-in-step", on_gpu(before_forward=slow_copies), "aten::to"),
+    (3, FAIL, "clip-on-host", on_gpu(before_forward=reads_norm), "after 1 wait"),
+    (3, PASS, "", CASES["clip-on-host"][0], "0 synchronizations per step"),
     (4, PASS, "", run, "in the phase data"),
     (5, FAIL, "unpinned-copies", on_gpu(copy=PAGEABLE), "from pageable memory"),
     (5, FAIL, "sync-in-step", on_gpu(before_forward=slow_copies), "1 wait of the host for them"),
-    (5, NOT_SEEN, "", on_gpu(copy="CopyHostToDevice"), "do not say"),
-    (5, NOT_SEEN, "", on_gpu(copy="Memcpy DtoD (Device -> Device)"), "no copy from the host"),
-    (6, NOT_SEEN, "", cpu, "nothing is copied to one"),
+    (5, NOT_VISIBLE, "", on_gpu(copy="CopyHostToDevice"), "do not say"),
+    (5, NOT_VISIBLE, "", on_gpu(copy="Memcpy DtoD (Device -> Device)"), "no copy from the host"),
+    (6, NOT_VISIBLE, "", cpu, "nothing is copied to one"),
     (8, FAIL, "unfused-elementwise", both(on_gpu(forward=FOUR_SUMS), recorded(compiled=True)), "15% would be"),
     (9, FAIL, "fp32-products", on_gpu(gemm=FP32_GEMM, dtypes=["float", "float"]), "0 ms of"),
     (9, FAIL, "matmul-shapes", CASES["matmul-shapes"][0], "MLP"),
     (9, PASS, "", on_cpu(), "are multiples of 64"),
-    (9, NOT_SEEN, "", cpu_only, "record_shapes=True"),
+    (9, NOT_VISIBLE, "", cpu_only, "record_shapes=True"),
     (10, FAIL, "fp32-products", both(on_cpu(dtype="float"), WITHOUT_UNITS), "in fp32"),
-    (10, NOT_SEEN, "", both(gpu, recorded(precision="fp32")), "in bf16 or fp16"),
+    (10, NOT_VISIBLE, "", both(gpu, recorded(precision="fp32")), "in bf16 or fp16"),
     (11, PASS, "", run, "bf16 has the range of fp32"),
-    (12, NOT_SEEN, "", run, "does not grow over 39 typical steps"),
-    (12, NOT_SEEN, "", remembered(steps=1, logits_gib=0.1, layer_gib=0.1), "peak of"),
+    (12, NOT_VISIBLE, "", run, "does not grow over 39 typical steps"),
+    (12, NOT_VISIBLE, "", remembered(steps=1, logits_gib=0.1, layer_gib=0.1), "peak of"),
     (13, FAIL, "", recorded(steps=ordinary_steps(batch_size=10, consumed_samples=None)), "no multiple of 8"),
     (13, FAIL, "", recorded(batch=16), "the plan has 16 samples"),
     (13, FAIL, "", both(on_gpu(micro_batches=2), run), "2 backward passes per step"),
     (13, FAIL, "", fp16(consumed_samples=lambda index: 4 * index), "has 8 samples and counts 4"),
     (13, FAIL, "", recorded(steps=rates(held=False)), "iteration 8, which was skipped"),
     (13, PASS, "", recorded(steps=rates(held=True)), "unchanged in skipped ones"),
-    (14, NOT_SEEN, "", run, "a trace"),
-    (16, NOT_SEEN, "", changing_shapes, "not the same in each"),
-    (16, NOT_SEEN, "", on_gpu(steps=1), "schedule(active=...)"),
-    (16, NOT_SEEN, "", recorded(dataloader_type="external"), "2,048 positions"),
-    (17, NOT_SEEN, "", recorded(**OWN_DATA | {"dataloader_type": "external"}), "tokens/s"),
-    (17, NOT_SEEN, "", recorded(eod_mask_loss=True, **OWN_DATA), "--eod-mask-loss"),
+    (14, NOT_VISIBLE, "", run, "a trace"),
+    (16, NOT_VISIBLE, "", changing_shapes, "not the same in each"),
+    (16, NOT_VISIBLE, "", on_gpu(steps=1), "schedule(active=...)"),
+    (16, NOT_VISIBLE, "", recorded(dataloader_type="external"), "2,048 positions"),
+    (17, NOT_VISIBLE, "", recorded(**OWN_DATA | {"dataloader_type": "external"}), "tokens/s"),
+    (17, NOT_VISIBLE, "", recorded(eod_mask_loss=True, **OWN_DATA), "--eod-mask-loss"),
 ]
 
 
 @functools.cache
 def report_of(write):
-    """Many points are asked of the same few runs."""
+    """Many checks are made of the same few runs."""
     with tempfile.TemporaryDirectory() as folder:
         write(Path(folder))
         return analyze([folder])
 
 
-def point_of(number, write, other=None) -> Point:
+def check_of(number, write, other=None) -> Check:
     found = report_of(write)
-    point = audit_run(found.facts, found.findings, analyze([other]).facts if other else None)[number - 1]
-    is_well_formed(point)
-    return point
+    check = found.checks[number - 1]
+    if other:
+        check = check_beside(found, other)[number - 1]
+    is_well_formed(check)
+    return check
 
 
-def told(point: Point) -> str:
-    return " | ".join([*(f"{one.text} ({one.where})" for one in point.evidence), point.way_out])
+def check_beside(found, other) -> tuple[Check, ...]:
+    """The checks of a run beside another one."""
+    return answer_checks(found.facts, found.findings, found.looks, analyze([other]).facts)
 
 
-def is_well_formed(point: Point):
-    assert all(one.text and "\n" not in one.text + one.where for one in point.evidence)
-    assert "nan" not in told(point).lower().split() and "failed (" not in told(point)
-    assert point.evidence or point.answer is NOT_SEEN
-    assert bool(point.way_out) == (point.answer is not PASS) and "\n" not in point.way_out
-    assert not point.code or point.answer is FAIL and point.code in RULES
+def checks_of(facts: Facts) -> tuple[Check, ...]:
+    judgement = judge(facts)
+    return answer_checks(facts, judgement.findings, judgement.looks)
+
+
+def told(check: Check) -> str:
+    return " | ".join([*(f"{one.text} ({one.where})" for one in check.evidence), check.way_out])
+
+
+def is_well_formed(check: Check):
+    assert all(one.text and "\n" not in one.text + one.where for one in check.evidence)
+    assert "nan" not in told(check).lower().split() and "failed (" not in told(check)
+    assert check.evidence or check.answer is NOT_VISIBLE
+    assert bool(check.way_out) == (check.answer is not PASS) and "\n" not in check.way_out
+    assert not check.code or check.answer is FAIL and check.code in RULES
 
 
 def test_there_are_eighteen_points_and_each_has_its_cases():
-    assert len(QUESTIONS) == 18 == len({question for question, *_ in QUESTIONS})
-    assert all(question.endswith("?") and set(codes.split()) <= set(RULES) for question, _, codes, *_ in QUESTIONS)
-    assert {(number, answer) for number, answer, *_ in POINTS} >= {(number, NOT_SEEN) for number in range(1, 19)}
+    assert len(QUESTIONS) == 18 == len({one.text for one in QUESTIONS}) == len({one.name for one in QUESTIONS})
+    assert all(one.text.endswith("?") and set(one.codes) <= set(RULES) for one in QUESTIONS)
+    assert all(one.look or one.codes for one in QUESTIONS)
+    assert {(number, answer) for number, answer, *_ in POINTS} >= {(number, NOT_VISIBLE) for number in range(1, 19)}
     assert {number for number, answer, *_ in POINTS if answer is PASS} == set(range(1, 18)) - {10}
 
 
 @pytest.mark.parametrize(("number", "answer", "code", "write", "says"), POINTS)
 def test_runs_that_pass_fail_and_do_not_show_it(number, answer, code, write, says):
-    point = point_of(number, write)
-    assert (point.number, point.answer, point.code) == (number, answer, code) and says in told(point), told(point)
+    check = check_of(number, write)
+    assert (check.number, check.answer, check.code) == (number, answer, code) and says in told(check), told(check)
 
 
 @pytest.mark.parametrize(
     ("number", "code"),
-    [(number, code) for number, (_, _, codes, *_) in enumerate(QUESTIONS, 1) for code in codes.split()],
+    [(number, code) for number, one in enumerate(QUESTIONS, 1) for code in one.codes],
 )
 def test_a_finding_with_one_of_a_question_s_codes_fails_it(number, code):
-    point = point_of(number, CASES[code][0])
-    assert (point.answer, point.code) == (FAIL, code), told(point)
+    check = check_of(number, CASES[code][0])
+    assert (check.answer, check.code) == (FAIL, code), told(check)
 
 
 @pytest.mark.parametrize(
@@ -232,17 +255,16 @@ def test_a_finding_with_one_of_a_question_s_codes_fails_it(number, code):
         (6.0, True, PASS, "step: 10.1 ms in fp32, 6.1 ms in bf16 (-40%)"),
         (10.0, True, FAIL, "(+0%)"),
         (14.0, True, FAIL, "(+40%)"),
-        (6.0, False, NOT_SEEN, "peak memory: not known of both"),
+        (6.0, False, NOT_VISIBLE, "peak memory: not known of both"),
     ],
 )
 def test_whether_16_bits_pay_is_seen_beside_fp32(tmp_path, half_ms, memory, answer, says):
     steps = [steps_of(ms, memory) for ms in (half_ms, 10.0)]
     run(tmp_path / "fp32", steps[1], precision="fp32")
     run(tmp_path / "bf16", steps[0])
-    point = point_of(10, recorded(steps=steps[0]), tmp_path / "fp32")
-    assert point.answer is answer and says in told(point), told(point)
-    back = analyze([tmp_path / "fp32"])
-    assert audit_run(back.facts, back.findings, analyze([tmp_path / "bf16"]).facts)[9].answer is answer
+    check = check_of(10, recorded(steps=steps[0]), tmp_path / "fp32")
+    assert check.answer is answer and says in told(check), told(check)
+    assert check_beside(analyze([tmp_path / "fp32"]), tmp_path / "bf16")[9].answer is answer
 
 
 @pytest.mark.parametrize(
@@ -254,8 +276,8 @@ def test_whether_16_bits_pay_is_seen_beside_fp32(tmp_path, half_ms, memory, answ
 )
 def test_16_bits_beside_other_work_are_not_judged(tmp_path, other, says):
     run(tmp_path / "other", **other)
-    point = point_of(10, run, tmp_path / "other")
-    assert point.answer is NOT_SEEN and says in told(point)
+    check = check_of(10, run, tmp_path / "other")
+    assert check.answer is NOT_VISIBLE and says in told(check)
 
 
 def test_formats_that_mixed_precision_must_leave_alone():
@@ -263,7 +285,7 @@ def test_formats_that_mixed_precision_must_leave_alone():
         made.op("aten::embedding", at + 100, at + 110, dims=[[512, 64], [4, 16]], dtypes=["c10::BFloat16", "long int"])
         made.op("aten::nll_loss_forward", at + 120, at + 130, dims=[[64, 512], [64]], dtypes=["float", "long int"])
 
-    assert "token ids in long int, labels in long int" in told(point_of(10, on_cpu(change=change)))
+    assert "token ids in long int, labels in long int" in told(check_of(10, on_cpu(change=change)))
 
 
 PASSED = "the losses of 40 common iterations differ by at most 0.00%"
@@ -279,7 +301,7 @@ STORM = {"skipped": every(6, True, False), "loss": lambda index: 3.0 + index / 1
         ({"loss": lambda index: 3.0 + 0.03 * (index == 20)}, {"loss": 3.0}, PASS, "", BY_ONE),
         ({"loss": lambda index: 3.0 + index / 100}, {"loss": 3.0}, FAIL, "", "13.00% (iteration 40"),
         (LOST, {}, PASS, "", "37 common iterations"),
-        ({"skipped": True, "loss": None}, {}, NOT_SEEN, "", "0 iterations with a loss here, 40 there"),
+        ({"skipped": True, "loss": None}, {}, NOT_VISIBLE, "", "0 iterations with a loss here, 40 there"),
         ({"loss": lambda i: None if i > 3 else 3.0}, {}, FAIL, "no-learning", "not finite in 36 of 40 updates"),
         (STORM, {}, FAIL, "overflow-storm", "differ by"),
     ],
@@ -287,25 +309,27 @@ STORM = {"skipped": every(6, True, False), "loss": lambda index: 3.0 + index / 1
 def test_losses_beside_the_baseline(tmp_path, mine, other, answer, code, says):
     precision = {"precision": "fp16"} if mine is STORM else {}
     run(tmp_path / "base", ordinary_steps(**other), **precision)
-    point = point_of(18, recorded(steps=ordinary_steps(**mine), **precision), tmp_path / "base")
-    assert (point.answer, point.code) == (answer, code) and says in told(point), told(point)
+    check = check_of(18, recorded(steps=ordinary_steps(**mine), **precision), tmp_path / "base")
+    assert (check.answer, check.code) == (answer, code) and says in told(check), told(check)
 
 
 def test_losses_of_other_data_are_not_judged(tmp_path):
     run(tmp_path / "base", seed=7)
-    point = point_of(18, recorded(seed=1234), tmp_path / "base")
-    assert point.answer is NOT_SEEN and "--seed 1234 here, 7 there" in told(point)
+    check = check_of(18, recorded(seed=1234), tmp_path / "base")
+    assert check.answer is NOT_VISIBLE and "--seed 1234 here, 7 there" in told(check)
     run(tmp_path / "larger", ordinary_steps(batch_size=16), seed=1234)
-    assert "another batch" in told(point_of(18, recorded(seed=1234), tmp_path / "larger"))
+    assert "another batch" in told(check_of(18, recorded(seed=1234), tmp_path / "larger"))
     gpu(tmp_path / "trace")
-    assert "traces hold no losses" in told(point_of(18, run, tmp_path / "trace"))
+    assert "traces hold no losses" in told(check_of(18, run, tmp_path / "trace"))
 
 
 def test_without_facts_nothing_is_seen():
-    points = audit_run(NOTHING, ())
-    assert [point.number for point in points] == list(range(1, 19)) and {point.answer for point in points} == {NOT_SEEN}
-    for point in points:
-        is_well_formed(point)
+    answered = checks_of(NOTHING)
+    assert [check.number for check in answered] == list(range(1, 19)) and {check.answer for check in answered} == {
+        NOT_VISIBLE
+    }
+    for check in answered:
+        is_well_formed(check)
 
 
 def test_what_to_record_names_flags_that_there_are():
@@ -314,7 +338,8 @@ def test_what_to_record_names_flags_that_there_are():
         for group in dataclasses.asdict(resolved_plan("--bf16", vocab_size=100))["args"].values()
         for name in group
     }
-    sources = "".join(path.read_text() for path in Path(audit.__file__).parent.glob("*.py"))
+    folder = Path(base.__file__).parent
+    sources = "".join(path.read_text() for path in (folder / "base.py", *folder.glob("*check*.py")))
     own = {"--against", "--no-step-timeline"}  # the command's, and negations
     assert set(re.findall(r"--[a-z][a-z-]+[a-z]", sources)) - flags - own == set()
 
@@ -322,22 +347,34 @@ def test_what_to_record_names_flags_that_there_are():
 @pytest.mark.parametrize(
     ("number", "kernels", "times", "answer", "says"),
     [
-        (9, {}, {"device": "Tesla P100-PCIE-16GB"}, NOT_SEEN, "this GPU has no tensor cores"),
-        (9, {"matrix_ms": 0.2, "tensor_core_ms": 0.0, "roofline": ()}, {}, NOT_SEEN, "whose products are in 16 bits"),
-        (9, {"maybe_tensor_core_ms": 9.0, "tensor_core_ms": 0.0, "roofline": ()}, {}, NOT_SEEN, "record_shapes=True"),
+        (9, {}, {"device": "Tesla P100-PCIE-16GB"}, NOT_VISIBLE, "this GPU has no tensor cores"),
+        (
+            9,
+            {"matrix_ms": 0.2, "tensor_core_ms": 0.0, "roofline": ()},
+            {},
+            NOT_VISIBLE,
+            "whose products are in 16 bits",
+        ),
+        (
+            9,
+            {"maybe_tensor_core_ms": 9.0, "tensor_core_ms": 0.0, "roofline": ()},
+            {},
+            NOT_VISIBLE,
+            "record_shapes=True",
+        ),
         (9, {"tensor_core_ms": 0.0, "matrix_ms": 8.0}, {}, FAIL, "multiples of 64 (at least 8)"),
-        (14, {}, {"rows": {"compute": 6.0, "unexplained": 3.0}}, NOT_SEEN, "unexplained: 3.0 ms"),
+        (14, {}, {"rows": {"compute": 6.0, "unexplained": 3.0}}, NOT_VISIBLE, "unexplained: 3.0 ms"),
         (8, {"roles": {Role.ELEMENTWISE: 3.0}}, {}, FAIL, "compile the layers"),
-        *((number, {"roles": {}}, {}, NOT_SEEN, "") for number in (7, 8)),
-        (14, {}, {"step_ms": 0.0}, NOT_SEEN, ""),
+        *((number, {"roles": {}}, {}, NOT_VISIBLE, "") for number in (7, 8)),
+        (14, {}, {"step_ms": 0.0}, NOT_VISIBLE, ""),
     ],
 )
 def test_figures_that_are_seldom(number, kernels, times, answer, says):
     facts = report_of(gpu).facts
     one, change = facts.critical, dataclasses.replace
     one = change(one, kernels=change(one.kernels, **kernels), time=change(one.time, **times))
-    point = audit_run(dataclasses.replace(facts, ranks_seen=(one,)), ())[number - 1]
-    assert point.answer is answer and says in told(point), told(point)
+    check = checks_of(dataclasses.replace(facts, ranks_seen=(one,)))[number - 1]
+    assert check.answer is answer and says in told(check), told(check)
 
 
 def test_memory_that_nobody_measured_is_not_said_to_stay():
@@ -346,7 +383,7 @@ def test_memory_that_nobody_measured_is_not_said_to_stay():
         measured = ordinary_steps(
             host_memory_bytes=None, peak_memory_bytes=lambda index, last=number: 2**30 if 1 <= index <= last else None
         )
-        text = told(point_of(12, recorded(steps=measured)))
+        text = told(check_of(12, recorded(steps=measured)))
         assert ("memory of the GPU does not grow over 12 typical steps" in text) is says
         assert "the process" not in text and text.count("does not grow") == says
 
@@ -356,39 +393,39 @@ def test_an_update_per_micro_batch_fails():
         made.annotation("Optimizer.step#AdamW.step", at + 8700, at + 8710)
         made.annotation("Optimizer.step#AdamW.step", at + 8720, at + 8730)
 
-    point = point_of(13, both(on_cpu(change=change, micro_batches=2), recorded(device="cpu", world=1)))
-    assert point.answer is FAIL and "2 optimizer steps per iteration" in told(point), told(point)
+    check = check_of(13, both(on_cpu(change=change, micro_batches=2), recorded(device="cpu", world=1)))
+    assert check.answer is FAIL and "2 optimizer steps per iteration" in told(check), told(check)
 
 
 def test_a_point_that_fails_itself_is_not_seen(monkeypatch):
-    def broken(case):
+    def broken(*given):
         raise ZeroDivisionError("by a foreign file")
 
-    monkeypatch.setattr(audit, "QUESTIONS", (("Is it broken?", broken, "", ""),))
-    [point] = audit_run(NOTHING, ())
-    assert point.answer is NOT_SEEN and "ZeroDivisionError: by a foreign file" in told(point)
+    monkeypatch.setattr(checks, "QUESTIONS", (Question("Is it broken?", "broken", look=broken),))
+    [check] = checks_of(NOTHING)
+    assert check.answer is NOT_VISIBLE and "ZeroDivisionError: by a foreign file" in told(check)
 
 
 @pytest.mark.skipif(not REAL, reason="no ../shared/traces beside the repository")
 @pytest.mark.parametrize("path", REAL, ids=[path.name for path in REAL])
 def test_files_of_others(path):
     found = analyze([path])
-    points = audit_run(found.facts, found.findings)
-    for point in points:
-        is_well_formed(point)
-    assert points[17].answer is NOT_SEEN
-    assert not found.facts.ranks_seen or any(point.answer is not NOT_SEEN for point in points)
+    answered = found.checks
+    for check in answered:
+        is_well_formed(check)
+    assert answered[17].answer is NOT_VISIBLE
+    assert not found.facts.ranks_seen or any(check.answer is not NOT_VISIBLE for check in answered)
 
 
 def test_lines_are_narrow_and_harmless():
     found = report(name=HOSTILE)
-    points = audit_run(found.facts, found.findings, found.facts)
-    evil = Point(19, HOSTILE, FAIL, (Evidence(HOSTILE, HOSTILE),) * 5, "sync-in-step", HOSTILE)
+    answered = answer_checks(found.facts, found.findings, found.looks, found.facts)
+    evil = Check(19, HOSTILE, FAIL, (Evidence(HOSTILE, HOSTILE),) * 5, "sync-in-step", HOSTILE)
     for everything in (False, True):
-        lines = audit_lines([*points, evil], [HOSTILE, "other"], Style(), everything)
+        lines = audit_lines([*answered, evil], [HOSTILE, "other"], Style(), everything)
         assert max(map(len, lines)) <= 100 and all(line.isprintable() for line in lines)
         assert any("and 2 more with --all" in line for line in lines) is not everything
-    assert any("\033[" in line for line in audit_lines(points, ["a"], Style(colour=True)))
+    assert any("\033[" in line for line in audit_lines(answered, ["a"], Style(colour=True)))
 
 
 def test_the_command(tmp_path, capsys):
@@ -400,7 +437,8 @@ def test_the_command(tmp_path, capsys):
     assert "held against" in out and "written:" in out and " pass, " in out and "gpu_ms" not in out
     found = json.loads(Path(written).read_text())
     assert found["schema"] == 1 and len(found["points"]) == 18 and found["against"]
-    expected = {"number": 3, "question": QUESTIONS[2][0], "answer": "pass", "evidence": [], "code": "", "way_out": ""}
+    expected = {"number": 3, "question": QUESTIONS[2].text, "answer": "pass", "evidence": [], "code": "", "way_out": ""}
+    expected |= {"name": QUESTIONS[2].name}
     assert found["points"][2] | {"evidence": []} == expected
     assert main(["audit", bad]) == 0
     assert "megatron-lite explain sync-in-step" in capsys.readouterr().out

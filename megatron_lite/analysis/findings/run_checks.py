@@ -1,0 +1,262 @@
+"""Checks of what a run's own record, snapshots and shapes say, for which no single rule answers."""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from megatron_lite.analysis.findings.base import Evidence, Look, Record, could_not_look, saw, saw_wrong
+from megatron_lite.analysis.findings.check_case import Case, fail_by_findings
+from megatron_lite.analysis.findings.memory_rules import MIN_SNAPSHOT_STEPS
+from megatron_lite.analysis.intervals import Numbers
+from megatron_lite.analysis.memory.memory_results import Snapshot
+from megatron_lite.analysis.rank_facts import RankFacts, in_ms
+from megatron_lite.analysis.run.learning import measure_learning
+from megatron_lite.analysis.run.run_results import Run
+from megatron_lite.analysis.run_facts import Facts, whole
+from megatron_lite.analysis.trace.columns import Kind
+from megatron_lite.formats.file_names import RUN_FILE, STEPS_FILE
+from megatron_lite.thresholds import MIN_GROWTH_STEPS
+from megatron_lite.units import count, counted, significant, size
+
+OPTIMIZER_STEP = "optimizer step"
+UPDATE_RANGE = "Optimizer.step#"  # PyTorch's own, around step()
+MIN_TRACED_STEPS = 2  # whose shapes can be compared
+MAX_CATEGORIES = 4  # shown
+MAX_ITERATIONS = 6  # shown
+PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::linear", "aten::matmul")
+PACKED = Evidence(
+    "every position holds a token: the data set cuts a stream of tokens, without padding (--dataloader-type)",
+    RUN_FILE,
+)
+
+
+# --- memory
+
+
+def look_at_peak(case: Case) -> Look:
+    """Tell what holds the peak, which a snapshot shows, and that nothing stays from step to step."""
+    held = _describe_peak(case.facts.highest_snapshot)
+    steady = list(_describe_steady_memory(case.facts))
+    if held and steady:
+        return saw(*held, *steady)
+    return could_not_look(*held, *steady)
+
+
+def _describe_peak(most: Snapshot | None) -> list[Evidence]:
+    """Describe the largest categories at a snapshot's peak; [] where it does not know all of it."""
+    if most is None or not most.complete or most.peak_bytes <= 0:
+        return []
+    parts = ", ".join(f"{part.category} {size(part.num_bytes)}" for part in most.held[:MAX_CATEGORIES])
+    text = f"peak of {size(most.peak_bytes)} in {most.peak_phase or 'an unknown phase'}: {parts}"
+    return [Evidence(f"simulated {text}" if most.simulated else text, most.source)]
+
+
+def _describe_steady_memory(facts: Facts) -> Iterator[Evidence]:
+    """Name each memory that was watched for long enough and did not grow. A growth is the finding memory-growth."""
+    for one in facts.snapshots:
+        if len(one.steps) >= MIN_SNAPSHOT_STEPS and one.growth is None:
+            yield Evidence(f"no growth over {counted(len(one.steps), 'step')}", one.source)
+    run = facts.run
+    if run is None:
+        return
+    for what, values in (("GPU", run.peak_memory_bytes), ("process", run.host_memory_bytes)):
+        number = (~np.isnan(values[run.ordinary])).sum()
+        if number >= MIN_GROWTH_STEPS:
+            yield Evidence(f"memory of the {what} does not grow over {number} typical steps", STEPS_FILE)
+
+
+# --- updates
+
+
+def look_at_batches(case: Case) -> Look:
+    """Tell whether global batch = micro-batch x ranks x micro-batches, and samples and learning rate follow updates."""
+    facts, run, one = case.facts, case.facts.run, case.facts.critical
+    nothing = measure_learning(run).nothing if run else ""
+    if nothing:
+        code = next((found.code for found in case.find("overflow-storm", "no-learning")), "")
+        seen = Evidence(f"no update at all: {nothing}", STEPS_FILE)
+        return saw_wrong("see why no step improves the weights", seen, code=code)
+    traced = one.per_step(one.backward_ranges()) if one else 0.0
+    updates = _count_updates(one) if one else 0.0
+    shown = _describe_traced_passes(one, traced, updates) if one else []
+    micro_batch = whole(facts.argument("micro_batch_size"))
+    sizes = run.batch_sizes[run.batch_sizes > 0] if run else np.empty(0)
+    if run is None or not micro_batch or not run.world_size or not len(sizes):
+        return could_not_look(*shown)
+    samples = micro_batch * run.world_size
+    wrong = [*_check_sizes(run, sizes, samples, traced), *_check_progress(run), *_check_planned_batch(facts, sizes)]
+    if updates > 1:
+        wrong.append(f"{significant(updates)} {OPTIMIZER_STEP}s per iteration in the trace")
+    if wrong:
+        remedy = "micro-batch size x ranks x micro-batches must give --global-batch-size, with one update for all of it"
+        return saw_wrong(remedy, *(Evidence(text, STEPS_FILE) for text in wrong), *shown)
+    parts = f"{micro_batch} x {counted(run.world_size, 'rank')} x {sizes[-1] / samples:,.0f} of them"
+    text = f"{counted(sizes[-1], 'sample')} per step = micro-batches of {parts}, in {counted(len(sizes), 'step')}"
+    return saw(Evidence(text, STEPS_FILE), *_describe_rates(run), *shown)
+
+
+def _count_updates(one: RankFacts) -> float:
+    """Count the optimizer's steps per iteration of a trace; 0.0 where it does not name them."""
+    return one.per_step(one.rows_named(lambda name: name.startswith(UPDATE_RANGE), Kind.ANNOTATION))
+
+
+def _describe_traced_passes(one: RankFacts, traced: float, updates: float) -> list[Evidence]:
+    """Tell backward ranges and optimizer steps per iteration of a trace; [] without a backward range."""
+    if not traced:
+        return []
+    told = counted(traced, "backward range")
+    if updates:
+        told += f", {counted(updates, OPTIMIZER_STEP)}"
+    return [Evidence(f"per step {told} in the trace", one.where())]
+
+
+def _describe_rates(run: Run) -> list[Evidence]:
+    """Tell from where to where the learning rate went; [] where no step has one."""
+    rates = run.next_lrs[~np.isnan(run.next_lrs)]
+    if not len(rates):
+        return []
+    held = ", and unchanged in skipped ones" if run.skipped.any() else ""
+    text = f"the learning rate is set once per step, {significant(rates[0])} to {significant(rates[-1])}{held}"
+    return [Evidence(text, STEPS_FILE)]
+
+
+def _check_planned_batch(facts: Facts, sizes: Numbers) -> list[str]:
+    """Say what is wrong with the steps' numbers of samples against the plan, where nothing ramps up."""
+    batch = facts.plan.batch
+    if not batch.final or batch.start or (sizes == batch.final).all():
+        return []
+    steps = f"{sizes.min():,.0f} to {sizes.max():,.0f}"
+    return [f"the plan has {batch.final} samples per step, the steps have {steps}"]
+
+
+def _check_sizes(run: Run, sizes: Numbers, samples: int, traced: float) -> list[str]:
+    """Say what is wrong with the numbers of samples and of backward passes.
+
+    Args:
+        run: the steps.
+        sizes: samples of each step that has a number of them.
+        samples: samples of one micro-batch of every rank.
+        traced: micro-batches per step in the trace; 0 for unknown.
+    """
+    numbers = run.batch_sizes
+    wrong = []
+    odd = (numbers > 0) & (numbers % samples > 0)
+    for at in np.flatnonzero(odd)[:1]:
+        of = f"no multiple of {samples} (micro-batch x ranks)"
+        wrong.append(f"iteration {run.iterations[at]} has {numbers[at]:,.0f} samples, {of}")
+    planned = sizes[0] / samples
+    if traced and (sizes == sizes[0]).all() and traced != planned:
+        passes = f"{counted(traced, 'backward pass')} per step in the trace"
+        wrong.append(f"{passes}, {planned:g} micro-batches planned")
+    return wrong
+
+
+def _check_progress(run: Run) -> list[str]:
+    """Say what is wrong with the counts of samples and the schedule, for the first iteration of each kind."""
+    numbers = run.batch_sizes
+    wrong = []
+    # a step's own entry is the one after the difference's; nothing unknown is wrong
+    counted_samples = np.diff(run.consumed_samples)
+    miscounted = ~np.isnan(counted_samples + numbers[1:]) & (counted_samples != numbers[1:])
+    for at in np.flatnonzero(miscounted)[:1]:
+        told = f"{numbers[at + 1]:,.0f} samples and counts {counted_samples[at]:,.0f}"
+        wrong.append(f"iteration {run.iterations[at + 1]} has {told}")
+    rates = np.diff(run.next_lrs)
+    went_on = run.skipped[1:] & ~np.isnan(rates) & (rates != 0)
+    for at in np.flatnonzero(went_on)[:1]:
+        before, after = (significant(rate, 6) for rate in run.next_lrs[at : at + 2])
+        told = f"from {before} to {after} in iteration {run.iterations[at + 1]:,}"
+        wrong.append(f"the learning rate goes on {told}, which was skipped")
+    return wrong
+
+
+# --- compilation and shapes
+
+
+def look_at_compilation(case: Case) -> Look:
+    """Tell the first step's compiling apart from steady steps, and how many later ones compiled."""
+    run, one, compiled = case.facts.run, case.facts.critical, case.facts.compiles
+    slow_first = case.find("first-step")
+    if compiled and slow_first:
+        return fail_by_findings(slow_first)
+    regions = one.kernels.compiled_regions if one is not None else 0.0
+    if compiled is False and not regions:
+        text = "nothing is compiled (--torch-compile none)"
+        return could_not_look(Evidence(text, RUN_FILE), record="a run with --torch-compile")
+    seen = [Evidence(f"{counted(regions, 'compiled region')} per step", one.where())] if one and regions else []
+    if not run or not (compiled or regions) or not run.first_step_ms or not run.steady_step_ms:
+        return could_not_look(*seen, record="all steps of the run: start it with an empty --run-dir" if run else "")
+    first = f"first step {in_ms(run.first_step_ms)}"
+    if run.compile_ms[0] > 0:
+        first += f" ({in_ms(run.compile_ms[0])} of it compiling)"
+    late = run.iterations[1:][run.compiling[1:]]
+    text = (
+        f"{first}, typical ones {in_ms(run.steady_step_ms)}; left out, since they compiled something: "
+        f"{counted(len(late), 'later step')}"
+    )
+    if len(late):
+        text += f" (iterations {', '.join(map(str, late[:MAX_ITERATIONS]))})"
+    return saw(Evidence(text, STEPS_FILE), *seen)
+
+
+def look_at_shapes(case: Case) -> Look:
+    """Tell whether shapes are the same in every step, so that nothing compiles anew, and no position lacks a token."""
+    facts, run, one = case.facts, case.facts.run, case.facts.critical
+    seen = []
+    shapes = _list_shapes(one) if one is not None else []
+    if one is not None and len(shapes) >= MIN_TRACED_STEPS:
+        is_constant = len(set(shapes)) == 1
+        number = counted(len(frozenset().union(*shapes)), "shape")
+        steps = counted(len(shapes), "steady step")
+        text = f"{number} of products, {'the same' if is_constant else 'not the same'} in each of {steps}"
+        seen.append(Evidence(text, one.where()))
+        if not is_constant:
+            record = f"how much of it is padding and what it compiles: {Record.RUN_FOLDER}"
+            return could_not_look(*seen, record=record)
+    length = facts.shape.seq_length
+    if length and run and run.steps:
+        late = (run.compiling & ~run.evaluating)[1:].sum()
+        text = f"every sequence has {length:,} positions; {late} of {run.steps:,} steps compiled after the first"
+        seen.append(Evidence(text, RUN_FILE))
+    if not seen:
+        has_shapes = one is not None and one.trace.with_shapes
+        return could_not_look(record="a window with two steady steps or more: --profile-step-end" if has_shapes else "")
+    if not _is_packed(facts):
+        record = f"how many positions are padding: {Record.RUN_FOLDER}, with its own data set"
+        return could_not_look(*seen, record=record)
+    return saw(*seen, PACKED)
+
+
+def _list_shapes(one: RankFacts) -> list[frozenset[int]]:
+    """List the numbers of the products' shapes, a set for each steady step; [] without shapes."""
+    if not one.trace.with_shapes:
+        return []
+    events, steps = one.trace.events, one.placing.step
+    rows = one.rows_named(PRODUCTS.__contains__, Kind.OP)
+    rows = rows[events.shapes[rows] >= 0]
+    return [frozenset(events.shapes[rows[steps[rows] == step]].tolist()) for step in np.unique(steps[rows])]
+
+
+def _is_packed(facts: Facts) -> bool:
+    """Whether the data sets are this trainer's own, which cut one stream of tokens. Other loaders are not known."""
+    return facts.argument("dataloader_type") in ("single", "cyclic")
+
+
+def look_at_tokens(case: Case) -> Look:
+    """Tell tokens per second, and whether each position of a batch is one that trains."""
+    run = case.facts.run
+    if run is None or run.tokens_per_second is None:
+        return could_not_look()
+    no_learning = case.find("no-learning")
+    if run.not_finite.any() and no_learning:
+        return fail_by_findings(no_learning)
+    typical = counted(int(run.ordinary.sum()), "typical step")
+    speed = f"{count(run.tokens_per_second)} tokens/s over {typical}, all ranks"
+    seen = Evidence(f"{speed}; {run.skipped.sum():,} of {run.steps:,} steps skipped", STEPS_FILE)
+    if case.facts.argument("eod_mask_loss"):
+        record = "how many positions have a loss is not recorded: without --eod-mask-loss all have one"
+        return could_not_look(seen, record=record)
+    if not _is_packed(case.facts):
+        record = "how many positions are padding is not recorded: a .bin/.idx data set has none"
+        return could_not_look(seen, record=record)
+    return saw(seen, PACKED)
