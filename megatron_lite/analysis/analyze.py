@@ -235,9 +235,11 @@ def _compare_ranks(ranks_seen: Sequence[RankFacts], run: Run | None, gaps: _Gaps
 def _add_memory(facts: Facts, gaps: _Gaps) -> Facts:
     """Add what snapshots tell of memory beside formulas or, without a snapshot, what the traces tell of it."""
     if facts.snapshots:
-        from megatron_lite.analysis.memory.ledger import ledger
+        from megatron_lite.analysis.memory.ledger import build_ledger
 
-        rows = gaps.attempt("memory formulas", ledger, facts.highest_snapshot, facts.plan)
+        if facts.run is None:
+            return facts
+        rows = gaps.attempt("memory formulas", build_ledger, facts.highest_snapshot, facts.run.record)
         return replace(facts, ledger=rows or ())
     measured = []
     for rank in facts.ranks_seen:

@@ -20,7 +20,7 @@ from megatron_lite.analysis.run.run_results import Run
 from megatron_lite.analysis.torch_words import in_torch_words
 from megatron_lite.analysis.trace.columns import Trace
 from megatron_lite.formats.file_names import STEPS_FILE
-from megatron_lite.formats.run_record import Hardware, Plan, Shape, Sharding, Watched
+from megatron_lite.formats.run_record import CategoryPrediction, Hardware, Plan, Shape, Sharding, Watched
 from megatron_lite.thresholds import WITHOUT_CORE
 from megatron_lite.units import GIB, size
 
@@ -150,6 +150,12 @@ class Facts:
     def shape(self) -> Shape:
         """The model's sizes; without any field where they are not known."""
         return self.plan.shape or Shape()
+
+    @property
+    def predicted_categories(self) -> CategoryPrediction | None:
+        """What formulas said before the first step that categories of memory take; None where the run does not tell."""
+        prediction = self.run.record.prediction if self.run is not None else None
+        return prediction.categories if prediction is not None else None
 
     @property
     def sharding(self) -> Sharding:

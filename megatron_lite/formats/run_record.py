@@ -196,6 +196,8 @@ class Plan(msgspec.Struct, frozen=True):
     sharding: Sharding | None = None
     # processes per rank that read data
     loader_workers: Count | None = None
+    # layers of each chunk that forget their activations and run again in backward
+    recomputed_layers: Count | None = None
     # micro-batches per rank and step, after a ramp-up
     micro_batches: Size | None = None
     # the pipeline stage of each rank; [] without a pipeline
@@ -305,6 +307,26 @@ class TimePrediction(msgspec.Struct, frozen=True):
         return 1000 * self.tokens / self.step_ms
 
 
+class CategoryBytes(msgspec.Struct, frozen=True):
+    """What a formula says of one category of a memory snapshot, at the moment at which that category is highest."""
+
+    category: str
+    # with the numbers put in
+    formula: str
+    num_bytes: int
+
+
+class CategoryPrediction(msgspec.Struct, frozen=True):
+    """What formulas say of the categories of memory snapshots."""
+
+    # by stage of the pipeline, from the first, those of one of its ranks
+    of_stages: tuple[tuple[CategoryBytes, ...], ...]
+    # of the writing rank, all categories together, if every layer kept its activations
+    without_recomputation: int
+    # of the writing rank: what tensor parallel ranks save by sharing out the tokens between attention and MLP
+    saved_by_sequence_parallelism: int
+
+
 class Prediction(msgspec.Struct, frozen=True):
     """What was predicted of the writing rank before its first step."""
 
@@ -315,6 +337,8 @@ class Prediction(msgspec.Struct, frozen=True):
     memory: MemoryPrediction | None = None
     # null on CPUs, and for a GPU that no table has
     time: TimePrediction | None = None
+    # to be held against memory snapshots
+    categories: CategoryPrediction | None = None
     # why a part of it is missing
     failures: tuple[str, ...] = ()
 

@@ -482,7 +482,8 @@ def _list_update_moments(plan: Plan, always: list[LedgerRow]) -> Iterator[Listed
     yield ListedMoment(Phase.OPTIMIZER_STEP, "update of the weights", [*rows, *decayed])
 
 
-def _plan_batch(plan: Plan) -> MicroBatch:
+def plan_batch(plan: Plan) -> MicroBatch:
+    """The micro-batch of the plan's rank."""
     a, layout = plan.args, plan.layout
     return plan_micro_batch(
         plan.shape, a.training.micro_batch_size, plan.precision, plan.device, a.model.attention_backend,
@@ -591,7 +592,7 @@ class _ChunkOfLayers:
 
 def _list_micro_batch_moments(plan: Plan, always: list[LedgerRow]) -> Iterator[ListedMoment]:
     """Moments of the last micro-batch's forward and backward, which add to the gradients of those before it."""
-    batch = _plan_batch(plan)
+    batch = plan_batch(plan)
     micro_batches = plan.micro_batches(plan.train_samples)
     waiting = _list_waiting(batch, plan.stage, micro_batches, plan.recomputed_layers)
     chunk = _ChunkOfLayers(plan, batch, [*always, *waiting])

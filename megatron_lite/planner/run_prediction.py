@@ -8,7 +8,8 @@ from typing import Any
 
 from megatron_lite.config.plan import Plan
 from megatron_lite.formats.hardware import Processor, match_processor
-from megatron_lite.formats.run_record import MemoryPrediction, Prediction, TimePrediction
+from megatron_lite.formats.run_record import CategoryPrediction, MemoryPrediction, Prediction, TimePrediction
+from megatron_lite.planner.categories import predict_categories
 from megatron_lite.planner.memory import predict_memory
 from megatron_lite.planner.step_time import predict_time
 from megatron_lite.planner.what_if import MARGIN, find_heaviest_stage, fit
@@ -31,6 +32,7 @@ class Forecast:
     sharing: int  # ranks that share this room
     failures: tuple[str, ...] = ()
     remedy: str = ""  # flags with which it would fit, if it does not fit as it is
+    categories: CategoryPrediction | None = None
 
     def excess_bytes(self, margin: float) -> float:
         """Bytes that tensors take beyond the room less `margin`, a share of it; 0 if nothing is known."""
@@ -62,7 +64,8 @@ def forecast(plan: Plan, device_name: str | None, room_bytes: int | None) -> For
     heaviest = attempt("memory", find_heaviest_stage, plan, processor) if plan.layout.pipeline > 1 else plan
     memory = attempt("memory", predict_memory, heaviest, processor) if heaviest else None
     time = attempt("time", predict_time, plan, processor) if processor else None
-    seen = Forecast(memory, time, room_bytes, sharing)
+    categories = attempt("categories of memory", predict_categories, plan)
+    seen = Forecast(memory, time, room_bytes, sharing, categories=categories)
     remedy = ""
     if seen.excess_bytes(MARGIN):
         # what fits into the room that there is: '--micro-batch-size 2 would need 12.30 GiB'
@@ -105,6 +108,7 @@ def record_forecast(seen: Forecast) -> Prediction:
         room_bytes=seen.room_bytes,
         memory=seen.memory,
         time=seen.time,
+        categories=seen.categories,
         failures=seen.failures,
     )
 

@@ -117,6 +117,7 @@ def record_plan(plan: Plan) -> run_record.Plan:
         compilation=run_record.Compilation(**dataclasses.asdict(compilation)),
         sharding=None if sharding is None else run_record.Sharding(**dataclasses.asdict(sharding)),
         loader_workers=plan.loader_workers,
+        recomputed_layers=plan.recomputed_layers,
         micro_batches=plan.batch.final // plan.samples_per_pass,
         stages_of_ranks=tuple(layout.locate(rank).pipeline_rank for rank in ranks) if has_stages else (),
         stage_layers=tuple(count_stage_layers(plan.args.parallel, plan.shape.num_layers)) if has_stages else (),

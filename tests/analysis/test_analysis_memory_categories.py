@@ -6,6 +6,7 @@ import pickle
 from itertools import product
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -14,15 +15,16 @@ from support.launch import ALONE, alone, flags, plan_of, quietly
 from torch import nn
 from torch.nn import functional
 
-from megatron_lite.analysis.memory.ledger import ledger
+from megatron_lite.analysis.memory.ledger import build_ledger
 from megatron_lite.analysis.memory.read import SnapshotReader, analyze_snapshot, read_snapshot
 from megatron_lite.analysis.memory.record import build_record
 from megatron_lite.analysis.memory.stacks import Code, Stacks
 from megatron_lite.formats.memory_categories import CATEGORIES
-from megatron_lite.formats.run_record import Plan
+from megatron_lite.formats.run_record import Plan, Prediction, RunRecord
 from megatron_lite.instruments.memory_summary import peak
 from megatron_lite.instruments.memory_tags import Place
 from megatron_lite.instruments.memory_tracker import StorageTracker
+from megatron_lite.planner.categories import predict_categories
 from megatron_lite.planner.walk.rehearse import walk
 from megatron_lite.train.run_record import record_plan
 
@@ -138,13 +140,14 @@ DEFAULT = ("many words, bf16", "fp16, dropout", "recompute")
     scope="module", params=[pytest.param(way, marks=() if way in DEFAULT else pytest.mark.slow) for way in WAYS]
 )
 def own(request, tmp_path_factory):
-    """(path of a run's snapshot, its plan as run.json has it)."""
+    """(path of a run's snapshot, what its run.json says)."""
     folder = tmp_path_factory.mktemp("own")
     line = flags(SHAPE, RECORD, WAYS[request.param], "--memory-snapshot-path", folder / "s.pickle")
     with alone():
         quietly(line, folder / "run")
-    world = dataclasses.replace(ALONE, threads=torch.get_num_threads())
-    return folder / "s.pickle", record_plan(plan_of(line, world))
+    plan = plan_of(line, dataclasses.replace(ALONE, threads=torch.get_num_threads()))
+    prediction = Prediction(categories=predict_categories(plan))
+    return folder / "s.pickle", RunRecord(plan=record_plan(plan), prediction=prediction)
 
 
 def without_tags(snapshot: dict) -> dict:
@@ -206,15 +209,19 @@ def test_the_phase_of_the_peak_without_tags_is_the_walks(monkeypatch, layers, po
 
 
 def test_the_ledger_agrees_with_what_was_measured(own):
-    path, plan = own
-    rows = {row.category: row for row in ledger(read_snapshot(path), plan)}
+    path, record = own
+    rows = {row.category: row for row in build_ledger(read_snapshot(path), record)}
     for category in ("parameters", "gradients", "master weights"):
         assert abs(rows[category].difference_bytes) <= 64, rows[category]
     assert 0 <= rows["logits and loss"].difference_bytes <= 6 * 4 * 128  # and some numbers per token
     assert 0 <= rows["moments"].difference_bytes < 1024  # and a step counter per weight
     assert abs(rows["activations"].difference_bytes) < 0.03 * rows["activations"].formula_bytes
-    for foreign in (Plan(), Plan(precision="bf16")):
-        assert ledger(read_snapshot(path), foreign) == ()
+    for foreign in (
+        RunRecord(),
+        RunRecord(plan=Plan(precision="bf16")),
+        msgspec.structs.replace(record, prediction=None),
+    ):
+        assert build_ledger(read_snapshot(path), foreign) == ()
 
 
 FUNCTION_APPLY = {"filename": "/lib/torch/autograd/function.py", "line": 581, "name": "apply"}

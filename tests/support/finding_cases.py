@@ -9,6 +9,8 @@ from pathlib import Path
 import msgspec
 
 from megatron_lite.config.world import World
+from megatron_lite.formats.run_record import Prediction
+from megatron_lite.planner.categories import predict_categories
 from support.command_lines import plan as resolved_plan
 from support.snapshot_maker import LOSS, MadeSnapshot
 from support.trace_maker import AUTOGRAD, COMPUTE_STREAM, GLOO, MadeTrace
@@ -550,7 +552,9 @@ def planned(folder: Path, room_gib=80, split="", **flags):
         vocab_size=50257,
     )
     record["hardware"]["memory_bytes"] = int(room_gib * GIB)
-    (folder / "run.json").write_text(json.dumps(record | {"plan": msgspec.to_builtins(record_plan(plan))}))
+    record["plan"] = msgspec.to_builtins(record_plan(plan))
+    record["prediction"] = msgspec.to_builtins(Prediction(categories=predict_categories(plan)))
+    (folder / "run.json").write_text(json.dumps(record))
 
 
 @prepared

@@ -296,9 +296,8 @@ def find_sequence_parallel_off(facts: Facts, most: Snapshot) -> Finding | None:
     tensor, shares = facts.plan.layout.tensor or 1, facts.plan.layout.sequence_parallel
     if tensor < 2 or shares or not facts.is_tight(most):
         return None
-    from megatron_lite.analysis.memory.ledger import bytes_of_sequence_parallelism  # late: formulas, for such runs only
-
-    gain = bytes_of_sequence_parallelism(facts.plan)
+    predicted = facts.predicted_categories
+    gain = 0 if predicted is None else predicted.saved_by_sequence_parallelism
     if not gain or gain < MIN_SHARED * most.peak_bytes:
         return None
     held = sum_category(most, "activations")
@@ -365,16 +364,17 @@ def find_needless_recompute(facts: Facts) -> Finding | None:
         room = free / (facts.local_ranks or 1) if free else None
     if not room:
         return None
-    # late: formulas and flags, for such runs only
-    from megatron_lite.analysis.memory.ledger import bytes_without_recomputation
-    from megatron_lite.config.shape import recomputed_layers
-
-    needed = bytes_without_recomputation(facts.plan)
-    if needed is None or needed > TIGHT * room or any(one.oom is not None for one in facts.snapshots):
+    predicted_categories = facts.predicted_categories
+    if predicted_categories is None:
         return None
-    layers = facts.shape.num_layers or 0
-    method, number = (facts.argument(f"recompute_{name}") for name in ("method", "num_layers"))
-    recomputed = recomputed_layers("full", method, number, layers)
+    needed = predicted_categories.without_recomputation
+    if needed > TIGHT * room or any(one.oom is not None for one in facts.snapshots):
+        return None
+    chunks = facts.plan.stage.chunks
+    layers = sum(end - first for first, end in chunks)
+    recomputed = (facts.plan.recomputed_layers or 0) * len(chunks)
+    if not recomputed:
+        return None
     traced = [phase.device_ms for phase in one.time.phases if phase.name == FORWARD] if one is not None else []
     if one is not None and traced:
         forward, step_ms, place = traced[0], one.time.step_ms, f"rank {one.time.rank}"

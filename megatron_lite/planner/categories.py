@@ -1,0 +1,93 @@
+"""What formulas say that each category of a memory snapshot takes: run.json holds it, and a report sets it beside what was measured."""
+
+from dataclasses import replace
+
+from megatron_lite.config.model_size import count_parameters
+from megatron_lite.config.plan import Plan, plan_stages
+from megatron_lite.formats.run_record import CategoryBytes, CategoryPrediction
+from megatron_lite.planner.memory import activation_bytes, logits_bytes, plan_batch
+from megatron_lite.planner.micro_batch import MicroBatch
+from megatron_lite.planner.state_size import FP32, element_bytes, state_bytes
+from megatron_lite.units import count
+
+
+def predict_categories(plan: Plan) -> CategoryPrediction:
+    """The categories of every stage's ranks, and what two flags change on the rank of `plan`."""
+    # No moment of a step holds as much as all categories at their own highest.
+    without_recomputation = _add_up(_set_recomputation(plan, None))
+    apart = _add_up(_share_tokens(plan, False))
+    shared = _add_up(_share_tokens(plan, True))
+    return CategoryPrediction(
+        of_stages=tuple(list_categories(of_stage) for of_stage in plan_stages(plan)),
+        without_recomputation=without_recomputation,
+        saved_by_sequence_parallelism=apart - shared,
+    )
+
+
+def _set_recomputation(plan: Plan, granularity: str | None) -> Plan:
+    model = replace(plan.args.model, recompute_granularity=granularity)
+    return replace(plan, args=replace(plan.args, model=model))
+
+
+def _share_tokens(plan: Plan, shares: bool) -> Plan:
+    """The plan with its tokens between attention and MLP shared among tensor parallel ranks, or kept by each of them."""
+    return replace(plan, layout=replace(plan.layout, sequence_parallel=shares))
+
+
+def _add_up(plan: Plan) -> int:
+    """Bytes of all categories together."""
+    return sum(category.num_bytes for category in list_categories(plan))
+
+
+def list_categories(plan: Plan) -> tuple[CategoryBytes, ...]:
+    """The categories of the plan's rank, each where it is highest, in the order of a report."""
+    batch = plan_batch(plan)
+    found = [*_list_states(plan), _measure_activations(plan, batch)]
+    if plan.stage.is_last:
+        found.append(_measure_logits(plan, batch))
+    return tuple(found)
+
+
+def _list_states(plan: Plan) -> list[CategoryBytes]:
+    """Weights, gradients and the optimizer's state."""
+    optimizer = plan.args.optimizer
+    parameters = count_parameters(plan.rank_shape, plan.stage)
+    ranks = 1 if plan.sharding is None else plan.sharding.ranks
+    has_momentum = optimizer.sgd_momentum > 0
+    state = state_bytes(parameters, plan.precision, plan.fp32_gradients, optimizer.optimizer, has_momentum, ranks)
+    if plan.precision != "fp32" and not plan.fp32_gradients and ranks == 1:
+        # the optimizer's copies, during its step
+        state["gradients"] += FP32 * parameters
+    among = f" / {ranks} ranks" if ranks > 1 else ""
+    found = []
+    for category, num_bytes in state.items():
+        formula = f"{num_bytes * ranks // parameters} bytes x {count(parameters)} parameters{among}"
+        if category == "gradients":
+            # as a snapshot's highest counts them
+            formula = f"kept ones: {formula}"
+        found.append(CategoryBytes(category, formula, num_bytes))
+    return found
+
+
+def _measure_activations(plan: Plan, batch: MicroBatch) -> CategoryBytes:
+    """What all micro-batches that wait for their backward keep."""
+    stage = plan.stage
+    recomputed = plan.recomputed_layers
+    micro_batches = plan.micro_batches(plan.train_samples)
+    waiting = stage.count_waiting(micro_batches)
+    kept = f"{stage.chunk_size - recomputed} layers"
+    if waiting > 1:
+        kept = f"{waiting} micro-batches x {kept}"
+    if recomputed:
+        kept += f" and the inputs of {recomputed}, of which one is there again"
+    tokens = plan.rank_shape.seq_length
+    of_micro_batch = f"micro-batch {batch.size} x {tokens} tokens, {element_bytes(plan.precision)} bytes each"
+    formula = f"{kept}, {batch.attention} attention, {of_micro_batch}"
+    return CategoryBytes("activations", formula, activation_bytes(batch, stage, micro_batches, recomputed))
+
+
+def _measure_logits(plan: Plan, batch: MicroBatch) -> CategoryBytes:
+    """The last stage's logits, and what the loss works in."""
+    entries = count(plan.rank_shape.padded_vocab_size)
+    formula = f"{element_bytes(plan.precision)} bytes x {count(batch.tokens)} tokens x {entries} entries"
+    return CategoryBytes("logits and loss", f"{formula}, and the loss's working memory", logits_bytes(batch))
