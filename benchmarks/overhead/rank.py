@@ -107,9 +107,9 @@ def main(kind: str, out: str, *flags: str) -> int:
     stopwatch, path = Stopwatch(), Path(f"{out}.{os.environ.get('RANK', '0')}.json")
     clock = time.thread_time if kind == "real" else time.perf_counter
     timeline_module.time = SimpleNamespace(perf_counter=clock)
-    observers.build_instruments = lambda plan, run_dir, timeline, tell: [
+    observers.build_instruments = lambda plan, run_dir, timeline, tell, predict_peak: [
         Watch(timeline, stopwatch.seconds, clock, path),
-        *build_instruments(plan, run_dir, timeline, tell),
+        *build_instruments(plan, run_dir, timeline, tell, predict_peak),
     ]
     if kind != "real":
         run.TrainingStep, DataStreams.training = empty_step, same_batch
