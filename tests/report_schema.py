@@ -17,6 +17,7 @@ import numpy as np
 from support.paths import DOCS
 
 from megatron_lite.analysis.findings.base import Finding
+from megatron_lite.analysis.findings.check_case import Check
 from megatron_lite.analysis.kernels.kernel_results import RankKernels
 from megatron_lite.analysis.memory.memory_results import LedgerRow, Snapshot, TraceMemory
 from megatron_lite.analysis.ranks.rank_results import Ranks
@@ -53,6 +54,7 @@ class Contents:
     read_s: float  # that reading took
     verdict: Verdict
     findings: tuple[Finding, ...]  # most costly first
+    checks: tuple[Check, ...]  # the questions of `megatron-lite audit`, in its order
     critical_rank: int | None  # the rank that the report shows, which waits least for others
     ranks_seen: tuple[TracedRank, ...]  # by rank
     ranks: Ranks | None  # beside each other

@@ -178,11 +178,11 @@ def compare_runs(argv: list[str]) -> int:
 
 
 def audit(argv: list[str]) -> int:
-    """Print the answers to eighteen questions. Returns 0, or with --strict 1 where a point fails."""
+    """Print a report's section of checks with all questions. Returns 0, or with --strict 1 where a check failed."""
     parser = Parser(
         "audit",
-        'Checks a run against 18 performance questions. Each gets pass or fail, with evidence, or "not seen", with what to record. '
-        "Most needs a run folder with a trace (shapes on) and a memory snapshot; it reads what `report` reads.",
+        "Checks a run against 18 performance questions. Each is passed or failed, with evidence, or not visible, with what "
+        "to record. Most needs a run folder with a trace (shapes on) and a memory snapshot; it reads what `report` reads.",
     )
     add = parser.add_argument
     add("paths", nargs="+", metavar="RUN", help="a run folder, or files of one run")
@@ -193,20 +193,27 @@ def audit(argv: list[str]) -> int:
     )
     add("--strict", action="store_true", help="exit with 1 if a question fails, for CI")
     add("--json", metavar="FILE", help="the answers, for programs")
-    add("--all", action="store_true", help="all evidence of each point")
+    add("--all", action="store_true", help="all evidence of each check")
     options = parser.parse_args(argv)
     report, *others = _analyze(options.paths, *([[options.against]] if options.against else []))
     from megatron_lite.analysis.findings.base import Outcome
     from megatron_lite.analysis.findings.checks import answer_checks
-    from megatron_lite.report.audit_terminal import audit_lines
     from megatron_lite.report.json_file import plain
-    from megatron_lite.report.text import get_style
+    from megatron_lite.report.section import section_lines
+    from megatron_lite.report.sections.checked import build_checked_section
+    from megatron_lite.report.text import get_style, wrapped
 
-    points = report.checks
+    style = get_style(sys.stdout)
+    checks = report.checks
+    titles = wrapped(f"audit of {report.title}", "", "  ")
+    against = None
     if others:
-        points = answer_checks(report.facts, report.findings, report.looks, others[0].facts)
-    titles = [one.title for one in (report, *others)]
-    against = others[0].title if others else None
-    content = {"schema": AUDIT_SCHEMA, "title": report.title, "against": against, "points": plain(points)}
-    print_lines([*audit_lines(points, titles, get_style(sys.stdout), options.all), *write_json(options.json, content)])
-    return FAILED if options.strict and any(point.answer is Outcome.FAILED for point in points) else 0
+        checks = answer_checks(report.facts, report.findings, report.looks, others[0].facts)
+        against = others[0].title
+        titles += wrapped(f"held against {against}", "", "  ")
+    section = build_checked_section(checks, report.facts.has_one_rank, everything=options.all)
+    content = {"schema": AUDIT_SCHEMA, "title": report.title, "against": against, "points": plain(checks)}
+    written = write_json(options.json, content)
+    print_lines([*map(style.bold, titles), "", *section_lines(section, style), *written])
+    has_failed = any(check.answer is Outcome.FAILED for check in checks)
+    return FAILED if options.strict and has_failed else 0

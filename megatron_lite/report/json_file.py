@@ -74,6 +74,7 @@ def as_json(report: Report) -> dict[str, Any]:
         "read_s": plain(report.read_s),
         "verdict": plain(report.verdict),
         "findings": plain(report.findings),
+        "checks": plain(report.checks),
         "critical_rank": facts.critical.time.rank if facts.critical else None,
         "ranks_seen": lists["ranks_seen"],
         "ranks": plain(facts.ranks),

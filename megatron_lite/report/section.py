@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from megatron_lite.report.text import BAR_WIDTH, WIDTH, Style, fit, heading, percent, share, wrapped
+from megatron_lite.report.text import BAR_WIDTH, WIDTH, Style, fit, heading, percent, share, shorten, wrapped
 from megatron_lite.terminal import escape
 
 MIN_COLUMN = 6
@@ -47,7 +47,27 @@ class Card:
     shown_in: Sequence[str] = ()  # keys of sections that show it
 
 
-Block = Table | Lines | Card
+PASSED = "passed"
+FAILED = "failed"
+NOT_VISIBLE = "not visible"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A question to the run and its answer, with what the answer rests on."""
+
+    number: int
+    answer: str  # PASSED, FAILED or NOT_VISIBLE
+    question: str
+    name: str  # the question in a few words
+    reasons: Sequence[str]
+    hidden: int  # reasons that were left out
+    remedy: str  # "try: ..." or "to see it: ..."; "" for what passed
+    code: str  # of the finding that explains it; "" for none
+    in_full: bool
+
+
+Block = Table | Lines | Card | Answer
 
 
 @dataclass(frozen=True)
@@ -121,6 +141,8 @@ def section_lines(section: Section, style: Style) -> list[str]:
             lines += table_lines(block, style) if block.rows else []
         elif isinstance(block, Card):
             lines += _write_card(block, style)
+        elif isinstance(block, Answer):
+            lines += _write_answer(block, style)
         else:
             lines += _write_sentences(block, style)
     return lines
@@ -135,6 +157,39 @@ def _write_card(card: Card, style: Style) -> list[str]:
     if card.in_full:
         for text in (*card.evidence, f"try: {card.advice}"):
             lines += wrapped(text, "      ", "        ")
+    return lines
+
+
+ANSWER_WIDTH = len(NOT_VISIBLE)
+NAME_WIDTH = 31
+ANSWER_INDENT = " " * (ANSWER_WIDTH + 7)
+
+
+def _write_answer(block: Answer, style: Style) -> list[str]:
+    """Write an answer in a line: the question's name and what was seen first, or what is missing. In full write all."""
+    answer = block.answer
+    paint = style.dim
+    if answer == PASSED:
+        paint = style.accent
+    elif answer == FAILED:
+        answer = answer.upper()
+        paint = style.warm
+    begin = f"  {paint(f'{answer:<{ANSWER_WIDTH}}')}  {block.number:>2} "
+    room = WIDTH - len(ANSWER_INDENT)
+    if not block.in_full:
+        is_seen = answer != NOT_VISIBLE and len(block.reasons) > 0
+        reason = block.reasons[0] if is_seen else block.remedy
+        name = f"{fit(block.name, NAME_WIDTH):<{NAME_WIDTH}}"
+        return [f"{begin}{name}  {shorten(reason, room - NAME_WIDTH - 2)}".rstrip()]
+    lines = [begin + style.bold(fit(block.question, room))]
+    for reason in block.reasons:
+        lines += wrapped(reason, ANSWER_INDENT, ANSWER_INDENT + "  ")
+    if block.hidden:
+        lines.append(style.dim(f"{ANSWER_INDENT}and {block.hidden} more with --all"))
+    if block.remedy:
+        lines += wrapped(block.remedy, ANSWER_INDENT, ANSWER_INDENT + "  ")
+    if block.code:
+        lines += wrapped(f"megatron-lite explain {block.code}", ANSWER_INDENT)
     return lines
 
 

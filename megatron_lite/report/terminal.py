@@ -1,20 +1,21 @@
-"""A Report as lines for a terminal: verdict, where a step goes, findings, tables, at last what could not be seen."""
+"""A Report as lines for a terminal: verdict, where a step goes, findings, tables, what could not be seen, checks."""
 
 from collections.abc import Mapping, Sequence
 
 from megatron_lite.analysis.report import Report
 from megatron_lite.report.section import section_lines
 from megatron_lite.report.sections.all import build_limitations, build_sections, describe_confidence
+from megatron_lite.report.sections.checked import KEY as LAST
 from megatron_lite.report.text import Style, heading, wrapped
 
 MAX_GAPS = 2
-MAX_LINES = 82  # with the line that says what was left out: two screens
+MAX_LINES = 82  # before the checks, with the line that says what was left out: two screens
 # what says least to most people
 LEFT_OUT_FIRST = ("collectives", "roofline", "kernels", "operators", "every_step", "phases")
 
 
 def terminal_lines(report: Report, style: Style, everything: bool = False) -> list[str]:
-    """Write a report as lines of WIDTH columns: about 80 at most.
+    """Write a report as lines of WIDTH columns: about 80 at most, and a line per check.
 
     Args:
         report: what was found.
@@ -27,6 +28,7 @@ def terminal_lines(report: Report, style: Style, everything: bool = False) -> li
     end = _write_limitations(report, style, everything)
     sections = build_sections(report, everything)
     drawn = {section.key: ["", *section_lines(section, style)] for section in sections}
+    checked = drawn.pop(LAST, [])
     left_out = []
     if not everything:
         room = MAX_LINES - len(begin) - len(end)
@@ -39,7 +41,7 @@ def terminal_lines(report: Report, style: Style, everything: bool = False) -> li
         titles = {section.key: section.title for section in sections}
         named = ", ".join(titles[key] for key in left_out)
         lines += ["", style.dim(f"With --all: {named}")]
-    return [*lines, *end]
+    return [*lines, *end, *checked]
 
 
 def _choose_left_out(drawn: Mapping[str, Sequence[str]], room: int) -> list[str]:

@@ -110,6 +110,22 @@ def get_style(stream: TextIO) -> Style:
     return Style(colour=colour, unicode=encoding == "utf8")
 
 
+ONLY_RANK = "rank 0"
+
+
+def write_evidence(text: str, where: str, has_one_rank: bool) -> str:
+    """Write what was seen and where, without the rank in a job with one rank.
+
+    Args:
+        text: what was seen.
+        where: "rank 0, step 12", a source line, a file; "" for not known.
+        has_one_rank: whether the job has one rank, which then is not named.
+    """
+    if has_one_rank and (where == ONLY_RANK or where.startswith(f"{ONLY_RANK}, ")):
+        where = where.removeprefix(ONLY_RANK).removeprefix(", ")
+    return f"{text} ({where})" if where else text
+
+
 def fit(text: str, width: int) -> str:
     """Shorten a text to `width` columns, its middle left out: both ends of a kernel's name say something."""
     text = escape(text)
@@ -120,6 +136,24 @@ def fit(text: str, width: int) -> str:
     begin = text[: kept - tail]
     end = text[-tail:] if tail else ""
     return f"{begin}..{end}"[:width]
+
+
+CLAUSE_ENDS = ("; ", ", ", " (")
+
+
+def shorten(text: str, width: int) -> str:
+    """Shorten a sentence to `width` columns: to its first clauses, or where these are short to its first words."""
+    text = escape(text)
+    if len(text) <= width:
+        return text
+    end = max(text.rfind(mark, 0, width + 1) for mark in CLAUSE_ENDS)
+    opened = text.rfind(" (", 0, max(end, 0))
+    if opened >= 0 and ")" not in text[opened:end]:
+        end = opened
+    if end >= width // 2:
+        return text[:end]
+    end = text.rfind(" ", 0, width - 2)
+    return f"{text[:end]} .." if end > 0 else fit(text, width)
 
 
 def wrapped(text: str, indent: str = "  ", hanging: str | None = None) -> list[str]:

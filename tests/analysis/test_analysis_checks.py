@@ -42,7 +42,8 @@ from megatron_lite.analysis.findings.rules import RULES, judge
 from megatron_lite.analysis.kernels.kernel_results import Role
 from megatron_lite.analysis.run_facts import Facts
 from megatron_lite.cli.main import main
-from megatron_lite.report.audit_terminal import audit_lines
+from megatron_lite.report.section import section_lines
+from megatron_lite.report.sections.checked import build_checked_section
 from megatron_lite.report.text import Style
 
 PASS, FAIL, NOT_VISIBLE = Outcome.PASSED, Outcome.FAILED, Outcome.NOT_VISIBLE
@@ -422,10 +423,12 @@ def test_lines_are_narrow_and_harmless():
     answered = answer_checks(found.facts, found.findings, found.looks, found.facts)
     evil = Check(19, HOSTILE, FAIL, (Evidence(HOSTILE, HOSTILE),) * 5, "sync-in-step", HOSTILE)
     for everything in (False, True):
-        lines = audit_lines([*answered, evil], [HOSTILE, "other"], Style(), everything)
+        lines = section_lines(build_checked_section([*answered, evil], False, everything=everything), Style())
         assert max(map(len, lines)) <= 100 and all(line.isprintable() for line in lines)
         assert any("and 2 more with --all" in line for line in lines) is not everything
-    assert any("\033[" in line for line in audit_lines(answered, ["a"], Style(colour=True)))
+    assert any("\033[" in line for line in section_lines(build_checked_section(answered, True), Style(colour=True)))
+    in_lines = section_lines(build_checked_section([*answered, evil], False, in_full=False), Style())
+    assert len(in_lines) == 1 + 19 and max(map(len, in_lines)) <= 100 and all(map(str.isprintable, in_lines))
 
 
 def test_the_command(tmp_path, capsys):
@@ -434,7 +437,7 @@ def test_the_command(tmp_path, capsys):
     good, bad, written = (str(tmp_path / name) for name in ("good", "bad", "a.json"))
     assert main(["audit", good, "--against", good, "--json", written]) == 0
     out = capsys.readouterr().out
-    assert "held against" in out and "written:" in out and " pass, " in out and "gpu_ms" not in out
+    assert "held against" in out and "written:" in out and " passed, " in out and "gpu_ms" not in out
     found = json.loads(Path(written).read_text())
     assert found["schema"] == 1 and len(found["points"]) == 18 and found["against"]
     expected = {"number": 3, "question": QUESTIONS[2].text, "answer": "pass", "evidence": [], "code": "", "way_out": ""}

@@ -8,12 +8,24 @@ import pytest
 from support import report_cases as cases
 from support.waiting import Terminal
 
+from megatron_lite.analysis.findings.checks import QUESTIONS
 from megatron_lite.report.section import Table, table_lines
 from megatron_lite.report.sections.all import build_limitations, build_sections
 from megatron_lite.report.terminal import MAX_LINES, terminal_lines
-from megatron_lite.report.text import WIDTH, Style, fit, flops, get_style, milliseconds, percent, wrapped
+from megatron_lite.report.text import (
+    WIDTH,
+    Style,
+    fit,
+    flops,
+    get_style,
+    milliseconds,
+    percent,
+    shorten,
+    wrapped,
+)
 
 PLAIN = Style(colour=False, unicode=False)
+CHECK_LINES = 2 + len(QUESTIONS) + 1  # an empty line, the title, and a hint at the end
 
 
 def text(report=None, style=PLAIN, everything=False) -> str:
@@ -27,7 +39,7 @@ def test_every_line_fits(name, everything, device):
     lines = terminal_lines(cases.report(device, name), PLAIN, everything)
     assert max(map(len, lines)) <= WIDTH
     if not everything and (name is None or len(name) < 1000):
-        assert len(lines) <= MAX_LINES + 2
+        assert len(lines) <= MAX_LINES + 2 + CHECK_LINES
 
 
 def test_the_order_is_verdict_step_findings_tables():
@@ -72,16 +84,48 @@ def test_everything_shows_all_rows():
     assert long.count("ampere_bf16_s16816gemm_") == 12
 
 
+def test_the_report_ends_with_the_checks_in_their_order():
+    lines = text().splitlines()[-CHECK_LINES:]
+    assert lines[0] == "" and lines[1].startswith("Checked") and lines[-1].startswith("  megatron-lite audit")
+    names = [question.name for question in QUESTIONS]
+    for number, (name, line) in enumerate(zip(names, lines[2:-1], strict=True), 1):
+        assert re.match(rf"  (passed     |FAILED     |not visible)  {number:>2} {re.escape(name)} +\S", line), line
+    shown = text(everything=True)
+    places = [shown.index(f"{number:>2} {one.text}") for number, one in enumerate(QUESTIONS, 1)]
+    assert places == sorted(places) and places[0] > shown.index("The whole run")
+
+
+@pytest.mark.parametrize(
+    ("sentence", "short"),
+    [
+        ("10.0 ms of 39 steps", "10.0 ms of 39 steps"),
+        ("times from its clock, 35.2 ms a step", "times from its clock"),
+        ("a trace (shapes on) of some steps", "a trace (shapes on) .."),
+        ("the run's record (run.json, steps.jsonl)", "the run's record"),
+        ("one, and much more that follows", "one, and much more .."),
+        ("x" * 40, "x" * 14 + ".." + "x" * 7),
+        ("", ""),
+    ],
+)
+def test_a_sentence_is_shortened_to_clauses_or_words(sentence, short):
+    assert shorten(sentence, 23) == short
+
+
+def test_a_report_whose_checks_failed_has_no_such_section():
+    report = dataclasses.replace(cases.report(), checks=())
+    assert "Checked" not in text(report)
+
+
 def test_only_parts_that_exist_are_shown():
     report = cases.report(ranks_seen=(), snapshots=(), ranks=None)
-    assert [section.key for section in build_sections(report, True)] == ["run"]
+    assert [section.key for section in build_sections(report, True)] == ["run", "checked"]
     report = cases.report(ranks_seen=(), run=None, ranks=None)
-    assert [section.key for section in build_sections(report, True)] == ["memory"]
+    assert [section.key for section in build_sections(report, True)] == ["memory", "checked"]
 
 
-def test_gaps_are_said_once_and_last():
+def test_gaps_are_said_once_before_the_checks():
     one = cases.report(gaps=("the trace broke off at byte 12",))
-    assert text(one).rstrip().endswith("- the trace broke off at byte 12")
+    assert text(one).partition("\nChecked")[0].rstrip().endswith("- the trace broke off at byte 12")
     broken = cases.trace(0, notes=("the trace broke off at byte 12",))
     twice = dataclasses.replace(one.facts.ranks_seen[0], trace=broken)
     facts = dataclasses.replace(one.facts, ranks_seen=(twice, twice), ranks=None)

@@ -50,7 +50,7 @@ QUESTIONS: tuple[Question, ...] = (
     ),
     Question(
         "Do .item(), print and .cpu() in the hot path cost no time?",
-        "no .item(), print, .cpu() in steps",
+        "no .item() or print in steps",
         ("sync-in-step", "log-stalls"),
     ),
     Question(

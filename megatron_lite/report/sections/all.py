@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from functools import partial
 
-from megatron_lite.analysis.findings.base import Evidence, Finding
+from megatron_lite.analysis.findings.base import Finding
 from megatron_lite.analysis.findings.rules import RULES
 from megatron_lite.analysis.ranks.rank_results import RankRow, Ranks, Straggler
 from megatron_lite.analysis.report import Report
@@ -13,6 +13,7 @@ from megatron_lite.analysis.run.pipeline_times import PipelineTimes
 from megatron_lite.analysis.run.run_results import Run
 from megatron_lite.analysis.run_facts import Facts
 from megatron_lite.report.section import Block, Card, Lines, Section, Table, limit_rows
+from megatron_lite.report.sections.checked import checked_section
 from megatron_lite.report.sections.every_step import every_step_section
 from megatron_lite.report.sections.memory import memory_section, prediction_section
 from megatron_lite.report.sections.step import (
@@ -22,7 +23,7 @@ from megatron_lite.report.sections.step import (
     roofline_section,
     step_section,
 )
-from megatron_lite.report.text import calls, flops, milliseconds, percent
+from megatron_lite.report.text import calls, flops, milliseconds, percent, write_evidence
 from megatron_lite.units import count, counted, significant, size
 
 # --- findings, most costly first: what, cost, evidence, what to try, what it can bring at most
@@ -30,7 +31,6 @@ from megatron_lite.units import count, counted, significant, size
 MAX_IN_FULL = 3  # findings with evidence and advice
 MAX_NAMED = 7
 MAX_EVIDENCE = 2  # of the first finding; the others have one
-ONLY_RANK = "rank 0"
 
 
 def findings_section(report: Report, everything: bool) -> Section | None:
@@ -62,7 +62,7 @@ def _build_card(number: int, finding: Finding, has_one_rank: bool, everything: b
     title = finding.title if finding.certain else f"likely: {finding.title}"
     if finding.rank is not None and not has_one_rank:
         title += f" (rank {finding.rank})"
-    evidence = [_describe_evidence(one, has_one_rank) for one in finding.evidence]
+    evidence = [write_evidence(one.text, one.where, has_one_rank) for one in finding.evidence]
     if not everything:
         most = MAX_EVIDENCE if number == 1 else 1
         evidence = evidence[:most]
@@ -89,14 +89,6 @@ def _describe_advice(finding: Finding) -> str:
     if gain:
         advice += f" (saves at most {gain})"
     return advice
-
-
-def _describe_evidence(one: Evidence, has_one_rank: bool) -> str:
-    """Describe what was seen and where, without the rank in a job with one rank."""
-    where = one.where
-    if has_one_rank and (where == ONLY_RANK or where.startswith(f"{ONLY_RANK}, ")):
-        where = where.removeprefix(ONLY_RANK).removeprefix(", ")
-    return f"{one.text} ({where})" if where else one.text
 
 
 def _format_cost(cost_ms: float | None, cost_bytes: int | None, once_ms: float | None = None) -> str:
@@ -384,6 +376,7 @@ SECTIONS = (
     ranks_section,
     collectives_section,
     run_section,
+    checked_section,
 )
 
 

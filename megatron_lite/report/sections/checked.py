@@ -1,0 +1,57 @@
+"""The last section of a report: every question of the list of checks, its answer and the reason."""
+
+from collections import Counter
+from collections.abc import Sequence
+
+from megatron_lite.analysis.findings.base import Outcome
+from megatron_lite.analysis.findings.check_case import Check
+from megatron_lite.analysis.report import Report
+from megatron_lite.report.section import FAILED, NOT_VISIBLE, PASSED, Answer, Block, Lines, Section
+from megatron_lite.report.text import write_evidence
+
+KEY = "checked"
+MAX_REASONS = 3  # of an answer in full
+WORDS = {Outcome.PASSED: PASSED, Outcome.FAILED: FAILED, Outcome.NOT_VISIBLE: NOT_VISIBLE}
+VERBS = {Outcome.PASSED: "", Outcome.FAILED: "try: ", Outcome.NOT_VISIBLE: "to see it: "}
+
+
+def checked_section(report: Report, everything: bool) -> Section | None:
+    """Build a line per check; of everything, all evidence with it. None where the checks could not be made."""
+    if not report.checks:
+        return None
+    section = build_checked_section(report.checks, report.facts.has_one_rank, in_full=everything, everything=everything)
+    hint = Lines(["megatron-lite audit PATH prints all questions with their evidence"], quiet=True, is_hint=True)
+    return section if everything else Section(section.key, section.title, section.of, [*section.blocks, hint])
+
+
+def build_checked_section(
+    checks: Sequence[Check], has_one_rank: bool, *, in_full: bool = True, everything: bool = False
+) -> Section:
+    """Build the section from answered checks.
+
+    Args:
+        checks: the questions and their answers.
+        has_one_rank: whether the job has one rank, which then is not named.
+        in_full: whether questions stand with evidence and remedy rather than in a line each.
+        everything: show all evidence of all checks.
+    """
+    number = Counter(check.answer for check in checks)
+    of = ", ".join(f"{number[answer]} {word}" for answer, word in WORDS.items())
+    blocks: list[Block] = [_build_answer(check, has_one_rank, in_full, everything) for check in checks]
+    return Section(KEY, "Checked", of, blocks)
+
+
+def _build_answer(check: Check, has_one_rank: bool, in_full: bool, everything: bool) -> Answer:
+    """Build what is shown of a check; for the arguments see build_checked_section."""
+    shown = check.evidence if everything else check.evidence[:MAX_REASONS]
+    return Answer(
+        number=check.number,
+        answer=WORDS[check.answer],
+        question=check.question,
+        name=check.name,
+        reasons=[write_evidence(one.text, one.where if in_full else "", has_one_rank) for one in shown],
+        hidden=len(check.evidence) - len(shown),
+        remedy=f"{VERBS[check.answer]}{check.way_out}" if check.way_out else "",
+        code=check.code,
+        in_full=in_full,
+    )
