@@ -13,11 +13,11 @@ from megatron_lite.config.check import check, remarks
 from megatron_lite.config.command_line import read_command_line
 from megatron_lite.config.environment import hints
 from megatron_lite.config.launchers import find_launch
-from megatron_lite.config.machine import read_machine
 from megatron_lite.config.plan import AUTO, Plan, resolve
 from megatron_lite.config.world import World, read_world
 from megatron_lite.data.tokenizers import build_tokenizer
 from megatron_lite.errors import ConfigError, UserError, describe_memory_error, is_memory_error
+from megatron_lite.machine import read_machine
 from megatron_lite.model.custom_model import find_custom_model
 from megatron_lite.observers import Observers, Planner
 from megatron_lite.parallel.layers import keep_compiled, no_compiler

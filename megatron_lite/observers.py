@@ -10,7 +10,6 @@ from typing import Protocol
 import torch
 
 from megatron_lite.checkpoint.find import chosen
-from megatron_lite.config.machine import Machine
 from megatron_lite.config.model_size import count_parameters
 from megatron_lite.config.plan import Plan
 from megatron_lite.errors import CheckpointError
@@ -21,6 +20,7 @@ from megatron_lite.instruments.build_instruments import WhereaboutsKeeper, build
 from megatron_lite.instruments.memory_oom import PredictPeak, explain_unrecorded, is_out_of_memory, list_remedies
 from megatron_lite.instruments.timeline import Timeline
 from megatron_lite.live_line import EVERY_RANK
+from megatron_lite.machine import Machine
 from megatron_lite.parallel.rank_status import RunPosition
 from megatron_lite.train.log import Log
 from megatron_lite.train.loop import Progress

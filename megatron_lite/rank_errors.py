@@ -13,9 +13,9 @@ from pathlib import Path
 from megatron_lite.config.check import check
 from megatron_lite.config.command_line import read_command_line
 from megatron_lite.config.launchers import find_launch
-from megatron_lite.config.machine import count_gpu_files
 from megatron_lite.config.world import World, read_world
 from megatron_lite.errors import ConfigError, RanksError, UserError
+from megatron_lite.machine import count_gpu_files
 from megatron_lite.terminal import print_lines
 
 JOINED = re.compile(r"(\d+)/\d+ clients joined")  # torch's words

@@ -33,7 +33,7 @@ def little_garbage():
 @pytest.fixture
 def pretend():
     """A function that has kernels chosen for the processor of a file like /proc/cpuinfo."""
-    from megatron_lite.config import machine
+    from megatron_lite import machine
 
     with pytest.MonkeyPatch.context() as patch:
 

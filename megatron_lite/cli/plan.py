@@ -15,11 +15,11 @@ from megatron_lite.cli.parser import Parser, write_json, write_text
 from megatron_lite.cli.planned_run import PlannedRun, is_script, planned_run, split_options
 from megatron_lite.config.environment import hints
 from megatron_lite.config.flags import write_flags
-from megatron_lite.config.machine import read_machine
 from megatron_lite.config.plan import Plan
 from megatron_lite.errors import UserError
 from megatron_lite.formats.hardware import Processor
 from megatron_lite.live_line import LiveLine
+from megatron_lite.machine import read_machine
 from megatron_lite.planner.find_processors import find_processor, find_processors
 from megatron_lite.planner.plan_results import Exact, PlanReport, Subject
 from megatron_lite.planner.predict_plan import NOT_WALKED, find_highest, predict_generating, predict_training

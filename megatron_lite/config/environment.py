@@ -5,9 +5,9 @@ from collections.abc import Callable, Iterator, Mapping
 from difflib import get_close_matches
 
 from megatron_lite.config.data_paths import BATCHES_AHEAD, parse_blend, read_argument_files
-from megatron_lite.config.machine import Machine
 from megatron_lite.config.plan import Plan
 from megatron_lite.errors import DataError
+from megatron_lite.machine import Machine
 from megatron_lite.units import MIB, count, is_number, size
 from megatron_lite.variables import (
     MORE_QUEUES,

@@ -3,8 +3,8 @@
 The processor decides, not a race: a resumed run computes the same bits.
 """
 
-from megatron_lite.config.machine import read_processor
 from megatron_lite.config.shape import ModelShape
+from megatron_lite.machine import read_processor
 
 # --- attention
 

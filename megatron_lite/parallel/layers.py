@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from megatron_lite.config.machine import find_missing_compiler, read_processor
 from megatron_lite.config.plan import Compilation
 from megatron_lite.config.shape import ModelShape
 from megatron_lite.config.world import World
 from megatron_lite.errors import first_line
+from megatron_lite.machine import find_missing_compiler, read_processor
 from megatron_lite.model.attention import Attend
 from megatron_lite.model.gpt import GELU_CUBIC, GELU_SCALE, gelu_tanh
 

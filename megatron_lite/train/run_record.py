@@ -13,13 +13,13 @@ import torch
 
 from megatron_lite.config.environment import TELLING_VARIABLES
 from megatron_lite.config.layout import count_stage_layers
-from megatron_lite.config.machine import read_machine
 from megatron_lite.config.model_size import step_flops
 from megatron_lite.config.plan import Plan
 from megatron_lite.errors import UserError
 from megatron_lite.formats import run_record
 from megatron_lite.formats.file_names import RUN_FILE, STEPS_FILE
 from megatron_lite.formats.run_record import Hardware, Model, Prediction, Process, RunRecord
+from megatron_lite.machine import read_machine
 from megatron_lite.process_state import identity
 from megatron_lite.run_folder import keep_previous_run, write_run
 from megatron_lite.user_functions import describe_source

@@ -23,7 +23,6 @@ from torch.optim import Optimizer
 from torch.utils.data import dataloader
 
 from megatron_lite.config.args import ProfileArgs
-from megatron_lite.config.machine import read_machine
 from megatron_lite.formats.file_names import STEPS_FILE
 from megatron_lite.formats.run_record import Process, RunRecord, Updated, Watched
 from megatron_lite.formats.step_records import append_record
@@ -34,6 +33,7 @@ from megatron_lite.instruments.snapshot_format import extend_name
 from megatron_lite.instruments.step_time import StepTime
 from megatron_lite.instruments.timeline import MemoryNow, Timeline
 from megatron_lite.instruments.torch_profiler import TorchProfiler
+from megatron_lite.machine import read_machine
 from megatron_lite.phases import Phase
 from megatron_lite.process_folder import choose_process_folder, release_process_folder
 from megatron_lite.process_state import identity, read_peak_bytes

@@ -67,7 +67,7 @@ def test_a_traces_report_loads_no_heavy_package_and_nothing_for_other_sources(tm
     words = ["report", str(path), "--html", f"{tmp_path}/page.html"]
     modules = printed(f"{COMMAND}assert main(sys.argv[1:]) == 0{LOADED}", *words)
     assert "megatron_lite.report.html" in modules and (tmp_path / "page.html").exists()
-    light = ("megatron_lite.config", "megatron_lite.config.machine")  # asked how much memory there is
+    light = ("megatron_lite.config", "megatron_lite.machine")  # asked how much memory there is
     assert [module for module in loaded_of(modules, (*HEAVY, *OF_OTHER_SOURCES)) if module not in light] == []
 
 

@@ -179,7 +179,7 @@ def test_yaml_that_repeats_itself(text, tmp_path, capsys):
 # --- all files go through the one opener
 
 OWN = {  # of this package, this machine's kernel, or what the process itself is writing
-    "app.py", "terminal.py", "process_state.py", "config/machine.py", "config/flags.py", "formats/hardware.py",
+    "app.py", "terminal.py", "process_state.py", "machine.py", "config/flags.py", "formats/hardware.py",
     "analysis/torch_words.py", "report/html.py", "instruments/memory_oom.py", "instruments/torch_profiler.py", "config/launchers.py",
     "data/compression.py", "cli/planned_run.py", "cli/planned_flags.py", "cli/watched_shell.py", "cli/corpus.py", "convert/folders.py",
     "analysis/trace/accelerators.py", "analysis/trace/foreign.py", "analysis/trace/launches.py",

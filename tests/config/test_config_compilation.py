@@ -4,15 +4,15 @@ import pytest
 from support.command_lines import mistakes, plan, read
 from support.training_maker import ordinary_steps, run
 
+from megatron_lite import machine
 from megatron_lite.analysis.analyze import analyze
 from megatron_lite.analysis.findings.check_case import Case
 from megatron_lite.analysis.findings.run_checks import look_at_compilation
-from megatron_lite.config import machine
 from megatron_lite.config.check import remarks
 from megatron_lite.config.help import help_text
-from megatron_lite.config.machine import find_missing_compiler
 from megatron_lite.config.plan import Compilation, choose_compilation
 from megatron_lite.config.world import World
+from megatron_lite.machine import find_missing_compiler
 
 CPU, GPU = World(), World(gpus=1)
 NO_GCC = World(gpus=1, no_compiler="there is no C compiler (gcc or clang) on the PATH; install one")

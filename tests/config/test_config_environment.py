@@ -7,8 +7,8 @@ import pytest
 from support.command_lines import plan, read_table
 
 from megatron_lite.config.environment import TELLING_VARIABLES, hints
-from megatron_lite.config.machine import Machine, read_limits, read_machine
 from megatron_lite.config.world import World
+from megatron_lite.machine import Machine, read_limits, read_machine
 from megatron_lite.units import GIB, MIB
 
 SIZES = {"memory_bytes": 64 * GIB, "shm_bytes": 32 * GIB, "open_files": 65536}

@@ -8,7 +8,6 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 from torch.profiler import ProfilerActivity, profile
 
-from megatron_lite.config.machine import read_processor
 from megatron_lite.config.shape import ModelShape
 from megatron_lite.cpu_kernels import products, rules
 from megatron_lite.cpu_kernels.install import choose_cpu_kernels, install_kernels
@@ -21,6 +20,7 @@ from megatron_lite.cpu_kernels.products import (
     linear,
     multiply,
 )
+from megatron_lite.machine import read_processor
 from megatron_lite.model.attention import Attend, explicit_attention
 from megatron_lite.model.gpt import GPT, initialize
 from megatron_lite.model.loss import token_losses

@@ -87,15 +87,11 @@ def test_the_closed_form_reaches_nothing_that_trains():
 
 
 def test_the_explainer_stands_on_numpy_and_msgspec():
+    """It knows runs by the formats of their files, and of the trainer only how a schedule of stages is laid out."""
     places, outside = reach({"analysis"})
-    assert outside == {"numpy", "msgspec"} and not places & {
-        "report",
-        "cli",
-        "train",
-        "instruments",
-        "parallel",
-        "optim",
-    }
+    folders = {place(path) for path in FILES if path.parent != PACKAGE}
+    assert places & folders == {"formats", "config"}
+    assert outside == {"numpy", "msgspec"}
 
 
 def test_what_lies_between_counts():

@@ -22,6 +22,7 @@ LEVELS = [  # bottom up: what stands together does not know each other
         "phases",
         "thresholds",
         "live_line",
+        "machine",
         "variables",
         "process_state",
         "shared_files",

@@ -13,7 +13,7 @@ from megatron_lite.analysis.trace.columns import Trace, TraceError
 from megatron_lite.analysis.trace.kineto import MAX_EVENTS, read_kineto
 from megatron_lite.analysis.trace.kineto_json import BLOCK_BYTES, GZIP_MAGIC
 from megatron_lite.analysis.trace.processes import split_processes
-from megatron_lite.config.machine import read_machine
+from megatron_lite.machine import read_machine
 from megatron_lite.shared_files import open_foreign
 from megatron_lite.units import size
 

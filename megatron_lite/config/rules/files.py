@@ -5,10 +5,10 @@ from collections.abc import Iterator
 
 from megatron_lite.config.args import Args, DataArgs
 from megatron_lite.config.data_paths import TOKENIZER, find_written_prefix, parse_blend, read_argument_files
-from megatron_lite.config.machine import find_missing_compiler
 from megatron_lite.config.plan import LAYERS
 from megatron_lite.config.world import World
 from megatron_lite.errors import DataError
+from megatron_lite.machine import find_missing_compiler
 
 
 def file_rules(args: Args, world: World) -> Iterator[str]:

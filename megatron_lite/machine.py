@@ -67,16 +67,19 @@ def count_gpu_files() -> int:
 
 
 def find_missing_compiler(on_gpu: bool, environ: Mapping[str, str]) -> str:
-    """What torch.compile's inductor needs and this machine lacks, with the remedy: a C++ compiler for a CPU; for a GPU Triton,
-    and a C compiler for what launches its kernels; Python's headers for either. Empty: nothing."""
+    """What torch.compile's inductor needs and this machine lacks, with the remedy; empty where nothing is lacking.
+
+    A CPU takes a C++ compiler, a GPU Triton and a C compiler for what launches its kernels; either takes
+    Python's headers.
+    """
     if on_gpu and find_spec("triton") is None:
         return "Triton is not installed, which compiles kernels for GPUs; pip install triton"
     variable, language, names = ("CC", "C", ("gcc", "clang")) if on_gpu else ("CXX", "C++", ("g++",))
     chosen = environ.get(variable)
     if not any(map(shutil.which, (chosen,) if chosen else names)):
         return (
-            f"there is no {language} compiler ({chosen or ' or '.join(names)}) on the PATH; install one, or name one in "
-            f"the variable {variable}"
+            f"there is no {language} compiler ({chosen or ' or '.join(names)}) on the PATH; install one, "
+            f"or name one in the variable {variable}"
         )
     own = sysconfig.get_path("include", scheme="posix_prefix")  # where inductor and Triton look
     folders = (own, *filter(None, environ.get("CPATH", "").split(":")))
@@ -91,7 +94,7 @@ def find_missing_compiler(on_gpu: bool, environ: Mapping[str, str]) -> str:
 
 
 def read_limits(root: Path, membership: Path) -> tuple[float | None, int | None]:
-    """(cores, bytes) that control groups grant, the least of this process's group and all around it; None for no limit."""
+    """(cores, bytes) that control groups grant: the least of this process's group and all around it. None: no limit."""
     of_version_2 = re.search(r"^0::(.*)$", _read(membership), re.MULTILINE)
     parts = [part for part in (of_version_2[1] if of_version_2 else "").split("/") if part not in ("", "..")]
     groups = [root / "/".join(parts[:number]) for number in range(len(parts) + 1)]
