@@ -9,7 +9,9 @@ from typing import Literal
 from megatron_lite.analysis.memory.memory_results import Snapshot
 from megatron_lite.analysis.rank_facts import MATTERS, MIN_SHARE_SHOWN, RankFacts
 from megatron_lite.analysis.run_facts import Facts
+from megatron_lite.analysis.trace.columns import Kind
 from megatron_lite.phases import Phase
+from megatron_lite.units import counted
 
 Needs = Literal["", "run", "snapshot", "trace", "gpu"]
 
@@ -20,6 +22,7 @@ class Record:
     TRACE = "a trace of some steps: --use-pytorch-profiler --profile-step-start 10 --profile-step-end 15"
     GPU_TRACE = "a trace of a run on a GPU with CUDA activities: --use-pytorch-profiler"
     SHAPES = "a trace with shapes: --use-pytorch-profiler --pytorch-profiler-collect-shapes"
+    STACKS = "a trace with stacks: --use-pytorch-profiler --pytorch-profiler-collect-callstack"
     SNAPSHOT = "a memory snapshot over three steps or more: --record-memory-history"
     RUN_FOLDER = "the run's own record (run.json, steps.jsonl): the folder of --run-dir"
     LONGER_RUN = "a longer run: --train-iters"
@@ -64,6 +67,9 @@ class Finding:
     certain: bool = True  # False: likely, and the text says what would settle it
     rank: int | None = None  # if it is one rank's
     once_ms: float | None = None  # of the trace, if it is paid once rather than by each step: then cost_ms is None
+
+
+NO_STEADY_STEP = "the trace has no steady step"
 
 
 class Outcome(str, enum.Enum):
@@ -113,6 +119,25 @@ def could_not_look(*evidence: Evidence, record: str = "") -> Look:
     return Look(Outcome.NOT_VISIBLE, evidence, record)
 
 
+def saw_nothing(one: RankFacts, what: str) -> Look:
+    """Build the look of a rule that found nothing of its kind among the operators of a trace's steady steps.
+
+    Args:
+        one: the rank of the trace.
+        what: what is not there: "no graph is captured".
+    """
+    if not one.time.step_ms > 0:
+        return could_not_look(Evidence(NO_STEADY_STEP, one.where()))
+    if not len(one.trace.rows[Kind.OP]):
+        return could_not_look(Evidence("the trace has no operators", one.where()))
+    return saw(Evidence(f"{what} in {counted(one.steady_steps, 'steady step')}", one.where()))
+
+
+def tell_more(answer: Finding | Look, look: Look) -> Finding | Look:
+    """Keep a finding; put a look that says more in the place of one that found nothing."""
+    return answer if isinstance(answer, Finding) else look
+
+
 @dataclass(frozen=True)
 class Rule:
     """Looks for one cause. It says what it found; or what it saw, where it could look and found nothing; or what it lacks."""
@@ -132,17 +157,20 @@ class Rule:
         """Find the cause, or say what was seen in its place. A function that returns None does not say what it saw."""
         one = facts.critical
         known = {"run": facts.run, "snapshot": facts.highest_snapshot}.get(self.needs, one)
-        answer: Finding | Look | None = None
+        answer: Finding | Look | None
         if not self.needs:
             answer = self.function(facts)
-        elif known is not None and not (self.needs == "gpu" and one is not None and not one.time.on_gpu):
+        elif known is None or (self.needs == "gpu" and one is not None and not one.time.on_gpu):
+            answer = could_not_look()
+        else:
             answer = self.function(facts, known)
         if isinstance(answer, Finding):
             return replace(answer, code=self.code, title=answer.title or self.title)
-        look = answer or could_not_look()
-        if look.outcome is Outcome.NOT_VISIBLE and not look.remedy:
-            return replace(look, remedy=self.record)
-        return look
+        if answer is None:
+            return could_not_look(Evidence("the rule does not tell what it saw"))
+        if answer.outcome is Outcome.NOT_VISIBLE and not answer.remedy:
+            return replace(answer, remedy=self.record)
+        return answer
 
     @property
     def page(self) -> str:
@@ -190,16 +218,37 @@ def find_lost_time(
     cheap: bool = False,
     at_least: float = MATTERS,
     title: str = "",
-) -> Finding | None:
-    """What costs `cost` ms of each step, and gains that if it goes; None below the share `at_least` of the step.
+) -> Finding | Look:
+    """Find what costs `cost` ms of each step, and gains that if it goes; of less than a notable share say what was seen.
 
-    Args: seen: the first piece of evidence, which stands at the event `row`; more: the other pieces; cheap: to remove, so
-    that MIN_SHARE_SHOWN of the step is enough.
+    Args:
+        one: the rank whose steps lose the time.
+        cost: ms per step.
+        seen: the first piece of evidence.
+        advice: what to change.
+        more: the other pieces of evidence.
+        row: the event at which the first piece stands.
+        flags: what to change, as flags.
+        certain: whether nothing else can have made it.
+        cheap: it is cheap to remove, so that MIN_SHARE_SHOWN of the step is notable.
+        at_least: the notable share of a step, where it is not cheap.
+        title: "" for the rule's.
     """
+    evidence = (Evidence(seen, one.where(row)), *more)
     if one.share(cost) < (MIN_SHARE_SHOWN if cheap else at_least):
-        return None
-    evidence, rank = (Evidence(seen, one.where(row)), *more), one.time.rank
-    return Finding("", title, cost, None, evidence, advice, flags, gain_ms=cost, certain=certain, rank=rank)
+        if not one.time.step_ms > 0:
+            return could_not_look(Evidence(NO_STEADY_STEP, one.where()))
+        return saw(evidence[0])
+    return Finding(
+        title=title,
+        cost_ms=cost,
+        evidence=evidence,
+        advice=advice,
+        flags=flags,
+        gain_ms=cost,
+        certain=certain,
+        rank=one.time.rank,
+    )
 
 
 def find_lost_memory(

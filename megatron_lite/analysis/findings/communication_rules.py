@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_lite.analysis.findings.base import Evidence, Finding, build_time_finding, find_lost_time, rule
+from megatron_lite.analysis.findings.base import Evidence, Finding, Look, build_time_finding, find_lost_time, rule
 from megatron_lite.analysis.intervals import Integers
 from megatron_lite.analysis.rank_facts import MATTERS, MIN_SHARE_SHOWN, RankFacts, in_ms
 from megatron_lite.analysis.ranks.calls import collective_bytes
@@ -67,7 +67,7 @@ def _measure_reduction(facts: Facts, one: RankFacts) -> Reduction | None:
 
 
 @rule("all-reduce-tail", "gradient reduction after backward's end", "phases", "collectives", needs="trace")
-def find_all_reduce_tail(facts: Facts, one: RankFacts) -> Finding | None:
+def find_all_reduce_tail(facts: Facts, one: RankFacts) -> Finding | Look | None:
     """Gradients are still being reduced when backward is over.
 
     Meaning: buckets are reduced while backward goes on, but the last ones are complete only at its end (with tied
@@ -144,7 +144,7 @@ BUCKETS = 8  # enough that the last one is a small part
 
 
 @rule("no-overlap", "gradient reduction not overlapped with compute", "step", "collectives", needs="trace")
-def find_no_overlap(facts: Facts, one: RankFacts) -> Finding | None:
+def find_no_overlap(facts: Facts, one: RankFacts) -> Finding | Look | None:
     """Gradients are reduced only after backward is over.
 
     Meaning: no collective begins before backward's last computation: overlap is off, or there are so few buckets that
@@ -180,7 +180,7 @@ BUCKET_FLAG = f"--ddp-bucket-size {DEFAULT_BUCKET}"
 
 
 @rule("small-buckets", "many small collectives", "collectives", needs="trace")
-def find_small_buckets(facts: Facts, one: RankFacts) -> Finding | None:
+def find_small_buckets(facts: Facts, one: RankFacts) -> Finding | Look | None:
     """Gradients are reduced in many small collectives.
 
     Meaning: each collective pays a latency that does not depend on its size. Below about a megabyte the latency, not
@@ -217,7 +217,7 @@ AS_MANY = 0.5  # of the last micro-batch's collectives, in each of the others: a
 
 
 @rule("reduce-every-micro-batch", "gradient reduction in every micro-batch", "collectives", needs="trace")
-def find_reduce_every_micro_batch(facts: Facts, one: RankFacts) -> Finding | None:
+def find_reduce_every_micro_batch(facts: Facts, one: RankFacts) -> Finding | Look | None:
     """Gradients are reduced in every micro-batch instead of once per step.
 
     Meaning: while gradients are accumulated, only the sum after the last micro-batch is needed on all ranks. Reducing
@@ -460,7 +460,7 @@ def find_needless_sharding(facts: Facts) -> Finding | None:
 
 
 @rule("max-connections", "one hardware queue for all streams", "collectives", needs="gpu")
-def find_max_connections(facts: Facts, one: RankFacts) -> Finding | None:
+def find_max_connections(facts: Facts, one: RankFacts) -> Finding | Look | None:
     """CUDA_DEVICE_MAX_CONNECTIONS=1 without tensor parallelism.
 
     Meaning: the variable gives the device one queue for all streams, so that work starts in the order of its launches.

@@ -2,12 +2,22 @@
 
 import numpy as np
 
-from megatron_lite.analysis.findings.base import Evidence, Finding, rule
+from megatron_lite.analysis.findings.base import (
+    Evidence,
+    Finding,
+    Look,
+    Record,
+    could_not_look,
+    rule,
+    saw,
+    saw_nothing,
+)
 from megatron_lite.analysis.intervals import Integers
 from megatron_lite.analysis.rank_facts import MIN_SHARE_SHOWN, RankFacts, in_ms
 from megatron_lite.analysis.run_facts import Facts
 from megatron_lite.analysis.time.time_results import SyncSite
 from megatron_lite.analysis.trace.columns import Kind
+from megatron_lite.formats.file_names import RUN_FILE
 from megatron_lite.phases import Phase
 from megatron_lite.units import counted
 from megatron_lite.variables import Place, switches_on
@@ -62,7 +72,7 @@ def launches_block(one: RankFacts) -> bool:
 
 
 @rule("debug-switches", "debugging switches left on", "run", "operators")
-def find_debug_switches(facts: Facts) -> Finding | None:
+def find_debug_switches(facts: Facts) -> Finding | Look:
     """Debugging switches were left on.
 
     Meaning: some environment variables and modes make a run safer to debug and slower: launches that wait, timing events
@@ -88,12 +98,22 @@ def find_debug_switches(facts: Facts) -> Finding | None:
         seen.append(Evidence(f"{LAUNCH_BLOCKING}: each launch call ends after its kernel does", facts.critical.where()))
         variables.append(LAUNCH_BLOCKING)
     if not seen:
-        return None
+        return _look_at_switches(facts)
     remedies = [WITHOUT_ANOMALY_MODE] if anomaly is not None else []
     remedies += [f"unset {', '.join(variables)}"] if variables else []
     cost_ms = anomaly[0] if anomaly is not None else None
     advice, certain = "; ".join(remedies), anomaly is not None
     return Finding(cost_ms=cost_ms, gain_ms=cost_ms, evidence=tuple(seen), advice=advice, certain=certain)
+
+
+def _look_at_switches(facts: Facts) -> Look:
+    """Say where no switch was seen: in the run's variables, in a trace, or in neither."""
+    seen = []
+    if facts.run is not None:
+        seen.append(Evidence("no known switch among the variables that the run wrote down", RUN_FILE))
+    if facts.critical is not None and len(facts.critical.trace.rows[Kind.OP]):
+        seen.append(Evidence("no anomaly mode and no launches that block", facts.critical.where()))
+    return saw(*seen) if seen else could_not_look(record=Record.RUN_FOLDER)
 
 
 WITHOUT_ANOMALY_MODE = "leave out torch.autograd.set_detect_anomaly(True) (detect_anomaly=True of a trainer)"
@@ -117,7 +137,7 @@ GIVEN = "AccumulateGrad"
 
 
 @rule("unused-parameters", "search for unused parameters in each step", "operators", "phases", needs="trace")
-def find_unused_parameter_search(facts: Facts, one: RankFacts) -> Finding | None:
+def find_unused_parameter_search(facts: Facts, one: RankFacts) -> Finding | Look:
     """DistributedDataParallel looks for parameters that get no gradient.
 
     Meaning: with find_unused_parameters=True it walks autograd's graph after each forward pass, copies the pass's
@@ -134,7 +154,7 @@ def find_unused_parameter_search(facts: Facts, one: RankFacts) -> Finding | None
     """
     searches = one.rows_named(SEARCH.__eq__, Kind.OP, Kind.ANNOTATION)
     if not len(searches):
-        return None
+        return saw_nothing(one, "no search for unused parameters")
     copies = one.rows_named(SINK.__eq__, Kind.OP)
     search_ms, copy_ms = one.covered_ms(searches), one.covered_ms(one.work_under(copies))
     number = counted(one.per_step(searches), "search")

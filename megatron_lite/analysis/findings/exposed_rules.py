@@ -4,7 +4,16 @@ from collections.abc import Sequence
 
 from megatron_lite.analysis.findings import communication_rules as known
 from megatron_lite.analysis.findings import pipeline_rules
-from megatron_lite.analysis.findings.base import Evidence, Finding, Rule, find_lost_time, rule
+from megatron_lite.analysis.findings.base import (
+    Evidence,
+    Finding,
+    Look,
+    Rule,
+    find_lost_time,
+    rule,
+    saw_nothing,
+    saw_wrong,
+)
 from megatron_lite.analysis.rank_facts import MATTERS, RankFacts, in_ms
 from megatron_lite.analysis.ranks.exposed import (
     ALL_TO_ALL,
@@ -66,7 +75,7 @@ MAX_WORDS = 3
 
 
 @rule("exposed-experts", "expert exchange not overlapped with compute", "step", "collectives", needs="trace")
-def find_exposed_experts(facts: Facts, one: RankFacts) -> Finding | None:
+def find_exposed_experts(facts: Facts, one: RankFacts) -> Finding | Look:
     """Tokens are exchanged between experts (all-to-all, dispatch and combine) without overlapping compute.
 
     Meaning: every layer of experts sends each token to the ranks of its experts and the results back. A micro-batch can compute
@@ -93,7 +102,7 @@ def find_exposed_experts(facts: Facts, one: RankFacts) -> Finding | None:
     "collectives",
     needs="trace",
 )
-def find_exposed_tensor_parallel(facts: Facts, one: RankFacts) -> Finding | None:
+def find_exposed_tensor_parallel(facts: Facts, one: RankFacts) -> Finding | Look:
     """Tensor parallel ranks exchange hidden states without overlapping compute.
 
     Meaning: with tensor parallelism every layer ends with a sum over ranks, which the next layer needs. Products can be cut into
@@ -112,7 +121,7 @@ def find_exposed_tensor_parallel(facts: Facts, one: RankFacts) -> Finding | None
 @rule(
     "optimizer-communication", "communication in the optimizer's step", "step", "phases", "collectives", needs="trace"
 )
-def find_optimizer_communication(facts: Facts, one: RankFacts) -> Finding | None:
+def find_optimizer_communication(facts: Facts, one: RankFacts) -> Finding | Look:
     """Ranks exchange data inside the optimizer's step without overlapping compute.
 
     Meaning: a reduction that the optimizer starts cannot overlap with anything: backward is over, and the update needs its result.
@@ -127,7 +136,7 @@ def find_optimizer_communication(facts: Facts, one: RankFacts) -> Finding | None
 
 
 @rule("exposed-communication", "communication not overlapped with compute", "step", "collectives", needs="trace")
-def find_exposed_communication(facts: Facts, one: RankFacts) -> Finding | None:
+def find_exposed_communication(facts: Facts, one: RankFacts) -> Finding | Look:
     """Ranks exchange data without overlapping compute, and no other rule knows why.
 
     Meaning: communication costs time where no compute runs beside it: because what follows needs its result, because it is waited
@@ -142,7 +151,7 @@ def find_exposed_communication(facts: Facts, one: RankFacts) -> Finding | None:
     return _find_exposed(facts, one, (CONTEXT, STAGES, WEIGHTS, GRADIENTS, OBJECTS, REST))
 
 
-def _find_exposed(facts: Facts, one: RankFacts, purposes: Sequence[str]) -> Finding | None:
+def _find_exposed(facts: Facts, one: RankFacts, purposes: Sequence[str]) -> Finding | Look:
     """What of these purposes is exposed and not told by another finding; title and advice are the most exposed one's."""
     left = [(part, _find_rest_ms(facts, part)) for part in facts.exposed if part.purpose in purposes]
     left = sorted([(part, ms) for part, ms in left if ms > 0], key=lambda one: -one[1])
@@ -150,10 +159,10 @@ def _find_exposed(facts: Facts, one: RankFacts, purposes: Sequence[str]) -> Find
     cost = sum(ms for _, ms in left) * share
     shortage = facts.core_shortage
     if not left or one.share(cost) < MATTERS:
-        return None
+        return saw_nothing(one, f"{in_ms(cost)} of each step in exposed communication of this kind")
     if shortage is not None and is_by_chance(cost, (shortage.rank, shortage.wait_ms)):
-        # ranks without a core come late by chance: busy-machine says so
-        return None
+        late = Evidence("ranks that wait for CPU cores come late by chance, so that others wait for them")
+        return saw_wrong("see busy-machine", late, code="busy-machine")
     most, _ = left[0]
     advice = REMEDIES[most.purpose]
     seen = [_describe(part) for part, ms in left if one.share(ms * share) >= MATTERS or part is most]

@@ -3,7 +3,16 @@
 import re
 from collections.abc import Sequence
 
-from megatron_lite.analysis.findings.base import Evidence, Finding, find_lost_time, rule
+from megatron_lite.analysis.findings.base import (
+    Evidence,
+    Finding,
+    Look,
+    Record,
+    could_not_look,
+    find_lost_time,
+    rule,
+    saw_nothing,
+)
 from megatron_lite.analysis.findings.machine_rules import measure_recompilation
 from megatron_lite.analysis.findings.update_rules import find_save_and_eval
 from megatron_lite.analysis.kernels.kernel_results import Role
@@ -81,7 +90,7 @@ def find_one_time_costs(facts: Facts, one: RankFacts) -> Finding | None:
 
 
 @rule("graph-capture", "graphs captured in each step", "step", needs="gpu")
-def find_graph_capture(facts: Facts, one: RankFacts) -> Finding | None:
+def find_graph_capture(facts: Facts, one: RankFacts) -> Finding | Look:
     """CUDA graphs are captured or instantiated again and again.
 
     Meaning: capturing a graph and instantiating it costs the host more than launching its kernels one by one. It pays
@@ -96,14 +105,14 @@ def find_graph_capture(facts: Facts, one: RankFacts) -> Finding | None:
     """
     works, cost = find_named(one, "graph_capture"), one.time.rows.get("graph_capture", 0.0)
     if not works:
-        return None
+        return saw_nothing(one, "no graph is captured")
     text = f"the device idles {one.of_step(cost)} while graphs are captured and instantiated"
     advice = "capture each graph once, before the loop, and replay it; keep the shapes of its inputs constant"
     return find_lost_time(one, cost, text, advice, *describe_works(one, works), cheap=True)
 
 
 @rule("startup-in-step", "start-up work in each step", "step", needs="trace")
-def find_startup_in_step(facts: Facts, one: RankFacts) -> Finding | None:
+def find_startup_in_step(facts: Facts, one: RankFacts) -> Finding | Look:
     """Work that belongs to the start of a program comes in each step.
 
     Meaning: loading modules, creating library handles, streams, communicators or process groups, or importing costs
@@ -117,14 +126,14 @@ def find_startup_in_step(facts: Facts, one: RankFacts) -> Finding | None:
     """
     works, cost = find_named(one, "startup"), one.time.rows.get("startup", 0.0)
     if not works:
-        return None
+        return saw_nothing(one, "no start-up work") if one.trace.with_stack else could_not_look(record=Record.STACKS)
     text = f"starting up CUDA and libraries takes {one.of_step(cost)}"
     advice = f"create it once, before the loop: {works[0].what}"
     return find_lost_time(one, cost, text, advice, *describe_works(one, works), cheap=True)
 
 
 @rule("cpu-optimizer", "optimizer that computes on the CPU", "step", "phases", needs="gpu")
-def find_cpu_optimizer(facts: Facts, one: RankFacts) -> Finding | None:
+def find_cpu_optimizer(facts: Facts, one: RankFacts) -> Finding | Look:
     """The optimizer updates on the CPU, and the GPU waits for it.
 
     Meaning: an offloaded optimizer (DeepSpeed's CPUAdam, ZeRO-Offload, torchao's CPUOffloadOptimizer) or one whose
@@ -145,11 +154,13 @@ def find_cpu_optimizer(facts: Facts, one: RankFacts) -> Finding | None:
     text = f"the device waits {in_ms(cost)} for the update and {in_ms(copied)} for its copies: {one.of_step(cost + copied)}"
     advice = "keep the optimizer's states on the GPU, sharded over ranks (--use-distributed-optimizer), if they fit"
     shown, flags = describe_works(one, works), ("--use-distributed-optimizer",)
-    return find_lost_time(one, cost + copied, text, advice, *shown, flags=flags) if cost else None
+    if not cost:
+        return saw_nothing(one, "the device does not wait for an update on the CPU")
+    return find_lost_time(one, cost + copied, text, advice, *shown, flags=flags)
 
 
 @rule("save-in-step", "saving or evaluating in each step", "step", needs="trace")
-def find_save_in_step(facts: Facts, one: RankFacts) -> Finding | None:
+def find_save_in_step(facts: Facts, one: RankFacts) -> Finding | Look | None:
     """The profiled steps save or evaluate.
 
     Meaning: writing a checkpoint copies all weights to the host and waits for the disk; evaluating runs a forward pass
@@ -169,6 +180,8 @@ def find_save_in_step(facts: Facts, one: RankFacts) -> Finding | None:
         cost += sum(phase.device_ms for phase in inside)
     works = [work for work in one.time.named if work.cause == "save"]
     what = ", ".join(dict.fromkeys([*(work.what for work in works), *(phase.name for phase in inside)]))
+    if not what and not one.trace.with_stack:
+        return could_not_look(record=Record.STACKS)
     text = f"saving and evaluating ({what}) takes {one.of_step(cost)}"
     advice = "save and evaluate less often, and write in the background: --save-interval, --eval-interval, --async-save"
     flags = ("--save-interval", "--eval-interval", "--async-save")
@@ -188,7 +201,7 @@ def measure_clipping(one: RankFacts) -> float:
 
 
 @rule("clip-on-host", "gradient clipping that waits for the host", "step", "phases", needs="gpu")
-def find_clip_on_host(facts: Facts, one: RankFacts) -> Finding | None:
+def find_clip_on_host(facts: Facts, one: RankFacts) -> Finding | Look:
     """Clipping gradients keeps the device waiting.
 
     Meaning: the norm is read on the host (.item(), error_if_nonfinite=True, an if on its value), or norms are computed
@@ -213,7 +226,7 @@ def find_clip_on_host(facts: Facts, one: RankFacts) -> Finding | None:
 
 
 @rule("process-wait", "host waiting for other processes", "step", needs="trace")
-def find_process_wait(facts: Facts, one: RankFacts) -> Finding | None:
+def find_process_wait(facts: Facts, one: RankFacts) -> Finding | Look:
     """The host waits for another process while nothing runs.
 
     Meaning: a barrier, a collective of Python objects, one over gloo or a queue keeps the host from launching. It is the
@@ -226,6 +239,8 @@ def find_process_wait(facts: Facts, one: RankFacts) -> Finding | None:
     False alarm: a server that waits for requests has nothing else to do.
     """
     works = [work for work in one.time.named if work.cause == "process_wait"]
+    if not works and not one.trace.with_stack:
+        return could_not_look(record=Record.STACKS)
     cost = one.time.rows.get("process_wait", 0.0)
     text = f"waiting for other processes takes {one.of_step(cost)}"
     advice = "leave barriers and collectives of Python objects out of the step"
@@ -233,7 +248,7 @@ def find_process_wait(facts: Facts, one: RankFacts) -> Finding | None:
 
 
 @rule("python-in-function", "Python inside a custom autograd.Function", "step", "phases", needs="trace")
-def find_python_in_function(facts: Facts, one: RankFacts) -> Finding | None:
+def find_python_in_function(facts: Facts, one: RankFacts) -> Finding | Look | None:
     """The device waits for Python inside the program's own autograd.Function.
 
     Meaning: forward or backward of a class derived from torch.autograd.Function runs in Python. backward() runs on
@@ -266,7 +281,7 @@ OF_TORCH = re.compile(
 )
 
 
-def _find_python_in_function_on_cpu(one: RankFacts) -> Finding | None:
+def _find_python_in_function_on_cpu(one: RankFacts) -> Finding | Look:
     """Without a GPU an operator takes as long as Python in it does."""
     found = [
         row

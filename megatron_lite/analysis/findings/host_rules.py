@@ -6,10 +6,12 @@ from megatron_lite.analysis.findings.base import (
     Evidence,
     Finding,
     Look,
+    Record,
     could_not_look,
     find_lost_time,
     rule,
     saw,
+    saw_nothing,
     saw_wrong,
 )
 from megatron_lite.analysis.findings.debug_rules import find_anomaly_checks, is_fetch_of_check
@@ -70,7 +72,9 @@ def find_sync_in_step(facts: Facts, one: RankFacts) -> Finding | Look:
     text = f"{counted(calls, 'wait')} per step, after which the device idles {one.of_step(cost)}"
     advice = "read values (.item(), print, .cpu()) at the log interval only, and keep conditions on the device"
     found = find_lost_time(one, cost, text, advice, *shown, flags=("--log-interval 100",), cheap=True)
-    return found or _look_at_clipping(facts, one) or _look_at_waits(one, sites)
+    if isinstance(found, Finding):
+        return found
+    return _look_at_clipping(facts, one) or _look_at_waits(one, sites)
 
 
 def _look_at_clipping(facts: Facts, one: RankFacts) -> Look | None:
@@ -133,7 +137,7 @@ MIN_LAUNCH_SHARE = 0.10  # of the step, without what recording added
 
 
 @rule("launch-bound", "host too slow to launch small kernels", "step", "kernels", needs="gpu")
-def find_launch_bound(facts: Facts, one: RankFacts) -> Finding | None:
+def find_launch_bound(facts: Facts, one: RankFacts) -> Finding | Look | None:
     """The device waits for the host to launch small kernels.
 
     Meaning: kernels finish faster than Python and PyTorch's dispatch hand over new ones. The device is idle between
@@ -190,7 +194,7 @@ LARGER_OPERATORS = ("--micro-batch-size", "--torch-compile")
 
 
 @rule("host-gaps", "host delays at some points", "step", "phases", needs="trace")
-def find_host_gaps(facts: Facts, one: RankFacts) -> Finding | None:
+def find_host_gaps(facts: Facts, one: RankFacts) -> Finding | Look | None:
     """The host launches too late at some points.
 
     Meaning: the device runs out of work at certain points, although kernels are large enough on the whole: Python
@@ -210,7 +214,8 @@ def find_host_gaps(facts: Facts, one: RankFacts) -> Finding | None:
     sites = [Evidence(f"{in_ms(site.idle_ms)} in {site.what}", site.phase) for site in one.time.hosts[:MAX_SHOWN]]
     sites += list(_describe_short_gaps(one))
     if not one.time.on_gpu:
-        return _find_in_places(facts, one, host - added) or _find_in_calls(facts, one, host - added, sites)
+        in_places = _find_in_places(facts, one, host - added)
+        return in_places if isinstance(in_places, Finding) else _find_in_calls(facts, one, host - added, sites)
     if one.time.launch_bound or find_tiny_micro_batches(facts):  # they name the cause
         return None
     functions = find_python_in_function(facts)  # a finding of its own
@@ -233,7 +238,7 @@ def _describe_short_gaps(one: RankFacts) -> Iterator[Evidence]:
         yield Evidence(text, one.where())
 
 
-def _find_in_places(facts: Facts, one: RankFacts, most: float) -> Finding | None:
+def _find_in_places(facts: Facts, one: RankFacts, most: float) -> Finding | Look | None:
     """Python at work for long in places."""
     logging = LOG if find_log_stalls(facts) else None  # that has its price there
     stretches = [stretch for stretch in one.time.stretches if stretch.phase != logging]
@@ -255,7 +260,7 @@ def _find_in_places(facts: Facts, one: RankFacts, most: float) -> Finding | None
     return find_lost_time(one, cost, text, advice, *shown, title=title, flags=flags, certain=False, at_least=least)
 
 
-def _find_in_calls(facts: Facts, one: RankFacts, most: float, sites: list[Evidence]) -> Finding | None:
+def _find_in_calls(facts: Facts, one: RankFacts, most: float, sites: list[Evidence]) -> Finding | Look | None:
     """Python calling so many operators that it takes as long as they do."""
     cost = most - sum(stretch.ms for stretch in one.time.stretches)
     if find_tiny_micro_batches(facts) or find_short_gaps(facts):
@@ -273,7 +278,7 @@ MAX_SHORT_SHARE_ON_CPU = 0.20  # in pieces below a millisecond; other programs o
 
 
 @rule("short-gaps", "many gaps below a millisecond", "step", "phases", needs="trace")
-def find_short_gaps(facts: Facts, one: RankFacts) -> Finding | None:
+def find_short_gaps(facts: Facts, one: RankFacts) -> Finding | Look | None:
     """Many short gaps add up to a large part of the step.
 
     Meaning: no gap is long enough to be visible in a timeline, but together they cost as much as one large cause: launch
@@ -333,7 +338,7 @@ FEW_TOKENS = 2048  # per micro-batch: above, a transformer's products fill a dev
 
 
 @rule("tiny-micro-batches", "micro-batches too small for their overhead", "step", "phases", needs="trace")
-def find_tiny_micro_batches(facts: Facts, one: RankFacts) -> Finding | None:
+def find_tiny_micro_batches(facts: Facts, one: RankFacts) -> Finding | Look | None:
     """Micro-batches so small that overhead is a large part of them.
 
     Meaning: a step runs every operator once per micro-batch. With few tokens each, launching, Python and adding
@@ -347,7 +352,11 @@ def find_tiny_micro_batches(facts: Facts, one: RankFacts) -> Finding | None:
     """
     number, tokens = one.per_step(one.backward_ranges()), facts.micro_batch_tokens
     larger, now = facts.larger_micro_batch, facts.argument("micro_batch_size")
-    if one.time.launch_bound or number < MIN_MICRO_BATCHES or tokens is None or tokens > FEW_TOKENS:
+    if tokens is None:
+        return could_not_look(record=Record.RUN_FOLDER)
+    if number < MIN_MICRO_BATCHES or tokens > FEW_TOKENS:
+        return saw_nothing(one, f"{counted(number, 'backward pass')} of {tokens:,} tokens per step")
+    if one.time.launch_bound:  # launch-bound names the cause
         return None
     if facts.device_bytes and not larger:
         return None
@@ -368,7 +377,7 @@ MANY_COLLECTIONS = 2.0  # per step: their number costs, not a single slow one
 
 
 @rule("gc-pauses", "pauses of Python's garbage collector", "step", needs="trace")
-def find_gc_pauses(facts: Facts, one: RankFacts) -> Finding | None:
+def find_gc_pauses(facts: Facts, one: RankFacts) -> Finding | Look:
     """Python's garbage collector interrupts steps.
 
     Meaning: collecting walks through all objects that Python holds, in the thread that launches kernels. Each rank
@@ -390,6 +399,8 @@ def find_gc_pauses(facts: Facts, one: RankFacts) -> Finding | None:
         advice = f"collect {together}, without a gc.collect() in each step"
         flags = ("--manual-gc --manual-gc-interval 100",)
     collections = one.rows_named(lambda name: name.startswith(PYTHON_GC), Kind.ANNOTATION, Kind.PYTHON)
+    if not cost and not len(collections) and facts.run is None:  # only this trainer and `watch` mark all of them
+        return could_not_look(record=Record.STACKS)
     often = one.per_step(collections) >= MANY_COLLECTIONS
     number = f"{counted(one.per_step(collections), 'collection')} per step: " if len(collections) else ""
     if often:
@@ -403,7 +414,7 @@ EXPANDABLE_SEGMENTS = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 
 
 @rule("allocator-stalls", "cudaMalloc and cudaFree inside the step", "step", "memory", needs="gpu")
-def find_allocator_stalls(facts: Facts, one: RankFacts) -> Finding | None:
+def find_allocator_stalls(facts: Facts, one: RankFacts) -> Finding | Look:
     """Memory is taken from and given back to the driver inside steps.
 
     Meaning: PyTorch's allocator keeps memory and hands it out again; a steady step needs nothing new. cudaMalloc and
@@ -426,7 +437,7 @@ def find_allocator_stalls(facts: Facts, one: RankFacts) -> Finding | None:
 
 
 @rule("stream-waits", "kernels waiting for another stream", "step", needs="gpu")
-def find_stream_waits(facts: Facts, one: RankFacts) -> Finding | None:
+def find_stream_waits(facts: Facts, one: RankFacts) -> Finding | Look:
     """Kernels wait for another stream.
 
     Meaning: the next kernel was launched in time but had to wait for an event of another stream (a copy, a collective),

@@ -17,6 +17,7 @@ from megatron_lite.analysis.findings.base import (
     rule,
     saw,
     saw_wrong,
+    tell_more,
 )
 from megatron_lite.analysis.intervals import Integers
 from megatron_lite.analysis.rank_facts import MATTERS, MIN_SHARE_SHOWN, RankFacts, in_ms
@@ -213,7 +214,7 @@ def find_unpinned_copies(facts: Facts, one: RankFacts) -> Finding | Look:
     )
     advice = "pin host memory (DataLoader(pin_memory=True)) and copy with .to(device, non_blocking=True)"
     found = find_lost_time(one, exposed + stalled, text, advice, row=rows[0], cheap=True)
-    return found or _look_at_batch_copies(one)
+    return found if isinstance(found, Finding) else _look_at_batch_copies(one)
 
 
 def _look_at_batch_copies(one: RankFacts) -> Look:
@@ -315,14 +316,15 @@ def find_small_copies(facts: Facts, one: RankFacts) -> Finding | Look:
     text += f" {one.of_step(cost)}"
     advice = "copy one tensor per batch and split it on the device; fetch values together and seldom"
     flags = ("--log-interval 100",)
-    return find_lost_time(one, cost, text, advice, row=rows[0], flags=flags, certain=False, cheap=True) or look
+    found = find_lost_time(one, cost, text, advice, row=rows[0], flags=flags, certain=False, cheap=True)
+    return tell_more(found, look)
 
 
 MAX_SHOWN = 3
 
 
 @rule("exposed-copies", "copies not overlapped with compute", "step", needs="gpu")
-def find_exposed_copies(facts: Facts, one: RankFacts) -> Finding | None:
+def find_exposed_copies(facts: Facts, one: RankFacts) -> Finding | Look:
     """Copies between host and device are not overlapped with compute.
 
     Meaning: the device does nothing but copy: batches, offloaded optimizer state or activations, values for the log.

@@ -8,11 +8,14 @@ from megatron_lite.analysis.findings.base import (
     Evidence,
     Finding,
     Look,
+    Record,
     could_not_look,
     find_lost_time,
     rule,
     saw,
+    saw_nothing,
     saw_wrong,
+    tell_more,
 )
 from megatron_lite.analysis.findings.update_rules import OPTIMIZER_PHASE, find_unfused_optimizer
 from megatron_lite.analysis.kernels.kernel_results import Role
@@ -27,7 +30,7 @@ MIN_TOKENS_ON_CPU = 512  # at 256 explicit attention was measured to be the fast
 
 
 @rule("attention-scores", "attention that writes its scores", "kernels", "operators", "roofline", needs="trace")
-def find_attention_scores(facts: Facts, one: RankFacts) -> Finding | None:
+def find_attention_scores(facts: Facts, one: RankFacts) -> Finding | Look:
     """Attention writes its scores to memory.
 
     Meaning: queries times keys, the mask, softmax and dropout each read and write a tensor of batch x heads x T x T.
@@ -42,7 +45,7 @@ def find_attention_scores(facts: Facts, one: RankFacts) -> Finding | None:
     False alarm: on a CPU at short sequences explicit attention can be the faster one: try both.
     """
     if not one.trace.with_shapes:
-        return None
+        return could_not_look(record=Record.SHAPES)
     events, shapes = one.trace.events, one.trace.shapes
     softmax = one.rows_named(lambda name: "softmax" in name and "log_softmax" not in name, Kind.OP)
     found = (find_score_tensors(shapes[index].dims) for index in np.unique(events.shapes[softmax]) if index >= 0)
@@ -53,7 +56,7 @@ def find_attention_scores(facts: Facts, one: RankFacts) -> Finding | None:
     operators = one.placing.operator[rows] if one.time.on_gpu else rows
     rows = rows[on_scores[np.where(operators >= 0, events.shapes[np.maximum(operators, 0)], -1)]]
     if not len(rows):
-        return None
+        return saw_nothing(one, "no operator reads the scores of attention")
     cost = one.covered_ms(rows)
     text = f"operators on {' and '.join(f'{t} x {t}' for t in sorted(lengths))} scores take {one.of_step(cost)}"
     advice = "fused attention: --attention-backend auto"
@@ -71,7 +74,7 @@ MATH = "aten::_scaled_dot_product_attention_math"
 
 
 @rule("attention-dropout", "attention dropout without a fused kernel", "kernels", "operators", needs="trace")
-def find_attention_dropout(facts: Facts, one: RankFacts) -> Finding | None:
+def find_attention_dropout(facts: Facts, one: RankFacts) -> Finding | Look | None:
     """Dropout inside attention keeps a CPU from using its fused kernel.
 
     Meaning: PyTorch's fused attention for CPUs knows no dropout. With --attention-dropout above 0 it falls back to the
@@ -98,7 +101,7 @@ ORDERED = ("aten::contiguous", "aten::reshape", "aten::_reshape_copy")
 
 
 @rule("layout-copies", "copies into another layout", "operators", "kernels", needs="trace")
-def find_layout_copies(facts: Facts, one: RankFacts) -> Finding | None:
+def find_layout_copies(facts: Facts, one: RankFacts) -> Finding | Look:
     """Tensors are copied because their layout does not suit the next operator.
 
     Meaning: .contiguous() on a transposed or sliced view, and reshape() where a view cannot have the new shape, read and
@@ -130,7 +133,9 @@ def find_layout_copies(facts: Facts, one: RankFacts) -> Finding | None:
         shown.append(Evidence(f"{name}: {in_ms(times[name])}, {number} per step", one.where(groups[name][0])))
     text = f"{counted(one.per_step(rows), 'copy')} into another layout per step: {one.of_step(cost)}"
     advice = "leave .contiguous() out where the next operator takes strides, and keep one layout from the start"
-    return find_lost_time(one, cost, text, advice, *shown, certain=False) if len(rows) else None
+    if not len(rows):
+        return saw_nothing(one, "no copy into another layout")
+    return find_lost_time(one, cost, text, advice, *shown, certain=False)
 
 
 MAX_COPY_SHARE = 0.10  # of the step: a transformer with fused kernels and 16-bit weights stays at a few percent
@@ -175,7 +180,8 @@ def find_copy_share(facts: Facts, one: RankFacts) -> Finding | Look:
         return look  # layout-copies says which ones
     advice = "16-bit weights instead of autocast, one layout from the start, torch.compile to fold casts away"
     flags = ("--torch-compile",)
-    return find_lost_time(one, cost, text, advice, *shown, flags=flags, certain=False, at_least=limit) or look
+    found = find_lost_time(one, cost, text, advice, *shown, flags=flags, certain=False, at_least=limit)
+    return tell_more(found, look)
 
 
 def _has_work(one: RankFacts) -> bool:
@@ -218,7 +224,8 @@ def find_unfused_elementwise(facts: Facts, one: RankFacts) -> Finding | Look:
         for row in rows[:MAX_SHOWN]
     )
     flags, limit = ("--torch-compile",), MAX_ELEMENTWISE_SHARE
-    return find_lost_time(one, cost, text, advice, *shown, flags=flags, certain=False, at_least=limit) or look
+    found = find_lost_time(one, cost, text, advice, *shown, flags=flags, certain=False, at_least=limit)
+    return tell_more(found, look)
 
 
 def _look_at_elementwise(one: RankFacts) -> Look:

@@ -6,13 +6,24 @@ import re
 import numpy as np
 
 from megatron_lite.analysis.core_use import ORDINARY, PROFILED, CoreShortage
-from megatron_lite.analysis.findings.base import Evidence, Finding, build_time_finding, rule
+from megatron_lite.analysis.findings.base import (
+    Evidence,
+    Finding,
+    Look,
+    Record,
+    build_time_finding,
+    could_not_look,
+    rule,
+    saw,
+    saw_nothing,
+)
 from megatron_lite.analysis.intervals import Integers
 from megatron_lite.analysis.rank_facts import MIN_SHARE_SHOWN, RankFacts, in_ms
 from megatron_lite.analysis.run.cores import is_set_apart, measure_core_use, measure_slowdown
 from megatron_lite.analysis.run.run_results import Run
 from megatron_lite.analysis.run_facts import Facts
 from megatron_lite.analysis.trace.columns import Kind
+from megatron_lite.formats.file_names import RUN_FILE, STEPS_FILE
 from megatron_lite.thresholds import is_by_chance
 from megatron_lite.units import counted
 from megatron_lite.variables import THREADS, fitting_threads
@@ -22,7 +33,7 @@ MAX_STEPS_SHOWN = 6
 
 
 @rule("recompilation", "recompilation in the middle of training", "run")
-def find_recompilation(facts: Facts) -> Finding | None:
+def find_recompilation(facts: Facts) -> Finding | Look:
     """torch.compile recompiles again and again.
 
     Meaning: compiled code holds for the shapes, types and values it was made for. When they change, the guard fails and
@@ -46,10 +57,22 @@ def find_recompilation(facts: Facts) -> Finding | None:
             what = ", ".join(work.what for work in works)
             found = cost, Evidence(f"compiling ({what}) takes {one.of_step(cost)}", one.where()), one.time.rank
     if found is None:
-        return None
+        return _look_at_compiling(facts)
     cost, seen, rank = found
     advice = "start with TORCH_LOGS=recompiles to see which guard fails, and keep shapes and Python values constant"
     return build_time_finding(cost, [seen], advice, ("TORCH_LOGS=recompiles",), rank=rank)
+
+
+def _look_at_compiling(facts: Facts) -> Look:
+    """Tell how many steps compiled something after the first, by the run or within a trace."""
+    run, one = facts.run, facts.critical
+    if run is not None and run.steps:
+        number = int((run.compiling & ~run.evaluating)[1:].sum())
+        text = f"{number:,} of {run.steps:,} steps compiled something after the first one"
+        return saw(Evidence(text, STEPS_FILE))
+    if one is not None:
+        return saw_nothing(one, "hardly anything is compiled")
+    return could_not_look(record=Record.RUN_FOLDER)
 
 
 def measure_recompilation(run: Run | None) -> tuple[float, Evidence, None] | None:
@@ -82,7 +105,7 @@ FEW = 3  # different regions: here a layer and the loss' two pieces; elsewhere f
 
 
 @rule("graph-breaks", "compiled graphs cut into pieces", "kernels", "operators", needs="trace")
-def find_graph_breaks(facts: Facts, one: RankFacts) -> Finding | None:
+def find_graph_breaks(facts: Facts, one: RankFacts) -> Finding | Look:
     """torch.compile cut the model into pieces.
 
     Meaning: where the compiler meets Python that it cannot follow (print, .item(), a branch on a tensor's value, an
@@ -107,7 +130,7 @@ def find_graph_breaks(facts: Facts, one: RankFacts) -> Finding | None:
         regions = one.rows_named(REGION.match, Kind.OP, Kind.ANNOTATION)
         number = len({found[1] for name in _names(one, regions) if (found := REGION.match(name))})
         if number <= FEW:
-            return None
+            return saw_nothing(one, f"{counted(number, 'compiled function')}")
         told = [f"{number} different functions were compiled, {one.per_step(regions):,.0f} regions run per step"]
         place = one.where(regions[0])
     seen = tuple(Evidence(text, place) for text in told)
@@ -127,7 +150,7 @@ MIN_RUN_STEPS = 30  # a shorter run is a trial
 
 
 @rule("first-step", "long first step of a short run", "run", needs="run")
-def find_first_step(facts: Facts, run: Run) -> Finding | None:
+def find_first_step(facts: Facts, run: Run) -> Finding | Look:
     """The first step takes a large part of a short run.
 
     Meaning: the first step creates the CUDA context, picks kernels, fills the allocator and, with torch.compile,
@@ -140,11 +163,12 @@ def find_first_step(facts: Facts, run: Run) -> Finding | None:
     False alarm: a trial of a few steps of what will be a long run.
     """
     if not run.first_step_ms or not run.steady_step_ms or run.steps < MIN_RUN_STEPS:
-        return None
+        return could_not_look(record=Record.LONGER_RUN)
     extra = run.first_step_ms - run.steady_step_ms
     total = math.fsum(run.step_ms)
     if extra < max(MIN_MS, MAX_START_SHARE * total):
-        return None
+        text = f"the first step took {in_ms(run.first_step_ms)}, typical ones {in_ms(run.steady_step_ms)}"
+        return saw(Evidence(text, STEPS_FILE))
     compiling_ms = run.compile_ms[0]
     text = (
         f"the first step took {in_ms(run.first_step_ms)}, typical ones {in_ms(run.steady_step_ms)}: "
@@ -162,6 +186,7 @@ def find_first_step(facts: Facts, run: Run) -> Finding | None:
     return build_time_finding(extra / run.steps, [Evidence(text, "steps.jsonl")], advice, flags, certain=bool(compiled))
 
 
+PROFILED_RUN = f"a run with typical steps before a profiled window: {Record.RUN_FOLDER}"
 MAX_SLOWDOWN = 1.25  # a quarter more: a cause of a tenth of the step can then be the profiler's own
 BY_PROFILER = 0.75  # of the longer steps, which the process' own CPU time must explain for a certain finding
 WITHOUT_CPU_TIME = "no CPU time was recorded, so that other jobs may have made these steps longer"
@@ -170,7 +195,7 @@ COSTLY_ON_CPUS = ("--record-memory-history", *COSTLY)
 
 
 @rule("profiler-overhead", "profiler overhead", "run", needs="run")
-def find_profiler_overhead(facts: Facts, run: Run) -> Finding | None:
+def find_profiler_overhead(facts: Facts, run: Run) -> Finding | Look | None:
     """The profiler slowed its steps down so much that the trace is not representative.
 
     Meaning: recording costs host time per operator (about half a microsecond, with shapes and stacks several), and none
@@ -189,8 +214,11 @@ def find_profiler_overhead(facts: Facts, run: Run) -> Finding | None:
         the same work take more CPU time, too.
     """
     found = measure_slowdown(run)
-    if found is None or found.profiled_ms <= MAX_SLOWDOWN * found.before_ms:
-        return None
+    if found is None:
+        return could_not_look(record=PROFILED_RUN)
+    if found.profiled_ms <= MAX_SLOWDOWN * found.before_ms:
+        times = found.profiled_ms / found.before_ms
+        return saw(Evidence(f"profiled steps take{run.on_rank} {times:.2f} x as long as those before it", STEPS_FILE))
     shortage = facts.core_shortage
     by_profiler_ms = found.by_profiler_ms
     if by_profiler_ms is None:
@@ -223,7 +251,7 @@ def find_profiler_overhead(facts: Facts, run: Run) -> Finding | None:
 
 
 @rule("too-many-threads", "more computing threads than cores", "ranks", "run")
-def find_too_many_threads(facts: Facts) -> Finding | None:
+def find_too_many_threads(facts: Facts) -> Finding | Look | None:
     """More computing threads than cores.
 
     Meaning: every rank computes with as many threads as it sees cores by default. Several ranks on one
@@ -241,12 +269,10 @@ def find_too_many_threads(facts: Facts) -> Finding | None:
     if facts.on_gpu is not False or not (threads and cpus and ranks):
         return None
     fewer = fitting_threads(threads, ranks, cpus)
+    text = f"{counted(threads, 'thread')} x {counted(ranks, 'rank')} of this machine on {counted(cpus, 'core')}"
+    seen = Evidence(text, RUN_FILE)
     if fewer is None:
-        return None
-    seen = Evidence(
-        f"{counted(threads, 'thread')} x {counted(ranks, 'rank')} of this machine on {counted(cpus, 'core')}",
-        "run.json",
-    )
+        return saw(seen)
     advice = f"divide the cores: {THREADS}={fewer}"
     advice += f", or torch.set_num_threads({fewer}) where the script sets it" if facts.is_foreign else ""
     waited_ms = facts.core_shortage.wait_ms if facts.core_shortage else None

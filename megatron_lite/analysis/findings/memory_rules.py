@@ -1,23 +1,31 @@
 """What holds memory, and what would free it."""
 
 import math
+from collections.abc import Iterator
+
+import numpy as np
 
 from megatron_lite.analysis.findings.base import (
     Evidence,
     Finding,
+    Look,
+    Record,
     build_time_finding,
+    could_not_look,
     find_lost_memory,
     find_lost_time,
     rule,
+    saw,
 )
 from megatron_lite.analysis.findings.needless_rules import find_recomputed
 from megatron_lite.analysis.findings.reserved_rules import EXPANDABLE_SEGMENTS, MIN_BYTES
 from megatron_lite.analysis.memory.memory_results import GROWS_WITH_BATCH, OUTSIDE, Snapshot
 from megatron_lite.analysis.rank_facts import MATTERS, RankFacts, in_ms
 from megatron_lite.analysis.run_facts import TIGHT, Facts, measure_ordinary, sum_category, whole
-from megatron_lite.formats.file_names import RUN_FILE
+from megatron_lite.formats.file_names import RUN_FILE, STEPS_FILE
 from megatron_lite.formats.hardware import match_processor
 from megatron_lite.phases import Phase
+from megatron_lite.thresholds import MIN_GROWTH_STEPS
 from megatron_lite.units import GIB, MIB, counted, size
 
 MIN_BYTES_PER_STEP = MIB  # in a snapshot: less takes thousands of steps to fill a gigabyte
@@ -27,8 +35,8 @@ GROWTH_ADVICE = "keep numbers instead of tensors that hold their graph: .item() 
 GROWTH_FLAGS = ("--record-memory-history",)
 
 
-@rule("memory-growth", "memory that grows with every step", "memory", "run")
-def find_memory_growth(facts: Facts) -> Finding | None:
+@rule("memory-growth", "memory that grows with every step", "memory", "run", record=Record.SNAPSHOT)
+def find_memory_growth(facts: Facts) -> Finding | Look:
     """Memory that stays after each step: a leak.
 
     Meaning: something keeps tensors or objects that the next step does not need: losses with their graph in a list,
@@ -40,22 +48,15 @@ def find_memory_growth(facts: Facts) -> Finding | None:
     Flags: --record-memory-history over a window of several steps names the lines.
     False alarm: caches that fill up once, such as those of the allocator or of compiled code; they stop.
     """
-    grown = [(one.growth, one) for one in facts.snapshots if one.growth is not None]
-    grown = [pair for pair in grown if pair[0].steps >= MIN_SNAPSHOT_STEPS]
-    leak, most = max(grown, key=lambda pair: pair[0].bytes_per_step, default=(None, None))
-    if leak and most and leak.bytes_per_step >= MIN_BYTES_PER_STEP:
-        total = int(leak.bytes_per_step * leak.steps)
-        text = f"{size(leak.bytes_per_step)} more after each of {leak.steps:,} steps"
-        sites = []
-        for site in leak.sites[:MAX_SHOWN]:
-            made = f"{site.category} made in {site.phase or 'an unknown phase'}"
-            sites.append(Evidence(f"{size(site.num_bytes)} per step of {made}", site.site))
-        return find_lost_memory(most, total, total, text, GROWTH_ADVICE, *sites, flags=GROWTH_FLAGS)
+    found = _find_growth_in_snapshots(facts)
+    if found is not None:
+        return found
     run = facts.run
     measured = [(one, "the GPU's peak") for one in run.gpu_growths] if run else []
     measured += [(one, "the process's memory") for one in run.growths] if run else []
     if not measured:
-        return None
+        steady = tuple(_describe_steady_memory(facts))
+        return saw(*steady) if steady else could_not_look()
     rise, what = max(measured, key=lambda pair: pair[0].bytes_per_step)
     text = f"{what} grew by {size(rise.bytes_per_step)} per step, {size(rise.num_bytes)} in all, to {size(rise.at_end)}"
     seen = Evidence(text, "steps.jsonl" if rise.rank is None else f"rank {rise.rank}, steps.jsonl")
@@ -70,6 +71,36 @@ def find_memory_growth(facts: Facts) -> Finding | None:
     )
 
 
+def _find_growth_in_snapshots(facts: Facts) -> Finding | None:
+    """Find the largest leak among blocks that outlive their step; None where it is too small to fill a memory."""
+    grown = [(one.growth, one) for one in facts.snapshots if one.growth is not None]
+    grown = [pair for pair in grown if pair[0].steps >= MIN_SNAPSHOT_STEPS]
+    leak, most = max(grown, key=lambda pair: pair[0].bytes_per_step, default=(None, None))
+    if leak and most and leak.bytes_per_step >= MIN_BYTES_PER_STEP:
+        total = int(leak.bytes_per_step * leak.steps)
+        text = f"{size(leak.bytes_per_step)} more after each of {leak.steps:,} steps"
+        sites = []
+        for site in leak.sites[:MAX_SHOWN]:
+            made = f"{site.category} made in {site.phase or 'an unknown phase'}"
+            sites.append(Evidence(f"{size(site.num_bytes)} per step of {made}", site.site))
+        return find_lost_memory(most, total, total, text, GROWTH_ADVICE, *sites, flags=GROWTH_FLAGS)
+    return None
+
+
+def _describe_steady_memory(facts: Facts) -> Iterator[Evidence]:
+    """Name each memory that was watched for long enough and did not grow."""
+    for one in facts.snapshots:
+        if len(one.steps) >= MIN_SNAPSHOT_STEPS and one.growth is None:
+            yield Evidence(f"no growth over {counted(len(one.steps), 'step')}", one.source)
+    run = facts.run
+    if run is None:
+        return
+    for what, values in (("GPU", run.peak_memory_bytes), ("process", run.host_memory_bytes)):
+        number = (~np.isnan(values[run.ordinary])).sum()
+        if number >= MIN_GROWTH_STEPS:
+            yield Evidence(f"memory of the {what} does not grow over {number} typical steps", STEPS_FILE)
+
+
 REMEDIES = {
     "gathered parameters": "let the library give each layer back after its use (see gathered-parameters)",
     "KV cache": "fewer or shorter sequences at a time, or a smaller share of the memory for the cache",
@@ -77,8 +108,8 @@ REMEDIES = {
 }
 
 
-@rule("out-of-memory", "allocation that failed", "memory")
-def find_out_of_memory(facts: Facts) -> Finding | None:
+@rule("out-of-memory", "allocation that failed", "memory", needs="snapshot")
+def find_out_of_memory(facts: Facts, most: Snapshot) -> Finding | Look:
     """The run ended because memory was full.
 
     Meaning: an allocation failed. The line that failed is where memory ran out, not what filled it.
@@ -96,7 +127,7 @@ def find_out_of_memory(facts: Facts) -> Finding | None:
     # one that the program got around comes last
     failed, oom = min(failures, key=lambda pair: pair[1].went_on, default=(None, None))
     if failed is None or oom is None:
-        return None
+        return saw(Evidence("no allocation failed", most.source))
     free = f"{size(max(oom.device_free_bytes, 0))} were free on {name_device(failed)}"
     held_bytes, held_then = oom.held_bytes or failed.peak_bytes, oom.held or failed.held
     held = [
@@ -147,7 +178,7 @@ MAX_LOGITS_SHARE = 0.25  # of the peak: less than the layers' activations usuall
 
 
 @rule("logits-peak", "logits and loss at the memory peak", "memory", needs="snapshot")
-def find_logits_peak(facts: Facts, most: Snapshot) -> Finding | None:
+def find_logits_peak(facts: Facts, most: Snapshot) -> Finding | Look:
     """Memory peaks at the logits.
 
     Meaning: the last layer writes a number per token and vocabulary entry, and the loss copies it, in fp32, more
@@ -160,11 +191,9 @@ def find_logits_peak(facts: Facts, most: Snapshot) -> Finding | None:
         tensor parallelism, which splits the vocabulary.
     False alarm: a peak far below the device's memory.
     """
-    if not facts.is_tight(most):
-        return None
     held = sum_category(most, "logits and loss")
-    if held < MAX_LOGITS_SHARE * most.peak_bytes:
-        return None
+    if held < MAX_LOGITS_SHARE * most.peak_bytes or not facts.is_tight(most):
+        return saw(Evidence(f"{size(held)} of a peak of {size(most.peak_bytes)} are logits and loss", most.source))
     now, smaller = whole(facts.argument("micro_batch_size")), facts.smaller_micro_batch
     half = f"--micro-batch-size {smaller}" if smaller else ""
     text = f"{size(held)} of the peak of {size(most.peak_bytes)} ({held / most.peak_bytes:.0%})"
@@ -181,7 +210,7 @@ MIN_BLOCKS = 4  # one per layer; a loss has one or two
 
 
 @rule("attention-memory", "attention scores kept for backward", "memory", needs="snapshot")
-def find_attention_memory(facts: Facts, most: Snapshot) -> Finding | None:
+def find_attention_memory(facts: Facts, most: Snapshot) -> Finding | Look:
     """Attention scores of all layers wait in memory for backward.
 
     Meaning: softmax's result, batch x heads x T x T, is kept by every layer until its backward. It grows with the
@@ -198,7 +227,8 @@ def find_attention_memory(facts: Facts, most: Snapshot) -> Finding | None:
     sites = [site for site in activations if "softmax" in site.site.lower()]
     held = sum(site.num_bytes for site in sites)
     if not sites or held < MAX_SCORES_SHARE * most.peak_bytes:
-        return None
+        text = f"{size(held)} of a peak of {size(most.peak_bytes)} are scores of attention"
+        return saw(Evidence(text, most.source))
     text = f"{size(held)} of the peak of {size(most.peak_bytes)} ({held / most.peak_bytes:.0%})"
     shown = (
         Evidence(f"{size(site.num_bytes)} in {counted(site.blocks, 'piece')}", site.site) for site in sites[:MAX_SHOWN]
@@ -337,7 +367,7 @@ FORWARD = Phase.FORWARD.value
 
 
 @rule("needless-recompute", "recomputation although memory is plentiful", "memory", "prediction")
-def find_needless_recompute(facts: Facts) -> Finding | None:
+def find_needless_recompute(facts: Facts) -> Finding | Look | None:
     """Activations are recomputed although memory is plentiful.
 
     Meaning: full recomputation runs every layer's forward once more in backward, to keep only its input. That is worth
@@ -416,7 +446,7 @@ def _find_room_of_host(facts: Facts) -> tuple[int, int, str]:
     return room, peak_bytes * facts.local_ranks, RUN_FILE
 
 
-def _find_recomputation_in_trace(facts: Facts) -> Finding | None:
+def _find_recomputation_in_trace(facts: Facts) -> Finding | Look | None:
     """Of a job whose flags are unknown: recomputation that its trace shows, where the peak is far below the device's memory."""
     one = facts.critical
     if one is None or any(one.oom is not None for one in facts.snapshots):

@@ -5,7 +5,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_lite.analysis.findings.base import Evidence, Finding, find_lost_time, rule
+from megatron_lite.analysis.findings.base import (
+    Evidence,
+    Finding,
+    Look,
+    Record,
+    could_not_look,
+    find_lost_time,
+    rule,
+    saw_nothing,
+)
 from megatron_lite.analysis.intervals import Flags, Integers, Nesting
 from megatron_lite.analysis.rank_facts import RankFacts, in_ms
 from megatron_lite.analysis.run_facts import Facts
@@ -180,7 +189,7 @@ def _repeats(found: ForwardPass, trained: ForwardPass, has_shapes: bool) -> bool
 
 
 @rule("forward-without-backward", "forward passes that no backward follows", "phases", "operators", needs="trace")
-def find_forward_without_backward(facts: Facts, one: RankFacts) -> Finding | None:
+def find_forward_without_backward(facts: Facts, one: RankFacts) -> Finding | Look:
     """The trained model's layers run forward again, and no backward goes through that pass.
 
     Meaning: a second call of the model for a metric or a log, an evaluation in the step, a teacher, an average of the
@@ -198,11 +207,11 @@ def find_forward_without_backward(facts: Facts, one: RankFacts) -> Finding | Non
     passes = find_forward_passes(one)
     trained = [found for found in passes if found.is_followed]
     if not trained:
-        return None
+        return could_not_look(Evidence("no forward pass that a backward follows", one.where()))
     longest = max(trained, key=lambda found: len(found.layers))
     repeated = [found for found in passes if not found.is_followed and _repeats(found, longest, one.trace.with_shapes)]
     if not repeated:
-        return None
+        return saw_nothing(one, "a backward follows each forward pass of the model")
     cost = _measure_passes(one, repeated)
     number = round(sum(len(found.layers) for found in repeated) / len(longest.layers) / one.steady_steps, 1)
     recorded = repeated[0].is_recorded
@@ -243,7 +252,7 @@ def holds_fp64(shapes: Shapes) -> bool:
 
 
 @rule("fp64-compute", "computing in fp64", "kernels", "operators", needs="trace")
-def find_fp64_compute(facts: Facts, one: RankFacts) -> Finding | None:
+def find_fp64_compute(facts: Facts, one: RankFacts) -> Finding | Look:
     """Part of the model computes in fp64.
 
     Meaning: a tensor of numpy's default type, .double() or a Python float64 scale turned a block's activations or
@@ -258,8 +267,10 @@ def find_fp64_compute(facts: Facts, one: RankFacts) -> Finding | None:
     False alarm: sums or a solver that need the digits.
     """
     rows = _find_fp64_rows(one)
+    if not len(rows) and not one.trace.with_shapes:
+        return could_not_look(record=Record.SHAPES)
     if not len(rows):
-        return None
+        return saw_nothing(one, "nothing computes in fp64")
     cost = one.covered_ms(rows)
     operators = one.placing.operator[rows] if one.time.on_gpu else rows
     names = one.trace.events.name[np.where(operators >= 0, operators, rows)]

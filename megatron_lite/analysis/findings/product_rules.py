@@ -18,7 +18,7 @@ from megatron_lite.analysis.findings.base import (
     saw,
     saw_wrong,
 )
-from megatron_lite.analysis.kernels.kernel_results import MATRIX_ROLES, Role, TensorCores
+from megatron_lite.analysis.kernels.kernel_results import MATRIX_ROLES, Role, RooflineRow, TensorCores
 from megatron_lite.analysis.rank_facts import MATTERS, MIN_SHARE_SHOWN, RankFacts, in_ms
 from megatron_lite.analysis.run_facts import Facts, whole
 from megatron_lite.formats.hardware import TILE as USUAL_TILE
@@ -74,9 +74,9 @@ def find_no_tensor_cores(facts: Facts, one: RankFacts) -> Finding | Look:
     advice = "; ".join(changes) or "make the dimensions of these products multiples of 64 (at least 8)"
     flags = tuple(change.partition(" (")[0] for change in changes if change.startswith("--"))
     found = find_lost_time(one, cost, text, advice, *shown, flags=flags)
-    if found is None and not kernels.matrix_ms:
-        return _look_at_dimensions(one)
-    return found or _look_at_tensor_cores(facts, one)
+    if isinstance(found, Finding):
+        return found
+    return _look_at_tensor_cores(facts, one) if kernels.matrix_ms else _look_at_dimensions(one)
 
 
 def _look_at_tensor_cores(facts: Facts, one: RankFacts) -> Look:
@@ -236,7 +236,7 @@ MAX_SHAPES_SHOWN = 4
 
 
 @rule("matmul-shapes", "matrix sizes that are not multiples of the tile size", "roofline", needs="trace")
-def find_matmul_shapes(facts: Facts, one: RankFacts) -> Finding | None:
+def find_matmul_shapes(facts: Facts, one: RankFacts) -> Finding | Look:
     """Matrix sizes are not multiples of the hardware's tile size.
 
     Meaning: matrix units work on tiles. A dimension that is no multiple of 8 (16 bytes of fp16) may lose tensor cores
@@ -251,21 +251,26 @@ def find_matmul_shapes(facts: Facts, one: RankFacts) -> Finding | None:
     Flags: --hidden-size, --ffn-hidden-size, --kv-channels, --make-vocab-size-divisible-by 128, --seq-length.
     False alarm: products so small that launching them costs more than their tiles.
     """
+    if not one.kernels.roofline:
+        return could_not_look(record=Record.SHAPES)
     rows = [row for row in one.kernels.roofline if row.role is Role.GEMM and any(map(is_off, row.dims))]
     rows.sort(key=lambda row: -row.ms)
     ms, cost = sum(row.ms for row in rows), sum(row.ms * _padding(row.dims) for row in rows)
     odd = sum(row.ms for row in rows if any(size > LOAD and size % LOAD for size in row.dims))
     sizes = dict.fromkeys(size for row in rows for size in row.dims if is_off(size))
     changes = _keep_flags(dict.fromkeys(suggest_size(facts, size, enlarge(size)) for size in sizes))
-    shown = []
-    for row in rows[:MAX_SHAPES_SHOWN]:
-        times = f"{in_ms(row.ms)}, {significant(row.per_step)} per step"
-        shown.append(Evidence(f"{name_layer(facts, row.dims)} {row.shape}: {times}", row.phase))
+    shown = [_describe_product(facts, row) for row in rows[:MAX_SHAPES_SHOWN]]
     text = f"products with such dimensions take {one.of_step(ms)}"
     advice = "; ".join(changes[:MAX_SHAPES_SHOWN])
     flags = tuple(change.partition(" (")[0] for change in changes if change.startswith("--"))
     limit = 0.0 if one.share(odd) >= MAX_ODD_SHARE else MIN_SHARE_SHOWN
     return find_lost_time(one, cost, text, advice, *shown, flags=flags, certain=one.time.on_gpu, at_least=limit)
+
+
+def _describe_product(facts: Facts, row: RooflineRow) -> Evidence:
+    """Describe a product of the trace: its layer, its shape, its ms and calls per step."""
+    times = f"{in_ms(row.ms)}, {significant(row.per_step)} per step"
+    return Evidence(f"{name_layer(facts, row.dims)} {row.shape}: {times}", row.phase)
 
 
 def is_off(dimension: int) -> bool:
@@ -291,7 +296,7 @@ MAX_SHARE_ABOVE_FLOOR = 0.10  # of the step above the floor
 
 
 @rule("below-roofline", "products far below the hardware's limit", "roofline", needs="gpu")
-def find_below_roofline(facts: Facts, one: RankFacts) -> Finding | None:
+def find_below_roofline(facts: Facts, one: RankFacts) -> Finding | Look:
     """Matrix products and attention far below what the hardware can do.
 
     Meaning: every kernel has a floor: its operations at the device's peak, or its bytes at the memory's bandwidth,
@@ -310,6 +315,8 @@ def find_below_roofline(facts: Facts, one: RankFacts) -> Finding | None:
         for row in one.kernels.roofline
         if row.role in MATRIX_ROLES and row.bound_ms is not None and row.efficiency is not None
     ]
+    if not bounded:
+        return could_not_look(record=Record.SHAPES)
     low = [part for part in bounded if part[2] < REACHES and one.share(part[0].ms) >= MIN_SHARE_SHOWN]
     low.sort(key=lambda part: part[1] - part[0].ms)
     cost = sum(row.ms - bound_ms for row, bound_ms, _ in low)
@@ -336,7 +343,7 @@ FIT = 128  # the multiple that is enough
 
 
 @rule("vocabulary-padding", "vocabulary rows that are only padding", "roofline", "memory", needs="trace")
-def find_vocabulary_padding(facts: Facts, one: RankFacts) -> Finding | None:
+def find_vocabulary_padding(facts: Facts, one: RankFacts) -> Finding | Look | None:
     """Rows of the vocabulary that no token uses.
 
     Meaning: the vocabulary is padded to a multiple, so that its product fits the hardware. A small vocabulary padded to

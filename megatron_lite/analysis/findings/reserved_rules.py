@@ -1,6 +1,13 @@
 """Memory that is held and serves nobody now: between tensors, in private pools, for another stream, for other layers."""
 
-from megatron_lite.analysis.findings.base import Evidence, Finding, find_lost_memory, rule
+from megatron_lite.analysis.findings.base import (
+    Evidence,
+    Finding,
+    Look,
+    find_lost_memory,
+    rule,
+    saw,
+)
 from megatron_lite.analysis.memory.memory_results import Snapshot
 from megatron_lite.analysis.run_facts import Facts, sum_category
 from megatron_lite.units import MIB, counted, size
@@ -107,7 +114,7 @@ MAX_AWAITING_SHARE = 0.10  # of the peak: less decides nothing
 
 
 @rule("awaiting-free", "memory that waits for another stream", "memory", needs="snapshot")
-def find_awaiting_free(facts: Facts, most: Snapshot) -> Finding | None:
+def find_awaiting_free(facts: Facts, most: Snapshot) -> Finding | Look:
     """Memory that the program gave back waits for another stream before it can be used again.
 
     Meaning: Tensor.record_stream says that another stream uses a tensor. When the program drops the tensor, its memory is
@@ -122,9 +129,9 @@ def find_awaiting_free(facts: Facts, most: Snapshot) -> Finding | None:
     False alarm: a moment that passes before anything large is asked for.
     """
     held = sum_category(most, "awaiting free")
-    if held < max(MAX_AWAITING_SHARE * most.peak_bytes, MIN_BYTES):
-        return None
     text = f"{size(held)} of the peak of {size(most.peak_bytes)} were given back and wait for another stream"
+    if held < max(MAX_AWAITING_SHARE * most.peak_bytes, MIN_BYTES):
+        return saw(Evidence(text, most.source))
     sites = [site for site in most.sites if site.category == "awaiting free"]
     shown = (
         Evidence(f"{size(site.num_bytes)} in {counted(site.blocks, 'piece')}", site.site) for site in sites[:MAX_SHOWN]

@@ -1,12 +1,9 @@
 """Checks of what a run's own record, snapshots and shapes say, for which no single rule answers."""
 
-from collections.abc import Iterator
-
 import numpy as np
 
-from megatron_lite.analysis.findings.base import Evidence, Look, Record, could_not_look, saw, saw_wrong
+from megatron_lite.analysis.findings.base import Evidence, Look, Outcome, Record, could_not_look, saw, saw_wrong
 from megatron_lite.analysis.findings.check_case import Case, fail_by_findings
-from megatron_lite.analysis.findings.memory_rules import MIN_SNAPSHOT_STEPS
 from megatron_lite.analysis.intervals import Numbers
 from megatron_lite.analysis.memory.memory_results import Snapshot
 from megatron_lite.analysis.rank_facts import RankFacts, in_ms
@@ -15,9 +12,9 @@ from megatron_lite.analysis.run.run_results import Run
 from megatron_lite.analysis.run_facts import Facts, whole
 from megatron_lite.analysis.trace.columns import Kind
 from megatron_lite.formats.file_names import RUN_FILE, STEPS_FILE
-from megatron_lite.thresholds import MIN_GROWTH_STEPS
 from megatron_lite.units import count, counted, significant, size
 
+BATCH_REMEDY = "micro-batch size x ranks x micro-batches must give --global-batch-size, with one update for all of it"
 OPTIMIZER_STEP = "optimizer step"
 UPDATE_RANGE = "Optimizer.step#"  # PyTorch's own, around step()
 MIN_TRACED_STEPS = 2  # whose shapes can be compared
@@ -36,7 +33,8 @@ PACKED = Evidence(
 def look_at_peak(case: Case) -> Look:
     """Tell what holds the peak, which a snapshot shows, and that nothing stays from step to step."""
     held = _describe_peak(case.facts.highest_snapshot)
-    steady = list(_describe_steady_memory(case.facts))
+    growth = case.get_look("memory-growth")
+    steady = growth.evidence if growth and growth.outcome is Outcome.PASSED else ()
     if held and steady:
         return saw(*held, *steady)
     return could_not_look(*held, *steady)
@@ -49,20 +47,6 @@ def _describe_peak(most: Snapshot | None) -> list[Evidence]:
     parts = ", ".join(f"{part.category} {size(part.num_bytes)}" for part in most.held[:MAX_CATEGORIES])
     text = f"peak of {size(most.peak_bytes)} in {most.peak_phase or 'an unknown phase'}: {parts}"
     return [Evidence(f"simulated {text}" if most.simulated else text, most.source)]
-
-
-def _describe_steady_memory(facts: Facts) -> Iterator[Evidence]:
-    """Name each memory that was watched for long enough and did not grow. A growth is the finding memory-growth."""
-    for one in facts.snapshots:
-        if len(one.steps) >= MIN_SNAPSHOT_STEPS and one.growth is None:
-            yield Evidence(f"no growth over {counted(len(one.steps), 'step')}", one.source)
-    run = facts.run
-    if run is None:
-        return
-    for what, values in (("GPU", run.peak_memory_bytes), ("process", run.host_memory_bytes)):
-        number = (~np.isnan(values[run.ordinary])).sum()
-        if number >= MIN_GROWTH_STEPS:
-            yield Evidence(f"memory of the {what} does not grow over {number} typical steps", STEPS_FILE)
 
 
 # --- updates
@@ -88,8 +72,7 @@ def look_at_batches(case: Case) -> Look:
     if updates > 1:
         wrong.append(f"{significant(updates)} {OPTIMIZER_STEP}s per iteration in the trace")
     if wrong:
-        remedy = "micro-batch size x ranks x micro-batches must give --global-batch-size, with one update for all of it"
-        return saw_wrong(remedy, *(Evidence(text, STEPS_FILE) for text in wrong), *shown)
+        return saw_wrong(BATCH_REMEDY, *(Evidence(text, STEPS_FILE) for text in wrong), *shown)
     parts = f"{micro_batch} x {counted(run.world_size, 'rank')} x {sizes[-1] / samples:,.0f} of them"
     text = f"{counted(sizes[-1], 'sample')} per step = micro-batches of {parts}, in {counted(len(sizes), 'step')}"
     return saw(Evidence(text, STEPS_FILE), *_describe_rates(run), *shown)

@@ -13,6 +13,7 @@ from megatron_lite.analysis.findings.base import (
     find_lost_time,
     rule,
     saw,
+    saw_nothing,
 )
 from megatron_lite.analysis.rank_facts import MATTERS, MIN_SHARE_SHOWN, RankFacts, in_ms
 from megatron_lite.analysis.run.learning import find_clip_limit, measure_learning
@@ -31,7 +32,7 @@ MIN_TENSORS = 4  # parameter tensors whose loop would not be worth a word
 
 
 @rule("unfused-optimizer", "optimizer that is not fused", "phases", "kernels", "operators", needs="trace")
-def find_unfused_optimizer(facts: Facts, one: RankFacts) -> Finding | None:
+def find_unfused_optimizer(facts: Facts, one: RankFacts) -> Finding | Look:
     """The optimizer updates tensor by tensor, or operation by operation.
 
     Meaning: AdamW written as a loop launches about ten small kernels per parameter; foreach joins the parameters but
@@ -44,8 +45,10 @@ def find_unfused_optimizer(facts: Facts, one: RankFacts) -> Finding | None:
     False alarm: an optimizer of your own that has no fused form.
     """
     loops, joined = one.rows_named(LOOP.__eq__, Kind.OP), one.rows_named(FOREACH.__eq__, Kind.OP)
-    if not len(joined) and one.per_step(loops) < MIN_TENSORS or len(one.rows_named(FUSED.search, Kind.OP, Kind.KERNEL)):
-        return None
+    if len(one.rows_named(FUSED.search, Kind.OP, Kind.KERNEL)):
+        return saw_nothing(one, "a fused update")
+    if not len(joined) and one.per_step(loops) < MIN_TENSORS:
+        return could_not_look(Evidence("no update whose operators are known", one.where()))
     phases = [phase.device_ms for phase in one.time.phases if OPTIMIZER_PHASE.search(phase.name)]
     ranges = one.rows_named(lambda name: name.startswith(RANGE), Kind.ANNOTATION)
     cost = max(phases) if phases else one.covered_ms(ranges)
@@ -60,7 +63,7 @@ ZERO_GRAD_PHASES = ("Optimizer.zero_grad", "zero_grad")
 
 
 @rule("zeroed-gradients", "gradients zeroed instead of freed", "phases", "kernels", "operators", needs="trace")
-def find_zeroed_gradients(facts: Facts, one: RankFacts) -> Finding | None:
+def find_zeroed_gradients(facts: Facts, one: RankFacts) -> Finding | Look:
     """Gradients are filled with zeros instead of freed.
 
     Meaning: zero_grad(set_to_none=False), or an old PyTorch's default, writes zeros into every gradient, and backward
@@ -74,7 +77,7 @@ def find_zeroed_gradients(facts: Facts, one: RankFacts) -> Finding | None:
     """
     rows = one.in_phases(one.rows_named(ZEROES.__contains__, Kind.OP), *ZERO_GRAD_PHASES)
     if not len(rows):
-        return None
+        return saw_nothing(one, "no gradient is filled with zeros")
     cost = sum(phase.device_ms for phase in one.time.phases if phase.name in ZERO_GRAD_PHASES)
     cost += sum(site.idle_ms for site in one.time.hosts if site.phase in ZERO_GRAD_PHASES)
     text = f"{counted(round(one.per_step(rows)), 'call')} per step in zero_grad: {one.of_step(cost)}"
@@ -146,7 +149,7 @@ MIN_SCALED_STEPS = 20
 
 
 @rule("scale-collapse", "loss scale that has collapsed", "run", "losses", needs="run")
-def find_scale_collapse(facts: Facts, run: Run) -> Finding | None:
+def find_scale_collapse(facts: Facts, run: Run) -> Finding | Look | None:
     """The fp16 loss scale has fallen to where gradients vanish.
 
     Meaning: overflows keep halving the scale. Near 1, small gradients round to zero in fp16: training goes on without
@@ -161,8 +164,13 @@ def find_scale_collapse(facts: Facts, run: Run) -> Finding | None:
         return None
     settled = run.loss_scale[run.skipped.argmin() :] if run.steps else run.loss_scale
     known = settled[settled > 0]  # NaN is not
-    if len(known) < MIN_SCALED_STEPS or known[-1] > TOO_SMALL or known.max() < FALLEN * known[-1]:
-        return None
+    if len(known) < MIN_SCALED_STEPS:
+        return could_not_look(record=Record.LONGER_RUN)
+    if known[-1] > TOO_SMALL or known.max() < FALLEN * known[-1]:
+        text = (
+            f"the loss scale is {significant(known[-1], 6)} at the end, and was {significant(known.max(), 6)} at most"
+        )
+        return saw(Evidence(text, STEPS_FILE))
     skipped = f"{run.skipped.sum():,} of {run.steps:,} steps were skipped"
     text = f"the loss scale fell from {known.max():,.0f} to {significant(known[-1], 6)} ({skipped})"
     seen = Evidence(text, "steps.jsonl")
@@ -229,7 +237,7 @@ COSTLY = {"log_params_norm": "--log-params-norm", "log_num_zeros_in_grad": "--lo
 
 
 @rule("log-stalls", "logging in every step", "step", "phases", "run")
-def find_log_stalls(facts: Facts) -> Finding | None:
+def find_log_stalls(facts: Facts) -> Finding | Look:
     """Logging takes a notable part of each step.
 
     Meaning: reading losses and norms waits for the device, and formatting, TensorBoard and files take host time. At
@@ -241,31 +249,42 @@ def find_log_stalls(facts: Facts) -> Finding | None:
     Flags: --log-interval 100, --tensorboard-log-interval, without --log-params-norm and --log-num-zeros-in-grad.
     False alarm: a demonstration that is meant to print every step.
     """
-    run, one = facts.run, facts.critical
-    if facts.on_gpu:
-        if one is None:
-            return None
-        sites = [site for site in one.time.syncs if LOG in (site.phase, site.cause)]
-        waited, own = sum(site.idle_ms for site in sites), one.time.rows.get(LOG, 0.0)
-        cost = waited + own
-        if one.share(cost) < (MIN_SHARE_SHOWN if waited > own else MATTERS):
-            return None
-        waits = f"{counted(sum(site.per_step for site in sites), 'wait')} in {LOG}"
-        text = f"the device idles {in_ms(waited)} after {waits} and {in_ms(own)} during it: {one.of_step(cost)}"
-        seen = Evidence(text, one.where())
-    else:
-        if run is None or not run.steady_step_ms:
-            return None
-        cost = measure_ordinary(run, run.phases_ms.get(LOG, ())) or 0.0
-        if cost < MATTERS * run.steady_step_ms:
-            return None
-        of_which = f"a step of {in_ms(run.steady_step_ms)} (medians of typical steps)"
-        seen = Evidence(f"the phase {LOG} takes {in_ms(cost)} of {of_which}", "steps.jsonl")
+    measured = _measure_idle_in_logging(facts.critical) if facts.on_gpu else _measure_logging_phase(facts.run)
+    if isinstance(measured, Look):
+        return measured
+    cost, seen = measured
     costly = [flag for name, flag in COSTLY.items() if facts.argument(name)]
     now = facts.argument("log_interval")
     advice = f"a larger --log-interval{f' (now {now})' if now else ''}"
     advice += f", without {', '.join(costly)}" if costly else ""
     return build_time_finding(cost, [seen], advice, ("--log-interval 100",))
+
+
+def _measure_idle_in_logging(one: RankFacts | None) -> tuple[float, Evidence] | Look:
+    """Measure a GPU's idle ms per step because of logging, with its evidence; a look where it is little or not seen."""
+    if one is None:
+        return could_not_look(record=Record.TRACE)
+    sites = [site for site in one.time.syncs if LOG in (site.phase, site.cause)]
+    waited = sum(site.idle_ms for site in sites)
+    own = one.time.rows.get(LOG, 0.0)
+    cost = waited + own
+    waits = f"{counted(sum(site.per_step for site in sites), 'wait')} in {LOG}"
+    text = f"the device idles {in_ms(waited)} after {waits} and {in_ms(own)} during it: {one.of_step(cost)}"
+    seen = Evidence(text, one.where())
+    if one.share(cost) >= (MIN_SHARE_SHOWN if waited > own else MATTERS):
+        return cost, seen
+    is_named = cost > 0 or any(part.name == LOG for part in one.time.phases)
+    return saw(seen) if is_named and one.time.step_ms > 0 else could_not_look(record=Record.STACKS)
+
+
+def _measure_logging_phase(run: Run | None) -> tuple[float, Evidence] | Look:
+    """Measure the host's ms per step in the phase that logs, with its evidence; a look where it is little or not seen."""
+    cost = measure_ordinary(run, run.phases_ms.get(LOG, ())) if run is not None else None
+    if run is None or not run.steady_step_ms or cost is None:
+        return could_not_look(record=Record.RUN_FOLDER)
+    of_which = f"a step of {in_ms(run.steady_step_ms)} (medians of typical steps)"
+    seen = Evidence(f"the phase {LOG} takes {in_ms(cost)} of {of_which}", STEPS_FILE)
+    return saw(seen) if cost < MATTERS * run.steady_step_ms else (cost, seen)
 
 
 MIN_STEPS, MIN_TIMES = 20, 3  # one of both: a short run's only checkpoint says nothing of how often
