@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_lite.checkpoint.find import open_newest
-from megatron_lite.checkpoint.training_state import Record
+from megatron_lite.checkpoint.training_state import CheckpointRecord
 from megatron_lite.config.shape import ModelShape
 from megatron_lite.convert.folders import import_hf
 from megatron_lite.cpu_kernels.install import choose_cpu_kernels, install_kernels
@@ -75,7 +75,7 @@ def choose_device(cpu: bool) -> str:
 
 def load_generator(
     load: Path, is_hugging_face: bool, step: int | None, device: str, say: Callable
-) -> tuple[Generator, Record, dict]:
+) -> tuple[Generator, CheckpointRecord, dict]:
     """(the model, the checkpoint's record, the flags of its training). load: what --save wrote to, or a Hugging Face folder."""
     if is_hugging_face:
         record, tensors = import_hf(load, divisible_by=1)

@@ -12,7 +12,7 @@ KERNEL_NAMES = "MEGATRON_LITE_KERNEL_NAMES"  # a file with the user's own roles 
 MORE_QUEUES = f"{QUEUES}=32"
 
 
-class Place(NamedTuple):
+class RunPlace(NamedTuple):
     """Where a run computes, as far as it decides which switches matter."""
 
     on_gpu: bool
@@ -21,7 +21,7 @@ class Place(NamedTuple):
 
 
 # where a switch matters, by name
-PLACES: dict[str, Callable[[Place], bool]] = {
+PLACES: dict[str, Callable[[RunPlace], bool]] = {
     "a GPU": lambda place: place.on_gpu,
     "ranks": lambda place: place.ranks > 1,
     "several GPUs": lambda place: place.on_gpu and place.ranks > 1,
@@ -70,7 +70,7 @@ def fitting_threads(threads: int, ranks: int, cores: int) -> int | None:
     return fitting if threads * ranks > cores and threads > fitting else None
 
 
-def switches_on(environ: Mapping[str, str], place: Place) -> dict[str, str]:
+def switches_on(environ: Mapping[str, str], place: RunPlace) -> dict[str, str]:
     """{VARIABLE=value: what it costs} for switches that were left on."""
     found = [(environ.get(switch.variable), switch) for switch in SWITCHES if PLACES[switch.place](place)]
     return {

@@ -31,7 +31,7 @@ from support.launch import (
 from megatron_lite.analysis.memory.read import analyze_snapshot
 from megatron_lite.config.plan import Plan
 from megatron_lite.cpu_kernels.rules import find_slow_precisions
-from megatron_lite.instruments.memory_tags import Place
+from megatron_lite.instruments.memory_tags import StepMarks
 from megatron_lite.instruments.memory_tracker import StorageTracker
 from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.data_parallel import replicate
@@ -173,7 +173,7 @@ def ask_ranks(function: Callable[..., None], folder: Path, *words: str, ranks: i
 def measure_traffic(world, argv: str):
     """For on_ranks: prints the most bytes held while the model is built, those of the optimizer's tensors, and what a second
     step sends."""
-    plan, tracker = plan_of(json.loads(argv), world), StorageTracker(Place(), 1_000_000)
+    plan, tracker = plan_of(json.loads(argv), world), StorageTracker(StepMarks(), 1_000_000)
     groups = make_groups(plan, CPU)
     backend = RealBackend(CPU)
     tracker.start()

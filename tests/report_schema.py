@@ -20,7 +20,7 @@ from megatron_lite.analysis.findings.base import Finding
 from megatron_lite.analysis.findings.check_case import Check
 from megatron_lite.analysis.kernels.kernel_results import RankKernels
 from megatron_lite.analysis.memory.memory_results import LedgerRow, Snapshot, TraceMemory
-from megatron_lite.analysis.ranks.rank_results import Ranks
+from megatron_lite.analysis.ranks.rank_results import RankComparison
 from megatron_lite.analysis.report import REPORT_SCHEMA, Verdict
 from megatron_lite.analysis.run.every_step import EveryStep
 from megatron_lite.analysis.run.pipeline_times import PipelineTimes
@@ -57,7 +57,7 @@ class Contents:
     checks: tuple[Check, ...]  # the questions of `megatron-lite audit`, in its order
     critical_rank: int | None  # the rank that the report shows, which waits least for others
     ranks_seen: tuple[TracedRank, ...]  # by rank
-    ranks: Ranks | None  # beside each other
+    ranks: RankComparison | None  # beside each other
     snapshots: tuple[Snapshot, ...]  # of memory, by rank
     # formulas beside the snapshot with the highest peak; () without a plan of this trainer
     ledger: tuple[LedgerRow, ...]

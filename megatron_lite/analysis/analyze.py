@@ -20,7 +20,7 @@ from megatron_lite.analysis.memory.memory_results import Snapshot
 from megatron_lite.analysis.memory.trace_memory import measure_trace_memory
 from megatron_lite.analysis.rank_facts import RankFacts
 from megatron_lite.analysis.ranks.from_run import compare_ranks_of_run, find_only_dimension, only_lasting
-from megatron_lite.analysis.ranks.rank_results import Ranks
+from megatron_lite.analysis.ranks.rank_results import RankComparison
 from megatron_lite.analysis.ranks.ranks import compare_ranks
 from megatron_lite.analysis.report import Report
 from megatron_lite.analysis.run.run_results import Run
@@ -218,7 +218,7 @@ def _describe_unreadable(paths: Sequence[Path | str], gaps: Sequence[str]) -> st
     return f"{names}: nothing in it can be read ({reasons})"
 
 
-def _compare_ranks(ranks_seen: Sequence[RankFacts], run: Run | None, gaps: _Gaps) -> Ranks | None:
+def _compare_ranks(ranks_seen: Sequence[RankFacts], run: Run | None, gaps: _Gaps) -> RankComparison | None:
     """Compare ranks by their traces or, without a trace, by what the run folder has of each rank.
 
     Args:

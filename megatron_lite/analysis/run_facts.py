@@ -12,7 +12,7 @@ from megatron_lite.analysis.intervals import Numbers
 from megatron_lite.analysis.memory.memory_results import LedgerRow, Snapshot, TraceMemory
 from megatron_lite.analysis.rank_facts import RankFacts
 from megatron_lite.analysis.ranks.exposed import Exposed, measure_exposed
-from megatron_lite.analysis.ranks.rank_results import Imbalance, Ranks, Straggler
+from megatron_lite.analysis.ranks.rank_results import Imbalance, RankComparison, Straggler
 from megatron_lite.analysis.run.cores import find_core_shortage, find_core_use
 from megatron_lite.analysis.run.every_step import EveryStep, measure_every_step
 from megatron_lite.analysis.run.pipeline_times import PipelineTimes, measure_pipeline
@@ -109,7 +109,7 @@ class Facts:
     """One run. Every part may be absent; a rule that needs it then has nothing to say."""
 
     ranks_seen: tuple[RankFacts, ...]  # by rank
-    ranks: Ranks | None
+    ranks: RankComparison | None
     snapshots: tuple[Snapshot, ...]  # by rank
     run: Run | None
     gaps: tuple[str, ...]  # what could not be seen and why, a sentence each

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_lite.checkpoint.training_state import Record
+from megatron_lite.checkpoint.training_state import CheckpointRecord
 from megatron_lite.config.args import Args
 from megatron_lite.config.plan import LearningRatePlan
 from megatron_lite.config.shape import ModelShape
@@ -206,7 +206,7 @@ def plain_arguments(args: Args) -> dict:
     return {name: list(value) if isinstance(value, tuple) else value for name, value in typed.items()}
 
 
-def build_namespace(record: Record, arguments: dict, ckpt_format: str) -> argparse.Namespace:
+def build_namespace(record: CheckpointRecord, arguments: dict, ckpt_format: str) -> argparse.Namespace:
     """The arguments under which Megatron would have trained this: `arguments`, and what was derived from them."""
     s = ModelShape(**record.shape)
     derived = {name: record.shape[name] for name in SAME_NAME} | {

@@ -52,7 +52,7 @@ from megatron_lite.checkpoint.megatron_optimizer import (
     read_settings,
     write_settings,
 )
-from megatron_lite.checkpoint.training_state import Record, Stored
+from megatron_lite.checkpoint.training_state import CheckpointRecord, Stored
 from megatron_lite.config.layout import Block, Part, take_part, whole_part
 from megatron_lite.run_folder import METADATA_FILE, RECORD_FILE, write_atomically
 from megatron_lite.shared_files import read_foreign_text
@@ -98,7 +98,7 @@ EMPTY_STATE = "decoder.final_layernorm._extra_state/shard_0_1"
 
 
 @dataclass(frozen=True)
-class Place:
+class StoredTensor:
     """Where a tensor of `shape` is stored: the regions, one after another, along its first dimension."""
 
     shape: tuple[int, ...]
@@ -121,7 +121,7 @@ class DistFile(Stored):
         own = None
         if (folder / RECORD_FILE).exists():
             with dcp.readable(folder / RECORD_FILE):
-                own = Record.from_json(read_foreign_text(folder / RECORD_FILE))
+                own = CheckpointRecord.from_json(read_foreign_text(folder / RECORD_FILE))
         with dcp.readable(folder / METADATA_FILE):
             self._reader = dcp.Reader(folder)
         entries = self._reader.metadata.state_dict_metadata
@@ -155,7 +155,7 @@ class DistFile(Stored):
         for target, whole, part in read_whole:
             take_part(target, whole, part)
 
-    def _understand(self, common: dict, own: Record | None):
+    def _understand(self, common: dict, own: CheckpointRecord | None):
         args = read_arguments(self.path, common)
         self.arguments = args.plain
         self._places = find_places(self._entries)
@@ -191,7 +191,7 @@ class DistFile(Stored):
             embedding = weights[EMBEDDING]
             self.record = read_record(common, args, embedding.shape[0], embedding.dtype, self.without_optimizer is None)
 
-    def _understand_optimizer(self, common: dict, args: MegatronArgs, weights: dict[str, Place]):
+    def _understand_optimizer(self, common: dict, args: MegatronArgs, weights: dict[str, StoredTensor]):
         """Find steps, loss scale and schedule, and check that the moments are the weights'. Raises Unmapped."""
         buckets = {match: key for key in self._entries if (match := BUCKET.match(key))}
         optimizer = common.get("optimizer")
@@ -216,7 +216,7 @@ class DistFile(Stored):
         stepping = [name for name in weights if f"optimizer.{name}.exp_avg" in self._places]
         self._values = read_settings(optimizer, stepping) | read_clock(common)
 
-    def _find_in_buckets(self, buckets: dict[re.Match, str], args: MegatronArgs, weights: dict[str, Place]):
+    def _find_in_buckets(self, buckets: dict[re.Match, str], args: MegatronArgs, weights: dict[str, StoredTensor]):
         """Add places in the distributed optimizer's flat buckets, which tell no names. Raises Unmapped.
 
         That the layout is understood is proved by the weights: each must be its master, rounded.
@@ -244,8 +244,8 @@ class DistFile(Stored):
         )
 
     def _slices(
-        self, keys: dict[int, str], starts: dict[str, int], total: int, weights: dict[str, Place]
-    ) -> dict[str, Place]:
+        self, keys: dict[int, str], starts: dict[str, int], total: int, weights: dict[str, StoredTensor]
+    ) -> dict[str, StoredTensor]:
         """{name: its place} in buckets, laid end to end; empty if they are not as long as that. keys: by number."""
         ends = list(itertools.accumulate(self._entries[keys[number]].size[0] for number in range(len(keys))))
         if not ends or ends[-1] != total:
@@ -258,10 +258,14 @@ class DistFile(Stored):
             entry = self._entries[keys[number]]
             if first + shape.numel() > entry.size[0]:
                 return {}
-            places[name] = Place(shape, entry.properties.dtype, [Region(keys[number], (first,), (shape.numel(),))])
+            places[name] = StoredTensor(
+                shape, entry.properties.dtype, [Region(keys[number], (first,), (shape.numel(),))]
+            )
         return places
 
-    def _are_masters(self, masters: dict[str, Place], weights: dict[str, Place], names: list[str]) -> bool:
+    def _are_masters(
+        self, masters: dict[str, StoredTensor], weights: dict[str, StoredTensor], names: list[str]
+    ) -> bool:
         held, wanted = [], []
         for name in names:
             places = masters[f"optimizer.{name}.master"], weights[name]
@@ -273,12 +277,12 @@ class DistFile(Stored):
         return all(torch.equal(master.to(weight.dtype), weight) for master, weight in held)
 
 
-def find_places(entries: dict[str, TensorStorageMetadata]) -> dict[str, Place]:
+def find_places(entries: dict[str, TensorStorageMetadata]) -> dict[str, StoredTensor]:
     """Places by flat name of all weights and what the optimizer holds of them, and of this trainer's random states."""
-    halves: dict[str, dict[str, Place]] = {}
+    halves: dict[str, dict[str, StoredTensor]] = {}
     for key, entry in entries.items():
         size, dtype = entry.size, entry.properties.dtype
-        whole = Place(size, dtype, [Region(key, (0,) * len(size), tuple(size))])
+        whole = StoredTensor(size, dtype, [Region(key, (0,) * len(size), tuple(size))])
         if key.startswith(RANDOM):
             halves[key] = {"": whole}
             continue
@@ -295,7 +299,7 @@ def find_places(entries: dict[str, TensorStorageMetadata]) -> dict[str, Place]:
             found = {}
             for layer in range(count):
                 region = Region(key, (layer, *[0] * len(shape)), (1, *shape))
-                found[megatron_names.unstacked_name(weight, layer)] = Place(torch.Size(shape), dtype, [region])
+                found[megatron_names.unstacked_name(weight, layer)] = StoredTensor(torch.Size(shape), dtype, [region])
         else:
             found = {megatron_names.ours(weight): whole}
         for name, place in found.items():
@@ -307,11 +311,13 @@ def find_places(entries: dict[str, TensorStorageMetadata]) -> dict[str, Place]:
         first = places[name] = parts[0]
         if len(parts) > 1:
             regions = [region for part in parts for region in part.regions]
-            places[name] = Place(torch.Size([len(parts) * first.shape[0], *first.shape[1:]]), first.dtype, regions)
+            places[name] = StoredTensor(
+                torch.Size([len(parts) * first.shape[0], *first.shape[1:]]), first.dtype, regions
+            )
     return places
 
 
-def _cut(place: Place, target: Tensor, part: Part) -> Iterator[tuple[Region, Tensor]]:
+def _cut(place: StoredTensor, target: Tensor, part: Part) -> Iterator[tuple[Region, Tensor]]:
     """The pieces of `target`, which holds this part, and where each is stored."""
     if target.ndim == 0:
         yield place.regions[0], target
@@ -329,7 +335,7 @@ def _cut(place: Place, target: Tensor, part: Part) -> Iterator[tuple[Region, Ten
         row += block.sizes[0]
 
 
-def _narrow(place: Place, region: Region, block: Block) -> Region:
+def _narrow(place: StoredTensor, region: Region, block: Block) -> Region:
     """A block of what is stored in `region`; of a flat one whole rows."""
     if place.is_flat:
         width = math.prod(place.shape[1:])
@@ -347,7 +353,7 @@ def writer(arguments: dict, parts: Mapping[str, Part] = MappingProxyType({})) ->
         parts: By flat name, what a rank gives, where that is not all.
     """
 
-    def write(folder: Path, record: Record, tensors: dict[str, Tensor], group) -> dict[str, dict]:
+    def write(folder: Path, record: CheckpointRecord, tensors: dict[str, Tensor], group) -> dict[str, dict]:
         """Each rank writes its tensors; the first one, which has all scalars, the values too. Collective."""
 
         def take(name: str) -> Tensor | None:

@@ -36,7 +36,7 @@ from megatron_lite.checkpoint.megatron_optimizer import (
     write_optimizer,
 )
 from megatron_lite.checkpoint.random_states import from_megatron, to_megatron
-from megatron_lite.checkpoint.training_state import Record, Stored
+from megatron_lite.checkpoint.training_state import CheckpointRecord, Stored
 from megatron_lite.config.args import Args
 from megatron_lite.config.layout import SPLIT, Part, take_part
 from megatron_lite.config.model_size import step_flops
@@ -92,7 +92,7 @@ class MegatronFile(Stored):
             if any(kind in name for kind in QKV) and not name.endswith(".step"):
                 self.held[name] = megatron_names.in_todays_order(self.held[name], version, heads)
         if MARK in state:
-            self.record = Record.from_json(state[MARK]["record"])
+            self.record = CheckpointRecord.from_json(state[MARK]["record"])
             for rank, entry in enumerate(state.get("rng_state", [])):
                 states = from_megatron(entry)
                 self.held |= {f"random.{rank}.{kind}": states[kind] for kind in state[MARK]["random"]}
@@ -239,10 +239,12 @@ def read_arguments(path: Path, state: dict) -> MegatronArgs:
     return args
 
 
-def read_record(state: dict, args: MegatronArgs, rows: int, dtype: torch.dtype, has_optimizer: bool) -> Record:
+def read_record(
+    state: dict, args: MegatronArgs, rows: int, dtype: torch.dtype, has_optimizer: bool
+) -> CheckpointRecord:
     """As far as Megatron-LM tells. The vocabulary before padding is not in it. rows, dtype: of the embedding."""
     iteration = state.get("iteration", state.get("total_iters", 0))  # converted weights have neither
-    return Record(
+    return CheckpointRecord(
         iteration=iteration,
         consumed=args.consumed(iteration),
         consumed_valid_samples=args.given("consumed_valid_samples", 0),
@@ -260,7 +262,7 @@ def read_clock(state: dict) -> dict[str, Tensor]:
     return {} if samples is None else {"optimizer.good_samples": torch.tensor(samples)}
 
 
-def write_values(record: Record, namespace: argparse.Namespace, take: Take) -> dict:
+def write_values(record: CheckpointRecord, namespace: argparse.Namespace, take: Take) -> dict:
     """All of a checkpoint that is neither model nor optimizer nor random states."""
     flops = 0 if "model" in record.kernels else step_flops(ModelShape(**record.shape), record.consumed, causal=True)
     values = {
@@ -286,7 +288,7 @@ def _scheduler(state: dict) -> dict:
 # --- writing --ckpt-format torch: all in one file of the first rank, in Megatron's layout
 
 
-def write_megatron_file(file: BinaryIO, record: Record, tensors: dict[str, Tensor], args: Args):
+def write_megatron_file(file: BinaryIO, record: CheckpointRecord, tensors: dict[str, Tensor], args: Args):
     """Write what Megatron-LM loads with --ckpt-format torch, and MegatronFile reads as it was.
 
     tensors: by flat name, on any device. With --transformer-impl transformer_engine, the default, names and optimizer are
@@ -320,7 +322,7 @@ def write_megatron_file(file: BinaryIO, record: Record, tensors: dict[str, Tenso
 def writer(args: Args) -> Callable:
     """A write_tensors for checkpoint.write.Writer."""
 
-    def write(folder: Path, record: Record, tensors: dict[str, Tensor], group) -> dict[str, dict]:
+    def write(folder: Path, record: CheckpointRecord, tensors: dict[str, Tensor], group) -> dict[str, dict]:
         """The first rank writes; the others send it what they alone have, their random states."""
         parts: list = [{}] * dist.get_world_size(group)
         random = {name: value for name, value in tensors.items() if name.startswith("random.")}

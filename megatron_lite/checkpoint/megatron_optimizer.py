@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_lite.checkpoint import unpickle
 from megatron_lite.checkpoint.megatron_args import MegatronArgs
-from megatron_lite.checkpoint.training_state import Record
+from megatron_lite.checkpoint.training_state import CheckpointRecord
 from megatron_lite.errors import CheckpointError
 
 Take = Callable[[str], Tensor | None]
@@ -142,7 +142,7 @@ def read_settings(optimizer: dict, names: Iterable[str], where: str = "") -> dic
     )
 
 
-def group_settings(args: Namespace, record: Record) -> dict:
+def group_settings(args: Namespace, record: CheckpointRecord) -> dict:
     """Of a parameter group that decays. Megatron's scheduler sets lr and weight_decay anew when it loads its own state."""
     adam = {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_eps, "bias_correction": True}
     sgd = {"momentum": args.sgd_momentum, "dampening": 0, "nesterov": False}

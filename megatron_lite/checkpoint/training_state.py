@@ -26,7 +26,7 @@ VOCABULARY_TABLES = ("embedding.word_embeddings.weight", "output_layer.weight")
 
 
 @dataclass(frozen=True)
-class Record:
+class CheckpointRecord:
     """The plain values of a checkpoint."""
 
     iteration: int
@@ -47,7 +47,7 @@ class Record:
         return json.dumps(dataclasses.asdict(self), indent=1) + "\n"
 
     @classmethod
-    def from_json(cls, text: str) -> "Record":
+    def from_json(cls, text: str) -> "CheckpointRecord":
         """ValueError if `text` is not a record of this format."""
         values = json.loads(text)
         if not isinstance(values, dict) or values.get("format") != FORMAT:
@@ -61,7 +61,7 @@ class Record:
 class Stored:
     """An opened checkpoint, in whichever format. Raises CheckpointError for what cannot be read."""
 
-    record: Record
+    record: CheckpointRecord
 
     def __init__(self, path: Path):
         self.path = path

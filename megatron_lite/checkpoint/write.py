@@ -13,7 +13,7 @@ from megatron_lite.checkpoint import folder
 from megatron_lite.checkpoint.folder import CheckpointDir
 from megatron_lite.checkpoint.megatron_args import plain_arguments
 from megatron_lite.checkpoint.shared_storage import UnseenFilesError, Written, describe_place, require_seen
-from megatron_lite.checkpoint.training_state import Record
+from megatron_lite.checkpoint.training_state import CheckpointRecord
 from megatron_lite.config.args import Args
 from megatron_lite.errors import CheckpointError, describe_io_error
 from megatron_lite.process_state import interruptible
@@ -49,7 +49,7 @@ class Writer:
     group: object = None
     retain_interval: int | None = None
 
-    def write(self, record: Record, tensors: dict[str, Tensor], release: bool = False) -> Path:
+    def write(self, record: CheckpointRecord, tensors: dict[str, Tensor], release: bool = False) -> Path:
         """Write SAVE/iter_NNNNNNN, or SAVE/release, and the tracker; returns the folder.
 
         tensors: this rank's share; each name is given by one rank.
@@ -64,7 +64,7 @@ class Writer:
     def _rank(self) -> int:
         return 0 if self.group is None else dist.get_rank(self.group)
 
-    def _write_files(self, slot: CheckpointDir, record: Record, tensors: dict[str, Tensor]) -> Written:
+    def _write_files(self, slot: CheckpointDir, record: CheckpointRecord, tensors: dict[str, Tensor]) -> Written:
         """Write this rank's share into the unfinished checkpoint."""
         failure = None
         if self._rank == 0:
@@ -153,7 +153,11 @@ class Writer:
 
 
 def write_alone(
-    save: Path, record: Record, tensors: dict[str, Tensor], release: bool = False, arguments: dict | None = None
+    save: Path,
+    record: CheckpointRecord,
+    tensors: dict[str, Tensor],
+    release: bool = False,
+    arguments: dict | None = None,
 ) -> Path:
     """Write all of a checkpoint from this process, without a process group; returns its folder. CheckpointError.
 

@@ -46,7 +46,7 @@ ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
 
 
 @dataclass(frozen=True)
-class Ranks:
+class ProcessCounts:
     """Processes of a job; None where the launcher does not say a number."""
 
     per_node: int | None = None
@@ -63,7 +63,7 @@ class Launch:
     """The command that starts the trainer."""
 
     flags: tuple[str, ...]  # of the trainer
-    ranks: Ranks
+    ranks: ProcessCounts
     environment: Mapping[str, str]  # of the trainer
     under_nsys: bool
     notes: tuple[str, ...] = ()  # what was assumed
@@ -105,15 +105,15 @@ def _name_program(word: str) -> str:
     return word.rpartition("/")[2]
 
 
-def _count_included(text: str) -> Ranks:
+def _count_included(text: str) -> ProcessCounts:
     """Count the GPUs of deepspeed's `--include host-1:0,1@host-2:0,1`; a host without numbers has as many as the
     others."""
     hosts = text.split("@")
     numbers = [host.partition(":")[2] for host in hosts]
-    return Ranks(max(len(number.split(",")) for number in numbers), len(hosts))
+    return ProcessCounts(max(len(number.split(",")) for number in numbers), len(hosts))
 
 
-def _count_ranks(words: list[str], job: Job) -> Ranks:
+def _count_ranks(words: list[str], job: Job) -> ProcessCounts:
     """Count nodes and ranks by the launcher's words and the job that the script asks for. Plain python is one
     process."""
     options, programs = read_options(words), set(map(_name_program, words))
@@ -122,15 +122,15 @@ def _count_ranks(words: list[str], job: Job) -> Ranks:
     nodes = read_number(options, tuple(name for name in NODES if name != "-N" or not of_mpi))
     if any(options.get(name, "1")[:1] in ("", "-") for name in (*PER_NODE, *NODES, *TASKS)):
         # a variable without a value: nobody knows how many
-        return Ranks(None)
+        return ProcessCounts(None)
     included = options.get("--include", options.get("-i", "")) if "deepspeed" in own else ""
     if re.search(r":\d", included):
         return _count_included(included)
     if own:
         given = any(name in options for name in PER_NODE)
-        return Ranks(read_number(options, PER_NODE) if given else ALONE[own.pop()], nodes or job.nodes or 1)
+        return ProcessCounts(read_number(options, PER_NODE) if given else ALONE[own.pop()], nodes or job.nodes or 1)
     if not placers:
-        return Ranks(1)
+        return ProcessCounts(1)
     tasks = read_number(options, TASKS)
     mapped = re.search(r"ppr:(\d+):node", options.get("--map-by", options.get("-map-by", "")))
     per_node = int(mapped[1]) if mapped else read_number(options, (*PER_NODE, *(["-N"] if of_mpi else [])))
@@ -138,6 +138,6 @@ def _count_ranks(words: list[str], job: Job) -> Ranks:
         nodes = nodes or math.ceil(tasks / per_node)
     nodes = nodes or job.nodes or 1
     if tasks and not per_node:
-        return Ranks(max(1, tasks // nodes), nodes)
+        return ProcessCounts(max(1, tasks // nodes), nodes)
     per_node = per_node or job.tasks_per_node
-    return Ranks(per_node or (max(1, job.tasks // nodes) if job.tasks else None), nodes)
+    return ProcessCounts(per_node or (max(1, job.tasks // nodes) if job.tasks else None), nodes)

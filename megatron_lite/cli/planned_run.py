@@ -16,7 +16,7 @@ from megatron_lite.cli.launcher import (
     SCRIPT_ENDINGS,
     SHELLS,
     Launch,
-    Ranks,
+    ProcessCounts,
     begins_command,
     find_launch,
     split_at_trainer,
@@ -143,7 +143,7 @@ def _read_launch(words: list[str], gpus: int | None, launch_number: int) -> tupl
     if split_at_trainer(words) and not is_script(words[0]):
         return find_launch(words, os.environ), False
     if not is_script(words[0]):
-        return Launch(tuple(words), Ranks(1), os.environ, under_nsys=False), False
+        return Launch(tuple(words), ProcessCounts(1), os.environ, under_nsys=False), False
     from megatron_lite.cli.launch_script import read_launch_script
 
     arguments = words[1:]
@@ -160,7 +160,7 @@ def _read_launch(words: list[str], gpus: int | None, launch_number: int) -> tupl
     return replace(launch, notes=(*launch.notes, assumed)), True
 
 
-def _assume_ranks(launch: Launch) -> Ranks:
+def _assume_ranks(launch: Launch) -> ProcessCounts:
     """A usual node, or as many as one replica of the model needs; fewer where the batch has not a sample for each."""
     args = read_command_line(adapt_flags(launch.flags, (), ())[0]).args
     parallel, training = args.parallel, args.training
@@ -168,12 +168,12 @@ def _assume_ranks(launch: Launch) -> Ranks:
         parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size * parallel.context_parallel_size
     )
     if replica > GPUS_PER_NODE:
-        return Ranks(GPUS_PER_NODE, math.ceil(replica / GPUS_PER_NODE))
+        return ProcessCounts(GPUS_PER_NODE, math.ceil(replica / GPUS_PER_NODE))
     samples = (training.global_batch_size or 0) // (training.micro_batch_size or 1)
     replicas = GPUS_PER_NODE // replica
     while samples and samples % replicas:
         replicas -= 1
-    return Ranks(replica * replicas, launch.ranks.nodes)
+    return ProcessCounts(replica * replicas, launch.ranks.nodes)
 
 
 def _plan_launch(launch: Launch, world: World, script: str, gpus: int | None) -> PlannedRun:

@@ -14,7 +14,7 @@ from megatron_lite.variables import (
     QUEUES,
     SWITCHES,
     THREADS,
-    Place,
+    RunPlace,
     fitting_threads,
     has_needless_order,
     switches_on,
@@ -107,7 +107,7 @@ def hints(plan: Plan, environ: Mapping[str, str], machine: Machine | None) -> li
         )
     if plan.device == "cuda":
         found += list_allocator_hints(environ)
-    switches = switches_on(environ, Place(plan.device == "cuda", world.size, world.local_size))
+    switches = switches_on(environ, RunPlace(plan.device == "cuda", world.size, world.local_size))
     found += [f"{setting}: {cost}; unset it where speed matters." for setting, cost in switches.items()]
     if plan.device == "cpu" and machine is not None:
         ranks, typed = world.local_size, environ.get(THREADS, "")

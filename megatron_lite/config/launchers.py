@@ -57,7 +57,7 @@ class Launch:
 
 
 @dataclass(frozen=True)
-class Ranks:
+class LaunchNumbers:
     """torchrun's numbers of one process."""
 
     rank: int
@@ -201,7 +201,7 @@ def _choose_port(launcher: Launcher, environment: Mapping[str, str]) -> int:
     return FIRST_PORT + (number + step) % PORTS
 
 
-def read_ranks(environment: Mapping[str, str]) -> Ranks:
+def read_ranks(environment: Mapping[str, str]) -> LaunchNumbers:
     """torchrun's numbers; without any of them the process is the only one. ConfigError with a line for each that cannot be."""
     mistakes: list[str] = []
 
@@ -233,4 +233,4 @@ def read_ranks(environment: Mapping[str, str]) -> Ranks:
         read("MASTER_PORT", USUAL_PORT, 1, MAX_PORT)
     if mistakes:
         raise ConfigError(mistakes)
-    return Ranks(rank, size, local_rank, local_size)
+    return LaunchNumbers(rank, size, local_rank, local_size)

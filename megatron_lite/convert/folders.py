@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_lite.checkpoint.find import chosen, open_newest
-from megatron_lite.checkpoint.training_state import Record, Stored
+from megatron_lite.checkpoint.training_state import CheckpointRecord, Stored
 from megatron_lite.checkpoint.write import write_alone
 from megatron_lite.config.shape import ModelShape
 from megatron_lite.convert.config_file import CONFIG_FILE, ConfigFile, read_json, write_json
@@ -182,7 +182,9 @@ def _require_possible(config: ConfigFile, shape: ModelShape, num_tensors: int):
         )
 
 
-def import_hf(folder: Path, divisible_by: int, precision: str | None = None) -> tuple[Record, dict[str, Tensor]]:
+def import_hf(
+    folder: Path, divisible_by: int, precision: str | None = None
+) -> tuple[CheckpointRecord, dict[str, Tensor]]:
     """The record and the tensors of a checkpoint with the weights of a Hugging Face `folder`.
 
     divisible_by: the vocabulary is padded to a multiple of it. precision: fp32, fp16 or bf16; None: the files' own,
@@ -219,7 +221,7 @@ def import_hf(folder: Path, divisible_by: int, precision: str | None = None) -> 
         precision = next((name for name, dtype in DTYPES.items() if found == {dtype}), "fp32")
     for name, tensor in tensors.items():
         tensors[name] = cast(name, tensor, DTYPES[precision]).contiguous()
-    record = Record(
+    record = CheckpointRecord(
         iteration=0, consumed=0, shape=dataclasses.asdict(shape), precision=precision, vocab_size=vocab_size
     )
     return record, tensors
@@ -250,7 +252,7 @@ def to_hugging_face(export: Export, save_hf: Path):
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
-def from_hugging_face(load_hf: Path, save: Path, divisible_by: int, precision: str | None) -> Record:
+def from_hugging_face(load_hf: Path, save: Path, divisible_by: int, precision: str | None) -> CheckpointRecord:
     """The Hugging Face folder `load_hf` as SAVE/release."""
     require_new("--save", save)
     record, tensors = import_hf(load_hf, divisible_by, precision)
@@ -258,7 +260,9 @@ def from_hugging_face(load_hf: Path, save: Path, divisible_by: int, precision: s
     return record
 
 
-def to_own_format(load: Path, step: int | None, save: Path, say: Callable[[str], None]) -> tuple[Record, Path]:
+def to_own_format(
+    load: Path, step: int | None, save: Path, say: Callable[[str], None]
+) -> tuple[CheckpointRecord, Path]:
     """A checkpoint in any format that can be read, Megatron-LM's too, in this trainer's own: all that it holds.
 
     Random states are those of a trainer's own generators: another trainer's are left out. A release stays one. Returns

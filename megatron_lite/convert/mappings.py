@@ -13,7 +13,7 @@ from megatron_lite.config.shape import ModelShape
 
 
 @dataclass(frozen=True)
-class Layout:
+class WeightForms:
     """Two ways to hold the same numbers: theirs made of ours (of tensors of the meta device, too), and the inverse."""
 
     to_hf: Callable[[Tensor], tuple[Tensor, ...]]
@@ -26,7 +26,7 @@ class Link:
 
     ours: str
     theirs: tuple[str, ...]
-    layout: Layout
+    layout: WeightForms
 
 
 def _turn(tensor: Tensor) -> Tensor:
@@ -38,14 +38,14 @@ def _put_halves_first(tensor: Tensor, dim: int) -> Tensor:
     return tensor.unflatten(dim, (-1, 2)).transpose(dim, dim + 1).flatten(dim, dim + 1)
 
 
-SAME = Layout(lambda ours: (ours,), lambda theirs: theirs[0])
+SAME = WeightForms(lambda ours: (ours,), lambda theirs: theirs[0])
 # a matrix [out, in] here and [in, out] there, GPT-2's Conv1D; a bias stays as it is
-TRANSPOSED = Layout(lambda ours: (_turn(ours),), lambda theirs: _turn(theirs[0]))
+TRANSPOSED = WeightForms(lambda ours: (_turn(ours),), lambda theirs: _turn(theirs[0]))
 # one matrix of all gates, then all values, here; two there
-GATED_HALVES = Layout(lambda ours: ours.chunk(2), torch.cat)
+GATED_HALVES = WeightForms(lambda ours: ours.chunk(2), torch.cat)
 
 
-def lay_out_norm(shape: ModelShape, rotated: bool = False) -> Layout:
+def lay_out_norm(shape: ModelShape, rotated: bool = False) -> WeightForms:
     """The weight of a norm, which may be stored minus one here. What is taken is always stored as it is.
 
     rotated: of the norm of queries or keys, whose channels go where those of lay_out_qkv go.
@@ -56,10 +56,10 @@ def lay_out_norm(shape: ModelShape, rotated: bool = False) -> Layout:
         weight = ours.float() + 1 if shape.layernorm_1p else ours
         return (_put_halves_first(weight, 0) if rotated and shape.rotary_interleaved else weight,)
 
-    return Layout(to_hf, SAME.from_hf)
+    return WeightForms(to_hf, SAME.from_hf)
 
 
-def lay_out_vocabulary(shape: ModelShape, vocab_size: int) -> Layout:
+def lay_out_vocabulary(shape: ModelShape, vocab_size: int) -> WeightForms:
     """A row for each id: ours are padded, theirs end with the vocabulary."""
 
     def from_hf(theirs: list[Tensor]) -> Tensor:
@@ -70,10 +70,10 @@ def lay_out_vocabulary(shape: ModelShape, vocab_size: int) -> Layout:
         mean_H = rows_VH.float().mean(dim=0).to(rows_VH.dtype)
         return torch.cat((rows_VH, mean_H.expand(shape.padded_vocab_size - vocab_size, -1)))
 
-    return Layout(lambda ours: (ours[:vocab_size],), from_hf)
+    return WeightForms(lambda ours: (ours[:vocab_size],), from_hf)
 
 
-def lay_out_qkv(shape: ModelShape) -> Layout:
+def lay_out_qkv(shape: ModelShape) -> WeightForms:
     """Rows by group here (the group's queries, its key, its value); all queries, all keys, all values there.
 
     Ours may rotate neighboring channels, theirs always rotate halves; the rows of queries and keys then change
@@ -92,14 +92,14 @@ def lay_out_qkv(shape: ModelShape) -> Layout:
         per_group = [tensor.unflatten(0, (groups, -1, width)) for tensor in theirs]
         return torch.cat(per_group, dim=1).flatten(0, 2)
 
-    return Layout(to_hf, from_hf)
+    return WeightForms(to_hf, from_hf)
 
 
-def lay_out_fused_qkv(shape: ModelShape) -> Layout:
+def lay_out_fused_qkv(shape: ModelShape) -> WeightForms:
     """The same with queries, keys and values in one matrix [in, out]: GPT-2's c_attn."""
     apart, width = lay_out_qkv(shape), shape.kv_channels
     sizes = [number * width for number in (shape.num_attention_heads, shape.num_query_groups, shape.num_query_groups)]
-    return Layout(
+    return WeightForms(
         lambda ours: (_turn(torch.cat(apart.to_hf(ours))),),
         lambda theirs: apart.from_hf(list(_turn(theirs[0]).split(sizes))),
     )

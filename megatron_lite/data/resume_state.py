@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from megatron_lite.data.indexed_writer import PairWriter, Written
-from megatron_lite.data.text_files import Place
+from megatron_lite.data.text_files import InputPosition
 from megatron_lite.errors import DataError
 from megatron_lite.run_folder import write_atomically
 from megatron_lite.shared_files import read_foreign
@@ -22,7 +22,7 @@ VERSION = 1
 class Progress:
     """The end of the last chunk that was written, and what was counted up to there."""
 
-    place: Place = field(default_factory=Place)
+    place: InputPosition = field(default_factory=InputPosition)
     documents: int = 0  # of all keys
     text_bytes: int = 0
     empty: int = 0  # documents that gave no token
@@ -107,7 +107,7 @@ class Unfinished:
             return anew
         try:
             state = json.loads(read_foreign(self._path))
-            found = Progress(**state["progress"] | {"place": Place(**state["progress"]["place"])})
+            found = Progress(**state["progress"] | {"place": InputPosition(**state["progress"]["place"])})
             written = [Written(*numbers) for numbers in state["written"]]
             before = state["settings"]
             changed = [name for name, value in self._settings.items() if before.get(name) != value]

@@ -25,7 +25,7 @@ def replace_lone_surrogates(text: str) -> str:
 
 
 @dataclass(frozen=True)
-class Place:
+class InputPosition:
     """A place in the input: the number of the file, the bytes before it (decompressed) and the number of its line."""
 
     file: int = 0
@@ -40,13 +40,13 @@ class Chunk:
     path: str
     first_line: int | None  # None: one document
     raw: bytes
-    end: Place
+    end: InputPosition
     bytes_read: int  # of all files as they lie on the disk, up to about here
     mistake: str | None = None  # instead of `raw`, of which there is more than may be
 
 
 def chunks(
-    inputs: Sequence[str | Path], contents: Sequence[Content], start: Place, max_document_mb: int
+    inputs: Sequence[str | Path], contents: Sequence[Content], start: InputPosition, max_document_mb: int
 ) -> Iterator[Chunk]:
     """All that lies behind `start`; contents: of each input. DataError for a file that cannot be read or decompressed.
 
@@ -57,7 +57,7 @@ def chunks(
     before = sum(os.path.getsize(path) for path in inputs[: start.file])
     for number in range(start.file, len(inputs)):
         path = str(inputs[number])
-        here = start if number == start.file else Place(number)
+        here = start if number == start.file else InputPosition(number)
         try:
             with open_foreign(path) as packed, closing(unpack(path, packed, contents[number].kind)) as file:
                 if contents[number].is_jsonl:
@@ -67,7 +67,7 @@ def chunks(
                         yield Chunk(path, here.line, raw, end, before + packed.tell(), mistake)
                         here = end
                 else:
-                    raw, end = file.read(limit + 1), Place(number + 1)
+                    raw, end = file.read(limit + 1), InputPosition(number + 1)
                     mistake = f"{path}: the document {too_long}" if len(raw) > limit else None
                     yield Chunk(
                         path,
@@ -82,7 +82,7 @@ def chunks(
         before += os.path.getsize(path)
 
 
-def _blocks_of_lines(file, here: Place, limit: int) -> Iterator[tuple[bytes, Place]]:
+def _blocks_of_lines(file, here: InputPosition, limit: int) -> Iterator[tuple[bytes, InputPosition]]:
     """(whole lines, the place behind them); b"" for a line of more than `limit` bytes, which is never held as a whole."""
     if file.seekable():
         file.seek(here.offset)
@@ -98,12 +98,12 @@ def _blocks_of_lines(file, here: Place, limit: int) -> Iterator[tuple[bytes, Pla
         is_too_long = len(last) > limit
         raw = raw[:whole] if is_too_long else raw[:whole] + last
         if raw:
-            here = Place(here.file, here.offset + len(raw), here.line + raw.count(b"\n"))
+            here = InputPosition(here.file, here.offset + len(raw), here.line + raw.count(b"\n"))
             yield raw, here
         if is_too_long:
             length = len(last)
             while last and not last.endswith(b"\n"):
                 last = file.readline(CHUNK_BYTES)
                 length += len(last)
-            here = Place(here.file, here.offset + length, here.line + 1)
+            here = InputPosition(here.file, here.offset + length, here.line + 1)
             yield b"", here

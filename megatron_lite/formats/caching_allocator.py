@@ -53,7 +53,7 @@ def rounded(size: int) -> int:
     return max(MIN_BLOCK, -(-size // MIN_BLOCK) * MIN_BLOCK)
 
 
-class Layout:
+class SegmentMap:
     """The segments of memory, and which allocation lies where."""
 
     def __init__(self, expandable: bool = False):
@@ -67,9 +67,9 @@ class Layout:
         self._number_of: dict[Allocation, int] = {}
         self._next = FIRST_ADDRESS
 
-    def copy(self) -> "Layout":
+    def copy(self) -> "SegmentMap":
         """A copy that shares the allocations."""
-        other = Layout(self._expandable)
+        other = SegmentMap(self._expandable)
         other.segments = [segment.copy() for segment in self.segments]
         other.address_of, other._number_of = dict(self.address_of), dict(self._number_of)
         other._free = {key: blocks[:] for key, blocks in self._free.items()}

@@ -7,7 +7,7 @@ import torch
 from megatron_lite.instruments.base import Instrument, Window
 from megatron_lite.instruments.memory_oom import Shortage, is_out_of_memory, read_host_memory
 from megatron_lite.instruments.memory_summary import describe_place, operation, peak, site
-from megatron_lite.instruments.memory_tags import SETUP, ModuleHooks, Place
+from megatron_lite.instruments.memory_tags import SETUP, ModuleHooks, StepMarks
 from megatron_lite.instruments.memory_tracker import StorageTracker
 from megatron_lite.instruments.snapshot_format import build_annotations, extend_name, write_snapshot
 from megatron_lite.units import counted, size
@@ -31,7 +31,7 @@ class CudaRecorder:
         self._most = most
         # per thread, and without effect on allocators other than torch's own
         tell = getattr(torch.cuda.memory, "_set_memory_metadata", None)
-        self.place = Place(tell)
+        self.place = StepMarks(tell)
         self._hooks = ModuleHooks(self.place, in_backward=tell is not None)
         self._full_at = OUTSIDE
         self._is_open = False
@@ -105,7 +105,7 @@ class CpuRecorder:
     number = 0
 
     def __init__(self, most: int):
-        self.place = Place()
+        self.place = StepMarks()
         self._tracker = StorageTracker(self.place, most)
         self._hooks = ModuleHooks(self.place, in_backward=False)
 

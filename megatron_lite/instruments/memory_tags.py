@@ -19,7 +19,7 @@ BACKWARD = Phase.BACKWARD.value
 MAX_MARKS, MAX_STEPS = 20_000, 1_000
 
 
-class Place(Instrument):
+class StepMarks(Instrument):
     """The current step, phase and innermost module of a run. `told` is called with each new tag."""
 
     def __init__(self, told=None):
@@ -72,7 +72,7 @@ class ModuleHooks:
             where the tag has to be set again.
     """
 
-    def __init__(self, place: Place, in_backward: bool):
+    def __init__(self, place: StepMarks, in_backward: bool):
         self.place, self._in_backward = place, in_backward
         self._running: list[str] = []
         self._names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
-from megatron_lite.formats.caching_allocator import Allocation, Layout
+from megatron_lite.formats.caching_allocator import Allocation, SegmentMap
 from megatron_lite.instruments.memory_oom import read_asked_bytes
-from megatron_lite.instruments.memory_tags import RECOMPUTE, Place
+from megatron_lite.instruments.memory_tags import RECOMPUTE, StepMarks
 from megatron_lite.instruments.snapshot_format import (
     ALLOC,
     FREE,
@@ -84,12 +84,12 @@ class StorageTracker(TorchDispatchMode):
 
     STORAGES = "cpu"  # the device of those that are watched
 
-    def __init__(self, place: Place, most: int):
+    def __init__(self, place: StepMarks, most: int):
         super().__init__()
         self.failure: Exception | None = None
         self.out_of_memory = None  # called with (bytes asked for) while the failing operation still stands
         self._place, self._most = place, most
-        self._stacks, self._layout = Stacks(), Layout()
+        self._stacks, self._layout = Stacks(), SegmentMap()
         self._events: list[Event] = []
         self._live: dict[int, _Watch] = {}
         self._aliases: dict[object, bool] = {}  # of an operation: its results are arguments

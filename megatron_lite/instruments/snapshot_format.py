@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron_lite.errors import UserError
-from megatron_lite.formats.caching_allocator import Allocation, Layout, Segment
+from megatron_lite.formats.caching_allocator import Allocation, Segment, SegmentMap
 
 SETTINGS = {
     "PYTORCH_CUDA_ALLOC_CONF": "",
@@ -31,7 +31,7 @@ class Event(NamedTuple):
     tag: str
 
 
-def apply_events(layout: Layout, events: Iterable[Event]):
+def apply_events(layout: SegmentMap, events: Iterable[Event]):
     """Apply events to the layout without recording them in a trace."""
     for event in events:
         if event.action == ALLOC:
@@ -40,7 +40,7 @@ def apply_events(layout: Layout, events: Iterable[Event]):
             layout.release(event.allocation)
 
 
-def build_snapshot(layout: Layout, events: Iterable[Event], annotations: list[dict]) -> dict:
+def build_snapshot(layout: SegmentMap, events: Iterable[Event], annotations: list[dict]) -> dict:
     """The state after `events` happened to `layout`, and the events as its trace. Changes `layout`."""
     trace = []
     for action, allocation, time_us, frames, tag in events:

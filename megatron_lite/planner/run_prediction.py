@@ -114,14 +114,14 @@ def record_forecast(seen: Forecast) -> Prediction:
 
 
 @dataclass(frozen=True)
-class RunPrediction:
+class PredictedRun:
     """What a run says of itself before its first step."""
 
     lines: Sequence[str]  # for the console
     record: Prediction  # for run.json
 
 
-def predict_run(plan: Plan, device_name: str | None, room_bytes: int | None) -> RunPrediction:
+def predict_run(plan: Plan, device_name: str | None, room_bytes: int | None) -> PredictedRun:
     """Predict a run, for the console and for run.json. The arguments are those of forecast."""
     seen = forecast(plan, device_name, room_bytes)
-    return RunPrediction(tuple(describe_forecast(seen)), record_forecast(seen))
+    return PredictedRun(tuple(describe_forecast(seen)), record_forecast(seen))

@@ -63,7 +63,7 @@ FUSED_ATTENTION, STORED_SCORES = 3.5, 3
 
 
 @dataclass(frozen=True)
-class Part:
+class StepPart:
     """One part of a step of one rank."""
 
     name: str
@@ -154,7 +154,7 @@ def _count_sequences(plan: Plan) -> int:
     return plan.batch.final // plan.layout.data
 
 
-def _list_step(plan: Plan) -> list[Part]:
+def _list_step(plan: Plan) -> list[StepPart]:
     """All parts of a rank's step that there are."""
     parts = [part for part in _list_parts(_Work(plan, _count_sequences(plan))) if part.amount]
     ranks = plan.sharding.ranks if plan.sharding else 1
@@ -172,7 +172,7 @@ class _ComputedRows:
     backward_ms: float
 
 
-def _time_parts(parts: list[Part], rates: dict[str, float]) -> _ComputedRows:
+def _time_parts(parts: list[StepPart], rates: dict[str, float]) -> _ComputedRows:
     """How long a rank computes. rates: FLOP/s and bytes/s; 0 where unknown."""
     rows = []
     forward_ms = 0.0
@@ -190,7 +190,9 @@ def _time_parts(parts: list[Part], rates: dict[str, float]) -> _ComputedRows:
     return _ComputedRows(tuple(rows), forward_ms, backward_ms)
 
 
-def _list_unknown_rates(plan: Plan, processor: Processor, parts: list[Part], rates: dict[str, float]) -> Iterator[str]:
+def _list_unknown_rates(
+    plan: Plan, processor: Processor, parts: list[StepPart], rates: dict[str, float]
+) -> Iterator[str]:
     """A line for each rate that the table of processors lacks."""
     instead = " (--fp16 has one)" if plan.precision == "bf16" and not processor.bf16 else ""
     for bound, unknown in ((COMPUTE, f"peak in {plan.precision}{instead}"), (MEMORY, "memory bandwidth")):
@@ -293,7 +295,7 @@ class _Work:
         return self.element_bytes * (2 * 3 * self.stream + 2 * self.shape.fc1_width) + self.mask_bytes
 
 
-def _list_parts(work: _Work) -> Iterator[Part]:
+def _list_parts(work: _Work) -> Iterator[StepPart]:
     """Forward and backward of layers and loss, in the order of a step, and what is computed again."""
     yield _count_products(work)
     yield from _list_attention(work)
@@ -305,32 +307,32 @@ def _list_parts(work: _Work) -> Iterator[Part]:
     yield from _list_recomputed(work)
 
 
-def _count_products(work: _Work) -> Part:
+def _count_products(work: _Work) -> StepPart:
     """The linear layers' products, and the output layer's."""
     output = count_output_flops(work.shape, work.sequences) if work.plan.stage.is_last else 0
     products = FORWARD_AND_BACKWARD * (work.layers * count_linear_flops(work.shape, work.sequences) + output)
     formula = f"6 x {count(work.tokens)} tokens x {count(products // (6 * work.tokens))} weights"
-    return Part("matrix products", COMPUTE, products, formula, 2 / 3)
+    return StepPart("matrix products", COMPUTE, products, formula, 2 / 3)
 
 
-def _list_attention(work: _Work) -> Iterator[Part]:
+def _list_attention(work: _Work) -> Iterator[StepPart]:
     """The products with the matrix of scores, and the scores where they are written down."""
     times = STORED_SCORES if work.writes_scores else FUSED_ATTENTION
     formula = f"{times} x {work.layers} layers x {work.attention_formula}"
-    yield Part("attention", COMPUTE, times * work.layers * work.attention_flops, formula, 1 - 1 / times)
+    yield StepPart("attention", COMPUTE, times * work.layers * work.attention_flops, formula, 1 - 1 / times)
     if work.writes_scores:
         # beside forward, backward reads the probabilities and their gradients, and writes those of the scores
         yield _move("attention's scores", work, work.layers, work.score_bytes * 5 // 2, 3 / 5)
 
 
-def _move_logits(work: _Work) -> Part:
+def _move_logits(work: _Work) -> StepPart:
     """Forward reads the logits that the product has written; backward reads them again and writes their gradients."""
     num_bytes = 3 * work.element_bytes * work.shape.padded_vocab_size
     formula = f"{count(work.tokens)} tokens x {count(num_bytes)} bytes"
-    return Part("loss", MEMORY, work.tokens * num_bytes, formula, 2 / 3)
+    return StepPart("loss", MEMORY, work.tokens * num_bytes, formula, 2 / 3)
 
 
-def _list_recomputed(work: _Work) -> Iterator[Part]:
+def _list_recomputed(work: _Work) -> Iterator[StepPart]:
     """What is computed again takes time, but is no part of the FLOPs by which utilization is counted."""
     again = work.recomputed
     selective = work.writes_scores and work.plan.args.model.recompute_granularity == "selective"
@@ -340,27 +342,27 @@ def _list_recomputed(work: _Work) -> Iterator[Part]:
     if not work.shape.hidden_dropout:
         linear -= 2 * work.tokens * work.shape.ffn_hidden_size * work.shape.hidden_size
     formula = f"{again} layers x 2 x {count(work.tokens)} tokens x {count(linear // (2 * work.tokens))} weights"
-    yield Part("recomputed products", COMPUTE, again * linear, formula, 1.0)
+    yield StepPart("recomputed products", COMPUTE, again * linear, formula, 1.0)
     formula = f"{attended} layers x {work.attention_formula}"
-    yield Part("recomputed attention", COMPUTE, attended * work.attention_flops, formula, 1.0)
+    yield StepPart("recomputed attention", COMPUTE, attended * work.attention_flops, formula, 1.0)
     if work.writes_scores:
         yield _move("recomputed scores", work, attended, work.score_bytes, 1.0)
     yield _move("recomputed norms, activations, dropout", work, again, work.forward_bytes, 1.0)
 
 
-def _move(name: str, work: _Work, layers: int, num_bytes: int, in_backward: float) -> Part:
+def _move(name: str, work: _Work, layers: int, num_bytes: int, in_backward: float) -> StepPart:
     """A part that memory bounds. num_bytes: for each token of one layer."""
     formula = f"{layers} layers x {count(work.tokens)} tokens x {count(num_bytes)} bytes"
-    return Part(name, MEMORY, layers * work.tokens * num_bytes, formula, in_backward)
+    return StepPart(name, MEMORY, layers * work.tokens * num_bytes, formula, in_backward)
 
 
-def _update_weights(parameters: int, precision: str, gradient_bytes: int, optimizer: OptimizerArgs) -> Part:
+def _update_weights(parameters: int, precision: str, gradient_bytes: int, optimizer: OptimizerArgs) -> StepPart:
     """One pass over the gradients for their norm and one for the update, which reads and writes masters and moments and
     writes 16-bit weights: Adam in fp32 4 + 28, in fp16 2 + 28, in bf16 with fp32 gradients 4 + 30."""
     moments = 2 if optimizer.optimizer == "adam" else int(bool(optimizer.sgd_momentum))
     num_bytes = 2 * gradient_bytes + 2 * FP32 * (1 + moments) + (0 if precision == "fp32" else 2)
     formula = f"{count(parameters)} parameters x {count(num_bytes)} bytes"
-    return Part(UPDATE, MEMORY, parameters * num_bytes, formula, 0.0)
+    return StepPart(UPDATE, MEMORY, parameters * num_bytes, formula, 0.0)
 
 
 # --- how long ranks need at least for what they exchange, and what of it computation cannot hide

@@ -17,7 +17,7 @@ from megatron_lite.checkpoint.host_copies import HostCopies
 from megatron_lite.checkpoint.megatron_args import plain_arguments
 from megatron_lite.checkpoint.random_states import get_random_state, set_random_state
 from megatron_lite.checkpoint.shared_storage import list_files
-from megatron_lite.checkpoint.training_state import Record, Stored
+from megatron_lite.checkpoint.training_state import CheckpointRecord, Stored
 from megatron_lite.checkpoint.write import Writer, assign_share
 from megatron_lite.config.layout import put_part, whole_part
 from megatron_lite.config.plan import LearningRatePlan, Plan
@@ -97,7 +97,7 @@ class Checkpoints:
         With --async-save it returns as soon as the state is copied; `failed` and `finish` tell of a failure.
         """
         plan, c = self.plan, self.plan.args.checkpoint
-        record = Record(
+        record = CheckpointRecord(
             iteration=progress.iteration,
             consumed=progress.consumed,
             consumed_valid_samples=progress.consumed_valid,
@@ -179,7 +179,7 @@ class Checkpoints:
 
         return megatron_dist.writer(plain_arguments(self.plan.args), self._parts)(*arguments)
 
-    def _write(self, record: Record, tensors: dict[str, torch.Tensor]):
+    def _write(self, record: CheckpointRecord, tensors: dict[str, torch.Tensor]):
         try:
             written = self._writer.write(record, tensors)
         except CheckpointError as error:
@@ -277,7 +277,7 @@ class Checkpoints:
 
     def _load_random_state(self, path: Path, stored: Stored):
         rank, record = self.plan.world.rank, stored.record
-        if record.ranks == 0 and record.trainer != Record.trainer:
+        if record.ranks == 0 and record.trainer != CheckpointRecord.trainer:
             return logger.info(f"  random states of {record.trainer} do not apply here; dropout continues from --seed")
         if record.ranks == 0:
             raise CheckpointError(

@@ -19,7 +19,7 @@ from megatron_lite.checkpoint.shared_storage import (
     list_lacking,
     refresh,
 )
-from megatron_lite.checkpoint.training_state import Record, Stored
+from megatron_lite.checkpoint.training_state import CheckpointRecord, Stored
 from megatron_lite.config.args import CheckpointArgs, OptimizerArgs
 from megatron_lite.config.flags import dashed
 from megatron_lite.config.plan import Compilation, LearningRatePlan, Plan
@@ -164,7 +164,7 @@ def require_shared_load(path: Path, rank: int, names: list[str], group):
         )
 
 
-def require_shape(path: Path, record: Record, shape: ModelShape, vocab_size: int, custom: str | None):
+def require_shape(path: Path, record: CheckpointRecord, shape: ModelShape, vocab_size: int, custom: str | None):
     """Raise CheckpointError if the checkpoint holds another model.
 
     Another padding of the same vocabulary is the same model, and is logged.
@@ -178,7 +178,7 @@ def require_shape(path: Path, record: Record, shape: ModelShape, vocab_size: int
         held = f"the model of --model {model}; give that flag" if model else "a GPT; drop --model"
         raise CheckpointError(f"--load {path}: holds {held}.")
     free = set(FREE)
-    if record.trainer != Record.trainer:
+    if record.trainer != CheckpointRecord.trainer:
         free.add(ROTARY_FACTOR)
     stored_rows = record.shape.get("padded_vocab_size", 0)
     same_vocabulary = record.vocab_size in (None, vocab_size) and stored_rows >= vocab_size
@@ -194,9 +194,9 @@ def require_shape(path: Path, record: Record, shape: ModelShape, vocab_size: int
         )
 
 
-def warn_of_rotary(path: Path, record: Record, factor: float | None):
+def warn_of_rotary(path: Path, record: CheckpointRecord, factor: float | None):
     """Log that some versions of Megatron-LM ignore --rotary-seq-len-interpolation-factor, if the checkpoint is theirs."""
-    if record.trainer == Record.trainer or factor is None:
+    if record.trainer == CheckpointRecord.trainer or factor is None:
         return
     logger.info(
         f"  note: --load {path}: Megatron-LM 0.16.1 takes --rotary-seq-len-interpolation-factor without passing it to its model, "
@@ -219,7 +219,7 @@ def require_optimizer(path: Path, stored: Stored, mine: str):
         )
 
 
-def require_schedule(path: Path, record: Record, o: OptimizerArgs, schedule: LearningRatePlan) -> dict | None:
+def require_schedule(path: Path, record: CheckpointRecord, o: OptimizerArgs, schedule: LearningRatePlan) -> dict | None:
     """The checkpoint's schedule if it is to be followed, None to follow the command line's, `schedule`.
 
     Raises CheckpointError if they differ and no flag says which counts.

@@ -157,7 +157,7 @@ class AnomalyWarnings:
         """stages: the pipeline stage of each rank."""
         self._said: set[str] = set()
         self._slow = SlowRanks(stages)
-        self._gpu, self._host = Growth("GPU memory"), Growth("host memory")
+        self._gpu, self._host = GrowthWatch("GPU memory"), GrowthWatch("host memory")
 
     def of(self, figures: RankFigures, disturbed: bool = False) -> Iterator[str]:
         """Warnings about one interval. Call it for every interval: slowness and growth are judged over several.
@@ -234,7 +234,7 @@ def find_data_wait(f: RankFigures) -> Iterator[tuple[str, str]]:
         yield Phase.DATA.value, line
 
 
-class Growth:
+class GrowthWatch:
     """One kind of memory on all ranks, by the report's own measure of growth."""
 
     def __init__(self, what: str):

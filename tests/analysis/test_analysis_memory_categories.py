@@ -22,7 +22,7 @@ from megatron_lite.analysis.memory.stacks import Code, Stacks
 from megatron_lite.formats.memory_categories import CATEGORIES
 from megatron_lite.formats.run_record import Plan, Prediction, RunRecord
 from megatron_lite.instruments.memory_summary import peak
-from megatron_lite.instruments.memory_tags import Place
+from megatron_lite.instruments.memory_tags import StepMarks
 from megatron_lite.instruments.memory_tracker import StorageTracker
 from megatron_lite.planner.categories import predict_categories
 from megatron_lite.planner.walk.rehearse import walk
@@ -84,7 +84,7 @@ def loop(model, optimizer, steps: int) -> int:
 @pytest.mark.parametrize("from_the_start", [True, False])
 def test_a_foreign_loop_without_tags_to_the_byte(tmp_path, from_the_start):
     """Recorded from before the model is made, or as people do it, from some step on."""
-    tracker = StorageTracker(Place(), 100_000)
+    tracker = StorageTracker(StepMarks(), 100_000)
     if from_the_start:
         tracker.start()
     model = Model()

@@ -12,7 +12,7 @@ from megatron_lite.analysis.memory.reserved import replay_peak
 from megatron_lite.analysis.memory.trace_memory import measure_trace_memory
 from megatron_lite.config.layout import Stage
 from megatron_lite.config.shape import ModelShape
-from megatron_lite.formats.caching_allocator import Allocation, Layout
+from megatron_lite.formats.caching_allocator import Allocation, SegmentMap
 from megatron_lite.planner.attention_kernel import MATH, UNFUSED
 from megatron_lite.planner.memory import activation_bytes, logits_bytes
 from megatron_lite.planner.micro_batch import MicroBatch
@@ -72,7 +72,7 @@ def sized(size: int, stream: int = 0) -> Allocation:
 
 
 def test_growing_segments_grow_by_pages_and_keep_streams_apart():
-    layout = Layout(expandable=True)
+    layout = SegmentMap(expandable=True)
     pieces = ((21 * MIB, 0, 40), (18 * MIB, 0, 40), (2 * MIB, 0, 60), (4096, 0, 60 + 2), (2 * MIB, 7, 60 + 2 + 20))
     for size, stream, reserved in pieces:
         layout.place(sized(size, stream))
@@ -81,7 +81,7 @@ def test_growing_segments_grow_by_pages_and_keep_streams_apart():
 
 @pytest.mark.parametrize("expandable", [False, True])
 def test_what_is_free_goes_back(expandable):
-    layout, large, small = Layout(expandable), sized(40 * MIB), sized(512)
+    layout, large, small = SegmentMap(expandable), sized(40 * MIB), sized(512)
     for piece in (large, small):
         layout.place(piece)
     layout.release(large)

@@ -25,7 +25,7 @@ from support.model_variants import VARIANTS, build
 from megatron_lite.checkpoint.megatron_args import plain_arguments
 from megatron_lite.checkpoint.megatron_dist import DistFile, writer
 from megatron_lite.checkpoint.random_states import get_random_state
-from megatron_lite.checkpoint.training_state import Record
+from megatron_lite.checkpoint.training_state import CheckpointRecord
 from megatron_lite.cli.main import main
 
 dist_checkpointing = LazyModule("megatron.core.dist_checkpointing")
@@ -97,7 +97,7 @@ def load_theirs(run, folder: Path, random: bool = True):
     return state
 
 
-def save_ours(run: Ours, folder: Path, iteration: int) -> Record:
+def save_ours(run: Ours, folder: Path, iteration: int) -> CheckpointRecord:
     folder.mkdir(parents=True)
     record = run.record(iteration, ranks=1)
     random = {f"random.0.{kind}": value for kind, value in get_random_state(torch.device("cpu")).items()}
@@ -162,7 +162,7 @@ def test_megatron_loads_what_was_saved_here(precision, variant, tmp_path):
     assert torch.equal(state["rng_state"][0]["torch_rng_state"], torch.get_rng_state())
     again = DistFile(tmp_path / "iter_0000003")
     held = {name: value for name, value in read_all(again).items() if not name.startswith("random.")}
-    assert again.record == Record.from_json(record.to_json()) or again.record.trainer == "Megatron-LM"
+    assert again.record == CheckpointRecord.from_json(record.to_json()) or again.record.trainer == "Megatron-LM"
     assert same(held, ours.flat())
 
 

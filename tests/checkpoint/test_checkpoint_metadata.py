@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 
 from megatron_lite.checkpoint.megatron_dist import COMMON_FILE, DistFile
-from megatron_lite.checkpoint.training_state import Record
+from megatron_lite.checkpoint.training_state import CheckpointRecord
 from megatron_lite.checkpoint.unpickle import MAX_METADATA_BYTES, read_metadata
 from megatron_lite.errors import CheckpointError
 from megatron_lite.run_folder import RECORD_FILE
@@ -160,7 +160,7 @@ def saved(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("saved")
     dcp.save(TENSORS, checkpoint_id=folder, no_dist=True)
     torch.save({"args": argparse.Namespace()}, folder / COMMON_FILE)
-    (folder / RECORD_FILE).write_text(Record(iteration=1, consumed=1, shape={}, precision="fp32").to_json())
+    (folder / RECORD_FILE).write_text(CheckpointRecord(iteration=1, consumed=1, shape={}, precision="fp32").to_json())
     return folder
 
 

@@ -9,7 +9,7 @@ from support.paths import REPO
 
 from megatron_lite.cli import watched_shell
 from megatron_lite.cli.launch_script import read_launch_script
-from megatron_lite.cli.launcher import Ranks
+from megatron_lite.cli.launcher import ProcessCounts
 from megatron_lite.errors import UserError
 
 OUR_SCRIPT = str(REPO / "examples/gpt3/train_gpt3_857m_distributed.sh")
@@ -163,7 +163,7 @@ def test_our_own_script_is_read_whatever_it_is_given(monkeypatch):
         monkeypatch.delenv(name, raising=False)
     files = ["no/CKPT", "no/TB", "no/VOCAB", "no/MERGES", "no/DATA"]
     plain = read_launch_script(OUR_SCRIPT, files)
-    assert plain.ranks == Ranks(1, 1) and not plain.under_nsys
+    assert plain.ranks == ProcessCounts(1, 1) and not plain.under_nsys
     assert plain.flags[:4] == ("--num-layers", "24", "--hidden-size", "1024")
     assert "--use-pytorch-profiler" in plain.flags
     assert plain.flags[plain.flags.index("--data-path") + 1] == "no/DATA"
@@ -178,7 +178,7 @@ def test_our_own_script_is_read_whatever_it_is_given(monkeypatch):
 
 def test_a_script_in_megatrons_form(script):
     found = read_launch_script(script(IN_MEGATRONS_FORM), ["my saves", "d"])
-    assert (found.ranks, found.ranks.size) == (Ranks(8, 2), 16)
+    assert (found.ranks, found.ranks.size) == (ProcessCounts(8, 2), 16)
     # unquoted, as there: the blank makes two words of one
     assert found.flags == ("--num-layers", "96", "--seq-length", "2048", "--data-path", "d", "--split", "949,50,1",
                            "--save", "my", "saves")  # fmt: skip
@@ -203,37 +203,37 @@ def test_nothing_on_the_machine_changes(script, harm):
 @pytest.mark.parametrize(
     ("text", "ranks", "flags"),
     [
-        ("torchrun --nproc_per_node 8 pretrain_gpt.py --a 1 2>&1 | tee log", Ranks(8), "--a 1"),
-        ("torchrun --nproc-per-node=2 --nnodes=1:4 pretrain_gpt.py --a > log 2>&1 &", Ranks(2, 4), "--a"),
-        ("python -m torch.distributed.launch --nproc_per_node 4 $PWD/pretrain_gpt.py $@", Ranks(4), "one 2"),
-        ("/opt/bin/python -u pretrain_gpt.py --a $((i=3))", Ranks(1), "--a 3"),
-        ('A="x y" B=$(nproc) torchrun pretrain_gpt.py --a "$HOME_OF"', Ranks(1), "--a "),
-        ('CMD="deepspeed --num_gpus 3 pretrain_gpt.py --x y"; eval $CMD', Ranks(3), "--x y"),
-        ('run() { echo "$@"; "$@"; }; run python pretrain_gpt.py "${1:?a size}" --z', Ranks(1), "one --z"),
-        ("set -euo pipefail; nsys profile -o x torchrun pretrain_gpt.py --a", Ranks(1), "--a"),
-        ("nohup env A=1 torchrun --nproc_per_node gpu pretrain_gpt.py --x > o.log 2> e.log &", Ranks(None), "--x"),
-        ('srun -N 2 --ntasks-per-node=4 bash -c "python pretrain_gpt.py --lr 1 && echo done"', Ranks(4, 2), "--lr 1"),
-        ("mpirun -np 8 python pretrain_gpt.py --lr 1", Ranks(8), "--lr 1"),
-        ("srun python pretrain_gpt.py --a", Ranks(None), "--a"),
-        (f"{OF_SLURM}torchrun --nnodes $SLURM_NNODES --nproc_per_node $SLURM_GPUS_ON_NODE pretrain_gpt.py --q", Ranks(8, 4), "--q"),
-        ("#SBATCH -N 2  # of them\n#SBATCH --ntasks-per-node 8\nsrun python pretrain_gpt.py --q", Ranks(8, 2), "--q"),
-        ("if [[ -f one.bin && -e $1 ]]; then exit 4; fi; [ -f $1.bin ] && torchrun pretrain_gpt.py --d", Ranks(1), "--d"),
-        ("which torchrun && cd sub/../other && torchrun pretrain_gpt.py --at $(basename $(pwd))", Ranks(1), "--at other"),
+        ("torchrun --nproc_per_node 8 pretrain_gpt.py --a 1 2>&1 | tee log", ProcessCounts(8), "--a 1"),
+        ("torchrun --nproc-per-node=2 --nnodes=1:4 pretrain_gpt.py --a > log 2>&1 &", ProcessCounts(2, 4), "--a"),
+        ("python -m torch.distributed.launch --nproc_per_node 4 $PWD/pretrain_gpt.py $@", ProcessCounts(4), "one 2"),
+        ("/opt/bin/python -u pretrain_gpt.py --a $((i=3))", ProcessCounts(1), "--a 3"),
+        ('A="x y" B=$(nproc) torchrun pretrain_gpt.py --a "$HOME_OF"', ProcessCounts(1), "--a "),
+        ('CMD="deepspeed --num_gpus 3 pretrain_gpt.py --x y"; eval $CMD', ProcessCounts(3), "--x y"),
+        ('run() { echo "$@"; "$@"; }; run python pretrain_gpt.py "${1:?a size}" --z', ProcessCounts(1), "one --z"),
+        ("set -euo pipefail; nsys profile -o x torchrun pretrain_gpt.py --a", ProcessCounts(1), "--a"),
+        ("nohup env A=1 torchrun --nproc_per_node gpu pretrain_gpt.py --x > o.log 2> e.log &", ProcessCounts(None), "--x"),
+        ('srun -N 2 --ntasks-per-node=4 bash -c "python pretrain_gpt.py --lr 1 && echo done"', ProcessCounts(4, 2), "--lr 1"),
+        ("mpirun -np 8 python pretrain_gpt.py --lr 1", ProcessCounts(8), "--lr 1"),
+        ("srun python pretrain_gpt.py --a", ProcessCounts(None), "--a"),
+        (f"{OF_SLURM}torchrun --nnodes $SLURM_NNODES --nproc_per_node $SLURM_GPUS_ON_NODE pretrain_gpt.py --q", ProcessCounts(8, 4), "--q"),
+        ("#SBATCH -N 2  # of them\n#SBATCH --ntasks-per-node 8\nsrun python pretrain_gpt.py --q", ProcessCounts(8, 2), "--q"),
+        ("if [[ -f one.bin && -e $1 ]]; then exit 4; fi; [ -f $1.bin ] && torchrun pretrain_gpt.py --d", ProcessCounts(1), "--d"),
+        ("which torchrun && cd sub/../other && torchrun pretrain_gpt.py --at $(basename $(pwd))", ProcessCounts(1), "--at other"),
         ("words=(a b); words+=(c); for w in ${words[@]}; do A+=(--$w); done; exec torchrun pretrain_gpt.py ${A[@]}",
-         Ranks(1), "--a --b --c"),
-        ("command -v nothing >/dev/null 2>&1 || exit 3; x=$(ls &>/dev/null); torchrun pretrain_gpt.py --x$x", Ranks(1), "--x"),
-        (WITH_EXPORTED_COMMAND, Ranks(4, 16), "--a 1 --b"),
-        (WITH_EVAL, Ranks(None), "--a"),
-        ('srun -l --ntasks-per-node=8 --output=logs/%x.log sh -c "python -u /code/pretrain_gpt.py --b"', Ranks(8), "--b"),
+         ProcessCounts(1), "--a --b --c"),
+        ("command -v nothing >/dev/null 2>&1 || exit 3; x=$(ls &>/dev/null); torchrun pretrain_gpt.py --x$x", ProcessCounts(1), "--x"),
+        (WITH_EXPORTED_COMMAND, ProcessCounts(4, 16), "--a 1 --b"),
+        (WITH_EVAL, ProcessCounts(None), "--a"),
+        ('srun -l --ntasks-per-node=8 --output=logs/%x.log sh -c "python -u /code/pretrain_gpt.py --b"', ProcessCounts(8), "--b"),
         ("docker run -v $PWD:/w image bash -lc 'cd /w; pip install x; SIZE=3 torchrun --nproc_per_node 8 pretrain_gpt.py --s'",
-         Ranks(8), "--s"),
-        ("bash -c 'echo $0'; sh -c 'exec torchrun pretrain_gpt.py --a \"$@\"' name 1 2", Ranks(1), "--a 1 2"),
-        ("cd sub; LAYERS=5 bash inner.sh --more; torchrun pretrain_gpt.py --not-me", Ranks(2), "--num-layers 5 --more"),
-        ("cp x/pretrain_gpt.py . && echo pretrain_gpt.py is here >&3; python pretrain_gpt.py --really", Ranks(1), "--really"),
-        ("exec 3>&1 4>log 2>&1; echo x >&3; echo y >&4; torchrun pretrain_gpt.py --a", Ranks(1), "--a"),
-        ("set -u; [[ --x=12 =~ ^--x=([0-9]+)$ ]] && ls >/dev/null; N=${BASH_REMATCH[1]}; torchrun pretrain_gpt.py $N", Ranks(1), "12"),
-        ("WHERE=${WHERE:-<a place>}; N=${N:-${M:-4 }}; torchrun pretrain_gpt.py --to $WHERE $N", Ranks(1), "--to <a place> 4"),
-        ("torchrun pretrain_gpt.py --first; torchrun pretrain_gpt.py --second", Ranks(1), "--first"),
+         ProcessCounts(8), "--s"),
+        ("bash -c 'echo $0'; sh -c 'exec torchrun pretrain_gpt.py --a \"$@\"' name 1 2", ProcessCounts(1), "--a 1 2"),
+        ("cd sub; LAYERS=5 bash inner.sh --more; torchrun pretrain_gpt.py --not-me", ProcessCounts(2), "--num-layers 5 --more"),
+        ("cp x/pretrain_gpt.py . && echo pretrain_gpt.py is here >&3; python pretrain_gpt.py --really", ProcessCounts(1), "--really"),
+        ("exec 3>&1 4>log 2>&1; echo x >&3; echo y >&4; torchrun pretrain_gpt.py --a", ProcessCounts(1), "--a"),
+        ("set -u; [[ --x=12 =~ ^--x=([0-9]+)$ ]] && ls >/dev/null; N=${BASH_REMATCH[1]}; torchrun pretrain_gpt.py $N", ProcessCounts(1), "12"),
+        ("WHERE=${WHERE:-<a place>}; N=${N:-${M:-4 }}; torchrun pretrain_gpt.py --to $WHERE $N", ProcessCounts(1), "--to <a place> 4"),
+        ("torchrun pretrain_gpt.py --first; torchrun pretrain_gpt.py --second", ProcessCounts(1), "--first"),
     ],
 )  # fmt: skip
 def test_launchers_and_shells(script, text, ranks, flags):
@@ -340,7 +340,7 @@ def of_session_of(folder: Path) -> list[str]:
 )
 def test_loops_that_wait_are_left(script, before, tmp_path):
     found = read_launch_script(script(f"{before}\nN=2\ntorchrun --nproc_per_node $N pretrain_gpt.py --a $N\n"), [])
-    assert (found.ranks, found.flags) == (Ranks(2), ("--a", "2"))
+    assert (found.ranks, found.flags) == (ProcessCounts(2), ("--a", "2"))
     assert of_session_of(tmp_path) == []
 
 

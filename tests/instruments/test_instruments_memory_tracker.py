@@ -8,9 +8,9 @@ import pytest
 import torch
 from support.snapshots import live_at_each_moment, live_blocks, trace
 
-from megatron_lite.formats.caching_allocator import Allocation, Layout, rounded
+from megatron_lite.formats.caching_allocator import Allocation, SegmentMap, rounded
 from megatron_lite.instruments.base import Instruments
-from megatron_lite.instruments.memory_tags import ModuleHooks, Place
+from megatron_lite.instruments.memory_tags import ModuleHooks, StepMarks
 from megatron_lite.instruments.memory_tracker import StorageTracker
 from megatron_lite.units import MIB
 
@@ -18,7 +18,7 @@ from megatron_lite.units import MIB
 @pytest.fixture
 def tracker():
     gc.collect()
-    tracker = StorageTracker(Place(), 100_000)
+    tracker = StorageTracker(StepMarks(), 100_000)
     tracker.start()
     yield tracker
     tracker.stop()
@@ -85,7 +85,7 @@ def test_other_threads_free_and_are_heard(tracker):
 
 def test_what_was_there_before_is_there_from_the_start():
     old = torch.zeros(1000)
-    tracker = StorageTracker(Place(), 100)
+    tracker = StorageTracker(StepMarks(), 100)
     tracker.start()
     try:
         new = old.view(10, 100) + 1
@@ -134,7 +134,7 @@ class Counts(torch.nn.Module):
         return x * torch.ones(8).cumsum(0)
 
 
-def step_of(place: Place, hooks: ModuleHooks, model: torch.nn.Module, number: int, between=lambda: None):
+def step_of(place: StepMarks, hooks: ModuleHooks, model: torch.nn.Module, number: int, between=lambda: None):
     """One forward and backward, watched."""
     watching = Instruments([place], print)
     hooks.attach()
@@ -167,7 +167,7 @@ def test_backward_is_named_by_the_module_that_it_belongs_to(tracker):
 
 def test_gradients_that_arrive_on_other_threads_bring_their_module():
     told = []
-    place = Place(told.append)
+    place = StepMarks(told.append)
     # what an Identity hands on is another module's
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Identity())
     step_of(place, ModuleHooks(place, in_backward=True), model, 7, told.clear)
@@ -177,7 +177,7 @@ def test_gradients_that_arrive_on_other_threads_bring_their_module():
 
 @pytest.mark.parametrize(("seed", "expandable"), [(0, False), (1, False), (2, False), (3, True), (4, True)])
 def test_blocks_fill_segments_and_never_overlap(seed, expandable):
-    chance, layout, held = random.Random(seed), Layout(expandable), []
+    chance, layout, held = random.Random(seed), SegmentMap(expandable), []
     for _ in range(1500):
         if held and chance.random() < 0.48:
             layout.release(held.pop(chance.randrange(len(held))))
@@ -194,7 +194,7 @@ def test_blocks_fill_segments_and_never_overlap(seed, expandable):
     check(layout, held)  # untouched by what became of its copy
 
 
-def check(layout: Layout, held: list[Allocation]):
+def check(layout: SegmentMap, held: list[Allocation]):
     found, free = set(), []
     for number, segment in enumerate(layout.segments):
         at = segment.address
@@ -212,7 +212,7 @@ def check(layout: Layout, held: list[Allocation]):
     assert sorted(free) == sorted(entry for blocks in layout._free.values() for entry in blocks)
 
 
-def put(layout: Layout, *sizes: int) -> list[Allocation]:
+def put(layout: SegmentMap, *sizes: int) -> list[Allocation]:
     pieces = [Allocation(size, "", []) for size in sizes]
     for piece in pieces:
         layout.place(piece)
@@ -222,11 +222,11 @@ def put(layout: Layout, *sizes: int) -> list[Allocation]:
 def test_segments_are_as_large_as_cudas_and_blocks_are_split_and_taken_again():
     sizes = {1: 2, MIB: 2, MIB + 1: 20, 10 * MIB - 512: 20, 10 * MIB: 10, 11 * MIB + 1: 12}
     for size, segment_mib in sizes.items():
-        assert Layout().place(Allocation(size, "", [])).size == segment_mib * MIB
-    layout, size = Layout(), 10 * MIB - 512
+        assert SegmentMap().place(Allocation(size, "", [])).size == segment_mib * MIB
+    layout, size = SegmentMap(), 10 * MIB - 512
     put(layout, size, size)
     assert [segment.sizes for segment in layout.segments] == [[size, 20 * MIB - size]]  # a rest of at most 1 MiB stays
-    layout = Layout()
+    layout = SegmentMap()
     a, _, c, _ = put(layout, 4096, 512, 1024, 512)
     large, small = layout.release(a), layout.release(c)
     e, f = put(layout, 600, 2000)  # the smallest that fits

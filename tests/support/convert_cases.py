@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_lite.checkpoint.training_state import Record
+from megatron_lite.checkpoint.training_state import CheckpointRecord
 from megatron_lite.config.shape import ModelShape
 from megatron_lite.convert.folders import Export
 from megatron_lite.convert.tokenizer_files import describe_no_tokenizer
@@ -62,7 +62,7 @@ def skip_without_twin(transformers, name: str):
 class Kept:
     """A checkpoint in memory. `largest` is the most numbers that were read at once."""
 
-    def __init__(self, record: Record, tensors: dict):
+    def __init__(self, record: CheckpointRecord, tensors: dict):
         self.record, self.tensors, self.largest = record, tensors, 0
 
     def names(self):
@@ -83,7 +83,7 @@ def kept(shape: ModelShape, precision: str = "fp32", vocab_size: int | None = VO
         tensors[f"model.{name}"] = parameter.detach().to(dtype)
         if precision != "fp32":
             tensors[f"optimizer.{name}.master"] = parameter.detach()
-    return Kept(Record(7, 28, dataclasses.asdict(shape), precision, vocab_size), tensors)
+    return Kept(CheckpointRecord(7, 28, dataclasses.asdict(shape), precision, vocab_size), tensors)
 
 
 def export(stored: Kept, folder, precision: str | None = None, **how):
@@ -100,7 +100,7 @@ def export(stored: Kept, folder, precision: str | None = None, **how):
     return said
 
 
-def model_of(record: Record, tensors: dict) -> GPT:
+def model_of(record: CheckpointRecord, tensors: dict) -> GPT:
     """The model that a checkpoint's weights make, in fp32."""
     shape = ModelShape(**record.shape)
     attend = choose_attention("unfused", shape, batch=2, device="cpu", dtype=torch.float32, masked=False)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from megatron_lite.checkpoint.megatron_file import MegatronFile, write_megatron_file
-from megatron_lite.checkpoint.training_state import Record
+from megatron_lite.checkpoint.training_state import CheckpointRecord
 from megatron_lite.optim.optimizer import Optimizer
 from support.launch import flags, plan_of
 from support.lazy_module import LazyModule
@@ -398,7 +398,7 @@ class Ours:
         file.read_into(self.flat())
         self.optimizer.resume()
 
-    def record(self, iteration: int, **more) -> Record:
+    def record(self, iteration: int, **more) -> CheckpointRecord:
         known = {"vocab_size": 127, "consumed_valid_samples": 8} | more
         return describe_run(self, iteration, **known)
 
@@ -407,8 +407,8 @@ class Ours:
             write_megatron_file(file, self.record(iteration), self.flat(), self.plan.args)
 
 
-def describe_run(run, iteration: int, **more) -> Record:
-    return Record(
+def describe_run(run, iteration: int, **more) -> CheckpointRecord:
+    return CheckpointRecord(
         iteration=iteration,
         consumed=iteration * SAMPLES,
         shape=dataclasses.asdict(run.shape),

@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 
 from megatron_lite.checkpoint.megatron_file import write_megatron_file
-from megatron_lite.checkpoint.training_state import Record
+from megatron_lite.checkpoint.training_state import CheckpointRecord
 from support.launch import flags, plan_of
 from support.megatron_core import Ours, gradients
 from support.model_variants import VARIANTS
@@ -24,7 +24,7 @@ def trained(precision: str, *words: str, variant: str = "gqa_swiglu_rmsnorm", st
     return run.plan, run.record(steps, versions={"torch": "2"}), run.flat()
 
 
-def written(path: Path, record: Record, tensors: dict, plan) -> Path:
+def written(path: Path, record: CheckpointRecord, tensors: dict, plan) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "wb") as file:
         write_megatron_file(file, record, tensors, plan.args)

@@ -7,7 +7,7 @@ import torch
 from megatron_lite.config.plan import Plan
 from megatron_lite.config.world import World
 from megatron_lite.instruments.base import Instruments
-from megatron_lite.instruments.memory_tags import ModuleHooks, Place
+from megatron_lite.instruments.memory_tags import ModuleHooks, StepMarks
 from megatron_lite.instruments.memory_tracker import StorageTracker
 from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.train.step import BatchMaker, TrainingStep
@@ -36,7 +36,7 @@ def planned(words: str = "", world: World = ALONE) -> Plan:
 
 def recorded_steps(plan: Plan, steps: int = 2) -> dict:
     """The snapshot of real steps on this machine's CPU, inside a process group."""
-    place = Place()
+    place = StepMarks()
     tracker, hooks = StorageTracker(place, 1_000_000), ModuleHooks(place, in_backward=False)
     gc.collect()
     tracker.start()

@@ -20,18 +20,18 @@ from megatron_lite.analysis.kernels.kernel_results import (
 from megatron_lite.analysis.memory.memory_results import (
     OUTSIDE,
     Fragmentation,
-    Growth,
     Held,
     Layer,
     LedgerRow,
     Moment,
     SiteBytes,
     Snapshot,
+    SnapshotGrowth,
     StepMemory,
     TraceMemory,
 )
 from megatron_lite.analysis.rank_facts import RankFacts
-from megatron_lite.analysis.ranks.rank_results import CollectiveRow, GroupRow, RankRow, Ranks, Straggler
+from megatron_lite.analysis.ranks.rank_results import CollectiveRow, GroupRow, RankComparison, RankRow, Straggler
 from megatron_lite.analysis.report import Report
 from megatron_lite.analysis.run.run_results import Run, Steps
 from megatron_lite.analysis.run_facts import Facts
@@ -127,7 +127,7 @@ def rank_kernels(rank: int | None = 0, name="ampere_bf16_s16816gemm", on_gpu=Tru
     return RankKernels(rank, kernels, operators, roles, *sums)
 
 
-def ranks_of(name="all_reduce") -> Ranks:
+def ranks_of(name="all_reduce") -> RankComparison:
     rows = tuple(
         RankRow(rank, f"node{rank}", 100.0, 60.0 + rank, 35.0, 20.0, 5.0 - rank, 1.5, 10.0, 0.5 * rank, 4.0 * rank)
         for rank in (0, 1)
@@ -138,7 +138,7 @@ def ranks_of(name="all_reduce") -> Ranks:
             name, "data", "ring, LL128", "backward", 2, 12.0, 25 * 2**20, "BFloat16", 35.0, 15.0, 20.0, 20.0, 140.0
         ),
     )
-    return Ranks(2, (0, 1), (), rows, groups, collectives, Straggler(1, 4.0, 0.8, "compute", 3.5), True, 1, ())
+    return RankComparison(2, (0, 1), (), rows, groups, collectives, Straggler(1, 4.0, 0.8, "compute", 3.5), True, 1, ())
 
 
 def snapshot(name="gpt.py:81 forward") -> Snapshot:
@@ -150,7 +150,7 @@ def snapshot(name="gpt.py:81 forward") -> Snapshot:
         Moment(at * 1000, (20 + at % 12) * 2**30, 34 * 2**30, halves[at % 12 > 0 or at == 0]) for at in range(200)
     )
     ends = [(f"step {at}", at * 50_000, (at + 1) * 50_000) for at in range(4)]
-    growth = Growth(12 * 2**20, 4, (SiteBytes("train.py:9 log", "other", "log", "", 12 * 2**20, 1),))
+    growth = SnapshotGrowth(12 * 2**20, 4, (SiteBytes("train.py:9 log", "other", "log", "", 12 * 2**20, 1),))
     told = {"source": "snapshot.pickle", "rank": 0, "simulated": False, "events": 120_000, "notes": ()}
     told |= {"complete": True}
     told |= {"peak_bytes": 32 * 2**30, "peak_time_us": 11000, "peak_phase": "backward", "held": held, "curve": curve}

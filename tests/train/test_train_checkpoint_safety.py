@@ -38,7 +38,7 @@ from support.launch import (
 from support.paths import TESTS
 
 from megatron_lite.checkpoint.folder import missing, newest, reserved, wrong
-from megatron_lite.checkpoint.training_state import Record
+from megatron_lite.checkpoint.training_state import CheckpointRecord
 from megatron_lite.errors import CheckpointError
 from megatron_lite.instruments.base import Instrument
 from megatron_lite.optim.optimizer import Optimizer
@@ -135,7 +135,7 @@ def test_megatrons_interpolation_factor_is_noted(caplog):
     """Megatron-LM 0.16.1 keeps the flag in its arguments and trains without it."""
     rope = "--position-embedding-type rope"
     without, factor = (plan_of(flags(rope, more)) for more in ("", "--rotary-seq-len-interpolation-factor 4"))
-    made = Record(0, 0, dataclasses.asdict(factor.shape), "fp32")
+    made = CheckpointRecord(0, 0, dataclasses.asdict(factor.shape), "fp32")
     theirs, ours = (dataclasses.replace(made, trainer=trainer) for trainer in ("Megatron-LM", "megatron_lite"))
     for record, plan in ((theirs, factor), (ours, factor), (theirs, without)):
         require_shape(Path("X"), record, plan.shape, plan.vocab_size, None)

@@ -16,7 +16,7 @@ from megatron_lite.units import counted
 Needs = Literal["", "run", "snapshot", "trace", "gpu"]
 
 
-class Record:
+class Recording:
     """What to record so that a rule can look: for this trainer, and for any PyTorch job."""
 
     TRACE = "a trace of some steps: --use-pytorch-profiler --profile-step-start 10 --profile-step-end 15"
@@ -36,10 +36,10 @@ class Record:
 # what a rule lacks that was not given what it needs
 NEEDED: dict[Needs, str] = {
     "": "",
-    "run": Record.RUN_FOLDER,
-    "snapshot": Record.SNAPSHOT,
-    "trace": Record.TRACE,
-    "gpu": Record.GPU_TRACE,
+    "run": Recording.RUN_FOLDER,
+    "snapshot": Recording.SNAPSHOT,
+    "trace": Recording.TRACE,
+    "gpu": Recording.GPU_TRACE,
 }
 
 

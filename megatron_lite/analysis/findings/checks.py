@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from megatron_lite.analysis.contradictions import find_contradictions, rests_on_run_only
-from megatron_lite.analysis.findings.base import Evidence, Finding, Look, Outcome, Record, could_not_look
+from megatron_lite.analysis.findings.base import Evidence, Finding, Look, Outcome, Recording, could_not_look
 from megatron_lite.analysis.findings.check_case import Case, Check, fail_by_findings
 from megatron_lite.analysis.findings.rules import REPORT_BUG
 from megatron_lite.analysis.findings.run_checks import (
@@ -34,13 +34,13 @@ class Question:
     record: str = ""  # what to record where the look does not say
 
 
-LONGER_WINDOW = f"{Record.LONGER_RUN}, or a longer window: --profile-step-end"
+LONGER_WINDOW = f"{Recording.LONGER_RUN}, or a longer window: --profile-step-end"
 QUESTIONS: tuple[Question, ...] = (
     Question(
         "Are times taken on the device's clock, after a warm-up?",
         "device's clock, after a warm-up",
         look=look_at_clock,
-        record=Record.TRACE,
+        record=Recording.TRACE,
     ),
     Question(
         "Is there a step time of the steady state, without the first step?",
@@ -88,7 +88,7 @@ QUESTIONS: tuple[Question, ...] = (
         "16 bits save time and memory",
         ("fp32-products",),
         look_at_sixteen_bits,
-        Record.SECOND_RUN,
+        Recording.SECOND_RUN,
     ),
     Question(
         "Are overflows of the loss scale rare?",
@@ -100,48 +100,48 @@ QUESTIONS: tuple[Question, ...] = (
         "peak explained, memory steady",
         ("memory-growth", "out-of-memory", "logits-peak", "recompute-activations"),
         look_at_peak,
-        Record.SNAPSHOT,
+        Recording.SNAPSHOT,
     ),
     Question(
         "Do batch, accumulation and schedule agree: one update per global batch?",
         "one update per global batch",
         ("reduce-every-micro-batch",),
         look_at_batches,
-        Record.RUN_FOLDER,
+        Recording.RUN_FOLDER,
     ),
     Question(
         "Does an undisturbed profile show what to improve next?",
         "profile shows what to improve",
         ("profiler-overhead",),
         look_at_profile,
-        Record.TRACE,
+        Recording.TRACE,
     ),
     Question(
         "Is compilation excluded from steady steps, and over after the first?",
         "compiling over after first step",
         ("recompilation", "graph-breaks"),
         look_at_compilation,
-        Record.RUN_FOLDER,
+        Recording.RUN_FOLDER,
     ),
     Question(
         "Are shapes constant, without recompilation and padding?",
         "constant shapes, no padding",
         ("recompilation", "vocabulary-padding"),
         look_at_shapes,
-        Record.SHAPES,
+        Recording.SHAPES,
     ),
     Question(
         "Does throughput count the tokens that train?",
         "throughput of tokens that train",
         ("overflow-storm",),
         look_at_tokens,
-        Record.RUN_FOLDER,
+        Recording.RUN_FOLDER,
     ),
     Question(
         "Does the loss still agree with the baseline's?",
         "loss agrees with the baseline",
         look=look_at_losses,
-        record=Record.SECOND_RUN,
+        record=Recording.SECOND_RUN,
     ),
 )
 

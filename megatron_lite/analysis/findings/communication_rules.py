@@ -12,7 +12,7 @@ from megatron_lite.analysis.ranks.calls import collective_bytes
 from megatron_lite.analysis.ranks.exposed import GRADIENTS, REST, find_rows_for, is_of_weights
 from megatron_lite.analysis.ranks.from_run import find_straggler_by_medians
 from megatron_lite.analysis.ranks.process_groups import is_fully_sharded
-from megatron_lite.analysis.ranks.rank_results import Ranks, Straggler
+from megatron_lite.analysis.ranks.rank_results import RankComparison, Straggler
 from megatron_lite.analysis.run_facts import TIGHT, Facts, whole
 from megatron_lite.phases import Phase
 from megatron_lite.units import counted, significant, size
@@ -316,7 +316,7 @@ def find_straggler(facts: Facts) -> Finding | None:
     return build_time_finding(found.caused_wait_ms, seen, advice, flags, certain, found.rank)
 
 
-def _describe_lateness(found: Straggler, ranks: Ranks | None) -> str:
+def _describe_lateness(found: Straggler, ranks: RankComparison | None) -> str:
     caused = in_ms(found.caused_wait_ms)
     if found.share_last is not None:
         last = f"rank {found.rank} is last in {found.share_last:.0%} of the collectives"

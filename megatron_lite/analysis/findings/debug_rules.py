@@ -6,7 +6,7 @@ from megatron_lite.analysis.findings.base import (
     Evidence,
     Finding,
     Look,
-    Record,
+    Recording,
     could_not_look,
     rule,
     saw,
@@ -20,7 +20,7 @@ from megatron_lite.analysis.trace.columns import Kind
 from megatron_lite.formats.file_names import RUN_FILE
 from megatron_lite.phases import Phase
 from megatron_lite.units import counted
-from megatron_lite.variables import Place, switches_on
+from megatron_lite.variables import RunPlace, switches_on
 
 NODE = "autograd::engine::evaluate_function: "  # PyTorch's range around each operation of a backward pass
 LEAVES = "AccumulateGrad"  # has no result to be checked
@@ -88,7 +88,7 @@ def find_debug_switches(facts: Facts) -> Finding | Look:
     False alarm: NCCL_..._DISABLE on a machine whose links are broken, where it is the remedy.
     """
     ranks, local = facts.plan.world.size or 1, facts.local_ranks or 1
-    on = switches_on(facts.variables, Place(facts.on_gpu is not False, ranks, local))
+    on = switches_on(facts.variables, RunPlace(facts.on_gpu is not False, ranks, local))
     variables = [setting.partition("=")[0] for setting in on]
     seen = [Evidence(f"{setting}: {cost}", "run.json") for setting, cost in on.items()]
     anomaly = _describe_anomaly_mode(facts.critical) if facts.critical is not None else None
@@ -113,7 +113,7 @@ def _look_at_switches(facts: Facts) -> Look:
         seen.append(Evidence("no known switch among the variables that the run wrote down", RUN_FILE))
     if facts.critical is not None and len(facts.critical.trace.rows[Kind.OP]):
         seen.append(Evidence("no anomaly mode and no launches that block", facts.critical.where()))
-    return saw(*seen) if seen else could_not_look(record=Record.RUN_FOLDER)
+    return saw(*seen) if seen else could_not_look(record=Recording.RUN_FOLDER)
 
 
 WITHOUT_ANOMALY_MODE = "leave out torch.autograd.set_detect_anomaly(True) (detect_anomaly=True of a trainer)"

@@ -7,7 +7,7 @@ from megatron_lite.analysis.findings.base import (
     Evidence,
     Finding,
     Look,
-    Record,
+    Recording,
     could_not_look,
     find_lost_time,
     rule,
@@ -126,7 +126,7 @@ def find_startup_in_step(facts: Facts, one: RankFacts) -> Finding | Look:
     """
     works, cost = find_named(one, "startup"), one.time.rows.get("startup", 0.0)
     if not works:
-        return saw_nothing(one, "no start-up work") if one.trace.with_stack else could_not_look(record=Record.STACKS)
+        return saw_nothing(one, "no start-up work") if one.trace.with_stack else could_not_look(record=Recording.STACKS)
     text = f"starting up CUDA and libraries takes {one.of_step(cost)}"
     advice = f"create it once, before the loop: {works[0].what}"
     return find_lost_time(one, cost, text, advice, *describe_works(one, works), cheap=True)
@@ -181,7 +181,7 @@ def find_save_in_step(facts: Facts, one: RankFacts) -> Finding | Look | None:
     works = [work for work in one.time.named if work.cause == "save"]
     what = ", ".join(dict.fromkeys([*(work.what for work in works), *(phase.name for phase in inside)]))
     if not what and not one.trace.with_stack:
-        return could_not_look(record=Record.STACKS)
+        return could_not_look(record=Recording.STACKS)
     text = f"saving and evaluating ({what}) takes {one.of_step(cost)}"
     advice = "save and evaluate less often, and write in the background: --save-interval, --eval-interval, --async-save"
     flags = ("--save-interval", "--eval-interval", "--async-save")
@@ -240,7 +240,7 @@ def find_process_wait(facts: Facts, one: RankFacts) -> Finding | Look:
     """
     works = [work for work in one.time.named if work.cause == "process_wait"]
     if not works and not one.trace.with_stack:
-        return could_not_look(record=Record.STACKS)
+        return could_not_look(record=Recording.STACKS)
     cost = one.time.rows.get("process_wait", 0.0)
     text = f"waiting for other processes takes {one.of_step(cost)}"
     advice = "leave barriers and collectives of Python objects out of the step"

@@ -6,7 +6,7 @@ from megatron_lite.analysis.findings.base import (
     Evidence,
     Finding,
     Look,
-    Record,
+    Recording,
     could_not_look,
     find_lost_time,
     rule,
@@ -353,7 +353,7 @@ def find_tiny_micro_batches(facts: Facts, one: RankFacts) -> Finding | Look | No
     number, tokens = one.per_step(one.backward_ranges()), facts.micro_batch_tokens
     larger, now = facts.larger_micro_batch, facts.argument("micro_batch_size")
     if tokens is None:
-        return could_not_look(record=Record.RUN_FOLDER)
+        return could_not_look(record=Recording.RUN_FOLDER)
     if number < MIN_MICRO_BATCHES or tokens > FEW_TOKENS:
         return saw_nothing(one, f"{counted(number, 'backward pass')} of {tokens:,} tokens per step")
     if one.time.launch_bound:  # launch-bound names the cause
@@ -400,7 +400,7 @@ def find_gc_pauses(facts: Facts, one: RankFacts) -> Finding | Look:
         flags = ("--manual-gc --manual-gc-interval 100",)
     collections = one.rows_named(lambda name: name.startswith(PYTHON_GC), Kind.ANNOTATION, Kind.PYTHON)
     if not cost and not len(collections) and facts.run is None:  # only this trainer and `watch` mark all of them
-        return could_not_look(record=Record.STACKS)
+        return could_not_look(record=Recording.STACKS)
     often = one.per_step(collections) >= MANY_COLLECTIONS
     number = f"{counted(one.per_step(collections), 'collection')} per step: " if len(collections) else ""
     if often:

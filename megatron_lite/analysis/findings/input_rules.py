@@ -10,7 +10,7 @@ from megatron_lite.analysis.findings.base import (
     Evidence,
     Finding,
     Look,
-    Record,
+    Recording,
     build_time_finding,
     could_not_look,
     find_lost_time,
@@ -71,7 +71,7 @@ def measure_loader_wait(facts: Facts) -> LoaderWait | None:
     return LoaderWait(wait_ms, run.steady_step_ms - wait_ms, None, text, place, rank)
 
 
-@rule("starved-loader", "waiting for the data loader", "step", "phases", "ranks", record=Record.LOADER)
+@rule("starved-loader", "waiting for the data loader", "step", "phases", "ranks", record=Recording.LOADER)
 def find_starved_loader(facts: Facts) -> Finding | Look:
     """Training waits for the data loader.
 
@@ -186,7 +186,7 @@ PAGEABLE = re.compile(r"(HtoD|HostToDevice|Host2Device).*Pageable|Pageable -> De
 PINNED_OR_NOT = re.compile(r"(pageable|pinned) *->", re.IGNORECASE)
 
 
-@rule("unpinned-copies", "copies from pageable memory", "step", "kernels", needs="trace", record=Record.GPU_TRACE)
+@rule("unpinned-copies", "copies from pageable memory", "step", "kernels", needs="trace", record=Recording.GPU_TRACE)
 def find_unpinned_copies(facts: Facts, one: RankFacts) -> Finding | Look:
     """Batches are copied to the device from pageable memory.
 
@@ -278,7 +278,7 @@ MAX_SMALL_COPIES = 32  # per step: a batch's few fields and a logged value are f
 ACROSS = re.compile(r"HtoD|DtoH|HostToDevice|DeviceToHost", re.IGNORECASE)
 
 
-@rule("small-copies", "many small copies", "step", "kernels", needs="trace", record=Record.GPU_TRACE)
+@rule("small-copies", "many small copies", "step", "kernels", needs="trace", record=Recording.GPU_TRACE)
 def find_small_copies(facts: Facts, one: RankFacts) -> Finding | Look:
     """Many small copies between host and device.
 

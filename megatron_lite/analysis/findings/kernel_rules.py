@@ -8,7 +8,7 @@ from megatron_lite.analysis.findings.base import (
     Evidence,
     Finding,
     Look,
-    Record,
+    Recording,
     could_not_look,
     find_lost_time,
     rule,
@@ -45,7 +45,7 @@ def find_attention_scores(facts: Facts, one: RankFacts) -> Finding | Look:
     False alarm: on a CPU at short sequences explicit attention can be the faster one: try both.
     """
     if not one.trace.with_shapes:
-        return could_not_look(record=Record.SHAPES)
+        return could_not_look(record=Recording.SHAPES)
     events, shapes = one.trace.events, one.trace.shapes
     softmax = one.rows_named(lambda name: "softmax" in name and "log_softmax" not in name, Kind.OP)
     found = (find_score_tensors(shapes[index].dims) for index in np.unique(events.shapes[softmax]) if index >= 0)

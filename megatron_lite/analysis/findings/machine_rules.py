@@ -10,7 +10,7 @@ from megatron_lite.analysis.findings.base import (
     Evidence,
     Finding,
     Look,
-    Record,
+    Recording,
     build_time_finding,
     could_not_look,
     rule,
@@ -72,7 +72,7 @@ def _look_at_compiling(facts: Facts) -> Look:
         return saw(Evidence(text, STEPS_FILE))
     if one is not None:
         return saw_nothing(one, "hardly anything is compiled")
-    return could_not_look(record=Record.RUN_FOLDER)
+    return could_not_look(record=Recording.RUN_FOLDER)
 
 
 def measure_recompilation(run: Run | None) -> tuple[float, Evidence, None] | None:
@@ -163,7 +163,7 @@ def find_first_step(facts: Facts, run: Run) -> Finding | Look:
     False alarm: a trial of a few steps of what will be a long run.
     """
     if not run.first_step_ms or not run.steady_step_ms or run.steps < MIN_RUN_STEPS:
-        return could_not_look(record=Record.LONGER_RUN)
+        return could_not_look(record=Recording.LONGER_RUN)
     extra = run.first_step_ms - run.steady_step_ms
     total = math.fsum(run.step_ms)
     if extra < max(MIN_MS, MAX_START_SHARE * total):
@@ -186,7 +186,7 @@ def find_first_step(facts: Facts, run: Run) -> Finding | Look:
     return build_time_finding(extra / run.steps, [Evidence(text, "steps.jsonl")], advice, flags, certain=bool(compiled))
 
 
-PROFILED_RUN = f"a run with typical steps before a profiled window: {Record.RUN_FOLDER}"
+PROFILED_RUN = f"a run with typical steps before a profiled window: {Recording.RUN_FOLDER}"
 MAX_SLOWDOWN = 1.25  # a quarter more: a cause of a tenth of the step can then be the profiler's own
 BY_PROFILER = 0.75  # of the longer steps, which the process' own CPU time must explain for a certain finding
 WITHOUT_CPU_TIME = "no CPU time was recorded, so that other jobs may have made these steps longer"

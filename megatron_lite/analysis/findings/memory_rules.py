@@ -9,7 +9,7 @@ from megatron_lite.analysis.findings.base import (
     Evidence,
     Finding,
     Look,
-    Record,
+    Recording,
     build_time_finding,
     could_not_look,
     find_lost_memory,
@@ -35,7 +35,7 @@ GROWTH_ADVICE = "keep numbers instead of tensors that hold their graph: .item() 
 GROWTH_FLAGS = ("--record-memory-history",)
 
 
-@rule("memory-growth", "memory that grows with every step", "memory", "run", record=Record.SNAPSHOT)
+@rule("memory-growth", "memory that grows with every step", "memory", "run", record=Recording.SNAPSHOT)
 def find_memory_growth(facts: Facts) -> Finding | Look:
     """Memory that stays after each step: a leak.
 

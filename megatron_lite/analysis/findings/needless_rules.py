@@ -9,7 +9,7 @@ from megatron_lite.analysis.findings.base import (
     Evidence,
     Finding,
     Look,
-    Record,
+    Recording,
     could_not_look,
     find_lost_time,
     rule,
@@ -268,7 +268,7 @@ def find_fp64_compute(facts: Facts, one: RankFacts) -> Finding | Look:
     """
     rows = _find_fp64_rows(one)
     if not len(rows) and not one.trace.with_shapes:
-        return could_not_look(record=Record.SHAPES)
+        return could_not_look(record=Recording.SHAPES)
     if not len(rows):
         return saw_nothing(one, "nothing computes in fp64")
     cost = one.covered_ms(rows)

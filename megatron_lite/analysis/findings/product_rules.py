@@ -10,7 +10,7 @@ from megatron_lite.analysis.findings.base import (
     Evidence,
     Finding,
     Look,
-    Record,
+    Recording,
     build_time_finding,
     could_not_look,
     find_lost_time,
@@ -41,7 +41,7 @@ WITHOUT_TENSOR_CORES = re.compile(r"\b(K[0-9]{2}|M[0-9]{2}|P100|P40|P4|GTX|Titan
     "kernels",
     "roofline",
     needs="trace",
-    record=Record.GPU_TRACE,
+    record=Recording.GPU_TRACE,
 )
 def find_no_tensor_cores(facts: Facts, one: RankFacts) -> Finding | Look:
     """16-bit matrix products that do not run on tensor cores.
@@ -103,7 +103,7 @@ def _look_at_tensor_cores(facts: Facts, one: RankFacts) -> Look:
         return could_not_look(seen, *dimensions, record=record)
     if kernels.tensor_core_ms >= kernels.maybe_tensor_core_ms or dimensions:
         return saw(seen, *dimensions)
-    return could_not_look(seen, record=Record.SHAPES)
+    return could_not_look(seen, record=Recording.SHAPES)
 
 
 NO_TENSOR_CORES = "this GPU has no tensor cores; audit a run on one that has"
@@ -115,7 +115,7 @@ def _look_at_dimensions(one: RankFacts) -> Look:
         return could_not_look(record=NO_TENSOR_CORES)
     rows = [row for row in one.kernels.roofline if row.role is Role.GEMM and row.dims]
     if not rows:
-        return could_not_look(record=Record.SHAPES)
+        return could_not_look(record=Recording.SHAPES)
     odd = [row for row in rows if any(map(is_off, row.dims))]
     text = f"all dimensions of {counted(len(rows), 'shape')} of products are multiples of 64 (small ones of 8)"
     if odd:
@@ -252,7 +252,7 @@ def find_matmul_shapes(facts: Facts, one: RankFacts) -> Finding | Look:
     False alarm: products so small that launching them costs more than their tiles.
     """
     if not one.kernels.roofline:
-        return could_not_look(record=Record.SHAPES)
+        return could_not_look(record=Recording.SHAPES)
     rows = [row for row in one.kernels.roofline if row.role is Role.GEMM and any(map(is_off, row.dims))]
     rows.sort(key=lambda row: -row.ms)
     ms, cost = sum(row.ms for row in rows), sum(row.ms * _padding(row.dims) for row in rows)
@@ -316,7 +316,7 @@ def find_below_roofline(facts: Facts, one: RankFacts) -> Finding | Look:
         if row.role in MATRIX_ROLES and row.bound_ms is not None and row.efficiency is not None
     ]
     if not bounded:
-        return could_not_look(record=Record.SHAPES)
+        return could_not_look(record=Recording.SHAPES)
     low = [part for part in bounded if part[2] < REACHES and one.share(part[0].ms) >= MIN_SHARE_SHOWN]
     low.sort(key=lambda part: part[1] - part[0].ms)
     cost = sum(row.ms - bound_ms for row, bound_ms, _ in low)

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from megatron_lite.analysis.findings.base import Evidence, Look, Outcome, Record, could_not_look, saw, saw_wrong
+from megatron_lite.analysis.findings.base import Evidence, Look, Outcome, Recording, could_not_look, saw, saw_wrong
 from megatron_lite.analysis.findings.check_case import Case, fail_by_findings
 from megatron_lite.analysis.intervals import Numbers
 from megatron_lite.analysis.memory.memory_results import Snapshot
@@ -194,7 +194,7 @@ def look_at_shapes(case: Case) -> Look:
         text = f"{number} of products, {'the same' if is_constant else 'not the same'} in each of {steps}"
         seen.append(Evidence(text, one.where()))
         if not is_constant:
-            record = f"how much of it is padding and what it compiles: {Record.RUN_FOLDER}"
+            record = f"how much of it is padding and what it compiles: {Recording.RUN_FOLDER}"
             return could_not_look(*seen, record=record)
     length = facts.shape.seq_length
     if length and run and run.steps:
@@ -205,7 +205,7 @@ def look_at_shapes(case: Case) -> Look:
         has_shapes = one is not None and one.trace.with_shapes
         return could_not_look(record="a window with two steady steps or more: --profile-step-end" if has_shapes else "")
     if not _is_packed(facts):
-        record = f"how many positions are padding: {Record.RUN_FOLDER}, with its own data set"
+        record = f"how many positions are padding: {Recording.RUN_FOLDER}, with its own data set"
         return could_not_look(*seen, record=record)
     return saw(*seen, PACKED)
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from megatron_lite.analysis.findings.base import Evidence, Look, Record, could_not_look, saw, saw_wrong
+from megatron_lite.analysis.findings.base import Evidence, Look, Recording, could_not_look, saw, saw_wrong
 from megatron_lite.analysis.findings.check_case import Case
 from megatron_lite.analysis.findings.product_rules import SIXTEEN_BITS
 from megatron_lite.analysis.intervals import Numbers
@@ -48,7 +48,7 @@ def look_at_sixteen_bits(case: Case) -> Look:
     here = _get_precision(facts)
     if other is None:
         wanted = "fp32" if here in SIXTEEN_BITS else "bf16 or fp16"
-        return could_not_look(*seen, record=f"{Record.SECOND_RUN}, the same work in {wanted}")
+        return could_not_look(*seen, record=f"{Recording.SECOND_RUN}, the same work in {wanted}")
     there = _get_precision(other)
     if here is None or there is None or (here in SIXTEEN_BITS) == (there in SIXTEEN_BITS):
         text = f"this run is in {here or 'an unknown format'}, the other in {there or 'an unknown format'}"

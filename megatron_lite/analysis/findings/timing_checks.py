@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from megatron_lite.analysis.findings.base import Evidence, Look, Record, could_not_look, saw, saw_wrong
+from megatron_lite.analysis.findings.base import Evidence, Look, Recording, could_not_look, saw, saw_wrong
 from megatron_lite.analysis.findings.check_case import Case
 from megatron_lite.analysis.rank_facts import RankFacts, in_ms
 from megatron_lite.analysis.run.run_results import Run
@@ -93,7 +93,7 @@ def look_at_steady_state(case: Case) -> Look:
             text += f"; the first step took {in_ms(run.first_step_ms)}"
         return saw(Evidence(text, STEPS_FILE), _count_steps(run))
     if run and run.steps >= MIN_STEPS and not number:
-        remedy = f"{Record.LONGER_RUN}, and a profiled window that leaves steps outside it"
+        remedy = f"{Recording.LONGER_RUN}, and a profiled window that leaves steps outside it"
         return saw_wrong(remedy, _count_steps(run))
     if one is None:
         return could_not_look()
@@ -111,11 +111,11 @@ def look_at_profile(case: Case) -> Look:
     unexplained = one.time.rows.get("unexplained", 0.0)
     if one.share(unexplained) > MAX_UNEXPLAINED:
         seen = Evidence(f"unexplained: {one.of_step(unexplained)}", one.where())
-        return could_not_look(seen, record=f"{Record.TRACE}, with --pytorch-profiler-collect-callstack")
+        return could_not_look(seen, record=f"{Recording.TRACE}, with --pytorch-profiler-collect-callstack")
     begin = [Evidence(_say_where_to_begin(case, one), one.where()), *_list_left_out(one)]
     if run is None or run.profiler_slowdown is None:
         window = f"with --profile-step-start {MIN_BEFORE + 3} --profile-step-end {MIN_BEFORE + 8}"
-        record = f"how far the profiler slows the step down: {Record.RUN_FOLDER}, {window}"
+        record = f"how far the profiler slows the step down: {Recording.RUN_FOLDER}, {window}"
         return could_not_look(*begin, record=record)
     text = f"profiled steps take{run.on_rank} {run.profiler_slowdown:.2f} x as long as those before it"
     return saw(*begin, Evidence(text, STEPS_FILE))

@@ -7,7 +7,7 @@ from megatron_lite.analysis.findings.base import (
     Evidence,
     Finding,
     Look,
-    Record,
+    Recording,
     build_time_finding,
     could_not_look,
     find_lost_time,
@@ -134,7 +134,7 @@ def _look_at_scale(facts: Facts, run: Run) -> Look:
     text = f"{run.skipped.sum():,} of {run.steps:,} steps skipped, the loss scale is {significant(scales[-1], 6)} at the end"
     settled = 0 if run.skipped.all() else run.steps - int(run.skipped.argmin())
     if run.skipped.any() and settled < MIN_SETTLED_STEPS:
-        record = f"{Record.LONGER_RUN}; --initial-loss-scale 65536 avoids the skipped steps at the beginning"
+        record = f"{Recording.LONGER_RUN}; --initial-loss-scale 65536 avoids the skipped steps at the beginning"
         since = f"{counted(settled, 'step')} since the first good one"
         return could_not_look(Evidence(f"{text}; {since}", STEPS_FILE), record=record)
     precision = facts.plan.precision
@@ -165,7 +165,7 @@ def find_scale_collapse(facts: Facts, run: Run) -> Finding | Look | None:
     settled = run.loss_scale[run.skipped.argmin() :] if run.steps else run.loss_scale
     known = settled[settled > 0]  # NaN is not
     if len(known) < MIN_SCALED_STEPS:
-        return could_not_look(record=Record.LONGER_RUN)
+        return could_not_look(record=Recording.LONGER_RUN)
     if known[-1] > TOO_SMALL or known.max() < FALLEN * known[-1]:
         text = (
             f"the loss scale is {significant(known[-1], 6)} at the end, and was {significant(known.max(), 6)} at most"
@@ -263,7 +263,7 @@ def find_log_stalls(facts: Facts) -> Finding | Look:
 def _measure_idle_in_logging(one: RankFacts | None) -> tuple[float, Evidence] | Look:
     """Measure a GPU's idle ms per step because of logging, with its evidence; a look where it is little or not seen."""
     if one is None:
-        return could_not_look(record=Record.TRACE)
+        return could_not_look(record=Recording.TRACE)
     sites = [site for site in one.time.syncs if LOG in (site.phase, site.cause)]
     waited = sum(site.idle_ms for site in sites)
     own = one.time.rows.get(LOG, 0.0)
@@ -274,14 +274,14 @@ def _measure_idle_in_logging(one: RankFacts | None) -> tuple[float, Evidence] | 
     if one.share(cost) >= (MIN_SHARE_SHOWN if waited > own else MATTERS):
         return cost, seen
     is_named = cost > 0 or any(part.name == LOG for part in one.time.phases)
-    return saw(seen) if is_named and one.time.step_ms > 0 else could_not_look(record=Record.STACKS)
+    return saw(seen) if is_named and one.time.step_ms > 0 else could_not_look(record=Recording.STACKS)
 
 
 def _measure_logging_phase(run: Run | None) -> tuple[float, Evidence] | Look:
     """Measure the host's ms per step in the phase that logs, with its evidence; a look where it is little or not seen."""
     cost = measure_ordinary(run, run.phases_ms.get(LOG, ())) if run is not None else None
     if run is None or not run.steady_step_ms or cost is None:
-        return could_not_look(record=Record.RUN_FOLDER)
+        return could_not_look(record=Recording.RUN_FOLDER)
     of_which = f"a step of {in_ms(run.steady_step_ms)} (medians of typical steps)"
     seen = Evidence(f"the phase {LOG} takes {in_ms(cost)} of {of_which}", STEPS_FILE)
     return saw(seen) if cost < MATTERS * run.steady_step_ms else (cost, seen)

@@ -31,7 +31,7 @@ _SAYING = re.compile(r"Flash(?:Attn|Attention)\w+|ImplicitGemm\w+|GemmUniversal\
 
 
 @dataclass(frozen=True)
-class Part:
+class NamePart:
     """One piece of a name. `inferred`: its meaning is seen in practice, but no vendor documents it."""
 
     text: str  # as it stands in the name
@@ -49,7 +49,7 @@ class KernelName:
     role: Role
     tensor_cores: TensorCores
     precision: str  # of the operands: "fp16", "bf16", "fp16/bf16" (16 bits: not said which), "tf32", ...; "" unknown
-    parts: tuple[Part, ...] = ()  # in the order of the name
+    parts: tuple[NamePart, ...] = ()  # in the order of the name
     why_not: str = ""  # where tensor_cores is NO: the reason, a few words
     alignment: int | None = None  # elements at which operands are known to be aligned; 1 and 2 tell of odd sizes
     causal: bool | None = None  # attention: is half of the scores skipped? None: the name does not say
@@ -101,7 +101,7 @@ def _read(name: str, family: Family, found: re.Match[str], role: Role) -> Kernel
     return KernelName(name, by, role, family.cores, precision, parts, without, aligned, causal, note)
 
 
-def _find_pieces(piece: Piece, found: re.Match[str], text: str, precision: str) -> list[tuple[int, Part]]:
+def _find_pieces(piece: Piece, found: re.Match[str], text: str, precision: str) -> list[tuple[int, NamePart]]:
     """(place in the text, the part) of each that is found; Piece says how it is written."""
     where, groups = piece.where, found.groupdict()
     if callable(where):
@@ -120,7 +120,7 @@ def _find_pieces(piece: Piece, found: re.Match[str], text: str, precision: str) 
         said = told or ("" if shown is None else _explain(piece.meaning, v or "", precision, groups))
         if said and shown is not None:
             shown, said = said if isinstance(said, tuple) else (shown, said)
-            parts.append((place, Part(shown, piece.field, said, piece.inferred)))
+            parts.append((place, NamePart(shown, piece.field, said, piece.inferred)))
     return parts
 
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from megatron_lite.analysis.intervals import Flags, Integers
 from megatron_lite.analysis.memory.phases import NOT_SAID, NUMBER, RECOMPUTE, SETUP, UNKNOWN, ZERO_GRAD, Phases
-from megatron_lite.analysis.memory.record import ALLOC, FREE, FREE_REQUESTED, Record
+from megatron_lite.analysis.memory.record import ALLOC, FREE, FREE_REQUESTED, AllocatorEvents
 from megatron_lite.analysis.memory.stacks import Code
 from megatron_lite.formats.caching_allocator import MIN_BLOCK
 from megatron_lite.formats.hardware import CUBLAS_THREADS, CUBLAS_WORKSPACE, CUBLAS_WORKSPACE_SINCE_HOPPER
@@ -90,7 +90,7 @@ class _Spans:
     columns: dict[str, NDArray[np.int64]]  # address, requested, stack, tag, stream, pool
 
 
-def _join_events(record: Record) -> _Spans:
+def _join_events(record: AllocatorEvents) -> _Spans:
     """Allocations are joined with the next free of the same address. What has no allocation was there before; what has
     no free is there at the end, and where the blocks at the end know nothing of it, it stays all the same."""
     n, blocks = len(record), record.blocks
@@ -112,7 +112,9 @@ def _join_events(record: Record) -> _Spans:
     return _split_awaiting(record, begin[order], end[order], {name: values[order] for name, values in columns.items()})
 
 
-def _collect_columns(record: Record, begins: Integers, stray: Integers, old: NDArray[np.void]) -> dict[str, Ints]:
+def _collect_columns(
+    record: AllocatorEvents, begins: Integers, stray: Integers, old: NDArray[np.void]
+) -> dict[str, Ints]:
     """What is known of allocations, of frees of what was there before, and of blocks at the end, one after the other."""
     of_events: dict[str, Integers] = {
         "address": record.address,
@@ -130,7 +132,7 @@ def _collect_columns(record: Record, begins: Integers, stray: Integers, old: NDA
     return found
 
 
-def _find_requests(record: Record, begin: Ints, end: Ints, address: Ints) -> Ints:
+def _find_requests(record: AllocatorEvents, begin: Ints, end: Ints, address: Ints) -> Ints:
     """int64 [m]: the event at which the free of each piece was requested; n + 1 where the record does not say."""
     n = len(record)
     requests = np.flatnonzero(record.action == FREE_REQUESTED)
@@ -147,7 +149,7 @@ def _find_requests(record: Record, begin: Ints, end: Ints, address: Ints) -> Int
     return np.where(found > begin, found, n + 1)
 
 
-def _split_awaiting(record: Record, begin: Ints, end: Ints, columns: dict[str, Ints]) -> _Spans:
+def _split_awaiting(record: AllocatorEvents, begin: Ints, end: Ints, columns: dict[str, Ints]) -> _Spans:
     """Memory that the program gave back while another stream may use it (Tensor.record_stream) is two lives: until the
     request, and until the allocator may hand it out again. Ordinarily the one follows the other at once."""
     n, address = len(record), columns["address"]
@@ -166,7 +168,7 @@ def _split_awaiting(record: Record, begin: Ints, end: Ints, columns: dict[str, I
     return _Spans(new_begin[order], new_end[order], returned[order], awaiting[order], joined)
 
 
-def find_lifetimes(record: Record, phases: Phases) -> Lives:
+def find_lifetimes(record: AllocatorEvents, phases: Phases) -> Lives:
     """The pieces of memory of a record, with the phases in which they were handed out and given back."""
     n = len(record)
     spans = _join_events(record)

@@ -72,7 +72,7 @@ class StepMemory:
 
 
 @dataclass(frozen=True)
-class Growth:
+class SnapshotGrowth:
     """Memory that stays after each step."""
 
     bytes_per_step: float
@@ -151,7 +151,7 @@ class Snapshot:
     layers: tuple[Layer, ...]  # activations at the peak, in the model's order
     curve: tuple[Moment, ...]  # thinned to a picture's resolution; keeps the peak
     steps: tuple[StepMemory, ...]
-    growth: Growth | None  # None if it does not grow or too few steps are seen
+    growth: SnapshotGrowth | None  # None if it does not grow or too few steps are seen
     fragmentation: Fragmentation
     oom: OutOfMemory | None
     events: int

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_lite.analysis.memory.record import ALLOC, Record
+from megatron_lite.analysis.memory.record import ALLOC, AllocatorEvents
 from megatron_lite.analysis.memory.stacks import Code
 from megatron_lite.phases import Phase
 
@@ -46,7 +46,7 @@ class Phases:
     module_of_tag: tuple[str, ...]
 
 
-def find_memory_phases(record: Record) -> Phases:
+def find_memory_phases(record: AllocatorEvents) -> Phases:
     """Find the phase and the step of each event by tags, else by annotations, else by stacks."""
     of_tag, modules = _read_tags(record)
     of_stack = _read_stacks(record)
@@ -64,7 +64,7 @@ def find_memory_phases(record: Record) -> Phases:
     return Phases(found, _count_changes(coarse), _count_changes(found), steps, of_stack, of_tag, modules)
 
 
-def _read_tags(record: Record) -> tuple[NDArray[np.int64], tuple[str, ...]]:
+def _read_tags(record: AllocatorEvents) -> tuple[NDArray[np.int64], tuple[str, ...]]:
     """Read the trainer's tags, such as 'step 10/forward/decoder.layers.0'; tags of others say nothing.
 
     Returns:
@@ -110,7 +110,7 @@ def _find_steps_by_optimizer(phase: NDArray[np.int64]) -> tuple[StepSpan, ...]:
     return tuple(StepSpan(f"step {number}", *of_step) for number, of_step in enumerate(zip(starts, ends), 1))
 
 
-def _read_stacks(record: Record) -> NDArray[np.int64]:
+def _read_stacks(record: AllocatorEvents) -> NDArray[np.int64]:
     """Innermost first: a closure inside optimizer.step is forward, a hook inside backward that steps is the optimizer."""
     every, inner = record.stacks.codes
     phase = np.full(len(every), NOT_SAID)
@@ -137,7 +137,7 @@ def _read_stacks(record: Record) -> NDArray[np.int64]:
     return phase
 
 
-def _read_marks(record: Record) -> tuple[tuple[StepSpan, ...], NDArray[np.int64]]:
+def _read_marks(record: AllocatorEvents) -> tuple[tuple[StepSpan, ...], NDArray[np.int64]]:
     """Read steps, and per event the phase, from annotations."""
     if not record.marks or not len(record):
         return (), np.full(len(record), NOT_SAID)
@@ -169,7 +169,7 @@ def _find_marked_phase(name: str) -> str | None:
     return None
 
 
-def _read_steps(record: Record) -> tuple[StepSpan, ...]:
+def _read_steps(record: AllocatorEvents) -> tuple[StepSpan, ...]:
     """Read the steps that annotations mark, in the order in which they begin; one that goes on ends with the record."""
     began_us: dict[str, int] = {}
     steps = []

@@ -15,18 +15,18 @@ from megatron_lite.analysis.memory.categories import INDEX, assign_categories, f
 from megatron_lite.analysis.memory.memory_results import (
     OUTSIDE,
     Gathered,
-    Growth,
     Held,
     Layer,
     Moment,
     OutOfMemory,
     SiteBytes,
     Snapshot,
+    SnapshotGrowth,
     StepMemory,
     choose_points,
 )
 from megatron_lite.analysis.memory.phases import NOT_SAID, PHASES, find_memory_phases
-from megatron_lite.analysis.memory.record import ALLOC, OOM, Record, build_record
+from megatron_lite.analysis.memory.record import ALLOC, OOM, AllocatorEvents, build_record
 from megatron_lite.analysis.memory.reserved import measure_fragmentation, measure_private_pools, measure_reserved
 from megatron_lite.analysis.memory.snapshot_file import choose_snapshot, read_values
 from megatron_lite.formats.memory_categories import CATEGORIES
@@ -60,7 +60,7 @@ def analyze_snapshot(raw: Any, path: Path) -> Snapshot:
 class SnapshotReader:
     """The events of a record, what memory they handed out, and what for."""
 
-    def __init__(self, record: Record):
+    def __init__(self, record: AllocatorEvents):
         self.record, self.phases = record, find_memory_phases(record)
         self.lives = find_lifetimes(record, self.phases)
         self.categories = assign_categories(self.lives, self.phases)
@@ -145,7 +145,7 @@ class SnapshotReader:
         columns = (times[at].tolist(), self.allocated[at].tolist(), self.reserved[at].tolist(), zip(*by_category))
         return tuple(Moment(*point) for point in zip(*columns))
 
-    def _find_growth(self) -> Growth | None:
+    def _find_growth(self) -> SnapshotGrowth | None:
         """None where memory does not grow from step to step, or too few steps are seen."""
         ends, lives = [step.last for step in self.phases.steps], self.lives
         if len(ends) < MIN_STEPS:
@@ -159,7 +159,7 @@ class SnapshotReader:
         more, less = np.setdiff1d(after, before), np.setdiff1d(before, after)
         signed = np.concatenate([lives.num_bytes[more], -lives.num_bytes[less]])
         sites = self._sum_sites(np.concatenate([more, less]), signed / len(change))
-        return Growth(slope, len(ends), tuple(site for site in sites if site.num_bytes > 0))
+        return SnapshotGrowth(slope, len(ends), tuple(site for site in sites if site.num_bytes > 0))
 
     def _sum_sites(self, rows: Integers, sizes: Integers | Numbers) -> tuple[SiteBytes, ...]:
         """Source lines, largest first. sizes: bytes of each of the lives `rows`, negative ones too (memory that went away)."""
@@ -265,7 +265,7 @@ class SnapshotReader:
         return Gathered(library, total, len(gathered), int(kept.sum()), in_phase, sites[0].site)
 
 
-def _describe_limits(record: Record, unknown: int, complete: bool, steps: int) -> Iterator[str]:
+def _describe_limits(record: AllocatorEvents, unknown: int, complete: bool, steps: int) -> Iterator[str]:
     if not len(record):
         yield (
             "no history was recorded: this is the state at the moment of the dump, not the peak; call "

@@ -37,7 +37,7 @@ DEFAULT_POOL = (0, 0)
 
 
 @dataclass(frozen=True)
-class Record:
+class AllocatorEvents:
     """n events of one device in order, and its state after them."""
 
     action: NDArray[np.uint8]  # [n], one of the constants above
@@ -65,7 +65,7 @@ class Record:
         return len(self.action)
 
 
-def build_record(raw: Any, path: Path) -> Record:
+def build_record(raw: Any, path: Path) -> AllocatorEvents:
     """Raises UserError for values that are no snapshot."""
     try:
         return _build(raw)
@@ -77,7 +77,7 @@ def build_record(raw: Any, path: Path) -> Record:
         ) from None
 
 
-def _build(raw: Any) -> Record:
+def _build(raw: Any) -> AllocatorEvents:
     """Build the record of the snapshot's most telling device. Raises the errors of Python for values that are no snapshot."""
     raw = {"segments": raw, "device_traces": []} if type(raw) is list else raw
     segments, traces = _read_parts(raw)
@@ -98,7 +98,7 @@ def _build(raw: Any) -> Record:
     pool = _find_pools(events, own_segments, pools)
     reserved_of_pool = _sum_reserved(own_segments, pools)
     number_of_action = {name: number for number, name in enumerate(ACTIONS)}
-    return Record(
+    return AllocatorEvents(
         action=np.array([number_of_action.get(event["action"], UNKNOWN_ACTION) for event in events], np.uint8),
         address=_read_column(events, "addr", 0),
         size=_check_sizes(_read_column(events, "size", 0)),

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from megatron_lite.analysis.intervals import Integers
 from megatron_lite.analysis.memory.categories import Lives
 from megatron_lite.analysis.memory.memory_results import Fragmentation, PrivatePool
-from megatron_lite.analysis.memory.record import LESS_RESERVED, MORE_RESERVED, OOM, SEGMENT_MAP, Record
-from megatron_lite.formats.caching_allocator import Allocation, Layout
+from megatron_lite.analysis.memory.record import LESS_RESERVED, MORE_RESERVED, OOM, SEGMENT_MAP, AllocatorEvents
+from megatron_lite.formats.caching_allocator import Allocation, SegmentMap
 
 MAX_ERROR = 0.05  # of what was reserved: a replay of the allocator as it was must come as near, or nothing is said
 # Code that captures graphs: PyTorch, inductor's trees of graphs, Megatron-LM, vLLM, SGLang, TensorRT-LLM.
@@ -22,7 +22,7 @@ CAPTURES = re.compile(
 )
 
 
-def measure_reserved(record: Record, private: bool | None = None, pool: int | None = None) -> Integers:
+def measure_reserved(record: AllocatorEvents, private: bool | None = None, pool: int | None = None) -> Integers:
     """int64 [n + 1]: bytes of segments before the first event, then after each; backwards from those at the end.
 
     Args:
@@ -45,7 +45,7 @@ def measure_reserved(record: Record, private: bool | None = None, pool: int | No
     return np.maximum(at_end - later, 0)
 
 
-def measure_fragmentation(record: Record, lives: Lives) -> tuple[Fragmentation, list[str]]:
+def measure_fragmentation(record: AllocatorEvents, lives: Lives) -> tuple[Fragmentation, list[str]]:
     """Reserved against allocated in the default pool; what expandable segments would have reserved, or a note on why the record
     could not be replayed."""
     ordinary = lives.pool == 0
@@ -71,7 +71,7 @@ def measure_fragmentation(record: Record, lives: Lives) -> tuple[Fragmentation, 
     return Fragmentation(most, int(allocated[at]), largest, was_expandable, expandable, as_it_was), notes
 
 
-def measure_private_pools(record: Record, lives: Lives) -> tuple[PrivatePool, ...]:
+def measure_private_pools(record: AllocatorEvents, lives: Lives) -> tuple[PrivatePool, ...]:
     """Those that hold memory when a request failed, or else at the end of the record; largest first."""
     found, failed = [], np.flatnonzero(record.action == OOM)
     moment = int(failed[-1]) + 1 if len(failed) else len(record)
@@ -91,10 +91,10 @@ def measure_private_pools(record: Record, lives: Lives) -> tuple[PrivatePool, ..
     return tuple(sorted(found, key=lambda one: -one.reserved_bytes))
 
 
-def replay_peak(record: Record, lives: Lives, expandable: bool) -> int:
+def replay_peak(record: AllocatorEvents, lives: Lives, expandable: bool) -> int:
     """Most bytes reserved when an empty allocator first takes what was there, then sees the record's events in its default
     pool."""
-    n, layout = len(record), Layout(expandable)
+    n, layout = len(record), SegmentMap(expandable)
     mine = np.flatnonzero((lives.pool == 0) & ~(lives.awaiting & (lives.begin >= 0)))
     begin, end = lives.begin[mine], lives.returned[mine]
     columns = zip(lives.requested[mine].tolist(), lives.stream[mine].tolist())

@@ -8,7 +8,7 @@ from statistics import median_low
 import numpy as np
 
 from megatron_lite.analysis.ranks.imbalance import find_imbalance
-from megatron_lite.analysis.ranks.rank_results import Imbalance, RankRow, Ranks, Straggler
+from megatron_lite.analysis.ranks.rank_results import Imbalance, RankComparison, RankRow, Straggler
 from megatron_lite.analysis.run.cores import find_core_shortage
 from megatron_lite.analysis.run.run_results import RankMedians, Run
 from megatron_lite.analysis.trace.columns import Trace
@@ -32,7 +32,7 @@ def find_only_dimension(run: Run | None) -> str:
     return large[0] if len(large) == 1 else ""
 
 
-def compare_ranks_of_run(run: Run) -> Ranks | None:
+def compare_ranks_of_run(run: Run) -> RankComparison | None:
     """Rows and a straggler from the run's own figures; no collectives, no waits. None for a run without ranks' figures."""
     ranks = run.ranks
     if ranks is None:
@@ -44,7 +44,7 @@ def compare_ranks_of_run(run: Run) -> Ranks | None:
     ]
     straggler = find_straggler_by_medians(run)
     slowest = max(rows, key=lambda row: 0.0 if math.isnan(row.step_ms) else row.step_ms).rank
-    return Ranks(
+    return RankComparison(
         world_size=run.world_size or len(rows),
         present=tuple(row.rank for row in rows),
         missing=tuple(range(len(rows), run.world_size or 0)),
@@ -100,7 +100,7 @@ def find_imbalance_by_lines(run: Run) -> Imbalance | None:
     return find_imbalance(range(own_ms.shape[1]), net_ms, None, float(np.median(lines.step_ms)), on_gpu=False)
 
 
-def only_lasting(ranks: Ranks, run: Run | None, traces: Sequence[Trace] = ()) -> Ranks:
+def only_lasting(ranks: RankComparison, run: Run | None, traces: Sequence[Trace] = ()) -> RankComparison:
     """Traces' ranks without a straggler that the run's typical steps do not know: a profile is a moment, and disturbs.
 
     Args:

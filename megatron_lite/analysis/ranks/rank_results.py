@@ -104,7 +104,7 @@ class Disorder:
 
 
 @dataclass(frozen=True)
-class Ranks:
+class RankComparison:
     """All ranks of one run."""
 
     world_size: int | None

@@ -16,14 +16,21 @@ from megatron_lite.analysis.ranks.imbalance import find_imbalance, measure_compu
 from megatron_lite.analysis.ranks.matching import Clocks, Group, align_clocks, match
 from megatron_lite.analysis.ranks.order import find_disorder
 from megatron_lite.analysis.ranks.process_groups import label_group
-from megatron_lite.analysis.ranks.rank_results import CollectiveRow, GroupRow, Imbalance, RankRow, Ranks, Straggler
+from megatron_lite.analysis.ranks.rank_results import (
+    CollectiveRow,
+    GroupRow,
+    Imbalance,
+    RankComparison,
+    RankRow,
+    Straggler,
+)
 from megatron_lite.analysis.time.time_results import Placing, RankTime
 from megatron_lite.analysis.trace.columns import ProcessGroup
 from megatron_lite.phases import Phase
 from megatron_lite.units import counted
 
 
-def compare_ranks(seen: Sequence[RankFacts], only: str = "") -> Ranks | None:
+def compare_ranks(seen: Sequence[RankFacts], only: str = "") -> RankComparison | None:
     """Compare the traces of one run's ranks with each other.
 
     Args:
@@ -63,7 +70,7 @@ def compare_ranks(seen: Sequence[RankFacts], only: str = "") -> Ranks | None:
             imbalance = _find_imbalance(one_each, rows, net_ms, compute_ms)
     present = tuple(row.rank for row in rows)
     group_size = world_size if _is_whole_world(one_each, groups, world_size) else None
-    return Ranks(
+    return RankComparison(
         world_size=world_size,
         present=present,
         missing=_find_missing(present, world_size),

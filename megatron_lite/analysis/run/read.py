@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from megatron_lite.analysis.intervals import Numbers
 from megatron_lite.analysis.run.read_record import read_record
-from megatron_lite.analysis.run.run_results import Growth, RankLines, RankMedians, Run, Steps
+from megatron_lite.analysis.run.run_results import CounterGrowth, RankLines, RankMedians, Run, Steps
 from megatron_lite.analysis.run.step_lines import StepLines
 from megatron_lite.errors import UserError
 from megatron_lite.formats.file_names import RANKS_FILE, RUN_FILE, STEPS_FILE
@@ -254,7 +254,7 @@ def _compute_medians(table: Numbers) -> tuple[float, ...]:
 # --- does memory grow over a run? Steadily or not at all: warming up and a single jump are no growth
 
 
-def find_growths(steps: Steps, ranks: RankMedians | None, what: str) -> tuple[Growth, ...]:
+def find_growths(steps: Steps, ranks: RankMedians | None, what: str) -> tuple[CounterGrowth, ...]:
     """Of every rank, from a value per console line; else of the rank that writes, from a value per typical step.
 
     `what`: host_memory_bytes or peak_memory_bytes.
@@ -274,7 +274,7 @@ def find_growths(steps: Steps, ranks: RankMedians | None, what: str) -> tuple[Gr
 
 def _find_growth(
     rank: int | None, at: NDArray[np.int64], values: Numbers, profiled: NDArray[np.int64], fewest: int
-) -> Growth | None:
+) -> CounterGrowth | None:
     """Of `values` bytes at iterations `at`; `fewest`: of them, at least GROWTH_PARTS. A profiled window divides them in two."""
     if len(at) < fewest:
         return None
@@ -283,5 +283,5 @@ def _find_growth(
     for part in (np.ones_like(longest), longest):
         found = steady_growth(at[part], values[part]) if part.sum() >= fewest else None
         if found:
-            return Growth(rank, round(found[0]), found[1], round(values[part][-1]))
+            return CounterGrowth(rank, round(found[0]), found[1], round(values[part][-1]))
     return None

@@ -83,7 +83,7 @@ class RankMedians(PhasesOfRanks):
 
 
 @dataclass(frozen=True)
-class Growth:
+class CounterGrowth:
     """Memory that grew from each quarter of the typical steps to the next."""
 
     rank: int | None  # None: the rank that writes
@@ -173,8 +173,8 @@ class Run(Steps):
     before_profile_ms: float | None = None  # median of the steps before the window; None of fewer than three
     after_profile_ms: float | None = None  # the same of those after it
     model_tflops_full: float | None = None  # per GPU, all of the attention matrix counted
-    growths: tuple[Growth, ...] = ()  # of host memory, by rank
-    gpu_growths: tuple[Growth, ...] = ()  # of the most that tensors took, by rank
+    growths: tuple[CounterGrowth, ...] = ()  # of host memory, by rank
+    gpu_growths: tuple[CounterGrowth, ...] = ()  # of the most that tensors took, by rank
     verdict_on_ranks: str = ""  # which rank died, hung or failed, as the others found out (ranks.json)
     starts: int = 1  # how often the folder's run was started; all else is of the last one
 

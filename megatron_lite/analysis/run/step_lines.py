@@ -85,7 +85,7 @@ class Columns:
 
 
 @dataclass(frozen=True)
-class Place:
+class LineEnd:
     """An end of a line in the file, and what had been read up to it."""
 
     offset: int = 0
@@ -115,7 +115,7 @@ class StepLines:
         self.starts = 0  # that have steps
         self.unread: list[int] = []  # numbers of lines that are no JSON, or not of this format
         self.cut = False  # the file ends within a line
-        self._here = self._settled = Place()  # steps between the two may be written anew
+        self._here = self._settled = LineEnd()  # steps between the two may be written anew
         self._begin(0)
 
     def _begin(self, first_step: int) -> None:
@@ -176,9 +176,9 @@ class StepLines:
                 if line.step <= last_step:
                     self._begin(line.step)
                     self.starts, steps = self.starts + 1, []
-                    self._settled = Place()
+                    self._settled = LineEnd()
                 elif line.local and not local:
-                    self._settled = Place(offset, last, number, len(self._iterations) + len(steps), last_step)
+                    self._settled = LineEnd(offset, last, number, len(self._iterations) + len(steps), last_step)
                 last_step, local = line.step, line.local
                 steps.append(line)
                 if len(steps) >= BATCH:
@@ -186,13 +186,13 @@ class StepLines:
                     steps = []
             elif line is not None and self._add_ranks(bytes(line.ranks)):
                 known = len(self._iterations) + len(steps)
-                self._settled = Place(offset + len(text), text, number + 1, known, last_step)
+                self._settled = LineEnd(offset + len(text), text, number + 1, known, last_step)
             elif text.strip():
                 self.unread.append(number + 1)
             offset, number, last = offset + len(text), number + 1, text
         self._add_steps(steps)
         if offset > here.offset:
-            self._here = Place(offset, last, number, len(self._iterations), last_step, local)
+            self._here = LineEnd(offset, last, number, len(self._iterations), last_step, local)
 
     def _add_steps(self, records: list[StepRecord]) -> None:
         if not records:

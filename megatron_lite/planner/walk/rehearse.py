@@ -22,7 +22,7 @@ from megatron_lite.formats.caching_allocator import rounded
 from megatron_lite.formats.hardware import CUBLAS_THREADS, CUBLAS_WORKSPACE, cublaslt_workspace_bytes
 from megatron_lite.instruments.base import Instruments
 from megatron_lite.instruments.memory_summary import describe_place, operation, site
-from megatron_lite.instruments.memory_tags import ModuleHooks, Place
+from megatron_lite.instruments.memory_tags import ModuleHooks, StepMarks
 from megatron_lite.instruments.snapshot_format import write_snapshot
 from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.backend import Backend
@@ -105,7 +105,7 @@ def walk(
         collectives: Where those of the last step are counted.
         cublaslt_workspace: Bytes that cuBLASLt keeps for itself, on cuda; 0 where it shares cuBLAS'.
     """
-    place = Place()
+    place = StepMarks()
     tracker = RehearsalTracker(place, MAX_EVENTS, collectives or CollectiveCounter())
     hooks = ModuleHooks(place, in_backward=False)
     # operations that torch has no rule for fail; it would run them on real memory of the same size

@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron_lite.analysis.ranks.process_groups import find_dimension
-from megatron_lite.instruments.memory_tags import Place
+from megatron_lite.instruments.memory_tags import StepMarks
 from megatron_lite.instruments.memory_tracker import StorageTracker
 
 # of the operations below torch.distributed's functions; what a rank receives of point-to-point operations another one sends
@@ -66,7 +66,7 @@ class RehearsalTracker(StorageTracker):
 
     STORAGES = "meta"  # of tensors without data
 
-    def __init__(self, place: Place, most: int, collectives: CollectiveCounter):
+    def __init__(self, place: StepMarks, most: int, collectives: CollectiveCounter):
         super().__init__(place, most)
         self._collectives = collectives
 

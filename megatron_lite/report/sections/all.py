@@ -6,7 +6,7 @@ from functools import partial
 
 from megatron_lite.analysis.findings.base import Finding
 from megatron_lite.analysis.findings.rules import RULES
-from megatron_lite.analysis.ranks.rank_results import RankRow, Ranks, Straggler
+from megatron_lite.analysis.ranks.rank_results import RankComparison, RankRow, Straggler
 from megatron_lite.analysis.report import Report
 from megatron_lite.analysis.run.learning import measure_learning
 from megatron_lite.analysis.run.pipeline_times import PipelineTimes
@@ -288,7 +288,7 @@ def _write_bandwidth(gb_s: float | None) -> str:
     return significant(gb_s) if gb_s >= MIN_GB_S else f"<{MIN_GB_S}"
 
 
-def _build_groups(ranks: Ranks) -> list[Table]:
+def _build_groups(ranks: RankComparison) -> list[Table]:
     """Build the table of what each dimension of the layout costs; nothing where there is only one."""
     if len(ranks.groups) < 2:
         return []
