@@ -1,4 +1,4 @@
-"""Memory in closed form against the rehearsal of the real step, over 73 plans."""
+"""Memory in closed form against the rehearsal of the real step, over every other of 73 plans."""
 
 import pytest
 import torch
@@ -29,11 +29,13 @@ CELLS = [
 
 
 DEFAULT = [*((name, "cuda") for name in QUICK), *((name, "cpu") for name in QUICK_ON_CPU)]
+# `python tests/estimate_grid.py` walks all: to be run after a change of the formulas.
+CHOSEN = [cell for number, cell in enumerate(CELLS) if number % 2 == 0 or cell in DEFAULT]
 
 
 @pytest.mark.parametrize(
     ("name", "device"),
-    [pytest.param(*cell, marks=() if cell in DEFAULT else pytest.mark.slow) for cell in CELLS],
+    [pytest.param(*cell, marks=() if cell in DEFAULT else pytest.mark.slow) for cell in CHOSEN],
 )
 def test_formula_and_rehearsal_agree(name, device):
     case = Case(name, device)
