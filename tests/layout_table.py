@@ -52,6 +52,7 @@ ZERO1, ZERO3 = "--use-distributed-optimizer", "--use-torch-fsdp2"
 CP2 = "--context-parallel-size 2"
 PP2 = "--pipeline-model-parallel-size 2"
 CHUNKS = f"{PP2} --num-virtual-stages-per-pipeline-rank 2"
+ACCOUNTED = "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split"
 BUBBLE = "--pipeline-schedule ZeroBubble"
 TP2, SP = "--tensor-model-parallel-size 2", "--sequence-parallel"
 LLAMA = (
@@ -114,6 +115,11 @@ LAYOUTS = {  # name: (flags, ranks)
     "pp2, chunks, ddp": (CHUNKS, 4),
     "pp2, chunks, zero1": (f"{CHUNKS} {ZERO1}", 4),
     "tp2, sp, pp2, chunks": (f"{TP2} {SP} {CHUNKS}", 4),
+    "pp2, chunks, accounted": (f"{PP2} --num-virtual-stages-per-pipeline-rank 3 {ACCOUNTED}", 2),
+    "pp2, layout, ddp": (f"{PP2} --pipeline-model-parallel-layout E|ttt|t|L", 4),
+    "pp4, layout": ("--pipeline-model-parallel-size 4 --pipeline-model-parallel-layout E|tt|tt|L", 4),
+    "pp2, layout, zero1": (f"{PP2} --pipeline-model-parallel-layout E|tt||t|t|L {ZERO1}", 4),
+    "pp2, chunks, groups": (f"{CHUNKS} --microbatch-group-size-per-virtual-pipeline-stage 5", 2),
     "tp4, sp": (f"--tensor-model-parallel-size 4 {SP}", 4),
 }
 
@@ -128,6 +134,7 @@ QUICK = [  # in the default tests
     ("fp32, per token", "pp2"), ("fp32, llama", "pp2"), ("bf16", "pp2"), ("fp32, recomputed", "pp2"),
     ("fp32, recomputed", "pp2, zero bubble"), ("fp16, sums in fp32", "pp2, zero bubble"),
     ("fp32, one query group", "tp2"), ("fp32, recomputed", "pp2, chunks"), ("fp16, sums in fp32", "pp2, chunks"),
+    ("fp32, recomputed", "pp2, chunks, accounted"), ("fp32, llama", "pp2, chunks, groups"),
 ]  # fmt: skip
 
 STEPS = 10

@@ -77,7 +77,8 @@ class MegatronFile(Stored):
                 f"expert parallel), not {expected}; give the folder of all of its parts, or merge them "
                 "with Megatron-LM's tools/checkpoint/convert.py."
             )
-        weights, optimizer, self.chunks = megatron_names.read_chunks(state, args.chunks), {}, args.chunks
+        weights, optimizer = megatron_names.read_chunks(state, args.chunks), {}
+        self.chunk_layers = megatron_names.count_chunk_layers(state, args.chunks)
         try:
             optimizer = self._read_optimizer(state, args, weights)
         except Unmapped as error:
@@ -130,7 +131,6 @@ class MegatronFile(Stored):
 
 PART_FOLDER = re.compile(r"^mp_rank_(\d+)(?:_(\d+))?$")
 COPIES = ("output_layer.", "word_embeddings_for_head.")  # of the tied embedding, in the last stage
-OF_LAYER = re.compile(r"\.layers\.(\d+)\.")
 
 
 def open_megatron(folder: Path) -> MegatronFile:
@@ -169,31 +169,38 @@ class MegatronParts(MegatronFile):
         self.without_optimizer = reasons[0] if reasons else None
         self._gated = first.record.shape["activation"] == "swiglu"
         self._pieces: dict[str, list[Tensor]] = {}  # every rank's tensor by name
-        numbers = self._number_layers([row[0].names() for row in parts], first.chunks)
+        numbers = self._number_layers([row[0].chunk_layers for row in parts], first.record.shape["num_layers"])
         for stage, row in enumerate(parts):
             for name in set.intersection(*(part.names() for part in row)):
                 is_copy = stage and first.record.shape["tied_embeddings"] and any(copy in name for copy in COPIES)
                 if not is_copy and (name.startswith("model.") or not reasons):
                     # each stage counts its layers from 0
-                    whole = OF_LAYER.sub(lambda match: f".layers.{numbers[stage][int(match[1])]}.", name)  # noqa: B023
+                    whole = megatron_names.OF_LAYER.sub(lambda match: f".layers.{numbers[stage][int(match[1])]}.", name)  # noqa: B023
                     self._pieces.setdefault(whole, [part.tensor(name) for part in row])
         self.held = {name: self._join(name, [piece.to("meta") for piece in own]) for name, own in self._pieces.items()}
         shape = first.record.shape | {"padded_vocab_size": self.size_of(f"model.{EMBEDDING}")[0]}
         optimizer = None if reasons else first.record.optimizer
         self.record = dataclasses.replace(first.record, shape=shape, optimizer=optimizer)
 
-    def _number_layers(self, names: list[set[str]], chunks: int) -> list[list[int]]:
-        """Of each stage, the numbers of its layers in the whole model: stage after stage for each chunk. names: of their tensors."""
-        counts = [len({match[0] for name in own if (match := OF_LAYER.search(name))}) for own in names]
-        if any(count % chunks for count in counts):
-            layers = ", ".join(map(str, counts))
+    def _number_layers(self, counts: list[list[int]], layers: int) -> list[list[int]]:
+        """Of each stage, the numbers of its layers in the whole model: stage after stage for each chunk.
+
+        Args:
+            counts: Layers of each stage's chunks.
+            layers: Of the whole model.
+        """
+        of_stages = [sum(of_chunks) for of_chunks in counts]
+        if sum(of_stages) != layers or len({len(of_chunks) for of_chunks in counts}) > 1:
+            found = ", ".join(map(str, of_stages))
             raise CheckpointError(
-                f"--load {self.path}: its stages have {layers} layers, not {chunks} equal chunks each; load another."
+                f"--load {self.path}: its stages have {found} layers, not the {layers} of the model; load another."
             )
         numbers: list[list[int]] = [[] for _ in counts]
-        for own, count in [*zip(numbers, counts)] * chunks:
-            first = sum(map(len, numbers))
-            own += range(first, first + count // chunks)
+        first = 0
+        for of_stages in zip(*counts):
+            for own, count in zip(numbers, of_stages):
+                own += range(first, first + count)
+                first += count
         return numbers
 
     def tensor(self, name: str) -> Tensor:

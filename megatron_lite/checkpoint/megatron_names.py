@@ -41,6 +41,7 @@ IN_A_LAYER = [
     "mlp.linear_fc2",
 ]
 IN_A_FUSED_LAYER = [IN_A_LAYER[1], IN_A_LAYER[0], *IN_A_LAYER[2:]]  # the first norm stands inside linear_qkv
+OF_LAYER = re.compile(r"\.layers\.(\d+)\.")
 LAYER = re.compile(r"^decoder\.layers\.(\d+)\.(.+)$")
 
 
@@ -59,11 +60,22 @@ def read_chunks(state: dict, chunks: int) -> dict[str, Tensor]:
         return read_names(state["model"])
     weights: dict[str, Tensor] = {}
     for chunk in range(chunks):
-        before = len({match[1] for name in weights if (match := LAYER.match(name))})
+        before = count_layers(weights)
         for name, weight in read_names(state[f"model{chunk}"]).items():
             match = LAYER.match(name)
             weights[f"decoder.layers.{int(match[1]) + before}.{match[2]}" if match else name] = weight
     return weights
+
+
+def count_chunk_layers(state: dict, chunks: int) -> list[int]:
+    """Layers of each chunk of a file, which may differ."""
+    keys = ["model"] if chunks == 1 else [f"model{chunk}" for chunk in range(chunks)]
+    return [count_layers(read_names(state[key])) for key in keys]
+
+
+def count_layers(weights: Iterable[str]) -> int:
+    """Layers that names of weights, or of their states, are of."""
+    return len({match[1] for name in weights if (match := OF_LAYER.search(name))})
 
 
 def ours(name: str) -> str:

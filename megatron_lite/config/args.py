@@ -215,11 +215,28 @@ class ParallelArgs:
     decoder_last_pipeline_num_layers: int | None = flag(
         None, "Layers of the last of them, if not as many as others.", "at least 1"
     )
+    account_for_embedding_in_pipeline_split: bool = flag(
+        False, "Count the embedding as one of the first stage's layers, which then has one less."
+    )
+    account_for_loss_in_pipeline_split: bool = flag(
+        False, "Count the loss as one of the last stage's layers, which then has one less."
+    )
+    pipeline_model_parallel_layout: str | None = flag(
+        None,
+        "What each stage has, in order, and each chunk of it in further rounds: E the embedding, t a layer, L the loss, | to "
+        "the next; (tt|)*3 repeats, as t*2 does.",
+        value="LAYOUT",
+    )
     num_layers_per_virtual_pipeline_stage: int | None = flag(
         None, "Layers of each chunk of a stage, interleaved with those of other stages.", "at least 1"
     )
     num_virtual_stages_per_pipeline_rank: int | None = flag(
         None, "The same by the number of chunks of each stage.", "at least 1"
+    )
+    microbatch_group_size_per_virtual_pipeline_stage: int | None = flag(
+        None,
+        "Micro-batches that go through one chunk of a stage before the next one's turn; as many as stages when left out.",
+        "at least 1",
     )
     pipeline_schedule: str = flag(
         "1F1B", "ZeroBubble: gradients of weights fill what stages would wait.", choices=("1F1B", "ZeroBubble")

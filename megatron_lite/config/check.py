@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from megatron_lite.config.args import Args
 from megatron_lite.config.command_line import CommandLine
 from megatron_lite.config.flags import list_flags
+from megatron_lite.config.layout import count_chunks
 from megatron_lite.config.plan import choose_compilation
 from megatron_lite.config.rules.files import file_rules
 from megatron_lite.config.rules.model import model_rules
@@ -62,8 +63,12 @@ DEPENDS: dict[str, tuple[str, Callable[[Args], object]]] = {
     "--tensor-model-parallel-size above 1": ("sequence_parallel", lambda a: a.parallel.tensor_model_parallel_size > 1),
     "--pipeline-model-parallel-size above 1": (
         ("decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers use_tp_pp_dp_mapping "
-         "pipeline_schedule"),
+         "account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split pipeline_schedule"),
         lambda a: a.parallel.pipeline_model_parallel_size > 1,
+    ),
+    "stages of several chunks": (
+        "microbatch_group_size_per_virtual_pipeline_stage",
+        lambda a: count_chunks(a.parallel, a.model.num_layers or 1) > 1,
     ),
     "--fp16 or --bf16": (
         "loss_scale accumulate_allreduce_grads_in_fp32 load_main_params_from_ckpt", lambda a: a.precision.fp16 or a.precision.bf16

@@ -1,6 +1,7 @@
 """How ranks divide the work, and which of them holds what of the model's state. Pure numbers."""
 
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -155,8 +156,10 @@ class Stage:
 
     number: int
     stages: int
-    chunks: tuple[range, ...]  # as many layers each
+    chunks: tuple[range, ...]  # of layers; those of one stage may differ in their number, and have none
     splits_backward: bool = False  # into gradients of inputs and of weights, which fill its waiting
+    # micro-batches that go through one chunk before the next one's turn; 0: as many as there are stages
+    micro_batches_per_turn: int = 0
 
     @property
     def is_first(self) -> bool:
@@ -172,9 +175,20 @@ class Stage:
         return [layer for chunk in self.chunks for layer in chunk]
 
     @property
-    def chunk_size(self) -> int:
-        """Number of layers of each chunk."""
-        return len(self.chunks[0])
+    def has_equal_chunks(self) -> bool:
+        """Whether all chunks have as many layers; one chunk is."""
+        return len({len(chunk) for chunk in self.chunks}) == 1
+
+    @property
+    def group(self) -> int:
+        """Micro-batches that go through one chunk before the next one's turn."""
+        return self.micro_batches_per_turn or self.stages
+
+    @property
+    def sends_ahead(self) -> int:
+        """How many tensors a stage may have sent that were not asked for yet: what comes round to the first stage waits there until
+        a whole group has gone through the chunk before."""
+        return max(self.group - self.stages, 0) + 1
 
     def starts(self, chunk: int) -> bool:
         """Whether this chunk has the embedding."""
@@ -204,20 +218,93 @@ class Stage:
         """The most forwards of a chunk that wait for their backward at once."""
         ahead = self.stages - 1 - self.number
         if len(self.chunks) > 1:
-            ahead = 2 * ahead + (len(self.chunks) - 1) * self.stages
+            ahead = 2 * ahead + (len(self.chunks) - 1) * self.group
         return min(ahead + 1, micro_batches * len(self.chunks))
+
+    def list_fullest(self, micro_batches: int) -> list[tuple[int, list[int]]]:
+        """When a stage holds most: (the running chunk, how many other micro-batches wait for the backward of each chunk).
+
+        That is one moment where chunks are equal, and one for each running chunk where they differ in what they hold.
+        """
+        if self.has_equal_chunks:
+            others = self.count_held(micro_batches)[0] - 1
+            return [(len(self.chunks) - 1, [0] * (len(self.chunks) - 1) + [others])]
+        waiting = [0] * len(self.chunks)
+        fullest: dict[int, list[int]] = {}
+        for turn in order_turns(self, self._shorten(micro_batches)):
+            if not turn.is_forward:
+                waiting[turn.chunk] -= 1
+                continue
+            held = fullest.get(turn.chunk)
+            if held is None or self._sum_layers(waiting) > self._sum_layers(held):
+                fullest[turn.chunk] = list(waiting)
+            waiting[turn.chunk] += 1
+        return sorted(fullest.items())
+
+    def _sum_layers(self, waiting: list[int]) -> int:
+        """Layers whose activations wait, of all micro-batches."""
+        return sum(number * len(chunk) for number, chunk in zip(waiting, self.chunks))
+
+    def _shorten(self, micro_batches: int) -> int:
+        """A number of micro-batches whose schedule has the same fullest moments: it repeats once all stages are busy."""
+        enough = 2 * self.stages + 3 * self.group
+        return min(micro_batches, enough - enough % self.group + micro_batches % self.group)
+
+
+LAYER_LETTERS = "EtL"  # of --pipeline-model-parallel-layout
+REPEATED = (
+    re.compile(r"\(([^)]+)\)\*(\d+)"),
+    re.compile(r"(.)\*(\d+)"),
+)  # first pieces in parentheses, then single letters
+MAX_LAYOUT = 1_000_000  # letters
+
+
+def expand_layout(layout: str) -> list[str]:
+    """What each stage has by --pipeline-model-parallel-layout, in the order of layers: "Et*2|(t|)*2L" -> ["Ett", "t", "t", "L"].
+
+    Raises ValueError for one that would be longer than any model's.
+    """
+    expanded = layout.replace(",", "").replace(" ", "")
+    for pattern in REPEATED:
+        if sum(int(number) * len(piece) for piece, number in pattern.findall(expanded)) > MAX_LAYOUT:
+            raise ValueError("too long")
+        expanded = pattern.sub(lambda match: match[1] * int(match[2]), expanded)
+    return expanded.split("|")
+
+
+def count_accounted(parallel: ParallelArgs) -> tuple[int, int]:
+    """(layers that the embedding counts as, those that the loss counts as) where stages share out layers."""
+    embedding = 1 if parallel.account_for_embedding_in_pipeline_split else 0
+    loss = 1 if parallel.account_for_loss_in_pipeline_split else 0
+    return embedding, loss
+
+
+def count_chunk_layers(parallel: ParallelArgs, num_layers: int) -> list[list[int]]:
+    """Numbers of layers of each chunk of each stage: first those of every stage's first chunk, then of every second, and so on.
+
+    They add up to num_layers only if the flags fit together. This is the one place that shares out layers.
+    """
+    p, stages = parallel, max(parallel.pipeline_model_parallel_size, 1)
+    if stages == 1:
+        return [[num_layers]]
+    if p.pipeline_model_parallel_layout is not None:
+        counts = [piece.count("t") for piece in expand_layout(p.pipeline_model_parallel_layout)]
+        return [counts[first : first + stages] for first in range(0, len(counts), stages)]
+    chunks = count_chunks(p, num_layers)
+    embedding, loss = count_accounted(p)
+    first, last = p.decoder_first_pipeline_num_layers, p.decoder_last_pipeline_num_layers
+    given = (first is not None) + (last is not None)
+    each = (num_layers + embedding + loss - (first or 0) - (last or 0)) // max(stages - given, 1)
+    of_stages = [each if first is None else first, *[each] * (stages - 2), each if last is None else last]
+    shared = [[count // chunks for count in of_stages] for _ in range(chunks)]
+    shared[0][0] -= embedding
+    shared[-1][-1] -= loss
+    return shared
 
 
 def count_stage_layers(parallel: ParallelArgs, num_layers: int) -> list[int]:
-    """Numbers of layers of each stage, in order. They add up to num_layers only if the flags fit together."""
-    p, stages = parallel, max(parallel.pipeline_model_parallel_size, 1)
-    first, last = p.decoder_first_pipeline_num_layers, p.decoder_last_pipeline_num_layers
-    if stages == 1:
-        return [num_layers]
-    given = (first is not None) + (last is not None)
-    each = (num_layers - (first or 0) - (last or 0)) // max(stages - given, 1)
-    between = [each] * (stages - 2)
-    return [each if first is None else first, *between, each if last is None else last]
+    """Numbers of layers of each stage, in order."""
+    return [sum(of_stage) for of_stage in zip(*count_chunk_layers(parallel, num_layers))]
 
 
 def count_chunks(parallel: ParallelArgs, num_layers: int) -> int:
@@ -225,19 +312,25 @@ def count_chunks(parallel: ParallelArgs, num_layers: int) -> int:
     p, stages = parallel, parallel.pipeline_model_parallel_size
     if stages <= 1:
         return 1
+    if p.pipeline_model_parallel_layout is not None:
+        return max(len(expand_layout(p.pipeline_model_parallel_layout)) // stages, 1)
     if p.num_layers_per_virtual_pipeline_stage is None:
         return p.num_virtual_stages_per_pipeline_rank or 1
-    return max(num_layers // stages // p.num_layers_per_virtual_pipeline_stage, 1)
+    accounted = num_layers + sum(count_accounted(p))
+    return max(accounted // stages // p.num_layers_per_virtual_pipeline_stage, 1)
 
 
 def plan_stage(parallel: ParallelArgs, layout: Layout, num_layers: int) -> Stage:
     """The stage of this rank. Stages have as many layers each, unless flags say otherwise."""
-    counts, number = count_stage_layers(parallel, num_layers), layout.pipeline_rank
-    chunks = count_chunks(parallel, num_layers)
-    sizes = [count // chunks for count in counts]
-    starts = [chunk * sum(sizes) + sum(sizes[:number]) for chunk in range(chunks)]
-    own = tuple(range(start, start + sizes[number]) for start in starts)
-    return Stage(number, layout.pipeline, own, parallel.pipeline_schedule == ZERO_BUBBLE and layout.pipeline > 1)
+    number, first = layout.pipeline_rank, 0
+    own: list[range] = []
+    for counts in count_chunk_layers(parallel, num_layers):
+        start = first + sum(counts[:number])
+        own.append(range(start, start + counts[number]))
+        first += sum(counts)
+    splits_backward = parallel.pipeline_schedule == ZERO_BUBBLE and layout.pipeline > 1
+    group = parallel.microbatch_group_size_per_virtual_pipeline_stage or 0
+    return Stage(number, layout.pipeline, tuple(own), splits_backward, group if len(own) > 1 else 0)
 
 
 class Turn(NamedTuple):
@@ -254,8 +347,8 @@ def order_turns(stage: Stage, micro_batches: int) -> list[Turn]:
     section 2.2).
 
     Some forwards ahead (`Stage.count_waiting`), then one of either, then the remaining backwards: it holds the activations of few
-    micro-batches. A single stage goes forward and backward by turns. Of several chunks each has as many micro-batches as there are stages
-    before the next one's turn.
+    micro-batches. A single stage goes forward and backward by turns. Of several chunks each has a group of micro-batches before the next
+    one's turn, as many as there are stages unless --microbatch-group-size-per-virtual-pipeline-stage says otherwise.
     """
     if stage.splits_backward:
         return _fill_bubbles(stage.stages, micro_batches)[stage.number]
@@ -327,7 +420,8 @@ def find_source(stage: Stage, turn: Turn) -> tuple[int, Turn] | None:
 
 def list_forwards(stage: Stage, micro_batches: int) -> list[Turn]:
     """All forwards in their order, as an evaluation does them."""
-    groups = [range(start, min(start + stage.stages, micro_batches)) for start in range(0, micro_batches, stage.stages)]
+    starts = range(0, micro_batches, stage.group)
+    groups = [range(start, min(start + stage.group, micro_batches)) for start in starts]
     return [Turn(True, number, chunk) for group in groups for chunk in range(len(stage.chunks)) for number in group]
 
 

@@ -97,6 +97,17 @@ def step_flops(shape: ModelShape, tokens_sequences: int, causal: bool) -> int:
     return FORWARD_AND_BACKWARD * (shape.num_layers * layer + count_output_flops(shape, tokens_sequences))
 
 
+def weigh_chunks(shape: ModelShape, stage: Stage) -> tuple[float, ...]:
+    """What one micro-batch computes in each chunk of a stage, beside the mean of all; () where they are equal but for the loss."""
+    if stage.has_equal_chunks:
+        return ()
+    layer = count_linear_flops(shape, 1) + attention_flops(shape, 1, causal=True)
+    output = count_output_flops(shape, 1)
+    flops = [len(chunk) * layer + (output if stage.ends(number) else 0) for number, chunk in enumerate(stage.chunks)]
+    mean = sum(flops) / len(flops)
+    return tuple(one / mean for one in flops)
+
+
 def count_linear_flops(shape: ModelShape, sequences: int) -> int:
     """Forward of one layer's four linear maps."""
     projections = (shape.qkv_rows + shape.attention_width) * shape.hidden_size

@@ -130,12 +130,15 @@ class Plan:
         """This rank's share of `shape`."""
         return self.shape.split(self.layout.tensor, self.layout.context)
 
+    def count_recomputed(self, layers: int) -> int:
+        """How many of a chunk's layers, from its first on, forget their activations."""
+        m = self.args.model
+        return recomputed_layers(m.recompute_granularity, m.recompute_method, m.recompute_num_layers, layers)
+
     @property
     def recomputed_layers(self) -> int:
-        """How many layers of each chunk, from its first on, forget their activations."""
-        m = self.args.model
-        flags = m.recompute_granularity, m.recompute_method, m.recompute_num_layers
-        return recomputed_layers(*flags, self.stage.chunk_size)
+        """How many layers of this stage, of all its chunks, forget their activations."""
+        return sum(self.count_recomputed(len(chunk)) for chunk in self.stage.chunks)
 
     def micro_batches(self, consumed: int) -> int:
         """Micro-batches per rank in the step that starts after `consumed` samples."""
@@ -189,10 +192,11 @@ def plan_stages(plan: Plan) -> list[Plan]:
 
 
 def list_stage_kinds(plan: Plan) -> list[tuple[Plan, int]]:
-    """(plan of one rank, number of stages) of each kind of stage: alike in their number of layers and in being first or last."""
-    found: dict[tuple[int, bool, bool], list[Plan]] = {}
+    """(plan of one rank, number of stages) of each kind of stage: alike in the layers of their chunks and in being first or last."""
+    found: dict[tuple[tuple[int, ...], bool, bool], list[Plan]] = {}
     for one in plan_stages(plan):
-        found.setdefault((len(one.stage.layers), one.stage.is_first, one.stage.is_last), []).append(one)
+        sizes = tuple(len(chunk) for chunk in one.stage.chunks)
+        found.setdefault((sizes, one.stage.is_first, one.stage.is_last), []).append(one)
     return [(alike[0], len(alike)) for alike in found.values()]
 
 

@@ -24,6 +24,15 @@ class TurnTimes:
     forward: float
     backward: float
     weights: float = 0.0  # that part of backward which comes later, where it is split
+    # how long a turn of each chunk takes, beside the mean of all; (): all take as long
+    of_chunks: tuple[float, ...] = ()
+
+    def find(self, turn: Turn) -> float:
+        """How long this turn takes, ms."""
+        longer = self.of_chunks[turn.chunk] if self.of_chunks else 1.0
+        if turn.is_forward:
+            return self.forward * longer
+        return (self.weights if turn.of_weights else self.backward) * longer
 
 
 def simulate_schedule(stages: Sequence[Stage], micro_batches: int, times: Sequence[TurnTimes]) -> list[TimedTurn]:
@@ -44,7 +53,7 @@ def simulate_schedule(stages: Sequence[Stage], micro_batches: int, times: Sequen
                 arrived = done[source[0]][source[1]] if source is not None else 0.0
                 start = max(free[number], arrived)
                 kind = "forward" if turn.is_forward else "weights" if turn.of_weights else "backward"
-                end = start + getattr(times[number], kind)
+                end = start + times[number].find(turn)
                 found.append(TimedTurn(number, kind, turn.micro_batch, start, end))
                 done[number][turn] = free[number] = end
                 at[number], goes_on = at[number] + 1, True

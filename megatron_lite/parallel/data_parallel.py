@@ -22,6 +22,11 @@ ALIGN = 32  # elements: a gradient that starts on 128 bytes is read in whole vec
 BUNDLES = 8  # of gradients that a GPU adds at once: few launches, and little memory for gradients that wait
 
 
+def has_parameters(module: nn.Module) -> bool:
+    """Whether a module has anything to average; a chunk of a stage may hand hidden states on only."""
+    return any(parameter.requires_grad for parameter in module.parameters())
+
+
 class DataParallel(Replica):
     """The model as one rank calls it, and the gradients that all ranks share afterwards."""
 
@@ -43,23 +48,29 @@ class DataParallel(Replica):
         if not self._alone:
             elements = plan.args.parallel.ddp_bucket_size
             bucket_mib = BUCKET_MIB if elements is None else elements * self.parameters[0].element_size() / MIB
-            self.replicas = [backend.average_gradients(chunk, bucket_mib, averaging) for chunk in self.chunks]
-            if self.fp32 is not None:
-                for replica in self.replicas:
-                    replica.register_comm_hook(self.fp32, self._reduce_bucket)
+            for number, chunk in enumerate(self.chunks):
+                if not has_parameters(chunk):
+                    continue  # it hands hidden states on, and has nothing to average
+                self.replicas[number] = backend.average_gradients(chunk, bucket_mib, averaging)
+                if self.fp32 is not None:
+                    self.replicas[number].register_comm_hook(self.fp32, self._reduce_bucket)
 
     def __call__(self, *inputs) -> Tensor:
         """The model's forward. Which backward reduces gradients is told when it begins."""
         replica = self.replicas[self.pipeline.chunk]
-        with contextlib.nullcontext() if self._alone else replica.no_sync():
+        is_averaged = not self._alone and has_parameters(replica)
+        with replica.no_sync() if is_averaged else contextlib.nullcontext():
             return replica(*inputs)
 
     @contextlib.contextmanager
     def backward(self, last: bool):
         """Around the backward of one micro-batch: only the last one's talks to other ranks."""
         alone = self._alone
-        if last and not alone:  # what forward does otherwise; torch's own pipelines do the same
-            self.replicas[self.pipeline.chunk].reducer.prepare_for_backward([])
+        replica = self.replicas[self.pipeline.chunk]
+        if (
+            last and not alone and has_parameters(replica)
+        ):  # what forward does otherwise; torch's own pipelines do the same
+            replica.reducer.prepare_for_backward([])
         if self.fp32 is not None:
             self.fp32.reducing = last and not alone
         sums = []

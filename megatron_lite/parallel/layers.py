@@ -139,14 +139,16 @@ def _hash_processor() -> str:
 # --- recomputation
 
 
-def recompute_layers(layers: nn.ModuleList, chunks: Iterable[range], per_chunk: int):
-    """Have the first `per_chunk` layers of each chunk forget their activations and compute them again in backward.
+def recompute_layers(layers: nn.ModuleList, chunks: Iterable[range], count: Callable[[int], int]):
+    """Have the first layers of each chunk forget their activations and compute them again in backward.
+
+    count: How many of them, of a chunk of so many layers.
 
     With --recompute-granularity selective that is none: core attention alone is recomputed, by the attention kernel.
     """
     by_number = dict(layers.named_children())
     for chunk in chunks:
-        for number in chunk[:per_chunk]:
+        for number in chunk[: count(len(chunk))]:
             by_number[str(number)].forward = recomputed(by_number[str(number)].forward)
 
 

@@ -37,11 +37,17 @@ class Peer(NamedTuple):
 class Link:
     """One direction between stages: tensors of one form, in the order in which both sides compute."""
 
-    def __init__(self, source: Peer | None, target: Peer | None, make):
-        """source, target: to receive from and to send to; None at an end of the pipeline. make(): room for a tensor."""
-        self.source, self.target, self._make = source, target, make
+    def __init__(self, source: Peer | None, target: Peer | None, make, ahead: int = 1):
+        """
+        Args:
+            source: To receive from; None at an end of the pipeline.
+            target: To send to; None at the other end.
+            make: make() is room for a tensor.
+            ahead: Tensors that may be on their way at once.
+        """
+        self.source, self.target, self._make, self._ahead = source, target, make, ahead
         self._coming: list[tuple[Tensor, dist.Work]] = []
-        self._leaving: tuple[Tensor, dist.Work] | None = None
+        self._leaving: list[tuple[Tensor, dist.Work]] = []
 
     def ask(self):
         """Begin to receive the next one; returns at once."""
@@ -56,11 +62,11 @@ class Link:
         return tensor
 
     def send(self, tensor: Tensor):
-        """Returns when the tensor before has been received, or at once: two are never on their way."""
-        if self._leaving is not None:
-            self._leaving[1].wait()
+        """Returns at once, or when an earlier tensor has been received, so that no more than `ahead` are on their way."""
+        while len(self._leaving) >= self._ahead:
+            self._leaving.pop(0)[1].wait()
         tensor = tensor.contiguous()
-        self._leaving = tensor, dist.isend(tensor, *self.target)
+        self._leaving.append((tensor, dist.isend(tensor, *self.target)))
 
 
 class Pipeline:
@@ -181,7 +187,7 @@ def make_pipeline(plan: Plan, device: torch.device) -> Pipeline:
             inside = 0 <= number < layout.pipeline
             return Peer(mine[number % layout.pipeline], group if inside else around) if inside or around else None
 
-        return Link(find_peer(stage.number - step), find_peer(stage.number + step), make)
+        return Link(find_peer(stage.number - step), find_peer(stage.number + step), make, stage.sends_ahead)
 
     # a group each: what two ranks send each other in one group has to be sent and received in one order
     onward, back = make_link(1, "pipeline"), make_link(-1, "pipeline gradients")

@@ -5,7 +5,7 @@ without data; tests hold the two side by side.
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
@@ -48,6 +48,7 @@ SENT = "hidden states on their way between stages"
 
 # Bytes for each token, by row. What a function here returns is kept for its next call: add to it, never change it.
 Held = Counter[str]
+CountRecomputed = Callable[[int], int]  # of a chunk of so many layers, how many keep their input only
 # Micro-batches whose layers are remembered: a search asks for one of them with many layouts before it goes on to the next.
 CACHED_BATCHES = 64
 
@@ -247,10 +248,10 @@ def _keep_layers(batch: MicroBatch, number: int, recomputed: int) -> list[tuple[
     return [(held, layers) for held, layers in kinds if layers]
 
 
-def _keep_ends(batch: MicroBatch, stage: Stage) -> Held:
+def _keep_ends(batch: MicroBatch, starts: bool, ends: bool) -> Held:
     """The embedding's dropout, and the last norm up to the output layer's input."""
-    held = Held({MASKS: batch.mask_bytes if stage.is_first else 0})
-    if stage.is_last:
+    held = Held({MASKS: batch.mask_bytes if starts else 0})
+    if ends:
         held.update({NORMS: batch.hidden_norm_bytes, LINEAR_INPUTS: batch.input_bytes})
     return held
 
@@ -264,17 +265,30 @@ def _keep_for_weights(batch: MicroBatch, stage: Stage) -> Held:
     return Held({DELAYED: 4 * batch.whole_input_bytes + batch.element_bytes * inner})
 
 
-def _list_waiting(batch: MicroBatch, stage: Stage, micro_batches: int, recomputed: int) -> Iterator[LedgerRow]:
-    """What a stage holds of micro-batches besides the running one; the latest sent, the next asked for, and between chunks another."""
+def _list_waiting(
+    batch: MicroBatch, stage: Stage, others: list[int], micro_batches: int, count_recomputed: CountRecomputed
+) -> Iterator[LedgerRow]:
+    """What a stage holds of micro-batches besides the running one; the latest sent, the next asked for, and between chunks another.
+
+    Args:
+        others: Micro-batches that wait for the backward of each chunk.
+        micro_batches: Of a step.
+        count_recomputed: How many layers of a chunk of so many keep their input only.
+    """
     if stage.stages == 1:
         return
-    waiting, delayed = stage.count_held(micro_batches)
-    others = waiting - 1
-    if others:
-        yield from _list_kept(batch, stage.chunk_size, recomputed, others)
-        yield from _list_rows(batch, Held({MASKS: batch.mask_bytes if stage.is_first else 0}), 1, others)
-    yield from _list_rows(batch, _keep_for_weights(batch, stage), delayed * stage.chunk_size)
-    yield from _list_rows(batch, Held({SENT: (2 if len(stage.chunks) == 1 else 3) * batch.input_bytes}))
+    for number, (waiting, chunk) in enumerate(zip(others, stage.chunks)):
+        if not waiting:
+            continue
+        yield from _list_kept(batch, len(chunk), count_recomputed(len(chunk)), waiting)
+        # where chunks are equal, all stand for the first as well
+        embeds = stage.is_first if stage.has_equal_chunks else stage.starts(number)
+        yield from _list_rows(batch, Held({MASKS: batch.mask_bytes if embeds else 0}), 1, waiting)
+    _, delayed = stage.count_held(micro_batches)
+    yield from _list_rows(batch, _keep_for_weights(batch, stage), delayed * len(stage.chunks[-1]))
+    # the next one asked for, the one between chunks, and those on their way
+    sent = (1 if len(stage.chunks) == 1 else 2) + stage.sends_ahead
+    yield from _list_rows(batch, Held({SENT: sent * batch.input_bytes}))
 
 
 def _list_rows(batch: MicroBatch, held: Held, layers: int = 1, micro_batches: int = 1) -> Iterator[LedgerRow]:
@@ -502,19 +516,30 @@ class _ChunkOfLayers:
     plan: Plan
     batch: MicroBatch
     always: list[LedgerRow]  # what lives throughout the step
+    number: int  # the chunk's
 
     @property
     def stage(self) -> Stage:
         return self.plan.stage
 
     @property
+    def starts(self) -> bool:
+        """Whether it has the embedding; where chunks are equal, one stands for all."""
+        return self.stage.is_first if self.stage.has_equal_chunks else self.stage.starts(self.number)
+
+    @property
+    def ends(self) -> bool:
+        """Whether it has the loss."""
+        return self.stage.ends(self.number)
+
+    @property
     def layers(self) -> int:
-        return self.stage.chunk_size
+        return len(self.stage.chunks[self.number])
 
     @property
     def recomputed(self) -> int:
         """Layers that keep their input only."""
-        return self.plan.recomputed_layers
+        return self.plan.count_recomputed(self.layers)
 
     @cached_property
     def parameters(self) -> int:
@@ -594,22 +619,26 @@ def _list_micro_batch_moments(plan: Plan, always: list[LedgerRow]) -> Iterator[L
     """Moments of the last micro-batch's forward and backward, which add to the gradients of those before it."""
     batch = plan_batch(plan)
     micro_batches = plan.micro_batches(plan.train_samples)
-    waiting = _list_waiting(batch, plan.stage, micro_batches, plan.recomputed_layers)
-    chunk = _ChunkOfLayers(plan, batch, [*always, *waiting])
-    yield from _list_loss_moments(chunk)
-    yield from _list_layer_moments(chunk)
-    if plan.stage.is_first:
-        yield from _list_embedding_moments(chunk)
+    for number, others in plan.stage.list_fullest(micro_batches):
+        waiting = _list_waiting(batch, plan.stage, others, micro_batches, plan.count_recomputed)
+        chunk = _ChunkOfLayers(plan, batch, [*always, *waiting], number)
+        yield from _list_loss_moments(chunk)
+        yield from _list_layer_moments(chunk)
+        if chunk.starts:
+            yield from _list_embedding_moments(chunk)
 
 
 def _list_loss_moments(chunk: _ChunkOfLayers) -> Iterator[ListedMoment]:
     """The end of forward, and what of the loss's backward can be most."""
-    batch, stage, layers = chunk.batch, chunk.stage, chunk.layers
-    kept = [*_list_kept(batch, layers, chunk.recomputed), *_list_rows(batch, _keep_ends(batch, stage))]
+    batch, layers = chunk.batch, chunk.layers
+    kept = [
+        *_list_kept(batch, layers, chunk.recomputed),
+        *_list_rows(batch, _keep_ends(batch, chunk.starts, chunk.ends)),
+    ]
     at_end = [*chunk.hold(layers + 1), *kept]
-    if pieces := _list_gelu_pieces(batch):
+    if layers and (pieces := _list_gelu_pieces(batch)):
         yield _sum_gelu_moment(batch, layers, chunk.recomputed, [*chunk.hold(layers), *pieces])
-    if not stage.is_last:
+    if not chunk.ends:
         yield ListedMoment(Phase.FORWARD, "last layer", at_end)
         return
     loss = _list_loss(batch)
@@ -699,7 +728,14 @@ def _sum_gelu_moment(batch: MicroBatch, layers: int, recomputed: int, outside: l
 # --- sums that stand beside a measured snapshot
 
 
-def activation_bytes(batch: MicroBatch, stage: Stage, micro_batches: int, recomputed: int = 0) -> int:
+def keep_everything(layers: int) -> int:
+    """How many layers of a chunk keep their input only, without recomputation."""
+    return 0
+
+
+def activation_bytes(
+    batch: MicroBatch, stage: Stage, micro_batches: int, count_recomputed: CountRecomputed = keep_everything
+) -> int:
     """Most bytes that forward keeps for backward: when it reaches the logits, or when backward has computed the last
     recomputed layer again.
 
@@ -707,18 +743,36 @@ def activation_bytes(batch: MicroBatch, stage: Stage, micro_batches: int, recomp
     (Reducing Activation Recomputation, equation 2) without its term 5*a*s/h, which only attention that writes its scores
     down has; and statistics of norms and attention. A recomputed layer keeps its input, e*s*b*h.
     """
-    layers = stage.chunk_size
+    highest = 0
+    for number, waiting in stage.list_fullest(micro_batches):
+        rows = _list_waiting(batch, stage, waiting, micro_batches, count_recomputed)
+        others = sum(row.num_bytes for row in rows)
+        layers = len(stage.chunks[number])
+        starts = stage.is_first if stage.has_equal_chunks else stage.starts(number)
+        ends = _keep_ends(batch, starts, stage.ends(number))
+        own = batch.tokens * _measure_running_chunk(batch, layers, count_recomputed(layers), ends)
+        highest = max(highest, others + own)
+    return highest
+
+
+def _measure_running_chunk(batch: MicroBatch, layers: int, recomputed: int, ends: Held) -> int:
+    """Bytes for each token that one micro-batch holds at most in a chunk of so many layers.
+
+    Args:
+        layers: Of the chunk.
+        recomputed: How many of them keep their input only.
+        ends: What the chunk keeps besides its layers.
+    """
     kept = sum(times * held.total() for held, times in _keep_layers(batch, layers, recomputed))
-    others = sum(row.num_bytes for row in _list_waiting(batch, stage, micro_batches, recomputed))
-    moments = [kept + _keep_ends(batch, stage).total()]
+    moments = [kept + ends.total()]
     if recomputed:
         # of the last dropout computed again: its mask and its result
         dropped = batch.mask_bytes + batch.input_bytes if batch.shape.hidden_dropout else 0
         moments.append(recomputed * batch.input_bytes + _keep_layer(batch).total() + dropped)
-    if batch.attends_in_fp32 and batch.recomputes_attention:
+    if layers and batch.attends_in_fp32 and batch.recomputes_attention:
         below = sum(times * held.total() for held, times in _keep_layers(batch, layers - 1, max(recomputed - 1, 0)))
         moments.append(below + _measure_attention_recomputed_in_fp32(batch))
-    return others + batch.tokens * max(moments)
+    return max(moments)
 
 
 def _measure_attention_recomputed_in_fp32(batch: MicroBatch) -> int:

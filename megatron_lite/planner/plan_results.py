@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_lite.config.model_size import count_parameter_parts, step_flops
+from megatron_lite.config.model_size import count_parameter_parts, step_flops, weigh_chunks
 from megatron_lite.config.plan import Plan
 from megatron_lite.config.simulated_schedule import TimedTurn, TurnTimes, simulate_schedule
 from megatron_lite.formats.hardware import Processor
@@ -129,8 +129,8 @@ def simulate_stages(stages: Sequence[StageOutlook], micro_batches: int) -> list[
         plan, chunks = one.plan, len(one.plan.stage.chunks)
         of_turn = sum_micro_batches(one.time) / (plan.batch.final // plan.samples_per_pass) / chunks
         # backward has two products for each of forward's, and forward's again where layers are recomputed
-        again = plan.recomputed_layers / plan.stage.chunk_size
+        again = plan.recomputed_layers / max(len(plan.stage.layers), 1)
         forward = of_turn / (3 + again)
         weights = forward if plan.stage.splits_backward else 0.0
-        times.append(TurnTimes(forward, of_turn - forward - weights, weights))
+        times.append(TurnTimes(forward, of_turn - forward - weights, weights, weigh_chunks(plan.shape, plan.stage)))
     return simulate_schedule([one.plan.stage for one in stages], micro_batches, times)

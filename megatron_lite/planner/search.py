@@ -28,7 +28,9 @@ MIN_CHUNK = 1024  # positions, of which a context parallel rank has two chunks: 
 KEPT_WHOLE: Changes = {"use_distributed_optimizer": False, "use_torch_fsdp2": False}
 EQUAL_STAGES: Changes = {
     "num_layers_per_virtual_pipeline_stage": None, "decoder_first_pipeline_num_layers": None,
-    "decoder_last_pipeline_num_layers": None,
+    "decoder_last_pipeline_num_layers": None, "pipeline_model_parallel_layout": None,
+    "account_for_embedding_in_pipeline_split": False, "account_for_loss_in_pipeline_split": False,
+    "microbatch_group_size_per_virtual_pipeline_stage": None,
 }  # fmt: skip
 
 
@@ -184,7 +186,7 @@ def _refine(plan: Plan, processor: Processor, none: Candidate, all_layers: Candi
         all_layers: The candidate that recomputes all layers, which fits.
         budget: Bytes.
     """
-    layers = all_layers.plan.stage.chunk_size
+    layers = max(len(chunk) for chunk in all_layers.plan.stage.chunks)
     peaks = {0: none.peak_bytes, layers: all_layers.peak_bytes}
 
     def measure(number: int) -> int:

@@ -222,7 +222,7 @@ class _Work:
     @property
     def recomputed(self) -> int:
         """Layers of all chunks whose forward is computed again."""
-        return self.plan.recomputed_layers * len(self.plan.stage.chunks)
+        return self.plan.recomputed_layers
 
     @property
     def tokens(self) -> int:

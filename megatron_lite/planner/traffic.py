@@ -160,7 +160,7 @@ def _split_layers(plan: Plan) -> Iterator[Exchange]:
     shape, stage = plan.rank_shape, plan.stage
     passes = plan.batch.final // plan.samples_per_pass
     layers = len(stage.layers)
-    again = plan.recomputed_layers * len(stage.chunks)
+    again = plan.recomputed_layers
     num_bytes = compute_hidden_bytes(shape, plan.args.training.micro_batch_size, plan.precision)
     embeddings = 1 if stage.is_first else 0
     outputs = 1 if stage.is_last else 0
@@ -213,7 +213,7 @@ def _gather_query_groups(plan: Plan, layers: int, again: int) -> Iterator[Exchan
 def _gather_sequences(plan: Plan) -> Iterator[Exchange]:
     """Keys and values of whole sequences for attention, and their gradients back."""
     shape, layers = plan.rank_shape, len(plan.stage.layers)
-    passes, again = plan.batch.final // plan.samples_per_pass, plan.recomputed_layers * len(plan.stage.chunks)
+    passes, again = plan.batch.final // plan.samples_per_pass, plan.recomputed_layers
     tokens = plan.args.training.micro_batch_size * plan.shape.seq_length
     num_bytes = 2 * tokens * shape.num_query_groups * shape.kv_channels * element_bytes(plan.precision)
     yield Exchange(CONTEXT, GATHER, "keys and values", num_bytes, passes * (layers + again))

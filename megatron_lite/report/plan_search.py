@@ -101,9 +101,9 @@ def _name_recomputation(plan: Plan) -> str:
     granularity = plan.args.model.recompute_granularity
     if granularity != "full":
         return granularity or ""
-    if plan.recomputed_layers == plan.stage.chunk_size:
+    if plan.recomputed_layers == len(plan.stage.layers):
         return "all layers"
-    return f"{plan.recomputed_layers} of {plan.stage.chunk_size}"
+    return f"{plan.recomputed_layers} of {len(plan.stage.layers)}"
 
 
 def _give_reasons(one: Candidate) -> Iterator[str]:

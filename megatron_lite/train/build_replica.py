@@ -64,7 +64,7 @@ def build_model(plan: Plan, groups: Groups, backend: Backend) -> nn.Module:
         backend.fill_parameters(model, plan)
     _put_on_layers(model, plan, kernels, groups)
     backend.compile_layers(model, plan)
-    recompute_layers(model.decoder.layers, plan.stage.chunks, plan.recomputed_layers)
+    recompute_layers(model.decoder.layers, plan.stage.chunks, plan.count_recomputed)
     return model
 
 
@@ -103,9 +103,7 @@ def log_model(plan: Plan) -> None:
     layers = plan.rank_shape.num_layers
     logger.info(f"  {describe_compilation(plan.compilation, plan.args.training.torch_compile_backend, layers)}")
     if plan.recomputed_layers:
-        chunks = plan.stage.chunks
-        number = plan.recomputed_layers * len(chunks)
-        logger.info(f"  recomputing the activations of {number} of {sum(map(len, chunks))} layers")
+        logger.info(f"  recomputing the activations of {plan.recomputed_layers} of {len(plan.stage.layers)} layers")
 
 
 def set_seed(seed: int) -> None:

@@ -28,7 +28,7 @@ SBH = 2048 * 4 * 1024
 
 
 def kept(precision: str, recomputed: int = 0, **kind) -> int:
-    return activation_bytes(MicroBatch(SHAPE, 4, precision, **kind), WHOLE, 1, recomputed)
+    return activation_bytes(MicroBatch(SHAPE, 4, precision, **kind), WHOLE, 1, lambda layers: recomputed)
 
 
 def statistics(layers: int, heads: int = 16) -> int:

@@ -8,7 +8,15 @@ from layout_table import ask_ranks, measure_traffic
 from support.launch import flags, on_ranks, plan_of, train_all
 
 from megatron_lite.analysis.analyze import analyze
-from megatron_lite.config.layout import Layout, Stage, Turn, count_stage_layers, find_source, order_turns
+from megatron_lite.config.layout import (
+    Layout,
+    Stage,
+    Turn,
+    count_chunk_layers,
+    count_stage_layers,
+    find_source,
+    order_turns,
+)
 from megatron_lite.config.plan import plan_stages
 from megatron_lite.config.world import World
 from megatron_lite.thresholds import slowest_rank
@@ -16,11 +24,9 @@ from megatron_lite.thresholds import slowest_rank
 PP2 = "--pipeline-model-parallel-size 2"
 
 
-def stages_of(number: int, chunks: int = 1, splits_backward: bool = False) -> list[Stage]:
-    return [
-        Stage(one, number, tuple(range(at, at + 1) for at in range(one, number * chunks, number)), splits_backward)
-        for one in range(number)
-    ]
+def stages_of(number: int, chunks: int = 1, splits_backward: bool = False, group: int = 0) -> list[Stage]:
+    layers = [tuple(range(at, at + 1) for at in range(one, number * chunks, number)) for one in range(number)]
+    return [Stage(one, number, layers[one], splits_backward, group) for one in range(number)]
 
 
 class Exchange:
@@ -63,7 +69,7 @@ class Exchange:
             self.computed = True
         if not (self.stage.ends(turn.chunk) if turn.is_forward else self.stage.starts(turn.chunk)):
             receiver = self.stages[(self.stage.number + step) % len(self.stages)]
-            if receiver.asked[turn.is_forward] < len(self.sent[turn.is_forward]):
+            if receiver.asked[turn.is_forward] < len(self.sent[turn.is_forward]) - self.stage.sends_ahead + 1:
                 return False
             self.sent[turn.is_forward].append(turn)
         self.index, self.computed = self.index + 1, False
@@ -95,6 +101,22 @@ def test_every_order_of_turns_comes_to_its_end(stages, chunks, micro_batches):
         assert one.index == 2 * micro_batches * chunks and one.held == 0
         assert one.most == one.stage.count_waiting(micro_batches)
         assert len(set(one.turns)) == len(one.turns)
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4])
+@pytest.mark.parametrize("chunks", [2, 3])
+def test_groups_of_micro_batches_come_to_their_end(stages, chunks):
+    """Those that Megatron-LM takes: no fewer than there are stages, and so is what is left for the last group."""
+    for group, micro_batches in itertools.product(range(stages, 3 * stages), range(stages, 6 * stages)):
+        if group > micro_batches or 0 < micro_batches % group < stages:
+            continue
+        ranks: list[Exchange] = []
+        ranks += [Exchange(stage, micro_batches, ranks) for stage in stages_of(stages, chunks, group=group)]
+        while sum(one.step() for one in ranks):
+            pass
+        for one in ranks:
+            assert one.index == 2 * micro_batches * chunks and one.held == 0
+            assert one.most == one.stage.count_waiting(micro_batches)
 
 
 @pytest.mark.parametrize(("stages", "micro_batches"), [*itertools.product((2, 3, 4, 8), (1, 2, 3, 8, 21))])
@@ -151,6 +173,51 @@ def test_layers_of_stages(words, counts):
     stages = [one.stage for one in plan_stages(plan)]
     assert [len(stage.layers) for stage in stages] == counts
     assert [layer for stage in stages for layer in stage.layers] == list(range(8))
+
+
+PP4 = "--pipeline-model-parallel-size 4"
+EMBEDDING, LOSS = "--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split"
+
+
+# What Megatron-Core 0.19.0 gives each chunk, by its get_num_layers_to_build and get_transformer_layer_offset.
+@pytest.mark.parametrize(
+    ("words", "num_layers", "counts"),
+    [
+        (f"{PP4} {EMBEDDING} {LOSS}", 6, [[1, 2, 2, 1]]),
+        (f"{PP4} {LOSS}", 7, [[2, 2, 2, 1]]),
+        (f"{PP4} {EMBEDDING}", 7, [[1, 2, 2, 2]]),
+        (f"{PP4} {EMBEDDING} {LOSS} --num-virtual-stages-per-pipeline-rank 2", 6, [[0, 1, 1, 1], [1, 1, 1, 0]]),
+        (f"{PP4} {EMBEDDING} {LOSS} --num-layers-per-virtual-pipeline-stage 1", 6, [[0, 1, 1, 1], [1, 1, 1, 0]]),
+        (f"{PP4} {EMBEDDING} --num-layers-per-virtual-pipeline-stage 2", 15, [[1, 2, 2, 2], [2, 2, 2, 2]]),
+        (f"{PP4} --pipeline-model-parallel-layout Et*2|(t|)*2tL", 5, [[2, 1, 1, 1]]),
+        (f"{PP2} --pipeline-model-parallel-layout Et*3|(tt|)*6L", 15, [[3, 2], [2, 2], [2, 2], [2, 0]]),
+        (f"{PP2} --pipeline-model-parallel-layout E,tt|t,L", 3, [[2, 1]]),
+    ],
+)
+def test_layers_of_chunks(words, num_layers, counts):
+    world = World(size=4, local_size=4)
+    plan = plan_of(flags(f"--num-layers {num_layers} --global-batch-size 8 {words}"), world)
+    assert count_chunk_layers(plan.args.parallel, num_layers) == counts
+    stages = [one.stage for one in plan_stages(plan)]
+    assert [[len(stage.chunks[chunk]) for stage in stages] for chunk in range(len(counts))] == counts
+    in_order = [layer for chunk in range(len(counts)) for stage in stages for layer in stage.chunks[chunk]]
+    assert in_order == list(range(num_layers))
+
+
+@pytest.mark.parametrize("sizes", [[[0, 3], [2, 1]], [[3, 1], [0, 2]], [[1, 2, 0], [4, 1, 1], [0, 1, 2]]])
+@pytest.mark.parametrize("micro_batches", [3, 6, 63, 66])
+def test_a_stage_of_unequal_chunks_is_fullest_when_most_layers_wait(sizes, micro_batches):
+    """sizes: of each stage, the layers of its chunks."""
+    stages = len(sizes)
+    for number, chunks in enumerate(sizes):
+        stage = Stage(number, stages, tuple(range(size) for size in chunks))
+        count = micro_batches // stages * stages
+        held, most = [0] * len(chunks), 0
+        for turn in order_turns(stage, count):
+            held[turn.chunk] += 1 if turn.is_forward else -1
+            most = max(most, sum(map(int.__mul__, held, chunks)))
+        found = [sum(map(int.__mul__, others, chunks)) + chunks[one] for one, others in stage.list_fullest(count)]
+        assert max(found) == most
 
 
 def test_a_rank_is_slow_beside_those_of_its_stage():

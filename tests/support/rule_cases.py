@@ -65,6 +65,10 @@ TWO_LINES = {
     ],
 }
 PP2 = "--pipeline-model-parallel-size 2 --global-batch-size 8"
+GROUPS_OF_3 = (
+    f"{PP2} --num-layers 8 --num-virtual-stages-per-pipeline-rank 2 "
+    "--microbatch-group-size-per-virtual-pipeline-stage 3"
+)
 BY_WORLD = [  # changes, world, the flag with which the answer begins
     ("--context-parallel-size 3", FOUR_RANKS, "does not divide the number of ranks, 4; start a multiple of 3"),
     ("--context-parallel-size 4 --seq-length 20", FOUR_RANKS, "--seq-length 20 is not divisible by 8, its pieces"),
@@ -176,6 +180,86 @@ BY_WORLD = [  # changes, world, the flag with which the answer begins
         f"{PP2} --num-layers 8 --num-virtual-stages-per-pipeline-rank 2 --global-batch-size 12",
         FOUR_RANKS,
         "size 12: stages of several chunks take as many micro-batches at once as there are stages; give a multiple of 8.",
+    ),
+    (
+        f"{PP2} --num-layers 8 --global-batch-size 8 --pipeline-model-parallel-layout Ett|ttL",
+        FOUR_RANKS,
+        "has 4 layers t, not those of --num-layers 8",
+    ),
+    (
+        f"{PP2} --num-layers 8 --global-batch-size 8 --pipeline-model-parallel-layout Et*4|t*4",
+        FOUR_RANKS,
+        "begins with the one E and ends with the one L",
+    ),
+    (
+        f"{PP2} --num-layers 8 --global-batch-size 8 --pipeline-model-parallel-layout E|t*8|L",
+        FOUR_RANKS,
+        "3 pieces are no multiple of --pipeline-model-parallel-size 2",
+    ),
+    (
+        f"{PP2} --num-layers 8 --global-batch-size 8 --pipeline-model-parallel-layout Et*8|mL",
+        FOUR_RANKS,
+        "m stands for layers of --mtp-num-layers",
+    ),
+    (
+        f"{PP2} --num-layers 8 --global-batch-size 8 --pipeline-model-parallel-layout Ex|t*8L",
+        FOUR_RANKS,
+        "x is no letter of a layout",
+    ),
+    (
+        f"{PP2} --num-layers 8 --global-batch-size 8 --pipeline-model-parallel-layout E(t*9999999)*99|L",
+        FOUR_RANKS,
+        "repeats more layers than any model has",
+    ),
+    (
+        f"{PP2} --num-layers 8 --global-batch-size 8 --pipeline-model-parallel-layout Et*8L|",
+        FOUR_RANKS,
+        "begins with",
+    ),
+    (
+        "--pipeline-model-parallel-size 4 --num-layers 2 --global-batch-size 8 --pipeline-model-parallel-layout Et||t|L",
+        FOUR_RANKS,
+        "stage 2 of 4 has nothing; give it a layer",
+    ),
+    (
+        f"{PP2} --num-layers 8 --pipeline-model-parallel-layout Et*4|t*4L --account-for-loss-in-pipeline-split",
+        FOUR_RANKS,
+        "t*4L and --account-for-loss-in-pipeline-split exclude each other; drop one",
+    ),
+    (
+        f"{PP2} --num-layers 8 --account-for-loss-in-pipeline-split --decoder-first-pipeline-num-layers 4",
+        FOUR_RANKS,
+        "--decoder-first-pipeline-num-layers and --account-for-loss-in-pipeline-split exclude each other; drop one",
+    ),
+    (
+        f"{PP2} --num-layers 8 --account-for-loss-in-pipeline-split",
+        FOUR_RANKS,
+        "--num-layers 8 with one more for --account-for-loss-in-pipeline-split each cannot be split evenly",
+    ),
+    (
+        f"{PP2} --num-layers 8 --pipeline-model-parallel-layout Et*4|t|t|t*2L --pipeline-schedule ZeroBubble",
+        FOUR_RANKS,
+        "t*2L of 2 chunks exclude each other",
+    ),
+    (
+        f"{PP2} --num-layers 8 --num-virtual-stages-per-pipeline-rank 2 --microbatch-group-size-per-virtual-pipeline-stage 1",
+        FOUR_RANKS,
+        "stage 1: must be at least --pipeline-model-parallel-size 2",
+    ),
+    (
+        f"{GROUPS_OF_3} --global-batch-size 8",
+        FOUR_RANKS,
+        "stage 3: is more than the 2 micro-batches of --global-batch-size 8",
+    ),
+    (
+        f"{GROUPS_OF_3} --global-batch-size 16",
+        FOUR_RANKS,
+        "stage 3 says, and at the end no fewer than there are stages; give a multiple of 12",
+    ),
+    (
+        "--pipeline-model-parallel-layout EttL",
+        FOUR_RANKS,
+        "--pipeline-model-parallel-layout EttL needs --pipeline-model-parallel-size above 1",
     ),
     (
         "--pipeline-model-parallel-size 2 --use-torch-fsdp2 --global-batch-size 8",

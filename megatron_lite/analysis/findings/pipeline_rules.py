@@ -123,7 +123,7 @@ def find_unbalanced_stages(facts: Facts, run: Run) -> Finding | None:
         it takes longer than the median stage.
     Do: move layers away from the stage, with the flags that the finding names. A stage between the ends that has no more
         layers than others runs at a slow place: look at its GPUs, or swap the node.
-    Flags: --decoder-first-pipeline-num-layers, --decoder-last-pipeline-num-layers.
+    Flags: --decoder-first-pipeline-num-layers, --decoder-last-pipeline-num-layers, --pipeline-model-parallel-layout.
     False alarm: a machine that others use, too; ranks of one machine share its cores.
     """
     layers = list(run.plan.stage_layers)
@@ -135,7 +135,9 @@ def find_unbalanced_stages(facts: Facts, run: Run) -> Finding | None:
     takes = ", ".join(f"stage {stage + 1} {in_ms(ms)} ({layers[stage]})" for stage, ms in sorted(own_ms.items()))
     seen = Evidence(f"forward and backward of a step (layers): {takes} (medians in steps.jsonl)")
     doubt = "" if facts.on_gpu else facts.doubt_cores(range(len(run.ranks.step_ms)))
-    cause = _propose_layers(own_ms, layers, slowest) if len(run.plan.stage.chunks) <= 1 else None
+    accounted = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
+    is_drawn = any(facts.argument(name) for name in ("pipeline_model_parallel_layout", *accounted))
+    cause = _propose_layers(own_ms, layers, slowest, is_drawn) if len(run.plan.stage.chunks) <= 1 else None
     if cause is None or not _matters(cause.cost_ms, step_ms, run.ranks.without_core):
         cause = _suspect_place(own_ms, layers, slowest, run.stages.index(slowest))
     if cause is None or not _matters(cause.cost_ms, step_ms, run.ranks.without_core):
@@ -161,13 +163,14 @@ def _matters(cost_ms: float, step_ms: float, without_core: tuple[int, float | No
     return cost_ms >= MATTERS * step_ms and not is_by_chance(cost_ms, without_core)
 
 
-def _propose_layers(own_ms: dict[int, float], layers: list[int], slowest: int) -> _Cause | None:
+def _propose_layers(own_ms: dict[int, float], layers: list[int], slowest: int, is_drawn: bool) -> _Cause | None:
     """Find numbers of layers with which the slowest stage takes less.
 
     Args:
         own_ms: by stage, what the usual one of its ranks computes per step, ms.
         layers: by stage, its number of layers.
         slowest: the stage that takes longest.
+        is_drawn: flags that --decoder-first-pipeline-num-layers excludes share out the layers.
 
     Returns:
         The cause with its remedy; None where no other numbers of layers are better.
@@ -176,6 +179,9 @@ def _propose_layers(own_ms: dict[int, float], layers: list[int], slowest: int) -
     if better == layers:
         return None
     flags = [f"--decoder-{end}-pipeline-num-layers {number}" for end, number in _name_ends(better)]
+    if is_drawn:
+        # the one flag that takes the place of all of them
+        flags = [f"--pipeline-model-parallel-layout 'E{'|'.join(f't*{number}' for number in better)}L'"]
     numbers = ", ".join(str(number) for number in better)
     moved = Evidence(f"with {numbers} layers the slowest would take {in_ms(faster_ms)}")
     advice = f"move layers from stage {slowest + 1}: {' '.join(flags) or 'as many in each stage'}"
@@ -196,7 +202,9 @@ def _suspect_place(own_ms: dict[int, float], layers: list[int], slowest: int, ra
     """
     if slowest in (0, len(layers) - 1):
         return None
-    others_ms = [ms / layers[stage] for stage, ms in own_ms.items() if stage != slowest]
+    others_ms = [ms / layers[stage] for stage, ms in own_ms.items() if stage != slowest and layers[stage]]
+    if not others_ms:
+        return None
     usual_ms = median_low(others_ms) * layers[slowest]
     if own_ms[slowest] < MIN_SLOWER * usual_ms:
         return None
@@ -231,9 +239,9 @@ def _move_layers(own_ms: dict[int, float], layers: list[int]) -> tuple[list[int]
         The layers of each stage, and the time of the slowest one, ms.
     """
     stages = len(layers)
-    per_layer_ms = [own_ms[stage] / layers[stage] for stage in range(stages)]
-    between_ms = per_layer_ms[1:-1]
-    layer_ms = median_low(between_ms) if between_ms else min(per_layer_ms)
+    per_layer_ms = {stage: own_ms[stage] / layers[stage] for stage in range(stages) if layers[stage]}
+    between_ms = [ms for stage, ms in per_layer_ms.items() if 0 < stage < stages - 1]
+    layer_ms = median_low(between_ms) if between_ms else min(per_layer_ms.values())
     first_end_ms = max(own_ms[0] - layer_ms * layers[0], 0.0)
     last_end_ms = max(own_ms[stages - 1] - layer_ms * layers[-1], 0.0)
     best = layers

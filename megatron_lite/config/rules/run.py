@@ -2,10 +2,17 @@
 
 from collections.abc import Iterator
 
-from megatron_lite.config.args import Args, DataArgs, ParallelArgs
+from megatron_lite.config.args import Args, DataArgs, ParallelArgs, TrainingArgs
 from megatron_lite.config.data_paths import OF_A_MODEL, TOKENIZER, TOKENIZERS, read_argument_files, split_shares
 from megatron_lite.config.flags import dashed
-from megatron_lite.config.layout import ZERO_BUBBLE, count_chunks, count_data_ranks, count_stage_layers
+from megatron_lite.config.layout import (
+    LAYER_LETTERS,
+    ZERO_BUBBLE,
+    count_accounted,
+    count_chunks,
+    count_data_ranks,
+    expand_layout,
+)
 from megatron_lite.config.world import World
 from megatron_lite.errors import DataError
 
@@ -103,6 +110,7 @@ def _refuse_chunks_of_one_stage(p: ParallelArgs) -> Iterator[str]:
     chunks = (
         ("--num-layers-per-virtual-pipeline-stage", p.num_layers_per_virtual_pipeline_stage),
         ("--num-virtual-stages-per-pipeline-rank", p.num_virtual_stages_per_pipeline_rank),
+        ("--pipeline-model-parallel-layout", p.pipeline_model_parallel_layout),
     )
     for flag, number in chunks:
         if number is not None:
@@ -122,13 +130,9 @@ def _check_pipeline_parallel(args: Args, world: World) -> Iterator[str]:
         sizes = "times tensor and context parallel sizes: does" if within > 1 else "does"
         yield f"{name}: {sizes} not divide the number of ranks, {world.size}; start a multiple of {stages * within}, or change it."
         return
-    given = _list_sizes_of_ends(p)
-    counts = count_stage_layers(p, layers)
-    if sum(counts) != layers or min(counts) < 1:
-        left = f" without the {sum(given.values())} of {' and '.join(given)}" if given else ""
-        yield f"{name}: --num-layers {layers}{left} cannot be split evenly; change one of them."
+    if mistake := _find_wrong_shares(p, layers):
+        yield mistake
         return
-    yield from _check_chunks(p, counts, count_chunks(p, layers), given)
     if count_chunks(p, layers) > 1:
         yield from _check_batch_of_chunks(args, world)
     if p.pipeline_schedule == ZERO_BUBBLE:
@@ -149,42 +153,130 @@ def _list_sizes_of_ends(p: ParallelArgs) -> dict[str, int]:
     return {flag: number for flag, number in flags.items() if number is not None}
 
 
-def _check_chunks(p: ParallelArgs, counts: list[int], chunks: int, given: dict[str, int]) -> Iterator[str]:
-    """Mistakes among chunks of stages.
+def _list_accounted(p: ParallelArgs) -> list[str]:
+    """The flags by which the embedding and the loss count as layers; only those that are given."""
+    flags = {
+        "--account-for-embedding-in-pipeline-split": p.account_for_embedding_in_pipeline_split,
+        "--account-for-loss-in-pipeline-split": p.account_for_loss_in_pipeline_split,
+    }
+    return [flag for flag, is_given in flags.items() if is_given]
 
-    Args:
-        counts: Layers of each stage.
-        chunks: Of each stage.
-        given: Layers of the first and the last stage, by their flags.
-    """
+
+def _find_wrong_shares(p: ParallelArgs, layers: int) -> str | None:
+    """What is wrong with the flags that share out layers among stages and their chunks; None if they fit together."""
+    given, accounted = _list_sizes_of_ends(p), _list_accounted(p)
+    if p.pipeline_model_parallel_layout is not None:
+        return _find_wrong_layout(p, layers)
     of_layers, of_chunks = p.num_layers_per_virtual_pipeline_stage, p.num_virtual_stages_per_pipeline_rank
     each = f"--num-layers-per-virtual-pipeline-stage {of_layers}"
+    if given and accounted:
+        return f"{next(iter(given))} and {accounted[0]} exclude each other; drop one of them."
     if of_layers is not None and of_chunks is not None:
-        yield f"{each} and --num-virtual-stages-per-pipeline-rank {of_chunks} say the same; drop one of them."
-    elif of_layers is not None and given:
-        yield f"{each} and {next(iter(given))} exclude each other; give --num-virtual-stages-per-pipeline-rank instead."
-    elif of_layers is not None and counts[0] != of_layers * chunks:
-        yield f"{each}: does not divide the {counts[0]} layers of each stage; change it."
-    elif any(count % chunks for count in counts):
+        return f"{each} and --num-virtual-stages-per-pipeline-rank {of_chunks} say the same; drop one of them."
+    if of_layers is not None and given:
+        return (
+            f"{each} and {next(iter(given))} exclude each other; give --num-virtual-stages-per-pipeline-rank instead."
+        )
+    stages, shared = p.pipeline_model_parallel_size, layers + sum(count_accounted(p))
+    counts = _count_whole_stages(p, layers)
+    if sum(counts) != shared or min(counts) < 1:
+        left = f" without the {sum(given.values())} of {' and '.join(given)}" if given else ""
+        more = f" with one more for {' and '.join(accounted)} each" if accounted else ""
+        return f"--pipeline-model-parallel-size {stages}: --num-layers {layers}{left}{more} cannot be split evenly; change one of them."
+    chunks = count_chunks(p, layers)
+    if of_layers is not None and counts[0] != of_layers * chunks:
+        return f"{each}: does not divide the {counts[0]} layers of each stage; change it."
+    if any(count % chunks for count in counts):
         numbers = " and ".join(map(str, sorted(set(counts))))
-        yield f"--num-virtual-stages-per-pipeline-rank {chunks}: does not divide the {numbers} layers of the stages; change it."
+        return f"--num-virtual-stages-per-pipeline-rank {chunks}: does not divide the {numbers} layers of the stages; change it."
+    return None
+
+
+def _count_whole_stages(p: ParallelArgs, layers: int) -> list[int]:
+    """Numbers of layers of each stage before they are cut into chunks, the embedding and the loss counted where they count."""
+    stages, given = p.pipeline_model_parallel_size, _list_sizes_of_ends(p)
+    first, last = p.decoder_first_pipeline_num_layers, p.decoder_last_pipeline_num_layers
+    shared = layers + sum(count_accounted(p)) - sum(given.values())
+    each = shared // max(stages - len(given), 1)
+    return [each if first is None else first, *[each] * (stages - 2), each if last is None else last]
+
+
+def _find_wrong_layout(p: ParallelArgs, layers: int) -> str | None:
+    """What is wrong with --pipeline-model-parallel-layout; None if nothing is."""
+    stages, name = (
+        p.pipeline_model_parallel_size,
+        f"--pipeline-model-parallel-layout {p.pipeline_model_parallel_layout}",
+    )
+    others = [
+        *(["--num-layers-per-virtual-pipeline-stage"] if p.num_layers_per_virtual_pipeline_stage is not None else []),
+        *(["--num-virtual-stages-per-pipeline-rank"] if p.num_virtual_stages_per_pipeline_rank is not None else []),
+        *_list_sizes_of_ends(p),
+        *_list_accounted(p),
+    ]
+    if others:
+        return f"{name} and {others[0]} exclude each other; drop one of them."
+    try:
+        pieces = expand_layout(p.pipeline_model_parallel_layout or "")
+    except ValueError:
+        return f"{name}: repeats more layers than any model has; correct it."
+    letters = "".join(pieces)
+    unknown = sorted(set(letters) - set(LAYER_LETTERS))
+    if "m" in unknown:
+        return f"{name}: m stands for layers of --mtp-num-layers, which are not here; drop it."
+    if unknown:
+        return (
+            f"{name}: {unknown[0]} is no letter of a layout; write E for the embedding, t for a layer, L for the loss."
+        )
+    if pieces[0][:1] != "E" or pieces[-1][-1:] != "L" or letters.count("E") != 1 or letters.count("L") != 1:
+        return f"{name}: begins with the one E and ends with the one L; write it so."
+    if letters.count("t") != layers:
+        return f"{name}: has {letters.count('t')} layers t, not those of --num-layers {layers}; change one of them."
+    if len(pieces) % stages:
+        chunks = f"{len(pieces)} pieces are no multiple of --pipeline-model-parallel-size {stages}"
+        return f"{name}: {chunks}; change one of them."
+    empty = next((stage for stage in range(stages) if not "".join(pieces[stage::stages])), None)
+    if empty is not None:
+        return f"{name}: stage {empty + 1} of {stages} has nothing; give it a layer."
+    return None
+
+
+def _list_batches(training: TrainingArgs, one_pass: int) -> Iterator[tuple[str, int]]:
+    """(flag, size) of all global batches of a run. one_pass: samples of one micro-batch of all data parallel ranks."""
+    final = training.global_batch_size or one_pass
+    yield "--global-batch-size", final
+    ramp = training.rampup_batch_size
+    if len(ramp) == 3 and min(ramp) > 0:
+        yield from (("--rampup-batch-size", size) for size in range(ramp[0], final, ramp[1]))
 
 
 def _check_batch_of_chunks(args: Args, world: World) -> Iterator[str]:
-    """Stages of several chunks take as many micro-batches at once as there are stages."""
-    training, stages = args.training, args.parallel.pipeline_model_parallel_size
-    one_pass = training.micro_batch_size * count_data_ranks(args.parallel, world)
-    samples = one_pass * stages
-    if samples <= 0:
+    """Stages of several chunks take a group of micro-batches at once; the last group of a step must fill all stages, too."""
+    training, p = args.training, args.parallel
+    stages, group = p.pipeline_model_parallel_size, p.microbatch_group_size_per_virtual_pipeline_stage
+    one_pass = training.micro_batch_size * count_data_ranks(p, world)
+    if one_pass <= 0:
         return
-    batches = (training.global_batch_size or one_pass, *training.rampup_batch_size[:2])
-    # batches that one pass does not divide are another rule's
-    if any(batch % samples and not batch % one_pass for batch in batches):
-        also = " for it and for --rampup-batch-size" if training.rampup_batch_size else ""
-        yield (
-            f"--global-batch-size {batches[0]}: stages of several chunks take as many micro-batches at once as there are stages; give a "
-            f"multiple of {samples}{also}."
-        )
+    name = f"--microbatch-group-size-per-virtual-pipeline-stage {group}"
+    if group is not None and group < stages:
+        yield f"{name}: must be at least --pipeline-model-parallel-size {stages}; raise it, or drop it."
+        return
+    at_once = group or stages
+    for flag, batch in _list_batches(training, one_pass):
+        passes, rest = divmod(batch, one_pass)
+        if rest:
+            continue  # batches that one pass does not divide are another rule's
+        if passes < at_once and group is not None:
+            yield f"{name}: is more than the {passes} micro-batches of {flag} {batch}; lower it, or raise the batch."
+            return
+        if passes < at_once or 0 < passes % at_once < stages:
+            multiple = f"give a multiple of {one_pass * at_once}"
+            as_many = (
+                "as there are stages"
+                if group is None
+                else f"as {name} says, and at the end no fewer than there are stages"
+            )
+            yield f"{flag} {batch}: stages of several chunks take as many micro-batches at once {as_many}; {multiple}."
+            return
 
 
 def _check_split_backward(args: Args) -> Iterator[str]:
@@ -193,11 +285,15 @@ def _check_split_backward(args: Args) -> Iterator[str]:
     no_order = "no order of both is known here in which no stage waits for ever"
     sharded = "sharded gradients are complete only in backward"
     compiled = "a compiled layer's backward is one piece"
+    chunks = count_chunks(p, args.model.num_layers)
+    drawn = p.pipeline_model_parallel_layout is not None and chunks > 1
+    drawn_flag = f"--pipeline-model-parallel-layout {p.pipeline_model_parallel_layout} of {chunks} chunks"
     splits = (
         ("--use-distributed-optimizer", p.use_distributed_optimizer, sharded),
         ("--torch-compile layers", args.training.torch_compile == "layers", compiled),
         ("--num-virtual-stages-per-pipeline-rank", p.num_virtual_stages_per_pipeline_rank, no_order),
         ("--num-layers-per-virtual-pipeline-stage", p.num_layers_per_virtual_pipeline_stage, no_order),
+        (drawn_flag, drawn, no_order),
     )
     for flag, is_given, why in splits:
         if is_given:
