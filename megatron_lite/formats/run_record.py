@@ -83,6 +83,8 @@ class Stage(msgspec.Struct, frozen=True):
     chunks: tuple[tuple[int, int], ...] = ()
     # backward is split into gradients of inputs and of weights
     splits_backward: bool | None = None
+    # micro-batches that go through one chunk before the next one's turn; 0: as many as there are stages
+    micro_batches_per_turn: Count = 0
 
 
 class Shape(msgspec.Struct, frozen=True):
@@ -196,14 +198,16 @@ class Plan(msgspec.Struct, frozen=True):
     sharding: Sharding | None = None
     # processes per rank that read data
     loader_workers: Count | None = None
-    # layers of each chunk that forget their activations and run again in backward
+    # layers of this stage, in all its chunks, that forget their activations and run again in backward
     recomputed_layers: Count | None = None
     # micro-batches per rank and step, after a ramp-up
     micro_batches: Size | None = None
     # the pipeline stage of each rank; [] without a pipeline
     stages_of_ranks: tuple[Count, ...] = ()
-    # how many layers each stage has; [] without a pipeline
-    stage_layers: tuple[Size, ...] = ()
+    # how many layers each stage has, which may be none; [] without a pipeline
+    stage_layers: tuple[Count, ...] = ()
+    # of each stage, what each of its chunks computes beside the mean of them, by matrix products; [] where they have as many layers
+    chunk_weights: tuple[tuple[float, ...], ...] = ()
 
 
 class Model(msgspec.Struct, frozen=True):

@@ -69,21 +69,42 @@ def _list_states(plan: Plan) -> list[CategoryBytes]:
     return found
 
 
+def _count_waiting_layers(plan: Plan, micro_batches: int) -> tuple[int, int]:
+    """(layers of all micro-batches that wait for their backward when that is most, those of them that keep their input only)."""
+    stage = plan.stage
+    found = []
+    for number, others in stage.list_fullest(micro_batches):
+        waiting = [*others]
+        waiting[number] += 1
+        sizes = [len(chunk) for chunk in stage.chunks]
+        layers = sum(times * size for times, size in zip(waiting, sizes))
+        recomputed = sum(times * plan.count_recomputed(size) for times, size in zip(waiting, sizes))
+        found.append((layers, recomputed))
+    return max(found)
+
+
 def _measure_activations(plan: Plan, batch: MicroBatch) -> CategoryBytes:
     """What all micro-batches that wait for their backward keep."""
     stage = plan.stage
-    recomputed = plan.recomputed_layers
     micro_batches = plan.micro_batches(plan.train_samples)
-    waiting = stage.count_waiting(micro_batches)
-    kept = f"{stage.chunk_size - recomputed} layers"
+    if stage.has_equal_chunks:
+        waiting, layers = stage.count_waiting(micro_batches), len(stage.chunks[0])
+        recomputed = plan.count_recomputed(layers)
+    else:
+        # of all micro-batches that wait together
+        waiting = 1
+        layers, recomputed = _count_waiting_layers(plan, micro_batches)
+    kept = f"{layers - recomputed} layers"
     if waiting > 1:
         kept = f"{waiting} micro-batches x {kept}"
+    elif not stage.has_equal_chunks:
+        kept += " of all micro-batches"
     if recomputed:
         kept += f" and the inputs of {recomputed}, of which one is there again"
     tokens = plan.rank_shape.seq_length
     of_micro_batch = f"micro-batch {batch.size} x {tokens} tokens, {element_bytes(plan.precision)} bytes each"
     formula = f"{kept}, {batch.attention} attention, {of_micro_batch}"
-    return CategoryBytes("activations", formula, activation_bytes(batch, stage, micro_batches, recomputed))
+    return CategoryBytes("activations", formula, activation_bytes(batch, stage, micro_batches, plan.count_recomputed))
 
 
 def _measure_logits(plan: Plan, batch: MicroBatch) -> CategoryBytes:

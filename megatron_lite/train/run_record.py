@@ -13,8 +13,8 @@ import torch
 
 from megatron_lite.config.environment import TELLING_VARIABLES
 from megatron_lite.config.layout import count_stage_layers
-from megatron_lite.config.model_size import step_flops
-from megatron_lite.config.plan import Plan
+from megatron_lite.config.model_size import step_flops, weigh_chunks
+from megatron_lite.config.plan import Plan, plan_stages
 from megatron_lite.errors import UserError
 from megatron_lite.formats import run_record
 from megatron_lite.formats.file_names import RUN_FILE, STEPS_FILE
@@ -101,6 +101,7 @@ def record_plan(plan: Plan) -> run_record.Plan:
             stages=stage.stages,
             chunks=tuple((chunk.start, chunk.stop) for chunk in stage.chunks),
             splits_backward=stage.splits_backward,
+            micro_batches_per_turn=stage.micro_batches_per_turn,
         ),
         shape=run_record.Shape(**dataclasses.asdict(plan.shape)) if plan.args.model.model is None else None,
         vocab_size=plan.vocab_size,
@@ -121,6 +122,7 @@ def record_plan(plan: Plan) -> run_record.Plan:
         micro_batches=plan.batch.final // plan.samples_per_pass,
         stages_of_ranks=tuple(layout.locate(rank).pipeline_rank for rank in ranks) if has_stages else (),
         stage_layers=tuple(count_stage_layers(plan.args.parallel, plan.shape.num_layers)) if has_stages else (),
+        chunk_weights=tuple(weigh_chunks(plan.shape, one.stage) for one in plan_stages(plan)) if has_stages else (),
     )
 
 

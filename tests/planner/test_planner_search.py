@@ -71,10 +71,10 @@ def test_what_is_listed_fits_and_is_what_its_flags_give(found):
 
 def test_a_layer_less_recomputed_would_not_fit(found):
     """Of candidates that recompute some layers, and none where all or none of them would do."""
-    refined = [one for one in found.fitting if 0 < one.plan.recomputed_layers < one.plan.stage.chunk_size]
+    refined = [one for one in found.fitting if 0 < one.plan.recomputed_layers < len(one.plan.stage.layers)]
     assert len(refined) > 5
     for one in refined:
-        number = one.plan.recomputed_layers - 1
+        number = one.plan.args.model.recompute_num_layers - 1
         mode = full_recompute(number, "block") if number else NO_RECOMPUTE
         changed = change_plan(plan(MODEL, EIGHT, 50257), one.changes | mode)
         assert (

@@ -402,7 +402,7 @@ def find_needless_recompute(facts: Facts) -> Finding | Look | None:
         return None
     chunks = facts.plan.stage.chunks
     layers = sum(end - first for first, end in chunks)
-    recomputed = (facts.plan.recomputed_layers or 0) * len(chunks)
+    recomputed = facts.plan.recomputed_layers or 0
     if not recomputed:
         return None
     traced = [phase.device_ms for phase in one.time.phases if phase.name == FORWARD] if one is not None else []

@@ -3,17 +3,14 @@
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from statistics import fmean, median_low
 from typing import TYPE_CHECKING
-
-import msgspec
 
 from megatron_lite.phases import Phase
 
 if TYPE_CHECKING:
     from megatron_lite.analysis.run.run_results import Run
-    from megatron_lite.config.layout import Stage
     from megatron_lite.config.simulated_schedule import TimedTurn
 
 MAX_TURNS = 3000  # of a chart
@@ -55,17 +52,18 @@ def measure_pipeline(run: "Run") -> PipelineTimes | None:
     layers, micro_batches = run.plan.stage_layers, run.plan.micro_batches
     if not waits or not micro_batches or not len(waits) == len(forward_ms) == len(layers):
         return None
-    from megatron_lite.config.layout import ZERO_BUBBLE  # runs of one stage do without
+    from megatron_lite.config.layout import ZERO_BUBBLE, Stage  # runs of one stage do without
     from megatron_lite.config.simulated_schedule import TurnTimes, simulate_schedule
 
     number, chunks = len(layers), max(len(run.plan.stage.chunks), 1)
     splits = run.args.get("pipeline_schedule") == ZERO_BUBBLE
-    stages = _rebuild_stages(run, number)
+    group, weights = run.plan.stage.micro_batches_per_turn, run.plan.chunk_weights
+    stages = [Stage(stage, number, (range(0),) * chunks, splits, group) for stage in range(number)]
     turns_each = micro_batches * chunks
     times = []
     for stage in range(number):
         back = backward_ms[stage] / turns_each / (2 if splits else 1)
-        of_chunks = _weigh_chunks(run, stages[stage])
+        of_chunks = weights[stage] if len(weights) == number and len(weights[stage]) == chunks else ()
         times.append(TurnTimes(forward_ms[stage] / turns_each, back, back, of_chunks))
     timed = simulate_schedule(stages, micro_batches, times)
     ideal_ms = max(one.end_ms for one in timed)
@@ -83,39 +81,6 @@ def measure_pipeline(run: "Run") -> PipelineTimes | None:
         ideal_ms=ideal_ms,
         turns=tuple(timed) if len(timed) <= MAX_TURNS else (),
     )  # fmt: skip
-
-
-def _rebuild_stages(run: "Run", number: int) -> "list[Stage]":
-    """The run's stages, of which it recorded one with its chunks. number: of stages."""
-    from megatron_lite.config.args import ParallelArgs
-    from megatron_lite.config.layout import ZERO_BUBBLE, Layout, Stage, plan_stage
-
-    chunks, num_layers = max(len(run.plan.stage.chunks), 1), sum(run.plan.stage_layers)
-    known = {field.name for field in fields(ParallelArgs)}
-    parallel = {name: value for name, value in (run.plan.args.get("parallel") or {}).items() if name in known}
-    try:
-        args = ParallelArgs(**parallel)
-        found = [plan_stage(args, Layout(pipeline=number, pipeline_rank=stage), num_layers) for stage in range(number)]
-    except (TypeError, ValueError, AttributeError):
-        found = []  # a damaged record
-    if [len(stage.layers) for stage in found] == list(run.plan.stage_layers) and len(found[0].chunks) == chunks:
-        return found
-    splits = run.args.get("pipeline_schedule") == ZERO_BUBBLE
-    return [Stage(stage, number, (range(0),) * chunks, splits) for stage in range(number)]
-
-
-def _weigh_chunks(run: "Run", stage: "Stage") -> tuple[float, ...]:
-    """What each chunk computes beside the mean of a stage's, by the model's products; () where they are equal, or nothing is known."""
-    from megatron_lite.config.model_size import weigh_chunks
-    from megatron_lite.config.shape import ModelShape
-
-    if stage.has_equal_chunks or run.plan.shape is None:
-        return ()
-    known = {name: value for name, value in msgspec.structs.asdict(run.plan.shape).items() if value is not None}
-    try:
-        return weigh_chunks(ModelShape(**known), stage)
-    except (TypeError, ValueError, ZeroDivisionError):
-        return ()  # a damaged record
 
 
 def measure_bubble(stages: int, number: int, pieces: int) -> float:
