@@ -23,7 +23,7 @@ BUNDLES = 8  # of gradients that a GPU adds at once: few launches, and little me
 
 
 def has_parameters(module: nn.Module) -> bool:
-    """Whether a module has anything to average; a chunk of a stage may hand hidden states on only."""
+    """Whether a module has parameters that are trained."""
     return any(parameter.requires_grad for parameter in module.parameters())
 
 
@@ -45,12 +45,14 @@ class DataParallel(Replica):
         self._averages_at_end = plan.stage.splits_backward and plan.layout.replicas > 1
         self._averaging, self._ranks = averaging, plan.layout.replicas
         self._alone = self._ranks == 1 or self._averages_at_end
+        # a chunk of a stage may only hand hidden states on, and has nothing to average then
+        self._averaged = [not self._alone and has_parameters(chunk) for chunk in self.chunks]
         if not self._alone:
             elements = plan.args.parallel.ddp_bucket_size
             bucket_mib = BUCKET_MIB if elements is None else elements * self.parameters[0].element_size() / MIB
             for number, chunk in enumerate(self.chunks):
-                if not has_parameters(chunk):
-                    continue  # it hands hidden states on, and has nothing to average
+                if not self._averaged[number]:
+                    continue
                 self.replicas[number] = backend.average_gradients(chunk, bucket_mib, averaging)
                 if self.fp32 is not None:
                     self.replicas[number].register_comm_hook(self.fp32, self._reduce_bucket)
@@ -58,19 +60,15 @@ class DataParallel(Replica):
     def __call__(self, *inputs) -> Tensor:
         """The model's forward. Which backward reduces gradients is told when it begins."""
         replica = self.replicas[self.pipeline.chunk]
-        is_averaged = not self._alone and has_parameters(replica)
-        with replica.no_sync() if is_averaged else contextlib.nullcontext():
+        with replica.no_sync() if self._averaged[self.pipeline.chunk] else contextlib.nullcontext():
             return replica(*inputs)
 
     @contextlib.contextmanager
     def backward(self, last: bool):
         """Around the backward of one micro-batch: only the last one's talks to other ranks."""
         alone = self._alone
-        replica = self.replicas[self.pipeline.chunk]
-        if (
-            last and not alone and has_parameters(replica)
-        ):  # what forward does otherwise; torch's own pipelines do the same
-            replica.reducer.prepare_for_backward([])
+        if last and self._averaged[self.pipeline.chunk]:  # what forward does otherwise; torch's own pipelines do the same
+            self.replicas[self.pipeline.chunk].reducer.prepare_for_backward([])
         if self.fp32 is not None:
             self.fp32.reducing = last and not alone
         sums = []
