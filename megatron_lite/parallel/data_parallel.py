@@ -67,7 +67,9 @@ class DataParallel(Replica):
     def backward(self, last: bool):
         """Around the backward of one micro-batch: only the last one's talks to other ranks."""
         alone = self._alone
-        if last and self._averaged[self.pipeline.chunk]:  # what forward does otherwise; torch's own pipelines do the same
+        if (
+            last and self._averaged[self.pipeline.chunk]
+        ):  # what forward does otherwise; torch's own pipelines do the same
             self.replicas[self.pipeline.chunk].reducer.prepare_for_backward([])
         if self.fp32 is not None:
             self.fp32.reducing = last and not alone
