@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from megatron_lite.config.environment import TELLING_VARIABLES
-from megatron_lite.config.layout import count_stage_layers
+from megatron_lite.config.layout import Stage, count_stage_layers
 from megatron_lite.config.model_size import step_flops, weigh_chunks
 from megatron_lite.config.plan import Plan, plan_stages
 from megatron_lite.errors import UserError
@@ -91,18 +91,12 @@ def record_plan(plan: Plan) -> run_record.Plan:
     """The plan as run.json holds it."""
     has_stages = plan.layout.pipeline > 1
     ranks = range(plan.world.size)
-    stage, layout, compilation, sharding = plan.stage, plan.layout, plan.compilation, plan.sharding
+    layout, compilation, sharding = plan.layout, plan.compilation, plan.sharding
     return run_record.Plan(
         args=dataclasses.asdict(plan.args),
         world=run_record.World(**dataclasses.asdict(plan.world)),
         layout=run_record.Layout(**dataclasses.asdict(layout)),
-        stage=run_record.Stage(
-            number=stage.number,
-            stages=stage.stages,
-            chunks=tuple((chunk.start, chunk.stop) for chunk in stage.chunks),
-            splits_backward=stage.splits_backward,
-            micro_batches_per_turn=stage.micro_batches_per_turn,
-        ),
+        stage=_record_stage(plan.stage),
         shape=run_record.Shape(**dataclasses.asdict(plan.shape)) if plan.args.model.model is None else None,
         vocab_size=plan.vocab_size,
         device=plan.device,
@@ -123,6 +117,16 @@ def record_plan(plan: Plan) -> run_record.Plan:
         stages_of_ranks=tuple(layout.locate(rank).pipeline_rank for rank in ranks) if has_stages else (),
         stage_layers=tuple(count_stage_layers(plan.args.parallel, plan.shape.num_layers)) if has_stages else (),
         chunk_weights=tuple(weigh_chunks(plan.shape, one.stage) for one in plan_stages(plan)) if has_stages else (),
+    )
+
+
+def _record_stage(stage: Stage) -> run_record.Stage:
+    return run_record.Stage(
+        number=stage.number,
+        stages=stage.stages,
+        chunks=tuple((chunk.start, chunk.stop) for chunk in stage.chunks),
+        splits_backward=stage.splits_backward,
+        micro_batches_per_turn=stage.micro_batches_per_turn,
     )
 
 

@@ -52,20 +52,9 @@ def measure_pipeline(run: "Run") -> PipelineTimes | None:
     layers, micro_batches = run.plan.stage_layers, run.plan.micro_batches
     if not waits or not micro_batches or not len(waits) == len(forward_ms) == len(layers):
         return None
-    from megatron_lite.config.layout import ZERO_BUBBLE, Stage  # runs of one stage do without
-    from megatron_lite.config.simulated_schedule import TurnTimes, simulate_schedule
-
+    timed = _simulate_step(run, forward_ms, backward_ms, micro_batches)
     number, chunks = len(layers), max(len(run.plan.stage.chunks), 1)
-    splits = run.args.get("pipeline_schedule") == ZERO_BUBBLE
-    group, weights = run.plan.stage.micro_batches_per_turn, run.plan.chunk_weights
-    stages = [Stage(stage, number, (range(0),) * chunks, splits, group) for stage in range(number)]
-    turns_each = micro_batches * chunks
-    times = []
-    for stage in range(number):
-        back = backward_ms[stage] / turns_each / (2 if splits else 1)
-        of_chunks = weights[stage] if len(weights) == number and len(weights[stage]) == chunks else ()
-        times.append(TurnTimes(forward_ms[stage] / turns_each, back, back, of_chunks))
-    timed = simulate_schedule(stages, micro_batches, times)
+    splits = run.args.get("pipeline_schedule") == "ZeroBubble"
     ideal_ms = max(one.end_ms for one in timed)
     return PipelineTimes(
         stages=tuple(
@@ -81,6 +70,32 @@ def measure_pipeline(run: "Run") -> PipelineTimes | None:
         ideal_ms=ideal_ms,
         turns=tuple(timed) if len(timed) <= MAX_TURNS else (),
     )  # fmt: skip
+
+
+def _simulate_step(
+    run: "Run", forward_ms: dict[int, float], backward_ms: dict[int, float], micro_batches: int
+) -> "list[TimedTurn]":
+    """The turns of all stages, if nothing but the schedule delayed them.
+
+    Args:
+        forward_ms: by stage, of a step.
+        backward_ms: by stage, of a step.
+        micro_batches: Of a step.
+    """
+    from megatron_lite.config.layout import ZERO_BUBBLE, Stage  # runs of one stage do without
+    from megatron_lite.config.simulated_schedule import TurnTimes, simulate_schedule
+
+    number, chunks = len(forward_ms), max(len(run.plan.stage.chunks), 1)
+    splits = run.args.get("pipeline_schedule") == ZERO_BUBBLE
+    group, weights = run.plan.stage.micro_batches_per_turn, run.plan.chunk_weights
+    stages = [Stage(stage, number, (range(0),) * chunks, splits, group) for stage in range(number)]
+    turns_each = micro_batches * chunks
+    times = []
+    for stage in range(number):
+        back = backward_ms[stage] / turns_each / (2 if splits else 1)
+        of_chunks = weights[stage] if len(weights) == number and len(weights[stage]) == chunks else ()
+        times.append(TurnTimes(forward_ms[stage] / turns_each, back, back, of_chunks))
+    return simulate_schedule(stages, micro_batches, times)
 
 
 def measure_bubble(stages: int, number: int, pieces: int) -> float:
