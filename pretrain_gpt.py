@@ -1,4 +1,7 @@
-"""Train a GPT with Megatron-LM's command line: torchrun --nproc_per_node N pretrain_gpt.py FLAGS (--help lists them)."""
+"""Train a GPT with Megatron-LM's command line.
+
+torchrun --nproc_per_node N pretrain_gpt.py FLAGS (--help lists them)
+"""
 
 import runpy
 

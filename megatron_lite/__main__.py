@@ -1,4 +1,7 @@
-"""Train a GPT with Megatron-LM's command line: torchrun --nproc_per_node N -m megatron_lite FLAGS (--help lists them)."""
+"""Train a GPT with Megatron-LM's command line.
+
+torchrun --nproc_per_node N -m megatron_lite FLAGS (--help lists them)
+"""
 
 import os
 import sys

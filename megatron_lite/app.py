@@ -43,9 +43,9 @@ logger = logging.getLogger(__name__)
 def main(argv: list[str], planner: Planner) -> int:
     """Train as `argv` says, with the predictions of `planner`; returns the exit code."""
     world = World()
-    # what ended the run, kept until its process ends: with other ranks there may be a reduction on its way in the middle of a step, and
-    # taking apart what the error's frames hold, DistributedDataParallel, waits for gloo's threads, which may in turn wait for the
-    # interpreter's lock, for ever
+    # what ended the run, kept until its process ends: with other ranks there may be a reduction on its way in the
+    # middle of a step, and taking apart what the error's frames hold, DistributedDataParallel, waits for gloo's
+    # threads, which may in turn wait for the interpreter's lock, for ever
     ended_by: BaseException | None = None
     try:
         launch = find_launch(os.environ)

@@ -21,12 +21,14 @@ def first_line(error: BaseException) -> str:
 
 
 def is_panic(error: BaseException) -> bool:
-    """Whether a library in Rust gave up: its error is no Exception, so that nobody takes it for one that can be mended."""
+    """Whether a library in Rust gave up: its error is no Exception,
+    so that nobody takes it for one that can be mended."""
     return type(error).__name__ == "PanicException"
 
 
 def is_memory_error(error: BaseException) -> bool:
-    """Whether memory ran out, also where C code turned that into another error, or a thread found no room for its stack."""
+    """Whether memory ran out, also where C code turned that into another error,
+    or a thread found no room for its stack."""
     limited, seen = resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY, error
     while seen is not None:
         if isinstance(seen, MemoryError) or isinstance(seen, OSError) and seen.errno == errno.ENOMEM:

@@ -76,7 +76,10 @@ def choose_device(cpu: bool) -> str:
 def load_generator(
     load: Path, is_hugging_face: bool, step: int | None, device: str, say: Callable
 ) -> tuple[Generator, CheckpointRecord, dict]:
-    """(the model, the checkpoint's record, the flags of its training). load: what --save wrote to, or a Hugging Face folder."""
+    """(the model, the checkpoint's record, the flags of its training).
+
+    load: what --save wrote to, or a Hugging Face folder.
+    """
     if is_hugging_face:
         record, tensors = import_hf(load, divisible_by=1)
         flags = {}
@@ -156,8 +159,8 @@ def generate(
 ) -> Generated:
     """Continue all prompts together, each until `end`, the id of the end of text, or by `max_new_tokens`.
 
-    As in Megatron-LM, all are read as far as the shortest one goes; from there on a token is given or drawn. So all have the same
-    positions, and nothing is padded. tell: hears each sequence's continuation after each of its tokens.
+    As in Megatron-LM, all are read as far as the shortest one goes; from there on a token is given or drawn. So all
+    have the same positions, and nothing is padded. tell: hears each sequence's continuation after each of its tokens.
     """
     device, lengths = model.output_weight.device, [len(prompt) for prompt in prompts]
     shortest, total = min(lengths), max(lengths) + max_new_tokens

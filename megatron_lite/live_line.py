@@ -1,4 +1,5 @@
-"""What long work prints: one line that is drawn anew, and lines over it; a line now and then where output goes to a file."""
+"""What long work prints: one line that is drawn anew, and lines over it;
+a line now and then where output goes to a file."""
 
 import sys
 import time
@@ -46,7 +47,8 @@ class LiveLine:
 
 
 def say(text: str):
-    """Print one or several lines to standard output, at once, over whatever this rank or another one has drawn on the terminal."""
+    """Print one or several lines to standard output, at once,
+    over whatever this rank or another one has drawn on the terminal."""
     if sys.stderr.isatty():
         _write("\r\033[K")
     print_lines(text.split("\n"))

@@ -96,7 +96,10 @@ class Observers:
 
     @contextlib.contextmanager
     def explain_early_end(self):
-        """Log what no traceback tells of Ctrl-C, and of memory that ran out where no instrument watched it. Closes the trackers."""
+        """Log what no traceback tells of Ctrl-C, and of memory that ran out where no instrument watched it.
+
+        Closes the trackers.
+        """
         try:
             with self._ends:
                 yield

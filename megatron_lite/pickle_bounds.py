@@ -1,9 +1,9 @@
 """Pickles of any origin, read within bounds: none takes more time than its size explains, or overflows the stack of C.
 
-A few bytes are enough for either. Python computes a tuple's hash from its parts each time: a tuple of twice the same tuple,
-of twice the same, and so on, takes years as a key, and one inside of a hundred thousand others ends the process. Integers may
-be made so that all of them fall into one place of a dict. Neither can be seen while C code reads the pickle; so an opcode
-that calls persistent_load is put behind each one that makes a tuple, and that weighs it.
+A few bytes are enough for either. Python computes a tuple's hash from its parts each time: a tuple of twice the same
+tuple, of twice the same, and so on, takes years as a key, and one inside of a hundred thousand others ends the process.
+Integers may be made so that all of them fall into one place of a dict. Neither can be seen while C code reads the
+pickle; so an opcode that calls persistent_load is put behind each one that makes a tuple, and that weighs it.
 """
 
 import pickle
@@ -154,8 +154,8 @@ class _LongTuple(tuple):  # type: ignore[type-arg]
 class BoundedUnpickler(pickle.Unpickler):
     """Reads the pickle in `data` that begins at `start`; what it may name is what the subclass's find_class returns.
 
-    `end` is behind it. pickle.UnpicklingError for one that breaks off; PickleBoundError, by this or by load, for one that
-    costs too much.
+    `end` is behind it. pickle.UnpicklingError for one that breaks off; PickleBoundError, by this or by load, for one
+    that costs too much.
     """
 
     def __init__(self, data: bytes, start: int = 0, *, may_refer: bool = False):

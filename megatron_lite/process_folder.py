@@ -12,7 +12,8 @@ CLAIM_FILE = ".process"  # who writes to the folder itself
 
 
 def choose_process_folder(folder: Path) -> Path:
-    """`folder` for the first process, and for one whose predecessor is gone; a folder in it for each that trains beside it."""
+    """`folder` for the first process, and for one whose predecessor is gone;
+    a folder in it for each that trains beside it."""
     folder.mkdir(parents=True, exist_ok=True)
     try:
         # two processes may come at the same moment

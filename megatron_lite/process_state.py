@@ -38,8 +38,8 @@ def _fields(pid: int) -> list[str]:
 
 
 def identity(pid: int | None = None) -> dict:
-    """This process, or another one here, for whoever asks later, by `is_there`: host, space of ids, id, and clock ticks from
-    boot to its start."""
+    """This process, or another one here, for whoever asks later, by `is_there`: host, space of ids, id, and clock ticks
+    from boot to its start."""
     pid = os.getpid() if pid is None else pid
     try:
         started = int(_fields(pid)[19])
@@ -51,8 +51,8 @@ def identity(pid: int | None = None) -> dict:
 def find_launcher(environ: Mapping[str, str]) -> dict | None:
     """The `identity` of torchrun's agent above this rank; None if torchrun did not start it, or is gone already.
 
-    The agent is the nearest ancestor without this rank's variables: wrappers between them, shells or profilers, have them.
-    An ancestor that is no Python is whoever adopted an orphan.
+    The agent is the nearest ancestor without this rank's variables: wrappers between them, shells or profilers, have
+    them. An ancestor that is no Python is whoever adopted an orphan.
     """
     mine = {name: environ.get(name) for name in RANK_VARIABLES}
     if mine["TORCHELASTIC_RUN_ID"] is None:
@@ -155,8 +155,8 @@ def limit_memory(file_bytes: int, per_byte: int = 4):
 def keep_freed_memory() -> bool:
     """Have glibc reuse freed memory inside the process; costs resident memory. False where the C library is another.
 
-    By default it gives every large block back to the kernel and faults it in again, page by page, at the next allocation:
-    training on a CPU then spends a large part of each step in page faults.
+    By default it gives every large block back to the kernel and faults it in again, page by page, at the next
+    allocation: training on a CPU then spends a large part of each step in page faults.
     """
     try:
         if not (sys.platform.startswith("linux") and os.confstr("CS_GNU_LIBC_VERSION")):

@@ -26,7 +26,8 @@ SECONDS_FOR_THE_FIRST = 8  # what ranks that lost others leave to the one to bla
 def refuse_mistakes(argv: list[str]) -> int:
     """Tell the mistakes of a command line, and return the exit code; 0 where there are none. Imports no torch.
 
-    Torch alone knows how many GPUs there are: only a command line that is wrong with any number of them is refused here.
+    Torch alone knows how many GPUs there are: only a command line that is wrong with any number of them is refused
+    here.
     """
     line, files = read_command_line(argv), count_gpu_files()
     first: UserError | None = None
@@ -90,7 +91,8 @@ def write_error_file(error: UserError):
 
 
 def describe_failed_meeting(failure: str, world: World, where: str, limit_s: float) -> str:
-    """Why the ranks did not meet. failure: what torch says; where: MASTER_ADDR:MASTER_PORT, of which rank 0 holds the port."""
+    """Why the ranks did not meet. failure: what torch says; where: MASTER_ADDR:MASTER_PORT,
+    of which rank 0 holds the port."""
     again = "with the same MASTER_ADDR and MASTER_PORT"
     if "EADDRINUSE" in failure or "address already in use" in failure.lower():
         return f"MASTER_PORT {where.rpartition(':')[2]} is in use on this machine; set another."
@@ -99,7 +101,16 @@ def describe_failed_meeting(failure: str, world: World, where: str, limit_s: flo
         came, absent = int(joined[1]), world.size - int(joined[1])
         who = "rank 1" if world.size == 2 else f"{absent} of {world.size} ranks"
         met = f"{came} of {world.size} ranks met at {where}"
-        return f"{who} did not come within {limit_s:.0f} s ({met}); see that all are started, {again}, or raise --distributed-timeout-minutes."
+        return (
+            f"{who} did not come within {limit_s:.0f} s ({met}); "
+            f"see that all are started, {again}, or raise --distributed-timeout-minutes."
+        )
     if world.rank > 0:
-        return f"rank 0 cannot be reached at MASTER_ADDR:MASTER_PORT {where} ({failure}); see that it is started there, {again}."
-    return f"MASTER_ADDR:MASTER_PORT {where} cannot be opened by rank 0 ({failure}); set an address of the machine of rank 0."
+        return (
+            f"rank 0 cannot be reached at MASTER_ADDR:MASTER_PORT {where} ({failure}); "
+            f"see that it is started there, {again}."
+        )
+    return (
+        f"MASTER_ADDR:MASTER_PORT {where} cannot be opened by rank 0 ({failure}); "
+        "set an address of the machine of rank 0."
+    )

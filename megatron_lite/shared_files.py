@@ -28,7 +28,10 @@ class Lock(enum.Enum):
 
 
 def open_regular(path: str | Path, flags: int, *, follow_link: bool = False) -> int:
-    """The descriptor of a regular file. OSError, at once, for a pipe, a device, a folder, and a link unless followed."""
+    """The descriptor of a regular file.
+
+    OSError, at once, for a pipe, a device, a folder, and a link unless followed.
+    """
     follow = 0 if follow_link else os.O_NOFOLLOW
     # a pipe without a peer would block the opening itself
     try:
@@ -61,7 +64,10 @@ def open_foreign(path: str | Path) -> BufferedReader:
 
 
 def read_foreign(path: str | Path, max_bytes: int = MAX_BYTES) -> bytes:
-    """The whole content of a file of any origin. OSError as of `open_foreign`, and for a file of more than `max_bytes`."""
+    """The whole content of a file of any origin.
+
+    OSError as of `open_foreign`, and for a file of more than `max_bytes`.
+    """
     with open_foreign(path) as file:
         # read() sets aside as much memory as it is told, whatever the file's size; a file may grow meanwhile
         expected_bytes = os.fstat(file.fileno()).st_size

@@ -1,7 +1,9 @@
-"""Smoke tests of a training: quick checks that any PyTorch code can call on its own model, step and loader, such as in pytest.
+"""Smoke tests of a training: quick checks that any PyTorch code can call on its own model, step and loader, such as in
+pytest.
 
-Each check raises an AssertionError that says what was seen, what was expected and the likely cause. They need neither this package's
-trainer nor a GPU. `step` stands for a function without arguments that does one whole training step: forward, backward, optimizer.
+Each check raises an AssertionError that says what was seen, what was expected and the likely cause. They need neither
+this package's trainer nor a GPU. `step` stands for a function without arguments that does one whole training step:
+forward, backward, optimizer.
 """
 
 import gc
@@ -60,7 +62,10 @@ def check_first_loss(loss: float | Tensor, vocab_size: int, tolerance: float = 0
     """
     seen, guess = _number(loss), math.log(vocab_size)
     if seen < guess:
-        cause = "labels that the model can see (not shifted, no causal mask), a mean over padding too, or weights that are trained"
+        cause = (
+            "labels that the model can see (not shifted, no causal mask), "
+            "a mean over padding too, or weights that are trained"
+        )
     else:
         cause = "a sum where a mean is meant, bits instead of nats, or first weights or logits that are too large"
     expected = f"ln({vocab_size}) = {significant(guess, 4)} within {tolerance:.0%}"
@@ -108,7 +113,8 @@ def check_gradients(model: nn.Module, compute_loss: Callable[[], Tensor]):
 def check_weights_move(model: nn.Module, step: Step):
     """One training step changes every trainable parameter, and no frozen one.
 
-    The learning rate must not be 0 in this step, as it is in the first one of some warm-ups, and a loss scale must not skip it.
+    The learning rate must not be 0 in this step, as it is in the first one of some warm-ups, and a loss scale must not
+    skip it.
 
     Args:
         model: Whose parameters are looked at.
@@ -162,7 +168,8 @@ def check_overfits(step: Callable[[], float | Tensor], steps: int = 100, target:
 def check_same_loss(
     compute: Callable[[], Tensor], compute_other: Callable[[], Tensor], rtol: float = 1e-4, atol: float = 1e-4
 ):
-    """An optimization (torch.compile, 16 bits, fusion, another layout) leaves the loss as it was. Both see the same random numbers.
+    """An optimization (torch.compile, 16 bits, fusion, another layout) leaves the loss as it was. Both see the same
+    random numbers.
 
     Args:
         compute: One forward of the original; returns its loss, or any tensor.
@@ -195,7 +202,8 @@ def check_batches_repeat(make_loader: Callable[[int], Iterable], batches: int = 
     """A loader that is made anew with the same seed gives the same batches.
 
     Args:
-        make_loader: Seeds what it has to, and returns an iterable of batches: tensors, arrays, or nested lists and dicts of them.
+        make_loader: Seeds what it has to, and returns an iterable of batches: tensors, arrays, or nested lists and
+            dicts of them.
         batches: How many are compared.
         seed: Handed to `make_loader` both times.
 
@@ -211,7 +219,10 @@ def check_batches_repeat(make_loader: Callable[[int], Iterable], batches: int = 
     for number, (one, other) in enumerate(zip(first, second), 1):
         leaves, others = tree_leaves(one), tree_leaves(other)
         same = len(leaves) == len(others) and all(map(_are_equal, leaves, others))
-        cause = "shuffling or augmentation by a generator that the seed does not reach, or workers that finish in another order"
+        cause = (
+            "shuffling or augmentation by a generator that the seed does not reach, "
+            "or workers that finish in another order"
+        )
         _require(same, f"batch {number} differs when seed {seed} is given again", "the same batch", cause)
 
 
@@ -302,7 +313,10 @@ def check_memory_steady(step: Step, steps: int = 5, warmup: int = 3):
     for what, values in zip(("bytes of tensors", "nodes of autograd's graph"), zip(*seen)):
         grows = all(after > before for before, after in pairwise(values))
         words = f"{what} grow in each of {steps} steps, from {values[0]:,} to {values[-1]:,}"
-        cause = "losses or outputs kept without detach(), total += loss, a hook that keeps outputs, or evaluation with gradients"
+        cause = (
+            "losses or outputs kept without detach(), total += loss, "
+            "a hook that keeps outputs, or evaluation with gradients"
+        )
         _require(not grows, words, "as many after each step", cause)
 
 
@@ -378,7 +392,10 @@ def check_peak_memory(step: Step, max_bytes: int) -> int:
         with _PeakOnCPU() as mode:
             step()
         peak = mode.peak
-    cause = "a larger batch, sequence or model, activations that were recomputed before, or something that is kept from earlier steps"
+    cause = (
+        "a larger batch, sequence or model, activations that were recomputed before, "
+        "or something that is kept from earlier steps"
+    )
     _require(peak <= max_bytes, f"tensors peak at {peak:,} bytes", f"at most {max_bytes:,}", cause)
     return peak
 
@@ -419,7 +436,8 @@ def check_profiler_window(schedule: Callable[[int], ProfilerAction], steps: int,
     """A profile records a few settled steps: not none, not all, not the first, and warmed up.
 
     Args:
-        schedule: What torch.profiler.profile gets as `schedule`, such as torch.profiler.schedule(wait=1, warmup=1, active=3, repeat=1).
+        schedule: What torch.profiler.profile gets as `schedule`, such as torch.profiler.schedule(wait=1, warmup=1,
+            active=3, repeat=1).
         steps: Of the whole run.
         max_recorded: Of them.
 

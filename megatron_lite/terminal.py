@@ -1,4 +1,5 @@
-"""What reaches a terminal: lines that it cannot take for commands, the version, and the end of a process whose reader left."""
+"""What reaches a terminal: lines that it cannot take for commands, the version,
+and the end of a process whose reader left."""
 
 import os
 import re
@@ -17,7 +18,8 @@ PYPROJECT = Path(__file__).parents[1] / "pyproject.toml"
 
 
 def escape(text: str, keep_style: bool = False) -> str:
-    r"""One line of any origin with escapes such as \x1b and \n for what a terminal would obey. keep_style: but for colors of reports."""
+    r"""One line of any origin with escapes such as \x1b and \n for what a terminal would obey. keep_style: but for
+    colors of reports."""
     if keep_style and "\x1b" in text:
         return "".join(part if at % 2 else escape(part) for at, part in enumerate(_OWN_STYLE.split(text)))
     if text.isprintable():  # nothing of _OBEYED is, and most texts are

@@ -1,4 +1,5 @@
-"""From where on a slower rank or growing memory is worth a word, on the console while a run goes on as in its report."""
+"""From where on a slower rank or growing memory is worth a word,
+on the console while a run goes on as in its report."""
 
 from collections.abc import Sequence
 from itertools import pairwise

@@ -1,4 +1,5 @@
-"""Environment variables that decide how fast a run is, and from where on they are worth a word: before it and in its report."""
+"""Environment variables that decide how fast a run is, and from where on they are worth a word:
+before it and in its report."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -60,7 +61,8 @@ def prepend_python_path(environ: Mapping[str, str], folder: Path) -> dict[str, s
 
 
 def has_needless_order(value: str | None, ranks: int, tensor: int = 1, context: int = 1) -> bool:
-    """Does CUDA_DEVICE_MAX_CONNECTIONS=`value` give all streams one queue, which only tensor and context parallelism want?"""
+    """Does CUDA_DEVICE_MAX_CONNECTIONS=`value` give all streams one queue,
+    which only tensor and context parallelism want?"""
     return value == "1" and ranks > 1 and tensor == context == 1
 
 

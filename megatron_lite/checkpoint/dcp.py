@@ -57,7 +57,8 @@ class Piece:
 def write(
     folder: Path, pieces: list[Piece], objects: dict[str, object], find_aliases: Callable, group
 ) -> dict[str, dict]:
-    """Write the pieces and objects of all ranks of `group`, each given by one rank, to `folder`; None: by this process alone.
+    """Write the pieces and objects of all ranks of `group`, each given by one rank, to `folder`; None: by this process
+    alone.
 
     find_aliases(metadata): {further key: stored key}, for what is to be found under several keys and stored once.
     Collective. CheckpointException on every rank if one fails. Returns the manifest's entries of this rank's files.
@@ -133,7 +134,10 @@ class _SavePlanner(DefaultSavePlanner):
 
 
 class _Writer(FileSystemWriter):
-    """Writes two files of a rank at once, as Megatron-Core does, and hashes them. torch's threads lose what they raise."""
+    """Writes two files of a rank at once, as Megatron-Core does, and hashes them.
+
+    torch's threads lose what they raise.
+    """
 
     def __init__(self, folder: Path, find_aliases: Callable):
         super().__init__(folder)

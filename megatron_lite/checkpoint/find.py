@@ -59,8 +59,9 @@ def find_latest_valid(
 ) -> CheckpointDir | None:
     """`chosen`, or the newest earlier one whose contents are what was written.
 
-    damage(folder): what is wrong with a checkpoint, the same on all ranks. agree(look): what look() gives one of them, or
-    raises, on all. What is passed over is said. CheckpointError if the one that --ckpt-step names, or every one, is damaged.
+    damage(folder): what is wrong with a checkpoint, the same on all ranks. agree(look): what look() gives one of them,
+    or raises, on all. What is passed over is said. CheckpointError if the one that --ckpt-step names, or every one, is
+    damaged.
     """
     slot = agree(partial(chosen, source, step, flag))
     if slot is None:

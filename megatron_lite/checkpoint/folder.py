@@ -1,7 +1,7 @@
 """The folders of checkpoints: how one appears at once or not at all, which one is the newest, whether it is whole.
 
-A checkpoint is written under a hidden name, listed with checksums in its manifest, announced, renamed, and then named by
-the tracker. Killed before the rename, the tracker's checkpoint is the newest complete one; killed after it, the
+A checkpoint is written under a hidden name, listed with checksums in its manifest, announced, renamed, and then named
+by the tracker. Killed before the rename, the tracker's checkpoint is the newest complete one; killed after it, the
 announcement says so. At no instant is there none.
 """
 
@@ -123,7 +123,8 @@ def _wait_for_lock(save: Path, wait_s: float, say: Callable[[str], None], held: 
         say(f"  note: --save {save}: the file system has no locks; a second run on this folder would not be noticed.")
     elif holder and not has_waited and not holder.startswith(f"{socket.gethostname()}, "):
         say(
-            f"  note: --save {save}: a run on another machine ({holder}) was ended or is cut off; if it still runs, end it: "
+            f"  note: --save {save}: a run on another machine ({holder}) was ended or is cut off; "
+            "if it still runs, end it: "
             "this file system may lock within one machine only."
         )
 
@@ -318,7 +319,8 @@ def damage(folder: Path, names: Iterable[str]) -> str | None:
 
 
 def wrong(folder: Path, share: slice = slice(None)) -> str | None:
-    """What is wrong with a checkpoint: the sizes of all its files, and the contents of a share of them; None if nothing."""
+    """What is wrong with a checkpoint: the sizes of all its files, and the contents of a share of them;
+    None if nothing."""
     try:
         return missing(folder) or damage(folder, sorted(read_manifest(folder))[share])
     except ValueError as error:  # it went between the two looks
@@ -326,7 +328,10 @@ def wrong(folder: Path, share: slice = slice(None)) -> str | None:
 
 
 def read_manifest(folder: Path) -> dict[str, dict]:
-    """{file: {bytes, xxh3_128}}; empty for a foreign checkpoint. ValueError for one of ours without, or a damaged one."""
+    """{file: {bytes, xxh3_128}}; empty for a foreign checkpoint.
+
+    ValueError for one of ours without, or a damaged one.
+    """
     try:
         text = read_foreign(folder / MANIFEST_FILE)
     except FileNotFoundError:

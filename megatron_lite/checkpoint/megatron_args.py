@@ -137,7 +137,8 @@ class MegatronArgs:
 
     @property
     def chunks(self) -> int:
-        """Pieces of a stage's layers, interleaved with those of other stages; each is a model of its own in the file."""
+        """Pieces of a stage's layers, interleaved with those of other stages;
+        each is a model of its own in the file."""
         return int(self.given("virtual_pipeline_model_parallel_size", 1))
 
     def shape(self, padded_vocab_size: int) -> dict:

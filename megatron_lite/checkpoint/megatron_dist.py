@@ -5,13 +5,13 @@
     metadata.json                    names and versions of the two backends
     training_state.json              ours: the record of checkpoint/training_state.py
 
-Keys of tensors are those of Transformer Engine's layers. A weight of all layers is one tensor, with the layers as its first
-dimension, or, where layers differ, one tensor per layer. A key of the optimizer is optimizer.state.KIND.WEIGHT. What only
-this trainer reads, each rank's random states, has keys that Megatron passes over.
+Keys of tensors are those of Transformer Engine's layers. A weight of all layers is one tensor, with the layers as its
+first dimension, or, where layers differ, one tensor per layer. A key of the optimizer is optimizer.state.KIND.WEIGHT.
+What only this trainer reads, each rank's random states, has keys that Megatron passes over.
 
 Source: megatron/core/dist_checkpointing, TransformerBlock.sharded_state_dict, apply_swiglu_sharded_factory in
-transformer/mlp.py, and sharded_state_dict of the optimizers, of Megatron-Core 0.16.1; save_checkpoint and load_checkpoint
-in Megatron-LM's megatron/training/checkpointing.py.
+transformer/mlp.py, and sharded_state_dict of the optimizers, of Megatron-Core 0.16.1; save_checkpoint and
+load_checkpoint in Megatron-LM's megatron/training/checkpointing.py.
 """
 
 import itertools

@@ -117,7 +117,8 @@ def extra_states(names: Iterable[str]) -> list[str]:
 
 
 def stacked_name(name: str) -> tuple[str, int | None]:
-    """(key, layer) of one of our names in a torch_dist folder, which stacks a weight of all layers; None: of no layer."""
+    """(key, layer) of one of our names in a torch_dist folder, which stacks a weight of all layers; None:
+    of no layer."""
     key = file_name(name, fused=True)
     match = LAYER.match(key)
     return (f"decoder.layers.{match[2]}", int(match[1])) if match else (key, None)

@@ -1,7 +1,7 @@
 """Megatron's optimizer state, which numbers its parameters by group, and our flat names.
 
-Sources: megatron/core/optimizer of Megatron-Core 0.16.1: _get_param_groups in __init__.py; state_dict and load_state_dict
-of Float16OptimizerWithFloat16Params and FP32Optimizer in optimizer.py; grad_scaler.py.
+Sources: megatron/core/optimizer of Megatron-Core 0.16.1: _get_param_groups in __init__.py; state_dict and
+load_state_dict of Float16OptimizerWithFloat16Params and FP32Optimizer in optimizer.py; grad_scaler.py.
 """
 
 from argparse import Namespace
@@ -128,7 +128,8 @@ def write_settings(step: float | None, take: Take, settings: dict, fused: bool) 
 
 
 def read_settings(optimizer: dict, names: Iterable[str], where: str = "") -> dict[str, Tensor]:
-    """The inverse: the flat tensors of the optimizer that are no tensors there. names: of its parameters. Raises Unmapped.
+    """The inverse: the flat tensors of the optimizer that are no tensors there. names: of its parameters. Raises
+    Unmapped.
 
     where: it is stored, for that exception.
     """
@@ -143,7 +144,10 @@ def read_settings(optimizer: dict, names: Iterable[str], where: str = "") -> dic
 
 
 def group_settings(args: Namespace, record: CheckpointRecord) -> dict:
-    """Of a parameter group that decays. Megatron's scheduler sets lr and weight_decay anew when it loads its own state."""
+    """Of a parameter group that decays.
+
+    Megatron's scheduler sets lr and weight_decay anew when it loads its own state.
+    """
     adam = {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_eps, "bias_correction": True}
     sgd = {"momentum": args.sgd_momentum, "dampening": 0, "nesterov": False}
     schedule = record.schedule

@@ -1,7 +1,8 @@
-"""Whether the ranks of a run see the same files under --save and --load, which lie on a network's storage or on one node's disk.
+"""Whether the ranks of a run see the same files under --save and --load, which lie on a network's storage or on one
+node's disk.
 
-Clients of a network file system may show new files late, since they keep what they knew of a folder for a while (NFS: up to
-60 s): a file counts as missing only after several looks.
+Clients of a network file system may show new files late, since they keep what they knew of a folder for a while (NFS:
+up to 60 s): a file counts as missing only after several looks.
 """
 
 import contextlib
@@ -63,7 +64,8 @@ def list_unseen(path: Path, sizes: dict[str, int]) -> list[str]:
 
 
 def require_seen(slot: CheckpointDir, parts: list[Written]):
-    """Raise UnseenFilesError unless this rank, the first, sees what all ranks wrote: --save may be a disk that each node has of its own.
+    """Raise UnseenFilesError unless this rank, the first, sees what all ranks wrote: --save may be a disk that each
+    node has of its own.
 
     parts: what each rank wrote, by rank.
     """

@@ -1,8 +1,9 @@
 """Reads pickles without running code that they name: files of torch.save, and torch.distributed.checkpoint's .metadata.
 
-torch's restricted unpickler builds tensors and plain containers. A class that a file names becomes an Inert, which keeps
-what the file says about the object. In a file of torch.save that must be a class of a known training program; any other
-is refused by name. In .metadata every class and function is an Inert, and torch's Metadata is made from checked values.
+torch's restricted unpickler builds tensors and plain containers. A class that a file names becomes an Inert, which
+keeps what the file says about the object. In a file of torch.save that must be a class of a known training program; any
+other is refused by name. In .metadata every class and function is an Inert, and torch's Metadata is made from checked
+values.
 """
 
 import argparse
@@ -95,7 +96,10 @@ def check_file(source: Path | BytesIO):
 
 
 def load_object(path: Path, source: Path | BytesIO):
-    """What torch.save wrote to `source`: `path` itself, or bytes from beside it. Raises CheckpointError as `load` does."""
+    """What torch.save wrote to `source`: `path` itself, or bytes from beside it.
+
+    Raises CheckpointError as `load` does.
+    """
     try:
         with limit_memory(path.stat().st_size if source is path else len(source.getbuffer())):
             check_file(source)
@@ -146,10 +150,11 @@ class _Unpickler(BoundedUnpickler):
 
 
 def read_metadata(path: Path):
-    """torch's Metadata: what the .metadata file at `path` says of tensors and bytes, and where they are; all else in it is left out.
+    """torch's Metadata: what the .metadata file at `path` says of tensors and bytes, and where they are; all else in it
+    is left out.
 
-    Files by torch and by Megatron-Core are known, of any Python. Every file that it names lies beside it. OSError for one
-    that cannot be read, ValueError for one that is damaged or no such file.
+    Files by torch and by Megatron-Core are known, of any Python. Every file that it names lies beside it. OSError for
+    one that cannot be read, ValueError for one that is damaged or no such file.
     """
     import torch.distributed.checkpoint as dcp  # takes a second
 

@@ -40,8 +40,8 @@ class SaveFailure:
 class Writer:
     """Writes checkpoints into `save`. Its methods are collective over `group`; None: this process alone.
 
-    write_tensors(folder, record, tensors, group): a format's own part; returns the manifest's entries of files that it knows.
-    retain_interval: checkpoints of other iterations are deleted once a newer one is complete; None: never.
+    write_tensors(folder, record, tensors, group): a format's own part; returns the manifest's entries of files that it
+    knows. retain_interval: checkpoints of other iterations are deleted once a newer one is complete; None: never.
     """
 
     save: Path

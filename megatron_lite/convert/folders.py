@@ -47,7 +47,10 @@ def to_hf_sizes(link: Link, sizes: dict[str, tuple[int, ...]]) -> dict[str, tupl
 
 
 def require_same(expected: set[str], found: set[str], where: str, verbs: tuple[str, str], what: str, remedy: str):
-    """CheckpointError unless both are the same names. verbs: for those that are not found, and for those beside them."""
+    """CheckpointError unless both are the same names.
+
+    verbs: for those that are not found, and for those beside them.
+    """
     for difference, verb in ((expected - found, verbs[0]), (found - expected, verbs[1])):
         if difference:
             raise CheckpointError(f"{where}: {verb} {len(difference)} {what} such as {min(difference)}; {remedy}")

@@ -125,7 +125,8 @@ class Pieces:
 def write_safetensors(path: Path, sizes: dict[str, tuple[int, ...]], dtype: torch.dtype, tensors: Iterable[Tensor]):
     """Write `tensors`, which come one by one in the order of `sizes`, {name: size}.
 
-    The library itself takes them all at once, and a model need not fit into memory. ValueError for more or fewer tensors.
+    The library itself takes them all at once, and a model need not fit into memory. ValueError for more or fewer
+    tensors.
     """
     type_name = next(name for name, known in DTYPES.items() if known == dtype)
     header, first = {"__metadata__": {"format": "pt"}}, 0  # transformers wants the format

@@ -59,7 +59,8 @@ def attend_causally(
 class _CausalAttention(torch.autograd.Function):
     """softmax(q k^T / sqrt(D)) v by blocks of queries, none of which meets the keys behind its end.
 
-    Less work than the whole square, in larger products than a fused kernel's; on CPUs in fp32 the fastest (docs/benchmarks.md).
+    Less work than the whole square, in larger products than a fused kernel's; on CPUs in fp32 the fastest
+    (docs/benchmarks.md).
     """
 
     @staticmethod

@@ -1,7 +1,7 @@
 """GELU in its tanh form in blocks that stay in the processor's cache (docs/decisions/028).
 
-On many CPUs torch computes it more slowly than the memory could hand it the numbers (docs/benchmarks.md). Here it is made of
-operations that torch does fast, and backward is left one product.
+On many CPUs torch computes it more slowly than the memory could hand it the numbers (docs/benchmarks.md). Here it is
+made of operations that torch does fast, and backward is left one product.
 """
 
 import itertools

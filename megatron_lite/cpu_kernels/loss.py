@@ -1,4 +1,7 @@
-"""The loss' logits and exponentials as a CPU computes them fastest (docs/decisions/027). Letters: M tokens, H hidden, V vocabulary."""
+"""The loss' logits and exponentials as a CPU computes them fastest (docs/decisions/027).
+
+Letters: M tokens, H hidden, V vocabulary.
+"""
 
 import math
 
@@ -13,7 +16,8 @@ BYTES_OF_16_BITS = 2
 
 
 def multiply_logits(hidden_MH: Tensor, weight_VH: Tensor) -> Tensor:
-    """logits_MV. In 16 bits a block of the vocabulary at a time takes oneDNN half as long as all at once (docs/benchmarks.md)."""
+    """logits_MV. In 16 bits a block of the vocabulary at a time takes oneDNN half as long as all at once
+    (docs/benchmarks.md)."""
     if is_widened(hidden_MH.dtype) or hidden_MH.element_size() != BYTES_OF_16_BITS:
         return multiply(hidden_MH, weight_VH)
     logits_MV = hidden_MH.new_empty(len(hidden_MH), len(weight_VH))

@@ -1,7 +1,8 @@
 """Matrix products of linear layers in ways that some CPUs are faster in, to the same numbers (docs/decisions/041).
 
-In fp32 torch multiplies matrices by Intel's MKL, which leaves AVX-512 unused on AMD's processors, and convolves by oneDNN, which does not:
-there a product is a convolution with filters of one pixel. 16-bit numbers that a processor has no instructions for are multiplied in fp32.
+In fp32 torch multiplies matrices by Intel's MKL, which leaves AVX-512 unused on AMD's processors, and convolves by
+oneDNN, which does not: there a product is a convolution with filters of one pixel. 16-bit numbers that a processor has
+no instructions for are multiplied in fp32.
 
 Letters: M rows (tokens), H input channels, W output channels.
 """
@@ -123,7 +124,8 @@ def is_widened(dtype: torch.dtype) -> bool:
 
 
 def describe_products(dtype: torch.dtype, device: str) -> str:
-    """How linear layers are multiplied where it is not by torch's own products, as in "in fp32, as oneDNN's convolutions"; else ""."""
+    """How linear layers are multiplied where it is not by torch's own products, as in "in fp32,
+    as oneDNN's convolutions"; else ""."""
     if device != "cpu":
         return ""
     told = []
@@ -143,7 +145,10 @@ def _convolves(rows_H: Tensor, elements: int) -> bool:
 
 
 def _differentiate(gradient_W: Tensor, input_H: Tensor, weight_WH: Tensor, place: int) -> Tensor:
-    """The gradient of a convolution's input or weight, of which then only the sizes count. place: OF_INPUT or OF_WEIGHT."""
+    """The gradient of a convolution's input or weight, of which then only the sizes count.
+
+    place: OF_INPUT or OF_WEIGHT.
+    """
     wanted = [place == OF_INPUT, place == OF_WEIGHT, False]
     stride, padding, dilation, groups = (1, 1), (0, 0), (1, 1), 1
     found: list[Tensor] = torch.ops.aten.convolution_backward(

@@ -1,4 +1,5 @@
-"""Which operations a CPU has a faster way for, by the model's shape and the processor alone. Without torch, as the estimators ask, too.
+"""Which operations a CPU has a faster way for, by the model's shape and the processor alone. Without torch, as the
+estimators ask, too.
 
 The processor decides, not a race: a resumed run computes the same bits.
 """
@@ -31,7 +32,8 @@ def count_scores(length: int) -> int:
 def explicit_is_faster(shape: ModelShape, precision: str, masked: bool) -> bool:
     """Whether the explicit kernel beats torch's fused one, whose backward is slow on a CPU (docs/benchmarks.md).
 
-    In bf16 twice up to 256 positions, 1.4 to 1.7 times at 512, alike at 1,024; in fp32, without future scores, 1.2 to 1.5 times.
+    In bf16 twice up to 256 positions, 1.4 to 1.7 times at 512, alike at 1,024; in fp32, without future scores, 1.2 to
+    1.5 times.
     """
     if masked or shape.seq_length > MAX_EXPLICIT_POSITIONS:
         return False
@@ -46,7 +48,8 @@ VOCAB_BLOCK = 2048  # vocabulary entries whose 16-bit logits are computed at a t
 
 
 def gelu_works_in_blocks(element_bytes: int) -> bool:
-    """Whether GELU is computed in blocks: in 16 bits; in fp32 on AMD's processors or without AVX-512, where torch's tanh is slow."""
+    """Whether GELU is computed in blocks: in 16 bits; in fp32 on AMD's processors or without AVX-512,
+    where torch's tanh is slow."""
     return element_bytes == 2 or not has_avx512() or mkl_lacks_avx512()
 
 
@@ -67,7 +70,8 @@ def has_avx512() -> bool:
 
 
 def mkl_lacks_avx512() -> bool:
-    """Whether MKL, by which torch multiplies fp32 matrices and computes exp, leaves this processor's AVX-512 unused: on AMD's."""
+    """Whether MKL, by which torch multiplies fp32 matrices and computes exp, leaves this processor's AVX-512 unused:
+    on AMD's."""
     return read_processor().get("vendor_id") == "AuthenticAMD" and has_avx512()
 
 

@@ -121,8 +121,8 @@ class SegmentMap:
         return address
 
     def give_back(self) -> None:
-        """Return what is free to the device, as torch.cuda.empty_cache does: whole segments, or the last pages of growing
-        ones (CUDA's allocator returns pages in the middle too)."""
+        """Return what is free to the device, as torch.cuda.empty_cache does: whole segments, or the last pages of
+        growing ones (CUDA's allocator returns pages in the middle too)."""
         for (pool, _), free in self._free.items():
             for entry in free[:]:
                 size, address, number = entry

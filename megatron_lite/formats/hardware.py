@@ -10,7 +10,8 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Processor:
-    """One GPU as PyTorch shows it. Peaks are dense, without sparsity, at the boost clock; None: unknown, or not supported."""
+    """One GPU as PyTorch shows it. Peaks are dense, without sparsity, at the boost clock; None: unknown,
+    or not supported."""
 
     name: str  # for people
     pattern: str  # regular expression that its torch.cuda.get_device_name contains
@@ -92,16 +93,17 @@ CUBLAS_THREADS = 2
 
 
 def cublas_workspace_bytes(processor: Processor | None, deterministic: bool) -> int:
-    """Size of one workspace. Where the GPU is not known, an older one's; --deterministic-mode asks for Hopper's on all."""
+    """Size of one workspace. Where the GPU is not known, an older one's;
+    --deterministic-mode asks for Hopper's on all."""
     newer = processor is not None and processor.since_hopper
     return CUBLAS_WORKSPACE_SINCE_HOPPER if newer or deterministic else CUBLAS_WORKSPACE
 
 
 # cuBLASLt computes products that add a bias. Up to torch 2.11 it works in memory of its own, which torch takes at the
-# first such product and keeps, for each thread that has one: 1 MiB in forward's, measured on an H200 with torch 2.11.0 on
-# 2026-11-25 (docs/benchmarks.md). Its size is 1,024 KiB by default (parseCUDABlasLtWorkspaceSize in ATen/cuda/
-# CublasHandlePool.cpp, 2026-01-12). Since github.com/pytorch/pytorch/pull/175879, merged on 2026-03-02 and so in torch 2.12
-# and 2.13, it works in cuBLAS' own workspace. Not measured: layers that backward computes again on its own thread.
+# first such product and keeps, for each thread that has one: 1 MiB in forward's, measured on an H200 with torch 2.11.0
+# on 2026-11-25 (docs/benchmarks.md). Its size is 1,024 KiB by default (parseCUDABlasLtWorkspaceSize in ATen/cuda/
+# CublasHandlePool.cpp, 2026-01-12). Since github.com/pytorch/pytorch/pull/175879, merged on 2026-03-02 and so in torch
+# 2.12 and 2.13, it works in cuBLAS' own workspace. Not measured: layers that backward computes again on its own thread.
 CUBLASLT_WORKSPACE = 2**20
 LAST_WITH_OWN_CUBLASLT_WORKSPACE = (2, 11)
 
@@ -132,8 +134,8 @@ def read_torch_release() -> tuple[int, int] | None:
 # --- sizes of matrix products that the hardware likes
 #
 # Source: NVIDIA Deep Learning Performance, "Matrix Multiplication Background User's Guide", 2023-02: tensor cores work
-# best on M, N and K of a multiple of 16 bytes (before cuBLAS 11 they needed that), on A100 of 128 bytes; and results are
-# cut into tiles of up to 256x128.
+# best on M, N and K of a multiple of 16 bytes (before cuBLAS 11 they needed that), on A100 of 128 bytes; and results
+# are cut into tiles of up to 256x128.
 
 MIN_BYTES = 16  # below it loads are narrow, and old libraries leave the tensor cores alone
 BEST_BYTES = 128  # a whole line of the cache

@@ -1,7 +1,7 @@
 """run.json: what a run was asked to do, on what it ran, what was predicted of it, and how it ended.
 
-The trainer writes it when the run starts, so that a run that is killed has one, and again when it ends. `megatron-lite watch`
-writes it for a script of others: such a record has a command and no plan.
+The trainer writes it when the run starts, so that a run that is killed has one, and again when it ends. `megatron-lite
+watch` writes it for a script of others: such a record has a command and no plan.
 
 Every field may be null or absent, since files are damaged and parts are not known. Sizes and counts are positive.
 """

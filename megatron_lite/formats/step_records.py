@@ -1,7 +1,7 @@
 """steps.jsonl: a line for every step of the rank that writes, and one of all ranks for every console line.
 
-Times are milliseconds, memory is bytes, losses are nats. A field that is not known is absent from its line. Lines are told
-apart by their field "kind". In pandas: pandas.read_json("steps.jsonl", lines=True).query("kind == 'step'")
+Times are milliseconds, memory is bytes, losses are nats. A field that is not known is absent from its line. Lines are
+told apart by their field "kind". In pandas: pandas.read_json("steps.jsonl", lines=True).query("kind == 'step'")
 
 With --no-step-timeline there are no lines of ranks, and of a step only its whole time.
 """
@@ -25,8 +25,8 @@ RankNumbers = list[Number | None]  # a number for each rank; null for a rank tha
 class StepRecord(msgspec.Struct, kw_only=True, omit_defaults=True, tag_field="kind", tag="step"):
     """One step of the rank that writes, which is the last one.
 
-    Steps since the last console line are written every few seconds. They are written once more, with all that is known, in
-    their place when the next console line or an error comes.
+    Steps since the last console line are written every few seconds. They are written once more, with all that is known,
+    in their place when the next console line or an error comes.
     """
 
     # number of the step in the whole training, from 1
@@ -69,8 +69,8 @@ class StepRecord(msgspec.Struct, kw_only=True, omit_defaults=True, tag_field="ki
     beside_profile: bool = False
     # something was compiled in the step
     compiling: bool = False
-    # mean loss per token; null for NaN and Inf. Of a watched script it is the sum of the scalars that backward was called on, where
-    # that is one loss
+    # mean loss per token; null for NaN and Inf. Of a watched script it is the sum of the scalars that backward was
+    # called on, where that is one loss
     loss: Nats | None | UnsetType = UNSET
     # norm of the gradients before clipping; null of a skipped step, and for NaN and Inf
     grad_norm: Number | None | UnsetType = UNSET
@@ -85,7 +85,10 @@ class StepRecord(msgspec.Struct, kw_only=True, omit_defaults=True, tag_field="ki
 
 
 class RankInterval(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """The ordinary steps between two console lines, of all ranks. Steps that a profiler or compilation slowed down are left out."""
+    """The ordinary steps between two console lines, of all ranks.
+
+    Steps that a profiler or compilation slowed down are left out.
+    """
 
     # the first and the last iteration
     iterations: tuple[Ordinal, Ordinal]

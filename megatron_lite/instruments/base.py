@@ -24,10 +24,14 @@ class Instrument:
         """The phase ends. failed: an exception ended it."""
 
     def gradients_computed(self):
-        """Within backward, on autograd's thread: this rank has its gradients, and waits for those of others from here on."""
+        """Within backward, on autograd's thread: this rank has its gradients,
+        and waits for those of others from here on."""
 
     def wait_for_stage(self, rank: int, what: str):
-        """The trainer begins to wait for another stage of the pipeline: 'the forward of micro-batch 3 from'. "": it no longer does."""
+        """The trainer begins to wait for another stage of the pipeline: 'the forward of micro-batch 3 from'.
+
+        "": it no longer does.
+        """
 
     def end(self, step: int):
         """After the step was logged."""
@@ -79,8 +83,8 @@ class Instruments:
 
     def notify(self, moment: str, *arguments):
         """Call the method `moment` of all members that override it."""
-        # A step has dozens of these calls, and work on tensors drives the interpreter's memory out of the caches between
-        # them: what is looked up and made anew here costs ten times what it costs in a loop of its own.
+        # A step has dozens of these calls, and work on tensors drives the interpreter's memory out of the caches
+        # between them: what is looked up and made anew here costs ten times what it costs in a loop of its own.
         actions = self._actions.get(moment)
         if actions is None:
             overridden = getattr(Instrument, moment)
@@ -90,7 +94,8 @@ class Instruments:
         for action in actions:
             try:
                 action(*arguments)
-            except Exception as error:  # noqa: BLE001 - whatever an instrument dies of must not take the training with it
+            # whatever an instrument dies of must not take the training with it
+            except Exception as error:  # noqa: BLE001
                 member = action.__self__
                 self._warn(f"{type(member).__name__}.{moment} failed and was switched off; training goes on: {error}")
                 self.switch_off(member, error, closed=moment == "close")

@@ -23,7 +23,10 @@ from megatron_lite.thresholds import MIN_BEFORE
 
 
 class WhereaboutsKeeper(Instrument):
-    """Keeps this rank's step and phase where the watchdog reports them to other ranks. Takes less than a microsecond per phase."""
+    """Keeps this rank's step and phase where the watchdog reports them to other ranks.
+
+    Takes less than a microsecond per phase.
+    """
 
     def __init__(self, where: RunPosition):
         self._where = where
@@ -89,7 +92,8 @@ class Disturbance(Instrument):
             ratio, self._usual, self._after = median(self._after) / self._usual, None, []
             if self._cupti and ratio > MIN_LINGERING:
                 self._tell(
-                    f"steps after the profile{self._where} take {ratio:.2f} x as long as those before it: CUPTI may have "
+                    f"steps after the profile{self._where} take {ratio:.2f} x as long as those before it: "
+                    "CUPTI may have "
                     "stayed attached, which TEARDOWN_CUPTI=1 in the environment prevents."
                 )
         if self.window.closes(step):
@@ -116,7 +120,8 @@ class Disturbance(Instrument):
         self._usual, self._after = median(self._before), []
         during, before = 1000 * median(inside), 1000 * self._usual
         self._tell(
-            f"profiled steps{self._where} took {during / before:.2f} x as long as those before: median {during:.1f} ms of "
+            f"profiled steps{self._where} took {during / before:.2f} x as long as those before: "
+            f"median {during:.1f} ms of "
             f"{len(inside)} against {before:.1f} ms of {len(self._before)}"
         )
 

@@ -60,7 +60,10 @@ class CudaRecorder:
         torch.cuda.memory._record_memory_history(enabled=None)
 
     def snapshot(self, of_last_step: bool = False) -> tuple[dict, bool]:
-        """(a snapshot of this moment, whether it lacks events that the ring dropped). What the run's end frees is recorded too."""
+        """(a snapshot of this moment, whether it lacks events that the ring dropped).
+
+        What the run's end frees is recorded too.
+        """
         taken = torch.cuda.memory._snapshot()
         device = torch.cuda.current_device()
         taken["external_annotations"] = [

@@ -1,4 +1,5 @@
-"""Explains an out-of-memory error: what was asked for, what held memory, what would help, and a snapshot of that moment."""
+"""Explains an out-of-memory error: what was asked for, what held memory, what would help,
+and a snapshot of that moment."""
 
 import re
 from collections import Counter

@@ -22,7 +22,8 @@ CATEGORY_OF_PHASE = {
     Phase.OPTIMIZER_STEP: OPTIMIZER,
     Phase.EVAL: EVALUATION,
 }
-# whose stack a memory has that was allocated outside of phases, or whose tag has fallen out of the ring: part of a file, mark
+# (part of a file, mark, phase): whose stack a memory has that was allocated outside of phases, or whose tag has fallen
+# out of the ring
 CATEGORY_OF_CODE = (
     ("megatron_lite/optim/", "", OPTIMIZER),
     ("torch/optim/", "", OPTIMIZER),

@@ -133,7 +133,10 @@ class StorageTracker(TorchDispatchMode):
         self._module_of.clear()
 
     def add_unseen(self, name: str, size: int):
-        """Record memory that a library takes outside of torch's operations and keeps. name: shown in place of a stack."""
+        """Record memory that a library takes outside of torch's operations and keeps.
+
+        name: shown in place of a stack.
+        """
         self._add(ALLOC, Allocation(size, self._tag(), [{"filename": "??", "line": 0, "name": name}]))
 
     @property
@@ -146,7 +149,10 @@ class StorageTracker(TorchDispatchMode):
         self._bookmark = len(self._events)
 
     def snapshot(self, remembered: bool = False) -> dict:
-        """A snapshot of now or of the remembered moment, in the form of torch.cuda.memory._snapshot(). Recording can go on."""
+        """A snapshot of now or of the remembered moment, in the form of torch.cuda.memory._snapshot().
+
+        Recording can go on.
+        """
         events = self._events[: self._bookmark] if remembered else self._events[:]
         layout, surplus = self._layout.copy(), max(len(events) - self._most, 0)
         apply_events(layout, events[:surplus])
@@ -241,7 +247,10 @@ class StorageTracker(TorchDispatchMode):
 
 
 def _is_communicating() -> bool:
-    """Whether torch.distributed calls. Memory that gloo takes and returns within a call is not recorded, as a kernel's is not."""
+    """Whether torch.distributed calls.
+
+    Memory that gloo takes and returns within a call is not recorded, as a kernel's is not.
+    """
     frame = sys._getframe(1)
     while frame is not None and not frame.f_code.co_filename.endswith(COMMUNICATION):
         frame = frame.f_back

@@ -19,7 +19,10 @@ EDGE = "megatron_lite.module_ranges"
 
 
 class ModuleRanges:
-    """Records ranges of modules between `open` and `close`. The first forward pass finds them, below the outermost module."""
+    """Records ranges of modules between `open` and `close`.
+
+    The first forward pass finds them, below the outermost module.
+    """
 
     def __init__(self, tell):
         self._tell = tell
@@ -83,7 +86,8 @@ class ModuleRanges:
         self._push(name, "recompute" if _in_backward() else "forward")
 
     def _leave(self, name: str, inputs, output):
-        """A module ends. Recomputation ends modules by an exception once it has what it needs; there is no output then."""
+        """A module ends. Recomputation ends modules by an exception once it has what it needs;
+        there is no output then."""
         if _in_backward():
             self._pop(name, "recompute")
             return

@@ -1,4 +1,5 @@
-"""Marks the profiled window for Nsight Systems: where its collection starts and ends, and the steps and phases inside."""
+"""Marks the profiled window for Nsight Systems: where its collection starts and ends,
+and the steps and phases inside."""
 
 import contextlib
 import time
@@ -23,7 +24,10 @@ class TorchNvtx:
 
 
 class PackageNvtx:
-    """NVTX ranges and marks of NVIDIA's package `nvtx`, for processes without CUDA. Its texts are registered strings."""
+    """NVTX ranges and marks of NVIDIA's package `nvtx`, for processes without CUDA.
+
+    Its texts are registered strings.
+    """
 
     def __init__(self):
         import nvtx

@@ -32,8 +32,8 @@ class OnDemand(Instrument):
         self._length = max(profile.profile_step_end - max(profile.profile_step_start, 1), 1)
         self._leads = world.rank == min(plan.profile_ranks, default=-1)
         self._alone = plan.profile_ranks | {world.size - 1} == {world.rank}  # no other rank follows
-        # what is done in the window; None: nothing can be. nsys holds the GPU's counters, and does not record it either:
-        # it was told before the run when to collect, and that is over or taken after one window.
+        # what is done in the window; None: nothing can be. nsys holds the GPU's counters, and does not record it
+        # either: it was told before the run when to collect, and that is over or taken after one window.
         self._records = "profiling"
         if world.under_nsys and plan.device == "cuda":
             only_memory = "nsys holds the GPU's counters, so only memory is recorded in"
@@ -78,7 +78,8 @@ class OnDemand(Instrument):
         steps, planned = range(first, first + length), self._planned
         if self._records is None:
             told = (
-                ": nsys holds the GPU's counters in this run and collects the planned window only, so nothing is profiled; "
+                ": nsys holds the GPU's counters in this run and collects the planned window only, "
+                "so nothing is profiled; "
                 "start the run without nsys to profile on demand."
             )
         elif planned and planned.start <= steps.stop and planned.stop > step:
@@ -96,7 +97,8 @@ class OnDemand(Instrument):
     def _take(self) -> int | None:
         """The number of steps asked for; None if it cannot be read. Removes the file, if that is possible.
 
-        Its text is never printed: the file may be a link to a secret that this process can read and the file's maker cannot.
+        Its text is never printed: the file may be a link to a secret that this process can read and the file's maker
+        cannot.
         """
         wrong = f"holds no number of steps from 1 to {MAX_STEPS}"
         try:
@@ -112,7 +114,8 @@ class OnDemand(Instrument):
         if text.isdecimal() and 0 < int(text) <= MAX_STEPS:
             return int(text)
         self._tell(
-            f"{self._request}: {wrong}, so nothing is profiled; make it an empty file for {self._length} steps, or write "
+            f"{self._request}: {wrong}, so nothing is profiled; "
+            f"make it an empty file for {self._length} steps, or write "
             "their number into it."
         )
         return None

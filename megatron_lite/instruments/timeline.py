@@ -1,4 +1,7 @@
-"""Measures every step and its phases, on the host and on the GPU, and memory. Always on; takes a few microseconds per phase."""
+"""Measures every step and its phases, on the host and on the GPU, and memory.
+
+Always on; takes a few microseconds per phase.
+"""
 
 import contextlib
 import os
@@ -31,8 +34,8 @@ class MemoryNow:
         self._peaks = dict.fromkeys(PEAKS, 0)  # of the whole run
 
     def host_bytes(self) -> int | None:
-        """What this process holds itself: pages of mapped files, such as the data's, are the page cache's. None where the
-        system does not say."""
+        """What this process holds itself: pages of mapped files, such as the data's, are the page cache's. None where
+        the system does not say."""
         if self._statm is None:
             return None
         resident, backed_by_files = os.pread(self._statm, 128, 0).split()[1:3]
@@ -64,9 +67,10 @@ class MemoryNow:
 class GpuTimes:
     """Measures phases on the GPU by timing events at their edges, which are read once they have passed.
 
-    A span is the time from the GPU reaching a phase's first work on the current stream to its finishing the last; where the
-    stream is idle in between, because the host is slower, that counts too. Work on other streams counts as far as the
-    current one waits for it: gradients are reduced beside backward, and what of that is not hidden is part of backward's time.
+    A span is the time from the GPU reaching a phase's first work on the current stream to its finishing the last; where
+    the stream is idle in between, because the host is slower, that counts too. Work on other streams counts as far as
+    the current one waits for it: gradients are reduced beside backward, and what of that is not hidden is part of
+    backward's time.
 
     The host waits for nothing unless told to. Events are reused, so that there are those of a few steps only.
     `event` makes an event, `stream` returns the stream that a step computes on; tests replace both.
@@ -148,7 +152,8 @@ class Timeline(Instrument):
         if self.gpu is not None:
             self._note_gpu_times()
             self.gpu.begin(self.current)
-        # a thread often loses its core while it asks the kernel: what it waits for one there is a part of the step's time, too
+        # a thread often loses its core while it asks the kernel:
+        # what it waits for one there is a part of the step's time, too
         self._began, self._running = time.perf_counter(), True
         self._cores_at_start = self.cores.read() if self.detailed else None
 

@@ -144,7 +144,8 @@ class ChakraTrace:
             self._recording.unlink()
 
 
-# --- room for what a GPU reports: Kineto keeps 128 MiB of it, about 1.9 million events, and silently drops all that follow
+# --- room for what a GPU reports: Kineto keeps 128 MiB of it, about 1.9 million events,
+# and silently drops all that follow
 #
 # That is some twenty eager steps of 24 layers, or a single one with many micro-batches.
 
@@ -154,8 +155,8 @@ KEY, MEGABYTES = "ACTIVITIES_MAX_GPU_BUFFER_SIZE_MB", 2048  # taken piece by pie
 
 
 def enlarge_buffers(environ: MutableMapping[str, str]):
-    """To be called before a profiler gets ready. Returns the file, which has to be kept until the profiler is done; None if the user
-    named one, or none can be written."""
+    """To be called before a profiler gets ready. Returns the file, which has to be kept until the profiler is done;
+    None if the user named one, or none can be written."""
     if PLACE in environ:
         return None
     try:
@@ -308,7 +309,10 @@ class TorchProfiler(Instrument):
             self._spans.pop().__exit__(None, None, None)
 
     def _mark_collection(self, moment: str, info: dict):
-        """A range, as torch makes it with stacks only. Collections of the youngest objects take microseconds and are left out."""
+        """A range, as torch makes it with stacks only.
+
+        Collections of the youngest objects take microseconds and are left out.
+        """
         if moment == "start" and info["generation"] > 0:
             self._collection = record_function(PYTHON_GC)
             self._collection.__enter__()

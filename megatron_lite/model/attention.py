@@ -23,8 +23,8 @@ class Attend:
 
     function(q_BNTD, k_BGTD, v_BGTD, mask_B1TT, dropout, layer_number) -> out_BNTD; mask True = may attend, None =
     causal; dropout is a probability; layer_number counts from 1.
-    name: what will run. why_not: one line for each fused kernel that cannot run here, if it was asked for. timed: what a race
-    of kernels measured, in words. recomputes: it keeps its arguments only, and computes again in backward.
+    name: what will run. why_not: one line for each fused kernel that cannot run here, if it was asked for. timed: what
+    a race of kernels measured, in words. recomputes: it keeps its arguments only, and computes again in backward.
     """
 
     function: Callable[..., Tensor]
@@ -53,8 +53,8 @@ def explicit_attention(
 ) -> Tensor:
     """softmax(q k^T / sqrt(D)) v with the scores held in memory; arguments and result as in Attend.
 
-    scale_by_layer: the stored scores are divided by layer_number, which keeps them in fp16's range, and multiplied back inside the
-    softmax (which then is in fp32).
+    scale_by_layer: the stored scores are divided by layer_number, which keeps them in fp16's range, and multiplied back
+    inside the softmax (which then is in fp32).
     """
     k_BNTD, v_BNTD = repeat_heads(k_BGTD, q_BNTD), repeat_heads(v_BGTD, q_BNTD)
     damping = layer_number if scale_by_layer else 1

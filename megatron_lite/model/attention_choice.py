@@ -1,6 +1,7 @@
 """Chooses an attention kernel on this device: what a flag asks for, what torch can run, what is fastest.
 
-Which fused kernel is fastest changes with GPU, shape and version, so on a GPU they are tried out. Letters as in attention.py.
+Which fused kernel is fastest changes with GPU, shape and version, so on a GPU they are tried out. Letters as in
+attention.py.
 """
 
 import warnings
@@ -61,8 +62,8 @@ def choose_attention(
     """The kernel for --attention-backend (auto | flash | fused | unfused | local) on this device.
 
     batch: sequences in a micro-batch. dtype: what q, k, v will have (under autocast: autocast's). masked: documents
-    are kept apart by a mask. why_explicit: why auto means the explicit kernel; "": it does not. explain: fill why_not, which costs a
-    few more queries to torch.
+    are kept apart by a mask. why_explicit: why auto means the explicit kernel; "": it does not. explain: fill why_not,
+    which costs a few more queries to torch.
     pick(probe, names of the fused kernels that can run, torch's own choice among them or None): a race of them, as of
     `fastest`, for auto; None: torch's own choice.
     Raises UserError if the flag names a kernel that cannot run with this device, dtype, shape, mask or dropout.
@@ -90,7 +91,10 @@ def choose_attention(
 
 
 def _choose_automatically(probes: list[Probe], explain: bool, pick: Pick | None) -> Attend:
-    """The kernel for auto: torch's choice, or the fastest. Keys are repeated per head only if no fused kernel runs otherwise."""
+    """The kernel for auto: torch's choice, or the fastest.
+
+    Keys are repeated per head only if no fused kernel runs otherwise.
+    """
     choices = [_ask_torch(probe)[0] for probe in probes]
     fused = [i for i, choice in enumerate(choices) if choice not in (None, SDPBackend.MATH)]
     chosen = fused[0] if fused else 0
@@ -221,7 +225,8 @@ def make_trials(probe: Probe, names: tuple[str, ...]) -> dict[str, Trial]:
 
 
 def race(trials: Mapping[str, Trial], preferred: str | None, time_ms: Callable[[Trial], float]) -> Race:
-    """The fastest of `trials`; `preferred`, torch's own choice, unless another is MARGIN faster. One trial is not timed.
+    """The fastest of `trials`; `preferred`, torch's own choice, unless another is MARGIN faster. One trial is not
+    timed.
 
     A kernel that torch offers and that then fails is out of the race.
     """

@@ -3,8 +3,9 @@
     def build(shape):
         '''A torch module, with its first weights. shape: a ModelShape, the sizes that the flags give.'''
 
-The module is called as GPT is, with tokens_BT, labels_BT, positions_BT and documents_BT, and returns losses_BT: the loss of each
-token in nats, fp32. torch's generator has --seed's state when FUNCTION is called, so that all ranks begin with the same weights.
+The module is called as GPT is, with tokens_BT, labels_BT, positions_BT and documents_BT, and returns losses_BT: the
+loss of each token in nats, fp32. torch's generator has --seed's state when FUNCTION is called, so that all ranks begin
+with the same weights.
 """
 
 import logging
@@ -60,7 +61,8 @@ class CustomModel(nn.Module):
 
 
 def find_unused(loss: Tensor, named: Mapping[str, Tensor]) -> str | None:
-    """The first of these parameters that requires a gradient, and does not get one from the loss, by autograd's graph; None for none."""
+    """The first of these parameters that requires a gradient, and does not get one from the loss, by autograd's graph;
+    None for none."""
     nodes, seen, reached = [loss.grad_fn], set(), set()
     while nodes:
         node = nodes.pop()

@@ -1,7 +1,7 @@
 """The GPT model. Parameter names and layouts are those of Megatron-Core's local layer specification.
 
-Letters: B batch, T positions, H hidden, V padded vocabulary, N query heads, G query groups (key/value heads), D width of one head,
-R rotated part of D, W normalized width, F width of fc1's output.
+Letters: B batch, T positions, H hidden, V padded vocabulary, N query heads, G query groups (key/value heads), D width
+of one head, R rotated part of D, W normalized width, F width of fc1's output.
 """
 
 import math
@@ -77,7 +77,8 @@ class Norm(nn.Module):
         weight: Tensor = self.weight
         bias: Tensor | None = self.bias
         if self.minus_one:
-            # 1 + weight is formed in fp32: in bf16 the sum would round away the digits that storing it minus one preserves.
+            # 1 + weight is formed in fp32: in bf16 the sum would round away the digits that storing it minus one
+            # preserves.
             wide = x.float()
             weight = weight.float() + 1
             bias = None if bias is None else bias.float()
@@ -266,8 +267,8 @@ class GPT(nn.Module):
     ) -> Tensor:
         """logits_BTV without labels, else the fp32 loss of each token, losses_BT (nats).
 
-        positions_BT: of learned positions, those of the sequence if None. documents_BT: a token attends only within its own document number (and causally);
-        plain causal attention if None.
+        positions_BT: of learned positions, those of the sequence if None. documents_BT: a token attends only within its
+        own document number (and causally); plain causal attention if None.
         """
         # rotations count from the start of the sequence, as in Megatron: only learned positions can be reset
         sequence_1T = self.number_positions(tokens_BT.shape[1], tokens_BT.device)[None]
@@ -317,8 +318,8 @@ def initialize(
 ) -> None:
     """Fill parameters in place; torch.manual_seed decides the numbers.
 
-    All of the model's are drawn in its order. Those of which this rank has a part, or nothing, are drawn whole, on `device` if given,
-    and cut and rounded to `dtype`, so that all ranks together begin as one would.
+    All of the model's are drawn in its order. Those of which this rank has a part, or nothing, are drawn whole, on
+    `device` if given, and cut and rounded to `dtype`, so that all ranks together begin as one would.
     """
     first = next(iter(parameters.values()))
     for name, sizes in list_parameters(shape).items():
@@ -333,7 +334,8 @@ def initialize(
 
 
 def list_parameters(shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    """{name: size} of a whole model's parameters, in their order; a matrix is [out, in], the embeddings [rows, hidden]."""
+    """{name: size} of a whole model's parameters, in their order; a matrix is [out, in], the embeddings [rows,
+    hidden]."""
     with torch.device("meta"):
         model = GPT(shape, Attend(sdpa_attention, "sdpa"))  # of any kernel: nothing is computed
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}

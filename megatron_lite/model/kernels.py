@@ -1,6 +1,7 @@
 """What a model computes with where there are several ways to the same numbers.
 
-GPT is written with torch's own operations. A device that has faster ones to the same numbers (cpu_kernels/) puts them on from outside.
+GPT is written with torch's own operations. A device that has faster ones to the same numbers (cpu_kernels/) puts them
+on from outside.
 """
 
 from collections.abc import Callable, Mapping

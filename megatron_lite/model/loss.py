@@ -1,4 +1,7 @@
-"""Cross entropy of the next token. Letters: B batch, T positions, M = B*T, R rows at a time, H hidden, V padded vocabulary."""
+"""Cross entropy of the next token.
+
+Letters: B batch, T positions, M = B*T, R rows at a time, H hidden, V padded vocabulary.
+"""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -23,8 +26,8 @@ def token_losses(
 ) -> Tensor:
     """losses_BT in fp32, in nats: -log softmax(hidden @ weight^T)[label], over the whole padded vocabulary.
 
-    Logits are held once, in the model's precision, and become their own gradient; of 16-bit ones `rows_at_once` rows are held in
-    fp32 at any time. kernels: what multiplies and exponentiates.
+    Logits are held once, in the model's precision, and become their own gradient; of 16-bit ones `rows_at_once` rows
+    are held in fp32 at any time. kernels: what multiplies and exponentiates.
     """
     if hidden_BTH.dtype == torch.float16:  # it cannot hold softmax itself, of which most is too small
         pieces = take_rows_apart(rows_at_once, kernels)
@@ -38,8 +41,8 @@ def token_losses(
 
 
 class _Losses(torch.autograd.Function):
-    """losses_M whose gradient with respect to the logits is made along with them, since softmax is at hand: softmax - one-hot.
-    What backward brings along multiplies the small factors of the products, instead of the many logits."""
+    """losses_M whose gradient with respect to the logits is made along with them, since softmax is at hand: softmax -
+    one-hot. What backward brings along multiplies the small factors of the products, instead of the many logits."""
 
     @staticmethod
     def forward(
@@ -78,13 +81,14 @@ class _Losses(torch.autograd.Function):
 
 @mark_memory(WEIGHT_GRADIENT)
 def _weight_gradient(products: Products, gradients_MV: Tensor, hidden_MH: Tensor) -> Tensor:
-    """Gradient of the weight, whose memory stays; by its mark a snapshot's reader tells it from what backward gives back."""
+    """Gradient of the weight, whose memory stays;
+    by its mark a snapshot's reader tells it from what backward gives back."""
     return products.compute_weight_gradient(gradients_MV, hidden_MH)
 
 
 def _softmax(logits_MV: Tensor, rows_at_once: int, learns: bool, kernels: Kernels) -> tuple[Tensor, Tensor]:
-    """highest_M1 and sums_M1: each row's highest logit, and the sum of exp(logit - highest), in fp32. Logits become softmax, if anyone
-    learns from it. In steps of its own, which on a CPU take less time than torch's softmax."""
+    """highest_M1 and sums_M1: each row's highest logit, and the sum of exp(logit - highest), in fp32. Logits become
+    softmax, if anyone learns from it. In steps of its own, which on a CPU take less time than torch's softmax."""
     highest_M1, sums_M1 = torch.empty(2, len(logits_MV), 1, dtype=torch.float32, device=logits_MV.device)
     room_RV = None
     if logits_MV.dtype != torch.float32:
@@ -104,8 +108,8 @@ def _split_rows(rows_at_once: int, *tensors: Tensor) -> Iterator[tuple[Tensor, .
     return zip(*(tensor.split(rows_at_once) for tensor in tensors))
 
 
-# --- in two pieces around what ranks may have to tell each other. With torch.compile each becomes one kernel over all rows, which
-# holds its fp32 numbers in registers, so that no rows have to be taken apart for memory's sake
+# --- in two pieces around what ranks may have to tell each other. With torch.compile each becomes one kernel over all
+# rows, which holds its fp32 numbers in registers, so that no rows have to be taken apart for memory's sake
 
 
 def measure_logits(logits_MV: Tensor, labels_M: Tensor) -> tuple[Tensor, Tensor]:
@@ -120,7 +124,8 @@ def _own_logits(logits_MV: Tensor, labels_M: Tensor) -> Tensor:
 
 
 def write_gradients(logits_MV: Tensor, labels_M: Tensor, normalizers_M: Tensor, gradient_M: Tensor) -> None:
-    """Turn logits into the losses' gradient with respect to them: (softmax - one-hot) * gradient, in fp32 until it is written.
+    """Turn logits into the losses' gradient with respect to them: (softmax - one-hot) * gradient, in fp32 until it is
+    written.
 
     Each number by itself; a scatter of ones would be a kernel of its own.
     """
@@ -149,7 +154,10 @@ def _measure_rows(rows_at_once: int, kernels: Kernels, logits_MV: Tensor, labels
 
 
 def _normalize_rows(kernels: Kernels, logits_RV: Tensor) -> Tensor:
-    """log(sum(exp(logits)))_R in fp32. A function of its own, like the next, so that no rows in fp32 outlive their turn."""
+    """log(sum(exp(logits)))_R in fp32.
+
+    A function of its own, like the next, so that no rows in fp32 outlive their turn.
+    """
     wide_RV = logits_RV.to(torch.float32, copy=True)
     highest_R1 = wide_RV.amax(-1, keepdim=True)
     sums_R1 = kernels.exponentiate(wide_RV.sub_(highest_R1)).sum(-1, keepdim=True)
@@ -191,8 +199,9 @@ def fused_token_losses(
     """As token_losses. Logits are held once, in the model's precision, and become their own gradient; torch refuses
     a second backward, since it notices that.
 
-    Where ranks have a part of the vocabulary each, from `first_word` on, `project` makes this rank's logits from hidden_BTH, of which it
-    may have some tokens only, and `combine` makes what pieces.measure_logits gives on each rank that of all words.
+    Where ranks have a part of the vocabulary each, from `first_word` on, `project` makes this rank's logits from
+    hidden_BTH, of which it may have some tokens only, and `combine` makes what pieces.measure_logits gives on each rank
+    that of all words.
     """
     logits_MV = project(hidden_BTH, weight_VH).flatten(0, 1)
     labels_M = labels_BT.flatten()
@@ -203,8 +212,8 @@ def fused_token_losses(
 
 
 class _FusedLosses(torch.autograd.Function):
-    """losses_M of logits_MV, which are overwritten: nobody else may hold them. They hold no softmax, of which fp16 would lose most;
-    multiplied by a gradient into which the loss scale went, it can hold it."""
+    """losses_M of logits_MV, which are overwritten: nobody else may hold them. They hold no softmax, of which fp16
+    would lose most; multiplied by a gradient into which the loss scale went, it can hold it."""
 
     @staticmethod
     def forward(ctx: Any, logits_MV: Tensor, labels_M: Tensor, pieces: Pieces, combine: Combine | None) -> Tensor:

@@ -1,4 +1,5 @@
-"""The matrix products of a linear layer, for what computes gradients itself: the loss, layers that ranks split, backward in two halves.
+"""The matrix products of a linear layer, for what computes gradients itself: the loss, layers that ranks split,
+backward in two halves.
 
 Letters: M rows (tokens), H input channels, W output channels.
 """
@@ -28,7 +29,8 @@ def compute_weight_gradient(gradient_MW: Tensor, input_MH: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Products:
-    """Functions that multiply. The defaults are torch's own; other kernels give the same numbers but for the last digits."""
+    """Functions that multiply. The defaults are torch's own;
+    other kernels give the same numbers but for the last digits."""
 
     # (input_H, weight_WH, bias_W or None) -> (..., W), to differentiate
     linear: Callable[..., Tensor] = F.linear

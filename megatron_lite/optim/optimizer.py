@@ -32,8 +32,9 @@ def make_engine(o: OptimizerArgs, weights: list[nn.Parameter], lr: Tensor) -> to
         engine = torch.optim.AdamW(groups, lr=lr, betas=(o.adam_beta1, o.adam_beta2), eps=o.adam_eps, fused=True)
     else:
         engine = torch.optim.SGD(groups, lr=lr, momentum=o.sgd_momentum, fused=True)
-    # What torch would make in the first step. Made before it, a checkpoint finds tensors to be read into; and torch would
-    # leave a momentum buffer that it makes in a skipped first step uninitialized, where zeros give the same first step.
+    # What torch would make in the first step. Made before it, a checkpoint finds tensors to be read into; and torch
+    # would leave a momentum buffer that it makes in a skipped first step uninitialized, where zeros give the same first
+    # step.
     for weight in weights:
         state = engine.state[weight]
         if o.optimizer == "adam":
@@ -128,7 +129,8 @@ class Optimizer:
         self._set_rates()
 
     def resume(self) -> None:
-        """Continue after state was copied into `tensors`: round the model's weights from it, set the rates of its samples."""
+        """Continue after state was copied into `tensors`: round the model's weights from it,
+        set the rates of its samples."""
         self.weights.write_back()
         self._set_rates()
 
@@ -196,7 +198,10 @@ class Optimizer:
         return zeros if self._sum_over_ranks is None else self._sum_over_ranks(zeros)
 
     def _select(self, tensors: list[Tensor]) -> list[Tensor]:
-        """The tensors, of one per parameter, that this rank counts. A parameter that the losses do not use has no gradient."""
+        """The tensors, of one per parameter, that this rank counts.
+
+        A parameter that the losses do not use has no gradient.
+        """
         return [t for t, counts in zip(tensors, self._counted, strict=True) if counts and t is not None]
 
     def _set_rates(self) -> Tensor:
@@ -218,7 +223,8 @@ class Optimizer:
     def tensors(self, names: list[str]) -> dict[str, Tensor]:
         """Everything that the next step depends on besides the model, under checkpoint.record's flat names.
 
-        names: of the parameters, in their order. The tensors are the live ones: what is copied into them counts after `resume`.
+        names: of the parameters, in their order. The tensors are the live ones: what is copied into them counts after
+        `resume`.
         """
         found = {"optimizer.good_samples": self.good_samples}
         for name, parameter, master in zip(names, self.weights.model, self.weights.masters, strict=True):
@@ -230,8 +236,8 @@ class Optimizer:
         return found
 
 
-# --- the factor that keeps small fp16 gradients from vanishing: reading it on the host would make the host wait for the device in
-# every step, so that every rule is arithmetic on tensors
+# --- the factor that keeps small fp16 gradients from vanishing: reading it on the host would make the host wait for the
+# device in every step, so that every rule is arithmetic on tensors
 
 
 class LossScale:
@@ -323,7 +329,8 @@ def _compute_remaining(plan: LearningRatePlan, samples: Tensor) -> Tensor:
 
 
 def compute_weight_decays(plan: LearningRatePlan, samples: Tensor) -> Tensor:
-    """Weight decay of the step that starts after `samples` samples: constant, or growing over the whole training; float64."""
+    """Weight decay of the step that starts after `samples` samples: constant, or growing over the whole training;
+    float64."""
     samples = torch.as_tensor(samples, dtype=torch.float64)
     if plan.weight_decay_style == "constant":
         return torch.full_like(samples, plan.end_weight_decay)

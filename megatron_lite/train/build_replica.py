@@ -42,10 +42,11 @@ def build_replica(plan: Plan, groups: Groups, backend: Backend) -> Replica:
 
 @mark_memory(WEIGHTS)
 def build_model(plan: Plan, groups: Groups, backend: Backend) -> nn.Module:
-    """Build this rank's part of the model, on the backend's device, in the plan's precision, with all that is put on it.
+    """Build this rank's part of the model, on the backend's device, in the plan's precision, with all that is put on
+    it.
 
-    Where data parallel ranks shard the model its parameters stay on the meta device: ShardedDataParallel makes and fills
-    each rank's rows, as no rank may have room for the whole. The arguments are those of build_replica.
+    Where data parallel ranks shard the model its parameters stay on the meta device: ShardedDataParallel makes and
+    fills each rank's rows, as no rank may have room for the whole. The arguments are those of build_replica.
     """
     spelled = plan.args.model.model
     if spelled is not None:
@@ -95,7 +96,10 @@ def _put_on_layers(model: GPT, plan: Plan, kernels: Kernels, groups: Groups) -> 
 
 
 def log_model(plan: Plan) -> None:
-    """Log the size of the plan's GPT, and which layers are compiled and recomputed. A model of the user's own logs its size."""
+    """Log the size of the plan's GPT, and which layers are compiled and recomputed.
+
+    A model of the user's own logs its size.
+    """
     if plan.args.model.model is not None:
         return
     number = sum(map(math.prod, list_parameters(plan.shape).values()))

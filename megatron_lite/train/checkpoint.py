@@ -48,13 +48,17 @@ SECONDS_TO_FINISH = 60  # that a failed run gives a save in the background
 
 
 class Checkpoints:
-    """Saves and loads everything that training depends on. A context manager that waits for a save in the background."""
+    """Saves and loads everything that training depends on.
+
+    A context manager that waits for a save in the background.
+    """
 
     def __init__(self, plan: Plan, replica: Replica, optimizer: Optimizer, device: torch.device):
         self.plan, self.replica, self.optimizer, self.device = plan, replica, optimizer, device
         # {flat name: this rank's part of the tensor}
         self._parts = {flat: part for name, part in replica.parts.items() for flat in _list_flat_names(name)}
-        # those that others write: of what tensor parallel ranks hold alike one has them, of a tied embedding the first stage
+        # those that others write: of what tensor parallel ranks hold alike one has them,
+        # of a tied embedding the first stage
         uncounted = [name for name, counts in zip(replica.names, replica.counted, strict=True) if not counts]
         copies = [name for name in replica.names if is_copy(plan.stage, name)]
         self._others = {flat for name in uncounted for flat in _list_flat_names(name)} & set(self._parts)
@@ -199,7 +203,10 @@ class Checkpoints:
             )
 
     def _as_first_rank(self, look: Callable):
-        """The result of `look` on the first rank, on all ranks: their views of a shared folder may differ. Collective."""
+        """The result of `look` on the first rank, on all ranks: their views of a shared folder may differ.
+
+        Collective.
+        """
         found: list = [None]
         if self.plan.world.is_first:
             try:
@@ -212,7 +219,10 @@ class Checkpoints:
         return found[0]
 
     def _find_damage(self, path: Path) -> str | None:
-        """What is wrong with a checkpoint; each rank checks a part of it. CheckpointError if ranks see different files."""
+        """What is wrong with a checkpoint; each rank checks a part of it.
+
+        CheckpointError if ranks see different files.
+        """
         world = self.plan.world
         if world.size > 1:
             require_shared_load(path, world.rank, self._as_first_rank(partial(list_files, path)), self._group)

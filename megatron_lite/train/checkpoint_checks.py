@@ -64,7 +64,10 @@ SCHEDULE_FLAGS = {
 
 
 def require_checkpoint(c: CheckpointArgs):
-    """Raise CheckpointError if --load, --ckpt-step or --pretrained-checkpoint name what is not there. Reads only; called before ranks meet."""
+    """Raise CheckpointError if --load, --ckpt-step or --pretrained-checkpoint name what is not there.
+
+    Reads only; called before ranks meet.
+    """
     found = chosen(Path(c.load), c.ckpt_step) if c.load is not None else None
     if c.exit_on_missing_checkpoint and found is None and c.pretrained_checkpoint is None:
         raise CheckpointError(
@@ -117,9 +120,11 @@ def _read_lock(save: Path) -> str:
 
 
 def _require_shared_save(plan: Plan, holder: str):
-    """Tell that ranks have different folders under --save, before they train for hours. holder: what the first rank's lock says.
+    """Tell that ranks have different folders under --save, before they train for hours. holder: what the first rank's
+    lock says.
 
-    CheckpointError where saving would fail, unless training is to go on then. A file that the first rank writes alone is whole.
+    CheckpointError where saving would fail, unless training is to go on then. A file that the first rank writes alone
+    is whole.
     """
     c, world = plan.args.checkpoint, plan.world
     save = Path(c.save)
@@ -159,7 +164,8 @@ def require_shared_load(path: Path, rank: int, names: list[str], group):
     views = compare_views(look)
     if views:
         raise CheckpointError(
-            f"--load {path}: is not one folder for all ranks: {describe_views(views)}; copy the files of all nodes into a "
+            f"--load {path}: is not one folder for all ranks: {describe_views(views)}; "
+            "copy the files of all nodes into a "
             "folder on storage that all nodes share."
         )
 
@@ -195,11 +201,13 @@ def require_shape(path: Path, record: CheckpointRecord, shape: ModelShape, vocab
 
 
 def warn_of_rotary(path: Path, record: CheckpointRecord, factor: float | None):
-    """Log that some versions of Megatron-LM ignore --rotary-seq-len-interpolation-factor, if the checkpoint is theirs."""
+    """Log that some versions of Megatron-LM ignore --rotary-seq-len-interpolation-factor,
+    if the checkpoint is theirs."""
     if record.trainer == CheckpointRecord.trainer or factor is None:
         return
     logger.info(
-        f"  note: --load {path}: Megatron-LM 0.16.1 takes --rotary-seq-len-interpolation-factor without passing it to its model, "
+        f"  note: --load {path}: Megatron-LM 0.16.1 takes --rotary-seq-len-interpolation-factor "
+        "without passing it to its model, "
         f"here positions are divided by {factor:g}; leave the flag out if that version trained these weights"
     )
 
@@ -232,7 +240,8 @@ def require_schedule(path: Path, record: CheckpointRecord, o: OptimizerArgs, sch
     wrong = _describe_differences(mine, record.schedule, SCHEDULE_FLAGS, set())
     if wrong:
         raise CheckpointError(
-            f"--load {path}: another schedule ({wrong}); add --override-opt-param-scheduler to take the command line's, or "
+            f"--load {path}: another schedule ({wrong}); "
+            "add --override-opt-param-scheduler to take the command line's, or "
             "--use-checkpoint-opt-param-scheduler to take the checkpoint's."
         )
     return None
@@ -253,7 +262,8 @@ ATTENTION_FLAGS = {"sdpa flash": "flash", "sdpa cudnn": "fused", "explicit": "un
 
 
 def describe_kernels(model: nn.Module, compilation: Compilation) -> dict[str, str]:
-    """{"attention": "sdpa flash", "torch_compile": "layers", "products": ...}; of a model that --model names {"model": file and SHA-256}."""
+    """{"attention": "sdpa flash", "torch_compile": "layers", "products": ...}; of a model that --model names {"model":
+    file and SHA-256}."""
     if isinstance(model, CustomModel):
         source = describe_source(model.spelled)
         return {"model": f"{source['function']} (SHA-256 {source['sha256']})"}
@@ -263,7 +273,10 @@ def describe_kernels(model: nn.Module, compilation: Compilation) -> dict[str, st
 
 
 def compare_kernels(saved: Mapping[str, str], now: Mapping[str, str]) -> Iterator[str]:
-    """A line for each kernel that differs, with the flag that restores it. saved: {} if the checkpoint does not say it."""
+    """A line for each kernel that differs, with the flag that restores it.
+
+    saved: {} if the checkpoint does not say it.
+    """
     flags = {
         "attention": f"--attention-backend {ATTENTION_FLAGS.get(saved.get('attention'), 'auto')}",
         "torch_compile": f"--torch-compile {saved.get('torch_compile')}",
@@ -271,10 +284,14 @@ def compare_kernels(saved: Mapping[str, str], now: Mapping[str, str]) -> Iterato
     }
     names = {"attention": "attention", "torch_compile": "torch.compile", "products": "the product of linear layers"}
     if saved.get("model") != now.get("model"):
-        yield f"--model was {saved.get('model')} and is {now.get('model')}: its weights are taken as those of the same parameters."
+        yield (
+            f"--model was {saved.get('model')} and is {now.get('model')}: "
+            "its weights are taken as those of the same parameters."
+        )
     for what, flag in flags.items():
         if what in saved and what in now and saved[what] != now[what]:
             yield (
-                f"{names[what]} was {saved[what]} and is {now[what]}: losses may differ in their last digits from those of "
+                f"{names[what]} was {saved[what]} and is {now[what]}: "
+                "losses may differ in their last digits from those of "
                 f"an uninterrupted run; {flag} goes on as before."
             )

@@ -15,8 +15,9 @@ WIDTH = 24  # of the progress bar
 
 OPTIMIZER = (Phase.UNSCALE, Phase.CLIP_GRAD, Phase.OPTIMIZER_STEP)
 BATCH = (Phase.DATA, Phase.DATA_TO_DEVICE)
-# name: (the --timing-log-level that asks for it, the phases in it). Source: training_log in Megatron-LM's megatron/training/training.py,
-# and where megatron-core 0.16.1 starts and stops its timers; after backward-compute those that Megatron has none for
+# name: (the --timing-log-level that asks for it, the phases in it). Source: training_log in Megatron-LM's
+# megatron/training/training.py, and where megatron-core 0.16.1 starts and stops its timers; after backward-compute
+# those that Megatron has none for
 TIMERS = {
     "forward-backward": (1, (*BATCH, Phase.FORWARD, Phase.BACKWARD, Phase.GRAD_SYNC)),
     "all-grads-sync": (1, (Phase.GRAD_SYNC,)),
@@ -39,7 +40,8 @@ class ConsoleHandler(logging.Handler):
 
 
 def set_up_logging(is_first: bool):
-    """Print what the package logs: on the first rank everything, on other ranks what is logged with `extra=EVERY_RANK`."""
+    """Print what the package logs: on the first rank everything,
+    on other ranks what is logged with `extra=EVERY_RANK`."""
     handler = ConsoleHandler()
     handler.addFilter(lambda record: is_first or hasattr(record, "every_rank"))
     logger = logging.getLogger("megatron_lite")
@@ -79,7 +81,8 @@ def iteration_line(
 def speed_line(
     tokens_per_second: float, causal_tflops: float | None, full_tflops: float | None, peak: float | None
 ) -> str:
-    """tokens/s of all ranks, and model FLOPs per rank on both conventions, if known, against the table's peak if it has one."""
+    """tokens/s of all ranks, and model FLOPs per rank on both conventions, if known,
+    against the table's peak if it has one."""
     line = f"   {count(tokens_per_second)} tokens/s"
     if causal_tflops is None or full_tflops is None:
         return line
@@ -117,8 +120,8 @@ def memory_line(rank: int, iteration: int, stats: dict[str, int]) -> str:
 
 
 def compute_timers(phases: dict[str, list[float]], level: int = 2) -> dict[str, list[float]]:
-    """TIMERS up to a --timing-log-level, from milliseconds of every rank by phase name, NaN where it has none: 0 in a timer. None
-    that is 0 on all ranks."""
+    """TIMERS up to a --timing-log-level, from milliseconds of every rank by phase name, NaN where it has none: 0 in a
+    timer. None that is 0 on all ranks."""
     found = {}
     for name, (needed, parts) in TIMERS.items():
         columns = [phases[part.value] for part in parts if part.value in phases]

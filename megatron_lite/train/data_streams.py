@@ -38,7 +38,8 @@ class DataStreams:
     def validation(self, progress: Progress) -> Iterator[Tensor]:
         """Batches from the first sample on that earlier evaluations have not used.
 
-        As in Megatron-LM, --skip-train starts over, and for a checkpoint that does not count them the flags tell how many there were.
+        As in Megatron-LM, --skip-train starts over, and for a checkpoint that does not count them the flags tell how
+        many there were.
         """
         t, w = self.plan.args.training, self.plan.args.watch
         one, past = w.eval_iters * self.plan.batch.final, w.count_validations(progress.iteration)
@@ -88,7 +89,10 @@ class _DatasetStreams:
         return getattr(self._sets, split) is not None
 
     def stream(self, split: str, consumed: int, wanted: int) -> Iterator[Tensor]:
-        """Batches from sample `consumed` on. Raises DataError if there are fewer than `wanted` samples left to train on."""
+        """Batches from sample `consumed` on.
+
+        Raises DataError if there are fewer than `wanted` samples left to train on.
+        """
         plan, d, dataset = self.plan, self.plan.args.data, getattr(self._sets, split)
         place = (plan.args.training.micro_batch_size, plan.layout.data_rank, plan.layout.data)
         if d.dataloader_type == "cyclic":

@@ -37,8 +37,9 @@ SECONDS_AHEAD = 5.0  # of steps, at most, that a killed process takes along
 class StepsFile:
     """steps.jsonl: a line per step, what it cost and what came out, and one per console line, of all ranks.
 
-    It is appended to, so that a resumed run goes on in the same file. Steps between two console lines can be written ahead, for whom
-    the process is killed before the second: what of them only the console line brings, losses of all ranks, say, replaces them then.
+    It is appended to, so that a resumed run goes on in the same file. Steps between two console lines can be written
+    ahead, for whom the process is killed before the second: what of them only the console line brings, losses of all
+    ranks, say, replaces them then.
     """
 
     def __init__(self, run_dir: Path):

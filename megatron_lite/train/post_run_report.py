@@ -26,7 +26,8 @@ def wants_report(plan: Plan, traced_on_demand: bool = False) -> bool:
 
 
 def end_with_report(run_dir: Path, seconds: float = MAX_SECONDS) -> bool:
-    """Print what `megatron-lite report` finds in `run_dir`, which leaves report.html there; one line, and False, if it cannot."""
+    """Print what `megatron-lite report` finds in `run_dir`, which leaves report.html there; one line, and False,
+    if it cannot."""
     again = f"megatron-lite report {run_dir}"
     encoding = sys.stdout.encoding or "utf-8"
     try:

@@ -42,7 +42,8 @@ GROWING_INTERVALS, REMEMBERED = 12, 60
 class RankFigures:
     """An interval's typical steps; every list has a number for each rank, NaN for what a rank has not.
 
-    step_ms, host_ms and gpu_ms are medians over steps; mean_ms is over all of them, the GPU's own time where there is one.
+    step_ms, host_ms and gpu_ms are medians over steps; mean_ms is over all of them, the GPU's own time where there is
+    one.
     """
 
     first: int  # iterations
@@ -220,7 +221,8 @@ def find_core_wait(f: RankFigures) -> Iterator[tuple[str, str]]:
 
 
 def find_data_wait(f: RankFigures) -> Iterator[tuple[str, str]]:
-    """(what, line) if a rank spends a notable part of its steps waiting for the data loader: of the one that waits most."""
+    """(what, line) if a rank spends a notable part of its steps waiting for the data loader:
+    of the one that waits most."""
     waits = f.host_ms.get(Phase.DATA.value)
     if waits is None or min(f.steps) < MIN_STEPS or any(map(math.isnan, waits)):
         return

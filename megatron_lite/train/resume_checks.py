@@ -53,7 +53,8 @@ def compare_data(saved: Mapping[str, object], plan: Plan, consumed: int) -> Iter
 
 
 def describe_idle_flags(o: OptimizerArgs, why: str) -> Iterator[str]:
-    """A line for a flag that chooses between the checkpoint's schedule and the command line's, where there is no choice.
+    """A line for a flag that chooses between the checkpoint's schedule and the command line's, where there is no
+    choice.
 
     why: what leaves the command line's schedule alone.
     """

@@ -76,8 +76,8 @@ def run(plan: Plan, streams: DataStreams, eod: int | None, instruments, make_log
 def _number_dropout_stream(plan: Plan) -> int:
     """Which stream of random numbers this rank draws its dropout from.
 
-    Each rank has its own. Tensor parallel ranks without sequence parallelism share one: all of them hold the same hidden
-    states, which must lose the same elements.
+    Each rank has its own. Tensor parallel ranks without sequence parallelism share one: all of them hold the same
+    hidden states, which must lose the same elements.
     """
     layout = plan.layout
     shares_hidden_states = layout.tensor > 1 and not layout.sequence_parallel

@@ -69,7 +69,8 @@ class Evaluation:
         return loss
 
     def report_at_the_end(self, progress: Progress):
-        """Report the final validation loss on the next samples, as Megatron-LM does even after an interval's last one."""
+        """Report the final validation loss on the next samples,
+        as Megatron-LM does even after an interval's last one."""
         self.report(progress, f"iteration {progress.iteration} on validation set", "validation")
 
 
@@ -96,7 +97,8 @@ class SaveHook:
 
 
 class GarbageCollectionHook:
-    """--manual-gc: collection is off, but for every --manual-gc-interval iterations, so that all ranks pause in the same step."""
+    """--manual-gc: collection is off, but for every --manual-gc-interval iterations,
+    so that all ranks pause in the same step."""
 
     phase = Phase.LOG
 

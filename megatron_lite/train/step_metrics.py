@@ -138,7 +138,10 @@ class StepMetrics:
         return steps
 
     def so_far(self, after: int) -> list[StepFigures]:
-        """Copies of the figures that were read so far, of iterations after `after`, with losses of this rank. No collective."""
+        """Copies of the figures that were read so far, of iterations after `after`, with losses of this rank.
+
+        No collective.
+        """
         local = self._ranks > 1
         return [replace(step, local=local) for step in self._steps if step.iteration > after]
 
@@ -155,7 +158,8 @@ class StepMetrics:
             what = f"the gradient norm ({figures.grad_norm}), with finite losses on all ranks,"
         self._readback.forget()  # steps since then had the same weights, and tell nothing
         raise DivergedError(
-            f"iteration {figures.iteration}: {what} is NaN or Inf; the weights are those before that iteration and were "
+            f"iteration {figures.iteration}: {what} is NaN or Inf; "
+            "the weights are those before that iteration and were "
             "not saved. Lower --lr or --clip-grad, warm up longer, or look at the data; "
             "--no-check-for-nan-in-loss-and-grad goes on regardless."
         )

@@ -1,4 +1,7 @@
-"""What draws a run's scalars and keeps its report: TensorBoard, Weights & Biases, MLflow. Only runs that use one need its package."""
+"""What draws a run's scalars and keeps its report: TensorBoard, Weights & Biases, MLflow.
+
+Only runs that use one need its package.
+"""
 
 import dataclasses
 import json
@@ -233,7 +236,10 @@ class Charts:
         self.add(iteration, {name: stats[key] for name, key in names.items()})
 
     def evaluation(self, which: str, loss: float, iteration: int, consumed: int):
-        """'validation' or 'test' loss, and its perplexity if asked for. Megatron has one name for both, ours beside it."""
+        """'validation' or 'test' loss, and its perplexity if asked for.
+
+        Megatron has one name for both, ours beside it.
+        """
         ppl = perplexity(loss) if self.plan.args.watch.log_validation_ppl_to_tensorboard else None
         for kind in dict.fromkeys(("validation", which)):
             self.add(iteration, {f"lm loss {kind}": loss, f"lm loss {kind} ppl": ppl}, consumed)
