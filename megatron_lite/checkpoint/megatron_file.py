@@ -298,8 +298,8 @@ def _scheduler(state: dict) -> dict:
 def write_megatron_file(file: BinaryIO, record: CheckpointRecord, tensors: dict[str, Tensor], args: Args):
     """Write what Megatron-LM loads with --ckpt-format torch, and MegatronFile reads as it was.
 
-    tensors: by flat name, on any device. With --transformer-impl transformer_engine, the default, names and optimizer are
-    those of a Megatron that trains with Transformer Engine; with local, of one without.
+    tensors: by flat name, on any device. With --transformer-impl transformer_engine, the default, names and optimizer
+    are those of a Megatron that trains with Transformer Engine; with local, of one without.
     """
 
     def take(name: str) -> Tensor | None:

@@ -206,7 +206,8 @@ class Plan(msgspec.Struct, frozen=True):
     stages_of_ranks: tuple[Count, ...] = ()
     # how many layers each stage has, which may be none; [] without a pipeline
     stage_layers: tuple[Count, ...] = ()
-    # of each stage, what each of its chunks computes beside the mean of them, by matrix products; [] where they have as many layers
+    # of each stage, what each of its chunks computes beside the mean of them, by matrix products;
+    # [] where they have as many layers
     chunk_weights: tuple[tuple[float, ...], ...] = ()
 
 
