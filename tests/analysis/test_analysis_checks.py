@@ -5,7 +5,6 @@ import functools
 import json
 import re
 import tempfile
-import typing
 from pathlib import Path
 
 import pytest
@@ -228,33 +227,12 @@ def is_well_formed(check: Check):
     assert not check.code or check.answer is FAIL and check.code in RULES
 
 
-# rules that may end without a word on what they saw; the list only shrinks
-SILENT = {
-    "all-reduce-tail", "attention-dropout", "busy-machine", "collective-order", "fp32-products",
-    "fragmentation", "gathered-parameters", "hard-clipping", "host-gaps", "late-at-times", "late-in-turns",
-    "launch-bound", "max-connections", "micro-batch-headroom", "needless-recompute", "needless-sharding",
-    "no-learning", "no-overlap", "one-time-costs", "parameter-gather", "pipeline-bubble", "private-pool",
-    "profiler-overhead", "python-in-function", "recompute-activations", "reduce-every-micro-batch",
-    "save-and-eval", "save-in-step", "scale-collapse", "sequence-parallel-off", "short-gaps",
-    "slow-16-bit-products", "small-buckets", "state-kept-whole", "straggler", "tensor-across-nodes",
-    "tiny-micro-batches", "too-many-threads", "too-many-workers", "unbalanced-stages", "vocabulary-padding",
-}  # fmt: skip
-
-
-def may_be_silent(code: str) -> bool:
-    return type(None) in typing.get_args(typing.get_type_hints(RULES[code].function)["return"])
-
-
-def test_rules_say_what_they_saw():
-    assert {code for code in RULES if may_be_silent(code)} == SILENT
-
-
 @pytest.mark.parametrize("code", RULES)
 def test_a_rule_that_finds_nothing_says_what_it_saw_or_lacks(code):
     look = report_of(CASES[code][1]).looks[code]
     assert all(one.text and "\n" not in one.text + one.where for one in look.evidence)
     assert look.evidence or look.outcome is NOT_VISIBLE and look.remedy
-    assert bool(look.remedy) == (look.outcome is not PASS) or code in SILENT
+    assert bool(look.remedy) == (look.outcome is not PASS)
     assert judge(NOTHING).looks[code].outcome is NOT_VISIBLE
 
 

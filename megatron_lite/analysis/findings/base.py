@@ -26,6 +26,7 @@ class Recording:
     SNAPSHOT = "a memory snapshot over three steps or more: --record-memory-history"
     RUN_FOLDER = "the run's own record (run.json, steps.jsonl): the folder of --run-dir"
     LONGER_RUN = "a longer run: --train-iters"
+    EVERY_RANK = "a trace of every rank: --profile-ranks -1"
     SECOND_RUN = "a second run to compare with: --against OTHER_RUN"
     LOADER = (
         f'a trace that names the loader (a DataLoader does; else record_function("{Phase.DATA.value}")), '
@@ -133,6 +134,16 @@ def saw_nothing(one: RankFacts, what: str) -> Look:
     return saw(Evidence(f"{what} in {counted(one.steady_steps, 'steady step')}", one.where()))
 
 
+def told_by(code: str, what: str) -> Look:
+    """Build the look of a rule whose cause another rule tells.
+
+    Args:
+        code: the other rule.
+        what: what was seen of the cause.
+    """
+    return saw_wrong(f"see {code}", Evidence(what), code=code)
+
+
 def tell_more(answer: Finding | Look, look: Look) -> Finding | Look:
     """Keep a finding; put a look that says more in the place of one that found nothing."""
     return answer if isinstance(answer, Finding) else look
@@ -146,7 +157,7 @@ class Rule:
     title: str  # a few words
     subjects: tuple[str, ...]  # the report's sections with its evidence
     needs: Needs
-    function: Callable[..., Finding | Look | None]  # (facts), or (facts, what it needs)
+    function: Callable[..., Finding | Look]  # (facts), or (facts, what it needs)
     record: str = ""  # what to record so that it can look
 
     def __call__(self, facts: Facts) -> Finding | None:
@@ -154,10 +165,10 @@ class Rule:
         return found if isinstance(found, Finding) else None
 
     def examine(self, facts: Facts) -> Finding | Look:
-        """Find the cause, or say what was seen in its place. A function that returns None does not say what it saw."""
+        """Find the cause, or say what was seen in its place."""
         one = facts.critical
         known = {"run": facts.run, "snapshot": facts.highest_snapshot}.get(self.needs, one)
-        answer: Finding | Look | None
+        answer: Finding | Look
         if not self.needs:
             answer = self.function(facts)
         elif known is None or (self.needs == "gpu" and one is not None and not one.time.on_gpu):
@@ -166,8 +177,6 @@ class Rule:
             answer = self.function(facts, known)
         if isinstance(answer, Finding):
             return replace(answer, code=self.code, title=answer.title or self.title)
-        if answer is None:
-            return could_not_look(Evidence("the rule does not tell what it saw"))
         if answer.outcome is Outcome.NOT_VISIBLE and not answer.remedy:
             return replace(answer, remedy=self.record)
         return answer
@@ -180,7 +189,7 @@ class Rule:
 
 def rule(
     code: str, title: str, *subjects: str, needs: Needs = "", record: str = ""
-) -> Callable[[Callable[..., Finding | Look | None]], Rule]:
+) -> Callable[[Callable[..., Finding | Look]], Rule]:
     """Make a function a rule, whose docstring is its page.
 
     Args:

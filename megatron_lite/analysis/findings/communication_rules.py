@@ -5,7 +5,18 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_lite.analysis.findings.base import Evidence, Finding, Look, build_time_finding, find_lost_time, rule
+from megatron_lite.analysis.findings.base import (
+    Evidence,
+    Finding,
+    Look,
+    Recording,
+    build_time_finding,
+    could_not_look,
+    find_lost_time,
+    rule,
+    saw,
+    saw_nothing,
+)
 from megatron_lite.analysis.intervals import Integers
 from megatron_lite.analysis.rank_facts import MATTERS, MIN_SHARE_SHOWN, RankFacts, in_ms
 from megatron_lite.analysis.ranks.calls import collective_bytes
@@ -14,6 +25,7 @@ from megatron_lite.analysis.ranks.from_run import find_straggler_by_medians
 from megatron_lite.analysis.ranks.process_groups import is_fully_sharded
 from megatron_lite.analysis.ranks.rank_results import RankComparison, Straggler
 from megatron_lite.analysis.run_facts import TIGHT, Facts, whole
+from megatron_lite.formats.file_names import RUN_FILE
 from megatron_lite.phases import Phase
 from megatron_lite.units import counted, significant, size
 from megatron_lite.variables import MORE_QUEUES, QUEUES, has_needless_order
@@ -66,8 +78,16 @@ def _measure_reduction(facts: Facts, one: RankFacts) -> Reduction | None:
     )
 
 
+NO_REDUCTION = "no reduction of gradients beside a backward pass"
+
+
+def _describe_early_share(one: RankFacts, seen: Reduction) -> Evidence:
+    """Describe how much of the reduction begins while backward computes."""
+    return Evidence(f"{seen.early_share:.0%} of the reduction begins before backward's end", one.where())
+
+
 @rule("all-reduce-tail", "gradient reduction after backward's end", "phases", "collectives", needs="trace")
-def find_all_reduce_tail(facts: Facts, one: RankFacts) -> Finding | Look | None:
+def find_all_reduce_tail(facts: Facts, one: RankFacts) -> Finding | Look:
     """Gradients are still being reduced when backward is over.
 
     Meaning: buckets are reduced while backward goes on, but the last ones are complete only at its end (with tied
@@ -80,8 +100,10 @@ def find_all_reduce_tail(facts: Facts, one: RankFacts) -> Finding | Look | None:
     False alarm: a trace of one rank only: whether it waits for others or for the network cannot be told from it.
     """
     seen = _measure_reduction(facts, one)
-    if seen is None or seen.early_share < NEVER_EARLY:
-        return None
+    if seen is None:
+        return could_not_look(Evidence(NO_REDUCTION, one.where()))
+    if seen.early_share < NEVER_EARLY:
+        return saw(_describe_early_share(one, seen))
     text = (
         f"the tail takes {one.of_step(seen.tail_ms)}; {counted(seen.collectives, 'collective')} of together "
         f"{in_ms(seen.communication_ms)} per step, {seen.early_share:.0%} of it begun before backward's end"
@@ -144,7 +166,7 @@ BUCKETS = 8  # enough that the last one is a small part
 
 
 @rule("no-overlap", "gradient reduction not overlapped with compute", "step", "collectives", needs="trace")
-def find_no_overlap(facts: Facts, one: RankFacts) -> Finding | Look | None:
+def find_no_overlap(facts: Facts, one: RankFacts) -> Finding | Look:
     """Gradients are reduced only after backward is over.
 
     Meaning: no collective begins before backward's last computation: overlap is off, or there are so few buckets that
@@ -157,8 +179,10 @@ def find_no_overlap(facts: Facts, one: RankFacts) -> Finding | Look | None:
     False alarm: models so small that one bucket is all there is.
     """
     seen, number = _measure_reduction(facts, one), facts.parameters
-    if seen is None or seen.early_share >= NEVER_EARLY:
-        return None
+    if seen is None:
+        return could_not_look(Evidence(NO_REDUCTION, one.where()))
+    if seen.early_share >= NEVER_EARLY:
+        return saw(_describe_early_share(one, seen))
     flag = f"--ddp-bucket-size {number // BUCKETS}" if number else "--ddp-bucket-size"
     text = (
         f"{counted(seen.collectives, 'collective')} per step, none before backward's end; not overlapped with compute: "
@@ -180,7 +204,7 @@ BUCKET_FLAG = f"--ddp-bucket-size {DEFAULT_BUCKET}"
 
 
 @rule("small-buckets", "many small collectives", "collectives", needs="trace")
-def find_small_buckets(facts: Facts, one: RankFacts) -> Finding | Look | None:
+def find_small_buckets(facts: Facts, one: RankFacts) -> Finding | Look:
     """Gradients are reduced in many small collectives.
 
     Meaning: each collective pays a latency that does not depend on its size. Below about a megabyte the latency, not
@@ -194,15 +218,19 @@ def find_small_buckets(facts: Facts, one: RankFacts) -> Finding | Look | None:
     False alarm: small collectives of tensor or expert parallelism in other trainers' traces, which are not gradients.
     """
     if facts.splits_model:  # hidden states are as large as a micro-batch makes them
-        return None
+        text = "ranks split the model, so that small collectives need not be gradients"
+        return could_not_look(Evidence(text, one.where()))
     rows, number = one.communication_rows(), facts.parameters
     sizes = collective_bytes(one.trace, rows, facts.plan.world.size)  # NaN for unknown
     if np.isnan(sizes).all() and number:
         rows = _find_reductions(facts, one)
         sizes = np.full(len(rows), FP32_BYTES * number * one.steady_steps / max(1, len(rows)))
+    elif np.isnan(sizes).all() and len(rows):
+        return could_not_look(record=Recording.SHAPES)
     small = rows[sizes <= SMALL_BYTES]
     if one.per_step(small) < MAX_SMALL_REDUCTIONS:
-        return None
+        text = f"{significant(one.per_step(small))} of {counted(one.per_step(rows), 'collective')} per step are small"
+        return saw(Evidence(text, one.where()))
     cost, median = one.exposed_ms(small), float(np.median(sizes[sizes <= SMALL_BYTES]))
     text = f"{counted(round(one.per_step(small)), 'collective')} per step of {size(median)} (median); not overlapped with compute:"
     text += f" {one.of_step(cost)}"
@@ -217,7 +245,7 @@ AS_MANY = 0.5  # of the last micro-batch's collectives, in each of the others: a
 
 
 @rule("reduce-every-micro-batch", "gradient reduction in every micro-batch", "collectives", needs="trace")
-def find_reduce_every_micro_batch(facts: Facts, one: RankFacts) -> Finding | Look | None:
+def find_reduce_every_micro_batch(facts: Facts, one: RankFacts) -> Finding | Look:
     """Gradients are reduced in every micro-batch instead of once per step.
 
     Meaning: while gradients are accumulated, only the sum after the last micro-batch is needed on all ranks. Reducing
@@ -232,8 +260,10 @@ def find_reduce_every_micro_batch(facts: Facts, one: RankFacts) -> Finding | Loo
     """
     starts, steps = one.trace.events.start_ns, one.placing.step
     ranges, rows = one.backward_ranges(), _find_reductions(facts, one)
-    if not len(rows) or len(ranges) < 2:
-        return None
+    if not len(rows):
+        return saw_nothing(one, "no reduction of gradients")
+    if len(ranges) < 2:
+        return could_not_look(Evidence("no range around each backward pass", one.where()))
     launches = one.trace.launch_of[rows]
     begins = starts[np.where(launches >= 0, launches, rows)]  # by the host
     at = np.searchsorted(starts[ranges], begins, side="right") - 1  # the backward that the collective follows
@@ -241,10 +271,11 @@ def find_reduce_every_micro_batch(facts: Facts, one: RankFacts) -> Finding | Loo
     last = np.append(steps[ranges][1:] != steps[ranges][:-1], True)
     counts = np.bincount(at[same], minlength=len(ranges))
     if last.all() or counts[~last].mean() < AS_MANY * counts[last].mean() or not counts[~last].any():
-        return None
+        return saw_nothing(one, "no reduction in micro-batches before the last one")
     early, batches = rows[same & ~last[np.maximum(at, 0)]], len(ranges) / last.sum()
     if one.share(one.per_step_ms(early)) < MIN_SHARE_SHOWN:
-        return None
+        text = f"micro-batches before the last one reduce for {one.of_step(one.per_step_ms(early))}"
+        return saw(Evidence(text, one.where()))
     cost = one.exposed_ms(early)
     text = (
         f"{significant(batches)} micro-batches per step, and all reduce: those before the last one communicate "
@@ -263,7 +294,7 @@ CAUSES = {
 
 
 @rule("straggler", "rank that the others wait for", "ranks", "collectives")
-def find_straggler(facts: Facts) -> Finding | None:
+def find_straggler(facts: Facts) -> Finding | Look:
     """One rank makes the others wait.
 
     Meaning: every collective ends for all when the last rank has come. A rank that is slower, or that waits for its
@@ -287,7 +318,7 @@ def find_straggler(facts: Facts) -> Finding | None:
     if found is None and run is not None and run.ranks is not None:
         found, step_ms = find_straggler_by_medians(run), run.steady_step_ms or 0.0
     if found is None or found.caused_wait_ms < MATTERS * step_ms:
-        return None
+        return look_at_ranks(facts)
     flags: tuple[str, ...] = ()  # what to record: what the traces that there are do not have
     if ranks is None or ranks.missing:
         flags = ("--profile-ranks -1",)
@@ -316,6 +347,16 @@ def find_straggler(facts: Facts) -> Finding | None:
     return build_time_finding(found.caused_wait_ms, seen, advice, flags, certain, found.rank)
 
 
+def look_at_ranks(facts: Facts) -> Look:
+    """Say between how many ranks no lasting lag was found; one rank's times tell of none."""
+    traced = len(facts.ranks.rows) if facts.ranks else 0
+    recorded = len(facts.run.ranks.step_ms) if facts.run and facts.run.ranks else 0
+    number = max(traced, recorded)
+    if number < 2:
+        return could_not_look(record=Recording.EVERY_RANK)
+    return saw(Evidence(f"none of {number} ranks makes the others wait for {MATTERS:.0%} of a step"))
+
+
 def _describe_lateness(found: Straggler, ranks: RankComparison | None) -> str:
     caused = in_ms(found.caused_wait_ms)
     if found.share_last is not None:
@@ -336,7 +377,7 @@ def _describe_lateness(found: Straggler, ranks: RankComparison | None) -> str:
 
 
 @rule("tensor-across-nodes", "tensor parallel ranks on several nodes", "ranks", "collectives")
-def find_tensor_across_nodes(facts: Facts) -> Finding | None:
+def find_tensor_across_nodes(facts: Facts) -> Finding | Look:
     """Tensor parallel ranks exchange hidden states over the network.
 
     Meaning: ranks that split each layer exchange whole hidden states several times per layer, and wait for them. Links within a node
@@ -349,12 +390,14 @@ def find_tensor_across_nodes(facts: Facts) -> Finding | None:
     False alarm: nodes joined by links as fast as those within (NVL72); ranks of one machine that say they are several.
     """
     ranks, tensor, near = facts.ranks, facts.plan.layout.tensor or 1, facts.local_ranks
-    if ranks is None or tensor < 2 or not near or near % tensor == 0:
-        return None
+    if ranks is None or not near:
+        return could_not_look(record=Recording.RUN_FOLDER)
+    if tensor < 2 or near % tensor == 0:
+        return saw(Evidence(f"{counted(tensor, 'tensor parallel rank')}, {near} on a node", RUN_FILE))
     exposed_ms = sum(row.exposed_ms for row in ranks.groups if row.group == "tensor")
     step_ms = max((row.step_ms for row in ranks.rows), default=0.0)
     if exposed_ms < MATTERS * step_ms or not step_ms:
-        return None
+        return saw(Evidence(f"{in_ms(exposed_ms)} of their communication per step is not overlapped with compute"))
     exposed = f"{in_ms(exposed_ms)} of their communication is not overlapped with compute"
     seen = Evidence(f"{tensor} tensor parallel ranks, {near} on a node; {exposed}")
     fewer = math.gcd(tensor, near)
@@ -392,7 +435,7 @@ def _measure_shard_traffic(facts: Facts) -> ShardTraffic | None:
 
 
 @rule("parameter-gather", "weight gathering not overlapped with compute", "step", "collectives")
-def find_parameter_gather(facts: Facts) -> Finding | None:
+def find_parameter_gather(facts: Facts) -> Finding | Look:
     """Ranks that shard weights wait until they have gathered those of the next layer.
 
     Meaning: with sharded weights (ZeRO, FSDP, Megatron's distributed optimizer) every layer's weights are gathered before they are
@@ -408,8 +451,11 @@ def find_parameter_gather(facts: Facts) -> Finding | None:
         pickled objects (all_gather_object), and all gathers of a model under DistributedDataParallel, are no weights.
     """
     seen = _measure_shard_traffic(facts)
-    if seen is None or seen.gathers_ms < MATTERS * seen.step_ms:
-        return None
+    if seen is None:
+        return could_not_look(Evidence("no gather of weights is seen"), record=Recording.TRACE)
+    if seen.gathers_ms < MATTERS * seen.step_ms:
+        text = f"gathers of weights not overlapped with compute: {in_ms(seen.gathers_ms)} of {in_ms(seen.step_ms)}"
+        return saw(Evidence(text))
     # ranks of a node that train the same part of the model, among those that share it out
     near = (facts.local_ranks or 0) // (facts.plan.layout.tensor or 1)
     sharing = facts.sharding.ranks or 1
@@ -431,7 +477,7 @@ def find_parameter_gather(facts: Facts) -> Finding | None:
 
 
 @rule("needless-sharding", "weights sharded although memory is plentiful", "memory", "prediction", "collectives")
-def find_needless_sharding(facts: Facts) -> Finding | None:
+def find_needless_sharding(facts: Facts) -> Finding | Look:
     """Weights are gathered and gradients scattered in every micro-batch although all of them would fit.
 
     Meaning: ZeRO-3 gathers each layer's weights twice and scatters its gradients once per micro-batch. ZeRO-1 shards masters
@@ -445,13 +491,16 @@ def find_needless_sharding(facts: Facts) -> Finding | None:
     seen, peak, room = _measure_shard_traffic(facts), facts.peak, facts.device_bytes
     number, batches = facts.parameters, facts.micro_batches
     ranks = facts.sharding.ranks
+    if facts.has_plan and not facts.sharding.gathers_twice:
+        return saw(Evidence("weights are not gathered twice per micro-batch", RUN_FILE))
     if not (seen and peak and room and number and batches and ranks and facts.sharding.gathers_twice):
-        return None
+        return could_not_look(record=Recording.RUN_FOLDER)
     widths = (4 if facts.plan.precision == "fp32" else 2) + (4 if facts.plan.fp32_gradients else 2)
     then = peak.num_bytes + widths * number * (ranks - 1) // ranks
     cost_ms = seen.gathers_ms * (1 - 0.5 / batches) + seen.reductions_ms * (1 - 1 / batches)
     if then > TIGHT * room or cost_ms < MATTERS * seen.step_ms:
-        return None
+        text = f"whole weights would save at most {in_ms(cost_ms)} per step, and take {size(then)} of {size(room)}"
+        return saw(Evidence(text, peak.where))
     exposed = f"communication among replicas, not overlapped with compute: {in_ms(seen.gathers_ms + seen.reductions_ms)} per step"
     fits = f"the peak of {size(peak.num_bytes)} would be {size(then)} of {size(room)} with whole weights and gradients"
     advice = "shard the optimizer's state only: --use-distributed-optimizer instead of --use-torch-fsdp2"
@@ -460,7 +509,7 @@ def find_needless_sharding(facts: Facts) -> Finding | None:
 
 
 @rule("max-connections", "one hardware queue for all streams", "collectives", needs="gpu")
-def find_max_connections(facts: Facts, one: RankFacts) -> Finding | Look | None:
+def find_max_connections(facts: Facts, one: RankFacts) -> Finding | Look:
     """CUDA_DEVICE_MAX_CONNECTIONS=1 without tensor parallelism.
 
     Meaning: the variable gives the device one queue for all streams, so that work starts in the order of its launches.
@@ -475,8 +524,10 @@ def find_max_connections(facts: Facts, one: RankFacts) -> Finding | Look | None:
     """
     tensor, context = (whole(facts.argument(f"{kind}_parallel_size")) for kind in ("tensor_model", "context"))
     world, cost = facts.plan.world.size, one.time.rows.get("exposed_communication", 0.0)
+    if facts.run is None:
+        return could_not_look(record=Recording.RUN_FOLDER)
     if not has_needless_order(facts.variables.get(QUEUES), world or 1, tensor or 1, context or 1):
-        return None
+        return saw(Evidence(f"{QUEUES} is not 1, or the layout wants its order", RUN_FILE))
     text = f"the variable is 1, tensor parallel size 1, {world} ranks; communication not overlapped with compute:"
     text += f" {one.of_step(cost)}"
     advice = f"unset {QUEUES} (or set 32) for pure data parallelism, and compare"

@@ -11,7 +11,9 @@ from megatron_lite.analysis.findings.base import (
     could_not_look,
     find_lost_time,
     rule,
+    saw,
     saw_nothing,
+    told_by,
 )
 from megatron_lite.analysis.findings.machine_rules import measure_recompilation
 from megatron_lite.analysis.findings.update_rules import find_save_and_eval
@@ -22,6 +24,7 @@ from megatron_lite.analysis.time.host_names import INSIDE
 from megatron_lite.analysis.time.sites import CUSTOM_FUNCTION
 from megatron_lite.analysis.time.time_results import NamedWork, SyncSite
 from megatron_lite.analysis.trace.columns import Kind
+from megatron_lite.formats.file_names import RUN_FILE
 from megatron_lite.phases import Phase
 from megatron_lite.units import counted, significant
 
@@ -53,7 +56,7 @@ LATER_WINDOW = "--profile-step-start N --profile-step-end M"  # the end must sta
 
 
 @rule("one-time-costs", "one-time costs", "step", needs="trace")
-def find_one_time_costs(facts: Facts, one: RankFacts) -> Finding | None:
+def find_one_time_costs(facts: Facts, one: RankFacts) -> Finding | Look:
     """The trace contains work that a run does only once.
 
     Meaning: the first steps create CUDA's context, load its modules, open the handles of its libraries, take memory from
@@ -70,8 +73,10 @@ def find_one_time_costs(facts: Facts, one: RankFacts) -> Finding | None:
     if measure_recompilation(facts.run) is not None:
         works = [work for work in works if work.cause != "compile"]
     total, steps = sum(work.trace_ms for work in works), len(one.time.steps)
-    if not works or total < min(MATTERS * steps, HALF_A_STEP) * one.time.step_ms:
-        return None
+    if not works:
+        return saw_nothing(one, "no work once") if one.trace.with_stack else could_not_look(record=Recording.STACKS)
+    if total < min(MATTERS * steps, HALF_A_STEP) * one.time.step_ms:
+        return saw(Evidence(f"{in_ms(total)} of host time in the whole trace is paid once", one.where()))
     shown = []
     for work in works[:MAX_SHOWN]:
         most = f", most of it in {work.step}" if work.step and steps > 1 else ""
@@ -160,7 +165,7 @@ def find_cpu_optimizer(facts: Facts, one: RankFacts) -> Finding | Look:
 
 
 @rule("save-in-step", "saving or evaluating in each step", "step", needs="trace")
-def find_save_in_step(facts: Facts, one: RankFacts) -> Finding | Look | None:
+def find_save_in_step(facts: Facts, one: RankFacts) -> Finding | Look:
     """The profiled steps save or evaluate.
 
     Meaning: writing a checkpoint copies all weights to the host and waits for the disk; evaluating runs a forward pass
@@ -173,7 +178,7 @@ def find_save_in_step(facts: Facts, one: RankFacts) -> Finding | Look | None:
     False alarm: a window around the one step that saves; profile other steps.
     """
     if find_save_and_eval(facts) is not None:
-        return None
+        return told_by("save-and-eval", "the run's own record tells what saving and evaluating take")
     cost = one.time.rows.get("save", 0.0)
     inside = [phase for phase in one.time.phases if phase.name in (Phase.SAVE.value, Phase.EVAL.value)]
     if one.time.on_gpu:
@@ -248,7 +253,7 @@ def find_process_wait(facts: Facts, one: RankFacts) -> Finding | Look:
 
 
 @rule("python-in-function", "Python inside a custom autograd.Function", "step", "phases", needs="trace")
-def find_python_in_function(facts: Facts, one: RankFacts) -> Finding | Look | None:
+def find_python_in_function(facts: Facts, one: RankFacts) -> Finding | Look:
     """The device waits for Python inside the program's own autograd.Function.
 
     Meaning: forward or backward of a class derived from torch.autograd.Function runs in Python. backward() runs on
@@ -262,8 +267,7 @@ def find_python_in_function(facts: Facts, one: RankFacts) -> Finding | Look | No
     False alarm: a trace with stacks, which slow Python several times.
     """
     if facts.run is not None and not facts.is_watched and facts.run.record.model is None:
-        # functions of this trainer, which its user does not write
-        return None
+        return saw(Evidence("only functions of this trainer, which its user does not write", RUN_FILE))
     if not one.time.on_gpu:
         return _find_python_in_function_on_cpu(one)
     sites = [site for site in one.time.hosts if site.what.startswith(INSIDE)]

@@ -13,6 +13,7 @@ from megatron_lite.analysis.findings.base import (
     saw,
     saw_nothing,
     saw_wrong,
+    told_by,
 )
 from megatron_lite.analysis.findings.debug_rules import find_anomaly_checks, is_fetch_of_check
 from megatron_lite.analysis.findings.host_cause_rules import (
@@ -26,8 +27,9 @@ from megatron_lite.analysis.findings.update_rules import LOG, find_log_stalls
 from megatron_lite.analysis.rank_facts import MIN_SHARE_SHOWN, RankFacts, in_ms
 from megatron_lite.analysis.run.cores import measure_recording_ms
 from megatron_lite.analysis.run_facts import Facts
-from megatron_lite.analysis.time.time_results import MIN_STRETCH_MS, ShortGaps, SyncSite
+from megatron_lite.analysis.time.time_results import MIN_STRETCH_MS, RankTime, ShortGaps, SyncSite
 from megatron_lite.analysis.trace.columns import Kind
+from megatron_lite.formats.file_names import RUN_FILE
 from megatron_lite.phases import PYTHON_GC, Phase
 from megatron_lite.units import counted, significant
 
@@ -137,7 +139,7 @@ MIN_LAUNCH_SHARE = 0.10  # of the step, without what recording added
 
 
 @rule("launch-bound", "host too slow to launch small kernels", "step", "kernels", needs="gpu")
-def find_launch_bound(facts: Facts, one: RankFacts) -> Finding | Look | None:
+def find_launch_bound(facts: Facts, one: RankFacts) -> Finding | Look:
     """The device waits for the host to launch small kernels.
 
     Meaning: kernels finish faster than Python and PyTorch's dispatch hand over new ones. The device is idle between
@@ -156,19 +158,17 @@ def find_launch_bound(facts: Facts, one: RankFacts) -> Finding | Look | None:
     """
     time, larger = one.time, facts.larger_micro_batch
     if not time.launch_bound:
-        return None
+        seen = Evidence(_describe_launches(time), one.where())
+        return saw(seen) if time.launches else could_not_look(record=Recording.GPU_TRACE)
     idle_ms = time.rows.get("host", 0.0) + time.rows.get("launch", 0.0)
     recording_ms = min(measure_recording_ms(facts.run, one.time), idle_ms)
     cost = idle_ms - recording_ms
     # without a recording these steps lose too little to call the host too slow
     is_by_recording = recording_ms > 0 and one.share(cost) < MIN_LAUNCH_SHARE
     if is_by_recording:
-        return None
-    text = (
-        f"the device idles {one.of_step(cost)}: {counted(round(time.launches), 'kernel')} per step; medians: "
-        f"{time.median_kernel_us:.1f} us per kernel, {time.median_launch_interval_us:.1f} us from launch to launch, "
-        f"{time.median_queue_us:.1f} us in the queue"
-    )
+        text = f"the device idles {one.of_step(idle_ms)}, of which recording may have made {in_ms(recording_ms)}"
+        return saw(Evidence(text, one.where()))
+    text = f"the device idles {one.of_step(cost)}: {_describe_launches(time)}"
     sites = time.hosts[:MAX_LAUNCH_SITES]
     shown = (Evidence(f"{in_ms(site.idle_ms)} while the host is in {site.what}", site.phase) for site in sites)
     advice = "fewer and larger kernels: torch.compile, fused operators, CUDA graphs"
@@ -185,6 +185,14 @@ def find_launch_bound(facts: Facts, one: RankFacts) -> Finding | Look | None:
     return find_lost_time(one, cost, text, advice, *more, flags=flags, certain=certain, at_least=0.0)
 
 
+def _describe_launches(time: RankTime) -> str:
+    """Write how many kernels a step launches, how long they take and wait, and how often they come."""
+    return (
+        f"{counted(round(time.launches), 'kernel')} per step; medians: {time.median_kernel_us:.1f} us per kernel, "
+        f"{time.median_launch_interval_us:.1f} us from launch to launch, {time.median_queue_us:.1f} us in the queue"
+    )
+
+
 TITLE_ON_CPU = "Python between operators"
 MAX_LATE_SHARE = 0.10  # of the step; the profiler alone makes a few percent
 MAX_CALLING_SHARE = 0.30  # of a CPU's step in short stretches: a small model has no less
@@ -194,7 +202,7 @@ LARGER_OPERATORS = ("--micro-batch-size", "--torch-compile")
 
 
 @rule("host-gaps", "host delays at some points", "step", "phases", needs="trace")
-def find_host_gaps(facts: Facts, one: RankFacts) -> Finding | Look | None:
+def find_host_gaps(facts: Facts, one: RankFacts) -> Finding | Look:
     """The host launches too late at some points.
 
     Meaning: the device runs out of work at certain points, although kernels are large enough on the whole: Python
@@ -216,8 +224,10 @@ def find_host_gaps(facts: Facts, one: RankFacts) -> Finding | Look | None:
     if not one.time.on_gpu:
         in_places = _find_in_places(facts, one, host - added)
         return in_places if isinstance(in_places, Finding) else _find_in_calls(facts, one, host - added, sites)
-    if one.time.launch_bound or find_tiny_micro_batches(facts):  # they name the cause
-        return None
+    if one.time.launch_bound:
+        return told_by("launch-bound", _describe_launches(one.time))
+    if find_tiny_micro_batches(facts):
+        return told_by("tiny-micro-batches", f"the device idles {one.of_step(host)} because of the host")
     functions = find_python_in_function(facts)  # a finding of its own
     host -= (functions.cost_ms or 0.0) if functions else 0.0
     text = f"the device idles {one.of_step(host)} because of the host"
@@ -260,11 +270,12 @@ def _find_in_places(facts: Facts, one: RankFacts, most: float) -> Finding | Look
     return find_lost_time(one, cost, text, advice, *shown, title=title, flags=flags, certain=False, at_least=least)
 
 
-def _find_in_calls(facts: Facts, one: RankFacts, most: float, sites: list[Evidence]) -> Finding | Look | None:
+def _find_in_calls(facts: Facts, one: RankFacts, most: float, sites: list[Evidence]) -> Finding | Look:
     """Python calling so many operators that it takes as long as they do."""
     cost = most - sum(stretch.ms for stretch in one.time.stretches)
-    if find_tiny_micro_batches(facts) or find_short_gaps(facts):
-        return None
+    for rule_of_it in (find_tiny_micro_batches, find_short_gaps):
+        if rule_of_it(facts):
+            return told_by(rule_of_it.code, f"Python between operators takes {one.of_step(cost)}")
     operators = sum(phase.kernels for phase in one.time.phases)
     each = f"{1e3 * one.time.rows.get('compute', 0.0) / operators:,.0f} us each" if operators else "in no phase"
     text = f"{counted(round(operators), 'operator')} per step, {each}; Python between them takes {one.of_step(cost)}"
@@ -278,7 +289,7 @@ MAX_SHORT_SHARE_ON_CPU = 0.20  # in pieces below a millisecond; other programs o
 
 
 @rule("short-gaps", "many gaps below a millisecond", "step", "phases", needs="trace")
-def find_short_gaps(facts: Facts, one: RankFacts) -> Finding | Look | None:
+def find_short_gaps(facts: Facts, one: RankFacts) -> Finding | Look:
     """Many short gaps add up to a large part of the step.
 
     Meaning: no gap is long enough to be visible in a timeline, but together they cost as much as one large cause: launch
@@ -294,7 +305,7 @@ def find_short_gaps(facts: Facts, one: RankFacts) -> Finding | Look | None:
     """
     short = one.time.short_gaps
     if short is None:
-        return None
+        return could_not_look()
     if not one.time.on_gpu:
         text = f"{counted(round(short.number), 'piece')} of 0.1 to {MIN_STRETCH_MS:.0f} ms without an operator: {one.of_step(short.ms)}"
         sites = [Evidence(f"{in_ms(site.idle_ms)} in {site.what}", site.phase) for site in one.time.hosts[:MAX_SHOWN]]
@@ -338,7 +349,7 @@ FEW_TOKENS = 2048  # per micro-batch: above, a transformer's products fill a dev
 
 
 @rule("tiny-micro-batches", "micro-batches too small for their overhead", "step", "phases", needs="trace")
-def find_tiny_micro_batches(facts: Facts, one: RankFacts) -> Finding | Look | None:
+def find_tiny_micro_batches(facts: Facts, one: RankFacts) -> Finding | Look:
     """Micro-batches so small that overhead is a large part of them.
 
     Meaning: a step runs every operator once per micro-batch. With few tokens each, launching, Python and adding
@@ -356,10 +367,10 @@ def find_tiny_micro_batches(facts: Facts, one: RankFacts) -> Finding | Look | No
         return could_not_look(record=Recording.RUN_FOLDER)
     if number < MIN_MICRO_BATCHES or tokens > FEW_TOKENS:
         return saw_nothing(one, f"{counted(number, 'backward pass')} of {tokens:,} tokens per step")
-    if one.time.launch_bound:  # launch-bound names the cause
-        return None
+    if one.time.launch_bound:
+        return told_by("launch-bound", _describe_launches(one.time))
     if facts.device_bytes and not larger:
-        return None
+        return saw(Evidence(f"{counted(number, 'micro-batch')} per step, and a larger one does not fit", RUN_FILE))
     added = one.accumulation_ms()
     idle_ms = one.time.rows.get("host", 0.0) + one.time.rows.get("launch", 0.0)
     host = max(0.0, idle_ms - measure_recording_ms(facts.run, one.time))

@@ -1,6 +1,17 @@
 """Ranks that come late in turns or at times, and ranks that do not call the same collectives."""
 
-from megatron_lite.analysis.findings.base import Evidence, Finding, build_time_finding, rule
+from megatron_lite.analysis.findings.base import (
+    Evidence,
+    Finding,
+    Look,
+    Recording,
+    build_time_finding,
+    could_not_look,
+    rule,
+    saw,
+    told_by,
+)
+from megatron_lite.analysis.findings.communication_rules import look_at_ranks
 from megatron_lite.analysis.rank_facts import MATTERS, in_ms
 from megatron_lite.analysis.ranks.from_run import find_imbalance_by_lines, find_straggler_by_medians
 from megatron_lite.analysis.ranks.rank_results import Imbalance, describe_imbalance
@@ -10,7 +21,7 @@ MAX_NAMED = 4
 
 
 @rule("late-in-turns", "ranks that take turns being late", "ranks", "collectives")
-def find_late_in_turns(facts: Facts) -> Finding | None:
+def find_late_in_turns(facts: Facts) -> Finding | Look:
     """Some rank is late in each step, but not always the same one.
 
     Meaning: every collective ends for all when the last rank has come. Where the work of a step differs between ranks (sequences of
@@ -27,8 +38,10 @@ def find_late_in_turns(facts: Facts) -> Finding | None:
         was not, the finding is likely at most.
     """
     found = _find_imbalance(facts)
-    if found is None or found.rank is not None:
-        return None
+    if found is None:
+        return look_at_ranks(facts)
+    if found.rank is not None:
+        return told_by("late-at-times", describe_imbalance(found))
     each = ", ".join(f"rank {rank} causes {share:.0%}" for rank, share in found.ranks[:MAX_NAMED])
     more = f", {len(found.ranks) - MAX_NAMED} more the rest" if len(found.ranks) > MAX_NAMED else ""
     seen = [
@@ -45,7 +58,7 @@ def find_late_in_turns(facts: Facts) -> Finding | None:
 
 
 @rule("late-at-times", "rank that comes late in some steps", "ranks", "collectives")
-def find_late_at_times(facts: Facts) -> Finding | None:
+def find_late_at_times(facts: Facts) -> Finding | Look:
     """One rank comes late in some steps, and is as fast as the others in the rest.
 
     Meaning: a rank that does something more in every n-th step (saving, evaluating, logging, collecting garbage, a batch of another
@@ -60,8 +73,10 @@ def find_late_at_times(facts: Facts) -> Finding | None:
     False alarm: other jobs on its cores (likely at most, where its cores were not recorded), or a clock that a hot GPU lowers at times.
     """
     found = _find_imbalance(facts)
-    if found is None or found.rank is None:
-        return None
+    if found is None:
+        return look_at_ranks(facts)
+    if found.rank is None:
+        return told_by("late-in-turns", describe_imbalance(found))
     every = f", every {found.every} steps" if found.every and found.every > 1 else ""
     seen = [
         Evidence(f"{describe_imbalance(found)}{every}: {in_ms(found.lost_ms)} per step", f"rank {found.rank}"),
@@ -74,7 +89,7 @@ def find_late_at_times(facts: Facts) -> Finding | None:
 
 
 @rule("collective-order", "ranks that do not call the same collectives", "collectives", "ranks")
-def find_collective_order(facts: Facts) -> Finding | None:
+def find_collective_order(facts: Facts) -> Finding | Look:
     """Ranks of one process group call their collectives in another order, or other ones.
 
     Meaning: the k-th collective of a process group is one exchange of all its ranks. Where one rank calls them in another order, data
@@ -87,9 +102,11 @@ def find_collective_order(facts: Facts) -> Finding | None:
     Flags: TORCH_DISTRIBUTED_DEBUG=DETAIL makes torch compare collectives of all ranks.
     False alarm: traces that do not name groups are not compared; those of windows that begin apart are compared by step numbers.
     """
-    found = facts.ranks.disorder if facts.ranks else None
+    if facts.ranks is None or len(facts.ranks.present) < 2:
+        return could_not_look(record=Recording.EVERY_RANK)
+    found = facts.ranks.disorder
     if found is None:
-        return None
+        return saw(Evidence(f"{len(facts.ranks.present)} ranks, and no collective in another order"))
     where = f"{found.group}, {found.step}, collective {found.place}"
     first = f"rank {found.rank} calls {found.what}, rank {found.other_rank} {found.other_what}"
     what = "the same collectives in another order" if found.reordered else "other collectives"

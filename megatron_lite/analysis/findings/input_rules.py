@@ -25,7 +25,7 @@ from megatron_lite.analysis.run_facts import Facts, measure_ordinary
 from megatron_lite.analysis.time.find_phases import TO_DEVICE as TO_GPU
 from megatron_lite.analysis.time.time_results import SyncSite
 from megatron_lite.analysis.trace.columns import Kind
-from megatron_lite.formats.file_names import STEPS_FILE
+from megatron_lite.formats.file_names import RUN_FILE, STEPS_FILE
 from megatron_lite.phases import Phase
 from megatron_lite.units import counted, significant, size
 
@@ -146,7 +146,7 @@ def _advise_workers(facts: Facts, wait: LoaderWait, workers: int | None) -> tupl
 
 
 @rule("too-many-workers", "more loader workers than cores", "ranks", "run")
-def find_too_many_workers(facts: Facts) -> Finding | None:
+def find_too_many_workers(facts: Facts) -> Finding | Look:
     """More loader workers than cores, and training still waits for data.
 
     Meaning: worker processes take the cores from each other and from the training process: switching between them,
@@ -159,11 +159,14 @@ def find_too_many_workers(facts: Facts) -> Finding | None:
     False alarm: workers that mostly wait for a slow network disk may well outnumber the cores.
     """
     wait, (workers, ranks, cpus) = measure_loader_wait(facts), _count(facts)
-    if wait is None or not ranks or not cpus or not are_too_many(facts):
-        return None
+    if workers is None or not ranks or not cpus:
+        return could_not_look(record=Recording.RUN_FOLDER)
+    text = f"{counted(workers, 'worker')} x {counted(ranks, 'rank')} of this machine on {counted(cpus, 'core')}"
+    counts = Evidence(text, RUN_FILE)
+    if wait is None or not are_too_many(facts):
+        return saw(counts)
     fewer = max(1, cpus // (2 * ranks))
-    text = f"{counted(workers or 0, 'worker')} x {counted(ranks, 'rank')} of this machine on {counted(cpus, 'core')}"
-    seen = (Evidence(wait.text, wait.where), Evidence(text, "run.json"))
+    seen = (Evidence(wait.text, wait.where), counts)
     advice = f"fewer workers than cores: --num-workers {fewer} (now {workers}), and less work per batch"
     return build_time_finding(wait.ms, seen, advice, (f"--num-workers {fewer}",), certain=False, rank=wait.rank)
 

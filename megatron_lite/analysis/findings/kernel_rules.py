@@ -74,7 +74,7 @@ MATH = "aten::_scaled_dot_product_attention_math"
 
 
 @rule("attention-dropout", "attention dropout without a fused kernel", "kernels", "operators", needs="trace")
-def find_attention_dropout(facts: Facts, one: RankFacts) -> Finding | Look | None:
+def find_attention_dropout(facts: Facts, one: RankFacts) -> Finding | Look:
     """Dropout inside attention keeps a CPU from using its fused kernel.
 
     Meaning: PyTorch's fused attention for CPUs knows no dropout. With --attention-dropout above 0 it falls back to the
@@ -88,8 +88,10 @@ def find_attention_dropout(facts: Facts, one: RankFacts) -> Finding | Look | Non
     """
     dropout = facts.argument("attention_dropout")
     rows = one.rows_named(MATH.__eq__, Kind.OP)
+    if dropout is None:
+        return could_not_look(record=Recording.RUN_FOLDER)
     if one.time.on_gpu or not dropout or not len(rows):
-        return None
+        return saw_nothing(one, "no attention that dropout keeps from its fused kernel")
     cost = one.covered_ms(rows)
     calls = f"{counted(round(one.per_step(rows)), 'unfused call')}, forward alone {one.of_step(cost)}"
     text = f"--attention-dropout {dropout:g}: {calls}"
@@ -173,8 +175,10 @@ def find_copy_share(facts: Facts, one: RankFacts) -> Finding | Look:
     limit = MAX_COPY_SHARE if one.time.on_gpu else MAX_COPY_SHARE_ON_CPU
     look = could_not_look()
     if _has_work(one):
-        seen = f"copying, casting and reordering tensors: {one.of_step(cost)}; {limit:.0%} would be much"
-        look = saw(Evidence(seen, one.where()))
+        what = "copying, casting and reordering tensors"
+        if not one.time.on_gpu:
+            what += " outside backward and the optimizer's step"
+        look = saw(Evidence(f"{what}: {one.of_step(cost)}; {limit:.0%} would be much", one.where()))
     layout = find_layout_copies(facts)
     if layout is not None and (layout.cost_ms or 0.0) > MOST * cost:
         return look  # layout-copies says which ones

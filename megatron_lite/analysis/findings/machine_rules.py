@@ -16,6 +16,7 @@ from megatron_lite.analysis.findings.base import (
     rule,
     saw,
     saw_nothing,
+    told_by,
 )
 from megatron_lite.analysis.intervals import Integers
 from megatron_lite.analysis.rank_facts import MIN_SHARE_SHOWN, RankFacts, in_ms
@@ -195,7 +196,7 @@ COSTLY_ON_CPUS = ("--record-memory-history", *COSTLY)
 
 
 @rule("profiler-overhead", "profiler overhead", "run", needs="run")
-def find_profiler_overhead(facts: Facts, run: Run) -> Finding | Look | None:
+def find_profiler_overhead(facts: Facts, run: Run) -> Finding | Look:
     """The profiler slowed its steps down so much that the trace is not representative.
 
     Meaning: recording costs host time per operator (about half a microsecond, with shapes and stacks several), and none
@@ -224,9 +225,10 @@ def find_profiler_overhead(facts: Facts, run: Run) -> Finding | Look | None:
     if by_profiler_ms is None:
         without_core = None if shortage is None else (shortage.rank, shortage.wait_ms)
         if is_by_chance(found.lag_ms, without_core):
-            return None  # busy-machine says why
+            return told_by("busy-machine", WITHOUT_CPU_TIME)
     elif by_profiler_ms <= (MAX_SLOWDOWN - 1) * found.before_ms:
-        return None
+        text = f"recording explains {in_ms(by_profiler_ms)} of what profiled steps take longer, by their CPU time"
+        return saw(Evidence(text, STEPS_FILE))
     text = (
         f"profiled steps take{run.on_rank} {found.profiled_ms / found.before_ms:.2f} x as long as those before it "
         f"(median {in_ms(found.profiled_ms)})"
@@ -251,7 +253,7 @@ def find_profiler_overhead(facts: Facts, run: Run) -> Finding | Look | None:
 
 
 @rule("too-many-threads", "more computing threads than cores", "ranks", "run")
-def find_too_many_threads(facts: Facts) -> Finding | Look | None:
+def find_too_many_threads(facts: Facts) -> Finding | Look:
     """More computing threads than cores.
 
     Meaning: every rank computes with as many threads as it sees cores by default. Several ranks on one
@@ -267,7 +269,7 @@ def find_too_many_threads(facts: Facts) -> Finding | Look | None:
     threads, cpus = facts.hardware.threads, facts.hardware.cpus
     ranks = facts.local_ranks
     if facts.on_gpu is not False or not (threads and cpus and ranks):
-        return None
+        return could_not_look(Evidence("no CPU run that says its threads and cores"), record=Recording.RUN_FOLDER)
     fewer = fitting_threads(threads, ranks, cpus)
     text = f"{counted(threads, 'thread')} x {counted(ranks, 'rank')} of this machine on {counted(cpus, 'core')}"
     seen = Evidence(text, RUN_FILE)
@@ -283,7 +285,7 @@ MAX_RANKS_SHOWN = 8  # ranks
 
 
 @rule("busy-machine", "ranks that wait for CPU cores", "ranks", "run")
-def find_busy_machine(facts: Facts) -> Finding | None:
+def find_busy_machine(facts: Facts) -> Finding | Look:
     """Ranks were ready to compute but waited for a CPU core.
 
     Meaning: other programs, or more threads than cores, take the cores that the ranks want. Steps get longer by chance,
@@ -299,7 +301,7 @@ def find_busy_machine(facts: Facts) -> Finding | None:
     """
     found, run, told = facts.core_shortage, facts.run, []
     if found is None:
-        return None
+        return _look_at_cores(facts)
     ranks = run.ranks if run is not None else None
     kind = "profiled step" if found.kind == PROFILED else "step"
     step = f"a {kind} of {in_ms(found.step_ms)}"
@@ -325,6 +327,15 @@ def find_busy_machine(facts: Facts) -> Finding | None:
     seen = (Evidence(text, found.source or "steps.jsonl") for text in told)
     certain = found.wait_ms is not None and not facts.on_gpu
     return build_time_finding(found.wait_ms, seen, advice, flags, certain=certain, rank=found.rank)
+
+
+def _look_at_cores(facts: Facts) -> Look:
+    """Say that the ranks had their cores, where that was recorded."""
+    ranks = [one.time.rank for one in facts.ranks_seen] or [0]
+    doubt = facts.doubt_cores(ranks)
+    if doubt:
+        return could_not_look(Evidence(doubt), record=Recording.RUN_FOLDER)
+    return saw(Evidence("no rank loses a notable part of its step to waiting for a CPU core"))
 
 
 def _describe_other_steps(run: Run, found: CoreShortage) -> list[str]:

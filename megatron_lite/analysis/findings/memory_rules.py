@@ -16,11 +16,14 @@ from megatron_lite.analysis.findings.base import (
     find_lost_time,
     rule,
     saw,
+    saw_nothing,
+    told_by,
 )
 from megatron_lite.analysis.findings.needless_rules import find_recomputed
 from megatron_lite.analysis.findings.reserved_rules import EXPANDABLE_SEGMENTS, MIN_BYTES
 from megatron_lite.analysis.memory.memory_results import GROWS_WITH_BATCH, OUTSIDE, Snapshot
 from megatron_lite.analysis.rank_facts import MATTERS, RankFacts, in_ms
+from megatron_lite.analysis.run.run_results import Run
 from megatron_lite.analysis.run_facts import TIGHT, Facts, measure_ordinary, sum_category, whole
 from megatron_lite.formats.file_names import RUN_FILE, STEPS_FILE
 from megatron_lite.formats.hardware import match_processor
@@ -246,7 +249,7 @@ SIXTEEN_BITS = ("fp16", "bf16")
 
 
 @rule("recompute-activations", "activations that could be recomputed", "memory", needs="snapshot")
-def find_recompute_activations(facts: Facts, most: Snapshot) -> Finding | None:
+def find_recompute_activations(facts: Facts, most: Snapshot) -> Finding | Look:
     """Recomputing activations would remove most of the memory peak.
 
     Meaning: every layer keeps its activations for backward. Recomputing keeps only each layer's input and runs the
@@ -260,19 +263,20 @@ def find_recompute_activations(facts: Facts, most: Snapshot) -> Finding | None:
         selective.
     False alarm: a run that fits and whose micro-batch need not grow: then it only costs time.
     """
-    if facts.argument("recompute_granularity") or not facts.is_tight(most):
-        return None
+    if facts.argument("recompute_granularity"):
+        return saw(Evidence("activations are recomputed (--recompute-granularity)", RUN_FILE))
     layers = [layer.num_bytes for layer in most.layers if layer.name != OUTSIDE]
     if len(layers) < MIN_LAYERS:
-        return None
+        return could_not_look(Evidence("the snapshot tells no activations of several layers", most.source))
     # Of all layers: micro-batch x sequence x hidden each; unknown without a plan.
     tokens, hidden = facts.micro_batch_tokens, facts.shape.hidden_size
     width = 2 if facts.plan.precision in SIXTEEN_BITS else 4
     inputs = len(layers) * tokens * hidden * width if tokens and hidden else 0
     held = sum(layers)
     gain = held - max(layers) - inputs
-    if gain < MIN_GAIN * most.peak_bytes:
-        return None
+    if gain < MIN_GAIN * most.peak_bytes or not facts.is_tight(most):
+        text = f"recomputing would save {size(max(gain, 0))} of a peak of {size(most.peak_bytes)}"
+        return saw(Evidence(text, most.source))
     text = (
         f"activations of {counted(len(layers), 'layer')} take {size(held)} of the peak of {size(most.peak_bytes)}; with recomputation one layer's "
         f"{size(held / len(layers))} and the layers' inputs{f' of {size(inputs)}' if inputs else ''}"
@@ -285,7 +289,7 @@ MIN_SHARED = 0.10  # of the peak, that ranks must save by sharing: it costs no a
 
 
 @rule("state-kept-whole", "moments and masters that every rank keeps whole", "memory", needs="snapshot")
-def find_state_kept_whole(facts: Facts, most: Snapshot) -> Finding | None:
+def find_state_kept_whole(facts: Facts, most: Snapshot) -> Finding | Look:
     """Every data parallel rank keeps the whole optimizer state.
 
     Meaning: fp32 masters and the optimizer's moments are needed in the update only, 12 of 16 bytes per parameter in 16 bits. Ranks
@@ -299,19 +303,21 @@ def find_state_kept_whole(facts: Facts, most: Snapshot) -> Finding | None:
     False alarm: a peak that falls into forward for other reasons stays as high but for this part.
     """
     ranks = (facts.plan.layout.data or 1) * (facts.plan.layout.context or 1)
-    if ranks < 2 or facts.plan.sharding or not facts.is_tight(most):
-        return None
+    if not facts.has_plan:
+        return could_not_look(record=Recording.RUN_FOLDER)
+    if ranks < 2 or facts.plan.sharding:
+        return saw(Evidence("no ranks that keep the same state", RUN_FILE))
     held = sum(sum_category(most, category) for category in ("moments", "master weights"))
     gain = held - held // ranks
-    if gain < MIN_SHARED * most.peak_bytes:
-        return None
     text = f"moments and masters hold {size(held)} of the peak of {size(most.peak_bytes)}; {ranks} ranks keep the same"
+    if gain < MIN_SHARED * most.peak_bytes or not facts.is_tight(most):
+        return saw(Evidence(text, most.source))
     advice = "shard them: --use-distributed-optimizer"
     return find_lost_memory(most, held, gain, text, advice, flags=("--use-distributed-optimizer",))
 
 
 @rule("sequence-parallel-off", "activations that tensor parallel ranks keep whole", "memory", needs="snapshot")
-def find_sequence_parallel_off(facts: Facts, most: Snapshot) -> Finding | None:
+def find_sequence_parallel_off(facts: Facts, most: Snapshot) -> Finding | Look:
     """Between attention and MLP, every tensor parallel rank keeps all tokens.
 
     Meaning: tensor parallelism splits the products. Norms, dropout and the residual between them work on all tokens on every rank,
@@ -324,12 +330,18 @@ def find_sequence_parallel_off(facts: Facts, most: Snapshot) -> Finding | None:
     False alarm: a peak that falls into the optimizer's step.
     """
     tensor, shares = facts.plan.layout.tensor or 1, facts.plan.layout.sequence_parallel
+    if not facts.has_plan:
+        return could_not_look(record=Recording.RUN_FOLDER)
     if tensor < 2 or shares or not facts.is_tight(most):
-        return None
+        return saw(
+            Evidence(f"{counted(tensor, 'tensor parallel rank')}, a peak of {size(most.peak_bytes)}", most.source)
+        )
     predicted = facts.predicted_categories
     gain = 0 if predicted is None else predicted.saved_by_sequence_parallelism
+    if predicted is None:
+        return could_not_look(record=Recording.RUN_FOLDER)
     if not gain or gain < MIN_SHARED * most.peak_bytes:
-        return None
+        return saw(Evidence(f"--sequence-parallel would save {size(gain or 0)}", RUN_FILE))
     held = sum_category(most, "activations")
     alike = f"{tensor} ranks keep {size(gain)} alike"
     text = f"activations hold {size(held)} of the peak of {size(most.peak_bytes)}; {alike}"
@@ -337,8 +349,10 @@ def find_sequence_parallel_off(facts: Facts, most: Snapshot) -> Finding | None:
     return find_lost_memory(most, held, gain, text, f"shard the tokens, too: {flag}", flags=(flag,))
 
 
-@rule("micro-batch-headroom", "memory left for a larger micro-batch", "memory", "prediction")
-def find_micro_batch_headroom(facts: Facts) -> Finding | None:
+@rule(
+    "micro-batch-headroom", "memory left for a larger micro-batch", "memory", "prediction", record=Recording.RUN_FOLDER
+)
+def find_micro_batch_headroom(facts: Facts) -> Finding | Look:
     """Memory is left for a larger micro-batch.
 
     Meaning: the step accumulates several small micro-batches although fewer, larger ones would fit. Larger products use
@@ -353,10 +367,13 @@ def find_micro_batch_headroom(facts: Facts) -> Finding | None:
     False alarm: memory that evaluation, a checkpoint or a longer batch still needs.
     """
     larger, one, held, room = facts.larger_micro_batch, facts.critical, facts.peak, facts.device_bytes
-    if larger is None or held is None or room is None:
-        return None
-    if one is not None and one.time.launch_bound:  # there it is the remedy, and said there
-        return None
+    if held is None or room is None or facts.micro_batches is None:
+        return could_not_look()
+    if larger is None:
+        number = counted(facts.micro_batches, "micro-batch")
+        return saw(Evidence(f"{number} per step, and a peak of {size(held.num_bytes)} of {size(room)}", held.where))
+    if one is not None and one.time.launch_bound:
+        return told_by("launch-bound", larger[1])
     cost = one.accumulation_ms() or None if one is not None else None
     peak = f"the peak is {size(held.num_bytes)} of {size(room)}"
     seen = Evidence(f"{peak}, with {counted(facts.micro_batches or 0, 'micro-batch')} per step", held.where)
@@ -367,7 +384,7 @@ FORWARD = Phase.FORWARD.value
 
 
 @rule("needless-recompute", "recomputation although memory is plentiful", "memory", "prediction")
-def find_needless_recompute(facts: Facts) -> Finding | Look | None:
+def find_needless_recompute(facts: Facts) -> Finding | Look:
     """Activations are recomputed although memory is plentiful.
 
     Meaning: full recomputation runs every layer's forward once more in backward, to keep only its input. That is worth
@@ -382,46 +399,50 @@ def find_needless_recompute(facts: Facts) -> Finding | Look | None:
         selective in their place costs little.
     False alarm: a rehearsal of a larger job, or memory that evaluation or a longer batch still needs.
     """
-    run, one = facts.run, facts.critical
-    if facts.is_foreign:
+    run = facts.run
+    if run is None or facts.is_foreign:
         return _find_recomputation_in_trace(facts)
-    if run is None or facts.argument("recompute_granularity") != "full":
-        return None
-    room: float | None = facts.device_bytes
-    if facts.plan.device == "cpu":  # a rank's share of what the machine had free at the start
-        predicted = run.record.prediction
-        free = predicted.room_bytes if predicted is not None else None
-        room = free / (facts.local_ranks or 1) if free else None
-    if not room:
-        return None
-    predicted_categories = facts.predicted_categories
-    if predicted_categories is None:
-        return None
-    needed = predicted_categories.without_recomputation
-    if needed > TIGHT * room or any(one.oom is not None for one in facts.snapshots):
-        return None
     chunks = facts.plan.stage.chunks
-    layers = sum(end - first for first, end in chunks)
     recomputed = facts.plan.recomputed_layers or 0
-    if not recomputed:
-        return None
-    traced = [phase.device_ms for phase in one.time.phases if phase.name == FORWARD] if one is not None else []
-    if one is not None and traced:
-        forward, step_ms, place = traced[0], one.time.step_ms, f"rank {one.time.rank}"
-    else:
-        forward, step_ms = measure_ordinary(run, run.phases_ms.get(FORWARD, ())) or 0.0, run.steady_step_ms or math.inf
-        place = "steps.jsonl"
-    cost = forward * recomputed / layers
-    if cost < MATTERS * step_ms:
-        return None
+    if facts.argument("recompute_granularity") != "full" or not recomputed:
+        return saw(Evidence("no layer is recomputed as a whole (--recompute-granularity)", RUN_FILE))
+    room = _find_room_for_activations(facts, run)
+    predicted_categories = facts.predicted_categories
+    if not room or predicted_categories is None:
+        return could_not_look(record=Recording.RUN_FOLDER)
+    needed = predicted_categories.without_recomputation
+    layers = sum(end - first for first, end in chunks)
     without = f"without recomputation a step would hold at most {size(needed)}, and there are {size(room)}"
-    seen = (
-        Evidence(f"{recomputed} of {layers} layers are recomputed; {without}", "run.json"),
-        Evidence(f"forward takes {in_ms(forward)}, and is run twice", place),
-    )
+    in_plan = Evidence(f"{recomputed} of {layers} layers are recomputed; {without}", RUN_FILE)
+    if needed > TIGHT * room or any(one.oom is not None for one in facts.snapshots):
+        return saw(in_plan)
+    forward, step_ms, place = _measure_forward(facts, run)
+    cost = forward * recomputed / layers
+    seen = (in_plan, Evidence(f"forward takes {in_ms(forward)}, and is run twice", place))
+    if cost < MATTERS * step_ms:
+        return saw(*seen)
     # the other two without the first would stop the run
     advice = f"leave out {NEEDLESS}, or give {SELECTIVE} in their place"
     return build_time_finding(cost, seen, advice, (SELECTIVE,), certain=False)
+
+
+def _find_room_for_activations(facts: Facts, run: Run) -> float | None:
+    """Find the bytes of a rank's GPU, or its share of what a machine without one had free at the start."""
+    if facts.plan.device != "cpu":
+        return facts.device_bytes
+    predicted = run.record.prediction
+    free = predicted.room_bytes if predicted is not None else None
+    return free / (facts.local_ranks or 1) if free else None
+
+
+def _measure_forward(facts: Facts, run: Run) -> tuple[float, float, str]:
+    """Measure forward: its ms per step, the ms of that step, and where they are from: a trace, else the run's steps."""
+    one = facts.critical
+    traced = [phase.device_ms for phase in one.time.phases if phase.name == FORWARD] if one is not None else []
+    if one is not None and traced:
+        return traced[0], one.time.step_ms, f"rank {one.time.rank}"
+    forward = measure_ordinary(run, run.phases_ms.get(FORWARD, ())) or 0.0
+    return forward, run.steady_step_ms or math.inf, STEPS_FILE
 
 
 LITTLE = 0.30  # of the device's memory: what a checkpointed layer would hold is not known
@@ -446,20 +467,22 @@ def _find_room_of_host(facts: Facts) -> tuple[int, int, str]:
     return room, peak_bytes * facts.local_ranks, RUN_FILE
 
 
-def _find_recomputation_in_trace(facts: Facts) -> Finding | Look | None:
+def _find_recomputation_in_trace(facts: Facts) -> Finding | Look:
     """Of a job whose flags are unknown: recomputation that its trace shows, where the peak is far below the device's memory."""
     one = facts.critical
-    if one is None or any(one.oom is not None for one in facts.snapshots):
-        return None
+    if one is None:
+        return could_not_look(record=Recording.TRACE)
     room, peak_bytes, where = _find_room(facts, one) if one.time.on_gpu else _find_room_of_host(facts)
-    if not room or not 0 < peak_bytes <= LITTLE * room:
-        return None
+    if not room or not peak_bytes > 0:
+        return could_not_look(Evidence("the peak, or the memory that there is, is not known", one.where()))
+    held = Evidence(f"the peak is {size(peak_bytes)} of {size(room)}", where)
+    if peak_bytes > LITTLE * room or any(one.oom is not None for one in facts.snapshots):
+        return saw(held)
     rows = find_recomputed(one)
     if not len(rows):
-        return None
+        return saw_nothing(one, "no layer runs forward again inside backward")
     cost = one.covered_ms(one.work_under(rows))
     text = f"layers that run forward again inside backward take {one.of_step(cost)}"
-    held = Evidence(f"the peak is {size(peak_bytes)} of {size(room)}", where)
     advice = (
         "checkpoint fewer layers, or none (torch.utils.checkpoint, gradient_checkpointing), while the peak leaves room"
     )

@@ -4,7 +4,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from statistics import median_low
 
-from megatron_lite.analysis.findings.base import Evidence, Finding, build_time_finding, rule
+from megatron_lite.analysis.findings.base import (
+    Evidence,
+    Finding,
+    Look,
+    build_time_finding,
+    could_not_look,
+    rule,
+    saw,
+)
 from megatron_lite.analysis.rank_facts import MATTERS, in_ms
 from megatron_lite.analysis.run.pipeline_times import measure_bubble, measure_own_times
 from megatron_lite.analysis.run.run_results import Run
@@ -14,6 +22,9 @@ from megatron_lite.thresholds import is_by_chance
 MIN_BUBBLE = 0.10  # of a step, by the schedule: with less, what stages wait has other causes
 
 
+ONE_STAGE = "no typical steps of several stages of a pipeline"
+
+
 @rule(
     "pipeline-bubble",
     "stages that wait because there are few micro-batches",
@@ -21,7 +32,7 @@ MIN_BUBBLE = 0.10  # of a step, by the schedule: with less, what stages wait has
     "pipeline",
     needs="run",
 )
-def find_pipeline_bubble(facts: Facts, run: Run) -> Finding | None:
+def find_pipeline_bubble(facts: Facts, run: Run) -> Finding | Look:
     """Pipeline stages idle while the pipeline fills and drains.
 
     Meaning: the last stage has nothing to do until the first micro-batch has come through all others, and the first one waits in
@@ -42,14 +53,14 @@ def find_pipeline_bubble(facts: Facts, run: Run) -> Finding | None:
     stages = len(waits_ms)
     step_ms = run.steady_step_ms
     if stages < 2 or not num_micro_batches or not step_ms:
-        return None
+        return could_not_look(Evidence(ONE_STAGE))
     chunks = max(len(run.plan.stage.chunks), 1)
     is_zero_bubble = facts.argument("pipeline_schedule") == "ZeroBubble"
     # gradients of weights fill two thirds of the bubble at best, as three times the chunks would
     bubble = measure_bubble(stages, num_micro_batches, 3 * chunks if is_zero_bubble else chunks)
     cost_ms = min(min(waits_ms.values()), bubble * step_ms)
     if bubble < MIN_BUBBLE or cost_ms < MATTERS * step_ms:
-        return None
+        return saw(_describe_waits(waits_ms, step_ms))
     formula = f"{num_micro_batches} micro-batches on {stages} stages"
     if chunks > 1:
         formula += f" of {chunks} chunks"
@@ -111,7 +122,7 @@ MIN_SLOWER = 1.2  # times the other stages' time for each layer: a place that is
 
 
 @rule("unbalanced-stages", "a stage of the pipeline that takes longer than the others", "pipeline", needs="run")
-def find_unbalanced_stages(facts: Facts, run: Run) -> Finding | None:
+def find_unbalanced_stages(facts: Facts, run: Run) -> Finding | Look:
     """One stage has more to do than the others, or does it more slowly.
 
     Meaning: every micro-batch goes through all stages, so that the slowest one sets the pace of all, however many micro-batches
@@ -130,7 +141,7 @@ def find_unbalanced_stages(facts: Facts, run: Run) -> Finding | None:
     own_ms = _measure_own(run)
     step_ms = run.steady_step_ms
     if run.ranks is None or len(own_ms) < 2 or len(layers) != len(own_ms) or not step_ms:
-        return None
+        return could_not_look(Evidence(ONE_STAGE))
     slowest = max(own_ms, key=lambda stage: own_ms[stage])
     takes = ", ".join(f"stage {stage + 1} {in_ms(ms)} ({layers[stage]})" for stage, ms in sorted(own_ms.items()))
     seen = Evidence(f"forward and backward of a step (layers): {takes} (medians in steps.jsonl)")
@@ -141,7 +152,7 @@ def find_unbalanced_stages(facts: Facts, run: Run) -> Finding | None:
     if cause is None or not _matters(cause.cost_ms, step_ms, run.ranks.without_core):
         cause = _suspect_place(own_ms, layers, slowest, run.stages.index(slowest))
     if cause is None or not _matters(cause.cost_ms, step_ms, run.ranks.without_core):
-        return None
+        return saw(seen)
     evidence = [seen, cause.evidence]
     if doubt:
         evidence.append(Evidence(doubt))

@@ -21,6 +21,7 @@ from megatron_lite.analysis.findings.base import (
 from megatron_lite.analysis.kernels.kernel_results import MATRIX_ROLES, Role, RooflineRow, TensorCores
 from megatron_lite.analysis.rank_facts import MATTERS, MIN_SHARE_SHOWN, RankFacts, in_ms
 from megatron_lite.analysis.run_facts import Facts, whole
+from megatron_lite.formats.file_names import RUN_FILE
 from megatron_lite.formats.hardware import TILE as USUAL_TILE
 from megatron_lite.formats.hardware import best_multiple, least_multiple, padded, peak_tflops
 from megatron_lite.units import count, counted, significant
@@ -132,7 +133,7 @@ MAX_FP32_SHARE = 0.10  # of the step: a few fp32 products (router, loss) belong 
 
 
 @rule("fp32-products", "matrix products in fp32", "kernels", "operators", "roofline", needs="trace")
-def find_fp32_products(facts: Facts, one: RankFacts) -> Finding | None:
+def find_fp32_products(facts: Facts, one: RankFacts) -> Finding | Look:
     """Matrix products run in fp32 where 16 bits would be faster.
 
     Meaning: weights and activations are fp32. Tensor cores multiply fp16 and bf16 many times faster than CUDA cores
@@ -150,32 +151,53 @@ def find_fp32_products(facts: Facts, one: RankFacts) -> Finding | None:
     """
     device = one.time.device or ""
     rows = [row for row in one.kernels.rows if row.tensor_cores is TensorCores.NO and row.precision == "fp32"]
-    shaped = [row for row in one.kernels.roofline if row.role in MATRIX_ROLES]
-    ms = 0.0
-    if one.time.on_gpu:
-        ms = sum(row.ms for row in rows)
-    elif facts.hardware.bf16_products is True:  # the run says that its processor multiplies bf16 faster
-        if shaped:
-            ms = sum(row.ms for row in shaped if row.dtype == "fp32")
-        elif facts.plan.precision == "fp32":
-            ms = sum(one.kernels.roles.get(role, 0.0) for role in MATRIX_ROLES)
+    ms = sum(row.ms for row in rows) if one.time.on_gpu else _measure_fp32_on_cpu(facts, one)
     ms = min(ms, _limit_to_computing(one, ms))
-    if WITHOUT_TENSOR_CORES.search(device) or one.share(ms) < MAX_FP32_SHARE:
-        return None
+    if WITHOUT_TENSOR_CORES.search(device):
+        return could_not_look(record=NO_TENSOR_CORES)
+    if one.share(ms) < MAX_FP32_SHARE:
+        is_known = one.time.on_gpu or facts.hardware.bf16_products is True
+        text = f"products in fp32 that 16 bits would shorten take {one.of_step(ms)}"
+        return saw(Evidence(text, one.where())) if is_known else could_not_look(record=Recording.RUN_FOLDER)
     flag = "--fp16" if "V100" in device else "--bf16"
-    # What 16 bits save at best: by both peaks, else by the FLOPs at the 16-bit peak; None where that is unknown.
-    full, half = peak_tflops(device, "fp32"), peak_tflops(device, flag.removeprefix("--"))
-    gain = None
-    if half and full:
-        gain = ms * (1 - full / half)
-    elif half:
-        gain = max(0.0, ms - sum(row.flops for row in shaped if row.dtype == "fp32") / half / 1e9)
+    gain = _bound_gain(one, ms, flag.removeprefix("--"))
     seen = Evidence(f"fp32 products (matrices, attention, convolution) take {one.of_step(ms)}", one.where())
     texts = (f"{row.short}: {row.ms:,.2f} ms, {significant(row.per_step)} per step" for row in rows[:2])
     shown = [Evidence(text, row.phase) for text, row in zip(texts, rows)]
     advice = f"train in mixed precision: {flag}"
     found = build_time_finding(ms if gain is None else gain, (seen, *shown), advice, (flag,), rank=one.time.rank)
     return replace(found, gain_ms=gain)
+
+
+def _measure_fp32_on_cpu(facts: Facts, one: RankFacts) -> float:
+    """Measure ms per step of fp32 products on a processor that multiplies bf16 faster, as the run says; else 0."""
+    if facts.hardware.bf16_products is not True:
+        return 0.0
+    shaped = [row for row in one.kernels.roofline if row.role in MATRIX_ROLES]
+    if shaped:
+        return sum(row.ms for row in shaped if row.dtype == "fp32")
+    if facts.plan.precision == "fp32":
+        return sum(one.kernels.roles.get(role, 0.0) for role in MATRIX_ROLES)
+    return 0.0
+
+
+def _bound_gain(one: RankFacts, ms: float, precision: str) -> float | None:
+    """What 16 bits save at best: by both peaks, else by the FLOPs at the 16-bit peak; None where that is unknown.
+
+    Args:
+        one: the rank that multiplies.
+        ms: what its products in fp32 take per step.
+        precision: the 16-bit format.
+    """
+    device = one.time.device or ""
+    full = peak_tflops(device, "fp32")
+    half = peak_tflops(device, precision)
+    if half and full:
+        return ms * (1 - full / half)
+    if not half:
+        return None
+    flops = sum(row.flops for row in one.kernels.roofline if row.role in MATRIX_ROLES and row.dtype == "fp32")
+    return max(0.0, ms - flops / half / 1e9)
 
 
 def _limit_to_computing(one: RankFacts, ms: float) -> float:
@@ -196,7 +218,7 @@ def _limit_to_computing(one: RankFacts, ms: float) -> float:
 
 
 @rule("slow-16-bit-products", "16-bit products without hardware support", "kernels", "roofline")
-def find_slow_16_bit_products(facts: Facts) -> Finding | None:
+def find_slow_16_bit_products(facts: Facts) -> Finding | Look:
     """16-bit matrix products on a processor that has no units for them.
 
     Meaning: without AVX512-FP16, AVX512-BF16 or AMX a CPU converts 16-bit operands and multiplies in fp32, or
@@ -209,19 +231,23 @@ def find_slow_16_bit_products(facts: Facts) -> Finding | None:
     False alarm: a rehearsal on a CPU of what a GPU is meant to run.
     """
     precision, one = facts.plan.precision, facts.critical
-    if facts.plan.device != "cpu" or precision not in ("fp16", "bf16"):
-        return None
+    if not facts.plan.device:
+        return could_not_look(record=Recording.RUN_FOLDER)
+    if facts.plan.device != "cpu" or precision not in SIXTEEN_BITS:
+        return saw(Evidence("no 16-bit products on a CPU", RUN_FILE))
     hardware = facts.hardware
     has_units = hardware.fp16_products if precision == "fp16" else hardware.bf16_products
     # a run of before says nothing of fp16, for which hardly any processor has units
-    if has_units is True or has_units is None and precision == "bf16":
-        return None
+    if has_units is True:
+        return saw(Evidence(f"this processor has units for {precision}", RUN_FILE))
+    if has_units is None and precision == "bf16":
+        return could_not_look(record=Recording.RUN_FOLDER)
     cost, seen = None, [Evidence(f"the run is in {precision}, for which this processor has no units", "run.json")]
     if one is not None:
         cost = sum(one.kernels.roles.get(role, 0.0) for role in MATRIX_ROLES)
-        if one.share(cost) < MAX_FP32_SHARE:
-            return None
         seen.append(Evidence(f"matrix products and attention take {one.of_step(cost)}", one.where()))
+        if one.share(cost) < MAX_FP32_SHARE:
+            return saw(seen[1])
     flag = "--bf16" if facts.hardware.bf16_products is True else ""
     advice = f"use {flag} instead of --{precision}" if flag else f"use fp32: leave out --{precision}"
     rank = one.time.rank if one is not None else None
@@ -343,7 +369,7 @@ FIT = 128  # the multiple that is enough
 
 
 @rule("vocabulary-padding", "vocabulary rows that are only padding", "roofline", "memory", needs="trace")
-def find_vocabulary_padding(facts: Facts, one: RankFacts) -> Finding | Look | None:
+def find_vocabulary_padding(facts: Facts, one: RankFacts) -> Finding | Look:
     """Rows of the vocabulary that no token uses.
 
     Meaning: the vocabulary is padded to a multiple, so that its product fits the hardware. A small vocabulary padded to
@@ -356,8 +382,10 @@ def find_vocabulary_padding(facts: Facts, one: RankFacts) -> Finding | Look | No
     False alarm: padding that a checkpoint or tensor parallelism asks for.
     """
     padded, used = facts.shape.padded_vocab_size, facts.plan.vocab_size
-    if not padded or not used or padded <= -(-used // FIT) * FIT:
-        return None
+    if not padded or not used:
+        return could_not_look(record=Recording.RUN_FOLDER)
+    if padded <= -(-used // FIT) * FIT:
+        return saw(Evidence(f"{used:,} of {padded:,} rows of the vocabulary are used", RUN_FILE))
     ms = sum(row.ms for row in one.kernels.roofline if row.role is Role.GEMM and padded in row.dims)
     cost = ms * (padded - used) / padded
     text = (

@@ -4,6 +4,8 @@ from megatron_lite.analysis.findings.base import (
     Evidence,
     Finding,
     Look,
+    Recording,
+    could_not_look,
     find_lost_memory,
     rule,
     saw,
@@ -19,8 +21,8 @@ HELPS = 0.05  # of what is reserved, that the replay must save to be worth a wor
 EXPANDABLE_SEGMENTS = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 
 
-@rule("fragmentation", "memory reserved but not used", "memory")
-def find_fragmentation(facts: Facts) -> Finding | None:
+@rule("fragmentation", "memory reserved but not used", "memory", record=Recording.SNAPSHOT)
+def find_fragmentation(facts: Facts) -> Finding | Look:
     """The allocator holds much more memory than tensors use.
 
     Meaning: PyTorch takes memory in segments and cuts them up. Free pieces between live ones cannot serve a larger
@@ -38,11 +40,11 @@ def find_fragmentation(facts: Facts) -> Finding | None:
     real = [(one.fragmentation, one) for one in facts.snapshots if not one.simulated and one.events]
     held, worst = max(real, key=lambda pair: pair[0].reserved_bytes - pair[0].allocated_bytes, default=(None, None))
     if held is None or worst is None:
-        return None
+        return could_not_look()
     reserved, replayed = held.reserved_bytes, held.replay_reserved_bytes
     unused, gain = reserved - held.allocated_bytes, None
     if unused < max(MAX_FRAGMENTED_SHARE * reserved, MIN_BYTES):
-        return None
+        return saw(Evidence(f"{size(unused)} of {size(reserved)} that are reserved lie between tensors", worst.source))
     if held.expandable:
         told = "expandable segments were on"
     elif replayed is None:
@@ -64,8 +66,8 @@ def find_fragmentation(facts: Facts) -> Finding | None:
 SHARE_POOL = "torch.cuda.graph(..., pool=torch.cuda.graph_pool_handle())"
 
 
-@rule("private-pool", "memory kept in private pools", "memory")
-def find_private_pool(facts: Facts) -> Finding | None:
+@rule("private-pool", "memory kept in private pools", "memory", record=Recording.SNAPSHOT)
+def find_private_pool(facts: Facts) -> Finding | Look:
     """Memory lies free in a pool that only CUDA graphs, or a torch.cuda.MemPool, can use.
 
     Meaning: a CUDA graph replays with the addresses of its capture. Its memory stays in a private pool after the
@@ -82,8 +84,11 @@ def find_private_pool(facts: Facts) -> Finding | None:
     """
     real = [one for one in facts.snapshots if one.private_pools and not one.simulated]
     most = max(real, key=_measure_unused, default=None)
-    if most is None or _measure_unused(most) < max(MAX_FRAGMENTED_SHARE * _measure_reserved(most), MIN_BYTES):
-        return None
+    if most is None:
+        recorded = [one.source for one in facts.snapshots if not one.simulated]
+        return saw(Evidence("no private pool", recorded[0])) if recorded else could_not_look()
+    if _measure_unused(most) < max(MAX_FRAGMENTED_SHARE * _measure_reserved(most), MIN_BYTES):
+        return saw(Evidence(f"{size(_measure_unused(most))} lie free in private pools", most.source))
     pools, unused = most.private_pools, _measure_unused(most)
     owner = "CUDA graphs" if all(pool.of_graphs for pool in pools) else "CUDA graphs or a torch.cuda.MemPool"
     plural = "s" if len(pools) > 1 else ""
@@ -159,7 +164,7 @@ RELEASES_OURS = "--use-torch-fsdp2 instead of --use-distributed-optimizer"
 
 
 @rule("gathered-parameters", "gathered weights that stay whole", "memory", needs="snapshot")
-def find_gathered_parameters(facts: Facts, most: Snapshot) -> Finding | None:
+def find_gathered_parameters(facts: Facts, most: Snapshot) -> Finding | Look:
     """Weights that were gathered for a layer are still whole when other layers run.
 
     Meaning: with ZeRO-3 and FSDP each rank keeps a part of the weights, and a layer is gathered before it runs. One or two
@@ -175,15 +180,17 @@ def find_gathered_parameters(facts: Facts, most: Snapshot) -> Finding | None:
     False alarm: a device with room, where weights are kept whole to save a second gathering.
     """
     gathered = most.gathered
-    if gathered is None or gathered.blocks < MIN_GATHERED or not facts.is_tight(most):
-        return None
-    if gathered.num_bytes < MIN_GATHERED_SHARE * most.peak_bytes:
-        return None
+    if gathered is None:
+        return saw(Evidence("no gathered weights at the peak", most.source))
+    pieces = counted(gathered.blocks, "piece")
+    held = f"{size(gathered.num_bytes)} of the peak of {size(most.peak_bytes)} are gathered weights in {pieces}"
+    is_little = gathered.blocks < MIN_GATHERED or gathered.num_bytes < MIN_GATHERED_SHARE * most.peak_bytes
+    if is_little or not facts.is_tight(most):
+        return saw(Evidence(held, most.source))
     kept = 2 * gathered.kept_blocks >= gathered.blocks
     now, in_phase = gathered.blocks - gathered.kept_blocks, gathered.gathered_in_phase
     if not kept and (in_phase < MIN_GATHERED or now < MIN_WHOLE_SHARE * in_phase):
-        return None
-    text = f"{size(gathered.num_bytes)} of the peak of {size(most.peak_bytes)} are gathered weights in {counted(gathered.blocks, 'piece')}"
+        return saw(Evidence(held, most.source))
     which = f"{now} of the {in_phase} pieces that {most.peak_phase or 'the phase'} gathers are whole at once"
     if kept:
         which = f"{gathered.kept_blocks} of them were gathered in a phase that was over"
@@ -192,4 +199,4 @@ def find_gathered_parameters(facts: Facts, most: Snapshot) -> Finding | None:
     advice = RELEASES_OURS if ours else RELEASES.get(gathered.library, "give each layer's weights back after its use")
     gain = gathered.num_bytes - 2 * gathered.num_bytes // gathered.blocks
     flags = ("--use-torch-fsdp2",) if ours else ()
-    return find_lost_memory(most, gathered.num_bytes, gain, text, advice, seen, flags=flags, certain=kept)
+    return find_lost_memory(most, gathered.num_bytes, gain, held, advice, seen, flags=flags, certain=kept)

@@ -3,6 +3,8 @@
 import math
 import re
 
+import numpy as np
+
 from megatron_lite.analysis.findings.base import (
     Evidence,
     Finding,
@@ -16,11 +18,11 @@ from megatron_lite.analysis.findings.base import (
     saw_nothing,
 )
 from megatron_lite.analysis.rank_facts import MATTERS, MIN_SHARE_SHOWN, RankFacts, in_ms
-from megatron_lite.analysis.run.learning import find_clip_limit, measure_learning
+from megatron_lite.analysis.run.learning import MIN_UPDATES, find_clip_limit, measure_learning
 from megatron_lite.analysis.run.run_results import Run
 from megatron_lite.analysis.run_facts import Facts, measure_ordinary
 from megatron_lite.analysis.trace.columns import Kind
-from megatron_lite.formats.file_names import STEPS_FILE
+from megatron_lite.formats.file_names import RUN_FILE, STEPS_FILE
 from megatron_lite.phases import Phase
 from megatron_lite.units import counted, significant
 
@@ -149,7 +151,7 @@ MIN_SCALED_STEPS = 20
 
 
 @rule("scale-collapse", "loss scale that has collapsed", "run", "losses", needs="run")
-def find_scale_collapse(facts: Facts, run: Run) -> Finding | Look | None:
+def find_scale_collapse(facts: Facts, run: Run) -> Finding | Look:
     """The fp16 loss scale has fallen to where gradients vanish.
 
     Meaning: overflows keep halving the scale. Near 1, small gradients round to zero in fp16: training goes on without
@@ -160,8 +162,10 @@ def find_scale_collapse(facts: Facts, run: Run) -> Finding | Look | None:
     Flags: --bf16 instead of --fp16; --min-loss-scale stops the fall and masks it; --lr, --clip-grad.
     False alarm: a fixed --loss-scale 1, chosen on purpose.
     """
-    if facts.plan.precision not in (None, "fp16") or facts.argument("loss_scale"):
-        return None
+    if facts.plan.precision not in (None, "fp16"):
+        return saw(Evidence(f"{facts.plan.precision} needs no loss scale", RUN_FILE))
+    if facts.argument("loss_scale"):
+        return saw(Evidence("the loss scale is fixed (--loss-scale)", RUN_FILE))
     settled = run.loss_scale[run.skipped.argmin() :] if run.steps else run.loss_scale
     known = settled[settled > 0]  # NaN is not
     if len(known) < MIN_SCALED_STEPS:
@@ -179,7 +183,7 @@ def find_scale_collapse(facts: Facts, run: Run) -> Finding | Look | None:
 
 
 @rule("no-learning", "losses that show no learning", "run", "losses", needs="run")
-def find_no_learning(facts: Facts, run: Run) -> Finding | None:
+def find_no_learning(facts: Facts, run: Run) -> Finding | Look:
     """The run computes, but its losses show that it does not learn.
 
     Meaning: the loss of updates is NaN or Inf, or it is as high at the end as at the beginning. The steps may be as
@@ -196,9 +200,14 @@ def find_no_learning(facts: Facts, run: Run) -> Finding | None:
     learning = measure_learning(run)
     if learning.not_finite:
         advice = "go back to the last checkpoint before that, lower --lr, and drop --no-check-for-nan-in-loss-and-grad"
-    elif learning.falls is not False or facts.argument("mock_data") or run.iterations[0] > 1 or facts.is_watched:
+    elif learning.falls is None:
+        return could_not_look(record=Recording.LONGER_RUN)
+    elif learning.falls:
+        return saw(Evidence(learning.losses, STEPS_FILE))
+    elif facts.argument("mock_data") or run.iterations[0] > 1 or facts.is_watched:
         # random tokens teach nothing, a continued run may have learned what it can, and so may a script's
-        return None
+        told = "mock data, continued runs and other scripts are not judged"
+        return could_not_look(Evidence(f"{learning.losses}; {told}", STEPS_FILE))
     else:
         advice = (
             "compare --lr and its warm-up with a run that learns, and look at the data (megatron-lite inspect PREFIX)"
@@ -208,7 +217,7 @@ def find_no_learning(facts: Facts, run: Run) -> Finding | None:
 
 
 @rule("hard-clipping", "gradients that are always clipped hard", "run", "losses", needs="run")
-def find_hard_clipping(facts: Facts, run: Run) -> Finding | None:
+def find_hard_clipping(facts: Facts, run: Run) -> Finding | Look:
     """The gradients' norm is far above the limit of clipping in nearly every step.
 
     Meaning: clipping is meant for rare outliers. Where each update is scaled down to the limit, the limit and not the
@@ -223,8 +232,13 @@ def find_hard_clipping(facts: Facts, run: Run) -> Finding | None:
     False alarm: the first steps of training; a recipe that normalizes gradients on purpose.
     """
     clipped, limit = measure_learning(run).clipped, find_clip_limit(run)
+    if not isinstance(limit, int | float) or limit <= 0:
+        return could_not_look(record=Recording.RUN_FOLDER)
+    if clipped is None and (~np.isnan(run.grad_norms)).sum() < MIN_UPDATES:
+        return could_not_look(record=Recording.LONGER_RUN)
     if clipped is None:
-        return None
+        text = f"the gradients' norm is not far above the limit of clipping ({limit:g}) in nearly all updates"
+        return saw(Evidence(text, STEPS_FILE))
     text = (
         f"the gradients' norm is {clipped:,.0f} times --clip-grad {limit:g} (median), and clipped in nearly all updates"
     )
@@ -292,7 +306,7 @@ SAVE, EVAL = Phase.SAVE.value, Phase.EVAL.value
 
 
 @rule("save-and-eval", "stalls for checkpoints and evaluations", "run", needs="run")
-def find_save_and_eval(facts: Facts, run: Run) -> Finding | None:
+def find_save_and_eval(facts: Facts, run: Run) -> Finding | Look:
     """Training stops for checkpoints and evaluations.
 
     Meaning: while a checkpoint is written or the validation loss is computed, no step runs. On several ranks the
@@ -308,8 +322,11 @@ def find_save_and_eval(facts: Facts, run: Run) -> Finding | None:
     times = {SAVE: int(run.saving.sum()), EVAL: int(run.evaluating.sum())}
     known = [name for name, number in times.items() if run.steps >= MIN_STEPS or number >= MIN_TIMES]
     stalls = {name: total for name in known if (total := math.fsum(run.phases_ms.get(name, ())))}
-    if not whole_ms or sum(stalls.values()) < MATTERS * whole_ms:
-        return None
+    if not whole_ms or not known:
+        return could_not_look(record=Recording.LONGER_RUN)
+    if sum(stalls.values()) < MATTERS * whole_ms:
+        text = f"saving and evaluating take {in_ms(sum(stalls.values()))} of {in_ms(whole_ms)} of all steps"
+        return saw(Evidence(text, STEPS_FILE))
     remedies = {
         SAVE: ("write in the background (--async-save)", "--async-save"),
         EVAL: ("evaluate less often (--eval-interval) or on less (--eval-iters)", "--eval-interval"),
@@ -317,11 +334,21 @@ def find_save_and_eval(facts: Facts, run: Run) -> Finding | None:
     if facts.argument("async_save"):
         remedies[SAVE] = ("save less often (--save-interval)", "--save-interval")
     cost = sum(stalls.values()) / run.steps
-    seen = []
-    for name, total in stalls.items():
-        of_all = f"{total / whole_ms:.0%} of the time of the run's {run.steps:,} steps"
-        text = f"{name}: {counted(times[name], 'time')}, {in_ms(total / times[name])} each, {of_all}"
-        seen.append(Evidence(text, "steps.jsonl"))
+    seen = [_describe_stalls(run, name, times[name], total) for name, total in stalls.items()]
     advice = f"reduce stalls: {' and '.join(remedies[name][0] for name in stalls)}"
     flags = tuple(remedies[name][1] for name in stalls)
     return build_time_finding(cost, seen, advice, flags)
+
+
+def _describe_stalls(run: Run, name: str, number: int, total_ms: float) -> Evidence:
+    """Describe what saving or evaluating takes.
+
+    Args:
+        run: its steps.
+        name: the phase.
+        number: how many times it came.
+        total_ms: all of them together.
+    """
+    share = total_ms / math.fsum(run.step_ms)
+    of_all = f"{share:.0%} of the time of the run's {run.steps:,} steps"
+    return Evidence(f"{name}: {counted(number, 'time')}, {in_ms(total_ms / number)} each, {of_all}", STEPS_FILE)
