@@ -293,3 +293,31 @@ def test_what_is_left_when_few_steps_are_steady_is_said(tmp_path):
     assert len(time.steady_steps) == 2 and "no step is a steady one (has eval in it)" in time.notes[0]
     time = measure(make_steps([300, 100]), tmp_path)
     assert "only one step counts; left out: ProfilerStep#0" in time.notes[0]
+
+
+@pytest.mark.parametrize(
+    "collective", ["c10d::allreduce_", "_c10d_functional::all_reduce", "c10d::_reduce_scatter_base_"]
+)
+def test_sums_of_gradients_by_hand_are_not_forward(tmp_path, collective):
+    """They have the number of the next step's first operator; a reduction within a pass has that of the operator behind it."""
+    made = MadeTrace(device=None)
+    for step in range(6):
+        at, number = 1000.0 * step, 10 * step
+        made.step(step + 1, at, at + 990)
+        made.op("aten::mm", at + 10, at + 100, sequence=number)
+        made.op(f"{collective} of tensors", at + 110, at + 150, sequence=number + 1)
+        made.op("aten::addmm", at + 160, at + 300, sequence=number + 1)
+        for which, start in ((number + 1, 310), (number, 500)):
+            made.op(
+                "autograd::engine::evaluate_function: MmBackward0",
+                at + start,
+                at + start + 180,
+                sequence=which,
+                forward_thread=1,
+            )
+        made.op(f"{collective} of gradients", at + 700, at + 800, sequence=number + 10)
+    trace, placing = place(made, tmp_path)
+    found = phase_by_name(trace, placing, Kind.OP)
+    assert found["aten::mm"] == found["aten::addmm"] == {"forward"}
+    assert found[f"{collective} of tensors"] == {"forward"}
+    assert found[f"{collective} of gradients"] == {None}

@@ -38,11 +38,6 @@ def measure_core_use(run: Run, chosen: Flags) -> CoreUse | None:
     return CoreUse(len(at), step_ms, take_mean(run.cpu_ms), wait_ms, take_mean(run.involuntary_switches))
 
 
-def measure_window_cores(run: Run) -> CoreUse | None:
-    """Of the profiled steps."""
-    return measure_core_use(run, run.profiled)
-
-
 def find_core_shortage(run: Run | None, kind: str = "", traces: Sequence[Trace] = ()) -> CoreShortage | None:
     """The rank and the kind of steps that lack a core for the largest part of a step; None where all have their cores.
 

@@ -24,6 +24,7 @@ from megatron_lite.phases import Phase
 
 SENDS = re.compile(r"aten::(to|_to_copy|copy_|cuda)$")
 TO_DEVICE = re.compile(r"HtoD|HostToDevice|Host ?-> ?Device", re.IGNORECASE)
+REDUCES = re.compile(r"_?c10d(_functional)?::_?(allreduce|all_reduce|reduce)")
 CLOSURE = "closure"  # that an optimizer calls in its step: what is neither forward nor backward in it
 MAX_NAMES = 100  # of ranges that are phases
 WRAPPER_SHARE = 0.9  # a range over so much of its step says nothing: what lies inside it is the phase
@@ -176,5 +177,40 @@ def _told_by_operators(trace: Trace, main_thread: int) -> Iterator[tuple[str, Ca
     found = trace.nest(nest.rows[nest.depth == 0]).row_at(events.start_ns[calls], events.thread[calls])
     sending = trace.nest(np.unique(found[found >= 0]))
     yield str(Phase.DATA_TO_DEVICE), lambda thread, moment: sending.position_at(moment, thread) >= 0
-    forward = trace.nest(operators[~backward[operators] & (events.sequence[operators] >= 0)])
+    tracked = operators[~backward[operators] & (events.sequence[operators] >= 0)]
+    forward = trace.nest(_drop_reductions_after_backward(trace, tracked, backward))
     yield str(Phase.FORWARD), lambda thread, moment: forward.position_at(moment, thread) >= 0
+
+
+def _drop_reductions_after_backward(trace: Trace, tracked: Integers, backward: Flags) -> Integers:
+    """Leave out gradients' sums by hand, which are no part of forward.
+
+    torch gives an operator that no gradient is taken of the number that the next one will have, so that a reduction after
+    backward has the number of the next step's first operator. That one, the last with its number, begins the next pass.
+
+    Args:
+        trace: all events.
+        tracked: rows of the operators with a number, outside of backward.
+        backward: [n] whether an event is autograd's.
+
+    Returns:
+        The rows without reductions that lie between the end of a backward pass and the next operator that owns its number.
+    """
+    events = trace.events
+    reduces = trace.matching(REDUCES.match)[tracked]
+    if not reduces.any():
+        return tracked
+    kept = ~reduces
+    for thread in np.unique(events.thread[tracked[reduces]]):
+        of_thread = tracked[events.thread[tracked] == thread]
+        numbers = events.sequence[of_thread]
+        # rows are ordered by start, and numbers only grow
+        is_owner = np.append(numbers[1:] != numbers[:-1], True) & ~trace.matching(REDUCES.match)[of_thread]
+        owners_ns = events.start_ns[of_thread[is_owner]]
+        backward_ns = np.sort(events.start_ns[backward])
+        mine = np.flatnonzero(reduces & (events.thread[tracked] == thread))
+        moments = events.start_ns[tracked[mine]]
+        last_owner = np.append(owners_ns, 0)[np.searchsorted(owners_ns, moments, side="right") - 1]
+        last_backward = np.append(backward_ns, 0)[np.searchsorted(backward_ns, moments, side="right") - 1]
+        kept[mine] = last_owner > last_backward
+    return tracked[kept]
