@@ -49,6 +49,7 @@ from megatron_lite.checkpoint.megatron_optimizer import (
     bucket_sizes,
     group_settings,
     layout,
+    read_group_flags,
     read_settings,
     write_settings,
 )
@@ -377,7 +378,8 @@ def writer(arguments: dict, parts: Mapping[str, Part] = MappingProxyType({})) ->
         if record.optimizer is not None:
             step = max((tensor.item() for name, tensor in tensors.items() if name.endswith(".step")), default=None)
             fused = namespace.transformer_impl == "transformer_engine"
-            values["optimizer"] = write_settings(step, take, group_settings(namespace, record), fused)
+            settings, flags = group_settings(namespace, record), read_group_flags(namespace)
+            values["optimizer"] = write_settings(step, take, settings, fused, flags)
         with open(folder / COMMON_FILE, "wb") as file:
             torch.save(values, file)
             file.flush()

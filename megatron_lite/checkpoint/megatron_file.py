@@ -320,7 +320,8 @@ def write_megatron_file(file: BinaryIO, record: CheckpointRecord, tensors: dict[
         MARK: {"record": record.to_json(), "random": kinds},
     }
     if record.optimizer is not None:
-        state["optimizer"] = write_optimizer(weights, take, group_settings(namespace, record), fused)
+        settings = group_settings(namespace, record)
+        state["optimizer"] = write_optimizer(weights, take, settings, fused, args.optimizer)
     if record.ranks:
         state["rng_state"] = write_rng_state(range(record.ranks), take, args.training.seed, kinds)
     torch.save(state, file)

@@ -14,12 +14,19 @@ from torch import Tensor
 from megatron_lite.checkpoint import unpickle
 from megatron_lite.checkpoint.megatron_args import MegatronArgs
 from megatron_lite.checkpoint.training_state import CheckpointRecord
+from megatron_lite.config.args import OptimizerArgs
+from megatron_lite.config.parameter_groups import (
+    EMBEDDING_AND_OUTPUT,
+    GROUPS,
+    NORMS_OF_HEADS,
+    ParameterGroup,
+    find_group,
+)
 from megatron_lite.errors import CheckpointError
 
 Take = Callable[[str], Tensor | None]
 COUNTERS = ("growth_tracker", "hysteresis_tracker")
 SHARDING = "fully_reshardable"  # of the distributed optimizer: a tensor for each parameter, in its shape
-DECOUPLED = ("embedding.word_embeddings.weight", "output_layer.weight")  # what --decoupled-lr is for
 
 
 class Unmapped(Exception):
@@ -55,11 +62,11 @@ def _members(groups: list[dict], state: dict, weights: dict[str, Tensor]) -> lis
     """The names of each group's parameters: those that its settings select, in order, if all shapes agree."""
     # Megatron-Core 0.16 no longer says so by that name
     separate = [bool(group.get("is_decoupled_lr")) or not group.get("default_config", True) for group in groups]
-    for decaying_norms in ((), ("q_layernorm.", "k_layernorm.")):  # the second: --apply-wd-to-qk-layernorm
+    for decaying_norms in ((), NORMS_OF_HEADS):  # the second: --apply-wd-to-qk-layernorm
         kinds = {}  # (decays, has a learning rate of its own) by name
         for name, weight in weights.items():
             decays = weight.ndim > 1 or any(norm in name for norm in decaying_norms)
-            kinds[name] = (decays, any(separate) and name in DECOUPLED)
+            kinds[name] = (decays, any(separate) and name in EMBEDDING_AND_OUTPUT)
         members = []
         for group, is_separate in zip(groups, separate):
             decay = group["wd_mult"] if "wd_mult" in group else group.get("pre_wd_mult", group.get("weight_decay"))
@@ -87,16 +94,16 @@ def read_loss_scale(optimizer: dict) -> dict[str, Tensor]:
     return found
 
 
-def write_optimizer(weights: dict[str, Tensor], take: Take, settings: dict, fused: bool) -> dict:
+def write_optimizer(weights: dict[str, Tensor], take: Take, settings: dict, fused: bool, o: OptimizerArgs) -> dict:
     """What Megatron's optimizer loads. weights: by our names, in Megatron's order. take: a flat name's tensor, or None.
 
-    settings: of a parameter group, from group_settings. fused: for Transformer Engine's Adam, which counts steps per
+    settings: of a parameter group, from group_settings. o: the optimizer's flags. fused: for Transformer Engine's Adam, which counts steps per
     group and stumbles over a count per parameter; torch's insists on the latter.
     """
     groups, state, masters, first = [], {}, [], 0
-    for decays in (True, False):
-        members = [name for name, weight in weights.items() if (weight.ndim > 1) == decays]
-        group = _group(settings, decays) | {"params": list(range(first, first + len(members)))}
+    for kind in _list_groups(o):
+        members = [name for name, weight in weights.items() if find_group(name, weight.ndim, o) == kind]
+        group = _group(settings, kind, o) | {"params": list(range(first, first + len(members)))}
         keys = ("step", "exp_avg", "exp_avg_sq", "momentum_buffer")
         held = [{key: take(f"optimizer.{name}.{key}") for key in keys} for name in members]
         entries = [{key: value for key, value in entry.items() if value is not None} for entry in held]
@@ -115,13 +122,13 @@ def write_optimizer(weights: dict[str, Tensor], take: Take, settings: dict, fuse
     return {"optimizer": inner, "fp32_from_fp16_params": masters} | _grad_scaler(take)
 
 
-def write_settings(step: float | None, take: Take, settings: dict, fused: bool) -> dict:
+def write_settings(step: float | None, take: Take, settings: dict, fused: bool, o: OptimizerArgs) -> dict:
     """What stands of an optimizer in a torch_dist folder's common.pt: all but its tensors.
 
     Megatron's optimizer for fp32, that for halves and the distributed one each find their own part in it.
     """
     counted = {} if step is None else {"step": int(step)}
-    inner = {"param_groups": [_group(settings, decays) | counted for decays in (True, False)]}
+    inner = {"param_groups": [_group(settings, kind, o) | counted for kind in _list_groups(o)]}
     if step is not None and not fused:
         inner["state"] = {"common_step": torch.tensor(float(step))}
     return inner | {"optimizer": inner, "param_state_sharding_type": SHARDING} | _grad_scaler(take)
@@ -165,8 +172,28 @@ def group_settings(args: Namespace, record: CheckpointRecord) -> dict:
     }
 
 
-def _group(settings: dict, decays: bool) -> dict:
-    return settings if decays else settings | {"weight_decay": 0.0, "wd_mult": 0.0}
+def read_group_flags(args: Namespace) -> OptimizerArgs:
+    """The flags that decide which parameters are a group."""
+    return OptimizerArgs(
+        decoupled_lr=getattr(args, "decoupled_lr", None),
+        decoupled_min_lr=getattr(args, "decoupled_min_lr", None),
+        apply_wd_to_qk_layernorm=getattr(args, "apply_wd_to_qk_layernorm", False),
+    )
+
+
+def _list_groups(o: OptimizerArgs) -> list[ParameterGroup]:
+    """Those that Megatron makes with these flags."""
+    return [kind for kind in GROUPS if o.decoupled_lr is not None or not kind.decoupled]
+
+
+def _group(settings: dict, kind: ParameterGroup, o: OptimizerArgs) -> dict:
+    if not kind.decays:
+        return settings | {"weight_decay": 0.0, "wd_mult": 0.0}
+    if not kind.decoupled:
+        return settings
+    floor = settings["min_lr"] if o.decoupled_min_lr is None else o.decoupled_min_lr
+    rates = {"lr": o.decoupled_lr, "max_lr": o.decoupled_lr, "min_lr": floor}
+    return settings | rates | {"default_config": False}
 
 
 def _grad_scaler(take: Take) -> dict:

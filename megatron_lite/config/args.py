@@ -146,6 +146,10 @@ class OptimizerArgs:
     optimizer: str = flag("adam", "adam is AdamW.", choices=("adam", "sgd"))
     lr: float | None = flag(None, "Peak learning rate. Required.", "at least 0; 6e-5 is usual")
     min_lr: float = flag(0.0, "Floor of the learning rate.")
+    decoupled_lr: float | None = flag(
+        None, "Peak learning rate of the word embedding and the output matrix, in place of --lr.", "at least 0"
+    )
+    decoupled_min_lr: float | None = flag(None, "Its floor; --min-lr when left out.", "at least 0")
     lr_decay_style: str = flag(
         "linear", "Shape of the decay.", choices=("constant", "linear", "cosine", "inverse-square-root", "WSD")
     )
@@ -161,6 +165,7 @@ class OptimizerArgs:
     lr_wsd_decay_iters: int | None = flag(None, "Length of WSD's last phase in iterations.", "at least 0")
     lr_wsd_decay_samples: int | None = flag(None, "The same in samples.", "at least 0")
     weight_decay: float = flag(0.01, "Decoupled weight decay of matrices; biases and norms get none.", "at least 0")
+    apply_wd_to_qk_layernorm: bool = flag(False, "With --qk-layernorm: its norms decay, too.")
     start_weight_decay: float | None = flag(None, "First weight decay, when it grows.")
     end_weight_decay: float | None = flag(None, "Last weight decay, when it grows.")
     weight_decay_incr_style: str = flag(

@@ -84,6 +84,8 @@ DEPENDS: dict[str, tuple[str, Callable[[Args], object]]] = {
     "--recompute-granularity full": (
         "recompute_method recompute_num_layers", lambda a: a.model.recompute_granularity == "full"
     ),
+    "--decoupled-lr": ("decoupled_min_lr", lambda a: a.optimizer.decoupled_lr is not None),
+    "--qk-layernorm": ("apply_wd_to_qk_layernorm", lambda a: a.model.qk_layernorm),
     "--lr-decay-style WSD": (
         "lr_wsd_decay_style lr_wsd_decay_iters lr_wsd_decay_samples", lambda a: a.optimizer.lr_decay_style == "WSD"
     ),

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from megatron_lite.config.args import Args
+from megatron_lite.config.args import Args, OptimizerArgs
 from megatron_lite.config.layout import ZERO_BUBBLE, Layout, Sharding, Stage, plan_layout, plan_sharding, plan_stage
 from megatron_lite.config.shape import ModelShape, RankShape, recomputed_layers
 from megatron_lite.config.world import World
@@ -94,6 +94,14 @@ class LearningRatePlan:
     start_weight_decay: float
     end_weight_decay: float
     weight_decay_samples: int
+
+    def decouple(self, o: OptimizerArgs) -> "LearningRatePlan | None":
+        """The same with the rates of --decoupled-lr; None without that flag."""
+        if o.decoupled_lr is None:
+            return None
+        return replace(
+            self, peak=o.decoupled_lr, floor=self.floor if o.decoupled_min_lr is None else o.decoupled_min_lr
+        )
 
 
 @dataclass(frozen=True)

@@ -12,21 +12,27 @@ import torch
 from torch import Tensor, nn
 
 from megatron_lite.config.args import OptimizerArgs, PrecisionArgs
+from megatron_lite.config.parameter_groups import GROUPS, ParameterGroup, find_group
 from megatron_lite.config.plan import LearningRatePlan, Plan
 from megatron_lite.marks import MASTER_WEIGHTS, mark_memory
 from megatron_lite.phases import BeginPhase, Phase
 
 
-def make_engine(o: OptimizerArgs, weights: list[nn.Parameter], lr: Tensor) -> torch.optim.Optimizer:
-    """A fused torch optimizer over `weights`, reading its learning rate from the device tensor `lr`.
+def make_engine(
+    o: OptimizerArgs, members: dict[ParameterGroup, list[nn.Parameter]], rates: dict[bool, Tensor]
+) -> torch.optim.Optimizer:
+    """A fused torch optimizer.
 
-    The first group, matrices and embeddings, decays as Optimizer.follow sets it; vectors (biases, norms) do not.
+    Args:
+        o: Its flags.
+        members: The weights of each group. Those that decay do so as Optimizer.follow sets it.
+        rates: The device tensors from which learning rates are read, by whether --decoupled-lr sets them.
     """
     groups = [
-        {"params": [w for w in weights if w.ndim > 1], "weight_decay": 0.0},
-        {"params": [w for w in weights if w.ndim <= 1], "weight_decay": 0.0},
+        {"params": own, "weight_decay": 0.0, "lr": rates[kind.decoupled], "decays": kind.decays}
+        for kind, own in members.items()
     ]
-    groups = [group for group in groups if group["params"]]
+    lr, weights = rates[False], [weight for own in members.values() for weight in own]
     engine: torch.optim.Optimizer
     if o.optimizer == "adam":
         engine = torch.optim.AdamW(groups, lr=lr, betas=(o.adam_beta1, o.adam_beta2), eps=o.adam_eps, fused=True)
@@ -103,29 +109,44 @@ class Optimizer:
         device: torch.device,
         sum_over_ranks: Callable[[Tensor], Tensor] | None = None,
         counted: list[bool] | None = None,
+        names: list[str] | None = None,
     ):
         """
         Args:
             sum_over_ranks: Sums a number over ranks that hold other parts of the parameters; None if this rank has all.
             counted: Which parameters this rank counts in that sum, as others hold them too; all if None.
+            names: Of the parameters, by which some have a learning rate or weight decay of their own.
         """
         self.plan, self._sum_over_ranks = plan, sum_over_ranks
         self._counted = counted or [True] * len(parameters)
         self.weights = MasterWeights(parameters)
         self.scaler = make_loss_scale(plan.precision, plan.args.precision, device)
         self.lr = torch.tensor(0.0, dtype=torch.float32, device=device)
-        self.engine = make_engine(plan.args.optimizer, self.weights.masters, self.lr)
+        self.decoupled_lr = torch.tensor(0.0, dtype=torch.float32, device=device)  # of --decoupled-lr
+        rates = {False: self.lr, True: self.decoupled_lr}
+        self._members = self._group(names or [""] * len(parameters))
+        self.engine = make_engine(plan.args.optimizer, self._members, rates)
         self.good_samples = torch.zeros((), dtype=torch.int64, device=device)
         self.stopped = torch.zeros((), dtype=torch.bool, device=device)
         self._one = torch.ones((), dtype=torch.float32, device=device)
         self.follow(plan.learning_rate)
 
+    def _group(self, names: list[str]) -> dict[ParameterGroup, list[nn.Parameter]]:
+        """The weights of each group that has any."""
+        members: dict[ParameterGroup, list[nn.Parameter]] = {kind: [] for kind in GROUPS}
+        for name, master in zip(names, self.weights.masters, strict=True):
+            members[find_group(name, master.ndim, self.plan.args.optimizer)].append(master)
+        return {kind: own for kind, own in members.items() if own}
+
     def follow(self, schedule: LearningRatePlan) -> None:
         """Take learning rate and weight decay from `schedule`."""
         self.schedule = schedule
+        self.decoupled_schedule = schedule.decouple(self.plan.args.optimizer)
         self._decay_changes = schedule.weight_decay_style != "constant"
         # torch applies a constant decay; one that changes it would want as a number on the host, so that step does it
-        self.engine.param_groups[0]["weight_decay"] = 0.0 if self._decay_changes else schedule.start_weight_decay
+        for group in self.engine.param_groups:
+            is_constant = group["decays"] and not self._decay_changes
+            group["weight_decay"] = schedule.start_weight_decay if is_constant else 0.0
         self._set_rates()
 
     def resume(self) -> None:
@@ -208,17 +229,22 @@ class Optimizer:
         """Set the rates of the step that starts after the good samples so far. Returns the learning rate."""
         rate = compute_learning_rates(self.schedule, self.good_samples)
         self.lr.copy_(rate)
+        if self.decoupled_schedule is not None:
+            self.decoupled_lr.copy_(compute_learning_rates(self.decoupled_schedule, self.good_samples))
         return rate
 
     def _decay(self, skipped: Tensor, divide_by: Tensor) -> None:
         decay = compute_weight_decays(self.schedule, self.good_samples).float()
-        matrices = [w for w in self.weights.masters if w.ndim > 1]
-        if self.plan.args.optimizer.optimizer == "adam":
-            keep = torch.where(skipped, self._one, 1 - self.lr * decay)
-            torch._foreach_mul_(matrices, keep)
-        else:  # SGD's decay is part of the gradient, and goes through the momentum
-            scaled = torch._foreach_mul([w.detach() for w in matrices], decay * divide_by)
-            torch._foreach_add_([w.grad for w in matrices], scaled)
+        for group in self.engine.param_groups:
+            weights = group["params"]
+            if not group["decays"]:
+                continue
+            if self.plan.args.optimizer.optimizer == "adam":
+                keep = torch.where(skipped, self._one, 1 - group["lr"] * decay)
+                torch._foreach_mul_(weights, keep)
+            else:  # SGD's decay is part of the gradient, and goes through the momentum
+                scaled = torch._foreach_mul([w.detach() for w in weights], decay * divide_by)
+                torch._foreach_add_([w.grad for w in weights], scaled)
 
     def tensors(self, names: list[str]) -> dict[str, Tensor]:
         """Everything that the next step depends on besides the model, under checkpoint.record's flat names.

@@ -38,7 +38,7 @@ def run(plan: Plan, streams: DataStreams, eod: int | None, instruments, make_log
     gc.collect()
     log_model(plan)
     logger.info(f"  {describe_layout(plan)}")
-    optimizer = Optimizer(plan, replica.parameters, device, replica.sum_over_ranks, replica.counted)
+    optimizer = Optimizer(plan, replica.parameters, device, replica.sum_over_ranks, replica.counted, replica.names)
     formats = describe_precision(plan.precision, plan.fp32_gradients, plan.args.precision)
     logger.info(f"  {plan.args.optimizer.optimizer}: fused, {formats}")
     set_seed(plan.args.training.seed + 1 + _number_dropout_stream(plan))

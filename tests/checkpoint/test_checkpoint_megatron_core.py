@@ -124,6 +124,49 @@ def test_groups_of_their_own_learning_rate_and_decaying_head_norms(settings, tmp
     assert same(read_all(MegatronFile(path)), theirs.flat())
 
 
+GROUP_FLAGS = {
+    "--decoupled-lr 3e-2 --decoupled-min-lr 3e-3": {"decoupled_lr": 3e-2, "decoupled_min_lr": 3e-3},
+    "--decoupled-lr 3e-2": {"decoupled_lr": 3e-2},
+    "--qk-layernorm --apply-wd-to-qk-layernorm": {"apply_wd_to_qk_layernorm": True},
+    "--decoupled-lr 3e-2 --qk-layernorm --apply-wd-to-qk-layernorm": {
+        "decoupled_lr": 3e-2,
+        "apply_wd_to_qk_layernorm": True,
+    },
+}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("words", GROUP_FLAGS)
+def test_groups_of_parameters_are_trained_as_by_megatron_core(words, precision, tmp_path, optimizers_on_cpu):
+    """Learning rates of embedding and output matrix, and decaying norms of heads; checkpoints of them cross over."""
+    plan, shape = plan_for(precision, words, "--weight-decay 0.3"), VARIANTS["qk_layernorm"]
+    ours, plain = Ours(plan, shape), Ours(plan_for(precision, "--weight-decay 0.3"), shape)
+    theirs = Theirs(plan, shape, ours.model.state_dict())
+    theirs.make_optimizer(theirs.model, **GROUP_FLAGS[words])
+    for step in range(5):
+        for run in (ours, plain, theirs):
+            run.step(gradients(shape, step))
+
+    def differ(one, other):
+        pairs = [(one.flat()[name], other.flat()[name]) for name in one.flat() if name.startswith("model.")]
+        return max((a.float() - b.float()).abs().max().item() for a, b in pairs)
+
+    assert differ(ours, theirs) <= (1e-6 if precision == "fp32" else 0) and differ(ours, plain) > 1e-4
+    ours.save(tmp_path / "model_optim_rng.pt", 5)
+    assert same(read_all(MegatronFile(tmp_path / "model_optim_rng.pt")), ours.flat())
+    # Megatron-Core 0.16.1 takes two groups that differ in their learning rate only for one, also in its own checkpoints
+    if "decoupled" not in words:
+        back = Theirs(plan, shape)
+        back.make_optimizer(back.model, **GROUP_FLAGS[words])
+        back.load(tmp_path / "model_optim_rng.pt")
+        assert same(back.flat(), ours.flat())
+    saved = torch.load(tmp_path / "model_optim_rng.pt", weights_only=False)["optimizer"]
+    groups = saved.get("optimizer", saved)["param_groups"]
+    own = [(group["max_lr"], group["min_lr"]) for group in groups if not group["default_config"]]
+    floor = plan.learning_rate.floor
+    assert own == ([(3e-2, 3e-3 if "min" in words else floor)] if "decoupled" in words else [])
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("bucket_size", [None, 100])
 def test_the_distributed_optimizers_buffers_are_read(precision, bucket_size, tmp_path, optimizers_on_cpu):

@@ -377,7 +377,7 @@ class Ours:
         self.plan, self.shape = plan, shape
         self.model = build(shape, seed=7).to(DTYPES[plan.precision])
         self.parameters = dict(self.model.named_parameters())
-        self.optimizer = Optimizer(plan, list(self.parameters.values()), CPU)
+        self.optimizer = Optimizer(plan, list(self.parameters.values()), CPU, names=list(self.parameters))
 
     def step(self, gradients: dict):
         scale = self.optimizer.loss_scale

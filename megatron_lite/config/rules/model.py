@@ -104,6 +104,7 @@ def _check_custom_model(args: Args) -> Iterator[str]:
         f"--recompute-granularity {m.recompute_granularity}": m.recompute_granularity,
         "--torch-compile layers": args.training.torch_compile == "layers",
         "--log-throughput": args.watch.log_throughput,
+        "--decoupled-lr": args.optimizer.decoupled_lr is not None,
         "--ckpt-format torch": args.checkpoint.ckpt_format == "torch",
     }
     for flag in (flag for flag, is_given in given.items() if is_given and m.model is not None):

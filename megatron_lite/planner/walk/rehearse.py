@@ -138,7 +138,7 @@ def walk(
 def prepare(plan: Plan, groups: Groups, backend: Backend) -> Callable:
     """Make everything of a run that holds device memory; returns its step(phase)."""
     replica = build_replica(plan, groups, backend)
-    optimizer = Optimizer(plan, replica.parameters, HOST, replica.sum_over_ranks, replica.counted)
+    optimizer = Optimizer(plan, replica.parameters, HOST, replica.sum_over_ranks, replica.counted, replica.names)
     # The first micro-batch finds no gradients, those after it do; among several ranks the last lets go of its own copies
     # while it reduces. All between are alike.
     chunks, stages = len(plan.stage.chunks), plan.stage.stages
