@@ -95,10 +95,15 @@ def read_loss_scale(optimizer: dict) -> dict[str, Tensor]:
 
 
 def write_optimizer(weights: dict[str, Tensor], take: Take, settings: dict, fused: bool, o: OptimizerArgs) -> dict:
-    """What Megatron's optimizer loads. weights: by our names, in Megatron's order. take: a flat name's tensor, or None.
+    """What Megatron's optimizer loads.
 
-    settings: of a parameter group, from group_settings. o: the optimizer's flags. fused: for Transformer Engine's Adam, which counts steps per
-    group and stumbles over a count per parameter; torch's insists on the latter.
+    Args:
+        weights: By our names, in Megatron's order.
+        take: Gives a flat name's tensor, or None.
+        settings: Of a parameter group, from group_settings.
+        fused: For Transformer Engine's Adam, which counts steps per group and stumbles over a count per parameter; torch's
+            insists on the latter.
+        o: The optimizer's flags.
     """
     groups, state, masters, first = [], {}, [], 0
     for kind in _list_groups(o):
