@@ -101,8 +101,8 @@ def write_optimizer(weights: dict[str, Tensor], take: Take, settings: dict, fuse
         weights: By our names, in Megatron's order.
         take: Gives a flat name's tensor, or None.
         settings: Of a parameter group, from group_settings.
-        fused: For Transformer Engine's Adam, which counts steps per group and stumbles over a count per parameter; torch's
-            insists on the latter.
+        fused: For Transformer Engine's Adam, which counts steps per group and stumbles over a count per parameter;
+            torch's insists on the latter.
         o: The optimizer's flags.
     """
     groups, state, masters, first = [], {}, [], 0
