@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from megatron_lite.analysis.findings.base import Finding, Look
+from megatron_lite.analysis.findings.base import Finding, Observation
 from megatron_lite.analysis.findings.check_case import Check
 from megatron_lite.analysis.run_facts import Facts
 from megatron_lite.analysis.verdict_word import VerdictWord, describe_headline
@@ -37,5 +37,5 @@ class Report:
     findings: tuple[Finding, ...]  # most costly first
     facts: Facts
     read_s: float  # how long reading and analyzing took
-    looks: Mapping[str, Look]  # by code: what each rule saw
+    looks: Mapping[str, Observation]  # by code: what each rule saw
     checks: tuple[Check, ...]  # the list of questions in its order

@@ -196,7 +196,7 @@ def audit(argv: list[str]) -> int:
     add("--all", action="store_true", help="all evidence of each check")
     options = parser.parse_args(argv)
     report, *others = _analyze(options.paths, *([[options.against]] if options.against else []))
-    from megatron_lite.analysis.findings.base import Outcome
+    from megatron_lite.analysis.findings.base import CheckResult
     from megatron_lite.analysis.findings.checks import answer_checks
     from megatron_lite.report.json_file import plain
     from megatron_lite.report.section import section_lines
@@ -215,5 +215,5 @@ def audit(argv: list[str]) -> int:
     content = {"schema": AUDIT_SCHEMA, "title": report.title, "against": against, "points": plain(checks)}
     written = write_json(options.json, content)
     print_lines([*map(style.bold, titles), "", *section_lines(section, style), *written])
-    has_failed = any(check.answer is Outcome.FAILED for check in checks)
+    has_failed = any(check.answer is CheckResult.FAILED for check in checks)
     return FAILED if options.strict and has_failed else 0

@@ -53,7 +53,7 @@ NOT_VISIBLE = "not visible"
 
 
 @dataclass(frozen=True)
-class Answer:
+class CheckCard:
     """A question to the run and its answer, with what the answer rests on."""
 
     number: int
@@ -67,7 +67,7 @@ class Answer:
     in_full: bool
 
 
-Block = Table | Lines | Card | Answer
+Block = Table | Lines | Card | CheckCard
 
 
 @dataclass(frozen=True)
@@ -141,8 +141,8 @@ def section_lines(section: Section, style: Style) -> list[str]:
             lines += table_lines(block, style) if block.rows else []
         elif isinstance(block, Card):
             lines += _write_card(block, style)
-        elif isinstance(block, Answer):
-            lines += _write_answer(block, style)
+        elif isinstance(block, CheckCard):
+            lines += _write_check_card(block, style)
         else:
             lines += _write_sentences(block, style)
     return lines
@@ -165,7 +165,7 @@ NAME_WIDTH = 31
 ANSWER_INDENT = " " * (ANSWER_WIDTH + 7)
 
 
-def _write_answer(block: Answer, style: Style) -> list[str]:
+def _write_check_card(block: CheckCard, style: Style) -> list[str]:
     """Write an answer in a line: the question's name and what was seen first, or what is missing. In full write all."""
     answer = block.answer
     paint = style.dim

@@ -35,7 +35,7 @@ from support.training_maker import ADD, FP32_GEMM, Step
 
 from megatron_lite.analysis.analyze import analyze
 from megatron_lite.analysis.findings import base, checks
-from megatron_lite.analysis.findings.base import Evidence, Outcome
+from megatron_lite.analysis.findings.base import CheckResult, Evidence
 from megatron_lite.analysis.findings.check_case import Check
 from megatron_lite.analysis.findings.checks import QUESTIONS, Question, answer_checks
 from megatron_lite.analysis.findings.rules import RULES, judge
@@ -46,7 +46,7 @@ from megatron_lite.report.section import section_lines
 from megatron_lite.report.sections.checked import build_checked_section
 from megatron_lite.report.text import Style
 
-PASS, FAIL, NOT_VISIBLE = Outcome.PASSED, Outcome.FAILED, Outcome.NOT_VISIBLE
+PASS, FAIL, NOT_VISIBLE = CheckResult.PASSED, CheckResult.FAILED, CheckResult.NOT_VISIBLE
 NOTHING = Facts((), None, (), None, ())
 REAL = [
     path

@@ -10,7 +10,7 @@ from support import report_cases as cases
 from support.training_maker import gpu, ordinary_steps, run
 
 from megatron_lite.analysis.analyze import analyze, describe_run
-from megatron_lite.analysis.findings.base import Outcome
+from megatron_lite.analysis.findings.base import CheckResult
 from megatron_lite.analysis.rank_facts import RankFacts
 from megatron_lite.analysis.run_facts import Facts
 from megatron_lite.analysis.verdict import build_verdict
@@ -304,7 +304,7 @@ def test_a_gpu_trace_that_breaks_off_is_no_cpu_run(tmp_path):
     report = analyze([path])
     assert report.verdict.confidence == "low" and "the JSON breaks off" in report.verdict.why
     assert not [one for one in report.findings if one.certain]
-    assert {check.answer for check in report.checks} == {Outcome.NOT_VISIBLE}
+    assert {check.answer for check in report.checks} == {CheckResult.NOT_VISIBLE}
 
 
 def test_launches_without_kernels_lower_confidence(tmp_path):

@@ -6,7 +6,7 @@ from support.training_maker import ordinary_steps, run
 
 from megatron_lite import machine
 from megatron_lite.analysis.analyze import analyze
-from megatron_lite.analysis.findings.check_case import Case
+from megatron_lite.analysis.findings.check_case import CheckCase
 from megatron_lite.analysis.findings.run_checks import look_at_compilation
 from megatron_lite.config.check import remarks
 from megatron_lite.config.help import help_text
@@ -102,5 +102,5 @@ def test_reports_say_how_much_of_the_first_step_was_compiling(tmp_path):
     [found] = [one for one in report.findings if one.code == "first-step"]
     assert found.evidence[0].text.endswith("99% of 40 steps, 18,000.0 ms of the first for compiling")
     assert found.flags == ("--torch-compile none", "TORCHINDUCTOR_CACHE_DIR") and "--torch-compile none" in found.advice
-    [evidence] = look_at_compilation(Case(report.facts)).evidence
+    [evidence] = look_at_compilation(CheckCase(report.facts)).evidence
     assert "first step 30,000.0 ms (18,000.0 ms of it compiling), typical ones" in evidence.text

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from support import report_cases as cases
 
+from megatron_lite.analysis.findings.checks import QUESTIONS
 from megatron_lite.analysis.findings.rules import RULES
 from megatron_lite.analysis.memory.memory_results import Moment
 from megatron_lite.analysis.time.time_results import Span
@@ -189,6 +190,16 @@ def test_a_finding_is_explained_in_its_card_as_explain_does_it(capsys):
     assert main(["explain", "starved-loader"]) == 0
     paragraphs = re.sub(r"\n +", " ", capsys.readouterr().out).split("\n")[2:]
     assert len(paragraphs) > 5 and all(one in said for one in paragraphs) and "<details><summary>" in card
+
+
+def test_the_page_ends_with_the_checks_and_leads_to_their_findings():
+    page = html_page(cases.report())
+    section = page[page.index('<section id="checked"') :]
+    said = html.unescape(section)
+    places = [said.index(question.text) for question in QUESTIONS]
+    assert places == sorted(places) and section.count('<article class="answer">') == len(QUESTIONS)
+    assert '<a href="#finding-sync-in-step">' in section and 'id="finding-sync-in-step"' in page
+    assert '<section id="' not in section[1:].partition('<section id="gaps"')[0]
 
 
 def test_the_numbers_of_a_chart_are_its_points():

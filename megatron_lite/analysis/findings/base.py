@@ -73,7 +73,7 @@ class Finding:
 NO_STEADY_STEP = "the trace has no steady step"
 
 
-class Outcome(str, enum.Enum):
+class CheckResult(str, enum.Enum):
     """The answer of a run to a question."""
 
     PASSED = "pass"  # the run shows it
@@ -85,21 +85,21 @@ class Outcome(str, enum.Enum):
 
 
 @dataclass(frozen=True)
-class Look:
+class Observation:
     """What a rule saw where it found no cause worth a finding, or why it could not look."""
 
-    outcome: Outcome
+    outcome: CheckResult
     evidence: tuple[Evidence, ...] = ()  # never empty for passed and failed
     remedy: str = ""  # failed: what to change; not visible: what to record; "" for passed
     code: str = ""  # failed: the rule whose page explains it; "" where none does
 
 
-def saw(*evidence: Evidence) -> Look:
+def saw(*evidence: Evidence) -> Observation:
     """Build the look of a rule that could look and found nothing wrong."""
-    return Look(Outcome.PASSED, evidence)
+    return Observation(CheckResult.PASSED, evidence)
 
 
-def saw_wrong(remedy: str, *evidence: Evidence, code: str = "") -> Look:
+def saw_wrong(remedy: str, *evidence: Evidence, code: str = "") -> Observation:
     """Build the look of a rule that saw something wrong, whose cost is unknown or too small for a finding.
 
     Args:
@@ -107,20 +107,20 @@ def saw_wrong(remedy: str, *evidence: Evidence, code: str = "") -> Look:
         evidence: what was seen, what counts most first.
         code: the rule whose page explains it; "" where none does.
     """
-    return Look(Outcome.FAILED, evidence, remedy, code)
+    return Observation(CheckResult.FAILED, evidence, remedy, code)
 
 
-def could_not_look(*evidence: Evidence, record: str = "") -> Look:
+def could_not_look(*evidence: Evidence, record: str = "") -> Observation:
     """Build the look of a rule that could not look.
 
     Args:
         evidence: what was seen all the same, and why it does not answer.
         record: what to record, one line; "" for what the rule itself names.
     """
-    return Look(Outcome.NOT_VISIBLE, evidence, record)
+    return Observation(CheckResult.NOT_VISIBLE, evidence, record)
 
 
-def saw_nothing(one: RankFacts, what: str) -> Look:
+def saw_nothing(one: RankFacts, what: str) -> Observation:
     """Build the look of a rule that found nothing of its kind among the operators of a trace's steady steps.
 
     Args:
@@ -134,7 +134,7 @@ def saw_nothing(one: RankFacts, what: str) -> Look:
     return saw(Evidence(f"{what} in {counted(one.steady_steps, 'steady step')}", one.where()))
 
 
-def told_by(code: str, what: str) -> Look:
+def told_by(code: str, what: str) -> Observation:
     """Build the look of a rule whose cause another rule tells.
 
     Args:
@@ -144,7 +144,7 @@ def told_by(code: str, what: str) -> Look:
     return saw_wrong(f"see {code}", Evidence(what), code=code)
 
 
-def tell_more(answer: Finding | Look, look: Look) -> Finding | Look:
+def tell_more(answer: Finding | Observation, look: Observation) -> Finding | Observation:
     """Keep a finding; put a look that says more in the place of one that found nothing."""
     return answer if isinstance(answer, Finding) else look
 
@@ -157,18 +157,18 @@ class Rule:
     title: str  # a few words
     subjects: tuple[str, ...]  # the report's sections with its evidence
     needs: Needs
-    function: Callable[..., Finding | Look]  # (facts), or (facts, what it needs)
+    function: Callable[..., Finding | Observation]  # (facts), or (facts, what it needs)
     record: str = ""  # what to record so that it can look
 
     def __call__(self, facts: Facts) -> Finding | None:
         found = self.examine(facts)
         return found if isinstance(found, Finding) else None
 
-    def examine(self, facts: Facts) -> Finding | Look:
+    def examine(self, facts: Facts) -> Finding | Observation:
         """Find the cause, or say what was seen in its place."""
         one = facts.critical
         known = {"run": facts.run, "snapshot": facts.highest_snapshot}.get(self.needs, one)
-        answer: Finding | Look
+        answer: Finding | Observation
         if not self.needs:
             answer = self.function(facts)
         elif known is None or (self.needs == "gpu" and one is not None and not one.time.on_gpu):
@@ -177,7 +177,7 @@ class Rule:
             answer = self.function(facts, known)
         if isinstance(answer, Finding):
             return replace(answer, code=self.code, title=answer.title or self.title)
-        if answer.outcome is Outcome.NOT_VISIBLE and not answer.remedy:
+        if answer.outcome is CheckResult.NOT_VISIBLE and not answer.remedy:
             return replace(answer, remedy=self.record)
         return answer
 
@@ -189,7 +189,7 @@ class Rule:
 
 def rule(
     code: str, title: str, *subjects: str, needs: Needs = "", record: str = ""
-) -> Callable[[Callable[..., Finding | Look]], Rule]:
+) -> Callable[[Callable[..., Finding | Observation]], Rule]:
     """Make a function a rule, whose docstring is its page.
 
     Args:
@@ -227,7 +227,7 @@ def find_lost_time(
     cheap: bool = False,
     at_least: float = MATTERS,
     title: str = "",
-) -> Finding | Look:
+) -> Finding | Observation:
     """Find what costs `cost` ms of each step, and gains that if it goes; of less than a notable share say what was seen.
 
     Args:

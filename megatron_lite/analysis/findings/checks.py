@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from megatron_lite.analysis.contradictions import find_contradictions, rests_on_run_only
-from megatron_lite.analysis.findings.base import Evidence, Finding, Look, Outcome, Recording, could_not_look
-from megatron_lite.analysis.findings.check_case import Case, Check, fail_by_findings
+from megatron_lite.analysis.findings.base import CheckResult, Evidence, Finding, Observation, Recording, could_not_look
+from megatron_lite.analysis.findings.check_case import Check, CheckCase, fail_by_findings
 from megatron_lite.analysis.findings.rules import REPORT_BUG
 from megatron_lite.analysis.findings.run_checks import (
     look_at_batches,
@@ -30,7 +30,9 @@ class Question:
     text: str
     name: str  # the same in a few words
     codes: tuple[str, ...] = ()  # of the rules whose findings answer it: failed
-    look: Callable[[Case], Look] | None = None  # without a finding; None: what the rule with the first code saw
+    look: Callable[[CheckCase], Observation] | None = (
+        None  # without a finding; None: what the rule with the first code saw
+    )
     record: str = ""  # what to record where the look does not say
 
 
@@ -147,7 +149,7 @@ QUESTIONS: tuple[Question, ...] = (
 
 
 def answer_checks(
-    facts: Facts, findings: Sequence[Finding], looks: Mapping[str, Look], other: Facts | None = None
+    facts: Facts, findings: Sequence[Finding], looks: Mapping[str, Observation], other: Facts | None = None
 ) -> tuple[Check, ...]:
     """Answer all questions of the table, in its order.
 
@@ -157,27 +159,27 @@ def answer_checks(
         looks: what each rule saw, by code.
         other: a second run, which the questions about 16 bits and losses are answered against.
     """
-    case = Case(facts, tuple(findings), looks, other)
+    case = CheckCase(facts, tuple(findings), looks, other)
     doubts = find_contradictions(facts)
     return tuple(_answer(number, question, case, doubts) for number, question in enumerate(QUESTIONS, 1))
 
 
-def _answer(number: int, question: Question, case: Case, doubts: Sequence[str]) -> Check:
+def _answer(number: int, question: Question, case: CheckCase, doubts: Sequence[str]) -> Check:
     """Answer one question. doubts: what speaks against the trace or snapshot, the most important first."""
     found = case.find(*question.codes)
     look = fail_by_findings(found) if found else _look(question, case)
     is_doubtful = bool(doubts) and not rests_on_run_only(look.evidence)
-    if is_doubtful and look.outcome is not Outcome.NOT_VISIBLE:
+    if is_doubtful and look.outcome is not CheckResult.NOT_VISIBLE:
         look = could_not_look(*look.evidence, record=f"record again: {doubts[0]}")
     way_out = look.remedy
-    if look.outcome is not Outcome.PASSED and not way_out:
+    if look.outcome is not CheckResult.PASSED and not way_out:
         way_out = question.record
     in_words = case.facts.in_words
     evidence = tuple(replace(one, text=in_words(one.text)) for one in look.evidence)
     return Check(number, question.text, look.outcome, evidence, look.code, in_words(way_out), question.name)
 
 
-def _look(question: Question, case: Case) -> Look:
+def _look(question: Question, case: CheckCase) -> Observation:
     """Look where no finding answers a question."""
     if question.look is None:
         return case.get_look(question.codes[0]) or could_not_look()

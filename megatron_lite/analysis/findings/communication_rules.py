@@ -8,7 +8,7 @@ import numpy as np
 from megatron_lite.analysis.findings.base import (
     Evidence,
     Finding,
-    Look,
+    Observation,
     Recording,
     build_time_finding,
     could_not_look,
@@ -87,7 +87,7 @@ def _describe_early_share(one: RankFacts, seen: Reduction) -> Evidence:
 
 
 @rule("all-reduce-tail", "gradient reduction after backward's end", "phases", "collectives", needs="trace")
-def find_all_reduce_tail(facts: Facts, one: RankFacts) -> Finding | Look:
+def find_all_reduce_tail(facts: Facts, one: RankFacts) -> Finding | Observation:
     """Gradients are still being reduced when backward is over.
 
     Meaning: buckets are reduced while backward goes on, but the last ones are complete only at its end (with tied
@@ -166,7 +166,7 @@ BUCKETS = 8  # enough that the last one is a small part
 
 
 @rule("no-overlap", "gradient reduction not overlapped with compute", "step", "collectives", needs="trace")
-def find_no_overlap(facts: Facts, one: RankFacts) -> Finding | Look:
+def find_no_overlap(facts: Facts, one: RankFacts) -> Finding | Observation:
     """Gradients are reduced only after backward is over.
 
     Meaning: no collective begins before backward's last computation: overlap is off, or there are so few buckets that
@@ -204,7 +204,7 @@ BUCKET_FLAG = f"--ddp-bucket-size {DEFAULT_BUCKET}"
 
 
 @rule("small-buckets", "many small collectives", "collectives", needs="trace")
-def find_small_buckets(facts: Facts, one: RankFacts) -> Finding | Look:
+def find_small_buckets(facts: Facts, one: RankFacts) -> Finding | Observation:
     """Gradients are reduced in many small collectives.
 
     Meaning: each collective pays a latency that does not depend on its size. Below about a megabyte the latency, not
@@ -245,7 +245,7 @@ AS_MANY = 0.5  # of the last micro-batch's collectives, in each of the others: a
 
 
 @rule("reduce-every-micro-batch", "gradient reduction in every micro-batch", "collectives", needs="trace")
-def find_reduce_every_micro_batch(facts: Facts, one: RankFacts) -> Finding | Look:
+def find_reduce_every_micro_batch(facts: Facts, one: RankFacts) -> Finding | Observation:
     """Gradients are reduced in every micro-batch instead of once per step.
 
     Meaning: while gradients are accumulated, only the sum after the last micro-batch is needed on all ranks. Reducing
@@ -294,7 +294,7 @@ CAUSES = {
 
 
 @rule("straggler", "rank that the others wait for", "ranks", "collectives")
-def find_straggler(facts: Facts) -> Finding | Look:
+def find_straggler(facts: Facts) -> Finding | Observation:
     """One rank makes the others wait.
 
     Meaning: every collective ends for all when the last rank has come. A rank that is slower, or that waits for its
@@ -347,7 +347,7 @@ def find_straggler(facts: Facts) -> Finding | Look:
     return build_time_finding(found.caused_wait_ms, seen, advice, flags, certain, found.rank)
 
 
-def look_at_ranks(facts: Facts) -> Look:
+def look_at_ranks(facts: Facts) -> Observation:
     """Say between how many ranks no lasting lag was found; one rank's times tell of none."""
     traced = len(facts.ranks.rows) if facts.ranks else 0
     recorded = len(facts.run.ranks.step_ms) if facts.run and facts.run.ranks else 0
@@ -377,7 +377,7 @@ def _describe_lateness(found: Straggler, ranks: RankComparison | None) -> str:
 
 
 @rule("tensor-across-nodes", "tensor parallel ranks on several nodes", "ranks", "collectives")
-def find_tensor_across_nodes(facts: Facts) -> Finding | Look:
+def find_tensor_across_nodes(facts: Facts) -> Finding | Observation:
     """Tensor parallel ranks exchange hidden states over the network.
 
     Meaning: ranks that split each layer exchange whole hidden states several times per layer, and wait for them. Links within a node
@@ -435,7 +435,7 @@ def _measure_shard_traffic(facts: Facts) -> ShardTraffic | None:
 
 
 @rule("parameter-gather", "weight gathering not overlapped with compute", "step", "collectives")
-def find_parameter_gather(facts: Facts) -> Finding | Look:
+def find_parameter_gather(facts: Facts) -> Finding | Observation:
     """Ranks that shard weights wait until they have gathered those of the next layer.
 
     Meaning: with sharded weights (ZeRO, FSDP, Megatron's distributed optimizer) every layer's weights are gathered before they are
@@ -477,7 +477,7 @@ def find_parameter_gather(facts: Facts) -> Finding | Look:
 
 
 @rule("needless-sharding", "weights sharded although memory is plentiful", "memory", "prediction", "collectives")
-def find_needless_sharding(facts: Facts) -> Finding | Look:
+def find_needless_sharding(facts: Facts) -> Finding | Observation:
     """Weights are gathered and gradients scattered in every micro-batch although all of them would fit.
 
     Meaning: ZeRO-3 gathers each layer's weights twice and scatters its gradients once per micro-batch. ZeRO-1 shards masters
@@ -509,7 +509,7 @@ def find_needless_sharding(facts: Facts) -> Finding | Look:
 
 
 @rule("max-connections", "one hardware queue for all streams", "collectives", needs="gpu")
-def find_max_connections(facts: Facts, one: RankFacts) -> Finding | Look:
+def find_max_connections(facts: Facts, one: RankFacts) -> Finding | Observation:
     """CUDA_DEVICE_MAX_CONNECTIONS=1 without tensor parallelism.
 
     Meaning: the variable gives the device one queue for all streams, so that work starts in the order of its launches.

@@ -5,7 +5,7 @@ import numpy as np
 from megatron_lite.analysis.findings.base import (
     Evidence,
     Finding,
-    Look,
+    Observation,
     Recording,
     could_not_look,
     rule,
@@ -72,7 +72,7 @@ def launches_block(one: RankFacts) -> bool:
 
 
 @rule("debug-switches", "debugging switches left on", "run", "operators")
-def find_debug_switches(facts: Facts) -> Finding | Look:
+def find_debug_switches(facts: Facts) -> Finding | Observation:
     """Debugging switches were left on.
 
     Meaning: some environment variables and modes make a run safer to debug and slower: launches that wait, timing events
@@ -106,7 +106,7 @@ def find_debug_switches(facts: Facts) -> Finding | Look:
     return Finding(cost_ms=cost_ms, gain_ms=cost_ms, evidence=tuple(seen), advice=advice, certain=certain)
 
 
-def _look_at_switches(facts: Facts) -> Look:
+def _look_at_switches(facts: Facts) -> Observation:
     """Say where no switch was seen: in the run's variables, in a trace, or in neither."""
     seen = []
     if facts.run is not None:
@@ -137,7 +137,7 @@ GIVEN = "AccumulateGrad"
 
 
 @rule("unused-parameters", "search for unused parameters in each step", "operators", "phases", needs="trace")
-def find_unused_parameter_search(facts: Facts, one: RankFacts) -> Finding | Look:
+def find_unused_parameter_search(facts: Facts, one: RankFacts) -> Finding | Observation:
     """DistributedDataParallel looks for parameters that get no gradient.
 
     Meaning: with find_unused_parameters=True it walks autograd's graph after each forward pass, copies the pass's

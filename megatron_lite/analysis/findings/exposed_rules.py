@@ -7,7 +7,7 @@ from megatron_lite.analysis.findings import pipeline_rules
 from megatron_lite.analysis.findings.base import (
     Evidence,
     Finding,
-    Look,
+    Observation,
     Rule,
     find_lost_time,
     rule,
@@ -75,7 +75,7 @@ MAX_WORDS = 3
 
 
 @rule("exposed-experts", "expert exchange not overlapped with compute", "step", "collectives", needs="trace")
-def find_exposed_experts(facts: Facts, one: RankFacts) -> Finding | Look:
+def find_exposed_experts(facts: Facts, one: RankFacts) -> Finding | Observation:
     """Tokens are exchanged between experts (all-to-all, dispatch and combine) without overlapping compute.
 
     Meaning: every layer of experts sends each token to the ranks of its experts and the results back. A micro-batch can compute
@@ -102,7 +102,7 @@ def find_exposed_experts(facts: Facts, one: RankFacts) -> Finding | Look:
     "collectives",
     needs="trace",
 )
-def find_exposed_tensor_parallel(facts: Facts, one: RankFacts) -> Finding | Look:
+def find_exposed_tensor_parallel(facts: Facts, one: RankFacts) -> Finding | Observation:
     """Tensor parallel ranks exchange hidden states without overlapping compute.
 
     Meaning: with tensor parallelism every layer ends with a sum over ranks, which the next layer needs. Products can be cut into
@@ -121,7 +121,7 @@ def find_exposed_tensor_parallel(facts: Facts, one: RankFacts) -> Finding | Look
 @rule(
     "optimizer-communication", "communication in the optimizer's step", "step", "phases", "collectives", needs="trace"
 )
-def find_optimizer_communication(facts: Facts, one: RankFacts) -> Finding | Look:
+def find_optimizer_communication(facts: Facts, one: RankFacts) -> Finding | Observation:
     """Ranks exchange data inside the optimizer's step without overlapping compute.
 
     Meaning: a reduction that the optimizer starts cannot overlap with anything: backward is over, and the update needs its result.
@@ -136,7 +136,7 @@ def find_optimizer_communication(facts: Facts, one: RankFacts) -> Finding | Look
 
 
 @rule("exposed-communication", "communication not overlapped with compute", "step", "collectives", needs="trace")
-def find_exposed_communication(facts: Facts, one: RankFacts) -> Finding | Look:
+def find_exposed_communication(facts: Facts, one: RankFacts) -> Finding | Observation:
     """Ranks exchange data without overlapping compute, and no other rule knows why.
 
     Meaning: communication costs time where no compute runs beside it: because what follows needs its result, because it is waited
@@ -151,7 +151,7 @@ def find_exposed_communication(facts: Facts, one: RankFacts) -> Finding | Look:
     return _find_exposed(facts, one, (CONTEXT, STAGES, WEIGHTS, GRADIENTS, OBJECTS, REST))
 
 
-def _find_exposed(facts: Facts, one: RankFacts, purposes: Sequence[str]) -> Finding | Look:
+def _find_exposed(facts: Facts, one: RankFacts, purposes: Sequence[str]) -> Finding | Observation:
     """What of these purposes is exposed and not told by another finding; title and advice are the most exposed one's."""
     left = [(part, _find_rest_ms(facts, part)) for part in facts.exposed if part.purpose in purposes]
     left = sorted([(part, ms) for part, ms in left if ms > 0], key=lambda one: -one[1])

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from megatron_lite.analysis.findings.base import (
     Evidence,
     Finding,
-    Look,
+    Observation,
     Recording,
     could_not_look,
     find_lost_time,
@@ -56,7 +56,7 @@ LATER_WINDOW = "--profile-step-start N --profile-step-end M"  # the end must sta
 
 
 @rule("one-time-costs", "one-time costs", "step", needs="trace")
-def find_one_time_costs(facts: Facts, one: RankFacts) -> Finding | Look:
+def find_one_time_costs(facts: Facts, one: RankFacts) -> Finding | Observation:
     """The trace contains work that a run does only once.
 
     Meaning: the first steps create CUDA's context, load its modules, open the handles of its libraries, take memory from
@@ -95,7 +95,7 @@ def find_one_time_costs(facts: Facts, one: RankFacts) -> Finding | Look:
 
 
 @rule("graph-capture", "graphs captured in each step", "step", needs="gpu")
-def find_graph_capture(facts: Facts, one: RankFacts) -> Finding | Look:
+def find_graph_capture(facts: Facts, one: RankFacts) -> Finding | Observation:
     """CUDA graphs are captured or instantiated again and again.
 
     Meaning: capturing a graph and instantiating it costs the host more than launching its kernels one by one. It pays
@@ -117,7 +117,7 @@ def find_graph_capture(facts: Facts, one: RankFacts) -> Finding | Look:
 
 
 @rule("startup-in-step", "start-up work in each step", "step", needs="trace")
-def find_startup_in_step(facts: Facts, one: RankFacts) -> Finding | Look:
+def find_startup_in_step(facts: Facts, one: RankFacts) -> Finding | Observation:
     """Work that belongs to the start of a program comes in each step.
 
     Meaning: loading modules, creating library handles, streams, communicators or process groups, or importing costs
@@ -138,7 +138,7 @@ def find_startup_in_step(facts: Facts, one: RankFacts) -> Finding | Look:
 
 
 @rule("cpu-optimizer", "optimizer that computes on the CPU", "step", "phases", needs="gpu")
-def find_cpu_optimizer(facts: Facts, one: RankFacts) -> Finding | Look:
+def find_cpu_optimizer(facts: Facts, one: RankFacts) -> Finding | Observation:
     """The optimizer updates on the CPU, and the GPU waits for it.
 
     Meaning: an offloaded optimizer (DeepSpeed's CPUAdam, ZeRO-Offload, torchao's CPUOffloadOptimizer) or one whose
@@ -165,7 +165,7 @@ def find_cpu_optimizer(facts: Facts, one: RankFacts) -> Finding | Look:
 
 
 @rule("save-in-step", "saving or evaluating in each step", "step", needs="trace")
-def find_save_in_step(facts: Facts, one: RankFacts) -> Finding | Look:
+def find_save_in_step(facts: Facts, one: RankFacts) -> Finding | Observation:
     """The profiled steps save or evaluate.
 
     Meaning: writing a checkpoint copies all weights to the host and waits for the disk; evaluating runs a forward pass
@@ -206,7 +206,7 @@ def measure_clipping(one: RankFacts) -> float:
 
 
 @rule("clip-on-host", "gradient clipping that waits for the host", "step", "phases", needs="gpu")
-def find_clip_on_host(facts: Facts, one: RankFacts) -> Finding | Look:
+def find_clip_on_host(facts: Facts, one: RankFacts) -> Finding | Observation:
     """Clipping gradients keeps the device waiting.
 
     Meaning: the norm is read on the host (.item(), error_if_nonfinite=True, an if on its value), or norms are computed
@@ -231,7 +231,7 @@ def find_clip_on_host(facts: Facts, one: RankFacts) -> Finding | Look:
 
 
 @rule("process-wait", "host waiting for other processes", "step", needs="trace")
-def find_process_wait(facts: Facts, one: RankFacts) -> Finding | Look:
+def find_process_wait(facts: Facts, one: RankFacts) -> Finding | Observation:
     """The host waits for another process while nothing runs.
 
     Meaning: a barrier, a collective of Python objects, one over gloo or a queue keeps the host from launching. It is the
@@ -253,7 +253,7 @@ def find_process_wait(facts: Facts, one: RankFacts) -> Finding | Look:
 
 
 @rule("python-in-function", "Python inside a custom autograd.Function", "step", "phases", needs="trace")
-def find_python_in_function(facts: Facts, one: RankFacts) -> Finding | Look:
+def find_python_in_function(facts: Facts, one: RankFacts) -> Finding | Observation:
     """The device waits for Python inside the program's own autograd.Function.
 
     Meaning: forward or backward of a class derived from torch.autograd.Function runs in Python. backward() runs on
@@ -285,7 +285,7 @@ OF_TORCH = re.compile(
 )
 
 
-def _find_python_in_function_on_cpu(one: RankFacts) -> Finding | Look:
+def _find_python_in_function_on_cpu(one: RankFacts) -> Finding | Observation:
     """Without a GPU an operator takes as long as Python in it does."""
     found = [
         row

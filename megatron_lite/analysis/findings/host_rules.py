@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from megatron_lite.analysis.findings.base import (
     Evidence,
     Finding,
-    Look,
+    Observation,
     Recording,
     could_not_look,
     find_lost_time,
@@ -43,7 +43,7 @@ READS_ON_HOST = BETWEEN_STEPS | {Phase.OPTIMIZER_STEP.value}
 
 
 @rule("sync-in-step", "synchronization inside the step", "step", needs="trace")
-def find_sync_in_step(facts: Facts, one: RankFacts) -> Finding | Look:
+def find_sync_in_step(facts: Facts, one: RankFacts) -> Finding | Observation:
     """The host waits for the device inside a step.
 
     Meaning: code asked for a value that the device had not computed yet: .item(), print(tensor), .cpu(), bool(tensor),
@@ -79,7 +79,7 @@ def find_sync_in_step(facts: Facts, one: RankFacts) -> Finding | Look:
     return _look_at_clipping(facts, one) or _look_at_waits(one, sites)
 
 
-def _look_at_clipping(facts: Facts, one: RankFacts) -> Look | None:
+def _look_at_clipping(facts: Facts, one: RankFacts) -> Observation | None:
     """Tell the waits of clipping where the device idles after them; None where it does not. Their cost is clip-on-host's."""
     clipping = find_clip_on_host(facts)
     idle_ms = sum(site.idle_ms for site in find_clip_waits(one))
@@ -88,7 +88,7 @@ def _look_at_clipping(facts: Facts, one: RankFacts) -> Look | None:
     return saw_wrong(clipping.advice, *clipping.evidence, code=clipping.code)
 
 
-def _look_at_waits(one: RankFacts, sites: list[SyncSite]) -> Look:
+def _look_at_waits(one: RankFacts, sites: list[SyncSite]) -> Observation:
     """Tell the waits of a trace whose device hardly idles after them; it may lack the calls that wait."""
     if not len(one.trace.rows[Kind.RUNTIME]):
         return could_not_look()
@@ -105,7 +105,7 @@ def _look_at_waits(one: RankFacts, sites: list[SyncSite]) -> Look:
     return saw(*seen)
 
 
-def _look_at_reads(one: RankFacts) -> Look:
+def _look_at_reads(one: RankFacts) -> Observation:
     """Count the values that Python reads on a CPU, where nothing runs ahead of it, so that no read waits."""
     if not len(one.trace.rows[Kind.OP]):
         return could_not_look()
@@ -139,7 +139,7 @@ MIN_LAUNCH_SHARE = 0.10  # of the step, without what recording added
 
 
 @rule("launch-bound", "host too slow to launch small kernels", "step", "kernels", needs="gpu")
-def find_launch_bound(facts: Facts, one: RankFacts) -> Finding | Look:
+def find_launch_bound(facts: Facts, one: RankFacts) -> Finding | Observation:
     """The device waits for the host to launch small kernels.
 
     Meaning: kernels finish faster than Python and PyTorch's dispatch hand over new ones. The device is idle between
@@ -202,7 +202,7 @@ LARGER_OPERATORS = ("--micro-batch-size", "--torch-compile")
 
 
 @rule("host-gaps", "host delays at some points", "step", "phases", needs="trace")
-def find_host_gaps(facts: Facts, one: RankFacts) -> Finding | Look:
+def find_host_gaps(facts: Facts, one: RankFacts) -> Finding | Observation:
     """The host launches too late at some points.
 
     Meaning: the device runs out of work at certain points, although kernels are large enough on the whole: Python
@@ -248,7 +248,7 @@ def _describe_short_gaps(one: RankFacts) -> Iterator[Evidence]:
         yield Evidence(text, one.where())
 
 
-def _find_in_places(facts: Facts, one: RankFacts, most: float) -> Finding | Look | None:
+def _find_in_places(facts: Facts, one: RankFacts, most: float) -> Finding | Observation | None:
     """Python at work for long in places."""
     logging = LOG if find_log_stalls(facts) else None  # that has its price there
     stretches = [stretch for stretch in one.time.stretches if stretch.phase != logging]
@@ -270,7 +270,7 @@ def _find_in_places(facts: Facts, one: RankFacts, most: float) -> Finding | Look
     return find_lost_time(one, cost, text, advice, *shown, title=title, flags=flags, certain=False, at_least=least)
 
 
-def _find_in_calls(facts: Facts, one: RankFacts, most: float, sites: list[Evidence]) -> Finding | Look:
+def _find_in_calls(facts: Facts, one: RankFacts, most: float, sites: list[Evidence]) -> Finding | Observation:
     """Python calling so many operators that it takes as long as they do."""
     cost = most - sum(stretch.ms for stretch in one.time.stretches)
     for rule_of_it in (find_tiny_micro_batches, find_short_gaps):
@@ -289,7 +289,7 @@ MAX_SHORT_SHARE_ON_CPU = 0.20  # in pieces below a millisecond; other programs o
 
 
 @rule("short-gaps", "many gaps below a millisecond", "step", "phases", needs="trace")
-def find_short_gaps(facts: Facts, one: RankFacts) -> Finding | Look:
+def find_short_gaps(facts: Facts, one: RankFacts) -> Finding | Observation:
     """Many short gaps add up to a large part of the step.
 
     Meaning: no gap is long enough to be visible in a timeline, but together they cost as much as one large cause: launch
@@ -349,7 +349,7 @@ FEW_TOKENS = 2048  # per micro-batch: above, a transformer's products fill a dev
 
 
 @rule("tiny-micro-batches", "micro-batches too small for their overhead", "step", "phases", needs="trace")
-def find_tiny_micro_batches(facts: Facts, one: RankFacts) -> Finding | Look:
+def find_tiny_micro_batches(facts: Facts, one: RankFacts) -> Finding | Observation:
     """Micro-batches so small that overhead is a large part of them.
 
     Meaning: a step runs every operator once per micro-batch. With few tokens each, launching, Python and adding
@@ -388,7 +388,7 @@ MANY_COLLECTIONS = 2.0  # per step: their number costs, not a single slow one
 
 
 @rule("gc-pauses", "pauses of Python's garbage collector", "step", needs="trace")
-def find_gc_pauses(facts: Facts, one: RankFacts) -> Finding | Look:
+def find_gc_pauses(facts: Facts, one: RankFacts) -> Finding | Observation:
     """Python's garbage collector interrupts steps.
 
     Meaning: collecting walks through all objects that Python holds, in the thread that launches kernels. Each rank
@@ -425,7 +425,7 @@ EXPANDABLE_SEGMENTS = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 
 
 @rule("allocator-stalls", "cudaMalloc and cudaFree inside the step", "step", "memory", needs="gpu")
-def find_allocator_stalls(facts: Facts, one: RankFacts) -> Finding | Look:
+def find_allocator_stalls(facts: Facts, one: RankFacts) -> Finding | Observation:
     """Memory is taken from and given back to the driver inside steps.
 
     Meaning: PyTorch's allocator keeps memory and hands it out again; a steady step needs nothing new. cudaMalloc and
@@ -448,7 +448,7 @@ def find_allocator_stalls(facts: Facts, one: RankFacts) -> Finding | Look:
 
 
 @rule("stream-waits", "kernels waiting for another stream", "step", needs="gpu")
-def find_stream_waits(facts: Facts, one: RankFacts) -> Finding | Look:
+def find_stream_waits(facts: Facts, one: RankFacts) -> Finding | Observation:
     """Kernels wait for another stream.
 
     Meaning: the next kernel was launched in time but had to wait for an event of another stream (a copy, a collective),

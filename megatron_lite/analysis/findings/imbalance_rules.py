@@ -3,7 +3,7 @@
 from megatron_lite.analysis.findings.base import (
     Evidence,
     Finding,
-    Look,
+    Observation,
     Recording,
     build_time_finding,
     could_not_look,
@@ -21,7 +21,7 @@ MAX_NAMED = 4
 
 
 @rule("late-in-turns", "ranks that take turns being late", "ranks", "collectives")
-def find_late_in_turns(facts: Facts) -> Finding | Look:
+def find_late_in_turns(facts: Facts) -> Finding | Observation:
     """Some rank is late in each step, but not always the same one.
 
     Meaning: every collective ends for all when the last rank has come. Where the work of a step differs between ranks (sequences of
@@ -58,7 +58,7 @@ def find_late_in_turns(facts: Facts) -> Finding | Look:
 
 
 @rule("late-at-times", "rank that comes late in some steps", "ranks", "collectives")
-def find_late_at_times(facts: Facts) -> Finding | Look:
+def find_late_at_times(facts: Facts) -> Finding | Observation:
     """One rank comes late in some steps, and is as fast as the others in the rest.
 
     Meaning: a rank that does something more in every n-th step (saving, evaluating, logging, collecting garbage, a batch of another
@@ -89,7 +89,7 @@ def find_late_at_times(facts: Facts) -> Finding | Look:
 
 
 @rule("collective-order", "ranks that do not call the same collectives", "collectives", "ranks")
-def find_collective_order(facts: Facts) -> Finding | Look:
+def find_collective_order(facts: Facts) -> Finding | Observation:
     """Ranks of one process group call their collectives in another order, or other ones.
 
     Meaning: the k-th collective of a process group is one exchange of all its ranks. Where one rank calls them in another order, data

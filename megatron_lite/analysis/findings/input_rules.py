@@ -9,7 +9,7 @@ import numpy as np
 from megatron_lite.analysis.findings.base import (
     Evidence,
     Finding,
-    Look,
+    Observation,
     Recording,
     build_time_finding,
     could_not_look,
@@ -72,7 +72,7 @@ def measure_loader_wait(facts: Facts) -> LoaderWait | None:
 
 
 @rule("starved-loader", "waiting for the data loader", "step", "phases", "ranks", record=Recording.LOADER)
-def find_starved_loader(facts: Facts) -> Finding | Look:
+def find_starved_loader(facts: Facts) -> Finding | Observation:
     """Training waits for the data loader.
 
     Meaning: the next batch was not ready when the step wanted it: loading takes longer than computing, or is not done
@@ -101,7 +101,7 @@ def find_starved_loader(facts: Facts) -> Finding | Look:
     return build_time_finding(wait.ms, seen, advice, flags, not doubt, wait.rank)
 
 
-def _look_at_loader(facts: Facts) -> Look:
+def _look_at_loader(facts: Facts) -> Observation:
     """Tell how long the device, or without a trace the step, waits for the loader; it must be known to be one."""
     run = facts.run
     traced = [one for one in facts.ranks_seen if one.time.step_ms > 0 and _shows_loader(one)]
@@ -146,7 +146,7 @@ def _advise_workers(facts: Facts, wait: LoaderWait, workers: int | None) -> tupl
 
 
 @rule("too-many-workers", "more loader workers than cores", "ranks", "run")
-def find_too_many_workers(facts: Facts) -> Finding | Look:
+def find_too_many_workers(facts: Facts) -> Finding | Observation:
     """More loader workers than cores, and training still waits for data.
 
     Meaning: worker processes take the cores from each other and from the training process: switching between them,
@@ -190,7 +190,7 @@ PINNED_OR_NOT = re.compile(r"(pageable|pinned) *->", re.IGNORECASE)
 
 
 @rule("unpinned-copies", "copies from pageable memory", "step", "kernels", needs="trace", record=Recording.GPU_TRACE)
-def find_unpinned_copies(facts: Facts, one: RankFacts) -> Finding | Look:
+def find_unpinned_copies(facts: Facts, one: RankFacts) -> Finding | Observation:
     """Batches are copied to the device from pageable memory.
 
     Meaning: the source of the copy is ordinary memory. The driver first copies it into a page-locked buffer of its own,
@@ -220,7 +220,7 @@ def find_unpinned_copies(facts: Facts, one: RankFacts) -> Finding | Look:
     return found if isinstance(found, Finding) else _look_at_batch_copies(one)
 
 
-def _look_at_batch_copies(one: RankFacts) -> Look:
+def _look_at_batch_copies(one: RankFacts) -> Observation:
     """Tell bytes of batches from pinned and from pageable memory, as far as the copies' names tell them apart."""
     to_device = one.rows_named(TO_GPU.search, Kind.MEMCPY)
     names = {row: one.trace.name_of(row) for row in to_device.tolist()}
@@ -249,7 +249,7 @@ def _look_at_batch_copies(one: RankFacts) -> Look:
     return _look_at_batch_waits(one, seen)
 
 
-def _look_at_batch_waits(one: RankFacts, seen: Evidence) -> Look:
+def _look_at_batch_waits(one: RankFacts, seen: Evidence) -> Observation:
     """Tell how long the host waits for copies of batches. seen: what memory they come from."""
     waits = [site for site in one.time.syncs if is_batch_copy(site)]
     number = sum(site.per_step for site in waits)
@@ -261,7 +261,7 @@ def _look_at_batch_waits(one: RankFacts, seen: Evidence) -> Look:
     return saw(seen, waited)
 
 
-def _look_without_gpu(one: RankFacts) -> Look:
+def _look_without_gpu(one: RankFacts) -> Observation:
     """Say that a trace without a GPU shows no copies to one."""
     return could_not_look(Evidence("no GPU, so nothing is copied to one", one.where()))
 
@@ -282,7 +282,7 @@ ACROSS = re.compile(r"HtoD|DtoH|HostToDevice|DeviceToHost", re.IGNORECASE)
 
 
 @rule("small-copies", "many small copies", "step", "kernels", needs="trace", record=Recording.GPU_TRACE)
-def find_small_copies(facts: Facts, one: RankFacts) -> Finding | Look:
+def find_small_copies(facts: Facts, one: RankFacts) -> Finding | Observation:
     """Many small copies between host and device.
 
     Meaning: a batch travels as dozens of little tensors, or values are fetched one by one. Each copy is a driver call
@@ -327,7 +327,7 @@ MAX_SHOWN = 3
 
 
 @rule("exposed-copies", "copies not overlapped with compute", "step", needs="gpu")
-def find_exposed_copies(facts: Facts, one: RankFacts) -> Finding | Look:
+def find_exposed_copies(facts: Facts, one: RankFacts) -> Finding | Observation:
     """Copies between host and device are not overlapped with compute.
 
     Meaning: the device does nothing but copy: batches, offloaded optimizer state or activations, values for the log.

@@ -7,7 +7,7 @@ import numpy as np
 from megatron_lite.analysis.findings.base import (
     Evidence,
     Finding,
-    Look,
+    Observation,
     Recording,
     could_not_look,
     find_lost_time,
@@ -30,7 +30,7 @@ MIN_TOKENS_ON_CPU = 512  # at 256 explicit attention was measured to be the fast
 
 
 @rule("attention-scores", "attention that writes its scores", "kernels", "operators", "roofline", needs="trace")
-def find_attention_scores(facts: Facts, one: RankFacts) -> Finding | Look:
+def find_attention_scores(facts: Facts, one: RankFacts) -> Finding | Observation:
     """Attention writes its scores to memory.
 
     Meaning: queries times keys, the mask, softmax and dropout each read and write a tensor of batch x heads x T x T.
@@ -74,7 +74,7 @@ MATH = "aten::_scaled_dot_product_attention_math"
 
 
 @rule("attention-dropout", "attention dropout without a fused kernel", "kernels", "operators", needs="trace")
-def find_attention_dropout(facts: Facts, one: RankFacts) -> Finding | Look:
+def find_attention_dropout(facts: Facts, one: RankFacts) -> Finding | Observation:
     """Dropout inside attention keeps a CPU from using its fused kernel.
 
     Meaning: PyTorch's fused attention for CPUs knows no dropout. With --attention-dropout above 0 it falls back to the
@@ -103,7 +103,7 @@ ORDERED = ("aten::contiguous", "aten::reshape", "aten::_reshape_copy")
 
 
 @rule("layout-copies", "copies into another layout", "operators", "kernels", needs="trace")
-def find_layout_copies(facts: Facts, one: RankFacts) -> Finding | Look:
+def find_layout_copies(facts: Facts, one: RankFacts) -> Finding | Observation:
     """Tensors are copied because their layout does not suit the next operator.
 
     Meaning: .contiguous() on a transposed or sliced view, and reshape() where a view cannot have the new shape, read and
@@ -148,7 +148,7 @@ MOST = 0.5
 
 
 @rule("copy-share", "copying, casting and reordering tensors", "kernels", "operators", needs="trace")
-def find_copy_share(facts: Facts, one: RankFacts) -> Finding | Look:
+def find_copy_share(facts: Facts, one: RankFacts) -> Finding | Observation:
     """A large part of the work is copying, casting and reordering tensors.
 
     Meaning: .contiguous(), .to(dtype), cat, clone and their kin read and write memory and compute nothing. Autocast
@@ -198,7 +198,7 @@ MAX_ELEMENTWISE_SHARE = 0.15
 
 
 @rule("unfused-elementwise", "elementwise kernels one by one", "kernels", needs="trace")
-def find_unfused_elementwise(facts: Facts, one: RankFacts) -> Finding | Look:
+def find_unfused_elementwise(facts: Facts, one: RankFacts) -> Finding | Observation:
     """Elementwise kernels that a compiler would join.
 
     Meaning: bias, activation, dropout, residual and scaling each read a tensor from memory and write one back, at one
@@ -232,7 +232,7 @@ def find_unfused_elementwise(facts: Facts, one: RankFacts) -> Finding | Look:
     return tell_more(found, look)
 
 
-def _look_at_elementwise(one: RankFacts) -> Look:
+def _look_at_elementwise(one: RankFacts) -> Observation:
     """Tell the time of elementwise operators, compiled or not, on a GPU or a CPU."""
     if not _has_work(one):
         return could_not_look()

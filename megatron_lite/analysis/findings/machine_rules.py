@@ -9,7 +9,7 @@ from megatron_lite.analysis.core_use import ORDINARY, PROFILED, CoreShortage
 from megatron_lite.analysis.findings.base import (
     Evidence,
     Finding,
-    Look,
+    Observation,
     Recording,
     build_time_finding,
     could_not_look,
@@ -34,7 +34,7 @@ MAX_STEPS_SHOWN = 6
 
 
 @rule("recompilation", "recompilation in the middle of training", "run")
-def find_recompilation(facts: Facts) -> Finding | Look:
+def find_recompilation(facts: Facts) -> Finding | Observation:
     """torch.compile recompiles again and again.
 
     Meaning: compiled code holds for the shapes, types and values it was made for. When they change, the guard fails and
@@ -64,7 +64,7 @@ def find_recompilation(facts: Facts) -> Finding | Look:
     return build_time_finding(cost, [seen], advice, ("TORCH_LOGS=recompiles",), rank=rank)
 
 
-def _look_at_compiling(facts: Facts) -> Look:
+def _look_at_compiling(facts: Facts) -> Observation:
     """Tell how many steps compiled something after the first, by the run or within a trace."""
     run, one = facts.run, facts.critical
     if run is not None and run.steps:
@@ -106,7 +106,7 @@ FEW = 3  # different regions: here a layer and the loss' two pieces; elsewhere f
 
 
 @rule("graph-breaks", "compiled graphs cut into pieces", "kernels", "operators", needs="trace")
-def find_graph_breaks(facts: Facts, one: RankFacts) -> Finding | Look:
+def find_graph_breaks(facts: Facts, one: RankFacts) -> Finding | Observation:
     """torch.compile cut the model into pieces.
 
     Meaning: where the compiler meets Python that it cannot follow (print, .item(), a branch on a tensor's value, an
@@ -151,7 +151,7 @@ MIN_RUN_STEPS = 30  # a shorter run is a trial
 
 
 @rule("first-step", "long first step of a short run", "run", needs="run")
-def find_first_step(facts: Facts, run: Run) -> Finding | Look:
+def find_first_step(facts: Facts, run: Run) -> Finding | Observation:
     """The first step takes a large part of a short run.
 
     Meaning: the first step creates the CUDA context, picks kernels, fills the allocator and, with torch.compile,
@@ -196,7 +196,7 @@ COSTLY_ON_CPUS = ("--record-memory-history", *COSTLY)
 
 
 @rule("profiler-overhead", "profiler overhead", "run", needs="run")
-def find_profiler_overhead(facts: Facts, run: Run) -> Finding | Look:
+def find_profiler_overhead(facts: Facts, run: Run) -> Finding | Observation:
     """The profiler slowed its steps down so much that the trace is not representative.
 
     Meaning: recording costs host time per operator (about half a microsecond, with shapes and stacks several), and none
@@ -253,7 +253,7 @@ def find_profiler_overhead(facts: Facts, run: Run) -> Finding | Look:
 
 
 @rule("too-many-threads", "more computing threads than cores", "ranks", "run")
-def find_too_many_threads(facts: Facts) -> Finding | Look:
+def find_too_many_threads(facts: Facts) -> Finding | Observation:
     """More computing threads than cores.
 
     Meaning: every rank computes with as many threads as it sees cores by default. Several ranks on one
@@ -285,7 +285,7 @@ MAX_RANKS_SHOWN = 8  # ranks
 
 
 @rule("busy-machine", "ranks that wait for CPU cores", "ranks", "run")
-def find_busy_machine(facts: Facts) -> Finding | Look:
+def find_busy_machine(facts: Facts) -> Finding | Observation:
     """Ranks were ready to compute but waited for a CPU core.
 
     Meaning: other programs, or more threads than cores, take the cores that the ranks want. Steps get longer by chance,
@@ -329,7 +329,7 @@ def find_busy_machine(facts: Facts) -> Finding | Look:
     return build_time_finding(found.wait_ms, seen, advice, flags, certain=certain, rank=found.rank)
 
 
-def _look_at_cores(facts: Facts) -> Look:
+def _look_at_cores(facts: Facts) -> Observation:
     """Say that the ranks had their cores, where that was recorded."""
     ranks = [one.time.rank for one in facts.ranks_seen] or [0]
     doubt = facts.doubt_cores(ranks)

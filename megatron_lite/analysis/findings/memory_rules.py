@@ -8,7 +8,7 @@ import numpy as np
 from megatron_lite.analysis.findings.base import (
     Evidence,
     Finding,
-    Look,
+    Observation,
     Recording,
     build_time_finding,
     could_not_look,
@@ -39,7 +39,7 @@ GROWTH_FLAGS = ("--record-memory-history",)
 
 
 @rule("memory-growth", "memory that grows with every step", "memory", "run", record=Recording.SNAPSHOT)
-def find_memory_growth(facts: Facts) -> Finding | Look:
+def find_memory_growth(facts: Facts) -> Finding | Observation:
     """Memory that stays after each step: a leak.
 
     Meaning: something keeps tensors or objects that the next step does not need: losses with their graph in a list,
@@ -112,7 +112,7 @@ REMEDIES = {
 
 
 @rule("out-of-memory", "allocation that failed", "memory", needs="snapshot")
-def find_out_of_memory(facts: Facts, most: Snapshot) -> Finding | Look:
+def find_out_of_memory(facts: Facts, most: Snapshot) -> Finding | Observation:
     """The run ended because memory was full.
 
     Meaning: an allocation failed. The line that failed is where memory ran out, not what filled it.
@@ -181,7 +181,7 @@ MAX_LOGITS_SHARE = 0.25  # of the peak: less than the layers' activations usuall
 
 
 @rule("logits-peak", "logits and loss at the memory peak", "memory", needs="snapshot")
-def find_logits_peak(facts: Facts, most: Snapshot) -> Finding | Look:
+def find_logits_peak(facts: Facts, most: Snapshot) -> Finding | Observation:
     """Memory peaks at the logits.
 
     Meaning: the last layer writes a number per token and vocabulary entry, and the loss copies it, in fp32, more
@@ -213,7 +213,7 @@ MIN_BLOCKS = 4  # one per layer; a loss has one or two
 
 
 @rule("attention-memory", "attention scores kept for backward", "memory", needs="snapshot")
-def find_attention_memory(facts: Facts, most: Snapshot) -> Finding | Look:
+def find_attention_memory(facts: Facts, most: Snapshot) -> Finding | Observation:
     """Attention scores of all layers wait in memory for backward.
 
     Meaning: softmax's result, batch x heads x T x T, is kept by every layer until its backward. It grows with the
@@ -249,7 +249,7 @@ SIXTEEN_BITS = ("fp16", "bf16")
 
 
 @rule("recompute-activations", "activations that could be recomputed", "memory", needs="snapshot")
-def find_recompute_activations(facts: Facts, most: Snapshot) -> Finding | Look:
+def find_recompute_activations(facts: Facts, most: Snapshot) -> Finding | Observation:
     """Recomputing activations would remove most of the memory peak.
 
     Meaning: every layer keeps its activations for backward. Recomputing keeps only each layer's input and runs the
@@ -289,7 +289,7 @@ MIN_SHARED = 0.10  # of the peak, that ranks must save by sharing: it costs no a
 
 
 @rule("state-kept-whole", "moments and masters that every rank keeps whole", "memory", needs="snapshot")
-def find_state_kept_whole(facts: Facts, most: Snapshot) -> Finding | Look:
+def find_state_kept_whole(facts: Facts, most: Snapshot) -> Finding | Observation:
     """Every data parallel rank keeps the whole optimizer state.
 
     Meaning: fp32 masters and the optimizer's moments are needed in the update only, 12 of 16 bytes per parameter in 16 bits. Ranks
@@ -317,7 +317,7 @@ def find_state_kept_whole(facts: Facts, most: Snapshot) -> Finding | Look:
 
 
 @rule("sequence-parallel-off", "activations that tensor parallel ranks keep whole", "memory", needs="snapshot")
-def find_sequence_parallel_off(facts: Facts, most: Snapshot) -> Finding | Look:
+def find_sequence_parallel_off(facts: Facts, most: Snapshot) -> Finding | Observation:
     """Between attention and MLP, every tensor parallel rank keeps all tokens.
 
     Meaning: tensor parallelism splits the products. Norms, dropout and the residual between them work on all tokens on every rank,
@@ -352,7 +352,7 @@ def find_sequence_parallel_off(facts: Facts, most: Snapshot) -> Finding | Look:
 @rule(
     "micro-batch-headroom", "memory left for a larger micro-batch", "memory", "prediction", record=Recording.RUN_FOLDER
 )
-def find_micro_batch_headroom(facts: Facts) -> Finding | Look:
+def find_micro_batch_headroom(facts: Facts) -> Finding | Observation:
     """Memory is left for a larger micro-batch.
 
     Meaning: the step accumulates several small micro-batches although fewer, larger ones would fit. Larger products use
@@ -384,7 +384,7 @@ FORWARD = Phase.FORWARD.value
 
 
 @rule("needless-recompute", "recomputation although memory is plentiful", "memory", "prediction")
-def find_needless_recompute(facts: Facts) -> Finding | Look:
+def find_needless_recompute(facts: Facts) -> Finding | Observation:
     """Activations are recomputed although memory is plentiful.
 
     Meaning: full recomputation runs every layer's forward once more in backward, to keep only its input. That is worth
@@ -467,7 +467,7 @@ def _find_room_of_host(facts: Facts) -> tuple[int, int, str]:
     return room, peak_bytes * facts.local_ranks, RUN_FILE
 
 
-def _find_recomputation_in_trace(facts: Facts) -> Finding | Look:
+def _find_recomputation_in_trace(facts: Facts) -> Finding | Observation:
     """Of a job whose flags are unknown: recomputation that its trace shows, where the peak is far below the device's memory."""
     one = facts.critical
     if one is None:

@@ -8,7 +8,7 @@ import numpy as np
 from megatron_lite.analysis.findings.base import (
     Evidence,
     Finding,
-    Look,
+    Observation,
     Recording,
     could_not_look,
     find_lost_time,
@@ -189,7 +189,7 @@ def _repeats(found: ForwardPass, trained: ForwardPass, has_shapes: bool) -> bool
 
 
 @rule("forward-without-backward", "forward passes that no backward follows", "phases", "operators", needs="trace")
-def find_forward_without_backward(facts: Facts, one: RankFacts) -> Finding | Look:
+def find_forward_without_backward(facts: Facts, one: RankFacts) -> Finding | Observation:
     """The trained model's layers run forward again, and no backward goes through that pass.
 
     Meaning: a second call of the model for a metric or a log, an evaluation in the step, a teacher, an average of the
@@ -252,7 +252,7 @@ def holds_fp64(shapes: Shapes) -> bool:
 
 
 @rule("fp64-compute", "computing in fp64", "kernels", "operators", needs="trace")
-def find_fp64_compute(facts: Facts, one: RankFacts) -> Finding | Look:
+def find_fp64_compute(facts: Facts, one: RankFacts) -> Finding | Observation:
     """Part of the model computes in fp64.
 
     Meaning: a tensor of numpy's default type, .double() or a Python float64 scale turned a block's activations or

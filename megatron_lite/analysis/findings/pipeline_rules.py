@@ -7,7 +7,7 @@ from statistics import median_low
 from megatron_lite.analysis.findings.base import (
     Evidence,
     Finding,
-    Look,
+    Observation,
     build_time_finding,
     could_not_look,
     rule,
@@ -32,7 +32,7 @@ ONE_STAGE = "no typical steps of several stages of a pipeline"
     "pipeline",
     needs="run",
 )
-def find_pipeline_bubble(facts: Facts, run: Run) -> Finding | Look:
+def find_pipeline_bubble(facts: Facts, run: Run) -> Finding | Observation:
     """Pipeline stages idle while the pipeline fills and drains.
 
     Meaning: the last stage has nothing to do until the first micro-batch has come through all others, and the first one waits in
@@ -122,7 +122,7 @@ MIN_SLOWER = 1.2  # times the other stages' time for each layer: a place that is
 
 
 @rule("unbalanced-stages", "a stage of the pipeline that takes longer than the others", "pipeline", needs="run")
-def find_unbalanced_stages(facts: Facts, run: Run) -> Finding | Look:
+def find_unbalanced_stages(facts: Facts, run: Run) -> Finding | Observation:
     """One stage has more to do than the others, or does it more slowly.
 
     Meaning: every micro-batch goes through all stages, so that the slowest one sets the pace of all, however many micro-batches

@@ -9,7 +9,7 @@ from dataclasses import replace
 from megatron_lite.analysis.findings.base import (
     Evidence,
     Finding,
-    Look,
+    Observation,
     Recording,
     build_time_finding,
     could_not_look,
@@ -44,7 +44,7 @@ WITHOUT_TENSOR_CORES = re.compile(r"\b(K[0-9]{2}|M[0-9]{2}|P100|P40|P4|GTX|Titan
     needs="trace",
     record=Recording.GPU_TRACE,
 )
-def find_no_tensor_cores(facts: Facts, one: RankFacts) -> Finding | Look:
+def find_no_tensor_cores(facts: Facts, one: RankFacts) -> Finding | Observation:
     """16-bit matrix products that do not run on tensor cores.
 
     Meaning: the data are fp16 or bf16, but the kernel's name says CUDA cores: the library found no tensor-core kernel
@@ -80,7 +80,7 @@ def find_no_tensor_cores(facts: Facts, one: RankFacts) -> Finding | Look:
     return _look_at_tensor_cores(facts, one) if kernels.matrix_ms else _look_at_dimensions(one)
 
 
-def _look_at_tensor_cores(facts: Facts, one: RankFacts) -> Look:
+def _look_at_tensor_cores(facts: Facts, one: RankFacts) -> Observation:
     """Tell which products of a GPU run on tensor cores, by the kernels' names."""
     if WITHOUT_TENSOR_CORES.search(one.time.device or ""):
         return could_not_look(record=NO_TENSOR_CORES)
@@ -110,7 +110,7 @@ def _look_at_tensor_cores(facts: Facts, one: RankFacts) -> Look:
 NO_TENSOR_CORES = "this GPU has no tensor cores; audit a run on one that has"
 
 
-def _look_at_dimensions(one: RankFacts) -> Look:
+def _look_at_dimensions(one: RankFacts) -> Observation:
     """Tell whether dimensions of products fit the tiles, which shapes show on any device."""
     if one.time.on_gpu and WITHOUT_TENSOR_CORES.search(one.time.device or ""):
         return could_not_look(record=NO_TENSOR_CORES)
@@ -133,7 +133,7 @@ MAX_FP32_SHARE = 0.10  # of the step: a few fp32 products (router, loss) belong 
 
 
 @rule("fp32-products", "matrix products in fp32", "kernels", "operators", "roofline", needs="trace")
-def find_fp32_products(facts: Facts, one: RankFacts) -> Finding | Look:
+def find_fp32_products(facts: Facts, one: RankFacts) -> Finding | Observation:
     """Matrix products run in fp32 where 16 bits would be faster.
 
     Meaning: weights and activations are fp32. Tensor cores multiply fp16 and bf16 many times faster than CUDA cores
@@ -218,7 +218,7 @@ def _limit_to_computing(one: RankFacts, ms: float) -> float:
 
 
 @rule("slow-16-bit-products", "16-bit products without hardware support", "kernels", "roofline")
-def find_slow_16_bit_products(facts: Facts) -> Finding | Look:
+def find_slow_16_bit_products(facts: Facts) -> Finding | Observation:
     """16-bit matrix products on a processor that has no units for them.
 
     Meaning: without AVX512-FP16, AVX512-BF16 or AMX a CPU converts 16-bit operands and multiplies in fp32, or
@@ -262,7 +262,7 @@ MAX_SHAPES_SHOWN = 4
 
 
 @rule("matmul-shapes", "matrix sizes that are not multiples of the tile size", "roofline", needs="trace")
-def find_matmul_shapes(facts: Facts, one: RankFacts) -> Finding | Look:
+def find_matmul_shapes(facts: Facts, one: RankFacts) -> Finding | Observation:
     """Matrix sizes are not multiples of the hardware's tile size.
 
     Meaning: matrix units work on tiles. A dimension that is no multiple of 8 (16 bytes of fp16) may lose tensor cores
@@ -322,7 +322,7 @@ MAX_SHARE_ABOVE_FLOOR = 0.10  # of the step above the floor
 
 
 @rule("below-roofline", "products far below the hardware's limit", "roofline", needs="gpu")
-def find_below_roofline(facts: Facts, one: RankFacts) -> Finding | Look:
+def find_below_roofline(facts: Facts, one: RankFacts) -> Finding | Observation:
     """Matrix products and attention far below what the hardware can do.
 
     Meaning: every kernel has a floor: its operations at the device's peak, or its bytes at the memory's bandwidth,
@@ -369,7 +369,7 @@ FIT = 128  # the multiple that is enough
 
 
 @rule("vocabulary-padding", "vocabulary rows that are only padding", "roofline", "memory", needs="trace")
-def find_vocabulary_padding(facts: Facts, one: RankFacts) -> Finding | Look:
+def find_vocabulary_padding(facts: Facts, one: RankFacts) -> Finding | Observation:
     """Rows of the vocabulary that no token uses.
 
     Meaning: the vocabulary is padded to a multiple, so that its product fits the hardware. A small vocabulary padded to

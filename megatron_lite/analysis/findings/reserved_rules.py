@@ -3,7 +3,7 @@
 from megatron_lite.analysis.findings.base import (
     Evidence,
     Finding,
-    Look,
+    Observation,
     Recording,
     could_not_look,
     find_lost_memory,
@@ -22,7 +22,7 @@ EXPANDABLE_SEGMENTS = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 
 
 @rule("fragmentation", "memory reserved but not used", "memory", record=Recording.SNAPSHOT)
-def find_fragmentation(facts: Facts) -> Finding | Look:
+def find_fragmentation(facts: Facts) -> Finding | Observation:
     """The allocator holds much more memory than tensors use.
 
     Meaning: PyTorch takes memory in segments and cuts them up. Free pieces between live ones cannot serve a larger
@@ -67,7 +67,7 @@ SHARE_POOL = "torch.cuda.graph(..., pool=torch.cuda.graph_pool_handle())"
 
 
 @rule("private-pool", "memory kept in private pools", "memory", record=Recording.SNAPSHOT)
-def find_private_pool(facts: Facts) -> Finding | Look:
+def find_private_pool(facts: Facts) -> Finding | Observation:
     """Memory lies free in a pool that only CUDA graphs, or a torch.cuda.MemPool, can use.
 
     Meaning: a CUDA graph replays with the addresses of its capture. Its memory stays in a private pool after the
@@ -119,7 +119,7 @@ MAX_AWAITING_SHARE = 0.10  # of the peak: less decides nothing
 
 
 @rule("awaiting-free", "memory that waits for another stream", "memory", needs="snapshot")
-def find_awaiting_free(facts: Facts, most: Snapshot) -> Finding | Look:
+def find_awaiting_free(facts: Facts, most: Snapshot) -> Finding | Observation:
     """Memory that the program gave back waits for another stream before it can be used again.
 
     Meaning: Tensor.record_stream says that another stream uses a tensor. When the program drops the tensor, its memory is
@@ -164,7 +164,7 @@ RELEASES_OURS = "--use-torch-fsdp2 instead of --use-distributed-optimizer"
 
 
 @rule("gathered-parameters", "gathered weights that stay whole", "memory", needs="snapshot")
-def find_gathered_parameters(facts: Facts, most: Snapshot) -> Finding | Look:
+def find_gathered_parameters(facts: Facts, most: Snapshot) -> Finding | Observation:
     """Weights that were gathered for a layer are still whole when other layers run.
 
     Meaning: with ZeRO-3 and FSDP each rank keeps a part of the weights, and a layer is gathered before it runs. One or two

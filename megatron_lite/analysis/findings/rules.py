@@ -22,7 +22,7 @@ from megatron_lite.analysis.findings import (
     reserved_rules,
     update_rules,
 )
-from megatron_lite.analysis.findings.base import Evidence, Finding, Look, Outcome, Rule, could_not_look, saw
+from megatron_lite.analysis.findings.base import CheckResult, Evidence, Finding, Observation, Rule, could_not_look, saw
 from megatron_lite.analysis.run_facts import Facts
 from megatron_lite.analysis.torch_words import in_torch_words, list_torch_words, names_flag
 
@@ -60,7 +60,7 @@ class Judgement:
     """What all rules say of a run."""
 
     findings: tuple[Finding, ...]  # most costly first
-    looks: Mapping[str, Look]  # by code: what each rule saw that found nothing, or why it could not look
+    looks: Mapping[str, Observation]  # by code: what each rule saw that found nothing, or why it could not look
 
 
 def apply_rules(facts: Facts, gap: Callable[[str], object] | None = None) -> tuple[Finding, ...]:
@@ -79,7 +79,7 @@ def judge(facts: Facts, gap: Callable[[str], object] | None = None) -> Judgement
         gap: is told of a rule that failed, in one line; the others still answer.
     """
     findings = []
-    looks: dict[str, Look] = {}
+    looks: dict[str, Observation] = {}
     for code, rule in RULES.items():
         try:
             answer = rule.examine(facts)
@@ -89,12 +89,12 @@ def judge(facts: Facts, gap: Callable[[str], object] | None = None) -> Judgement
             if gap is not None:
                 gap(f"rule {code}: {why}; its cause may be present but is not reported.")
             continue
-        if isinstance(answer, Look):
+        if isinstance(answer, Observation):
             looks[code] = answer
         elif not math.isfinite(answer.cost_ms or 0.0) or _rounds_to_nothing(answer):
             looks[code] = saw(*answer.evidence)
         else:
-            looks[code] = Look(Outcome.FAILED, answer.evidence, answer.advice, code)
+            looks[code] = Observation(CheckResult.FAILED, answer.evidence, answer.advice, code)
             findings.append(_adapt_words(answer, facts))
     steps = len(facts.critical.time.steps) if facts.critical is not None else 1
     ordered = sorted(findings, key=lambda one: _rate(one, max(1, steps)))

@@ -2,8 +2,16 @@
 
 import numpy as np
 
-from megatron_lite.analysis.findings.base import Evidence, Look, Outcome, Recording, could_not_look, saw, saw_wrong
-from megatron_lite.analysis.findings.check_case import Case, fail_by_findings
+from megatron_lite.analysis.findings.base import (
+    CheckResult,
+    Evidence,
+    Observation,
+    Recording,
+    could_not_look,
+    saw,
+    saw_wrong,
+)
+from megatron_lite.analysis.findings.check_case import CheckCase, fail_by_findings
 from megatron_lite.analysis.intervals import Numbers
 from megatron_lite.analysis.memory.memory_results import Snapshot
 from megatron_lite.analysis.rank_facts import RankFacts, in_ms
@@ -30,11 +38,11 @@ PACKED = Evidence(
 # --- memory
 
 
-def look_at_peak(case: Case) -> Look:
+def look_at_peak(case: CheckCase) -> Observation:
     """Tell what holds the peak, which a snapshot shows, and that nothing stays from step to step."""
     held = _describe_peak(case.facts.highest_snapshot)
     growth = case.get_look("memory-growth")
-    steady = growth.evidence if growth and growth.outcome is Outcome.PASSED else ()
+    steady = growth.evidence if growth and growth.outcome is CheckResult.PASSED else ()
     if held and steady:
         return saw(*held, *steady)
     return could_not_look(*held, *steady)
@@ -52,7 +60,7 @@ def _describe_peak(most: Snapshot | None) -> list[Evidence]:
 # --- updates
 
 
-def look_at_batches(case: Case) -> Look:
+def look_at_batches(case: CheckCase) -> Observation:
     """Tell whether global batch = micro-batch x ranks x micro-batches, and samples and learning rate follow updates."""
     facts, run, one = case.facts, case.facts.run, case.facts.critical
     nothing = measure_learning(run).nothing if run else ""
@@ -156,7 +164,7 @@ def _check_progress(run: Run) -> list[str]:
 # --- compilation and shapes
 
 
-def look_at_compilation(case: Case) -> Look:
+def look_at_compilation(case: CheckCase) -> Observation:
     """Tell the first step's compiling apart from steady steps, and how many later ones compiled."""
     run, one, compiled = case.facts.run, case.facts.critical, case.facts.compiles
     slow_first = case.find("first-step")
@@ -182,7 +190,7 @@ def look_at_compilation(case: Case) -> Look:
     return saw(Evidence(text, STEPS_FILE), *seen)
 
 
-def look_at_shapes(case: Case) -> Look:
+def look_at_shapes(case: CheckCase) -> Observation:
     """Tell whether shapes are the same in every step, so that nothing compiles anew, and no position lacks a token."""
     facts, run, one = case.facts, case.facts.run, case.facts.critical
     seen = []
@@ -225,7 +233,7 @@ def _is_packed(facts: Facts) -> bool:
     return facts.argument("dataloader_type") in ("single", "cyclic")
 
 
-def look_at_tokens(case: Case) -> Look:
+def look_at_tokens(case: CheckCase) -> Observation:
     """Tell tokens per second, and whether each position of a batch is one that trains."""
     run = case.facts.run
     if run is None or run.tokens_per_second is None:

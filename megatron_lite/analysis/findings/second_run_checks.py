@@ -5,8 +5,8 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from megatron_lite.analysis.findings.base import Evidence, Look, Recording, could_not_look, saw, saw_wrong
-from megatron_lite.analysis.findings.check_case import Case
+from megatron_lite.analysis.findings.base import Evidence, Observation, Recording, could_not_look, saw, saw_wrong
+from megatron_lite.analysis.findings.check_case import CheckCase
 from megatron_lite.analysis.findings.product_rules import SIXTEEN_BITS
 from megatron_lite.analysis.intervals import Numbers
 from megatron_lite.analysis.kernels.kernel_results import MATRIX_ROLES
@@ -38,7 +38,7 @@ DATA_FLAGS = (
 # --- 16-bit formats
 
 
-def look_at_sixteen_bits(case: Case) -> Look:
+def look_at_sixteen_bits(case: CheckCase) -> Observation:
     """Tell whether 16 bits take less time and memory than the same work in fp32; one run shows only that they are used."""
     facts, other, one = case.facts, case.other, case.facts.critical
     used = _measure_formats(one)
@@ -117,7 +117,7 @@ def _list_uncast(one: RankFacts) -> list[str]:
     return told
 
 
-def _compare_formats(full: Facts, half: Facts, name: str, seen: list[Evidence]) -> Look:
+def _compare_formats(full: Facts, half: Facts, name: str, seen: list[Evidence]) -> Observation:
     """Compare a step's time and the peak of two runs of the same work.
 
     Args:
@@ -176,7 +176,7 @@ def _choose_peaks(full: Facts, half: Facts) -> tuple[float, float] | None:
 # --- losses
 
 
-def look_at_losses(case: Case) -> Look:
+def look_at_losses(case: CheckCase) -> Observation:
     """Compare the losses with the other run's, iteration by iteration, with the same seed and data."""
     if case.other is None:
         return could_not_look()

@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from megatron_lite.analysis.findings.base import Evidence, Look, Recording, could_not_look, saw, saw_wrong
-from megatron_lite.analysis.findings.check_case import Case
+from megatron_lite.analysis.findings.base import Evidence, Observation, Recording, could_not_look, saw, saw_wrong
+from megatron_lite.analysis.findings.check_case import CheckCase
 from megatron_lite.analysis.rank_facts import RankFacts, in_ms
 from megatron_lite.analysis.run.run_results import Run
 from megatron_lite.analysis.run_facts import measure_ordinary
@@ -17,7 +17,7 @@ MIN_TRACED_STEPS = 2  # a trace's window is short
 WINDOW = "--profile-step-start 10 --profile-step-end 15"
 
 
-def look_at_clock(case: Case) -> Look:
+def look_at_clock(case: CheckCase) -> Observation:
     """Tell whose clock the times are from: CUDA events, a trace of a GPU, or on a CPU the host's, which is the device's."""
     run, one = case.facts.run, case.facts.critical
     gpu_ms = measure_ordinary(run, run.gpu_ms) if run else None
@@ -36,7 +36,7 @@ def look_at_clock(case: Case) -> Look:
     return could_not_look(Evidence(what, one.where()))
 
 
-def _look_at_traced_clock(one: RankFacts) -> Look:
+def _look_at_traced_clock(one: RankFacts) -> Observation:
     """Tell the times of a GPU's trace and how many steps ran before those that count."""
     steady = [place for place, step in enumerate(one.time.steps) if step.steady]
     if not steady or not one.time.step_ms > 0:
@@ -54,7 +54,7 @@ def _look_at_traced_clock(one: RankFacts) -> Look:
     return saw_wrong(f"begin the window later: {WINDOW}", *seen, code="first-step")
 
 
-def _look_at_host_clock(run: Run, device: str) -> Look:
+def _look_at_host_clock(run: Run, device: str) -> Observation:
     """Tell the times of the host's clock, which is the device's on a CPU only."""
     if device == "cuda":
         text = "only the host's times of a GPU run: how long launching took, not the work"
@@ -83,7 +83,7 @@ def _list_left_out(one: RankFacts) -> list[Evidence]:
     return [Evidence(f"left out: {', '.join(left_out)}", one.where())] if left_out else []
 
 
-def look_at_steady_state(case: Case) -> Look:
+def look_at_steady_state(case: CheckCase) -> Observation:
     """Tell the step's time without the first step and other disturbed ones."""
     run, one = case.facts.run, case.facts.critical
     number = run.ordinary.sum() if run else 0
@@ -103,7 +103,7 @@ def look_at_steady_state(case: Case) -> Look:
     return saw(*seen) if steady >= MIN_TRACED_STEPS else could_not_look(*seen)
 
 
-def look_at_profile(case: Case) -> Look:
+def look_at_profile(case: CheckCase) -> Observation:
     """Tell where the trace says to begin, and whether that is true of the run without a profiler."""
     run, one = case.facts.run, case.facts.critical
     if one is None or not one.time.step_ms > 0:
@@ -121,7 +121,7 @@ def look_at_profile(case: Case) -> Look:
     return saw(*begin, Evidence(text, STEPS_FILE))
 
 
-def _say_where_to_begin(case: Case, one: RankFacts) -> str:
+def _say_where_to_begin(case: CheckCase, one: RankFacts) -> str:
     """Name the most costly finding, or the largest part of the step where none costs time."""
     for found in case.findings:
         if found.cost_ms:

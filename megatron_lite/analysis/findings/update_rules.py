@@ -8,7 +8,7 @@ import numpy as np
 from megatron_lite.analysis.findings.base import (
     Evidence,
     Finding,
-    Look,
+    Observation,
     Recording,
     build_time_finding,
     could_not_look,
@@ -34,7 +34,7 @@ MIN_TENSORS = 4  # parameter tensors whose loop would not be worth a word
 
 
 @rule("unfused-optimizer", "optimizer that is not fused", "phases", "kernels", "operators", needs="trace")
-def find_unfused_optimizer(facts: Facts, one: RankFacts) -> Finding | Look:
+def find_unfused_optimizer(facts: Facts, one: RankFacts) -> Finding | Observation:
     """The optimizer updates tensor by tensor, or operation by operation.
 
     Meaning: AdamW written as a loop launches about ten small kernels per parameter; foreach joins the parameters but
@@ -65,7 +65,7 @@ ZERO_GRAD_PHASES = ("Optimizer.zero_grad", "zero_grad")
 
 
 @rule("zeroed-gradients", "gradients zeroed instead of freed", "phases", "kernels", "operators", needs="trace")
-def find_zeroed_gradients(facts: Facts, one: RankFacts) -> Finding | Look:
+def find_zeroed_gradients(facts: Facts, one: RankFacts) -> Finding | Observation:
     """Gradients are filled with zeros instead of freed.
 
     Meaning: zero_grad(set_to_none=False), or an old PyTorch's default, writes zeros into every gradient, and backward
@@ -92,7 +92,7 @@ MIN_SKIPS = 4  # fewer may be a single bad batch
 
 
 @rule("overflow-storm", "steps thrown away because gradients overflow", "run", "losses", needs="run")
-def find_overflow_storm(facts: Facts, run: Run) -> Finding | Look:
+def find_overflow_storm(facts: Facts, run: Run) -> Finding | Observation:
     """Many steps are skipped because gradients overflow.
 
     Meaning: with fp16 a step whose gradients hold Inf or NaN is thrown away and the loss scale is lowered. A few at the
@@ -128,7 +128,7 @@ def find_overflow_storm(facts: Facts, run: Run) -> Finding | Look:
 MIN_SETTLED_STEPS = 20  # after the first good one, of which one skipped is 5%
 
 
-def _look_at_scale(facts: Facts, run: Run) -> Look:
+def _look_at_scale(facts: Facts, run: Run) -> Observation:
     """Tell skipped steps and the loss scale of a run that has one."""
     scales = run.loss_scale[run.loss_scale > 0]
     if not len(scales):
@@ -151,7 +151,7 @@ MIN_SCALED_STEPS = 20
 
 
 @rule("scale-collapse", "loss scale that has collapsed", "run", "losses", needs="run")
-def find_scale_collapse(facts: Facts, run: Run) -> Finding | Look:
+def find_scale_collapse(facts: Facts, run: Run) -> Finding | Observation:
     """The fp16 loss scale has fallen to where gradients vanish.
 
     Meaning: overflows keep halving the scale. Near 1, small gradients round to zero in fp16: training goes on without
@@ -183,7 +183,7 @@ def find_scale_collapse(facts: Facts, run: Run) -> Finding | Look:
 
 
 @rule("no-learning", "losses that show no learning", "run", "losses", needs="run")
-def find_no_learning(facts: Facts, run: Run) -> Finding | Look:
+def find_no_learning(facts: Facts, run: Run) -> Finding | Observation:
     """The run computes, but its losses show that it does not learn.
 
     Meaning: the loss of updates is NaN or Inf, or it is as high at the end as at the beginning. The steps may be as
@@ -217,7 +217,7 @@ def find_no_learning(facts: Facts, run: Run) -> Finding | Look:
 
 
 @rule("hard-clipping", "gradients that are always clipped hard", "run", "losses", needs="run")
-def find_hard_clipping(facts: Facts, run: Run) -> Finding | Look:
+def find_hard_clipping(facts: Facts, run: Run) -> Finding | Observation:
     """The gradients' norm is far above the limit of clipping in nearly every step.
 
     Meaning: clipping is meant for rare outliers. Where each update is scaled down to the limit, the limit and not the
@@ -251,7 +251,7 @@ COSTLY = {"log_params_norm": "--log-params-norm", "log_num_zeros_in_grad": "--lo
 
 
 @rule("log-stalls", "logging in every step", "step", "phases", "run")
-def find_log_stalls(facts: Facts) -> Finding | Look:
+def find_log_stalls(facts: Facts) -> Finding | Observation:
     """Logging takes a notable part of each step.
 
     Meaning: reading losses and norms waits for the device, and formatting, TensorBoard and files take host time. At
@@ -264,7 +264,7 @@ def find_log_stalls(facts: Facts) -> Finding | Look:
     False alarm: a demonstration that is meant to print every step.
     """
     measured = _measure_idle_in_logging(facts.critical) if facts.on_gpu else _measure_logging_phase(facts.run)
-    if isinstance(measured, Look):
+    if isinstance(measured, Observation):
         return measured
     cost, seen = measured
     costly = [flag for name, flag in COSTLY.items() if facts.argument(name)]
@@ -274,7 +274,7 @@ def find_log_stalls(facts: Facts) -> Finding | Look:
     return build_time_finding(cost, [seen], advice, ("--log-interval 100",))
 
 
-def _measure_idle_in_logging(one: RankFacts | None) -> tuple[float, Evidence] | Look:
+def _measure_idle_in_logging(one: RankFacts | None) -> tuple[float, Evidence] | Observation:
     """Measure a GPU's idle ms per step because of logging, with its evidence; a look where it is little or not seen."""
     if one is None:
         return could_not_look(record=Recording.TRACE)
@@ -291,7 +291,7 @@ def _measure_idle_in_logging(one: RankFacts | None) -> tuple[float, Evidence] | 
     return saw(seen) if is_named and one.time.step_ms > 0 else could_not_look(record=Recording.STACKS)
 
 
-def _measure_logging_phase(run: Run | None) -> tuple[float, Evidence] | Look:
+def _measure_logging_phase(run: Run | None) -> tuple[float, Evidence] | Observation:
     """Measure the host's ms per step in the phase that logs, with its evidence; a look where it is little or not seen."""
     cost = measure_ordinary(run, run.phases_ms.get(LOG, ())) if run is not None else None
     if run is None or not run.steady_step_ms or cost is None:
@@ -306,7 +306,7 @@ SAVE, EVAL = Phase.SAVE.value, Phase.EVAL.value
 
 
 @rule("save-and-eval", "stalls for checkpoints and evaluations", "run", needs="run")
-def find_save_and_eval(facts: Facts, run: Run) -> Finding | Look:
+def find_save_and_eval(facts: Facts, run: Run) -> Finding | Observation:
     """Training stops for checkpoints and evaluations.
 
     Meaning: while a checkpoint is written or the validation loss is computed, no step runs. On several ranks the

@@ -3,16 +3,16 @@
 from collections import Counter
 from collections.abc import Sequence
 
-from megatron_lite.analysis.findings.base import Outcome
+from megatron_lite.analysis.findings.base import CheckResult
 from megatron_lite.analysis.findings.check_case import Check
 from megatron_lite.analysis.report import Report
-from megatron_lite.report.section import FAILED, NOT_VISIBLE, PASSED, Answer, Block, Lines, Section
+from megatron_lite.report.section import FAILED, NOT_VISIBLE, PASSED, Block, CheckCard, Lines, Section
 from megatron_lite.report.text import write_evidence
 
 KEY = "checked"
 MAX_REASONS = 3  # of an answer in full
-WORDS = {Outcome.PASSED: PASSED, Outcome.FAILED: FAILED, Outcome.NOT_VISIBLE: NOT_VISIBLE}
-VERBS = {Outcome.PASSED: "", Outcome.FAILED: "try: ", Outcome.NOT_VISIBLE: "to see it: "}
+WORDS = {CheckResult.PASSED: PASSED, CheckResult.FAILED: FAILED, CheckResult.NOT_VISIBLE: NOT_VISIBLE}
+VERBS = {CheckResult.PASSED: "", CheckResult.FAILED: "try: ", CheckResult.NOT_VISIBLE: "to see it: "}
 
 
 def checked_section(report: Report, everything: bool) -> Section | None:
@@ -37,14 +37,14 @@ def build_checked_section(
     """
     number = Counter(check.answer for check in checks)
     of = ", ".join(f"{number[answer]} {word}" for answer, word in WORDS.items())
-    blocks: list[Block] = [_build_answer(check, has_one_rank, in_full, everything) for check in checks]
+    blocks: list[Block] = [_build_card(check, has_one_rank, in_full, everything) for check in checks]
     return Section(KEY, "Checked", of, blocks)
 
 
-def _build_answer(check: Check, has_one_rank: bool, in_full: bool, everything: bool) -> Answer:
+def _build_card(check: Check, has_one_rank: bool, in_full: bool, everything: bool) -> CheckCard:
     """Build what is shown of a check; for the arguments see build_checked_section."""
     shown = check.evidence if everything else check.evidence[:MAX_REASONS]
-    return Answer(
+    return CheckCard(
         number=check.number,
         answer=WORDS[check.answer],
         question=check.question,
