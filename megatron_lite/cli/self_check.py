@@ -87,7 +87,7 @@ def _shorten(args: Args, batch: int, steps: int, folder: Path) -> Args:
     return replace(
         args,
         model=replace(args.model, hidden_dropout=0.0, attention_dropout=0.0),
-        training=replace(args.training, global_batch_size=batch, exit_interval=steps),
+        training=replace(args.training, global_batch_size=batch, step_batch_size_schedule=None, exit_interval=steps),
         watch=WatchArgs(log_interval=1, eval_iters=0, run_dir=str(folder)),
         checkpoint=CheckpointArgs(),
         profile=ProfileArgs(),

@@ -92,6 +92,14 @@ class TrainingArgs:
     rampup_batch_size: tuple[int, ...] = flag(
         (), "Grow the global batch over the first samples; with --train-samples.", value="START INCREMENT SAMPLES"
     )
+    step_batch_size_schedule: str | None = flag(
+        None,
+        "Global batches from a number of tokens on, in place of --global-batch-size: '0:768 250B:1536'; with --train-samples.",
+        value="'TOKENS:BATCH ...'",
+    )
+    eval_global_batch_size: int | None = flag(
+        None, "Samples of an evaluation's batch; --global-batch-size when left out.", SIZE
+    )
     train_iters: int | None = flag(None, "Optimizer steps to run. Required, or --train-samples.", LENGTH)
     train_samples: int | None = flag(None, "Samples to train on; excludes --train-iters.", LENGTH)
     seed: int = flag(1234, "Seed of weights, dropout and data order.", "at least 0 and below 4294967296")

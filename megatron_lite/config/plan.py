@@ -8,6 +8,7 @@ from megatron_lite.config.shape import ModelShape, RankShape, recomputed_layers
 from megatron_lite.config.world import World
 from megatron_lite.errors import ConfigError
 
+MAX_TOKENS = 2**53  # of a schedule
 AUTO, LAYERS, NONE = "auto", "layers", "none"
 
 
@@ -52,9 +53,13 @@ class BatchSchedule:
     start: int = 0  # 0: no ramp-up
     increment: int = 0
     ramp_samples: int = 0
+    # of --step-batch-size-schedule: (consumed samples from which a global batch holds, that batch), the first from 0 on
+    steps: tuple[tuple[int, int], ...] = ()
 
     def size(self, consumed: int) -> int:
         """Global batch of the step that starts after `consumed` samples."""
+        if self.steps:
+            return next(size for first, size in reversed(self.steps) if consumed >= first)
         if not self.start or consumed > self.ramp_samples or self.start == self.final:
             return self.final
         samples_per_increment = self.ramp_samples / ((self.final - self.start) // self.increment)
@@ -63,6 +68,12 @@ class BatchSchedule:
     def iterations(self, samples: int) -> int:
         """Number of full steps in `samples` samples."""
         iterations, consumed = 0, 0
+        while self.steps and consumed < samples:
+            # as in Megatron-LM, the last step may take more
+            consumed += self.size(consumed)
+            iterations += 1
+        if self.steps:
+            return iterations
         while self.start and consumed <= self.ramp_samples and consumed + self.size(consumed) <= samples:
             consumed += self.size(consumed)
             iterations += 1
@@ -76,6 +87,33 @@ class BatchSchedule:
         for _ in range(iterations):
             consumed += self.size(consumed)
         return consumed
+
+
+FACTORS = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+
+
+def parse_batch_steps(text: str, seq_length: int) -> tuple[tuple[int, int], ...]:
+    """((consumed samples, global batch), ...) of --step-batch-size-schedule, whose first numbers are tokens: "0:768 250B:1536".
+
+    Raises ValueError where an entry cannot be read, or entries are not in order from 0 on.
+    """
+    steps = []
+    for entry in text.replace(",", " ").split():
+        tokens, size = (_read_number(word) for word in entry.split(":"))
+        steps.append((tokens // seq_length, size))
+    starts = [first for first, _ in steps]
+    if not steps or starts[0] != 0 or starts != sorted(set(starts)) or min(size for _, size in steps) < 1:
+        raise ValueError(text)
+    return tuple(steps)
+
+
+def _read_number(word: str) -> int:
+    """'1.5K' -> 1500."""
+    factor = FACTORS.get(word[-1:].upper(), 1)
+    number = float(word[:-1] if factor > 1 else word)
+    if not 0 <= number * factor <= MAX_TOKENS:
+        raise ValueError(word)
+    return int(number * factor)
 
 
 @dataclass(frozen=True)
@@ -148,6 +186,14 @@ class Plan:
         """How many layers of this stage, of all its chunks, forget their activations."""
         return sum(self.count_recomputed(len(chunk)) for chunk in self.stage.chunks)
 
+    @property
+    def evaluation_samples(self) -> int:
+        """Samples of one evaluation."""
+        training = self.args.training
+        # Megatron-LM's --global-batch-size is one pass where a schedule stands in its place
+        usual = self.samples_per_pass if self.batch.steps else self.batch.final
+        return self.args.watch.eval_iters * (training.eval_global_batch_size or usual)
+
     def micro_batches(self, consumed: int) -> int:
         """Micro-batches per rank in the step that starts after `consumed` samples."""
         return self.batch.size(consumed) // self.samples_per_pass
@@ -157,7 +203,7 @@ def resolve(args: Args, world: World, vocab_size: int) -> Plan:
     """The plan of checked `args`. Raises ConfigError where the tokenizer's vocabulary does not fit."""
     t, p, precision = args.training, args.profile, args.precision
     layout = plan_layout(args.parallel, world)
-    batch = BatchSchedule(t.global_batch_size or t.micro_batch_size * layout.data, *t.rampup_batch_size)
+    batch = _plan_batches(args, layout)
     iterations = batch.iterations(t.train_samples or 0) if t.train_iters is None else t.train_iters
     if not iterations:
         less = f"--train-samples {t.train_samples} is less than one global batch of {batch.size(0)}"
@@ -187,6 +233,18 @@ def resolve(args: Args, world: World, vocab_size: int) -> Plan:
         # 2 is Megatron's default; where computing needs the cores, reading a batch takes 1 ms of them
         loader_workers=(2 if world.gpus else 0) if workers is None else workers,
     )
+
+
+def _plan_batches(args: Args, layout: Layout) -> BatchSchedule:
+    t = args.training
+    if t.step_batch_size_schedule is None:
+        final = t.global_batch_size or t.micro_batch_size * layout.data
+        start, increment, samples = t.rampup_batch_size or (0, 0, 0)
+        return BatchSchedule(final, start, increment, samples)
+    steps = parse_batch_steps(t.step_batch_size_schedule, args.model.seq_length)
+    # the run ends before later ones
+    steps = tuple(step for step in steps if step[0] < (t.train_samples or 1))
+    return BatchSchedule(steps[-1][1], start=steps[0][1], steps=steps)
 
 
 def plan_stages(plan: Plan) -> list[Plan]:

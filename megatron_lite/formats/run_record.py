@@ -135,6 +135,8 @@ class Batch(msgspec.Struct, frozen=True):
     start: Count | None = None
     increment: Count | None = None
     ramp_samples: Count | None = None
+    # of --step-batch-size-schedule: [consumed samples from which a batch holds, the batch]
+    steps: tuple[tuple[Count, Size], ...] = ()
 
 
 class Compilation(msgspec.Struct, frozen=True):

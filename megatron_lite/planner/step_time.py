@@ -135,7 +135,8 @@ def predict_stage_time(plan: Plan, processor: Processor) -> TimePrediction:
     rows += _time_tied_embedding(exchanges, members, processor)
     notes = [*_list_unknown_rates(plan, processor, parts, rates), *_list_unknown_links(exchanges, members, processor)]
     if plan.batch.start and plan.batch.start != plan.batch.final:
-        notes.append(f"--rampup-batch-size: the bound is for the final global batch of {count(plan.batch.final)}")
+        flag = "--step-batch-size-schedule" if plan.batch.steps else "--rampup-batch-size"
+        notes.append(f"{flag}: the bound is for the final global batch of {count(plan.batch.final)}")
     sharing = plan.layout.tensor * plan.layout.context * plan.layout.pipeline  # ranks that share a sequence's work
     sequences = _count_sequences(plan)
     return TimePrediction(

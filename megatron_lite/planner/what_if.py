@@ -67,7 +67,9 @@ class Variant(ChangedPlan):
 
 def change_plan(plan: Plan, changes: Changes) -> ChangedPlan | None:
     """The plan with these fields of Args changed and the same global batch; None if the trainer refuses such flags."""
-    if plan.args.training.global_batch_size is None and changes.get("micro_batch_size"):
+    training = plan.args.training
+    has_default_batch = training.global_batch_size is None and training.step_batch_size_schedule is None
+    if has_default_batch and changes.get("micro_batch_size"):
         changes = {"global_batch_size": plan.batch.final, **changes}
     before = {name: flag.get(plan.args) for name, flag in FLAGS.items()}
     changes = {name: value for name, value in changes.items() if before[name] != value}

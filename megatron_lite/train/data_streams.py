@@ -42,7 +42,7 @@ class DataStreams:
         many there were.
         """
         t, w = self.plan.args.training, self.plan.args.watch
-        one, past = w.eval_iters * self.plan.batch.final, w.count_validations(progress.iteration)
+        one, past = self.plan.evaluation_samples, w.count_validations(progress.iteration)
         if t.skip_train:
             return self._streams.stream("valid", 0, one)
         if not progress.consumed_valid and t.train_samples is None:
@@ -53,7 +53,7 @@ class DataStreams:
 
     def test(self) -> Iterator[Tensor]:
         """Batches from the first sample on."""
-        return self._streams.stream("test", 0, self.plan.args.watch.eval_iters * self.plan.batch.final)
+        return self._streams.stream("test", 0, self.plan.evaluation_samples)
 
 
 class _DatasetStreams:
@@ -62,7 +62,7 @@ class _DatasetStreams:
     def __init__(self, plan: Plan):
         self.plan = plan
         d, w = read_argument_files(plan.args.data), plan.args.watch
-        evaluated = w.eval_iters * plan.batch.final
+        evaluated = plan.evaluation_samples
         # one evaluation per interval and one at the end, each on samples of its own
         training = not plan.args.training.skip_train
         evaluations = training * w.count_validations(plan.train_iters) + 1

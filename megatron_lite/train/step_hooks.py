@@ -62,7 +62,7 @@ class Evaluation:
 
     def report(self, progress: Progress, title: str, which: str) -> float:
         """Evaluate on the next batches and log the loss; returns it."""
-        samples = self.plan.args.watch.eval_iters * self.plan.batch.final
+        samples = self.plan.evaluation_samples
         progress.consumed_valid += samples
         loss = evaluate(self.replica, self.batches, self.make, samples // self.plan.samples_per_pass)
         self.log.evaluation(title, which, loss)

@@ -150,6 +150,35 @@ def test_growing_batches_against_counting_them_out(ramp, samples):
     assert p.batch.samples(5) == sum(p.batch.size(p.batch.samples(i)) for i in range(5))
 
 
+@pytest.mark.parametrize(
+    ("schedule", "samples", "sizes"),
+    [
+        # 32 tokens a sample; the last step may take more than --train-samples, as in Megatron-LM
+        ("0:2 320:4 960:8", 50, [2] * 5 + [4] * 5 + [8] * 3),
+        ("0:8,0.64K:16", 41, [8, 8, 8, 16, 16]),
+        ("0:4 33:8", 9, [4, 8]),
+        ("0:8 1M:2000", 24, [8, 8, 8]),
+    ],
+)
+def test_batches_of_a_schedule_by_tokens(schedule, samples, sizes):
+    """As Megatron-Core 0.19.0's StepBatchsizeNumMicroBatchesCalculator steps through them."""
+    words = f"!--train-iters !--global-batch-size --train-samples {samples} --step-batch-size-schedule"
+    p = plan([*words.split(), schedule])
+    consumed = [sum(sizes[:i]) for i in range(len(sizes))]
+    assert [p.batch.size(done) for done in consumed] == sizes
+    assert p.train_iters == len(sizes) and p.train_samples == sum(sizes)
+    assert [p.batch.samples(i) for i in range(len(sizes))] == consumed
+    assert p.batch.final == sizes[-1], "a batch that the run does not reach describes no step of it"
+
+
+def test_evaluations_have_batches_of_their_own():
+    assert plan("--eval-iters 3").evaluation_samples == 24
+    assert plan("--eval-iters 3 --eval-global-batch-size 2").evaluation_samples == 6
+    words = "!--train-iters !--global-batch-size --train-samples 80 --eval-iters 3 --step-batch-size-schedule 0:8"
+    assert plan(words).evaluation_samples == 6  # one pass: the --global-batch-size that Megatron-LM then has
+    assert plan(f"{words} --eval-global-batch-size 4").evaluation_samples == 12
+
+
 def test_a_plan_can_be_written_down():
     written = json.loads(json.dumps(dataclasses.asdict(plan("--profile")), default=str))
     assert written["shape"]["hidden_size"] == 64 and written["args"]["optimizer"]["lr"] == 1e-3

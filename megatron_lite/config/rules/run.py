@@ -13,6 +13,7 @@ from megatron_lite.config.layout import (
     count_data_ranks,
     expand_layout,
 )
+from megatron_lite.config.plan import parse_batch_steps
 from megatron_lite.config.world import World
 from megatron_lite.errors import DataError
 
@@ -240,8 +241,20 @@ def _find_wrong_layout(p: ParallelArgs, layers: int) -> str | None:
     return None
 
 
-def _list_batches(training: TrainingArgs, one_pass: int) -> Iterator[tuple[str, int]]:
-    """(flag, size) of all global batches of a run. one_pass: samples of one micro-batch of all data parallel ranks."""
+def _list_batches(training: TrainingArgs, one_pass: int, seq_length: int) -> Iterator[tuple[str, int]]:
+    """(flag, size) of all global batches of a run.
+
+    Args:
+        one_pass: Samples of one micro-batch of all data parallel ranks.
+        seq_length: Tokens of a sample.
+    """
+    if training.step_batch_size_schedule is not None:
+        try:
+            steps = parse_batch_steps(training.step_batch_size_schedule, max(seq_length, 1))
+        except (ValueError, OverflowError):
+            return  # another rule says it
+        yield from (("--step-batch-size-schedule", size) for _, size in steps)
+        return
     final = training.global_batch_size or one_pass
     yield "--global-batch-size", final
     ramp = training.rampup_batch_size
@@ -261,7 +274,7 @@ def _check_batch_of_chunks(args: Args, world: World) -> Iterator[str]:
         yield f"{name}: must be at least --pipeline-model-parallel-size {stages}; raise it, or drop it."
         return
     at_once = group or stages
-    for flag, batch in _list_batches(training, one_pass):
+    for flag, batch in _list_batches(training, one_pass, args.model.seq_length):
         passes, rest = divmod(batch, one_pass)
         if rest:
             continue  # batches that one pass does not divide are another rule's

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 from megatron_lite.config.args import Args
 from megatron_lite.config.layout import count_data_ranks
+from megatron_lite.config.plan import parse_batch_steps
 from megatron_lite.config.world import World
 from megatron_lite.units import significant
 
@@ -33,9 +34,33 @@ def training_rules(args: Args, world: World) -> Iterator[str]:
         yield f"{divisible}; try {max(1, t.global_batch_size // per_pass) * per_pass}."
     if t.rampup_batch_size:
         yield from _check_rampup(args, per_pass, parts)
+    if t.step_batch_size_schedule is not None:
+        yield from _check_batch_steps(args, per_pass, parts)
+    evaluated = t.eval_global_batch_size
+    if evaluated is not None and evaluated % per_pass:
+        divisible = f"--eval-global-batch-size {evaluated} is not divisible by {parts}"
+        yield f"{divisible}; try {max(1, evaluated // per_pass) * per_pass}."
     if t.exit_signal not in set(signal.Signals.__members__) - {"SIGKILL", "SIGSTOP"}:
         usual = "SIGTERM, SIGINT and SIGUSR1 are usual"
         yield f"--exit-signal {t.exit_signal}: not a signal that a program can catch; {usual}."
+
+
+def _check_batch_steps(args: Args, per_pass: int, parts: str) -> Iterator[str]:
+    t = args.training
+    shown = f"--step-batch-size-schedule {t.step_batch_size_schedule}"
+    try:
+        steps = parse_batch_steps(t.step_batch_size_schedule or "", max(args.model.seq_length or 1, 1))
+    except (ValueError, OverflowError):
+        yield f"{shown}: needs TOKENS:BATCH, the first from 0 tokens on and the others in order, such as '0:768 250B:1536'."
+        return
+    for flag, value in (("--global-batch-size", t.global_batch_size), ("--rampup-batch-size", t.rampup_batch_size)):
+        if value:
+            yield f"{shown} and {flag} exclude each other, as in Megatron-LM; drop one of them."
+    if t.train_samples is None:
+        yield f"{shown} needs --train-samples; give it instead of --train-iters."
+    odd = next((size for _, size in steps if size % per_pass), None)
+    if odd is not None:
+        yield f"{shown}: its batch {odd} is not divisible by {parts}; change it."
 
 
 def _check_rampup(args: Args, per_pass: int, parts: str) -> Iterator[str]:
