@@ -28,6 +28,20 @@ def training_rules(args: Args, world: World) -> Iterator[str]:
         if value * times * batch > MAX_SAMPLES:
             at_most = f"at most 2^53 = {MAX_SAMPLES} can be counted"
             yield f"{name} {value}: makes {value * times * batch} samples in all; {at_most}, lower it."
+    yield from _check_batches(args, data_ranks, per_pass)
+    if t.exit_signal not in set(signal.Signals.__members__) - {"SIGKILL", "SIGSTOP"}:
+        usual = "SIGTERM, SIGINT and SIGUSR1 are usual"
+        yield f"--exit-signal {t.exit_signal}: not a signal that a program can catch; {usual}."
+
+
+def _check_batches(args: Args, data_ranks: int, per_pass: int) -> Iterator[str]:
+    """Mistakes among global batches.
+
+    Args:
+        data_ranks: Data parallel ranks.
+        per_pass: Samples of one micro-batch of all of them.
+    """
+    t = args.training
     parts = f"--micro-batch-size {t.micro_batch_size} times data parallel size {data_ranks} = {per_pass}"
     if t.global_batch_size is not None and (t.global_batch_size < 1 or t.global_batch_size % per_pass):
         divisible = f"--global-batch-size {t.global_batch_size} is not divisible by {parts}"
@@ -40,9 +54,6 @@ def training_rules(args: Args, world: World) -> Iterator[str]:
     if evaluated is not None and evaluated % per_pass:
         divisible = f"--eval-global-batch-size {evaluated} is not divisible by {parts}"
         yield f"{divisible}; try {max(1, evaluated // per_pass) * per_pass}."
-    if t.exit_signal not in set(signal.Signals.__members__) - {"SIGKILL", "SIGSTOP"}:
-        usual = "SIGTERM, SIGINT and SIGUSR1 are usual"
-        yield f"--exit-signal {t.exit_signal}: not a signal that a program can catch; {usual}."
 
 
 def _check_batch_steps(args: Args, per_pass: int, parts: str) -> Iterator[str]:
