@@ -3,6 +3,7 @@
 import re
 import shlex
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from megatron_lite.cli.launch_script import read_launch_script
 from megatron_lite.cli.launcher import END, GPUS_PER_NODE
@@ -20,10 +21,35 @@ EXPLAINED = re.compile(r" is empty: .* give it")  # a line of left_out.py that s
 OTHER_MODEL = "train that model with Megatron-LM"  # without such a flag it is another model, which nobody asked for
 
 
+@dataclass(frozen=True)
+class _Command:
+    """The words that follow `megatron-lite plan`."""
+
+    words: Sequence[str]  # the script and its arguments
+    gpus: int | None  # of the job, where they were given
+    dropped: Sequence[str]  # names behind --drop
+    added: Sequence[str]  # flags behind --add
+
+    def write(self) -> str:
+        """Write the whole command for a shell."""
+        options = []
+        if self.gpus:
+            options += ["--gpus", str(self.gpus)]
+        if self.dropped:
+            options.append(f"--drop={','.join(self.dropped)}")
+        if self.added:
+            options.append(f"--add={' '.join(self.added)}")
+        return f"megatron-lite plan {shlex.join([*options, *self.words])}"
+
+
 def explain_change(
-    words: Sequence[str], lines: Sequence[str], gpus: int | None, dropped: Sequence[str], added: Sequence[str]
+    words: Sequence[str],
+    lines: Sequence[str],
+    gpus: int | None,
+    dropped: Sequence[str],
+    added: Sequence[str],
 ) -> list[str]:
-    """A line with the command that follows the objections; [] where none begins with a flag, or the model is another one.
+    """Write the command that follows the objections.
 
     Args:
         words: The script and its arguments.
@@ -31,46 +57,90 @@ def explain_change(
         gpus: Of the job, where they were given.
         dropped: Names behind --drop.
         added: Flags behind --add.
+
+    Returns:
+        A line with the command; [] where no objection begins with a flag, or the model is another one.
     """
-    objected = [(match[1], line) for line in lines if (match := FLAG.match(line))]
-    if not objected or any(OTHER_MODEL in line for line in lines):
+    objections = [line for line in lines if FLAG.match(line)]
+    if not objections or any(OTHER_MODEL in line for line in lines):
         return []
-    known = {spelling for flag in list_flags(Args) for spelling in flag.spellings}
-    unknown = [flag for flag, _ in objected if flag not in known]
+    command = _Command(words, gpus, dropped, added)
+    unknown = _list_unknown(objections)
     if unknown:
-        names = [*dropped, *(flag.lstrip("-") for flag in dict.fromkeys(unknown))]
-        changed = _write_command(words, gpus, names, added)
-        return [f"a plan of the run without those flags: megatron-lite plan {changed}"]
+        names = [flag.lstrip("-") for flag in unknown]
+        changed = replace(command, dropped=[*dropped, *names])
+        return [f"a plan of the run without those flags: {changed.write()}"]
     if any(EXPLAINED.search(line) for line in lines):
         return []
-    ranks = next((int(match[1]) for line in lines if (match := RANKS.search(line))), None)
+    ranks = _search_lines(RANKS, lines)
     if ranks:
-        return [f"on as many GPUs as it needs: megatron-lite plan {_write_command(words, ranks, dropped, added)}"]
-    flag, line = objected[0]
-    instead = INSTEAD.search(line)
+        changed = replace(command, gpus=int(ranks[1]))
+        return [f"on as many GPUs as it needs: {changed.write()}"]
+    instead = INSTEAD.search(objections[0])
     if instead:
-        changed = _write_command(words, gpus, [*dropped, instead[2].lstrip("-")], [*added, instead[1], "VALUE"])
-        return [f"with that change: megatron-lite plan {changed}"]
-    another = ADDED.search(line)
-    flag = another[1] if another else flag
-    found = next((match for line in lines if (match := ADVISED.search(line))), None)
-    advised = (found[1] or found[2]) if found else "VALUE"
-    script, *arguments = words
-    ends = [] if END in arguments else [[*arguments, END]]
-    for taken in (*ends, arguments):
-        if _takes(script, [*taken, flag, PROBE], min(gpus, GPUS_PER_NODE) if gpus else None):
-            changed = _write_command([script, *taken, flag, advised], gpus, dropped, added)
-            return [f"{script} takes other values behind its arguments: megatron-lite plan {changed}"]
-    changed = _write_command(words, gpus, dropped, [*added, flag, advised])
-    return [f"{script} takes no flags of the trainer: megatron-lite plan {changed}"]
+        names = [*dropped, instead[2].lstrip("-")]
+        changed = replace(command, dropped=names, added=[*added, instead[1], "VALUE"])
+        return [f"with that change: {changed.write()}"]
+    advised = _search_lines(ADVISED, lines)
+    value = (advised[1] or advised[2]) if advised else "VALUE"
+    return [_give_value(command, _find_flag(objections[0]), value)]
 
 
-def _write_command(words: Sequence[str], gpus: int | None, dropped: Sequence[str], added: Sequence[str]) -> str:
-    """Write the words that follow `megatron-lite plan`."""
-    options = ["--gpus", str(gpus)] if gpus else []
-    options += [f"--drop={','.join(dropped)}"] if dropped else []
-    options += [f"--add={' '.join(added)}"] if added else []
-    return shlex.join([*options, *words])
+def _find_flag(objection: str) -> str:
+    """Find the flag whose value an objection asks for: the one to add, else the one that it begins with."""
+    added = ADDED.search(objection)
+    if added:
+        return added[1]
+    return FLAG.match(objection)[1]
+
+
+def _give_value(command: _Command, flag: str, value: str) -> str:
+    """Write the command that gives a flag another value: behind the script's arguments where it takes that."""
+    script, *arguments = command.words
+    taken = _find_arguments(script, arguments, flag, command.gpus)
+    if taken is None:
+        changed = replace(command, added=[*command.added, flag, value])
+        return f"{script} takes no flags of the trainer: {changed.write()}"
+    changed = replace(command, words=[script, *taken, flag, value])
+    return f"{script} takes other values behind its arguments: {changed.write()}"
+
+
+def _list_unknown(objections: Sequence[str]) -> list[str]:
+    """List the flags of objections that the trainer does not have, each once."""
+    known = {spelling for flag in list_flags(Args) for spelling in flag.spellings}
+    flags = [FLAG.match(line)[1] for line in objections]
+    return list(dict.fromkeys(flag for flag in flags if flag not in known))
+
+
+def _search_lines(pattern: re.Pattern[str], lines: Sequence[str]) -> re.Match[str] | None:
+    """Find the first line in which a pattern occurs."""
+    for line in lines:
+        found = pattern.search(line)
+        if found:
+            return found
+    return None
+
+
+def _find_arguments(script: str, arguments: list[str], flag: str, gpus: int | None) -> list[str] | None:
+    """Find the arguments behind which the script takes flags of the trainer.
+
+    Args:
+        script: The script.
+        arguments: Its arguments.
+        flag: A flag of the trainer, with which it is tried.
+        gpus: Of the job, where they were given.
+
+    Returns:
+        The arguments, with -- at their end where the script wants it; None where it takes no flags.
+    """
+    gpus_per_node = min(gpus, GPUS_PER_NODE) if gpus else None
+    tried = [arguments]
+    if END not in arguments:
+        tried.insert(0, [*arguments, END])
+    for taken in tried:
+        if _takes(script, [*taken, flag, PROBE], gpus_per_node):
+            return taken
+    return None
 
 
 def _takes(script: str, arguments: list[str], gpus_per_node: int | None) -> bool:

@@ -56,7 +56,9 @@ def _parser() -> Parser:
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--load", metavar="FOLDER", help="what --save of this trainer, or of Megatron-LM, wrote to")
     source.add_argument(
-        "--load-hf", metavar="FOLDER", help="a GPT-2, Llama, Qwen2 or Qwen3 for causal language modelling"
+        "--load-hf",
+        metavar="FOLDER",
+        help="a GPT-2, Llama, Qwen2 or Qwen3 for causal language modelling",
     )
     target = parser.add_mutually_exclusive_group(required=True)
     target.add_argument("--save", metavar="FOLDER", help="a new folder that --load of this trainer takes")
@@ -69,7 +71,11 @@ def _parser() -> Parser:
     add("--dtype", choices=PRECISIONS, help=dtype_help)
     add("--vocab-file", metavar="FILE", help="GPT-2 style vocab.json, for --save-hf")
     add("--merge-file", metavar="FILE", help="GPT-2 style merges.txt, for --save-hf")
-    add("--tokenizer-model", metavar="FOLDER", help="a tokenizer in Hugging Face's form, for --save-hf")
+    add(
+        "--tokenizer-model",
+        metavar="FOLDER",
+        help="a tokenizer in Hugging Face's form, for --save-hf",
+    )
     add("--true-vocab-size", type=int, metavar="N", help=vocab_help)
     add("--make-vocab-size-divisible-by", type=int, metavar="N", help=divisor_help)
     return parser
@@ -79,7 +85,8 @@ def _check(options: argparse.Namespace):
     if options.load_hf and options.save_hf:
         raise UserError(f"--save-hf {options.save_hf}: --load-hf is a Hugging Face folder already; give --save.")
     for name, (needed, what) in MEANING.items():
-        value, flag = getattr(options, name), dashed(name)
+        value = getattr(options, name)
+        flag = dashed(name)
         if value is not None and getattr(options, needed) is None:
             raise UserError(f"{flag} {value}: concerns {what}, with {dashed(needed)} only; leave it out.")
         if name in ("make_vocab_size_divisible_by", "true_vocab_size") and value is not None and value < 1:
@@ -103,7 +110,9 @@ def _to_hugging_face(options: argparse.Namespace) -> list[str]:
     else:
         tokenizer = tokenizer_files.describe_no_tokenizer()
         say("  no tokenizer: --vocab-file and --merge-file, or --tokenizer-model, would put it into the folder")
-    load, save_hf, line = Path(options.load), Path(options.save_hf), LiveLine()
+    load = Path(options.load)
+    save_hf = Path(options.save_hf)
+    line = LiveLine()
     require_new("--save-hf", save_hf)
     stored = open_newest(load, options.ckpt_step, say)
     precision = options.dtype or stored.record.precision
@@ -125,14 +134,25 @@ def _from_hugging_face(options: argparse.Namespace) -> list[str]:
     from megatron_lite.convert.folders import from_hugging_face
     from megatron_lite.convert.tokenizer_files import training_flags
 
-    source, save = Path(options.load_hf), Path(options.save)
-    divisor = DIVISIBLE_BY if options.make_vocab_size_divisible_by is None else options.make_vocab_size_divisible_by
+    source = Path(options.load_hf)
+    save = Path(options.save)
+    divisor = options.make_vocab_size_divisible_by
+    if divisor is None:
+        divisor = DIVISIBLE_BY
     record = from_hugging_face(source, save, divisor, options.dtype)
     shape = ModelShape(**record.shape)
     precision = [] if record.precision == "fp32" else [f"--{record.precision}"]
-    words = [*model_flags(shape), *precision, *training_flags(source), "--load", options.save, "--finetune"]
+    words = [
+        *model_flags(shape),
+        *precision,
+        *training_flags(source),
+        "--load",
+        options.save,
+        "--finetune",
+    ]
+    held = f"{_parameters(record.shape)} in {record.precision}, {record.vocab_size} ids"
     return [
-        f"{options.load_hf}, {_parameters(record.shape)} in {record.precision}, {record.vocab_size} ids: {save / RELEASE}",
+        f"{options.load_hf}, {held}: {save / RELEASE}",
         "to train on: fresh moments (--finetune), and --seq-length may be smaller",
         shlex.join(words),
     ]

@@ -27,18 +27,46 @@ MARK = "corpus.json"
 DOCUMENT_CHARACTERS = 4000
 # Not everywhere installed, or tables rather than text: left out, so that machines agree more or less.
 LEFT_OUT = {
-    "site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo", "distutils", "encodings",
-    "pydoc_data", "__pycache__",
-}  # fmt: skip
+    "site-packages",
+    "dist-packages",
+    "test",
+    "tests",
+    "idlelib",
+    "lib2to3",
+    "turtledemo",
+    "distutils",
+    "encodings",
+    "pydoc_data",
+    "__pycache__",
+}
 
 
 def run(argv: list[str]):
     """Build the corpus that `argv` asks for, unless it is there already. UserError for a mistake."""
-    parser = Parser("make-corpus", "A data set from the sources of Python's standard library; nothing is downloaded.")
+    parser = Parser(
+        "make-corpus",
+        "A data set from the sources of Python's standard library; nothing is downloaded.",
+    )
     add = parser.add_argument
-    add("--output-prefix", required=True, metavar="PREFIX", help="writes PREFIX_text_document.bin and .idx")
-    add("--bpe", type=int, metavar="N", help="train a BPE of N tokens on it (vocab.json, merges.txt); else bytes")
-    add("--max-mb", type=float, default=8.0, metavar="X", help="megabytes of text at most [%(default)s]")
+    add(
+        "--output-prefix",
+        required=True,
+        metavar="PREFIX",
+        help="writes PREFIX_text_document.bin and .idx",
+    )
+    add(
+        "--bpe",
+        type=int,
+        metavar="N",
+        help="train a BPE of N tokens on it (vocab.json, merges.txt); else bytes",
+    )
+    add(
+        "--max-mb",
+        type=float,
+        default=8.0,
+        metavar="X",
+        help="megabytes of text at most [%(default)s]",
+    )
     options = parser.parse_args(argv)
     if options.max_mb <= 0:
         raise DataError(f"--max-mb {options.max_mb:g}: must be above 0; 8 is usual")
@@ -46,13 +74,14 @@ def run(argv: list[str]):
     wanted = {"name": prefix.name, "bpe": options.bpe, "max_mb": options.max_mb}
     mark = _read_mark(prefix)
     if mark and mark.get("wanted") == wanted and mark.get("complete"):
-        sizes = {
-            path.name: path.stat().st_size if path.is_file() else None for path in _list_files(prefix, options.bpe)
-        }
+        sizes = {}
+        for path in _list_files(prefix, options.bpe):
+            sizes[path.name] = path.stat().st_size if path.is_file() else None
         if sizes == mark["sizes"]:
             print_lines([f"corpus: {prefix}_text_document is there already: {mark['summary']}"])
             return
-    started, line = time.monotonic(), LiveLine()
+    started = time.monotonic()
+    line = LiveLine()
     try:
         summary = _build(prefix, wanted, line)
     finally:
@@ -62,7 +91,9 @@ def run(argv: list[str]):
 
 def _read_mark(prefix: Path) -> dict | None:
     """Read the corpus.json of an earlier call. DataError for a vocabulary or data set of other origin."""
-    mark, file, other = None, prefix.parent / MARK, None
+    file = prefix.parent / MARK
+    mark = None
+    other = None
     try:
         mark = json.loads(read_foreign(file))
     except (FileNotFoundError, NotADirectoryError):
@@ -114,11 +145,13 @@ def pieces(text: str) -> Iterator[str]:
 
     A few hundred whole files would leave none for the test share of a split such as 949,50,1.
     """
-    piece, length = [], 0
+    piece: list[str] = []
+    length = 0
     for line in text.splitlines(keepends=True):
         if length >= DOCUMENT_CHARACTERS and line.startswith(("def ", "class ", "async def ", "@")):
             yield "".join(piece)
-            piece, length = [], 0
+            piece = []
+            length = 0
         piece.append(line)
         length += len(line)
     if piece:
@@ -126,7 +159,8 @@ def pieces(text: str) -> Iterator[str]:
 
 
 def _build(prefix: Path, wanted: dict, line: LiveLine) -> str:
-    stdlib, bpe = Path(sysconfig.get_paths()["stdlib"]), wanted["bpe"]
+    stdlib = Path(sysconfig.get_paths()["stdlib"])
+    bpe = wanted["bpe"]
     texts = list(library_sources(stdlib, wanted["max_mb"] * MIB))
     if not texts:
         raise DataError(f"{stdlib}: this Python has no .py sources; use another one, or megatron-lite preprocess")

@@ -79,7 +79,8 @@ class _Answer(argparse.Action):
     def __init__(self, option_strings, dest, answer: str, stops: bool):
         state = "refused" if stops else "no effect"
         super().__init__(option_strings, argparse.SUPPRESS, nargs="*", help=f"{state}: {answer}", metavar="VALUE")
-        self._answer, self._stops = answer, stops
+        self._answer = answer
+        self._stops = stops
 
     def __call__(self, parser, namespace, values, option_string=None):
         if self._stops:
@@ -93,19 +94,29 @@ class _Answer(argparse.Action):
 
 def _add_tokenizer_flags(parser: Parser, default_type: str | None, vocab_size_help: str):
     """The flags of the trainer that name a tokenizer; build_tokenizer takes their values."""
-    add, default = parser.add_argument, f" [{default_type}]" if default_type else ""
+    add = parser.add_argument
+    default = f" [{default_type}]" if default_type else ""
     models = "SentencePiece .model, TikTokenizer's .json, or for HuggingFaceTokenizer a folder or a hub's name"
     special = ("--tokenizer-special-tokens", "--tiktoken-special-tokens")
     special_help = "names of TikTokenizer's first ids; tokens to add to HuggingFaceTokenizer"
     number = {"type": int, "default": TIKTOKEN_SPECIAL, "metavar": "N"}
     include_help = "keep what a HuggingFaceTokenizer puts around each text, such as <s>"
-    add("--tokenizer-type", default=default_type, metavar="TYPE", help=f"{', '.join(TOKENIZERS)}{default}")
+    add(
+        "--tokenizer-type",
+        default=default_type,
+        metavar="TYPE",
+        help=f"{', '.join(TOKENIZERS)}{default}",
+    )
     add("--vocab-file", metavar="FILE", help="GPT-2 style vocab.json")
     add("--merge-file", metavar="FILE", help="GPT-2 style merges.txt")
     add("--tokenizer-model", metavar="FILE", help=models)
     add("--vocab-size", type=int, metavar="N", help=vocab_size_help)
     add("--tiktoken-pattern", choices=("v1", "v2"), help="how TikTokenizer splits text [v2]")
-    add("--tiktoken-num-special-tokens", **number, help="TikTokenizer's ids below its first byte [%(default)s]")
+    add(
+        "--tiktoken-num-special-tokens",
+        **number,
+        help="TikTokenizer's ids below its first byte [%(default)s]",
+    )
     add(*special, nargs="+", metavar="TOKEN", help=special_help)
     add("--tokenizer-hf-include-special-tokens", action="store_true", help=include_help)
 
@@ -155,7 +166,8 @@ def preprocess_files(argv: list[str]):
         )
     inputs = _expand_patterns(options.input)
     tokenizer = build_tokenizer(options)
-    started, progress = time.monotonic(), PreprocessLine()
+    started = time.monotonic()
+    progress = PreprocessLine()
 
     def say(line: str):
         progress.wipe()
@@ -208,8 +220,12 @@ def _expand_patterns(inputs: Sequence[str]) -> list[str]:
 
 
 def _preprocess_parser() -> Parser:
-    parser = Parser("preprocess", "Tokenizes documents into the files that --data-path names, or merges such files.")
-    source, add = parser.add_mutually_exclusive_group(required=True), parser.add_argument
+    parser = Parser(
+        "preprocess",
+        "Tokenizes documents into the files that --data-path names, or merges such files.",
+    )
+    source = parser.add_mutually_exclusive_group(required=True)
+    add = parser.add_argument
     inputs = (
         "JSON objects, one a line; others: one document each, by their content; .gz, .bz2, .xz, .zip, .zst are unpacked"
     )
@@ -219,11 +235,27 @@ def _preprocess_parser() -> Parser:
         "a line, or a text file, of more than N MiB is a bad line; one takes six times as much memory [%(default)s]"
     )
     source.add_argument("--input", nargs="+", metavar="FILE", help=inputs)
-    source.add_argument("--merge", nargs="+", metavar="PREFIX", help="data sets to join instead, without .bin or .idx")
-    add("--output-prefix", required=True, metavar="PREFIX", help="writes PREFIX_KEY_document.bin and .idx")
+    source.add_argument(
+        "--merge",
+        nargs="+",
+        metavar="PREFIX",
+        help="data sets to join instead, without .bin or .idx",
+    )
+    add(
+        "--output-prefix",
+        required=True,
+        metavar="PREFIX",
+        help="writes PREFIX_KEY_document.bin and .idx",
+    )
     _add_tokenizer_flags(parser, TOKENIZER, "number of ids, for NullTokenizer and TikTokenizer")
     add("--legacy-tokenizer", action="store_true", help=legacy)
-    add("--json-keys", nargs="+", default=["text"], metavar="KEY", help="fields of a jsonl object [text]")
+    add(
+        "--json-keys",
+        nargs="+",
+        default=["text"],
+        metavar="KEY",
+        help="fields of a jsonl object [text]",
+    )
     add("--append-eod", action="store_true", help="end each document with the end-of-document token")
     add("--workers", type=int, default=1, metavar="N", help="processes that tokenize [%(default)s]")
     add("--on-error", choices=ON_ERROR, default="stop", help=errors)
@@ -264,7 +296,8 @@ def merge_datasets(argv: list[str]):
 
 def _merge(inputs: Sequence[str], output_prefix: str, flag: str):
     """Merge, with a line that shows how far it is and one for the result. `flag` is the one that named the inputs."""
-    started, line = time.monotonic(), LiveLine()
+    started = time.monotonic()
+    line = LiveLine()
     try:
         written = merge(inputs, output_prefix, flag, lambda tokens: line.draw(f"{count(tokens)} tokens"))
     finally:
@@ -288,11 +321,18 @@ def inspect_datasets(argv: list[str]):
         tokenizer = build_tokenizer(options)
     elif options.vocab_size is not None and options.vocab_size < 1:
         raise UserError(f"--vocab-size {options.vocab_size}: must be 1 or more; give the number of ids")
-    vocab_size, eod = (tokenizer.vocab_size, tokenizer.eod) if tokenizer else (options.vocab_size, None)
-    mistakes, line = [], LiveLine()
+    vocab_size = tokenizer.vocab_size if tokenizer else options.vocab_size
+    eod = tokenizer.eod if tokenizer else None
+    mistakes = []
+    line = LiveLine()
     for prefix in options.prefixes:
         try:
-            found = inspect(prefix, vocab_size, eod, report=lambda what, share: line.draw(f"{what}: {share:.0%}"))
+            found = inspect(
+                prefix,
+                vocab_size,
+                eod,
+                report=lambda what, share: line.draw(f"{what}: {share:.0%}"),
+            )
         except DataError as error:
             mistakes.append(str(error))
             continue
@@ -333,7 +373,7 @@ def _describe_dataset(found: Inspection, vocab_size: int | None, tokenizer: Toke
 
 
 def _find_json_text(found: Inspection, tokenizer: Tokenizer | None) -> str | None:
-    """The beginning of a document, if most of those sampled begin as a JSON object; None, too, where no tokenizer is known."""
+    """The beginning of a document, if most of those sampled begin as a JSON object; None without a tokenizer."""
     if tokenizer is None and found.largest_id > ByteTokenizer.eod:
         return None
     decode = (tokenizer or ByteTokenizer()).decode

@@ -34,7 +34,15 @@ def run(argv: list[str]):
     sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
     printer = _Printer(options.prompt, tokenizer)
     printer.begin()
-    found = generate(model, prompts, options.max_new_tokens, sampling, vocab_size, tokenizer.eod, printer.print_so_far)
+    found = generate(
+        model,
+        prompts,
+        options.max_new_tokens,
+        sampling,
+        vocab_size,
+        tokenizer.eod,
+        printer.print_so_far,
+    )
     printer.finish(found.continuations)
     prefill = _describe_rate("prefill", found.prefill_tokens, found.prefill_s)
     decode = _describe_rate("decode", found.decode_tokens, found.decode_s)
@@ -52,7 +60,8 @@ def _read_tokenizer_flags(folder: Path) -> dict:
 
 
 def _encode_prompts(texts: list[str], tokenizer: Tokenizer, vocab_size: int) -> list[list[int]]:
-    """Token ids of each prompt; an empty one begins with the end-of-text token. UserError where the model lacks an id."""
+    """Token ids of each prompt; an empty one begins with the end-of-text token. UserError where the model lacks an
+    id."""
     prompts = []
     for text in texts:
         ids = tokenizer.encode(text)
@@ -123,10 +132,28 @@ def _parse(argv: list[str]) -> Namespace:
     source.add_argument("--load-hf", metavar="FOLDER", help="a GPT-2, Llama, Qwen2 or Qwen3 of Hugging Face")
     add = parser.add_argument
     add("--ckpt-step", type=int, metavar="N", help="the checkpoint of iteration N [the newest]")
-    add("--prompt", nargs="+", required=True, metavar="TEXT", help="what to go on with; several are continued together")
+    add(
+        "--prompt",
+        nargs="+",
+        required=True,
+        metavar="TEXT",
+        help="what to go on with; several are continued together",
+    )
     add("--max-new-tokens", type=int, default=100, metavar="N", help="of each continuation [100]")
-    add("--temperature", type=float, default=1.0, metavar="X", help="0: always the most probable token [1]")
-    add("--top-k", type=int, default=0, metavar="N", help="draw of the N most probable only [0: of all]")
+    add(
+        "--temperature",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="0: always the most probable token [1]",
+    )
+    add(
+        "--top-k",
+        type=int,
+        default=0,
+        metavar="N",
+        help="draw of the N most probable only [0: of all]",
+    )
     add(
         "--top-p",
         type=float,

@@ -28,17 +28,21 @@ def take_late_options(
     Returns:
         The command's options with their values, and the other words.
     """
-    split = None if of_script else split_at_trainer(words)
-    behind = words[1:] if of_script else split[1] if split else words
+    behind = words[1:]
+    text = ""
+    if of_script:
+        text = _read_script(words[0])
+    else:
+        split = split_at_trainer(words)
+        behind = split[1] if split else words
     before = words[: len(words) - len(behind)]
-    text = _read_script(words[0]) if of_script else ""
-    own = {name: one for name, one in actions.items() if name.startswith(END) and one.dest not in ("help", "version")}
+    own = {name: action for name, action in actions.items() if _may_be_late(name, action)}
     options: list[str] = []
     rest: list[str] = []
     at = 0
     while at < len(behind):
         name, equals, _ = behind[at].partition("=")
-        if name not in own or re.search(rf"(?<![\w-]){re.escape(name)}(?![\w-])", text):
+        if name not in own or _is_named(name, text):
             rest.append(behind[at])
             at += 1
             continue
@@ -49,6 +53,16 @@ def take_late_options(
         # nothing is left behind it
         rest.pop()
     return options, [*before, *rest]
+
+
+def _may_be_late(name: str, action: argparse.Action) -> bool:
+    """Tell whether an option may stand behind the script: all but short ones, which are the script's, and --help."""
+    return name.startswith(END) and action.dest not in ("help", "version")
+
+
+def _is_named(name: str, text: str) -> bool:
+    """Tell whether a script's text names an option."""
+    return re.search(rf"(?<![\w-]){re.escape(name)}(?![\w-])", text) is not None
 
 
 def _count_values(action: argparse.Action, words: list[str]) -> int:

@@ -34,6 +34,13 @@ HERE = "<<"  # in a record: the script that a shell is given by its input follow
 SECONDS_FOR_PIPE = 5  # until the first byte of a script, and between two
 DEVICES = "CUDA_VISIBLE_DEVICES"
 JOB_IDS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "PJM_JOBID")
+# The variables of srun's first task.
+FIRST_TASK = {
+    "SLURM_PROCID": "0",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "0",
+    "SLURMD_NODENAME": "node1",
+}
 UNBOUND = re.compile(r"(\w+): unbound variable")
 MAX_UNSET = 16  # variables that count as empty
 MAX_NAMED = 3  # placeholders that a note names
@@ -56,7 +63,9 @@ class _Search:
         self.waits = False
         self.unset = ""
         self.texts: list[str] = []
-        self._bash, self._all_given, self._walks = bash, all_given, 0
+        self._bash = bash
+        self._all_given = all_given
+        self._walks = 0
 
     def look(self, script: Script, job: Job, depth: int) -> tuple[list[_Found], str]:
         """Find the launches of a script.
@@ -99,16 +108,16 @@ class _Search:
         for at, text, name, arguments in self._list_handed_on(words, environment.get("PWD", "")):
             around = words[:at]
             own = environment | _read_assignments(around)
-            submitter = next((at for at, word in enumerate(around) if find_submitter(word)), None)
-            if submitter is not None:
-                options = around[submitter:]
+            submitters = [number for number, word in enumerate(around) if find_submitter(word)]
+            if submitters:
+                options = around[submitters[0] :]
                 asked = read_job(text, name, self.toolbox.folder, options)
                 job = asked if asked.gpus_per_node else replace(asked, gpus_per_node=job.gpus_per_node)
                 own |= {**job.environment, **_read_exports(options)}
                 around = []
             elif any(word.rpartition("/")[2] == "srun" for word in around):
                 own |= _read_exports(around)
-                own = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0", "SLURMD_NODENAME": "node1"} | own
+                own = FIRST_TASK | own
             return Script(name, text, arguments, own, [*before, *around]), job
         return None
 
@@ -119,25 +128,33 @@ class _Search:
             return
         for at, word in enumerate(words):
             programs = [other.rpartition("/")[2] for other in words[:at]]
-            if re.fullmatch("-[a-z]*c", word) and any(program in SHELLS for program in programs):
-                text, name, *arguments = [*words[at + 1 :], "", ""][: max(2, len(words) - at - 1)]
-                yield at, text, name or "bash", arguments
+            following = words[at + 1 :]
+            if re.fullmatch("-[a-z]*c", word) and set(programs) & set(SHELLS):
+                text, name = [*following, "", ""][:2]
+                yield at, text, name or "bash", following[2:]
             elif word.startswith("--wrap") and "sbatch" in programs:
-                yield at, word.partition("=")[2] or "".join(words[at + 1 : at + 2]), "wrap", []
-            elif word.endswith(SCRIPT_ENDINGS) or (
-                programs and find_submitter_or_shell(programs[-1]) and word[:1] not in ("-", "")
-            ):
-                path = Path(self.toolbox.find(word, folder))
-                if path.is_file() and path.stat().st_size <= MAX_SCRIPT_BYTES:
-                    text = read_foreign(path, MAX_SCRIPT_BYTES).decode("utf-8", "replace")
-                    yield at, text, str(Path(folder, word)), words[at + 1 :]
+                glued = word.partition("=")[2]
+                yield at, glued or "".join(following[:1]), "wrap", []
+            elif word.endswith(SCRIPT_ENDINGS) or _is_handed_script(word, programs):
+                text_of_file = self._read_small(word, folder)
+                if text_of_file is not None:
+                    yield at, text_of_file, str(Path(folder, word)), following
             elif at and re.search(r"\s", word) and "pretrain_gpt.py" in word:
                 yield at, word, "bash", []
 
+    def _read_small(self, name: str, folder: str) -> str | None:
+        """Read a script; None for what is no file, or too large for a script."""
+        path = Path(self.toolbox.find(name, folder))
+        if not path.is_file() or path.stat().st_size > MAX_SCRIPT_BYTES:
+            return None
+        return read_foreign(path, MAX_SCRIPT_BYTES).decode("utf-8", "replace")
 
-def find_submitter_or_shell(program: str) -> bool:
-    """Whether the word behind the program may be a script by any name."""
-    return program in SHELLS or find_submitter(program)
+
+def _is_handed_script(word: str, programs: list[str]) -> bool:
+    """Tell whether a word may be a script by any name: the first one behind a shell or what submits jobs."""
+    if not programs or word[:1] in ("-", ""):
+        return False
+    return programs[-1] in SHELLS or find_submitter(programs[-1])
 
 
 def _read_assignments(words: list[str]) -> dict[str, str]:
@@ -160,7 +177,8 @@ def _drop_equal(found: list[_Found]) -> list[_Found]:
 
 
 def _choose_environment(job: Job) -> dict[str, str]:
-    """The variables that the script sees: the user's, but those of the job it asks for where the user is inside another one."""
+    """Choose the variables that the script sees: the user's, but those of the job it asks for where the user is inside
+    another one."""
     ours = {name: value for name, value in job.environment.items() if name == DEVICES}
     if any(name in os.environ for name in JOB_IDS):
         ours = dict(job.environment)
@@ -195,9 +213,12 @@ def read_launch_script(script: str, arguments: list[str], wanted: int = 1, gpus_
     standing_in = chosen.job.environment
     environment = {name: value for name, value in launch.environment.items() if standing_in.get(name) != value}
     return replace(
-        launch, environment=environment, notes=tuple(notes), left_out=tuple(outcome.search.toolbox.left_out),
+        launch,
+        environment=environment,
+        notes=tuple(notes),
+        left_out=tuple(outcome.search.toolbox.left_out),
         text="\n".join(outcome.search.texts),
-    )  # fmt: skip
+    )
 
 
 def _read_script(script: str) -> str:
@@ -246,12 +267,18 @@ def _search_patiently(bash: str, script: str, text: str, arguments: list[str], g
     if placeholders:
         assumed.append(f"{script}: placeholders count as values: {', '.join(placeholders[:MAX_NAMED])}.")
     if unset:
-        assumed.append(f"{script}: {', '.join(unset)} {'is' if len(unset) == 1 else 'are'} not set here and empty.")
+        verb = "is" if len(unset) == 1 else "are"
+        assumed.append(f"{script}: {', '.join(unset)} {verb} not set here and empty.")
     return replace(outcome, notes=(*assumed, *outcome.notes))
 
 
 def _search_twice(
-    bash: str, script: str, text: str, arguments: list[str], gpus_per_node: int | None, unset: dict[str, str]
+    bash: str,
+    script: str,
+    text: str,
+    arguments: list[str],
+    gpus_per_node: int | None,
+    unset: dict[str, str],
 ) -> _Outcome:
     """The launches, searched a second time with every file counting as being there if the first search finds none.
 
@@ -281,45 +308,68 @@ def _search_twice(
 
 
 def _find_unset(walk: Walk) -> str:
-    """The variable without a value that ended a script with `set -u`; no argument of it."""
-    lines = [line for line in walk.said.splitlines() if line.strip() and not line.startswith("+")]
-    unbound = UNBOUND.search(lines[-1]) if walk.code and lines else None
-    return "" if unbound is None or unbound[1].isdigit() else unbound[1]
+    """Find the variable without a value that ended a script with `set -u`; '' for an argument of it, and for none."""
+    lines = _list_messages(walk)
+    if not walk.code or not lines:
+        return ""
+    unbound = UNBOUND.search(lines[-1])
+    if unbound is None or unbound[1].isdigit():
+        return ""
+    return unbound[1]
+
+
+def _list_messages(walk: Walk) -> list[str]:
+    """List the lines that a script printed, without those with + in front: `set -x` shows commands so."""
+    return [line.strip() for line in walk.said.splitlines() if line.strip() and not line.startswith("+")]
 
 
 def _explain_nothing(bash: str, script: Script, walk: Walk) -> str:
     """Why a script that started no training did not: the line that bash stumbled over, or what the script says."""
-    said, code = walk.said, walk.code
-    if f"{script.name}: eval: " in said:  # which counts the lines from elsewhere
-        parsed = subprocess.run(  # -n: reads, runs nothing
-            [bash, "--noprofile", "--norc", "-O", "extglob", "-n", "-c", script.text, script.name], check=False,
-            stdin=subprocess.DEVNULL, capture_output=True, env={"PATH": NOWHERE, "LC_ALL": "C"}, text=True,
-            errors="replace",
-        )  # fmt: skip
-        found = re.search(r"line (\d+): (.+)", parsed.stderr)
-        if found:
-            number, reason = int(found[1]), found[2]
-            line = "".join(script.text.splitlines()[number - 1 : number]).strip()
-            quoted = f": {_shorten(line, script.name)}" if line else ""
-            remedy = "put a value there" if re.search("<[^<>()]+>", line) else "fix the script"
-            return f"{script.name}: bash cannot read line {number}{quoted} ({reason}); {remedy}."
-    if code is None:
+    name = script.name
+    # the line that eval names is counted from elsewhere
+    unreadable = _find_unreadable(bash, script) if f"{name}: eval: " in walk.said else ""
+    if unreadable:
+        return unreadable
+    if walk.code is None:
         waits = f"still waits for something after {watched_shell.SECONDS} s, since none of its commands is run"
-        return f"{script.name}: {waits}; give the trainer's flags themselves."
-    # A line with + in front is what `set -x` shows of a command.
-    lines = [line.strip() for line in said.splitlines() if line.strip() and not line.startswith("+")]
-    name = _find_unset(walk)
-    if name:
-        return f"{script.name}: {name} is not set here; give it: {name}=VALUE megatron-lite plan {script.name} ..."
-    if code and lines:
-        return f"{script.name}: {_shorten(lines[-1], script.name)} (message of the script, exit code {code})"
-    if code:
-        ended = f"ended with exit code {code} before it started pretrain_gpt.py"
-        return f"{script.name}: {ended}; does it need arguments?"
-    return f"{script.name}: {STARTS_NONE}; give a script that does, or the trainer's flags themselves."
+        return f"{name}: {waits}; give the trainer's flags themselves."
+    variable = _find_unset(walk)
+    if variable:
+        return f"{name}: {variable} is not set here; give it: {variable}=VALUE megatron-lite plan {name} ..."
+    messages = _list_messages(walk)
+    if walk.code and messages:
+        return f"{name}: {_shorten(messages[-1], name)} (message of the script, exit code {walk.code})"
+    if walk.code:
+        ended = f"ended with exit code {walk.code} before it started pretrain_gpt.py"
+        return f"{name}: {ended}; does it need arguments?"
+    return f"{name}: {STARTS_NONE}; give a script that does, or the trainer's flags themselves."
+
+
+def _find_unreadable(bash: str, script: Script) -> str:
+    """Say which line of a script bash cannot read, and why; '' where it can read all of them."""
+    # -n: reads, runs nothing
+    parsed = subprocess.run(
+        [bash, "--noprofile", "--norc", "-O", "extglob", "-n", "-c", script.text, script.name],
+        check=False,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        env={"PATH": NOWHERE, "LC_ALL": "C"},
+        text=True,
+        errors="replace",
+    )
+    found = re.search(r"line (\d+): (.+)", parsed.stderr)
+    if found is None:
+        return ""
+    number = int(found[1])
+    line = "".join(script.text.splitlines()[number - 1 : number]).strip()
+    quoted = f": {_shorten(line, script.name)}" if line else ""
+    remedy = "put a value there" if re.search("<[^<>()]+>", line) else "fix the script"
+    return f"{script.name}: bash cannot read line {number}{quoted} ({found[2]}); {remedy}."
 
 
 def _shorten(line: str, script: str) -> str:
     line = line.removeprefix(f"{script}: ").removeprefix("error: ")
     line = re.sub(r"^((eval|environment): )?line \d+: ", "", line)
-    return line if len(line) <= LONGEST_SAID else f"{line[:LONGEST_SAID]}..."
+    if len(line) <= LONGEST_SAID:
+        return line
+    return f"{line[:LONGEST_SAID]}..."

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from megatron_lite.cli.batch_systems import Job, read_number, read_options
 
-PROGRAM, MODULE = "pretrain_gpt.py", "megatron_lite"
+PROGRAM = "pretrain_gpt.py"
+MODULE = "megatron_lite"
 SHELLS = ("bash", "sh", "zsh")
 SCRIPT_ENDINGS = (".sh", ".bash", ".slurm", ".sbatch", ".pbs", ".job", ".lsf", ".qsub")
 MAX_SCRIPT_BYTES = 1 << 20
@@ -27,21 +28,26 @@ PER_NODE = (
 NODES = ("--nnodes", "--nodes", "-N", "--num-nodes")
 TASKS = ("-n", "--ntasks", "-np", "--np")
 # What starts ranks by itself, and how many where nothing is said; deepspeed takes all GPUs that it finds.
-ALONE = {"torchrun": 1, "torch.distributed.run": 1, "torch.distributed.launch": 1, "deepspeed": None}
-
-PLACERS = {
-    "srun",
-    "mpirun",
-    "mpiexec",
-    "orterun",
-    "jsrun",
-    "aprun",
-    "ibrun",
-    "prun",
-    "flux",
-}  # start what other launchers may be among
+ALONE = {
+    "torchrun": 1,
+    "torch.distributed.run": 1,
+    "torch.distributed.launch": 1,
+    "deepspeed": None,
+}
+# What starts programs on nodes, other launchers among them.
+PLACERS = {"srun", "mpirun", "mpiexec", "orterun", "jsrun", "aprun", "ibrun", "prun", "flux"}
 OF_MPI = {"mpirun", "mpiexec", "orterun", "prun"}  # whose -N counts ranks of a node
-BEGINNINGS = {"torchrun", "deepspeed", *PLACERS, "nsys", "env", "nohup", "python", "python3", PROGRAM}
+BEGINNINGS = {
+    "torchrun",
+    "deepspeed",
+    *PLACERS,
+    "nsys",
+    "env",
+    "nohup",
+    "python",
+    "python3",
+    PROGRAM,
+}
 ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
 
 
@@ -93,11 +99,11 @@ def begins_command(word: str) -> bool:
 def split_at_trainer(words: list[str]) -> tuple[list[str], list[str]] | None:
     """Split a command into the words before pretrain_gpt.py (or `-m megatron_lite`) and those behind it; None where
     it is not among them."""
-    pairs = zip(["", *words], words)
-    at = next(
-        (at for at, pair in enumerate(pairs) if _name_program(pair[1]) == PROGRAM or pair == ("-m", MODULE)), None
-    )
-    return None if at is None else (words[:at], words[at + 1 :])
+    for at, word in enumerate(words):
+        is_module = at > 0 and words[at - 1 : at + 1] == ["-m", MODULE]
+        if is_module or _name_program(word) == PROGRAM:
+            return words[:at], words[at + 1 :]
+    return None
 
 
 def _name_program(word: str) -> str:
@@ -116,28 +122,50 @@ def _count_included(text: str) -> ProcessCounts:
 def _count_ranks(words: list[str], job: Job) -> ProcessCounts:
     """Count nodes and ranks by the launcher's words and the job that the script asks for. Plain python is one
     process."""
-    options, programs = read_options(words), set(map(_name_program, words))
-    own, placers = set(ALONE) & programs, PLACERS & programs
-    of_mpi = bool(placers & OF_MPI)
-    nodes = read_number(options, tuple(name for name in NODES if name != "-N" or not of_mpi))
+    options = read_options(words)
+    programs = set(map(_name_program, words))
     if any(options.get(name, "1")[:1] in ("", "-") for name in (*PER_NODE, *NODES, *TASKS)):
         # a variable without a value: nobody knows how many
         return ProcessCounts(None)
-    included = options.get("--include", options.get("-i", "")) if "deepspeed" in own else ""
-    if re.search(r":\d", included):
-        return _count_included(included)
+    own = set(ALONE) & programs
+    placers = PLACERS & programs
+    if "deepspeed" in own:
+        included = options.get("--include", options.get("-i", ""))
+        if re.search(r":\d", included):
+            return _count_included(included)
+    of_mpi = bool(placers & OF_MPI)
+    nodes = read_number(options, tuple(name for name in NODES if name != "-N" or not of_mpi))
     if own:
-        given = any(name in options for name in PER_NODE)
-        return ProcessCounts(read_number(options, PER_NODE) if given else ALONE[own.pop()], nodes or job.nodes or 1)
+        usual = ALONE[own.pop()]
+        is_given = any(name in options for name in PER_NODE)
+        return ProcessCounts(read_number(options, PER_NODE) if is_given else usual, nodes or job.nodes or 1)
     if not placers:
         return ProcessCounts(1)
+    return _count_placed(options, of_mpi, nodes, job)
+
+
+def _count_placed(options: Mapping[str, str], of_mpi: bool, nodes: int | None, job: Job) -> ProcessCounts:
+    """Count the ranks that a program such as srun or mpirun places.
+
+    Args:
+        options: its options.
+        of_mpi: whether it is one of MPI's, whose -N counts ranks of a node.
+        nodes: the number of nodes, where its options say it.
+        job: what the script asks of the batch system.
+    """
     tasks = read_number(options, TASKS)
     mapped = re.search(r"ppr:(\d+):node", options.get("--map-by", options.get("-map-by", "")))
-    per_node = int(mapped[1]) if mapped else read_number(options, (*PER_NODE, *(["-N"] if of_mpi else [])))
-    if tasks and per_node:
-        nodes = nodes or math.ceil(tasks / per_node)
+    if mapped:
+        per_node: int | None = int(mapped[1])
+    else:
+        per_node = read_number(options, (*PER_NODE, "-N") if of_mpi else PER_NODE)
+    if nodes is None and tasks and per_node:
+        nodes = math.ceil(tasks / per_node)
     nodes = nodes or job.nodes or 1
-    if tasks and not per_node:
-        return ProcessCounts(max(1, tasks // nodes), nodes)
-    per_node = per_node or job.tasks_per_node
-    return ProcessCounts(per_node or (max(1, job.tasks // nodes) if job.tasks else None), nodes)
+    if not per_node:
+        if tasks:
+            return ProcessCounts(max(1, tasks // nodes), nodes)
+        per_node = job.tasks_per_node
+    if not per_node and job.tasks:
+        per_node = max(1, job.tasks // nodes)
+    return ProcessCounts(per_node or None, nodes)

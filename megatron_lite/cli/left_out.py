@@ -1,4 +1,5 @@
-"""Where a missing value of a launch script would come from: a command that was not run, an argument, or a variable of the cluster."""
+"""Where a missing value of a launch script would come from: a command that was not run, an argument, or a variable of
+the cluster."""
 
 import re
 from collections.abc import Sequence
@@ -24,7 +25,7 @@ class _Source:
 
 
 def explain_empty_values(lines: Sequence[str], left_out: Sequence[Sequence[str]], text: str, script: str) -> list[str]:
-    """The trainer's objections; where a value is missing, the line says where it would come from.
+    """Say in the trainer's objections where a missing value would come from.
 
     Args:
         lines: the objections.
@@ -32,30 +33,37 @@ def explain_empty_values(lines: Sequence[str], left_out: Sequence[Sequence[str]]
         text: of the script and of those that it starts.
         script: its name.
     """
-    explained, told = [], set()
+    explained = []
+    named = set()
     for line in lines:
         flag = FLAG.match(line)
         source = _find_source(flag[0], left_out, text) if flag else None
         is_empty = line.endswith("got none.")
         if flag is None or source is None or not (is_empty or source.command):
             explained.append(line)
-            continue
-        where = (
-            f"write {source.variable}=VALUE into the script" if source.variable else "write its value into the script"
-        )
-        if source.name.isdigit():
-            explained.append(f"{flag[0]} is empty: it is argument {source.name} of {script}; give it.")
-        elif source.name:
-            remedy = f"give it: {source.name}=VALUE megatron-lite plan {script} ..."
-            explained.append(f"{flag[0]} is empty: {source.name} has no value here; {remedy}")
-        elif is_empty:
-            explained.append(f"{flag[0]} is empty: `{source.command}` was not run; {where}.")
+        elif is_empty or source.name:
+            explained.append(f"{flag[0]} is empty: {_explain_source(source, script)}")
         else:
             explained.append(line)
-            if source not in told:
-                explained.append(f"{flag[0]}: `{source.command}`, from which it comes, was not run; {where}.")
-        told.add(source)
+            if source not in named:
+                explained.append(f"{flag[0]}: {_explain_command(source, ', from which it comes,')}")
+        named.add(source)
     return explained
+
+
+def _explain_source(source: _Source, script: str) -> str:
+    """Say what is behind an empty value, and how to give it."""
+    if source.name.isdigit():
+        return f"it is argument {source.name} of {script}; give it."
+    if source.name:
+        return f"{source.name} has no value here; give it: {source.name}=VALUE megatron-lite plan {script} ..."
+    return _explain_command(source)
+
+
+def _explain_command(source: _Source, whence: str = "") -> str:
+    """Say which command was not run, and where to write the value that it would have given."""
+    where = f"{source.variable}=VALUE" if source.variable else "its value"
+    return f"`{source.command}`{whence} was not run; write {where} into the script."
 
 
 def _find_source(flag: str, left_out: Sequence[Sequence[str]], text: str) -> _Source | None:

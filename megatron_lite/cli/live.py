@@ -17,10 +17,13 @@ from megatron_lite.units import counted, duration
 if TYPE_CHECKING:
     from megatron_lite.report.live_screen import View
 
-FAILED, SILENT = 1, 3  # exit codes: the run failed or is gone; it gives no sign any more, for whatever reason
+FAILED = 1
+SILENT = 3  # exit codes: the run failed or is gone; it gives no sign any more, for whatever reason
 SILENCE_S = 1800
-MIN_SHOWN_S, STEPS_SHOWN = 30.0, 5.0  # of silence, at least, and times the longest of the newest steps
-REFRESH_S, LINE_S = 1.0, 20.0  # of a terminal; of lines, where output goes elsewhere
+MIN_SHOWN_S = 30.0
+STEPS_SHOWN = 5.0  # of silence, at least, and times the longest of the newest steps
+REFRESH_S = 1.0
+LINE_S = 20.0  # of a terminal; of lines, where output goes elsewhere
 MAX_LOAD = 0.05  # share of a core that following takes
 WIDTH = 100  # where there is no terminal
 
@@ -31,7 +34,8 @@ class Follower:
     def __init__(self, folder: Path):
         from megatron_lite.analysis.run.step_lines import StepLines  # numpy: not for --help
 
-        self._folder, self._lines = folder, StepLines(folder / STEPS_FILE)
+        self._folder = folder
+        self._lines = StepLines(folder / STEPS_FILE)
         self._seen: tuple = ()  # the status, and what the files looked like
         self._sign = time.monotonic()
         self.view: View | None = None
@@ -54,7 +58,8 @@ class Follower:
         # what was written before is as old as it says, unless another machine's clock is ahead
         now = time.time()
         age_s = 0.0 if self._seen else now - max((one.st_mtime for one in stats), default=now)
-        self._seen, self._sign = seen, time.monotonic() - max(age_s, 0.0)
+        self._seen = seen
+        self._sign = time.monotonic() - max(age_s, 0.0)
         self.view = build_view(read_run(self._folder, self._lines), self._lines.read_ranks(recent=True))
 
     @property
@@ -67,9 +72,10 @@ def run(argv: list[str]) -> int:
     """Follow the run to its end. Returns 0, FAILED or SILENT."""
     parser = Parser(
         "live",
-        "Follows a run in a terminal: progress and time left, loss, step time by phase, ranks, memory, warnings. Reads the run folder "
-        "of the trainer or of `megatron-lite watch`, on any machine that sees it. Ends with the run: 0 if it has finished, 1 if it "
-        "failed or its process is gone, 3 if it stopped writing. Without a terminal, prints a line every 20 seconds.",
+        "Follows a run in a terminal: progress and time left, loss, step time by phase, ranks, memory, warnings. Reads "
+        "the run folder of the trainer or of `megatron-lite watch`, on any machine that sees it. Ends with the run: 0 "
+        "if it has finished, 1 if it failed or its process is gone, 3 if it stopped writing. Without a terminal, "
+        "prints a line every 20 seconds.",
     )
     add = parser.add_argument
     add("run", metavar="RUN", help="a run folder")
@@ -83,17 +89,9 @@ def run(argv: list[str]) -> int:
     )
     options = parser.parse_args(argv)
     folder = Path(options.run)
-    if not folder.is_dir():
-        raise UserError(f"megatron-lite live {folder}: {_explain_no_folder(folder)}.")
-    if not (folder / RUN_FILE).exists() and (runs := _find_runs(folder)):
-        raise UserError(f"megatron-lite live {folder}: no run itself; it holds {_name_runs(runs)}.")
-    if not _holds_run(folder):
-        held = _describe_recordings(folder)
-        if held:
-            raise UserError(f"megatron-lite live {folder}: {held}.")
-        if options.once:
-            waits = "without --once, live waits until one begins there"
-            raise UserError(f"megatron-lite live {folder}: no run has begun there ({RUN_FILE} is missing); {waits}.")
+    why_not = _explain_no_run(folder, options.once)
+    if why_not:
+        raise UserError(f"megatron-lite live {folder}: {why_not}.")
     if not options.silence > 0:
         raise UserError(f"--silence {options.silence:g}: must be above 0.")
     with contextlib.suppress(AttributeError):  # of a notebook's stream
@@ -106,16 +104,37 @@ def run(argv: list[str]) -> int:
     code = _follow(follower, folder, options.silence)
     if follower.view:
         _print_view(follower.view)
-    end = (
-        f"the run has written nothing for {duration(follower.silent_s)}"
-        if code == SILENT
-        else f"the run has ended: {follower.view.status.partition(':')[0]}"
-    )
+    if code == SILENT:
+        end = f"the run has written nothing for {duration(follower.silent_s)}"
+    else:
+        end = f"the run has ended: {follower.view.status.partition(':')[0]}"
     print_lines([f"live: {end}"])
     return code
 
 
-MAX_DEPTH, MAX_RUNS_NAMED = 2, 3
+def _explain_no_run(folder: Path, is_once: bool) -> str:
+    """Explain why a folder cannot be followed, and what to do; '' where it can.
+
+    Args:
+        folder: what was named.
+        is_once: whether a run must have begun there already.
+    """
+    if not folder.is_dir():
+        return _explain_no_folder(folder)
+    runs = [] if (folder / RUN_FILE).exists() else _find_runs(folder)
+    if runs:
+        return f"no run itself; it holds {_name_runs(runs)}"
+    if _holds_run(folder):
+        return ""
+    recordings = _describe_recordings(folder)
+    if recordings or not is_once:
+        return recordings
+    waits = "without --once, live waits until one begins there"
+    return f"no run has begun there ({RUN_FILE} is missing); {waits}"
+
+
+MAX_DEPTH = 2  # of folders below the one that was named
+MAX_RUNS_NAMED = 3
 
 
 def _find_runs(folder: Path) -> list[Path]:
@@ -130,8 +149,9 @@ def _find_runs(folder: Path) -> list[Path]:
 
 def _name_runs(runs: list[Path]) -> str:
     named = ", ".join(map(str, runs[:MAX_RUNS_NAMED]))
-    more = f" and {len(runs) - MAX_RUNS_NAMED} more" if len(runs) > MAX_RUNS_NAMED else ""
-    return f"{named}{more}, newest first: megatron-lite live {shlex.quote(str(runs[0]))} follows it"
+    if len(runs) > MAX_RUNS_NAMED:
+        named += f" and {len(runs) - MAX_RUNS_NAMED} more"
+    return f"{named}, newest first: megatron-lite live {shlex.quote(str(runs[0]))} follows it"
 
 
 def _holds_run(folder: Path) -> bool:
@@ -175,7 +195,8 @@ def _explain_file(path: Path) -> str:
     if recordings:
         return recordings
     if _holds_run(path.parent):
-        return f"a file; a run is a folder with {RUN_FILE}: megatron-lite live {shlex.quote(str(path.parent))} follows that"
+        command = f"megatron-lite live {shlex.quote(str(path.parent))}"
+        return f"a file; a run is a folder with {RUN_FILE}: {command} follows that"
     return f"a file, and none of a run; name the folder that holds the run's {RUN_FILE}"
 
 

@@ -8,16 +8,25 @@ from megatron_lite.errors import UserError, describe_memory_error, is_memory_err
 from megatron_lite.terminal import describe_version, end_quietly_without_reader, print_lines
 
 COMMANDS = {  # name: (module and function, which takes argv and may return an exit code; what it does)
-    "train": ("__main__:main", "train a GPT, as pretrain_gpt.py does; ranks: torchrun ... -m megatron_lite FLAGS"),
+    "train": (
+        "__main__:main",
+        "train a GPT, as pretrain_gpt.py does; ranks: torchrun ... -m megatron_lite FLAGS",
+    ),
     "generate": ("cli.generate:run", "generate text with a trained model"),
-    "preprocess": ("cli.datasets:preprocess_files", "tokenize text or jsonl files into the .bin/.idx of --data-path"),
+    "preprocess": (
+        "cli.datasets:preprocess_files",
+        "tokenize text or jsonl files into the .bin/.idx of --data-path",
+    ),
     "merge": ("cli.datasets:merge_datasets", "merge .bin/.idx data sets"),
     "inspect": ("cli.datasets:inspect_datasets", "check a .bin/.idx data set and describe it"),
     "convert": (
         "cli.convert:run",
         "convert checkpoints to and from Hugging Face folders, and from Megatron-LM's",
     ),
-    "make-corpus": ("cli.corpus:run", "make a data set from Python's own sources, where there is no other data"),
+    "make-corpus": (
+        "cli.corpus:run",
+        "make a data set from Python's own sources, where there is no other data",
+    ),
     "watch": (
         "cli.watch:run",
         "run any PyTorch training script: time its steps, profile some, report",
@@ -26,13 +35,19 @@ COMMANDS = {  # name: (module and function, which takes argv and may return an e
         "cli.live:run",
         "follow a run in a terminal: progress, loss, times, ranks, memory, warnings",
     ),
-    "plan": ("cli.plan:run", "predict from a launch command: does it fit, how fast can it be, what to change"),
+    "plan": (
+        "cli.plan:run",
+        "predict from a launch command: does it fit, how fast can it be, what to change",
+    ),
     "report": (
         "cli.report:run",
         "explain why a run is slow and why memory peaks: from run folders, traces, snapshots",
     ),
     "explain": ("cli.explain:run", "explain a finding of the report, or a kernel's name"),
-    "compare": ("cli.report:compare_runs", "compare two runs or traces: what changed, and what did not"),
+    "compare": (
+        "cli.report:compare_runs",
+        "compare two runs or traces: what changed, and what did not",
+    ),
     "self-check": (
         "cli.self_check:run",
         "check that a parallel layout computes what one rank computes",
@@ -66,7 +81,13 @@ def _answer(words: list[str]) -> int:
 def _run(words: list[str]) -> int:
     if not words or words[0] in ("-h", "--help", "help"):
         lines = [f"  {name:<14}{purpose}" for name, (_, purpose) in COMMANDS.items()]
-        print_lines(["usage: megatron-lite COMMAND OPTIONS (COMMAND --help shows its options; --version)", "", *lines])
+        print_lines(
+            [
+                "usage: megatron-lite COMMAND OPTIONS (COMMAND --help shows its options; --version)",
+                "",
+                *lines,
+            ]
+        )
         return 0
     if words[0] == "--version":
         print_lines([describe_version()])

@@ -14,7 +14,11 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, command: str, description: str):
         super().__init__(prog=f"megatron-lite {command}", description=description, allow_abbrev=False)
         self.add_argument(
-            "--version", action=_Version, nargs=0, default=argparse.SUPPRESS, help="show the version and exit"
+            "--version",
+            action=_Version,
+            nargs=0,
+            default=argparse.SUPPRESS,
+            help="show the version and exit",
         )
 
     def error(self, message: str):

@@ -64,7 +64,11 @@ def _is_checked_unasked(options: argparse.Namespace, report: PlanReport) -> bool
 
 
 def _walk(
-    options: argparse.Namespace, words: list[str], found: PlannedRun, processors: list[Processor], style: Style
+    options: argparse.Namespace,
+    words: list[str],
+    found: PlannedRun,
+    processors: list[Processor],
+    style: Style,
 ) -> tuple[PlanReport, list[str]]:
     """Walk the real step. Returns the report with the walk's figures, and lines on its snapshot: modules, source
     lines, layers, fragmentation."""
@@ -128,7 +132,8 @@ def _parser() -> Parser:
     parser = Parser(
         "plan",
         "Predicts how much memory a run needs, whether it fits, and how fast it can be at best; without torch, data or "
-        "GPU. Takes the launch command: a script with its arguments (nothing in it is run), torchrun's, or the trainer's flags.",
+        "GPU. Takes the launch command: a script with its arguments (nothing in it is run), torchrun's, or the "
+        "trainer's flags.",
     )
     parser.usage = "megatron-lite plan [OPTIONS] SCRIPT.sh ARGUMENTS... | torchrun ... pretrain_gpt.py FLAGS | FLAGS"
     add = parser.add_argument
@@ -142,20 +147,55 @@ def _parser() -> Parser:
     )
     network = "Gbit/s of the network between nodes that each GPU has [that of NVIDIA's DGX with this GPU]"
     add("--network", type=float, metavar="N", help=network)
-    add("--tokens", type=float, metavar="N", help="to train on, such as 300e9 [the flags' own length]")
+    add(
+        "--tokens",
+        type=float,
+        metavar="N",
+        help="to train on, such as 300e9 [the flags' own length]",
+    )
     add("--why", action="store_true", help="the formula behind each line")
     add("--fit", metavar="NAME", help="flags with which it fits into this GPU")
-    add("--search", action="store_true", help="all layouts on --gpus N GPUs: those that fit, fastest first, with flags")
+    add(
+        "--search",
+        action="store_true",
+        help="all layouts on --gpus N GPUs: those that fit, fastest first, with flags",
+    )
     add("--margin", type=float, metavar="SHARE", help="of a GPU's memory that stays free [0.08]")
-    add("--launch", type=int, default=1, metavar="N", help="which one, of a script that starts several [%(default)s]")
-    add("--drop", metavar="A,B", help="flags of the trainer in it that are left out, such as --drop=fp8-format,spec")
-    add("--add", metavar="FLAGS", help="flags of the trainer that it has not, or with other values: --add='--lr 1e-4'")
-    add("--exact", action="store_true", help="walk the real model and step, without data; needs torch, takes seconds")
-    add("--snapshot", metavar="FILE", help="with --exact: keep its snapshot, for pytorch.org/memory_viz")
+    add(
+        "--launch",
+        type=int,
+        default=1,
+        metavar="N",
+        help="which one, of a script that starts several [%(default)s]",
+    )
+    add(
+        "--drop",
+        metavar="A,B",
+        help="flags of the trainer in it that are left out, such as --drop=fp8-format,spec",
+    )
+    add(
+        "--add",
+        metavar="FLAGS",
+        help="flags of the trainer that it has not, or with other values: --add='--lr 1e-4'",
+    )
+    add(
+        "--exact",
+        action="store_true",
+        help="walk the real model and step, without data; needs torch, takes seconds",
+    )
+    add(
+        "--snapshot",
+        metavar="FILE",
+        help="with --exact: keep its snapshot, for pytorch.org/memory_viz",
+    )
     add("--inference", action="store_true", help="memory of the trained model when it generates")
     add("--batch", type=int, metavar="N", help="with --inference: sequences at a time [1]")
     add("--context", type=int, metavar="N", help="with --inference: tokens of each [--seq-length]")
-    add("--env", action="store_true", help="flags and environment variables that can cost speed or memory")
+    add(
+        "--env",
+        action="store_true",
+        help="flags and environment variables that can cost speed or memory",
+    )
     add("--all", action="store_true", help="all rows of tables that are cut off")
     add("--page", metavar="FILE", help="all of it as a page with charts")
     add("--json", metavar="FILE", help="all of it, for programs")
@@ -197,7 +237,10 @@ def _check(options: argparse.Namespace, rest: list[str]):
 
 def _list_processors(options: argparse.Namespace) -> list[Processor]:
     """List the processors that are named; the one to fit into counts as named."""
-    named = [*find_processors(options.gpu or []), *([find_processor(options.fit)] if options.fit else [])]
+    named = [
+        *find_processors(options.gpu or []),
+        *([find_processor(options.fit)] if options.fit else []),
+    ]
     found = list({one.name: one for one in named}.values())
     if options.network:
         found = [dataclasses.replace(one, network_gb_s=options.network / 8) for one in found]
@@ -310,10 +353,16 @@ def _describe_check(estimate_bytes: int, exact: Exact, more: str = "") -> list[s
 
 
 def _walk_fastest(found: Search, limit_s: float | None) -> Exact:
-    """The walk of what a search prints first, on the stage that holds most. UserError where it takes more than the limit."""
+    """Walk what a search prints first, on the stage that holds most. UserError where it takes more than the limit."""
     plan = find_heaviest_stage(found.fitting[0].plan, found.processor)
     with tempfile.TemporaryDirectory() as folder:
-        return walk_step(plan, write_flags(plan.args), Path(folder) / "predicted.pickle", found.processor, limit_s)
+        return walk_step(
+            plan,
+            write_flags(plan.args),
+            Path(folder) / "predicted.pickle",
+            found.processor,
+            limit_s,
+        )
 
 
 def _judge_fastest(found: Search, exact: Exact) -> list[str]:

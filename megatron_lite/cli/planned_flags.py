@@ -1,4 +1,5 @@
-"""The flags of a launch command as a plan takes them: without names of files, with those of forks and old ones translated, changed as asked."""
+"""The flags of a launch command as a plan takes them: without names of files, with those of forks and old ones
+translated, changed as asked."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,18 +11,24 @@ from megatron_lite.config.flags import OUTDATED, RENAMED, dashed, list_flags, re
 Words = list[tuple[str, list[str]]]  # each flag with its values
 FILE = Path(__file__).with_suffix(".tsv")
 NO_EFFECT = "no effect"
-DEEPSPEED, ZERO_STAGE, ZERO_1, ZERO_3 = (
-    "--deepspeed",
-    "--zero-stage",
-    "--use-distributed-optimizer",
-    "--use-torch-fsdp2",
-)
+DEEPSPEED = "--deepspeed"
+ZERO_STAGE = "--zero-stage"
+ZERO_1 = "--use-distributed-optimizer"
+ZERO_3 = "--use-torch-fsdp2"
 ZERO_STAGES = {"0": [], "1": [ZERO_1], "2": [ZERO_1], "3": [ZERO_3]}
 OF_DEEPSPEED = (
-    DEEPSPEED, "--deepspeed-config", "--deepspeed-mpi", "--ds-config", "--no-pipeline-parallel",
+    DEEPSPEED,
+    "--deepspeed-config",
+    "--deepspeed-mpi",
+    "--ds-config",
+    "--no-pipeline-parallel",
     "--deepspeed-activation-checkpointing",
-)  # fmt: skip
-PATHS = ("FILE", "FOLDER", "[WEIGHT] PREFIX ...")  # what help calls the values of flags that name files
+)
+PATHS = (
+    "FILE",
+    "FOLDER",
+    "[WEIGHT] PREFIX ...",
+)  # what help calls the values of flags that name files
 
 
 def adapt_flags(flags: Sequence[str], dropped: Sequence[str], added: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -65,9 +72,20 @@ def _join(words: Words) -> list[str]:
 
 
 def _note_changes(words: Words, names: set[str], others: Words) -> list[str]:
-    gone = list(dict.fromkeys(name for name, _ in words if _normalize(name) in names))
-    notes = [f"left out by --drop: {', '.join(gone)}."] if gone else []
-    return notes + ([f"given by --add: {' '.join(_join(others))}."] if others else [])
+    """Note what was changed as asked.
+
+    Args:
+        words: the flags of the launch command.
+        names: the flags to leave out.
+        others: the flags that were given for them.
+    """
+    notes = []
+    gone = dict.fromkeys(name for name, _ in words if _normalize(name) in names)
+    if gone:
+        notes.append(f"left out by --drop: {', '.join(gone)}.")
+    if others:
+        notes.append(f"given by --add: {' '.join(_join(others))}.")
+    return notes
 
 
 def _translate_deepspeed(words: Words) -> tuple[Words, list[str]]:
@@ -92,17 +110,20 @@ def _translate_others(words: Words) -> tuple[Words, list[str]]:
     left_out: list[str] = []
     read_as: list[str] = []
     for name, values in words:
-        same = _normalize(name)
-        for_value = table.get("=".join([same, *values])) if values else None
-        planned = for_value or table.get(same)
+        normal = _normalize(name)
+        for_value = table.get("=".join([normal, *values])) if values else None
+        planned = for_value or table.get(normal)
         if planned is None:
             kept.append((name, values))
         elif planned == NO_EFFECT:
             left_out.append(name)
         else:
-            flag, *more = planned.split()
-            kept.append((flag, more if for_value else more or values))
-            read_as.append(f"{' '.join([name, *values])} as {' '.join([flag, *kept[-1][1]])}")
+            flag, *planned_values = planned.split()
+            if not for_value and not planned_values:
+                planned_values = values
+            kept.append((flag, planned_values))
+            given = " ".join([name, *values])
+            read_as.append(f"{given} as {' '.join([flag, *planned_values])}")
     notes = []
     if left_out:
         names = ", ".join(dict.fromkeys(left_out))
@@ -113,7 +134,8 @@ def _translate_others(words: Words) -> tuple[Words, list[str]]:
 
 
 def _translate_outdated(words: Words) -> tuple[Words, list[str]]:
-    """The words with flags that Megatron-LM has renamed by their names of today, and without those that it has retired."""
+    """The words with flags that Megatron-LM has renamed by their names of today, and without those that it has
+    retired."""
     kept: Words = []
     found = []
     for name, values in words:
@@ -124,8 +146,10 @@ def _translate_outdated(words: Words) -> tuple[Words, list[str]]:
         found.append(name)
         if theirs.answer == RENAMED:
             kept += split_words([*theirs.text.split(), *values], CommandLine())
+    if not found:
+        return kept, []
     names = ", ".join(dict.fromkeys(found))
-    return kept, [f"flags of older versions of Megatron-LM, at which a run here stops: {names}."] if found else []
+    return kept, [f"flags of older versions of Megatron-LM, at which a run here stops: {names}."]
 
 
 def _describe_stage(stage: str | None) -> str:
@@ -144,7 +168,8 @@ def read_planned_flags() -> dict[str, str]:
 
 
 def _drop_empty_paths(words: Words) -> tuple[Words, list[str]]:
-    """The words without flags that name files and have no value, or several: neither memory nor time depends on them."""
+    """The words without flags that name files and have no value, or several: neither memory nor time depends on
+    them."""
     many = {spelling: flag.many for flag in list_flags(Args) if flag.value in PATHS for spelling in flag.spellings}
     unusable = [(name, values) for name, values in words if name in many and not _is_usable(values, many[name])]
     if not unusable:
@@ -155,4 +180,6 @@ def _drop_empty_paths(words: Words) -> tuple[Words, list[str]]:
 
 
 def _is_usable(values: list[str], many: bool) -> bool:
-    return bool(values) and all(value.strip() for value in values) and (many or len(values) == 1)
+    if not all(value.strip() for value in values):
+        return False
+    return len(values) == 1 or (many and len(values) > 1)

@@ -28,6 +28,7 @@ from megatron_lite.config.args import DataArgs
 from megatron_lite.config.check import RULES_WITHOUT_FILES, check
 from megatron_lite.config.command_line import read_command_line
 from megatron_lite.config.data_paths import TOKENIZER
+from megatron_lite.config.layout import Stage
 from megatron_lite.config.plan import Plan, resolve
 from megatron_lite.config.world import World
 from megatron_lite.data.tokenizers import build_tokenizer
@@ -37,7 +38,10 @@ from megatron_lite.shared_files import is_pipe, read_foreign
 
 TOKENIZER_SIZES = Path(__file__).with_name("tokenizer_sizes.tsv")
 # Of types that name a model: Llama-2's, and what Megatron takes for Tiktoken's where --vocab-size is left out.
-SIZES_BY_TYPE = {"Llama2Tokenizer": ("Llama-2's", 32_000), "TikTokenizer": ("Megatron-LM's default", 2**17)}
+SIZES_BY_TYPE = {
+    "Llama2Tokenizer": ("Llama-2's", 32_000),
+    "TikTokenizer": ("Megatron-LM's default", 2**17),
+}
 GPT2_WORDS = 50_257  # Radford et al. 2019: 256 bytes, 50,000 merges, end of text
 
 
@@ -61,22 +65,36 @@ def split_options(parser: Parser, argv: list[str]) -> tuple[argparse.Namespace, 
     """Split the words into a command's own options and the rest: flags of the trainer, or a launch command or script
     with its arguments."""
     actions = {name: action for action in parser._actions for name in action.option_strings}
+    end = _find_end_of_options(actions, argv)
+    rest = argv[end:]
+    if rest[:1] == [END]:
+        rest = rest[1:]
+    if rest and rest[0] in SHELLS:
+        rest = rest[1:]
+    late: list[str] = []
+    if rest:
+        late, rest = take_late_options(rest, actions, is_script(rest[0]))
+    return parser.parse_args([*argv[:end], *late]), rest
+
+
+def _find_end_of_options(actions: Mapping[str, argparse.Action], argv: list[str]) -> int:
+    """Find the first word that is neither one of these options nor a value of one."""
     at = 0
-    while at < len(argv):  # up to the first word that is none of ours
+    while at < len(argv):
         name, equals, _ = argv[at].partition("=")
         if name not in actions:
             break
         at += 1
-        many = 0 if equals or actions[name].nargs == 0 else len(argv) if actions[name].nargs == "+" else 1
-        while many and at < len(argv):
-            word = argv[at]
+        most = 1
+        if equals or actions[name].nargs == 0:
+            most = 0
+        elif actions[name].nargs == "+":
+            most = len(argv)
+        for word in argv[at : at + most]:
             if word.startswith("--") or is_script(word) or word in SHELLS or begins_command(word):
                 break
-            at, many = at + 1, many - 1
-    rest = argv[at + 1 :] if argv[at : at + 1] == [END] else argv[at:]
-    rest = rest[1:] if rest[:1] and rest[0] in SHELLS else rest
-    late, rest = take_late_options(rest, actions, is_script(rest[0])) if rest else ([], [])
-    return parser.parse_args([*argv[:at], *late]), rest
+            at += 1
+    return at
 
 
 def planned_run(
@@ -105,13 +123,12 @@ def planned_run(
         raise UserError(_explain_no_flags(words[0], launch.text))
     flags, changes = adapt_flags(launch.flags, dropped, added)
     launch = replace(launch, flags=tuple(flags), notes=(*launch.notes, *changes))
-    size, nodes = gpus or launch.ranks.size, launch.ranks.nodes
+    size = gpus or launch.ranks.size
     if size is None:
         raise UserError(f"{words[0]}: the number of GPUs is unknown; give --gpus N before it.")
-    per_node = size // nodes if size % nodes == 0 else size
-    if nodes == 1 and size > GPUS_PER_NODE and size % GPUS_PER_NODE == 0:
-        per_node = GPUS_PER_NODE
-    world = World(size=size, local_size=per_node, gpus=per_node, under_nsys=launch.under_nsys)  # each with its own GPU
+    per_node = _count_ranks_of_node(size, launch.ranks.nodes)
+    # each rank has its own GPU
+    world = World(size=size, local_size=per_node, gpus=per_node, under_nsys=launch.under_nsys)
     try:
         planned = _plan_launch(launch, world, words[0], gpus)
         return replace(planned, gpus_assumed=gpus_assumed)
@@ -124,15 +141,21 @@ def planned_run(
         raise ConfigError(lines) from None
 
 
+def _count_ranks_of_node(size: int, nodes: int) -> int:
+    """Count the ranks of a node. A single node with more ranks than a usual one has stands for several usual ones."""
+    if nodes == 1 and size > GPUS_PER_NODE and size % GPUS_PER_NODE == 0:
+        return GPUS_PER_NODE
+    return size // nodes if size % nodes == 0 else size
+
+
 def _explain_no_flags(script: str, text: str) -> str:
     """Explain how to plan a script that starts the trainer without any flag: it takes them from variables of its
     caller."""
     behind = re.findall(r"pretrain_gpt\.py\b(.*)", text)
     names = list(dict.fromkeys(re.findall(r"\$\{?([A-Za-z_]\w*)", " ".join(behind))))
     if not names:
-        return (
-            f"{script}: starts pretrain_gpt.py without any flag; give flags: megatron-lite plan --add='FLAGS' {script}"
-        )
+        how = f"give flags: megatron-lite plan --add='FLAGS' {script}"
+        return f"{script}: starts pretrain_gpt.py without any flag; {how}"
     how = f"{names[0]}='FLAGS' megatron-lite plan {script} ..., or plan the script that starts it"
     return f"{script}: takes the trainer's flags from {', '.join(names)}, without a value here; give it: {how}."
 
@@ -156,20 +179,21 @@ def _read_launch(words: list[str], gpus: int | None, launch_number: int) -> tupl
         launch = replace(launch, ranks=_assume_ranks(launch))
     ranks = launch.ranks
     nodes = "a node" if ranks.nodes == 1 else f"each of {ranks.nodes} nodes"
-    assumed = f"the script does not say how many GPUs there are: {ranks.per_node} of {nodes} are assumed; --gpus N for another number."
-    return replace(launch, notes=(*launch.notes, assumed)), True
+    assumed = f"{ranks.per_node} of {nodes} are assumed; --gpus N for another number."
+    note = f"the script does not say how many GPUs there are: {assumed}"
+    return replace(launch, notes=(*launch.notes, note)), True
 
 
 def _assume_ranks(launch: Launch) -> ProcessCounts:
     """A usual node, or as many as one replica of the model needs; fewer where the batch has not a sample for each."""
-    args = read_command_line(adapt_flags(launch.flags, (), ())[0]).args
-    parallel, training = args.parallel, args.training
-    replica = (
-        parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size * parallel.context_parallel_size
-    )
+    flags, _ = adapt_flags(launch.flags, (), ())
+    args = read_command_line(flags).args
+    parallel = args.parallel
+    replica = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
+    replica *= parallel.context_parallel_size
     if replica > GPUS_PER_NODE:
         return ProcessCounts(GPUS_PER_NODE, math.ceil(replica / GPUS_PER_NODE))
-    samples = (training.global_batch_size or 0) // (training.micro_batch_size or 1)
+    samples = (args.training.global_batch_size or 0) // (args.training.micro_batch_size or 1)
     replicas = GPUS_PER_NODE // replica
     while samples and samples % replicas:
         replicas -= 1
@@ -177,21 +201,23 @@ def _assume_ranks(launch: Launch) -> ProcessCounts:
 
 
 def _plan_launch(launch: Launch, world: World, script: str, gpus: int | None) -> PlannedRun:
-    """Make the plan of a launch. gpus: where they were given. ConfigError with the trainer's own lines for flags it
-    would refuse."""
+    """Make the plan of a launch.
+
+    Args:
+        launch: the command that starts the trainer.
+        world: the ranks.
+        script: the first word of the command.
+        gpus: of the whole job, where they were given.
+
+    Raises:
+        ConfigError: the trainer would refuse the flags; with its own lines.
+    """
     line = read_command_line(list(launch.flags))
     if line.args.model.model is not None:
         unknown = "memory and speed of a model of your own are not known before it runs"
         raise UserError(f"--model {line.args.model.model}: {unknown}; drop it to see those of a GPT with these flags.")
-    # data and files of words that are not here, or not named yet, decide neither memory nor speed: as if all were there
-    data = line.args.data
-    lists = ("data_args_path", "per_split_data_args_path")
-    here = replace(data, **{name: None for name in lists if not Path(getattr(data, name) or "").exists()})
-    sources = ("data_path", *lists, "train_data_path", "valid_data_path", "test_data_path", "external_dataloader")
-    files = {name: getattr(data, name) or "to be named" for name in ("vocab_file", "merge_file")}
-    mock = data.mock_data or not any(getattr(here, name) for name in sources)
-    assumed_line = replace(line, args=replace(line.args, data=replace(here, mock_data=mock, **files)))
-    check(assumed_line, world, RULES_WITHOUT_FILES)
+    assumed_args = replace(line.args, data=_assume_data(line.args.data))
+    check(replace(line, args=assumed_args), world, RULES_WITHOUT_FILES)
     vocab_size, assumed = planned_vocabulary(line.args.data, line.args.model.padded_vocab_size)
     notes = [*launch.notes, *line.notes, *assumed]
     if world.size == 1 and not gpus and is_script(script):
@@ -199,31 +225,59 @@ def _plan_launch(launch: Launch, world: World, script: str, gpus: int | None) ->
     plan = resolve(line.args, world, vocab_size)
     if plan.layout.pipeline > 1:
         plan = find_heaviest_stage(plan)
-        layers = ", ".join(f"{chunk.start + 1} to {chunk.stop}" for chunk in plan.stage.chunks)
-        notes.append(
-            f"memory is that of stage {plan.stage.number + 1} of {plan.stage.stages}, layers {layers}, which holds most."
-        )
+        notes.append(_describe_stage(plan.stage))
     return PlannedRun(plan, launch.flags, launch.environment, tuple(notes))
 
 
+def _assume_data(data: DataArgs) -> DataArgs:
+    """The data's flags as if all files were there: those that are not here, or not named yet, decide neither memory
+    nor speed."""
+    lists = ("data_args_path", "per_split_data_args_path")
+    missing = [name for name in lists if not Path(getattr(data, name) or "").exists()]
+    here = replace(data, **dict.fromkeys(missing))
+    sources = (
+        "data_path",
+        *lists,
+        "train_data_path",
+        "valid_data_path",
+        "test_data_path",
+        "external_dataloader",
+    )
+    has_source = any(getattr(here, name) for name in sources)
+    return replace(
+        here,
+        mock_data=data.mock_data or not has_source,
+        vocab_file=data.vocab_file or "to be named",
+        merge_file=data.merge_file or "to be named",
+    )
+
+
+def _describe_stage(stage: Stage) -> str:
+    """Describe whose memory a plan of a pipeline is."""
+    layers = ", ".join(f"{chunk.start + 1} to {chunk.stop}" for chunk in stage.chunks)
+    return f"memory is that of stage {stage.number + 1} of {stage.stages}, layers {layers}, which holds most."
+
+
 def planned_vocabulary(data: DataArgs, padded: int | None) -> tuple[int, list[str]]:
-    """Find the vocabulary's entries before padding, and what was assumed for it. UserError for a file that cannot be
-    read, ConfigError where neither flags nor files nor a well-known name tell."""
-    kind, known = data.tokenizer_type or TOKENIZER, data.vocab_size or padded
+    """Find the vocabulary's entries before padding.
+
+    Args:
+        data: the flags that name the tokenizer.
+        padded: --padded-vocab-size.
+
+    Returns:
+        The number of entries, and lines on what was assumed for it.
+
+    Raises:
+        UserError: a file cannot be read.
+        ConfigError: neither flags nor files nor a well-known name tell the number.
+    """
+    kind = data.tokenizer_type or TOKENIZER
+    known = data.vocab_size or padded
     if kind == "GPT2BPETokenizer":
-        if data.vocab_file is None or not Path(data.vocab_file).is_file():
-            missing = f"--vocab-file {data.vocab_file} is not here" if data.vocab_file else "no --vocab-file"
-            known = known or GPT2_WORDS
-            whose = "GPT-2's" if known == GPT2_WORDS else "the given"
-            return known, [f"{missing}: {whose} vocabulary of {known:,} is assumed."]
-        try:
-            return len(json.loads(read_foreign(data.vocab_file))), []
-        except (OSError, ValueError, TypeError, RecursionError) as error:
-            reason = getattr(error, "strerror", None) or "not a JSON object of tokens"
-            raise UserError(f"--vocab-file {data.vocab_file}: cannot be read ({reason}); check the path.") from None
-    if kind in ("NullTokenizer", "ByteTokenizer") or Path(data.tokenizer_model or "").is_file():
-        return build_tokenizer(data).vocab_size, []
-    if data.tokenizer_model and Path(data.tokenizer_model).exists():
+        return _count_gpt2_vocabulary(data.vocab_file, known)
+    has_model = bool(data.tokenizer_model) and Path(data.tokenizer_model).exists()
+    if kind in ("NullTokenizer", "ByteTokenizer") or has_model:
         return build_tokenizer(data).vocab_size, []
     model = f"--tokenizer-model {data.tokenizer_model}"
     if known is not None:
@@ -231,16 +285,33 @@ def planned_vocabulary(data: DataArgs, padded: int | None) -> tuple[int, list[st
     likely = _find_known_size(kind, data.tokenizer_model or "")
     if likely is None:
         raise ConfigError([f"{model}: is not here to be counted; add --padded-vocab-size N."])
-    return likely[1], [f"{model} is not here: {likely[0]} is assumed; --padded-vocab-size N for another."]
+    words, vocab_size = likely
+    return vocab_size, [f"{model} is not here: {words} is assumed; --padded-vocab-size N for another."]
+
+
+def _count_gpt2_vocabulary(file: str | None, known: int | None) -> tuple[int, list[str]]:
+    """Count the entries of a vocabulary file of GPT-2's form; without the file, the known number or GPT-2's own."""
+    if file is None or not Path(file).is_file():
+        missing = f"--vocab-file {file} is not here" if file else "no --vocab-file"
+        known = known or GPT2_WORDS
+        whose = "GPT-2's" if known == GPT2_WORDS else "the given"
+        return known, [f"{missing}: {whose} vocabulary of {known:,} is assumed."]
+    try:
+        return len(json.loads(read_foreign(file))), []
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        reason = getattr(error, "strerror", None) or "not a JSON object of tokens"
+        raise UserError(f"--vocab-file {file}: cannot be read ({reason}); check the path.") from None
 
 
 def _find_known_size(kind: str, model: str) -> tuple[str, int] | None:
     """Find the words for a tokenizer and its size, by its name, else by its type; None for one that nobody knows."""
     for pattern, name, size, counts, _ in _list_known_sizes():
-        if re.search(pattern, model.lower()):
-            what = "vocabulary" if counts == "tokens" else "table of the published model,"
-            rows = "" if counts == "tokens" else " rows"
-            return f"{name}'s {what} of {int(size):,}{rows}", int(size)
+        if not re.search(pattern, model.lower()):
+            continue
+        words = f"{name}'s table of the published model, of {int(size):,} rows"
+        if counts == "tokens":
+            words = f"{name}'s vocabulary of {int(size):,}"
+        return words, int(size)
     if kind in SIZES_BY_TYPE:
         whose, size = SIZES_BY_TYPE[kind]
         return f"{whose} vocabulary of {size:,}", size

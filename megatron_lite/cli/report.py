@@ -46,20 +46,26 @@ def run(argv: list[str]):
     """Print the report and write the files that `argv` asks for. UserError for a mistake."""
     parser = Parser(
         "report",
-        "Shows where the steps of a run spend their time and why memory peaks. Reads run folders, PyTorch traces (.json, "
-        ".json.gz; folders of several ranks), Nsight Systems exports (.sqlite) and memory snapshots "
+        "Shows where the steps of a run spend their time and why memory peaks. Reads run folders, PyTorch traces "
+        "(.json, .json.gz; folders of several ranks), Nsight Systems exports (.sqlite) and memory snapshots "
         "(.pickle), of this trainer or any other PyTorch job.",
     )
     add = parser.add_argument
     add("paths", nargs="+", metavar="PATH", help="a run folder, or files of one run")
     add(
-        "--html", metavar="FILE", help=f"write the page here [{REPORT_PAGE} in the run folder, else in the current one]"
+        "--html",
+        metavar="FILE",
+        help=f"write the page here [{REPORT_PAGE} in the run folder, else in the current one]",
     )
     add("--json", metavar="FILE", help=f"write the numbers here [{REPORT_FILE} beside the page]")
     add("--open", action="store_true", help="open the page in the browser")
     add("--no-html", action="store_true", help="print only: no page, and no JSON without --json")
     add("--all", action="store_true", help="print all rows of all tables")
-    add("--baseline", metavar="FILE", help="write what `compare` needs of the run (a few kB, to commit)")
+    add(
+        "--baseline",
+        metavar="FILE",
+        help="write what `compare` needs of the run (a few kB, to commit)",
+    )
     options = parser.parse_args(argv)
     for flag, given in (("--html", options.html), ("--open", options.open)):
         if options.no_html and given:
@@ -73,86 +79,115 @@ def run(argv: list[str]):
 
 
 def _write_files(report, options: argparse.Namespace) -> list[str]:
-    """Page, numbers and baseline; returns lines that name them."""
+    """Write the page, the numbers and the baseline. Returns lines that name them."""
     from megatron_lite.report.html import html_page
     from megatron_lite.report.json_file import json_text, ranks_text
 
-    # in a run's own folder; a report on foreign files is left where the user stands
-    first = Path(options.paths[0])
-    folder = first if len(options.paths) == 1 and (first / RUN_FILE).is_file() else Path()
-    html = None if options.no_html else Path(options.html or folder / REPORT_PAGE)
-    numbers = Path(options.json) if options.json else html.parent / REPORT_FILE if html else None
-    done, failed = [], []
-    for path, flag, asked, make in (
-        (html, "--html", options.html or options.open, html_page),
-        (numbers, "--json", options.json, json_text),
-        (numbers and numbers.with_suffix(RANKS_SUFFIX), "--json", options.json, ranks_text),
-    ):
-        text = make(report) if path else ""
-        if not text:
-            continue
-        try:
-            write_text(flag, path, text)
-            done.append(str(path))
-        except UserError as error:
-            if asked:  # only a file that the user asked for must not fail
-                raise
-            why = str(error).removeprefix(f"{flag} ").removesuffix("; name another file.")
-            failed.append(f"{why}; --html FILE and --json FILE name other places")
-    written = [*([f"written: {', '.join(done)}"] if done else []), *failed]
+    page = None if options.no_html else Path(options.html or _choose_folder(options.paths) / REPORT_PAGE)
+    numbers = None
+    if options.json:
+        numbers = Path(options.json)
+    elif page:
+        numbers = page.parent / REPORT_FILE
+    done: list[str] = []
+    failed: list[str] = []
+    if page:
+        is_asked = bool(options.html or options.open)
+        _write_file("--html", page, html_page(report), is_asked, done, failed)
+    if numbers:
+        is_asked = bool(options.json)
+        _write_file("--json", numbers, json_text(report), is_asked, done, failed)
+        _write_file("--json", numbers.with_suffix(RANKS_SUFFIX), ranks_text(report), is_asked, done, failed)
+    lines = failed
+    if done:
+        lines.insert(0, f"written: {', '.join(done)}")
     if options.baseline:
-        from megatron_lite.analysis.run.baseline import make_baseline
+        lines.append(_write_baseline(report, options.baseline))
+    if page and options.open:
+        lines.append(_open_page(page))
+    return lines
 
-        run = report.facts.run
-        if run is None or not run.ordinary.any():
-            none = "there is no run folder with typical steps among the paths."
-            raise UserError(f"--baseline {options.baseline}: {none}")
-        text = json.dumps(make_baseline(run), allow_nan=False)
-        written.append(write_text("--baseline", options.baseline, text + "\n"))
-    return [*written, _open_page(html)] if html and options.open else written
+
+def _choose_folder(paths: list[str]) -> Path:
+    """Choose where a report lies: in a run's own folder; one on foreign files is left where the user stands."""
+    first = Path(paths[0])
+    if len(paths) == 1 and (first / RUN_FILE).is_file():
+        return first
+    return Path()
+
+
+def _write_file(flag: str, path: Path, text: str, is_asked: bool, done: list[str], failed: list[str]):
+    """Write a file of a report, and add it to those that are done or failed. UserError for one that was asked for.
+
+    Args:
+        flag: what names it.
+        path: where it lies.
+        text: what is written; nothing is written for ''.
+        is_asked: whether the user asked for it: such a file must not fail.
+        done: the files that were written.
+        failed: lines on those that could not be written.
+    """
+    if not text:
+        return
+    try:
+        write_text(flag, path, text)
+        done.append(str(path))
+    except UserError as error:
+        if is_asked:
+            raise
+        why = str(error).removeprefix(f"{flag} ").removesuffix("; name another file.")
+        failed.append(f"{why}; --html FILE and --json FILE name other places")
+
+
+def _write_baseline(report, path: str) -> str:
+    """Write what `compare` needs of the run. Returns the line that says so; UserError without typical steps."""
+    from megatron_lite.analysis.run.baseline import make_baseline
+
+    run = report.facts.run
+    if run is None or not run.ordinary.any():
+        none = "there is no run folder with typical steps among the paths."
+        raise UserError(f"--baseline {path}: {none}")
+    text = json.dumps(make_baseline(run), allow_nan=False)
+    return write_text("--baseline", path, text + "\n")
 
 
 def _open_page(path: Path) -> str:
-    """Show it in the user's browser; returns the line that says so, or where the page is if this machine cannot show it."""
-    known = os.environ.get("BROWSER")  # editors set it on a machine that is reached by ssh, and forward what it opens
-    has_display = sys.platform in ("darwin", "win32") or os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")
-    why = ""
-    if not known:
-        why = "over ssh" if os.environ.get("SSH_CONNECTION") else "" if has_display else "without a display"
+    """Open a page in the user's browser.
+
+    Returns:
+        The line that says so, or where the page is if this machine cannot show it.
+    """
+    why = _explain_no_browser()
     if not why:
         import webbrowser
 
-        why = "" if webbrowser.open(path.resolve().as_uri()) else "no browser was found"
-    return f"not opened, {why}; the page is {path.resolve()}" if why else f"opened in the browser: {path}"
+        if webbrowser.open(path.resolve().as_uri()):
+            return f"opened in the browser: {path}"
+        why = "no browser was found"
+    return f"not opened, {why}; the page is {path.resolve()}"
+
+
+def _explain_no_browser() -> str:
+    """Explain why this machine shows the user no browser; '' where it can."""
+    if os.environ.get("BROWSER"):
+        # editors set it on a machine that is reached by ssh, and forward what it opens
+        return ""
+    if os.environ.get("SSH_CONNECTION"):
+        return "over ssh"
+    has_display = os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")
+    if sys.platform in ("darwin", "win32") or has_display:
+        return ""
+    return "without a display"
 
 
 def compare_runs(argv: list[str]) -> int:
-    """Print what changed from A to B. ConfigError where they are not comparable and --force is not given. Returns 0, or what became of
-    the limits."""
-    parser = Parser(
-        "compare",
-        "Shows what changed from run A to run B, and what did not: flags, steps, phases, kernels, memory, "
-        "each compared with the noise of its steps. Reads what `report` reads.",
-    )
-    add = parser.add_argument
-    add("a", metavar="A", help="a run folder, a trace, a folder of several ranks, a snapshot, or a baseline")
-    add("b", metavar="B", help="the run, trace, snapshot or baseline to compare with it")
-    add("--force", action="store_true", help="compare although model or batch differ")
-    add(
-        "--fail-if",
-        action="append",
-        default=[],
-        metavar="LIMIT",
-        help='exit with 1 if B exceeds this limit, with 3 if noise hides the answer: "step_ms > +5%%", "tokens_per_second < -3%%", '
-        '"peak_bytes > +2%%", "backward_ms > +10%%"; may be given several times',
-    )
-    add("--html", metavar="FILE", help="the page, with charts")
-    add("--open", action="store_true", help=f"open the page in the browser [--html {COMPARISON_FILE}]")
-    add("--markdown", metavar="FILE", help="a table for a pull request's comment")
-    add("--json", metavar="FILE", help="the numbers, for programs")
-    add("--all", action="store_true", help="all rows of all tables")
-    options = parser.parse_args(argv)
-    from megatron_lite.analysis.compare.limits import Outcome, judge, read_limit
+    """Print what changed from A to B. ConfigError where they are not comparable and --force is not given.
+
+    Returns:
+        0, or what became of the limits.
+    """
+    options = _parse_comparison(argv)
+    from megatron_lite.analysis.compare.limits import judge, read_limit
 
     limits = [read_limit(text) for text in options.fail_if]
     a, b = _analyze([options.a], [options.b])
@@ -165,24 +200,73 @@ def compare_runs(argv: list[str]) -> int:
     judged = judge(found, limits)
     content = {"schema": COMPARISON_SCHEMA, **plain(found), "limits": plain(judged)}
     written = write_json(options.json, content)
-    html = options.html or (COMPARISON_FILE if options.open else None)
-    if html:
-        written += ["", write_text("--html", html, comparison_page(found, judged, a.facts, b.facts))]
-        written += [_open_page(Path(html))] if options.open else []
+    page = options.html or (COMPARISON_FILE if options.open else None)
+    if page:
+        written += [
+            "",
+            write_text("--html", page, comparison_page(found, judged, a.facts, b.facts)),
+        ]
+    if options.open:
+        written.append(_open_page(Path(page)))
     if options.markdown:
         text = "\n".join(markdown_lines(found, judged)) + "\n"
         written += ["", write_text("--markdown", options.markdown, text)]
-    print_lines([*comparison_lines(found, get_style(sys.stdout), options.all, judged), *written])
-    outcomes = [one.outcome for one in judged]
-    return FAILED if Outcome.EXCEEDED in outcomes else UNCLEAR if Outcome.UNCLEAR in outcomes else 0
+    lines = comparison_lines(found, get_style(sys.stdout), options.all, judged)
+    print_lines([*lines, *written])
+    return _choose_exit_code(judged)
+
+
+def _choose_exit_code(judged: list) -> int:
+    """Choose the exit code for limits with their outcome: an exceeded one counts before one that noise hides."""
+    from megatron_lite.analysis.compare.limits import Outcome
+
+    outcomes = {one.outcome for one in judged}
+    if Outcome.EXCEEDED in outcomes:
+        return FAILED
+    if Outcome.UNCLEAR in outcomes:
+        return UNCLEAR
+    return 0
+
+
+def _parse_comparison(argv: list[str]) -> argparse.Namespace:
+    parser = Parser(
+        "compare",
+        "Shows what changed from run A to run B, and what did not: flags, steps, phases, kernels, memory, "
+        "each compared with the noise of its steps. Reads what `report` reads.",
+    )
+    add = parser.add_argument
+    add(
+        "a",
+        metavar="A",
+        help="a run folder, a trace, a folder of several ranks, a snapshot, or a baseline",
+    )
+    add("b", metavar="B", help="the run, trace, snapshot or baseline to compare with it")
+    add("--force", action="store_true", help="compare although model or batch differ")
+    limits = (
+        "exit with 1 if B exceeds this limit, with 3 if noise hides the answer: "
+        '"step_ms > +5%%", "tokens_per_second < -3%%", "peak_bytes > +2%%", "backward_ms > +10%%"; '
+        "may be given several times"
+    )
+    add("--fail-if", action="append", default=[], metavar="LIMIT", help=limits)
+    add("--html", metavar="FILE", help="the page, with charts")
+    add(
+        "--open",
+        action="store_true",
+        help=f"open the page in the browser [--html {COMPARISON_FILE}]",
+    )
+    add("--markdown", metavar="FILE", help="a table for a pull request's comment")
+    add("--json", metavar="FILE", help="the numbers, for programs")
+    add("--all", action="store_true", help="all rows of all tables")
+    return parser.parse_args(argv)
 
 
 def audit(argv: list[str]) -> int:
     """Print a report's section of checks with all questions. Returns 0, or with --strict 1 where a check failed."""
     parser = Parser(
         "audit",
-        "Checks a run against 18 performance questions. Each is passed or failed, with evidence, or not visible, with what "
-        "to record. Most needs a run folder with a trace (shapes on) and a memory snapshot; it reads what `report` reads.",
+        "Checks a run against 18 performance questions. "
+        "Each is passed or failed, with evidence, or not visible, with what to record. "
+        "Most needs a run folder with a trace (shapes on) and a memory snapshot; it reads what `report` reads.",
     )
     add = parser.add_argument
     add("paths", nargs="+", metavar="RUN", help="a run folder, or files of one run")
@@ -195,7 +279,10 @@ def audit(argv: list[str]) -> int:
     add("--json", metavar="FILE", help="the answers, for programs")
     add("--all", action="store_true", help="all evidence of each check")
     options = parser.parse_args(argv)
-    report, *others = _analyze(options.paths, *([[options.against]] if options.against else []))
+    groups = [options.paths]
+    if options.against:
+        groups.append([options.against])
+    report, *others = _analyze(*groups)
     from megatron_lite.analysis.findings.base import CheckResult
     from megatron_lite.analysis.findings.checks import answer_checks
     from megatron_lite.report.json_file import plain

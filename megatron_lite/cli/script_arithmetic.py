@@ -7,14 +7,31 @@ import re
 from collections.abc import Callable, Mapping
 
 OPERATORS: dict[type, Callable] = {
-    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
-    ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod, ast.Pow: lambda base, exponent: _calculate_power(base, exponent),
-}  # fmt: skip
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Pow: lambda base, exponent: _calculate_power(base, exponent),
+}
 FUNCTIONS: dict[str, Callable] = {
-    "int": int, "float": float, "round": round, "max": max, "min": min, "abs": abs, "sum": sum,
-    "math.ceil": math.ceil, "math.floor": math.floor, "math.sqrt": math.sqrt, "math.log2": math.log2,
-    "math.log": math.log, "ceil": math.ceil, "floor": math.floor, "sqrt": math.sqrt,
-}  # fmt: skip
+    "int": int,
+    "float": float,
+    "round": round,
+    "max": max,
+    "min": min,
+    "abs": abs,
+    "sum": sum,
+    "math.ceil": math.ceil,
+    "math.floor": math.floor,
+    "math.sqrt": math.sqrt,
+    "math.log2": math.log2,
+    "math.log": math.log,
+    "ceil": math.ceil,
+    "floor": math.floor,
+    "sqrt": math.sqrt,
+}
 MAX_NUMBER = 1e30
 MAX_EXPONENT = 64
 
@@ -22,20 +39,26 @@ MAX_EXPONENT = 64
 def calculate(program: str, arguments: list[str]) -> str:
     """Calculate what a program of assignments and print(...) of arithmetic prints. ValueError for any other."""
     names: dict[str, object] = {}
-    printed = []
+    lines = []
     for statement in ast.parse(program.strip()).body:
         if isinstance(statement, (ast.Import, ast.ImportFrom)):
             continue
         if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
             names[statement.targets[0].id] = _evaluate(statement.value, names, arguments)
             continue
-        call = statement.value if isinstance(statement, ast.Expr) else None
-        if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "print"):
-            raise ValueError
-        if call.keywords:
-            raise ValueError
-        printed.append(" ".join(str(_evaluate(value, names, arguments)) for value in call.args))
-    return "".join(f"{line}\n" for line in printed)
+        values = [_evaluate(value, names, arguments) for value in _read_print(statement)]
+        lines.append(" ".join(map(str, values)) + "\n")
+    return "".join(lines)
+
+
+def _read_print(statement: ast.stmt) -> list[ast.expr]:
+    """The arguments of a statement that is print(...). ValueError for any other."""
+    call = statement.value if isinstance(statement, ast.Expr) else None
+    if not isinstance(call, ast.Call) or call.keywords:
+        raise ValueError
+    if not isinstance(call.func, ast.Name) or call.func.id != "print":
+        raise ValueError
+    return call.args
 
 
 def _evaluate(node: ast.expr, names: Mapping[str, object], arguments: list[str]) -> object:
@@ -49,7 +72,8 @@ def _evaluate(node: ast.expr, names: Mapping[str, object], arguments: list[str])
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
         return _check_number(operator.neg(inner(node.operand)))
     if isinstance(node, ast.BinOp):
-        left, right = _check_number(inner(node.left)), _check_number(inner(node.right))
+        left = _check_number(inner(node.left))
+        right = _check_number(inner(node.right))
         return _check_number(OPERATORS[type(node.op)](left, right))
     if isinstance(node, ast.Call) and not node.keywords:
         return FUNCTIONS[ast.unparse(node.func)](*map(inner, node.args))
@@ -59,7 +83,8 @@ def _evaluate(node: ast.expr, names: Mapping[str, object], arguments: list[str])
     if isinstance(node, ast.JoinedStr):
         return "".join(map(str, map(inner, node.values)))
     if isinstance(node, ast.FormattedValue):
-        return _format(inner(node.value), str(inner(node.format_spec)) if node.format_spec else "")
+        specification = str(inner(node.format_spec)) if node.format_spec else ""
+        return _format(inner(node.value), specification)
     raise ValueError
 
 

@@ -5,9 +5,11 @@ import os
 import subprocess
 import sys
 import tempfile
+from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megatron_lite.cli.parser import Parser
 from megatron_lite.cli.planned_run import planned_run, split_options
@@ -19,33 +21,21 @@ from megatron_lite.live_line import LiveLine
 from megatron_lite.terminal import print_lines
 from megatron_lite.variables import prepend_python_path
 
+if TYPE_CHECKING:
+    from megatron_lite.analysis.compare.losses import Losses
+
 IS_ERROR = 1  # exit code
 MAX_LINES_SHOWN = 8
 PACKAGE_FOLDER = Path(__file__).parents[2]
 
 
 def run(argv: list[str]) -> int:
-    """Train both, print losses and gradient norms and what they say. Returns 0, or 1 where rounding does not explain it."""
-    parser = Parser(
-        "self-check",
-        "Trains the same steps on the layout of a launch command and on one rank, from the same weights and without dropout, and "
-        "reports whether loss and gradient norm differ by more than rounding. The model must fit on one rank: --num-layers behind "
-        "the other flags makes it smaller.",
-    )
-    parser.usage = (
-        "megatron-lite self-check [OPTIONS] SCRIPT.sh ARGUMENTS... | torchrun ... pretrain_gpt.py FLAGS | FLAGS"
-    )
-    add = parser.add_argument
-    add("--ranks", type=int, metavar="N", help="of the layout, all on this machine [that of the launch command]")
-    add("--steps", type=int, default=1, metavar="N", help="to train; the first one is judged [1]")
-    add("--cpu", action="store_true", help="train on the CPU, whatever GPUs there are")
-    options, words = split_options(parser, argv)
-    if not words:
-        raise UserError(
-            "megatron-lite self-check: no launch command; give SCRIPT.sh with its arguments, or the trainer's flags."
-        )
-    if options.steps < 1:
-        raise UserError(f"--steps {options.steps}: must be at least 1.")
+    """Train both, print losses and gradient norms and what they say.
+
+    Returns:
+        0, or 1 where rounding does not explain a difference.
+    """
+    options, words = _parse(argv)
     found = planned_run(words, options.ranks)
     plan = found.plan
     if found.gpus_assumed:
@@ -53,33 +43,71 @@ def run(argv: list[str]) -> int:
     if plan.world.size == 1:
         raise UserError("megatron-lite self-check: one rank alone; give --ranks N with a layout for them.")
     args = read_command_line(list(found.flags)).args
-    environment = {**os.environ, **found.environment, **({"CUDA_VISIBLE_DEVICES": ""} if options.cpu else {})}
-    line = LiveLine()
+    environment = {**os.environ, **found.environment}
+    if options.cpu:
+        environment["CUDA_VISIBLE_DEVICES"] = ""
+    ranks = f"{plan.world.size} ranks"
     with tempfile.TemporaryDirectory() as name:
-        folders = []
-        for title, ranks in (("1 rank", 1), (f"{plan.world.size} ranks", plan.world.size)):
-            line.draw(f"{title}: {options.steps} steps ...")
-            folders.append(Path(name) / str(ranks))
-            steps = _shorten(args, plan.batch.final, options.steps, folders[-1])
-            steps = steps if ranks > 1 else _give_to_one_rank(steps, plan.layout.tensor)
-            _train(write_flags(steps), ranks, environment, title)
+        folder_of_one = Path(name) / "1"
+        folder_of_ranks = Path(name) / str(plan.world.size)
+        line = LiveLine()
+        line.draw(f"1 rank: {options.steps} steps ...")
+        shortened = _shorten(args, plan.batch.final, options.steps, folder_of_one)
+        _train(write_flags(_give_to_one_rank(shortened, plan.layout.tensor)), 1, environment, "1 rank")
+        line.draw(f"{ranks}: {options.steps} steps ...")
+        shortened = _shorten(args, plan.batch.final, options.steps, folder_of_ranks)
+        _train(write_flags(shortened), plan.world.size, environment, ranks)
         line.wipe()
-        from megatron_lite.analysis.analyze import analyze
-        from megatron_lite.analysis.compare.losses import compare_losses
-        from megatron_lite.report.comparison import build_losses_section
-        from megatron_lite.report.section import section_lines
-        from megatron_lite.report.text import get_style
-
-        one, several = (analyze([folder]).facts.run for folder in folders)
-    losses = compare_losses(one, several)
+        losses = _compare(folder_of_one, folder_of_ranks)
     if losses is None:
-        raise UserError(
-            "megatron-lite self-check: no step had a finite loss on both; try a smaller --lr or --initial-loss-scale."
-        )
-    layout = [f"{plan.world.size} ranks: {' '.join(write_flags(Args(parallel=args.parallel))) or 'data parallel'}", ""]
-    section = build_losses_section(losses, ("1 rank", f"{plan.world.size} ranks", "difference"))
-    print_lines([*layout, *section_lines(section, get_style(sys.stdout))])
+        remedy = "try a smaller --lr or --initial-loss-scale."
+        raise UserError(f"megatron-lite self-check: no step had a finite loss on both; {remedy}")
+    from megatron_lite.report.comparison import build_losses_section
+    from megatron_lite.report.section import section_lines
+    from megatron_lite.report.text import get_style
+
+    layout = " ".join(write_flags(Args(parallel=args.parallel))) or "data parallel"
+    section = build_losses_section(losses, ("1 rank", ranks, "difference"))
+    print_lines([f"{ranks}: {layout}", "", *section_lines(section, get_style(sys.stdout))])
     return IS_ERROR if losses.is_error else 0
+
+
+def _parse(argv: list[str]) -> tuple[Namespace, list[str]]:
+    """Split the words into the options and the launch command. UserError for a mistake."""
+    parser = Parser(
+        "self-check",
+        "Trains the same steps on the layout of a launch command and on one rank, from the same weights and without "
+        "dropout, and reports whether loss and gradient norm differ by more than rounding. The model must fit on one "
+        "rank: --num-layers behind the other flags makes it smaller.",
+    )
+    command = "SCRIPT.sh ARGUMENTS... | torchrun ... pretrain_gpt.py FLAGS | FLAGS"
+    parser.usage = f"megatron-lite self-check [OPTIONS] {command}"
+    add = parser.add_argument
+    add(
+        "--ranks",
+        type=int,
+        metavar="N",
+        help="of the layout, all on this machine [that of the launch command]",
+    )
+    add("--steps", type=int, default=1, metavar="N", help="to train; the first one is judged [1]")
+    add("--cpu", action="store_true", help="train on the CPU, whatever GPUs there are")
+    options, words = split_options(parser, argv)
+    if not words:
+        remedy = "give SCRIPT.sh with its arguments, or the trainer's flags."
+        raise UserError(f"megatron-lite self-check: no launch command; {remedy}")
+    if options.steps < 1:
+        raise UserError(f"--steps {options.steps}: must be at least 1.")
+    return options, words
+
+
+def _compare(folder_of_one: Path, folder_of_ranks: Path) -> "Losses | None":
+    """Compare the losses of the run on one rank with those of the run on several; None where none is finite on both."""
+    from megatron_lite.analysis.analyze import analyze
+    from megatron_lite.analysis.compare.losses import compare_losses
+
+    one = analyze([folder_of_one]).facts.run
+    several = analyze([folder_of_ranks]).facts.run
+    return compare_losses(one, several)
 
 
 def _shorten(args: Args, batch: int, steps: int, folder: Path) -> Args:
@@ -95,7 +123,7 @@ def _shorten(args: Args, batch: int, steps: int, folder: Path) -> Args:
 
 
 def _give_to_one_rank(args: Args, tensor: int) -> Args:
-    """The same work without a layout. tensor: ranks that split layers in it, by which the vocabulary is padded further."""
+    """The same work without a layout. `tensor`: its ranks that split layers, for which the vocabulary is padded."""
     rows = args.model.make_vocab_size_divisible_by * tensor
     timeout = args.parallel.distributed_timeout_minutes
     return replace(
@@ -119,7 +147,7 @@ def _train(flags: list[str], ranks: int, environment: Mapping[str, str], title: 
     )
     if done.returncode:
         lines = done.stdout.splitlines()
-        said = [text.removeprefix("error: ") for text in lines if text.startswith("error: ")] or lines[
-            -MAX_LINES_SHOWN:
-        ]
+        said = [text.removeprefix("error: ") for text in lines if text.startswith("error: ")]
+        if not said:
+            said = lines[-MAX_LINES_SHOWN:]
         raise ConfigError([f"{title}: the trainer ended with exit code {done.returncode}.", *dict.fromkeys(said)])

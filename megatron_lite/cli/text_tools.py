@@ -1,7 +1,7 @@
 """Answers for the small programs that a launch script asks for words: seq, cut, awk, date, scontrol show hostnames.
 
-The script's own shell runs no program. It asks here, and this process runs the few that cannot write, start or reach anything
-with the options that are let through, in an environment of its own; the rest has answers made here, or none.
+The script's own shell runs no program. It asks here, and this process runs the few that cannot write, start or reach
+anything with the options that are let through, in an environment of its own; the rest has answers made here, or none.
 """
 
 import os
@@ -28,7 +28,8 @@ SECONDS = 2
 FREE_PORT = "29500"
 LEFT_OUT = None
 # Programs that only read and print, and the options that would change that. Long options may be cut short.
-SHORT, LONG = r"^-[A-Za-z0-9]*", r"^--"
+SHORT = r"^-[A-Za-z0-9]*"
+LONG = r"^--"
 READERS: dict[str, str] = {
     "seq": r"(?!)",
     "expr": r"(?!)",
@@ -165,7 +166,7 @@ class Toolbox:
             self.left_out.append(tuple(words))
 
     def quote_placeholders(self, text: str) -> str:
-        """A script with a word for each placeholder in it: <the path> becomes the_path, which may stand in any command."""
+        """Put a word for each placeholder of a script: <the path> becomes the_path, which may stand in any command."""
         self.placeholders += PLACEHOLDER.findall(text)
         return PLACEHOLDER.sub(lambda found: re.sub(r"\W+", "_", found[1].strip("<>")), text)
 
@@ -179,14 +180,19 @@ class Toolbox:
         """
         if len(self.files) >= MAX_FILES and path not in self.files:
             return
-        before = self.read(path) or "" if appends else ""
-        text = (before + text)[:MAX_FILE]
-        flat = self.folder / f"{len(self.files)}_{Path(path).name[-100:]}"
-        mine = Path(path).is_relative_to(self.folder) and Path(path).parent.is_dir() and not Path(path).is_dir()
-        copy = Path(self.files.get(path, path if mine else flat))
+        if appends:
+            text = (self.read(path) or "") + text
+        text = text[:MAX_FILE]
+        copy = Path(self.files.get(path, path))
+        if path not in self.files and not self._is_in_folder(Path(path)):
+            copy = self.folder / f"{len(self.files)}_{Path(path).name[-100:]}"
         with suppress(OSError, ValueError):
             copy.write_text(text, encoding="utf-8", errors="replace")
             self.files[path] = str(copy)
+
+    def _is_in_folder(self, path: Path) -> bool:
+        """Tell whether a path may be written itself: one within the folder for copies, and no folder."""
+        return path.is_relative_to(self.folder) and path.parent.is_dir() and not path.is_dir()
 
     def has_made(self, path: str, folder: str) -> bool:
         """Whether the script wrote this file, or made this folder."""
@@ -237,7 +243,8 @@ class Toolbox:
 
 def _listen(process: subprocess.Popen) -> Answer | None:
     """Read what the process prints, and its exit code; None for one that takes long, prints much or fails."""
-    printed, deadline = b"", time.monotonic() + SECONDS
+    printed = b""
+    deadline = time.monotonic() + SECONDS
     with suppress(ImportError, OSError, AttributeError):
         import resource
 
@@ -289,8 +296,8 @@ def _counts_few(operands: list[str]) -> bool:
 
 
 def _cat(box: Toolbox, arguments: list[str], folder: str, text: str) -> Answer | None:
-    files = [word for word in arguments if not word.startswith("-") or word == "-"]
-    parts = [text if word == "-" else box.read(word, folder) for word in files] if files else [text]
+    files = [word for word in arguments if not word.startswith("-") or word == "-"] or ["-"]
+    parts = [text if word == "-" else box.read(word, folder) for word in files]
     known = [part for part in parts if part is not None]
     whole = "".join(known)
     if not known or len(whole) > MAX_ANSWER:
@@ -356,8 +363,11 @@ def _xargs(box: Toolbox, arguments: list[str], folder: str, text: str) -> Answer
     by = re.fullmatch(r"(?:-[nL] ?(\d+) ?)?(?:echo)?", asked)
     if by is None:
         return LEFT_OUT
-    words, size = text.split(), int(by[1] or 0)
-    lines = [words[at : at + size] for at in range(0, len(words), size)] if size else [words]
+    words = text.split()
+    size = int(by[1] or 0)
+    lines = [words]
+    if size:
+        lines = [words[at : at + size] for at in range(0, len(words), size)]
     return Answer("".join(f"{' '.join(line)}\n" for line in lines))
 
 
@@ -383,11 +393,11 @@ def _wrap(box: Toolbox, arguments: list[str], folder: str, text: str, name: str)
 def _name_hosts(box: Toolbox, arguments: list[str]) -> Answer:
     """The node of each task that srun starts; one task per node where nothing else is said."""
     options = read_options(arguments)
-    nodes = expand_nodes(
-        options.get("-w", options.get("--nodelist", box.environment.get("SLURM_JOB_NODELIST", "node1")))
-    )
+    nodelist = box.environment.get("SLURM_JOB_NODELIST", "node1")
+    nodes = expand_nodes(options.get("-w", options.get("--nodelist", nodelist)))
     nodes = nodes[: read_number(options, ("-N", "--nodes")) or len(nodes)]
-    tasks = read_number(options, ("-n", "--ntasks")) or read_number(box.environment, ("SLURM_NTASKS",)) or len(nodes)
+    tasks = read_number(options, ("-n", "--ntasks")) or read_number(box.environment, ("SLURM_NTASKS",))
+    tasks = tasks or len(nodes)
     per_node = read_number(options, ("--ntasks-per-node",)) or max(1, tasks // max(1, len(nodes)))
     names = [name for name in nodes for _ in range(min(per_node, MAX_FILES))]
     return Answer("".join(f"{name}\n" for name in names[:tasks] or names)[:MAX_ANSWER])
@@ -430,9 +440,8 @@ def _uname(box: Toolbox, arguments: list[str], folder: str, text: str) -> Answer
 
 def _envsubst(box: Toolbox, arguments: list[str], folder: str, text: str) -> Answer:
     values = box.environment
-    return Answer(
-        re.sub(r"\$(?:\{(\w+)\}|(\w+))", lambda found: values.get(found[1] or found[2], ""), text)[:MAX_ANSWER]
-    )
+    replaced = re.sub(r"\$(?:\{(\w+)\}|(\w+))", lambda found: values.get(found[1] or found[2], ""), text)
+    return Answer(replaced[:MAX_ANSWER])
 
 
 def _python(box: Toolbox, arguments: list[str], folder: str, text: str) -> Answer | None:
@@ -449,15 +458,24 @@ def _python(box: Toolbox, arguments: list[str], folder: str, text: str) -> Answe
         return Answer(f"{box.gpus}\n") if box.gpus else LEFT_OUT
     try:
         return Answer(calculate(program, arguments[2:]))
-    except (ValueError, SyntaxError, ArithmeticError, TypeError, KeyError, RecursionError, MemoryError):
+    except (
+        ValueError,
+        SyntaxError,
+        ArithmeticError,
+        TypeError,
+        KeyError,
+        RecursionError,
+        MemoryError,
+    ):
         return LEFT_OUT
 
 
 MADE: dict[str, Callable[[Toolbox, list[str], str, str], Answer | None]] = {
     "cat": _cat, "tee": _tee, "touch": _touch, "scontrol": _scontrol, "hostname": _hostname, "nvidia-smi": _count_gpus,
     "rocm-smi": lambda *given: LEFT_OUT, "nproc": lambda *given: LEFT_OUT, "mktemp": _mktemp, "python": _python,
-    "python3": _python, "mkdir": _mkdir, "nodeset": _nodeset, "xargs": _xargs, "getent": _getent, "shuf": _shuf, "whoami": lambda *given: Answer("user\n"),
-    "id": _id, "uname": _uname, "envsubst": _envsubst, "uuidgen": lambda *given: Answer("00000000-0000-0000-0000-000000000000\n"),
+    "python3": _python, "mkdir": _mkdir, "nodeset": _nodeset, "xargs": _xargs, "getent": _getent, "shuf": _shuf,
+    "whoami": lambda *given: Answer("user\n"), "id": _id, "uname": _uname, "envsubst": _envsubst,
+    "uuidgen": lambda *given: Answer("00000000-0000-0000-0000-000000000000\n"),
 } | {name: partial(_wrap, name=name) for name in WRAPPERS}  # fmt: skip
 # What is answered at all: by a reader of this machine, or here.
 TOOLS = tuple(sorted([*READERS, *MADE]))

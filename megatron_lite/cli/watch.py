@@ -26,35 +26,48 @@ def run(argv: list[str]) -> int:
     """Run the command, print the report on it. Returns the command's exit code."""
     parser = Parser(
         "watch",
-        "Runs a training script unchanged: python train.py, torchrun, accelerate launch. Works with any loop that calls backward() "
-        "and a torch.optim optimizer's step(). Times the phases of every step, profiles some steps on all ranks, and reports why they "
-        "take so long.",
+        "Runs a training script unchanged: python train.py, torchrun, accelerate launch. Works with any loop that "
+        "calls backward() and a torch.optim optimizer's step(). Times the phases of every step, profiles some steps "
+        "on all ranks, and reports why they take so long.",
     )
     parser.usage = "megatron-lite watch [OPTIONS] [--] COMMAND ..."
     add = parser.add_argument
-    add("--steps", default="10:16", metavar="A:B", help="profile steps A to B-1, counted from 1 [10:16]")
+    add(
+        "--steps",
+        default="10:16",
+        metavar="A:B",
+        help="profile steps A to B-1, counted from 1 [10:16]",
+    )
     add("--memory", action="store_true", help="also record a memory snapshot of these steps")
     add("--run-dir", metavar="FOLDER", help="folder of the recording [watched/TIME]")
     add("--no-report", action="store_true", help="record only, without a report")
     at = _find_command(parser, argv)
-    options, command = parser.parse_args(argv[:at]), argv[at:]
-    command = command[1:] if command[:1] == [END] else command
+    options = parser.parse_args(argv[:at])
+    command = argv[at:]
+    if command[:1] == [END]:
+        command = command[1:]
     if not command:
         raise UserError("megatron-lite watch: no command; megatron-lite watch -- python train.py runs and watches it.")
     bounds = re.fullmatch(r"(\d{1,9}):(\d{1,9})", options.steps)
     if bounds is None or not 1 < int(bounds[1]) < int(bounds[2]):
         raise UserError(f"--steps {options.steps}: give two numbers, as in 10:16; the first is at least 2.")
     folder = Path(options.run_dir or f"watched/{time.strftime('%Y%m%d-%H%M%S')}").absolute()
-    before = (folder / RUN_FILE).stat().st_mtime_ns if (folder / RUN_FILE).exists() else None
-    release_process_folder(folder)  # of a run before
-    steps = [int(bound) for bound in bounds.groups()]
-    told = {"folder": str(folder), "steps": steps, "memory": options.memory, "command": command}
-    code = _run_to_its_end(command, prepend_python_path(os.environ, BOOTSTRAP) | {WATCH: json.dumps(told)})
-    found = folder / RUN_FILE
-    if not found.exists() or found.stat().st_mtime_ns == before:
+    written_before = _read_time_of_record(folder)
+    # of a run before
+    release_process_folder(folder)
+    request = {
+        "folder": str(folder),
+        "steps": [int(bounds[1]), int(bounds[2])],
+        "memory": options.memory,
+        "command": command,
+    }
+    environment = prepend_python_path(os.environ, BOOTSTRAP)
+    code = _run_to_its_end(command, environment | {WATCH: json.dumps(request)})
+    if _read_time_of_record(folder) in (None, written_before):
+        unseen = "it cannot see scripts started with python -I, -E or -S, or that overwrite PYTHONPATH."
         lines = [
             "watch: no training was seen: no process of the command called backward().",
-            "  watch works through PYTHONPATH: it cannot see scripts started with python -I, -E or -S, or that overwrite PYTHONPATH.",
+            f"  watch works through PYTHONPATH: {unseen}",
         ]
         print_lines(lines, sys.stderr)
     elif not options.no_report:
@@ -63,6 +76,12 @@ def run(argv: list[str]) -> int:
         print_lines([""])
         report([str(folder)])
     return code
+
+
+def _read_time_of_record(folder: Path) -> int | None:
+    """When the record of a run was written last, in ns since 1970; None without a record."""
+    record = folder / RUN_FILE
+    return record.stat().st_mtime_ns if record.exists() else None
 
 
 def _find_command(parser: Parser, argv: list[str]) -> int:

@@ -24,7 +24,8 @@ except ImportError:  # not on Windows, where a script is refused
 
 PROLOGUE = Path(__file__).with_name("watched_shell.bash")
 MAX_COMMANDS = 2000  # scripts have hundreds
-MAX_MEMORY_KIB, MAX_RECORD_KIB = 2**18, 2**14
+MAX_MEMORY_KIB = 2**18
+MAX_RECORD_KIB = 2**14
 SECONDS = 20  # scripts take milliseconds; one that waits for something waits for ever
 SECONDS_FOR_JOBS = 3  # in the background, after the script's end; and behind a launch that was found
 SECONDS_BETWEEN = 0.2
@@ -36,8 +37,8 @@ NOT_HANDED_ON = ("BASH_ENV", "ENV", "SHELLOPTS", "BASHOPTS", "HISTFILE")
 WORD = r"""("[^"\n]*"|'[^'\n]*'|[^\s;|&<>()"']+)"""
 # `[ ! -f X ]` as `! [ -f X ]`, whose answer the shell can decide.
 DENIED_TEST = re.compile(rf"(\[\[?) ! (-[defrsL]) {WORD} (\]\]?)")
-# Redirections of a block, and the input of a command that reads lines. A restricted shell refuses the output with an error,
-# and the file may be one that the script has written.
+# Redirections of a block, and the input of a command that reads lines. A restricted shell refuses the output with an
+# error, and the file may be one that the script has written.
 REDIRECTION = rf"""[ \t]*(?:[&012]?>>?[ \t]*(?:&\d|{WORD})|<[ \t]*(?![<(&]){WORD})"""
 OF_BLOCK = re.compile(rf"(?m)((?:^|[\s;])(?:\}}|done|fi|esac|\)))((?:{REDIRECTION})+)")
 READ_FILE = re.compile(rf"(\bwc -[lw]|\b(?:mapfile|readarray)(?: +-\w)* +\w+|\$\()[ \t]*<[ \t]*(?![<(&]){WORD}")
@@ -71,7 +72,9 @@ class _Channel:
 
     def __init__(self, toolbox: Toolbox, question: int, reply: int):
         self.question = question
-        self._toolbox, self._reply, self._received = toolbox, reply, b""
+        self._toolbox = toolbox
+        self._reply = reply
+        self._received = b""
 
     def serve(self) -> bool:
         """Answer what has arrived. False at the end of the pipe."""
@@ -90,7 +93,10 @@ class _Channel:
             )
             try:
                 answer = self._answer(kind, folder, words)
-            except (OSError, ValueError):  # a path that no file can have, a folder that is closed to this user
+            except (
+                OSError,
+                ValueError,
+            ):  # a path that no file can have, a folder that is closed to this user
                 answer = Answer("")
             text = answer.text.replace("\0", "") if isinstance(answer, Answer) else ""
             code = answer.code if isinstance(answer, Answer) else answer
@@ -146,40 +152,64 @@ def go_through(bash: str, script: Script, toolbox: Toolbox, all_given: bool = Fa
         toolbox: the programs that are answered in their place.
         all_given: whether every file that the script looks for counts as being there.
     """
-    environment = {name: value for name, value in script.environment.items() if name not in NOT_HANDED_ON}
     with ExitStack() as stack:
         record = stack.enter_context(tempfile.TemporaryFile())
         nothing = stack.enter_context(open(os.devnull, "wb"))
-        # The first of each pair is read from, the second is written to.
-        alive, question, reply, turn = (stack.enter_context(_Pipe()) for _ in range(4))
+        # the first of each pair is read from, the second is written to
+        alive = stack.enter_context(_Pipe())
+        question = stack.enter_context(_Pipe())
+        reply = stack.enter_context(_Pipe())
+        turn = stack.enter_context(_Pipe())
         os.write(turn.into, b"x")
-        high = {
-            "__record": _raise(stack, record.fileno()), "__nothing": _raise(stack, nothing.fileno()),
-            "__question": _raise(stack, question.into), "__reply": _raise(stack, reply.out),
-            "__turn": _raise(stack, turn.out), "__turn_back": _raise(stack, turn.into), "__alive": _raise(stack, alive.into),
-        }  # fmt: skip
-        prologue = _write_prologue({name: number for name, number in high.items() if name != "__alive"}, all_given)
-        options = ["--restricted", "--noprofile", "--norc", "-c", prologue]
-        try:
-            shell = subprocess.Popen(
-                [bash, *options, script.name, adapt(script.text), *script.arguments],
-                stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
-                env={**environment, "PATH": NOWHERE}, pass_fds=tuple(high.values()),
-            )  # fmt: skip
-        except (OSError, ValueError) as error:  # longer than an argument may be; a zero byte
-            raise _explain_no_start(script, error) from None
+        descriptors = {
+            "__record": _raise(stack, record.fileno()),
+            "__nothing": _raise(stack, nothing.fileno()),
+            "__question": _raise(stack, question.into),
+            "__reply": _raise(stack, reply.out),
+            "__turn": _raise(stack, turn.out),
+            "__turn_back": _raise(stack, turn.into),
+        }
+        # held open by every process of the script, and named to none
+        held = _raise(stack, alive.into)
+        shell = _start(bash, script, _write_prologue(descriptors, all_given), (*descriptors.values(), held))
         for pipe in (alive, question):
             pipe.close_into()
-        os.close(high["__alive"])
-        os.close(high["__question"])
+        os.close(held)
+        os.close(descriptors["__question"])
+        channel = _Channel(toolbox, question.out, reply.into)
         with shell.stdout:
             try:
-                said, waits = _listen(shell, alive.out, _Channel(toolbox, question.out, reply.into), record)
+                said, waits = _listen(shell, alive.out, channel, record)
             finally:
                 _end_session(shell)
         record.seek(0)
         commands = list(_read_commands(record.read()))
         return Walk(commands, said.decode("utf-8", "replace"), None if waits else shell.wait())
+
+
+def _start(bash: str, script: Script, prologue: str, descriptors: tuple[int, ...]) -> subprocess.Popen:
+    """Start the shell in a session of its own. UserError for a script that cannot be given to it.
+
+    Args:
+        bash: the path of bash.
+        script: the script, its arguments and variables.
+        prologue: what the shell runs before it.
+        descriptors: of the open files that the shell inherits.
+    """
+    environment = {name: value for name, value in script.environment.items() if name not in NOT_HANDED_ON}
+    options = ["--restricted", "--noprofile", "--norc", "-c", prologue]
+    try:
+        return subprocess.Popen(
+            [bash, *options, script.name, adapt(script.text), *script.arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env={**environment, "PATH": NOWHERE},
+            pass_fds=descriptors,
+        )
+    except (OSError, ValueError) as error:  # longer than an argument may be; a zero byte
+        raise _explain_no_start(script, error) from None
 
 
 def _explain_no_start(script: Script, error: Exception) -> UserError:
@@ -190,9 +220,14 @@ def _explain_no_start(script: Script, error: Exception) -> UserError:
 def _write_prologue(descriptors: dict[str, int], all_given: bool) -> str:
     """The text that the shell runs before the script, with the values that it needs in front."""
     settings = {
-        **descriptors, "__max_commands": MAX_COMMANDS, "__max_memory": MAX_MEMORY_KIB, "__max_record": MAX_RECORD_KIB,
-        "__all_given": "1" if all_given else "", "__tools": f"'{' '.join(TOOLS)}'", "__scripts": f"'*:*@({'|'.join(SCRIPT_ENDINGS)})'",
-    }  # fmt: skip
+        **descriptors,
+        "__max_commands": MAX_COMMANDS,
+        "__max_memory": MAX_MEMORY_KIB,
+        "__max_record": MAX_RECORD_KIB,
+        "__all_given": "1" if all_given else "",
+        "__tools": f"'{' '.join(TOOLS)}'",
+        "__scripts": f"'*:*@({'|'.join(SCRIPT_ENDINGS)})'",
+    }
     first = " ".join(f"{name}={value}" for name, value in settings.items())
     return f"{first}\n{PROLOGUE.read_text(encoding='utf-8')}"
 
@@ -241,7 +276,8 @@ def _read_commands(record: bytes) -> Iterator[tuple[list[str], dict[str, str]]]:
 def _listen(shell: subprocess.Popen, alive: int, channel: _Channel, record: IO[bytes]) -> tuple[bytes, bool]:
     """Read what the script prints to its end, and whether the shell itself still waits for something. Jobs in the
     background have until SECONDS_FOR_JOBS after it. alive: the end of a pipe that closes with the last process."""
-    said, deadline = b"", time.monotonic() + SECONDS
+    said = b""
+    deadline = time.monotonic() + SECONDS
     out = shell.stdout.fileno()
     running = {out, alive, channel.question}
     was_found = False
@@ -253,11 +289,7 @@ def _listen(shell: subprocess.Popen, alive: int, channel: _Channel, record: IO[b
             new = os.read(file, MAX_SAID)
             said = (said + new)[-MAX_SAID:] if file == out else said
             running -= set() if new else {file}
-        if (
-            not was_found
-            and os.fstat(record.fileno()).st_size
-            and b"pretrain_gpt.py\0" in os.pread(record.fileno(), MAX_SAID, 0)
-        ):
+        if not was_found and b"pretrain_gpt.py\0" in os.pread(record.fileno(), MAX_SAID, 0):
             was_found = True
             deadline = min(deadline, time.monotonic() + SECONDS_FOR_JOBS)
         if shell.poll() is not None:
@@ -269,7 +301,7 @@ def _listen(shell: subprocess.Popen, alive: int, channel: _Channel, record: IO[b
 
 
 def _end_session(shell: subprocess.Popen):
-    """All processes that the script has started: its process group, and where /proc shows it the groups of `set -m`, too."""
+    """End all processes that the script has started: its process group, and where /proc shows it those of `set -m`."""
     with suppress(ProcessLookupError):
         os.killpg(shell.pid, signal.SIGKILL)
     shell.wait()

@@ -70,7 +70,7 @@ MAX_FUNCTIONS_OVER_600_NODES = 0
 MAX_FUNCTIONS_OVER_400_NODES = 73
 MAX_NODES_PER_CODE_LINE = 11.25
 # Nodes per code line of folders that are unfolded, and have one idea per statement. Lower and add, never raise.
-UNFOLDED = {"report": 10.6}
+UNFOLDED = {"cli": 9.5, "report": 10.6}
 # Folders whose docstrings stand alone. The list only grows: rewrite a folder's, then add it.
 DOCUMENTED = ("cli", "report", "watch")
 MIN_WORDS = 4  # of a docstring: fewer say less than the name
