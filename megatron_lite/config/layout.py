@@ -174,6 +174,10 @@ class Stage:
         """Layers of all chunks, in order."""
         return [layer for chunk in self.chunks for layer in chunk]
 
+    def describe_layers(self, between: str) -> str:
+        """'1-4, 9-12' with a hyphen between: the layers of each chunk, counted from 1; 'none' for a chunk without."""
+        return ", ".join(f"{chunk.start + 1}{between}{chunk.stop}" if chunk else "none" for chunk in self.chunks)
+
     @property
     def has_equal_chunks(self) -> bool:
         """Whether all chunks have as many layers; one chunk is."""
