@@ -254,7 +254,7 @@ def _assume_data(data: DataArgs) -> DataArgs:
 
 def _describe_stage(stage: Stage) -> str:
     """Describe whose memory a plan of a pipeline is."""
-    layers = ", ".join(f"{chunk.start + 1} to {chunk.stop}" for chunk in stage.chunks)
+    layers = stage.describe_layers(" to ")
     return f"memory is that of stage {stage.number + 1} of {stage.stages}, layers {layers}, which holds most."
 
 

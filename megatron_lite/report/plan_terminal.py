@@ -368,7 +368,7 @@ def build_stages_section(unsorted: Sequence[StageOutlook], everything: bool) -> 
 def _list_stage_cells(one: StageOutlook) -> list[str]:
     """Write a stage: its number and layers, its peak by formula and by the walk, what holds it, and its work."""
     stage = one.plan.stage
-    layers = ", ".join(f"{chunk.start + 1}-{chunk.stop}" for chunk in stage.chunks)
+    layers = stage.describe_layers("-")
     exact = size(one.exact.allocated_peak_bytes) if one.exact else ""
     work = ""
     if one.time and one.time.peak_tflops:

@@ -204,6 +204,11 @@ def test_layers_of_chunks(words, num_layers, counts):
     assert in_order == list(range(num_layers))
 
 
+def test_a_chunk_without_layers_is_said_to_have_none():
+    stage = Stage(0, 2, (range(0), range(3, 5), range(7, 8)))
+    assert stage.describe_layers("-") == "none, 4-5, 8-8" and stage.layers == [3, 4, 7]
+
+
 @pytest.mark.parametrize("sizes", [[[0, 3], [2, 1]], [[3, 1], [0, 2]], [[1, 2, 0], [4, 1, 1], [0, 1, 2]]])
 @pytest.mark.parametrize("micro_batches", [3, 6, 63, 66])
 def test_a_stage_of_unequal_chunks_is_fullest_when_most_layers_wait(sizes, micro_batches):
