@@ -38,7 +38,8 @@ MAX_GAPS_NAMED = 3  # in the message where nothing can be read
 
 
 def describe_run(paths: Sequence[Path | str], facts: Facts) -> str:
-    """Write the title of a report: "run-1: 2 ranks, NVIDIA H100, GPT 24 x 1024"; parts that are not known are left out."""
+    """Write the title of a report: "run-1: 2 ranks, NVIDIA H100, GPT 24 x 1024";
+    parts that are not known are left out."""
     first = Path(paths[0])
     name = first.name or first.resolve().name or str(first)
     if len(paths) > 1:

@@ -32,8 +32,8 @@ MAX_UNSEEN = 0.1  # of the allocator's peak, which a snapshot of the peak must n
 
 
 def find_contradictions(facts: Facts) -> list[str]:
-    """About the trace of the critical rank; without one about the highest snapshot, whose record may be incomplete, or whose
-    peak the run's own allocator exceeded."""
+    """About the trace of the critical rank; without one about the highest snapshot, whose record may be incomplete, or
+    whose peak the run's own allocator exceeded."""
     one, run, snapshot = facts.critical, facts.run, facts.highest_snapshot
     told = [text for seen in facts.ranks_seen for text in (*seen.trace.damage, *seen.trace.unread)]
     if one is not None:
@@ -88,7 +88,8 @@ def quote_diagnostics(trace: Trace) -> str:
 
 
 def missing_graph_work(one: RankFacts) -> str:
-    """Why the idle time of a trace is not to be believed: CUDA graphs were launched, and their work is not in it; else ''."""
+    """Why the idle time of a trace is not to be believed: CUDA graphs were launched, and their work is not in it; else
+    ''."""
     trace = one.trace
     # kernels of a graph may have correlation ids of their own; then there are kernels without a launch
     loose = trace.device_rows[trace.launch_of[trace.device_rows] < 0]
@@ -110,7 +111,8 @@ def measure_whole_graphs(one: RankFacts) -> float:
 
 
 def _describe_hidden_communication(one: RankFacts, ranks: int) -> str:
-    """Why the busy time of one of several ranks may not be compute; '' where graphs recorded as a whole take little of it."""
+    """Why the busy time of one of several ranks may not be compute;
+    '' where graphs recorded as a whole take little of it."""
     several = ranks > 1 or (one.trace.world_size or 1) > 1 or one.time.communication_ms > 0
     if not several or measure_whole_graphs(one) < MAX_IN_GRAPHS:
         return ""
@@ -131,7 +133,8 @@ def weakened(findings: Sequence[Finding], facts: Facts) -> tuple[Finding, ...]:
 
 
 def limit_certainty(findings: Sequence[Finding], confidence: str) -> tuple[Finding, ...]:
-    """No finding is more certain than the verdict of its report: all are likely at most where the verdict has low confidence."""
+    """No finding is more certain than the verdict of its report:
+    all are likely at most where the verdict has low confidence."""
     if confidence != "low":
         return tuple(findings)
     return tuple(replace(one, certain=False) for one in findings)

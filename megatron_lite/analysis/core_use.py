@@ -34,7 +34,8 @@ class CoreUse:
 
     @property
     def is_short(self) -> bool:
-        """The training thread, or where only switches are counted any thread, lacks a core for a notable part of the time."""
+        """The training thread, or where only switches are counted any thread,
+        lacks a core for a notable part of the time."""
         if self.wait_share is not None:
             return self.wait_share >= WITHOUT_CORE
         if self.switches is None or not self.cpu_ms:

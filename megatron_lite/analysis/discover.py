@@ -218,7 +218,8 @@ def _choose_newest_window(files: Sequence[SourceFile], newest: SourceFile) -> tu
 
 
 def _find_nearest_in_time(files: Sequence[SourceFile], other: SourceFile) -> SourceFile:
-    """The one of `files` that was written closest to `other`; of two as close the later one, then one of the same name."""
+    """The one of `files` that was written closest to `other`; of two as close the later one,
+    then one of the same name."""
 
     def distance(file: SourceFile) -> tuple[int, int, bool]:
         return abs(file.time_ns - other.time_ns), -file.time_ns, file.path.name != other.path.name
@@ -389,7 +390,8 @@ def _look_under(paths: Sequence[Path]) -> tuple[list[SourceFile], list[Path], Ig
 
 
 def _look_at_candidates(under: Sequence[Path], known: set[Path]) -> list[SourceFile]:
-    """Look at those of the files `under` a folder that may be traces or snapshots, and at what runs in it wrote elsewhere.
+    """Look at those of the files `under` a folder that may be traces or snapshots, and at what runs in it wrote
+    elsewhere.
 
     Args:
         under: the folder's files.
@@ -425,7 +427,8 @@ def _explain_nothing_found(paths: Sequence[Path], ignored: Ignored) -> str:
 
 
 def _choose_files(files: Sequence[SourceFile]) -> tuple[list[SourceFile], Ignored]:
-    """(the newest window's traces and snapshots by rank, or else its reports of Nsight Systems; the others with the reason)"""
+    """(the newest window's traces and snapshots by rank, or else its reports of Nsight Systems;
+    the others with the reason)"""
     traces, older = choose_newest([file for file in files if file.what == "trace"])
     snapshots, older_snapshots = choose_newest([file for file in files if file.what == "snapshot"])
     reports, older_reports = choose_newest_reports([file for file in files if file.what == "nsys"])
@@ -436,13 +439,17 @@ def _choose_files(files: Sequence[SourceFile]) -> tuple[list[SourceFile], Ignore
 
 
 def _leave_out_processes(files: Sequence[Path], left_out: Ignored) -> list[Path]:
-    """Files without those of processes that trained beside a run's first one, which have folders of their own in its folder."""
+    """Files without those of processes that trained beside a run's first one,
+    which have folders of their own in its folder."""
     runs = {file.parent for file in files if file.name in (RUN_FILE, STEPS_FILE)}
     beside = sorted(folder for folder in runs if folder.name.startswith(PROCESS_FOLDER) and folder.parent in runs)
     for run in sorted({folder.parent for folder in beside}):
         others = [folder.name for folder in beside if folder.parent == run]
         named = ", ".join(others[:MAX_PROCESSES_NAMED]) + (", ..." if others[MAX_PROCESSES_NAMED:] else "")
-        said = f"{len(others) + 1} processes without ranks trained at the same time; this report is of the first, the others are in"
+        said = (
+            f"{len(others) + 1} processes without ranks trained at the same time; "
+            "this report is of the first, the others are in"
+        )
         left_out.append((run, f"{said} {named}"))
     return [file for file in files if not any(folder in file.parents for folder in beside)]
 

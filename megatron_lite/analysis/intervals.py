@@ -53,7 +53,10 @@ class Cover:
         return inside
 
     def time_at(self, covered: ArrayLike) -> Integers:
-        """The moment until which so many ns are covered: `covered_until` backwards. The last one's end if there are fewer."""
+        """The moment until which so many ns are covered: `covered_until` backwards.
+
+        The last one's end if there are fewer.
+        """
         covered = np.asarray(covered, np.int64)
         at = np.clip(np.searchsorted(self._before, covered, side="left") - 1, 0, len(self) - 1)
         time: Integers = np.minimum(self.start[at] + np.maximum(covered - self._before[at], 0), self.end[at])

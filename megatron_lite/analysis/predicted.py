@@ -25,7 +25,10 @@ def compare_prediction(facts: Facts) -> Predicted | None:
 
 
 def compare_memory(facts: Facts, peak: Moment) -> tuple[ComparedMemory | None, list[str]]:
-    """(the comparison, why there is none or what it lacks). A snapshot tells most; the allocator's counter knows the peak."""
+    """(the comparison, why there is none or what it lacks).
+
+    A snapshot tells most; the allocator's counter knows the peak.
+    """
     snapshot, run, at = facts.highest_snapshot, facts.run, f"{peak.where} ({peak.phase})"  # cross entropy (forward)
     if snapshot is not None and snapshot.oom is not None:
         return None, [f"memory ran out before its peak, which was predicted as {size(peak.num_bytes)} at {at}."]

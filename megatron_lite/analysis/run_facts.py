@@ -159,7 +159,8 @@ class Facts:
 
     @property
     def sharding(self) -> Sharding:
-        """How replicas share the model's state; without any field where each keeps all of it, or where that is not known."""
+        """How replicas share the model's state; without any field where each keeps all of it,
+        or where that is not known."""
         return self.plan.sharding or Sharding()
 
     @property
@@ -193,7 +194,8 @@ class Facts:
 
     @cached_property
     def core_shortage(self) -> CoreShortage | None:
-        """A rank that was ready and had no core, as far as its step could show it: a GPU with work in its queue hides the wait."""
+        """A rank that was ready and had no core, as far as its step could show it:
+        a GPU with work in its queue hides the wait."""
         found = find_core_shortage(self.run, traces=self.traces)
         one = self.critical
         if found is None or found.wait_ms is None or one is None or not one.time.on_gpu:
@@ -241,7 +243,10 @@ class Facts:
         return "" if is_on_device else self.doubt_cores(late, found.lost_ms)
 
     def doubt_exchange(self) -> str:
-        """As doubt_cores, of all ranks that were read and exchange data from the CPU. The kernels of GPUs wait and send by themselves."""
+        """As doubt_cores, of all ranks that were read and exchange data from the CPU.
+
+        The kernels of GPUs wait and send by themselves.
+        """
         return "" if self.on_gpu else self.doubt_cores([one.time.rank for one in self.ranks_seen])
 
     # --- the run's own record; None where it does not say
@@ -351,7 +356,8 @@ class Facts:
 
     @property
     def smaller_micro_batch(self) -> int | None:
-        """Half the micro-batch, or the largest part of it below that divides it: any global batch of whole micro-batches stays one."""
+        """Half the micro-batch, or the largest part of it below that divides it:
+        any global batch of whole micro-batches stays one."""
         now = whole(self.argument("micro_batch_size")) or 0
         parts = [part for part in range(1, now // 2 + 1) if now % part == 0]
         return max(parts, default=None)

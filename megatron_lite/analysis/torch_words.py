@@ -79,7 +79,8 @@ def names_flag(text: str) -> bool:
 
 
 def list_torch_words(text: str) -> list[tuple[str, str]]:
-    """(flag, PyTorch's words) of each flag of this trainer in the text, in its order; flags without words are left out."""
+    """(flag, PyTorch's words) of each flag of this trainer in the text, in its order;
+    flags without words are left out."""
     found = [one[0] for one in _find_flags().finditer(text) if not _KEPT.fullmatch(one[0])]
     pairs = {flag: _translate(flag, False) for flag in found if flag.startswith("--")}
     return [(flag, words) for flag, words in pairs.items() if words]

@@ -89,7 +89,8 @@ def _judge_speed(facts: Facts) -> Verdict:
 
 
 def _list_first_matters(facts: Facts) -> list[str]:
-    """List what matters more than the speed: a failed request for memory, nothing learned, a failed run, missing cores."""
+    """List what matters more than the speed: a failed request for memory, nothing learned, a failed run,
+    missing cores."""
     matters = []
     snapshot = facts.highest_snapshot
     # without a trace the failed request is the verdict itself
@@ -272,7 +273,8 @@ def _describe_longer_steps(run: Run | None, slower: float) -> str:
 
 
 def _describe_missing(facts: Facts) -> str:
-    """'2 of 8 ranks were read, so the rank that the others wait for may be missing'; '' where all were read, or their number is unknown."""
+    """'2 of 8 ranks were read, so the rank that the others wait for may be missing'; '' where all were read,
+    or their number is unknown."""
     ranks = facts.ranks
     if ranks is None or not ranks.missing or not ranks.world_size:
         return ""
@@ -320,7 +322,8 @@ def _describe_speed(rank: RankFacts) -> str:
 
 
 def _list_losses(facts: Facts, time: RankTime) -> list[str]:
-    """List the largest losses of a step: ["20% of each step is spent waiting for communication", "10% waiting for the host"]."""
+    """List the largest losses of a step: ["20% of each step is spent waiting for communication",
+    "10% waiting for the host"]."""
     losses_ms = measure_losses(facts, time)
     large = [row for row, ms in losses_ms.items() if ms >= MIN_SHARE_SAID * time.step_ms]
     large.sort(key=lambda row: -losses_ms[row])

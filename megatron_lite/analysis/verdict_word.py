@@ -8,7 +8,8 @@ from megatron_lite.analysis.time.time_results import RankTime
 
 DECIDES = 0.20  # of a step: what a run loses to one cause is then what it is bound by
 MIN_LATE = 0.10  # of a step that others wait for a late rank: then no other cause may be the word, unless it costs more
-MOSTLY = 0.5  # of what is lost to communication, data, the host: then it is the rank that others wait for, not that cause in general
+# of what is lost to communication, data, the host: then it is the rank that others wait for, not that cause in general
+MOSTLY = 0.5
 
 LOSSES = {  # row of RankTime: (what bounds the run, preposition, of what)
     "exposed_communication": ("communication", "waiting for", "communication"),
@@ -67,8 +68,8 @@ WORDS = {
 def choose_word(facts: Facts, bound: str) -> VerdictWord:
     """The word for what bounds the run.
 
-    Other jobs come first: where the run had no cores, no other figure tells of the run alone. A rank that others wait for comes
-    before what it is late by, and before communication, which its lateness makes long on the others.
+    Other jobs come first: where the run had no cores, no other figure tells of the run alone. A rank that others wait
+    for comes before what it is late by, and before communication, which its lateness makes long on the others.
     """
     shortage = facts.core_shortage
     one = facts.critical
@@ -93,7 +94,8 @@ def _measure_lateness_ms(facts: Facts) -> float:
 
 
 def measure_bounds(facts: Facts, time: RankTime) -> dict[str, float]:
-    """Milliseconds of a step that are lost to each of the things that may bound a run; what is lost to none is computing."""
+    """Milliseconds of a step that are lost to each of the things that may bound a run;
+    what is lost to none is computing."""
     found: dict[str, float] = {}
     for row, lost_ms in measure_losses(facts, time).items():
         bound = LOSSES[row][0]
@@ -102,7 +104,8 @@ def measure_bounds(facts: Facts, time: RankTime) -> dict[str, float]:
 
 
 def measure_losses(facts: Facts, time: RankTime) -> dict[str, float]:
-    """Milliseconds of a step in each row of LOSSES; the host's without what recording may have added to a profiled step."""
+    """Milliseconds of a step in each row of LOSSES;
+    the host's without what recording may have added to a profiled step."""
     losses = {row: time.rows.get(row, 0.0) for row in LOSSES}
     losses["host"] = max(0.0, losses["host"] - measure_recording_ms(facts.run, time))
     return losses

@@ -72,8 +72,8 @@ class ToDevice:
     """Copies tensors to the device; to a GPU on a stream of its own.
 
     The host runs ahead of the GPU: on the stream that computes, the copy of a micro-batch would queue behind all
-    kernels of the one before. On its own stream it runs while they do, and the computing stream waits for it only when it gets
-    there. The host waits for nothing, provided that the tensor lies in pinned memory.
+    kernels of the one before. On its own stream it runs while they do, and the computing stream waits for it only when
+    it gets there. The host waits for nothing, provided that the tensor lies in pinned memory.
     """
 
     def __init__(self, device: torch.device):

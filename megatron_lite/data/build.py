@@ -37,7 +37,10 @@ class Datasets(NamedTuple):
 
 
 def build_datasets(spec: DataSpec) -> Datasets:
-    """Opens the files, checks their token ids, finds or builds the indices. DataError for all that cannot be trained on."""
+    """Opens the files, checks their token ids, finds or builds the indices.
+
+    DataError for all that cannot be trained on.
+    """
     d = spec.data
     if d.mock_data:
         # Another seed for each split: with the same one, validation would repeat the training samples.
@@ -61,7 +64,10 @@ def build_datasets(spec: DataSpec) -> Datasets:
 def _build_split(
     spec: DataSpec, part: int, flag: str, words: tuple[str, ...], cache: IndexCache, opened: dict[str, IndexedDataset]
 ) -> Dataset | None:
-    """The data set of one split, of a share of --data-path or of files of its own. opened: each prefix, once for all splits."""
+    """The data set of one split, of a share of --data-path or of files of its own.
+
+    opened: each prefix, once for all splits.
+    """
     size, shared, shares_given = spec.sizes[part], flag == "--data-path", spec.data.split or SPLIT
     if not words or not size:
         return None

@@ -1,8 +1,8 @@
 """Byte-level byte-pair encoding: GPT-2's files, Megatron's TikTokenizer, and training a vocabulary of one's own.
 
 GPT-2's files are vocab.json and merges.txt. TikTokenizer's is a list of {"rank": 0, "token_bytes": "AA==", "token_str":
-"..."}, rank by rank; the first 256 are the single bytes. Its ids: special tokens 0 ... n - 1, then the ranks, shifted by
-n; all in all --vocab-size of them.
+"..."}, rank by rank; the first 256 are the single bytes. Its ids: special tokens 0 ... n - 1, then the ranks, shifted
+by n; all in all --vocab-size of them.
 """
 
 import base64

@@ -24,7 +24,8 @@ RANDOM_STREAM = "numpy.random.RandomState"  # numpy promises never to change it
 
 
 def split_bounds(split: str, num_sequences: int) -> list[range]:
-    """The sequences of the training, validation and test split, such as '949,50,1'; an empty range where the share is 0."""
+    """The sequences of the training, validation and test split, such as '949,50,1';
+    an empty range where the share is 0."""
     shares = split_shares(split)
     ends = itertools.accumulate((np.array(shares) / np.sum(shares)).tolist(), initial=0.0)
     marks = [round(end * float(num_sequences)) for end in ends]
@@ -147,7 +148,8 @@ class GPTDataset:
         self.indexed, self.seq_length = indexed, seq_length
         lengths = indexed.sequence_lengths
         tokens = int(lengths[sequences.start : sequences.stop].sum(dtype=np.int64))
-        # With a number of samples to reach, even one token can be repeated over many epochs; one epoch must hold a sample.
+        # With a number of samples to reach, even one token can be repeated over many epochs;
+        # one epoch must hold a sample.
         if tokens < (seq_length + EXTRA if num_samples is None else 1):
             raise DataError(
                 f"{indexed.prefix}: sequences {count(sequences.start)} to {count(sequences.stop)} hold {count(tokens)} "

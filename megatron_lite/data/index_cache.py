@@ -161,10 +161,11 @@ class IndexCache:
         return os.path.join(prefix, "cache", f"{kind}_indices")  # Megatron's rule: a folder of the prefix's name
 
     def get(self, folder: str | None, entry: Entry, build: Callable[[], Arrays]) -> Arrays:
-        """The arrays of an entry, mapped; built and written first if they are not there, or not sound. None: kept nowhere.
+        """The arrays of an entry, mapped; built and written first if they are not there, or not sound. None: kept
+        nowhere.
 
-        Of all processes that ask at once, one builds. DataError if --data-cache-path does not take them; a folder beside
-        the data that does not is no mistake: then they stay in memory.
+        Of all processes that ask at once, one builds. DataError if --data-cache-path does not take them; a folder
+        beside the data that does not is no mistake: then they stay in memory.
         """
         if folder is None:
             return build()
@@ -210,7 +211,8 @@ class IndexCache:
             reason = getattr(error, "strerror", None) or error
         if self._folder is not None:
             raise DataError(
-                f"{FLAG} {self._folder}: cannot be written ({reason}); give a folder with room that you may write to, or "
+                f"{FLAG} {self._folder}: cannot be written ({reason}); "
+                "give a folder with room that you may write to, or "
                 "leave the flag out"
             )
         entries = sum(shape[0] for shape, _ in files.entry.shapes.values())

@@ -108,7 +108,8 @@ class IndexedDataset:
         return bounds
 
     def extreme_token_ids(self, sample: int = 1_000_000) -> tuple[int, int]:
-        """The smallest and the largest id among about `sample` tokens, in runs spread over the file; of all if it is small.
+        """The smallest and the largest id among about `sample` tokens, in runs spread over the file; of all if it is
+        small.
 
         Runs rather than single tokens: a run costs one disk access, a million scattered tokens a million.
         """

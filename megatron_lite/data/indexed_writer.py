@@ -38,8 +38,8 @@ class PairWriter:
     """Appends to PREFIX.{bin,lengths,marks}ENDING; complete() and place() make PREFIX.bin and PREFIX.idx of them.
 
     Lengths and marks have files of their own until then, so that memory stays the same however many documents there
-    are. Every failure to write is a DataError; discard() or close() is for the caller to call then. As a context manager:
-    the files take their names if the block ends without an error, and go if it fails.
+    are. Every failure to write is a DataError; discard() or close() is for the caller to call then. As a context
+    manager: the files take their names if the block ends without an error, and go if it fails.
     """
 
     def __init__(self, prefix: str, dtype: np.dtype, ending: str | None = None):

@@ -78,7 +78,10 @@ def require_block(num_samples: int, micro_batch_size: int, num_ranks: int) -> No
 def single_batches(
     num_samples: int, consumed: int, micro_batch_size: int, rank: int, num_ranks: int
 ) -> Iterator[list[int]]:
-    """In order, one pass, from sample `consumed` on; ends when less than a block is left. DataError: too few samples."""
+    """In order, one pass, from sample `consumed` on; ends when less than a block is left.
+
+    DataError: too few samples.
+    """
     require_block(num_samples, micro_batch_size, num_ranks)
     block = micro_batch_size * num_ranks
     starts = range(consumed + rank * micro_batch_size, num_samples - block + 1 + rank * micro_batch_size, block)

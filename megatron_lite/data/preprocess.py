@@ -58,13 +58,14 @@ def preprocess(
 ) -> Summary:
     """Tokenizes documents and writes PREFIX_KEY_document.bin and .idx for each of json_keys.
 
-    A file whose lines are JSON objects, whatever its name: one document for each key and line; any other file of text: one
-    document, its whole text. Either may be compressed (gzip, zstandard, bzip2, xz, zip of one file). The bytes are the same for any number of workers, and after any interruption, which
-    the next call with the same arguments goes on from. The tokenizer must be picklable. A line, or a file that is one document,
-    of more than max_document_mb MiB is a bad line.
-    A document that gives no token is left out, as in Megatron. report(documents, bytes of text, share of the input)
-    is called now and then; say(line) for each bad line that on_error="skip" leaves out, what is continued, and names that mislead.
-    DataError for a file, line or key that is missing or no text, WorkerDied; no pair appears under its name then.
+    A file whose lines are JSON objects, whatever its name: one document for each key and line; any other file of text:
+    one document, its whole text. Either may be compressed (gzip, zstandard, bzip2, xz, zip of one file). The bytes are
+    the same for any number of workers, and after any interruption, which the next call with the same arguments goes on
+    from. The tokenizer must be picklable. A line, or a file that is one document, of more than max_document_mb MiB is a
+    bad line. A document that gives no token is left out, as in Megatron. report(documents, bytes of text, share of the
+    input) is called now and then; say(line) for each bad line that on_error="skip" leaves out, what is continued, and
+    names that mislead. DataError for a file, line or key that is missing or no text, WorkerDied; no pair appears under
+    its name then.
     """
     contents = _check(inputs, json_keys, workers, max_document_mb)
     if append_eod and tokenizer.eod is None:
@@ -131,7 +132,8 @@ def _describe_no_file(path: Path) -> str:
 
 
 class Tokenized(NamedTuple):
-    """What became of a chunk. columns: for each key the bytes of all tokens, and int32 [documents] lengths in tokens."""
+    """What became of a chunk. columns: for each key the bytes of all tokens,
+    and int32 [documents] lengths in tokens."""
 
     columns: list[tuple[bytes, np.ndarray]]
     text_bytes: int
@@ -262,7 +264,10 @@ def _describe_death(processes: set) -> WorkerDied:
 
 
 def _prepare_worker(function: Callable):
-    """In a worker: what it does with each task. It ends with its parent, whose Ctrl-C reaches the whole process group."""
+    """In a worker: what it does with each task.
+
+    It ends with its parent, whose Ctrl-C reaches the whole process group.
+    """
     global _function
     _function = function
     signal.signal(signal.SIGINT, signal.SIG_IGN)

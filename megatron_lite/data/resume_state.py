@@ -33,9 +33,9 @@ class Unfinished:
     """A context manager around the writing of all pairs of a run.
 
     `settings` is all that the bytes depend on, by the name of the flag, as JSON. An earlier run with the same settings
-    is continued at its `progress`, unless it skipped bad lines and this one may not; any other is begun anew, and say() is
-    told. When the block ends well the pairs take their names. When it fails, they are kept if another run could go on
-    with them, else removed.
+    is continued at its `progress`, unless it skipped bad lines and this one may not; any other is begun anew, and say()
+    is told. When the block ends well the pairs take their names. When it fails, they are kept if another run could go
+    on with them, else removed.
     """
 
     def __init__(

@@ -106,7 +106,8 @@ def _is_object(line: str) -> bool:
 
 
 def _refuse_other_json(path: str, text: str, ending: str, json_keys: Sequence[str]) -> None:
-    """DataError for JSON in another form than one object a line, if it holds a key that is asked for or its name says JSON."""
+    """DataError for JSON in another form than one object a line,
+    if it holds a key that is asked for or its name says JSON."""
     stripped = text.lstrip()
     if not stripped.startswith(("{", "[")):
         return

@@ -83,7 +83,8 @@ def chunks(
 
 
 def _blocks_of_lines(file, here: InputPosition, limit: int) -> Iterator[tuple[bytes, InputPosition]]:
-    """(whole lines, the place behind them); b"" for a line of more than `limit` bytes, which is never held as a whole."""
+    """(whole lines, the place behind them); b"" for a line of more than `limit` bytes,
+    which is never held as a whole."""
     if file.seekable():
         file.seek(here.offset)
     else:

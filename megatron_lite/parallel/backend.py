@@ -16,7 +16,8 @@ from megatron_lite.parallel.tensor_parallel import TensorGroup
 
 
 class AveragedModel(Protocol):
-    """A model whose backward averages gradients over ranks: the part of DistributedDataParallel that DataParallel uses."""
+    """A model whose backward averages gradients over ranks:
+    the part of DistributedDataParallel that DataParallel uses."""
 
     @property
     def reducer(self) -> Any:
@@ -35,8 +36,8 @@ class AveragedModel(Protocol):
 class Backend(Protocol):
     """All that differs between a replica that trains and one that is walked without data.
 
-    RealBackend (train/real_backend.py) computes. FakeBackend (planner/walk/fake_backend.py) has tensors without data, and
-    ranks that answer at once. Both build the same model: what is in neither of them exists once.
+    RealBackend (train/real_backend.py) computes. FakeBackend (planner/walk/fake_backend.py) has tensors without data,
+    and ranks that answer at once. Both build the same model: what is in neither of them exists once.
     """
 
     device: torch.device  # of the parameters
@@ -54,13 +55,17 @@ class Backend(Protocol):
         """Choose the function that computes the model's losses, as GPT takes it. Runs before the model is built."""
 
     def fill_parameters(self, model: GPT, plan: Plan) -> None:
-        """Give parameters that lie on the meta device memory and first values. Runs before anything is put on the model."""
+        """Give parameters that lie on the meta device memory and first values.
+
+        Runs before anything is put on the model.
+        """
 
     def compile_layers(self, model: GPT, plan: Plan) -> None:
         """Compile each layer where the plan says so. Runs after all but recomputation is put on the model."""
 
     def average_gradients(self, model: nn.Module, bucket_mib: float, group: dist.ProcessGroup | None) -> AveragedModel:
-        """Wrap a model so that its backward averages gradients over ranks. Runs once for each chunk of a stage's layers.
+        """Wrap a model so that its backward averages gradients over ranks. Runs once for each chunk of a stage's
+        layers.
 
         Args:
             model: The model, or the chunk of it.

@@ -1,9 +1,11 @@
-"""Sequences of which each rank has a part, put on from outside: attention gathers keys and values, all else goes token by token.
+"""Sequences of which each rank has a part, put on from outside: attention gathers keys and values, all else goes token
+by token.
 
-A rank has two of 2N chunks of each sequence (`Layout.find_chunks`). The queries of each meet the keys up to the chunk's own end, by a kernel of their own, so
-that no kernel needs a mask that flash attention does not know.
+A rank has two of 2N chunks of each sequence (`Layout.find_chunks`). The queries of each meet the keys up to the chunk's
+own end, by a kernel of their own, so that no kernel needs a mask that flash attention does not know.
 
-Letters: B batch, N query heads, G query groups, T positions of this rank, S of the whole sequence, D width of one head, R ranks, C positions of a chunk.
+Letters: B batch, N query heads, G query groups, T positions of this rank, S of the whole sequence, D width of one head,
+R ranks, C positions of a chunk.
 """
 
 from dataclasses import replace
@@ -64,7 +66,10 @@ def _attend_to_all(
 
 
 class _GatherSequence(torch.autograd.Function):
-    """Keys and values of whole sequences, in the order of positions. Backward adds up what each rank's queries had of them."""
+    """Keys and values of whole sequences, in the order of positions.
+
+    Backward adds up what each rank's queries had of them.
+    """
 
     @staticmethod
     def forward(ctx, k_BGTD: Tensor, v_BGTD: Tensor, ranks: int, group: dist.ProcessGroup):

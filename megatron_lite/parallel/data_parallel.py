@@ -41,7 +41,8 @@ class DataParallel(Replica):
         # fp32 gradients waiting beside their sums would be memory that no other moment of the step takes
         self._adds_at_once = on_gpu and self.fp32 is None and self.parameters[0].dtype != torch.float32
         self.replicas = list(self.chunks)
-        # where backward is split, gradients are complete after the last one of weights, which is no part of any backward
+        # where backward is split, gradients are complete after the last one of weights,
+        # which is no part of any backward
         self._averages_at_end = plan.stage.splits_backward and plan.layout.replicas > 1
         self._averaging, self._ranks = averaging, plan.layout.replicas
         self._alone = self._ranks == 1 or self._averages_at_end
@@ -89,7 +90,8 @@ class DataParallel(Replica):
 
     @torch.no_grad()
     def _reduce_bucket(self, sums: "Fp32Gradients", bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        """DistributedDataParallel's communication hook: the mean over ranks of the fp32 sums of a bucket's gradients."""
+        """DistributedDataParallel's communication hook:
+        the mean over ranks of the fp32 sums of a bucket's gradients."""
         flat = sums.take_bucket(bucket).div_(self._ranks)
         work = dist.all_reduce(flat, group=self._averaging, async_op=True)
         return work.get_future().then(lambda _: bucket.buffer())
@@ -123,10 +125,11 @@ class DataParallel(Replica):
 
 
 def call_when_computed(loss: Tensor, action: Callable[[], None]):
-    """Call `action` within loss.backward(), on autograd's thread, when this rank has its gradients and waits for others'.
+    """Call `action` within loss.backward(), on autograd's thread, when this rank has its gradients and waits for
+    others'.
 
-    DistributedDataParallel waits for the reduction in a callback of the engine, queued when its last bucket is full. The
-    engine runs callbacks in the order of queueing, and this one is queued when backward begins.
+    DistributedDataParallel waits for the reduction in a callback of the engine, queued when its last bucket is full.
+    The engine runs callbacks in the order of queueing, and this one is queued when backward begins.
     """
     loss.register_hook(lambda gradient: Variable._execution_engine.queue_callback(action))
 
@@ -135,12 +138,13 @@ def call_when_computed(loss: Tensor, action: Callable[[], None]):
 class Fp32Gradients:
     """Gradients of a 16-bit model, added up over micro-batches and over ranks in fp32; one per parameter.
 
-    torch accumulates into a parameter's own precision. Here each micro-batch's 16-bit gradient is added to an fp32 one; in the
-    last micro-batch DistributedDataParallel's buckets carry the fp32 sums instead of its own. They lie side by side, so that
-    those of a communication bucket are one tensor.
+    torch accumulates into a parameter's own precision. Here each micro-batch's 16-bit gradient is added to an fp32 one;
+    in the last micro-batch DistributedDataParallel's buckets carry the fp32 sums instead of its own. They lie side by
+    side, so that those of a communication bucket are one tensor.
 
-    DistributedDataParallel has one bucket of all parameters at first, and from the second step on buckets filled in the order in
-    which the first step's gradients came. Sums are laid out in that order between the two steps, when they hold nothing.
+    DistributedDataParallel has one bucket of all parameters at first, and from the second step on buckets filled in the
+    order in which the first step's gradients came. Sums are laid out in that order between the two steps, when they
+    hold nothing.
     """
 
     def __init__(self, parameters: list[nn.Parameter], bundles: int | None = None):
@@ -246,7 +250,8 @@ def _length(parameter: nn.Parameter) -> int:
 
 
 def replicate(plan: Plan, model: nn.Module, groups: Groups, backend: Backend) -> Replica:
-    """The model as the plan's ranks train it together: a DataParallel or, where ranks share it out, a ShardedDataParallel."""
+    """The model as the plan's ranks train it together: a DataParallel or, where ranks share it out,
+    a ShardedDataParallel."""
     if plan.sharding is None:
         return DataParallel(plan, model, groups, backend)
     from megatron_lite.parallel.sharded_data_parallel import ShardedDataParallel  # fully_shard takes a second to import

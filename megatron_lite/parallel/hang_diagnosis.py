@@ -1,4 +1,7 @@
-"""Which rank is to blame when a collective fails. One rank asks all others where they are, decides, and tells it in one line."""
+"""Which rank is to blame when a collective fails.
+
+One rank asks all others where they are, decides, and tells it in one line.
+"""
 
 import dataclasses
 import json
@@ -33,18 +36,23 @@ LINES = {  # what is said of ranks of a kind; whoever is of an earlier kind is t
     "left": "{who} ended in {post.place}, with {post.left}{waited}. Mend what its own message names, then {AGAIN}",
     "dead": "{who} died ({process} is gone){seen}{waited}.{killed} The launcher's summary names the signal; {AGAIN}",
     "absent": (
-        "{who} of {case.size} never arrived{waited}; see that {were} started with the same MASTER_ADDR and MASTER_PORT, and can "
+        "{who} of {case.size} never arrived{waited}; "
+        "see that {were} started with the same MASTER_ADDR and MASTER_PORT, and can "
         "reach them."
     ),
     "stopped": (
-        "{who} {unjoined}: {process} is stopped (SIGSTOP){seen}. Find who stopped it, a debugger or a batch system; {AGAIN}"
+        "{who} {unjoined}: {process} is stopped (SIGSTOP){seen}. "
+        "Find who stopped it, a debugger or a batch system; {AGAIN}"
     ),
     "silent": "{who} does not answer: {trouble} ({process}){seen}{waited}. Look there, then {AGAIN}",
     "behind": (
-        "{who} {unjoined}: since {lasted} in {post.place}, in {call}, after collective #{post.begun}. If that is only slow, raise "
+        "{who} {unjoined}: since {lasted} in {post.place}, in {call}, after collective #{post.begun}. "
+        "If that is only slow, raise "
         "--distributed-timeout-minutes{case.see}; else mend it, and {AGAIN}"
     ),
-    "signalled": "{who} ended in {post.place}, by {signal}{waited}. Find who sent it, a person or a batch system, then {AGAIN}",
+    "signalled": (
+        "{who} ended in {post.place}, by {signal}{waited}. Find who sent it, a person or a batch system, then {AGAIN}"
+    ),
 }
 ENDED = ("left", "dead", "signalled")
 
@@ -74,8 +82,8 @@ class Case:
 
     @property
     def awaited(self) -> list[int]:
-        """Those for whom the asking rank waits in the end: a rank that has not begun what it waits in may wait itself, for
-        others in another group."""
+        """Those for whom the asking rank waits in the end: a rank that has not begun what it waits in may wait itself,
+        for others in another group."""
         first = self.operation.awaited if self.operation else (DEFAULT, self.posts[self.rank].begun, ())
         late, seen = self._find_late(*first), set()
         while not seen.intersection(late):
@@ -89,7 +97,8 @@ class Case:
         return late
 
     def _find_late(self, group: str, number: int, ranks: Sequence[int]) -> list[int]:
-        """Of the group's other ranks, all if none are named, those that have not begun its collective of this number."""
+        """Of the group's other ranks, all if none are named,
+        those that have not begun its collective of this number."""
         others = {rank: post for rank, post in self.posts.items() if rank != self.rank and (not ranks or rank in ranks)}
         begun = {rank: post.begun if group == DEFAULT else post.groups.get(group, 0) for rank, post in others.items()}
         return sorted(rank for rank in others if begun[rank] < number)
@@ -117,12 +126,14 @@ def find_cause(case: Case, *, heard: bool = True) -> Cause | None:
             return Cause(_describe(case, kind, ranks), ranks, kind in ENDED)
     if heard and case.reason == LATE:
         line = (
-            f"{case.waited_in} took longer than {duration(case.limit_s)} although all ranks had begun it; if the network "
+            f"{case.waited_in} took longer than {duration(case.limit_s)} although all ranks had begun it; "
+            "if the network "
             f"between them is sound, raise --distributed-timeout-minutes{case.see}."
         )
     elif heard and case.reason == CLOSED and case.detail:
         line = (
-            f"{case.waited_in} of rank {case.rank} lost a connection although all ranks run ({case.detail}); look at the "
+            f"{case.waited_in} of rank {case.rank} lost a connection although all ranks run "
+            f"({case.detail}); look at the "
             f"network between them, then {AGAIN}"
         )
     else:
@@ -232,7 +243,10 @@ class HangDiagnosis:
     def diagnose(
         self, reason: str, mine: RankStatus, operation: Operation | None, detail: str | None = None
     ) -> RanksError | None:
-        """The error to raise on this rank; None if no rank is to blame. Takes seconds. `detail`: of a lost connection."""
+        """The error to raise on this rank; None if no rank is to blame. Takes seconds.
+
+        `detail`: of a lost connection.
+        """
         if not self.store.claim_speaker():  # this thread has no time to answer while it waits
             waiting = operation and operation.awaited
             self.store.set_status(dataclasses.replace(mine, answers=True, waiting=waiting))
@@ -279,7 +293,8 @@ class HangDiagnosis:
             case.memory_kills = kills - self._kills
 
     def _write_down(self, case: Case, found: Cause):
-        """RUN/ranks.json: the verdict and every rank's last post, with stacks of those that answered; and the end in run.json."""
+        """RUN/ranks.json: the verdict and every rank's last post, with stacks of those that answered;
+        and the end in run.json."""
         last = self.world.size - 1
         gone = last in found.ranks and case.posts[last].left in (None, "SIGTERM")
         ranks = {

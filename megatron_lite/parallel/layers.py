@@ -1,8 +1,8 @@
 """What is put on transformer layers from outside: torch.compile, and recomputation in backward.
 
---torch-compile layers compiles one layer at a time: layers are alike, so that one compilation serves all; and gradients of a layer
-are there for DistributedDataParallel to reduce as soon as its backward is through, which a graph of the whole model would keep
-until its end. On GPUs the loss is compiled, too.
+--torch-compile layers compiles one layer at a time: layers are alike, so that one compilation serves all; and gradients
+of a layer are there for DistributedDataParallel to reduce as soon as its backward is through, which a graph of the
+whole model would keep until its end. On GPUs the loss is compiled, too.
 """
 
 import hashlib
@@ -38,11 +38,14 @@ def no_compiler(world: World) -> str:
         return ""
     capability = torch.cuda.get_device_capability(world.gpu)
     if capability < OLDEST:
-        return f"Triton compiles for GPUs of compute capability 7.0 and later, and this one has {'.'.join(map(str, capability))}"
+        return (
+            "Triton compiles for GPUs of compute capability 7.0 and later, "
+            f"and this one has {'.'.join(map(str, capability))}"
+        )
     if missing := find_missing_compiler(on_gpu=True, environ=os.environ):
         return missing
-    # the first thing that Triton does is to build and load a helper that launches its kernels, which fails without libcuda,
-    # the C library's headers or a folder whose files may be run
+    # the first thing that Triton does is to build and load a helper that launches its kernels, which fails without
+    # libcuda, the C library's headers or a folder whose files may be run
     try:
         from triton.runtime.driver import driver
 
@@ -80,7 +83,8 @@ def compile_layers(layers: nn.ModuleList, backend: str, graphs: int):
 
 
 def gelu_as_sigmoid(x: Tensor) -> Tensor:
-    """gelu_tanh's formula, which inductor fuses; of torch's own function it would keep the tanh, which is slow on CPUs."""
+    """gelu_tanh's formula, which inductor fuses; of torch's own function it would keep the tanh,
+    which is slow on CPUs."""
     wide = x.float()
     return (wide * torch.sigmoid(GELU_SCALE * wide * (1 + GELU_CUBIC * wide * wide))).to(x.dtype)
 
@@ -102,14 +106,16 @@ def describe_compilation(compilation: Compilation, backend: str, num_layers: int
     )
 
 
-# --- where compiled kernels are kept from one run to the next: torch's own place is a folder in /tmp, which a new container or a
-# restarted machine has lost
+# --- where compiled kernels are kept from one run to the next: torch's own place is a folder in /tmp, which a new
+# container or a restarted machine has lost
 
 
 def keep_compiled(environ: MutableMapping[str, str]) -> Path | None:
-    """Have inductor keep what it compiles in the user's cache folder, which all ranks of a machine share: it writes whole files.
+    """Have inductor keep what it compiles in the user's cache folder, which all ranks of a machine share: it writes
+    whole files.
 
-    Before torch's compiler is imported, which settles on a folder then. None, and all as torch has it, if the user named a folder or none can be written.
+    Before torch's compiler is imported, which settles on a folder then. None, and all as torch has it, if the user
+    named a folder or none can be written.
     """
     if PLACE in environ:
         return None

@@ -1,10 +1,12 @@
 """A pipeline of ranks with some of the layers each, put on from outside a model that does not know.
 
-A stage's model takes the same batch as a whole one, and each of several chunks of its layers does. Where there is no embedding, hidden states come from the stage before; where
-there is no loss, they go to the next one, and a zero takes the losses' place. Its backward asks for the gradient of what was sent: both
-directions are autograd functions, so that a stage trains as a whole model does, in the order of `order_turns`.
+A stage's model takes the same batch as a whole one, and each of several chunks of its layers does. Where there is no
+embedding, hidden states come from the stage before; where there is no loss, they go to the next one, and a zero takes
+the losses' place. Its backward asks for the gradient of what was sent: both directions are autograd functions, so that
+a stage trains as a whole model does, in the order of `order_turns`.
 
-What a turn takes from another rank is asked for while the turn before computes. Letters: B sequences, T positions of this rank, H hidden.
+What a turn takes from another rank is asked for while the turn before computes. Letters: B sequences, T positions of
+this rank, H hidden.
 """
 
 import copy
@@ -62,7 +64,8 @@ class Link:
         return tensor
 
     def send(self, tensor: Tensor):
-        """Returns at once, or when an earlier tensor has been received, so that no more than `ahead` are on their way."""
+        """Returns at once, or when an earlier tensor has been received,
+        so that no more than `ahead` are on their way."""
         while len(self._leaving) >= self._ahead:
             self._leaving.pop(0)[1].wait()
         tensor = tensor.contiguous()
@@ -73,8 +76,8 @@ class Pipeline:
     """This rank's stage, and what it exchanges with those before and after it."""
 
     def __init__(self, stage: Stage, onward: Link | None = None, back: Link | None = None, ends=None):
-        """onward, back: of hidden states and of their gradients; None for a single stage. ends: the group of the first and the last
-        stage, where both have a copy of the embedding."""
+        """onward, back: of hidden states and of their gradients; None for a single stage. ends: the group of the first
+        and the last stage, where both have a copy of the embedding."""
         self.stage, self.onward, self.back, self.ends = stage, onward, back, ends
         self.chunk = 0  # of the running turn
         self.weights = WeightGradients() if stage.splits_backward else None
@@ -210,7 +213,8 @@ def _measure_hidden(shape: ModelShape, layout: Layout, sequences: int) -> tuple[
 
 
 def cut_model(model: nn.Module, pipeline: Pipeline):
-    """Leave a stage's parts of a whole model, which has no memory yet. Layers keep their numbers in the names of parameters.
+    """Leave a stage's parts of a whole model, which has no memory yet. Layers keep their numbers in the names of
+    parameters.
 
     A tied embedding is the first's, and the last one's for the loss.
     """

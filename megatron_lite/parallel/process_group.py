@@ -69,8 +69,8 @@ def process_group(plan: Plan):
                 dist.barrier()  # nobody leaves while another still needs it
         except BaseException as error:
             watchdog.leave(error)
-            # The data loader's workers, forked from here, hold this rank's connections open. They do not listen to SIGTERM,
-            # and Python would wait for them at its exit for as long as a traceback keeps the loader.
+            # The data loader's workers, forked from here, hold this rank's connections open. They do not listen to
+            # SIGTERM, and Python would wait for them at its exit for as long as a traceback keeps the loader.
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # the loader's handler would raise
             for child in multiprocessing.active_children():
                 if child.daemon:

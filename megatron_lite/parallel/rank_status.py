@@ -1,7 +1,9 @@
-"""What ranks know of themselves and tell each other: position in the run, collectives, and a status in the store where they met.
+"""What ranks know of themselves and tell each other: position in the run, collectives, and a status in the store where
+they met.
 
-A status is short, in JSON, replaced every second. The store lives in torchrun's agent, or without one in rank 0, and outlives
-every other rank. Collectives are read from torch's flight recorder, which talks to nobody; it is on unless TORCH_FR_BUFFER_SIZE is 0.
+A status is short, in JSON, replaced every second. The store lives in torchrun's agent, or without one in rank 0, and
+outlives every other rank. Collectives are read from torch's flight recorder, which talks to nobody; it is on unless
+TORCH_FR_BUFFER_SIZE is 0.
 """
 
 import dataclasses

@@ -1,4 +1,5 @@
-"""What the ways of training data parallel have in common: ranks by what they hold, this rank's parts, and sums over those that hold others."""
+"""What the ways of training data parallel have in common: ranks by what they hold, this rank's parts,
+and sums over those that hold others."""
 
 import torch
 import torch.distributed as dist
@@ -28,7 +29,10 @@ def describe_layout(plan: Plan) -> str:
         words.append(f"each rank keeps {whole}")
     else:
         when = "for forward and again for backward" if plan.sharding.gathers_twice else "once per step"
-        kept = f"1/{plan.sharding.ranks * layout.tensor} of {'its ' if layout.pipeline > 1 else ''}fp32 weights and moments"
+        kept = (
+            f"1/{plan.sharding.ranks * layout.tensor} of {'its ' if layout.pipeline > 1 else ''}fp32 "
+            "weights and moments"
+        )
         words.append(f"each rank keeps {kept}; layers are gathered {when}")
     return "; ".join(words)
 
@@ -72,7 +76,8 @@ class Replica:
 
     @torch.no_grad()
     def _add_partial(self, gradients: list[Tensor]) -> list[Tensor]:
-        """With those that tensor parallel ranks, or both ends of a pipeline, have a part of the sum of added up among them."""
+        """With those that tensor parallel ranks, or both ends of a pipeline,
+        have a part of the sum of added up among them."""
         add_ends(self.pipeline, self.names, gradients)
         if self._partial:
             parts = [gradients[index] for index in self._partial]

@@ -1,8 +1,9 @@
-"""Replicas that share out fp32 weights, gradients and moments, by torch's fully_shard around a model that does not know.
+"""Replicas that share out fp32 weights, gradients and moments, by torch's fully_shard around a model that does not
+know.
 
 With --use-distributed-optimizer (ZeRO-1) a layer's weights are gathered in forward and stay until backward; with
---use-torch-fsdp2 (ZeRO-3) they are given back after forward and gathered again. Either way a rank updates its own rows of
-each parameter, in fp32, and what is gathered is rounded to the run's precision.
+--use-torch-fsdp2 (ZeRO-3) they are given back after forward and gathered again. Either way a rank updates its own rows
+of each parameter, in fp32, and what is gathered is rounded to the run's precision.
 """
 
 import contextlib

@@ -1,10 +1,10 @@
 """Layers of which each rank computes a part, put on from outside a model that was built with this rank's sizes.
 
-A rank has some of the heads, of the MLP's columns and of the vocabulary. linear_qkv and linear_fc1 take whole hidden states and give
-this rank's columns; linear_proj and linear_fc2 give this rank's share of a sum. With sequence parallelism a rank holds its share
-of the tokens between the two: hidden states are gathered before, and sums are scattered after. Tokens are shared out in the order
-in which they lie in memory, whatever sequence they belong to, so that no copy puts them in order; their hidden states keep three
-dimensions, (B, T / ranks, H).
+A rank has some of the heads, of the MLP's columns and of the vocabulary. linear_qkv and linear_fc1 take whole hidden
+states and give this rank's columns; linear_proj and linear_fc2 give this rank's share of a sum. With sequence
+parallelism a rank holds its share of the tokens between the two: hidden states are gathered before, and sums are
+scattered after. Tokens are shared out in the order in which they lie in memory, whatever sequence they belong to, so
+that no copy puts them in order; their hidden states keep three dimensions, (B, T / ranks, H).
 
 Letters: B sequences, T positions, M = B * T, H hidden, W columns of this rank, V words of this rank.
 """
@@ -29,7 +29,8 @@ from megatron_lite.model.products import Keep, LinearByHand, Products
 from megatron_lite.parallel.mesh import arrange_ranks, find_group, make_group
 from megatron_lite.parallel.weight_gradients import WeightGradients
 
-# the operations below torch.distributed's functions: they return at once, torch.compile knows them, and `wait_tensor` waits
+# the operations below torch.distributed's functions: they return at once, torch.compile knows them,
+# and `wait_tensor` waits
 collectives = torch.ops._c10d_functional
 SEEDS_APART = 2**32  # far from those of other replicas
 
@@ -58,7 +59,10 @@ class TensorGroup:
         return collectives.wait_tensor(begun).view(batch, length * self.ranks, width)
 
     def begin_sum(self, x_BTH: Tensor) -> Tensor:
-        """The sum over ranks, of this rank's share of the tokens if they are shared out. Not there before `wait`; x_BTH may become it."""
+        """The sum over ranks, of this rank's share of the tokens if they are shared out.
+
+        Not there before `wait`; x_BTH may become it.
+        """
         name = self.group.group_name
         if not self.shares_tokens:
             # in place, but in a compiled graph, which has its own ways to spare memory
@@ -87,9 +91,11 @@ def make_tensor_group(plan: Plan, mesh: DeviceMesh | None) -> TensorGroup | None
 
 
 class _ColumnLinear(torch.autograd.Function):
-    """This rank's columns of a product, (B, T, W), of all tokens. The gradient of the weight is computed while that of the input is summed.
+    """This rank's columns of a product, (B, T, W), of all tokens. The gradient of the weight is computed while that of
+    the input is summed.
 
-    Of tokens that ranks share out, each keeps its own for backward, and gathers them again while it computes the input's gradient.
+    Of tokens that ranks share out, each keeps its own for backward, and gathers them again while it computes the
+    input's gradient.
     """
 
     @staticmethod
@@ -140,7 +146,8 @@ class _SumOverRanks(torch.autograd.Function):
 
 
 class _GatherQueryGroup(torch.autograd.Function):
-    """(B, T, W) of a query group's columns [queries, key, value], of which each of R ranks has a part -> this rank's queries, key and value.
+    """(B, T, W) of a query group's columns [queries, key, value], of which each of R ranks has a part -> this rank's
+    queries, key and value.
 
     Backward adds up what each rank's queries had of key and value.
     """

@@ -63,7 +63,8 @@ def describe_lost_store() -> RanksError:
     where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     holder = "torchrun's agent" if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else "rank 0"
     line = (
-        f"MASTER_ADDR:MASTER_PORT {where}: the store there does not answer, so {holder}, which holds it, died, is stopped or "
+        f"MASTER_ADDR:MASTER_PORT {where}: the store there does not answer, so {holder}, which holds it, died, "
+        "is stopped or "
         f"cut off; {AGAIN}"
     )
     return RanksError(line, ended=True)
@@ -261,8 +262,8 @@ def _die_of(number: int):
 class LauncherWatch:
     """A thread that ends this process within seconds after torchrun's agent is gone; without an agent it does nothing.
 
-    The agent ends and restarts its ranks. Killed by SIGKILL, it leaves them to themselves, and they would train on unseen.
-    run_dir: where run.json is, once that is known.
+    The agent ends and restarts its ranks. Killed by SIGKILL, it leaves them to themselves, and they would train on
+    unseen. run_dir: where run.json is, once that is known.
     """
 
     def __init__(self, world: World):
@@ -286,7 +287,8 @@ class LauncherWatch:
 
     def _say(self):
         line = (
-            f"torchrun's agent (process {self._agent['pid']} on {self._agent['host']}) is gone, so its ranks end: nothing "
+            f"torchrun's agent (process {self._agent['pid']} on {self._agent['host']}) is gone, "
+            "so its ranks end: nothing "
             f"would restart or stop them; {AGAIN}"
         )
         with contextlib.suppress(OSError):  # the agent may have been the one to read it

@@ -1,6 +1,8 @@
-"""Backward in two halves: gradients of inputs at once, since other stages of a pipeline wait for them; gradients of weights when there is time.
+"""Backward in two halves: gradients of inputs at once, since other stages of a pipeline wait for them; gradients of
+weights when there is time.
 
-Qi et al. 2023, arXiv 2401.10241. Put on from outside: linear layers keep what their weights' gradients are computed from. Letters: W output, H input channels.
+Qi et al. 2023, arXiv 2401.10241. Put on from outside: linear layers keep what their weights' gradients are computed
+from. Letters: W output, H input channels.
 """
 
 from collections import deque
@@ -23,14 +25,16 @@ class WeightGradients:
         self._kept.append([])
 
     def take_over(self, weight_WH: nn.Parameter, products: Products) -> tuple[Tensor, Keep]:
-        """The weight as a number that needs no gradient, and what a backward calls instead of computing one by `products`."""
+        """The weight as a number that needs no gradient,
+        and what a backward calls instead of computing one by `products`."""
         return weight_WH.detach(), partial(self._keep, weight_WH, products)
 
     def _keep(self, weight_WH: nn.Parameter, products: Products, input_H: Tensor, gradient_W: Tensor):
         self._kept[-1].append((weight_WH, products, input_H, gradient_W))
 
     def add(self):
-        """The earliest micro-batch's, to the weights' gradients as autograd does it: hooks of the parameters are called."""
+        """The earliest micro-batch's, to the weights' gradients as autograd does it:
+        hooks of the parameters are called."""
         kept = self._kept.popleft()
         while kept:
             weight_WH, products, input_H, gradient_W = kept.pop()

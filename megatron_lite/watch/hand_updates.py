@@ -1,4 +1,5 @@
-"""Steps of loops that no optimizer of torch updates: found by what becomes of gradients and weights between two backward passes."""
+"""Steps of loops that no optimizer of torch updates:
+found by what becomes of gradients and weights between two backward passes."""
 
 import weakref
 
@@ -15,8 +16,9 @@ PLAIN = (torch.Tensor, torch.nn.Parameter)  # others, such as DTensor, may have 
 class HandUpdates:
     """Knows whether a loop has updated its weights since the last backward pass.
 
-    Gradients that are added up over several passes stay as backward left them. An update that is written by hand drops or zeroes them,
-    or makes other weights of them. One weight stands for all; it is found in the graph of what backward is called on.
+    Gradients that are added up over several passes stay as backward left them. An update that is written by hand drops
+    or zeroes them, or makes other weights of them. One weight stands for all; it is found in the graph of what backward
+    is called on.
     """
 
     def __init__(self):
@@ -67,7 +69,10 @@ def describe_counting(passes: int, steps: int) -> str:
     if max(passes, steps) < MIN_PASSES:
         return ""
     if steps:
-        return f"no torch.optim optimizer stepped: {counted(steps, 'step')} counted from the weight updates between backward passes"
+        return (
+            f"no torch.optim optimizer stepped: {counted(steps, 'step')} counted from the weight updates between "
+            "backward passes"
+        )
     by_calls = "call megatron_lite.Profiler's step() to count steps"
     return f"no torch.optim optimizer stepped, and no weight update was seen in {passes} backward passes; {by_calls}"
 

@@ -1,8 +1,9 @@
-"""Profiles a training loop that it does not know: any that computes gradients with torch and steps one of its optimizers.
+"""Profiles a training loop that it does not know: any that computes gradients with torch and steps one of its
+optimizers.
 
-A step ends when the optimizer that stepped first has stepped again, or where the loop says so. Its phases: waiting for a DataLoader,
-backward, the optimizer's step and torch.save are seen as they are; what lies before backward, from the data on, is called forward. Nothing is
-changed: what is called is called as before, with a few microseconds around it.
+A step ends when the optimizer that stepped first has stepped again, or where the loop says so. Its phases: waiting for
+a DataLoader, backward, the optimizer's step and torch.save are seen as they are; what lies before backward, from the
+data on, is called forward. Nothing is changed: what is called is called as before, with a few microseconds around it.
 """
 
 import contextlib
@@ -64,8 +65,8 @@ class Profiler:
                 optimizer.step()
                 optimizer.zero_grad()
 
-    `megatron_lite.analyze("runs/mine")` and `megatron-lite report runs/mine` say then where the steps went. Steps and phases are found
-    without a call; `step` and `phase` are for loops whose steps or phases are others.
+    `megatron_lite.analyze("runs/mine")` and `megatron-lite report runs/mine` say then where the steps went. Steps and
+    phases are found without a call; `step` and `phase` are for loops whose steps or phases are others.
 
     Args:
         folder: for what is recorded.
@@ -133,7 +134,8 @@ class Profiler:
         self._see_calls(torch.autograd, "grad", self._begin_gradients, self._end_gradients)
         self._see_calls(loader, "__next__", self._begin_data, self._end_data)
         self._see_calls(torch, "save", self._begin_save, self._end_save)
-        # the first marks steps as ours are marked, from its start on, recording or not; the others have the second in common
+        # the first marks steps as ours are marked, from its start on, recording or not;
+        # the others have the second in common
         for kind, name in ((torch.profiler.profile, "start"), (torch.autograd.profiler.profile, "_prepare_trace")):
             self._see_calls(kind, name, self._make_way)
         scaler = torch.amp.GradScaler
@@ -165,8 +167,8 @@ class Profiler:
 
     @contextlib.contextmanager
     def phase(self, name: str):
-        """Around a part of the loop that is to be timed as `name`, with all that happens in it. "eval" and "save" are no part of a
-        step's time."""
+        """Around a part of the loop that is to be timed as `name`, with all that happens in it. "eval" and "save" are
+        no part of a step's time."""
         outer, before = self._named, self._phase
         self._named = ""
         self._move(name)
@@ -248,7 +250,10 @@ class Profiler:
             self._replace(kind, "scale", scale)
 
     def _wrap_step(self, step, hook=lambda step: step):
-        """The same method of an optimizer. hook: torch's own wrapping, with a range in the trace: phases lie inside, steps outside."""
+        """The same method of an optimizer.
+
+        hook: torch's own wrapping, with a range in the trace: phases lie inside, steps outside.
+        """
         move, end = self._guard(self._move), self._guard(self._end_optimizer)
 
         @functools.wraps(step)
@@ -403,7 +408,10 @@ class Profiler:
     # --- what is made of it
 
     def _is_open(self) -> bool:
-        """Whether this thread's steps are recorded: from its first backward on. Before, neither the device nor the rank is certain."""
+        """Whether this thread's steps are recorded: from its first backward on.
+
+        Before, neither the device nor the rank is certain.
+        """
         if threading.get_ident() != self._thread:
             return False
         if self._instruments is None:

@@ -1,4 +1,5 @@
-"""Norms of the gradients of a training loop that is not known: as torch.nn.utils.clip_grad_norm_ returns them, without a wait."""
+"""Norms of the gradients of a training loop that is not known: as torch.nn.utils.clip_grad_norm_ returns them,
+without a wait."""
 
 import contextlib
 import functools

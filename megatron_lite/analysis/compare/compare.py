@@ -225,7 +225,8 @@ MAX_STEPS = 10  # steady steps that are looked at one by one; evenly chosen of m
 
 @dataclass(frozen=True)
 class Work:
-    """One purpose: kernels are matched by what they are for, since names change with precision, shapes and libraries."""
+    """One purpose: kernels are matched by what they are for, since names change with precision,
+    shapes and libraries."""
 
     role: str
     ms: list[float]  # of each steady step
@@ -261,8 +262,8 @@ def _measure_work(one: RankFacts) -> tuple[dict[tuple[str, str], Work], dict[str
     """Measure the work of each steady step.
 
     Returns:
-        Work by operator and phase, and ms of each steady step by role. On a GPU the work that operators launched, and what
-        has none by its own name; on a CPU the operators' own time.
+        Work by operator and phase, and ms of each steady step by role. On a GPU the work that operators launched, and
+        what has none by its own name; on a CPU the operators' own time.
     """
     chosen = Selection(one.trace, one.placing)
     if not chosen.steps:
@@ -448,7 +449,8 @@ def _pair_kernels(a: Side, b: Side) -> tuple[KernelPair, ...]:
 # --- the comparison
 
 ONE_START = (
-    "one start of each: what differs from start to start (clock speeds, neighbors, placement) is not in the noise bands; "
+    "one start of each: what differs from start to start (clock speeds, neighbors, "
+    "placement) is not in the noise bands; "
     "repeat both, alternating, before you trust a small difference"
 )
 
@@ -521,7 +523,8 @@ def _pair_memory(a: Facts, b: Facts) -> dict[str, Pair]:
 
 
 def _pair_groups(a: Facts, b: Facts, whole: Pair | None) -> dict[str, Pair]:
-    """Exposed communication by dimension of the layout, largest difference first; with the noise of all of it, `whole`."""
+    """Exposed communication by dimension of the layout, largest difference first; with the noise of all of it,
+    `whole`."""
     sides = [{row.group: row.exposed_ms for row in facts.ranks.groups} if facts.ranks else {} for facts in (a, b)]
     names = {**sides[0], **sides[1]}
     if whole is None or len(names) < 2:  # one alone is a row of its own already
@@ -545,7 +548,8 @@ def _collect_notes(a: Facts, b: Facts, totals: tuple[Total, ...]) -> list[str]:
         slower = facts.run.profiler_slowdown if facts.run else None
         if slower and slower > 1.1 and facts.critical:
             notes.append(
-                f"{name}'s profiled steps took {slower:.2f} times as long as those before: compare traced times among themselves only"
+                f"{name}'s profiled steps took {slower:.2f} times as long as those before: "
+                "compare traced times among themselves only"
             )
     if any(facts.snapshots and facts.snapshots[0].simulated for facts in (a, b)):
         notes.append("memory is what tensors on the CPU took, not a GPU's allocator")

@@ -82,7 +82,8 @@ class KernelPair:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two runs beside each other. Rows sum to the traced steps, so that their differences sum to the step's difference."""
+    """Two runs beside each other. Rows sum to the traced steps,
+    so that their differences sum to the step's difference."""
 
     title_a: str
     title_b: str

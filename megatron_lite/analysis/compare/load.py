@@ -1,4 +1,5 @@
-"""Runs that were measured while others used their cores: what of their times is the machine's, as noise of a comparison."""
+"""Runs that were measured while others used their cores: what of their times is the machine's,
+as noise of a comparison."""
 
 from dataclasses import replace
 
@@ -11,12 +12,14 @@ from megatron_lite.units import significant
 
 
 def find_load(facts: Facts, kind: str) -> CoreShortage | None:
-    """The shortage of cores in steps of that kind, "ordinary" or "profiled"; None where there was none, or a GPU hid it."""
+    """The shortage of cores in steps of that kind, "ordinary" or "profiled"; None where there was none,
+    or a GPU hid it."""
     return None if facts.core_shortage is None else find_core_shortage(facts.run, kind, facts.traces)
 
 
 def describe_unknown_load(name: str, facts: Facts) -> str:
-    """'A: no run record: whether other jobs took the cores was not recorded ...'; '' where it was, and for times of a GPU."""
+    """'A: no run record: whether other jobs took the cores was not recorded ...'; '' where it was,
+    and for times of a GPU."""
     one = facts.critical
     if facts.on_gpu is not False or one is None:
         return ""
@@ -25,7 +28,8 @@ def describe_unknown_load(name: str, facts: Facts) -> str:
 
 
 def widen_band(pair: Pair, loads: tuple[CoreShortage | None, ...]) -> Pair:
-    """The same two times, in ms, of steps that waited so long for a core: by that much each may be shorter on a quiet machine.
+    """The same two times, in ms, of steps that waited so long for a core: by that much each may be shorter on a quiet
+    machine.
 
     Nothing is known of times whose wait the system did not measure.
     """

@@ -1,4 +1,5 @@
-"""Do two runs compute the same? Losses and gradient norms of the same work in another layout differ by rounding only."""
+"""Do two runs compute the same? Losses and gradient norms of the same work in another layout differ by rounding
+only."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -11,11 +12,18 @@ from megatron_lite.units import significant
 # groups of flags that decide the numbers, and those among them that do not
 DECIDING = {
     "data": ("num_workers", "data_cache_path"),
-    "model": ("recompute_granularity", "recompute_method", "recompute_num_layers", "attention_backend", "make_vocab_size_divisible_by"),
+    "model": (
+        "recompute_granularity",
+        "recompute_method",
+        "recompute_num_layers",
+        "attention_backend",
+        "make_vocab_size_divisible_by",
+    ),
     "optimizer": (),
     "precision": (),
 }  # fmt: skip
-# Relative differences of a first step that other orders of sums make, as tests allow between layouts; 16-bit sums of ranks are rounded
+# Relative differences of a first step that other orders of sums make, as tests allow between layouts;
+# 16-bit sums of ranks are rounded
 LOSS_ROUNDING = {"fp32": 1e-6, "fp16": 1e-3, "bf16": 1e-3}
 NORM_ROUNDING = {"fp32": 1e-5, "fp16": 5e-3, "bf16": 5e-3}
 TOO_MUCH = 4  # times the rounding that is expected: another computation
@@ -71,7 +79,10 @@ def _judge(a: Run, b: Run, iteration: int, losses: tuple[float, float], norms: t
     much = f"step {iteration:,} differs in {told}, where rounding in {precision} makes {rounding}"
     if _drops(a) and (a.plan.args.get("parallel"), a.world_size) != (b.plan.args.get("parallel"), b.world_size):
         return (
-            f"{much}: dropout draws other masks on another layout; --hidden-dropout 0 --attention-dropout 0 for a precise comparison",
+            (
+                f"{much}: dropout draws other masks on another layout; "
+                "--hidden-dropout 0 --attention-dropout 0 for a precise comparison"
+            ),
             False,
         )
     if iteration != 1:

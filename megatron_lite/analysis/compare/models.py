@@ -1,4 +1,5 @@
-"""Do two jobs that have no plan train the same model? By what their optimizers update, else by the weights in their traces."""
+"""Do two jobs that have no plan train the same model? By what their optimizers update,
+else by the weights in their traces."""
 
 import numpy as np
 

@@ -86,7 +86,8 @@ MAX_BLOCKS = 5  # of consecutive steps: their medians also show a drift, which s
 MIN_STEPS = 3
 FLOOR = 0.01  # of the larger number: two starts of one command differ by that much, which no single run shows
 TOO_NOISY = 0.2  # a band wider than this cannot say "not changed"
-# Student's t, two-sided 99%, 1 to 8 degrees of freedom: a comparison has dozens of numbers, of which 95% would call two wrongly
+# Student's t, two-sided 99%, 1 to 8 degrees of freedom: a comparison has dozens of numbers,
+# of which 95% would call two wrongly
 T_99 = (63.66, 9.92, 5.84, 4.60, 4.03, 3.71, 3.50, 3.36)
 
 

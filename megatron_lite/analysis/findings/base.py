@@ -151,7 +151,8 @@ def tell_more(answer: Finding | Observation, look: Observation) -> Finding | Obs
 
 @dataclass(frozen=True)
 class Rule:
-    """Looks for one cause. It says what it found; or what it saw, where it could look and found nothing; or what it lacks."""
+    """Looks for one cause. It says what it found; or what it saw, where it could look and found nothing;
+    or what it lacks."""
 
     code: str
     title: str  # a few words
@@ -228,7 +229,8 @@ def find_lost_time(
     at_least: float = MATTERS,
     title: str = "",
 ) -> Finding | Observation:
-    """Find what costs `cost` ms of each step, and gains that if it goes; of less than a notable share say what was seen.
+    """Find what costs `cost` ms of each step, and gains that if it goes; of less than a notable share say what was
+    seen.
 
     Args:
         one: the rank whose steps lose the time.

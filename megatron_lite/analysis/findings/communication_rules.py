@@ -36,10 +36,11 @@ BACKWARD, GRAD_SYNC = Phase.BACKWARD.value, Phase.GRAD_SYNC.value
 
 
 def _find_reductions(facts: Facts, one: RankFacts) -> Integers:
-    """Collectives of backward and of what is left of it after: those of logging and evaluating are no gradients, nor are exchanges
-    of tokens and gathers of weights.
+    """Collectives of backward and of what is left of it after: those of logging and evaluating are no gradients, nor
+    are exchanges of tokens and gathers of weights.
 
-    None where ranks split layers or have stages of a pipeline: what they exchange within those is not told from gradients.
+    None where ranks split layers or have stages of a pipeline: what they exchange within those is not told from
+    gradients.
     """
     if facts.splits_model:
         return np.empty(0, np.int64)
@@ -154,7 +155,8 @@ def _has_no_buckets(facts: Facts) -> bool:
 
 
 def _advise_shards(facts: Facts) -> tuple[str, tuple[str, ...]]:
-    """What replicas that shard state can do where buckets would help others: they have none, but reduce layer by layer."""
+    """What replicas that shard state can do where buckets would help others: they have none,
+    but reduce layer by layer."""
     if facts.sharding.gathers_twice:
         flag = "--use-distributed-optimizer"
         return f"reduce once per step, if memory allows: {flag} instead of --use-torch-fsdp2", (flag,)
@@ -210,10 +212,11 @@ def find_small_buckets(facts: Facts, one: RankFacts) -> Finding | Observation:
     Meaning: each collective pays a latency that does not depend on its size. Below about a megabyte the latency, not
         the network's bandwidth, decides.
     Measured: collectives per steady step, their bytes as recorded in the trace, and the communication among the small
-        ones that is not overlapped with compute. A trace without shapes: the run's parameters in fp32, spread over the collectives of
-        backward.
+        ones that is not overlapped with compute. A trace without shapes: the run's parameters in fp32, spread over the
+        collectives of backward.
     Cost: that exposed time; larger buckets pay fewer latencies.
-    Do: larger buckets; where weights are sharded, larger units of the sharding; fewer, larger tensors in collectives of your own.
+    Do: larger buckets; where weights are sharded, larger units of the sharding; fewer, larger tensors in collectives of
+    your own.
     Flags: --ddp-bucket-size N (parameters): several millions.
     False alarm: small collectives of tensor or expert parallelism in other trainers' traces, which are not gradients.
     """
@@ -232,7 +235,10 @@ def find_small_buckets(facts: Facts, one: RankFacts) -> Finding | Observation:
         text = f"{significant(one.per_step(small))} of {counted(one.per_step(rows), 'collective')} per step are small"
         return saw(Evidence(text, one.where()))
     cost, median = one.exposed_ms(small), float(np.median(sizes[sizes <= SMALL_BYTES]))
-    text = f"{counted(round(one.per_step(small)), 'collective')} per step of {size(median)} (median); not overlapped with compute:"
+    text = (
+        f"{counted(round(one.per_step(small)), 'collective')} per step of {size(median)} (median); "
+        "not overlapped with compute:"
+    )
     text += f" {one.of_step(cost)}"
     advice = f"larger buckets: {BUCKET_FLAG}"
     flags: tuple[str, ...] = (BUCKET_FLAG,)
@@ -309,8 +315,9 @@ def find_straggler(facts: Facts) -> Finding | Observation:
         moves.
     Flags: --profile-ranks -1 records all ranks; --timing-log-level 1 --timing-log-option all prints every rank's
         phases.
-    False alarm: clocks of several nodes that are not aligned; the report says whether they are. Other jobs on the rank's cores:
-        without a record of what each rank got of them the finding is likely at most, unless the GPU itself computes longer.
+    False alarm: clocks of several nodes that are not aligned; the report says whether they are. Other jobs on the
+        rank's cores: without a record of what each rank got of them the finding is likely at most, unless the GPU
+        itself computes longer.
     """
     ranks, run = facts.ranks, facts.run
     found = ranks.straggler if ranks else None
@@ -380,10 +387,11 @@ def _describe_lateness(found: Straggler, ranks: RankComparison | None) -> str:
 def find_tensor_across_nodes(facts: Facts) -> Finding | Observation:
     """Tensor parallel ranks exchange hidden states over the network.
 
-    Meaning: ranks that split each layer exchange whole hidden states several times per layer, and wait for them. Links within a node
-        carry that nine times as fast as the network between nodes, on an H100; stages of a pipeline and data parallel ranks
-        exchange far less, and bear the network well.
-    Measured: the run's layout against the ranks of a node; in the traces, tensor parallel communication not overlapped with compute.
+    Meaning: ranks that split each layer exchange whole hidden states several times per layer, and wait for them. Links
+        within a node carry that nine times as fast as the network between nodes, on an H100; stages of a pipeline and
+        data parallel ranks exchange far less, and bear the network well.
+    Measured: the run's layout against the ranks of a node; in the traces, tensor parallel communication not overlapped
+    with compute.
     Cost: all of that; within a node a part of it remains.
     Do: as many tensor parallel ranks as a node has at most, and stages of a pipeline for the rest.
     Flags: --tensor-model-parallel-size; --pipeline-model-parallel-size; --context-parallel-size for long sequences.
@@ -438,17 +446,19 @@ def _measure_shard_traffic(facts: Facts) -> ShardTraffic | None:
 def find_parameter_gather(facts: Facts) -> Finding | Observation:
     """Ranks that shard weights wait until they have gathered those of the next layer.
 
-    Meaning: with sharded weights (ZeRO, FSDP, Megatron's distributed optimizer) every layer's weights are gathered before they are
-        used. The next layer's can come while one computes; if a layer computes too briefly, the step waits.
-    Measured: all-gathers among data parallel ranks in the traces' steady steps, and their time that is not overlapped with compute;
-        the mean over ranks. Waiting for a rank that comes late is in it: see straggler.
+    Meaning: with sharded weights (ZeRO, FSDP, Megatron's distributed optimizer) every layer's weights are gathered
+        before they are used. The next layer's can come while one computes; if a layer computes too briefly, the step
+        waits.
+    Measured: all-gathers among data parallel ranks in the traces' steady steps, and their time that is not overlapped
+        with compute; the mean over ranks. Waiting for a rank that comes late is in it: see straggler.
     Cost: all of that.
-    Do: keep weights between forward and backward, if memory allows; more tokens per micro-batch, so that layers compute longer;
-        shard within a node only; in other trainers, prefetch the next layer.
-    Flags: --use-distributed-optimizer, or --torch-fsdp2-no-reshard-after-forward; --num-distributed-optimizer-instances;
-        in Megatron-LM --overlap-param-gather with --overlap-grad-reduce.
-    False alarm: the first layer's gather, which cannot overlap; a window whose first step warms up. Gathers of whole numbers and of
-        pickled objects (all_gather_object), and all gathers of a model under DistributedDataParallel, are no weights.
+    Do: keep weights between forward and backward, if memory allows; more tokens per micro-batch, so that layers compute
+        longer; shard within a node only; in other trainers, prefetch the next layer.
+    Flags: --use-distributed-optimizer, or --torch-fsdp2-no-reshard-after-forward;
+        --num-distributed-optimizer-instances; in Megatron-LM --overlap-param-gather with --overlap-grad-reduce.
+    False alarm: the first layer's gather, which cannot overlap; a window whose first step warms up. Gathers of whole
+        numbers and of pickled objects (all_gather_object), and all gathers of a model under DistributedDataParallel,
+        are no weights.
     """
     seen = _measure_shard_traffic(facts)
     if seen is None:
@@ -471,7 +481,10 @@ def find_parameter_gather(facts: Facts) -> Finding | Observation:
         flags = ("--micro-batch-size",) if facts.has_plan else ()
         advice = "more tokens per micro-batch, so that layers compute longer: a larger --micro-batch-size"
         advice += "" if facts.has_plan else "; in Megatron-LM --overlap-param-gather"
-    text = f"{counted(round(seen.gathers), 'all-gather')} of weights per step; not overlapped with compute: {in_ms(seen.gathers_ms)}"
+    text = (
+        f"{counted(round(seen.gathers), 'all-gather')} of weights per step; "
+        f"not overlapped with compute: {in_ms(seen.gathers_ms)}"
+    )
     evidence = [Evidence(f"{text} of a step of {in_ms(seen.step_ms)}")]
     return build_time_finding(seen.gathers_ms, evidence, advice, flags, certain=False)
 
@@ -480,9 +493,10 @@ def find_parameter_gather(facts: Facts) -> Finding | Observation:
 def find_needless_sharding(facts: Facts) -> Finding | Observation:
     """Weights are gathered and gradients scattered in every micro-batch although all of them would fit.
 
-    Meaning: ZeRO-3 gathers each layer's weights twice and scatters its gradients once per micro-batch. ZeRO-1 shards masters
-        and moments, which are most of the state, and exchanges each weight and gradient once per step.
-    Measured: communication among replicas not overlapped with compute; the peak, and what whole weights and gradients would add to it.
+    Meaning: ZeRO-3 gathers each layer's weights twice and scatters its gradients once per micro-batch. ZeRO-1 shards
+        masters and moments, which are most of the state, and exchanges each weight and gradient once per step.
+    Measured: communication among replicas not overlapped with compute; the peak, and what whole weights and gradients
+    would add to it.
     Cost: of the exposed exchange what once per step would not be.
     Do: shard the optimizer's state only.
     Flags: --use-distributed-optimizer instead of --use-torch-fsdp2.
@@ -501,7 +515,10 @@ def find_needless_sharding(facts: Facts) -> Finding | Observation:
     if then > TIGHT * room or cost_ms < MATTERS * seen.step_ms:
         text = f"whole weights would save at most {in_ms(cost_ms)} per step, and take {size(then)} of {size(room)}"
         return saw(Evidence(text, peak.where))
-    exposed = f"communication among replicas, not overlapped with compute: {in_ms(seen.gathers_ms + seen.reductions_ms)} per step"
+    exposed = (
+        "communication among replicas, not overlapped with compute: "
+        f"{in_ms(seen.gathers_ms + seen.reductions_ms)} per step"
+    )
     fits = f"the peak of {size(peak.num_bytes)} would be {size(then)} of {size(room)} with whole weights and gradients"
     advice = "shard the optimizer's state only: --use-distributed-optimizer instead of --use-torch-fsdp2"
     evidence = [Evidence(f"{exposed}, in {counted(batches, 'micro-batch')}"), Evidence(fits, peak.where)]

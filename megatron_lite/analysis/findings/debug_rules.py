@@ -75,8 +75,9 @@ def launches_block(one: RankFacts) -> bool:
 def find_debug_switches(facts: Facts) -> Finding | Observation:
     """Debugging switches were left on.
 
-    Meaning: some environment variables and modes make a run safer to debug and slower: launches that wait, timing events
-        around every collective, checks of every collective on all ranks, checks of every gradient, no cached memory.
+    Meaning: some environment variables and modes make a run safer to debug and slower: launches that wait, timing
+        events around every collective, checks of every collective on all ranks, checks of every gradient, no cached
+        memory.
     Measured: the variables as recorded by the run. In a trace, aten::isnan after most operations of backward
         (autograd's anomaly mode), and launch calls that end after their kernels do (CUDA_LAUNCH_BLOCKING).
     Cost: of anomaly mode the time of its checks, with a GPU also the idle time after their results are fetched; it
@@ -148,8 +149,8 @@ def find_unused_parameter_search(facts: Facts, one: RankFacts) -> Finding | Obse
         device works.
     Do: leave find_unused_parameters=True out; if some parameters get no gradient, freeze them or take them out of the
         model, or set static_graph=True where they are the same in each step.
-    Flags: find_unused_parameters=False of DistributedDataParallel; "ddp" instead of "ddp_find_unused_parameters_true" in
-        Lightning; ddp_find_unused_parameters=False in Transformers.
+    Flags: find_unused_parameters=False of DistributedDataParallel; "ddp" instead of "ddp_find_unused_parameters_true"
+        in Lightning; ddp_find_unused_parameters=False in Transformers.
     False alarm: a model that uses other parameters in each step and on each rank needs the search.
     """
     searches = one.rows_named(SEARCH.__eq__, Kind.OP, Kind.ANNOTATION)

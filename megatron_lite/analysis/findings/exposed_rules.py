@@ -62,10 +62,18 @@ REMEDIES = {
     EXPERTS: "compute one micro-batch while another one's tokens are exchanged; run shared experts meanwhile",
     ALL_TO_ALL: "overlap it with other computation: another micro-batch, shared experts, layers that need no exchange",
     TENSOR: "use fewer tensor parallel ranks if memory allows; else overlap matrix products with their reductions",
-    OPTIMIZER: "reduce gradients during backward, compute norms in one collective, gather weights during the next forward",
-    CONTEXT: "exchange the next block of keys and values while one is computed; fewer context parallel ranks, or longer sequences",
+    OPTIMIZER: (
+        "reduce gradients during backward, compute norms in one collective, gather weights during the next forward"
+    ),
+    CONTEXT: (
+        "exchange the next block of keys and values while one is computed; "
+        "fewer context parallel ranks, or longer sequences"
+    ),
     FORWARD: "reduce fewer, larger tensors, and overlap that with compute (async_op=True)",
-    STAGES: "more micro-batches per step, so that stages wait less; overlap sends and receives with compute (batch_isend_irecv)",
+    STAGES: (
+        "more micro-batches per step, so that stages wait less; "
+        "overlap sends and receives with compute (batch_isend_irecv)"
+    ),
     OBJECTS: "gather tensors instead of pickled objects, once per many steps",
     WEIGHTS: "gather the next layer's weights while one computes (prefetch), or keep them between forward and backward",
     GRADIENTS: "reduce during backward, on a separate stream; send fewer bytes: 16 bits, more micro-batches per step",
@@ -78,19 +86,19 @@ MAX_WORDS = 3
 def find_exposed_experts(facts: Facts, one: RankFacts) -> Finding | Observation:
     """Tokens are exchanged between experts (all-to-all, dispatch and combine) without overlapping compute.
 
-    Meaning: every layer of experts sends each token to the ranks of its experts and the results back. A micro-batch can compute
-        only when its tokens have come; another micro-batch, or the shared experts, could compute meanwhile.
-    Measured: all-to-alls, dispatches and combines (NCCL, DeepEP and its kin) in steady steps, and their time that is not
-        overlapped with compute; which stream they run on.
+    Meaning: every layer of experts sends each token to the ranks of its experts and the results back. A micro-batch can
+        compute only when its tokens have come; another micro-batch, or the shared experts, could compute meanwhile.
+    Measured: all-to-alls, dispatches and combines (NCCL, DeepEP and its kin) in steady steps, and their time that is
+        not overlapped with compute; which stream they run on.
     Cost: all of that. Waiting for a rank with more tokens is in it.
-    Do: two alternating micro-batches, so that one computes while the other's tokens are exchanged (DeepEP: async_finish=True and
-        previous_event, on its own communication stream); shared experts beside the exchange; fewer nodes per token; 8-bit
-        dispatch.
+    Do: two alternating micro-batches, so that one computes while the other's tokens are exchanged (DeepEP:
+        async_finish=True and previous_event, on its own communication stream); shared experts beside the exchange;
+        fewer nodes per token; 8-bit dispatch.
     Flags: in Megatron-LM --overlap-moe-expert-parallel-comm and --moe-shared-expert-overlap; in Megatron-LM
         --moe-router-num-groups.
-    False alarm: a trace of one rank: whether it waits for others or for the network cannot be told from it. Inference of a few
-        tokens has nothing to compute meanwhile. All-to-alls of embedding tables or sequences are of the same kind; the finding says
-        "all-to-all" where the purpose is unknown.
+    False alarm: a trace of one rank: whether it waits for others or for the network cannot be told from it. Inference
+        of a few tokens has nothing to compute meanwhile. All-to-alls of embedding tables or sequences are of the same
+        kind; the finding says "all-to-all" where the purpose is unknown.
     """
     return _find_exposed(facts, one, (EXPERTS, ALL_TO_ALL))
 
@@ -105,10 +113,10 @@ def find_exposed_experts(facts: Facts, one: RankFacts) -> Finding | Observation:
 def find_exposed_tensor_parallel(facts: Facts, one: RankFacts) -> Finding | Observation:
     """Tensor parallel ranks exchange hidden states without overlapping compute.
 
-    Meaning: with tensor parallelism every layer ends with a sum over ranks, which the next layer needs. Products can be cut into
-        pieces, so that one piece is summed while the next is computed.
-    Measured: collectives of tensor parallel groups, and all-reduces in forward of groups without a name, in steady steps; what of
-        them no compute runs beside.
+    Meaning: with tensor parallelism every layer ends with a sum over ranks, which the next layer needs. Products can be
+        cut into pieces, so that one piece is summed while the next is computed.
+    Measured: collectives of tensor parallel groups, and all-reduces in forward of groups without a name, in steady
+        steps; what of them no compute runs beside.
     Cost: all of that.
     Do: fewer tensor parallel ranks, if memory allows; products that overlap with their sums (sequence parallelism with
         overlapped user buffers, asynchronous tensor parallelism of torch); larger micro-batches.
@@ -124,11 +132,13 @@ def find_exposed_tensor_parallel(facts: Facts, one: RankFacts) -> Finding | Obse
 def find_optimizer_communication(facts: Facts, one: RankFacts) -> Finding | Observation:
     """Ranks exchange data inside the optimizer's step without overlapping compute.
 
-    Meaning: a reduction that the optimizer starts cannot overlap with anything: backward is over, and the update needs its result.
-        Gradients reduced there, norms of many tensors one by one, or weights gathered after the update are the usual cases.
+    Meaning: a reduction that the optimizer starts cannot overlap with anything: backward is over, and the update needs
+        its result. Gradients reduced there, norms of many tensors one by one, or weights gathered after the update are
+        the usual cases.
     Measured: collectives launched inside the optimizer's step of steady steps, and what of them no compute runs beside.
     Cost: all of that.
-    Do: reduce gradients as backward goes on; sum all norms in one collective; gather updated weights beside the next forward.
+    Do: reduce gradients as backward goes on; sum all norms in one collective; gather updated weights beside the next
+    forward.
     Flags: in Megatron-LM --overlap-grad-reduce and --overlap-param-gather.
     False alarm: the one sum of the gradients' norm, which clipping needs: then it waits for the slowest rank.
     """
@@ -139,10 +149,10 @@ def find_optimizer_communication(facts: Facts, one: RankFacts) -> Finding | Obse
 def find_exposed_communication(facts: Facts, one: RankFacts) -> Finding | Observation:
     """Ranks exchange data without overlapping compute, and no other rule knows why.
 
-    Meaning: communication costs time where no compute runs beside it: because what follows needs its result, because it is waited
-        for at once, or because it runs on the stream that computes and so cannot overlap.
-    Measured: what of all collectives, sends and receives in steady steps no compute runs beside, less what other findings tell;
-        by what they are for, as far as groups, names and phases say.
+    Meaning: communication costs time where no compute runs beside it: because what follows needs its result, because it
+        is waited for at once, or because it runs on the stream that computes and so cannot overlap.
+    Measured: what of all collectives, sends and receives in steady steps no compute runs beside, less what other
+        findings tell; by what they are for, as far as groups, names and phases say.
     Cost: all of that. Waiting for ranks that come late is in it.
     Do: launch it earlier and wait for it later, on a stream of its own; fewer bytes; less often.
     Flags: none.
@@ -152,7 +162,8 @@ def find_exposed_communication(facts: Facts, one: RankFacts) -> Finding | Observ
 
 
 def _find_exposed(facts: Facts, one: RankFacts, purposes: Sequence[str]) -> Finding | Observation:
-    """What of these purposes is exposed and not told by another finding; title and advice are the most exposed one's."""
+    """What of these purposes is exposed and not told by another finding;
+    title and advice are the most exposed one's."""
     left = [(part, _find_rest_ms(facts, part)) for part in facts.exposed if part.purpose in purposes]
     left = sorted([(part, ms) for part, ms in left if ms > 0], key=lambda one: -one[1])
     share = _find_share_of_row(facts, one) * (1 - _find_waiting_share(facts, one))

@@ -1,4 +1,5 @@
-"""Time of the host that names in the trace explain: what is paid once, graphs, optimizers on the CPU, saving, clipping."""
+"""Time of the host that names in the trace explain: what is paid once, graphs, optimizers on the CPU, saving,
+clipping."""
 
 import re
 from collections.abc import Sequence
@@ -45,7 +46,8 @@ def describe_works(one: RankFacts, works: Sequence[NamedWork]) -> list[Evidence]
         times = f"{significant(work.calls / max(1, len(one.time.steps)))} per step"
         shown.append(
             Evidence(
-                f"{work.what}: {times}, {in_ms(work.step_ms)} of host time, whether or not the device is busy meanwhile",
+                f"{work.what}: {times}, {in_ms(work.step_ms)} of host time, "
+                "whether or not the device is busy meanwhile",
                 one.where(),
             )
         )
@@ -59,12 +61,13 @@ LATER_WINDOW = "--profile-step-start N --profile-step-end M"  # the end must sta
 def find_one_time_costs(facts: Facts, one: RankFacts) -> Finding | Observation:
     """The trace contains work that a run does only once.
 
-    Meaning: the first steps create CUDA's context, load its modules, open the handles of its libraries, take memory from
-        the driver, compile, search for the fastest kernel and capture graphs. Later steps do not.
-    Measured: host time of calls, ranges and lines of Python with such names, where they come in few steps or stop early.
-        A step with a notable part of it is left out of the figures, unless all steps have it.
+    Meaning: the first steps create CUDA's context, load its modules, open the handles of its libraries, take memory
+        from the driver, compile, search for the fastest kernel and capture graphs. Later steps do not.
+    Measured: host time of calls, ranges and lines of Python with such names, where they come in few steps or stop
+        early. A step with a notable part of it is left out of the figures, unless all steps have it.
     Cost: once, however long the run is. It is not a cost per step.
-    Do: profile later steps (torch.profiler.schedule with wait and warmup); keep compiled code for the next run in a cache.
+    Do: profile later steps (torch.profiler.schedule with wait and warmup); keep compiled code for the next run in a
+    cache.
     Flags: a later --profile-step-start and --profile-step-end; TORCHINDUCTOR_CACHE_DIR.
     False alarm: work that comes back seldom, such as a graph for each new shape. A longer window shows it.
     """
@@ -156,7 +159,10 @@ def find_cpu_optimizer(facts: Facts, one: RankFacts) -> Finding | Observation:
     works = [work for work in one.time.named if work.cause == "cpu_optimizer"]
     copies = one.in_phases(one.rows_named(lambda name: True, Kind.MEMCPY), str(Phase.OPTIMIZER_STEP))
     copied = one.exposed_ms(copies) if cost else 0.0
-    text = f"the device waits {in_ms(cost)} for the update and {in_ms(copied)} for its copies: {one.of_step(cost + copied)}"
+    text = (
+        f"the device waits {in_ms(cost)} for the update and {in_ms(copied)} for its copies: "
+        f"{one.of_step(cost + copied)}"
+    )
     advice = "keep the optimizer's states on the GPU, sharded over ranks (--use-distributed-optimizer), if they fit"
     shown, flags = describe_works(one, works), ("--use-distributed-optimizer",)
     if not cost:
@@ -234,9 +240,10 @@ def find_clip_on_host(facts: Facts, one: RankFacts) -> Finding | Observation:
 def find_process_wait(facts: Facts, one: RankFacts) -> Finding | Observation:
     """The host waits for another process while nothing runs.
 
-    Meaning: a barrier, a collective of Python objects, one over gloo or a queue keeps the host from launching. It is the
-        other process that is late, not this one's Python.
-    Measured: idle time of the device (without a GPU time without an operator) in lines of Python and ranges of that kind.
+    Meaning: a barrier, a collective of Python objects, one over gloo or a queue keeps the host from launching. It is
+        the other process that is late, not this one's Python.
+    Measured: idle time of the device (without a GPU time without an operator) in lines of Python and ranges of that
+    kind.
     Cost: that time.
     Do: leave barriers out of the step; gather tensors on the device instead of Python objects, seldom; look at what the
         other processes do meanwhile.

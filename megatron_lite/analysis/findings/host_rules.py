@@ -52,8 +52,8 @@ def find_sync_in_step(facts: Facts, one: RankFacts) -> Finding | Observation:
     Measured: calls per step that block the host, with operator and source line; cost is the device's idle time after
         them, not the time that the host waited: waiting while the device computes costs nothing. On a CPU a read
         never waits, because nothing runs ahead of Python.
-    Cost: the queue runs empty, and every launch that follows is seen in full. CPU times are misleading: the wait shows up
-        in whatever phase comes to ask first, often the copy of the next batch.
+    Cost: the queue runs empty, and every launch that follows is seen in full. CPU times are misleading: the wait shows
+        up in whatever phase comes to ask first, often the copy of the next batch.
     Do: read losses and norms at the log interval only; keep conditions on the device (torch.where); copy with
         non_blocking=True from pinned memory.
     Flags: --log-interval 100; for Megatron-LM itself --no-check-for-nan-in-loss-and-grad. Stacks name the line:
@@ -80,7 +80,10 @@ def find_sync_in_step(facts: Facts, one: RankFacts) -> Finding | Observation:
 
 
 def _look_at_clipping(facts: Facts, one: RankFacts) -> Observation | None:
-    """Tell the waits of clipping where the device idles after them; None where it does not. Their cost is clip-on-host's."""
+    """Tell the waits of clipping where the device idles after them; None where it does not.
+
+    Their cost is clip-on-host's.
+    """
     clipping = find_clip_on_host(facts)
     idle_ms = sum(site.idle_ms for site in find_clip_waits(one))
     if clipping is None or one.share(idle_ms) < MIN_SHARE_SHOWN:
@@ -115,8 +118,10 @@ def _look_at_reads(one: RankFacts) -> Observation:
     phases = [*one.placing.phases, ""]
     in_step = [row for row in rows if phases[one.placing.phase[row]] not in READS_ON_HOST]
     text = (
-        f"no GPU in the trace, so reading a value never waits; {significant(len(in_step) / one.steady_steps)} values read "
-        "into Python per step, each of which would wait for a GPU; log, eval, save and the optimizer's step counters left "
+        "no GPU in the trace, so reading a value never waits; "
+        f"{significant(len(in_step) / one.steady_steps)} values read "
+        "into Python per step, each of which would wait for a GPU; "
+        "log, eval, save and the optimizer's step counters left "
         "out"
     )
     return saw(Evidence(text, one.where()))
@@ -147,8 +152,8 @@ def find_launch_bound(facts: Facts, one: RankFacts) -> Finding | Observation:
     Measured: idle time in which the next kernel's launch call had not begun, and gaps under 10 us; with the median
         kernel against the median interval between launches, and how long a launched kernel waits in the queue (hardly
         at all here).
-    Cost: all of that idle time, without what recording added where the run's own clock shows it: the profiler itself makes
-        the host slower.
+    Cost: all of that idle time, without what recording added where the run's own clock shows it: the profiler itself
+        makes the host slower.
     Do: more work per kernel (a larger micro-batch instead of accumulation, if memory allows), fewer kernels
         (torch.compile, fused operators), CUDA graphs, less Python between operators.
     Flags: --torch-compile; a larger --micro-batch-size at the same --global-batch-size; record without
@@ -209,8 +214,8 @@ def find_host_gaps(facts: Facts, one: RankFacts) -> Finding | Observation:
         between phases, a slow call, building of inputs. On a CPU the same time passes between operators.
     Measured: idle time in which the next kernel's launch call had not begun, without what other rows explain (loader,
         synchronization, allocator, garbage collector), by what the host did meanwhile. Without a GPU: time in which no
-        operator ran, by phase; stretches of a millisecond and more are the program's own, shorter ones are the overhead of
-        calling operators.
+        operator ran, by phase; stretches of a millisecond and more are the program's own, shorter ones are the overhead
+        of calling operators.
     Cost: that time, without the profiler's overhead where the run's own clock shows it.
     Do: move the host's work out of the step, or into a thread; launch work before waiting for anything; where
         operators are small compared with their overhead, give each more to do.
@@ -292,8 +297,9 @@ MAX_SHORT_SHARE_ON_CPU = 0.20  # in pieces below a millisecond; other programs o
 def find_short_gaps(facts: Facts, one: RankFacts) -> Finding | Observation:
     """Many short gaps add up to a large part of the step.
 
-    Meaning: no gap is long enough to be visible in a timeline, but together they cost as much as one large cause: launch
-        latency, the space between the kernels of a CUDA graph, a little work of the host before each of many launches.
+    Meaning: no gap is long enough to be visible in a timeline, but together they cost as much as one large cause:
+        launch latency, the space between the kernels of a CUDA graph, a little work of the host before each of many
+        launches.
     Measured: idle time of the device in gaps below 1 ms that neither a synchronization, the loader nor another named
         cause explains, by what ends each gap. What launch-bound or host-gaps already count is left out. Without a GPU:
         pieces of 0.1 to 1 ms without an operator, in the median step.
@@ -307,7 +313,10 @@ def find_short_gaps(facts: Facts, one: RankFacts) -> Finding | Observation:
     if short is None:
         return could_not_look()
     if not one.time.on_gpu:
-        text = f"{counted(round(short.number), 'piece')} of 0.1 to {MIN_STRETCH_MS:.0f} ms without an operator: {one.of_step(short.ms)}"
+        text = (
+            f"{counted(round(short.number), 'piece')} of 0.1 to {MIN_STRETCH_MS:.0f} ms without an operator: "
+            f"{one.of_step(short.ms)}"
+        )
         sites = [Evidence(f"{in_ms(site.idle_ms)} in {site.what}", site.phase) for site in one.time.hosts[:MAX_SHOWN]]
         advice = f"record stacks ({STACKS}) to see the lines; move their work out of the step"
         limit = MAX_SHORT_SHARE_ON_CPU
@@ -378,7 +387,8 @@ def find_tiny_micro_batches(facts: Facts, one: RankFacts) -> Finding | Observati
     flag = "--micro-batch-size"  # no number without the memory that it would take
     flag, advice = larger or (flag, f"fewer, larger micro-batches as far as memory allows: {flag} above {now}")
     text = (
-        f"{significant(number)} micro-batches per step of {tokens:,} tokens: adding gradients up {in_ms(added)}, the host between "
+        f"{significant(number)} micro-batches per step of {tokens:,} tokens: "
+        f"adding gradients up {in_ms(added)}, the host between "
         f"operators {in_ms(host)}; saved at most {one.of_step(cost)}"
     )
     return find_lost_time(one, cost, text, advice, flags=(flag,), certain=False)
@@ -394,8 +404,9 @@ def find_gc_pauses(facts: Facts, one: RankFacts) -> Finding | Observation:
     Meaning: collecting walks through all objects that Python holds, in the thread that launches kernels. Each rank
         pauses in a different step, and all others wait for it.
     Measured: time in gc frames or events of the trace (with a GPU: idle time because of them), per steady step. This
-        trainer's traces and those of watched scripts have them always. Others show a gc.collect() of the program with stacks, and
-        collections by themselves only with torch.profiler's _ExperimentalConfig(record_python_gc_info=True).
+        trainer's traces and those of watched scripts have them always. Others show a gc.collect() of the program with
+        stacks, and collections by themselves only with torch.profiler's
+        _ExperimentalConfig(record_python_gc_info=True).
     Cost: the pause, on every rank for every rank's pause.
     Do: collect at fixed steps, on all ranks in the same one; move the program's own gc.collect() out of the step,
         which no flag disables.

@@ -24,18 +24,19 @@ MAX_NAMED = 4
 def find_late_in_turns(facts: Facts) -> Finding | Observation:
     """Some rank is late in each step, but not always the same one.
 
-    Meaning: every collective ends for all when the last rank has come. Where the work of a step differs between ranks (sequences of
-        unequal length, samples that cost more to load, experts with more tokens), each step takes as long as its most loaded
-        rank, though all ranks take equally long on the average. No rank is slow by itself.
-    Measured: from the collectives of all ranks' traces, matched in order: in each steady step, how long the others wait for the rank that
-        is last, beyond its own waits; several ranks alternate in being last, in at least half of the steps. Without such traces: every
-        rank's own times in steps.jsonl, where each line is of one step.
+    Meaning: every collective ends for all when the last rank has come. Where the work of a step differs between ranks
+        (sequences of unequal length, samples that cost more to load, experts with more tokens), each step takes as long
+        as its most loaded rank, though all ranks take equally long on the average. No rank is slow by itself.
+    Measured: from the collectives of all ranks' traces, matched in order: in each steady step, how long the others wait
+        for the rank that is last, beyond its own waits; several ranks alternate in being last, in at least half of the
+        steps. Without such traces: every rank's own times in steps.jsonl, where each line is of one step.
     Cost: what they wait, mean over steps.
-    Do: give ranks equal work in each step: batches of equal numbers of tokens (sort or pack by length), the same number of samples
-        of each kind; expensive work of all ranks (evaluating, logging) in the same step. Prefetch, where loading is uneven.
+    Do: give ranks equal work in each step: batches of equal numbers of tokens (sort or pack by length), the same number
+        of samples of each kind; expensive work of all ranks (evaluating, logging) in the same step. Prefetch, where
+        loading is uneven.
     Flags: --profile-ranks -1 records all ranks.
-    False alarm: other jobs on the ranks' cores delay now one rank, now another; see busy-machine, where that was recorded. Where it
-        was not, the finding is likely at most.
+    False alarm: other jobs on the ranks' cores delay now one rank, now another; see busy-machine, where that was
+        recorded. Where it was not, the finding is likely at most.
     """
     found = _find_imbalance(facts)
     if found is None:
@@ -61,16 +62,17 @@ def find_late_in_turns(facts: Facts) -> Finding | Observation:
 def find_late_at_times(facts: Facts) -> Finding | Observation:
     """One rank comes late in some steps, and is as fast as the others in the rest.
 
-    Meaning: a rank that does something more in every n-th step (saving, evaluating, logging, collecting garbage, a batch of another
-        kind) makes all ranks wait for it. Its median step shows nothing.
-    Measured: from the collectives of all ranks' traces, matched in order: in which steady steps the others wait for it, how long, and
-        whether the steps between are always as many. One odd step is no pattern. Without such traces: every rank's own times in
-        steps.jsonl, where each line is of one step.
+    Meaning: a rank that does something more in every n-th step (saving, evaluating, logging, collecting garbage, a
+        batch of another kind) makes all ranks wait for it. Its median step shows nothing.
+    Measured: from the collectives of all ranks' traces, matched in order: in which steady steps the others wait for it,
+        how long, and whether the steps between are always as many. One odd step is no pattern. Without such traces:
+        every rank's own times in steps.jsonl, where each line is of one step.
     Cost: what they wait, mean over all steps.
-    Do: look at what the rank does in those steps; do it on all ranks in the same step, overlapped with compute (in a thread, or
-        asynchronously), or less often.
+    Do: look at what the rank does in those steps; do it on all ranks in the same step, overlapped with compute (in a
+        thread, or asynchronously), or less often.
     Flags: --manual-gc, --log-interval, --save-interval, by what it does.
-    False alarm: other jobs on its cores (likely at most, where its cores were not recorded), or a clock that a hot GPU lowers at times.
+    False alarm: other jobs on its cores (likely at most, where its cores were not recorded), or a clock that a hot GPU
+    lowers at times.
     """
     found = _find_imbalance(facts)
     if found is None:
@@ -83,7 +85,10 @@ def find_late_at_times(facts: Facts) -> Finding | Observation:
         Evidence(_describe_cause(found)),
         *_describe_doubts(facts, found),
     ]
-    advice = f"look at what rank {found.rank} does in these steps; do it on all ranks at once, overlapped with compute, or less often"
+    advice = (
+        f"look at what rank {found.rank} does in these steps; "
+        "do it on all ranks at once, overlapped with compute, or less often"
+    )
     certain = bool(found.computes) and not seen[2:]
     return build_time_finding(found.lost_ms, seen, advice, (), certain, found.rank)
 
@@ -92,15 +97,16 @@ def find_late_at_times(facts: Facts) -> Finding | Observation:
 def find_collective_order(facts: Facts) -> Finding | Observation:
     """Ranks of one process group call their collectives in another order, or other ones.
 
-    Meaning: the k-th collective of a process group is one exchange of all its ranks. Where one rank calls them in another order, data
-        of one tensor is taken for another's, or ranks wait for each other for ever.
-    Measured: the collectives of each process group in each steady step, by kind, numbers and size, in the order in which
-        the hosts call them. Groups are compared each by itself: between groups any order is allowed.
+    Meaning: the k-th collective of a process group is one exchange of all its ranks. Where one rank calls them in
+        another order, data of one tensor is taken for another's, or ranks wait for each other for ever.
+    Measured: the collectives of each process group in each steady step, by kind, numbers and size, in the order in
+        which the hosts call them. Groups are compared each by itself: between groups any order is allowed.
     Cost: none in time; results are wrong, or the run hangs.
-    Do: call collectives in one order on all ranks: no branch by rank, no iteration over sets, no hooks whose order depends on
-        timing, around a collective.
+    Do: call collectives in one order on all ranks: no branch by rank, no iteration over sets, no hooks whose order
+        depends on timing, around a collective.
     Flags: TORCH_DISTRIBUTED_DEBUG=DETAIL makes torch compare collectives of all ranks.
-    False alarm: traces that do not name groups are not compared; those of windows that begin apart are compared by step numbers.
+    False alarm: traces that do not name groups are not compared; those of windows that begin apart are compared by step
+    numbers.
     """
     if facts.ranks is None or len(facts.ranks.present) < 2:
         return could_not_look(record=Recording.EVERY_RANK)
@@ -119,7 +125,10 @@ def find_collective_order(facts: Facts) -> Finding | Observation:
 
 
 def _find_imbalance(facts: Facts) -> Imbalance | None:
-    """By the traces of several ranks; else by every rank's own times in steps.jsonl. None where it is little, or a rank is a straggler."""
+    """By the traces of several ranks; else by every rank's own times in steps.jsonl.
+
+    None where it is little, or a rank is a straggler.
+    """
     ranks, run = facts.ranks, facts.run
     found = ranks.imbalance if ranks else None
     step_ms = max((row.step_ms for row in ranks.rows), default=0.0) if ranks else 0.0

@@ -66,7 +66,10 @@ def measure_loader_wait(facts: Facts) -> LoaderWait | None:
     wait_ms, rank = next((one for one in seen if (one[0] or 0.0) >= MATTERS * run.steady_step_ms), (None, None))
     if wait_ms is None:
         return None
-    text = f"{in_ms(wait_ms)} of a step of {in_ms(run.steady_step_ms)} is spent in the phase {DATA} (median of typical steps)"
+    text = (
+        f"{in_ms(wait_ms)} of a step of {in_ms(run.steady_step_ms)} is spent in the phase {DATA} (median of "
+        "typical steps)"
+    )
     place = "steps.jsonl" if rank is None else f"rank {rank}, steps.jsonl"
     return LoaderWait(wait_ms, run.steady_step_ms - wait_ms, None, text, place, rank)
 
@@ -84,8 +87,8 @@ def find_starved_loader(facts: Facts) -> Finding | Observation:
         a local disk, fewer small tensors in the collate function.
     Flags: --num-workers N (0 loads in the training process, without overlap). megatron-lite preprocess writes
         .bin/.idx files once, so that loading is only reading.
-    False alarm: the first steps of a run, while workers start; they are left out of the figures. Other jobs that take the
-        loader's cores: likely at most, where what the rank got of them was not recorded.
+    False alarm: the first steps of a run, while workers start; they are left out of the figures. Other jobs that take
+        the loader's cores: likely at most, where what the rank got of them was not recorded.
     """
     wait, workers = measure_loader_wait(facts), facts.loader_workers
     if wait is None or are_too_many(facts):
@@ -212,7 +215,8 @@ def find_unpinned_copies(facts: Facts, one: RankFacts) -> Finding | Observation:
     stalled = sum(site.idle_ms for site in one.time.syncs if is_batch_copy(site))
     each = float(one.trace.events.num_bytes[rows].clip(min=0).mean())
     text = (
-        f"{significant(one.per_step(rows))} unpinned per step, of {size(each)} on average: {in_ms(exposed)} on the device "
+        f"{significant(one.per_step(rows))} unpinned per step, of {size(each)} on average: "
+        f"{in_ms(exposed)} on the device "
         f"not overlapped with compute, {in_ms(stalled)} idle after the host's wait; {one.of_step(exposed + stalled)}"
     )
     advice = "pin host memory (DataLoader(pin_memory=True)) and copy with .to(device, non_blocking=True)"
@@ -307,7 +311,8 @@ def find_small_copies(facts: Facts, one: RankFacts) -> Finding | Observation:
         return could_not_look(Evidence(f"no copy from the host in {steady}", one.where()))
     rows = copies[num_bytes[copies] <= SMALL_BYTES]
     seen = (
-        f"per step {counted(one.per_step(copies), 'transfer')} between host and device, {significant(one.per_step(rows))} "
+        f"per step {counted(one.per_step(copies), 'transfer')} between host and device, "
+        f"{significant(one.per_step(rows))} "
         f"of at most {size(SMALL_BYTES)}; {MAX_SMALL_COPIES} would be many"
     )
     look = saw(Evidence(seen, one.where(copies[0])))

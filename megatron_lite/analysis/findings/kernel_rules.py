@@ -106,8 +106,8 @@ ORDERED = ("aten::contiguous", "aten::reshape", "aten::_reshape_copy")
 def find_layout_copies(facts: Facts, one: RankFacts) -> Finding | Observation:
     """Tensors are copied because their layout does not suit the next operator.
 
-    Meaning: .contiguous() on a transposed or sliced view, and reshape() where a view cannot have the new shape, read and
-        write the whole tensor and compute nothing.
+    Meaning: .contiguous() on a transposed or sliced view, and reshape() where a view cannot have the new shape, read
+        and write the whole tensor and compute nothing.
     Measured: device time (without a GPU: operators' time) of what aten::contiguous and aten::reshape launch, where they
         copy.
     Cost: up to that time, and the memory of the copies.

@@ -93,7 +93,8 @@ def measure_recompilation(run: Run | None) -> tuple[float, Evidence, None] | Non
     shown = ", ".join(str(run.iterations[at]) for at in late[:MAX_STEPS_SHOWN])
     shown += ", ..." if len(late) > MAX_STEPS_SHOWN else ""
     text = (
-        f"{len(late):,} of {run.steps:,} steps compiled something, after the first one (iterations {shown}); spread over "
+        f"{len(late):,} of {run.steps:,} steps compiled something, "
+        f"after the first one (iterations {shown}); spread over "
         f"all steps {in_ms(cost)} each, beside {in_ms(steady_ms)} without compiling"
     )
     return cost, Evidence(text, "steps.jsonl"), None
@@ -204,15 +205,15 @@ def find_profiler_overhead(facts: Facts, run: Run) -> Finding | Observation:
     Measured: the median profiled step against the median of the steps before, on the run's own clock, and
         the CPU time of the process in both: recording is work of its own threads, so that it explains no more than the
         CPU time grew. Waiting for a core is busy-machine, not the profiler. Without CPU times the steps alone decide.
-        It is certain only if the CPU time explains nearly all of it, each profiled step is longer than the steps on both
-        sides, those after the window are short again, and the run had its cores throughout.
+        It is certain only if the CPU time explains nearly all of it, each profiled step is longer than the steps on
+        both sides, those after the window are short again, and the run had its cores throughout.
     Cost: none in the unprofiled run. Trust device times of the trace, but not host times, gaps and launch-bound.
     Do: record less, once without stacks and shapes for comparison; a larger micro-batch reduces the overhead.
     Flags: leave out --pytorch-profiler-collect-callstack, --pytorch-profiler-collect-shapes and
         --pytorch-profiler-collect-memory, on CPUs --record-memory-history too; more steps between --profile-step-start
         and --profile-step-end do not help.
-    False alarm: steps before the window that were not alike, as in a ramp-up of the batch. Other jobs on the machine make
-        the same work take more CPU time, too.
+    False alarm: steps before the window that were not alike, as in a ramp-up of the batch. Other jobs on the machine
+        make the same work take more CPU time, too.
     """
     found = measure_slowdown(run)
     if found is None:
@@ -260,8 +261,8 @@ def find_too_many_threads(facts: Facts) -> Finding | Observation:
         machine then run several threads per core, which wait for each other at the end of every operator.
     Measured: threads per rank times the ranks of this machine against its cores, as recorded by the run (CPU runs;
         of watched scripts too).
-    Cost: at most the time that the training thread waited for a core; other jobs may have a part in it. Not measured where nothing
-        tells of that: often more than half of the speed.
+    Cost: at most the time that the training thread waited for a core; other jobs may have a part in it. Not measured
+        where nothing tells of that: often more than half of the speed.
     Do: cores divided by ranks, a thread left for the loader.
     Flags: OMP_NUM_THREADS=N before the command (torchrun sets 1 by itself with several ranks).
     False alarm: cores that the run does not see because others use them: then even fewer threads are right.
@@ -291,8 +292,8 @@ def find_busy_machine(facts: Facts) -> Finding | Observation:
     Meaning: other programs, or more threads than cores, take the cores that the ranks want. Steps get longer by chance,
         now on one rank, now on another; all times depend on the machine as much as on the run.
     Measured: how long the training thread was ready but had no CPU core, from Linux's scheduler (schedstat), per
-        step in steps.jsonl, and of each rank in the header of its trace; elsewhere how often its threads lost their cores without having asked (involuntary context
-        switches per second of CPU time).
+        step in steps.jsonl, and of each rank in the header of its trace; elsewhere how often its threads lost their
+        cores without having asked (involuntary context switches per second of CPU time).
     Cost: the wait of the rank that waits longest; the others wait for it in the next collective.
     Do: look for other programs (top), fewer threads or loader workers, a cgroup's limit of CPU time; give the run cores
         of its own; measure again on a quiet machine.
@@ -323,7 +324,10 @@ def find_busy_machine(facts: Facts) -> Finding | Observation:
     cpus, threads, local = facts.hardware.cpus, facts.hardware.threads, facts.local_ranks
     if cpus and threads and local and local * threads > cpus:
         flags = (f"{THREADS}={max(1, cpus // local)}",)
-        advice = f"start fewer threads ({flags[0]}): {counted(local, 'rank')} x {counted(threads, 'thread')} share {counted(cpus, 'core')}"
+        advice = (
+            f"start fewer threads ({flags[0]}): {counted(local, 'rank')} x {counted(threads, 'thread')} share "
+            f"{counted(cpus, 'core')}"
+        )
     seen = (Evidence(text, found.source or "steps.jsonl") for text in told)
     certain = found.wait_ms is not None and not facts.on_gpu
     return build_time_finding(found.wait_ms, seen, advice, flags, certain=certain, rank=found.rank)
@@ -344,5 +348,8 @@ def _describe_other_steps(run: Run, found: CoreShortage) -> list[str]:
     if ordinary is None or ordinary.wait_ms is None:
         return []
     return [
-        f"outside the profiled window it waits for a CPU core for {in_ms(ordinary.wait_ms)} of {in_ms(ordinary.step_ms)}"
+        (
+            f"outside the profiled window it waits for a CPU core for {in_ms(ordinary.wait_ms)} of "
+            f"{in_ms(ordinary.step_ms)}"
+        )
     ]

@@ -278,7 +278,8 @@ def find_recompute_activations(facts: Facts, most: Snapshot) -> Finding | Observ
         text = f"recomputing would save {size(max(gain, 0))} of a peak of {size(most.peak_bytes)}"
         return saw(Evidence(text, most.source))
     text = (
-        f"activations of {counted(len(layers), 'layer')} take {size(held)} of the peak of {size(most.peak_bytes)}; with recomputation one layer's "
+        f"activations of {counted(len(layers), 'layer')} take {size(held)} of the peak of "
+        f"{size(most.peak_bytes)}; with recomputation one layer's "
         f"{size(held / len(layers))} and the layers' inputs{f' of {size(inputs)}' if inputs else ''}"
     )
     advice = f"if memory keeps the micro-batch small: {RECOMPUTE_FLAG} (costs a second forward)"
@@ -292,11 +293,11 @@ MIN_SHARED = 0.10  # of the peak, that ranks must save by sharing: it costs no a
 def find_state_kept_whole(facts: Facts, most: Snapshot) -> Finding | Observation:
     """Every data parallel rank keeps the whole optimizer state.
 
-    Meaning: fp32 masters and the optimizer's moments are needed in the update only, 12 of 16 bytes per parameter in 16 bits. Ranks
-        that train the same weights can keep a part each (ZeRO-1): gradients are scattered instead of summed everywhere,
-        and weights gathered afterwards, which is as many bytes.
-    Measured: masters and moments at the peak of a snapshot that fills most of the device; the ranks that share gradients, as recorded in
-        the run's layout.
+    Meaning: fp32 masters and the optimizer's moments are needed in the update only, 12 of 16 bytes per parameter in 16
+        bits. Ranks that train the same weights can keep a part each (ZeRO-1): gradients are scattered instead of summed
+        everywhere, and weights gathered afterwards, which is as many bytes.
+    Measured: masters and moments at the peak of a snapshot that fills most of the device; the ranks that share
+        gradients, as recorded in the run's layout.
     Cost: all of that memory but this rank's share.
     Do: shard this state over ranks; also weights and gradients, where that is not enough.
     Flags: --use-distributed-optimizer; --use-torch-fsdp2.
@@ -320,9 +321,10 @@ def find_state_kept_whole(facts: Facts, most: Snapshot) -> Finding | Observation
 def find_sequence_parallel_off(facts: Facts, most: Snapshot) -> Finding | Observation:
     """Between attention and MLP, every tensor parallel rank keeps all tokens.
 
-    Meaning: tensor parallelism splits the products. Norms, dropout and the residual between them work on all tokens on every rank,
-        10 of 34 bytes per token and feature in 16 bits (Korthikanti et al. 2022, arXiv 2205.05198). Sequence parallelism
-        gives each rank a part of the tokens there, and exchanges as many bytes in forward: a gather and a scatter are one sum.
+    Meaning: tensor parallelism splits the products. Norms, dropout and the residual between them work on all tokens on
+        every rank, 10 of 34 bytes per token and feature in 16 bits (Korthikanti et al. 2022, arXiv 2205.05198).
+        Sequence parallelism gives each rank a part of the tokens there, and exchanges as many bytes in forward: a
+        gather and a scatter are one sum.
     Measured: a snapshot that fills most of the device, or memory that ran out; what is saved, by the formulas of plan.
     Cost: all of that. Inputs of products are gathered once more in backward.
     Do: switch it on wherever layers are split.
@@ -390,9 +392,9 @@ def find_needless_recompute(facts: Facts) -> Finding | Observation:
     Meaning: full recomputation runs every layer's forward once more in backward, to keep only its input. That is worth
         it where memory decides the micro-batch, and a loss everywhere else.
     Measured: the run's plan; the sum of all that a step would hold without recomputation, by formula, against the
-        memory that the run found at its start (of the GPU, or of the machine, shared by its ranks). Of other jobs: layers
-        that run forward again inside backward, beside a peak below 30% of the GPU's memory; of
-        watched scripts on CPUs, beside processes that together held less than 30% of the machine's memory.
+        memory that the run found at its start (of the GPU, or of the machine, shared by its ranks). Of other jobs:
+        layers that run forward again inside backward, beside a peak below 30% of the GPU's memory; of watched scripts
+        on CPUs, beside processes that together held less than 30% of the machine's memory.
     Cost: up to the time of forward, by its share of recomputed layers.
     Do: leave recomputation out, or a larger micro-batch with it.
     Flags: without --recompute-granularity full, --recompute-method and --recompute-num-layers; --recompute-granularity
@@ -468,7 +470,8 @@ def _find_room_of_host(facts: Facts) -> tuple[int, int, str]:
 
 
 def _find_recomputation_in_trace(facts: Facts) -> Finding | Observation:
-    """Of a job whose flags are unknown: recomputation that its trace shows, where the peak is far below the device's memory."""
+    """Of a job whose flags are unknown: recomputation that its trace shows,
+    where the peak is far below the device's memory."""
     one = facts.critical
     if one is None:
         return could_not_look(record=Recording.TRACE)

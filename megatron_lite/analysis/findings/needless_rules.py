@@ -25,7 +25,8 @@ from megatron_lite.units import counted
 
 # What a model's layers are recognized by. Embeddings and first convolutions tell where a pass begins.
 LAYERS = re.compile(
-    r"aten::(linear|matmul|mm|bmm|addmm|baddbmm|einsum|embedding|conv\d?d|conv_transpose\d?d|scaled_dot_product_attention)$"
+    r"aten::(linear|matmul|mm|bmm|addmm|baddbmm|einsum|embedding|conv\d?d|conv_transpose\d?d"
+    r"|scaled_dot_product_attention)$"
 )
 RECOMPUTED_LAYERS = re.compile(r"aten::(linear|matmul|conv\d?d|layer_norm|scaled_dot_product_attention|embedding)$")
 CASTS = ("aten::to", "aten::_to_copy")
@@ -37,7 +38,8 @@ WITHOUT_GRADIENTS = "torch.no_grad()"
 
 @dataclass(frozen=True)
 class ForwardPass:
-    """Operators of layers that follow each other on a thread, with no backward, update or other kind of pass between."""
+    """Operators of layers that follow each other on a thread, with no backward,
+    update or other kind of pass between."""
 
     rows: Integers  # the outermost operators of its layers
     layers: tuple[tuple[str, object], ...]  # name and weights' size of each

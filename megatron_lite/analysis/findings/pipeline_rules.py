@@ -35,17 +35,17 @@ ONE_STAGE = "no typical steps of several stages of a pipeline"
 def find_pipeline_bubble(facts: Facts, run: Run) -> Finding | Observation:
     """Pipeline stages idle while the pipeline fills and drains.
 
-    Meaning: the last stage has nothing to do until the first micro-batch has come through all others, and the first one waits in
-        the same way at the end of the step. Of p stages, m micro-batches and v chunks per stage that is (p-1)/v of m + (p-1)/v slots
-        for each stage, however fast it is (Narayanan et al. 2021, arXiv 2104.04473). With gradients of weights in between
-        (ZeroBubble) a third of it at best.
-    Measured: every rank's median time in the phase pipeline_wait over the run's typical steps. The stage that waits least is the
-        one that sets the pace; it waits for the bubble.
+    Meaning: the last stage has nothing to do until the first micro-batch has come through all others, and the first one
+        waits in the same way at the end of the step. Of p stages, m micro-batches and v chunks per stage that is
+        (p-1)/v of m + (p-1)/v slots for each stage, however fast it is (Narayanan et al. 2021, arXiv 2104.04473). With
+        gradients of weights in between (ZeroBubble) a third of it at best.
+    Measured: every rank's median time in the phase pipeline_wait over the run's typical steps. The stage that waits
+        least is the one that sets the pace; it waits for the bubble.
     Cost: what that stage waits, at most the schedule's share of the step.
-    Do: more micro-batches per step: a larger global batch, or smaller micro-batches while the GPU stays busy with them; fewer
-        stages; several chunks of layers per stage; gradients of weights that fill the bubble.
-    Flags: --global-batch-size, --micro-batch-size; --num-virtual-stages-per-pipeline-rank; --pipeline-schedule ZeroBubble;
-        --pipeline-model-parallel-size.
+    Do: more micro-batches per step: a larger global batch, or smaller micro-batches while the GPU stays busy with them;
+        fewer stages; several chunks of layers per stage; gradients of weights that fill the bubble.
+    Flags: --global-batch-size, --micro-batch-size; --num-virtual-stages-per-pipeline-rank; --pipeline-schedule
+        ZeroBubble; --pipeline-model-parallel-size.
     False alarm: a global batch that may not grow, of micro-batches that are as small as the GPU bears.
     """
     num_micro_batches = facts.micro_batches
@@ -84,7 +84,8 @@ def _describe_waits(waits_ms: dict[int, float], step_ms: float) -> Evidence:
     least = min(waits_ms, key=lambda stage: waits_ms[stage])
     most = max(waits_ms, key=lambda stage: waits_ms[stage])
     return Evidence(
-        f"stage {least + 1} waits least, {in_ms(waits_ms[least])} of a step of {in_ms(step_ms)}; stage {most + 1} most, "
+        f"stage {least + 1} waits least, {in_ms(waits_ms[least])} of a step of {in_ms(step_ms)}; "
+        f"stage {most + 1} most, "
         f"{in_ms(waits_ms[most])} (medians in steps.jsonl)"
     )
 
@@ -125,15 +126,16 @@ MIN_SLOWER = 1.2  # times the other stages' time for each layer: a place that is
 def find_unbalanced_stages(facts: Facts, run: Run) -> Finding | Observation:
     """One stage has more to do than the others, or does it more slowly.
 
-    Meaning: every micro-batch goes through all stages, so that the slowest one sets the pace of all, however many micro-batches
-        there are. The first stage has the embedding beside its layers, the last one the output layer and the loss, which with
-        a large vocabulary take as long as several layers.
-    Measured: every rank's median time in forward and backward over the run's typical steps, without its waiting for other
-        stages; of a stage the usual rank's. What embedding and loss take is what the ends need beyond the time of their layers.
-    Cost: by how much the slowest stage would be faster with the layers moved; where it has no more of them than others, what
-        it takes longer than the median stage.
-    Do: move layers away from the stage, with the flags that the finding names. A stage between the ends that has no more
-        layers than others runs at a slow place: look at its GPUs, or swap the node.
+    Meaning: every micro-batch goes through all stages, so that the slowest one sets the pace of all, however many
+        micro-batches there are. The first stage has the embedding beside its layers, the last one the output layer and
+        the loss, which with a large vocabulary take as long as several layers.
+    Measured: every rank's median time in forward and backward over the run's typical steps, without its waiting for
+        other stages; of a stage the usual rank's. What embedding and loss take is what the ends need beyond the time of
+        their layers.
+    Cost: by how much the slowest stage would be faster with the layers moved; where it has no more of them than others,
+        what it takes longer than the median stage.
+    Do: move layers away from the stage, with the flags that the finding names. A stage between the ends that has no
+        more layers than others runs at a slow place: look at its GPUs, or swap the node.
     Flags: --decoder-first-pipeline-num-layers, --decoder-last-pipeline-num-layers, --pipeline-model-parallel-layout.
     False alarm: a machine that others use, too; ranks of one machine share its cores.
     """
@@ -209,7 +211,8 @@ def _suspect_place(own_ms: dict[int, float], layers: list[int], slowest: int, ra
         rank: the first rank of that stage.
 
     Returns:
-        The cause with its remedy; None for an end, which has more to do than its layers, and for a stage that is hardly slower.
+        The cause with its remedy; None for an end, which has more to do than its layers, and for a stage that is hardly
+        slower.
     """
     if slowest in (0, len(layers) - 1):
         return None

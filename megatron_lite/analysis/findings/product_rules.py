@@ -49,8 +49,8 @@ def find_no_tensor_cores(facts: Facts, one: RankFacts) -> Finding | Observation:
 
     Meaning: the data are fp16 or bf16, but the kernel's name says CUDA cores: the library found no tensor-core kernel
         for the shape, the alignment or the layout. A 16-bit product without tensor cores is no faster than fp32.
-    Measured: time of such kernels against all matrix products and attention. Kernel names decide (s1688, 16816, xmma, nvjet,
-        wgmma are tensor cores; sgemm, simt, ffma are not); an unknown name counts as tensor cores here.
+    Measured: time of such kernels against all matrix products and attention. Kernel names decide (s1688, 16816, xmma,
+        nvjet, wgmma are tensor cores; sgemm, simt, ffma are not); an unknown name counts as tensor cores here.
     Cost: their time; how much remains on tensor cores depends on the shape, so that this is an upper bound.
     Do: make dimensions multiples of 8 (16 bytes), better of 64; keep tensors contiguous in their last dimension; see
         matmul-shapes for the dimensions.
@@ -201,7 +201,8 @@ def _bound_gain(one: RankFacts, ms: float, precision: str) -> float | None:
 
 
 def _limit_to_computing(one: RankFacts, ms: float) -> float:
-    """The part of `ms` that fp32 products can need for their arithmetic and memory, even far below the hardware's limits."""
+    """The part of `ms` that fp32 products can need for their arithmetic and memory,
+    even far below the hardware's limits."""
     shaped = [row for row in one.kernels.roofline if row.role in MATRIX_ROLES and row.dtype == "fp32" and row.ms > 0]
     total_ms = sum(row.ms for row in shaped)
     if not total_ms:
@@ -268,8 +269,8 @@ def find_matmul_shapes(facts: Facts, one: RankFacts) -> Finding | Observation:
     Meaning: matrix units work on tiles. A dimension that is no multiple of 8 (16 bytes of fp16) may lose tensor cores
         or wide loads altogether; one that is no multiple of 64 leaves part of the last tile, and of each cache line,
         empty. hidden 1000 is a multiple of 8 and still no good: 1024 has the same number of tiles.
-    Measured: dimensions of the products in the trace (needs --pytorch-profiler-collect-shapes), their layers according to
-        the run's plan, and their time. The cost is the part of the tiles' work that is padding: 1 - product of
+    Measured: dimensions of the products in the trace (needs --pytorch-profiler-collect-shapes), their layers according
+        to the run's plan, and their time. The cost is the part of the tiles' work that is padding: 1 - product of
         (dimension / next multiple of 64), which is arithmetic; that a lost tensor core costs more is in
         no-tensor-cores.
     Cost: at least the padding; odd dimensions (no multiple of 8) often cost several times as much.
@@ -432,7 +433,8 @@ def name_layer(facts: Facts, dims: tuple[int, ...]) -> str:
 
 
 def _keep_flags(changes: Iterable[str]) -> list[str]:
-    """Without the sizes that no flag names, where flags name others: those follow, as the QKV projection's follows the width."""
+    """Without the sizes that no flag names, where flags name others: those follow,
+    as the QKV projection's follows the width."""
     listed = list(changes)
     return [change for change in listed if change.startswith("--")] or listed
 

@@ -1,4 +1,5 @@
-"""Memory that is held and serves nobody now: between tensors, in private pools, for another stream, for other layers."""
+"""Memory that is held and serves nobody now: between tensors, in private pools, for another stream,
+for other layers."""
 
 from megatron_lite.analysis.findings.base import (
     Evidence,
@@ -29,8 +30,8 @@ def find_fragmentation(facts: Facts) -> Finding | Observation:
         request, and another segment is taken: reserved grows, allocated does not. An out-of-memory error can come with
         gigabytes free.
     Measured: reserved against allocated at the moment of the largest reservation in a snapshot with a history, in the
-        allocator's default pool: what is free in private pools is no fragmentation (see private-pool). Whether expandable
-        segments would help is found by replaying the record with them, not by rule of thumb.
+        allocator's default pool: what is free in private pools is no fragmentation (see private-pool). Whether
+        expandable segments would help is found by replaying the record with them, not by rule of thumb.
     Cost: the difference. Reserved memory is no leak: it is kept for reuse.
     Do: expandable segments where the replay shows a gain; else sizes that repeat: a constant batch and length.
     Flags: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True.
@@ -73,8 +74,9 @@ def find_private_pool(facts: Facts) -> Finding | Observation:
     Meaning: a CUDA graph replays with the addresses of its capture. Its memory stays in a private pool after the
         capture, although no tensor holds it, and no other request can use it, not even one that fails. A graph per
         batch size, each with a pool of its own, keeps as many peaks. torch.cuda.use_mem_pool keeps a pool likewise.
-    Measured: segments whose segment_pool_id is not the default pool's: what they reserve, and what tensors hold of it, when
-        a request failed or else at the end of the record. Of several pools all but the largest could be saved by sharing.
+    Measured: segments whose segment_pool_id is not the default pool's: what they reserve, and what tensors hold of it,
+        when a request failed or else at the end of the record. Of several pools all but the largest could be saved by
+        sharing.
     Cost: what lies free there. Replays of the graph need it.
     Do: capture all graphs with one pool, the largest batch first; capture fewer sizes; delete graphs that are not
         replayed any more; allocate outside of torch.cuda.use_mem_pool what need not lie in the pool.
@@ -122,8 +124,8 @@ MAX_AWAITING_SHARE = 0.10  # of the peak: less decides nothing
 def find_awaiting_free(facts: Facts, most: Snapshot) -> Finding | Observation:
     """Memory that the program gave back waits for another stream before it can be used again.
 
-    Meaning: Tensor.record_stream says that another stream uses a tensor. When the program drops the tensor, its memory is
-        kept until that stream has passed the point, and the host runs ahead of it: several layers' memory may wait.
+    Meaning: Tensor.record_stream says that another stream uses a tensor. When the program drops the tensor, its memory
+        is kept until that stream has passed the point, and the host runs ahead of it: several layers' memory may wait.
     Measured: allocations at the snapshot's peak whose free was requested and not completed (blocks in the state
         active_awaiting_free).
     Cost: those bytes at the moment that decides.
@@ -156,7 +158,8 @@ RELEASES = {
         "end GatheredParameters contexts before training goes on"
     ),
     "FSDP1": (
-        "ShardingStrategy.FULL_SHARD with limit_all_gathers=True; end summon_full_params contexts before training goes on"
+        "ShardingStrategy.FULL_SHARD with limit_all_gathers=True; "
+        "end summon_full_params contexts before training goes on"
     ),
     "FSDP2": "fully_shard(..., reshard_after_forward=True), and fewer modules prefetched",
 }
@@ -167,15 +170,16 @@ RELEASES_OURS = "--use-torch-fsdp2 instead of --use-distributed-optimizer"
 def find_gathered_parameters(facts: Facts, most: Snapshot) -> Finding | Observation:
     """Weights that were gathered for a layer are still whole when other layers run.
 
-    Meaning: with ZeRO-3 and FSDP each rank keeps a part of the weights, and a layer is gathered before it runs. One or two
-        layers are whole at a time if each is given back after its use; else the whole model comes together again.
-    Measured: at the peak of a snapshot that fills most of the device, allocations whose stack leads through the library's code
-        that gathers (library_frames.tsv). Most of them were gathered in a phase that was over, or most of what the phase
-        gathers is whole at once.
+    Meaning: with ZeRO-3 and FSDP each rank keeps a part of the weights, and a layer is gathered before it runs. One or
+        two layers are whole at a time if each is given back after its use; else the whole model comes together again.
+    Measured: at the peak of a snapshot that fills most of the device, allocations whose stack leads through the
+        library's code that gathers (library_frames.tsv). Most of them were gathered in a phase that was over, or most
+        of what the phase gathers is whole at once.
     Cost: those bytes but for two pieces.
-    Do: let the library give each layer back: in DeepSpeed lower stage3_max_live_parameters, stage3_max_reuse_distance and
-        stage3_prefetch_bucket_size; in FSDP FULL_SHARD with limit_all_gathers, or reshard_after_forward=True; end contexts
-        that gather (GatheredParameters, summon_full_params) before training goes on; wrap layers, not the whole model.
+    Do: let the library give each layer back: in DeepSpeed lower stage3_max_live_parameters, stage3_max_reuse_distance
+        and stage3_prefetch_bucket_size; in FSDP FULL_SHARD with limit_all_gathers, or reshard_after_forward=True; end
+        contexts that gather (GatheredParameters, summon_full_params) before training goes on; wrap layers, not the
+        whole model.
     Flags: --use-torch-fsdp2 instead of --use-distributed-optimizer, which keeps weights from forward to backward.
     False alarm: a device with room, where weights are kept whole to save a second gathering.
     """

@@ -116,8 +116,8 @@ def _rounds_to_nothing(one: Finding) -> bool:
 
 
 def _rate(one: Finding, steps: int) -> tuple[int, float, int]:
-    """Where a finding stands: what ended the run or makes its results wrong comes first; then other jobs on the machine,
-    which make every other cost what it is."""
+    """Where a finding stands: what ended the run or makes its results wrong comes first; then other jobs on the
+    machine, which make every other cost what it is."""
     cost_ms = one.cost_ms if one.once_ms is None else one.once_ms / steps
     order = 2
     if one.code in BEFORE_COSTS and one.certain:

@@ -39,7 +39,8 @@ DATA_FLAGS = (
 
 
 def look_at_sixteen_bits(case: CheckCase) -> Observation:
-    """Tell whether 16 bits take less time and memory than the same work in fp32; one run shows only that they are used."""
+    """Tell whether 16 bits take less time and memory than the same work in fp32;
+    one run shows only that they are used."""
     facts, other, one = case.facts, case.other, case.facts.critical
     used = _measure_formats(one)
     seen = _describe_formats(one, used) if one is not None else []

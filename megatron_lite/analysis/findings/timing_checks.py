@@ -18,7 +18,8 @@ WINDOW = "--profile-step-start 10 --profile-step-end 15"
 
 
 def look_at_clock(case: CheckCase) -> Observation:
-    """Tell whose clock the times are from: CUDA events, a trace of a GPU, or on a CPU the host's, which is the device's."""
+    """Tell whose clock the times are from: CUDA events, a trace of a GPU, or on a CPU the host's,
+    which is the device's."""
     run, one = case.facts.run, case.facts.critical
     gpu_ms = measure_ordinary(run, run.gpu_ms) if run else None
     if run is not None and gpu_ms is not None:

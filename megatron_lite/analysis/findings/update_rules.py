@@ -133,7 +133,10 @@ def _look_at_scale(facts: Facts, run: Run) -> Observation:
     scales = run.loss_scale[run.loss_scale > 0]
     if not len(scales):
         return could_not_look()
-    text = f"{run.skipped.sum():,} of {run.steps:,} steps skipped, the loss scale is {significant(scales[-1], 6)} at the end"
+    text = (
+        f"{run.skipped.sum():,} of {run.steps:,} steps skipped, "
+        f"the loss scale is {significant(scales[-1], 6)} at the end"
+    )
     settled = 0 if run.skipped.all() else run.steps - int(run.skipped.argmin())
     if run.skipped.any() and settled < MIN_SETTLED_STEPS:
         record = f"{Recording.LONGER_RUN}; --initial-loss-scale 65536 avoids the skipped steps at the beginning"
@@ -223,8 +226,8 @@ def find_hard_clipping(facts: Facts, run: Run) -> Finding | Observation:
     Meaning: clipping is meant for rare outliers. Where each update is scaled down to the limit, the limit and not the
         gradient decides the update's size: with SGD it is the learning rate in disguise, with Adam the scale cancels
         out, and what remains is that steps with large gradients count no more than others.
-    Measured: gradient norms in steps.jsonl (of watched scripts what torch.nn.utils.clip_grad_norm_ returned), skipped steps left out, against --clip-grad: above 10 times the limit in
-        95% of the updates, from 10 updates on.
+    Measured: gradient norms in steps.jsonl (of watched scripts what torch.nn.utils.clip_grad_norm_ returned), skipped
+        steps left out, against --clip-grad: above 10 times the limit in 95% of the updates, from 10 updates on.
     Cost: not time: what the updates mean.
     Do: look for what makes gradients large: a loss that is summed instead of averaged, no warm-up, an initialization
         that is too wide, targets that are not scaled. If the norm is right, raise the limit to what it is usually.
@@ -292,7 +295,8 @@ def _measure_idle_in_logging(one: RankFacts | None) -> tuple[float, Evidence] | 
 
 
 def _measure_logging_phase(run: Run | None) -> tuple[float, Evidence] | Observation:
-    """Measure the host's ms per step in the phase that logs, with its evidence; a look where it is little or not seen."""
+    """Measure the host's ms per step in the phase that logs, with its evidence;
+    a look where it is little or not seen."""
     cost = measure_ordinary(run, run.phases_ms.get(LOG, ())) if run is not None else None
     if run is None or not run.steady_step_ms or cost is None:
         return could_not_look(record=Recording.RUN_FOLDER)

@@ -1,8 +1,10 @@
-"""The tables of kernel names (kernel_families.tsv, kernel_pieces.tsv), and the words that no table can hold. kernel_names.py applies them.
+"""The tables of kernel names (kernel_families.tsv, kernel_pieces.tsv), and the words that no table can hold.
+kernel_names.py applies them.
 
-Names are no interface. cuBLAS of 2017 to 2022, CUTLASS and cuDNN's products follow the CUTLASS profiler guide: architecture, unit,
-<accumulator><instruction><operation>, formats, threadblock MxN, K of a slice x stages, layouts, alignment; with words of their own that
-nobody documents, as xmma's, nvjet's and Tensile's. What is only seen in use is marked as inferred.
+Names are no interface. cuBLAS of 2017 to 2022, CUTLASS and cuDNN's products follow the CUTLASS profiler guide:
+architecture, unit, <accumulator><instruction><operation>, formats, threadblock MxN, K of a slice x stages, layouts,
+alignment; with words of their own that nobody documents, as xmma's, nvjet's and Tensile's. What is only seen in use is
+marked as inferred.
 """
 
 import re
@@ -29,7 +31,8 @@ class Word(str):
 class Piece:
     """A piece of names.
 
-    where: "=GROUP" of the family's match; a pattern, whose group t (else all of it) is shown and v (else that) explained; or a
+    where: "=GROUP" of the family's match; a pattern, whose group t (else all of it) is shown and v (else that)
+    explained; or a
         function of the match and the name. meaning: a text with {v} or a group, as {v:TABLE} looked up,
         {precision} (no piece where that is unknown) or {any}; a dict
         by v (OTHER: all others; no piece without an entry); or a function of v, of the meaning or (text, meaning).
@@ -131,7 +134,8 @@ def _name_format(written: str) -> str:
 
 
 def _find_operand_format(found: re.Match[str], name: str) -> str:
-    """The wider of both operands: narrower ones are widened to it before the tensor cores multiply, or run at its rate."""
+    """The wider of both operands: narrower ones are widened to it before the tensor cores multiply,
+    or run at its rate."""
     groups = found.groupdict()
     formats = [_name_format(groups[one]) for one in ("a", "b") if groups.get(one)]
     known = [one for one in formats if one in _NARROW_FIRST]

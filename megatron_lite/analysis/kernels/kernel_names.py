@@ -1,4 +1,5 @@
-"""Takes the name of a kernel apart, after the table in kernel_families.py, and says in plain sentences what it tells."""
+"""Takes the name of a kernel apart, after the table in kernel_families.py,
+and says in plain sentences what it tells."""
 
 import re
 from dataclasses import dataclass

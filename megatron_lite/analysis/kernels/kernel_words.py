@@ -3,8 +3,9 @@
 Kernel names are no interface: they change with each release of a library and each compiler. What no row knows is
 "other", which a report shows as such. The tables are in kernel_words.tsv.
 
-The main word of a kernel's name decides. It stands in the function's own name; namespaces and template arguments around it
-tell what was fused into the function, or what it works on, and are asked only where the function's name says nothing.
+The main word of a kernel's name decides. It stands in the function's own name; namespaces and template arguments around
+it tell what was fused into the function, or what it works on, and are asked only where the function's name says
+nothing.
 """
 
 import os
@@ -43,7 +44,8 @@ _CPP_TYPE = re.compile(r"(?<![A-Za-z0-9_])(?:\w+::)*(" + "|".join(WORDS["C++ typ
 
 
 def template_format(name: str) -> str:
-    """The narrowest number format among a C++ name's template arguments: what the operands most likely have; '' without any."""
+    """The narrowest number format among a C++ name's template arguments: what the operands most likely have;
+    '' without any."""
     arguments = name.partition("<")[2]
     formats = [WORDS["C++ types"][one] for one in _CPP_TYPE.findall(arguments.rpartition(">(")[0] or arguments)]
     return next((one for one in (*MIXED, "tf32") if one in formats), formats[0] if formats else "")
@@ -54,7 +56,8 @@ _WIDE_OPERAND = re.compile(r"(?<![a-z0-9])(w\d+)?a16(?![0-9])")
 
 
 def name_format(name: str) -> str:
-    """The number format of a product's operands, where the function's own name has it: 'fp8' of "sm90_fp8_gemm"; '' without any."""
+    """The number format of a product's operands, where the function's own name has it: 'fp8' of "sm90_fp8_gemm";
+    '' without any."""
     function = _find_head(name).rpartition("::")[2].lower()
     if _WIDE_OPERAND.search(function):
         return "fp16/bf16"
@@ -77,7 +80,8 @@ _FUNCTIONS, _KERNELS, _OPERATORS = (
     for name in ("function roles", "kernel roles", "operator roles")
 )
 _NO_MEANING = re.compile(
-    r"\(anonymous namespace\)::|<unnamed>::|\{anonymous\}::|\binternal::|^kernel_cutlass_(?:kernel_)?|^(?:\[clone [^\]]*\]|void|static|inline|__global__|\s)+"
+    r"\(anonymous namespace\)::|<unnamed>::|\{anonymous\}::|\binternal::|^kernel_cutlass_(?:kernel_)?"
+    r"|^(?:\[clone [^\]]*\]|void|static|inline|__global__|\s)+"
 )
 _ENABLED = re.compile(r"std::enable_if<.*?>::type\s+")  # a template's return type
 _COMPOSED = sorted(WORDS["operators"]["composed"].split(), key=len, reverse=True)
@@ -106,7 +110,8 @@ def demangled(name: str) -> str:
 
 
 def _identifier(name: str, at: int) -> tuple[str, int] | None:
-    """(word, its end) if a length and a word of that length stand at `at`; the last word of a name that was cut is shorter."""
+    """(word, its end) if a length and a word of that length stand at `at`;
+    the last word of a name that was cut is shorter."""
     digits = re.compile(r"\d{1,4}").match(name, at)
     if not digits:
         return None

@@ -361,7 +361,10 @@ def _count_calls(operator: Integers, group: Integers, events: int, groups: int) 
 
 
 def _find_priced(chosen: Selection, on_gpu: bool, known: dict[str, KernelName]) -> tuple[Integers, Integers]:
-    """(events whose work follows from shapes, the operator of each that has them). known: kernels' names taken apart."""
+    """(events whose work follows from shapes, the operator of each that has them).
+
+    known: kernels' names taken apart.
+    """
     trace = chosen.trace
     rows, operator = (_find_targets if on_gpu else _find_host_targets)(chosen)
     moves = [name in known and known[name].role in _MOVES for name in trace.names] or [False]

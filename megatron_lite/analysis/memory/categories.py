@@ -1,9 +1,9 @@
-"""What each piece of memory is for, from where it was allocated and when it was given back. Works on anybody's snapshot:
-tags and annotations only make the phases surer.
+"""What each piece of memory is for, from where it was allocated and when it was given back. Works on anybody's
+snapshot: tags and annotations only make the phases surer.
 
-A weight is made before the first step and stays; its gradient comes in backward, and outlives it or is added to another; an
-optimizer's state comes in optimizer.step and stays; an activation comes in forward and waits for backward; what does not
-outlive its phase is workspace.
+A weight is made before the first step and stays; its gradient comes in backward, and outlives it or is added to
+another; an optimizer's state comes in optimizer.step and stays; an activation comes in forward and waits for backward;
+what does not outlive its phase is workspace.
 """
 
 from collections import Counter, defaultdict
@@ -71,7 +71,10 @@ class Lives:
         return np.isin(self.phase, [NUMBER[phase] for phase in phases])
 
     def sum_held(self, n: int, weights: Integers | None = None) -> Integers:
-        """int64 [n + 1]: bytes held before the first event, then after each. weights: of each life, else its num_bytes."""
+        """int64 [n + 1]: bytes held before the first event, then after each.
+
+        weights: of each life, else its num_bytes.
+        """
         sizes = self.num_bytes if weights is None else weights
         change = np.zeros(n + 2, np.int64)
         np.add.at(change, self.begin + 1, sizes)
@@ -115,7 +118,8 @@ def _join_events(record: AllocatorEvents) -> _Spans:
 def _collect_columns(
     record: AllocatorEvents, begins: Integers, stray: Integers, old: NDArray[np.void]
 ) -> dict[str, Ints]:
-    """What is known of allocations, of frees of what was there before, and of blocks at the end, one after the other."""
+    """What is known of allocations, of frees of what was there before, and of blocks at the end,
+    one after the other."""
     of_events: dict[str, Integers] = {
         "address": record.address,
         "requested": record.size,
@@ -355,7 +359,8 @@ def _move_added_gradients(decisions: _Decisions) -> None:
 
 
 def _decide_workspaces_since_hopper(decisions: _Decisions) -> None:
-    """Decide what has the size of cuBLAS' workspace on Hopper, if there are as few as there are threads that have one."""
+    """Decide what has the size of cuBLAS' workspace on Hopper,
+    if there are as few as there are threads that have one."""
     undecided = (decisions.found == UNDECIDED) & _came_unseen(decisions.lives)
     sized = undecided & (decisions.lives.requested == CUBLAS_WORKSPACE_SINCE_HOPPER)
     # more are weights of the same size
@@ -389,8 +394,8 @@ def _find_logits(lives: Lives, phases: Phases) -> Flags:
 
 # --- memory without stack or tag that was there before the record: told apart by counting equal sizes
 #
-# Each gradient has one weight of its size, and an optimizer's state and masters come in whole sets of such sizes. The set that
-# explains the most bytes is taken; what it does not explain stays unknown.
+# Each gradient has one weight of its size, and an optimizer's state and masters come in whole sets of such sizes. The
+# set that explains the most bytes is taken; what it does not explain stays unknown.
 
 MAX_UNEXPLAINED = 0.5  # of the candidates' bytes; beyond it the sizes do not fit and nothing is claimed
 
@@ -415,7 +420,8 @@ HYPOTHESES = (
 
 
 def _assign_by_size(lives: Lives, found: Integers) -> None:
-    """Write into `found` (indices of categories; negative where undecided) what sizes tell of what came before the record."""
+    """Write into `found` (indices of categories;
+    negative where undecided) what sizes tell of what came before the record."""
     rows = np.flatnonzero((found < 0) & (lives.begin < 0))
     gradients = np.flatnonzero(found == INDEX["gradients"])
     if not len(rows) or not len(gradients):
@@ -475,7 +481,8 @@ def _choose_optimizer_state(sizes: Integers, of_gradients: Counter[int]) -> _Opt
 def _assign_sets(
     lives: Lives, found: Integers, staying: Integers, of_gradients: Counter[int], state: _OptimizerState
 ) -> None:
-    """Write into `found` which of the lives `staying` are weights and the optimizer's state, in the order of addresses."""
+    """Write into `found` which of the lives `staying` are weights and the optimizer's state,
+    in the order of addresses."""
     rows_of_size: dict[int, list[int]] = defaultdict(list)
     for row in staying[np.argsort(lives.address[staying], kind="stable")].tolist():
         rows_of_size[int(lives.requested[row])].append(row)

@@ -1,4 +1,5 @@
-"""The ledger of a run: what formulas said before its first step that each category takes, beside what a snapshot measured."""
+"""The ledger of a run: what formulas said before its first step that each category takes,
+beside what a snapshot measured."""
 
 from megatron_lite.analysis.memory.memory_results import LedgerRow, Snapshot
 from megatron_lite.formats.run_record import CategoryBytes, RunRecord

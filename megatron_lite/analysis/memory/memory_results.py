@@ -11,7 +11,8 @@ CURVE_POINTS = 800
 
 
 def choose_points(curve: Integers) -> Integers:
-    """Indices of the highest point of each of CURVE_POINTS stretches of a curve; of the first, the last and the peak too."""
+    """Indices of the highest point of each of CURVE_POINTS stretches of a curve; of the first,
+    the last and the peak too."""
     edges = np.unique(np.linspace(0, len(curve), min(len(curve), CURVE_POINTS) + 1).astype(np.int64))
     highest = [int(start + np.argmax(curve[start:end])) for start, end in itertools.pairwise(edges)]
     return np.unique([0, *highest, len(curve) - 1])
@@ -132,7 +133,8 @@ class Gathered:
 
 
 # Categories whose bytes grow with the micro-batch. Workspace does: it is what lives within one forward or backward
-# pass. Walked steps of twice the micro-batch had twice the workspace (tests/analysis/test_analysis_memory_growth_with_batch.py).
+# pass. Walked steps of twice the micro-batch had twice the workspace
+# (tests/analysis/test_analysis_memory_growth_with_batch.py).
 GROWS_WITH_BATCH = ("activations", "logits and loss", "workspace")
 
 
@@ -176,7 +178,8 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class LedgerRow:
-    """What a formula says and what was measured, for one category; requested bytes, without the allocator's rounding."""
+    """What a formula says and what was measured, for one category; requested bytes,
+    without the allocator's rounding."""
 
     category: str
     formula: str  # "2 bytes x 355,919,872 parameters"
@@ -190,7 +193,10 @@ class LedgerRow:
 
 @dataclass(frozen=True)
 class TraceMemory:
-    """What a profiler's trace with memory events says, for runs without a snapshot. It does not say what held memory."""
+    """What a profiler's trace with memory events says, for runs without a snapshot.
+
+    It does not say what held memory.
+    """
 
     source: str
     rank: int | None

@@ -100,8 +100,8 @@ def _count_changes(phase: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def _find_steps_by_optimizer(phase: NDArray[np.int64]) -> tuple[StepSpan, ...]:
-    """Find steps in a record without marks: each ends with the last of its optimizer's events before the next forward or
-    backward."""
+    """Find steps in a record without marks: each ends with the last of its optimizer's events before the next forward
+    or backward."""
     stepping = phase == NUMBER["optimizer_step"]
     rows = np.flatnonzero(stepping | (phase == NUMBER["forward"]) | (phase == NUMBER["backward"]))
     goes_on = np.append(stepping[rows[1:]], False)
@@ -111,7 +111,8 @@ def _find_steps_by_optimizer(phase: NDArray[np.int64]) -> tuple[StepSpan, ...]:
 
 
 def _read_stacks(record: AllocatorEvents) -> NDArray[np.int64]:
-    """Innermost first: a closure inside optimizer.step is forward, a hook inside backward that steps is the optimizer."""
+    """Innermost first: a closure inside optimizer.step is forward,
+    a hook inside backward that steps is the optimizer."""
     every, inner = record.stacks.codes
     phase = np.full(len(every), NOT_SAID)
     for code, part, name in (

@@ -1,5 +1,5 @@
-"""A memory snapshot, read: the curve worked out from the state at the end and the events before it, the peak, and what held
-memory then."""
+"""A memory snapshot, read: the curve worked out from the state at the end and the events before it, the peak, and what
+held memory then."""
 
 import re
 from collections import Counter
@@ -123,8 +123,8 @@ class SnapshotReader:
         return tuple(Held(CATEGORIES[at], int(sums[at]), int(blocks[at]), int(requested[at])) for at in order)
 
     def _find_highest(self) -> tuple[Held, ...]:
-        """Each category at its own highest moment, largest first. Gradients that end within the backward that computes them,
-        since they are added to others, are left out."""
+        """Each category at its own highest moment, largest first. Gradients that end within the backward that computes
+        them, since they are added to others, are left out."""
         lives, found = self.lives, []
         passing = (self.categories == INDEX["gradients"]) & lives.within("backward") & lives.same_span
         for number in np.unique(self.categories).tolist():
@@ -162,7 +162,8 @@ class SnapshotReader:
         return SnapshotGrowth(slope, len(ends), tuple(site for site in sites if site.num_bytes > 0))
 
     def _sum_sites(self, rows: Integers, sizes: Integers | Numbers) -> tuple[SiteBytes, ...]:
-        """Source lines, largest first. sizes: bytes of each of the lives `rows`, negative ones too (memory that went away)."""
+        """Source lines, largest first. sizes: bytes of each of the lives `rows`,
+        negative ones too (memory that went away)."""
         lives, stacks = self.lives, self.record.stacks
         columns = np.stack([lives.stack[rows], lives.tag[rows], self.categories[rows], lives.phase[rows]])
         distinct, where = np.unique(columns, axis=1, return_inverse=True)
@@ -198,8 +199,8 @@ class SnapshotReader:
         return tuple(Layer(name, totals[name]) for name in sorted(totals, key=places.__getitem__)), False
 
     def _sum_layers_by_repetition(self, rows: Integers) -> tuple[Layer, ...]:
-        """A line that runs once per layer allocates in the order of the layers: its k-th allocation within one forward is the
-        k-th layer's. The number of layers is the count of repetitions that explains most bytes."""
+        """A line that runs once per layer allocates in the order of the layers: its k-th allocation within one forward
+        is the k-th layer's. The number of layers is the count of repetitions that explains most bytes."""
         lives = self.lives
         with_stack = (lives.begin >= 0) & (lives.stack > 0) & ~lives.awaiting
         rows, fresh = rows[with_stack[rows]], np.flatnonzero(with_stack)

@@ -1,4 +1,5 @@
-"""The raw snapshot of one device as columns: events of the allocator, blocks at the end, stacks and tags told apart once.
+"""The raw snapshot of one device as columns: events of the allocator, blocks at the end, stacks and tags told apart
+once.
 
 Form: torch.cuda.memory._snapshot() of torch 1.13 to 2.13 {segments, device_traces, allocator_settings,
 external_annotations}, and the bare list of segments of torch.cuda.memory_snapshot().
@@ -30,8 +31,8 @@ MAX_BYTES = 2**50  # no device has as much
 # size: as the allocator cut it; stack, tag, pool: indices into Record.stacks, Record.tags and Record.pools, 0 for none;
 # awaiting: given back, and held until another stream is done with it
 BLOCK = np.dtype([
-    ("address", "i8"), ("size", "i8"), ("requested", "i8"), ("live", "?"), ("awaiting", "?"), ("stack", "i8"), ("tag", "i8"),
-    ("stream", "i8"), ("pool", "i8"),
+    ("address", "i8"), ("size", "i8"), ("requested", "i8"), ("live", "?"), ("awaiting", "?"),
+    ("stack", "i8"), ("tag", "i8"), ("stream", "i8"), ("pool", "i8"),
 ])  # fmt: skip
 DEFAULT_POOL = (0, 0)
 
@@ -78,7 +79,10 @@ def build_record(raw: Any, path: Path) -> AllocatorEvents:
 
 
 def _build(raw: Any) -> AllocatorEvents:
-    """Build the record of the snapshot's most telling device. Raises the errors of Python for values that are no snapshot."""
+    """Build the record of the snapshot's most telling device.
+
+    Raises the errors of Python for values that are no snapshot.
+    """
     raw = {"segments": raw, "device_traces": []} if type(raw) is list else raw
     segments, traces = _read_parts(raw)
     device, notes = _choose_device(segments, traces)
@@ -205,8 +209,8 @@ def _read_pool(entry: dict[str, Any], key: str = "segment_pool_id") -> tuple[int
 
 
 def _find_pools(events: Any, segments: Any, pools: Numbered[tuple[int, int]]) -> NDArray[np.int64]:
-    """int64 [n]: the pool of each event: of the segment that holds its address at the end, else what the event says itself (newer
-    versions of torch)."""
+    """int64 [n]: the pool of each event: of the segment that holds its address at the end, else what the event says
+    itself (newer versions of torch)."""
     edges = sorted((segment["address"], segment["total_size"], pools[_read_pool(segment)]) for segment in segments)
     starts = np.array([start for start, _, _ in edges], np.int64)
     ends = starts + np.array([length for _, length, _ in edges], np.int64)

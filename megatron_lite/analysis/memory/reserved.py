@@ -1,7 +1,7 @@
 """What the allocator took from the device beyond what tensors hold: in its default pool, and in private ones.
 
-CUDA graphs and torch.cuda.MemPool have pools of their own. No request outside of them can use what is free there, so that
-it is no fragmentation.
+CUDA graphs and torch.cuda.MemPool have pools of their own. No request outside of them can use what is free there, so
+that it is no fragmentation.
 """
 
 import re
@@ -46,8 +46,8 @@ def measure_reserved(record: AllocatorEvents, private: bool | None = None, pool:
 
 
 def measure_fragmentation(record: AllocatorEvents, lives: Lives) -> tuple[Fragmentation, list[str]]:
-    """Reserved against allocated in the default pool; what expandable segments would have reserved, or a note on why the record
-    could not be replayed."""
+    """Reserved against allocated in the default pool; what expandable segments would have reserved, or a note on why
+    the record could not be replayed."""
     ordinary = lives.pool == 0
     reserved = measure_reserved(record, private=False)
     allocated = lives.sum_held(len(record), np.where(ordinary, lives.num_bytes, 0))
@@ -63,7 +63,8 @@ def measure_fragmentation(record: AllocatorEvents, lives: Lives) -> tuple[Fragme
             expandable = replay_peak(record, lives, True)
         else:
             notes.append(
-                f"a replay of the allocator reserves {as_it_was / most:.0%} of what was reserved: whether expandable segments "
+                f"a replay of the allocator reserves {as_it_was / most:.0%} of what was reserved: "
+                "whether expandable segments "
                 "would help is unknown"
             )
     free = record.blocks["size"][~record.blocks["live"] & (record.blocks["pool"] == 0)]
@@ -92,8 +93,8 @@ def measure_private_pools(record: AllocatorEvents, lives: Lives) -> tuple[Privat
 
 
 def replay_peak(record: AllocatorEvents, lives: Lives, expandable: bool) -> int:
-    """Most bytes reserved when an empty allocator first takes what was there, then sees the record's events in its default
-    pool."""
+    """Most bytes reserved when an empty allocator first takes what was there, then sees the record's events in its
+    default pool."""
     n, layout = len(record), SegmentMap(expandable)
     mine = np.flatnonzero((lives.pool == 0) & ~(lives.awaiting & (lives.begin >= 0)))
     begin, end = lives.begin[mine], lives.returned[mine]

@@ -1,7 +1,7 @@
 """A file with a memory snapshot as plain values, read without running anything that the file names.
 
-A snapshot is pickled (any protocol), saved by torch.save, or written as JSON; the file may be packed. It may lie in a dict
-or list of the program that wrote it.
+A snapshot is pickled (any protocol), saved by torch.save, or written as JSON; the file may be packed. It may lie in a
+dict or list of the program that wrote it.
 """
 
 import base64
@@ -159,7 +159,10 @@ def _is_snapshot(value: Any) -> bool:
 
 
 def choose_snapshot(values: Any) -> tuple[Any, list[str]]:
-    """(the snapshot with the most memory, or one whose request failed; notes about others). `values` if it holds none."""
+    """(the snapshot with the most memory, or one whose request failed; notes about others).
+
+    `values` if it holds none.
+    """
     found = find_snapshots(values)
     if len(found) < 2:
         return (found[0] if found else values), []

@@ -160,7 +160,10 @@ class Known(NamedTuple):
 
 
 class Stacks:
-    """Distinct stacks, numbered as they are met; 0 is the empty one. A frame is looked at once, however often it is written."""
+    """Distinct stacks, numbered as they are met; 0 is the empty one.
+
+    A frame is looked at once, however often it is written.
+    """
 
     def __init__(self) -> None:
         self._frame_of_id: dict[int, int] = {}
@@ -203,8 +206,8 @@ class Stacks:
 
     @cached_property
     def codes(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """int64 [stacks] each: what all frames of a stack belong to; and the part of PHASE_CODE that the innermost frame
-        has which has any."""
+        """int64 [stacks] each: what all frames of a stack belong to; and the part of PHASE_CODE that the innermost
+        frame has which has any."""
         of_frame = self._code_of_frame
         every = [functools.reduce(operator.or_, map(of_frame.__getitem__, stack), 0) for stack in self._stacks]
         phases = ((of_frame[number] & PHASE_CODE for number in stack) for stack in self._stacks)
@@ -219,7 +222,8 @@ class Stacks:
 
     @cached_property
     def known(self) -> list[Known | None]:
-        """What the innermost frame of a library says of each stack; None where none does, or an optimizer works inside."""
+        """What the innermost frame of a library says of each stack; None where none does,
+        or an optimizer works inside."""
         return [self._find_known(frames, numbers) for frames, numbers in zip(self.frames_of, self._stacks)]
 
     def _find_known(self, frames: list[tuple[str, int, str]], numbers: tuple[int, ...]) -> Known | None:
@@ -237,8 +241,8 @@ class Stacks:
         return None
 
     def site(self, number: int) -> str:
-        """'gpt.py:81 forward': the innermost frame outside of torch and other packages; '' without one that says anything.
-        Of what a library is known to hold it is the library's line."""
+        """'gpt.py:81 forward': the innermost frame outside of torch and other packages; '' without one that says
+        anything. Of what a library is known to hold it is the library's line."""
         frames = self.frames_of[number]
         python = [frame for frame in frames if is_python(*frame)]
         outside = [frame for frame in python if not SIGN_OF_TORCH.search(frame[0])]

@@ -18,7 +18,8 @@ def _draw_curve(trace: Trace, device: int) -> tuple[int, Integers, Integers, boo
 
 
 def measure_trace_memory(trace: Trace, placing: Placing) -> TraceMemory | None:
-    """Of the GPU with the highest peak, or of the host where the trace has no GPU's events; None for a trace without memory events."""
+    """Of the GPU with the highest peak, or of the host where the trace has no GPU's events;
+    None for a trace without memory events."""
     seen = trace.memory
     if not len(seen):
         return None

@@ -20,7 +20,8 @@ from megatron_lite.analysis.trace.columns import Collective, Kind, ProcessGroup,
 
 # --- what a collective is, by the names that PyTorch, NCCL and gloo give it; how many bytes count for its bandwidth
 
-# Squashed to letters and digits: "nccl:_all_gather_base", "ncclDevKernel_AllGather_RING_LL", "allgather_into_tensor". In order.
+# Squashed to letters and digits: "nccl:_all_gather_base", "ncclDevKernel_AllGather_RING_LL", "allgather_into_tensor".
+# In order.
 _KINDS = (
     # of tokens among experts: DeepEP and its kin
     ("dispatch", r"dispatch"),
@@ -61,7 +62,8 @@ def find_collective_kind(name: str) -> str:
 
 
 def find_algorithm(kernel: str) -> str:
-    """'ring, LL128' from ncclKernel_AllReduce_RING_LL128_Sum_float; "" for names that do not say, and of other libraries."""
+    """'ring, LL128' from ncclKernel_AllReduce_RING_LL128_Sum_float; "" for names that do not say,
+    and of other libraries."""
     if not re.search("[nr]ccl", kernel[:400], re.IGNORECASE):
         return ""
     name = kernel.partition("(")[0][:400]
@@ -79,8 +81,8 @@ def dtype_bytes(dtype: str) -> int | None:
 def message_bytes(
     kind: str, what: Collective | None, shapes: Shapes | None, ranks: int | None
 ) -> tuple[int | None, str]:
-    """(bytes, dtype) of one collective as NCCL's tests count them: the larger side of a gather or scatter, the buffer of
-    the others. None where the trace does not say. `shapes`: of the annotation around the launch, in older traces."""
+    """(bytes, dtype) of one collective as NCCL's tests count them: the larger side of a gather or scatter, the buffer
+    of the others. None where the trace does not say. `shapes`: of the annotation around the launch, in older traces."""
     elements, dtype = None, ""
     if what:
         given, taken, dtype = what.in_elements, what.out_elements, what.dtype or ""
@@ -163,7 +165,10 @@ class Calls:
 
 
 def collect_calls(trace: Trace, placing: Placing, world_size: int | None) -> Calls:
-    """All that communicates in the trace. `world_size`: how many take part where the trace does not say and kind needs it."""
+    """All that communicates in the trace.
+
+    `world_size`: how many take part where the trace does not say and kind needs it.
+    """
     found = _find_kernels(trace) if len(trace.rows[Kind.KERNEL]) else _find_spans(trace)
     phases = tuple(placing.phases[at] if at >= 0 else "" for at in placing.phase[found.called])
     places = _find_places(trace, found.called, phases)
@@ -254,7 +259,10 @@ def _cover_operators(trace: Trace, threads: Integers) -> Cover:
 
 
 def _read_sequences(trace: Trace) -> NDArray[np.int64]:
-    """The sequence number of each of the trace's collectives; -1: none. The last entry is for -1, what has no record."""
+    """The sequence number of each of the trace's collectives; -1: none.
+
+    The last entry is for -1, what has no record.
+    """
     given = [-1 if one.sequence is None else one.sequence for one in trace.collectives] + [-1]
     return np.array([one if 0 <= one < MAX_SEQUENCE else -1 for one in given], np.int64)
 
@@ -267,8 +275,8 @@ def collective_bytes(trace: Trace, rows: Integers, world_size: int | None) -> In
 
 
 def _find_descriptions(trace: Trace, rows: Integers) -> tuple[Integers, Integers]:
-    """For every collective the row of the backend's range around its launch, and the index of the Collective that tells of
-    it: its own, else that of the operator around the launch; -1 for none."""
+    """For every collective the row of the backend's range around its launch, and the index of the Collective that tells
+    of it: its own, else that of the operator around the launch; -1 for none."""
     events, launch = trace.events, trace.launch_of[rows]
     at = np.where(launch >= 0, launch, rows)
 
@@ -383,8 +391,8 @@ def _find_group_of_call(trace: Trace, traits: _Traits, kind: str, groups: dict[s
 
 
 def _find_batches(trace: Trace, rows: Integers, records: Integers) -> list[tuple[int, ...]]:
-    """For each kernel without a record of its own the Collectives that it does at once: what its thread has recorded of sends
-    and receives since the launch before it."""
+    """For each kernel without a record of its own the Collectives that it does at once: what its thread has recorded of
+    sends and receives since the launch before it."""
     events = trace.events
     batches: list[tuple[int, ...]] = [()] * len(rows)
     named = np.array([one.name in ("send", "recv") for one in trace.collectives] + [False], bool)
@@ -417,8 +425,8 @@ def _larger_direction(told: tuple[Collective, ...]) -> int | None:
 def _find_transfers(
     kind: str, told: tuple[Collective, ...], group: ProcessGroup, rank: int | None, position: int | None
 ) -> tuple[tuple[str, int], ...]:
-    """(send or recv, the other rank) of each, by its record, else by the other's position in the group or as the group's only
-    other rank; () if unknown."""
+    """(send or recv, the other rank) of each, by its record, else by the other's position in the group or as the
+    group's only other rank; () if unknown."""
     named = tuple((one.name or kind, one.peer) for one in told if one.peer is not None)
     if named or kind == "send_recv":
         return named

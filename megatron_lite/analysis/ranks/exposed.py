@@ -83,7 +83,10 @@ def find_rows_for(one: RankFacts, purposes: Container[str]) -> Integers:
 
 
 def find_purpose(what: What, phase: str, sharded: bool | None) -> str:
-    """What a collective is for, by its group, kind, numbers and phase. sharded: the trace shows that weights are gathered."""
+    """What a collective is for, by its group, kind, numbers and phase.
+
+    sharded: the trace shows that weights are gathered.
+    """
     dimension = find_dimension(what.group.description)
     if what.kind in ("dispatch", "combine") or dimension == "expert":
         return EXPERTS
@@ -107,8 +110,8 @@ def find_purpose(what: What, phase: str, sharded: bool | None) -> str:
 
 
 def is_of_weights(dtype: str, sharded: bool | None) -> bool:
-    """Can a gather of such numbers be of weights? Whole numbers are none. Bytes are pickled objects, as all_gather_object has
-    them, except where weights of several formats are sharded. sharded: None for unknown."""
+    """Can a gather of such numbers be of weights? Whole numbers are none. Bytes are pickled objects, as
+    all_gather_object has them, except where weights of several formats are sharded. sharded: None for unknown."""
     plain = "".join(letter for letter in dtype.lower() if letter.isalnum())
     if plain in _WHOLE_NUMBERS or sharded is False:
         return False
@@ -116,7 +119,8 @@ def is_of_weights(dtype: str, sharded: bool | None) -> bool:
 
 
 def _find_shared_streams(one: RankFacts, calls: Calls) -> Flags:
-    """[c]: does a call run on a stream that computes? It waits there for what was launched before it, and what follows waits for it."""
+    """[c]: does a call run on a stream that computes? It waits there for what was launched before it,
+    and what follows waits for it."""
     events = one.trace.events
     kernels = one.trace.rows[Kind.KERNEL]
     computing = kernels[~np.isin(kernels, calls.rows)]

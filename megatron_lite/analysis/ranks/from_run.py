@@ -21,7 +21,10 @@ from megatron_lite.units import significant
 OWN = (Phase.DATA.value, Phase.FORWARD.value, Phase.BACKWARD.value, Phase.OPTIMIZER_STEP.value)
 BUSY = "late ranks are not named: ranks waited for CPU cores (busy-machine), and so waited for each other by chance"
 OTHER_STAGES = "late ranks are not named from traces: stages of a pipeline have different work"
-NO_WAITS = "ranks are compared by the medians of their own steps.jsonl; waiting in collectives is visible only in traces of all ranks"
+NO_WAITS = (
+    "ranks are compared by the medians of their own steps.jsonl; "
+    "waiting in collectives is visible only in traces of all ranks"
+)
 
 
 def find_only_dimension(run: Run | None) -> str:
@@ -33,7 +36,10 @@ def find_only_dimension(run: Run | None) -> str:
 
 
 def compare_ranks_of_run(run: Run) -> RankComparison | None:
-    """Rows and a straggler from the run's own figures; no collectives, no waits. None for a run without ranks' figures."""
+    """Rows and a straggler from the run's own figures; no collectives, no waits.
+
+    None for a run without ranks' figures.
+    """
     ranks = run.ranks
     if ranks is None:
         return None
@@ -80,7 +86,8 @@ def find_straggler_by_medians(run: Run) -> Straggler | None:
 
 
 def find_imbalance_by_lines(run: Run) -> Imbalance | None:
-    """Ranks whose own work is longer in turns, or at times, by console lines of one step each: medians of several steps hide it.
+    """Ranks whose own work is longer in turns, or at times, by console lines of one step each: medians of several steps
+    hide it.
 
     Own work is what no rank waits for another in. None for stages of a pipeline, and where ranks waited for CPU cores.
     """
@@ -122,8 +129,10 @@ def only_lasting(ranks: RankComparison, run: Run | None, traces: Sequence[Trace]
     if late is None or run is None or run.ranks is None or slower_in_ordinary_steps(run.ranks, late.rank) is not False:
         return ranks
     note = (
-        f"in the profiled steps the others wait {significant(late.caused_wait_ms)} ms per step for rank {late.rank}; in the "
-        "typical ones its own work takes no longer (steps.jsonl): caused by profiling or a temporary load, not a straggler"
+        f"in the profiled steps the others wait {significant(late.caused_wait_ms)} ms per step for rank "
+        f"{late.rank}; in the "
+        "typical ones its own work takes no longer (steps.jsonl): "
+        "caused by profiling or a temporary load, not a straggler"
     )
     return replace(ranks, straggler=None, notes=(*ranks.notes, note))
 

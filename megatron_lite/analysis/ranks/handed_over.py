@@ -1,4 +1,5 @@
-"""Which operator has handed which collective over to a backend's own threads (gloo), where nothing but order and shapes tells."""
+"""Which operator has handed which collective over to a backend's own threads (gloo),
+where nothing but order and shapes tells."""
 
 from collections import defaultdict
 from collections.abc import Hashable
@@ -30,7 +31,8 @@ def pair_with_operators(trace: Trace, spans: Integers, operators: Integers) -> t
 
 
 def _pair_by_shapes(trace: Trace, spans: Integers, operators: Integers) -> Integers | None:
-    """The k-th span of a shape is of the k-th operator of that shape; None where shapes are not known or do not agree."""
+    """The k-th span of a shape is of the k-th operator of that shape;
+    None where shapes are not known or do not agree."""
     of_spans, of_operators = _group(trace, spans, 0), _group(trace, operators, 1)
     if None in of_spans or {key: len(rows) for key, rows in of_spans.items()} != {
         key: len(rows) for key, rows in of_operators.items()
@@ -43,7 +45,10 @@ def _pair_by_shapes(trace: Trace, spans: Integers, operators: Integers) -> Integ
 
 
 def _group(trace: Trace, rows: Integers, depth: int) -> dict[Hashable, list[int]]:
-    """{shapes of its tensors: places in `rows`}; None: shapes that are not known. depth: 1 where the first argument lists them."""
+    """{shapes of its tensors: places in `rows`}; None: shapes that are not known.
+
+    depth: 1 where the first argument lists them.
+    """
     found: dict[Hashable, list[int]] = defaultdict(list)
     for place, index in enumerate(trace.events.shapes[rows].tolist()):
         dims = trace.shapes[index].dims if index >= 0 else None

@@ -1,7 +1,7 @@
 """Imbalance that moves: ranks that take turns being late, and one rank that comes late in some steps only.
 
-A rank that is late in the usual step is a straggler (ranks.py). What moves leaves every rank's mean and median alike, and costs the
-same: in each step all wait for whichever rank is last.
+A rank that is late in the usual step is a straggler (ranks.py). What moves leaves every rank's mean and median alike,
+and costs the same: in each step all wait for whichever rank is last.
 """
 
 from collections.abc import Sequence
@@ -28,10 +28,11 @@ ON_HOST_SHARE, ON_HOST_SPREAD = 0.10, 0.75
 def find_imbalance(
     ranks: Sequence[int], net_ms: Numbers, compute_ms: Numbers | None, step_ms: float, on_gpu: bool
 ) -> Imbalance | None:
-    """What waiting for ranks costs that come late in turns, or in some steps only; None where it is little, or shows no pattern.
+    """What waiting for ranks costs that come late in turns, or in some steps only; None where it is little, or shows no
+    pattern.
 
-    Args: net_ms: [R, S], what others wait for a rank beyond its own waits; compute_ms: [R, S], what each computes, None for
-    unknown; step_ms: of the median step.
+    Args: net_ms: [R, S], what others wait for a rank beyond its own waits; compute_ms: [R, S], what each computes, None
+    for unknown; step_ms: of the median step.
     """
     steps = net_ms.shape[1]
     if len(ranks) < 2 or steps < MIN_TURN_STEPS or step_ms <= 0:

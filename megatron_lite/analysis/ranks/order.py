@@ -1,4 +1,5 @@
-"""Do all ranks of a process group call the same collectives in the same order? Each group by itself: between groups any order is allowed."""
+"""Do all ranks of a process group call the same collectives in the same order? Each group by itself:
+between groups any order is allowed."""
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
@@ -22,7 +23,8 @@ def find_disorder(
     labels: Mapping[ProcessGroup, str],
     world_size: int | None,
 ) -> Disorder | None:
-    """The first difference, of the group with most of them; None where orders agree, or where traces do not tell groups apart.
+    """The first difference, of the group with most of them; None where orders agree, or where traces do not tell groups
+    apart.
 
     slots: by rank, the shared step of each call, -1 for none; step_names: of the shared steps.
     """
@@ -46,7 +48,8 @@ def find_disorder(
 
 
 def _is_known(what: What, world_size: int | None) -> bool:
-    """Is it certain which ranks the group has? A name alone stands for several groups, except where all ranks are in it."""
+    """Is it certain which ranks the group has? A name alone stands for several groups,
+    except where all ranks are in it."""
     return bool(what.group.ranks) or (bool(what.group.name) and what.group_size == world_size)
 
 
@@ -80,7 +83,8 @@ def _compare(
 def _find_in_step(
     ranks: Sequence[Calls], by_step: Mapping[int, list[list[int]]], members: Sequence[int], step: int
 ) -> tuple[int, int, int, bool] | None:
-    """(step, the member whose calls are not the first one's, the first place where, are they reordered); None where all agree."""
+    """(step, the member whose calls are not the first one's, the first place where, are they reordered);
+    None where all agree."""
     keys = {at: [_key(ranks[at].whats[i]) for i in by_step[at][step]] for at in members}
     first = keys[members[0]]
     for at in members[1:]:
@@ -91,8 +95,8 @@ def _find_in_step(
 
 
 def _find_difference(first: list[Key], other: list[Key]) -> int | None:
-    """The first place in which two ranks' calls of a step are not the same; None where they are, or where that tells nothing:
-    other numbers of calls are a window's edge, other sizes of one kind are an uneven exchange."""
+    """The first place in which two ranks' calls of a step are not the same; None where they are, or where that tells
+    nothing: other numbers of calls are a window's edge, other sizes of one kind are an uneven exchange."""
     if len(first) != len(other) or first == other:
         return None
     if Counter(first) == Counter(other):

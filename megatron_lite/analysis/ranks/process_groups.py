@@ -1,4 +1,7 @@
-"""What a process group is for: tensor, context, data, pipeline or expert parallel. By its description, else by what calls it."""
+"""What a process group is for: tensor, context, data, pipeline or expert parallel.
+
+By its description, else by what calls it.
+"""
 
 import itertools
 import re
@@ -22,7 +25,10 @@ _MODEL = {"model", "parallel", "group"}  # Megatron-LM's group of all ranks that
 _CALLERS = (
     (
         "tensor",
-        "_ColumnLinear|_SumOverRanks|_GatherQueryGroup|_FusedLosses|ModelParallelRegion|SequenceParallelRegion|VocabParallel",
+        (
+            "_ColumnLinear|_SumOverRanks|_GatherQueryGroup|_FusedLosses"
+            "|ModelParallelRegion|SequenceParallelRegion|VocabParallel"
+        ),
     ),
     ("tensor", "LinearWithGradAccumulationAndAsyncCommunication"),
     ("context", "_GatherSequence"),
@@ -57,7 +63,8 @@ def find_dimension(description: str) -> str:
 
 
 def guess_dimension(kind: str, caller: str, phase: str) -> str:
-    """Of a collective whose trace names no group: by its kind, the span of a layer around it, its phase; "" if unknown."""
+    """Of a collective whose trace names no group: by its kind, the span of a layer around it, its phase;
+    "" if unknown."""
     if kind in ("send", "recv", "send_recv"):
         return "pipeline"
     for dimension, pattern in _CALLERS:
@@ -76,7 +83,10 @@ def find_group(groups: Sequence[ProcessGroup], dimension: str) -> ProcessGroup:
 
 
 def label_group(group: ProcessGroup, world_size: int | None, only: str = "") -> str:
-    """For people: its dimension, else which ranks it has; "" if the trace does not say. only: the layout's one dimension."""
+    """For people: its dimension, else which ranks it has; "" if the trace does not say.
+
+    only: the layout's one dimension.
+    """
     ranks = group.ranks
     if dimension := find_dimension(group.description) or only:
         return dimension

@@ -133,7 +133,8 @@ class RankComparison:
 
 
 def describe_imbalance(found: Imbalance) -> str:
-    """'rank 1 makes the others wait 300 ms in 2 of 13 steps', 'different ranks are late from step to step, and the others wait 15 ms per step'."""
+    """'rank 1 makes the others wait 300 ms in 2 of 13 steps', 'different ranks are late from step to step,
+    and the others wait 15 ms per step'."""
     if found.rank is None:
         return (
             f"different ranks are late from step to step, and the others wait {significant(found.lost_ms)} ms per step"

@@ -111,7 +111,10 @@ def _know_waits(rows: Sequence[RankRow]) -> bool:
 
 
 def _find_critical_rank(rows: Sequence[RankRow]) -> int | None:
-    """The rank that waits least: its own work is what the run takes. Where waiting is not known, the rank of the longest step."""
+    """The rank that waits least: its own work is what the run takes.
+
+    Where waiting is not known, the rank of the longest step.
+    """
     if not rows:
         return None
     if _know_waits(rows):
@@ -340,7 +343,8 @@ MANY = -1
 
 
 def _count_last(group: str) -> tuple[bool, bool, str]:
-    """Order in which groups are charged with what several have under way: what layers wait for before what runs beside them."""
+    """Order in which groups are charged with what several have under way:
+    what layers wait for before what runs beside them."""
     return "pipeline" in group, "data" in group, group
 
 
@@ -438,7 +442,8 @@ def build_collective_rows(
     """Add up collectives by kind, size and phase.
 
     Args:
-        ranks: each rank's calls, the shared step of each call (-1: does not count), its transfer in ns (-1: not matched).
+        ranks: each rank's calls, the shared step of each call (-1: does not count), its transfer in ns (-1: not
+            matched).
         steps: how many shared steps there are.
         labels: the dimension of each process group.
         group_size: of collectives whose trace does not say; None if nothing shows it.
@@ -618,7 +623,8 @@ def _find_alike(rows: Sequence[RankRow], late_rank: int, lag_ms: float) -> tuple
 
 
 def _find_excess(quantities: list[dict[str, float]], late: int, lag: float) -> tuple[str, float]:
-    """(name, ms): what the late rank has most more of than the median of the others; ("", 0) if it is no explanation."""
+    """(name, ms): what the late rank has most more of than the median of the others; ("",
+    0) if it is no explanation."""
     found = {}
     for name in dict.fromkeys(name for of_rank in quantities for name in of_rank):
         others = [of_rank.get(name, 0.0) for at, of_rank in enumerate(quantities) if at != late]

@@ -21,7 +21,8 @@ NEARLY_EVERY = 0.9  # of the steps around the window
 
 
 def measure_core_use(run: Run, chosen: Flags) -> CoreUse | None:
-    """Means over the chosen steps; of many steps the median of consecutive blocks, so that a single hiccup decides nothing."""
+    """Means over the chosen steps; of many steps the median of consecutive blocks,
+    so that a single hiccup decides nothing."""
     at = np.flatnonzero(chosen & (run.training_ms > 0))
     if not len(at):
         return None
@@ -76,7 +77,8 @@ def _list_shortages_in(traces: Sequence[Trace]) -> Iterator[CoreShortage]:
 
 
 def find_core_use(rank: int | None, run: Run | None, traces: Sequence[Trace]) -> CoreUse | None:
-    """What a rank got of the cores: in the recorded steps by its trace, else by the run's record. None where nothing tells.
+    """What a rank got of the cores: in the recorded steps by its trace, else by the run's record. None where nothing
+    tells.
 
     rank: None for a trace that names no rank, which is taken for the one that writes the run's record.
     """
@@ -137,9 +139,9 @@ class Slowdown:
 def measure_recording_ms(run: Run | None, time: RankTime) -> float:
     """Milliseconds that recording may have added to the host's part of a profiled step; 0 where no run tells.
 
-    A device works as without a profiler, so that what makes a window's steps longer than those before it is the host's. Without
-    one, the operators inside of others make those longer, and the host's part is what was recorded between operators.
-    Where the process' CPU times are known, no more than they grew by: waiting for a core is not recording.
+    A device works as without a profiler, so that what makes a window's steps longer than those before it is the host's.
+    Without one, the operators inside of others make those longer, and the host's part is what was recorded between
+    operators. Where the process' CPU times are known, no more than they grew by: waiting for a core is not recording.
     """
     slowdown = measure_slowdown(run) if run is not None else None
     if slowdown is None:

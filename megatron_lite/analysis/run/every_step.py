@@ -28,7 +28,10 @@ class EveryStepRow:
 
 @dataclass(frozen=True)
 class EveryStep:
-    """A run's steps outside and inside of the profiled window. Medians of parts need not add up to the median of the whole."""
+    """A run's steps outside and inside of the profiled window.
+
+    Medians of parts need not add up to the median of the whole.
+    """
 
     steps: int  # ordinary ones
     profiled_steps: int

@@ -32,7 +32,8 @@ class Learning:
 
 
 def find_clip_limit(run: Run) -> Any:
-    """The largest norm that clipping leaves: --clip-grad, or of a watched script what it gave torch; None for unknown."""
+    """The largest norm that clipping leaves: --clip-grad, or of a watched script what it gave torch;
+    None for unknown."""
     watched = run.record.watched
     return run.args.get("clip_grad", watched.clip_grad if watched is not None else None)
 
@@ -48,7 +49,10 @@ def measure_learning(run: Run) -> Learning:
         first, last = math.fsum(losses[:part]) / part, math.fsum(losses[-part:]) / part
         falls = last < first
         went = "fell" if falls else "did not fall"
-        told = f"the loss {went}: {significant(first, 4)} in the first {part:,} updates, {significant(last, 4)} in the last {part:,}"
+        told = (
+            f"the loss {went}: {significant(first, 4)} in the first {part:,} updates, "
+            f"{significant(last, 4)} in the last {part:,}"
+        )
     if not_finite:
         some = ", ".join(map(str, not_finite[:3])) + (", ..." if len(not_finite) > 3 else "")
         told = f"the loss was not finite in {len(not_finite):,} of {updates:,} updates (iteration {some})"
@@ -78,6 +82,7 @@ def describe_rise(run: Run) -> str:
         return ""
     at = run.iterations[known[len(known) - (number - best) * length]]
     return (
-        f"the loss has risen: {significant(last, 4)} in the last {length:,} updates, {significant(lowest, 4)} in as many from "
+        f"the loss has risen: {significant(last, 4)} in the last {length:,} updates, "
+        f"{significant(lowest, 4)} in as many from "
         f"iteration {at:,} on"
     )

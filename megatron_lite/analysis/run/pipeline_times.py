@@ -1,4 +1,5 @@
-"""Where the time of a pipeline's stages goes: their own work, their waiting, and what the schedule makes of it at best."""
+"""Where the time of a pipeline's stages goes: their own work, their waiting,
+and what the schedule makes of it at best."""
 
 import math
 from collections import defaultdict
@@ -99,8 +100,8 @@ def _simulate_step(
 
 
 def measure_bubble(stages: int, number: int, pieces: int) -> float:
-    """Share of a step that equal stages wait by the schedule, with so many micro-batches, in so many pieces each: chunks of layers, and three
-    times as many where gradients of weights fill two thirds of what stages would wait."""
+    """Share of a step that equal stages wait by the schedule, with so many micro-batches, in so many pieces each:
+    chunks of layers, and three times as many where gradients of weights fill two thirds of what stages would wait."""
     waited = (stages - 1) / pieces
     return waited / (number + waited)
 

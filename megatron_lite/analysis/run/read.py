@@ -275,7 +275,10 @@ def find_growths(steps: Steps, ranks: RankMedians | None, what: str) -> tuple[Co
 def _find_growth(
     rank: int | None, at: NDArray[np.int64], values: Numbers, profiled: NDArray[np.int64], fewest: int
 ) -> CounterGrowth | None:
-    """Of `values` bytes at iterations `at`; `fewest`: of them, at least GROWTH_PARTS. A profiled window divides them in two."""
+    """Of `values` bytes at iterations `at`; `fewest`: of them, at least GROWTH_PARTS.
+
+    A profiled window divides them in two.
+    """
     if len(at) < fewest:
         return None
     stretch = np.searchsorted(profiled, at)

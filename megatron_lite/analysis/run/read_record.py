@@ -64,7 +64,8 @@ def _read_file(folder: Path) -> tuple[RunRecord | None, list[str]]:
 
 
 def convert_sound(values: dict[str, Any], kind: type[Part]) -> tuple[Part, list[str]]:
-    """The record of what in `values` has the right type, and what has not: "plan.world.size: Expected `int`, got `str`".
+    """The record of what in `values` has the right type, and what has not: "plan.world.size: Expected `int`, got
+    `str`".
 
     Args:
         values: a JSON object.

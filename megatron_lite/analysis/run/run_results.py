@@ -1,4 +1,5 @@
-"""What a run folder of this trainer says: run.json and steps.jsonl (formats: megatron_lite/run_folder.py and formats/step_records.py).
+"""What a run folder of this trainer says: run.json and steps.jsonl (formats: megatron_lite/run_folder.py and
+formats/step_records.py).
 
 A number that the folder does not have is NaN among others and None alone; never 0.
 """
@@ -28,15 +29,16 @@ class PhasesOfRanks:
     own_backward_ms: Any  # without waiting for other ranks
 
     def own_ms(self, name: str) -> Any:
-        """A phase's time on the GPU where it has one, else on the host; of backward without waiting for other ranks, where
-        the trainer could take that off. () for a phase that no rank has."""
+        """A phase's time on the GPU where it has one, else on the host; of backward without waiting for other ranks,
+        where the trainer could take that off. () for a phase that no rank has."""
         found = self.gpu_phases_ms if name in self.gpu_phases_ms else self.phases_ms
         return self.own_backward_ms if name == Phase.BACKWARD else found.get(name, ())
 
 
 @dataclass(frozen=True)
 class RankLines(PhasesOfRanks):
-    """What all ranks said of the typical steps between two console lines: arrays of [line, rank], NaN for the unknown."""
+    """What all ranks said of the typical steps between two console lines: arrays of [line, rank],
+    NaN for the unknown."""
 
     first: NDArray[np.int64]  # [line], iterations
     last: NDArray[np.int64]
@@ -190,7 +192,8 @@ class Run(Steps):
 
     @property
     def status(self) -> str:
-        """running, finished, interrupted, failed: ..., killed or lost: ..., or why it left early; "unknown" without run.json."""
+        """running, finished, interrupted, failed: ..., killed or lost: ..., or why it left early;
+        "unknown" without run.json."""
         return self.record.status or "unknown"
 
     @property

@@ -1,7 +1,7 @@
 """steps.jsonl, line by line, into columns: what the trainer appended, and what of it can be read.
 
-A run may have a million steps: a line is gone as soon as its numbers stand in columns of eight bytes each. A run that goes on
-appends more: only that is read the next time.
+A run may have a million steps: a line is gone as soon as its numbers stand in columns of eight bytes each. A run that
+goes on appends more: only that is read the next time.
 """
 
 import json
@@ -136,8 +136,9 @@ class StepLines:
     def read(self) -> bool:
         """Read what the file has more than the last time; False for nothing. OSError as open raises it.
 
-        A line that cannot be read is counted and left out. If the file was cut back, because steps that were written ahead of
-        their console line are written anew, it is read again from the console line before; another file from its beginning.
+        A line that cannot be read is counted and left out. If the file was cut back, because steps that were written
+        ahead of their console line are written anew, it is read again from the console line before; another file from
+        its beginning.
         """
         with open_foreign(self._path) as file:
             if not self._here.is_in(file):

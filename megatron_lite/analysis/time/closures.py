@@ -1,7 +1,8 @@
 """Forward and backward passes that an optimizer runs inside its own step.
 
-Lightning's automatic optimization, L-BFGS, SAM and others hand the optimizer a closure: `optimizer.step(closure)`. The range
-around the step then holds passes of the model, which are no update. What the optimizer does itself is the rest of the range.
+Lightning's automatic optimization, L-BFGS, SAM and others hand the optimizer a closure: `optimizer.step(closure)`. The
+range around the step then holds passes of the model, which are no update. What the optimizer does itself is the rest of
+the range.
 """
 
 import re
@@ -22,8 +23,8 @@ def find_closures(
     """(forward passes, backward passes) inside the optimizer's ranges; empty ones where no optimizer calls the model.
 
     A pass lasts from its first operator to its last. Operators of autograd's engine are backward. Operators of which
-    gradients will be taken are forward, if backward follows. The engine may work on a thread of its own, while the thread
-    of the step waits for it.
+    gradients will be taken are forward, if backward follows. The engine may work on a thread of its own, while the
+    thread of the step waits for it.
 
     Args:
         in_optimizer: bool [n], whether the innermost phase of the event is the optimizer's.
@@ -49,7 +50,8 @@ def find_closures(
 
 
 def _find_idle(trace: Trace, thread: int, rows: Integers) -> Flags:
-    """bool [k]: whether no operator begins on the thread while the event of `rows` lasts; else it does not wait for it."""
+    """bool [k]: whether no operator begins on the thread while the event of `rows` lasts;
+    else it does not wait for it."""
     events, operators = trace.events, trace.rows[Kind.OP]
     begins = events.start_ns[operators[events.thread[operators] == thread]]
     idle: Flags = np.searchsorted(begins, events.start_ns[rows]) == np.searchsorted(begins, events.end_ns[rows])

@@ -33,8 +33,8 @@ WRAPPER_SHARE = 0.9  # a range over so much of its step says nothing: what lies 
 def find_phases(
     trace: Trace, steps: HostSteps, thread: Integers, moment: Integers
 ) -> tuple[tuple[str, ...], Integers, PhaseRanges]:
-    """(names, index into names per event; -1: none; the ranges, without their steps). thread, moment [n]: where the host
-    was for each event, -1: unknown.
+    """(names, index into names per event; -1: none; the ranges, without their steps). thread, moment [n]: where the
+    host was for each event, -1: unknown.
 
     The innermost phase around the moment on its own thread; else on the thread that drives the steps, which stands in
     backward() while autograd's thread works; else what operators tell: autograd's, or that gradients will be taken.
@@ -117,8 +117,8 @@ def _label_phases(trace: Trace, names: Integers) -> dict[int, str]:
 
 
 def _find_phase_ranges(trace: Trace, steps: HostSteps) -> Integers:
-    """Rows of the ranges that are phases: known ones on any thread, wherever they are, and the outermost under a step on
-    its thread. A range that merely wraps a whole step gives way to what it holds."""
+    """Rows of the ranges that are phases: known ones on any thread, wherever they are, and the outermost under a step
+    on its thread. A range that merely wraps a whole step gives way to what it holds."""
     events, rows = trace.events, trace.rows[Kind.ANNOTATION]
     of_step = set(steps.names)
     names = trace.passing(lambda name: name not in of_step and _may_be_phase(name), Kind.ANNOTATION)
@@ -159,8 +159,8 @@ def _drop_recomputed_forward(trace: Trace, rows: Integers) -> Integers:
 
 
 def _told_by_operators(trace: Trace, main_thread: int) -> Iterator[tuple[str, Callable[[Integers, Integers], Flags]]]:
-    """(phase, test of threads and moments): what lies inside operators of autograd, or on a thread of its own; then what
-    sends tensors to the device; then what gradients will be taken of. Nothing where there is no backward pass."""
+    """(phase, test of threads and moments): what lies inside operators of autograd, or on a thread of its own; then
+    what sends tensors to the device; then what gradients will be taken of. Nothing where there is no backward pass."""
     events, operators, backward = trace.events, trace.rows[Kind.OP], is_backward(trace)
     if not backward.any():
         return
@@ -185,8 +185,9 @@ def _told_by_operators(trace: Trace, main_thread: int) -> Iterator[tuple[str, Ca
 def _drop_reductions_after_backward(trace: Trace, tracked: Integers, backward: Flags) -> Integers:
     """Leave out gradients' sums by hand, which are no part of forward.
 
-    torch gives an operator that no gradient is taken of the number that the next one will have, so that a reduction after
-    backward has the number of the next step's first operator. That one, the last with its number, begins the next pass.
+    torch gives an operator that no gradient is taken of the number that the next one will have, so that a reduction
+    after backward has the number of the next step's first operator. That one, the last with its number, begins the next
+    pass.
 
     Args:
         trace: all events.
@@ -194,7 +195,8 @@ def _drop_reductions_after_backward(trace: Trace, tracked: Integers, backward: F
         backward: [n] whether an event is autograd's.
 
     Returns:
-        The rows without reductions that lie between the end of a backward pass and the next operator that owns its number.
+        The rows without reductions that lie between the end of a backward pass and the next operator that owns its
+        number.
     """
     events = trace.events
     reduces = trace.matching(REDUCES.match)[tracked]

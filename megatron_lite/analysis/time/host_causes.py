@@ -132,7 +132,8 @@ MIN_UPDATE_NS = 50_000  # an operator that only launches takes 5 us; a step coun
 
 
 def _find_cpu_updates(trace: Trace, placing: Placing, threads: Integers) -> Cover:
-    """When operators of the optimizer compute on the CPU, although the trace has a GPU: they launch nothing and take long."""
+    """When operators of the optimizer compute on the CPU, although the trace has a GPU:
+    they launch nothing and take long."""
     name, events = str(Phase.OPTIMIZER_STEP), trace.events
     calls = trace.rows[Kind.RUNTIME]
     if name not in placing.phases or not (trace.launch_of[trace.device_rows] >= 0).any():
@@ -172,8 +173,8 @@ def find_steps_that_pay(cover: Cover, start: Integers, end: Integers) -> Flags:
 
 
 def is_paid_once(cause: str, cover: Cover, start: Integers, end: Integers) -> bool:
-    """Does the work come in few steps, or stop early? Of a single step its last third says so. An allocator that has grown
-    early may be done with it; one that asks the driver later may ask again."""
+    """Does the work come in few steps, or stop early? Of a single step its last third says so. An allocator that has
+    grown early may be done with it; one that asks the driver later may ask again."""
     if len(start) == 1:
         edges = np.linspace(start[0], end[0], 4).astype(np.int64)
         thirds = cover.within(edges[:-1], edges[1:])

@@ -1,11 +1,13 @@
-"""What calls, ranges and lines of Python of known libraries mean for the host, by their names: the table host_causes.tsv."""
+"""What calls, ranges and lines of Python of known libraries mean for the host, by their names:
+the table host_causes.tsv."""
 
 import re
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-# What belongs to two causes counts for the first. All of these are causes even where the host also waited for the device.
+# What belongs to two causes counts for the first.
+# All of these are causes even where the host also waited for the device.
 CAUSES = (
     "save",
     "garbage_collector",  # Python stops on all threads, whichever collects

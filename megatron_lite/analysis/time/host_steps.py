@@ -1,4 +1,5 @@
-"""Where the steps of a trace are, on the host: by the profiler's marks, else by ranges that are steps, else by updates."""
+"""Where the steps of a trace are, on the host: by the profiler's marks, else by ranges that are steps,
+else by updates."""
 
 import re
 from collections.abc import Callable
@@ -116,8 +117,8 @@ def _is_no_step(name: str) -> bool:
 def _find_repeating(trace: Trace, may_be_step: Callable[[str], bool], most: int | None) -> HostSteps | None:
     """The steps by the range that comes back and covers most of its thread; None if it covers too little.
 
-    A range inside another of its own name does not come back. Names that differ in numbers alone count as one name where
-    no whole name comes back.
+    A range inside another of its own name does not come back. Names that differ in numbers alone count as one name
+    where no whole name comes back.
 
     Args:
         may_be_step: The test of a name.
@@ -223,8 +224,8 @@ def _find_phase_on_main(trace: Trace, phase: Phase) -> tuple[int, Integers]:
 def _find_updates(trace: Trace) -> HostSteps | None:
     """A step from the end of each update by the optimizer to the end of the next.
 
-    Several optimizers that step one after the other, without a backward pass between them, make one update. Where batches
-    are drawn more seldom than updates are made (two networks that learn in turns), a step is a batch.
+    Several optimizers that step one after the other, without a backward pass between them, make one update. Where
+    batches are drawn more seldom than updates are made (two networks that learn in turns), a step is a batch.
     """
     events = trace.events
     thread, rows = _find_phase_on_main(trace, Phase.OPTIMIZER_STEP)

@@ -2,10 +2,13 @@
 
 Definitions (h: the moment at which the call that launches this work returned, at the latest the gap's end):
 
-- until h the host was late. What it did on the threads that drive the GPU decides: first what names tell (host_names.py:
-  loader, saving, compiling, allocator, ...); then the price of a synchronization, as far as the host had been standing in
-  one (without it, it would have come as much earlier); then clipping and logging by name; the rest is the host itself.
-- after h the work was queued: up to 10 us are launch latency; more is a dependency if the stream was told to wait for an
+- until h the host was late. What it did on the threads that drive the GPU decides: first what names tell
+  (host_names.py:
+  loader, saving, compiling, allocator, ...); then the price of a synchronization, as far as the host had been standing
+  in one (without it, it would have come as much earlier); then clipping and logging by name; the rest is the host
+  itself.
+- after h the work was queued: up to 10 us are launch latency; more is a dependency if the stream was told to wait for
+  an
   event before this work; else unexplained, as is a gap whose work has no launch call in the trace.
 """
 
@@ -64,11 +67,14 @@ def find_communication_names(trace: Trace) -> Flags:
 # --- what keeps the host from launching
 
 WAITS = re.compile(
-    r"(cuda|hip|cu|mt|xpu)(Stream|Device|Event|Ctx|Thread)Synchronize|(cuda|hip)Memcpy(2D|3D|ToSymbol|FromSymbol|WithStream)?(_v\d+)?(_ptds)?$"
+    r"(cuda|hip|cu|mt|xpu)(Stream|Device|Event|Ctx|Thread)Synchronize"
+    r"|(cuda|hip)Memcpy(2D|3D|ToSymbol|FromSymbol|WithStream)?(_v\d+)?(_ptds)?$"
     r"|cuMemcpy(HtoD|DtoH)(_v2)?$"
     r"|(musa|mu|tops|cnrt|cn|syn)(Stream|Device|Event|Ctx|Queue|Notifier)(Sync|Synchronize)$|(musa|tops|cnrt)Memcpy$"
-    r"|(AscendCL@)?aclrt(SynchronizeStream|SynchronizeDevice|SynchronizeEvent|Memcpy$)|(Runtime@)?rt(Stream|Device|Event)Synchronize"
-    r"|ur(EventWait|QueueFinish)|ze(Event|Fence|CommandList)HostSynchronize|zeCommandQueueSynchronize|cl(Finish|WaitForEvents)"
+    r"|(AscendCL@)?aclrt(SynchronizeStream|SynchronizeDevice|SynchronizeEvent|Memcpy$)"
+    r"|(Runtime@)?rt(Stream|Device|Event)Synchronize"
+    r"|ur(EventWait|QueueFinish)|ze(Event|Fence|CommandList)HostSynchronize"
+    r"|zeCommandQueueSynchronize|cl(Finish|WaitForEvents)"
 )
 MANY_LAUNCHES = 0.2  # of the device work: a thread that launches so much drives the GPU
 
@@ -247,8 +253,8 @@ def _find_waits(trace: Trace, waits: Integers, start: Integers, end: Integers) -
 
 
 def _find_event_waits(trace: Trace, rows: Integers, at: Integers, launch: Integers) -> Flags:
-    """bool per gap: was the stream of the work rows[at] told to wait for an event, after the work before it on this stream
-    was launched?"""
+    """bool per gap: was the stream of the work rows[at] told to wait for an event, after the work before it on this
+    stream was launched?"""
     events, calls = trace.events, trace.rows[Kind.RUNTIME]
     waits = calls[trace.matching(lambda name: "StreamWaitEvent" in name)[calls]]
     if not len(waits) or not len(at):

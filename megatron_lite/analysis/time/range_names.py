@@ -22,7 +22,8 @@ AUTOGRAD = re.compile(r"autograd::engine::evaluate_function|\w+Backward\d*$|torc
 WARM_UP = re.compile(r"(?<![a-z])warm(ing)?[ _-]?up", re.IGNORECASE)
 # parts of a model or of a job, whose numbers tell them apart; other numbers count calls, requests or tokens
 _NUMBERED_PART = re.compile(
-    r"(layer|block|module|stage|head|expert|rank|gpu|device|bucket|level|depth|conv|encoder|decoder|group|chunk)s?[ ._:#-]*\d",
+    r"(layer|block|module|stage|head|expert|rank|gpu|device|bucket|level|depth"
+    r"|conv|encoder|decoder|group|chunk)s?[ ._:#-]*\d",
     re.IGNORECASE,
 )
 _NUMBER = re.compile(r"\d+")
@@ -51,7 +52,8 @@ def _spell(name: str) -> tuple[str, ...]:
 
 @lru_cache(maxsize=MAX_CACHED)
 def find_meaning(name: str) -> str:
-    """The phase that a range with this name is, "-" for one that is never a phase; "" for what the table does not know."""
+    """The phase that a range with this name is, "-" for one that is never a phase;
+    "" for what the table does not know."""
     spellings = _spell(name)
     for meaning, names in _PHASES:
         if any(names.fullmatch(spelling) for spelling in spellings):
@@ -90,7 +92,8 @@ def label_phase(name: str) -> str:
 
 
 def drop_numbers(name: str) -> str:
-    """The name with N for each number, which is the same in each call: "execute_context_0(0)" -> "execute_context_N(N)".
+    """The name with N for each number, which is the same in each call: "execute_context_0(0)" ->
+    "execute_context_N(N)".
 
     The number of a layer, a block or a rank stays: it tells parts apart that are there in each step.
     """

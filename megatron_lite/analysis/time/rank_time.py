@@ -28,8 +28,8 @@ from megatron_lite.analysis.trace.columns import Kind, Trace
 MIN_STEPS = 2
 WAITS = ("data_wait", "process_wait")  # rows that the picture of a step shows beside its phases
 BRIDGED = 0.002  # of a step: shorter holes cannot be seen in a picture
-# The host is too slow to launch, by three thresholds: an A100 under DDP with 76% idle time must be found, a CUDA graph with
-# 64% (queued for 162 ms) must not.
+# The host is too slow to launch, by three thresholds: an A100 under DDP with 76% idle time must be found, a CUDA graph
+# with 64% (queued for 162 ms) must not.
 IDLE_SHARE, KERNEL_TO_INTERVAL, QUEUE_US = 0.15, 1.5, 50.0
 COMPILED = re.compile(r"## Call CompiledFxGraph|Torch-Compiled Region|CompiledFunction")
 MAY_WAIT = re.compile(
@@ -207,8 +207,8 @@ def _find_other_devices(trace: Trace, device: int, steady: SteadySteps) -> dict[
 
 
 def _wait_for_others(gaps: Gaps, busy: Cover) -> Gaps:
-    """The gaps, where idle time after a synchronization or without a reason is waiting for another stream while another GPU of
-    the process is busy: the host waits for that one, or this GPU needs its result."""
+    """The gaps, where idle time after a synchronization or without a reason is waiting for another stream while another
+    GPU of the process is busy: the host waits for that one, or this GPU needs its result."""
     amounts = dict(gaps.amounts)
     end = gaps.start + sum(amounts.values())
     beside = busy.within(gaps.start, end)
@@ -224,7 +224,8 @@ def _describe_devices(device: int, others: dict[int, Cover], steady: SteadySteps
     if others:
         busy = ", ".join(f"GPU {number} is busy {steady.per_step(cover):,.1f} ms" for number, cover in others.items())
         yield (
-            f"the process drives {len(others) + 1} GPUs; steps, kernels and FLOPs are those of GPU {device}, which computes "
+            f"the process drives {len(others) + 1} GPUs; "
+            f"steps, kernels and FLOPs are those of GPU {device}, which computes "
             f"most; per step {busy}"
         )
 
@@ -242,9 +243,9 @@ def _describe_gaps(rows: Integers, spilled: Integers, spilled_ms: float) -> Iter
 def _measure_host(trace: Trace, placing: Placing, steady: SteadySteps) -> RankTime:
     """The time of a rank whose trace has no device work: the main thread's, since the host is the device.
 
-    Each moment of a step is, in this order: saving or evaluating; compiling; in the loader; an operator at work on the main
-    thread or on autograd's; waiting for communication (a backend's span such as gloo:all_reduce runs on a thread of its own,
-    and no operator does); the garbage collector or another named cause; else Python between operators.
+    Each moment of a step is, in this order: saving or evaluating; compiling; in the loader; an operator at work on the
+    main thread or on autograd's; waiting for communication (a backend's span such as gloo:all_reduce runs on a thread
+    of its own, and no operator does); the garbage collector or another named cause; else Python between operators.
     """
     events = trace.events
     activity = find_host_activity(trace, placing)
@@ -330,7 +331,8 @@ def _find_working_operators(trace: Trace, activity: HostActivity, communication:
 def _measure_recorded_between(trace: Trace, activity: HostActivity, steady: SteadySteps) -> float:
     """Measure which share of the host's recorded events lies outside of all operators, on the threads that work.
 
-    Recording costs each event about the same: before its start and after its end, which is inside of the operator around it.
+    Recording costs each event about the same: before its start and after its end, which is inside of the operator
+    around it.
     """
     events = trace.events
     recorded = np.isin(events.kind, (Kind.OP, Kind.ANNOTATION, Kind.PYTHON)) & np.isin(events.thread, activity.threads)
@@ -363,7 +365,8 @@ NO_HOST_TIME = HostTime(np.empty(0, np.int64), np.empty(0, np.int64), NOTHING)
 
 
 def _find_host_time(trace: Trace, placing: Placing, phase: int, steps: Flags, main_only: bool = False) -> HostTime:
-    """Of the phase, in the steps for which `steps` holds (as Placing.steady); main_only: on the thread that drives them."""
+    """Of the phase, in the steps for which `steps` holds (as Placing.steady); main_only:
+    on the thread that drives them."""
     events, ranges = trace.events, placing.ranges
     on_thread = ranges.thread == placing.main_thread if main_only else np.ones(len(ranges), bool)
     chosen = np.flatnonzero((ranges.phase == phase) & steps[ranges.step] & on_thread)

@@ -16,7 +16,8 @@ WRAPPER = re.compile(r"autograd::engine::evaluate_function|record_param_comms|To
 FRAME = re.compile(r"(?P<path>[^()<>]*\.pyx?)\(\d+\): ")
 NOT_THE_PROGRAM = re.compile(
     r"(^|/)(torch|numpy|site-packages/torch|lib/python3[^/]*/(?!site-packages|dist-packages)[^/]+)/"
-    r"|^(threading|contextlib|runpy|functools|enum|typing|random|copy|queue|selectors|socket|inspect|logging/__init__)\.py"
+    r"|^(threading|contextlib|runpy|functools|enum|typing|random"
+    r"|copy|queue|selectors|socket|inspect|logging/__init__)\.py"
     r"|(^|/)lib/python3[^/]*/[^/]+\.py$"
 )
 BETWEEN = "Python between operators"
@@ -127,8 +128,8 @@ class CallSites:
         """Find the distinct places of the waiting `calls`.
 
         Returns:
-            int64 [p, 6]: the call's name, is its memory pageable, the operator's and the frame's name, which of AFTER_SYNCS
-            was the cause (from 1 on; 0: none), the phase; and int64 [calls]: the place of each call.
+            int64 [p, 6]: the call's name, is its memory pageable, the operator's and the frame's name, which of
+            AFTER_SYNCS was the cause (from 1 on; 0: none), the phase; and int64 [calls]: the place of each call.
         """
         events = self.trace.events
         moment = events.start_ns[calls]
@@ -148,7 +149,8 @@ class CallSites:
         return places.T.astype(np.int64), place_of_call.ravel()
 
     def find_host_sites(self, gaps: Gaps) -> tuple[HostSite, ...]:
-        """What the launching threads did while the host was the cause, by outermost operator, else by line; most idle first."""
+        """What the launching threads did while the host was the cause, by outermost operator, else by line;
+        most idle first."""
         events, late = self.trace.events, gaps.late > 0
         total: SiteTimes = Counter()
         for thread in np.unique(gaps.thread[late & (gaps.thread >= 0)]).tolist():
@@ -172,7 +174,10 @@ class CallSites:
         return difference(intersection(idle, self.trace.cover(custom)), self.trace.cover(inner))
 
     def find_python_sites(self, host: Cover) -> tuple[HostSite, ...]:
-        """The same without a GPU: `host` is when no operator ran. By line of the program, where the trace has stacks."""
+        """The same without a GPU: `host` is when no operator ran.
+
+        By line of the program, where the trace has stacks.
+        """
         total: SiteTimes = Counter()
         self._add_python(total, host, self.placing.main_thread)
         return self._make_host_sites(total)
@@ -205,7 +210,8 @@ class CallSites:
         _add(total, self.frame(start, np.full(len(start), max(thread, 0))), phase, end - start)
 
     def measure_short_stretches(self, host: Cover) -> ShortGaps:
-        """The pieces of `host` below MIN_STRETCH_MS that are longer than calling an operator takes, in the median step."""
+        """The pieces of `host` below MIN_STRETCH_MS that are longer than calling an operator takes,
+        in the median step."""
         steps, lengths = self.placing.steps, host.end - host.start
         short = (lengths < MIN_STRETCH_MS * 1e6) & (lengths >= MIN_SHORT_MS * 1e6)
         step = np.searchsorted([one.start_ns for one in steps], host.start[short], side="right") - 1

@@ -2,10 +2,10 @@
 
 The GPU runs behind the host, so a step of the host is not a step of the GPU. Step s lasts from the end of the last work
 of step s-1 to the end of its own last work, on the stream that computes: tiles without holes, so their mean is the time
-per step, and waiting for the data loader, which comes before a step's work, belongs to that step. (Tiles from first to first
-event would put it into the step before, and leave a window's last step without its waiting.) The first step has no
-predecessor: it begins where the host began it, or where work from before the window ends, and lacks what the step before
-left to do after its last work. With enough others it does not count.
+per step, and waiting for the data loader, which comes before a step's work, belongs to that step. (Tiles from first to
+first event would put it into the step before, and leave a window's last step without its waiting.) The first step has
+no predecessor: it begins where the host began it, or where work from before the window ends, and lacks what the step
+before left to do after its last work. With enough others it does not count.
 """
 
 from dataclasses import replace
@@ -79,8 +79,8 @@ def _find_step_at(host: HostSteps, moment: Integers) -> Integers:
 
 
 def _leave_out_empty_end(trace: Trace, steps: HostSteps) -> HostSteps:
-    """The steps without those at the end in which nothing but their marks was recorded: the window's last mark often begins
-    a step that the loop never makes."""
+    """The steps without those at the end in which nothing but their marks was recorded: the window's last mark often
+    begins a step that the loop never makes."""
     events = trace.events
     works = np.isin(events.kind, (Kind.OP, Kind.ANNOTATION)) & ~trace.matching(set(steps.names).__contains__)
     calls = trace.rows[Kind.RUNTIME]
@@ -101,8 +101,8 @@ def _leave_out_empty_end(trace: Trace, steps: HostSteps) -> HostSteps:
 
 
 def find_computing_stream(trace: Trace) -> tuple[int, int]:
-    """(device, stream) with most kernel time, communication left out, of a trace with device work: of the device with most
-    of it the stream with most."""
+    """(device, stream) with most kernel time, communication left out, of a trace with device work: of the device with
+    most of it the stream with most."""
     events, rows = trace.events, trace.device_rows
     kernels = rows[(events.kind[rows] == Kind.KERNEL) & ~trace.matching(is_communication)[rows]]
     rows = kernels if len(kernels) else rows
@@ -197,7 +197,8 @@ def _find_steps(
 def _explain_by_contents(
     trace: Trace, host: HostSteps, start: Integers, end: Integers, phases: tuple[str, ...], phase: Integers
 ) -> list[str]:
-    """Why each step is not a steady one by what it holds: saving, evaluation, what it pays for; '' for nothing of it."""
+    """Why each step is not a steady one by what it holds: saving, evaluation, what it pays for;
+    '' for nothing of it."""
     why_not = [""] * len(host.names)
     for name in (str(Phase.SAVE), str(Phase.EVAL)):
         if name not in phases:
@@ -211,7 +212,8 @@ def _explain_by_contents(
 
 
 def _explain_edge(edge: int, last: int, counts: Integers, lengths: Integers, why_not: list[str]) -> str:
-    """Why the window's first or last step is not a steady one, compared with the steady steps between them; '' if it is.
+    """Why the window's first or last step is not a steady one, compared with the steady steps between them; '' if it
+    is.
 
     Args:
         edge: the step, the first or the last one.

@@ -90,7 +90,8 @@ class SyncSite:
 
 @dataclass(frozen=True)
 class HostSite:
-    """What the host did while the device waited for it, by top operator or frame; without a GPU what it did between operators."""
+    """What the host did while the device waited for it, by top operator or frame;
+    without a GPU what it did between operators."""
 
     what: str
     phase: str
@@ -99,7 +100,8 @@ class HostSite:
 
 @dataclass(frozen=True)
 class NamedWork:
-    """Work of the host that its name tells, on the threads that drive the device, whether or not the device was idle meanwhile."""
+    """Work of the host that its name tells, on the threads that drive the device,
+    whether or not the device was idle meanwhile."""
 
     cause: str  # a key of ROW_TITLES
     what: str  # "PyTorch's DataLoader", "loading of CUDA modules", ...
@@ -112,8 +114,8 @@ class NamedWork:
 
 @dataclass(frozen=True)
 class ShortGaps:
-    """Idle time of the device in gaps below MIN_STRETCH_MS, where no row but these explains it; without a GPU time without an
-    operator, in pieces of 0.1 ms and more. Per step."""
+    """Idle time of the device in gaps below MIN_STRETCH_MS, where no row but these explains it; without a GPU time
+    without an operator, in pieces of 0.1 ms and more. Per step."""
 
     number: float
     host_ms: float  # the host was late
@@ -175,8 +177,9 @@ class RankTime:
     idle_beside_ms: float = 0.0  # of the idle time what other GPUs of the process compute meanwhile
     notes: tuple[str, ...] = ()  # named gaps
     named: tuple[NamedWork, ...] = ()  # longest first
-    # Of what was recorded of the host, the share that delays the device: all of it where a device works beside the host; without
-    # one, recording an operator inside of another makes that one longer, and only the rest lies between operators.
+    # Of what was recorded of the host, the share that delays the device: all of it where a device works beside the
+    # host; without one, recording an operator inside of another makes that one longer, and only the rest lies between
+    # operators.
     recorded_between: float = 1.0
     short_gaps: ShortGaps | None = None  # None without steady steps
     stretches: tuple[Stretch, ...] = ()  # longest first; () with a GPU
@@ -264,6 +267,7 @@ class Placing:
 
     @cached_property
     def counts(self) -> Flags:
-        """bool [n]: does the event belong to a steady step, and not to another GPU than the one whose steps these are?"""
+        """bool [n]: does the event belong to a steady step,
+        and not to another GPU than the one whose steps these are?"""
         in_steady: Flags = self.steady[self.step]
         return in_steady if self.on_other_device is None else in_steady & ~self.on_other_device

@@ -1,4 +1,5 @@
-"""One process' trace as columns: a row per event, the same whoever wrote the file (PyTorch of any year, Nsight Systems).
+"""One process' trace as columns: a row per event, the same whoever wrote the file (PyTorch of any year, Nsight
+Systems).
 
 Times are whole nanoseconds since the trace's first event; -1 stands for "not given" in every column of ids.
 """
@@ -33,7 +34,10 @@ class Numbered(dict[Key, int]):
 
 
 class Kind(enum.IntEnum):
-    """What an event is. Device work: KERNEL, MEMCPY, MEMSET. Old and new category names of a file map to the same kind."""
+    """What an event is. Device work: KERNEL, MEMCPY, MEMSET.
+
+    Old and new category names of a file map to the same kind.
+    """
 
     OP = 0  # an operator on the host: aten::mm, autograd::engine::evaluate_function: ...
     ANNOTATION = 1  # a range that code named: ProfilerStep#5, forward, nccl:all_reduce, enumerate(DataLoader)#...
@@ -87,7 +91,8 @@ class ProcessGroup:
 
 @dataclass(frozen=True)
 class Events:
-    """n events ordered by start, the longer one first where starts are equal (so a parent stands before its children)."""
+    """n events ordered by start, the longer one first where starts are equal (so a parent stands before its
+    children)."""
 
     name: NDArray[np.int32]  # [n], index into Trace.names
     kind: NDArray[np.uint8]  # [n], a Kind
@@ -157,8 +162,8 @@ class Trace:
     def name_device(self, device: int) -> str | None:
         """The name of the device with that number in the events; None where the header does not say.
 
-        Events may count the machine's devices and the header those that the process sees, as under ROCm. Then it is known
-        only if all devices of the header have the same name.
+        Events may count the machine's devices and the header those that the process sees, as under ROCm. Then it is
+        known only if all devices of the header have the same name.
         """
         ids = self.device_ids or tuple(range(len(self.devices)))
         own = {name for number, name in zip(ids, self.devices) if number == device}
@@ -177,7 +182,8 @@ class Trace:
 
     @cached_property
     def launch_of(self) -> Integers:
-        """For every event the row of the RUNTIME call with its correlation; -1 for none (and for what is no device work)."""
+        """For every event the row of the RUNTIME call with its correlation;
+        -1 for none (and for what is no device work)."""
         events, launch = self.events, np.full(len(self.events), -1, np.int64)
         calls = self.rows[Kind.RUNTIME]
         calls = calls[events.correlation[calls] >= 0]
@@ -220,8 +226,8 @@ class Trace:
 
 
 def build_events(columns: dict[str, NDArray[Any]]) -> tuple[Events, list[str]]:
-    """Events of their columns, ordered by start, and notes of what was mended. Empties `columns`, so that nothing is held
-    twice for long.
+    """Events of their columns, ordered by start, and notes of what was mended. Empties `columns`, so that nothing is
+    held twice for long.
 
     Device work is clipped where it overlaps the next on its stream: a writer that does not measure its end gives it a
     length that is too long (AMD-AGI/TraceLens#669).

@@ -1,7 +1,7 @@
 """Which Chrome traces PyTorch did not write, and who did: foreign_writers.tsv, which a user can extend.
 
-A file is PyTorch's by what stands in it: keys and categories of its profiler. Files of any year, bare lists and parts of files have
-some of them.
+A file is PyTorch's by what stands in it: keys and categories of its profiler. Files of any year, bare lists and parts
+of files have some of them.
 """
 
 import re
@@ -18,7 +18,8 @@ from megatron_lite.analysis.trace.kineto_kinds import KIND_OF_PROCESS, Tracks, k
 # What only torch.profiler (and torch_npu's) writes. "schemaVersion" and "baseTimeNanoseconds" have other writers, too.
 OF_TORCH = re.compile(
     rb'"(deviceProperties|distributedInfo)"|"cat"\s*:\s*"(cpu_op|user_annotation|python_function|gpu_memcpy|gpu_memset'
-    rb'|gpu_user_annotation|cuda_runtime|cuda_driver|hip_runtime|xpu_runtime|mtia_runtime|privateuse1_runtime|ac2g|fwdbwd)"'
+    rb"|gpu_user_annotation|cuda_runtime|cuda_driver|hip_runtime"
+    rb'|xpu_runtime|mtia_runtime|privateuse1_runtime|ac2g|fwdbwd)"'
     rb'|ProfilerStep#|"Ascend Hardware"|"aten::|"(CPU|CUDA) functions"'
 )
 CATEGORY = re.compile(rb'"cat"\s*:\s*"([^"\\]{0,80})"')
@@ -66,7 +67,8 @@ def describe_foreign(text: bytes, is_whole: bool) -> str:
 def find_foreign(
     header: Mapping[str, object], categories: Iterable[str | None], threads: Iterable[tuple[Id, Id]], tracks: Tracks
 ) -> str:
-    """Why a trace that was read is none of PyTorch's: neither a key beside its events nor a category of these; '' where it is.
+    """Why a trace that was read is none of PyTorch's: neither a key beside its events nor a category of these; '' where
+    it is.
 
     Args:
         header: What stands beside the events.

@@ -89,8 +89,8 @@ Columns = dict[str, NDArray[Any]]
 class Collected:
     """Columns of the chunks so far, and what their numbers stand for.
 
-    More than max_events are never held: the latest quarter of them goes, and from then on all that ends after the rest. What stays
-    is all that happened up to until_ns, in whatever order the file has it.
+    More than max_events are never held: the latest quarter of them goes, and from then on all that ends after the rest.
+    What stays is all that happened up to until_ns, in whatever order the file has it.
     """
 
     max_events: int
@@ -190,7 +190,8 @@ class Collected:
         return self.collectives[Collective(*told, peer=a.source if a.target is None else a.target)]
 
     def _shorten(self) -> None:
-        """Let the latest quarter in time go: a smaller part would be let go more often, a larger one leaves fewer whole steps."""
+        """Let the latest quarter in time go: a smaller part would be let go more often,
+        a larger one leaves fewer whole steps."""
         ends = np.concatenate([_ends_ns(columns) for columns in (*self.spans, *self.instants)])
         ends = ends[ends > LOST_NS // 2]
         if not len(ends):
@@ -206,7 +207,10 @@ class Collected:
         self.held = sum(len(columns["start_ns"]) for columns in (*self.spans, *self.instants)) + len(self.halves)
 
     def pair_halves(self) -> int:
-        """Append spans of "B" and "E" entries: an end belongs to the last open beginning of its thread. How many stay alone."""
+        """Append spans of "B" and "E" entries: an end belongs to the last open beginning of its thread.
+
+        How many stay alone.
+        """
         open_ones: dict[tuple[Id, Id], list[Event]] = {}
         spans, alone = [], 0
         for half in sorted(self.halves, key=lambda half: half.ts or 0):

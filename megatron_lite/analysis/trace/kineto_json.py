@@ -134,8 +134,8 @@ def decode_events(text: bytes) -> Sequence[Event] | None:
 
 
 def mend_json(text: bytes) -> bytes:
-    """`text` without what writers are known to leave in: raw control characters, NaN and inf, lone backslashes (paths of
-    Windows), halves of surrogate pairs, bytes that are no UTF-8."""
+    """`text` without what writers are known to leave in: raw control characters, NaN and inf, lone backslashes (paths
+    of Windows), halves of surrogate pairs, bytes that are no UTF-8."""
     text = text.translate(_CONTROL_TO_SPACE)
     text = _NO_NUMBER.sub(rb'":\1null', text)
     if b"\\" in text:
@@ -199,8 +199,8 @@ _MAX_ENDS, _MAX_PIECES = 8, 16
 
 
 class Chunks:
-    """Iterates over lists of events. After it: `header`, all that stands beside the events; `damage`, a sentence or None;
-    `cut`, whether the events' end is missing.
+    """Iterates over lists of events. After it: `header`, all that stands beside the events; `damage`, a sentence or
+    None; `cut`, whether the events' end is missing.
 
     bytes_read: of the file as it lies on the disk.
     """
@@ -377,7 +377,8 @@ class Chunks:
 
 
 def read_ahead(blocks: Iterator[bytes], most: int = 4) -> Iterator[bytes]:
-    """The same blocks, made by a thread of their own while the last ones are worked on: unzipping leaves Python's lock."""
+    """The same blocks, made by a thread of their own while the last ones are worked on:
+    unzipping leaves Python's lock."""
     made: queue.Queue[bytes | BaseException | None] = queue.Queue(maxsize=most)
     given_up = threading.Event()
 

@@ -1,5 +1,5 @@
-"""What an event of a Chrome trace is, by its category, its process' name or its own; which device and stream it ran on; and
-which events with a length nobody reads."""
+"""What an event of a Chrome trace is, by its category, its process' name or its own; which device and stream it ran on;
+and which events with a length nobody reads."""
 
 import re
 from collections import Counter
@@ -16,8 +16,8 @@ from megatron_lite.analysis.trace.accelerators import find_accelerator, find_tra
 from megatron_lite.analysis.trace.columns import DEVICE_KINDS, Kind
 from megatron_lite.analysis.trace.kineto_json import NO_ARGS, Event, Id, Metadata, read_text
 
-# libkineto/src/ActivityType.cpp, and those of its first releases (2021), which were capitalized; then those of tools that turn
-# exports of nsys into Chrome traces
+# libkineto/src/ActivityType.cpp, and those of its first releases (2021), which were capitalized; then those of tools
+# that turn exports of nsys into Chrome traces
 CATEGORIES_OF_KIND = {
     Kind.OP: "cpu_op Operator operator",
     Kind.ANNOTATION: "user_annotation nvtx",
@@ -43,7 +43,8 @@ KIND_OF_ENDING = {
 OF_A_DEVICE = re.compile(r"[a-z][a-z0-9]*_(runtime|driver|memcpy|memset|user_annotation|sync)$")
 # of 2020, without categories
 KIND_OF_PROCESS: dict[Id, Kind] = {"CPU functions": Kind.OP, "CUDA functions": Kind.KERNEL}
-# Of torch_npu, which writes no categories for what runs on the device and what called it: kineto_json.py makes these of arguments.
+# Of torch_npu, which writes no categories for what runs on the device and what called it:
+# kineto_json.py makes these of arguments.
 ASCEND_CALL, ASCEND_TASK = "Ascend call", "Ascend task "
 ASCEND_WAIT = re.compile(r"WAIT|RECORD|NOTIFY|WRITE_VALUE|PLACE_HOLDER|CMO|MAINTENANCE")
 ASCEND_COPY = re.compile(r"SDMA|DMA_SQE|MEMCPY")
@@ -51,12 +52,14 @@ ASCEND_COPY = re.compile(r"SDMA|DMA_SQE|MEMCPY")
 DEVICE_WAIT = re.compile(r"((event|notify|stream)_?(wait|record)(_sqe)?|wait_?event)\Z", re.IGNORECASE)
 # Annotations that are written as operators by PyTorch of 2021 and by torch_npu:
 ANNOTATION = re.compile(
-    r"ProfilerStep#|enumerate\(DataLoader\)|Optimizer\.(step|zero_grad)#|(nccl|gloo|mpi|ucc|hccl):|DistributedDataParallel\.|## "
+    r"ProfilerStep#|enumerate\(DataLoader\)|Optimizer\.(step|zero_grad)#"
+    r"|(nccl|gloo|mpi|ucc|hccl):|DistributedDataParallel\.|## "
 )
 OPERATOR = re.compile(r"\w+::\w|.*Backward\d*\Z|(Enqueue|Dequeue)")
 # Events with a length that are no work of anybody, or that say again what other events say
 NO_WORK_CATEGORIES = re.compile(
-    r"Trace$|cpu_instant_event|fwdbwd|forward_backward|async|ac2g|flow|enqueue|dequeue|GC$|cuda_event|external_correlation|"
+    r"Trace$|cpu_instant_event|fwdbwd|forward_backward|async|ac2g|flow|enqueue|dequeue"
+    r"|GC$|cuda_event|external_correlation|"
     r"collective_comm|\w*counters?$|\w*_profiler(_range)?$|mtia_insight|osrt"
 )
 NO_WORK_PROCESSES = re.compile(r"Overlap Analysis|CANN|HCCL|Communication|Python GC|Traces|Spans|AI Core|MindStudio")
@@ -69,7 +72,8 @@ Columns = dict[str, NDArray[Any]]
 
 
 def category_of_ascend(event: Event) -> str:
-    """torch_npu writes no categories for tasks of the device and for the calls that start them; their arguments tell."""
+    """torch_npu writes no categories for tasks of the device and for the calls that start them;
+    their arguments tell."""
     args = event.args or NO_ARGS
     if args.task:
         return ASCEND_TASK + read_text(args.task)
@@ -133,8 +137,8 @@ def find_kinds_and_devices(
     tracks: Tracks,
     memory_types: Iterable[int],
 ) -> Placed:
-    """Kinds in place of categories; device and stream of device work: its arguments, else its pid and tid; -1 for the host's
-    events."""
+    """Kinds in place of categories; device and stream of device work: its arguments, else its pid and tid; -1 for the
+    host's events."""
     thread, category = columns["thread"], columns.pop("category")
     kind = kinds_of_categories(categories)[category]
     of_process = np.array([KIND_OF_PROCESS.get(pid, Kind.OTHER) for pid, _ in threads], np.uint8)
@@ -208,7 +212,8 @@ def _split_gaudi(
     thread: Integers,
     threads: Sequence[tuple[Id, Id]],
 ) -> None:
-    """Gaudi's profiler writes one category for the device and for the host's calls: these stand in the process of operators."""
+    """Gaudi's profiler writes one category for the device and for the host's calls:
+    these stand in the process of operators."""
     if "hpu_op" not in categories:
         return
     hosts = {threads[number][0] for number in np.unique(thread[kind == Kind.OP])}
@@ -235,7 +240,8 @@ def _find_unread(
     processes: Sequence[str],
     tracks: Tracks,
 ) -> tuple[str, ...]:
-    """Tracks of an accelerator, and in a trace without device work any long track of its own, of which nothing is read."""
+    """Tracks of an accelerator, and in a trace without device work any long track of its own,
+    of which nothing is read."""
     kind, thread = columns["kind"], columns["thread"]
     read_threads = set(np.unique(thread[~np.isin(kind, (Kind.OTHER, Kind.OVERHEAD))]).tolist())
     has_work = bool(np.isin(kind, DEVICE_KINDS).any())

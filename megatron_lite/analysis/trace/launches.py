@@ -72,7 +72,8 @@ def find_launches(trace: Trace, rows: Integers | None = None) -> list[Launches]:
 def count_lost(trace: Trace, launches: Launches) -> int:
     """How many of the launches have no device work with their correlation id.
 
-    0 where the ids of this runtime are not known to be those of device work: then only a trace without most of it is told.
+    0 where the ids of this runtime are not known to be those of device work: then only a trace without most of it is
+    told.
     """
     correlation = trace.events.correlation
     known = launches.rows[correlation[launches.rows] >= 0]

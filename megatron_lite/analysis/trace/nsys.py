@@ -32,8 +32,8 @@ from megatron_lite.analysis.trace.nsys_gaps import find_unread_tables, read_diag
 _PUSH_POP, _START_END, _MARK = 59, 60, 34  # ENUM_NSYS_EVENT_TYPE
 _OUR_MARK = re.compile(r"rank (\d+) of (\d+)\b")  # megatron_lite/instruments/nsys_range.py
 _MAX_NS = 4 * 10**18  # differences of such times still fit 64 bits
-_COLUMNS = ("name", "kind", "start", "end", "process", "thread", "device", "stream", "correlation", "num_bytes", "shapes",
-            "sequence")  # fmt: skip
+_COLUMNS = ("name", "kind", "start", "end", "process", "thread", "device", "stream", "correlation", "num_bytes",
+            "shapes", "sequence")  # fmt: skip
 
 # --- names as the profiler of PyTorch would write them, so that one analysis serves both
 
@@ -42,15 +42,16 @@ _EMITTED = re.compile(r"(?P<name>.+?)(?:, seq = (?P<seq>\d{1,18}))?(?:, op_id = 
                       r"(?:, op_id = \d+)?(?:, input_op_ids = .*)?\Z", re.DOTALL)  # fmt: skip
 _OPERATOR = re.compile(r"(aten|torch|autograd|c10d|prims|triton|inductor|_?[A-Za-z]\w*)::\w|.*Backward\d*\Z")
 _VERSION = re.compile(r"(_ptsz|_ptds)?_v\d+(_ptsz|_ptds)?\Z")
-_COPIES = {1: "HtoD", 2: "DtoH", 3: "HtoA", 4: "AtoH", 5: "AtoA", 6: "AtoD", 7: "DtoA", 8: "DtoD", 9: "HtoH", 10: "PtoP",
-           11: "HtoD", 12: "DtoH", 13: "DtoD"}  # fmt: skip  # ENUM_CUDA_MEMCPY_OPER; from 11 on: unified memory
+# ENUM_CUDA_MEMCPY_OPER; from 11 on: unified memory
+_COPIES = {1: "HtoD", 2: "DtoH", 3: "HtoA", 4: "AtoH", 5: "AtoA", 6: "AtoD", 7: "DtoA", 8: "DtoD", 9: "HtoH",
+           10: "PtoP", 11: "HtoD", 12: "DtoH", 13: "DtoD"}  # fmt: skip
 _MEMORIES = {0: "Pageable", 1: "Pinned", 2: "Device", 3: "Array", 4: "Managed", 5: "Device", 6: "Managed"}
 _SYNCS = {1: "Event Sync", 2: "Stream Wait Event", 3: "Stream Sync", 4: "Context Sync"}  # ENUM_CUPTI_SYNC_TYPE
 
 
 def parse_range(text: str) -> tuple[str, Kind, int, Shapes | None]:
-    """(name, kind, autograd's sequence number or -1, shapes) of a range's text: OP for the ranges that PyTorch emits for
-    operators, ANNOTATION for those that code named."""
+    """(name, kind, autograd's sequence number or -1, shapes) of a range's text: OP for the ranges that PyTorch emits
+    for operators, ANNOTATION for those that code named."""
     found = _EMITTED.match(text)
     if found is None or len(found["name"]) == len(text):
         return text, Kind.OP if _OPERATOR.match(text) else Kind.ANNOTATION, -1, None
@@ -87,7 +88,8 @@ class _Tables:
         return set(columns) <= self.columns.get(table, set()) and table in self.columns
 
     def integers(self, table: str, *columns: str) -> Integers:
-        """int64 [rows, columns]; -1 where a value or a column is missing; (0, columns) for a table that is not there."""
+        """int64 [rows, columns]; -1 where a value or a column is missing; (0,
+        columns) for a table that is not there."""
         if not self.have(table, "start", "end"):
             return np.empty((0, len(columns)), np.int64)
         have = self.columns[table]
@@ -96,7 +98,8 @@ class _Tables:
         return np.array(rows, np.int64).reshape(-1, len(columns))
 
     def nvtx(self) -> tuple[Integers, list[str], dict[int, str]]:
-        """(int64 [rows, 3]: start, end, thread of the ranges that ended; their texts; {process: the mark that names its rank})."""
+        """(int64 [rows, 3]: start, end, thread of the ranges that ended; their texts; {process:
+        the mark that names its rank})."""
         have = self.columns.get("NVTX_EVENTS", set())
         registered = "(SELECT value FROM StringIds WHERE id = textId)"
         texts = [text for name, text in (("text", "text"), ("textId", registered)) if name in have]
@@ -105,7 +108,8 @@ class _Tables:
         text = f"coalesce({', '.join(texts)}, NULL)"
         rows = self.query(
             f"SELECT CAST(start AS INTEGER), CAST(end AS INTEGER), coalesce(CAST(globalTid AS INTEGER), -1), {text} "
-            "FROM NVTX_EVENTS WHERE eventType IN (?, ?) AND start IS NOT NULL AND end IS NOT NULL", (_PUSH_POP, _START_END),
+            "FROM NVTX_EVENTS WHERE eventType IN (?, ?) AND start IS NOT NULL AND end IS NOT NULL",
+            (_PUSH_POP, _START_END),
         ).fetchall()  # fmt: skip
         rows = [row for row in rows if row[3]]
         marks = self.query(
@@ -187,7 +191,8 @@ def _read_processes(path: Path, tables: _Tables) -> tuple[Trace, ...]:
 def _read_ranges(
     tables: _Tables, names: Numbered[str], shapes: Numbered[Shapes]
 ) -> tuple[dict[str, Integers], dict[int, str]]:
-    """Columns of the ranges, which give numbers to `names` and `shapes`; and {process: the mark that names its rank}."""
+    """Columns of the ranges, which give numbers to `names` and `shapes`; and {process:
+    the mark that names its rank}."""
     ranges, texts, marks = tables.nvtx()
     parsed = {text: parse_range(text) for text in dict.fromkeys(texts)}
     columns_of_text = {
@@ -255,8 +260,10 @@ def _describe_whole_graphs(events: Events, names: tuple[str, ...]) -> list[str]:
     if not graphs:
         return []
     said = (
-        f"launches of CUDA graphs: {graphs:,}, each recorded as a whole: their kernels are not in the report, so what a "
-        "graph computes or communicates and whether it idles is not known; nsys profile --cuda-graph-trace=node records kernels"
+        f"launches of CUDA graphs: {graphs:,}, each recorded as a whole: "
+        "their kernels are not in the report, so what a "
+        "graph computes or communicates and whether it idles is not known; "
+        "nsys profile --cuda-graph-trace=node records kernels"
     )
     return [said]
 

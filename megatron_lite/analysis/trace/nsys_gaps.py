@@ -1,4 +1,5 @@
-"""What a report of Nsight Systems lacks, by its own words, and which of its tables hold work of a device that is not read."""
+"""What a report of Nsight Systems lacks, by its own words,
+and which of its tables hold work of a device that is not read."""
 
 import re
 import sqlite3

@@ -1,8 +1,8 @@
 """A file into which the traces of several processes were merged -> a Trace per process.
 
-Scripts that merge traces (of HTA, SGLang and many jobs) keep or rewrite the process ids: 4711, "[TP03] 4711", "rank3", 3. Work
-of devices stands under ids of its own, mostly the device's number, and correlation ids of several processes collide. So
-each device's work is given to the process whose id it shares, or whose launch calls fit it.
+Scripts that merge traces (of HTA, SGLang and many jobs) keep or rewrite the process ids: 4711, "[TP03] 4711", "rank3",
+3. Work of devices stands under ids of its own, mostly the device's number, and correlation ids of several processes
+collide. So each device's work is given to the process whose id it shares, or whose launch calls fit it.
 """
 
 import re
@@ -34,7 +34,10 @@ class Owners:
 
 
 def split_processes(trace: Trace) -> tuple[Trace, ...]:
-    """The traces of the processes in it, by id; `trace` itself if there is one. What cannot be told apart is told as damage."""
+    """The traces of the processes in it, by id; `trace` itself if there is one.
+
+    What cannot be told apart is told as damage.
+    """
     pids = [pid for pid, _ in trace.threads]
     names = sorted(set(pids), key=_sort_key)
     place = {pid: number for number, pid in enumerate(names)}
@@ -111,7 +114,10 @@ def _find_owners(trace: Trace, pid: Integers, names: list[str], found: list[int]
     if len(groups) == len(found) and (chosen == UNKNOWN).any():
         # by order: the first process of a machine drives its first device
         chosen[chosen == UNKNOWN] = np.setdiff1d(np.arange(len(found)), chosen)
-        doubt = "device work is assigned to processes in the order of their ids: the launch calls of several match it equally well"
+        doubt = (
+            "device work is assigned to processes in the order of their ids: "
+            "the launch calls of several match it equally well"
+        )
     if (chosen != UNKNOWN).all():
         for rows, number in zip(groups, chosen.tolist()):
             process[rows] = number
@@ -120,7 +126,8 @@ def _find_owners(trace: Trace, pid: Integers, names: list[str], found: list[int]
 
 
 def _find_fitting(trace: Trace, host: Integers) -> Flags:
-    """bool [n]: whether one of the calls among `host` has the event's correlation id, and begins before the event does."""
+    """bool [n]: whether one of the calls among `host` has the event's correlation id,
+    and begins before the event does."""
     events = trace.events
     calls = host[(events.kind[host] == Kind.RUNTIME) & (events.correlation[host] >= 0)]
     calls = calls[np.argsort(events.correlation[calls], kind="stable")]
@@ -135,7 +142,8 @@ def _find_fitting(trace: Trace, host: Integers) -> Flags:
 def _choose_processes(shares: Numbers) -> Integers:
     """int64 [groups]: the process whose calls fit each device's work clearly best; UNKNOWN where none does.
 
-    Where there are as many devices as processes, each process drives one: what is taken by one device is not asked again.
+    Where there are as many devices as processes, each process drives one: what is taken by one device is not asked
+    again.
 
     Args:
         shares: [groups, processes] of each device's work that the process' calls fit.

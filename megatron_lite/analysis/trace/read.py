@@ -79,7 +79,8 @@ def first_bytes(path: Path, count: int) -> bytes:
 
 
 def any_block(path: Path, test: Callable[[bytes], bool], max_bytes: int = 256 << 20) -> bool:
-    """Does `test` hold for any piece of the file's text? Of longer files for the first max_bytes; False where it cannot be read."""
+    """Does `test` hold for any piece of the file's text? Of longer files for the first max_bytes;
+    False where it cannot be read."""
     read = 0
     with contextlib.suppress(OSError, EOFError, zlib.error), open_foreign(path) as raw:
         file = gzip.open(raw) if raw.peek(2).startswith(GZIP_MAGIC) else raw
@@ -93,8 +94,8 @@ def any_block(path: Path, test: Callable[[bytes], bool], max_bytes: int = 256 <<
 
 
 def readers(paths: Sequence[Path], work: Work[Result], say: Say = say_nothing) -> Iterator[Callable[[], Result]]:
-    """For each path a function that gives what `work` makes of the file, or raises what it raises. say(how far it is) meanwhile; for
-    files that take seconds say(what is read, lasting=True) before anything else.
+    """For each path a function that gives what `work` makes of the file, or raises what it raises. say(how far it is)
+    meanwhile; for files that take seconds say(what is read, lasting=True) before anything else.
 
     Of each file so many events are read that all of them take half of this machine's memory at most; a part too small
     says nothing. Several files are read and worked on in a process each, so that `work` must be a module's function.
