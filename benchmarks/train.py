@@ -112,12 +112,13 @@ def _draw_losses(columns: dict[str, list[float]], title: str) -> str:
     from megatron_lite.report.html import render_page
     from megatron_lite.report.section import Section
 
+    hues = (palette.BLUE, palette.ORANGE, palette.GREEN, palette.VERMILION, palette.SKY, palette.PURPLE)
     curves = []
-    for (name, column), hue in zip(columns.items(), itertools.cycle(palette.HUES)):
+    for (name, column), hue in zip(columns.items(), itertools.cycle(hues)):
         points = [(step, loss) for step, loss in enumerate(column, 1) if math.isfinite(loss)]
         if points:
             steps, losses = zip(*points)
-            curves.append(Curve(name, steps, losses, f"var(--{hue})", Look.LINE))
+            curves.append(Curve(name, steps, losses, hue, Look.LINE))
     chart = CurveChart("The loss of every step", curves, Axis("step"), Axis("loss (nats)"), 400)
     section = Section("losses", "Losses", title, [])
     texts = {
