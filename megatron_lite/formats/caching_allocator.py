@@ -11,7 +11,8 @@ should_split, get_free_block, try_allocate_expandable_block)
 
 import bisect
 from dataclasses import dataclass, field
-from typing import Any
+
+from megatron_lite.formats.memory_snapshot import Frame
 
 MIN_BLOCK = 512
 MIB = 2**20
@@ -28,7 +29,7 @@ class Allocation:
 
     size: int
     tag: str
-    frames: list[dict[str, Any]]
+    frames: list[Frame]
     stream: int = 0
 
 
@@ -39,7 +40,7 @@ class Segment:
     address: int
     size: int
     pool: str  # small | large
-    frames: list[dict[str, Any]]
+    frames: list[Frame]
     starts: list[int] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
     holders: list[Allocation | None] = field(default_factory=list)

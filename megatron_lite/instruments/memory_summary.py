@@ -5,12 +5,18 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from megatron_lite import marks
+from megatron_lite.formats.memory_snapshot import Frame, MemorySnapshot, TraceEvent
 from megatron_lite.instruments.memory_tags import RECOMPUTE, SETUP
 from megatron_lite.phases import Phase
 
-ACTIVATIONS, GRADIENTS, WEIGHTS = "activations", "gradients and what backward computes", "weights"
-OPTIMIZER, INPUT, EVALUATION, OTHER = "optimizer", "input", "evaluation", "other"
-CATEGORY_OF_PHASE = {
+ACTIVATIONS = "activations"
+GRADIENTS = "gradients and what backward computes"
+WEIGHTS = "weights"
+OPTIMIZER = "optimizer"
+INPUT = "input"
+EVALUATION = "evaluation"
+OTHER = "other"
+CATEGORY_OF_PHASE: dict[str, str] = {
     Phase.DATA: INPUT,
     Phase.DATA_TO_DEVICE: INPUT,
     Phase.FORWARD: ACTIVATIONS,
@@ -35,61 +41,72 @@ CATEGORY_OF_CODE = (
     ("megatron_lite/model/", "", WEIGHTS),
     ("", marks.WEIGHTS, WEIGHTS),
 )
-PACKAGE, TORCH = "megatron_lite/", "/torch/"
-ALLOCATED, FREED = "alloc", "free_completed"
+PACKAGE = "megatron_lite/"
+TORCH = "/torch/"
+ALLOCATED = "alloc"
+FREED = "free_completed"
 
 
 @dataclass(frozen=True)
 class Held:
-    """A piece of memory, with the run's tag ("" if unknown) and the Python stack of its allocation."""
+    """A piece of memory that tensors hold, and where it comes from."""
 
-    size: int
-    tag: str = ""
-    frames: list[dict] = field(default_factory=list, repr=False)
+    size: int  # bytes
+    tag: str = ""  # where in the run it was allocated; "" if unknown
+    frames: list[Frame] = field(default_factory=list, repr=False)  # the Python stack of its allocation
 
 
-def list_held_memory(snapshot: dict, device: int = 0) -> list[Held]:
-    """All memory that tensors hold when the snapshot was taken."""
-    tags = {e["addr"]: e.get("user_metadata", "") for e in _read_trace(snapshot, device) if e["action"] == ALLOCATED}
-    held = []
+def list_held_memory(snapshot: MemorySnapshot, device: int = 0) -> list[Held]:
+    """List all memory that tensors hold on a device when the snapshot was taken."""
+    tags: dict[int, str] = {}
+    for event in _read_trace(snapshot, device):
+        if event["action"] == ALLOCATED:
+            tags[event["addr"]] = event.get("user_metadata", "")
+    held: list[Held] = []
     for segment in snapshot["segments"]:
+        if segment["device"] != device:
+            continue
         address = segment["address"]  # old snapshots give no address of a block
-        for block in segment["blocks"] if segment["device"] == device else ():
+        for block in segment["blocks"]:
             if block["state"] != "inactive":
+                size = block.get("requested_size") or block["size"]
                 tag = block.get("user_metadata") or tags.get(address, "")
-                held.append(Held(block.get("requested_size") or block["size"], tag, block.get("frames") or []))
+                held.append(Held(size, tag, block.get("frames") or []))
             address += block["size"]
     return held
 
 
-def peak(snapshot: dict, device: int = 0) -> Held:
-    """The largest sum of requested bytes in the time that a trace covers, and the allocation that reached it.
+def peak(snapshot: MemorySnapshot, device: int = 0) -> Held:
+    """Find the largest sum of requested bytes in the time that a trace covers, and the allocation that reached it.
 
     Found backwards from the end, which the segments give: a trace's first events may have been dropped.
     """
     now = sum(held.size for held in list_held_memory(snapshot, device))
     found = Held(now)
-    for entry in reversed(_read_trace(snapshot, device)):
-        if entry["action"] == ALLOCATED:
-            if now > found.size or now == found.size and not found.frames:
-                found = Held(now, entry.get("user_metadata", ""), entry.get("frames") or [])
-            now -= entry["size"]
-        elif entry["action"] == FREED:
-            now += entry["size"]
+    for event in reversed(_read_trace(snapshot, device)):
+        if event["action"] == ALLOCATED:
+            is_highest = now > found.size
+            is_as_high = now == found.size and not found.frames
+            if is_highest or is_as_high:
+                found = Held(now, event.get("user_metadata", ""), event.get("frames") or [])
+            now -= event["size"]
+        elif event["action"] == FREED:
+            now += event["size"]
     return found if now <= found.size else Held(now)
 
 
 def sum_by_category(held: Iterable[Held]) -> dict[str, int]:
-    """{category: bytes}, largest first."""
-    sizes = Counter()
+    """Sum memory by what it is for: {category: bytes}, largest first."""
+    sizes: Counter[str] = Counter()
     for piece in held:
         sizes[category(piece)] += piece.size
     return dict(sizes.most_common())
 
 
 def sum_by_site(held: Iterable[Held]) -> list[tuple[str, int, int]]:
-    """(where in the code, bytes, pieces), largest first."""
-    sizes, pieces = Counter(), Counter()
+    """Sum memory by the code that allocated it: (where in the code, bytes, pieces), largest first."""
+    sizes: Counter[str] = Counter()
+    pieces: Counter[str] = Counter()
     for piece in held:
         name = site(piece.frames)
         sizes[name] += piece.size
@@ -98,45 +115,65 @@ def sum_by_site(held: Iterable[Held]) -> list[tuple[str, int, int]]:
 
 
 def category(piece: Held) -> str:
-    """What memory is for, from where the run was, else from the code that asked for it."""
+    """Decide what memory is for, from where the run was, else from the code that asked for it."""
     step, _, rest = piece.tag.partition("/")
     if rest:
-        return CATEGORY_OF_PHASE.get(rest.partition("/")[0], OTHER)
+        phase, _, _ = rest.partition("/")
+        return CATEGORY_OF_PHASE.get(phase, OTHER)
     if step not in ("", SETUP):
         return OTHER  # between the phases of a step
     for part, mark, name in CATEGORY_OF_CODE:
-        if any(part in f["filename"] and mark in ("", marks.split_mark(f["name"])[1]) for f in piece.frames):
+        if any(_is_of_code(frame, part, mark) for frame in piece.frames):
             return name
     # a GPU's backward runs on a thread without Python frames
     return OTHER if piece.frames or step == SETUP else GRADIENTS
 
 
-def site(frames: list[dict]) -> str:
-    """'attend (model/attend.py:50)': the trainer's innermost frame, else the innermost outside of torch."""
+def _is_of_code(frame: Frame, part: str, mark: str) -> bool:
+    """Whether a frame has the part of a file's path, and the mark in its function's name if there is one."""
+    if part not in frame["filename"]:
+        return False
+    _, own_mark = marks.split_mark(frame["name"])
+    return mark in ("", own_mark)
+
+
+def site(frames: list[Frame]) -> str:
+    """Name the place that asked for memory, as 'attend (model/attend.py:50)'.
+
+    It is the trainer's innermost frame, else the innermost outside of torch.
+    """
     python = [frame for frame in frames if frame["line"]]
     own = [frame for frame in frames if PACKAGE in frame["filename"]]
     foreign = [frame for frame in python if TORCH not in frame["filename"]]
     innermost = next(iter(own or foreign or python), None)
     if innermost is None:
         return "code without Python frames, such as backward"
-    file = innermost["filename"].rpartition(PACKAGE)[2] if own else "/".join(innermost["filename"].split("/")[-2:])
-    return f"{marks.split_mark(innermost['name'])[0]} ({file}:{innermost['line']})"
+    if own:
+        file = innermost["filename"].rpartition(PACKAGE)[2]
+    else:
+        file = "/".join(innermost["filename"].split("/")[-2:])
+    function, _ = marks.split_mark(innermost["name"])
+    return f"{function} ({file}:{innermost['line']})"
 
 
-def operation(frames: list[dict]) -> str:
-    """'aten.mm.default from ', where the stack begins with what a CPU's tracker saw."""
-    seen = frames and not frames[0]["line"] and frames[0]["name"].startswith("aten.")
-    return f"{frames[0]['name']} from " if seen else ""
+def operation(frames: list[Frame]) -> str:
+    """'aten.mm.default from ', where the stack begins with what a CPU's tracker saw; else ''."""
+    if not frames:
+        return ""
+    innermost = frames[0]
+    is_operation = not innermost["line"] and innermost["name"].startswith("aten.")
+    return f"{innermost['name']} from " if is_operation else ""
 
 
 def describe_place(tag: str) -> str:
-    """'step 10/forward/decoder.layers.0' -> 'forward of step 10 in decoder.layers.0'."""
+    """Describe where in the run a tag is: 'step 10/forward/decoder.layers.0' as 'forward of step 10 in
+    decoder.layers.0'."""
     step, _, rest = tag.partition("/")
     phase, _, module = rest.partition("/")
     words = f"{phase} of {step}" if phase else step
     return f"{words} in {module}" if module else words
 
 
-def _read_trace(snapshot: dict, device: int) -> list[dict]:
+def _read_trace(snapshot: MemorySnapshot, device: int) -> list[TraceEvent]:
     traces = snapshot["device_traces"]
     return traces[device] if device < len(traces) else []

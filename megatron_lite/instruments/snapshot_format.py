@@ -1,7 +1,7 @@
-"""Memory snapshots in the form of torch.cuda.memory._snapshot(), for memory that no CUDA allocator handed out.
+"""Builds and writes memory snapshots in torch's form, for memory that no CUDA allocator handed out.
 
-{segments, device_traces, allocator_settings, external_annotations}, plain values only: what torch.cuda._memory_viz and
-pytorch.org/memory_viz read. Equal stacks are one list object, so that a pickle holds them once.
+They hold plain values only, which torch.cuda._memory_viz and pytorch.org/memory_viz read. Equal stacks are one list
+object, so that a pickle holds them once.
 """
 
 import os
@@ -12,26 +12,36 @@ from typing import NamedTuple
 
 from megatron_lite.errors import UserError
 from megatron_lite.formats.caching_allocator import Allocation, Segment, SegmentMap
+from megatron_lite.formats.memory_snapshot import (
+    Annotation,
+    Block,
+    DeviceSegment,
+    Frame,
+    MemorySnapshot,
+    TraceEvent,
+)
 
-SETTINGS = {
+SETTINGS: dict[str, object] = {
     "PYTORCH_CUDA_ALLOC_CONF": "",
     "expandable_segments": False,
     "simulated": "tensors of a CPU run; addresses and segments are where CUDA's caching allocator would put them",
 }
-ALLOC, FREE, OUT_OF_MEMORY = "alloc", "free", "oom"
+ALLOC = "alloc"
+FREE = "free"
+OUT_OF_MEMORY = "oom"
 
 
 class Event(NamedTuple):
-    """An allocation, its free, or a failed allocation. frames and tag: where it was freed, or failed."""
+    """An allocation, its free, or a failed allocation."""
 
     action: str  # ALLOC, FREE or OUT_OF_MEMORY
     allocation: Allocation
     time_us: int
-    frames: list[dict]
-    tag: str
+    frames: list[Frame]  # where it was allocated, freed, or failed
+    tag: str  # likewise
 
 
-def apply_events(layout: SegmentMap, events: Iterable[Event]):
+def apply_events(layout: SegmentMap, events: Iterable[Event]) -> None:
     """Apply events to the layout without recording them in a trace."""
     for event in events:
         if event.action == ALLOC:
@@ -40,22 +50,22 @@ def apply_events(layout: SegmentMap, events: Iterable[Event]):
             layout.release(event.allocation)
 
 
-def build_snapshot(layout: SegmentMap, events: Iterable[Event], annotations: list[dict]) -> dict:
-    """The state after `events` happened to `layout`, and the events as its trace. Changes `layout`."""
-    trace = []
-    for action, allocation, time_us, frames, tag in events:
-        where = {"stream": 0, "time_us": time_us, "compile_context": "N/A", "user_metadata": tag, "frames": frames}
-        size = {"size": allocation.size} | where
-        if action == ALLOC:
-            new = layout.place(allocation)
-            if new is not None:
-                trace.append({"action": "segment_alloc", "addr": new.address, "size": new.size} | where)
-            trace.append({"action": "alloc", "addr": layout.address_of[allocation]} | size)
-        elif action == FREE:
-            address = layout.release(allocation)
-            trace += [{"action": name, "addr": address} | size for name in ("free_requested", "free_completed")]
+def build_snapshot(layout: SegmentMap, events: Iterable[Event], annotations: list[Annotation]) -> MemorySnapshot:
+    """Build a snapshot of the state after `events`, with the events as its trace.
+
+    Args:
+        layout: The state before the events. It is changed to the state after them.
+        events: The oldest first.
+        annotations: Starts and ends of steps and phases.
+    """
+    trace: list[TraceEvent] = []
+    for event in events:
+        if event.action == ALLOC:
+            trace += _place(layout, event)
+        elif event.action == FREE:
+            trace += _release(layout, event)
         else:
-            trace.append({"action": "oom", "device_free": 0} | size)
+            trace.append(_build_failure(event))
     return {
         "segments": [_build_segment(segment) for segment in layout.segments],
         "device_traces": [trace],
@@ -64,33 +74,88 @@ def build_snapshot(layout: SegmentMap, events: Iterable[Event], annotations: lis
     }
 
 
-def build_annotations(marks: Iterable[tuple[int, str, str]], device: int = 0) -> list[dict]:
-    """Starts and ends of steps and phases, as torch writes its own annotations."""
+def build_annotations(marks: Iterable[tuple[int, str, str]], device: int = 0) -> list[Annotation]:
+    """Build the starts and ends of steps and phases, as torch writes its own annotations.
+
+    Args:
+        marks: (time in us, START or END, name) of each.
+        device: The number of the device in the snapshot.
+    """
     return [{"stage": stage, "name": name, "device": device, "time_us": time_us} for time_us, stage, name in marks]
 
 
-def _build_segment(segment: Segment) -> dict:
-    blocks, used, requested = [], 0, 0
-    for address, size, holder in zip(segment.starts, segment.sizes, segment.holders):
-        block = {"address": address, "size": size, "requested_size": 0, "state": "inactive", "frames": []}
-        if holder is not None:  # torch's own blocks have no tag; viewers do not mind it
-            block |= {"requested_size": holder.size, "state": "active_allocated"}
-            block |= {"frames": holder.frames, "user_metadata": holder.tag}
-            used, requested = used + size, requested + holder.size
-        blocks.append(block)
+def _place(layout: SegmentMap, event: Event) -> list[TraceEvent]:
+    """Place an allocation; returns its events, with that of the segment if a new one had to be made."""
+    new_segment = layout.place(event.allocation)
+    allocated = _build_event("alloc", layout.address_of[event.allocation], event.allocation.size, event)
+    if new_segment is None:
+        return [allocated]
+    return [_build_event("segment_alloc", new_segment.address, new_segment.size, event), allocated]
+
+
+def _release(layout: SegmentMap, event: Event) -> list[TraceEvent]:
+    """Free an allocation; returns the two events that torch has for it."""
+    address = layout.release(event.allocation)
+    size = event.allocation.size
+    return [_build_event(action, address, size, event) for action in ("free_requested", "free_completed")]
+
+
+def _build_event(action: str, address: int, size: int, event: Event) -> TraceEvent:
+    return {
+        "action": action,
+        "addr": address,
+        "size": size,
+        "stream": 0,
+        "time_us": event.time_us,
+        "compile_context": "N/A",
+        "user_metadata": event.tag,
+        "frames": event.frames,
+    }
+
+
+def _build_failure(event: Event) -> TraceEvent:
+    return {
+        "action": "oom",
+        "device_free": 0,
+        "size": event.allocation.size,
+        "stream": 0,
+        "time_us": event.time_us,
+        "compile_context": "N/A",
+        "user_metadata": event.tag,
+        "frames": event.frames,
+    }
+
+
+def _build_block(address: int, size: int, holder: Allocation | None) -> Block:
+    if holder is None:
+        return {"address": address, "size": size, "requested_size": 0, "state": "inactive", "frames": []}
+    return {
+        "address": address,
+        "size": size,
+        "requested_size": holder.size,
+        "state": "active_allocated",
+        "frames": holder.frames,
+        # torch's own blocks have no tag; viewers do not mind it
+        "user_metadata": holder.tag,
+    }
+
+
+def _build_segment(segment: Segment) -> DeviceSegment:
+    parts = list(zip(segment.starts, segment.sizes, segment.holders))
+    used = sum(size for _, size, holder in parts if holder is not None)
     return {
         "device": 0,
         "address": segment.address,
         "total_size": segment.size,
         "allocated_size": used,
         "active_size": used,
-        "requested_size": requested,
+        "requested_size": sum(holder.size for holder in segment.holders if holder is not None),
         "stream": 0,
         "segment_type": segment.pool,
         "segment_pool_id": (0, 0),
         "is_expandable": False,
         "frames": segment.frames,
-        "blocks": blocks,
+        "blocks": [_build_block(address, size, holder) for address, size, holder in parts],
     }
 
 
@@ -100,16 +165,16 @@ PROTOCOL = 4  # the viewer in the browser reads no newer one; Python 3.14 would 
 
 
 def extend_name(path: Path, addition: str) -> Path:
-    """The path with `addition` before its ending."""
+    """Put `addition` into a path, before its ending."""
     return path.with_name(f"{path.stem}{addition}{path.suffix}")
 
 
 def name_snapshot(given: str, rank: int, writers: int) -> Path:
-    """This rank's file: --memory-snapshot-path, or with _rankN before its ending where several ranks write."""
+    """Name this rank's file: --memory-snapshot-path, with _rankN before its ending where several ranks write."""
     return Path(given) if writers == 1 else extend_name(Path(given), f"_rank{rank}")
 
 
-def make_snapshot_folder(path: Path, given: str):
+def make_snapshot_folder(path: Path, given: str) -> None:
     """Make the folder of this rank's file. Raises UserError where none can be written there."""
     given = f"--memory-snapshot-path {given}"
     try:
@@ -120,7 +185,7 @@ def make_snapshot_folder(path: Path, given: str):
         raise UserError(f"{given} is a folder; name a file in it, such as {path / 'snapshot.pickle'}.")
 
 
-def write_snapshot(path: Path, snapshot: dict):
+def write_snapshot(path: Path, snapshot: MemorySnapshot) -> None:
     """Write the snapshot whole or not at all. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
