@@ -100,7 +100,8 @@ class CoreTime:
     Values count from the process' start; None where the system does not tell.
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
+        self._schedstat: int | None
         try:
             self._schedstat = os.open(PROC / "thread-self" / "schedstat", os.O_RDONLY)
         except OSError:
@@ -113,7 +114,7 @@ class CoreTime:
         waited = None if self._schedstat is None else int(os.pread(self._schedstat, 64, 0).split()[1]) / 1e9
         return used.ru_utime + used.ru_stime, used.ru_nivcsw, waited
 
-    def close(self):
+    def close(self) -> None:
         if self._schedstat is not None:
             os.close(self._schedstat)
             self._schedstat = None

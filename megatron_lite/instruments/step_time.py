@@ -1,4 +1,4 @@
-"""What one step took, as the timeline measures it, and as steps.jsonl holds it."""
+"""The times and memory of one step, as the timeline measures them, and as steps.jsonl holds them."""
 
 from dataclasses import dataclass, field
 
@@ -41,7 +41,7 @@ class StepTime:
 
     @property
     def training_seconds(self) -> float:
-        """Without evaluation and saving, as Megatron's elapsed time per iteration counts."""
+        """Seconds without evaluation and saving, as Megatron's elapsed time per iteration counts."""
         return self.seconds - sum(self.phases.get(name, 0.0) for name in NOT_TRAINING)
 
     def build_record(self, iteration: int) -> StepRecord:
