@@ -16,7 +16,7 @@ from megatron_lite.config.launchers import find_launch
 from megatron_lite.config.plan import AUTO, Plan, resolve
 from megatron_lite.config.world import World, read_world
 from megatron_lite.data.tokenizers import build_tokenizer
-from megatron_lite.errors import ConfigError, UserError, describe_memory_error, is_memory_error
+from megatron_lite.errors import ConfigError, UserError, describe_memory_error, get_explanation, is_memory_error
 from megatron_lite.machine import read_machine
 from megatron_lite.model.custom_model import find_custom_model
 from megatron_lite.observers import Observers, Planner
@@ -65,8 +65,9 @@ def main(argv: list[str], planner: Planner) -> int:
         ended_by, code = error, 130
     except Exception as error:
         ended_by, code = error, 1
-        if hasattr(error, "explained"):  # an observer has said on this rank why memory ran out
-            write_error_file(ConfigError(error.explained))
+        explanation = get_explanation(error)
+        if explanation is not None:  # an observer has said on this rank why memory ran out
+            write_error_file(ConfigError(explanation))
         elif is_memory_error(error):
             tell_error(UserError(describe_memory_error()), world)
         else:

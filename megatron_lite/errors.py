@@ -41,6 +41,20 @@ def is_memory_error(error: BaseException) -> bool:
     return False
 
 
+EXPLANATION = "explained"  # the attribute of an error that holds its explanation
+
+
+def attach_explanation(error: BaseException, lines: list[str]) -> None:
+    """Let an error carry the lines that have explained it, in the place of a traceback."""
+    setattr(error, EXPLANATION, lines)
+
+
+def get_explanation(error: BaseException) -> list[str] | None:
+    """Return the lines that have explained an error; None where nobody has."""
+    lines: list[str] | None = getattr(error, EXPLANATION, None)
+    return lines
+
+
 def describe_import_error(package: str, error: Exception) -> str:
     """What to say of a package that is not installed, or that a memory limit does not allow."""
     remedy = "install megatron_lite again, with what it requires"

@@ -12,7 +12,7 @@ import torch
 from megatron_lite.checkpoint.find import chosen
 from megatron_lite.config.model_size import count_parameters
 from megatron_lite.config.plan import Plan
-from megatron_lite.errors import CheckpointError
+from megatron_lite.errors import CheckpointError, attach_explanation, get_explanation
 from megatron_lite.formats.hardware import peak_tflops
 from megatron_lite.formats.run_record import Prediction
 from megatron_lite.instruments.base import Instruments
@@ -104,10 +104,11 @@ class Observers:
             with self._ends:
                 yield
         except RuntimeError as error:
-            if is_out_of_memory(error) and not hasattr(error, "explained"):
+            if is_out_of_memory(error) and get_explanation(error) is None:
                 remedies = list_remedies(self.plan, self._planner.predict_peak, {}, 0, 0)
-                error.explained = explain_unrecorded(error, self.plan.world.rank, remedies)
-                for line in error.explained:
+                lines = explain_unrecorded(error, self.plan.world.rank, remedies)
+                attach_explanation(error, lines)
+                for line in lines:
                     _log_on_every_rank(line)
             raise
         except KeyboardInterrupt:

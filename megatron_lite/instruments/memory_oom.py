@@ -6,11 +6,14 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol, TypeGuard
 
 import torch
 
 from megatron_lite.config.plan import Plan
-from megatron_lite.instruments.base import Instrument
+from megatron_lite.errors import attach_explanation
+from megatron_lite.formats.memory_snapshot import MemorySnapshot
+from megatron_lite.instruments.base import Instrument, Tell
 from megatron_lite.instruments.memory_summary import (
     ACTIVATIONS,
     EVALUATION,
@@ -18,11 +21,13 @@ from megatron_lite.instruments.memory_summary import (
     INPUT,
     OPTIMIZER,
     WEIGHTS,
+    Held,
     describe_place,
     list_held_memory,
     sum_by_category,
     sum_by_site,
 )
+from megatron_lite.instruments.memory_tags import StepMarks
 from megatron_lite.instruments.snapshot_format import extend_name, write_snapshot
 from megatron_lite.units import KIB, size
 
@@ -34,16 +39,34 @@ LAST_RESORT = (
     "fewer --num-layers, a smaller --hidden-size or a shorter --seq-length: weights and optimizer state are whole "
     "on every rank, so that more ranks do not help"
 )
-MOVING, STANDING = (ACTIVATIONS, EVALUATION, INPUT, GRADIENTS), (WEIGHTS, OPTIMIZER)
+MOVING = (ACTIVATIONS, EVALUATION, INPUT, GRADIENTS)
+STANDING = (WEIGHTS, OPTIMIZER)
 
 
-PredictPeak = Callable[..., int]  # (plan, fields of Args as keywords) -> peak bytes of the plan with those fields
+class PredictPeak(Protocol):
+    """The planner's closed form of a run's memory."""
+
+    def __call__(self, plan: Plan, /, **changes: object) -> int:
+        """Called for each remedy: returns the peak, in bytes, of the plan with these fields of Args changed."""
+
+
+class FindRemedies(Protocol):
+    """What would help a run whose memory ran out."""
+
+    def __call__(self, held: dict[str, int], asked: int, unused: int, /) -> list[str]:
+        """Called when memory has run out: returns remedies, best first.
+
+        Args:
+            held: Bytes by category.
+            asked: Bytes that did not fit.
+            unused: Bytes that the allocator reserved and no tensor holds.
+        """
 
 
 def list_remedies(
     plan: Plan, predict_peak: PredictPeak | None, held: dict[str, int], asked: int, unused: int
 ) -> list[str]:
-    """Flags that would lower the run's memory, best first, each with the predicted peak. Never empty.
+    """List flags that would lower the run's memory, best first, each with the predicted peak. Never empty.
 
     Args:
         plan: The run's.
@@ -52,45 +75,61 @@ def list_remedies(
         asked: Bytes that did not fit.
         unused: Bytes that the allocator reserved and no tensor holds.
     """
-    model, batch, layers = plan.args.model, plan.args.training.micro_batch_size, plan.shape.num_layers
-    recomputed = model.recompute_num_layers or 1
-
-    custom = model.model is not None  # the formulas know the built-in GPT only
-
-    def change(words: str, **changes) -> str:
-        if custom or predict_peak is None:
-            return words
-        try:
-            return f"{words} (predicted peak {size(predict_peak(plan, **changes))})"
-        except Exception:  # noqa: BLE001 - nothing may fail here: an error is being explained
-            return words
-
-    activations, state = [], []
-    if batch > 1:
-        smaller = max(number for number in range(1, batch) if batch % number == 0)
-        words = f"--micro-batch-size {smaller} instead of {batch}, with the same --global-batch-size"
-        activations.append(change(words, micro_batch_size=smaller))
-    if model.recompute_granularity != "full" and not custom:
-        full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-        activations.append(change(FULL_RECOMPUTE, **full))
-    elif model.recompute_method == "block" and recomputed < layers:
-        words = f"--recompute-num-layers {layers} instead of {recomputed}"
-        activations.append(change(words, recompute_num_layers=layers))
-    if plan.precision == "fp32":
-        activations.append(change("--bf16", bf16=True))
-    if plan.fp32_gradients:
-        fewer = {"accumulate_allreduce_grads_in_fp32": False}
-        words = "no --accumulate-allreduce-grads-in-fp32"
-        if plan.precision == "bf16":
-            words, fewer["grad_reduce_in_bf16"] = "--grad-reduce-in-bf16", True
-        state.append(change(f"{words}: gradients without fp32 sums", **fewer))
-    moving, standing = (sum(held.get(name, 0) for name in names) for names in (MOVING, STANDING))
+    activations = _list_activation_remedies(plan, predict_peak)
+    state = _list_gradient_remedies(plan, predict_peak)
+    moving = sum(held.get(name, 0) for name in MOVING)
+    standing = sum(held.get(name, 0) for name in STANDING)
     found = activations + state if moving >= standing else state + activations
     if plan.device == "cuda" and unused >= max(asked, 1):
         found.insert(
             0, f"set {EXPANDABLE} in the environment: the memory that is reserved but unused would have been enough"
         )
     return found or [LAST_RESORT]
+
+
+def _list_activation_remedies(plan: Plan, predict_peak: PredictPeak | None) -> list[str]:
+    """List flags that lower the memory of activations."""
+    model = plan.args.model
+    layers = plan.shape.num_layers
+    batch = plan.args.training.micro_batch_size
+    recomputed = model.recompute_num_layers or 1
+    remedies: list[str] = []
+    if batch > 1:
+        smaller = max(number for number in range(1, batch) if batch % number == 0)
+        words = f"--micro-batch-size {smaller} instead of {batch}, with the same --global-batch-size"
+        remedies.append(_add_peak(words, plan, predict_peak, micro_batch_size=smaller))
+    if model.recompute_granularity != "full" and model.model is None:
+        full_recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+        remedies.append(_add_peak(FULL_RECOMPUTE, plan, predict_peak, **full_recompute))
+    elif model.recompute_method == "block" and recomputed < layers:
+        words = f"--recompute-num-layers {layers} instead of {recomputed}"
+        remedies.append(_add_peak(words, plan, predict_peak, recompute_num_layers=layers))
+    if plan.precision == "fp32":
+        remedies.append(_add_peak("--bf16", plan, predict_peak, bf16=True))
+    return remedies
+
+
+def _list_gradient_remedies(plan: Plan, predict_peak: PredictPeak | None) -> list[str]:
+    """List flags that lower the memory of gradients."""
+    if not plan.fp32_gradients:
+        return []
+    without_sums = {"accumulate_allreduce_grads_in_fp32": False}
+    words = "no --accumulate-allreduce-grads-in-fp32"
+    if plan.precision == "bf16":
+        without_sums["grad_reduce_in_bf16"] = True
+        words = "--grad-reduce-in-bf16"
+    return [_add_peak(f"{words}: gradients without fp32 sums", plan, predict_peak, **without_sums)]
+
+
+def _add_peak(words: str, plan: Plan, predict_peak: PredictPeak | None, **changes: object) -> str:
+    """Add to a remedy the peak that it leads to, where that can be predicted."""
+    # the formulas know the built-in GPT only
+    if plan.args.model.model is not None or predict_peak is None:
+        return words
+    try:
+        return f"{words} (predicted peak {size(predict_peak(plan, **changes))})"
+    except Exception:  # noqa: BLE001 - nothing may fail here: an error is being explained
+        return words
 
 
 MAX_SITES = 3  # places in the code that are named
@@ -109,14 +148,40 @@ SIGNS = (
 class Shortage:
     """Bytes of a device at the moment when memory ran out."""
 
-    asked: int | None
+    asked: int | None  # None where nobody said so
     free: int
     total: int
     reserved: int  # by this process's allocator, used or not
     all_known: bool = True  # whether the snapshot has every tensor that holds memory
 
 
-def is_out_of_memory(error: BaseException | None) -> bool:
+class ShortageRecorder(Protocol):
+    """What knows a device's memory when it runs out."""
+
+    @property
+    def place(self) -> StepMarks:
+        """Read when memory has run out: where the run is."""
+
+    @property
+    def number(self) -> int:
+        """Read when memory has run out: the number of the device in snapshots."""
+
+    def watch_for_shortage(self, observe: Callable[[Shortage], None], /) -> None:
+        """Called once, before the model is built; `observe` is to be called at every allocation that fails, on the
+        thread where it fails."""
+
+    def measure_shortage(self, asked: int | None, /) -> Shortage:
+        """Called at the end of a run whose memory ran out, where `observe` was not called.
+
+        Args:
+            asked: Bytes that did not fit; None where nobody said so.
+        """
+
+    def snapshot(self) -> tuple[MemorySnapshot, bool]:
+        """Called when memory has run out: returns a snapshot of this moment, and whether it lacks dropped events."""
+
+
+def is_out_of_memory(error: BaseException | None) -> TypeGuard[BaseException]:
     """Whether a run failed because memory ran out, on a GPU or on the CPU."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
@@ -124,48 +189,61 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 
 def read_asked_bytes(error: BaseException) -> int | None:
-    """Bytes that the CPU's allocator was asked for, by its error message; None for other errors."""
+    """Read how many bytes the CPU's allocator was asked for from its error message; None for other errors."""
     found = re.search(r"you tried to allocate (\d+) bytes", str(error))
     return int(found[1]) if found else None
 
 
 def explain_unrecorded(error: BaseException, rank: int, remedies: list[str]) -> list[str]:
-    """Two lines about an out-of-memory error of a CPU run without --record-memory-history."""
-    asked, memory = read_asked_bytes(error), read_host_memory()
+    """Explain an out-of-memory error of a CPU run without --record-memory-history in two lines."""
+    asked = read_asked_bytes(error)
+    memory = read_host_memory()
     words = "" if asked is None else f" {size(asked)} were asked for;"
     return [
-        f"error: out of memory on rank {rank}:{words} {size(memory['free'])} of {size(memory['total'])} are free",
+        f"error: out of memory on rank {rank}:{words} {size(memory.free)} of {size(memory.total)} are free",
         "  would help: " + "; ".join(remedies),
     ]
 
 
 class OutOfMemory(Instrument):
-    """Explains an out-of-memory error of this rank. Writes a snapshot beside `path`, if that is given."""
+    """Explains an out-of-memory error of this rank, and writes a snapshot of that moment.
 
-    def __init__(self, rank: int, path: Path | None, recorder, find_remedies, tell):
-        """find_remedies: `list_remedies` without its first two arguments."""
-        self._rank, self._path, self._recorder, self._tell = rank, path, recorder, tell
+    Args:
+        rank: This process's.
+        path: The file beside which the snapshot is written; None: no snapshot.
+        recorder: What knows the device's memory.
+        find_remedies: What would help.
+        tell: Called with each line for the console.
+    """
+
+    def __init__(
+        self, rank: int, path: Path | None, recorder: ShortageRecorder, find_remedies: FindRemedies, tell: Tell
+    ) -> None:
+        self._rank = rank
+        self._path = path
+        self._recorder = recorder
+        self._tell = tell
         self._find_remedies = find_remedies
         self._lines: list[str] = []
         self._files = 0
         self._over = False
 
-    def open(self):
+    def open(self) -> None:
         self._recorder.watch_for_shortage(self._observe)
 
-    def close(self, error: BaseException | None):
+    def close(self, error: BaseException | None) -> None:
         if is_out_of_memory(error):
             if not self._lines:  # a library ran out of memory, not torch's allocator, or no observer was called
                 self._observe(self._recorder.measure_shortage(read_asked_bytes(error)))
             for line in self._lines:
                 self._tell(line)
-            error.explained = self._lines  # a traceback would hide these lines
+            attach_explanation(error, self._lines)  # a traceback would hide these lines
         elif self._lines:
             self._tell(f"{self._lines[0].removeprefix('error: ')}; the run went on. {self._lines[-1].strip()}")
         self._over = True  # torch knows no way to take an observer back
 
-    def _observe(self, shortage: Shortage):
-        """Called at the failing allocation. An error raised here would hide the one to be explained."""
+    def _observe(self, shortage: Shortage) -> None:
+        """Explain a shortage at the failing allocation. An error raised here would hide the one to be explained."""
         if self._over:
             return
         start = f"error: out of memory on rank {self._rank}, {describe_place(self._recorder.place.tag)}"
@@ -177,41 +255,34 @@ class OutOfMemory(Instrument):
         except Exception as problem:  # noqa: BLE001 - see above
             self._lines = [f"{start}; why could not be found out: {problem}"]
 
-    def _explain(self, shortage: Shortage, snapshot: dict) -> list[str]:
-        """What was asked for, who held memory, and what would help."""
+    def _explain(self, shortage: Shortage, snapshot: MemorySnapshot) -> list[str]:
+        """Explain a shortage in four lines: what was asked for, what held memory, its largest parts, what would
+        help."""
         held = list_held_memory(snapshot, self._recorder.number)
-        used, by_category = sum(piece.size for piece in held), {}
+        used = sum(piece.size for piece in held)
+        by_category: dict[str, int] = {}
+        holders = ""
         if any(piece.tag or piece.frames for piece in held):
-            by_category, largest = sum_by_category(held), sum_by_site(held)
+            by_category = sum_by_category(held)
+            largest = sum_by_site(held)
             holders = ", ".join(f"{name} {size(amount)}" for name, amount in by_category.items())
         else:  # without a history, blocks have sizes only
-            counts = Counter(piece.size for piece in held)
-            largest = [("", amount, counts[amount]) for amount in sorted(counts, reverse=True)]
-            holders = f"{len(held):,} tensors; what they are is known with --record-memory-history" if held else ""
-        named = [
-            f"{size(amount)} {name}".rstrip() + (f" x {pieces}" if pieces > 1 else "")
-            for name, amount, pieces in largest[:MAX_SITES]
-        ]
+            largest = _sum_by_size(held)
+            if held:
+                holders = f"{len(held):,} tensors; what they are is known with --record-memory-history"
         if not shortage.all_known:  # what was not recorded is what steps make anew each time
             unknown = max(shortage.reserved - sum(by_category.values()), 0)
             by_category[ACTIVATIONS] = by_category.get(ACTIVATIONS, 0) + unknown
-        # segments that can grow leave nothing that could not be used
-        unused = 0 if snapshot.get("allocator_settings", {}).get("expandable_segments") else shortage.reserved - used
-        asked = "an unknown amount was" if shortage.asked is None else f"{size(shortage.asked)} were"
-        known = "" if shortage.all_known else "at least "
-        first = (
-            f"{asked} asked for; tensors hold {known}{size(used)}, {size(shortage.reserved)} are reserved, "
-            f"{size(shortage.free)} of {size(shortage.total)} are free"
-        )
-        remedies = self._find_remedies(by_category, shortage.asked or 0, unused)
+        remedies = self._find_remedies(by_category, shortage.asked or 0, _count_unused(shortage, snapshot, used))
+        sites = "; ".join(_describe_site(*one) for one in largest[:MAX_SITES])
         return [
-            first,
+            _describe_shortage(shortage, used),
             f"  held by: {holders or 'no tensor that is known'}",
-            f"  largest: {'; '.join(named) or 'unknown'}",
+            f"  largest: {sites or 'unknown'}",
             f"  would help: {'; '.join(remedies)}",
         ]
 
-    def _write(self, snapshot: dict) -> str:
+    def _write(self, snapshot: MemorySnapshot) -> str:
         """Write the snapshot; returns where it lies, or why it could not be written."""
         if self._path is None:
             return "none; --record-memory-history writes one, with the code that allocated each tensor"
@@ -226,8 +297,45 @@ class OutOfMemory(Instrument):
         return f"{path}; draw it at pytorch.org/memory_viz"
 
 
-def read_host_memory() -> dict[str, int]:
-    """Bytes: total and free of this machine, and those this process has in memory. Linux; zeros elsewhere."""
+def _sum_by_size(held: list[Held]) -> list[tuple[str, int, int]]:
+    """Count memory whose origin is unknown by its size: ("", bytes of a piece, pieces), largest first."""
+    counts = Counter(piece.size for piece in held)
+    return [("", amount, counts[amount]) for amount in sorted(counts, reverse=True)]
+
+
+def _count_unused(shortage: Shortage, snapshot: MemorySnapshot, used: int) -> int:
+    """Count the bytes that are reserved and cannot be used: segments that can grow leave none."""
+    if snapshot.get("allocator_settings", {}).get("expandable_segments"):
+        return 0
+    return shortage.reserved - used
+
+
+def _describe_site(name: str, amount: int, pieces: int) -> str:
+    """Describe a place that holds memory, as in '2.0 MiB attend (model/attend.py:50) x 24'."""
+    words = f"{size(amount)} {name}".rstrip()
+    return f"{words} x {pieces}" if pieces > 1 else words
+
+
+def _describe_shortage(shortage: Shortage, used: int) -> str:
+    asked = "an unknown amount was" if shortage.asked is None else f"{size(shortage.asked)} were"
+    known = "" if shortage.all_known else "at least "
+    return (
+        f"{asked} asked for; tensors hold {known}{size(used)}, {size(shortage.reserved)} are reserved, "
+        f"{size(shortage.free)} of {size(shortage.total)} are free"
+    )
+
+
+@dataclass(frozen=True)
+class HostMemory:
+    """Bytes of this machine's memory. Linux; zeros elsewhere."""
+
+    total: int
+    free: int
+    mine: int  # that this process has in memory
+
+
+def read_host_memory() -> HostMemory:
+    """Read the memory of this machine and of this process."""
     found = {"MemTotal": 0, "MemAvailable": 0, "VmRSS": 0}
     for file in ("/proc/meminfo", "/proc/self/status"):
         try:
@@ -237,4 +345,4 @@ def read_host_memory() -> dict[str, int]:
         for name, _, value in (line.partition(":") for line in lines):
             if name in found:
                 found[name] = int(value.split()[0]) * KIB
-    return {"total": found["MemTotal"], "free": found["MemAvailable"], "mine": found["VmRSS"]}
+    return HostMemory(total=found["MemTotal"], free=found["MemAvailable"], mine=found["VmRSS"])
