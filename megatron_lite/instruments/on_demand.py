@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 from megatron_lite.config.plan import Plan
-from megatron_lite.instruments.base import Instrument, Window
+from megatron_lite.instruments.base import Instrument, Tell, Window
 from megatron_lite.run_folder import write_atomically
 from megatron_lite.shared_files import read_bounded
 
@@ -23,33 +23,45 @@ class OnDemand(Instrument):
 
     Ranks run no collective for this. The leading rank takes the request and writes the first profiled step to the file
     ANSWER, far enough ahead for all ranks to read it in time; a rank that reads it late joins late.
+
+    Args:
+        window: The profiled steps.
+        plan: The run's, on this rank.
+        run_dir: Where the user asks.
+        tell: Called with each line for the console.
     """
 
-    def __init__(self, window: Window, plan: Plan, run_dir: Path, tell):
-        profile, world = plan.args.profile, plan.world
-        self.window, self._tell, self._planned = window, tell, window.steps
-        self._request, self._answer = run_dir / REQUEST, run_dir / ANSWER
+    def __init__(self, window: Window, plan: Plan, run_dir: Path, tell: Tell) -> None:
+        profile = plan.args.profile
+        world = plan.world
+        self.window = window
+        self._tell = tell
+        self._planned = window.steps
+        self._request = run_dir / REQUEST
+        self._answer = run_dir / ANSWER
         self._length = max(profile.profile_step_end - max(profile.profile_step_start, 1), 1)
         self._leads = world.rank == min(plan.profile_ranks, default=-1)
         self._alone = plan.profile_ranks | {world.size - 1} == {world.rank}  # no other rank follows
         # what is done in the window; None: nothing can be. nsys holds the GPU's counters, and does not record it
         # either: it was told before the run when to collect, and that is over or taken after one window.
-        self._records = "profiling"
+        self._records: str | None = "profiling"
         if world.under_nsys and plan.device == "cuda":
             only_memory = "nsys holds the GPU's counters, so only memory is recorded in"
             self._records = only_memory if profile.record_memory_history else None
-        self._seen = None  # the last answer that was followed
+        self._seen: tuple[int, int] | None = None  # the last answer that was followed
         self._stays = False  # the request was taken but cannot be removed
-        self._looked_at, self._looked_in_step = time.monotonic(), 0
+        self._looked_at = time.monotonic()
+        self._looked_in_step = 0
 
-    def open(self):
+    def open(self) -> None:
         if self._leads:  # left by an earlier run
             self._answer.unlink(missing_ok=True)
 
-    def begin(self, step: int):
+    def begin(self, step: int) -> None:
         window = self.window
         if window.on_demand and step >= window.steps.stop + window.margin:
-            window.steps, window.on_demand = self._planned if self._planned.start > step else range(0), False
+            window.steps = self._planned if self._planned.start > step else range(0)
+            window.on_demand = False
             if self._leads:
                 self._answer.unlink(missing_ok=True)
         now = time.monotonic()
@@ -60,42 +72,60 @@ class OnDemand(Instrument):
                 self._lead(step, (step - self._looked_in_step) / max(now - self._looked_at, 1e-3))
             else:
                 self._follow(step)
-        self._looked_at, self._looked_in_step = now, step
+        self._looked_at = now
+        self._looked_in_step = step
 
-    def close(self, error: BaseException | None):
+    def close(self, error: BaseException | None) -> None:
         if self._leads:
             self._answer.unlink(missing_ok=True)
             if os.path.lexists(self._request) and not self._stays:
                 self._tell(f"{self._request} came too late for this run and stays; the next run will take it.")
 
-    def _lead(self, step: int, steps_per_second: float):
-        there = os.path.lexists(self._request)
-        self._stays = self._stays and there
-        length = self._take() if there and not self._stays else None
+    def _lead(self, step: int, steps_per_second: float) -> None:
+        """Take a request, if there is one, and report what becomes of it."""
+        is_there = os.path.lexists(self._request)
+        self._stays = self._stays and is_there
+        if not is_there or self._stays:
+            return
+        length = self._take()
         if length is None:
             return
-        first = step + 2 if self._alone else step + MAX_STEPS_APART + int(3 * SECONDS_BETWEEN_LOOKS * steps_per_second)
-        steps, planned = range(first, first + length), self._planned
-        if self._records is None:
-            told = (
-                ": nsys holds the GPU's counters in this run and collects the planned window only, "
-                "so nothing is profiled; "
-                "start the run without nsys to profile on demand."
-            )
-        elif planned and planned.start <= steps.stop and planned.stop > step:
-            held = f"{planned.start}-{planned.stop - 1}"
-            told = f": steps {held} are about to be profiled anyway; ask again after them."
-        elif first > self.window.last_step:
-            told = f": the run ends before step {first}, so nothing is profiled."
+        if self._alone:
+            first = step + 2
         else:
-            if not self._alone:
-                write_atomically(self._answer, f"{steps.start} {steps.stop}")
-            self.window.steps, self.window.on_demand = steps, True
-            told = f" taken: {self._records} {self.window.words()}."
+            first = step + MAX_STEPS_APART + int(3 * SECONDS_BETWEEN_LOOKS * steps_per_second)
+        told = self._move_window(step, range(first, first + length))
         self._tell(f"{self._request}{told}")
 
+    def _move_window(self, step: int, steps: range) -> str:
+        """Move the window to the steps asked for, where that is possible.
+
+        Args:
+            step: The one that begins.
+            steps: Those that are to be profiled.
+
+        Returns:
+            What becomes of the request, as the end of a sentence.
+        """
+        planned = self._planned
+        if self._records is None:
+            return (
+                ": nsys holds the GPU's counters in this run and collects the planned window only, "
+                "so nothing is profiled; start the run without nsys to profile on demand."
+            )
+        if planned and planned.start <= steps.stop and planned.stop > step:
+            held = f"{planned.start}-{planned.stop - 1}"
+            return f": steps {held} are about to be profiled anyway; ask again after them."
+        if steps.start > self.window.last_step:
+            return f": the run ends before step {steps.start}, so nothing is profiled."
+        if not self._alone:
+            write_atomically(self._answer, f"{steps.start} {steps.stop}")
+        self.window.steps = steps
+        self.window.on_demand = True
+        return f" taken: {self._records} {self.window.words()}."
+
     def _take(self) -> int | None:
-        """The number of steps asked for; None if it cannot be read. Removes the file, if that is possible.
+        """Read the number of steps asked for; None if it cannot be read. Removes the file, if that is possible.
 
         Its text is never printed: the file may be a link to a secret that this process can read and the file's maker
         cannot.
@@ -104,7 +134,8 @@ class OnDemand(Instrument):
         try:
             text = read_bounded(self._request, MAX_BYTES).strip()
         except OSError as error:
-            text, wrong = "?", f"cannot be read ({error.strerror})"
+            text = "?"
+            wrong = f"cannot be read ({error.strerror})"
         try:
             self._request.unlink()
         except OSError:
@@ -120,10 +151,12 @@ class OnDemand(Instrument):
         )
         return None
 
-    def _follow(self, step: int):
+    def _follow(self, step: int) -> None:
+        """Move the window as the leading rank has answered, if it has."""
         with contextlib.suppress(OSError, ValueError):
             first, stop = map(int, read_bounded(self._answer, MAX_BYTES).split())
             if self._seen != (first, stop) and step < stop:
-                self.window.steps, self.window.on_demand = range(max(first, step), stop), True
+                self.window.steps = range(max(first, step), stop)
+                self.window.on_demand = True
                 self.window.traced_on_demand = True  # by the one that leads, at least
-            self._seen = first, stop
+            self._seen = (first, stop)
