@@ -1,4 +1,4 @@
-"""torch.profiler over the profiled window: one trace per profiled rank, where TensorBoard looks for it."""
+"""Records the profiled window with torch.profiler: one trace per profiled rank, where TensorBoard looks for it."""
 
 import contextlib
 import gc
@@ -11,18 +11,22 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import IO, NamedTuple, TypedDict
 
 import msgspec
 import torch
+from torch._C._autograd import _disable_profiler, _profiler_enabled
 from torch._C._profiler import _ExperimentalConfig
-from torch.profiler import ExecutionTraceObserver, ProfilerActivity, _KinetoProfile, record_function
+from torch.profiler import ExecutionTraceObserver, ProfilerActivity, record_function
+from torch.profiler.profiler import _KinetoProfile
 
 from megatron_lite.config.args import ProfileArgs
 from megatron_lite.formats.trace_header import CORES_IN_TRACE, RecordedCores
-from megatron_lite.instruments.base import Instrument, Window
+from megatron_lite.instruments.base import Instrument, Tell, Window
 from megatron_lite.instruments.module_ranges import ModuleRanges
 from megatron_lite.phases import PYTHON_GC
 from megatron_lite.process_state import CoreTime
@@ -31,7 +35,8 @@ from megatron_lite.units import MIB
 # --- writing a trace: whole or not at all, and checked before it gets its name
 
 LARGE = 16 * MIB  # from here on a trace is compressed unless the flags say otherwise: JSON shrinks about 15-fold
-CHUNK, OVERLAP = 4 * MIB, 4096
+CHUNK = 4 * MIB
+OVERLAP = 4096
 STEP = re.compile(rb'"ProfilerStep#(\d+)"')
 KERNEL = re.compile(rb'"cat": ?"kernel"')
 ENDING = re.compile(rb"[}\]]\s*\Z")
@@ -42,16 +47,19 @@ class LostFile(OSError):
 
 
 class Found(NamedTuple):
-    """What a trace file holds."""
+    """The contents of a trace's file, as far as they were looked for."""
 
-    steps: tuple[int, ...]
-    kernels: int
-    whole: bool
+    steps: tuple[int, ...]  # numbers of the recorded steps
+    kernels: int  # of a GPU
+    whole: bool  # the file does not break off
 
 
 def inspect_trace(path: Path) -> Found:
-    """Steps and GPU kernels of a Kineto trace that is not compressed, without parsing it: gigabytes take seconds."""
-    steps, kernels, kept = set(), 0, b""
+    """Find steps and GPU kernels of a Kineto trace that is not compressed, without parsing it: gigabytes take
+    seconds."""
+    steps: set[int] = set()
+    kernels = 0
+    kept = b""
     with open(path, "rb") as file:
         while chunk := file.read(CHUNK):
             text = kept + chunk
@@ -61,36 +69,64 @@ def inspect_trace(path: Path) -> Found:
     return Found(tuple(sorted(steps)), kernels, bool(ENDING.search(kept)))
 
 
-def write_whole(path: Path, write, compress: bool | None = False, is_trace: bool = True) -> tuple[Path, Found | None]:
-    """Let `write(name)` fill a hidden file, look into it, compress it (None: if it is large), give it its name.
+def write_trace(path: Path, write: Callable[[str], object], compress: bool | None = False) -> tuple[Path, Found]:
+    """Write a trace whole or not at all, and look into it before it gets its name.
 
-    Returns where it lies (with .gz if compressed) and what is in a trace. LostFile if the disk is full, or the like.
+    Args:
+        path: Where it is to lie.
+        write: Fills the file of the name that it is given.
+        compress: Whether to compress it; None: if it is large.
+
+    Returns:
+        Where it lies, with .gz if it is compressed, and what is in it.
+
+    Raises LostFile if the disk is full, or the like.
     """
-    hidden, found = path.with_name(f".{path.name}.unfinished"), None
-    unfinished = hidden.name
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+    with _unfinished_file(path) as hidden:
         write(str(hidden))
         if not hidden.exists():  # torch writes to a name of its own first, and says nothing when that fails
             raise LostFile("nothing was written: no room on the disk?")
-        if is_trace:
-            found = inspect_trace(hidden)
-            if not found.whole:
-                raise LostFile(f"the file broke off after {hidden.stat().st_size / MIB:.1f} MiB: no room on the disk?")
-        if compress or (compress is None and hidden.stat().st_size >= LARGE):
-            packed = hidden.with_name(f"{hidden.name}.gz")
-            # level 1 is nearly as small as level 9 on traces, and several times faster
-            with open(hidden, "rb") as plain, gzip.open(packed, "wb", compresslevel=1) as file:
-                shutil.copyfileobj(plain, file, CHUNK)
-            hidden.unlink()
-            hidden, path = packed, path.with_name(f"{path.name}.gz")
+        found = inspect_trace(hidden)
+        written_bytes = hidden.stat().st_size
+        if not found.whole:
+            raise LostFile(f"the file broke off after {written_bytes / MIB:.1f} MiB: no room on the disk?")
+        if compress or (compress is None and written_bytes >= LARGE):
+            hidden = _compress(hidden)
+            path = path.with_name(f"{path.name}.gz")
         os.replace(hidden, path)
-        return path, found
+    return path, found
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text whole or not at all. Raises LostFile if the disk is full, or the like."""
+    with _unfinished_file(path) as hidden:
+        hidden.write_text(text, encoding="utf-8")
+        os.replace(hidden, path)
+
+
+@contextlib.contextmanager
+def _unfinished_file(path: Path) -> Iterator[Path]:
+    """Name a hidden file beside `path`, to be filled and renamed inside. An error inside is a LostFile outside, and
+    leaves nothing behind."""
+    hidden = path.with_name(f".{path.name}.unfinished")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        yield hidden
     except (OSError, RuntimeError) as error:  # RuntimeError: how torch's C++ says that it cannot write
         with contextlib.suppress(OSError):
-            for left in [file for file in path.parent.iterdir() if file.name.startswith(unfinished)]:
+            for left in [file for file in path.parent.iterdir() if file.name.startswith(hidden.name)]:
                 left.unlink()  # also what torch itself names .tmp, and what was half compressed
         raise LostFile(f"{path}: {error}") from error
+
+
+def _compress(plain: Path) -> Path:
+    """Compress a file; returns the path of the compressed one, in whose place the plain one is removed."""
+    packed = plain.with_name(f"{plain.name}.gz")
+    # level 1 is nearly as small as level 9 on traces, and several times faster
+    with open(plain, "rb") as source, gzip.open(packed, "wb", compresslevel=1) as target:
+        shutil.copyfileobj(source, target, CHUNK)
+    plain.unlink()
+    return packed
 
 
 # --- torch's C++ writes notes of its profilers to stderr, whatever the settings; they tell a user nothing
@@ -99,7 +135,7 @@ NOISE = re.compile(rb"execution_trace_observer\.cpp|CPUAllocator\.cpp|output_jso
 
 
 @contextlib.contextmanager
-def suppress_notes():
+def suppress_notes() -> Iterator[None]:
     """Hold back what is written to stderr inside, and print it at the end without known noise."""
     sys.stderr.flush()
     with tempfile.TemporaryFile() as held:
@@ -120,11 +156,17 @@ class ChakraTrace:
     """A Chakra execution trace of the window: operators as a graph, for simulators and replay.
 
     torch writes it while it records, so it is recorded under a hidden name, in a folder of its own: readers of Kineto's
-    traces take every .json beside them for one. compress: as of `write_whole`.
+    traces take every .json beside them for one.
+
+    Args:
+        folder: Of Kineto's traces.
+        worker: Name of this process in the names of files.
+        compress: As `write_trace` takes it.
     """
 
-    def __init__(self, folder: Path, worker: str, compress: bool | None):
-        self._path, self._compress = folder / "chakra" / f"{worker}.et.json", compress
+    def __init__(self, folder: Path, worker: str, compress: bool | None) -> None:
+        self._path = folder / "chakra" / f"{worker}.et.json"
+        self._compress = compress
         self._recording = self._path.with_name(f".{worker}.recording.json")
         self._recording.parent.mkdir(parents=True, exist_ok=True)
         self.observer = ExecutionTraceObserver().register_callback(str(self._recording))  # the profiler starts it
@@ -133,10 +175,10 @@ class ChakraTrace:
         """Give the trace its name; returns a line about it. Raises LostFile if it cannot be written."""
         with suppress_notes():
             self.observer.unregister_callback()
-        path, _ = write_whole(self._path, lambda hidden: os.replace(self._recording, hidden), self._compress)
+        path, _ = write_trace(self._path, lambda hidden: os.replace(self._recording, hidden), self._compress)
         return f"Chakra execution trace: {path}"
 
-    def drop(self):
+    def drop(self) -> None:
         """Remove the unfinished trace."""
         with suppress_notes():
             self.observer.unregister_callback()
@@ -151,12 +193,19 @@ class ChakraTrace:
 
 PLACE = "KINETO_CONFIG"  # names the file that Kineto reads; without it SYSTEM_FILE
 SYSTEM_FILE = Path("/etc/libkineto.conf")
-KEY, MEGABYTES = "ACTIVITIES_MAX_GPU_BUFFER_SIZE_MB", 2048  # taken piece by piece, as events come
+KEY = "ACTIVITIES_MAX_GPU_BUFFER_SIZE_MB"
+MEGABYTES = 2048  # taken piece by piece, as events come
 
 
-def enlarge_buffers(environ: MutableMapping[str, str]):
-    """To be called before a profiler gets ready. Returns the file, which has to be kept until the profiler is done;
-    None if the user named one, or none can be written."""
+def enlarge_buffers(environ: MutableMapping[str, str]) -> IO[str] | None:
+    """Have Kineto take more room. To be called before a profiler gets ready.
+
+    Args:
+        environ: The environment of this process, in which Kineto finds its file.
+
+    Returns:
+        The file, which has to be kept until the profiler is done; None if the user named one, or none can be written.
+    """
     if PLACE in environ:
         return None
     try:
@@ -170,75 +219,109 @@ def enlarge_buffers(environ: MutableMapping[str, str]):
     return file
 
 
-TABLE_ROWS, NAME_WIDTH = 200, 80
+class TableLimit(TypedDict, total=False):
+    """How long torch may sum up, as an argument of its profiler."""
+
+    post_processing_timeout_s: float
+
+
+TABLE_ROWS = 200
+NAME_WIDTH = 80
 # summing up takes tens of microseconds per operator: a huge trace gets a table of its beginning (torch 2.13 can)
 HAS_LIMIT = "post_processing_timeout_s" in inspect.signature(_KinetoProfile.__init__).parameters
-TABLE_LIMIT = {"post_processing_timeout_s": 60} if HAS_LIMIT else {}
-CUDA, CPU = "self_cuda_time_total", "self_cpu_time_total"
+TABLE_LIMIT: TableLimit = {"post_processing_timeout_s": 60} if HAS_LIMIT else {}
+CUDA = "self_cuda_time_total"
+CPU = "self_cpu_time_total"
+
+
+@dataclass
+class StepCores:
+    """The share of the cores that the training thread and its process got in one step."""
+
+    seconds: float  # the whole step
+    cpu_seconds: float  # of all threads
+    involuntary_switches: int  # of all threads
+    core_wait_seconds: float | None = None  # the thread was ready and had no core; None where the system does not tell
 
 
 class WindowCores:
-    """What the training thread and its process get of the cores in the recorded steps, for the trace's header.
+    """Records what the training thread and its process get of the cores in the recorded steps, for the trace's header.
 
     Every rank records its own: whether a late rank was slow or had no core is then known of each.
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         self._cores = CoreTime()
-        self._steps: list[
-            tuple[float | None, ...]
-        ] = []  # seconds of the step, CPU seconds, switches, seconds without a core
-        self._before: tuple[float | None, ...] | None = None
+        self._steps: list[StepCores] = []
+        # when the step began, and what was got of the cores until then
+        self._before: tuple[float, tuple[float, int, float | None]] | None = None
 
-    def begin(self):
-        self._before = (time.perf_counter(), *self._cores.read())
+    def begin(self) -> None:
+        began = time.perf_counter()
+        self._before = (began, self._cores.read())
 
-    def end(self):
+    def end(self) -> None:
         if self._before is None:
             return
-        after = (time.perf_counter(), *self._cores.read())
-        grown = (None if None in (old, new) else new - old for old, new in zip(self._before, after))
+        now = time.perf_counter()
+        cpu_seconds, switches, core_wait = self._cores.read()
+        began, (cpu_seconds_before, switches_before, core_wait_before) = self._before
         self._before = None
-        self._steps.append(tuple(grown))
+        step = StepCores(now - began, cpu_seconds - cpu_seconds_before, switches - switches_before)
+        if core_wait is not None and core_wait_before is not None:
+            step.core_wait_seconds = core_wait - core_wait_before
+        self._steps.append(step)
 
     def describe(self) -> RecordedCores | None:
-        """None where no step was recorded to its end."""
-        if not self._steps:
+        """Average the recorded steps; None where no step was recorded to its end."""
+        number = len(self._steps)
+        if not number:
             return None
-        seconds, cpu_seconds, switches, wait_seconds = (
-            None if None in column else sum(column) / len(column) for column in zip(*self._steps)
-        )
+        waits = [step.core_wait_seconds for step in self._steps if step.core_wait_seconds is not None]
         return RecordedCores(
-            steps=len(self._steps),
-            ms=1000 * seconds,
-            cpu_ms=None if cpu_seconds is None else 1000 * cpu_seconds,
-            core_wait_ms=None if wait_seconds is None else 1000 * wait_seconds,
-            involuntary_switches=switches,
+            steps=number,
+            ms=1000 * (sum(step.seconds for step in self._steps) / number),
+            cpu_ms=1000 * (sum(step.cpu_seconds for step in self._steps) / number),
+            core_wait_ms=1000 * (sum(waits) / number) if len(waits) == number else None,
+            involuntary_switches=sum(step.involuntary_switches for step in self._steps) / number,
         )
 
-    def close(self):
+    def close(self) -> None:
         self._cores.close()
 
 
 class TorchProfiler(Instrument):
-    """Records the window's steps with torch.profiler. A run that ends inside the window writes what was recorded."""
+    """Records the window's steps with torch.profiler. A run that ends inside the window writes what was recorded.
 
-    def __init__(self, window: Window, options: ProfileArgs, rank: int, cuda: bool, folder: Path, tell):
-        self.window, self.folder, self.rank, self._tell = window, folder, rank, tell
-        self.options, self.cuda = options, cuda
-        self.compress = True if self.options.profile_gzip else False if self.options.no_profile_gzip else None
-        self._profiler: _KinetoProfile | None = None
+    Args:
+        window: The profiled steps.
+        options: The flags of profiling.
+        rank: This process's.
+        cuda: Whether the run computes on a GPU.
+        folder: Where the files are written.
+        tell: Called with each line for the console.
+    """
+
+    def __init__(self, window: Window, options: ProfileArgs, rank: int, cuda: bool, folder: Path, tell: Tell) -> None:
+        self.window = window
+        self.folder = folder
+        self.rank = rank
+        self._tell = tell
+        self.options = options
+        self.cuda = cuda
+        self.compress = _choose_compression(options)
+        self._profiler: _KinetoProfile | None = None  # from the step before the window on
         self._chakra: ChakraTrace | None = None
         self._recording = False
         self._spans: list[record_function] = []  # of the step and of the phases that are open
-        self._room = None
+        self._room: IO[str] | None = None
         self._full = False  # the record of the GPU was over before the window was
         self._last = 0
         self._cores: WindowCores | None = None  # while recording
-        self._collection = None  # the range around a running one of Python's garbage collector
+        self._collection: record_function | None = None  # around a running one of Python's garbage collector
         self._modules = ModuleRanges(tell) if self.options.profile_modules else None
 
-    def begin(self, step: int):
+    def begin(self, step: int) -> None:
         window = self.window
         if not (self.options.use_pytorch_profiler or window.on_demand):
             return
@@ -252,37 +335,40 @@ class TorchProfiler(Instrument):
             if self._cores is not None:
                 self._cores.begin()
 
-    def begin_phase(self, name: str):
+    def begin_phase(self, name: str) -> None:
         if self._recording:
             self._open_span(name)
 
-    def end_phase(self, name: str, failed: bool):
+    def end_phase(self, name: str, failed: bool) -> None:
         if self._spans:
             self._spans.pop().__exit__(None, None, None)
 
-    def end(self, step: int):
+    def end(self, step: int) -> None:
         if self._cores is not None:
             self._cores.end()
         self._close_spans()
-        if self._recording and self.window.closes(step):
-            self._finish()
+        if self._recording and self._profiler is not None and self.window.closes(step):
+            self._finish(self._profiler)
 
-    def close(self, error: BaseException | None):
+    def close(self, error: BaseException | None) -> None:
         # a profiler that is still on at interpreter exit crashes the process
         broken_off = bool(self._spans)
         self._close_spans()
+        if self._profiler is None:
+            return
         if self._recording:
-            self._finish(broken_off)
-        elif self._profiler is not None:  # prepared, but the run ended before the window began
-            if not torch.autograd._profiler_enabled():  # else it was started, and failed in that
-                with suppress_notes():
-                    self._profiler.start_trace()
-            self._stop()
-            if self._chakra:
-                self._chakra.drop()
+            self._finish(self._profiler, broken_off)
+            return
+        # prepared, but the run ended before the window began
+        if not _profiler_enabled():  # else it was started, and failed in that
+            with suppress_notes():
+                self._profiler.start_trace()
+        self._stop(self._profiler)
+        if self._chakra is not None:
+            self._chakra.drop()
 
     def make_profiler(self) -> _KinetoProfile:
-        """A torch profiler that has not started."""
+        """Make a torch profiler that has not started."""
         options = self.options
         return _KinetoProfile(
             activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.cuda else [])],
@@ -292,24 +378,25 @@ class TorchProfiler(Instrument):
             with_flops=options.pytorch_profiler_collect_flops,
             # which stream or event a synchronization waits for: critical paths need it
             experimental_config=_ExperimentalConfig(enable_cuda_sync_events=self.cuda),
-            execution_trace_observer=self._chakra.observer if self._chakra else None,
+            execution_trace_observer=self._chakra.observer if self._chakra is not None else None,
             **TABLE_LIMIT,
         )
 
     def owns(self, profile: torch.autograd.profiler.profile) -> bool:
-        """Whether it is this instrument's."""
+        """Whether a profile is this instrument's."""
         return self._profiler is not None and self._profiler.profiler is profile
 
-    def _open_span(self, name: str):
-        self._spans.append(record_function(name))
-        self._spans[-1].__enter__()
+    def _open_span(self, name: str) -> None:
+        span = record_function(name)
+        self._spans.append(span)
+        span.__enter__()
 
-    def _close_spans(self):
+    def _close_spans(self) -> None:
         while self._spans:
             self._spans.pop().__exit__(None, None, None)
 
-    def _mark_collection(self, moment: str, info: dict):
-        """A range, as torch makes it with stacks only.
+    def _mark_collection(self, moment: str, info: dict[str, int]) -> None:
+        """Put a range around a collection of garbage, as torch makes it with stacks only.
 
         Collections of the youngest objects take microseconds and are left out.
         """
@@ -317,11 +404,13 @@ class TorchProfiler(Instrument):
             self._collection = record_function(PYTHON_GC)
             self._collection.__enter__()
         elif self._collection is not None:
-            left, self._collection = self._collection, None
-            left.__exit__(None, None, None)
+            ended = self._collection
+            self._collection = None
+            ended.__exit__(None, None, None)
 
-    def _prepare(self):
-        if torch.autograd._profiler_enabled():
+    def _prepare(self) -> _KinetoProfile:
+        """Make a profiler and get it ready, which takes seconds on a GPU."""
+        if _profiler_enabled():
             raise RuntimeError("another profiler is on, and torch has one at a time")
         if self.cuda:
             self._room = self._room or enlarge_buffers(os.environ)
@@ -329,27 +418,32 @@ class TorchProfiler(Instrument):
         with suppress_notes():
             collects = self.options.pytorch_profiler_collect_chakra
             self._chakra = ChakraTrace(self.folder, self._worker, self.compress) if collects else None
-            self._profiler = self.make_profiler()
-            self._profiler.prepare_trace()
+            profiler = self.make_profiler()
+            self._profiler = profiler
+            profiler.prepare_trace()
+        return profiler
 
-    def _start(self):
-        if self._profiler is None:
-            self._prepare()
+    def _start(self) -> None:
+        """Start to record the window."""
+        profiler = self._profiler
+        if profiler is None:
+            profiler = self._prepare()
             if self.cuda:
                 torch.ones(1, device="cuda").add_(1)  # CUPTI's first kernel takes milliseconds
         self._synchronize()  # kernels of earlier steps are not the window's
         with suppress_notes():
             older = torch.empty(1)
-            self._profiler.start_trace()
+            profiler.start_trace()
             self._recording = True
             self._cores = WindowCores()
             gc.callbacks.append(self._mark_collection)
             del older  # with memory: the first free of something older is warned about, and only the first
-        if self._modules:
+        if self._modules is not None:
             self._modules.open()
 
-    def _write_cores(self, profiler: _KinetoProfile):
-        """Into the trace's header, while recording: later nothing is added to it."""
+    def _write_cores(self, profiler: _KinetoProfile) -> None:
+        """Write what was got of the cores into the trace's header. To be called while recording: later nothing is
+        added to it."""
         if self._cores is None:
             return
         told = self._cores.describe()
@@ -358,13 +452,14 @@ class TorchProfiler(Instrument):
         if told is not None:
             profiler.add_metadata_json(CORES_IN_TRACE, msgspec.json.encode(told).decode())
 
-    def _stop(self) -> _KinetoProfile:
-        profiler, self._profiler = self._profiler, None
+    def _stop(self, profiler: _KinetoProfile) -> None:
+        """Stop recording; from here on the profiler is no longer this instrument's."""
+        self._profiler = None
         self._write_cores(profiler)
         if self._recording:
             self._recording = False
             gc.callbacks.remove(self._mark_collection)
-        if self._modules:
+        if self._modules is not None:
             self._modules.close()
         try:
             self._synchronize()  # the window's kernels must have run before recording ends
@@ -373,57 +468,86 @@ class TorchProfiler(Instrument):
             with suppress_notes():
                 profiler.stop_trace()
         finally:
-            if torch.autograd._profiler_enabled():  # a GPU after a fatal error: stopping begins with waiting for it
-                torch.autograd._disable_profiler()
-        return profiler
+            if _profiler_enabled():  # a GPU after a fatal error: stopping begins with waiting for it
+                _disable_profiler()
 
-    def _synchronize(self):
+    def _synchronize(self) -> None:
         if self.cuda:
             torch.cuda.synchronize()
 
-    def _finish(self, broken_off: bool = False):
+    def _finish(self, profiler: _KinetoProfile, broken_off: bool = False) -> None:
+        """Stop recording, write what was recorded, and report it.
+
+        Args:
+            profiler: The one that records.
+            broken_off: The last step was not recorded to its end.
+        """
         started = time.perf_counter()
-        profiler = self._stop()
+        self._stop(profiler)
         words = self.window.words(self._last) + (" (the last one broken off)" if broken_off else "")
         path = self.folder / f"{self._worker}.pt.trace.json"
         try:
             with suppress_notes():
-                path, found = write_whole(path, profiler.export_chrome_trace, self.compress)
+                path, found = write_trace(path, profiler.export_chrome_trace, self.compress)
         except LostFile as error:
             self._tell(f"profile of {words}, rank {self.rank}, is lost; training goes on: {error}")
-            if self._chakra:
+            if self._chakra is not None:
                 self._chakra.drop()
             return
         self.window.traced_on_demand |= self.window.on_demand
-        beside = []
-        for write in (lambda: self._write_table(profiler), *([self._chakra.write] if self._chakra else [])):
-            try:
-                beside.append(f"\n    {write()}")
-            except LostFile as error:
-                beside.append(f"\n    lost: {error}")
+        beside = "".join(f"\n    {line}" for line in self._write_beside(profiler))
         seconds = time.perf_counter() - started
         self._tell(
             f"profiled {words}, rank {self.rank}: {path} ({path.stat().st_size / MIB:.1f} MiB, "
-            f"{seconds:.1f} s between steps){''.join(beside)}"
+            f"{seconds:.1f} s between steps){beside}"
         )
         meant = range(self.window.steps.start, self._last + 1)
         for fault in find_faults(found, meant, self.cuda, self._full):
             self._tell(f"trace of rank {self.rank}: {fault}")
 
+    def _write_beside(self, profiler: _KinetoProfile) -> list[str]:
+        """Write the files beside the trace; returns a line about each."""
+        writers: list[Callable[[], str]] = [partial(self._write_table, profiler)]
+        if self._chakra is not None:
+            writers.append(self._chakra.write)
+        lines: list[str] = []
+        for write in writers:
+            try:
+                lines.append(write())
+            except LostFile as error:
+                lines.append(f"lost: {error}")
+        return lines
+
     def _write_table(self, profiler: _KinetoProfile) -> str:
-        """Operators by the time that they spend themselves: on the device, where there is one."""
+        """Write operators by the time that they spend themselves: on the device, where there is one."""
         rows = profiler.key_averages(group_by_input_shape=self.options.pytorch_profiler_collect_shapes)
         table = rows.table(CUDA if self.cuda else CPU, TABLE_ROWS, max_name_column_width=NAME_WIDTH)
-        text = f"{self.window.words(self._last)}, rank {self.rank}\n{table}\n"
         path = self.folder / f"{self._worker}.operators.txt"
-        write_whole(path, lambda hidden: Path(hidden).write_text(text, encoding="utf-8"), is_trace=False)
+        write_text(path, f"{self.window.words(self._last)}, rank {self.rank}\n{table}\n")
         return f"operators: {path}"
 
 
+def _choose_compression(options: ProfileArgs) -> bool | None:
+    """Decide whether traces are compressed; None: those that are large."""
+    if options.profile_gzip:
+        return True
+    if options.no_profile_gzip:
+        return False
+    return None
+
+
 def find_faults(found: Found, meant: range, cuda: bool, full: bool) -> Iterator[str]:
-    """What a trace lacks, by itself. meant: the steps to be recorded. full: Kineto's buffers were."""
+    """Find what a trace lacks, by itself.
+
+    Args:
+        found: What is in it.
+        meant: The steps that were to be recorded.
+        cuda: Whether the run computes on a GPU.
+        full: Kineto's buffers were full before the window was over.
+    """
     if found.steps != tuple(meant):
-        held, wanted = (", ".join(map(str, steps)) or "none" for steps in (found.steps, meant))
+        held = ", ".join(map(str, found.steps)) or "none"
+        wanted = ", ".join(map(str, meant)) or "none"
         yield f"holds the steps {held}, not {wanted} as it should."
     if full:
         yield (

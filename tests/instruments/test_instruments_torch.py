@@ -32,7 +32,7 @@ from megatron_lite.instruments.torch_profiler import (
     enlarge_buffers,
     find_faults,
     inspect_trace,
-    write_whole,
+    write_trace,
 )
 from megatron_lite.model.attention_choice import choose_attention
 from megatron_lite.model.gpt import GPT
@@ -130,7 +130,7 @@ def test_large_traces_are_compressed_unless_told_otherwise(tmp_path, monkeypatch
     small, large = ('{"traceEvents": [{"name": "ProfilerStep#7"}]}', '{"traceEvents": [' + " " * 100 + "]}")
     cases = ((small, None, "json"), (large, None, "gz"), (small, True, "gz"), (large, False, "json"))
     for text, compress, ending in cases:
-        path, found = write_whole(tmp_path / "a.json", lambda name, text=text: Path(name).write_text(text), compress)
+        path, found = write_trace(tmp_path / "a.json", lambda name, text=text: Path(name).write_text(text), compress)
         assert path.name == ("a.json.gz" if ending == "gz" else "a.json") and list(tmp_path.iterdir()) == [path]
         whole = gzip.decompress(path.read_bytes()).decode() if ending == "gz" else path.read_text()
         assert whole == text and found.steps == ((7,) if text is small else ())
