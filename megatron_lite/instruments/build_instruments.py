@@ -2,15 +2,17 @@
 
 import time
 from collections import deque
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from statistics import median
+from typing import TYPE_CHECKING
 
 from megatron_lite.config.args import ProfileArgs
 from megatron_lite.config.plan import Plan
 from megatron_lite.config.world import World
-from megatron_lite.instruments.base import Instrument, Window
-from megatron_lite.instruments.memory_history import CpuRecorder, CudaRecorder, MemoryHistory
+from megatron_lite.instruments.base import Instrument, Tell, Window
+from megatron_lite.instruments.memory_history import CpuRecorder, CudaRecorder, MemoryHistory, MemoryRecorder
 from megatron_lite.instruments.memory_oom import OutOfMemory, PredictPeak, list_remedies
 from megatron_lite.instruments.nsys_range import NsysRange
 from megatron_lite.instruments.on_demand import OnDemand
@@ -21,6 +23,9 @@ from megatron_lite.parallel.layers import count_compilations
 from megatron_lite.parallel.rank_status import RunPosition, describe_hand_over
 from megatron_lite.thresholds import MIN_BEFORE
 
+if TYPE_CHECKING:
+    from torch._dynamo.callback import CallbackArgs, CompilationCallbackHandler
+
 
 class WhereaboutsKeeper(Instrument):
     """Keeps this rank's step and phase where the watchdog reports them to other ranks.
@@ -28,58 +33,70 @@ class WhereaboutsKeeper(Instrument):
     Takes less than a microsecond per phase.
     """
 
-    def __init__(self, where: RunPosition):
+    def __init__(self, where: RunPosition) -> None:
         self._where = where
 
-    def resume(self, iteration: int):
+    def resume(self, iteration: int) -> None:
         self._where.started_at = iteration
 
-    def begin(self, step: int):
+    def begin(self, step: int) -> None:
         self._where.step = step
 
-    def wait_for_stage(self, rank, what):
+    def wait_for_stage(self, rank: int, what: str) -> None:
         self._where.hand_over = describe_hand_over(rank, what) if what else None
 
-    def begin_phase(self, name: str):
+    def begin_phase(self, name: str) -> None:
         self._where.enter(name)
 
-    def end_phase(self, name: str, failed: bool):
+    def end_phase(self, name: str, failed: bool) -> None:
         if not failed:  # keep the phase in which the step failed
             self._where.enter(None)
 
 
 MAX_BEFORE = 50  # steps before the window that are remembered
 WARMING_UP = 1  # the first step of a run allocates, compiles and fills caches
-STEPS_AFTER, MIN_LINGERING = 20, 1.05  # steps compared after the window; a smaller ratio is noise
+STEPS_AFTER = 20  # steps compared after the window
+MIN_LINGERING = 1.05  # a smaller ratio is noise
 
 
 class Disturbance(Instrument):
     """Reports how much slower profiled steps were, and a window that was never reached.
 
     Runs on one rank. Its `end` is called after the timeline's, when a step's time is known.
+
+    Args:
+        timeline: The one that measures steps.
+        profile: The flags of profiling.
+        world: The job's processes, one per rank, and this one's place among them.
+        tell: Called with each line for the console.
     """
 
-    def __init__(self, timeline: Timeline, profile: ProfileArgs, world: World, tell):
-        self.window, self.timeline, self._tell = timeline.window, timeline, tell
+    def __init__(self, timeline: Timeline, profile: ProfileArgs, world: World, tell: Tell) -> None:
+        self.window = timeline.window
+        self.timeline = timeline
+        self._tell = tell
         self._where = f" on rank {world.rank}" if world.size > 1 else ""
         cupti = world.gpus > 0 and not world.under_nsys  # torch.profiler records GPUs with CUPTI
-        self._cupti_on_demand, self._cupti_planned = cupti, cupti and profile.use_pytorch_profiler
+        self._cupti_on_demand = cupti
+        self._cupti_planned = cupti and profile.use_pytorch_profiler
         self._cupti = False  # CUPTI was used
-        self._planned, self._step = timeline.window.steps, 0
+        self._planned = timeline.window.steps
+        self._step = 0
         self._before: deque[float] = deque(maxlen=MAX_BEFORE)  # seconds of a step
         self._inside: list[float] = []
         self._after: list[float] = []
         self._usual: float | None = None  # usual seconds before the window; None where steps are not compared with it
 
-    def begin(self, step: int):
-        self._step, window = step, self.window
+    def begin(self, step: int) -> None:
+        self._step = step
+        window = self.window
         if step == 1 and self._planned and self._planned.start > window.last_step and window.started_at:
             self._tell(
                 f"--profile-step-start {self._planned.start} counts this run's own steps, and there are "
                 f"{window.last_step} left of it: nothing will be profiled. Give a smaller one."
             )
 
-    def end(self, step: int):
+    def end(self, step: int) -> None:
         seconds = self.timeline.current.training_seconds
         if step in self.window.steps:
             self._inside.append(seconds)
@@ -87,19 +104,12 @@ class Disturbance(Instrument):
             self._before.append(seconds)
             if self._usual is not None:
                 self._after.append(seconds)
-        if len(self._after) == STEPS_AFTER:
-            # CUPTI, once it was used, stays attached and may slow every later step down (pytorch issue 144455)
-            ratio, self._usual, self._after = median(self._after) / self._usual, None, []
-            if self._cupti and ratio > MIN_LINGERING:
-                self._tell(
-                    f"steps after the profile{self._where} take {ratio:.2f} x as long as those before it: "
-                    "CUPTI may have "
-                    "stayed attached, which TEARDOWN_CUPTI=1 in the environment prevents."
-                )
+        if self._usual is not None and len(self._after) == STEPS_AFTER:
+            self._compare_after(self._usual)
         if self.window.closes(step):
             self._compare()
 
-    def close(self, error: BaseException | None):
+    def close(self, error: BaseException | None) -> None:
         if self._inside:
             self._compare()
         if self._planned and self._step < self._planned.start:
@@ -108,8 +118,25 @@ class Disturbance(Instrument):
                 f"{self._step} of its steps, so there is no profile."
             )
 
-    def _compare(self):
-        inside, self._inside = self._inside, []
+    def _compare_after(self, usual: float) -> None:
+        """Compare the steps after the window with the usual ones before it.
+
+        CUPTI, once it was used, stays attached and may slow every later step down (pytorch issue 144455).
+        """
+        ratio = median(self._after) / usual
+        self._usual = None
+        self._after = []
+        if self._cupti and ratio > MIN_LINGERING:
+            self._tell(
+                f"steps after the profile{self._where} take {ratio:.2f} x as long as those before it: "
+                "CUPTI may have "
+                "stayed attached, which TEARDOWN_CUPTI=1 in the environment prevents."
+            )
+
+    def _compare(self) -> None:
+        """Compare the profiled steps with those before them."""
+        inside = self._inside
+        self._inside = []
         self._cupti |= self._cupti_on_demand if self.window.on_demand else self._cupti_planned
         if len(self._before) < MIN_BEFORE:
             self._tell(
@@ -117,12 +144,15 @@ class Disturbance(Instrument):
                 f"{len(self._before)} could be timed."
             )
             return
-        self._usual, self._after = median(self._before), []
-        during, before = 1000 * median(inside), 1000 * self._usual
+        usual = median(self._before)
+        self._usual = usual
+        self._after = []
+        during_ms = 1000 * median(inside)
+        before_ms = 1000 * usual
         self._tell(
-            f"profiled steps{self._where} took {during / before:.2f} x as long as those before: "
-            f"median {during:.1f} ms of "
-            f"{len(inside)} against {before:.1f} ms of {len(self._before)}"
+            f"profiled steps{self._where} took {during_ms / before_ms:.2f} x as long as those before: "
+            f"median {during_ms:.1f} ms of "
+            f"{len(inside)} against {before_ms:.1f} ms of {len(self._before)}"
         )
 
 
@@ -132,32 +162,49 @@ class Compiling(Instrument):
     A GPU's kernels are timed and chosen when they first run; torch does not report that, so the seconds leave it out.
 
     Args:
+        timeline: The one that measures steps.
         expected: Graphs of a run as it should be. More of them are reported when the run ends.
+        tell: Called with each line for the console.
     """
 
-    def __init__(self, timeline: Timeline, expected: int, tell):
-        self._timeline, self._expected, self._tell = timeline, expected, tell
-        self.compilations, self.seconds = 0, 0.0
-        self._since: float | None = None
+    _handler: "CompilationCallbackHandler"
+    _counters: Mapping[str, Mapping[str, int]]
 
-    def open(self):
+    def __init__(self, timeline: Timeline, expected: int, tell: Tell) -> None:
+        self._timeline = timeline
+        self._expected = expected
+        self._tell = tell
+        self.compilations = 0
+        self.seconds = 0.0
+        self._since: float | None = None
+        # what was reported so far
+        self._told_compilations = 0
+        self._told_seconds = 0.0
+        self._told_hits = 0
+
+    def open(self) -> None:
         from torch._dynamo.callback import callback_handler  # takes a second, and only runs that compile have this
         from torch._dynamo.utils import counters
 
-        self._handler, self._counters = callback_handler, counters
-        self._told = (0, 0.0, self._count_cache_hits())
+        self._handler = callback_handler
+        self._counters = counters
+        self._told_hits = self._count_cache_hits()
         self._handler.register_start_callback(self._begins)
         self._handler.register_end_callback(self._ends)
 
-    def end(self, step: int):
-        now = (self.compilations, self.seconds, self._count_cache_hits())
-        graphs, seconds, cached = (value - before for value, before in zip(now, self._told))
-        self._told = now
+    def end(self, step: int) -> None:
+        hits = self._count_cache_hits()
+        graphs = self.compilations - self._told_compilations
+        seconds = self.seconds - self._told_seconds
+        cached = hits - self._told_hits
+        self._told_compilations = self.compilations
+        self._told_seconds = self.seconds
+        self._told_hits = hits
         if graphs:
             plural = "s" if graphs > 1 else ""
             self._tell(f"   compiled {graphs} graph{plural} in {seconds:.1f} s (from the cache: {cached})")
 
-    def close(self, error: BaseException | None):
+    def close(self, error: BaseException | None) -> None:
         self._handler.remove_start_callback(self._begins)
         self._handler.remove_end_callback(self._ends)
         self.end(0)
@@ -167,25 +214,27 @@ class Compiling(Instrument):
                 "about the inputs of layers changes; start with TORCH_LOGS=recompiles to see what"
             )
 
-    def _begins(self, happening):
+    def _begins(self, happening: "CallbackArgs") -> None:
         self._since = time.perf_counter()
         self._timeline.current.compiling = True
-        self.compilations += happening.callback_trigger.name == "DYNAMO"  # others: backward, kernels of the same graph
+        if happening.callback_trigger.name == "DYNAMO":  # others: backward, kernels of the same graph
+            self.compilations += 1
 
-    def _ends(self, happening):
+    def _ends(self, happening: "CallbackArgs") -> None:
         if self._since is None:  # compilation began before this instrument was opened
             return
-        seconds, self._since = time.perf_counter() - self._since, None
+        seconds = time.perf_counter() - self._since
+        self._since = None
         self.seconds += seconds
         self._timeline.current.compile_seconds += seconds
 
     def _count_cache_hits(self) -> int:
-        """Number of graphs that the compile cache held, from an earlier run or from another rank."""
+        """Count the graphs that the compile cache held, from an earlier run or from another rank."""
         return self._counters["aot_autograd"]["autograd_cache_hit"]
 
 
 def build_instruments(
-    plan: Plan, run_dir: Path, timeline: Timeline, tell, predict_peak: PredictPeak | None = None
+    plan: Plan, run_dir: Path, timeline: Timeline, tell: Tell, predict_peak: PredictPeak | None = None
 ) -> list[Instrument]:
     """Build the instruments that this rank needs, outermost first.
 
@@ -196,50 +245,85 @@ def build_instruments(
         tell: Called with each line for the console.
         predict_peak: What remedies for too little memory are foretold by; None: without.
     """
-    p, world, on_gpu = plan.args.profile, plan.world, plan.device == "cuda"
+    profile = plan.args.profile
+    world = plan.world
+    on_gpu = plan.device == "cuda"
     # beside the window, a GPU's profiler gets ready, and other ranks wait for those that write
-    window = Window(plan.profile_window, margin=int(on_gpu or world.size > 1), train_iters=plan.train_iters)
+    is_followed = on_gpu or world.size > 1
+    window = Window(plan.profile_window, margin=1 if is_followed else 0, train_iters=plan.train_iters)
     timeline.window = window
     timeline.set_up(detailed=plan.args.watch.step_timeline, cuda=on_gpu)
-    leads, profiled = world.rank == min(plan.profile_ranks, default=-1), world.rank in plan.profile_ranks
+    profiled = world.rank in plan.profile_ranks
     torch_is_blind = world.under_nsys and on_gpu  # nsys holds the GPU's counters, also where nothing asked it to record
     members: list[Instrument] = []
     if plan.compilation.layers:
         expected = count_compilations(plan.shape, plan.compilation)
-        members.append(Compiling(timeline, expected, tell if world.rank == 0 else lambda text: None))
-    # the rank that leads says when nothing can be recorded; the last one must not average those steps
-    records = not torch_is_blind or p.record_memory_history
-    if p.profile_on_demand and (leads or (profiled or world.is_last) and records):
-        members.append(OnDemand(window, plan, run_dir, tell))
-    if leads and (p.profile_on_demand or window.steps):
-        members.append(Disturbance(timeline, p, world, tell))
-    for_nsys = p.profile and not p.use_pytorch_profiler and profiled
-    if (for_nsys or p.nvtx_ranges) and (on_gpu or world.under_nsys):  # some tool may record it
-        members.append(NsysRange(window if for_nsys else Window(), p, world, tell))
+        members.append(Compiling(timeline, expected, tell if world.rank == 0 else _drop_line))
+    members += _build_window_watchers(plan, run_dir, timeline, tell)
+    for_nsys = profile.profile and not profile.use_pytorch_profiler and profiled
+    if (for_nsys or profile.nvtx_ranges) and (on_gpu or world.under_nsys):  # some tool may record it
+        members.append(NsysRange(window if for_nsys else Window(), profile, world, tell))
     members += build_memory_instruments(plan, window, tell, predict_peak)
-    if profiled and (p.use_pytorch_profiler or p.profile_on_demand and not torch_is_blind):
+    on_demand = profile.profile_on_demand and not torch_is_blind
+    if profiled and (profile.use_pytorch_profiler or on_demand):
         folder = Path(plan.args.watch.tensorboard_dir or run_dir)
-        members.append(TorchProfiler(window, p, world.rank, on_gpu, folder, tell))
+        members.append(TorchProfiler(window, profile, world.rank, on_gpu, folder, tell))
     return [*members, timeline]  # innermost: a step's time leaves out what the others do between steps
 
 
+def _build_window_watchers(plan: Plan, run_dir: Path, timeline: Timeline, tell: Tell) -> list[Instrument]:
+    """Build what moves the window on demand, and what compares the steps inside with those outside."""
+    profile = plan.args.profile
+    world = plan.world
+    window = timeline.window
+    leads = world.rank == min(plan.profile_ranks, default=-1)
+    profiled = world.rank in plan.profile_ranks
+    torch_is_blind = world.under_nsys and plan.device == "cuda"
+    watchers: list[Instrument] = []
+    # the rank that leads says when nothing can be recorded; the last one must not average those steps
+    records = not torch_is_blind or profile.record_memory_history
+    follows = (profiled or world.is_last) and records
+    if profile.profile_on_demand and (leads or follows):
+        watchers.append(OnDemand(window, plan, run_dir, tell))
+    if leads and (profile.profile_on_demand or window.steps):
+        watchers.append(Disturbance(timeline, profile, world, tell))
+    return watchers
+
+
+def _drop_line(text: str) -> None:
+    """Report nothing: the ranks beside the first one compile the same graphs."""
+
+
 def build_memory_instruments(
-    plan: Plan, window: Window, tell, predict_peak: PredictPeak | None = None
+    plan: Plan, window: Window, tell: Tell, predict_peak: PredictPeak | None = None
 ) -> list[Instrument]:
-    """The instruments that watch this rank's memory, outermost first. Raises UserError if snapshots cannot be written.
+    """Build the instruments that watch this rank's memory, outermost first.
 
     On a GPU every rank explains an out-of-memory error; the profiled ranks also record allocations.
+
+    Args:
+        plan: The run's, on this rank.
+        window: The profiled steps.
+        tell: Called with each line for the console.
+        predict_peak: What remedies for too little memory are foretold by; None: without.
+
+    Raises UserError if snapshots cannot be written.
     """
-    p, world = plan.args.profile, plan.world
-    recording = p.record_memory_history and world.rank in plan.profile_ranks
+    profile = plan.args.profile
+    world = plan.world
+    recording = profile.record_memory_history and world.rank in plan.profile_ranks
     if plan.device == "cpu" and not recording:
         return []
-    path = name_snapshot(p.memory_snapshot_path, world.rank, len(plan.profile_ranks))
-    if p.record_memory_history:
-        make_snapshot_folder(path, p.memory_snapshot_path)
-    recorder = (CudaRecorder if plan.device == "cuda" else CpuRecorder)(p.memory_history_events)
+    path = name_snapshot(profile.memory_snapshot_path, world.rank, len(plan.profile_ranks))
+    if profile.record_memory_history:
+        make_snapshot_folder(path, profile.memory_snapshot_path)
+    recorder: MemoryRecorder
+    if plan.device == "cuda":
+        recorder = CudaRecorder(profile.memory_history_events)
+    else:
+        recorder = CpuRecorder(profile.memory_history_events)
     # a shortage is explained before recording is switched off; steps begin and end inside of what is recorded
     histories = [MemoryHistory(window, path, recorder, tell)] if recording else []
-    shared = Path(p.memory_snapshot_path) if p.record_memory_history else None
+    shared = Path(profile.memory_snapshot_path) if profile.record_memory_history else None
     shortage = OutOfMemory(world.rank, shared, recorder, partial(list_remedies, plan, predict_peak), tell)
     return [shortage, *histories, recorder.place]

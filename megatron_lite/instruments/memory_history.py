@@ -21,7 +21,7 @@ ATTACH_OBSERVER = "_cuda_attach_out_of_memory_observer"
 
 
 class MemoryRecorder(ShortageRecorder, Protocol):
-    """What records a device's allocations for a MemoryHistory."""
+    """A recorder of a device's allocations, as a MemoryHistory needs it."""
 
     @property
     def failure(self) -> Exception | None:

@@ -51,7 +51,7 @@ class PredictPeak(Protocol):
 
 
 class FindRemedies(Protocol):
-    """What would help a run whose memory ran out."""
+    """A list of what would help a run whose memory ran out."""
 
     def __call__(self, held: dict[str, int], asked: int, unused: int, /) -> list[str]:
         """Called when memory has run out: returns remedies, best first.
@@ -156,7 +156,7 @@ class Shortage:
 
 
 class ShortageRecorder(Protocol):
-    """What knows a device's memory when it runs out."""
+    """A recorder that knows a device's memory when it runs out."""
 
     @property
     def place(self) -> StepMarks:

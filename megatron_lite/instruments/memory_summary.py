@@ -157,7 +157,7 @@ def site(frames: list[Frame]) -> str:
 
 
 def operation(frames: list[Frame]) -> str:
-    """'aten.mm.default from ', where the stack begins with what a CPU's tracker saw; else ''."""
+    """Return 'aten.mm.default from ' where the stack begins with what a CPU's tracker saw; else ''."""
     if not frames:
         return ""
     innermost = frames[0]
