@@ -10,7 +10,8 @@ from typing import Any
 import msgspec
 from support.paths import DOCS
 
-from megatron_lite.formats import run_record, step_records, trace_header
+from megatron_lite.formats import failure_record, run_record, step_records, trace_header
+from megatron_lite.formats.failure_record import FailureRecord
 from megatron_lite.formats.run_record import RunRecord
 from megatron_lite.formats.step_records import RankInterval, RanksRecord, StepRecord
 from megatron_lite.formats.trace_header import RecordedCores
@@ -20,18 +21,21 @@ DIALECT = "https://json-schema.org/draft/2020-12/schema"
 FILES = {  # schema: what a line or the file may be
     "run.schema.json": ("run.json", (RunRecord,)),
     "steps.schema.json": ("a line of steps.jsonl", (StepRecord, RanksRecord[RankInterval])),
+    "ranks.schema.json": ("ranks.json", (FailureRecord,)),
 }
 HEAD = """# Files of a run
 
-A run folder holds `run.json` and `steps.jsonl`. The trainer and `megatron-lite watch` write them, `report` and the other commands read
-them, and other programs may: every field stands below with its unit and meaning. [run.schema.json](run.schema.json) and
-[steps.schema.json](steps.schema.json) are their JSON Schemas. New fields may come.
+A run folder holds `run.json` and `steps.jsonl`, and `ranks.json` where a rank died, hung or failed. The trainer writes them,
+`megatron-lite watch` the first two; `report` and the other commands read them, and other programs may: every field stands below with its
+unit and meaning. [run.schema.json](run.schema.json), [steps.schema.json](steps.schema.json) and [ranks.schema.json](ranks.schema.json)
+are their JSON Schemas. New fields may come.
 
 This page is made from `megatron_lite/formats/` by `python tests/format_schemas.py`.
 """
 SECTIONS = (
     ("run.json", run_record, RunRecord),
     ("steps.jsonl", step_records, StepRecord | RanksRecord[RankInterval]),
+    ("ranks.json", failure_record, FailureRecord),
     ("Headers of traces", trace_header, RecordedCores),
 )
 
@@ -53,7 +57,7 @@ def read_comments(kind: type) -> dict[str, str]:
 def describe_components(kinds: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """(a schema of each of the kinds, the Structs in them by name), with what the source says of every field."""
     schemas, components = msgspec.json.schema_components(kinds, ref_template="#/$defs/{name}")
-    for module in (run_record, step_records, trace_header):
+    for module in (run_record, step_records, failure_record, trace_header):
         for name, kind in vars(module).items():
             if not isinstance(kind, type) or not issubclass(kind, msgspec.Struct):
                 continue

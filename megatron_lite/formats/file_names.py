@@ -2,7 +2,7 @@
 
 RUN_FILE = "run.json"
 STEPS_FILE = "steps.jsonl"
-# where a rank died, hung or failed: "verdict" is the line that says which, "ranks" the last word of each
+# where a rank died, hung or failed
 RANKS_FILE = "ranks.json"
 REPORT_PAGE = "report.html"
 REPORT_FILE = "report.json"

@@ -15,6 +15,7 @@ import msgspec
 from megatron_lite.config.layout import Layout
 from megatron_lite.config.world import World
 from megatron_lite.errors import RanksError
+from megatron_lite.formats.failure_record import FailureRecord, RankAtFailure, encode_failure
 from megatron_lite.formats.file_names import RANKS_FILE, RUN_FILE
 from megatron_lite.formats.run_record import RunRecord
 from megatron_lite.parallel.rank_status import DEFAULT, STAGES, Operation, RankStatus, RankStore
@@ -264,7 +265,7 @@ class HangDiagnosis:
         if found is None:
             return None
         if self.run_dir is not None:
-            self._write_down(case, found)
+            self._write_down(case, found, self.run_dir)
         return RanksError(found.line, ended=found.ended)
 
     def has_dead_neighbor(self, mine: RankStatus, operation: Operation | None) -> bool:
@@ -292,22 +293,53 @@ class HangDiagnosis:
         if kills is not None and self._kills is not None:
             case.memory_kills = kills - self._kills
 
-    def _write_down(self, case: Case, found: Cause):
-        """RUN/ranks.json: the verdict and every rank's last post, with stacks of those that answered;
-        and the end in run.json."""
+    def _write_down(self, case: Case, found: Cause, run_dir: Path) -> None:
+        """Write RUN/ranks.json: the verdict and every rank's last status, with stacks of those that answered; and the
+        end into run.json."""
         last = self.world.size - 1
         gone = last in found.ranks and case.posts[last].left in (None, "SIGTERM")
         ranks = {
-            rank: {"place": self.layout.describe_place(rank)} | dataclasses.asdict(post)
+            str(rank): record_status(post, self.layout.describe_place(rank))
             for rank, post in sorted(case.posts.items())
         }
-        text = json.dumps({"verdict": found.line, "ranks": ranks}, indent=1)
         try:
-            write_atomically(self.run_dir / RANKS_FILE, f"{text}\n")
+            write_atomically(run_dir / RANKS_FILE, encode_failure(FailureRecord(verdict=found.line, ranks=ranks)))
             if gone or self.ends_record or case.reason == TERMINATED:
-                end_record(self.run_dir, found.line)
+                end_record(run_dir, found.line)
         except (OSError, ValueError):
             return  # a full disk must not hide the verdict
+
+
+def record_status(status: RankStatus, place: str) -> RankAtFailure:
+    """Describe a rank's last status as ranks.json holds it.
+
+    Args:
+        status: What the rank said of itself.
+        place: Its coordinates in the layout.
+    """
+    waiting = None
+    if status.waiting is not None:
+        group, number, ranks = status.waiting
+        waiting = (group, number, tuple(ranks))
+    return RankAtFailure(
+        place=place,
+        host=status.host,
+        pids=status.pids,
+        pid=status.pid,
+        wall_time=status.wall_time,
+        step=status.step,
+        started_at=status.started_at,
+        phase=status.phase,
+        phase_s=status.phase_s,
+        begun=status.begun,
+        finished=status.finished,
+        groups=status.groups,
+        waiting=waiting,
+        answers=status.answers,
+        left=status.left,
+        blameless=status.blameless,
+        stack=tuple(status.stack),
+    )
 
 
 def end_record(folder: Path, line: str):

@@ -109,7 +109,8 @@ def test_a_run_without_an_end_runs_or_was_killed(tmp_path, more, status):
 
 def test_ranks_that_died_are_told(tmp_path):
     path = folder(tmp_path, [step(1), step(2)]) / "ranks.json"
-    for told in ("{", '{"verdict": 3}', "[1]", '{"verdict": "rank 1 died", "ranks": {}}'):
+    damaged = '{"verdict": " rank 1 died ", "ranks": {"0": {"step": "x"}, "1": 3}}'
+    for told in ("{", '{"verdict": 3}', "[1]", '{"verdict": "rank 1 died", "ranks": {}}', damaged):
         path.write_text(told)
         assert read_run(tmp_path).verdict_on_ranks == ("rank 1 died" if "died" in told else "")
     os.utime(path, (0, 0))

@@ -10,6 +10,7 @@ from support.command_lines import plan as resolved_plan
 from support.step_lines import INTERVAL, STEP
 
 from megatron_lite.config.world import World
+from megatron_lite.formats.failure_record import FailureRecord, RankAtFailure, encode_failure
 from megatron_lite.formats.run_record import RunRecord, encode_run
 from megatron_lite.formats.step_records import RanksRecord, StepRecord, append_record
 from megatron_lite.train.run_record import record_plan
@@ -23,7 +24,7 @@ def test_schemas_are_current(name):
 
 def test_the_page_is_current_and_tells_every_field():
     assert PAGE.read_text(encoding="utf-8") == build_page(), "python tests/format_schemas.py makes it anew"
-    for record in (StepRecord, RunRecord):
+    for record in (StepRecord, RunRecord, FailureRecord, RankAtFailure):
         assert all(f"| `{name}` |" in build_page() for name in record.__struct_fields__)
 
 
@@ -46,3 +47,15 @@ def test_written_lines_fulfill_their_schema():
         jsonschema.validate(json.loads(line), schema)
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.validate({"kind": "step", "iteration": 1}, schema)
+
+
+def test_a_written_failure_fulfills_its_schema():
+    schema = json.loads(build_schema("ranks.schema.json"))
+    waiting = RankAtFailure(
+        host="here", wall_time=1000.5, groups={"7": 2}, waiting=("7", 3, (0, 1)), stack=("f (a.py:1)",)
+    )
+    record = json.loads(encode_failure(FailureRecord(verdict="rank 1 died", ranks={"0": waiting})))
+    jsonschema.validate(record, schema)
+    record["ranks"]["0"]["waiting"] = "7"
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(record, schema)

@@ -9,6 +9,7 @@ import sys
 import time
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 import torch
 import torch.distributed as dist
@@ -17,12 +18,14 @@ from support.paths import TESTS
 from support.waiting import LIMIT_S, wait_until
 
 from megatron_lite import process_state
+from megatron_lite.config.layout import Layout
 from megatron_lite.config.world import World
 from megatron_lite.errors import RanksError
+from megatron_lite.formats.failure_record import FailureRecord
 from megatron_lite.instruments.base import Instruments
 from megatron_lite.instruments.build_instruments import WhereaboutsKeeper
 from megatron_lite.parallel import hang_diagnosis, watchdog
-from megatron_lite.parallel.hang_diagnosis import CLOSED, HangDiagnosis
+from megatron_lite.parallel.hang_diagnosis import CLOSED, HangDiagnosis, record_status
 from megatron_lite.parallel.rank_status import (
     FlightRecorder,
     Operation,
@@ -116,6 +119,22 @@ def test_the_record_of_a_terminated_writer_is_ended_for_it(tmp_path):
         asking.run_dir = tmp_path
         assert asking.diagnose(CLOSED, post(), None, "Connection closed by peer").ended
         assert json.loads((tmp_path / "run.json").read_text())["status"].startswith(status)
+
+
+def test_every_ranks_last_status_is_written_down_whole(tmp_path):
+    gone = post(left="ValueError: no", stack=["f (half a letter \udc80.py:1)"], groups={"7": 2})
+    asking = post(waiting=("0", 3, (0, 1)), phase="forward", started_at=7, answers=True)
+    store = dist.HashStore()
+    RankStore(store, 1, 2).set_status(gone)
+    diagnosis = HangDiagnosis(World(0, 2), RankStore(store, 0, 2), 60.0, ends_record=False, layout=Layout(tensor=2))
+    diagnosis.run_dir = tmp_path
+    line = str(diagnosis.diagnose(CLOSED, asking, None))
+    written = (tmp_path / "ranks.json").read_text()
+    places = {0: "tp 0", 1: "tp 1"}
+    ranks = {rank: {"place": places[rank], **dataclasses.asdict(status)} for rank, status in ((0, asking), (1, gone))}
+    assert written == json.dumps({"verdict": line, "ranks": ranks}, indent=1) + "\n"
+    record = msgspec.convert(json.loads(written), FailureRecord)
+    assert record.ranks["0"] == record_status(asking, "tp 0") and record.ranks["1"].stack == tuple(gone.stack)
 
 
 def test_states_of_processes(tmp_path, monkeypatch):

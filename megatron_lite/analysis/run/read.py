@@ -10,10 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_lite.analysis.intervals import Numbers
-from megatron_lite.analysis.run.read_record import read_record
+from megatron_lite.analysis.run.read_record import convert_sound, read_record
 from megatron_lite.analysis.run.run_results import CounterGrowth, RankLines, RankMedians, Run, Steps
 from megatron_lite.analysis.run.step_lines import StepLines
 from megatron_lite.errors import UserError
+from megatron_lite.formats.failure_record import FailureRecord
 from megatron_lite.formats.file_names import RANKS_FILE, RUN_FILE, STEPS_FILE
 from megatron_lite.formats.run_record import Plan, RunRecord
 from megatron_lite.shared_files import read_foreign
@@ -48,12 +49,6 @@ def read_run(folder: Path, lines: StepLines | None = None) -> Run:
     if starts > 1 and number_of_steps:
         span = f"{steps.iterations[0]} to {steps.iterations[-1]}"
         notes.append(f"The run was started {starts} times; figures are of the last start, iterations {span}.")
-    try:
-        # which rank died, hung or failed in the start that run.json describes, as the others found out
-        verdict = json.loads(read_foreign(folder / RANKS_FILE))["verdict"].strip()
-        verdict = "" if _is_older(folder / RANKS_FILE, record) else verdict
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        verdict = ""
     speed, missing = compute_speed(record, steps, lines.first_step == 1)
     ranks = compute_rank_medians(said, steps.iterations[steps.ordinary]) if said else None
     return Run(
@@ -63,12 +58,27 @@ def read_run(folder: Path, lines: StepLines | None = None) -> Run:
         steps=number_of_steps,
         starts=starts,
         notes=(*notes, *missing),
-        verdict_on_ranks=verdict,
+        verdict_on_ranks=_read_verdict(folder / RANKS_FILE, record),
         ranks=ranks,
         growths=find_growths(steps, ranks, "host_memory_bytes"),
         gpu_growths=find_growths(steps, ranks, "peak_memory_bytes"),
         **speed,
     )
+
+
+def _read_verdict(path: Path, record: RunRecord) -> str:
+    """Read which rank died, hung or failed in the start that run.json describes, as the others found out.
+
+    Returns the line of ranks.json, or "" where nobody wrote one that can be read.
+    """
+    try:
+        values = json.loads(read_foreign(path))
+    except (OSError, ValueError, RecursionError):
+        return ""
+    if not isinstance(values, dict) or _is_older(path, record):
+        return ""
+    failure, _ = convert_sound(values, FailureRecord)
+    return failure.verdict.strip()
 
 
 def _read_lines(lines: StepLines) -> list[str]:

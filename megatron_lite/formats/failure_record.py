@@ -1,0 +1,65 @@
+"""ranks.json: which rank died, hung or failed, and what each rank said of itself last.
+
+The rank that finds out writes it, into the folder of the run. Any field may be absent, since files are damaged.
+"""
+
+import json
+
+import msgspec
+
+from megatron_lite.formats.step_records import Count, Number
+
+
+class RankAtFailure(msgspec.Struct, frozen=True, kw_only=True):
+    """The last status of one rank."""
+
+    # its coordinates in the layout: pp 1, tp 0; empty where all ranks hold the same
+    place: str = ""
+    # name of the machine
+    host: str | None = None
+    # names the kernel's PID namespace; null where the system has none
+    pids: str | None = None
+    # the process' id
+    pid: int | None = None
+    # when the status was written, in seconds since 1970
+    wall_time: Number | None = None
+    # number of the step in this start of the run, from 1; 0 before the first one
+    step: Count = 0
+    # the iteration that this start of the run went on from; null before that was known
+    started_at: Count | None = None
+    # the part of the step that it was in; null between them
+    phase: str | None = None
+    # time in this part of the step so far, in seconds
+    phase_s: Number = 0.0
+    # number of the collective of all ranks that it joined last, from 1
+    begun: Count = 0
+    # number of the collective of all ranks that it finished last
+    finished: Count = 0
+    # by name of a group of some ranks, number of the collective that it joined last there
+    groups: dict[str, Count] = {}
+    # [group, number, ranks] of the oldest collective that is not finished, as far as it was asked: the group's name,
+    # the collective's number in it, and the group's ranks, none of which are named for the group of all
+    waiting: tuple[str, Count, tuple[Count, ...]] | None = None
+    # the status was written when another rank asked, not of its own accord
+    answers: bool = False
+    # how the rank ended; null where it could not say so
+    left: str | None = None
+    # it left because another rank had, because it was told to, or at the end of the run
+    blameless: bool = False
+    # calls of its main thread, the innermost first: "function (file.py:12)"
+    stack: tuple[str, ...] = ()
+
+
+class FailureRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One failure of a run of several ranks."""
+
+    # the line that says which rank is to blame, and the remedy
+    verdict: str = ""
+    # the last status of each rank that has written one, by its number
+    ranks: dict[str, RankAtFailure] = {}
+
+
+def encode_failure(record: FailureRecord) -> str:
+    """The text of ranks.json."""
+    # not msgspec's encoder, which refuses half a character, as paths may hold
+    return json.dumps(msgspec.to_builtins(record), indent=1) + "\n"
