@@ -5,19 +5,27 @@ import io
 import math
 import threading
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemReader, FileSystemWriter
+from torch.distributed import ProcessGroup
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import (
     LoadPlan,
+    ReadItem,
     SavePlan,
     SavePlanner,
     TensorWriteData,
@@ -28,7 +36,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from megatron_lite.checkpoint.folder import Background, HashedFile
+from megatron_lite.checkpoint.folder import Background, HashedFile, Manifest
 from megatron_lite.checkpoint.unpickle import read_metadata
 from megatron_lite.errors import CheckpointError, describe_io_error
 from megatron_lite.process_state import interruptible, limit_memory
@@ -54,18 +62,34 @@ class Piece:
     tensor: Tensor
 
 
-def write(
-    folder: Path, pieces: list[Piece], objects: dict[str, object], find_aliases: Callable, group
-) -> dict[str, dict]:
-    """Write the pieces and objects of all ranks of `group`, each given by one rank, to `folder`; None: by this process
-    alone.
+FindAliases = Callable[[Metadata], dict[str, str]]  # {further key: stored key}
 
-    find_aliases(metadata): {further key: stored key}, for what is to be found under several keys and stored once.
-    Collective. CheckpointException on every rank if one fails. Returns the manifest's entries of this rank's files.
+
+def write(
+    folder: Path,
+    pieces: list[Piece],
+    objects: dict[str, object],
+    find_aliases: FindAliases,
+    group: ProcessGroup | None,
+) -> Manifest:
+    """Write pieces and objects of all ranks. Collective over `group`.
+
+    Args:
+        folder: Where the files are written.
+        pieces: Tensors that this rank gives; each region is given by one rank.
+        objects: By key, what else this rank gives.
+        find_aliases: Names what is to be found under several keys and stored once.
+        group: Of the ranks that write; None: this process alone.
+
+    Returns:
+        The manifest's entries of this rank's files.
+
+    Raises:
+        CheckpointException: On every rank, if one of them fails.
     """
     writer = _Writer(folder, find_aliases)
     with _quiet():
-        dcp.save(
+        state_dict_saver.save(
             {},
             storage_writer=writer,
             planner=_SavePlanner(pieces, objects),
@@ -76,25 +100,27 @@ def write(
 
 
 class Reader(FileSystemReader):
-    """torch's own unpickles the metadata, which runs any code that the file asks for."""
+    """Reads parts of tensors. torch's own unpickles the metadata, which runs any code that the file asks for."""
 
     def __init__(self, folder: Path):
         """OSError or ValueError for metadata that cannot be read."""
         super().__init__(folder)
-        self.folder, self.metadata = folder, read_metadata(folder / METADATA_FILE)
+        self.folder = folder
+        self.metadata = read_metadata(folder / METADATA_FILE)
 
-    def read_metadata(self, *args, **kwargs) -> Metadata:
+    def read_metadata(self, *args: object, **kwargs: object) -> Metadata:
+        """What was read when this was made. The arguments are those of torch's method, and have no effect."""
         return self.metadata
 
-    def read(self, wanted: list[tuple[Region, Tensor]]):
+    def read(self, wanted: list[tuple[Region, Tensor]]) -> None:
         """Copy each region into the tensor that is given for it, which has its sizes. Raises what torch raises."""
         for name in {place.relative_path for place in self.metadata.storage_data.values()}:
             require_regular(self.folder / name)
         with _quiet(), limit_memory(sum(path.stat().st_size for path in self.folder.iterdir())):
-            dcp.load(
+            state_dict_loader.load(
                 {str(number): tensor for number, (_, tensor) in enumerate(wanted)},
                 storage_reader=self,
-                planner=_LoadPlanner([region for region, _ in wanted]),
+                planner=_LoadPlanner([region for region, _ in wanted], self.metadata),
                 no_dist=True,
             )
 
@@ -107,19 +133,23 @@ class Reader(FileSystemReader):
 
 
 class _SavePlanner(DefaultSavePlanner):
+    """Plans to write the pieces and objects of this rank, whatever torch's state dict holds."""
+
     def __init__(self, pieces: list[Piece], objects: dict[str, object]):
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._tensors = {
-            (piece.region.key, piece.region.offsets): piece.tensor.detach().view(piece.region.sizes) for piece in pieces
-        }
-        self._pieces, self._objects = pieces, objects
+        self._pieces = pieces
+        self._objects = objects
+        self._tensors: dict[tuple[str, tuple[int, ...]], Tensor] = {}  # by key and offsets
+        for piece in pieces:
+            region = piece.region
+            self._tensors[region.key, region.offsets] = piece.tensor.detach().view(region.sizes)
 
     def create_local_plan(self) -> SavePlan:
         items = [WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO) for key in self._objects]
         for piece in self._pieces:
-            offsets, sizes = torch.Size(piece.region.offsets), torch.Size(piece.region.sizes)
+            offsets = torch.Size(piece.region.offsets)
             data = TensorWriteData(
-                ChunkStorageMetadata(offsets, sizes),
+                ChunkStorageMetadata(offsets, torch.Size(piece.region.sizes)),
                 TensorProperties(dtype=piece.tensor.dtype),
                 torch.Size(piece.whole),
             )
@@ -127,10 +157,20 @@ class _SavePlanner(DefaultSavePlanner):
         self.plan = SavePlan(items)
         return self.plan
 
-    def lookup_object(self, index: MetadataIndex):
+    def lookup_object(self, index: MetadataIndex) -> object:
         if index.fqn in self._objects:
             return self._objects[index.fqn]
-        return self._tensors[index.fqn, tuple(index.offset)]
+        return self._tensors[index.fqn, tuple(index.offset or ())]
+
+
+@dataclass
+class _Share:
+    """The items that go into one file of a rank, and what was written of them."""
+
+    file_name: str
+    items: list[WriteItem] = field(default_factory=list)
+    num_bytes: int = 0  # of the items' tensors
+    results: list[WriteResult] = field(default_factory=list)
 
 
 class _Writer(FileSystemWriter):
@@ -139,45 +179,47 @@ class _Writer(FileSystemWriter):
     torch's threads lose what they raise.
     """
 
-    def __init__(self, folder: Path, find_aliases: Callable):
+    def __init__(self, folder: Path, find_aliases: FindAliases):
         super().__init__(folder)
-        self.entries: dict[str, dict] = {}  # the manifest's, of the files of this rank
+        self.entries: Manifest = {}  # of the files of this rank
         self._find_aliases = find_aliases
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        shares, loads = ([], []), [0, 0]
+        shares = [_Share(f"{plan.storage_data.prefix}{number}.distcp") for number in range(2)]
         for item in sorted(plan.items, key=_num_bytes, reverse=True):
-            lightest = loads.index(min(loads))
-            shares[lightest].append(item)
-            loads[lightest] += _num_bytes(item)
-        results, stopped, other = ([], []), threading.Event(), Background()
+            lightest = min(shares, key=lambda share: share.num_bytes)
+            lightest.items.append(item)
+            lightest.num_bytes += _num_bytes(item)
+        stopped = threading.Event()
+        other = Background()
+        first, second = shares
 
-        def write_share(number: int):
-            name = f"{plan.storage_data.prefix}{number}.distcp"
+        def write_share(share: _Share) -> None:
             try:
-                with open(Path(self.path) / name, "wb") as raw, HashedFile(raw) as file:
-                    for item in shares[number]:
-                        if not stopped.is_set():
-                            start = file.tell()
-                            _write_item(planner.resolve_data(item), file)
-                            place = _StorageInfo(name, start, file.tell() - start)
-                            results[number].append(WriteResult(item.index, place.length, place))
+                with HashedFile(Path(self.path) / share.file_name) as file:
+                    for item in share.items:
+                        if stopped.is_set():
+                            break
+                        start = file.tell()
+                        _write_item(planner.resolve_data(item), file)
+                        place = _StorageInfo(share.file_name, start, file.tell() - start)
+                        share.results.append(WriteResult(item.index, place.length, place))
             except BaseException:
                 stopped.set()
                 raise
-            self.entries[name] = file.entry
+            self.entries[share.file_name] = file.entry
 
-        if shares[1]:
-            other.start(lambda: write_share(1))
+        if second.items:
+            other.start(lambda: write_share(second))
         try:
-            write_share(0)
+            write_share(first)
         finally:
             other.finish()
         written: Future[list[WriteResult]] = Future()
-        written.set_result(results[0] + results[1])
+        written.set_result(first.results + second.results)
         return written
 
-    def finish(self, metadata: Metadata, results: list[list]):
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         aliases: dict[str, list[str]] = {}
         for alias, key in self._find_aliases(metadata).items():
             metadata.state_dict_metadata[alias] = metadata.state_dict_metadata[key]
@@ -191,7 +233,7 @@ class _Writer(FileSystemWriter):
         super().finish(metadata, [*results, again])
 
 
-def _write_item(data: Tensor | io.BytesIO, file: HashedFile):
+def _write_item(data: Tensor | io.BytesIO, file: HashedFile) -> None:
     if isinstance(data, io.BytesIO):
         file.write(data.getbuffer())
         return
@@ -203,19 +245,27 @@ def _write_item(data: Tensor | io.BytesIO, file: HashedFile):
 
 def _num_bytes(item: WriteItem) -> int:
     data = item.tensor_data
-    return 0 if data is None else math.prod(data.chunk.sizes) * data.properties.dtype.itemsize
+    if data is None:
+        return 0
+    return math.prod(data.chunk.sizes) * data.properties.dtype.itemsize
 
 
 class _LoadPlanner(DefaultLoadPlanner):
-    def __init__(self, regions: list[Region]):
+    """Plans to read regions into the tensors that torch's state dict holds under their numbers."""
+
+    def __init__(self, regions: list[Region], stored: Metadata):
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._regions = regions
+        self._stored = stored.state_dict_metadata
 
     def create_local_plan(self) -> LoadPlan:
-        items = []
+        items: list[ReadItem] = []
         for number, region in enumerate(self._regions):
             chunk = ChunkStorageMetadata(torch.Size(region.offsets), torch.Size(region.sizes))
-            found = create_read_items_for_chunk_list(region.key, self.metadata.state_dict_metadata[region.key], [chunk])
+            stored = self._stored[region.key]
+            if not isinstance(stored, TensorStorageMetadata):
+                raise ValueError(f"{region.key} is no tensor")  # noqa: TRY004 - as of other damage
+            found = create_read_items_for_chunk_list(region.key, stored, [chunk])
             if sum(math.prod(item.lengths) for item in found) != math.prod(region.sizes):
                 raise ValueError(f"a part of {region.key} is missing")
             items += [replace(item, dest_index=MetadataIndex(str(number))) for item in found]
@@ -226,7 +276,7 @@ class _LoadPlanner(DefaultLoadPlanner):
 
 
 @contextlib.contextmanager
-def readable(path: Path):
+def readable(path: Path) -> Iterator[None]:
     """Whatever a damaged file makes torch and pickle raise becomes one line."""
     try:
         with interruptible():
@@ -241,7 +291,7 @@ def readable(path: Path):
 
 
 @contextlib.contextmanager
-def _quiet():
+def _quiet() -> Iterator[None]:
     """Without torch's warning that a process reads or writes by itself: it is meant to."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")

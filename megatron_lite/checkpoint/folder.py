@@ -8,6 +8,7 @@ announcement says so. At no instant is there none.
 import contextlib
 import errno
 import hashlib
+import io
 import json
 import os
 import shutil
@@ -17,7 +18,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from types import TracebackType
+from typing import TYPE_CHECKING, Final, TypedDict
 
 import xxhash
 
@@ -35,14 +37,32 @@ from megatron_lite.run_folder import (
 )
 from megatron_lite.shared_files import Lock, open_foreign, read_bounded, read_foreign, try_lock
 
-UNFINISHED, PREVIOUS, RETIRED = ".unfinished", ".previous", ".retired"  # endings of hidden folders
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
+
+# endings of hidden folders
+UNFINISHED = ".unfinished"
+PREVIOUS = ".previous"
+RETIRED = ".retired"
 REMAINS = {UNFINISHED, RETIRED}
 PIECE = 2**22  # bytes hashed at once
-DIGEST = "xxh3_128"  # in the manifest: finds damage, not forgery, and costs a tenth of SHA-256
+DIGEST: Final = "xxh3_128"  # in the manifest: finds damage, not forgery, and costs a tenth of SHA-256
 LOCK_FILE = ".lock"  # of the run that saves here: HOST, process PID, since TIME
-MAX_HOLDER_BYTES, MAX_LINE_BYTES = 200, 1000  # read of a file that holds a line
+# read of a file that holds a line
+MAX_HOLDER_BYTES = 200
+MAX_LINE_BYTES = 1000
 SECONDS_BETWEEN_LOOKS = 0.2
 FULL = {errno.ENOSPC, errno.EDQUOT}
+
+
+class FileEntry(TypedDict):
+    """What the manifest says of one file."""
+
+    bytes: int
+    xxh3_128: str  # the digest of its contents, in hexadecimal digits
+
+
+Manifest = dict[str, FileEntry]  # by a file's path, relative to the checkpoint's folder
 
 
 @dataclass(frozen=True)
@@ -97,15 +117,31 @@ def reserved(save: Path, wait_s: float, say: Callable[[str], None]) -> Iterator[
         yield
 
 
-def _wait_for_lock(save: Path, wait_s: float, say: Callable[[str], None], held: contextlib.ExitStack):
-    path, started, has_waited, holder = save / LOCK_FILE, time.monotonic(), False, ""
-    me = f"{socket.gethostname()}, process {os.getpid()}, since {time.strftime('%Y-%m-%d %H:%M:%S %Z')}"
+def _wait_for_lock(save: Path, wait_s: float, say: Callable[[str], None], held: contextlib.ExitStack) -> None:
+    """Put the lock of a folder into `held`, once no other run has it.
+
+    Args:
+        save: The folder, which is made if it is not there.
+        wait_s: Seconds after which waiting ends.
+        say: Is told of waiting, and of file systems whose locks do not hold off every other run.
+        held: Holds the lock until it is closed.
+
+    Raises:
+        CheckpointError: Another run still has the lock.
+        OSError: The folder or the lock file cannot be made.
+    """
+    path = save / LOCK_FILE
+    host = socket.gethostname()
+    me = f"{host}, process {os.getpid()}, since {time.strftime('%Y-%m-%d %H:%M:%S %Z')}"
+    started_s = time.monotonic()
+    has_waited = False
+    holder = ""
     save.mkdir(parents=True, exist_ok=True)
     while True:
         with contextlib.suppress(OSError):  # what it says of the process that has it, or had it and was killed
             holder = "".join(filter(str.isprintable, read_bounded(path, MAX_HOLDER_BYTES)))
         lock = held.enter_context(try_lock(path, me))
-        waited_s = time.monotonic() - started
+        waited_s = time.monotonic() - started_s
         if lock is not Lock.BUSY:
             break
         held.close()
@@ -121,7 +157,7 @@ def _wait_for_lock(save: Path, wait_s: float, say: Callable[[str], None], held: 
         say(f"  --save {save}: that run has ended; going on after {waited_s:.0f} s")
     if lock is Lock.NONE:
         say(f"  note: --save {save}: the file system has no locks; a second run on this folder would not be noticed.")
-    elif holder and not has_waited and not holder.startswith(f"{socket.gethostname()}, "):
+    elif holder and not has_waited and not holder.startswith(f"{host}, "):
         say(
             f"  note: --save {save}: a run on another machine ({holder}) was ended or is cut off; "
             "if it still runs, end it: "
@@ -129,7 +165,7 @@ def _wait_for_lock(save: Path, wait_s: float, say: Callable[[str], None], held: 
         )
 
 
-def prepare(slot: CheckpointDir):
+def prepare(slot: CheckpointDir) -> None:
     """Clear away what killed runs left, which may fill a disk. OSError if the folder cannot be written."""
     slot.save.mkdir(parents=True, exist_ok=True)
     for path in slot.save.glob(".*"):
@@ -143,46 +179,51 @@ def prepare(slot: CheckpointDir):
     slot.unfinished.mkdir()
 
 
-def discard(slot: CheckpointDir):
+def discard(slot: CheckpointDir) -> None:
     """Remove what was written of it so far: on a full disk the room is needed."""
     shutil.rmtree(slot.unfinished, ignore_errors=True)
 
 
-class HashedFile:
+class HashedFile(io.BufferedWriter):
     """A file that is written from its beginning to its end, and hashed meanwhile."""
 
-    def __init__(self, file: BinaryIO):
-        self._file, self._digest, self._size = file, xxhash.xxh3_128(), 0
-        self.flush, self.tell = file.flush, file.tell
+    def __init__(self, path: Path):
+        """Make the file, or empty it. OSError if it cannot be opened."""
+        super().__init__(io.FileIO(path, "w"))
+        self._digest = xxhash.xxh3_128()
+        self._written_bytes = 0
 
-    def __enter__(self):
-        return self
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Close the file; what a block wrote that did not fail outlives a power cut."""
+        try:
+            if kind is None:
+                self.flush()
+                os.fsync(self.fileno())
+        finally:
+            self.close()
 
-    def __exit__(self, kind, *_):
-        """What was written outlives a power cut."""
-        if kind is None:
-            self.flush()
-            os.fsync(self._file.fileno())
-
-    def write(self, data) -> int:
+    def write(self, data: "ReadableBuffer", /) -> int:
+        """Write and hash `data`. Returns its bytes."""
         with memoryview(data).cast("B") as view:
             for start in range(0, len(view), PIECE):
                 piece = view[start : start + PIECE]
                 self._digest.update(piece)
-                self._file.write(piece)
-            self._size += len(view)
+                super().write(piece)
+            self._written_bytes += len(view)
             return len(view)
 
     @property
-    def entry(self) -> dict:
-        """In the manifest, as of `checksum`."""
-        return {"bytes": self._size, DIGEST: self._digest.hexdigest()}
+    def entry(self) -> FileEntry:
+        """The manifest's entry of what was written, as `checksum` would make it."""
+        return {"bytes": self._written_bytes, DIGEST: self._digest.hexdigest()}
 
 
 class Background:
     """One piece of work at a time in a thread."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
 
@@ -195,35 +236,37 @@ class Background:
         """Whether the last piece of work is over and failed; `finish` will raise it."""
         return not self.busy and self._failure is not None
 
-    def start(self, work: Callable[[], None]):
+    def start(self, work: Callable[[], None]) -> None:
         """Begin `work`. `finish` must have been called since the last start."""
         self._thread = threading.Thread(target=self._run, args=(work,), name="save", daemon=True)
         self._thread.start()
 
-    def finish(self):
+    def finish(self) -> None:
         """Wait for the work; raises what it raised."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-        failure, self._failure = self._failure, None
+        failure = self._failure
+        self._failure = None
         if failure is not None:
             raise failure
 
-    def give_up(self, seconds: float):
+    def give_up(self, seconds: float) -> None:
         """Wait for the work for so long at most, and forget how it ended: something else has failed."""
         if self._thread is not None:
             self._thread.join(seconds)
 
-    def _run(self, work: Callable[[], None]):
+    def _run(self, work: Callable[[], None]) -> None:
         try:
             work()
         except BaseException as error:  # noqa: BLE001 - raised again by finish
             self._failure = error
 
 
-def checksum(path: Path) -> dict:
-    """{bytes, xxh3_128} of a file, for the manifest."""
-    digest, size = xxhash.xxh3_128(), 0
+def checksum(path: Path) -> FileEntry:
+    """The manifest's entry of a file, whose contents are read. OSError if they cannot be."""
+    digest = xxhash.xxh3_128()
+    size = 0
     with open_foreign(path) as file:
         while piece := file.read(PIECE):
             digest.update(piece)
@@ -231,7 +274,7 @@ def checksum(path: Path) -> dict:
     return {"bytes": size, DIGEST: digest.hexdigest()}
 
 
-def write_manifest(slot: CheckpointDir, files: dict[str, dict]):
+def write_manifest(slot: CheckpointDir, files: Manifest) -> None:
     """Say what the unfinished checkpoint consists of, and make all of it outlive a power cut."""
     write_atomically(slot.unfinished / MANIFEST_FILE, json.dumps({"files": files}, indent=1) + "\n")
     for folder in {(slot.unfinished / name).parent for name in files}:
@@ -239,7 +282,7 @@ def write_manifest(slot: CheckpointDir, files: dict[str, dict]):
     sync_folder(slot.unfinished)
 
 
-def commit(slot: CheckpointDir):
+def commit(slot: CheckpointDir) -> None:
     """The unfinished checkpoint becomes the newest one."""
     write_atomically(slot.save / ANNOUNCEMENT_FILE, f"{slot.name} {_mark(slot.unfinished)} {_tracked(slot.save)}")
     sync_folder(slot.save)
@@ -280,11 +323,12 @@ def newest(source: Path) -> CheckpointDir | None:
 def complete(source: Path) -> list[CheckpointDir]:
     """All checkpoints of a folder that lack no file, the newest first; their contents are not read."""
     try:
-        names = [path.name for path in source.iterdir() if path.is_dir() and iteration_of(path.name) is not None]
+        iterations = {path.name: iteration_of(path.name) for path in source.iterdir() if path.is_dir()}
     except (FileNotFoundError, NotADirectoryError):
         return []
-    slots = [CheckpointDir(source, name) for name in sorted(names, key=iteration_of, reverse=True)]
-    return [slot for slot in slots if missing(slot.folder) is None]
+    numbered = [(iteration, name) for name, iteration in iterations.items() if iteration is not None]
+    slots = [CheckpointDir(source, name) for _, name in sorted(numbered, reverse=True)]
+    return [slot for slot in slots if missing(slot.expected) is None]
 
 
 def missing(folder: Path) -> str | None:
@@ -304,7 +348,15 @@ def missing(folder: Path) -> str | None:
 
 
 def damage(folder: Path, names: Iterable[str]) -> str | None:
-    """What is wrong with the contents of these files of the manifest; None if nothing."""
+    """What is wrong with the contents of some files.
+
+    Args:
+        folder: Of a checkpoint.
+        names: Of files in its manifest.
+
+    Returns:
+        A line on the first file that is not what was written; None if all are.
+    """
     manifest = read_manifest(folder)
     for name in names:
         try:
@@ -319,18 +371,25 @@ def damage(folder: Path, names: Iterable[str]) -> str | None:
 
 
 def wrong(folder: Path, share: slice = slice(None)) -> str | None:
-    """What is wrong with a checkpoint: the sizes of all its files, and the contents of a share of them;
-    None if nothing."""
+    """What is wrong with a checkpoint, judged by the sizes of all its files and the contents of some of them.
+
+    Args:
+        folder: Of the checkpoint.
+        share: Which of the manifest's files are read, of their sorted names.
+
+    Returns:
+        A line on the first file that is wrong; None if none is.
+    """
     try:
         return missing(folder) or damage(folder, sorted(read_manifest(folder))[share])
     except ValueError as error:  # it went between the two looks
         return str(error)
 
 
-def read_manifest(folder: Path) -> dict[str, dict]:
-    """{file: {bytes, xxh3_128}}; empty for a foreign checkpoint.
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a checkpoint; empty for one by Megatron-LM, which has none.
 
-    ValueError for one of ours without, or a damaged one.
+    ValueError for one of this trainer's without a manifest, and for a damaged one.
     """
     try:
         text = read_foreign(folder / MANIFEST_FILE)
@@ -342,6 +401,7 @@ def read_manifest(folder: Path) -> dict[str, dict]:
         raise ValueError(f"{MANIFEST_FILE} is missing") from None
     except OSError as error:
         raise ValueError(f"{MANIFEST_FILE} cannot be read ({error.strerror})") from None
+    files: Manifest = {}
     try:
         files = json.loads(text)["files"]
         is_sound = all(set(entry) == {"bytes", DIGEST} for entry in files.values())
@@ -354,7 +414,7 @@ def read_manifest(folder: Path) -> dict[str, dict]:
     return files
 
 
-def delete_checkpoint(slot: CheckpointDir):
+def delete_checkpoint(slot: CheckpointDir) -> None:
     """Delete a checkpoint. First it loses its name: half of one must not be taken for a damaged one."""
     out_of_sight = slot.save / f".{slot.name}{RETIRED}"
     shutil.rmtree(out_of_sight, ignore_errors=True)
@@ -363,11 +423,12 @@ def delete_checkpoint(slot: CheckpointDir):
 
 
 def _mark(folder: Path) -> str:
+    """A digest of a checkpoint's manifest, as one word that tells it from others of its name."""
     return hashlib.sha256(read_foreign(folder / MANIFEST_FILE)).hexdigest()
 
 
 def _tracked(source: Path) -> str:
-    """The tracker's text as one word."""
+    """A digest of the tracker's text, as one word; "nothing" where there is no tracker."""
     try:
         return hashlib.sha256(_read_tracker(source).encode()).hexdigest()
     except FileNotFoundError:
@@ -375,5 +436,8 @@ def _tracked(source: Path) -> str:
 
 
 def _read_tracker(source: Path) -> str:
-    """OSError if it is no file. A link is followed: caches of downloads keep their files behind links."""
+    """The tracker's text. OSError if it is no file.
+
+    A link is followed: caches of downloads keep their files behind links.
+    """
     return read_bounded(source / TRACKER_FILE, MAX_LINE_BYTES, follow_link=True)

@@ -3,7 +3,9 @@
 import argparse
 import dataclasses
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TypeVar, overload
 
 import torch
 
@@ -12,6 +14,7 @@ from megatron_lite.config.args import Args
 from megatron_lite.config.plan import LearningRatePlan
 from megatron_lite.config.shape import ModelShape
 
+T = TypeVar("T")
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 SAME_NAME = [
     "num_layers",
@@ -89,10 +92,16 @@ class MegatronArgs:
 
     namespace: argparse.Namespace
 
-    def given(self, name: str, default=None):
+    @overload
+    def given(self, name: str) -> object: ...
+
+    @overload
+    def given(self, name: str, default: T) -> T: ...
+
+    def given(self, name: str, default: object = None) -> object:
         """The argument, or what the same behavior was before there was one."""
         for spelling in (name, *OTHER_NAMES.get(name, ())):
-            value = getattr(self.namespace, spelling, None)
+            value: object = getattr(self.namespace, spelling, None)
             if value is not None:
                 return value
         return default
@@ -207,9 +216,9 @@ def plain_arguments(args: Args) -> dict:
     return {name: list(value) if isinstance(value, tuple) else value for name, value in typed.items()}
 
 
-def build_namespace(record: CheckpointRecord, arguments: dict, ckpt_format: str) -> argparse.Namespace:
+def build_namespace(record: CheckpointRecord, arguments: Mapping[str, object], ckpt_format: str) -> argparse.Namespace:
     """The arguments under which Megatron would have trained this: `arguments`, and what was derived from them."""
-    s = ModelShape(**record.shape)
+    s = record.model_shape
     derived = {name: record.shape[name] for name in SAME_NAME} | {
         "encoder_seq_length": s.seq_length,
         "padded_vocab_size": s.padded_vocab_size,
@@ -243,7 +252,7 @@ def build_namespace(record: CheckpointRecord, arguments: dict, ckpt_format: str)
         "no_save_rng": record.ranks == 0,
         "rank": 0,
     }
-    return argparse.Namespace(**arguments | derived)
+    return argparse.Namespace(**{**arguments, **derived})
 
 
 def build_scheduler(schedule: dict | None, good_samples: int) -> dict:

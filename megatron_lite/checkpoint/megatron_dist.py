@@ -14,23 +14,27 @@ transformer/mlp.py, and sharded_state_dict of the optimizers, of Megatron-Core 0
 load_checkpoint in Megatron-LM's megatron/training/checkpointing.py.
 """
 
+import argparse
 import itertools
 import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from megatron_lite.checkpoint import dcp, megatron_names, unpickle
 from megatron_lite.checkpoint.dcp import Piece, Region
+from megatron_lite.checkpoint.folder import Manifest
 from megatron_lite.checkpoint.megatron_args import MegatronArgs, build_namespace
 from megatron_lite.checkpoint.megatron_file import (
     EMBEDDING,
@@ -53,12 +57,14 @@ from megatron_lite.checkpoint.megatron_optimizer import (
     read_settings,
     write_settings,
 )
-from megatron_lite.checkpoint.training_state import CheckpointRecord, Stored
+from megatron_lite.checkpoint.megatron_state import Content, GradScaler, MegatronState, OptimizerState
+from megatron_lite.checkpoint.training_state import CheckpointRecord, Stored, WriteTensors
 from megatron_lite.config.layout import Block, Part, take_part, whole_part
 from megatron_lite.run_folder import METADATA_FILE, RECORD_FILE, write_atomically
 from megatron_lite.shared_files import read_foreign_text
 
-COMMON_FILE, BACKENDS_FILE = "common.pt", "metadata.json"
+COMMON_FILE = "common.pt"
+BACKENDS_FILE = "metadata.json"
 BACKENDS = {
     "sharded_backend": "torch_dist",
     "sharded_backend_version": 1,
@@ -66,18 +72,15 @@ BACKENDS = {
     "common_backend_version": 1,
 }
 # what Megatron's sharded_state_dict is told, to ask for what is here
-CONTENT = {
+CONTENT: Content = {
     "distrib_optim_sharding_type": SHARDING,
     "distrib_optim_fully_reshardable_mem_efficient": False,
     "singleton_local_shards": False,
     "chained_optim_avoid_prefix": True,
 }
 STATE = re.compile(r"^optimizer\.state\.(\w+)\.(.+)$")
-MASTERS = (
-    "fp32_param",
-    "param",
-    "master_param",
-)  # by Megatron's optimizer for halves, its distributed one, its exact one
+# names of masters by Megatron's optimizer for halves, its distributed one, its exact one
+MASTERS = ("fp32_param", "param", "master_param")
 BUCKET = re.compile(
     r"^(optimizer\.distributed\.dp_group_idx_(\d+))\.gbuf_idx_(\d+)\.dtype_\(.*\)\.bucket_idx_(\d+)\.(\w+)$"
 )
@@ -98,11 +101,17 @@ MODULES_OF_A_LAYER = (
 EMPTY_STATE = "decoder.final_layernorm._extra_state/shard_0_1"
 
 
+# what the distributed optimizer keeps as objects, in lists of one
+OPTIMIZER_OBJECT = "optimizer.distributed.dp_group_idx_0.optimizer/shard_0_1"
+SCALER_OBJECT = "optimizer.distributed.dp_group_idx_0.grad_scaler/shard_0_1"
+Wanted = list[tuple[Region, Tensor]]  # what is read, and into what
+
+
 @dataclass(frozen=True)
 class StoredTensor:
     """Where a tensor of `shape` is stored: the regions, one after another, along its first dimension."""
 
-    shape: tuple[int, ...]
+    shape: torch.Size
     dtype: torch.dtype
     regions: list[Region]
 
@@ -112,6 +121,25 @@ class StoredTensor:
         return len(self.regions[0].sizes) < len(self.shape)
 
 
+@dataclass(frozen=True)
+class Bucket:
+    """One flat tensor of the distributed optimizer, which holds states of many parameters."""
+
+    key: str
+    group: int  # of data parallel ranks
+    buffer: int  # among those of the group
+    number: int  # among those of the buffer
+    kind: str  # param, exp_avg or exp_avg_sq
+
+
+def _is_optimizer(value: object) -> TypeGuard[OptimizerState]:
+    return isinstance(value, dict)
+
+
+def _is_scaler(value: object) -> TypeGuard[GradScaler]:
+    return isinstance(value, dict)
+
+
 class DistFile(Stored):
     """An opened folder. Tensors are read from the disk where they are asked for."""
 
@@ -119,7 +147,8 @@ class DistFile(Stored):
         """Raises CheckpointError for a folder that cannot be read, or is not of a GPT."""
         super().__init__(folder)
         self._values: dict[str, Tensor] = {}  # of common.pt
-        own = None
+        self._places: dict[str, StoredTensor] = {}  # of all other tensors, by flat name
+        own: CheckpointRecord | None = None
         if (folder / RECORD_FILE).exists():
             with dcp.readable(folder / RECORD_FILE):
                 own = CheckpointRecord.from_json(read_foreign_text(folder / RECORD_FILE))
@@ -132,31 +161,46 @@ class DistFile(Stored):
             self._understand(common, own)
         except MALFORMED as error:
             raise malformed(folder, error) from None
-        self.held = self._places | self._values
+        self.held = {**self._places, **self._values}
         if own is not None:
             self.record = own
             self.without_optimizer = None if own.optimizer else "was not saved (--no-save-optim, or a conversion)"
 
     @torch.no_grad()
-    def _copy(self, targets: dict[str, Tensor], parts: Mapping[str, Part]):
-        wanted, read_whole = [], []
-        for name, target in targets.items():
-            target, part = target.detach(), parts.get(name)
+    def _copy(self, targets: dict[str, Tensor], parts: Mapping[str, Part]) -> None:
+        wanted: Wanted = []
+        read_whole: list[tuple[Tensor, Tensor, Part]] = []  # target, the whole tensor, what the target holds of it
+        for name, whole_target in targets.items():
+            target = whole_target.detach()
             if name in self._values:
                 target.copy_(self._values[name])
                 continue
             place = self._places[name]
-            if part is not None and part.shape[1:] != part.whole[1:] and place.is_flat:  # its columns lie apart
-                read_whole.append((target, torch.empty(part.whole, dtype=target.dtype), part))
-                target, part = read_whole[-1][1], None
-            wanted += _cut(place, target, part or whole_part(tuple(target.shape)))
+            part = parts.get(name)
+            if part is not None and place.is_flat and part.shape[1:] != part.whole[1:]:
+                # its columns lie apart
+                whole = torch.empty(part.whole, dtype=target.dtype)
+                read_whole.append((target, whole, part))
+                wanted += _cut(place, whole, whole_part(part.whole))
+            else:
+                wanted += _cut(place, target, part or whole_part(tuple(target.shape)))
         if wanted:
             with dcp.readable(self.path):
                 self._reader.read(wanted)
         for target, whole, part in read_whole:
             take_part(target, whole, part)
 
-    def _understand(self, common: dict, own: CheckpointRecord | None):
+    def _understand(self, common: MegatronState, own: CheckpointRecord | None) -> None:
+        """Find where all tensors are and, for a folder of Megatron's, what the record would say.
+
+        Args:
+            common: The contents of COMMON_FILE.
+            own: This trainer's record, if the folder has one.
+
+        Raises:
+            CheckpointError: The model is one that this trainer does not compute.
+            Exception: One of MALFORMED, for what is not as Megatron writes it.
+        """
         args = read_arguments(self.path, common)
         self.arguments = args.plain
         self._places = find_places(self._entries)
@@ -176,40 +220,52 @@ class DistFile(Stored):
                     "holds masters that are not its weights', as Megatron-Core 0.16.1 stores them from several padded "
                     "buckets with --dist-ckpt-optim-fully-reshardable; save it there without that flag"
                 )
-        except (Unmapped, *MALFORMED) as error:
-            known = isinstance(error, Unmapped)
-            self.without_optimizer = str(error) if known else "has a form that is not known here"
-            self._values = {}
-            self._places = {name: place for name, place in self._places.items() if not name.startswith("optimizer.")}
-        for name in [name for name, weight in weights.items() if weight.dtype == torch.float32]:
-            self._places.pop(f"optimizer.{name}.master", None)  # the weight itself
+        except Unmapped as error:
+            self._leave_optimizer_out(str(error))
+        except MALFORMED:
+            self._leave_optimizer_out("has a form that is not known here")
+        for name, weight in weights.items():
+            if weight.dtype == torch.float32:
+                self._places.pop(f"optimizer.{name}.master", None)  # the weight itself
         if own is None:
-            count = sum("_extra_state" in key for key in self._reader.metadata.state_dict_metadata)
-            if count:
-                self.notes.append(
-                    f"{count} _extra_state entries, Transformer Engine's own (FP8 scales, or empty), are left out"
-                )
+            self._note_extra_states()
             embedding = weights[EMBEDDING]
             self.record = read_record(common, args, embedding.shape[0], embedding.dtype, self.without_optimizer is None)
 
-    def _understand_optimizer(self, common: dict, args: MegatronArgs, weights: dict[str, StoredTensor]):
+    def _leave_optimizer_out(self, why: str) -> None:
+        """Go on without the optimizer's tensors. why: to go on from "its optimizer"."""
+        self.without_optimizer = why
+        self._values = {}
+        self._places = {name: place for name, place in self._places.items() if not name.startswith("optimizer.")}
+
+    def _note_extra_states(self) -> None:
+        """Note that states of Transformer Engine's modules are not read, if there are any."""
+        count = sum("_extra_state" in key for key in self._reader.metadata.state_dict_metadata)
+        if count:
+            self.notes.append(
+                f"{count} _extra_state entries, Transformer Engine's own (FP8 scales, or empty), are left out"
+            )
+
+    def _understand_optimizer(
+        self, common: MegatronState, args: MegatronArgs, weights: dict[str, StoredTensor]
+    ) -> None:
         """Find steps, loss scale and schedule, and check that the moments are the weights'. Raises Unmapped."""
-        buckets = {match: key for key in self._entries if (match := BUCKET.match(key))}
-        optimizer = common.get("optimizer")
+        buckets = list_buckets(self._entries)
         if buckets:
             self._find_in_buckets(buckets, args, weights)
-            optimizer = {}
-            for kind in ("optimizer", "grad_scaler"):
-                key = f"optimizer.distributed.dp_group_idx_0.{kind}/shard_0_1"
-                optimizer[kind] = {}
-                if key in self._reader.metadata.state_dict_metadata:
-                    stored = self._reader.read_object(key)
-                    [optimizer[kind]] = unpickle.load_object(self.path / METADATA_FILE, stored)
-        elif not optimizer:
-            raise Unmapped("was not saved (--no-save-optim)")
+            optimizer = self._read_optimizer_objects()
+        else:
+            stored = common.get("optimizer")
+            if not stored:
+                raise Unmapped("was not saved (--no-save-optim)")
+            if isinstance(stored, list):
+                raise TypeError("the optimizer is a list")
+            optimizer = stored
         for name, place in self._places.items():
+            if not name.startswith("optimizer."):
+                continue
             owner = name.removeprefix("optimizer.").rpartition(".")[0]
-            if name.startswith("optimizer.") and (owner not in weights or place.shape != weights[owner].shape):
+            if owner not in weights or place.shape != weights[owner].shape:
                 raise Unmapped(
                     "is stored in another shape than its weights: flat, as before Megatron-Core 0.14, or of "
                     "several optimizers"
@@ -217,23 +273,42 @@ class DistFile(Stored):
         stepping = [name for name in weights if f"optimizer.{name}.exp_avg" in self._places]
         self._values = read_settings(optimizer, stepping) | read_clock(common)
 
-    def _find_in_buckets(self, buckets: dict[re.Match, str], args: MegatronArgs, weights: dict[str, StoredTensor]):
+    def _read_optimizer_objects(self) -> OptimizerState:
+        """What the distributed optimizer keeps besides its buckets; empty dicts for what is not there."""
+        inner = self._read_object(OPTIMIZER_OBJECT)
+        scaler = self._read_object(SCALER_OBJECT)
+        if not _is_optimizer(inner) or not _is_scaler(scaler):
+            raise TypeError("the optimizer's objects are no dicts")
+        return {"optimizer": inner, "grad_scaler": scaler}
+
+    def _read_object(self, key: str) -> object:
+        """The one object in the list that is stored under a key; an empty dict if there is no such key."""
+        if key not in self._reader.metadata.state_dict_metadata:
+            return {}
+        stored = unpickle.load_object(self.path / METADATA_FILE, self._reader.read_object(key))
+        if not isinstance(stored, (list, tuple)):
+            raise TypeError(f"{key} is a {type(stored).__name__}")
+        made: object
+        [made] = stored
+        return made
+
+    def _find_in_buckets(self, buckets: list[Bucket], args: MegatronArgs, weights: dict[str, StoredTensor]) -> None:
         """Add places in the distributed optimizer's flat buckets, which tell no names. Raises Unmapped.
 
         That the layout is understood is proved by the weights: each must be its master, rounded.
         """
-        if any(match[2] != "0" or match[3] != "0" for match in buckets):
+        if any(bucket.group != 0 or bucket.buffer != 0 for bucket in buckets):
             raise Unmapped(
                 "lies in the buckets of a model in several parts; save it there with "
                 "--dist-ckpt-optim-fully-reshardable"
             )
         by_kind: dict[str, dict[int, str]] = {}
-        for match, key in buckets.items():
-            by_kind.setdefault(match[5], {})[int(match[4])] = key
+        for bucket in buckets:
+            by_kind.setdefault(bucket.kind, {})[bucket.number] = bucket.key
         for fused, bucket_size in itertools.product((True, False), bucket_sizes(args)):
             names = megatron_names.in_file_order(weights, fused)
-            starts, total = layout({name: torch.Size(weights[name].shape).numel() for name in names}, bucket_size)
-            found = {}
+            starts, total = layout({name: weights[name].shape.numel() for name in names}, bucket_size)
+            found: dict[str, StoredTensor] = {}
             for theirs, ours in KEYS.items():
                 for name, place in self._slices(by_kind[theirs], starts, total, weights).items():
                     found[f"optimizer.{name}.{ours}"] = place
@@ -247,97 +322,162 @@ class DistFile(Stored):
     def _slices(
         self, keys: dict[int, str], starts: dict[str, int], total: int, weights: dict[str, StoredTensor]
     ) -> dict[str, StoredTensor]:
-        """{name: its place} in buckets, laid end to end; empty if they are not as long as that. keys: by number."""
+        """Places of one kind of state in buckets, laid end to end.
+
+        Args:
+            keys: Of the buckets, by number.
+            starts: The first element of each parameter.
+            total: Elements of all buckets.
+            weights: Where the parameters are.
+
+        Returns:
+            Places by the parameter's name; none if the buckets have another length, or a parameter lies in two.
+        """
         ends = list(itertools.accumulate(self._entries[keys[number]].size[0] for number in range(len(keys))))
         if not ends or ends[-1] != total:
             return {}
-        places = {}
+        places: dict[str, StoredTensor] = {}
         for name, start in starts.items():
             shape = weights[name].shape
             number = next(number for number, end in enumerate(ends) if start < end)
-            first = start - (ends[number - 1] if number else 0)
+            bucket_start = ends[number - 1] if number else 0
+            first = start - bucket_start
             entry = self._entries[keys[number]]
             if first + shape.numel() > entry.size[0]:
                 return {}
-            places[name] = StoredTensor(
-                shape, entry.properties.dtype, [Region(keys[number], (first,), (shape.numel(),))]
-            )
+            region = Region(keys[number], (first,), (shape.numel(),))
+            places[name] = StoredTensor(shape, entry.properties.dtype, [region])
         return places
 
     def _are_masters(
         self, masters: dict[str, StoredTensor], weights: dict[str, StoredTensor], names: list[str]
     ) -> bool:
-        held, wanted = [], []
+        """Whether the weights of these names are their masters, rounded. Reads both."""
+        held: list[tuple[Tensor, Tensor]] = []
+        wanted: Wanted = []
         for name in names:
-            places = masters[f"optimizer.{name}.master"], weights[name]
-            held.append([torch.empty(place.shape, dtype=place.dtype) for place in places])
-            for place, tensor in zip(places, held[-1]):
-                wanted += _cut(place, tensor, whole_part(tuple(place.shape)))
+            master_place = masters[f"optimizer.{name}.master"]
+            master = torch.empty(master_place.shape, dtype=master_place.dtype)
+            wanted += _cut(master_place, master, whole_part(tuple(master_place.shape)))
+            weight = torch.empty(weights[name].shape, dtype=weights[name].dtype)
+            wanted += _cut(weights[name], weight, whole_part(tuple(weights[name].shape)))
+            held.append((master, weight))
         with dcp.readable(self.path):
             self._reader.read(wanted)
         return all(torch.equal(master.to(weight.dtype), weight) for master, weight in held)
 
 
-def find_places(entries: dict[str, TensorStorageMetadata]) -> dict[str, StoredTensor]:
+def list_buckets(keys: Iterable[str]) -> list[Bucket]:
+    """The buckets among the keys of a folder."""
+    buckets: list[Bucket] = []
+    for key in keys:
+        match = BUCKET.match(key)
+        if match:
+            buckets.append(Bucket(key, int(match[2]), int(match[3]), int(match[4]), match[5]))
+    return buckets
+
+
+def find_places(entries: Mapping[str, TensorStorageMetadata]) -> dict[str, StoredTensor]:
     """Places by flat name of all weights and what the optimizer holds of them, and of this trainer's random states."""
-    halves: dict[str, dict[str, StoredTensor]] = {}
+    parts: dict[str, dict[str, StoredTensor]] = {}  # by flat name, then by which of HALVES they are
     for key, entry in entries.items():
-        size, dtype = entry.size, entry.properties.dtype
-        whole = StoredTensor(size, dtype, [Region(key, (0,) * len(size), tuple(size))])
         if key.startswith(RANDOM):
-            halves[key] = {"": whole}
+            parts[key] = {"": _place_whole(key, entry)}
             continue
         if key.startswith("optimizer.distributed."):
             continue
         state = STATE.match(key)
-        kind, weight = state.groups() if state else ("", key)
+        weight = state[2] if state else key
         gated = GATED.match(weight)
-        weight, half = gated.groups() if gated else (weight, "")
-        if megatron_names.is_stacked(weight):
-            count, *shape = size
-            if count > MAX_LAYERS:
-                raise ValueError(f"{key} is of {count} layers")
-            found = {}
-            for layer in range(count):
-                region = Region(key, (layer, *[0] * len(shape)), (1, *shape))
-                found[megatron_names.unstacked_name(weight, layer)] = StoredTensor(torch.Size(shape), dtype, [region])
-        else:
-            found = {megatron_names.ours(weight): whole}
-        for name, place in found.items():
-            flat = f"optimizer.{name}.{'master' if kind in MASTERS else kind}" if state else f"model.{name}"
-            halves.setdefault(flat, {})[half] = place
-    places = {}
-    for name, parts in halves.items():
-        parts = [parts[half] for half in HALVES if half in parts]
-        first = places[name] = parts[0]
-        if len(parts) > 1:
-            regions = [region for part in parts for region in part.regions]
-            places[name] = StoredTensor(
-                torch.Size([len(parts) * first.shape[0], *first.shape[1:]]), first.dtype, regions
-            )
+        half = ""
+        if gated:
+            weight = gated[1]
+            half = gated[2]
+        for name, place in _place_layers(key, entry, weight).items():
+            flat = f"model.{name}"
+            if state:
+                kind = "master" if state[1] in MASTERS else state[1]
+                flat = f"optimizer.{name}.{kind}"
+            parts.setdefault(flat, {})[half] = place
+    return {name: _join([by_half[half] for half in HALVES if half in by_half]) for name, by_half in parts.items()}
+
+
+def _place_whole(key: str, entry: TensorStorageMetadata) -> StoredTensor:
+    """The place of a tensor that has a key of its own."""
+    size = entry.size
+    return StoredTensor(size, entry.properties.dtype, [Region(key, (0,) * len(size), tuple(size))])
+
+
+def _place_layers(key: str, entry: TensorStorageMetadata, weight: str) -> dict[str, StoredTensor]:
+    """The places of what is stored under a key.
+
+    Args:
+        key: Of a weight, or of its state in the optimizer.
+        entry: What the metadata says of it.
+        weight: The weight's own key.
+
+    Returns:
+        Places by our names of weights: one for each layer of a stacked tensor.
+
+    Raises:
+        ValueError: There are more layers than any model has.
+    """
+    if not megatron_names.is_stacked(weight):
+        return {megatron_names.ours(weight): _place_whole(key, entry)}
+    count, *sizes = entry.size
+    if count > MAX_LAYERS:
+        raise ValueError(f"{key} is of {count} layers")
+    shape = torch.Size(sizes)
+    places: dict[str, StoredTensor] = {}
+    for layer in range(count):
+        region = Region(key, (layer, *[0] * len(shape)), (1, *shape))
+        places[megatron_names.unstacked_name(weight, layer)] = StoredTensor(shape, entry.properties.dtype, [region])
     return places
 
 
+def _join(parts: list[StoredTensor]) -> StoredTensor:
+    """The place of a tensor whose halves, along the first dimension, are stored apart; or of one that is whole."""
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    regions = [region for part in parts for region in part.regions]
+    rows = len(parts) * first.shape[0]
+    return StoredTensor(torch.Size([rows, *first.shape[1:]]), first.dtype, regions)
+
+
 def _cut(place: StoredTensor, target: Tensor, part: Part) -> Iterator[tuple[Region, Tensor]]:
-    """The pieces of `target`, which holds this part, and where each is stored."""
+    """What is to be read of a stored tensor.
+
+    Args:
+        place: Where it is.
+        target: Holds `part` of it.
+        part: Blocks of its rows.
+
+    Yields:
+        A region, and the view of `target` that it belongs into.
+    """
     if target.ndim == 0:
         yield place.regions[0], target
         return
-    each, row = place.shape[0] // len(place.regions), 0
+    each = place.shape[0] // len(place.regions)  # rows of a region
+    row = 0  # of the target, where the block begins
     for block in part.blocks:
+        block_start = block.offsets[0]
+        block_end = block_start + block.sizes[0]
         for number, region in enumerate(place.regions):
-            first = max(block.offsets[0], number * each)
-            end = min(block.offsets[0] + block.sizes[0], (number + 1) * each)
+            region_start = number * each
+            first = max(block_start, region_start)
+            end = min(block_end, region_start + each)
             if first < end:
-                inside = Block((first - number * each, *block.offsets[1:]), (end - first, *block.sizes[1:]))
+                inside = Block((first - region_start, *block.offsets[1:]), (end - first, *block.sizes[1:]))
                 stored = _narrow(place, region, inside)
-                start = row + first - block.offsets[0]
+                start = row + first - block_start
                 yield stored, target[start : start + end - first].view(stored.sizes)
         row += block.sizes[0]
 
 
 def _narrow(place: StoredTensor, region: Region, block: Block) -> Region:
-    """A block of what is stored in `region`; of a flat one whole rows."""
+    """The region of a block of what `region` holds; of a flat one the block has whole rows."""
     if place.is_flat:
         width = math.prod(place.shape[1:])
         return Region(region.key, (region.offsets[0] + block.offsets[0] * width,), (block.sizes[0] * width,))
@@ -346,48 +486,69 @@ def _narrow(place: StoredTensor, region: Region, block: Block) -> Region:
     return Region(region.key, (*region.offsets[:above], *offsets), (*region.sizes[:above], *block.sizes))
 
 
-def writer(arguments: dict, parts: Mapping[str, Part] = MappingProxyType({})) -> Callable:
-    """A write_tensors for checkpoint.write.Writer.
+def writer(arguments: Mapping[str, object], parts: Mapping[str, Part] = MappingProxyType({})) -> WriteTensors:
+    """What writes this format, for checkpoint.write.Writer.
 
     Args:
         arguments: Flags by name, for common.pt.
         parts: By flat name, what a rank gives, where that is not all.
     """
 
-    def write(folder: Path, record: CheckpointRecord, tensors: dict[str, Tensor], group) -> dict[str, dict]:
+    def write(
+        folder: Path, record: CheckpointRecord, tensors: dict[str, Tensor], group: ProcessGroup | None, /
+    ) -> Manifest:
         """Each rank writes its tensors; the first one, which has all scalars, the values too. Collective."""
-
-        def take(name: str) -> Tensor | None:
-            return tensors[name].detach().cpu() if name in tensors else None
-
         is_first = group is None or torch.distributed.get_rank(group) == 0
-        namespace, layers = build_namespace(record, arguments, "torch_dist"), record.shape["num_layers"]
+        namespace = build_namespace(record, arguments, "torch_dist")
+        layers = record.model_shape.num_layers
         # what Megatron asks for besides tensors, each in a list: modules' empty states, and a rank's random states
-        objects: dict[str, object] = {EMPTY_STATE: [None]} if is_first else {}
+        objects: dict[str, object] = {}
+        if is_first:
+            objects[EMPTY_STATE] = [None]
         if is_first and record.ranks:
             kinds = [name.removeprefix("random.0.") for name in tensors if name.startswith("random.0.")]
             objects["rng_state/shard_0.0_1.1"] = [write_rng_state([0], tensors.get, namespace.seed, kinds)]
-        # the optimizer's scalars stand in common.pt
-        stored = {name: tensor for name, tensor in tensors.items() if tensor.ndim > 0 or name.startswith("model.")}
-        pieces = [piece for name, tensor in stored.items() for piece in _pieces(name, tensor, layers, parts.get(name))]
+        pieces: list[Piece] = []
+        for name, tensor in tensors.items():
+            # the optimizer's scalars stand in common.pt
+            if tensor.ndim > 0 or name.startswith("model."):
+                pieces += _cut_pieces(name, tensor, layers, parts.get(name))
         entries = dcp.write(folder, pieces, objects, partial(_find_aliases, layers), group)
-        if not is_first:
-            return entries
-        # a failure before would leave the others waiting
-        values = write_values(record, namespace, take) | {"content_metadata": CONTENT}
-        if record.optimizer is not None:
-            step = max((tensor.item() for name, tensor in tensors.items() if name.endswith(".step")), default=None)
-            fused = namespace.transformer_impl == "transformer_engine"
-            settings, flags = group_settings(namespace, record), read_group_flags(namespace)
-            values["optimizer"] = write_settings(step, take, settings, fused, flags)
-        with open(folder / COMMON_FILE, "wb") as file:
-            torch.save(values, file)
-            file.flush()
-            os.fsync(file.fileno())
-        write_atomically(folder / BACKENDS_FILE, json.dumps(BACKENDS))
+        if is_first:
+            # a failure before would leave the others waiting
+            _write_common(folder, record, tensors, namespace)
         return entries
 
     return write
+
+
+def _write_common(
+    folder: Path, record: CheckpointRecord, tensors: dict[str, Tensor], namespace: argparse.Namespace
+) -> None:
+    """Write COMMON_FILE and BACKENDS_FILE.
+
+    Args:
+        folder: The unfinished checkpoint.
+        record: Its plain values.
+        tensors: Those of the first rank, by flat name.
+        namespace: Megatron's arguments.
+    """
+
+    def take(name: str) -> Tensor | None:
+        return tensors[name].detach().cpu() if name in tensors else None
+
+    values = write_values(record, namespace, take)
+    values["content_metadata"] = CONTENT
+    if record.optimizer is not None:
+        step = max((tensor.item() for name, tensor in tensors.items() if name.endswith(".step")), default=None)
+        fused = namespace.transformer_impl == "transformer_engine"
+        settings = group_settings(namespace, record)
+        values["optimizer"] = write_settings(step, take, settings, fused, read_group_flags(namespace))
+    with open(folder / COMMON_FILE, "wb") as file:
+        torch.save(values, file)
+        file.flush()
+        os.fsync(file.fileno())
+    write_atomically(folder / BACKENDS_FILE, json.dumps(BACKENDS))
 
 
 def _find_aliases(layers: int, metadata: Metadata) -> dict[str, str]:
@@ -395,39 +556,54 @@ def _find_aliases(layers: int, metadata: Metadata) -> dict[str, str]:
 
     There a weight in fp32 is a master, too.
     """
-    aliases = {
-        f"decoder.layers.{module}._extra_state/shard_{layer}_{layers}": EMPTY_STATE
-        for module in MODULES_OF_A_LAYER
-        for layer in range(layers)
-    }
+    aliases: dict[str, str] = {}
+    for module in MODULES_OF_A_LAYER:
+        for layer in range(layers):
+            aliases[f"decoder.layers.{module}._extra_state/shard_{layer}_{layers}"] = EMPTY_STATE
     aliases["output_layer._extra_state/shard_0_1"] = EMPTY_STATE
     held = metadata.state_dict_metadata
     for key in list(held):
         state = STATE.match(key)
         if state and state[1] == "exp_avg":
-            master = f"optimizer.state.{MASTERS[0]}.{state[2]}"
-            aliases[f"optimizer.state.{MASTERS[1]}.{state[2]}"] = master if master in held else state[2]
+            weight = state[2]
+            master = f"optimizer.state.{MASTERS[0]}.{weight}"
+            aliases[f"optimizer.state.{MASTERS[1]}.{weight}"] = master if master in held else weight
     return aliases
 
 
-def _pieces(name: str, tensor: Tensor, layers: int, part: Part | None) -> Iterator[Piece]:
-    """A tensor of a flat name, or a part of one, in its place."""
+def _cut_pieces(name: str, tensor: Tensor, layers: int, part: Part | None) -> Iterator[Piece]:
+    """What is to be written of a tensor.
+
+    Args:
+        name: Its flat name.
+        tensor: What this rank gives of it.
+        layers: Of the whole model.
+        part: Which part that is; None: all.
+    """
     part = part or whole_part(tuple(tensor.shape))
-    kind, _, weight = name.partition(".")
-    state, layer, key = "", None, name
-    if kind == "optimizer":
-        weight, _, state = weight.rpartition(".")
-    if not name.startswith(RANDOM):
-        key, layer = megatron_names.stacked_name(weight)
-    if kind == "optimizer":
-        key = f"optimizer.state.{MASTERS[0] if state == 'master' else state}.{key}"
+    key, layer = _find_key(name)
+    whole = part.whole if layer is None else (layers, *part.whole)
     start = 0
     for block in part.blocks:
-        rows = tensor if tensor.ndim == 0 else tensor[start : start + block.sizes[0]]
-        start += rows.shape[0] if tensor.ndim else 0
-        if layer is None:
-            region, whole = Region(key, block.offsets, block.sizes), part.whole
-        else:
-            region, whole = Region(key, (layer, *block.offsets), (1, *block.sizes)), (layers, *part.whole)
+        rows = tensor
+        if tensor.ndim:
+            rows = tensor[start : start + block.sizes[0]]
+            start += rows.shape[0]
+        region = Region(key, block.offsets, block.sizes)
+        if layer is not None:
+            region = Region(key, (layer, *block.offsets), (1, *block.sizes))
         if rows.numel():
             yield Piece(region, whole, rows)
+
+
+def _find_key(name: str) -> tuple[str, int | None]:
+    """The key of a flat name, and its layer where that key has the weights of all layers."""
+    if name.startswith(RANDOM):
+        return name, None
+    kind, _, weight = name.partition(".")
+    if kind != "optimizer":
+        return megatron_names.stacked_name(weight)
+    weight, _, state = weight.rpartition(".")
+    key, layer = megatron_names.stacked_name(weight)
+    theirs = MASTERS[0] if state == "master" else state
+    return f"optimizer.state.{theirs}.{key}", layer

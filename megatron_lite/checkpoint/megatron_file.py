@@ -35,6 +35,7 @@ from megatron_lite.checkpoint.megatron_optimizer import (
     read_optimizer,
     write_optimizer,
 )
+from megatron_lite.checkpoint.megatron_state import MegatronState
 from megatron_lite.checkpoint.random_states import from_megatron, to_megatron
 from megatron_lite.checkpoint.training_state import CheckpointRecord, Stored
 from megatron_lite.config.args import Args
@@ -227,7 +228,7 @@ def malformed(path: Path, error: Exception) -> CheckpointError:
     )
 
 
-def read_arguments(path: Path, state: dict) -> MegatronArgs:
+def read_arguments(path: Path, state: MegatronState) -> MegatronArgs:
     """The arguments that a checkpoint was trained with.
 
     Raises:
@@ -247,7 +248,7 @@ def read_arguments(path: Path, state: dict) -> MegatronArgs:
 
 
 def read_record(
-    state: dict, args: MegatronArgs, rows: int, dtype: torch.dtype, has_optimizer: bool
+    state: MegatronState, args: MegatronArgs, rows: int, dtype: torch.dtype, has_optimizer: bool
 ) -> CheckpointRecord:
     """As far as Megatron-LM tells. The vocabulary before padding is not in it. rows, dtype: of the embedding."""
     iteration = state.get("iteration", state.get("total_iters", 0))  # converted weights have neither
@@ -263,13 +264,13 @@ def read_record(
     )
 
 
-def read_clock(state: dict) -> dict[str, Tensor]:
+def read_clock(state: MegatronState) -> dict[str, Tensor]:
     """The flat tensor of the scheduler's samples."""
     samples = _scheduler(state).get("num_steps", _scheduler(state).get("num_iters"))
     return {} if samples is None else {"optimizer.good_samples": torch.tensor(samples)}
 
 
-def write_values(record: CheckpointRecord, namespace: argparse.Namespace, take: Take) -> dict:
+def write_values(record: CheckpointRecord, namespace: argparse.Namespace, take: Take) -> MegatronState:
     """All of a checkpoint that is neither model nor optimizer nor random states."""
     flops = 0 if "model" in record.kernels else step_flops(ModelShape(**record.shape), record.consumed, causal=True)
     values = {
@@ -340,7 +341,7 @@ def writer(args: Args) -> Callable:
         everything = tensors | {name: value for part in parts for name, value in part.items()}
         path = folder / TORCH_FILE
         path.parent.mkdir()
-        with open(path, "wb") as file, HashedFile(file) as hashed:
+        with HashedFile(path) as hashed:
             write_megatron_file(hashed, record, everything, args)
         return {str(TORCH_FILE): hashed.entry}
 

@@ -5,7 +5,7 @@ the linear module that follows; the files before Megatron-Core nest dicts and sp
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from torch import Tensor
 
@@ -45,37 +45,54 @@ OF_LAYER = re.compile(r"\.layers\.(\d+)\.")
 LAYER = re.compile(r"^decoder\.layers\.(\d+)\.(.+)$")
 
 
-def read_names(model: dict) -> dict[str, Tensor]:
+def read_names(model: Mapping[str, object]) -> dict[str, Tensor]:
     """{our name: weight} of a file's "model", in the file's order, which is the order of its parameters."""
-    weights = {}
-    for name, value in _flat(model, "").items():
+    weights: dict[str, Tensor] = {}
+    for name, value in _flatten(model, "").items():
         if isinstance(value, Tensor) and not name.endswith(("_extra_state", "inv_freq")):
             weights[ours(name)] = value
     return weights
 
 
-def read_chunks(state: dict, chunks: int) -> dict[str, Tensor]:
-    """read_names of a file's "model", or of "model0", "model1", ... whose layers are counted on."""
-    if chunks == 1:
-        return read_names(state["model"])
+def read_chunks(state: Mapping[str, object], chunks: int) -> dict[str, Tensor]:
+    """{our name: weight} of all chunks of a file, whose layers are numbered on from one chunk to the next.
+
+    Args:
+        state: The file's contents: "model", or "model0", "model1", ... of several chunks.
+        chunks: How many there are.
+    """
     weights: dict[str, Tensor] = {}
-    for chunk in range(chunks):
+    for model in _list_models(state, chunks):
         before = count_layers(weights)
-        for name, weight in read_names(state[f"model{chunk}"]).items():
+        for name, weight in read_names(model).items():
             match = LAYER.match(name)
-            weights[f"decoder.layers.{int(match[1]) + before}.{match[2]}" if match else name] = weight
+            if match:
+                name = f"decoder.layers.{int(match[1]) + before}.{match[2]}"
+            weights[name] = weight
     return weights
 
 
-def count_chunk_layers(state: dict, chunks: int) -> list[int]:
+def count_chunk_layers(state: Mapping[str, object], chunks: int) -> list[int]:
     """Layers of each chunk of a file, which may differ."""
+    return [count_layers(read_names(model)) for model in _list_models(state, chunks)]
+
+
+def _list_models(state: Mapping[str, object], chunks: int) -> list[Mapping[str, object]]:
+    """The models of a file, one per chunk. KeyError or TypeError for one that is missing or is no dict."""
     keys = ["model"] if chunks == 1 else [f"model{chunk}" for chunk in range(chunks)]
-    return [count_layers(read_names(state[key])) for key in keys]
+    models: list[Mapping[str, object]] = []
+    for key in keys:
+        model = state[key]
+        if not isinstance(model, dict):
+            raise TypeError(f"{key} is a {type(model).__name__}")
+        models.append(model)
+    return models
 
 
 def count_layers(weights: Iterable[str]) -> int:
-    """Layers that names of weights, or of their states, are of."""
-    return len({match[1] for name in weights if (match := OF_LAYER.search(name))})
+    """How many layers the names of weights, or of their states in the optimizer, belong to."""
+    matches = [OF_LAYER.search(name) for name in weights]
+    return len({match[1] for match in matches if match})
 
 
 def ours(name: str) -> str:
@@ -88,15 +105,22 @@ def ours(name: str) -> str:
 
 
 def in_file_order(names: Iterable[str], fused: bool) -> list[str]:
-    """Our names, as Megatron's named_parameters has them. fused: with Transformer Engine's layers."""
+    """Sort our names into the order of Megatron's named_parameters.
+
+    Args:
+        names: Of weights. ValueError for one that a GPT does not have.
+        fused: Whether the layers are Transformer Engine's, which have the first norm inside linear_qkv.
+    """
     in_a_layer = IN_A_FUSED_LAYER if fused else IN_A_LAYER
 
-    def place(name: str) -> tuple:
+    def place(name: str) -> tuple[int, int, int, bool]:
+        """(part of the model, layer, module of the layer, whether it is a bias)."""
         module, _, kind = name.rpartition(".")
+        is_bias = kind == "bias"
         layer = LAYER.match(module)
         if layer:
-            return ENDS.index("decoder.layers"), int(layer[1]), in_a_layer.index(layer[2]), kind == "bias"
-        return ENDS.index(module), 0, 0, kind == "bias"
+            return ENDS.index("decoder.layers"), int(layer[1]), in_a_layer.index(layer[2]), is_bias
+        return ENDS.index(module), 0, 0, is_bias
 
     return sorted(names, key=place)
 
@@ -117,11 +141,16 @@ def extra_states(names: Iterable[str]) -> list[str]:
 
 
 def stacked_name(name: str) -> tuple[str, int | None]:
-    """(key, layer) of one of our names in a torch_dist folder, which stacks a weight of all layers; None:
-    of no layer."""
+    """Where a torch_dist folder, which stacks a weight of all layers, has one of our names.
+
+    Returns:
+        Its key there, and the number of its layer, by which the first dimension is indexed; None for a weight of none.
+    """
     key = file_name(name, fused=True)
     match = LAYER.match(key)
-    return (f"decoder.layers.{match[2]}", int(match[1])) if match else (key, None)
+    if match is None:
+        return key, None
+    return f"decoder.layers.{match[2]}", int(match[1])
 
 
 def unstacked_name(key: str, layer: int) -> str:
@@ -130,23 +159,38 @@ def unstacked_name(key: str, layer: int) -> str:
 
 
 def is_stacked(key: str) -> bool:
+    """Whether a key of a torch_dist folder has the weights of all layers."""
     return key.startswith("decoder.layers.") and LAYER.match(key) is None
 
 
 def in_todays_order(qkv: Tensor, version: float, heads: int) -> Tensor:
-    """Rows of a QKV projection (or of its moments), per head [query, key, value], of a file of any checkpoint_version.
+    """Sort the rows of a QKV projection (or of its moments) of a file of any checkpoint_version.
 
     Version 0 has all queries, all keys, all values; version 1 has the three of each channel side by side.
+
+    Args:
+        qkv: (rows, ...), of a model without query groups.
+        version: The file's checkpoint_version.
+        heads: Query heads in these rows.
+
+    Returns:
+        The same rows as the file's later versions have them: per head its query, its key and its value.
     """
     if version >= 2:
         return qkv
     if version == 0:
-        return qkv.unflatten(0, (3, heads, -1)).transpose(0, 1).flatten(0, 2)
-    return qkv.unflatten(0, (heads, -1, 3)).transpose(1, 2).flatten(0, 2)
+        by_kind: Tensor = qkv.unflatten(0, (3, heads, -1))
+        return by_kind.transpose(0, 1).flatten(0, 2)
+    by_channel: Tensor = qkv.unflatten(0, (heads, -1, 3))
+    return by_channel.transpose(1, 2).flatten(0, 2)
 
 
-def _flat(model: dict, prefix: str) -> dict:
-    flat = {}
+def _flatten(model: Mapping[str, object], prefix: str) -> dict[str, object]:
+    """{"a.b": value} of dicts within dicts."""
+    flat: dict[str, object] = {}
     for key, value in model.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+        if isinstance(value, dict):
+            flat |= _flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
     return flat

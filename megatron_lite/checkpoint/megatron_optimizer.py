@@ -5,14 +5,16 @@ load_state_dict of Float16OptimizerWithFloat16Params and FP32Optimizer in optimi
 """
 
 from argparse import Namespace
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Final
 
 import torch
 from torch import Tensor
 
 from megatron_lite.checkpoint import unpickle
 from megatron_lite.checkpoint.megatron_args import MegatronArgs
+from megatron_lite.checkpoint.megatron_state import GradScaler, OptimizerState, Parameter, ParameterSettings
 from megatron_lite.checkpoint.training_state import CheckpointRecord
 from megatron_lite.config.args import OptimizerArgs
 from megatron_lite.config.parameter_groups import (
@@ -25,7 +27,7 @@ from megatron_lite.config.parameter_groups import (
 from megatron_lite.errors import CheckpointError
 
 Take = Callable[[str], Tensor | None]
-COUNTERS = ("growth_tracker", "hysteresis_tracker")
+COUNTERS: Final = ("growth_tracker", "hysteresis_tracker")
 SHARDING = "fully_reshardable"  # of the distributed optimizer: a tensor for each parameter, in its shape
 
 
@@ -33,68 +35,109 @@ class Unmapped(Exception):
     """Why the state cannot be told by names."""
 
 
-def read_optimizer(optimizer: dict, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The flat tensors of the optimizer, without its loss scale. weights: by our names, in the file's order.
+def read_optimizer(optimizer: OptimizerState, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The flat tensors of the optimizer, without its loss scale.
 
-    Raises Unmapped.
+    Args:
+        optimizer: As the file has it.
+        weights: By our names, in the file's order.
+
+    Raises:
+        Unmapped: Its numbers of parameters do not fit these weights.
     """
     inner = optimizer.get("optimizer", optimizer)
-    groups, state = inner["param_groups"], inner["state"]
+    groups = inner["param_groups"]
+    state = inner["state"]
     masters = optimizer.get("fp32_from_fp16_params") or [[]] * len(groups)
-    found = {}
+    common_step = state.get("common_step")
+    found: dict[str, Tensor] = {}
     for names, group, group_masters in zip(_members(groups, state, weights), groups, masters, strict=True):
         halves = [name for name in names if weights[name].dtype != torch.float32]
-        found |= {f"optimizer.{name}.master": master.detach() for name, master in zip(halves, group_masters)}
+        for name, master in zip(halves, group_masters):
+            found[f"optimizer.{name}.master"] = master.detach()
+        # Transformer Engine and Apex count a group's steps, torch those of each parameter
+        group_step = group.get("step", common_step)
         for name, number in zip(names, group["params"]):
-            entry = dict(state.get(number, {}))
-            step = entry.pop(
-                "step", group.get("step", state.get("common_step"))
-            )  # Transformer Engine, Apex: the group's
+            entry = _read_parameter(state, number)
+            step = entry.pop("step", group_step)
             if step is not None and "exp_avg" in entry:
                 entry["step"] = torch.as_tensor(step, dtype=torch.float32).reshape(())
             for key, value in entry.items():
                 if isinstance(value, Tensor):
-                    found[f"optimizer.{name}.{'master' if key == 'master_param' else key}"] = value
+                    kind = "master" if key == "master_param" else key
+                    found[f"optimizer.{name}.{kind}"] = value
     return found
 
 
-def _members(groups: list[dict], state: dict, weights: dict[str, Tensor]) -> list[list[str]]:
-    """The names of each group's parameters: those that its settings select, in order, if all shapes agree."""
+def _read_parameter(state: dict[int | str, Parameter | Tensor], number: int) -> Parameter:
+    """A copy of the state of one parameter; empty where there is none. TypeError for what is no dict."""
+    entry = state.get(number, {})
+    if isinstance(entry, Tensor):
+        raise TypeError(f"the state of parameter {number} is a tensor")
+    return dict(entry)
+
+
+def _members(
+    groups: list[ParameterSettings], state: dict[int | str, Parameter | Tensor], weights: dict[str, Tensor]
+) -> list[list[str]]:
+    """The names of each group's parameters: those that its settings select, in order.
+
+    Raises Unmapped unless the shapes of all their states agree.
+    """
     # Megatron-Core 0.16 no longer says so by that name
     separate = [bool(group.get("is_decoupled_lr")) or not group.get("default_config", True) for group in groups]
     for decaying_norms in ((), NORMS_OF_HEADS):  # the second: --apply-wd-to-qk-layernorm
-        kinds = {}  # (decays, has a learning rate of its own) by name
+        kinds: dict[str, tuple[bool, bool]] = {}  # (decays, has a learning rate of its own) by name
         for name, weight in weights.items():
             decays = weight.ndim > 1 or any(norm in name for norm in decaying_norms)
             kinds[name] = (decays, any(separate) and name in EMBEDDING_AND_OUTPUT)
-        members = []
+        members: list[list[str]] = []
         for group, is_separate in zip(groups, separate):
-            decay = group["wd_mult"] if "wd_mult" in group else group.get("pre_wd_mult", group.get("weight_decay"))
-            selected = bool(decay), is_separate
+            selected = (_decays(group), is_separate)
             members.append([name for name, kind in kinds.items() if kind == selected])
-        fits = all(len(names) == len(group["params"]) for names, group in zip(members, groups))
-        fits = fits and all(
-            value.shape == weights[name].shape
-            for names, group in zip(members, groups)
-            for name, number in zip(names, group["params"])
-            for key, value in state.get(number, {}).items()
-            if isinstance(value, Tensor) and key != "step"
-        )
-        if fits:
+        if all(_fits(names, group, state, weights) for names, group in zip(members, groups)):
             return members
     raise Unmapped("numbers its parameters in an order that does not fit these weights")
 
 
-def read_loss_scale(optimizer: dict) -> dict[str, Tensor]:
+def _decays(group: ParameterSettings) -> bool:
+    """Whether the weights of a group decay, which its settings say under one name or another."""
+    if "wd_mult" in group:
+        return bool(group["wd_mult"])
+    return bool(group.get("pre_wd_mult", group.get("weight_decay")))
+
+
+def _fits(
+    names: list[str],
+    group: ParameterSettings,
+    state: dict[int | str, Parameter | Tensor],
+    weights: dict[str, Tensor],
+) -> bool:
+    """Whether a group has as many parameters as there are names, each with a state of its weight's shape."""
+    if len(names) != len(group["params"]):
+        return False
+    for name, number in zip(names, group["params"]):
+        for key, value in _read_parameter(state, number).items():
+            if isinstance(value, Tensor) and key != "step" and value.shape != weights[name].shape:
+                return False
+    return True
+
+
+def read_loss_scale(optimizer: OptimizerState) -> dict[str, Tensor]:
     """The flat tensors of a dynamic loss scale; a constant one has no state."""
-    scaler = optimizer.get("grad_scaler", {})
-    found = {f"loss_scale.{key}": torch.tensor(scaler[key], dtype=torch.int32) for key in COUNTERS if key in scaler}
+    scaler = optimizer.get("grad_scaler", GradScaler())
+    found: dict[str, Tensor] = {}
+    for key in COUNTERS:
+        if key in scaler:
+            found[f"loss_scale.{key}"] = torch.tensor(scaler[key], dtype=torch.int32)
     if "scale" in scaler:
         found["loss_scale.scale"] = scaler["scale"].float().reshape(())
     return found
 
 
-def write_optimizer(weights: dict[str, Tensor], take: Take, settings: dict, fused: bool, o: OptimizerArgs) -> dict:
+def write_optimizer(
+    weights: dict[str, Tensor], take: Take, settings: ParameterSettings, fused: bool, o: OptimizerArgs
+) -> OptimizerState:
     """What Megatron's optimizer loads.
 
     Args:
@@ -105,76 +148,125 @@ def write_optimizer(weights: dict[str, Tensor], take: Take, settings: dict, fuse
             torch's insists on the latter.
         o: The optimizer's flags.
     """
-    groups, state, masters, first = [], {}, [], 0
+    groups: list[ParameterSettings] = []
+    state: dict[int | str, Parameter | Tensor] = {}
+    masters: list[list[Tensor]] = []
+    first = 0  # number of the group's first parameter
     for kind in _list_groups(o):
         members = [name for name, weight in weights.items() if find_group(name, weight.ndim, o) == kind]
-        group = _group(settings, kind, o) | {"params": list(range(first, first + len(members)))}
-        keys = ("step", "exp_avg", "exp_avg_sq", "momentum_buffer")
-        held = [{key: take(f"optimizer.{name}.{key}") for key in keys} for name in members]
-        entries = [{key: value for key, value in entry.items() if value is not None} for entry in held]
+        entries = [_take_parameter(name, take) for name in members]
+        group = _group(settings, kind, o)
+        group["params"] = list(range(first, first + len(members)))
         steps = {float(entry["step"]) for entry in entries if "step" in entry}
         if steps:
             group["step"] = int(max(steps))
-        for entry in entries if fused else ():
-            entry.pop("step", None)
-        state |= {number: entry for number, entry in zip(group["params"], entries) if entry}
-        masters.append([master for name in members if (master := take(f"optimizer.{name}.master")) is not None])
+        for number, entry in zip(group["params"], entries):
+            if fused:
+                entry.pop("step", None)
+            if entry:
+                state[number] = entry
+        own_masters = [take(f"optimizer.{name}.master") for name in members]
+        masters.append([master for master in own_masters if master is not None])
         groups.append(group)
         first += len(members)
-    inner = {"state": state, "param_groups": groups}
+    inner: OptimizerState = {"state": state, "param_groups": groups}
     if all(weight.dtype == torch.float32 for weight in weights.values()):
         return inner
-    return {"optimizer": inner, "fp32_from_fp16_params": masters} | _grad_scaler(take)
+    written: OptimizerState = {"optimizer": inner, "fp32_from_fp16_params": masters}
+    _put_grad_scaler(written, take)
+    return written
 
 
-def write_settings(step: float | None, take: Take, settings: dict, fused: bool, o: OptimizerArgs) -> dict:
+def _take_parameter(name: str, take: Take) -> Parameter:
+    """The state of one parameter, by kind, without its master."""
+    entry: Parameter = {}
+    for key in ("step", "exp_avg", "exp_avg_sq", "momentum_buffer"):
+        value = take(f"optimizer.{name}.{key}")
+        if value is not None:
+            entry[key] = value
+    return entry
+
+
+def write_settings(
+    step: float | None, take: Take, settings: ParameterSettings, fused: bool, o: OptimizerArgs
+) -> OptimizerState:
     """What stands of an optimizer in a torch_dist folder's common.pt: all but its tensors.
 
     Megatron's optimizer for fp32, that for halves and the distributed one each find their own part in it.
+
+    Args:
+        step: How many the optimizer has made; None if it does not count them.
+        take: Gives a flat name's tensor, or None.
+        settings: Of a parameter group, from group_settings.
+        fused: As for write_optimizer.
+        o: The optimizer's flags.
     """
-    counted = {} if step is None else {"step": int(step)}
-    inner = {"param_groups": [_group(settings, kind, o) | counted for kind in _list_groups(o)]}
+    groups = [_group(settings, kind, o) for kind in _list_groups(o)]
+    if step is not None:
+        for group in groups:
+            group["step"] = int(step)
+    inner: OptimizerState = {"param_groups": groups}
     if step is not None and not fused:
         inner["state"] = {"common_step": torch.tensor(float(step))}
-    return inner | {"optimizer": inner, "param_state_sharding_type": SHARDING} | _grad_scaler(take)
+    written = inner.copy()
+    written["optimizer"] = inner
+    written["param_state_sharding_type"] = SHARDING
+    _put_grad_scaler(written, take)
+    return written
 
 
-def read_settings(optimizer: dict, names: Iterable[str], where: str = "") -> dict[str, Tensor]:
-    """The inverse: the flat tensors of the optimizer that are no tensors there. names: of its parameters. Raises
-    Unmapped.
+def read_settings(optimizer: OptimizerState, names: Iterable[str], where: str = "") -> dict[str, Tensor]:
+    """The inverse of `write_settings`: what the optimizer holds besides tensors of the weights' shapes.
 
-    where: it is stored, for that exception.
+    Args:
+        optimizer: As the file has it.
+        names: Of its parameters.
+        where: It is stored, to begin the text of the exception with.
+
+    Returns:
+        Flat tensors: the steps of each parameter, and the loss scale.
+
+    Raises:
+        Unmapped: Its groups have made different numbers of steps.
     """
     inner = optimizer.get("optimizer", optimizer)
-    counts = [group.get("step") for group in inner["param_groups"]] + [inner.get("state", {}).get("common_step")]
-    steps = {float(count) for count in counts if count is not None}
+    counts: list[float | Tensor | Parameter | None] = [group.get("step") for group in inner["param_groups"]]
+    counts.append(inner.get("state", {}).get("common_step"))
+    steps = {_read_count(count) for count in counts if count is not None}
     if len(steps) > 1:
         raise Unmapped(f"{where}has made {sorted(map(int, steps))} steps, not one number of them")
-    return {f"optimizer.{name}.step": torch.tensor(step) for step in steps for name in names} | read_loss_scale(
-        optimizer
-    )
+    found = {f"optimizer.{name}.step": torch.tensor(step) for step in steps for name in names}
+    return found | read_loss_scale(optimizer)
 
 
-def group_settings(args: Namespace, record: CheckpointRecord) -> dict:
-    """Of a parameter group that decays.
+def _read_count(count: float | Tensor | Parameter) -> float:
+    """A number of steps. TypeError for a dict in its place."""
+    if isinstance(count, dict):
+        raise TypeError("a number of steps is a dict")
+    return float(count)
+
+
+def group_settings(args: Namespace, record: CheckpointRecord) -> ParameterSettings:
+    """The settings of a parameter group that decays.
 
     Megatron's scheduler sets lr and weight_decay anew when it loads its own state.
     """
-    adam = {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_eps, "bias_correction": True}
-    sgd = {"momentum": args.sgd_momentum, "dampening": 0, "nesterov": False}
-    schedule = record.schedule
-    peak = schedule["peak"] if schedule else args.lr
-    return (adam if record.optimizer == "adam" else sgd) | {
-        "lr": peak,
-        "max_lr": peak,
-        "min_lr": schedule["floor"] if schedule else args.min_lr,
-        "weight_decay": schedule["start_weight_decay"] if schedule else args.weight_decay,
-        "wd_mult": 1.0,
-        "lr_mult": 1.0,
-        "is_decoupled_lr": False,
-        "is_expert_parallel": False,
-        "default_config": True,
-    }
+    settings: ParameterSettings
+    if record.optimizer == "adam":
+        settings = {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_eps, "bias_correction": True}
+    else:
+        settings = {"momentum": args.sgd_momentum, "dampening": 0, "nesterov": False}
+    schedule = record.learning_rate
+    settings["lr"] = schedule.peak if schedule else args.lr
+    settings["max_lr"] = schedule.peak if schedule else args.lr
+    settings["min_lr"] = schedule.floor if schedule else args.min_lr
+    settings["weight_decay"] = schedule.start_weight_decay if schedule else args.weight_decay
+    settings["wd_mult"] = 1.0
+    settings["lr_mult"] = 1.0
+    settings["is_decoupled_lr"] = False
+    settings["is_expert_parallel"] = False
+    settings["default_config"] = True
+    return settings
 
 
 def read_group_flags(args: Namespace) -> OptimizerArgs:
@@ -187,26 +279,36 @@ def read_group_flags(args: Namespace) -> OptimizerArgs:
 
 
 def _list_groups(o: OptimizerArgs) -> list[ParameterGroup]:
-    """Those that Megatron makes with these flags."""
+    """The groups that Megatron makes with these flags."""
     return [kind for kind in GROUPS if o.decoupled_lr is not None or not kind.decoupled]
 
 
-def _group(settings: dict, kind: ParameterGroup, o: OptimizerArgs) -> dict:
+def _group(settings: ParameterSettings, kind: ParameterGroup, o: OptimizerArgs) -> ParameterSettings:
+    """The settings of one of the groups, made from those of a group that decays."""
+    group = settings.copy()
     if not kind.decays:
-        return settings | {"weight_decay": 0.0, "wd_mult": 0.0}
-    if not kind.decoupled:
-        return settings
-    floor = settings["min_lr"] if o.decoupled_min_lr is None else o.decoupled_min_lr
-    rates = {"lr": o.decoupled_lr, "max_lr": o.decoupled_lr, "min_lr": floor}
-    return settings | rates | {"default_config": False}
+        group["weight_decay"] = 0.0
+        group["wd_mult"] = 0.0
+    elif kind.decoupled and o.decoupled_lr is not None:
+        group["lr"] = o.decoupled_lr
+        group["max_lr"] = o.decoupled_lr
+        group["min_lr"] = settings["min_lr"] if o.decoupled_min_lr is None else o.decoupled_min_lr
+        group["default_config"] = False
+    return group
 
 
-def _grad_scaler(take: Take) -> dict:
+def _put_grad_scaler(optimizer: OptimizerState, take: Take) -> None:
+    """Add the state of a dynamic loss scale, if there is one."""
     scale = take("loss_scale.scale")
     if scale is None:
-        return {}
-    counters = {key: int(take(f"loss_scale.{key}")) for key in COUNTERS}
-    return {"grad_scaler": {"scale": scale.reshape(1)} | counters}
+        return
+    scaler: GradScaler = {"scale": scale.reshape(1)}
+    for key in COUNTERS:
+        count = take(f"loss_scale.{key}")
+        if count is None:
+            raise KeyError(f"loss_scale.{key}")
+        scaler[key] = int(count)
+    optimizer["grad_scaler"] = scaler
 
 
 # --- distrib_optim.pt, where Megatron's distributed optimizer keeps masters and moments in one flat buffer each
@@ -216,52 +318,90 @@ ALIGNMENT = 64  # elements, of a parameter's start
 KEYS = {"param": "master", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 
 
-def read_buffers(path: Path, optimizer: dict, weights: dict[str, Tensor], args: MegatronArgs) -> dict[str, Tensor]:
-    """The flat tensors of masters and moments. weights: by our names, in the file's order. Raises Unmapped.
+def read_buffers(
+    path: Path, optimizer: OptimizerState, weights: dict[str, Tensor], args: MegatronArgs
+) -> dict[str, Tensor]:
+    """The flat tensors of masters and moments.
 
     That the layout is understood is proved by the weights: each must be its master, rounded.
+
+    Args:
+        path: Of FILE.
+        optimizer: What the checkpoint's other file has of it.
+        weights: By our names, in the file's order.
+        args: That the checkpoint was trained with.
+
+    Raises:
+        Unmapped: The file is missing, damaged, or laid out in a way that is not known.
     """
     if not path.exists():
         raise Unmapped(f"lies in {FILE} (--use-distributed-optimizer), which is not there")
     try:
-        state = unpickle.load(path)
+        state = unpickle.load_object(path)
     except CheckpointError:
-        raise Unmapped(f"in {FILE} cannot be read; it is damaged, or names classes that are not known") from None
-    buffers = [value for key, value in state.items() if isinstance(value, dict)]
-    if len(buffers) != 1 or len(buffers[0]) != 1 or not state.get("buckets_coalesced"):
+        state = None
+    if not isinstance(state, dict):
+        raise Unmapped(f"in {FILE} cannot be read; it is damaged, or names classes that are not known")
+    by_dtype = [value for value in state.values() if isinstance(value, dict)]
+    if len(by_dtype) != 1 or len(by_dtype[0]) != 1 or not state.get("buckets_coalesced"):
         raise Unmapped(f"in {FILE} is of several kinds of parameters, or from before February 2024")
-    (flat,) = buffers[0].values()
+    buffers: dict[str, Tensor]
+    (buffers,) = by_dtype[0].values()
+    sizes = {name: weight.numel() for name, weight in weights.items()}
     for bucket_size in bucket_sizes(args):
-        starts, total = layout({name: weight.numel() for name, weight in weights.items()}, bucket_size)
-        if total != flat["param"].numel():
+        starts, total = layout(sizes, bucket_size)
+        if total != buffers["param"].numel():
             continue
-        found = {}
+        found = _cut_buffers(buffers, starts, weights)
+        if not all(_is_rounded(found[f"optimizer.{name}.master"], weight) for name, weight in weights.items()):
+            continue
         for name, weight in weights.items():
-            for theirs, ours in KEYS.items():
-                part = flat[theirs][starts[name] : starts[name] + weight.numel()].view(weight.shape)
-                found[f"optimizer.{name}.{ours}"] = part
-        masters = {name: found[f"optimizer.{name}.master"] for name in weights}
-        if all(torch.equal(masters[name].to(weight.dtype), weight) for name, weight in weights.items()):
-            for name, weight in weights.items():
-                if weight.dtype == torch.float32:
-                    del found[f"optimizer.{name}.master"]  # the weight itself
-            return found | read_settings(optimizer, weights, f"in {FILE} ")
+            if weight.dtype == torch.float32:
+                del found[f"optimizer.{name}.master"]  # the weight itself
+        return found | read_settings(optimizer, weights, f"in {FILE} ")
     raise Unmapped(f"in {FILE} is laid out in a way that does not fit these weights")
 
 
+def _cut_buffers(buffers: dict[str, Tensor], starts: dict[str, int], weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The flat tensors of masters and moments, views of the buffers, where each parameter starts at `starts`."""
+    found: dict[str, Tensor] = {}
+    for name, weight in weights.items():
+        start = starts[name]
+        for theirs, ours in KEYS.items():
+            numbers = buffers[theirs][start : start + weight.numel()]
+            found[f"optimizer.{name}.{ours}"] = numbers.view(weight.shape)
+    return found
+
+
+def _is_rounded(master: Tensor, weight: Tensor) -> bool:
+    """Whether a weight is its master in the weight's precision."""
+    return torch.equal(master.to(weight.dtype), weight)
+
+
 def layout(sizes: dict[str, int], bucket_size: int | None) -> tuple[dict[str, int], int]:
-    """({name: its first element}, elements in all): from the last parameter to the first, bucket after bucket."""
-    starts, bucket, end = {}, 0, 0
+    """Lay parameters out in flat buckets, from the last one to the first, bucket after bucket.
+
+    Args:
+        sizes: Elements of each parameter, in the order of the model.
+        bucket_size: Elements after which a bucket is closed; None: there is one.
+
+    Returns:
+        The first element of each parameter, and the elements in all.
+    """
+    starts: dict[str, int] = {}
+    bucket = 0  # where the current one starts
+    end = 0  # in the current bucket
     for name in reversed(sizes):
         start = -(-end // ALIGNMENT) * ALIGNMENT
         starts[name] = bucket + start
         end = start + sizes[name]
         if bucket_size is not None and end >= bucket_size:
-            bucket, end = bucket + end, 0
+            bucket += end
+            end = 0
     return starts, bucket + end
 
 
-def bucket_sizes(args: MegatronArgs) -> list[int | None]:
-    """One bucket, or those of --overlap-grad-reduce."""
+def bucket_sizes(args: MegatronArgs) -> Sequence[int | None]:
+    """Sizes to try, in elements: one bucket, or those of --overlap-grad-reduce."""
     ranks = args.given("data_parallel_size", 1) * args.given("context_parallel_size", 1)
     return [None, args.given("ddp_bucket_size", max(40_000_000, 1_000_000 * ranks))]

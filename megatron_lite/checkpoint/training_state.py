@@ -11,13 +11,21 @@ random.RANK.python|numpy|torch|...  every rank's generators
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Protocol
 
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megatron_lite.checkpoint.folder import Manifest
+from megatron_lite.checkpoint.megatron_state import Plain
 from megatron_lite.config.layout import Part, whole_part
+from megatron_lite.config.plan import LearningRatePlan
+from megatron_lite.config.shape import ModelShape
 from megatron_lite.errors import CheckpointError
 
 FORMAT = 2
@@ -31,19 +39,34 @@ class CheckpointRecord:
 
     iteration: int
     consumed: int  # samples drawn so far, skipped steps included
-    shape: dict  # fields of ModelShape
+    shape: dict[str, Plain]  # fields of ModelShape
     precision: str  # fp32 | fp16 | bf16, of the weights
     vocab_size: int | None = None  # before padding; None: unknown
-    schedule: dict | None = None  # fields of LearningRatePlan; None: unknown
+    schedule: dict[str, Plain] | None = None  # fields of LearningRatePlan; None: unknown
     optimizer: str | None = None  # adam | sgd; None: no optimizer is held
     ranks: int = 0  # whose random states are held
     trainer: str = "megatron_lite"  # or Megatron-LM, whose random states mean nothing here
-    versions: dict = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=dict)
     consumed_valid_samples: int = 0  # of all evaluations; 0 also where they were not counted
-    kernels: dict = field(default_factory=dict)  # what the last bits depend on: attention, torch_compile; {}: unknown
+    kernels: dict[str, str] = field(
+        default_factory=dict
+    )  # what the last bits depend on: attention, torch_compile; {}: unknown
     format: int = FORMAT
 
+    @property
+    def model_shape(self) -> ModelShape:
+        """The shape as an object. TypeError for a field that this version does not know, or lacks."""
+        build: Callable[..., ModelShape] = ModelShape
+        return build(**self.shape)
+
+    @property
+    def learning_rate(self) -> LearningRatePlan | None:
+        """The schedule as an object; None if it is unknown. TypeError as `model_shape`."""
+        build: Callable[..., LearningRatePlan] = LearningRatePlan
+        return None if self.schedule is None else build(**self.schedule)
+
     def to_json(self) -> str:
+        """The record as RECORD_FILE holds it."""
         return json.dumps(dataclasses.asdict(self), indent=1) + "\n"
 
     @classmethod
@@ -58,6 +81,36 @@ class CheckpointRecord:
             raise ValueError(str(error)) from None
 
 
+class WriteTensors(Protocol):
+    """What a format of checkpoints does beyond the record and the manifest, which all formats have."""
+
+    def __call__(
+        self, folder: Path, record: CheckpointRecord, tensors: dict[str, Tensor], group: ProcessGroup | None, /
+    ) -> Manifest:
+        """Write tensors, and the files that only this format has. Collective over `group`.
+
+        Args:
+            folder: The unfinished checkpoint.
+            record: Its plain values.
+            tensors: By flat name, what this rank gives of them.
+            group: Of the ranks that write; None: this process alone.
+
+        Returns:
+            The manifest's entries of files that were hashed while they were written; the others are still to be.
+        """
+        ...
+
+
+class TensorForm(Protocol):
+    """Whatever has the shape and the dtype of a stored tensor."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+
 class Stored:
     """An opened checkpoint, in whichever format. Raises CheckpointError for what cannot be read."""
 
@@ -67,22 +120,22 @@ class Stored:
         self.path = path
         self.without_optimizer: str | None = None  # why record.optimizer is None, to go on from "its optimizer"
         self.notes: list[str] = []  # what of it is left out
-        self.arguments: dict = {}  # the flags that it was trained with, as far as they are plain values
-        self.held: dict[str, Any] = {}  # by flat name, what has the shape and the dtype of a tensor
+        self.arguments: dict[str, object] = {}  # the flags that it was trained with, as far as they are plain values
+        self.held: Mapping[str, TensorForm] = {}  # by flat name
 
     def names(self) -> set[str]:
         """The flat names of all tensors that it holds."""
         return set(self.held)
 
     def size_of(self, name: str) -> tuple[int, ...]:
-        """The shape of one of them."""
+        """The shape of the tensor of this name, of all ranks."""
         return tuple(self.held[name].shape)
 
-    def dtype_of(self, name: str):
-        """Its torch.dtype."""
+    def dtype_of(self, name: str) -> torch.dtype:
+        """The dtype in which the tensor of this name is stored."""
         return self.held[name].dtype
 
-    def read_into(self, targets: dict, parts: Mapping[str, Part] = MappingProxyType({})):
+    def read_into(self, targets: Mapping[str, Tensor], parts: Mapping[str, Part] = MappingProxyType({})) -> None:
         """Copy the tensor of each name into the one given for it, casting. CheckpointError unless shapes agree.
 
         A vocabulary table may have another number of rows, since its padding depends on the layout: rows that the
@@ -98,7 +151,7 @@ class Stored:
                 f"--load {self.path}: lacks {len(absent)} of the tensors that this run needs, such as "
                 f"{absent[0]}; give the flags that the checkpoint was trained with."
             )
-        fitting: dict = {}
+        fitting: dict[str, Tensor] = {}
         fitting_parts = dict(parts)
         for name, target in targets.items():
             part = parts.get(name) or whole_part(tuple(target.shape))
@@ -118,7 +171,8 @@ class Stored:
                 )
         self._copy(fitting, fitting_parts)
 
-    def _copy(self, targets: dict, parts: Mapping[str, Part]):
+    def _copy(self, targets: dict[str, Tensor], parts: Mapping[str, Part]) -> None:
+        """Copy tensors that are held in the shapes of `targets`, or of `parts` where a name has one."""
         raise NotImplementedError
 
 

@@ -7,18 +7,30 @@ values.
 """
 
 import argparse
-import contextlib
 import tarfile
 from io import BytesIO
 from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO, TypeVar
 
 import torch
 
+from megatron_lite.checkpoint.megatron_state import MegatronState, is_state
 from megatron_lite.errors import CheckpointError, first_line
 from megatron_lite.pickle_bounds import BoundedUnpickler, check_pickle
 from megatron_lite.process_state import limit_memory
 from megatron_lite.shared_files import open_foreign, read_foreign
 
+if TYPE_CHECKING:
+    # importing it takes a second
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+    from torch.distributed.checkpoint.metadata import (
+        BytesStorageMetadata,
+        Metadata,
+        MetadataIndex,
+        TensorStorageMetadata,
+    )
+
+T = TypeVar("T")
 # None of what these hold is needed here: enums, paths and recorders among the arguments, numpy's random state
 PACKAGES = {
     "megatron",
@@ -41,16 +53,19 @@ class Inert:
     """Stands for an object of any class: `arguments` it was made with, and its `state`. Does nothing."""
 
     named = "an object of another program"
+    arguments: tuple[object, ...]
+    state: object
 
-    def __new__(cls, *arguments):
+    def __new__(cls, *arguments: object) -> "Inert":  # noqa: PYI034 - Self came with Python 3.11
         made = super().__new__(cls)
-        made.arguments, made.state = arguments, None
+        made.arguments = arguments
+        made.state = None
         return made
 
-    def __init__(self, *arguments):
+    def __init__(self, *arguments: object):
         """Everything is kept by __new__, which pickles may call alone."""
 
-    def __setstate__(self, state):
+    def __setstate__(self, state: object) -> None:
         self.state = state
 
     def __repr__(self) -> str:
@@ -58,13 +73,13 @@ class Inert:
         return self.named
 
 
-def load(path: Path) -> dict:
+def load(path: Path) -> MegatronState:
     """The dict that torch.save wrote to `path`; its tensors stay in the file until they are used.
 
     Raises CheckpointError for a file that is damaged, names a class outside PACKAGES and CLASSES, or holds no dict.
     """
-    state = load_object(path, path)
-    if not isinstance(state, dict):
+    state = load_object(path)
+    if not is_state(state):
         raise CheckpointError(f"--load {path}: holds a {type(state).__name__}, not a checkpoint; check the file.")
     return state
 
@@ -73,38 +88,53 @@ MAX_PICKLE_BYTES = 2**27  # without its tensors
 LEGACY_PICKLES = 5  # before the tensors, in a file by a torch older than 1.6
 
 
-def check_file(source: Path | BytesIO):
+def check_file(source: Path | BytesIO) -> None:
     """Whether torch will come to an end with a file of torch.save.
 
     OSError for what is no regular file, pickle's errors for a damaged one, ValueError for one that is refused.
     """
-    with open_foreign(source) if isinstance(source, Path) else contextlib.nullcontext(source) as file:
-        if torch.serialization._is_zipfile(file):
-            file.seek(0)
-            data = torch._C.PyTorchFileReader(file).get_record("data.pkl")
-            if len(data) > MAX_PICKLE_BYTES:
-                raise ValueError(f"its pickle has {len(data)} bytes, more than the {MAX_PICKLE_BYTES} that are read")
-            check_pickle(data)
-            return
+    if isinstance(source, BytesIO):
+        _check_content(source)
+        return
+    with open_foreign(source) as file:
+        _check_content(file)
+
+
+def _check_content(file: BinaryIO) -> None:
+    """Whether torch will come to an end with an opened file of torch.save. Raises as `check_file`."""
+    if torch.serialization._is_zipfile(file):
         file.seek(0)
-        if tarfile.is_tarfile(file):
-            raise ValueError("it is a tar file, which torch before 0.4 wrote")
-        file.seek(0)
-        data, at = file.read(), 0
-        for _ in range(LEGACY_PICKLES):
-            at = check_pickle(data, at)
+        pickled = torch._C.PyTorchFileReader(file).get_record("data.pkl")
+        if len(pickled) > MAX_PICKLE_BYTES:
+            raise ValueError(f"its pickle has {len(pickled)} bytes, more than the {MAX_PICKLE_BYTES} that are read")
+        check_pickle(pickled)
+        return
+    file.seek(0)
+    if tarfile.is_tarfile(file):
+        raise ValueError("it is a tar file, which torch before 0.4 wrote")
+    file.seek(0)
+    content = file.read()
+    end = 0
+    for _ in range(LEGACY_PICKLES):
+        end = check_pickle(content, end)
 
 
-def load_object(path: Path, source: Path | BytesIO):
-    """What torch.save wrote to `source`: `path` itself, or bytes from beside it.
+def load_object(path: Path, beside: BytesIO | None = None) -> object:
+    """What torch.save wrote.
 
-    Raises CheckpointError as `load` does.
+    Args:
+        path: The file that is read, or that `beside` belongs to; messages name it.
+        beside: The bytes to read instead.
+
+    Raises:
+        CheckpointError: As `load` does.
     """
+    source = path if beside is None else beside
     try:
-        with limit_memory(path.stat().st_size if source is path else len(source.getbuffer())):
+        with limit_memory(path.stat().st_size if beside is None else len(beside.getbuffer())):
             check_file(source)
-            if source is not path:
-                source.seek(0)
+            if beside is not None:
+                beside.seek(0)
             named = torch.serialization.get_unsafe_globals_in_checkpoint(source)
             harmless = [name for name in named if name in CLASSES or name.partition(".")[0] in PACKAGES]
             refused = sorted(set(named) - {*harmless, "argparse.Namespace"})
@@ -113,10 +143,11 @@ def load_object(path: Path, source: Path | BytesIO):
                     f"--load {path}: names {refused[0]}, which is neither data nor a class of a known training "
                     "program, and reading it might run its code; load a file that you trust, without it."
                 )
-            if source is not path:
-                source.seek(0)
+            if beside is not None:
+                beside.seek(0)
             with torch.serialization.safe_globals([argparse.Namespace, *((Inert, name) for name in harmless)]):
-                return torch.load(source, map_location="cpu", weights_only=True, mmap=source is path)
+                made: object = torch.load(source, map_location="cpu", weights_only=True, mmap=beside is None)
+                return made
     except FileNotFoundError:
         raise CheckpointError(f"--load {path}: there is no such file; check the folder.") from None
     except CheckpointError:
@@ -149,14 +180,13 @@ class _Unpickler(BoundedUnpickler):
         return self._classes.setdefault(full, type("Inert", (Inert,), {"named": full}))
 
 
-def read_metadata(path: Path):
-    """torch's Metadata: what the .metadata file at `path` says of tensors and bytes, and where they are; all else in it
-    is left out.
+def read_metadata(path: Path) -> "Metadata":
+    """What a .metadata file says of tensors and bytes, and where they are; all else in it is left out.
 
     Files by torch and by Megatron-Core are known, of any Python. Every file that it names lies beside it. OSError for
     one that cannot be read, ValueError for one that is damaged or no such file.
     """
-    import torch.distributed.checkpoint as dcp  # takes a second
+    from torch.distributed.checkpoint.metadata import Metadata, StorageMeta  # takes a second
 
     size = path.stat().st_size
     if size > MAX_METADATA_BYTES:
@@ -165,16 +195,19 @@ def read_metadata(path: Path):
         with limit_memory(size, MEMORY_PER_BYTE):
             data = read_foreign(path, MAX_METADATA_BYTES)
             fields = _fields(_Unpickler(data).load(), FORMS + "Metadata")
-            entries = {_require(str, name): _entry(made) for name, made in fields["state_dict_metadata"].items()}
-            places = {_index(index): _place(made) for index, made in fields["storage_data"].items()}
+            stored = _require(dict, fields["state_dict_metadata"])
+            entries = {_require(str, name): _entry(made) for name, made in stored.items()}
+            stored_places = _require(dict, fields["storage_data"])
+            places = {_index(index): _place(made) for index, made in stored_places.items()}
     except OSError:
         raise
     except Exception as error:  # noqa: BLE001 - damaged files make pickle raise errors of many kinds
         raise ValueError(f"no metadata of tensors: {first_line(error)}") from None
-    return dcp.Metadata(state_dict_metadata=entries, storage_data=places, storage_meta=dcp.metadata.StorageMeta())
+    return Metadata(state_dict_metadata=entries, storage_data=places, storage_meta=StorageMeta())
 
 
-def _entry(made):
+def _entry(made: object) -> "BytesStorageMetadata | TensorStorageMetadata":
+    """What is stored under one key."""
     from torch.distributed.checkpoint import metadata as forms
 
     if _name(made) == FORMS + "BytesStorageMetadata":
@@ -187,16 +220,22 @@ def _entry(made):
     return forms.TensorStorageMetadata(forms.TensorProperties(dtype=dtype), _size(fields["size"]), pieces)
 
 
-def _index(made):
+def _index(made: object) -> "MetadataIndex":
+    """Which part of what is stored under a key."""
     from torch.distributed.checkpoint.metadata import MetadataIndex
 
     fields = _fields(made, FORMS + "MetadataIndex")
-    offset, index = fields.get("offset"), fields.get("index")
-    offset = None if offset is None else _size(offset)
-    return MetadataIndex(_require(str, fields["fqn"]), offset, None if index is None else _number(index))
+    offset = fields.get("offset")
+    index = fields.get("index")
+    return MetadataIndex(
+        _require(str, fields["fqn"]),
+        None if offset is None else _size(offset),
+        None if index is None else _number(index),
+    )
 
 
-def _place(made):
+def _place(made: object) -> "_StorageInfo":
+    """The file and the bytes of a part. ValueError for a file that does not lie beside the metadata."""
     from torch.distributed.checkpoint.filesystem import _StorageInfo
 
     fields = _fields(made, PLACE)
@@ -208,36 +247,43 @@ def _place(made):
     return _StorageInfo(name, _number(fields["offset"]), _number(fields["length"]))
 
 
-def _name(made) -> str:
+def _name(made: object) -> str:
     """The full name of the class that `made` is, or is an instance of; or what `made` is instead."""
     return str(getattr(made, "named", f"a {type(made).__name__}"))
 
 
-def _state(made, full_name: str, kind: type):
+def _state(made: object, full_name: str, kind: type[T]) -> T:
+    """What pickle set as the state of an instance of the class `full_name`. ValueError unless it is of this kind."""
     if _name(made) != full_name or not isinstance(made, Inert):
         raise ValueError(f"{_name(made)} in the place of {full_name}")
     return _require(kind, made.state)
 
 
-def _fields(made, full_name: str) -> dict:
-    """The attributes of an instance of a dataclass."""
+def _fields(made: object, full_name: str) -> dict[str, object]:
+    """The attributes of an instance of the dataclass `full_name`. ValueError for anything else."""
     return _state(made, full_name, dict)
 
 
-def _size(made) -> torch.Size:
-    if _name(made) != "torch.Size":
+def _size(made: object) -> torch.Size:
+    """Sizes or offsets, one per dimension. ValueError for anything else."""
+    if _name(made) != "torch.Size" or not isinstance(made, Inert):
         raise ValueError(f"{_name(made)} in the place of a size")
     [numbers] = made.arguments
+    if not isinstance(numbers, (list, tuple)):
+        raise ValueError(f"{_name(numbers)} in the place of a size's numbers")  # noqa: TRY004 - as of other damage
     return torch.Size([_number(number) for number in numbers])
 
 
-def _number(made) -> int:
-    if not 0 <= _require(int, made) < 2**63:
+def _number(made: object) -> int:
+    """A number of elements or bytes. ValueError for anything else."""
+    number = _require(int, made)
+    if not 0 <= number < 2**63:
         raise ValueError("no size where one belongs")
-    return made
+    return number
 
 
-def _require(kind: type, made):
-    if type(made) is not kind:
+def _require(kind: type[T], made: object) -> T:
+    """`made`, which is of exactly this kind. ValueError if not."""
+    if not isinstance(made, kind) or type(made) is not kind:
         raise ValueError(f"{_name(made)} in the place of a {kind.__name__}")
     return made
