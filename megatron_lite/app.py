@@ -9,6 +9,7 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
+from megatron_lite.checkpoint.checkpoint_args import take_checkpoint_args
 from megatron_lite.config.check import check, remarks
 from megatron_lite.config.command_line import read_command_line
 from megatron_lite.config.environment import hints
@@ -85,7 +86,7 @@ def _run(argv: list[str], planner: Planner, world: World, launcher: LauncherWatc
         gc.freeze()  # garbage collections of the steps need not walk what there is before them: 0.2 s each time
         return observers.make_log(*arguments)
 
-    line = read_command_line(argv)
+    line = take_checkpoint_args(read_command_line(argv), logger.info)
     check(line, world)
     tokenizer = build_tokenizer(line.args.data)
     if line.args.training.torch_compile == AUTO:

@@ -239,7 +239,7 @@ def build_namespace(record: CheckpointRecord, arguments: Mapping[str, object], c
         "iteration": record.iteration,
         "consumed_train_samples": record.consumed,
         "consumed_valid_samples": record.consumed_valid_samples,
-        "skipped_train_samples": 0,
+        "skipped_train_samples": record.left_out,
         "params_dtype": DTYPES[record.precision],
         "fp16": record.precision == "fp16",
         "bf16": record.precision == "bf16",

@@ -256,6 +256,7 @@ def read_record(
         iteration=iteration,
         consumed=args.consumed(iteration),
         consumed_valid_samples=args.given("consumed_valid_samples", 0),
+        left_out=args.given("skipped_train_samples", 0),
         shape=args.shape(rows),
         precision={dtype: name for name, dtype in DTYPES.items()}.get(dtype, "fp32"),
         schedule=args.schedule(_scheduler(state)),

@@ -48,6 +48,7 @@ class CheckpointRecord:
     trainer: str = "megatron_lite"  # or Megatron-LM, whose random states mean nothing here
     versions: dict[str, str] = field(default_factory=dict)
     consumed_valid_samples: int = 0  # of all evaluations; 0 also where they were not counted
+    left_out: int = 0  # samples of the consumed ones that --iterations-to-skip named
     kernels: dict[str, str] = field(
         default_factory=dict
     )  # what the last bits depend on: attention, torch_compile; {}: unknown

@@ -28,6 +28,7 @@ from megatron_lite.config.args import DataArgs
 from megatron_lite.config.check import RULES_WITHOUT_FILES, check
 from megatron_lite.config.command_line import read_command_line
 from megatron_lite.config.data_paths import TOKENIZER
+from megatron_lite.config.flags import write_flags
 from megatron_lite.config.layout import Stage
 from megatron_lite.config.plan import Plan, resolve
 from megatron_lite.config.world import World
@@ -213,13 +214,19 @@ def _plan_launch(launch: Launch, world: World, script: str, gpus: int | None) ->
         ConfigError: the trainer would refuse the flags; with its own lines.
     """
     line = read_command_line(list(launch.flags))
+    of_checkpoint: list[str] = []
+    if line.args.checkpoint.use_checkpoint_args:
+        from megatron_lite.checkpoint.checkpoint_args import take_checkpoint_args
+
+        line = take_checkpoint_args(line, of_checkpoint.append)
+        launch = replace(launch, flags=tuple(write_flags(line.args)))
     if line.args.model.model is not None:
         unknown = "memory and speed of a model of your own are not known before it runs"
         raise UserError(f"--model {line.args.model.model}: {unknown}; drop it to see those of a GPT with these flags.")
     assumed_args = replace(line.args, data=_assume_data(line.args.data))
     check(replace(line, args=assumed_args), world, RULES_WITHOUT_FILES)
     vocab_size, assumed = planned_vocabulary(line.args.data, line.args.model.padded_vocab_size)
-    notes = [*launch.notes, *line.notes, *assumed]
+    notes = [*launch.notes, *line.notes, *map(str.strip, of_checkpoint), *assumed]
     if world.size == 1 and not gpus and is_script(script):
         notes.append("1 GPU: that is the script's value when its commands are not run; --gpus N for more.")
     plan = resolve(line.args, world, vocab_size)

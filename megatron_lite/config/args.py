@@ -100,8 +100,14 @@ class TrainingArgs:
     eval_global_batch_size: int | None = flag(
         None, "Samples of an evaluation's batch; --global-batch-size when left out.", SIZE
     )
+    eval_micro_batch_size: int | None = flag(
+        None, "Samples per rank per forward of an evaluation; --micro-batch-size when left out.", SIZE
+    )
     train_iters: int | None = flag(None, "Optimizer steps to run. Required, or --train-samples.", LENGTH)
     train_samples: int | None = flag(None, "Samples to train on; excludes --train-iters.", LENGTH)
+    iterations_to_skip: tuple[int, ...] = flag(
+        (), "Iterations whose batches are drawn, but not trained on.", "at least 1", value="N ..."
+    )
     seed: int = flag(1234, "Seed of weights, dropout and data order.", "at least 0 and below 4294967296")
     calculate_per_token_loss: bool = flag(False, "Normalize gradients by the unmasked tokens of the global batch.")
     skip_train: bool = flag(False, "Only evaluate.")
@@ -355,6 +361,7 @@ class WatchArgs:
     timing_log_option: str = flag("minmax", "How those times are printed.", choices=("max", "minmax", "all"))
     eval_interval: int = flag(1000, "Iterations between validations; 0: one at the end.", OFF)
     eval_iters: int = flag(100, "Global batches per validation; 0: none.", "at least 0; 0 switches evaluation off")
+    full_validation: bool = flag(False, "Each validation takes all samples of one epoch, in place of --eval-iters.")
     tensorboard_dir: str | None = flag(None, "TensorBoard folder.", value="FOLDER")
     tensorboard_log_interval: int = flag(1, "Iterations between TensorBoard points.", "at least 1")
     tensorboard_queue_size: int = flag(1000, "TensorBoard's event queue.", "at least 1")
@@ -419,6 +426,16 @@ class CheckpointArgs:
     no_save_optim: bool = flag(False, "Do not save the optimizer.")
     no_save_rng: bool = flag(False, "Do not save random-number states.")
     exit_on_missing_checkpoint: bool = flag(False, "Stop when --load holds no checkpoint.")
+    use_checkpoint_args: bool = flag(
+        False, "Take the model's flags from the checkpoint of --load or --pretrained-checkpoint."
+    )
+    use_mp_args_from_checkpoint_args: bool = flag(False, "With --use-checkpoint-args: the sizes of parallelism, too.")
+    use_tokenizer_model_from_checkpoint_args: bool = flag(
+        True,
+        "With --use-checkpoint-args: the tokenizer stays that of the command line.",
+        off="--no-use-tokenizer-model-from-checkpoint-args",
+        aliases=("--disable-use-tokenizer-model-from-checkpoint-args",),
+    )
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from megatron_lite.config.args import Args
 from megatron_lite.config.command_line import CommandLine
@@ -23,11 +24,19 @@ def required_rules(args: Args, world: World) -> Iterator[str]:
             yield f"{flag.spelling} is missing; every run needs it."
 
 
+def _list_numbers(value: Any) -> tuple[float, ...]:
+    """The numbers of a flag's value, which may be none, one or many."""
+    if value is None:
+        return ()
+    return value if isinstance(value, tuple) else (value,)
+
+
 def range_rules(args: Args, world: World) -> Iterator[str]:
     """Numbers outside the range of their flag."""
     for flag in list_flags(Args):
-        value = flag.get(args)
-        if flag.must_be and value is not None and not flag.is_in_range(value):
+        for value in _list_numbers(flag.get(args)) if flag.must_be else ():
+            if flag.is_in_range(value):
+                continue
             shown = f"{value:.10g}" if flag.kind is float else value
             optional = flag.default is None and not flag.required and ";" not in flag.must_be
             yield f"{flag.spelling} {shown}: must be {flag.must_be}{', or leave it out' if optional else ''}."
@@ -107,7 +116,10 @@ DEPENDS: dict[str, tuple[str, Callable[[Args], object]]] = {
         lambda a: a.checkpoint.load,
     ),
     "--load or --pretrained-checkpoint": (
-        "finetune load_main_params_from_ckpt", lambda a: a.checkpoint.load or a.checkpoint.pretrained_checkpoint
+        "finetune load_main_params_from_ckpt use_checkpoint_args", lambda a: a.checkpoint.load or a.checkpoint.pretrained_checkpoint
+    ),
+    "--use-checkpoint-args": (
+        "use_mp_args_from_checkpoint_args use_tokenizer_model_from_checkpoint_args", lambda a: a.checkpoint.use_checkpoint_args
     ),
     "--profile": ("profile_step_start profile_step_end", lambda a: a.profile.is_on),
     "--profile, or a profile on demand": ("profile_ranks", lambda a: a.profile.is_on),

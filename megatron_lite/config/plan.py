@@ -187,8 +187,18 @@ class Plan:
         return sum(self.count_recomputed(len(chunk)) for chunk in self.stage.chunks)
 
     @property
+    def evaluation_micro_batch(self) -> int:
+        """Samples of one micro-batch of an evaluation on one rank."""
+        return self.args.training.eval_micro_batch_size or self.args.training.micro_batch_size
+
+    def count_evaluation_passes(self, samples: int) -> int:
+        """How many micro-batches of an evaluation hold `samples`; the last one may be filled up with earlier samples."""
+        of_a_rank = -(-samples // self.layout.data)
+        return -(-of_a_rank // self.evaluation_micro_batch)
+
+    @property
     def evaluation_samples(self) -> int:
-        """Samples of one evaluation."""
+        """Samples of one evaluation, where --full-validation does not take all that there are."""
         training = self.args.training
         # Megatron-LM's --global-batch-size is one pass where a schedule stands in its place
         usual = self.samples_per_pass if self.batch.steps else self.batch.final

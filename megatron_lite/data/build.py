@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from torch.utils.data import ConcatDataset
+
 from megatron_lite.config.args import DataArgs
 from megatron_lite.config.data_paths import SPLIT, parse_blend, split_shares
 from megatron_lite.data.blend_order import BlendedDataset, normalized, sizes_for_blend
@@ -12,7 +14,7 @@ from megatron_lite.data.indexed import IndexedDataset
 from megatron_lite.errors import DataError
 from megatron_lite.units import count
 
-Dataset = GPTDataset | BlendedDataset | MockDataset
+Dataset = GPTDataset | BlendedDataset | ConcatDataset | MockDataset
 SPLITS = ("training", "validation", "test")
 FILE_SPLITS = ("train", "valid", "test")  # Megatron's names, in those of cached files and of flags
 
@@ -22,7 +24,8 @@ class DataSpec:
     """What to build of `data`, where no files of words are left to read."""
 
     data: DataArgs
-    sizes: tuple[int, int, int]  # samples for training, validation, test; 0: not wanted
+    # samples for training, validation, test; 0: not wanted, None: all of one epoch
+    sizes: tuple[int | None, int | None, int | None]
     seq_length: int
     seed: int
     vocab_size: int  # the tokenizer's, before padding
@@ -42,6 +45,8 @@ def build_datasets(spec: DataSpec) -> Datasets:
     DataError for all that cannot be trained on.
     """
     d = spec.data
+    if d.mock_data and None in spec.sizes:
+        raise DataError("--mock-data: has no end, which --full-validation would come to; give --eval-iters instead")
     if d.mock_data:
         # Another seed for each split: with the same one, validation would repeat the training samples.
         mocks = [
@@ -69,7 +74,7 @@ def _build_split(
     opened: each prefix, once for all splits.
     """
     size, shared, shares_given = spec.sizes[part], flag == "--data-path", spec.data.split or SPLIT
-    if not words or not size:
+    if not words or size == 0:
         return None
     if shared and split_shares(shares_given)[part] == 0:
         if part == 0:
@@ -94,6 +99,8 @@ def _build_split(
             )
     split, given = FILE_SPLITS[part], None
     shares, wanted = None, [size if is_single else None] * len(sources)
+    if weights is not None and not is_single and size is None:
+        raise DataError(f"{flag}: weights leave --full-validation no epoch to take; give the files without weights")
     if weights is not None and not is_single:
         shares = normalized(weights)
         given, wanted = sizes_for_blend(size, shares)
@@ -105,6 +112,8 @@ def _build_split(
         return datasets[0]
     if shares is None:
         # Without weights each data set gives what one epoch of it holds, and counts by that.
+        if size is None:
+            return ConcatDataset(datasets)
         lengths = [len(dataset) for dataset in datasets]
         return BlendedDataset(datasets, lengths, min(size, sum(lengths)), cache, split)
     return BlendedDataset(datasets, shares, sum(given), cache, split)

@@ -36,14 +36,17 @@ class ExternalStreams:
     def __init__(self, plan: Plan):
         t, self._spelled = plan.args.training, plan.args.data.external_dataloader
         self._request = {
-            "micro_batch_size": t.micro_batch_size,
             "seq_length": plan.shape.seq_length,
             "rank": plan.layout.data_rank,
             "num_ranks": plan.layout.data,
             "seed": t.seed,
         }
+        evaluated = dict.fromkeys(("valid", "test"), plan.evaluation_micro_batch)
+        self._micro_batches = {"train": t.micro_batch_size, **evaluated}
         self._vocab_size, self._pin = plan.vocab_size, plan.device == "cuda"
-        self._function = find_function(FLAG, self._spelled, ("split",), ("consumed", *self._request))
+        self._function = find_function(
+            FLAG, self._spelled, ("split",), ("consumed", "micro_batch_size", *self._request)
+        )
         evaluated = ("valid", "test") if plan.args.watch.eval_iters else ()
         self._begun = {split: self._begin(split, 0) for split in evaluated}
         for split in evaluated:
@@ -61,7 +64,8 @@ class ExternalStreams:
         return begun if begun is not None and consumed == 0 else self._begin(split, consumed)
 
     def _begin(self, split: str, consumed: int) -> Iterator[Tensor] | None:
-        answer = self._function(split, consumed=consumed, **self._request)
+        size = self._micro_batches[split]
+        answer = self._function(split, consumed=consumed, micro_batch_size=size, **self._request)
         if not (answer is None or isinstance(answer, Iterable)):
             raise self._wrong(split, f"gave a {type(answer).__name__}; return an iterable of micro-batches, or None")
         batches = iter(() if answer is None else answer)
@@ -87,7 +91,7 @@ class ExternalStreams:
         if not isinstance(raw_BT1, Tensor) or raw_BT1.dtype not in INTEGERS:
             kind = f"{type(batch).__name__} of {batch.dtype}" if hasattr(batch, "dtype") else type(batch).__name__
             raise self._wrong(split, f"yields a {kind}; yield tensors or arrays of integers")
-        wanted = (self._request["micro_batch_size"], self._request["seq_length"] + 1)
+        wanted = (self._micro_batches[split], self._request["seq_length"] + 1)
         if tuple(raw_BT1.shape) != wanted:
             what = f"the shape {list(raw_BT1.shape)}; yield [micro-batch size, seq-length + 1] = {list(wanted)}"
             raise self._wrong(split, f"yields {what}")

@@ -3,6 +3,7 @@
 Shapes: B samples of a micro-batch, T1 = T + 1 tokens of a sample.
 """
 
+import itertools
 import signal
 from collections.abc import Iterable, Iterator
 
@@ -86,6 +87,18 @@ def single_batches(
     block = micro_batch_size * num_ranks
     starts = range(consumed + rank * micro_batch_size, num_samples - block + 1 + rank * micro_batch_size, block)
     return (list(range(start, start + micro_batch_size)) for start in starts)
+
+
+def epoch_batches(num_samples: int, micro_batch_size: int, rank: int, num_ranks: int) -> Iterator[list[int]]:
+    """All samples, epoch after epoch, dealt out over the ranks one by one.
+
+    As in Megatron-LM, ranks that have a sample less, or a last batch that is not full, begin with their first again.
+    """
+    mine = range(rank, num_samples, num_ranks) or range(rank % num_samples, num_samples)
+    of_a_rank = -(-num_samples // num_ranks)
+    for _ in itertools.count():
+        for start in range(0, of_a_rank, micro_batch_size):
+            yield [mine[place % len(mine)] for place in range(start, start + micro_batch_size)]
 
 
 def cyclic_batches(

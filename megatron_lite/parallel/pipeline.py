@@ -11,8 +11,7 @@ this rank, H hidden.
 
 import copy
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import nullcontext
-from functools import partial
+from contextlib import contextmanager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -20,9 +19,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from megatron_lite.config.layout import Layout, Stage, Turn, find_source, list_forwards, order_turns
+from megatron_lite.config.layout import Stage, Turn, find_source, list_forwards, order_turns
 from megatron_lite.config.plan import Plan
-from megatron_lite.config.shape import ModelShape
 from megatron_lite.model.gpt import DTYPES
 from megatron_lite.parallel.mesh import arrange_ranks, make_group
 from megatron_lite.parallel.weight_gradients import WeightGradients
@@ -72,13 +70,34 @@ class Link:
         self._leaving.append((tensor, dist.isend(tensor, *self.target)))
 
 
+class Room:
+    """Makes room for the hidden states of one micro-batch, uninitialized."""
+
+    def __init__(self, plan: Plan, device: torch.device):
+        layout, shape = plan.layout, plan.rank_shape
+        self.sequences = plan.args.training.micro_batch_size
+        self._positions = shape.seq_length // (layout.tensor if layout.sequence_parallel else 1)
+        self._hidden_size, self._dtype, self._device = shape.hidden_size, DTYPES[plan.precision], device
+
+    def __call__(self) -> Tensor:
+        size = (self.sequences, self._positions, self._hidden_size)
+        return torch.empty(size, dtype=self._dtype, device=self._device)
+
+
 class Pipeline:
     """This rank's stage, and what it exchanges with those before and after it."""
 
-    def __init__(self, stage: Stage, onward: Link | None = None, back: Link | None = None, ends=None):
+    def __init__(
+        self,
+        stage: Stage,
+        onward: Link | None = None,
+        back: Link | None = None,
+        ends=None,
+        room: Room | None = None,
+    ):
         """onward, back: of hidden states and of their gradients; None for a single stage. ends: the group of the first
-        and the last stage, where both have a copy of the embedding."""
-        self.stage, self.onward, self.back, self.ends = stage, onward, back, ends
+        and the last stage, where both have a copy of the embedding. room: what the links make room with."""
+        self.stage, self.onward, self.back, self.ends, self._room = stage, onward, back, ends, room
         self.chunk = 0  # of the running turn
         self.weights = WeightGradients() if stage.splits_backward else None
         self._arrived: list[Tensor] = []  # what the running turn takes
@@ -86,6 +105,16 @@ class Pipeline:
         self.tell: Callable[[int, str], None] = lambda rank, what: (
             None
         )  # told whom this rank waits for, and "" when it goes on
+
+    @contextmanager
+    def take_sequences(self, number: int) -> Iterator[None]:
+        """Have micro-batches of `number` sequences within."""
+        usual = 0 if self._room is None else self._room.sequences
+        if self._room is not None:
+            self._room.sequences = number
+        yield
+        if self._room is not None:
+            self._room.sequences = usual
 
     def take_turns(self, micro_batches: int, phase) -> Iterator[Turn]:
         """The turns of a training step, each when what it takes from another rank is there."""
@@ -173,12 +202,7 @@ def make_pipeline(plan: Plan, device: torch.device) -> Pipeline:
         return Pipeline(stage)
     lines = arrange_ranks(layout).movedim(0, -1)
     mine = lines[layout.data_rank, layout.context_rank, layout.tensor_rank].tolist()
-    make = partial(
-        torch.empty,
-        _measure_hidden(plan.rank_shape, layout, plan.args.training.micro_batch_size),
-        dtype=DTYPES[plan.precision],
-        device=device,
-    )
+    make = Room(plan, device)
 
     def make_link(step: int, name: str) -> Link:
         """To the stage `step` further on. Chunks go round: from the one end to the other."""
@@ -204,12 +228,7 @@ def make_pipeline(plan: Plan, device: torch.device) -> Pipeline:
             link.take()
         if not stage.is_first and link.target is not None:
             link.send(make())
-    return Pipeline(stage, onward, back, ends)
-
-
-def _measure_hidden(shape: ModelShape, layout: Layout, sequences: int) -> tuple[int, int, int]:
-    """(B, T, H) of what stages hand on. shape: of one rank."""
-    return sequences, shape.seq_length // (layout.tensor if layout.sequence_parallel else 1), shape.hidden_size
+    return Pipeline(stage, onward, back, ends, make)
 
 
 def cut_model(model: nn.Module, pipeline: Pipeline):

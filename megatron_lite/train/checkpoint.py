@@ -105,6 +105,7 @@ class Checkpoints:
             iteration=progress.iteration,
             consumed=progress.consumed,
             consumed_valid_samples=progress.consumed_valid,
+            left_out=progress.left_out,
             shape=dataclasses.asdict(plan.shape),
             precision=plan.precision,
             vocab_size=plan.vocab_size,
@@ -270,6 +271,7 @@ class Checkpoints:
             return logger.info(f"  loaded the weights of iteration {record.iteration}: {path}")
         progress.iteration = progress.started_at = record.iteration
         progress.consumed, progress.consumed_valid = record.consumed, record.consumed_valid_samples
+        progress.left_out = record.left_out
         if not c.no_load_rng:
             self._load_random_state(path, stored)
         logger.info(f"  loaded iteration {record.iteration}: {path}")

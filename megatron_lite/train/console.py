@@ -50,7 +50,12 @@ def set_up_logging(is_first: bool):
 
 
 def iteration_line(
-    steps: list[StepFigures], seconds: float, tflops: float | None, train_iters: int, watch: WatchArgs
+    steps: list[StepFigures],
+    seconds: float,
+    tflops: float | None,
+    train_iters: int,
+    watch: WatchArgs,
+    left_out: int = 0,
 ) -> str:
     """Megatron-LM 0.16's line on an interval's steps, field by field.
 
@@ -58,11 +63,13 @@ def iteration_line(
         steps: The interval's. Learning rate and loss scale are the next step's, as Megatron prints them.
         seconds: Of one iteration.
         tflops: Of one GPU, in Megatron's count: causal attention. None for unknown, which --log-throughput rules out.
+        left_out: Samples that --iterations-to-skip named.
     """
     last, losses = steps[-1], [s.loss for s in steps if not s.skipped]
     parts = [
         f" [{datetime.now():%Y-%m-%d %H:%M:%S.%f}] iteration {last.iteration:8d}/{train_iters:8d}",
         f"consumed samples: {last.consumed:12d}",
+        f"skipped samples: {left_out:12d}" if left_out else None,
         f"elapsed time per iteration (ms): {seconds * 1000:.1f}",
         f"throughput per GPU (TFLOP/s/GPU): {tflops:.1f}" if watch.log_throughput else None,
         f"learning rate: {last.next_lr:.6E}",

@@ -10,7 +10,7 @@ from megatron_lite.config.data_paths import SPLIT, read_argument_files
 from megatron_lite.config.plan import Plan
 from megatron_lite.data.build import DataSpec, build_datasets
 from megatron_lite.data.external import ExternalStreams
-from megatron_lite.data.loader import batches, cyclic_batches, require_block, single_batches
+from megatron_lite.data.loader import batches, cyclic_batches, epoch_batches, require_block, single_batches
 from megatron_lite.errors import DataError
 from megatron_lite.train.loop import Progress
 from megatron_lite.units import count
@@ -30,6 +30,13 @@ class DataStreams:
         """Whether this split, "valid" or "test", has samples."""
         return self._streams.has(split)
 
+    @property
+    def validation_samples(self) -> int:
+        """Samples of one validation."""
+        if self.plan.args.watch.full_validation:
+            return self._streams.count("valid")
+        return self.plan.evaluation_samples
+
     def training(self, progress: Progress) -> Iterator[Tensor]:
         """Batches from the first sample on that has not been trained on."""
         batch, last = self.plan.batch, self.plan.train_iters
@@ -42,6 +49,8 @@ class DataStreams:
         many there were.
         """
         t, w = self.plan.args.training, self.plan.args.watch
+        if w.full_validation:
+            return self._streams.stream_epochs("valid")
         one, past = self.plan.evaluation_samples, w.count_validations(progress.iteration)
         if t.skip_train:
             return self._streams.stream("valid", 0, one)
@@ -66,27 +75,42 @@ class _DatasetStreams:
         # one evaluation per interval and one at the end, each on samples of its own
         training = not plan.args.training.skip_train
         evaluations = training * w.count_validations(plan.train_iters) + 1
-        sizes = (training * plan.train_samples, evaluations * evaluated, evaluated)
+        validated = None if w.full_validation else evaluations * evaluated
+        sizes = (training * plan.train_samples, validated, evaluated)
         spec = DataSpec(d, sizes, plan.shape.seq_length, plan.args.training.seed, plan.vocab_size)
         self._sets = build_datasets(spec)
         for name, size in zip(("train", "valid", "test"), sizes):
             samples = getattr(self._sets, name)
-            why = f" (--split {d.split or SPLIT} leaves it no document)" if size and d.data_path else ""
+            why = f" (--split {d.split or SPLIT} leaves it no document)" if size != 0 and d.data_path else ""
             logger.info(
                 f"  {name} data: {count(len(samples))} samples" if samples is not None else f"  {name} data: none{why}"
             )
-            if samples is not None and len(samples) < size and d.dataloader_type == "single":
+            if samples is not None and len(samples) < (size or 0) and d.dataloader_type == "single":
                 flag = f"--{name}-data-path" if getattr(d, f"{name}_data_path") else "--data-path"
                 raise DataError(
                     f"{flag}: several data sets without weights are read once, and their {name} share of "
                     f"{count(len(samples))} samples is less than the {count(size)} that the run takes; give "
                     "each a weight, which repeats them, or train or evaluate less."
                 )
-            if samples is not None:
-                require_block(len(samples), plan.args.training.micro_batch_size, plan.layout.data)
+            if samples is not None and size is not None:
+                require_block(len(samples), self._get_micro_batch(name), plan.layout.data)
 
     def has(self, split: str) -> bool:
         return getattr(self._sets, split) is not None
+
+    def count(self, split: str) -> int:
+        """The number of samples."""
+        return len(getattr(self._sets, split))
+
+    def _get_micro_batch(self, split: str) -> int:
+        """Samples of a micro-batch on one rank."""
+        return self.plan.args.training.micro_batch_size if split == "train" else self.plan.evaluation_micro_batch
+
+    def stream_epochs(self, split: str) -> Iterator[Tensor]:
+        """All samples, again and again, each time in as many batches as Plan.count_evaluation_passes says."""
+        layout, dataset = self.plan.layout, getattr(self._sets, split)
+        indices = epoch_batches(len(dataset), self._get_micro_batch(split), layout.data_rank, layout.data)
+        return batches(dataset, indices, num_workers=self.plan.loader_workers, pin=self.plan.device == "cuda")
 
     def stream(self, split: str, consumed: int, wanted: int) -> Iterator[Tensor]:
         """Batches from sample `consumed` on.
@@ -94,7 +118,7 @@ class _DatasetStreams:
         Raises DataError if there are fewer than `wanted` samples left to train on.
         """
         plan, d, dataset = self.plan, self.plan.args.data, getattr(self._sets, split)
-        place = (plan.args.training.micro_batch_size, plan.layout.data_rank, plan.layout.data)
+        place = (self._get_micro_batch(split), plan.layout.data_rank, plan.layout.data)
         if d.dataloader_type == "cyclic":
             indices = cyclic_batches(len(dataset), consumed, *place, data_sharding=d.data_sharding)
         else:

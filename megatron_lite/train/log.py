@@ -265,7 +265,8 @@ class Log:
             causal, full = (
                 step_flops(shape, samples, causal) / (seconds * TERA * self.plan.world.size) for causal in (True, False)
             )
-        self.say(iteration_line(steps, seconds / len(averaged), causal, self.plan.train_iters, w))
+        left_out = self._progress.left_out
+        self.say(iteration_line(steps, seconds / len(averaged), causal, self.plan.train_iters, w, left_out))
         self.say(speed_line(samples * shape.seq_length / seconds, causal, full, self._peak_tflops))
         if self._time.left_out:
             self.say(self._time.words())

@@ -14,11 +14,18 @@ class Progress:
     consumed: int = 0  # samples
     consumed_valid: int = 0  # samples of all evaluations
     started_at: int = 0  # iteration that this run started from
+    left_out: int = 0  # samples of the consumed ones that --iterations-to-skip named
 
     @property
     def step(self) -> int:
         """This run's own steps, from 1."""
         return self.iteration - self.started_at
+
+    def leave_out(self, samples: int) -> None:
+        """Count an iteration whose samples were drawn, but not trained on."""
+        self.iteration += 1
+        self.consumed += samples
+        self.left_out += samples
 
 
 class StepHook(Protocol):
@@ -34,6 +41,10 @@ class StepHook(Protocol):
 def train(last: int, progress: Progress, step, batches, log, hooks: list[StepHook], exits, instruments) -> str | None:
     """Train until iteration `last`; returns why it ended earlier, or None."""
     while progress.iteration < last:
+        if step.leaves_out(progress.iteration + 1):
+            with instruments.step(progress.step + 1):
+                progress.leave_out(step.draw(batches, progress.consumed, instruments.phase))
+            continue
         with instruments.step(progress.step + 1):
             result = step(batches, progress.consumed, instruments.phase)
             progress.iteration += 1

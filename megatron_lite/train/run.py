@@ -51,7 +51,8 @@ def run(plan: Plan, streams: DataStreams, eod: int | None, instruments, make_log
     with make_log(metrics, progress) as log, checkpoints:
         validation = None
         if streams.has("valid"):
-            validation = Evaluation(plan, replica, streams.validation(progress), make_batch, log)
+            batches, samples = streams.validation(progress), streams.validation_samples
+            validation = Evaluation(plan, replica, batches, samples, make_batch, log)
         saving = SaveHook(plan.args.checkpoint, checkpoints, log, loaded=progress.iteration)
         reason = None
         if not plan.args.training.skip_train:
@@ -68,7 +69,7 @@ def run(plan: Plan, streams: DataStreams, eod: int | None, instruments, make_log
         if reason is None and validation is not None:
             validation.report_at_the_end(progress)
         if reason is None and streams.has("test"):
-            test = Evaluation(plan, replica, streams.test(), make_batch, log)
+            test = Evaluation(plan, replica, streams.test(), plan.evaluation_samples, make_batch, log)
             test.report(progress, f"iteration {progress.iteration} on test set", "test")
     return reason
 

@@ -91,6 +91,18 @@ class TrainingStep:
         """computed: called within backward when this rank has its gradients and begins to wait for those of others."""
         self.plan, self.replica, self.optimizer, self.make, self._computed = plan, replica, optimizer, make, computed
         self._per_token = plan.args.training.calculate_per_token_loss
+        self._left_out = frozenset(plan.args.training.iterations_to_skip)
+
+    def leaves_out(self, iteration: int) -> bool:
+        """Whether --iterations-to-skip names this iteration."""
+        return iteration in self._left_out
+
+    def draw(self, batches: Iterator[Tensor], consumed: int, phase) -> int:
+        """Draw the batch of the step that starts after `consumed` samples, and leave it; returns its samples."""
+        with phase(Phase.DATA):
+            for _ in range(self.plan.micro_batches(consumed)):
+                next(batches)
+        return self.plan.batch.size(consumed)
 
     def __call__(self, batches: Iterator[Tensor], consumed: int, phase) -> StepResult:
         """The step that starts after `consumed` samples. `phase` marks its parts."""

@@ -49,8 +49,10 @@ class Evaluation:
 
     phase = Phase.EVAL
 
-    def __init__(self, plan: Plan, replica: Replica, batches: Iterator[Tensor], make: BatchMaker, log):
+    def __init__(self, plan: Plan, replica: Replica, batches: Iterator[Tensor], samples: int, make: BatchMaker, log):
+        """samples: of one evaluation, over all ranks."""
         self.plan, self.replica, self.batches, self.make, self.log = plan, replica, batches, make, log
+        self._samples = samples
 
     def due(self, progress: Progress) -> bool:
         interval = self.plan.args.watch.eval_interval
@@ -62,9 +64,10 @@ class Evaluation:
 
     def report(self, progress: Progress, title: str, which: str) -> float:
         """Evaluate on the next batches and log the loss; returns it."""
-        samples = self.plan.evaluation_samples
-        progress.consumed_valid += samples
-        loss = evaluate(self.replica, self.batches, self.make, samples // self.plan.samples_per_pass)
+        plan = self.plan
+        progress.consumed_valid += self._samples
+        with self.replica.pipeline.take_sequences(plan.evaluation_micro_batch):
+            loss = evaluate(self.replica, self.batches, self.make, plan.count_evaluation_passes(self._samples))
         self.log.evaluation(title, which, loss)
         return loss
 

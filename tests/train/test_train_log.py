@@ -11,6 +11,7 @@ import torch
 from support.launch import alone, flags, plan_of, pretrain, quietly, steps, write_documents
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from megatron_lite.parallel.pipeline import Pipeline
 from megatron_lite.train import log
 from megatron_lite.train import step_hooks as evaluation
 from megatron_lite.train.console import compute_timers, evaluation_lines, timer_lines
@@ -219,7 +220,9 @@ def test_the_end_evaluates_on_the_next_samples_even_where_an_interval_ends(monke
         metrics=SimpleNamespace(settle=lambda: None), say=said.append,
         evaluation=lambda title, which, loss: said.append(evaluation_lines(title, loss)),
     )  # fmt: skip
-    validation = evaluation.Evaluation(plan_of(flags("--eval-iters 2")), None, None, None, log)
+    plan = plan_of(flags("--eval-iters 2"))
+    replica = SimpleNamespace(pipeline=Pipeline(plan.stage))
+    validation = evaluation.Evaluation(plan, replica, None, plan.evaluation_samples, None, log)
     progress = Progress(iteration=40)
     validation.run(progress)
     validation.report_at_the_end(progress)

@@ -50,10 +50,27 @@ def _check_batches(args: Args, data_ranks: int, per_pass: int) -> Iterator[str]:
         yield from _check_rampup(args, per_pass, parts)
     if t.step_batch_size_schedule is not None:
         yield from _check_batch_steps(args, per_pass, parts)
+    yield from _check_evaluation_batches(args, data_ranks, per_pass)
+
+
+def _check_evaluation_batches(args: Args, data_ranks: int, per_pass: int) -> Iterator[str]:
+    """Mistakes among the batches of evaluations. The arguments are those of _check_batches."""
+    t = args.training
     evaluated = t.eval_global_batch_size
-    if evaluated is not None and evaluated % per_pass:
+    name, micro_batch = "--micro-batch-size", t.micro_batch_size or 1
+    if t.eval_micro_batch_size is not None:
+        name, micro_batch = "--eval-micro-batch-size", t.eval_micro_batch_size
+        # Megatron-LM's --global-batch-size is one pass where a schedule stands in its place
+        usual = per_pass if t.step_batch_size_schedule is not None else t.global_batch_size or per_pass
+    else:
+        usual = 0
+    own_pass = max(micro_batch, 1) * data_ranks
+    parts = f"{name} {micro_batch} times data parallel size {data_ranks} = {own_pass}"
+    if evaluated is not None and evaluated % own_pass:
         divisible = f"--eval-global-batch-size {evaluated} is not divisible by {parts}"
-        yield f"{divisible}; try {max(1, evaluated // per_pass) * per_pass}."
+        yield f"{divisible}; try {max(1, evaluated // own_pass) * own_pass}."
+    elif evaluated is None and usual % own_pass:
+        yield f"{name} {micro_batch}: a global batch of {usual} is not divisible by {parts}; give --eval-global-batch-size."
 
 
 def _check_batch_steps(args: Args, per_pass: int, parts: str) -> Iterator[str]:
