@@ -4,8 +4,9 @@ import contextlib
 import math
 from array import array
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Generic, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,13 +20,16 @@ from megatron_lite.train.step import StepResult
 LAG = 2  # steps that the host may be ahead of what it reads: enough that reading never keeps the device waiting
 
 
-class Readback:
+Key = TypeVar("Key")
+
+
+class Readback(Generic[Key]):
     """A queue of rows of numbers that are copied from the device to the host without waiting."""
 
-    def __init__(self):
-        self._waiting: deque[tuple[object, Tensor | array, torch.cuda.Event | None]] = deque()
+    def __init__(self) -> None:
+        self._waiting: deque[tuple[Key, Tensor | array[float], torch.cuda.Event | None]] = deque()
 
-    def push(self, key, values: Sequence[Tensor]):
+    def push(self, key: Key, values: Sequence[Tensor]) -> None:
         """Start copying `values`, scalars of any type on one device, to the host under `key`, in double precision."""
         if values[0].device.type != "cuda":
             self._waiting.append((key, array("d", [value.tolist() for value in values]), None))
@@ -37,11 +41,11 @@ class Readback:
         event.record()
         self._waiting.append((key, host, event))
 
-    def forget(self):
+    def forget(self) -> None:
         """Drop all rows that have not been read."""
         self._waiting.clear()
 
-    def arrived(self):
+    def arrived(self) -> Iterator[tuple[Key, list[float]]]:
         """Yield (key, list of numbers) of what has arrived; waits for nothing, since after a failure nothing may come.
 
         RuntimeError where the device itself has failed and answers no more.
@@ -50,7 +54,7 @@ class Readback:
             key, host, _ = self._waiting.popleft()
             yield key, host.tolist()
 
-    def pop(self, lag: int):
+    def pop(self, lag: int) -> Iterator[tuple[Key, list[float]]]:
         """Yield (key, list of numbers) of all but the newest `lag` rows, waiting for each to arrive.
 
         With a lag of 2 the device still has a whole step queued, so that the wait costs it nothing.

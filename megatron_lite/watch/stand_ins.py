@@ -1,9 +1,19 @@
 """Functions in the place of others, which do what those do and something more."""
 
 import inspect
+from collections.abc import Callable
+from types import CodeType
+from typing import ParamSpec, TypeVar
+
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
+Kind = TypeVar("Kind")
+CODE = "__code__"  # the attribute of a function that stacks show
 
 
-def add_calls(function, before, after):
+def add_calls(
+    function: Callable[Parameters, Result], before: Callable[Parameters, object], after: Callable[[], object]
+) -> Callable[Parameters, Result]:
     """Wrap a function so that others are called before and after it.
 
     Args:
@@ -15,7 +25,7 @@ def add_calls(function, before, after):
         The wrapped function, which stacks show as part of `function`.
     """
 
-    def call(*arguments, **named):
+    def call(*arguments: Parameters.args, **named: Parameters.kwargs) -> Result:
         before(*arguments, **named)
         try:
             return function(*arguments, **named)
@@ -25,11 +35,25 @@ def add_calls(function, before, after):
     return stand_in(call, function)
 
 
-def stand_in(call, function):
-    """`call`, which stacks of allocations show as part of the function that it stands for."""
-    call.__code__ = call.__code__.replace(co_filename=inspect.unwrap(function).__code__.co_filename)
+def stand_in(
+    call: Callable[Parameters, Result], function: Callable[Parameters, Result]
+) -> Callable[Parameters, Result]:
+    """`call`, which stacks of allocations show as part of the function that it stands for.
+
+    Args:
+        call: a function that is written in Python.
+        function: the function that it stands for, or a wrapper of it.
+    """
+    own: CodeType = getattr(call, CODE)
+    shown: CodeType = getattr(inspect.unwrap(function), CODE)
+    setattr(call, CODE, own.replace(co_filename=shown.co_filename))
     return call
 
 
-def list_subclasses(kind: type) -> list[type]:
-    return [one for child in kind.__subclasses__() for one in (child, *list_subclasses(child))]
+def list_subclasses(kind: type[Kind]) -> list[type[Kind]]:
+    """List the classes that a class has been derived into, at any depth."""
+    found: list[type[Kind]] = []
+    for child in kind.__subclasses__():
+        found.append(child)
+        found += list_subclasses(child)
+    return found

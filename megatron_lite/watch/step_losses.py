@@ -4,12 +4,16 @@ import contextlib
 import functools
 import math
 import weakref
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
 from msgspec import UNSET, UnsetType
 
 from megatron_lite.train.step_metrics import Readback
+
+Outputs = torch.Tensor | Iterable[torch.Tensor]
+Scale = Callable[[torch.amp.GradScaler, Outputs], Outputs]
 
 
 @dataclass
@@ -23,6 +27,14 @@ class StepLoss:
     known: bool = True
 
 
+@dataclass
+class Scaled:
+    """The last tensor that a GradScaler has scaled; None for several at once, of which none is the loss."""
+
+    made: weakref.ref[torch.Tensor] | None = None
+    loss: torch.Tensor | None = None  # that it was made of
+
+
 class StepLosses:
     """Sums the scalars that backward was called on in each step, before a GradScaler: the loss whose gradients the
     step uses.
@@ -31,25 +43,27 @@ class StepLosses:
     several times, or where several optimizers have losses of their own.
     """
 
-    def __init__(self):
-        self._readback = Readback()
+    def __init__(self) -> None:
+        self._readback: Readback[int] = Readback()
         self._steps: dict[int, StepLoss] = {}
-        self._scaled: tuple | None = None  # a GradScaler's last: a weak reference to what it made, and of what
+        self._scaled: Scaled | None = None  # None: no GradScaler has scaled anything
 
-    def wrap_scale(self, scale):
-        """GradScaler.scale, which notes what it is given."""
+    def wrap_scale(self, scale: Scale) -> Scale:
+        """Wrap GradScaler.scale, so that it notes what it is given."""
 
         @functools.wraps(scale)
-        def call(scaler, outputs):
+        def call(scaler: torch.amp.GradScaler, outputs: Outputs) -> Outputs:
             made = scale(scaler, outputs)
             if scaler.is_enabled():
-                alone = isinstance(outputs, torch.Tensor)
-                self._scaled = (weakref.ref(made), outputs.detach()) if alone else (None, None)
+                if isinstance(outputs, torch.Tensor) and isinstance(made, torch.Tensor):
+                    self._scaled = Scaled(weakref.ref(made), outputs.detach())
+                else:
+                    self._scaled = Scaled()
             return made
 
         return call
 
-    def add(self, step: int, tensors, in_optimizer: bool):
+    def add(self, step: int, tensors: object, in_optimizer: bool) -> None:
         """Record a call of backward.
 
         Args:
@@ -59,7 +73,8 @@ class StepLosses:
         """
         # tensors' methods are called as rarely as can be: between a model's operations each costs microseconds
         one = self._steps.setdefault(step, StepLoss())
-        one.in_optimizer += in_optimizer
+        if in_optimizer:
+            one.in_optimizer += 1
         loss = None if one.parted or one.in_optimizer > 1 else self._find_loss(tensors)
         # others than Tensor, such as DTensor, may have to ask other ranks for the number
         if type(loss) is not torch.Tensor or loss.numel() != 1:
@@ -72,26 +87,34 @@ class StepLosses:
         else:
             one.known = False
 
-    def part(self, step: int):
-        """An optimizer has stepped."""
+    def part(self, step: int) -> None:
+        """Note that an optimizer has stepped."""
         if step in self._steps:
             self._steps[step].parted = True
 
     def take(self, step: int, wait: bool) -> float | None | UnsetType:
-        """The loss of a step as its record holds it: UNSET if it is not known, None for one that is NaN or Inf."""
+        """Return the loss of a step as its record holds it: UNSET if it is not known, None for one that is NaN or Inf.
+
+        Args:
+            step: the number of the step.
+            wait: whether to wait for what has not arrived.
+        """
         with contextlib.suppress(RuntimeError):  # a GPU after a fatal error, which the step itself has raised
-            for of, [value] in self._readback.pop(0) if wait else self._readback.arrived():
-                if of in self._steps:  # not written without it: a loss may be late, as from a stream of its own
-                    self._steps[of].total += value
-                    self._steps[of].underway -= 1
+            for number, [value] in self._readback.pop(0) if wait else self._readback.arrived():
+                if number in self._steps:  # not written without it: a loss may be late, as from a stream of its own
+                    self._steps[number].total += value
+                    self._steps[number].underway -= 1
         one = self._steps.pop(step, None)
         if one is None or not one.known or one.underway:
             return UNSET
         return one.total if math.isfinite(one.total) else None
 
-    def _find_loss(self, tensors):
-        tensor = tensors[0] if isinstance(tensors, (tuple, list)) and len(tensors) == 1 else tensors
+    def _find_loss(self, tensors: object) -> object:
+        """Find the loss that backward is called on, before it was scaled; None where that is not known."""
+        tensor = tensors
+        if isinstance(tensors, (tuple, list)) and len(tensors) == 1:
+            tensor = tensors[0]
         if self._scaled is None:
             return tensor
-        made, loss = self._scaled
-        return loss if made is not None and made() is tensor else None
+        is_scaled_loss = self._scaled.made is not None and self._scaled.made() is tensor
+        return self._scaled.loss if is_scaled_loss else None
