@@ -1,6 +1,5 @@
 """`megatron-lite watch` times and profiles any training script of PyTorch, unchanged, and then explains it."""
 
-import json
 import os
 import re
 import shutil
@@ -13,6 +12,7 @@ from pathlib import Path
 from megatron_lite.cli.parser import Parser
 from megatron_lite.errors import UserError
 from megatron_lite.formats.file_names import RUN_FILE
+from megatron_lite.formats.watch_request import WatchRequest, encode_request
 from megatron_lite.process_folder import release_process_folder
 from megatron_lite.terminal import print_lines
 from megatron_lite.variables import WATCH, prepend_python_path
@@ -55,14 +55,14 @@ def run(argv: list[str]) -> int:
     written_before = _read_time_of_record(folder)
     # of a run before
     release_process_folder(folder)
-    request = {
-        "folder": str(folder),
-        "steps": [int(bounds[1]), int(bounds[2])],
-        "memory": options.memory,
-        "command": command,
-    }
+    request = WatchRequest(
+        folder=str(folder),
+        steps=(int(bounds[1]), int(bounds[2])),
+        memory=options.memory,
+        command=command,
+    )
     environment = prepend_python_path(os.environ, BOOTSTRAP)
-    code = _run_to_its_end(command, environment | {WATCH: json.dumps(request)})
+    code = _run_to_its_end(command, environment | {WATCH: encode_request(request)})
     if _read_time_of_record(folder) in (None, written_before):
         unseen = "it cannot see scripts started with python -I, -E or -S, or that overwrite PYTHONPATH."
         lines = [

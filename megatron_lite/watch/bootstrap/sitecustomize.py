@@ -7,31 +7,38 @@ It waits until torch is imported. Processes without torch pay nothing, and no fa
 import importlib
 import importlib.util
 import sys
+from collections.abc import Callable, Sequence
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
 
 PACKAGE_PARENT = Path(__file__).parents[3]
+EXECUTE = "exec_module"  # the method of a module's loader that runs its code
 
 
 class AfterTorch:
     """Begins to watch when torch has been imported."""
 
-    def find_spec(self, name, path=None, target=None):
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Called for each module that is imported: lets torch be found as before, and be followed by the watching."""
         if name != "torch":
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec("torch")
         if spec is not None and spec.loader is not None:
-            execute = spec.loader.exec_module
+            execute: Callable[[ModuleType], None] = spec.loader.exec_module
 
-            def execute_and_watch(module):
+            def execute_and_watch(module: ModuleType) -> None:
                 execute(module)
                 start_watching()
 
-            spec.loader.exec_module = execute_and_watch
+            setattr(spec.loader, EXECUTE, execute_and_watch)
         return spec
 
 
-def start_watching():
+def start_watching() -> None:
     """Watch this process, which has imported torch."""
     try:
         if importlib.util.find_spec("megatron_lite") is None:
@@ -41,8 +48,8 @@ def start_watching():
         print(f"megatron-lite watch: this process is not watched: {error}", file=sys.stderr)
 
 
-def run_the_next():
-    """A sitecustomize of the environment's own, which this one hides."""
+def run_the_next() -> None:
+    """Run a sitecustomize of the environment's own, which this one hides."""
     here = str(Path(__file__).parent)
     sys.path[:] = [folder for folder in sys.path if folder != here]
     own = sys.modules.pop("sitecustomize", None)
@@ -51,7 +58,8 @@ def run_the_next():
     except ModuleNotFoundError as error:
         if error.name != "sitecustomize":
             raise
-        sys.modules["sitecustomize"] = own
+        if own is not None:
+            sys.modules["sitecustomize"] = own
 
 
 sys.meta_path.insert(0, AfterTorch())
