@@ -382,8 +382,8 @@ class TorchProfiler(Instrument):
             **TABLE_LIMIT,
         )
 
-    def owns(self, profile: torch.autograd.profiler.profile) -> bool:
-        """Whether a profile is this instrument's."""
+    def owns(self, profile: object) -> bool:
+        """Whether a profile of torch is this instrument's."""
         return self._profiler is not None and self._profiler.profiler is profile
 
     def _open_span(self, name: str) -> None:

@@ -14,8 +14,11 @@ import sys
 import threading
 import time
 import weakref
+from collections.abc import Callable, Iterator
 from multiprocessing.util import Finalize
 from pathlib import Path
+from types import TracebackType
+from typing import ParamSpec, TypeVar
 
 import msgspec
 import torch
@@ -26,9 +29,9 @@ from torch.utils.data import dataloader
 from megatron_lite.config.args import ProfileArgs
 from megatron_lite.formats.file_names import STEPS_FILE
 from megatron_lite.formats.run_record import Process, RunRecord, Updated, Watched
-from megatron_lite.formats.step_records import append_record
+from megatron_lite.formats.step_records import StepRecord, append_record
 from megatron_lite.instruments.base import Instrument, Instruments, Window
-from megatron_lite.instruments.memory_history import CpuRecorder, CudaRecorder, MemoryHistory
+from megatron_lite.instruments.memory_history import CpuRecorder, CudaRecorder, MemoryHistory, MemoryRecorder
 from megatron_lite.instruments.memory_oom import EXPANDABLE, OutOfMemory
 from megatron_lite.instruments.snapshot_format import extend_name
 from megatron_lite.instruments.step_time import StepTime
@@ -47,13 +50,31 @@ from megatron_lite.watch.step_losses import StepLosses
 from megatron_lite.watch.step_norms import StepNorms
 
 SNAPSHOT_FILE = "memory.pickle"
+PROFILED_STEPS = range(10, 16)
 MAX_SILENCE_S = 2.0  # after which steps are written to the disk
 REMEDIES = (
     "a smaller batch, with more batches per step",
     "activations computed again in backward (torch.utils.checkpoint)",
     "bf16 or fp16 instead of fp32 (torch.autocast)",
 )
-DATA, FORWARD, BACKWARD, OPTIMIZER_STEP = map(str, (Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER_STEP))
+DATA = Phase.DATA.value
+FORWARD = Phase.FORWARD.value
+BACKWARD = Phase.BACKWARD.value
+OPTIMIZER_STEP = Phase.OPTIMIZER_STEP.value
+HOOKED = "hooked"  # the attribute of a method that torch, or a profiler, has wrapped already
+
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
+Step = Callable[..., object]  # an optimizer's step, whose arguments are its class' own
+
+
+def _do_nothing() -> None:
+    """Stand where nothing is to be called."""
+
+
+def _keep(step: Step) -> Step:
+    """Wrap a step in nothing: the method that it is made of was wrapped by torch."""
+    return step
 
 
 class Profiler:
@@ -76,100 +97,108 @@ class Profiler:
     """
 
     def __init__(
-        self, folder: str | Path, steps: range = range(10, 16), memory: bool = False, command: list[str] | None = None
-    ):
+        self,
+        folder: str | Path,
+        steps: range = PROFILED_STEPS,
+        memory: bool = False,
+        command: list[str] | None = None,
+    ) -> None:
         if steps.step != 1 or not 1 < steps.start < steps.stop:
             raise ValueError(f"steps={steps}: give a range of steps that follow each other; the first is at least 2")
-        self.folder = self._given_folder = Path(folder)
-        self.window, self._memory = Window(steps), memory
+        self.folder = Path(folder)
+        self._given_folder = self.folder
+        self.window = Window(steps)
+        self._memory = memory
         self._command = command or sys.argv
-        self._timeline = Timeline()
+        self.rank = 0
+        self._has_others = False  # other ranks train beside this one
         self._instruments: Instruments | None = None  # from the first step on
         self._recorder: CudaRecorder | None = None  # one that records before the first step
         self._torch_profiler: TorchProfiler | None = None  # from the first step on, until it is over or makes way
         self._makes_way = False  # the script uses torch.profiler itself
-        self._step, self._phase = 0, ""
-        self._named = ""  # the phase of the loop's own that is open: what happens in it is a part of it
-        self._saving = contextlib.ExitStack()  # while torch.save runs
-        self._finds_steps = True  # until the loop says itself where a step ends
-        self._thread = threading.get_ident()  # that trains
-        self._leader: weakref.ref | None = None  # the optimizer whose steps are counted
-        self._in_optimizer = self._in_backward = 0  # calls that are open: one may call another
-        self._has_loader = False
-        self._watched = Watched()  # what run.json says of it
         self._replaced: list[tuple[object, str, object]] = []  # of torch: where, the name, what stood there
+        self._saving = contextlib.ExitStack()  # while torch.save runs
+        self._has_loader = False
+        self._finds_steps = True  # until the loop says itself where a step ends
+        self._norms = StepNorms()
+        self._watched = Watched()  # what run.json says of it
+        self._record = RunRecord()  # run.json, from the first step on
+        self._gave_up = ""  # why a script that goes on is not watched any more
+        self._written_at = time.monotonic()
+        self._set_to_start()
+        own = weakref.ref(self)
+
+        def begin_anew() -> None:
+            profiler = own()
+            if profiler is not None:
+                profiler._begin_anew()
+
+        os.register_at_fork(after_in_child=begin_anew)
+
+    def _set_to_start(self) -> None:
+        """Set what changes with the steps of the loop to what it is before the first one."""
+        self._thread = threading.get_ident()  # that trains; 0: closed, or never to be watched
+        self._timeline = Timeline()
+        self._step = 0
+        self._phase = ""
+        self._named = ""  # the phase of the loop's own that is open: what happens in it is a part of it
         self._first_sign = 0.0  # of training, by time.perf_counter()
-        self._losses, self._norms = StepLosses(), StepNorms()
+        # calls that are open: one may call another
+        self._in_optimizer = 0
+        self._in_backward = 0
+        self._in_gradients = 0  # torch.autograd.grad
+        self._leader: weakref.ref[Optimizer] | None = None  # the optimizer whose steps are counted
         self._updates = HandUpdates()  # asked until an optimizer of torch steps
         self._passes = 0  # of backward, each within a step
-        self._in_gradients = 0  # calls of torch.autograd.grad that are open
         self._steps_by_hand = 0
-        self._gave_up = ""  # why a script that goes on is not watched any more
+        self._losses = StepLosses()
         self._unwritten: list[StepTime] = []
-        self._written_at = time.monotonic()
-        self.rank = 0
-        own = weakref.ref(self)
-        os.register_at_fork(after_in_child=lambda: (profiler := own()) is not None and profiler._begin_anew())
 
-    def _begin_anew(self):
+    def _begin_anew(self) -> None:
         """Forget what the parent process recorded, in a process that was forked from it."""
         if self._thread == 0:  # closed, or never to be watched
             return
         if self._instruments is not None:
             self._instruments = None
-            self._torch_profiler, self._recorder = None, None
-        self._timeline = Timeline()
-        self._step, self._phase, self._named = 0, "", ""
-        self._leader, self._first_sign = None, 0.0
-        self._in_optimizer = self._in_backward = self._in_gradients = 0
-        self._updates, self._losses, self._unwritten = HandUpdates(), StepLosses(), []
+            self._torch_profiler = None
+            self._recorder = None
+        self._set_to_start()
         self._norms.forget()
-        self._passes = self._steps_by_hand = 0
-        self._thread = threading.get_ident()
         self.folder = self._given_folder
 
-    def __enter__(self):
-        loader, hook_step = dataloader._BaseDataLoaderIter, Optimizer.profile_hook_step
+    def __enter__(self) -> "Profiler":  # noqa: PYI034 - Self came with Python 3.11
         self._see_calls(torch.autograd, "backward", self._begin_backward, self._end_backward)
         self._see_calls(torch.autograd, "grad", self._begin_gradients, self._end_gradients)
-        self._see_calls(loader, "__next__", self._begin_data, self._end_data)
+        self._see_calls(dataloader._BaseDataLoaderIter, "__next__", self._begin_data, self._end_data)
         self._see_calls(torch, "save", self._begin_save, self._end_save)
         # the first marks steps as ours are marked, from its start on, recording or not;
         # the others have the second in common
-        for kind, name in ((torch.profiler.profile, "start"), (torch.autograd.profiler.profile, "_prepare_trace")):
-            self._see_calls(kind, name, self._make_way)
-        scaler = torch.amp.GradScaler
-        clip = torch.nn.utils.clip_grad_norm_
-        counted_clip = stand_in(self._norms.wrap(clip, self._find_step, self._guard), clip)
-        for place in (torch.nn.utils, torch.nn.utils.clip_grad):
-            self._replace(place, "clip_grad_norm_", counted_clip)
-        for kind in (scaler, *list_subclasses(scaler)):
-            self._see_scale(kind)
-        # those of FSDP are not imported yet
-        self._see_calls(scaler, "__init__", lambda one, *_, **__: self._see_scale(type(one)))
-        self._replace(Optimizer, "profile_hook_step", staticmethod(lambda step: self._wrap_step(step, hook_step)))
-        for known in list_subclasses(Optimizer):
-            if getattr(vars(known).get("step"), "hooked", False):
-                self._replace(known, "step", self._wrap_step(known.step))
+        self._see_calls(torch.profiler.profile, "start", self._make_way)
+        self._see_calls(torch.autograd.profiler.profile, "_prepare_trace", self._make_way)
+        self._see_clipping()
+        self._see_scaling()
+        self._see_optimizers()
         if self._memory and torch.cuda.is_available():
             # weights are known by the code that made them if all is recorded from the first use of the GPU on
             self._recorder = CudaRecorder(ProfileArgs().memory_history_events)
             torch.cuda._lazy_call(self._recorder.open)
         return self
 
-    def step(self):
+    def step(self) -> None:
         """A step ends here. From the first call on, steps end nowhere else: call it in every step."""
-        found, self._finds_steps = self._finds_steps, False
+        found = self._finds_steps
+        self._finds_steps = False
         self._first_sign = self._first_sign or time.perf_counter()
         # the first step has already ended where its optimizer stepped
         if self._is_open() and not (found and self._leader is not None):
             self._end_step()
 
     @contextlib.contextmanager
-    def phase(self, name: str):
+    def phase(self, name: str) -> Iterator[None]:
         """Around a part of the loop that is to be timed as `name`, with all that happens in it. "eval" and "save" are
         no part of a step's time."""
-        outer, before = self._named, self._phase
+        outer = self._named
+        before = self._phase
         self._named = ""
         self._move(name)
         self._named = name
@@ -180,53 +209,74 @@ class Profiler:
             self._move(before)
             self._named = outer
 
-    def __exit__(self, kind, error, traceback):
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
         self.close(error)
 
-    def close(self, error: BaseException | None = None):
-        """Write what is left, and let go of torch. error: that ended the script."""
+    def close(self, error: BaseException | None = None) -> None:
+        """Write what is left, and let go of torch.
+
+        Args:
+            error: the one that ended the script.
+        """
         while self._replaced:
-            setattr(*self._replaced.pop())
-        ours, self._thread = self._thread != 0, 0  # optimizers that were made meanwhile still call
-        if self._instruments is None or not ours:
+            place, name, original = self._replaced.pop()
+            setattr(place, name, original)
+        is_ours = self._thread != 0
+        self._thread = 0  # optimizers that were made meanwhile still call
+        if self._instruments is None or not is_ours:
             return
         self._change_phase("", error is not None)
         first = self.window.steps.start
         if self._step <= first and self.rank == 0:
             _tell(f"Nothing was profiled: the run ended before step {first} ({self._step - 1} steps seen).")
-        self._instruments.__exit__(type(error), error, None)
+        self._instruments.notify("close", error)
         self._write_steps(wait=True)
         if self.rank == 0:
-            status = "finished" if error is None else f"failed: {type(error).__name__}: {error}"
-            status = "interrupted" if isinstance(error, KeyboardInterrupt) else self._gave_up or status
-            if self._norms.limit is not None:
-                self._watched.clip_grad = self._norms.limit
-            self._watched.peak_host_bytes = read_peak_bytes()
-            ended = msgspec.structs.replace(
-                self._record, status=status, ended=format_now(), steps_by_hand=self._steps_by_hand > 0
-            )
-            write_run(self.folder, ended)
-            if (
-                self._leader is None
-                and self._finds_steps
-                and (said := describe_counting(self._passes, self._steps_by_hand))
-            ):
-                _tell(said)
+            self._end_record(error)
         if self.folder == self._given_folder:
             release_process_folder(self.folder)
 
-    def _guard(self, work):
-        """The same, but a failure ends the watching and not the script."""
+    def _end_record(self, error: BaseException | None) -> None:
+        """Write run.json as it is at the end, and report how steps were counted where that needs to be said."""
+        if self._norms.limit is not None:
+            self._watched.clip_grad = self._norms.limit
+        self._watched.peak_host_bytes = read_peak_bytes()
+        ended = msgspec.structs.replace(
+            self._record,
+            status=self._describe_end(error),
+            ended=format_now(),
+            steps_by_hand=self._steps_by_hand > 0,
+        )
+        write_run(self.folder, ended)
+        if self._leader is None and self._finds_steps:
+            counting = describe_counting(self._passes, self._steps_by_hand)
+            if counting:
+                _tell(counting)
 
-        def call(*arguments, **named):
+    def _describe_end(self, error: BaseException | None) -> str:
+        """Describe how the script ended, or why it is no longer watched: the status of run.json."""
+        if isinstance(error, KeyboardInterrupt):
+            return "interrupted"
+        if self._gave_up:
+            return self._gave_up
+        return "finished" if error is None else f"failed: {type(error).__name__}: {error}"
+
+    def _guard(self, work: Callable[Parameters, Result]) -> Callable[Parameters, Result | None]:
+        """Wrap a function so that a failure of it ends the watching and not the script."""
+
+        def call(*arguments: Parameters.args, **named: Parameters.kwargs) -> Result | None:
             try:
                 return work(*arguments, **named)
             except Exception as error:  # noqa: BLE001 - the script goes on, watched or not
                 self._give_up(error)
+                return None
 
         return call
 
-    def _give_up(self, error: Exception):
+    def _give_up(self, error: Exception) -> None:
+        """Stop watching, and report why."""
         if self._thread == 0:
             return
         self._gave_up = f"no longer watched: {type(error).__name__}: {error}"
@@ -234,30 +284,70 @@ class Profiler:
         with contextlib.suppress(Exception):
             self.close()
 
-    def _see_calls(self, place, name: str, before, after=lambda: None):
-        """Have `before` and `after` called around each call of what stands there."""
-        self._replace(place, name, add_calls(getattr(place, name), self._guard(before), self._guard(after)))
+    # --- what is put in the place of torch's functions
 
-    def _replace(self, place, name: str, by):
+    def _see_calls(
+        self,
+        place: object,
+        name: str,
+        before: Callable[..., object],
+        after: Callable[[], object] = _do_nothing,
+    ) -> None:
+        """Have `before` and `after` called around each call of what stands there."""
+        function: Callable[..., object] = getattr(place, name)
+        self._replace(place, name, add_calls(function, self._guard(before), self._guard(after)))
+
+    def _replace(self, place: object, name: str, by: object) -> None:
+        """Put something in the place of an attribute, until the profiler is closed."""
         self._replaced.append((place, name, vars(place)[name]))
         setattr(place, name, by)
 
-    def _see_scale(self, kind: type):
+    def _see_clipping(self) -> None:
+        """Note what clipping of gradients returns, under both names that it has."""
+        clip = torch.nn.utils.clip_grad_norm_
+        counted_clip = stand_in(self._norms.wrap(clip, self._find_step, self._guard), clip)
+        for place in (torch.nn.utils, torch.nn.utils.clip_grad):
+            self._replace(place, "clip_grad_norm_", counted_clip)
+
+    def _see_scaling(self) -> None:
+        """Note the losses that GradScalers scale."""
+        scaler = torch.amp.GradScaler
+        kinds: list[type[torch.amp.GradScaler]] = [scaler, *list_subclasses(scaler)]
+        for kind in kinds:
+            self._see_scale(kind)
+        # those of FSDP are not imported yet
+        self._see_calls(scaler, "__init__", self._see_new_scaler)
+
+    def _see_new_scaler(self, scaler: torch.amp.GradScaler, *arguments: object, **named: object) -> None:
+        self._see_scale(type(scaler))
+
+    def _see_scale(self, kind: type[torch.amp.GradScaler]) -> None:
         """Let a GradScaler's class report the losses that it scales."""
-        if "scale" in vars(kind) and not hasattr(kind.scale, "hooked"):
+        if "scale" in vars(kind) and not hasattr(kind.scale, HOOKED):
             scale = stand_in(self._losses.wrap_scale(kind.scale), kind.scale)
-            scale.hooked = True
+            setattr(scale, HOOKED, True)
             self._replace(kind, "scale", scale)
 
-    def _wrap_step(self, step, hook=lambda step: step):
-        """The same method of an optimizer.
+    def _see_optimizers(self) -> None:
+        """Note the steps of all optimizers, those that are made from now on and those that torch has wrapped."""
+        hook_step = Optimizer.profile_hook_step
+        self._replace(Optimizer, "profile_hook_step", staticmethod(lambda step: self._wrap_step(step, hook_step)))
+        for known in list_subclasses(Optimizer):
+            if getattr(vars(known).get("step"), HOOKED, False):
+                self._replace(known, "step", self._wrap_step(known.step))
 
-        hook: torch's own wrapping, with a range in the trace: phases lie inside, steps outside.
+    def _wrap_step(self, step: Step, hook: Callable[[Step], Step] = _keep) -> Step:
+        """Wrap the method `step` of an optimizer, so that its phases and its end are seen.
+
+        Args:
+            step: the method.
+            hook: torch's own wrapping, with a range in the trace: phases lie inside, steps outside.
         """
-        move, end = self._guard(self._move), self._guard(self._end_optimizer)
+        move = self._guard(self._move)
+        end = self._guard(self._end_optimizer)
 
         @functools.wraps(step)
-        def compute(optimizer, *arguments, **named):
+        def compute(optimizer: Optimizer, *arguments: object, **named: object) -> object:
             # a closure computes loss and gradients inside of the step
             closure = named.get("closure") or next(iter(arguments), None)
             move(OPTIMIZER_STEP if closure is None else FORWARD)
@@ -269,7 +359,7 @@ class Profiler:
         hooked = hook(stand_in(compute, step))
 
         @functools.wraps(step)
-        def call(optimizer, *arguments, **named):
+        def call(optimizer: Optimizer, *arguments: object, **named: object) -> object:
             move("")
             self._in_optimizer += 1
             try:
@@ -278,22 +368,29 @@ class Profiler:
                 self._in_optimizer -= 1
                 end(optimizer)
 
-        call.hooked = True  # as torch marks what it has made of a step
+        setattr(call, HOOKED, True)  # as torch marks what it has made of a step
         return stand_in(call, step)
 
     # --- what the script does
 
-    def _begin_data(self, iterator):
+    def _begin_data(self, iterator: object) -> None:
         if not self._has_loader and threading.get_ident() == self._thread:
             self._watched.loader_workers = getattr(iterator, "_num_workers", 0)
         self._has_loader = True
         self._end_step_by_hand()
         self._move(DATA)
 
-    def _end_data(self):
+    def _end_data(self) -> None:
         self._move(FORWARD)
 
-    def _begin_backward(self, tensors=(), grad_tensors=None, *others, inputs=None, **named):
+    def _begin_backward(
+        self,
+        tensors: object = (),
+        grad_tensors: object = None,
+        *others: object,
+        inputs: object = None,
+        **named: object,
+    ) -> None:
         self._in_backward += 1
         if self._in_backward > 1 or not self._is_open():  # activations computed again call it within itself
             return
@@ -302,23 +399,39 @@ class Profiler:
         if self._finds_hand_updates():
             self._updates.begin_pass(tensors, inputs)
         if self.rank == 0:
-            alone = grad_tensors is None and inputs is None
-            self._losses.add(self._step, tensors if alone else None, self._in_optimizer > 0)
+            is_plain = grad_tensors is None and inputs is None
+            self._losses.add(self._step, tensors if is_plain else None, self._in_optimizer > 0)
         self._move(BACKWARD)
 
-    def _end_backward(self):
+    def _end_backward(self) -> None:
         self._in_backward -= 1
-        if self._in_backward == 0:
-            if self._finds_hand_updates():
-                self._updates.end_pass()
-            # beside a loader, only what follows the data is forward: not what a script logs and evaluates
-            self._move(OPTIMIZER_STEP if self._in_optimizer else "" if self._has_loader else FORWARD)
+        if self._in_backward != 0:
+            return
+        if self._finds_hand_updates():
+            self._updates.end_pass()
+        if self._in_optimizer:
+            self._move(OPTIMIZER_STEP)
+        else:
+            self._move(self._find_phase_after_backward())
 
-    def _begin_gradients(self, outputs, inputs, grad_outputs=None, *others, create_graph=False, **named):
+    def _find_phase_after_backward(self) -> str:
+        """Tell the phase after backward: beside a loader, only what follows the data is forward, not what a script logs
+        and evaluates."""
+        return "" if self._has_loader else FORWARD
+
+    def _begin_gradients(
+        self,
+        outputs: object,
+        inputs: object,
+        grad_outputs: object = None,
+        *others: object,
+        create_graph: bool = False,
+        **named: object,
+    ) -> None:
         """Count torch.autograd.grad as backward, in a loop that calls no other and steps no optimizer of torch."""
         self._in_gradients += 1
-        unlike = create_graph or self._passes or self._in_backward or self._in_optimizer or self._in_gradients > 1
-        if unlike or self._leader is not None or not self._is_open():
+        is_within = self._in_backward or self._in_optimizer or self._in_gradients > 1
+        if create_graph or self._passes or is_within or self._leader is not None or not self._is_open():
             return
         self._end_step_by_hand()
         self._updates.begin_pass(outputs, inputs)
@@ -326,26 +439,26 @@ class Profiler:
             self._losses.add(self._step, outputs if grad_outputs is None else None, False)
         self._move(BACKWARD)
 
-    def _end_gradients(self):
+    def _end_gradients(self) -> None:
         self._in_gradients -= 1
         if self._in_gradients == 0 and self._phase == BACKWARD and not self._in_backward:
             self._updates.end_pass(gives_gradients=True)
-            self._move("" if self._has_loader else FORWARD)
+            self._move(self._find_phase_after_backward())
 
     def _finds_hand_updates(self) -> bool:
         """Whether steps end with updates by hand: as long as no optimizer of torch has stepped and the loop has not
         said where a step ends."""
         return self._leader is None and self._finds_steps and not self._in_optimizer
 
-    def _end_step_by_hand(self):
-        """The step ends where the script has updated weights without an optimizer of torch."""
+    def _end_step_by_hand(self) -> None:
+        """End the step where the script has updated weights without an optimizer of torch."""
         is_open = self._instruments is not None and threading.get_ident() == self._thread
         if is_open and self._finds_hand_updates() and self._updates.is_updated():
             self._steps_by_hand += 1
             self._updates.begin_step()
             self._end_step()
 
-    def _end_optimizer(self, optimizer: Optimizer):
+    def _end_optimizer(self, optimizer: Optimizer) -> None:
         if self._in_optimizer or not self._is_open():
             return
         if self._leader is None or self._leader() is None:
@@ -358,7 +471,7 @@ class Profiler:
         if not self._has_loader:
             self._move(FORWARD)
 
-    def _note_parameters(self, optimizer: Optimizer):
+    def _note_parameters(self, optimizer: Optimizer) -> None:
         """Record the parameters that the first optimizer updates: they tell runs of different models apart."""
         weights = {id(weight): weight.numel() for group in optimizer.param_groups for weight in group["params"]}
         size = torch.distributed.get_world_size() if self._has_others and torch.distributed.is_initialized() else 1
@@ -367,29 +480,30 @@ class Profiler:
         if self.rank == 0:
             write_run(self.folder, self._record)
 
-    def _begin_save(self, *arguments, **named):
+    def _begin_save(self, *arguments: object, **named: object) -> None:
         """Open the phase of torch.save, which is no part of a step's training unless the loop names its phases
         itself."""
-        recorded = self._instruments is not None and threading.get_ident() == self._thread
-        if recorded and not self._named and not self._in_backward and not self._in_optimizer:
+        is_recorded = self._instruments is not None and threading.get_ident() == self._thread
+        if is_recorded and not self._named and not self._in_backward and not self._in_optimizer:
             self._saving.enter_context(self.phase(Phase.SAVE.value))
 
-    def _end_save(self):
+    def _end_save(self) -> None:
         if threading.get_ident() == self._thread:
             self._saving.close()
 
-    def _make_way(self, profile):
-        """A torch.profiler begins. Two at a time crash the process: the script's own is the one that stays."""
+    def _make_way(self, profile: object) -> None:
+        """Let go of torch.profiler, since the script begins one of its own. Two at a time crash the process."""
         ours = self._torch_profiler
-        if self._makes_way or (ours is not None and ours.owns(profile)) or threading.get_ident() != self._thread:
+        is_ours = ours is not None and ours.owns(profile)
+        if self._makes_way or is_ours or threading.get_ident() != self._thread:
             return
         self._makes_way = True
-        if ours is not None:
+        if ours is not None and self._instruments is not None:
             self._instruments.switch_off(ours)
         if self._step < self.window.steps.stop:
             _tell("the script uses torch.profiler itself, so watch does not profile: torch runs one profiler at a time")
 
-    def _move(self, phase: str):
+    def _move(self, phase: str) -> None:
         """Be in a phase from now on; "": in none."""
         if self._named or phase == self._phase or threading.get_ident() != self._thread:
             return
@@ -398,12 +512,16 @@ class Profiler:
         else:
             self._change_phase(phase)
 
-    def _change_phase(self, phase: str, failed: bool = False):
+    def _change_phase(self, phase: str, failed: bool = False) -> None:
+        """End the phase that is open, and begin another; "": none. Nothing before the first step."""
+        instruments = self._instruments
+        if instruments is None:
+            return
         if self._phase:
-            self._instruments.notify("end_phase", self._phase, failed)
+            instruments.notify("end_phase", self._phase, failed)
         self._phase = phase
         if phase:
-            self._instruments.notify("begin_phase", phase)
+            instruments.notify("begin_phase", phase)
 
     # --- what is made of it
 
@@ -423,28 +541,80 @@ class Profiler:
                 return False
         return True
 
-    def _open(self):
+    def _open(self) -> None:
+        """Begin to record, with the first step."""
         cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
-        ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
-        self.rank = torch.distributed.get_rank() if ranks else int(os.environ.get("RANK", "0"))
-        size = torch.distributed.get_world_size() if ranks else int(os.environ.get("WORLD_SIZE", "1"))
-        self._has_others = size > 1
-        if not ranks and "RANK" not in os.environ:
-            self.folder = choose_process_folder(self._given_folder)
+        size = self._find_place()
         self.folder.mkdir(parents=True, exist_ok=True)
         if multiprocessing.parent_process() is not None:
             # such a process ends without asking atexit
             Finalize(None, lambda: self.close(sys.exc_info()[1]), exitpriority=0)
-        self.window.margin = int(cuda or size > 1)
+        self.window.margin = 1 if cuda or size > 1 else 0
         self._timeline.window = self.window
         self._timeline.set_up(detailed=True, cuda=cuda)
         self._timeline.memory.close()
         # the one of a GPU sets the allocator's peaks back, which the script may read
         self._timeline.memory = MemoryNow(cuda=False)
+        members = self._build_members(cuda, size)
+        self._begin_record(cuda, size)
+        instruments = Instruments(members, _tell)
+        self._instruments = instruments.__enter__()
+        self._begin_step(instruments)
+        self._timeline.begin_earlier(self._first_sign)
+        self._change_phase(self._named)
+
+    def _find_place(self) -> int:
+        """Find this process's rank, and the folder that it writes to; returns the number of ranks."""
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            self.rank = torch.distributed.get_rank()
+            size = torch.distributed.get_world_size()
+        else:
+            self.rank = int(os.environ.get("RANK", "0"))
+            size = int(os.environ.get("WORLD_SIZE", "1"))
+            if "RANK" not in os.environ:
+                self.folder = choose_process_folder(self._given_folder)
+        self._has_others = size > 1
+        return size
+
+    def _build_members(self, cuda: bool, size: int) -> list[Instrument]:
+        """Build the instruments of this process, outermost first.
+
+        Args:
+            cuda: whether the script computes on a GPU.
+            size: ranks of the job.
+        """
         options = ProfileArgs(use_pytorch_profiler=True, pytorch_profiler_collect_shapes=True)
         self._torch_profiler = TorchProfiler(self.window, options, self.rank, cuda, self.folder, _tell)
-        profilers = [] if self._makes_way else [self._torch_profiler]
-        members: list[Instrument] = [*self._build_memory_instruments(cuda, size), *profilers, self._timeline]
+        members = self._build_memory_instruments(cuda, size)
+        if not self._makes_way:
+            members.append(self._torch_profiler)
+        members.append(self._timeline)
+        return members
+
+    def _build_memory_instruments(self, cuda: bool, size: int) -> list[Instrument]:
+        """Build the instruments that record memory, outermost first.
+
+        Args:
+            cuda: whether the script computes on a GPU.
+            size: ranks of the job.
+        """
+        if not (cuda or self._memory):
+            return []
+        recorder = self._recorder or _make_recorder(cuda)
+        path = self.folder / SNAPSHOT_FILE
+        own = path if size == 1 else extend_name(path, f"_rank{self.rank}")
+        histories = [MemoryHistory(self.window, own, recorder, _tell)] if self._memory else []
+        remedies = functools.partial(_list_remedies, cuda)
+        shortage = OutOfMemory(self.rank, path if self._memory else None, recorder, remedies, _tell)
+        return [shortage, *histories, recorder.place]
+
+    def _begin_record(self, cuda: bool, size: int) -> None:
+        """Write run.json as it is at the start.
+
+        Args:
+            cuda: whether the script computes on a GPU.
+            size: ranks of the job.
+        """
         self._record = RunRecord(
             status="running",
             started=format_now(),
@@ -462,40 +632,28 @@ class Profiler:
             keep_previous_run(self.folder)
             (self.folder / STEPS_FILE).unlink(missing_ok=True)
             write_run(self.folder, self._record)
-        self._instruments = Instruments(members, _tell).__enter__()
-        self._begin_step()
-        self._timeline.begin_earlier(self._first_sign)
-        self._change_phase(self._named)
-
-    def _build_memory_instruments(self, cuda: bool, size: int) -> list[Instrument]:
-        """Build the instruments that record memory, outermost first."""
-        if not (cuda or self._memory):
-            return []
-        recorder = self._recorder or (CudaRecorder if cuda else CpuRecorder)(ProfileArgs().memory_history_events)
-        path = self.folder / SNAPSHOT_FILE
-        own = path if size == 1 else extend_name(path, f"_rank{self.rank}")
-        histories = [MemoryHistory(self.window, own, recorder, _tell)] if self._memory else []
-        remedies = functools.partial(_list_remedies, cuda)
-        shortage = OutOfMemory(self.rank, path if self._memory else None, recorder, remedies, _tell)
-        return [shortage, *histories, recorder.place]
 
     def _find_step(self) -> int | None:
         """The running step of the rank that writes, on the thread that trains; None elsewhere."""
         is_recorded = self._instruments is not None and threading.get_ident() == self._thread and self.rank == 0
         return self._step if is_recorded else None
 
-    def _begin_step(self):
+    def _begin_step(self, instruments: Instruments) -> None:
         self._step += 1
-        self._instruments.notify("begin", self._step)
+        instruments.notify("begin", self._step)
 
-    def _end_step(self):
+    def _end_step(self) -> None:
+        """End the step, and begin the next one. Nothing before the first step."""
+        instruments = self._instruments
+        if instruments is None:
+            return
         self._change_phase("")
-        self._instruments.notify("end", self._step)
+        instruments.notify("end", self._step)
         self._write_steps()
-        self._begin_step()
+        self._begin_step(instruments)
         self._change_phase(self._named)
 
-    def _write_steps(self, wait: bool = False):
+    def _write_steps(self, wait: bool = False) -> None:
         """Write the steps that are complete.
 
         Args:
@@ -509,16 +667,18 @@ class Profiler:
         self._unwritten = self._unwritten[len(known) :]
         if self.rank:
             return
-        records = []
-        for one in known:
-            record = one.build_record(one.step)
-            record.loss = self._losses.take(one.step, wait)
-            record.grad_norm = self._norms.take(one.step, wait)
-            record.local = self._has_others and record.loss is not UNSET
-            records.append(record)
+        records = [self._complete_record(one, wait) for one in known]
         with contextlib.suppress(OSError), open(self.folder / STEPS_FILE, "ab") as file:
             for record in records:
                 append_record(file, record)
+
+    def _complete_record(self, one: StepTime, wait: bool) -> StepRecord:
+        """Build the line of a step in steps.jsonl."""
+        record = one.build_record(one.step)
+        record.loss = self._losses.take(one.step, wait)
+        record.grad_norm = self._norms.take(one.step, wait)
+        record.local = self._has_others and record.loss is not UNSET
+        return record
 
 
 def count_local_ranks(size: int) -> int | None:
@@ -529,11 +689,27 @@ def count_local_ranks(size: int) -> int | None:
     return 1 if size == 1 else None
 
 
+def _make_recorder(cuda: bool) -> MemoryRecorder:
+    events = ProfileArgs().memory_history_events
+    return CudaRecorder(events) if cuda else CpuRecorder(events)
+
+
 def _list_remedies(cuda: bool, held: dict[str, int], asked: int, unused: int) -> list[str]:
-    fragmented = cuda and unused >= max(asked, 1)
-    words = f"set {EXPANDABLE} in the environment: the memory that is reserved but unused would have been enough"
-    return [*([words] if fragmented else []), *REMEDIES]
+    """List what would help a script whose memory ran out, best first.
+
+    Args:
+        cuda: whether the script computes on a GPU.
+        held: bytes by category.
+        asked: bytes that did not fit.
+        unused: bytes that the allocator reserved and no tensor holds.
+    """
+    remedies = list(REMEDIES)
+    if cuda and unused >= max(asked, 1):
+        remedies.insert(
+            0, f"set {EXPANDABLE} in the environment: the memory that is reserved but unused would have been enough"
+        )
+    return remedies
 
 
-def _tell(text: str):
+def _tell(text: str) -> None:
     print(f"megatron-lite: {text}", file=sys.stderr, flush=True)

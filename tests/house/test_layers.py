@@ -70,7 +70,7 @@ MAX_FUNCTIONS_OVER_600_NODES = 0
 MAX_FUNCTIONS_OVER_400_NODES = 73
 MAX_NODES_PER_CODE_LINE = 11.25
 # Nodes per code line of folders that are unfolded, and have one idea per statement. Lower and add, never raise.
-UNFOLDED = {"cli": 9.5, "report": 10.6, "instruments": 9.3}
+UNFOLDED = {"cli": 9.5, "report": 10.6, "instruments": 9.3, "watch": 9.2}
 # Folders whose docstrings stand alone. The list only grows: rewrite a folder's, then add it.
 DOCUMENTED = ("cli", "report", "watch", "instruments")
 MIN_WORDS = 4  # of a docstring: fewer say less than the name
