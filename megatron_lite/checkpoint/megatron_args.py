@@ -5,7 +5,7 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TypeVar, overload
+from typing import Any, TypeVar, overload
 
 import torch
 
@@ -52,13 +52,12 @@ OTHER_NAMES = {
     "tensor_model_parallel_size": ("model_parallel_size",),
     "apply_layernorm_1p": ("layernorm_zero_centered_gamma",),
 }
-POSITIONS = ("learned_absolute", "rope", "none")
+POSITIONS = ("learned_absolute", "rope", "yarn", "none")
 # Arguments that change what the model computes and have no counterpart here: {argument: values that change nothing}.
 # Source: TransformerConfig and arguments.py of Megatron-LM, 0.16.1 and main of 2026-08.
 UNSUPPORTED = {
     "window_size": (None,),
     "softmax_type": (None, "vanilla"),
-    "use_rope_scaling": (None, False),
     "no_rope_freq": (None, 0),
     "use_mup": (None, False),
     "fp32_residual_connection": (None, False),
@@ -171,7 +170,7 @@ class MegatronArgs:
             activation = "squared_relu"
         elif given("openai_gelu") or (given("bias_gelu_fusion", True) and biases):
             activation = "gelu_tanh"  # fused: the one place where Megatron uses the tanh formula
-        return shape | {
+        shape |= {
             "num_query_groups": given("num_query_groups", heads) if given("group_query_attention") else heads,
             "kv_channels": given("kv_channels", hidden // heads),
             "position_embedding": positions,
@@ -182,6 +181,26 @@ class MegatronArgs:
             "tied_embeddings": not given("untie_embeddings_and_output_weights", False),
             "query_key_layer_scaling": given("apply_query_key_layer_scaling", False),
             "softmax_in_fp32": given("attention_softmax_in_fp32", False),
+            **self._read_rotary_scaling(positions),
+        }
+        return dataclasses.asdict(ModelShape(**shape))
+
+    def _read_rotary_scaling(self, positions: str) -> dict[str, Any]:
+        """Fields of ModelShape on the scaling of rotary frequencies; and the kind of positions, where YaRN hides it."""
+        given = self.given
+        if positions == "rope" and given("use_rope_scaling", False):
+            return {"rope_scaling_factor": given("rope_scaling_factor", 8.0)}
+        if positions != "yarn":
+            return {}
+        return {
+            "position_embedding": "rope",
+            "yarn_scaling_factor": given("rotary_scaling_factor", 1.0),
+            "yarn_original_max_position_embeddings": given("yarn_original_max_position_embeddings", 4096),
+            "yarn_beta_fast": given("yarn_beta_fast", 32.0),
+            "yarn_beta_slow": given("yarn_beta_slow", 1.0),
+            "yarn_mscale": given("mscale", 1.0),
+            "yarn_mscale_all_dim": given("mscale_all_dim", 0.0),
+            "yarn_round_to_int": given("yarn_correction_range_round_to_int", True),
         }
 
     def consumed(self, iteration: int) -> int:
@@ -225,7 +244,7 @@ def build_namespace(record: CheckpointRecord, arguments: Mapping[str, object], c
         "group_query_attention": s.num_query_groups != s.num_attention_heads,
         "num_query_groups": s.num_query_groups,
         "kv_channels": s.kv_channels,
-        "position_embedding_type": s.position_embedding,
+        **name_rotary_scaling(s),
         "apply_layernorm_1p": s.layernorm_1p,
         "layernorm_zero_centered_gamma": s.layernorm_1p,
         "swiglu": s.activation == "swiglu",
@@ -253,6 +272,25 @@ def build_namespace(record: CheckpointRecord, arguments: Mapping[str, object], c
         "rank": 0,
     }
     return argparse.Namespace(**{**arguments, **derived})
+
+
+def name_rotary_scaling(s: ModelShape) -> dict[str, Any]:
+    """{argument of Megatron-LM: value} for the kind of positions and how rotary frequencies are scaled."""
+    if s.yarn_scaling_factor is None:
+        scaled = s.rope_scaling_factor is not None
+        factor = {"rope_scaling_factor": s.rope_scaling_factor} if scaled else {}
+        return {"position_embedding_type": s.position_embedding, "use_rope_scaling": scaled, **factor}
+    return {
+        "position_embedding_type": "yarn",
+        "use_rope_scaling": False,
+        "rotary_scaling_factor": s.yarn_scaling_factor,
+        "yarn_original_max_position_embeddings": s.yarn_original_max_position_embeddings,
+        "yarn_beta_fast": s.yarn_beta_fast,
+        "yarn_beta_slow": s.yarn_beta_slow,
+        "mscale": s.yarn_mscale,
+        "mscale_all_dim": s.yarn_mscale_all_dim,
+        "yarn_correction_range_round_to_int": s.yarn_round_to_int,
+    }
 
 
 def build_scheduler(schedule: dict | None, good_samples: int) -> dict:

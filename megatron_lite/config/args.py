@@ -31,12 +31,37 @@ class ModelArgs:
     group_query_attention: bool = flag(False, "Share keys and values between groups of heads.")
     num_query_groups: int = flag(1, "Key/value heads, with --group-query-attention.", "at most 2147483647")
     position_embedding_type: str = flag(
-        "learned_absolute", "Learned table, rotary, or none.", choices=("learned_absolute", "rope", "none")
+        "learned_absolute",
+        "Learned table, rotary (with YaRN's frequencies), or none.",
+        choices=("learned_absolute", "rope", "yarn", "none"),
     )
     rotary_percent: float = flag(1.0, "Share of a head's channels that rotate.", "above 0 and at most 1")
     rotary_base: int = flag(10000, "Base of the rotary frequencies.", "at least 1; 10000 is usual")
     rotary_interleaved: bool = flag(False, "Rotate neighboring channels instead of halves.")
     rotary_seq_len_interpolation_factor: int | None = flag(None, "Divide rotary positions by this.", "at least 1")
+    use_rope_scaling: bool = flag(False, "Llama 3.1's rotary frequencies, for sequences beyond 8192 positions.")
+    rope_scaling_factor: float = flag(8.0, "With --use-rope-scaling: how many times as long.", "above 0")
+    rotary_scaling_factor: float = flag(
+        1.0, "With yarn: how many times as long.", "above 0", aliases=("--yarn-rotary-scaling-factor",)
+    )
+    yarn_original_max_position_embeddings: int | None = flag(
+        None, "With yarn: positions of pretraining; 4096 when left out.", SIZE
+    )
+    yarn_beta_fast: float | None = flag(
+        None, "With yarn: turns within them from which on frequencies stay; 32 when left out.", "above 0"
+    )
+    yarn_beta_slow: float | None = flag(
+        None, "With yarn: turns below which they are divided by the factor; 1 when left out.", "above 0"
+    )
+    mscale: float = flag(1.0, "With yarn: how much attention is sharpened.", "at least 0", aliases=("--yarn-mscale",))
+    mscale_all_dim: float = flag(
+        0.0, "With yarn: how much of that is taken back.", "at least 0", aliases=("--yarn-mscale-all-dim",)
+    )
+    yarn_correction_range_round_to_int: bool = flag(
+        True,
+        "With yarn: channels where blending begins and ends are fractions.",
+        off="--no-yarn-correction-range-round-to-int",
+    )
     add_position_embedding: bool = flag(True, "No effect with rope; refused without.", off="--no-position-embedding")
     normalization: str = flag("LayerNorm", "Norm of the residual stream.", choices=("LayerNorm", "RMSNorm"))
     norm_epsilon: float = flag(1e-5, "Epsilon of the norms.", "above 0")

@@ -87,6 +87,13 @@ DEPENDS: dict[str, tuple[str, Callable[[Args], object]]] = {
     "the built-in GPT (drop --model)": (
         "attention_backend explain_attention profile_modules use_cpu_initialization", lambda a: a.model.model is None
     ),
+    "--position-embedding-type rope": ("use_rope_scaling", lambda a: a.model.position_embedding_type == "rope"),
+    "--use-rope-scaling": ("rope_scaling_factor", lambda a: a.model.use_rope_scaling),
+    "--position-embedding-type yarn": (
+        ("rotary_scaling_factor yarn_original_max_position_embeddings yarn_beta_fast yarn_beta_slow mscale mscale_all_dim "
+         "yarn_correction_range_round_to_int"),
+        lambda a: a.model.position_embedding_type == "yarn",
+    ),
     "--group-query-attention": (
         "num_query_groups", lambda a: a.model.group_query_attention or a.model.num_query_groups == 1
     ),

@@ -278,7 +278,8 @@ def list_stage_kinds(plan: Plan) -> list[tuple[Plan, int]]:
 
 def _build_shape(args: Args, vocab_size: int) -> ModelShape:
     m = args.model
-    position = m.position_embedding_type
+    has_yarn = m.position_embedding_type == "yarn"
+    position = "rope" if has_yarn else m.position_embedding_type
     if position == "learned_absolute" and not m.add_position_embedding:
         position = "none"
     # a gated MLP has three matrices, so 8/3 x keeps its size, in steps of 64
@@ -305,6 +306,14 @@ def _build_shape(args: Args, vocab_size: int) -> ModelShape:
         rotary_base=m.rotary_base,
         rotary_interleaved=m.rotary_interleaved,
         rotary_seq_len_interpolation_factor=m.rotary_seq_len_interpolation_factor,
+        rope_scaling_factor=m.rope_scaling_factor if m.use_rope_scaling and not has_yarn else None,
+        yarn_scaling_factor=m.rotary_scaling_factor if has_yarn else None,
+        yarn_original_max_position_embeddings=m.yarn_original_max_position_embeddings or 4096,
+        yarn_beta_fast=m.yarn_beta_fast or 32.0,
+        yarn_beta_slow=m.yarn_beta_slow or 1.0,
+        yarn_mscale=m.mscale,
+        yarn_mscale_all_dim=m.mscale_all_dim,
+        yarn_round_to_int=m.yarn_correction_range_round_to_int,
         normalization=m.normalization,
         norm_epsilon=m.norm_epsilon,
         layernorm_1p=m.apply_layernorm_1p,

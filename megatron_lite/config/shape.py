@@ -22,6 +22,16 @@ class ModelShape:
     rotary_base: float = 10000.0
     rotary_interleaved: bool = False
     rotary_seq_len_interpolation_factor: float | None = None
+    rope_scaling_factor: float | None = (
+        None  # of Llama 3.1's scaling of rotary frequencies; None: they are not scaled so
+    )
+    yarn_scaling_factor: float | None = None  # of YaRN's; None: they are not scaled so, and what follows has no effect
+    yarn_original_max_position_embeddings: int = 4096
+    yarn_beta_fast: float = 32.0  # turns within that length from which on frequencies stay
+    yarn_beta_slow: float = 1.0  # turns below which they are divided by the factor
+    yarn_mscale: float = 1.0  # how much attention is sharpened, and that which is taken back from it
+    yarn_mscale_all_dim: float = 0.0
+    yarn_round_to_int: bool = True  # the channels where blending begins and ends are whole ones
     normalization: str = "LayerNorm"  # LayerNorm | RMSNorm
     norm_epsilon: float = 1e-5
     layernorm_1p: bool = False  # norm weights are stored minus one

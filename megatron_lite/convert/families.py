@@ -2,7 +2,7 @@
 
 from types import ModuleType
 
-from megatron_lite.checkpoint.megatron_args import SAME_NAME
+from megatron_lite.checkpoint.megatron_args import SAME_NAME, name_rotary_scaling
 from megatron_lite.config.shape import ModelShape
 from megatron_lite.convert import gpt2, llama
 from megatron_lite.convert.config_file import ConfigFile
@@ -40,24 +40,31 @@ def model_flags(shape: ModelShape) -> list[str]:
     s, rope = shape, shape.position_embedding == "rope"
     grouped = s.num_query_groups != s.num_attention_heads
     same = {name: getattr(s, name) for name in SAME_NAME if rope or not name.startswith("rotary_")}
+    scaling = name_rotary_scaling(s)
+    # a switch that is on unless its other spelling is given
+    rounds = scaling.pop("yarn_correction_range_round_to_int", True)
     # True: a switch; False and None: left out
-    values = same | {
-        "group_query_attention": grouped,
-        "num_query_groups": s.num_query_groups if grouped else None,
-        "kv_channels": s.kv_channels if s.attention_width != s.hidden_size else None,
-        "padded_vocab_size": s.padded_vocab_size,
-        "position_embedding_type": s.position_embedding,
-        "apply_layernorm_1p": s.layernorm_1p,
-        "swiglu": s.activation == "swiglu",
-        "squared_relu": s.activation == "squared_relu",
-        "disable_bias_linear": not s.linear_bias,
-        # without biases GELU is that one anyway
-        "no_bias_gelu_fusion": s.linear_bias and s.activation == "gelu_erf",
-        "add_qkv_bias": s.qkv_bias and not s.linear_bias,
-        "untie_embeddings_and_output_weights": not s.tied_embeddings,
-        "apply_query_key_layer_scaling": s.query_key_layer_scaling,
-        "attention_softmax_in_fp32": s.softmax_in_fp32,
-    }
+    values = (
+        same
+        | scaling
+        | {
+            "no_yarn_correction_range_round_to_int": not rounds,
+            "group_query_attention": grouped,
+            "num_query_groups": s.num_query_groups if grouped else None,
+            "kv_channels": s.kv_channels if s.attention_width != s.hidden_size else None,
+            "padded_vocab_size": s.padded_vocab_size,
+            "apply_layernorm_1p": s.layernorm_1p,
+            "swiglu": s.activation == "swiglu",
+            "squared_relu": s.activation == "squared_relu",
+            "disable_bias_linear": not s.linear_bias,
+            # without biases GELU is that one anyway
+            "no_bias_gelu_fusion": s.linear_bias and s.activation == "gelu_erf",
+            "add_qkv_bias": s.qkv_bias and not s.linear_bias,
+            "untie_embeddings_and_output_weights": not s.tied_embeddings,
+            "apply_query_key_layer_scaling": s.query_key_layer_scaling,
+            "attention_softmax_in_fp32": s.softmax_in_fp32,
+        }
+    )
     words = []
     for name, value in values.items():
         if value is not None and value is not False:

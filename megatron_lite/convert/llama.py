@@ -4,12 +4,25 @@ LlamaForCausalLM has all biases or none; Qwen2ForCausalLM those of queries, keys
 none, and normalizes queries and keys.
 """
 
+import math
 from collections.abc import Iterator
 
 from megatron_lite.config.shape import ModelShape
 from megatron_lite.convert.config_file import ConfigFile
 from megatron_lite.convert.mappings import GATED_HALVES, SAME, Link, lay_out_norm, lay_out_qkv, lay_out_vocabulary
+from megatron_lite.model.rotary_frequencies import (
+    LLAMA_FAST_TURNS,
+    LLAMA_LENGTH,
+    LLAMA_SLOW_TURNS,
+    compute_rotary_scale,
+)
 
+# config.json's keys for the numbers of Llama 3.1 that there is no flag for
+LLAMA_3 = {
+    "low_freq_factor": LLAMA_SLOW_TURNS,
+    "high_freq_factor": LLAMA_FAST_TURNS,
+    "original_max_position_embeddings": LLAMA_LENGTH,
+}
 MODEL_TYPES = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
 DEFAULTS = {  # transformers' own, where they differ: of keys that a config.json leaves out
     "llama": {"max_position_embeddings": 2048, "num_key_value_heads": None, "head_dim": None},
@@ -82,7 +95,7 @@ def standard_name(name: str) -> str | None:
 
 def build_config(shape: ModelShape, vocab_size: int) -> dict:
     """What config.json says of the shape. rope_scaling is the spelling that old and new versions understand."""
-    factor, name = shape.rotary_seq_len_interpolation_factor, "LlamaForCausalLM"
+    name = "LlamaForCausalLM"
     if shape.qk_layernorm:
         name = "Qwen3ForCausalLM"
     elif shape.qkv_bias and not shape.linear_bias:
@@ -100,7 +113,7 @@ def build_config(shape: ModelShape, vocab_size: int) -> dict:
         "hidden_act": "silu",
         "max_position_embeddings": shape.max_position_embeddings,
         "rope_theta": shape.rotary_base,
-        "rope_scaling": None if factor is None else {"rope_type": "linear", "factor": float(factor)},
+        "rope_scaling": _build_rope_scaling(shape),
         "rms_norm_eps": shape.norm_epsilon,
         "attention_bias": shape.linear_bias,
         "mlp_bias": shape.linear_bias,
@@ -108,6 +121,25 @@ def build_config(shape: ModelShape, vocab_size: int) -> dict:
         "initializer_range": shape.init_method_std,
         "tie_word_embeddings": shape.tied_embeddings,
         "use_sliding_window": False,
+    }
+
+
+def _build_rope_scaling(shape: ModelShape) -> dict | None:
+    """What config.json says of scaled rotary frequencies; None where they are plain."""
+    if shape.rotary_seq_len_interpolation_factor is not None:
+        return {"rope_type": "linear", "factor": float(shape.rotary_seq_len_interpolation_factor)}
+    if shape.rope_scaling_factor is not None:
+        return {"rope_type": "llama3", "factor": float(shape.rope_scaling_factor), **LLAMA_3}
+    if shape.yarn_scaling_factor is None:
+        return None
+    return {
+        "rope_type": "yarn",
+        "factor": float(shape.yarn_scaling_factor),
+        "original_max_position_embeddings": shape.yarn_original_max_position_embeddings,
+        "beta_fast": shape.yarn_beta_fast,
+        "beta_slow": shape.yarn_beta_slow,
+        "attention_factor": compute_rotary_scale(shape),
+        "truncate": shape.yarn_round_to_int,
     }
 
 
@@ -122,7 +154,7 @@ def read_shape(config: ConfigFile, padded_vocab_size: int) -> ModelShape:
     width = config.whole("head_dim", defaults["head_dim"]) or hidden // heads
     if heads % groups:
         raise config.wrong("num_key_value_heads", groups, f"must divide num_attention_heads, which is {heads}")
-    base, factor = _rope(config)
+    rotation = _read_rotation(config, positions)
     linear_bias = attention_bias and kind == "llama"
     return ModelShape(
         num_layers=config.whole("num_hidden_layers"),
@@ -135,8 +167,7 @@ def read_shape(config: ConfigFile, padded_vocab_size: int) -> ModelShape:
         max_position_embeddings=positions,
         padded_vocab_size=padded_vocab_size,
         position_embedding="rope",
-        rotary_base=base,
-        rotary_seq_len_interpolation_factor=factor,
+        **rotation,
         normalization="RMSNorm",
         norm_epsilon=config.number("rms_norm_eps", 1e-6),
         activation="swiglu",
@@ -165,16 +196,63 @@ def _read_bias(config: ConfigFile, kind: str) -> bool:
     return attention_bias
 
 
-def _rope(config: ConfigFile) -> tuple[float, float | None]:
-    """(base, interpolation factor) in either spelling: rope_parameters, or rope_theta and rope_scaling."""
+def _read_rotation(config: ConfigFile, positions: int) -> dict:
+    """Fields of ModelShape for the rotation, in either spelling: rope_parameters, or rope_theta and rope_scaling.
+
+    positions: max_position_embeddings, which stand for the original ones where those are left out.
+    """
     key = "rope_parameters" if config.values.get("rope_parameters") else "rope_scaling"
     rope = config.values.get(key) or {}
     if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
         raise config.wrong(key, rope, "all layers rotate alike here")
     inner = ConfigFile(config.path, {**config.values, **rope})
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in ("default", "linear"):
-        raise config.wrong(key, rope, "only linear scaling of positions exists here")
     inner.refuse_unless("partial_rotary_factor", (1.0, None), "heads of this architecture rotate as a whole")
-    base = inner.whole("rope_theta", 10000, MAX_ROTARY_BASE)  # whole numbers, as --rotary-base and its likes are
-    return float(base), float(inner.whole("factor")) if kind == "linear" else None
+    # whole numbers, as --rotary-base and its likes are
+    base = float(inner.whole("rope_theta", 10000, MAX_ROTARY_BASE))
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "linear":
+        return {"rotary_base": base, "rotary_seq_len_interpolation_factor": float(inner.whole("factor"))}
+    if kind == "llama3":
+        for name, value in LLAMA_3.items():
+            inner.refuse_unless(name, (value,), "only Llama 3.1's own numbers exist here")
+        return {"rotary_base": base, "rope_scaling_factor": inner.number("factor")}
+    if kind == "yarn":
+        return {"rotary_base": base, **_read_yarn(inner, positions)}
+    if kind != "default":
+        raise config.wrong(key, rope, "only linear, llama3 and yarn exist here")
+    return {"rotary_base": base}
+
+
+def _read_yarn(rope: ConfigFile, positions: int) -> dict:
+    """Fields of ModelShape for YaRN."""
+    factor = rope.number("factor")
+    # transformers takes both, or neither
+    both = rope.values.get("mscale") and rope.values.get("mscale_all_dim")
+    mscale = rope.number("mscale") if both else 1.0
+    all_dim = rope.number("mscale_all_dim") if both else 0.0
+    if rope.values.get("attention_factor") is not None:
+        mscale = _find_mscale(rope, factor)
+        all_dim = 0.0
+    return {
+        "yarn_scaling_factor": factor,
+        "yarn_original_max_position_embeddings": rope.whole("original_max_position_embeddings", positions),
+        "yarn_beta_fast": float(rope.values.get("beta_fast") or 32),
+        "yarn_beta_slow": float(rope.values.get("beta_slow") or 1),
+        "yarn_mscale": mscale,
+        "yarn_mscale_all_dim": all_dim,
+        "yarn_round_to_int": rope.switch("truncate", True),
+    }
+
+
+def _find_mscale(rope: ConfigFile, factor: float) -> float:
+    """The --mscale that gives the attention_factor of a config.json, which is 1 + mscale log(factor) / 10."""
+    given = rope.number("attention_factor")
+    if factor <= 1:
+        rope.refuse_unless("attention_factor", (1.0,), "it is 1 here where factor is at most 1")
+        return 1.0
+    exact = (given - 1) / (0.1 * math.log(factor))
+    if exact < 0:
+        raise rope.wrong("attention_factor", given, "it is at least 1 here")
+    # the usual ones are short
+    short = round(exact, 6)
+    return short if math.isclose(short, exact, rel_tol=1e-12) else exact

@@ -108,6 +108,19 @@ class Shape(msgspec.Struct, frozen=True):
     rotary_base: float | None = None
     rotary_interleaved: bool | None = None
     rotary_seq_len_interpolation_factor: float | None = None
+    # of Llama 3.1's scaling of rotary frequencies; null: they are not scaled so
+    rope_scaling_factor: float | None = None
+    # of YaRN's; null: they are not scaled so
+    yarn_scaling_factor: float | None = None
+    yarn_original_max_position_embeddings: Size | None = None
+    # turns within that length from which on frequencies stay
+    yarn_beta_fast: float | None = None
+    # turns below which they are divided by the factor
+    yarn_beta_slow: float | None = None
+    yarn_mscale: float | None = None
+    yarn_mscale_all_dim: float | None = None
+    # the channels where blending begins and ends are whole ones
+    yarn_round_to_int: bool | None = None
     # LayerNorm or RMSNorm
     normalization: str | None = None
     norm_epsilon: float | None = None

@@ -16,6 +16,7 @@ from megatron_lite.config.layout import Part, take_part
 from megatron_lite.config.shape import ModelShape
 from megatron_lite.model.attention import Attend, make_document_mask, sdpa_attention
 from megatron_lite.model.loss import token_losses
+from megatron_lite.model.rotary_frequencies import compute_rotary_frequencies, compute_rotary_scale
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -23,13 +24,12 @@ DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 def make_rotary_tables(positions_BT: Tensor, shape: ModelShape) -> tuple[Tensor, Tensor]:
-    """cos_B1TR, sin_B1TR in fp32: angle = position / factor * base^(-2i/R) for the i-th pair of channels.
+    """cos_B1TR, sin_B1TR in fp32: angle = position / factor * base^(-2i/R) for the i-th pair of channels, or a scaled
+    frequency in place of that power.
 
     Calculated anew in each forward pass, because a table kept as a buffer would not survive meta-device construction.
     """
-    width = int(shape.kv_channels * shape.rotary_percent)  # R, the leading channels
-    channels = torch.arange(0, width, 2, dtype=torch.float32, device=positions_BT.device)
-    frequencies = 1.0 / shape.rotary_base ** (channels / width)
+    frequencies = compute_rotary_frequencies(shape, positions_BT.device)
     positions = positions_BT.float()
     if shape.rotary_seq_len_interpolation_factor is not None:
         positions = positions * (1 / shape.rotary_seq_len_interpolation_factor)
@@ -38,7 +38,10 @@ def make_rotary_tables(positions_BT: Tensor, shape: ModelShape) -> tuple[Tensor,
         angles = angles.repeat_interleave(2, dim=-1)
     else:
         angles = torch.cat((angles, angles), dim=-1)
-    return angles.cos(), angles.sin()
+    scale = compute_rotary_scale(shape)
+    if scale == 1:
+        return angles.cos(), angles.sin()
+    return angles.cos() * scale, angles.sin() * scale
 
 
 def rotate(x_BNTD: Tensor, cos_B1TR: Tensor, sin_B1TR: Tensor, interleaved: bool) -> Tensor:

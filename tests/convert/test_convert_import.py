@@ -33,6 +33,14 @@ SIZES = {
     "num_key_value_heads": 2,
 }
 LINEAR = {"rope_type": "linear", "factor": 2.0}
+LLAMA_3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 8.0, "truncate": False}
 MODELS = {
     "gpt2": ("GPT2", GPT2),
     "gpt2_erf_inner": ("GPT2", GPT2 | {"activation_function": "gelu", "n_inner": 80, "layer_norm_epsilon": 1e-3}),
@@ -42,6 +50,13 @@ MODELS = {
     "llama_biases": ("Llama", SIZES | {"attention_bias": True, "mlp_bias": True}),
     "llama_head_dim": ("Llama", SIZES | {"head_dim": 16, "rms_norm_eps": 1e-3}),
     "llama_linear": ("Llama", SIZES | {"rope_theta": 1000.0, "rope_scaling": LINEAR}),
+    "llama_3": ("Llama", SIZES | {"head_dim": 32, "rope_theta": 500000.0, "rope_scaling": LLAMA_3}),
+    "llama_yarn": ("Llama", SIZES | {"head_dim": 16, "rope_scaling": YARN}),
+    "llama_yarn_mscale": (
+        "Llama",
+        SIZES | {"head_dim": 16, "rope_scaling": YARN | {"mscale": 0.7, "mscale_all_dim": 0.2}},
+    ),
+    "llama_yarn_factor": ("Llama", SIZES | {"head_dim": 16, "rope_scaling": YARN | {"attention_factor": 1.25}}),
     "qwen2": ("Qwen2", SIZES),
     "qwen3": ("Qwen3", SIZES | {"head_dim": 16}),
 }
@@ -188,8 +203,11 @@ LLAMAS = [  # what a config.json says instead: how the refusal begins
     ({"layer_types": ["full_attention", "sliding_attention"]}, 'layer_types is ["full_attention", "sliding_attent'),
     ({"mlp_bias": True}, "mlp_bias is true: attention and MLP both have biases here, or neither"),
     ({"num_key_value_heads": 3}, "num_key_value_heads is 3: must divide num_attention_heads, which is 4"),
-    ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, 'rope_scaling is {"rope_type": "llama3", "factor":'),
-    ({"rope_parameters": {"type": "yarn"}}, 'rope_parameters is {"type": "yarn"}: only linear'),
+    ({"rope_scaling": {"rope_type": "dynamic", "factor": 8.0}}, 'rope_scaling is {"rope_type": "dynamic", "factor":'),
+    ({"rope_scaling": LLAMA_3 | {"low_freq_factor": 2.0}}, "low_freq_factor is 2.0: only Llama 3.1's own numbers"),
+    ({"rope_parameters": {"type": "yarn"}}, "factor is missing"),
+    ({"rope_scaling": YARN | {"attention_factor": 0.5}}, "attention_factor is 0.5: it is at least 1 here"),
+    ({"rope_scaling": YARN | {"factor": 1.0, "attention_factor": 1.5}}, "attention_factor is 1.5: it is 1 here where"),
     ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "rope_parameters is "),
     ({"rope_scaling": [2]}, "rope_scaling is [2]: all layers rotate alike here"),
     ({"rope_theta": 1234.5}, "rope_theta is 1234.5: must be a whole number"),

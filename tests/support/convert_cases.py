@@ -13,7 +13,7 @@ from megatron_lite.convert.folders import Export
 from megatron_lite.convert.tokenizer_files import describe_no_tokenizer
 from megatron_lite.model.attention_choice import choose_attention
 from megatron_lite.model.gpt import GPT
-from support.model_variants import PLAIN, build, tokens
+from support.model_variants import PLAIN, YARN, build, tokens
 
 VOCABULARY = 120  # of 128 rows
 LLAMA = replace(
@@ -39,6 +39,9 @@ EXACT = {  # whose weights are the same numbers on both sides
     "llama_biases": replace(LLAMA, linear_bias=True, qkv_bias=True),
     "llama_base": replace(LLAMA, rotary_base=500.0, norm_epsilon=1e-2),
     "llama_interpolated": replace(LLAMA, rotary_seq_len_interpolation_factor=4.0),
+    "llama_scaled": replace(LLAMA, kv_channels=32, rotary_base=500000.0, rope_scaling_factor=8.0),
+    "llama_yarn": replace(LLAMA, **YARN),
+    "llama_yarn_fractions": replace(LLAMA, **YARN | {"yarn_round_to_int": False, "yarn_mscale": 1.0}),
     "qwen2": replace(LLAMA, qkv_bias=True),
     "qwen3": replace(LLAMA, qk_layernorm=True, kv_channels=16),
 }

@@ -32,6 +32,12 @@ def activation(shape):
     return {"activation_func": functions[shape.activation], "gated_linear_unit": shape.activation == "swiglu"}
 
 
+YARN_NAMES = {
+    "yarn_scaling_factor": "yarn_rotary_scaling_factor",
+    "yarn_round_to_int": "yarn_correction_range_round_to_int",
+}
+
+
 def reference(shape, stage=None):
     """stage: of a pipeline: (its number, their number)."""
     number, stages = stage or (0, 1)
@@ -61,13 +67,21 @@ def reference(shape, stage=None):
         apply_rope_fusion=False,
         **activation(shape),
     )
+    has_yarn = shape.yarn_scaling_factor is not None
+    for field in dataclasses.fields(shape) if has_yarn else ():
+        # GPTModel reads YaRN's numbers as attributes that its config has no fields for
+        if field.name.startswith("yarn_"):
+            name = YARN_NAMES.get(field.name, field.name)
+            setattr(config, name, getattr(shape, field.name))
     return gpt.GPTModel(
         config,
         layer_specs.get_gpt_layer_local_spec(qk_layernorm=shape.qk_layernorm, normalization=shape.normalization),
         vocab_size=shape.padded_vocab_size,
         max_sequence_length=shape.max_position_embeddings,
         share_embeddings_and_output_weights=shape.tied_embeddings,
-        position_embedding_type=shape.position_embedding,
+        position_embedding_type="yarn" if has_yarn else shape.position_embedding,
+        rope_scaling=shape.rope_scaling_factor is not None,
+        rope_scaling_factor=shape.rope_scaling_factor or 8.0,
         rotary_percent=shape.rotary_percent,
         rotary_base=shape.rotary_base,
         seq_len_interpolation_factor=shape.rotary_seq_len_interpolation_factor,

@@ -22,6 +22,14 @@ PLAIN = ModelShape(
     attention_dropout=0.0,
 )
 ROPE = {"position_embedding": "rope"}
+# positions that the small samples go beyond, so that every part of the blending is seen
+YARN = {
+    "kv_channels": 16,
+    "yarn_scaling_factor": 4.0,
+    "yarn_original_max_position_embeddings": 64,
+    "yarn_beta_fast": 8.0,
+    "yarn_mscale": 0.8,
+}
 
 VARIANTS = {
     "gelu_tanh": PLAIN,
@@ -30,6 +38,8 @@ VARIANTS = {
     "rope": replace(PLAIN, **ROPE),
     "rope_partial_interleaved": replace(PLAIN, **ROPE, rotary_percent=0.5, rotary_interleaved=True, rotary_base=500.0),
     "rope_interpolated": replace(PLAIN, **ROPE, rotary_seq_len_interpolation_factor=4.0),
+    "rope_scaled": replace(PLAIN, **ROPE, kv_channels=32, rotary_base=500000.0, rope_scaling_factor=8.0),
+    "yarn": replace(PLAIN, **ROPE, **YARN),
     "no_positions": replace(PLAIN, position_embedding="none"),
     "gqa_swiglu_rmsnorm": replace(PLAIN, num_query_groups=2, activation="swiglu", normalization="RMSNorm"),
     "four_layers": replace(PLAIN, num_layers=4),

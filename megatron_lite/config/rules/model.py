@@ -74,7 +74,7 @@ def _check_tensors(args: Args) -> Iterator[str]:
 
 def _check_positions(args: Args) -> Iterator[str]:
     m, positions = args.model, args.model.max_position_embeddings
-    if not m.add_position_embedding and m.position_embedding_type != "rope":
+    if not m.add_position_embedding and m.position_embedding_type not in ("rope", "yarn"):
         yield "--no-position-embedding is taken with rope only, as in Megatron-LM; write --position-embedding-type none instead."
         return
     learned = m.position_embedding_type == "learned_absolute"
@@ -86,7 +86,16 @@ def _check_positions(args: Args) -> Iterator[str]:
     heads = m.num_attention_heads or 0
     width = m.kv_channels or (m.hidden_size // heads if m.hidden_size and heads > 0 else 2)
     rotated = int(width * m.rotary_percent)
-    if m.position_embedding_type == "rope" and width > 0 and (rotated < 2 or rotated % 2):
+    is_rotary = m.position_embedding_type in ("rope", "yarn")
+    others = {
+        f"--rotary-percent {m.rotary_percent:g}": m.rotary_percent != 1,
+        "--rotary-interleaved": m.rotary_interleaved,
+        "--rotary-seq-len-interpolation-factor": m.rotary_seq_len_interpolation_factor is not None,
+    }
+    for flag in (flag for flag, is_given in others.items() if is_given and m.position_embedding_type == "yarn"):
+        yield f"{flag}: --position-embedding-type yarn rotates whole heads, in halves, by its own factor; drop one of them."
+        return
+    if is_rotary and width > 0 and (rotated < 2 or rotated % 2):
         yield (
             f"--rotary-percent {m.rotary_percent:g} rotates {rotated} of a head's {width} channels, but they rotate "
             "in pairs; change it, or --kv-channels."

@@ -1,0 +1,75 @@
+"""How fast each pair of channels rotates with the position: plain, or changed for sequences longer than pretraining's.
+
+Both changes leave pairs that turn often within the original length as they are, slow down those that turn less than
+once, and blend in between. Letters: R channels that rotate.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from megatron_lite.config.shape import ModelShape
+
+# Llama 3.1's own numbers, which Megatron-LM gives no flags for. Source: RotaryEmbedding._apply_scaling of megatron-core
+LLAMA_LENGTH = 8192  # positions of its pretraining
+LLAMA_SLOW_TURNS = 1.0  # within that length: pairs that turn less are slowed down by the whole factor
+LLAMA_FAST_TURNS = 4.0  # pairs that turn more stay as they are
+
+
+def compute_rotary_frequencies(shape: ModelShape, device: torch.device) -> Tensor:
+    """Radians per position of each pair of channels, fp32 [R / 2]."""
+    width = int(shape.kv_channels * shape.rotary_percent)
+    channels = torch.arange(0, width, 2, dtype=torch.float32, device=device)
+    frequencies = 1.0 / shape.rotary_base ** (channels / width)
+    if shape.rope_scaling_factor is not None:
+        return _scale_as_llama(frequencies, shape.rope_scaling_factor)
+    if shape.yarn_scaling_factor is not None:
+        return _scale_as_yarn(frequencies, shape, shape.yarn_scaling_factor)
+    return frequencies
+
+
+def compute_rotary_scale(shape: ModelShape) -> float:
+    """The factor of cosines and sines, with which YaRN sharpens attention (section 3.4 of its paper); else 1."""
+    if shape.yarn_scaling_factor is None:
+        return 1.0
+    factor = shape.yarn_scaling_factor
+    return _sharpen(factor, shape.yarn_mscale) / _sharpen(factor, shape.yarn_mscale_all_dim)
+
+
+def _sharpen(factor: float, strength: float) -> float:
+    return 0.1 * strength * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+def _scale_as_llama(frequencies: Tensor, factor: float) -> Tensor:
+    """Llama 3.1's scaling, in Megatron-Core's order of operations."""
+    lengths = 2 * math.pi / frequencies  # positions of one turn
+    slowed = torch.where(lengths > LLAMA_LENGTH / LLAMA_SLOW_TURNS, frequencies / factor, frequencies)
+    share = (LLAMA_LENGTH / lengths - LLAMA_SLOW_TURNS) / (LLAMA_FAST_TURNS - LLAMA_SLOW_TURNS)
+    blended = (1 - share) * slowed / factor + share * slowed
+    is_fast = lengths < LLAMA_LENGTH / LLAMA_FAST_TURNS
+    is_slow = lengths > LLAMA_LENGTH / LLAMA_SLOW_TURNS
+    return torch.where(is_fast | is_slow, slowed, blended)
+
+
+def _scale_as_yarn(frequencies: Tensor, shape: ModelShape, factor: float) -> Tensor:
+    """YaRN's "NTK by parts" (Peng et al. 2023, arXiv 2309.00071, section 3.2)."""
+    pairs = len(frequencies)
+    first = _find_channel(shape.yarn_beta_fast, shape)
+    last = _find_channel(shape.yarn_beta_slow, shape)
+    if shape.yarn_round_to_int:
+        first = math.floor(first)
+        last = math.ceil(last)
+    first = max(first, 0)
+    last = min(last, 2 * pairs - 1)
+    if first == last:
+        last += 0.001  # as in Megatron-Core: no division by zero
+    numbers = torch.arange(pairs, dtype=torch.float32, device=frequencies.device)
+    kept = 1 - ((numbers - first) / (last - first)).clamp(0, 1)
+    return frequencies / factor * (1 - kept) + frequencies * kept
+
+
+def _find_channel(turns: float, shape: ModelShape) -> float:
+    """The pair of channels, as a fraction, that turns so often within the original length."""
+    length = shape.yarn_original_max_position_embeddings
+    return shape.kv_channels * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(shape.rotary_base))
