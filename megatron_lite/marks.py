@@ -6,16 +6,19 @@ A marked function carries its mark behind its name in every recorded stack, as i
 import re
 from collections.abc import Callable
 from types import FunctionType
+from typing import TypeVar
 
 MASTER_WEIGHTS, GRADIENT_BUFFER, WEIGHT_GRADIENT, LOSS = "master weights", "gradient buffer", "weight gradient", "loss"
 INPUT, WEIGHTS, STEP, EVALUATION = "input", "weights", "step", "evaluation"
 MARKED = re.compile(r"(.*) \[([a-z ]+)\]")
 
+Marked = TypeVar("Marked", bound=Callable[..., object])  # a function or a class
 
-def mark_memory(mark: str) -> Callable:
+
+def mark_memory(mark: str) -> Callable[[Marked], Marked]:
     """A decorator: what the function, or any function of the class, allocates is known by `mark`."""
 
-    def apply(thing):
+    def apply(thing: Marked) -> Marked:
         functions = vars(thing).values() if isinstance(thing, type) else [thing]
         for function in functions:
             if isinstance(function, FunctionType):

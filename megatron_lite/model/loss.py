@@ -65,11 +65,10 @@ class _Losses(torch.autograd.Function):
         ctx.products = kernels.products
         return sums_M1.log_().sub_(below_M1).squeeze(1)
 
-    # torch's own type of backward takes any number of gradients
     @staticmethod
     @once_differentiable
     @mark_memory(LOSS)
-    def backward(ctx: Any, gradient_M: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, gradient_M: Tensor) -> tuple[Tensor | None, ...]:
         hidden_MH, weight_VH, gradients_MV = ctx.saved_tensors
         gradient_M1 = gradient_M[:, None]  # stays in fp32: rounded, it would be wrong in the same way for all tokens
         of_weight_VH = _weight_gradient(
@@ -225,11 +224,10 @@ class _FusedLosses(torch.autograd.Function):
         ctx.pieces = pieces
         return normalizers_M - own_M
 
-    # torch's own type of backward takes any number of gradients
     @staticmethod
     @once_differentiable
     @mark_memory(LOSS)
-    def backward(ctx: Any, gradient_M: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient_M: Tensor) -> tuple[Tensor, None, None, None]:
         logits_MV, labels_M, normalizers_M = ctx.saved_tensors
         ctx.pieces.write_gradients(logits_MV, labels_M, normalizers_M, gradient_M)
         return logits_MV, None, None, None

@@ -5,7 +5,7 @@ and leave early at `found_inf`, so that unscaling, clipping and updating are one
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -61,12 +61,16 @@ class MasterWeights:
         self._pairs = [(p, m) for p, m in zip(parameters, self.masters) if p is not m]
 
     @torch.no_grad()
-    def attach(self, gradients: list[Tensor]) -> None:
+    def attach(self, gradients: Sequence[Tensor | None]) -> None:
         """Make `gradients`, in the order of the parameters, the masters' gradients, in fp32."""
-        if gradients[0].dtype != torch.float32:  # all at once: a launch takes longer than a GPU needs for a bias
-            short, gradients = gradients, [torch.empty_like(g, dtype=torch.float32) for g in gradients]
-            torch._foreach_copy_(gradients, short)
-        for master, gradient in zip(self.masters, gradients):
+        first = gradients[0]
+        if first is not None and first.dtype != torch.float32:
+            # all at once: a launch takes longer than a GPU needs for a bias
+            short = [gradient for gradient in gradients if gradient is not None]
+            wide = [torch.empty_like(gradient, dtype=torch.float32) for gradient in short]
+            torch._foreach_copy_(wide, short)
+            gradients = wide
+        for master, gradient in zip(self.masters, gradients, strict=True):
             master.grad = gradient
 
     @torch.no_grad()
@@ -161,11 +165,13 @@ class Optimizer:
         return self._one if self.scaler is None else self.scaler.scale
 
     @torch.no_grad()
-    def step(self, gradients: list[Tensor], samples: int, phase: BeginPhase, divisor: Tensor | None = None) -> Update:
+    def step(
+        self, gradients: Sequence[Tensor | None], samples: int, phase: BeginPhase, divisor: Tensor | None = None
+    ) -> Update:
         """Update the model from scaled `gradients`, in the order of the parameters, averaged over ranks.
 
         Args:
-            gradients: Scaled, averaged over ranks.
+            gradients: Scaled, averaged over ranks; None for a parameter that the losses do not use.
             samples: Of the global batch.
             phase: Opened around each part of the step.
             divisor: A further scalar to divide gradients by.
@@ -207,18 +213,18 @@ class Optimizer:
             return Update(norm, skipped, scale, self.loss_scale.clone(), self._set_rates())
 
     @torch.no_grad()
-    def measure_norm(self, tensors: list[Tensor]) -> Tensor:
+    def measure_norm(self, tensors: Sequence[Tensor | None]) -> Tensor:
         """L2 norm of gradients or parameters, over all ranks that have parts of them; an fp32 scalar on the device."""
         norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(self._select(tensors), 2, torch.float32)))
         return norm if self._sum_over_ranks is None else self._sum_over_ranks(norm.square()).sqrt()
 
     @torch.no_grad()
-    def count_zeros(self, gradients: list[Tensor]) -> Tensor:
+    def count_zeros(self, gradients: Sequence[Tensor | None]) -> Tensor:
         """Elements that are 0, over all ranks; an fp32 scalar on the device."""
         zeros = torch.stack([(g == 0).sum() for g in self._select(gradients)]).sum().float()
         return zeros if self._sum_over_ranks is None else self._sum_over_ranks(zeros)
 
-    def _select(self, tensors: list[Tensor]) -> list[Tensor]:
+    def _select(self, tensors: Sequence[Tensor | None]) -> list[Tensor]:
         """The tensors, of one per parameter, that this rank counts.
 
         A parameter that the losses do not use has no gradient.

@@ -2,11 +2,13 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import GradBucket  # mypy does not find it as dist.GradBucket
+from torch.futures import Future
 
 from megatron_lite.config.plan import Plan
 from megatron_lite.model.attention import Attend
@@ -14,23 +16,37 @@ from megatron_lite.model.gpt import GPT
 from megatron_lite.model.kernels import Kernels
 from megatron_lite.parallel.tensor_parallel import TensorGroup
 
+HookState = TypeVar("HookState")
+
+
+class Reducer(Protocol):
+    """Averages a bucket of gradients over ranks when all of it has been computed."""
+
+    def prepare_for_backward(self, outputs: list[Tensor], /) -> None:
+        """Average the gradients of the next backward.
+
+        Args:
+            outputs: Tensors from which the parameters that have a part in the losses are found; empty for all.
+        """
+
 
 class AveragedModel(Protocol):
     """A model whose backward averages gradients over ranks:
     the part of DistributedDataParallel that DataParallel uses."""
 
     @property
-    def reducer(self) -> Any:
-        """Averages a bucket of gradients when all of it has been computed."""
+    def reducer(self) -> Reducer:
+        """What averages the gradients."""
 
-    def __call__(self, *inputs: Any) -> Tensor:
+    def __call__(self, *inputs: Tensor | None) -> Tensor:
         """Call the model's forward."""
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Keep forward inside the block from telling the reducer that a backward follows."""
 
-    def register_comm_hook(self, state: Any, hook: Callable[..., Any]) -> None:
-        """Average each bucket by `hook(state, bucket)`, which returns a future of the averaged bucket."""
+    def register_comm_hook(self, state: HookState, hook: Callable[[HookState, GradBucket], Future[Tensor]], /) -> None:
+        """Average each bucket by `hook(state, bucket)`, which runs within backward when the gradients of the bucket
+        have been computed, and returns a future of the averaged bucket."""
 
 
 class Backend(Protocol):

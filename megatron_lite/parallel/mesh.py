@@ -13,30 +13,53 @@ from megatron_lite.parallel.process_group import operation_limit
 
 
 def arrange_ranks(layout: Layout) -> torch.Tensor:
-    """All ranks by their places, (pipeline, data, context, tensor)."""
+    """All ranks by their places, an integer tensor of the shape (pipeline, data, context, tensor)."""
     sizes = (layout.pipeline, layout.data, layout.context, layout.tensor)
-    return torch.tensor([layout.find_rank(*place[::-1]) for place in itertools.product(*map(range, sizes))]).view(sizes)
+    places = itertools.product(*(range(size) for size in sizes))
+    ranks = [layout.find_rank(tensor, context, data, stage) for stage, data, context, tensor in places]
+    return torch.tensor(ranks).view(sizes)
 
 
 def make_group(plan: Plan, ranks: torch.Tensor, name: str) -> dist.ProcessGroup:
-    """This rank's among the groups that the last dimension of `ranks` lists. Collective."""
+    """Make the groups of ranks that the last dimension of `ranks` lists. Collective.
+
+    Args:
+        plan: This rank's.
+        ranks: Each rank once, a group in each line of the last dimension.
+        name: Describes the groups in messages of torch.
+
+    Returns:
+        The group with this rank.
+    """
     lists = ranks.flatten(0, -2).tolist()
-    return dist.new_subgroups_by_enumeration(lists, timeout=operation_limit(plan), group_desc=name)[0]
+    own: dist.ProcessGroup
+    own, _ = dist.new_subgroups_by_enumeration(lists, timeout=operation_limit(plan), group_desc=name)
+    return own
 
 
 def make_mesh(plan: Plan, device: torch.device) -> DeviceMesh | None:
-    """The ranks by what they hold, or None where each holds everything. Collective."""
-    layout, rows = plan.layout, plan.sharding.ranks if plan.sharding else 1
-    sizes = {PIPELINE: layout.pipeline, COPIES: layout.replicas // rows, ROWS: rows, TENSOR: layout.tensor}
+    """Make the mesh of ranks by what they hold. Collective.
+
+    Returns:
+        The mesh, or None where each rank holds everything.
+    """
+    layout = plan.layout
+    shards = plan.sharding.ranks if plan.sharding else 1
+    sizes = {PIPELINE: layout.pipeline, COPIES: layout.replicas // shards, ROWS: shards, TENSOR: layout.tensor}
     if sizes[COPIES] == plan.world.size:
         return None
     sizes = {name: size for name, size in sizes.items() if size > 1}
-    mesh = DeviceMesh(device.type, arrange_ranks(layout).view(*sizes.values()), mesh_dim_names=tuple(sizes))
-    for name in sizes if dist.get_backend() != "fake" else ():
-        _set_pg_timeout(operation_limit(plan), mesh[name].get_group())  # it would be torch's own, half an hour
+    ranks = arrange_ranks(layout).view(*sizes.values())
+    mesh = DeviceMesh(device.type, ranks, mesh_dim_names=tuple(sizes))
+    if dist.get_backend() != "fake":
+        for name in sizes:
+            # it would be torch's own, half an hour
+            _set_pg_timeout(operation_limit(plan), mesh[name].get_group())
     return mesh
 
 
 def find_group(mesh: DeviceMesh | None, name: str) -> dist.ProcessGroup | None:
     """This rank's group along a dimension of the mesh; None where that has one rank."""
-    return mesh[name].get_group() if mesh is not None and name in mesh.mesh_dim_names else None
+    if mesh is None or mesh.mesh_dim_names is None or name not in mesh.mesh_dim_names:
+        return None
+    return mesh[name].get_group()

@@ -10,7 +10,7 @@ this rank, H hidden.
 """
 
 import copy
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import NamedTuple
 
@@ -284,7 +284,17 @@ def is_copy(stage: Stage, name: str) -> bool:
     return stage.is_last and not stage.is_first and name.startswith("embedding.")
 
 
-def add_ends(pipeline: Pipeline, names: list[str], gradients: list[Tensor]):
-    """Have the copies of a tied embedding on both ends get the sum of their gradients. Collective among the two."""
-    if pipeline.ends is not None and (pipeline.stage.is_first or pipeline.stage.is_last):
-        dist.all_reduce(gradients[names.index("embedding.word_embeddings.weight")], group=pipeline.ends)
+def add_ends(pipeline: Pipeline, names: list[str], gradients: Sequence[Tensor | None]) -> None:
+    """Have the copies of a tied embedding on both ends get the sum of their gradients. Collective among the two.
+
+    Args:
+        pipeline: This rank's.
+        names: The parameters' names.
+        gradients: Theirs, in the same order.
+    """
+    if pipeline.ends is None:
+        return
+    if pipeline.stage.is_first or pipeline.stage.is_last:
+        gradient = gradients[names.index("embedding.word_embeddings.weight")]
+        assert gradient is not None, "both ends use the embedding"
+        dist.all_reduce(gradient, group=pipeline.ends)

@@ -1,18 +1,19 @@
 """Layers of which each rank computes a part, put on from outside a model that was built with this rank's sizes.
 
 A rank has some of the heads, of the MLP's columns and of the vocabulary. linear_qkv and linear_fc1 take whole hidden
-states and give this rank's columns; linear_proj and linear_fc2 give this rank's share of a sum. With sequence
-parallelism a rank holds its share of the tokens between the two: hidden states are gathered before, and sums are
-scattered after. Tokens are shared out in the order in which they lie in memory, whatever sequence they belong to, so
+states and give this rank's columns; linear_proj and linear_fc2 give this rank's term of a sum. With sequence
+parallelism a rank holds its part of the tokens between the two: hidden states are gathered before, and sums are
+scattered after. Tokens are split in the order in which they lie in memory, whatever sequence they belong to, so
 that no copy puts them in order; their hidden states keep three dimensions, (B, T / ranks, H).
 
-Letters: B sequences, T positions, M = B * T, H hidden, W columns of this rank, V words of this rank.
+Letters: B sequences, T positions, M = B * T, H hidden, W columns of this rank, V vocabulary entries of this rank.
 """
 
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -24,15 +25,40 @@ from torch.distributed.device_mesh import DeviceMesh
 from megatron_lite.config.layout import TENSOR
 from megatron_lite.config.plan import Plan
 from megatron_lite.model.attention import Attend
+from megatron_lite.model.gpt import GPT, Embedding, TransformerLayer
 from megatron_lite.model.loss import Pieces, fused_token_losses
-from megatron_lite.model.products import Keep, LinearByHand, Products
+from megatron_lite.model.products import Keep, Products, multiply_by_hand
+from megatron_lite.parallel.layers import replace_method
 from megatron_lite.parallel.mesh import arrange_ranks, find_group, make_group
 from megatron_lite.parallel.weight_gradients import WeightGradients
 
-# the operations below torch.distributed's functions: they return at once, torch.compile knows them,
-# and `wait_tensor` waits
-collectives = torch.ops._c10d_functional
 SEEDS_APART = 2**32  # far from those of other replicas
+
+
+class Collectives(Protocol):
+    """The operations below torch.distributed's functions, with the types that torch's operators do not tell.
+
+    They return at once, torch.compile knows them, and `wait_tensor` waits for their result. group: the name of a
+    process group.
+    """
+
+    def all_gather_into_tensor(self, own: Tensor, ranks: int, group: str, /) -> Tensor:
+        """Begin to join the tensors of all ranks along the first dimension."""
+
+    def all_reduce(self, own: Tensor, operation: str, group: str, /) -> Tensor:
+        """Begin to reduce the tensors of all ranks to one, which each rank gets."""
+
+    def all_reduce_(self, own: Tensor, operation: str, group: str, /) -> Tensor:
+        """Begin the same reduction in place."""
+
+    def reduce_scatter_tensor(self, own: Tensor, operation: str, ranks: int, group: str, /) -> Tensor:
+        """Begin to reduce the tensors of all ranks to one, of which each rank gets its part of the first dimension."""
+
+    def wait_tensor(self, begun: Tensor, /) -> Tensor:
+        """Wait until a tensor that one of the others returned holds its values."""
+
+
+collectives: Collectives = torch.ops._c10d_functional
 
 
 @dataclass(frozen=True)
@@ -46,22 +72,30 @@ class TensorGroup:
     query_group: dist.ProcessGroup | None = None  # of the ranks that share one query group; None: each has whole ones
 
     def gather(self, x_BTH: Tensor) -> Tensor:
-        """All tokens, of which each rank has its share."""
+        """All tokens, (B, T * ranks, H), of which each rank has its part x_BTH."""
         return self.wait_gathered(self.begin_gather(x_BTH), x_BTH)
 
     def begin_gather(self, x_BTH: Tensor) -> Tensor:
-        """The same, not there before `wait_gathered`."""
+        """Begin what `gather` does; the result is not there before `wait_gathered`."""
         return collectives.all_gather_into_tensor(x_BTH.contiguous().flatten(0, 1), self.ranks, self.group.group_name)
 
     def wait_gathered(self, begun: Tensor, like: Tensor) -> Tensor:
-        """What begin_gather began, in the form of `like`, which was gathered."""
+        """Wait for what begin_gather began.
+
+        Args:
+            begun: What it returned.
+            like: What it gathered, (B, T, H).
+
+        Returns:
+            All tokens, (B, T * ranks, H).
+        """
         batch, length, width = like.shape
         return collectives.wait_tensor(begun).view(batch, length * self.ranks, width)
 
     def begin_sum(self, x_BTH: Tensor) -> Tensor:
-        """The sum over ranks, of this rank's share of the tokens if they are shared out.
+        """Begin to add up x_BTH over ranks: of this rank's part of the tokens, if the ranks split them.
 
-        Not there before `wait`; x_BTH may become it.
+        The result is not there before `wait`; x_BTH may become it.
         """
         name = self.group.group_name
         if not self.shares_tokens:
@@ -71,17 +105,33 @@ class TensorGroup:
         return collectives.reduce_scatter_tensor(x_BTH.contiguous().flatten(0, 1), "sum", self.ranks, name)
 
     def wait(self, begun: Tensor, like: Tensor) -> Tensor:
-        """What begin_sum began, in the form of `like`, which was summed."""
+        """Wait for what begin_sum began.
+
+        Args:
+            begun: What it returned.
+            like: What it added up, (B, T, H).
+
+        Returns:
+            The sum, (B, T, H), or (B, T / ranks, H) if the ranks split the tokens.
+        """
         batch, length, width = like.shape
-        return collectives.wait_tensor(begun).view(batch, length // self.ranks if self.shares_tokens else length, width)
+        own_length = length // self.ranks if self.shares_tokens else length
+        return collectives.wait_tensor(begun).view(batch, own_length, width)
 
     def sum(self, x_BTH: Tensor) -> Tensor:
+        """The sum of x_BTH over ranks, of this rank's part of the tokens if the ranks split them."""
         return self.wait(self.begin_sum(x_BTH), x_BTH)
 
 
 def make_tensor_group(plan: Plan, mesh: DeviceMesh | None) -> TensorGroup | None:
-    """This rank's, or None where each computes whole layers. Collective."""
-    group, layout, sharing = find_group(mesh, TENSOR), plan.layout, plan.rank_shape.query_group_ranks
+    """Make the group of the ranks that split each layer with this one. Collective.
+
+    Returns:
+        The group, or None where each rank computes whole layers.
+    """
+    layout = plan.layout
+    sharing = plan.rank_shape.query_group_ranks
+    group = find_group(mesh, TENSOR)
     if group is None:
         return None
     query_group = None
@@ -90,39 +140,56 @@ def make_tensor_group(plan: Plan, mesh: DeviceMesh | None) -> TensorGroup | None
     return TensorGroup(group, layout.tensor, layout.tensor_rank, layout.sequence_parallel, query_group)
 
 
+class _ColumnContext(Protocol):
+    """What the forward of _ColumnLinear leaves for its backward."""
+
+    saved_tensors: tuple[Tensor, Tensor]
+    among: TensorGroup
+    has_bias: bool
+    products: Products
+    keep: Keep | None
+
+    def save_for_backward(self, x_BTH: Tensor, weight_WH: Tensor, /) -> None:
+        """Keep the tensors that backward finds in saved_tensors."""
+
+
 class _ColumnLinear(torch.autograd.Function):
     """This rank's columns of a product, (B, T, W), of all tokens. The gradient of the weight is computed while that of
     the input is summed.
 
-    Of tokens that ranks share out, each keeps its own for backward, and gathers them again while it computes the
+    Where ranks split the tokens, each keeps its own for backward, and gathers them again while it computes the
     input's gradient.
     """
 
     @staticmethod
     def forward(
-        ctx,
+        ctx: _ColumnContext,
         x_BTH: Tensor,
         weight_WH: Tensor,
         bias_W: Tensor | None,
         among: TensorGroup,
         products: Products,
-        keep: Keep | None = None,
+        keep: Keep | None,
     ) -> Tensor:
-        """keep: takes what the gradient of the weight is computed from."""
+        """keep: takes what the gradient of the weight is computed from; None: backward computes it."""
         whole_BTH = among.gather(x_BTH) if among.shares_tokens else x_BTH
         ctx.save_for_backward(x_BTH, weight_WH)
-        ctx.among, ctx.has_bias, ctx.products, ctx.keep = among, bias_W is not None, products, keep
+        ctx.among = among
+        ctx.has_bias = bias_W is not None
+        ctx.products = products
+        ctx.keep = keep
         return products.multiply(whole_BTH, weight_WH, bias_W)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, gradient_BTW: Tensor):
+    def backward(ctx: _ColumnContext, gradient_BTW: Tensor) -> tuple[Tensor | None, ...]:
         x_BTH, weight_WH = ctx.saved_tensors
         gathered = ctx.among.begin_gather(x_BTH) if ctx.among.shares_tokens else None
         of_input_BTH = ctx.products.compute_input_gradient(gradient_BTW, weight_WH)
         whole_BTH = x_BTH if gathered is None else ctx.among.wait_gathered(gathered, x_BTH)
         begun = ctx.among.begin_sum(of_input_BTH)
-        gradient_MW, of_weight = gradient_BTW.flatten(0, 1), None
+        gradient_MW = gradient_BTW.flatten(0, 1)
+        of_weight = None
         if ctx.keep is None:
             of_weight = ctx.products.compute_weight_gradient(gradient_MW, whole_BTH.flatten(0, 1))
         else:
@@ -131,18 +198,42 @@ class _ColumnLinear(torch.autograd.Function):
         return ctx.among.wait(begun, of_input_BTH), of_weight, of_bias, None, None, None
 
 
+# torch gives `apply` no types; so here and below
+_multiply_columns: Callable[[Tensor, Tensor, Tensor | None, TensorGroup, Products, Keep | None], Tensor]
+_multiply_columns = _ColumnLinear.apply
+
+
+class _AmongContext(Protocol):
+    """What the forward of _SumOverRanks leaves for its backward."""
+
+    among: TensorGroup
+
+
 class _SumOverRanks(torch.autograd.Function):
-    """The sum of what ranks have, (B, T, H), of this rank's share of the tokens if they are shared out."""
+    """The sum of what ranks have, (B, T, H), of this rank's part of the tokens if the ranks split them."""
 
     @staticmethod
-    def forward(ctx, x_BTH: Tensor, among: TensorGroup) -> Tensor:
+    def forward(ctx: _AmongContext, x_BTH: Tensor, among: TensorGroup) -> Tensor:
         ctx.among = among
         return among.sum(x_BTH)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, gradient_BTH: Tensor):
+    def backward(ctx: _AmongContext, gradient_BTH: Tensor) -> tuple[Tensor, None]:
         return ctx.among.gather(gradient_BTH) if ctx.among.shares_tokens else gradient_BTH, None
+
+
+_sum_over_ranks: Callable[[Tensor, TensorGroup], Tensor] = _SumOverRanks.apply
+
+
+class _QueryGroupContext(Protocol):
+    """What the forward of _GatherQueryGroup leaves for its backward."""
+
+    group: dist.ProcessGroup
+    ranks: int
+    queries: int  # columns of all ranks' queries
+    first: int  # of them, this rank's first column
+    last: int  # the column after this rank's last one
 
 
 class _GatherQueryGroup(torch.autograd.Function):
@@ -153,18 +244,24 @@ class _GatherQueryGroup(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, part_BTW: Tensor, group: dist.ProcessGroup, kv_channels: int) -> Tensor:
-        ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+    def forward(ctx: _QueryGroupContext, part_BTW: Tensor, group: dist.ProcessGroup, kv_channels: int) -> Tensor:
+        ranks = dist.get_world_size(group)
+        rank = dist.get_rank(group)
         gathered = collectives.all_gather_into_tensor(part_BTW.contiguous(), ranks, group.group_name)
-        whole = collectives.wait_tensor(gathered).view(ranks, *part_BTW.shape).movedim(0, -2).flatten(-2)
-        queries = whole.shape[-1] - 2 * kv_channels  # of all ranks
-        first, last = queries // ranks * rank, queries // ranks * (rank + 1)
-        ctx.group, ctx.ranks, ctx.queries, ctx.first, ctx.last = group, ranks, queries, first, last
-        return torch.cat((whole[..., first:last], whole[..., queries:]), dim=-1)
+        parts = collectives.wait_tensor(gathered).view(ranks, *part_BTW.shape)
+        whole = parts.movedim(0, -2).flatten(-2)
+        ctx.group = group
+        ctx.ranks = ranks
+        ctx.queries = whole.shape[-1] - 2 * kv_channels
+        ctx.first = ctx.queries // ranks * rank
+        ctx.last = ctx.queries // ranks * (rank + 1)
+        own_queries = whole[..., ctx.first : ctx.last]
+        key_and_value = whole[..., ctx.queries :]
+        return torch.cat((own_queries, key_and_value), dim=-1)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, gradient_BTW: Tensor):
+    def backward(ctx: _QueryGroupContext, gradient_BTW: Tensor) -> tuple[Tensor, None, None]:
         own, key_and_value = gradient_BTW.tensor_split((ctx.last - ctx.first,), dim=-1)
         of_others = gradient_BTW.new_zeros(*gradient_BTW.shape[:-1], ctx.queries)
         whole = torch.cat((of_others, key_and_value), dim=-1)
@@ -174,7 +271,10 @@ class _GatherQueryGroup(torch.autograd.Function):
         return collectives.wait_tensor(summed), None, None
 
 
-def split_layers(model: nn.Module, among: TensorGroup, products: Products, later: WeightGradients | None = None):
+_gather_query_group: Callable[[Tensor, dist.ProcessGroup, int], Tensor] = _GatherQueryGroup.apply
+
+
+def split_layers(model: GPT, among: TensorGroup, products: Products, later: WeightGradients | None = None) -> None:
     """Have each linear layer and the embedding exchange with other ranks what they lack.
 
     Args:
@@ -184,76 +284,100 @@ def split_layers(model: nn.Module, among: TensorGroup, products: Products, later
         later: Takes gradients of the layers' weights; None: backward computes them.
     """
     for layer in model.decoder.layers:
-        for module in (layer.self_attention.linear_qkv, layer.mlp.linear_fc1):
-            module.forward = partial(_apply_columns, module, among, products, later)
+        assert isinstance(layer, TransformerLayer)
+        attention = layer.self_attention
+        for module in (attention.linear_qkv, layer.mlp.linear_fc1):
+            replace_method(module, "forward", partial(_apply_columns, module, among, products, later))
         if among.query_group is not None:
-            module, width = layer.self_attention.linear_qkv, layer.self_attention.kv_channels
-            module.forward = partial(_apply_query_group, module.forward, among.query_group, width)
-        for module in (layer.self_attention.linear_proj, layer.mlp.linear_fc2):
-            module.forward = partial(_apply_rows, module, among, products, later)
+            qkv = attention.linear_qkv
+            gather = partial(_apply_query_group, qkv.forward, among.query_group, attention.kv_channels)
+            replace_method(qkv, "forward", gather)
+        for module in (attention.linear_proj, layer.mlp.linear_fc2):
+            replace_method(module, "forward", partial(_apply_rows, module, among, products, later))
     if model.embedding is not None:
-        model.embedding.forward = partial(_embed, model.embedding, among)
+        replace_method(model.embedding, "forward", partial(_embed, model.embedding, among))
 
 
 def _apply_columns(
     module: nn.Linear, among: TensorGroup, products: Products, later: WeightGradients | None, x_BTH: Tensor
 ) -> Tensor:
     weight_WH, keep = _take_weight(module, products, later)
-    return _ColumnLinear.apply(x_BTH, weight_WH, module.bias, among, products, keep)
+    return _multiply_columns(x_BTH, weight_WH, module.bias, among, products, keep)
 
 
 def _take_weight(module: nn.Linear, products: Products, later: WeightGradients | None) -> tuple[Tensor, Keep | None]:
     return (module.weight, None) if later is None else later.take_over(module.weight, products)
 
 
-def _apply_query_group(columns: Callable[[Tensor], Tensor], group, kv_channels: int, x_BTH: Tensor) -> Tensor:
-    return _GatherQueryGroup.apply(columns(x_BTH), group, kv_channels)
+def _apply_query_group(
+    columns: Callable[[Tensor], Tensor], group: dist.ProcessGroup, kv_channels: int, x_BTH: Tensor
+) -> Tensor:
+    return _gather_query_group(columns(x_BTH), group, kv_channels)
 
 
 def _apply_rows(
     module: nn.Linear, among: TensorGroup, products: Products, later: WeightGradients | None, x_BTW: Tensor
 ) -> Tensor:
-    """The bias is added to the sum, once."""
+    """The sum over ranks of each one's product, to which the bias is added once."""
     weight_WH, keep = _take_weight(module, products, later)
     if keep is None:
         part_BTH = products.linear(x_BTW, weight_WH)
     else:
-        part_BTH = LinearByHand.apply(x_BTW, weight_WH, None, products, keep)
-    sum_BTH = _SumOverRanks.apply(part_BTH, among)
-    return sum_BTH if module.bias is None else sum_BTH + module.bias
+        part_BTH = multiply_by_hand(x_BTW, weight_WH, None, products, keep)
+    sum_BTH = _sum_over_ranks(part_BTH, among)
+    # torch's type of bias does not say that a layer without one has None there
+    bias_H: Tensor | None = module.bias
+    return sum_BTH if bias_H is None else sum_BTH + bias_H
 
 
-def _embed(embedding: nn.Module, among: TensorGroup, tokens_BT: Tensor, positions_BT: Tensor) -> Tensor:
-    """Each rank looks its own words up; all others' are zeros there."""
-    words = embedding.word_embeddings.weight
-    own_BT = tokens_BT - among.rank * len(words)
-    is_elsewhere_BT = (own_BT < 0) | (own_BT >= len(words))
-    vectors_BTH = F.embedding(own_BT.masked_fill(is_elsewhere_BT, 0), words)
-    hidden_BTH = _SumOverRanks.apply(vectors_BTH.masked_fill(is_elsewhere_BT[..., None], 0.0), among)
+def _embed(embedding: Embedding, among: TensorGroup, tokens_BT: Tensor, positions_BT: Tensor) -> Tensor:
+    """hidden_BTH of all tokens, or of this rank's part of them: each rank looks up the vocabulary entries that it has,
+    and has zeros for all others'."""
+    weight_VH = embedding.word_embeddings.weight
+    own_BT = tokens_BT - among.rank * len(weight_VH)
+    is_elsewhere_BT = (own_BT < 0) | (own_BT >= len(weight_VH))
+    vectors_BTH = F.embedding(own_BT.masked_fill(is_elsewhere_BT, 0), weight_VH)
+    own_BTH = vectors_BTH.masked_fill(is_elsewhere_BT[..., None], 0.0)
+    hidden_BTH: Tensor = _sum_over_ranks(own_BTH, among)
     if embedding.position_embeddings is not None:
         if among.shares_tokens:
             mine = positions_BT.expand_as(tokens_BT).flatten().chunk(among.ranks)[among.rank]
             positions_BT = mine.view(hidden_BTH.shape[:2])
         hidden_BTH = hidden_BTH + embedding.position_embeddings(positions_BT)
-    return embedding.dropout(hidden_BTH)
+    hidden_BTH = embedding.dropout(hidden_BTH)
+    return hidden_BTH
 
 
-# --- the loss: no rank ever has the logits of all words
+# --- the loss: no rank ever has the logits of the whole vocabulary
 
 
-def make_losses(among: TensorGroup, words: int, pieces: Pieces, products: Products) -> Callable[..., Tensor]:
-    """The model's loss over a vocabulary of which each rank has so many words. products: that make the logits."""
+def make_losses(among: TensorGroup, entries: int, pieces: Pieces, products: Products) -> Callable[..., Tensor]:
+    """Make the model's loss over a vocabulary of which each rank has a part.
+
+    Args:
+        among: The ranks that split the vocabulary.
+        entries: Vocabulary entries of each rank, V.
+        pieces: Measure logits and write their gradients.
+        products: Compute the logits and the gradients of what they are made from.
+
+    Returns:
+        Maps (hidden_BTH, weight_VH, labels_BT) to losses_BT, in nats.
+    """
+
+    def project(hidden_BTH: Tensor, weight_VH: Tensor) -> Tensor:
+        return _multiply_columns(hidden_BTH, weight_VH, None, among, products, None)
+
     return partial(
         fused_token_losses,
         pieces=pieces,
-        project=lambda hidden_BTH, weight_VH: _ColumnLinear.apply(hidden_BTH, weight_VH, None, among, products),
-        first_word=among.rank * words,
+        project=project,
+        first_word=among.rank * entries,
         combine=partial(_combine, among.group),
     )
 
 
 def _combine(group: dist.ProcessGroup, own_M: Tensor, normalizers_M: Tensor) -> tuple[Tensor, Tensor]:
-    """The labels' logits and log(sum(exp(logits))) of all words, from those of each rank's."""
+    """The labels' logits and log(sum(exp(logits))) over the whole vocabulary, from those over each rank's part."""
     highest_M = normalizers_M.clone()
     dist.all_reduce(highest_M, dist.ReduceOp.MAX, group)
     sums = torch.stack((own_M, (normalizers_M - highest_M).exp()))
@@ -269,15 +393,29 @@ def drop_own_heads(attend: Attend, rank: int) -> Attend:
     return replace(attend, function=partial(_attend_drawing_otherwise, attend.function, rank))
 
 
-def _attend_drawing_otherwise(function: Callable[..., Tensor], rank: int, q_BNTD: Tensor, *others) -> Tensor:
-    """What is drawn follows from the common state and the rank, so that recomputing draws the same again."""
-    dropout = others[3]
+def _attend_drawing_otherwise(
+    function: Callable[..., Tensor],
+    rank: int,
+    q_BNTD: Tensor,
+    k_BGTD: Tensor,
+    v_BGTD: Tensor,
+    mask_B1TT: Tensor | None,
+    dropout: float,
+    layer_number: int,
+) -> Tensor:
+    """What is drawn follows from the common state and the rank, so that recomputing draws the same again.
+
+    Args:
+        function: An attention kernel, whose arguments and result are those of Attend's.
+        rank: This rank's number among those that split the heads.
+    """
+    others = (k_BGTD, v_BGTD, mask_B1TT, dropout, layer_number)
     if not dropout:
         return function(q_BNTD, *others)
     if q_BNTD.device.type == "cpu":
         torch.rand(())  # so that the next layer finds another state, whatever is drawn between
         state = torch.get_rng_state()
-        seed = zlib.crc32(state.numpy()) + rank
+        seed = zlib.crc32(state.numpy().data) + rank
         torch.default_generator.manual_seed(seed)
         out_BNTD = function(q_BNTD, *others)
         torch.set_rng_state(state)

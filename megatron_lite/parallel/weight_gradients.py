@@ -11,30 +11,43 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from megatron_lite.model.products import Keep, LinearByHand, Products
+from megatron_lite.model.gpt import GPT, TransformerLayer
+from megatron_lite.model.products import Keep, Products, multiply_by_hand
+from megatron_lite.parallel.layers import replace_method
+
+# what the gradient of one weight is computed from: the weight, what multiplies, the layer's input (..., H), and the
+# gradient (..., W) of its output
+_Kept = tuple[Tensor, Products, Tensor, Tensor]
 
 
 class WeightGradients:
     """What gradients of weights are computed from, of each micro-batch in the order of their backwards."""
 
-    def __init__(self):
-        self._kept: deque[list[tuple[nn.Parameter, Products, Tensor, Tensor]]] = deque()
+    def __init__(self) -> None:
+        self._kept: deque[list[_Kept]] = deque()
 
-    def begin(self):
-        """From here on belongs to another micro-batch's backward."""
+    def begin(self) -> None:
+        """Assign what comes from here on to another micro-batch's backward."""
         self._kept.append([])
 
-    def take_over(self, weight_WH: nn.Parameter, products: Products) -> tuple[Tensor, Keep]:
-        """The weight as a number that needs no gradient,
-        and what a backward calls instead of computing one by `products`."""
+    def take_over(self, weight_WH: Tensor, products: Products) -> tuple[Tensor, Keep]:
+        """Take a weight's gradient over from autograd.
+
+        Args:
+            weight_WH: A parameter.
+            products: Compute its gradient.
+
+        Returns:
+            The weight as a number that needs no gradient, and what a backward calls instead of computing one.
+        """
         return weight_WH.detach(), partial(self._keep, weight_WH, products)
 
-    def _keep(self, weight_WH: nn.Parameter, products: Products, input_H: Tensor, gradient_W: Tensor):
+    def _keep(self, weight_WH: Tensor, products: Products, input_H: Tensor, gradient_W: Tensor) -> None:
         self._kept[-1].append((weight_WH, products, input_H, gradient_W))
 
-    def add(self):
-        """The earliest micro-batch's, to the weights' gradients as autograd does it:
-        hooks of the parameters are called."""
+    def add(self) -> None:
+        """Add the earliest micro-batch's gradients to the weights' as autograd does it: hooks of the parameters are
+        called."""
         kept = self._kept.popleft()
         while kept:
             weight_WH, products, input_H, gradient_W = kept.pop()
@@ -43,18 +56,16 @@ class WeightGradients:
             torch.autograd.backward(weight_WH, gradient_WH)
 
 
-def delay_weights(model: nn.Module, products: Products, later: WeightGradients):
+def delay_weights(model: GPT, products: Products, later: WeightGradients) -> None:
     """Have the layers' weights get their gradients from `later`, and all else by these products."""
     for layer in model.decoder.layers:
-        for module in (
-            layer.self_attention.linear_qkv,
-            layer.self_attention.linear_proj,
-            layer.mlp.linear_fc1,
-            layer.mlp.linear_fc2,
-        ):
-            module.forward = partial(_apply, module, products, later)
+        assert isinstance(layer, TransformerLayer)
+        attention = layer.self_attention
+        mlp = layer.mlp
+        for module in (attention.linear_qkv, attention.linear_proj, mlp.linear_fc1, mlp.linear_fc2):
+            replace_method(module, "forward", partial(_apply, module, products, later))
 
 
 def _apply(module: nn.Linear, products: Products, later: WeightGradients, input_H: Tensor) -> Tensor:
     weight_WH, keep = later.take_over(module.weight, products)
-    return LinearByHand.apply(input_H, weight_WH, module.bias, products, keep)
+    return multiply_by_hand(input_H, weight_WH, module.bias, products, keep)
