@@ -120,6 +120,7 @@ class Profiler:
         self._saving = contextlib.ExitStack()  # while torch.save runs
         self._has_loader = False
         self._finds_steps = True  # until the loop says itself where a step ends
+        self._losses = StepLosses()
         self._norms = StepNorms()
         self._watched = Watched()  # what run.json says of it
         self._record = RunRecord()  # run.json, from the first step on
@@ -151,7 +152,6 @@ class Profiler:
         self._updates = HandUpdates()  # asked until an optimizer of torch steps
         self._passes = 0  # of backward, each within a step
         self._steps_by_hand = 0
-        self._losses = StepLosses()
         self._unwritten: list[StepTime] = []
 
     def _begin_anew(self) -> None:
@@ -163,6 +163,8 @@ class Profiler:
             self._torch_profiler = None
             self._recorder = None
         self._set_to_start()
+        # the same ones: what stands in the place of torch's functions writes into them
+        self._losses.forget()
         self._norms.forget()
         self.folder = self._given_folder
 

@@ -48,6 +48,12 @@ class StepLosses:
         self._steps: dict[int, StepLoss] = {}
         self._scaled: Scaled | None = None  # None: no GradScaler has scaled anything
 
+    def forget(self) -> None:
+        """Drop what the parent process recorded, in a process that was forked from it."""
+        self._readback.forget()
+        self._steps.clear()
+        self._scaled = None
+
     def wrap_scale(self, scale: Scale) -> Scale:
         """Wrap GradScaler.scale, so that it notes what it is given."""
 

@@ -227,6 +227,32 @@ with Profiler(sys.argv[1], steps=range(3, 5)):
 """
 
 
+SCALED_IN_A_FORK = """
+import multiprocessing, sys, torch
+from megatron_lite.watch.profiler import Profiler
+model = torch.nn.Linear(8, 1)
+def train():
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for step in range(6):
+        loss = (0 * model(torch.ones(4, 8)) + 2).mean()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+with Profiler(sys.argv[1], steps=range(30, 31)):
+    process = multiprocessing.get_context("fork").Process(target=train)
+    process.start()
+    process.join()
+"""
+
+
+@pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="needs fork")
+def test_a_forked_process_tells_its_losses_before_they_are_scaled(tmp_path):
+    environment = {name: value for name, value in os.environ.items() if name != "RANK"} | {"OMP_NUM_THREADS": "1"}
+    subprocess.run([sys.executable, "-c", SCALED_IN_A_FORK, str(tmp_path)], env=environment, check=True)
+    assert [one["loss"] for one in read_steps(tmp_path)] == [2.0] * 6
+
+
 @pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="needs fork")
 def test_processes_without_ranks_do_not_write_over_each_other(tmp_path):
     environment = {name: value for name, value in os.environ.items() if name != "RANK"} | {"OMP_NUM_THREADS": "1"}
