@@ -223,7 +223,7 @@ class RankStore:
 
     def publish_cause(self, line: str):
         """What the speaker has found out; empty for nothing."""
-        self._store.set(VERDICT, line)
+        self._store.set(VERDICT, json.dumps(line))  # the store refuses half a character, as paths may hold
 
     def wait_for_cause(self, within_s: float) -> str | None:
         """The speaker's line, when it comes in time."""
@@ -232,4 +232,4 @@ class RankStore:
             if time.monotonic() >= end:
                 return None
             time.sleep(SECONDS_BETWEEN_LOOKS)
-        return self._store.get(VERDICT).decode()
+        return json.loads(self._store.get(VERDICT))

@@ -122,7 +122,7 @@ def test_the_record_of_a_terminated_writer_is_ended_for_it(tmp_path):
 
 
 def test_every_ranks_last_status_is_written_down_whole(tmp_path):
-    gone = post(left="ValueError: no", stack=["f (half a letter \udc80.py:1)"], groups={"7": 2})
+    gone = post(left="ValueError: half a letter \udc80", stack=["f (\udc80.py:1)"], groups={"7": 2})
     asking = post(waiting=("0", 3, (0, 1)), phase="forward", started_at=7, answers=True)
     store = dist.HashStore()
     RankStore(store, 1, 2).set_status(gone)
@@ -133,6 +133,7 @@ def test_every_ranks_last_status_is_written_down_whole(tmp_path):
     places = {0: "tp 0", 1: "tp 1"}
     ranks = {rank: {"place": places[rank], **dataclasses.asdict(status)} for rank, status in ((0, asking), (1, gone))}
     assert written == json.dumps({"verdict": line, "ranks": ranks}, indent=1) + "\n"
+    assert RankStore(store, 1, 2).wait_for_cause(0.0) == line
     record = msgspec.convert(json.loads(written), FailureRecord)
     assert record.ranks["0"] == record_status(asking, "tp 0") and record.ranks["1"].stack == tuple(gone.stack)
 
