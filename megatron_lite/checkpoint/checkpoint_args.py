@@ -1,4 +1,4 @@
-"""--use-checkpoint-args: the model's flags from the arguments that a checkpoint was trained with."""
+"""Takes the model's flags from the arguments that a checkpoint was trained with: --use-checkpoint-args."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -58,7 +58,15 @@ def take_checkpoint_args(line: CommandLine, say: Callable[[str], object]) -> Com
 
 
 def _choose(stored: Mapping[str, object], line: CommandLine) -> dict[str, object]:
-    """{field: the checkpoint's value} of the flags that it decides. stored: the checkpoint's arguments."""
+    """Choose the flags that a checkpoint decides.
+
+    Args:
+        stored: The checkpoint's arguments.
+        line: The command line.
+
+    Returns:
+        The checkpoint's values, by the names of Args' fields.
+    """
     c = line.args.checkpoint
     names = [name for name in UNLESS_GIVEN if line.values.get(name) is None]
     names += ALWAYS
@@ -74,6 +82,6 @@ def _choose(stored: Mapping[str, object], line: CommandLine) -> dict[str, object
 
 
 def _describe(taken: Mapping[str, object], values: Mapping[str, object]) -> str:
-    """'--num-layers 24, --swiglu True': what the checkpoint says otherwise than the command line."""
+    """Name what the checkpoint says otherwise than the command line, as '--num-layers 24, --swiglu True'."""
     changed = [f"{dashed(name)} {value}" for name, value in taken.items() if values.get(name) != value]
     return ", ".join(changed) or "the same as the command line"

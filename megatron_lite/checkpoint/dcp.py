@@ -1,4 +1,4 @@
-"""torch.distributed.checkpoint: every rank writes its own pieces of tensors, and any number of ranks reads any part."""
+"""Checkpoints by torch.distributed.checkpoint, whose ranks each write pieces of tensors and read any part."""
 
 import contextlib
 import io
@@ -109,7 +109,7 @@ class Reader(FileSystemReader):
         self.metadata = read_metadata(folder / METADATA_FILE)
 
     def read_metadata(self, *args: object, **kwargs: object) -> Metadata:
-        """What was read when this was made. The arguments are those of torch's method, and have no effect."""
+        """Return what was read when this was made. The arguments are those of torch's method, and have no effect."""
         return self.metadata
 
     def read(self, wanted: list[tuple[Region, Tensor]]) -> None:
@@ -292,7 +292,7 @@ def readable(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without torch's warning that a process reads or writes by itself: it is meant to."""
+    """Suppress torch's warning that a process reads or writes by itself: it is meant to."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield

@@ -56,7 +56,7 @@ FULL = {errno.ENOSPC, errno.EDQUOT}
 
 
 class FileEntry(TypedDict):
-    """What the manifest says of one file."""
+    """The manifest's entry of one file."""
 
     bytes: int
     xxh3_128: str  # the digest of its contents, in hexadecimal digits
@@ -221,7 +221,7 @@ class HashedFile(io.BufferedWriter):
 
 
 class Background:
-    """One piece of work at a time in a thread."""
+    """A thread that does one piece of work at a time."""
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
@@ -332,7 +332,10 @@ def complete(source: Path) -> list[CheckpointDir]:
 
 
 def missing(folder: Path) -> str | None:
-    """What a checkpoint lacks, judged by names and sizes; None if nothing. A foreign one without a manifest passes."""
+    """Say what a checkpoint lacks, judged by names and sizes; None if nothing.
+
+    A checkpoint by Megatron-LM, which has no manifest, lacks nothing.
+    """
     try:
         manifest = read_manifest(folder)
     except ValueError as error:
@@ -348,7 +351,7 @@ def missing(folder: Path) -> str | None:
 
 
 def damage(folder: Path, names: Iterable[str]) -> str | None:
-    """What is wrong with the contents of some files.
+    """Compare the contents of some files with the manifest.
 
     Args:
         folder: Of a checkpoint.
@@ -371,7 +374,7 @@ def damage(folder: Path, names: Iterable[str]) -> str | None:
 
 
 def wrong(folder: Path, share: slice = slice(None)) -> str | None:
-    """What is wrong with a checkpoint, judged by the sizes of all its files and the contents of some of them.
+    """Judge a checkpoint by the sizes of all its files and the contents of some of them.
 
     Args:
         folder: Of the checkpoint.

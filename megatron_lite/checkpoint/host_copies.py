@@ -10,9 +10,9 @@ class HostCopies:
     def __init__(self, tensors: dict[str, Tensor]):
         on_gpu = any(tensor.is_cuda for tensor in tensors.values())
         # touched now: pages that the system hands out in the first save would make that one slow
-        self._copies = {
-            name: torch.zeros(tensor.shape, dtype=tensor.dtype, pin_memory=on_gpu) for name, tensor in tensors.items()
-        }
+        self._copies: dict[str, Tensor] = {}
+        for name, tensor in tensors.items():
+            self._copies[name] = torch.zeros(tensor.shape, dtype=tensor.dtype, pin_memory=on_gpu)
         self._ready = torch.cuda.Event() if on_gpu else None
 
     def take(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -27,7 +27,7 @@ class HostCopies:
             self._ready.record()
         return dict(self._copies)
 
-    def wait(self):
-        """Until the last `take` is done."""
+    def wait(self) -> None:
+        """Wait until the last `take` is done."""
         if self._ready is not None:
             self._ready.synchronize()

@@ -3,13 +3,14 @@
 import argparse
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar, overload
+from typing import TypeVar, overload
 
 import torch
 
-from megatron_lite.checkpoint.training_state import CheckpointRecord
+from megatron_lite.checkpoint.megatron_state import Plain, Scheduler
+from megatron_lite.checkpoint.training_state import CheckpointRecord, build_shape
 from megatron_lite.config.args import Args
 from megatron_lite.config.plan import LearningRatePlan
 from megatron_lite.config.shape import ModelShape
@@ -112,9 +113,9 @@ class MegatronArgs:
             value = getattr(self.namespace, name, None)
             if value not in harmless:
                 found.append(f"{name}={value}")
-        scale = self.given("softmax_scale")
         heads = self.given("num_attention_heads", 1)
         width = self.given("kv_channels", self.given("hidden_size", 0) // heads)
+        scale: float | None = self.given("softmax_scale", None)
         if scale is not None and not math.isclose(scale, width**-0.5, rel_tol=1e-6):
             found.append(f"softmax_scale={scale}")
         positions = self.given("position_embedding_type", POSITIONS[0])
@@ -126,19 +127,13 @@ class MegatronArgs:
         return found
 
     @property
-    def plain(self) -> dict:
-        """What is kept of them in a conversion: all that is no object of a program, and lists of that."""
-
-        def is_plain(value) -> bool:
-            if isinstance(value, list):
-                return all(isinstance(item, (bool, int, float, str)) for item in value)
-            return value is None or isinstance(value, (bool, int, float, str, torch.dtype))
-
-        return {name: value for name, value in vars(self.namespace).items() if is_plain(value)}
+    def plain(self) -> dict[str, object]:
+        """The arguments that a conversion keeps: values that are no objects of a program, and lists of such."""
+        return {name: value for name, value in vars(self.namespace).items() if _is_plain(value)}
 
     @property
     def splits(self) -> tuple[int, int, int]:
-        """Over how many files a model is spread: (tensor, pipeline, expert) parallel."""
+        """The numbers of (tensor, pipeline, expert) parallel ranks over whose files a model is spread."""
         kinds = ("tensor", "pipeline", "expert")
         tensor, pipeline, expert = (self.given(f"{kind}_model_parallel_size", 1) for kind in kinds)
         return tensor, pipeline, expert
@@ -149,44 +144,45 @@ class MegatronArgs:
         each is a model of its own in the file."""
         return int(self.given("virtual_pipeline_model_parallel_size", 1))
 
-    def shape(self, padded_vocab_size: int) -> dict:
-        """Fields of ModelShape. Raises KeyError for an argument that is missing."""
-        given, shape = self.given, {"padded_vocab_size": padded_vocab_size}
+    def shape(self, padded_vocab_size: int) -> dict[str, Plain]:
+        """Fields of ModelShape.
+
+        Args:
+            padded_vocab_size: Rows of the embedding, which the arguments do not tell.
+
+        Raises:
+            KeyError: An argument without a default is missing.
+        """
+        given = self.given
+        shape: dict[str, Plain] = {"padded_vocab_size": padded_vocab_size}
         for field in dataclasses.fields(ModelShape):
             if field.name in SAME_NAME:
-                shape[field.name] = given(field.name, field.default)
-                if shape[field.name] is dataclasses.MISSING:
+                value = given(field.name, field.default)
+                if value is dataclasses.MISSING:
                     raise KeyError(f"args.{field.name}")
-        heads, hidden, biases = shape["num_attention_heads"], shape["hidden_size"], given("add_bias_linear", True)
-        positions = given("position_embedding_type", "learned_absolute")
-        if given("use_rotary_position_embeddings"):
-            positions = "rope"
-        elif positions == "learned_absolute" and not given("add_position_embedding", True):
-            positions = "none"
-        activation = "gelu_erf"
-        if given("swiglu"):
-            activation = "swiglu"
-        elif given("squared_relu"):
-            activation = "squared_relu"
-        elif given("openai_gelu") or (given("bias_gelu_fusion", True) and biases):
-            activation = "gelu_tanh"  # fused: the one place where Megatron uses the tanh formula
-        shape |= {
-            "num_query_groups": given("num_query_groups", heads) if given("group_query_attention") else heads,
-            "kv_channels": given("kv_channels", hidden // heads),
-            "position_embedding": positions,
-            "layernorm_1p": given("apply_layernorm_1p", False),
-            "activation": activation,
-            "linear_bias": biases,
-            "qkv_bias": biases or given("add_qkv_bias", False),
-            "tied_embeddings": not given("untie_embeddings_and_output_weights", False),
-            "query_key_layer_scaling": given("apply_query_key_layer_scaling", False),
-            "softmax_in_fp32": given("attention_softmax_in_fp32", False),
-            **self._read_rotary_scaling(positions),
-        }
-        return dataclasses.asdict(ModelShape(**shape))
+                shape[field.name] = value
+        heads = given("num_attention_heads", 0)
+        has_biases = given("add_bias_linear", True)
+        shape["num_query_groups"] = given("num_query_groups", heads) if given("group_query_attention") else heads
+        shape["kv_channels"] = given("kv_channels", given("hidden_size", 0) // heads)
+        positions = self._find_position_embedding()
+        shape["position_embedding"] = positions
+        shape["layernorm_1p"] = given("apply_layernorm_1p", False)
+        shape["activation"] = self._find_activation(has_biases)
+        shape["linear_bias"] = has_biases
+        shape["qkv_bias"] = has_biases or given("add_qkv_bias", False)
+        shape["tied_embeddings"] = not given("untie_embeddings_and_output_weights", False)
+        shape["query_key_layer_scaling"] = given("apply_query_key_layer_scaling", False)
+        shape["softmax_in_fp32"] = given("attention_softmax_in_fp32", False)
+        shape |= self._read_rotary_scaling(positions)
+        return dataclasses.asdict(build_shape(shape))
 
-    def _read_rotary_scaling(self, positions: str) -> dict[str, Any]:
-        """Fields of ModelShape on the scaling of rotary frequencies; and the kind of positions, where YaRN hides it."""
+    def _read_rotary_scaling(self, positions: str) -> dict[str, Plain]:
+        """Fields of ModelShape on the scaling of rotary frequencies.
+
+        Args:
+            positions: How the model knows positions. YaRN is a scaling of ModelShape's "rope".
+        """
         given = self.given
         if positions == "rope" and given("use_rope_scaling", False):
             return {"rope_scaling_factor": given("rope_scaling_factor", 8.0)}
@@ -203,32 +199,60 @@ class MegatronArgs:
             "yarn_round_to_int": given("yarn_correction_range_round_to_int", True),
         }
 
+    def _find_position_embedding(self) -> str:
+        """How the model knows positions: one of POSITIONS, which older versions said with flags."""
+        positions = self.given("position_embedding_type", "learned_absolute")
+        if self.given("use_rotary_position_embeddings"):
+            return "rope"
+        if positions == "learned_absolute" and not self.given("add_position_embedding", True):
+            return "none"
+        return positions
+
+    def _find_activation(self, has_biases: bool) -> str:
+        """The activation of the MLP, in ModelShape's words. has_biases: whether linear layers have them."""
+        if self.given("swiglu"):
+            return "swiglu"
+        if self.given("squared_relu"):
+            return "squared_relu"
+        if self.given("openai_gelu") or (self.given("bias_gelu_fusion", True) and has_biases):
+            return "gelu_tanh"  # fused: the one place where Megatron uses the tanh formula
+        return "gelu_erf"
+
     def consumed(self, iteration: int) -> int:
-        """Samples drawn so far."""
+        """Samples drawn until the end of this iteration."""
         return self.given("consumed_train_samples", iteration * self.given("global_batch_size", 0))
 
-    def schedule(self, scheduler: dict) -> dict | None:
+    def schedule(self, scheduler: Scheduler) -> dict[str, Plain] | None:
         """Fields of LearningRatePlan from a scheduler's state and these arguments; None where they say too little."""
         known = {ours: scheduler.get(theirs) for ours, theirs in SCHEDULE.items()}
         if None in known.values() or known["style"] not in STYLES:
             return None
-        wsd, iterations = self.given("lr_wsd_decay_samples"), self.given("lr_wsd_decay_iters")
+        wsd_samples: int | None = self.given("lr_wsd_decay_samples", None)
         if self.given("train_samples") is None:
-            wsd = None if iterations is None else iterations * self.given("global_batch_size")
-        if known["style"] == "WSD" and wsd is None:
+            iterations: int | None = self.given("lr_wsd_decay_iters", None)
+            wsd_samples = None if iterations is None else iterations * self.namespace.global_batch_size
+        if known["style"] == "WSD" and wsd_samples is None:
             return None
-        plan = LearningRatePlan(
+        build: Callable[..., LearningRatePlan] = LearningRatePlan
+        plan = build(
             **known,
             init=self.given("lr_warmup_init", 0.0),
-            wsd_samples=wsd or 0,
+            wsd_samples=wsd_samples or 0,
             wsd_style=self.given("lr_wsd_decay_style", "exponential"),
         )
         return dataclasses.asdict(plan)
 
 
-def plain_arguments(args: Args) -> dict:
+def _is_plain(value: object) -> bool:
+    """Whether an argument is no object of a program, or a list without any."""
+    if isinstance(value, list):
+        return all(isinstance(item, (bool, int, float, str)) for item in value)
+    return value is None or isinstance(value, (bool, int, float, str, torch.dtype))
+
+
+def plain_arguments(args: Args) -> dict[str, object]:
     """The flags by name, as typed, in values that Megatron-LM writes."""
-    typed = {}
+    typed: dict[str, object] = {}
     for group in dataclasses.fields(args):
         typed |= vars(getattr(args, group.name))
     del typed["exit_signal"]  # Megatron keeps an object of Python's signal module
@@ -236,9 +260,16 @@ def plain_arguments(args: Args) -> dict:
 
 
 def build_namespace(record: CheckpointRecord, arguments: Mapping[str, object], ckpt_format: str) -> argparse.Namespace:
-    """The arguments under which Megatron would have trained this: `arguments`, and what was derived from them."""
+    """The arguments under which Megatron would have trained this.
+
+    Args:
+        record: Of the checkpoint.
+        arguments: Flags by name, as typed; what is derived from them here goes before them.
+        ckpt_format: The value of --ckpt-format.
+    """
     s = record.model_shape
-    derived = {name: record.shape[name] for name in SAME_NAME} | {
+    derived: dict[str, object] = {name: record.shape[name] for name in SAME_NAME}
+    derived |= {
         "encoder_seq_length": s.seq_length,
         "padded_vocab_size": s.padded_vocab_size,
         "group_query_attention": s.num_query_groups != s.num_attention_heads,
@@ -274,26 +305,38 @@ def build_namespace(record: CheckpointRecord, arguments: Mapping[str, object], c
     return argparse.Namespace(**{**arguments, **derived})
 
 
-def name_rotary_scaling(s: ModelShape) -> dict[str, Any]:
-    """{argument of Megatron-LM: value} for the kind of positions and how rotary frequencies are scaled."""
-    if s.yarn_scaling_factor is None:
-        scaled = s.rope_scaling_factor is not None
-        factor = {"rope_scaling_factor": s.rope_scaling_factor} if scaled else {}
-        return {"position_embedding_type": s.position_embedding, "use_rope_scaling": scaled, **factor}
-    return {
-        "position_embedding_type": "yarn",
-        "use_rope_scaling": False,
-        "rotary_scaling_factor": s.yarn_scaling_factor,
-        "yarn_original_max_position_embeddings": s.yarn_original_max_position_embeddings,
-        "yarn_beta_fast": s.yarn_beta_fast,
-        "yarn_beta_slow": s.yarn_beta_slow,
-        "mscale": s.yarn_mscale,
-        "mscale_all_dim": s.yarn_mscale_all_dim,
-        "yarn_correction_range_round_to_int": s.yarn_round_to_int,
+def name_rotary_scaling(s: ModelShape) -> dict[str, Plain]:
+    """Arguments of Megatron-LM, by name, for the kind of positions and how rotary frequencies are scaled."""
+    if s.yarn_scaling_factor is not None:
+        return {
+            "position_embedding_type": "yarn",
+            "use_rope_scaling": False,
+            "rotary_scaling_factor": s.yarn_scaling_factor,
+            "yarn_original_max_position_embeddings": s.yarn_original_max_position_embeddings,
+            "yarn_beta_fast": s.yarn_beta_fast,
+            "yarn_beta_slow": s.yarn_beta_slow,
+            "mscale": s.yarn_mscale,
+            "mscale_all_dim": s.yarn_mscale_all_dim,
+            "yarn_correction_range_round_to_int": s.yarn_round_to_int,
+        }
+    arguments: dict[str, Plain] = {
+        "position_embedding_type": s.position_embedding,
+        "use_rope_scaling": s.rope_scaling_factor is not None,
     }
+    if s.rope_scaling_factor is not None:
+        arguments["rope_scaling_factor"] = s.rope_scaling_factor
+    return arguments
 
 
-def build_scheduler(schedule: dict | None, good_samples: int) -> dict:
-    """The state of Megatron's OptimizerParamScheduler; of an unknown schedule, how far it had come."""
-    known = {theirs: schedule[ours] for ours, theirs in SCHEDULE.items()} if schedule else {}
-    return known | {"num_steps": good_samples}
+def build_scheduler(schedule: Mapping[str, Plain] | None, good_samples: int) -> Scheduler:
+    """The state of Megatron's OptimizerParamScheduler.
+
+    Args:
+        schedule: Fields of LearningRatePlan; None: unknown, so that the state says only how far it had come.
+        good_samples: Samples of all successful steps.
+    """
+    state: Scheduler = {}
+    if schedule:
+        state = {theirs: schedule[ours] for ours, theirs in SCHEDULE.items()}
+    state["num_steps"] = good_samples
+    return state

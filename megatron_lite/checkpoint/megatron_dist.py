@@ -123,7 +123,7 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class Bucket:
-    """One flat tensor of the distributed optimizer, which holds states of many parameters."""
+    """A flat tensor of the distributed optimizer, which holds states of many parameters."""
 
     key: str
     group: int  # of data parallel ranks
@@ -274,7 +274,7 @@ class DistFile(Stored):
         self._values = read_settings(optimizer, stepping) | read_clock(common)
 
     def _read_optimizer_objects(self) -> OptimizerState:
-        """What the distributed optimizer keeps besides its buckets; empty dicts for what is not there."""
+        """The state that the distributed optimizer keeps besides its buckets; empty dicts for what is not there."""
         inner = self._read_object(OPTIMIZER_OBJECT)
         scaler = self._read_object(SCALER_OBJECT)
         if not _is_optimizer(inner) or not _is_scaler(scaler):
@@ -446,7 +446,7 @@ def _join(parts: list[StoredTensor]) -> StoredTensor:
 
 
 def _cut(place: StoredTensor, target: Tensor, part: Part) -> Iterator[tuple[Region, Tensor]]:
-    """What is to be read of a stored tensor.
+    """Find the regions to read of a stored tensor.
 
     Args:
         place: Where it is.
@@ -487,7 +487,7 @@ def _narrow(place: StoredTensor, region: Region, block: Block) -> Region:
 
 
 def writer(arguments: Mapping[str, object], parts: Mapping[str, Part] = MappingProxyType({})) -> WriteTensors:
-    """What writes this format, for checkpoint.write.Writer.
+    """The function that writes this format, for checkpoint.write.Writer.
 
     Args:
         arguments: Flags by name, for common.pt.
@@ -552,9 +552,16 @@ def _write_common(
 
 
 def _find_aliases(layers: int, metadata: Metadata) -> dict[str, str]:
-    """{further key: stored key}: every module's empty state, and masters as the distributed optimizer calls them.
+    """Name every module's empty state, and masters as the distributed optimizer calls them.
 
     There a weight in fp32 is a master, too.
+
+    Args:
+        layers: Of the whole model.
+        metadata: What is stored.
+
+    Returns:
+        {further key: stored key}.
     """
     aliases: dict[str, str] = {}
     for module in MODULES_OF_A_LAYER:
@@ -572,7 +579,7 @@ def _find_aliases(layers: int, metadata: Metadata) -> dict[str, str]:
 
 
 def _cut_pieces(name: str, tensor: Tensor, layers: int, part: Part | None) -> Iterator[Piece]:
-    """What is to be written of a tensor.
+    """Cut what is to be written of a tensor into pieces, one per block.
 
     Args:
         name: Its flat name.

@@ -1,4 +1,4 @@
-"""model_optim_rng.pt, the one file of Megatron-LM's --ckpt-format torch: read with everything it holds, and written.
+"""Reads and writes model_optim_rng.pt, the one file of Megatron-LM's --ckpt-format torch, with everything it holds.
 
 Keys: args, checkpoint_version, iteration, model, optimizer, opt_param_scheduler, rng_state and
 num_floating_point_operations_so_far; "megatron_lite" is ours, and Megatron passes over it.
@@ -8,16 +8,16 @@ Source: generate_state_dict and load_checkpoint in Megatron-LM's megatron/traini
 import argparse
 import dataclasses
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron_lite.checkpoint import megatron_names, unpickle
-from megatron_lite.checkpoint.folder import HashedFile
+from megatron_lite.checkpoint.folder import HashedFile, Manifest
 from megatron_lite.checkpoint.megatron_args import (
     DTYPES,
     MegatronArgs,
@@ -35,16 +35,15 @@ from megatron_lite.checkpoint.megatron_optimizer import (
     read_optimizer,
     write_optimizer,
 )
-from megatron_lite.checkpoint.megatron_state import MegatronState
+from megatron_lite.checkpoint.megatron_state import MegatronState, OptimizerState, RandomState, Scheduler
 from megatron_lite.checkpoint.random_states import from_megatron, to_megatron
-from megatron_lite.checkpoint.training_state import CheckpointRecord, Stored
+from megatron_lite.checkpoint.training_state import CheckpointRecord, Stored, WriteTensors
 from megatron_lite.config.args import Args
 from megatron_lite.config.layout import SPLIT, Part, take_part
 from megatron_lite.config.model_size import step_flops
-from megatron_lite.config.shape import ModelShape
 from megatron_lite.errors import CheckpointError
 
-MARK = "megatron_lite"
+MARK: Final = "megatron_lite"
 VERSION = 3.0  # checkpoint_version
 EMBEDDING = "embedding.word_embeddings.weight"
 QKV = (".self_attention.linear_qkv.weight", ".self_attention.linear_qkv.bias")
@@ -57,18 +56,26 @@ class MegatronFile(Stored):
     """An opened file. Tensors are read from the disk where they are asked for."""
 
     def __init__(self, path: Path, splits: tuple[int, int, int] = WHOLE, stage: int = 0):
-        """Raises CheckpointError for a file that cannot be read, or is not of a GPT.
+        """
+        Args:
+            path: Of the file.
+            splits: Into how many parts its model must be split, as MegatronArgs.splits.
+            stage: Of its pipeline, counted from 0.
 
-        splits: what the model must be split into, as MegatronArgs.splits. stage: of its pipeline.
+        Raises:
+            CheckpointError: The file cannot be read, or is not of a GPT.
         """
         super().__init__(Path(path))
+        self._tensors: dict[str, Tensor] = {}  # by flat name
         state = unpickle.load(self.path)
         try:
             self._understand(state, splits, stage)
         except MALFORMED as error:
             raise malformed(self.path, error) from None
+        self.held = self._tensors
 
-    def _understand(self, state: dict, splits: tuple[int, int, int], stage: int):
+    def _understand(self, state: MegatronState, splits: tuple[int, int, int], stage: int) -> None:
+        """Read record and tensors. Raises CheckpointError, or one of MALFORMED."""
         args = read_arguments(self.path, state)
         self.arguments = args.plain
         if args.splits != splits:
@@ -78,8 +85,9 @@ class MegatronFile(Stored):
                 f"expert parallel), not {expected}; give the folder of all of its parts, or merge them "
                 "with Megatron-LM's tools/checkpoint/convert.py."
             )
-        weights, optimizer = megatron_names.read_chunks(state, args.chunks), {}
+        weights = megatron_names.read_chunks(state, args.chunks)
         self.chunk_layers = megatron_names.count_chunk_layers(state, args.chunks)
+        optimizer: dict[str, Tensor] = {}
         try:
             optimizer = self._read_optimizer(state, args, weights)
         except Unmapped as error:
@@ -88,25 +96,43 @@ class MegatronFile(Stored):
             self.without_optimizer = "has a form that is not known here"
         weight = weights[EMBEDDING] if stage == 0 else next(iter(weights.values()))
         self.record = read_record(state, args, len(weight), weight.dtype, has_optimizer=self.without_optimizer is None)
-        self.held = {f"model.{name}": weight for name, weight in weights.items()} | optimizer
-        version, heads = state.get("checkpoint_version", 0), self.record.shape["num_attention_heads"] // splits[0]
-        for name in self.held if version < 2 else ():
-            if any(kind in name for kind in QKV) and not name.endswith(".step"):
-                self.held[name] = megatron_names.in_todays_order(self.held[name], version, heads)
+        self._tensors = {f"model.{name}": weight for name, weight in weights.items()} | optimizer
+        version = state.get("checkpoint_version", 0)
+        if version < 2:
+            self._sort_qkv_rows(version, args.given("num_attention_heads", 0) // splits[0])
         if MARK in state:
-            self.record = CheckpointRecord.from_json(state[MARK]["record"])
-            for rank, entry in enumerate(state.get("rng_state", [])):
-                states = from_megatron(entry)
-                self.held |= {f"random.{rank}.{kind}": states[kind] for kind in state[MARK]["random"]}
+            self._read_own(state)
 
-    def _read_optimizer(self, state: dict, args: MegatronArgs, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The flat tensors of optimizer, schedule and loss scale. Raises Unmapped."""
+    def _sort_qkv_rows(self, version: float, heads: int) -> None:
+        """Sort the rows of QKV projections, and of their states, as today's files have them.
+
+        Args:
+            version: The file's checkpoint_version.
+            heads: Query heads of this tensor parallel rank.
+        """
+        for name, tensor in self._tensors.items():
+            if any(kind in name for kind in QKV) and not name.endswith(".step"):
+                self._tensors[name] = megatron_names.in_todays_order(tensor, version, heads)
+
+    def _read_own(self, state: MegatronState) -> None:
+        """Take the record, and the random states of all ranks, from a file that this trainer wrote."""
+        own = state[MARK]
+        self.record = CheckpointRecord.from_json(own["record"])
+        for rank, entry in enumerate(state.get("rng_state", [])):
+            states = from_megatron(entry)
+            for kind in own["random"]:
+                self._tensors[f"random.{rank}.{kind}"] = states[kind]
+
+    def _read_optimizer(
+        self, state: MegatronState, args: MegatronArgs, weights: dict[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """The flat tensors of optimizer, schedule and loss scale. Raises Unmapped, or one of MALFORMED."""
         if "optimizer" not in state:
             raise Unmapped("was not saved (--no-save-optim)")
         optimizer = state["optimizer"]
         if isinstance(optimizer, list):
             raise Unmapped(f"is made of {len(optimizer)} chained ones")
-        inner = optimizer.get("optimizer", optimizer)
+        inner: OptimizerState = optimizer.get("optimizer", optimizer)
         if "state" in inner:
             found = read_optimizer(optimizer, weights)
         else:  # the distributed optimizer keeps it elsewhere
@@ -114,13 +140,17 @@ class MegatronFile(Stored):
         return found | read_loss_scale(optimizer) | read_clock(state)
 
     def tensor(self, name: str) -> Tensor:
-        return self.held[name]
+        """The tensor of a flat name, whole."""
+        return self._tensors[name]
 
     @torch.no_grad()
-    def _copy(self, targets: dict[str, Tensor], parts: Mapping[str, Part]):
+    def _copy(self, targets: dict[str, Tensor], parts: Mapping[str, Part]) -> None:
         for name, target in targets.items():
             whole = self.tensor(name)
-            take_part(target, whole, parts[name]) if name in parts else target.copy_(whole)
+            if name in parts:
+                take_part(target, whole, parts[name])
+            else:
+                target.copy_(whole)
 
 
 # --- A model that Megatron spread over files, one per tensor-parallel rank and pipeline stage, read as one
@@ -136,7 +166,7 @@ COPIES = ("output_layer.", "word_embeddings_for_head.")  # of the tied embedding
 
 def open_megatron(folder: Path) -> MegatronFile:
     """The checkpoint in SAVE/iter_NNNNNNN or SAVE/release, whole or in parts. Raises CheckpointError."""
-    files = {}
+    files: dict[tuple[int, int], Path] = {}
     for path in sorted(folder.glob(f"mp_rank_*/{TORCH_FILE.name}")):
         match = PART_FOLDER.match(path.parent.name)
         if match is None:
@@ -154,7 +184,14 @@ class MegatronParts(MegatronFile):
     """The same as a MegatronFile; a tensor is put together when it is asked for."""
 
     def __init__(self, folder: Path, files: dict[tuple[int, int], Path]):
-        """files: by (tensor-parallel rank, stage)."""
+        """
+        Args:
+            folder: Of the checkpoint.
+            files: By tensor parallel rank and stage.
+
+        Raises:
+            CheckpointError: A part is missing, cannot be read, or is not of a GPT.
+        """
         Stored.__init__(self, folder)
         ranks, stages = (max(places) + 1 for places in zip(*files))
         if len(files) != ranks * stages:
@@ -169,42 +206,66 @@ class MegatronParts(MegatronFile):
         reasons = [part.without_optimizer for row in parts for part in row if part.without_optimizer]
         self.without_optimizer = reasons[0] if reasons else None
         self._gated = first.record.shape["activation"] == "swiglu"
-        self._pieces: dict[str, list[Tensor]] = {}  # every rank's tensor by name
-        numbers = self._number_layers([row[0].chunk_layers for row in parts], first.record.shape["num_layers"])
-        for stage, row in enumerate(parts):
-            for name in set.intersection(*(part.names() for part in row)):
-                is_copy = stage and first.record.shape["tied_embeddings"] and any(copy in name for copy in COPIES)
-                if not is_copy and (name.startswith("model.") or not reasons):
-                    # each stage counts its layers from 0
-                    whole = megatron_names.OF_LAYER.sub(lambda match: f".layers.{numbers[stage][int(match[1])]}.", name)  # noqa: B023
-                    self._pieces.setdefault(whole, [part.tensor(name) for part in row])
+        self._pieces = self._collect_pieces(parts, first.record)
         self.held = {name: self._join(name, [piece.to("meta") for piece in own]) for name, own in self._pieces.items()}
         shape = first.record.shape | {"padded_vocab_size": self.size_of(f"model.{EMBEDDING}")[0]}
         optimizer = None if reasons else first.record.optimizer
         self.record = dataclasses.replace(first.record, shape=shape, optimizer=optimizer)
 
+    def _collect_pieces(self, parts: list[list[MegatronFile]], record: CheckpointRecord) -> dict[str, list[Tensor]]:
+        """The tensors of all files, by the flat name that they have in the whole model.
+
+        Args:
+            parts: The opened files of each stage, one per tensor parallel rank.
+            record: Of the first of them.
+
+        Returns:
+            One tensor per tensor parallel rank.
+        """
+        numbers = self._number_layers([row[0].chunk_layers for row in parts], record.model_shape.num_layers)
+        pieces: dict[str, list[Tensor]] = {}
+        for stage, row in enumerate(parts):
+            may_copy = stage > 0 and record.shape["tied_embeddings"]
+            for name in set.intersection(*(part.names() for part in row)):
+                if may_copy and any(copy in name for copy in COPIES):
+                    continue
+                if not name.startswith("model.") and self.without_optimizer:
+                    continue
+                whole = name
+                layer = megatron_names.OF_LAYER.search(name)
+                if layer:
+                    # each stage counts its layers from 0
+                    number = numbers[stage][int(layer[1])]
+                    whole = megatron_names.OF_LAYER.sub(f".layers.{number}.", name)
+                pieces.setdefault(whole, [part.tensor(name) for part in row])
+        return pieces
+
     def _number_layers(self, counts: list[list[int]], layers: int) -> list[list[int]]:
-        """Of each stage, the numbers of its layers in the whole model: stage after stage for each chunk.
+        """The numbers that each stage's layers have in the whole model: stage after stage for each chunk.
 
         Args:
             counts: Layers of each stage's chunks.
             layers: Of the whole model.
+
+        Raises:
+            CheckpointError: The stages do not have that many layers, or different numbers of chunks.
         """
-        of_stages = [sum(of_chunks) for of_chunks in counts]
-        if sum(of_stages) != layers or len({len(of_chunks) for of_chunks in counts}) > 1:
-            found = ", ".join(map(str, of_stages))
+        by_stage = [sum(chunks) for chunks in counts]
+        if sum(by_stage) != layers or len({len(chunks) for chunks in counts}) > 1:
+            found = ", ".join(map(str, by_stage))
             raise CheckpointError(
                 f"--load {self.path}: its stages have {found} layers, not the {layers} of the model; load another."
             )
         numbers: list[list[int]] = [[] for _ in counts]
         first = 0
-        for of_stages in zip(*counts):
-            for own, count in zip(numbers, of_stages):
+        for counts_of_chunk in zip(*counts):
+            for own, count in zip(numbers, counts_of_chunk):
                 own += range(first, first + count)
                 first += count
         return numbers
 
     def tensor(self, name: str) -> Tensor:
+        """The tensor of a flat name, put together from those of all tensor parallel ranks."""
         return self._join(name, self._pieces[name])
 
     def _join(self, name: str, pieces: list[Tensor]) -> Tensor:
@@ -222,6 +283,7 @@ class MegatronParts(MegatronFile):
 
 
 def malformed(path: Path, error: Exception) -> CheckpointError:
+    """The error to raise for a file whose contents led to one of MALFORMED."""
     why = f"{type(error).__name__}: {error}".partition("\n")[0]
     return CheckpointError(
         f"--load {path}: has not the form of a checkpoint by Megatron-LM or this trainer ({why}); load one that has."
@@ -250,31 +312,48 @@ def read_arguments(path: Path, state: MegatronState) -> MegatronArgs:
 def read_record(
     state: MegatronState, args: MegatronArgs, rows: int, dtype: torch.dtype, has_optimizer: bool
 ) -> CheckpointRecord:
-    """As far as Megatron-LM tells. The vocabulary before padding is not in it. rows, dtype: of the embedding."""
+    """The record of a checkpoint by Megatron-LM, which does not tell the vocabulary before padding.
+
+    Args:
+        state: The file's contents.
+        args: That the model was trained with.
+        rows: Of the embedding, all ranks' together.
+        dtype: Of the weights.
+        has_optimizer: Whether the optimizer's state is known by names.
+    """
     iteration = state.get("iteration", state.get("total_iters", 0))  # converted weights have neither
+    precisions = {dtype: name for name, dtype in DTYPES.items()}
     return CheckpointRecord(
         iteration=iteration,
         consumed=args.consumed(iteration),
         consumed_valid_samples=args.given("consumed_valid_samples", 0),
         left_out=args.given("skipped_train_samples", 0),
         shape=args.shape(rows),
-        precision={dtype: name for name, dtype in DTYPES.items()}.get(dtype, "fp32"),
-        schedule=args.schedule(_scheduler(state)),
+        precision=precisions.get(dtype, "fp32"),
+        schedule=args.schedule(_get_scheduler(state)),
         optimizer=args.given("optimizer", "adam") if has_optimizer else None,
         trainer="Megatron-LM",
     )
 
 
 def read_clock(state: MegatronState) -> dict[str, Tensor]:
-    """The flat tensor of the scheduler's samples."""
-    samples = _scheduler(state).get("num_steps", _scheduler(state).get("num_iters"))
+    """The flat tensor of the scheduler's samples; none where the file has no scheduler."""
+    scheduler = _get_scheduler(state)
+    samples = scheduler.get("num_steps", scheduler.get("num_iters"))
     return {} if samples is None else {"optimizer.good_samples": torch.tensor(samples)}
 
 
 def write_values(record: CheckpointRecord, namespace: argparse.Namespace, take: Take) -> MegatronState:
-    """All of a checkpoint that is neither model nor optimizer nor random states."""
-    flops = 0 if "model" in record.kernels else step_flops(ModelShape(**record.shape), record.consumed, causal=True)
-    values = {
+    """All of a checkpoint that is neither model nor optimizer nor random states.
+
+    Args:
+        record: Of the checkpoint.
+        namespace: Megatron's arguments.
+        take: Gives a flat name's tensor, or None.
+    """
+    is_gpt = "model" not in record.kernels
+    flops = step_flops(record.model_shape, record.consumed, causal=True) if is_gpt else 0
+    values: MegatronState = {
         "args": namespace,
         "checkpoint_version": VERSION,
         "iteration": record.iteration,
@@ -286,41 +365,65 @@ def write_values(record: CheckpointRecord, namespace: argparse.Namespace, take: 
     return values
 
 
-def write_rng_state(ranks: Iterable[int], take: Take, seed: int, kinds: list[str]) -> list[dict]:
-    return [to_megatron({kind: take(f"random.{rank}.{kind}") for kind in kinds}, seed) for rank in ranks]
+def write_rng_state(ranks: Iterable[int], take: Take, seed: int, kinds: list[str]) -> list[RandomState]:
+    """Megatron's rng_state.
+
+    Args:
+        ranks: Whose states it lists.
+        take: Gives a flat name's tensor, or None.
+        seed: The value of --seed.
+        kinds: Of random states that each of them has.
+    """
+    entries: list[RandomState] = []
+    for rank in ranks:
+        found = {kind: take(f"random.{rank}.{kind}") for kind in kinds}
+        states = {kind: state for kind, state in found.items() if state is not None}
+        entries.append(to_megatron(states, seed))
+    return entries
 
 
-def _scheduler(state: dict) -> dict:
+def _get_scheduler(state: MegatronState) -> Scheduler:
+    """The scheduler's state, under either of its names; empty where there is none."""
     return state.get("opt_param_scheduler") or state.get("lr_scheduler") or {}
 
 
 # --- writing --ckpt-format torch: all in one file of the first rank, in Megatron's layout
 
 
-def write_megatron_file(file: BinaryIO, record: CheckpointRecord, tensors: dict[str, Tensor], args: Args):
+def write_megatron_file(file: BinaryIO, record: CheckpointRecord, tensors: dict[str, Tensor], args: Args) -> None:
     """Write what Megatron-LM loads with --ckpt-format torch, and MegatronFile reads as it was.
 
-    tensors: by flat name, on any device. With --transformer-impl transformer_engine, the default, names and optimizer
-    are those of a Megatron that trains with Transformer Engine; with local, of one without.
+    Args:
+        file: Opened for writing.
+        record: Of the checkpoint.
+        tensors: By flat name, on any device.
+        args: With --transformer-impl transformer_engine, the default, names and optimizer are those of a Megatron that
+            trains with Transformer Engine; with local, of one without.
     """
 
     def take(name: str) -> Tensor | None:
-        """On the CPU, and no view: torch would write all that it is a view of."""
+        """A tensor on the CPU, and no view: torch would write all that it is a view of."""
         if name not in tensors:
             return None
         tensor = tensors[name].detach().cpu()
-        return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
+        if tensor.untyped_storage().nbytes() == tensor.nbytes:
+            return tensor
+        return tensor.clone()
 
     fused = args.model.transformer_impl == "transformer_engine"
-    names = megatron_names.in_file_order((n.removeprefix("model.") for n in tensors if n.startswith("model.")), fused)
-    weights = {name: take(f"model.{name}") for name in names}
-    model = {megatron_names.file_name(name, fused): weight for name, weight in weights.items()}
+    held = [name.removeprefix("model.") for name in tensors if name.startswith("model.")]
+    weights: dict[str, Tensor] = {}
+    for name in megatron_names.in_file_order(held, fused):
+        weight = take(f"model.{name}")
+        if weight is not None:
+            weights[name] = weight
+    model: dict[str, object] = {megatron_names.file_name(name, fused): weight for name, weight in weights.items()}
+    model |= dict.fromkeys(megatron_names.extra_states(model))
     namespace = build_namespace(record, plain_arguments(args), "torch")
     kinds = sorted(name.removeprefix("random.0.") for name in tensors if name.startswith("random.0."))
-    state = write_values(record, namespace, take) | {
-        "model": model | dict.fromkeys(megatron_names.extra_states(model)),
-        MARK: {"record": record.to_json(), "random": kinds},
-    }
+    state = write_values(record, namespace, take)
+    state["model"] = model
+    state[MARK] = {"record": record.to_json(), "random": kinds}
     if record.optimizer is not None:
         settings = group_settings(namespace, record)
         state["optimizer"] = write_optimizer(weights, take, settings, fused, args.optimizer)
@@ -329,21 +432,25 @@ def write_megatron_file(file: BinaryIO, record: CheckpointRecord, tensors: dict[
     torch.save(state, file)
 
 
-def writer(args: Args) -> Callable:
-    """A write_tensors for checkpoint.write.Writer."""
+def writer(args: Args) -> WriteTensors:
+    """The function that writes this format, for checkpoint.write.Writer. args: the run's flags."""
 
-    def write(folder: Path, record: CheckpointRecord, tensors: dict[str, Tensor], group) -> dict[str, dict]:
-        """The first rank writes; the others send it what they alone have, their random states."""
-        parts: list = [{}] * dist.get_world_size(group)
+    def write(
+        folder: Path, record: CheckpointRecord, tensors: dict[str, Tensor], group: dist.ProcessGroup | None, /
+    ) -> Manifest:
+        """The first rank writes; the others send it what they alone have, their random states. Collective."""
         random = {name: value for name, value in tensors.items() if name.startswith("random.")}
+        parts = [random] * dist.get_world_size(group)
         dist.all_gather_object(parts, random, group)
         if dist.get_rank(group) != 0:
             return {}
-        everything = tensors | {name: value for part in parts for name, value in part.items()}
+        everything = tensors.copy()
+        for part in parts:
+            everything |= part
         path = folder / TORCH_FILE
         path.parent.mkdir()
-        with HashedFile(path) as hashed:
-            write_megatron_file(hashed, record, everything, args)
-        return {str(TORCH_FILE): hashed.entry}
+        with HashedFile(path) as file:
+            write_megatron_file(file, record, everything, args)
+        return {str(TORCH_FILE): file.entry}
 
     return write

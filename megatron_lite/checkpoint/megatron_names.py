@@ -46,7 +46,7 @@ LAYER = re.compile(r"^decoder\.layers\.(\d+)\.(.+)$")
 
 
 def read_names(model: Mapping[str, object]) -> dict[str, Tensor]:
-    """{our name: weight} of a file's "model", in the file's order, which is the order of its parameters."""
+    """Weights by our name of a file's "model", in the file's order, which is the order of its parameters."""
     weights: dict[str, Tensor] = {}
     for name, value in _flatten(model, "").items():
         if isinstance(value, Tensor) and not name.endswith(("_extra_state", "inv_freq")):
@@ -55,7 +55,7 @@ def read_names(model: Mapping[str, object]) -> dict[str, Tensor]:
 
 
 def read_chunks(state: Mapping[str, object], chunks: int) -> dict[str, Tensor]:
-    """{our name: weight} of all chunks of a file, whose layers are numbered on from one chunk to the next.
+    """Weights by our name of all chunks of a file, whose layers are numbered on from one chunk to the next.
 
     Args:
         state: The file's contents: "model", or "model0", "model1", ... of several chunks.
@@ -114,7 +114,7 @@ def in_file_order(names: Iterable[str], fused: bool) -> list[str]:
     in_a_layer = IN_A_FUSED_LAYER if fused else IN_A_LAYER
 
     def place(name: str) -> tuple[int, int, int, bool]:
-        """(part of the model, layer, module of the layer, whether it is a bias)."""
+        """The key to sort by: (part of the model, layer, module of the layer, whether it is a bias)."""
         module, _, kind = name.rpartition(".")
         is_bias = kind == "bias"
         layer = LAYER.match(module)
@@ -186,7 +186,7 @@ def in_todays_order(qkv: Tensor, version: float, heads: int) -> Tensor:
 
 
 def _flatten(model: Mapping[str, object], prefix: str) -> dict[str, object]:
-    """{"a.b": value} of dicts within dicts."""
+    """Turn dicts within dicts into one, whose keys are such as "a.b"."""
     flat: dict[str, object] = {}
     for key, value in model.items():
         if isinstance(value, dict):

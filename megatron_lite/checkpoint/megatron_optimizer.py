@@ -138,7 +138,7 @@ def read_loss_scale(optimizer: OptimizerState) -> dict[str, Tensor]:
 def write_optimizer(
     weights: dict[str, Tensor], take: Take, settings: ParameterSettings, fused: bool, o: OptimizerArgs
 ) -> OptimizerState:
-    """What Megatron's optimizer loads.
+    """Make the state that Megatron's optimizer loads.
 
     Args:
         weights: By our names, in Megatron's order.
@@ -190,7 +190,7 @@ def _take_parameter(name: str, take: Take) -> Parameter:
 def write_settings(
     step: float | None, take: Take, settings: ParameterSettings, fused: bool, o: OptimizerArgs
 ) -> OptimizerState:
-    """What stands of an optimizer in a torch_dist folder's common.pt: all but its tensors.
+    """Make what stands of an optimizer in a torch_dist folder's common.pt: all but its tensors.
 
     Megatron's optimizer for fp32, that for halves and the distributed one each find their own part in it.
 

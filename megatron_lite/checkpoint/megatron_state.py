@@ -1,4 +1,4 @@
-"""What stands in Megatron-LM's files besides weights, as types.
+"""Types of what stands in Megatron-LM's files besides weights.
 
 Every key may be missing: Megatron-LM has left out or renamed most of them in one version or another. A value that is
 not what it should be raises an ordinary error of Python where it is used, which readers turn into a CheckpointError.
@@ -9,6 +9,7 @@ from typing import TypedDict, TypeGuard
 
 from torch import Tensor
 
+PythonState = tuple[int, tuple[int, ...], float | None]  # random.getstate(): version, numbers, a kept Gaussian
 Plain = bool | int | float | str | None
 Parameter = dict[str, Tensor | float]  # the optimizer's state of one parameter, by kind, such as exp_avg
 Scheduler = dict[str, Plain]  # OptimizerParamScheduler's state
@@ -59,22 +60,23 @@ class OptimizerState(TypedDict, total=False):
 class RandomState(TypedDict, total=False):
     """The generators of one rank."""
 
-    random_rng_state: tuple[int, tuple[int, ...], float | None]  # random.getstate()
-    np_rng_state: tuple[object, ...]  # numpy.random.get_state(), whose array may not have been made
+    random_rng_state: PythonState
+    # numpy.random.get_state(): name, keys (an array, which may not have been made), position, a kept Gaussian
+    np_rng_state: tuple[str, object, int, int, float]
     torch_rng_state: Tensor
     cuda_rng_state: Tensor
     rng_tracker_states: dict[str, Tensor]
 
 
 class OwnState(TypedDict):
-    """What only this trainer reads, of a file that it wrote."""
+    """The part of a file by this trainer that only this trainer reads."""
 
     record: str  # training_state.CheckpointRecord, as JSON
     random: list[str]  # kinds of random states that a rank has
 
 
 class Content(TypedDict):
-    """What Megatron's sharded_state_dict was told, by which it asks for what is in a folder."""
+    """Arguments of Megatron's sharded_state_dict, by which it asks for what is in a folder."""
 
     distrib_optim_sharding_type: str
     distrib_optim_fully_reshardable_mem_efficient: bool
@@ -83,7 +85,10 @@ class Content(TypedDict):
 
 
 class MegatronState(TypedDict, total=False):
-    """model_optim_rng.pt, or the common.pt of a torch_dist folder. "model0", "model1", ... hold interleaved chunks."""
+    """Contents of model_optim_rng.pt, or of the common.pt of a torch_dist folder.
+
+    Interleaved chunks of a model stand under "model0", "model1", ... instead of "model".
+    """
 
     args: argparse.Namespace
     checkpoint_version: float

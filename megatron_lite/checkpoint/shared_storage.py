@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_lite.checkpoint import folder
-from megatron_lite.checkpoint.folder import CheckpointDir
+from megatron_lite.checkpoint.folder import CheckpointDir, Manifest
 from megatron_lite.errors import CheckpointError
 from megatron_lite.run_folder import MANIFEST_FILE
 
@@ -24,7 +24,7 @@ MAX_NAMED = 4  # ranks, or files of one, that a message names
 
 @dataclass(frozen=True)
 class View:
-    """What one rank sees of files that all ranks should see."""
+    """The view that one rank has of files that all ranks should see."""
 
     rank: int
     place: str  # its host and folder
@@ -33,9 +33,9 @@ class View:
 
 @dataclass(frozen=True)
 class Written:
-    """What one rank wrote of a checkpoint."""
+    """The files that one rank wrote of a checkpoint."""
 
-    files: dict[str, dict]  # the manifest's entries
+    files: Manifest
     place: str  # host and folder
 
 
@@ -48,7 +48,10 @@ class UnseenFilesError(CheckpointError):
 
 
 def describe_place(path: Path) -> str:
-    """'HOST:/absolute/path'. The same words on several ranks name one file only where the host is the same."""
+    """Name a file by its host, as 'HOST:/absolute/path'.
+
+    The same words on several ranks name one file only where the host is the same.
+    """
     return f"{socket.gethostname()}:{os.path.abspath(path)}"
 
 
@@ -63,15 +66,23 @@ def list_unseen(path: Path, sizes: dict[str, int]) -> list[str]:
     return unseen
 
 
-def require_seen(slot: CheckpointDir, parts: list[Written]):
-    """Raise UnseenFilesError unless this rank, the first, sees what all ranks wrote: --save may be a disk that each
-    node has of its own.
+def require_seen(slot: CheckpointDir, parts: list[Written]) -> None:
+    """Check that this rank, the first, sees what all ranks wrote: --save may be a disk that each node has of its own.
 
-    parts: what each rank wrote, by rank.
+    Args:
+        slot: The unfinished checkpoint.
+        parts: What each rank wrote, by rank.
+
+    Raises:
+        UnseenFilesError: Some files are not there after several looks.
     """
     sizes = {name: entry["bytes"] for part in parts for name, entry in part.files.items()}
     unseen = set(list_unseen(slot.unfinished, sizes))
-    lost = {rank: sorted(unseen & set(part.files)) for rank, part in enumerate(parts) if unseen & set(part.files)}
+    lost: dict[int, list[str]] = {}  # by the rank that wrote them
+    for rank, part in enumerate(parts):
+        names = sorted(unseen & set(part.files))
+        if names:
+            lost[rank] = names
     if not lost:
         return
     shown = list(lost.items())[:MAX_NAMED]
@@ -86,7 +97,7 @@ def require_seen(slot: CheckpointDir, parts: list[Written]):
     )
 
 
-def refresh(path: Path, *, ours: bool = True):
+def refresh(path: Path, *, ours: bool = True) -> None:
     """Make a client of a network file system ask its server what the folder holds. ours: the folder may be changed."""
     # setting the time of a folder brings its new attributes, and with them the end of what was remembered of it
     with contextlib.suppress(OSError):
@@ -96,7 +107,7 @@ def refresh(path: Path, *, ours: bool = True):
 
 
 def list_lacking(path: Path, names: Iterable[str]) -> tuple[str, ...]:
-    """Those of `names` below `path` that this process does not see."""
+    """Names of files below `path` that this process does not see, of those that are given."""
     return tuple(name for name in names if _size_of(path / name) is None)
 
 
@@ -126,20 +137,24 @@ def compare_views(look: Callable[[], list[View]]) -> list[View]:
 
 
 def describe_views(views: list[View]) -> str:
-    """'rank 1 (HOST:/PATH) lacks a and b; rank 2 (...) lacks a, b, c, d and 3 more'."""
+    """Say what ranks lack, as 'rank 1 (HOST:/PATH) lacks a and b; rank 2 (...) lacks a, b, c, d and 3 more'."""
     named = [f"rank {view.rank} ({view.place}) lacks {name_some(view.lacking)}" for view in views[:MAX_NAMED]]
     more = len(views) - len(named)
-    return "; ".join(named) + (f"; {more} more ranks lack files" if more > 0 else "")
+    if more > 0:
+        named.append(f"{more} more ranks lack files")
+    return "; ".join(named)
 
 
 def name_some(names: Iterable[str]) -> str:
-    """'a, b' of few names, 'a, b, c, d and 7 more' of many."""
+    """List names: 'a, b' of few, 'a, b, c, d and 7 more' of many."""
     listed = list(names)
-    more = f" and {len(listed) - MAX_NAMED} more" if len(listed) > MAX_NAMED else ""
-    return ", ".join(listed[:MAX_NAMED]) + more
+    named = ", ".join(listed[:MAX_NAMED])
+    more = len(listed) - MAX_NAMED
+    return f"{named} and {more} more" if more > 0 else named
 
 
 def _size_of(path: Path) -> int | None:
+    """The bytes of a file; None if this process does not see it."""
     try:
         return path.stat().st_size
     except OSError:

@@ -1,4 +1,4 @@
-"""What a checkpoint holds: a record of plain values, and tensors under flat names.
+"""The contents of a checkpoint: a record of plain values, and tensors under flat names.
 
 model.NAME                          a weight, under Megatron-Core's name, in the run's precision
 optimizer.NAME.master               its fp32 master, of a run in fp16 or bf16
@@ -57,8 +57,7 @@ class CheckpointRecord:
     @property
     def model_shape(self) -> ModelShape:
         """The shape as an object. TypeError for a field that this version does not know, or lacks."""
-        build: Callable[..., ModelShape] = ModelShape
-        return build(**self.shape)
+        return build_shape(self.shape)
 
     @property
     def learning_rate(self) -> LearningRatePlan | None:
@@ -82,8 +81,14 @@ class CheckpointRecord:
             raise ValueError(str(error)) from None
 
 
+def build_shape(fields: Mapping[str, Plain]) -> ModelShape:
+    """The shape of a file's fields. TypeError for a field that this version does not know, or lacks."""
+    build: Callable[..., ModelShape] = ModelShape
+    return build(**fields)
+
+
 class WriteTensors(Protocol):
-    """What a format of checkpoints does beyond the record and the manifest, which all formats have."""
+    """Writes what a format of checkpoints has beyond the record and the manifest, which all formats have."""
 
     def __call__(
         self, folder: Path, record: CheckpointRecord, tensors: dict[str, Tensor], group: ProcessGroup | None, /

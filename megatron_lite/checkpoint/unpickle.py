@@ -120,7 +120,7 @@ def _check_content(file: BinaryIO) -> None:
 
 
 def load_object(path: Path, beside: BytesIO | None = None) -> object:
-    """What torch.save wrote.
+    """Read what torch.save wrote.
 
     Args:
         path: The file that is read, or that `beside` belongs to; messages name it.
@@ -181,7 +181,7 @@ class _Unpickler(BoundedUnpickler):
 
 
 def read_metadata(path: Path) -> "Metadata":
-    """What a .metadata file says of tensors and bytes, and where they are; all else in it is left out.
+    """Read what a .metadata file says of tensors and bytes, and where they are; all else in it is left out.
 
     Files by torch and by Megatron-Core are known, of any Python. Every file that it names lies beside it. OSError for
     one that cannot be read, ValueError for one that is damaged or no such file.
@@ -207,7 +207,7 @@ def read_metadata(path: Path) -> "Metadata":
 
 
 def _entry(made: object) -> "BytesStorageMetadata | TensorStorageMetadata":
-    """What is stored under one key."""
+    """Read the entry of one key."""
     from torch.distributed.checkpoint import metadata as forms
 
     if _name(made) == FORMS + "BytesStorageMetadata":
@@ -221,7 +221,7 @@ def _entry(made: object) -> "BytesStorageMetadata | TensorStorageMetadata":
 
 
 def _index(made: object) -> "MetadataIndex":
-    """Which part of what is stored under a key."""
+    """Read which part of what is stored under a key is meant."""
     from torch.distributed.checkpoint.metadata import MetadataIndex
 
     fields = _fields(made, FORMS + "MetadataIndex")
@@ -253,7 +253,7 @@ def _name(made: object) -> str:
 
 
 def _state(made: object, full_name: str, kind: type[T]) -> T:
-    """What pickle set as the state of an instance of the class `full_name`. ValueError unless it is of this kind."""
+    """The state that a pickle sets of an instance of the class `full_name`. ValueError unless it is of this kind."""
     if _name(made) != full_name or not isinstance(made, Inert):
         raise ValueError(f"{_name(made)} in the place of {full_name}")
     return _require(kind, made.state)

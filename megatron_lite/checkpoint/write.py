@@ -1,19 +1,20 @@
-"""From the tensors of all ranks to a complete checkpoint on disk."""
+"""Writes the tensors of all ranks as a complete checkpoint."""
 
 import contextlib
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron_lite.checkpoint import folder
-from megatron_lite.checkpoint.folder import CheckpointDir
+from megatron_lite.checkpoint.folder import CheckpointDir, Manifest
 from megatron_lite.checkpoint.megatron_args import plain_arguments
 from megatron_lite.checkpoint.shared_storage import UnseenFilesError, Written, describe_place, require_seen
-from megatron_lite.checkpoint.training_state import CheckpointRecord
+from megatron_lite.checkpoint.training_state import CheckpointRecord, WriteTensors
 from megatron_lite.config.args import Args
 from megatron_lite.errors import CheckpointError, describe_io_error
 from megatron_lite.process_state import interruptible
@@ -27,6 +28,8 @@ from megatron_lite.run_folder import (
 )
 from megatron_lite.units import size
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True)
 class SaveFailure:
@@ -38,26 +41,36 @@ class SaveFailure:
 
 @dataclass(frozen=True)
 class Writer:
-    """Writes checkpoints into `save`. Its methods are collective over `group`; None: this process alone.
-
-    write_tensors(folder, record, tensors, group): a format's own part; returns the manifest's entries of files that it
-    knows. retain_interval: checkpoints of other iterations are deleted once a newer one is complete; None: never.
-    """
+    """Writes checkpoints into `save`. Its methods are collective over `group`."""
 
     save: Path
-    write_tensors: Callable
-    group: object = None
+    write_tensors: WriteTensors  # a format's own part
+    group: dist.ProcessGroup | None = None  # of the ranks that write; None: this process alone
+    # checkpoints of other iterations are deleted once a newer one is complete; None: never
     retain_interval: int | None = None
 
     def write(self, record: CheckpointRecord, tensors: dict[str, Tensor], release: bool = False) -> Path:
-        """Write SAVE/iter_NNNNNNN, or SAVE/release, and the tracker; returns the folder.
+        """Write a checkpoint, and the tracker that names it.
 
-        tensors: this rank's share; each name is given by one rank.
-        CheckpointError on every rank if one of them fails; what was complete before is then untouched.
+        Args:
+            record: Its plain values.
+            tensors: This rank's share, by flat name; each name is given by one rank.
+            release: Whether it is SAVE/release instead of SAVE/iter_NNNNNNN.
+
+        Returns:
+            Its folder.
+
+        Raises:
+            CheckpointError: On every rank, if one of them fails; what was complete before is then untouched.
         """
         slot = CheckpointDir(self.save, RELEASE if release else checkpoint_name(record.iteration))
         parts = self._together(slot, lambda: self._write_files(slot, record, tensors))
-        self._together(slot, lambda: self._commit(slot, parts) if self._rank == 0 else None)
+
+        def commit() -> None:
+            if self._rank == 0:
+                self._commit(slot, parts)
+
+        self._together(slot, commit)
         return slot.final
 
     @property
@@ -66,7 +79,7 @@ class Writer:
 
     def _write_files(self, slot: CheckpointDir, record: CheckpointRecord, tensors: dict[str, Tensor]) -> Written:
         """Write this rank's share into the unfinished checkpoint."""
-        failure = None
+        failure: OSError | None = None
         if self._rank == 0:
             try:
                 folder.prepare(slot)
@@ -76,16 +89,26 @@ class Writer:
         raised = next((error for error in self._exchange(failure) if error is not None), None)
         if raised is not None:
             raise raised
-        known, written = self.write_tensors(slot.unfinished, record, tensors, self.group), {}
+        hashed = self.write_tensors(slot.unfinished, record, tensors, self.group)
+        written: Manifest = {}
         for path in sorted(slot.unfinished.rglob("*")):
             name = str(path.relative_to(slot.unfinished))
             # torch.distributed.checkpoint names files __RANK_NUMBER.distcp; all others are the first rank's
             owner = name.split("_")[2] if name.startswith("__") else "0"
             if owner == str(self._rank) and path.is_file() and path.name != MANIFEST_FILE:
-                written[name] = known.get(name) or folder.checksum(path)
+                written[name] = hashed.get(name) or folder.checksum(path)
         return Written(written, describe_place(self.save))
 
-    def _commit(self, slot: CheckpointDir, parts: list[Written]):
+    def _commit(self, slot: CheckpointDir, parts: list[Written]) -> None:
+        """Make the unfinished checkpoint the newest one, and delete the one before it unless it is to be kept.
+
+        Args:
+            slot: The checkpoint.
+            parts: What each rank wrote, by rank.
+
+        Raises:
+            UnseenFilesError: Files of some ranks are not in the folder.
+        """
         require_seen(slot, parts)
         folder.write_manifest(slot, {name: entry for part in parts for name, entry in part.files.items()})
         try:
@@ -103,33 +126,47 @@ class Writer:
             with contextlib.suppress(OSError):  # one too many is no failure of the new one
                 folder.delete_checkpoint(before)
 
-    def _together(self, slot: CheckpointDir, act: Callable) -> list:
-        """Every rank's result of `act`, on every rank; CheckpointError on all if it failed on one."""
-        result = failure = None
+    def _together(self, slot: CheckpointDir, act: Callable[[], T]) -> list[T]:
+        """Do the same on all ranks.
+
+        Args:
+            slot: The checkpoint that is being written; discarded if one rank fails.
+            act: What each rank does.
+
+        Returns:
+            Every rank's result of `act`, on every rank.
+
+        Raises:
+            CheckpointError: On all ranks, if `act` failed on one for a reason of its disk.
+        """
+        outcome: T | SaveFailure
         try:
             with interruptible():
-                result = act()
+                outcome = act()
         except KeyboardInterrupt:
             if self._rank == 0:
                 folder.discard(slot)
             raise
         except UnseenFilesError as error:
-            failure = SaveFailure(str(error), error.ranks)
+            outcome = SaveFailure(str(error), error.ranks)
         except BaseException as error:
             failure = self._describe_failure(slot, error)
             if failure is None:
                 raise
-        results = self._exchange((result, failure))
-        failures = [failure for _, failure in results if failure is not None]
+            outcome = failure
+        outcomes = self._exchange(outcome)
+        failures = [other for other in outcomes if isinstance(other, SaveFailure)]
         if failures:
-            if self._rank == 0 or self._rank in failures[0].unseen:
+            first = failures[0]
+            if self._rank == 0 or self._rank in first.unseen:
                 folder.discard(slot)
-            raise CheckpointError(failures[0].text)
-        return [result for result, _ in results]
+            raise CheckpointError(first.text)
+        return [other for other in outcomes if not isinstance(other, SaveFailure)]
 
     def _describe_failure(self, slot: CheckpointDir, error: BaseException) -> SaveFailure | None:
-        """What to say of an error of this rank's disk, or of torch's writer; None for any other error."""
-        if failures := getattr(error, "failures", None):  # known to all ranks already, with the rank that failed
+        """Put an error of this rank's disk, or of torch's writer, into words; None for any other error."""
+        failures = getattr(error, "failures", None)
+        if failures:  # known to all ranks already, with the rank that failed
             why = f"rank {min(failures)}: {describe_io_error(error)}"
         elif isinstance(error, (OSError, RuntimeError)):  # torch makes a RuntimeError of a full disk
             why = f"rank {self._rank}: {describe_io_error(error)}"
@@ -144,10 +181,11 @@ class Writer:
             "checkpoints are untouched. Make room or choose another folder."
         )
 
-    def _exchange(self, value) -> list:
+    def _exchange(self, value: T) -> list[T]:
+        """Every rank's value, by rank."""
         if self.group is None:
             return [value]
-        everyone: list = [None] * dist.get_world_size(self.group)
+        everyone = [value] * dist.get_world_size(self.group)
         dist.all_gather_object(everyone, value, group=self.group)
         return everyone
 
@@ -157,29 +195,47 @@ def write_alone(
     record: CheckpointRecord,
     tensors: dict[str, Tensor],
     release: bool = False,
-    arguments: dict | None = None,
+    arguments: Mapping[str, object] | None = None,
 ) -> Path:
-    """Write all of a checkpoint from this process, without a process group; returns its folder. CheckpointError.
+    """Write all of a checkpoint from this process, without a process group.
 
-    arguments: flags that it was trained with, by name; those that are not known have their defaults.
+    Args:
+        save: The folder of checkpoints.
+        record: Plain values of the new one.
+        tensors: Its tensors, by flat name.
+        release: Whether it is SAVE/release instead of SAVE/iter_NNNNNNN.
+        arguments: Flags that it was trained with, by name; those that are not known have their defaults.
+
+    Returns:
+        The checkpoint's folder.
+
+    Raises:
+        CheckpointError: It cannot be written, or another run saves there.
     """
     from megatron_lite.checkpoint import megatron_dist  # torch.distributed.checkpoint's import takes a second
 
+    flags = plain_arguments(Args())
+    if arguments is not None:
+        flags |= arguments
     with folder.reserved(Path(save), 0, print):
-        return Writer(Path(save), megatron_dist.writer(plain_arguments(Args()) | (arguments or {}))).write(
-            record, tensors, release
-        )
+        return Writer(Path(save), megatron_dist.writer(flags)).write(record, tensors, release)
 
 
 # --- which rank writes which tensor: replicas hold the same ones, so that each of them writes a part
 
 
 def assign_share(tensors: dict[str, Tensor], rank: int, size: int) -> dict[str, Tensor]:
-    """The part of `tensors` that `rank` of `size` writes: about the same number of bytes each, largest first.
+    """Choose the tensors that a rank writes: about the same number of bytes each, largest first.
 
     Scalars are the first rank's. Every rank comes to the same division, as names and shapes are the same.
+
+    Args:
+        tensors: Those that all of these ranks hold, by flat name.
+        rank: The one in question, from 0.
+        size: How many ranks hold them.
     """
-    loads, mine = [0] * size, {}
+    loads = [0] * size  # bytes, by rank
+    mine: dict[str, Tensor] = {}
     for name, tensor in sorted(tensors.items(), key=lambda item: (-item[1].nbytes, item[0])):
         lightest = loads.index(min(loads)) if tensor.ndim else 0
         loads[lightest] += tensor.nbytes
