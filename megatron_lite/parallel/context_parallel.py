@@ -8,61 +8,105 @@ Letters: B batch, N query heads, G query groups, T positions of this rank, S of 
 R ranks, C positions of a chunk.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_lite.config.layout import Layout
 from megatron_lite.config.plan import Plan
 from megatron_lite.model.attention import Attend
+from megatron_lite.model.gpt import GPT
+from megatron_lite.parallel.layers import replace_method
 from megatron_lite.parallel.mesh import arrange_ranks, make_group
 from megatron_lite.parallel.tensor_parallel import collectives
 
 
 def make_context_group(plan: Plan) -> dist.ProcessGroup | None:
-    """This rank's, or None where each has whole sequences. Collective."""
+    """Make the group of the ranks that split each sequence with this one; None where it has whole ones. Collective."""
     if plan.layout.context == 1:
         return None
     return make_group(plan, arrange_ranks(plan.layout).transpose(2, 3), "context")
 
 
-def share_out_positions(model: nn.Module, layout: Layout, length: int):
-    """Have the model number the positions that this rank has of a sequence of so many."""
-    model.number_positions = partial(_number_positions, layout.find_chunks(length))
+def share_out_positions(model: GPT, layout: Layout, length: int) -> None:
+    """Have the model number the positions that this rank has of each sequence.
+
+    Args:
+        model: The whole model or a stage of it.
+        layout: This rank's place among the others.
+        length: Positions of a whole sequence.
+    """
+    replace_method(model, "number_positions", partial(_number_positions, layout.find_chunks(length)))
 
 
 def _number_positions(chunks: tuple[range, ...], length: int, device: torch.device) -> Tensor:
+    """The positions of these chunks, (T,). Stands in for GPT.number_positions."""
     return torch.cat([torch.arange(chunk.start, chunk.stop, device=device) for chunk in chunks])
 
 
 def attend_across(attend: Attend, layout: Layout, group: dist.ProcessGroup, device: str) -> Attend:
-    """Attention of this rank's queries to keys and values of all ranks, on cuda or cpu."""
+    """Attention of this rank's queries to keys and values of all ranks.
+
+    Args:
+        attend: The kernel for each chunk of queries.
+        layout: This rank's place among the others.
+        group: The ranks that split each sequence.
+        device: cuda or cpu.
+    """
     masks = attend.name == "explicit" or device == "cpu"
     return replace(attend, function=partial(_attend_to_all, attend.function, masks, layout, group))
 
 
 def _attend_to_all(
-    function, masks: bool, layout: Layout, group, q_BNTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, mask, *others
+    function: Callable[..., Tensor],
+    masks: bool,
+    layout: Layout,
+    group: dist.ProcessGroup,
+    q_BNTD: Tensor,
+    k_BGTD: Tensor,
+    v_BGTD: Tensor,
+    _mask_B1TT: Tensor | None,
+    dropout: float,
+    layer_number: int,
 ) -> Tensor:
-    k_BGSD, v_BGSD = _GatherSequence.apply(k_BGTD, v_BGTD, layout.context, group)
+    """Attend to the keys and values of whole sequences, a chunk of queries at a time.
+
+    Args:
+        function: An attention kernel; it and what follows `group` are as in Attend, of this rank's positions.
+        masks: Whether the kernel takes masks, or forms of causal attention that need none.
+        layout: This rank's place among the others.
+        group: The ranks that split each sequence.
+    """
+    k_BGSD, v_BGSD = _gather_sequence(k_BGTD, v_BGTD, layout.context, group)
     parts = []
     for q_BNCD, chunk in zip(q_BNTD.chunk(2, dim=2), layout.find_chunks(k_BGSD.shape[2])):
-        keys, values = k_BGSD[:, :, : chunk.stop], v_BGSD[:, :, : chunk.stop]
-        earlier = None  # plain causal
+        keys = k_BGSD[:, :, : chunk.stop]
+        values = v_BGSD[:, :, : chunk.stop]
+        # None: plain causal
+        earlier: Tensor | None = None
         if chunk.start and masks:
-            earlier = torch.ones(len(chunk), chunk.stop, dtype=torch.bool, device=q_BNCD.device).tril(chunk.start)[
-                None, None
-            ]
-        elif chunk.start and q_BNCD.is_cuda:  # else a rehearsal's, whose memory is that of any causal attention
-            from torch.nn.attention.bias import causal_lower_right  # imports torch.compile's, which takes a second
+            may_attend = torch.ones(len(chunk), chunk.stop, dtype=torch.bool, device=q_BNCD.device)
+            earlier = may_attend.tril(chunk.start)[None, None]
+        elif chunk.start and q_BNCD.is_cuda:  # else a walk's, whose memory is that of any causal attention
+            # imports torch.compile's parts, which takes a second
+            from torch.nn.attention.bias import causal_lower_right
 
             earlier = causal_lower_right(len(chunk), chunk.stop)
-        parts.append(function(q_BNCD, keys, values, earlier, *others))
+        parts.append(function(q_BNCD, keys, values, earlier, dropout, layer_number))
     return torch.cat(parts, dim=2)
+
+
+class _SequenceContext(Protocol):
+    """What the forward of _GatherSequence leaves for its backward."""
+
+    ranks: int
+    group: dist.ProcessGroup
 
 
 class _GatherSequence(torch.autograd.Function):
@@ -72,21 +116,30 @@ class _GatherSequence(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, k_BGTD: Tensor, v_BGTD: Tensor, ranks: int, group: dist.ProcessGroup):
-        ctx.ranks, ctx.group = ranks, group
+    def forward(
+        ctx: _SequenceContext, k_BGTD: Tensor, v_BGTD: Tensor, ranks: int, group: dist.ProcessGroup
+    ) -> tuple[Tensor, Tensor]:
+        ctx.ranks = ranks
+        ctx.group = group
         own = torch.stack((k_BGTD, v_BGTD))
         gathered = collectives.all_gather_into_tensor(own, ranks, group.group_name)
         # (R, 2 of k and v, B, G, 2 chunks, C, D); a rank's second chunk counts from the sequence's end
         parts = collectives.wait_tensor(gathered).view(ranks, *own.shape).unflatten(-2, (2, -1))
-        first, second = parts.select(4, 0), parts.select(4, 1).flip(0)
+        first = parts.select(4, 0)
+        second = parts.select(4, 1).flip(0)
         whole = torch.cat((first, second)).movedim(0, 3).flatten(3, 4)
         return whole[0], whole[1]
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, of_k_BGSD: Tensor, of_v_BGSD: Tensor):
-        whole = torch.stack((of_k_BGSD, of_v_BGSD)).unflatten(3, (2, ctx.ranks, -1)).movedim((3, 4), (0, 1))
+    def backward(ctx: _SequenceContext, of_k_BGSD: Tensor, of_v_BGSD: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        both = torch.stack((of_k_BGSD, of_v_BGSD))
+        whole = both.unflatten(3, (2, ctx.ranks, -1)).movedim((3, 4), (0, 1))
         parts = torch.stack((whole[0], whole[1].flip(0)), dim=4).flatten(4, 5)
         summed = collectives.reduce_scatter_tensor(parts.flatten(0, 1), "sum", ctx.ranks, ctx.group.group_name)
         of_k_BGTD, of_v_BGTD = collectives.wait_tensor(summed)
         return of_k_BGTD, of_v_BGTD, None, None
+
+
+# torch gives `apply` no types
+_gather_sequence: Callable[[Tensor, Tensor, int, dist.ProcessGroup], tuple[Tensor, Tensor]] = _GatherSequence.apply

@@ -13,6 +13,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from subprocess import CalledProcessError
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -24,8 +25,10 @@ from megatron_lite.config.world import World
 from megatron_lite.errors import first_line
 from megatron_lite.machine import find_missing_compiler, read_processor
 from megatron_lite.model.attention import Attend
-from megatron_lite.model.gpt import GELU_CUBIC, GELU_SCALE, gelu_tanh
+from megatron_lite.model.gpt import GELU_CUBIC, GELU_SCALE, TransformerLayer, gelu_tanh
 
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
 TRAINING_AND_EVALUATION = 2  # the variants of a layer that a run needs
 LOSS_PIECES = 2  # forward and backward, in evaluation the same
 OLDEST = (7, 0)  # compute capability of the first GPUs that Triton compiles for
@@ -38,10 +41,8 @@ def no_compiler(world: World) -> str:
         return ""
     capability = torch.cuda.get_device_capability(world.gpu)
     if capability < OLDEST:
-        return (
-            "Triton compiles for GPUs of compute capability 7.0 and later, "
-            f"and this one has {'.'.join(map(str, capability))}"
-        )
+        major, minor = capability
+        return f"Triton compiles for GPUs of compute capability 7.0 and later, and this one has {major}.{minor}"
     if missing := find_missing_compiler(on_gpu=True, environ=os.environ):
         return missing
     # the first thing that Triton does is to build and load a helper that launches its kernels, which fails without
@@ -49,7 +50,8 @@ def no_compiler(world: World) -> str:
     try:
         from triton.runtime.driver import driver
 
-        driver.active  # noqa: B018  made here
+        # made when it is read
+        driver.active  # noqa: B018
     except CalledProcessError as error:
         return f"Triton does not start here ({error.cmd[0]} failed to build what launches its kernels, see above)"
     except (ImportError, AssertionError, RuntimeError) as error:
@@ -60,16 +62,24 @@ def no_compiler(world: World) -> str:
 def count_compilations(shape: ModelShape, compilation: Compilation) -> int:
     """The most graphs that torch.compile compiles if the layers' inputs keep their form while training."""
     # a layer that scales by its number is a variant of its own
-    layers = TRAINING_AND_EVALUATION * (shape.num_layers if shape.query_key_layer_scaling else 1)
-    return layers + (LOSS_PIECES if compilation.loss else 0)
+    variants = shape.num_layers if shape.query_key_layer_scaling else 1
+    of_layers = TRAINING_AND_EVALUATION * variants
+    of_loss = LOSS_PIECES if compilation.loss else 0
+    return of_layers + of_loss
 
 
-def compile_layers(layers: nn.ModuleList, backend: str, graphs: int):
+def compile_layers(layers: nn.ModuleList, backend: str, graphs: int) -> None:
     """Compile each layer's forward at its first call. Parameters keep their names.
 
-    Call it before `recompute_layers`, which then repeats compiled layers. graphs: of `count_compilations`.
+    Call it before `recompute_layers`, which then repeats compiled layers.
+
+    Args:
+        layers: A model's transformer layers.
+        backend: The name of torch.compile's backend.
+        graphs: The most graphs that will be compiled, of `count_compilations`.
     """
-    import torch._dynamo  # takes a second, which runs without the flag do not pay
+    # takes a second, which runs without the flag do not pay
+    import torch._dynamo
 
     dynamo = torch._dynamo.config
     # would cut each layer at bucket edges, although buckets are reduced between layers anyway
@@ -77,9 +87,10 @@ def compile_layers(layers: nn.ModuleList, backend: str, graphs: int):
     # beyond its limit torch would go on eagerly, without a word
     dynamo.recompile_limit = max(dynamo.recompile_limit, 2 * graphs)
     for layer in layers:
+        assert isinstance(layer, TransformerLayer)
         if layer.mlp.activation is gelu_tanh:
             layer.mlp.activation = gelu_as_sigmoid
-        layer.forward = compile_function(layer.forward, backend)
+        replace_method(layer, "forward", compile_function(layer.forward, backend))
 
 
 def gelu_as_sigmoid(x: Tensor) -> Tensor:
@@ -89,21 +100,27 @@ def gelu_as_sigmoid(x: Tensor) -> Tensor:
     return (wide * torch.sigmoid(GELU_SCALE * wide * (1 + GELU_CUBIC * wide * wide))).to(x.dtype)
 
 
-def compile_function(function: Callable, backend: str) -> Callable:
-    """`function`, compiled for each shape at its first call."""
+def compile_function(function: Callable[Arguments, Result], backend: str) -> Callable[Arguments, Result]:
+    """Have torch.compile compile a function for each shape at its first call. backend: the compiler's name."""
     return torch.compile(function, backend=backend, dynamic=False)
 
 
 def describe_compilation(compilation: Compilation, backend: str, num_layers: int) -> str:
-    """What is compiled, or why nothing is, and the flag for the other choice."""
-    why = compilation.why
+    """A line on what is compiled, or why nothing is, and the flag for the other choice.
+
+    Args:
+        compilation: What the plan compiles.
+        backend: The name of torch.compile's backend.
+        num_layers: Transformer layers of this rank.
+    """
+    why = f" ({compilation.why})" if compilation.why else ""
     if not compilation.layers:
-        return f"torch.compile: none{why and f' ({why})'}"
-    what = f"each of {num_layers} layers" + " and the loss" * compilation.loss
-    return (
-        f"compiling {what} with {backend}{why and f' ({why})'}: the steps in "
-        "which that happens take longer and are left out of averages"
-    )
+        return f"torch.compile: none{why}"
+    what = f"each of {num_layers} layers"
+    if compilation.loss:
+        what += " and the loss"
+    consequence = "the steps in which that happens take longer and are left out of averages"
+    return f"compiling {what} with {backend}{why}: {consequence}"
 
 
 # --- where compiled kernels are kept from one run to the next: torch's own place is a folder in /tmp, which a new
@@ -121,7 +138,8 @@ def keep_compiled(environ: MutableMapping[str, str]) -> Path | None:
         return None
     # XDG_CACHE_HOME counts only if absolute (XDG Base Directory Specification 0.8)
     home = Path(environ.get("XDG_CACHE_HOME", ""))
-    home = home if home.is_absolute() else Path(environ.get("HOME", "/nonexistent")) / ".cache"
+    if not home.is_absolute():
+        home = Path(environ.get("HOME", "/nonexistent")) / ".cache"
     folder = home / "megatron_lite" / "compiled" / f"torch-{torch.__version__}-{_hash_processor()}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -138,8 +156,11 @@ def _hash_processor() -> str:
     machines of a cluster may share a home."""
     told = read_processor()
     telling = ("vendor_id", "model name", "flags", "Features", "CPU part")
-    kind = [told[name] for name in telling if name in told] or [platform.machine(), platform.processor()]
-    return hashlib.sha256("\n".join(kind).encode()).hexdigest()[:8]
+    kind = [told[name] for name in telling if name in told]
+    if not kind:
+        kind = [platform.machine(), platform.processor()]
+    digest = hashlib.sha256("\n".join(kind).encode())
+    return digest.hexdigest()[:8]
 
 
 # --- what a rank does otherwise than the model's classes do
@@ -154,24 +175,30 @@ def replace_method(module: nn.Module, name: str, function: Callable[..., Tensor]
 # --- recomputation
 
 
-def recompute_layers(layers: nn.ModuleList, chunks: Iterable[range], count: Callable[[int], int]):
+def recompute_layers(layers: nn.ModuleList, chunks: Iterable[range], count: Callable[[int], int]) -> None:
     """Have the first layers of each chunk forget their activations and compute them again in backward.
 
-    count: How many of them, of a chunk of so many layers.
+    Args:
+        layers: This rank's transformer layers, by their numbers in the whole model.
+        chunks: The numbers of each chunk's layers.
+        count: How many layers are recomputed, of a chunk of so many.
 
     With --recompute-granularity selective that is none: core attention alone is recomputed, by the attention kernel.
     """
     by_number = dict(layers.named_children())
     for chunk in chunks:
         for number in chunk[: count(len(chunk))]:
-            by_number[str(number)].forward = recomputed(by_number[str(number)].forward)
+            layer = by_number[str(number)]
+            replace_method(layer, "forward", recomputed(layer.forward))
 
 
 def recompute_attention(attend: Attend) -> Attend:
     """Attention that keeps its arguments only."""
-    return attend if attend.recomputes else replace(attend, function=recomputed(attend.function), recomputes=True)
+    if attend.recomputes:
+        return attend
+    return replace(attend, function=recomputed(attend.function), recomputes=True)
 
 
-def recomputed(function):
-    """`function`, keeping its inputs only. Random states are restored, so that dropout masks repeat."""
+def recomputed(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Make a function keep its inputs only. Random states are restored, so that dropout masks repeat."""
     return partial(checkpoint, function, use_reentrant=False)

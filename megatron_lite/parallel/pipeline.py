@@ -12,7 +12,7 @@ this rank, H hidden.
 import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,10 +21,25 @@ from torch.autograd.function import once_differentiable
 
 from megatron_lite.config.layout import Stage, Turn, find_source, list_forwards, order_turns
 from megatron_lite.config.plan import Plan
-from megatron_lite.model.gpt import DTYPES
+from megatron_lite.model.gpt import DTYPES, GPT
+from megatron_lite.parallel.layers import replace_method
 from megatron_lite.parallel.mesh import arrange_ranks, make_group
 from megatron_lite.parallel.weight_gradients import WeightGradients
-from megatron_lite.phases import Phase
+from megatron_lite.phases import BeginPhase, Phase
+
+Copied = TypeVar("Copied", bound=nn.Module)
+
+
+class TellWaiting(Protocol):
+    """Is told for which stage of the pipeline this rank waits."""
+
+    def __call__(self, rank: int, what: str, /) -> None:
+        """Called when this rank begins to wait for another one, and again when it goes on.
+
+        Args:
+            rank: The rank that it waits for.
+            what: As in "the forward of micro-batch 3 from"; "" when it goes on.
+        """
 
 
 class Peer(NamedTuple):
@@ -37,49 +52,64 @@ class Peer(NamedTuple):
 class Link:
     """One direction between stages: tensors of one form, in the order in which both sides compute."""
 
-    def __init__(self, source: Peer | None, target: Peer | None, make, ahead: int = 1):
+    def __init__(self, source: Peer | None, target: Peer | None, make: Callable[[], Tensor], ahead: int = 1):
         """
         Args:
             source: To receive from; None at an end of the pipeline.
             target: To send to; None at the other end.
-            make: make() is room for a tensor.
+            make: Makes room for a tensor.
             ahead: Tensors that may be on their way at once.
         """
-        self.source, self.target, self._make, self._ahead = source, target, make, ahead
+        self.source = source
+        self.target = target
+        self._make = make
+        self._ahead = ahead
         self._coming: list[tuple[Tensor, dist.Work]] = []
         self._leaving: list[tuple[Tensor, dist.Work]] = []
 
-    def ask(self):
-        """Begin to receive the next one; returns at once."""
-        if self.source is not None:
-            tensor = self._make()
-            self._coming.append((tensor, dist.irecv(tensor, *self.source)))
+    def ask(self) -> None:
+        """Begin to receive the next tensor; returns at once."""
+        if self.source is None:
+            return
+        tensor = self._make()
+        work = dist.irecv(tensor, *self.source)
+        assert work is not None, "both ranks are in the group"
+        self._coming.append((tensor, work))
 
     def take(self) -> Tensor:
-        """What was asked for first."""
+        """Wait for the tensor that was asked for first, and return it."""
         tensor, work = self._coming.pop(0)
         work.wait()
         return tensor
 
-    def send(self, tensor: Tensor):
-        """Returns at once, or when an earlier tensor has been received,
-        so that no more than `ahead` are on their way."""
+    def send(self, tensor: Tensor) -> None:
+        """Begin to send a tensor. Returns at once, or when an earlier one has been received, so that no more than
+        `ahead` are on their way."""
+        assert self.target is not None, "the last stage has nobody to send to"
         while len(self._leaving) >= self._ahead:
-            self._leaving.pop(0)[1].wait()
+            _, earlier = self._leaving.pop(0)
+            earlier.wait()
         tensor = tensor.contiguous()
-        self._leaving.append((tensor, dist.isend(tensor, *self.target)))
+        work = dist.isend(tensor, *self.target)
+        assert work is not None, "both ranks are in the group"
+        # the tensor's memory is needed until it has been sent
+        self._leaving.append((tensor, work))
 
 
 class Room:
     """Makes room for the hidden states of one micro-batch, uninitialized."""
 
     def __init__(self, plan: Plan, device: torch.device):
-        layout, shape = plan.layout, plan.rank_shape
+        layout = plan.layout
+        sharing = layout.tensor if layout.sequence_parallel else 1
         self.sequences = plan.args.training.micro_batch_size
-        self._positions = shape.seq_length // (layout.tensor if layout.sequence_parallel else 1)
-        self._hidden_size, self._dtype, self._device = shape.hidden_size, DTYPES[plan.precision], device
+        self._positions = plan.rank_shape.seq_length // sharing
+        self._hidden_size = plan.rank_shape.hidden_size
+        self._dtype = DTYPES[plan.precision]
+        self._device = device
 
     def __call__(self) -> Tensor:
+        """Make a tensor (B, T, H) in the plan's precision, on this rank's device."""
         size = (self.sequences, self._positions, self._hidden_size)
         return torch.empty(size, dtype=self._dtype, device=self._device)
 
@@ -92,23 +122,34 @@ class Pipeline:
         stage: Stage,
         onward: Link | None = None,
         back: Link | None = None,
-        ends=None,
+        ends: dist.ProcessGroup | None = None,
         room: Room | None = None,
     ):
-        """onward, back: of hidden states and of their gradients; None for a single stage. ends: the group of the first
-        and the last stage, where both have a copy of the embedding. room: what the links make room with."""
-        self.stage, self.onward, self.back, self.ends, self._room = stage, onward, back, ends, room
-        self.chunk = 0  # of the running turn
+        """
+        Args:
+            stage: This rank's.
+            onward: Takes hidden states to the next stage; None for a single stage.
+            back: Takes their gradients to the stage before; None for a single stage.
+            ends: The group of the first and the last stage, where both have a copy of the embedding.
+            room: What the links make room with.
+        """
+        self.stage = stage
+        self.onward = onward
+        self.back = back
+        self.ends = ends
+        self._room = room
+        # number of the running turn's chunk
+        self.chunk = 0
         self.weights = WeightGradients() if stage.splits_backward else None
-        self._arrived: list[Tensor] = []  # what the running turn takes
-        self._leaving: tuple[Link, Tensor] | None = None  # what it gives
-        self.tell: Callable[[int, str], None] = lambda rank, what: (
-            None
-        )  # told whom this rank waits for, and "" when it goes on
+        # what the running turn takes from another rank
+        self._arrived: list[Tensor] = []
+        # what it gives to another rank
+        self._leaving: tuple[Link, Tensor] | None = None
+        self.tell: TellWaiting = _tell_nobody
 
     @contextmanager
     def take_sequences(self, number: int) -> Iterator[None]:
-        """Have micro-batches of `number` sequences within."""
+        """Exchange micro-batches of `number` sequences inside the block."""
         usual = 0 if self._room is None else self._room.sequences
         if self._room is not None:
             self._room.sequences = number
@@ -116,20 +157,27 @@ class Pipeline:
         if self._room is not None:
             self._room.sequences = usual
 
-    def take_turns(self, micro_batches: int, phase) -> Iterator[Turn]:
-        """The turns of a training step, each when what it takes from another rank is there."""
+    def take_turns(self, micro_batches: int, phase: BeginPhase) -> Iterator[Turn]:
+        """Iterate over the turns of a training step, each when what it takes from another rank is there.
+
+        Args:
+            micro_batches: Of the step.
+            phase: Marks the times in which this rank waits for another stage.
+        """
         return self._attend_to(order_turns(self.stage, micro_batches), phase)
 
     def take_forwards(self, micro_batches: int) -> Iterator[Turn]:
-        """The same of an evaluation."""
+        """Iterate over the turns of an evaluation, each when what it takes from another rank is there."""
         return self._attend_to(list_forwards(self.stage, micro_batches), lambda phase: nullcontext())
 
-    def _attend_to(self, turns: list[Turn], phase) -> Iterator[Turn]:
+    def _attend_to(self, turns: list[Turn], phase: BeginPhase) -> Iterator[Turn]:
         for turn, after in zip(turns, [*turns[1:], None]):
             if turn is turns[0]:
                 self._ask(turn)
             if find_source(self.stage, turn):
-                link, what = (self.onward, "forward") if turn.is_forward else (self.back, "backward")
+                link = self.onward if turn.is_forward else self.back
+                what = "forward" if turn.is_forward else "backward"
+                assert link is not None and link.source is not None
                 with phase(Phase.PIPELINE_WAIT):
                     self.tell(link.source.rank, f"the {what} of micro-batch {turn.micro_batch + 1} from")
                     self._arrived.append(link.take())
@@ -141,84 +189,119 @@ class Pipeline:
                 self.weights.begin()
             yield turn
             if self._leaving is not None:
-                (link, tensor), self._leaving = self._leaving, None
+                link, tensor = self._leaving
+                self._leaving = None
+                assert link.target is not None
                 with phase(Phase.PIPELINE_WAIT):
                     self.tell(link.target.rank, "an earlier tensor to arrive at")
                     link.send(tensor)
                     self.tell(link.target.rank, "")
 
-    def _ask(self, turn: Turn):
+    def _ask(self, turn: Turn) -> None:
         if find_source(self.stage, turn):
-            (self.onward if turn.is_forward else self.back).ask()
+            link = self.onward if turn.is_forward else self.back
+            assert link is not None
+            link.ask()
 
-    def receive(self, *_) -> Tensor:
-        """hidden_BTH of the running turn, instead of an embedding's."""
+    def receive(self, *_: Tensor) -> Tensor:
+        """hidden_BTH of the running turn, from the stage before. Stands in for GPT.embed."""
         hidden_BTH = self._arrived.pop()
-        return _Receive.apply(hidden_BTH.requires_grad_(), self) if torch.is_grad_enabled() else hidden_BTH
+        if not torch.is_grad_enabled():
+            return hidden_BTH
+        return _receive(hidden_BTH.requires_grad_(), self)
 
-    def send(self, hidden_BTH: Tensor, _labels_BT) -> Tensor:
-        """Hand hidden states on; returns a zero, whose backward is theirs."""
-        return _Send.apply(hidden_BTH, self)
+    def send(self, hidden_BTH: Tensor, _labels_BT: Tensor | None) -> Tensor:
+        """Hand hidden states on; returns a zero, whose backward is theirs. Stands in for GPT.finish."""
+        return _send(hidden_BTH, self)
 
-    def hand_on(self, link: Link, tensor: Tensor):
+    def hand_on(self, link: Link | None, tensor: Tensor) -> None:
         """Have a tensor sent when the turn has ended, and what was sent before is received."""
-        self._leaving = link, tensor
+        assert link is not None, "a single stage hands nothing on"
+        self._leaving = (link, tensor)
+
+
+def _tell_nobody(_rank: int, _what: str, /) -> None:
+    """Tell nobody for which stage this rank waits."""
+
+
+class _PipelineContext(Protocol):
+    """What the forward of _Receive and of _Send leaves for its backward."""
+
+    pipeline: Pipeline
 
 
 class _Receive(torch.autograd.Function):
-    """Its backward sends the gradient to the stage that the hidden states came from."""
+    """Hidden states from the stage before. Backward sends their gradient there."""
 
     @staticmethod
-    def forward(ctx, hidden_BTH: Tensor, pipeline: Pipeline) -> Tensor:
+    def forward(ctx: _PipelineContext, hidden_BTH: Tensor, pipeline: Pipeline) -> Tensor:
         ctx.pipeline = pipeline
         return hidden_BTH.view_as(hidden_BTH)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, gradient_BTH: Tensor) -> tuple[None, None]:
+    def backward(ctx: _PipelineContext, gradient_BTH: Tensor) -> tuple[None, None]:
         ctx.pipeline.hand_on(ctx.pipeline.back, gradient_BTH)
         return None, None
 
 
+# torch gives `apply` no types; so below
+_receive: Callable[[Tensor, Pipeline], Tensor] = _Receive.apply
+
+
 class _Send(torch.autograd.Function):
-    """Its backward takes the gradient that came back. Hidden states are not kept: no gradient needs them."""
+    """Hidden states to the stage after. Backward takes the gradient that came back. Hidden states are not kept: no
+    gradient needs them."""
 
     @staticmethod
-    def forward(ctx, hidden_BTH: Tensor, pipeline: Pipeline) -> Tensor:
+    def forward(ctx: _PipelineContext, hidden_BTH: Tensor, pipeline: Pipeline) -> Tensor:
         ctx.pipeline = pipeline
         pipeline.hand_on(pipeline.onward, hidden_BTH.detach())
         return torch.zeros((), dtype=torch.float32, device=hidden_BTH.device)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, _zero: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: _PipelineContext, _zero: Tensor) -> tuple[Tensor, None]:
         return ctx.pipeline._arrived.pop(), None
 
 
+_send: Callable[[Tensor, Pipeline], Tensor] = _Send.apply
+
+
 def make_pipeline(plan: Plan, device: torch.device) -> Pipeline:
-    """This rank's. Collective where there are several stages."""
-    layout, stage = plan.layout, plan.stage
+    """Make this rank's part of the pipeline. Collective where there are several stages."""
+    layout = plan.layout
+    stage = plan.stage
     if stage.stages == 1:
         return Pipeline(stage)
     lines = arrange_ranks(layout).movedim(0, -1)
-    mine = lines[layout.data_rank, layout.context_rank, layout.tensor_rank].tolist()
+    mine: list[int] = lines[layout.data_rank, layout.context_rank, layout.tensor_rank].tolist()
     make = Room(plan, device)
 
     def make_link(step: int, name: str) -> Link:
-        """To the stage `step` further on. Chunks go round: from the one end to the other."""
-        group, around = make_group(plan, lines, name), None
+        """Make the link to the stage `step` further on. Chunks go round: from the one end to the other."""
+        group = make_group(plan, lines, name)
+        around = None
         if len(stage.chunks) > 1:
             around = make_group(plan, lines, f"{name}, from end to end")
 
         def find_peer(number: int) -> Peer | None:
-            inside = 0 <= number < layout.pipeline
-            return Peer(mine[number % layout.pipeline], group if inside else around) if inside or around else None
+            is_inside = 0 <= number < layout.pipeline
+            shared = group if is_inside else around
+            if shared is None:
+                return None
+            return Peer(mine[number % layout.pipeline], shared)
 
-        return Link(find_peer(stage.number - step), find_peer(stage.number + step), make, stage.sends_ahead)
+        source = find_peer(stage.number - step)
+        target = find_peer(stage.number + step)
+        return Link(source, target, make, stage.sends_ahead)
 
     # a group each: what two ranks send each other in one group has to be sent and received in one order
-    onward, back = make_link(1, "pipeline"), make_link(-1, "pipeline gradients")
-    ends = make_group(plan, lines[..., [0, -1]], "ends") if plan.shape.tied_embeddings else None
+    onward = make_link(1, "pipeline")
+    back = make_link(-1, "pipeline gradients")
+    ends = None
+    if plan.shape.tied_embeddings:
+        ends = make_group(plan, lines[..., [0, -1]], "ends")
     # the first use of a connection may wait for the other side: here in an order that all come to
     for link in (onward, back):
         link.ask()
@@ -231,11 +314,11 @@ def make_pipeline(plan: Plan, device: torch.device) -> Pipeline:
     return Pipeline(stage, onward, back, ends, make)
 
 
-def cut_model(model: nn.Module, pipeline: Pipeline):
+def cut_model(model: GPT, pipeline: Pipeline) -> None:
     """Leave a stage's parts of a whole model, which has no memory yet. Layers keep their numbers in the names of
     parameters.
 
-    A tied embedding is the first's, and the last one's for the loss.
+    The first stage has a tied embedding, and so has the last one for the loss.
     """
     stage = pipeline.stage
     if stage.stages > 1:
@@ -243,10 +326,12 @@ def cut_model(model: nn.Module, pipeline: Pipeline):
 
 
 def cut_chunks(model: nn.Module, pipeline: Pipeline) -> list[nn.Module]:
-    """A model for each chunk of a stage's layers, which shares parameters with the stage's."""
-    stage, chunks = pipeline.stage, []
+    """Make a model for each chunk of a stage's layers, which shares parameters with the stage's."""
+    stage = pipeline.stage
     if len(stage.chunks) == 1:
         return [model]
+    assert isinstance(model, GPT)
+    chunks: list[nn.Module] = []
     for number, layers in enumerate(stage.chunks):
         chunk = _copy(model)
         chunk.decoder = _copy(model.decoder)
@@ -255,27 +340,39 @@ def cut_chunks(model: nn.Module, pipeline: Pipeline) -> list[nn.Module]:
     return chunks
 
 
-def _copy(module: nn.Module) -> nn.Module:
-    """With the same parameters and parts, which can be taken from it."""
+def _copy(module: Copied) -> Copied:
+    """Copy a module but for its parameters and parts; what is taken from the copy stays in the module."""
     copied = copy.copy(module)
-    vars(copied).update({name: value.copy() for name, value in vars(module).items() if isinstance(value, dict)})
+    registers = {name: value.copy() for name, value in vars(module).items() if isinstance(value, dict)}
+    vars(copied).update(registers)
     return copied
 
 
-def _cut(model: nn.Module, pipeline: Pipeline, layers: Iterable[int], is_first: bool, is_last: bool):
-    kept, numbered = nn.ModuleList(), dict(model.decoder.layers.named_children())
+def _cut(model: GPT, pipeline: Pipeline, layers: Iterable[int], is_first: bool, is_last: bool) -> None:
+    """Leave some layers of a model, and what only the first and the last ones need.
+
+    Args:
+        model: A GPT with all layers of the stage.
+        pipeline: Receives what the model's first layer takes and sends what its last layer gives.
+        layers: Numbers of the layers that stay, counted from 0 in the whole model.
+        is_first: Whether the first of them is the whole model's first.
+        is_last: Whether the last of them is the whole model's last.
+    """
+    kept = nn.ModuleList()
+    numbered = dict(model.decoder.layers.named_children())
     for number in layers:
         kept.add_module(str(number), numbered[str(number)])
     model.decoder.layers = kept
     if not is_first:
-        model.embed = pipeline.receive
+        replace_method(model, "embed", pipeline.receive)
         if is_last and model.output_layer is None:
             model.embedding.position_embeddings = None
         else:
-            model.embedding = None
+            # as torch takes a part away whose type says that a whole model has it
+            model.register_module("embedding", None)
     if not is_last:
-        model.finish = pipeline.send
-        model.decoder.final_layernorm = nn.Identity()
+        replace_method(model, "finish", pipeline.send)
+        model.decoder.register_module("final_layernorm", nn.Identity())
         model.output_layer = None
 
 

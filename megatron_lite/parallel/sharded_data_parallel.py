@@ -1,85 +1,118 @@
-"""Replicas that share out fp32 weights, gradients and moments, by torch's fully_shard around a model that does not
+"""Replicas that shard fp32 weights, gradients and moments, by torch's fully_shard around a model that does not
 know.
 
 With --use-distributed-optimizer (ZeRO-1) a layer's weights are gathered in forward and stay until backward; with
---use-torch-fsdp2 (ZeRO-3) they are given back after forward and gathered again. Either way a rank updates its own rows
+--use-torch-fsdp2 (ZeRO-3) they are freed after forward and gathered again. Either way a rank updates its own rows
 of each parameter, in fp32, and what is gathered is rounded to the run's precision.
 """
 
 import contextlib
 import warnings
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from megatron_lite.config.layout import COPIES, ROWS
 from megatron_lite.config.plan import Plan
 from megatron_lite.marks import MASTER_WEIGHTS, mark_memory
 from megatron_lite.model.custom_model import CustomModel
-from megatron_lite.model.gpt import DTYPES, initialize
+from megatron_lite.model.gpt import DTYPES, GPT, initialize
 from megatron_lite.parallel.pipeline import Pipeline
 from megatron_lite.parallel.replica import Replica
 
 
 class ShardedDataParallel(Replica):
-    """Called as DataParallel is. `parameters` are this rank's rows of each of the model's, in fp32."""
+    """A replica whose `parameters` are this rank's rows of each of the model's, in fp32."""
 
     def __init__(self, plan: Plan, model: nn.Module, mesh: DeviceMesh, pipeline: Pipeline | None = None):
-        """model: a GPT without memory, on the meta device, or another with its weights. mesh: of `make_mesh`."""
+        """
+        Args:
+            plan: This rank's.
+            model: A GPT without memory, on the meta device, or another model with its weights.
+            mesh: The ranks by what they hold, of `make_mesh`.
+            pipeline: This rank's stage; None for a pipeline of one.
+        """
         super().__init__(plan, model, mesh, pipeline)
+        assert plan.sharding is not None
         self._gathers_twice = plan.sharding.gathers_twice
         # rotary tables are rounded by the model; all other inputs have the layers' precision
         dtype = DTYPES[plan.precision]
         reduce_in = torch.float32 if plan.fp32_gradients else dtype
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_in, cast_forward_inputs=False)
-        for chunk in self.chunks:
-            _shard(chunk, mesh, policy, self._gathers_twice)
+        self._sharded_chunks = [_shard(chunk, mesh, policy, self._gathers_twice) for chunk in self.chunks]
         self._sharded = [p for chunk in self.chunks for p in chunk.parameters() if p.requires_grad]
-        self.parameters = [nn.Parameter(p.to_local()) for p in self._sharded]
+        self.parameters = [nn.Parameter(_take_rows(p)) for p in self._sharded]
         if isinstance(model, CustomModel):
             return
         on_cpu = plan.args.parallel.use_cpu_initialization
         own = {n: p.detach() for n, p in zip(self.names, self.parameters, strict=True)}
         initialize(own, plan.shape, self.parts, dtype, device="cpu" if on_cpu else None)
 
-    def __call__(self, *inputs) -> Tensor:
-        """The model's forward."""
-        return self.chunks[self.pipeline.chunk](*inputs)
+    def __call__(self, *inputs: Tensor | None) -> Tensor:
+        """Call the forward of the running turn's chunk, with the inputs of GPT's. Returns losses_BT."""
+        losses_BT: Tensor = self.chunks[self.pipeline.chunk](*inputs)
+        return losses_BT
 
     @contextlib.contextmanager
-    def backward(self, last: bool):
-        """Around the backward of one micro-batch.
+    def backward(self, last: bool) -> Iterator[None]:
+        """Runs around the backward of one micro-batch.
 
         ZeRO-1 adds up whole gradients, and reduces those of the last one; ZeRO-3 keeps none whole.
+
+        Args:
+            last: Whether it is the step's last micro-batch of this chunk.
         """
         if not self._gathers_twice:
-            chunk = self.chunks[self.pipeline.chunk]
+            chunk = self._sharded_chunks[self.pipeline.chunk]
             chunk.set_requires_gradient_sync(last)
             chunk.set_reshard_after_backward(last)
-            chunk.set_is_last_backward(last)  # else the forwards that a pipeline has done ahead are forgotten
+            # else the forwards that a pipeline has done ahead are forgotten
+            chunk.set_is_last_backward(last)
         yield
 
-    def gradients(self) -> list[Tensor]:
-        """This rank's rows, one per parameter, averaged over ranks, after the last micro-batch's backward."""
-        return self._add_partial([p.grad.to_local() for p in self._sharded])
+    def gradients(self) -> Sequence[Tensor | None]:
+        """The gradients of this rank's rows of each parameter, averaged over ranks, after the last micro-batch's
+        backward."""
+        return self._add_partial([_take_rows(p.grad) for p in self._sharded])
 
-    def clear(self):
+    def clear(self) -> None:
         """Forget all gradients."""
         for parameter in self._sharded:
             parameter.grad = None
 
 
+def _take_rows(sharded: Tensor | None) -> Tensor:
+    """This rank's rows of a tensor that fully_shard has sharded."""
+    assert isinstance(sharded, DTensor)
+    return sharded.to_local()
+
+
 @mark_memory(MASTER_WEIGHTS)
-def _shard(model: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy, gathers_twice: bool):
-    """Each layer of a GPT is gathered by itself, and the rest together: the loss uses a tied embedding, too."""
+def _shard(model: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy, gathers_twice: bool) -> FSDPModule:
+    """Shard a model. Each layer of a GPT is gathered by itself, and the rest together: the loss uses a tied embedding,
+    too.
+
+    Args:
+        model: A GPT on the meta device, which gets uninitialized memory, or another model with its weights.
+        mesh: The ranks by what they hold.
+        policy: The precision in which layers compute and gradients are reduced.
+        gathers_twice: Whether weights are gathered for forward and again for backward.
+
+    Returns:
+        The model, which fully_shard has given methods.
+    """
     # nobody changes losses in place
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
-    among = mesh[COPIES, ROWS] if COPIES in mesh.mesh_dim_names else mesh[ROWS]
-    has_weights = isinstance(model, CustomModel)
-    for part in (model,) if has_weights else (*model.decoder.layers, model):
-        stays = part is model or not gathers_twice
-        fully_shard(part, mesh=among, mp_policy=policy, reshard_after_forward=not stays)
-    if not has_weights:
+    names = mesh.mesh_dim_names or ()
+    among = mesh[COPIES, ROWS] if COPIES in names else mesh[ROWS]
+    if isinstance(model, GPT):
+        for layer in model.decoder.layers:
+            fully_shard(layer, mesh=among, mp_policy=policy, reshard_after_forward=gathers_twice)
+    sharded = fully_shard(model, mesh=among, mp_policy=policy, reshard_after_forward=False)
+    if isinstance(model, GPT):
         model.to_empty(device=mesh.device_type)
+    return sharded
