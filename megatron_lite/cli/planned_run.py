@@ -254,6 +254,7 @@ def _assume_data(data: DataArgs) -> DataArgs:
     return replace(
         here,
         mock_data=data.mock_data or not has_source,
+        fim_data=data.fim_data and has_source,
         vocab_file=data.vocab_file or "to be named",
         merge_file=data.merge_file or "to be named",
     )

@@ -363,6 +363,23 @@ class DataArgs:
     num_workers: int | None = flag(
         None, "Loader processes per rank [2; 0 on a CPU, whose cores they would take].", "at least 0 and at most 1024"
     )
+    fim_data: bool = flag(False, "Rearrange documents so that their middle comes last (fill in the middle).")
+    fim_rate: float = flag(0.5, "With --fim-data: share of the documents.", "above 0 and at most 1")
+    fim_spm_rate: float = flag(
+        0.5, "With --fim-data: share of those whose suffix comes first (SPM).", "above 0 and at most 1"
+    )
+    fim_split_sample: str | None = flag(
+        None, "With --fim-data: a token that divides documents; fragments are rearranged.", value="TOKEN"
+    )
+    fim_fragment_rate: float | None = flag(
+        None, "With --fim-split-sample: share of the fragments.", "at least 0 and at most 1"
+    )
+    fim_no_prefix: str | None = flag(None, "With --fim-data: leave what begins so as it is.", value="TEXT")
+    fim_prefix_token: str = flag("<fim_prefix>", "With --fim-data: before the beginning.", value="TOKEN")
+    fim_middle_token: str = flag("<fim_middle>", "With --fim-data: before the middle.", value="TOKEN")
+    fim_suffix_token: str = flag("<fim_suffix>", "With --fim-data: before the end.", value="TOKEN")
+    fim_pad_token: str = flag("<fim_pad>", "With --fim-data: fills up samples.", value="TOKEN")
+    fim_eod_token: str = flag("<|endoftext|>", "With --fim-data: ends a document.", value="TOKEN")
     reset_position_ids: bool = flag(False, "Positions restart after each end of document.")
     reset_attention_mask: bool = flag(False, "No attention across documents.")
     eod_mask_loss: bool = flag(False, "No loss where the input is an end of document.")

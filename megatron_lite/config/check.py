@@ -108,6 +108,11 @@ DEPENDS: dict[str, tuple[str, Callable[[Args], object]]] = {
     "--tokenizer-type TikTokenizer": (
         "tiktoken_pattern tiktoken_num_special_tokens", lambda a: a.data.tokenizer_type == "TikTokenizer"
     ),
+    "--fim-data": (
+        ("fim_rate fim_spm_rate fim_split_sample fim_fragment_rate fim_no_prefix fim_prefix_token fim_middle_token "
+         "fim_suffix_token fim_pad_token fim_eod_token"),
+        lambda a: a.data.fim_data,
+    ),
     "--dataloader-type single or cyclic": ("num_workers", lambda a: a.data.dataloader_type != "external"),
     "--dataloader-type cyclic": ("data_sharding", lambda a: a.data.dataloader_type == "cyclic"),
     "the step timeline (drop --no-step-timeline)": ("timing_log_level", lambda a: a.watch.step_timeline),

@@ -1,6 +1,7 @@
 """From the data flags to the three data sets."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 from torch.utils.data import ConcatDataset
@@ -11,10 +12,12 @@ from megatron_lite.data.blend_order import BlendedDataset, normalized, sizes_for
 from megatron_lite.data.gpt_dataset import GPTDataset, MockDataset, split_bounds
 from megatron_lite.data.index_cache import IndexCache
 from megatron_lite.data.indexed import IndexedDataset
+from megatron_lite.data.infilling import Infilling, InfillingDataset, make_infilling
+from megatron_lite.data.tokenizers import build_tokenizer
 from megatron_lite.errors import DataError
 from megatron_lite.units import count
 
-Dataset = GPTDataset | BlendedDataset | ConcatDataset | MockDataset
+Dataset = GPTDataset | InfillingDataset | BlendedDataset | ConcatDataset | MockDataset
 SPLITS = ("training", "validation", "test")
 FILE_SPLITS = ("train", "valid", "test")  # Megatron's names, in those of cached files and of flags
 
@@ -55,19 +58,27 @@ def build_datasets(spec: DataSpec) -> Datasets:
         ]
         return Datasets(*(mock if len(mock) else None for mock in mocks))
     cache, opened = IndexCache(d.data_cache_path), {}
+    infilling = make_infilling(d, build_tokenizer(d)) if d.fim_data else None
+    build_split = partial(_build_split, spec, cache, opened, infilling)
     own_paths = (d.train_data_path, d.valid_data_path, d.test_data_path)
     if any(own_paths):
         if spec.sizes[0] and not own_paths[0]:
             raise DataError("--train-data-path: missing beside --valid-data-path or --test-data-path; give it too")
         flags = [f"--{name}-data-path" for name in FILE_SPLITS]
-        return Datasets(*(_build_split(spec, part, flags[part], own_paths[part], cache, opened) for part in range(3)))
+        return Datasets(*(build_split(part, flags[part], own_paths[part]) for part in range(3)))
     if not d.data_path:
         raise DataError("--data-path: missing; give the prefix of a .bin/.idx pair, or train on --mock-data")
-    return Datasets(*(_build_split(spec, part, "--data-path", d.data_path, cache, opened) for part in range(3)))
+    return Datasets(*(build_split(part, "--data-path", d.data_path) for part in range(3)))
 
 
 def _build_split(
-    spec: DataSpec, part: int, flag: str, words: tuple[str, ...], cache: IndexCache, opened: dict[str, IndexedDataset]
+    spec: DataSpec,
+    cache: IndexCache,
+    opened: dict[str, IndexedDataset],
+    infilling: Infilling | None,
+    part: int,
+    flag: str,
+    words: tuple[str, ...],
 ) -> Dataset | None:
     """The data set of one split, of a share of --data-path or of files of its own.
 
@@ -104,10 +115,12 @@ def _build_split(
     if weights is not None and not is_single:
         shares = normalized(weights)
         given, wanted = sizes_for_blend(size, shares)
-    datasets = [
+    datasets: list[GPTDataset | InfillingDataset] = [
         GPTDataset(indexed, mine, samples, spec.seq_length, spec.seed, cache=cache, split=split)
         for (indexed, mine), samples in zip(sources, wanted)
     ]
+    if infilling is not None:
+        datasets = [InfillingDataset(dataset, infilling, spec.seed) for dataset in datasets]
     if is_single:
         return datasets[0]
     if shares is None:

@@ -50,6 +50,12 @@ class BytePairs:
             name=name, pat_str=pattern, mergeable_ranks=dict(ranks), special_tokens=self._special
         )
 
+    def find_token(self, token: str) -> int | None:
+        try:
+            return int(self._encoding.encode_single_token(token))
+        except KeyError:
+            return None
+
     def decode(self, ids: Iterable[int]) -> str:
         return self._encoding.decode([int(i) for i in ids])
 
@@ -78,6 +84,10 @@ class GPT2BPETokenizer(BytePairs):
         ranks = {bytes(alphabet[c] for c in token): i for token, i in vocab.items() if token not in special}
         super().__init__(str(vocab_file), SPLIT_PATTERN, ranks, special)
         self.vocab_size, self.eod = len(vocab), vocab[END_OF_TEXT]
+        self.unknown = self.eod  # Hugging Face's GPT-2, which Megatron-LM uses, has no other
+
+    def decode_text(self, ids: Iterable[int]) -> str:
+        return self.decode(i for i in ids if i != self.eod)
 
     def encode(self, text: str) -> list[int]:
         """The text of a special token is text like any other."""
@@ -177,6 +187,11 @@ class TikTokenizer(BytePairs):
         ranks = {token: rank + num_special_tokens for rank, token in enumerate(tokens)}
         super().__init__(model, PATTERNS[pattern], ranks, {name: i for i, name in enumerate(names)})
         self.eod = names.index("</s>")
+        self.unknown = None
+        self._first_text = num_special_tokens
+
+    def decode_text(self, ids: Iterable[int]) -> str:
+        return self.decode(i for i in ids if i >= self._first_text)
 
     def encode(self, text: str) -> list[int]:
         """The text of a special token becomes that token."""

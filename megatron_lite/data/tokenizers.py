@@ -25,6 +25,15 @@ class Tokenizer(Protocol):
 
     vocab_size: int
     eod: int | None
+    unknown: int | None  # what stands for a token that is not in the vocabulary
+
+    def find_token(self, token: str) -> int | None:
+        """The id of a token by its name; None for one that is not in the vocabulary."""
+        ...
+
+    def decode_text(self, ids: Iterable[int]) -> str:
+        """The text without special tokens."""
+        ...
 
     def encode(self, text: str) -> list[int]: ...
 
@@ -86,6 +95,13 @@ class ByteTokenizer:
 
     vocab_size = 257
     eod = 256
+    unknown = None
+
+    def find_token(self, token: str) -> int | None:
+        return self.eod if token == END_OF_TEXT else None
+
+    def decode_text(self, ids: Iterable[int]) -> str:
+        return self.decode(i for i in ids if i != self.eod)
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode("utf-8", errors="replace"))
@@ -103,6 +119,13 @@ class NullTokenizer:
             raise UserError(f"--vocab-size {vocab_size}: NullTokenizer needs the number of ids; for example 32000")
         self.vocab_size = vocab_size + 1
         self.eod = vocab_size
+        self.unknown = None
+
+    def find_token(self, token: str) -> int | None:
+        return None
+
+    def decode_text(self, ids: Iterable[int]) -> str:
+        return self.decode(i for i in ids if i != self.eod)
 
     def encode(self, text: str) -> list[int]:
         try:
@@ -152,6 +175,14 @@ class SentencePieceTokenizer:
             ) from None
         self.vocab_size, end = self._processor.get_piece_size(), self._processor.eos_id()
         self.eod = end if end >= 0 else None
+        self.unknown = self._processor.unk_id()
+
+    def find_token(self, token: str) -> int | None:
+        found = self._processor.piece_to_id(token)
+        return None if found == self.unknown else found
+
+    def decode_text(self, ids: Iterable[int]) -> str:
+        return self.decode(i for i in map(int, ids) if not self._processor.is_control(i))
 
     def encode(self, text: str) -> list[int]:
         return self._processor.encode_as_ids(replace_lone_surrogates(text))
@@ -175,6 +206,9 @@ class HuggingFaceTokenizer:
             whole.add_tokens(list(special_tokens), special_tokens=True)
         self.vocab_size = len(whole)
         self.eod = whole.eos_token_id if whole.eos_token_id is not None else whole.sep_token_id
+        self.unknown = whole.unk_token_id
+        added = whole.added_tokens_decoder
+        self._special = {i for i, token in added.items() if token.special} | set(whole.all_special_ids)
         self._include, self._is_fast, self._tokenizer = include_special_tokens, whole.is_fast, whole
         if whole.is_fast:
             # The tokenizer in Rust, without transformers' wrapping, which takes longer than short texts themselves.
@@ -182,6 +216,13 @@ class HuggingFaceTokenizer:
             self._tokenizer.no_truncation()
             self._tokenizer.no_padding()
             self._tokenizer.encode_special_tokens = whole.split_special_tokens
+
+    def find_token(self, token: str) -> int | None:
+        vocabulary = self._tokenizer.get_vocab(True) if self._is_fast else self._tokenizer.get_vocab()
+        return vocabulary.get(token)
+
+    def decode_text(self, ids: Iterable[int]) -> str:
+        return self.decode(i for i in map(int, ids) if i not in self._special)
 
     def encode(self, text: str) -> list[int]:
         ids = self._tokenizer.encode(replace_lone_surrogates(text), add_special_tokens=self._include)

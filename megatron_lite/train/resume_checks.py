@@ -16,7 +16,10 @@ SOURCES = (
 )  # fmt: skip
 # flags that say which tokens a sample has, or in which order samples come
 ORDER = ("dataloader_type", "data_sharding")
-CONTENT = ("tokenizer_type", "reset_position_ids", "reset_attention_mask", "eod_mask_loss")
+CONTENT = (
+    "tokenizer_type", "fim_data", "fim_rate", "fim_spm_rate", "reset_position_ids", "reset_attention_mask",
+    "eod_mask_loss",
+)  # fmt: skip
 MAX_SHOWN = 100  # characters of a blend
 
 
@@ -45,6 +48,8 @@ def compare_data(saved: Mapping[str, object], plan: Plan, consumed: int) -> Iter
             f"--global-batch-size was {batch} and is {plan.batch.final}: an iteration takes another number of samples; "
             f"the next one begins after {consumed}."
         )
+    if d.fim_data and consumed:
+        yield "--fim-data: which documents are rearranged, and where, is drawn anew from the seed, as in Megatron-LM."
     for name in (*ORDER, *CONTENT):
         then, now = saved.get(name), getattr(d, name)
         if then is not None and now is not None and then != now:

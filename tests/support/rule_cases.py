@@ -22,6 +22,8 @@ SAMPLES --rampup-batch-size 2 0 100 ; --rampup-batch-size 2 2 100
 SAMPLES !--global-batch-size --step-batch-size-schedule 0:8,64:9 ; SAMPLES !--global-batch-size --step-batch-size-schedule 64:8
 SAMPLES !--global-batch-size --step-batch-size-schedule 0:8,31:4 ; SAMPLES !--global-batch-size --step-batch-size-schedule 8
 --eval-global-batch-size 3
+--fim-data --tokenizer-type ByteTokenizer ; !--mock-data --fim-data --data-path nothing
+!--mock-data --fim-data --data-path nothing --tokenizer-type ByteTokenizer --fim-split-sample x
 --eval-micro-batch-size 3 ; --position-embedding-type yarn --rotary-interleaved
 SAMPLES !--global-batch-size --rampup-batch-size 2 2 100 ; SAMPLES --rampup-batch-size 2 4 100
 SAMPLES --rampup-batch-size 10 2 100 ; SAMPLES --rampup-batch-size 1 1 100 ; --exit-signal SIGNAL

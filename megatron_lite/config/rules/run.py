@@ -348,7 +348,21 @@ def data_rules(args: Args, world: World) -> Iterator[str]:
                 yield f"--split {d.split}: no share is left for training; give one, such as 969,30,1."
         except DataError as error:
             yield f"{error}."
+    yield from _check_infilling(d)
     yield from _check_tokenizer(d)
+
+
+def _check_infilling(d: DataArgs) -> Iterator[str]:
+    if not d.fim_data:
+        return
+    if d.mock_data or d.external_dataloader is not None:
+        flag = "--mock-data" if d.mock_data else f"--external-dataloader {d.external_dataloader}"
+        yield f"--fim-data and {flag} exclude each other: it rearranges documents of files; drop one of them."
+    kind = d.tokenizer_type or TOKENIZER
+    if kind == "NullTokenizer":
+        yield "--fim-data cuts texts, and --tokenizer-type NullTokenizer knows none; give the data's own tokenizer."
+    if d.fim_split_sample is not None and d.fim_fragment_rate is None:
+        yield f"--fim-split-sample {d.fim_split_sample} needs --fim-fragment-rate; add it."
 
 
 def _check_tokenizer(d: DataArgs) -> Iterator[str]:
