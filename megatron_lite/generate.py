@@ -87,7 +87,7 @@ def load_generator(
         stored = open_newest(load, step, say)
         record, flags = stored.record, stored.arguments
     try:
-        shape = ModelShape(**record.shape)
+        shape = record.model_shape
     except TypeError as error:
         raise UserError(f"--load {load}: its model cannot be read ({error}); it is of another version.") from None
     with torch.device("meta"):

@@ -59,6 +59,17 @@ LLAMA = (
     "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear --qk-layernorm "
     "--untie-embeddings-and-output-weights --group-query-attention --num-query-groups 2 "
 )
+EXPERTS = (
+    "--num-experts 4 --disable-bias-linear --swiglu --moe-ffn-hidden-size 32 --moe-layer-freq ([0]*1+[1]*3) "
+    "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.1 --moe-z-loss-coeff 0.01 "
+)
+DEEPSEEK = (
+    "--moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-topk-scaling-factor 2 "
+    "--moe-router-num-groups 2 --moe-router-group-topk 1 --moe-shared-expert-intermediate-size 32 "
+    "--moe-shared-expert-gate --moe-router-dtype fp32 --untie-embeddings-and-output-weights"
+)
+EP2, ALL_TO_ALL = "--expert-model-parallel-size 2", "--moe-token-dispatcher-type alltoall"
+ETP1 = "--expert-tensor-parallel-size 1"
 SCALE = "--initial-loss-scale 4096"
 MODELS = {  # name: (flags, largest difference of a loss to one rank)
     "fp32": ("", 2e-6),
@@ -75,9 +86,16 @@ MODELS = {  # name: (flags, largest difference of a loss to one rank)
     "fp32, compiled": ("--torch-compile layers --torch-compile-backend aot_eager", 5e-6),
     "fp32, explicit attention": ("--attention-backend local --attention-softmax-in-fp32", 2e-6),
     # a rank's own 16-bit gradients round otherwise than one rank's, as under DistributedDataParallel
+    "fp32, experts": (EXPERTS, 2e-6),
+    "fp32, experts, deepseek": (EXPERTS + DEEPSEEK, 2e-6),
+    "fp32, experts, recomputed": (
+        f"{EXPERTS} --recompute-granularity full --recompute-method uniform --calculate-per-token-loss", 2e-6
+    ),
     "bf16": ("--bf16", 5e-4),
     "bf16, sums in bf16": ("--bf16 --grad-reduce-in-bf16", 3e-2),
     "bf16, llama": (LLAMA + "--bf16", 5e-4),
+    # the least rounding sends a token to another expert: one rank beside itself in another order of sums 3.2e-3
+    "bf16, experts": (EXPERTS + "--bf16 --moe-router-dtype fp32", 2e-2),
     "fp16": (f"--fp16 {SCALE}", 5e-3),
     "fp16, sums in fp32": (f"--fp16 {SCALE} --accumulate-allreduce-grads-in-fp32", 5e-4),
 }  # fmt: skip
@@ -121,6 +139,24 @@ LAYOUTS = {  # name: (flags, ranks)
     "pp2, layout, zero1": (f"{PP2} --pipeline-model-parallel-layout E|tt||t|t|L {ZERO1}", 4),
     "pp2, chunks, groups": (f"{CHUNKS} --microbatch-group-size-per-virtual-pipeline-stage 5", 2),
     "tp4, sp": (f"--tensor-model-parallel-size 4 {SP}", 4),
+    "ep1": ("", 2),
+    "ep2": (EP2, 2),
+    "ep2, all-to-all": (f"{EP2} {ALL_TO_ALL}", 2),
+    "ep2, zero1": (f"{EP2} {ZERO1}", 2),
+    "ep2, tp2, sp, etp1": (f"{EP2} {TP2} {SP} {ETP1} {ALL_TO_ALL}", 2),
+    "ep2, cp2": (f"{EP2} {CP2}", 2),
+    "ep2, ddp, 4": (f"{EP2} {ALL_TO_ALL}", 4),
+    "ep2, zero1, 4": (f"{EP2} {ALL_TO_ALL} {ZERO1}", 4),
+    "ep2, zero3, 4": (f"{EP2} {ZERO3}", 4),
+    "ep2, zero3, 2 x 2": (f"{EP2} {ZERO3} --num-distributed-optimizer-instances 2", 4),
+    "ep4, zero1": (f"--expert-model-parallel-size 4 {ALL_TO_ALL} {ZERO1}", 4),
+    "ep4, tp2, sp, etp1": (f"--expert-model-parallel-size 4 {TP2} {SP} {ETP1}", 4),
+    "ep2, tp2, sp, etp2": (f"{EP2} {TP2} {SP} {ALL_TO_ALL}", 4),
+    "ep2, etp2, zero1": (f"{EP2} --expert-tensor-parallel-size 2 {ZERO1}", 4),
+    "ep1, tp2, sp, etp1, zero1": (f"{TP2} {SP} {ETP1} {ZERO1}", 4),
+    "ep2, pp2": (f"{EP2} {PP2} {ALL_TO_ALL}", 4),
+    "ep2, pp2, chunks, zero1": (f"{EP2} {CHUNKS} {ZERO1}", 4),
+    "ep2, pp2, tp2, sp, etp1, neighbors": (f"{EP2} {PP2} {TP2} {SP} {ETP1} --use-tp-pp-dp-mapping", 4),
 }
 
 QUICK = [  # in the default tests
@@ -135,6 +171,8 @@ QUICK = [  # in the default tests
     ("fp32, recomputed", "pp2, zero bubble"), ("fp16, sums in fp32", "pp2, zero bubble"),
     ("fp32, one query group", "tp2"), ("fp32, recomputed", "pp2, chunks"), ("fp16, sums in fp32", "pp2, chunks"),
     ("fp32, recomputed", "pp2, chunks, accounted"), ("fp32, llama", "pp2, chunks, groups"),
+    ("fp32, experts", "ep2, all-to-all"), ("fp32, experts, deepseek", "ep2"), ("fp32, experts, deepseek", "ep2, zero1"),
+    ("fp32, experts", "ep2, tp2, sp, etp1"), ("fp32, experts, recomputed", "ep2, cp2"), ("bf16, experts", "ep2, all-to-all"),
 ]  # fmt: skip
 
 STEPS = 10
@@ -142,7 +180,9 @@ MANY = f"--train-iters {STEPS}"  # the last one of a name wins
 
 
 def go_together(model: str, layout: str) -> bool:
-    """A compiled layer's backward is one piece."""
+    """A compiled layer's backward is one piece. Experts have layouts of their own."""
+    if layout.startswith("ep") != ("experts" in model):
+        return False
     return "zero bubble" not in layout or "compiled" not in model
 
 

@@ -16,11 +16,6 @@ from support.megatron_functional import FILE, NEW, Configuration, write_words
 
 FOLDERS = ("gpt", "moe", "mixtral")
 OTHER_MODES = ("inference", "rl")
-OF_A_REPLICA = (
-    "tensor",
-    "pipeline",
-    "context",
-)  # whose sizes a configuration without a recipe must at least have as ranks
 HEAD = """\
 # Megatron-LM's own functional tests of pretraining: names, ranks, modes and flags, made from its checkout by tests/megatron_configurations.py.
 # NAME | RANKS | MODE | LIKE | CHANGES. The flags are those of LIKE, without the ones that are named with ! before them, and with the others.
@@ -59,11 +54,19 @@ def read_flags(settings: dict[str, object]) -> dict[str, list[str]]:
 
 
 def count_ranks(flags: dict[str, list[str]]) -> int:
-    """A node, or the ranks of one replica where those are more."""
-    sizes = [
-        flags.get(f"--{kind}-{end}", ["1"]) for kind in OF_A_REPLICA for end in ("model-parallel-size", "parallel-size")
-    ]
-    return max(8, math.prod(int(size[0]) for size in sizes))
+    """A node, or the ranks of one replica where those are more: each stage divides into those that split a sequence's
+    layers, and into those that have all experts."""
+    sizes = {
+        kind: int(next((flags[flag][0] for flag in _spell_size(kind) if flag in flags), "1"))
+        for kind in ("tensor", "pipeline", "context", "expert")
+    }
+    expert_tensor = int(flags.get("--expert-tensor-parallel-size", [str(sizes["tensor"])])[0])
+    of_experts = sizes["expert"] * expert_tensor if "--num-experts" in flags else 1
+    return max(8, sizes["pipeline"] * math.lcm(sizes["tensor"] * sizes["context"], of_experts))
+
+
+def _spell_size(kind: str) -> tuple[str, str]:
+    return f"--{kind}-model-parallel-size", f"--{kind}-parallel-size"
 
 
 def read_configurations(checkout: Path) -> Iterator[Configuration]:

@@ -10,10 +10,11 @@ from typing import TypeVar, overload
 import torch
 
 from megatron_lite.checkpoint.megatron_state import Plain, Scheduler
-from megatron_lite.checkpoint.training_state import CheckpointRecord, build_shape
+from megatron_lite.checkpoint.training_state import CheckpointRecord, ShapeFields, build_shape
 from megatron_lite.config.args import Args
-from megatron_lite.config.plan import LearningRatePlan
-from megatron_lite.config.shape import ModelShape
+from megatron_lite.config.expert_layers import parse_expert_layers
+from megatron_lite.config.plan import BALANCING_LOSSES, SINKHORN, LearningRatePlan
+from megatron_lite.config.shape import ExpertShape, ModelShape
 
 T = TypeVar("T")
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -72,8 +73,7 @@ UNSUPPORTED = {
     "geglu": (None, False),
     "glu_linear_offset": (None, 0.0),
     "activation_func_clamp_value": (None,),
-    "num_experts": (None, 0),
-    "num_moe_experts": (None, 0),
+    "moe_latent_size": (None, 0),
     "mtp_num_layers": (None, 0),
     "enable_mhc_connections": (None, False),
     "heterogeneous_layers_config_path": (None,),
@@ -121,6 +121,8 @@ class MegatronArgs:
         positions = self.given("position_embedding_type", POSITIONS[0])
         if positions not in POSITIONS:
             found.append(f"position_embedding_type={positions}")
+        if self.given("num_experts", 0) and self.given("add_bias_linear", True):
+            found.append("add_bias_linear=True of experts")
         gated = self.given("gated_linear_unit", False)
         if gated and not self.given("swiglu", False):
             found.append("gated_linear_unit=True without swiglu")
@@ -144,7 +146,7 @@ class MegatronArgs:
         each is a model of its own in the file."""
         return int(self.given("virtual_pipeline_model_parallel_size", 1))
 
-    def shape(self, padded_vocab_size: int) -> dict[str, Plain]:
+    def shape(self, padded_vocab_size: int) -> ShapeFields:
         """Fields of ModelShape.
 
         Args:
@@ -154,7 +156,7 @@ class MegatronArgs:
             KeyError: An argument without a default is missing.
         """
         given = self.given
-        shape: dict[str, Plain] = {"padded_vocab_size": padded_vocab_size}
+        shape: ShapeFields = {"padded_vocab_size": padded_vocab_size}
         for field in dataclasses.fields(ModelShape):
             if field.name in SAME_NAME:
                 value = given(field.name, field.default)
@@ -175,6 +177,7 @@ class MegatronArgs:
         shape["query_key_layer_scaling"] = given("apply_query_key_layer_scaling", False)
         shape["softmax_in_fp32"] = given("attention_softmax_in_fp32", False)
         shape |= self._read_rotary_scaling(positions)
+        shape["experts"] = self._read_experts(shape)
         return dataclasses.asdict(build_shape(shape))
 
     def _read_rotary_scaling(self, positions: str) -> dict[str, Plain]:
@@ -218,6 +221,45 @@ class MegatronArgs:
             return "gelu_tanh"  # fused: the one place where Megatron uses the tanh formula
         return "gelu_erf"
 
+    def _read_experts(self, shape: ShapeFields) -> ShapeFields | None:
+        """Fields of ExpertShape; None of a dense model.
+
+        Args:
+            shape: Fields of ModelShape so far.
+
+        Raises:
+            ValueError: Layers with experts follow a pattern that is no pattern.
+        """
+        given = self.given
+        number = given("num_experts", given("num_moe_experts", 0))
+        if not number:
+            return None
+        frequency = given("moe_layer_freq", 1)
+        kinds = _as_list(given("moe_router_load_balancing_type", "aux_loss"))
+        factors = _as_list(given("moe_aux_loss_coeff", 0.0))
+        losses = [[kind, factor] for kind, factor in zip(kinds, factors) if kind in BALANCING_LOSSES and factor]
+        experts = ExpertShape(
+            number=number,
+            layers=parse_expert_layers(str(frequency), int(str(shape["num_layers"]))),
+            topk=given("moe_router_topk", 2),
+            ffn_hidden_size=given("moe_ffn_hidden_size", shape["ffn_hidden_size"]),
+            shared_ffn_hidden_size=given("moe_shared_expert_intermediate_size", 0),
+            shared_gate=given("moe_shared_expert_gate", False),
+            score_function=given("moe_router_score_function", "softmax"),
+            pre_softmax=given("moe_router_pre_softmax", False),
+            scaling_factor=given("moe_router_topk_scaling_factor", None),
+            groups=given("moe_router_num_groups", None),
+            group_topk=given("moe_router_group_topk", None),
+            router_dtype=given("moe_router_dtype", None),
+            expert_bias=given("moe_router_enable_expert_bias", False),
+            sinkhorn=SINKHORN in kinds,
+            z_loss_coeff=given("moe_z_loss_coeff", None),
+            capacity_factor=given("moe_expert_capacity_factor", None),
+            drop_policy=given("moe_token_drop_policy", "probs"),
+            probs_on_input=given("moe_apply_probs_on_input", False),
+        )
+        return dataclasses.asdict(experts) | {"balancing": losses}
+
     def consumed(self, iteration: int) -> int:
         """Samples drawn until the end of this iteration."""
         return self.given("consumed_train_samples", iteration * self.given("global_batch_size", 0))
@@ -248,6 +290,30 @@ def _is_plain(value: object) -> bool:
     if isinstance(value, list):
         return all(isinstance(item, (bool, int, float, str)) for item in value)
     return value is None or isinstance(value, (bool, int, float, str, torch.dtype))
+
+
+def _as_list(value: object) -> list[object]:
+    """Make a list of an argument that has one value, or several in a list."""
+    return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+def _write_experts(experts: ExpertShape | None, arguments: Mapping[str, object]) -> dict[str, object]:
+    """The arguments of a mixture of experts, in the values that Megatron's parser gives them; {} of a dense model."""
+    if experts is None:
+        return {}
+    frequency = str(arguments.get("moe_layer_freq", "1")).strip()
+    derived: dict[str, object] = {
+        "num_experts": experts.number,
+        "moe_layer_freq": int(frequency) if frequency.isdigit() else [int(one) for one in experts.layers],
+        "moe_ffn_hidden_size": experts.ffn_hidden_size,
+        "expert_model_parallel_size": 1,
+        "expert_tensor_parallel_size": 1,
+    }
+    for name in ("moe_router_load_balancing_type", "moe_aux_loss_coeff"):
+        values = _as_list(arguments.get(name, ()))
+        if len(values) == 1:
+            derived[name] = values[0]
+    return derived
 
 
 def plain_arguments(args: Args) -> dict[str, object]:
@@ -302,7 +368,7 @@ def build_namespace(record: CheckpointRecord, arguments: Mapping[str, object], c
         "no_save_rng": record.ranks == 0,
         "rank": 0,
     }
-    return argparse.Namespace(**{**arguments, **derived})
+    return argparse.Namespace(**{**arguments, **derived, **_write_experts(s.experts, arguments)})
 
 
 def name_rotary_scaling(s: ModelShape) -> dict[str, Plain]:

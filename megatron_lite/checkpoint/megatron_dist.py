@@ -46,6 +46,7 @@ from megatron_lite.checkpoint.megatron_file import (
     write_rng_state,
     write_values,
 )
+from megatron_lite.checkpoint.megatron_names import FolderNames
 from megatron_lite.checkpoint.megatron_optimizer import (
     KEYS,
     SHARDING,
@@ -59,7 +60,7 @@ from megatron_lite.checkpoint.megatron_optimizer import (
 )
 from megatron_lite.checkpoint.megatron_state import Content, GradScaler, MegatronState, OptimizerState
 from megatron_lite.checkpoint.training_state import CheckpointRecord, Stored, WriteTensors
-from megatron_lite.config.layout import Block, Part, take_part, whole_part
+from megatron_lite.config.layout import Block, Part, is_of_experts, take_part, whole_part
 from megatron_lite.run_folder import METADATA_FILE, RECORD_FILE, write_atomically
 from megatron_lite.shared_files import read_foreign_text
 
@@ -88,6 +89,7 @@ GATED = re.compile(r"^(.*\.mlp\.linear_fc1\.(?:weight|bias))(_w|_v)$")  # gates 
 HALVES = ("", "_w", "_v")
 RANDOM = "random."
 MAX_LAYERS = 2**12
+MAX_EXPERTS = 2**16
 # Megatron asks for each module's own state. It is empty but for FP8: all are one object
 MODULES_OF_A_LAYER = (
     "self_attention.linear_qkv",
@@ -423,7 +425,8 @@ def _place_layers(key: str, entry: TensorStorageMetadata, weight: str) -> dict[s
         ValueError: There are more layers than any model has.
     """
     if not megatron_names.is_stacked(weight):
-        return {megatron_names.ours(weight): _place_whole(key, entry)}
+        whole = _place_whole(key, entry)
+        return {megatron_names.ours(weight): _place_experts(whole) if megatron_names.is_of_experts(weight) else whole}
     count, *sizes = entry.size
     if count > MAX_LAYERS:
         raise ValueError(f"{key} is of {count} layers")
@@ -431,8 +434,28 @@ def _place_layers(key: str, entry: TensorStorageMetadata, weight: str) -> dict[s
     places: dict[str, StoredTensor] = {}
     for layer in range(count):
         region = Region(key, (layer, *[0] * len(shape)), (1, *shape))
-        places[megatron_names.unstacked_name(weight, layer)] = StoredTensor(shape, entry.properties.dtype, [region])
+        place = StoredTensor(shape, entry.properties.dtype, [region])
+        name = megatron_names.unstacked_name(weight, layer)
+        places[name] = _place_experts(place) if megatron_names.is_of_experts(weight) else place
     return places
+
+
+def _place_experts(place: StoredTensor) -> StoredTensor:
+    """The place of matrices of experts that lie one below the other, where they are stored as (experts, rows, columns).
+
+    Raises:
+        ValueError: They are not stored so.
+    """
+    if len(place.shape) != 3 or place.shape[0] > MAX_EXPERTS:
+        raise ValueError(f"{place.regions[0].key} is of the shape {list(place.shape)}")
+    experts, rows, columns = place.shape
+    region = place.regions[0]
+    above = len(region.sizes) - 3  # the dimension of layers
+    regions: list[Region] = []
+    for expert in range(experts):
+        offsets = (*region.offsets[:above], expert, 0, 0)
+        regions.append(Region(region.key, offsets, (*region.sizes[:above], 1, rows, columns)))
+    return StoredTensor(torch.Size((experts * rows, columns)), place.dtype, regions)
 
 
 def _join(parts: list[StoredTensor]) -> StoredTensor:
@@ -500,7 +523,8 @@ def writer(arguments: Mapping[str, object], parts: Mapping[str, Part] = MappingP
         """Each rank writes its tensors; the first one, which has all scalars, the values too. Collective."""
         is_first = group is None or torch.distributed.get_rank(group) == 0
         namespace = build_namespace(record, arguments, "torch_dist")
-        layers = record.model_shape.num_layers
+        names = _name_layers(record, arguments)
+        experts = record.model_shape.experts
         # what Megatron asks for besides tensors, each in a list: modules' empty states, and a rank's random states
         objects: dict[str, object] = {}
         if is_first:
@@ -512,8 +536,12 @@ def writer(arguments: Mapping[str, object], parts: Mapping[str, Part] = MappingP
         for name, tensor in tensors.items():
             # the optimizer's scalars stand in common.pt
             if tensor.ndim > 0 or name.startswith("model."):
-                pieces += _cut_pieces(name, tensor, layers, parts.get(name))
-        entries = dcp.write(folder, pieces, objects, partial(_find_aliases, layers), group)
+                part = parts.get(name) or whole_part(tuple(tensor.shape))
+                cut = _cut_pieces(name, tensor, names, part)
+                if experts is not None and is_of_experts(name):
+                    cut = _part_experts(cut, experts.number, part.whole[0] // experts.number)
+                pieces += cut
+        entries = dcp.write(folder, pieces, objects, partial(_find_aliases, names), group)
         if is_first:
             # a failure before would leave the others waiting
             _write_common(folder, record, tensors, namespace)
@@ -551,22 +579,37 @@ def _write_common(
     write_atomically(folder / BACKENDS_FILE, json.dumps(BACKENDS))
 
 
-def _find_aliases(layers: int, metadata: Metadata) -> dict[str, str]:
+def _name_layers(record: CheckpointRecord, arguments: Mapping[str, object]) -> FolderNames:
+    """How the folder has the layers. As in Megatron-Core they are not stacked where layers with experts follow a
+    pattern, or not each layer has some."""
+    shape = record.model_shape
+    if shape.experts is None:
+        return FolderNames(shape.num_layers)
+    return FolderNames(
+        layers=shape.num_layers,
+        has_experts=shape.experts.layers,
+        stacks=str(arguments.get("moe_layer_freq", "1")).strip() == "1",
+    )
+
+
+def _find_aliases(names: FolderNames, metadata: Metadata) -> dict[str, str]:
     """Name every module's empty state, and masters as the distributed optimizer calls them.
 
     There a weight in fp32 is a master, too.
 
     Args:
-        layers: Of the whole model.
+        names: How the folder has the layers.
         metadata: What is stored.
 
     Returns:
         {further key: stored key}.
     """
     aliases: dict[str, str] = {}
-    for module in MODULES_OF_A_LAYER:
-        for layer in range(layers):
-            aliases[f"decoder.layers.{module}._extra_state/shard_{layer}_{layers}"] = EMPTY_STATE
+    for module, layer in itertools.product(MODULES_OF_A_LAYER, range(names.layers)):
+        if names.stacks:
+            aliases[f"decoder.layers.{module}._extra_state/shard_{layer}_{names.layers}"] = EMPTY_STATE
+        else:
+            aliases[f"decoder.layers.{layer}.{module}._extra_state/shard_0_1"] = EMPTY_STATE
     aliases["output_layer._extra_state/shard_0_1"] = EMPTY_STATE
     held = metadata.state_dict_metadata
     for key in list(held):
@@ -578,18 +621,17 @@ def _find_aliases(layers: int, metadata: Metadata) -> dict[str, str]:
     return aliases
 
 
-def _cut_pieces(name: str, tensor: Tensor, layers: int, part: Part | None) -> Iterator[Piece]:
+def _cut_pieces(name: str, tensor: Tensor, names: FolderNames, part: Part) -> Iterator[Piece]:
     """Cut what is to be written of a tensor into pieces, one per block.
 
     Args:
         name: Its flat name.
         tensor: What this rank gives of it.
-        layers: Of the whole model.
-        part: Which part that is; None: all.
+        names: How the folder has the layers.
+        part: Which part of the whole tensor that is.
     """
-    part = part or whole_part(tuple(tensor.shape))
-    key, layer = _find_key(name)
-    whole = part.whole if layer is None else (layers, *part.whole)
+    key, layer = _find_key(name, names)
+    whole = part.whole if layer is None else (names.layers, *part.whole)
     start = 0
     for block in part.blocks:
         rows = tensor
@@ -603,14 +645,38 @@ def _cut_pieces(name: str, tensor: Tensor, layers: int, part: Part | None) -> It
             yield Piece(region, whole, rows)
 
 
-def _find_key(name: str) -> tuple[str, int | None]:
+def _part_experts(pieces: Iterable[Piece], experts: int, rows: int) -> Iterator[Piece]:
+    """The same pieces of matrices of experts, in a tensor where experts are a dimension.
+
+    Args:
+        pieces: Of the matrices, which lie one below the other.
+        experts: How many there are.
+        rows: Of each.
+    """
+    for piece in pieces:
+        region = piece.region
+        above = len(region.sizes) - 2  # the dimension of layers
+        first = region.offsets[above]
+        end = first + region.sizes[above]
+        start = first
+        while start < end:
+            expert = start // rows
+            stop = min(end, (expert + 1) * rows)
+            offsets = (*region.offsets[:above], expert, start - expert * rows, region.offsets[-1])
+            sizes = (*region.sizes[:above], 1, stop - start, region.sizes[-1])
+            whole = (*piece.whole[:above], experts, rows, piece.whole[-1])
+            yield Piece(Region(region.key, offsets, sizes), whole, piece.tensor[start - first : stop - first])
+            start = stop
+
+
+def _find_key(name: str, names: FolderNames) -> tuple[str, int | None]:
     """The key of a flat name, and its layer where that key has the weights of all layers."""
     if name.startswith(RANDOM):
         return name, None
     kind, _, weight = name.partition(".")
     if kind != "optimizer":
-        return megatron_names.stacked_name(weight)
+        return names.find_key(weight)
     weight, _, state = weight.rpartition(".")
-    key, layer = megatron_names.stacked_name(weight)
+    key, layer = names.find_key(weight)
     theirs = MASTERS[0] if state == "master" else state
     return f"optimizer.state.{theirs}.{key}", layer

@@ -78,6 +78,11 @@ class MegatronFile(Stored):
         """Read record and tensors. Raises CheckpointError, or one of MALFORMED."""
         args = read_arguments(self.path, state)
         self.arguments = args.plain
+        if args.given("num_experts", 0):
+            raise CheckpointError(
+                f"--load {self.path}: holds a mixture of experts, which is read from torch_dist folders only; "
+                "save it there with --ckpt-format torch_dist."
+            )
         if args.splits != splits:
             found, expected = (" x ".join(map(str, numbers)) for numbers in (args.splits, splits))
             raise CheckpointError(

@@ -6,6 +6,7 @@ the linear module that follows; the files before Megatron-Core nest dicts and sp
 
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -41,6 +42,9 @@ IN_A_LAYER = [
     "mlp.linear_fc2",
 ]
 IN_A_FUSED_LAYER = [IN_A_LAYER[1], IN_A_LAYER[0], *IN_A_LAYER[2:]]  # the first norm stands inside linear_qkv
+# in the names of experts' weights, ours and a torch_dist folder's
+EXPERTS = ".mlp.experts.linear_fc"
+EXPERTS_THERE = ".mlp.experts.experts.linear_fc"
 OF_LAYER = re.compile(r"\.layers\.(\d+)\.")
 LAYER = re.compile(r"^decoder\.layers\.(\d+)\.(.+)$")
 
@@ -97,6 +101,7 @@ def count_layers(weights: Iterable[str]) -> int:
 
 def ours(name: str) -> str:
     """Our name for a file's; one that is not known stays as it is."""
+    name = name.replace(EXPERTS_THERE, EXPERTS)
     rest = name.removeprefix("language_model.")
     rules = FUSED_NORMS if rest == name else LEGACY
     for pattern, replacement in rules:
@@ -140,17 +145,37 @@ def extra_states(names: Iterable[str]) -> list[str]:
     return [f"{module}._extra_state" for module in [*linear, "output_layer"]]
 
 
-def stacked_name(name: str) -> tuple[str, int | None]:
-    """Where a torch_dist folder, which stacks a weight of all layers, has one of our names.
+@dataclass(frozen=True)
+class FolderNames:
+    """How a torch_dist folder has the layers of a model."""
 
-    Returns:
-        Its key there, and the number of its layer, by which the first dimension is indexed; None for a weight of none.
-    """
-    key = file_name(name, fused=True)
-    match = LAYER.match(key)
-    if match is None:
-        return key, None
-    return f"decoder.layers.{match[2]}", int(match[1])
+    layers: int
+    has_experts: tuple[bool, ...] = ()  # which layers have experts; () of a dense model
+    stacks: bool = True  # a weight of all layers is one tensor, with the layers as its first dimension
+
+    def find_key(self, name: str) -> tuple[str, int | None]:
+        """Where the folder has one of our names.
+
+        Returns:
+            Its key there, and the number of its layer, by which the first dimension is indexed; None for a weight of
+            no layer, and where weights are not stacked.
+        """
+        match = LAYER.match(name)
+        of_experts = match is not None and bool(self.has_experts) and self.has_experts[int(match[1])]
+        if of_experts and ".pre_mlp_layernorm." in name:
+            key = name  # no linear module follows that could have it
+        else:
+            key = file_name(name, fused=True)
+        key = key.replace(EXPERTS, EXPERTS_THERE)
+        match = LAYER.match(key)
+        if match is None or not self.stacks:
+            return key, None
+        return f"decoder.layers.{match[2]}", int(match[1])
+
+
+def is_of_experts(key: str) -> bool:
+    """Whether a key of a torch_dist folder has the weights of experts, which are one of its dimensions."""
+    return EXPERTS_THERE in key
 
 
 def unstacked_name(key: str, layer: int) -> str:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -25,12 +25,15 @@ from megatron_lite.checkpoint.folder import Manifest
 from megatron_lite.checkpoint.megatron_state import Plain
 from megatron_lite.config.layout import Part, whole_part
 from megatron_lite.config.plan import LearningRatePlan
-from megatron_lite.config.shape import ModelShape
+from megatron_lite.config.shape import ModelShape, parse_experts
 from megatron_lite.errors import CheckpointError
 
 FORMAT = 2
 # weights with a row per vocabulary entry; padding gives them more rows than the tokenizer has entries
 VOCABULARY_TABLES = ("embedding.word_embeddings.weight", "output_layer.weight")
+
+
+ShapeFields = dict[str, Any]  # fields of ModelShape: plain values, and those of its experts in a dict of their own
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,7 @@ class CheckpointRecord:
 
     iteration: int
     consumed: int  # samples drawn so far, skipped steps included
-    shape: dict[str, Plain]  # fields of ModelShape
+    shape: ShapeFields  # fields of ModelShape
     precision: str  # fp32 | fp16 | bf16, of the weights
     vocab_size: int | None = None  # before padding; None: unknown
     schedule: dict[str, Plain] | None = None  # fields of LearningRatePlan; None: unknown
@@ -81,10 +84,11 @@ class CheckpointRecord:
             raise ValueError(str(error)) from None
 
 
-def build_shape(fields: Mapping[str, Plain]) -> ModelShape:
+def build_shape(fields: Mapping[str, object]) -> ModelShape:
     """The shape of a file's fields. TypeError for a field that this version does not know, or lacks."""
     build: Callable[..., ModelShape] = ModelShape
-    return build(**fields)
+    experts = parse_experts(fields.get("experts"))
+    return build(**{**fields, "experts": experts})
 
 
 class WriteTensors(Protocol):

@@ -41,7 +41,7 @@ def run(argv: list[str]):
 
         record, folder = to_own_format(Path(options.load), options.ckpt_step, Path(options.save), say)
         held = f"with the state of {record.optimizer}" if record.optimizer else "without an optimizer (--no-load-optim)"
-        weights = f"{_parameters(record.shape)} in {record.precision}"
+        weights = f"{_parameters(record.model_shape)} in {record.precision}"
         lines = [f"iteration {record.iteration} of {options.load}, {weights}, {held}: {folder}"]
     lines[0] += f" in {duration(time.monotonic() - started)}"
     print_lines(lines)
@@ -125,7 +125,7 @@ def _to_hugging_face(options: argparse.Namespace) -> list[str]:
         to_hugging_face(export, save_hf)
     finally:
         line.wipe()
-    held = f"{_parameters(stored.record.shape)} in {precision}"
+    held = f"{_parameters(stored.record.model_shape)} in {precision}"
     return [f"iteration {stored.record.iteration} of {options.load}, {held}: {options.save_hf}"]
 
 
@@ -140,7 +140,7 @@ def _from_hugging_face(options: argparse.Namespace) -> list[str]:
     if divisor is None:
         divisor = DIVISIBLE_BY
     record = from_hugging_face(source, save, divisor, options.dtype)
-    shape = ModelShape(**record.shape)
+    shape = record.model_shape
     precision = [] if record.precision == "fp32" else [f"--{record.precision}"]
     words = [
         *model_flags(shape),
@@ -150,7 +150,7 @@ def _from_hugging_face(options: argparse.Namespace) -> list[str]:
         options.save,
         "--finetune",
     ]
-    held = f"{_parameters(record.shape)} in {record.precision}, {record.vocab_size} ids"
+    held = f"{_parameters(shape)} in {record.precision}, {record.vocab_size} ids"
     return [
         f"{options.load_hf}, {held}: {save / RELEASE}",
         "to train on: fresh moments (--finetune), and --seq-length may be smaller",
@@ -158,5 +158,5 @@ def _from_hugging_face(options: argparse.Namespace) -> list[str]:
     ]
 
 
-def _parameters(shape: dict) -> str:
-    return f"{short_count(count_parameters(ModelShape(**shape)))} parameters"
+def _parameters(shape: ModelShape) -> str:
+    return f"{short_count(count_parameters(shape))} parameters"

@@ -105,6 +105,56 @@ class ModelArgs:
 
 
 @dataclass(frozen=True)
+class ExpertArgs:
+    """Mixture of experts"""
+
+    num_experts: int | None = flag(None, "Experts in the place of a layer's MLP.", SIZE)
+    moe_layer_freq: str = flag(
+        "1",
+        "Layers with experts: the first of every N, or a pattern with a 0 or 1 for each layer: '([0]*3+[1]*13)'.",
+        value="N|PATTERN",
+    )
+    moe_ffn_hidden_size: int | None = flag(None, "Width of one expert; that of the MLP when left out.", SIZE)
+    moe_router_topk: int = flag(2, "Experts of each token.", "at least 1")
+    moe_router_score_function: str = flag(
+        "softmax", "How a router's numbers become shares.", choices=("softmax", "sigmoid")
+    )
+    moe_router_pre_softmax: bool = flag(False, "Softmax over all experts, then choose; else over the chosen ones.")
+    moe_router_topk_scaling_factor: float | None = flag(None, "Multiply a token's shares by this.", "above 0")
+    moe_router_num_groups: int | None = flag(None, "Groups of experts, of which a token's come from some.", SIZE)
+    moe_router_group_topk: int | None = flag(None, "How many of those groups.", SIZE)
+    moe_router_dtype: str | None = flag(None, "Precision in which tokens are routed.", choices=("fp32", "fp64"))
+    moe_router_enable_expert_bias: bool = flag(
+        False, "Balance experts by a bias that is added to scores where experts are chosen, and there only."
+    )
+    moe_router_bias_update_rate: float = flag(1e-3, "Step of that bias, up or down.", "at least 0")
+    moe_router_load_balancing_type: tuple[str, ...] = flag(
+        ("aux_loss",),
+        "Loss that balances experts: aux_loss, seq_aux_loss, global_aux_loss, several of them, sinkhorn, or none.",
+        value="KIND ...",
+    )
+    moe_aux_loss_coeff: tuple[float, ...] = flag((0.0,), "Its factor, one of each.", value="FACTOR ...")
+    moe_z_loss_coeff: float | None = flag(None, "Factor of the loss that keeps a router's numbers small.", "at least 0")
+    moe_input_jitter_eps: float | None = flag(None, "Multiply a router's input by 1 - this to 1 + this.", SHARE)
+    moe_router_force_load_balancing: bool = flag(False, "Route tokens at random, for measurements of speed.")
+    moe_expert_capacity_factor: float | None = flag(
+        None, "Drop tokens of an expert beyond this times its even share; below 0: none."
+    )
+    moe_token_drop_policy: str = flag(
+        "probs", "Which tokens are dropped: those of the smallest shares, or the last.", choices=("probs", "position")
+    )
+    moe_shared_expert_intermediate_size: int | None = flag(None, "Width of an expert that all tokens pass.", SIZE)
+    moe_shared_expert_gate: bool = flag(False, "Weigh its output by a sigmoid of the token.")
+    moe_apply_probs_on_input: bool = flag(False, "Weigh an expert's input, not what it activates; of one expert each.")
+    moe_token_dispatcher_type: str = flag(
+        "allgather",
+        "How tokens get to the ranks of their experts; flex is alltoall here.",
+        choices=("allgather", "alltoall", "flex"),
+    )
+    moe_per_layer_logging: bool = flag(False, "Chart each layer's balancing losses.")
+
+
+@dataclass(frozen=True)
 class TrainingArgs:
     """Training"""
 
@@ -289,7 +339,10 @@ class ParallelArgs:
         False, "Ranks of a pipeline are neighbors of each other, rather than those of data parallel ones."
     )
     context_parallel_size: int = flag(1, "Ranks that split the positions of each sequence.", "at least 1")
-    expert_model_parallel_size: int = flag(1, "Ranks that split the experts; only 1.")
+    expert_model_parallel_size: int = flag(1, "Ranks that have some of the experts each.", "at least 1")
+    expert_tensor_parallel_size: int | None = flag(
+        None, "Ranks that split each expert; as many as split a layer when left out.", "at least 1"
+    )
     use_cpu_initialization: bool = flag(False, "Initialize weights on the CPU.")
 
 
@@ -533,6 +586,7 @@ class Args:
     """All groups."""
 
     model: ModelArgs = field(default_factory=ModelArgs)
+    experts: ExpertArgs = field(default_factory=ExpertArgs)
     training: TrainingArgs = field(default_factory=TrainingArgs)
     precision: PrecisionArgs = field(default_factory=PrecisionArgs)
     optimizer: OptimizerArgs = field(default_factory=OptimizerArgs)

@@ -2,13 +2,15 @@
 
 import re
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields
 from typing import Any
 
-from megatron_lite.config.args import Args
+from megatron_lite.config.args import Args, ExpertArgs
 from megatron_lite.config.command_line import CommandLine
 from megatron_lite.config.flags import list_flags
 from megatron_lite.config.layout import count_chunks
 from megatron_lite.config.plan import choose_compilation
+from megatron_lite.config.rules.experts import expert_rules
 from megatron_lite.config.rules.files import file_rules
 from megatron_lite.config.rules.model import model_rules
 from megatron_lite.config.rules.run import data_rules, profile_rules, rank_rules, watch_rules
@@ -44,8 +46,8 @@ def range_rules(args: Args, world: World) -> Iterator[str]:
 
 Rule = Callable[[Args, World], Iterator[str]]
 RULES_WITHOUT_FILES = (
-    required_rules, range_rules, model_rules, training_rules, precision_rules, optimizer_rules, rank_rules, data_rules,
-    watch_rules, profile_rules,
+    required_rules, range_rules, model_rules, expert_rules, training_rules, precision_rules, optimizer_rules, rank_rules,
+    data_rules, watch_rules, profile_rules,
 )  # fmt: skip
 RULES = (*RULES_WITHOUT_FILES, file_rules)
 
@@ -93,6 +95,10 @@ DEPENDS: dict[str, tuple[str, Callable[[Args], object]]] = {
         ("rotary_scaling_factor yarn_original_max_position_embeddings yarn_beta_fast yarn_beta_slow mscale mscale_all_dim "
          "yarn_correction_range_round_to_int"),
         lambda a: a.model.position_embedding_type == "yarn",
+    ),
+    "--num-experts": (
+        " ".join(("expert_tensor_parallel_size", *(field.name for field in fields(ExpertArgs)[1:]))),
+        lambda a: a.experts.num_experts is not None,
     ),
     "--group-query-attention": (
         "num_query_groups", lambda a: a.model.group_query_attention or a.model.num_query_groups == 1
@@ -155,8 +161,8 @@ DEPENDS: dict[str, tuple[str, Callable[[Args], object]]] = {
 def remarks(line: CommandLine, world: World) -> list[str]:
     """Notes about a command line that is no mistake. Printed once, by rank 0."""
     args, notes = line.args, list(dict.fromkeys(line.notes))
-    for needed, (fields, holds) in DEPENDS.items():
-        in_vain = [name for name in fields.split() if name in line.spelled and not holds(args)]
+    for needed, (names, holds) in DEPENDS.items():
+        in_vain = [name for name in names.split() if name in line.spelled and not holds(args)]
         notes += [f"{line.spelled[name]} has no effect without {needed}." for name in in_vain]
     p, t = args.profile, args.training
     if p.use_pytorch_profiler and not p.profile:

@@ -46,6 +46,33 @@ class Layout:
     pipeline_rank: int = 0
     data_is_outermost: bool = False  # --use-tp-pp-dp-mapping
     sequence_parallel: bool = False  # between attention and MLP, tensor parallel ranks share out the tokens
+    expert: int = 1  # ranks that have some of the experts each, among those of a stage
+    expert_tensor: int = 1  # ranks that split each expert
+
+    @property
+    def expert_block(self) -> int:
+        """Ranks that together have all experts once."""
+        return self.expert * self.expert_tensor
+
+    @property
+    def expert_tensor_rank(self) -> int:
+        """This rank's place among those that split the same experts, which are neighbors."""
+        return self.stage_rank % self.expert_tensor
+
+    @property
+    def expert_rank(self) -> int:
+        """This rank's place among those that have other experts each."""
+        return self.stage_rank // self.expert_tensor % self.expert
+
+    @property
+    def expert_replicas(self) -> int:
+        """Ranks that hold the same part of the experts, and average its gradients."""
+        return self.stage_size // self.expert_block
+
+    @property
+    def expert_replica(self) -> int:
+        """This rank's place among them."""
+        return self.stage_rank // self.expert_block
 
     @property
     def replicas(self) -> int:
@@ -122,7 +149,7 @@ def count_keys(length: int, context: int) -> int:
     return length if context == 1 else (2 * context + 1) * length // 4
 
 
-def plan_layout(parallel: ParallelArgs, world: World) -> Layout:
+def plan_layout(parallel: ParallelArgs, world: World, has_experts: bool = False) -> Layout:
     """The layout of this rank. The flags' sizes must divide the number of ranks."""
     tensor = parallel.tensor_model_parallel_size
     sizes = Layout(
@@ -132,6 +159,8 @@ def plan_layout(parallel: ParallelArgs, world: World) -> Layout:
         parallel.pipeline_model_parallel_size,
         data_is_outermost=parallel.use_tp_pp_dp_mapping,
         sequence_parallel=parallel.sequence_parallel and tensor > 1,
+        expert=parallel.expert_model_parallel_size if has_experts else 1,
+        expert_tensor=(parallel.expert_tensor_parallel_size or tensor) if has_experts else 1,
     )
     return sizes.locate(world.rank)
 
@@ -494,15 +523,27 @@ def _pair(tensor: Any, whole: Any, part: Part) -> Iterator[tuple[Any, Any]]:
 
 
 def is_split(name: str) -> bool:
-    """Whether tensor parallel ranks have a part each of the model's parameter of this name, or all of it."""
+    """Whether ranks that split a layer have a part each of the model's parameter of this name, or all of it."""
     return ".".join(name.split(".")[-2:]) in SPLIT
 
 
-def find_part(name: str, shape: tuple[int, ...], layout: Layout, gated: bool) -> Part:
-    """What a tensor parallel rank holds of the parameter of this name, whose shape on the rank is `shape`.
+def is_of_experts(name: str) -> bool:
+    """Whether the parameter of this name is of experts, of which ranks have some each."""
+    return ".mlp.experts." in name
 
-    gated: fc1's rows are all gates, then all values; a rank has the same ones of both.
+
+def find_part(name: str, shape: tuple[int, ...], layout: Layout, gated: bool, experts: int = 0) -> Part:
+    """What a rank holds of the parameter of this name, whose shape on the rank is `shape`.
+
+    Args:
+        name: Megatron-Core's.
+        shape: On this rank.
+        layout: The rank's place.
+        gated: fc1's rows are all gates, then all values; a rank has the same ones of both.
+        experts: That this rank has, in each layer.
     """
+    if is_of_experts(name):
+        return _find_expert_part(name, shape, layout, gated, experts)
     whole, kind = list(shape), ".".join(name.split(".")[-2:])
     if layout.tensor == 1 or kind not in SPLIT:
         return whole_part(shape)
@@ -515,6 +556,30 @@ def find_part(name: str, shape: tuple[int, ...], layout: Layout, gated: bool) ->
         offsets = [0] * len(shape)
         offsets[dimension] = sizes[dimension] * (half * layout.tensor + layout.tensor_rank)
         blocks.append(Block(tuple(offsets), tuple(sizes)))
+    return Part(tuple(whole), tuple(blocks))
+
+
+def _find_expert_part(name: str, shape: tuple[int, ...], layout: Layout, gated: bool, experts: int) -> Part:
+    """The same of a matrix of experts, which lie one below the other: those of this rank, and of each its part."""
+    dimension = SPLIT[".".join(name.split(".")[-2:])]
+    splits_rows = dimension == 0
+    whole = list(shape)
+    whole[0] *= layout.expert
+    whole[dimension] *= layout.expert_tensor
+    if layout.expert_tensor == 1 or not splits_rows:
+        offsets = [0] * len(shape)
+        offsets[0] = shape[0] * layout.expert_rank
+        if not splits_rows:
+            offsets[dimension] = shape[dimension] * layout.expert_tensor_rank
+        return Part(tuple(whole), (Block(tuple(offsets), shape),))
+    halves = 2 if gated else 1
+    rows = shape[0] // (experts * halves)
+    blocks = []
+    for number in range(experts * halves):
+        # halves of all experts before this one, of which each rank has `rows` rows
+        before = experts * halves * layout.expert_rank + number
+        first = rows * (before * layout.expert_tensor + layout.expert_tensor_rank)
+        blocks.append(Block((first, *[0] * (len(shape) - 1)), (rows, *shape[1:])))
     return Part(tuple(whole), tuple(blocks))
 
 
@@ -543,3 +608,12 @@ def plan_sharding(parallel: ParallelArgs, layout: Layout) -> Sharding | None:
         return None
     twice = parallel.use_torch_fsdp2 and parallel.torch_fsdp2_reshard_after_forward
     return Sharding(ranks, layout.replica % ranks, twice)
+
+
+def plan_expert_sharding(parallel: ParallelArgs, layout: Layout) -> Sharding | None:
+    """How replicas of experts share out their state; None where the model's is not shared out."""
+    of_all = plan_sharding(parallel, layout)
+    if of_all is None:
+        return None
+    ranks = layout.expert_replicas // parallel.num_distributed_optimizer_instances
+    return replace(of_all, ranks=ranks, index=layout.expert_replica % ranks)

@@ -1,7 +1,7 @@
 """Sizes of a model by its shape: parameters, and FLOPs of a step."""
 
 from megatron_lite.config.layout import Stage
-from megatron_lite.config.shape import ModelShape
+from megatron_lite.config.shape import ExpertShape, ModelShape
 
 FORWARD_AND_BACKWARD = 3  # backward has two products of forward's size for each of forward's
 
@@ -17,6 +17,7 @@ def count_parameters(shape: ModelShape, stage: Stage | None = None) -> int:
 def count_parameter_parts(shape: ModelShape, stage: Stage | None = None) -> dict[str, int]:
     """Parameters by part of the model; a part that the shape, or the stage, lacks is 0."""
     layers = shape.num_layers if stage is None else len(stage.layers)
+    with_experts = count_expert_layers(shape, stage)
     is_first = stage is None or stage.is_first
     is_last = stage is None or stage.is_last
     matrix = shape.padded_vocab_size * shape.hidden_size
@@ -28,10 +29,44 @@ def count_parameter_parts(shape: ModelShape, stage: Stage | None = None) -> dict
         "word embedding": matrix if has_embedding else 0,
         "position embedding": shape.max_position_embeddings * shape.hidden_size if learned and is_first else 0,
         "attention": layers * sum(_list_attention_tensors(shape)),
-        "MLP": layers * sum(_list_mlp_tensors(shape)),
+        "MLP": (layers - with_experts) * sum(_list_mlp_tensors(shape)),
+        "router": with_experts * _count_router_parameters(shape),
+        "experts": with_experts * sum(_list_expert_tensors(shape)),
+        "shared expert": with_experts * sum(_list_shared_expert_tensors(shape)),
         "norms": 2 * layers * norm + final_norm,
         "output": matrix if is_last and not shape.tied_embeddings else 0,
     }
+
+
+def count_expert_layers(shape: ModelShape, stage: Stage | None = None) -> int:
+    """Layers that have experts in the place of an MLP, of the whole model or of a pipeline's stage."""
+    layers = range(shape.num_layers) if stage is None else stage.layers
+    return sum(shape.has_experts(layer) for layer in layers)
+
+
+def _count_router_parameters(shape: ModelShape) -> int:
+    """Elements of one layer's router."""
+    return 0 if shape.experts is None else shape.experts.number * shape.hidden_size
+
+
+def _list_expert_tensors(shape: ModelShape) -> list[int]:
+    """Elements of each parameter tensor of one layer's experts, those that this rank has of them."""
+    e = shape.experts
+    if e is None:
+        return []
+    first = shape.count_fc1_rows(e.ffn_hidden_size) * shape.hidden_size
+    second = e.ffn_hidden_size * shape.hidden_size
+    return [e.local_number * first, e.local_number * second]
+
+
+def _list_shared_expert_tensors(shape: ModelShape) -> list[int]:
+    """Elements of each parameter tensor of one layer's expert that all tokens pass; [] without one."""
+    e = shape.experts
+    if e is None or not e.shared_ffn_hidden_size:
+        return []
+    width = e.shared_ffn_hidden_size
+    tensors = [shape.count_fc1_rows(width) * shape.hidden_size, width * shape.hidden_size]
+    return [*tensors, shape.hidden_size] if e.shared_gate else tensors
 
 
 def _count_norm_vectors(shape: ModelShape) -> int:
@@ -65,6 +100,8 @@ def count_parameter_tensors(shape: ModelShape, stage: Stage) -> int:
     vectors = _count_norm_vectors(shape)
     of_layer = len(_list_attention_tensors(shape)) + len(_list_mlp_tensors(shape)) + 2 * vectors
     number = len(stage.layers) * of_layer
+    of_experts = [*_list_expert_tensors(shape), *_list_shared_expert_tensors(shape), _count_router_parameters(shape)]
+    number += count_expert_layers(shape, stage) * (len(of_experts) - len(_list_mlp_tensors(shape)))
     if stage.is_first:
         number += 2 if shape.position_embedding == "learned_absolute" else 1
     if stage.is_last:
@@ -76,9 +113,18 @@ def count_parameter_tensors(shape: ModelShape, stage: Stage) -> int:
 
 
 def count_layer_parameters(shape: ModelShape) -> int:
-    """Parameters of one layer; the final norm is divided among all layers."""
+    """Parameters of one layer, on average; the final norm is divided among all layers."""
     parts = count_parameter_parts(shape)
-    return (parts["attention"] + parts["MLP"] + parts["norms"]) // shape.num_layers
+    names = ("attention", "MLP", "router", "experts", "shared expert", "norms")
+    return sum(parts[name] for name in names) // shape.num_layers
+
+
+def count_active_parameters(shape: ModelShape) -> int:
+    """Parameters that a token passes: of experts, those of its own."""
+    parts = count_parameter_parts(shape)
+    e = shape.experts
+    idle = 0 if e is None else parts["experts"] * (e.number - e.topk) // e.number
+    return sum(parts.values()) - idle
 
 
 # --- arithmetic: only matrix products count, and a multiply-add is 2 operations
@@ -93,26 +139,48 @@ def step_flops(shape: ModelShape, tokens_sequences: int, causal: bool) -> int:
     causal=False counts all of it (12*L*h*s per token): the convention of nanoGPT, torchtitan and PaLM's MFU
     (Chowdhery et al. 2022, appendix B).
     """
-    layer = count_linear_flops(shape, tokens_sequences) + attention_flops(shape, tokens_sequences, causal)
-    return FORWARD_AND_BACKWARD * (shape.num_layers * layer + count_output_flops(shape, tokens_sequences))
+    layers = sum(count_layer_flops(shape, tokens_sequences, causal, layer) for layer in range(shape.num_layers))
+    return FORWARD_AND_BACKWARD * (layers + count_output_flops(shape, tokens_sequences))
 
 
 def weigh_chunks(shape: ModelShape, stage: Stage) -> tuple[float, ...]:
     """What one micro-batch computes in each chunk of a stage, beside the mean of all; () where they are equal but for the loss."""
-    if stage.has_equal_chunks:
+    if stage.has_equal_chunks and shape.experts is None:
         return ()
-    layer = count_linear_flops(shape, 1) + attention_flops(shape, 1, causal=True)
     output = count_output_flops(shape, 1)
-    flops = [len(chunk) * layer + (output if stage.ends(number) else 0) for number, chunk in enumerate(stage.chunks)]
+    flops = []
+    for number, chunk in enumerate(stage.chunks):
+        layers = sum(count_layer_flops(shape, 1, True, layer) for layer in chunk)
+        flops.append(layers + (output if stage.ends(number) else 0))
     mean = sum(flops) / len(flops)
     return tuple(one / mean for one in flops)
 
 
+def count_layer_flops(shape: ModelShape, sequences: int, causal: bool, layer: int) -> int:
+    """Forward of one layer, counted from 0: its linear maps, and attention; causal as in `step_flops`."""
+    mlp = shape.fc1_width + shape.ffn_hidden_size
+    if shape.experts is not None and shape.has_experts(layer):
+        mlp = _count_expert_width(shape, shape.experts)
+    return _count_map_flops(shape, sequences, mlp) + attention_flops(shape, sequences, causal)
+
+
 def count_linear_flops(shape: ModelShape, sequences: int) -> int:
-    """Forward of one layer's four linear maps."""
-    projections = (shape.qkv_rows + shape.attention_width) * shape.hidden_size
-    mlp = (shape.fc1_width + shape.ffn_hidden_size) * shape.hidden_size
-    return 2 * sequences * shape.seq_length * (projections + mlp)
+    """Forward of the four linear maps of a layer without experts."""
+    return _count_map_flops(shape, sequences, shape.fc1_width + shape.ffn_hidden_size)
+
+
+def _count_map_flops(shape: ModelShape, sequences: int, mlp: int) -> int:
+    """Forward of one layer's linear maps. mlp: rows and columns of the MLP's matrices, or of those that a token passes."""
+    projections = shape.qkv_rows + shape.attention_width
+    return 2 * sequences * shape.seq_length * (projections + mlp) * shape.hidden_size
+
+
+def _count_expert_width(shape: ModelShape, e: ExpertShape) -> int:
+    """Rows and columns of the matrices that a token passes in a layer of experts: those of its experts, and of the
+    shared one. As in Megatron-LM, the router's product does not count."""
+    routed = e.topk * (shape.count_fc1_rows(e.ffn_hidden_size) + e.ffn_hidden_size)
+    shared = shape.count_fc1_rows(e.shared_ffn_hidden_size) + e.shared_ffn_hidden_size
+    return routed + shared
 
 
 def attention_flops(shape: ModelShape, sequences: int, causal: bool) -> int:

@@ -3,13 +3,27 @@
 from dataclasses import dataclass, replace
 
 from megatron_lite.config.args import Args, OptimizerArgs
-from megatron_lite.config.layout import ZERO_BUBBLE, Layout, Sharding, Stage, plan_layout, plan_sharding, plan_stage
-from megatron_lite.config.shape import ModelShape, RankShape, recomputed_layers
+from megatron_lite.config.expert_layers import parse_expert_layers
+from megatron_lite.config.layout import (
+    ZERO_BUBBLE,
+    Layout,
+    Sharding,
+    Stage,
+    plan_expert_sharding,
+    plan_layout,
+    plan_sharding,
+    plan_stage,
+)
+from megatron_lite.config.shape import ExpertShape, ModelShape, RankShape, recomputed_layers
 from megatron_lite.config.world import World
 from megatron_lite.errors import ConfigError
 
 MAX_TOKENS = 2**53  # of a schedule
 AUTO, LAYERS, NONE = "auto", "layers", "none"
+# values of --moe-router-load-balancing-type
+SINKHORN, GLOBAL_AUX_LOSS = "sinkhorn", "global_aux_loss"
+BALANCING_LOSSES = ("aux_loss", "seq_aux_loss", GLOBAL_AUX_LOSS)
+BALANCING_KINDS = (*BALANCING_LOSSES, SINKHORN, "none")
 
 
 @dataclass(frozen=True)
@@ -35,6 +49,8 @@ def choose_compilation(args: Args, world: World) -> Compilation:
     why = "" if args.model.model is None else "the code of --model may call it"
     if not world.gpus and not why:
         why = "on a CPU its start takes longer than a short run gains; --torch-compile layers compiles"
+    elif args.experts.num_experts is not None:
+        why = "experts' tokens vary in number"
     elif args.parallel.pipeline_schedule == ZERO_BUBBLE:
         why = f"--pipeline-schedule {ZERO_BUBBLE} is given, and a compiled layer's backward is one piece"
     elif args.training.deterministic_mode:
@@ -174,7 +190,13 @@ class Plan:
     @property
     def rank_shape(self) -> RankShape:
         """This rank's share of `shape`."""
-        return self.shape.split(self.layout.tensor, self.layout.context)
+        layout = self.layout
+        return self.shape.split(layout.tensor, layout.context, layout.expert, layout.expert_tensor)
+
+    @property
+    def expert_sharding(self) -> Sharding | None:
+        """How replicas of experts share out their state; None: every rank keeps all of its own."""
+        return plan_expert_sharding(self.args.parallel, self.layout)
 
     def count_recomputed(self, layers: int) -> int:
         """How many of a chunk's layers, from its first on, forget their activations."""
@@ -212,7 +234,7 @@ class Plan:
 def resolve(args: Args, world: World, vocab_size: int) -> Plan:
     """The plan of checked `args`. Raises ConfigError where the tokenizer's vocabulary does not fit."""
     t, p, precision = args.training, args.profile, args.precision
-    layout = plan_layout(args.parallel, world)
+    layout = plan_layout(args.parallel, world, has_experts=args.experts.num_experts is not None)
     batch = _plan_batches(args, layout)
     iterations = batch.iterations(t.train_samples or 0) if t.train_iters is None else t.train_iters
     if not iterations:
@@ -325,8 +347,46 @@ def _build_shape(args: Args, vocab_size: int) -> ModelShape:
         hidden_dropout=m.hidden_dropout,
         attention_dropout=m.attention_dropout,
         query_key_layer_scaling=m.apply_query_key_layer_scaling,
+        experts=_build_expert_shape(args, m.ffn_hidden_size or ffn),
         softmax_in_fp32=m.attention_softmax_in_fp32,
         init_method_std=m.init_method_std,
+    )
+
+
+def _build_expert_shape(args: Args, ffn_hidden_size: int) -> ExpertShape | None:
+    """The experts of the flags; None for a dense model.
+
+    Args:
+        ffn_hidden_size: The width of the MLP, which experts have if no other is given.
+    """
+    e = args.experts
+    if e.num_experts is None:
+        return None
+    kinds = e.moe_router_load_balancing_type
+    losses = [(kind, coeff) for kind, coeff in zip(kinds, e.moe_aux_loss_coeff) if kind in BALANCING_LOSSES and coeff]
+    capacity = e.moe_expert_capacity_factor
+    return ExpertShape(
+        number=e.num_experts,
+        layers=parse_expert_layers(e.moe_layer_freq, args.model.num_layers),
+        topk=e.moe_router_topk,
+        ffn_hidden_size=e.moe_ffn_hidden_size or ffn_hidden_size,
+        shared_ffn_hidden_size=e.moe_shared_expert_intermediate_size or 0,
+        shared_gate=e.moe_shared_expert_gate,
+        score_function=e.moe_router_score_function,
+        pre_softmax=e.moe_router_pre_softmax,
+        scaling_factor=e.moe_router_topk_scaling_factor,
+        groups=e.moe_router_num_groups,
+        group_topk=e.moe_router_group_topk,
+        router_dtype=e.moe_router_dtype,
+        expert_bias=e.moe_router_enable_expert_bias,
+        balancing=tuple(losses),
+        sinkhorn=SINKHORN in kinds,
+        z_loss_coeff=e.moe_z_loss_coeff,
+        input_jitter=e.moe_input_jitter_eps,
+        forced_balance=e.moe_router_force_load_balancing,
+        capacity_factor=None if capacity is not None and capacity < 0 else capacity,
+        drop_policy=e.moe_token_drop_policy,
+        probs_on_input=e.moe_apply_probs_on_input,
     )
 
 

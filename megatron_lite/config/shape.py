@@ -1,7 +1,76 @@
 """The sizes of a model, with every default filled in."""
 
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
+
+
+@dataclass(frozen=True)
+class ExpertShape:
+    """A mixture of experts in the place of some layers' MLP, and how tokens find theirs."""
+
+    number: int
+    layers: tuple[bool, ...]  # which layers have experts
+    topk: int  # experts of each token
+    ffn_hidden_size: int  # width of one expert
+    shared_ffn_hidden_size: int = 0  # width of the expert that all tokens pass; 0: there is none
+    shared_gate: bool = False
+    score_function: str = "softmax"  # softmax | sigmoid
+    pre_softmax: bool = False
+    scaling_factor: float | None = None
+    groups: int | None = None  # of experts, of which a token's come from `group_topk`
+    group_topk: int | None = None
+    router_dtype: str | None = None  # fp32 | fp64; None: that of hidden states
+    expert_bias: bool = False  # balanced by a bias of scores
+    # (kind, coefficient) of each loss that balances experts: aux_loss | seq_aux_loss | global_aux_loss
+    balancing: tuple[tuple[str, float], ...] = ()
+    sinkhorn: bool = False
+    z_loss_coeff: float | None = None
+    input_jitter: float | None = None
+    forced_balance: bool = False
+    capacity_factor: float | None = None  # None: no token is dropped
+    drop_policy: str = "probs"  # probs | position
+    probs_on_input: bool = False
+    ranks: int = 1  # that have some of the experts each
+
+    @property
+    def local_number(self) -> int:
+        """Experts of one rank."""
+        return self.number // self.ranks
+
+    def split(self, experts: int, expert_tensor: int, tensor: int) -> "ExpertShape":
+        """The share of one rank.
+
+        Args:
+            experts: Ranks that have some of the experts each.
+            expert_tensor: Ranks that split each of those.
+            tensor: Ranks that split each layer, and with it the shared expert.
+        """
+        return replace(
+            self,
+            ranks=experts,
+            ffn_hidden_size=self.ffn_hidden_size // expert_tensor,
+            shared_ffn_hidden_size=self.shared_ffn_hidden_size // tensor,
+        )
+
+
+def parse_experts(saved: object) -> ExpertShape | None:
+    """Experts from their fields as JSON has them, which knows lists only; None of a dense model.
+
+    Raises:
+        TypeError: They are no such fields, or one of them is unknown or missing.
+    """
+    if saved is None:
+        return None
+    if not isinstance(saved, Mapping):
+        raise TypeError(f"experts are a {type(saved).__name__}")
+    build: Callable[..., ExpertShape] = ExpertShape
+    return build(**{name: _freeze(value) for name, value in saved.items()})
+
+
+def _freeze(value: object) -> object:
+    """Lists within lists as tuples."""
+    return tuple(_freeze(one) for one in value) if isinstance(value, (list, tuple)) else value
 
 
 @dataclass(frozen=True)
@@ -45,10 +114,22 @@ class ModelShape:
     query_key_layer_scaling: bool = False
     softmax_in_fp32: bool = False
     init_method_std: float = 0.02
+    experts: ExpertShape | None = None
 
-    def split(self, ranks: int, context: int = 1) -> "RankShape":
-        """The share of one of `ranks` tensor parallel ranks (heads, MLP, vocabulary) and `context` context parallel ranks (positions)."""
-        return _split(self, ranks, context)
+    def split(self, ranks: int, context: int = 1, experts: int = 1, expert_tensor: int | None = None) -> "RankShape":
+        """The share of one rank.
+
+        Args:
+            ranks: Tensor parallel ranks, which split heads, MLP and vocabulary.
+            context: Context parallel ranks, which have some of the positions each.
+            experts: Expert parallel ranks, which have some of the experts each.
+            expert_tensor: Ranks that split each expert; None: as many as split a layer.
+        """
+        return _split(self, ranks, context, experts, ranks if expert_tensor is None else expert_tensor)
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether this layer, counted from 0, has experts in the place of its MLP."""
+        return self.experts is not None and self.experts.layers[layer]
 
     @property
     def adds_biases(self) -> bool:
@@ -73,7 +154,11 @@ class ModelShape:
     @property
     def fc1_width(self) -> int:
         """Rows of the MLP's first matrix; a gated MLP holds gate and value in one."""
-        return self.ffn_hidden_size * (2 if self.activation == "swiglu" else 1)
+        return self.count_fc1_rows(self.ffn_hidden_size)
+
+    def count_fc1_rows(self, width: int) -> int:
+        """Rows of the first matrix of an MLP, or of an expert, of this width."""
+        return width * (2 if self.activation == "swiglu" else 1)
 
 
 @dataclass(frozen=True)
@@ -89,7 +174,8 @@ class RankShape(ModelShape):
 
 
 @lru_cache(maxsize=64)
-def _split(shape: ModelShape, ranks: int, context: int) -> RankShape:
+def _split(shape: ModelShape, ranks: int, context: int, experts: int, expert_tensor: int) -> RankShape:
+    whole = {field.name: getattr(shape, field.name) for field in fields(shape)}
     own = {
         "num_attention_heads": shape.num_attention_heads // ranks,
         "num_query_groups": max(shape.num_query_groups // ranks, 1),
@@ -97,8 +183,9 @@ def _split(shape: ModelShape, ranks: int, context: int) -> RankShape:
         "ffn_hidden_size": shape.ffn_hidden_size // ranks,
         "padded_vocab_size": shape.padded_vocab_size // ranks,
         "seq_length": shape.seq_length // context,
+        "experts": None if shape.experts is None else shape.experts.split(experts, expert_tensor, ranks),
     }
-    return RankShape(**(asdict(shape) | own))
+    return RankShape(**(whole | own))
 
 
 def recomputed_layers(granularity: str | None, method: str | None, number: int | None, num_layers: int) -> int:

@@ -81,7 +81,7 @@ class Export:
     def write(self, folder: Path):
         """Fill `folder`, which exists: weights, config.json, tokenizer. ConfigError for what has no twin there."""
         try:
-            shape = ModelShape(**self.stored.record.shape)
+            shape = self.stored.record.model_shape
         except TypeError as error:
             raise CheckpointError(
                 f"--load {self.load}: its model cannot be read ({error}); it is of another version, "

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_lite.cpu_kernels.rules import GELU_BLOCK
-from megatron_lite.model.gpt import GELU_CUBIC, GELU_SCALE
+from megatron_lite.model.mlp import GELU_CUBIC, GELU_SCALE
 
 
 def gelu_in_blocks(x: Tensor) -> Tensor:

@@ -17,8 +17,9 @@ from megatron_lite.cpu_kernels.rules import (
     gelu_works_in_blocks,
     skips_future_scores,
 )
-from megatron_lite.model.gpt import DTYPES, GPT, TransformerLayer, gelu_tanh
+from megatron_lite.model.gpt import DTYPES, GPT, TransformerLayer
 from megatron_lite.model.kernels import Activation, Kernels
+from megatron_lite.model.mlp import gelu_tanh
 from megatron_lite.model.products import Products
 
 WHY_EXPLICIT = f"on a CPU it is slower for up to {MAX_EXPLICIT_POSITIONS} positions"
@@ -65,10 +66,13 @@ def install_kernels(model: GPT, kernels: Kernels) -> None:
     """
     for layer in model.decoder.layers:
         assert isinstance(layer, TransformerLayer)
-        mlp = layer.mlp
-        mlp.activation = kernels.activations.get(mlp.activation, mlp.activation)
         attention = layer.self_attention
-        for module in (attention.linear_qkv, attention.linear_proj, mlp.linear_fc1, mlp.linear_fc2):
+        linears = [attention.linear_qkv, attention.linear_proj]
+        mlp = layer.dense_mlp
+        if mlp is not None:
+            mlp.activation = kernels.activations.get(mlp.activation, mlp.activation)
+            linears += [mlp.linear_fc1, mlp.linear_fc2]
+        for module in linears:
             module.__class__ = LinearByProducts
             assert isinstance(module, LinearByProducts)
             module.products = kernels.products

@@ -71,6 +71,10 @@ class Layout(msgspec.Struct, frozen=True):
     data_is_outermost: bool | None = None
     # tensor parallel ranks share the tokens between attention and MLP
     sequence_parallel: bool | None = None
+    # ranks of a stage that have some of the experts each; 1 without experts
+    expert: Size | None = None
+    # ranks that split each expert; 1 without experts
+    expert_tensor: Size | None = None
 
 
 class Stage(msgspec.Struct, frozen=True):
@@ -85,6 +89,54 @@ class Stage(msgspec.Struct, frozen=True):
     splits_backward: bool | None = None
     # micro-batches that go through one chunk before the next one's turn; 0: as many as there are stages
     micro_batches_per_turn: Count = 0
+
+
+class Experts(msgspec.Struct, frozen=True):
+    """A mixture of experts in the place of some layers' MLP."""
+
+    # of one layer, on all ranks
+    number: Size | None = None
+    # which layers have experts
+    layers: tuple[bool, ...] = ()
+    # experts of each token
+    topk: Size | None = None
+    # width of one expert
+    ffn_hidden_size: Size | None = None
+    # width of the expert that all tokens pass; 0: there is none
+    shared_ffn_hidden_size: Count | None = None
+    # its output is weighed by a sigmoid of the token
+    shared_gate: bool | None = None
+    # softmax or sigmoid
+    score_function: str | None = None
+    # softmax over all experts, not over the chosen ones
+    pre_softmax: bool | None = None
+    # of a token's shares; null: none
+    scaling_factor: float | None = None
+    # groups of experts, of which a token's come from group_topk; null: none
+    groups: Size | None = None
+    group_topk: Size | None = None
+    # fp32 or fp64; null: that of hidden states
+    router_dtype: str | None = None
+    # experts are balanced by a bias of scores
+    expert_bias: bool | None = None
+    # kind and coefficient of each loss that balances experts
+    balancing: tuple[tuple[str, float], ...] = ()
+    # experts are balanced by Sinkhorn's algorithm
+    sinkhorn: bool | None = None
+    # of the loss that keeps a router's numbers small; null: none
+    z_loss_coeff: float | None = None
+    # of a router's input; null: none
+    input_jitter: float | None = None
+    # tokens are routed at random
+    forced_balance: bool | None = None
+    # tokens beyond this times an expert's even share are dropped; null: none are
+    capacity_factor: float | None = None
+    # probs or position
+    drop_policy: str | None = None
+    # an expert's input is weighed, not what it activates
+    probs_on_input: bool | None = None
+    # that have some of the experts each: 1 here, as the shape is of the whole model
+    ranks: Size | None = None
 
 
 class Shape(msgspec.Struct, frozen=True):
@@ -137,6 +189,8 @@ class Shape(msgspec.Struct, frozen=True):
     query_key_layer_scaling: bool | None = None
     softmax_in_fp32: bool | None = None
     init_method_std: float | None = None
+    # null: a dense model
+    experts: Experts | None = None
 
 
 class Batch(msgspec.Struct, frozen=True):

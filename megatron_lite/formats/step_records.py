@@ -22,6 +22,19 @@ Nats = Annotated[float, msgspec.Meta(gt=-MAX_NUMBER, lt=MAX_NUMBER)]
 RankNumbers = list[Number | None]  # a number for each rank; null for a rank that has none
 
 
+class RoutingRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """How the tokens of a step were routed to experts, of all ranks."""
+
+    # assignments of tokens to each expert, summed over layers
+    expert_tokens: list[Count] = []
+    # of each layer with experts, the assignments of its busiest expert over their even share: 1 is balanced
+    busiest: list[Number] = []
+    # assignments that were dropped beyond --moe-expert-capacity-factor
+    dropped: Count = 0
+    # balancing losses without their coefficients, means over layers and micro-batches, by Megatron-LM's names
+    losses: dict[str, Nats] = {}
+
+
 class StepRecord(msgspec.Struct, kw_only=True, omit_defaults=True, tag_field="kind", tag="step"):
     """One step of the rank that writes, which is the last one.
 
@@ -80,6 +93,8 @@ class StepRecord(msgspec.Struct, kw_only=True, omit_defaults=True, tag_field="ki
     skipped: bool | UnsetType = UNSET
     # learning rate of the step after it
     next_lr: Number | None = None
+    # of a mixture of experts only
+    routing: RoutingRecord | None = None
     # the loss is the writing rank's only: of a run that failed or was killed, and of a watched script on several ranks
     local: bool = False
 

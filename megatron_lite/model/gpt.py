@@ -1,7 +1,7 @@
 """The GPT model. Parameter names and layouts are those of Megatron-Core's local layer specification.
 
 Letters: B batch, T positions, H hidden, V padded vocabulary, N query heads, G query groups (key/value heads), D width
-of one head, R rotated part of D, W normalized width, F width of fc1's output.
+of one head, R rotated part of D, W normalized width.
 """
 
 import math
@@ -15,7 +15,9 @@ from torch import Tensor, nn
 from megatron_lite.config.layout import Part, take_part
 from megatron_lite.config.shape import ModelShape
 from megatron_lite.model.attention import Attend, make_document_mask, sdpa_attention
+from megatron_lite.model.experts import MixtureOfExperts
 from megatron_lite.model.loss import token_losses
+from megatron_lite.model.mlp import MLP
 from megatron_lite.model.rotary_frequencies import compute_rotary_frequencies, compute_rotary_scale
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -138,46 +140,6 @@ class SelfAttention(nn.Module):
 # --- layers
 
 
-# gelu_tanh(x) = x * (1 + tanh(sqrt(2 / pi) * (x + CUBIC * x^3))) / 2 = x * sigmoid(SCALE * (x + CUBIC * x^3))
-GELU_CUBIC = 0.044715
-GELU_SCALE = 2 * math.sqrt(2 / math.pi)
-
-
-def gelu_tanh(x: Tensor) -> Tensor:
-    return F.gelu(x, approximate="tanh")
-
-
-def gelu_erf(x: Tensor) -> Tensor:
-    return F.gelu(x)
-
-
-def squared_relu(x: Tensor) -> Tensor:
-    return F.relu(x).square()
-
-
-def swiglu(x: Tensor) -> Tensor:
-    """(..., 2F) -> (..., F): the first half is the gate, the second the value."""
-    gate, value = x.chunk(2, dim=-1)
-    return F.silu(gate) * value
-
-
-ACTIVATIONS = {f.__name__: f for f in (gelu_tanh, gelu_erf, squared_relu, swiglu)}
-
-
-class MLP(nn.Module):
-    """hidden_BTH -> fc1 -> activation -> fc2 -> BTH. For swiglu the rows of fc1 are all gates, then all values."""
-
-    def __init__(self, shape: ModelShape):
-        super().__init__()
-        self.linear_fc1 = nn.Linear(shape.hidden_size, shape.fc1_width, bias=shape.linear_bias)
-        self.linear_fc2 = nn.Linear(shape.ffn_hidden_size, shape.hidden_size, bias=shape.linear_bias)
-        self.activation: Callable[[Tensor], Tensor] = ACTIVATIONS[shape.activation]
-
-    def forward(self, hidden_BTH: Tensor) -> Tensor:
-        out_BTH: Tensor = self.linear_fc2(self.activation(self.linear_fc1(hidden_BTH)))
-        return out_BTH
-
-
 class Embedding(nn.Module):
     """hidden_BTH = dropout(word vectors + position vectors); the latter only for learned_absolute positions."""
 
@@ -197,6 +159,13 @@ class Embedding(nn.Module):
         return hidden_BTH
 
 
+def build_mlp(shape: ModelShape, layer_number: int) -> MLP | MixtureOfExperts:
+    """What follows attention in a layer, which is counted from 1."""
+    if shape.experts is not None and shape.has_experts(layer_number - 1):
+        return MixtureOfExperts(shape, shape.experts)
+    return MLP(shape)
+
+
 class TransformerLayer(nn.Module):
     """Pre-norm block: hidden + dropout(attention(norm(hidden))), then the same with the MLP.
 
@@ -208,8 +177,13 @@ class TransformerLayer(nn.Module):
         self.input_layernorm = Norm(shape.hidden_size, shape)
         self.self_attention = SelfAttention(shape, layer_number, attend)
         self.pre_mlp_layernorm = Norm(shape.hidden_size, shape)
-        self.mlp = MLP(shape)
+        self.mlp = build_mlp(shape, layer_number)
         self.dropout = nn.Dropout(shape.hidden_dropout) if shape.hidden_dropout else nn.Identity()
+
+    @property
+    def dense_mlp(self) -> MLP | None:
+        """The MLP that all tokens pass: the layer's, or the shared expert; None if there are routed experts only."""
+        return self.mlp.shared_experts if isinstance(self.mlp, MixtureOfExperts) else self.mlp
 
     def forward(
         self,

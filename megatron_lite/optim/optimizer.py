@@ -215,13 +215,18 @@ class Optimizer:
     @torch.no_grad()
     def measure_norm(self, tensors: Sequence[Tensor | None]) -> Tensor:
         """L2 norm of gradients or parameters, over all ranks that have parts of them; an fp32 scalar on the device."""
-        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(self._select(tensors), 2, torch.float32)))
+        counted = self._select(tensors)
+        norm = torch.zeros_like(self._one)  # of a rank that counts none
+        if counted:
+            norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(counted, 2, torch.float32)))
         return norm if self._sum_over_ranks is None else self._sum_over_ranks(norm.square()).sqrt()
 
     @torch.no_grad()
     def count_zeros(self, gradients: Sequence[Tensor | None]) -> Tensor:
         """Elements that are 0, over all ranks; an fp32 scalar on the device."""
-        zeros = torch.stack([(g == 0).sum() for g in self._select(gradients)]).sum().float()
+        zeros = torch.zeros_like(self._one)
+        for gradient in self._select(gradients):
+            zeros += (gradient == 0).sum()
         return zeros if self._sum_over_ranks is None else self._sum_over_ranks(zeros)
 
     def _select(self, tensors: Sequence[Tensor | None]) -> list[Tensor]:

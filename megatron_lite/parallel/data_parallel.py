@@ -10,10 +10,11 @@ from torch._C._distributed_c10d import GradBucket  # mypy does not find it as di
 from torch.autograd import Variable
 from torch.futures import Future
 
-from megatron_lite.config.layout import COPIES
+from megatron_lite.config.layout import COPIES, is_of_experts
 from megatron_lite.config.plan import Plan
 from megatron_lite.marks import GRADIENT_BUFFER, mark_memory
 from megatron_lite.parallel.backend import AveragedModel, Backend
+from megatron_lite.parallel.expert_parallel import ExpertGradients
 from megatron_lite.parallel.groups import Groups
 from megatron_lite.parallel.mesh import find_group
 from megatron_lite.parallel.replica import Replica
@@ -33,13 +34,17 @@ class DataParallel(Replica):
     """The model as one rank calls it, and the gradients that all ranks share afterwards."""
 
     def __init__(self, plan: Plan, model: nn.Module, groups: Groups, backend: Backend):
-        super().__init__(plan, model, groups.mesh, groups.pipeline)
+        super().__init__(plan, model, groups)
         # a launch takes longer than adding a bias; a CPU adds what is in its cache
         on_gpu = plan.device == "cuda"
+        # gradients of experts are averaged over other ranks than those that the buckets are for
+        self._experts = ExpertGradients(plan, groups.experts, self.names)
+        named = zip(self.names, self.parameters)
+        bucketed = [parameter for name, parameter in named if not is_of_experts(name)]
         self.fp32: Fp32Gradients | None = None
         if plan.fp32_gradients:
             bundles = BUNDLES if on_gpu else None
-            self.fp32 = Fp32Gradients(self.parameters, bundles)
+            self.fp32 = Fp32Gradients(self.parameters, bundles, bucketed)
         # fp32 gradients waiting beside their sums would be memory that no other moment of the step takes
         self._adds_at_once = on_gpu and self.fp32 is None and self.parameters[0].dtype != torch.float32
         # where backward is split, gradients are complete after the last one of weights,
@@ -132,6 +137,7 @@ class DataParallel(Replica):
             gradients = [parameter.grad for parameter in self.parameters]
         if self._averages_at_end:
             self._average([gradient for gradient in gradients if gradient is not None])
+        self._experts.average(gradients)
         return self._add_partial(gradients)
 
     @torch.no_grad()
@@ -179,13 +185,20 @@ class Fp32Gradients:
     hold nothing.
     """
 
-    def __init__(self, parameters: list[nn.Parameter], bundles: int | None = None):
+    def __init__(
+        self,
+        parameters: list[nn.Parameter],
+        bundles: int | None = None,
+        bucketed: list[nn.Parameter] | None = None,
+    ):
         """
         Args:
             parameters: The model's that are trained.
             bundles: How many additions a micro-batch's gradients take, about; None: one per gradient.
+            bucketed: Parameters whose gradients buckets carry; None: all.
         """
         self.parameters = parameters
+        self._bucketed: set[Tensor] = set(parameters if bucketed is None else bucketed)
         # elements that wait before their gradients are added
         self._bundle = 0
         if bundles:
@@ -223,7 +236,7 @@ class Fp32Gradients:
     @mark_memory(GRADIENT_BUFFER)
     def _add(self, parameter: Tensor) -> None:
         """Runs within backward, when the gradient of this parameter has been computed."""
-        if self.reducing:
+        if self.reducing and parameter in self._bucketed:
             # take_bucket adds this one, when its whole bucket is there
             if self._came is not None:
                 self._came.append(parameter)
@@ -311,5 +324,4 @@ def replicate(plan: Plan, model: nn.Module, groups: Groups, backend: Backend) ->
     # fully_shard takes a second to import
     from megatron_lite.parallel.sharded_data_parallel import ShardedDataParallel
 
-    assert groups.mesh is not None, "sharding takes several ranks, which make a mesh"
-    return ShardedDataParallel(plan, model, groups.mesh, groups.pipeline)
+    return ShardedDataParallel(plan, model, groups)

@@ -8,6 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megatron_lite.config.plan import Plan
 from megatron_lite.parallel.context_parallel import make_context_group
+from megatron_lite.parallel.expert_parallel import ExpertGroups, make_expert_groups
 from megatron_lite.parallel.mesh import make_mesh
 from megatron_lite.parallel.pipeline import Pipeline, make_pipeline
 from megatron_lite.parallel.tensor_parallel import TensorGroup, make_tensor_group
@@ -21,9 +22,13 @@ class Groups:
     tensor: TensorGroup | None
     context: dist.ProcessGroup | None
     pipeline: Pipeline
+    experts: ExpertGroups | None = None
 
 
 def make_groups(plan: Plan, device: torch.device) -> Groups:
     """This rank's. Collective where there are others."""
     mesh = make_mesh(plan, device)
-    return Groups(mesh, make_tensor_group(plan, mesh), make_context_group(plan), make_pipeline(plan, device))
+    tensor = make_tensor_group(plan, mesh)
+    context = make_context_group(plan)
+    pipeline = make_pipeline(plan, device)
+    return Groups(mesh, tensor, context, pipeline, make_expert_groups(plan, device))

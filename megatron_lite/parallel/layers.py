@@ -25,7 +25,8 @@ from megatron_lite.config.world import World
 from megatron_lite.errors import first_line
 from megatron_lite.machine import find_missing_compiler, read_processor
 from megatron_lite.model.attention import Attend
-from megatron_lite.model.gpt import GELU_CUBIC, GELU_SCALE, TransformerLayer, gelu_tanh
+from megatron_lite.model.gpt import TransformerLayer
+from megatron_lite.model.mlp import GELU_CUBIC, GELU_SCALE, gelu_tanh
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")

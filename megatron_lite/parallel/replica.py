@@ -4,16 +4,25 @@ and sums over those that hold others."""
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
-from megatron_lite.config.layout import TENSOR, Layout, Part, Sharding, count_stage_layers, find_part, is_split
+from megatron_lite.config.layout import (
+    TENSOR,
+    Part,
+    count_stage_layers,
+    find_part,
+    is_of_experts,
+    is_split,
+)
 from megatron_lite.config.plan import Plan
+from megatron_lite.model.experts import MixtureOfExperts, list_mixtures
+from megatron_lite.parallel.groups import Groups
 from megatron_lite.parallel.mesh import find_group
-from megatron_lite.parallel.pipeline import Pipeline, add_ends, cut_chunks, is_copy
+from megatron_lite.parallel.pipeline import add_ends, cut_chunks, is_copy
 
 # norms of queries or keys, of whose gradients each tensor parallel rank has those of its own heads
 NORMS_OF_HEADS = ("q_layernorm", "k_layernorm")
@@ -46,30 +55,54 @@ def describe_layout(plan: Plan) -> str:
     return "; ".join(words)
 
 
+@dataclass(frozen=True)
+class Copies:
+    """Ranks that hold the same part of a parameter, of which each writes some parameters to a checkpoint."""
+
+    place: int  # this rank's among them
+    number: int
+
+
+def find_copies(plan: Plan) -> Copies:
+    """The ranks that hold the same parts of the model, but for experts."""
+    ranks = plan.sharding.ranks if plan.sharding else 1
+    return Copies(plan.layout.replica // ranks, plan.layout.replicas // ranks)
+
+
+def find_expert_copies(plan: Plan) -> Copies:
+    """The ranks that hold the same parts of experts."""
+    ranks = plan.expert_sharding.ranks if plan.expert_sharding else 1
+    return Copies(plan.layout.expert_replica // ranks, plan.layout.expert_replicas // ranks)
+
+
 class Replica(ABC):
     """A rank's model among others, which is called a chunk of its layers at a time where a pipeline has several.
 
     `names` and `parameters` are this rank's, `parts` says of which it has not all.
     """
 
-    def __init__(self, plan: Plan, model: nn.Module, mesh: DeviceMesh | None, pipeline: Pipeline | None):
+    def __init__(self, plan: Plan, model: nn.Module, groups: Groups):
         layout = plan.layout
         stage = plan.stage
         self.model = model
-        self.pipeline = pipeline or Pipeline(stage)
+        self.pipeline = groups.pipeline
+        self.stage_group = None if groups.experts is None else groups.experts.stage
         self.chunks = cut_chunks(model, self.pipeline)
         named = {name: p for chunk in self.chunks for name, p in chunk.named_parameters() if p.requires_grad}
         self.names = list(named)
         self.parameters = list(named.values())
-        self.parts = find_parts(model, layout, plan.sharding, plan.shape.activation == "swiglu")
-        # ranks that hold the same parts, of which each writes some to a checkpoint
-        ranks = plan.sharding.ranks if plan.sharding else 1
-        self.copy = layout.replica // ranks
-        self.copies = layout.replicas // ranks
-        self._tensor_group = find_group(mesh, TENSOR)
-        # a sum over all parameters counts once what tensor parallel ranks hold alike, and a tied embedding on both ends
-        self.counted = [(layout.tensor_rank == 0 or is_split(name)) and not is_copy(stage, name) for name in self.names]
-        self.sum_over_ranks = None if mesh is None else self._sum_over_ranks
+        self.parts = find_parts(model, plan)
+        self.copies = find_copies(plan)
+        self.expert_copies = find_expert_copies(plan)
+        self._tensor_group = find_group(groups.mesh, TENSOR)
+        # what tensor parallel ranks hold alike is the first one's, and a tied embedding the first stage's
+        self.owned = [(layout.tensor_rank == 0 or is_split(name)) and not is_copy(stage, name) for name in self.names]
+        holds_all = groups.mesh is None and layout.expert_block == 1
+        self.sum_over_ranks = None if holds_all else self._sum_over_ranks
+        # a sum over all ranks counts one copy of each parameter
+        self.counted = [
+            owned and (holds_all or self.find_copies(name).place == 0) for name, owned in zip(self.names, self.owned)
+        ]
         # tensor parallel ranks have the gradients of these from their own tokens, or heads, only
         self._partial: list[int] = []
         if self._tensor_group is not None:
@@ -100,10 +133,19 @@ class Replica(ABC):
 
     @torch.no_grad()
     def _sum_over_ranks(self, number: Tensor) -> Tensor:
-        """The sum of what each rank found in its parts of the parameters, a scalar. Collective."""
+        """The sum of what each rank found in the parts that it counts, a scalar. Collective."""
         total = number.clone()
         dist.all_reduce(total)
-        return total / self.copies
+        return total
+
+    def list_mixtures(self) -> list[tuple[str, MixtureOfExperts]]:
+        """(name, mixture of experts) of each layer of this rank that has one."""
+        found = {name: mixture for chunk in self.chunks for name, mixture in list_mixtures(chunk)}
+        return list(found.items())
+
+    def find_copies(self, name: str) -> Copies:
+        """The ranks that hold the same part of the parameter of this name as this one does."""
+        return self.expert_copies if is_of_experts(name) else self.copies
 
     @torch.no_grad()
     def _add_partial(self, gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
@@ -120,18 +162,20 @@ class Replica(ABC):
         return gradients
 
 
-def find_parts(model: nn.Module, layout: Layout, sharding: Sharding | None, gated: bool) -> dict[str, Part]:
+def find_parts(model: nn.Module, plan: Plan) -> dict[str, Part]:
     """Find this rank's parts, by name, of parameters that it does not hold whole.
 
     Args:
         model: With parameters that are not sharded yet.
-        layout: This rank's place among the others.
-        sharding: How data parallel ranks shard parameters; None if each has whole ones.
-        gated: Whether the MLP's first matrix holds gate and value.
+        plan: The rank's.
     """
+    experts = plan.rank_shape.experts
+    gated = plan.shape.activation == "swiglu"
     parts: dict[str, Part] = {}
     for name, parameter in model.named_parameters():
-        part = find_part(name, tuple(parameter.shape), layout, gated)
+        sharding = plan.expert_sharding if is_of_experts(name) else plan.sharding
+        number = 0 if experts is None else experts.local_number
+        part = find_part(name, tuple(parameter.shape), plan.layout, gated, number)
         if sharding is not None:
             parts[name] = sharding.find_rows(part)
         elif part.whole != part.shape:

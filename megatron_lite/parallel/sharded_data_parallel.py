@@ -12,38 +12,40 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from megatron_lite.config.layout import COPIES, ROWS
+from megatron_lite.config.layout import COPIES, ROWS, is_of_experts
 from megatron_lite.config.plan import Plan
 from megatron_lite.marks import MASTER_WEIGHTS, mark_memory
 from megatron_lite.model.custom_model import CustomModel
+from megatron_lite.model.experts import list_mixtures
 from megatron_lite.model.gpt import DTYPES, GPT, initialize
-from megatron_lite.parallel.pipeline import Pipeline
+from megatron_lite.parallel.groups import Groups
 from megatron_lite.parallel.replica import Replica
 
 
 class ShardedDataParallel(Replica):
     """A replica whose `parameters` are this rank's rows of each of the model's, in fp32."""
 
-    def __init__(self, plan: Plan, model: nn.Module, mesh: DeviceMesh, pipeline: Pipeline | None = None):
+    def __init__(self, plan: Plan, model: nn.Module, groups: Groups):
         """
         Args:
-            plan: This rank's.
-            model: A GPT without memory, on the meta device, or another model with its weights.
-            mesh: The ranks by what they hold, of `make_mesh`.
-            pipeline: This rank's stage; None for a pipeline of one.
+            plan: The rank's.
+            model: A GPT without memory, on the meta device, or another with its weights.
+            groups: The ranks that share the model.
         """
-        super().__init__(plan, model, mesh, pipeline)
+        super().__init__(plan, model, groups)
         assert plan.sharding is not None
         self._gathers_twice = plan.sharding.gathers_twice
         # rotary tables are rounded by the model; all other inputs have the layers' precision
         dtype = DTYPES[plan.precision]
         reduce_in = torch.float32 if plan.fp32_gradients else dtype
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_in, cast_forward_inputs=False)
-        self._sharded_chunks = [_shard(chunk, mesh, policy, self._gathers_twice) for chunk in self.chunks]
+        self._sharded_chunks = [_shard(chunk, groups, policy, self._gathers_twice) for chunk in self.chunks]
+        # torch averages over the ranks that share out experts, and all of the layout's replicas are to be averaged over
+        self._of_experts = [place for place, name in enumerate(self.names) if is_of_experts(name)]
+        self._expert_factor = plan.layout.expert_replicas / plan.layout.replicas
         self._sharded = [p for chunk in self.chunks for p in chunk.parameters() if p.requires_grad]
         self.parameters = [nn.Parameter(_take_rows(p)) for p in self._sharded]
         if isinstance(model, CustomModel):
@@ -77,7 +79,10 @@ class ShardedDataParallel(Replica):
     def gradients(self) -> Sequence[Tensor | None]:
         """The gradients of this rank's rows of each parameter, averaged over ranks, after the last micro-batch's
         backward."""
-        return self._add_partial([_take_rows(p.grad) for p in self._sharded])
+        gradients = [_take_rows(p.grad) for p in self._sharded]
+        if self._of_experts and self._expert_factor != 1:
+            torch._foreach_mul_([gradients[place] for place in self._of_experts], self._expert_factor)
+        return self._add_partial(gradients)
 
     def clear(self) -> None:
         """Forget all gradients."""
@@ -92,13 +97,13 @@ def _take_rows(sharded: Tensor | None) -> Tensor:
 
 
 @mark_memory(MASTER_WEIGHTS)
-def _shard(model: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy, gathers_twice: bool) -> FSDPModule:
+def _shard(model: nn.Module, groups: Groups, policy: MixedPrecisionPolicy, gathers_twice: bool) -> FSDPModule:
     """Shard a model. Each layer of a GPT is gathered by itself, and the rest together: the loss uses a tied embedding,
-    too.
+    too, and a layer's experts from other ranks than the rest of it.
 
     Args:
         model: A GPT on the meta device, which gets uninitialized memory, or another model with its weights.
-        mesh: The ranks by what they hold.
+        groups: The ranks that share the model.
         policy: The precision in which layers compute and gradients are reduced.
         gathers_twice: Whether weights are gathered for forward and again for backward.
 
@@ -107,6 +112,12 @@ def _shard(model: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy, gat
     """
     # nobody changes losses in place
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
+    mesh = groups.mesh
+    assert mesh is not None, "sharding takes several ranks, which make a mesh"
+    if groups.experts is not None:
+        of_experts = groups.experts.mesh
+        for _, mixture in list_mixtures(model):
+            fully_shard(mixture.experts, mesh=of_experts, mp_policy=policy, reshard_after_forward=gathers_twice)
     names = mesh.mesh_dim_names or ()
     among = mesh[COPIES, ROWS] if COPIES in names else mesh[ROWS]
     if isinstance(model, GPT):

@@ -286,13 +286,16 @@ def split_layers(model: GPT, among: TensorGroup, products: Products, later: Weig
     for layer in model.decoder.layers:
         assert isinstance(layer, TransformerLayer)
         attention = layer.self_attention
-        for module in (attention.linear_qkv, layer.mlp.linear_fc1):
+        mlp = layer.dense_mlp
+        columns = [attention.linear_qkv] if mlp is None else [attention.linear_qkv, mlp.linear_fc1]
+        for module in columns:
             replace_method(module, "forward", partial(_apply_columns, module, among, products, later))
         if among.query_group is not None:
             qkv = attention.linear_qkv
             gather = partial(_apply_query_group, qkv.forward, among.query_group, attention.kv_channels)
             replace_method(qkv, "forward", gather)
-        for module in (attention.linear_proj, layer.mlp.linear_fc2):
+        rows = [attention.linear_proj] if mlp is None else [attention.linear_proj, mlp.linear_fc2]
+        for module in rows:
             replace_method(module, "forward", partial(_apply_rows, module, among, products, later))
     if model.embedding is not None:
         replace_method(model.embedding, "forward", partial(_embed, model.embedding, among))

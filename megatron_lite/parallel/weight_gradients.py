@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_lite.model.gpt import GPT, TransformerLayer
+from megatron_lite.model.mlp import MLP
 from megatron_lite.model.products import Keep, Products, multiply_by_hand
 from megatron_lite.parallel.layers import replace_method
 
@@ -62,6 +63,7 @@ def delay_weights(model: GPT, products: Products, later: WeightGradients) -> Non
         assert isinstance(layer, TransformerLayer)
         attention = layer.self_attention
         mlp = layer.mlp
+        assert isinstance(mlp, MLP), "experts' backward is one piece"
         for module in (attention.linear_qkv, attention.linear_proj, mlp.linear_fc1, mlp.linear_fc2):
             replace_method(module, "forward", partial(_apply, module, products, later))
 

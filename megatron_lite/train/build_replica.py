@@ -17,6 +17,7 @@ from megatron_lite.model.kernels import Kernels
 from megatron_lite.parallel.backend import Backend
 from megatron_lite.parallel.context_parallel import attend_across, share_out_positions
 from megatron_lite.parallel.data_parallel import replicate
+from megatron_lite.parallel.expert_parallel import spread_experts
 from megatron_lite.parallel.groups import Groups
 from megatron_lite.parallel.layers import describe_compilation, recompute_layers
 from megatron_lite.parallel.pipeline import cut_model
@@ -91,6 +92,8 @@ def _put_on_layers(model: GPT, plan: Plan, kernels: Kernels, groups: Groups) -> 
         split_layers(model, groups.tensor, kernels.products, later)
     elif later is not None:
         delay_weights(model, kernels.products, later)
+    if groups.experts is not None:
+        spread_experts(model, plan, groups.experts)
     if groups.context is not None:
         share_out_positions(model, plan.layout, plan.shape.seq_length)
 

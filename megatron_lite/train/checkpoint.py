@@ -59,7 +59,7 @@ class Checkpoints:
         self._parts = {flat: part for name, part in replica.parts.items() for flat in _list_flat_names(name)}
         # those that others write: of what tensor parallel ranks hold alike one has them,
         # of a tied embedding the first stage
-        uncounted = [name for name, counts in zip(replica.names, replica.counted, strict=True) if not counts]
+        uncounted = [name for name, counts in zip(replica.names, replica.owned, strict=True) if not counts]
         copies = [name for name in replica.names if is_copy(plan.stage, name)]
         self._others = {flat for name in uncounted for flat in _list_flat_names(name)} & set(self._parts)
         self._others |= {flat for name in copies for flat in (*_list_flat_names(name), f"optimizer.{name}.step")}
@@ -154,14 +154,35 @@ class Checkpoints:
         c, layout, dtype = self.plan.args.checkpoint, self.plan.layout, DTYPES[self.plan.precision]
         named = zip(self.replica.names, self.replica.parameters)
         tensors = {f"model.{name}": parameter.detach().to(dtype) for name, parameter in named}
+        tensors |= self._list_expert_biases()
         if not c.no_save_optim:
             tensors |= self.optimizer.tensors(self.replica.names)
         tensors = {name: tensor for name, tensor in tensors.items() if name not in self._others}
         parts = {name: tensors.pop(name) for name in self._parts if name in tensors}
         one_file = c.ckpt_format == "torch"  # of the first rank
         whole = assign_share(tensors, layout.stage_rank, 1 if one_file else layout.stage_size)
-        parts = assign_share(parts, self.replica.copy, 1 if one_file else self.replica.copies)
-        return self._gather(whole | parts) if one_file else whole | parts
+        shared: dict[str, torch.Tensor] = {}
+        for copies in dict.fromkeys((self.replica.copies, self.replica.expert_copies)):
+            alike = {name: tensor for name, tensor in parts.items() if self.replica.find_copies(name) == copies}
+            shared |= assign_share(alike, copies.place, 1 if one_file else copies.number)
+        return self._gather(whole | shared) if one_file else whole | shared
+
+    def _list_expert_biases(self) -> dict[str, torch.Tensor]:
+        """By flat name, the biases by which routers balance experts, which no optimizer knows."""
+        biases = {}
+        for name, mixture in self.replica.list_mixtures():
+            mixture.router.state.prepare(self.device)
+            bias = mixture.router.state.bias_E
+            if bias is not None:
+                biases[f"model.{name}.router.expert_bias"] = bias
+        return biases
+
+    def _load_expert_biases(self, stored: Stored) -> None:
+        """Take those that a checkpoint holds; one without experts, or without biases, holds none."""
+        held = stored.names()
+        biases = {name: bias for name, bias in self._list_expert_biases().items() if name in held}
+        if biases:
+            stored.read_into(biases)
 
     def _gather(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """All ranks' tensors on the first rank; those that it did not hold whole are on the host. Collective."""
@@ -264,6 +285,7 @@ class Checkpoints:
                 targets[source if source in held else f"model.{name}"] = master.detach()
             stored.read_into(targets, self._parts)
             self.optimizer.resume()
+        self._load_expert_biases(stored)
         warn_of_rotary(path, record, self.plan.shape.rotary_seq_len_interpolation_factor)
         for text in self._compare(stored, weights_only):
             logger.info(f"  note: --load {path}: {text}")

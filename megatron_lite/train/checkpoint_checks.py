@@ -23,7 +23,7 @@ from megatron_lite.checkpoint.training_state import CheckpointRecord, Stored
 from megatron_lite.config.args import CheckpointArgs, OptimizerArgs
 from megatron_lite.config.flags import dashed
 from megatron_lite.config.plan import Compilation, LearningRatePlan, Plan
-from megatron_lite.config.shape import ModelShape
+from megatron_lite.config.shape import ExpertShape, ModelShape, parse_experts
 from megatron_lite.cpu_kernels.products import describe_products
 from megatron_lite.errors import CheckpointError
 from megatron_lite.model.custom_model import CustomModel
@@ -49,6 +49,26 @@ SHAPE_FLAGS = {
     "qkv_bias": "having a QKV bias (--add-qkv-bias)",
     "tied_embeddings": "tied output (--untie-embeddings-and-output-weights)",
 }
+EXPERT_FLAGS = {
+    "number": "--num-experts",
+    "layers": "--moe-layer-freq",
+    "topk": "--moe-router-topk",
+    "ffn_hidden_size": "--moe-ffn-hidden-size",
+    "shared_ffn_hidden_size": "--moe-shared-expert-intermediate-size",
+    "shared_gate": "--moe-shared-expert-gate",
+    "score_function": "--moe-router-score-function",
+    "pre_softmax": "--moe-router-pre-softmax",
+    "scaling_factor": "--moe-router-topk-scaling-factor",
+    "groups": "--moe-router-num-groups",
+    "group_topk": "--moe-router-group-topk",
+    "expert_bias": "--moe-router-enable-expert-bias",
+    "probs_on_input": "--moe-apply-probs-on-input",
+}
+# what of experts may differ between a checkpoint and the run that loads it: how they are balanced, and precision
+FREE_OF_EXPERTS = {
+    "balancing", "sinkhorn", "z_loss_coeff", "input_jitter", "forced_balance", "capacity_factor", "drop_policy",
+    "router_dtype", "ranks",
+}  # fmt: skip
 SCHEDULE_FLAGS = {
     "style": "--lr-decay-style",
     "init": "--lr-warmup-init",
@@ -190,7 +210,11 @@ def require_shape(path: Path, record: CheckpointRecord, shape: ModelShape, vocab
     same_vocabulary = record.vocab_size in (None, vocab_size) and stored_rows >= vocab_size
     if same_vocabulary:
         free.add("padded_vocab_size")
-    wrong = _describe_differences(dataclasses.asdict(shape), record.shape, SHAPE_FLAGS, free)
+    # an older checkpoint lacks fields that came later, and had what is their default
+    defaults = {f.name: f.default for f in dataclasses.fields(shape) if f.default is not dataclasses.MISSING}
+    saved = defaults | record.shape
+    wrong = _describe_differences(dataclasses.asdict(shape), saved, SHAPE_FLAGS, free | {"experts"})
+    wrong = wrong or _compare_experts(shape.experts, parse_experts(record.shape.get("experts")))
     if wrong:
         raise CheckpointError(f"--load {path}: holds another model ({wrong}); give its flags.")
     if stored_rows != shape.padded_vocab_size and custom is None:
@@ -198,6 +222,17 @@ def require_shape(path: Path, record: CheckpointRecord, shape: ModelShape, vocab
             f"  note: --load {path}: its vocabulary of {vocab_size:,} is padded to {stored_rows:,} rows, this run's to "
             f"{shape.padded_vocab_size:,}; rows that it lacks begin as zeros"
         )
+
+
+def _compare_experts(mine: ExpertShape | None, saved: ExpertShape | None) -> str:
+    """What differs between the experts of a run and those of a checkpoint, but for what may."""
+    if mine is None or saved is None:
+        if mine is saved:
+            return ""
+        has = "has no" if mine is None else f"has {mine.number}"
+        of_checkpoint = "no" if saved is None else str(saved.number)
+        return f"this run {has} experts (--num-experts), the checkpoint {of_checkpoint}"
+    return _describe_differences(dataclasses.asdict(mine), dataclasses.asdict(saved), EXPERT_FLAGS, FREE_OF_EXPERTS)
 
 
 def warn_of_rotary(path: Path, record: CheckpointRecord, factor: float | None):

@@ -55,6 +55,7 @@ def iteration_line(
     tflops: float | None,
     train_iters: int,
     watch: WatchArgs,
+    balancing: dict[str, float],
     left_out: int = 0,
 ) -> str:
     """Megatron-LM 0.16's line on an interval's steps, field by field.
@@ -64,6 +65,7 @@ def iteration_line(
         seconds: Of one iteration.
         tflops: Of one GPU, in Megatron's count: causal attention. None for unknown, which --log-throughput rules out.
         left_out: Samples that --iterations-to-skip named.
+        balancing: Losses of routers by name; {} of a dense model.
     """
     last, losses = steps[-1], [s.loss for s in steps if not s.skipped]
     parts = [
@@ -75,6 +77,7 @@ def iteration_line(
         f"learning rate: {last.next_lr:.6E}",
         f"global batch size: {last.batch_size:5d}",
         f"lm loss: {sum(losses) / len(losses):.6E}" if losses else None,
+        *(f"{name}: {loss:.6E}" for name, loss in balancing.items()),
         f"loss scale: {last.next_loss_scale:.1f}",
         None if last.skipped else f"grad norm: {last.grad_norm:.3f}",
         f"num zeros: {last.zeros:.1f}" if watch.log_num_zeros_in_grad else None,

@@ -25,6 +25,7 @@ from megatron_lite.train.console import (
 )
 from megatron_lite.train.loop import Progress
 from megatron_lite.train.rank_stats import AnomalyWarnings, RankFigures, gather
+from megatron_lite.train.routing import RoutingLayout
 from megatron_lite.train.step import StepResult
 from megatron_lite.train.step_metrics import StepFigures, StepMetrics
 from megatron_lite.train.trackers import Charts
@@ -42,7 +43,13 @@ class StepsFile:
     ranks, say, replaces them then.
     """
 
-    def __init__(self, run_dir: Path):
+    def __init__(self, run_dir: Path, routing: RoutingLayout):
+        """
+        Args:
+            run_dir: The run's folder.
+            routing: Reads the figures of routers.
+        """
+        self._routing = routing
         try:
             self._file = open(run_dir / STEPS_FILE, "ab", opener=open_regular)
         except OSError as error:
@@ -55,13 +62,13 @@ class StepsFile:
     def write(self, figures: StepFigures, time: StepTime):
         """Append one step."""
         self._take_back()
-        append_record(self._file, _build_record(figures, time))
+        append_record(self._file, _build_record(figures, time, self._routing))
 
     def write_ahead(self, figures: StepFigures, time: StepTime):
         """The same until something else is written."""
         if self._kept is None:
             self._kept = self._file.tell()
-        append_record(self._file, _build_record(figures, time))
+        append_record(self._file, _build_record(figures, time, self._routing))
 
     def write_ranks(self, figures: RankFigures):
         """Append one interval of all ranks."""
@@ -82,7 +89,7 @@ class StepsFile:
             self._kept = None
 
 
-def _build_record(figures: StepFigures, time: StepTime) -> StepRecord:
+def _build_record(figures: StepFigures, time: StepTime, routing: RoutingLayout) -> StepRecord:
     """The line of a step."""
     record = time.build_record(figures.iteration)
     record.consumed_samples = figures.consumed
@@ -93,6 +100,7 @@ def _build_record(figures: StepFigures, time: StepTime) -> StepRecord:
     record.skipped = figures.skipped
     record.next_lr = figures.next_lr
     record.local = figures.local
+    record.routing = routing.read_record(figures.routing)
     return record
 
 
@@ -173,7 +181,8 @@ class Log:
         self._progress = progress
         self._speaks = plan.world.is_last
         self._charts = charts
-        self._steps_file = StepsFile(run_dir) if self._speaks else None
+        self._routing = RoutingLayout(plan)
+        self._steps_file = StepsFile(run_dir, self._routing) if self._speaks else None
         self._line = ProgressLine(progress.iteration, plan.train_iters, self._speaks)
         self._unwritten: list[StepFigures] = []
         self._ahead, self._written_at = 0, time.monotonic()  # the last iteration written ahead of its console line
@@ -265,14 +274,35 @@ class Log:
             causal, full = (
                 step_flops(shape, samples, causal) / (seconds * TERA * self.plan.world.size) for causal in (True, False)
             )
+        balancing = self._average_routing(steps)
         left_out = self._progress.left_out
-        self.say(iteration_line(steps, seconds / len(averaged), causal, self.plan.train_iters, w, left_out))
+        self.say(iteration_line(steps, seconds / len(averaged), causal, self.plan.train_iters, w, balancing, left_out))
         self.say(speed_line(samples * shape.seq_length / seconds, causal, full, self._peak_tflops))
         if self._time.left_out:
             self.say(self._time.words())
         charted = causal is not None and (w.log_timers_to_tensorboard or w.log_throughput)
         if charted and not self._time.nothing_clean:
             self._charts.add(steps[-1].iteration, {"throughput": causal})
+
+    def _average_routing(self, steps: list[StepFigures]) -> dict[str, float]:
+        """The balancing losses of an interval, means over its steps that were not skipped; {} of a dense model."""
+        rows = [self._routing.read_losses(s.routing).means for s in steps if s.routing and not s.skipped]
+        return {name: sum(row[name] for row in rows) / len(rows) for name in self._routing.names if rows}
+
+    def _chart_routing(self, figures: StepFigures) -> None:
+        """Draw what routers did in one step, under Megatron-LM's names."""
+        record = self._routing.read_record(figures.routing)
+        if record is None:
+            return
+        scalars = dict(record.losses)
+        if self.plan.args.experts.moe_per_layer_logging:
+            for name, row in self._routing.read_losses(figures.routing).layers.items():
+                scalars |= {f"moe/{name}_layer_{layer}": loss for layer, loss in zip(self._routing.layers, row)}
+        scalars["moe/busiest expert, times the mean"] = max(record.busiest)
+        scalars["moe/dropped assignments"] = record.dropped
+        total = max(sum(record.expert_tokens), 1)
+        scalars |= {f"moe/share of expert {n}": tokens / total for n, tokens in enumerate(record.expert_tokens)}
+        self._charts.add(figures.iteration, scalars)
 
     def _write_steps(self, times: list[StepTime]):
         """The steps that are over; the one that is being logged is written with the next ones."""
@@ -283,6 +313,7 @@ class Log:
             step_time = over[figures.iteration]
             self._steps_file.write(figures, step_time)
             self._charts.step(figures, None if step_time.disturbed else step_time.training_seconds)
+            self._chart_routing(figures)
         self._unwritten = [f for f in self._unwritten if f.iteration not in over]
         self._steps_file.flush()
         self._ahead, self._written_at = 0, time.monotonic()

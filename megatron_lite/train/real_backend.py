@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from megatron_lite.config.layout import is_of_experts
 from megatron_lite.config.plan import Plan
 from megatron_lite.cpu_kernels.products import describe_products
 from megatron_lite.model.attention import Attend
@@ -47,7 +48,7 @@ class RealBackend:
     def fill_parameters(self, model: GPT, plan: Plan) -> None:
         """Draw the parameters in fp32 and round them to the plan's precision."""
         on_cpu = plan.args.parallel.use_cpu_initialization
-        parts = find_parts(model, plan.layout, plan.sharding, plan.shape.activation == "swiglu")
+        parts = find_parts(model, plan)
         dtype = DTYPES[plan.precision]
         model.to_empty(device=torch.device("cpu") if on_cpu else self.device)
         initialize(dict(model.named_parameters()), plan.shape, parts, dtype)
@@ -61,7 +62,9 @@ class RealBackend:
         compile_layers(model.decoder.layers, plan.args.training.torch_compile_backend, graphs)
 
     def average_gradients(self, model: nn.Module, bucket_mib: float, group: dist.ProcessGroup | None) -> AveragedModel:
-        """Wrap the model in torch's DistributedDataParallel."""
+        """Wrap the model in torch's DistributedDataParallel, which leaves experts alone."""
+        experts = [name for name, _ in model.named_parameters() if is_of_experts(name)]
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, experts)
         return DistributedDataParallel(
             model,
             gradient_as_bucket_view=True,

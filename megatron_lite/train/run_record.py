@@ -15,6 +15,7 @@ from megatron_lite.config.environment import TELLING_VARIABLES
 from megatron_lite.config.layout import Stage, count_stage_layers
 from megatron_lite.config.model_size import step_flops, weigh_chunks
 from megatron_lite.config.plan import Plan, plan_stages
+from megatron_lite.config.shape import ModelShape
 from megatron_lite.errors import UserError
 from megatron_lite.formats import run_record
 from megatron_lite.formats.file_names import RUN_FILE, STEPS_FILE
@@ -97,7 +98,7 @@ def record_plan(plan: Plan) -> run_record.Plan:
         world=run_record.World(**dataclasses.asdict(plan.world)),
         layout=run_record.Layout(**dataclasses.asdict(layout)),
         stage=_record_stage(plan.stage),
-        shape=run_record.Shape(**dataclasses.asdict(plan.shape)) if plan.args.model.model is None else None,
+        shape=_record_shape(plan.shape) if plan.args.model.model is None else None,
         vocab_size=plan.vocab_size,
         device=plan.device,
         backend=plan.backend,
@@ -118,6 +119,12 @@ def record_plan(plan: Plan) -> run_record.Plan:
         stage_layers=tuple(count_stage_layers(plan.args.parallel, plan.shape.num_layers)) if has_stages else (),
         chunk_weights=tuple(weigh_chunks(plan.shape, one.stage) for one in plan_stages(plan)) if has_stages else (),
     )
+
+
+def _record_shape(shape: ModelShape) -> run_record.Shape:
+    fields = dataclasses.asdict(shape)
+    experts = fields.pop("experts")
+    return run_record.Shape(**fields, experts=None if experts is None else run_record.Experts(**experts))
 
 
 def _record_stage(stage: Stage) -> run_record.Stage:

@@ -16,6 +16,7 @@ from megatron_lite.optim.optimizer import Optimizer, Update
 from megatron_lite.parallel.data_parallel import DataParallel, call_when_computed
 from megatron_lite.parallel.pipeline import Pipeline
 from megatron_lite.phases import Phase
+from megatron_lite.train.routing import RoutingStep
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class StepResult:
     update: Update
     zeros: Tensor  # zeros among the gradients; 0 unless asked for
     params_norm: Tensor  # L2 norm of the updated parameters; 0 unless asked for
+    routing: Tensor | None = None  # figures of routers in the order of RoutingLayout; None of a dense model
 
 
 class BatchMaker:
@@ -92,6 +94,7 @@ class TrainingStep:
         self.plan, self.replica, self.optimizer, self.make, self._computed = plan, replica, optimizer, make, computed
         self._per_token = plan.args.training.calculate_per_token_loss
         self._left_out = frozenset(plan.args.training.iterations_to_skip)
+        self._routing = RoutingStep(plan, replica)
 
     def leaves_out(self, iteration: int) -> bool:
         """Whether --iterations-to-skip names this iteration."""
@@ -107,6 +110,7 @@ class TrainingStep:
     def __call__(self, batches: Iterator[Tensor], consumed: int, phase) -> StepResult:
         """The step that starts after `consumed` samples. `phase` marks its parts."""
         number = self.plan.micro_batches(consumed)
+        self._routing.begin(self.optimizer.loss_scale, number)
         sums = torch.zeros(2, dtype=torch.float32, device=self.make.device)
         objectives: dict[tuple[int, int], Tensor] = {}  # by micro-batch and chunk: those that are still to go backward
         feed = MicroBatches(batches, self.make, self.replica.pipeline, phase)
@@ -152,6 +156,7 @@ class TrainingStep:
         if watch.log_num_zeros_in_grad:
             zeros = self.optimizer.count_zeros(gradients)
         update = self.optimizer.step(gradients, samples, phase, divisor)
+        routing = self._routing.end()
         self.replica.clear()
         params_norm = self.optimizer.measure_norm(self.replica.parameters) if watch.log_params_norm else nothing
-        return StepResult(samples, sums[0], sums[1], update, zeros, params_norm)
+        return StepResult(samples, sums[0], sums[1], update, zeros, params_norm, routing)

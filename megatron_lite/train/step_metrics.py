@@ -30,11 +30,11 @@ class Readback(Generic[Key]):
         self._waiting: deque[tuple[Key, Tensor | array[float], torch.cuda.Event | None]] = deque()
 
     def push(self, key: Key, values: Sequence[Tensor]) -> None:
-        """Start copying `values`, scalars of any type on one device, to the host under `key`, in double precision."""
-        if values[0].device.type != "cuda":
-            self._waiting.append((key, array("d", [value.tolist() for value in values]), None))
+        """Start copying `values`, numbers of any type on one device, to the host under `key`, in double precision."""
+        row = torch.cat([value.detach().double().reshape(-1) for value in values])
+        if row.device.type != "cuda":
+            self._waiting.append((key, array("d", row.tolist()), None))
             return
-        row = torch.stack([value.detach().double() for value in values])
         host = torch.empty(row.shape, dtype=row.dtype, pin_memory=True)
         host.copy_(row, non_blocking=True)
         event = torch.cuda.Event()
@@ -82,6 +82,7 @@ class StepFigures:
     next_lr: float
     zeros: float
     params_norm: float
+    routing: tuple[float, ...] = ()  # of RoutingLayout; this rank's, until the interval is summed over ranks
     local: bool = False  # the loss is this rank's, though there are others
 
     @property
@@ -104,7 +105,8 @@ class StepMetrics:
         u = result.update
         update = (u.grad_norm, u.skipped, u.loss_scale, u.next_loss_scale, u.next_lr)
         values = (result.loss_sum, result.tokens, *update, result.zeros, result.params_norm)
-        self._readback.push((progress.iteration, progress.consumed, result.samples), values)
+        routing = () if result.routing is None else (result.routing,)
+        self._readback.push((progress.iteration, progress.consumed, result.samples), (*values, *routing))
         self.settle(LAG)
 
     def settle(self, lag: int = 0):
@@ -125,10 +127,13 @@ class StepMetrics:
         """All figures so far, losses summed over ranks. Collective: every rank calls it at the same iteration."""
         self.settle()
         if self._steps and self._ranks > 1:
-            sums = torch.tensor([(s.loss_sum, s.tokens) for s in self._steps], dtype=torch.float64, device=self.device)
+            rows = [(s.loss_sum, s.tokens, *s.routing) for s in self._steps]
+            sums = torch.tensor(rows, dtype=torch.float64, device=self.device)
             dist.all_reduce(sums)  # if it fails, the steps are left over
-            for step, (loss_sum, tokens) in zip(self._steps, sums.tolist()):
-                step.loss_sum, step.tokens = loss_sum, tokens
+            for step, (loss_sum, tokens, *routing) in zip(self._steps, sums.tolist()):
+                step.loss_sum = loss_sum
+                step.tokens = tokens
+                step.routing = tuple(routing)
         taken, self._steps = self._steps, []
         return taken
 
@@ -170,5 +175,7 @@ class StepMetrics:
 
 
 def _make_figures(key: tuple[int, int, int], values: list[float]) -> StepFigures:
-    loss_sum, tokens, norm, skipped, *others = values
-    return StepFigures(*key, loss_sum, tokens, norm, bool(skipped), *others)
+    loss_sum, tokens, norm, skipped, scale, next_scale, next_lr, zeros, params_norm, *routing = values
+    return StepFigures(
+        *key, loss_sum, tokens, norm, bool(skipped), scale, next_scale, next_lr, zeros, params_norm, tuple(routing)
+    )

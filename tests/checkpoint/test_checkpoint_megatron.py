@@ -413,14 +413,21 @@ def test_newer_spellings_of_arguments(tmp_path):
     [
         ("window_size", (127, 0)), ("softmax_type", "learnable"), ("no_rope_freq", 4),
         ("use_mup", True), ("fp32_residual_connection", True), ("softmax_scale", 1.0), ("quick_geglu", True),
-        ("position_embedding_type", "mrope"), ("normalization", "L2Norm"), ("num_experts", 8), ("qk_l2_norm", True),
-        ("gated_linear_unit", True),
+        ("position_embedding_type", "mrope"), ("normalization", "L2Norm"), ("moe_latent_size", 8), ("qk_l2_norm", True),
+        ("gated_linear_unit", True), ("num_experts", 8),
     ],
 )  # fmt: skip
 def test_arguments_that_change_the_function_are_refused(name, value, tmp_path):
     path, _ = write_trained(tmp_path, "fp32", variant="gelu_tanh", steps=1)
     rewrite(path, lambda state: setattr(state["args"], name, value))
-    with pytest.raises(CheckpointError, match=name):
+    with pytest.raises(CheckpointError, match=name if name != "num_experts" else "add_bias_linear=True of experts"):
+        MegatronFile(path)
+
+
+def test_experts_in_a_file_are_refused_with_the_format_that_is_read(tmp_path):
+    path, _ = write_trained(tmp_path, "fp32", variant="no_bias", steps=1)
+    rewrite(path, lambda state: setattr(state["args"], "num_experts", 8))
+    with pytest.raises(CheckpointError, match="with --ckpt-format torch_dist"):
         MegatronFile(path)
 
 

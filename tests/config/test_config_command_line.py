@@ -27,9 +27,9 @@ FIVE_MISTAKES = {
         "--fp16 and --bf16 exclude each other; keep one.",
     ],
     "--global-batch-size 9 --min-lr 1 --seq-length 64 --num-experts 8 --save-interval -1": [
-        "--num-experts is refused: this trainer builds dense GPTs only; drop it, or train that model with Megatron-LM.",
         "--save-interval -1: must be at least 0; 0 switches it off.",
         "--max-position-embeddings 32 is smaller than --seq-length 64; raise it to at least that.",
+        "--num-experts 8: experts have no biases; add --disable-bias-linear.",
         "--global-batch-size 9 is not divisible by --micro-batch-size 2 times data parallel size 1 = 2; try 8.",
         "--min-lr 1: must be at least 0 and at most --lr 0.001.",
     ],
@@ -58,13 +58,13 @@ ONE_MISTAKE = read_table("""
 --rank 0 | --rank is set by the launcher (RANK); drop it.
 --dist_url tcp://x:1 | --dist_url is set by the launcher (MASTER_ADDR and MASTER_PORT); drop it.
 --nproc_per_node 8 | --nproc_per_node is an option of torchrun; put it in front of the script, or drop it.
---use-z-loss | --use-z-loss is not a flag; --help lists them all.
+--use-zloss-fusion | --use-zloss-fusion is not a flag; --help lists them all.
 --ema-decay 0.9 | --ema-decay is not a flag; --help lists them all.
 --adam-beta 0.9 | --adam-beta is not a flag; did you mean --adam-beta1 or --adam-beta2?
 --init-method 0.1 | --init-method is not a flag; did you mean --init-method-std?
 --lr-warmup 0.1 | --lr-warmup is not a flag; did you mean --lr-warmup-fraction or --lr-warmup-iters or --lr-warmup-samples?
 --moe-router-topkk 1 | --moe-router-topkk is not a flag; did you mean --moe-router-topk?
---num-expert 8 | --num-expert is not a flag, and --num-experts of Megatron-LM is not here either; leave it out.
+--num-expert 8 | --num-expert is not a flag; did you mean --num-experts?
 --fp4_format e2m1 | --fp4_format is not a flag, and --fp4-format of Megatron-LM is not here either; leave it out.
 --recompute-m x | --recompute-m is not a flag; did you mean --recompute-method?
 --recompute-modules core_attn mlp | --recompute-modules is refused: selective recomputation is of core_attn only; drop it, or recompute whole layers with --recompute-granularity full.

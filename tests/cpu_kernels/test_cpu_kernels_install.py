@@ -9,8 +9,9 @@ from support.model_variants import PLAIN, VARIANTS, build, tokens
 from megatron_lite.cpu_kernels import products
 from megatron_lite.cpu_kernels.gelu import gelu_in_blocks
 from megatron_lite.cpu_kernels.install import choose_cpu_kernels, install_kernels
-from megatron_lite.model.gpt import GPT, gelu_tanh
+from megatron_lite.model.gpt import GPT
 from megatron_lite.model.loss import token_losses
+from megatron_lite.model.mlp import gelu_tanh
 
 
 def suit(model: GPT):

@@ -18,7 +18,7 @@ COLUMNS = {  # of the reader, which has other names than the file where one word
     "loss": "losses",
     "grad_norm": "grad_norms",
 }
-NOT_READ = {"step", "iteration", "reduce_wait_ms", "gpu_reduce_wait_ms", "beside_profile", "local"}
+NOT_READ = {"step", "iteration", "reduce_wait_ms", "gpu_reduce_wait_ms", "beside_profile", "local", "routing"}
 
 
 def write(path, *records) -> StepLines:

@@ -7,7 +7,7 @@ be run after a change of megatron_lite/parallel.
 import pytest
 from layout_table import LAYOUTS, MODELS, QUICK, check_case, go_together, run_cases
 
-ON_FOUR_RANKS = ("fp32, llama", "fp16")  # untied and tied, and a scale
+ON_FOUR_RANKS = ("fp32, llama", "fp16", "fp32, experts, deepseek")  # untied and tied, and a scale
 ONE_OF = {2: 3, 4: 2}  # ranks: of so many pairs one
 
 
@@ -18,12 +18,17 @@ def list_cases(ranks: int) -> list[tuple[str, str]]:
     """
     models = tuple(MODELS) if ranks == 2 else ON_FOUR_RANKS
     layouts = [layout for layout, (_, needed) in LAYOUTS.items() if needed == ranks]
-    return [
+    dense = [
         (model, layout)
         for row, model in enumerate(models)
         for column, layout in enumerate(layouts)
-        if (row + column) % ONE_OF[ranks] == 0 and go_together(model, layout) and (model, layout) not in QUICK
+        if (row + column) % ONE_OF[ranks] == 0 and "experts" not in model and go_together(model, layout)
     ]
+    # each layout of experts with one model of experts
+    mixed = [model for model in models if "experts" in model]
+    of_experts = [layout for layout in layouts if layout.startswith("ep")]
+    pairs = [(mixed[number % len(mixed)], layout) for number, layout in enumerate(of_experts)]
+    return [pair for pair in dense + pairs if pair not in QUICK]
 
 
 def test_no_model_and_no_layout_is_left_out():

@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import dataclasses
 import random
+import re
 from pathlib import Path
 
 import numpy as np
@@ -38,6 +39,54 @@ YARN_NAMES = {
 }
 
 
+def describe_experts(experts):
+    """A mixture of experts as Megatron-Core's settings."""
+    kinds, factors = zip(*experts.balancing) if experts.balancing else ((), ())
+    return {
+        "num_moe_experts": experts.number,
+        "moe_layer_freq": [int(one) for one in experts.layers],
+        "moe_ffn_hidden_size": experts.ffn_hidden_size,
+        "moe_router_topk": experts.topk,
+        "moe_router_score_function": experts.score_function,
+        "moe_router_pre_softmax": experts.pre_softmax,
+        "moe_router_topk_scaling_factor": experts.scaling_factor,
+        "moe_router_num_groups": experts.groups,
+        "moe_router_group_topk": experts.group_topk,
+        "moe_router_dtype": experts.router_dtype,
+        "moe_router_enable_expert_bias": experts.expert_bias,
+        "moe_router_load_balancing_type": "sinkhorn" if experts.sinkhorn else list(kinds) or "none",
+        "moe_aux_loss_coeff": list(factors) or 0.0,
+        "moe_z_loss_coeff": experts.z_loss_coeff,
+        "moe_expert_capacity_factor": experts.capacity_factor,
+        "moe_token_drop_policy": experts.drop_policy,
+        "moe_shared_expert_intermediate_size": experts.shared_ffn_hidden_size or None,
+        "moe_shared_expert_gate": experts.shared_gate,
+        "moe_apply_probs_on_input": experts.probs_on_input,
+        # its all-to-all asks for a CUDA stream; a single rank computes the same
+        "moe_token_dispatcher_type": "allgather",
+    }
+
+
+EXPERT = re.compile(r"(.*\.mlp\.experts)\.local_experts\.(\d+)\.(linear_fc[12]\.weight)")
+
+
+def name_as_ours(name: str) -> tuple[str, int | None]:
+    """(our name of one of Megatron-Core's parameters, which expert it is of); there each expert has its own."""
+    match = EXPERT.fullmatch(name)
+    return (f"{match[1]}.{match[3]}", int(match[2])) if match else (name, None)
+
+
+def as_theirs(tensors: dict, names) -> dict:
+    """Our tensors by Megatron-Core's names: those that it has."""
+    found = {}
+    experts = 1 + max((number for _, number in map(name_as_ours, names) if number is not None), default=0)
+    for name in names:
+        ours, number = name_as_ours(name)
+        if ours in tensors:
+            found[name] = tensors[ours] if number is None else tensors[ours].unflatten(0, (experts, -1))[number]
+    return found
+
+
 def reference(shape, stage=None):
     """stage: of a pipeline: (its number, their number)."""
     number, stages = stage or (0, 1)
@@ -66,6 +115,12 @@ def reference(shape, stage=None):
         masked_softmax_fusion=False,
         apply_rope_fusion=False,
         **activation(shape),
+        **(describe_experts(shape.experts) if shape.experts is not None else {}),
+    )
+    specification = (
+        layer_specs.get_gpt_decoder_block_spec(config, False, normalization=shape.normalization)
+        if shape.experts is not None
+        else layer_specs.get_gpt_layer_local_spec(qk_layernorm=shape.qk_layernorm, normalization=shape.normalization)
     )
     has_yarn = shape.yarn_scaling_factor is not None
     for field in dataclasses.fields(shape) if has_yarn else ():
@@ -75,7 +130,7 @@ def reference(shape, stage=None):
             setattr(config, name, getattr(shape, field.name))
     return gpt.GPTModel(
         config,
-        layer_specs.get_gpt_layer_local_spec(qk_layernorm=shape.qk_layernorm, normalization=shape.normalization),
+        specification,
         vocab_size=shape.padded_vocab_size,
         max_sequence_length=shape.max_position_embeddings,
         share_embeddings_and_output_weights=shape.tied_embeddings,

@@ -50,7 +50,20 @@ SAMPLES --rampup-batch-size 10 2 100 ; SAMPLES --rampup-batch-size 1 1 100 ; --e
 --profile-gzip --no-profile-gzip ; --profile --profile-step-start -1 ; --profile --profile-step-start 12
 --use-pytorch-profiler --profile-step-start 0 --profile-step-end 1 ; --record-memory-history --memory-history-events 0
 --record-memory-history --profile-ranks 1 ; --profile --profile-ranks 0 -2
-""", SAMPLES=SAMPLES, THIS=__file__)  # fmt: skip
+--num-experts 8 ; --num-experts 8 --disable-bias-linear --moe-layer-freq [1]*3
+EXPERTS --moe-layer-freq 0 ; EXPERTS --moe-layer-freq [2,1] ; EXPERTS --moe-layer-freq x ; EXPERTS --moe-layer-freq [0]*1000000
+EXPERTS --moe-layer-freq (1 ; EXPERTS --model a.py:f ; EXPERTS --torch-compile layers ; EXPERTS --moe-shared-expert-gate
+EXPERTS --moe-router-topk 9 ; EXPERTS --moe-router-topk 1 ; EXPERTS --moe-router-enable-expert-bias
+EXPERTS --moe-apply-probs-on-input ; EXPERTS --moe-router-num-groups 4 ; EXPERTS --moe-router-group-topk 2
+EXPERTS --moe-router-num-groups 3 --moe-router-group-topk 1 ; EXPERTS --moe-router-num-groups 2 --moe-router-group-topk 3
+EXPERTS --moe-router-topk 3 --moe-router-num-groups 4 --moe-router-group-topk 1
+EXPERTS --moe-router-load-balancing-type loss ; EXPERTS --moe-aux-loss-coeff 1 2 ; EXPERTS --moe-aux-loss-coeff -1
+EXPERTS --moe-router-load-balancing-type sinkhorn --moe-aux-loss-coeff 1
+EXPERTS --moe-router-load-balancing-type sinkhorn --moe-expert-capacity-factor 1
+EXPERTS --moe-router-load-balancing-type global_aux_loss --recompute-granularity full --recompute-method uniform
+EXPERTS --expert-model-parallel-size 3 ; EXPERTS --expert-model-parallel-size 2
+EXPERTS --moe-ffn-hidden-size 6 --expert-tensor-parallel-size 4 ; EXPERTS --ckpt-format torch
+""", SAMPLES=SAMPLES, THIS=__file__, EXPERTS="--num-experts 8 --disable-bias-linear")  # fmt: skip
 SAID_OF_ANOTHER = {  # the flag with which the answer begins, where it is none of those given
     "--num-attention-heads 5": "--hidden-size", "--position-embedding-type rope --kv-channels 15": "--rotary-percent",
     "--train-samples 800": "--train-iters", "!--mock-data": "--data-path",
@@ -76,7 +89,38 @@ GROUPS_OF_3 = (
     f"{PP2} --num-layers 8 --num-virtual-stages-per-pipeline-rank 2 "
     "--microbatch-group-size-per-virtual-pipeline-stage 3"
 )
+EXPERTS = "--num-experts 8 --disable-bias-linear --global-batch-size 8 --ffn-hidden-size 64"
 BY_WORLD = [  # changes, world, the flag with which the answer begins
+    (
+        f"{EXPERTS} --tensor-model-parallel-size 2",
+        FOUR_RANKS,
+        "with --tensor-model-parallel-size 2 needs --sequence-parallel, as in Megatron-LM",
+    ),
+    (
+        f"{EXPERTS} --tensor-model-parallel-size 2 --sequence-parallel --moe-shared-expert-intermediate-size 3",
+        FOUR_RANKS,
+        "does not divide --moe-shared-expert-intermediate-size 3",
+    ),
+    (
+        f"{EXPERTS} --pipeline-model-parallel-size 2 --expert-model-parallel-size 4",
+        FOUR_RANKS,
+        "size 4 times --expert-tensor-parallel-size 1: does not divide the 2 ranks of a stage",
+    ),
+    (
+        f"{EXPERTS} --pipeline-model-parallel-size 2 --expert-model-parallel-size 2 --use-tp-pp-dp-mapping",
+        FOUR_RANKS,
+        "must equal --tensor-model-parallel-size times --context-parallel-size, 1",
+    ),
+    (
+        f"{EXPERTS} --expert-model-parallel-size 4 --use-torch-fsdp2 --num-distributed-optimizer-instances 2",
+        FOUR_RANKS,
+        "instances 2: does not divide the 1 ranks that hold the same experts",
+    ),
+    (
+        f"{EXPERTS} --pipeline-model-parallel-size 2 --pipeline-schedule ZeroBubble",
+        FOUR_RANKS,
+        "--pipeline-schedule ZeroBubble and --num-experts exclude each other",
+    ),
     ("--context-parallel-size 3", FOUR_RANKS, "does not divide the number of ranks, 4; start a multiple of 3"),
     ("--context-parallel-size 4 --seq-length 20", FOUR_RANKS, "--seq-length 20 is not divisible by 8, its pieces"),
     (

@@ -27,8 +27,6 @@ OF_SPLITS = [dashed(name) for name in SOURCES[2:6]]
 def rank_rules(args: Args, world: World) -> Iterator[str]:
     """Mistakes among parallel sizes and the backend."""
     p = args.parallel
-    if p.expert_model_parallel_size != 1:
-        yield f"--expert-model-parallel-size {p.expert_model_parallel_size} is refused: there are no experts; give 1."
     instances = p.num_distributed_optimizer_instances
     m = args.model
     needed = (m.num_layers, m.num_attention_heads, m.hidden_size, m.seq_length, args.training.micro_batch_size)

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megatron_lite.config.layout import is_of_experts
 from megatron_lite.config.plan import Plan
 from megatron_lite.marks import GRADIENT_BUFFER, mark_memory
 from megatron_lite.model.attention import Attend
@@ -112,7 +113,8 @@ class BucketedReplica:
         self._hook: Callable[[object, Bucket], object] = lambda _, bucket: dist.all_reduce(bucket.buffer(), group=group)
         self._hook_state: object = None
         self._arrived: list[nn.Parameter] = []
-        parameters = [p for p in model.parameters() if p.requires_grad]
+        named = model.named_parameters()
+        parameters = [p for name, p in named if p.requires_grad and not is_of_experts(name)]
         self._lay_out([parameters])
         for parameter in parameters:
             parameter.register_post_accumulate_grad_hook(self._arrive)

@@ -1,0 +1,50 @@
+"""Which layers of a model have experts: --moe-layer-freq."""
+
+import ast
+
+MAX_LAYERS = 100_000
+
+
+def parse_expert_layers(frequency: str, num_layers: int) -> tuple[bool, ...]:
+    """Whether each layer has experts.
+
+    Args:
+        frequency: A number N, for the first of every N layers, or a pattern with a 0 or 1 for each layer, as a Python
+            expression of lists: "([0]*3+[1]*13)".
+        num_layers: Of the model.
+
+    Raises:
+        ValueError: It is neither, or its pattern has another number of layers; the text says which.
+    """
+    try:
+        value = _evaluate(ast.parse(frequency.strip(), mode="eval").body)
+    except (SyntaxError, RecursionError, MemoryError):
+        raise ValueError("is neither a number nor a pattern such as ([0]*3+[1]*13)") from None
+    if isinstance(value, int):
+        if value < 1:
+            raise ValueError("must be at least 1")
+        return tuple(layer % value == 0 for layer in range(num_layers))
+    if set(value) - {0, 1}:
+        raise ValueError("has other numbers than 0 and 1")
+    if len(value) != num_layers:
+        raise ValueError(f"has {len(value)} layers, not those of --num-layers {num_layers}")
+    return tuple(one == 1 for one in value)
+
+
+def _evaluate(node: ast.expr) -> int | list[int]:
+    """The value of an expression of numbers, lists of numbers, their sums and multiples; nothing else is evaluated."""
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        return node.value
+    if isinstance(node, ast.List):
+        elements = [_evaluate(element) for element in node.elts]
+        return [element for element in elements if isinstance(element, int)]
+    if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Add, ast.Mult)):
+        left = _evaluate(node.left)
+        right = _evaluate(node.right)
+        if isinstance(node.op, ast.Add) and isinstance(left, list) and isinstance(right, list):
+            return left + right
+        if isinstance(node.op, ast.Mult) and isinstance(left, list) and isinstance(right, int):
+            if len(left) * right > MAX_LAYERS:
+                raise ValueError(f"has more than {MAX_LAYERS} layers")
+            return left * right
+    raise ValueError("is neither a number nor a pattern such as ([0]*3+[1]*13)")
