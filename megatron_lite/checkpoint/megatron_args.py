@@ -61,7 +61,6 @@ UNSUPPORTED = {
     "window_size": (None,),
     "softmax_type": (None, "vanilla"),
     "no_rope_freq": (None, 0),
-    "use_mup": (None, False),
     "fp32_residual_connection": (None, False),
     "apply_residual_connection_post_layernorm": (None, False),
     "qk_l2_norm": (None, False),
@@ -178,7 +177,28 @@ class MegatronArgs:
         shape["softmax_in_fp32"] = given("attention_softmax_in_fp32", False)
         shape |= self._read_rotary_scaling(positions)
         shape["experts"] = self._read_experts(shape)
+        if given("use_mup", False):
+            hidden = given("hidden_size", 0)
+            shape |= self._read_width(hidden, given("kv_channels", hidden // heads))
         return dataclasses.asdict(build_shape(shape))
+
+    def _read_width(self, hidden: int, channels: int) -> dict[str, Plain]:
+        """Fields of ModelShape that --use-mup sets.
+
+        Args:
+            hidden: The model's hidden size.
+            channels: The width of one head.
+        """
+        given = self.given
+        width = hidden / given("mup_base_hidden_size", hidden)
+        output = given("mup_output_mult", 1.0)
+        base_scale = given("mup_base_head_dim", 1.0) ** 0.5
+        return {
+            "mup_width_mult": width,
+            "embedding_scale": given("mup_embedding_mult", 1.0),
+            "logits_scale": 1 / width if output == 1 else output,
+            "softmax_scale": base_scale / channels ** given("mup_attn_scale_power", 1.0),
+        }
 
     def _read_rotary_scaling(self, positions: str) -> dict[str, Plain]:
         """Fields of ModelShape on the scaling of rotary frequencies.

@@ -571,7 +571,9 @@ def _write_common(
         step = max((tensor.item() for name, tensor in tensors.items() if name.endswith(".step")), default=None)
         fused = namespace.transformer_impl == "transformer_engine"
         settings = group_settings(namespace, record)
-        values["optimizer"] = write_settings(step, take, settings, fused, read_group_flags(namespace))
+        values["optimizer"] = write_settings(
+            step, take, settings, fused, read_group_flags(namespace), record.model_shape.mup_width_mult
+        )
     with open(folder / COMMON_FILE, "wb") as file:
         torch.save(values, file)
         file.flush()

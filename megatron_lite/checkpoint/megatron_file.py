@@ -431,7 +431,9 @@ def write_megatron_file(file: BinaryIO, record: CheckpointRecord, tensors: dict[
     state[MARK] = {"record": record.to_json(), "random": kinds}
     if record.optimizer is not None:
         settings = group_settings(namespace, record)
-        state["optimizer"] = write_optimizer(weights, take, settings, fused, args.optimizer)
+        state["optimizer"] = write_optimizer(
+            weights, take, settings, fused, args.optimizer, record.model_shape.mup_width_mult
+        )
     if record.ranks:
         state["rng_state"] = write_rng_state(range(record.ranks), take, args.training.seed, kinds)
     torch.save(state, file)

@@ -4,6 +4,7 @@ Sources: megatron/core/optimizer of Megatron-Core 0.16.1: _get_param_groups in _
 load_state_dict of Float16OptimizerWithFloat16Params and FP32Optimizer in optimizer.py; grad_scaler.py.
 """
 
+import itertools
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -19,10 +20,14 @@ from megatron_lite.checkpoint.training_state import CheckpointRecord
 from megatron_lite.config.args import OptimizerArgs
 from megatron_lite.config.parameter_groups import (
     EMBEDDING_AND_OUTPUT,
-    GROUPS,
+    EMBEDDINGS,
     NORMS_OF_HEADS,
+    OF_WIDTH,
+    OWN,
+    USUAL,
     ParameterGroup,
     find_group,
+    list_groups,
 )
 from megatron_lite.errors import CheckpointError
 
@@ -77,6 +82,19 @@ def _read_parameter(state: dict[int | str, Parameter | Tensor], number: int) -> 
     return dict(entry)
 
 
+def _is_hidden(name: str, weight: Tensor) -> bool:
+    """Whether both sizes of a matrix grow with the model's width."""
+    return weight.ndim > 1 and not name.startswith(EMBEDDINGS)
+
+
+# which parameters may have a learning rate of their own: by --decoupled-lr, or by --use-mup with Adam or SGD
+OWN_RATES: Final[tuple[Callable[[str, Tensor], bool], ...]] = (
+    lambda name, weight: name in EMBEDDING_AND_OUTPUT,
+    _is_hidden,
+    lambda name, weight: not _is_hidden(name, weight),
+)
+
+
 def _members(
     groups: list[ParameterSettings], state: dict[int | str, Parameter | Tensor], weights: dict[str, Tensor]
 ) -> list[list[str]]:
@@ -86,11 +104,12 @@ def _members(
     """
     # Megatron-Core 0.16 no longer says so by that name
     separate = [bool(group.get("is_decoupled_lr")) or not group.get("default_config", True) for group in groups]
-    for decaying_norms in ((), NORMS_OF_HEADS):  # the second: --apply-wd-to-qk-layernorm
+    # the second norms: --apply-wd-to-qk-layernorm
+    for decaying_norms, has_own_rate in itertools.product(((), NORMS_OF_HEADS), OWN_RATES):
         kinds: dict[str, tuple[bool, bool]] = {}  # (decays, has a learning rate of its own) by name
         for name, weight in weights.items():
             decays = weight.ndim > 1 or any(norm in name for norm in decaying_norms)
-            kinds[name] = (decays, any(separate) and name in EMBEDDING_AND_OUTPUT)
+            kinds[name] = (decays, any(separate) and has_own_rate(name, weight))
         members: list[list[str]] = []
         for group, is_separate in zip(groups, separate):
             selected = (_decays(group), is_separate)
@@ -136,7 +155,12 @@ def read_loss_scale(optimizer: OptimizerState) -> dict[str, Tensor]:
 
 
 def write_optimizer(
-    weights: dict[str, Tensor], take: Take, settings: ParameterSettings, fused: bool, o: OptimizerArgs
+    weights: dict[str, Tensor],
+    take: Take,
+    settings: ParameterSettings,
+    fused: bool,
+    o: OptimizerArgs,
+    width: float = 1.0,
 ) -> OptimizerState:
     """Make the state that Megatron's optimizer loads.
 
@@ -147,15 +171,16 @@ def write_optimizer(
         fused: For Transformer Engine's Adam, which counts steps per group and stumbles over a count per parameter;
             torch's insists on the latter.
         o: The optimizer's flags.
+        width: ModelShape.mup_width_mult.
     """
     groups: list[ParameterSettings] = []
     state: dict[int | str, Parameter | Tensor] = {}
     masters: list[list[Tensor]] = []
     first = 0  # number of the group's first parameter
-    for kind in _list_groups(o):
-        members = [name for name, weight in weights.items() if find_group(name, weight.ndim, o) == kind]
+    for kind in list_groups(o, width):
+        members = [name for name, weight in weights.items() if find_group(name, weight.ndim, o, width) == kind]
         entries = [_take_parameter(name, take) for name in members]
-        group = _group(settings, kind, o)
+        group = _group(settings, kind, o, width)
         group["params"] = list(range(first, first + len(members)))
         steps = {float(entry["step"]) for entry in entries if "step" in entry}
         if steps:
@@ -188,7 +213,12 @@ def _take_parameter(name: str, take: Take) -> Parameter:
 
 
 def write_settings(
-    step: float | None, take: Take, settings: ParameterSettings, fused: bool, o: OptimizerArgs
+    step: float | None,
+    take: Take,
+    settings: ParameterSettings,
+    fused: bool,
+    o: OptimizerArgs,
+    width: float = 1.0,
 ) -> OptimizerState:
     """Make what stands of an optimizer in a torch_dist folder's common.pt: all but its tensors.
 
@@ -200,8 +230,9 @@ def write_settings(
         settings: Of a parameter group, from group_settings.
         fused: As for write_optimizer.
         o: The optimizer's flags.
+        width: ModelShape.mup_width_mult.
     """
-    groups = [_group(settings, kind, o) for kind in _list_groups(o)]
+    groups = [_group(settings, kind, o, width) for kind in list_groups(o, width)]
     if step is not None:
         for group in groups:
             group["step"] = int(step)
@@ -275,25 +306,27 @@ def read_group_flags(args: Namespace) -> OptimizerArgs:
         decoupled_lr=getattr(args, "decoupled_lr", None),
         decoupled_min_lr=getattr(args, "decoupled_min_lr", None),
         apply_wd_to_qk_layernorm=getattr(args, "apply_wd_to_qk_layernorm", False),
+        optimizer=getattr(args, "optimizer", "adam"),
     )
 
 
-def _list_groups(o: OptimizerArgs) -> list[ParameterGroup]:
-    """The groups that Megatron makes with these flags."""
-    return [kind for kind in GROUPS if o.decoupled_lr is not None or not kind.decoupled]
-
-
-def _group(settings: ParameterSettings, kind: ParameterGroup, o: OptimizerArgs) -> ParameterSettings:
+def _group(settings: ParameterSettings, kind: ParameterGroup, o: OptimizerArgs, width: float) -> ParameterSettings:
     """The settings of one of the groups, made from those of a group that decays."""
     group = settings.copy()
     if not kind.decays:
         group["weight_decay"] = 0.0
         group["wd_mult"] = 0.0
-    elif kind.decoupled and o.decoupled_lr is not None:
+    if kind.rate == OWN and o.decoupled_lr is not None:
         group["lr"] = o.decoupled_lr
         group["max_lr"] = o.decoupled_lr
         group["min_lr"] = settings["min_lr"] if o.decoupled_min_lr is None else o.decoupled_min_lr
-        group["default_config"] = False
+    if kind.rate == OF_WIDTH:
+        factor = width if o.optimizer == "sgd" else 1 / width
+        for rate in ("lr", "max_lr", "min_lr"):
+            group[rate] = settings[rate] * factor
+        if "eps" in settings:
+            group["eps"] = settings["eps"] * factor
+    group["default_config"] = kind.rate == USUAL
     return group
 
 

@@ -82,6 +82,20 @@ class ModelArgs:
     init_method_std: float = flag(
         0.02, "Std of initial weights; output projections: std / sqrt(2 x layers).", "above 0"
     )
+    use_mup: bool = flag(
+        False, "Maximal update parametrization: initial weights, scales and learning rates that suit any width."
+    )
+    mup_base_hidden_size: int | None = flag(
+        None, "With --use-mup: the width that --lr is for; --hidden-size when left out.", SIZE
+    )
+    mup_embedding_mult: float = flag(1.0, "With --use-mup: factor of the embeddings' output.", "above 0")
+    mup_output_mult: float = flag(
+        1.0, "With --use-mup: factor of the logits; base width / width when left out, or 1.", "above 0"
+    )
+    mup_base_head_dim: float | None = flag(
+        None, "With --use-mup: width of a head for which scores are scaled as without it.", "above 0"
+    )
+    mup_attn_scale_power: float = flag(1.0, "With --use-mup: scores are divided by the head's width to this power.")
     make_vocab_size_divisible_by: int = flag(128, "The vocabulary is padded to a multiple of this.", SIZE)
     padded_vocab_size: int | None = flag(None, "The padded vocabulary outright.", SIZE)
     attention_backend: str = flag(

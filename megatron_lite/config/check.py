@@ -108,6 +108,9 @@ DEPENDS: dict[str, tuple[str, Callable[[Args], object]]] = {
     ),
     "--decoupled-lr": ("decoupled_min_lr", lambda a: a.optimizer.decoupled_lr is not None),
     "--qk-layernorm": ("apply_wd_to_qk_layernorm", lambda a: a.model.qk_layernorm),
+    "--use-mup": (
+        "mup_base_hidden_size mup_embedding_mult mup_output_mult mup_base_head_dim mup_attn_scale_power", lambda a: a.model.use_mup
+    ),
     "--lr-decay-style WSD": (
         "lr_wsd_decay_style lr_wsd_decay_iters lr_wsd_decay_samples", lambda a: a.optimizer.lr_decay_style == "WSD"
     ),

@@ -5,7 +5,13 @@ from dataclasses import dataclass
 from megatron_lite.config.args import OptimizerArgs
 
 EMBEDDING_AND_OUTPUT = ("embedding.word_embeddings.weight", "output_layer.weight")  # what --decoupled-lr is for
+EMBEDDINGS = ("embedding.", "output_layer.")  # of which one size is the vocabulary's, or that of positions
 NORMS_OF_HEADS = ("q_layernorm.", "k_layernorm.")  # what --apply-wd-to-qk-layernorm is for
+
+
+USUAL = "usual"
+OWN = "decoupled"  # that of --decoupled-lr
+OF_WIDTH = "of the width"  # --use-mup's, which differs from the usual one by the model's width
 
 
 @dataclass(frozen=True)
@@ -13,25 +19,44 @@ class ParameterGroup:
     """What parameters of an optimizer have in common."""
 
     decays: bool = True
-    decoupled: bool = False  # has the learning rate of --decoupled-lr
+    rate: str = USUAL  # the learning rate: USUAL, OWN or OF_WIDTH
 
 
 # in the order in which Megatron-LM has them
-DEFAULT, DECOUPLED, WITHOUT_DECAY = ParameterGroup(), ParameterGroup(decoupled=True), ParameterGroup(decays=False)
-GROUPS = (DEFAULT, DECOUPLED, WITHOUT_DECAY)
+GROUPS = tuple(ParameterGroup(decays, rate) for decays in (True, False) for rate in (USUAL, OF_WIDTH, OWN))
 
 
-def find_group(name: str, dimensions: int, o: OptimizerArgs) -> ParameterGroup:
+def find_group(name: str, dimensions: int, o: OptimizerArgs, width: float = 1.0) -> ParameterGroup:
     """The group of one parameter: matrices and embeddings decay, vectors (biases, norms) do not, but those that a flag names.
 
     Args:
         name: Megatron-Core's.
         dimensions: Of its tensor.
         o: The optimizer's flags.
+        width: ModelShape.mup_width_mult.
     """
     if o.decoupled_lr is not None and name in EMBEDDING_AND_OUTPUT:
-        return DECOUPLED
+        return ParameterGroup(rate=OWN)
     is_norm_of_heads = any(norm in name for norm in NORMS_OF_HEADS)
-    if dimensions > 1 or (o.apply_wd_to_qk_layernorm and is_norm_of_heads):
-        return DEFAULT
-    return WITHOUT_DECAY
+    decays = dimensions > 1 or (o.apply_wd_to_qk_layernorm and is_norm_of_heads)
+    if width == 1:
+        return ParameterGroup(decays)
+    # under muP, a matrix both of whose sizes grow with the width
+    is_hidden = dimensions > 1 and not name.startswith(EMBEDDINGS)
+    changes = not is_hidden if o.optimizer == "sgd" else is_hidden
+    return ParameterGroup(decays, OF_WIDTH if changes else USUAL)
+
+
+def list_groups(o: OptimizerArgs, width: float = 1.0) -> list[ParameterGroup]:
+    """The groups that Megatron-LM makes with these flags, also those without a parameter. Arguments as of find_group."""
+    rates = {USUAL}
+    if o.decoupled_lr is not None:
+        rates.add(OWN)
+    if width != 1:
+        rates.add(OF_WIDTH)
+    return [kind for kind in GROUPS if kind.rate in rates and (kind.decays or kind.rate == _find_vector_rate(o, width))]
+
+
+def _find_vector_rate(o: OptimizerArgs, width: float) -> str:
+    """The learning rate of biases and norms."""
+    return OF_WIDTH if width != 1 and o.optimizer == "sgd" else USUAL

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from megatron_lite.config.args import Args, OptimizerArgs
+from megatron_lite.config.args import Args, ModelArgs, OptimizerArgs
 from megatron_lite.config.expert_layers import parse_expert_layers
 from megatron_lite.config.layout import (
     ZERO_BUBBLE,
@@ -148,6 +148,12 @@ class LearningRatePlan:
     start_weight_decay: float
     end_weight_decay: float
     weight_decay_samples: int
+
+    def scale_to_width(self, o: OptimizerArgs, width: float) -> "LearningRatePlan":
+        """The same with the rates that --use-mup gives to parameters of a model `width` times as wide as its base: Adam's
+        matrices learn more slowly, SGD's vectors faster."""
+        factor = width if o.optimizer == "sgd" else 1 / width
+        return replace(self, peak=self.peak * factor, floor=self.floor * factor)
 
     def decouple(self, o: OptimizerArgs) -> "LearningRatePlan | None":
         """The same with the rates of --decoupled-lr; None without that flag."""
@@ -350,6 +356,7 @@ def _build_shape(args: Args, vocab_size: int) -> ModelShape:
         experts=_build_expert_shape(args, m.ffn_hidden_size or ffn),
         softmax_in_fp32=m.attention_softmax_in_fp32,
         init_method_std=m.init_method_std,
+        **_scale_to_width(m),
     )
 
 
@@ -388,6 +395,22 @@ def _build_expert_shape(args: Args, ffn_hidden_size: int) -> ExpertShape | None:
         drop_policy=e.moe_token_drop_policy,
         probs_on_input=e.moe_apply_probs_on_input,
     )
+
+
+def _scale_to_width(m: ModelArgs) -> dict[str, float]:
+    """Fields of ModelShape that --use-mup sets; none without it."""
+    if not m.use_mup:
+        return {}
+    width = m.hidden_size / (m.mup_base_hidden_size or m.hidden_size)
+    channels = m.kv_channels or m.hidden_size // m.num_attention_heads
+    # as in Megatron-LM, 1 stands for "not given"
+    output = 1 / width if m.mup_output_mult == 1 else m.mup_output_mult
+    return {
+        "mup_width_mult": width,
+        "embedding_scale": m.mup_embedding_mult,
+        "logits_scale": output,
+        "softmax_scale": (m.mup_base_head_dim or 1.0) ** 0.5 / channels**m.mup_attn_scale_power,
+    }
 
 
 def _build_learning_rate(args: Args, batch: BatchSchedule, total_samples: int) -> LearningRatePlan:

@@ -115,6 +115,11 @@ class ModelShape:
     softmax_in_fp32: bool = False
     init_method_std: float = 0.02
     experts: ExpertShape | None = None
+    # of --use-mup: how many times as wide the model is as the one that its learning rates are for
+    mup_width_mult: float = 1.0
+    embedding_scale: float = 1.0  # of the embeddings' output
+    logits_scale: float = 1.0
+    softmax_scale: float | None = None  # of attention's scores; None: 1 / sqrt(kv_channels)
 
     def split(self, ranks: int, context: int = 1, experts: int = 1, expert_tensor: int | None = None) -> "RankShape":
         """The share of one rank.

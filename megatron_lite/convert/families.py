@@ -20,6 +20,8 @@ def family_of_shape(shape: ModelShape) -> ModuleType:
         f"{flag}: Hugging Face's {TITLES[family]} have {instead}; only a model trained with that can be converted."
         for flag, instead in family.objections(shape)
     ]
+    if shape.softmax_scale is not None:
+        wrong.append("--use-mup: Hugging Face's models have no scales of its kind; only one without can be converted.")
     if wrong:
         raise ConfigError(wrong)
     return family

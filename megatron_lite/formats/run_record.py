@@ -191,6 +191,14 @@ class Shape(msgspec.Struct, frozen=True):
     init_method_std: float | None = None
     # null: a dense model
     experts: Experts | None = None
+    # of --use-mup: how many times as wide the model is as the one that its learning rates are for
+    mup_width_mult: float | None = None
+    # factor of the embeddings' output
+    embedding_scale: float | None = None
+    # factor of the logits
+    logits_scale: float | None = None
+    # factor of attention's scores; null: 1 / sqrt(kv_channels)
+    softmax_scale: float | None = None
 
 
 class Batch(msgspec.Struct, frozen=True):

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_lite.config.layout import Part, take_part
+from megatron_lite.config.parameter_groups import EMBEDDINGS
 from megatron_lite.config.shape import ModelShape
 from megatron_lite.model.attention import Attend, make_document_mask, sdpa_attention
 from megatron_lite.model.experts import MixtureOfExperts
@@ -109,6 +110,8 @@ class SelfAttention(nn.Module):
         self.kv_channels = shape.kv_channels
         self.dropout = shape.attention_dropout
         self.rotary_interleaved = shape.rotary_interleaved
+        # kernels scale scores by 1 / sqrt(D); queries make up for another scale
+        self.query_scale = 1.0 if shape.softmax_scale is None else shape.softmax_scale * math.sqrt(shape.kv_channels)
         self.linear_qkv = nn.Linear(shape.hidden_size, shape.qkv_rows, bias=shape.qkv_bias)
         self.linear_proj = nn.Linear(shape.attention_width, shape.hidden_size, bias=shape.linear_bias)
         self.q_layernorm = Norm(shape.kv_channels, shape) if shape.qk_layernorm else None
@@ -131,6 +134,8 @@ class SelfAttention(nn.Module):
         if cos_B1TR is not None and sin_B1TR is not None:
             q_BNTD = rotate(q_BNTD, cos_B1TR, sin_B1TR, self.rotary_interleaved)
             k_BGTD = rotate(k_BGTD, cos_B1TR, sin_B1TR, self.rotary_interleaved)
+        if self.query_scale != 1:
+            q_BNTD = q_BNTD * self.query_scale
         dropout = self.dropout if self.training else 0.0
         out_BNTD = self.attend.function(q_BNTD, k_BGTD, v_BGTD, mask_B1TT, dropout, self.layer_number)
         projected_BTH: Tensor = self.linear_proj(out_BNTD.transpose(1, 2).flatten(2))
@@ -149,12 +154,15 @@ class Embedding(nn.Module):
         self.position_embeddings = None
         if shape.position_embedding == "learned_absolute":
             self.position_embeddings = nn.Embedding(shape.max_position_embeddings, shape.hidden_size)
+        self.scale = shape.embedding_scale
         self.dropout = nn.Dropout(shape.hidden_dropout) if shape.hidden_dropout else nn.Identity()
 
     def forward(self, tokens_BT: Tensor, positions_BT: Tensor) -> Tensor:
         hidden_BTH: Tensor = self.word_embeddings(tokens_BT)
         if self.position_embeddings is not None:
             hidden_BTH = hidden_BTH + self.position_embeddings(positions_BT)
+        if self.scale != 1:
+            hidden_BTH = hidden_BTH * self.scale
         hidden_BTH = self.dropout(hidden_BTH)
         return hidden_BTH
 
@@ -264,6 +272,8 @@ class GPT(nn.Module):
 
     def finish(self, hidden_BTH: Tensor, labels_BT: Tensor | None) -> Tensor:
         """Logits or losses from the last layer's output."""
+        if self.shape.logits_scale != 1:
+            hidden_BTH = hidden_BTH * self.shape.logits_scale
         if labels_BT is None:
             return F.linear(hidden_BTH, self.output_weight)
         return self.losses(hidden_BTH, self.output_weight, labels_BT)
@@ -320,13 +330,19 @@ def list_parameters(shape: ModelShape) -> dict[str, tuple[int, ...]]:
 
 def _draw(name: str, parameter: Tensor, shape: ModelShape) -> None:
     """Matrices normal(0, std), those that write into the residual stream std/sqrt(2L); biases 0; norm weights 1
-    (0 with layernorm_1p, which stores them minus 1)."""
+    (0 with layernorm_1p, which stores them minus 1).
+
+    Under muP, matrices but embeddings and output have std/sqrt(width) in the place of std.
+    """
     owner, kind = name.split(".")[-2:]
+    of_width = shape.init_method_std / math.sqrt(shape.mup_width_mult)
     if kind == "bias":
         nn.init.zeros_(parameter)
     elif owner.endswith("layernorm"):
         nn.init.constant_(parameter, 0.0 if shape.layernorm_1p else 1.0)
     elif owner in RESIDUAL_OUTPUTS:
-        nn.init.normal_(parameter, std=shape.init_method_std / math.sqrt(2 * shape.num_layers))
-    else:
+        nn.init.normal_(parameter, std=of_width / math.sqrt(2 * shape.num_layers))
+    elif name.startswith(EMBEDDINGS):
         nn.init.normal_(parameter, std=shape.init_method_std)
+    else:
+        nn.init.normal_(parameter, std=of_width)

@@ -12,27 +12,31 @@ import torch
 from torch import Tensor, nn
 
 from megatron_lite.config.args import OptimizerArgs, PrecisionArgs
-from megatron_lite.config.parameter_groups import GROUPS, ParameterGroup, find_group
+from megatron_lite.config.parameter_groups import GROUPS, OF_WIDTH, OWN, USUAL, ParameterGroup, find_group
 from megatron_lite.config.plan import LearningRatePlan, Plan
 from megatron_lite.marks import MASTER_WEIGHTS, mark_memory
 from megatron_lite.phases import BeginPhase, Phase
 
 
 def make_engine(
-    o: OptimizerArgs, members: dict[ParameterGroup, list[nn.Parameter]], rates: dict[bool, Tensor]
+    o: OptimizerArgs, members: dict[ParameterGroup, list[nn.Parameter]], rates: dict[str, Tensor], width: float
 ) -> torch.optim.Optimizer:
     """A fused torch optimizer.
 
     Args:
         o: Its flags.
         members: The weights of each group. Those that decay do so as Optimizer.follow sets it.
-        rates: The device tensors from which learning rates are read, by whether --decoupled-lr sets them.
+        rates: The device tensors from which learning rates are read, by ParameterGroup.rate.
+        width: ModelShape.mup_width_mult.
     """
     groups = [
-        {"params": own, "weight_decay": 0.0, "lr": rates[kind.decoupled], "decays": kind.decays}
+        {"params": own, "weight_decay": 0.0, "lr": rates[kind.rate], "decays": kind.decays}
         for kind, own in members.items()
     ]
-    lr, weights = rates[False], [weight for own in members.values() for weight in own]
+    if o.optimizer == "adam":
+        for group, kind in zip(groups, members):
+            group["eps"] = o.adam_eps / width if kind.rate == OF_WIDTH else o.adam_eps
+    lr, weights = rates[USUAL], [weight for own in members.values() for weight in own]
     engine: torch.optim.Optimizer
     if o.optimizer == "adam":
         engine = torch.optim.AdamW(groups, lr=lr, betas=(o.adam_beta1, o.adam_beta2), eps=o.adam_eps, fused=True)
@@ -126,10 +130,13 @@ class Optimizer:
         self.weights = MasterWeights(parameters)
         self.scaler = make_loss_scale(plan.precision, plan.args.precision, device)
         self.lr = torch.tensor(0.0, dtype=torch.float32, device=device)
-        self.decoupled_lr = torch.tensor(0.0, dtype=torch.float32, device=device)  # of --decoupled-lr
-        rates = {False: self.lr, True: self.decoupled_lr}
+        self._width = plan.shape.mup_width_mult
         self._members = self._group(names or [""] * len(parameters))
-        self.engine = make_engine(plan.args.optimizer, self._members, rates)
+        others = {kind.rate for kind in self._members} - {USUAL}
+        # learning rates other than the usual one, which decoupled parameters and those under muP have
+        self._other_lrs = {rate: torch.tensor(0.0, dtype=torch.float32, device=device) for rate in sorted(others)}
+        rates = {USUAL: self.lr, **self._other_lrs}
+        self.engine = make_engine(plan.args.optimizer, self._members, rates, self._width)
         self.good_samples = torch.zeros((), dtype=torch.int64, device=device)
         self.stopped = torch.zeros((), dtype=torch.bool, device=device)
         self._one = torch.ones((), dtype=torch.float32, device=device)
@@ -139,13 +146,15 @@ class Optimizer:
         """The weights of each group that has any."""
         members: dict[ParameterGroup, list[nn.Parameter]] = {kind: [] for kind in GROUPS}
         for name, master in zip(names, self.weights.masters, strict=True):
-            members[find_group(name, master.ndim, self.plan.args.optimizer)].append(master)
+            members[find_group(name, master.ndim, self.plan.args.optimizer, self._width)].append(master)
         return {kind: own for kind, own in members.items() if own}
 
     def follow(self, schedule: LearningRatePlan) -> None:
         """Take learning rate and weight decay from `schedule`."""
         self.schedule = schedule
-        self.decoupled_schedule = schedule.decouple(self.plan.args.optimizer)
+        o = self.plan.args.optimizer
+        schedules = {OWN: schedule.decouple(o), OF_WIDTH: schedule.scale_to_width(o, self._width)}
+        self._other_schedules = {rate: schedules[rate] or schedule for rate in self._other_lrs}
         self._decay_changes = schedule.weight_decay_style != "constant"
         # torch applies a constant decay; one that changes it would want as a number on the host, so that step does it
         for group in self.engine.param_groups:
@@ -240,8 +249,8 @@ class Optimizer:
         """Set the rates of the step that starts after the good samples so far. Returns the learning rate."""
         rate = compute_learning_rates(self.schedule, self.good_samples)
         self.lr.copy_(rate)
-        if self.decoupled_schedule is not None:
-            self.decoupled_lr.copy_(compute_learning_rates(self.decoupled_schedule, self.good_samples))
+        for name, schedule in self._other_schedules.items():
+            self._other_lrs[name].copy_(compute_learning_rates(schedule, self.good_samples))
         return rate
 
     def _decay(self, skipped: Tensor, divide_by: Tensor) -> None:

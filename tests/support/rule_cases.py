@@ -24,7 +24,7 @@ SAMPLES !--global-batch-size --step-batch-size-schedule 0:8,31:4 ; SAMPLES !--gl
 --eval-global-batch-size 3
 --fim-data --tokenizer-type ByteTokenizer ; !--mock-data --fim-data --data-path nothing
 !--mock-data --fim-data --data-path nothing --tokenizer-type ByteTokenizer --fim-split-sample x
---eval-micro-batch-size 3 ; --position-embedding-type yarn --rotary-interleaved
+--mup-base-hidden-size 0 ; --use-mup --num-experts 4 --disable-bias-linear ; --eval-micro-batch-size 3 ; --position-embedding-type yarn --rotary-interleaved
 SAMPLES !--global-batch-size --rampup-batch-size 2 2 100 ; SAMPLES --rampup-batch-size 2 4 100
 SAMPLES --rampup-batch-size 10 2 100 ; SAMPLES --rampup-batch-size 1 1 100 ; --exit-signal SIGNAL
 --exit-signal SIGKILL ; --exit-signal SIG_DFL ; --fp16 --bf16

@@ -12,6 +12,8 @@ def model_rules(args: Args, world: World) -> Iterator[str]:
     """Mistakes among the model's flags."""
     yield from _check_tensors(args)
     yield from _check_custom_model(args)
+    if args.model.use_mup and args.experts.num_experts is not None:
+        yield "--use-mup and --num-experts exclude each other: its rules for experts are not built; drop one of them."
     m, p, heads = args.model, args.precision, args.model.num_attention_heads
     if m.hidden_size and heads and heads > 0:
         given = f"--num-attention-heads {heads}"
@@ -112,6 +114,7 @@ def _check_custom_model(args: Args) -> Iterator[str]:
         "--use-torch-fsdp2": p.use_torch_fsdp2,
         f"--recompute-granularity {m.recompute_granularity}": m.recompute_granularity,
         "--torch-compile layers": args.training.torch_compile == "layers",
+        "--use-mup": m.use_mup,
         "--log-throughput": args.watch.log_throughput,
         "--decoupled-lr": args.optimizer.decoupled_lr is not None,
         "--ckpt-format torch": args.checkpoint.ckpt_format == "torch",
