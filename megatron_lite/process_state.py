@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import TypedDict
 
 PROC = Path("/proc")
 RANK_VARIABLES = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE", "LOCAL_RANK")  # torchrun gives them to each rank
@@ -37,9 +38,17 @@ def _fields(pid: int) -> list[str]:
     return (PROC / str(pid) / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
 
 
-def identity(pid: int | None = None) -> dict:
-    """This process, or another one here, for whoever asks later, by `is_there`: host, space of ids, id, and clock ticks
-    from boot to its start."""
+class ProcessIdentity(TypedDict):
+    """All that tells a process from others, also from later ones with its id."""
+
+    host: str
+    pids: str | None  # the space of process ids; None where the kernel does not tell
+    pid: int
+    started_ticks: int | None  # clock ticks from boot to its start
+
+
+def identity(pid: int | None = None) -> ProcessIdentity:
+    """Identify this process, or another one here, for whoever asks later, by `is_there`."""
     pid = os.getpid() if pid is None else pid
     try:
         started = int(_fields(pid)[19])
@@ -48,7 +57,7 @@ def identity(pid: int | None = None) -> dict:
     return {"host": socket.gethostname(), "pids": pid_space(), "pid": pid, "started_ticks": started}
 
 
-def find_launcher(environ: Mapping[str, str]) -> dict | None:
+def find_launcher(environ: Mapping[str, str]) -> ProcessIdentity | None:
     """The `identity` of torchrun's agent above this rank; None if torchrun did not start it, or is gone already.
 
     The agent is the nearest ancestor without this rank's variables: wrappers between them, shells or profilers, have
@@ -69,13 +78,19 @@ def find_launcher(environ: Mapping[str, str]) -> dict | None:
     return None
 
 
-def is_there(process: dict) -> bool | None:
-    """Does the process of that `identity` exist; None where this machine cannot know, being another one, say."""
+def is_there(process: Mapping[str, object]) -> bool | None:
+    """Tell whether a process exists; None where this machine cannot know, being another one, say.
+
+    Args:
+        process: Its `identity`, as it may have been read from a file.
+    """
     pid = process.get("pid")
     if not isinstance(pid, int) or process.get("pids") is None or process.get("started_ticks") is None:
         return None
-    now, state = identity(pid), process_state(pid)
-    if any(process.get(name) != now[name] for name in ("host", "pids")) or state is None:
+    now = identity(pid)
+    state = process_state(pid)
+    is_here = process.get("host") == now["host"] and process.get("pids") == now["pids"]
+    if state is None or not is_here:
         return None
     return state != "dead" and now == process  # else its id was given to another one
 

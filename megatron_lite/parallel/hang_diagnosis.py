@@ -1,7 +1,5 @@
-"""Which rank is to blame when a collective fails.
-
-One rank asks all others where they are, decides, and tells it in one line.
-"""
+"""Finds the rank to blame when a collective fails: one rank asks all others where they are, decides, and tells it in
+one line."""
 
 import dataclasses
 import json
@@ -25,7 +23,10 @@ from megatron_lite.shared_files import read_bounded
 from megatron_lite.units import duration
 
 MAX_NAMED = 8  # ranks in one line
-CLOSED, LATE, TERMINATED = "closed", "late", "terminated"  # why somebody asks
+# why somebody asks
+CLOSED = "closed"
+LATE = "late"
+TERMINATED = "terminated"
 SIGNALLED = ("SIGTERM", "KeyboardInterrupt")  # how a rank's farewell begins that somebody ended
 AGAIN = "start again with --load to go on from the newest checkpoint."
 MAX_RECORD_BYTES = 2**24
@@ -60,7 +61,7 @@ ENDED = ("left", "dead", "signalled")
 
 @dataclass
 class Case:
-    """What the rank that asks has found out."""
+    """All that the rank that asks has found out."""
 
     rank: int
     size: int
@@ -77,41 +78,58 @@ class Case:
 
     @property
     def waited_in(self) -> str:
+        """The words for what the asking rank waited in."""
         if self.operation is None:
             return "a collective" if self.posts[self.rank].begun else "the first meeting of all ranks"
         return str(self.operation)
 
     @property
     def awaited(self) -> list[int]:
-        """Those for whom the asking rank waits in the end: a rank that has not begun what it waits in may wait itself,
-        for others in another group."""
-        first = self.operation.awaited if self.operation else (DEFAULT, self.posts[self.rank].begun, ())
-        late, seen = self._find_late(*first), set()
+        """The ranks for which the asking rank waits in the end: a rank that has not begun what it waits in may wait
+        itself, for others in another group."""
+        awaited: tuple[str, int, tuple[int, ...]] = (DEFAULT, self.posts[self.rank].begun, ())
+        if self.operation is not None:
+            awaited = self.operation.awaited
+        late = self._find_late(*awaited)
+        seen: set[int] = set()
         while not seen.intersection(late):
             seen.update(late)
-            waiting = [self.posts[rank].waiting for rank in late]
-            idle = [rank for rank, one in zip(late, waiting) if one is None]
-            further = {other for one in waiting if one for other in self._find_late(*one)}
+            idle = [rank for rank in late if self.posts[rank].waiting is None]
+            further: set[int] = set()
+            for rank in late:
+                waiting = self.posts[rank].waiting
+                if waiting is not None:
+                    further.update(self._find_late(*waiting))
             if idle or not further:
                 return idle or late
             late = sorted(further)
         return late
 
     def _find_late(self, group: str, number: int, ranks: Sequence[int]) -> list[int]:
-        """Of the group's other ranks, all if none are named,
-        those that have not begun its collective of this number."""
-        others = {rank: post for rank, post in self.posts.items() if rank != self.rank and (not ranks or rank in ranks)}
-        begun = {rank: post.begun if group == DEFAULT else post.groups.get(group, 0) for rank, post in others.items()}
-        return sorted(rank for rank in others if begun[rank] < number)
+        """Find the other ranks of a group that have not begun its collective of this number.
+
+        Args:
+            group: The name of the group.
+            number: The number of the collective, counted from 1 in its group.
+            ranks: The ranks of the group; empty for all.
+        """
+        late = []
+        for rank, post in self.posts.items():
+            is_other = rank != self.rank and (not ranks or rank in ranks)
+            begun = post.begun if group == DEFAULT else post.groups.get(group, 0)
+            if is_other and begun < number:
+                late.append(rank)
+        return sorted(late)
 
     @property
     def see(self) -> str:
+        """The words that lead to the report, if there is one."""
         return f" (all stacks: {self.report})" if self.report else ""
 
 
 @dataclass(frozen=True)
 class Cause:
-    """The line, whom it blames, and whether those processes have ended."""
+    """The line to tell, the ranks that it blames, and whether their processes have ended."""
 
     line: str
     ranks: list[int]
@@ -119,41 +137,46 @@ class Cause:
 
 
 def find_cause(case: Case, *, heard: bool = True) -> Cause | None:
-    """Whose fault it is, or None if nobody's that can be named. Not `heard`: others may still be about to answer."""
+    """Find whose fault it is; None if nobody's that can be named.
+
+    Args:
+        case: What is known.
+        heard: Whether all have answered that still may.
+    """
     kinds = {rank: classify_rank(case, rank) for rank in range(case.size) if rank != case.rank}
-    for kind in LINES if heard and case.reason != TERMINATED else ("left", "dead"):
+    certain = ("left", "dead")
+    for kind in LINES if heard and case.reason != TERMINATED else certain:
         ranks = [rank for rank, found in kinds.items() if found == kind]
         if ranks:
             return Cause(_describe(case, kind, ranks), ranks, kind in ENDED)
-    if heard and case.reason == LATE:
-        line = (
-            f"{case.waited_in} took longer than {duration(case.limit_s)} although all ranks had begun it; "
-            "if the network "
-            f"between them is sound, raise --distributed-timeout-minutes{case.see}."
-        )
-    elif heard and case.reason == CLOSED and case.detail:
-        line = (
-            f"{case.waited_in} of rank {case.rank} lost a connection although all ranks run "
-            f"({case.detail}); look at the "
-            f"network between them, then {AGAIN}"
-        )
-    else:
+    if not heard:
         return None
-    return Cause(line, [], False)
+    if case.reason == LATE:
+        happened = f"{case.waited_in} took longer than {duration(case.limit_s)} although all ranks had begun it"
+        remedy = f"if the network between them is sound, raise --distributed-timeout-minutes{case.see}."
+        return Cause(f"{happened}; {remedy}", [], False)
+    if case.reason == CLOSED and case.detail:
+        happened = f"{case.waited_in} of rank {case.rank} lost a connection although all ranks run ({case.detail})"
+        return Cause(f"{happened}; look at the network between them, then {AGAIN}", [], False)
+    return None
 
 
 def answered(case: Case) -> bool:
-    """Has every rank said something, but for those that cannot any more?"""
-    posts = [case.posts.get(rank) for rank in range(case.size)]
-    return all(
-        post is not None and (post.answers or post.left or case.states.get(rank) in ("dead", "stopped"))
-        for rank, post in enumerate(posts)
-    )
+    """Tell whether every rank has said something, but for those that cannot any more."""
+    for rank in range(case.size):
+        post = case.posts.get(rank)
+        if post is None:
+            return False
+        is_mute = case.states.get(rank) in ("dead", "stopped")
+        if not (post.answers or post.left or is_mute):
+            return False
+    return True
 
 
 def classify_rank(case: Case, rank: int) -> str | None:
-    """A key of LINES; None for a rank that is not to blame."""
-    post, state = case.posts.get(rank), case.states.get(rank)
+    """Find the key of LINES for a rank; None for one that is not to blame."""
+    post = case.posts.get(rank)
+    state = case.states.get(rank)
     if post is None:
         return "absent"
     if post.blameless:
@@ -171,12 +194,9 @@ def classify_rank(case: Case, rank: int) -> str | None:
 
 def _describe(case: Case, kind: str, ranks: list[int]) -> str:
     """The line on ranks of a kind; what is told of one of them is the first's."""
-    named, more = ", ".join(map(str, ranks[:MAX_NAMED])), len(ranks) - MAX_NAMED
-    place = case.layout.describe_place(ranks[0]) if len(ranks) == 1 else ""
-    place = place and f" ({place})"
     waited, unjoined = _describe_waiting(case, ranks[0])
     words = {
-        "who": f"rank{'s' if len(ranks) > 1 else ''} {named}{place}{f' and {more} more' if more > 0 else ''}",
+        "who": _name_ranks(case, ranks),
         "were": "they were" if len(ranks) > 1 else "it was",
         "unjoined": unjoined,
         "killed": "",
@@ -199,10 +219,32 @@ def _describe(case: Case, kind: str, ranks: list[int]) -> str:
     return LINES[kind].format(case=case, post=post, waited=waited, AGAIN=AGAIN, **words)
 
 
+def _name_ranks(case: Case, ranks: list[int]) -> str:
+    """The names of ranks, as in 'rank 3 (tp 1)' or 'ranks 1, 2, 3 and 9 more'."""
+    named = ", ".join(map(str, ranks[:MAX_NAMED]))
+    if len(ranks) == 1:
+        place = case.layout.describe_place(ranks[0])
+        return f"rank {named} ({place})" if place else f"rank {named}"
+    more = len(ranks) - MAX_NAMED
+    return f"ranks {named} and {more} more" if more > 0 else f"ranks {named}"
+
+
 def _describe_waiting(case: Case, culprit: int) -> tuple[str, str]:
-    """(how the asking rank waited, as the end of a sentence; what the culprit did not do)."""
-    limit, mine, operation = duration(case.limit_s), case.posts[case.rank], case.operation
-    after, within, lasted = (f" {limit}", f" within {limit}", f", for {limit}") if case.reason == LATE else ("", "", "")
+    """Describe what did not happen.
+
+    Returns:
+        How the asking rank waited, as the end of a sentence, and what the culprit did not do.
+    """
+    mine = case.posts[case.rank]
+    operation = case.operation
+    after = ""
+    within = ""
+    lasted = ""
+    if case.reason == LATE:
+        limit = duration(case.limit_s)
+        after = f" {limit}"
+        within = f" within {limit}"
+        lasted = f", for {limit}"
     is_far = operation is not None and operation.ranks and culprit not in operation.ranks
     if operation is not None and operation.group == STAGES:
         whom = f"others waiting, and through them rank {case.rank}" if is_far else f"rank {case.rank} waiting"
@@ -216,27 +258,40 @@ def _describe_waiting(case: Case, culprit: int) -> tuple[str, str]:
 
 
 def where(stack: list[str]) -> str:
-    """'wait (connection.py:9) called by _each (megatron_lite/data/loader.py:44)': the innermost call, and ours."""
+    """Name the innermost call of a stack and the innermost one of this package, as in
+    'wait (connection.py:9) called by _each (megatron_lite/data/loader.py:44)'."""
     if not stack:
         return "an unknown place"
     calls = [stack[0]]
     ours = next((call for call in stack if "/megatron_lite/" in call), stack[0])
     if ours != stack[0]:
         calls.append(ours)
-    parts = [call.partition(" (") for call in calls]
-    return " called by ".join(f"{name} ({'/'.join(path.split('/')[-3:])}" for name, _, path in parts)
+    named = []
+    for call in calls:
+        name, _, path = call.partition(" (")
+        end_of_path = "/".join(path.split("/")[-3:])
+        named.append(f"{name} ({end_of_path}")
+    return " called by ".join(named)
 
 
 class HangDiagnosis:
-    """Asks all ranks. Of one rank, in the thread that owns the store.
-
-    ends_record: the process ends here, so that run.json's own writer will not come to it.
-    """
+    """Asks all ranks for one of them, in the thread that owns its connection to the store."""
 
     def __init__(
         self, world: World, store: RankStore, limit_s: float, *, ends_record: bool, layout: Layout | None = None
     ):
-        self.world, self.store, self.limit_s, self.ends_record = world, store, limit_s, ends_record
+        """
+        Args:
+            world: This rank's place in the launch.
+            store: Where ranks tell each other how they are.
+            limit_s: How long a collective may take, in seconds.
+            ends_record: Whether the process ends here, so that run.json's own writer will not come to it.
+            layout: This rank's place among the others; None where all hold the same.
+        """
+        self.world = world
+        self.store = store
+        self.limit_s = limit_s
+        self.ends_record = ends_record
         self.layout = layout or Layout()
         self.run_dir: Path | None = None
         self._kills = memory_kills()
@@ -244,16 +299,22 @@ class HangDiagnosis:
     def diagnose(
         self, reason: str, mine: RankStatus, operation: Operation | None, detail: str | None = None
     ) -> RanksError | None:
-        """The error to raise on this rank; None if no rank is to blame. Takes seconds.
+        """Find the error to raise on this rank; None if no rank is to blame. Takes seconds.
 
-        `detail`: of a lost connection.
+        Args:
+            reason: CLOSED, LATE or TERMINATED.
+            mine: This rank's status.
+            operation: What this rank waits in, if that is known.
+            detail: What the transport said of a lost connection.
         """
-        if not self.store.claim_speaker():  # this thread has no time to answer while it waits
-            waiting = operation and operation.awaited
+        if not self.store.claim_speaker():
+            # this thread has no time to answer while it waits
+            waiting = None if operation is None else operation.awaited
             self.store.set_status(dataclasses.replace(mine, answers=True, waiting=waiting))
             line = self.store.wait_for_cause(VERDICT_SECONDS)
             return RanksError(line, told=True) if line else None
-        case, end = self._open_case(reason, mine, operation, detail), time.monotonic() + ANSWER_SECONDS
+        case = self._open_case(reason, mine, operation, detail)
+        end = time.monotonic() + ANSWER_SECONDS
         while True:
             self._look(case, range(case.size))
             heard = answered(case) or time.monotonic() >= end
@@ -269,39 +330,50 @@ class HangDiagnosis:
         return RanksError(found.line, ended=found.ended)
 
     def has_dead_neighbor(self, mine: RankStatus, operation: Operation | None) -> bool:
-        """Has a rank of this machine died or failed? Takes milliseconds, and disturbs nobody."""
-        case, first = self._open_case(TERMINATED, mine, operation), self.world.rank - self.world.local_rank
+        """Tell whether a rank of this machine has died or failed. Takes milliseconds, and disturbs nobody."""
+        case = self._open_case(TERMINATED, mine, operation)
+        first = self.world.rank - self.world.local_rank
         self._look(case, range(first, first + self.world.local_size))
         return find_cause(case, heard=False) is not None
 
     def _open_case(self, reason: str, mine: RankStatus, operation: Operation | None, detail: str | None = None) -> Case:
-        posts = {self.world.rank: dataclasses.replace(mine, answers=True)}
-        report = str(self.run_dir / RANKS_FILE) if self.run_dir else None
-        size, limit_s, layout = self.world.size, self.limit_s, self.layout
-        return Case(self.world.rank, size, reason, limit_s, posts, operation, detail, report, layout)
+        return Case(
+            rank=self.world.rank,
+            size=self.world.size,
+            reason=reason,
+            limit_s=self.limit_s,
+            posts={self.world.rank: dataclasses.replace(mine, answers=True)},
+            operation=operation,
+            detail=detail,
+            report=str(self.run_dir / RANKS_FILE) if self.run_dir else None,
+            layout=self.layout,
+        )
 
-    def _look(self, case: Case, ranks: range):
+    def _look(self, case: Case, ranks: range) -> None:
         """Bring the case up to date; who has answered is not asked again."""
         unheard = [rank for rank in ranks if rank not in case.posts or not case.posts[rank].answers]
         case.posts |= self.store.get_statuses(unheard)
-        case.now, kills, mine = time.time(), memory_kills(), case.posts[case.rank]
-        case.states = {  # ended ranks left out: another process may have their number by now
-            rank: process_state(post.pid)
-            for rank, post in case.posts.items()
-            if rank != case.rank and (post.host, post.pids) == (mine.host, mine.pids) and post.left is None
-        }
+        case.now = time.time()
+        mine = case.posts[case.rank]
+        case.states = {}
+        for rank, post in case.posts.items():
+            is_here = post.host == mine.host and post.pids == mine.pids
+            # ended ranks left out: another process may have their number by now
+            if rank != case.rank and is_here and post.left is None:
+                case.states[rank] = process_state(post.pid)
+        kills = memory_kills()
         if kills is not None and self._kills is not None:
             case.memory_kills = kills - self._kills
 
     def _write_down(self, case: Case, found: Cause, run_dir: Path) -> None:
         """Write RUN/ranks.json: the verdict and every rank's last status, with stacks of those that answered; and the
         end into run.json."""
+        # the writer of run.json
         last = self.world.size - 1
         gone = last in found.ranks and case.posts[last].left in (None, "SIGTERM")
-        ranks = {
-            str(rank): record_status(post, self.layout.describe_place(rank))
-            for rank, post in sorted(case.posts.items())
-        }
+        ranks = {}
+        for rank, post in sorted(case.posts.items()):
+            ranks[str(rank)] = record_status(post, self.layout.describe_place(rank))
         try:
             write_atomically(run_dir / RANKS_FILE, encode_failure(FailureRecord(verdict=found.line, ranks=ranks)))
             if gone or self.ends_record or case.reason == TERMINATED:
@@ -342,8 +414,13 @@ def record_status(status: RankStatus, place: str) -> RankAtFailure:
     )
 
 
-def end_record(folder: Path, line: str):
-    """RUN/run.json says how the run ended, if nobody has said so yet."""
+def end_record(folder: Path, line: str) -> None:
+    """Write into run.json how the run ended, if nobody has done so yet.
+
+    Args:
+        folder: The run's.
+        line: What a RanksError says.
+    """
     path = folder / RUN_FILE
     try:
         record = msgspec.convert(json.loads(read_bounded(path, MAX_RECORD_BYTES)), RunRecord)

@@ -4,10 +4,14 @@ import contextlib
 import multiprocessing
 import os
 import signal
+from collections.abc import Callable, Iterator
 from datetime import timedelta
+from typing import Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store  # mypy does not find them in dist
+from torch.distributed.rendezvous import rendezvous
 
 from megatron_lite.config.args import ParallelArgs
 from megatron_lite.config.plan import Plan
@@ -22,38 +26,55 @@ NCCL_MARGIN = timedelta(minutes=1)
 STORE_TIMEOUT = timedelta(seconds=5)
 
 
+@runtime_checkable
+class _Cloneable(Protocol):
+    """A store's method that torch's types leave out."""
+
+    def clone(self) -> Store:
+        """Open another connection to the same store."""
+
+
 def find_device(kind: str, world: World) -> torch.device:
-    """This rank's device. kind: cuda or cpu."""
+    """Find this rank's device. kind: cuda or cpu."""
     return torch.device("cuda", world.gpu) if kind == "cuda" else torch.device("cpu")
 
 
 def get_time_limit(parallel: ParallelArgs) -> timedelta:
-    """How long a collective may take."""
+    """How long a collective may take before the watchdog looks for the rank to blame."""
     return timedelta(minutes=parallel.distributed_timeout_minutes)
 
 
 def operation_limit(plan: Plan) -> timedelta:
-    """After which torch ends a collective by itself."""
-    return get_time_limit(plan.args.parallel) + (NCCL_MARGIN if plan.backend == "nccl" else timedelta(0))
+    """The time after which torch ends a collective by itself."""
+    limit = get_time_limit(plan.args.parallel)
+    return limit + NCCL_MARGIN if plan.backend == "nccl" else limit
 
 
 @contextlib.contextmanager
-def process_group(plan: Plan):
-    """All ranks of the plan, as torch.distributed's default group; gives this rank's watchdog among them.
+def process_group(plan: Plan) -> Iterator[Watchdog | NoWatchdog]:
+    """Make torch.distributed's default group of all ranks of the plan, which is there inside the block.
 
-    Raises UserError where the ranks cannot meet, RanksError where they lose each other.
+    Yields:
+        This rank's watchdog among them.
+
+    Raises:
+        UserError: The ranks cannot meet.
+        RanksError: They lose each other.
     """
     limit = get_time_limit(plan.args.parallel)
-    store, nccl = _meet(plan.world, limit), plan.backend == "nccl"
+    store = _meet(plan.world, limit)
+    nccl = plan.backend == "nccl"
     with contextlib.ExitStack() as ends:
-        watchdog = NoWatchdog()
+        watchdog: Watchdog | NoWatchdog = NoWatchdog()
         if plan.world.size > 1:
+            assert isinstance(store, _Cloneable)
             own = store.clone()
             own.set_timeout(STORE_TIMEOUT)
             recorder = FlightRecorder(plan.backend)
-            watchdog = Watchdog(plan.world, own, recorder, limit.total_seconds(), backstop=nccl, layout=plan.layout)
-            watchdog.start()
-            ends.callback(watchdog.stop)
+            listening = Watchdog(plan.world, own, recorder, limit.total_seconds(), backstop=nccl, layout=plan.layout)
+            listening.start()
+            ends.callback(listening.stop)
+            watchdog = listening
         with watchdog.explain_failures():
             dist.init_process_group(
                 plan.backend,
@@ -76,23 +97,31 @@ def process_group(plan: Plan):
                 if child.daemon:
                     child.kill()
             # NCCL's orderly way out waits for all ranks, and the error would be told only at the time-out
-            abort = getattr(dist.distributed_c10d, "_abort_process_group", None)
-            leave = abort if nccl and abort is not None else dist.destroy_process_group
-            leave()
+            abort: Callable[[], None] | None = getattr(dist.distributed_c10d, "_abort_process_group", None)
+            if nccl and abort is not None:
+                abort()
+            else:
+                dist.destroy_process_group()
             raise
         watchdog.leave(None)
         dist.destroy_process_group()
 
 
-def _meet(world: World, timeout: timedelta) -> dist.Store:
+def _meet(world: World, timeout: timedelta) -> Store:
+    """Meet the other ranks. Returns the store over which they make their connections.
+
+    Raises:
+        UserError: They do not come in time, or the environment does not say where to meet.
+    """
     if world.size == 1 and not (os.environ.get("MASTER_ADDR") and os.environ.get("MASTER_PORT")):
-        return dist.HashStore()
+        return HashStore()
     where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     try:
-        store, _, _ = next(dist.rendezvous("env://", world.rank, world.size, timeout=timeout))
+        store, _, _ = next(rendezvous("env://", world.rank, world.size, timeout=timeout))
     except ValueError as error:
         raise UserError(f"WORLD_SIZE={world.size} without MASTER_ADDR and MASTER_PORT: {error}; start with torchrun.")
     except (dist.DistError, RuntimeError) as error:
         raise UserError(describe_failed_meeting(first_line(error), world, where, timeout.total_seconds()))
     # a restarted job meets the same store, whose old keys would send gloo to ranks that are dead
-    return dist.PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return PrefixStore(f"attempt_{attempt}", store)

@@ -1,5 +1,4 @@
-"""What ranks know of themselves and tell each other: position in the run, collectives, and a status in the store where
-they met.
+"""The status of a rank, which ranks tell each other in the store where they met: position in the run, collectives.
 
 A status is short, in JSON, replaced every second. The store lives in torchrun's agent, or without one in rank 0, and
 outlives every other rank. Collectives are read from torch's flight recorder, which talks to nobody; it is on unless
@@ -14,20 +13,25 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import TypedDict
 
 import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
-from torch.distributed.distributed_c10d import _resolve_process_group
+from torch._C._distributed_c10d import Store, _resolve_process_group  # mypy does not find Store in dist
+from torch.distributed.distributed_c10d import GroupName
 
 from megatron_lite.marks import split_mark
 from megatron_lite.process_state import pid_space
 from megatron_lite.units import size
 
 MAX_FRAMES = 40
-FAILED, VERDICT, SPEAKER = "ranks_failed", "ranks_verdict", "ranks_speaker"
+# keys of the store
+FAILED = "ranks_failed"
+VERDICT = "ranks_verdict"
+SPEAKER = "ranks_speaker"
 SECONDS_BETWEEN_LOOKS = 0.05
 DEFAULT = "0"  # the group of all ranks
 STAGES = "stages"  # in its place: what stages of a pipeline hand each other, which gloo's recorder does not know
@@ -35,9 +39,10 @@ STAGES = "stages"  # in its place: what stages of a pipeline hand each other, wh
 
 @dataclass(frozen=True)
 class Operation:
-    """One collective. `number` counts from 1 in its group, and is the same on all of the group's ranks.
+    """A collective, or a tensor that another stage of the pipeline sends or takes.
 
-    Or a tensor that another stage of the pipeline sends or takes: `name` says what, `ranks` is that other rank.
+    A collective's `number` counts from 1 in its group, and is the same on all of the group's ranks. Of a tensor between
+    stages `name` says what it is, and `ranks` is the other rank.
     """
 
     number: int
@@ -49,7 +54,7 @@ class Operation:
 
     @property
     def awaited(self) -> tuple[str, int, tuple[int, ...]]:
-        """What tells it from others, and whom it waits for."""
+        """The group, the number and the ranks that tell the operation from others, and whom it waits for."""
         return self.group, self.number, self.ranks
 
     def __str__(self) -> str:
@@ -60,69 +65,122 @@ class Operation:
         tensors = getattr(torch, f"{self.dtype}Tensor", None) if self.dtype else None
         if tensors is None or not self.elements:
             return f"{self.name} #{self.number}{among}"
-        dtype = str(tensors.dtype).removeprefix("torch.")
-        return f"{self.name} #{self.number} ({size(self.elements * tensors.dtype.itemsize)} {dtype}){among}"
+        dtype: torch.dtype = tensors.dtype
+        of_tensor = f"{size(self.elements * dtype.itemsize)} {str(dtype).removeprefix('torch.')}"
+        return f"{self.name} #{self.number} ({of_tensor}){among}"
+
+
+class _RecordedEntry(TypedDict):
+    """The fields of a collective in the flight recorder's dump that are read here."""
+
+    pg_id: int
+    process_group: list[str]  # name and description
+    is_p2p: bool
+    collective_seq_id: int
+    profiling_name: str  # such as gloo:all_reduce
+    input_sizes: list[list[int]]
+    input_dtypes: list[str]  # such as Float
+    retired: bool
+    state: str  # scheduled, started or completed
+
+
+class _RecordedGroup(TypedDict, total=False):
+    """The flight recorder's numbers of a group's collectives, which some versions write as text."""
+
+    last_enqueued_collective: int | str
+    last_completed_collective: int | str
+
+
+class _Recording(TypedDict, total=False):
+    """The flight recorder's dump; groups by their numbers."""
+
+    pg_status: dict[str, _RecordedGroup]
+    entries: list[_RecordedEntry]
 
 
 class FlightRecorder:
-    """The recorder of all groups of this process."""
+    """The recorder of all groups of this process. backend: gloo or nccl."""
 
     def __init__(self, backend: str):
         # private, but what torch's own debug server uses; NCCL's is missing from builds without NCCL
-        self._dump = getattr(c10d, "_dump_nccl_trace_json" if backend == "nccl" else "_dump_fr_trace_json", None)
-        self._names = {0: DEFAULT}  # by the recorder's own number of a group
+        name = "_dump_nccl_trace_json" if backend == "nccl" else "_dump_fr_trace_json"
+        self._dump: Callable[[bool, bool], str | bytes] | None = getattr(c10d, name, None)
+        # by the recorder's own number of a group
+        self._names = {0: DEFAULT}
 
     def counts(self) -> dict[str, tuple[int, int]]:
-        """By group, numbers of the collective begun last and of the one finished last; none if nothing is recorded.
+        """Read how far each group is; takes microseconds.
 
-        Microseconds. Gloo may finish a later one first: its two numbers need not meet.
+        Gloo may finish a later collective first: its two numbers need not meet.
+
+        Returns:
+            By group, the numbers of the collective begun last and of the one finished last; empty if nothing is
+            recorded.
         """
         found = {}
         for group, status in self._read(False).get("pg_status", {}).items():
             if int(group) not in self._names:
-                self._operations()  # they tell its name
+                # they tell its name
+                self._operations()
             # NCCL says -1 before the first one
-            numbers = tuple(max(int(status.get(f"last_{what}_collective", 0)), 0) for what in ("enqueued", "completed"))
-            found[self._names.get(int(group), f"unknown {group}")] = numbers
+            begun = max(int(status.get("last_enqueued_collective", 0)), 0)
+            finished = max(int(status.get("last_completed_collective", 0)), 0)
+            name = self._names.get(int(group), f"unknown {group}")
+            found[name] = (begun, finished)
         return found
 
     def unfinished(self) -> Operation | None:
-        """The oldest collective that is not finished. Tens of milliseconds: for a run that stands still."""
+        """The oldest collective that is not finished. Takes tens of milliseconds: for a run that stands still."""
         return next((operation for operation, finished in self._operations() if not finished), None)
 
     def newest(self) -> Operation | None:
-        """The collective begun last, finished or not. As slow."""
+        """The collective begun last, finished or not. Takes as long as `unfinished`."""
         operations = self._operations()
-        return operations[-1][0] if operations else None
+        if not operations:
+            return None
+        operation, _ = operations[-1]
+        return operation
 
     def _operations(self) -> list[tuple[Operation, bool]]:
         """Every recorded collective, oldest first, and whether it is finished."""
         found = []
         for entry in self._read(True).get("entries", []):
-            group = self._names[entry["pg_id"]] = entry["process_group"][0]
-            if not entry["is_p2p"]:
-                elements = sum(math.prod(shape) for shape in entry["input_sizes"])
-                name, dtype = entry["profiling_name"].rpartition(":")[2], (entry["input_dtypes"] or [""])[0]
-                operation = Operation(entry["collective_seq_id"], name, elements, dtype, group, find_ranks(group))
-                found.append((operation, entry["retired"] or entry["state"] == "completed"))
+            group = entry["process_group"][0]
+            self._names[entry["pg_id"]] = group
+            if entry["is_p2p"]:
+                continue
+            operation = Operation(
+                number=entry["collective_seq_id"],
+                name=entry["profiling_name"].rpartition(":")[2],
+                elements=sum(math.prod(shape) for shape in entry["input_sizes"]),
+                dtype=(entry["input_dtypes"] or [""])[0],
+                group=group,
+                ranks=find_ranks(group),
+            )
+            is_finished = entry["retired"] or entry["state"] == "completed"
+            found.append((operation, is_finished))
         return found
 
-    def _read(self, entries: bool) -> dict:
+    def _read(self, entries: bool) -> _Recording:
+        """Read the recorder's dump, empty where there is none. entries: with every collective."""
+        if self._dump is None:
+            return {}
         try:
-            return json.loads(self._dump(entries, False)) if self._dump is not None else {}
+            recording: _Recording = json.loads(self._dump(entries, False))
         except (RuntimeError, ValueError):  # a report must not fail for want of a detail
             return {}
+        return recording
 
 
 def describe_hand_over(rank: int, what: str) -> Operation:
-    """'the forward of micro-batch 3 from' rank 1, for which another rank waits."""
+    """Describe what another rank waits for. rank, what: such as 1 and 'the forward of micro-batch 3 from'."""
     return Operation(1, what, group=STAGES, ranks=(rank,))
 
 
 def find_ranks(group: str) -> tuple[int, ...]:
-    """Of a group that is not of all ranks; () where it is, or is not known."""
+    """Find the ranks of a group by torch's name of it; () where it is of all ranks, or is not known."""
     try:
-        ranks = tuple(dist.get_process_group_ranks(_resolve_process_group(group)))
+        ranks = tuple(dist.get_process_group_ranks(_resolve_process_group(GroupName(group))))
         return ranks if len(ranks) < dist.get_world_size() else ()
     except (RuntimeError, ValueError, LookupError):
         return ()
@@ -130,7 +188,7 @@ def find_ranks(group: str) -> tuple[int, ...]:
 
 @dataclass
 class RunPosition:
-    """Where in the run this process is; kept by the trainer, read by another thread."""
+    """The place in the run where this process is; kept by the trainer, read by another thread."""
 
     step: int = 0  # of this run, from 1
     started_at: int | None = None  # the iteration that this run started from, once it is known
@@ -138,14 +196,15 @@ class RunPosition:
     since: float = field(default_factory=time.monotonic)
     hand_over: Operation | None = None  # between stages of a pipeline, for which this rank waits
 
-    def enter(self, phase: str | None):
-        """A phase of the step begins; None: between phases."""
-        self.phase, self.since = phase, time.monotonic()
+    def enter(self, phase: str | None) -> None:
+        """Note that a phase of the step begins; None: that the trainer is between phases."""
+        self.phase = phase
+        self.since = time.monotonic()
 
 
 @dataclass(frozen=True)
 class RankStatus:
-    """One rank's word."""
+    """The status that a rank writes of itself."""
 
     host: str
     pids: str | None  # the space of process ids; containers on one host have one each
@@ -168,26 +227,40 @@ class RankStatus:
 
     @property
     def place(self) -> str:
-        """'iteration 52, phase data'."""
+        """The place in the run, as in 'iteration 52, phase data'."""
         if not self.step:
             return "the start, before the first step"
-        done = (
-            f"step {self.step} of this run" if self.started_at is None else f"iteration {self.started_at + self.step}"
-        )
+        done = f"step {self.step} of this run"
+        if self.started_at is not None:
+            done = f"iteration {self.started_at + self.step}"
         return f"{done}, phase {self.phase}" if self.phase else done
 
 
-def describe_rank(where: RunPosition, counts: dict[str, tuple[int, int]], **more) -> RankStatus:
-    """This process's status; counts: of its flight recorder."""
-    since = time.monotonic() - where.since
-    place = (socket.gethostname(), pid_space(), os.getpid(), time.time())
-    groups = {group: begun for group, (begun, _) in counts.items() if group != DEFAULT}
-    of_all = counts.get(DEFAULT, (0, 0))
-    return RankStatus(*place, where.step, where.started_at, where.phase, since, *of_all, groups, **more)
+def describe_rank(where: RunPosition, counts: dict[str, tuple[int, int]]) -> RankStatus:
+    """Describe this process as far as it can be done without asking.
+
+    Args:
+        where: Its place in the run.
+        counts: The counts of its flight recorder.
+    """
+    begun, finished = counts.get(DEFAULT, (0, 0))
+    return RankStatus(
+        host=socket.gethostname(),
+        pids=pid_space(),
+        pid=os.getpid(),
+        wall_time=time.time(),
+        step=where.step,
+        started_at=where.started_at,
+        phase=where.phase,
+        phase_s=time.monotonic() - where.since,
+        begun=begun,
+        finished=finished,
+        groups={group: last for group, (last, _) in counts.items() if group != DEFAULT},
+    )
 
 
 def read_stack(thread: int) -> list[str]:
-    """Where a thread of this process is, innermost first."""
+    """The calls in which a thread of this process is, innermost first. thread: its identifier."""
     frame = sys._current_frames().get(thread)
     if frame is None:
         return []
@@ -196,40 +269,52 @@ def read_stack(thread: int) -> list[str]:
 
 
 class RankStore:
-    """Reads and writes take a round trip to the store each. Errors are dist.DistError or RuntimeError."""
+    """The store in which ranks tell each other how they are.
 
-    def __init__(self, store: dist.Store, rank: int, size: int):
-        self._store, self.rank, self.size = store, rank, size
+    Reads and writes take a round trip to the store each. Errors are dist.DistError or RuntimeError.
+    """
 
-    def set_status(self, status: RankStatus):
+    def __init__(self, store: Store, rank: int, size: int):
+        """
+        Args:
+            store: The connection, which only one thread uses.
+            rank: This rank.
+            size: All ranks.
+        """
+        self._store = store
+        self.rank = rank
+        self.size = size
+
+    def set_status(self, status: RankStatus) -> None:
         """Replace this rank's post."""
         self._store.set(f"rank_{self.rank}", json.dumps(dataclasses.asdict(status)))
 
-    def get_statuses(self, ranks) -> dict[int, RankStatus]:
-        """The newest of those that have written one."""
+    def get_statuses(self, ranks: Iterable[int]) -> dict[int, RankStatus]:
+        """The newest status of each of these ranks that has written one."""
         there = [rank for rank in ranks if self._store.check([f"rank_{rank}"])]
         return {rank: RankStatus(**json.loads(self._store.get(f"rank_{rank}"))) for rank in there}
 
     def claim_speaker(self) -> bool:
-        """May this rank speak for all? Only the first that asks; the question asks all ranks to answer."""
+        """Ask to speak for all ranks, and ask them all to answer. Returns whether this rank may: only the first may."""
         first = self._store.add(SPEAKER, 1) == 1
         if first:
             self._store.set(FAILED, "")
         return first
 
     def has_failed(self) -> bool:
-        """Did some rank give up? Then every rank should answer."""
+        """Tell whether some rank gave up. Then every rank should answer."""
         return self._store.check([FAILED])
 
-    def publish_cause(self, line: str):
-        """What the speaker has found out; empty for nothing."""
+    def publish_cause(self, line: str) -> None:
+        """Tell all ranks what the speaker has found out; empty for nothing."""
         self._store.set(VERDICT, json.dumps(line))  # the store refuses half a character, as paths may hold
 
     def wait_for_cause(self, within_s: float) -> str | None:
-        """The speaker's line, when it comes in time."""
+        """Wait for the speaker's line; None if it does not come in time."""
         end = time.monotonic() + within_s
         while not self._store.check([VERDICT]):
             if time.monotonic() >= end:
                 return None
             time.sleep(SECONDS_BETWEEN_LOOKS)
-        return json.loads(self._store.get(VERDICT))
+        line: str = json.loads(self._store.get(VERDICT))
+        return line

@@ -16,9 +16,15 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
+from types import FrameType
+from typing import TypeVar
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store  # mypy does not find it as dist.Store
 
 from megatron_lite.config.layout import Layout
 from megatron_lite.config.world import World
@@ -42,7 +48,7 @@ from megatron_lite.parallel.rank_status import (
     describe_rank,
     read_stack,
 )
-from megatron_lite.process_state import find_launcher, is_there
+from megatron_lite.process_state import ProcessIdentity, find_launcher, is_there
 from megatron_lite.rank_errors import tell_error
 from megatron_lite.terminal import print_lines
 
@@ -56,38 +62,47 @@ WAKE = b"\xff"  # no signal has this number
 STORE_ERRORS = (dist.DistError, RuntimeError)
 # what gloo says of lost connections; its errors are plain RuntimeErrors
 LOST = ("gloo/transport", "pair closure", "Connection closed by peer", "Connection reset by peer", "Broken pipe")
+Answer = TypeVar("Answer")
 
 
 def describe_lost_store() -> RanksError:
-    """What to say where nobody can be asked."""
+    """The error of a rank that can ask nobody, since the store does not answer."""
     where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     holder = "torchrun's agent" if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else "rank 0"
-    line = (
-        f"MASTER_ADDR:MASTER_PORT {where}: the store there does not answer, so {holder}, which holds it, died, "
-        "is stopped or "
-        f"cut off; {AGAIN}"
-    )
+    fate = f"{holder}, which holds it, died, is stopped or cut off"
+    line = f"MASTER_ADDR:MASTER_PORT {where}: the store there does not answer, so {fate}; {AGAIN}"
     return RanksError(line, ended=True)
 
 
 def lost_connection(error: BaseException) -> str | None:
-    """What gloo says of a connection that broke or kept waiting; None for other errors, wrong sizes among them."""
+    """Find gloo's words for a connection that broke or kept waiting; None for other errors, wrong sizes among them."""
     text = first_line(error)
-    lost = type(error) is RuntimeError and any(sign in text for sign in LOST) and "enforce fail" not in text
-    return text.rpartition("] ")[2].partition(". ")[0] if lost else None
+    is_lost = any(sign in text for sign in LOST) and "enforce fail" not in text
+    if type(error) is not RuntimeError or not is_lost:
+        return None
+    _, _, message = text.rpartition("] ")
+    return message.partition(". ")[0]
 
 
 class NoWatchdog:
     """The watchdog of a rank that has no others: nothing to explain, nobody to tell."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.where = RunPosition()
-        self.explain_failures = contextlib.nullcontext
-        self.report_to = self.leave = lambda *_: None
+
+    def explain_failures(self) -> AbstractContextManager[None]:
+        """Leave failures as they are."""
+        return contextlib.nullcontext()
+
+    def report_to(self, run_dir: Path) -> None:
+        """Write nothing, as no other rank tells anything."""
+
+    def leave(self, error: BaseException | None) -> None:
+        """Tell nobody of the end."""
 
 
 class Watchdog:
-    """One rank's, from before the process group is made until it is left.
+    """The watchdog of a rank among others, from before the process group is made until it is left.
 
     Where the backend's failures do not reach Python (nccl), `backstop` makes this thread end the process at the limit.
     """
@@ -95,30 +110,45 @@ class Watchdog:
     def __init__(
         self,
         world: World,
-        store: dist.Store,
+        store: Store,
         recorder: FlightRecorder,
         limit_s: float,
         *,
         backstop: bool,
         layout: Layout | None = None,
     ):
+        """
+        Args:
+            world: This rank's place in the launch.
+            store: A connection to where the ranks met, for this object alone.
+            recorder: Tells which collectives this process has begun and finished.
+            limit_s: How long a collective may take, in seconds.
+            backstop: See above.
+            layout: This rank's place among the others; None where all hold the same.
+        """
         self.where = RunPosition()
-        self._world, self._recorder, self._limit_s, self._backstop = world, recorder, limit_s, backstop
+        self._world = world
+        self._recorder = recorder
+        self._limit_s = limit_s
+        self._backstop = backstop
         self._store = RankStore(store, world.rank, world.size)
         self._diagnosis = HangDiagnosis(world, self._store, limit_s, ends_record=backstop, layout=layout)
         self._main = threading.get_ident()
-        self._calls: queue.SimpleQueue = queue.SimpleQueue()
+        # what the other thread is to run, and what tells that it did
+        self._calls: queue.SimpleQueue[tuple[Callable[[], None], threading.Event]] = queue.SimpleQueue()
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_write, False)
-        self._stuck: tuple[int, float] | None = None  # (collectives finished, since when no further one)
-        self._waiting: Operation | None = None  # the one that does not finish
+        # number of collectives finished, and the time.monotonic() since when no further one is
+        self._stuck: tuple[int, float] | None = None
+        # the collective that does not finish
+        self._waiting: Operation | None = None
         self._failed_since: float | None = None
         self._over = False
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     # --- the trainer's thread
 
-    def start(self):
+    def start(self) -> None:
         """Begin to tell, and to listen for SIGTERM even while the trainer waits inside a collective."""
         self._old_wakeup = signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
         self._old_handler = signal.getsignal(signal.SIGTERM)
@@ -126,8 +156,8 @@ class Watchdog:
             signal.signal(signal.SIGTERM, self._wait_for_the_end)
         self._thread.start()
 
-    def stop(self):
-        """After `leave`."""
+    def stop(self) -> None:
+        """End the other thread and give signals back. Called after `leave`."""
         self._over = True
         os.write(self._wake_write, WAKE)
         self._thread.join(FAREWELL_SECONDS)
@@ -138,12 +168,12 @@ class Watchdog:
             os.close(self._wake_read)
             os.close(self._wake_write)
 
-    def report_to(self, run_dir: Path):
-        """Where what all ranks told is written when they fail."""
+    def report_to(self, run_dir: Path) -> None:
+        """Have what all ranks told written into this folder when they fail."""
         self._diagnosis.run_dir = run_dir
 
     @contextlib.contextmanager
-    def explain_failures(self):
+    def explain_failures(self) -> Iterator[None]:
         """Turns a collective's failure inside it into a RanksError that says which rank is to blame."""
         try:
             yield
@@ -157,28 +187,41 @@ class Watchdog:
             # a launcher that saw a rank die ends the others at once: this one does so by itself, after it has told why
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             mine = self._post()
-            box = self._call(
+            answers = self._call(
                 lambda: self._diagnosis.diagnose(reason, mine, operation, detail), ANSWER_SECONDS + VERDICT_SECONDS
             )
-            if box and box[0] is None:
+            if not answers:
+                raise describe_lost_store() from error
+            found = answers[0]
+            if found is None:
                 raise
-            raise (box[0] if box else describe_lost_store()) from error
+            raise found from error
 
-    def leave(self, error: BaseException | None):
-        """Say goodbye, before the connections to the others are closed; `error` is what this rank ends with."""
+    def leave(self, error: BaseException | None) -> None:
+        """Say goodbye, before the connections to the others are closed. error: what this rank ends with, if any."""
         blameless = error is None or isinstance(error, (RanksError, KeyboardInterrupt))
-        said = "no error" if error is None else (f"{type(error).__name__}: {error}".splitlines() or [""])[0]
-        self._call(lambda: self._store.set_status(self._post(left=said, blameless=blameless)), FAREWELL_SECONDS)
+        said = "no error"
+        if error is not None:
+            lines = f"{type(error).__name__}: {error}".splitlines()
+            said = lines[0] if lines else ""
 
-    def _call(self, function, within_s: float) -> list:
-        """[result] of a function that the other thread runs; [] where the store fails or hangs."""
-        box, ready = [], threading.Event()
-        self._calls.put((function, box, ready))
+        def say_goodbye() -> None:
+            self._store.set_status(self._post(left=said, blameless=blameless))
+
+        self._call(say_goodbye, FAREWELL_SECONDS)
+
+    def _call(self, function: Callable[[], Answer], within_s: float) -> list[Answer]:
+        """Have the other thread run a function. Returns its only result; an empty list where the store fails or
+        hangs."""
+        answers: list[Answer] = []
+        ready = threading.Event()
+        self._calls.put((lambda: answers.append(function()), ready))
         os.write(self._wake_write, WAKE)
         ready.wait(within_s)
-        return box
+        return answers
 
-    def _wait_for_the_end(self, number, frame):
+    def _wait_for_the_end(self, number: int, frame: FrameType | None) -> None:
+        """Runs in the trainer's thread on SIGTERM, where no handler of the trainer does."""
         # The other thread ends the process long before, unless the machine is too busy for it or another rank speaks; a
         # launcher waits for half a minute.
         time.sleep(ANSWER_SECONDS + VERDICT_SECONDS)
@@ -186,64 +229,80 @@ class Watchdog:
 
     # --- the other thread
 
-    def _watch(self):
-        next_beat = time.monotonic()  # the first at once: a rank that dies early has said that it was there
+    def _watch(self) -> None:
+        # the first at once: a rank that dies early has said that it was there
+        next_beat = time.monotonic()
         while not self._over:
-            woken = select.select([self._wake_read], [], [], max(next_beat - time.monotonic(), 0))[0]
+            until_beat_s = max(next_beat - time.monotonic(), 0)
+            woken, _, _ = select.select([self._wake_read], [], [], until_beat_s)
             said = os.read(self._wake_read, 4096) if woken else b""
             with contextlib.suppress(*STORE_ERRORS):  # whoever needs the store finds out
                 if signal.SIGTERM in said:
                     self._terminated()
-                if time.monotonic() >= next_beat:  # whatever woke this thread: signals may come all the time
+                # whatever woke this thread: signals may come all the time
+                if time.monotonic() >= next_beat:
                     next_beat = time.monotonic() + BEAT_SECONDS
                     self._beat()
             while not self._calls.empty():
-                function, box, ready = self._calls.get()
+                run, ready = self._calls.get()
                 with contextlib.suppress(*STORE_ERRORS):
-                    box.append(function())
+                    run()
                 ready.set()
 
-    def _beat(self):
-        now, counts = time.monotonic(), self._recorder.counts().values()
-        begun, finished = (sum(numbers) for numbers in zip(*counts)) if counts else (0, 0)
+    def _beat(self) -> None:
+        """Post this rank's status, and look whether it is stuck and whether somebody asks."""
+        now = time.monotonic()
+        counts = self._recorder.counts().values()
+        begun = sum(begun_in_group for begun_in_group, _ in counts)
+        finished = sum(finished_in_group for _, finished_in_group in counts)
         if begun <= finished:
-            self._stuck = self._waiting = None
+            self._stuck = None
+            self._waiting = None
         elif self._stuck is None or self._stuck[0] != finished:
-            self._stuck, self._waiting = (finished, now), None
+            self._stuck = (finished, now)
+            self._waiting = None
         elif self._waiting is None and now - self._stuck[1] >= LOOK_CLOSER * self._limit_s:
             self._waiting = self._recorder.unfinished()
         answers = self._store.has_failed()
         self._store.set_status(self._post(answers=answers))
-        if answers:  # a rank that hangs for good must not outlive the others, whatever it hangs in
+        if answers:
+            # a rank that hangs for good must not outlive the others, whatever it hangs in
             self._failed_since = self._failed_since or time.monotonic()
             if time.monotonic() - self._failed_since > GRACE_SECONDS and self._store.wait_for_cause(0):
                 os._exit(RanksError.exit_code)
         elif self._backstop and self._stuck and time.monotonic() - self._stuck[1] >= self._limit_s:
-            waiting, self._stuck = self._recorder.unfinished(), None
+            waiting = self._recorder.unfinished()
+            self._stuck = None
             if waiting is not None and self._tell(LATE, self._post(), waiting):
                 os._exit(RanksError.exit_code)
 
     def _tell(self, reason: str, mine: RankStatus, operation: Operation | None) -> bool:
-        """Find the cause and print it. False: there is none, or another rank says it."""
+        """Find the cause and print it. Returns False where there is none, or another rank says it."""
         found = self._diagnosis.diagnose(reason, mine, operation)
         if found is None or found.told:
             return False
         tell_error(found, self._world)
         return True
 
-    def _post(self, answers: bool = False, **more) -> RankStatus:
-        if answers:
-            operation = self._find_unfinished()
-            more |= {"stack": read_stack(self._main), "waiting": operation and operation.awaited}
-        return describe_rank(self.where, self._recorder.counts(), answers=answers, **more)
+    def _post(self, answers: bool = False, left: str | None = None, blameless: bool = False) -> RankStatus:
+        """Describe this rank; where it answers, with its stack and what it waits for. The arguments are those of
+        RankStatus."""
+        status = replace(describe_rank(self.where, self._recorder.counts()), left=left, blameless=blameless)
+        if not answers:
+            return status
+        operation = self._find_unfinished()
+        waiting = None if operation is None else operation.awaited
+        return replace(status, answers=True, stack=read_stack(self._main), waiting=waiting)
 
     def _find_unfinished(self) -> Operation | None:
         return self.where.hand_over or self._recorder.unfinished()
 
-    def _terminated(self):
-        """SIGTERM. A launcher sends it when a rank has died: the last moment to say which."""
-        ends = signal.getsignal(signal.SIGTERM) == self._wait_for_the_end  # else --exit-signal-handler wants to save
-        mine, operation = self._post(), self._find_unfinished()
+    def _terminated(self) -> None:
+        """Handle SIGTERM. A launcher sends it when a rank has died: the last moment to say which."""
+        # else --exit-signal-handler wants to save
+        ends = signal.getsignal(signal.SIGTERM) == self._wait_for_the_end
+        mine = self._post()
+        operation = self._find_unfinished()
         with contextlib.suppress(*STORE_ERRORS):
             if ends:
                 self._store.set_status(self._post(left="SIGTERM", blameless=True))
@@ -254,8 +313,10 @@ class Watchdog:
             _die_of(signal.SIGTERM)
 
 
-def _die_of(number: int):
-    ctypes.CDLL(None).signal(number, None)  # Python's own way is open to the main thread only
+def _die_of(number: int) -> None:
+    """End this process by a signal of this number, as if nobody handled it."""
+    # Python's own way is open to the main thread only
+    ctypes.CDLL(None).signal(number, None)
     os.kill(os.getpid(), number)
 
 
@@ -268,29 +329,29 @@ class LauncherWatch:
 
     def __init__(self, world: World):
         self.run_dir: Path | None = None
-        self._world, self._agent = world, find_launcher(os.environ)
+        self._world = world
+        self._agent = find_launcher(os.environ)
 
-    def start(self):
-        """Look from now on."""
+    def start(self) -> None:
+        """Look at the agent from now on."""
         if self._agent is not None:
-            threading.Thread(target=self._watch, name="launcher", daemon=True).start()
+            threading.Thread(target=self._watch, args=(self._agent,), name="launcher", daemon=True).start()
 
-    def _watch(self):
-        while is_there(self._agent) is not False:
+    def _watch(self, agent: ProcessIdentity) -> None:
+        while is_there(agent) is not False:
             time.sleep(SECONDS_BETWEEN_LOOKS)
-        last_words = threading.Thread(target=self._say, daemon=True)
+        last_words = threading.Thread(target=self._say, args=(agent,), daemon=True)
         last_words.start()
         last_words.join(SECONDS_FOR_LAST_WORDS)
-        for child in multiprocessing.active_children():  # a loader's workers
+        # a loader's workers
+        for child in multiprocessing.active_children():
             child.kill()
         os._exit(RanksError.exit_code)
 
-    def _say(self):
-        line = (
-            f"torchrun's agent (process {self._agent['pid']} on {self._agent['host']}) is gone, "
-            "so its ranks end: nothing "
-            f"would restart or stop them; {AGAIN}"
-        )
+    def _say(self, agent: ProcessIdentity) -> None:
+        """Say that the agent is gone, on the terminal and in run.json."""
+        gone = f"torchrun's agent (process {agent['pid']} on {agent['host']}) is gone"
+        line = f"{gone}, so its ranks end: nothing would restart or stop them; {AGAIN}"
         with contextlib.suppress(OSError):  # the agent may have been the one to read it
             if self._world.local_rank == 0:
                 print_lines([f"error: {line}"], sys.stderr)
