@@ -1,4 +1,4 @@
-"""What a replica is built on: a device and the ranks beside it, or stand-ins for both."""
+"""The ground that a replica is built on: a device and the ranks beside it, or stand-ins for both."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -36,7 +36,7 @@ class AveragedModel(Protocol):
 
     @property
     def reducer(self) -> Reducer:
-        """What averages the gradients."""
+        """The object that averages the gradients."""
 
     def __call__(self, *inputs: Tensor | None) -> Tensor:
         """Call the model's forward."""

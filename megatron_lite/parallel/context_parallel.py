@@ -103,7 +103,7 @@ def _attend_to_all(
 
 
 class _SequenceContext(Protocol):
-    """What the forward of _GatherSequence leaves for its backward."""
+    """Values that the forward of _GatherSequence leaves for its backward."""
 
     ranks: int
     group: dist.ProcessGroup

@@ -154,7 +154,7 @@ class DataParallel(Replica):
                 bucket = []
 
     def clear(self) -> None:
-        """Forget all gradients."""
+        """Forget the gradients of all parameters."""
         for parameter in self.parameters:
             parameter.grad = None
         if self.fp32 is not None:

@@ -12,7 +12,7 @@ A assignments of this rank's tokens, S assignments that it receives.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -31,9 +31,7 @@ from megatron_lite.model.experts import (
     sort_by_expert,
 )
 from megatron_lite.parallel.mesh import arrange_ranks, make_group
-
-# the operations below torch.distributed's functions: they return at once, and `wait_tensor` waits
-collectives = torch.ops._c10d_functional
+from megatron_lite.parallel.tensor_parallel import collectives
 
 
 @dataclass(frozen=True)
@@ -49,7 +47,7 @@ class ExpertGroups:
 
 
 def make_expert_groups(plan: Plan, device: torch.device) -> ExpertGroups | None:
-    """This rank's, or None for a model without experts. Collective."""
+    """Make the groups that this rank's experts need; None for a model without experts. Collective."""
     if plan.shape.experts is None:
         return None
     layout = plan.layout
@@ -106,64 +104,94 @@ def _sum_over(group: dist.ProcessGroup | None, tensor: Tensor) -> Tensor:
     """The sum over a group of ranks of a tensor that needs no gradient."""
     if group is None:
         return tensor
-    summed: Tensor = collectives.wait_tensor(collectives.all_reduce(tensor.contiguous(), "sum", group.group_name))
-    return summed
+    begun = collectives.all_reduce(tensor.contiguous(), "sum", group.group_name)
+    return collectives.wait_tensor(begun)
 
 
 def _gather(x_M: Tensor, block: dist.ProcessGroup) -> Tensor:
     """The rows of all ranks, one rank's below the other's."""
     begun = collectives.all_gather_into_tensor(x_M.contiguous(), block.size(), block.group_name)
-    gathered: Tensor = collectives.wait_tensor(begun)
-    return gathered
+    return collectives.wait_tensor(begun)
 
 
 def _scatter_sum(x_M: Tensor, block: dist.ProcessGroup) -> Tensor:
-    """This rank's rows of the sum over ranks."""
+    """The sum over ranks, of which each gets its rows."""
     begun = collectives.reduce_scatter_tensor(x_M.contiguous(), "sum", block.size(), block.group_name)
-    own: Tensor = collectives.wait_tensor(begun)
-    return own
+    return collectives.wait_tensor(begun)
 
 
 def _send(x_A: Tensor, coming: list[int], leaving: list[int], block: dist.ProcessGroup) -> Tensor:
-    """What other ranks send this one: `coming` rows of each, for `leaving` rows to each."""
+    """Exchange rows.
+
+    Args:
+        x_A: This rank's rows, by the rank that they go to.
+        coming: Rows that come from each rank.
+        leaving: Rows that go to each rank.
+        block: The ranks.
+
+    Returns:
+        The rows of other ranks, by the rank that they come from.
+    """
     begun = collectives.all_to_all_single(x_A.contiguous(), coming, leaving, block.group_name)
-    received: Tensor = collectives.wait_tensor(begun)
-    return received
+    return collectives.wait_tensor(begun)
+
+
+class _BlockContext(Protocol):
+    """Values that the forward of _Gather and of _ScatterSum leaves for its backward."""
+
+    block: dist.ProcessGroup
 
 
 class _Gather(torch.autograd.Function):
     """The rows of all ranks; backward sums what each had of their gradients."""
 
     @staticmethod
-    def forward(ctx: Any, x_M: Tensor, block: dist.ProcessGroup) -> Tensor:
+    def forward(ctx: _BlockContext, x_M: Tensor, block: dist.ProcessGroup) -> Tensor:
         ctx.block = block
         return _gather(x_M, block)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient_M: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: _BlockContext, gradient_M: Tensor) -> tuple[Tensor, None]:
         return _scatter_sum(gradient_M, ctx.block), None
 
 
+# torch gives `apply` no types; so below
+_gather_with_gradient: Callable[[Tensor, dist.ProcessGroup], Tensor] = _Gather.apply
+
+
 class _ScatterSum(torch.autograd.Function):
-    """This rank's rows of the sum over ranks."""
+    """The sum over ranks, of which each gets its rows; backward gathers their gradients."""
 
     @staticmethod
-    def forward(ctx: Any, x_M: Tensor, block: dist.ProcessGroup) -> Tensor:
+    def forward(ctx: _BlockContext, x_M: Tensor, block: dist.ProcessGroup) -> Tensor:
         ctx.block = block
         return _scatter_sum(x_M, block)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient_M: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: _BlockContext, gradient_M: Tensor) -> tuple[Tensor, None]:
         return _gather(gradient_M, ctx.block), None
+
+
+_scatter_sum_with_gradient: Callable[[Tensor, dist.ProcessGroup], Tensor] = _ScatterSum.apply
+
+
+class _SendContext(Protocol):
+    """Values that the forward of _Send leaves for its backward."""
+
+    coming: list[int]
+    leaving: list[int]
+    block: dist.ProcessGroup
 
 
 class _Send(torch.autograd.Function):
     """Rows to and from other ranks; their gradients go the way back."""
 
     @staticmethod
-    def forward(ctx: Any, x_A: Tensor, coming: list[int], leaving: list[int], block: dist.ProcessGroup) -> Tensor:
+    def forward(
+        ctx: _SendContext, x_A: Tensor, coming: list[int], leaving: list[int], block: dist.ProcessGroup
+    ) -> Tensor:
         ctx.coming = coming
         ctx.leaving = leaving
         ctx.block = block
@@ -171,8 +199,11 @@ class _Send(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient_S: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _SendContext, gradient_S: Tensor) -> tuple[Tensor | None, ...]:
         return _send(gradient_S, ctx.leaving, ctx.coming, ctx.block), None, None, None
+
+
+_send_with_gradient: Callable[[Tensor, list[int], list[int], dist.ProcessGroup], Tensor] = _Send.apply
 
 
 def choose_exchange(dispatcher: str, layout: Layout, block: dist.ProcessGroup) -> Exchange:
@@ -187,8 +218,8 @@ def gather_tokens(layout: Layout, block: dist.ProcessGroup, x_MH: Tensor, routes
     All ranks have as many tokens. What experts give is summed over ranks, and each gets the sums of its own tokens.
     """
     number = experts.linear_fc1.experts
-    gathered_MH: Tensor = _Gather.apply(x_MH, block)  # type: ignore[no-untyped-call]
-    shares_MK: Tensor = _Gather.apply(routes.shares_MK, block)  # type: ignore[no-untyped-call]
+    gathered_MH = _gather_with_gradient(x_MH, block)
+    shares_MK = _gather_with_gradient(routes.shares_MK, block)
     experts_MK = _gather(routes.experts_MK, block)
     first = layout.expert_rank * number
     is_mine_MK = (experts_MK >= first) & (experts_MK < first + number)
@@ -199,8 +230,7 @@ def gather_tokens(layout: Layout, block: dist.ProcessGroup, x_MH: Tensor, routes
     assigned = sort_by_expert(mine, number)
     out_AH = experts(gathered_MH.index_select(0, assigned.tokens_A), assigned.shares_A, assigned.counts_E)
     sums_MH = torch.zeros_like(gathered_MH).index_add(0, assigned.tokens_A, out_AH)
-    own_MH: Tensor = _ScatterSum.apply(sums_MH, block)  # type: ignore[no-untyped-call]
-    return own_MH
+    return _scatter_sum_with_gradient(sums_MH, block)
 
 
 def send_tokens(layout: Layout, block: dist.ProcessGroup, x_MH: Tensor, routes: Routes, experts: Experts) -> Tensor:
@@ -208,9 +238,12 @@ def send_tokens(layout: Layout, block: dist.ProcessGroup, x_MH: Tensor, routes: 
 
     A token goes to all ranks that split its expert, each of which gives a part of a sum.
     """
-    ranks, copies, number = layout.expert_block, layout.expert_tensor, experts.linear_fc1.experts
+    ranks = layout.expert_block
+    copies = layout.expert_tensor
+    number = experts.linear_fc1.experts
     assigned = sort_by_expert(routes, layout.expert * number)
-    counts_RL = assigned.counts_E.view(layout.expert, 1, number).expand(-1, copies, -1).reshape(ranks, number)
+    counts = assigned.counts_E.view(layout.expert, 1, number)
+    counts_RL = counts.expand(-1, copies, -1).reshape(ranks, number)
     coming_RL = _send(counts_RL, [1] * ranks, [1] * ranks, block)
     # the host must know how many there are: one wait for both directions
     leaving, coming = torch.stack((counts_RL.sum(dim=1), coming_RL.sum(dim=1))).tolist()
@@ -218,23 +251,28 @@ def send_tokens(layout: Layout, block: dist.ProcessGroup, x_MH: Tensor, routes: 
     tokens_A = assigned.tokens_A if places_A is None else assigned.tokens_A.index_select(0, places_A)
     shares_A = assigned.shares_A if places_A is None else assigned.shares_A.index_select(0, places_A)
     leaving_AH = x_MH.index_select(0, tokens_A)
-    received_SH: Tensor = _Send.apply(leaving_AH, coming, leaving, block)  # type: ignore[no-untyped-call]
-    shares_S: Tensor = _Send.apply(shares_A, coming, leaving, block)  # type: ignore[no-untyped-call]
+    received_SH = _send_with_gradient(leaving_AH, coming, leaving, block)
+    shares_S = _send_with_gradient(shares_A, coming, leaving, block)
     # sorted by rank, then by expert: by expert first, for the experts
     labels_RL = torch.arange(number, device=x_MH.device).expand(ranks, number)
     labels_S = labels_RL.flatten().repeat_interleave(coming_RL.flatten(), output_size=sum(coming))
     order = labels_S.argsort(stable=True)
     out_SH = experts(received_SH.index_select(0, order), shares_S.index_select(0, order), coming_RL.sum(dim=0))
     back_SH = torch.empty_like(out_SH).index_copy(0, order, out_SH)
-    out_AH: Tensor = _Send.apply(back_SH, leaving, coming, block)  # type: ignore[no-untyped-call]
+    out_AH = _send_with_gradient(back_SH, leaving, coming, block)
     return torch.zeros_like(x_MH).index_add(0, tokens_A, out_AH)
 
 
 def _repeat_for_copies(leaving: list[int], copies: int, device: torch.device) -> Tensor | None:
-    """Which assignment each row is of that leaves, where `copies` ranks after each other get the same; None: its own.
+    """Number the assignment that each row is of that leaves.
 
     Args:
         leaving: Rows for each rank.
+        copies: Ranks after each other that get the same rows.
+        device: Where the numbers are needed.
+
+    Returns:
+        A number for each row; None where each assignment leaves once, in its order.
     """
     if copies == 1:
         return None
@@ -255,7 +293,12 @@ class ExpertGradients:
     """
 
     def __init__(self, plan: Plan, groups: ExpertGroups | None, names: list[str]):
-        """names: Of the parameters, in the order of their gradients."""
+        """
+        Args:
+            plan: The rank's.
+            groups: Of make_expert_groups.
+            names: Of the parameters, in the order of their gradients.
+        """
         self._places = [place for place, name in enumerate(names) if is_of_experts(name)]
         self._group = None if groups is None else groups.replicas
         self._divisor = plan.layout.replicas

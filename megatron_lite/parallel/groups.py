@@ -16,7 +16,7 @@ from megatron_lite.parallel.tensor_parallel import TensorGroup, make_tensor_grou
 
 @dataclass(frozen=True)
 class Groups:
-    """None: each rank has all of what its group would share out."""
+    """The groups of ranks that split something with this one; None where each rank has all of it."""
 
     mesh: DeviceMesh | None  # ranks by what they hold
     tensor: TensorGroup | None
@@ -26,7 +26,7 @@ class Groups:
 
 
 def make_groups(plan: Plan, device: torch.device) -> Groups:
-    """This rank's. Collective where there are others."""
+    """Make the groups that this rank belongs to. Collective where there are other ranks."""
     mesh = make_mesh(plan, device)
     tensor = make_tensor_group(plan, mesh)
     context = make_context_group(plan)

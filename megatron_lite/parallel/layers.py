@@ -1,4 +1,4 @@
-"""What is put on transformer layers from outside: torch.compile, and recomputation in backward.
+"""Puts on transformer layers, from outside, torch.compile and recomputation in backward.
 
 --torch-compile layers compiles one layer at a time: layers are alike, so that one compilation serves all; and gradients
 of a layer are there for DistributedDataParallel to reduce as soon as its backward is through, which a graph of the
@@ -95,8 +95,8 @@ def compile_layers(layers: nn.ModuleList, backend: str, graphs: int) -> None:
 
 
 def gelu_as_sigmoid(x: Tensor) -> Tensor:
-    """gelu_tanh's formula, which inductor fuses; of torch's own function it would keep the tanh,
-    which is slow on CPUs."""
+    """GELU by gelu_tanh's formula, which inductor fuses; of torch's own function it would keep the tanh, which is slow
+    on CPUs."""
     wide = x.float()
     return (wide * torch.sigmoid(GELU_SCALE * wide * (1 + GELU_CUBIC * wide * wide))).to(x.dtype)
 

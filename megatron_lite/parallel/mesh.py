@@ -59,7 +59,7 @@ def make_mesh(plan: Plan, device: torch.device) -> DeviceMesh | None:
 
 
 def find_group(mesh: DeviceMesh | None, name: str) -> dist.ProcessGroup | None:
-    """This rank's group along a dimension of the mesh; None where that has one rank."""
+    """Find this rank's group along a dimension of the mesh; None where that has one rank."""
     if mesh is None or mesh.mesh_dim_names is None or name not in mesh.mesh_dim_names:
         return None
     return mesh[name].get_group()

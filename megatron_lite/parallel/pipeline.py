@@ -31,7 +31,7 @@ Copied = TypeVar("Copied", bound=nn.Module)
 
 
 class TellWaiting(Protocol):
-    """Is told for which stage of the pipeline this rank waits."""
+    """A listener that is told for which stage of the pipeline this rank waits."""
 
     def __call__(self, rank: int, what: str, /) -> None:
         """Called when this rank begins to wait for another one, and again when it goes on.
@@ -50,7 +50,7 @@ class Peer(NamedTuple):
 
 
 class Link:
-    """One direction between stages: tensors of one form, in the order in which both sides compute."""
+    """A direction between stages: tensors of one form, in the order in which both sides compute."""
 
     def __init__(self, source: Peer | None, target: Peer | None, make: Callable[[], Tensor], ahead: int = 1):
         """
@@ -115,7 +115,7 @@ class Room:
 
 
 class Pipeline:
-    """This rank's stage, and what it exchanges with those before and after it."""
+    """The stage of this rank, and what it exchanges with those before and after it."""
 
     def __init__(
         self,
@@ -204,7 +204,7 @@ class Pipeline:
             link.ask()
 
     def receive(self, *_: Tensor) -> Tensor:
-        """hidden_BTH of the running turn, from the stage before. Stands in for GPT.embed."""
+        """Take hidden_BTH of the running turn from the stage before. Stands in for GPT.embed."""
         hidden_BTH = self._arrived.pop()
         if not torch.is_grad_enabled():
             return hidden_BTH
@@ -225,7 +225,7 @@ def _tell_nobody(_rank: int, _what: str, /) -> None:
 
 
 class _PipelineContext(Protocol):
-    """What the forward of _Receive and of _Send leaves for its backward."""
+    """Values that the forward of _Receive and of _Send leaves for its backward."""
 
     pipeline: Pipeline
 

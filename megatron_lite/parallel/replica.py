@@ -1,5 +1,5 @@
-"""What the ways of training data parallel have in common: ranks by what they hold, this rank's parts,
-and sums over those that hold others."""
+"""The base of all ways of training data parallel: ranks by what they hold, this rank's parts, and sums over ranks that
+hold others."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -100,9 +100,10 @@ class Replica(ABC):
         holds_all = groups.mesh is None and layout.expert_block == 1
         self.sum_over_ranks = None if holds_all else self._sum_over_ranks
         # a sum over all ranks counts one copy of each parameter
-        self.counted = [
-            owned and (holds_all or self.find_copies(name).place == 0) for name, owned in zip(self.names, self.owned)
-        ]
+        self.counted: list[bool] = []
+        for name, owned in zip(self.names, self.owned):
+            is_first_copy = holds_all or self.find_copies(name).place == 0
+            self.counted.append(owned and is_first_copy)
         # tensor parallel ranks have the gradients of these from their own tokens, or heads, only
         self._partial: list[int] = []
         if self._tensor_group is not None:
@@ -129,7 +130,7 @@ class Replica(ABC):
 
     @abstractmethod
     def clear(self) -> None:
-        """Forget all gradients."""
+        """Forget the gradients of all parameters."""
 
     @torch.no_grad()
     def _sum_over_ranks(self, number: Tensor) -> Tensor:
@@ -139,7 +140,7 @@ class Replica(ABC):
         return total
 
     def list_mixtures(self) -> list[tuple[str, MixtureOfExperts]]:
-        """(name, mixture of experts) of each layer of this rank that has one."""
+        """List (name, mixture of experts) of each layer of this rank that has one."""
         found = {name: mixture for chunk in self.chunks for name, mixture in list_mixtures(chunk)}
         return list(found.items())
 

@@ -85,13 +85,13 @@ class ShardedDataParallel(Replica):
         return self._add_partial(gradients)
 
     def clear(self) -> None:
-        """Forget all gradients."""
+        """Forget the gradients of all parameters."""
         for parameter in self._sharded:
             parameter.grad = None
 
 
 def _take_rows(sharded: Tensor | None) -> Tensor:
-    """This rank's rows of a tensor that fully_shard has sharded."""
+    """Take this rank's rows of a tensor that fully_shard has sharded."""
     assert isinstance(sharded, DTensor)
     return sharded.to_local()
 

@@ -54,6 +54,9 @@ class Collectives(Protocol):
     def reduce_scatter_tensor(self, own: Tensor, operation: str, ranks: int, group: str, /) -> Tensor:
         """Begin to reduce the tensors of all ranks to one, of which each rank gets its part of the first dimension."""
 
+    def all_to_all_single(self, own: Tensor, coming: list[int], leaving: list[int], group: str, /) -> Tensor:
+        """Begin to exchange rows: `coming` of each rank, for `leaving` to each rank."""
+
     def wait_tensor(self, begun: Tensor, /) -> Tensor:
         """Wait until a tensor that one of the others returned holds its values."""
 
@@ -141,7 +144,7 @@ def make_tensor_group(plan: Plan, mesh: DeviceMesh | None) -> TensorGroup | None
 
 
 class _ColumnContext(Protocol):
-    """What the forward of _ColumnLinear leaves for its backward."""
+    """Values that the forward of _ColumnLinear leaves for its backward."""
 
     saved_tensors: tuple[Tensor, Tensor]
     among: TensorGroup
@@ -154,8 +157,8 @@ class _ColumnContext(Protocol):
 
 
 class _ColumnLinear(torch.autograd.Function):
-    """This rank's columns of a product, (B, T, W), of all tokens. The gradient of the weight is computed while that of
-    the input is summed.
+    """The columns of a product that this rank computes, (B, T, W), of all tokens. The gradient of the weight is
+    computed while that of the input is summed.
 
     Where ranks split the tokens, each keeps its own for backward, and gathers them again while it computes the
     input's gradient.
@@ -171,7 +174,16 @@ class _ColumnLinear(torch.autograd.Function):
         products: Products,
         keep: Keep | None,
     ) -> Tensor:
-        """keep: takes what the gradient of the weight is computed from; None: backward computes it."""
+        """Multiply all tokens by this rank's columns.
+
+        Args:
+            x_BTH: All tokens, or this rank's part of them if the ranks split them.
+            weight_WH: This rank's columns.
+            bias_W: Theirs, if the layer has one.
+            among: The ranks that split the layer.
+            products: Compute the result and its gradients.
+            keep: Takes what the gradient of the weight is computed from; None: backward computes it.
+        """
         whole_BTH = among.gather(x_BTH) if among.shares_tokens else x_BTH
         ctx.save_for_backward(x_BTH, weight_WH)
         ctx.among = among
@@ -204,7 +216,7 @@ _multiply_columns = _ColumnLinear.apply
 
 
 class _AmongContext(Protocol):
-    """What the forward of _SumOverRanks leaves for its backward."""
+    """Values that the forward of _SumOverRanks leaves for its backward."""
 
     among: TensorGroup
 
@@ -227,7 +239,7 @@ _sum_over_ranks: Callable[[Tensor, TensorGroup], Tensor] = _SumOverRanks.apply
 
 
 class _QueryGroupContext(Protocol):
-    """What the forward of _GatherQueryGroup leaves for its backward."""
+    """Values that the forward of _GatherQueryGroup leaves for its backward."""
 
     group: dist.ProcessGroup
     ranks: int
@@ -237,8 +249,8 @@ class _QueryGroupContext(Protocol):
 
 
 class _GatherQueryGroup(torch.autograd.Function):
-    """(B, T, W) of a query group's columns [queries, key, value], of which each of R ranks has a part -> this rank's
-    queries, key and value.
+    """The query group's key and value and this rank's queries, (B, T, W), from columns [queries, key, value] of which
+    each rank has a part.
 
     Backward adds up what each rank's queries had of key and value.
     """
@@ -334,8 +346,17 @@ def _apply_rows(
 
 
 def _embed(embedding: Embedding, among: TensorGroup, tokens_BT: Tensor, positions_BT: Tensor) -> Tensor:
-    """hidden_BTH of all tokens, or of this rank's part of them: each rank looks up the vocabulary entries that it has,
-    and has zeros for all others'."""
+    """Embed tokens: each rank looks up the vocabulary entries that it has, and has zeros for all others.
+
+    Args:
+        embedding: The module, whose word embeddings are this rank's.
+        among: The ranks that split the vocabulary.
+        tokens_BT: All tokens.
+        positions_BT: Theirs, or (1, T) where all sequences have the same.
+
+    Returns:
+        hidden_BTH of all tokens, or of this rank's part of them if the ranks split them.
+    """
     weight_VH = embedding.word_embeddings.weight
     own_BT = tokens_BT - among.rank * len(weight_VH)
     is_elsewhere_BT = (own_BT < 0) | (own_BT >= len(weight_VH))
@@ -406,7 +427,7 @@ def _attend_drawing_otherwise(
     dropout: float,
     layer_number: int,
 ) -> Tensor:
-    """What is drawn follows from the common state and the rank, so that recomputing draws the same again.
+    """Attend with a dropout that follows from the common state and the rank, so that recomputing draws the same again.
 
     Args:
         function: An attention kernel, whose arguments and result are those of Attend's.

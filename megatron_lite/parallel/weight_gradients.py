@@ -22,7 +22,7 @@ _Kept = tuple[Tensor, Products, Tensor, Tensor]
 
 
 class WeightGradients:
-    """What gradients of weights are computed from, of each micro-batch in the order of their backwards."""
+    """The factors of weights' gradients, of each micro-batch in the order of their backwards."""
 
     def __init__(self) -> None:
         self._kept: deque[list[_Kept]] = deque()
