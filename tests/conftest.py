@@ -76,6 +76,27 @@ def optimizers_on_cpu(megatron_on_cpu, monkeypatch):
     pretend_cuda(monkeypatch)
 
 
+@pytest.fixture(scope="session")
+def ended_managers():
+    """Megatron-Core's writer starts a manager's process, for all of its writing, and leaves it."""
+    import multiprocessing
+
+    before = multiprocessing.active_children()
+    yield
+    for child in set(multiprocessing.active_children()) - set(before):
+        child.terminate()
+        child.join()
+
+
+@pytest.fixture
+def writer_on_cpu(optimizers_on_cpu, monkeypatch):
+    """Megatron's writer waits for a GPU, and measures its memory with a package that is not needed."""
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *given: None)
+    monkeypatch.setattr("megatron.core.dist_checkpointing.strategies.filesystem_async._process_memory", lambda: 0)
+
+
 @pytest.fixture(scope="module")
 def places(tmp_path_factory) -> list[Path]:
     """CKPT TB VOCAB MERGES DATA of the example scripts, in a folder with a space in its name."""

@@ -99,7 +99,11 @@ MODULES_OF_A_LAYER = (
     "self_attention.k_layernorm",
     "mlp.linear_fc1",
     "mlp.linear_fc2",
+    "mlp.shared_experts.linear_fc1",
+    "mlp.shared_experts.linear_fc2",
 )
+# and those of a layer with experts, of each expert
+MODULES_OF_AN_EXPERT = ("mlp.experts.experts.linear_fc1", "mlp.experts.experts.linear_fc2")
 EMPTY_STATE = "decoder.final_layernorm._extra_state/shard_0_1"
 
 
@@ -590,6 +594,7 @@ def _name_layers(record: CheckpointRecord, arguments: Mapping[str, object]) -> F
     return FolderNames(
         layers=shape.num_layers,
         has_experts=shape.experts.layers,
+        experts=shape.experts.number,
         stacks=str(arguments.get("moe_layer_freq", "1")).strip() == "1",
     )
 
@@ -606,13 +611,12 @@ def _find_aliases(names: FolderNames, metadata: Metadata) -> dict[str, str]:
     Returns:
         {further key: stored key}.
     """
-    aliases: dict[str, str] = {}
-    for module, layer in itertools.product(MODULES_OF_A_LAYER, range(names.layers)):
-        if names.stacks:
-            aliases[f"decoder.layers.{module}._extra_state/shard_{layer}_{names.layers}"] = EMPTY_STATE
-        else:
-            aliases[f"decoder.layers.{layer}.{module}._extra_state/shard_0_1"] = EMPTY_STATE
+    empty = itertools.product(MODULES_OF_A_LAYER, range(names.layers))
+    aliases = {names.find_state_key(module, layer): EMPTY_STATE for module, layer in empty}
     aliases["output_layer._extra_state/shard_0_1"] = EMPTY_STATE
+    for layer in names.list_layers_with_experts():
+        for module, expert in itertools.product(MODULES_OF_AN_EXPERT, range(names.experts)):
+            aliases[names.find_state_key(module, layer, expert)] = EMPTY_STATE
     held = metadata.state_dict_metadata
     for key in list(held):
         state = STATE.match(key)
@@ -620,6 +624,11 @@ def _find_aliases(names: FolderNames, metadata: Metadata) -> dict[str, str]:
             weight = state[2]
             master = f"optimizer.state.{MASTERS[0]}.{weight}"
             aliases[f"optimizer.state.{MASTERS[1]}.{weight}"] = master if master in held else weight
+    # the norm before experts has a key of its own with Transformer Engine's layers, not with Megatron-Core's local ones
+    for key in [*held, *aliases]:
+        if megatron_names.NORM_BEFORE_EXPERTS in key:
+            local = key.replace(megatron_names.NORM_BEFORE_EXPERTS, megatron_names.NORM_IN_FC1)
+            aliases[local] = aliases.get(key, key)
     return aliases
 
 

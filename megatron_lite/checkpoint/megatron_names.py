@@ -45,6 +45,8 @@ IN_A_FUSED_LAYER = [IN_A_LAYER[1], IN_A_LAYER[0], *IN_A_LAYER[2:]]  # the first 
 # in the names of experts' weights, ours and a torch_dist folder's
 EXPERTS = ".mlp.experts.linear_fc"
 EXPERTS_THERE = ".mlp.experts.experts.linear_fc"
+NORM_BEFORE_EXPERTS = ".pre_mlp_layernorm."
+NORM_IN_FC1 = ".mlp.linear_fc1.layer_norm_"
 OF_LAYER = re.compile(r"\.layers\.(\d+)\.")
 LAYER = re.compile(r"^decoder\.layers\.(\d+)\.(.+)$")
 
@@ -151,6 +153,7 @@ class FolderNames:
 
     layers: int
     has_experts: tuple[bool, ...] = ()  # which layers have experts; () of a dense model
+    experts: int = 0  # of such a layer
     stacks: bool = True  # a weight of all layers is one tensor, with the layers as its first dimension
 
     def find_key(self, name: str) -> tuple[str, int | None]:
@@ -162,7 +165,7 @@ class FolderNames:
         """
         match = LAYER.match(name)
         of_experts = match is not None and bool(self.has_experts) and self.has_experts[int(match[1])]
-        if of_experts and ".pre_mlp_layernorm." in name:
+        if of_experts and NORM_BEFORE_EXPERTS in name:
             key = name  # no linear module follows that could have it
         else:
             key = file_name(name, fused=True)
@@ -171,6 +174,29 @@ class FolderNames:
         if match is None or not self.stacks:
             return key, None
         return f"decoder.layers.{match[2]}", int(match[1])
+
+    def list_layers_with_experts(self) -> list[int]:
+        """Numbers of the layers that have experts, from 0."""
+        return [layer for layer, has_experts in enumerate(self.has_experts) if has_experts]
+
+    def find_state_key(self, module: str, layer: int, expert: int | None = None) -> str:
+        """Where the folder has the (empty) state of a linear module.
+
+        Args:
+            module: Its name within the layer.
+            layer: Its number.
+            expert: Which expert's; None for a module of the whole layer.
+        """
+        places = [] if expert is None else [(expert, self.experts)]
+        if self.stacks:
+            places.insert(0, (layer, self.layers))
+            owner = f"decoder.layers.{module}"
+        else:
+            owner = f"decoder.layers.{layer}.{module}"
+        places = places or [(0, 1)]
+        offsets = ".".join(str(place) for place, _ in places)
+        sizes = ".".join(str(size) for _, size in places)
+        return f"{owner}._extra_state/shard_{offsets}_{sizes}"
 
 
 def is_of_experts(key: str) -> bool:

@@ -12,6 +12,7 @@ import torch
 
 from megatron_lite.checkpoint.megatron_file import MegatronFile, write_megatron_file
 from megatron_lite.checkpoint.training_state import CheckpointRecord
+from megatron_lite.model.experts import list_mixtures
 from megatron_lite.optim.optimizer import Optimizer
 from support.launch import flags, plan_of
 from support.lazy_module import LazyModule
@@ -44,7 +45,8 @@ def describe_experts(experts):
     kinds, factors = zip(*experts.balancing) if experts.balancing else ((), ())
     return {
         "num_moe_experts": experts.number,
-        "moe_layer_freq": [int(one) for one in experts.layers],
+        # as one number where each layer has experts: a list makes its folders keep layers apart
+        "moe_layer_freq": 1 if all(experts.layers) else [int(one) for one in experts.layers],
         "moe_ffn_hidden_size": experts.ffn_hidden_size,
         "moe_router_topk": experts.topk,
         "moe_router_score_function": experts.score_function,
@@ -74,6 +76,26 @@ def name_as_ours(name: str) -> tuple[str, int | None]:
     """(our name of one of Megatron-Core's parameters, which expert it is of); there each expert has its own."""
     match = EXPERT.fullmatch(name)
     return (f"{match[1]}.{match[3]}", int(match[2])) if match else (name, None)
+
+
+def join_experts(flat: dict) -> dict:
+    """Flat tensors of Megatron-Core with those of a layer's experts one below the other, as ours are."""
+    joined: dict = {}
+    experts: dict[str, list] = {}
+    for name, tensor in flat.items():
+        owner, kind = name, ""
+        if name.startswith("optimizer.") and not name.endswith(".weight"):
+            owner, _, kind = name.rpartition(".")
+        prefix, _, weight = owner.partition(".")
+        ours, number = name_as_ours(weight)
+        key = ".".join(part for part in (prefix, ours, kind) if part)
+        if number is None:
+            joined[name] = tensor
+        elif tensor.ndim == 0:
+            joined[key] = tensor
+        else:
+            experts.setdefault(key, []).append(tensor)
+    return joined | {key: torch.cat(parts) for key, parts in experts.items()}
 
 
 def as_theirs(tensors: dict, names) -> dict:
@@ -251,7 +273,8 @@ class Theirs:
         )
 
     def step(self, gradients: dict):
-        """gradients: by name, unscaled."""
+        """gradients: by our names, unscaled."""
+        gradients = as_theirs(gradients, dict(self.model.named_parameters()))
         scale = self.optimizer.get_loss_scale()
         for name, parameter in self.model.named_parameters():
             parameter.grad = (gradients[name] * scale).to(parameter.dtype)
@@ -358,10 +381,18 @@ class Theirs:
             params_dtype=DTYPES[self.plan.precision],
             tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
             pipeline_model_parallel_size=parallel_state.get_pipeline_model_parallel_world_size(),
+            **self.name_experts(),
             model_type=enums.ModelType.encoder_or_decoder,
             attention_backend=transformer_enums.AttnBackend.auto,
             path=Path("somewhere"),
         )
+
+    def name_experts(self) -> dict:
+        """The arguments of its experts; {} of a dense model."""
+        if self.shape.experts is None:
+            return {}
+        settings = describe_experts(self.shape.experts)
+        return settings | {"num_experts": settings.pop("num_moe_experts"), "expert_model_parallel_size": 1}
 
     def flat(self) -> dict:
         """Its live tensors under our names, found by the identity of its parameters."""
@@ -378,7 +409,9 @@ class Theirs:
                 "loss_scale.growth_tracker": torch.tensor(inner.grad_scaler._growth_tracker, dtype=torch.int32),
                 "loss_scale.hysteresis_tracker": torch.tensor(inner.grad_scaler._hysteresis_tracker, dtype=torch.int32),
             }
-        return found | {"optimizer.good_samples": torch.tensor(self.scheduler.num_steps)}
+        found = join_experts(found) | {"optimizer.good_samples": torch.tensor(self.scheduler.num_steps)}
+        biases = {name: bias for name, bias in self.model.named_buffers() if name.endswith("router.expert_bias")}
+        return found | {f"model.{name}": bias for name, bias in biases.items()}
 
 
 class Distributed(Theirs):
@@ -461,6 +494,10 @@ class Ours:
 
     def flat(self) -> dict:
         weights = {f"model.{name}": p.detach() for name, p in self.parameters.items()}
+        for name, mixture in list_mixtures(self.model):
+            mixture.router.state.prepare(CPU)
+            if mixture.router.state.bias_E is not None:
+                weights[f"model.{name}.router.expert_bias"] = mixture.router.state.bias_E
         return weights | self.optimizer.tensors(list(self.parameters))
 
     def load(self, file: MegatronFile):
