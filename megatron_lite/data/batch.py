@@ -1,4 +1,4 @@
-"""From raw samples to what the model and the loss take.
+"""Makes what the model and the loss take from raw samples.
 
 Shapes: B samples of a micro-batch, T tokens of a sequence (T1 = T + 1: inputs and labels overlap).
 """
@@ -14,7 +14,7 @@ from megatron_lite.marks import INPUT, mark_memory
 
 @dataclass(frozen=True)
 class Batch:
-    """One micro-batch. What an option adds is None while the option is off, so that the plain case costs nothing."""
+    """A micro-batch. What an option adds is None while the option is off, so that the plain case costs nothing."""
 
     tokens_BT: Tensor  # int64
     labels_BT: Tensor  # int64
@@ -25,24 +25,47 @@ class Batch:
     mean_tokens: Tensor | None = None
 
     def cut(self, chunks: tuple[range, ...]) -> "Batch":
-        """The positions of one context parallel rank."""
+        """The positions of one context parallel rank.
 
-        def take(x_BT: Tensor | None) -> Tensor | None:
-            return None if x_BT is None else torch.cat([x_BT[:, chunk.start : chunk.stop] for chunk in chunks], dim=1)
+        Args:
+            chunks: The stretches of the sequence that the rank has.
+        """
 
-        mean, mask_BT = None, self.loss_mask_BT
+        def take(x_BT: Tensor) -> Tensor:
+            return torch.cat([x_BT[:, chunk.start : chunk.stop] for chunk in chunks], dim=1)
+
+        mask_BT = self.loss_mask_BT
+        positions_BT = self.positions_BT
+        mean_tokens = None
         if mask_BT is not None:
-            mean = mask_BT.sum() * (sum(map(len, chunks)) / mask_BT.shape[1])
-        return Batch(take(self.tokens_BT), take(self.labels_BT), take(mask_BT), take(self.positions_BT), None, mean)
+            share = sum(map(len, chunks)) / mask_BT.shape[1]
+            mean_tokens = mask_BT.sum() * share
+        return Batch(
+            take(self.tokens_BT),
+            take(self.labels_BT),
+            None if mask_BT is None else take(mask_BT),
+            None if positions_BT is None else take(positions_BT),
+            None,
+            mean_tokens,
+        )
 
 
 def make_batch(
     raw_BT1: Tensor, *, eod: int | None, eod_mask_loss: bool, reset_position_ids: bool, reset_attention_mask: bool
 ) -> Batch:
-    """int64 [B, T + 1] on any device -> Batch on that device, without waiting for it.
+    """Split raw samples into inputs and labels, on their device and without waiting for it.
 
     The end-of-document token belongs to the document that it ends; the loss is masked where it is the input.
-    DataError if an option needs that token and there is none.
+
+    Args:
+        raw_BT1: int64 [B, T + 1].
+        eod: The id of the end-of-document token; None: there is none.
+        eod_mask_loss: --eod-mask-loss.
+        reset_position_ids: --reset-position-ids.
+        reset_attention_mask: --reset-attention-mask.
+
+    Raises:
+        DataError: An option needs the end-of-document token and there is none.
     """
     tokens_BT = raw_BT1[:, :-1].contiguous()
     labels_BT = raw_BT1[:, 1:].contiguous()
@@ -54,7 +77,11 @@ def make_batch(
             "token; leave them out or choose another --tokenizer-type"
         )
     is_eod_BT = tokens_BT == eod
-    positions_BT = documents_BT = None
+    loss_mask_BT: Tensor | None = None
+    positions_BT: Tensor | None = None
+    documents_BT: Tensor | None = None
+    if eod_mask_loss:
+        loss_mask_BT = (~is_eod_BT).float()
     if reset_position_ids:
         positions_T = torch.arange(is_eod_BT.shape[1], device=is_eod_BT.device)
         # A document starts one after the last EOD strictly before the token: its own EOD does not count.
@@ -64,7 +91,7 @@ def make_batch(
     if reset_attention_mask:
         ended_BT = is_eod_BT.long()
         documents_BT = ended_BT.cumsum(dim=1) - ended_BT
-    return Batch(tokens_BT, labels_BT, (~is_eod_BT).float() if eod_mask_loss else None, positions_BT, documents_BT)
+    return Batch(tokens_BT, labels_BT, loss_mask_BT, positions_BT, documents_BT)
 
 
 @mark_memory(INPUT)

@@ -12,10 +12,13 @@ those that the lane before it ended with. A lane for which they do not is gone t
 
 import math
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
+from numpy.typing import NDArray
+from torch.utils.data import Dataset
 
-from megatron_lite.data.index_cache import Entry, IndexCache
+from megatron_lite.data.index_cache import Entry, IndexCache, Shapes
 from megatron_lite.errors import DataError
 from megatron_lite.units import count
 
@@ -28,46 +31,98 @@ MAX_DATASETS = 32_766  # the data set's number is an int16
 BLOCK = 1 << 20
 
 
-def mix(shares: list[float], size: int) -> tuple[np.ndarray, np.ndarray]:
-    """int16 [size], the data set of each step; int64 [size], how often it was taken before. shares sum to 1."""
-    weights, chosen, earlier = np.array(shares), np.empty(size, np.int16), np.empty(size, np.int64)
+class Samples(Protocol):
+    """A data set: samples in a fixed order."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, i: int, /) -> NDArray[np.int64]:
+        """Sample number `i`: int64 [seq_length + 1]."""
+        ...
+
+
+def mix(shares: list[float], size: int) -> tuple[NDArray[np.int16], NDArray[np.int64]]:
+    """Decide which data set gives which sample of the blend.
+
+    Args:
+        shares: Of the data sets, which sum to 1.
+        size: Steps, of one sample each.
+
+    Returns:
+        int16 [size], the data set of each step, and int64 [size], how often it was taken before.
+    """
+    weights = np.array(shares)
+    chosen = np.empty(size, np.int16)
+    earlier = np.empty(size, np.int64)
     taken = np.zeros(len(shares))
-    for begin in range(0, size, LANES * LANE_STEPS):
-        part = slice(begin, min(size, begin + LANES * LANE_STEPS))
-        go = _mix_plainly if part.stop - begin < MIN_STEPS else _mix_in_lanes
+    steps_at_once = LANES * LANE_STEPS
+    for begin in range(0, size, steps_at_once):
+        part = slice(begin, min(size, begin + steps_at_once))
+        is_short = part.stop - begin < MIN_STEPS
+        go = _mix_plainly if is_short else _mix_in_lanes
         taken = go(weights, begin, taken, chosen[part], earlier[part])
     return chosen, earlier
 
 
 def _mix_plainly(
-    weights: np.ndarray, begin: int, taken: np.ndarray, chosen: np.ndarray, earlier: np.ndarray
-) -> np.ndarray:
-    """Fills in the steps from `begin` on, one after the other; the counts after them."""
-    shares, counts = weights.tolist(), taken.tolist()
-    sets, before = [], []
+    weights: NDArray[np.float64],
+    begin: int,
+    taken: NDArray[np.float64],
+    chosen: NDArray[np.int16],
+    earlier: NDArray[np.int64],
+) -> NDArray[np.float64]:
+    """Fill in steps one after the other.
+
+    Args:
+        weights: float64 [D], the shares.
+        begin: Number of the first step.
+        taken: float64 [D], how often each data set was taken before it.
+        chosen: To be filled: the data set of each step.
+        earlier: To be filled: how often that data set was taken before.
+
+    Returns:
+        float64 [D], how often each data set was taken after the last step.
+    """
+    shares: list[float] = weights.tolist()
+    counts: list[float] = taken.tolist()
+    sets: list[int] = []
+    before: list[float] = []
     for step in range(len(chosen)):
         steps = max(begin + step, 1)
-        best, largest = -1, -float("inf")
+        best = -1
+        largest = -math.inf
         for number, drawn in enumerate(counts):
             behind = shares[number] * steps - drawn
             if behind > largest:
-                best, largest = number, behind
+                best = number
+                largest = behind
         sets.append(best)
         before.append(counts[best])
         counts[best] += 1
-    chosen[:], earlier[:] = sets, before
+    chosen[:] = sets
+    earlier[:] = before
     return np.array(counts)
 
 
 def _mix_in_lanes(
-    weights: np.ndarray, begin: int, taken: np.ndarray, chosen: np.ndarray, earlier: np.ndarray
-) -> np.ndarray:
-    """The same, side by side in lanes of LANE_STEPS."""
+    weights: NDArray[np.float64],
+    begin: int,
+    taken: NDArray[np.float64],
+    chosen: NDArray[np.int16],
+    earlier: NDArray[np.int64],
+) -> NDArray[np.float64]:
+    """`_mix_plainly`, side by side in lanes of LANE_STEPS."""
     begins = np.arange(begin, begin + len(chosen), LANE_STEPS)
+    num_lanes = len(begins)
     steps_K1 = (begins - APPROACH_STEPS).astype(np.float64)[:, None]
     taken_KD = _estimate(weights, np.maximum(steps_K1, 0))
-    flat, rows, behind_KD = taken_KD.reshape(-1), np.arange(len(begins)) * len(weights), np.empty_like(taken_KD)
-    sets, counts = np.empty((LANE_STEPS, len(begins)), np.int16), np.empty((LANE_STEPS, len(begins)))
+    started_KD = taken_KD
+    behind_KD = np.empty_like(taken_KD)
+    # the counts of all lanes one after another, and where each lane begins in them
+    flat = taken_KD.reshape(-1)
+    rows = np.arange(num_lanes) * len(weights)
+    sets = np.empty((LANE_STEPS, num_lanes), np.int16)
+    counts = np.empty((LANE_STEPS, num_lanes))
     for step in range(-APPROACH_STEPS, LANE_STEPS):
         if step == 0:
             taken_KD[0] = taken
@@ -79,24 +134,30 @@ def _mix_in_lanes(
         flat[rows + best] = before + 1
         steps_K1 += 1
         if step >= 0:
-            sets[step], counts[step] = best, before
+            sets[step] = best
+            counts[step] = before
     for lane, first in enumerate(range(0, len(chosen), LANE_STEPS)):
         part = slice(first, first + LANE_STEPS)
         is_whole = len(chosen[part]) == LANE_STEPS
         if is_whole and np.array_equal(started_KD[lane], taken):
-            chosen[part], earlier[part] = sets[:, lane], counts[:, lane]
+            chosen[part] = sets[:, lane]
+            earlier[part] = counts[:, lane]
             taken = taken_KD[lane]
         else:
             taken = _mix_plainly(weights, begin + first, taken, chosen[part], earlier[part])
     return taken
 
 
-def _estimate(weights: np.ndarray, steps_K1: np.ndarray) -> np.ndarray:
+def _estimate(weights: NDArray[np.float64], steps_K1: NDArray[np.float64]) -> NDArray[np.float64]:
     """About how often each data set was taken before these steps: float64 [K, D], each row's sum is the step."""
     exact = weights * steps_K1
-    taken = np.floor(exact)
-    rank = np.argsort(np.argsort(taken - exact, axis=1, kind="stable"), axis=1)
-    return taken + (rank < steps_K1 - taken.sum(1, keepdims=True))
+    taken: NDArray[np.float64] = np.floor(exact)
+    order = np.argsort(taken - exact, axis=1, kind="stable")
+    rank = np.argsort(order, axis=1)
+    # what rounding down left over goes to the data sets that lost most by it
+    left_over = steps_K1 - taken.sum(1, keepdims=True)
+    taken[rank < left_over] += 1
+    return taken
 
 
 def normalized(weights: Sequence[float]) -> list[float]:
@@ -106,43 +167,69 @@ def normalized(weights: Sequence[float]) -> list[float]:
             f"--data-path: weights {list(weights)} must all be above 0; leave out a data set that is unused"
         )
     values = np.array(weights, dtype=np.float64)
-    return (values / np.sum(values)).tolist()
+    shares: list[float] = (values / np.sum(values)).tolist()
+    return shares
 
 
 def sizes_for_blend(size: int, weights: Sequence[float]) -> tuple[list[int], list[int]]:
-    """For `size` samples of normalized `weights`: how many each data set gives, and how many to build of it.
+    """Decide how many samples each data set gives, and how many to build of it.
 
-    The length of the blend is the sum of the first list, a little more than `size` because of rounding up.
+    Args:
+        size: Samples that are wanted.
+        weights: Shares of the data sets, which sum to 1.
+
+    Returns:
+        Both numbers of each data set. The length of the blend is the sum of the first ones, a little more than `size`
+        because of rounding up.
     """
     given = [math.ceil(size * weight) for weight in weights]
-    return given, [math.ceil(samples * (1 + SURPLUS)) for samples in given]
+    built = [math.ceil(samples * (1 + SURPLUS)) for samples in given]
+    return given, built
 
 
-class BlendedDataset:
-    """`size` samples of `datasets`; each one is taken from the data set that is furthest behind its weight.
+class BlendedDataset(Dataset[NDArray[np.int64]]):
+    """Samples of several data sets; each one is taken from the data set that is furthest behind its weight.
 
     dataset_index: int16 [size], which data set; dataset_sample_index: int64 [size], which of its samples.
-    split: train, valid or test, for the names of the cache's files.
-    Raises DataError for weights that are not positive and for a data set that is too small for its share.
     """
 
     def __init__(
         self,
-        datasets: Sequence,
+        datasets: Sequence[Samples],
         weights: Sequence[float],
         size: int,
         cache: IndexCache | None = None,
         split: str = "train",
     ):
+        """
+        Args:
+            datasets: The data sets.
+            weights: One for each; they need not sum to 1.
+            size: Samples of the blend.
+            cache: Keeps the two indices.
+            split: train, valid or test, for the names of the cache's files.
+
+        Raises:
+            DataError: A weight is not positive, or a data set is too small for its share.
+        """
         if len(datasets) > MAX_DATASETS:
             raise DataError(f"--data-path: {len(datasets)} data sets are more than {MAX_DATASETS}; merge some files")
-        self.datasets, shares = list(datasets), normalized(weights)
-        shapes = {"dataset_index": ((size,), np.dtype(np.int16)), "dataset_sample_index": ((size,), np.dtype(np.int64))}
+        self.datasets = list(datasets)
+        shares = normalized(weights)
+        shapes: Shapes = {
+            "dataset_index": ((size,), np.dtype(np.int16)),
+            "dataset_sample_index": ((size,), np.dtype(np.int64)),
+        }
         entry = Entry("BlendedDataset", split, {"shares": shares, "size": size}, shapes)
         cache = cache or IndexCache()
         folder = cache.folder_for("BlendedDataset", None, size)
         indices = cache.get(folder, entry, lambda: dict(zip(shapes, mix(shares, size))))
-        self.dataset_index, self.dataset_sample_index = indices["dataset_index"], indices["dataset_sample_index"]
+        self.dataset_index = indices["dataset_index"]
+        self.dataset_sample_index = indices["dataset_sample_index"]
+        self._require_samples()
+
+    def _require_samples(self) -> None:
+        """DataError unless each data set has the samples that the blend takes of it."""
         taken = np.zeros(len(self.datasets), np.int64)
         for start in range(0, len(self), BLOCK):  # bincount makes int64 of all that it is given
             taken += np.bincount(self.dataset_index[start : start + BLOCK], minlength=len(taken))
@@ -156,5 +243,6 @@ class BlendedDataset:
     def __len__(self) -> int:
         return len(self.dataset_index)
 
-    def __getitem__(self, i: int) -> np.ndarray:
-        return self.datasets[int(self.dataset_index[i])][int(self.dataset_sample_index[i])]
+    def __getitem__(self, i: int) -> NDArray[np.int64]:
+        dataset = self.datasets[int(self.dataset_index[i])]
+        return dataset[int(self.dataset_sample_index[i])]

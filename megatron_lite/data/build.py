@@ -1,9 +1,11 @@
-"""From the data flags to the three data sets."""
+"""Builds the three data sets that the data flags describe."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
 from torch.utils.data import ConcatDataset
 
 from megatron_lite.config.args import DataArgs
@@ -12,19 +14,19 @@ from megatron_lite.data.blend_order import BlendedDataset, normalized, sizes_for
 from megatron_lite.data.gpt_dataset import GPTDataset, MockDataset, split_bounds
 from megatron_lite.data.index_cache import IndexCache
 from megatron_lite.data.indexed import IndexedDataset
-from megatron_lite.data.infilling import Infilling, InfillingDataset, make_infilling
+from megatron_lite.data.infilling import InfillingDataset, make_infilling
 from megatron_lite.data.tokenizers import build_tokenizer
 from megatron_lite.errors import DataError
 from megatron_lite.units import count
 
-Dataset = GPTDataset | InfillingDataset | BlendedDataset | ConcatDataset | MockDataset
+Dataset = GPTDataset | InfillingDataset | BlendedDataset | ConcatDataset[NDArray[np.int64]] | MockDataset
 SPLITS = ("training", "validation", "test")
 FILE_SPLITS = ("train", "valid", "test")  # Megatron's names, in those of cached files and of flags
 
 
 @dataclass(frozen=True)
 class DataSpec:
-    """What to build of `data`, where no files of words are left to read."""
+    """The data sets to build of `data`, where no files of words are left to read."""
 
     data: DataArgs
     # samples for training, validation, test; 0: not wanted, None: all of one epoch
@@ -35,7 +37,7 @@ class DataSpec:
 
 
 class Datasets(NamedTuple):
-    """None: not wanted, or no share of the data."""
+    """The data sets of a run; None for a split that is not wanted or has no share of the data."""
 
     train: Dataset | None
     valid: Dataset | None
@@ -48,88 +50,124 @@ def build_datasets(spec: DataSpec) -> Datasets:
     DataError for all that cannot be trained on.
     """
     d = spec.data
-    if d.mock_data and None in spec.sizes:
-        raise DataError("--mock-data: has no end, which --full-validation would come to; give --eval-iters instead")
     if d.mock_data:
-        # Another seed for each split: with the same one, validation would repeat the training samples.
-        mocks = [
-            MockDataset(size, spec.seq_length, spec.vocab_size, spec.seed + part)
-            for part, size in enumerate(spec.sizes)
-        ]
-        return Datasets(*(mock if len(mock) else None for mock in mocks))
-    cache, opened = IndexCache(d.data_cache_path), {}
-    infilling = make_infilling(d, build_tokenizer(d)) if d.fim_data else None
-    build_split = partial(_build_split, spec, cache, opened, infilling)
+        return Datasets(*_build_mocks(spec))
+    builder = _Builder(spec)
     own_paths = (d.train_data_path, d.valid_data_path, d.test_data_path)
     if any(own_paths):
         if spec.sizes[0] and not own_paths[0]:
             raise DataError("--train-data-path: missing beside --valid-data-path or --test-data-path; give it too")
         flags = [f"--{name}-data-path" for name in FILE_SPLITS]
-        return Datasets(*(build_split(part, flags[part], own_paths[part]) for part in range(3)))
+        return Datasets(*(builder.build_split(part, flags[part], own_paths[part] or ()) for part in range(3)))
     if not d.data_path:
         raise DataError("--data-path: missing; give the prefix of a .bin/.idx pair, or train on --mock-data")
-    return Datasets(*(build_split(part, "--data-path", d.data_path) for part in range(3)))
+    words = d.data_path
+    return Datasets(*(builder.build_split(part, "--data-path", words) for part in range(3)))
 
 
-def _build_split(
-    spec: DataSpec,
-    cache: IndexCache,
-    opened: dict[str, IndexedDataset],
-    infilling: Infilling | None,
-    part: int,
-    flag: str,
-    words: tuple[str, ...],
-) -> Dataset | None:
-    """The data set of one split, of a share of --data-path or of files of its own.
+def _build_mocks(spec: DataSpec) -> list[MockDataset | None]:
+    """The three data sets of --mock-data. DataError if the whole of one is wanted."""
+    mocks: list[MockDataset | None] = []
+    for part, size in enumerate(spec.sizes):
+        if size is None:
+            raise DataError("--mock-data: has no end, which --full-validation would come to; give --eval-iters instead")
+        # Another seed for each split: with the same one, validation would repeat the training samples.
+        seed = spec.seed + part
+        mocks.append(MockDataset(size, spec.seq_length, spec.vocab_size, seed) if size else None)
+    return mocks
 
-    opened: each prefix, once for all splits.
-    """
-    size, shared, shares_given = spec.sizes[part], flag == "--data-path", spec.data.split or SPLIT
-    if not words or size == 0:
-        return None
-    if shared and split_shares(shares_given)[part] == 0:
-        if part == 0:
-            raise DataError(f"--split {shares_given}: no share is left for training; for example 969,30,1")
-        return None
-    prefixes, weights = parse_blend(words, flag)
-    is_single = len(prefixes) == 1 and (weights is None or not shared)
-    sources = []
-    for prefix in prefixes:
-        if prefix not in opened:
-            opened[prefix] = _open(prefix, flag, spec.vocab_size)
-        indexed = opened[prefix]
-        mine = split_bounds(shares_given, len(indexed))[part] if shared else range(len(indexed))
-        if not mine and part and is_single:
-            return None  # as in Megatron: too few documents for a small share are no mistake
-        sources.append((indexed, mine))
-    for indexed, mine in sources:
-        if not mine:
-            raise DataError(
-                f"--split {shares_given}: the {SPLITS[part]} share of {indexed.prefix} is none of its "
-                f"{count(len(indexed))} sequences; give it a larger share, or 0 for none"
-            )
-    split, given = FILE_SPLITS[part], None
-    shares, wanted = None, [size if is_single else None] * len(sources)
-    if weights is not None and not is_single and size is None:
-        raise DataError(f"{flag}: weights leave --full-validation no epoch to take; give the files without weights")
-    if weights is not None and not is_single:
+
+class _Builder:
+    """Builds splits, which may share files: each is opened once."""
+
+    def __init__(self, spec: DataSpec):
+        self._spec = spec
+        self._cache = IndexCache(spec.data.data_cache_path)
+        self._shares = spec.data.split or SPLIT
+        self._opened: dict[str, IndexedDataset] = {}  # by prefix
+        self._infilling = make_infilling(spec.data, build_tokenizer(spec.data)) if spec.data.fim_data else None
+
+    def build_split(self, part: int, flag: str, words: tuple[str, ...]) -> Dataset | None:
+        """The data set of one split, of a share of --data-path or of files of its own.
+
+        Args:
+            part: 0 for training, 1 for validation, 2 for test.
+            flag: That names the files.
+            words: What stands behind it: prefixes, each with a weight before it or without.
+
+        Returns:
+            None if the split is not wanted, or has no share of the data.
+        """
+        size = self._spec.sizes[part]
+        is_shared = flag == "--data-path"
+        if not words or size == 0:
+            return None
+        if is_shared and split_shares(self._shares)[part] == 0:
+            if part == 0:
+                raise DataError(f"--split {self._shares}: no share is left for training; for example 969,30,1")
+            return None
+        prefixes, weights = parse_blend(words, flag)
+        is_single = len(prefixes) == 1 and (weights is None or not is_shared)
+        sources: list[tuple[IndexedDataset, range]] = []
+        for prefix in prefixes:
+            if prefix not in self._opened:
+                self._opened[prefix] = _open(prefix, flag, self._spec.vocab_size)
+            indexed = self._opened[prefix]
+            mine = split_bounds(self._shares, len(indexed))[part] if is_shared else range(len(indexed))
+            if not mine and part and is_single:
+                return None  # as in Megatron: too few documents for a small share are no mistake
+            sources.append((indexed, mine))
+        for indexed, mine in sources:
+            if not mine:
+                raise DataError(
+                    f"--split {self._shares}: the {SPLITS[part]} share of {indexed.prefix} is none of its "
+                    f"{count(len(indexed))} sequences; give it a larger share, or 0 for none"
+                )
+        split = FILE_SPLITS[part]
+        if is_single:
+            [dataset] = self._cut_samples(sources, [size], split)
+            return dataset
+        if weights is None:
+            return self._concatenate(sources, size, split)
+        if size is None:
+            raise DataError(f"{flag}: weights leave --full-validation no epoch to take; give the files without weights")
         shares = normalized(weights)
         given, wanted = sizes_for_blend(size, shares)
-    datasets: list[GPTDataset | InfillingDataset] = [
-        GPTDataset(indexed, mine, samples, spec.seq_length, spec.seed, cache=cache, split=split)
-        for (indexed, mine), samples in zip(sources, wanted)
-    ]
-    if infilling is not None:
-        datasets = [InfillingDataset(dataset, infilling, spec.seed) for dataset in datasets]
-    if is_single:
-        return datasets[0]
-    if shares is None:
-        # Without weights each data set gives what one epoch of it holds, and counts by that.
+        return BlendedDataset(self._cut_samples(sources, wanted, split), shares, sum(given), self._cache, split)
+
+    def _concatenate(self, sources: list[tuple[IndexedDataset, range]], size: int | None, split: str) -> Dataset:
+        """Files without weights: each gives what one epoch of it holds, and counts by that.
+
+        Args:
+            sources: Opened files, and their sequences.
+            size: Samples that are wanted; None: all, one file after the other.
+            split: train, valid or test.
+        """
+        datasets = self._cut_samples(sources, [None] * len(sources), split)
         if size is None:
             return ConcatDataset(datasets)
         lengths = [len(dataset) for dataset in datasets]
-        return BlendedDataset(datasets, lengths, min(size, sum(lengths)), cache, split)
-    return BlendedDataset(datasets, shares, sum(given), cache, split)
+        return BlendedDataset(datasets, lengths, min(size, sum(lengths)), self._cache, split)
+
+    def _cut_samples(
+        self, sources: list[tuple[IndexedDataset, range]], wanted: Sequence[int | None], split: str
+    ) -> list[GPTDataset | InfillingDataset]:
+        """Cut each file into samples.
+
+        Args:
+            sources: Opened files, and their sequences.
+            wanted: Samples of each; None: those of one epoch.
+            split: train, valid or test.
+        """
+        spec = self._spec
+        datasets: list[GPTDataset | InfillingDataset] = []
+        for (indexed, mine), samples in zip(sources, wanted):
+            plain = GPTDataset(indexed, mine, samples, spec.seq_length, spec.seed, cache=self._cache, split=split)
+            if self._infilling is None:
+                datasets.append(plain)
+            else:
+                datasets.append(InfillingDataset(plain, self._infilling, spec.seed))
+        return datasets
 
 
 def _open(prefix: str, flag: str, vocab_size: int) -> IndexedDataset:

@@ -1,4 +1,4 @@
-"""What a file is by its first bytes, and the readers of compressed ones."""
+"""Tells what a file is by its first bytes, and reads compressed ones."""
 
 import bz2
 import gzip
@@ -8,9 +8,14 @@ import zipfile
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import IO
+from types import ModuleType
+from typing import IO, TYPE_CHECKING, Protocol
 
 from megatron_lite.errors import DataError, UserError
+
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
+    from zstandard import ZstdDecompressionObj
 
 TABLE = Path(__file__).with_name("file_kinds.tsv")
 BUFFER_BYTES = 1 << 20
@@ -19,9 +24,23 @@ COMPRESSED_BYTES = 1 << 10
 HEAD_BYTES = 512
 
 
+class ByteStream(Protocol):
+    """An opened file, compressed or not: the methods that readers of text use."""
+
+    def read(self, size: int, /) -> bytes: ...
+
+    def readline(self, size: int, /) -> bytes: ...
+
+    def seekable(self) -> bool: ...
+
+    def seek(self, offset: int, /) -> int: ...
+
+    def close(self) -> None: ...
+
+
 @dataclass(frozen=True)
 class FileKind:
-    """A row of file_kinds.tsv."""
+    """A kind of files: a row of file_kinds.tsv."""
 
     name: str
     offset: int
@@ -47,7 +66,7 @@ def list_file_kinds() -> tuple[FileKind, ...]:
 
 
 def find_kind(head: bytes) -> FileKind | None:
-    """What a file that begins with `head` is; None for text, and for what the table does not know."""
+    """The kind of a file that begins with `head`; None for text, and for what the table does not know."""
     return next((kind for kind in list_file_kinds() if kind.fits(head)), None)
 
 
@@ -57,8 +76,17 @@ def find_kind_of_name(path: str | Path) -> FileKind | None:
     return next((kind for kind in list_file_kinds() if kind.reader and ending in kind.endings), None)
 
 
-def unpack(path: str, packed: IO[bytes], kind: FileKind | None) -> IO[bytes]:
-    """`packed`, or what it holds if it is compressed. DataError for a kind that is not read."""
+def unpack(path: str, packed: IO[bytes], kind: FileKind | None) -> ByteStream:
+    """`packed`, or what it holds if it is compressed.
+
+    Args:
+        path: Of the file, for messages.
+        packed: The opened file.
+        kind: Of its compression; None: it has none.
+
+    Raises:
+        DataError: The kind is not read.
+    """
     if kind is None:
         return packed
     if kind.reader == "gzip":
@@ -75,6 +103,7 @@ def unpack(path: str, packed: IO[bytes], kind: FileKind | None) -> IO[bytes]:
 
 
 def _open_only_member(path: str, packed: IO[bytes]) -> IO[bytes]:
+    """The one file in a zip archive. DataError for an archive that is damaged, encrypted or of several files."""
     try:
         archive = zipfile.ZipFile(packed)
         files = [member for member in archive.infolist() if not member.is_dir()]
@@ -82,11 +111,11 @@ def _open_only_member(path: str, packed: IO[bytes]) -> IO[bytes]:
             return archive.open(files[0])
     except (zipfile.BadZipFile, NotImplementedError, ValueError) as error:
         raise DataError(f"--input {path}: is a damaged zip archive ({error}); copy the file again") from None
-    what = f"a zip archive of {len(files)} files" if len(files) != 1 else "an encrypted zip archive"
+    what = "an encrypted zip archive" if len(files) == 1 else f"a zip archive of {len(files)} files"
     raise DataError(f"--input {path}: is {what}; unpack it first, and give the text files in it")
 
 
-def import_zstandard(path: str):
+def import_zstandard(path: str) -> ModuleType:
     """The package that decompresses the file. UserError if it is missing."""
     try:
         import zstandard
@@ -98,29 +127,47 @@ def import_zstandard(path: str):
 class _ZstandardReader(io.RawIOBase):
     """Frame after frame. The package's own stream_reader takes a file that was cut short for a complete one."""
 
-    def __init__(self, path: str, packed):
-        self._package, self._packed = import_zstandard(path), packed
-        self._frame, self._rest = None, b""  # what is being unpacked, and what follows the frame that ended
-        self._ready = b""
+    def __init__(self, path: str, packed: IO[bytes]):
+        """
+        Args:
+            path: Of the file, for messages.
+            packed: The opened file.
+
+        Raises:
+            UserError: The package that decompresses it is missing.
+        """
+        self._package = import_zstandard(path)
+        self._packed = packed
+        self._frame: ZstdDecompressionObj | None = None  # the one that is being unpacked
+        self._rest = b""  # what follows the frame that ended
+        self._ready = memoryview(b"")  # unpacked, and not read yet
 
     def readable(self) -> bool:
         return True
 
-    def readinto(self, buffer) -> int:
+    def readinto(self, buffer: "WriteableBuffer", /) -> int:
         while not self._ready:
             compressed = self._rest or self._packed.read(COMPRESSED_BYTES)
             if not compressed and self._frame is None:
                 return 0
             if not compressed:
                 raise EOFError("the file ends before its end-of-stream marker")
-            self._frame = self._frame or self._package.ZstdDecompressor().decompressobj()
-            try:
-                self._ready = memoryview(self._frame.decompress(compressed))
-            except self._package.ZstdError as error:
-                raise EOFError(str(error)) from None
             self._rest = b""
-            if self._frame.eof:
-                self._rest, self._frame = self._frame.unused_data, None
-        size = min(len(buffer), len(self._ready))
-        buffer[:size], self._ready = self._ready[:size], self._ready[size:]
+            self._unpack(compressed)
+        target = memoryview(buffer).cast("B")
+        size = min(len(target), len(self._ready))
+        target[:size] = self._ready[:size]
+        self._ready = self._ready[size:]
         return size
+
+    def _unpack(self, compressed: bytes) -> None:
+        """Unpack the next bytes of the file. EOFError for what is damaged."""
+        frame: ZstdDecompressionObj = self._frame or self._package.ZstdDecompressor().decompressobj()
+        try:
+            self._ready = memoryview(frame.decompress(compressed))
+        except self._package.ZstdError as error:
+            raise EOFError(str(error)) from None
+        self._frame = frame
+        if frame.eof:
+            self._rest = frame.unused_data
+            self._frame = None

@@ -1,4 +1,4 @@
-"""What is in an indexed data set, and whether it is sound."""
+"""Checks whether an indexed data set is sound, and counts what it holds."""
 
 import hashlib
 import os
@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from megatron_lite.data.indexed import IndexedDataset, damaged
 from megatron_lite.errors import DataError
@@ -15,11 +16,12 @@ BLOCK_TOKENS = 1 << 22
 BLOCK_DOCUMENTS = 1 << 16
 SAMPLE_TOKENS = 40
 MAX_SAMPLES = 16
+Report = Callable[[str, float], None]  # what is being done, and the share of it that is done
 
 
 @dataclass(frozen=True)
 class Inspection:
-    """One sound data set. Lengths are tokens per document."""
+    """The contents of a sound data set. Lengths are tokens per document."""
 
     prefix: str
     dtype: str
@@ -42,18 +44,30 @@ class Inspection:
     samples: tuple[tuple[int, ...], ...]  # the first tokens of documents that are not empty, from the first to the last
 
 
+def _be_silent(what: str, share: float) -> None:
+    """The report of nobody who waits."""
+
+
 def inspect(
     prefix: str,
     vocab_size: int | None = None,
     eod: int | None = None,
     flag: str = "megatron-lite inspect",
-    report: Callable[[str, float], None] = lambda what, share: None,
+    report: Report = _be_silent,
 ) -> Inspection:
     """Checks the header, bounds, pointers, marks and all ids of a data set, and counts what it holds.
 
-    eod: the token that documents should end with, if it is known.
-    Memory: about 50 bytes per document; the tokens are streamed. report(what, share done) is called now and then.
-    DataError for a file that is missing or damaged and for an id outside a vocabulary of vocab_size.
+    Memory: about 50 bytes per document; the tokens are streamed.
+
+    Args:
+        prefix: Of the two files.
+        vocab_size: Ids are below it; None: unknown.
+        eod: The token that documents should end with; None: unknown.
+        flag: That named the files, for messages.
+        report: Is called now and then.
+
+    Raises:
+        DataError: A file is missing or damaged, or an id is outside the vocabulary.
     """
     dataset = IndexedDataset(prefix, flag)
     bounds = dataset.document_bounds()
@@ -87,45 +101,96 @@ def inspect(
     )
 
 
-def _sample(dataset: IndexedDataset, bounds: np.ndarray, full: np.ndarray) -> Iterator[tuple[int, ...]]:
-    """The first tokens of MAX_SAMPLES of the documents `full`, evenly spread, the first one among them."""
+def _sample(dataset: IndexedDataset, bounds: NDArray[np.int64], full: NDArray[np.int64]) -> Iterator[tuple[int, ...]]:
+    """The first tokens of MAX_SAMPLES documents, evenly spread, the first one among them.
+
+    Args:
+        dataset: The opened files.
+        bounds: int64 [documents + 1], the tokens before each document.
+        full: Numbers of the documents that are not empty.
+    """
     step = -(-len(full) // MAX_SAMPLES)
     for document in full[::step]:
-        start, end = int(bounds[document]), int(bounds[document + 1])
-        yield tuple(dataset.all_tokens[start : min(end, start + SAMPLE_TOKENS)].tolist())
+        start = int(bounds[document])
+        end = min(int(bounds[document + 1]), start + SAMPLE_TOKENS)
+        tokens = dataset.all_tokens[start:end]
+        yield tuple(tokens.tolist())
 
 
-def _scan_ids(dataset: IndexedDataset, vocab_size: int | None, wanted: int, report) -> tuple[int, int, int]:
-    """The smallest and the largest id and how often `wanted` occurs; DataError for an id outside the vocabulary."""
-    lows, highs, occurrences = [], [], 0
+def _scan_ids(dataset: IndexedDataset, vocab_size: int | None, wanted: int, report: Report) -> tuple[int, int, int]:
+    """Look at all token ids.
+
+    Args:
+        dataset: The opened files.
+        vocab_size: Ids are below it; None: unknown.
+        wanted: The id to count.
+        report: Is called now and then.
+
+    Returns:
+        The smallest and the largest id, and how often `wanted` occurs.
+
+    Raises:
+        DataError: An id is outside the vocabulary.
+    """
+    lows: list[int] = []
+    highs: list[int] = []
+    occurrences = 0
     for start in range(0, dataset.num_tokens, BLOCK_TOKENS):
         block = dataset.all_tokens[start : start + BLOCK_TOKENS]
         lows.append(int(block.min()))
         highs.append(int(block.max()))
         if lows[-1] < 0 or (vocab_size is not None and highs[-1] >= vocab_size):
-            wrong = block < 0 if vocab_size is None else (block < 0) | (block >= vocab_size)
-            at = int(wrong.argmax())
-            document = int(np.searchsorted(dataset.document_bounds(), start + at, side="right")) - 1
-            what = f"token {count(start + at)} (document {count(document)}) is the id {block[at]}"
-            if block[at] < 0:
-                raise damaged(f"{dataset.prefix}.bin", what)
-            raise DataError(
-                f"{dataset.prefix}.bin: {what}, outside the vocabulary of {count(vocab_size)}; "
-                "give the tokenizer that it was made with, or preprocess the text again"
-            )
+            raise _describe_wrong_id(dataset, vocab_size, start)
         occurrences += int(np.count_nonzero(block == wanted))
         report("token ids", (start + len(block)) / dataset.num_tokens)
     return min(lows), max(highs), occurrences
 
 
-def _find_duplicates(dataset: IndexedDataset, bounds: np.ndarray, full: np.ndarray, report) -> tuple[int, tuple | None]:
-    """How many of the documents `full` equal an earlier one, by hashes of 64 bits, and one such pair."""
+def _describe_wrong_id(dataset: IndexedDataset, vocab_size: int | None, start: int) -> DataError:
+    """The error for the first id of a block of tokens that is negative or outside the vocabulary.
+
+    Args:
+        dataset: The opened files.
+        vocab_size: Ids are below it; None: unknown.
+        start: The first token of the block.
+    """
+    block = dataset.all_tokens[start : start + BLOCK_TOKENS]
+    wrong = block < 0
+    if vocab_size is not None:
+        wrong |= block >= vocab_size
+    at = int(wrong.argmax())
+    document = int(np.searchsorted(dataset.document_bounds(), start + at, side="right")) - 1
+    what = f"token {count(start + at)} (document {count(document)}) is the id {block[at]}"
+    if vocab_size is None or block[at] < 0:
+        return damaged(f"{dataset.prefix}.bin", what)
+    return DataError(
+        f"{dataset.prefix}.bin: {what}, outside the vocabulary of {count(vocab_size)}; "
+        "give the tokenizer that it was made with, or preprocess the text again"
+    )
+
+
+def _find_duplicates(
+    dataset: IndexedDataset, bounds: NDArray[np.int64], full: NDArray[np.int64], report: Report
+) -> tuple[int, tuple[int, int] | None]:
+    """Find documents that equal an earlier one, by hashes of 64 bits.
+
+    Args:
+        dataset: The opened files.
+        bounds: int64 [documents + 1], the tokens before each document.
+        full: Numbers of the documents that are not empty.
+        report: Is called now and then.
+
+    Returns:
+        How many there are, and the numbers of one such pair.
+    """
     hashes = np.empty(len(full), "<u8")
-    tokens = memoryview(dataset.all_tokens).cast("B")
+    tokens = dataset.all_tokens.data.cast("B")
+    itemsize = dataset.dtype.itemsize
     for start in range(0, len(full), BLOCK_DOCUMENTS):
         block = full[start : start + BLOCK_DOCUMENTS]
-        begins, ends = ((bounds[block + more] * dataset.dtype.itemsize).tolist() for more in (0, 1))
-        digests = [hashlib.blake2b(tokens[b:e], digest_size=8).digest() for b, e in zip(begins, ends)]
+        begins = (bounds[block] * itemsize).tolist()
+        ends = (bounds[block + 1] * itemsize).tolist()
+        digests = [hashlib.blake2b(tokens[begin:end], digest_size=8).digest() for begin, end in zip(begins, ends)]
         hashes[start : start + len(block)] = np.frombuffer(b"".join(digests), "<u8")
         report("duplicate documents", (start + len(block)) / len(full))
     ordered = np.sort(hashes)

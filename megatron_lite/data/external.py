@@ -11,7 +11,7 @@ whether they are there, and "valid" again at its place when a run resumes.
 """
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ from megatron_lite.user_functions import find_function
 
 logger = logging.getLogger(__name__)
 FLAG = "--external-dataloader"
+Function = Callable[..., object]  # the user's; what it returns is looked at
 INTEGERS = (torch.uint8, torch.uint16, torch.uint32, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
@@ -34,75 +35,115 @@ class ExternalStreams:
     """
 
     def __init__(self, plan: Plan):
-        t, self._spelled = plan.args.training, plan.args.data.external_dataloader
+        t = plan.args.training
+        self._spelled = plan.args.data.external_dataloader or ""
         self._request = {
             "seq_length": plan.shape.seq_length,
             "rank": plan.layout.data_rank,
             "num_ranks": plan.layout.data,
             "seed": t.seed,
         }
-        evaluated = dict.fromkeys(("valid", "test"), plan.evaluation_micro_batch)
-        self._micro_batches = {"train": t.micro_batch_size, **evaluated}
-        self._vocab_size, self._pin = plan.vocab_size, plan.device == "cuda"
-        self._function = find_function(
-            FLAG, self._spelled, ("split",), ("consumed", "micro_batch_size", *self._request)
-        )
+        self._micro_batches = {
+            "train": t.micro_batch_size,
+            "valid": plan.evaluation_micro_batch,
+            "test": plan.evaluation_micro_batch,
+        }
+        self._vocab_size = plan.vocab_size
+        self._pin = plan.device == "cuda"
+        by_name = ("consumed", "micro_batch_size", *self._request)
+        self._function: Function = find_function(FLAG, self._spelled, ("split",), by_name)
         evaluated = ("valid", "test") if plan.args.watch.eval_iters else ()
         self._begun = {split: self._begin(split, 0) for split in evaluated}
         for split in evaluated:
             logger.info(f"  {split} data: {self._spelled if self.has(split) else 'none'}")
 
     def has(self, split: str) -> bool:
+        """Whether the function has a split that evaluations use, "valid" or "test"."""
         return self._begun.get(split) is not None
 
     def stream(self, split: str, consumed: int, wanted: int) -> Iterator[Tensor] | None:
-        """raw_BT1, int64, one micro-batch after the other from sample `consumed` on.
+        """Micro-batches of a split: raw_BT1, int64, one after the other.
 
-        None if there is nothing at all; but DataError for training, and for a place that an earlier run had come to.
+        Args:
+            split: "train", "valid" or "test".
+            consumed: Samples that all ranks together have used of it.
+            wanted: Samples that will be; the function is not told.
+
+        Returns:
+            None if there is nothing at all.
+
+        Raises:
+            DataError: There is nothing, for training or for a place that an earlier run had come to.
         """
         begun = self._begun.get(split)
-        return begun if begun is not None and consumed == 0 else self._begin(split, consumed)
+        if begun is not None and consumed == 0:
+            return begun
+        return self._begin(split, consumed)
 
     def _begin(self, split: str, consumed: int) -> Iterator[Tensor] | None:
+        """Ask the function for a split. Arguments and results are those of `stream`."""
         size = self._micro_batches[split]
         answer = self._function(split, consumed=consumed, micro_batch_size=size, **self._request)
-        if not (answer is None or isinstance(answer, Iterable)):
+        if answer is None:
+            answer = ()
+        if not isinstance(answer, Iterable):
             raise self._wrong(split, f"gave a {type(answer).__name__}; return an iterable of micro-batches, or None")
-        batches = iter(() if answer is None else answer)
+        batches: Iterator[object] = iter(answer)
         first = next(batches, None)
         if first is not None:
-            return self._go_on(split, self._tensor(split, first, is_first=True), batches)
+            return self._go_on(split, self._check(split, first, is_first=True), batches)
         if split == "train" or consumed:
             what = f"gave nothing from sample {count(consumed)} on; yield more, or train or evaluate less"
             raise self._wrong(split, what)
         return None
 
-    def _go_on(self, split: str, first: Tensor, others: Iterator) -> Iterator[Tensor]:
+    def _go_on(self, split: str, first: Tensor, others: Iterator[object]) -> Iterator[Tensor]:
+        """The first micro-batch and the others. DataError where they end: they are asked for while more are wanted."""
         yield first
         number = 1
-        for number, batch in enumerate(others, start=2):
-            yield self._tensor(split, batch)
+        for batch in others:
+            number += 1
+            yield self._check(split, batch)
         what = f"ended after {count(number)} micro-batches and more are wanted; yield more, or train or evaluate less"
         raise self._wrong(split, what)
 
-    def _tensor(self, split: str, batch, is_first: bool = False) -> Tensor:
-        is_integers = isinstance(batch, np.ndarray) and batch.dtype.kind in "iu"
-        raw_BT1 = torch.from_numpy(batch.astype(np.int64)) if is_integers else batch
+    def _check(self, split: str, batch: object, is_first: bool = False) -> Tensor:
+        """A micro-batch of the user's as one of this trainer's.
+
+        Args:
+            split: That it is of.
+            batch: What the function gave.
+            is_first: Whether ids on a GPU are looked at, too, for which the host waits.
+
+        Returns:
+            int64 [micro-batch size, seq_length + 1], a copy.
+
+        Raises:
+            DataError: It is something else.
+        """
+        raw_BT1 = batch
+        if isinstance(batch, np.ndarray) and batch.dtype.kind in "iu":
+            raw_BT1 = torch.from_numpy(batch.astype(np.int64))
         if not isinstance(raw_BT1, Tensor) or raw_BT1.dtype not in INTEGERS:
-            kind = f"{type(batch).__name__} of {batch.dtype}" if hasattr(batch, "dtype") else type(batch).__name__
+            kind = type(batch).__name__
+            dtype: object = getattr(batch, "dtype", None)
+            if dtype is not None:
+                kind = f"{kind} of {dtype}"
             raise self._wrong(split, f"yields a {kind}; yield tensors or arrays of integers")
         wanted = (self._micro_batches[split], self._request["seq_length"] + 1)
         if tuple(raw_BT1.shape) != wanted:
             what = f"the shape {list(raw_BT1.shape)}; yield [micro-batch size, seq-length + 1] = {list(wanted)}"
             raise self._wrong(split, f"yields {what}")
         # A copy: the loader may fill the same buffer again, for another split even, while a first batch still waits.
-        raw_BT1 = raw_BT1.to(torch.int64, copy=True)
-        if is_first or not raw_BT1.is_cuda:  # asking the GPU would make the host wait for it
-            for extreme in (int(raw_BT1.min()), int(raw_BT1.max())):
+        own_BT1 = raw_BT1.to(torch.int64, copy=True)
+        if is_first or not own_BT1.is_cuda:  # asking the GPU would make the host wait for it
+            for extreme in (int(own_BT1.min()), int(own_BT1.max())):
                 if not 0 <= extreme < self._vocab_size:
                     what = f"the id {extreme}, outside the vocabulary of {count(self._vocab_size)}"
                     raise self._wrong(split, f"yields {what}; give the tokenizer that made its ids")
-        return raw_BT1.pin_memory() if self._pin and not raw_BT1.is_cuda else raw_BT1
+        if self._pin and not own_BT1.is_cuda:
+            return own_BT1.pin_memory()
+        return own_BT1
 
     def _wrong(self, split: str, what: str) -> DataError:
         return DataError(f"{FLAG} {self._spelled}: for {split} it {what}")

@@ -8,9 +8,10 @@ import os
 import secrets
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO, TypedDict
 
 import numpy as np
 
@@ -30,20 +31,29 @@ POLL_S = 0.1
 
 logger = logging.getLogger(__name__)
 Arrays = dict[str, np.ndarray]
+Shapes = dict[str, tuple[tuple[int, ...], np.dtype[np.integer]]]  # shape and type of each array by its name
+Stamp = tuple[int, int]  # inode and time of change, in ns
+
+
+class FileFacts(TypedDict):
+    """The description of one array's file."""
+
+    bytes: int
+    crc32_per_mib: str  # 8 hexadecimal digits for each block
 
 
 @dataclass(frozen=True)
 class Entry:
-    """Arrays that are a function of the key alone. kind: GPTDataset, BlendedDataset; split: train, valid, test."""
+    """Arrays that are a function of the key alone."""
 
-    kind: str
-    split: str
-    key: dict
-    shapes: dict[str, tuple[tuple[int, ...], np.dtype]]  # of the arrays, by name
+    kind: str  # GPTDataset | BlendedDataset
+    split: str  # train | valid | test
+    key: dict[str, object]  # plain values
+    shapes: Shapes
 
     @property
     def name(self) -> str:
-        """HASH-KIND-SPLIT."""
+        """The beginning of its files' names: HASH-KIND-SPLIT."""
         text = json.dumps({"format": FORMAT, "kind": self.kind, **self.key}, sort_keys=True)
         return f"{hashlib.sha256(text.encode()).hexdigest()[:32]}-{self.kind}-{self.split}"
 
@@ -56,7 +66,8 @@ class IndexFiles:
     """The files of one entry in one folder: an array each, and a description with their checksums."""
 
     def __init__(self, folder: str, entry: Entry):
-        self.entry, self.folder = entry, Path(folder)
+        self.entry = entry
+        self.folder = Path(folder)
         self.description = self.folder / f"{entry.name}-description.txt"
         self._paths = {name: self.folder / f"{entry.name}-{name}.npy" for name in entry.shapes}
 
@@ -76,34 +87,37 @@ class IndexFiles:
             raise Damaged(f"{self.description.name} lists other files")
         if described != json.loads(self._describe(files)):
             raise Damaged(f"{self.description.name} describes something else")
-        arrays = {}
-        for name, (shape, dtype) in self.entry.shapes.items():
-            path = self._paths[name]
-            try:
-                with os.fdopen(open_regular(path, os.O_RDONLY, follow_link=True), "rb") as file:
-                    _check_bytes(path.name, file, files[name])
-                arrays[name] = array = np.load(path, mmap_mode="r", allow_pickle=False)
-            except (OSError, ValueError, EOFError) as error:
-                raise Damaged(f"{path.name} cannot be read ({error})") from None
-            if array.shape != shape or array.dtype != dtype or not array.flags.c_contiguous:
-                raise Damaged(f"{path.name} is {array.dtype} {list(array.shape)}, not {dtype} {list(shape)}")
-        return arrays
+        return {name: self._open_array(name, files[name]) for name in self.entry.shapes}
+
+    def _open_array(self, name: str, facts: object) -> np.ndarray:
+        """An array, mapped read-only. Damaged unless it is what the entry and its description say.
+
+        Args:
+            name: Of the array.
+            facts: What the description says of it, a FileFacts if it is sound.
+        """
+        shape, dtype = self.entry.shapes[name]
+        path = self._paths[name]
+        array: np.ndarray
+        try:
+            with os.fdopen(open_regular(path, os.O_RDONLY, follow_link=True), "rb") as file:
+                _check_bytes(path.name, file, facts)
+            array = np.load(path, mmap_mode="r", allow_pickle=False)
+        except (OSError, ValueError, EOFError) as error:
+            raise Damaged(f"{path.name} cannot be read ({error})") from None
+        if array.shape != shape or array.dtype != dtype or not array.flags.c_contiguous:
+            raise Damaged(f"{path.name} is {array.dtype} {list(array.shape)}, not {dtype} {list(shape)}")
+        return array
 
     def write(self, arrays: Arrays) -> None:
         """All of the entry, or nothing that looks like one. OSError if the folder does not take it."""
-        temporaries, files = {}, {}  # by their final paths; what the description says of each array
+        temporaries: dict[Path, Path] = {}  # by their final paths
+        files: dict[str, FileFacts] = {}  # what the description says of each array
         try:
             for final in (*(self._paths[name] for name in arrays), self.description):
                 temporaries[final] = final.with_name(f".{final.name}.{secrets.token_hex(6)}.tmp")
             for name, array in arrays.items():
-                with open(temporaries[self._paths[name]], "x+b") as file:
-                    np.save(file, array, allow_pickle=False)
-                    file.flush()
-                    os.fsync(file.fileno())
-                    with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-                        blocks = (data[at : at + BLOCK_BYTES] for at in range(0, len(data), BLOCK_BYTES))
-                        sums = "".join(f"{zlib.crc32(block):08x}" for block in blocks)
-                        files[name] = {"bytes": len(data), "crc32_per_mib": sums}
+                files[name] = _write_array(temporaries[self._paths[name]], array)
             with open(temporaries[self.description], "xb") as file:
                 file.write(self._describe(files).encode())
                 file.flush()
@@ -115,14 +129,14 @@ class IndexFiles:
                 temporary.unlink(missing_ok=True)
         sync_folder(self.folder)
 
-    def _describe(self, files: dict) -> str:
-        """What description.txt holds."""
+    def _describe(self, files: Mapping[str, object]) -> str:
+        """The text of description.txt. files: a FileFacts of each array."""
         entry = self.entry
         content = {"format": FORMAT, "kind": entry.kind, "split": entry.split, "made_of": entry.key, "files": files}
         return json.dumps(content, indent=1) + "\n"
 
-    def stamp(self) -> tuple[int, int] | None:
-        """Changes when the entry is written anew; None: there is none."""
+    def stamp(self) -> Stamp | None:
+        """A mark that changes when the entry is written anew; None: there is no entry."""
         try:
             status = os.stat(self.description)
         except OSError:
@@ -130,30 +144,68 @@ class IndexFiles:
         return status.st_ino, status.st_mtime_ns
 
 
-def _check_bytes(name: str, file, facts) -> None:
-    """Damaged unless the size and the checksums of the blocks, or of MAX_BLOCKS spread over the file, are right."""
+def _write_array(path: Path, array: np.ndarray) -> FileFacts:
+    """Write an array to a new file, so that it outlives a power cut, and describe it. OSError."""
+    with open(path, "x+b") as file:
+        np.save(file, array, allow_pickle=False)
+        file.flush()
+        os.fsync(file.fileno())
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            blocks = (data[at : at + BLOCK_BYTES] for at in range(0, len(data), BLOCK_BYTES))
+            sums = "".join(f"{zlib.crc32(block):08x}" for block in blocks)
+            return {"bytes": len(data), "crc32_per_mib": sums}
+
+
+def _check_bytes(name: str, file: BinaryIO, facts: object) -> None:
+    """Compare the size and the checksums of the blocks, or of MAX_BLOCKS spread over the file, with the description.
+
+    Args:
+        name: Of the file.
+        file: Opened for reading.
+        facts: What the description says of it, a FileFacts if it is sound.
+
+    Raises:
+        Damaged: They differ.
+    """
     with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        sums = facts.get("crc32_per_mib") if isinstance(facts, dict) else None
+        sums = None
+        num_bytes = None
+        if isinstance(facts, dict):
+            sums = facts.get("crc32_per_mib")
+            num_bytes = facts.get("bytes")
         num_blocks = -(-len(data) // BLOCK_BYTES)
-        if not isinstance(sums, str) or facts.get("bytes") != len(data) or len(sums) != 8 * num_blocks:
+        if not isinstance(sums, str) or num_bytes != len(data) or len(sums) != 8 * num_blocks:
             raise Damaged(f"{name} has {len(data)} bytes, which are not as many as were written")
-        for number in np.linspace(0, num_blocks - 1, min(num_blocks, MAX_BLOCKS)).astype(int).tolist():
-            block = data[number * BLOCK_BYTES : (number + 1) * BLOCK_BYTES]
-            if f"{zlib.crc32(block):08x}" != sums[8 * number : 8 * number + 8]:
+        num_checked = min(num_blocks, MAX_BLOCKS)
+        for number in np.linspace(0, num_blocks - 1, num_checked).astype(int).tolist():
+            start = number * BLOCK_BYTES
+            found = f"{zlib.crc32(data[start : start + BLOCK_BYTES]):08x}"
+            expected = sums[8 * number : 8 * number + 8]
+            if found != expected:
                 raise Damaged(f"{name} has changed since it was written (MiB {number})")
 
 
 class IndexCache:
-    """folder: --data-cache-path, where everything is kept; None: large indices are, beside their data.
+    """Keeps indices on disk.
 
     Logged are a damaged entry, large indices that cannot be kept, and another process that is waited for in vain.
     """
 
     def __init__(self, folder: str | None = None):
+        """
+        Args:
+            folder: --data-cache-path, where everything is kept; None: large indices are, beside their data.
+        """
         self._folder = folder
 
     def folder_for(self, kind: str, prefix: str | None, num_entries: int) -> str | None:
-        """Where indices of so many entries are kept; None: nowhere. prefix: of the data, None for a blend's."""
+        """The folder in which indices are kept; None: nowhere.
+
+        Args:
+            kind: GPTDataset or BlendedDataset.
+            prefix: Of the data; None for a blend's.
+            num_entries: Of all indices together.
+        """
         if self._folder is not None:
             return self._folder
         if prefix is None or num_entries < LARGE:
@@ -161,16 +213,23 @@ class IndexCache:
         return os.path.join(prefix, "cache", f"{kind}_indices")  # Megatron's rule: a folder of the prefix's name
 
     def get(self, folder: str | None, entry: Entry, build: Callable[[], Arrays]) -> Arrays:
-        """The arrays of an entry, mapped; built and written first if they are not there, or not sound. None: kept
-        nowhere.
+        """The arrays of an entry, mapped; built and written first if they are not there, or not sound.
 
-        Of all processes that ask at once, one builds. DataError if --data-cache-path does not take them; a folder
-        beside the data that does not is no mistake: then they stay in memory.
+        Of all processes that ask at once, one builds.
+
+        Args:
+            folder: Of `folder_for`; None: the arrays are built in memory, and kept nowhere.
+            entry: What the arrays are made of.
+            build: Makes them.
+
+        Raises:
+            DataError: --data-cache-path does not take them. A folder beside the data that does not is no mistake: then
+                they stay in memory.
         """
         if folder is None:
             return build()
         files = IndexFiles(folder, entry)
-        unsound = None  # the state of the files that were found damaged
+        unsound: Stamp | None = None  # the state of the files that were found damaged
         deadline = time.monotonic() + MAX_WAIT_S
         while True:
             stamp = files.stamp()
@@ -193,9 +252,18 @@ class IndexCache:
                 return build()
             time.sleep(POLL_S)
 
-    def _build_if_first(self, files: IndexFiles, build: Callable[[], Arrays], stamp) -> Arrays | None:
-        """The arrays, mapped if they can be kept. None if another process is building, or has just done so."""
-        arrays = None
+    def _build_if_first(self, files: IndexFiles, build: Callable[[], Arrays], stamp: Stamp | None) -> Arrays | None:
+        """Build an entry unless another process does so.
+
+        Args:
+            files: Where it is kept.
+            build: Makes the arrays.
+            stamp: The mark of the files that were found unsound; None: there were none.
+
+        Returns:
+            The arrays, mapped if they can be kept; None if another process is building, or has just done so.
+        """
+        arrays: Arrays | None = None
         try:
             os.makedirs(files.folder, exist_ok=True)
             with try_lock(files.folder / f"{files.entry.name}.lock") as lock:

@@ -4,11 +4,14 @@ import contextlib
 import fcntl
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from io import BufferedReader, BufferedWriter
 from pathlib import Path
+from types import TracebackType
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import ArrayLike, NDArray
 
 from megatron_lite.data.indexed import DTYPES, HEADER, MAGIC, VERSION, IndexedDataset
 from megatron_lite.errors import DataError
@@ -21,13 +24,13 @@ MERGE_BLOCK = 1 << 22  # tokens, sequences or documents copied at a time
 NONE = np.empty(0, np.int64)
 
 
-def token_dtype(vocab_size: int) -> np.dtype:
+def token_dtype(vocab_size: int) -> np.dtype[np.integer]:
     """The type that tokens of this vocabulary are stored in: uint16 below 65,500 ids, else int32."""
     return np.dtype("<u2" if vocab_size < UINT16_BELOW else "<i4")
 
 
 class Written(NamedTuple):
-    """How much a pair holds."""
+    """The contents of a pair, counted."""
 
     tokens: int = 0
     sequences: int = 0
@@ -42,12 +45,19 @@ class PairWriter:
     manager: the files take their names if the block ends without an error, and go if it fails.
     """
 
-    def __init__(self, prefix: str, dtype: np.dtype, ending: str | None = None):
+    def __init__(self, prefix: str, dtype: np.dtype[np.integer], ending: str | None = None):
+        """
+        Args:
+            prefix: Path of the two files, without .bin and .idx.
+            dtype: Of the tokens in .bin.
+            ending: Of the files' names until then; None: one of this process's own.
+        """
         ending = ending or f".tmp{os.getpid()}"
-        self.prefix, self.dtype = str(prefix), dtype
+        self.prefix = str(prefix)
+        self.dtype = dtype
         self.written = Written()
         self._paths = {part: f"{self.prefix}.{part}{ending}" for part in ("bin", "lengths", "marks", "idx")}
-        self._files = {}
+        self._files: dict[str, BufferedWriter] = {}  # bin, lengths and marks
 
     def open(self) -> None:
         """Open the files, keeping what they hold; to be followed by cut(). DataError if another run has them open."""
@@ -71,7 +81,10 @@ class PairWriter:
 
     def holds(self, written: Written) -> bool:
         """Whether the files are long enough to go on from there."""
-        return all(os.path.getsize(self._paths[part]) >= size for part, size in self._sizes(written).items())
+        for part, size in self._sizes(written).items():
+            if os.path.getsize(self._paths[part]) < size:
+                return False
+        return True
 
     def cut(self, written: Written) -> None:
         """Drop all that was appended later."""
@@ -81,19 +94,25 @@ class PairWriter:
                 self._files[part].seek(size)
         self.written = written
 
-    def append(self, tokens, lengths: np.ndarray, ends: np.ndarray) -> None:
+    def append(self, tokens: bytes, lengths: NDArray[np.integer], ends: NDArray[np.integer]) -> None:
         """Add sequences and documents.
 
-        tokens: the bytes of their ids in dtype; lengths: int32 [sequences], in tokens; ends: int64 [documents], the
-        number of these sequences up to the end of each document.
+        Args:
+            tokens: The bytes of their ids in dtype.
+            lengths: int32 [sequences], in tokens.
+            ends: int64 [documents], the number of these sequences up to the end of each document.
         """
         before = self.written
+        marks = ends + before.sequences
         with self._writing():
             self._files["bin"].write(tokens)
             self._files["lengths"].write(lengths.astype("<i4", copy=False).tobytes())
-            self._files["marks"].write((ends + before.sequences).astype("<i8", copy=False).tobytes())
-        num_tokens = before.tokens + len(tokens) // self.dtype.itemsize
-        self.written = Written(num_tokens, before.sequences + len(lengths), before.documents + len(ends))
+            self._files["marks"].write(marks.astype("<i8", copy=False).tobytes())
+        self.written = Written(
+            before.tokens + len(tokens) // self.dtype.itemsize,
+            before.sequences + len(lengths),
+            before.documents + len(ends),
+        )
 
     def sync(self) -> None:
         """Bring all that was appended to the disk."""
@@ -113,17 +132,22 @@ class PairWriter:
             with open(self._paths["lengths"], "rb") as lengths:
                 shutil.copyfileobj(lengths, index)
                 lengths.seek(0)
-                num_tokens = 0
-                while raw := lengths.read(4 * INDEX_BLOCK):
-                    block = np.frombuffer(raw, "<i4")
-                    ends = num_tokens + np.cumsum(block, dtype="<i8")
-                    index.write(((ends - block) * self.dtype.itemsize).tobytes())
-                    num_tokens = int(ends[-1])
+                self._write_pointers(lengths, index)
             index.write(bytes(8))  # the marks start with a 0
             with open(self._paths["marks"], "rb") as marks:
                 shutil.copyfileobj(marks, index)
             index.flush()
             os.fsync(index.fileno())
+
+    def _write_pointers(self, lengths: BufferedReader, index: BufferedWriter) -> None:
+        """Write where each sequence starts in .bin, in bytes. lengths: the file of their tokens."""
+        num_tokens = 0
+        while raw := lengths.read(4 * INDEX_BLOCK):
+            block = np.frombuffer(raw, "<i4")
+            ends = num_tokens + np.cumsum(block, dtype="<i8")
+            pointers = (ends - block) * self.dtype.itemsize
+            index.write(pointers.tobytes())
+            num_tokens = int(ends[-1])
 
     def place(self) -> None:
         """Put both files under their names."""
@@ -148,11 +172,13 @@ class PairWriter:
         self.close()
 
     def _sizes(self, written: Written) -> dict[str, int]:
+        """The bytes of each file that holds so much."""
         tokens, sequences, documents = written
         return {"bin": tokens * self.dtype.itemsize, "lengths": sequences * 4, "marks": documents * 8}
 
     @contextlib.contextmanager
-    def _writing(self):
+    def _writing(self) -> Iterator[None]:
+        """A failure to write becomes a DataError."""
         try:
             yield
         except OSError as error:
@@ -160,12 +186,14 @@ class PairWriter:
                 f"{self.prefix}: cannot be written ({error.strerror}); free some space or choose another output"
             ) from None
 
-    def __enter__(self):
+    def __enter__(self) -> "PairWriter":  # noqa: PYI034 - Self came with Python 3.11
         self.open()
         self.cut(Written())
         return self
 
-    def __exit__(self, kind, error, trace) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         try:
             if kind is None:
                 self.complete()
@@ -181,18 +209,32 @@ class IndexedWriter(PairWriter):
         super().__init__(prefix, token_dtype(vocab_size))
         self.vocab_size = vocab_size
 
-    def add_document(self, token_ids) -> None:
+    def __enter__(self) -> "IndexedWriter":  # noqa: PYI034 - Self came with Python 3.11
+        super().__enter__()
+        return self
+
+    def add_document(self, token_ids: ArrayLike) -> None:
         """Appends one document of one sequence; an empty document has no sequence. DataError for an id that is none."""
         try:
             ids = checked_ids(token_ids, self.vocab_size, f"document {count(self.written.documents + 1)}")
         except DataError as error:
             raise DataError(f"{self.prefix}: {error}") from None
         lengths = np.array([ids.size] if ids.size else [], np.int32)
-        self.append(ids.astype(self.dtype).tobytes(), lengths, np.array([lengths.size]))
+        ends = np.array([lengths.size])
+        self.append(ids.astype(self.dtype).tobytes(), lengths, ends)
 
 
-def checked_ids(token_ids, vocab_size: int, whose: str) -> np.ndarray:
-    """The ids as an array of integers; DataError, naming whose they are, for one outside the vocabulary."""
+def checked_ids(token_ids: ArrayLike, vocab_size: int, whose: str) -> NDArray[np.integer]:
+    """Check token ids, and make an array of them.
+
+    Args:
+        token_ids: Of one document.
+        vocab_size: Ids are below it.
+        whose: They are, for messages.
+
+    Raises:
+        DataError: There are too many of them, or one is no integer or outside the vocabulary.
+    """
     ids = np.asarray(token_ids)
     if ids.size == 0:
         return ids.astype(np.int64)
@@ -215,28 +257,25 @@ def checked_ids(token_ids, vocab_size: int, whose: str) -> np.ndarray:
 def merge(
     prefixes: Sequence[str], output_prefix: str, flag: str = "--inputs", report: Callable[[int], None] = lambda _: None
 ) -> Written:
-    """Writes OUTPUT.bin and .idx: the sequences of all data sets in their order, and returns how much that was.
+    """Writes OUTPUT.bin and .idx: the sequences of all data sets in their order.
 
     As Megatron's add_index: the marks of a data set are moved by the sequences before it and its leading 0 is dropped.
-    report(tokens) is called now and then. DataError for a damaged pair, for token types that differ, and for an output
-    that is one of the inputs; nothing is written then.
+
+    Args:
+        prefixes: Of the data sets.
+        output_prefix: Of the new one.
+        flag: That named the data sets, for messages.
+        report: Is called now and then with the tokens written.
+
+    Returns:
+        How much was written.
+
+    Raises:
+        DataError: A pair is damaged, token types differ, or the output is one of the inputs; nothing is written then.
     """
     datasets = [IndexedDataset(prefix, flag) for prefix in prefixes]
-    first = datasets[0]
-    for dataset in datasets:
-        prefix = dataset.prefix
-        if os.path.getsize(f"{prefix}.idx") != HEADER.size + 12 * len(dataset) + 8 * len(dataset.document_marks):
-            raise DataError(
-                f"{flag} {prefix}: a multimodal data set, whose modes would be lost; merge text data sets only"
-            )
-        if dataset.dtype != first.dtype:
-            raise DataError(
-                f"{flag} {prefix}: its tokens are {dataset.dtype}, those of {first.prefix} {first.dtype}; "
-                "preprocess both with the same vocabulary"
-            )
-        if os.path.realpath(f"{prefix}.bin") == os.path.realpath(f"{output_prefix}.bin"):
-            raise DataError(f"--output-prefix {output_prefix}: is one of the data sets to merge; choose another name")
-    with PairWriter(output_prefix, first.dtype) as pair:
+    _require_mergeable(datasets, output_prefix, flag)
+    with PairWriter(output_prefix, datasets[0].dtype) as pair:
         for dataset in datasets:
             # Marks first: they are moved by the sequences that the pair holds when they come.
             for start in range(1, len(dataset.document_marks), MERGE_BLOCK):
@@ -247,3 +286,22 @@ def merge(
                 pair.append(dataset.all_tokens[start : start + MERGE_BLOCK].tobytes(), NONE, NONE)
                 report(pair.written.tokens)
     return pair.written
+
+
+def _require_mergeable(datasets: list[IndexedDataset], output_prefix: str, flag: str) -> None:
+    """DataError for data sets that cannot be joined, as `merge` says."""
+    first = datasets[0]
+    for dataset in datasets:
+        prefix = dataset.prefix
+        without_modes = HEADER.size + 12 * len(dataset) + 8 * len(dataset.document_marks)
+        if os.path.getsize(f"{prefix}.idx") != without_modes:
+            raise DataError(
+                f"{flag} {prefix}: a multimodal data set, whose modes would be lost; merge text data sets only"
+            )
+        if dataset.dtype != first.dtype:
+            raise DataError(
+                f"{flag} {prefix}: its tokens are {dataset.dtype}, those of {first.prefix} {first.dtype}; "
+                "preprocess both with the same vocabulary"
+            )
+        if os.path.realpath(f"{prefix}.bin") == os.path.realpath(f"{output_prefix}.bin"):
+            raise DataError(f"--output-prefix {output_prefix}: is one of the data sets to merge; choose another name")

@@ -1,4 +1,4 @@
-"""Fill in the middle (FIM): documents whose middle comes last, so that a model learns to fill gaps (--fim-data).
+"""Fills in the middle (FIM): documents whose middle comes last, so that a model learns to fill gaps (--fim-data).
 
 Bavarian et al. 2022, arXiv 2207.14255. A document becomes PREFIX prefix SUFFIX suffix MIDDLE middle (PSM) or PREFIX
 SUFFIX suffix MIDDLE prefix middle (SPM), with its text cut in three at two random characters. Draws are those of
@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
+from torch.utils.data import Dataset
 
 from megatron_lite.config.args import DataArgs
 from megatron_lite.data.gpt_dataset import GPTDataset
@@ -17,12 +19,12 @@ from megatron_lite.data.tokenizers import Tokenizer
 from megatron_lite.errors import DataError
 
 logger = logging.getLogger(__name__)
-Tokens = np.ndarray  # int64 [length]
+Tokens = NDArray[np.int64]  # [length]
 
 
 @dataclass(frozen=True)
 class Infilling:
-    """What --fim-data and its flags ask for, in token ids."""
+    """The wishes of --fim-data and its flags, in token ids."""
 
     tokenizer: Tokenizer
     rate: float  # share of the documents that are rearranged
@@ -38,25 +40,38 @@ class Infilling:
 
 
 def make_infilling(d: DataArgs, tokenizer: Tokenizer) -> Infilling:
-    """What the flags ask for. DataError for a token that the tokenizer does not know."""
-    known = {name: _find_token(d, tokenizer, name) for name in ("prefix", "middle", "suffix", "pad", "eod")}
+    """Read the flags of --fim-data. DataError for a token that the tokenizer does not know."""
+    split = None
+    if d.fim_split_sample is not None:
+        split = _find_id(tokenizer, "--fim-split-sample", d.fim_split_sample)
     return Infilling(
         tokenizer=tokenizer,
         rate=d.fim_rate,
         spm_rate=d.fim_spm_rate,
-        split=None if d.fim_split_sample is None else _find_id(tokenizer, "--fim-split-sample", d.fim_split_sample),
+        prefix=_find_id(tokenizer, "--fim-prefix-token", d.fim_prefix_token),
+        middle=_find_id(tokenizer, "--fim-middle-token", d.fim_middle_token),
+        suffix=_find_id(tokenizer, "--fim-suffix-token", d.fim_suffix_token),
+        pad=_find_id(tokenizer, "--fim-pad-token", d.fim_pad_token),
+        eod=_find_id(tokenizer, "--fim-eod-token", d.fim_eod_token),
+        split=split,
         fragment_rate=d.fim_fragment_rate or 0.0,
         unless_begins=d.fim_no_prefix,
-        **known,
     )
 
 
-def _find_token(d: DataArgs, tokenizer: Tokenizer, name: str) -> int:
-    return _find_id(tokenizer, f"--fim-{name}-token", getattr(d, f"fim_{name}_token"))
-
-
 def _find_id(tokenizer: Tokenizer, flag: str, token: str) -> int:
-    """The id of a token; as in Megatron-LM, of the unknown token where the vocabulary lacks it."""
+    """The id of a token.
+
+    As in Megatron-LM, that of the unknown token where the vocabulary lacks it, which is logged.
+
+    Args:
+        tokenizer: Knows the vocabulary.
+        flag: That names the token.
+        token: Its name.
+
+    Raises:
+        DataError: The vocabulary lacks it, and has no unknown token.
+    """
     found = tokenizer.find_token(token)
     if found is not None:
         return found
@@ -69,44 +84,59 @@ def _find_id(tokenizer: Tokenizer, flag: str, token: str) -> int:
     return tokenizer.unknown
 
 
-class InfillingDataset:
+class InfillingDataset(Dataset[NDArray[np.int64]]):
     """The samples of another data set, rearranged; `[i]` is int64 [seq_length + 1].
 
     A sample that becomes longer is cut off at its end, one that becomes shorter is filled up with the pad token.
     """
 
     def __init__(self, samples: GPTDataset, infilling: Infilling, seed: int):
-        self.samples, self._infilling = samples, infilling
+        self.samples = samples
+        self._infilling = infilling
         self._random = np.random.RandomState(seed)
 
     def __len__(self) -> int:
         return len(self.samples)
 
     def __getitem__(self, i: int) -> Tokens:
-        tokens, fim = self.samples[i], self._infilling
+        fim = self._infilling
+        tokens = self.samples[i]
         pieces = self._rearrange_pieces(tokens, fim.eod, self._rearrange_document)
         changed = np.concatenate(pieces) if pieces else self._rearrange_document(tokens)
-        lacking = len(tokens) - len(changed)
+        wanted = len(tokens)
+        lacking = wanted - len(changed)
         if lacking > 0:
-            changed = np.concatenate([changed, np.full(lacking, fim.pad)])
-        return np.asarray(changed[: len(tokens)], dtype=np.int64)
+            padding = np.full(lacking, fim.pad)
+            changed = np.concatenate([changed, padding])
+        return np.asarray(changed[:wanted], dtype=np.int64)
 
     def _rearrange_document(self, tokens: Tokens) -> Tokens:
-        """A document, or its fragments."""
+        """Rearrange a document, or its fragments."""
         fim = self._infilling
         if fim.split is None or not (tokens == fim.split).any():
             return self._rearrange(tokens, fim.rate)
         if not self._random.binomial(1, fim.rate):
             return tokens
-        rearrange = lambda fragment: self._rearrange(fragment, fim.fragment_rate)
-        return np.concatenate(self._rearrange_pieces(tokens, fim.split, rearrange))
+        return np.concatenate(self._rearrange_pieces(tokens, fim.split, self._rearrange_fragment))
+
+    def _rearrange_fragment(self, tokens: Tokens) -> Tokens:
+        """Rearrange a fragment of a document."""
+        return self._rearrange(tokens, self._infilling.fragment_rate)
 
     def _rearrange_pieces(
         self, tokens: Tokens, separator: int, rearrange: Callable[[Tokens], Tokens]
     ) -> list[Tokens | Sequence[int]]:
-        """The pieces between separators, rearranged, with these; none if there is no separator.
+        """Rearrange the pieces between separators.
 
         As in Megatron-LM, an empty piece goes with its separator, unless it is the last one.
+
+        Args:
+            tokens: Of a sample or a document.
+            separator: The id that divides it.
+            rearrange: What is done with each piece.
+
+        Returns:
+            Pieces and separators in turn; none if there is no separator.
         """
         pieces: list[Tokens | Sequence[int]] = []
         start = 0
@@ -119,8 +149,14 @@ class InfillingDataset:
         return pieces
 
     def _rearrange(self, tokens: Tokens, rate: float) -> Tokens:
-        """A text with its middle at the end, or as it is."""
-        fim, tokenizer = self._infilling, self._infilling.tokenizer
+        """Put the middle of a text at its end, or leave it as it is.
+
+        Args:
+            tokens: Of the text.
+            rate: The probability that it is rearranged.
+        """
+        fim = self._infilling
+        tokenizer = fim.tokenizer
         if not self._random.binomial(1, rate):
             return tokens
         text = tokenizer.decode_text(tokens)
@@ -130,6 +166,7 @@ class InfillingDataset:
         prefix = tokenizer.encode(text[:first])
         middle = tokenizer.encode(text[first:last])
         suffix = tokenizer.encode(text[last:])
+        ids = [fim.prefix, *prefix, fim.suffix, *suffix, fim.middle, *middle]
         if self._random.binomial(1, fim.spm_rate):
-            return np.array([fim.prefix, fim.suffix, *suffix, fim.middle, *prefix, *middle], dtype=np.int64)
-        return np.array([fim.prefix, *prefix, fim.suffix, *suffix, fim.middle, *middle], dtype=np.int64)
+            ids = [fim.prefix, fim.suffix, *suffix, fim.middle, *prefix, *middle]
+        return np.array(ids, dtype=np.int64)

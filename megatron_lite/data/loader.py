@@ -9,20 +9,32 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 from megatron_lite.config.data_paths import BATCHES_AHEAD
+from megatron_lite.data.build import Dataset
 from megatron_lite.errors import DataError
 from megatron_lite.units import count
 
 
-def batches(dataset, index_batches: Iterable[list[int]], *, num_workers: int, pin: bool) -> Iterator[Tensor]:
-    """raw_BT1, int64 on the CPU, one for each list of indices, in their order.
+def batches(dataset: Dataset, index_batches: Iterable[list[int]], *, num_workers: int, pin: bool) -> Iterator[Tensor]:
+    """Read micro-batches ahead of the training loop.
 
-    num_workers: 0 reads in this process. pin: page-locked memory, for copies that overlap with computing.
     The workers start at the call and end with the iterator: when it is used up, closed or no longer referred to.
-    DataError if a worker dies.
+
+    Args:
+        dataset: Samples, int64 [T + 1] each.
+        index_batches: The numbers of the samples of each micro-batch.
+        num_workers: Processes that read; 0 reads in this one.
+        pin: Whether to use page-locked memory, for copies that overlap with computing.
+
+    Yields:
+        raw_BT1, int64 on the CPU, one for each list of indices, in their order.
+
+    Raises:
+        DataError: A worker has died.
     """
     loader = DataLoader(
         dataset,
@@ -40,6 +52,7 @@ def batches(dataset, index_batches: Iterable[list[int]], *, num_workers: int, pi
 
 
 def _each(loaded: Iterator[Tensor]) -> Iterator[Tensor]:
+    """Pass on what the loader gives, and errors of its workers as DataError. Workers end with this iterator."""
     try:
         yield from loaded
     except DataError as error:  # torch puts the worker's traceback into the message of an error raised in it
@@ -63,7 +76,7 @@ def _leave_signals_to_the_trainer(worker: int) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
-def _stack(samples: list[np.ndarray]) -> Tensor:
+def _stack(samples: list[NDArray[np.int64]]) -> Tensor:
     return torch.from_numpy(np.stack(samples))
 
 
@@ -79,13 +92,22 @@ def require_block(num_samples: int, micro_batch_size: int, num_ranks: int) -> No
 def single_batches(
     num_samples: int, consumed: int, micro_batch_size: int, rank: int, num_ranks: int
 ) -> Iterator[list[int]]:
-    """In order, one pass, from sample `consumed` on; ends when less than a block is left.
+    """Samples in their order, in one pass, which ends when less than a block is left.
 
-    DataError: too few samples.
+    Args:
+        num_samples: Of the data set.
+        consumed: Samples that all ranks together have used.
+        micro_batch_size: Samples of a micro-batch.
+        rank: This one's number among those that share the data.
+        num_ranks: That share the data.
+
+    Raises:
+        DataError: There are too few samples.
     """
     require_block(num_samples, micro_batch_size, num_ranks)
     block = micro_batch_size * num_ranks
-    starts = range(consumed + rank * micro_batch_size, num_samples - block + 1 + rank * micro_batch_size, block)
+    first = rank * micro_batch_size
+    starts = range(consumed + first, num_samples - block + 1 + first, block)
     return (list(range(start, start + micro_batch_size)) for start in starts)
 
 
@@ -93,6 +115,12 @@ def epoch_batches(num_samples: int, micro_batch_size: int, rank: int, num_ranks:
     """All samples, epoch after epoch, dealt out over the ranks one by one.
 
     As in Megatron-LM, ranks that have a sample less, or a last batch that is not full, begin with their first again.
+
+    Args:
+        num_samples: Of the data set.
+        micro_batch_size: Samples of a micro-batch.
+        rank: This one's number among those that share the data.
+        num_ranks: That share the data.
     """
     mine = range(rank, num_samples, num_ranks) or range(rank % num_samples, num_samples)
     of_a_rank = -(-num_samples // num_ranks)
@@ -104,11 +132,19 @@ def epoch_batches(num_samples: int, micro_batch_size: int, rank: int, num_ranks:
 def cyclic_batches(
     num_samples: int, consumed: int, micro_batch_size: int, rank: int, num_ranks: int, data_sharding: bool
 ) -> Iterator[list[int]]:
-    """Shuffled, endless; the permutation is seeded with the number of the epoch.
+    """Samples in a shuffled order, without end; the permutation is seeded with the number of the epoch.
 
-    data_sharding: every rank keeps to its own stretch of the data, all with the same permutation; without it, one
-    permutation of everything is dealt out over the ranks.
-    DataError: too few samples, or a `consumed` in the middle of a block.
+    Args:
+        num_samples: Of the data set.
+        consumed: Samples that all ranks together have used.
+        micro_batch_size: Samples of a micro-batch.
+        rank: This one's number among those that share the data.
+        num_ranks: That share the data.
+        data_sharding: Whether every rank keeps to its own stretch of the data, all with the same permutation; without
+            it, one permutation of everything is dealt out over the ranks.
+
+    Raises:
+        DataError: There are too few samples, or `consumed` is in the middle of a block.
     """
     require_block(num_samples, micro_batch_size, num_ranks)
     block = micro_batch_size * num_ranks
@@ -134,6 +170,7 @@ def cyclic_batches(
             # both agree.
             for start in range(first * micro_batch_size, bucket, micro_batch_size):
                 yield indices[start : start + micro_batch_size].tolist()
-            epoch, first = epoch + 1, 0
+            epoch += 1
+            first = 0
 
     return draw()

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import TracebackType
 
 from megatron_lite.data.indexed_writer import PairWriter, Written
 from megatron_lite.data.text_files import InputPosition
@@ -32,28 +33,38 @@ class Progress:
 class Unfinished:
     """A context manager around the writing of all pairs of a run.
 
-    `settings` is all that the bytes depend on, by the name of the flag, as JSON. An earlier run with the same settings
-    is continued at its `progress`, unless it skipped bad lines and this one may not; any other is begun anew, and say()
-    is told. When the block ends well the pairs take their names. When it fails, they are kept if another run could go
-    on with them, else removed.
+    An earlier run with the same settings is continued at its `progress`, unless it skipped bad lines and this one may
+    not; any other is begun anew. When the block ends well the pairs take their names. When it fails, they are kept if
+    another run could go on with them, else removed.
     """
 
     def __init__(
         self,
         output_prefix: str,
         pairs: Sequence[PairWriter],
-        settings: dict,
+        settings: dict[str, object],
         may_skip: bool,
         say: Callable[[str], None],
     ):
+        """
+        Args:
+            output_prefix: Of the pairs, and of the small file.
+            pairs: What is written.
+            settings: All that the bytes depend on, by the name of the flag, in values of JSON.
+            may_skip: Whether this run may leave bad lines out.
+            say: Is told what becomes of an earlier run.
+        """
         self.progress = Progress()
-        self._prefix, self._pairs, self._may_skip, self._say = output_prefix, pairs, may_skip, say
+        self._prefix = output_prefix
+        self._pairs = pairs
+        self._may_skip = may_skip
+        self._say = say
         self._path = Path(f"{output_prefix}{ENDING}.json")
         self._partial = self._path.with_name(f".{self._path.name}.partial")  # of write_atomically
-        self._settings = json.loads(json.dumps(settings))
+        self._settings: dict[str, object] = json.loads(json.dumps(settings))
         self._saved = time.monotonic()
 
-    def __enter__(self):
+    def __enter__(self) -> "Unfinished":  # noqa: PYI034 - Self came with Python 3.11
         try:
             for pair in self._pairs:
                 pair.open()
@@ -79,7 +90,9 @@ class Unfinished:
             raise DataError(f"{self._path}: cannot be written ({error.strerror}); free some space") from None
         self._saved = time.monotonic()
 
-    def __exit__(self, kind, error, trace) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         try:
             if kind is None:
                 for pair in self._pairs:
@@ -111,7 +124,8 @@ class Unfinished:
             written = [Written(*numbers) for numbers in state["written"]]
             before = state["settings"]
             changed = [name for name, value in self._settings.items() if before.get(name) != value]
-            changed += ["--on-error"] * bool(found.skipped and not self._may_skip)
+            if found.skipped and not self._may_skip:
+                changed.append("--on-error")
             if state["version"] != VERSION or before.keys() != self._settings.keys():
                 objection = "was written by another version"
             elif changed:

@@ -1,4 +1,4 @@
-"""What an input file of text holds, decided by its first bytes: its name is only a promise."""
+"""Decides by its first bytes what an input file of text holds: its name is only a promise."""
 
 import json
 import re
@@ -36,13 +36,21 @@ class Content:
 
 
 def explain_unreadable(path: str, error: Exception) -> DataError:
-    """One line for a file that could not be read or decompressed."""
+    """The error for a file that could not be read or decompressed, of one line."""
     why = getattr(error, "strerror", None) or error
     return DataError(f"--input {path}: cannot be read ({why}); check its permissions, or copy the file again")
 
 
 def look_into(path: str | Path, json_keys: Sequence[str]) -> Content:
-    """How the file is to be read. DataError for one that is neither text nor JSON lines, with the remedy."""
+    """Decide how a file is to be read.
+
+    Args:
+        path: Of the file.
+        json_keys: Keys whose texts are wanted, should it hold JSON.
+
+    Raises:
+        DataError: The file is neither text nor JSON lines; the message has the remedy.
+    """
     path = str(path)
     try:
         with open_foreign(path) as packed:
@@ -52,8 +60,8 @@ def look_into(path: str | Path, json_keys: Sequence[str]) -> Content:
                 head = file.read(SAMPLE_BYTES)
     except UNREADABLE as error:
         raise explain_unreadable(path, error) from None
-    inner = find_kind(head) if kind else None
-    if inner:
+    inner = find_kind(head)
+    if kind and inner:
         remedy = inner.remedy or "unpack it once"
         raise DataError(f"--input {path}: is {inner.name} inside of {kind.name}, which is not read; {remedy}")
     notes = _compare_compression(path, kind)
@@ -77,6 +85,7 @@ def look_into(path: str | Path, json_keys: Sequence[str]) -> Content:
 
 
 def _compare_compression(path: str, kind: FileKind | None) -> tuple[str, ...]:
+    """A note if a file's compression is not what its name promises."""
     promised = find_kind_of_name(path)
     if kind == promised:
         return ()
@@ -97,6 +106,7 @@ def _holds_json_lines(text: str, is_whole: bool) -> bool:
 
 
 def _is_object(line: str) -> bool:
+    """Whether a line is one JSON object."""
     if not line.lstrip().startswith("{"):
         return False
     try:
@@ -106,36 +116,54 @@ def _is_object(line: str) -> bool:
 
 
 def _refuse_other_json(path: str, text: str, ending: str, json_keys: Sequence[str]) -> None:
-    """DataError for JSON in another form than one object a line,
-    if it holds a key that is asked for or its name says JSON."""
+    """Refuse JSON in another form than one object a line, if it holds a key that is asked for or its name says JSON.
+
+    Args:
+        path: Of the file.
+        text: Its beginning.
+        ending: Of its name, without that of a compression.
+        json_keys: Keys whose texts are wanted.
+
+    Raises:
+        DataError: The message has the remedy.
+    """
     stripped = text.lstrip()
     if not stripped.startswith(("{", "[")):
         return
     is_list = stripped.startswith("[")
     begins = stripped[1:].lstrip() if is_list else stripped
+    if not OPENS_OBJECT.match(begins):
+        return
     first_line = stripped.split("\n", 1)[0]
-    is_value = _is_json(first_line)
-    if not OPENS_OBJECT.match(begins) or (is_list and is_value and first_line != stripped.rstrip()):
+    if is_list and _is_json(first_line) and first_line != stripped.rstrip():
         return
     keys = [key for key in json_keys if re.search(rf"[{{,]\s*{re.escape(json.dumps(key))}\s*:", text)]
     if not keys and ending not in JSON_LINES:
         return
     if is_list:
-        what, how = "one JSON list", ".[]"
-    else:
-        try:
-            json.JSONDecoder().raw_decode(begins)
-        except RecursionError:
+        raise _describe_other_json(path, "one JSON list", ".[]")
+    try:
+        json.JSONDecoder().raw_decode(begins)
+    except RecursionError:
+        return
+    except ValueError as error:
+        # an integer of thousands of digits is an error without a place
+        broken_at = error.pos if isinstance(error, json.JSONDecodeError) else 0
+        # A broken first line is told as the line that it is; an object of many lines may end behind the sample.
+        if "\n" not in begins[:broken_at] and "\n" in begins:
             return
-        except ValueError as error:
-            # A broken first line is told as the line that it is; an object of many lines may end behind the sample.
-            if "\n" not in begins[: error.pos] and "\n" in begins:
-                return
-        what, how = "JSON objects that are not one a line", "."
-    raise DataError(f"--input {path}: holds {what}; write one object a line first (jq -c '{how}' FILE > NEW.jsonl)")
+    raise _describe_other_json(path, "JSON objects that are not one a line", ".")
+
+
+def _describe_other_json(path: str, what: str, program: str) -> DataError:
+    """The error for JSON in another form. program: of jq, which writes one object a line."""
+    return DataError(
+        f"--input {path}: holds {what}; write one object a line first (jq -c '{program}' FILE > NEW.jsonl)"
+    )
 
 
 def _is_json(text: str) -> bool:
+    """Whether a text is one JSON value."""
     try:
         json.loads(text)
     except (ValueError, RecursionError):
@@ -144,12 +172,25 @@ def _is_json(text: str) -> bool:
 
 
 def _refuse_table(path: str, text: str, ending: str, json_keys: Sequence[str]) -> None:
-    """DataError for CSV: a name that says so, or a header with a key that is asked for."""
+    """Refuse a table, by a name that says so or by a header with a key that is asked for.
+
+    Args:
+        path: Of the file.
+        text: Its beginning.
+        ending: Of its name, without that of a compression.
+        json_keys: Keys whose texts are wanted.
+
+    Raises:
+        DataError: The message has the remedy.
+    """
     header, _, rest = text.lstrip().partition("\n")
+    second = rest.partition("\n")[0]
     separator = "\t" if "\t" in header else ","
     fields = [field.strip().strip('"') for field in header.split(separator)]
     are_names = len(fields) > 1 and all(COLUMN_NAME.fullmatch(field) for field in fields)
-    has_key = are_names and any(key in fields for key in json_keys) and separator in rest.partition("\n")[0]
+    has_key = are_names and any(key in fields for key in json_keys)
+    if separator not in second:
+        has_key = False
     if ending not in TABLES and not has_key:
         return
     shown = header[:QUOTED_CHARACTERS].strip()

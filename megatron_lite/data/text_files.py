@@ -6,7 +6,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_lite.data.compression import unpack
+from megatron_lite.data.compression import ByteStream, unpack
 from megatron_lite.data.text_content import BYTE_ORDER_MARK, UNREADABLE, Content, explain_unreadable
 from megatron_lite.shared_files import open_foreign
 from megatron_lite.units import MIB
@@ -48,49 +48,61 @@ class Chunk:
 def chunks(
     inputs: Sequence[str | Path], contents: Sequence[Content], start: InputPosition, max_document_mb: int
 ) -> Iterator[Chunk]:
-    """All that lies behind `start`; contents: of each input. DataError for a file that cannot be read or decompressed.
+    """All text that lies behind a place in the input.
 
-    A line, or a file that is one document, of more than max_document_mb MiB (at least one) is a chunk with a mistake.
+    Args:
+        inputs: Paths of the files.
+        contents: What each of them holds.
+        start: The place.
+        max_document_mb: MiB of the longest line, or file that is one document; a longer one is a chunk with a mistake.
+
+    Raises:
+        DataError: A file cannot be read or decompressed.
     """
     limit = max_document_mb * MIB
     too_long = f"is longer than {max_document_mb} MiB; check the file, or raise --max-document-mb"
     before = sum(os.path.getsize(path) for path in inputs[: start.file])
     for number in range(start.file, len(inputs)):
         path = str(inputs[number])
+        content = contents[number]
         here = start if number == start.file else InputPosition(number)
         try:
-            with open_foreign(path) as packed, closing(unpack(path, packed, contents[number].kind)) as file:
-                if contents[number].is_jsonl:
+            with open_foreign(path) as packed, closing(unpack(path, packed, content.kind)) as file:
+                if content.is_jsonl:
                     for raw, end in _blocks_of_lines(file, here, limit):
                         mistake = None if raw else f"{path}:{here.line}: the line {too_long}"
-                        raw = raw.removeprefix(BYTE_ORDER_MARK) if here.offset == 0 else raw
+                        if here.offset == 0:
+                            raw = raw.removeprefix(BYTE_ORDER_MARK)
                         yield Chunk(path, here.line, raw, end, before + packed.tell(), mistake)
                         here = end
                 else:
-                    raw, end = file.read(limit + 1), InputPosition(number + 1)
-                    mistake = f"{path}: the document {too_long}" if len(raw) > limit else None
-                    yield Chunk(
-                        path,
-                        None,
-                        b"" if mistake else raw.removeprefix(BYTE_ORDER_MARK),
-                        end,
-                        before + packed.tell(),
-                        mistake,
-                    )
+                    raw = file.read(limit + 1)
+                    mistake = None
+                    if len(raw) > limit:
+                        mistake = f"{path}: the document {too_long}"
+                        raw = b""
+                    raw = raw.removeprefix(BYTE_ORDER_MARK)
+                    yield Chunk(path, None, raw, InputPosition(number + 1), before + packed.tell(), mistake)
         except UNREADABLE as error:
             raise explain_unreadable(path, error) from None
         before += os.path.getsize(path)
 
 
-def _blocks_of_lines(file, here: InputPosition, limit: int) -> Iterator[tuple[bytes, InputPosition]]:
-    """(whole lines, the place behind them); b"" for a line of more than `limit` bytes,
-    which is never held as a whole."""
+def _blocks_of_lines(file: ByteStream, here: InputPosition, limit: int) -> Iterator[tuple[bytes, InputPosition]]:
+    """Whole lines from a place in a file on.
+
+    Args:
+        file: Opened at its beginning.
+        here: The place.
+        limit: Bytes of the longest line.
+
+    Yields:
+        Lines, and the place behind them; b"" for a line that is too long, which is never held as a whole.
+    """
     if file.seekable():
         file.seek(here.offset)
     else:
-        left = here.offset
-        while left and (skipped := len(file.read(min(left, CHUNK_BYTES)))):
-            left -= skipped
+        _skip(file, here.offset)
     while raw := file.read(CHUNK_BYTES):
         whole = raw.rfind(b"\n") + 1
         last = raw[whole:]
@@ -108,3 +120,13 @@ def _blocks_of_lines(file, here: InputPosition, limit: int) -> Iterator[tuple[by
                 length += len(last)
             here = InputPosition(here.file, here.offset + length, here.line + 1)
             yield b"", here
+
+
+def _skip(file: ByteStream, num_bytes: int) -> None:
+    """Read past so many bytes of a file that cannot be sought in, or to its end."""
+    left = num_bytes
+    while left:
+        skipped = len(file.read(min(left, CHUNK_BYTES)))
+        if not skipped:
+            return
+        left -= skipped

@@ -157,6 +157,13 @@ def test_lines_that_are_no_objects_are_named_among_those_that_are(tmp_path):
         read(path)
 
 
+def test_an_integer_of_too_many_digits_is_a_line_that_is_not_json(tmp_path):
+    """Python refuses to read it, without a place where it stands."""
+    path = write(tmp_path, "a.jsonl", b'{"text": "a", "n": ' + b"1" * 5000 + b"}\n")
+    with pytest.raises(DataError, match="a.jsonl:1: not JSON"):
+        read(path)
+
+
 def test_a_first_line_longer_than_the_sample(tmp_path):
     long = json.dumps({"text": "x" * 100_000}).encode() + b"\n"
     documents, _ = read(write(tmp_path, "part-0", long + LINES))

@@ -70,9 +70,17 @@ MAX_FUNCTIONS_OVER_600_NODES = 0
 MAX_FUNCTIONS_OVER_400_NODES = 73
 MAX_NODES_PER_CODE_LINE = 11.25
 # Nodes per code line of folders that are unfolded, and have one idea per statement. Lower and add, never raise.
-UNFOLDED = {"cli": 9.5, "report": 10.6, "instruments": 9.3, "watch": 9.2, "checkpoint": 9.6, "parallel": 10.0}
+UNFOLDED = {
+    "cli": 9.5,
+    "report": 10.6,
+    "instruments": 9.3,
+    "watch": 9.2,
+    "checkpoint": 9.6,
+    "data": 10.0,
+    "parallel": 10.0,
+}
 # Folders whose docstrings stand alone. The list only grows: rewrite a folder's, then add it.
-DOCUMENTED = ("cli", "report", "watch", "instruments", "checkpoint", "parallel")
+DOCUMENTED = ("cli", "report", "watch", "instruments", "checkpoint", "data", "parallel")
 MIN_WORDS = 4  # of a docstring: fewer say less than the name
 FRAGMENT = re.compile(  # a docstring that continues the name before it instead of being a sentence or a noun of its own
     r"(?:Of|With|For|By|In|On|At|To|From|Against|Under|Over|After|Before|Beside|Between|Without|Until|Till|As|And|Or|But|"
