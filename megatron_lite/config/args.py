@@ -307,6 +307,29 @@ class ParallelArgs:
         "With --use-torch-fsdp2: layers stay gathered from forward to backward.",
         off="--torch-fsdp2-no-reshard-after-forward",
     )
+    use_megatron_fsdp: bool = flag(
+        False,
+        "The same by torch's fully_shard, as --data-parallel-sharding-strategy says.",
+        aliases=("--use-custom-fsdp",),
+    )
+    data_parallel_sharding_strategy: str = flag(
+        "optim_grads_params",
+        "With --use-megatron-fsdp: nothing is shared out, masters and moments, gradients too, or weights too.",
+        choices=("no_shard", "optim", "optim_grads", "optim_grads_params"),
+    )
+    megatron_fsdp_main_params_dtype: str = flag(
+        "fp32", "With --use-megatron-fsdp: of the weights that are shared out.", choices=("fp32",)
+    )
+    megatron_fsdp_main_grads_dtype: str = flag(
+        "auto",
+        "With --use-megatron-fsdp: of gradients; fp32 as --accumulate-allreduce-grads-in-fp32.",
+        choices=("auto", "fp32"),
+    )
+    megatron_fsdp_grad_comm_dtype: str = flag(
+        "auto",
+        "With --use-megatron-fsdp: of gradients on their way, which is that of gradients.",
+        choices=("auto", "fp32"),
+    )
     num_distributed_optimizer_instances: int = flag(
         1, "Groups of ranks that each hold all shares, such as one per node.", "at least 1"
     )
@@ -353,11 +376,34 @@ class ParallelArgs:
         False, "Ranks of a pipeline are neighbors of each other, rather than those of data parallel ones."
     )
     context_parallel_size: int = flag(1, "Ranks that split the positions of each sequence.", "at least 1")
+    cp_comm_type: tuple[str, ...] = flag(
+        ("p2p",),
+        "How they exchange, for all layers or for each; here all gather keys and values, with the same losses.",
+        choices=("p2p", "a2a", "allgather", "all_gather", "a2a+p2p"),
+        value="TYPE ...",
+    )
+    hierarchical_context_parallel_sizes: tuple[int, ...] = flag(
+        (), "With a2a+p2p: ranks of the inner and the outer exchange.", "at least 1", value="INNER OUTER"
+    )
     expert_model_parallel_size: int = flag(1, "Ranks that have some of the experts each.", "at least 1")
     expert_tensor_parallel_size: int | None = flag(
         None, "Ranks that split each expert; as many as split a layer when left out.", "at least 1"
     )
     use_cpu_initialization: bool = flag(False, "Initialize weights on the CPU.")
+
+    @property
+    def shards_weights(self) -> bool:
+        """Whether each rank keeps only its share of the model, which is gathered in forward and again in backward."""
+        if self.use_megatron_fsdp:
+            return self.data_parallel_sharding_strategy == "optim_grads_params"
+        return self.use_torch_fsdp2
+
+    @property
+    def shards_state(self) -> bool:
+        """Whether each rank keeps only its share of masters and moments, at least."""
+        if self.use_megatron_fsdp:
+            return self.data_parallel_sharding_strategy != "no_shard"
+        return self.use_distributed_optimizer or self.use_torch_fsdp2
 
 
 @dataclass(frozen=True)
@@ -517,8 +563,8 @@ class CheckpointArgs:
     )
     ckpt_format: str = flag(
         "torch_dist",
-        "torch_dist, torch_dcp: Megatron's torch_dist, a file per rank; torch: Megatron's one file.",
-        choices=("torch", "torch_dist", "torch_dcp"),
+        "torch_dist, torch_dcp, fsdp_dtensor: Megatron's torch_dist, a file per rank; torch: Megatron's one file.",
+        choices=("torch", "torch_dist", "torch_dcp", "fsdp_dtensor"),
     )
     async_save: bool = flag(False, "Write checkpoints in a thread, from a copy in host memory, while training goes on.")
     exit_on_save_failure: bool = flag(

@@ -81,6 +81,14 @@ DEPENDS: dict[str, tuple[str, Callable[[Args], object]]] = {
         "microbatch_group_size_per_virtual_pipeline_stage",
         lambda a: count_chunks(a.parallel, a.model.num_layers or 1) > 1,
     ),
+    "--context-parallel-size above 1": ("cp_comm_type", lambda a: a.parallel.context_parallel_size > 1),
+    "--cp-comm-type a2a+p2p": (
+        "hierarchical_context_parallel_sizes", lambda a: "a2a+p2p" in a.parallel.cp_comm_type
+    ),
+    "--use-megatron-fsdp": (
+        ("data_parallel_sharding_strategy megatron_fsdp_main_params_dtype megatron_fsdp_main_grads_dtype "
+         "megatron_fsdp_grad_comm_dtype"), lambda a: a.parallel.use_megatron_fsdp,
+    ),
     "--fp16 or --bf16": (
         "loss_scale accumulate_allreduce_grads_in_fp32 load_main_params_from_ckpt", lambda a: a.precision.fp16 or a.precision.bf16
     ),
@@ -177,6 +185,13 @@ def remarks(line: CommandLine, world: World) -> list[str]:
         notes.append(f"--profile-step-start {p.profile_step_start} {last}: nothing will be profiled.")
     elif profiling and t.train_iters is not None and p.profile_step_end > t.train_iters + 1:
         notes.append(f"--profile-step-end {p.profile_step_end} {last}: the profile stops with the run.")
+    parallel = args.parallel
+    if "cp_comm_type" in line.spelled and parallel.context_parallel_size > 1:
+        given = f"--cp-comm-type {' '.join(parallel.cp_comm_type)}"
+        notes.append(f"{given}: context parallel ranks gather keys and values here, which gives the same losses.")
+    if args.checkpoint.ckpt_format == "fsdp_dtensor" and args.checkpoint.save is not None:
+        whose = "which any layout here and Megatron-LM's torch_dist load, not Megatron-FSDP's own reader"
+        notes.append(f"--ckpt-format fsdp_dtensor: checkpoints are written as torch_dist, {whose}.")
     if args.checkpoint.save is not None and args.checkpoint.save_interval is None:
         notes.append("--save without --save-interval: a checkpoint is written when the run ends, none before.")
     if "torch_compile_backend" in line.spelled and not choose_compilation(args, world).layers:

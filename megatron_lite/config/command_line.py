@@ -106,6 +106,9 @@ def _convert(name: str, flag: Flag, values: list[str]) -> tuple[object, str | No
         return not flag.default, f"{got}; drop the value, or the flag to switch it off." if values else None
     if flag.as_switch and not values:
         return flag.as_switch[0], None
+    if flag.many and flag.kind is int:
+        # Megatron-LM's own test scripts quote several numbers as one word
+        values = [word for value in values for word in value.split() or [value]]
     if flag.many and not values:
         return None, f"{name} takes one value or more, got none."
     if not flag.many and len(values) != 1:

@@ -604,9 +604,9 @@ class Sharding:
 def plan_sharding(parallel: ParallelArgs, layout: Layout) -> Sharding | None:
     """How replicas share out state; None where every rank keeps everything."""
     ranks = layout.replicas // parallel.num_distributed_optimizer_instances
-    if ranks == 1 or not (parallel.use_distributed_optimizer or parallel.use_torch_fsdp2):
+    if ranks == 1 or not parallel.shards_state:
         return None
-    twice = parallel.use_torch_fsdp2 and parallel.torch_fsdp2_reshard_after_forward
+    twice = parallel.shards_weights and parallel.torch_fsdp2_reshard_after_forward
     return Sharding(ranks, layout.replica % ranks, twice)
 
 

@@ -247,7 +247,10 @@ def resolve(args: Args, world: World, vocab_size: int) -> Plan:
         less = f"--train-samples {t.train_samples} is less than one global batch of {batch.size(0)}"
         raise ConfigError([f"{less}; raise it."])
     samples, workers = batch.samples(iterations), args.data.num_workers
-    in_fp32 = precision.accumulate_allreduce_grads_in_fp32 and (precision.fp16 or precision.bf16)
+    parallel = args.parallel
+    fsdp_in_fp32 = parallel.use_megatron_fsdp and parallel.megatron_fsdp_main_grads_dtype == "fp32"
+    in_fp32 = precision.accumulate_allreduce_grads_in_fp32 or fsdp_in_fp32
+    in_fp32 = in_fp32 and (precision.fp16 or precision.bf16)
     return Plan(
         args=args,
         world=world,

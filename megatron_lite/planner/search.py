@@ -25,7 +25,7 @@ from megatron_lite.units import GIB
 
 MAX_CHUNKS = 4  # of each stage
 MIN_CHUNK = 1024  # positions, of which a context parallel rank has two chunks: with less, attention's kernels have too little to do
-KEPT_WHOLE: Changes = {"use_distributed_optimizer": False, "use_torch_fsdp2": False}
+KEPT_WHOLE: Changes = {"use_distributed_optimizer": False, "use_torch_fsdp2": False, "use_megatron_fsdp": False}
 EQUAL_STAGES: Changes = {
     "num_layers_per_virtual_pipeline_stage": None, "decoder_first_pipeline_num_layers": None,
     "decoder_last_pipeline_num_layers": None, "pipeline_model_parallel_layout": None,

@@ -28,8 +28,8 @@ PRECISIONS = {  # switches that go with each; the sums' default follows the prec
     "fp32": {"fp16": False, "bf16": False}, "fp16": {"fp16": True, "bf16": False}, "bf16": {"fp16": False, "bf16": True},
 }  # fmt: skip
 # what ranks share out costs no arithmetic: state no traffic either, weights a second gathering
-SHARE_STATE: Changes = {"use_distributed_optimizer": True, "use_torch_fsdp2": False}
-SHARE_WEIGHTS: Changes = {"use_distributed_optimizer": False, "use_torch_fsdp2": True}
+SHARE_STATE: Changes = {"use_distributed_optimizer": True, "use_torch_fsdp2": False, "use_megatron_fsdp": False}
+SHARE_WEIGHTS: Changes = {"use_distributed_optimizer": False, "use_torch_fsdp2": True, "use_megatron_fsdp": False}
 SUMS_AS_USUAL = {"accumulate_allreduce_grads_in_fp32": False, "grad_reduce_in_bf16": False}
 
 

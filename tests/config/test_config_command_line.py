@@ -222,3 +222,16 @@ def test_nothing_given_asks_for_everything():
     missing = [text.split(" is missing")[0] for text in caught.value.lines]
     assert missing == MISSING.split()
     assert read_command_line(argv()).mistakes == mistakes() == []
+
+
+def test_several_numbers_may_be_one_word():
+    words = [
+        "--context-parallel-size",
+        "4",
+        "--cp-comm-type",
+        "a2a+p2p",
+        "--hierarchical-context-parallel-sizes",
+        "2 2",
+    ]
+    assert read(words).args.parallel.hierarchical_context_parallel_sizes == (2, 2)
+    assert read(["--profile-ranks", "0 x"]).mistakes == ["--profile-ranks x: needs a whole number."]

@@ -143,7 +143,7 @@ def _check_ranks(args: Args, world: World) -> Iterator[str]:
         equal = f"equal --tensor-model-parallel-size times --context-parallel-size, {tensor * context}"
         yield f"--use-tp-pp-dp-mapping: {name} times {given} must {equal}; change one, or drop the mapping."
     instances = p.num_distributed_optimizer_instances
-    shares_state = p.use_distributed_optimizer or p.use_torch_fsdp2
+    shares_state = p.shards_state
     if shares_state and instances > 0 and of_stage // (size * split) % instances:
         replicas = f"the {of_stage // (size * split)} ranks that hold the same experts"
         yield f"--num-distributed-optimizer-instances {instances}: does not divide {replicas}; lower it."

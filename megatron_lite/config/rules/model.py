@@ -112,6 +112,7 @@ def _check_custom_model(args: Args) -> Iterator[str]:
         f"--context-parallel-size {p.context_parallel_size}": p.context_parallel_size > 1,
         f"--pipeline-model-parallel-size {p.pipeline_model_parallel_size}": p.pipeline_model_parallel_size > 1,
         "--use-torch-fsdp2": p.use_torch_fsdp2,
+        "--use-megatron-fsdp": p.use_megatron_fsdp and p.shards_weights,
         f"--recompute-granularity {m.recompute_granularity}": m.recompute_granularity,
         "--torch-compile layers": args.training.torch_compile == "layers",
         "--use-mup": m.use_mup,

@@ -1,5 +1,6 @@
 """What flags of ranks, data, logging, checkpoints and profiling must satisfy together."""
 
+import math
 from collections.abc import Iterator
 
 from megatron_lite.config.args import Args, DataArgs, ParallelArgs, TrainingArgs
@@ -39,6 +40,11 @@ def rank_rules(args: Args, world: World) -> Iterator[str]:
             f"--num-distributed-optimizer-instances {instances}: must divide the number of data and context parallel ranks, {replicas}; "
             "a group per node is usual."
         )
+    if p.use_megatron_fsdp and p.use_torch_fsdp2:
+        yield "--use-megatron-fsdp and --use-torch-fsdp2 exclude each other: both are torch's fully_shard here; keep one."
+    if p.use_megatron_fsdp and p.megatron_fsdp_main_grads_dtype == "fp32" and args.precision.grad_reduce_in_bf16:
+        yield "--megatron-fsdp-main-grads-dtype fp32 and --grad-reduce-in-bf16 exclude each other; keep one."
+    yield from _check_context_exchange(args)
     if p.use_distributed_optimizer and p.use_torch_fsdp2:
         yield "--use-distributed-optimizer and --use-torch-fsdp2 exclude each other; keep the latter to shard weights too."
     if p.distributed_backend == "nccl" and not world.gpus:
@@ -48,6 +54,19 @@ def rank_rules(args: Args, world: World) -> Iterator[str]:
             f"torchrun --nproc_per_node {world.local_size}: more ranks than GPUs here, which are {world.gpus}; "
             f"give {world.gpus}, or hide the GPUs with CUDA_VISIBLE_DEVICES= to train on the CPU."
         )
+
+
+def _check_context_exchange(args: Args) -> Iterator[str]:
+    """Mistakes among the ways in which context parallel ranks are to exchange, which Megatron-LM stops at, too."""
+    p, layers = args.parallel, args.model.num_layers or 1
+    kinds, sizes = p.cp_comm_type, p.hierarchical_context_parallel_sizes
+    shown = f"--hierarchical-context-parallel-sizes {' '.join(map(str, sizes))}"
+    if sizes and math.prod(sizes) != p.context_parallel_size:
+        yield f"{shown}: their product must be --context-parallel-size {p.context_parallel_size}; change one of them."
+    if "a2a+p2p" in kinds and not sizes:
+        yield "--cp-comm-type a2a+p2p needs --hierarchical-context-parallel-sizes; give them, or another type."
+    if p.context_parallel_size > 1 and len(kinds) not in (1, layers):
+        yield f"--cp-comm-type {' '.join(kinds)}: needs one type, or one for each of --num-layers {layers}; change it."
 
 
 def _check_shares(args: Args, world: World) -> Iterator[str]:
@@ -136,9 +155,10 @@ def _check_pipeline_parallel(args: Args, world: World) -> Iterator[str]:
         yield from _check_batch_of_chunks(args, world)
     if p.pipeline_schedule == ZERO_BUBBLE:
         yield from _check_split_backward(args)
-    if p.use_torch_fsdp2:
+    if p.shards_weights:
+        flag = "--use-megatron-fsdp" if p.use_megatron_fsdp else "--use-torch-fsdp2"
         yield (
-            f"{name} and --use-torch-fsdp2 exclude each other, as in Megatron-LM: each micro-batch would gather the weights of a stage "
+            f"{name} and {flag} exclude each other, as in Megatron-LM: each micro-batch would gather the weights of a stage "
             "again; give --use-distributed-optimizer instead."
         )
 
@@ -301,6 +321,7 @@ def _check_split_backward(args: Args) -> Iterator[str]:
     drawn_flag = f"--pipeline-model-parallel-layout {p.pipeline_model_parallel_layout} of {chunks} chunks"
     splits = (
         ("--use-distributed-optimizer", p.use_distributed_optimizer, sharded),
+        ("--use-megatron-fsdp", p.use_megatron_fsdp and p.shards_state, sharded),
         ("--torch-compile layers", args.training.torch_compile == "layers", compiled),
         ("--num-virtual-stages-per-pipeline-rank", p.num_virtual_stages_per_pipeline_rank, no_order),
         ("--num-layers-per-virtual-pipeline-stage", p.num_layers_per_virtual_pipeline_stage, no_order),
