@@ -1,33 +1,51 @@
-"""A Hugging Face folder's config.json, with mistakes that name the file and the key."""
+"""Reads a Hugging Face folder's config.json, with mistakes that name the file and the key."""
 
+import enum
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
+from typing import overload
 
 from megatron_lite.errors import CheckpointError
 from megatron_lite.shared_files import read_foreign_text
 
 CONFIG_FILE = "config.json"
-REQUIRED = object()
 MAX_WHOLE = 2**26  # four times the positions of any model
 MAX_SHOWN = 80  # letters of a value
+
+
+class Default(enum.Enum):
+    """Stands for the default of a key that has none."""
+
+    REQUIRED = "the key must be there"
 
 
 class ConfigFile:
     """The values of a config.json; a key that is missing takes the given default, which is transformers' own."""
 
-    def __init__(self, path: Path, values: dict):
-        self.path, self.values = path, values
+    def __init__(self, path: Path, values: Mapping[str, object]):
+        self.path = path
+        self.values = values
 
-    def get(self, key: str, default):
-        """The value as it is. CheckpointError for a missing one that is REQUIRED."""
+    def get(self, key: str, default: object) -> object:
+        """The value as it is. CheckpointError for a missing one that is required."""
         value = self.values.get(key, default)
-        if value is REQUIRED:
+        if value is Default.REQUIRED:
             raise CheckpointError(f"--load-hf {self.path}: {key} is missing; give the folder of a whole model.")
         return value
 
-    def whole(self, key: str, default=REQUIRED, most: int = MAX_WHOLE) -> int | None:
-        """An integer from 1 to `most`, or None where that is the default and the file says null."""
+    @overload
+    def whole(self, key: str, default: int | Default = ..., most: int = ...) -> int: ...
+
+    @overload
+    def whole(self, key: str, default: int | None, most: int = ...) -> int | None: ...
+
+    def whole(self, key: str, default: int | Default | None = Default.REQUIRED, most: int = MAX_WHOLE) -> int | None:
+        """An integer from 1 to `most`, or None where that is the default and the file says null.
+
+        Raises CheckpointError for any other value.
+        """
         value = self.get(key, default)
         if value is None and default is None:
             return None
@@ -37,7 +55,8 @@ class ConfigFile:
             raise self.wrong(key, value, f"must be at most {most}")
         return int(value)
 
-    def number(self, key: str, default=REQUIRED) -> float:
+    def number(self, key: str, default: float | Default = Default.REQUIRED) -> float:
+        """A number of at most MAX_WHOLE. CheckpointError for any other value."""
         value = self.get(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise self.wrong(key, value, "must be a number")
@@ -47,28 +66,31 @@ class ConfigFile:
         return float(value)
 
     def switch(self, key: str, default: bool) -> bool:
+        """True or false. CheckpointError for any other value."""
         value = self.get(key, default)
         if not isinstance(value, bool):
             raise self.wrong(key, value, "must be true or false")
         return value
 
-    def refuse_unless(self, key: str, allowed: tuple, why: str):
+    def refuse_unless(self, key: str, allowed: tuple[object, ...], why: str) -> None:
         """CheckpointError if the key is there with another value than those `allowed`."""
         value = self.values.get(key, allowed[0])
         if value not in allowed:
             raise self.wrong(key, value, why)
 
-    def wrong(self, key: str, value, why: str) -> CheckpointError:
+    def wrong(self, key: str, value: object, why: str) -> CheckpointError:
+        """The error for a value that cannot be. why: in words that follow it."""
         try:
             shown = json.dumps(value)
         except RecursionError:
             shown = f"a {type(value).__name__}"
-        shown = shown if len(shown) <= MAX_SHOWN else shown[:MAX_SHOWN] + "..."
+        if len(shown) > MAX_SHOWN:
+            shown = shown[:MAX_SHOWN] + "..."
         return CheckpointError(f"--load-hf {self.path}: {key} is {shown}: {why}; convert another model.")
 
 
-def read_json(path: Path) -> dict:
-    """A JSON object. CheckpointError if it cannot be read or is none."""
+def read_json(path: Path) -> dict[str, object]:
+    """The JSON object in a file. CheckpointError if it cannot be read or is none."""
     try:
         values = json.loads(read_foreign_text(path))
     except OSError as error:
@@ -83,5 +105,6 @@ def read_json(path: Path) -> dict:
     return values
 
 
-def write_json(path: Path, values: dict):
+def write_json(path: Path, values: Mapping[str, object]) -> None:
+    """Write a JSON object. OSError if it cannot be written."""
     path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")

@@ -1,23 +1,61 @@
-"""Which Hugging Face model a shape is, or a config.json describes, and the flags that build it here."""
+"""Finds the Hugging Face model that a shape is, or a config.json describes, and the flags that build it here."""
 
-from types import ModuleType
+from collections.abc import Iterator
+from typing import Protocol
 
 from megatron_lite.checkpoint.megatron_args import SAME_NAME, name_rotary_scaling
 from megatron_lite.config.shape import ModelShape
 from megatron_lite.convert import gpt2, llama
 from megatron_lite.convert.config_file import ConfigFile
+from megatron_lite.convert.mappings import Link
 from megatron_lite.errors import ConfigError
 
-ARCHITECTURES = {gpt2.ARCHITECTURE: gpt2, **dict.fromkeys(llama.MODEL_TYPES, llama)}
-TITLES = {gpt2: "GPT-2", llama: "Llama, Qwen2 and Qwen3"}
+
+class Family(Protocol):
+    """The models of one kind, in both worlds: the modules gpt2 and llama."""
+
+    TITLE: str  # for messages
+
+    def objections(self, shape: ModelShape) -> Iterator[tuple[str, str]]:
+        """List what the models cannot be: a flag, and what they have instead."""
+        ...
+
+    def complete(self, shape: ModelShape) -> ModelShape:
+        """The shape with all that each of the models has."""
+        ...
+
+    def notes(self, shape: ModelShape) -> Iterator[str]:
+        """Note what the models say otherwise, with the same result."""
+        ...
+
+    def links(self, shape: ModelShape, vocab_size: int) -> Iterator[Link]:
+        """All parameters of a complete shape, in the model's order."""
+        ...
+
+    def standard_name(self, name: str) -> str | None:
+        """The name of a tensor as the whole model calls it; None for what is no parameter."""
+        ...
+
+    def build_config(self, shape: ModelShape, vocab_size: int) -> dict[str, object]:
+        """The shape's part of config.json."""
+        ...
+
+    def read_shape(self, config: ConfigFile, padded_vocab_size: int) -> ModelShape:
+        """The shape of a config.json. CheckpointError for what is missing there or does not exist here."""
+        ...
 
 
-def family_of_shape(shape: ModelShape) -> ModuleType:
-    """gpt2 or llama. ConfigError with a line for each flag that the nearer of the two does not know."""
-    family = llama if shape.position_embedding == "rope" else gpt2
+ARCHITECTURES: dict[str, Family] = {gpt2.ARCHITECTURE: gpt2}
+for architecture in llama.MODEL_TYPES:
+    ARCHITECTURES[architecture] = llama
+
+
+def family_of_shape(shape: ModelShape) -> Family:
+    """The models that a shape may be. ConfigError with a line for each flag that the nearest of them do not know."""
+    family: Family = llama if shape.position_embedding == "rope" else gpt2
     # Scores divided by a layer's number and multiplied back, and a softmax in fp32, are no other arithmetic.
     wrong = [
-        f"{flag}: Hugging Face's {TITLES[family]} have {instead}; only a model trained with that can be converted."
+        f"{flag}: Hugging Face's {family.TITLE} have {instead}; only a model trained with that can be converted."
         for flag, instead in family.objections(shape)
     ]
     if shape.softmax_scale is not None:
@@ -27,52 +65,57 @@ def family_of_shape(shape: ModelShape) -> ModuleType:
     return family
 
 
-def family_of_config(config: ConfigFile) -> ModuleType:
-    """gpt2 or llama. CheckpointError for any other architecture."""
+def family_of_config(config: ConfigFile) -> Family:
+    """The models that a config.json tells of. CheckpointError for any other architecture."""
     named = config.values.get("architectures")
     name = str(named[0]) if isinstance(named, list) and named else None
     config.refuse_unless("quantization_config", (None,), "quantised weights cannot be trained here")
-    if name not in ARCHITECTURES:
+    if name is None or name not in ARCHITECTURES:
         raise config.wrong("architectures", named, f"known here are {', '.join(ARCHITECTURES)}")
     return ARCHITECTURES[name]
 
 
 def model_flags(shape: ModelShape) -> list[str]:
     """Words with which the trainer resolves to `shape`, with --padded-vocab-size for any smaller vocabulary."""
-    s, rope = shape, shape.position_embedding == "rope"
+    words: list[str] = []
+    for name, value in _choose_values(shape).items():
+        if value is None or value is False:
+            continue
+        words.append(f"--{name.replace('_', '-')}")
+        if isinstance(value, float) and value.is_integer():
+            words.append(f"{value:.0f}")
+        elif value is not True:
+            words.append(str(value))
+    return words
+
+
+def _choose_values(shape: ModelShape) -> dict[str, object]:
+    """The flags of a shape by name. True is a switch that is given; False and None are left out."""
+    s = shape
     grouped = s.num_query_groups != s.num_attention_heads
-    same = {name: getattr(s, name) for name in SAME_NAME if rope or not name.startswith("rotary_")}
+    values: dict[str, object] = {}
+    for name in SAME_NAME:
+        if s.position_embedding == "rope" or not name.startswith("rotary_"):
+            values[name] = getattr(s, name)
     scaling = name_rotary_scaling(s)
     # a switch that is on unless its other spelling is given
     rounds = scaling.pop("yarn_correction_range_round_to_int", True)
-    # True: a switch; False and None: left out
-    values = (
-        same
-        | scaling
-        | {
-            "no_yarn_correction_range_round_to_int": not rounds,
-            "group_query_attention": grouped,
-            "num_query_groups": s.num_query_groups if grouped else None,
-            "kv_channels": s.kv_channels if s.attention_width != s.hidden_size else None,
-            "padded_vocab_size": s.padded_vocab_size,
-            "apply_layernorm_1p": s.layernorm_1p,
-            "swiglu": s.activation == "swiglu",
-            "squared_relu": s.activation == "squared_relu",
-            "disable_bias_linear": not s.linear_bias,
-            # without biases GELU is that one anyway
-            "no_bias_gelu_fusion": s.linear_bias and s.activation == "gelu_erf",
-            "add_qkv_bias": s.qkv_bias and not s.linear_bias,
-            "untie_embeddings_and_output_weights": not s.tied_embeddings,
-            "apply_query_key_layer_scaling": s.query_key_layer_scaling,
-            "attention_softmax_in_fp32": s.softmax_in_fp32,
-        }
-    )
-    words = []
-    for name, value in values.items():
-        if value is not None and value is not False:
-            whole = isinstance(value, float) and value.is_integer()
-            words += [
-                f"--{name.replace('_', '-')}",
-                *([] if value is True else [f"{value:.0f}" if whole else str(value)]),
-            ]
-    return words
+    values |= scaling
+    values |= {
+        "no_yarn_correction_range_round_to_int": not rounds,
+        "group_query_attention": grouped,
+        "num_query_groups": s.num_query_groups if grouped else None,
+        "kv_channels": s.kv_channels if s.attention_width != s.hidden_size else None,
+        "padded_vocab_size": s.padded_vocab_size,
+        "apply_layernorm_1p": s.layernorm_1p,
+        "swiglu": s.activation == "swiglu",
+        "squared_relu": s.activation == "squared_relu",
+        "disable_bias_linear": not s.linear_bias,
+        # without biases GELU is that one anyway
+        "no_bias_gelu_fusion": s.linear_bias and s.activation == "gelu_erf",
+        "add_qkv_bias": s.qkv_bias and not s.linear_bias,
+        "untie_embeddings_and_output_weights": not s.tied_embeddings,
+        "apply_query_key_layer_scaling": s.query_key_layer_scaling,
+        "attention_softmax_in_fp32": s.softmax_in_fp32,
+    }
+    return values

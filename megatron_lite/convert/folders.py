@@ -1,4 +1,4 @@
-"""The three conversions, from folder to folder."""
+"""Converts checkpoints and Hugging Face models, from folder to folder, in three ways."""
 
 import dataclasses
 import itertools
@@ -18,18 +18,19 @@ from megatron_lite.checkpoint.training_state import CheckpointRecord, Stored
 from megatron_lite.checkpoint.write import write_alone
 from megatron_lite.config.shape import ModelShape
 from megatron_lite.convert.config_file import CONFIG_FILE, ConfigFile, read_json, write_json
-from megatron_lite.convert.families import family_of_config, family_of_shape
+from megatron_lite.convert.families import Family, family_of_config, family_of_shape
 from megatron_lite.convert.mappings import Link
 from megatron_lite.convert.tokenizer_files import TokenizerFiles
-from megatron_lite.convert.weights_folder import INDEX, WHOLE, open_weights, write_safetensors
+from megatron_lite.convert.weights_folder import INDEX, WHOLE, Weights, open_weights, write_safetensors
 from megatron_lite.errors import CheckpointError, UserError
 from megatron_lite.model.gpt import DTYPES, list_parameters
 from megatron_lite.run_folder import RELEASE, sync_folder
 
+Sizes = dict[str, tuple[int, ...]]  # shapes of tensors by name
 SHARD_BYTES = 5 * 10**9  # of a file, as transformers has it
 GENERATION_FILE = "generation_config.json"
 OURS = "megatron_lite"
-LAYER = re.compile(r"decoder\.layers\.\d+\.|.*")  # what is read at once: a layer, or a weight of none
+LAYER = re.compile(r"decoder\.layers\.\d+\.")  # read at once
 
 
 def cast(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -40,16 +41,27 @@ def cast(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return result
 
 
-def to_hf_sizes(link: Link, sizes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-    """{their name: size} of a link, from {our name: size}."""
+def to_hf_sizes(link: Link, sizes: Sizes) -> Sizes:
+    """The shapes of a link's tensors of theirs, from those of our parameters."""
     theirs = link.layout.to_hf(torch.empty(sizes[link.ours], device="meta"))
     return {name: tuple(tensor.shape) for name, tensor in zip(link.theirs, theirs)}
 
 
-def require_same(expected: set[str], found: set[str], where: str, verbs: tuple[str, str], what: str, remedy: str):
-    """CheckpointError unless both are the same names.
+def require_same(
+    expected: set[str], found: set[str], where: str, verbs: tuple[str, str], what: str, remedy: str
+) -> None:
+    """Check that two sets of names are the same.
 
-    verbs: for those that are not found, and for those beside them.
+    Args:
+        expected: The names that must be there.
+        found: Those that are.
+        where: The flag and its value, to begin a message with.
+        verbs: For names that are not found, and for those beside them.
+        what: Has the names, in the plural.
+        remedy: To end a message with.
+
+    Raises:
+        CheckpointError: They differ.
     """
     for difference, verb in ((expected - found, verbs[0]), (found - expected, verbs[1])):
         if difference:
@@ -61,24 +73,24 @@ def require_same(expected: set[str], found: set[str], where: str, verbs: tuple[s
 
 @dataclasses.dataclass(frozen=True)
 class Export:
-    """How to write one checkpoint; `load` is where it is. `precision` is fp32, fp16 or bf16.
+    """The writing of one checkpoint as a Hugging Face folder.
 
     With the precision of the run, the weights are those that it computes with; with another, they are made of the
     fp32 masters, where the checkpoint has them.
-    true_vocab_size: ids to keep; None: those that the checkpoint says it was trained with, else the tokenizer's, else
-    all rows, with their padding.
     """
 
-    load: Path
+    load: Path  # where the checkpoint is
     stored: Stored
-    precision: str
+    precision: str  # fp32 | fp16 | bf16
     tokenizer: TokenizerFiles
+    # ids to keep; None: those that the checkpoint says it was trained with, else the tokenizer's, else all rows, with
+    # their padding
     true_vocab_size: int | None = None
     say: Callable[[str], None] = print
     progress: Callable[[int, int], None] = lambda done, total: None  # called for each tensor of theirs
     shard_bytes: int = SHARD_BYTES
 
-    def write(self, folder: Path):
+    def write(self, folder: Path) -> None:
         """Fill `folder`, which exists: weights, config.json, tokenizer. ConfigError for what has no twin there."""
         try:
             shape = self.stored.record.model_shape
@@ -87,7 +99,7 @@ class Export:
                 f"--load {self.load}: its model cannot be read ({error}); it is of another version, "
                 "convert it with that one."
             ) from None
-        family, ids = family_of_shape(shape), self.tokenizer.ids
+        family = family_of_shape(shape)
         require_same(
             {f"model.{name}" for name in list_parameters(shape)},
             {name for name in self.stored.names() if name.startswith("model.")},
@@ -97,9 +109,12 @@ class Export:
             "load one that was saved as a whole.",
         )
         vocab_size = self._vocab_size(shape)
-        dtype_name = str(DTYPES[self.precision]).removeprefix("torch.")
-        config = {**family.build_config(shape, vocab_size), **ids, "torch_dtype": dtype_name}
-        for note in filter(None, (*family.notes(shape), self.tokenizer.note(config["model_type"]))):
+        ids = self.tokenizer.ids
+        config = family.build_config(shape, vocab_size)
+        config |= ids
+        config["torch_dtype"] = str(DTYPES[self.precision]).removeprefix("torch.")
+        notes = [*family.notes(shape), self.tokenizer.note(str(config["model_type"]))]
+        for note in filter(None, notes):
             self.say(f"  {note}")
         whole = family.complete(shape)
         self._write_weights(folder, list(family.links(whole, vocab_size)), list_parameters(whole))
@@ -109,8 +124,9 @@ class Export:
         self.tokenizer.write(folder, shape.max_position_embeddings)
 
     def _vocab_size(self, shape: ModelShape) -> int:
-        """Ids that are kept."""
-        rows, tokenizer = shape.padded_vocab_size, self.tokenizer
+        """The number of ids that are kept. UserError if they do not fit the model or the tokenizer."""
+        rows = shape.padded_vocab_size
+        tokenizer = self.tokenizer
         size = self.true_vocab_size or self.stored.record.vocab_size or tokenizer.vocab_size or rows
         if tokenizer.vocab_size > min(size, rows):
             raise UserError(
@@ -123,19 +139,24 @@ class Export:
             self.say(f"  {rows - size} rows of padding are left out: the vocabulary has {size} ids")
         return size
 
-    def _write_weights(self, folder: Path, links: list[Link], sizes: dict[str, tuple[int, ...]]):
+    def _write_weights(self, folder: Path, links: list[Link], sizes: Sizes) -> None:
+        """Write the weights, in one file or in several with an index.
+
+        Args:
+            folder: Where they go.
+            links: Of our parameters with theirs, in their order.
+            sizes: Of our parameters.
+        """
         dtype = DTYPES[self.precision]
-        theirs = {name: size for link in links for name, size in to_hf_sizes(link, sizes).items()}
+        theirs: Sizes = {}
+        for link in links:
+            theirs |= to_hf_sizes(link, sizes)
         num_bytes = {name: math.prod(size) * dtype.itemsize for name, size in theirs.items()}
-        shards, filled = [{}], 0  # each below shard_bytes unless a single tensor is larger
-        for name, size in theirs.items():
-            if shards[-1] and filled + num_bytes[name] > self.shard_bytes:
-                shards.append({})
-                filled = 0
-            shards[-1][name] = size
-            filled += num_bytes[name]
+        shards = self._divide(theirs, num_bytes)
         count = len(shards)
-        files = [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)] if count > 1 else [WHOLE]
+        files = [WHOLE]
+        if count > 1:
+            files = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
         tensors = self._tensors(links, sizes, len(theirs))
         for file, shard in zip(files, shards):
             write_safetensors(folder / file, shard, dtype, itertools.islice(tensors, len(shard)))
@@ -144,25 +165,74 @@ class Export:
             total = sum(num_bytes.values())
             write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
 
-    def _tensors(self, links: list[Link], sizes: dict[str, tuple[int, ...]], total: int) -> Iterator[Tensor]:
-        """Theirs, in the order of the links. What the checkpoint does not hold is zeros."""
-        record, held, written = self.stored.record, self.stored.names(), 0
-        for _, group in itertools.groupby(links, key=lambda link: LAYER.match(link.ours)[0]):
-            layer, ours, targets = list(group), {}, {}
-            for link in layer:
-                name, dtype, source = link.ours, DTYPES[record.precision], f"model.{link.ours}"
-                if self.precision != record.precision and f"optimizer.{name}.master" in held:
-                    dtype, source = torch.float32, f"optimizer.{name}.master"
-                ours[name] = torch.zeros(sizes[name], dtype=dtype)
-                if source in held:
-                    targets[source] = ours[name]
-            self.stored.read_into(targets)
-            targets.clear()
+    def _divide(self, sizes: Sizes, num_bytes: dict[str, int]) -> list[Sizes]:
+        """Divide tensors over files, each below shard_bytes unless a single tensor is larger.
+
+        Args:
+            sizes: Of the tensors, in their order.
+            num_bytes: Of each of them.
+        """
+        shards: list[Sizes] = [{}]
+        filled = 0  # bytes of the last one
+        for name, size in sizes.items():
+            if shards[-1] and filled + num_bytes[name] > self.shard_bytes:
+                shards.append({})
+                filled = 0
+            shards[-1][name] = size
+            filled += num_bytes[name]
+        return shards
+
+    def _tensors(self, links: list[Link], sizes: Sizes, total: int) -> Iterator[Tensor]:
+        """Read the weights, layer by layer. What the checkpoint does not hold is zeros.
+
+        Args:
+            links: Of our parameters with theirs, in their order.
+            sizes: Of our parameters.
+            total: Tensors of theirs.
+
+        Yields:
+            Tensors of theirs, in the order of the links.
+        """
+        written = 0
+        for _, group in itertools.groupby(links, key=_find_layer):
+            layer = list(group)
+            ours = self._read_layer(layer, sizes)
             for link in layer:
                 for name, tensor in zip(link.theirs, link.layout.to_hf(ours.pop(link.ours))):
                     written += 1
                     self.progress(written, total)
                     yield cast(name, tensor, DTYPES[self.precision])
+
+    def _read_layer(self, layer: list[Link], sizes: Sizes) -> dict[str, Tensor]:
+        """Read our weights of one layer, in the precision from which theirs are made.
+
+        Args:
+            layer: Its links.
+            sizes: Of our parameters.
+        """
+        record = self.stored.record
+        held = self.stored.names()
+        ours: dict[str, Tensor] = {}
+        targets: dict[str, Tensor] = {}
+        for link in layer:
+            name = link.ours
+            source = f"model.{name}"
+            dtype = DTYPES[record.precision]
+            master = f"optimizer.{name}.master"
+            if self.precision != record.precision and master in held:
+                source = master
+                dtype = torch.float32
+            ours[name] = torch.zeros(sizes[name], dtype=dtype)
+            if source in held:
+                targets[source] = ours[name]
+        self.stored.read_into(targets)
+        return ours
+
+
+def _find_layer(link: Link) -> str:
+    """Name the layer that a parameter is of; a parameter of none is one by itself."""
+    match = LAYER.match(link.ours)
+    return match[0] if match else link.ours
 
 
 # --- A Hugging Face folder's weights as a checkpoint: weights only, which load as iteration 0
@@ -171,8 +241,17 @@ class Export:
 MAX_WIDTH = 2**26  # rows or columns of a matrix
 
 
-def _require_possible(config: ConfigFile, shape: ModelShape, num_tensors: int):
-    """CheckpointError for a model that takes for ever to describe, before it is described."""
+def _require_possible(config: ConfigFile, shape: ModelShape, num_tensors: int) -> None:
+    """Refuse a model that takes for ever to describe, before it is described.
+
+    Args:
+        config: That tells of it.
+        shape: Its sizes.
+        num_tensors: That the folder holds.
+
+    Raises:
+        CheckpointError: It has more layers than tensors, or a matrix that is too large.
+    """
     if shape.num_layers > num_tensors:
         raise CheckpointError(
             f"--load-hf {config.path}: tells of {shape.num_layers} layers, and the folder holds {num_tensors} tensors; "
@@ -188,36 +267,33 @@ def _require_possible(config: ConfigFile, shape: ModelShape, num_tensors: int):
 def import_hf(
     folder: Path, divisible_by: int, precision: str | None = None
 ) -> tuple[CheckpointRecord, dict[str, Tensor]]:
-    """The record and the tensors of a checkpoint with the weights of a Hugging Face `folder`.
+    """Read a Hugging Face folder.
 
-    divisible_by: the vocabulary is padded to a multiple of it. precision: fp32, fp16 or bf16; None: the files' own,
-    fp32 if they have several. CheckpointError for a folder that is damaged or holds another kind of model.
+    Args:
+        folder: Its path.
+        divisible_by: The vocabulary is padded to a multiple of it.
+        precision: fp32, fp16 or bf16; None: the files' own, fp32 if they have several.
+
+    Returns:
+        The record and the tensors of a checkpoint with its weights.
+
+    Raises:
+        CheckpointError: The folder is damaged or holds another kind of model.
     """
     config = ConfigFile(folder / CONFIG_FILE, read_json(folder / CONFIG_FILE))
     family = family_of_config(config)
     vocab_size = config.whole("vocab_size")
-    shape = family.read_shape(config, -(-vocab_size // divisible_by) * divisible_by)
+    padded_vocab_size = -(-vocab_size // divisible_by) * divisible_by
+    shape = family.read_shape(config, padded_vocab_size)
     weights = open_weights(folder)
     _require_possible(config, shape, len(weights.names))
-    links, sizes = list(family.links(shape, vocab_size)), list_parameters(shape)
-    expected = {name for link in links for name in link.theirs}
-    file_names = {family.standard_name(name): name for name in weights.names}
-    file_names.pop(None, None)
-    if "lm_head.weight" not in expected:
-        file_names.pop("lm_head.weight", None)  # tied: a second name of the embeddings, in .bin files
-    verbs = ("lacks", f"holds, beside what its {CONFIG_FILE} tells of,")
-    require_same(
-        expected, set(file_names), f"--load-hf {folder}", verbs, "tensors", "give the folder of a whole model."
-    )
-    tensors = {}
+    links = list(family.links(shape, vocab_size))
+    file_names = _match_names(folder, family, links, weights)
+    sizes = list_parameters(shape)
+    tensors: dict[str, Tensor] = {}
     for link in links:
         theirs = {name: weights.tensor(file_names[name]) for name in link.theirs}
-        for name, size in to_hf_sizes(link, sizes).items():
-            if tuple(theirs[name].shape) != size:
-                raise CheckpointError(
-                    f"--load-hf {folder}: {name} has the shape {list(theirs[name].shape)}, and its "
-                    f"{CONFIG_FILE} makes it {list(size)}; copy or download the folder again."
-                )
+        _require_sizes(folder, theirs, to_hf_sizes(link, sizes))
         tensors[f"model.{link.ours}"] = link.layout.from_hf(list(theirs.values()))
     if precision is None:  # fp32 loses nothing of any mixture
         found = {tensor.dtype for tensor in tensors.values()}
@@ -230,10 +306,48 @@ def import_hf(
     return record, tensors
 
 
+def _require_sizes(folder: Path, tensors: dict[str, Tensor], sizes: Sizes) -> None:
+    """CheckpointError unless tensors of a folder have the shapes that its config.json gives them."""
+    for name, size in sizes.items():
+        found = tuple(tensors[name].shape)
+        if found != size:
+            raise CheckpointError(
+                f"--load-hf {folder}: {name} has the shape {list(found)}, and its "
+                f"{CONFIG_FILE} makes it {list(size)}; copy or download the folder again."
+            )
+
+
+def _match_names(folder: Path, family: Family, links: list[Link], weights: Weights) -> dict[str, str]:
+    """The names that tensors have in the files, by their standard names.
+
+    Args:
+        folder: Of the model.
+        family: Knows the standard names.
+        links: Tell which tensors there must be.
+        weights: The opened files.
+
+    Raises:
+        CheckpointError: A tensor is missing, or there is one that the model does not have.
+    """
+    expected = {name for link in links for name in link.theirs}
+    file_names: dict[str, str] = {}
+    for name in weights.names:
+        standard = family.standard_name(name)
+        if standard is not None:
+            file_names[standard] = name
+    if "lm_head.weight" not in expected:
+        file_names.pop("lm_head.weight", None)  # tied: a second name of the embeddings, in .bin files
+    verbs = ("lacks", f"holds, beside what its {CONFIG_FILE} tells of,")
+    require_same(
+        expected, set(file_names), f"--load-hf {folder}", verbs, "tensors", "give the folder of a whole model."
+    )
+    return file_names
+
+
 # --- from folder to folder
 
 
-def to_hugging_face(export: Export, save_hf: Path):
+def to_hugging_face(export: Export, save_hf: Path) -> None:
     """Write `export` as the folder `save_hf`, which appears as a whole or not at all."""
     folder = Path(os.path.abspath(save_hf))
     unfinished = folder.with_name(f".{folder.name}.unfinished")
@@ -256,7 +370,14 @@ def to_hugging_face(export: Export, save_hf: Path):
 
 
 def from_hugging_face(load_hf: Path, save: Path, divisible_by: int, precision: str | None) -> CheckpointRecord:
-    """The Hugging Face folder `load_hf` as SAVE/release."""
+    """Write a Hugging Face folder's weights as SAVE/release.
+
+    Args:
+        load_hf: The folder.
+        save: The folder of checkpoints, which must be new.
+        divisible_by: The vocabulary is padded to a multiple of it.
+        precision: fp32, fp16 or bf16; None: the files' own, fp32 if they have several.
+    """
     require_new("--save", save)
     record, tensors = import_hf(load_hf, divisible_by, precision)
     write_alone(save, record, tensors, release=True)
@@ -266,24 +387,34 @@ def from_hugging_face(load_hf: Path, save: Path, divisible_by: int, precision: s
 def to_own_format(
     load: Path, step: int | None, save: Path, say: Callable[[str], None]
 ) -> tuple[CheckpointRecord, Path]:
-    """A checkpoint in any format that can be read, Megatron-LM's too, in this trainer's own: all that it holds.
+    """Write a checkpoint in any format that can be read, Megatron-LM's too, in this trainer's own: all that it holds.
 
-    Random states are those of a trainer's own generators: another trainer's are left out. A release stays one. Returns
-    the new checkpoint's folder, too.
+    Random states are those of a trainer's own generators: another trainer's are left out. A release stays one.
+
+    Args:
+        load: The folder of checkpoints.
+        step: Which one; None: the newest.
+        save: The folder of the new one, which must be new, too.
+        say: Is told of what is passed over or left out.
+
+    Returns:
+        The new checkpoint's record and folder.
     """
     require_new("--save", save)
     stored = open_newest(load, step, say)
-    record, names = stored.record, stored.names()
+    record = stored.record
+    names = stored.names()
     if record.trainer != OURS:
         record = replace(record, ranks=0, trainer=OURS)
         names = {name for name in names if not name.startswith("random.")}
     tensors = {name: torch.empty(stored.size_of(name), dtype=stored.dtype_of(name)) for name in sorted(names)}
     stored.read_into(tensors)
-    is_release = step is None and chosen(load, step).name == RELEASE
+    newest = chosen(load, None) if step is None else None
+    is_release = newest is not None and newest.name == RELEASE
     return record, write_alone(save, record, tensors, is_release, stored.arguments)
 
 
-def require_new(flag: str, folder: Path):
+def require_new(flag: str, folder: Path) -> None:
     """UserError unless `folder` is empty or does not exist."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{flag} {folder}: exists already, and nothing is overwritten; name a new folder.")

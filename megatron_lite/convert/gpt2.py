@@ -14,6 +14,7 @@ from megatron_lite.convert.mappings import (
     lay_out_vocabulary,
 )
 
+TITLE = "GPT-2"
 ARCHITECTURE = "GPT2LMHeadModel"
 ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu_erf"}  # theirs: ours
 PREFIX = "transformer."
@@ -23,7 +24,7 @@ NORMS = {"input_layernorm": "ln_1", "pre_mlp_layernorm": "ln_2"}
 
 
 def objections(shape: ModelShape) -> Iterator[tuple[str, str]]:
-    """(flag, what GPT-2 has instead) for everything that GPT-2 cannot be."""
+    """List what GPT-2 cannot be: a flag, and what GPT-2 has instead."""
     if shape.position_embedding != "learned_absolute":
         yield f"--position-embedding-type {shape.position_embedding}", "learned positions"
     if shape.normalization != "LayerNorm":
@@ -44,18 +45,21 @@ def complete(shape: ModelShape) -> ModelShape:
 
 
 def notes(shape: ModelShape) -> Iterator[str]:
-    """What GPT-2 says otherwise, with the same result."""
+    """Note what GPT-2 says otherwise, with the same result."""
     if not (shape.linear_bias and shape.qkv_bias):
         yield "--disable-bias-linear: every GPT-2 has biases; they are written as zeros"
 
 
 def links(shape: ModelShape, vocab_size: int) -> Iterator[Link]:
     """All parameters of a complete shape, in the model's order."""
-    rows, norm, qkv = lay_out_vocabulary(shape, vocab_size), lay_out_norm(shape), lay_out_fused_qkv(shape)
+    rows = lay_out_vocabulary(shape, vocab_size)
+    norm = lay_out_norm(shape)
+    qkv = lay_out_fused_qkv(shape)
     yield Link("embedding.word_embeddings.weight", (f"{PREFIX}wte.weight",), rows)
     yield Link("embedding.position_embeddings.weight", (f"{PREFIX}wpe.weight",), SAME)
     for layer in range(shape.num_layers):
-        ours, theirs = f"decoder.layers.{layer}.", f"{PREFIX}h.{layer}."
+        ours = f"decoder.layers.{layer}."
+        theirs = f"{PREFIX}h.{layer}."
         for name, their_name in NORMS.items():
             yield Link(f"{ours}{name}.weight", (f"{theirs}{their_name}.weight",), norm)
             yield Link(f"{ours}{name}.bias", (f"{theirs}{their_name}.bias",), SAME)
@@ -76,8 +80,10 @@ def standard_name(name: str) -> str | None:
     return name if name.startswith((PREFIX, "lm_head.")) else PREFIX + name
 
 
-def build_config(shape: ModelShape, vocab_size: int) -> dict:
-    """What config.json says of the shape."""
+def build_config(shape: ModelShape, vocab_size: int) -> dict[str, object]:
+    """Make the shape's part of config.json."""
+    # the first of several names for one function
+    activations = {ours: theirs for theirs, ours in reversed(ACTIVATIONS.items())}
     return {
         "architectures": [ARCHITECTURE],
         "model_type": "gpt2",
@@ -88,7 +94,7 @@ def build_config(shape: ModelShape, vocab_size: int) -> dict:
         "n_layer": shape.num_layers,
         "n_head": shape.num_attention_heads,
         "n_inner": shape.ffn_hidden_size,
-        "activation_function": {ours: theirs for theirs, ours in reversed(ACTIVATIONS.items())}[shape.activation],
+        "activation_function": activations[shape.activation],
         "layer_norm_epsilon": shape.norm_epsilon,
         "initializer_range": shape.init_method_std,
         "resid_pdrop": shape.hidden_dropout,
@@ -100,14 +106,15 @@ def build_config(shape: ModelShape, vocab_size: int) -> dict:
 
 
 def read_shape(config: ConfigFile, padded_vocab_size: int) -> ModelShape:
-    """The inverse. CheckpointError for what is missing there or does not exist here."""
+    """The shape of a config.json. CheckpointError for what is missing there or does not exist here."""
     for key in ("scale_attn_by_inverse_layer_idx", "add_cross_attention"):
         config.refuse_unless(key, (False, None), "there is no such attention here")
     config.refuse_unless("scale_attn_weights", (True, None), "attention scores are always scaled here")
     activation = str(config.get("activation_function", "gelu_new"))
     if activation not in ACTIVATIONS:
         raise config.wrong("activation_function", activation, f"only {', '.join(ACTIVATIONS)} exist here")
-    hidden, heads = config.whole("n_embd"), config.whole("n_head")
+    hidden = config.whole("n_embd")
+    heads = config.whole("n_head")
     positions = config.whole("n_positions", 1024)
     if hidden % heads:
         raise config.wrong("n_head", heads, f"must divide n_embd, which is {hidden}")

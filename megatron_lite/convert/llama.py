@@ -6,6 +6,7 @@ none, and normalizes queries and keys.
 
 import math
 from collections.abc import Iterator
+from typing import TypedDict
 
 from megatron_lite.config.shape import ModelShape
 from megatron_lite.convert.config_file import ConfigFile
@@ -23,8 +24,19 @@ LLAMA_3 = {
     "high_freq_factor": LLAMA_FAST_TURNS,
     "original_max_position_embeddings": LLAMA_LENGTH,
 }
+TITLE = "Llama, Qwen2 and Qwen3"
 MODEL_TYPES = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
-DEFAULTS = {  # transformers' own, where they differ: of keys that a config.json leaves out
+
+
+class Defaults(TypedDict):
+    """Values of keys that a config.json leaves out."""
+
+    max_position_embeddings: int
+    num_key_value_heads: int | None  # None: a key and a value for each head
+    head_dim: int | None  # None: hidden size / heads
+
+
+DEFAULTS: dict[str, Defaults] = {  # transformers' own, where they differ
     "llama": {"max_position_embeddings": 2048, "num_key_value_heads": None, "head_dim": None},
     "qwen2": {"max_position_embeddings": 32768, "num_key_value_heads": 32, "head_dim": None},
     "qwen3": {"max_position_embeddings": 32768, "num_key_value_heads": 32, "head_dim": 128},
@@ -33,11 +45,12 @@ BUFFERS = (".rotary_emb.inv_freq",)  # in old files
 
 
 def objections(shape: ModelShape) -> Iterator[tuple[str, str]]:
-    """(flag, what Llama and its likes have instead) for everything that none of them can be."""
+    """List what none of these models can be: a flag, and what they have instead."""
     if shape.normalization != "RMSNorm":
         yield f"--normalization {shape.normalization}", "RMSNorm"
     if shape.activation != "swiglu":
-        yield {"squared_relu": "--squared-relu"}.get(shape.activation, "GELU (no --swiglu)"), "--swiglu"
+        flag = "--squared-relu" if shape.activation == "squared_relu" else "GELU (no --swiglu)"
+        yield flag, "--swiglu"
     if shape.rotary_percent != 1:
         yield f"--rotary-percent {shape.rotary_percent:g}", "heads that rotate as a whole"
     if shape.qk_layernorm and (shape.linear_bias or shape.qkv_bias):
@@ -52,7 +65,7 @@ def complete(shape: ModelShape) -> ModelShape:
 
 
 def notes(shape: ModelShape) -> Iterator[str]:
-    """What they do not know, or say otherwise, with the same result."""
+    """Note what these models do not know, or say otherwise, with the same result."""
     if shape.hidden_dropout:
         yield f"--hidden-dropout {shape.hidden_dropout:g}: they have none, and it matters in training only"
     if shape.rotary_interleaved:
@@ -61,10 +74,14 @@ def notes(shape: ModelShape) -> Iterator[str]:
 
 def links(shape: ModelShape, vocab_size: int) -> Iterator[Link]:
     """All parameters, in the model's order."""
-    rows, norm, qkv = lay_out_vocabulary(shape, vocab_size), lay_out_norm(shape), lay_out_qkv(shape)
+    rows = lay_out_vocabulary(shape, vocab_size)
+    norm = lay_out_norm(shape)
+    rotated = lay_out_norm(shape, rotated=True)
+    qkv = lay_out_qkv(shape)
     yield Link("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), rows)
     for layer in range(shape.num_layers):
-        ours, theirs = f"decoder.layers.{layer}.", f"model.layers.{layer}."
+        ours = f"decoder.layers.{layer}."
+        theirs = f"model.layers.{layer}."
         yield Link(f"{ours}input_layernorm.weight", (f"{theirs}input_layernorm.weight",), norm)
         yield Link(f"{ours}pre_mlp_layernorm.weight", (f"{theirs}post_attention_layernorm.weight",), norm)
         for kind in ("weight", "bias"):
@@ -77,7 +94,6 @@ def links(shape: ModelShape, vocab_size: int) -> Iterator[Link]:
                 yield Link(f"{ours}mlp.linear_fc1.{kind}", gated, GATED_HALVES)
                 yield Link(f"{ours}mlp.linear_fc2.{kind}", (f"{theirs}mlp.down_proj.{kind}",), SAME)
         if shape.qk_layernorm:
-            rotated = lay_out_norm(shape, rotated=True)
             yield Link(f"{ours}self_attention.q_layernorm.weight", (f"{theirs}self_attn.q_norm.weight",), rotated)
             yield Link(f"{ours}self_attention.k_layernorm.weight", (f"{theirs}self_attn.k_norm.weight",), rotated)
     yield Link("decoder.final_layernorm.weight", ("model.norm.weight",), norm)
@@ -93,8 +109,8 @@ def standard_name(name: str) -> str | None:
     return None if name.endswith(BUFFERS) else name
 
 
-def build_config(shape: ModelShape, vocab_size: int) -> dict:
-    """What config.json says of the shape. rope_scaling is the spelling that old and new versions understand."""
+def build_config(shape: ModelShape, vocab_size: int) -> dict[str, object]:
+    """Make the shape's part of config.json. rope_scaling is the spelling that old and new versions understand."""
     name = "LlamaForCausalLM"
     if shape.qk_layernorm:
         name = "Qwen3ForCausalLM"
@@ -124,8 +140,8 @@ def build_config(shape: ModelShape, vocab_size: int) -> dict:
     }
 
 
-def _build_rope_scaling(shape: ModelShape) -> dict | None:
-    """What config.json says of scaled rotary frequencies; None where they are plain."""
+def _build_rope_scaling(shape: ModelShape) -> dict[str, object] | None:
+    """Make config.json's part on scaled rotary frequencies; None where they are plain."""
     if shape.rotary_seq_len_interpolation_factor is not None:
         return {"rope_type": "linear", "factor": float(shape.rotary_seq_len_interpolation_factor)}
     if shape.rope_scaling_factor is not None:
@@ -143,13 +159,29 @@ def _build_rope_scaling(shape: ModelShape) -> dict | None:
     }
 
 
+class Rotation(TypedDict, total=False):
+    """Fields of ModelShape on rotary frequencies."""
+
+    rotary_base: float
+    rotary_seq_len_interpolation_factor: float
+    rope_scaling_factor: float
+    yarn_scaling_factor: float
+    yarn_original_max_position_embeddings: int
+    yarn_beta_fast: float
+    yarn_beta_slow: float
+    yarn_mscale: float
+    yarn_mscale_all_dim: float
+    yarn_round_to_int: bool
+
+
 def read_shape(config: ConfigFile, padded_vocab_size: int) -> ModelShape:
-    """The inverse. CheckpointError for what is missing there or does not exist here."""
-    kind = MODEL_TYPES[config.values["architectures"][0]]
+    """The shape of a config.json. CheckpointError for what is missing there or does not exist here."""
+    kind = _find_kind(config)
     defaults = DEFAULTS[kind]
     attention_bias = _read_bias(config, kind)
     positions = config.whole("max_position_embeddings", defaults["max_position_embeddings"])
-    hidden, heads = config.whole("hidden_size"), config.whole("num_attention_heads")
+    hidden = config.whole("hidden_size")
+    heads = config.whole("num_attention_heads")
     groups = config.whole("num_key_value_heads", defaults["num_key_value_heads"]) or heads
     width = config.whole("head_dim", defaults["head_dim"]) or hidden // heads
     if heads % groups:
@@ -181,8 +213,25 @@ def read_shape(config: ConfigFile, padded_vocab_size: int) -> ModelShape:
     )
 
 
+def _find_kind(config: ConfigFile) -> str:
+    """The model's type: a value of MODEL_TYPES. CheckpointError for any other architecture."""
+    named = config.values.get("architectures")
+    name = named[0] if isinstance(named, list) and named else None
+    if name not in MODEL_TYPES:
+        raise config.wrong("architectures", named, f"known here are {', '.join(MODEL_TYPES)}")
+    return MODEL_TYPES[name]
+
+
 def _read_bias(config: ConfigFile, kind: str) -> bool:
-    """attention_bias. CheckpointError for switches that do not exist here."""
+    """Whether linear layers of attention have biases.
+
+    Args:
+        config: Of the model.
+        kind: Its type.
+
+    Raises:
+        CheckpointError: A switch does not exist here.
+    """
     config.refuse_unless("hidden_act", ("silu", "swish"), "the gate is SiLU here")
     config.refuse_unless("use_sliding_window", (False, None), "attention always reaches back to the start here")
     layers = config.values.get("layer_types") or []
@@ -196,10 +245,15 @@ def _read_bias(config: ConfigFile, kind: str) -> bool:
     return attention_bias
 
 
-def _read_rotation(config: ConfigFile, positions: int) -> dict:
-    """Fields of ModelShape for the rotation, in either spelling: rope_parameters, or rope_theta and rope_scaling.
+def _read_rotation(config: ConfigFile, positions: int) -> Rotation:
+    """Read the rotation in either spelling: rope_parameters, or rope_theta and rope_scaling.
 
-    positions: max_position_embeddings, which stand for the original ones where those are left out.
+    Args:
+        config: Of the model.
+        positions: Its max_position_embeddings, which stand for the original ones where those are left out.
+
+    Raises:
+        CheckpointError: The rotation does not exist here.
     """
     key = "rope_parameters" if config.values.get("rope_parameters") else "rope_scaling"
     rope = config.values.get(key) or {}
@@ -217,14 +271,21 @@ def _read_rotation(config: ConfigFile, positions: int) -> dict:
             inner.refuse_unless(name, (value,), "only Llama 3.1's own numbers exist here")
         return {"rotary_base": base, "rope_scaling_factor": inner.number("factor")}
     if kind == "yarn":
-        return {"rotary_base": base, **_read_yarn(inner, positions)}
+        rotation = _read_yarn(inner, positions)
+        rotation["rotary_base"] = base
+        return rotation
     if kind != "default":
         raise config.wrong(key, rope, "only linear, llama3 and yarn exist here")
     return {"rotary_base": base}
 
 
-def _read_yarn(rope: ConfigFile, positions: int) -> dict:
-    """Fields of ModelShape for YaRN."""
+def _read_yarn(rope: ConfigFile, positions: int) -> Rotation:
+    """Read the numbers of YaRN.
+
+    Args:
+        rope: They are among its keys.
+        positions: The original ones, where those are left out.
+    """
     factor = rope.number("factor")
     # transformers takes both, or neither
     both = rope.values.get("mscale") and rope.values.get("mscale_all_dim")
@@ -236,8 +297,8 @@ def _read_yarn(rope: ConfigFile, positions: int) -> dict:
     return {
         "yarn_scaling_factor": factor,
         "yarn_original_max_position_embeddings": rope.whole("original_max_position_embeddings", positions),
-        "yarn_beta_fast": float(rope.values.get("beta_fast") or 32),
-        "yarn_beta_slow": float(rope.values.get("beta_slow") or 1),
+        "yarn_beta_fast": rope.number("beta_fast") if rope.values.get("beta_fast") else 32.0,
+        "yarn_beta_slow": rope.number("beta_slow") if rope.values.get("beta_slow") else 1.0,
         "yarn_mscale": mscale,
         "yarn_mscale_all_dim": all_dim,
         "yarn_round_to_int": rope.switch("truncate", True),

@@ -1,4 +1,4 @@
-"""What a parameter of ours and tensors of a Hugging Face model have to do with each other, both ways.
+"""Makes tensors of a Hugging Face model of a parameter of ours, and the other way round.
 
 Letters: G query groups, P heads of a group, D width of one head, H hidden, W rows or columns that stay as they are.
 """
@@ -30,12 +30,14 @@ class Link:
 
 
 def _turn(tensor: Tensor) -> Tensor:
+    """Transpose a matrix; a vector stays as it is."""
     return tensor.T if tensor.dim() == 2 else tensor
 
 
 def _put_halves_first(tensor: Tensor, dim: int) -> Tensor:
-    """Channels 0, 2, 4, ..., 1, 3, 5, ... of `dim`: pair (2i, 2i + 1) becomes (i, i + D/2)."""
-    return tensor.unflatten(dim, (-1, 2)).transpose(dim, dim + 1).flatten(dim, dim + 1)
+    """Put channels of `dim` into the order 0, 2, 4, ..., 1, 3, 5, ...: pair (2i, 2i + 1) becomes (i, i + D/2)."""
+    pairs: Tensor = tensor.unflatten(dim, (-1, 2))
+    return pairs.transpose(dim, dim + 1).flatten(dim, dim + 1)
 
 
 SAME = WeightForms(lambda ours: (ours,), lambda theirs: theirs[0])
@@ -48,13 +50,18 @@ GATED_HALVES = WeightForms(lambda ours: ours.chunk(2), torch.cat)
 def lay_out_norm(shape: ModelShape, rotated: bool = False) -> WeightForms:
     """The weight of a norm, which may be stored minus one here. What is taken is always stored as it is.
 
-    rotated: of the norm of queries or keys, whose channels go where those of lay_out_qkv go.
+    Args:
+        shape: Of the model.
+        rotated: Whether the norm is that of queries or keys, whose channels go where those of lay_out_qkv go.
     """
+    are_turned = rotated and shape.rotary_interleaved
 
     def to_hf(ours: Tensor) -> tuple[Tensor, ...]:
         # in fp32, as the model forms it: in bf16 the sum would lose the digits that storing it minus one preserves
         weight = ours.float() + 1 if shape.layernorm_1p else ours
-        return (_put_halves_first(weight, 0) if rotated and shape.rotary_interleaved else weight,)
+        if are_turned:
+            weight = _put_halves_first(weight, 0)
+        return (weight,)
 
     return WeightForms(to_hf, SAME.from_hf)
 
@@ -68,7 +75,9 @@ def lay_out_vocabulary(shape: ModelShape, vocab_size: int) -> WeightForms:
         # logit 0, which beats every real one of a model such as GPT-2, whose logits all lie far below 0.
         rows_VH = theirs[0]
         mean_H = rows_VH.float().mean(dim=0).to(rows_VH.dtype)
-        return torch.cat((rows_VH, mean_H.expand(shape.padded_vocab_size - vocab_size, -1)))
+        num_padded = shape.padded_vocab_size - vocab_size
+        padding = mean_H.expand(num_padded, -1)
+        return torch.cat((rows_VH, padding))
 
     return WeightForms(lambda ours: (ours[:vocab_size],), from_hf)
 
@@ -79,13 +88,18 @@ def lay_out_qkv(shape: ModelShape) -> WeightForms:
     Ours may rotate neighboring channels, theirs always rotate halves; the rows of queries and keys then change
     places within each head, which leaves their products as they are. What is taken rotates halves.
     """
-    heads, groups, width = shape.num_attention_heads, shape.num_query_groups, shape.kv_channels
+    groups = shape.num_query_groups
+    heads_of_group = shape.num_attention_heads // groups
+    width = shape.kv_channels
 
     def to_hf(ours: Tensor) -> tuple[Tensor, ...]:
-        grouped = ours.unflatten(0, (groups, heads // groups + 2, width))
-        q_GPDW, k_GDW, v_GDW = grouped[:, :-2], grouped[:, -2], grouped[:, -1]
+        grouped: Tensor = ours.unflatten(0, (groups, heads_of_group + 2, width))
+        q_GPDW = grouped[:, :-2]
+        k_GDW = grouped[:, -2]
+        v_GDW = grouped[:, -1]
         if shape.rotary_interleaved:
-            q_GPDW, k_GDW = _put_halves_first(q_GPDW, 2), _put_halves_first(k_GDW, 1)
+            q_GPDW = _put_halves_first(q_GPDW, 2)
+            k_GDW = _put_halves_first(k_GDW, 1)
         return q_GPDW.flatten(0, 2), k_GDW.flatten(0, 1), v_GDW.flatten(0, 1)
 
     def from_hf(theirs: list[Tensor]) -> Tensor:
@@ -97,9 +111,16 @@ def lay_out_qkv(shape: ModelShape) -> WeightForms:
 
 def lay_out_fused_qkv(shape: ModelShape) -> WeightForms:
     """The same with queries, keys and values in one matrix [in, out]: GPT-2's c_attn."""
-    apart, width = lay_out_qkv(shape), shape.kv_channels
-    sizes = [number * width for number in (shape.num_attention_heads, shape.num_query_groups, shape.num_query_groups)]
-    return WeightForms(
-        lambda ours: (_turn(torch.cat(apart.to_hf(ours))),),
-        lambda theirs: apart.from_hf(list(_turn(theirs[0]).split(sizes))),
-    )
+    apart = lay_out_qkv(shape)
+    numbers = (shape.num_attention_heads, shape.num_query_groups, shape.num_query_groups)
+    sizes = [number * shape.kv_channels for number in numbers]
+
+    def to_hf(ours: Tensor) -> tuple[Tensor, ...]:
+        together = torch.cat(apart.to_hf(ours))
+        return (_turn(together),)
+
+    def from_hf(theirs: list[Tensor]) -> Tensor:
+        together = _turn(theirs[0])
+        return apart.from_hf(list(together.split(sizes)))
+
+    return WeightForms(to_hf, from_hf)

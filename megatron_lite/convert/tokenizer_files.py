@@ -1,4 +1,4 @@
-"""The tokenizer's part of a Hugging Face folder: files, and the ids that config.json repeats."""
+"""Writes the tokenizer's part of a Hugging Face folder: files, and the ids that config.json repeats."""
 
 import json
 import shutil
@@ -13,8 +13,10 @@ from megatron_lite.data.tokenizers import make_tokenizer
 from megatron_lite.errors import UserError
 from megatron_lite.shared_files import read_foreign
 
-TOKENIZER_FILE, CONFIG_FILE = "tokenizer.json", "tokenizer_config.json"
-VOCAB_FILE, MERGES_FILE = "vocab.json", "merges.txt"
+TOKENIZER_FILE = "tokenizer.json"
+CONFIG_FILE = "tokenizer_config.json"
+VOCAB_FILE = "vocab.json"
+MERGES_FILE = "merges.txt"
 CARRIERS = (TOKENIZER_FILE, "tokenizer.model", VOCAB_FILE)  # one of them holds the vocabulary
 GPT2_READER = "GPT2Tokenizer"
 OTHERS = (CONFIG_FILE, MERGES_FILE, "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
@@ -22,17 +24,13 @@ OTHERS = (CONFIG_FILE, MERGES_FILE, "special_tokens_map.json", "added_tokens.jso
 
 @dataclass(frozen=True)
 class TokenizerFiles:
-    """flag: what named it, for messages. vocab_size: its ids; 0 if unknown. ids: bos_token_id and eos_token_id.
+    """A tokenizer that goes into the folder of its model."""
 
-    write(folder, longest): put the files there; longest is the model's number of positions.
-    reader: the class of transformers that reads them; empty if unknown.
-    """
-
-    flag: str
-    vocab_size: int
-    ids: dict[str, int | None]
-    write: Callable[[Path, int], None]
-    reader: str = ""
+    flag: str  # that names it, for messages
+    vocab_size: int  # 0: unknown
+    ids: dict[str, int | None]  # bos_token_id and eos_token_id
+    write: Callable[[Path, int], None]  # puts the files into a folder, of a model with so many positions
+    reader: str = ""  # the class of transformers that reads them; empty: unknown
 
     def note(self, model_type: str) -> str | None:
         """A warning that AutoTokenizer would give other ids, from transformers 5 on."""
@@ -43,19 +41,23 @@ class TokenizerFiles:
 
 
 def describe_no_tokenizer() -> TokenizerFiles:
-    """For a model without a tokenizer. The ids must be said to be none: transformers would take GPT-2's or Llama's."""
-    return TokenizerFiles("", 0, {"bos_token_id": None, "eos_token_id": None}, lambda folder, longest: None)
+    """Describe that a model has no tokenizer."""
+    # said to be none: transformers would take GPT-2's or Llama's
+    ids: dict[str, int | None] = {"bos_token_id": None, "eos_token_id": None}
+    return TokenizerFiles("", 0, ids, lambda folder, longest: None)
 
 
 def describe_gpt2_tokenizer(vocab_file: str | None, merge_file: str | None) -> TokenizerFiles:
-    """Of GPT2BPETokenizer. UserError if the two files are missing or do not match."""
+    """Describe a GPT2BPETokenizer. UserError if the two files are missing or do not match."""
     tokenizer = make_tokenizer("GPT2BPETokenizer", vocab_file=vocab_file, merge_file=merge_file)
+    vocabulary = str(vocab_file)
+    merges = str(merge_file)
 
-    def write(folder: Path, longest: int):
+    def write(folder: Path, longest: int) -> None:
         from tokenizers import AddedToken, ByteLevelBPETokenizer
 
-        shutil.copyfile(vocab_file, folder / VOCAB_FILE)
-        shutil.copyfile(merge_file, folder / MERGES_FILE)
+        shutil.copyfile(vocabulary, folder / VOCAB_FILE)
+        shutil.copyfile(merges, folder / MERGES_FILE)
         config = {
             "tokenizer_class": GPT2_READER,
             "add_prefix_space": False,
@@ -65,7 +67,7 @@ def describe_gpt2_tokenizer(vocab_file: str | None, merge_file: str | None) -> T
         }
         write_json(folder / CONFIG_FILE, config)
         # tokenizer.json, which spares transformers from building it
-        fast = ByteLevelBPETokenizer.from_file(vocab_file, merge_file)
+        fast = ByteLevelBPETokenizer.from_file(vocabulary, merges)
         fast.add_special_tokens([AddedToken(END_OF_TEXT, normalized=False, special=True)])
         fast.save(str(folder / TOKENIZER_FILE))
 
@@ -74,7 +76,7 @@ def describe_gpt2_tokenizer(vocab_file: str | None, merge_file: str | None) -> T
 
 
 def describe_copied_tokenizer(source: str) -> TokenizerFiles:
-    """Of a folder in Hugging Face's form. UserError if it holds no tokenizer."""
+    """Describe the tokenizer of a folder in Hugging Face's form. UserError if it holds none."""
     folder = Path(source)
     present = [name for name in (*CARRIERS, *OTHERS) if (folder / name).is_file()]
     if not set(present) & set(CARRIERS):
@@ -83,11 +85,9 @@ def describe_copied_tokenizer(source: str) -> TokenizerFiles:
             "a tokenizer's save_pretrained wrote."
         )
     try:
-        vocabulary, special = _vocabulary(folder), _read_json(folder / CONFIG_FILE)
-        ids = {}
-        for name in ("bos", "eos"):
-            token = special.get(f"{name}_token")  # bare, or with its properties
-            ids[f"{name}_token_id"] = vocabulary.get(token.get("content") if isinstance(token, dict) else token)
+        vocabulary = _read_vocabulary(folder)
+        special = _read_json(folder / CONFIG_FILE)
+        ids = {f"{name}_token_id": _find_special_id(vocabulary, special, name) for name in ("bos", "eos")}
         size = max(vocabulary.values(), default=-1) + 1
     except (KeyError, TypeError, ValueError, AttributeError):
         raise UserError(
@@ -95,7 +95,7 @@ def describe_copied_tokenizer(source: str) -> TokenizerFiles:
             "of a tokenizer; save it again."
         ) from None
 
-    def write(target: Path, longest: int):
+    def write(target: Path, longest: int) -> None:
         for name in present:
             shutil.copyfile(folder / name, target / name)
 
@@ -115,19 +115,73 @@ def training_flags(folder: Path) -> list[str]:
     return []
 
 
-def _vocabulary(folder: Path) -> dict[str, int]:
-    """{token: id}; empty for a file that only sentencepiece can read."""
+def _find_special_id(vocabulary: dict[str, int], special: dict[str, object], name: str) -> int | None:
+    """The id of a special token.
+
+    Args:
+        vocabulary: Ids by token.
+        special: The contents of tokenizer_config.json.
+        name: bos or eos.
+    """
+    token = special.get(f"{name}_token")
+    if isinstance(token, dict):  # with its properties
+        token = token.get("content")
+    if token is None:
+        return None
+    if not isinstance(token, str):
+        raise TypeError(f"a token is a {type(token).__name__}")
+    return vocabulary.get(token)
+
+
+def _read_vocabulary(folder: Path) -> dict[str, int]:
+    """Ids by token; empty for a file that only sentencepiece can read.
+
+    KeyError, TypeError, ValueError or AttributeError for a file in another form.
+    """
+    known: dict[str, int] = {}
     fast = _read_json(folder / TOKENIZER_FILE)
     if not fast:
-        return _read_json(folder / VOCAB_FILE)
-    entries = fast.get("model", {}).get("vocab", {})
-    known = entries if isinstance(entries, dict) else {token: i for i, (token, _) in enumerate(entries)}
-    return known | {token["content"]: token["id"] for token in fast.get("added_tokens", [])}
+        for token, number in _read_json(folder / VOCAB_FILE).items():
+            known[token] = _require_id(number)
+        return known
+    model = fast.get("model", {})
+    entries = _require_dict(model).get("vocab", {})
+    if isinstance(entries, dict):
+        for token, number in entries.items():
+            known[token] = _require_id(number)
+    elif isinstance(entries, list):
+        for number, (token, _) in enumerate(entries):
+            known[token] = number
+    else:
+        raise TypeError(f"the vocabulary is a {type(entries).__name__}")
+    added = fast.get("added_tokens", [])
+    if not isinstance(added, list):
+        raise TypeError(f"the added tokens are a {type(added).__name__}")
+    for token in added:
+        known[token["content"]] = _require_id(token["id"])
+    return known
 
 
-def _read_json(path: Path) -> dict:
+def _require_id(number: object) -> int:
+    """A token's id. TypeError for anything else."""
+    if not isinstance(number, int):
+        raise TypeError(f"an id is a {type(number).__name__}")
+    return number
+
+
+def _require_dict(values: object) -> dict[str, object]:
+    """A JSON object. TypeError for anything else."""
+    if not isinstance(values, dict):
+        raise TypeError(f"a {type(values).__name__} in the place of an object")
+    return values
+
+
+def _read_json(path: Path) -> dict[str, object]:
+    """The JSON object in a file, empty if there is no file. UserError for one that cannot be read as that."""
+    values: object = {}
     try:
-        values = json.loads(read_foreign(path)) if path.is_file() else {}
+        if path.is_file():
+            values = json.loads(read_foreign(path))
     except (OSError, ValueError, RecursionError):
         values = None
     if not isinstance(values, dict):

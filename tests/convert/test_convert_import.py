@@ -207,6 +207,7 @@ LLAMAS = [  # what a config.json says instead: how the refusal begins
     ({"rope_scaling": LLAMA_3 | {"low_freq_factor": 2.0}}, "low_freq_factor is 2.0: only Llama 3.1's own numbers"),
     ({"rope_parameters": {"type": "yarn"}}, "factor is missing"),
     ({"rope_scaling": YARN | {"attention_factor": 0.5}}, "attention_factor is 0.5: it is at least 1 here"),
+    ({"rope_scaling": YARN | {"beta_fast": "x"}}, 'beta_fast is "x": must be a number'),
     ({"rope_scaling": YARN | {"factor": 1.0, "attention_factor": 1.5}}, "attention_factor is 1.5: it is 1 here where"),
     ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "rope_parameters is "),
     ({"rope_scaling": [2]}, "rope_scaling is [2]: all layers rotate alike here"),
