@@ -91,8 +91,12 @@ class Checkpoints:
         """Whether a save in the background has failed; `finish` raises its error."""
         return self._background.failed
 
-    def finish(self):
-        """Wait for a save in the background. CheckpointError if it failed, on every rank."""
+    def finish(self) -> None:
+        """Wait for a save in the background.
+
+        Raises:
+            CheckpointError: It failed; on every rank.
+        """
         self._background.finish()
 
     def save(self, progress: Progress):

@@ -62,17 +62,27 @@ def choose_plan_attention(
 
 
 def make_race(device: torch.device, deterministic: bool, is_first: bool) -> Callable[..., Race] | None:
-    """A function that times attention kernels on the first rank and tells all ranks the winner.
+    """Make a function that times attention kernels on the first rank and tells all ranks the winner.
 
-    None on CPUs, and where a run must be deterministic.
+    Args:
+        device: Where the kernels run.
+        deterministic: Whether the run must be deterministic.
+        is_first: Whether this is the first rank.
+
+    Returns:
+        The function; None on CPUs, and where a run must be deterministic.
     """
     if device.type == "cpu" or deterministic:
         return None
 
     def pick(probe: Probe, able: tuple[str, ...], own: str | None) -> Race:
-        found = [fastest(probe, able, own) if is_first else None]
+        found: list[Race | None] = [None]
+        if is_first:
+            found = [fastest(probe, able, own)]
         dist.broadcast_object_list(found, src=0)
-        return found[0]
+        race = found[0]
+        assert race is not None, "the first rank has sent it"
+        return race
 
     return pick
 
@@ -89,7 +99,12 @@ def choose_losses(
     """
     words = plan.rank_shape.padded_vocab_size
     if plan.compilation.loss and not eager:
-        pieces = Pieces(*(compile_function(piece, plan.args.training.torch_compile_backend) for piece in Pieces()))
+        backend = plan.args.training.torch_compile_backend
+        eager_pieces = Pieces()
+        pieces = Pieces(
+            measure_logits=compile_function(eager_pieces.measure_logits, backend),
+            write_gradients=compile_function(eager_pieces.write_gradients, backend),
+        )
         if among:
             return make_losses(among, words, pieces, kernels.products)
         return partial(fused_token_losses, pieces=pieces, project=kernels.products.linear)

@@ -1,14 +1,19 @@
 """The training loop."""
 
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
-from megatron_lite.phases import Phase
+from torch import Tensor
+
+from megatron_lite.phases import BeginPhase, Phase
+from megatron_lite.train.step import StepResult
 
 
 @dataclass
 class Progress:
-    """How far training is."""
+    """The iterations and samples that training has come to."""
 
     iteration: int = 0
     consumed: int = 0  # samples
@@ -18,7 +23,7 @@ class Progress:
 
     @property
     def step(self) -> int:
-        """This run's own steps, from 1."""
+        """The number of steps of this run itself."""
         return self.iteration - self.started_at
 
     def leave_out(self, samples: int) -> None:
@@ -28,17 +33,68 @@ class Progress:
         self.left_out += samples
 
 
+class Step(Protocol):
+    """A training step, or what stands in for it."""
+
+    def leaves_out(self, iteration: int) -> bool:
+        """Called before each iteration: tell whether it is left out."""
+
+    def draw(self, batches: Iterator[Tensor], consumed: int, phase: BeginPhase) -> int:
+        """Called instead of a step that is left out: draw its batch, and return its number of samples."""
+
+    def __call__(self, batches: Iterator[Tensor], consumed: int, phase: BeginPhase) -> StepResult:
+        """Called for each other iteration: train on the batch after `consumed` samples."""
+
+
+class StepLog(Protocol):
+    """A log of steps."""
+
+    def record(self, progress: Progress, result: StepResult) -> None:
+        """Called after each step, once `progress` counts it."""
+
+
 class StepHook(Protocol):
     """Something that happens between steps: evaluating, saving."""
 
-    phase: Phase
+    @property
+    def phase(self) -> Phase:
+        """The phase in which the hook runs."""
 
-    def due(self, progress: Progress) -> bool: ...
+    def due(self, progress: Progress) -> bool:
+        """Called after each step was logged, in the order of the hooks: tell whether the hook runs."""
 
-    def run(self, progress: Progress): ...
+    def run(self, progress: Progress) -> None:
+        """Called at once if the hook is due, inside its phase."""
 
 
-def train(last: int, progress: Progress, step, batches, log, hooks: list[StepHook], exits, instruments) -> str | None:
+class Exits(Protocol):
+    """Reasons to end before the last iteration."""
+
+    def reason(self, progress: Progress) -> str | None:
+        """Called after each step's hooks: tell why to end now; None to go on."""
+
+
+class StepObserver(Protocol):
+    """An observer of steps and their phases, which changes nothing."""
+
+    def step(self, step: int, /) -> AbstractContextManager[object]:
+        """Called before a step's data is fetched, with its number in this run, from 1; the context that it returns is
+        left after the step's hooks."""
+
+    def phase(self, phase: Phase, /) -> AbstractContextManager[object]:
+        """Called where a phase of a step begins; the context that it returns is left where the phase ends."""
+
+
+def train(
+    last: int,
+    progress: Progress,
+    step: Step,
+    batches: Iterator[Tensor],
+    log: StepLog,
+    hooks: Sequence[StepHook],
+    exits: Exits,
+    instruments: StepObserver,
+) -> str | None:
     """Train until iteration `last`; returns why it ended earlier, or None."""
     while progress.iteration < last:
         if step.leaves_out(progress.iteration + 1):

@@ -3,7 +3,7 @@
 import itertools
 import math
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, median
 
@@ -33,14 +33,17 @@ NONE = math.nan
 INDEPENDENT = (Phase.FORWARD.value, Phase.BACKWARD.value, Phase.OPTIMIZER_STEP.value)
 SLOW_INTERVALS = 8  # at most: those in which a rank must mostly be the slow one
 MIN_INTERVALS = 3  # at least: one or two may be a busy machine
-WAIT_SHARE, WAIT_MS = 0.10, 1.0  # of a step spent waiting for data
-# after the first, whose steps fill caches: as many as the report asks of steps, and at most
-GROWING_INTERVALS, REMEMBERED = 12, 60
+# time spent waiting for data that is notable: a share of a step, and milliseconds
+WAIT_SHARE = 0.10
+WAIT_MS = 1.0
+# intervals over which memory grows, after the first, whose steps fill caches: as many as the report asks of steps
+GROWING_INTERVALS = 12
+REMEMBERED = 60  # intervals at most
 
 
 @dataclass(frozen=True)
 class RankFigures:
-    """An interval's typical steps; every list has a number for each rank, NaN for what a rank has not.
+    """The typical steps of an interval; every list has a number for each rank, NaN for what a rank has not.
 
     step_ms, host_ms and gpu_ms are medians over steps; mean_ms is over all of them, the GPU's own time where there is
     one.
@@ -62,7 +65,7 @@ class RankFigures:
     involuntary_switches: list[float] = field(default_factory=list)
 
     def own_ms(self, name: str) -> list[float]:
-        """A rank's own time of a phase, without waiting for others: the GPU's where it has one, else the host's."""
+        """The ranks' own times of a phase, without waiting for others: the GPU's where it has one, else the host's."""
         if name == Phase.BACKWARD.value:
             return self.own_backward_ms
         return self.gpu_ms.get(name) or self.host_ms[name]
@@ -86,9 +89,15 @@ class RankFigures:
 
 
 def gather(times: list[StepTime], started_at: int, device: torch.device, ranks: int) -> RankFigures:
-    """Collective. `times` are this rank's; `started_at` is the iteration that this run began from.
+    """Gather the figures of all ranks. Collective.
 
     Raises nothing for a rank that has no steps to tell of: all its numbers are NaN.
+
+    Args:
+        times: This rank's steps.
+        started_at: The iteration that this run began from.
+        device: Where ranks exchange numbers.
+        ranks: All ranks.
     """
     rows = [_describe_own(ordinary(times))]
     if ranks > 1:
@@ -96,55 +105,75 @@ def gather(times: list[StepTime], started_at: int, device: torch.device, ranks: 
         of_ranks = [torch.empty_like(mine) for _ in range(ranks)]
         dist.all_gather(of_ranks, mine)
         rows = torch.stack(of_ranks).tolist()
-    columns = [list(column) for column in zip(*rows)]
+    columns: list[list[float]] = [list(column) for column in zip(*rows)]
     own = dict(zip(OWN, columns))
     phases: dict[str, dict[str, list[float]]] = {what: {} for what in OF_PHASE}
     for at, (name, what) in enumerate(itertools.product(PHASES, OF_PHASE), start=len(OWN)):
         if not all(map(math.isnan, columns[at])):
             phases[what][name] = columns[at]
     steps = [t.step for t in times] or [0]
-    return RankFigures(started_at + min(steps), started_at + max(steps), **own, **phases)
+    return RankFigures(
+        first=started_at + min(steps),
+        last=started_at + max(steps),
+        steps=own["steps"],
+        step_ms=own["step_ms"],
+        gpu_step_ms=own["gpu_step_ms"],
+        own_backward_ms=own["own_backward_ms"],
+        host_memory_bytes=own["host_memory_bytes"],
+        peak_memory_bytes=own["peak_memory_bytes"],
+        mean_ms=phases["mean_ms"],
+        host_ms=phases["host_ms"],
+        gpu_ms=phases["gpu_ms"],
+        cpu_ms=own["cpu_ms"],
+        core_wait_ms=own["core_wait_ms"],
+        involuntary_switches=own["involuntary_switches"],
+    )
 
 
 def ordinary(times: list[StepTime]) -> list[StepTime]:
-    """The steps that neither profiling nor compilation slowed down; all steps if there are none."""
+    """Select the steps that neither profiling nor compilation slowed down; all steps if there are none."""
     return [t for t in times if not t.disturbed] or times
 
 
+def _take_median(values: Iterable[float | None]) -> float:
+    """The median of the values that are known, NaN if none is."""
+    known = [value for value in values if value is not None]
+    return float(median(known)) if known else NONE
+
+
 def _describe_own(times: list[StepTime]) -> list[float]:
-    """This rank's numbers: OWN, then OF_PHASE of each phase; NaN for missing ones."""
-
-    def take_median(values) -> float:
-        known = [value for value in values if value is not None]
-        return float(median(known)) if known else NONE
-
-    arrived = [t for t in times if t.gpu_reduce_wait is not None] or times  # on a GPU, one clock for all
+    """List this rank's numbers: OWN, then OF_PHASE of each phase; NaN for missing ones."""
+    # on a GPU, one clock for all
+    arrived = [t for t in times if t.gpu_reduce_wait is not None] or times
+    peaks = [float(t.peak_bytes) for t in times if t.peak_bytes is not None]
     own = {
         "steps": float(len(times)),
-        "own_backward_ms": take_median(t.own_backward and 1000 * t.own_backward for t in arrived),
-        "peak_memory_bytes": max((float(t.peak_bytes) for t in times if t.peak_bytes is not None), default=NONE),
+        "own_backward_ms": _take_median(t.own_backward and 1000 * t.own_backward for t in arrived),
+        "peak_memory_bytes": max(peaks, default=NONE),
     }
     for name, (field_name, factor) in MEDIANS.items():
-        values = [getattr(t, field_name) for t in times]
-        own[name] = take_median(None if value is None else factor * value for value in values)
+        values: list[float | None] = [getattr(t, field_name) for t in times]
+        own[name] = _take_median(None if value is None else factor * value for value in values)
     row = [own[name] for name in OWN]
     for name in PHASES:
         host = [1000 * t.phases[name] for t in times if name in t.phases]
         gpu = [1000 * t.gpu_phases[name] for t in times if name in t.gpu_phases]
-        both = [1000 * t.gpu_phases.get(name, t.phases.get(name, 0.0)) for t in times]
-        row += [fmean(both) if host else NONE, take_median(host), take_median(gpu)]
+        mean = NONE
+        if host:
+            mean = fmean(1000 * t.gpu_phases.get(name, t.phases.get(name, 0.0)) for t in times)
+        row += [mean, _take_median(host), _take_median(gpu)]
     return row
 
 
 def _round_known(values: list[float], digits: int = 3) -> RankNumbers:
-    """Rounded values, with None for NaN, which JSON lacks; [] if all are NaN."""
+    """Round values, with None for NaN, which JSON lacks; [] if all are NaN."""
     if all(map(math.isnan, values)):
         return []
     return [None if math.isnan(value) else _round(value, digits) for value in values]
 
 
 def _round(value: float, digits: int) -> float:
-    # an integer where no digits are wanted
+    """Round a value, to an integer where no digits are wanted."""
     return round(value, digits) if digits else round(value)
 
 
@@ -158,10 +187,11 @@ class AnomalyWarnings:
         """stages: the pipeline stage of each rank."""
         self._said: set[str] = set()
         self._slow = SlowRanks(stages)
-        self._gpu, self._host = GrowthWatch("GPU memory"), GrowthWatch("host memory")
+        self._gpu = GrowthWatch("GPU memory")
+        self._host = GrowthWatch("host memory")
 
     def of(self, figures: RankFigures, disturbed: bool = False) -> Iterator[str]:
-        """Warnings about one interval. Call it for every interval: slowness and growth are judged over several.
+        """Yield warnings about one interval. Call it for every interval: slowness and growth are judged over several.
 
         Args:
             figures: Of the interval's steps.
@@ -176,27 +206,35 @@ class AnomalyWarnings:
 
 
 class SlowRanks:
-    """Which rank was notably slower in each phase, over the last intervals."""
+    """Remembers which rank was notably slower in each phase, over the last intervals."""
 
     def __init__(self, stages: Sequence[int] = ()):
+        """stages: the pipeline stage of each rank."""
         self._stages = stages
         self._history: dict[str, deque[int | None]] = {name: deque(maxlen=SLOW_INTERVALS) for name in INDEPENDENT}
 
     def of(self, f: RankFigures) -> Iterator[tuple[str, str]]:
-        """(what, line) for the rank that is slow now and mostly was in the last intervals, in each phase."""
-        if len(f.steps) < 2 or not min(f.steps) >= MIN_STEPS:  # NaN: a rank without steps
+        """Yield (what, line) for the rank that is slow now and mostly was in the last intervals, in each phase."""
+        # NaN: a rank without steps
+        if len(f.steps) < 2 or not min(f.steps) >= MIN_STEPS:
             return
         without_core = _find_rank_without_core(f)
-        for name in (name for name in INDEPENDENT if name in f.host_ms):
-            times, history = f.own_ms(name), self._history[name]
+        for name in INDEPENDENT:
+            if name not in f.host_ms:
+                continue
+            times = f.own_ms(name)
+            history = self._history[name]
             found = slowest_rank(times, f.step_ms, self._stages)
-            found = None if found and is_by_chance(found[0], without_core) else found
-            history.append(found and found[1])
-            if found and len(history) >= MIN_INTERVALS and is_mostly(found[1], history):
-                lag, rank = found
+            if found is None or is_by_chance(found[0], without_core):
+                history.append(None)
+                continue
+            lag, rank = found
+            history.append(rank)
+            if len(history) >= MIN_INTERVALS and is_mostly(rank, history):
                 usual = times[rank] - lag
+                slower = 100 * (times[rank] / usual - 1)
                 line = (
-                    f"   rank {rank} is {100 * (times[rank] / usual - 1):.0f}% slower than the median rank in {name} "
+                    f"   rank {rank} is {slower:.0f}% slower than the median rank in {name} "
                     f"({times[rank]:.1f} against {usual:.1f} ms per step, iterations {f.first}-{f.last}); "
                     "the others wait for it in backward"
                 )
@@ -204,25 +242,29 @@ class SlowRanks:
 
 
 def _find_rank_without_core(f: RankFigures) -> tuple[int, float | None] | None:
+    """Find the rank that waits most for a CPU core, and for how many milliseconds per step, if that is known."""
     return rank_without_core(f.core_wait_ms, f.involuntary_switches, f.cpu_ms, f.step_ms)
 
 
 def find_core_wait(f: RankFigures) -> Iterator[tuple[str, str]]:
-    """(what, line) if a rank is not given its cores: then nothing is to be learned from who is slower."""
+    """Yield (what, line) if a rank is not given its cores: then nothing is to be learned from who is slower."""
     found = _find_rank_without_core(f) if min(f.steps) >= MIN_STEPS else None
-    if found:
-        rank, ms = found
-        how_long = f" for {ms:.1f} of {f.step_ms[rank]:.1f} ms per step" if ms is not None else ", time and again,"
-        line = (
-            f"   rank {rank} waits for a CPU core{how_long} (iterations {f.first}-{f.last}); "
-            "other programs or too many threads use the machine, so times are not reliable"
-        )
-        yield "core", line
+    if found is None:
+        return
+    rank, ms = found
+    how_long = ", time and again,"
+    if ms is not None:
+        how_long = f" for {ms:.1f} of {f.step_ms[rank]:.1f} ms per step"
+    line = (
+        f"   rank {rank} waits for a CPU core{how_long} (iterations {f.first}-{f.last}); "
+        "other programs or too many threads use the machine, so times are not reliable"
+    )
+    yield "core", line
 
 
 def find_data_wait(f: RankFigures) -> Iterator[tuple[str, str]]:
-    """(what, line) if a rank spends a notable part of its steps waiting for the data loader:
-    of the one that waits most."""
+    """Yield (what, line) if a rank spends a notable part of its steps waiting for the data loader: on the one that
+    waits most."""
     waits = f.host_ms.get(Phase.DATA.value)
     if waits is None or min(f.steps) < MIN_STEPS or any(map(math.isnan, waits)):
         return
@@ -237,7 +279,7 @@ def find_data_wait(f: RankFigures) -> Iterator[tuple[str, str]]:
 
 
 class GrowthWatch:
-    """One kind of memory on all ranks, by the report's own measure of growth."""
+    """Watches a kind of memory on all ranks, by the report's own measure of growth. what: its name."""
 
     def __init__(self, what: str):
         self._what = what
@@ -245,23 +287,28 @@ class GrowthWatch:
         self._first = True
 
     def of(self, iteration: int, by_rank: list[float]) -> Iterator[str]:
-        """A line for each rank whose memory grows over all intervals seen; then it counts anew."""
+        """Yield a line for each rank whose memory grows over all intervals seen; then count anew.
+
+        Args:
+            iteration: The interval's last.
+            by_rank: Bytes of each rank, NaN where they are not known.
+        """
         if self._first:
             self._first = False
             return
         self._history.append((iteration, by_rank))
         if len(self._history) < GROWING_INTERVALS:
             return
-        since, grown = self._history[0][0], []
+        iterations = [at for at, _ in self._history]
+        grown = []
         for rank, last in enumerate(by_rank):
             values = [of_ranks[rank] for _, of_ranks in self._history]
-            known = not any(map(math.isnan, values))
-            found = steady_growth([at for at, _ in self._history], values) if known else None
+            if any(map(math.isnan, values)):
+                continue
+            found = steady_growth(iterations, values)
             if found:
-                grown.append(
-                    f"   {self._what} of rank {rank} grows steadily: by {size(found[1])} per step since iteration "
-                    f"{since}, to {size(last)}"
-                )
+                pace = f"by {size(found[1])} per step since iteration {iterations[0]}, to {size(last)}"
+                grown.append(f"   {self._what} of rank {rank} grows steadily: {pace}")
         if grown:
             self._history.clear()
         yield from grown

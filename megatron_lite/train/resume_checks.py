@@ -1,4 +1,4 @@
-"""What a run that goes on draws or follows otherwise than the run that was saved: a line for each, for the log."""
+"""Describes what a run that goes on draws or follows otherwise than the run that was saved: a line for each."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -24,15 +24,20 @@ MAX_SHOWN = 100  # characters of a blend
 
 
 def compare_data(saved: Mapping[str, object], plan: Plan, consumed: int) -> Iterator[str]:
-    """A line for each difference of the data. saved: the checkpoint's arguments, of which what is missing is unknown.
+    """Yield a line for each difference of the data.
 
-    consumed: samples drawn before, which are counted from the beginning of today's order.
+    Args:
+        saved: The checkpoint's arguments; what is missing is unknown.
+        plan: This run's.
+        consumed: Samples drawn before, which are counted from the beginning of today's order.
     """
     skipped = f"the {consumed} samples consumed so far are counted in the order of today's data"
-    args, d, then = plan.args, plan.args.data, _describe_source(saved)
-    now = _describe_source({name: getattr(d, name) for name in SOURCES})
-    if then and now and then != now:
-        yield f"data was {_shorten(then)} and is {_shorten(now)}: {skipped}."
+    args = plan.args
+    d = args.data
+    source_then = _describe_source(saved)
+    source_now = _describe_source({name: getattr(d, name) for name in SOURCES})
+    if source_then and source_now and source_then != source_now:
+        yield f"data was {_shorten(source_then)} and is {_shorten(source_now)}: {skipped}."
     is_split = not (d.mock_data or d.train_data_path or d.valid_data_path or d.external_dataloader)
     if is_split and "split" in saved and _normalize(saved["split"]) != _normalize(d.split):
         yield f"--split was {saved['split'] or SPLIT} and is {d.split or SPLIT}: {skipped}."
@@ -44,24 +49,25 @@ def compare_data(saved: Mapping[str, object], plan: Plan, consumed: int) -> Iter
         yield f"--seq-length was {length} and is {plan.shape.seq_length}: samples begin elsewhere, and {skipped}."
     batch = saved.get("global_batch_size")
     if isinstance(batch, int) and batch != plan.batch.final:
-        yield (
-            f"--global-batch-size was {batch} and is {plan.batch.final}: an iteration takes another number of samples; "
-            f"the next one begins after {consumed}."
-        )
+        changed = f"--global-batch-size was {batch} and is {plan.batch.final}"
+        yield f"{changed}: an iteration takes another number of samples; the next one begins after {consumed}."
     if d.fim_data and consumed:
         yield "--fim-data: which documents are rearranged, and where, is drawn anew from the seed, as in Megatron-LM."
     for name in (*ORDER, *CONTENT):
-        then, now = saved.get(name), getattr(d, name)
+        then = saved.get(name)
+        now = getattr(d, name)
         if then is not None and now is not None and then != now:
             what = skipped if name in ORDER else "samples have other tokens or targets"
             yield f"{dashed(name)} was {then} and is {now}: {what}."
 
 
 def describe_idle_flags(o: OptimizerArgs, why: str) -> Iterator[str]:
-    """A line for a flag that chooses between the checkpoint's schedule and the command line's, where there is no
+    """Yield a line for a flag that chooses between the checkpoint's schedule and the command line's, where there is no
     choice.
 
-    why: what leaves the command line's schedule alone.
+    Args:
+        o: The optimizer's flags.
+        why: What leaves the command line's schedule alone.
     """
     for name in ("override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler"):
         if getattr(o, name):
@@ -69,30 +75,33 @@ def describe_idle_flags(o: OptimizerArgs, why: str) -> Iterator[str]:
 
 
 def _describe_source(given: Mapping[str, object]) -> str:
-    """'--data-path 0.3 a 0.7 b'; empty where nothing is said."""
+    """Spell the flags that name the data, as in '--data-path 0.3 a 0.7 b'; empty where nothing is said."""
     parts = []
     for name in SOURCES:
         value = given.get(name)
         if value is True:
             parts.append(dashed(name))
         elif isinstance(value, (list, tuple)) and value:
-            parts.append(" ".join((dashed(name), *(_spell_path(str(word)) for word in value))))
+            words = [_spell_path(str(word)) for word in value]
+            parts.append(" ".join([dashed(name), *words]))
         elif isinstance(value, str) and value:
             parts.append(f"{dashed(name)} {_spell_path(value)}")
     return " ".join(parts)
 
 
 def _spell_path(word: str) -> str:
-    """The same for two spellings of a path from here."""
+    """Spell a path in the one way that two spellings of it from here have in common."""
     return os.path.relpath(word) if os.sep in word else word
 
 
 def _normalize(split: object) -> tuple[float, ...] | None:
+    """The shares of --split, which sum to 1; None for a damaged value."""
     try:
         shares = split_shares(str(split or SPLIT))
     except DataError:
         return None
-    return tuple(round(share / sum(shares), 9) for share in shares)
+    total = sum(shares)
+    return tuple(round(share / total, 9) for share in shares)
 
 
 def _shorten(text: str) -> str:

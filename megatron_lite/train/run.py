@@ -2,6 +2,9 @@
 
 import gc
 import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Protocol
 
 from megatron_lite.config.plan import Plan
 from megatron_lite.optim.optimizer import Optimizer
@@ -12,21 +15,49 @@ from megatron_lite.train.build_replica import build_replica, log_model, set_seed
 from megatron_lite.train.checkpoint import Checkpoints
 from megatron_lite.train.choose_kernels import describe_precision
 from megatron_lite.train.data_streams import DataStreams
-from megatron_lite.train.loop import Progress, train
+from megatron_lite.train.loop import Progress, StepHook, StepLog, StepObserver, train
 from megatron_lite.train.real_backend import RealBackend
 from megatron_lite.train.step import BatchMaker, TrainingStep
-from megatron_lite.train.step_hooks import Evaluation, ExitConditions, GarbageCollectionHook, SaveHook
+from megatron_lite.train.step_hooks import Evaluation, ExitConditions, GarbageCollectionHook, HookLog, SaveHook
 from megatron_lite.train.step_metrics import StepMetrics
 
 logger = logging.getLogger(__name__)
 
 
-def run(plan: Plan, streams: DataStreams, eod: int | None, instruments, make_log) -> str | None:
+class RunLog(StepLog, HookLog, Protocol):
+    """The log of a whole run."""
+
+    def finish(self) -> None:
+        """Called once, after the last step."""
+
+
+class RunObserver(StepObserver, Protocol):
+    """An observer of a whole run, which changes nothing."""
+
+    def resume(self, iteration: int) -> None:
+        """Called once, before the first step, with the iteration that training goes on from: 0 for a new run."""
+
+    def gradients_computed(self) -> None:
+        """Called within backward, on autograd's thread, when this rank has its gradients and begins to wait for those
+        of other ranks."""
+
+    def wait_for_stage(self, rank: int, what: str) -> None:
+        """Called when this rank begins to wait for another stage of the pipeline, and with an empty `what` when it goes
+        on."""
+
+
+MakeLog = Callable[[StepMetrics, Progress], AbstractContextManager[RunLog]]
+
+
+def run(plan: Plan, streams: DataStreams, eod: int | None, instruments: RunObserver, make_log: MakeLog) -> str | None:
     """Train as planned inside a process group.
 
     Args:
-        instruments: What watches the steps: step(number), phase(name), resume(iteration), gradients_computed().
-        make_log: (StepMetrics, Progress) to what records the steps.
+        plan: This rank's.
+        streams: The data.
+        eod: The tokenizer's id of the end of a document; None if it has none.
+        instruments: Observes the run.
+        make_log: Makes the log. Called once, when the checkpoint has been loaded.
 
     Returns:
         Why training ended before its last iteration, or None.
@@ -51,15 +82,16 @@ def run(plan: Plan, streams: DataStreams, eod: int | None, instruments, make_log
     with make_log(metrics, progress) as log, checkpoints:
         validation = None
         if streams.has("valid"):
-            batches, samples = streams.validation(progress), streams.validation_samples
-            validation = Evaluation(plan, replica, batches, samples, make_batch, log)
+            validated = streams.validation(progress)
+            validation = Evaluation(plan, replica, validated, streams.validation_samples, make_batch, log)
         saving = SaveHook(plan.args.checkpoint, checkpoints, log, loaded=progress.iteration)
         reason = None
         if not plan.args.training.skip_train:
             computed = instruments.gradients_computed if plan.world.size > 1 else None
             step = TrainingStep(plan, replica, optimizer, make_batch, computed)
-            collecting = GarbageCollectionHook(plan.args.training)
-            hooks = [saving, collecting] if validation is None else [validation, saving, collecting]
+            hooks: list[StepHook] = [saving, GarbageCollectionHook(plan.args.training)]
+            if validation is not None:
+                hooks.insert(0, validation)
             exits = ExitConditions(plan.args.training, device, checkpoints, plan.args.checkpoint.async_save)
             batches = streams.training(progress)
             reason = train(plan.train_iters, progress, step, batches, log, hooks, exits, instruments)
@@ -75,7 +107,7 @@ def run(plan: Plan, streams: DataStreams, eod: int | None, instruments, make_log
 
 
 def _number_dropout_stream(plan: Plan) -> int:
-    """Which stream of random numbers this rank draws its dropout from.
+    """Number the stream of random numbers that this rank draws its dropout from.
 
     Each rank has its own. Tensor parallel ranks without sequence parallelism share one: all of them hold the same
     hidden states, which must lose the same elements.

@@ -13,12 +13,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_lite.errors import DivergedError
-from megatron_lite.optim.optimizer import DynamicLossScale
+from megatron_lite.optim.optimizer import DynamicLossScale, Optimizer
 from megatron_lite.train.loop import Progress
 from megatron_lite.train.step import StepResult
 
 LAG = 2  # steps that the host may be ahead of what it reads: enough that reading never keeps the device waiting
-
 
 Key = TypeVar("Key")
 
@@ -50,8 +49,11 @@ class Readback(Generic[Key]):
 
         RuntimeError where the device itself has failed and answers no more.
         """
-        while self._waiting and (self._waiting[0][2] is None or self._waiting[0][2].query()):
-            key, host, _ = self._waiting.popleft()
+        while self._waiting:
+            key, host, event = self._waiting[0]
+            if event is not None and not event.query():
+                return
+            self._waiting.popleft()
             yield key, host.tolist()
 
     def pop(self, lag: int) -> Iterator[tuple[Key, list[float]]]:
@@ -68,7 +70,7 @@ class Readback(Generic[Key]):
 
 @dataclass
 class StepFigures:
-    """Figures of one step, on the host."""
+    """The figures of one step, on the host."""
 
     iteration: int
     consumed: int  # samples, this step's included
@@ -87,29 +89,44 @@ class StepFigures:
 
     @property
     def loss(self) -> float:
-        """Mean loss per token in nats, also of a skipped step."""
+        """The mean loss per token in nats, also of a skipped step."""
         return self.loss_sum / max(self.tokens, 1)
 
 
 class StepMetrics:
-    """Figures of the steps since the last `take`."""
+    """Collects the figures of the steps since the last `take`."""
 
-    def __init__(self, optimizer, device: torch.device, ranks: int = 1, check_for_nan: bool = True):
-        self.optimizer, self.device, self._ranks, self._check_for_nan = optimizer, device, ranks, check_for_nan
-        self._readback = Readback()
+    def __init__(self, optimizer: Optimizer, device: torch.device, ranks: int = 1, check_for_nan: bool = True):
+        """
+        Args:
+            optimizer: Tells how it answers an overflow.
+            device: Where the figures come from.
+            ranks: All ranks, over which losses are summed.
+            check_for_nan: Whether a NaN or Inf ends the run.
+        """
+        self.optimizer = optimizer
+        self.device = device
+        self._ranks = ranks
+        self._check_for_nan = check_for_nan
+        # by (iteration, samples consumed, samples of the step)
+        self._readback: Readback[tuple[int, int, int]] = Readback()
         self._steps: list[StepFigures] = []
-        self.latest_loss: float | None = None  # this rank's, a few steps old
+        # this rank's, a few steps old
+        self.latest_loss: float | None = None
 
-    def record(self, progress: Progress, result: StepResult):
+    def record(self, progress: Progress, result: StepResult) -> None:
         """Queue a step's figures, and read those of the step before last."""
         u = result.update
-        update = (u.grad_norm, u.skipped, u.loss_scale, u.next_loss_scale, u.next_lr)
-        values = (result.loss_sum, result.tokens, *update, result.zeros, result.params_norm)
-        routing = () if result.routing is None else (result.routing,)
-        self._readback.push((progress.iteration, progress.consumed, result.samples), (*values, *routing))
+        # in the order in which _make_figures takes them
+        values = [result.loss_sum, result.tokens]
+        values += [u.grad_norm, u.skipped, u.loss_scale, u.next_loss_scale, u.next_lr]
+        values += [result.zeros, result.params_norm]
+        if result.routing is not None:
+            values.append(result.routing)
+        self._readback.push((progress.iteration, progress.consumed, result.samples), values)
         self.settle(LAG)
 
-    def settle(self, lag: int = 0):
+    def settle(self, lag: int = 0) -> None:
         """Read what has arrived. Raises DivergedError, on all ranks together, at the first NaN or Inf.
 
         With a dynamic loss scale there is nothing to raise: the step was skipped.
@@ -134,14 +151,17 @@ class StepMetrics:
                 step.loss_sum = loss_sum
                 step.tokens = tokens
                 step.routing = tuple(routing)
-        taken, self._steps = self._steps, []
+        taken = self._steps
+        self._steps = []
         return taken
 
     def leftover(self) -> list[StepFigures]:
-        """After a failure: what has arrived, with the losses of this rank only, since others may be gone."""
-        with contextlib.suppress(RuntimeError):  # a GPU after a fatal error, which the step itself has raised
+        """Take, after a failure, what has arrived, with the losses of this rank only, since others may be gone."""
+        # a GPU after a fatal error, which the step itself has raised
+        with contextlib.suppress(RuntimeError):
             self._steps += [_make_figures(key, values) for key, values in self._readback.arrived()]
-        steps, self._steps = self._steps, []
+        steps = self._steps
+        self._steps = []
         for step in steps:
             step.local = self._ranks > 1
         return steps
@@ -154,28 +174,45 @@ class StepMetrics:
         local = self._ranks > 1
         return [replace(step, local=local) for step in self._steps if step.iteration > after]
 
-    def _stop_if_diverged(self, figures: StepFigures):
+    def _stop_if_diverged(self, figures: StepFigures) -> None:
+        """Raise DivergedError, on all ranks, unless a fixed loss scale has skipped the step for its gradients alone."""
         finite = torch.tensor([float(math.isfinite(figures.loss_sum))], device=self.device)
         everyone = [torch.zeros_like(finite) for _ in range(self._ranks)]
         dist.all_gather(everyone, finite)
         ranks = [rank for rank, good in enumerate(everyone) if not good.item()]
         if not ranks and self.optimizer.scaler is not None:
-            return  # only the gradients overflowed, under a fixed loss scale
+            # only the gradients overflowed, under a fixed loss scale
+            return
         if ranks:
             what = f"the loss on rank {', '.join(map(str, ranks))}"
         else:
             what = f"the gradient norm ({figures.grad_norm}), with finite losses on all ranks,"
-        self._readback.forget()  # steps since then had the same weights, and tell nothing
+        # steps since then had the same weights, and tell nothing
+        self._readback.forget()
         raise DivergedError(
             f"iteration {figures.iteration}: {what} is NaN or Inf; "
-            "the weights are those before that iteration and were "
-            "not saved. Lower --lr or --clip-grad, warm up longer, or look at the data; "
+            "the weights are those before that iteration and were not saved. "
+            "Lower --lr or --clip-grad, warm up longer, or look at the data; "
             "--no-check-for-nan-in-loss-and-grad goes on regardless."
         )
 
 
 def _make_figures(key: tuple[int, int, int], values: list[float]) -> StepFigures:
+    """Make a step's figures of what StepMetrics.record has queued."""
+    iteration, consumed, batch_size = key
     loss_sum, tokens, norm, skipped, scale, next_scale, next_lr, zeros, params_norm, *routing = values
     return StepFigures(
-        *key, loss_sum, tokens, norm, bool(skipped), scale, next_scale, next_lr, zeros, params_norm, tuple(routing)
+        iteration=iteration,
+        consumed=consumed,
+        batch_size=batch_size,
+        loss_sum=loss_sum,
+        tokens=tokens,
+        grad_norm=norm,
+        skipped=bool(skipped),
+        loss_scale=scale,
+        next_loss_scale=next_scale,
+        next_lr=next_lr,
+        zeros=zeros,
+        params_norm=params_norm,
+        routing=tuple(routing),
     )
