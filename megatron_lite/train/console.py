@@ -35,17 +35,19 @@ TIMERS = {
 class ConsoleHandler(logging.Handler):
     """Prints messages as `say` does."""
 
-    def emit(self, record: logging.LogRecord):
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print a message."""
         say(record.getMessage())
 
 
-def set_up_logging(is_first: bool):
-    """Print what the package logs: on the first rank everything,
-    on other ranks what is logged with `extra=EVERY_RANK`."""
+def set_up_logging(is_first: bool) -> None:
+    """Print what the package logs: on the first rank everything, on other ranks what is logged with
+    `extra=EVERY_RANK`."""
     handler = ConsoleHandler()
     handler.addFilter(lambda record: is_first or hasattr(record, "every_rank"))
     logger = logging.getLogger("megatron_lite")
-    logger.handlers, logger.propagate = [handler], False
+    logger.handlers = [handler]
+    logger.propagate = False
     logger.setLevel(logging.INFO)
 
 
@@ -67,41 +69,54 @@ def iteration_line(
         left_out: Samples that --iterations-to-skip named.
         balancing: Losses of routers by name; {} of a dense model.
     """
-    last, losses = steps[-1], [s.loss for s in steps if not s.skipped]
-    parts = [
-        f" [{datetime.now():%Y-%m-%d %H:%M:%S.%f}] iteration {last.iteration:8d}/{train_iters:8d}",
-        f"consumed samples: {last.consumed:12d}",
-        f"skipped samples: {left_out:12d}" if left_out else None,
-        f"elapsed time per iteration (ms): {seconds * 1000:.1f}",
-        f"throughput per GPU (TFLOP/s/GPU): {tflops:.1f}" if watch.log_throughput else None,
-        f"learning rate: {last.next_lr:.6E}",
-        f"global batch size: {last.batch_size:5d}",
-        f"lm loss: {sum(losses) / len(losses):.6E}" if losses else None,
-        *(f"{name}: {loss:.6E}" for name, loss in balancing.items()),
-        f"loss scale: {last.next_loss_scale:.1f}",
-        None if last.skipped else f"grad norm: {last.grad_norm:.3f}",
-        f"num zeros: {last.zeros:.1f}" if watch.log_num_zeros_in_grad else None,
-        f"params norm: {last.params_norm:.3f}" if watch.log_params_norm else None,
-        f"number of skipped iterations: {sum(s.skipped for s in steps):3d}",
-        f"number of nan iterations: {sum(not math.isfinite(s.loss_sum) for s in steps):3d}",
-    ]
-    return " | ".join(part for part in parts if part) + " |"
+    last = steps[-1]
+    losses = [s.loss for s in steps if not s.skipped]
+    skipped = sum(s.skipped for s in steps)
+    nans = sum(not math.isfinite(s.loss_sum) for s in steps)
+    parts = [f" [{datetime.now():%Y-%m-%d %H:%M:%S.%f}] iteration {last.iteration:8d}/{train_iters:8d}"]
+    parts.append(f"consumed samples: {last.consumed:12d}")
+    if left_out:
+        parts.append(f"skipped samples: {left_out:12d}")
+    parts.append(f"elapsed time per iteration (ms): {seconds * 1000:.1f}")
+    if watch.log_throughput:
+        parts.append(f"throughput per GPU (TFLOP/s/GPU): {tflops:.1f}")
+    parts.append(f"learning rate: {last.next_lr:.6E}")
+    parts.append(f"global batch size: {last.batch_size:5d}")
+    if losses:
+        parts.append(f"lm loss: {sum(losses) / len(losses):.6E}")
+    for name, loss in balancing.items():
+        parts.append(f"{name}: {loss:.6E}")
+    parts.append(f"loss scale: {last.next_loss_scale:.1f}")
+    if not last.skipped:
+        parts.append(f"grad norm: {last.grad_norm:.3f}")
+    if watch.log_num_zeros_in_grad:
+        parts.append(f"num zeros: {last.zeros:.1f}")
+    if watch.log_params_norm:
+        parts.append(f"params norm: {last.params_norm:.3f}")
+    parts.append(f"number of skipped iterations: {skipped:3d}")
+    parts.append(f"number of nan iterations: {nans:3d}")
+    return " | ".join(parts) + " |"
 
 
 def speed_line(
     tokens_per_second: float, causal_tflops: float | None, full_tflops: float | None, peak: float | None
 ) -> str:
-    """tokens/s of all ranks, and model FLOPs per rank on both conventions, if known,
-    against the table's peak if it has one."""
+    """Our own line on an interval's speed.
+
+    Args:
+        tokens_per_second: Of all ranks.
+        causal_tflops: Model TFLOP/s per rank with causal attention counted as Megatron-LM does; None for unknown.
+        full_tflops: The same with full attention.
+        peak: Of the processor in TFLOP/s, if the table has it.
+    """
     line = f"   {count(tokens_per_second)} tokens/s"
     if causal_tflops is None or full_tflops is None:
         return line
-    line += (
-        f" | TFLOP/s per rank: {significant(causal_tflops)} causal (Megatron-LM), "
-        f"{significant(full_tflops)} full attention"
-    )
+    line += f" | TFLOP/s per rank: {significant(causal_tflops)} causal (Megatron-LM), "
+    line += f"{significant(full_tflops)} full attention"
     if peak is not None:
-        causal, full = 100 * causal_tflops / peak, 100 * full_tflops / peak
+        causal = 100 * causal_tflops / peak
+        full = 100 * full_tflops / peak
         line += f" | MFU {causal:.1f}% causal, {full:.1f}% full, of {peak:g} TFLOP/s"
     return line
 
@@ -109,11 +124,12 @@ def speed_line(
 def evaluation_lines(title: str, loss: float) -> str:
     """Megatron-LM's validation line between lines of dashes. `title`: 'iteration 5' or 'iteration 5 on test set'."""
     line = f" validation loss at {title} | lm loss value: {loss:.6E} | lm loss PPL: {perplexity(loss):.6E} | "
-    return "\n".join(("-" * (len(line) + 1), line, "-" * (len(line) + 1)))
+    dashes = "-" * (len(line) + 1)
+    return f"{dashes}\n{line}\n{dashes}"
 
 
 def perplexity(loss: float) -> float:
-    """exp(loss), held at exp(20), as Megatron-LM does."""
+    """Compute exp(loss), held at exp(20), as Megatron-LM does."""
     return math.exp(min(20.0, loss))
 
 
@@ -130,8 +146,15 @@ def memory_line(rank: int, iteration: int, stats: dict[str, int]) -> str:
 
 
 def compute_timers(phases: dict[str, list[float]], level: int = 2) -> dict[str, list[float]]:
-    """TIMERS up to a --timing-log-level, from milliseconds of every rank by phase name, NaN where it has none: 0 in a
-    timer. None that is 0 on all ranks."""
+    """Compute Megatron-LM's timers.
+
+    Args:
+        phases: Milliseconds of every rank by phase name, NaN where a rank has none, which counts as 0 in a timer.
+        level: A --timing-log-level, up to which timers are wanted.
+
+    Returns:
+        Milliseconds of every rank by timer, without timers that are 0 on all ranks.
+    """
     found = {}
     for name, (needed, parts) in TIMERS.items():
         columns = [phases[part.value] for part in parts if part.value in phases]
@@ -152,28 +175,40 @@ def timer_lines(option: str, found: dict[str, list[float]]) -> str:
     for name, of_ranks in found.items():
         label = f"    {f'{name} ':.<48}"
         if option == "all":
-            lines += [f"  {name}:", *(f"     rank {rank:2d}: {ms:.2f}" for rank, ms in enumerate(of_ranks) if ms)]
+            lines.append(f"  {name}:")
+            lines += [f"     rank {rank:2d}: {ms:.2f}" for rank, ms in enumerate(of_ranks) if ms]
         elif option == "max":
             lines.append(f"{label}: {max(of_ranks):.2f}")
         else:
-            lines.append(f"{label}: ({min(filter(None, of_ranks)):.2f}, {max(of_ranks):.2f})")
+            least = min(ms for ms in of_ranks if ms)
+            lines.append(f"{label}: ({least:.2f}, {max(of_ranks):.2f})")
     return "\n".join(lines)
 
 
 class ProgressLine(LiveLine):
-    """How far training is and how long it will take, from iteration `first`, where this run began, to `last`."""
+    """The line that shows how far training is and how long it will take."""
 
     def __init__(self, first: int, last: int, active: bool):
-        super().__init__(active, lines=False)  # the log has lines of its own
-        self._first, self._last = first, last
+        """
+        Args:
+            first: The iteration where this run began.
+            last: The last iteration.
+            active: Whether this rank shows the line.
+        """
+        # the log has lines of its own
+        super().__init__(active, lines=False)
+        self._first = first
+        self._last = last
         self._started = time.monotonic()
 
-    def update(self, iteration: int, loss: float | None):
+    def update(self, iteration: int, loss: float | None) -> None:
         """Show `iteration`, the newest loss that has arrived, and the time left at the pace so far."""
         if not self.due:
             return
         done = iteration - self._first
-        left = (time.monotonic() - self._started) / max(done, 1) * (self._last - iteration)
-        bar = ("#" * (WIDTH * iteration // self._last)).ljust(WIDTH, ".")
+        pace_s = (time.monotonic() - self._started) / max(done, 1)
+        left = pace_s * (self._last - iteration)
+        filled = "#" * (WIDTH * iteration // self._last)
+        bar = filled.ljust(WIDTH, ".")
         shown = "" if loss is None else f"  loss {loss:.4f}"
         self.draw(f"[{bar}] {iteration}/{self._last}{shown}  {duration(left)} left")

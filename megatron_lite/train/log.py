@@ -1,10 +1,11 @@
-"""What a run says while it trains: console lines, charts, steps.jsonl, the progress line."""
+"""Records a run while it trains: console lines, charts, steps.jsonl, the progress line."""
 
 import logging
 import math
 import os
 import time
 from pathlib import Path
+from types import TracebackType
 
 from megatron_lite.config.model_size import step_flops
 from megatron_lite.config.plan import Plan
@@ -12,6 +13,7 @@ from megatron_lite.errors import UserError
 from megatron_lite.formats.file_names import STEPS_FILE
 from megatron_lite.formats.step_records import RanksRecord, StepRecord, append_record
 from megatron_lite.instruments.step_time import StepTime
+from megatron_lite.instruments.timeline import Timeline
 from megatron_lite.live_line import EVERY_RANK
 from megatron_lite.shared_files import open_regular
 from megatron_lite.train.console import (
@@ -36,7 +38,7 @@ SECONDS_AHEAD = 5.0  # of steps, at most, that a killed process takes along
 
 
 class StepsFile:
-    """steps.jsonl: a line per step, what it cost and what came out, and one per console line, of all ranks.
+    """The file steps.jsonl: a line per step, what it cost and what came out, and one per console line, of all ranks.
 
     It is appended to, so that a resumed run goes on in the same file. Steps between two console lines can be written
     ahead, for whom the process is killed before the second: what of them only the console line brings, losses of all
@@ -57,40 +59,44 @@ class StepsFile:
                 f"{run_dir / STEPS_FILE}: cannot be written ({error.strerror}); move it away, or give another "
                 "--run-dir."
             ) from None
-        self._kept: int | None = None  # bytes of the file before what was written ahead; None: nothing was
+        # bytes of the file before what was written ahead; None: nothing was
+        self._kept: int | None = None
 
-    def write(self, figures: StepFigures, time: StepTime):
+    def write(self, figures: StepFigures, time: StepTime) -> None:
         """Append one step."""
         self._take_back()
         append_record(self._file, _build_record(figures, time, self._routing))
 
-    def write_ahead(self, figures: StepFigures, time: StepTime):
-        """The same until something else is written."""
+    def write_ahead(self, figures: StepFigures, time: StepTime) -> None:
+        """Append one step until something else is written, which takes its place."""
         if self._kept is None:
             self._kept = self._file.tell()
         append_record(self._file, _build_record(figures, time, self._routing))
 
-    def write_ranks(self, figures: RankFigures):
+    def write_ranks(self, figures: RankFigures) -> None:
         """Append one interval of all ranks."""
         self._take_back()
         append_record(self._file, RanksRecord(ranks=figures.build_record()))
 
-    def flush(self):
-        """Everything so far to the operating system, which keeps it when this process is killed."""
+    def flush(self) -> None:
+        """Hand everything so far to the operating system, which keeps it when this process is killed."""
         self._file.flush()
 
-    def close(self):
+    def close(self) -> None:
+        """Write everything and close the file."""
         self._file.close()
 
-    def _take_back(self):
+    def _take_back(self) -> None:
+        """Remove what was written ahead."""
         if self._kept is not None:
             self._file.truncate(self._kept)
-            self._file.seek(0, os.SEEK_END)  # for the next tell
+            # for the next tell
+            self._file.seek(0, os.SEEK_END)
             self._kept = None
 
 
 def _build_record(figures: StepFigures, time: StepTime, routing: RoutingLayout) -> StepRecord:
-    """The line of a step."""
+    """Make the line of a step."""
     record = time.build_record(figures.iteration)
     record.consumed_samples = figures.consumed
     record.batch_size = figures.batch_size
@@ -109,30 +115,33 @@ def _to_finite(value: float) -> float | None:
 
 
 class IntervalTimer:
-    """Seconds of one interval's typical steps: what a profile or compilation slowed down is left out of averages."""
+    """Adds up the seconds of one interval's typical steps: what a profile or compilation slowed down is left out of
+    averages."""
 
-    def __init__(self, timeline):
+    def __init__(self, timeline: Timeline):
         self._timeline = timeline
         self.start()
 
-    def start(self):
+    def start(self) -> None:
         """Begin a new interval."""
         self._mark = self._timeline.training_seconds()
-        self._clean_seconds = self._disturbed_seconds = 0.0
-        self.left_out: list[int] = []  # iterations
-        self._compiling = 0  # of them
+        self._clean_seconds = 0.0
+        self._disturbed_seconds = 0.0
+        # iterations that averages leave out, and how many of them compiled
+        self.left_out: list[int] = []
+        self._compiling = 0
         self._steps = 0
 
-    def step(self, iteration: int):
-        """The step of this iteration has run."""
+    def step(self, iteration: int) -> None:
+        """Note that the step of this iteration has run."""
         self.lap()
         self._steps += 1
         if self._timeline.current.disturbed:
             self.left_out.append(iteration)
             self._compiling += self._timeline.current.compiling
 
-    def lap(self):
-        """Time up to now goes to the running step."""
+    def lap(self) -> None:
+        """Count the time up to now as the running step's."""
         now = self._timeline.training_seconds()
         if self._timeline.current.disturbed:
             self._disturbed_seconds += now - self._mark
@@ -142,20 +151,20 @@ class IntervalTimer:
 
     @property
     def nothing_clean(self) -> bool:
-        """Every step of the interval was disturbed: averages are theirs, for want of others."""
+        """Whether every step of the interval was disturbed: averages are theirs, for want of others."""
         return len(self.left_out) == self._steps
 
     @property
     def seconds(self) -> float:
-        """Of the steps that averages are made of."""
+        """The seconds of the steps that averages are made of."""
         return self._disturbed_seconds if self.nothing_clean else self._clean_seconds
 
     def averaged(self, iterations: list[int]) -> set[int]:
-        """Those of the interval's iterations that averages are made of."""
+        """Select the interval's iterations that averages are made of."""
         return set(iterations) if self.nothing_clean else set(iterations) - set(self.left_out)
 
     def words(self) -> str:
-        """What averages leave out, for the console."""
+        """The console line on what averages leave out."""
         kinds = {"profiled": len(self.left_out) - self._compiling, "compiling": self._compiling}
         number = " and ".join(f"{n} {kind}" for kind, n in kinds.items() if n)
         number += " step" if len(self.left_out) == 1 else " steps"
@@ -165,19 +174,32 @@ class IntervalTimer:
 
 
 class Log:
-    """Every rank has one, since summing over ranks takes all of them; only the last rank's speaks and writes."""
+    """The log of a run. Every rank has one, since summing over ranks takes all of them; only the last rank's speaks and
+    writes."""
 
     def __init__(
         self,
         plan: Plan,
         metrics: StepMetrics,
-        timeline,
+        timeline: Timeline,
         run_dir: Path,
         progress: Progress,
         charts: Charts,
         peak_tflops: float | None = None,
     ):
-        self.plan, self.metrics, self._timeline = plan, metrics, timeline
+        """
+        Args:
+            plan: This rank's.
+            metrics: The figures of steps.
+            timeline: Their times.
+            run_dir: The run's folder.
+            progress: Where the run begins; the run keeps it up to date.
+            charts: Draw scalars.
+            peak_tflops: Of the processor in TFLOP/s, if the table has it.
+        """
+        self.plan = plan
+        self.metrics = metrics
+        self._timeline = timeline
         self._progress = progress
         self._speaks = plan.world.is_last
         self._charts = charts
@@ -185,18 +207,24 @@ class Log:
         self._steps_file = StepsFile(run_dir, self._routing) if self._speaks else None
         self._line = ProgressLine(progress.iteration, plan.train_iters, self._speaks)
         self._unwritten: list[StepFigures] = []
-        self._ahead, self._written_at = 0, time.monotonic()  # the last iteration written ahead of its console line
+        # the last iteration written ahead of its console line
+        self._ahead = 0
+        self._written_at = time.monotonic()
         self._peak_tflops = peak_tflops
-        self._anomalies = AnomalyWarnings([plan.layout.locate(rank).pipeline_rank for rank in range(plan.world.size)])
+        stages = [plan.layout.locate(rank).pipeline_rank for rank in range(plan.world.size)]
+        self._anomalies = AnomalyWarnings(stages)
         self._time = IntervalTimer(timeline)
         self._start_interval()
 
-    def __enter__(self):
+    def __enter__(self) -> "Log":  # noqa: PYI034 - Self came with Python 3.11
         return self
 
-    def __exit__(self, kind, error, traceback):
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
         if error is not None:
-            self._timeline.training_seconds()  # brings the time of the interrupted step up to now
+            # brings the time of the interrupted step up to now
+            self._timeline.training_seconds()
             self._unwritten += self.metrics.leftover()
             self._write_steps([*self._timeline.take(), self._timeline.current])
         self._line.wipe()
@@ -204,13 +232,13 @@ class Log:
         if self._steps_file:
             self._steps_file.close()
 
-    def say(self, text: str):
+    def say(self, text: str) -> None:
         """Print on the last rank."""
         if self._speaks:
             logger.info(text, extra=EVERY_RANK)
 
-    def record(self, progress: Progress, result: StepResult):
-        """After each step. Collective at the intervals' ends."""
+    def record(self, progress: Progress, result: StepResult) -> None:
+        """Record a step; called after each. Collective at the intervals' ends."""
         self.metrics.record(progress, result)
         self._time.step(progress.iteration)
         self._line.update(progress.iteration, self.metrics.latest_loss)
@@ -220,60 +248,95 @@ class Log:
             self._report()
         elif self._speaks and time.monotonic() - self._written_at > SECONDS_AHEAD:
             self._write_ahead()
+        # as in Megatron, the line after the very first step ends no interval
         if ends:
-            self._start_interval()  # as in Megatron, the line after the very first step ends no interval
+            self._start_interval()
 
-    def finish(self):
+    def finish(self) -> None:
         """Write what is left, after the last step."""
         self._unwritten += self.metrics.take()
         self._write_steps(self._timeline.take(wait=True))
 
-    def evaluation(self, title: str, which: str, loss: float):
-        """The result of one evaluation: `which` is validation or test."""
+    def evaluation(self, title: str, which: str, loss: float) -> None:
+        """Log the result of an evaluation.
+
+        Args:
+            title: As in "iteration 5".
+            which: validation or test.
+            loss: Mean loss per token, in nats.
+        """
         self.say(evaluation_lines(title, loss))
         # as in Megatron, whose curves are those of training
         if not self.plan.args.training.skip_train:
             self._charts.evaluation(which, loss, self._progress.iteration, self._progress.consumed)
             self._charts.flush()
 
-    def _start_interval(self):
+    def _start_interval(self) -> None:
         self._interval: list[StepFigures] = []
         self._time.start()
 
-    def _report(self):
-        figures, times = self.metrics.take(), self._timeline.take()
+    def _report(self) -> None:
+        """Report the interval so far. Collective."""
+        figures = self.metrics.take()
+        times = self._timeline.take()
         self._time.lap()
         self._interval += figures
         self._unwritten += figures
-        self._write_steps(times)  # first: what follows may fail
+        # first: what follows may fail
+        self._write_steps(times)
         if self._speaks:
             self._say_interval(self._interval)
-        w, progress = self.plan.args.watch, self._progress
-        if self._timeline.detailed and progress.step > 1:  # else no step is over, on no rank
+        progress = self._progress
+        # else no step is over, on no rank
+        if self._timeline.detailed and progress.step > 1:
             ranks = gather(times, progress.started_at, self.metrics.device, self.plan.world.size)
-            if self._speaks:
-                self._steps_file.write_ranks(ranks)
-                for line in self._anomalies.of(ranks, disturbed=all(one.disturbed for one in times)):
-                    self.say(line)
-                if w.timing_log_level:
-                    self.say(timer_lines(w.timing_log_option, compute_timers(ranks.mean_ms, w.timing_log_level)))
-                self._charts.ranks(progress.iteration, ranks)
+            self._report_ranks(ranks, disturbed=all(one.disturbed for one in times))
         if self.plan.device == "cuda":
-            due = progress.step == 1 or (w.log_memory_interval and progress.iteration % w.log_memory_interval == 0)
-            if due and self.plan.world.is_first:
-                logger.info(memory_line(self.plan.world.rank, progress.iteration, self._timeline.memory.stats()))
-            if self._speaks and w.log_memory_to_tensorboard:
-                self._charts.memory(progress.iteration, self._timeline.memory.stats())
+            self._report_memory()
 
-    def _say_interval(self, steps: list[StepFigures]):
-        w, shape, seconds = self.plan.args.watch, self.plan.shape, self._time.seconds
+    def _report_ranks(self, ranks: RankFigures, disturbed: bool) -> None:
+        """Report an interval's figures of all ranks.
+
+        Args:
+            ranks: The figures.
+            disturbed: Whether all steps were profiled or compiled.
+        """
+        if self._steps_file is None:
+            return
+        w = self.plan.args.watch
+        self._steps_file.write_ranks(ranks)
+        for line in self._anomalies.of(ranks, disturbed=disturbed):
+            self.say(line)
+        if w.timing_log_level:
+            timers = compute_timers(ranks.mean_ms, w.timing_log_level)
+            self.say(timer_lines(w.timing_log_option, timers))
+        self._charts.ranks(self._progress.iteration, ranks)
+
+    def _report_memory(self) -> None:
+        """Report the allocator's counters of a GPU, where they are due."""
+        w = self.plan.args.watch
+        progress = self._progress
+        interval = w.log_memory_interval
+        is_due = progress.step == 1 or (interval and progress.iteration % interval == 0)
+        if is_due and self.plan.world.is_first:
+            logger.info(memory_line(self.plan.world.rank, progress.iteration, self._timeline.memory.stats()))
+        if self._speaks and w.log_memory_to_tensorboard:
+            self._charts.memory(progress.iteration, self._timeline.memory.stats())
+
+    def _say_interval(self, steps: list[StepFigures]) -> None:
+        """Print the lines on an interval's steps."""
+        w = self.plan.args.watch
+        shape = self.plan.shape
+        seconds = self._time.seconds
         averaged = self._time.averaged([s.iteration for s in steps])
         samples = sum(s.batch_size for s in steps if s.iteration in averaged)
-        causal = full = None  # of a model of the user's own
+        # not known of a model of the user's own
+        causal = None
+        full = None
         if self.plan.args.model.model is None:
-            causal, full = (
-                step_flops(shape, samples, causal) / (seconds * TERA * self.plan.world.size) for causal in (True, False)
-            )
+            available = seconds * TERA * self.plan.world.size
+            causal = step_flops(shape, samples, True) / available
+            full = step_flops(shape, samples, False) / available
         balancing = self._average_routing(steps)
         left_out = self._progress.left_out
         self.say(iteration_line(steps, seconds / len(averaged), causal, self.plan.train_iters, w, balancing, left_out))
@@ -285,7 +348,7 @@ class Log:
             self._charts.add(steps[-1].iteration, {"throughput": causal})
 
     def _average_routing(self, steps: list[StepFigures]) -> dict[str, float]:
-        """The balancing losses of an interval, means over its steps that were not skipped; {} of a dense model."""
+        """Average the balancing losses of an interval over its steps that were not skipped; {} of a dense model."""
         rows = [self._routing.read_losses(s.routing).means for s in steps if s.routing and not s.skipped]
         return {name: sum(row[name] for row in rows) / len(rows) for name in self._routing.names if rows}
 
@@ -304,9 +367,9 @@ class Log:
         scalars |= {f"moe/share of expert {n}": tokens / total for n, tokens in enumerate(record.expert_tokens)}
         self._charts.add(figures.iteration, scalars)
 
-    def _write_steps(self, times: list[StepTime]):
-        """The steps that are over; the one that is being logged is written with the next ones."""
-        if not self._speaks:
+    def _write_steps(self, times: list[StepTime]) -> None:
+        """Write the steps that are over; the one that is being logged is written with the next ones."""
+        if self._steps_file is None:
             return
         over = {t.step + self._progress.started_at: t for t in times}
         for figures in [f for f in self._unwritten if f.iteration in over]:
@@ -316,10 +379,13 @@ class Log:
             self._chart_routing(figures)
         self._unwritten = [f for f in self._unwritten if f.iteration not in over]
         self._steps_file.flush()
-        self._ahead, self._written_at = 0, time.monotonic()
+        self._ahead = 0
+        self._written_at = time.monotonic()
 
-    def _write_ahead(self):
-        """The steps since the last console line as far as they are known; that line may be minutes away."""
+    def _write_ahead(self) -> None:
+        """Write the steps since the last console line as far as they are known; that line may be minutes away."""
+        if self._steps_file is None:
+            return
         times = {t.step + self._progress.started_at: t for t in self._timeline.so_far()}
         for figures in [*self._unwritten, *self.metrics.so_far(self._ahead)]:
             if figures.iteration > self._ahead and figures.iteration in times:
