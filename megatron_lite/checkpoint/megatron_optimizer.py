@@ -283,7 +283,7 @@ def group_settings(args: Namespace, record: CheckpointRecord) -> ParameterSettin
     Megatron's scheduler sets lr and weight_decay anew when it loads its own state.
     """
     settings: ParameterSettings
-    if record.optimizer == "adam":
+    if record.optimizer != "sgd":
         settings = {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_eps, "bias_correction": True}
     else:
         settings = {"momentum": args.sgd_momentum, "dampening": 0, "nesterov": False}

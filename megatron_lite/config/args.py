@@ -246,7 +246,11 @@ class PrecisionArgs:
 class OptimizerArgs:
     """Optimizer and schedule"""
 
-    optimizer: str = flag("adam", "adam is AdamW.", choices=("adam", "sgd"))
+    optimizer: str = flag(
+        "adam",
+        "adam is AdamW; muon makes the momentum of matrices orthogonal, with AdamW for all else.",
+        choices=("adam", "sgd", "muon"),
+    )
     lr: float | None = flag(None, "Peak learning rate. Required.", "at least 0; 6e-5 is usual")
     min_lr: float = flag(0.0, "Floor of the learning rate.")
     decoupled_lr: float | None = flag(
@@ -278,6 +282,26 @@ class OptimizerArgs:
     adam_beta2: float = flag(0.999, "Decay of the second moment.", SHARE)
     adam_eps: float = flag(1e-8, "Epsilon of Adam.", "above 0")
     sgd_momentum: float = flag(0.9, "Momentum of SGD.", SHARE)
+    muon_momentum: float = flag(0.9, "Momentum of Muon.", SHARE)
+    muon_nesterov: bool = flag(False, "With muon: Nesterov's momentum.", aliases=("--muon-use-nesterov",))
+    muon_split_qkv: bool = flag(True, "With muon: queries, keys and values are one matrix.", off="--muon-no-split-qkv")
+    muon_scale_mode: str = flag(
+        "spectral",
+        "With muon: updates are scaled by the larger size's root, that of rows / columns, or that where it is above 1.",
+        choices=("spectral", "unit_rms_norm", "shape_scaling"),
+    )
+    muon_extra_scale_factor: float = flag(1.0, "With muon: a further factor of updates.", "above 0")
+    muon_num_ns_steps: int = flag(5, "With muon: Newton-Schulz steps.", "at least 1 and at most 99")
+    muon_coefficient_type: str = flag("quintic", "With muon: their polynomials.", choices=("simple", "quintic", "aol"))
+    muon_fp32_matmul_prec: str = flag(
+        "medium", "With muon: their products, of bf16 (medium) or fp32 numbers.", choices=("medium", "high")
+    )
+    muon_tp_mode: str = flag(
+        "duplicated",
+        "With muon and tensor parallel ranks: blockwise takes each rank's part for a matrix; others are refused there.",
+        choices=("blockwise", "duplicated", "distributed"),
+    )
+    muon_scalar_optimizer: str = flag("adam", "With muon: for what is no matrix.", choices=("adam",))
     clip_grad: float = flag(1.0, "Limit of the gradients' global norm; 0: no clipping.", "at least 0")
     override_opt_param_scheduler: bool = flag(
         False, "The command line's schedule wins over the checkpoint's.", aliases=("--override-opt_param-scheduler",)

@@ -116,6 +116,11 @@ DEPENDS: dict[str, tuple[str, Callable[[Args], object]]] = {
     ),
     "--decoupled-lr": ("decoupled_min_lr", lambda a: a.optimizer.decoupled_lr is not None),
     "--qk-layernorm": ("apply_wd_to_qk_layernorm", lambda a: a.model.qk_layernorm),
+    "--optimizer muon": (
+        ("muon_momentum muon_nesterov muon_split_qkv muon_scale_mode muon_extra_scale_factor muon_num_ns_steps "
+         "muon_coefficient_type muon_fp32_matmul_prec muon_tp_mode muon_scalar_optimizer"),
+        lambda a: a.optimizer.optimizer == "muon",
+    ),
     "--use-mup": (
         "mup_base_hidden_size mup_embedding_mult mup_output_mult mup_base_head_dim mup_attn_scale_power", lambda a: a.model.use_mup
     ),

@@ -14,6 +14,17 @@ def count_parameters(shape: ModelShape, stage: Stage | None = None) -> int:
     return sum(count_parameter_parts(shape, stage).values())
 
 
+def count_matrix_parameters(shape: ModelShape, stage: Stage | None = None) -> int:
+    """Parameters of a dense model's matrices without word embedding and output, which Muon updates.
+
+    The others of attention and MLP are biases and norms of heads.
+    """
+    layers = shape.num_layers if stage is None else len(stage.layers)
+    attention = shape.hidden_size * (shape.qkv_rows + shape.attention_width)
+    mlp = shape.hidden_size * (shape.fc1_width + shape.ffn_hidden_size)
+    return layers * (attention + mlp) + count_parameter_parts(shape, stage)["position embedding"]
+
+
 def count_parameter_parts(shape: ModelShape, stage: Stage | None = None) -> dict[str, int]:
     """Parameters by part of the model; a part that the shape, or the stage, lacks is 0."""
     layers = shape.num_layers if stage is None else len(stage.layers)

@@ -20,10 +20,15 @@ class ParameterGroup:
 
     decays: bool = True
     rate: str = USUAL  # the learning rate: USUAL, OWN or OF_WIDTH
+    is_orthogonal: bool = False  # a matrix that Muon updates
 
 
 # in the order in which Megatron-LM has them
-GROUPS = tuple(ParameterGroup(decays, rate) for decays in (True, False) for rate in (USUAL, OF_WIDTH, OWN))
+ORTHOGONAL = ParameterGroup(is_orthogonal=True)
+GROUPS = (
+    ORTHOGONAL,
+    *(ParameterGroup(decays, rate) for decays in (True, False) for rate in (USUAL, OF_WIDTH, OWN)),
+)
 
 
 def find_group(name: str, dimensions: int, o: OptimizerArgs, width: float = 1.0) -> ParameterGroup:
@@ -37,6 +42,8 @@ def find_group(name: str, dimensions: int, o: OptimizerArgs, width: float = 1.0)
     """
     if o.decoupled_lr is not None and name in EMBEDDING_AND_OUTPUT:
         return ParameterGroup(rate=OWN)
+    if o.optimizer == "muon" and dimensions == 2 and name not in EMBEDDING_AND_OUTPUT:
+        return ORTHOGONAL
     is_norm_of_heads = any(norm in name for norm in NORMS_OF_HEADS)
     decays = dimensions > 1 or (o.apply_wd_to_qk_layernorm and is_norm_of_heads)
     if width == 1:
@@ -50,11 +57,13 @@ def find_group(name: str, dimensions: int, o: OptimizerArgs, width: float = 1.0)
 def list_groups(o: OptimizerArgs, width: float = 1.0) -> list[ParameterGroup]:
     """The groups that Megatron-LM makes with these flags, also those without a parameter. Arguments as of find_group."""
     rates = {USUAL}
+    others = [ORTHOGONAL] if o.optimizer == "muon" else []
     if o.decoupled_lr is not None:
         rates.add(OWN)
     if width != 1:
         rates.add(OF_WIDTH)
-    return [kind for kind in GROUPS if kind.rate in rates and (kind.decays or kind.rate == _find_vector_rate(o, width))]
+    usual = [kind for kind in GROUPS if kind.rate in rates and not kind.is_orthogonal]
+    return others + [kind for kind in usual if kind.decays or kind.rate == _find_vector_rate(o, width)]
 
 
 def _find_vector_rate(o: OptimizerArgs, width: float) -> str:

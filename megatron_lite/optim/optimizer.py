@@ -5,21 +5,36 @@ and leave early at `found_inf`, so that unscaling, clipping and updating are one
 """
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from megatron_lite.config.args import OptimizerArgs, PrecisionArgs
-from megatron_lite.config.parameter_groups import GROUPS, OF_WIDTH, OWN, USUAL, ParameterGroup, find_group
+from megatron_lite.config.parameter_groups import (
+    GROUPS,
+    OF_WIDTH,
+    ORTHOGONAL,
+    OWN,
+    USUAL,
+    ParameterGroup,
+    find_group,
+)
 from megatron_lite.config.plan import LearningRatePlan, Plan
 from megatron_lite.marks import MASTER_WEIGHTS, mark_memory
+from megatron_lite.optim.muon import Fused, Muon, Together
 from megatron_lite.phases import BeginPhase, Phase
 
 
 def make_engine(
-    o: OptimizerArgs, members: dict[ParameterGroup, list[nn.Parameter]], rates: dict[str, Tensor], width: float
+    o: OptimizerArgs,
+    members: dict[ParameterGroup, list[nn.Parameter]],
+    rates: dict[str, Tensor],
+    width: float,
+    fused: Mapping[nn.Parameter, Fused] = MappingProxyType({}),
 ) -> torch.optim.Optimizer:
     """A fused torch optimizer.
 
@@ -28,7 +43,17 @@ def make_engine(
         members: The weights of each group. Those that decay do so as Optimizer.follow sets it.
         rates: The device tensors from which learning rates are read, by ParameterGroup.rate.
         width: ModelShape.mup_width_mult.
+        fused: For Muon: the matrices of queries, keys and values that it takes apart.
     """
+    if o.optimizer == "muon":
+        others = {kind: own for kind, own in members.items() if not kind.is_orthogonal}
+        engines: list[torch.optim.Optimizer] = []
+        if ORTHOGONAL in members:
+            matrices: list[dict[str, Any]] = [{"params": members[ORTHOGONAL], "lr": rates[USUAL], "decays": True}]
+            engines.append(Muon(matrices, o, rates[USUAL], fused))
+        if others:
+            engines.append(make_engine(replace(o, optimizer="adam"), others, rates, width))
+        return Together(engines)
     groups = [
         {"params": own, "weight_decay": 0.0, "lr": rates[kind.rate], "decays": kind.decays}
         for kind, own in members.items()
@@ -136,7 +161,7 @@ class Optimizer:
         # learning rates other than the usual one, which decoupled parameters and those under muP have
         self._other_lrs = {rate: torch.tensor(0.0, dtype=torch.float32, device=device) for rate in sorted(others)}
         rates = {USUAL: self.lr, **self._other_lrs}
-        self.engine = make_engine(plan.args.optimizer, self._members, rates, self._width)
+        self.engine = make_engine(plan.args.optimizer, self._members, rates, self._width, self._find_fused(names or []))
         self.good_samples = torch.zeros((), dtype=torch.int64, device=device)
         self.stopped = torch.zeros((), dtype=torch.bool, device=device)
         self._one = torch.ones((), dtype=torch.float32, device=device)
@@ -148,6 +173,21 @@ class Optimizer:
         for name, master in zip(names, self.weights.masters, strict=True):
             members[find_group(name, master.ndim, self.plan.args.optimizer, self._width)].append(master)
         return {kind: own for kind, own in members.items() if own}
+
+    def _find_fused(self, names: list[str]) -> dict[nn.Parameter, Fused]:
+        """The matrices that hold queries, keys and values, where Muon takes them apart."""
+        if not self.plan.args.optimizer.muon_split_qkv:
+            return {}
+        shape = self.plan.shape
+        queries = shape.num_attention_heads // shape.num_query_groups * shape.kv_channels
+        rows = (queries, shape.kv_channels, shape.kv_channels)
+        named = zip(names, self.weights.masters)
+        # as in Megatron-LM, a part that is no whole number of groups stays one matrix
+        return {
+            master: Fused(rows)
+            for name, master in named
+            if name.endswith("linear_qkv.weight") and master.shape[0] % sum(rows) == 0
+        }
 
     def follow(self, schedule: LearningRatePlan) -> None:
         """Take learning rate and weight decay from `schedule`."""
@@ -259,7 +299,7 @@ class Optimizer:
             weights = group["params"]
             if not group["decays"]:
                 continue
-            if self.plan.args.optimizer.optimizer == "adam":
+            if self.plan.args.optimizer.optimizer != "sgd":
                 keep = torch.where(skipped, self._one, 1 - group["lr"] * decay)
                 torch._foreach_mul_(weights, keep)
             else:  # SGD's decay is part of the gradient, and goes through the momentum

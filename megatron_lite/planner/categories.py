@@ -7,7 +7,7 @@ from megatron_lite.config.plan import Plan, plan_stages
 from megatron_lite.formats.run_record import CategoryBytes, CategoryPrediction
 from megatron_lite.planner.memory import activation_bytes, logits_bytes, plan_batch
 from megatron_lite.planner.micro_batch import MicroBatch
-from megatron_lite.planner.state_size import FP32, element_bytes, state_bytes
+from megatron_lite.planner.state_size import FP32, count_moments, element_bytes, state_bytes
 from megatron_lite.units import count
 
 
@@ -55,6 +55,7 @@ def _list_states(plan: Plan) -> list[CategoryBytes]:
     ranks = 1 if plan.sharding is None else plan.sharding.ranks
     has_momentum = optimizer.sgd_momentum > 0
     state = state_bytes(parameters, plan.precision, plan.fp32_gradients, optimizer.optimizer, has_momentum, ranks)
+    state["moments"] = FP32 * count_moments(plan) // ranks
     if plan.precision != "fp32" and not plan.fp32_gradients and ranks == 1:
         # the optimizer's copies, during its step
         state["gradients"] += FP32 * parameters

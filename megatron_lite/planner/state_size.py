@@ -2,7 +2,12 @@
 
 from collections.abc import Iterator
 
-from megatron_lite.config.model_size import count_layer_parameters, count_parameter_tensors, count_parameters
+from megatron_lite.config.model_size import (
+    count_layer_parameters,
+    count_matrix_parameters,
+    count_parameter_tensors,
+    count_parameters,
+)
 from megatron_lite.config.plan import Plan
 from megatron_lite.formats.caching_allocator import MIN_BLOCK
 from megatron_lite.formats.hardware import CUBLAS_THREADS, Processor, cublas_workspace_bytes, cublaslt_workspace_bytes
@@ -10,6 +15,7 @@ from megatron_lite.formats.run_record import LedgerRow
 from megatron_lite.units import count
 
 FP32, INT64 = 4, 8
+MATRICES_OF_LAYER = 4  # two of attention, two of the MLP
 
 
 def element_bytes(precision: str) -> int:
@@ -44,6 +50,15 @@ def state_bytes(
     }
 
 
+def count_moments(plan: Plan) -> int:
+    """Numbers of moments that a rank's optimizer keeps for all its parameters: two of Adam, one of momentum."""
+    o = plan.args.optimizer
+    parameters = count_parameters(plan.rank_shape, plan.stage)
+    if o.optimizer == "muon":
+        return 2 * parameters - count_matrix_parameters(plan.rank_shape, plan.stage)
+    return parameters * (2 if o.optimizer == "adam" else int(o.sgd_momentum > 0))
+
+
 def per_parameter(category: str, name: str, each: int, number: int, ranks: int = 1) -> LedgerRow:
     """A row of so many bytes per parameter. ranks: that share it out."""
     among = f" / {ranks} ranks" if ranks > 1 else ""
@@ -59,8 +74,13 @@ def list_states(plan: Plan, processor: Processor | None) -> Iterator[LedgerRow]:
     )
     names = {"parameters": "weights", "master weights": "fp32 masters", "moments": f"moments of {optimizer.optimizer}"}
     for category, name in names.items():
+        if category == "moments" and optimizer.optimizer == "muon":
+            matrices = count_matrix_parameters(plan.rank_shape, plan.stage)
+            yield per_parameter(category, "momentum of muon", FP32, matrices)
+            yield per_parameter(category, "moments of adam", 2 * FP32, number - matrices)
+            continue
         yield per_parameter(category, name, states[category] * ranks // number, number, ranks)
-    if optimizer.optimizer == "adam":
+    if optimizer.optimizer != "sgd":
         yield _measure_step_counters(plan)
     if plan.fp32_gradients and ranks == 1:
         yield per_parameter("gradients", "fp32 sums of gradients", FP32, number)
@@ -84,6 +104,11 @@ def _measure_step_counters(plan: Plan) -> LedgerRow:
     Each takes the allocator's smallest block. A record of a CPU's memory counts in the same blocks.
     """
     number = count_parameter_tensors(plan.rank_shape, plan.stage)
+    if plan.args.optimizer.optimizer == "muon":
+        # of the others
+        number -= MATRICES_OF_LAYER * len(plan.stage.layers)
+        has_positions = plan.shape.position_embedding == "learned_absolute" and plan.stage.is_first
+        number -= int(has_positions)
     formula = f"{count(number)} parameter tensors x {MIN_BLOCK} bytes"
     return LedgerRow("moments", "step counters of adam", number * MIN_BLOCK, formula)
 

@@ -161,7 +161,33 @@ def _list_step(plan: Plan) -> list[StepPart]:
     ranks = plan.sharding.ranks if plan.sharding else 1
     updated = -(-count_parameters(plan.rank_shape, plan.stage) // ranks)
     each = gradient_bytes(plan.precision, plan.fp32_gradients)
-    return [*parts, _update_weights(updated, plan.precision, each, plan.args.optimizer)]
+    parts.append(_update_weights(updated, plan.precision, each, plan.args.optimizer))
+    if plan.args.optimizer.optimizer == "muon":
+        parts.append(_orthogonalize(plan))
+    return parts
+
+
+def _orthogonalize(plan: Plan) -> StepPart:
+    """Muon's Newton-Schulz steps (optim/muon.py), in each of which an m x n matrix, m <= n, has products of m x m x n, m x m x m and
+    m x m x n."""
+    shape, o = plan.rank_shape, plan.args.optimizer
+    keys = shape.num_query_groups * shape.kv_channels
+    attention = [(shape.attention_width, shape.hidden_size), (keys, shape.hidden_size), (keys, shape.hidden_size)]
+    if not o.muon_split_qkv:
+        attention = [(shape.qkv_rows, shape.hidden_size)]
+    sizes = [
+        *attention,
+        (shape.hidden_size, shape.attention_width),
+        (shape.fc1_width, shape.hidden_size),
+        (shape.hidden_size, shape.ffn_hidden_size),
+    ]
+    flops = 0
+    for size in sizes:
+        m, n = sorted(size)
+        flops += 2 * m * m * (2 * n + m)
+    layers = len(plan.stage.layers)
+    formula = f"{layers} layers x {o.muon_num_ns_steps} steps x {count(flops)} FLOPs"
+    return StepPart("Newton-Schulz steps of muon", COMPUTE, layers * o.muon_num_ns_steps * flops, formula, 0.0)
 
 
 @dataclass(frozen=True)
@@ -360,7 +386,8 @@ def _move(name: str, work: _Work, layers: int, num_bytes: int, in_backward: floa
 def _update_weights(parameters: int, precision: str, gradient_bytes: int, optimizer: OptimizerArgs) -> StepPart:
     """One pass over the gradients for their norm and one for the update, which reads and writes masters and moments and
     writes 16-bit weights: Adam in fp32 4 + 28, in fp16 2 + 28, in bf16 with fp32 gradients 4 + 30."""
-    moments = 2 if optimizer.optimizer == "adam" else int(bool(optimizer.sgd_momentum))
+    # Muon has one of matrices, which are nearly all
+    moments = {"adam": 2, "muon": 1}.get(optimizer.optimizer, int(bool(optimizer.sgd_momentum)))
     num_bytes = 2 * gradient_bytes + 2 * FP32 * (1 + moments) + (0 if precision == "fp32" else 2)
     formula = f"{count(parameters)} parameters x {count(num_bytes)} bytes"
     return StepPart(UPDATE, MEMORY, parameters * num_bytes, formula, 0.0)

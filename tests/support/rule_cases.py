@@ -26,6 +26,8 @@ SAMPLES !--global-batch-size --step-batch-size-schedule 0:8,31:4 ; SAMPLES !--gl
 !--mock-data --fim-data --data-path nothing --tokenizer-type ByteTokenizer --fim-split-sample x
 --use-megatron-fsdp --use-torch-fsdp2 ; --use-megatron-fsdp --bf16 --megatron-fsdp-main-grads-dtype fp32 --grad-reduce-in-bf16
 --hierarchical-context-parallel-sizes 2 2 ; --cp-comm-type a2a+p2p
+--optimizer muon --fp16 ; --optimizer muon --use-distributed-optimizer ; --optimizer muon --num-experts 4 --disable-bias-linear
+--optimizer muon --ckpt-format torch --save x
 --mup-base-hidden-size 0 ; --use-mup --num-experts 4 --disable-bias-linear ; --eval-micro-batch-size 3 ; --position-embedding-type yarn --rotary-interleaved
 SAMPLES !--global-batch-size --rampup-batch-size 2 2 100 ; SAMPLES --rampup-batch-size 2 4 100
 SAMPLES --rampup-batch-size 10 2 100 ; SAMPLES --rampup-batch-size 1 1 100 ; --exit-signal SIGNAL
@@ -283,6 +285,11 @@ BY_WORLD = [  # changes, world, the flag with which the answer begins
         f"{PP2} --num-layers 8 --account-for-loss-in-pipeline-split --decoder-first-pipeline-num-layers 4",
         FOUR_RANKS,
         "--decoder-first-pipeline-num-layers and --account-for-loss-in-pipeline-split exclude each other; drop one",
+    ),
+    (
+        "--optimizer muon --tensor-model-parallel-size 2",
+        FOUR_RANKS,
+        "--optimizer muon: --tensor-model-parallel-size 2 splits the matrices; give --muon-tp-mode blockwise",
     ),
     (
         "--context-parallel-size 2 --cp-comm-type p2p a2a p2p",

@@ -116,6 +116,7 @@ def _check_custom_model(args: Args) -> Iterator[str]:
         f"--recompute-granularity {m.recompute_granularity}": m.recompute_granularity,
         "--torch-compile layers": args.training.torch_compile == "layers",
         "--use-mup": m.use_mup,
+        "--optimizer muon": args.optimizer.optimizer == "muon",
         "--log-throughput": args.watch.log_throughput,
         "--decoupled-lr": args.optimizer.decoupled_lr is not None,
         "--ckpt-format torch": args.checkpoint.ckpt_format == "torch",

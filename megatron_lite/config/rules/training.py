@@ -131,6 +131,8 @@ def optimizer_rules(args: Args, world: World) -> Iterator[str]:
     for name, rate in (("--min-lr", o.min_lr), ("--lr-warmup-init", o.lr_warmup_init)):
         if o.lr is not None and not 0 <= rate <= o.lr:
             yield f"{name} {rate:g}: must be at least 0 and at most --lr {o.lr:g}."
+    if o.optimizer == "muon":
+        yield from _check_muon(args)
     yield from _check_schedule(args)
     start, end = o.start_weight_decay, o.end_weight_decay
     both = "--start-weight-decay and --end-weight-decay"
@@ -143,6 +145,26 @@ def optimizer_rules(args: Args, world: World) -> Iterator[str]:
         yield f"--start-weight-decay {start:g}: must be at least 0 and at most --end-weight-decay {end:g}."
     if o.override_opt_param_scheduler and o.use_checkpoint_opt_param_scheduler:
         yield "--override-opt-param-scheduler and --use-checkpoint-opt-param-scheduler exclude each other; keep one."
+
+
+def _check_muon(args: Args) -> Iterator[str]:
+    """What Muon does not go with: it takes whole matrices, in fp32 or bf16."""
+    p, name = args.parallel, "--optimizer muon"
+    tensor = p.tensor_model_parallel_size
+    if args.precision.fp16:
+        yield f"{name} and --fp16 exclude each other, as in Megatron-LM; give --bf16."
+    if tensor > 1 and args.optimizer.muon_tp_mode != "blockwise":
+        split = f"--tensor-model-parallel-size {tensor} splits"
+        yield f"{name}: {split} the matrices; give --muon-tp-mode blockwise, which takes parts for matrices, or 1."
+    if p.shards_state:
+        flag = "--use-distributed-optimizer"
+        flag = "--use-torch-fsdp2" if p.use_torch_fsdp2 else flag
+        flag = "--use-megatron-fsdp" if p.use_megatron_fsdp else flag
+        yield f"{name} and {flag} exclude each other here: each rank would have some rows of a matrix; drop one of them."
+    if args.experts.num_experts is not None:
+        yield f"{name} and --num-experts exclude each other here: experts are not taken apart; drop one of them."
+    if args.checkpoint.ckpt_format == "torch" and args.checkpoint.save is not None:
+        yield f"{name}: --ckpt-format torch has no place for two optimizers; drop the format."
 
 
 def _check_schedule(args: Args) -> Iterator[str]:

@@ -1,0 +1,154 @@
+"""Muon: momentum whose matrices are made orthogonal, with AdamW for what is no matrix (Jordan et al. 2024).
+
+The meaning of momentum, scales and coefficients is Megatron-LM's, which takes them from NVIDIA's Emerging-Optimizers
+0.3. torch.optim.Muon has one set of coefficients for all steps, rounds before it normalizes, and has the host wait for
+the learning rate; hence an engine of its own. Letters: R rows, C columns of a matrix.
+"""
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron_lite.config.args import OptimizerArgs
+
+# Of the polynomial a x + b x^3 + c x^5, one row for each step; after the last one the first again.
+# Source: emerging_optimizers/orthogonalized_optimizers/muon_utils.py, which names the papers.
+COEFFICIENTS: Mapping[str, Sequence[tuple[float, float, float]]] = {
+    "simple": ((3.4445, -4.7750, 2.0315),),
+    "quintic": (
+        (4.0848, -6.8946, 2.9270),
+        (3.9505, -6.3029, 2.6377),
+        (3.7418, -5.5913, 2.3037),
+        (2.8769, -3.1427, 1.2046),
+        (2.8366, -3.0525, 1.2012),
+    ),
+    "aol": (
+        (4.0098, -7.0585, 2.4635),
+        (3.4585, -5.5479, 2.5959),
+        (2.7573, -3.2939, 1.4254),
+        (2.7215, -3.0494, 1.3169),
+    ),
+}
+EPSILON = 1e-7  # below which a matrix is not normalized
+
+
+@dataclass(frozen=True)
+class Fused:
+    """How the rows of queries, keys and values lie in a matrix: by group, in this order."""
+
+    rows: tuple[int, int, int]  # of one group
+
+
+def orthogonalize(matrix_RC: Tensor, steps: int, coefficients: str, in_bf16: bool) -> Tensor:
+    """A matrix with about the same directions, whose singular values are all about 1; fp32.
+
+    Newton-Schulz iteration. in_bf16: products are of bf16 numbers, as on tensor cores.
+    """
+    is_tall = matrix_RC.shape[0] > matrix_RC.shape[1]
+    # the Gram matrix is of the smaller size
+    x = matrix_RC.T if is_tall else matrix_RC
+    x = x / x.norm().clamp(min=EPSILON)
+    if in_bf16:
+        x = x.bfloat16()
+    for a, b, c in itertools.islice(itertools.cycle(COEFFICIENTS[coefficients]), steps):
+        gram = x @ x.T
+        polynomial = torch.addmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.addmm(x, polynomial, x, beta=a)
+    x = x.float()
+    return x.T if is_tall else x
+
+
+def compute_scale(rows: int, columns: int, mode: str) -> float:
+    """The factor of an update: of --muon-scale-mode."""
+    if mode == "spectral":
+        return float(max(rows, columns) ** 0.5)
+    if mode == "unit_rms_norm":
+        return float((rows / columns) ** 0.5)
+    return float(max(1, rows / columns) ** 0.5)
+
+
+class Muon(torch.optim.Optimizer):
+    """Updates matrices. `grad_scale` and `found_inf` are those of torch's fused optimizers: scalars on the device."""
+
+    def __init__(self, groups: list[dict[str, Any]], o: OptimizerArgs, lr: Tensor, fused: Mapping[nn.Parameter, Fused]):
+        """
+        Args:
+            groups: With a device tensor for the learning rate each.
+            o: The optimizer's flags.
+            lr: The usual learning rate.
+            fused: The matrices whose queries, keys and values are made orthogonal by themselves.
+        """
+        super().__init__(groups, {"lr": lr, "weight_decay": 0.0})
+        self._o, self._fused = o, fused
+        self.grad_scale: Tensor | None = None
+        self.found_inf: Tensor | None = None
+        for group in self.param_groups:
+            for weight in group["params"]:
+                self.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update all matrices, or none after an overflow; the host waits for nothing."""
+        assert self.grad_scale is not None and self.found_inf is not None
+        skipped = self.found_inf > 0
+        for group in self.param_groups:
+            for weight in group["params"]:
+                if weight.grad is None:
+                    continue
+                # an overflow's NaN must not go into the momentum
+                gradient = torch.where(skipped, 0.0, weight.grad / self.grad_scale)
+                update = self._follow(weight, gradient, skipped)
+                changed = weight * (1 - group["lr"] * group["weight_decay"]) - group["lr"] * update
+                weight.copy_(torch.where(skipped, weight, changed))
+
+    def _follow(self, weight: Tensor, gradient: Tensor, skipped: Tensor) -> Tensor:
+        """The direction that the momentum gives, orthogonal and scaled; the momentum takes the gradient in."""
+        buffer: Tensor = self.state[weight]["momentum_buffer"]
+        momentum = self._o.muon_momentum
+        buffer.copy_(torch.where(skipped, buffer, buffer.lerp(gradient, 1 - momentum)))
+        direction = gradient.lerp(buffer, momentum) if self._o.muon_nesterov else buffer
+        return self._orthogonalize(weight, direction)
+
+    def _orthogonalize(self, weight: Tensor, direction_RC: Tensor) -> Tensor:
+        """The scaled update of a matrix, or of the three in it."""
+        fused = self._fused.get(weight)  # type: ignore[call-overload]
+        if fused is None:
+            return self._scale_orthogonal(direction_RC)
+        groups = direction_RC.unflatten(0, (-1, sum(fused.rows)))
+        parts = []
+        for part in groups.split(fused.rows, dim=1):
+            orthogonal = self._scale_orthogonal(part.flatten(0, 1))
+            parts.append(orthogonal.unflatten(0, (len(groups), -1)))
+        return torch.cat(parts, dim=1).flatten(0, 1)
+
+    def _scale_orthogonal(self, matrix_RC: Tensor) -> Tensor:
+        o = self._o
+        in_bf16 = o.muon_fp32_matmul_prec == "medium"
+        orthogonal = orthogonalize(matrix_RC, o.muon_num_ns_steps, o.muon_coefficient_type, in_bf16)
+        rows, columns = matrix_RC.shape
+        return orthogonal * (compute_scale(rows, columns, o.muon_scale_mode) * o.muon_extra_scale_factor)
+
+
+class Together(torch.optim.Optimizer):
+    """Two engines that are called as one."""
+
+    def __init__(self, engines: Sequence[torch.optim.Optimizer]):
+        self.engines = engines
+        self.param_groups = [group for engine in engines for group in engine.param_groups]
+        self.state = {weight: state for engine in engines for weight, state in engine.state.items()}  # type: ignore[assignment]
+        self.grad_scale: Tensor | None = None
+        self.found_inf: Tensor | None = None
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Have both update their weights."""
+        factors = {"grad_scale": self.grad_scale, "found_inf": self.found_inf}
+        for engine in self.engines:
+            for name, factor in factors.items():
+                setattr(engine, name, factor)
+            engine.step()
+            for name in factors:
+                setattr(engine, name, None)
