@@ -6,21 +6,24 @@ import platform
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from types import TracebackType
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megatron_lite.checkpoint import folder, megatron_file
 from megatron_lite.checkpoint.find import find_latest_valid, open_checkpoint
-from megatron_lite.checkpoint.folder import Background
+from megatron_lite.checkpoint.folder import Background, Manifest
 from megatron_lite.checkpoint.host_copies import HostCopies
 from megatron_lite.checkpoint.megatron_args import plain_arguments
 from megatron_lite.checkpoint.random_states import get_random_state, set_random_state
 from megatron_lite.checkpoint.shared_storage import list_files
 from megatron_lite.checkpoint.training_state import CheckpointRecord, Stored
 from megatron_lite.checkpoint.write import Writer, assign_share
-from megatron_lite.config.layout import put_part, whole_part
-from megatron_lite.config.plan import LearningRatePlan, Plan
+from megatron_lite.config.layout import Part, put_part, whole_part
+from megatron_lite.config.plan import Plan
 from megatron_lite.errors import CheckpointError
 from megatron_lite.model.gpt import DTYPES
 from megatron_lite.optim.optimizer import Optimizer
@@ -45,6 +48,7 @@ logger = logging.getLogger(__name__)
 
 STATES = ("master", "exp_avg", "exp_avg_sq", "momentum_buffer")  # the optimizer's tensors of a parameter's shape
 SECONDS_TO_FINISH = 60  # that a failed run gives a save in the background
+Seen = TypeVar("Seen")
 
 
 class Checkpoints:
@@ -54,37 +58,65 @@ class Checkpoints:
     """
 
     def __init__(self, plan: Plan, replica: Replica, optimizer: Optimizer, device: torch.device):
-        self.plan, self.replica, self.optimizer, self.device = plan, replica, optimizer, device
-        # {flat name: this rank's part of the tensor}
-        self._parts = {flat: part for name, part in replica.parts.items() for flat in _list_flat_names(name)}
-        # those that others write: of what tensor parallel ranks hold alike one has them,
-        # of a tied embedding the first stage
-        uncounted = [name for name, counts in zip(replica.names, replica.owned, strict=True) if not counts]
-        copies = [name for name in replica.names if is_copy(plan.stage, name)]
-        self._others = {flat for name in uncounted for flat in _list_flat_names(name)} & set(self._parts)
-        self._others |= {flat for name in copies for flat in (*_list_flat_names(name), f"optimizer.{name}.step")}
+        """
+        Args:
+            plan: This rank's.
+            replica: Its model.
+            optimizer: Updates the replica's parameters.
+            device: Has random states of its own.
+        """
+        self.plan = plan
+        self.replica = replica
+        self.optimizer = optimizer
+        self.device = device
+        # by flat name, this rank's part of the tensor
+        self._parts: dict[str, Part] = {}
+        for name, part in replica.parts.items():
+            self._parts |= dict.fromkeys(_list_flat_names(name), part)
+        # flat names of what others write
+        self._others = self._find_others()
         c = plan.args.checkpoint
-        # a group of its own: saving must not mix with training's collectives, and needs no GPU
-        used, limit = c.save or c.load or c.pretrained_checkpoint, get_time_limit(plan.args.parallel)
-        self._group = dist.new_group(backend="gloo", timeout=limit) if used else None
+        self._group: dist.ProcessGroup | None = None
+        if c.save or c.load or c.pretrained_checkpoint:
+            # a group of its own: saving must not mix with training's collectives, and needs no GPU
+            self._group = dist.new_group(backend="gloo", timeout=get_time_limit(plan.args.parallel))
         self._background = Background()
-        write_tensors = megatron_file.writer(plan.args) if c.ckpt_format == "torch" else self._write_tensors
-        self._writer = Writer(Path(c.save), write_tensors, self._group, c.save_retain_interval) if c.save else None
-        self._copies = HostCopies(self._my_share()) if c.save and c.async_save else None
+        self._writer: Writer | None = None
+        self._copies: HostCopies | None = None
+        if c.save:
+            write_tensors = megatron_file.writer(plan.args) if c.ckpt_format == "torch" else self._write_tensors
+            self._writer = Writer(Path(c.save), write_tensors, self._group, c.save_retain_interval)
+        if c.save and c.async_save:
+            self._copies = HostCopies(self._my_share())
 
-    def __enter__(self):
+    def _find_others(self) -> set[str]:
+        """Find the flat names of what other ranks write: of what tensor parallel ranks hold alike one has them, of a
+        tied embedding the first stage."""
+        replica = self.replica
+        others: set[str] = set()
+        for name, is_owned in zip(replica.names, replica.owned, strict=True):
+            flat_names = _list_flat_names(name)
+            if not is_owned:
+                others |= set(flat_names) & set(self._parts)
+            if is_copy(self.plan.stage, name):
+                others |= {*flat_names, f"optimizer.{name}.step"}
+        return others
+
+    def __enter__(self) -> "Checkpoints":  # noqa: PYI034 - Self came with Python 3.11
         return self
 
-    def __exit__(self, kind, error, traceback):
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
         if error is None:
             self.finish()
-        else:
-            self._background.give_up(SECONDS_TO_FINISH)
-            if self._background.busy:
-                logger.info(
-                    f"  warning: the checkpoint in the background is given up after {SECONDS_TO_FINISH} s; the one "
-                    "before it is the newest"
-                )
+            return
+        self._background.give_up(SECONDS_TO_FINISH)
+        if self._background.busy:
+            logger.info(
+                f"  warning: the checkpoint in the background is given up after {SECONDS_TO_FINISH} s; the one "
+                "before it is the newest"
+            )
 
     @property
     def failed(self) -> bool:
@@ -99,12 +131,13 @@ class Checkpoints:
         """
         self._background.finish()
 
-    def save(self, progress: Progress):
+    def save(self, progress: Progress) -> None:
         """Write SAVE/iter_NNNNNNN and the tracker. Collective; a failure is raised on every rank.
 
         With --async-save it returns as soon as the state is copied; `failed` and `finish` tell of a failure.
         """
-        plan, c = self.plan, self.plan.args.checkpoint
+        plan = self.plan
+        c = plan.args.checkpoint
         record = CheckpointRecord(
             iteration=progress.iteration,
             consumed=progress.consumed,
@@ -119,26 +152,30 @@ class Checkpoints:
             versions={"torch": torch.__version__, "python": platform.python_version()},
             kernels=describe_kernels(self.replica.model, plan.compilation),
         )
-        tensors, random = self._my_share(), {}
+        tensors = self._my_share()
+        random: dict[str, Tensor] = {}
         if not c.no_save_rng:
             state = get_random_state(self.device)
             random = {f"random.{plan.world.rank}.{key}": value for key, value in state.items()}
-        if self._copies is None:
-            return self._write(record, tensors | random)
+        copies = self._copies
+        if copies is None:
+            self._write(record, tensors | random)
+            return
         if self._background.busy:
             logger.info("  waiting for the last checkpoint to be written; a larger --save-interval would not wait")
         self.finish()
-        copied = self._copies.take(tensors)
+        copied = copies.take(tensors)
 
-        def write_copies():
+        def write_copies() -> None:
             if self.device.type == "cuda":
-                torch.cuda.set_device(self.device)  # a thread begins with GPU 0, on which torch's writer would wait
-            self._copies.wait()
+                # a thread begins with GPU 0, on which torch's writer would wait
+                torch.cuda.set_device(self.device)
+            copies.wait()
             self._write(record, copied | random)
 
         self._background.start(write_copies)
 
-    def load(self, progress: Progress):
+    def load(self, progress: Progress) -> None:
         """Continue from --load's newest checkpoint, or start from --pretrained-checkpoint's weights, or do nothing."""
         c = self.plan.args.checkpoint
         for flag, source, step, weights_only in (
@@ -148,14 +185,19 @@ class Checkpoints:
             if source is None:
                 continue
             slot = find_latest_valid(Path(source), step, self._find_damage, logger.info, self._as_first_rank, flag)
-            if slot is not None:  # a release is weights, whatever it holds, as in Megatron
-                return self._restore(slot.expected, weights_only or slot.name == RELEASE, progress)
+            if slot is not None:
+                # a release is weights, whatever it holds, as in Megatron
+                self._restore(slot.expected, weights_only or slot.name == RELEASE, progress)
+                return
         if c.load is not None:
             logger.info(f"  --load {c.load}: no checkpoint yet, starting from random weights")
 
-    def _my_share(self) -> dict[str, torch.Tensor]:
-        """The tensors that this rank writes, not copied. Ranks that hold the same tensors write some of them each."""
-        c, layout, dtype = self.plan.args.checkpoint, self.plan.layout, DTYPES[self.plan.precision]
+    def _my_share(self) -> dict[str, Tensor]:
+        """The tensors that this rank writes, by flat name, not copied. Ranks that hold the same tensors write some of
+        them each."""
+        c = self.plan.args.checkpoint
+        layout = self.plan.layout
+        dtype = DTYPES[self.plan.precision]
         named = zip(self.replica.names, self.replica.parameters)
         tensors = {f"model.{name}": parameter.detach().to(dtype) for name, parameter in named}
         tensors |= self._list_expert_biases()
@@ -163,16 +205,17 @@ class Checkpoints:
             tensors |= self.optimizer.tensors(self.replica.names)
         tensors = {name: tensor for name, tensor in tensors.items() if name not in self._others}
         parts = {name: tensors.pop(name) for name in self._parts if name in tensors}
-        one_file = c.ckpt_format == "torch"  # of the first rank
+        # the first rank's
+        one_file = c.ckpt_format == "torch"
         whole = assign_share(tensors, layout.stage_rank, 1 if one_file else layout.stage_size)
-        shared: dict[str, torch.Tensor] = {}
+        shared: dict[str, Tensor] = {}
         for copies in dict.fromkeys((self.replica.copies, self.replica.expert_copies)):
             alike = {name: tensor for name, tensor in parts.items() if self.replica.find_copies(name) == copies}
             shared |= assign_share(alike, copies.place, 1 if one_file else copies.number)
         return self._gather(whole | shared) if one_file else whole | shared
 
-    def _list_expert_biases(self) -> dict[str, torch.Tensor]:
-        """By flat name, the biases by which routers balance experts, which no optimizer knows."""
+    def _list_expert_biases(self) -> dict[str, Tensor]:
+        """List by flat name the biases by which routers balance experts, which no optimizer knows."""
         biases = {}
         for name, mixture in self.replica.list_mixtures():
             mixture.router.state.prepare(self.device)
@@ -188,15 +231,20 @@ class Checkpoints:
         if biases:
             stored.read_into(biases)
 
-    def _gather(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """All ranks' tensors on the first rank; those that it did not hold whole are on the host. Collective."""
+    def _gather(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Gather all ranks' tensors on the first rank; those that it did not hold whole are on the host. Collective."""
         parts = {name: self._parts.get(name) or whole_part(tuple(tensor.shape)) for name, tensor in tensors.items()}
         mine = {name: (part, tensors[name].dtype) for name, part in parts.items()}
-        everyones: list = [None] * self.plan.world.size
+        everyones: list[dict[str, tuple[Part, torch.dtype]]] = [{} for _ in range(self.plan.world.size)]
         dist.all_gather_object(everyones, mine, group=self._group)
-        for name, (part, dtype) in {name: form for forms in everyones for name, form in forms.items()}.items():
-            if name in everyones[0] and everyones[0][name][0] == whole_part(part.whole):
-                continue  # the first rank has all of it
+        forms: dict[str, tuple[Part, torch.dtype]] = {}
+        for of_rank in everyones:
+            forms |= of_rank
+        of_first_rank = everyones[0]
+        for name, (part, dtype) in forms.items():
+            if name in of_first_rank and of_first_rank[name][0] == whole_part(part.whole):
+                # the first rank has all of it
+                continue
             whole = torch.zeros(part.whole, dtype=dtype)
             if name in tensors:
                 put_part(whole, tensors[name], parts[name])
@@ -204,18 +252,26 @@ class Checkpoints:
             tensors[name] = whole
         return tensors if self.plan.world.is_first else {}
 
-    def _write_tensors(self, *arguments) -> dict[str, dict]:
-        from megatron_lite.checkpoint import megatron_dist  # torch.distributed.checkpoint's import takes a second
+    def _write_tensors(
+        self, path: Path, record: CheckpointRecord, tensors: dict[str, Tensor], group: dist.ProcessGroup | None
+    ) -> Manifest:
+        """Write the tensors as Megatron-LM's torch_dist format has them, as WriteTensors says."""
+        # torch.distributed.checkpoint's import takes a second
+        from megatron_lite.checkpoint import megatron_dist
 
-        return megatron_dist.writer(plain_arguments(self.plan.args), self._parts)(*arguments)
+        write = megatron_dist.writer(plain_arguments(self.plan.args), self._parts)
+        return write(path, record, tensors, group)
 
-    def _write(self, record: CheckpointRecord, tensors: dict[str, torch.Tensor]):
+    def _write(self, record: CheckpointRecord, tensors: dict[str, Tensor]) -> None:
+        """Write a checkpoint, and say so. Collective."""
+        assert self._writer is not None, "only a run with --save writes"
         try:
             written = self._writer.write(record, tensors)
         except CheckpointError as error:
             if self.plan.args.checkpoint.exit_on_save_failure:
                 raise
-            return logger.info(f"  warning: {error} Training goes on.")
+            logger.info(f"  warning: {error} Training goes on.")
+            return
         logger.info(f"  saved iteration {record.iteration}: {written}")
         if not (self.plan.args.watch.log_progress and self.plan.world.is_first):
             return
@@ -228,36 +284,50 @@ class Checkpoints:
                 f"  warning: --log-progress: {path} cannot be written ({error.strerror}); the checkpoint is complete."
             )
 
-    def _as_first_rank(self, look: Callable):
-        """The result of `look` on the first rank, on all ranks: their views of a shared folder may differ.
+    def _as_first_rank(self, look: Callable[[], Seen], /) -> Seen:
+        """Return on all ranks what `look` gives the first one: their views of a shared folder may differ. Collective.
 
-        Collective.
+        Raises:
+            CheckpointError: look() raises it on the first rank.
         """
-        found: list = [None]
+        # the error, or what is seen
+        answers: list[tuple[CheckpointError | None, list[Seen]]] = [(None, [])]
         if self.plan.world.is_first:
             try:
-                found = [look()]
+                answers = [(None, [look()])]
             except CheckpointError as error:
-                found = [error]
-        dist.broadcast_object_list(found, src=0, group=self._group)
-        if isinstance(found[0], CheckpointError):
-            raise found[0]
-        return found[0]
+                answers = [(error, [])]
+        dist.broadcast_object_list(answers, src=0, group=self._group)
+        refusal, seen = answers[0]
+        if refusal is not None:
+            raise refusal
+        return seen[0]
 
     def _find_damage(self, path: Path) -> str | None:
-        """What is wrong with a checkpoint; each rank checks a part of it.
+        """Find what is wrong with a checkpoint; each rank checks a part of it. Collective.
 
-        CheckpointError if ranks see different files.
+        Raises:
+            CheckpointError: Ranks see different files.
         """
         world = self.plan.world
         if world.size > 1:
-            require_shared_load(path, world.rank, self._as_first_rank(partial(list_files, path)), self._group)
-        everyone: list = [None] * world.size
-        dist.all_gather_object(everyone, folder.wrong(path, slice(world.rank, None, world.size)), group=self._group)
+            names = self._as_first_rank(partial(list_files, path))
+            require_shared_load(path, world.rank, names, self._group)
+        everyone: list[str | None] = [None] * world.size
+        found = folder.wrong(path, slice(world.rank, None, world.size))
+        dist.all_gather_object(everyone, found, group=self._group)
         return next((text for text in everyone if text is not None), None)
 
-    def _restore(self, path: Path, weights_only: bool, progress: Progress):
-        c, stored = self.plan.args.checkpoint, open_checkpoint(path)
+    def _restore(self, path: Path, weights_only: bool, progress: Progress) -> None:
+        """Continue from a checkpoint.
+
+        Args:
+            path: Its folder.
+            weights_only: Take nothing but its weights.
+            progress: Where training is, which a whole checkpoint says.
+        """
+        c = self.plan.args.checkpoint
+        stored = open_checkpoint(path)
         record = stored.record
         require_shape(path, record, self.plan.shape, self.plan.vocab_size, self.plan.args.model.model)
         for text in stored.notes:
@@ -273,38 +343,49 @@ class Checkpoints:
             stored.read_into({f"model.{name}": value.detach() for name, value in named}, self._parts)
             self.optimizer.weights.reload(DTYPES[self.plan.precision])
         else:
-            require_optimizer(path, stored, self.plan.args.optimizer.optimizer)
-            schedule = require_schedule(path, record, self.plan.args.optimizer, self.plan.learning_rate)
-            if schedule is not None:
-                self.optimizer.follow(LearningRatePlan(**schedule))
-            # masters are read from masters or, of a run in fp32, from the weights; the weights are rounded from them
-            held, names = stored.names(), self.replica.names
-            targets = {
-                name: tensor
-                for name, tensor in self.optimizer.tensors(names).items()
-                if not name.endswith(".master") and (name in held or not name.startswith("loss_scale."))
-            }
-            for name, master in zip(names, self.optimizer.weights.masters, strict=True):
-                source = f"optimizer.{name}.master"
-                targets[source if source in held else f"model.{name}"] = master.detach()
-            stored.read_into(targets, self._parts)
-            self.optimizer.resume()
+            self._load_optimizer(path, stored)
         self._load_expert_biases(stored)
         warn_of_rotary(path, record, self.plan.shape.rotary_seq_len_interpolation_factor)
         for text in self._compare(stored, weights_only):
             logger.info(f"  note: --load {path}: {text}")
         if weights_only:
-            return logger.info(f"  loaded the weights of iteration {record.iteration}: {path}")
-        progress.iteration = progress.started_at = record.iteration
-        progress.consumed, progress.consumed_valid = record.consumed, record.consumed_valid_samples
+            logger.info(f"  loaded the weights of iteration {record.iteration}: {path}")
+            return
+        progress.iteration = record.iteration
+        progress.started_at = record.iteration
+        progress.consumed = record.consumed
+        progress.consumed_valid = record.consumed_valid_samples
         progress.left_out = record.left_out
         if not c.no_load_rng:
             self._load_random_state(path, stored)
         logger.info(f"  loaded iteration {record.iteration}: {path}")
 
+    def _load_optimizer(self, path: Path, stored: Stored) -> None:
+        """Take schedule, moments and masters from a checkpoint, and round the weights from the masters."""
+        require_optimizer(path, stored, self.plan.args.optimizer.optimizer)
+        schedule = require_schedule(path, stored.record, self.plan.args.optimizer, self.plan.learning_rate)
+        if schedule is not None:
+            self.optimizer.follow(schedule)
+        held = stored.names()
+        names = self.replica.names
+        targets: dict[str, Tensor] = {}
+        for name, tensor in self.optimizer.tensors(names).items():
+            is_master = name.endswith(".master")
+            # a checkpoint may hold no loss scale
+            is_wanted = name in held or not name.startswith("loss_scale.")
+            if is_wanted and not is_master:
+                targets[name] = tensor
+        # masters are read from masters or, of a run in fp32, from the weights
+        for name, master in zip(names, self.optimizer.weights.masters, strict=True):
+            source = f"optimizer.{name}.master"
+            targets[source if source in held else f"model.{name}"] = master.detach()
+        stored.read_into(targets, self._parts)
+        self.optimizer.resume()
+
     def _compare(self, stored: Stored, weights_only: bool) -> Iterator[str]:
-        """Lines on what the run does otherwise than the one that was saved."""
-        plan, record = self.plan, stored.record
+        """Yield lines on what the run does otherwise than the one that was saved."""
+        plan = self.plan
+        record = stored.record
         if weights_only or plan.args.checkpoint.no_load_optim:
             yield from describe_idle_flags(plan.args.optimizer, "no optimizer is loaded")
         elif record.schedule is None:
@@ -313,26 +394,32 @@ class Checkpoints:
             yield from compare_data(stored.arguments, plan, record.consumed)
             yield from compare_kernels(record.kernels, describe_kernels(self.replica.model, plan.compilation))
 
-    def _load_random_state(self, path: Path, stored: Stored):
-        rank, record = self.plan.world.rank, stored.record
+    def _load_random_state(self, path: Path, stored: Stored) -> None:
+        """Take this rank's random states from a checkpoint.
+
+        Raises:
+            CheckpointError: It holds none, though it could.
+        """
+        record = stored.record
         if record.ranks == 0 and record.trainer != CheckpointRecord.trainer:
-            return logger.info(f"  random states of {record.trainer} do not apply here; dropout continues from --seed")
+            logger.info(f"  random states of {record.trainer} do not apply here; dropout continues from --seed")
+            return
         if record.ranks == 0:
             raise CheckpointError(
                 f"--load {path}: was saved with --no-save-rng and holds no random states; add "
                 "--no-load-rng to continue with those of --seed."
             )
-        prefix = f"random.{rank}."  # a rank that the saving run did not have keeps the state that its seed gave it
-        state = {
-            name: torch.empty(stored.size_of(name), dtype=stored.dtype_of(name))
-            for name in stored.names()
-            if name.startswith(prefix)
-        }
+        # a rank that the saving run did not have keeps the state that its seed gave it
+        prefix = f"random.{self.plan.world.rank}."
+        state = {}
+        for name in stored.names():
+            if name.startswith(prefix):
+                state[name] = torch.empty(stored.size_of(name), dtype=stored.dtype_of(name))
         if state:
             stored.read_into(state)
             set_random_state({name.removeprefix(prefix): value for name, value in state.items()}, self.device)
 
 
 def _list_flat_names(name: str) -> list[str]:
-    """Flat names of a parameter and of the optimizer's tensors of its shape."""
+    """List the flat names of a parameter and of the optimizer's tensors of its shape."""
     return [f"model.{name}", *(f"optimizer.{name}.{kind}" for kind in STATES)]

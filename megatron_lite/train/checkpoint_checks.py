@@ -27,6 +27,7 @@ from megatron_lite.config.shape import ExpertShape, ModelShape, parse_experts
 from megatron_lite.cpu_kernels.products import describe_products
 from megatron_lite.errors import CheckpointError
 from megatron_lite.model.custom_model import CustomModel
+from megatron_lite.model.gpt import GPT, TransformerLayer
 from megatron_lite.parallel.process_group import get_time_limit
 from megatron_lite.shared_files import read_bounded
 from megatron_lite.user_functions import describe_source
@@ -83,7 +84,7 @@ SCHEDULE_FLAGS = {
 }
 
 
-def require_checkpoint(c: CheckpointArgs):
+def require_checkpoint(c: CheckpointArgs) -> None:
     """Raise CheckpointError if --load, --ckpt-step or --pretrained-checkpoint name what is not there.
 
     Reads only; called before ranks meet.
@@ -103,58 +104,65 @@ def require_checkpoint(c: CheckpointArgs):
 
 
 @contextlib.contextmanager
-def reserve_save(plan: Plan):
-    """Inside the block no other run can save to --save: the first rank holds its lock, which all ranks see.
+def reserve_save(plan: Plan) -> Iterator[None]:
+    """Keep other runs from saving to --save inside the block: the first rank holds its lock, which all ranks see.
+    Collective.
 
-    Collective; raises CheckpointError on all ranks.
+    Raises:
+        CheckpointError: Another run holds it, or it cannot be written; on all ranks.
     """
     save = plan.args.checkpoint.save
     if save is None or plan.args.training.skip_train:
         yield
         return
     # why it is refused, and what the first rank's lock file says
-    answer: list = [None, ""]
+    refusal: CheckpointError | None = None
+    holder = ""
     limit = get_time_limit(plan.args.parallel)
     with contextlib.ExitStack() as held:
         if plan.world.is_first:
             try:
                 held.enter_context(folder.reserved(Path(save), min(MAX_WAIT_S, limit.total_seconds() / 2), logger.info))
-                answer[1] = _read_lock(Path(save))
+                holder = _read_lock(Path(save))
             except CheckpointError as error:
-                answer[0] = error
-        dist.broadcast_object_list(answer, src=0)
-        refusal, holder = answer
+                refusal = error
+        answers = [(refusal, holder)]
+        dist.broadcast_object_list(answers, src=0)
+        refusal, holder = answers[0]
         if refusal is not None:
             raise refusal
         if holder and plan.world.size > 1:
-            _require_shared_save(plan, holder)
+            _require_shared_save(plan, Path(save), holder)
         yield
 
 
 def _read_lock(save: Path) -> str:
-    """What the lock file of --save says; empty where there is none, or on a full disk."""
+    """Read the lock file of --save; empty where there is none, or on a full disk."""
     try:
         return read_bounded(save / folder.LOCK_FILE, folder.MAX_HOLDER_BYTES)
     except OSError:
         return ""
 
 
-def _require_shared_save(plan: Plan, holder: str):
-    """Tell that ranks have different folders under --save, before they train for hours. holder: what the first rank's
-    lock says.
+def _require_shared_save(plan: Plan, save: Path, holder: str) -> None:
+    """Tell that ranks have different folders under --save, before they train for hours. Collective.
 
-    CheckpointError where saving would fail, unless training is to go on then. A file that the first rank writes alone
-    is whole.
+    A file that the first rank writes alone is whole.
+
+    Args:
+        plan: This rank's.
+        save: The folder of --save.
+        holder: What the first rank's lock says.
+
+    Raises:
+        CheckpointError: Saving would fail, and training is not to go on then.
     """
-    c, world = plan.args.checkpoint, plan.world
-    save = Path(c.save)
+    c = plan.args.checkpoint
 
     def look() -> list[View]:
         refresh(save)
         lacking = () if _read_lock(save) == holder else (folder.LOCK_FILE,)
-        views: list = [None] * world.size
-        dist.all_gather_object(views, View(world.rank, describe_place(save), lacking))
-        return views
+        return _gather_views(View(plan.world.rank, describe_place(save), lacking))
 
     views = compare_views(look)
     if not views:
@@ -169,28 +177,39 @@ def _require_shared_save(plan: Plan, holder: str):
         logger.info(f"  warning: {text}; no checkpoint will be complete. {remedy.capitalize()}. Training goes on.")
 
 
-def require_shared_load(path: Path, rank: int, names: list[str], group):
-    """Raise CheckpointError if a rank lacks files of a checkpoint that another one sees. Collective.
+def _gather_views(mine: View, group: dist.ProcessGroup | None = None) -> list[View]:
+    """Gather the views of all ranks, by rank. Collective over the group; None: all ranks."""
+    views = [mine] * dist.get_world_size(group)
+    dist.all_gather_object(views, mine, group=group)
+    return views
 
-    names: the files of the checkpoint, as the first rank knows them.
+
+def require_shared_load(path: Path, rank: int, names: list[str], group: dist.ProcessGroup | None) -> None:
+    """Check that all ranks see the files of a checkpoint that one of them sees. Collective.
+
+    Args:
+        path: The checkpoint's folder.
+        rank: This rank.
+        names: The files of the checkpoint, as the first rank knows them.
+        group: All ranks.
+
+    Raises:
+        CheckpointError: A rank lacks files.
     """
 
     def look() -> list[View]:
         refresh(path, ours=False)
-        views: list = [None] * dist.get_world_size(group)
-        dist.all_gather_object(views, View(rank, describe_place(path), list_lacking(path, names)), group=group)
-        return views
+        return _gather_views(View(rank, describe_place(path), list_lacking(path, names)), group)
 
     views = compare_views(look)
     if views:
         raise CheckpointError(
             f"--load {path}: is not one folder for all ranks: {describe_views(views)}; "
-            "copy the files of all nodes into a "
-            "folder on storage that all nodes share."
+            "copy the files of all nodes into a folder on storage that all nodes share."
         )
 
 
-def require_shape(path: Path, record: CheckpointRecord, shape: ModelShape, vocab_size: int, custom: str | None):
+def require_shape(path: Path, record: CheckpointRecord, shape: ModelShape, vocab_size: int, custom: str | None) -> None:
     """Raise CheckpointError if the checkpoint holds another model.
 
     Another padding of the same vocabulary is the same model, and is logged.
@@ -225,7 +244,7 @@ def require_shape(path: Path, record: CheckpointRecord, shape: ModelShape, vocab
 
 
 def _compare_experts(mine: ExpertShape | None, saved: ExpertShape | None) -> str:
-    """What differs between the experts of a run and those of a checkpoint, but for what may."""
+    """Describe what differs between the experts of a run and those of a checkpoint, but for what may."""
     if mine is None or saved is None:
         if mine is saved:
             return ""
@@ -235,19 +254,25 @@ def _compare_experts(mine: ExpertShape | None, saved: ExpertShape | None) -> str
     return _describe_differences(dataclasses.asdict(mine), dataclasses.asdict(saved), EXPERT_FLAGS, FREE_OF_EXPERTS)
 
 
-def warn_of_rotary(path: Path, record: CheckpointRecord, factor: float | None):
-    """Log that some versions of Megatron-LM ignore --rotary-seq-len-interpolation-factor,
-    if the checkpoint is theirs."""
+def warn_of_rotary(path: Path, record: CheckpointRecord, factor: float | None) -> None:
+    """Log that some versions of Megatron-LM ignore --rotary-seq-len-interpolation-factor, if the checkpoint is
+    theirs.
+
+    Args:
+        path: The checkpoint's folder.
+        record: Its plain values.
+        factor: What the flag says in this run.
+    """
     if record.trainer == CheckpointRecord.trainer or factor is None:
         return
     logger.info(
         f"  note: --load {path}: Megatron-LM 0.16.1 takes --rotary-seq-len-interpolation-factor "
-        "without passing it to its model, "
-        f"here positions are divided by {factor:g}; leave the flag out if that version trained these weights"
+        f"without passing it to its model, here positions are divided by {factor:g}; "
+        "leave the flag out if that version trained these weights"
     )
 
 
-def require_optimizer(path: Path, stored: Stored, mine: str):
+def require_optimizer(path: Path, stored: Stored, mine: str) -> None:
     """Raise CheckpointError if the checkpoint's optimizer is missing or is not `mine`."""
     saved = stored.record.optimizer
     if saved is None:
@@ -262,16 +287,28 @@ def require_optimizer(path: Path, stored: Stored, mine: str):
         )
 
 
-def require_schedule(path: Path, record: CheckpointRecord, o: OptimizerArgs, schedule: LearningRatePlan) -> dict | None:
-    """The checkpoint's schedule if it is to be followed, None to follow the command line's, `schedule`.
+def require_schedule(
+    path: Path, record: CheckpointRecord, o: OptimizerArgs, schedule: LearningRatePlan
+) -> LearningRatePlan | None:
+    """Choose between the checkpoint's schedule and the command line's.
 
-    Raises CheckpointError if they differ and no flag says which counts.
+    Args:
+        path: The checkpoint's folder.
+        record: Its plain values.
+        o: The flags, one of which may say which schedule counts.
+        schedule: The command line's.
+
+    Returns:
+        The checkpoint's schedule if it is to be followed; None to follow the command line's.
+
+    Raises:
+        CheckpointError: They differ and no flag says which counts.
     """
     mine = dataclasses.asdict(schedule)
     if record.schedule is None or o.override_opt_param_scheduler:
         return None
     if o.use_checkpoint_opt_param_scheduler:
-        return record.schedule
+        return record.learning_rate
     wrong = _describe_differences(mine, record.schedule, SCHEDULE_FLAGS, set())
     if wrong:
         raise CheckpointError(
@@ -282,12 +319,23 @@ def require_schedule(path: Path, record: CheckpointRecord, o: OptimizerArgs, sch
     return None
 
 
-def _describe_differences(mine: dict, saved: dict, flags: dict, free: set) -> str:
-    return "; ".join(
-        f"{flags.get(name, dashed(name))} is {mine[name]}, the checkpoint's {saved.get(name)}"
-        for name in mine
-        if name not in free and mine[name] != saved.get(name)
-    )
+def _describe_differences(
+    mine: Mapping[str, object], saved: Mapping[str, object], flags: Mapping[str, str], free: set[str]
+) -> str:
+    """Describe the fields that differ; empty where none does.
+
+    Args:
+        mine: This run's fields.
+        saved: The checkpoint's.
+        flags: What fields are called whose flag has another name.
+        free: Fields that may differ.
+    """
+    differences = []
+    for name, value in mine.items():
+        if name not in free and value != saved.get(name):
+            flag = flags.get(name, dashed(name))
+            differences.append(f"{flag} is {value}, the checkpoint's {saved.get(name)}")
+    return "; ".join(differences)
 
 
 # --- kernels that the last digits of losses depend on: checkpoints keep their names, so that a resumed run can compare
@@ -297,23 +345,33 @@ ATTENTION_FLAGS = {"sdpa flash": "flash", "sdpa cudnn": "fused", "explicit": "un
 
 
 def describe_kernels(model: nn.Module, compilation: Compilation) -> dict[str, str]:
-    """{"attention": "sdpa flash", "torch_compile": "layers", "products": ...}; of a model that --model names {"model":
-    file and SHA-256}."""
+    """Describe the kernels that the last digits of losses depend on.
+
+    Returns:
+        Such as {"attention": "sdpa flash", "torch_compile": "layers", "products": ...}; of a model that --model names
+        {"model": file and SHA-256}.
+    """
     if isinstance(model, CustomModel):
         source = describe_source(model.spelled)
         return {"model": f"{source['function']} (SHA-256 {source['sha256']})"}
-    layer, weight = next(iter(model.decoder.layers)), next(model.parameters())
+    assert isinstance(model, GPT)
+    layer = next(iter(model.decoder.layers))
+    assert isinstance(layer, TransformerLayer)
+    weight = next(model.parameters())
     products = describe_products(weight.dtype, weight.device.type) or "torch's own products"
     return {"attention": layer.self_attention.attend.name, "torch_compile": compilation.target, "products": products}
 
 
 def compare_kernels(saved: Mapping[str, str], now: Mapping[str, str]) -> Iterator[str]:
-    """A line for each kernel that differs, with the flag that restores it.
+    """Yield a line for each kernel that differs, with the flag that restores it.
 
-    saved: {} if the checkpoint does not say it.
+    Args:
+        saved: The kernels of the run that was saved; empty if the checkpoint does not say it.
+        now: This run's.
     """
+    attention = ATTENTION_FLAGS.get(saved.get("attention", ""), "auto")
     flags = {
-        "attention": f"--attention-backend {ATTENTION_FLAGS.get(saved.get('attention'), 'auto')}",
+        "attention": f"--attention-backend {attention}",
         "torch_compile": f"--torch-compile {saved.get('torch_compile')}",
         "products": "the kind of processor that it began on",
     }
@@ -327,6 +385,5 @@ def compare_kernels(saved: Mapping[str, str], now: Mapping[str, str]) -> Iterato
         if what in saved and what in now and saved[what] != now[what]:
             yield (
                 f"{names[what]} was {saved[what]} and is {now[what]}: "
-                "losses may differ in their last digits from those of "
-                f"an uninterrupted run; {flag} goes on as before."
+                f"losses may differ in their last digits from those of an uninterrupted run; {flag} goes on as before."
             )

@@ -21,7 +21,8 @@ from megatron_lite.units import significant
 
 
 def choose_kernels(plan: Plan) -> Kernels:
-    """What the plan's model computes with on its device: torch's own operations on a GPU, faster ones on a CPU."""
+    """Choose what the plan's model computes with on its device: torch's own operations on a GPU, faster ones on a
+    CPU."""
     if plan.device != "cpu":
         return Kernels()
     return choose_cpu_kernels(
@@ -115,10 +116,20 @@ def choose_losses(
 
 
 def describe_precision(precision: str, fp32_gradients: bool, p: PrecisionArgs) -> str:
-    """'fp16 weights, fp32 masters, gradients summed in fp16, dynamic loss scale from 4294967296'."""
+    """Describe the formats of a run's numbers, as in 'fp16 weights, fp32 masters and moments, gradients summed in fp16,
+    dynamic loss scale from 4294967296'.
+
+    Args:
+        precision: fp32, fp16 or bf16.
+        fp32_gradients: Whether gradients are summed in fp32.
+        p: The flags of the loss scale.
+    """
     if precision == "fp32":
         return "fp32 weights and gradients"
     sums = "fp32" if fp32_gradients else precision
-    scale = f", dynamic loss scale from {p.initial_loss_scale:.0f}" if precision == "fp16" else ""
-    scale = f", loss scale {significant(p.loss_scale, 6)}" if p.loss_scale else scale
+    scale = ""
+    if p.loss_scale:
+        scale = f", loss scale {significant(p.loss_scale, 6)}"
+    elif precision == "fp16":
+        scale = f", dynamic loss scale from {p.initial_loss_scale:.0f}"
     return f"{precision} weights, fp32 masters and moments, gradients summed in {sums}{scale}"

@@ -36,7 +36,7 @@ class ConsoleHandler(logging.Handler):
     """Prints messages as `say` does."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Print a message."""
+        """Print the message of a record."""
         say(record.getMessage())
 
 
@@ -70,7 +70,7 @@ def iteration_line(
         balancing: Losses of routers by name; {} of a dense model.
     """
     last = steps[-1]
-    losses = [s.loss for s in steps if not s.skipped]
+    loss = _average_loss(steps)
     skipped = sum(s.skipped for s in steps)
     nans = sum(not math.isfinite(s.loss_sum) for s in steps)
     parts = [f" [{datetime.now():%Y-%m-%d %H:%M:%S.%f}] iteration {last.iteration:8d}/{train_iters:8d}"]
@@ -82,10 +82,10 @@ def iteration_line(
         parts.append(f"throughput per GPU (TFLOP/s/GPU): {tflops:.1f}")
     parts.append(f"learning rate: {last.next_lr:.6E}")
     parts.append(f"global batch size: {last.batch_size:5d}")
-    if losses:
-        parts.append(f"lm loss: {sum(losses) / len(losses):.6E}")
-    for name, loss in balancing.items():
-        parts.append(f"{name}: {loss:.6E}")
+    if loss is not None:
+        parts.append(f"lm loss: {loss:.6E}")
+    for name, balancing_loss in balancing.items():
+        parts.append(f"{name}: {balancing_loss:.6E}")
     parts.append(f"loss scale: {last.next_loss_scale:.1f}")
     if not last.skipped:
         parts.append(f"grad norm: {last.grad_norm:.3f}")
@@ -96,6 +96,12 @@ def iteration_line(
     parts.append(f"number of skipped iterations: {skipped:3d}")
     parts.append(f"number of nan iterations: {nans:3d}")
     return " | ".join(parts) + " |"
+
+
+def _average_loss(steps: list[StepFigures]) -> float | None:
+    """The mean loss of the steps that were not skipped, if there are any."""
+    losses = [s.loss for s in steps if not s.skipped]
+    return sum(losses) / len(losses) if losses else None
 
 
 def speed_line(

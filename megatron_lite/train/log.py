@@ -63,7 +63,7 @@ class StepsFile:
         self._kept: int | None = None
 
     def write(self, figures: StepFigures, time: StepTime) -> None:
-        """Append one step."""
+        """Append the line of a step."""
         self._take_back()
         append_record(self._file, _build_record(figures, time, self._routing))
 

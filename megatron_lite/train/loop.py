@@ -1,4 +1,4 @@
-"""The training loop."""
+"""The training loop, and what it asks of all that it calls."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager

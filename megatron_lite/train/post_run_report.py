@@ -19,15 +19,23 @@ PACKAGE_FOLDER = Path(__file__).parents[2]  # for the other process where the pa
 
 
 def wants_report(plan: Plan, traced_on_demand: bool = False) -> bool:
-    """Was something recorded that the report can read? Files of Nsight Systems are complete after the run only."""
+    """Tell whether something was recorded that the report can read. Files of Nsight Systems are complete after the run
+    only."""
     profile = plan.args.profile
     planned = plan.profile_window and (profile.use_pytorch_profiler or profile.record_memory_history)
     return bool(profile.report and (planned or traced_on_demand))
 
 
 def end_with_report(run_dir: Path, seconds: float = MAX_SECONDS) -> bool:
-    """Print what `megatron-lite report` finds in `run_dir`, which leaves report.html there; one line, and False,
-    if it cannot."""
+    """Print what `megatron-lite report` finds in a run's folder, and leave report.html there.
+
+    Args:
+        run_dir: The run's folder.
+        seconds: How long that may take.
+
+    Returns:
+        False if it cannot, which one line says.
+    """
     again = f"megatron-lite report {run_dir}"
     encoding = sys.stdout.encoding or "utf-8"
     try:

@@ -184,7 +184,10 @@ class AnomalyWarnings:
     """Warns of each anomaly when it begins, and again only after it has stopped."""
 
     def __init__(self, stages: Sequence[int] = ()):
-        """stages: the pipeline stage of each rank."""
+        """
+        Args:
+            stages: The pipeline stage of each rank.
+        """
         self._said: set[str] = set()
         self._slow = SlowRanks(stages)
         self._gpu = GrowthWatch("GPU memory")
@@ -209,7 +212,10 @@ class SlowRanks:
     """Remembers which rank was notably slower in each phase, over the last intervals."""
 
     def __init__(self, stages: Sequence[int] = ()):
-        """stages: the pipeline stage of each rank."""
+        """
+        Args:
+            stages: The pipeline stage of each rank.
+        """
         self._stages = stages
         self._history: dict[str, deque[int | None]] = {name: deque(maxlen=SLOW_INTERVALS) for name in INDEPENDENT}
 

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Iterator, Mapping
 
-from megatron_lite.config.args import OptimizerArgs
+from megatron_lite.config.args import DataArgs, OptimizerArgs
 from megatron_lite.config.data_paths import SPLIT, split_shares
 from megatron_lite.config.flags import dashed
 from megatron_lite.config.plan import Plan
@@ -53,6 +53,17 @@ def compare_data(saved: Mapping[str, object], plan: Plan, consumed: int) -> Iter
         yield f"{changed}: an iteration takes another number of samples; the next one begins after {consumed}."
     if d.fim_data and consumed:
         yield "--fim-data: which documents are rearranged, and where, is drawn anew from the seed, as in Megatron-LM."
+    yield from _compare_order_and_content(saved, d, skipped)
+
+
+def _compare_order_and_content(saved: Mapping[str, object], d: DataArgs, skipped: str) -> Iterator[str]:
+    """Yield a line for each flag of the order of samples, or of their content, that differs.
+
+    Args:
+        saved: The checkpoint's arguments.
+        d: This run's data flags.
+        skipped: What another order means for the samples consumed so far.
+    """
     for name in (*ORDER, *CONTENT):
         then = saved.get(name)
         now = getattr(d, name)

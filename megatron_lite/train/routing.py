@@ -1,4 +1,5 @@
-"""What a step does with routers of experts: scales their losses, balances them by biases, and takes their figures."""
+"""The part of a step that concerns routers of experts: it scales their losses, balances them by biases, and takes their
+figures."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -39,7 +40,9 @@ class RoutingLayout:
         self.experts = e.number
         self.layers = [layer for layer, has_experts in enumerate(e.layers) if has_experts]
         kinds = [kind for kind, _ in e.balancing]
-        self.names = [LOSS_NAMES[kind] for kind in ([Z_LOSS] if e.z_loss_coeff is not None else []) + kinds]
+        if e.z_loss_coeff is not None:
+            kinds.insert(0, Z_LOSS)
+        self.names = [LOSS_NAMES[kind] for kind in kinds]
 
     def read_losses(self, numbers: Sequence[float]) -> LayerLosses:
         """The losses of a step, whose numbers were summed over all ranks."""
@@ -85,7 +88,7 @@ class RoutingStep:
         self._micro_batches = 1
 
     def begin(self, loss_scale: Tensor, micro_batches: int) -> None:
-        """Before the first forward of a step.
+        """Begin a step; called before its first forward.
 
         Args:
             loss_scale: Of the optimizer.
@@ -104,7 +107,7 @@ class RoutingStep:
 
     @torch.no_grad()
     def end(self) -> Tensor | None:
-        """After the update: move the biases that balance experts. Collective where there are biases.
+        """End a step; called after its update: move the biases that balance experts. Collective where there are biases.
 
         Returns:
             This rank's figures in the order of RoutingLayout, fp32 on the device; None of a dense model.

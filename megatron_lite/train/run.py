@@ -6,11 +6,13 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Protocol
 
+import torch
+
 from megatron_lite.config.plan import Plan
 from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.groups import make_groups
 from megatron_lite.parallel.process_group import find_device
-from megatron_lite.parallel.replica import describe_layout
+from megatron_lite.parallel.replica import Replica, describe_layout
 from megatron_lite.train.build_replica import build_replica, log_model, set_seed
 from megatron_lite.train.checkpoint import Checkpoints
 from megatron_lite.train.choose_kernels import describe_precision
@@ -63,15 +65,7 @@ def run(plan: Plan, streams: DataStreams, eod: int | None, instruments: RunObser
         Why training ended before its last iteration, or None.
     """
     device = find_device(plan.device, plan.world)
-    groups = make_groups(plan, device)
-    groups.pipeline.tell = instruments.wait_for_stage
-    replica = build_replica(plan, groups, RealBackend(device))
-    gc.collect()
-    log_model(plan)
-    logger.info(f"  {describe_layout(plan)}")
-    optimizer = Optimizer(plan, replica.parameters, device, replica.sum_over_ranks, replica.counted, replica.names)
-    formats = describe_precision(plan.precision, plan.fp32_gradients, plan.args.precision)
-    logger.info(f"  {plan.args.optimizer.optimizer}: fused, {formats}")
+    replica, optimizer = _build(plan, device, instruments)
     set_seed(plan.args.training.seed + 1 + _number_dropout_stream(plan))
     progress = Progress()
     checkpoints = Checkpoints(plan, replica, optimizer, device)
@@ -104,6 +98,20 @@ def run(plan: Plan, streams: DataStreams, eod: int | None, instruments: RunObser
             test = Evaluation(plan, replica, streams.test(), plan.evaluation_samples, make_batch, log)
             test.report(progress, f"iteration {progress.iteration} on test set", "test")
     return reason
+
+
+def _build(plan: Plan, device: torch.device, instruments: RunObserver) -> tuple[Replica, Optimizer]:
+    """Build this rank's replica and its optimizer, and log what they are. Collective."""
+    groups = make_groups(plan, device)
+    groups.pipeline.tell = instruments.wait_for_stage
+    replica = build_replica(plan, groups, RealBackend(device))
+    gc.collect()
+    log_model(plan)
+    logger.info(f"  {describe_layout(plan)}")
+    optimizer = Optimizer(plan, replica.parameters, device, replica.sum_over_ranks, replica.counted, replica.names)
+    formats = describe_precision(plan.precision, plan.fp32_gradients, plan.args.precision)
+    logger.info(f"  {plan.args.optimizer.optimizer}: fused, {formats}")
+    return replica, optimizer
 
 
 def _number_dropout_stream(plan: Plan) -> int:

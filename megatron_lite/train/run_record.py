@@ -46,10 +46,14 @@ class RunRecorder:
             peak_tflops: of the run's GPU in its precision; None for unknown.
             prediction: of this rank's step; None if nothing was predicted.
         """
-        self._writes, self._folder = plan.world.is_last, run_dir
-        self.exit_reason: str | None = None  # why training ended before the last iteration
-        self.has_begun = False  # the run was not refused: everything is built and loaded
-        custom = plan.args.model.model  # a model of which only its own code knows the shape
+        self._writes = plan.world.is_last
+        self._folder = run_dir
+        # why training ended before the last iteration
+        self.exit_reason: str | None = None
+        # whether the run was not refused: everything is built and loaded
+        self.has_begun = False
+        # a model of which only its own code knows the shape
+        custom = plan.args.model.model
         self._record = RunRecord(
             status="running",
             started=format_now(),
@@ -92,7 +96,9 @@ def record_plan(plan: Plan) -> run_record.Plan:
     """The plan as run.json holds it."""
     has_stages = plan.layout.pipeline > 1
     ranks = range(plan.world.size)
-    layout, compilation, sharding = plan.layout, plan.compilation, plan.sharding
+    layout = plan.layout
+    compilation = plan.compilation
+    sharding = plan.sharding
     return run_record.Plan(
         args=dataclasses.asdict(plan.args),
         world=run_record.World(**dataclasses.asdict(plan.world)),

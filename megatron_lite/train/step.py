@@ -1,4 +1,4 @@
-"""One training step: micro-batches forward and backward, then one update. The host never waits for the device."""
+"""A training step: micro-batches forward and backward, then one update. The host never waits for the device."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

@@ -178,7 +178,7 @@ class _WandbRun(Protocol):
         """Send values of one moment."""
 
     def finish(self, *, exit_code: int) -> None:
-        """End the run."""
+        """End the run of the package."""
 
 
 class WeightsAndBiases:
@@ -217,7 +217,7 @@ class WeightsAndBiases:
         """Do nothing, as the package sends by itself."""
 
     def close(self, failed: bool) -> None:
-        """End the run."""
+        """End the run of the package."""
         self._run.finish(exit_code=int(failed))
 
 
@@ -230,10 +230,10 @@ class _MLflowClient(Protocol):
         """Send numbers and settings, at most 1,000 and 100 at once."""
 
     def log_artifact(self, run_id: str, path: str, /) -> None:
-        """Keep a file."""
+        """Keep a file of the run."""
 
     def set_tag(self, run_id: str, key: str, value: str, /) -> None:
-        """Keep a text."""
+        """Keep a text of the run."""
 
     def set_terminated(self, run_id: str, status: str, /) -> None:
         """End the run: FINISHED or FAILED."""
