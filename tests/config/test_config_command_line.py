@@ -86,7 +86,7 @@ ONE_MISTAKE = read_table("""
 --data-path | --data-path takes one value or more, got none.
 --bf16=1 | --bf16 is a switch and takes no value, got '1'; drop the value, or the flag to switch it off.
 --normalization rmsnorm | --normalization rmsnorm: choose from LayerNorm, RMSNorm; did you mean RMSNorm?
---optimizer lion | --optimizer lion: choose from adam, sgd.
+--optimizer rprop_x | --optimizer rprop_x: choose from adam, sgd, muon.
 --timing-log-level 3 | --timing-log-level 3: choose from 0, 1, 2.
 --yaml-cfg | --yaml-cfg takes one file, got 0.
 --yaml-cfg a b | --yaml-cfg takes one file, got 2.
