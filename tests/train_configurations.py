@@ -46,6 +46,9 @@ REPLACED = """
 """.split()  # noqa: SIM905
 
 
+ACCOUNTED = ("--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split")
+
+
 def take(one: Configuration, flag: str, default: str) -> str:
     """The value of a flag."""
     return (one.flags.get(flag) or [default])[0]
@@ -71,13 +74,16 @@ def reduce_sizes(one: Configuration) -> list[str]:
     chunks = count_chunks(one, stages)
     tensor = int(take(one, "--tensor-model-parallel-size", "1"))
     heads = 4 * max(tensor // 4, 1)
-    layers = max(2, stages * chunks)
+    # the embedding and the loss count as layers with these
+    accounted = sum(flag in one.flags for flag in ACCOUNTED)
+    layers = max(2, stages * chunks) - accounted
     ranks = count_ranks(one)
     context = int(take(one, "--context-parallel-size", "1"))
     data = ranks // (stages * tensor * context)
+    at_once = int(take(one, "--microbatch-group-size-per-virtual-pipeline-stage", str(2 * stages)))
     small = {
         "--num-layers": layers, "--hidden-size": 16 * heads, "--num-attention-heads": heads, "--ffn-hidden-size": 64 * tensor,
-        "--seq-length": 64, "--max-position-embeddings": 64, "--micro-batch-size": 1, "--global-batch-size": data * 2 * stages,
+        "--seq-length": 64, "--max-position-embeddings": 64, "--micro-batch-size": 1, "--global-batch-size": data * at_once,
         "--train-iters": 3, "--lr-warmup-iters": 0, "--eval-iters": 0, "--tokenizer-type": "NullTokenizer",
         "--vocab-size": VOCABULARY, "--make-vocab-size-divisible-by": 32, "--log-interval": 1, "--num-workers": 0,
     }  # fmt: skip
