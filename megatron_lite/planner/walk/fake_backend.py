@@ -61,7 +61,11 @@ class FakeBackend:
 
 @contextlib.contextmanager
 def fake_other_ranks(plan: Plan) -> Iterator[Groups]:
-    """Inside the block, collectives end at once, over torch's fake process group. Yields the plan's groups of ranks."""
+    """Make collectives inside the block end at once, over torch's fake process group.
+
+    Yields:
+        The plan's groups of ranks.
+    """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=plan.world.rank, world_size=plan.world.size)
@@ -74,8 +78,8 @@ def fake_other_ranks(plan: Plan) -> Iterator[Groups]:
 # --- a stand-in for DistributedDataParallel
 #
 # It holds what torch 2.13's reducer holds with gradient_as_bucket_view (torch/csrc/distributed/c10d/reducer.cpp): all
-# gradients in one bucket at first, then, from the second forward on, in buckets filled in the order in which gradients came.
-# A gradient is computed as a tensor of its own, copied into its bucket and from then on a view of it. Gradients of
+# gradients in one bucket at first, then, from the second forward on, in buckets filled in the order in which gradients
+# came. A gradient is computed as a tensor of its own, copied into its bucket and from then on a view of it. Those of
 # micro-batches that are not reduced stay tensors of their own until the last one. What NCCL takes is outside of torch.
 
 
@@ -92,12 +96,15 @@ class Bucket:
         self._views = [part.view_as(p) for p, part in zip(parameters, parts)]
 
     def parameters(self) -> list[nn.Parameter]:
+        """Return the parameters whose gradients it holds."""
         return self._parameters
 
     def gradients(self) -> list[Tensor]:
+        """Return views of the buffer, one per parameter."""
         return self._views
 
     def buffer(self) -> Tensor:
+        """Return all gradients as one tensor of one dimension."""
         return self._flat
 
 
@@ -121,10 +128,11 @@ class BucketedReplica:
 
     def register_comm_hook(self, state: object, hook: Callable[[Any, Any], object]) -> None:
         """Reduce buckets by `hook`."""
-        self._hook_state, self._hook = state, hook
+        self._hook_state = state
+        self._hook = hook
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """Inside the block, gradients are added up and not reduced."""
+        """Add gradients up inside the block, and do not reduce them."""
         return contextlib.nullcontext()
 
     def prepare_for_backward(self, _outputs: list[Tensor]) -> None:
@@ -149,6 +157,7 @@ class BucketedReplica:
         return result
 
     def _lay_out(self, groups: list[list[nn.Parameter]]) -> None:
+        """Make a bucket of each group of parameters."""
         self._bucket_of: dict[nn.Parameter, tuple[Bucket, Tensor]] = {}
         for group in groups:
             bucket = Bucket(group)
@@ -156,6 +165,7 @@ class BucketedReplica:
 
     @torch.no_grad()
     def _arrive(self, parameter: nn.Parameter) -> None:
+        """Put a gradient that was computed into its bucket, and reduce a bucket that is complete."""
         if not self._reducing:
             return
         if not self._rebuilt:
