@@ -30,7 +30,10 @@ from megatron_lite.run_folder import default_run_dir
 from megatron_lite.train.checkpoint_checks import require_checkpoint, reserve_save
 from megatron_lite.train.console import set_up_logging
 from megatron_lite.train.data_streams import DataStreams
+from megatron_lite.train.log import Log
+from megatron_lite.train.loop import Progress
 from megatron_lite.train.run import run
+from megatron_lite.train.step_metrics import StepMetrics
 from megatron_lite.units import counted
 
 KEPT = "the C library keeps freed blocks for the next step (mallopt)"
@@ -81,10 +84,11 @@ def main(argv: list[str], planner: Planner) -> int:
     return code
 
 
-def _run(argv: list[str], planner: Planner, world: World, launcher: LauncherWatch):
-    def make_log(*arguments):
-        gc.freeze()  # garbage collections of the steps need not walk what there is before them: 0.2 s each time
-        return observers.make_log(*arguments)
+def _run(argv: list[str], planner: Planner, world: World, launcher: LauncherWatch) -> None:
+    def make_log(metrics: StepMetrics, progress: Progress) -> Log:
+        # garbage collections of the steps need not walk what there is before them: 0.2 s each time
+        gc.freeze()
+        return observers.make_log(metrics, progress)
 
     line = take_checkpoint_args(read_command_line(argv), logger.info)
     check(line, world)
@@ -131,7 +135,7 @@ def _prepare_torch(plan: Plan) -> bool:
     return plan.device == "cpu" and keep_freed_memory()
 
 
-def _log_choices(plan: Plan, observers: Observers, keeps_memory: bool):
+def _log_choices(plan: Plan, observers: Observers, keeps_memory: bool) -> None:
     ranks = f"{plan.world.size} rank{'s' if plan.world.size > 1 else ''}"
     where = (
         torch.cuda.get_device_name()

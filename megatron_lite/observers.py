@@ -54,17 +54,21 @@ class Observers:
 
     def __init__(self, plan: Plan, machine: Machine, planner: Planner):
         self.plan = plan
-        on_gpu = plan.device == "cuda"
-        gpu = torch.cuda.get_device_properties(plan.world.gpu) if on_gpu else None
-        self._peak_tflops = peak_tflops(gpu.name, plan.precision) if on_gpu else None
+        gpu_name: str | None = None
+        self._peak_tflops: float | None = None
+        room = machine.memory_bytes
+        if plan.device == "cuda":
+            gpu = torch.cuda.get_device_properties(plan.world.gpu)
+            gpu_name = gpu.name
+            self._peak_tflops = peak_tflops(gpu.name, plan.precision)
+            room = gpu.total_memory
         self.peak_words = "MFU unknown: no peak for this processor in the table"  # what model FLOPs are held against
         if plan.args.model.model is not None:
             self.peak_words = f"MFU, FLOPs and memory of --model {plan.args.model.model} are unknown"
         elif self._peak_tflops is not None:
             self.peak_words = f"MFU against {self._peak_tflops:g} TFLOP/s"
-        room = gpu.total_memory if on_gpu else machine.memory_bytes
         self._planner = planner
-        self._prediction = planner.predict_run(plan, gpu.name if on_gpu else None, room)
+        self._prediction = planner.predict_run(plan, gpu_name, room)
         self.prediction_lines = self._prediction.lines
         self._timeline = Timeline()
         self._ends = contextlib.ExitStack()
@@ -87,7 +91,7 @@ class Observers:
         self._charts = self._ends.enter_context(Charts(self.plan, self._run_dir))
         return Log(self.plan, metrics, self._timeline, self._run_dir, progress, self._charts, self._peak_tflops)
 
-    def report(self):
+    def report(self) -> None:
         """Print the report of a profiled run, on the rank that has its trackers, and hand it to them."""
         if not (self.plan.world.is_last and wants_report(self.plan, self._timeline.window.traced_on_demand)):
             return
@@ -95,7 +99,7 @@ class Observers:
             self._charts.add_report(self._run_dir)
 
     @contextlib.contextmanager
-    def explain_early_end(self):
+    def explain_early_end(self) -> Iterator[None]:
         """Log what no traceback tells of Ctrl-C, and of memory that ran out where no instrument watched it.
 
         Closes the trackers.
@@ -120,5 +124,5 @@ class Observers:
             raise
 
 
-def _log_on_every_rank(text: str):
+def _log_on_every_rank(text: str) -> None:
     logger.info(text, extra=EVERY_RANK)
