@@ -15,17 +15,20 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TypedDict
+from typing import TYPE_CHECKING, TypedDict
 
 import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 from torch._C._distributed_c10d import Store, _resolve_process_group  # mypy does not find Store in dist
-from torch.distributed.distributed_c10d import GroupName
 
 from megatron_lite.marks import split_mark
 from megatron_lite.process_state import pid_space
 from megatron_lite.units import size
+
+if TYPE_CHECKING:
+    # torch's type for the name of a group, which not all of its versions have
+    from torch.distributed.distributed_c10d import GroupName
 
 MAX_FRAMES = 40
 # keys of the store
@@ -74,7 +77,7 @@ class _RecordedEntry(TypedDict):
     """The fields of a collective in the flight recorder's dump that are read here."""
 
     pg_id: int
-    process_group: list[str]  # name and description
+    process_group: list["GroupName"]  # name and description
     is_p2p: bool
     collective_seq_id: int
     profiling_name: str  # such as gloo:all_reduce
@@ -177,10 +180,10 @@ def describe_hand_over(rank: int, what: str) -> Operation:
     return Operation(1, what, group=STAGES, ranks=(rank,))
 
 
-def find_ranks(group: str) -> tuple[int, ...]:
+def find_ranks(group: "GroupName") -> tuple[int, ...]:
     """Find the ranks of a group by torch's name of it; () where it is of all ranks, or is not known."""
     try:
-        ranks = tuple(dist.get_process_group_ranks(_resolve_process_group(GroupName(group))))
+        ranks = tuple(dist.get_process_group_ranks(_resolve_process_group(group)))
         return ranks if len(ranks) < dist.get_world_size() else ()
     except (RuntimeError, ValueError, LookupError):
         return ()
