@@ -59,12 +59,14 @@ class Generator(GPT):
         keys, values = self.cache[self.layer]
         keys[:, :, self.start : end], values[:, :, self.start : end] = k_BGTD, v_BGTD
         self.layer += 1
+        window = self.shape.find_window(self.layer - 1)
         if not self.start:
-            return sdpa_attention(q_BNTD, k_BGTD, v_BGTD, None, 0.0, layer_number, backend=None, expand=True)
+            return sdpa_attention(q_BNTD, k_BGTD, v_BGTD, mask_B1TT, 0.0, layer_number, backend=None, expand=True)
         # one query of each head, together with those that share its keys: they attend to all tokens so far
         groups = k_BGTD.shape[1]
         q_BGKD = q_BNTD.squeeze(2).unflatten(1, (groups, -1))
-        out_BGKD = F.scaled_dot_product_attention(q_BGKD, keys[:, :, :end], values[:, :, :end])
+        first = 0 if window is None else max(end - 1 - window, 0)
+        out_BGKD = F.scaled_dot_product_attention(q_BGKD, keys[:, :, first:end], values[:, :, first:end])
         return out_BGKD.flatten(1, 2).unsqueeze(2)
 
 

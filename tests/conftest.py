@@ -47,7 +47,7 @@ def pretend():
 
 @pytest.fixture(scope="module")
 def megatron_on_cpu():
-    """One gloo rank; the two places where Megatron's local spec reaches for CUDA (a scratch buffer, dropout's random state)."""
+    """One gloo rank; the places where Megatron's local spec reaches for CUDA (a scratch buffer, dropout's random state, masks)."""
     import torch
     import torch.distributed as dist
 
@@ -57,6 +57,9 @@ def megatron_on_cpu():
     patch.setattr(torch.cuda, "current_device", lambda: "cpu")
     tracker = types.SimpleNamespace(fork=contextlib.nullcontext)
     patch.setattr(tensor_parallel, "get_cuda_rng_tracker", lambda: tracker)
+    utilities = pytest.importorskip("megatron.core.transformer.utils")
+    ones = lambda *sizes, device, **options: torch.ones(*sizes, **options)
+    patch.setattr(utilities, "torch", types.SimpleNamespace(**vars(torch) | {"ones": ones}))
     # its router asks for Transformer Engine's product, whose name is there only with that
     moe_utils = pytest.importorskip("megatron.core.transformer.moe.moe_utils")
     patch.setattr(moe_utils, "te_general_gemm", None, raising=False)

@@ -12,8 +12,8 @@ import torch
 from megatron_lite.checkpoint.megatron_state import Plain, Scheduler
 from megatron_lite.checkpoint.training_state import CheckpointRecord, ShapeFields, build_shape
 from megatron_lite.config.args import Args
-from megatron_lite.config.expert_layers import parse_expert_layers
-from megatron_lite.config.plan import BALANCING_LOSSES, SINKHORN, LearningRatePlan
+from megatron_lite.config.expert_layers import parse_expert_layers, parse_window_layers
+from megatron_lite.config.plan import BALANCING_LOSSES, SINKHORN, LearningRatePlan, parse_window
 from megatron_lite.config.shape import ExpertShape, ModelShape
 
 T = TypeVar("T")
@@ -58,7 +58,6 @@ POSITIONS = ("learned_absolute", "rope", "yarn", "none")
 # Arguments that change what the model computes and have no counterpart here: {argument: values that change nothing}.
 # Source: TransformerConfig and arguments.py of Megatron-LM, 0.16.1 and main of 2026-08.
 UNSUPPORTED = {
-    "window_size": (None,),
     "softmax_type": (None, "vanilla"),
     "no_rope_freq": (None, 0),
     "fp32_residual_connection": (None, False),
@@ -177,10 +176,30 @@ class MegatronArgs:
         shape["softmax_in_fp32"] = given("attention_softmax_in_fp32", False)
         shape |= self._read_rotary_scaling(positions)
         shape["experts"] = self._read_experts(shape)
+        shape |= self._read_window(given("num_layers", 1))
         if given("use_mup", False):
             hidden = given("hidden_size", 0)
             shape |= self._read_width(hidden, given("kv_channels", hidden // heads))
         return dataclasses.asdict(build_shape(shape))
+
+    def _read_window(self, num_layers: int) -> dict[str, Plain]:
+        """Fields of ModelShape that --window-size sets.
+
+        Args:
+            num_layers: Of the model.
+        """
+        size: object = getattr(self.namespace, "window_size", None)
+        skipped: object = getattr(self.namespace, "window_attn_skip_freq", None)
+        if isinstance(size, (list, tuple)):
+            size = ",".join(str(one) for one in size)
+        if not isinstance(size, str):
+            return {}
+        window = parse_window(size)
+        if window is None:
+            return {}
+        layers = parse_window_layers(None if skipped is None else str(skipped), num_layers)
+        pattern = "" if all(layers) else "".join(str(int(has_window)) for has_window in layers)
+        return {"window": window, "window_layers": pattern}
 
     def _read_width(self, hidden: int, channels: int) -> dict[str, Plain]:
         """Fields of ModelShape that --use-mup sets.
@@ -357,6 +376,8 @@ def build_namespace(record: CheckpointRecord, arguments: Mapping[str, object], c
     derived: dict[str, object] = {name: record.shape[name] for name in SAME_NAME}
     derived |= {
         "encoder_seq_length": s.seq_length,
+        "window_size": None if s.window is None else (s.window, 0),
+        "window_attn_skip_freq": [int(one) for one in s.window_layers] or None,
         "padded_vocab_size": s.padded_vocab_size,
         "group_query_attention": s.num_query_groups != s.num_attention_heads,
         "num_query_groups": s.num_query_groups,

@@ -105,6 +105,14 @@ class ModelArgs:
     )
     explain_attention: bool = flag(False, "Say why faster attention kernels were rejected. (ours)")
     attention_softmax_in_fp32: bool = flag(False, "fp32 softmax in explicit attention (the kernels always do).")
+    window_size: str | None = flag(
+        None, "A token attends to so many before it, and to none after it.", value="BEFORE,0"
+    )
+    window_attn_skip_freq: str | None = flag(
+        None,
+        "With --window-size: every N-th layer attends to all tokens before, or those with a 0 in a pattern.",
+        value="N or [1,1,0]*8",
+    )
     apply_query_key_layer_scaling: bool = flag(False, "Scale scores by 1/layer inside explicit attention's softmax.")
     transformer_impl: str = flag(
         "transformer_engine", "Both name the one implementation here.", choices=("local", "transformer_engine")

@@ -108,6 +108,7 @@ DEPENDS: dict[str, tuple[str, Callable[[Args], object]]] = {
         " ".join(("expert_tensor_parallel_size", *(field.name for field in fields(ExpertArgs)[1:]))),
         lambda a: a.experts.num_experts is not None,
     ),
+    "--window-size": ("window_attn_skip_freq", lambda a: a.model.window_size is not None),
     "--group-query-attention": (
         "num_query_groups", lambda a: a.model.group_query_attention or a.model.num_query_groups == 1
     ),

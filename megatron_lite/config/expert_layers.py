@@ -1,4 +1,4 @@
-"""Which layers of a model have experts: --moe-layer-freq."""
+"""Which layers of a model have experts, and which a window of attention: --moe-layer-freq, --window-attn-skip-freq."""
 
 import ast
 
@@ -16,14 +16,43 @@ def parse_expert_layers(frequency: str, num_layers: int) -> tuple[bool, ...]:
     Raises:
         ValueError: It is neither, or its pattern has another number of layers; the text says which.
     """
+    value = _read(frequency)
+    if isinstance(value, int):
+        return tuple(layer % value == 0 for layer in range(num_layers))
+    return _read_pattern(value, num_layers)
+
+
+def parse_window_layers(frequency: str | None, num_layers: int) -> tuple[bool, ...]:
+    """Whether each layer attends to a window only.
+
+    Args:
+        frequency: A number N, for all but the last of every N layers, or a pattern as above; None for all layers.
+        num_layers: Of the model.
+
+    Raises:
+        ValueError: As above.
+    """
+    if frequency is None:
+        return (True,) * num_layers
+    value = _read(frequency)
+    if isinstance(value, int):
+        return tuple(number % value != 0 for number in range(1, num_layers + 1))
+    return _read_pattern(value, num_layers)
+
+
+def _read(frequency: str) -> int | list[int]:
+    """A number, at least 1, or a list of numbers."""
     try:
         value = _evaluate(ast.parse(frequency.strip(), mode="eval").body)
     except (SyntaxError, RecursionError, MemoryError):
         raise ValueError("is neither a number nor a pattern such as ([0]*3+[1]*13)") from None
-    if isinstance(value, int):
-        if value < 1:
-            raise ValueError("must be at least 1")
-        return tuple(layer % value == 0 for layer in range(num_layers))
+    if isinstance(value, int) and value < 1:
+        raise ValueError("must be at least 1")
+    return value
+
+
+def _read_pattern(value: list[int], num_layers: int) -> tuple[bool, ...]:
+    """A pattern's layers."""
     if set(value) - {0, 1}:
         raise ValueError("has other numbers than 0 and 1")
     if len(value) != num_layers:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 
 from megatron_lite.config.args import Args, ModelArgs, OptimizerArgs
-from megatron_lite.config.expert_layers import parse_expert_layers
+from megatron_lite.config.expert_layers import parse_expert_layers, parse_window_layers
 from megatron_lite.config.layout import (
     ZERO_BUBBLE,
     Layout,
@@ -204,6 +204,11 @@ class Plan:
         """How replicas of experts share out their state; None: every rank keeps all of its own."""
         return plan_expert_sharding(self.args.parallel, self.layout)
 
+    @property
+    def masks_attention(self) -> bool:
+        """Whether attention has a mask that is not just causal, in any layer."""
+        return self.args.data.reset_attention_mask or self.shape.window is not None
+
     def count_recomputed(self, layers: int) -> int:
         """How many of a chunk's layers, from its first on, forget their activations."""
         m = self.args.model
@@ -360,7 +365,28 @@ def _build_shape(args: Args, vocab_size: int) -> ModelShape:
         softmax_in_fp32=m.attention_softmax_in_fp32,
         init_method_std=m.init_method_std,
         **_scale_to_width(m),
+        window=None if m.window_size is None else parse_window(m.window_size),
+        window_layers=write_window_layers(m),
     )
+
+
+def parse_window(text: str) -> int | None:
+    """The tokens before a token that it attends to, of --window-size BEFORE,AFTER; None for all.
+
+    Raises ValueError where there are not two numbers from -1 on, or a token would attend to later ones.
+    """
+    before, after = (int(word) for word in text.strip("()").split(","))
+    if before < -1 or after not in (0, -1):
+        raise ValueError(text)
+    return None if before == -1 else before
+
+
+def write_window_layers(m: ModelArgs) -> str:
+    """ModelShape.window_layers of the flags."""
+    if m.window_size is None or parse_window(m.window_size) is None:
+        return ""
+    layers = parse_window_layers(m.window_attn_skip_freq, m.num_layers)
+    return "" if all(layers) else "".join(str(int(has_window)) for has_window in layers)
 
 
 def _build_expert_shape(args: Args, ffn_hidden_size: int) -> ExpertShape | None:

@@ -115,6 +115,8 @@ class ModelShape:
     softmax_in_fp32: bool = False
     init_method_std: float = 0.02
     experts: ExpertShape | None = None
+    window: int | None = None  # tokens before itself that a token attends to; None: all
+    window_layers: str = ""  # a 0 or 1 for each layer: whether it has that window; empty: all of them
     # of --use-mup: how many times as wide the model is as the one that its learning rates are for
     mup_width_mult: float = 1.0
     embedding_scale: float = 1.0  # of the embeddings' output
@@ -131,6 +133,10 @@ class ModelShape:
             expert_tensor: Ranks that split each expert; None: as many as split a layer.
         """
         return _split(self, ranks, context, experts, ranks if expert_tensor is None else expert_tensor)
+
+    def find_window(self, layer: int) -> int | None:
+        """How many tokens before itself a token attends to in this layer, counted from 0; None for all."""
+        return None if self.window_layers and self.window_layers[layer] == "0" else self.window
 
     def has_experts(self, layer: int) -> bool:
         """Whether this layer, counted from 0, has experts in the place of its MLP."""

@@ -58,6 +58,8 @@ def family_of_shape(shape: ModelShape) -> Family:
         f"{flag}: Hugging Face's {family.TITLE} have {instead}; only a model trained with that can be converted."
         for flag, instead in family.objections(shape)
     ]
+    if shape.window is not None:
+        wrong.append("--window-size: windows are not converted; only a model without can be.")
     if shape.softmax_scale is not None:
         wrong.append("--use-mup: Hugging Face's models have no scales of its kind; only one without can be converted.")
     if wrong:
@@ -107,6 +109,8 @@ def _choose_values(shape: ModelShape) -> dict[str, object]:
         "num_query_groups": s.num_query_groups if grouped else None,
         "kv_channels": s.kv_channels if s.attention_width != s.hidden_size else None,
         "padded_vocab_size": s.padded_vocab_size,
+        "window_size": None if s.window is None else f"{s.window},0",
+        "window_attn_skip_freq": f"[{','.join(s.window_layers)}]" if s.window_layers else None,
         "apply_layernorm_1p": s.layernorm_1p,
         "swiglu": s.activation == "swiglu",
         "squared_relu": s.activation == "squared_relu",

@@ -191,6 +191,10 @@ class Shape(msgspec.Struct, frozen=True):
     init_method_std: float | None = None
     # null: a dense model
     experts: Experts | None = None
+    # tokens before itself that a token attends to; null: all
+    window: Count | None = None
+    # a 0 or 1 for each layer: whether it has that window; empty: all of them
+    window_layers: str | None = None
     # of --use-mup: how many times as wide the model is as the one that its learning rates are for
     mup_width_mult: float | None = None
     # factor of the embeddings' output

@@ -40,6 +40,13 @@ def make_document_mask(documents_BT: Tensor) -> Tensor:
     return same.tril()
 
 
+def narrow_mask(mask_B1TT: Tensor | None, length: int, window: int, device: torch.device) -> Tensor:
+    """The mask, causal if None, of a token that attends to `window` tokens before itself only."""
+    if mask_B1TT is None:
+        mask_B1TT = torch.ones(1, 1, length, length, dtype=torch.bool, device=device).tril()
+    return mask_B1TT.triu(-window)
+
+
 def explicit_attention(
     q_BNTD: Tensor,
     k_BGTD: Tensor,

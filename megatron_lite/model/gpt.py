@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from megatron_lite.config.layout import Part, take_part
 from megatron_lite.config.parameter_groups import EMBEDDINGS
 from megatron_lite.config.shape import ModelShape
-from megatron_lite.model.attention import Attend, make_document_mask, sdpa_attention
+from megatron_lite.model.attention import Attend, make_document_mask, narrow_mask, sdpa_attention
 from megatron_lite.model.experts import MixtureOfExperts
 from megatron_lite.model.loss import token_losses
 from megatron_lite.model.mlp import MLP
@@ -106,6 +106,7 @@ class SelfAttention(nn.Module):
         # the same for all layers where it is not used, so that a compiled layer serves all
         self.layer_number = layer_number if shape.query_key_layer_scaling else 1
         self.attend = attend
+        self.window = shape.find_window(layer_number - 1)
         self.heads_per_group = shape.num_attention_heads // shape.num_query_groups
         self.kv_channels = shape.kv_channels
         self.dropout = shape.attention_dropout
@@ -134,6 +135,8 @@ class SelfAttention(nn.Module):
         if cos_B1TR is not None and sin_B1TR is not None:
             q_BNTD = rotate(q_BNTD, cos_B1TR, sin_B1TR, self.rotary_interleaved)
             k_BGTD = rotate(k_BGTD, cos_B1TR, sin_B1TR, self.rotary_interleaved)
+        if self.window is not None:
+            mask_B1TT = narrow_mask(mask_B1TT, q_BNTD.shape[2], self.window, q_BNTD.device)
         if self.query_scale != 1:
             q_BNTD = q_BNTD * self.query_scale
         dropout = self.dropout if self.training else 0.0

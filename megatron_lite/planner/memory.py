@@ -501,7 +501,7 @@ def plan_batch(plan: Plan) -> MicroBatch:
     a, layout = plan.args, plan.layout
     return plan_micro_batch(
         plan.shape, a.training.micro_batch_size, plan.precision, plan.device, a.model.attention_backend,
-        a.data.reset_attention_mask, a.model.recompute_granularity, plan.world.threads, layout,
+        plan.masks_attention, a.model.recompute_granularity, plan.world.threads, layout,
     )  # fmt: skip
 
 

@@ -273,7 +273,7 @@ class _Work:
             self.plan.precision,
             self.plan.device,
             args.model.attention_backend,
-            args.data.reset_attention_mask,
+            self.plan.masks_attention,
         )
         return kernel != FUSED
 

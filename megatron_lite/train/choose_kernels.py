@@ -29,7 +29,7 @@ def choose_kernels(plan: Plan) -> Kernels:
         plan.rank_shape,
         plan.precision,
         # context parallel ranks pass masks to explicit kernels
-        masked=plan.args.data.reset_attention_mask or plan.layout.context > 1,
+        masked=plan.masks_attention or plan.layout.context > 1,
         compiled=plan.compilation.layers,
         threads=plan.world.threads,
     )
@@ -51,7 +51,7 @@ def choose_plan_attention(
         batch=plan.args.training.micro_batch_size,
         device=device,
         dtype=DTYPES[plan.precision],
-        masked=plan.args.data.reset_attention_mask,
+        masked=plan.masks_attention,
         explain=m.explain_attention,
         why_explicit=kernels.why_explicit,
         pick=pick,

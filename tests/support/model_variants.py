@@ -40,6 +40,8 @@ VARIANTS = {
     "rope_interpolated": replace(PLAIN, **ROPE, rotary_seq_len_interpolation_factor=4.0),
     "rope_scaled": replace(PLAIN, **ROPE, kv_channels=32, rotary_base=500000.0, rope_scaling_factor=8.0),
     "yarn": replace(PLAIN, **ROPE, **YARN),
+    "window": replace(PLAIN, window=3),
+    "window_of_some_layers": replace(PLAIN, num_layers=4, window=2, window_layers="1101", **ROPE),
     "no_positions": replace(PLAIN, position_embedding="none"),
     "gqa_swiglu_rmsnorm": replace(PLAIN, num_query_groups=2, activation="swiglu", normalization="RMSNorm"),
     "four_layers": replace(PLAIN, num_layers=4),

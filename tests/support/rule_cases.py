@@ -28,7 +28,7 @@ SAMPLES !--global-batch-size --step-batch-size-schedule 0:8,31:4 ; SAMPLES !--gl
 --hierarchical-context-parallel-sizes 2 2 ; --cp-comm-type a2a+p2p
 --optimizer muon --fp16 ; --optimizer muon --use-distributed-optimizer ; --optimizer muon --num-experts 4 --disable-bias-linear
 --optimizer muon --ckpt-format torch --save x
---mup-base-hidden-size 0 ; --use-mup --num-experts 4 --disable-bias-linear ; --eval-micro-batch-size 3 ; --position-embedding-type yarn --rotary-interleaved
+--window-size 3,1 ; --window-size 3,0 --window-attn-skip-freq [1] ; --mup-base-hidden-size 0 ; --use-mup --num-experts 4 --disable-bias-linear ; --eval-micro-batch-size 3 ; --position-embedding-type yarn --rotary-interleaved
 SAMPLES !--global-batch-size --rampup-batch-size 2 2 100 ; SAMPLES --rampup-batch-size 2 4 100
 SAMPLES --rampup-batch-size 10 2 100 ; SAMPLES --rampup-batch-size 1 1 100 ; --exit-signal SIGNAL
 --exit-signal SIGKILL ; --exit-signal SIG_DFL ; --fp16 --bf16
@@ -285,6 +285,11 @@ BY_WORLD = [  # changes, world, the flag with which the answer begins
         f"{PP2} --num-layers 8 --account-for-loss-in-pipeline-split --decoder-first-pipeline-num-layers 4",
         FOUR_RANKS,
         "--decoder-first-pipeline-num-layers and --account-for-loss-in-pipeline-split exclude each other; drop one",
+    ),
+    (
+        "--window-size 3,0 --context-parallel-size 2",
+        FOUR_RANKS,
+        "--window-size 3,0 does not go with --context-parallel-size 2: a window may lie on several ranks",
     ),
     (
         "--optimizer muon --tensor-model-parallel-size 2",

@@ -3,6 +3,8 @@
 from collections.abc import Iterator
 
 from megatron_lite.config.args import Args
+from megatron_lite.config.expert_layers import parse_window_layers
+from megatron_lite.config.plan import parse_window
 from megatron_lite.config.world import World
 
 MAX_ELEMENTS = 2**58  # of one tensor; its bytes must have 63 bits
@@ -22,14 +24,16 @@ def model_rules(args: Args, world: World) -> Iterator[str]:
         if m.group_query_attention and (m.num_query_groups < 1 or heads % m.num_query_groups):
             yield f"--num-query-groups {m.num_query_groups} does not divide {given}; choose a divisor."
     yield from _check_positions(args)
+    yield from _check_window(args)
     # what torch's kernels cannot do whatever the sizes; the rest shows when torch is asked
     kind, backend, gpu = m.attention_backend, f"--attention-backend {m.attention_backend}", bool(world.gpus)
     if kind == "fused" and not gpu:
         yield f"{backend} is cuDNN's, which needs a GPU and this machine shows none; use --attention-backend auto."
     elif kind in ("flash", "fused") and gpu and not (p.fp16 or p.bf16):
         yield f"{backend} needs --bf16 or --fp16 on a GPU; add one, or use --attention-backend auto."
-    elif kind == "flash" and gpu and args.data.reset_attention_mask:
-        yield f"{backend} has no masks on a GPU, which --reset-attention-mask needs; use --attention-backend auto."
+    elif kind == "flash" and gpu and (args.data.reset_attention_mask or m.window_size is not None):
+        flag = "--reset-attention-mask" if args.data.reset_attention_mask else f"--window-size {m.window_size}"
+        yield f"{backend} has no masks on a GPU, which {flag} needs; use --attention-backend auto."
     elif kind == "flash" and not gpu and m.attention_dropout:
         yield f"{backend} has no dropout on a CPU; add --attention-dropout 0, or use --attention-backend auto."
     if m.swiglu and m.squared_relu:
@@ -74,6 +78,24 @@ def _check_tensors(args: Args) -> Iterator[str]:
                 return
 
 
+def _check_window(args: Args) -> Iterator[str]:
+    """Mistakes among windows of attention."""
+    m, context = args.model, args.parallel.context_parallel_size
+    if m.window_size is None:
+        return
+    shown = f"--window-size {m.window_size}"
+    try:
+        parse_window(m.window_size)
+    except ValueError:
+        yield f"{shown}: needs the number of tokens before and 0, since none after is attended to, such as 127,0."
+    if context > 1:
+        yield f"{shown} does not go with --context-parallel-size {context}: a window may lie on several ranks; drop one of them."
+    try:
+        parse_window_layers(m.window_attn_skip_freq, m.num_layers or 1)
+    except ValueError as error:
+        yield f"--window-attn-skip-freq {m.window_attn_skip_freq}: {error}; correct it."
+
+
 def _check_positions(args: Args) -> Iterator[str]:
     m, positions = args.model, args.model.max_position_embeddings
     if not m.add_position_embedding and m.position_embedding_type not in ("rope", "yarn"):
@@ -116,6 +138,7 @@ def _check_custom_model(args: Args) -> Iterator[str]:
         f"--recompute-granularity {m.recompute_granularity}": m.recompute_granularity,
         "--torch-compile layers": args.training.torch_compile == "layers",
         "--use-mup": m.use_mup,
+        "--window-size": m.window_size is not None,
         "--optimizer muon": args.optimizer.optimizer == "muon",
         "--log-throughput": args.watch.log_throughput,
         "--decoupled-lr": args.optimizer.decoupled_lr is not None,
