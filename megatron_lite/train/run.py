@@ -4,6 +4,7 @@ import gc
 import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -66,7 +67,6 @@ def run(plan: Plan, streams: DataStreams, eod: int | None, instruments: RunObser
     """
     device = find_device(plan.device, plan.world)
     replica, optimizer = _build(plan, device, instruments)
-    set_seed(plan.args.training.seed + 1 + _number_dropout_stream(plan))
     progress = Progress()
     checkpoints = Checkpoints(plan, replica, optimizer, device)
     checkpoints.load(progress)
@@ -74,10 +74,10 @@ def run(plan: Plan, streams: DataStreams, eod: int | None, instruments: RunObser
     make_batch = BatchMaker(plan.args.data, plan.layout, device, eod)
     metrics = StepMetrics(optimizer, device, plan.world.size, plan.args.precision.check_for_nan_in_loss_and_grad)
     with make_log(metrics, progress) as log, checkpoints:
+        evaluate_on = partial(Evaluation, plan, replica, make=make_batch, log=log)
         validation = None
         if streams.has("valid"):
-            validated = streams.validation(progress)
-            validation = Evaluation(plan, replica, validated, streams.validation_samples, make_batch, log)
+            validation = evaluate_on(streams.validation(progress), streams.validation_samples)
         saving = SaveHook(plan.args.checkpoint, checkpoints, log, loaded=progress.iteration)
         reason = None
         if not plan.args.training.skip_train:
@@ -95,13 +95,13 @@ def run(plan: Plan, streams: DataStreams, eod: int | None, instruments: RunObser
         if reason is None and validation is not None:
             validation.report_at_the_end(progress)
         if reason is None and streams.has("test"):
-            test = Evaluation(plan, replica, streams.test(), plan.evaluation_samples, make_batch, log)
+            test = evaluate_on(streams.test(), plan.evaluation_samples)
             test.report(progress, f"iteration {progress.iteration} on test set", "test")
     return reason
 
 
 def _build(plan: Plan, device: torch.device, instruments: RunObserver) -> tuple[Replica, Optimizer]:
-    """Build this rank's replica and its optimizer, and log what they are. Collective."""
+    """Build this rank's replica and its optimizer, log what they are, and seed what training draws. Collective."""
     groups = make_groups(plan, device)
     groups.pipeline.tell = instruments.wait_for_stage
     replica = build_replica(plan, groups, RealBackend(device))
@@ -111,6 +111,7 @@ def _build(plan: Plan, device: torch.device, instruments: RunObserver) -> tuple[
     optimizer = Optimizer(plan, replica.parameters, device, replica.sum_over_ranks, replica.counted, replica.names)
     formats = describe_precision(plan.precision, plan.fp32_gradients, plan.args.precision)
     logger.info(f"  {plan.args.optimizer.optimizer}: fused, {formats}")
+    set_seed(plan.args.training.seed + 1 + _number_dropout_stream(plan))
     return replica, optimizer
 
 
