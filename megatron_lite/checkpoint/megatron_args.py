@@ -279,9 +279,9 @@ class MegatronArgs:
         losses = [[kind, factor] for kind, factor in zip(kinds, factors) if kind in BALANCING_LOSSES and factor]
         experts = ExpertShape(
             number=number,
-            layers=parse_expert_layers(str(frequency), int(str(shape["num_layers"]))),
+            layers=parse_expert_layers(str(frequency), given("num_layers", 0)),
             topk=given("moe_router_topk", 2),
-            ffn_hidden_size=given("moe_ffn_hidden_size", shape["ffn_hidden_size"]),
+            ffn_hidden_size=given("moe_ffn_hidden_size", given("ffn_hidden_size", 0)),
             shared_ffn_hidden_size=given("moe_shared_expert_intermediate_size", 0),
             shared_gate=given("moe_shared_expert_gate", False),
             score_function=given("moe_router_score_function", "softmax"),

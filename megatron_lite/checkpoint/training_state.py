@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -31,9 +31,8 @@ from megatron_lite.errors import CheckpointError
 FORMAT = 2
 # weights with a row per vocabulary entry; padding gives them more rows than the tokenizer has entries
 VOCABULARY_TABLES = ("embedding.word_embeddings.weight", "output_layer.weight")
-
-
-ShapeFields = dict[str, Any]  # fields of ModelShape: plain values, and those of its experts in a dict of their own
+# fields of ModelShape as JSON has them: plain values, and those of its experts in a dict of their own
+ShapeFields = dict[str, object]
 
 
 @dataclass(frozen=True)
@@ -52,15 +51,20 @@ class CheckpointRecord:
     versions: dict[str, str] = field(default_factory=dict)
     consumed_valid_samples: int = 0  # of all evaluations; 0 also where they were not counted
     left_out: int = 0  # samples of the consumed ones that --iterations-to-skip named
-    kernels: dict[str, str] = field(
-        default_factory=dict
-    )  # what the last bits depend on: attention, torch_compile; {}: unknown
+    # what the last bits depend on: attention, torch_compile; {}: unknown
+    kernels: dict[str, str] = field(default_factory=dict)
     format: int = FORMAT
 
     @property
     def model_shape(self) -> ModelShape:
         """The shape as an object. TypeError for a field that this version does not know, or lacks."""
         return build_shape(self.shape)
+
+    @property
+    def vocabulary_rows(self) -> int:
+        """Entries of the vocabulary with its padding; 0 where the record does not say it."""
+        rows = self.shape.get("padded_vocab_size")
+        return rows if isinstance(rows, int) else 0
 
     @property
     def learning_rate(self) -> LearningRatePlan | None:

@@ -225,7 +225,7 @@ def require_shape(path: Path, record: CheckpointRecord, shape: ModelShape, vocab
     free = set(FREE)
     if record.trainer != CheckpointRecord.trainer:
         free.add(ROTARY_FACTOR)
-    stored_rows = record.shape.get("padded_vocab_size", 0)
+    stored_rows = record.vocabulary_rows
     same_vocabulary = record.vocab_size in (None, vocab_size) and stored_rows >= vocab_size
     if same_vocabulary:
         free.add("padded_vocab_size")

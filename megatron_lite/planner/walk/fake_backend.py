@@ -126,6 +126,7 @@ class BucketedReplica:
         for parameter in parameters:
             parameter.register_post_accumulate_grad_hook(self._arrive)
 
+    # Any: torch wants a hook written for dist.GradBucket, which nothing derives from, and a Bucket only resembles it
     def register_comm_hook(self, state: object, hook: Callable[[Any, Any], object]) -> None:
         """Reduce buckets by `hook`."""
         self._hook_state = state
@@ -140,7 +141,7 @@ class BucketedReplica:
         self._reducing = True
         self._unreduced = len({bucket for bucket, _ in self._bucket_of.values()})
 
-    def __call__(self, *inputs: Any) -> Tensor:
+    def __call__(self, *inputs: Tensor | None) -> Tensor:
         if self._arrived and not self._rebuilt:
             self._rebuilt = True
             self._bucket_of.clear()
