@@ -63,6 +63,9 @@ def megatron_on_cpu():
     # its router asks for Transformer Engine's product, whose name is there only with that
     moe_utils = pytest.importorskip("megatron.core.transformer.moe.moe_utils")
     patch.setattr(moe_utils, "te_general_gemm", None, raising=False)
+    # its latent attention takes the shell of Transformer Engine's extension for that
+    latent_attention = pytest.importorskip("megatron.core.transformer.multi_latent_attention")
+    patch.setattr(latent_attention, "HAVE_TE", False)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     parallel_state.initialize_model_parallel()
     yield

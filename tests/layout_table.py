@@ -68,6 +68,14 @@ DEEPSEEK = (
     "--moe-router-num-groups 2 --moe-router-group-topk 1 --moe-shared-expert-intermediate-size 32 "
     "--moe-shared-expert-gate --moe-router-dtype fp32 --untie-embeddings-and-output-weights"
 )
+LATENT = (
+    "--multi-latent-attention --q-lora-rank 24 --kv-lora-rank 16 --qk-head-dim 12 --qk-pos-emb-head-dim 8 --v-head-dim 16 "
+    "--qk-layernorm --rotary-scaling-factor 4 --mscale-all-dim 1 --original-max-position-embeddings 8 "
+)
+LATENT_LLAMA = (
+    f"{LATENT} --rope-type rope --disable-bias-linear --swiglu --normalization RMSNorm --position-embedding-type rope "
+    "--untie-embeddings-and-output-weights "
+).replace("--q-lora-rank 24", "")
 EP2, ALL_TO_ALL = "--expert-model-parallel-size 2", "--moe-token-dispatcher-type alltoall"
 ETP1 = "--expert-tensor-parallel-size 1"
 SCALE = "--initial-loss-scale 4096"
@@ -85,9 +93,12 @@ MODELS = {  # name: (flags, largest difference of a loss to one rank)
     # one rank compiled beside itself in another order of sums: 2.9e-6
     "fp32, compiled": ("--torch-compile layers --torch-compile-backend aot_eager", 5e-6),
     "fp32, explicit attention": ("--attention-backend local --attention-softmax-in-fp32", 2e-6),
+    "fp32, latent": (LATENT, 2e-6),
+    "fp32, latent, llama": (LATENT_LLAMA, 2e-6),
     # a rank's own 16-bit gradients round otherwise than one rank's, as under DistributedDataParallel
     "fp32, experts": (EXPERTS, 2e-6),
     "fp32, experts, deepseek": (EXPERTS + DEEPSEEK, 2e-6),
+    "fp32, experts, latent": (EXPERTS + DEEPSEEK + " " + LATENT, 2e-6),
     "fp32, experts, recomputed": (
         f"{EXPERTS} --recompute-granularity full --recompute-method uniform --calculate-per-token-loss", 2e-6
     ),
@@ -171,6 +182,8 @@ QUICK = [  # in the default tests
     ("fp32, recomputed", "pp2, zero bubble"), ("fp16, sums in fp32", "pp2, zero bubble"),
     ("fp32, one query group", "tp2"), ("fp32, recomputed", "pp2, chunks"), ("fp16, sums in fp32", "pp2, chunks"),
     ("fp32, recomputed", "pp2, chunks, accounted"), ("fp32, llama", "pp2, chunks, groups"),
+    ("fp32, latent", "tp2"), ("fp32, latent", "tp2, sp"), ("fp32, latent, llama", "cp2"), ("fp32, latent", "pp2, zero bubble"),
+    ("fp32, latent, llama", "zero3, 2"), ("fp32, experts, latent", "ep2, tp2, sp, etp1"),
     ("fp32, experts", "ep2, all-to-all"), ("fp32, experts, deepseek", "ep2"), ("fp32, experts, deepseek", "ep2, zero1"),
     ("fp32, experts", "ep2, tp2, sp, etp1"), ("fp32, experts, recomputed", "ep2, cp2"), ("bf16, experts", "ep2, all-to-all"),
 ]  # fmt: skip

@@ -14,7 +14,7 @@ from megatron_lite.checkpoint.training_state import CheckpointRecord, ShapeField
 from megatron_lite.config.args import Args
 from megatron_lite.config.expert_layers import parse_expert_layers, parse_window_layers
 from megatron_lite.config.plan import BALANCING_LOSSES, SINKHORN, LearningRatePlan, parse_window
-from megatron_lite.config.shape import ExpertShape, ModelShape
+from megatron_lite.config.shape import ExpertShape, LatentShape, ModelShape
 
 T = TypeVar("T")
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -64,7 +64,6 @@ UNSUPPORTED = {
     "apply_residual_connection_post_layernorm": (None, False),
     "qk_l2_norm": (None, False),
     "attention_output_gate": (None, False),
-    "multi_latent_attention": (None, False),
     "experimental_attention_variant": (None,),
     "linear_attention_freq": (None,),
     "quick_geglu": (None, False),
@@ -121,6 +120,8 @@ class MegatronArgs:
             found.append(f"position_embedding_type={positions}")
         if self.given("num_experts", 0) and self.given("add_bias_linear", True):
             found.append("add_bias_linear=True of experts")
+        if self.given("multi_latent_attention", False) and self.given("window_size") is not None:
+            found.append("window_size of latent attention")
         gated = self.given("gated_linear_unit", False)
         if gated and not self.given("swiglu", False):
             found.append("gated_linear_unit=True without swiglu")
@@ -174,7 +175,7 @@ class MegatronArgs:
         shape["tied_embeddings"] = not given("untie_embeddings_and_output_weights", False)
         shape["query_key_layer_scaling"] = given("apply_query_key_layer_scaling", False)
         shape["softmax_in_fp32"] = given("attention_softmax_in_fp32", False)
-        shape |= self._read_rotary_scaling(positions)
+        shape |= self._read_latent() if given("multi_latent_attention", False) else self._read_rotary_scaling(positions)
         shape["experts"] = self._read_experts(shape)
         shape |= self._read_window(given("num_layers", 1))
         if given("use_mup", False):
@@ -239,6 +240,32 @@ class MegatronArgs:
             "yarn_mscale": given("mscale", 1.0),
             "yarn_mscale_all_dim": given("mscale_all_dim", 0.0),
             "yarn_round_to_int": given("yarn_correction_range_round_to_int", True),
+        }
+
+    def _read_latent(self) -> ShapeFields:
+        """Fields of ModelShape on latent attention."""
+        given = self.given
+        factor = given("rotary_scaling_factor", 1.0)
+        latent = LatentShape(
+            q_lora_rank=given("q_lora_rank", None),
+            kv_lora_rank=given("kv_lora_rank", 32),
+            qk_head_dim=given("qk_head_dim", 128),
+            qk_pos_emb_head_dim=given("qk_pos_emb_head_dim", 64),
+            v_head_dim=given("v_head_dim", 128),
+            scaling_factor=factor,
+            mscale_all_dim=given("mscale_all_dim", 0.0),
+        )
+        return {
+            "latent": dataclasses.asdict(latent),
+            "kv_channels": latent.head_width,
+            "rotary_interleaved": True,
+            "qkv_bias": False,
+            "yarn_scaling_factor": factor if given("rope_type", "yarn") == "yarn" else None,
+            "yarn_original_max_position_embeddings": given("original_max_position_embeddings", 4096),
+            "yarn_beta_fast": given("beta_fast", 32.0),
+            "yarn_beta_slow": given("beta_slow", 1.0),
+            "yarn_mscale": given("mscale", 1.0),
+            "yarn_mscale_all_dim": latent.mscale_all_dim,
         }
 
     def _find_position_embedding(self) -> str:
@@ -355,6 +382,33 @@ def _write_experts(experts: ExpertShape | None, arguments: Mapping[str, object])
     return derived
 
 
+def _write_latent(s: ModelShape, arguments: Mapping[str, object]) -> dict[str, object]:
+    """The arguments of latent attention; {} of another attention.
+
+    Args:
+        s: The model's shape.
+        arguments: Flags by name, as typed.
+    """
+    if s.latent is None:
+        return {}
+    sizes = dataclasses.asdict(s.latent)
+    return {
+        "multi_latent_attention": True,
+        "rotary_scaling_factor": sizes.pop("scaling_factor"),
+        **sizes,
+        "kv_channels": arguments.get("kv_channels") or s.hidden_size // s.num_attention_heads,
+        # its channels turn as neighbors in any case
+        "rotary_interleaved": False,
+        "rope_type": "rope" if s.yarn_scaling_factor is None else "yarn",
+        "original_max_position_embeddings": s.yarn_original_max_position_embeddings,
+        "beta_fast": s.yarn_beta_fast,
+        "beta_slow": s.yarn_beta_slow,
+        "mscale": s.yarn_mscale,
+        "position_embedding_type": s.position_embedding,
+        "use_rope_scaling": False,
+    }
+
+
 def plain_arguments(args: Args) -> dict[str, object]:
     """The flags by name, as typed, in values that Megatron-LM writes."""
     typed: dict[str, object] = {}
@@ -409,12 +463,13 @@ def build_namespace(record: CheckpointRecord, arguments: Mapping[str, object], c
         "no_save_rng": record.ranks == 0,
         "rank": 0,
     }
-    return argparse.Namespace(**{**arguments, **derived, **_write_experts(s.experts, arguments)})
+    nested = _write_experts(s.experts, arguments) | _write_latent(s, arguments)
+    return argparse.Namespace(**{**arguments, **derived, **nested})
 
 
 def name_rotary_scaling(s: ModelShape) -> dict[str, Plain]:
     """Arguments of Megatron-LM, by name, for the kind of positions and how rotary frequencies are scaled."""
-    if s.yarn_scaling_factor is not None:
+    if s.yarn_scaling_factor is not None and s.latent is None:
         return {
             "position_embedding_type": "yarn",
             "use_rope_scaling": False,

@@ -97,6 +97,11 @@ MODULES_OF_A_LAYER = (
     "self_attention.core_attention",
     "self_attention.q_layernorm",
     "self_attention.k_layernorm",
+    "self_attention.linear_q_proj",
+    "self_attention.linear_q_down_proj",
+    "self_attention.linear_q_up_proj",
+    "self_attention.linear_kv_down_proj",
+    "self_attention.linear_kv_up_proj",
     "mlp.linear_fc1",
     "mlp.linear_fc2",
     "mlp.shared_experts.linear_fc1",
@@ -589,10 +594,12 @@ def _name_layers(record: CheckpointRecord, arguments: Mapping[str, object]) -> F
     """How the folder has the layers. As in Megatron-Core they are not stacked where layers with experts follow a
     pattern, or not each layer has some."""
     shape = record.model_shape
+    is_latent = shape.latent is not None
     if shape.experts is None:
-        return FolderNames(shape.num_layers)
+        return FolderNames(shape.num_layers, is_latent=is_latent)
     return FolderNames(
         layers=shape.num_layers,
+        is_latent=is_latent,
         has_experts=shape.experts.layers,
         experts=shape.experts.number,
         stacks=str(arguments.get("moe_layer_freq", "1")).strip() == "1",
@@ -629,6 +636,10 @@ def _find_aliases(names: FolderNames, metadata: Metadata) -> dict[str, str]:
         if megatron_names.NORM_BEFORE_EXPERTS in key:
             local = key.replace(megatron_names.NORM_BEFORE_EXPERTS, megatron_names.NORM_IN_FC1)
             aliases[local] = aliases.get(key, key)
+    if names.is_latent:
+        for key in [*held, *aliases]:
+            for local in megatron_names.list_local_names(key):
+                aliases[local] = aliases.get(key, key)
     return aliases
 
 

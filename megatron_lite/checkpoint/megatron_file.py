@@ -83,6 +83,11 @@ class MegatronFile(Stored):
                 f"--load {self.path}: holds a mixture of experts, which is read from torch_dist folders only; "
                 "save it there with --ckpt-format torch_dist."
             )
+        if args.given("multi_latent_attention", False):
+            raise CheckpointError(
+                f"--load {self.path}: holds a model of latent attention, which is read from torch_dist folders only; "
+                "save it there with --ckpt-format torch_dist."
+            )
         if args.splits != splits:
             found, expected = (" x ".join(map(str, numbers)) for numbers in (args.splits, splits))
             raise CheckpointError(

@@ -23,6 +23,7 @@ LEGACY = [  # (pattern, ours), of the names below language_model
 FUSED_NORMS = [
     (r"\.self_attention\.linear_qkv\.layer_norm_(weight|bias)$", r".input_layernorm.\1"),
     (r"\.mlp\.linear_fc1\.layer_norm_(weight|bias)$", r".pre_mlp_layernorm.\1"),
+    (r"\.self_attention\.linear_(q|kv)_up_proj\.layer_norm_(weight|bias)$", r".self_attention.\1_layernorm.\2"),
 ]
 ENDS = [
     "embedding.word_embeddings",
@@ -140,6 +141,25 @@ def file_name(name: str, fused: bool) -> str:
     return re.sub(r"(\.layers\.\d+)\.pre_mlp_layernorm\.", r"\1.mlp.linear_fc1.layer_norm_", name)
 
 
+def latent_file_name(name: str) -> str:
+    """The file's name for one of ours, in a model of latent attention by Transformer Engine.
+
+    There the norms of latent vectors stand inside the projections that follow, and a layer's first norm by itself.
+    """
+    name = re.sub(r"\.self_attention\.(q|kv)_layernorm\.", r".self_attention.linear_\1_up_proj.layer_norm_", name)
+    return re.sub(r"(\.layers\.\d+)\.pre_mlp_layernorm\.", r"\1.mlp.linear_fc1.layer_norm_", name)
+
+
+def list_local_names(key: str) -> list[str]:
+    """Name a norm that Transformer Engine has inside a linear module as local layers of latent attention do.
+
+    Returns:
+        The name; nothing for any other key.
+    """
+    found = ours(key)
+    return [] if found == key or found.endswith("_extra_state") else [found]
+
+
 def extra_states(names: Iterable[str]) -> list[str]:
     """The keys of Megatron's linear modules' own (empty) state: it misses them in a strict load."""
     modules = {name.rpartition(".")[0] for name in names}
@@ -154,6 +174,7 @@ class FolderNames:
     layers: int
     has_experts: tuple[bool, ...] = ()  # which layers have experts; () of a dense model
     experts: int = 0  # of such a layer
+    is_latent: bool = False  # attention is latent
     stacks: bool = True  # a weight of all layers is one tensor, with the layers as its first dimension
 
     def find_key(self, name: str) -> tuple[str, int | None]:
@@ -167,6 +188,8 @@ class FolderNames:
         of_experts = match is not None and bool(self.has_experts) and self.has_experts[int(match[1])]
         if of_experts and NORM_BEFORE_EXPERTS in name:
             key = name  # no linear module follows that could have it
+        elif self.is_latent:
+            key = latent_file_name(name)
         else:
             key = file_name(name, fused=True)
         key = key.replace(EXPERTS, EXPERTS_THERE)

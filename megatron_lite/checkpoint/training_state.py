@@ -25,7 +25,7 @@ from megatron_lite.checkpoint.folder import Manifest
 from megatron_lite.checkpoint.megatron_state import Plain
 from megatron_lite.config.layout import Part, whole_part
 from megatron_lite.config.plan import LearningRatePlan
-from megatron_lite.config.shape import ModelShape, parse_experts
+from megatron_lite.config.shape import ModelShape, parse_experts, parse_latent
 from megatron_lite.errors import CheckpointError
 
 FORMAT = 2
@@ -92,7 +92,8 @@ def build_shape(fields: Mapping[str, object]) -> ModelShape:
     """The shape of a file's fields. TypeError for a field that this version does not know, or lacks."""
     build: Callable[..., ModelShape] = ModelShape
     experts = parse_experts(fields.get("experts"))
-    return build(**{**fields, "experts": experts})
+    latent = parse_latent(fields.get("latent"))
+    return build(**{**fields, "experts": experts, "latent": latent})
 
 
 class WriteTensors(Protocol):

@@ -42,7 +42,10 @@ class ModelArgs:
     use_rope_scaling: bool = flag(False, "Llama 3.1's rotary frequencies, for sequences beyond 8192 positions.")
     rope_scaling_factor: float = flag(8.0, "With --use-rope-scaling: how many times as long.", "above 0")
     rotary_scaling_factor: float = flag(
-        1.0, "With yarn: how many times as long.", "above 0", aliases=("--yarn-rotary-scaling-factor",)
+        1.0,
+        "With yarn, or latent attention: how many times as long.",
+        "above 0",
+        aliases=("--yarn-rotary-scaling-factor",),
     )
     yarn_original_max_position_embeddings: int | None = flag(
         None, "With yarn: positions of pretraining; 4096 when left out.", SIZE
@@ -53,9 +56,12 @@ class ModelArgs:
     yarn_beta_slow: float | None = flag(
         None, "With yarn: turns below which they are divided by the factor; 1 when left out.", "above 0"
     )
-    mscale: float = flag(1.0, "With yarn: how much attention is sharpened.", "at least 0", aliases=("--yarn-mscale",))
+    mscale: float = flag(1.0, "With those: how much attention is sharpened.", "at least 0", aliases=("--yarn-mscale",))
     mscale_all_dim: float = flag(
-        0.0, "With yarn: how much of that is taken back.", "at least 0", aliases=("--yarn-mscale-all-dim",)
+        0.0,
+        "With yarn: how much of that is taken back; latent attention sharpens scores by it.",
+        "at least 0",
+        aliases=("--yarn-mscale-all-dim",),
     )
     yarn_correction_range_round_to_int: bool = flag(
         True,
@@ -124,6 +130,26 @@ class ModelArgs:
     recompute_num_layers: int | None = flag(
         None, "Layers per recomputed chunk (uniform) or from the first on (block).", "at most 2147483647"
     )
+
+
+@dataclass(frozen=True)
+class LatentArgs:
+    """Latent attention"""
+
+    multi_latent_attention: bool = flag(
+        False, "DeepSeek's attention, whose keys and values are made from one vector of few channels."
+    )
+    q_lora_rank: int | None = flag(None, "Channels of that which queries are made from; none when left out.", SIZE)
+    kv_lora_rank: int = flag(32, "Channels of that which keys and values are made from.", SIZE)
+    qk_head_dim: int = flag(128, "Channels of a head's query and key that do not rotate.", SIZE)
+    qk_pos_emb_head_dim: int = flag(64, "Those that rotate; of keys all heads share them.", SIZE)
+    v_head_dim: int = flag(128, "Channels of a head's value.", SIZE)
+    rope_type: str | None = flag(
+        None, "Its rotary frequencies: plain ones, or YaRN's, which it has when left out.", choices=("rope", "yarn")
+    )
+    original_max_position_embeddings: int = flag(4096, "With its yarn: positions of pretraining.", SIZE)
+    beta_fast: float = flag(32.0, "With its yarn: turns within them from which on frequencies stay.", "above 0")
+    beta_slow: float = flag(1.0, "With its yarn: turns below which they are divided by the factor.", "above 0")
 
 
 @dataclass(frozen=True)
@@ -678,6 +704,7 @@ class Args:
     """All groups."""
 
     model: ModelArgs = field(default_factory=ModelArgs)
+    latent: LatentArgs = field(default_factory=LatentArgs)
     experts: ExpertArgs = field(default_factory=ExpertArgs)
     training: TrainingArgs = field(default_factory=TrainingArgs)
     precision: PrecisionArgs = field(default_factory=PrecisionArgs)

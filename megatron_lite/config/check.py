@@ -5,13 +5,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
 from typing import Any
 
-from megatron_lite.config.args import Args, ExpertArgs
+from megatron_lite.config.args import Args, ExpertArgs, LatentArgs
 from megatron_lite.config.command_line import CommandLine
 from megatron_lite.config.flags import list_flags
 from megatron_lite.config.layout import count_chunks
 from megatron_lite.config.plan import choose_compilation
 from megatron_lite.config.rules.experts import expert_rules
 from megatron_lite.config.rules.files import file_rules
+from megatron_lite.config.rules.latent import latent_rules
 from megatron_lite.config.rules.model import model_rules
 from megatron_lite.config.rules.run import data_rules, profile_rules, rank_rules, watch_rules
 from megatron_lite.config.rules.training import optimizer_rules, precision_rules, training_rules
@@ -46,7 +47,7 @@ def range_rules(args: Args, world: World) -> Iterator[str]:
 
 Rule = Callable[[Args, World], Iterator[str]]
 RULES_WITHOUT_FILES = (
-    required_rules, range_rules, model_rules, expert_rules, training_rules, precision_rules, optimizer_rules, rank_rules,
+    required_rules, range_rules, model_rules, latent_rules, expert_rules, training_rules, precision_rules, optimizer_rules, rank_rules,
     data_rules, watch_rules, profile_rules,
 )  # fmt: skip
 RULES = (*RULES_WITHOUT_FILES, file_rules)
@@ -100,9 +101,15 @@ DEPENDS: dict[str, tuple[str, Callable[[Args], object]]] = {
     "--position-embedding-type rope": ("use_rope_scaling", lambda a: a.model.position_embedding_type == "rope"),
     "--use-rope-scaling": ("rope_scaling_factor", lambda a: a.model.use_rope_scaling),
     "--position-embedding-type yarn": (
-        ("rotary_scaling_factor yarn_original_max_position_embeddings yarn_beta_fast yarn_beta_slow mscale mscale_all_dim "
-         "yarn_correction_range_round_to_int"),
+        "yarn_original_max_position_embeddings yarn_beta_fast yarn_beta_slow yarn_correction_range_round_to_int",
         lambda a: a.model.position_embedding_type == "yarn",
+    ),
+    "--position-embedding-type yarn or --multi-latent-attention": (
+        "rotary_scaling_factor mscale mscale_all_dim",
+        lambda a: a.model.position_embedding_type == "yarn" or a.latent.multi_latent_attention,
+    ),
+    "--multi-latent-attention": (
+        " ".join(field.name for field in fields(LatentArgs)[1:]), lambda a: a.latent.multi_latent_attention
     ),
     "--num-experts": (
         " ".join(("expert_tensor_parallel_size", *(field.name for field in fields(ExpertArgs)[1:]))),

@@ -19,6 +19,10 @@ COPIES, ROWS, TENSOR, PIPELINE = "copies", "rows", "tensor", "pipeline"
 SPLIT = {
     "linear_qkv.weight": 0,  # whole groups: [queries, key, value] of one after the other
     "linear_qkv.bias": 0,
+    # of latent attention: whole heads
+    "linear_q_proj.weight": 0,
+    "linear_q_up_proj.weight": 0,
+    "linear_kv_up_proj.weight": 0,
     "linear_proj.weight": 1,
     "linear_fc1.weight": 0,
     "linear_fc1.bias": 0,

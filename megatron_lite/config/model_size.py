@@ -1,7 +1,7 @@
 """Sizes of a model by its shape: parameters, and FLOPs of a step."""
 
 from megatron_lite.config.layout import Stage
-from megatron_lite.config.shape import ExpertShape, ModelShape
+from megatron_lite.config.shape import ExpertShape, LatentShape, ModelShape
 
 FORWARD_AND_BACKWARD = 3  # backward has two products of forward's size for each of forward's
 
@@ -87,6 +87,8 @@ def _count_norm_vectors(shape: ModelShape) -> int:
 
 def _list_attention_tensors(shape: ModelShape) -> list[int]:
     """Elements of each parameter tensor of one layer's attention."""
+    if shape.latent is not None:
+        return _list_latent_tensors(shape, shape.latent)
     tensors = [shape.qkv_rows * shape.hidden_size, shape.attention_width * shape.hidden_size]
     if shape.qkv_bias:
         tensors.append(shape.qkv_rows)
@@ -95,6 +97,28 @@ def _list_attention_tensors(shape: ModelShape) -> list[int]:
     if shape.qk_layernorm:
         # one norm of queries, one of keys
         tensors += 2 * _count_norm_vectors(shape) * [shape.kv_channels]
+    return tensors
+
+
+def _list_latent_matrices(shape: ModelShape, latent: LatentShape) -> list[int]:
+    """Elements of each matrix of one layer's latent attention."""
+    hidden, heads = shape.hidden_size, shape.num_attention_heads
+    queries = [hidden * heads * latent.query_width]
+    if latent.q_lora_rank is not None:
+        queries = [hidden * latent.q_lora_rank, latent.q_lora_rank * heads * latent.query_width]
+    down = hidden * (latent.kv_lora_rank + latent.qk_pos_emb_head_dim)
+    up = latent.kv_lora_rank * heads * (latent.qk_head_dim + latent.v_head_dim)
+    return [*queries, down, up, shape.attention_width * hidden]
+
+
+def _list_latent_tensors(shape: ModelShape, latent: LatentShape) -> list[int]:
+    """Elements of each parameter tensor of one layer's latent attention."""
+    tensors = _list_latent_matrices(shape, latent)
+    if shape.linear_bias:
+        tensors.append(shape.hidden_size)
+    if shape.qk_layernorm:
+        widths = [latent.kv_lora_rank] if latent.q_lora_rank is None else [latent.q_lora_rank, latent.kv_lora_rank]
+        tensors += _count_norm_vectors(shape) * widths
     return tensors
 
 
@@ -182,8 +206,11 @@ def count_linear_flops(shape: ModelShape, sequences: int) -> int:
 
 def _count_map_flops(shape: ModelShape, sequences: int, mlp: int) -> int:
     """Forward of one layer's linear maps. mlp: rows and columns of the MLP's matrices, or of those that a token passes."""
-    projections = shape.qkv_rows + shape.attention_width
-    return 2 * sequences * shape.seq_length * (projections + mlp) * shape.hidden_size
+    if shape.latent is None:
+        attention = (shape.qkv_rows + shape.attention_width) * shape.hidden_size
+    else:
+        attention = sum(_list_latent_matrices(shape, shape.latent))
+    return 2 * sequences * shape.seq_length * (attention + mlp * shape.hidden_size)
 
 
 def _count_expert_width(shape: ModelShape, e: ExpertShape) -> int:
@@ -196,7 +223,8 @@ def _count_expert_width(shape: ModelShape, e: ExpertShape) -> int:
 
 def attention_flops(shape: ModelShape, sequences: int, causal: bool) -> int:
     """Forward of one layer's two products with the matrix of scores; causal: with the half of it that is used."""
-    return 2 * sequences * shape.attention_width * shape.seq_length**2 * (1 if causal else 2)
+    queries = shape.attention_width if shape.latent is None else shape.num_attention_heads * shape.latent.query_width
+    return sequences * (queries + shape.attention_width) * shape.seq_length**2 * (1 if causal else 2)
 
 
 def count_output_flops(shape: ModelShape, sequences: int) -> int:

@@ -1,6 +1,7 @@
 """The plan of a run: its flags with every default filled in and every derived number computed. run.json holds it."""
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from megatron_lite.config.args import Args, ModelArgs, OptimizerArgs
 from megatron_lite.config.expert_layers import parse_expert_layers, parse_window_layers
@@ -14,7 +15,7 @@ from megatron_lite.config.layout import (
     plan_sharding,
     plan_stage,
 )
-from megatron_lite.config.shape import ExpertShape, ModelShape, RankShape, recomputed_layers
+from megatron_lite.config.shape import ExpertShape, LatentShape, ModelShape, RankShape, recomputed_layers
 from megatron_lite.config.world import World
 from megatron_lite.errors import ConfigError
 
@@ -312,8 +313,12 @@ def list_stage_kinds(plan: Plan) -> list[tuple[Plan, int]]:
     return [(alike[0], len(alike)) for alike in found.values()]
 
 
+ShapeFields = dict[str, Any]  # of ModelShape, some of them
+
+
 def _build_shape(args: Args, vocab_size: int) -> ModelShape:
     m = args.model
+    latent = _build_latent_shape(args)
     has_yarn = m.position_embedding_type == "yarn"
     position = "rope" if has_yarn else m.position_embedding_type
     if position == "learned_absolute" and not m.add_position_embedding:
@@ -332,7 +337,7 @@ def _build_shape(args: Args, vocab_size: int) -> ModelShape:
         hidden_size=m.hidden_size,
         num_attention_heads=m.num_attention_heads,
         num_query_groups=m.num_query_groups if m.group_query_attention else m.num_attention_heads,
-        kv_channels=m.kv_channels or m.hidden_size // m.num_attention_heads,
+        kv_channels=latent.head_width if latent else m.kv_channels or m.hidden_size // m.num_attention_heads,
         ffn_hidden_size=m.ffn_hidden_size or ffn,
         seq_length=m.seq_length,
         max_position_embeddings=m.max_position_embeddings or m.seq_length,
@@ -340,22 +345,17 @@ def _build_shape(args: Args, vocab_size: int) -> ModelShape:
         position_embedding=position,
         rotary_percent=m.rotary_percent,
         rotary_base=m.rotary_base,
-        rotary_interleaved=m.rotary_interleaved,
+        # latent attention's channels turn as neighbors
+        rotary_interleaved=m.rotary_interleaved or latent is not None,
         rotary_seq_len_interpolation_factor=m.rotary_seq_len_interpolation_factor,
         rope_scaling_factor=m.rope_scaling_factor if m.use_rope_scaling and not has_yarn else None,
-        yarn_scaling_factor=m.rotary_scaling_factor if has_yarn else None,
-        yarn_original_max_position_embeddings=m.yarn_original_max_position_embeddings or 4096,
-        yarn_beta_fast=m.yarn_beta_fast or 32.0,
-        yarn_beta_slow=m.yarn_beta_slow or 1.0,
-        yarn_mscale=m.mscale,
-        yarn_mscale_all_dim=m.mscale_all_dim,
-        yarn_round_to_int=m.yarn_correction_range_round_to_int,
+        **_plan_yarn(args),
         normalization=m.normalization,
         norm_epsilon=m.norm_epsilon,
         layernorm_1p=m.apply_layernorm_1p,
         activation="swiglu" if m.swiglu else "squared_relu" if m.squared_relu else gelu,
         linear_bias=m.add_bias_linear,
-        qkv_bias=m.add_bias_linear or m.add_qkv_bias,
+        qkv_bias=latent is None and (m.add_bias_linear or m.add_qkv_bias),
         qk_layernorm=m.qk_layernorm,
         tied_embeddings=not m.untie_embeddings_and_output_weights,
         hidden_dropout=m.hidden_dropout,
@@ -364,6 +364,7 @@ def _build_shape(args: Args, vocab_size: int) -> ModelShape:
         experts=_build_expert_shape(args, m.ffn_hidden_size or ffn),
         softmax_in_fp32=m.attention_softmax_in_fp32,
         init_method_std=m.init_method_std,
+        latent=latent,
         **_scale_to_width(m),
         window=None if m.window_size is None else parse_window(m.window_size),
         window_layers=write_window_layers(m),
@@ -387,6 +388,42 @@ def write_window_layers(m: ModelArgs) -> str:
         return ""
     layers = parse_window_layers(m.window_attn_skip_freq, m.num_layers)
     return "" if all(layers) else "".join(str(int(has_window)) for has_window in layers)
+
+
+def _plan_yarn(args: Args) -> ShapeFields:
+    """YaRN's fields of ModelShape, by latent attention's flags or by those of other attention."""
+    m, latent = args.model, args.latent
+    shared: ShapeFields = {"yarn_mscale": m.mscale, "yarn_mscale_all_dim": m.mscale_all_dim}
+    if latent.multi_latent_attention:
+        return shared | {
+            "yarn_scaling_factor": m.rotary_scaling_factor if latent.rope_type != "rope" else None,
+            "yarn_original_max_position_embeddings": latent.original_max_position_embeddings,
+            "yarn_beta_fast": latent.beta_fast,
+            "yarn_beta_slow": latent.beta_slow,
+        }
+    return shared | {
+        "yarn_scaling_factor": m.rotary_scaling_factor if m.position_embedding_type == "yarn" else None,
+        "yarn_original_max_position_embeddings": m.yarn_original_max_position_embeddings or 4096,
+        "yarn_beta_fast": m.yarn_beta_fast or 32.0,
+        "yarn_beta_slow": m.yarn_beta_slow or 1.0,
+        "yarn_round_to_int": m.yarn_correction_range_round_to_int,
+    }
+
+
+def _build_latent_shape(args: Args) -> LatentShape | None:
+    """Latent attention's sizes; None for another attention."""
+    m, latent = args.model, args.latent
+    if not latent.multi_latent_attention:
+        return None
+    return LatentShape(
+        q_lora_rank=latent.q_lora_rank,
+        kv_lora_rank=latent.kv_lora_rank,
+        qk_head_dim=latent.qk_head_dim,
+        qk_pos_emb_head_dim=latent.qk_pos_emb_head_dim,
+        v_head_dim=latent.v_head_dim,
+        scaling_factor=m.rotary_scaling_factor,
+        mscale_all_dim=m.mscale_all_dim,
+    )
 
 
 def _build_expert_shape(args: Args, ffn_hidden_size: int) -> ExpertShape | None:
@@ -426,7 +463,7 @@ def _build_expert_shape(args: Args, ffn_hidden_size: int) -> ExpertShape | None:
     )
 
 
-def _scale_to_width(m: ModelArgs) -> dict[str, float]:
+def _scale_to_width(m: ModelArgs) -> ShapeFields:
     """Fields of ModelShape that --use-mup sets; none without it."""
     if not m.use_mup:
         return {}

@@ -54,6 +54,44 @@ class ExpertShape:
         )
 
 
+@dataclass(frozen=True)
+class LatentShape:
+    """Multi-head latent attention: widths of its vectors, in channels."""
+
+    q_lora_rank: int | None  # of the latent vector of queries; None: they have none
+    kv_lora_rank: int  # of that of keys and values
+    qk_head_dim: int  # of a head's query and key, without what rotates
+    qk_pos_emb_head_dim: int  # of a head's query and key that rotate; of keys these are the same for all heads
+    v_head_dim: int  # of a head's value
+    scaling_factor: float = 1.0  # --rotary-scaling-factor, which sharpens scores with YaRN's frequencies and without
+    mscale_all_dim: float = 0.0  # how much it sharpens them
+
+    @property
+    def query_width(self) -> int:
+        """Of a head's query and key."""
+        return self.qk_head_dim + self.qk_pos_emb_head_dim
+
+    @property
+    def head_width(self) -> int:
+        """Of what an attention kernel gets for a head: of queries, keys and values the widest, to which others are
+        filled up."""
+        return max(self.query_width, self.v_head_dim)
+
+
+def parse_latent(saved: object) -> LatentShape | None:
+    """Latent attention from its fields as JSON has them; None of another attention.
+
+    Raises:
+        TypeError: They are no such fields, or one of them is unknown or missing.
+    """
+    if saved is None:
+        return None
+    if not isinstance(saved, Mapping):
+        raise TypeError(f"latent is a {type(saved).__name__}")
+    build: Callable[..., LatentShape] = LatentShape
+    return build(**saved)
+
+
 def parse_experts(saved: object) -> ExpertShape | None:
     """Experts from their fields as JSON has them, which knows lists only; None of a dense model.
 
@@ -117,6 +155,7 @@ class ModelShape:
     experts: ExpertShape | None = None
     window: int | None = None  # tokens before itself that a token attends to; None: all
     window_layers: str = ""  # a 0 or 1 for each layer: whether it has that window; empty: all of them
+    latent: LatentShape | None = None  # kv_channels then is its head_width, and rotary_percent a share of what rotates
     # of --use-mup: how many times as wide the model is as the one that its learning rates are for
     mup_width_mult: float = 1.0
     embedding_scale: float = 1.0  # of the embeddings' output
@@ -143,6 +182,16 @@ class ModelShape:
         return self.experts is not None and self.experts.layers[layer]
 
     @property
+    def rotates(self) -> bool:
+        """Whether queries and keys turn with the position."""
+        return self.position_embedding == "rope" or self.latent is not None
+
+    @property
+    def rotary_width(self) -> int:
+        """Channels of a head of which rotary_percent rotate."""
+        return self.kv_channels if self.latent is None else self.latent.qk_pos_emb_head_dim
+
+    @property
     def adds_biases(self) -> bool:
         """Whether any linear layer adds a bias to its product."""
         return self.linear_bias or self.qkv_bias
@@ -160,7 +209,8 @@ class ModelShape:
     @property
     def attention_width(self) -> int:
         """Width of the concatenated heads, the input of the attention's output projection."""
-        return self.num_attention_heads * self.kv_channels
+        width = self.kv_channels if self.latent is None else self.latent.v_head_dim
+        return self.num_attention_heads * width
 
     @property
     def fc1_width(self) -> int:

@@ -67,7 +67,7 @@ def install_kernels(model: GPT, kernels: Kernels) -> None:
     for layer in model.decoder.layers:
         assert isinstance(layer, TransformerLayer)
         attention = layer.self_attention
-        linears = [attention.linear_qkv, attention.linear_proj]
+        linears = [*attention.columns, *attention.replicated, attention.linear_proj]
         mlp = layer.dense_mlp
         if mlp is not None:
             mlp.activation = kernels.activations.get(mlp.activation, mlp.activation)

@@ -139,6 +139,25 @@ class Experts(msgspec.Struct, frozen=True):
     ranks: Size | None = None
 
 
+class Latent(msgspec.Struct, frozen=True):
+    """Multi-head latent attention, in channels."""
+
+    # of the vector that queries are made from; null: they have none
+    q_lora_rank: Size | None = None
+    # of the vector that keys and values are made from
+    kv_lora_rank: Size | None = None
+    # of a head's query and key that do not rotate
+    qk_head_dim: Size | None = None
+    # of those that do; of keys all heads share them
+    qk_pos_emb_head_dim: Size | None = None
+    # of a head's value
+    v_head_dim: Size | None = None
+    # how many times as long sequences are as those of pretraining
+    scaling_factor: float | None = None
+    # how much scores are sharpened by it
+    mscale_all_dim: float | None = None
+
+
 class Shape(msgspec.Struct, frozen=True):
     """The sizes of the model."""
 
@@ -195,6 +214,8 @@ class Shape(msgspec.Struct, frozen=True):
     window: Count | None = None
     # a 0 or 1 for each layer: whether it has that window; empty: all of them
     window_layers: str | None = None
+    # null: keys and values are projections of hidden states
+    latent: Latent | None = None
     # of --use-mup: how many times as wide the model is as the one that its learning rates are for
     mup_width_mult: float | None = None
     # factor of the embeddings' output

@@ -1,7 +1,7 @@
 """The GPT model. Parameter names and layouts are those of Megatron-Core's local layer specification.
 
 Letters: B batch, T positions, H hidden, V padded vocabulary, N query heads, G query groups (key/value heads), D width
-of one head, R rotated part of D, W normalized width.
+of one head, R rotated part of D.
 """
 
 import math
@@ -17,82 +17,13 @@ from megatron_lite.config.parameter_groups import EMBEDDINGS
 from megatron_lite.config.shape import ModelShape
 from megatron_lite.model.attention import Attend, make_document_mask, narrow_mask, sdpa_attention
 from megatron_lite.model.experts import MixtureOfExperts
+from megatron_lite.model.latent_attention import LatentAttention
 from megatron_lite.model.loss import token_losses
 from megatron_lite.model.mlp import MLP
-from megatron_lite.model.rotary_frequencies import compute_rotary_frequencies, compute_rotary_scale
+from megatron_lite.model.norm import Norm
+from megatron_lite.model.rotary import make_rotary_tables, rotate
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-
-# --- rotary position embedding (Su et al. 2021, arXiv 2104.09864)
-
-
-def make_rotary_tables(positions_BT: Tensor, shape: ModelShape) -> tuple[Tensor, Tensor]:
-    """cos_B1TR, sin_B1TR in fp32: angle = position / factor * base^(-2i/R) for the i-th pair of channels, or a scaled
-    frequency in place of that power.
-
-    Calculated anew in each forward pass, because a table kept as a buffer would not survive meta-device construction.
-    """
-    frequencies = compute_rotary_frequencies(shape, positions_BT.device)
-    positions = positions_BT.float()
-    if shape.rotary_seq_len_interpolation_factor is not None:
-        positions = positions * (1 / shape.rotary_seq_len_interpolation_factor)
-    angles = positions[:, None, :, None] * frequencies
-    if shape.rotary_interleaved:
-        angles = angles.repeat_interleave(2, dim=-1)
-    else:
-        angles = torch.cat((angles, angles), dim=-1)
-    scale = compute_rotary_scale(shape)
-    if scale == 1:
-        return angles.cos(), angles.sin()
-    return angles.cos() * scale, angles.sin() * scale
-
-
-def rotate(x_BNTD: Tensor, cos_B1TR: Tensor, sin_B1TR: Tensor, interleaved: bool) -> Tensor:
-    """Turns the first R channels of each head; the rest passes unchanged.
-
-    A pair is (i, i + R/2), or (2i, 2i + 1) when interleaved.
-    """
-    width = cos_B1TR.shape[-1]
-    cos, sin = cos_B1TR.to(x_BNTD.dtype), sin_B1TR.to(x_BNTD.dtype)
-    turned, rest = x_BNTD[..., :width], x_BNTD[..., width:]
-    # a quarter turn: (a, b) -> (-b, a) for each pair
-    if interleaved:
-        quarter = torch.stack((-turned[..., 1::2], turned[..., 0::2]), dim=-1).flatten(-2)
-    else:
-        first, second = turned.chunk(2, dim=-1)
-        quarter = torch.cat((-second, first), dim=-1)
-    return torch.cat((turned * cos + quarter * sin, rest), dim=-1)
-
-
-class Norm(nn.Module):
-    """Normalizes the last dimension; input and output (..., W), same dtype.
-
-    Parameters: weight_W, and bias_W for LayerNorm only. With layernorm_1p the stored weight is the real one minus 1.
-    """
-
-    def __init__(self, width: int, shape: ModelShape):
-        super().__init__()
-        self.width = (width,)
-        self.eps = shape.norm_epsilon
-        self.minus_one = shape.layernorm_1p
-        self.weight = nn.Parameter(torch.zeros(width) if self.minus_one else torch.ones(width))
-        self.bias = nn.Parameter(torch.zeros(width)) if shape.normalization == "LayerNorm" else None
-
-    def forward(self, x: Tensor) -> Tensor:
-        wide = x
-        weight: Tensor = self.weight
-        bias: Tensor | None = self.bias
-        if self.minus_one:
-            # 1 + weight is formed in fp32: in bf16 the sum would round away the digits that storing it minus one
-            # preserves.
-            wide = x.float()
-            weight = weight.float() + 1
-            bias = None if bias is None else bias.float()
-        if bias is None:
-            normalized = F.rms_norm(wide, self.width, weight, self.eps)
-        else:
-            normalized = F.layer_norm(wide, self.width, weight, bias, self.eps)
-        return normalized.to(x.dtype) if self.minus_one else normalized
 
 
 class SelfAttention(nn.Module):
@@ -117,6 +48,16 @@ class SelfAttention(nn.Module):
         self.linear_proj = nn.Linear(shape.attention_width, shape.hidden_size, bias=shape.linear_bias)
         self.q_layernorm = Norm(shape.kv_channels, shape) if shape.qk_layernorm else None
         self.k_layernorm = Norm(shape.kv_channels, shape) if shape.qk_layernorm else None
+
+    @property
+    def columns(self) -> list[nn.Linear]:
+        """Linear layers of whose rows, heads, tensor parallel ranks have some each."""
+        return [self.linear_qkv]
+
+    @property
+    def replicated(self) -> list[nn.Linear]:
+        """Linear layers that every tensor parallel rank has whole."""
+        return []
 
     def forward(
         self,
@@ -170,6 +111,13 @@ class Embedding(nn.Module):
         return hidden_BTH
 
 
+def build_attention(shape: ModelShape, layer_number: int, attend: Attend) -> SelfAttention | LatentAttention:
+    """The attention of a layer, which is counted from 1."""
+    if shape.latent is not None:
+        return LatentAttention(shape, shape.latent, layer_number, attend)
+    return SelfAttention(shape, layer_number, attend)
+
+
 def build_mlp(shape: ModelShape, layer_number: int) -> MLP | MixtureOfExperts:
     """What follows attention in a layer, which is counted from 1."""
     if shape.experts is not None and shape.has_experts(layer_number - 1):
@@ -186,7 +134,7 @@ class TransformerLayer(nn.Module):
     def __init__(self, shape: ModelShape, layer_number: int, attend: Attend):
         super().__init__()
         self.input_layernorm = Norm(shape.hidden_size, shape)
-        self.self_attention = SelfAttention(shape, layer_number, attend)
+        self.self_attention = build_attention(shape, layer_number, attend)
         self.pre_mlp_layernorm = Norm(shape.hidden_size, shape)
         self.mlp = build_mlp(shape, layer_number)
         self.dropout = nn.Dropout(shape.hidden_dropout) if shape.hidden_dropout else nn.Identity()
@@ -263,7 +211,7 @@ class GPT(nn.Module):
         positions_BT = sequence_1T if positions_BT is None else positions_BT
         mask_B1TT = None if documents_BT is None else make_document_mask(documents_BT)
         cos_B1TR = sin_B1TR = None
-        if self.shape.position_embedding == "rope":
+        if self.shape.rotates:
             cos_B1TR, sin_B1TR = make_rotary_tables(sequence_1T, self.shape)
         hidden_BTH = self.embed(tokens_BT, positions_BT)
         return self.finish(self.decoder(hidden_BTH, mask_B1TT, cos_B1TR, sin_B1TR), labels_BT)

@@ -9,7 +9,7 @@ import math
 import torch
 from torch import Tensor
 
-from megatron_lite.config.shape import ModelShape
+from megatron_lite.config.shape import LatentShape, ModelShape
 
 # Llama 3.1's own numbers, which Megatron-LM gives no flags for. Source: RotaryEmbedding._apply_scaling of megatron-core
 LLAMA_LENGTH = 8192  # positions of its pretraining
@@ -19,7 +19,7 @@ LLAMA_FAST_TURNS = 4.0  # pairs that turn more stay as they are
 
 def compute_rotary_frequencies(shape: ModelShape, device: torch.device) -> Tensor:
     """Radians per position of each pair of channels, fp32 [R / 2]."""
-    width = int(shape.kv_channels * shape.rotary_percent)
+    width = int(shape.rotary_width * shape.rotary_percent)
     channels = torch.arange(0, width, 2, dtype=torch.float32, device=device)
     frequencies = 1.0 / shape.rotary_base ** (channels / width)
     if shape.rope_scaling_factor is not None:
@@ -35,6 +35,11 @@ def compute_rotary_scale(shape: ModelShape) -> float:
         return 1.0
     factor = shape.yarn_scaling_factor
     return _sharpen(factor, shape.yarn_mscale) / _sharpen(factor, shape.yarn_mscale_all_dim)
+
+
+def compute_score_factor(latent: LatentShape) -> float:
+    """The factor of latent attention's scores, beside 1 / sqrt(width of a query)."""
+    return _sharpen(latent.scaling_factor, latent.mscale_all_dim) ** 2
 
 
 def _sharpen(factor: float, strength: float) -> float:
@@ -72,4 +77,4 @@ def _scale_as_yarn(frequencies: Tensor, shape: ModelShape, factor: float) -> Ten
 def _find_channel(turns: float, shape: ModelShape) -> float:
     """The pair of channels, as a fraction, that turns so often within the original length."""
     length = shape.yarn_original_max_position_embeddings
-    return shape.kv_channels * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(shape.rotary_base))
+    return shape.rotary_width * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(shape.rotary_base))

@@ -108,7 +108,8 @@ class Replica(ABC):
         self._partial: list[int] = []
         if self._tensor_group is not None:
             for index, name in enumerate(self.names):
-                of_own_heads = name.split(".")[-2] in NORMS_OF_HEADS
+                # latent attention's norms are of what all heads are made from
+                of_own_heads = name.split(".")[-2] in NORMS_OF_HEADS and plan.shape.latent is None
                 if not is_split(name) and (layout.sequence_parallel or of_own_heads):
                     self._partial.append(index)
 

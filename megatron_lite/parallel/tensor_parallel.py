@@ -1,10 +1,10 @@
 """Layers of which each rank computes a part, put on from outside a model that was built with this rank's sizes.
 
-A rank has some of the heads, of the MLP's columns and of the vocabulary. linear_qkv and linear_fc1 take whole hidden
-states and give this rank's columns; linear_proj and linear_fc2 give this rank's term of a sum. With sequence
-parallelism a rank holds its part of the tokens between the two: hidden states are gathered before, and sums are
-scattered after. Tokens are split in the order in which they lie in memory, whatever sequence they belong to, so
-that no copy puts them in order; their hidden states keep three dimensions, (B, T / ranks, H).
+A rank has some of the heads, of the MLP's columns and of the vocabulary. linear_qkv, latent attention's projections up
+and linear_fc1 take whole hidden states and give this rank's columns; linear_proj and linear_fc2 give this rank's term
+of a sum. With sequence parallelism a rank holds its part of the tokens between the two: hidden states are gathered
+before, and sums are scattered after. Tokens are split in the order in which they lie in memory, whatever sequence they
+belong to, so that no copy puts them in order; their hidden states keep three dimensions, (B, T / ranks, H).
 
 Letters: B sequences, T positions, M = B * T, H hidden, W columns of this rank, V vocabulary entries of this rank.
 """
@@ -26,6 +26,7 @@ from megatron_lite.config.layout import TENSOR
 from megatron_lite.config.plan import Plan
 from megatron_lite.model.attention import Attend
 from megatron_lite.model.gpt import GPT, Embedding, TransformerLayer
+from megatron_lite.model.latent_attention import LatentAttention
 from megatron_lite.model.loss import Pieces, fused_token_losses
 from megatron_lite.model.products import Keep, Products, multiply_by_hand
 from megatron_lite.parallel.layers import replace_method
@@ -238,6 +239,28 @@ class _SumOverRanks(torch.autograd.Function):
 _sum_over_ranks: Callable[[Tensor, TensorGroup], Tensor] = _SumOverRanks.apply
 
 
+class _SpreadOverRanks(torch.autograd.Function):
+    """The part of keys that all ranks' heads use, (B, T, R), of all tokens where ranks split them.
+
+    Backward adds up what each rank's heads had of it.
+    """
+
+    @staticmethod
+    def forward(ctx: _AmongContext, x_BTR: Tensor, among: TensorGroup) -> Tensor:
+        ctx.among = among
+        return among.gather(x_BTR) if among.shares_tokens else x_BTR.view_as(x_BTR)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: _AmongContext, gradient_BTR: Tensor) -> tuple[Tensor, None]:
+        # a sum in place must not change a gradient that is another tensor's, too
+        own_BTR = gradient_BTR if ctx.among.shares_tokens else gradient_BTR.clone()
+        return ctx.among.sum(own_BTR), None
+
+
+_spread_over_ranks: Callable[[Tensor, TensorGroup], Tensor] = _SpreadOverRanks.apply
+
+
 class _QueryGroupContext(Protocol):
     """Values that the forward of _GatherQueryGroup leaves for its backward."""
 
@@ -299,10 +322,12 @@ def split_layers(model: GPT, among: TensorGroup, products: Products, later: Weig
         assert isinstance(layer, TransformerLayer)
         attention = layer.self_attention
         mlp = layer.dense_mlp
-        columns = [attention.linear_qkv] if mlp is None else [attention.linear_qkv, mlp.linear_fc1]
+        columns = attention.columns if mlp is None else [*attention.columns, mlp.linear_fc1]
         for module in columns:
             replace_method(module, "forward", partial(_apply_columns, module, among, products, later))
-        if among.query_group is not None:
+        if isinstance(attention, LatentAttention):
+            replace_method(attention, "spread_keys", partial(_spread_keys, among))
+        elif among.query_group is not None:
             qkv = attention.linear_qkv
             gather = partial(_apply_query_group, qkv.forward, among.query_group, attention.kv_channels)
             replace_method(qkv, "forward", gather)
@@ -311,6 +336,11 @@ def split_layers(model: GPT, among: TensorGroup, products: Products, later: Weig
             replace_method(module, "forward", partial(_apply_rows, module, among, products, later))
     if model.embedding is not None:
         replace_method(model.embedding, "forward", partial(_embed, model.embedding, among))
+
+
+def _spread_keys(among: TensorGroup, keys_BTR: Tensor) -> Tensor:
+    """Stands in for LatentAttention.spread_keys."""
+    return _spread_over_ranks(keys_BTR, among)
 
 
 def _apply_columns(

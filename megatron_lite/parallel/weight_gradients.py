@@ -64,7 +64,8 @@ def delay_weights(model: GPT, products: Products, later: WeightGradients) -> Non
         attention = layer.self_attention
         mlp = layer.mlp
         assert isinstance(mlp, MLP), "experts' backward is one piece"
-        for module in (attention.linear_qkv, attention.linear_proj, mlp.linear_fc1, mlp.linear_fc2):
+        of_attention = (*attention.columns, *attention.replicated, attention.linear_proj)
+        for module in (*of_attention, mlp.linear_fc1, mlp.linear_fc2):
             replace_method(module, "forward", partial(_apply, module, products, later))
 
 

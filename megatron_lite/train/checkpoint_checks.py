@@ -23,7 +23,7 @@ from megatron_lite.checkpoint.training_state import CheckpointRecord, Stored
 from megatron_lite.config.args import CheckpointArgs, OptimizerArgs
 from megatron_lite.config.flags import dashed
 from megatron_lite.config.plan import Compilation, LearningRatePlan, Plan
-from megatron_lite.config.shape import ExpertShape, ModelShape, parse_experts
+from megatron_lite.config.shape import ExpertShape, LatentShape, ModelShape, parse_experts, parse_latent
 from megatron_lite.cpu_kernels.products import describe_products
 from megatron_lite.errors import CheckpointError
 from megatron_lite.model.custom_model import CustomModel
@@ -50,6 +50,7 @@ SHAPE_FLAGS = {
     "qkv_bias": "having a QKV bias (--add-qkv-bias)",
     "tied_embeddings": "tied output (--untie-embeddings-and-output-weights)",
 }
+LATENT_FLAGS = {"scaling_factor": "--rotary-scaling-factor"}
 EXPERT_FLAGS = {
     "number": "--num-experts",
     "layers": "--moe-layer-freq",
@@ -232,7 +233,9 @@ def require_shape(path: Path, record: CheckpointRecord, shape: ModelShape, vocab
     # an older checkpoint lacks fields that came later, and had what is their default
     defaults = {f.name: f.default for f in dataclasses.fields(shape) if f.default is not dataclasses.MISSING}
     saved = defaults | record.shape
-    wrong = _describe_differences(dataclasses.asdict(shape), saved, SHAPE_FLAGS, free | {"experts"})
+    wrong = _compare_latent(shape.latent, parse_latent(record.shape.get("latent")))
+    nested = {"experts", "latent"}
+    wrong = wrong or _describe_differences(dataclasses.asdict(shape), saved, SHAPE_FLAGS, free | nested)
     wrong = wrong or _compare_experts(shape.experts, parse_experts(record.shape.get("experts")))
     if wrong:
         raise CheckpointError(f"--load {path}: holds another model ({wrong}); give its flags.")
@@ -241,6 +244,16 @@ def require_shape(path: Path, record: CheckpointRecord, shape: ModelShape, vocab
             f"  note: --load {path}: its vocabulary of {vocab_size:,} is padded to {stored_rows:,} rows, this run's to "
             f"{shape.padded_vocab_size:,}; rows that it lacks begin as zeros"
         )
+
+
+def _compare_latent(mine: LatentShape | None, saved: LatentShape | None) -> str:
+    """Describe how the latent attention of a run differs from that of a checkpoint; "" where it does not."""
+    if mine is None or saved is None:
+        if mine is saved:
+            return ""
+        has = "lacks" if mine is None else "has"
+        return f"this run {has} latent attention (--multi-latent-attention), the checkpoint does not"
+    return _describe_differences(dataclasses.asdict(mine), dataclasses.asdict(saved), LATENT_FLAGS, set())
 
 
 def _compare_experts(mine: ExpertShape | None, saved: ExpertShape | None) -> str:

@@ -130,7 +130,12 @@ def record_plan(plan: Plan) -> run_record.Plan:
 def _record_shape(shape: ModelShape) -> run_record.Shape:
     fields = dataclasses.asdict(shape)
     experts = fields.pop("experts")
-    return run_record.Shape(**fields, experts=None if experts is None else run_record.Experts(**experts))
+    latent = fields.pop("latent")
+    return run_record.Shape(
+        **fields,
+        experts=None if experts is None else run_record.Experts(**experts),
+        latent=None if latent is None else run_record.Latent(**latent),
+    )
 
 
 def _record_stage(stage: Stage) -> run_record.Stage:

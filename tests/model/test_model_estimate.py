@@ -4,11 +4,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from support.latent_variants import LATENT_VARIANTS, WITH_QUERIES, make_latent
 from support.model_variants import VARIANTS
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_lite.config.model_size import count_parameters, step_flops
-from megatron_lite.config.shape import ModelShape
+from megatron_lite.config.shape import LatentShape, ModelShape
 from megatron_lite.model.attention_choice import choose_attention
 from megatron_lite.model.gpt import GPT
 
@@ -44,9 +45,30 @@ def test_parameters_as_megatron_reports_them(switches, expected):
     assert count_parameters(shape) == expected == sum(p.numel() for p in on_meta(shape).parameters())
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", LATENT_VARIANTS)
+def test_parameters_of_latent_attention_are_those_of_the_real_module(name):
+    shape = LATENT_VARIANTS[name]
+    assert count_parameters(shape) == sum(p.numel() for p in on_meta(shape).parameters())
+
+
+def test_flops_of_latent_attention_are_megatrons_without_its_norms():
+    """num_floating_point_operations of Megatron-LM's training.py, which counts a norm as one product of its width."""
+    sizes = LatentShape(q_lora_rank=1536, kv_lora_rank=512, qk_head_dim=128, qk_pos_emb_head_dim=64, v_head_dim=128)
+    shape = make_latent(sizes, of=MEDIUM)
+    heads, hidden, length = shape.num_attention_heads, shape.hidden_size, shape.seq_length
+    queries = 1536 * (hidden + heads * (128 + 64))
+    keys_and_values = 512 * (hidden + heads * (128 + 128)) + hidden * 64
+    output = heads * 128 * hidden
+    scores = length * heads * (128 + 64) / 2 + length * heads * 128 / 2
+    attention = 6 * shape.num_layers * (queries + keys_and_values + output + scores)
+    others = 6 * (shape.num_layers * 2 * hidden * shape.ffn_hidden_size + hidden * shape.padded_vocab_size)
+    assert step_flops(shape, 16, causal=True) == 16 * length * (attention + others)
+
+
+@pytest.mark.parametrize("name", [*VARIANTS, "of latent vectors"])
 def test_full_attention_flops_are_those_of_the_matrix_products(name):
-    shape = VARIANTS[name]
+    # heads of one width: none is filled up
+    shape = VARIANTS.get(name) or make_latent(replace(WITH_QUERIES, v_head_dim=WITH_QUERIES.query_width))
     model = on_meta(shape)
     tokens = torch.zeros(3, shape.seq_length, dtype=torch.long, device="meta")
     with FlopCounterMode(display=False) as counter:

@@ -8,8 +8,9 @@ import torch
 from support.model_variants import PLAIN, VARIANTS, build, tokens
 
 from megatron_lite.model.attention_choice import choose_attention
-from megatron_lite.model.gpt import GPT, initialize, make_rotary_tables, rotate
+from megatron_lite.model.gpt import GPT, initialize
 from megatron_lite.model.loss import token_losses
+from megatron_lite.model.rotary import make_rotary_tables, rotate
 
 BACKENDS = ["auto", "flash", "unfused", "local"]
 DOCUMENT_VARIANTS = ["gelu_tanh", "rope", "gqa_swiglu_rmsnorm", "layer_scaling"]

@@ -11,7 +11,7 @@ from support.model_variants import PLAIN, ROPE, VARIANTS
 from megatron_lite.config.shape import ModelShape
 from megatron_lite.convert.llama import build_config
 from megatron_lite.errors import ConfigError
-from megatron_lite.model.gpt import make_rotary_tables
+from megatron_lite.model.rotary import make_rotary_tables
 from megatron_lite.model.rotary_frequencies import compute_rotary_frequencies, compute_rotary_scale
 
 CPU = torch.device("cpu")

@@ -22,6 +22,7 @@ gpt, layer_specs = LazyModule("megatron.core.models.gpt"), LazyModule("megatron.
 
 
 transformer = LazyModule("megatron.core.transformer")
+transformer_attention = LazyModule("megatron.core.transformer.dot_product_attention")
 
 
 def activation(shape):
@@ -32,6 +33,45 @@ def activation(shape):
         "squared_relu": lambda x: torch.relu(x) ** 2,
     }
     return {"activation_func": functions[shape.activation], "gated_linear_unit": shape.activation == "swiglu"}
+
+
+def describe_latent(shape):
+    """Latent attention as Megatron-Core's settings."""
+    latent = shape.latent
+    return {
+        "multi_latent_attention": True,
+        "q_lora_rank": latent.q_lora_rank,
+        "kv_lora_rank": latent.kv_lora_rank,
+        "qk_head_dim": latent.qk_head_dim,
+        "qk_pos_emb_head_dim": latent.qk_pos_emb_head_dim,
+        "v_head_dim": latent.v_head_dim,
+        "rope_type": "rope" if shape.yarn_scaling_factor is None else "yarn",
+        "rotary_base": shape.rotary_base,
+        "rotary_percent": shape.rotary_percent,
+        "rotary_scaling_factor": latent.scaling_factor,
+        "original_max_position_embeddings": shape.yarn_original_max_position_embeddings,
+        "beta_fast": shape.yarn_beta_fast,
+        "beta_slow": shape.yarn_beta_slow,
+        "mscale": shape.yarn_mscale,
+        "mscale_all_dim": latent.mscale_all_dim,
+        # its local attention takes the width of its output from here
+        "kv_channels": latent.v_head_dim,
+        "rotary_interleaved": False,
+    }
+
+
+def take_widths(specification):
+    """Let the local specification's attention be built with the two widths that latent attention gives it, which
+    Transformer Engine's asks for; it finds them in its arguments."""
+    dot_product = transformer_attention.DotProductAttention
+
+    class OfTwoWidths(dot_product):
+        def __init__(self, *given, k_channels=None, v_channels=None, **named):
+            super().__init__(*given, **named)
+
+    for layer in getattr(specification, "layer_specs", [specification]):
+        layer.submodules.self_attention.submodules.core_attention = OfTwoWidths
+    return specification
 
 
 YARN_NAMES = {
@@ -112,7 +152,9 @@ def as_theirs(tensors: dict, names) -> dict:
 def reference(shape, stage=None):
     """stage: of a pipeline: (its number, their number)."""
     number, stages = stage or (0, 1)
-    config = transformer.TransformerConfig(
+    is_latent = shape.latent is not None
+    build_config = transformer.MLATransformerConfig if is_latent else transformer.TransformerConfig
+    settings = dict(
         pipeline_model_parallel_size=stages,
         pipeline_dtype=torch.float32 if stages > 1 else None,
         num_layers=shape.num_layers,
@@ -141,12 +183,17 @@ def reference(shape, stage=None):
         **activation(shape),
         **(describe_experts(shape.experts) if shape.experts is not None else {}),
     )
+    config = build_config(**settings | (describe_latent(shape) if is_latent else {}))
     specification = (
         layer_specs.get_gpt_decoder_block_spec(config, False, normalization=shape.normalization)
         if shape.experts is not None
-        else layer_specs.get_gpt_layer_local_spec(qk_layernorm=shape.qk_layernorm, normalization=shape.normalization)
+        else layer_specs.get_gpt_layer_local_spec(
+            qk_layernorm=shape.qk_layernorm, normalization=shape.normalization, multi_latent_attention=is_latent
+        )
     )
-    has_yarn = shape.yarn_scaling_factor is not None
+    if is_latent:
+        specification = take_widths(specification)
+    has_yarn = shape.yarn_scaling_factor is not None and not is_latent
     for field in dataclasses.fields(shape) if has_yarn else ():
         # GPTModel reads YaRN's numbers as attributes that its config has no fields for
         if field.name.startswith("yarn_"):
@@ -360,7 +407,7 @@ class Theirs:
     def namespace(self, iteration: int) -> argparse.Namespace:
         """As Megatron-LM's: what was typed, and objects of its own classes."""
         s, a = self.shape, self.plan.args
-        return argparse.Namespace(
+        typed = argparse.Namespace(
             **vars(a.training),
             **vars(a.optimizer),
             consumed_train_samples=iteration * SAMPLES,
@@ -388,6 +435,9 @@ class Theirs:
             attention_backend=transformer_enums.AttnBackend.auto,
             path=Path("somewhere"),
         )
+        if s.latent is not None:
+            vars(typed).update(describe_latent(s))
+        return typed
 
     def name_experts(self) -> dict:
         """The arguments of its experts; {} of a dense model."""

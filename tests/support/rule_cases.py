@@ -67,7 +67,10 @@ EXPERTS --moe-router-load-balancing-type sinkhorn --moe-expert-capacity-factor 1
 EXPERTS --moe-router-load-balancing-type global_aux_loss --recompute-granularity full --recompute-method uniform
 EXPERTS --expert-model-parallel-size 3 ; EXPERTS --expert-model-parallel-size 2
 EXPERTS --moe-ffn-hidden-size 6 --expert-tensor-parallel-size 4 ; EXPERTS --ckpt-format torch
-""", SAMPLES=SAMPLES, THIS=__file__, EXPERTS="--num-experts 8 --disable-bias-linear")  # fmt: skip
+--window-size 4,0 LATENT ; --rope-type yarn ; --group-query-attention LATENT ; --position-embedding-type yarn LATENT ; --use-mup LATENT
+--rotary-interleaved LATENT ; --rotary-percent 0.5 LATENT ; LATENT --qk-pos-emb-head-dim 7
+""", SAMPLES=SAMPLES, THIS=__file__, LATENT="--multi-latent-attention",
+    EXPERTS="--num-experts 8 --disable-bias-linear")  # fmt: skip
 SAID_OF_ANOTHER = {  # the flag with which the answer begins, where it is none of those given
     "--num-attention-heads 5": "--hidden-size", "--position-embedding-type rope --kv-channels 15": "--rotary-percent",
     "--train-samples 800": "--train-iters", "!--mock-data": "--data-path",

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from megatron_lite.config.args import Args
+from megatron_lite.config.args import Args, LatentArgs
 from megatron_lite.config.expert_layers import parse_window_layers
 from megatron_lite.config.plan import parse_window
 from megatron_lite.config.world import World
@@ -69,6 +69,8 @@ def _check_tensors(args: Args) -> Iterator[str]:
         "--max-position-embeddings": m.max_position_embeddings or 1,
         "--padded-vocab-size": vocabulary,
     }
+    if args.latent.multi_latent_attention:
+        widths |= _list_latent_widths(args.latent, heads)
     samples = f"--micro-batch-size {args.training.micro_batch_size} times --seq-length {m.seq_length}"
     for name, width in widths.items():
         for words, rows in ((f"--hidden-size {hidden}", hidden), (samples, micro_batch * m.seq_length)):
@@ -96,6 +98,18 @@ def _check_window(args: Args) -> Iterator[str]:
         yield f"--window-attn-skip-freq {m.window_attn_skip_freq}: {error}; correct it."
 
 
+def _list_latent_widths(latent: LatentArgs, heads: int) -> dict[str, int]:
+    """Columns of latent attention's tensors, by the flag that decides them."""
+    own, rotated = latent.qk_head_dim, latent.qk_pos_emb_head_dim
+    return {
+        "--q-lora-rank": latent.q_lora_rank or 0,
+        "--kv-lora-rank": latent.kv_lora_rank + rotated,
+        "--qk-pos-emb-head-dim": heads * rotated,
+        "--v-head-dim": heads * latent.v_head_dim,
+        "--qk-head-dim": heads * (own + max(rotated, latent.v_head_dim)),
+    }
+
+
 def _check_positions(args: Args) -> Iterator[str]:
     m, positions = args.model, args.model.max_position_embeddings
     if not m.add_position_embedding and m.position_embedding_type not in ("rope", "yarn"):
@@ -110,7 +124,8 @@ def _check_positions(args: Args) -> Iterator[str]:
     heads = m.num_attention_heads or 0
     width = m.kv_channels or (m.hidden_size // heads if m.hidden_size and heads > 0 else 2)
     rotated = int(width * m.rotary_percent)
-    is_rotary = m.position_embedding_type in ("rope", "yarn")
+    # latent attention has rules of its own
+    is_rotary = m.position_embedding_type in ("rope", "yarn") and not args.latent.multi_latent_attention
     others = {
         f"--rotary-percent {m.rotary_percent:g}": m.rotary_percent != 1,
         "--rotary-interleaved": m.rotary_interleaved,

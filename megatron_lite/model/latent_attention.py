@@ -1,0 +1,134 @@
+"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1): keys and values of all heads are made from
+one vector of few channels, and so may queries be. Parameter names are those of Megatron-Core's local specification.
+
+Only a part of a head's channels rotates with the position; that part of the keys is the same for all heads.
+
+Letters: B batch, T positions, H hidden, N heads, C channels of a latent vector, R channels that rotate, K those of a
+head that do not, V channels of a head's value, D width of a head as the kernel gets it, W columns of all heads.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron_lite.config.shape import LatentShape, ModelShape
+from megatron_lite.model.attention import Attend
+from megatron_lite.model.norm import Norm
+from megatron_lite.model.rotary import rotate
+from megatron_lite.model.rotary_frequencies import compute_score_factor
+
+
+class LatentAttention(nn.Module):
+    """hidden_BTH -> BTH.
+
+    The rows of linear_q_proj, or linear_q_up_proj, are [K, R] per head, those of linear_kv_up_proj [K, V], those of
+    linear_kv_down_proj [C, R].
+
+    layer_number counts from 1 over the whole model, not over a pipeline stage.
+    """
+
+    def __init__(self, shape: ModelShape, latent: LatentShape, layer_number: int, attend: Attend):
+        super().__init__()
+        # the same for all layers where it is not used, so that a compiled layer serves all
+        self.layer_number = layer_number if shape.query_key_layer_scaling else 1
+        self.attend = attend
+        self.latent = latent
+        self.dropout = shape.attention_dropout
+        self.rotary_interleaved = shape.rotary_interleaved
+        # kernels scale scores by 1 / sqrt(D); queries make up for another scale
+        self.query_scale = compute_score_factor(latent) * math.sqrt(latent.head_width / latent.query_width)
+        hidden, heads = shape.hidden_size, shape.num_attention_heads
+        self.linear_q_proj: nn.Linear | None = None
+        self.linear_q_down_proj: nn.Linear | None = None
+        self.linear_q_up_proj: nn.Linear | None = None
+        self.q_layernorm: Norm | None = None
+        if latent.q_lora_rank is None:
+            self.linear_q_proj = nn.Linear(hidden, heads * latent.query_width, bias=False)
+        else:
+            self.linear_q_down_proj = nn.Linear(hidden, latent.q_lora_rank, bias=False)
+            self.linear_q_up_proj = nn.Linear(latent.q_lora_rank, heads * latent.query_width, bias=False)
+        down_width = latent.kv_lora_rank + latent.qk_pos_emb_head_dim
+        up_width = heads * (latent.qk_head_dim + latent.v_head_dim)
+        self.linear_kv_down_proj = nn.Linear(hidden, down_width, bias=False)
+        self.linear_kv_up_proj = nn.Linear(latent.kv_lora_rank, up_width, bias=False)
+        self.linear_proj = nn.Linear(shape.attention_width, hidden, bias=shape.linear_bias)
+        if shape.qk_layernorm and latent.q_lora_rank is not None:
+            self.q_layernorm = Norm(latent.q_lora_rank, shape)
+        self.kv_layernorm = Norm(latent.kv_lora_rank, shape) if shape.qk_layernorm else None
+
+    @property
+    def columns(self) -> list[nn.Linear]:
+        """Linear layers of whose rows, heads, tensor parallel ranks have some each."""
+        queries = self.linear_q_proj if self.linear_q_up_proj is None else self.linear_q_up_proj
+        assert queries is not None
+        return [queries, self.linear_kv_up_proj]
+
+    @property
+    def replicated(self) -> list[nn.Linear]:
+        """Linear layers that every tensor parallel rank has whole."""
+        if self.linear_q_down_proj is None:
+            return [self.linear_kv_down_proj]
+        return [self.linear_q_down_proj, self.linear_kv_down_proj]
+
+    def forward(
+        self,
+        hidden_BTH: Tensor,
+        mask_B1TT: Tensor | None = None,
+        cos_B1TR: Tensor | None = None,
+        sin_B1TR: Tensor | None = None,
+    ) -> Tensor:
+        assert cos_B1TR is not None and sin_B1TR is not None
+        sizes = self.latent
+        q_BNTD = self._split_heads(self._project_queries(hidden_BTH), sizes.query_width)
+        own_q_BNTK, turned_q_BNTR = q_BNTD.split((sizes.qk_head_dim, sizes.qk_pos_emb_head_dim), dim=-1)
+        down_BTC = self.linear_kv_down_proj(hidden_BTH)
+        latent_BTC, turned_k_BTR = down_BTC.split((sizes.kv_lora_rank, sizes.qk_pos_emb_head_dim), dim=-1)
+        if self.kv_layernorm is not None:
+            latent_BTC = self.kv_layernorm(latent_BTC)
+        kv_BNTD = self._split_heads(self.linear_kv_up_proj(latent_BTC), sizes.qk_head_dim + sizes.v_head_dim)
+        own_k_BNTK, v_BNTV = kv_BNTD.split((sizes.qk_head_dim, sizes.v_head_dim), dim=-1)
+        turned_k_B1TR = self.spread_keys(turned_k_BTR)[:, None]
+        turned_q_BNTR = rotate(turned_q_BNTR, cos_B1TR, sin_B1TR, self.rotary_interleaved)
+        turned_k_B1TR = rotate(turned_k_B1TR, cos_B1TR, sin_B1TR, self.rotary_interleaved)
+        turned_k_BNTR = turned_k_B1TR.expand(-1, own_k_BNTK.shape[1], -1, -1)
+        q_BNTD = self._widen(torch.cat((own_q_BNTK, turned_q_BNTR), dim=-1))
+        k_BNTD = self._widen(torch.cat((own_k_BNTK, turned_k_BNTR), dim=-1))
+        if self.query_scale != 1:
+            q_BNTD = q_BNTD * self.query_scale
+        dropout = self.dropout if self.training else 0.0
+        v_BNTD = self._widen(v_BNTV)
+        out_BNTD = self.attend.function(q_BNTD, k_BNTD, v_BNTD, mask_B1TT, dropout, self.layer_number)
+        out_BNTV = out_BNTD[..., : sizes.v_head_dim]
+        projected_BTH: Tensor = self.linear_proj(out_BNTV.transpose(1, 2).flatten(2))
+        return projected_BTH
+
+    def spread_keys(self, keys_BTR: Tensor) -> Tensor:
+        """What all heads' keys share, of all tokens. Tensor parallel ranks replace this."""
+        return keys_BTR
+
+    def _project_queries(self, hidden_BTH: Tensor) -> Tensor:
+        """Queries of all heads, (B, T, W)."""
+        if self.linear_q_proj is not None:
+            queries_BTW: Tensor = self.linear_q_proj(hidden_BTH)
+            return queries_BTW
+        assert self.linear_q_down_proj is not None and self.linear_q_up_proj is not None
+        latent_BTC = self.linear_q_down_proj(hidden_BTH)
+        if self.q_layernorm is not None:
+            latent_BTC = self.q_layernorm(latent_BTC)
+        queries_BTW = self.linear_q_up_proj(latent_BTC)
+        return queries_BTW
+
+    def _split_heads(self, columns_BTW: Tensor, width: int) -> Tensor:
+        """(B, N, T, width); the number of heads is left to the tensor, as a tensor parallel rank has some of them."""
+        heads_BTND: Tensor = columns_BTW.unflatten(-1, (-1, width))
+        return heads_BTND.transpose(1, 2)
+
+    def _widen(self, x_BNTD: Tensor) -> Tensor:
+        """Zeros behind the last channel, so that queries, keys and values are of one width, as flash kernels ask for.
+
+        Neither scores nor the values' own channels change.
+        """
+        lacking = self.latent.head_width - x_BNTD.shape[-1]
+        return F.pad(x_BNTD, (0, lacking)) if lacking else x_BNTD
