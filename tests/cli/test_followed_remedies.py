@@ -116,7 +116,7 @@ def test_a_script_is_planned_without_editing_as_the_message_says(capfd, kind):
 
 
 def test_a_flag_of_another_model_is_refused_without_a_command(capfd):
-    flags = shlex.join(argv("--num-experts 8 --of-a-fork"))
+    flags = shlex.join(argv("--linear-attention-type gdn --of-a-fork"))
     Path("mine.sh").write_text(f"torchrun --nproc_per_node 2 pretrain_gpt.py {flags}\n")
     said = fail(capfd, "plan", "mine.sh")
     assert "train that model with Megatron-LM" in said and "megatron-lite plan" not in said
