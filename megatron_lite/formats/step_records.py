@@ -29,6 +29,9 @@ class RoutingRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
     expert_tokens: list[Count] = []
     # of each layer with experts, the assignments of its busiest expert over their even share: 1 is balanced
     busiest: list[Number] = []
+    # the assignments of the rank whose experts have most over their even share, mean over layers with experts;
+    # 1 where each rank has all experts
+    busiest_ranks: Number = 1.0
     # assignments that were dropped beyond --moe-expert-capacity-factor
     dropped: Count = 0
     # balancing losses without their coefficients, means over layers and micro-batches, by Megatron-LM's names

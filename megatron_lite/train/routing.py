@@ -35,6 +35,7 @@ class RoutingLayout:
         self.names: list[str] = []
         self.experts = 0
         self._data_ranks = plan.layout.data
+        self._expert_ranks = plan.layout.expert
         if e is None:
             return
         self.experts = e.number
@@ -60,14 +61,19 @@ class RoutingLayout:
         start = len(self.names) * len(self.layers)
         tokens = [0] * self.experts
         busiest = []
+        of_ranks = []
+        each = self.experts // self._expert_ranks
         for place in range(len(self.layers)):
             row = numbers[start + place * self.experts : start + (place + 1) * self.experts]
             tokens = [before + round(one) for before, one in zip(tokens, row)]
             busiest.append(max(row) * self.experts / max(sum(row), 1))
+            loads = [sum(row[first : first + each]) for first in range(0, self.experts, each)]
+            of_ranks.append(max(loads) * self._expert_ranks / max(sum(row), 1))
         dropped = numbers[start + len(self.layers) * self.experts :]
         return RoutingRecord(
             expert_tokens=tokens,
             busiest=busiest,
+            busiest_ranks=sum(of_ranks) / len(of_ranks),
             dropped=round(sum(dropped)),
             losses=self.read_losses(numbers).means,
         )

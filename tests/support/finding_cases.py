@@ -38,6 +38,13 @@ SCORES = [[4, 16, 2048, 2048], []]
 ODD = [[8192, 1000], [1000, 4000]]
 ODD_SHAPE = {"hidden_size": 1000, "ffn_hidden_size": 4000}
 LOOP = ("aten::lerp_", "aten::addcmul_", "aten::sqrt", "aten::addcdiv_")
+# two ranks with half of the experts each, which are nearly all of the model
+EP2 = {
+    "shape": {
+        "experts": {"number": 2, "topk": 2, "ffn_hidden_size": 65536, "layers": [True] * 24, "capacity_factor": 1.0}
+    },
+    "plan": {"layout": {"tensor": 1, "context": 1, "data": 2, "pipeline": 1, "expert": 2, "expert_tensor": 1}},
+}
 ONE_CONNECTION = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 THIN = [[2048, 4096], [4096, 16384]]  # 0.28 ms at the peak
 
@@ -751,6 +758,16 @@ CASES = {
     "forward-without-backward": (passes(2), passes(1)),
     "fp64-compute": (on_cpu(change=computes_in_fp64), on_cpu(change=sums_in_fp64)),
     "layout-copies": (on_cpu(change=reorders), on_cpu(change=reorders_little)),
+    "expert-imbalance": tuple(
+        recorded(
+            steps=ordinary_steps(routing={"expert_tokens": [60, 40], "busiest": [1.2], "busiest_ranks": of_rank}), **EP2
+        )
+        for of_rank in (1.5, 1.1)
+    ),
+    "dropped-tokens": tuple(
+        recorded(steps=ordinary_steps(routing={"expert_tokens": [50, 50], "busiest": [1.0], "dropped": number}), **EP2)
+        for number in (10, 0)
+    ),
     "hard-clipping": (
         recorded(steps=ordinary_steps(grad_norm=lambda index: 3.0 if index == 5 else 40.0), clip_grad=1.0),
         recorded(steps=ordinary_steps(grad_norm=lambda index: 40.0 if index < 10 else 3.0), clip_grad=1.0),
@@ -954,6 +971,8 @@ overflow-storm | 1.5 |
 forward-without-backward | 1.79 | 1 more forward pass per step of the trained layers, under torch.no_grad()
 fp64-compute | 0.89 | aten::mm in fp64: 1 time per step
 layout-copies | 0.902 | aten::contiguous [8, 512, 64]
+expert-imbalance | 2.706 | of 2 ranks with experts, the busiest has 1.50 times
+dropped-tokens |  | 9.1% of the assignments
 hard-clipping |  | 40 times --clip-grad 1
 unused-parameters |  | 1 search per step
 matmul-shapes |  | --hidden-size 1024 (now 1000)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from megatron_lite.analysis.findings import (
     communication_rules,
     debug_rules,
+    expert_rules,
     exposed_rules,
     host_cause_rules,
     host_rules,
@@ -36,6 +37,7 @@ MODULES = (
     update_rules,
     communication_rules,
     imbalance_rules,
+    expert_rules,
     exposed_rules,
     pipeline_rules,
     machine_rules,

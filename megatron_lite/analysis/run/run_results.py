@@ -136,6 +136,9 @@ class Steps:
     cpu_ms: Numbers  # CPU time of all threads of the process
     core_wait_ms: Numbers  # its training thread was ready and had no core
     involuntary_switches: Numbers  # of all threads: something else got the core
+    busiest_experts: Numbers  # tokens of the busiest expert over an even share, mean over layers; NaN without experts
+    busiest_expert_ranks: Numbers  # the same of the ranks that have some of the experts each
+    dropped_shares: Numbers  # of assignments to experts, those that were dropped
     ordinary: Flags  # neither the first nor profiled, beside a profile, compiling, evaluating nor saving
     undisturbed: Flags  # neither the first nor profiled, beside a profile or compiling
     profiled: Flags

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from megatron_lite.analysis.intervals import Numbers
 from megatron_lite.analysis.run.run_results import Phases, RankLines, Steps
-from megatron_lite.formats.step_records import RankInterval, RankNumbers, RanksRecord, StepRecord
+from megatron_lite.formats.step_records import RankInterval, RankNumbers, RanksRecord, RoutingRecord, StepRecord
 from megatron_lite.phases import Phase
 from megatron_lite.shared_files import open_foreign
 
@@ -295,8 +295,21 @@ def _take_numbers(records: list[StepRecord]) -> dict[str, Numbers]:
         "cpu_ms": [record.cpu_ms for record in records],
         "core_wait_ms": [record.core_wait_ms for record in records],
         "involuntary_switches": [record.involuntary_switches for record in records],
+        "busiest_experts": [_average(record.routing.busiest) if record.routing else None for record in records],
+        "busiest_expert_ranks": [record.routing.busiest_ranks if record.routing else None for record in records],
+        "dropped_shares": [_measure_dropped(record.routing) if record.routing else None for record in records],
     }
     return {name: np.array(values, float) for name, values in columns.items()}
+
+
+def _average(values: list[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+def _measure_dropped(routing: RoutingRecord) -> float:
+    """The share of assignments that were dropped."""
+    kept = sum(routing.expert_tokens)
+    return routing.dropped / max(routing.dropped + kept, 1)
 
 
 def _take_flags(records: list[StepRecord]) -> dict[str, list[bool]]:
