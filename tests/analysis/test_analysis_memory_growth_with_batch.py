@@ -8,10 +8,8 @@ from support.launch import flags, plan_of
 from megatron_lite.analysis.memory.memory_results import Snapshot
 from megatron_lite.analysis.memory.read import read_snapshot
 from megatron_lite.analysis.run_facts import Facts
-from megatron_lite.config.world import World
 from megatron_lite.planner.walk.rehearse import rehearse, write_snapshot
 
-GPU = World(0, 1, 0, 1)
 RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 KINDS = {
     "plain": "",
@@ -37,7 +35,9 @@ def test_the_peak_of_twice_the_micro_batch_is_not_above_what_a_snapshot_foretell
     one, twice = walk(tmp_path, kind, 2), walk(tmp_path, kind, 4)
     foretold = one.peak_bytes + one.grows_bytes
     assert twice.peak_bytes <= 1.001 * foretold
-    assert foretold <= 1.02 * twice.peak_bytes
+    # workspace counts as growing, though some processors' kernels have rooms of a fixed size
+    workspace = sum(held.num_bytes for held in one.held if held.category == "workspace")
+    assert foretold - workspace <= 1.02 * twice.peak_bytes
 
 
 def test_a_run_is_judged_by_all_that_grows(tmp_path):
