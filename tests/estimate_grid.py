@@ -173,6 +173,52 @@ CPU_GRID = {
     ),
 }
 GRID |= CPU_GRID
+# mixtures of experts, of which each expert gets as many tokens
+EP, ETP = "--expert-model-parallel-size ", "--expert-tensor-parallel-size "
+SENT, GATHERED = "--moe-token-dispatcher-type alltoall ", "--moe-token-dispatcher-type allgather "
+MIXED = (
+    MEDIUM + BYTES + LLAMA + "--num-layers 3 --hidden-size 256 --ffn-hidden-size 512 --num-experts 8 "
+    "--moe-router-topk 2 --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.01 "
+)
+FINE = (
+    "--num-layers 4 --moe-layer-freq [0]+[1]*3 --num-experts 16 --moe-router-topk 4 --moe-ffn-hidden-size 128 "
+    "--moe-shared-expert-intermediate-size 256 --moe-router-score-function sigmoid "
+    "--moe-router-enable-expert-bias --moe-router-dtype fp32 "
+)
+STATES = SHORT + BYTES + LLAMA + "--ffn-hidden-size 1024 --num-experts 8 --moe-router-topk 2 --bf16 "
+EXPERT_GRID = {
+    "experts, 1 rank": (MIXED + "--bf16", 1),
+    "experts, fp32, dp2, 2 micro-batches": (MIXED + "--global-batch-size 16", 2),
+    "experts, sent, ep2": (MIXED + "--bf16 " + EP + "2 " + SENT, 2),
+    "experts, gathered, ep2": (MIXED + "--bf16 " + EP + "2 " + GATHERED, 2),
+    "experts, ep4, zero1, 8 ranks": (MIXED + "--bf16 " + EP + "4 " + SENT + ZERO1, 8),
+    "experts, ep2, zero1, no replicas": (MIXED + "--bf16 " + EP + "2 " + SENT + ZERO1, 2),
+    "experts, ep2, zero3": (MIXED + "--bf16 " + EP + "2 " + SENT + ZERO3 + "--global-batch-size 32", 4),
+    "experts, tp2, ep2, etp1": (MIXED + "--bf16 " + TP + "2 " + SP + EP + "2 " + ETP + "1 " + SENT, 2),
+    "experts, tp2, etp2, gathered": (MIXED + "--bf16 " + TP + "2 " + SP + ETP + "2 " + GATHERED, 2),
+    "experts, tp2, ep2, etp2, zero1": (MIXED + "--bf16 " + TP + "2 " + SP + EP + "2 " + ETP + "2 " + SENT + ZERO1, 4),
+    "experts, ep2, recompute": (MIXED + "--bf16 " + EP + "2 " + SENT + FULL, 2),
+    "experts, ep2, cp2": (MIXED + "--bf16 " + EP + "2 " + SENT + CP + "2", 2),
+    "experts, ep2, pp2": (MIXED + "--bf16 " + EP + "2 " + SENT + PP + "2 --num-layers 4 --global-batch-size 32", 4),
+    "experts, ep2, pp2, last stage": (
+        MIXED + "--bf16 " + EP + "2 " + SENT + PP + "2 --num-layers 4 --global-batch-size 32",
+        4,
+        2,
+    ),
+    "fine experts, shared, some dense": (MIXED + "--bf16 " + EP + "2 " + SENT + FINE, 2),
+    "experts, capacity, ep2": (MIXED + "--bf16 " + EP + "2 " + SENT + "--moe-expert-capacity-factor 0.5", 2),
+    "experts' states, ep2": (STATES + EP + "2 " + SENT + "--global-batch-size 4", 2),
+    "experts' states, ep2, zero1": (STATES + EP + "2 " + SENT + ZERO1 + "--global-batch-size 4", 4),
+}
+QUICK_EXPERTS = (
+    "experts, sent, ep2",
+    "experts, gathered, ep2",
+    "experts, ep2, zero3",
+    "experts, tp2, ep2, etp2, zero1",
+    "experts, ep2, recompute",
+    "experts, ep2, pp2",
+    "experts' states, ep2, zero1",
+)
 QUICK = (
     "tiny",
     "short, fp16",
@@ -202,7 +248,7 @@ class Case:
 
     @cached_property
     def plan(self) -> Plan:
-        words, ranks, *rank = GRID[self.name]
+        words, ranks, *rank = (GRID | EXPERT_GRID)[self.name]
         return plan_for(words, ranks, self.device, *rank)
 
     @cached_property
@@ -238,7 +284,7 @@ class Case:
 
 
 def main(words: list[str]):
-    for name, (flags, *_) in GRID.items():
+    for name, (flags, *_) in (GRID | EXPERT_GRID).items():
         if all(word in f"{name} {flags}" for word in words):
             print(Case(name, "cpu" if name in CPU_GRID else "cuda").line(), flush=True)
 

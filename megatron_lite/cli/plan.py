@@ -20,6 +20,7 @@ from megatron_lite.errors import UserError
 from megatron_lite.formats.hardware import Processor
 from megatron_lite.live_line import LiveLine
 from megatron_lite.machine import read_machine
+from megatron_lite.planner.expert_load import describe_expert_load
 from megatron_lite.planner.find_processors import find_processor, find_processors
 from megatron_lite.planner.plan_results import Exact, PlanReport, Subject
 from megatron_lite.planner.predict_plan import NOT_WALKED, find_highest, predict_generating, predict_training
@@ -285,7 +286,7 @@ def _describe_subject(options: argparse.Namespace, words: list[str], found: Plan
         plan=found.plan,
         margin=margin,
         hints=found_hints,
-        notes=found.notes,
+        notes=(*found.notes, *describe_expert_load(found.plan)),
         everything=options.all,
     )
 

@@ -378,10 +378,28 @@ def sort_by_expert(routes: Routes, number: int) -> Assignments:
     experts_A = routes.experts_MK.flatten()
     order = experts_A.argsort(stable=True)
     if routes.kept_MK is not None:
-        order = order[routes.kept_MK.flatten()[order]]
+        order = select_kept(order, routes.kept_MK.flatten())
     shares_A = routes.shares_MK.flatten().index_select(0, order)
     counts_E = count_assignments(routes, number).long()
     return Assignments(order.div(topk, rounding_mode="floor"), shares_A, counts_E)
+
+
+def select_kept(order_A: Tensor, kept_A: Tensor) -> Tensor:
+    """The assignments of `order_A`, by number, that are not dropped. kept_A: bool, by number."""
+    return order_A[kept_A[order_A]]
+
+
+def read_counts(counts: Tensor, total: int) -> Any:
+    """Read counts of assignments on the host, which waits for the device.
+
+    Args:
+        counts: int64, of any shape.
+        total: Each row's sum, for who has no data to read.
+
+    Returns:
+        A list of int, of lists where there are several rows.
+    """
+    return counts.tolist()
 
 
 class _GroupedProduct(torch.autograd.Function):
@@ -454,7 +472,7 @@ class Experts(nn.Module):
             shares_A: The weight of each expert's output.
             counts_L: Tokens of each expert.
         """
-        counts: list[int] = counts_L.tolist()
+        counts: list[int] = read_counts(counts_L, len(x_AH))
         if self.probs_on_input:
             x_AH = (x_AH * shares_A[:, None]).to(x_AH.dtype)
         inner_AF = self.activation(self.linear_fc1(x_AH, counts))

@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megatron_lite.config.layout import COPIES, ROWS, Layout, is_of_experts
 from megatron_lite.config.plan import Plan
+from megatron_lite.model import experts as mixtures
 from megatron_lite.model.experts import (
     Exchange,
     Experts,
@@ -246,7 +247,8 @@ def send_tokens(layout: Layout, block: dist.ProcessGroup, x_MH: Tensor, routes: 
     counts_RL = counts.expand(-1, copies, -1).reshape(ranks, number)
     coming_RL = _send(counts_RL, [1] * ranks, [1] * ranks, block)
     # the host must know how many there are: one wait for both directions
-    leaving, coming = torch.stack((counts_RL.sum(dim=1), coming_RL.sum(dim=1))).tolist()
+    both_R = torch.stack((counts_RL.sum(dim=1), coming_RL.sum(dim=1)))
+    leaving, coming = mixtures.read_counts(both_R, copies * len(assigned.tokens_A))
     places_A = _repeat_for_copies(leaving, copies, x_MH.device)
     tokens_A = assigned.tokens_A if places_A is None else assigned.tokens_A.index_select(0, places_A)
     shares_A = assigned.shares_A if places_A is None else assigned.shares_A.index_select(0, places_A)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 from megatron_lite.config.layout import Stage, count_keys
-from megatron_lite.config.model_size import count_layer_parameters, count_parameters
+from megatron_lite.config.model_size import count_parameters
 from megatron_lite.config.plan import Plan
 from megatron_lite.cpu_kernels.rules import (
     GELU_BLOCK,
@@ -24,13 +24,24 @@ from megatron_lite.formats.run_record import LedgerRow, MemoryPrediction
 from megatron_lite.model.loss_rows import MAX_LOGITS, count_rows
 from megatron_lite.phases import Phase
 from megatron_lite.planner.attention_kernel import CAUSAL, FLASH_HEAD_STEP, FUSED, MATH
+from megatron_lite.planner.expert_load import compute_expert_share, plan_expert_load
+from megatron_lite.planner.expert_memory import (
+    EXCHANGED,
+    count_expert_weights,
+    keep_experts,
+    list_expert_peaks,
+    measure_exchanged,
+)
 from megatron_lite.planner.micro_batch import MicroBatch, plan_micro_batch
 from megatron_lite.planner.prediction import ListedMoment, sum_moment
 from megatron_lite.planner.state_size import (
     FP32,
+    count_mean_layer,
     element_bytes,
     gradient_bytes,
+    group_parameters,
     list_gathered,
+    list_groups,
     list_reduced,
     list_states,
     per_parameter,
@@ -237,9 +248,18 @@ def _keep_layer(batch: MicroBatch) -> Held:
     held = _keep_until_scores(batch).copy()
     inner = (4 if shape.activation == "swiglu" else 2) * shape.ffn_hidden_size
     held[SCORES] += 0 if batch.recomputes_attention else sum(_measure_scores(batch)[1])
-    held.update({NORMS: batch.hidden_norm_bytes, LINEAR_INPUTS: batch.input_bytes})
-    held.update({MLP: batch.element_bytes * inner, MASKS: 2 * batch.mask_bytes})
+    held.update({NORMS: batch.hidden_norm_bytes, MASKS: 2 * batch.mask_bytes})
+    mlp = Held({LINEAR_INPUTS: batch.input_bytes, MLP: batch.element_bytes * inner})
+    held.update(mlp if batch.load is None else _mix_with_experts(batch, mlp))
     return held
+
+
+def _mix_with_experts(batch: MicroBatch, mlp: Held) -> Held:
+    """What layers keep on average in the place of an MLP, where some of them have experts. mlp: what an MLP keeps."""
+    share = batch.expert_share
+    mixed = Held({name: int(number * (1 - share)) for name, number in mlp.items()})
+    mixed.update({name: int(number * share) for name, number in keep_experts(batch).items()})
+    return mixed
 
 
 def _keep_layers(batch: MicroBatch, number: int, recomputed: int) -> list[tuple[Held, int]]:
@@ -318,9 +338,29 @@ def _list_layer_backward(batch: MicroBatch) -> tuple[tuple[str, Held], ...]:
     return tuple(_find_backward_peaks(batch))
 
 
+def _hold_exchanging_experts(batch: MicroBatch) -> Held:
+    """What a layer of experts holds in forward when results of experts are on their way back."""
+    return _keep_layer(replace(batch, expert_share=1.0)) + Held({EXCHANGED: measure_exchanged(batch)})
+
+
+@lru_cache(maxsize=CACHED_BATCHES)
+def _list_expert_backward(batch: MicroBatch) -> tuple[tuple[str, Held, int], ...]:
+    """(operation, what the layer holds there, elements of new gradients of weights) of a layer of experts."""
+    if not batch.expert_share:
+        return ()
+    layer = replace(batch, expert_share=1.0)
+    shape = batch.shape
+    stream = _count_stream(batch)
+    dropped = stream if shape.hidden_dropout else 0
+    gradients = batch.element_bytes * (stream + dropped)
+    kept = _keep_layer(layer)
+    return tuple(list_expert_peaks(layer, gradients, kept))
+
+
 def _find_backward_peaks(batch: MicroBatch) -> Iterator[tuple[str, Held]]:
     """Backward lets go of what each operation kept: the MLP's share is gone when attention's turn comes."""
-    yield from _find_mlp_peaks(batch)
+    if batch.expert_share < 1:
+        yield from _find_mlp_peaks(batch)
     yield "linear_qkv", _hold_at_projection(batch)
     for held in _find_attention_peaks(batch):
         yield "core_attention", held
@@ -340,7 +380,7 @@ def _find_mlp_peaks(batch: MicroBatch) -> Iterator[tuple[str, Held]]:
     """The MLP's second product, and its activation function where that has more inner tensors than are gone by then."""
     shape, each = batch.shape, batch.element_bytes
     hidden, inner = shape.hidden_size, shape.ffn_hidden_size
-    kept = _keep_layer(batch)
+    kept = _keep_layer(replace(batch, expert_share=0.0))
     stream = _count_stream(batch)
     dropped = stream if shape.hidden_dropout else 0
     width = stream + dropped + _count_gathered(batch) + inner
@@ -479,20 +519,22 @@ def _list_moments(plan: Plan, processor: Processor | None) -> Iterator[ListedMom
 def _list_update_moments(plan: Plan, always: list[LedgerRow]) -> Iterator[ListedMoment]:
     """The gradients' norm and the optimizer, which finds gradients unless they lie in fp32 sums or buckets, and copies
     those of 16 bits to fp32."""
-    number = count_parameters(plan.rank_shape, plan.stage)
-    ranks = plan.sharding.ranks if plan.sharding else 1
+    groups = group_parameters(plan)
+    each = element_bytes(plan.precision)
     rows = list(always)
     if plan.sharding:
-        rows.append(per_parameter("gradients", "gradients", FP32, number, ranks))
-    elif not plan.fp32_gradients and plan.layout.replicas == 1:
-        rows.append(per_parameter("gradients", "gradients", element_bytes(plan.precision), number))
+        rows += list_groups("gradients", "gradients", FP32, groups)
+    elif not plan.fp32_gradients:
+        # buckets of several ranks hold all but experts'
+        own = groups if plan.layout.replicas == 1 else groups[1:]
+        rows += list_groups("gradients", "gradients", each, own)
     if not plan.fp32_gradients and plan.precision != "fp32" and not plan.sharding:
-        rows.append(per_parameter("gradients", "fp32 copies of gradients", FP32, number))
+        rows += list_groups("gradients", "fp32 copies of gradients", FP32, groups)
     yield ListedMoment(Phase.CLIP_GRAD, "gradient norm", rows)
-    decayed = []
+    decayed: list[LedgerRow] = []
     if plan.args.optimizer.optimizer == "sgd" and plan.learning_rate.weight_decay_style != "constant":
         # SGD's weight decay that changes is added to gradients by hand: weights times decay (optim/optimizer.py)
-        decayed.append(per_parameter("workspace", "decayed weights", FP32, number, ranks))
+        decayed += list_groups("workspace", "decayed weights", FP32, groups)
     yield ListedMoment(Phase.OPTIMIZER_STEP, "update of the weights", [*rows, *decayed])
 
 
@@ -502,6 +544,7 @@ def plan_batch(plan: Plan) -> MicroBatch:
     return plan_micro_batch(
         plan.shape, a.training.micro_batch_size, plan.precision, plan.device, a.model.attention_backend,
         plan.masks_attention, a.model.recompute_granularity, plan.world.threads, layout,
+        compute_expert_share(plan), plan_expert_load(plan),
     )  # fmt: skip
 
 
@@ -548,7 +591,12 @@ class _ChunkOfLayers:
 
     @cached_property
     def layer_parameters(self) -> int:
-        return count_layer_parameters(self.plan.rank_shape)
+        return count_mean_layer(self.plan)
+
+    @cached_property
+    def expert_parameters(self) -> int:
+        """Of this rank's experts in all of the stage's layers."""
+        return sum(group.number for group in group_parameters(self.plan)[1:])
 
     @property
     def matrix(self) -> int:
@@ -581,6 +629,13 @@ class _ChunkOfLayers:
             return True
         if self.plan.fp32_gradients or self.plan.layout.replicas > 1:
             return False
+        return self.gradients_wait or not self.accumulates
+
+    @property
+    def expert_gradients_stay(self) -> bool:
+        """Whether a gradient of experts, which no bucket takes, lives until the update."""
+        if self.is_sharded or self.plan.fp32_gradients:
+            return self.is_sharded
         return self.gradients_wait or not self.accumulates
 
     @property
@@ -636,6 +691,10 @@ def _list_loss_moments(chunk: _ChunkOfLayers) -> Iterator[ListedMoment]:
         *_list_rows(batch, _keep_ends(batch, chunk.starts, chunk.ends)),
     ]
     at_end = [*chunk.hold(layers + 1), *kept]
+    if batch.expert_share and layers:
+        below = _list_kept(batch, layers - 1, min(layers - 1, chunk.recomputed))
+        exchanging = [*chunk.hold(layers), *below, *_list_rows(batch, _hold_exchanging_experts(batch))]
+        yield ListedMoment(Phase.FORWARD, f"layer {layers}, experts", exchanging)
     if layers and (pieces := _list_gelu_pieces(batch)):
         yield _sum_gelu_moment(batch, layers, chunk.recomputed, [*chunk.hold(layers), *pieces])
     if not chunk.ends:
@@ -663,16 +722,32 @@ def _list_layer_moments(chunk: _ChunkOfLayers) -> Iterator[ListedMoment]:
         yield _find_highest_moment(chunk, layer)
 
 
-def _find_highest_moment(chunk: _ChunkOfLayers, layer: int) -> ListedMoment:
-    """The moment of one layer's backward at which tensors hold most."""
+def _list_operations(chunk: _ChunkOfLayers, layer: int) -> Iterator[tuple[str, Held, int]]:
+    """(operation, what a layer holds there, elements of its new gradients of weights) of a layer's backward."""
     batch, shape = chunk.batch, chunk.plan.rank_shape
-    highest_bytes = -1
+    of_mlp = shape.hidden_size * shape.ffn_hidden_size
+    if batch.expert_share and not (chunk.gradients_stay or chunk.expert_gradients_stay):
+        of_mlp = 0
+    elif batch.expert_share:
+        of_mlp = sum(count_expert_weights(batch))
     for operation, held in _list_layer_backward(batch):
         new = 0
         if operation == "linear_qkv":
             new = chunk.layer_parameters
         elif chunk.gradients_stay or operation == "linear_fc2":
-            new = shape.hidden_size * shape.ffn_hidden_size
+            new = of_mlp
+        yield operation, held, new
+    yield from _list_expert_backward(batch)
+    if batch.expert_share and layer <= chunk.recomputed:
+        gradient = Held({GRADIENTS: batch.element_bytes * _count_stream(batch)})
+        yield "experts, computed again", _hold_exchanging_experts(batch) + gradient, 0
+
+
+def _find_highest_moment(chunk: _ChunkOfLayers, layer: int) -> ListedMoment:
+    """The moment of one layer's backward at which tensors hold most."""
+    batch = chunk.batch
+    highest_bytes = -1
+    for operation, held, new in _list_operations(chunk, layer):
         # what lives outside of the layer is the same for all of them
         num_bytes = batch.tokens * held.total() + batch.element_bytes * new
         if num_bytes > highest_bytes:
@@ -682,6 +757,8 @@ def _find_highest_moment(chunk: _ChunkOfLayers, layer: int) -> ListedMoment:
     made = chunk.output_gradient + chunk.waiting
     if chunk.gradients_stay and not chunk.is_sharded:
         made += chunk.layer_parameters * (chunk.layers - layer)
+    elif chunk.expert_gradients_stay and not chunk.is_sharded:
+        made += chunk.expert_parameters * (chunk.layers - layer) // chunk.layers
     own = Held({MASKS: batch.mask_bytes})
     if layer <= chunk.recomputed and batch.copies_of_norms[0]:
         own[RECOMPUTED] = batch.input_bytes
@@ -698,11 +775,12 @@ def _list_embedding_moments(chunk: _ChunkOfLayers) -> Iterator[ListedMoment]:
         added = chunk.parameters + tied_matrix
     else:
         added = chunk.output_gradient + matrix + chunk.waiting
+        added += chunk.expert_parameters if chunk.expert_gradients_stay else 0
     if plan.sharding is not None:
         ends = chunk.parameters - chunk.layers * chunk.layer_parameters
         added = ends + tied_matrix
         each = gradient_bytes(plan.precision, plan.fp32_gradients)
-        reduced = list_reduced(chunk.parameters, ends, each, plan.sharding.ranks)
+        reduced = list_reduced(group_parameters(plan), ends, each)
         rows = [*chunk.always, *reduced, chunk.make_gradients(matrix)]
         yield ListedMoment(Phase.BACKWARD, "reduction of the embedding's gradients", rows)
     # the sum with a tied output layer's is a third matrix where a recorder watches, and in fp16, whose loss holds the first

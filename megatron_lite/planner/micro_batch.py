@@ -6,6 +6,7 @@ from megatron_lite.config.layout import Layout
 from megatron_lite.config.shape import ModelShape
 from megatron_lite.cpu_kernels.rules import WIDENED_BLOCK, find_slow_precisions
 from megatron_lite.planner.attention_kernel import CAUSAL, FUSED, MATH, UNFUSED, predict_attention_kernel
+from megatron_lite.planner.expert_load import ExpertLoad
 from megatron_lite.planner.state_size import FP32, element_bytes
 from megatron_lite.units import count
 
@@ -30,6 +31,8 @@ class MicroBatch:
     chunks: tuple[range, ...] = ()
     masks_chunks: bool = False  # the kernel takes a mask for queries that see keys before their own chunk
     attends_in_fp32: bool = False  # a CPU's kernel converts 16-bit queries, keys and values
+    expert_share: float = 0.0  # of the stage's layers, which have experts in the place of an MLP
+    load: ExpertLoad | None = None  # how many tokens its experts have; None: there are none
 
     @property
     def masked_chunk_scores(self) -> int:
@@ -112,18 +115,23 @@ def plan_micro_batch(
     recompute: str | None,
     threads: int,
     layout: Layout | None = None,
+    expert_share: float = 0.0,
+    load: ExpertLoad | None = None,
 ) -> MicroBatch:
     """The MicroBatch of these flags.
 
     Args:
         shape: The whole model's.
         layout: With this rank's coordinates; None: it is the only one.
+        expert_share: Of the layers of the rank's stage.
+        load: Of the rank's experts.
     """
     layout = layout or Layout()
+    rank_shape = shape.split(layout.tensor, layout.context, layout.expert, layout.expert_tensor)
     on_cpu = device == "cpu"
     # as train/choose_kernels.py asks: on CPUs, ranks that have parts of a sequence pass masks
     kernel, flash = predict_attention_kernel(
-        shape.split(layout.tensor, layout.context),
+        rank_shape,
         precision,
         device,
         backend,
@@ -135,7 +143,7 @@ def plan_micro_batch(
     # what is computed in fp32 is recomputed rather than kept
     recomputes = writes_scores and (recompute == "selective" or attends_in_fp32)
     return MicroBatch(
-        shape.split(layout.tensor, layout.context),
+        rank_shape,
         size,
         precision,
         on_cpu,
@@ -151,4 +159,6 @@ def plan_micro_batch(
         # a CPU's kernels and scores that are written down (parallel/context_parallel.py)
         masks_chunks=on_cpu or writes_scores,
         attends_in_fp32=attends_in_fp32,
+        expert_share=expert_share,
+        load=load,
     )

@@ -26,6 +26,8 @@ from megatron_lite.units import GIB
 MAX_CHUNKS = 4  # of each stage
 MIN_CHUNK = 1024  # positions, of which a context parallel rank has two chunks: with less, attention's kernels have too little to do
 KEPT_WHOLE: Changes = {"use_distributed_optimizer": False, "use_torch_fsdp2": False, "use_megatron_fsdp": False}
+# ranks that share the work of one sequence
+MODEL_SIZES = ("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size")
 EQUAL_STAGES: Changes = {
     "num_layers_per_virtual_pipeline_stage": None, "decoder_first_pipeline_num_layers": None,
     "decoder_last_pipeline_num_layers": None, "pipeline_model_parallel_layout": None,
@@ -86,8 +88,8 @@ class Search:
 
 
 def get_sizes(layout: Layout) -> tuple[int, ...]:
-    """Numbers of tensor, context, pipeline and data parallel ranks."""
-    return layout.tensor, layout.context, layout.pipeline, layout.data
+    """Numbers of tensor, context, pipeline and data parallel ranks, of expert parallel ones, and of those that split experts."""
+    return layout.tensor, layout.context, layout.pipeline, layout.data, layout.expert, layout.expert_tensor
 
 
 def search(
@@ -99,7 +101,7 @@ def search(
     tried = 0
     fitting: list[Candidate] = []
     least = None
-    layouts = list(_list_layouts(plan.args.model, plan.world.size))
+    layouts = list(_list_layouts(plan, plan.world.size))
     for number, layout in enumerate(layouts):
         tell(number, len(layouts))
         for micro_batch in _list_micro_batches(plan.batch.final, plan.world.size, layout):
@@ -117,7 +119,26 @@ def search(
     return Search(processor, budget, margin, tried, tuple(timed), least)
 
 
-def _list_layouts(model: ModelArgs, ranks: int) -> Iterator[Changes]:
+def _list_layouts(plan: Plan, ranks: int) -> Iterator[Changes]:
+    """Layouts of a model, each with all ways in which its ranks can have experts."""
+    for layout in _list_dense_layouts(plan.args.model, ranks):
+        for of_experts in _list_expert_sizes(plan, layout, ranks):
+            yield layout | of_experts
+
+
+def _list_expert_sizes(plan: Plan, layout: Changes, ranks: int) -> Iterator[Changes]:
+    """Numbers of ranks that have some of the experts each, and of those that split each: as many as split a layer, or none."""
+    e = plan.shape.experts
+    if e is None:
+        yield {}
+        return
+    of_stage = ranks // layout["pipeline_model_parallel_size"]
+    for split in sorted({1, layout["tensor_model_parallel_size"]}):
+        for expert in _list_divisors(math.gcd(e.number, of_stage // split)):
+            yield {"expert_model_parallel_size": expert, "expert_tensor_parallel_size": split}
+
+
+def _list_dense_layouts(model: ModelArgs, ranks: int) -> Iterator[Changes]:
     """Sizes whose product divides the number of ranks; the trainer's rules sort out the others."""
     for tensor in _list_divisors(math.gcd(ranks, model.num_attention_heads)):
         for context in _list_divisors(ranks // tensor):
@@ -145,7 +166,7 @@ def _list_divisors(number: int) -> list[int]:
 
 def _list_micro_batches(global_batch: int, ranks: int, layout: Changes) -> Iterator[int]:
     """Powers of two that divide a data parallel rank's share of the global batch."""
-    model = math.prod(layout[name] for name in layout if name.endswith("_parallel_size"))
+    model = math.prod(layout[name] for name in MODEL_SIZES)
     share, size = global_batch // (ranks // model), 1
     while share and share % size == 0:
         yield size

@@ -1,10 +1,12 @@
 """Memory of weights, gradients and moments, in closed form."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from megatron_lite.config.model_size import (
     count_layer_parameters,
     count_matrix_parameters,
+    count_parameter_parts,
     count_parameter_tensors,
     count_parameters,
 )
@@ -29,16 +31,24 @@ def gradient_bytes(precision: str, in_fp32: bool) -> int:
 
 
 def state_bytes(
-    parameters: int, precision: str, fp32_gradients: bool, optimizer: str, momentum: bool = True, ranks: int = 1
+    parameters: int,
+    precision: str,
+    fp32_gradients: bool,
+    optimizer: str,
+    momentum: bool = True,
+    ranks: int = 1,
+    is_sharded: bool | None = None,
 ) -> dict[str, int]:
     """Bytes that live from step to step on every rank: weights, gradients, fp32 masters of 16-bit weights, Adam's two
     moments or SGD's one. 16 bytes per parameter for fp16 with Adam: 2 + 2 + 4 + 4 + 4 (Rajbhandari et al. 2020, ZeRO,
     section 3.1); 18 with gradients in fp32; 16 in fp32: 4 + 4 + 8.
 
-    ranks: that share out the model; then only fp32 weights, gradients and moments stay, a share of each.
+    Args:
+        ranks: That share out the model; then only fp32 weights, gradients and moments stay, a share of each.
+        is_sharded: Whether torch's fully_shard holds them, be it on one rank; None: on several ranks.
     """
     width = element_bytes(precision)
-    if ranks > 1:
+    if ranks > 1 if is_sharded is None else is_sharded:
         kinds = {"parameters": 0, "gradients": FP32, "master weights": FP32}
         kinds["moments"] = FP32 * (2 if optimizer == "adam" else int(momentum))
         return {kind: parameters * each // ranks for kind, each in kinds.items()}
@@ -59,6 +69,44 @@ def count_moments(plan: Plan) -> int:
     return parameters * (2 if o.optimizer == "adam" else int(o.sgd_momentum > 0))
 
 
+@dataclass(frozen=True)
+class ParameterGroup:
+    """Parameters of a stage whose state as many ranks share out."""
+
+    number: int  # of this rank's stage, all of which are here when they compute
+    of_layer: int  # those of one layer, on average
+    ranks: int  # that share out their state; 1: nobody does
+
+
+def group_parameters(plan: Plan) -> list[ParameterGroup]:
+    """Parameters that all replicas hold, and those of experts, of which fewer ranks hold the same."""
+    shape, stage = plan.rank_shape, plan.stage
+    number = count_parameters(shape, stage)
+    ranks = plan.sharding.ranks if plan.sharding else 1
+    if shape.experts is None:
+        return [ParameterGroup(number, count_layer_parameters(shape), ranks)]
+    layers = max(len(stage.layers), 1)
+    parts = count_parameter_parts(shape, stage)
+    of_experts = parts["experts"]
+    of_layers = sum(parts[name] for name in ("attention", "MLP", "router", "shared expert", "norms"))
+    expert_ranks = plan.expert_sharding.ranks if plan.expert_sharding else 1
+    groups = [ParameterGroup(number - of_experts, of_layers // layers, ranks)]
+    if of_experts:
+        groups.append(ParameterGroup(of_experts, of_experts // layers, expert_ranks))
+    return groups
+
+
+def count_mean_layer(plan: Plan) -> int:
+    """Parameters of one layer of a stage, on average."""
+    return sum(group.of_layer for group in group_parameters(plan))
+
+
+def list_groups(category: str, name: str, each: int, groups: Sequence[ParameterGroup]) -> Iterator[LedgerRow]:
+    """Rows of so many bytes per parameter, of which each rank has a share."""
+    for group in groups:
+        yield per_parameter(category, name, each, group.number, group.ranks)
+
+
 def per_parameter(category: str, name: str, each: int, number: int, ranks: int = 1) -> LedgerRow:
     """A row of so many bytes per parameter. ranks: that share it out."""
     among = f" / {ranks} ranks" if ranks > 1 else ""
@@ -67,25 +115,32 @@ def per_parameter(category: str, name: str, each: int, number: int, ranks: int =
 
 def list_states(plan: Plan, processor: Processor | None) -> Iterator[LedgerRow]:
     """Rows of what lives from step to step: states, buffers of gradients, the batch and cuBLAS workspaces."""
-    number, optimizer, data = count_parameters(plan.rank_shape, plan.stage), plan.args.optimizer, plan.args.data
-    ranks = plan.sharding.ranks if plan.sharding else 1
-    states = state_bytes(
-        number, plan.precision, plan.fp32_gradients, optimizer.optimizer, optimizer.sgd_momentum > 0, ranks
-    )
+    optimizer, data = plan.args.optimizer, plan.args.data
+    groups = group_parameters(plan)
+    has_momentum = optimizer.sgd_momentum > 0
+    is_sharded = plan.sharding is not None
     names = {"parameters": "weights", "master weights": "fp32 masters", "moments": f"moments of {optimizer.optimizer}"}
+    of_one = state_bytes(
+        1, plan.precision, plan.fp32_gradients, optimizer.optimizer, has_momentum, is_sharded=is_sharded
+    )
     for category, name in names.items():
         if category == "moments" and optimizer.optimizer == "muon":
+            # which no sharding takes
+            number = count_parameters(plan.rank_shape, plan.stage)
             matrices = count_matrix_parameters(plan.rank_shape, plan.stage)
             yield per_parameter(category, "momentum of muon", FP32, matrices)
             yield per_parameter(category, "moments of adam", 2 * FP32, number - matrices)
             continue
-        yield per_parameter(category, name, states[category] * ranks // number, number, ranks)
+        yield from list_groups(category, name, of_one[category], groups)
     if optimizer.optimizer != "sgd":
         yield _measure_step_counters(plan)
-    if plan.fp32_gradients and ranks == 1:
-        yield per_parameter("gradients", "fp32 sums of gradients", FP32, number)
-    if plan.layout.replicas > 1 and ranks == 1:
-        yield per_parameter("gradients", "DistributedDataParallel's buckets", element_bytes(plan.precision), number)
+    if plan.fp32_gradients and not is_sharded:
+        yield from list_groups("gradients", "fp32 sums of gradients", FP32, groups)
+    if plan.layout.replicas > 1 and not is_sharded:
+        # gradients of experts are averaged where they lie
+        bucketed = groups[0].number
+        each = element_bytes(plan.precision)
+        yield per_parameter("gradients", "DistributedDataParallel's buckets", each, bucketed)
     tokens = plan.args.training.micro_batch_size * plan.rank_shape.seq_length
     tensors = 2 + [data.reset_position_ids, data.reset_attention_mask].count(True)
     formula = f"{tensors} x {INT64} bytes x {count(tokens)} tokens"
@@ -126,30 +181,31 @@ def list_gathered(plan: Plan, layer: int, accumulates: bool) -> Iterator[LedgerR
     layers = len(plan.stage.layers)
     each = element_bytes(plan.precision)
     reduced = gradient_bytes(plan.precision, plan.fp32_gradients)
-    parameters = count_parameters(plan.rank_shape, plan.stage)
-    of_layer = count_layer_parameters(plan.rank_shape)
-    ends = parameters - layers * of_layer
+    groups = group_parameters(plan)
     below = min(layer, layers)
     # where weights are gathered for backward again, one layer's are whole at a time
     whole_layers = below
     if shared.gathers_twice:
         whole_layers = 1 if 0 < layer <= layers else 0
-    yield per_parameter("gathered parameters", "gathered weights", each, ends + of_layer * whole_layers)
     sums_are_shared = accumulates and shared.gathers_twice
-    if sums_are_shared:
-        yield per_parameter("gradients", "sums of gradients", FP32, parameters, shared.ranks)
-    elif accumulates:
-        yield per_parameter("gradients", "sums of gradients", reduced, ends + of_layer * below)
-    if layer < layers:
-        yield per_parameter("communication", "gradients to be reduced", reduced, of_layer)
-    if layer < layers and not sums_are_shared:
-        done = layers - max(layer, 1)
-        yield per_parameter("gradients", "reduced gradients", FP32, done * of_layer, shared.ranks)
-    if layer > layers or (shared.gathers_twice and layer > 1):
-        yield per_parameter("gathered parameters", "gathered weights of a layer", each, of_layer)
+    for group in groups:
+        ends = group.number - layers * group.of_layer
+        whole = ends + group.of_layer * whole_layers
+        yield per_parameter("gathered parameters", "gathered weights", each, whole)
+        if sums_are_shared:
+            yield per_parameter("gradients", "sums of gradients", FP32, group.number, group.ranks)
+        elif accumulates:
+            yield per_parameter("gradients", "sums of gradients", reduced, ends + group.of_layer * below)
+        if layer < layers:
+            yield per_parameter("communication", "gradients to be reduced", reduced, group.of_layer)
+        if layer < layers and not sums_are_shared:
+            done = layers - max(layer, 1)
+            yield per_parameter("gradients", "reduced gradients", FP32, done * group.of_layer, group.ranks)
+        if layer > layers or (shared.gathers_twice and layer > 1):
+            yield per_parameter("gathered parameters", "gathered weights of a layer", each, group.of_layer)
 
 
-def list_reduced(parameters: int, ends: int, gradient_bytes: int, ranks: int) -> Iterator[LedgerRow]:
+def list_reduced(groups: Sequence[ParameterGroup], ends: int, gradient_bytes: int) -> Iterator[LedgerRow]:
     """What is held when the last gradients are reduced. ends: parameters outside of layers, which are those."""
     yield per_parameter("communication", "gradients to be reduced", gradient_bytes, ends)
-    yield per_parameter("gradients", "reduced gradients", FP32, parameters, ranks)
+    yield from list_groups("gradients", "reduced gradients", FP32, groups)

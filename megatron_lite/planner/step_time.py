@@ -23,6 +23,7 @@ from megatron_lite.config.layout import count_keys
 from megatron_lite.config.model_size import (
     FORWARD_AND_BACKWARD,
     attention_flops,
+    count_expert_layers,
     count_linear_flops,
     count_output_flops,
     count_parameters,
@@ -33,10 +34,17 @@ from megatron_lite.config.shape import ModelShape, RankShape
 from megatron_lite.formats.hardware import Processor, get_peak_tflops
 from megatron_lite.formats.run_record import TimePrediction, TimeRow
 from megatron_lite.planner.attention_kernel import FUSED, predict_attention_kernel
-from megatron_lite.planner.state_size import FP32, element_bytes, gradient_bytes
+from megatron_lite.planner.expert_load import (
+    ExpertLoad,
+    count_recomputed_experts,
+    plan_expert_load,
+)
+from megatron_lite.planner.state_size import FP32, element_bytes, gradient_bytes, group_parameters
 from megatron_lite.planner.traffic import (
     CONTEXT,
     DATA,
+    EXPERT,
+    EXPERT_DATA,
     GATHER,
     PIPELINE,
     REDUCE,
@@ -56,7 +64,13 @@ UPDATE = "gradients' norm, optimizer"
 BUBBLE = "pipeline bubble"
 TIED = "tied embedding's gradients"
 GATHERING = "weight gathering, not overlapped"
-LAYER_GROUPS = {TENSOR: "tensor parallel exchange", CONTEXT: "context parallel exchange"}  # in each layer
+EXPERT_REDUCTION = "reduction of experts' gradients"
+# in each layer
+LAYER_GROUPS = {
+    TENSOR: "tensor parallel exchange",
+    CONTEXT: "context parallel exchange",
+    EXPERT: "expert parallel exchange",
+}
 # Times forward's work. FlashAttention's backward pass has five products, of which one repeats forward's, where forward
 # has two (Dao 2023, FlashAttention-2, algorithm 2); with scores that are kept it has four.
 FUSED_ATTENTION, STORED_SCORES = 3.5, 3
@@ -133,7 +147,10 @@ def predict_stage_time(plan: Plan, processor: Processor) -> TimePrediction:
     rows += _time_layer_exchanges(exchanges, members, processor, rates[COMPUTE])
     rows += _time_state(plan, processor, exchanges, computed.forward_ms, computed.backward_ms)
     rows += _time_tied_embedding(exchanges, members, processor)
-    notes = [*_list_unknown_rates(plan, processor, parts, rates), *_list_unknown_links(exchanges, members, processor)]
+    notes = [
+        *_list_unknown_rates(plan, processor, parts, rates),
+        *_list_unknown_links(exchanges, members, processor),
+    ]
     if plan.batch.start and plan.batch.start != plan.batch.final:
         flag = "--step-batch-size-schedule" if plan.batch.steps else "--rampup-batch-size"
         notes.append(f"{flag}: the bound is for the final global batch of {count(plan.batch.final)}")
@@ -158,8 +175,7 @@ def _count_sequences(plan: Plan) -> int:
 def _list_step(plan: Plan) -> list[StepPart]:
     """All parts of a rank's step that there are."""
     parts = [part for part in _list_parts(_Work(plan, _count_sequences(plan))) if part.amount]
-    ranks = plan.sharding.ranks if plan.sharding else 1
-    updated = -(-count_parameters(plan.rank_shape, plan.stage) // ranks)
+    updated = sum(-(-group.number // group.ranks) for group in group_parameters(plan))
     each = gradient_bytes(plan.precision, plan.fp32_gradients)
     parts.append(_update_weights(updated, plan.precision, each, plan.args.optimizer))
     if plan.args.optimizer.optimizer == "muon":
@@ -306,20 +322,70 @@ class _Work:
             return 0
         return 2 * self.stream
 
+    @cached_property
+    def load(self) -> ExpertLoad | None:
+        """Of this rank's experts; None of a dense model."""
+        return plan_expert_load(self.plan)
+
+    @cached_property
+    def expert_layers(self) -> int:
+        """Layers that have experts in the place of an MLP."""
+        return count_expert_layers(self.shape, self.plan.stage)
+
+    @property
+    def linear_flops(self) -> int:
+        """Forward of the linear maps of a layer without experts."""
+        return count_linear_flops(self.shape, self.sequences)
+
+    @cached_property
+    def expert_flops(self) -> int:
+        """Forward of the linear maps of a layer with experts: of rows that pass this rank's experts, whosever tokens they are."""
+        shape, e, load = self.shape, self.shape.experts, self.load
+        if e is None or load is None:
+            return 0
+        columns = shape.qkv_rows + shape.attention_width
+        columns += shape.count_fc1_rows(e.shared_ffn_hidden_size) + e.shared_ffn_hidden_size
+        routed = self.expert_rows * (shape.count_fc1_rows(e.ffn_hidden_size) + e.ffn_hidden_size)
+        return int(2 * self.tokens * shape.hidden_size * (columns + routed))
+
+    @property
+    def expert_rows(self) -> float:
+        """Rows that pass this rank's experts, for each token of its micro-batches."""
+        if self.load is None:
+            return 0.0
+        return self.load.rows / (self.plan.layout.tensor if self.plan.layout.sequence_parallel else 1)
+
+    def average_inner(self, of_mlp: int, of_expert: int) -> int:
+        """Elements for each token on average over layers, some of which have experts.
+
+        Args:
+            of_mlp: That an MLP moves for each token.
+            of_expert: That an expert moves for each of its rows, and an expert that all pass for each token.
+        """
+        e = self.shape.experts
+        if e is None or not self.expert_layers:
+            return of_mlp
+        routed = self.expert_rows * (of_expert * e.ffn_hidden_size + 2 * self.shape.hidden_size)
+        in_experts = self.expert_layers * (routed + of_expert * e.shared_ffn_hidden_size)
+        return int(((self.layers - self.expert_layers) * of_mlp + in_experts) / self.layers)
+
     @property
     def forward_bytes(self) -> int:
         """Bytes, for each token of one layer's forward, beside products and attention.
 
         The residual sum with its norm writes the sum and the norm's result and reads the sum before, 3*h*e, twice; the
-        activation function writes its result; masks are written.
+        activation function writes its result; masks are written. Tokens are written in the order of experts, and what
+        these give is read.
         """
-        return self.element_bytes * (2 * 3 * self.stream + self.shape.ffn_hidden_size) + self.mask_bytes
+        inner = self.average_inner(self.shape.ffn_hidden_size, 1)
+        return self.element_bytes * (2 * 3 * self.stream + inner) + self.mask_bytes
 
     @property
     def backward_bytes(self) -> int:
         """As forward_bytes. Backward reads the saved sum and its gradient, and writes the new gradient, twice; reads the
         activation function's saved input and writes its gradient; and reads the masks."""
-        return self.element_bytes * (2 * 3 * self.stream + 2 * self.shape.fc1_width) + self.mask_bytes
+        inner = self.average_inner(2 * self.shape.fc1_width, 2 * self.shape.count_fc1_rows(1))
+        return self.element_bytes * (2 * 3 * self.stream + inner) + self.mask_bytes
 
 
 def _list_parts(work: _Work) -> Iterator[StepPart]:
@@ -337,7 +403,8 @@ def _list_parts(work: _Work) -> Iterator[StepPart]:
 def _count_products(work: _Work) -> StepPart:
     """The linear layers' products, and the output layer's."""
     output = count_output_flops(work.shape, work.sequences) if work.plan.stage.is_last else 0
-    products = FORWARD_AND_BACKWARD * (work.layers * count_linear_flops(work.shape, work.sequences) + output)
+    of_layers = (work.layers - work.expert_layers) * work.linear_flops + work.expert_layers * work.expert_flops
+    products = FORWARD_AND_BACKWARD * (of_layers + output)
     formula = f"6 x {count(work.tokens)} tokens x {count(products // (6 * work.tokens))} weights"
     return StepPart("matrix products", COMPUTE, products, formula, 2 / 3)
 
@@ -365,11 +432,15 @@ def _list_recomputed(work: _Work) -> Iterator[StepPart]:
     selective = work.writes_scores and work.plan.args.model.recompute_granularity == "selective"
     attended = work.layers if selective else again
     # torch.utils.checkpoint stops when it has what backward needs: fc2's result only if a dropout follows
-    linear = count_linear_flops(work.shape, work.sequences)
+    linear = work.linear_flops
     if not work.shape.hidden_dropout:
         linear -= 2 * work.tokens * work.shape.ffn_hidden_size * work.shape.hidden_size
-    formula = f"{again} layers x 2 x {count(work.tokens)} tokens x {count(linear // (2 * work.tokens))} weights"
-    yield StepPart("recomputed products", COMPUTE, again * linear, formula, 1.0)
+    with_experts = count_recomputed_experts(work.plan)
+    # of experts backward needs the result, too
+    flops = (again - with_experts) * linear + with_experts * work.expert_flops
+    weights = flops // max(again, 1) // (2 * work.tokens)
+    formula = f"{again} layers x 2 x {count(work.tokens)} tokens x {count(weights)} weights"
+    yield StepPart("recomputed products", COMPUTE, flops, formula, 1.0)
     formula = f"{attended} layers x {work.attention_formula}"
     yield StepPart("recomputed attention", COMPUTE, attended * work.attention_flops, formula, 1.0)
     if work.writes_scores:
@@ -433,59 +504,96 @@ def _time_state(
     Where ranks share out the model each gets the sums of its share only, half of an all-reduce; forward hides the gathering at best.
     The word embedding's gradient is complete only when backward ends (tied or not): nothing is left to hide its reduction.
     """
-    members = find_members(DATA, plan.layout, plan.sharding, plan.world)
-    gradients = next((one for one in exchanges if one.group == DATA and one.what == "gradients"), None)
-    route = find_route(gradients.kind, members, processor) if gradients else None
-    if gradients is None or route is None:
+    timed = _time_state_exchanges(plan, processor, exchanges)
+    gradients = [one for one in timed if one.exchange.what in ("gradients", "gradients of experts")]
+    if not gradients:
         return
+    if plan.sharding is None:
+        # experts' are averaged when backward has ended
+        for one in [one for one in gradients if one.exchange.group == EXPERT_DATA]:
+            yield TimeRow(EXPERT_REDUCTION, one.milliseconds, LINK, one.words)
+        gradients = [one for one in gradients if one.exchange.group == DATA]
     passes = plan.batch.final // plan.samples_per_pass
-    gathered = [one for one in exchanges if one.group == DATA and one.kind == GATHER]
-    gather = find_route(GATHER, members, processor)
-    if gather and plan.sharding and plan.sharding.gathers_twice:
-        earlier_ms = (passes - 1) * route.milliseconds(gradients.num_bytes)
-        yield _gather_each_pass(gathered, gradients, gather, earlier_ms, forward_ms + backward_ms)
-    elif gather and gathered:
-        yield from _gather_once(gathered, gather, forward_ms / passes)
-    yield _reduce_gradients(plan, gradients, route, backward_ms / passes)
+    gathered = [one for one in timed if one.exchange.kind == GATHER]
+    if gathered and plan.sharding and plan.sharding.gathers_twice:
+        yield _gather_each_pass(gathered, gradients, passes, forward_ms + backward_ms)
+    elif gathered:
+        yield from _gather_once(gathered, forward_ms / passes)
+    if gradients:
+        yield _reduce_gradients(plan, gradients, backward_ms / passes)
+
+
+@dataclass(frozen=True)
+class _TimedExchange:
+    """An exchange of gradients or weights with its way."""
+
+    exchange: Exchange
+    route: Route
+
+    @property
+    def milliseconds(self) -> float:
+        """Of one time."""
+        return self.route.milliseconds(self.exchange.num_bytes)
+
+    @property
+    def words(self) -> str:
+        return f"{self.exchange.formula}, {self.route.words}"
+
+
+def _time_state_exchanges(plan: Plan, processor: Processor, exchanges: list[Exchange]) -> list[_TimedExchange]:
+    """The exchanges of gradients and weights whose way is known."""
+    found = []
+    for one in exchanges:
+        if one.group not in (DATA, EXPERT_DATA):
+            continue
+        members = find_members(one.group, plan.layout, plan.sharding, plan.world)
+        route = find_route(one.kind, members, processor)
+        if route is not None:
+            found.append(_TimedExchange(one, route))
+    return found
 
 
 def _gather_each_pass(
-    gathered: list[Exchange], gradients: Exchange, gather: Route, earlier_ms: float, computed_ms: float
+    gathered: list[_TimedExchange], gradients: list[_TimedExchange], passes: int, computed_ms: float
 ) -> TimeRow:
     """Weights that are gathered for every micro-batch, and gradients of all micro-batches but the last.
 
     Args:
-        earlier_ms: For the gradients of all micro-batches but the last.
+        passes: Micro-batches.
         computed_ms: Forward and backward of all micro-batches.
     """
-    ms = sum(one.times * gather.milliseconds(one.num_bytes) for one in gathered) + earlier_ms
-    what = "; ".join(one.formula for one in [*gathered, gradients])
+    ms = sum(one.exchange.times * one.milliseconds for one in gathered)
+    ms += (passes - 1) * sum(one.milliseconds for one in gradients)
+    what = "; ".join(one.exchange.formula for one in [*gathered, *gradients])
     formula = f"{what}: {ms:.2f} ms, forward and backward overlap {min(computed_ms, ms):.2f}"
     return TimeRow(GATHERING, max(ms - computed_ms, 0.0), LINK, formula)
 
 
-def _gather_once(gathered: list[Exchange], gather: Route, pass_ms: float) -> Iterator[TimeRow]:
+def _gather_once(gathered: list[_TimedExchange], pass_ms: float) -> Iterator[TimeRow]:
     """Weights that are gathered once a step, which forward of one micro-batch hides, in `pass_ms` at best."""
-    ms = sum(gather.milliseconds(one.num_bytes) for one in gathered)
+    ms = sum(one.milliseconds for one in gathered)
     if ms > pass_ms:
-        sent = f"{gathered[0].formula}, {gather.words}: {ms:.2f} ms"
-        formula = f"{sent}; forward of one micro-batch takes {pass_ms:.2f} ms at best"
+        sent = "; ".join(one.words for one in gathered)
+        formula = f"{sent}: {ms:.2f} ms; forward of one micro-batch takes {pass_ms:.2f} ms at best"
         yield TimeRow(GATHERING, ms - pass_ms, LINK, formula)
 
 
-def _reduce_gradients(plan: Plan, gradients: Exchange, route: Route, pass_ms: float) -> TimeRow:
+def _reduce_gradients(plan: Plan, gradients: list[_TimedExchange], pass_ms: float) -> TimeRow:
     """The reduction of gradients, which the last micro-batch's backward hides, in `pass_ms` at best."""
     each = gradient_bytes(plan.precision, plan.fp32_gradients) if plan.stage.is_first else 0
     embedding_bytes = each * plan.rank_shape.padded_vocab_size * plan.rank_shape.hidden_size
-    whole_ms = route.milliseconds(gradients.num_bytes)
-    embedding_ms = route.milliseconds(embedding_bytes)
+    whole_ms = sum(one.milliseconds for one in gradients)
+    first = gradients[0]
+    # where only experts have replicas, nobody reduces the embedding's
+    embedding_ms = first.route.milliseconds(embedding_bytes) if first.exchange.group == DATA else 0.0
     if embedding_ms >= whole_ms - pass_ms:
         why = f"the word embedding's {embedding_bytes / 1e6:,.0f} MB are complete only when backward ends"
     else:
         why = f"backward of one micro-batch takes {pass_ms:.2f} ms at best"
-    in_all = f"{gradients.num_bytes / 1e9:.2f} GB of gradients, {route.words}: {whole_ms:.2f} ms"
+    pieces = [f"{one.exchange.num_bytes / 1e9:.2f} GB of {one.exchange.what}, {one.route.words}" for one in gradients]
+    in_all = f"{'; '.join(pieces)}: {whole_ms:.2f} ms"
     exposed_ms = max(embedding_ms, whole_ms - pass_ms)
-    return TimeRow(f"{gradients.kind}, not overlapped", exposed_ms, LINK, f"{in_all}; {why}")
+    return TimeRow(f"{first.exchange.kind}, not overlapped", exposed_ms, LINK, f"{in_all}; {why}")
 
 
 def _list_unknown_links(exchanges: list[Exchange], members: dict[str, Members], processor: Processor) -> Iterator[str]:
@@ -494,7 +602,9 @@ def _list_unknown_links(exchanges: list[Exchange], members: dict[str, Members], 
     unknown = dict.fromkeys(group for group, kind in kinds if find_route(kind, members[group], processor) is None)
     for group in unknown:
         near, nodes = members[group].near, members[group].nodes
-        what = "the gradients" if group == DATA else f"what {group} parallel ranks exchange"
+        what = f"what {group} parallel ranks exchange"
+        if group in (DATA, EXPERT_DATA):
+            what = "the gradients" if group == DATA else "the gradients of experts"
         if nodes == 1 or near > 1 and find_route(SEND, Members(near, near), processor) is None:
             yield f"{processor.name}: no known speed between GPUs; not in the bound: {what}"
         else:

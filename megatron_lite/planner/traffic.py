@@ -11,26 +11,31 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron_lite.config.layout import Layout, Sharding
-from megatron_lite.config.model_size import count_layer_parameters, count_parameters
+from megatron_lite.config.model_size import count_expert_layers, count_parameter_parts
 from megatron_lite.config.plan import Plan
 from megatron_lite.config.shape import ModelShape
 from megatron_lite.config.world import World
 from megatron_lite.formats.hardware import Processor
-from megatron_lite.planner.state_size import FP32, element_bytes, gradient_bytes
+from megatron_lite.planner.expert_load import count_recomputed_experts, plan_expert_load
+from megatron_lite.planner.state_size import FP32, element_bytes, gradient_bytes, group_parameters
 from megatron_lite.units import count
 
 TENSOR, CONTEXT, DATA, PIPELINE = "tensor", "context", "data", "pipeline"  # parallel ranks, as in the report
+EXPERT = "expert"  # ranks that together have all experts
+EXPERT_DATA = "expert data"  # ranks that hold the same part of the experts
 GATHER, SCATTER, REDUCE, SEND = "all-gather", "reduce-scatter", "all-reduce", "send"
+ALL_TO_ALL = "all-to-all"
 
 
 @dataclass(frozen=True)
 class Exchange:
     """Equal collectives, or sends, of one rank in a step."""
 
-    group: str  # TENSOR | CONTEXT | DATA | PIPELINE
-    kind: str  # GATHER | SCATTER | REDUCE | SEND
+    group: str  # TENSOR | CONTEXT | DATA | PIPELINE | EXPERT | EXPERT_DATA
+    kind: str  # GATHER | SCATTER | REDUCE | SEND | ALL_TO_ALL
     what: str
-    num_bytes: int  # of the whole tensor: what a gathering gives, a reduce-scatter takes
+    # of the whole tensor: what a gathering gives, a reduce-scatter takes; all rows that a rank has for all ranks
+    num_bytes: int
     times: int  # per step
     hidden_flops: int = 0  # of the product that this rank computes meanwhile
 
@@ -73,10 +78,15 @@ def find_members(group: str, layout: Layout, sharding: Sharding | None, world: W
     outer = model * (layout.pipeline if layout.data_is_outermost else 1)
     sharing = sharding.ranks if sharding else layout.replicas
     context = math.gcd(layout.context, sharing)
+    # ranks of a stage lie side by side, unless stages lie within data parallel ranks: a block is then one of these
+    expert_replicas = layout.expert_replicas * sharing // layout.replicas
+    from_block = outer if layout.data_is_outermost else layout.expert_block
     dimensions = {  # (ranks, how far they are apart)
         TENSOR: [(layout.tensor, 1)],
         CONTEXT: [(layout.context, layout.tensor)],
         DATA: [(context, layout.tensor), (sharing // context, outer)],
+        EXPERT: [(layout.expert_block, 1)],
+        EXPERT_DATA: [(expert_replicas, from_block)],
         PIPELINE: [(layout.pipeline, model * (1 if layout.data_is_outermost else layout.data))],
     }
     sizes = dimensions[group]
@@ -93,6 +103,8 @@ def find_route(kind: str, members: Members, processor: Processor) -> Route | Non
     """
     if members.ranks < 2:
         return None
+    if kind == ALL_TO_ALL:
+        return _find_route_to_all(members, processor)
     near = None if members.near < 2 else _find_route_in_node(kind, members.near, processor)
     if members.nodes == 1 or (near is None and members.near > 1):
         return near
@@ -107,6 +119,29 @@ def find_route(kind: str, members: Members, processor: Processor) -> Route | Non
         processor.network_gb_s, share, f"{each} over the network between nodes at {processor.network_gb_s:g} GB/s"
     )
     return max(filter(None, (near, far)), key=lambda route: route.milliseconds(1))
+
+
+def _find_route_to_all(members: Members, processor: Processor) -> Route | None:
+    """The way of rows that each rank has for every other one: those for its own node, and those for others.
+
+    Each GPU sends its own rows, whatever others send: nothing is added up or repeated on the way.
+    """
+    ranks = members.ranks
+    routes = []
+    if members.near > 1:
+        # its rate within a node is that of a gathering, whose bytes come from all others as well
+        near = _find_route_in_node(GATHER, members.near, processor)
+        if near is None:
+            return None
+        over = near.words.partition(" over ")[2]
+        routes.append(Route(near.gb_s, (members.near - 1) / ranks, f"{members.near - 1}/{ranks} over {over}"))
+    if members.nodes > 1:
+        if processor.network_gb_s is None:
+            return None
+        far = ranks - members.near
+        words = f"{far}/{ranks} over the network between nodes at {processor.network_gb_s:g} GB/s"
+        routes.append(Route(processor.network_gb_s, far / ranks, words))
+    return max(routes, key=lambda route: route.milliseconds(1))
 
 
 def _find_route_in_node(kind: str, ranks: int, processor: Processor) -> Route | None:
@@ -142,10 +177,14 @@ def list_exchanges(plan: Plan) -> list[Exchange]:
         found += _split_layers(plan)
     if layout.context > 1:
         found += _gather_sequences(plan)
+    if layout.expert_block > 1:
+        found += _exchange_tokens(plan)
     if layout.pipeline > 1:
         found += _hand_on(plan)
     if layout.replicas > 1:
         found += _share_gradients(plan)
+    if layout.expert_replicas > 1 and plan.shape.experts is not None:
+        found += _share_expert_gradients(plan)
     return [one for one in found if one.times and one.num_bytes]
 
 
@@ -161,6 +200,11 @@ def _split_layers(plan: Plan) -> Iterator[Exchange]:
     passes = plan.batch.final // plan.samples_per_pass
     layers = len(stage.layers)
     again = plan.recomputed_layers
+    with_experts = count_expert_layers(shape, stage)
+    shared_width = shape.experts.shared_ffn_hidden_size if shape.experts else 0
+    # experts take each rank's own tokens; one that all tokens pass is split as an MLP is
+    unsplit = 0 if shared_width else with_experts
+    unsplit_again = 0 if shared_width else count_recomputed_experts(plan)
     num_bytes = compute_hidden_bytes(shape, plan.args.training.micro_batch_size, plan.precision)
     embeddings = 1 if stage.is_first else 0
     outputs = 1 if stage.is_last else 0
@@ -169,13 +213,18 @@ def _split_layers(plan: Plan) -> Iterator[Exchange]:
     sums = REDUCE
     if plan.layout.sequence_parallel:
         sums = SCATTER
-        gathers = 2 * (layers + again) + outputs
+        gathers = 2 * (layers + again) - unsplit - unsplit_again + outputs
         yield Exchange(TENSOR, GATHER, "hidden states, forward", num_bytes, passes * gathers)
-        backward = 2 * layers + embeddings
+        backward = 2 * layers - unsplit + embeddings
         yield Exchange(TENSOR, GATHER, "their gradients, backward", num_bytes, passes * backward)
-    forward = 2 * layers + sums_again * again + embeddings
+    forward = 2 * layers - unsplit + sums_again * again + embeddings
+    # the sum behind attention is never the last
+    forward -= unsplit_again * (sums_again - 1)
     yield Exchange(TENSOR, sums, "hidden states, forward", num_bytes, passes * forward)
-    for rows, times in ((shape.qkv_rows, layers), (shape.fc1_width, layers), (shape.padded_vocab_size, outputs)):
+    products = [(shape.qkv_rows, layers), (shape.fc1_width, layers - with_experts)]
+    products.append((shape.count_fc1_rows(shared_width), with_experts if shared_width else 0))
+    products.append((shape.padded_vocab_size, outputs))
+    for rows, times in products:
         yield from _sum_input_gradients(plan, rows, passes * times, num_bytes)
     if shape.query_group_ranks > 1:
         yield from _gather_query_groups(plan, passes * layers, passes * again)
@@ -220,6 +269,48 @@ def _gather_sequences(plan: Plan) -> Iterator[Exchange]:
     yield Exchange(CONTEXT, SCATTER, "their gradients", num_bytes, passes * layers)
 
 
+def _exchange_tokens(plan: Plan) -> Iterator[Exchange]:
+    """Tokens to the ranks of their experts and back, forward and backward, if each expert gets as many."""
+    passes = plan.batch.final // plan.samples_per_pass
+    layers = passes * count_expert_layers(plan.shape, plan.stage)
+    again = passes * count_recomputed_experts(plan)
+    load = plan_expert_load(plan)
+    assert load is not None
+    hidden_bytes = compute_hidden_bytes(plan.rank_shape, plan.args.training.micro_batch_size, plan.precision)
+    hidden_bytes //= plan.layout.tensor if plan.layout.sequence_parallel else 1
+    if load.sends:
+        num_bytes = int(hidden_bytes * load.rows)
+        yield Exchange(EXPERT, ALL_TO_ALL, "tokens to experts", num_bytes, layers + again)
+        yield Exchange(EXPERT, ALL_TO_ALL, "what experts give", num_bytes, layers + again)
+        yield Exchange(EXPERT, ALL_TO_ALL, "their gradients", num_bytes, 2 * layers)
+        return
+    num_bytes = int(hidden_bytes * load.gathered)
+    yield Exchange(EXPERT, GATHER, "tokens of all ranks", num_bytes, layers + again)
+    # nothing in a layer needs the last sums again but a dropout
+    summed = layers + again if plan.shape.hidden_dropout else layers
+    yield Exchange(EXPERT, SCATTER, "what experts give", num_bytes, summed)
+    yield Exchange(EXPERT, GATHER, "gradients of what experts give", num_bytes, layers)
+    yield Exchange(EXPERT, SCATTER, "gradients of tokens", num_bytes, layers)
+
+
+def _share_expert_gradients(plan: Plan) -> Iterator[Exchange]:
+    """As _share_gradients, of experts, which fewer ranks hold the same of."""
+    number = count_parameter_parts(plan.rank_shape, plan.stage)["experts"]
+    reduced = gradient_bytes(plan.precision, plan.fp32_gradients)
+    shared = plan.expert_sharding
+    if shared is None:
+        yield Exchange(EXPERT_DATA, REDUCE, "gradients of experts", number * reduced, 1)
+        return
+    passes = plan.batch.final // plan.samples_per_pass if shared.gathers_twice else 1
+    if shared.ranks > 1:
+        gathers = 2 * passes if shared.gathers_twice else passes
+        yield Exchange(EXPERT_DATA, GATHER, "weights of experts", element_bytes(plan.precision) * number, gathers)
+        yield Exchange(EXPERT_DATA, SCATTER, "gradients of experts", number * reduced, passes)
+    if shared.ranks < plan.layout.expert_replicas:
+        num_bytes = number * FP32 // shared.ranks
+        yield Exchange(EXPERT_DATA, REDUCE, "shares of experts' gradients, over instances", num_bytes, passes)
+
+
 def _hand_on(plan: Plan) -> Iterator[Exchange]:
     """Hidden states to the next stage, gradients to the one before, and the gradients of an embedding that both ends have."""
     layout, stage, passes = plan.layout, plan.stage, plan.batch.final // plan.samples_per_pass
@@ -240,13 +331,15 @@ def _hand_on(plan: Plan) -> Iterator[Exchange]:
 
 def _share_gradients(plan: Plan) -> Iterator[Exchange]:
     """Of data and context parallel ranks: sums of gradients, and what they gather of weights that they share out."""
-    number, shared = count_parameters(plan.rank_shape, plan.stage), plan.sharding
+    group, *_ = group_parameters(plan)
+    number, shared = group.number, plan.sharding
     num_bytes = number * gradient_bytes(plan.precision, plan.fp32_gradients)
     if shared is None:
         yield Exchange(DATA, REDUCE, "gradients", num_bytes, 1)
         return
     passes = plan.batch.final // plan.samples_per_pass if shared.gathers_twice else 1
-    each, of_layers = element_bytes(plan.precision), count_layer_parameters(plan.rank_shape) * len(plan.stage.layers)
+    each = element_bytes(plan.precision)
+    of_layers = group.of_layer * len(plan.stage.layers)
     yield Exchange(DATA, GATHER, "weights", each * number, passes)
     if shared.gathers_twice:
         yield Exchange(DATA, GATHER, "weights of layers, backward", each * of_layers, passes)

@@ -243,7 +243,7 @@ def _search_as_json(found: Search | None) -> dict[str, Any] | None:
 
 
 def _candidate_as_json(one: Candidate) -> dict[str, Any]:
-    sizes = zip(("tensor", "context", "pipeline", "data"), get_sizes(one.plan.layout))
+    sizes = zip(("tensor", "context", "pipeline", "data", "expert", "expert_tensor"), get_sizes(one.plan.layout))
     rows = one.time.rows if one.time else ()
     return {
         **dict(sizes),

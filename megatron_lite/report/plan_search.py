@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from megatron_lite.config.plan import Plan
 from megatron_lite.planner.search import Candidate, Search, get_sizes
 from megatron_lite.planner.step_time import BUBBLE, LAYER_GROUPS
-from megatron_lite.planner.traffic import CONTEXT, DATA, PIPELINE, TENSOR, find_members
+from megatron_lite.planner.traffic import CONTEXT, DATA, EXPERT, PIPELINE, TENSOR, find_members
 from megatron_lite.report.section import Block, Lines, Section, Table, limit_rows
 from megatron_lite.report.text import milliseconds, percent, share
 from megatron_lite.units import count, size
@@ -15,6 +15,7 @@ MAX_ROWS = 10
 HEAD = [
     "tp", "cp", "pp", "dp", "chunks", "state", "batch", "recompute", "peak", "at best", "tensor", "context", "bubble",
 ]  # fmt: skip
+EXPERT_HEAD = ["ep", "etp", "expert"]  # before those, of a model with experts
 
 
 def judge_search(found: Search) -> list[str]:
@@ -42,7 +43,7 @@ def _describe_fastest(best: Candidate, room: str) -> list[str]:
 
 def name_layout(plan: Plan) -> str:
     """Name the sizes of a layout: 'TP 2, PP 4, DP 8'."""
-    sizes = zip(("TP", "CP", "PP", "DP"), get_sizes(plan.layout))
+    sizes = zip(("TP", "CP", "PP", "DP", "EP", "ETP"), get_sizes(plan.layout))
     names = [f"{name} {number}" for name, number in sizes if number > 1]
     return ", ".join(names) or "one GPU"
 
@@ -52,9 +53,11 @@ def build_search_sections(found: Search, everything: bool) -> Iterator[Section]:
     if not found.fitting:
         return
     layouts = found.best_of_layouts
+    has_experts = found.fitting[0].plan.shape.experts is not None
+    shares = "expert, tensor, context, bubble" if has_experts else "tensor, context, bubble"
     caveat = (
         "bounds, as in Time of a step at best: real steps take longer, small products and many messages most of all; "
-        "tensor, context, bubble: their share of the step; the same global batch for all"
+        f"{shares}: their share of the step; the same global batch for all"
     )
     reasons = [*_give_reasons(layouts[0]), *_compare(layouts), caveat]
     blocks: list[Block] = [_build_table(layouts, everything), Lines(reasons, quiet=True)]
@@ -66,14 +69,26 @@ def build_search_sections(found: Search, everything: bool) -> Iterator[Section]:
 
 def _build_table(candidates: list[Candidate], everything: bool) -> Table:
     shown, hidden = limit_rows(candidates, MAX_ROWS, everything)
-    return Table([_list_cells(one) for one in shown], "rrrrrlrlrrrrr", HEAD, hidden=hidden)
+    if all(one.plan.shape.experts is None for one in shown):
+        return Table([_list_cells(one) for one in shown], "rrrrrlrlrrrrr", HEAD, hidden=hidden)
+    rows = [[*_list_expert_cells(one), *_list_cells(one)] for one in shown]
+    return Table(rows, "rrrrrrrrlrlrrrrr", [*EXPERT_HEAD, *HEAD], hidden=hidden)
+
+
+def _list_expert_cells(one: Candidate) -> list[str]:
+    """Write how ranks have experts, and the share of the step that exchanging tokens takes; '' for what it has not."""
+    layout = one.plan.layout
+    ms = one.sum_rows(LAYER_GROUPS[EXPERT])
+    sizes = [str(number) if number > 1 else "" for number in (layout.expert, layout.expert_tensor)]
+    return [*sizes, percent(share(ms, one.step_ms)) if ms else ""]
 
 
 def _list_cells(one: Candidate) -> list[str]:
     """Write a layout: sizes, state, batch, recomputation, memory, time, and shares of the step; '' for what it has
     not."""
     plan = one.plan
-    sizes = [*get_sizes(plan.layout), len(plan.stage.chunks)]
+    layout = plan.layout
+    sizes = [layout.tensor, layout.context, layout.pipeline, layout.data, len(plan.stage.chunks)]
     shares = []
     for rows in (LAYER_GROUPS[TENSOR], LAYER_GROUPS[CONTEXT], BUBBLE):
         ms = one.sum_rows(rows)
@@ -116,6 +131,10 @@ def _give_reasons(one: Candidate) -> Iterator[str]:
     if layout.context > 1:
         cost = _cost(one, LAYER_GROUPS[CONTEXT])
         yield f"CP {layout.context}: {_place(plan, CONTEXT)}; {cost} for keys and values"
+    if layout.expert_block > 1:
+        cost = _cost(one, LAYER_GROUPS[EXPERT])
+        split = f", {layout.expert_tensor} split each expert" if layout.expert_tensor > 1 else ""
+        yield f"EP {layout.expert}{split}: {_place(plan, EXPERT)}; {cost} for tokens to experts and back"
     if layout.pipeline > 1:
         passes = plan.batch.final // plan.samples_per_pass
         schedule = f"{passes} micro-batches"

@@ -24,8 +24,11 @@ KINDS = {
     "all_gather_into_tensor": "all-gather",
     "_reduce_scatter_base_": "reduce-scatter",
     "reduce_scatter_tensor": "reduce-scatter",
+    "all_to_all_single": "all-to-all",
     "send": "send",
 }
+# groups of parallel/expert_parallel.py, by their names
+OF_EXPERTS = {"experts": "expert", "replicas of experts": "expert data"}
 
 RESOLVE = "_resolve_process_group"  # a function that versions of torch type differently
 
@@ -84,7 +87,8 @@ class CollectiveCounter(TorchDispatchMode):
             group: Its ranks; None: all ranks.
             num_bytes: Of the whole tensor.
         """
-        dimension = find_dimension(group.group_desc) if group else ""
+        description = group.group_desc if group else ""
+        dimension = OF_EXPERTS.get(description) or find_dimension(description)
         self.calls[dimension or self._of_all_ranks, kind, num_bytes] += 1
 
 
