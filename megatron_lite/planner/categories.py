@@ -1,13 +1,13 @@
 """What formulas say that each category of a memory snapshot takes: run.json holds it, and a report sets it beside what was measured."""
 
+from collections import Counter
 from dataclasses import replace
 
-from megatron_lite.config.model_size import count_parameters
 from megatron_lite.config.plan import Plan, plan_stages
 from megatron_lite.formats.run_record import CategoryBytes, CategoryPrediction
 from megatron_lite.planner.memory import activation_bytes, logits_bytes, plan_batch
 from megatron_lite.planner.micro_batch import MicroBatch
-from megatron_lite.planner.state_size import FP32, count_moments, element_bytes, state_bytes
+from megatron_lite.planner.state_size import FP32, count_moments, element_bytes, group_parameters, state_bytes
 from megatron_lite.units import count
 
 
@@ -51,18 +51,31 @@ def list_categories(plan: Plan) -> tuple[CategoryBytes, ...]:
 def _list_states(plan: Plan) -> list[CategoryBytes]:
     """Weights, gradients and the optimizer's state."""
     optimizer = plan.args.optimizer
-    parameters = count_parameters(plan.rank_shape, plan.stage)
-    ranks = 1 if plan.sharding is None else plan.sharding.ranks
-    has_momentum = optimizer.sgd_momentum > 0
-    state = state_bytes(parameters, plan.precision, plan.fp32_gradients, optimizer.optimizer, has_momentum, ranks)
-    state["moments"] = FP32 * count_moments(plan) // ranks
-    if plan.precision != "fp32" and not plan.fp32_gradients and ranks == 1:
-        # the optimizer's copies, during its step
-        state["gradients"] += FP32 * parameters
+    groups = group_parameters(plan)
+    parameters = sum(group.number for group in groups)
+    is_sharded = plan.sharding is not None
+    state: Counter[str] = Counter()
+    for group in groups:
+        state.update(
+            state_bytes(
+                group.number, plan.precision, plan.fp32_gradients, optimizer.optimizer,
+                optimizer.sgd_momentum > 0, group.ranks, is_sharded,
+            )
+        )  # fmt: skip
+    if not is_sharded:
+        state["moments"] = FP32 * count_moments(plan)
+        if plan.precision != "fp32" and not plan.fp32_gradients:
+            # the optimizer's copies, during its step
+            state["gradients"] += FP32 * parameters
+    ranks = groups[0].ranks
     among = f" / {ranks} ranks" if ranks > 1 else ""
+    if len({group.ranks for group in groups}) > 1:
+        among += f", of experts / {groups[1].ranks}"
     found = []
     for category, num_bytes in state.items():
-        formula = f"{num_bytes * ranks // parameters} bytes x {count(parameters)} parameters{among}"
+        # all groups have as many bytes of each parameter
+        held = sum(group.number / group.ranks for group in groups)
+        formula = f"{round(num_bytes / held)} bytes x {count(parameters)} parameters{among}"
         if category == "gradients":
             # as a snapshot's highest counts them
             formula = f"kept ones: {formula}"
