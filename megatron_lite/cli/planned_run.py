@@ -223,6 +223,9 @@ def _plan_launch(launch: Launch, world: World, script: str, gpus: int | None) ->
     if line.args.model.model is not None:
         unknown = "memory and speed of a model of your own are not known before it runs"
         raise UserError(f"--model {line.args.model.model}: {unknown}; drop it to see those of a GPT with these flags.")
+    if line.args.latent.multi_latent_attention:
+        unknown = "memory and time of latent attention are not predicted"
+        raise UserError(f"--multi-latent-attention: {unknown}; drop it to see those of a GPT with these flags.")
     assumed_args = replace(line.args, data=_assume_data(line.args.data))
     check(replace(line, args=assumed_args), world, RULES_WITHOUT_FILES)
     vocab_size, assumed = planned_vocabulary(line.args.data, line.args.model.padded_vocab_size)

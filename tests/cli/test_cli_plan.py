@@ -294,3 +294,8 @@ def test_the_whole_command_imports_neither_torch_nor_numpy():
     code = f"{COMMAND}assert main(sys.argv[1:]) == 0\nassert not {{'torch', 'numpy', 'tiktoken'}} & set(sys.modules)"
     words = ["plan", "--gpu", "H200", "T4", "--fit", "T4", "--inference", "--env", "--why", OUR_SCRIPT, *FILES]
     subprocess.run([sys.executable, "-c", code, *words], check=True, cwd=REPO, stdout=subprocess.DEVNULL)
+
+
+def test_latent_attention_is_not_predicted_as_if_it_were_another(capsys):
+    (line,) = refused(capsys, *argv("--multi-latent-attention"))
+    assert line.startswith("error: --multi-latent-attention: memory and time of latent attention are not predicted")
