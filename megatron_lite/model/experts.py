@@ -35,12 +35,56 @@ SINKHORN_TOLERANCE = 1e-4
 SINKHORN_EPSILON = 1e-8
 
 
+def sinkhorn(costs_ME: Tensor) -> Tensor:
+    """exp(costs), scaled so that tokens and experts have equal sums, about (Sinkhorn and Knopp 1967).
+
+    As in Megatron-Core, it ends when the factors of experts change by less than SINKHORN_TOLERANCE.
+    """
+    weights_ME = costs_ME.exp()
+    tokens, experts = weights_ME.shape
+    of_experts = weights_ME.new_ones(experts)
+    change = math.inf
+    of_tokens = weights_ME.new_ones(tokens)
+    while change > SINKHORN_TOLERANCE:
+        of_tokens = 1 / tokens / ((of_experts * weights_ME).sum(dim=1) + SINKHORN_EPSILON)
+        before = of_experts
+        of_experts = 1 / experts / ((of_tokens[:, None] * weights_ME).sum(dim=0) + SINKHORN_EPSILON)
+        change = float((before - of_experts).abs().mean())
+    return of_experts * weights_ME * of_tokens[:, None]
+
+
+def select_kept(order_A: Tensor, kept_A: Tensor) -> Tensor:
+    """The assignments of `order_A`, by number, that are not dropped. kept_A: bool, by number."""
+    return order_A[kept_A[order_A]]
+
+
+def read_counts(counts: Tensor, total: int) -> list[list[int]]:
+    """Read rows of counts of assignments on the host, which waits for the device.
+
+    Args:
+        counts: int64, (rows, experts or ranks).
+        total: Each row's sum, for a reader that has no data.
+    """
+    read: list[list[int]] = counts.tolist()
+    return read
+
+
+@dataclass(frozen=True)
+class RouteReader:
+    """What of tokens' routes depends on numbers, and not on shapes only: a walk without data has another."""
+
+    read_counts: Callable[[Tensor, int], list[list[int]]] = read_counts
+    select_kept: Callable[[Tensor, Tensor], Tensor] = select_kept
+    balance: Callable[[Tensor], Tensor] = sinkhorn
+
+
 class Routes(NamedTuple):
     """The experts of each token."""
 
     experts_MK: Tensor
     shares_MK: Tensor  # the weight of each expert's output
     kept_MK: Tensor | None  # bool: which are not dropped; None: all
+    reader: RouteReader = RouteReader()
 
 
 class Assignments(NamedTuple):
@@ -170,6 +214,7 @@ class Router(nn.Module):
         self.experts = experts
         self.state = RouterState(experts)
         self.sharing = TokenSharing()
+        self.reader = RouteReader()
 
     def forward(self, hidden_BTH: Tensor) -> Routes:
         """Choose the experts of each token of hidden_BTH."""
@@ -230,7 +275,7 @@ class Router(nn.Module):
             shares_MK = torch.softmax(chosen_MK, dim=-1, dtype=torch.float32).type_as(logits_ME)
         if e.scaling_factor is not None:
             shares_MK = shares_MK * e.scaling_factor
-        return Routes(experts_MK, shares_MK, None)
+        return Routes(experts_MK, shares_MK, None, self.reader)
 
     def _choose_by_sinkhorn(self, logits_ME: Tensor) -> Routes:
         """Choose so that experts get about as many tokens each; in evaluation by the scores alone."""
@@ -242,9 +287,9 @@ class Router(nn.Module):
         ranked_ME = scores_ME
         if self.training:
             with torch.no_grad():
-                ranked_ME = sinkhorn(logits_ME.float())
+                ranked_ME = self.reader.balance(logits_ME.float())
         experts_MK = ranked_ME.topk(topk, dim=-1).indices
-        return Routes(experts_MK, scores_ME.gather(1, experts_MK), None)
+        return Routes(experts_MK, scores_ME.gather(1, experts_MK), None, self.reader)
 
     def _attach_balancing(
         self, shares_MK: Tensor, logits_ME: Tensor, positions: int, losses: dict[str, Tensor]
@@ -323,24 +368,6 @@ def find_topk(ranked_ME: Tensor, experts: ExpertShape) -> Tensor:
     return found_MK
 
 
-def sinkhorn(costs_ME: Tensor) -> Tensor:
-    """exp(costs), scaled so that tokens and experts have equal sums, about (Sinkhorn and Knopp 1967).
-
-    As in Megatron-Core, it ends when the factors of experts change by less than SINKHORN_TOLERANCE.
-    """
-    weights_ME = costs_ME.exp()
-    tokens, experts = weights_ME.shape
-    of_experts = weights_ME.new_ones(experts)
-    change = math.inf
-    of_tokens = weights_ME.new_ones(tokens)
-    while change > SINKHORN_TOLERANCE:
-        of_tokens = 1 / tokens / ((of_experts * weights_ME).sum(dim=1) + SINKHORN_EPSILON)
-        before = of_experts
-        of_experts = 1 / experts / ((of_tokens[:, None] * weights_ME).sum(dim=0) + SINKHORN_EPSILON)
-        change = float((before - of_experts).abs().mean())
-    return of_experts * weights_ME * of_tokens[:, None]
-
-
 def drop_beyond_capacity(routes: Routes, number: int, factor: float, policy: str) -> Routes:
     """Leave an expert at most `factor` times its even share of this rank's assignments.
 
@@ -378,28 +405,10 @@ def sort_by_expert(routes: Routes, number: int) -> Assignments:
     experts_A = routes.experts_MK.flatten()
     order = experts_A.argsort(stable=True)
     if routes.kept_MK is not None:
-        order = select_kept(order, routes.kept_MK.flatten())
+        order = routes.reader.select_kept(order, routes.kept_MK.flatten())
     shares_A = routes.shares_MK.flatten().index_select(0, order)
     counts_E = count_assignments(routes, number).long()
     return Assignments(order.div(topk, rounding_mode="floor"), shares_A, counts_E)
-
-
-def select_kept(order_A: Tensor, kept_A: Tensor) -> Tensor:
-    """The assignments of `order_A`, by number, that are not dropped. kept_A: bool, by number."""
-    return order_A[kept_A[order_A]]
-
-
-def read_counts(counts: Tensor, total: int) -> Any:
-    """Read counts of assignments on the host, which waits for the device.
-
-    Args:
-        counts: int64, of any shape.
-        total: Each row's sum, for who has no data to read.
-
-    Returns:
-        A list of int, of lists where there are several rows.
-    """
-    return counts.tolist()
 
 
 class _GroupedProduct(torch.autograd.Function):
@@ -464,6 +473,7 @@ class Experts(nn.Module):
         self.linear_fc2 = ExpertLinear(number, width, shape.hidden_size)
         self.activation: Callable[[Tensor], Tensor] = ACTIVATIONS[shape.activation]
         self.probs_on_input = experts.probs_on_input
+        self.reader = RouteReader()
 
     def forward(self, x_AH: Tensor, shares_A: Tensor, counts_L: Tensor) -> Tensor:
         """
@@ -472,7 +482,7 @@ class Experts(nn.Module):
             shares_A: The weight of each expert's output.
             counts_L: Tokens of each expert.
         """
-        counts: list[int] = read_counts(counts_L, len(x_AH))
+        (counts,) = self.reader.read_counts(counts_L[None], len(x_AH))
         if self.probs_on_input:
             x_AH = (x_AH * shares_A[:, None]).to(x_AH.dtype)
         inner_AF = self.activation(self.linear_fc1(x_AH, counts))
@@ -518,6 +528,11 @@ class MixtureOfExperts(nn.Module):
         self.experts = Experts(shape, experts)
         self.shared_experts = SharedExpert(shape, experts) if experts.shared_ffn_hidden_size else None
         self.exchange: Exchange = pass_local_experts
+
+    def read_routes_by(self, reader: RouteReader) -> None:
+        """Have routes read by another reader than that of data."""
+        self.router.reader = reader
+        self.experts.reader = reader
 
     def forward(self, hidden_BTH: Tensor) -> Tensor:
         routes = self.router(hidden_BTH)

@@ -12,6 +12,7 @@ from torch.futures import Future
 
 from megatron_lite.config.plan import Plan
 from megatron_lite.model.attention import Attend
+from megatron_lite.model.experts import RouteReader
 from megatron_lite.model.gpt import GPT
 from megatron_lite.model.kernels import Kernels
 from megatron_lite.parallel.tensor_parallel import TensorGroup
@@ -75,6 +76,9 @@ class Backend(Protocol):
 
         Runs before anything is put on the model.
         """
+
+    def choose_route_reader(self, plan: Plan) -> RouteReader:
+        """Choose what reads the routes of tokens to experts. Runs after the model is built, before it is filled."""
 
     def compile_layers(self, model: GPT, plan: Plan) -> None:
         """Compile each layer where the plan says so. Runs after all but recomputation is put on the model."""

@@ -22,7 +22,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megatron_lite.config.layout import COPIES, ROWS, Layout, is_of_experts
 from megatron_lite.config.plan import Plan
-from megatron_lite.model import experts as mixtures
 from megatron_lite.model.experts import (
     Exchange,
     Experts,
@@ -227,7 +226,7 @@ def gather_tokens(layout: Layout, block: dist.ProcessGroup, x_MH: Tensor, routes
     if routes.kept_MK is not None:
         is_mine_MK = is_mine_MK & _gather(routes.kept_MK.to(torch.uint8), block).bool()
     # those of other ranks count as dropped here, whatever expert stands there
-    mine = Routes((experts_MK - first).clamp(0, number - 1), shares_MK, is_mine_MK)
+    mine = Routes((experts_MK - first).clamp(0, number - 1), shares_MK, is_mine_MK, routes.reader)
     assigned = sort_by_expert(mine, number)
     out_AH = experts(gathered_MH.index_select(0, assigned.tokens_A), assigned.shares_A, assigned.counts_E)
     sums_MH = torch.zeros_like(gathered_MH).index_add(0, assigned.tokens_A, out_AH)
@@ -248,7 +247,7 @@ def send_tokens(layout: Layout, block: dist.ProcessGroup, x_MH: Tensor, routes: 
     coming_RL = _send(counts_RL, [1] * ranks, [1] * ranks, block)
     # the host must know how many there are: one wait for both directions
     both_R = torch.stack((counts_RL.sum(dim=1), coming_RL.sum(dim=1)))
-    leaving, coming = mixtures.read_counts(both_R, copies * len(assigned.tokens_A))
+    leaving, coming = routes.reader.read_counts(both_R, copies * len(assigned.tokens_A))
     places_A = _repeat_for_copies(leaving, copies, x_MH.device)
     tokens_A = assigned.tokens_A if places_A is None else assigned.tokens_A.index_select(0, places_A)
     shares_A = assigned.shares_A if places_A is None else assigned.shares_A.index_select(0, places_A)

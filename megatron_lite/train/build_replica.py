@@ -12,6 +12,7 @@ from megatron_lite.config.plan import Plan
 from megatron_lite.cpu_kernels.install import install_kernels
 from megatron_lite.marks import WEIGHTS, mark_memory
 from megatron_lite.model.custom_model import build_custom_model
+from megatron_lite.model.experts import list_mixtures
 from megatron_lite.model.gpt import DTYPES, GPT, list_parameters
 from megatron_lite.model.kernels import Kernels
 from megatron_lite.parallel.backend import Backend
@@ -60,6 +61,8 @@ def build_model(plan: Plan, groups: Groups, backend: Backend) -> nn.Module:
     with torch.device("meta"):
         model = GPT(plan.rank_shape, attend, losses)
     cut_model(model, groups.pipeline)
+    for _, mixture in list_mixtures(model):
+        mixture.read_routes_by(backend.choose_route_reader(plan))
     # here: the choice of a kernel may draw random numbers
     set_seed(plan.args.training.seed)
     if plan.sharding is None:

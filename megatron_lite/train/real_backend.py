@@ -12,6 +12,7 @@ from megatron_lite.config.layout import is_of_experts
 from megatron_lite.config.plan import Plan
 from megatron_lite.cpu_kernels.products import describe_products
 from megatron_lite.model.attention import Attend
+from megatron_lite.model.experts import RouteReader
 from megatron_lite.model.gpt import DTYPES, GPT, initialize
 from megatron_lite.model.kernels import Kernels
 from megatron_lite.parallel.backend import AveragedModel
@@ -53,6 +54,10 @@ class RealBackend:
         model.to_empty(device=torch.device("cpu") if on_cpu else self.device)
         initialize(dict(model.named_parameters()), plan.shape, parts, dtype)
         model.to(device=self.device, dtype=dtype)
+
+    def choose_route_reader(self, plan: Plan) -> RouteReader:
+        """Choose the reader of data."""
+        return RouteReader()
 
     def compile_layers(self, model: GPT, plan: Plan) -> None:
         """Compile each layer's forward at its first call, where the plan says so."""

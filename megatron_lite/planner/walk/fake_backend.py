@@ -13,10 +13,12 @@ from megatron_lite.config.layout import is_of_experts
 from megatron_lite.config.plan import Plan
 from megatron_lite.marks import GRADIENT_BUFFER, mark_memory
 from megatron_lite.model.attention import Attend
+from megatron_lite.model.experts import RouteReader
 from megatron_lite.model.gpt import DTYPES, GPT
 from megatron_lite.model.kernels import Kernels
 from megatron_lite.parallel.groups import Groups, make_groups
 from megatron_lite.parallel.tensor_parallel import TensorGroup
+from megatron_lite.planner.walk.even_routing import make_even_reader
 from megatron_lite.train.choose_kernels import choose_losses, choose_plan_attention
 from megatron_lite.units import MIB
 
@@ -48,6 +50,10 @@ class FakeBackend:
             for name, parameter in module.named_parameters(recurse=False):
                 filled = nn.Parameter(torch.empty_like(parameter, dtype=dtype, device=HOST))
                 module.register_parameter(name, filled)
+
+    def choose_route_reader(self, plan: Plan) -> RouteReader:
+        """Choose the reader that has no data, and finds routes even."""
+        return make_even_reader(plan)
 
     def compile_layers(self, model: GPT, plan: Plan) -> None:
         """Leave layers as they are."""

@@ -31,7 +31,6 @@ from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.backend import Backend
 from megatron_lite.parallel.groups import Groups
 from megatron_lite.phases import BeginPhase
-from megatron_lite.planner.walk.even_routing import route_evenly
 from megatron_lite.planner.walk.fake_backend import HOST, FakeBackend, fake_other_ranks
 from megatron_lite.planner.walk.kernels import InPlaceGradients, replace_kernels
 from megatron_lite.planner.walk.tracker import CollectiveCounter, RehearsalTracker
@@ -90,7 +89,7 @@ def rehearse(plan: Plan, steps: int = 2, workspace: int = CUBLAS_WORKSPACE) -> R
         notes.append("--torch-compile layers is not rehearsed: compiled layers hold less")
     all_ranks_split_layers = plan.layout.tensor == plan.world.size
     collectives = CollectiveCounter("tensor" if all_ranks_split_layers else "data")
-    with fake_other_ranks(plan) as groups, route_evenly(plan):
+    with fake_other_ranks(plan) as groups:
         snapshot = walk(
             lambda: prepare(plan, groups, FakeBackend()),
             steps,
