@@ -42,7 +42,7 @@ REPLACED = """
     --pipeline-model-parallel-layout --recompute-num-layers --distributed-backend --profile --profile-step-start
     --profile-step-end --profile-ranks --iterations-to-skip --mock-data --num-workers --ddp-bucket-size --fim-data
     --fim-rate --fim-spm-rate --fim-prefix-token --fim-middle-token --fim-suffix-token --fim-pad-token --fim-eod-token
-    --lr-wsd-decay-iters --lr-wsd-decay-samples --phase-transition-iterations --use-checkpoint-args
+    --initial-loss-scale --lr-wsd-decay-iters --lr-wsd-decay-samples --phase-transition-iterations --use-checkpoint-args
 """.split()  # noqa: SIM905
 
 
@@ -91,6 +91,8 @@ def reduce_sizes(one: Configuration) -> list[str]:
         small["--num-query-groups"] = max(heads // 2, tensor)
     if chunks > 1:
         small["--num-virtual-stages-per-pipeline-rank"] = chunks
+    if "--fp16" in one.flags and "--loss-scale" not in one.flags:
+        small["--initial-loss-scale"] = 4096  # from 2^32 on, three steps would be skipped
     if "--num-experts" in one.flags:
         small |= reduce_experts(one, layers)
     return [*write_words(flags), "--mock-data", *(str(word) for pair in small.items() for word in pair)]
