@@ -15,9 +15,9 @@ from megatron_lite.units import counted
 _WORDS = {
     "tensor": {"tensor", "tp"},
     "context": {"context", "cp"},
-    "data": {"data", "dp", "fsdp", "hsdp", "ddp", "replicate", "shard", "copies", "rows"},
+    "data": {"data", "dp", "fsdp", "hsdp", "ddp", "replicate", "shard", "copies", "rows", "replicas"},
     "pipeline": {"pipeline", "pp", "embedding", "ends"},
-    "expert": {"expert", "ep"},
+    "expert": {"expert", "experts", "ep"},
 }
 _MODEL = {"model", "parallel", "group"}  # Megatron-LM's group of all ranks that together hold one model
 
