@@ -82,13 +82,15 @@ def optimizers_on_cpu(megatron_on_cpu, monkeypatch):
     pretend_cuda(monkeypatch)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def ended_managers():
-    """Megatron-Core's writer starts a manager's process, for all of its writing, and leaves it."""
+    """Megatron-Core's writer starts a manager's process, which it keeps for all of its writing and leaves."""
     import multiprocessing
 
+    writer = pytest.importorskip("megatron.core.dist_checkpointing.strategies.filesystem_async")
     before = multiprocessing.active_children()
     yield
+    writer._results_queue = None  # the next one gets a manager of its own
     for child in set(multiprocessing.active_children()) - set(before):
         child.terminate()
         child.join()

@@ -39,7 +39,9 @@ class NoModel:
     """Stands in for a DataParallel: losses that hang on one number, so that backward has something to do."""
 
     def __init__(self, plan: Plan, device: torch.device):
-        self.number, self.pipeline = nn.Parameter(torch.ones(1, 1, device=device)), Pipeline(plan.stage)
+        self.number = nn.Parameter(torch.ones(1, 1, device=device))
+        self.pipeline = Pipeline(plan.stage)
+        self.stage_group = None
 
     def __call__(self, tokens_BT: Tensor, *_) -> Tensor:
         return self.number.expand(tokens_BT.shape)
@@ -49,6 +51,9 @@ class NoModel:
 
     def gradients(self) -> list[Tensor]:
         return [self.number.grad]
+
+    def list_mixtures(self) -> list:
+        return []
 
     def clear(self):
         self.number.grad = None

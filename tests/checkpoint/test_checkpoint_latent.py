@@ -1,19 +1,13 @@
 """Checkpoints of models with latent attention: of Megatron-Core and back, and from one layout to another."""
 
-import contextlib
-import io
-import json
-
 import pytest
-from layout_table import LATENT, LAYOUTS, TRAIN
 from support.latent_variants import LATENT_VARIANTS
-from support.launch import alone, flags, losses, on_ranks, same, train, train_all
+from support.launch import same
 from support.megatron_core import Ours, Theirs, as_theirs, batches, plan_for, read_all, take_steps
 from support.megatron_dist import load_theirs, save_ours, save_theirs
 from support.model_variants import build
 
 from megatron_lite.checkpoint.megatron_dist import DistFile
-from megatron_lite.errors import CheckpointError
 
 VARIANTS = {"queries of hidden states": "", "gpt": "", "yarn": "", "deepseek": "--moe-layer-freq [0,1]"}
 
@@ -46,21 +40,3 @@ def test_megatron_loads_what_was_saved_here_and_goes_on(variant, tmp_path):
     assert same(theirs.flat(), ours.flat())
     for batch in batches(shape, 2):
         assert ours.train(batch) == pytest.approx(theirs.train(batch), abs=2e-6)
-
-
-def test_layouts_read_each_others_checkpoints(tmp_path):
-    """Two iterations on two layouts are the first two of one rank; another model's flags are refused by name."""
-    (tmp_path / "alone").mkdir()
-    kept = ("--exit-interval 1 --save-interval 1 --load", tmp_path / "kept", "--save", tmp_path / "kept")
-    for layout in ("tp2, sp", "pp2, zero bubble"):
-        argv = flags(TRAIN, LATENT, LAYOUTS[layout][0], *kept)
-        cases = tmp_path / "cases.json"
-        cases.write_text(json.dumps({"run": [str(word) for word in argv]}))
-        on_ranks(train_all, tmp_path, str(cases), ranks=2)
-    with alone(), contextlib.redirect_stdout(io.StringIO()):
-        train(flags(TRAIN, LATENT, "--exit-interval 2"), tmp_path / "alone")
-        assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "alone"), rel=0, abs=2e-6)
-        with pytest.raises(CheckpointError, match="--kv-lora-rank is 8, the checkpoint's 16"):
-            train(flags(TRAIN, LATENT, "--kv-lora-rank 8", *kept), tmp_path / "other")
-        with pytest.raises(CheckpointError, match="lacks latent attention"):
-            train(flags(TRAIN, *kept), tmp_path / "other")
