@@ -91,15 +91,20 @@ class MasterWeights:
 
     @torch.no_grad()
     def attach(self, gradients: Sequence[Tensor | None]) -> None:
-        """Make `gradients`, in the order of the parameters, the masters' gradients, in fp32."""
-        first = gradients[0]
-        if first is not None and first.dtype != torch.float32:
+        """Make `gradients`, in the order of the parameters, the masters' gradients, in fp32.
+
+        Args:
+            gradients: All in one dtype; None for a parameter that the losses do not use.
+        """
+        pairs = zip(self.masters, gradients, strict=True)
+        used = [(master, gradient) for master, gradient in pairs if gradient is not None]
+        wide = [gradient for _, gradient in used]
+        if wide and wide[0].dtype != torch.float32:
             # all at once: a launch takes longer than a GPU needs for a bias
-            short = [gradient for gradient in gradients if gradient is not None]
+            short = wide
             wide = [torch.empty_like(gradient, dtype=torch.float32) for gradient in short]
             torch._foreach_copy_(wide, short)
-            gradients = wide
-        for master, gradient in zip(self.masters, gradients, strict=True):
+        for (master, _), gradient in zip(used, wide):
             master.grad = gradient
 
     @torch.no_grad()
@@ -273,9 +278,11 @@ class Optimizer:
     @torch.no_grad()
     def count_zeros(self, gradients: Sequence[Tensor | None]) -> Tensor:
         """Elements that are 0, over all ranks; an fp32 scalar on the device."""
-        zeros = torch.zeros_like(self._one)
-        for gradient in self._select(gradients):
-            zeros += (gradient == 0).sum()
+        zeros = torch.zeros_like(self._one)  # of a rank that counts none
+        counts = [(gradient == 0).sum() for gradient in self._select(gradients)]
+        if counts:
+            # whole numbers, which fp32 would round beyond 2^24 with each addition
+            zeros = torch.stack(counts).sum().float()
         return zeros if self._sum_over_ranks is None else self._sum_over_ranks(zeros)
 
     def _select(self, tensors: Sequence[Tensor | None]) -> list[Tensor]:
@@ -296,8 +303,9 @@ class Optimizer:
     def _decay(self, skipped: Tensor, divide_by: Tensor) -> None:
         decay = compute_weight_decays(self.schedule, self.good_samples).float()
         for group in self.engine.param_groups:
-            weights = group["params"]
-            if not group["decays"]:
+            # as torch does with a constant decay: a weight without a gradient stays as it is
+            weights = [weight for weight in group["params"] if weight.grad is not None]
+            if not group["decays"] or not weights:
                 continue
             if self.plan.args.optimizer.optimizer != "sgd":
                 keep = torch.where(skipped, self._one, 1 - group["lr"] * decay)

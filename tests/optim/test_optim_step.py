@@ -195,6 +195,30 @@ def test_a_growing_weight_decay_is_applied(style, optimizer, words, dtype):
     assert still > 1e-4, "the comparison can tell a growing decay from a constant one"
 
 
+@pytest.mark.parametrize("name", ["adam", "sgd", "muon"])
+@pytest.mark.parametrize("absent", [0, 1, 2])
+@pytest.mark.parametrize(("words", "dtype"), [("", torch.float32), ("--bf16", torch.bfloat16)])
+def test_a_weight_that_the_losses_do_not_use_stays(words, dtype, absent, name):
+    """Also while the weight decay changes, which torch's optimizers do not apply themselves."""
+    decay = "--train-iters 20 --start-weight-decay 0.1 --end-weight-decay 0.5 --weight-decay-incr-style linear"
+    weights = [weight for weight in parameters(dtype) if weight.ndim < 3]  # which Muon takes
+    grads = [gradient for gradient in gradients(1, 1.0, dtype) if gradient.ndim < 3]
+    grads[absent] = None
+    optimizer = Optimizer(plan_of(flags(decay, f"--optimizer {name}", words)), weights, CPU)
+    before = [master.detach().clone() for master in optimizer.weights.masters]
+    optimizer.step(grads, SAMPLES, no_phase)
+    moved = [not torch.equal(old, new) for old, new in zip(before, optimizer.weights.masters)]
+    assert moved == [place != absent for place in range(len(weights))]
+
+
+def test_zeros_are_counted_exactly_beyond_what_fp32_adds_up():
+    weights = [nn.Parameter(torch.ones(1)) for _ in range(5)]
+    many = torch.zeros(1).expand(2**24)
+    few = torch.zeros(1)
+    zeros = Optimizer(plan_of(flags(ADAM)), weights, CPU).count_zeros([many, few, few, few, few])
+    assert zeros.item() == 2**24 + 4
+
+
 def test_skipped_steps_do_not_advance_the_schedule():
     plan = plan_of(flags("--train-iters 20 --fp16 --initial-loss-scale 64 --lr-warmup-iters 4 --lr-decay-iters 20"))
     optimizer = Optimizer(plan, parameters(torch.float16), CPU)
