@@ -27,7 +27,7 @@ from megatron_lite.train.console import (
 )
 from megatron_lite.train.loop import Progress
 from megatron_lite.train.rank_stats import AnomalyWarnings, RankFigures, gather
-from megatron_lite.train.routing import RoutingLayout
+from megatron_lite.train.routing import RoutingRow
 from megatron_lite.train.step import StepResult
 from megatron_lite.train.step_metrics import StepFigures, StepMetrics
 from megatron_lite.train.trackers import Charts
@@ -45,7 +45,7 @@ class StepsFile:
     ranks, say, replaces them then.
     """
 
-    def __init__(self, run_dir: Path, routing: RoutingLayout):
+    def __init__(self, run_dir: Path, routing: RoutingRow):
         """
         Args:
             run_dir: The run's folder.
@@ -95,7 +95,7 @@ class StepsFile:
             self._kept = None
 
 
-def _build_record(figures: StepFigures, time: StepTime, routing: RoutingLayout) -> StepRecord:
+def _build_record(figures: StepFigures, time: StepTime, routing: RoutingRow) -> StepRecord:
     """Make the line of a step."""
     record = time.build_record(figures.iteration)
     record.consumed_samples = figures.consumed
@@ -203,7 +203,7 @@ class Log:
         self._progress = progress
         self._speaks = plan.world.is_last
         self._charts = charts
-        self._routing = RoutingLayout(plan)
+        self._routing = RoutingRow(plan)
         self._steps_file = StepsFile(run_dir, self._routing) if self._speaks else None
         self._line = ProgressLine(progress.iteration, plan.train_iters, self._speaks)
         self._unwritten: list[StepFigures] = []

@@ -22,8 +22,8 @@ class LayerLosses:
     layers: dict[str, list[float]]  # of each layer with experts
 
 
-class RoutingLayout:
-    """How the figures of all routers of a model lie side by side: rows of numbers that ranks add up.
+class RoutingRow:
+    """How the figures of all routers of a model lie in one row of numbers, which ranks add up.
 
     First the losses of each layer, one name after the other, then the assignments of each expert, layer by layer, then
     the dropped assignments of each layer.
@@ -84,10 +84,10 @@ class RoutingStep:
 
     def __init__(self, plan: Plan, replica: Replica):
         self._plan = plan
-        self._layout = RoutingLayout(plan)
+        self._row = RoutingRow(plan)
         # (place among all layers with experts, state of its router) of this rank's
         self._states = [
-            (self._layout.layers.index(int(name.split(".")[2])), mixture.router.state)
+            (self._row.layers.index(int(name.split(".")[2])), mixture.router.state)
             for name, mixture in replica.list_mixtures()
         ]
         self._group = replica.stage_group
@@ -116,10 +116,10 @@ class RoutingStep:
         """End a step; called after its update: move the biases that balance experts. Collective where there are biases.
 
         Returns:
-            This rank's figures in the order of RoutingLayout, fp32 on the device; None of a dense model.
+            This rank's figures in the order of RoutingRow, fp32 on the device; None of a dense model.
         """
-        layout = self._layout
-        if not layout.layers or not self._states:
+        row = self._row
+        if not row.layers or not self._states:
             return None
         tokens_LE = torch.stack([state.tokens_E for _, state in self._states if state.tokens_E is not None])
         if any(state.bias_E is not None for _, state in self._states):
@@ -129,13 +129,13 @@ class RoutingStep:
             rate = self._plan.args.experts.moe_router_bias_update_rate
             for (_, state), tokens_E in zip(self._states, everyones_LE):
                 state.balance(tokens_E, rate)
-        losses = tokens_LE.new_zeros(len(layout.names), len(layout.layers))
-        tokens = tokens_LE.new_zeros(len(layout.layers), layout.experts)
-        dropped = tokens_LE.new_zeros(len(layout.layers))
+        losses = tokens_LE.new_zeros(len(row.names), len(row.layers))
+        tokens = tokens_LE.new_zeros(len(row.layers), row.experts)
+        dropped = tokens_LE.new_zeros(len(row.layers))
         for (place, state), tokens_E in zip(self._states, tokens_LE):
             tokens[place] = tokens_E
             dropped[place] = 0 if state.dropped is None else state.dropped
-            for row, name in enumerate(layout.names):
+            for line, name in enumerate(row.names):
                 if name in state.losses:
-                    losses[row, place] = state.losses[name] / self._micro_batches
+                    losses[line, place] = state.losses[name] / self._micro_batches
         return torch.cat((losses.flatten(), tokens.flatten(), dropped))

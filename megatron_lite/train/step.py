@@ -30,7 +30,7 @@ class StepResult:
     update: Update
     zeros: Tensor  # zeros among the gradients; 0 unless asked for
     params_norm: Tensor  # L2 norm of the updated parameters; 0 unless asked for
-    routing: Tensor | None = None  # figures of routers in the order of RoutingLayout; None of a dense model
+    routing: Tensor | None = None  # figures of routers in the order of RoutingRow; None of a dense model
 
 
 class BatchMaker:

@@ -84,7 +84,7 @@ class StepFigures:
     next_lr: float
     zeros: float
     params_norm: float
-    routing: tuple[float, ...] = ()  # of RoutingLayout; this rank's, until the interval is summed over ranks
+    routing: tuple[float, ...] = ()  # of RoutingRow; this rank's, until the interval is summed over ranks
     local: bool = False  # the loss is this rank's, though there are others
 
     @property

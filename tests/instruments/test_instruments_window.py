@@ -28,7 +28,7 @@ from megatron_lite.instruments.timeline import Timeline
 from megatron_lite.instruments.torch_profiler import TorchProfiler
 from megatron_lite.run_folder import write_atomically
 from megatron_lite.train.log import StepsFile
-from megatron_lite.train.routing import RoutingLayout
+from megatron_lite.train.routing import RoutingRow
 
 GPU, UNDER_NSYS, BOTH = World(gpus=1), World(under_nsys=True), World(gpus=1, under_nsys=True)
 TORCH = "--profile --use-pytorch-profiler"
@@ -255,7 +255,7 @@ def test_other_traps_in_a_run_folder_do_no_harm(tmp_path, watcher_of, kind):
         HOSTILE[kind](tmp_path / "steps.jsonl")
         told = r"^\S+/steps.jsonl: cannot be written \((Not a regular file|Is a directory)\); move it away"
         with pytest.raises(UserError, match=told):
-            StepsFile(tmp_path, RoutingLayout(plan_of(flags())))
+            StepsFile(tmp_path, RoutingRow(plan_of(flags())))
 
 
 OF_WINDOWS = {"asks": OnDemand, "tells": Disturbance, "nsys": NsysRange, "torch": TorchProfiler, "time": Timeline}
