@@ -13,8 +13,8 @@ from megatron_lite.checkpoint.megatron_state import Plain, Scheduler
 from megatron_lite.checkpoint.training_state import CheckpointRecord, ShapeFields, build_shape
 from megatron_lite.config.args import Args
 from megatron_lite.config.expert_layers import parse_expert_layers, parse_window_layers
-from megatron_lite.config.plan import BALANCING_LOSSES, SINKHORN, LearningRatePlan, parse_window
-from megatron_lite.config.shape import ExpertShape, LatentShape, ModelShape
+from megatron_lite.config.plan import LearningRatePlan, parse_window
+from megatron_lite.config.shape import BALANCING_LOSSES, SINKHORN, ExpertShape, LatentShape, ModelShape
 
 T = TypeVar("T")
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}

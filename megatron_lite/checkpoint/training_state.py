@@ -11,6 +11,7 @@ random.RANK.python|numpy|torch|...  every rank's generators
 
 import dataclasses
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -25,7 +26,7 @@ from megatron_lite.checkpoint.folder import Manifest
 from megatron_lite.checkpoint.megatron_state import Plain
 from megatron_lite.config.layout import Part, whole_part
 from megatron_lite.config.plan import LearningRatePlan
-from megatron_lite.config.shape import ModelShape, parse_experts, parse_latent
+from megatron_lite.config.shape import ExpertShape, LatentShape, ModelShape, parse_nested
 from megatron_lite.errors import CheckpointError
 
 FORMAT = 2
@@ -91,8 +92,8 @@ class CheckpointRecord:
 def build_shape(fields: Mapping[str, object]) -> ModelShape:
     """The shape of a file's fields. TypeError for a field that this version does not know, or lacks."""
     build: Callable[..., ModelShape] = ModelShape
-    experts = parse_experts(fields.get("experts"))
-    latent = parse_latent(fields.get("latent"))
+    experts = parse_nested(ExpertShape, fields.get("experts"))
+    latent = parse_nested(LatentShape, fields.get("latent"))
     return build(**{**fields, "experts": experts, "latent": latent})
 
 
@@ -126,7 +127,7 @@ class TensorForm(Protocol):
     def dtype(self) -> torch.dtype: ...
 
 
-class Stored:
+class Stored(ABC):
     """An opened checkpoint, in whichever format. Raises CheckpointError for what cannot be read."""
 
     record: CheckpointRecord
@@ -186,9 +187,9 @@ class Stored:
                 )
         self._copy(fitting, fitting_parts)
 
+    @abstractmethod
     def _copy(self, targets: dict[str, Tensor], parts: Mapping[str, Part]) -> None:
         """Copy tensors that are held in the shapes of `targets`, or of `parts` where a name has one."""
-        raise NotImplementedError
 
 
 def _is_vocabulary_table(name: str) -> bool:

@@ -15,16 +15,20 @@ from megatron_lite.config.layout import (
     plan_sharding,
     plan_stage,
 )
-from megatron_lite.config.shape import ExpertShape, LatentShape, ModelShape, RankShape, recomputed_layers
+from megatron_lite.config.shape import (
+    BALANCING_LOSSES,
+    SINKHORN,
+    ExpertShape,
+    LatentShape,
+    ModelShape,
+    RankShape,
+    recomputed_layers,
+)
 from megatron_lite.config.world import World
 from megatron_lite.errors import ConfigError
 
 MAX_TOKENS = 2**53  # of a schedule
 AUTO, LAYERS, NONE = "auto", "layers", "none"
-# values of --moe-router-load-balancing-type
-SINKHORN, GLOBAL_AUX_LOSS = "sinkhorn", "global_aux_loss"
-BALANCING_LOSSES = ("aux_loss", "seq_aux_loss", GLOBAL_AUX_LOSS)
-BALANCING_KINDS = (*BALANCING_LOSSES, SINKHORN, "none")
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,12 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
+from typing import TypeVar
+
+# values of --moe-router-load-balancing-type
+SINKHORN, GLOBAL_AUX_LOSS = "sinkhorn", "global_aux_loss"
+BALANCING_LOSSES = ("aux_loss", "seq_aux_loss", GLOBAL_AUX_LOSS)
+BALANCING_KINDS = (*BALANCING_LOSSES, SINKHORN, "none")
 
 
 @dataclass(frozen=True)
@@ -78,8 +84,15 @@ class LatentShape:
         return max(self.query_width, self.v_head_dim)
 
 
-def parse_latent(saved: object) -> LatentShape | None:
-    """Latent attention from its fields as JSON has them; None of another attention.
+Nested = TypeVar("Nested", ExpertShape, LatentShape)
+
+
+def parse_nested(kind: type[Nested], saved: object) -> Nested | None:
+    """The experts or the latent attention of a model, from their fields as JSON has them; None of a model without.
+
+    Args:
+        kind: ExpertShape or LatentShape.
+        saved: Its fields by name, or None.
 
     Raises:
         TypeError: They are no such fields, or one of them is unknown or missing.
@@ -87,27 +100,13 @@ def parse_latent(saved: object) -> LatentShape | None:
     if saved is None:
         return None
     if not isinstance(saved, Mapping):
-        raise TypeError(f"latent is a {type(saved).__name__}")
-    build: Callable[..., LatentShape] = LatentShape
-    return build(**saved)
-
-
-def parse_experts(saved: object) -> ExpertShape | None:
-    """Experts from their fields as JSON has them, which knows lists only; None of a dense model.
-
-    Raises:
-        TypeError: They are no such fields, or one of them is unknown or missing.
-    """
-    if saved is None:
-        return None
-    if not isinstance(saved, Mapping):
-        raise TypeError(f"experts are a {type(saved).__name__}")
-    build: Callable[..., ExpertShape] = ExpertShape
+        raise TypeError(f"{kind.__name__} is a {type(saved).__name__}")
+    build: Callable[..., Nested] = kind
     return build(**{name: _freeze(value) for name, value in saved.items()})
 
 
 def _freeze(value: object) -> object:
-    """Lists within lists as tuples."""
+    """Lists within lists as tuples: JSON knows lists only."""
     return tuple(_freeze(one) for one in value) if isinstance(value, (list, tuple)) else value
 
 

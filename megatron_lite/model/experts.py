@@ -18,8 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from megatron_lite.config.plan import GLOBAL_AUX_LOSS
-from megatron_lite.config.shape import ExpertShape, ModelShape
+from megatron_lite.config.shape import GLOBAL_AUX_LOSS, ExpertShape, ModelShape
 from megatron_lite.model.mlp import ACTIVATIONS, MLP
 
 ROUTER_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}

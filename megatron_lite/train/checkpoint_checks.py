@@ -23,7 +23,7 @@ from megatron_lite.checkpoint.training_state import CheckpointRecord, Stored
 from megatron_lite.config.args import CheckpointArgs, OptimizerArgs
 from megatron_lite.config.flags import dashed
 from megatron_lite.config.plan import Compilation, LearningRatePlan, Plan
-from megatron_lite.config.shape import ExpertShape, LatentShape, ModelShape, parse_experts, parse_latent
+from megatron_lite.config.shape import ExpertShape, LatentShape, ModelShape, parse_nested
 from megatron_lite.cpu_kernels.products import describe_products
 from megatron_lite.errors import CheckpointError
 from megatron_lite.model.custom_model import CustomModel
@@ -233,10 +233,10 @@ def require_shape(path: Path, record: CheckpointRecord, shape: ModelShape, vocab
     # an older checkpoint lacks fields that came later, and had what is their default
     defaults = {f.name: f.default for f in dataclasses.fields(shape) if f.default is not dataclasses.MISSING}
     saved = defaults | record.shape
-    wrong = _compare_latent(shape.latent, parse_latent(record.shape.get("latent")))
+    wrong = _compare_latent(shape.latent, parse_nested(LatentShape, record.shape.get("latent")))
     nested = {"experts", "latent"}
     wrong = wrong or _describe_differences(dataclasses.asdict(shape), saved, SHAPE_FLAGS, free | nested)
-    wrong = wrong or _compare_experts(shape.experts, parse_experts(record.shape.get("experts")))
+    wrong = wrong or _compare_experts(shape.experts, parse_nested(ExpertShape, record.shape.get("experts")))
     if wrong:
         raise CheckpointError(f"--load {path}: holds another model ({wrong}); give its flags.")
     if stored_rows != shape.padded_vocab_size and custom is None:
