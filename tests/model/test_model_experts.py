@@ -1,76 +1,15 @@
-"""A mixture of experts computes what Megatron-Core's does: the same outputs, losses, gradients and trainings."""
+"""A mixture of experts: losses and biases that balance it, capacities, and experts without tokens."""
 
 from dataclasses import replace
 
 import pytest
 import torch
 from support.expert_variants import DEEPSEEK, EXPERT_VARIANTS, PLAIN_EXPERTS, mix
-from support.megatron_core import Ours, Theirs, as_theirs, batches, plan_for, reference
 from support.model_variants import build, tokens
 
 from megatron_lite.model.experts import Routes, count_assignments, drop_beyond_capacity, list_mixtures, sort_by_expert
 
 CPU = torch.device("cpu")
-STEPS = 10
-
-
-def copy_biases(ours, theirs):
-    """Biases that balance experts, random ones, on both."""
-    for name, mixture in list_mixtures(ours):
-        state = mixture.router.state
-        state.prepare(CPU)
-        if state.bias_E is not None:
-            state.bias_E.copy_(0.3 * torch.randn(len(state.bias_E)))
-            theirs.get_submodule(f"{name}.router").expert_bias.copy_(state.bias_E)
-
-
-def load(theirs, ours):
-    """Our weights into theirs, all of them."""
-    names = dict(theirs.named_parameters())
-    missing = theirs.load_state_dict(
-        {name: tensor.detach() for name, tensor in as_theirs(dict(ours.named_parameters()), names).items()},
-        strict=False,
-    )
-    assert not missing.unexpected_keys
-    assert not [key for key in missing.missing_keys if not key.endswith(("_extra_state", "expert_bias"))]
-
-
-@pytest.mark.parametrize("name", EXPERT_VARIANTS)
-def test_equals_megatron_core(name, megatron_on_cpu):
-    shape = EXPERT_VARIANTS[name]
-    ours, theirs = build(shape), reference(shape)
-    load(theirs, ours)
-    copy_biases(ours, theirs)
-    inputs, labels = tokens(shape, seed=1), tokens(shape, seed=2)
-    positions = torch.arange(shape.seq_length).expand_as(inputs)
-    blocked = torch.ones(shape.seq_length, shape.seq_length, dtype=torch.bool).triu(1)[None, None]
-    our_losses, their_losses = ours(inputs, labels), theirs(inputs, positions, blocked, labels=labels)
-    our_losses.mean().backward()
-    their_losses.mean().backward()
-    theirs_by_name = dict(theirs.named_parameters())
-    gradients = as_theirs({key: p.grad for key, p in ours.named_parameters()}, theirs_by_name)
-    assert gradients.keys() == theirs_by_name.keys()
-    assert (our_losses - their_losses).abs().max() < 5e-6
-    for key, parameter in theirs_by_name.items():
-        assert (gradients[key] - parameter.grad).abs().max() < 2e-6, key
-
-
-@pytest.mark.parametrize("name", EXPERT_VARIANTS)
-def test_ten_steps_are_megatron_cores(name, optimizers_on_cpu):
-    shape = EXPERT_VARIANTS[name]
-    plan = plan_for("fp32")
-    ours = Ours(plan, shape)
-    theirs = Theirs(
-        plan, shape, as_theirs(dict(ours.model.named_parameters()), dict(reference(shape).named_parameters()))
-    )
-    for batch in batches(shape, STEPS):
-        for _, mixture in list_mixtures(ours.model):
-            mixture.router.state.begin_step()
-        loss = ours.train(batch)
-        assert loss == pytest.approx(theirs.train(batch), rel=1e-5)
-        for module in theirs.model.modules():
-            if hasattr(module, "reset_global_aux_loss_tracker"):
-                module.reset_global_aux_loss_tracker()
 
 
 def test_the_losses_that_balance_experts_are_noted_once_for_each_backward():

@@ -216,6 +216,23 @@ def reference(shape, stage=None):
     )
 
 
+def load_ours(theirs, ours) -> dict:
+    """Our weights, and random biases that balance experts on both, into their model. Returns its parameters by name."""
+    named = dict(theirs.named_parameters())
+    weights = as_theirs(dict(ours.named_parameters()), named)
+    assert weights.keys() == named.keys()
+    left = theirs.load_state_dict({name: tensor.detach() for name, tensor in weights.items()}, strict=False)
+    assert not left.unexpected_keys
+    assert not [key for key in left.missing_keys if not key.endswith(("_extra_state", "expert_bias"))]
+    for name, mixture in list_mixtures(ours):
+        state = mixture.router.state
+        state.prepare(CPU)
+        if state.bias_E is not None:
+            state.bias_E.copy_(0.3 * torch.randn(len(state.bias_E)))
+            theirs.get_submodule(f"{name}.router").expert_bias.copy_(state.bias_E)
+    return named
+
+
 distributed, enums = LazyModule("megatron.core.distributed"), LazyModule("megatron.core.enums")
 
 

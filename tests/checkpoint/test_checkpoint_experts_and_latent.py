@@ -1,45 +1,53 @@
-"""Checkpoints of mixtures of experts: of Megatron-Core and back, and from one layout of experts to another."""
+"""Checkpoints of mixtures of experts and of latent attention, from Megatron-Core and to it."""
 
 import pytest
 from support.expert_variants import EXPERT_VARIANTS
+from support.latent_variants import LATENT_VARIANTS
 from support.launch import same
-from support.megatron_core import Ours, Theirs, as_theirs, batches, plan_for, read_all, take_steps
+from support.megatron_core import Ours, Theirs, batches, load_ours, plan_for, read_all, take_steps
 from support.megatron_dist import load_theirs, save_ours, save_theirs
 from support.model_variants import build
 
 from megatron_lite.checkpoint.megatron_dist import DistFile
 
-# stacked layers, and layers that are kept apart; with biases that balance experts in "deepseek"
-VARIANTS = {
+# (shape, flags): stacked layers, and layers that are kept apart; with biases that balance experts in "deepseek"
+EXPERTS = {
     "mixtral": "",
     "qwen": "",
     "deepseek": "--moe-layer-freq [0,1]",
     "every second layer": "--moe-layer-freq [1,0]",
 }
+LATENT = {"queries of hidden states": "", "gpt": "", "yarn": "", "deepseek": "--moe-layer-freq [0,1]"}
+VARIANTS = {f"experts, {name}": (EXPERT_VARIANTS[name], words) for name, words in EXPERTS.items()}
+VARIANTS |= {f"latent attention, {name}": (LATENT_VARIANTS[name], words) for name, words in LATENT.items()}
 
 
 @pytest.mark.usefixtures("ended_managers", "writer_on_cpu")
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_what_megatron_saved_is_read_by_name(variant, precision, tmp_path):
-    plan, shape = plan_for(precision, VARIANTS[variant]), EXPERT_VARIANTS[variant]
-    theirs = Theirs(plan, shape)
-    theirs.model.load_state_dict(
-        as_theirs(build(shape).state_dict(), dict(theirs.model.named_parameters())), strict=False
-    )
+    shape, words = VARIANTS[variant]
+    theirs = Theirs(plan_for(precision, words), shape)
+    load_ours(theirs.model, build(shape))
     take_steps(theirs, range(3))
     file = DistFile(save_theirs(theirs, tmp_path / "iter_0000003", 3, {}))
     assert file.without_optimizer is None
     assert same(read_all(file), theirs.flat())
-    assert file.record.model_shape.experts == shape.experts
+    read = file.record.model_shape
+    assert (read.experts, read.latent) == (shape.experts, shape.latent)
+    assert (read.kv_channels, read.rotary_width) == (shape.kv_channels, shape.rotary_width)
+    assert read.yarn_scaling_factor == shape.yarn_scaling_factor
+    assert read.rotary_interleaved == (shape.latent is not None)
 
 
 @pytest.mark.usefixtures("ended_managers", "writer_on_cpu")
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_megatron_loads_what_was_saved_here_and_goes_on(variant, precision, tmp_path):
-    plan, shape = plan_for(precision, VARIANTS[variant]), EXPERT_VARIANTS[variant]
-    ours, theirs = Ours(plan, shape), Theirs(plan, shape)
+    shape, words = VARIANTS[variant]
+    plan = plan_for(precision, words)
+    ours = Ours(plan, shape)
+    theirs = Theirs(plan, shape)
     take_steps(ours, range(3))
     save_ours(ours, tmp_path / "iter_0000003", 3)
     load_theirs(theirs, tmp_path / "iter_0000003")
