@@ -92,8 +92,8 @@ class CheckpointRecord:
 def build_shape(fields: Mapping[str, object]) -> ModelShape:
     """The shape of a file's fields. TypeError for a field that this version does not know, or lacks."""
     build: Callable[..., ModelShape] = ModelShape
-    experts = parse_nested(ExpertShape, fields.get("experts"))
-    latent = parse_nested(LatentShape, fields.get("latent"))
+    experts = parse_nested(ExpertShape, fields, "experts")
+    latent = parse_nested(LatentShape, fields, "latent")
     return build(**{**fields, "experts": experts, "latent": latent})
 
 

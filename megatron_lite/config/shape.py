@@ -87,22 +87,24 @@ class LatentShape:
 Nested = TypeVar("Nested", ExpertShape, LatentShape)
 
 
-def parse_nested(kind: type[Nested], saved: object) -> Nested | None:
-    """The experts or the latent attention of a model, from their fields as JSON has them; None of a model without.
+def parse_nested(kind: type[Nested], shape: Mapping[str, object], name: str) -> Nested | None:
+    """The experts or the latent attention of a model, from its fields as JSON has them; None of a model without.
 
     Args:
         kind: ExpertShape or LatentShape.
-        saved: Its fields by name, or None.
+        shape: Fields of the model by name.
+        name: That of the field which holds them: "experts" or "latent".
 
     Raises:
         TypeError: They are no such fields, or one of them is unknown or missing.
     """
+    saved = shape.get(name)
     if saved is None:
         return None
     if not isinstance(saved, Mapping):
-        raise TypeError(f"{kind.__name__} is a {type(saved).__name__}")
+        raise TypeError(f"a {type(saved).__name__} in the place of its {name}")
     build: Callable[..., Nested] = kind
-    return build(**{name: _freeze(value) for name, value in saved.items()})
+    return build(**{key: _freeze(value) for key, value in saved.items()})
 
 
 def _freeze(value: object) -> object:

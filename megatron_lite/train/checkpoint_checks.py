@@ -233,10 +233,10 @@ def require_shape(path: Path, record: CheckpointRecord, shape: ModelShape, vocab
     # an older checkpoint lacks fields that came later, and had what is their default
     defaults = {f.name: f.default for f in dataclasses.fields(shape) if f.default is not dataclasses.MISSING}
     saved = defaults | record.shape
-    wrong = _compare_latent(shape.latent, parse_nested(LatentShape, record.shape.get("latent")))
+    wrong = _compare_latent(shape.latent, parse_nested(LatentShape, record.shape, "latent"))
     nested = {"experts", "latent"}
     wrong = wrong or _describe_differences(dataclasses.asdict(shape), saved, SHAPE_FLAGS, free | nested)
-    wrong = wrong or _compare_experts(shape.experts, parse_nested(ExpertShape, record.shape.get("experts")))
+    wrong = wrong or _compare_experts(shape.experts, parse_nested(ExpertShape, record.shape, "experts"))
     if wrong:
         raise CheckpointError(f"--load {path}: holds another model ({wrong}); give its flags.")
     if stored_rows != shape.padded_vocab_size and custom is None:
