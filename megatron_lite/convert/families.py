@@ -58,6 +58,10 @@ def family_of_shape(shape: ModelShape) -> Family:
         f"{flag}: Hugging Face's {family.TITLE} have {instead}; only a model trained with that can be converted."
         for flag, instead in family.objections(shape)
     ]
+    if shape.experts is not None:
+        wrong.append("--num-experts: mixtures of experts are not converted; only a model without can be.")
+    if shape.latent is not None:
+        wrong.append("--multi-latent-attention: latent attention is not converted; only a model without can be.")
     if shape.window is not None:
         wrong.append("--window-size: windows are not converted; only a model without can be.")
     if shape.softmax_scale is not None:

@@ -7,7 +7,9 @@ import pytest
 import torch
 from support import convert_cases as cases
 from support.convert_cases import EXACT, FOLDED, LLAMA, VOCABULARY, Kept, export, kept, our_logits
-from support.model_variants import PLAIN
+from support.expert_variants import EXPERT_VARIANTS
+from support.latent_variants import LATENT_VARIANTS
+from support.model_variants import PLAIN, VARIANTS
 
 from megatron_lite.convert.folders import import_hf
 from megatron_lite.convert.tokenizer_files import describe_no_tokenizer
@@ -180,6 +182,10 @@ NO_TWIN = [
     (replace(LLAMA, rotary_percent=0.5), "--rotary-percent 0.5: "),
     (replace(LLAMA, qk_layernorm=True, qkv_bias=True), "--qk-layernorm with biases: "),
     (replace(LLAMA, num_attention_heads=6), "--num-attention-heads 6: "),
+    (EXPERT_VARIANTS["mixtral"], "--num-experts: mixtures of experts are not converted; "),
+    (LATENT_VARIANTS["queries of hidden states"], "--multi-latent-attention: latent attention is not converted; "),
+    (LATENT_VARIANTS["experts"], "--num-experts: ", "--multi-latent-attention: "),
+    (VARIANTS["window"], "--window-size: "),
 ]
 
 
