@@ -3,7 +3,7 @@
 import sys
 
 import pytest
-from support.package_files import FILES, PACKAGE, imported, parse_files, place
+from support.package_files import FILES, MODULES, PACKAGE, place, reach_modules
 
 TRAINER = (
     "model",
@@ -20,17 +20,6 @@ TRAINER = (
 EXPLAINER = {"analysis", "report"}
 COMMANDS = {"cli"}
 PLANNER = {"planner"}
-NAMES = {
-    ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__"): path for path in FILES
-}
-
-
-def find_module(name: str) -> str | None:
-    """The module of the package that `name`, a module or something in one, is or stands in."""
-    if name in NAMES:
-        return name
-    module = name.rpartition(".")[0]
-    return module if module in NAMES else None
 
 
 def reach(parts: set[str], without: str = "/nothing/") -> tuple[set[str], set[str]]:
@@ -40,21 +29,10 @@ def reach(parts: set[str], without: str = "/nothing/") -> tuple[set[str], set[st
         parts: places to begin from; see test_layers.
         without: files whose path holds this are left out.
     """
-    todo = [name for name, path in NAMES.items() if place(path) in parts and without not in path.as_posix()]
-    seen: set[str] = set()
-    outside: set[str] = set()
-    while todo:
-        module = todo.pop()
-        if module in seen:
-            continue
-        seen.add(module)
-        for name in imported(parse_files()[NAMES[module]]):
-            found = find_module(name)
-            if found is not None:
-                todo.append(found)
-            else:
-                outside.add(name.partition(".")[0])
-    places = {place(NAMES[module]) for module in seen if module != "megatron_lite"}
+    starts = [name for name, path in MODULES.items() if place(path) in parts and without not in path.as_posix()]
+    modules, names = reach_modules(starts)
+    places = {place(MODULES[module]) for module in modules if module != "megatron_lite"}
+    outside = {name.partition(".")[0] for name in names}
     return places - parts, outside - set(sys.stdlib_module_names) - {"megatron_lite"}
 
 

@@ -1,6 +1,7 @@
 """The layers of the house, read from its imports."""
 
 import ast
+import functools
 import os
 import re
 import subprocess
@@ -8,7 +9,7 @@ import sys
 from importlib.metadata import version
 
 import pytest
-from measure_house import count_code_and_comments
+from support.code_measures import Measures, find_folded, measure_file
 from support.package_files import FILES, PACKAGE, find_place, imported, parse_files, place, read_core_files
 from support.paths import REPO, TESTS
 from support.waiting import LIMIT_S
@@ -215,22 +216,27 @@ def test_init_files_are_empty():
     assert [path for path in inits if path.read_text(encoding="utf-8").strip()] == [PACKAGE / "__init__.py"]
 
 
-def count_nodes(tree: ast.AST) -> int:
-    """Nodes of a syntax tree."""
-    return sum(1 for _ in ast.walk(tree))
+@functools.cache
+def measure_places() -> dict[str, Measures]:
+    """Counts of each place of the package."""
+    places: dict[str, Measures] = {}
+    for path in FILES:
+        places.setdefault(place(path), Measures()).add(measure_file(path, path.relative_to(PACKAGE).as_posix()))
+    return places
+
+
+def measure_all() -> Measures:
+    total = Measures()
+    for measures in measure_places().values():
+        total.add(measures)
+    return total
 
 
 def test_functions_can_be_reviewed():
-    sizes = {
-        f"{path.name}: {node.name}": count_nodes(node)
-        for path, tree in parse_files().items()
-        for node in ast.walk(tree)
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
-    }
-    assert [name for name, size in sizes.items() if size > MAX_NODES_OF_A_FUNCTION] == []
-    large = sorted(name for name, size in sizes.items() if size > 600)
-    assert len(large) <= MAX_FUNCTIONS_OVER_600_NODES, large
-    assert sum(size > 400 for size in sizes.values()) <= MAX_FUNCTIONS_OVER_400_NODES
+    total = measure_all()
+    assert [name for nodes, name in total.large_functions if nodes > MAX_NODES_OF_A_FUNCTION] == []
+    assert len(total.huge_functions) <= MAX_FUNCTIONS_OVER_600_NODES, total.huge_functions
+    assert len(total.large_functions) <= MAX_FUNCTIONS_OVER_400_NODES
 
 
 def find_docstrings(tree: ast.Module) -> list[tuple[int, str]]:
@@ -273,32 +279,12 @@ def test_each_kind_of_fragment_would_be_seen(docstring, wrong):
 
 
 def test_lines_do_not_get_denser():
-    nodes = sum(count_nodes(tree) for tree in parse_files().values())
-    code, _ = count_code_and_comments([path.read_text(encoding="utf-8") for path in FILES])
-    assert nodes / code <= MAX_NODES_PER_CODE_LINE
+    assert measure_all().nodes_per_code_line <= MAX_NODES_PER_CODE_LINE
 
 
 @pytest.mark.parametrize("folder", UNFOLDED)
 def test_unfolded_folders_stay_so(folder):
-    trees = [tree for path, tree in parse_files().items() if place(path) == folder]
-    texts = [path.read_text(encoding="utf-8") for path in FILES if place(path) == folder]
-    code, _ = count_code_and_comments(texts)
-    assert sum(map(count_nodes, trees)) / code <= UNFOLDED[folder]
-
-
-def find_folded(tree: ast.AST) -> list[str]:
-    """Statements that hold several ideas: conditions within conditions, two assignments in one, sums of truths."""
-    found = []
-    for node in ast.walk(tree):
-        if isinstance(node, ast.IfExp):
-            inner = [other for other in ast.walk(node) if isinstance(other, ast.IfExp) and other is not node]
-            found += ["nested conditional expression"] if inner else []
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple):
-            found += ["assignment of several values"] if isinstance(node.targets[0], ast.Tuple) else []
-        if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Add, ast.Sub, ast.Mult)):
-            terms = [node.left, node.right]
-            found += ["arithmetic with booleans"] if any(isinstance(term, ast.Compare) for term in terms) else []
-    return found
+    assert measure_places()[folder].nodes_per_code_line <= UNFOLDED[folder]
 
 
 def test_unfolded_folders_have_one_idea_per_statement():

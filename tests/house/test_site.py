@@ -10,8 +10,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import pytest
-from measure_house import House
-from support.package_files import read_core_files
+from support.package_files import MODULES, reach_modules, read_core_files
 from support.paths import REPO
 
 from megatron_lite.analysis.findings.rules import RULES
@@ -78,13 +77,23 @@ def test_the_readme_is_short_and_what_it_says_of_the_core_is_so():
     assert len(text.split()) < MAX_README_WORDS
     assert len(re.findall(r"!\[[^\]]+\]\(docs/pictures/", text)) == 3
     said = re.search(r"(\d+) files, ([\d,]+) lines. They stand on (?:about )?(\d+) more", text)
-    files, house = read_core_files(), House(REPO)
-    own = {module for module, path in house.paths.items() if path in files}
-    below = set().union(*(house.find_reached(module) for module in own)) - own
+    files = read_core_files()
+    own = {module for module, path in MODULES.items() if path in files}
+    reached, _ = reach_modules(own)
+    below = {module for module in reached - own if MODULES[module].read_text(encoding="utf-8").strip()}
     lines = sum(len(file.read_text(encoding="utf-8").splitlines()) for file in files)
     assert int(said[1]) == len(files)
     assert int(said[2].replace(",", "")) == pytest.approx(lines, rel=ABOUT)
     assert int(said[3]) == pytest.approx(len(below), rel=ABOUT)
+
+
+def test_files_that_the_decision_on_size_counts_are_there():
+    """Its tables name modules by their path in the package, without .py."""
+    text = (REPO / "docs" / "decisions" / "040-size.md").read_text(encoding="utf-8")
+    tables = [line for line in text.splitlines() if re.match(r"\| .+ \| [\d,]+ \| `", line)]
+    names = [name for line in tables for name in re.findall(r"`([\w/]+)`", line)]
+    assert len(names) > 50
+    assert [name for name in names if f"megatron_lite.{name.replace('/', '.')}" not in MODULES] == []
 
 
 def test_what_the_page_of_plan_shows_is_what_plan_prints(capsys, monkeypatch):

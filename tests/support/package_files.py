@@ -3,6 +3,7 @@
 import ast
 import functools
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 from support.paths import REPO
@@ -38,6 +39,42 @@ def imported(tree: ast.AST) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             names |= {f"{'.' * node.level}{node.module or ''}.{alias.name}" for alias in node.names}
     return names
+
+
+MODULES = {
+    ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__"): path for path in FILES
+}
+
+
+def find_module(name: str) -> str | None:
+    """The module of the package that `name`, a module or something in one, is or stands in."""
+    if name in MODULES:
+        return name
+    module = name.rpartition(".")[0]
+    return module if module in MODULES else None
+
+
+def reach_modules(starts: Iterable[str]) -> tuple[set[str], set[str]]:
+    """Follow imports, late ones within functions included, from some modules on.
+
+    Returns:
+        modules of the package, `starts` among them, and dotted names of all else that is imported on the way.
+    """
+    todo = list(starts)
+    seen: set[str] = set()
+    outside: set[str] = set()
+    while todo:
+        module = todo.pop()
+        if module in seen:
+            continue
+        seen.add(module)
+        for name in imported(parse_files()[MODULES[module]]):
+            found = find_module(name)
+            if found is not None:
+                todo.append(found)
+            else:
+                outside.add(name)
+    return seen, outside
 
 
 def read_core_files() -> list[Path]:
