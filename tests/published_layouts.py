@@ -1,4 +1,4 @@
-"""Published runs on many GPUs: model, layout and how fast they were. What plan says of them stands in docs/planning.md.
+"""Published runs on many GPUs: model, layout and how fast they were. What plan says of them stands in docs/published_runs.md.
 
 python tests/published_layouts.py            the table: measured, at best, their ratio, memory
 python tests/published_layouts.py --search   and at which place a search has each layout; minutes
