@@ -63,12 +63,15 @@ def main(argv: list[str], planner: Planner) -> int:
         _run(argv, planner, world, launcher)
         return 0
     except UserError as error:
-        ended_by, code = error, error.exit_code
+        ended_by = error
+        code = error.exit_code
         end_with_error(error, world)
     except KeyboardInterrupt as error:
-        ended_by, code = error, 130
+        ended_by = error
+        code = 130
     except Exception as error:
-        ended_by, code = error, 1
+        ended_by = error
+        code = 1
         explanation = get_explanation(error)
         if explanation is not None:  # an observer has said on this rank why memory ran out
             write_error_file(ConfigError(explanation))

@@ -29,7 +29,8 @@ def is_panic(error: BaseException) -> bool:
 def is_memory_error(error: BaseException) -> bool:
     """Whether memory ran out, also where C code turned that into another error,
     or a thread found no room for its stack."""
-    limited, seen = resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY, error
+    limited = resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
+    seen = error
     while seen is not None:
         if isinstance(seen, MemoryError) or isinstance(seen, OSError) and seen.errno == errno.ENOMEM:
             return True
@@ -116,7 +117,8 @@ class RanksError(UserError):
     exit_code = 1
 
     def __init__(self, line: str, *, told: bool = False, ended: bool = False):
-        self.told, self.ended = told, ended
+        self.told = told
+        self.ended = ended
         super().__init__(line)
 
 

@@ -36,9 +36,11 @@ class Generator(GPT):
 
     def reset(self, batch: int, length: int):
         """Make room for so many sequences of at most so many tokens."""
-        weight, shape = self.output_weight, self.shape
+        weight = self.output_weight
+        shape = self.shape
         sizes = (shape.num_layers, 2, batch, shape.num_query_groups, length, shape.kv_channels)
-        self.cache, self.start = torch.empty(sizes, dtype=weight.dtype, device=weight.device), 0
+        self.cache = torch.empty(sizes, dtype=weight.dtype, device=weight.device)
+        self.start = 0
 
     def advance(self, tokens_BT: Tensor) -> Tensor:
         """logits_BV after these tokens, several at the beginning of the sequences, then one at a time."""
@@ -57,7 +59,8 @@ class Generator(GPT):
         assert self.cache is not None
         end = self.start + q_BNTD.shape[2]
         keys, values = self.cache[self.layer]
-        keys[:, :, self.start : end], values[:, :, self.start : end] = k_BGTD, v_BGTD
+        keys[:, :, self.start : end] = k_BGTD
+        values[:, :, self.start : end] = v_BGTD
         self.layer += 1
         window = self.shape.find_window(self.layer - 1)
         if not self.start:
@@ -87,7 +90,8 @@ def load_generator(
         flags = {}
     else:
         stored = open_newest(load, step, say)
-        record, flags = stored.record, stored.arguments
+        record = stored.record
+        flags = stored.arguments
     try:
         shape = record.model_shape
     except TypeError as error:
@@ -164,8 +168,10 @@ def generate(
     As in Megatron-LM, all are read as far as the shortest one goes; from there on a token is given or drawn. So all
     have the same positions, and nothing is padded. tell: hears each sequence's continuation after each of its tokens.
     """
-    device, lengths = model.output_weight.device, [len(prompt) for prompt in prompts]
-    shortest, total = min(lengths), max(lengths) + max_new_tokens
+    device = model.output_weight.device
+    lengths = [len(prompt) for prompt in prompts]
+    shortest = min(lengths)
+    total = max(lengths) + max_new_tokens
     tokens_BT = torch.zeros(len(prompts), total, dtype=torch.int64)
     for row, prompt in enumerate(prompts):
         tokens_BT[row, : len(prompt)] = torch.tensor(prompt)

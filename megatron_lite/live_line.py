@@ -8,7 +8,9 @@ from megatron_lite.terminal import escape, print_lines
 
 EVERY_RANK = {"every_rank": True}  # for the `extra` of a log message
 SECONDS_BETWEEN = 0.2
-SECONDS_BEFORE_LINES, SECONDS_BETWEEN_LINES = 5, 20  # where output goes to a file
+# where output goes to a file
+SECONDS_BEFORE_LINES = 5
+SECONDS_BETWEEN_LINES = 20
 
 
 class LiveLine:
@@ -19,7 +21,8 @@ class LiveLine:
 
     def __init__(self, active: bool = True, lines: bool = True):
         terminal = sys.stderr.isatty()
-        self._active, self._lines = active and terminal, active and lines and not terminal
+        self._active = active and terminal
+        self._lines = active and lines and not terminal
         self._drawn = 0.0
         self._printed = time.monotonic() + SECONDS_BEFORE_LINES - SECONDS_BETWEEN_LINES if self._lines else 0.0
 

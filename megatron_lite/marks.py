@@ -8,8 +8,14 @@ from collections.abc import Callable
 from types import FunctionType
 from typing import TypeVar
 
-MASTER_WEIGHTS, GRADIENT_BUFFER, WEIGHT_GRADIENT, LOSS = "master weights", "gradient buffer", "weight gradient", "loss"
-INPUT, WEIGHTS, STEP, EVALUATION = "input", "weights", "step", "evaluation"
+MASTER_WEIGHTS = "master weights"
+GRADIENT_BUFFER = "gradient buffer"
+WEIGHT_GRADIENT = "weight gradient"
+LOSS = "loss"
+INPUT = "input"
+WEIGHTS = "weights"
+STEP = "step"
+EVALUATION = "evaluation"
 MARKED = re.compile(r"(.*) \[([a-z ]+)\]")
 
 Marked = TypeVar("Marked", bound=Callable[..., object])  # a function or a class

@@ -76,7 +76,8 @@ class Observers:
     @contextlib.contextmanager
     def watch(self, run_dir: Path, where: RunPosition) -> Iterator[None]:
         """Around the training: instruments are on, and run.json tells how it ended."""
-        plan, self._run_dir = self.plan, run_dir
+        plan = self.plan
+        self._run_dir = run_dir
         predict_peak = self._planner.predict_peak
         instruments = build_instruments(plan, run_dir, self._timeline, _log_on_every_rank, predict_peak)
         members = [WhereaboutsKeeper(where), *instruments]
@@ -116,7 +117,8 @@ class Observers:
                     _log_on_every_rank(line)
             raise
         except KeyboardInterrupt:
-            save, newest = self.plan.args.checkpoint.save, None
+            save = self.plan.args.checkpoint.save
+            newest = None
             with contextlib.suppress(CheckpointError):  # the next --load tells it
                 newest = chosen(Path(save), None, "--save") if save and Path(save).is_dir() else None
             remedy = f"--load {save} goes on from {newest.name}" if newest else "there is no checkpoint to go on from"

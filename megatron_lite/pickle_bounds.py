@@ -13,7 +13,9 @@ from io import BytesIO
 from typing import Any
 
 MAX_HASHED = 128  # parts of a key, with the parts of its parts
-MAX_PARTS_PER_BYTE, MIN_PARTS = 64, 2**20  # of any tuple, for a pickle of that size
+# of any tuple, for a pickle of that size
+MAX_PARTS_PER_BYTE = 64
+MIN_PARTS = 2**20
 MAX_INT_BYTES = 9  # a whole number below 2**64, with its sign
 MAX_TEXT_INT_BYTES = len("I-18446744073709551616L\n")
 MAX_LONG_INTS = 16  # longer ones, such as the mark at the beginning of a file by an old torch
@@ -131,7 +133,8 @@ def _skip(data: bytes, at: int) -> int:
 def _put_weighing(data: bytes, start: int, places: _Places) -> bytes:
     """The pickle as one frame, which is read faster, and with WEIGH behind each tuple."""
     cuts = sorted([(at, at) for at in places.behind_tuples] + [(at, at + FRAME_BYTES) for at in places.frames])
-    pieces, at = [], start
+    pieces = []
+    at = start
     for before, behind_cut in cuts:
         pieces.append(data[at:before])
         if before == behind_cut:
@@ -212,7 +215,8 @@ class _Trial(BoundedUnpickler):
 
     def __init__(self, data: bytes, start: int):
         super().__init__(data, start, may_refer=True)
-        self._walked, self._class = 0, type("Call", (_Call,), {"__new__": self._make})
+        self._walked = 0
+        self._class = type("Call", (_Call,), {"__new__": self._make})
 
     def _make(self, cls: type, *arguments: Any, **named: Any) -> Any:
         made = object.__new__(cls)

@@ -15,7 +15,10 @@ from typing import TypedDict
 PROC = Path("/proc")
 RANK_VARIABLES = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE", "LOCAL_RANK")  # torchrun gives them to each rank
 # glibc's malloc.h
-M_MXFAST, M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = 1, -1, -2, -4
+M_MXFAST = 1
+M_TRIM_THRESHOLD = -1
+M_TOP_PAD = -2
+M_MMAP_MAX = -4
 KEEP_BYTES = 2**31 - 1
 GROW_BY_BYTES = 64 * 2**20
 
@@ -188,7 +191,8 @@ def keep_freed_memory() -> bool:
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
     """Ctrl-C inside is a KeyboardInterrupt outside: torch makes a failed rank or a full disk of it, or drops it."""
-    before, interrupts = signal.getsignal(signal.SIGINT), []
+    before = signal.getsignal(signal.SIGINT)
+    interrupts = []
     if before is not signal.default_int_handler or threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -29,7 +29,8 @@ def refuse_mistakes(argv: list[str]) -> int:
     Torch alone knows how many GPUs there are: only a command line that is wrong with any number of them is refused
     here.
     """
-    line, files = read_command_line(argv), count_gpu_files()
+    line = read_command_line(argv)
+    files = count_gpu_files()
     first: UserError | None = None
     try:
         launch = find_launch(os.environ)
@@ -64,7 +65,8 @@ def end_with_error(error: UserError, world: World):
 
 def tell_error(error: UserError, world: World):
     """To people, if no other rank of this node has told the same, and to torchrun for its summary."""
-    error_file, is_first = os.environ.get("TORCHELASTIC_ERROR_FILE"), True
+    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    is_first = True
     if error_file:  # those of a node's ranks lie in folders below a common one
         text = hashlib.sha256("\n".join(error.lines).encode(errors="replace")).hexdigest()
         try:
@@ -98,7 +100,8 @@ def describe_failed_meeting(failure: str, world: World, where: str, limit_s: flo
         return f"MASTER_PORT {where.rpartition(':')[2]} is in use on this machine; set another."
     joined = JOINED.search(failure)
     if joined and int(joined[1]) < world.size:
-        came, absent = int(joined[1]), world.size - int(joined[1])
+        came = int(joined[1])
+        absent = world.size - int(joined[1])
         who = "rank 1" if world.size == 2 else f"{absent} of {world.size} ranks"
         met = f"{came} of {world.size} ranks met at {where}"
         return (

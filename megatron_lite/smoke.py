@@ -24,7 +24,9 @@ from megatron_lite.units import significant
 
 RECORDING = (ProfilerAction.RECORD, ProfilerAction.RECORD_AND_SAVE)
 MAX_NAMES = 4  # of parameters in a message
-Step, Clock = Callable[[], object], Callable[[], float]  # one training step; seconds
+# one training step; seconds
+Step = Callable[[], object]
+Clock = Callable[[], float]
 
 
 def _require(holds: bool, seen: str, expected: str, cause: str):
@@ -60,7 +62,8 @@ def check_first_loss(loss: float | Tensor, vocab_size: int, tolerance: float = 0
     Raises:
         AssertionError: The loss is further away, or no number.
     """
-    seen, guess = _number(loss), math.log(vocab_size)
+    seen = _number(loss)
+    guess = math.log(vocab_size)
     if seen < guess:
         cause = (
             "labels that the model can see (not shifted, no causal mask), "
@@ -156,7 +159,8 @@ def check_overfits(step: Callable[[], float | Tensor], steps: int = 100, target:
         loss = _number(step())
         cause = "too large a learning rate, or overflow in 16 bits"
         _require(math.isfinite(loss), f"the loss of step {number} is {loss}", "a finite one", cause)
-        first, lowest = loss if number == 1 else first, min(lowest, loss)
+        first = loss if number == 1 else first
+        lowest = min(lowest, loss)
         if loss <= target * first:
             return number
     cause = "too small a learning rate, labels that do not belong to the inputs, or gradients that are never cleared"
@@ -217,7 +221,8 @@ def check_batches_repeat(make_loader: Callable[[int], Iterable], batches: int = 
     cause = "a loader that is an iterator which is used up, or samples that are dropped at random"
     _require(len(first) == len(second), f"{len(first)} batches, then {len(second)}", "as many", cause)
     for number, (one, other) in enumerate(zip(first, second), 1):
-        leaves, others = tree_leaves(one), tree_leaves(other)
+        leaves = tree_leaves(one)
+        others = tree_leaves(other)
         same = len(leaves) == len(others) and all(map(_are_equal, leaves, others))
         cause = (
             "shuffling or augmentation by a generator that the seed does not reach, "
@@ -267,7 +272,8 @@ def check_data_wait(
         step(batch)
         _synchronize()
         if number:
-            waited, computed = waited + came - asked, computed + clock() - came
+            waited = waited + came - asked
+            computed = computed + clock() - came
     _require(waited + computed > 0, "the loader has no second batch", f"{steps + 1} batches", "too small a data set")
     share = waited / (waited + computed)
     cause = "too few workers, costly decoding or collating for each sample, or a slow disk"

@@ -13,7 +13,9 @@ MIN_BEFORE = 3  # steps before a profiled window, the run's first left out, to s
 SLOWER = 0.10  # than the median rank, in one phase
 SHARE_OF_STEP = 0.02  # that a rank's delay must be, or it does not matter
 MOSTLY = 0.75  # of the console lines in which the same rank must be that slow; a machine's noise changes sides
-GROWN_SHARE, GROWN_BYTES = 0.02, 16 * 2**20  # allocators take and give back less by themselves
+# allocators take and give back less by themselves
+GROWN_SHARE = 0.02
+GROWN_BYTES = 16 * 2**20
 GROWTH_PARTS = 4  # of the time seen, each of which must hold more than the one before: warming up is no growth
 MIN_GROWTH_STEPS = 3 * GROWTH_PARTS  # of a run, from which its memory can be said to grow or not
 MIN_PART = 0.1  # of the growth from one part to the next; a leak has a third in each, a jump all in one
@@ -39,7 +41,8 @@ def slowest_rank(
         return max(found, default=None)
     if len(times_ms) < 2 or any(map(isnan, (*times_ms, *step_ms))):
         return None
-    usual, slowest = median_low(times_ms), max(times_ms)
+    usual = median_low(times_ms)
+    slowest = max(times_ms)
     least = max(SLOWER * usual, SHARE_OF_STEP * median_low(step_ms))
     return (slowest - usual, times_ms.index(slowest)) if slowest - usual > least else None
 
@@ -80,7 +83,8 @@ def steady_growth(iterations: Sequence[float], values: Sequence[float]) -> tuple
     """
     inner = [len(values) * part // GROWTH_PARTS for part in range(1, GROWTH_PARTS)]
     levels, centers = ([float(np.median(part)) for part in np.split(of, inner)] for of in (values, iterations))
-    by, steps = levels[-1] - levels[0], centers[-1] - centers[0]
+    by = levels[-1] - levels[0]
+    steps = centers[-1] - centers[0]
     grown = by > max(GROWN_SHARE * levels[0], GROWN_BYTES)
     steadily = all(later - earlier >= MIN_PART * by for earlier, later in pairwise(levels))
     return (by, by / steps) if grown and steadily and steps > 0 else None

@@ -2,7 +2,9 @@
 
 import math
 
-KIB, MIB, GIB = 2**10, 2**20, 2**30
+KIB = 2**10
+MIB = 2**20
+GIB = 2**30
 
 
 def count(value: float) -> str:

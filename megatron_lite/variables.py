@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-QUEUES, THREADS = "CUDA_DEVICE_MAX_CONNECTIONS", "OMP_NUM_THREADS"
+QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
+THREADS = "OMP_NUM_THREADS"
 WATCH = "MEGATRON_LITE_WATCH"  # what `megatron-lite watch` tells the processes of a command, as JSON
 KERNEL_NAMES = "MEGATRON_LITE_KERNEL_NAMES"  # a file with the user's own roles of kernels
 MORE_QUEUES = f"{QUEUES}=32"

@@ -59,7 +59,8 @@ def check(line: CommandLine, world: World, rules: Sequence[Rule] = RULES) -> Non
     A rule that speaks of a flag whose value could not be read, or is wrong by itself, is left out. Where a file of settings
     could not be read, all rules are.
     """
-    mistakes, broken = list(line.mistakes), set(line.broken)
+    mistakes = list(line.mistakes)
+    broken = set(line.broken)
     for rule in () if line.unread else rules:
         for mistake in rule(line.args, world):
             named = re.findall(r"--[\w-]+", mistake)
@@ -184,14 +185,17 @@ DEPENDS: dict[str, tuple[str, Callable[[Args], object]]] = {
 
 def remarks(line: CommandLine, world: World) -> list[str]:
     """Notes about a command line that is no mistake. Printed once, by rank 0."""
-    args, notes = line.args, list(dict.fromkeys(line.notes))
+    args = line.args
+    notes = list(dict.fromkeys(line.notes))
     for needed, (names, holds) in DEPENDS.items():
         in_vain = [name for name in names.split() if name in line.spelled and not holds(args)]
         notes += [f"{line.spelled[name]} has no effect without {needed}." for name in in_vain]
-    p, t = args.profile, args.training
+    p = args.profile
+    t = args.training
     if p.use_pytorch_profiler and not p.profile:
         notes.append("--use-pytorch-profiler without --profile: profiling all the same.")
-    profiling, last = p.profile or p.use_pytorch_profiler, f"lies beyond --train-iters {t.train_iters}"
+    profiling = p.profile or p.use_pytorch_profiler
+    last = f"lies beyond --train-iters {t.train_iters}"
     if profiling and t.skip_train:
         notes.append("--skip-train: there are no steps to profile.")
     elif profiling and t.train_iters is not None and p.profile_step_start > t.train_iters:

@@ -11,7 +11,9 @@ from megatron_lite.config.yaml_file import YAML_FLAG, read_yaml
 from megatron_lite.units import is_number
 
 MAX_WHOLE = 2**53  # JSON and doubles hold no larger ones exactly
-MIN_FLOAT, MAX_FLOAT = 1.17549435e-38, 3.40282346e38  # of fp32, without its denormal numbers
+# of fp32, without its denormal numbers
+MIN_FLOAT = 1.17549435e-38
+MAX_FLOAT = 3.40282346e38
 
 
 @dataclass
@@ -80,7 +82,8 @@ def _take(name: str, values: list[str], known: dict[str, Flag], line: CommandLin
             return
         if earlier != name and line.values[flag.field] != value:
             line.mistakes.append(f"{earlier} {line.values[flag.field]} and {name} {value} are one setting; keep one.")
-        line.values[flag.field], line.spelled[flag.field] = value, name
+        line.values[flag.field] = value
+        line.spelled[flag.field] = name
     elif theirs and theirs.answer == RESPELLED:
         line.notes.append(f"{name} is an old spelling of {theirs.text}.")
         for new_name, new_values in split_words([*theirs.text.split(), *values], line):

@@ -99,7 +99,9 @@ def hints(plan: Plan, environ: Mapping[str, str], machine: Machine | None) -> li
 
     `machine` is the one that trains; None where it is not this one, and then only variables and flags are judged.
     """
-    found, world, layout = [], plan.world, plan.layout
+    found = []
+    world = plan.world
+    layout = plan.layout
     if plan.device == "cuda" and has_needless_order(environ.get(QUEUES), world.size, layout.tensor, layout.context):
         found.append(
             f"{QUEUES}=1: communication may wait for kernels that were launched before it; without tensor parallelism "
@@ -110,14 +112,16 @@ def hints(plan: Plan, environ: Mapping[str, str], machine: Machine | None) -> li
     switches = switches_on(environ, RunPlace(plan.device == "cuda", world.size, world.local_size))
     found += [f"{setting}: {cost}; unset it where speed matters." for setting, cost in switches.items()]
     if plan.device == "cpu" and machine is not None:
-        ranks, typed = world.local_size, environ.get(THREADS, "")
+        ranks = world.local_size
+        typed = environ.get(THREADS, "")
         # unset: torchrun gives each of several ranks 1, and torch takes as many as it sees cores
         unset = 1 if ranks > 1 and "LOCAL_RANK" not in environ else machine.visible_cores
         asked = int(typed) if typed.isdigit() and int(typed) else unset
         threads = min(asked, machine.visible_cores)  # torch with MKL takes no more (seen with 2.13)
         given = f"{THREADS}={typed}" if typed else f"{THREADS} is not set"
         together = f"{ranks} rank{'s' if ranks > 1 else ''} x {threads} thread{'s' if threads > 1 else ''}"
-        fewer, share = fitting_threads(threads, ranks, machine.cores), max(1, machine.cores // ranks)
+        fewer = fitting_threads(threads, ranks, machine.cores)
+        share = max(1, machine.cores // ranks)
         if fewer:
             found.append(f"{given}: {together} wait for each other on {machine.cores} cores; set {THREADS}={fewer}.")
         elif 2 * threads * ranks < machine.cores:
@@ -134,12 +138,14 @@ def hints(plan: Plan, environ: Mapping[str, str], machine: Machine | None) -> li
 
 def _judge_room(plan: Plan, machine: Machine) -> Iterator[str]:
     """Lines about too little shared memory or too few open files. Data files stay mapped; batches of the loader lie in /dev/shm."""
-    ranks, data = plan.world.local_size, plan.args.data
+    ranks = plan.world.local_size
+    data = plan.args.data
     loaders = 2 if plan.args.watch.eval_iters else 1  # training and validation have theirs
     batches = 0 if data.dataloader_type == "external" else BATCHES_AHEAD * plan.loader_workers * loaders
     if machine.shm_bytes is not None:
         batch_bytes = plan.args.training.micro_batch_size * (plan.shape.seq_length + 1) * TOKEN_BYTES
-        needed, room = ranks * batches * batch_bytes, size(machine.shm_bytes)
+        needed = ranks * batches * batch_bytes
+        room = size(machine.shm_bytes)
         if needed > machine.shm_bytes:
             yield (
                 f"--num-workers {plan.loader_workers}: loaders of {ranks} ranks put up to {size(needed)} "

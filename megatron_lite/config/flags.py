@@ -92,11 +92,15 @@ def list_flags(root_class: type) -> tuple[Flag, ...]:
         hints = typing.get_type_hints(group_class)
         title = (group_class.__doc__ or "").splitlines()[0]
         for field in dataclasses.fields(group_class):
-            kind, many, is_optional = hints[field.name], False, False
+            kind = hints[field.name]
+            many = False
+            is_optional = False
             if typing.get_origin(kind) in (typing.Union, types.UnionType):
-                is_optional, kind = True, next(a for a in typing.get_args(kind) if a is not type(None))
+                is_optional = True
+                kind = next(a for a in typing.get_args(kind) if a is not type(None))
             if typing.get_origin(kind) is tuple:
-                many, kind = True, typing.get_args(kind)[0]
+                many = True
+                kind = typing.get_args(kind)[0]
             required = field.default is None and not is_optional
             spellings = (field.metadata["off"] or dashed(field.name), *field.metadata["aliases"])
             settings = field.metadata["settings"]
@@ -150,7 +154,9 @@ class MegatronFlag:
 @functools.cache
 def read_flags() -> dict[str, MegatronFlag]:
     """All flags of megatron_flags.txt by name, in the order of the file."""
-    flags, answer, text = {}, "", ""
+    flags = {}
+    answer = ""
+    text = ""
     for line in FILE.read_text(encoding="utf-8").splitlines():
         if line.startswith("#"):
             continue

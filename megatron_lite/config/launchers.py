@@ -19,7 +19,8 @@ FILE = Path(__file__).with_name("launchers.tsv")
 BY_TORCHRUN = "TORCHELASTIC_RUN_ID"
 THIS_MACHINE = "127.0.0.1"
 # above those that Linux gives to connections by itself (up to 60999)
-FIRST_PORT, PORTS = 61440, 4096
+FIRST_PORT = 61440
+PORTS = 4096
 USUAL_PORT = 29500  # torch's
 MAX_PORT = 65535
 MAX_LIST_BYTES = 2**16  # read of a file of hosts
@@ -85,7 +86,8 @@ def find_launch(environment: Mapping[str, str]) -> Launch | None:
     launcher = next((one for one in read_launchers() if one.find(environment, "rank")), None)
     if launcher is None or BY_TORCHRUN in environment:
         return None
-    rank, size = launcher.read_number(environment, "rank"), _read_size(launcher, environment)
+    rank = launcher.read_number(environment, "rank")
+    size = _read_size(launcher, environment)
     if rank is None or size == 1:
         return None
     wanted = {"RANK": rank, "WORLD_SIZE": size}
@@ -194,7 +196,8 @@ def find_first_host(hosts: str) -> str | None:
 
 def _choose_port(launcher: Launcher, environment: Mapping[str, str]) -> int:
     """The same on all ranks of a job, and on others' most likely another one."""
-    job, step = launcher.read(environment, "job"), launcher.read_number(environment, "step") or 0
+    job = launcher.read(environment, "job")
+    step = launcher.read_number(environment, "step") or 0
     if job is None:
         return USUAL_PORT
     number = int(job) if job.isascii() and job.isdecimal() else zlib.crc32(job.encode())

@@ -18,7 +18,8 @@ def describe_unknown(name: str, known: Sequence[str], others: Sequence[str]) -> 
         known: Flags of this trainer.
         others: What may stand among them and is no setting.
     """
-    lacking, wanted = find_texts(*STOPPING), "--" + name.lstrip("-").replace("_", "-").lower()
+    lacking = find_texts(*STOPPING)
+    wanted = "--" + name.lstrip("-").replace("_", "-").lower()
     if answer := read_launcher_flags().get(wanted):
         return f"{name} {answer}.", []
     names = [*known, *others, *read_flags()]
@@ -37,7 +38,8 @@ def describe_unknown(name: str, known: Sequence[str], others: Sequence[str]) -> 
 
 def _share_words(wanted: str, knob: str) -> bool:
     """Whether two words of a flag, or most of them, are in another one: --world-size and --vocab-size have 'size' alone."""
-    words, others = wanted.strip("-").split("-"), knob.strip("-").split("-")
+    words = wanted.strip("-").split("-")
+    others = knob.strip("-").split("-")
     found = sum(bool(difflib.get_close_matches(word, others, 1, ALIKE)) for word in words)
     return found > 1 or 2 * found > len(words)
 

@@ -102,7 +102,8 @@ def _list_attention_tensors(shape: ModelShape) -> list[int]:
 
 def _list_latent_matrices(shape: ModelShape, latent: LatentShape) -> list[int]:
     """Elements of each matrix of one layer's latent attention."""
-    hidden, heads = shape.hidden_size, shape.num_attention_heads
+    hidden = shape.hidden_size
+    heads = shape.num_attention_heads
     queries = [hidden * heads * latent.query_width]
     if latent.q_lora_rank is not None:
         queries = [hidden * latent.q_lora_rank, latent.q_lora_rank * heads * latent.query_width]

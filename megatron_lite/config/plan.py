@@ -28,7 +28,9 @@ from megatron_lite.config.world import World
 from megatron_lite.errors import ConfigError
 
 MAX_TOKENS = 2**53  # of a schedule
-AUTO, LAYERS, NONE = "auto", "layers", "none"
+AUTO = "auto"
+LAYERS = "layers"
+NONE = "none"
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,8 @@ class BatchSchedule:
 
     def iterations(self, samples: int) -> int:
         """Number of full steps in `samples` samples."""
-        iterations, consumed = 0, 0
+        iterations = 0
+        consumed = 0
         while self.steps and consumed < samples:
             # as in Megatron-LM, the last step may take more
             consumed += self.size(consumed)
@@ -249,14 +252,17 @@ class Plan:
 
 def resolve(args: Args, world: World, vocab_size: int) -> Plan:
     """The plan of checked `args`. Raises ConfigError where the tokenizer's vocabulary does not fit."""
-    t, p, precision = args.training, args.profile, args.precision
+    t = args.training
+    p = args.profile
+    precision = args.precision
     layout = plan_layout(args.parallel, world, has_experts=args.experts.num_experts is not None)
     batch = _plan_batches(args, layout)
     iterations = batch.iterations(t.train_samples or 0) if t.train_iters is None else t.train_iters
     if not iterations:
         less = f"--train-samples {t.train_samples} is less than one global batch of {batch.size(0)}"
         raise ConfigError([f"{less}; raise it."])
-    samples, workers = batch.samples(iterations), args.data.num_workers
+    samples = batch.samples(iterations)
+    workers = args.data.num_workers
     parallel = args.parallel
     fsdp_in_fp32 = parallel.use_megatron_fsdp and parallel.megatron_fsdp_main_grads_dtype == "fp32"
     in_fp32 = precision.accumulate_allreduce_grads_in_fp32 or fsdp_in_fp32
@@ -300,10 +306,14 @@ def _plan_batches(args: Args, layout: Layout) -> BatchSchedule:
 
 def plan_stages(plan: Plan) -> list[Plan]:
     """The plans of one rank of each stage of the pipeline."""
-    parallel, num_layers, found = plan.args.parallel, plan.args.model.num_layers, []
+    parallel = plan.args.parallel
+    num_layers = plan.args.model.num_layers
+    found = []
     for rank in plan.layout.list_stages():
-        layout, world = plan.layout.locate(rank), replace(plan.world, rank=rank)
-        stage, sharding = plan_stage(parallel, layout, num_layers), plan_sharding(parallel, layout)
+        layout = plan.layout.locate(rank)
+        world = replace(plan.world, rank=rank)
+        stage = plan_stage(parallel, layout, num_layers)
+        sharding = plan_sharding(parallel, layout)
         found.append(replace(plan, world=world, layout=layout, stage=stage, sharding=sharding))
     return found
 
@@ -396,7 +406,8 @@ def write_window_layers(m: ModelArgs) -> str:
 
 def _plan_yarn(args: Args) -> ShapeFields:
     """YaRN's fields of ModelShape, by latent attention's flags or by those of other attention."""
-    m, latent = args.model, args.latent
+    m = args.model
+    latent = args.latent
     shared: ShapeFields = {"yarn_mscale": m.mscale, "yarn_mscale_all_dim": m.mscale_all_dim}
     if latent.multi_latent_attention:
         return shared | {
@@ -416,7 +427,8 @@ def _plan_yarn(args: Args) -> ShapeFields:
 
 def _build_latent_shape(args: Args) -> LatentShape | None:
     """Latent attention's sizes; None for another attention."""
-    m, latent = args.model, args.latent
+    m = args.model
+    latent = args.latent
     if not latent.multi_latent_attention:
         return None
     return LatentShape(
@@ -484,7 +496,8 @@ def _scale_to_width(m: ModelArgs) -> ShapeFields:
 
 
 def _build_learning_rate(args: Args, batch: BatchSchedule, total_samples: int) -> LearningRatePlan:
-    o, t = args.optimizer, args.training
+    o = args.optimizer
+    t = args.training
     if t.train_iters is not None:
         length = total_samples
         decay = (o.lr_decay_iters or t.train_iters) * batch.final
@@ -495,7 +508,8 @@ def _build_learning_rate(args: Args, batch: BatchSchedule, total_samples: int) -
         decay = o.lr_decay_samples or length
         warmup = o.lr_warmup_samples
         wsd = o.lr_wsd_decay_samples or 0
-    first, last = o.start_weight_decay or 0.0, o.end_weight_decay or 0.0
+    first = o.start_weight_decay or 0.0
+    last = o.end_weight_decay or 0.0
     if o.weight_decay_incr_style == "constant":
         first = last = o.weight_decay
     return LearningRatePlan(

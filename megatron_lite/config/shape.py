@@ -6,7 +6,8 @@ from functools import lru_cache
 from typing import TypeVar
 
 # values of --moe-router-load-balancing-type
-SINKHORN, GLOBAL_AUX_LOSS = "sinkhorn", "global_aux_loss"
+SINKHORN = "sinkhorn"
+GLOBAL_AUX_LOSS = "global_aux_loss"
 BALANCING_LOSSES = ("aux_loss", "seq_aux_loss", GLOBAL_AUX_LOSS)
 BALANCING_KINDS = (*BALANCING_LOSSES, SINKHORN, "none")
 

@@ -63,7 +63,8 @@ def read_yaml(path: str, knobs: dict[str, Flag], names: set[str]) -> tuple[list[
         return None, [f"{YAML_FLAG} {path}: not YAML{where}; mend the file."]
     if not isinstance(content, dict):
         return None, [f"{YAML_FLAG} {path}: holds no NAME: VALUE lines; write some, or drop the flag."]
-    leaves, off = list(_list_leaves(content, (id(content),))), _find_switches_off(names)
+    leaves = list(_list_leaves(content, (id(content),)))
+    off = _find_switches_off(names)
     words, mistake = _read_activation({_spell_dashed(name): value for name, value in leaves})
     mistakes = [mistake] if mistake else []
     for name, value in leaves:
@@ -156,7 +157,8 @@ def _read_setting(key: str, value: object, flag: Flag | None, switched_off: str 
 
 def _read_activation(values: dict[str, object]) -> tuple[list[Word], str | None]:
     """(words, mistake) of activation_func and gated_linear_unit, in {key: value} of the whole file."""
-    activation, gated = values.get("activation-func"), values.get("gated-linear-unit")
+    activation = values.get("activation-func")
+    gated = values.get("gated-linear-unit")
     swiglu = values.get("swiglu") is True
     shown = f"gated_linear_unit: {str(gated).lower() if isinstance(gated, bool) else gated}"
     if activation is None:

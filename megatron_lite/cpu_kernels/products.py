@@ -150,7 +150,10 @@ def _differentiate(gradient_W: Tensor, input_H: Tensor, weight_WH: Tensor, place
     place: OF_INPUT or OF_WEIGHT.
     """
     wanted = [place == OF_INPUT, place == OF_WEIGHT, False]
-    stride, padding, dilation, groups = (1, 1), (0, 0), (1, 1), 1
+    stride = (1, 1)
+    padding = (0, 0)
+    dilation = (1, 1)
+    groups = 1
     found: list[Tensor] = torch.ops.aten.convolution_backward(
         _to_images(gradient_W),
         _to_images(input_H),

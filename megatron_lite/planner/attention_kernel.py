@@ -7,7 +7,10 @@ from megatron_lite.cpu_kernels.rules import explicit_is_faster, skips_future_sco
 # How attention is computed: scores stay in registers; are written down; are written down, but for most of the future ones; are
 # written down in fp32, with fp32 copies of queries, keys and values, as torch's fallback does
 # (aten::_scaled_dot_product_attention_math).
-FUSED, UNFUSED, CAUSAL, MATH = "fused", "unfused", "causal", "math"
+FUSED = "fused"
+UNFUSED = "unfused"
+CAUSAL = "causal"
+MATH = "math"
 MAX_FLASH_HEAD = 256  # channels
 FLASH_HEAD_STEP = 8  # channels: flash pads heads of another width
 EFFICIENT_HEAD_BYTES = 16  # the memory-efficient kernel's heads are a multiple of it

@@ -102,7 +102,8 @@ def _measure_activations(plan: Plan, batch: MicroBatch) -> CategoryBytes:
     stage = plan.stage
     micro_batches = plan.micro_batches(plan.train_samples)
     if stage.has_equal_chunks:
-        waiting, layers = stage.count_waiting(micro_batches), len(stage.chunks[0])
+        waiting = stage.count_waiting(micro_batches)
+        layers = len(stage.chunks[0])
         recomputed = plan.count_recomputed(layers)
     else:
         # of all micro-batches that wait together

@@ -38,7 +38,8 @@ class ExpertLoad:
 
 def plan_expert_load(plan: Plan) -> ExpertLoad | None:
     """The load of this rank's experts; None of a dense model."""
-    e, layout = plan.shape.experts, plan.layout
+    e = plan.shape.experts
+    layout = plan.layout
     if e is None:
         return None
     # each rank of a block routes its tokens, and those that split an expert pass the same rows

@@ -15,7 +15,9 @@ from megatron_lite.planner.micro_batch import MicroBatch
 from megatron_lite.planner.state_size import FP32, INT64
 
 # rows of a ledger
-ROUTES, EXPERT_INPUTS, EXPERT_MLP = "routes of tokens", "inputs of experts", "experts' activation function"
+ROUTES = "routes of tokens"
+EXPERT_INPUTS = "inputs of experts"
+EXPERT_MLP = "experts' activation function"
 EXPERT_RESULTS = "results of experts"
 SHARED_MLP = "activation function of the shared expert"
 EXCHANGED = "tokens on their way to experts and back"
@@ -27,7 +29,8 @@ KEPT_BY_ACTIVATION = {"swiglu": 3, "squared_relu": 1}
 def keep_experts(batch: MicroBatch) -> Counter[str]:
     """What a layer of experts keeps in the place of an MLP, its input among it."""
     e, load = _get_experts(batch)
-    shape, each = batch.shape, batch.element_bytes
+    shape = batch.shape
+    each = batch.element_bytes
     held = Counter[str]()
     width = ROUTER_BYTES[e.router_dtype]
     converts = width not in (0, each)
@@ -48,7 +51,8 @@ def keep_experts(batch: MicroBatch) -> Counter[str]:
 
 
 def _get_experts(batch: MicroBatch) -> tuple[ExpertShape, ExpertLoad]:
-    e, load = batch.shape.experts, batch.load
+    e = batch.shape.experts
+    load = batch.load
     assert e is not None and load is not None, "the micro-batch of a model with experts"
     return e, load
 

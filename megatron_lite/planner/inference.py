@@ -45,7 +45,8 @@ def predict_inference(
     cache_bytes: int = CACHE_BYTES["bf16"],
 ) -> InferencePrediction:
     """Memory and speed of generating text. tokens: of each sequence; seq_length if None. cache_bytes: of one element of the cache."""
-    tokens, number = shape.seq_length if tokens is None else tokens, count_parameters(shape)
+    tokens = shape.seq_length if tokens is None else tokens
+    number = count_parameters(shape)
     weights = []
     for name, bits in WEIGHT_BITS.items():
         formula = f"{bits / 8:g} bytes x {count(number)} parameters"
@@ -59,7 +60,8 @@ def predict_inference(
     # but a tied word embedding is the output matrix, too
     words = 0 if shape.tied_embeddings else shape.padded_vocab_size
     positions = shape.max_position_embeddings if shape.position_embedding == "learned_absolute" else 0
-    token_rows, gb_s = [], (processor.memory_gb_s if processor else None) or 0.0
+    token_rows = []
+    gb_s = (processor.memory_gb_s if processor else None) or 0.0
     for bits in WEIGHT_BITS.values() if gb_s else ():
         read = count_weight_bytes(number - (words + positions) * shape.hidden_size, bits)
         rate = f"({read / 1e9:.2f} GB of weights + {cache_size / 1e9:.2f} GB of cache) at {gb_s:,.0f} GB/s"

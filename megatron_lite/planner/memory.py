@@ -49,9 +49,15 @@ from megatron_lite.planner.state_size import (
 from megatron_lite.units import count
 
 # rows of a ledger; gradients are workspace, the others activations
-NORMS, LINEAR_INPUTS, QKV = "inputs and statistics of norms", "inputs of linear layers", "queries, keys and values"
-ATTENTION, SCORES, ROTARY = "results and statistics of attention", "attention scores", "tables and copies of rotation"
-MLP, MASKS, RECOMPUTED = "MLP's activation function", "dropout masks", "inputs of recomputed layers"
+NORMS = "inputs and statistics of norms"
+LINEAR_INPUTS = "inputs of linear layers"
+QKV = "queries, keys and values"
+ATTENTION = "results and statistics of attention"
+SCORES = "attention scores"
+ROTARY = "tables and copies of rotation"
+MLP = "MLP's activation function"
+MASKS = "dropout masks"
+RECOMPUTED = "inputs of recomputed layers"
 GRADIENTS = "gradients of activations"
 DELAYED = "inputs and gradients of linear layers, for weights"
 LOGITS = "logits and loss"
@@ -142,7 +148,8 @@ def _keep_until_scores(batch: MicroBatch) -> Held:
 
 def _keep_result(batch: MicroBatch) -> Held:
     """Attention's result, its statistics and the mask."""
-    shape, each = batch.shape, batch.element_bytes
+    shape = batch.shape
+    each = batch.element_bytes
     heads = shape.num_attention_heads
     result_bytes = each * shape.attention_width
     held = Held({ATTENTION: result_bytes})
@@ -167,7 +174,8 @@ def _keep_result(batch: MicroBatch) -> Held:
 
 def _keep_queries_and_keys(batch: MicroBatch, copies: _Copies) -> Held:
     """What takes the place of parts of the projection's result: copies, rotated ones, and those of whole sequences."""
-    shape, each = batch.shape, batch.element_bytes
+    shape = batch.shape
+    each = batch.element_bytes
     keys = _count_key_width(batch)
     held = Held({QKV: copies.num_bytes * copies.number})
     if batch.context > 1:
@@ -199,7 +207,8 @@ def _keep_query_norms(batch: MicroBatch) -> Held:
 
 def _keep_projection(batch: MicroBatch, copies: _Copies) -> Held:
     """The projection's whole result, which lives while one of queries, keys and values lies in it."""
-    shape, each = batch.shape, batch.element_bytes
+    shape = batch.shape
+    each = batch.element_bytes
     queries_lie_in_it = keys_lie_in_it = True
     if not _normalizes_views(batch):
         makes_own = _makes_own_queries(batch)
@@ -219,7 +228,8 @@ def _measure_scores(batch: MicroBatch) -> tuple[int, list[int]]:
     """(bytes of the probabilities, of what is kept where scores are written down, softmax first), for each token."""
     if batch.attention == FUSED:
         return 0, []
-    shape, is_math = batch.shape, batch.attention == MATH
+    shape = batch.shape
+    is_math = batch.attention == MATH
     length = shape.seq_length
     positions = shape.num_attention_heads * (
         count_scores(length) // length if batch.attention == CAUSAL else count_keys(length, batch.context)
@@ -378,8 +388,10 @@ def _count_gathered(batch: MicroBatch) -> int:
 
 def _find_mlp_peaks(batch: MicroBatch) -> Iterator[tuple[str, Held]]:
     """The MLP's second product, and its activation function where that has more inner tensors than are gone by then."""
-    shape, each = batch.shape, batch.element_bytes
-    hidden, inner = shape.hidden_size, shape.ffn_hidden_size
+    shape = batch.shape
+    each = batch.element_bytes
+    hidden = shape.hidden_size
+    inner = shape.ffn_hidden_size
     kept = _keep_layer(replace(batch, expert_share=0.0))
     stream = _count_stream(batch)
     dropped = stream if shape.hidden_dropout else 0
@@ -404,8 +416,11 @@ def _hold_at_projection(batch: MicroBatch) -> Held:
 
 def _find_attention_peaks(batch: MicroBatch) -> Iterator[Held]:
     """What lives where attention's backward can hold most."""
-    shape, each = batch.shape, batch.element_bytes
-    stream, wide, keys = _count_stream(batch), shape.attention_width, _count_key_width(batch)
+    shape = batch.shape
+    each = batch.element_bytes
+    stream = _count_stream(batch)
+    wide = shape.attention_width
+    keys = _count_key_width(batch)
     kept = _keep_until_scores(replace(batch, recomputes_attention=False))
     probabilities, scores = _measure_scores(batch)
     if not scores:
@@ -474,7 +489,8 @@ def _list_gelu_pieces(batch: MicroBatch) -> list[LedgerRow]:
 
 def _list_loss(batch: MicroBatch) -> list[LedgerRow]:
     """The logits, kept for backward; in 16 bits, and where ranks split them, an fp32 copy of some rows, which becomes softmax."""
-    words, each = batch.shape.padded_vocab_size, batch.element_bytes
+    words = batch.shape.padded_vocab_size
+    each = batch.element_bytes
     formula = f"{each} bytes x {count(batch.tokens)} tokens x {count(words)} entries"
     logits = LedgerRow(LOGITS, "logits, later their gradients", each * batch.tokens * words, formula)
     if batch.precision == "fp32" and not batch.split:
@@ -540,7 +556,8 @@ def _list_update_moments(plan: Plan, always: list[LedgerRow]) -> Iterator[Listed
 
 def plan_batch(plan: Plan) -> MicroBatch:
     """The micro-batch of the plan's rank."""
-    a, layout = plan.args, plan.layout
+    a = plan.args
+    layout = plan.layout
     return plan_micro_batch(
         plan.shape, a.training.micro_batch_size, plan.precision, plan.device, a.model.attention_backend,
         plan.masks_attention, a.model.recompute_granularity, plan.world.threads, layout,
@@ -685,7 +702,8 @@ def _list_micro_batch_moments(plan: Plan, always: list[LedgerRow]) -> Iterator[L
 
 def _list_loss_moments(chunk: _ChunkOfLayers) -> Iterator[ListedMoment]:
     """The end of forward, and what of the loss's backward can be most."""
-    batch, layers = chunk.batch, chunk.layers
+    batch = chunk.batch
+    layers = chunk.layers
     kept = [
         *_list_kept(batch, layers, chunk.recomputed),
         *_list_rows(batch, _keep_ends(batch, chunk.starts, chunk.ends)),
@@ -713,7 +731,8 @@ def _list_layer_moments(chunk: _ChunkOfLayers) -> Iterator[ListedMoment]:
 
     Layers of one kind are alike, so that what lives changes evenly: the first and the last of each kind are enough.
     """
-    layers, recomputed = chunk.layers, chunk.recomputed
+    layers = chunk.layers
+    recomputed = chunk.recomputed
     candidates = {layers, recomputed + 1, recomputed, 1}
     if chunk.is_sharded:
         # while gradients of one are reduced, or weights of one gathered
@@ -724,7 +743,8 @@ def _list_layer_moments(chunk: _ChunkOfLayers) -> Iterator[ListedMoment]:
 
 def _list_operations(chunk: _ChunkOfLayers, layer: int) -> Iterator[tuple[str, Held, int]]:
     """(operation, what a layer holds there, elements of its new gradients of weights) of a layer's backward."""
-    batch, shape = chunk.batch, chunk.plan.rank_shape
+    batch = chunk.batch
+    shape = chunk.plan.rank_shape
     of_mlp = shape.hidden_size * shape.ffn_hidden_size
     if batch.expert_share and not (chunk.gradients_stay or chunk.expert_gradients_stay):
         of_mlp = 0
@@ -769,7 +789,8 @@ def _find_highest_moment(chunk: _ChunkOfLayers, layer: int) -> ListedMoment:
 
 def _list_embedding_moments(chunk: _ChunkOfLayers) -> Iterator[ListedMoment]:
     """The end of the first stage's backward."""
-    plan, matrix = chunk.plan, chunk.matrix
+    plan = chunk.plan
+    matrix = chunk.matrix
     tied_matrix = matrix if chunk.is_tied else 0
     if chunk.gradients_stay:
         added = chunk.parameters + tied_matrix

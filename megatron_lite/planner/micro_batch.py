@@ -79,7 +79,8 @@ class MicroBatch:
 
         The second is RMSNorm on a CPU, which torch 2.13 takes apart, but not where 16-bit weights are stored minus one.
         """
-        in_16_bits, one_less = self.element_bytes < FP32, self.shape.layernorm_1p
+        in_16_bits = self.element_bytes < FP32
+        one_less = self.shape.layernorm_1p
         apart = self.on_cpu and self.shape.normalization == "RMSNorm" and not (one_less and in_16_bits)
         return in_16_bits and (one_less or apart), apart
 
@@ -98,8 +99,10 @@ class MicroBatch:
         """Bytes and formula of what a linear layer of 16-bit numbers holds in fp32 in backward, where the processor multiplies only that."""
         if not (self.on_cpu and self.precision in find_slow_precisions()):
             return 0, ""
-        at_once, sums = min(outputs, WIDENED_BLOCK), 1 + (outputs > WIDENED_BLOCK)
-        tokens, each = self.tokens, f"{FP32} bytes x {count(at_once)} outputs at a time x"
+        at_once = min(outputs, WIDENED_BLOCK)
+        sums = 1 + (outputs > WIDENED_BLOCK)
+        tokens = self.tokens
+        each = f"{FP32} bytes x {count(at_once)} outputs at a time x"
         terms = f"{each} {count(tokens)} tokens", f"{each} {count(inputs)} inputs"
         formula = " + ".join((*terms, f"{sums} x {FP32} bytes x {count(tokens)} tokens x {count(inputs)} inputs"))
         return FP32 * (at_once * (tokens + inputs) + sums * tokens * inputs), formula

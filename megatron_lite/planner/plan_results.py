@@ -126,7 +126,8 @@ def simulate_stages(stages: Sequence[StageOutlook], micro_batches: int) -> list[
     for one in stages:
         if one.time is None or not one.time.peak_tflops:
             return []
-        plan, chunks = one.plan, len(one.plan.stage.chunks)
+        plan = one.plan
+        chunks = len(one.plan.stage.chunks)
         of_turn = sum_micro_batches(one.time) / (plan.batch.final // plan.samples_per_pass) / chunks
         # backward has two products for each of forward's, and forward's again where layers are recomputed
         again = plan.recomputed_layers / max(len(plan.stage.layers), 1)

@@ -81,7 +81,8 @@ def describe_forecast(seen: Forecast) -> Iterator[str]:
     """Lines for the console: memory and speed, what could not be predicted, and whether memory may run out."""
     each = f"{seen.sharing} x " if seen.sharing > 1 else ""
     if seen.memory is not None:
-        peak, held = seen.memory.peak, collections.Counter[str]()
+        peak = seen.memory.peak
+        held = collections.Counter[str]()
         for row in peak.rows:
             held[row.category] += row.num_bytes
         largest = [(name, taken) for name, taken in held.most_common(NAMED) if taken >= SMALL * peak.num_bytes]

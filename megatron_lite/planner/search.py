@@ -167,7 +167,8 @@ def _list_divisors(number: int) -> list[int]:
 def _list_micro_batches(global_batch: int, ranks: int, layout: Changes) -> Iterator[int]:
     """Powers of two that divide a data parallel rank's share of the global batch."""
     model = math.prod(layout[name] for name in MODEL_SIZES)
-    share, size = global_batch // (ranks // model), 1
+    share = global_batch // (ranks // model)
+    size = 1
     while share and share % size == 0:
         yield size
         size *= 2

@@ -16,7 +16,8 @@ from megatron_lite.formats.hardware import CUBLAS_THREADS, Processor, cublas_wor
 from megatron_lite.formats.run_record import LedgerRow
 from megatron_lite.units import count
 
-FP32, INT64 = 4, 8
+FP32 = 4
+INT64 = 8
 MATRICES_OF_LAYER = 4  # two of attention, two of the MLP
 
 
@@ -80,7 +81,8 @@ class ParameterGroup:
 
 def group_parameters(plan: Plan) -> list[ParameterGroup]:
     """Parameters that all replicas hold, and those of experts, of which fewer ranks hold the same."""
-    shape, stage = plan.rank_shape, plan.stage
+    shape = plan.rank_shape
+    stage = plan.stage
     number = count_parameters(shape, stage)
     ranks = plan.sharding.ranks if plan.sharding else 1
     if shape.experts is None:
@@ -115,7 +117,8 @@ def per_parameter(category: str, name: str, each: int, number: int, ranks: int =
 
 def list_states(plan: Plan, processor: Processor | None) -> Iterator[LedgerRow]:
     """Rows of what lives from step to step: states, buffers of gradients, the batch and cuBLAS workspaces."""
-    optimizer, data = plan.args.optimizer, plan.args.data
+    optimizer = plan.args.optimizer
+    data = plan.args.data
     groups = group_parameters(plan)
     has_momentum = optimizer.sgd_momentum > 0
     is_sharded = plan.sharding is not None

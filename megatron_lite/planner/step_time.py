@@ -59,7 +59,10 @@ from megatron_lite.planner.traffic import (
 )
 from megatron_lite.units import count
 
-COMPUTE, MEMORY, LINK, WAIT = "compute", "memory", "link", "wait"
+COMPUTE = "compute"
+MEMORY = "memory"
+LINK = "link"
+WAIT = "wait"
 UPDATE = "gradients' norm, optimizer"
 BUBBLE = "pipeline bubble"
 TIED = "tied embedding's gradients"
@@ -73,7 +76,8 @@ LAYER_GROUPS = {
 }
 # Times forward's work. FlashAttention's backward pass has five products, of which one repeats forward's, where forward
 # has two (Dao 2023, FlashAttention-2, algorithm 2); with scores that are kept it has four.
-FUSED_ATTENTION, STORED_SCORES = 3.5, 3
+FUSED_ATTENTION = 3.5
+STORED_SCORES = 3
 
 
 @dataclass(frozen=True)
@@ -101,7 +105,8 @@ def predict_time(plan: Plan, processor: Processor) -> TimePrediction:
     others = 0.0
     for time, times in found:
         others += sum_micro_batches(time) * (times - 1 if time is slowest else times)
-    stages, chunks = plan.layout.pipeline, len(plan.stage.chunks)
+    stages = plan.layout.pipeline
+    chunks = len(plan.stage.chunks)
     formula = f"forward and backward of one of {passes} micro-batches on the other {stages - 1} of {stages} stages"
     formula += f", of one of {chunks} chunks" if chunks > 1 else ""
     # forward, gradients of inputs and of weights take as long each at best, and weights fill what two of them would wait
@@ -122,7 +127,8 @@ def sum_micro_batches(time: TimePrediction) -> float:
 def _cross_stages(exchanges: list[Exchange], members: Members, processor: Processor) -> Iterator[TimeRow]:
     """The way of one micro-batch's hidden states to the last stage, and of gradients back: what nothing can hide."""
     sent = next((one for one in exchanges if one.kind == SEND), None)
-    ms, words = 0.0, []
+    ms = 0.0
+    words = []
     # there and back: from node to node, and within them
     for hops, pair in ((2 * (members.nodes - 1), Members(2, 1)), (2 * (members.ranks - members.nodes), Members(2, 2))):
         route = find_route(SEND, pair, processor) if hops else None
@@ -186,7 +192,8 @@ def _list_step(plan: Plan) -> list[StepPart]:
 def _orthogonalize(plan: Plan) -> StepPart:
     """Muon's Newton-Schulz steps (optim/muon.py), in each of which an m x n matrix, m <= n, has products of m x m x n, m x m x m and
     m x m x n."""
-    shape, o = plan.rank_shape, plan.args.optimizer
+    shape = plan.rank_shape
+    o = plan.args.optimizer
     keys = shape.num_query_groups * shape.kv_channels
     attention = [(shape.attention_width, shape.hidden_size), (keys, shape.hidden_size), (keys, shape.hidden_size)]
     if not o.muon_split_qkv:
@@ -340,7 +347,9 @@ class _Work:
     @cached_property
     def expert_flops(self) -> int:
         """Forward of the linear maps of a layer with experts: of rows that pass this rank's experts, whosever tokens they are."""
-        shape, e, load = self.shape, self.shape.experts, self.load
+        shape = self.shape
+        e = self.shape.experts
+        load = self.load
         if e is None or load is None:
             return 0
         columns = shape.qkv_rows + shape.attention_width
@@ -472,7 +481,8 @@ def _time_layer_exchanges(
 ) -> Iterator[TimeRow]:
     """A row for each group. Within a layer only the product that a rank computes meanwhile can hide an exchange."""
     for group, name in LAYER_GROUPS.items():
-        ms, words = 0.0, []
+        ms = 0.0
+        words = []
         for one in exchanges:
             route = find_route(one.kind, members[group], processor) if one.group == group else None
             if route and (flop_s or not one.hidden_flops):
@@ -601,7 +611,8 @@ def _list_unknown_links(exchanges: list[Exchange], members: dict[str, Members], 
     kinds = dict.fromkeys((one.group, one.kind) for one in exchanges)
     unknown = dict.fromkeys(group for group, kind in kinds if find_route(kind, members[group], processor) is None)
     for group in unknown:
-        near, nodes = members[group].near, members[group].nodes
+        near = members[group].near
+        nodes = members[group].nodes
         what = f"what {group} parallel ranks exchange"
         if group in (DATA, EXPERT_DATA):
             what = "the gradients" if group == DATA else "the gradients of experts"

@@ -20,10 +20,17 @@ from megatron_lite.planner.expert_load import count_recomputed_experts, plan_exp
 from megatron_lite.planner.state_size import FP32, element_bytes, gradient_bytes, group_parameters
 from megatron_lite.units import count
 
-TENSOR, CONTEXT, DATA, PIPELINE = "tensor", "context", "data", "pipeline"  # parallel ranks, as in the report
+# parallel ranks, as in the report
+TENSOR = "tensor"
+CONTEXT = "context"
+DATA = "data"
+PIPELINE = "pipeline"
 EXPERT = "expert"  # ranks that together have all experts
 EXPERT_DATA = "expert data"  # ranks that hold the same part of the experts
-GATHER, SCATTER, REDUCE, SEND = "all-gather", "reduce-scatter", "all-reduce", "send"
+GATHER = "all-gather"
+SCATTER = "reduce-scatter"
+REDUCE = "all-reduce"
+SEND = "send"
 ALL_TO_ALL = "all-to-all"
 
 
@@ -112,7 +119,8 @@ def find_route(kind: str, members: Members, processor: Processor) -> Route | Non
         return None
     if kind == SEND:
         return Route(processor.network_gb_s, 1.0, f"over the network at {processor.network_gb_s:g} GB/s")
-    times, nodes = (2 if kind == REDUCE else 1), members.nodes
+    times = 2 if kind == REDUCE else 1
+    nodes = members.nodes
     share = times * (nodes - 1) / nodes / members.near
     each = f"{'2 x ' if times > 1 else ''}{nodes - 1}/{nodes}{f'/{members.near}' if members.near > 1 else ''}"
     far = Route(
@@ -196,7 +204,8 @@ def compute_hidden_bytes(shape: ModelShape, sequences: int, precision: str) -> i
 def _split_layers(plan: Plan) -> Iterator[Exchange]:
     """Sums over tensor parallel ranks behind attention and MLP, and of gradients before them; where ranks share out the tokens,
     these are gathered and scattered instead."""
-    shape, stage = plan.rank_shape, plan.stage
+    shape = plan.rank_shape
+    stage = plan.stage
     passes = plan.batch.final // plan.samples_per_pass
     layers = len(stage.layers)
     again = plan.recomputed_layers
@@ -261,8 +270,10 @@ def _gather_query_groups(plan: Plan, layers: int, again: int) -> Iterator[Exchan
 
 def _gather_sequences(plan: Plan) -> Iterator[Exchange]:
     """Keys and values of whole sequences for attention, and their gradients back."""
-    shape, layers = plan.rank_shape, len(plan.stage.layers)
-    passes, again = plan.batch.final // plan.samples_per_pass, plan.recomputed_layers
+    shape = plan.rank_shape
+    layers = len(plan.stage.layers)
+    passes = plan.batch.final // plan.samples_per_pass
+    again = plan.recomputed_layers
     tokens = plan.args.training.micro_batch_size * plan.shape.seq_length
     num_bytes = 2 * tokens * shape.num_query_groups * shape.kv_channels * element_bytes(plan.precision)
     yield Exchange(CONTEXT, GATHER, "keys and values", num_bytes, passes * (layers + again))
@@ -313,8 +324,11 @@ def _share_expert_gradients(plan: Plan) -> Iterator[Exchange]:
 
 def _hand_on(plan: Plan) -> Iterator[Exchange]:
     """Hidden states to the next stage, gradients to the one before, and the gradients of an embedding that both ends have."""
-    layout, stage, passes = plan.layout, plan.stage, plan.batch.final // plan.samples_per_pass
-    chunks, sequences = len(stage.chunks), plan.args.training.micro_batch_size
+    layout = plan.layout
+    stage = plan.stage
+    passes = plan.batch.final // plan.samples_per_pass
+    chunks = len(stage.chunks)
+    sequences = plan.args.training.micro_batch_size
     num_bytes = compute_hidden_bytes(plan.rank_shape, sequences, plan.precision)
     num_bytes //= layout.tensor if layout.sequence_parallel else 1
     # the last chunk has nobody to send to, nor has the first chunk's gradient
@@ -332,7 +346,8 @@ def _hand_on(plan: Plan) -> Iterator[Exchange]:
 def _share_gradients(plan: Plan) -> Iterator[Exchange]:
     """Of data and context parallel ranks: sums of gradients, and what they gather of weights that they share out."""
     group, *_ = group_parameters(plan)
-    number, shared = group.number, plan.sharding
+    number = group.number
+    shared = plan.sharding
     num_bytes = number * gradient_bytes(plan.precision, plan.fp32_gradients)
     if shared is None:
         yield Exchange(DATA, REDUCE, "gradients", num_bytes, 1)

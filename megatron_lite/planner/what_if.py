@@ -44,7 +44,8 @@ class ChangedPlan:
     @property
     def words(self) -> str:
         """'--bf16 instead of --fp16', 'without --fp16', '' for no change."""
-        added, dropped = " ".join(self.add), " ".join(self.drop)
+        added = " ".join(self.add)
+        dropped = " ".join(self.drop)
         if added and dropped:
             return f"{added} instead of {dropped}"
         if added or not dropped:
@@ -76,7 +77,8 @@ def change_plan(plan: Plan, changes: Changes) -> ChangedPlan | None:
     args = build(Args, before | changes)
     if any(mistake for rule in RULES for mistake in rule(args, plan.world)):
         return None
-    add, drop = [], []
+    add = []
+    drop = []
     for name, value in changes.items():
         flag = FLAGS[name]
         if not _is_left_out(flag, value):
@@ -305,7 +307,8 @@ def _find_smaller_training(target: _Target, least: Variant, shared: Changes) -> 
 
 def _list_smaller_trainings(target: _Target) -> Iterator[Changes]:
     """Changes of precision, then shorter and shorter sequences."""
-    plan, has_bf16 = target.plan, target.processor.bf16
+    plan = target.plan
+    has_bf16 = target.processor.bf16
     if plan.precision == "fp32":
         yield PRECISIONS["bf16" if has_bf16 else "fp16"] | SUMS_AS_USUAL
     if plan.precision == "fp32" and has_bf16:

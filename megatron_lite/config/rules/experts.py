@@ -11,7 +11,8 @@ from megatron_lite.config.world import World
 
 def expert_rules(args: Args, world: World) -> Iterator[str]:
     """Mistakes among the flags of experts."""
-    e, p = args.experts, args.parallel
+    e = args.experts
+    p = args.parallel
     if e.num_experts is None:
         if p.expert_model_parallel_size > 1:
             yield f"--expert-model-parallel-size {p.expert_model_parallel_size} needs --num-experts; give it, or drop this."
@@ -24,7 +25,8 @@ def expert_rules(args: Args, world: World) -> Iterator[str]:
 
 def _check_model(args: Args) -> Iterator[str]:
     """What a model with experts cannot be."""
-    e, m = args.experts, args.model
+    e = args.experts
+    m = args.model
     number = f"--num-experts {e.num_experts}"
     if m.model is not None:
         yield f"--model {m.model} and {number} exclude each other: the latter is of the built-in GPT; drop one of them."
@@ -57,7 +59,8 @@ def _check_router(e: ExpertArgs) -> Iterator[str]:
         yield "--moe-router-enable-expert-bias needs --moe-router-score-function sigmoid; give it, or drop this."
     if e.moe_apply_probs_on_input and e.moe_router_topk != 1:
         yield f"--moe-apply-probs-on-input needs --moe-router-topk 1, not {e.moe_router_topk}; change one of them."
-    groups, chosen = e.moe_router_num_groups, e.moe_router_group_topk
+    groups = e.moe_router_num_groups
+    chosen = e.moe_router_group_topk
     if (groups is None) != (chosen is None):
         given = "--moe-router-num-groups" if chosen is None else "--moe-router-group-topk"
         lacking = "--moe-router-group-topk" if chosen is None else "--moe-router-num-groups"
@@ -85,7 +88,8 @@ def _check_groups(e: ExpertArgs, groups: int, chosen: int) -> Iterator[str]:
 def _check_balancing(args: Args) -> Iterator[str]:
     """Mistakes among losses that balance experts."""
     e = args.experts
-    kinds, factors = e.moe_router_load_balancing_type, e.moe_aux_loss_coeff
+    kinds = e.moe_router_load_balancing_type
+    factors = e.moe_aux_loss_coeff
     unknown = [kind for kind in kinds if kind not in BALANCING_KINDS]
     if unknown:
         known = ", ".join(BALANCING_KINDS)
@@ -109,10 +113,13 @@ def _check_balancing(args: Args) -> Iterator[str]:
 
 def _check_ranks(args: Args, world: World) -> Iterator[str]:
     """Mistakes among ranks that have some of the experts each."""
-    e, p = args.experts, args.parallel
-    experts, size = e.num_experts or 1, p.expert_model_parallel_size
+    e = args.experts
+    p = args.parallel
+    experts = e.num_experts or 1
+    size = p.expert_model_parallel_size
     name = f"--expert-model-parallel-size {size}"
-    tensor, context = max(p.tensor_model_parallel_size, 1), max(p.context_parallel_size, 1)
+    tensor = max(p.tensor_model_parallel_size, 1)
+    context = max(p.context_parallel_size, 1)
     stages = max(p.pipeline_model_parallel_size, 1)
     split = p.expert_tensor_parallel_size or tensor
     if size < 1 or split < 1:

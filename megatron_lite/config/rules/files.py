@@ -13,7 +13,11 @@ from megatron_lite.machine import find_missing_compiler
 
 def file_rules(args: Args, world: World) -> Iterator[str]:
     """Files that cannot be read and folders that cannot be written."""
-    d, c, w, p, t = args.data, args.checkpoint, args.watch, args.profile, args.training
+    d = args.data
+    c = args.checkpoint
+    w = args.watch
+    p = args.profile
+    t = args.training
     if (d.tokenizer_type or TOKENIZER) == "GPT2BPETokenizer":
         yield from _check_readable("--vocab-file", d.vocab_file)
         yield from _check_readable("--merge-file", d.merge_file)

@@ -10,7 +10,8 @@ NAME = "--multi-latent-attention"
 
 def latent_rules(args: Args, world: World) -> Iterator[str]:
     """Mistakes among the flags of latent attention."""
-    m, latent = args.model, args.latent
+    m = args.model
+    latent = args.latent
     if not latent.multi_latent_attention:
         if latent.rope_type == "yarn":
             yield f"--rope-type yarn needs {NAME}, as in Megatron-LM; give --position-embedding-type yarn instead."
@@ -41,7 +42,8 @@ def latent_rules(args: Args, world: World) -> Iterator[str]:
 
 def _check_rotation(args: Args) -> Iterator[str]:
     """Mistakes among the channels that rotate."""
-    share, width = args.model.rotary_percent, args.latent.qk_pos_emb_head_dim
+    share = args.model.rotary_percent
+    width = args.latent.qk_pos_emb_head_dim
     given = f"--rotary-percent {share:g}"
     if args.latent.rope_type != "rope" and share != 1:
         yield f"{given} with {NAME} needs --rope-type rope: YaRN turns all of its channels; change one of them."

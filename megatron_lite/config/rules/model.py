@@ -16,7 +16,9 @@ def model_rules(args: Args, world: World) -> Iterator[str]:
     yield from _check_custom_model(args)
     if args.model.use_mup and args.experts.num_experts is not None:
         yield "--use-mup and --num-experts exclude each other: its rules for experts are not built; drop one of them."
-    m, p, heads = args.model, args.precision, args.model.num_attention_heads
+    m = args.model
+    p = args.precision
+    heads = args.model.num_attention_heads
     if m.hidden_size and heads and heads > 0:
         given = f"--num-attention-heads {heads}"
         if m.kv_channels is None and m.hidden_size % heads:
@@ -26,7 +28,9 @@ def model_rules(args: Args, world: World) -> Iterator[str]:
     yield from _check_positions(args)
     yield from _check_window(args)
     # what torch's kernels cannot do whatever the sizes; the rest shows when torch is asked
-    kind, backend, gpu = m.attention_backend, f"--attention-backend {m.attention_backend}", bool(world.gpus)
+    kind = m.attention_backend
+    backend = f"--attention-backend {m.attention_backend}"
+    gpu = bool(world.gpus)
     if kind == "fused" and not gpu:
         yield f"{backend} is cuDNN's, which needs a GPU and this machine shows none; use --attention-backend auto."
     elif kind in ("flash", "fused") and gpu and not (p.fp16 or p.bf16):
@@ -57,11 +61,13 @@ def model_rules(args: Args, world: World) -> Iterator[str]:
 
 def _check_tensors(args: Args) -> Iterator[str]:
     """Tensors that would have too many elements."""
-    m, micro_batch = args.model, max(args.training.micro_batch_size or 1, 1)
+    m = args.model
+    micro_batch = max(args.training.micro_batch_size or 1, 1)
     needed = (m.hidden_size, m.num_attention_heads, m.seq_length, m.make_vocab_size_divisible_by)
     if any(size is None or size < 1 for size in needed):
         return
-    hidden, heads = m.hidden_size, m.num_attention_heads
+    hidden = m.hidden_size
+    heads = m.num_attention_heads
     vocabulary = m.padded_vocab_size or max(args.data.vocab_size or 1, m.make_vocab_size_divisible_by)
     widths = {
         "--ffn-hidden-size": 2 * (m.ffn_hidden_size or 4 * hidden),
@@ -82,7 +88,8 @@ def _check_tensors(args: Args) -> Iterator[str]:
 
 def _check_window(args: Args) -> Iterator[str]:
     """Mistakes among windows of attention."""
-    m, context = args.model, args.parallel.context_parallel_size
+    m = args.model
+    context = args.parallel.context_parallel_size
     if m.window_size is None:
         return
     shown = f"--window-size {m.window_size}"
@@ -100,7 +107,8 @@ def _check_window(args: Args) -> Iterator[str]:
 
 def _list_latent_widths(latent: LatentArgs, heads: int) -> dict[str, int]:
     """Columns of latent attention's tensors, by the flag that decides them."""
-    own, rotated = latent.qk_head_dim, latent.qk_pos_emb_head_dim
+    own = latent.qk_head_dim
+    rotated = latent.qk_pos_emb_head_dim
     return {
         "--q-lora-rank": latent.q_lora_rank or 0,
         "--kv-lora-rank": latent.kv_lora_rank + rotated,
@@ -111,7 +119,8 @@ def _list_latent_widths(latent: LatentArgs, heads: int) -> dict[str, int]:
 
 
 def _check_positions(args: Args) -> Iterator[str]:
-    m, positions = args.model, args.model.max_position_embeddings
+    m = args.model
+    positions = args.model.max_position_embeddings
     if not m.add_position_embedding and m.position_embedding_type not in ("rope", "yarn"):
         yield "--no-position-embedding is taken with rope only, as in Megatron-LM; write --position-embedding-type none instead."
         return
@@ -143,7 +152,8 @@ def _check_positions(args: Args) -> Iterator[str]:
 
 def _check_custom_model(args: Args) -> Iterator[str]:
     """Flags that --model rules out, as they are made for the built-in GPT."""
-    m, p = args.model, args.parallel
+    m = args.model
+    p = args.parallel
     given = {
         f"--tensor-model-parallel-size {p.tensor_model_parallel_size}": p.tensor_model_parallel_size > 1,
         f"--context-parallel-size {p.context_parallel_size}": p.context_parallel_size > 1,

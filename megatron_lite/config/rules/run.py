@@ -58,8 +58,10 @@ def rank_rules(args: Args, world: World) -> Iterator[str]:
 
 def _check_context_exchange(args: Args) -> Iterator[str]:
     """Mistakes among the ways in which context parallel ranks are to exchange, which Megatron-LM stops at, too."""
-    p, layers = args.parallel, args.model.num_layers or 1
-    kinds, sizes = p.cp_comm_type, p.hierarchical_context_parallel_sizes
+    p = args.parallel
+    layers = args.model.num_layers or 1
+    kinds = p.cp_comm_type
+    sizes = p.hierarchical_context_parallel_sizes
     shown = f"--hierarchical-context-parallel-sizes {' '.join(map(str, sizes))}"
     if sizes and math.prod(sizes) != p.context_parallel_size:
         yield f"{shown}: their product must be --context-parallel-size {p.context_parallel_size}; change one of them."
@@ -80,7 +82,8 @@ def _check_shares(args: Args, world: World) -> Iterator[str]:
 
 def _check_tensor_parallel(args: Args, world: World) -> Iterator[str]:
     """Mistakes among what tensor parallel ranks are to split."""
-    m, size = args.model, args.parallel.tensor_model_parallel_size
+    m = args.model
+    size = args.parallel.tensor_model_parallel_size
     name = f"--tensor-model-parallel-size {size}"
     if world.size % size:
         yield f"{name}: does not divide the number of ranks, {world.size}; start a multiple of {size}, or change it."
@@ -89,7 +92,9 @@ def _check_tensor_parallel(args: Args, world: World) -> Iterator[str]:
     given = "num-query-groups" if m.group_query_attention else "num-attention-heads"
     heads = m.num_attention_heads
     if 0 < groups < size and size % groups == 0:  # ranks share them
-        given, groups, sharing = "num-attention-heads", heads, size // groups
+        sharing = size // groups
+        given = "num-attention-heads"
+        groups = heads
         width = m.kv_channels or m.hidden_size // max(heads, 1)
         if 2 * width % sharing:
             yield f"{name}: {sharing} ranks cannot share a query group of heads of {width} channels; change --num-query-groups."
@@ -106,11 +111,9 @@ def _check_tensor_parallel(args: Args, world: World) -> Iterator[str]:
 
 def _check_context_parallel(args: Args, world: World) -> Iterator[str]:
     """Mistakes among what context parallel ranks are to share out."""
-    size, length, tensor = (
-        args.parallel.context_parallel_size,
-        args.model.seq_length,
-        args.parallel.tensor_model_parallel_size,
-    )
+    size = args.parallel.context_parallel_size
+    length = args.model.seq_length
+    tensor = args.parallel.tensor_model_parallel_size
     name = f"--context-parallel-size {size}"
     if world.size % (size * max(tensor, 1)):
         ranks = f"times --tensor-model-parallel-size {tensor}: does not divide the number of ranks, {world.size}"
@@ -137,7 +140,8 @@ def _refuse_chunks_of_one_stage(p: ParallelArgs) -> Iterator[str]:
 
 def _check_pipeline_parallel(args: Args, world: World) -> Iterator[str]:
     """Mistakes among stages, and the layers that they are to share out."""
-    p, layers = args.parallel, args.model.num_layers
+    p = args.parallel
+    layers = args.model.num_layers
     stages = p.pipeline_model_parallel_size
     if stages <= 1:
         yield from _refuse_chunks_of_one_stage(p)
@@ -183,10 +187,12 @@ def _list_accounted(p: ParallelArgs) -> list[str]:
 
 def _find_wrong_shares(p: ParallelArgs, layers: int) -> str | None:
     """What is wrong with the flags that share out layers among stages and their chunks; None if they fit together."""
-    given, accounted = _list_sizes_of_ends(p), _list_accounted(p)
+    given = _list_sizes_of_ends(p)
+    accounted = _list_accounted(p)
     if p.pipeline_model_parallel_layout is not None:
         return _find_wrong_layout(p, layers)
-    of_layers, of_chunks = p.num_layers_per_virtual_pipeline_stage, p.num_virtual_stages_per_pipeline_rank
+    of_layers = p.num_layers_per_virtual_pipeline_stage
+    of_chunks = p.num_virtual_stages_per_pipeline_rank
     each = f"--num-layers-per-virtual-pipeline-stage {of_layers}"
     if given and accounted:
         return f"{next(iter(given))} and {accounted[0]} exclude each other; drop one of them."
@@ -196,7 +202,8 @@ def _find_wrong_shares(p: ParallelArgs, layers: int) -> str | None:
         return (
             f"{each} and {next(iter(given))} exclude each other; give --num-virtual-stages-per-pipeline-rank instead."
         )
-    stages, shared = p.pipeline_model_parallel_size, layers + sum(count_accounted(p))
+    stages = p.pipeline_model_parallel_size
+    shared = layers + sum(count_accounted(p))
     counts = _count_whole_stages(p, layers)
     if sum(counts) != shared or min(counts) < 1:
         left = f" without the {sum(given.values())} of {' and '.join(given)}" if given else ""
@@ -213,8 +220,10 @@ def _find_wrong_shares(p: ParallelArgs, layers: int) -> str | None:
 
 def _count_whole_stages(p: ParallelArgs, layers: int) -> list[int]:
     """Numbers of layers of each stage before they are cut into chunks, the embedding and the loss counted where they count."""
-    stages, given = p.pipeline_model_parallel_size, _list_sizes_of_ends(p)
-    first, last = p.decoder_first_pipeline_num_layers, p.decoder_last_pipeline_num_layers
+    stages = p.pipeline_model_parallel_size
+    given = _list_sizes_of_ends(p)
+    first = p.decoder_first_pipeline_num_layers
+    last = p.decoder_last_pipeline_num_layers
     shared = layers + sum(count_accounted(p)) - sum(given.values())
     each = shared // max(stages - len(given), 1)
     return [each if first is None else first, *[each] * (stages - 2), each if last is None else last]
@@ -222,10 +231,8 @@ def _count_whole_stages(p: ParallelArgs, layers: int) -> list[int]:
 
 def _find_wrong_layout(p: ParallelArgs, layers: int) -> str | None:
     """What is wrong with --pipeline-model-parallel-layout; None if nothing is."""
-    stages, name = (
-        p.pipeline_model_parallel_size,
-        f"--pipeline-model-parallel-layout {p.pipeline_model_parallel_layout}",
-    )
+    stages = p.pipeline_model_parallel_size
+    name = f"--pipeline-model-parallel-layout {p.pipeline_model_parallel_layout}"
     others = [
         *(["--num-layers-per-virtual-pipeline-stage"] if p.num_layers_per_virtual_pipeline_stage is not None else []),
         *(["--num-virtual-stages-per-pipeline-rank"] if p.num_virtual_stages_per_pipeline_rank is not None else []),
@@ -282,8 +289,10 @@ def _list_batches(training: TrainingArgs, one_pass: int, seq_length: int) -> Ite
 
 def _check_batch_of_chunks(args: Args, world: World) -> Iterator[str]:
     """Stages of several chunks take a group of micro-batches at once; the last group of a step must fill all stages, too."""
-    training, p = args.training, args.parallel
-    stages, group = p.pipeline_model_parallel_size, p.microbatch_group_size_per_virtual_pipeline_stage
+    training = args.training
+    p = args.parallel
+    stages = p.pipeline_model_parallel_size
+    group = p.microbatch_group_size_per_virtual_pipeline_stage
     one_pass = training.micro_batch_size * count_data_ranks(p, world)
     if one_pass <= 0:
         return
@@ -334,7 +343,8 @@ def _check_split_backward(args: Args) -> Iterator[str]:
 
 def data_rules(args: Args, world: World) -> Iterator[str]:
     """Mistakes among data sources and tokenizers (whether files exist is asked elsewhere)."""
-    d, skip_train = args.data, args.training.skip_train
+    d = args.data
+    skip_train = args.training.skip_train
     named = [dashed(name) for name in SOURCES if getattr(d, name)]  # data comes from one place
     of_splits = [flag for flag in named if flag in OF_SPLITS]
     given = [flag for flag in named if flag not in of_splits[1:]]
@@ -404,8 +414,10 @@ def _check_tokenizer(d: DataArgs) -> Iterator[str]:
 
 def watch_rules(args: Args, world: World) -> Iterator[str]:
     """Mistakes among intervals and checkpoints."""
-    w, c = args.watch, args.checkpoint
-    memory, log = w.log_memory_interval, w.log_interval
+    w = args.watch
+    c = args.checkpoint
+    memory = w.log_memory_interval
+    log = w.log_interval
     if memory is not None and (memory < 1 or memory % max(log, 1)):
         yield f"--log-memory-interval {memory}: must be a multiple of --log-interval {log}."
     if c.save_retain_interval is not None and c.save_interval and c.save_retain_interval % c.save_interval:

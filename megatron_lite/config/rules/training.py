@@ -14,7 +14,8 @@ MAX_SAMPLES = 2**53
 
 def training_rules(args: Args, world: World) -> Iterator[str]:
     """Mistakes among batch sizes, run length and exits."""
-    t, w = args.training, args.watch
+    t = args.training
+    w = args.watch
     if t.train_iters is not None and t.train_samples is not None:
         yield f"--train-iters {t.train_iters} and --train-samples {t.train_samples} exclude each other; keep one."
     if t.train_iters is None and t.train_samples is None:
@@ -57,9 +58,11 @@ def _check_evaluation_batches(args: Args, data_ranks: int, per_pass: int) -> Ite
     """Mistakes among the batches of evaluations. The arguments are those of _check_batches."""
     t = args.training
     evaluated = t.eval_global_batch_size
-    name, micro_batch = "--micro-batch-size", t.micro_batch_size or 1
+    name = "--micro-batch-size"
+    micro_batch = t.micro_batch_size or 1
     if t.eval_micro_batch_size is not None:
-        name, micro_batch = "--eval-micro-batch-size", t.eval_micro_batch_size
+        name = "--eval-micro-batch-size"
+        micro_batch = t.eval_micro_batch_size
         # Megatron-LM's --global-batch-size is one pass where a schedule stands in its place
         usual = per_pass if t.step_batch_size_schedule is not None else t.global_batch_size or per_pass
     else:
@@ -99,7 +102,8 @@ def _check_rampup(args: Args, per_pass: int, parts: str) -> Iterator[str]:
         return
     if t.train_samples is None:
         yield f"{shown} counts samples; give --train-samples instead of --train-iters."
-    (start, increment, _), final = t.rampup_batch_size, t.global_batch_size
+    start, increment, _ = t.rampup_batch_size
+    final = t.global_batch_size
     if final is None:
         yield f"{shown} needs --global-batch-size, the size to grow to."
     elif start > final or (final - start) % increment:
@@ -134,7 +138,8 @@ def optimizer_rules(args: Args, world: World) -> Iterator[str]:
     if o.optimizer == "muon":
         yield from _check_muon(args)
     yield from _check_schedule(args)
-    start, end = o.start_weight_decay, o.end_weight_decay
+    start = o.start_weight_decay
+    end = o.end_weight_decay
     both = "--start-weight-decay and --end-weight-decay"
     if o.weight_decay_incr_style == "constant":
         if start is not None or end is not None:
@@ -149,7 +154,8 @@ def optimizer_rules(args: Args, world: World) -> Iterator[str]:
 
 def _check_muon(args: Args) -> Iterator[str]:
     """What Muon does not go with: it takes whole matrices, in fp32 or bf16."""
-    p, name = args.parallel, "--optimizer muon"
+    p = args.parallel
+    name = "--optimizer muon"
     tensor = p.tensor_model_parallel_size
     if args.precision.fp16:
         yield f"{name} and --fp16 exclude each other, as in Megatron-LM; give --bf16."
@@ -169,14 +175,17 @@ def _check_muon(args: Args) -> Iterator[str]:
 
 def _check_schedule(args: Args) -> Iterator[str]:
     """Lengths of the decay, the warm-up and WSD's last phase: in the unit of the run's length, and each within the decay."""
-    o, t = args.optimizer, args.training
+    o = args.optimizer
+    t = args.training
     units = {"iters": t.train_iters, "samples": t.train_samples}
     for unit, other in (("iters", "samples"), ("samples", "iters")):
         for name in ("lr_decay", "lr_warmup", "lr_wsd_decay"):
-            value, flag = getattr(o, f"{name}_{unit}"), f"--{name.replace('_', '-')}"
+            value = getattr(o, f"{name}_{unit}")
+            flag = f"--{name.replace('_', '-')}"
             if value and units[unit] is None and units[other] is not None:
                 yield f"{flag}-{unit} {value} does not go with --train-{other}; use {flag}-{other}."
-        warmup, decay = getattr(o, f"lr_warmup_{unit}"), getattr(o, f"lr_decay_{unit}") or units[unit]
+        warmup = getattr(o, f"lr_warmup_{unit}")
+        decay = getattr(o, f"lr_decay_{unit}") or units[unit]
         if o.lr_warmup_fraction is not None and warmup:
             yield f"--lr-warmup-fraction and --lr-warmup-{unit} {warmup} exclude each other; keep one."
         if decay and warmup and warmup >= decay:
@@ -184,7 +193,8 @@ def _check_schedule(args: Args) -> Iterator[str]:
             yield f"--lr-warmup-{unit} {warmup} {leaves}; lower it, or raise --lr-decay-{unit}."
     if o.lr_decay_style == "WSD":
         unit = "iters" if t.train_samples is None else "samples"
-        last, decay = getattr(o, f"lr_wsd_decay_{unit}"), getattr(o, f"lr_decay_{unit}") or units[unit]
+        last = getattr(o, f"lr_wsd_decay_{unit}")
+        decay = getattr(o, f"lr_decay_{unit}") or units[unit]
         if last is None:
             yield f"--lr-decay-style WSD needs --lr-wsd-decay-{unit}, the length of its last phase; add it."
         elif decay and last > decay:
