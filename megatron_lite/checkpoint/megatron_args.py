@@ -36,6 +36,27 @@ SAME_NAME = [
     "attention_dropout",
     "init_method_std",
 ]
+# fields of ExpertShape, but for those of layers and of losses that balance experts
+EXPERT_ARGUMENTS = {
+    "number": "num_experts",
+    "topk": "moe_router_topk",
+    "ffn_hidden_size": "moe_ffn_hidden_size",
+    "shared_ffn_hidden_size": "moe_shared_expert_intermediate_size",
+    "shared_gate": "moe_shared_expert_gate",
+    "score_function": "moe_router_score_function",
+    "pre_softmax": "moe_router_pre_softmax",
+    "scaling_factor": "moe_router_topk_scaling_factor",
+    "groups": "moe_router_num_groups",
+    "group_topk": "moe_router_group_topk",
+    "router_dtype": "moe_router_dtype",
+    "expert_bias": "moe_router_enable_expert_bias",
+    "z_loss_coeff": "moe_z_loss_coeff",
+    "input_jitter": "moe_input_jitter_eps",
+    "forced_balance": "moe_router_force_load_balancing",
+    "capacity_factor": "moe_expert_capacity_factor",
+    "drop_policy": "moe_token_drop_policy",
+    "probs_on_input": "moe_apply_probs_on_input",
+}
 SCHEDULE = {
     "style": "lr_decay_style",
     "peak": "max_lr",
@@ -52,6 +73,7 @@ STYLES = {"constant", "linear", "cosine", "inverse-square-root", "WSD"}
 OTHER_NAMES = {
     "norm_epsilon": ("layernorm_epsilon",),
     "tensor_model_parallel_size": ("model_parallel_size",),
+    "num_experts": ("num_moe_experts",),
     "apply_layernorm_1p": ("layernorm_zero_centered_gamma",),
 }
 POSITIONS = ("learned_absolute", "rope", "yarn", "none")
@@ -176,7 +198,7 @@ class MegatronArgs:
         shape["query_key_layer_scaling"] = given("apply_query_key_layer_scaling", False)
         shape["softmax_in_fp32"] = given("attention_softmax_in_fp32", False)
         shape |= self._read_latent() if given("multi_latent_attention", False) else self._read_rotary_scaling(positions)
-        shape["experts"] = self._read_experts(shape)
+        shape["experts"] = self._read_experts()
         shape |= self._read_window(given("num_layers", 1))
         if given("use_mup", False):
             hidden = given("hidden_size", 0)
@@ -287,44 +309,29 @@ class MegatronArgs:
             return "gelu_tanh"  # fused: the one place where Megatron uses the tanh formula
         return "gelu_erf"
 
-    def _read_experts(self, shape: ShapeFields) -> ShapeFields | None:
+    def _read_experts(self) -> ShapeFields | None:
         """Fields of ExpertShape; None of a dense model.
-
-        Args:
-            shape: Fields of ModelShape so far.
 
         Raises:
             ValueError: Layers with experts follow a pattern that is no pattern.
         """
         given = self.given
-        number = given("num_experts", given("num_moe_experts", 0))
-        if not number:
+        if not given("num_experts", 0):
             return None
-        frequency = given("moe_layer_freq", 1)
+        # where older files say nothing of a field without a default
+        usual: dict[str, object] = {"topk": 2, "ffn_hidden_size": given("ffn_hidden_size", 0)}
+        fields: ShapeFields = {}
+        for field in dataclasses.fields(ExpertShape):
+            if field.name in EXPERT_ARGUMENTS:
+                fields[field.name] = given(EXPERT_ARGUMENTS[field.name], usual.get(field.name, field.default))
         kinds = _as_list(given("moe_router_load_balancing_type", "aux_loss"))
         factors = _as_list(given("moe_aux_loss_coeff", 0.0))
-        losses = [[kind, factor] for kind, factor in zip(kinds, factors) if kind in BALANCING_LOSSES and factor]
-        experts = ExpertShape(
-            number=number,
-            layers=parse_expert_layers(str(frequency), given("num_layers", 0)),
-            topk=given("moe_router_topk", 2),
-            ffn_hidden_size=given("moe_ffn_hidden_size", given("ffn_hidden_size", 0)),
-            shared_ffn_hidden_size=given("moe_shared_expert_intermediate_size", 0),
-            shared_gate=given("moe_shared_expert_gate", False),
-            score_function=given("moe_router_score_function", "softmax"),
-            pre_softmax=given("moe_router_pre_softmax", False),
-            scaling_factor=given("moe_router_topk_scaling_factor", None),
-            groups=given("moe_router_num_groups", None),
-            group_topk=given("moe_router_group_topk", None),
-            router_dtype=given("moe_router_dtype", None),
-            expert_bias=given("moe_router_enable_expert_bias", False),
-            sinkhorn=SINKHORN in kinds,
-            z_loss_coeff=given("moe_z_loss_coeff", None),
-            capacity_factor=given("moe_expert_capacity_factor", None),
-            drop_policy=given("moe_token_drop_policy", "probs"),
-            probs_on_input=given("moe_apply_probs_on_input", False),
-        )
-        return dataclasses.asdict(experts) | {"balancing": losses}
+        fields["layers"] = parse_expert_layers(str(given("moe_layer_freq", 1)), given("num_layers", 0))
+        fields["sinkhorn"] = SINKHORN in kinds
+        fields["balancing"] = [
+            [kind, factor] for kind, factor in zip(kinds, factors) if kind in BALANCING_LOSSES and factor
+        ]
+        return fields
 
     def consumed(self, iteration: int) -> int:
         """Samples drawn until the end of this iteration."""
@@ -363,23 +370,56 @@ def _as_list(value: object) -> list[object]:
     return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
+def name_experts(experts: ExpertShape) -> dict[str, object]:
+    """Arguments of Megatron-LM, by name, for a mixture of experts: lists for layers and for losses that balance it."""
+    losses = experts.balancing or ((SINKHORN if experts.sinkhorn else "none", 0.0),)
+    return {
+        **{argument: getattr(experts, field) for field, argument in EXPERT_ARGUMENTS.items()},
+        "moe_shared_expert_intermediate_size": experts.shared_ffn_hidden_size or None,
+        "moe_layer_freq": [int(has_experts) for has_experts in experts.layers],
+        "moe_router_load_balancing_type": [kind for kind, _ in losses],
+        "moe_aux_loss_coeff": [coeff for _, coeff in losses],
+    }
+
+
 def _write_experts(experts: ExpertShape | None, arguments: Mapping[str, object]) -> dict[str, object]:
-    """The arguments of a mixture of experts, in the values that Megatron's parser gives them; {} of a dense model."""
+    """The arguments of a mixture of experts, in the values that Megatron's parser gives them; {} of a dense model.
+
+    Args:
+        experts: The model's.
+        arguments: Flags by name, as typed.
+    """
     if experts is None:
         return {}
+    derived = name_experts(experts)
     frequency = str(arguments.get("moe_layer_freq", "1")).strip()
-    derived: dict[str, object] = {
-        "num_experts": experts.number,
-        "moe_layer_freq": int(frequency) if frequency.isdigit() else [int(one) for one in experts.layers],
-        "moe_ffn_hidden_size": experts.ffn_hidden_size,
-        "expert_model_parallel_size": 1,
-        "expert_tensor_parallel_size": 1,
-    }
+    if frequency.isdigit():
+        derived["moe_layer_freq"] = int(frequency)
     for name in ("moe_router_load_balancing_type", "moe_aux_loss_coeff"):
-        values = _as_list(arguments.get(name, ()))
-        if len(values) == 1:
-            derived[name] = values[0]
+        values = _as_list(arguments.get(name, derived[name]))
+        derived[name] = values[0] if len(values) == 1 else values
+    derived["expert_model_parallel_size"] = 1
+    derived["expert_tensor_parallel_size"] = 1
     return derived
+
+
+def name_latent(s: ModelShape) -> dict[str, object]:
+    """Arguments of Megatron-LM, by name, for latent attention and its rotary frequencies; {} of another attention."""
+    if s.latent is None:
+        return {}
+    sizes = dataclasses.asdict(s.latent)
+    return {
+        "multi_latent_attention": True,
+        "rotary_scaling_factor": sizes.pop("scaling_factor"),
+        **sizes,
+        "rope_type": "rope" if s.yarn_scaling_factor is None else "yarn",
+        "original_max_position_embeddings": s.yarn_original_max_position_embeddings,
+        "beta_fast": s.yarn_beta_fast,
+        "beta_slow": s.yarn_beta_slow,
+        "mscale": s.yarn_mscale,
+        # its channels turn as neighbors in any case
+        "rotary_interleaved": False,
+    }
 
 
 def _write_latent(s: ModelShape, arguments: Mapping[str, object]) -> dict[str, object]:
@@ -391,19 +431,9 @@ def _write_latent(s: ModelShape, arguments: Mapping[str, object]) -> dict[str, o
     """
     if s.latent is None:
         return {}
-    sizes = dataclasses.asdict(s.latent)
     return {
-        "multi_latent_attention": True,
-        "rotary_scaling_factor": sizes.pop("scaling_factor"),
-        **sizes,
+        **name_latent(s),
         "kv_channels": arguments.get("kv_channels") or s.hidden_size // s.num_attention_heads,
-        # its channels turn as neighbors in any case
-        "rotary_interleaved": False,
-        "rope_type": "rope" if s.yarn_scaling_factor is None else "yarn",
-        "original_max_position_embeddings": s.yarn_original_max_position_embeddings,
-        "beta_fast": s.yarn_beta_fast,
-        "beta_slow": s.yarn_beta_slow,
-        "mscale": s.yarn_mscale,
         "position_embedding_type": s.position_embedding,
         "use_rope_scaling": False,
     }

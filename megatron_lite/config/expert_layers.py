@@ -1,6 +1,8 @@
 """Which layers of a model have experts, and which a window of attention: --moe-layer-freq, --window-attn-skip-freq."""
 
 import ast
+import itertools
+from collections.abc import Iterable
 
 MAX_LAYERS = 100_000
 
@@ -20,6 +22,12 @@ def parse_expert_layers(frequency: str, num_layers: int) -> tuple[bool, ...]:
     if isinstance(value, int):
         return tuple(layer % value == 0 for layer in range(num_layers))
     return _read_pattern(value, num_layers)
+
+
+def write_layer_pattern(layers: Iterable[bool]) -> str:
+    """The pattern of layers, as above: "([0]*3+[1]*13)"."""
+    runs = [f"[{int(value)}]*{len(list(run))}" for value, run in itertools.groupby(layers)]
+    return f"({'+'.join(runs)})"
 
 
 def parse_window_layers(frequency: str | None, num_layers: int) -> tuple[bool, ...]:

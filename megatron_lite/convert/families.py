@@ -1,10 +1,19 @@
 """Finds the Hugging Face model that a shape is, or a config.json describes, and the flags that build it here."""
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Protocol
 
-from megatron_lite.checkpoint.megatron_args import SAME_NAME, name_rotary_scaling
-from megatron_lite.config.shape import ModelShape
+from megatron_lite.checkpoint.megatron_args import (
+    EXPERT_ARGUMENTS,
+    SAME_NAME,
+    name_experts,
+    name_latent,
+    name_rotary_scaling,
+)
+from megatron_lite.config.expert_layers import write_layer_pattern
+from megatron_lite.config.flags import dashed
+from megatron_lite.config.shape import ExpertShape, ModelShape
 from megatron_lite.convert import gpt2, llama
 from megatron_lite.convert.config_file import ConfigFile
 from megatron_lite.convert.mappings import Link
@@ -87,12 +96,15 @@ def model_flags(shape: ModelShape) -> list[str]:
     for name, value in _choose_values(shape).items():
         if value is None or value is False:
             continue
-        words.append(f"--{name.replace('_', '-')}")
-        if isinstance(value, float) and value.is_integer():
-            words.append(f"{value:.0f}")
-        elif value is not True:
-            words.append(str(value))
+        words.append(dashed(name))
+        if value is not True:
+            words += [_write_word(one) for one in (value if isinstance(value, list) else [value])]
     return words
+
+
+def _write_word(value: object) -> str:
+    """A flag's value; a whole number without decimals."""
+    return f"{value:.0f}" if isinstance(value, float) and value.is_integer() else str(value)
 
 
 def _choose_values(shape: ModelShape) -> dict[str, object]:
@@ -101,7 +113,7 @@ def _choose_values(shape: ModelShape) -> dict[str, object]:
     grouped = s.num_query_groups != s.num_attention_heads
     values: dict[str, object] = {}
     for name in SAME_NAME:
-        if s.position_embedding == "rope" or not name.startswith("rotary_"):
+        if s.rotates or not name.startswith("rotary_"):
             values[name] = getattr(s, name)
     scaling = name_rotary_scaling(s)
     # a switch that is on unless its other spelling is given
@@ -111,7 +123,8 @@ def _choose_values(shape: ModelShape) -> dict[str, object]:
         "no_yarn_correction_range_round_to_int": not rounds,
         "group_query_attention": grouped,
         "num_query_groups": s.num_query_groups if grouped else None,
-        "kv_channels": s.kv_channels if s.attention_width != s.hidden_size else None,
+        # of latent attention it is that of other flags
+        "kv_channels": s.kv_channels if s.latent is None and s.attention_width != s.hidden_size else None,
         "padded_vocab_size": s.padded_vocab_size,
         "window_size": None if s.window is None else f"{s.window},0",
         "window_attn_skip_freq": f"[{','.join(s.window_layers)}]" if s.window_layers else None,
@@ -126,4 +139,16 @@ def _choose_values(shape: ModelShape) -> dict[str, object]:
         "apply_query_key_layer_scaling": s.query_key_layer_scaling,
         "attention_softmax_in_fp32": s.softmax_in_fp32,
     }
+    return values | name_latent(s) | _choose_expert_values(s.experts)
+
+
+def _choose_expert_values(experts: ExpertShape | None) -> dict[str, object]:
+    """The flags of experts by name, without those that are left out; a list for several words."""
+    if experts is None:
+        return {}
+    values = name_experts(experts)
+    for field in dataclasses.fields(ExpertShape):
+        if field.name in EXPERT_ARGUMENTS and getattr(experts, field.name) == field.default:
+            del values[EXPERT_ARGUMENTS[field.name]]
+    values["moe_layer_freq"] = None if all(experts.layers) else write_layer_pattern(experts.layers)
     return values

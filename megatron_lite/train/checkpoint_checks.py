@@ -11,6 +11,7 @@ from torch import nn
 
 from megatron_lite.checkpoint import folder
 from megatron_lite.checkpoint.find import chosen
+from megatron_lite.checkpoint.megatron_args import EXPERT_ARGUMENTS
 from megatron_lite.checkpoint.shared_storage import (
     View,
     compare_views,
@@ -51,21 +52,8 @@ SHAPE_FLAGS = {
     "tied_embeddings": "tied output (--untie-embeddings-and-output-weights)",
 }
 LATENT_FLAGS = {"scaling_factor": "--rotary-scaling-factor"}
-EXPERT_FLAGS = {
-    "number": "--num-experts",
-    "layers": "--moe-layer-freq",
-    "topk": "--moe-router-topk",
-    "ffn_hidden_size": "--moe-ffn-hidden-size",
-    "shared_ffn_hidden_size": "--moe-shared-expert-intermediate-size",
-    "shared_gate": "--moe-shared-expert-gate",
-    "score_function": "--moe-router-score-function",
-    "pre_softmax": "--moe-router-pre-softmax",
-    "scaling_factor": "--moe-router-topk-scaling-factor",
-    "groups": "--moe-router-num-groups",
-    "group_topk": "--moe-router-group-topk",
-    "expert_bias": "--moe-router-enable-expert-bias",
-    "probs_on_input": "--moe-apply-probs-on-input",
-}
+EXPERT_FLAGS = {field: dashed(argument) for field, argument in EXPERT_ARGUMENTS.items()}
+EXPERT_FLAGS["layers"] = "--moe-layer-freq"
 # what of experts may differ between a checkpoint and the run that loads it: how they are balanced, and precision
 FREE_OF_EXPERTS = {
     "balancing", "sinkhorn", "z_loss_coeff", "input_jitter", "forced_balance", "capacity_factor", "drop_policy",

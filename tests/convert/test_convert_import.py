@@ -8,6 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 from support.convert_cases import EXACT, FOLDED, LLAMA, Kept, export, kept, model_of, skip_without_twin, some_tokens
+from support.expert_variants import EXPERT_VARIANTS
+from support.latent_variants import LATENT_VARIANTS
 from support.launch import ALONE, QUIET
 from support.model_variants import PLAIN, VARIANTS
 
@@ -173,7 +175,8 @@ def test_padding_costs_at_most_its_share_of_the_probability(name, tmp_path):
 def test_the_flags_build_the_shape():
     """Through the trainer's own reading of a command line, for every switch of the model."""
     usual = "--micro-batch-size 1 --train-iters 1 --lr 1e-3 --mock-data --tokenizer-type NullTokenizer --vocab-size 99"
-    for name, shape in {**VARIANTS, **EXACT, **FOLDED, "base": replace(LLAMA, rotary_base=1e6)}.items():
+    shapes = VARIANTS | EXPERT_VARIANTS | LATENT_VARIANTS | EXACT | FOLDED
+    for name, shape in {**shapes, "base": replace(LLAMA, rotary_base=1e6)}.items():
         if not shape.linear_bias and shape.activation == "gelu_tanh":
             continue  # no command line makes that: without biases GELU is the exact one
         line = read_command_line([*model_flags(shape), *usual.split(), *QUIET])

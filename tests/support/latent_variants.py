@@ -26,7 +26,9 @@ LATENT_VARIANTS = {
     "gpt": make_latent(WITH_QUERIES, of=PLAIN, rotary_percent=2 / 3),
     "wide values": make_latent(replace(WITH_QUERIES, v_head_dim=24)),
     "yarn": make_latent(OF_YARN, **YARN_POSITIONS),
-    "sharpened without yarn": make_latent(replace(WITH_QUERIES, scaling_factor=4.0, mscale_all_dim=1.0)),
+    "sharpened without yarn": make_latent(
+        replace(WITH_QUERIES, scaling_factor=4.0, mscale_all_dim=1.0), yarn_mscale_all_dim=1.0
+    ),
     "deepseek": make_latent(OF_YARN, experts=DEEPSEEK, **YARN_POSITIONS),
     "experts": make_latent(PLAIN_LATENT, experts=replace(PLAIN_EXPERTS, balancing=(("aux_loss", 0.1),))),
 }
