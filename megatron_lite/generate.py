@@ -19,6 +19,7 @@ from megatron_lite.convert.folders import import_hf
 from megatron_lite.cpu_kernels.install import choose_cpu_kernels, install_kernels
 from megatron_lite.errors import UserError
 from megatron_lite.model.attention import Attend, sdpa_attention
+from megatron_lite.model.experts import list_expert_biases, list_mixtures
 from megatron_lite.model.gpt import DTYPES, GPT
 
 
@@ -53,7 +54,8 @@ class Generator(GPT):
         return torch.arange(self.start, self.start + length, device=device)
 
     def finish(self, hidden_BTH: Tensor, labels_BT: Tensor | None) -> Tensor:
-        return F.linear(hidden_BTH[:, -1], self.output_weight)
+        last_B1V = super().finish(hidden_BTH[:, -1:], labels_BT)
+        return last_B1V[:, 0]
 
     def _attend(self, q_BNTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, mask_B1TT, dropout, layer_number) -> Tensor:
         assert self.cache is not None
@@ -104,11 +106,15 @@ def load_generator(
     if device == "cpu":
         install_kernels(model, choose_cpu_kernels(shape, precision))
     parameters = {f"model.{name}": parameter.data for name, parameter in model.named_parameters()}
+    biases = list_expert_biases(list_mixtures(model), device)
+    weights = parameters | {f"model.{name}": bias for name, bias in biases.items()}
     if is_hugging_face:
-        for name, parameter in parameters.items():
-            parameter.copy_(tensors[name])
+        for name, weight in weights.items():
+            weight.copy_(tensors[name])
     else:
-        stored.read_into(parameters)
+        held = stored.names()
+        # a checkpoint of a run without them has no biases of experts
+        stored.read_into({name: weight for name, weight in weights.items() if name in parameters or name in held})
     return model, record, flags
 
 

@@ -5,7 +5,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TypeVar, overload
+from typing import Any, TypeVar, overload
 
 import torch
 
@@ -14,7 +14,7 @@ from megatron_lite.checkpoint.training_state import CheckpointRecord, ShapeField
 from megatron_lite.config.args import Args
 from megatron_lite.config.expert_layers import parse_expert_layers, parse_window_layers
 from megatron_lite.config.plan import LearningRatePlan, parse_window
-from megatron_lite.config.shape import BALANCING_LOSSES, SINKHORN, ExpertShape, LatentShape, ModelShape
+from megatron_lite.config.shape import SINKHORN, ExpertShape, LatentShape, ModelShape, choose_losses
 
 T = TypeVar("T")
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -57,6 +57,8 @@ EXPERT_ARGUMENTS = {
     "drop_policy": "moe_token_drop_policy",
     "probs_on_input": "moe_apply_probs_on_input",
 }
+BALANCING_TYPE = "moe_router_load_balancing_type"
+BALANCING_COEFF = "moe_aux_loss_coeff"
 SCHEDULE = {
     "style": "lr_decay_style",
     "peak": "max_lr",
@@ -324,13 +326,11 @@ class MegatronArgs:
         for field in dataclasses.fields(ExpertShape):
             if field.name in EXPERT_ARGUMENTS:
                 fields[field.name] = given(EXPERT_ARGUMENTS[field.name], usual.get(field.name, field.default))
-        kinds = _as_list(given("moe_router_load_balancing_type", "aux_loss"))
-        factors = _as_list(given("moe_aux_loss_coeff", 0.0))
+        kinds = _as_list(given(BALANCING_TYPE, "aux_loss"))
+        factors = _as_list(given(BALANCING_COEFF, 0.0))
         fields["layers"] = parse_expert_layers(str(given("moe_layer_freq", 1)), given("num_layers", 0))
         fields["sinkhorn"] = SINKHORN in kinds
-        fields["balancing"] = [
-            [kind, factor] for kind, factor in zip(kinds, factors) if kind in BALANCING_LOSSES and factor
-        ]
+        fields["balancing"] = choose_losses(kinds, factors)
         return fields
 
     def consumed(self, iteration: int) -> int:
@@ -365,7 +365,7 @@ def _is_plain(value: object) -> bool:
     return value is None or isinstance(value, (bool, int, float, str, torch.dtype))
 
 
-def _as_list(value: object) -> list[object]:
+def _as_list(value: object) -> list[Any]:
     """Make a list of an argument that has one value, or several in a list."""
     return list(value) if isinstance(value, (list, tuple)) else [value]
 
@@ -377,8 +377,8 @@ def name_experts(experts: ExpertShape) -> dict[str, object]:
         **{argument: getattr(experts, field) for field, argument in EXPERT_ARGUMENTS.items()},
         "moe_shared_expert_intermediate_size": experts.shared_ffn_hidden_size or None,
         "moe_layer_freq": [int(has_experts) for has_experts in experts.layers],
-        "moe_router_load_balancing_type": [kind for kind, _ in losses],
-        "moe_aux_loss_coeff": [coeff for _, coeff in losses],
+        BALANCING_TYPE: [kind for kind, _ in losses],
+        BALANCING_COEFF: [coeff for _, coeff in losses],
     }
 
 
@@ -393,10 +393,15 @@ def _write_experts(experts: ExpertShape | None, arguments: Mapping[str, object])
         return {}
     derived = name_experts(experts)
     frequency = str(arguments.get("moe_layer_freq", "1")).strip()
-    if frequency.isdigit():
+    # flags of a model that was imported have their defaults, which say nothing of it
+    if frequency.isdigit() and parse_expert_layers(frequency, len(experts.layers)) == experts.layers:
         derived["moe_layer_freq"] = int(frequency)
-    for name in ("moe_router_load_balancing_type", "moe_aux_loss_coeff"):
-        values = _as_list(arguments.get(name, derived[name]))
+    kinds = _as_list(arguments.get(BALANCING_TYPE, ()))
+    coeffs = _as_list(arguments.get(BALANCING_COEFF, ()))
+    if choose_losses(kinds, coeffs) == experts.balancing and (SINKHORN in kinds) == experts.sinkhorn:
+        derived |= {BALANCING_TYPE: kinds, BALANCING_COEFF: coeffs}
+    for name in (BALANCING_TYPE, BALANCING_COEFF):
+        values = _as_list(derived[name])
         derived[name] = values[0] if len(values) == 1 else values
     derived["expert_model_parallel_size"] = 1
     derived["expert_tensor_parallel_size"] = 1

@@ -602,7 +602,7 @@ def _name_layers(record: CheckpointRecord, arguments: Mapping[str, object]) -> F
         is_latent=is_latent,
         has_experts=shape.experts.layers,
         experts=shape.experts.number,
-        stacks=str(arguments.get("moe_layer_freq", "1")).strip() == "1",
+        stacks=str(arguments.get("moe_layer_freq", "1")).strip() == "1" and all(shape.experts.layers),
     )
 
 

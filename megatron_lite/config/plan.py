@@ -16,12 +16,12 @@ from megatron_lite.config.layout import (
     plan_stage,
 )
 from megatron_lite.config.shape import (
-    BALANCING_LOSSES,
     SINKHORN,
     ExpertShape,
     LatentShape,
     ModelShape,
     RankShape,
+    choose_losses,
     recomputed_layers,
 )
 from megatron_lite.config.world import World
@@ -452,7 +452,6 @@ def _build_expert_shape(args: Args, ffn_hidden_size: int) -> ExpertShape | None:
     if e.num_experts is None:
         return None
     kinds = e.moe_router_load_balancing_type
-    losses = [(kind, coeff) for kind, coeff in zip(kinds, e.moe_aux_loss_coeff) if kind in BALANCING_LOSSES and coeff]
     capacity = e.moe_expert_capacity_factor
     return ExpertShape(
         number=e.num_experts,
@@ -468,7 +467,7 @@ def _build_expert_shape(args: Args, ffn_hidden_size: int) -> ExpertShape | None:
         group_topk=e.moe_router_group_topk,
         router_dtype=e.moe_router_dtype,
         expert_bias=e.moe_router_enable_expert_bias,
-        balancing=tuple(losses),
+        balancing=choose_losses(kinds, e.moe_aux_loss_coeff),
         sinkhorn=SINKHORN in kinds,
         z_loss_coeff=e.moe_z_loss_coeff,
         input_jitter=e.moe_input_jitter_eps,

@@ -1,6 +1,6 @@
 """The sizes of a model, with every default filled in."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import TypeVar
@@ -10,6 +10,16 @@ SINKHORN = "sinkhorn"
 GLOBAL_AUX_LOSS = "global_aux_loss"
 BALANCING_LOSSES = ("aux_loss", "seq_aux_loss", GLOBAL_AUX_LOSS)
 BALANCING_KINDS = (*BALANCING_LOSSES, SINKHORN, "none")
+
+
+def choose_losses(kinds: Iterable[str], coeffs: Iterable[float]) -> tuple[tuple[str, float], ...]:
+    """(kind, coefficient) of each loss that balances experts, without those that have no effect.
+
+    Args:
+        kinds: Values of --moe-router-load-balancing-type.
+        coeffs: Those of --moe-aux-loss-coeff, one of each kind.
+    """
+    return tuple((kind, coeff) for kind, coeff in zip(kinds, coeffs) if kind in BALANCING_LOSSES and coeff)
 
 
 @dataclass(frozen=True)

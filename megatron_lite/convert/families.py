@@ -5,6 +5,8 @@ from collections.abc import Iterator
 from typing import Protocol
 
 from megatron_lite.checkpoint.megatron_args import (
+    BALANCING_COEFF,
+    BALANCING_TYPE,
     EXPERT_ARGUMENTS,
     SAME_NAME,
     name_experts,
@@ -151,4 +153,6 @@ def _choose_expert_values(experts: ExpertShape | None) -> dict[str, object]:
         if field.name in EXPERT_ARGUMENTS and getattr(experts, field.name) == field.default:
             del values[EXPERT_ARGUMENTS[field.name]]
     values["moe_layer_freq"] = None if all(experts.layers) else write_layer_pattern(experts.layers)
+    if not experts.balancing and not experts.sinkhorn:
+        del values[BALANCING_TYPE], values[BALANCING_COEFF]
     return values

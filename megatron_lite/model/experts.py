@@ -8,7 +8,7 @@ matrix.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -546,3 +546,21 @@ def list_mixtures(model: nn.Module) -> Iterator[tuple[str, MixtureOfExperts]]:
     for name, module in model.named_modules():
         if isinstance(module, MixtureOfExperts):
             yield name, module
+
+
+def list_expert_biases(
+    mixtures: Iterable[tuple[str, MixtureOfExperts]], device: torch.device | str
+) -> dict[str, Tensor]:
+    """{name: tensor} of the biases by which routers balance experts, which are no parameters; fp32.
+
+    Args:
+        mixtures: (name, mixture), as list_mixtures yields them.
+        device: Where biases are made that do not exist yet.
+    """
+    biases = {}
+    for name, mixture in mixtures:
+        mixture.router.state.prepare(torch.device(device))
+        bias = mixture.router.state.bias_E
+        if bias is not None:
+            biases[f"{name}.router.expert_bias"] = bias
+    return biases

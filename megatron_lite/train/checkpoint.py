@@ -25,6 +25,7 @@ from megatron_lite.checkpoint.write import Writer, assign_share
 from megatron_lite.config.layout import Part, put_part, whole_part
 from megatron_lite.config.plan import Plan
 from megatron_lite.errors import CheckpointError
+from megatron_lite.model.experts import list_expert_biases
 from megatron_lite.model.gpt import DTYPES
 from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.pipeline import is_copy
@@ -216,13 +217,8 @@ class Checkpoints:
 
     def _list_expert_biases(self) -> dict[str, Tensor]:
         """List by flat name the biases by which routers balance experts, which no optimizer knows."""
-        biases = {}
-        for name, mixture in self.replica.list_mixtures():
-            mixture.router.state.prepare(self.device)
-            bias = mixture.router.state.bias_E
-            if bias is not None:
-                biases[f"model.{name}.router.expert_bias"] = bias
-        return biases
+        biases = list_expert_biases(self.replica.list_mixtures(), self.device)
+        return {f"model.{name}": bias for name, bias in biases.items()}
 
     def _load_expert_biases(self, stored: Stored) -> None:
         """Take those that a checkpoint holds; one without experts, or without biases, holds none."""
