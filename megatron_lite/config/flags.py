@@ -9,6 +9,7 @@ import functools
 import operator
 import types
 import typing
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,8 +50,14 @@ class Flag:
 
     def is_in_range(self, value: float) -> bool:
         """Whether a number fulfils every part of `must_be`."""
-        parts = (part.rpartition(" ") for part in self.must_be.partition(";")[0].split(" and "))
-        return all(BOUNDS[bound](value, float(limit)) for bound, _, limit in parts)
+        return all(holds(value, limit) for holds, limit in _parse_bounds(self.must_be))
+
+
+@functools.cache
+def _parse_bounds(must_be: str) -> tuple[tuple[Callable[[float, float], bool], float], ...]:
+    """Comparisons that a number must pass, each with its limit, of the words in `flag`'s must_be."""
+    parts = (part.rpartition(" ") for part in must_be.partition(";")[0].split(" and "))
+    return tuple((BOUNDS[bound], float(limit)) for bound, _, limit in parts)
 
 
 def flag(
@@ -117,6 +124,22 @@ def build(root_class: Any, values: dict[str, object]) -> Any:
             group[known.field] = values[known.field]
     classes = typing.get_type_hints(root_class)
     return root_class(**{section: classes[section](**group) for section, group in groups.items()})
+
+
+def replace_fields(args: Any, changes: dict[str, Any]) -> Any:
+    """An instance of the root class with some fields of its groups changed.
+
+    Args:
+        args: An instance of the root class. It stays as it is.
+        changes: New values by the names of fields, which no two groups share.
+    """
+    root_class: type = type(args)
+    sections = {known.field: known.section for known in list_flags(root_class)}
+    groups: dict[str, dict[str, Any]] = {}
+    for name, value in changes.items():
+        groups.setdefault(sections[name], {})[name] = value
+    changed = {section: dataclasses.replace(getattr(args, section), **values) for section, values in groups.items()}
+    return dataclasses.replace(args, **changed)
 
 
 def write_flags(args: Any) -> list[str]:

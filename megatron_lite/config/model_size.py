@@ -51,8 +51,11 @@ def count_parameter_parts(shape: ModelShape, stage: Stage | None = None) -> dict
 
 def count_expert_layers(shape: ModelShape, stage: Stage | None = None) -> int:
     """Layers that have experts in the place of an MLP, of the whole model or of a pipeline's stage."""
-    layers = range(shape.num_layers) if stage is None else stage.layers
-    return sum(shape.has_experts(layer) for layer in layers)
+    if shape.experts is None:
+        return 0
+    if stage is None:
+        return shape.experts.layers.count(True)
+    return sum(shape.experts.layers[chunk.start : chunk.stop].count(True) for chunk in stage.chunks)
 
 
 def _count_router_parameters(shape: ModelShape) -> int:
@@ -175,7 +178,9 @@ def step_flops(shape: ModelShape, tokens_sequences: int, causal: bool) -> int:
     causal=False counts all of it (12*L*h*s per token): the convention of nanoGPT, torchtitan and PaLM's MFU
     (Chowdhery et al. 2022, appendix B).
     """
-    layers = sum(count_layer_flops(shape, tokens_sequences, causal, layer) for layer in range(shape.num_layers))
+    with_experts = count_expert_layers(shape)
+    layers = with_experts * count_layer_flops(shape, tokens_sequences, causal, has_experts=True)
+    layers += (shape.num_layers - with_experts) * count_layer_flops(shape, tokens_sequences, causal, has_experts=False)
     return FORWARD_AND_BACKWARD * (layers + count_output_flops(shape, tokens_sequences))
 
 
@@ -186,16 +191,16 @@ def weigh_chunks(shape: ModelShape, stage: Stage) -> tuple[float, ...]:
     output = count_output_flops(shape, 1)
     flops = []
     for number, chunk in enumerate(stage.chunks):
-        layers = sum(count_layer_flops(shape, 1, True, layer) for layer in chunk)
+        layers = sum(count_layer_flops(shape, 1, True, shape.has_experts(layer)) for layer in chunk)
         flops.append(layers + (output if stage.ends(number) else 0))
     mean = sum(flops) / len(flops)
     return tuple(one / mean for one in flops)
 
 
-def count_layer_flops(shape: ModelShape, sequences: int, causal: bool, layer: int) -> int:
-    """Forward of one layer, counted from 0: its linear maps, and attention; causal as in `step_flops`."""
+def count_layer_flops(shape: ModelShape, sequences: int, causal: bool, has_experts: bool) -> int:
+    """FLOPs of one layer's forward: its linear maps, and attention; causal as in `step_flops`."""
     mlp = shape.fc1_width + shape.ffn_hidden_size
-    if shape.experts is not None and shape.has_experts(layer):
+    if shape.experts is not None and has_experts:
         mlp = _count_expert_width(shape, shape.experts)
     return _count_map_flops(shape, sequences, mlp) + attention_flops(shape, sequences, causal)
 

@@ -1,6 +1,7 @@
 """The plan of a run: its flags with every default filled in and every derived number computed. run.json holds it."""
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from megatron_lite.config.args import Args, ModelArgs, OptimizerArgs
@@ -10,6 +11,7 @@ from megatron_lite.config.layout import (
     Layout,
     Sharding,
     Stage,
+    count_chunk_layers,
     plan_expert_sharding,
     plan_layout,
     plan_sharding,
@@ -201,7 +203,7 @@ class Plan:
         """Samples of one micro-batch of all data parallel ranks."""
         return self.args.training.micro_batch_size * self.layout.data
 
-    @property
+    @cached_property
     def rank_shape(self) -> RankShape:
         """This rank's share of `shape`."""
         layout = self.layout
@@ -306,25 +308,27 @@ def _plan_batches(args: Args, layout: Layout) -> BatchSchedule:
 
 def plan_stages(plan: Plan) -> list[Plan]:
     """The plans of one rank of each stage of the pipeline."""
+    return [_plan_rank(plan, rank) for rank in plan.layout.list_stages()]
+
+
+def _plan_rank(plan: Plan, rank: int) -> Plan:
+    """The same run as this rank has it."""
     parallel = plan.args.parallel
-    num_layers = plan.args.model.num_layers
-    found = []
-    for rank in plan.layout.list_stages():
-        layout = plan.layout.locate(rank)
-        world = replace(plan.world, rank=rank)
-        stage = plan_stage(parallel, layout, num_layers)
-        sharding = plan_sharding(parallel, layout)
-        found.append(replace(plan, world=world, layout=layout, stage=stage, sharding=sharding))
-    return found
+    layout = plan.layout.locate(rank)
+    stage = plan_stage(parallel, layout, plan.args.model.num_layers)
+    world = replace(plan.world, rank=rank)
+    return replace(plan, world=world, layout=layout, stage=stage, sharding=plan_sharding(parallel, layout))
 
 
 def list_stage_kinds(plan: Plan) -> list[tuple[Plan, int]]:
     """(plan of one rank, number of stages) of each kind of stage: alike in the layers of their chunks and in being first or last."""
-    found: dict[tuple[tuple[int, ...], bool, bool], list[Plan]] = {}
-    for one in plan_stages(plan):
-        sizes = tuple(len(chunk) for chunk in one.stage.chunks)
-        found.setdefault((sizes, one.stage.is_first, one.stage.is_last), []).append(one)
-    return [(alike[0], len(alike)) for alike in found.values()]
+    ranks = plan.layout.list_stages()
+    found: dict[tuple[tuple[int, ...], bool, bool], list[int]] = {}
+    # the layers of each chunk, stage by stage
+    sizes_of_stages = zip(*count_chunk_layers(plan.args.parallel, plan.args.model.num_layers))
+    for rank, sizes in zip(ranks, sizes_of_stages):
+        found.setdefault((sizes, rank == ranks[0], rank == ranks[-1]), []).append(rank)
+    return [(_plan_rank(plan, alike[0]), len(alike)) for alike in found.values()]
 
 
 ShapeFields = dict[str, Any]  # of ModelShape, some of them

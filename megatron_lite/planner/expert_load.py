@@ -56,8 +56,11 @@ def compute_expert_share(plan: Plan) -> float:
 
 def count_recomputed_experts(plan: Plan) -> int:
     """Layers with experts of this stage whose forward is computed again."""
+    e = plan.shape.experts
+    if e is None:
+        return 0
     number = 0
     for chunk in plan.stage.chunks:
-        again = list(chunk)[: plan.count_recomputed(len(chunk))]
-        number += sum(plan.shape.has_experts(layer) for layer in again)
+        end = chunk.start + plan.count_recomputed(len(chunk))
+        number += e.layers[chunk.start : end].count(True)
     return number

@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 from megatron_lite.config.layout import Stage, count_keys
-from megatron_lite.config.model_size import count_parameters
 from megatron_lite.config.plan import Plan
 from megatron_lite.cpu_kernels.rules import (
     GELU_BLOCK,
@@ -36,7 +35,7 @@ from megatron_lite.planner.micro_batch import MicroBatch, plan_micro_batch
 from megatron_lite.planner.prediction import ListedMoment, sum_moment
 from megatron_lite.planner.state_size import (
     FP32,
-    count_mean_layer,
+    ParameterGroup,
     element_bytes,
     gradient_bytes,
     group_parameters,
@@ -343,19 +342,20 @@ def _list_kept(batch: MicroBatch, number: int, recomputed: int, micro_batches: i
 
 
 @lru_cache(maxsize=CACHED_BATCHES)
-def _list_layer_backward(batch: MicroBatch) -> tuple[tuple[str, Held], ...]:
-    """(operation, what the layer holds there): the points of its backward at which that can be most."""
-    return tuple(_find_backward_peaks(batch))
+def _list_layer_backward(batch: MicroBatch) -> tuple[tuple[str, Held, int], ...]:
+    """(operation, what the layer holds there, its sum): the points of its backward at which that can be most."""
+    return tuple((operation, held, held.total()) for operation, held in _find_backward_peaks(batch))
 
 
+@lru_cache(maxsize=CACHED_BATCHES)
 def _hold_exchanging_experts(batch: MicroBatch) -> Held:
     """What a layer of experts holds in forward when results of experts are on their way back."""
     return _keep_layer(replace(batch, expert_share=1.0)) + Held({EXCHANGED: measure_exchanged(batch)})
 
 
 @lru_cache(maxsize=CACHED_BATCHES)
-def _list_expert_backward(batch: MicroBatch) -> tuple[tuple[str, Held, int], ...]:
-    """(operation, what the layer holds there, elements of new gradients of weights) of a layer of experts."""
+def _list_expert_backward(batch: MicroBatch) -> tuple[tuple[str, Held, int, int], ...]:
+    """(operation, what the layer holds there, its sum, elements of new gradients of weights) of a layer of experts."""
     if not batch.expert_share:
         return ()
     layer = replace(batch, expert_share=1.0)
@@ -364,7 +364,15 @@ def _list_expert_backward(batch: MicroBatch) -> tuple[tuple[str, Held, int], ...
     dropped = stream if shape.hidden_dropout else 0
     gradients = batch.element_bytes * (stream + dropped)
     kept = _keep_layer(layer)
-    return tuple(list_expert_peaks(layer, gradients, kept))
+    peaks = list_expert_peaks(layer, gradients, kept)
+    return tuple((operation, held, held.total(), new) for operation, held, new in peaks)
+
+
+@lru_cache(maxsize=CACHED_BATCHES)
+def _recompute_experts(batch: MicroBatch) -> Held:
+    """What a layer of experts holds when backward has computed it again."""
+    gradient = Held({GRADIENTS: batch.element_bytes * _count_stream(batch)})
+    return _hold_exchanging_experts(batch) + gradient
 
 
 def _find_backward_peaks(batch: MicroBatch) -> Iterator[tuple[str, Held]]:
@@ -604,16 +612,22 @@ class _ChunkOfLayers:
     @cached_property
     def parameters(self) -> int:
         """Of all of the stage."""
-        return count_parameters(self.plan.rank_shape, self.stage)
+        return sum(group.number for group in self.groups)
+
+    @cached_property
+    def groups(self) -> tuple[ParameterGroup, ...]:
+        """Parameters of all of the stage, by the ranks that share out their state."""
+        return group_parameters(self.plan)
 
     @cached_property
     def layer_parameters(self) -> int:
-        return count_mean_layer(self.plan)
+        """Parameters of one layer, on average."""
+        return sum(group.of_layer for group in self.groups)
 
     @cached_property
     def expert_parameters(self) -> int:
         """Of this rank's experts in all of the stage's layers."""
-        return sum(group.number for group in group_parameters(self.plan)[1:])
+        return sum(group.number for group in self.groups[1:])
 
     @property
     def matrix(self) -> int:
@@ -682,7 +696,7 @@ class _ChunkOfLayers:
         above = max(self.layers - layer, 0)
         rows = [*self.always, *_list_rows(self.batch, _keep_for_weights(self.batch, self.stage), above)]
         if self.is_sharded:
-            return [*rows, *list_gathered(self.plan, layer, self.accumulates)]
+            return [*rows, *list_gathered(self.plan, self.groups, layer, self.accumulates)]
         held = self.parameters if self.accumulates and not self.plan.fp32_gradients else 0
         return [*rows, self.make_gradients(held)]
 
@@ -741,8 +755,8 @@ def _list_layer_moments(chunk: _ChunkOfLayers) -> Iterator[ListedMoment]:
         yield _find_highest_moment(chunk, layer)
 
 
-def _list_operations(chunk: _ChunkOfLayers, layer: int) -> Iterator[tuple[str, Held, int]]:
-    """(operation, what a layer holds there, elements of its new gradients of weights) of a layer's backward."""
+def _list_operations(chunk: _ChunkOfLayers, layer: int) -> Iterator[tuple[str, Held, int, int]]:
+    """(operation, what a layer holds there, its sum, elements of its new gradients of weights) of a layer's backward."""
     batch = chunk.batch
     shape = chunk.plan.rank_shape
     of_mlp = shape.hidden_size * shape.ffn_hidden_size
@@ -750,26 +764,26 @@ def _list_operations(chunk: _ChunkOfLayers, layer: int) -> Iterator[tuple[str, H
         of_mlp = 0
     elif batch.expert_share:
         of_mlp = sum(count_expert_weights(batch))
-    for operation, held in _list_layer_backward(batch):
+    for operation, held, each in _list_layer_backward(batch):
         new = 0
         if operation == "linear_qkv":
             new = chunk.layer_parameters
         elif chunk.gradients_stay or operation == "linear_fc2":
             new = of_mlp
-        yield operation, held, new
+        yield operation, held, each, new
     yield from _list_expert_backward(batch)
     if batch.expert_share and layer <= chunk.recomputed:
-        gradient = Held({GRADIENTS: batch.element_bytes * _count_stream(batch)})
-        yield "experts, computed again", _hold_exchanging_experts(batch) + gradient, 0
+        held = _recompute_experts(batch)
+        yield "experts, computed again", held, held.total(), 0
 
 
 def _find_highest_moment(chunk: _ChunkOfLayers, layer: int) -> ListedMoment:
     """The moment of one layer's backward at which tensors hold most."""
     batch = chunk.batch
     highest_bytes = -1
-    for operation, held, new in _list_operations(chunk, layer):
+    for operation, held, each, new in _list_operations(chunk, layer):
         # what lives outside of the layer is the same for all of them
-        num_bytes = batch.tokens * held.total() + batch.element_bytes * new
+        num_bytes = batch.tokens * each + batch.element_bytes * new
         if num_bytes > highest_bytes:
             highest_bytes = num_bytes
             highest = operation, held, new
@@ -801,7 +815,7 @@ def _list_embedding_moments(chunk: _ChunkOfLayers) -> Iterator[ListedMoment]:
         ends = chunk.parameters - chunk.layers * chunk.layer_parameters
         added = ends + tied_matrix
         each = gradient_bytes(plan.precision, plan.fp32_gradients)
-        reduced = list_reduced(group_parameters(plan), ends, each)
+        reduced = list_reduced(chunk.groups, ends, each)
         rows = [*chunk.always, *reduced, chunk.make_gradients(matrix)]
         yield ListedMoment(Phase.BACKWARD, "reduction of the embedding's gradients", rows)
     # the sum with a tied output layer's is a third matrix where a recorder watches, and in fp16, whose loss holds the first

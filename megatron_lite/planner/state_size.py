@@ -2,7 +2,9 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
+from megatron_lite.config.layout import Stage
 from megatron_lite.config.model_size import (
     count_layer_parameters,
     count_matrix_parameters,
@@ -11,6 +13,7 @@ from megatron_lite.config.model_size import (
     count_parameters,
 )
 from megatron_lite.config.plan import Plan
+from megatron_lite.config.shape import RankShape
 from megatron_lite.formats.caching_allocator import MIN_BLOCK
 from megatron_lite.formats.hardware import CUBLAS_THREADS, Processor, cublas_workspace_bytes, cublaslt_workspace_bytes
 from megatron_lite.formats.run_record import LedgerRow
@@ -18,6 +21,7 @@ from megatron_lite.units import count
 
 FP32 = 4
 INT64 = 8
+CACHED_STAGES = 64
 MATRICES_OF_LAYER = 4  # two of attention, two of the MLP
 
 
@@ -79,28 +83,30 @@ class ParameterGroup:
     ranks: int  # that share out their state; 1: nobody does
 
 
-def group_parameters(plan: Plan) -> list[ParameterGroup]:
+def group_parameters(plan: Plan) -> tuple[ParameterGroup, ...]:
     """Parameters that all replicas hold, and those of experts, of which fewer ranks hold the same."""
-    shape = plan.rank_shape
-    stage = plan.stage
-    number = count_parameters(shape, stage)
     ranks = plan.sharding.ranks if plan.sharding else 1
+    if plan.shape.experts is None:
+        return _group_parameters(plan.rank_shape, plan.stage, ranks)
+    of_experts = plan.expert_sharding
+    return _group_parameters(plan.rank_shape, plan.stage, ranks, of_experts.ranks if of_experts else 1)
+
+
+# a search asks again for the same stages with other micro-batches and other recomputation
+@lru_cache(maxsize=CACHED_STAGES)
+def _group_parameters(shape: RankShape, stage: Stage, ranks: int, expert_ranks: int = 1) -> tuple[ParameterGroup, ...]:
+    """The groups of group_parameters, of a stage whose state `ranks` share out, and that of its experts `expert_ranks`."""
+    number = count_parameters(shape, stage)
     if shape.experts is None:
-        return [ParameterGroup(number, count_layer_parameters(shape), ranks)]
+        return (ParameterGroup(number, count_layer_parameters(shape), ranks),)
     layers = max(len(stage.layers), 1)
     parts = count_parameter_parts(shape, stage)
     of_experts = parts["experts"]
     of_layers = sum(parts[name] for name in ("attention", "MLP", "router", "shared expert", "norms"))
-    expert_ranks = plan.expert_sharding.ranks if plan.expert_sharding else 1
-    groups = [ParameterGroup(number - of_experts, of_layers // layers, ranks)]
-    if of_experts:
-        groups.append(ParameterGroup(of_experts, of_experts // layers, expert_ranks))
-    return groups
-
-
-def count_mean_layer(plan: Plan) -> int:
-    """Parameters of one layer of a stage, on average."""
-    return sum(group.of_layer for group in group_parameters(plan))
+    others = ParameterGroup(number - of_experts, of_layers // layers, ranks)
+    if not of_experts:
+        return (others,)
+    return others, ParameterGroup(of_experts, of_experts // layers, expert_ranks)
 
 
 def list_groups(category: str, name: str, each: int, groups: Sequence[ParameterGroup]) -> Iterator[LedgerRow]:
@@ -174,17 +180,20 @@ def _measure_step_counters(plan: Plan) -> LedgerRow:
 # --- where ranks share out the model (torch's fully_shard): each layer is gathered by itself, and the rest together
 
 
-def list_gathered(plan: Plan, layer: int, accumulates: bool) -> Iterator[LedgerRow]:
-    """Rows of what is gathered while backward computes `layer`; layers + 1: output and loss, where forward ends; 0: the embedding.
+def list_gathered(plan: Plan, groups: Sequence[ParameterGroup], layer: int, accumulates: bool) -> Iterator[LedgerRow]:
+    """Rows of what is gathered while backward computes one layer.
 
-    accumulates: this is not the step's first micro-batch.
+    Args:
+        plan: Of a rank that shards.
+        groups: Its parameters, of group_parameters.
+        layer: Counted from 1; layers + 1: output and loss, where forward ends; 0: the embedding.
+        accumulates: Whether this is not the step's first micro-batch.
     """
     shared = plan.sharding
     assert shared is not None
     layers = len(plan.stage.layers)
     each = element_bytes(plan.precision)
     reduced = gradient_bytes(plan.precision, plan.fp32_gradients)
-    groups = group_parameters(plan)
     below = min(layer, layers)
     # where weights are gathered for backward again, one layer's are whole at a time
     whole_layers = below

@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron_lite.config.args import Args
 from megatron_lite.config.check import RULES_WITHOUT_FILES
-from megatron_lite.config.flags import Flag, build, list_flags
+from megatron_lite.config.flags import Flag, list_flags, replace_fields
 from megatron_lite.config.plan import Plan, plan_stages, resolve
 from megatron_lite.config.rules.run import data_rules
 from megatron_lite.formats.hardware import Processor
@@ -72,9 +72,9 @@ def change_plan(plan: Plan, changes: Changes) -> ChangedPlan | None:
     has_default_batch = training.global_batch_size is None and training.step_batch_size_schedule is None
     if has_default_batch and changes.get("micro_batch_size"):
         changes = {"global_batch_size": plan.batch.final, **changes}
-    before = {name: flag.get(plan.args) for name, flag in FLAGS.items()}
+    before = {name: FLAGS[name].get(plan.args) for name in changes}
     changes = {name: value for name, value in changes.items() if before[name] != value}
-    args = build(Args, before | changes)
+    args = replace_fields(plan.args, changes)
     if any(mistake for rule in RULES for mistake in rule(args, plan.world)):
         return None
     add = []

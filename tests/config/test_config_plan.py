@@ -4,9 +4,10 @@ import dataclasses
 import json
 
 import pytest
-from support.command_lines import plan, read_table
+from support.command_lines import plan, read, read_table
 
-from megatron_lite.config.plan import BatchSchedule
+from megatron_lite.config.flags import replace_fields
+from megatron_lite.config.plan import BatchSchedule, list_stage_kinds, plan_stages
 from megatron_lite.config.world import World, read_world
 
 GPT2 = 50257
@@ -193,3 +194,32 @@ def test_the_launcher_says_who_one_is():
     assert own_gpu_only.local_size == 1 and own_gpu_only.gpu == 0
     assert read_world(4, 1, torchrun).gpu == 1
     assert read_world(1, 1, {"NSYS_PROFILING_SESSION_ID": "123"}).under_nsys
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "",
+        "--num-virtual-stages-per-pipeline-rank 2",
+        "--use-tp-pp-dp-mapping --decoder-first-pipeline-num-layers 1 --decoder-last-pipeline-num-layers 3",
+        "--pipeline-model-parallel-layout Et|t|t|tttttL",
+    ],
+)
+def test_kinds_of_stages_stand_for_all_stages(words):
+    one = plan(
+        f"--num-layers 8 --pipeline-model-parallel-size 4 --global-batch-size 16 {words}",
+        World(size=8, local_size=8, gpus=8),
+    )
+    alike = {}
+    for stage in plan_stages(one):
+        sizes = tuple(map(len, stage.stage.chunks))
+        alike.setdefault((sizes, stage.stage.is_first, stage.stage.is_last), []).append(stage)
+    assert list_stage_kinds(one) == [(stages[0], len(stages)) for stages in alike.values()]
+
+
+def test_changed_fields_are_those_of_a_new_command_line():
+    before = plan().args
+    changes = {"micro_batch_size": 4, "bf16": True, "tensor_model_parallel_size": 2, "use_distributed_optimizer": True}
+    words = "--micro-batch-size 4 --bf16 --tensor-model-parallel-size 2 --use-distributed-optimizer"
+    assert replace_fields(before, changes) == read(words).args
+    assert before == plan().args
