@@ -8,20 +8,28 @@ from megatron_lite.formats.run_record import CategoryBytes, RunRecord
 def build_ledger(snapshot: Snapshot, record: RunRecord) -> tuple[LedgerRow, ...]:
     """Rows in the order of a report; () where the record predicts nothing, so that there is nothing to compare with."""
     measured = {held.category: held.requested_bytes for held in snapshot.highest}
-    return tuple(
-        LedgerRow(one.category, one.formula, one.num_bytes, measured.get(one.category, 0))
-        for one in _find_formulas(record, snapshot.rank)
-    )
+    rows = []
+    for predicted in _find_formulas(record, snapshot.rank):
+        row = LedgerRow(
+            category=predicted.category,
+            formula=predicted.formula,
+            formula_bytes=predicted.num_bytes,
+            measured_bytes=measured.get(predicted.category, 0),
+        )
+        rows.append(row)
+    return tuple(rows)
 
 
 def _find_formulas(record: RunRecord, rank: int | None) -> tuple[CategoryBytes, ...]:
     """The formulas of the stage of this rank or, if None, of the one that wrote the record."""
-    plan, prediction = record.plan, record.prediction
+    plan = record.plan
+    prediction = record.prediction
     if plan is None or prediction is None or prediction.categories is None:
         return ()
     of_stages = prediction.categories.of_stages
     stage = plan.stage.number or 0
     if rank is not None and plan.stages_of_ranks:
-        # the ranks of a snapshot that is from another job are not among them
-        stage = plan.stages_of_ranks[rank] if rank < len(plan.stages_of_ranks) else len(of_stages)
+        if rank >= len(plan.stages_of_ranks):
+            return ()  # a snapshot of another job
+        stage = plan.stages_of_ranks[rank]
     return of_stages[stage] if stage < len(of_stages) else ()

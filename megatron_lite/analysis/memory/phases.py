@@ -5,13 +5,15 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from megatron_lite.analysis.memory.record import ALLOC, AllocatorEvents
+from megatron_lite.analysis.memory.record import ALLOC, AllocatorEvents, Ints
 from megatron_lite.analysis.memory.stacks import Code
 from megatron_lite.phases import Phase
 
-UNKNOWN, SETUP, RECOMPUTE, ZERO_GRAD = "", "setup", "recompute", "zero_grad"
+UNKNOWN = ""
+SETUP = "setup"
+RECOMPUTE = "recompute"
+ZERO_GRAD = "zero_grad"
 PHASES = (UNKNOWN, SETUP, *map(str, Phase), RECOMPUTE, ZERO_GRAD)
 NUMBER = {name: number for number, name in enumerate(PHASES)}
 NOT_SAID = -1
@@ -37,12 +39,12 @@ class StepSpan(NamedTuple):
 class Phases:
     """n events. span rises where a phase begins; recomputation is part of backward, clipping of the optimizer's."""
 
-    of_event: NDArray[np.int64]  # [n], index into PHASES
-    span: NDArray[np.int64]  # [n]
-    fine_span: NDArray[np.int64]  # [n], the same, and rises where recomputation and clipping begin too
+    of_event: Ints  # [n], index into PHASES
+    span: Ints  # [n]
+    fine_span: Ints  # [n], the same, and rises where recomputation and clipping begin too
     steps: tuple[StepSpan, ...]
-    of_stack: NDArray[np.int64]  # [stacks], index into PHASES or NOT_SAID
-    of_tag: NDArray[np.int64]  # [tags], the same
+    of_stack: Ints  # [stacks], index into PHASES or NOT_SAID
+    of_tag: Ints  # [tags], the same
     module_of_tag: tuple[str, ...]
 
 
@@ -54,17 +56,24 @@ def find_memory_phases(record: AllocatorEvents) -> Phases:
     found = of_tag[record.tag]
     found = np.where(found == NOT_SAID, of_time, found)
     # a free without a stack may be anybody's; an allocation without one is backward's
-    speaks = (record.stack > 0) | (record.action == ALLOC)
-    found = np.where((found == NOT_SAID) & speaks, of_stack[record.stack], found)
+    stack_tells = (record.stack > 0) | (record.action == ALLOC)
+    found = np.where((found == NOT_SAID) & stack_tells, of_stack[record.stack], found)
     found = _carry_on(found)
-    coarse = np.where(found == NUMBER[RECOMPUTE], NUMBER["backward"], found)
-    coarse = np.where(np.isin(coarse, [NUMBER["unscale"], NUMBER["clip_grad"]]), NUMBER["optimizer_step"], coarse)
-    if not steps:
-        steps = _find_steps_by_optimizer(coarse)
-    return Phases(found, _count_changes(coarse), _count_changes(found), steps, of_stack, of_tag, modules)
+    within_optimizer = np.isin(found, [NUMBER["unscale"], NUMBER["clip_grad"]])
+    coarse = np.where(within_optimizer, NUMBER["optimizer_step"], found)
+    coarse[found == NUMBER[RECOMPUTE]] = NUMBER["backward"]
+    return Phases(
+        of_event=found,
+        span=_count_changes(coarse),
+        fine_span=_count_changes(found),
+        steps=steps or _find_steps_by_optimizer(coarse),
+        of_stack=of_stack,
+        of_tag=of_tag,
+        module_of_tag=modules,
+    )
 
 
-def _read_tags(record: AllocatorEvents) -> tuple[NDArray[np.int64], tuple[str, ...]]:
+def _read_tags(record: AllocatorEvents) -> tuple[Ints, tuple[str, ...]]:
     """Read the trainer's tags, such as 'step 10/forward/decoder.layers.0'; tags of others say nothing.
 
     Returns:
@@ -86,7 +95,7 @@ def _read_tags(record: AllocatorEvents) -> tuple[NDArray[np.int64], tuple[str, .
     return of_tag, tuple(modules)
 
 
-def _carry_on(phase: NDArray[np.int64]) -> NDArray[np.int64]:
+def _carry_on(phase: Ints) -> Ints:
     """Give events of which nothing tells the phase of the event before them; those before all others are unknown."""
     if not len(phase):
         return phase
@@ -94,27 +103,34 @@ def _carry_on(phase: NDArray[np.int64]) -> NDArray[np.int64]:
     return np.where(said >= 0, phase[said], NUMBER[UNKNOWN])
 
 
-def _count_changes(phase: NDArray[np.int64]) -> NDArray[np.int64]:
+def _count_changes(phase: Ints) -> Ints:
     """Number the spans of equal phases: [n], 0 for the first span."""
     return np.cumsum(np.diff(phase, prepend=phase[:1]) != 0)
 
 
-def _find_steps_by_optimizer(phase: NDArray[np.int64]) -> tuple[StepSpan, ...]:
+def _find_steps_by_optimizer(phase: Ints) -> tuple[StepSpan, ...]:
     """Find steps in a record without marks: each ends with the last of its optimizer's events before the next forward
     or backward."""
     stepping = phase == NUMBER["optimizer_step"]
     rows = np.flatnonzero(stepping | (phase == NUMBER["forward"]) | (phase == NUMBER["backward"]))
-    goes_on = np.append(stepping[rows[1:]], False)
-    ends = rows[stepping[rows] & ~goes_on].tolist()
-    starts = [0, *(end + 1 for end in ends)]
-    return tuple(StepSpan(f"step {number}", *of_step) for number, of_step in enumerate(zip(starts, ends), 1))
+    is_last = stepping[rows] & ~np.append(stepping[rows[1:]], False)
+    spans = []
+    first = 0
+    for number, last in enumerate(rows[is_last].tolist(), 1):
+        spans.append(StepSpan(f"step {number}", first, last))
+        first = last + 1
+    return tuple(spans)
 
 
-def _read_stacks(record: AllocatorEvents) -> NDArray[np.int64]:
-    """Innermost first: a closure inside optimizer.step is forward,
-    a hook inside backward that steps is the optimizer."""
+def _read_stacks(record: AllocatorEvents) -> Ints:
+    """int64 [stacks]: the phase that each stack tells, an index into PHASES or NOT_SAID.
+
+    The innermost frame decides: a closure inside optimizer.step is forward, a hook inside backward that steps is the
+    optimizer.
+    """
     every, inner = record.stacks.codes
     phase = np.full(len(every), NOT_SAID)
+    # later rows overrule earlier ones
     for code, part, name in (
         (every, Code.MAIN, UNKNOWN),
         (every, Code.SETUP, SETUP),
@@ -127,7 +143,8 @@ def _read_stacks(record: AllocatorEvents) -> NDArray[np.int64]:
         (inner, Code.ZERO_GRAD, ZERO_GRAD),
     ):
         phase[(code & part) > 0] = NUMBER[name]
-    phase[(phase == NUMBER["optimizer_step"]) & ((every & Code.OPTIMIZER_SETUP) > 0)] = NUMBER[SETUP]
+    makes_optimizer = (every & Code.OPTIMIZER_SETUP) > 0
+    phase[makes_optimizer & (phase == NUMBER["optimizer_step"])] = NUMBER[SETUP]
     phase[(every & Code.RECOMPUTE) > 0] = NUMBER[RECOMPUTE]
     # a library's own work, such as gathering weights, is part of the phase around it
     by_library = np.array([known is not None for known in record.stacks.known], bool)
@@ -138,7 +155,7 @@ def _read_stacks(record: AllocatorEvents) -> NDArray[np.int64]:
     return phase
 
 
-def _read_marks(record: AllocatorEvents) -> tuple[tuple[StepSpan, ...], NDArray[np.int64]]:
+def _read_marks(record: AllocatorEvents) -> tuple[tuple[StepSpan, ...], Ints]:
     """Read steps, and per event the phase, from annotations."""
     if not record.marks or not len(record):
         return (), np.full(len(record), NOT_SAID)
@@ -151,13 +168,20 @@ def _read_marks(record: AllocatorEvents) -> tuple[tuple[StepSpan, ...], NDArray[
             continue
         if stage == "START":
             open_marks.append((name, phase))
-        elif (name, phase) in open_marks:
-            # it ends the last of its name
-            del open_marks[len(open_marks) - 1 - open_marks[::-1].index((name, phase))]
+        else:
+            _close_last(open_marks, (name, phase))
         times_us.append(time_us)
         labels.append(NUMBER[open_marks[-1][1]] if open_marks else NOT_SAID)
     at = np.searchsorted(np.array(times_us), record.time_us, side="right") - 1
     return _read_steps(record), np.array(labels)[at]
+
+
+def _close_last(open_marks: list[tuple[str, str]], mark: tuple[str, str]) -> None:
+    """Remove from the marks that are open the last that equals `mark`; none, if its start was not recorded."""
+    for at in reversed(range(len(open_marks))):
+        if open_marks[at] == mark:
+            del open_marks[at]
+            return
 
 
 def _find_marked_phase(name: str) -> str | None:
@@ -181,7 +205,8 @@ def _read_steps(record: AllocatorEvents) -> tuple[StepSpan, ...]:
             began_us[name] = time_us
         elif name in began_us:
             steps.append((name, began_us.pop(name), time_us))
-    steps += [(name, start_us, int(record.time_us[-1])) for name, start_us in began_us.items()]
+    end_of_record_us = int(record.time_us[-1])
+    steps += [(name, start_us, end_of_record_us) for name, start_us in began_us.items()]
     spans = []
     for name, start_us, end_us in sorted(steps, key=lambda step: step[1]):
         first = int(np.searchsorted(record.time_us, start_us))

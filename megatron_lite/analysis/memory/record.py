@@ -17,13 +17,17 @@ from megatron_lite.analysis.trace.columns import Numbered
 from megatron_lite.errors import UserError
 from megatron_lite.units import size
 
+Ints = NDArray[np.int64]
+PoolId = tuple[int, int]  # as the allocator gives it
+
 # --- the record
 
 ACTIONS = (
     "alloc", "free_completed", "free_requested", "segment_alloc", "segment_free", "segment_map", "segment_unmap", "oom",
 )  # fmt: skip
 ALLOC, FREE, FREE_REQUESTED, SEGMENT_ALLOC, SEGMENT_FREE, SEGMENT_MAP, SEGMENT_UNMAP, OOM = range(len(ACTIONS))
-MORE_RESERVED, LESS_RESERVED = (SEGMENT_ALLOC, SEGMENT_MAP), (SEGMENT_FREE, SEGMENT_UNMAP)
+MORE_RESERVED = (SEGMENT_ALLOC, SEGMENT_MAP)
+LESS_RESERVED = (SEGMENT_FREE, SEGMENT_UNMAP)
 UNKNOWN_ACTION = 255
 MAX_DEVICES = 1024
 AWAITING = ("active_awaiting_free", "active_pending_free")  # torch's Python and C++ call it differently
@@ -35,6 +39,7 @@ BLOCK = np.dtype([
     ("stack", "i8"), ("tag", "i8"), ("stream", "i8"), ("pool", "i8"),
 ])  # fmt: skip
 DEFAULT_POOL = (0, 0)
+NO_OWNER = (0, 0, 0)  # bytes asked for, stack and tag of a free block
 
 
 @dataclass(frozen=True)
@@ -42,18 +47,18 @@ class AllocatorEvents:
     """n events of one device in order, and its state after them."""
 
     action: NDArray[np.uint8]  # [n], one of the constants above
-    address: NDArray[np.int64]  # [n]
-    size: NDArray[np.int64]  # [n], as requested
-    device_free: NDArray[np.int64]  # [n], of OOM events; 0 elsewhere
-    time_us: NDArray[np.int64]  # [n], since the first event; the event's number in files without times
+    address: Ints  # [n]
+    size: Ints  # [n], as requested
+    device_free: Ints  # [n], of OOM events; 0 elsewhere
+    time_us: Ints  # [n], since the first event; the event's number in files without times
     stack: NDArray[np.int32]  # [n]
     tag: NDArray[np.int32]  # [n]
-    stream: NDArray[np.int64]  # [n]
-    pool: NDArray[np.int64]  # [n], index into pools; 0 is the default pool
+    stream: Ints  # [n]
+    pool: Ints  # [n], index into pools; 0 is the default pool
     blocks: NDArray[np.void]  # BLOCK [m], those at the end in order of address; free ones too
     reserved_bytes: int  # of all segments
     reserved_of_pool: tuple[int, ...]  # the same, of each pool
-    pools: tuple[tuple[int, int], ...]  # ids as the allocator gives them; the default pool first
+    pools: tuple[PoolId, ...]  # the default pool first
     device: int
     stacks: Stacks
     tags: tuple[str, ...]
@@ -67,13 +72,13 @@ class AllocatorEvents:
 
 
 def build_record(raw: Any, path: Path) -> AllocatorEvents:
-    """Raises UserError for values that are no snapshot."""
+    """Build the record of what the file at `path` holds. Raises UserError for values that are no snapshot."""
     try:
         return _build(raw)
     except (TypeError, ValueError, OverflowError, KeyError, AttributeError, IndexError) as error:
-        reason = make_printable(f"it lacks {error}" if isinstance(error, KeyError) else str(error), 120)
+        what = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
         raise UserError(
-            f"{path}: is no memory snapshot ({reason}); one is written by "
+            f"{path}: is no memory snapshot ({make_printable(what, 120)}); one is written by "
             "torch.cuda.memory._dump_snapshot or --record-memory-history."
         ) from None
 
@@ -83,29 +88,31 @@ def _build(raw: Any) -> AllocatorEvents:
 
     Raises the errors of Python for values that are no snapshot.
     """
-    raw = {"segments": raw, "device_traces": []} if type(raw) is list else raw
+    if type(raw) is list:
+        raw = {"segments": raw, "device_traces": []}
     segments, traces = _read_parts(raw)
     device, notes = _choose_device(segments, traces)
     events = traces[device] if device < len(traces) else []
     if any(type(event) is not dict for event in events):
         raise TypeError("an event is no dictionary")
-    # each gives numbers to what it meets, in the order in which it meets it
-    stacks = Stacks()
-    tags: Numbered[Any] = Numbered({"": 0, None: 0})
-    pools: Numbered[tuple[int, int]] = Numbered({DEFAULT_POOL: 0})
     times = _read_column(events, "time_us", -1)
     timed = bool(len(times)) and times[0] >= 0
     own_segments = [segment for segment in segments if segment.get("device", 0) == device]
     marks = _read_marks(raw, device, int(times[0])) if timed else []
+    # each gives numbers to what it meets, in the order in which it meets it
+    stacks = Stacks()
+    tags: Numbered[Any] = Numbered({"": 0, None: 0})
+    pools: Numbered[PoolId] = Numbered({DEFAULT_POOL: 0})
     stack = np.array([stacks.number(event.get("frames")) for event in events], np.int32)
     blocks = _build_blocks(own_segments, stacks, tags, pools)
     pool = _find_pools(events, own_segments, pools)
     reserved_of_pool = _sum_reserved(own_segments, pools)
-    number_of_action = {name: number for number, name in enumerate(ACTIONS)}
+    sizes = _read_column(events, "size", 0)
+    _check_sizes(sizes)
     return AllocatorEvents(
-        action=np.array([number_of_action.get(event["action"], UNKNOWN_ACTION) for event in events], np.uint8),
+        action=_number_actions(events),
         address=_read_column(events, "addr", 0),
-        size=_check_sizes(_read_column(events, "size", 0)),
+        size=sizes,
         device_free=_read_column(events, "device_free", 0),
         time_us=times - times[0] if timed else np.arange(len(events)),
         stack=stack,
@@ -120,7 +127,7 @@ def _build(raw: Any) -> AllocatorEvents:
         stacks=stacks,
         tags=tuple(map(str, tags)),
         marks=tuple(sorted(marks)),
-        settings=raw["allocator_settings"] if type(raw.get("allocator_settings")) is dict else {},
+        settings=_read_settings(raw),
         timed=timed,
         notes=tuple(notes),
     )
@@ -137,46 +144,79 @@ def _read_parts(raw: Any) -> tuple[Any, Any]:
     return parts["segments"], parts["device_traces"]
 
 
-def _read_column(events: Any, key: str, default: int) -> NDArray[np.int64]:
+def _read_settings(raw: Any) -> dict[str, Any]:
+    """The settings of the allocator by name; {} where the file holds none."""
+    settings = raw.get("allocator_settings")
+    return settings if type(settings) is dict else {}
+
+
+def _read_column(events: Any, key: str, default: int) -> Ints:
     """int64 [n]: one value of each event."""
     return np.fromiter((event.get(key, default) for event in events), np.int64)
 
 
+def _number_actions(events: Any) -> NDArray[np.uint8]:
+    """uint8 [n]: the action of each event, a number from ALLOC to OOM or UNKNOWN_ACTION."""
+    number_of_action = {name: number for number, name in enumerate(ACTIONS)}
+    return np.array([number_of_action.get(event["action"], UNKNOWN_ACTION) for event in events], np.uint8)
+
+
 def _read_marks(raw: Any, device: int, start_us: int) -> list[tuple[int, str, str]]:
     """(time_us since the first event, stage, name) of the annotations that concern the device."""
-    return [
-        (int(mark["time_us"]) - start_us, str(mark["stage"]), str(mark["name"]))
-        for mark in raw.get("external_annotations") or ()
-        if mark.get("device", device) in (device, -1)
-    ]
+    marks = []
+    for mark in raw.get("external_annotations") or ():
+        if mark.get("device", device) in (device, -1):
+            time_us = int(mark["time_us"]) - start_us
+            marks.append((time_us, str(mark["stage"]), str(mark["name"])))
+    return marks
 
 
-def _sum_reserved(segments: Any, pools: Numbered[tuple[int, int]]) -> tuple[int, ...]:
+def _sum_reserved(segments: Any, pools: Numbered[PoolId]) -> tuple[int, ...]:
     """Bytes of the segments of each pool."""
-    sizes = _check_sizes(np.array([segment["total_size"] for segment in segments], np.int64))
-    pool_of_segment = np.array([pools[_read_pool(segment)] for segment in segments], np.int64)
-    return tuple(int(sizes[pool_of_segment == number].sum()) for number in range(len(pools)))
+    sizes = np.array([segment["total_size"] for segment in segments], np.int64)
+    _check_sizes(sizes)
+    sums = [0] * len(pools)
+    for segment, num_bytes in zip(segments, sizes.tolist()):
+        sums[pools[_read_pool(segment)]] += num_bytes
+    return tuple(sums)
+
+
+# --- one device of a file that holds several
 
 
 def _choose_device(segments: Any, traces: Any) -> tuple[int, list[str]]:
     """The device on which a request failed, else the one with the highest peak; and a note about the others."""
-    seen = {number for number, trace in enumerate(traces) if len(trace)}
-    seen |= {segment.get("device", 0) for segment in segments}
-    if not seen:
+    devices = _find_devices(segments, traces)
+    if len(devices) == 1:
+        return devices.pop(), []
+    peaks = {}
+    counts = {}
+    failed = set()
+    for device in devices:
+        events = traces[device] if device < len(traces) else []
+        own_segments = [segment for segment in segments if segment.get("device", 0) == device]
+        peaks[device] = _measure_peak(events, own_segments)
+        counts[device] = len(events)
+        if _ran_out(events):
+            failed.add(device)
+    best = max(failed or devices, key=lambda device: (peaks[device], counts[device], -device))
+    others = [f"device {device} at {size(peaks[device])}" for device in sorted(devices - {best})]
+    note = f"this is device {best}; the file holds others, whose memory peaks: {', '.join(others)}"
+    also_failed = [str(device) for device in sorted(failed - {best})]
+    if also_failed:
+        note += f"; a request failed on device {', '.join(also_failed)}, too"
+    return best, [note]
+
+
+def _find_devices(segments: Any, traces: Any) -> set[int]:
+    """Numbers of the devices that have events or segments, at least one."""
+    devices = {number for number, trace in enumerate(traces) if len(trace)}
+    devices |= {segment.get("device", 0) for segment in segments}
+    if not devices:
         raise ValueError("it has neither segments nor events")
-    if any(type(number) is not int or not 0 <= number < MAX_DEVICES for number in seen):
+    if any(type(number) is not int or not 0 <= number < MAX_DEVICES for number in devices):
         raise ValueError("a device's number is none")
-    if len(seen) == 1:
-        return seen.pop(), []
-    peaks, events = {}, {number: traces[number] if number < len(traces) else [] for number in seen}
-    for number in seen:
-        peaks[number] = _measure_peak(events[number], [one for one in segments if one.get("device", 0) == number])
-    failed = {number for number in seen if _ran_out(events[number])}
-    best = max(failed or seen, key=lambda number: (peaks[number], len(events[number]), -number))
-    others = ", ".join(f"device {number} at {size(peaks[number])}" for number in sorted(seen - {best}))
-    failures = sorted(failed - {best})
-    more = f"; a request failed on device {', '.join(map(str, failures))}, too" if failures else ""
-    return best, [f"this is device {best}; the file holds others, whose memory peaks: {others}{more}"]
+    return devices
 
 
 def _ran_out(events: Any) -> bool:
@@ -185,13 +225,16 @@ def _ran_out(events: Any) -> bool:
     for event in reversed(events):
         if event.get("action") == ACTIONS[OOM]:
             return bool(allocated < max(event.get("size", 0), 1))
-        allocated += event.get("size", 0) if event.get("action") == ACTIONS[ALLOC] else 0
+        if event.get("action") == ACTIONS[ALLOC]:
+            allocated += event.get("size", 0)
     return False
 
 
 def _measure_peak(events: Any, segments: Any) -> int:
     """Most bytes that a device's tensors held, backwards from the blocks at the end."""
-    held = sum(block["size"] for segment in segments for block in segment["blocks"] if block["state"] != "inactive")
+    held = 0
+    for segment in segments:
+        held += sum(block["size"] for block in segment["blocks"] if block["state"] != "inactive")
     most = held
     for event in reversed(events):
         if event.get("action") == ACTIONS[FREE]:
@@ -202,54 +245,73 @@ def _measure_peak(events: Any, segments: Any) -> int:
     return int(most)
 
 
-def _read_pool(entry: dict[str, Any], key: str = "segment_pool_id") -> tuple[int, int]:
+# --- pools and blocks
+
+
+def _read_pool(entry: dict[str, Any], key: str = "segment_pool_id") -> PoolId:
     """A segment's or event's pool; JSON has lists where pickles have tuples, and files before torch 2.1 have none."""
     first, second = entry.get(key) or DEFAULT_POOL
     return int(first), int(second)
 
 
-def _find_pools(events: Any, segments: Any, pools: Numbered[tuple[int, int]]) -> NDArray[np.int64]:
+def _find_pools(events: Any, segments: Any, pools: Numbered[PoolId]) -> Ints:
     """int64 [n]: the pool of each event: of the segment that holds its address at the end, else what the event says
     itself (newer versions of torch)."""
-    edges = sorted((segment["address"], segment["total_size"], pools[_read_pool(segment)]) for segment in segments)
-    starts = np.array([start for start, _, _ in edges], np.int64)
-    ends = starts + np.array([length for _, length, _ in edges], np.int64)
-    numbers = np.array([number for _, _, number in edges], np.int64)
-    addresses = np.fromiter((event.get("addr", 0) for event in events), np.int64)
-    found = np.zeros(len(addresses), np.int64)
-    if len(edges):
-        at = np.maximum(np.searchsorted(starts, addresses, side="right") - 1, 0)
-        inside = (addresses >= starts[at]) & (addresses < ends[at])
-        found[inside] = numbers[at[inside]]
+    rows = [(segment["address"], segment["total_size"], pools[_read_pool(segment)]) for segment in segments]
+    address = _read_column(events, "addr", 0)
+    found = np.zeros(len(address), np.int64)
+    if rows:
+        start, length, number = np.array(sorted(rows), np.int64).T
+        # the last segment that starts before the address, or the first
+        nearest = np.maximum(np.searchsorted(start, address, side="right") - 1, 0)
+        offset = address - start[nearest]
+        inside = (offset >= 0) & (offset < length[nearest])
+        found[inside] = number[nearest[inside]]
     for index, event in enumerate(events):
         if "pool_id" in event and not found[index]:
             found[index] = pools[_read_pool(event, "pool_id")]
     return found
 
 
-def _check_sizes(found: NDArray[np.int64]) -> NDArray[np.int64]:
-    if len(found) and not 0 <= found.min() <= found.max() < MAX_BYTES:
-        raise ValueError(f"a size of {found.min() if found.min() < 0 else found.max()} bytes")
-    return found
+def _check_sizes(sizes: Ints) -> None:
+    """Raise ValueError for a size that no memory can have."""
+    for extreme in (sizes.min(initial=0), sizes.max(initial=0)):
+        if not 0 <= extreme < MAX_BYTES:
+            raise ValueError(f"a size of {extreme} bytes")
 
 
-def _build_blocks(
-    segments: Any, stacks: Stacks, tags: Numbered[Any], pools: Numbered[tuple[int, int]]
-) -> NDArray[np.void]:
+def _build_blocks(segments: Any, stacks: Stacks, tags: Numbered[Any], pools: Numbered[PoolId]) -> NDArray[np.void]:
+    """BLOCK [m]: the blocks of segments in order of address. Numbers what it meets in stacks, tags and pools.
+
+    Args:
+        segments: The snapshot's segments of one device.
+        stacks: Numbers of the stacks.
+        tags: Numbers of the tags.
+        pools: Numbers of the pools.
+    """
     rows = []
     for segment in segments:
-        address, stream, pool = segment["address"], segment.get("stream", 0), pools[_read_pool(segment)]
+        address = segment["address"]
+        stream = segment.get("stream", 0)
+        pool = pools[_read_pool(segment)]
         for block in segment["blocks"]:
-            num_bytes, history = block["size"], block.get("history") or [{}]  # torch 1.13 and 2.0 kept stacks there
-            address, live = block.get("address", address), block["state"] != "inactive"
-            asked, stack, tag = 0, 0, 0
-            if live:
-                asked = min(block.get("requested_size") or history[0].get("real_size") or num_bytes, num_bytes)
-                stack = stacks.number(block.get("frames") or history[0].get("frames"))
-                tag = tags[block.get("user_metadata")]
+            num_bytes = block["size"]
+            # blocks of old versions have no address of their own; they lie side by side
+            address = block.get("address", address)
+            live = block["state"] != "inactive"
             awaiting = block["state"] in AWAITING
-            rows.append((address, num_bytes, asked, live, awaiting, stack, tag, stream, pool))
+            owner = _read_owner(block, stacks, tags) if live else NO_OWNER
+            # in the order of BLOCK's fields
+            rows.append((address, num_bytes, owner[0], live, awaiting, owner[1], owner[2], stream, pool))
             address += num_bytes
     blocks = np.array(sorted(rows, key=lambda row: row[0]), BLOCK)
     _check_sizes(blocks["size"])
     return blocks
+
+
+def _read_owner(block: Any, stacks: Stacks, tags: Numbered[Any]) -> tuple[int, int, int]:
+    """(bytes asked for, number of the stack, number of the tag) of a block that is in use."""
+    latest = (block.get("history") or [{}])[0]  # where torch 1.13 and 2.0 kept stacks
+    requested = block.get("requested_size") or latest.get("real_size") or block["size"]
+    stack = stacks.number(block.get("frames") or latest.get("frames"))
+    return min(requested, block["size"]), stack, tags[block.get("user_metadata")]

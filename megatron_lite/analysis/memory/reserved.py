@@ -7,12 +7,11 @@ that it is no fragmentation.
 import re
 
 import numpy as np
-from numpy.typing import NDArray
 
-from megatron_lite.analysis.intervals import Integers
-from megatron_lite.analysis.memory.categories import Lives
+from megatron_lite.analysis.intervals import Flags, Integers
+from megatron_lite.analysis.memory.lifetimes import Lives
 from megatron_lite.analysis.memory.memory_results import Fragmentation, PrivatePool
-from megatron_lite.analysis.memory.record import LESS_RESERVED, MORE_RESERVED, OOM, SEGMENT_MAP, AllocatorEvents
+from megatron_lite.analysis.memory.record import LESS_RESERVED, MORE_RESERVED, OOM, SEGMENT_MAP, AllocatorEvents, Ints
 from megatron_lite.formats.caching_allocator import Allocation, SegmentMap
 
 MAX_ERROR = 0.05  # of what was reserved: a replay of the allocator as it was must come as near, or nothing is said
@@ -23,94 +22,165 @@ CAPTURES = re.compile(
 
 
 def measure_reserved(record: AllocatorEvents, private: bool | None = None, pool: int | None = None) -> Integers:
-    """int64 [n + 1]: bytes of segments before the first event, then after each; backwards from those at the end.
+    """Bytes of segments before the first event, then after each: int64 [n + 1].
 
     Args:
         record: The record.
         private: True for all private pools, False for the default pool, None for all.
         pool: One pool only.
     """
-    numbers = np.arange(len(record.pools))
+    counted = _choose_pools(len(record.pools), private, pool)
+    of_pools = np.array(record.reserved_of_pool, np.int64)
+    at_end = int(of_pools[counted].sum())
+    in_pools = counted[record.pool]
+    change = np.zeros(len(record), np.int64)
+    grows = in_pools & np.isin(record.action, MORE_RESERVED)
+    change[grows] = record.size[grows]
+    shrinks = in_pools & np.isin(record.action, LESS_RESERVED)
+    change[shrinks] = -record.size[shrinks]
+    # only the end is known: what each event and those after it changed is taken off
+    from_here_on: Ints = np.cumsum(change[::-1])[::-1]
+    reserved: Ints = at_end - np.append(from_here_on, 0)
+    return np.maximum(reserved, 0)
+
+
+def _choose_pools(
+    count: int,
+    private: bool | None,
+    pool: int | None,
+) -> Flags:
+    """bool [count]: the pools that `measure_reserved` counts. The first is the default pool."""
+    chosen = np.zeros(count, bool)
     if pool is not None:
-        counted = numbers == pool
-    elif private is not None:
-        counted = (numbers > 0) == private
+        chosen[pool] = True
+    elif private is None:
+        chosen[:] = True
+    elif private:
+        chosen[1:] = True
     else:
-        counted = np.ones(len(numbers), bool)
-    at_end = sum(num_bytes for num_bytes, counts in zip(record.reserved_of_pool, counted.tolist()) if counts)
-    mine = counted[record.pool]
-    grows = np.where(mine & np.isin(record.action, MORE_RESERVED), record.size, 0)
-    change = grows - np.where(mine & np.isin(record.action, LESS_RESERVED), record.size, 0)
-    later: NDArray[np.int64] = np.append(np.cumsum(change[::-1])[::-1], 0)
-    return np.maximum(at_end - later, 0)
+        chosen[0] = True
+    return chosen
 
 
 def measure_fragmentation(record: AllocatorEvents, lives: Lives) -> tuple[Fragmentation, list[str]]:
-    """Reserved against allocated in the default pool; what expandable segments would have reserved, or a note on why
-    the record could not be replayed."""
-    ordinary = lives.pool == 0
+    """Reserved against allocated in the default pool, and what expandable segments would have reserved.
+
+    Returns:
+        The figures, and notes: why the record could not be replayed.
+    """
     reserved = measure_reserved(record, private=False)
-    allocated = lives.sum_held(len(record), np.where(ordinary, lives.num_bytes, 0))
-    fullest = np.flatnonzero(reserved == reserved.max())
-    at = int(fullest[np.argmax(allocated[fullest])])
-    as_it_was, expandable, notes, most = None, None, [], int(reserved[at])
+    reserved_bytes = int(reserved.max())
+    allocated = lives.sum_held(lives.pool == 0)
+    # the moment that leaves the least unused, of those at which most is reserved
+    fullest = reserved == reserved_bytes
+    allocated_bytes = int(allocated[fullest].max())
     had_maps = bool(np.any(record.action == SEGMENT_MAP))
     was_expandable = record.settings.get("expandable_segments") is True or had_maps
-    if most > 0:
+    as_it_was = None
+    expandable = None
+    notes = []
+    if reserved_bytes > 0:
         is_simulated = record.settings.get("simulated")
-        as_it_was = most if is_simulated else replay_peak(record, lives, was_expandable)
-        if abs(as_it_was - most) <= MAX_ERROR * most:
+        as_it_was = reserved_bytes if is_simulated else replay_peak(record, lives, was_expandable)
+        if abs(as_it_was - reserved_bytes) <= MAX_ERROR * reserved_bytes:
             expandable = replay_peak(record, lives, True)
         else:
             notes.append(
-                f"a replay of the allocator reserves {as_it_was / most:.0%} of what was reserved: "
-                "whether expandable segments "
-                "would help is unknown"
+                f"a replay of the allocator reserves {as_it_was / reserved_bytes:.0%} of what was reserved: "
+                "whether expandable segments would help is unknown"
             )
-    free = record.blocks["size"][~record.blocks["live"] & (record.blocks["pool"] == 0)]
-    largest = int(free.max(initial=0))
-    return Fragmentation(most, int(allocated[at]), largest, was_expandable, expandable, as_it_was), notes
+    found = Fragmentation(
+        reserved_bytes=reserved_bytes,
+        allocated_bytes=allocated_bytes,
+        largest_free_block=_find_largest_free_block(record),
+        expandable=was_expandable,
+        replay_reserved_bytes=expandable,
+        replay_as_it_was_bytes=as_it_was,
+    )
+    return found, notes
+
+
+def _find_largest_free_block(record: AllocatorEvents) -> int:
+    """Bytes of the largest free block of the default pool at the end of the record; 0 without one."""
+    blocks = record.blocks
+    free = ~blocks["live"] & (blocks["pool"] == 0)
+    return int(blocks["size"][free].max(initial=0))
 
 
 def measure_private_pools(record: AllocatorEvents, lives: Lives) -> tuple[PrivatePool, ...]:
-    """Those that hold memory when a request failed, or else at the end of the record; largest first."""
-    found, failed = [], np.flatnonzero(record.action == OOM)
-    moment = int(failed[-1]) + 1 if len(failed) else len(record)
-    for number, identity in enumerate(record.pools[1:], 1):
-        reserved, mine = measure_reserved(record, pool=number), lives.pool == number
-        if not reserved[moment]:
-            continue
-        allocated = lives.sum_held(len(record), np.where(mine, lives.num_bytes, 0))
-        stacks = np.unique(lives.stack[mine], return_inverse=True)
-        sums = np.bincount(stacks[1].ravel(), lives.num_bytes[mine], len(stacks[0]))
-        largest = int(stacks[0][np.argmax(sums)]) if len(sums) else 0
-        frames = [frame for stack in stacks[0].tolist() for frame in record.stacks.frames_of[stack]]
-        # ids are (capture, 0) where a graph made the pool for itself, (0, n) where a handle or a MemPool was made
-        of_graphs = identity[0] > 0 or any(CAPTURES.search(f"{file} {name}") for file, _, name in frames)
-        site = record.stacks.site(largest)
-        found.append(PrivatePool(str(identity), of_graphs, int(reserved[moment]), int(allocated[moment]), site))
-    return tuple(sorted(found, key=lambda one: -one.reserved_bytes))
+    """Private pools that hold memory when a request failed, or else at the end of the record; largest first."""
+    failed = np.flatnonzero(record.action == OOM)
+    moment = len(record)  # index into curves, whose first value is before the first event
+    if len(failed):
+        moment = int(failed[-1]) + 1
+    found = []
+    for number in range(1, len(record.pools)):
+        pool = _describe_pool(record, lives, number, moment)
+        if pool.reserved_bytes:
+            found.append(pool)
+    return tuple(sorted(found, key=lambda pool: -pool.reserved_bytes))
+
+
+def _describe_pool(
+    record: AllocatorEvents,
+    lives: Lives,  # all, of other pools too
+    number: int,  # index into the record's pools
+    moment: int,  # index into curves
+) -> PrivatePool:
+    """A private pool, with what owns it as far as its id and stacks tell."""
+    reserved = measure_reserved(record, pool=number)
+    in_pool = lives.pool == number
+    allocated = lives.sum_held(in_pool)
+    # all of its memory counts, also what was given back before
+    stacks = lives.stack[in_pool]
+    bytes_of_stack = np.bincount(stacks, lives.num_bytes[in_pool], minlength=1)
+    # ids are (capture, 0) where a graph made the pool for itself, (0, n) where a handle or a MemPool was made
+    identity = record.pools[number]
+    made_by_graph = identity[0] > 0
+    return PrivatePool(
+        pool=str(identity),
+        of_graphs=made_by_graph or _have_capture(record, np.unique(stacks)),
+        reserved_bytes=int(reserved[moment]),
+        allocated_bytes=int(allocated[moment]),
+        site=record.stacks.site(int(np.argmax(bytes_of_stack))),
+    )
+
+
+def _have_capture(record: AllocatorEvents, stacks: Ints) -> bool:
+    """Whether code that captures graphs is in one of these stacks."""
+    for stack in stacks.tolist():
+        for file, _, name in record.stacks.frames_of[stack]:
+            if CAPTURES.search(f"{file} {name}"):
+                return True
+    return False
 
 
 def replay_peak(record: AllocatorEvents, lives: Lives, expandable: bool) -> int:
-    """Most bytes reserved when an empty allocator first takes what was there, then sees the record's events in its
-    default pool."""
-    n, layout = len(record), SegmentMap(expandable)
-    mine = np.flatnonzero((lives.pool == 0) & ~(lives.awaiting & (lives.begin >= 0)))
-    begin, end = lives.begin[mine], lives.returned[mine]
-    columns = zip(lives.requested[mine].tolist(), lives.stream[mine].tolist())
-    pieces = [Allocation(size, "", [], stream) for size, stream in columns]
+    """Replay the record's events of the default pool in an empty allocator, which first takes what was there before.
+
+    Args:
+        record: The record.
+        lives: Its pieces of memory.
+        expandable: Whether the allocator has expandable segments.
+
+    Returns:
+        The most bytes that it reserves.
+    """
+    layout = SegmentMap(expandable)
+    # what awaits its free is the second part of a piece that is placed already
+    goes_on = lives.awaiting & (lives.begin >= 0)
+    rows = np.flatnonzero((lives.pool == 0) & ~goes_on)
+    begin = lives.begin[rows]
+    pieces = []
+    for num_bytes, stream in zip(lives.requested[rows].tolist(), lives.stream[rows].tolist()):
+        pieces.append(Allocation(num_bytes, "", [], stream))
     old = np.flatnonzero(begin < 0)
-    for row in old[np.argsort(lives.address[mine][old], kind="stable")].tolist():
-        layout.place(pieces[row])
+    address = lives.address[rows[old]]
+    for number in old[np.argsort(address, kind="stable")].tolist():
+        layout.place(pieces[number])
     peak = layout.reserved
-    begins, ends = np.flatnonzero(begin >= 0), np.flatnonzero(end < n)
-    given = np.flatnonzero(np.isin(record.action, LESS_RESERVED) & (record.pool == 0))
-    given = given[np.diff(given, prepend=-9) > 1]  # once for each run of them
-    order = np.argsort(np.concatenate([begin[begins], end[ends], given]), kind="stable")
-    what = np.repeat(["allocate", "free", "give back"], [len(begins), len(ends), len(given)])[order]
-    row = np.concatenate([begins, ends, given])[order]
-    for action, number in zip(what.tolist(), row.tolist()):
+    actions, numbers = _order_actions(record, begin, lives.returned[rows])
+    for action, number in zip(actions, numbers):
         if action == "allocate":
             layout.place(pieces[number])
             peak = max(peak, layout.reserved)
@@ -119,3 +189,29 @@ def replay_peak(record: AllocatorEvents, lives: Lives, expandable: bool) -> int:
         else:
             layout.give_back()
     return peak
+
+
+def _order_actions(
+    record: AllocatorEvents,  # of n events
+    begin: Ints,  # [m], event that allocates a piece; -1: before the record
+    end: Ints,  # [m], event after which it serves others; n: after the record
+) -> tuple[list[str], list[int]]:
+    """What an allocator has to do for m pieces of memory, in the order of the record.
+
+    Returns:
+        Actions: "allocate", "free" or "give back" (segments to the device); and for each the number of its piece, which
+        says nothing where segments are given back.
+    """
+    allocated = np.flatnonzero(begin >= 0)
+    freed = np.flatnonzero(end < len(record))
+    shrinks = np.isin(record.action, LESS_RESERVED) & (record.pool == 0)
+    # once for each run of them
+    starts_run = shrinks.copy()
+    starts_run[1:] &= ~shrinks[:-1]
+    given_back = np.flatnonzero(starts_run)
+    counts = [len(allocated), len(freed), len(given_back)]
+    actions = np.repeat(["allocate", "free", "give back"], counts)
+    numbers = np.concatenate([allocated, freed, given_back])
+    events = np.concatenate([begin[allocated], end[freed], given_back])
+    order = np.argsort(events, kind="stable")
+    return actions[order].tolist(), numbers[order].tolist()

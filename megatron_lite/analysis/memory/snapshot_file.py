@@ -24,7 +24,8 @@ from megatron_lite.units import size
 
 MAX_MEMORY_PER_BYTE = 60  # a snapshot takes 10 to 30 times its file's size
 MAX_UNPACKED_PER_BYTE = 400  # real snapshots are packed to a third or a sixth; equal events pack better
-MIN_UNPACKED_LIMIT, MAX_UNPACKED = 2**26, 2**32
+MIN_UNPACKED_LIMIT = 2**26  # bytes
+MAX_UNPACKED = 2**32
 CHUNK = 2**20
 FROM_TORCH = "write it again with torch.cuda.memory._dump_snapshot or --record-memory-history"
 
@@ -52,7 +53,7 @@ IN_PAGE = re.compile(rb'"base64":\s*"([A-Za-z0-9+/=]+)"')
 
 
 class _PlainValues(BoundedUnpickler):
-    """Every way to code leads through find_class."""
+    """An unpickler that runs no code: every way to code leads through find_class."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("collections", "OrderedDict"):
@@ -61,15 +62,16 @@ class _PlainValues(BoundedUnpickler):
 
 
 def _make_dict() -> dict[Any, Any]:
-    """Empty: a pickle fills it item by item, which is bounded, whereas a call with lists would not be."""
+    """An empty dict. A pickle fills it item by item, which is bounded, whereas a call with lists would not be."""
     return {}
 
 
 class _RefusedError(Exception):
-    pass
+    """A pickle that names something else than plain values."""
 
 
 def _parse(file: IO[bytes]) -> Any:
+    """The values in an unpacked file: a page with a snapshot in it, JSON, or a pickle. None for a page without one."""
     head = file.read(CHUNK)
     file.seek(0)
     if PAGE.match(head):
@@ -77,7 +79,8 @@ def _parse(file: IO[bytes]) -> Any:
         return _parse(BytesIO(base64.b64decode(found[1]))) if found else None
     if JSON.match(head) and not PICKLE.match(head):
         return _parse_json(file.read())
-    data, start = file.read(), 0
+    data = file.read()
+    start = 0
     if head.startswith(LEGACY_TORCH_SAVE):
         for _ in range(LEGACY_PICKLES_BEFORE):
             start = _PlainValues(data, start).end
@@ -85,6 +88,7 @@ def _parse(file: IO[bytes]) -> Any:
 
 
 def _parse_json(text: bytes) -> Any:
+    """The values in JSON, strict or as Python writes it."""
     try:
         return msgspec.json.decode(text)
     except (msgspec.DecodeError, UnicodeDecodeError):
@@ -133,44 +137,53 @@ def read_values(path: Path) -> Any:
 
 # --- a snapshot inside of other values
 
-MAX_DEPTH, MAX_LOOKED_AT = 4, 4096
+MAX_DEPTH = 4  # of dicts and lists in each other
+MAX_LOOKED_AT = 4096  # values, and of each value what it holds
+CONTAINERS = (list, tuple, dict)
 
 
 def find_snapshots(values: Any) -> list[Any]:
     """The snapshots among plain values: dicts with segments or events, and lists of segments."""
     found: list[Any] = []
-    waiting, looked_at = [(values, 0)], 0
+    waiting = [(values, 0)]
+    looked_at = 0
     while waiting and looked_at < MAX_LOOKED_AT:
         value, depth = waiting.pop(0)
         looked_at += 1
         if _is_snapshot(value):
             found.append(value)
-        elif depth < MAX_DEPTH and type(value) in (list, tuple, dict):
-            inside = value.values() if type(value) is dict else value
-            waiting += [(one, depth + 1) for one in list(inside)[:MAX_LOOKED_AT] if type(one) in (list, tuple, dict)]
+        elif depth < MAX_DEPTH and type(value) in CONTAINERS:
+            inside = list(value.values() if type(value) is dict else value)
+            waiting += [(one, depth + 1) for one in inside[:MAX_LOOKED_AT] if type(one) in CONTAINERS]
     return found
 
 
 def _is_snapshot(value: Any) -> bool:
+    """Whether a value is a dict with segments or events, or a list of segments."""
     if type(value) is dict:
         return any(type(value.get(name)) in (list, tuple) for name in ("segments", "device_traces"))
-    first = value[0] if type(value) in (list, tuple) and value else None
+    if type(value) not in (list, tuple) or not value:
+        return False
+    first = value[0]
     return type(first) is dict and "blocks" in first and "total_size" in first
 
 
 def choose_snapshot(values: Any) -> tuple[Any, list[str]]:
-    """(the snapshot with the most memory, or one whose request failed; notes about others).
+    """Choose the snapshot with the most memory, or one whose request failed; `values` if it holds none.
 
-    `values` if it holds none.
+    Returns:
+        The snapshot, and a note about the others.
     """
     found = find_snapshots(values)
-    if len(found) < 2:
-        return (found[0] if found else values), []
+    if not found:
+        return values, []
+    if len(found) == 1:
+        return found[0], []
+    # the first of equal ones
     number = max(range(len(found)), key=lambda at: (*_measure(found[at]), -at))
-    told = f"the file holds {len(found)} snapshots; number {number + 1} is shown, which has the most memory"
-    if _measure(found[number])[0]:
-        told = f"the file holds {len(found)} snapshots; number {number + 1} is shown, in which a request failed"
-    return found[number], [told]
+    failed, _ = _measure(found[number])
+    why = "in which a request failed" if failed else "which has the most memory"
+    return found[number], [f"the file holds {len(found)} snapshots; number {number + 1} is shown, {why}"]
 
 
 def _measure(snapshot: Any) -> tuple[bool, int]:
@@ -178,7 +191,8 @@ def _measure(snapshot: Any) -> tuple[bool, int]:
     segments: Any = snapshot
     traces: Any = []
     if type(snapshot) is dict:
-        segments, traces = snapshot.get("segments") or [], snapshot.get("device_traces") or []
+        segments = snapshot.get("segments") or []
+        traces = snapshot.get("device_traces") or []
     with contextlib.suppress(TypeError, AttributeError):  # reading it says what is wrong with it
         failed = any(event.get("action") == "oom" for trace in traces for event in trace)
         return failed, sum(segment.get("total_size", 0) for segment in segments)

@@ -103,24 +103,46 @@ BACKWARD_NODE = re.compile(r"\b(\w+Backward\w*?)::apply")
 
 
 def is_python(file: str, line: int, name: str) -> bool:
-    """Whether a frame is one of Python's. Those of C and C++ have lines, too, where debug symbols are installed."""
-    return line > 0 and file not in UNKNOWN_FILES and not NATIVE_FILE.search(file) and "::" not in name
+    """Whether a frame is one of Python's.
+
+    Args:
+        file: The frame's file. Those of C and C++ have lines, too, where debug symbols are installed.
+        line: The number of the line; 0 without one.
+        name: The function.
+    """
+    if line <= 0 or file in UNKNOWN_FILES:
+        return False
+    return not NATIVE_FILE.search(file) and "::" not in name
 
 
 def find_code(file: str, line: int, name: str) -> int:
-    """The Code of one frame, as a plain integer: they are combined often."""
-    if not is_python(file, line, name):
-        codes = [code for code, in_name in NATIVE_CODE if in_name.search(name)]
+    """The Code of one frame, as a plain integer: they are combined often.
+
+    Args:
+        file: The frame's file.
+        line: The number of the line; 0 without one.
+        name: The function, as the snapshot names it.
+    """
+    if is_python(file, line, name):
+        codes = _find_python_codes(file, name)
     else:
-        name, mark = own_marks.split_mark(name)
-        name = drop_qualifiers(name)
-        codes = [Code.PYTHON, OWN_CODE.get(mark, Code.NONE)]
-        codes += [code for code, in_file, in_name in PYTHON_CODE if in_file.search(file) and in_name.search(name)]
+        codes = [code for code, in_name in NATIVE_CODE if in_name.search(name)]
     return int(functools.reduce(operator.or_, codes, Code.NONE))
 
 
+def _find_python_codes(file: str, name: str) -> list[Code]:
+    """What a frame of Python's belongs to, one for each row of the tables that fits."""
+    function, mark = own_marks.split_mark(name)
+    function = drop_qualifiers(function)
+    codes = [Code.PYTHON, OWN_CODE.get(mark, Code.NONE)]
+    for code, in_file, in_name in PYTHON_CODE:
+        if in_file.search(file) and in_name.search(function):
+            codes.append(code)
+    return codes
+
+
 def drop_qualifiers(name: str) -> str:
-    """'GPT.forward' -> 'forward', 'Init.convert.<locals>.gather' -> 'gather'."""
+    """The function's own name: 'GPT.forward' -> 'forward', 'Init.convert.<locals>.gather' -> 'gather'."""
     return name.rpartition(".")[2] if QUALIFIED.fullmatch(name) else name
 
 
@@ -136,15 +158,33 @@ class LibraryFrame(NamedTuple):
     in_function: re.Pattern[str]  # of "function < caller"
 
     def matches(self, file: str, function: str, caller: str) -> bool:
-        return bool(self.in_file.search(file) and self.in_function.search(f"{function} < {caller}"))
+        """Whether a frame is of this row.
+
+        Args:
+            file: The frame's file.
+            function: Its function, without qualifiers.
+            caller: The function of the frame of Python's around it; "" without one.
+        """
+        if not self.in_file.search(file):
+            return False
+        return self.in_function.search(f"{function} < {caller}") is not None
 
 
 def read_library_frames() -> list[LibraryFrame]:
+    """The rows of library_frames.tsv, in its order."""
+    table = Path(__file__).parent / "library_frames.tsv"
     rows = []
-    for line in (Path(__file__).parent / "library_frames.tsv").read_text(encoding="utf-8").splitlines():
-        if line and not line.startswith("#"):
-            library, holds, in_file, in_function = line.split("\t")
-            rows.append(LibraryFrame(library, holds, re.compile(in_file), re.compile(in_function)))
+    for line in table.read_text(encoding="utf-8").splitlines():
+        if not line or line.startswith("#"):
+            continue
+        library, holds, in_file, in_function = line.split("\t")
+        row = LibraryFrame(
+            library=library,
+            holds=holds,
+            in_file=re.compile(in_file),
+            in_function=re.compile(in_function),
+        )
+        rows.append(row)
     return rows
 
 
@@ -172,7 +212,10 @@ class Stacks:
         self._stacks: Numbered[tuple[int, ...]] = Numbered({(): 0})  # numbers of frames
 
     def number(self, frames: Any) -> int:
-        """Of a list of {filename, line, name}, innermost first. The list must stay alive while others are asked for."""
+        """The number of a list of {filename, line, name}, innermost first.
+
+        The list must stay alive while others are asked for.
+        """
         if not frames:
             return 0
         found = self._number_of_id.get(id(frames))
@@ -185,13 +228,9 @@ class Stacks:
         return found
 
     def _number_frame(self, frame: dict[str, Any]) -> int:
-        line, name, file = frame.get("line"), str(frame.get("name")), str(frame.get("filename"))
-        line = line if type(line) is int else 0
-        # torch.profiler's export to snapshots writes all of it into the name
-        if line <= 0 and file in UNKNOWN_FILES and (found := IN_NAME.fullmatch(name)):
-            file, line, name = found[1], int(found[2]), found[3]
-        key = (file.replace("\\", "/"), line, name)
-        number = self._frame_of_id[id(frame)] = self._frames[key]
+        """The number of a frame that is met for the first time; kept by the frame's identity."""
+        number = self._frames[_read_frame(frame)]
+        self._frame_of_id[id(frame)] = number
         return number
 
     @cached_property
@@ -202,23 +241,30 @@ class Stacks:
 
     @cached_property
     def _code_of_frame(self) -> list[int]:
+        """The Code of each frame."""
         return [find_code(*frame) for frame in self._frames]
 
     @cached_property
     def codes(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """int64 [stacks] each: what all frames of a stack belong to; and the part of PHASE_CODE that the innermost
-        frame has which has any."""
-        of_frame = self._code_of_frame
-        every = [functools.reduce(operator.or_, map(of_frame.__getitem__, stack), 0) for stack in self._stacks]
-        phases = ((of_frame[number] & PHASE_CODE for number in stack) for stack in self._stacks)
-        inner = [next(filter(None, codes), 0) for codes in phases]
-        for stack, code in enumerate(every):
-            if code & Code.FUNCTION and not inner[stack]:
+        """Two arrays int64 [stacks].
+
+        The first is what all frames of a stack belong to, the second the part of PHASE_CODE that the innermost frame
+        has which has any.
+        """
+        every = []
+        innermost = []
+        code_of_frame = self._code_of_frame
+        for stack in self._stacks:
+            codes = [code_of_frame[number] for number in stack]
+            code = functools.reduce(operator.or_, codes, 0)
+            phase = next((code & PHASE_CODE for code in codes if code & PHASE_CODE), 0)
+            if code & Code.FUNCTION and not phase:
                 # No frame around the function's tells whether it runs forward. Backward's own threads begin in C++.
                 phase = int(Code.FORWARD if code & Code.MAIN else Code.BACKWARD)
-                inner[stack] = phase
-                every[stack] |= phase
-        return np.array(every, np.int64), np.array(inner, np.int64)
+                code |= phase
+            every.append(code)
+            innermost.append(phase)
+        return np.array(every, np.int64), np.array(innermost, np.int64)
 
     @cached_property
     def known(self) -> list[Known | None]:
@@ -227,42 +273,73 @@ class Stacks:
         return [self._find_known(frames, numbers) for frames, numbers in zip(self.frames_of, self._stacks)]
 
     def _find_known(self, frames: list[tuple[str, int, str]], numbers: tuple[int, ...]) -> Known | None:
-        for at, (file, line, name) in enumerate(frames):
-            if not is_python(file, line, name):
+        """What the innermost frame of a library says of a stack. numbers: of its frames."""
+        for at, frame in enumerate(frames):
+            if not is_python(*frame):
                 continue
-            if LIBRARY_FILES.search(file):
-                caller = next((drop_qualifiers(outer[2]) for outer in frames[at + 1 :] if is_python(*outer)), "")
-                function = drop_qualifiers(name)
-                row = next((row for row in LIBRARY_FRAMES if row.matches(file, function, caller)), None)
-                if row is not None:
-                    return Known(row, at)
+            row = _find_library_row(frame, frames[at + 1 :])
+            if row is not None:
+                return Known(row, at)
             if self._code_of_frame[numbers[at]] & OPTIMIZER_ITSELF:
                 return None
         return None
 
     def site(self, number: int) -> str:
-        """'gpt.py:81 forward': the innermost frame outside of torch and other packages; '' without one that says
-        anything. Of what a library is known to hold it is the library's line."""
+        """The line that a stack is shown as, such as 'gpt.py:81 forward'; '' without one that says anything.
+
+        It is the innermost frame outside of torch and other packages; of what a library is known to hold it is the
+        library's line.
+        """
         frames = self.frames_of[number]
+        if known := self.known[number]:
+            return _describe_frame(frames[known.at])
         python = [frame for frame in frames if is_python(*frame)]
         outside = [frame for frame in python if not SIGN_OF_TORCH.search(frame[0])]
         own = [frame for frame in outside if not SIGN_OF_PACKAGES.search(frame[0])]
-        shown = (own or outside or python)[:1]
-        if known := self.known[number]:
-            shown = [frames[known.at]]
-        return make_printable("".join(map(_describe_frame, shown)), MAX_LETTERS)
+        best = own or outside or python
+        return _describe_frame(best[0]) if best else ""
 
     def node(self, number: int) -> str:
-        """'MmBackward0': the autograd node of a stack with C++ frames; '' if it has none."""
-        nodes = (BACKWARD_NODE.search(name) for _, _, name in self.frames_of[number])
-        return next((node[1][:MAX_LETTERS] for node in nodes if node), "")
+        """The autograd node of a stack with C++ frames, such as 'MmBackward0'; '' if it has none."""
+        for _, _, name in self.frames_of[number]:
+            if node := BACKWARD_NODE.search(name):
+                return node[1][:MAX_LETTERS]
+        return ""
+
+
+def _read_frame(frame: dict[str, Any]) -> tuple[str, int, str]:
+    """(file, line, function) of a frame as a snapshot holds it."""
+    file = str(frame.get("filename"))
+    line = frame.get("line")
+    name = str(frame.get("name"))
+    if type(line) is not int:
+        line = 0
+    # torch.profiler's export to snapshots writes all of it into the name
+    if line <= 0 and file in UNKNOWN_FILES and (found := IN_NAME.fullmatch(name)):
+        file = found[1]
+        line = int(found[2])
+        name = found[3]
+    return file.replace("\\", "/"), line, name
+
+
+def _find_library_row(frame: tuple[str, int, str], outer: list[tuple[str, int, str]]) -> LibraryFrame | None:
+    """The row of library_frames.tsv for one of Python's frames. outer: the frames around it."""
+    file, _, name = frame
+    if not LIBRARY_FILES.search(file):
+        return None
+    function = drop_qualifiers(name)
+    callers = (drop_qualifiers(one[2]) for one in outer if is_python(*one))
+    caller = next(callers, "")
+    return next((row for row in LIBRARY_FRAMES if row.matches(file, function, caller)), None)
 
 
 def _describe_frame(frame: tuple[str, int, str]) -> str:
+    """A frame as reports show it, such as 'gpt.py:81 forward'."""
     file, line, name = frame
-    return f"{file.rpartition('/')[2]}:{line} {own_marks.split_mark(name)[0]}"
+    function, _ = own_marks.split_mark(name)
+    return make_printable(f"{file.rpartition('/')[2]}:{line} {function}", MAX_LETTERS)
 
 
 def make_printable(text: str, most: int) -> str:
-    """At most that many letters of a text that a hostile file may hold."""
+    """Cut a text that a hostile file may hold to `most` letters, and replace what cannot be printed."""
     return "".join(letter if letter.isprintable() else "?" for letter in text[:most])

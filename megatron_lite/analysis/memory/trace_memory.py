@@ -1,5 +1,7 @@
 """Memory of a run without a snapshot, from the memory events that a profiler wrote into its trace (profile_memory)."""
 
+from typing import NamedTuple
+
 import numpy as np
 
 from megatron_lite.analysis.intervals import Integers
@@ -7,47 +9,75 @@ from megatron_lite.analysis.memory.memory_results import TraceMemory, choose_poi
 from megatron_lite.analysis.time.time_results import Placing
 from megatron_lite.analysis.trace.columns import Kind, Trace
 
+NONE = -1
 
-def _draw_curve(trace: Trace, device: int) -> tuple[int, Integers, Integers, bool]:
-    """(the device, its rows, bytes allocated after each, whether the trace gives totals)"""
-    seen = trace.memory
-    rows = np.flatnonzero(seen.device == device)
-    given = bool(np.any(seen.total_allocated[rows] > 0))
-    sums = np.cumsum(seen.num_bytes[rows])
-    return device, rows, seen.total_allocated[rows] if given else sums - min(0, int(sums.min())), given
+
+class _Curve(NamedTuple):
+    """Memory of one device over the trace."""
+
+    device: int
+    rows: Integers  # of the trace's memory events
+    allocated: Integers  # bytes after each
+    total_is_given: bool  # False: a sum of what the window saw
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that is allocated."""
+        return int(self.allocated.max())
+
+
+def _draw_curve(trace: Trace, device: int) -> _Curve:
+    """The curve of a device, of the totals that the trace gives or else of the sums of its events."""
+    rows = np.flatnonzero(trace.memory.device == device)
+    totals = trace.memory.total_allocated[rows]
+    if np.any(totals > 0):
+        return _Curve(device, rows, totals, total_is_given=True)
+    sums = np.cumsum(trace.memory.num_bytes[rows])
+    # what was there before the window keeps its sum from falling below 0
+    before_window = -min(0, int(sums.min()))
+    return _Curve(device, rows, sums + before_window, total_is_given=False)
 
 
 def measure_trace_memory(trace: Trace, placing: Placing) -> TraceMemory | None:
-    """Of the GPU with the highest peak, or of the host where the trace has no GPU's events;
-    None for a trace without memory events."""
+    """Memory of the GPU with the highest peak, or of the host where the trace has no GPU's events.
+
+    None for a trace without memory events.
+    """
     seen = trace.memory
     if not len(seen):
         return None
-    numbers = np.unique(seen.device)
-    numbers = numbers[numbers >= 0] if np.any(numbers >= 0) else numbers
-    curves = [_draw_curve(trace, number) for number in numbers.tolist()]
-    shown = max(curves, key=lambda curve: (int(curve[2].max()), len(curve[1]), -curve[0]))
-    device, rows, allocated, given = shown
-    times, reserved = seen.time_ns[rows], seen.total_reserved[rows]
-    peak = int(np.argmax(allocated))
-    # the innermost operator that is open then, on the thread that began one last
-    operators, end_ns = trace.rows[Kind.OP], trace.events.end_ns
-    before = int(np.searchsorted(trace.events.start_ns[operators], times[peak], side="right")) - 1
-    operator = int(operators[before]) if before >= 0 else -1
-    while operator >= 0 and end_ns[operator] < times[peak]:
-        operator = int(placing.operator[operator])
-    phase = int(placing.phase[operator]) if operator >= 0 else -1
-    at = choose_points(allocated)
+    devices = np.unique(seen.device)
+    if np.any(devices >= 0):
+        devices = devices[devices >= 0]
+    curves = [_draw_curve(trace, device) for device in devices.tolist()]
+    shown = max(curves, key=lambda curve: (curve.peak_bytes, len(curve.rows), -curve.device))
+    times_ns = seen.time_ns[shown.rows]
+    reserved = seen.total_reserved[shown.rows]
+    peak_ns = int(times_ns[np.argmax(shown.allocated)])
+    operator = _find_open_operator(trace, placing, peak_ns)
+    phase = int(placing.phase[operator]) if operator != NONE else NONE
+    points = choose_points(shown.allocated)
     return TraceMemory(
         source=trace.source,
         rank=trace.rank,
-        device=device,
-        peak_bytes=int(allocated[peak]),
-        peak_ns=int(times[peak]),
+        device=shown.device,
+        peak_bytes=shown.peak_bytes,
+        peak_ns=peak_ns,
         peak_phase=placing.phases[phase] if phase >= 0 else "",
-        peak_operator=trace.name_of(operator) if operator >= 0 else "",
+        peak_operator=trace.name_of(operator) if operator != NONE else "",
         reserved_bytes=int(reserved.max()) if np.any(reserved > 0) else None,
-        curve=tuple(zip(times[at].tolist(), allocated[at].tolist())),
-        total_is_given=given,
-        other_peaks=tuple((curve[0], int(curve[2].max())) for curve in curves if curve is not shown),
+        curve=tuple(zip(times_ns[points].tolist(), shown.allocated[points].tolist())),
+        total_is_given=shown.total_is_given,
+        other_peaks=tuple((curve.device, curve.peak_bytes) for curve in curves if curve is not shown),
     )
+
+
+def _find_open_operator(trace: Trace, placing: Placing, moment_ns: int) -> int:
+    """Event of the innermost operator that is open at a moment, on the thread that began one last; NONE if none is."""
+    operators = trace.rows[Kind.OP]
+    starts_ns = trace.events.start_ns[operators]
+    begun = int(np.searchsorted(starts_ns, moment_ns, side="right"))
+    operator = int(operators[begun - 1]) if begun else NONE
+    while operator >= 0 and trace.events.end_ns[operator] < moment_ns:
+        operator = int(placing.operator[operator])
+    return operator if operator >= 0 else NONE
