@@ -121,15 +121,22 @@ class Layout:
         return tensor_rank + self.tensor * (context_rank + self.context * outer)
 
     def describe_place(self, rank: int) -> str:
-        """'pp 1, tp 0': where this rank stands in each dimension that has several; "" where all ranks hold the same."""
-        if self.tensor * self.context * self.pipeline == 1:
+        """'pp 1, tp 0': where this rank stands in each dimension that has several; "" where all ranks hold the same.
+
+        Experts' ranks are named where they have other experts each (ep), and those that split each expert where they are
+        not those that split the layer (etp).
+        """
+        if self.tensor * self.context * self.pipeline * self.expert_block == 1:
             return ""
         one = self.locate(rank)
+        splits_experts_alike = self.expert_tensor == self.tensor
         places = (
             ("pp", self.pipeline, one.pipeline_rank),
             ("dp", self.data, one.data_rank),
             ("cp", self.context, one.context_rank),
             ("tp", self.tensor, one.tensor_rank),
+            ("ep", self.expert, one.expert_rank),
+            ("etp", 1 if splits_experts_alike else self.expert_tensor, one.expert_tensor_rank),
         )
         return ", ".join(f"{name} {place}" for name, size, place in places if size > 1)
 

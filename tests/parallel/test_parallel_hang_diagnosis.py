@@ -164,6 +164,24 @@ def test_what_a_stage_waits_for_is_told_with_the_other_ones_place():
     ]
 
 
+def test_the_place_of_a_rank_names_its_experts():
+    """Of ranks that have other experts each, which ones a missing rank has is what its neighbors wait for."""
+    layout = Layout(data=4, expert=2)
+    assert [layout.describe_place(rank) for rank in range(4)] == [
+        "dp 0, ep 0",
+        "dp 1, ep 1",
+        "dp 2, ep 0",
+        "dp 3, ep 1",
+    ]
+    line = find_cause(case([READING, WAITING, WAITING], reason=LATE, layout=layout)).line
+    assert line.startswith("rank 1 (dp 1, ep 1) did not join")
+    # ranks that split an expert are named where they are others than those that split the layer
+    assert Layout(tensor=2, data=2, expert=2, expert_tensor=2).describe_place(3) == "dp 1, tp 1, ep 1"
+    assert Layout(tensor=2, data=2, expert=4).describe_place(2) == "dp 1, tp 0, ep 2"
+    assert Layout(data=4, expert=2, expert_tensor=2).describe_place(3) == "dp 3, ep 1, etp 1"
+    assert Layout(data=4).describe_place(1) == ""
+
+
 def test_ranks_that_wait_in_a_circle_are_told_as_behind():
     first = Operation(7, "all_gather", 0, "", "a", (0, 1))
     second = replace(READING, groups={"a": 6, "b": 2}, waiting=("b", 2, [1, 2]))
