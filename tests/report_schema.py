@@ -28,7 +28,6 @@ from megatron_lite.analysis.run.run_results import RankLines, RankMedians, Run
 from megatron_lite.analysis.run_facts import Predicted
 from megatron_lite.analysis.time.time_results import RankTime
 from megatron_lite.analysis.trace.columns import Trace
-from megatron_lite.config.simulated_schedule import TimedTurn
 from megatron_lite.report.json_file import COMPUTED, NOT_OF_RUN, OF_TRACE
 
 FILE = DOCS / "report.schema.json"
@@ -92,7 +91,7 @@ class Definitions:
 
     def describe(self, of: type) -> dict[str, Any]:
         """The schema of a dataclass. Lists may be missing in entries that were shortened."""
-        hints, comments = typing.get_type_hints(of, localns={"TimedTurn": TimedTurn}), read_comments(of)
+        hints, comments = typing.get_type_hints(of), read_comments(of)
         names = [field.name for field in dataclasses.fields(of) if not (of is Run and field.name in NOT_OF_RUN)]
         properties = {}
         for name in names:

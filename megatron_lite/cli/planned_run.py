@@ -29,11 +29,11 @@ from megatron_lite.config.check import RULES_WITHOUT_FILES, check
 from megatron_lite.config.command_line import read_command_line
 from megatron_lite.config.data_paths import TOKENIZER
 from megatron_lite.config.flags import write_flags
-from megatron_lite.config.layout import Stage
 from megatron_lite.config.plan import Plan, resolve
 from megatron_lite.config.world import World
 from megatron_lite.data.tokenizers import build_tokenizer
 from megatron_lite.errors import ConfigError, UserError
+from megatron_lite.pipeline_schedule import Stage
 from megatron_lite.planner.what_if import find_heaviest_stage
 from megatron_lite.shared_files import is_pipe, read_foreign
 

@@ -424,7 +424,7 @@ class ParallelArgs:
     )
     microbatch_group_size_per_virtual_pipeline_stage: int | None = flag(
         None,
-        "Micro-batches that go through one chunk of a stage before the next one's turn; as many as stages when left out.",
+        "Micro-batches that go through one chunk of a stage before they go through the next; as many as stages when left out.",
         "at least 1",
     )
     pipeline_schedule: str = flag(

@@ -4,16 +4,15 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 from megatron_lite.config.args import ParallelArgs
 from megatron_lite.config.world import World
+from megatron_lite.pipeline_schedule import ZERO_BUBBLE, Stage
 
 # Dimensions of the mesh of ranks: those that hold the same and average their gradients, those that share out weights, gradients
 # and moments by rows, those that split each layer
 # and those that have some of the layers each
-ZERO_BUBBLE = "ZeroBubble"  # --pipeline-schedule
 COPIES, ROWS, TENSOR, PIPELINE = "copies", "rows", "tensor", "pipeline"
 # of parameters that are split over tensor parallel ranks, the dimension
 SPLIT = {
@@ -183,116 +182,7 @@ def count_data_ranks(parallel: ParallelArgs, world: World) -> int:
     return max(world.size // math.prod(max(size, 1) for size in sizes), 1)
 
 
-# --- a pipeline: which layers a rank has, and in which order it computes
-
-
-@dataclass(frozen=True)
-class Stage:
-    """What one rank of a pipeline has of the model: some layers; the embedding if it is first, final norm and loss if it is last.
-
-    Its layers are one piece, or several chunks that are interleaved with those of other stages: a micro-batch goes through the first
-    chunk of every stage, then through the second of every stage, and so on.
-    """
-
-    number: int
-    stages: int
-    chunks: tuple[range, ...]  # of layers; those of one stage may differ in their number, and have none
-    splits_backward: bool = False  # into gradients of inputs and of weights, which fill its waiting
-    # micro-batches that go through one chunk before the next one's turn; 0: as many as there are stages
-    micro_batches_per_turn: int = 0
-
-    @property
-    def is_first(self) -> bool:
-        return self.number == 0
-
-    @property
-    def is_last(self) -> bool:
-        return self.number == self.stages - 1
-
-    @property
-    def layers(self) -> list[int]:
-        """Layers of all chunks, in order."""
-        return [layer for chunk in self.chunks for layer in chunk]
-
-    def describe_layers(self, between: str) -> str:
-        """'1-4, 9-12' with a hyphen between: the layers of each chunk, counted from 1; 'none' for a chunk without."""
-        return ", ".join(f"{chunk.start + 1}{between}{chunk.stop}" if chunk else "none" for chunk in self.chunks)
-
-    @property
-    def has_equal_chunks(self) -> bool:
-        """Whether all chunks have as many layers; one chunk is."""
-        return len({len(chunk) for chunk in self.chunks}) == 1
-
-    @property
-    def group(self) -> int:
-        """Micro-batches that go through one chunk before the next one's turn."""
-        return self.micro_batches_per_turn or self.stages
-
-    @property
-    def sends_ahead(self) -> int:
-        """How many tensors a stage may have sent that were not asked for yet: what comes round to the first stage waits there until
-        a whole group has gone through the chunk before."""
-        return max(self.group - self.stages, 0) + 1
-
-    def starts(self, chunk: int) -> bool:
-        """Whether this chunk has the embedding."""
-        return self.is_first and chunk == 0
-
-    def ends(self, chunk: int) -> bool:
-        """Whether this chunk has the loss."""
-        return self.is_last and chunk == len(self.chunks) - 1
-
-    def count_held(self, micro_batches: int) -> tuple[int, int]:
-        """(micro-batches that wait for their backward, the running one among them; for their weights' gradients) when it holds most."""
-        if not self.splits_backward:
-            return self.count_waiting(micro_batches), 0
-        forward = backward = weights = 0
-        found = []
-        for turn in order_turns(self, micro_batches):
-            forward, backward, weights = (
-                forward + turn.is_forward,
-                backward + (not turn.is_forward and not turn.of_weights),
-                weights + turn.of_weights,
-            )
-            found.append((forward - weights, forward - backward))
-        held, waiting = max(found)
-        return waiting, held - waiting
-
-    def count_waiting(self, micro_batches: int) -> int:
-        """The most forwards of a chunk that wait for their backward at once."""
-        ahead = self.stages - 1 - self.number
-        if len(self.chunks) > 1:
-            ahead = 2 * ahead + (len(self.chunks) - 1) * self.group
-        return min(ahead + 1, micro_batches * len(self.chunks))
-
-    def list_fullest(self, micro_batches: int) -> list[tuple[int, list[int]]]:
-        """When a stage holds most: (the running chunk, how many other micro-batches wait for the backward of each chunk).
-
-        That is one moment where chunks are equal, and one for each running chunk where they differ in what they hold.
-        """
-        if self.has_equal_chunks:
-            others = self.count_held(micro_batches)[0] - 1
-            return [(len(self.chunks) - 1, [0] * (len(self.chunks) - 1) + [others])]
-        waiting = [0] * len(self.chunks)
-        fullest: dict[int, list[int]] = {}
-        for turn in order_turns(self, self._shorten(micro_batches)):
-            if not turn.is_forward:
-                waiting[turn.chunk] -= 1
-                continue
-            held = fullest.get(turn.chunk)
-            if held is None or self._sum_layers(waiting) > self._sum_layers(held):
-                fullest[turn.chunk] = list(waiting)
-            waiting[turn.chunk] += 1
-        return sorted(fullest.items())
-
-    def _sum_layers(self, waiting: list[int]) -> int:
-        """Layers whose activations wait, of all micro-batches."""
-        return sum(number * len(chunk) for number, chunk in zip(waiting, self.chunks))
-
-    def _shorten(self, micro_batches: int) -> int:
-        """A number of micro-batches whose schedule has the same fullest moments: it repeats once all stages are busy."""
-        enough = 2 * self.stages + 3 * self.group
-        return min(micro_batches, enough - enough % self.group + micro_batches % self.group)
+# --- a pipeline: which layers a rank has (pipeline_schedule.py: in which order it computes)
 
 
 LAYER_LETTERS = "EtL"  # of --pipeline-model-parallel-layout
@@ -337,7 +227,7 @@ def count_chunk_layers(parallel: ParallelArgs, num_layers: int) -> list[list[int
     chunks = count_chunks(p, num_layers)
     embedding, loss = count_accounted(p)
     first, last = p.decoder_first_pipeline_num_layers, p.decoder_last_pipeline_num_layers
-    given = (first is not None) + (last is not None)
+    given = 2 - [first, last].count(None)
     each = (num_layers + embedding + loss - (first or 0) - (last or 0)) // max(stages - given, 1)
     of_stages = [each if first is None else first, *[each] * (stages - 2), each if last is None else last]
     shared = [[count // chunks for count in of_stages] for _ in range(chunks)]
@@ -375,98 +265,6 @@ def plan_stage(parallel: ParallelArgs, layout: Layout, num_layers: int) -> Stage
     splits_backward = parallel.pipeline_schedule == ZERO_BUBBLE and layout.pipeline > 1
     group = parallel.microbatch_group_size_per_virtual_pipeline_stage or 0
     return Stage(number, layout.pipeline, tuple(own), splits_backward, group if len(own) > 1 else 0)
-
-
-class Turn(NamedTuple):
-    """Forward or backward of one micro-batch through one chunk of a stage's layers. Where backward is split, `of_weights` is its second half."""
-
-    is_forward: bool
-    micro_batch: int
-    chunk: int = 0
-    of_weights: bool = False
-
-
-def order_turns(stage: Stage, micro_batches: int) -> list[Turn]:
-    """In which order a stage computes: 1F1B, interleaved where it has several chunks (Narayanan et al. 2021, arXiv 2104.04473,
-    section 2.2).
-
-    Some forwards ahead (`Stage.count_waiting`), then one of either, then the remaining backwards: it holds the activations of few
-    micro-batches. A single stage goes forward and backward by turns. Of several chunks each has a group of micro-batches before the next
-    one's turn, as many as there are stages unless --microbatch-group-size-per-virtual-pipeline-stage says otherwise.
-    """
-    if stage.splits_backward:
-        return _fill_bubbles(stage.stages, micro_batches)[stage.number]
-    forwards = list_forwards(stage, micro_batches)
-    backwards = _list_backwards(stage, forwards)
-    ahead = stage.count_waiting(micro_batches) - 1
-    paired = [turn for pair in zip(forwards[ahead:], backwards) for turn in pair]
-    return forwards[:ahead] + paired + backwards[len(forwards) - ahead :]
-
-
-def _list_backwards(stage: Stage, forwards: list[Turn]) -> list[Turn]:
-    return [Turn(False, turn.micro_batch, len(stage.chunks) - 1 - turn.chunk) for turn in forwards]
-
-
-@lru_cache(maxsize=4)
-def _fill_bubbles(stages: int, micro_batches: int) -> list[list[Turn]]:
-    """The turns of every stage, where gradients of weights fill the time in which one would wait (Qi et al. 2023, arXiv 2401.10241).
-
-    All stages are simulated with turns that take equally long: each does a backward if one can be done, else a forward, else the
-    weights of an earlier backward. It goes no further ahead than 1F1B does, and no stage holds more than 1F1B's first.
-    """
-    every = [Stage(number, stages, (range(0),)) for number in range(stages)]
-    forwards = list_forwards(every[0], micro_batches)
-    backwards = _list_backwards(every[0], forwards)
-    weights = [turn._replace(of_weights=True) for turn in backwards]
-    most_held = every[0].count_waiting(micro_batches)
-    done: list[set[Turn]] = [set() for _ in every]
-    orders: list[list[Turn]] = [[] for _ in every]
-    counts = [[0, 0, 0] for _ in every]  # of forwards, backwards, weights
-
-    def choose(stage: Stage) -> int | None:
-        """The kind of the next turn: forward, backward, or gradients of weights."""
-        forward, backward, weight = counts[stage.number]
-        if backward < len(forwards) and can_take(stage, backwards[backward]):
-            return 1
-        ahead, held = forward - backward, forward - weight
-        room = ahead < stage.count_waiting(micro_batches) and held < most_held
-        if forward < len(forwards) and room and can_take(stage, forwards[forward]):
-            return 0
-        return 2 if weight < backward else None
-
-    def can_take(stage: Stage, turn: Turn) -> bool:
-        """Whether the turn's input has been computed."""
-        if not turn.is_forward and turn._replace(is_forward=True) not in done[stage.number]:
-            return False
-        source = find_source(stage, turn)
-        return source is None or source[1] in done[source[0]]
-
-    while any(weight < len(weights) for _, _, weight in counts):
-        chosen = [choose(stage) for stage in every]
-        for number, kind in enumerate(chosen):
-            if kind is not None:
-                turn = (forwards, backwards, weights)[kind][counts[number][kind]]
-                orders[number].append(turn)
-                done[number].add(turn)
-                counts[number][kind] += 1
-    return orders
-
-
-def find_source(stage: Stage, turn: Turn) -> tuple[int, Turn] | None:
-    """(stage, its turn) that gives what this turn takes; None if it takes nothing."""
-    if turn.of_weights or (stage.starts(turn.chunk) if turn.is_forward else stage.ends(turn.chunk)):
-        return None
-    step = 1 if turn.is_forward else -1
-    number = stage.number - step
-    goes_round = not 0 <= number < stage.stages
-    return number % stage.stages, turn._replace(chunk=turn.chunk - step * goes_round)
-
-
-def list_forwards(stage: Stage, micro_batches: int) -> list[Turn]:
-    """All forwards in their order, as an evaluation does them."""
-    starts = range(0, micro_batches, stage.group)
-    groups = [range(start, min(start + stage.group, micro_batches)) for start in starts]
-    return [Turn(True, number, chunk) for group in groups for chunk in range(len(stage.chunks)) for number in group]
 
 
 # --- which part of a tensor a rank holds

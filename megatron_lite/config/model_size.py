@@ -1,7 +1,7 @@
 """Sizes of a model by its shape: parameters, and FLOPs of a step."""
 
-from megatron_lite.config.layout import Stage
 from megatron_lite.config.shape import ExpertShape, LatentShape, ModelShape
+from megatron_lite.pipeline_schedule import Stage
 
 FORWARD_AND_BACKWARD = 3  # backward has two products of forward's size for each of forward's
 

@@ -7,10 +7,8 @@ from typing import Any
 from megatron_lite.config.args import Args, ModelArgs, OptimizerArgs
 from megatron_lite.config.expert_layers import parse_expert_layers, parse_window_layers
 from megatron_lite.config.layout import (
-    ZERO_BUBBLE,
     Layout,
     Sharding,
-    Stage,
     count_chunk_layers,
     plan_expert_sharding,
     plan_layout,
@@ -28,6 +26,7 @@ from megatron_lite.config.shape import (
 )
 from megatron_lite.config.world import World
 from megatron_lite.errors import ConfigError
+from megatron_lite.pipeline_schedule import ZERO_BUBBLE, Stage
 
 MAX_TOKENS = 2**53  # of a schedule
 AUTO = "auto"

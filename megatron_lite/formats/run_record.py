@@ -87,8 +87,8 @@ class Stage(msgspec.Struct, frozen=True):
     chunks: tuple[tuple[int, int], ...] = ()
     # backward is split into gradients of inputs and of weights
     splits_backward: bool | None = None
-    # micro-batches that go through one chunk before the next one's turn; 0: as many as there are stages
-    micro_batches_per_turn: Count = 0
+    # micro-batches that go through one chunk before they go through the next; 0: as many as there are stages
+    micro_batch_group_size: Count = 0
 
 
 class Experts(msgspec.Struct, frozen=True):

@@ -3,10 +3,10 @@
 A stage's model takes the same batch as a whole one, and each of several chunks of its layers does. Where there is no
 embedding, hidden states come from the stage before; where there is no loss, they go to the next one, and a zero takes
 the losses' place. Its backward asks for the gradient of what was sent: both directions are autograd functions, so that
-a stage trains as a whole model does, in the order of `order_turns`.
+a stage trains as a whole model does, in the order of `order_actions`.
 
-What a turn takes from another rank is asked for while the turn before computes. Letters: B sequences, T positions of
-this rank, H hidden.
+What an action takes from another rank is asked for while the action before computes. Letters: B sequences, T positions
+of this rank, H hidden.
 """
 
 import copy
@@ -19,13 +19,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from megatron_lite.config.layout import Stage, Turn, find_source, list_forwards, order_turns
 from megatron_lite.config.plan import Plan
 from megatron_lite.model.gpt import DTYPES, GPT
 from megatron_lite.parallel.layers import replace_method
 from megatron_lite.parallel.mesh import arrange_ranks, make_group
 from megatron_lite.parallel.weight_gradients import WeightGradients
 from megatron_lite.phases import BeginPhase, Phase
+from megatron_lite.pipeline_schedule import (
+    Action,
+    Stage,
+    find_source,
+    list_forwards,
+    order_actions,
+)
 
 Copied = TypeVar("Copied", bound=nn.Module)
 
@@ -138,10 +144,10 @@ class Pipeline:
         self.back = back
         self.ends = ends
         self._room = room
-        # number of the running turn's chunk
+        # number of the running action's chunk
         self.chunk = 0
         self.weights = WeightGradients() if stage.splits_backward else None
-        # what the running turn takes from another rank
+        # what the running action takes from another rank
         self._arrived: list[Tensor] = []
         # what it gives to another rank
         self._leaving: tuple[Link, Tensor] | None = None
@@ -157,37 +163,37 @@ class Pipeline:
         if self._room is not None:
             self._room.sequences = usual
 
-    def take_turns(self, micro_batches: int, phase: BeginPhase) -> Iterator[Turn]:
-        """Iterate over the turns of a training step, each when what it takes from another rank is there.
+    def take_actions(self, micro_batches: int, phase: BeginPhase) -> Iterator[Action]:
+        """Iterate over the actions of a training step, each when what it takes from another rank is there.
 
         Args:
             micro_batches: Of the step.
             phase: Marks the times in which this rank waits for another stage.
         """
-        return self._attend_to(order_turns(self.stage, micro_batches), phase)
+        return self._attend_to(order_actions(self.stage, micro_batches), phase)
 
-    def take_forwards(self, micro_batches: int) -> Iterator[Turn]:
-        """Iterate over the turns of an evaluation, each when what it takes from another rank is there."""
+    def take_forwards(self, micro_batches: int) -> Iterator[Action]:
+        """Iterate over the actions of an evaluation, each when what it takes from another rank is there."""
         return self._attend_to(list_forwards(self.stage, micro_batches), lambda phase: nullcontext())
 
-    def _attend_to(self, turns: list[Turn], phase: BeginPhase) -> Iterator[Turn]:
-        for turn, after in zip(turns, [*turns[1:], None]):
-            if turn is turns[0]:
-                self._ask(turn)
-            if find_source(self.stage, turn):
-                link = self.onward if turn.is_forward else self.back
-                what = "forward" if turn.is_forward else "backward"
+    def _attend_to(self, actions: list[Action], phase: BeginPhase) -> Iterator[Action]:
+        for action, after in zip(actions, [*actions[1:], None]):
+            if action is actions[0]:
+                self._ask(action)
+            if find_source(self.stage, action):
+                link = self.onward if action.is_forward else self.back
+                what = "forward" if action.is_forward else "backward"
                 assert link is not None and link.source is not None
                 with phase(Phase.PIPELINE_WAIT):
-                    self.tell(link.source.rank, f"the {what} of micro-batch {turn.micro_batch + 1} from")
+                    self.tell(link.source.rank, f"the {what} of micro-batch {action.micro_batch + 1} from")
                     self._arrived.append(link.take())
                     self.tell(link.source.rank, "")
             if after is not None:
                 self._ask(after)
-            self.chunk = turn.chunk
-            if self.weights is not None and not turn.is_forward and not turn.of_weights:
+            self.chunk = action.chunk
+            if self.weights is not None and not action.is_forward and not action.of_weights:
                 self.weights.begin()
-            yield turn
+            yield action
             if self._leaving is not None:
                 link, tensor = self._leaving
                 self._leaving = None
@@ -197,14 +203,14 @@ class Pipeline:
                     link.send(tensor)
                     self.tell(link.target.rank, "")
 
-    def _ask(self, turn: Turn) -> None:
-        if find_source(self.stage, turn):
-            link = self.onward if turn.is_forward else self.back
+    def _ask(self, action: Action) -> None:
+        if find_source(self.stage, action):
+            link = self.onward if action.is_forward else self.back
             assert link is not None
             link.ask()
 
     def receive(self, *_: Tensor) -> Tensor:
-        """Take hidden_BTH of the running turn from the stage before. Stands in for GPT.embed."""
+        """Take hidden_BTH of the running action from the stage before. Stands in for GPT.embed."""
         hidden_BTH = self._arrived.pop()
         if not torch.is_grad_enabled():
             return hidden_BTH
@@ -215,7 +221,7 @@ class Pipeline:
         return _send(hidden_BTH, self)
 
     def hand_on(self, link: Link | None, tensor: Tensor) -> None:
-        """Have a tensor sent when the turn has ended, and what was sent before is received."""
+        """Have a tensor sent when the action has ended, and what was sent before is received."""
         assert link is not None, "a single stage hands nothing on"
         self._leaving = (link, tensor)
 

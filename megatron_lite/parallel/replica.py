@@ -115,7 +115,7 @@ class Replica(ABC):
 
     @abstractmethod
     def __call__(self, *inputs: Tensor | None) -> Tensor:
-        """Call the forward of the running turn's chunk, with the inputs of GPT's. Returns losses_BT."""
+        """Call the forward of the running action's chunk, with the inputs of GPT's. Returns losses_BT."""
 
     @abstractmethod
     def backward(self, last: bool) -> AbstractContextManager[None]:

@@ -55,7 +55,7 @@ class ShardedDataParallel(Replica):
         initialize(own, plan.shape, self.parts, dtype, device="cpu" if on_cpu else None)
 
     def __call__(self, *inputs: Tensor | None) -> Tensor:
-        """Call the forward of the running turn's chunk, with the inputs of GPT's. Returns losses_BT."""
+        """Call the forward of the running action's chunk, with the inputs of GPT's. Returns losses_BT."""
         losses_BT: Tensor = self.chunks[self.pipeline.chunk](*inputs)
         return losses_BT
 

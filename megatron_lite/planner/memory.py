@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
-from megatron_lite.config.layout import Stage, count_keys
+from megatron_lite.config.layout import count_keys
 from megatron_lite.config.plan import Plan
 from megatron_lite.cpu_kernels.rules import (
     GELU_BLOCK,
@@ -22,6 +22,7 @@ from megatron_lite.formats.hardware import Processor, padded
 from megatron_lite.formats.run_record import LedgerRow, MemoryPrediction
 from megatron_lite.model.loss_rows import MAX_LOGITS, count_rows
 from megatron_lite.phases import Phase
+from megatron_lite.pipeline_schedule import Stage
 from megatron_lite.planner.attention_kernel import CAUSAL, FLASH_HEAD_STEP, FUSED, MATH
 from megatron_lite.planner.expert_load import compute_expert_share, plan_expert_load
 from megatron_lite.planner.expert_memory import (

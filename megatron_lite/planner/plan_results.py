@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 from megatron_lite.config.model_size import count_parameter_parts, step_flops, weigh_chunks
 from megatron_lite.config.plan import Plan
-from megatron_lite.config.simulated_schedule import TimedTurn, TurnTimes, simulate_schedule
 from megatron_lite.formats.hardware import Processor
 from megatron_lite.formats.run_record import MemoryPrediction, TimePrediction
+from megatron_lite.pipeline_schedule import ActionTimes, TimedAction, simulate_schedule
 from megatron_lite.planner.inference import InferencePrediction
 from megatron_lite.planner.search import Search
 from megatron_lite.planner.step_time import Duration, sum_micro_batches
@@ -120,7 +120,7 @@ def count_room(processor: Processor) -> int:
 MAX_MICRO_BATCHES = 8  # times the stages, of a schedule that is drawn
 
 
-def simulate_stages(stages: Sequence[StageOutlook], micro_batches: int) -> list[TimedTurn]:
+def simulate_stages(stages: Sequence[StageOutlook], micro_batches: int) -> list[TimedAction]:
     """The schedule of so many micro-batches with each stage's least times; [] where these are not known."""
     times = []
     for one in stages:
@@ -128,10 +128,10 @@ def simulate_stages(stages: Sequence[StageOutlook], micro_batches: int) -> list[
             return []
         plan = one.plan
         chunks = len(one.plan.stage.chunks)
-        of_turn = sum_micro_batches(one.time) / (plan.batch.final // plan.samples_per_pass) / chunks
+        of_action = sum_micro_batches(one.time) / (plan.batch.final // plan.samples_per_pass) / chunks
         # backward has two products for each of forward's, and forward's again where layers are recomputed
         again = plan.recomputed_layers / max(len(plan.stage.layers), 1)
-        forward = of_turn / (3 + again)
+        forward = of_action / (3 + again)
         weights = forward if plan.stage.splits_backward else 0.0
-        times.append(TurnTimes(forward, of_turn - forward - weights, weights, weigh_chunks(plan.shape, plan.stage)))
+        times.append(ActionTimes(forward, of_action - forward - weights, weights, weigh_chunks(plan.shape, plan.stage)))
     return simulate_schedule([one.plan.stage for one in stages], micro_batches, times)

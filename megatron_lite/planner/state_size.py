@@ -4,7 +4,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from megatron_lite.config.layout import Stage
 from megatron_lite.config.model_size import (
     count_layer_parameters,
     count_matrix_parameters,
@@ -17,6 +16,7 @@ from megatron_lite.config.shape import RankShape
 from megatron_lite.formats.caching_allocator import MIN_BLOCK
 from megatron_lite.formats.hardware import CUBLAS_THREADS, Processor, cublas_workspace_bytes, cublaslt_workspace_bytes
 from megatron_lite.formats.run_record import LedgerRow
+from megatron_lite.pipeline_schedule import Stage
 from megatron_lite.units import count
 
 FP32 = 4

@@ -289,7 +289,7 @@ def step_bars(report: Report) -> BarChart | None:
 def schedule_chart(report: Report) -> BarChart | None:
     """Draw the pipeline's schedule with the measured times of its stages."""
     found = report.facts.pipeline
-    return draw.schedule(found.turns, "ms of a step, with the stages' measured times") if found else None
+    return draw.schedule(found.actions, "ms of a step, with the stages' measured times") if found else None
 
 
 def build_charts(report: Report) -> dict[str, Figure]:

@@ -1,25 +1,22 @@
 """Charts that several pages share: stacked bars, steps, losses, and the schedule of a pipeline."""
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from megatron_lite.analysis.run.run_results import Run
 from megatron_lite.analysis.time.time_results import ROW_TITLES
+from megatron_lite.pipeline_schedule import TimedAction
 from megatron_lite.report import palette
 from megatron_lite.report.figure import Arrangement, Axis, BarChart, Bars, Curve, CurveChart, Look
 from megatron_lite.report.sections.step import NOTHING, row_title
 from megatron_lite.report.text import fit
 
-if TYPE_CHECKING:
-    from megatron_lite.config.simulated_schedule import TimedTurn
-
 NAME_WIDTH = 28  # letters of a row's name
 UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 MIN_LOSSES = 20  # fewer say nothing that a sentence does not
 MAX_POINTS = 1000  # more than a chart has pixels
-MAX_TURNS = 20_000
+MAX_ACTIONS = 20_000
 
 
 def stacks(says: str, parts_of: Mapping[str, Mapping[str, float]], colors: Mapping[str, str], unit: str) -> BarChart:
@@ -96,35 +93,35 @@ def losses(runs: Mapping[str, Run | None]) -> CurveChart | None:
     return CurveChart("The loss of every step", curves, Axis("iteration"), Axis("loss"), 200)
 
 
-def schedule(turns: "Sequence[TimedTurn]", title: str) -> BarChart | None:
-    """Draw a row per stage, and a bar per turn of the pipeline's schedule; None without turns.
+def schedule(actions: Sequence[TimedAction], title: str) -> BarChart | None:
+    """Draw a row per stage, and a bar per action of the pipeline's schedule; None without actions.
 
     Args:
-        turns: when each stage computes which micro-batch.
+        actions: when each stage computes which micro-batch.
         title: of the axis, which says whose times they are.
     """
-    if not turns:
+    if not actions:
         return None
-    if len(turns) > MAX_TURNS:
-        turns = sorted(turns, key=lambda turn: turn.start_ms)[:MAX_TURNS]
-        title = f"{title}; the first {MAX_TURNS:,} passes of micro-batches"
+    if len(actions) > MAX_ACTIONS:
+        actions = sorted(actions, key=lambda action: action.start_ms)[:MAX_ACTIONS]
+        title = f"{title}; the first {MAX_ACTIONS:,} passes of micro-batches"
     series = []
-    for kind, color in palette.TURNS.items():
-        # a sort keeps the order of the turns of a stage
-        own = sorted((turn for turn in turns if turn.kind == kind), key=lambda turn: turn.stage)
+    for kind, color in palette.ACTIONS.items():
+        # a sort keeps the order of the actions of a stage
+        own = sorted((action for action in actions if action.kind == kind), key=lambda action: action.stage)
         if own:
-            series.append(_build_turns(kind, own, color))
+            series.append(_build_actions(kind, own, color))
     says = "The schedule of the pipeline: which micro-batch each stage computes when, and where it waits"
     return BarChart(says, series, Axis(title), Arrangement.OVERLAID, 28)
 
 
-def _build_turns(kind: str, turns: "Sequence[TimedTurn]", color: str) -> Bars:
-    """Build the bars of the turns of one kind, forward or backward."""
+def _build_actions(kind: str, actions: Sequence[TimedAction], color: str) -> Bars:
+    """Build the bars of the actions of one kind, forward or backward."""
     return Bars(
         name=kind,
-        rows=[f"stage {turn.stage + 1}" for turn in turns],
-        values=[turn.end_ms - turn.start_ms for turn in turns],
+        rows=[f"stage {action.stage + 1}" for action in actions],
+        values=[action.end_ms - action.start_ms for action in actions],
         colors=[color],
-        begins=[turn.start_ms for turn in turns],
-        micro_batches=[turn.micro_batch + 1 for turn in turns],
+        begins=[action.start_ms for action in actions],
+        micro_batches=[action.micro_batch + 1 for action in actions],
     )

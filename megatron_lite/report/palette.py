@@ -86,4 +86,4 @@ PHASES = {
     "save": ROWS["save"],
 }
 OTHER_PHASES = (YELLOW, VIOLET, SKY, BROWN, PALE, SLATE, GREEN, BLUE, GREY)
-TURNS = {"forward": PHASES["forward"], "backward": PHASES["backward"], "weights": GREY}
+ACTIONS = {"forward": PHASES["forward"], "backward": PHASES["backward"], "weights": GREY}

@@ -75,8 +75,8 @@ def schedule_of_plan(report: PlanReport) -> Figure | None:
     stages = report.training.stages if report.training else ()
     plan = report.subject.plan
     micro_batches = min(plan.batch.final // plan.samples_per_pass, MAX_MICRO_BATCHES * len(stages))
-    turns = simulate_stages(stages, micro_batches) if stages else []
-    return draw.schedule(turns, f"ms at best, of {micro_batches} micro-batches")
+    actions = simulate_stages(stages, micro_batches) if stages else []
+    return draw.schedule(actions, f"ms at best, of {micro_batches} micro-batches")
 
 
 def time_against_memory(report: PlanReport) -> Figure | None:

@@ -398,14 +398,14 @@ def _build_schedule_section(plan: Plan, stages: Sequence[StageOutlook], everythi
     micro_batches = plan.batch.final // plan.samples_per_pass
     chunks = len(plan.stage.chunks)
     simulated = min(micro_batches, MAX_SIMULATED // len(stages) // chunks)
-    turns = simulate_stages(stages, simulated)
-    if not turns:
+    actions = simulate_stages(stages, simulated)
+    if not actions:
         return
-    end_ms = max(turn.end_ms for turn in turns)
+    end_ms = max(action.end_ms for action in actions)
     rows = []
     shares = []
     for number in range(len(stages)):
-        busy_ms = sum(turn.end_ms - turn.start_ms for turn in turns if turn.stage == number)
+        busy_ms = sum(action.end_ms - action.start_ms for action in actions if action.stage == number)
         wait_ms = end_ms - busy_ms
         waiting = share(wait_ms, end_ms)
         shares.append(waiting)
@@ -415,8 +415,8 @@ def _build_schedule_section(plan: Plan, stages: Sequence[StageOutlook], everythi
     shown, hidden = limit_rows(rows, MAX_STAGES, everything)
     head = ["stage", "computes", "waits", "share"]
     table = Table(shown, "rrrr", head, shares=shares[: len(shown)], hidden=hidden)
-    turns_of_chunk = 3 if plan.stage.splits_backward else 1
-    bubble = measure_bubble(len(stages), micro_batches, chunks * turns_of_chunk)
+    actions_of_chunk = 3 if plan.stage.splits_backward else 1
+    bubble = measure_bubble(len(stages), micro_batches, chunks * actions_of_chunk)
     formula = f"{percent(bubble)} by formula, for equal stages and {count(micro_batches)} micro-batches"
     of = f"{count(simulated)} micro-batches at best, all stages as they compute"
     yield Section("schedule", "Schedule", of, [table, Lines([f"bubble: {formula}"], quiet=True)])

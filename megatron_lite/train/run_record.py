@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from megatron_lite.config.environment import TELLING_VARIABLES
-from megatron_lite.config.layout import Stage, count_stage_layers
+from megatron_lite.config.layout import count_stage_layers
 from megatron_lite.config.model_size import step_flops, weigh_chunks
 from megatron_lite.config.plan import Plan, plan_stages
 from megatron_lite.config.shape import ModelShape
@@ -21,6 +21,7 @@ from megatron_lite.formats import run_record
 from megatron_lite.formats.file_names import RUN_FILE, STEPS_FILE
 from megatron_lite.formats.run_record import Hardware, Model, Prediction, Process, RunRecord
 from megatron_lite.machine import read_machine
+from megatron_lite.pipeline_schedule import Stage
 from megatron_lite.process_state import identity
 from megatron_lite.run_folder import keep_previous_run, write_run
 from megatron_lite.user_functions import describe_source
@@ -144,7 +145,7 @@ def _record_stage(stage: Stage) -> run_record.Stage:
         stages=stage.stages,
         chunks=tuple((chunk.start, chunk.stop) for chunk in stage.chunks),
         splits_backward=stage.splits_backward,
-        micro_batches_per_turn=stage.micro_batches_per_turn,
+        micro_batch_group_size=stage.micro_batch_group_size,
     )
 
 

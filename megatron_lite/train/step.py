@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_lite.config.args import DataArgs
-from megatron_lite.config.layout import Layout, Turn
+from megatron_lite.config.layout import Layout
 from megatron_lite.config.plan import Plan
 from megatron_lite.data.batch import Batch, ToDevice, make_batch
 from megatron_lite.marks import STEP, mark_memory
@@ -17,6 +17,7 @@ from megatron_lite.parallel.data_parallel import call_when_computed
 from megatron_lite.parallel.pipeline import Pipeline
 from megatron_lite.parallel.replica import Replica
 from megatron_lite.phases import BeginPhase, Phase
+from megatron_lite.pipeline_schedule import Action
 from megatron_lite.train.routing import RoutingStep
 
 
@@ -86,7 +87,7 @@ def loss_and_tokens(model: Callable[..., Tensor], batch: Batch) -> tuple[Tensor,
 
 
 class MicroBatches:
-    """Gives each turn its batch, which is kept until the last chunk of a pipeline's stage has used it."""
+    """Gives each action its batch, which is kept until the last chunk of a pipeline's stage has used it."""
 
     def __init__(self, batches: Iterator[Tensor], make: BatchMaker, pipeline: Pipeline, phase: BeginPhase):
         """
@@ -103,13 +104,13 @@ class MicroBatches:
         # by number of the micro-batch
         self._kept: dict[int, Batch] = {}
 
-    def take(self, turn: Turn) -> Batch:
-        """Take the batch of the turn's micro-batch."""
-        if turn.chunk == 0:
-            self._kept[turn.micro_batch] = self._read()
-        if turn.chunk == self._last:
-            return self._kept.pop(turn.micro_batch)
-        return self._kept[turn.micro_batch]
+    def take(self, action: Action) -> Batch:
+        """Take the batch of the action's micro-batch."""
+        if action.chunk == 0:
+            self._kept[action.micro_batch] = self._read()
+        if action.chunk == self._last:
+            return self._kept.pop(action.micro_batch)
+        return self._kept[action.micro_batch]
 
     def _read(self) -> Batch:
         with self._phase(Phase.DATA):
@@ -174,24 +175,24 @@ class TrainingStep:
         # by micro-batch and chunk: those that are still to go backward
         objectives: dict[tuple[int, int], Tensor] = {}
         feed = MicroBatches(batches, self.make, self.replica.pipeline, phase)
-        for turn in self.replica.pipeline.take_turns(number, phase):
-            if turn.is_forward:
-                figures, objectives[turn.micro_batch, turn.chunk] = self._forward(feed.take(turn), number, phase)
+        for action in self.replica.pipeline.take_actions(number, phase):
+            if action.is_forward:
+                figures, objectives[action.micro_batch, action.chunk] = self._forward(feed.take(action), number, phase)
                 sums += figures
-            elif turn.of_weights:
+            elif action.of_weights:
                 weights = self.replica.pipeline.weights
-                assert weights is not None, "only a split backward has turns of weights"
+                assert weights is not None, "only a split backward has actions of weights"
                 with self.replica.backward(False), phase(Phase.BACKWARD):
                     weights.add()
             else:
-                self._backward(objectives, turn, turn.micro_batch == number - 1, phase)
+                self._backward(objectives, action, action.micro_batch == number - 1, phase)
         return self._update(sums, self.plan.batch.size(consumed), phase)
 
     def _forward(self, batch: Batch, micro_batches: int, phase: BeginPhase) -> tuple[Tensor, Tensor]:
-        """Run the forward of one turn.
+        """Run the forward of one action.
 
         Args:
-            batch: The turn's micro-batch.
+            batch: The action's micro-batch.
             micro_batches: Of the step.
             phase: Marks the forward.
 
@@ -205,19 +206,21 @@ class TrainingStep:
             objective = loss_sum if self._per_token else loss_sum / divisor.clamp(min=1) / micro_batches
             return torch.stack((loss_sum.detach(), tokens)), objective
 
-    def _backward(self, objectives: dict[tuple[int, int], Tensor], turn: Turn, last: bool, phase: BeginPhase) -> None:
-        """Run the backward of one turn.
+    def _backward(
+        self, objectives: dict[tuple[int, int], Tensor], action: Action, last: bool, phase: BeginPhase
+    ) -> None:
+        """Run the backward of one action.
 
         Args:
-            objectives: By micro-batch and chunk; the turn's is taken from it.
-            turn: The turn.
+            objectives: By micro-batch and chunk; the action's is taken from it.
+            action: The action.
             last: It is the step's last micro-batch.
             phase: Marks the backward.
         """
         with self.replica.backward(last), phase(Phase.BACKWARD):
-            scaled = objectives.pop((turn.micro_batch, turn.chunk)) * self.optimizer.loss_scale
+            scaled = objectives.pop((action.micro_batch, action.chunk)) * self.optimizer.loss_scale
             # other chunks' backward waits for no rank
-            if self._computed is not None and last and turn.chunk == 0:
+            if self._computed is not None and last and action.chunk == 0:
                 call_when_computed(scaled, self._computed)
             scaled.backward()
             # autograd's graph goes here, not somewhere in the loop

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 from published_layouts import ALL_AGAIN, PUBLISHED, SELECTIVE, Published, find_place, measure
 
-from megatron_lite.config.layout import Stage
 from megatron_lite.config.model_size import step_flops
+from megatron_lite.pipeline_schedule import Stage
 from megatron_lite.planner.find_processors import find_processor
 from megatron_lite.planner.memory import activation_bytes
 from megatron_lite.planner.micro_batch import plan_micro_batch

@@ -26,6 +26,7 @@ LEVELS = [  # bottom up: what stands together does not know each other
         "machine",
         "variables",
         "process_state",
+        "pipeline_schedule",
         "shared_files",
         "pickle_bounds",
     },

@@ -8,17 +8,10 @@ from layout_table import ask_ranks, measure_traffic
 from support.launch import flags, on_ranks, plan_of, train_all
 
 from megatron_lite.analysis.analyze import analyze
-from megatron_lite.config.layout import (
-    Layout,
-    Stage,
-    Turn,
-    count_chunk_layers,
-    count_stage_layers,
-    find_source,
-    order_turns,
-)
+from megatron_lite.config.layout import Layout, count_chunk_layers, count_stage_layers
 from megatron_lite.config.plan import plan_stages
 from megatron_lite.config.world import World
+from megatron_lite.pipeline_schedule import Action, Stage, find_source, order_actions
 from megatron_lite.thresholds import slowest_rank
 
 PP2 = "--pipeline-model-parallel-size 2"
@@ -30,58 +23,58 @@ def stages_of(number: int, chunks: int = 1, splits_backward: bool = False, group
 
 
 class Exchange:
-    """What a stage does in its turns, as Pipeline does: it asks for what the next turn takes before it computes, and sends when what it
+    """What a stage does in its actions, as Pipeline does: it asks for what the next action takes before it computes, and sends when what it
     sent before has been asked for. Each step goes as far as it can."""
 
     def __init__(self, stage: Stage, micro_batches: int, stages: list["Exchange"]):
-        self.stage, self.stages, self.turns = stage, stages, order_turns(stage, micro_batches)
+        self.stage, self.stages, self.actions = stage, stages, order_actions(stage, micro_batches)
         self.sent, self.asked = {True: [], False: []}, {True: 0, False: 0}  # by direction: forward or not
         self.taken = {True: 0, False: 0}
         self.index, self.computed, self.held, self.most = 0, False, 0, 0
 
     def step(self) -> bool:
         """Whether it came further."""
-        if self.index == len(self.turns):
+        if self.index == len(self.actions):
             return False
-        turn = self.turns[self.index]
-        if turn.of_weights:
-            assert turn._replace(of_weights=False) in self.turns[: self.index]
+        action = self.actions[self.index]
+        if action.of_weights:
+            assert action._replace(of_weights=False) in self.actions[: self.index]
             self.ask(self.index + 1)
             self.index += 1
             return True
-        step = 1 if turn.is_forward else -1
+        step = 1 if action.is_forward else -1
         if not self.computed:
             if self.index == 0:
                 self.ask(0)
-            if self.takes(turn):
-                sent = self.stages[(self.stage.number - step) % len(self.stages)].sent[turn.is_forward]
-                if len(sent) == self.taken[turn.is_forward]:
+            if self.takes(action):
+                sent = self.stages[(self.stage.number - step) % len(self.stages)].sent[action.is_forward]
+                if len(sent) == self.taken[action.is_forward]:
                     return False
-                moved = turn._replace(
-                    chunk=turn.chunk
-                    - step * (turn.is_forward and self.stage.is_first or not turn.is_forward and self.stage.is_last)
+                moved = action._replace(
+                    chunk=action.chunk
+                    - step * (action.is_forward and self.stage.is_first or not action.is_forward and self.stage.is_last)
                 )
-                assert sent[self.taken[turn.is_forward]] == moved
-                self.taken[turn.is_forward] += 1
+                assert sent[self.taken[action.is_forward]] == moved
+                self.taken[action.is_forward] += 1
             self.ask(self.index + 1)
             self.held += step
             self.most = max(self.most, self.held)
             self.computed = True
-        if not (self.stage.ends(turn.chunk) if turn.is_forward else self.stage.starts(turn.chunk)):
+        if not (self.stage.ends(action.chunk) if action.is_forward else self.stage.starts(action.chunk)):
             receiver = self.stages[(self.stage.number + step) % len(self.stages)]
-            if receiver.asked[turn.is_forward] < len(self.sent[turn.is_forward]) - self.stage.sends_ahead + 1:
+            if receiver.asked[action.is_forward] < len(self.sent[action.is_forward]) - self.stage.sends_ahead + 1:
                 return False
-            self.sent[turn.is_forward].append(turn)
+            self.sent[action.is_forward].append(action)
         self.index, self.computed = self.index + 1, False
         return True
 
-    def takes(self, turn: Turn) -> bool:
-        at_end = self.stage.starts(turn.chunk) if turn.is_forward else self.stage.ends(turn.chunk)
-        return not (turn.of_weights or at_end)
+    def takes(self, action: Action) -> bool:
+        at_end = self.stage.starts(action.chunk) if action.is_forward else self.stage.ends(action.chunk)
+        return not (action.of_weights or at_end)
 
     def ask(self, index: int):
-        if index < len(self.turns) and self.takes(self.turns[index]):
-            self.asked[self.turns[index].is_forward] += 1
+        if index < len(self.actions) and self.takes(self.actions[index]):
+            self.asked[self.actions[index].is_forward] += 1
 
 
 @pytest.mark.parametrize(
@@ -100,7 +93,7 @@ def test_every_order_of_turns_comes_to_its_end(stages, chunks, micro_batches):
     for one in ranks:
         assert one.index == 2 * micro_batches * chunks and one.held == 0
         assert one.most == one.stage.count_waiting(micro_batches)
-        assert len(set(one.turns)) == len(one.turns)
+        assert len(set(one.actions)) == len(one.actions)
 
 
 @pytest.mark.parametrize("stages", [2, 3, 4])
@@ -127,19 +120,19 @@ def test_weights_fill_what_stages_would_wait(stages, micro_batches):
     while sum(one.step() for one in ranks):
         pass
     for one in ranks:
-        assert one.index == 3 * micro_batches == len(set(one.turns)) and one.held == 0
+        assert one.index == 3 * micro_batches == len(set(one.actions)) and one.held == 0
         assert one.most <= one.stage.count_waiting(micro_batches)
-        held = list(itertools.accumulate(1 if t.is_forward else -1 if t.of_weights else 0 for t in one.turns))
+        held = list(itertools.accumulate(1 if t.is_forward else -1 if t.of_weights else 0 for t in one.actions))
         assert max(held) <= ranks[0].stage.count_waiting(micro_batches) and held[-1] == 0
     if micro_batches >= stages:
         assert measure_ticks(ranks) <= 3 * micro_batches + stages - 1 + 3  # 1F1B: 3 * (stages - 1)
 
 
 def measure_ticks(ranks: list[Exchange]) -> int:
-    """Until all turns are done, each a tick long."""
-    turns, ends, clocks = [list(one.turns) for one in ranks], {}, [0] * len(ranks)
-    while any(turns):
-        for number, (one, waiting) in enumerate(zip(ranks, turns)):
+    """Until all actions are done, each a tick long."""
+    actions, ends, clocks = [list(one.actions) for one in ranks], {}, [0] * len(ranks)
+    while any(actions):
+        for number, (one, waiting) in enumerate(zip(ranks, actions)):
             while waiting:
                 source = find_source(one.stage, waiting[0])
                 if source is not None and source not in ends:
@@ -150,8 +143,13 @@ def measure_ticks(ranks: list[Exchange]) -> int:
 
 
 def test_a_single_stage_takes_turns():
-    turns = order_turns(Stage(0, 1, (range(4),)), 2)
-    assert [(turn.is_forward, turn.micro_batch) for turn in turns] == [(True, 0), (False, 0), (True, 1), (False, 1)]
+    actions = order_actions(Stage(0, 1, (range(4),)), 2)
+    assert [(action.is_forward, action.micro_batch) for action in actions] == [
+        (True, 0),
+        (False, 0),
+        (True, 1),
+        (False, 1),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -218,8 +216,8 @@ def test_a_stage_of_unequal_chunks_is_fullest_when_most_layers_wait(sizes, micro
         stage = Stage(number, stages, tuple(range(size) for size in chunks))
         count = micro_batches // stages * stages
         held, most = [0] * len(chunks), 0
-        for turn in order_turns(stage, count):
-            held[turn.chunk] += 1 if turn.is_forward else -1
+        for action in order_actions(stage, count):
+            held[action.chunk] += 1 if action.is_forward else -1
             most = max(most, sum(map(int.__mul__, held, chunks)))
         found = [sum(map(int.__mul__, others, chunks)) + chunks[one] for one, others in stage.list_fullest(count)]
         assert max(found) == most
@@ -280,5 +278,9 @@ def test_traces_tell_communication_apart_by_group(tmp_path):
         assert {row.group: row.per_step for row in ranks.groups} == expected
         exposed = sum(row.exposed_communication_ms for row in ranks.rows) / 4
         assert 0 < sum(row.exposed_ms for row in ranks.groups) < 1.05 * exposed
-        phases = ("forward", "backward", "pipeline_wait")  # stages send what they have computed when the turn has ended
+        phases = (
+            "forward",
+            "backward",
+            "pipeline_wait",
+        )  # stages send what they have computed when the action has ended
         assert all(row.phase in phases for row in ranks.collectives if row.group)

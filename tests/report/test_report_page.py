@@ -7,7 +7,7 @@ import pytest
 from support import report_cases as cases
 
 from megatron_lite.analysis.time.time_results import NO_PHASE, ROW_TITLES, Span
-from megatron_lite.config.simulated_schedule import TimedTurn
+from megatron_lite.pipeline_schedule import TimedAction
 from megatron_lite.report import draw, palette, svg
 from megatron_lite.report.charts import build_charts
 from megatron_lite.report.figure import Arrangement, Axis, BarChart, Bars
@@ -55,7 +55,7 @@ def test_unknown_phases_differ_and_keep_their_colors():
 
 def test_a_schedule_has_the_colors_of_the_phases():
     ours = color_phases(OUR_PHASES)
-    assert {palette.TURNS[name]: name for name in ("forward", "backward")} == {
+    assert {palette.ACTIONS[name]: name for name in ("forward", "backward")} == {
         ours["forward"]: "forward",
         ours["backward"]: "backward",
     }
@@ -97,10 +97,12 @@ def test_what_a_pointer_is_told_of_a_bar():
 
 
 def test_a_long_schedule_is_small_and_complete_until_it_says_otherwise():
-    turns = [TimedTurn(stage, "forward", at, at + stage, at + stage + 1.0) for at in range(512) for stage in range(16)]
-    drawn = str(svg.draw(draw.schedule(turns, "ms")))
-    assert drawn.count("h") > len(turns) and len(drawn) < 200_000
-    most = draw.schedule(turns * 4, "ms")
+    actions = [
+        TimedAction(stage, "forward", at, at + stage, at + stage + 1.0) for at in range(512) for stage in range(16)
+    ]
+    drawn = str(svg.draw(draw.schedule(actions, "ms")))
+    assert drawn.count("h") > len(actions) and len(drawn) < 200_000
+    most = draw.schedule(actions * 4, "ms")
     assert "first 20,000 passes" in most.axis.title and len(svg.draw(most)) < 400_000
 
 

@@ -9,12 +9,12 @@ from statistics import fmean, median_low
 from typing import TYPE_CHECKING
 
 from megatron_lite.phases import Phase
+from megatron_lite.pipeline_schedule import ZERO_BUBBLE, ActionTimes, Stage, TimedAction, simulate_schedule
 
 if TYPE_CHECKING:
     from megatron_lite.analysis.run.run_results import Run
-    from megatron_lite.config.simulated_schedule import TimedTurn
 
-MAX_TURNS = 3000  # of a chart
+MAX_ACTIONS = 3000  # of a chart
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class PipelineTimes:
     chunks: int
     bubble: float  # share of a step that equal stages would wait, by formula
     ideal_ms: float  # a step of these stages, if nothing but the schedule delayed them
-    turns: "tuple[TimedTurn, ...]"  # of the ideal step; () where they are too many to draw
+    actions: tuple[TimedAction, ...]  # of the ideal step; () where they are too many to draw
 
 
 def measure_pipeline(run: "Run") -> PipelineTimes | None:
@@ -55,7 +55,7 @@ def measure_pipeline(run: "Run") -> PipelineTimes | None:
         return None
     timed = _simulate_step(run, forward_ms, backward_ms, micro_batches)
     number, chunks = len(layers), max(len(run.plan.stage.chunks), 1)
-    splits = run.args.get("pipeline_schedule") == "ZeroBubble"
+    splits = run.args.get("pipeline_schedule") == ZERO_BUBBLE
     ideal_ms = max(one.end_ms for one in timed)
     return PipelineTimes(
         stages=tuple(
@@ -69,33 +69,30 @@ def measure_pipeline(run: "Run") -> PipelineTimes | None:
         chunks=chunks,
         bubble=measure_bubble(number, micro_batches, 3 * chunks if splits else chunks),
         ideal_ms=ideal_ms,
-        turns=tuple(timed) if len(timed) <= MAX_TURNS else (),
+        actions=tuple(timed) if len(timed) <= MAX_ACTIONS else (),
     )  # fmt: skip
 
 
 def _simulate_step(
     run: "Run", forward_ms: dict[int, float], backward_ms: dict[int, float], micro_batches: int
-) -> "list[TimedTurn]":
-    """The turns of all stages, if nothing but the schedule delayed them.
+) -> list[TimedAction]:
+    """The actions of all stages, if nothing but the schedule delayed them.
 
     Args:
         forward_ms: by stage, of a step.
         backward_ms: by stage, of a step.
         micro_batches: Of a step.
     """
-    from megatron_lite.config.layout import ZERO_BUBBLE, Stage  # runs of one stage do without
-    from megatron_lite.config.simulated_schedule import TurnTimes, simulate_schedule
-
     number, chunks = len(forward_ms), max(len(run.plan.stage.chunks), 1)
     splits = run.args.get("pipeline_schedule") == ZERO_BUBBLE
-    group, weights = run.plan.stage.micro_batches_per_turn, run.plan.chunk_weights
+    group, weights = run.plan.stage.micro_batch_group_size, run.plan.chunk_weights
     stages = [Stage(stage, number, (range(0),) * chunks, splits, group) for stage in range(number)]
-    turns_each = micro_batches * chunks
+    actions_each = micro_batches * chunks
     times = []
     for stage in range(number):
-        back = backward_ms[stage] / turns_each / (2 if splits else 1)
+        back = backward_ms[stage] / actions_each / (2 if splits else 1)
         of_chunks = weights[stage] if len(weights) == number and len(weights[stage]) == chunks else ()
-        times.append(TurnTimes(forward_ms[stage] / turns_each, back, back, of_chunks))
+        times.append(ActionTimes(forward_ms[stage] / actions_each, back, back, of_chunks))
     return simulate_schedule(stages, micro_batches, times)
 
 

@@ -4,9 +4,9 @@ from collections.abc import Iterator
 
 from megatron_lite.config.args import Args, ExpertArgs
 from megatron_lite.config.expert_layers import parse_expert_layers
-from megatron_lite.config.layout import ZERO_BUBBLE
 from megatron_lite.config.shape import BALANCING_KINDS, GLOBAL_AUX_LOSS, SINKHORN
 from megatron_lite.config.world import World
+from megatron_lite.pipeline_schedule import ZERO_BUBBLE
 
 
 def expert_rules(args: Args, world: World) -> Iterator[str]:

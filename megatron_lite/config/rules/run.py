@@ -8,7 +8,6 @@ from megatron_lite.config.data_paths import OF_A_MODEL, TOKENIZER, TOKENIZERS, r
 from megatron_lite.config.flags import dashed
 from megatron_lite.config.layout import (
     LAYER_LETTERS,
-    ZERO_BUBBLE,
     count_accounted,
     count_chunks,
     count_data_ranks,
@@ -17,6 +16,7 @@ from megatron_lite.config.layout import (
 from megatron_lite.config.plan import parse_batch_steps
 from megatron_lite.config.world import World
 from megatron_lite.errors import DataError
+from megatron_lite.pipeline_schedule import ZERO_BUBBLE
 
 SOURCES = (
     "data_path", "data_args_path", "train_data_path", "valid_data_path", "test_data_path", "per_split_data_args_path",
