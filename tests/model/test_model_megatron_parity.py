@@ -44,10 +44,15 @@ def test_equals_megatron_core(name, megatron_on_cpu):
     assert logits < 2e-6 and losses < 5e-6 and gradients < 2e-6
 
 
-@pytest.mark.parametrize("name", MIXTURES | LATENT)
-def test_ten_steps_are_megatron_cores(name, optimizers_on_cpu):
+# Its softmax is so sharp that differences of rounding, 5e-9 of the second gradient norm, grow tenfold every two steps at
+# the usual learning rate: its losses are compared there, and its norms at a smaller one.
+SHARP = "latent attention, sharpened without yarn"
+
+
+@pytest.mark.parametrize(("name", "rate"), [*((name, "1e-2") for name in MIXTURES | LATENT), (SHARP, "3e-3")])
+def test_ten_steps_are_megatron_cores(name, rate, optimizers_on_cpu):
     shape = SHAPES[name]
-    plan = plan_for("fp32")
+    plan = plan_for("fp32", "--lr", rate)
     ours = Ours(plan, shape)
     names = dict(reference(shape).named_parameters())
     theirs = Theirs(plan, shape, as_theirs(dict(ours.model.named_parameters()), names))
@@ -55,6 +60,8 @@ def test_ten_steps_are_megatron_cores(name, optimizers_on_cpu):
         for _, mixture in list_mixtures(ours.model):
             mixture.router.state.begin_step()
         assert ours.train(batch) == pytest.approx(theirs.train(batch), rel=1e-5)
+        if name != SHARP or rate != "1e-2":
+            assert ours.grad_norm == pytest.approx(theirs.grad_norm, rel=1e-5)
         for module in theirs.model.modules():
             if hasattr(module, "reset_global_aux_loss_tracker"):
                 module.reset_global_aux_loss_tracker()

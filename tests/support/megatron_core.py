@@ -362,7 +362,8 @@ class Theirs:
         self.optimizer.zero_grad()
 
     def update(self):
-        assert self.optimizer.step()[0]
+        done, self.grad_norm, _ = self.optimizer.step()
+        assert done
         self.scheduler.step(SAMPLES)
 
     def train_stage(self, batch) -> float | None:
@@ -553,7 +554,8 @@ class Ours:
     def step(self, gradients: dict):
         scale = self.optimizer.loss_scale
         scaled = [(gradients[name] * scale).to(p.dtype) for name, p in self.parameters.items()]
-        self.optimizer.step(scaled, SAMPLES, lambda name: contextlib.nullcontext())
+        update = self.optimizer.step(scaled, SAMPLES, lambda name: contextlib.nullcontext())
+        self.grad_norm = update.grad_norm.item()  # before clipping, of the last step
 
     def train(self, batch) -> float:
         loss = self.model(*batch).mean()
