@@ -7,7 +7,7 @@ python tests/published_layouts.py --search   and at which place a search has eac
 import argparse
 from dataclasses import dataclass, replace
 
-from support.command_lines import plan
+from support.command_lines import plan_on_paper
 
 from megatron_lite.config.model_size import step_flops
 from megatron_lite.config.plan import Plan, plan_stages
@@ -50,7 +50,7 @@ class Published:
             f"--global-batch-size {self.batch} {self.precision} --tensor-model-parallel-size {self.tensor} "
             f"--pipeline-model-parallel-size {self.pipeline} {self.words}"
         )
-        return plan(flags, World(size=self.gpus, local_size=8, gpus=8), self.vocabulary)
+        return plan_on_paper(flags, World(size=self.gpus, local_size=8, gpus=8), self.vocabulary)
 
 
 def from_flops(
@@ -147,9 +147,51 @@ NANOTRON = [
     nanotron("1B", 2, 1, 1, 0, 40_150), nanotron("1B", 1, 1, 1, 0, 39_273), nanotron("1B", 1, 1, 1, 1, 39_006),
     nanotron("1B", 4, 1, 2, 1, 38_895), nanotron("1B", 8, 2, 1, 0, 37_628), nanotron("1B", 1, 1, 4, 1, 37_097),
 ]  # fmt: skip
+
+
+def from_tokens(
+    name: str, gpu: str, layers: int, layout: tuple[int, int, int], batch: int, micro_batch: int, tokens_per_second: int,
+    words: str,
+) -> Published:  # fmt: skip
+    """A step in fp8 of so many tokens per second and GPU, of sequences of 8,192. layout: tensor and pipeline ranks, GPUs."""
+    heads, hidden = {32: (32, 4096), 80: (64, 8192), 126: (128, 16_384)}[layers]
+    tensor, pipeline, gpus = layout
+    step_ms = batch * 8192 / gpus / tokens_per_second * 1000
+    words += " --sequence-parallel" * (tensor > 1)
+    one = llama(f"{name} on {gpu}", heads, hidden, layers, tensor, pipeline, gpus, batch, step_ms, words, micro_batch)
+    return replace(one, gpu=gpu)
+
+
+# NVIDIA's Megatron Bridge, docs/performance-summary.md: tables of the 25.11 NeMo container (2025-11), pre-training in FP8-CS (scales of
+# whole tensors) and FP8-MX on DGX H100 and DGX B200; what of activations was computed again is not said
+ZERO1 = "--use-distributed-optimizer"
+TENSORWISE, MXFP8 = (f"--fp8-format hybrid --fp8-recipe {recipe}" for recipe in ("tensorwise", "mxfp8"))
+# 126 layers, embedding and loss are 128 parts of 8 stages with 8 chunks
+OF_405B = (
+    f"{ZERO1} --context-parallel-size 2 --num-virtual-stages-per-pipeline-rank 8 "
+    "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split"
+)
+BRIDGE = [
+    from_tokens("8B, fp8", "H100", 32, (1, 1, 8), 128, 1, 14_451, f"{TENSORWISE} {ZERO3}"),
+    from_tokens(
+        "70B, fp8",
+        "H100",
+        80,
+        (4, 8, 64),
+        128,
+        1,
+        1602,
+        f"{TENSORWISE} {ZERO1} --num-virtual-stages-per-pipeline-rank 5",
+    ),
+    from_tokens("405B, fp8", "H100", 126, (8, 8, 1024), 512, 1, 292, f"{TENSORWISE} {OF_405B}"),
+    from_tokens("8B, fp8", "B200", 32, (1, 1, 8), 128, 2, 30_624, f"{TENSORWISE} {ZERO1}"),
+    from_tokens("8B, mxfp8", "B200", 32, (1, 1, 8), 128, 2, 29_521, f"{MXFP8} {ZERO1}"),
+    from_tokens("405B, fp8", "B200", 126, (4, 8, 128), 64, 1, 661, f"{TENSORWISE} {OF_405B}"),
+    from_tokens("405B, mxfp8", "B200", 126, (4, 8, 128), 64, 1, 624, f"{MXFP8} {OF_405B}"),
+]
 PUBLISHED = {
     "SC21": SC21, "Korthikanti 2022": KORTHIKANTI, "torchtitan 2024": TORCHTITAN, "NeMo 2026": NEMO, "Llama 3": LLAMA3,
-    "nanotron 2025": NANOTRON,
+    "nanotron 2025": NANOTRON, "Megatron Bridge 2025": BRIDGE,
 }  # fmt: skip
 
 

@@ -40,6 +40,8 @@ def run(argv: list[str]):
     """Print what the launch command behind plan's options would need. UserError for mistakes."""
     options, words = _read_options(argv)
     found = planned_run(words, options.gpus, options.launch, _list_dropped(options), shlex.split(options.add or ""))
+    if options.exact and found.plan.fp8 is not None:
+        raise UserError("--exact: the walk takes the real step, which has no FP8; leave it out, or --drop=fp8-format.")
     style = get_style(sys.stdout)
     processors = _list_processors(options)
     memory_lines: list[str] = []
@@ -59,7 +61,7 @@ def run(argv: list[str]):
 
 def _is_checked_unasked(options: argparse.Namespace, report: PlanReport) -> bool:
     """Whether there is an estimate for the walk to check."""
-    if options.exact or options.inference:
+    if options.exact or options.inference or report.subject.plan.fp8 is not None:
         return False
     return report.search is None or len(report.search.fitting) > 0
 
@@ -172,7 +174,7 @@ def _parser() -> Parser:
     add(
         "--drop",
         metavar="A,B",
-        help="flags of the trainer in it that are left out, such as --drop=fp8-format,spec",
+        help="flags of the trainer in it that are left out, such as --drop=spec,fp4-format",
     )
     add(
         "--add",
@@ -296,7 +298,8 @@ def _describe_facts(found: PlannedRun, generates: bool) -> str:
     where it generates."""
     plan = found.plan
     shape = plan.shape
-    facts = f"GPT {shape.num_layers} x {shape.hidden_size}, sequence {shape.seq_length}, {plan.precision}"
+    precision = plan.precision if plan.fp8 is None else f"{plan.precision} and fp8"
+    facts = f"GPT {shape.num_layers} x {shape.hidden_size}, sequence {shape.seq_length}, {precision}"
     if generates:
         return facts
     ranks = plan.world.size

@@ -5,12 +5,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_lite.config.args import Args
-from megatron_lite.config.command_line import CommandLine, split_words
-from megatron_lite.config.flags import OUTDATED, RENAMED, dashed, list_flags, read_flags
+from megatron_lite.config.command_line import CommandLine, read_values, split_words
+from megatron_lite.config.flags import OUTDATED, RENAMED, build, dashed, list_flags, read_flags
+from megatron_lite.config.fp8 import Fp8, PaperArgs
+from megatron_lite.errors import ConfigError
 
 Words = list[tuple[str, list[str]]]  # each flag with its values
 FILE = Path(__file__).with_suffix(".tsv")
 NO_EFFECT = "no effect"
+FP8_FORMAT = "--fp8-format"
 DEEPSPEED = "--deepspeed"
 ZERO_STAGE = "--zero-stage"
 ZERO_1 = "--use-distributed-optimizer"
@@ -55,6 +58,29 @@ def adapt_flags(flags: Sequence[str], dropped: Sequence[str], added: Sequence[st
     kept, outdated = _translate_outdated(kept)
     kept, empty = _drop_empty_paths(kept)
     return [*strays, *_join([*kept, *others])], [*notes, *translated, *further, *outdated, *empty]
+
+
+def take_fp8(flags: Sequence[str]) -> tuple[Fp8 | None, list[str]]:
+    """Take the flags of FP8 out of those of the trainer, which stops at --fp8-format.
+
+    Returns:
+        FP8, and the other flags; None, and all flags, where --fp8-format is not among them.
+
+    Raises:
+        ConfigError: A value of one of them cannot be read; with a line for each mistake.
+    """
+    line = CommandLine()
+    words = split_words(list(flags), line)
+    strays = list(flags[: len(line.mistakes)])
+    names = {spelling for flag in list_flags(PaperArgs) for spelling in flag.spellings}
+    of_fp8 = [word for word in words if word[0] in names]
+    if not any(name == FP8_FORMAT for name, _ in of_fp8):
+        return None, list(flags)
+    found = read_values(of_fp8, PaperArgs)
+    if found.mistakes:
+        raise ConfigError(found.mistakes)
+    paper: PaperArgs = build(PaperArgs, found.values)
+    return paper.fp8, [*strays, *_join([word for word in words if word[0] not in names])]
 
 
 def _normalize(name: str) -> str:

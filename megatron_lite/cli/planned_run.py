@@ -23,12 +23,13 @@ from megatron_lite.cli.launcher import (
 )
 from megatron_lite.cli.left_out import explain_empty_values
 from megatron_lite.cli.parser import Parser
-from megatron_lite.cli.planned_flags import adapt_flags
+from megatron_lite.cli.planned_flags import adapt_flags, take_fp8
 from megatron_lite.config.args import DataArgs
 from megatron_lite.config.check import RULES_WITHOUT_FILES, check
 from megatron_lite.config.command_line import read_command_line
 from megatron_lite.config.data_paths import TOKENIZER
 from megatron_lite.config.flags import write_flags
+from megatron_lite.config.fp8 import Fp8, describe_fp8, list_fp8_mistakes
 from megatron_lite.config.plan import Plan, resolve
 from megatron_lite.config.world import World
 from megatron_lite.data.tokenizers import build_tokenizer
@@ -131,7 +132,8 @@ def planned_run(
     # each rank has its own GPU
     world = World(size=size, local_size=per_node, gpus=per_node, under_nsys=launch.under_nsys)
     try:
-        planned = _plan_launch(launch, world, words[0], gpus)
+        fp8, flags = take_fp8(flags)
+        planned = _plan_launch(replace(launch, flags=tuple(flags)), world, words[0], gpus, fp8)
         return replace(planned, gpus_assumed=gpus_assumed)
     except ConfigError as error:
         lines = explain_empty_values(error.lines, launch.left_out, launch.text, words[0])
@@ -201,7 +203,7 @@ def _assume_ranks(launch: Launch) -> ProcessCounts:
     return ProcessCounts(replica * replicas, launch.ranks.nodes)
 
 
-def _plan_launch(launch: Launch, world: World, script: str, gpus: int | None) -> PlannedRun:
+def _plan_launch(launch: Launch, world: World, script: str, gpus: int | None, fp8: Fp8 | None) -> PlannedRun:
     """Make the plan of a launch.
 
     Args:
@@ -209,6 +211,7 @@ def _plan_launch(launch: Launch, world: World, script: str, gpus: int | None) ->
         world: the ranks.
         script: the first word of the command.
         gpus: of the whole job, where they were given.
+        fp8: of linear layers, which the command's flags no longer name; None: there is none.
 
     Raises:
         ConfigError: the trainer would refuse the flags; with its own lines.
@@ -233,6 +236,11 @@ def _plan_launch(launch: Launch, world: World, script: str, gpus: int | None) ->
     if world.size == 1 and not gpus and is_script(script):
         notes.append("1 GPU: that is the script's value when its commands are not run; --gpus N for more.")
     plan = resolve(line.args, world, vocab_size)
+    if fp8 is not None:
+        if mistakes := list_fp8_mistakes(fp8, line.args):
+            raise ConfigError(mistakes)
+        plan = replace(plan, fp8=fp8)
+        notes += describe_fp8(fp8, plan.shape.num_layers)
     if plan.layout.pipeline > 1:
         plan = find_heaviest_stage(plan)
         notes.append(_describe_stage(plan.stage))

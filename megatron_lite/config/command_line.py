@@ -56,6 +56,15 @@ def read_command_line(argv: list[str]) -> CommandLine:
     return line
 
 
+def read_values(words: list[tuple[str, list[str]]], root_class: type) -> CommandLine:
+    """Read flags of another root class than Args. Their values and mistakes are in the result, whose args mean nothing."""
+    line = CommandLine()
+    known = {spelling: flag for flag in list_flags(root_class) for spelling in flag.spellings}
+    for name, values in words:
+        _take(name, values, known, line)
+    return line
+
+
 def split_words(argv: list[str], line: CommandLine) -> list[tuple[str, list[str]]]:
     """['--lr', '1', '--fp16'] -> [('--lr', ['1']), ('--fp16', [])]; `--lr=1` is the same. Mistakes go into `line`."""
     words: list[tuple[str, list[str]]] = []

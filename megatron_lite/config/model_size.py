@@ -49,6 +49,18 @@ def count_parameter_parts(shape: ModelShape, stage: Stage | None = None) -> dict
     }
 
 
+def count_linear_weights(shape: ModelShape, layer: int) -> tuple[int, int]:
+    """Elements of the matrices of one layer's linear layers: (those of attention and of what all tokens pass, those of
+    its experts). The router is none of them. layer: counted from 0."""
+    attention = [shape.qkv_rows * shape.hidden_size, shape.attention_width * shape.hidden_size]
+    if shape.latent is not None:
+        attention = _list_latent_matrices(shape, shape.latent)
+    if not shape.has_experts(layer):
+        return sum(attention) + (shape.fc1_width + shape.ffn_hidden_size) * shape.hidden_size, 0
+    # of the shared expert its two matrices, without its gate
+    return sum(attention) + sum(_list_shared_expert_tensors(shape)[:2]), sum(_list_expert_tensors(shape))
+
+
 def count_expert_layers(shape: ModelShape, stage: Stage | None = None) -> int:
     """Layers that have experts in the place of an MLP, of the whole model or of a pipeline's stage."""
     if shape.experts is None:

@@ -6,6 +6,7 @@ from typing import Any
 
 from megatron_lite.config.args import Args, ModelArgs, OptimizerArgs
 from megatron_lite.config.expert_layers import parse_expert_layers, parse_window_layers
+from megatron_lite.config.fp8 import Fp8
 from megatron_lite.config.layout import (
     Layout,
     Sharding,
@@ -196,6 +197,7 @@ class Plan:
     compilation: Compilation
     sharding: Sharding | None  # None: every rank keeps everything
     loader_workers: int  # processes per rank
+    fp8: Fp8 | None = None  # of linear layers: a plan's on paper, never a run's
 
     @property
     def samples_per_pass(self) -> int:
@@ -217,6 +219,22 @@ class Plan:
     def masks_attention(self) -> bool:
         """Whether attention has a mask that is not just causal, in any layer."""
         return self.args.data.reset_attention_mask or self.shape.window is not None
+
+    @property
+    def fp8_layers(self) -> tuple[int, ...]:
+        """The layers of this stage, counted from 0, whose linear layers multiply in fp8."""
+        fp8 = self.fp8
+        if fp8 is None:
+            return ()
+        return tuple(layer for layer in self.stage.layers if fp8.covers(layer, self.shape.num_layers))
+
+    @property
+    def keeps_fp8_weights(self) -> bool:
+        """Whether weights of linear layers are kept and gathered in fp8. Where layers give their weights back after
+        forward they are gathered in 16 bits (Megatron-LM takes --fp8-param-gather back for torch's FSDP)."""
+        if self.fp8 is None or self.sharding is None or self.sharding.gathers_twice:
+            return False
+        return self.fp8.fp8_param_gather
 
     def count_recomputed(self, layers: int) -> int:
         """How many of a chunk's layers, from its first on, forget their activations."""

@@ -37,6 +37,11 @@ class Processor:
         """Compute capability 9.0 or 10.0."""
         return self.name.startswith(("H100", "H200", "B200"))
 
+    @property
+    def multiplies_any_fp8_layout(self) -> bool:
+        """Whether products in fp8 take transposed operands, and scales of 32 numbers: compute capability 10.0."""
+        return self.name.startswith("B200")
+
 
 FILE = Path(__file__).with_name("processors.tsv")
 

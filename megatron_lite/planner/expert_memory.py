@@ -43,10 +43,15 @@ def keep_experts(batch: MicroBatch) -> Counter[str]:
     held[EXPERT_INPUTS] = _measure_rows(batch, inputs * shape.hidden_size)
     held[EXPERT_RESULTS] = _measure_rows(batch, _count_results(load) * shape.hidden_size)
     held[EXPERT_MLP] = _measure_rows(batch, count_inner(batch) * e.ffn_hidden_size)
+    held[EXPERT_INPUTS] -= _count_saved_rows(batch, shape.hidden_size)
+    held[EXPERT_MLP] -= _count_saved_rows(batch, e.ffn_hidden_size)
     if e.shared_ffn_hidden_size:
         kept = KEPT_BY_ACTIVATION.get(shape.activation, 1) + 1
         held[SHARED_MLP] = each * kept * e.shared_ffn_hidden_size
         held[SHARED_MLP] += batch.input_bytes if e.shared_gate else 0
+        held[SHARED_MLP] -= batch.count_fp8_savings(e.shared_ffn_hidden_size)
+        # beside the router's
+        held["inputs of linear layers"] += batch.count_fp8_copy(shape.hidden_size) // batch.shares
     return held
 
 
@@ -73,6 +78,12 @@ def _measure_rows(batch: MicroBatch, width: int) -> int:
     """Bytes of a tensor of this width with a row for each assignment that this rank's experts compute."""
     _, load = _get_experts(batch)
     return int(batch.element_bytes * width * load.rows) // batch.shares
+
+
+def _count_saved_rows(batch: MicroBatch, width: int) -> int:
+    """Bytes by which linear layers of experts keep less of inputs of this width, where they multiply in fp8."""
+    _, load = _get_experts(batch)
+    return int(batch.count_fp8_savings(width) * load.rows) // batch.shares
 
 
 def _measure_gathered(batch: MicroBatch) -> int:
@@ -112,9 +123,13 @@ def list_expert_peaks(batch: MicroBatch, stream: int, kept: Counter[str]) -> Ite
     coming = max(gathered + hidden, 2 * hidden)
     yield "combine", kept + Counter({"gradients of activations": stream + coming}), 0
     kept = kept - Counter({EXPERT_RESULTS: kept[EXPERT_RESULTS]})
-    yield "experts.linear_fc2", kept + Counter({"gradients of activations": stream + hidden + inner}), second
+    quantized = int(batch.count_fp8_gradients(batch.shape.hidden_size) * _get_experts(batch)[1].rows) // batch.shares
+    coming = stream + hidden + inner + quantized
+    yield "experts.linear_fc2", kept + Counter({"gradients of activations": coming}), second
     # what linear_fc2 has used is gone
-    weighed = kept - Counter({EXPERT_MLP: 0 if e.probs_on_input else inner})
+    weighed = kept - Counter(
+        {EXPERT_MLP: 0 if e.probs_on_input else inner - _count_saved_rows(batch, e.ffn_hidden_size)}
+    )
     yield "experts.activation", weighed + Counter({"gradients of activations": stream + 3 * inner}), second
     inputs = kept - Counter({EXPERT_MLP: kept[EXPERT_MLP]})
     rows = _measure_rows(batch, batch.shape.count_fc1_rows(e.ffn_hidden_size))

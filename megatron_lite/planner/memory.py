@@ -138,7 +138,7 @@ def _count_key_width(batch: MicroBatch) -> int:
 def _keep_until_scores(batch: MicroBatch) -> Held:
     """One layer's first norm, its projection, and what attention takes and gives but scores that are written down."""
     copies = _find_copies(batch)
-    held = Held({NORMS: batch.hidden_norm_bytes, LINEAR_INPUTS: batch.input_bytes})
+    held = Held({NORMS: batch.hidden_norm_bytes, LINEAR_INPUTS: batch.saved_input_bytes})
     held.update(_keep_result(batch))
     held.update(_keep_queries_and_keys(batch, copies))
     held.update(_keep_query_norms(batch))
@@ -153,8 +153,13 @@ def _keep_result(batch: MicroBatch) -> Held:
     heads = shape.num_attention_heads
     result_bytes = each * shape.attention_width
     held = Held({ATTENTION: result_bytes})
+    copies = batch.fp8 is not None and batch.fp8.copies_attention_result
     if batch.attention != FUSED:
+        # which the output projection alone keeps
+        held[ATTENTION] -= batch.count_fp8_savings(shape.attention_width) if copies else 0
         return held
+    if copies:
+        held[LINEAR_INPUTS] += batch.count_fp8_copy(shape.attention_width)
     held[ATTENTION] += FP32 * heads
     if _pads_heads(batch):
         wider = each * padded(shape.kv_channels, FLASH_HEAD_STEP)
@@ -259,7 +264,8 @@ def _keep_layer(batch: MicroBatch) -> Held:
     inner = (4 if shape.activation == "swiglu" else 2) * shape.ffn_hidden_size
     held[SCORES] += 0 if batch.recomputes_attention else sum(_measure_scores(batch)[1])
     held.update({NORMS: batch.hidden_norm_bytes, MASKS: 2 * batch.mask_bytes})
-    mlp = Held({LINEAR_INPUTS: batch.input_bytes, MLP: batch.element_bytes * inner})
+    of_mlp = batch.element_bytes * inner - batch.count_fp8_savings(shape.ffn_hidden_size)
+    mlp = Held({LINEAR_INPUTS: batch.saved_input_bytes, MLP: of_mlp})
     held.update(mlp if batch.load is None else _mix_with_experts(batch, mlp))
     return held
 
@@ -406,7 +412,7 @@ def _find_mlp_peaks(batch: MicroBatch) -> Iterator[tuple[str, Held]]:
     dropped = stream if shape.hidden_dropout else 0
     width = stream + dropped + _count_gathered(batch) + inner
     in_fp32 = batch.describe_wide(hidden, inner)[0] // batch.tokens
-    yield "linear_fc2", kept + Held({GRADIENTS: each * width + in_fp32})
+    yield "linear_fc2", kept + Held({GRADIENTS: each * width + in_fp32 + batch.count_fp8_gradients(hidden)})
     # forward's result is one of them
     inner_tensors = {"swiglu": 2, "squared_relu": 3}
     if shape.activation in inner_tensors:
@@ -419,8 +425,8 @@ def _hold_at_projection(batch: MicroBatch) -> Held:
     shape = batch.shape
     gathered = _count_gathered(batch)
     width = shape.hidden_size + _count_stream(batch) + gathered + gathered // batch.shares + shape.qkv_width
-    kept = Held({NORMS: batch.hidden_norm_bytes, LINEAR_INPUTS: batch.input_bytes})
-    return kept + Held({GRADIENTS: batch.element_bytes * width})
+    kept = Held({NORMS: batch.hidden_norm_bytes, LINEAR_INPUTS: batch.saved_input_bytes})
+    return kept + Held({GRADIENTS: batch.element_bytes * width + batch.count_fp8_gradients(shape.qkv_width)})
 
 
 def _find_attention_peaks(batch: MicroBatch) -> Iterator[Held]:
@@ -567,11 +573,14 @@ def plan_batch(plan: Plan) -> MicroBatch:
     """The micro-batch of the plan's rank."""
     a = plan.args
     layout = plan.layout
-    return plan_micro_batch(
+    batch = plan_micro_batch(
         plan.shape, a.training.micro_batch_size, plan.precision, plan.device, a.model.attention_backend,
         plan.masks_attention, a.model.recompute_granularity, plan.world.threads, layout,
         compute_expert_share(plan), plan_expert_load(plan),
     )  # fmt: skip
+    if plan.fp8 is None:
+        return batch
+    return replace(batch, fp8=plan.fp8, fp8_share=len(plan.fp8_layers) / max(len(plan.stage.layers), 1))
 
 
 @dataclass(frozen=True)

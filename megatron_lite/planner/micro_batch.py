@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from megatron_lite.config.fp8 import Fp8
 from megatron_lite.config.layout import Layout
 from megatron_lite.config.shape import ModelShape
 from megatron_lite.cpu_kernels.rules import WIDENED_BLOCK, find_slow_precisions
@@ -33,6 +34,8 @@ class MicroBatch:
     attends_in_fp32: bool = False  # a CPU's kernel converts 16-bit queries, keys and values
     expert_share: float = 0.0  # of the stage's layers, which have experts in the place of an MLP
     load: ExpertLoad | None = None  # how many tokens its experts have; None: there are none
+    fp8: Fp8 | None = None  # of linear layers; None: these multiply in the precision of activations
+    fp8_share: float = 0.0  # of the stage's layers, whose linear layers multiply in fp8
 
     @property
     def masked_chunk_scores(self) -> int:
@@ -66,6 +69,34 @@ class MicroBatch:
     def whole_input_bytes(self) -> int:
         """Bytes of a linear layer's input for each token, gathered where ranks share out the tokens."""
         return self.element_bytes * self.shape.hidden_size
+
+    def count_fp8_savings(self, width: int) -> int:
+        """Bytes, for each token, by which an input of a linear layer of this width is smaller as backward needs it.
+
+        In fp8, Transformer Engine keeps what the gradient of the weight multiplies, once: the transpose, or what ranks
+        gather again (update_usage in _linear_forward_impl of module/linear.py, and in module/layernorm_linear.py).
+        """
+        if self.fp8 is None or not self.fp8.multiplies_for_weights:
+            return 0
+        return int(self.fp8_share * width * (self.element_bytes - self.fp8.number_bytes))
+
+    def count_fp8_copy(self, width: int) -> int:
+        """Bytes, for each token, of an input of a linear layer that backward needs in fp8 beside what others keep of it."""
+        if self.fp8 is None or not self.fp8.multiplies_for_weights:
+            return 0
+        return int(self.fp8_share * self.fp8.number_bytes * width)
+
+    @property
+    def saved_input_bytes(self) -> int:
+        """Bytes that a linear layer keeps of hidden states for each token."""
+        return (self.whole_input_bytes - self.count_fp8_savings(self.shape.hidden_size)) // self.shares
+
+    def count_fp8_gradients(self, width: int) -> int:
+        """Bytes, for each token, of the two copies in fp8 of the gradient of a linear layer's result of this width: for
+        the gradients of its input and of its weight (grad_output_preprocess in module/base.py of Transformer Engine)."""
+        if self.fp8 is None or not self.fp8_share:
+            return 0
+        return int((2 if self.fp8.multiplies_for_weights else 1) * self.fp8.number_bytes * width)
 
     @property
     def mask_bytes(self) -> int:

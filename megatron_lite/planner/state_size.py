@@ -1,11 +1,12 @@
 """Memory of weights, gradients and moments, in closed form."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from megatron_lite.config.model_size import (
     count_layer_parameters,
+    count_linear_weights,
     count_matrix_parameters,
     count_parameter_parts,
     count_parameter_tensors,
@@ -81,38 +82,74 @@ class ParameterGroup:
     number: int  # of this rank's stage, all of which are here when they compute
     of_layer: int  # those of one layer, on average
     ranks: int  # that share out their state; 1: nobody does
+    in_fp8: int = 0  # of those, which fp8 multiplies
 
 
 def group_parameters(plan: Plan) -> tuple[ParameterGroup, ...]:
     """Parameters that all replicas hold, and those of experts, of which fewer ranks hold the same."""
     ranks = plan.sharding.ranks if plan.sharding else 1
     if plan.shape.experts is None:
-        return _group_parameters(plan.rank_shape, plan.stage, ranks)
+        return _group_parameters(plan.rank_shape, plan.stage, plan.fp8_layers, ranks)
     of_experts = plan.expert_sharding
-    return _group_parameters(plan.rank_shape, plan.stage, ranks, of_experts.ranks if of_experts else 1)
+    expert_ranks = of_experts.ranks if of_experts else 1
+    return _group_parameters(plan.rank_shape, plan.stage, plan.fp8_layers, ranks, expert_ranks)
 
 
 # a search asks again for the same stages with other micro-batches and other recomputation
 @lru_cache(maxsize=CACHED_STAGES)
-def _group_parameters(shape: RankShape, stage: Stage, ranks: int, expert_ranks: int = 1) -> tuple[ParameterGroup, ...]:
+def _group_parameters(
+    shape: RankShape, stage: Stage, fp8_layers: tuple[int, ...], ranks: int, expert_ranks: int = 1
+) -> tuple[ParameterGroup, ...]:
     """The groups of group_parameters, of a stage whose state `ranks` share out, and that of its experts `expert_ranks`."""
     number = count_parameters(shape, stage)
+    weights = [count_linear_weights(shape, layer) for layer in fp8_layers]
+    in_fp8 = sum(of_all for of_all, _ in weights)
     if shape.experts is None:
-        return (ParameterGroup(number, count_layer_parameters(shape), ranks),)
+        return (ParameterGroup(number, count_layer_parameters(shape), ranks, in_fp8),)
     layers = max(len(stage.layers), 1)
     parts = count_parameter_parts(shape, stage)
     of_experts = parts["experts"]
     of_layers = sum(parts[name] for name in ("attention", "MLP", "router", "shared expert", "norms"))
-    others = ParameterGroup(number - of_experts, of_layers // layers, ranks)
+    others = ParameterGroup(number - of_experts, of_layers // layers, ranks, in_fp8)
     if not of_experts:
         return (others,)
-    return others, ParameterGroup(of_experts, of_experts // layers, expert_ranks)
+    in_fp8 = sum(of_expert for _, of_expert in weights)
+    return others, ParameterGroup(of_experts, of_experts // layers, expert_ranks, in_fp8)
 
 
 def list_groups(category: str, name: str, each: int, groups: Sequence[ParameterGroup]) -> Iterator[LedgerRow]:
     """Rows of so many bytes per parameter, of which each rank has a share."""
     for group in groups:
         yield per_parameter(category, name, each, group.number, group.ranks)
+
+
+def list_fp8_weights(plan: Plan, processor: Processor | None) -> Iterator[LedgerRow]:
+    """Rows of the weights in fp8 that live from step to step, beside those in 16 bits or, with --fp8-param-gather, in
+    their place.
+
+    Transformer Engine's modules keep them in a workspace (quantize_weight in module/base.py, called by module/linear.py),
+    but where torch's FSDP gathers weights for forward and for backward (is_fsdp2 in the same files).
+    """
+    number = sum(group.in_fp8 for group in group_parameters(plan))
+    if plan.fp8 is None or not number or (plan.sharding and plan.sharding.gathers_twice):
+        return
+    name = "weights in fp8" if plan.keeps_fp8_weights else "copies of weights in fp8"
+    yield measure_fp8_copies(plan, processor, "parameters", name, number)
+
+
+def _leave_out_fp8(plan: Plan, groups: Sequence[ParameterGroup]) -> Sequence[ParameterGroup]:
+    """The parameters that are kept in 16 bits: without those that are kept in fp8 in their place."""
+    if not plan.keeps_fp8_weights:
+        return groups
+    return [replace(group, number=group.number - group.in_fp8) for group in groups]
+
+
+def measure_fp8_copies(plan: Plan, processor: Processor | None, category: str, name: str, number: int) -> LedgerRow:
+    """A row of so many weights in fp8, each as often as Transformer Engine keeps it."""
+    assert plan.fp8 is not None
+    copies = plan.fp8.count_weight_copies(processor is not None and processor.multiplies_any_fp8_layout)
+    each = copies * plan.fp8.number_bytes
+    return LedgerRow(category, name, int(each * number), f"{each:g} bytes x {count(number)} weights of linear layers")
 
 
 def per_parameter(category: str, name: str, each: int, number: int, ranks: int = 1) -> LedgerRow:
@@ -132,6 +169,7 @@ def list_states(plan: Plan, processor: Processor | None) -> Iterator[LedgerRow]:
     of_one = state_bytes(
         1, plan.precision, plan.fp32_gradients, optimizer.optimizer, has_momentum, is_sharded=is_sharded
     )
+    yield from list_fp8_weights(plan, processor)
     for category, name in names.items():
         if category == "moments" and optimizer.optimizer == "muon":
             # which no sharding takes
@@ -140,7 +178,8 @@ def list_states(plan: Plan, processor: Processor | None) -> Iterator[LedgerRow]:
             yield per_parameter(category, "momentum of muon", FP32, matrices)
             yield per_parameter(category, "moments of adam", 2 * FP32, number - matrices)
             continue
-        yield from list_groups(category, name, of_one[category], groups)
+        kept = _leave_out_fp8(plan, groups) if category == "parameters" else groups
+        yield from list_groups(category, name, of_one[category], kept)
     if optimizer.optimizer != "sgd":
         yield _measure_step_counters(plan)
     if plan.fp32_gradients and not is_sharded:
@@ -199,10 +238,16 @@ def list_gathered(plan: Plan, groups: Sequence[ParameterGroup], layer: int, accu
     whole_layers = below
     if shared.gathers_twice:
         whole_layers = 1 if 0 < layer <= layers else 0
+    in_fp8 = sum(group.in_fp8 for group in groups)
+    if in_fp8 and shared.gathers_twice and 0 < layer <= layers:
+        name = "copies of a layer's weights in fp8"
+        yield measure_fp8_copies(plan, None, "gathered parameters", name, in_fp8 // len(plan.fp8_layers))
     sums_are_shared = accumulates and shared.gathers_twice
     for group in groups:
         ends = group.number - layers * group.of_layer
         whole = ends + group.of_layer * whole_layers
+        if plan.keeps_fp8_weights:
+            whole -= group.in_fp8 // max(layers, 1) * whole_layers
         yield per_parameter("gathered parameters", "gathered weights", each, whole)
         if sums_are_shared:
             yield per_parameter("gradients", "sums of gradients", FP32, group.number, group.ranks)

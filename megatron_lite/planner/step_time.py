@@ -9,6 +9,9 @@ kernel, except by the one right behind its producer, which may find it in the ca
 a whole micro-batch can do with less; launches are its limit.) What products and fused attention read and write goes on
 under their arithmetic, and is left out.
 
+In fp8 (config/fp8.py), which is planned on paper, the products of linear layers are at the peak of that format, and what
+these read is written and gathered in it; attention and the output layer stay in 16 bits.
+
 Letters: N parameters, h hidden, e bytes of one activation.
 """
 
@@ -19,6 +22,7 @@ from functools import cached_property
 import msgspec
 
 from megatron_lite.config.args import OptimizerArgs
+from megatron_lite.config.fp8 import MXFP8
 from megatron_lite.config.layout import count_keys
 from megatron_lite.config.model_size import (
     FORWARD_AND_BACKWARD,
@@ -63,6 +67,7 @@ COMPUTE = "compute"
 MEMORY = "memory"
 LINK = "link"
 WAIT = "wait"
+FP8 = "fp8"  # computed at that format's peak; rows call it COMPUTE
 UPDATE = "gradients' norm, optimizer"
 BUBBLE = "pipeline bubble"
 TIED = "tied embedding's gradients"
@@ -85,7 +90,7 @@ class StepPart:
     """One part of a step of one rank."""
 
     name: str
-    bound: str  # COMPUTE: amount is FLOPs; MEMORY: bytes
+    bound: str  # COMPUTE or FP8: amount is FLOPs; MEMORY: bytes
     amount: float
     formula: str  # of the amount, with its numbers
     in_backward: float  # share of it that is backward's
@@ -142,15 +147,15 @@ def _cross_stages(exchanges: list[Exchange], members: Members, processor: Proces
 def predict_stage_time(plan: Plan, processor: Processor) -> TimePrediction:
     """The shortest step of one rank of this stage, if it never waits for another stage."""
     plan = replace(plan, device="cuda")  # whatever the machine that plans
-    peak = get_peak_tflops(processor, plan.precision)
-    rates = {COMPUTE: (peak or 0.0) * 1e12, MEMORY: (processor.memory_gb_s or 0.0) * 1e9}
+    rates = _find_rates(plan, processor)
+    peak = rates[FP8 if plan.fp8_layers else COMPUTE] / 1e12
     parts = _list_step(plan)
     computed = _time_parts(parts, rates)
     exchanges = list_exchanges(plan)
     groups = dict.fromkeys(one.group for one in exchanges)
     members = {group: find_members(group, plan.layout, plan.sharding, plan.world) for group in groups}
     rows = list(computed.rows)
-    rows += _time_layer_exchanges(exchanges, members, processor, rates[COMPUTE])
+    rows += _time_layer_exchanges(exchanges, members, processor, rates)
     rows += _time_state(plan, processor, exchanges, computed.forward_ms, computed.backward_ms)
     rows += _time_tied_embedding(exchanges, members, processor)
     notes = [
@@ -168,9 +173,19 @@ def predict_stage_time(plan: Plan, processor: Processor) -> TimePrediction:
         tokens=plan.batch.final * plan.shape.seq_length,
         flops_causal=step_flops(plan.shape, sequences, causal=True) // sharing,
         flops_full=step_flops(plan.shape, sequences, causal=False) // sharing,
-        peak_tflops=peak or 0.0,
+        peak_tflops=peak,
         notes=tuple(notes),
     )
+
+
+def _find_rates(plan: Plan, processor: Processor) -> dict[str, float]:
+    """FLOP/s and bytes/s by bound; 0 where unknown, or where the GPU does not know the scales of the plan's recipe."""
+    tflops = {COMPUTE: get_peak_tflops(processor, plan.precision), FP8: get_peak_tflops(processor, "fp8")}
+    of_small_blocks = plan.fp8 is not None and plan.fp8.fp8_recipe == MXFP8
+    if of_small_blocks and not processor.multiplies_any_fp8_layout:
+        tflops[FP8] = None
+    rates = {bound: (peak or 0.0) * 1e12 for bound, peak in tflops.items()}
+    return rates | {MEMORY: (processor.memory_gb_s or 0.0) * 1e9}
 
 
 def _count_sequences(plan: Plan) -> int:
@@ -232,8 +247,10 @@ def _time_parts(parts: list[StepPart], rates: dict[str, float]) -> _ComputedRows
         if not rate:
             forward_ms = backward_ms = float("inf")
             continue
-        limit = f"{rate / 1e12:g} TFLOP/s" if part.bound == COMPUTE else f"{rate / 1e9:,.0f} GB/s"
-        rows.append(TimeRow(part.name, 1000 * part.amount / rate, part.bound, f"{part.formula} at {limit}"))
+        is_memory = part.bound == MEMORY
+        limit = f"{rate / 1e9:,.0f} GB/s" if is_memory else f"{rate / 1e12:g} TFLOP/s"
+        bound = MEMORY if is_memory else COMPUTE
+        rows.append(TimeRow(part.name, 1000 * part.amount / rate, bound, f"{part.formula} at {limit}"))
         backward_ms += 1000 * part.amount * part.in_backward / rate
         if part.name != UPDATE:
             forward_ms += 1000 * part.amount * (1 - part.in_backward) / rate
@@ -245,7 +262,9 @@ def _list_unknown_rates(
 ) -> Iterator[str]:
     """A line for each rate that the table of processors lacks."""
     instead = " (--fp16 has one)" if plan.precision == "bf16" and not processor.bf16 else ""
-    for bound, unknown in ((COMPUTE, f"peak in {plan.precision}{instead}"), (MEMORY, "memory bandwidth")):
+    in_fp8 = f"peak in fp8 with {plan.fp8.fp8_recipe} scales" if plan.fp8 else ""
+    limits = {COMPUTE: f"peak in {plan.precision}{instead}", FP8: in_fp8, MEMORY: "memory bandwidth"}
+    for bound, unknown in limits.items():
         names = [part.name for part in parts if part.bound == bound]
         if names and not rates[bound]:
             yield f"{processor.name}: no known {unknown}; not in the bound: {', '.join(names)}"
@@ -357,6 +376,24 @@ class _Work:
         routed = self.expert_rows * (shape.count_fc1_rows(e.ffn_hidden_size) + e.ffn_hidden_size)
         return int(2 * self.tokens * shape.hidden_size * (columns + routed))
 
+    @cached_property
+    def fp8_flops(self) -> int:
+        """Forward of the linear maps of all layers whose linear layers multiply in fp8."""
+        flops = 0
+        for layer in self.plan.fp8_layers:
+            flops += self.expert_flops if self.shape.has_experts(layer) else self.linear_flops
+        return flops
+
+    @cached_property
+    def fp8_share(self) -> float:
+        """Of this stage's layers, whose linear layers multiply in fp8."""
+        return len(self.plan.fp8_layers) / max(self.layers, 1)
+
+    @property
+    def input_bytes(self) -> float:
+        """Bytes of one number of a linear layer's input, or of a gradient of its result, that is written for it alone."""
+        return self.element_bytes - self.fp8_share * (self.element_bytes - 1)
+
     @property
     def expert_rows(self) -> float:
         """Rows that pass this rank's experts, for each token of its micro-batches."""
@@ -387,19 +424,23 @@ class _Work:
         these give is read.
         """
         inner = self.average_inner(self.shape.ffn_hidden_size, 1)
-        return self.element_bytes * (2 * 3 * self.stream + inner) + self.mask_bytes
+        # the norm's and the activation function's results are inputs of linear layers
+        inputs = 2 * self.stream + inner
+        return int(self.element_bytes * 2 * 2 * self.stream + self.input_bytes * inputs) + self.mask_bytes
 
     @property
     def backward_bytes(self) -> int:
         """As forward_bytes. Backward reads the saved sum and its gradient, and writes the new gradient, twice; reads the
         activation function's saved input and writes its gradient; and reads the masks."""
         inner = self.average_inner(2 * self.shape.fc1_width, 2 * self.shape.count_fc1_rows(1))
-        return self.element_bytes * (2 * 3 * self.stream + inner) + self.mask_bytes
+        # half of it is the gradient of a linear layer's result
+        of_inner = inner * (self.element_bytes + self.input_bytes) / 2
+        return int(self.element_bytes * 2 * 3 * self.stream + of_inner) + self.mask_bytes
 
 
 def _list_parts(work: _Work) -> Iterator[StepPart]:
     """Forward and backward of layers and loss, in the order of a step, and what is computed again."""
-    yield _count_products(work)
+    yield from _list_products(work)
     yield from _list_attention(work)
     name = "norms, activations, dropout"
     per_token = work.forward_bytes + work.backward_bytes
@@ -409,13 +450,24 @@ def _list_parts(work: _Work) -> Iterator[StepPart]:
     yield from _list_recomputed(work)
 
 
-def _count_products(work: _Work) -> StepPart:
-    """The linear layers' products, and the output layer's."""
+def _list_products(work: _Work) -> Iterator[StepPart]:
+    """The linear layers' products, and the output layer's; those in fp8 by themselves."""
     output = count_output_flops(work.shape, work.sequences) if work.plan.stage.is_last else 0
     of_layers = (work.layers - work.expert_layers) * work.linear_flops + work.expert_layers * work.expert_flops
     products = FORWARD_AND_BACKWARD * (of_layers + output)
+    in_backward = 2 / 3
+    fp8 = work.plan.fp8
+    if fp8 is not None and work.fp8_flops:
+        times = FORWARD_AND_BACKWARD if fp8.multiplies_for_weights else FORWARD_AND_BACKWARD - 1
+        weights = work.fp8_flops // (2 * work.tokens)
+        formula = f"{2 * times} x {count(work.tokens)} tokens x {count(weights)} weights"
+        yield StepPart("products in fp8", FP8, times * work.fp8_flops, formula, 1 - 1 / times)
+        # of what is left all but forward's is backward's
+        forward = of_layers + output - work.fp8_flops
+        products -= times * work.fp8_flops
+        in_backward = 1 - forward / max(products, 1)
     formula = f"6 x {count(work.tokens)} tokens x {count(products // (6 * work.tokens))} weights"
-    return StepPart("matrix products", COMPUTE, products, formula, 2 / 3)
+    yield StepPart("matrix products", COMPUTE, products, formula, in_backward)
 
 
 def _list_attention(work: _Work) -> Iterator[StepPart]:
@@ -449,7 +501,8 @@ def _list_recomputed(work: _Work) -> Iterator[StepPart]:
     flops = (again - with_experts) * linear + with_experts * work.expert_flops
     weights = flops // max(again, 1) // (2 * work.tokens)
     formula = f"{again} layers x 2 x {count(work.tokens)} tokens x {count(weights)} weights"
-    yield StepPart("recomputed products", COMPUTE, flops, formula, 1.0)
+    # with a few layers in 16 bits, which of them are computed again makes no difference worth a row
+    yield StepPart("recomputed products", FP8 if work.fp8_share else COMPUTE, flops, formula, 1.0)
     formula = f"{attended} layers x {work.attention_formula}"
     yield StepPart("recomputed attention", COMPUTE, attended * work.attention_flops, formula, 1.0)
     if work.writes_scores:
@@ -477,7 +530,7 @@ def _update_weights(parameters: int, precision: str, gradient_bytes: int, optimi
 
 
 def _time_layer_exchanges(
-    exchanges: list[Exchange], members: dict[str, Members], processor: Processor, flop_s: float
+    exchanges: list[Exchange], members: dict[str, Members], processor: Processor, rates: dict[str, float]
 ) -> Iterator[TimeRow]:
     """A row for each group. Within a layer only the product that a rank computes meanwhile can hide an exchange."""
     for group, name in LAYER_GROUPS.items():
@@ -485,6 +538,7 @@ def _time_layer_exchanges(
         words = []
         for one in exchanges:
             route = find_route(one.kind, members[group], processor) if one.group == group else None
+            flop_s = rates[FP8 if one.in_fp8 else COMPUTE]
             if route and (flop_s or not one.hidden_flops):
                 hidden_ms = 1000 * one.hidden_flops / flop_s if one.hidden_flops else 0.0
                 ms += one.times * max(route.milliseconds(one.num_bytes) - hidden_ms, 0.0)

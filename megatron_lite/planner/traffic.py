@@ -45,6 +45,7 @@ class Exchange:
     num_bytes: int
     times: int  # per step
     hidden_flops: int = 0  # of the product that this rank computes meanwhile
+    in_fp8: bool = False  # that product
 
     @property
     def formula(self) -> str:
@@ -222,41 +223,68 @@ def _split_layers(plan: Plan) -> Iterator[Exchange]:
     sums = REDUCE
     if plan.layout.sequence_parallel:
         sums = SCATTER
-        gathers = 2 * (layers + again) - unsplit - unsplit_again + outputs
-        yield Exchange(TENSOR, GATHER, "hidden states, forward", num_bytes, passes * gathers)
-        backward = 2 * layers - unsplit + embeddings
-        yield Exchange(TENSOR, GATHER, "their gradients, backward", num_bytes, passes * backward)
+        gathers = 2 * (layers + again) - unsplit - unsplit_again
+        backward = 2 * layers - unsplit
+        yield from _gather_hidden(plan, "hidden states, forward", num_bytes, passes * gathers, passes * outputs)
+        yield from _gather_hidden(plan, "their gradients, backward", num_bytes, passes * backward, passes * embeddings)
     forward = 2 * layers - unsplit + sums_again * again + embeddings
     # the sum behind attention is never the last
     forward -= unsplit_again * (sums_again - 1)
     yield Exchange(TENSOR, sums, "hidden states, forward", num_bytes, passes * forward)
     products = [(shape.qkv_rows, layers), (shape.fc1_width, layers - with_experts)]
     products.append((shape.count_fc1_rows(shared_width), with_experts if shared_width else 0))
-    products.append((shape.padded_vocab_size, outputs))
     for rows, times in products:
-        yield from _sum_input_gradients(plan, rows, passes * times, num_bytes)
+        yield from _sum_input_gradients(plan, rows, passes * times, num_bytes, len(plan.fp8_layers) > 0)
+    yield from _sum_input_gradients(plan, shape.padded_vocab_size, passes * outputs, num_bytes, False)
     if shape.query_group_ranks > 1:
         yield from _gather_query_groups(plan, passes * layers, passes * again)
 
 
-def _sum_input_gradients(plan: Plan, rows: int, times: int, num_bytes: int) -> Iterator[Exchange]:
+def _gather_hidden(plan: Plan, what: str, num_bytes: int, of_layers: int, of_ends: int) -> Iterator[Exchange]:
+    """Gatherings of hidden states or their gradients.
+
+    Args:
+        what: Which of them.
+        num_bytes: Of one.
+        of_layers: Times in a step for layers, some of which may take them in fp8.
+        of_ends: Times for embedding or output layer.
+    """
+    if not plan.fp8_layers:
+        yield Exchange(TENSOR, GATHER, what, num_bytes, of_layers + of_ends)
+        return
+    yield Exchange(TENSOR, GATHER, f"{what}, in fp8", _narrow(plan, num_bytes), of_layers)
+    yield Exchange(TENSOR, GATHER, what, num_bytes, of_ends)
+
+
+def _narrow(plan: Plan, num_bytes: int) -> int:
+    """Bytes of what ranks gather of 16-bit hidden states for linear layers, some of which take them in fp8: these are
+    gathered so (gather_along_first_dim with a quantizer, pytorch/distributed.py of Transformer Engine)."""
+    layers = len(plan.stage.layers)
+    return num_bytes * (2 * layers - len(plan.fp8_layers)) // (2 * layers)
+
+
+def _sum_input_gradients(plan: Plan, rows: int, times: int, num_bytes: int, some_in_fp8: bool) -> Iterator[Exchange]:
     """The gradient of the input of linear layers, which tensor parallel ranks add up while they compute that of the weight.
 
     Args:
         rows: Of the layer's weight, on one rank.
         times: Such layers in a step.
         num_bytes: Of the input.
+        some_in_fp8: Whether some of these layers multiply in fp8.
     """
+    # a mixture's products are taken as if all were slow and hid most: this is a bound
+    in_fp8 = some_in_fp8 and len(plan.fp8_layers) == len(plan.stage.layers)
     tokens = plan.args.training.micro_batch_size * plan.rank_shape.seq_length
     product = 2 * tokens * plan.shape.hidden_size * rows
     sums = REDUCE
     if plan.layout.sequence_parallel:
         sums = SCATTER
         # while the input's gradient is computed
-        yield Exchange(TENSOR, GATHER, "hidden states, again", num_bytes, times, product)
+        gathered = _narrow(plan, num_bytes) if some_in_fp8 else num_bytes
+        yield Exchange(TENSOR, GATHER, "hidden states, again", gathered, times, product, in_fp8)
     # nothing hides it where the weight's gradient is computed later
     hidden = 0 if plan.stage.splits_backward else product
-    yield Exchange(TENSOR, sums, "their gradients, backward", num_bytes, times, hidden)
+    yield Exchange(TENSOR, sums, "their gradients, backward", num_bytes, times, hidden, in_fp8)
 
 
 def _gather_query_groups(plan: Plan, layers: int, again: int) -> Iterator[Exchange]:
@@ -315,7 +343,9 @@ def _share_expert_gradients(plan: Plan) -> Iterator[Exchange]:
     passes = plan.batch.final // plan.samples_per_pass if shared.gathers_twice else 1
     if shared.ranks > 1:
         gathers = 2 * passes if shared.gathers_twice else passes
-        yield Exchange(EXPERT_DATA, GATHER, "weights of experts", element_bytes(plan.precision) * number, gathers)
+        in_fp8 = group_parameters(plan)[1].in_fp8 if plan.keeps_fp8_weights else 0
+        num_bytes = element_bytes(plan.precision) * (number - in_fp8) + in_fp8
+        yield Exchange(EXPERT_DATA, GATHER, "weights of experts", num_bytes, gathers)
         yield Exchange(EXPERT_DATA, SCATTER, "gradients of experts", number * reduced, passes)
     if shared.ranks < plan.layout.expert_replicas:
         num_bytes = number * FP32 // shared.ranks
@@ -348,6 +378,7 @@ def _share_gradients(plan: Plan) -> Iterator[Exchange]:
     group, *_ = group_parameters(plan)
     number = group.number
     shared = plan.sharding
+    in_fp8 = group.in_fp8 if plan.keeps_fp8_weights else 0
     num_bytes = number * gradient_bytes(plan.precision, plan.fp32_gradients)
     if shared is None:
         yield Exchange(DATA, REDUCE, "gradients", num_bytes, 1)
@@ -355,7 +386,7 @@ def _share_gradients(plan: Plan) -> Iterator[Exchange]:
     passes = plan.batch.final // plan.samples_per_pass if shared.gathers_twice else 1
     each = element_bytes(plan.precision)
     of_layers = group.of_layer * len(plan.stage.layers)
-    yield Exchange(DATA, GATHER, "weights", each * number, passes)
+    yield Exchange(DATA, GATHER, "weights", each * (number - in_fp8) + in_fp8, passes)
     if shared.gathers_twice:
         yield Exchange(DATA, GATHER, "weights of layers, backward", each * of_layers, passes)
     yield Exchange(DATA, SCATTER, "gradients", num_bytes, passes)

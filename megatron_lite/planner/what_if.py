@@ -2,12 +2,13 @@
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_lite.config.args import Args
 from megatron_lite.config.check import RULES_WITHOUT_FILES
 from megatron_lite.config.flags import Flag, list_flags, replace_fields
+from megatron_lite.config.fp8 import list_fp8_mistakes
 from megatron_lite.config.plan import Plan, plan_stages, resolve
 from megatron_lite.config.rules.run import data_rules
 from megatron_lite.formats.hardware import Processor
@@ -77,6 +78,8 @@ def change_plan(plan: Plan, changes: Changes) -> ChangedPlan | None:
     args = replace_fields(plan.args, changes)
     if any(mistake for rule in RULES for mistake in rule(args, plan.world)):
         return None
+    if plan.fp8 is not None and list_fp8_mistakes(plan.fp8, args):
+        return None
     add = []
     drop = []
     for name, value in changes.items():
@@ -86,7 +89,8 @@ def change_plan(plan: Plan, changes: Changes) -> ChangedPlan | None:
             add.append(flag.spelling if flag.is_switch else f"{flag.spelling} {shown}")
         elif not _is_left_out(flag, before[name]):
             drop.append(flag.spelling)
-    return ChangedPlan(resolve(args, plan.world, plan.vocab_size), tuple(add), tuple(drop))
+    changed = replace(resolve(args, plan.world, plan.vocab_size), fp8=plan.fp8)
+    return ChangedPlan(changed, tuple(add), tuple(drop))
 
 
 def _is_left_out(flag: Flag, value: object) -> bool:

@@ -98,7 +98,7 @@ def test_a_script_of_ones_own_is_changed_in_the_way_that_it_allows(capfd, passes
 
 
 REFUSED = {  # flags in a script: what the advice then brings
-    "several that are not here": ("--fp8-format hybrid --decoupled-lr 1e-4 --of-a-fork 7", "left out by --drop"),
+    "several that are not here": ("--fp4-format e2m1 --decoupled-lr 1e-4 --of-a-fork 7", "left out by --drop"),
     "a layout that needs more GPUs": ("--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2", "4 GPUs"),
     "a choice spelled in another way": ("--optimizer Adam", "given by --add: --optimizer adam"),
     "both": ("--of-a-fork 7 --optimizer Adam", "given by --add: --optimizer adam"),

@@ -16,6 +16,7 @@ from megatron_lite.cli.planned_flags import adapt_flags, read_planned_flags
 from megatron_lite.cli.planned_run import planned_run
 from megatron_lite.config.args import Args
 from megatron_lite.config.flags import STOPPING, list_flags, read_flags
+from megatron_lite.config.fp8 import PaperArgs
 from megatron_lite.errors import ConfigError, UserError
 
 FLAGS = " ".join(argv())
@@ -77,7 +78,8 @@ def test_flags_of_forks_are_left_out_or_read_with_a_note():
 
 
 def test_the_table_of_forks_leads_to_flags_that_there_are():
-    known = {spelling for flag in list_flags(Args) for spelling in flag.spellings}
+    flags = [*list_flags(Args), *list_flags(PaperArgs)]
+    known = {spelling for flag in flags for spelling in flag.spellings}
     for name, planned in read_planned_flags().items():
         assert name.partition("=")[0] not in known or "=" in name, name
         assert re.fullmatch("--[a-z0-9-]+", name.partition("=")[0])

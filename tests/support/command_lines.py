@@ -2,8 +2,10 @@
 
 import ast
 import sys
+from dataclasses import replace
 from pathlib import Path
 
+from megatron_lite.cli.planned_flags import take_fp8
 from megatron_lite.config.check import check
 from megatron_lite.config.command_line import CommandLine, read_command_line
 from megatron_lite.config.plan import Plan, resolve
@@ -43,6 +45,14 @@ def plan(changes: str | list[str] = "", world: World = ALONE, vocab_size: int = 
     line = read(changes)
     check(line, world)
     return resolve(line.args, world, vocab_size)
+
+
+def plan_on_paper(changes: str | list[str] = "", world: World = ALONE, vocab_size: int = 100) -> Plan:
+    """As plan, with the flags that only a plan knows."""
+    fp8, flags = take_fp8(argv(changes))
+    line = read_command_line(flags)
+    check(line, world)
+    return replace(resolve(line.args, world, vocab_size), fp8=fp8)
 
 
 def read_table(text: str, **replaced: str) -> list[tuple[str, ...]]:
