@@ -88,6 +88,63 @@ def test_the_late_rank_computes_longer_or_not(tmp_path):
     assert one.certain and one.rank is None and one.cost_ms == pytest.approx(1.5, rel=0.01)
 
 
+def late_findings(folder):
+    """The findings about late ranks by code, and the cost of each; 0.01 ms apart is the same."""
+    findings = [one for one in analyze([folder]).findings if one.code.startswith("late-") or one.code == "straggler"]
+    return {one.code: one for one in findings}
+
+
+def test_a_straggler_and_a_rank_that_is_late_at_times_are_both_named(tmp_path):
+    """Each costs what the step would gain without it: the second one comes 4 ms later than the straggler."""
+    moving([[0, 6000 if step % 5 == 2 else 0, 0, 2000] for step in range(20)])(tmp_path)
+    found = late_findings(tmp_path)
+    assert found["straggler"].rank == 3 and found["straggler"].cost_ms == pytest.approx(1.6, rel=0.01)
+    assert found["late-at-times"].rank == 1 and found["late-at-times"].cost_ms == pytest.approx(0.8, rel=0.01)
+    assert len(found) == 2
+
+
+def test_a_straggler_alone_is_the_only_late_rank(tmp_path):
+    chance = random.Random(1)
+    moving([[*(chance.uniform(0, 100) for _ in range(3)), 2000] for _ in range(20)])(tmp_path)
+    assert list(late_findings(tmp_path)) == ["straggler"]
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_different_ranks_that_are_late_in_some_steps_are_turns(tmp_path, world):
+    late_us = [
+        [4000 if step % 4 == 1 and step // 4 % world == rank else 0 for rank in range(world)] for step in range(20)
+    ]
+    moving(late_us)(tmp_path)
+    found = late_findings(tmp_path)
+    assert list(found) == ["late-in-turns"] and found["late-in-turns"].cost_ms == pytest.approx(4 * 5 / 20, rel=0.01)
+    imbalance = analyze([tmp_path]).facts.ranks.imbalance
+    assert (imbalance.late_steps, imbalance.every, imbalance.rank) == (5, 4, None)
+
+
+def test_two_late_steps_of_two_ranks_are_no_pattern():
+    net = [[0, 0]] * 14
+    net[3], net[9] = [40, -40], [-40, 40]
+    assert find(net) is None
+
+
+@pytest.mark.parametrize(
+    ("late_us", "code", "cost_ms"),
+    [
+        ([[0, 0, 3000, 0]] * 12, "straggler", 3.0),
+        ([[0, 0, 3000 if step % 4 == 1 else 0, 0] for step in range(12)], "late-at-times", 0.75),
+        ([[0, 3000, 0, 0] if step % 2 else [0, 0, 3000, 0] for step in range(11)], "late-in-turns", 3.0),
+        ([[0, 0, 30, 0]] * 12, None, None),
+    ],
+)
+def test_lateness_that_passes_through_two_groups_counts_once(tmp_path, late_us, code, cost_ms):
+    """A rank delays its pair, and the pair delays the world."""
+    moving(late_us, pairs=True)(tmp_path)
+    found = late_findings(tmp_path)
+    assert list(found) == ([code] if code else [])
+    if code:
+        assert found[code].cost_ms == pytest.approx(cost_ms, rel=0.01)
+
+
 def test_waiting_for_ranks_in_turns_is_not_told_again_as_communication(tmp_path):
     moving([[1500, 0], [0, 1500]] * 4)(tmp_path)
     codes = [one.code for one in analyze([tmp_path]).findings]

@@ -422,20 +422,29 @@ def ranks_late(folder: Path, late_us: float, ranks: int = 3):
 
 
 @prepared
-def moving(folder: Path, late_us: list[list[float]]):
-    """Two ranks that compute so much longer, by step; the all-reduce of each step begins when both have come."""
-    traces = [MadeTrace(rank, 2, device="NVIDIA H100 80GB HBM3") for rank in range(2)]
+def moving(folder: Path, late_us: list[list[float]], pairs: bool = False):
+    """Ranks that compute so much longer, by step; the all-reduce of each step begins when all have come.
+
+    With `pairs`, two neighbors each reduce before all do, so that a late rank delays its pair first.
+    """
+    world = len(late_us[0])
+    traces = [MadeTrace(rank, world, device="NVIDIA H100 80GB HBM3") for rank in range(world)]
     at = 10.0
     for index, late in enumerate([late_us[0], *late_us]):  # the first step does not count
-        for made, us in zip(traces, late):
+        end = at + 8_000 + max(late) + 300 * (1 + pairs)
+        for rank, (made, us) in enumerate(zip(traces, late)):
             computed = at + 8_000 + us
-            end = at + 8_000 + max(late) + 300
             made.kernel(BF16_GEMM, at + 20, computed, at + 5)
             made.annotation("forward", at + 1, at + 30)
+            if pairs:
+                pair = rank // 2
+                together = at + 8_000 + max(late[2 * pair : 2 * pair + 2]) + 300
+                made.collective(computed, together, at + 35, elements=2**20, group=str(1 + pair), group_size=2)
+                computed = together
             made.collective(computed, end, at + 40, elements=2**20)
             made.annotation("backward", at + 31, at + 60)
             made.step(10 + index, at, end + 20)
-        at += 8_000 + max(late) + 330
+        at += end - at + 30
     for made in traces:
         made.write(folder)
 

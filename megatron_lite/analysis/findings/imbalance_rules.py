@@ -22,14 +22,15 @@ MAX_NAMED = 4
 
 @rule("late-in-turns", "ranks that take turns being late", "ranks", "collectives")
 def find_late_in_turns(facts: Facts) -> Finding | Observation:
-    """Some rank is late in each step, but not always the same one.
+    """Some rank is late in each step, or in some steps again and again, but not always the same one.
 
     Meaning: every collective ends for all when the last rank has come. Where the work of a step differs between ranks
         (sequences of unequal length, samples that cost more to load, experts with more tokens), each step takes as long
         as its most loaded rank, though all ranks take equally long on the average. No rank is slow by itself.
     Measured: from the collectives of all ranks' traces, matched in order: in each steady step, how long the others wait
-        for the rank that is last, beyond its own waits; several ranks alternate in being last, in at least half of the
-        steps. Without such traces: every rank's own times in steps.jsonl, where each line is of one step.
+        for the rank that is last, beyond its own waits; several ranks alternate in being last, in most steps or in four
+        at least. Beside a straggler: among the other ranks, by what they come later than it. Without such
+        traces: every rank's own times in steps.jsonl, where each line is of one step.
     Cost: what they wait, mean over steps.
     Do: give ranks equal work in each step: batches of equal numbers of tokens (sort or pack by length), the same number
         of samples of each kind; expensive work of all ranks (evaluating, logging) in the same step. Prefetch, where
@@ -45,9 +46,10 @@ def find_late_in_turns(facts: Facts) -> Finding | Observation:
         return told_by("late-at-times", describe_imbalance(found))
     each = ", ".join(f"rank {rank} causes {share:.0%}" for rank, share in found.ranks[:MAX_NAMED])
     more = f", {len(found.ranks) - MAX_NAMED} more the rest" if len(found.ranks) > MAX_NAMED else ""
+    every = _describe_period(found)
     seen = [
-        Evidence(f"{describe_imbalance(found)}; in {found.late_steps} of {found.steps} steps one is late"),
-        Evidence(f"{each}{more} of that waiting: no single rank is slow"),
+        Evidence(f"{describe_imbalance(found)}; in {found.late_steps} of {found.steps} steps one is late{every}"),
+        Evidence(f"{each}{more} of that waiting{_describe_usual(found) or ': no single rank is slow'}"),
         Evidence(_describe_cause(found)),
         *_describe_doubts(facts, found),
     ]
@@ -79,9 +81,10 @@ def find_late_at_times(facts: Facts) -> Finding | Observation:
         return look_at_ranks(facts)
     if found.rank is None:
         return told_by("late-in-turns", describe_imbalance(found))
-    every = f", every {found.every} steps" if found.every and found.every > 1 else ""
+    every = _describe_period(found)
+    usual = _describe_usual(found)
     seen = [
-        Evidence(f"{describe_imbalance(found)}{every}: {in_ms(found.lost_ms)} per step", f"rank {found.rank}"),
+        Evidence(f"{describe_imbalance(found)}{every}: {in_ms(found.lost_ms)} per step{usual}", f"rank {found.rank}"),
         Evidence(_describe_cause(found)),
         *_describe_doubts(facts, found),
     ]
@@ -127,7 +130,7 @@ def find_collective_order(facts: Facts) -> Finding | Observation:
 def _find_imbalance(facts: Facts) -> Imbalance | None:
     """By the traces of several ranks; else by every rank's own times in steps.jsonl.
 
-    None where it is little, or a rank is a straggler.
+    None where it is little, or without traces a rank is a straggler.
     """
     ranks, run = facts.ranks, facts.run
     found = ranks.imbalance if ranks else None
@@ -136,6 +139,19 @@ def _find_imbalance(facts: Facts) -> Imbalance | None:
         found = None if find_straggler_by_medians(run) else find_imbalance_by_lines(run)
         step_ms = run.steady_step_ms or step_ms
     return found if found is not None and step_ms > 0 and found.lost_ms >= MATTERS * step_ms else None
+
+
+def _describe_period(found: Imbalance) -> str:
+    """', every 5 steps'; '' where late steps do not come at equal distances, or every step is one."""
+    return f", every {found.every} steps" if found.every and found.every > 1 else ""
+
+
+def _describe_usual(found: Imbalance) -> str:
+    """A rank that is late in the usual step, too; '' where none is."""
+    if found.usual is None:
+        return ""
+    rank, late_ms = found.usual
+    return f"; rank {rank} is late in the usual step, too, by {in_ms(late_ms)}"
 
 
 def _describe_cause(found: Imbalance) -> str:

@@ -10,14 +10,14 @@ import numpy as np
 
 from megatron_lite.analysis.intervals import Flags, Integers, Numbers
 from megatron_lite.analysis.ranks.calls import Calls
-from megatron_lite.analysis.ranks.rank_results import Imbalance
+from megatron_lite.analysis.ranks.rank_results import OFTEN, Imbalance
 from megatron_lite.analysis.time.time_results import Placing
 
 LATE = 0.05  # of the median step, by which a rank is late in a step
-MIN_TURN_STEPS, MIN_TAIL_STEPS = 4, 6  # fewer do not show a pattern
+# fewer do not show a pattern; so many late ones must be where ranks take turns and are on time in most steps
+MIN_TURN_STEPS, MIN_TAIL_STEPS = 4, 6
 MIN_LATE_STEPS = 2  # of a tail: a single odd step is no pattern
 MOSTLY_ONE = 0.8  # of the waiting that a rank must cause to be the one of a tail
-OFTEN = 0.5  # of the steps in which one of several ranks must be late
 MIN_TURN = 0.25  # of an equal share of the waiting that a rank must cause to take part in turns
 ABOVE_USUAL = 3.0  # times the waiting of other steps that late ones must have
 EXPLAINED = 0.8  # of the lateness that longer computing must be to be its cause
@@ -35,7 +35,7 @@ def find_imbalance(
     for unknown; step_ms: of the median step.
     """
     steps = net_ms.shape[1]
-    if len(ranks) < 2 or steps < MIN_TURN_STEPS or step_ms <= 0:
+    if not len(ranks) or steps < MIN_TURN_STEPS or step_ms <= 0:
         return None
     lost = np.maximum(net_ms.max(axis=0), 0.0)
     last = net_ms.argmax(axis=0)
@@ -56,7 +56,7 @@ def find_imbalance(
         late_ms=float(np.median(lost[late])),
         late_steps=int(late.sum()),
         steps=steps,
-        every=_find_period(np.flatnonzero(late)) if is_tail else None,
+        every=_find_period(np.flatnonzero(late)),
         ranks=tuple((rank, share) for share, rank in by_share),
         computes=None if compute_ms is None else _is_computing(compute_ms, lost, last, late),
     )
@@ -78,8 +78,14 @@ def _is_tail(late: Flags) -> bool:
 
 
 def _takes_turns(late: Flags, shares: Numbers) -> bool:
-    """Is some rank late in most steps, and not always the same one? shares: by rank, of the waiting that it causes."""
-    return bool(late.mean() >= OFTEN and (shares >= MIN_TURN / len(shares)).sum() >= 2)
+    """Is some rank late in most steps, or in some again and again, and not always the same one?
+
+    Args:
+        late: [S], the steps in which a rank is late.
+        shares: by rank, of the waiting that it causes.
+    """
+    is_often = late.mean() >= OFTEN or late.sum() >= MIN_TURN_STEPS
+    return bool(is_often and (shares >= MIN_TURN / len(shares)).sum() >= 2)
 
 
 def _find_period(late: Integers) -> int | None:

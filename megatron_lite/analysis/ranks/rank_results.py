@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from megatron_lite.units import significant
 
 MAX_NAMED = 8
+OFTEN = 0.5  # of the steps: ranks that are late in fewer are late at times
 OTHER = "other"  # the kind of a collective whose names no pattern knows
 
 
@@ -85,6 +86,8 @@ class Imbalance:
     every: int | None  # steps from one late step to the next, where it is always the same
     ranks: tuple[tuple[int, float], ...]  # (rank, its share of the waiting), most first
     computes: bool | None  # the late rank computes longer in its late steps; None for unknown
+    # (rank, ms) that comes late in the usual step, too; of a straggler, beyond whose lateness the others are counted
+    usual: tuple[int, float] | None = None
 
 
 @dataclass(frozen=True)
@@ -117,7 +120,7 @@ class RankComparison:
     clocks_aligned: bool | None  # starts compared on one clock (ends of collectives coincide); None with one rank
     critical_rank: int | None  # the one that waits least for others: its time is the run's
     notes: tuple[str, ...]
-    imbalance: Imbalance | None = None  # None where there is a straggler
+    imbalance: Imbalance | None = None  # beside a straggler: of the other ranks, beyond its lateness
     disorder: Disorder | None = None
 
     def describe_missing(self) -> str:
@@ -134,10 +137,10 @@ class RankComparison:
 
 def describe_imbalance(found: Imbalance) -> str:
     """'rank 1 makes the others wait 300 ms in 2 of 13 steps', 'different ranks are late from step to step,
-    and the others wait 15 ms per step'."""
+    and the others wait 15 ms per step', 'different ranks are late in 5 of 20 steps, ...'."""
     if found.rank is None:
-        return (
-            f"different ranks are late from step to step, and the others wait {significant(found.lost_ms)} ms per step"
-        )
+        each = found.late_steps >= OFTEN * found.steps
+        which = "from step to step" if each else f"in {found.late_steps} of {found.steps} steps"
+        return f"different ranks are late {which}, and the others wait {significant(found.lost_ms)} ms per step"
     when = f"{found.late_steps} of {found.steps} steps"
     return f"rank {found.rank} makes the others wait {significant(found.late_ms)} ms in {when}"

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_lite.analysis.intervals import Flags, Integers, Numbers, difference, intersection, joined, union
+from megatron_lite.analysis.intervals import Cover, Flags, Integers, Numbers, difference, intersection, joined, union
 from megatron_lite.analysis.rank_facts import RankFacts
 from megatron_lite.analysis.ranks.calls import Calls, bus_bytes, collect_calls
 from megatron_lite.analysis.ranks.imbalance import find_imbalance, measure_compute
@@ -59,15 +59,15 @@ def compare_ranks(seen: Sequence[RankFacts], only: str = "") -> RankComparison |
     disorder = find_disorder(
         calls, slots, _name_shared_steps(placings[0], slots_of_steps[0], steps), labels, world_size
     )
-    net_ms = waits.caused_ms - waits.wait_ms
+    lateness_ms = measure_lateness(waits, groups)
     straggler: Straggler | None = None
     imbalance: Imbalance | None = None
     # where ranks call them in another order, the starts of one collective are those of two
     if disorder is None:
-        straggler = find_straggler(rows, [one.time for one in one_each], net_ms)
-        if straggler is None and clocks.aligned and _know_waits(rows):
+        straggler = find_straggler(rows, [one.time for one in one_each], lateness_ms)
+        if clocks.aligned and _know_waits(rows):
             compute_ms = measure_compute(calls, placings, slots_of_steps, steps)
-            imbalance = _find_imbalance(one_each, rows, net_ms, compute_ms)
+            imbalance = _find_imbalance(one_each, rows, waits, lateness_ms, compute_ms, straggler)
     present = tuple(row.rank for row in rows)
     group_size = world_size if _is_whole_world(one_each, groups, world_size) else None
     return RankComparison(
@@ -120,15 +120,6 @@ def _find_critical_rank(rows: Sequence[RankRow]) -> int | None:
     if _know_waits(rows):
         return min(rows, key=lambda row: row.wait_ms or 0.0).rank
     return min(rows, key=lambda row: -row.step_ms).rank
-
-
-def _find_imbalance(
-    seen: Sequence[RankFacts], rows: Sequence[RankRow], net_ms: Numbers, compute_ms: Numbers
-) -> Imbalance | None:
-    """Find imbalance that moves. net_ms, compute_ms: [R ranks, S shared steps]."""
-    on_gpu = all(one.time.on_gpu for one in seen)
-    ranks = tuple(row.rank for row in rows)
-    return find_imbalance(ranks, net_ms, compute_ms, _measure_median_step(seen), on_gpu)
 
 
 def _is_whole_world(seen: Sequence[RankFacts], groups: Sequence[Group], world_size: int | None) -> bool:
@@ -200,7 +191,8 @@ class Waits:
 
     wait_ms: Numbers  # inside collectives for a rank that came later
     exposed_wait_ms: Numbers  # of it, what no compute hides
-    caused_ms: Numbers  # its start - the median start of the others, where it came last
+    # its start - the median start of the others, where it came last by its own work; what one rank waits at most
+    caused_ms: Numbers
     last: Numbers  # how often it came last
     matched: Numbers  # collectives that it took part in
     transfer_ns: tuple[Integers, ...]  # by rank: int64 [c] of all its calls, what no rank waits for; -1: not matched
@@ -227,17 +219,23 @@ def compute_waits(
         matched=np.zeros(shape),
         transfer_ns=tuple(np.full(len(calls), -1, np.int64) for calls in ranks),
     )
+    # by group of which all members' clocks compare: since when each one waits, and for whom
+    measured: list[tuple[Group, _GroupWaits]] = []
     for group in groups:
         times = _compute_arrivals(ranks, group, clocks)
-        transfer_ns = times.length.min(axis=1)
-        if group.is_pair and clocks.aligned:
-            both_there = (times.start + times.length).min(axis=1) - times.start.max(axis=1)
-            transfer_ns = np.clip(both_there, 0, transfer_ns)
+        transfer_ns = _measure_transfer(group, times, clocks)
         for at, calls in zip(group.members.tolist(), group.call.T):
             found.transfer_ns[at][calls] = np.maximum(found.transfer_ns[at][calls], transfer_ns)
         # a stage waits for another one's work by the schedule, late or not
         if clocks.aligned is not None and not group.is_pair:
-            _add_waits(found, ranks, group, clocks, slots, times)
+            measured.append((group, _measure_waits(group, times, slots)))
+    exposed = _find_exposed_waits(ranks, measured, clocks)
+    waits_for_ms = np.zeros((len(ranks), *shape))
+    for group, waits in measured:
+        _add_waits(found, ranks, group, clocks, waits)
+        _add_caused(found, waits_for_ms, group, waits, exposed)
+    # one lateness that passes through several groups delays every rank once
+    np.minimum(found.caused_ms, waits_for_ms.max(axis=1), out=found.caused_ms)
     return found
 
 
@@ -258,44 +256,38 @@ def _compute_arrivals(ranks: Sequence[Calls], group: Group, clocks: Clocks) -> _
     )
 
 
-def _add_waits(
-    found: Waits,
-    ranks: Sequence[Calls],
-    group: Group,
-    clocks: Clocks,
-    slots: Sequence[Integers],
-    times: _Arrivals,
-) -> None:
-    """Add the waits in the collectives of one group to `found`. The other arguments: see compute_waits."""
-    columns = list(zip(group.members.tolist(), group.call.T))
-    # of the collectives that are in a shared step on all ranks
-    counts: Flags = np.logical_and.reduce([slots[at][calls] >= 0 for at, calls in columns], axis=0)
-    since, wait, lag = _measure_waits(times, counts)
-    latest_column = times.start[counts].argmax(axis=1)
-    for column, (at, calls) in enumerate(columns):
-        slot = slots[at][calls[counts]]
-        own_since = since[:, column] - clocks.start_ns[at]
-        own_wait = wait[:, column]
-        hidden = ranks[at].compute.within(own_since, own_since + own_wait)
-        is_last = latest_column == column
-        np.add.at(found.wait_ms[at], slot, own_wait / 1e6)
-        np.add.at(found.exposed_wait_ms[at], slot, (own_wait - hidden) / 1e6)
-        np.add.at(found.caused_ms[at], slot, np.where(is_last, lag, 0) / 1e6)
-        np.add.at(found.last[at], slot, is_last)
-        np.add.at(found.matched[at], slot, 1.0)
+def _measure_transfer(group: Group, times: _Arrivals, clocks: Clocks) -> Integers:
+    """int64 [k], ns of each collective of the group that no rank waits for."""
+    transfer_ns: Integers = times.length.min(axis=1)
+    if group.is_pair and clocks.aligned:
+        both_there = (times.start + times.length).min(axis=1) - times.start.max(axis=1)
+        transfer_ns = np.clip(both_there, 0, transfer_ns)
+    return transfer_ns
 
 
-def _measure_waits(times: _Arrivals, counts: Flags) -> tuple[Integers, Integers, Numbers]:
+@dataclass(frozen=True)
+class _GroupWaits:
+    """The c collectives of one group that are in a shared step on all of its members."""
+
+    slot: Integers  # [c, members], the shared step on each of them
+    since: Integers  # [c, members], since when each one waits, ns on the shared clock
+    wait: Integers  # [c, members], ns
+    before: Integers  # [c], when the group's collective before it had all ranks, ns on the shared clock
+    last: Integers  # [c], column of the last one
+    lag: Numbers  # [c], how much later than the others it came, ns
+
+
+def _measure_waits(group: Group, times: _Arrivals, slots: Sequence[Integers]) -> _GroupWaits:
     """Measure how long each member of a group waits in each collective for the last one.
 
     Args:
-        times: when each member came to each of the k collectives.
-        counts: bool [k], the c collectives to measure.
-
-    Returns:
-        Since when each member waits and how long, [c, members], and how much later than the others the last one came,
-        [c]; ns.
+        group: the k collectives.
+        times: when each member came to each of them.
+        slots: by rank, int [c], the shared step of each call; -1 for what does not count.
     """
+    columns = zip(group.members.tolist(), group.call.T)
+    slot = np.stack([slots[at][calls] for at, calls in columns], axis=1)
+    counts: Flags = np.logical_and.reduce(slot >= 0, axis=1)
     latest = times.start.max(axis=1)
     # of several under way at once, as on gloo, each counts from where the one before it has all ranks
     before = np.maximum.accumulate(np.concatenate([times.start[:1].min(axis=1), latest[:-1]]))
@@ -303,8 +295,71 @@ def _measure_waits(times: _Arrivals, counts: Flags) -> tuple[Integers, Integers,
     wait = np.clip(latest[counts][:, None] - since, 0, times.length[counts])
     median_of_others = np.median(np.sort(times.start[counts], axis=1)[:, :-1], axis=1)
     lag = np.maximum(latest[counts] - np.maximum(median_of_others, before[counts]), 0)
-    # nobody waits longer in a call than the call takes
-    return since, wait, np.minimum(lag, wait.max(axis=1))
+    return _GroupWaits(
+        slot=slot[counts],
+        since=since,
+        wait=wait,
+        before=before[counts],
+        last=times.start[counts].argmax(axis=1),
+        # nobody waits longer in a call than the call takes
+        lag=np.minimum(lag, wait.max(axis=1)),
+    )
+
+
+def _find_exposed_waits(
+    ranks: Sequence[Calls], measured: Sequence[tuple[Group, _GroupWaits]], clocks: Clocks
+) -> list[Cover]:
+    """By rank, when it waits in a collective of any group and computes nothing beside; on the shared clock."""
+    found = []
+    for at, calls in enumerate(ranks):
+        own = [(waits, column) for group, waits in measured for column in np.flatnonzero(group.members == at).tolist()]
+        since = np.concatenate([np.empty(0, np.int64), *(waits.since[:, column] for waits, column in own)])
+        length = np.concatenate([np.empty(0, np.int64), *(waits.wait[:, column] for waits, column in own)])
+        clock_ns = clocks.start_ns[at]
+        computing = union(calls.compute.start + clock_ns, calls.compute.end + clock_ns)
+        found.append(difference(union(since, since + length), computing))
+    return found
+
+
+def _add_waits(found: Waits, ranks: Sequence[Calls], group: Group, clocks: Clocks, waits: _GroupWaits) -> None:
+    """Add what each member of one group waits to `found`. The other arguments: see compute_waits."""
+    for column, at in enumerate(group.members.tolist()):
+        slot = waits.slot[:, column]
+        own_since = waits.since[:, column] - clocks.start_ns[at]
+        own_wait = waits.wait[:, column]
+        hidden = ranks[at].compute.within(own_since, own_since + own_wait)
+        np.add.at(found.wait_ms[at], slot, own_wait / 1e6)
+        np.add.at(found.exposed_wait_ms[at], slot, (own_wait - hidden) / 1e6)
+        np.add.at(found.last[at], slot, waits.last == column)
+        np.add.at(found.matched[at], slot, 1.0)
+
+
+def _add_caused(
+    found: Waits, waits_for_ms: Numbers, group: Group, waits: _GroupWaits, exposed: Sequence[Cover]
+) -> None:
+    """Add what the last member of each collective makes the others wait by its own work.
+
+    It is not the rank's own lateness that it waited itself, since its group's last collective, for a rank of another
+    group, longer than the other members did: that is charged there to the rank that was late first.
+
+    Args:
+        found: whose caused_ms grows.
+        waits_for_ms: [R awaited, R waiting, S], grows by what each member waits for the last one.
+        group: the collectives' ranks.
+        waits: when they came.
+        exposed: by rank, when it waits and computes nothing beside, on the shared clock.
+    """
+    # [c, members]: what each one waited between this collective and the group's last one
+    columns = enumerate(group.members.tolist())
+    waited = np.stack([exposed[at].within(waits.before, waits.since[:, column]) for column, at in columns], axis=1)
+    for column, at in enumerate(group.members.tolist()):
+        is_last = waits.last == column
+        others = np.delete(waited[is_last], column, axis=1)
+        inherited = np.maximum(waited[is_last, column] - np.median(others, axis=1), 0)
+        own_lag = np.maximum(waits.lag[is_last] - inherited, 0)
+        np.add.at(found.caused_ms[at], waits.slot[is_last, column], own_lag / 1e6)
+        slot = waits.slot[is_last, column]
+        np.add.at(waits_for_ms[at], (group.members[None, :], slot[:, None]), waits.wait[is_last] / 1e6)
 
 
 def _build_rank_rows(seen: Sequence[RankFacts], hosts: Sequence[str], waits: Waits, clocks: Clocks) -> list[RankRow]:
@@ -551,13 +606,13 @@ CAUSES = {  # rows of a step
 INDEPENDENT = tuple(map(str, (Phase.DATA, Phase.DATA_TO_DEVICE, Phase.FORWARD, Phase.OPTIMIZER_STEP)))
 
 
-def find_straggler(rows: Sequence[RankRow], times: Sequence[RankTime], net_ms: Numbers) -> Straggler | None:
+def find_straggler(rows: Sequence[RankRow], times: Sequence[RankTime], lateness_ms: Numbers) -> Straggler | None:
     """Find the rank for which the others wait.
 
     Args:
         rows: all ranks with their waits.
         times: the same ranks' times.
-        net_ms: [R ranks, S shared steps], what others waited for each rank beyond its own waits, ms.
+        lateness_ms: [R ranks, S shared steps], how much later than the others each rank comes.
 
     Returns:
         The rank; None where none stands out, where it does by one odd step only, or where waits are not known.
@@ -571,7 +626,7 @@ def find_straggler(rows: Sequence[RankRow], times: Sequence[RankTime], net_ms: N
     share = min(max(0.5, BEYOND_CHANCE / len(rows)), 0.9)
     if lag_ms < least_ms or lag_ms < share * sum(caused_ms):
         return None
-    if not _is_usually_above(net_ms[late], least_ms):
+    if not _is_usually_above(lateness_ms[late], least_ms):
         return None
     cause, by_ms = _find_excess([_sum_causes(time) for time in times], late, lag_ms)
     where, _ = _find_excess([_measure_own_phases(time) for time in times], late, lag_ms)
@@ -579,15 +634,18 @@ def find_straggler(rows: Sequence[RankRow], times: Sequence[RankTime], net_ms: N
     return Straggler(row.rank, lag_ms, row.last_in, cause, by_ms, where, _find_alike(rows, row.rank, lag_ms))
 
 
-def _is_usually_above(net_ms: Numbers, least_ms: float) -> bool:
+def _is_usually_above(lateness_ms: Numbers, least_ms: float) -> bool:
     """Tell whether a rank is late in the usual step, and by more than steps differ among each other.
 
     Args:
-        net_ms: [S], what others waited for it beyond its own waits in each step, ms.
+        lateness_ms: [S], how much later than the others it comes in each step.
         least_ms: the lag that matters, ms.
     """
-    error_ms = net_ms.std(ddof=1) / np.sqrt(len(net_ms)) if len(net_ms) > 1 else 0.0
-    return bool(np.median(net_ms) > least_ms and net_ms.mean() > STANDARD_ERRORS * error_ms)
+    error_ms = lateness_ms.std(ddof=1) / np.sqrt(len(lateness_ms)) if len(lateness_ms) > 1 else 0.0
+    # one of two ranks that take turns is late in more than half of an odd number of steps
+    is_mostly_late = np.quantile(lateness_ms, 0.25) > least_ms / 2
+    is_late = np.median(lateness_ms) > least_ms and is_mostly_late
+    return bool(is_late and lateness_ms.mean() > STANDARD_ERRORS * error_ms)
 
 
 def _sum_causes(time: RankTime) -> dict[str, float]:
@@ -631,3 +689,61 @@ def _find_excess(quantities: list[dict[str, float]], late: int, lag: float) -> t
         found[name] = quantities[late].get(name, 0.0) - median(others)
     name = max(found, key=lambda name: found[name], default="")
     return (name, found[name]) if name and found[name] >= EXPLAINED * lag else ("", 0.0)
+
+
+def _find_imbalance(
+    seen: Sequence[RankFacts],
+    rows: Sequence[RankRow],
+    waits: Waits,
+    lateness_ms: Numbers,
+    compute_ms: Numbers,
+    straggler: Straggler | None,
+) -> Imbalance | None:
+    """Find imbalance that moves, beside a straggler among the other ranks.
+
+    Args:
+        seen: what is known of each trace.
+        rows: the same ranks with their waits.
+        waits: who waits for whom.
+        lateness_ms: [R ranks, S shared steps], how much later than the others each rank comes.
+        compute_ms: [R, S], what each rank computes.
+        straggler: the rank that is late in the usual step, if one is.
+    """
+    on_gpu = all(one.time.on_gpu for one in seen)
+    ranks = [row.rank for row in rows]
+    net_ms = waits.caused_ms - waits.wait_ms
+    step_ms = _measure_median_step(seen)
+    usual_ms = {rank: float(np.median(late_ms)) for rank, late_ms in zip(ranks, lateness_ms)}
+    usual = [rank for rank, late_ms in zip(ranks, lateness_ms) if _is_usually_above(late_ms, SHARE_OF_STEP * step_ms)]
+    latest = straggler.rank if straggler else max(usual, key=lambda rank: usual_ms[rank], default=None)
+    if straggler is not None:
+        late = ranks.index(straggler.rank)
+        # another rank costs by what it comes later than the straggler
+        net_ms = np.delete(net_ms, late, axis=0) - usual_ms[straggler.rank]
+        compute_ms = np.delete(compute_ms, late, axis=0)
+        ranks.remove(straggler.rank)
+    found = find_imbalance(ranks, net_ms, compute_ms, step_ms, on_gpu)
+    return replace(found, usual=(latest, usual_ms[latest])) if found and latest is not None else found
+
+
+def measure_lateness(waits: Waits, groups: Sequence[Group]) -> Numbers:
+    """Measure how much later than the others each rank comes in each step, whether it is the last one or not.
+
+    Ranks that all meet in one group spend the same time until it ends. What one waits less than the median of the
+    others, its own work takes longer. A rank that is always a little late is seen so in steps, too, in which another
+    one is later.
+
+    Args:
+        waits: who waits for whom.
+        groups: which collectives belong together.
+
+    Returns:
+        [R ranks, S shared steps], ms, negative for a rank that comes earlier. Where ranks do not all meet in one
+        group: what others wait for the rank beyond its own waits.
+    """
+    number = len(waits.wait_ms)
+    meets = any(len(group.members) == number and not group.is_pair for group in groups)
+    if not meets or number < 2:
+        return waits.caused_ms - waits.wait_ms
+    of_others = [np.median(np.delete(waits.wait_ms, rank, axis=0), axis=0) for rank in range(number)]
+    return np.stack(of_others) - waits.wait_ms
