@@ -44,8 +44,9 @@ class _Decisions:
 
     def has_size_of(self, *categories: str) -> Flags:
         """bool [m]: the life has the size of one that is decided to be of these categories."""
-        of_categories = np.isin(self.found, [INDEX[category] for category in categories])
-        return np.isin(self.lives.requested, self.lives.requested[of_categories])
+        numbers = [INDEX[category] for category in categories]
+        sizes = self.lives.requested[np.isin(self.found, numbers)]
+        return np.isin(self.lives.requested, sizes)
 
 
 def assign_categories(lives: Lives) -> Integers:
@@ -69,10 +70,12 @@ def _decide_by_code(decisions: _Decisions) -> None:
     """Decide what the allocator's state or the allocating code says, whatever the phase."""
     lives = decisions.lives
     decisions.decide("awaiting free", lives.awaiting)
-    named = lives.known & (lives.holds != UNDECIDED) & (decisions.found == UNDECIDED)
+    undecided = decisions.found == UNDECIDED
+    named = undecided & lives.known & (lives.holds != UNDECIDED)
     decisions.found[named] = lives.holds[named]
     # Hopper's has a size that weights have too
-    decisions.decide("workspace", _came_unseen(lives) & (lives.requested == CUBLAS_WORKSPACE))
+    has_size = lives.requested == CUBLAS_WORKSPACE
+    decisions.decide("workspace", _came_unseen(lives) & has_size)
     decisions.decide("workspace", lives.known, having=Code.WORKSPACE)
     no_buffer = lives.known & ~lives.has(Code.GRADIENT_BUFFER)
     decisions.decide("communication", no_buffer, having=Code.COMMUNICATION)
@@ -112,11 +115,14 @@ def _decide_backward(decisions: _Decisions, logits: Flags) -> None:
     recomputed = lives.within(RECOMPUTE)
     # gradients outlive their backward; in one that did not end, only a weight's size tells
     outliving = backward & lives.known & ~lives.same_span
+    outlives = outliving & ~lives.unfinished
     of_weights = ~loss | decisions.has_size_of("parameters")
-    decisions.decide("gradients", outliving & ~lives.unfinished & of_weights)
+    decisions.decide("gradients", outlives & of_weights)
+    may_outlive = outliving & lives.unfinished
     of_weights = ~loss & decisions.has_size_of("parameters", "gradients")
-    decisions.decide("gradients", outliving & lives.unfinished & of_weights)
-    decisions.decide("logits and loss", logits & (backward | recomputed))
+    decisions.decide("gradients", may_outlive & of_weights)
+    within_backward = backward | recomputed
+    decisions.decide("logits and loss", within_backward & logits)
     decisions.decide("workspace", backward & lives.known)
     decisions.decide("workspace", recomputed & lives.same_fine_span)
     decisions.decide("activations", recomputed)
@@ -142,8 +148,8 @@ def _move_added_gradients(decisions: _Decisions) -> None:
     """
     lives = decisions.lives
     found = decisions.found
-    within_backward = lives.within("backward") & lives.known & lives.same_span
-    passing = within_backward & decisions.has_size_of("parameters")
+    passing = lives.within("backward") & lives.known & lives.same_span
+    of_weights = passing & decisions.has_size_of("parameters")
     of_workspace = found == INDEX["workspace"]
     of_loss = found == INDEX["logits and loss"]
     activation_sizes = lives.requested[found == INDEX["activations"]]
@@ -151,9 +157,10 @@ def _move_added_gradients(decisions: _Decisions) -> None:
     has_size_of_activations = np.isin(lives.requested, activation_sizes)
     has_size_of_logits = np.isin(lives.requested, logits_sizes)
     no_activations = of_workspace & ~has_size_of_activations
-    no_logits = lives.has(Code.WEIGHT_GRADIENT) | ~(has_size_of_activations | has_size_of_logits)
-    added = no_activations | (of_loss & no_logits)
-    found[passing & added] = INDEX["gradients"]
+    no_logits = of_loss & ~has_size_of_activations & ~has_size_of_logits
+    by_name = of_loss & lives.has(Code.WEIGHT_GRADIENT)
+    added = no_activations | no_logits | by_name
+    found[of_weights & added] = INDEX["gradients"]
 
 
 def _decide_workspaces_since_hopper(decisions: _Decisions) -> None:
@@ -173,25 +180,32 @@ def _find_logits(lives: Lives) -> Flags:
     backward they come before all else.
     """
     recorded = (lives.begin >= 0) & ~lives.awaiting
+    is_large = lives.requested >= MIN_LOGITS
     in_loss = lives.has(Code.LOSS) & lives.within("forward", "backward")
-    loss_sizes = lives.requested[in_loss & (lives.requested >= MIN_LOGITS)]
-    sized = np.isin(lives.requested, loss_sizes) & recorded
+    loss_sizes = lives.requested[in_loss & is_large]
+    sized = recorded & np.isin(lives.requested, loss_sizes)
     found = np.zeros(len(lives), bool)
-    forward = np.flatnonzero(lives.within("forward") & recorded)
+    forward = np.flatnonzero(recorded & lives.within("forward"))
     equal_stacks, _ = lives.count_equal_stacks(forward)
     found[forward] = sized[forward] & (equal_stacks == 1)
     # of a small model all that a layer makes may have that size: what comes between may be smaller
-    least = min(MIN_LOGITS, int(loss_sizes.max(initial=0)) // 8)
-    computed = lives.within("backward") & ~lives.has(Code.RECOMPUTE)
-    compared = computed & recorded & (lives.requested >= least)
-    found |= _come_first(lives, compared & sized, compared & ~sized)
+    largest = int(loss_sizes.max(initial=0))
+    is_large = lives.requested >= min(MIN_LOGITS, largest // 8)
+    computed = recorded & lives.within("backward") & ~lives.has(Code.RECOMPUTE)
+    backward = computed & is_large
+    found |= _come_first(lives, backward & sized, backward & ~sized)
     return found
 
 
-def _come_first(lives: Lives, candidates: Flags, others: Flags) -> Flags:
-    """bool [m]: a candidate that begins before all others in its span. All of both begin in the record."""
+def _come_first(
+    lives: Lives,
+    candidates: Flags,  # [m], which begin in the record
+    others: Flags,  # [m], too
+) -> Flags:
+    """bool [m]: a candidate that begins before all others in its span."""
     spans = int(lives.span.max(initial=0)) + 1
-    first_other = np.full(spans, np.iinfo(np.int64).max)
+    never = np.iinfo(np.int64).max
+    first_other = np.full(spans, never)  # of each span
     np.minimum.at(first_other, lives.span[others], lives.begin[others])
     is_first: Flags = lives.begin < first_other[lives.span]
     return candidates & is_first
@@ -228,13 +242,15 @@ HYPOTHESES = (
 def _assign_by_size(lives: Lives, found: Integers) -> None:
     """Write into `found` (indices of categories; negative where undecided) what sizes tell of memory that was there
     before the record."""
-    rows = np.flatnonzero((found < 0) & (lives.begin < 0))
+    was_there = lives.begin < 0
+    rows = np.flatnonzero(was_there & (found == UNDECIDED))
     gradients = np.flatnonzero(found == INDEX["gradients"])
     if not len(rows) or not len(gradients):
         return
     of_gradients = _count_sizes_at_peak(lives, gradients)
     _assign_by_end(lives, found, rows, of_gradients)
-    staying = rows[lives.freed_in[rows] == NOT_SAID]
+    stays = lives.freed_in[rows] == NOT_SAID
+    staying = rows[stays]
     state = _choose_optimizer_state(lives.requested[staying], of_gradients)
     if state:
         _assign_sets(lives, found, staying, of_gradients, state)
@@ -252,15 +268,22 @@ def _count_sizes_at_peak(lives: Lives, rows: Integers) -> Counter[int]:
     return Counter(lives.requested[together].tolist())
 
 
-def _assign_by_end(lives: Lives, found: Integers, rows: Integers, of_gradients: Counter[int]) -> None:
-    """Write into `found` what the phase in which it was given back tells, besides the size, of the lives `rows`."""
+def _assign_by_end(
+    lives: Lives,
+    found: Integers,  # [m]
+    rows: Integers,  # of the lives to assign
+    of_gradients: Counter[int],  # how many gradients there are of each size
+) -> None:
+    """Write into `found` what the size and the phase in which memory was given back tell together."""
     freed_in = lives.freed_in[rows]
     requested = lives.requested[rows]
-    has_size_of_moments = np.isin(requested, lives.requested[found == INDEX["moments"]])
-    replaced = (freed_in == NUMBER["optimizer_step"]) & has_size_of_moments
+    moment_sizes = lives.requested[found == INDEX["moments"]]
+    in_step = freed_in == NUMBER["optimizer_step"]
+    replaced = in_step & np.isin(requested, moment_sizes)
     found[rows[replaced]] = INDEX["moments"]
-    has_size_of_gradients = np.isin(requested, list(of_gradients))
-    cleared = np.isin(freed_in, [NUMBER[name] for name in CLEARS_GRADIENTS]) & has_size_of_gradients
+    clearing = [NUMBER[name] for name in CLEARS_GRADIENTS]
+    gradient_sizes = list(of_gradients)
+    cleared = np.isin(freed_in, clearing) & np.isin(requested, gradient_sizes)
     found[rows[cleared]] = INDEX["gradients"]
 
 
@@ -272,7 +295,6 @@ def _choose_optimizer_state(sizes: Integers, of_gradients: Counter[int]) -> _Opt
         of_gradients: how many gradients there are of each size, and so how many weights.
     """
     have = Counter(sizes.tolist())
-
     if not have:
         return None
 
@@ -281,45 +303,46 @@ def _choose_optimizer_state(sizes: Integers, of_gradients: Counter[int]) -> _Opt
         expected = _count_expected(of_gradients, state)
         differing = 0
         for size in set(have) | set(expected):
-            differing += abs(have[size] - expected[size]) * size
+            pieces = abs(have[size] - expected[size])
+            differing += pieces * size
         return differing
 
     best = min(HYPOTHESES, key=count_unexplained)
-    total_bytes = int(sizes.sum())
-    return best if count_unexplained(best) <= MAX_UNEXPLAINED * total_bytes else None
+    most = MAX_UNEXPLAINED * int(sizes.sum())
+    return best if count_unexplained(best) <= most else None
 
 
 def _count_expected(of_gradients: Counter[int], state: _OptimizerState) -> Counter[int]:
     """{size: how many} of weights and of what an optimizer keeps for them. of_gradients: the same of gradients."""
     expected: Counter[int] = Counter()
+    copies = state.masters + state.moments
     for size, count in of_gradients.items():
         expected[size] += count
-        expected[size * state.times_gradient] += (state.masters + state.moments) * count
+        expected[size * state.times_gradient] += copies * count
     return expected
 
 
 def _assign_sets(
-    lives: Lives, found: Integers, staying: Integers, of_gradients: Counter[int], state: _OptimizerState
+    lives: Lives,
+    found: Integers,  # [m]
+    staying: Integers,  # rows of the lives to assign
+    of_gradients: Counter[int],  # how many gradients there are of each size
+    state: _OptimizerState,
 ) -> None:
-    """Write into `found` which lives are weights and the optimizer's state, in the order of addresses.
+    """Write into `found` which lives are weights and the optimizer's state, in the order of addresses."""
+    waiting: dict[int, list[int]] = defaultdict(list)  # rows by size
+    address = lives.address[staying]
+    for row in staying[np.argsort(address, kind="stable")].tolist():
+        num_bytes = int(lives.requested[row])
+        waiting[num_bytes].append(row)
 
-    Args:
-        lives: All lives.
-        found: Indices of categories; negative where undecided.
-        staying: Rows of the lives to assign.
-        of_gradients: How many gradients there are of each size.
-        state: What the optimizer keeps.
-    """
-    rows_of_size: dict[int, list[int]] = defaultdict(list)
-    by_address = staying[np.argsort(lives.address[staying], kind="stable")]
-    for row in by_address.tolist():
-        rows_of_size[int(lives.requested[row])].append(row)
-
-    def assign(category: str, times: int, times_gradient: int) -> None:
+    def assign(category: str, copies: int, times_gradient: int) -> None:
+        """Take the next rows of each size: so many copies for each gradient."""
         for size, count in of_gradients.items():
-            rows = rows_of_size[size * times_gradient]
-            found[rows[: times * count]] = INDEX[category]
-            del rows[: times * count]
+            rows = waiting[size * times_gradient]
+            taken = copies * count
+            found[rows[:taken]] = INDEX[category]
+            del rows[:taken]
 
     assign("parameters", 1, 1)
     assign("master weights", state.masters, state.times_gradient)

@@ -37,11 +37,15 @@ def _sum_by_module(modules: list[str], sizes: list[int]) -> tuple[Layer, ...]:
     totals: Counter[str] = Counter()
     order = {}
     for module, num_bytes in zip(modules, sizes):
-        match = NUMBERED.match(module)
-        name = match[1] if match else OUTSIDE
-        order[name] = (int(match[2]), name) if match else (-1, "")
+        name = OUTSIDE
+        place = (-1, "")
+        if match := NUMBERED.match(module):
+            name = match[1]
+            place = (int(match[2]), name)
+        order[name] = place
         totals[name] += num_bytes
-    return tuple(Layer(name, totals[name]) for name in sorted(totals, key=order.__getitem__))
+    names = sorted(totals, key=order.__getitem__)
+    return tuple(Layer(name, totals[name]) for name in names)
 
 
 def _sum_by_repetition(lives: Lives, rows: Integers) -> tuple[Layer, ...]:
@@ -50,7 +54,8 @@ def _sum_by_repetition(lives: Lives, rows: Integers) -> tuple[Layer, ...]:
     Such a line allocates in the order of the layers: its k-th allocation within one forward is the k-th layer's. The
     number of layers is the count of repetitions that explains most bytes; () where none explains enough.
     """
-    tellable = (lives.begin >= 0) & (lives.stack > 0) & ~lives.awaiting
+    has_stack = lives.stack > 0
+    tellable = has_stack & (lives.begin >= 0) & ~lives.awaiting
     rows = rows[tellable[rows]]
     if not len(rows):
         return ()
@@ -66,13 +71,16 @@ def _sum_by_repetition(lives: Lives, rows: Integers) -> tuple[Layer, ...]:
     if layers < MIN_LAYERS:
         return ()
     inside = repeated % layers == 0
-    if sizes[inside].sum() < MIN_EXPLAINED * sizes.sum():
+    explained = sizes[inside].sum()
+    if explained < MIN_EXPLAINED * sizes.sum():
         return ()
     # a line that runs several times in each layer has as many allocations one after the other
     layer = before[at] * layers // repeated
     totals = np.bincount(layer[inside], weights=sizes[inside], minlength=layers)
-    found = [Layer(f"layer {number}", int(total)) for number, total in enumerate(totals)]
+    found = []
     rest = int(sizes[~inside].sum())
     if rest:
-        found.insert(0, Layer(OUTSIDE, rest))
+        found.append(Layer(OUTSIDE, rest))
+    for number, total in enumerate(totals):
+        found.append(Layer(f"layer {number}", int(total)))
     return tuple(found)

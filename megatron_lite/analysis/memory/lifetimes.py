@@ -75,7 +75,7 @@ class Lives:
         change = np.zeros(self.events + 2, np.int64)
         np.add.at(change, self.begin + 1, held)
         np.subtract.at(change, self.end + 1, held)
-        return np.cumsum(change)[: self.events + 1]
+        return np.cumsum(change)[:-1]
 
     def count_equal_stacks(self, rows: Integers) -> tuple[Integers, Integers]:
         """Count allocations that have the same stack in the same span, recomputation apart.
@@ -113,11 +113,12 @@ def find_lifetimes(record: AllocatorEvents, phases: Phases) -> Lives:
     span = span_of_event[begin]
     fine_span = fine_span_of_event[begin]
     is_old = begin == BEFORE
-    phase = np.where(is_old, _guess_phases(phases, stack, pieces.tag), phase_of_event[begin])
-    goes_on = span == phases.span.max(initial=0)
-    step_ends = np.array([step.last for step in phases.steps], np.int64)
-    holds = [INDEX[known.row.holds] if known else UNDECIDED for known in record.stacks.known]
-    code, _ = record.stacks.codes
+    guessed = _guess_phases(phases, stack, pieces.tag)
+    phase = np.where(is_old, guessed, phase_of_event[begin])
+    last_span = phases.span.max(initial=0)
+    in_last_span = span == last_span
+    steps_before = _count_steps_before(phases, begin)
+    code_of_stack, _ = record.stacks.codes
     return Lives(
         events=len(record),
         begin=begin,
@@ -125,24 +126,44 @@ def find_lifetimes(record: AllocatorEvents, phases: Phases) -> Lives:
         returned=pieces.returned,
         awaiting=pieces.awaiting,
         requested=pieces.requested,
-        num_bytes=np.maximum(-(-pieces.requested // MIN_BLOCK), 1) * MIN_BLOCK,
+        num_bytes=_round_sizes(pieces.requested),
         address=pieces.address,
         stack=stack,
         tag=pieces.tag,
         stream=pieces.stream,
         pool=pieces.pool,
-        holds=np.array(holds, np.int64)[stack],
-        code=code[stack],
+        holds=_find_known_categories(record)[stack],
+        code=code_of_stack[stack],
         phase=np.where(pieces.awaiting, NOT_SAID, phase),
         freed_in=phase_of_event[end],
         span=span,
         fine_span=fine_span,
         same_span=~is_old & (span == span_of_event[end]),
         same_fine_span=~is_old & (fine_span == fine_span_of_event[end]),
-        unfinished=goes_on & (end == len(record)),
-        outlives_step=np.searchsorted(step_ends, begin) < np.searchsorted(step_ends, end),
+        unfinished=in_last_span & (end == len(record)),
+        outlives_step=steps_before < _count_steps_before(phases, end),
         known=~is_old | (stack > 0) | (pieces.tag > 0),
     )
+
+
+def _round_sizes(requested: Ints) -> Ints:
+    """int64 [m]: bytes that the allocator takes for requests, as formats.caching_allocator.rounded computes one."""
+    blocks = -(-requested // MIN_BLOCK)
+    return np.maximum(blocks, 1) * MIN_BLOCK
+
+
+def _count_steps_before(phases: Phases, events: Ints) -> Integers:
+    """int64 [m]: how many steps have ended before each event."""
+    ends = np.array([step.last for step in phases.steps], np.int64)
+    return np.searchsorted(ends, events)
+
+
+def _find_known_categories(record: AllocatorEvents) -> Ints:
+    """int64 [stacks]: index into CATEGORIES of what a library's frame says; UNDECIDED where none does."""
+    found = []
+    for known in record.stacks.known:
+        found.append(INDEX[known.row.holds] if known else UNDECIDED)
+    return np.array(found, np.int64)
 
 
 def _guess_phases(phases: Phases, stack: Ints, tag: Ints) -> Ints:
@@ -176,7 +197,8 @@ class _Pieces:
 
     def take(self, rows: Integers) -> "_Pieces":
         """Those at `rows`, in their order."""
-        return _Pieces(**{name: column[rows] for name, column in vars(self).items()})
+        taken = {name: column[rows] for name, column in vars(self).items()}
+        return _Pieces(**taken)
 
     def sort(self) -> "_Pieces":
         """The pieces in order of `begin`."""
@@ -185,8 +207,11 @@ class _Pieces:
 
 def _concatenate(parts: list[_Pieces]) -> _Pieces:
     """The pieces of all parts, one part after the other."""
-    names = vars(parts[0])
-    return _Pieces(**{name: np.concatenate([getattr(part, name) for part in parts]) for name in names})
+    joined = {}
+    for name in vars(parts[0]):
+        columns = [getattr(part, name) for part in parts]
+        joined[name] = np.concatenate(columns)
+    return _Pieces(**joined)
 
 
 def _join_events(record: AllocatorEvents) -> _Pieces:
@@ -197,7 +222,8 @@ def _join_events(record: AllocatorEvents) -> _Pieces:
     """
     n = len(record)
     allocations, ends, stray_frees = _pair_frees(record)
-    known_at_end = record.address[allocations[ends == n]]
+    staying = allocations[ends == n]
+    known_at_end = record.address[staying]
     live = record.blocks[record.blocks["live"]]
     old = live[~np.isin(live["address"], known_at_end)]
     allocated = _describe_events(record, allocations, allocations, ends)
@@ -249,10 +275,11 @@ def _pair_frees(record: AllocatorEvents) -> tuple[Ints, Ints, Ints]:
     rows = rows[np.argsort(record.address[rows], kind="stable")]
     address = record.address[rows]
     is_alloc = record.action[rows] == ALLOC
-    same_address = address[1:] == address[:-1]
+    same_address = address[:-1] == address[1:]
     freed_next = same_address & is_alloc[:-1] & ~is_alloc[1:]
+    freed = np.flatnonzero(freed_next)
     end = np.full(len(rows), len(record))
-    end[:-1][freed_next] = rows[1:][freed_next]
+    end[freed] = rows[freed + 1]
     is_stray = ~is_alloc
     is_stray[1:] &= ~freed_next
     return rows[is_alloc], end[is_alloc], rows[is_stray]
@@ -270,10 +297,18 @@ def _split_awaiting(record: AllocatorEvents, pieces: _Pieces) -> _Pieces:
     is_late = requested_at < np.where(stays, n, pieces.end - 1)
     # and what awaits its free at the end without a request in the record
     waiting = record.blocks[record.blocks["awaiting"]]
-    waits_at_end = np.isin(pieces.address, waiting["address"]) & stays & ~is_late
+    is_waiting = np.isin(pieces.address, waiting["address"])
+    first = replace(
+        pieces,
+        end=np.where(is_late, requested_at, pieces.end),
+        awaiting=is_waiting & stays & ~is_late,
+    )
     late = np.flatnonzero(is_late)
-    first = replace(pieces, end=np.where(is_late, requested_at, pieces.end), awaiting=waits_at_end)
-    second = replace(pieces.take(late), begin=requested_at[late], awaiting=np.ones(len(late), bool))
+    second = replace(
+        pieces.take(late),
+        begin=requested_at[late],
+        awaiting=np.ones(len(late), bool),
+    )
     return _concatenate([first, second]).sort()
 
 
@@ -293,6 +328,7 @@ def _find_requests(record: AllocatorEvents, pieces: _Pieces) -> Ints:
     keys = np.sort(of_request * width + requests)
     before = np.searchsorted(keys, of_piece * width + pieces.end)
     last = keys[np.maximum(before - 1, 0)]
-    same_address = (before > 0) & (last // width == of_piece)
-    request = np.where(same_address, last % width, n + 1)
-    return np.where(request > pieces.begin, request, n + 1)
+    last_number, request = np.divmod(last, width)
+    found = (before > 0) & (last_number == of_piece)
+    found &= request > pieces.begin
+    return np.where(found, request, n + 1)

@@ -17,6 +17,7 @@ ZERO_GRAD = "zero_grad"
 PHASES = (UNKNOWN, SETUP, *map(str, Phase), RECOMPUTE, ZERO_GRAD)
 NUMBER = {name: number for number, name in enumerate(PHASES)}
 NOT_SAID = -1
+MAX_LETTERS = 200  # of a module's name
 OWN_TAG = re.compile(r"^(setup|step \d+)(/|$)")
 STEP_NAME = re.compile(r"^(ProfilerStep#|(train_)?(step|iteration|iter)[ _#:]*)\d+$", re.IGNORECASE)
 FOREIGN_PHASES = (
@@ -91,7 +92,8 @@ def _read_tags(record: AllocatorEvents) -> tuple[Ints, tuple[str, ...]]:
         else:
             phase, _, module = rest.partition("/")
         of_tag[number] = NUMBER.get(phase, NUMBER[UNKNOWN])
-        modules[number] = "".join(letter for letter in module[:200] if letter.isprintable())
+        printable = [letter for letter in module[:MAX_LETTERS] if letter.isprintable()]
+        modules[number] = "".join(printable)
     return of_tag, tuple(modules)
 
 
@@ -99,24 +101,28 @@ def _carry_on(phase: Ints) -> Ints:
     """Give events of which nothing tells the phase of the event before them; those before all others are unknown."""
     if not len(phase):
         return phase
-    said = np.maximum.accumulate(np.where(phase == NOT_SAID, -1, np.arange(len(phase))))
-    return np.where(said >= 0, phase[said], NUMBER[UNKNOWN])
+    # of each event the last one up to it of which something tells; -1 without one
+    own = np.where(phase == NOT_SAID, -1, np.arange(len(phase)))
+    last = np.maximum.accumulate(own)
+    return np.where(last >= 0, phase[last], NUMBER[UNKNOWN])
 
 
 def _count_changes(phase: Ints) -> Ints:
     """Number the spans of equal phases: [n], 0 for the first span."""
-    return np.cumsum(np.diff(phase, prepend=phase[:1]) != 0)
+    changes = np.diff(phase, prepend=phase[:1]) != 0
+    return np.cumsum(changes)
 
 
 def _find_steps_by_optimizer(phase: Ints) -> tuple[StepSpan, ...]:
     """Find steps in a record without marks: each ends with the last of its optimizer's events before the next forward
     or backward."""
-    stepping = phase == NUMBER["optimizer_step"]
-    rows = np.flatnonzero(stepping | (phase == NUMBER["forward"]) | (phase == NUMBER["backward"]))
-    is_last = stepping[rows] & ~np.append(stepping[rows[1:]], False)
+    passes = [NUMBER["forward"], NUMBER["backward"]]
+    rows = np.flatnonzero(np.isin(phase, [*passes, NUMBER["optimizer_step"]]))
+    stepping = phase[rows] == NUMBER["optimizer_step"]
+    goes_on = np.append(stepping[1:], False)
     spans = []
     first = 0
-    for number, last in enumerate(rows[is_last].tolist(), 1):
+    for number, last in enumerate(rows[stepping & ~goes_on].tolist(), 1):
         spans.append(StepSpan(f"step {number}", first, last))
         first = last + 1
     return tuple(spans)
@@ -144,11 +150,14 @@ def _read_stacks(record: AllocatorEvents) -> Ints:
     ):
         phase[(code & part) > 0] = NUMBER[name]
     makes_optimizer = (every & Code.OPTIMIZER_SETUP) > 0
-    phase[makes_optimizer & (phase == NUMBER["optimizer_step"])] = NUMBER[SETUP]
-    phase[(every & Code.RECOMPUTE) > 0] = NUMBER[RECOMPUTE]
+    in_optimizer = phase == NUMBER["optimizer_step"]
+    phase[makes_optimizer & in_optimizer] = NUMBER[SETUP]
+    recomputes = (every & Code.RECOMPUTE) > 0
+    phase[recomputes] = NUMBER[RECOMPUTE]
     # a library's own work, such as gathering weights, is part of the phase around it
     by_library = np.array([known is not None for known in record.stacks.known], bool)
-    phase[by_library & (phase == NUMBER[UNKNOWN])] = NOT_SAID
+    is_unknown = phase == NUMBER[UNKNOWN]
+    phase[by_library & is_unknown] = NOT_SAID
     # backward runs on a thread of its own, where Python has no frames
     if np.any(phase == NUMBER["forward"]):
         phase[0] = NUMBER["backward"]
@@ -170,10 +179,15 @@ def _read_marks(record: AllocatorEvents) -> tuple[tuple[StepSpan, ...], Ints]:
             open_marks.append((name, phase))
         else:
             _close_last(open_marks, (name, phase))
+        innermost = NOT_SAID
+        if open_marks:
+            _, open_phase = open_marks[-1]
+            innermost = NUMBER[open_phase]
         times_us.append(time_us)
-        labels.append(NUMBER[open_marks[-1][1]] if open_marks else NOT_SAID)
-    at = np.searchsorted(np.array(times_us), record.time_us, side="right") - 1
-    return _read_steps(record), np.array(labels)[at]
+        labels.append(innermost)
+    passed = np.searchsorted(np.array(times_us), record.time_us, side="right")
+    of_event = np.array(labels)[passed - 1]
+    return _read_steps(record), of_event
 
 
 def _close_last(open_marks: list[tuple[str, str]], mark: tuple[str, str]) -> None:
@@ -204,13 +218,15 @@ def _read_steps(record: AllocatorEvents) -> tuple[StepSpan, ...]:
         if stage == "START":
             began_us[name] = time_us
         elif name in began_us:
-            steps.append((name, began_us.pop(name), time_us))
+            steps.append((began_us.pop(name), time_us, name))
     end_of_record_us = int(record.time_us[-1])
-    steps += [(name, start_us, end_of_record_us) for name, start_us in began_us.items()]
+    for name, start_us in began_us.items():
+        steps.append((start_us, end_of_record_us, name))
+    steps.sort(key=lambda step: step[0])
     spans = []
-    for name, start_us, end_us in sorted(steps, key=lambda step: step[1]):
+    for start_us, end_us, name in steps:
         first = int(np.searchsorted(record.time_us, start_us))
-        last = int(np.searchsorted(record.time_us, end_us, side="right")) - 1
-        if last >= first:
-            spans.append(StepSpan(name, first, last))
+        after = int(np.searchsorted(record.time_us, end_us, side="right"))
+        if after > first:
+            spans.append(StepSpan(name, first, after - 1))
     return tuple(spans)

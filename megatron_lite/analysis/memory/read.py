@@ -32,6 +32,7 @@ from megatron_lite.analysis.memory.snapshot_file import choose_snapshot, read_va
 from megatron_lite.formats.memory_categories import CATEGORIES
 from megatron_lite.units import counted, size
 
+SiteKey = tuple[str, str, str, str]  # site, category, phase and module of a SiteBytes
 MAX_UNKNOWN = 0.01  # of the peak, without origin, in a record that counts as complete
 NO_PEAK = -2  # a span that neither an event has nor what was there before the record
 RANK_IN_NAME = re.compile(r"rank[_-]?(\d{1,6})(?!\d)", re.IGNORECASE)
@@ -80,18 +81,18 @@ class SnapshotReader:
         layers, guessed = sum_layers(self.lives, self.phases, activations)
         fragmentation, unreplayed = measure_fragmentation(record, self.lives)
         steps = self._measure_steps()
-        notes = [*record.notes, *_describe_limits(record, unknown, complete, len(steps)), *unreplayed]
+        limits = _describe_limits(record, unknown, complete, len(steps))
+        notes = [*record.notes, *limits, *unreplayed]
         if guessed and layers:
             notes.append("layers are distinguished by the order in which equal stacks allocate")
-        rank = RANK_IN_NAME.search(source)
         times = np.append(0, record.time_us)
         return Snapshot(
             source=source,
-            rank=int(rank[1]) if rank else None,
+            rank=_find_rank(source),
             simulated=bool(record.settings.get("simulated")),
             peak_bytes=peak_bytes,
             peak_time_us=int(times[peak + 1]),
-            peak_phase=PHASES[self.phases.of_event[max(peak, 0)]] if len(record) else "",
+            peak_phase=self._find_phase(peak),
             held=held,
             sites=self._sum_sites(rows, self.lives.num_bytes[rows]),
             layers=layers,
@@ -108,6 +109,13 @@ class SnapshotReader:
             private_pools=measure_private_pools(record, self.lives),
             gathered=self._find_gathered(rows, peak),
         )
+
+    def _find_phase(self, peak: int) -> str:
+        """The phase of the event `peak`, or of the first where memory peaks before it; "" without events."""
+        if not len(self.record):
+            return ""
+        number = int(self.phases.of_event[max(peak, 0)])
+        return str(PHASES[number])
 
     def _measure_steps(self) -> tuple[StepMemory, ...]:
         """Times and memory of each step of the record."""
@@ -168,8 +176,8 @@ class SnapshotReader:
         for number in range(len(CATEGORIES)):
             held = self.lives.sum_held(self.categories == number)
             of_categories.append(held[at].tolist())
-        moments = zip(times[at].tolist(), self.allocated[at].tolist(), self.reserved[at].tolist(), zip(*of_categories))
-        return tuple(Moment(*moment) for moment in moments)
+        columns = [times[at].tolist(), self.allocated[at].tolist(), self.reserved[at].tolist(), zip(*of_categories)]
+        return tuple(Moment(*row) for row in zip(*columns))
 
     def _find_growth(self) -> SnapshotGrowth | None:
         """What stays after each step; None where memory does not grow, or too few steps are seen."""
@@ -179,44 +187,48 @@ class SnapshotReader:
             return None
         change = np.diff(self.allocated[np.array(ends) + 1])
         slope = float(np.median(change))
-        if slope < MIN_BYTES or np.mean(change > 0) < MOSTLY:
+        growing_share = np.mean(change > 0)
+        if slope < MIN_BYTES or growing_share < MOSTLY:
             return None
         # per step: what was held after the last and not after the first, less what the same lines held before
         before = lives.held_after(ends[0])
         after = lives.held_after(ends[-1])
         more = np.setdiff1d(after, before)
         less = np.setdiff1d(before, after)
+        changed = np.concatenate([more, less])
         signed_bytes = np.concatenate([lives.num_bytes[more], -lives.num_bytes[less]])
-        sites = self._sum_sites(np.concatenate([more, less]), signed_bytes / len(change))
-        return SnapshotGrowth(slope, len(ends), tuple(site for site in sites if site.num_bytes > 0))
+        sites = self._sum_sites(changed, signed_bytes / len(change))
+        growing = [site for site in sites if site.num_bytes > 0]
+        return SnapshotGrowth(bytes_per_step=slope, steps=len(ends), sites=tuple(growing))
 
     def _sum_sites(self, rows: Integers, sizes: Integers | Numbers) -> tuple[SiteBytes, ...]:
         """Source lines, largest first. sizes: bytes of each of the lives `rows`,
         negative ones too (memory that went away)."""
         lives = self.lives
-        origins = np.stack([lives.stack[rows], lives.tag[rows], self.categories[rows], lives.phase[rows]])
-        distinct, which = np.unique(origins, axis=1, return_inverse=True)
+        columns = [lives.stack, lives.tag, self.categories, lives.phase]
+        origins = np.stack([column[rows] for column in columns])
+        distinct, inverse = np.unique(origins, axis=1, return_inverse=True)
+        which = inverse.ravel()  # of each row
         count = distinct.shape[1]
-        bytes_of_origin = np.bincount(which.ravel(), weights=sizes, minlength=count)
-        blocks_of_origin = np.bincount(which.ravel(), weights=np.sign(sizes), minlength=count)
-        num_bytes: Counter[tuple[str, str, str, str]] = Counter()
-        blocks: Counter[tuple[str, str, str, str]] = Counter()
+        bytes_of_origin = np.bincount(which, weights=sizes, minlength=count)
+        blocks_of_origin = np.bincount(which, weights=np.sign(sizes), minlength=count)
+        num_bytes: Counter[SiteKey] = Counter()
+        blocks: Counter[SiteKey] = Counter()
         # several stacks and tags may lead to one site
-        for origin, total, number in zip(distinct.T.tolist(), bytes_of_origin.tolist(), blocks_of_origin.tolist()):
+        for number, origin in enumerate(distinct.T.tolist()):
             site = self._describe_origin(*origin)
-            num_bytes[site] += int(total)
-            blocks[site] += int(number)
+            num_bytes[site] += int(bytes_of_origin[number])
+            blocks[site] += int(blocks_of_origin[number])
         return tuple(SiteBytes(*site, total, blocks[site]) for site, total in num_bytes.most_common())
 
-    def _describe_origin(self, stack: int, tag: int, category: int, phase_number: int) -> tuple[str, str, str, str]:
-        """(site, category, phase, module) as reports show them.
-
-        Args:
-            stack: Index into the record's stacks.
-            tag: Index into its tags.
-            category: Index into CATEGORIES.
-            phase_number: Index into PHASES, or NOT_SAID.
-        """
+    def _describe_origin(
+        self,
+        stack: int,  # index into the record's stacks
+        tag: int,  # index into its tags
+        category: int,  # index into CATEGORIES
+        phase_number: int,  # index into PHASES, or NOT_SAID
+    ) -> SiteKey:
+        """Describe where memory comes from as reports show it."""
         phase = "" if phase_number == NOT_SAID else PHASES[phase_number]
         module = BETWEEN_NUMBERS.sub("*", self.phases.module_of_tag[tag])
         return self._describe_site(stack, phase), CATEGORIES[category], phase, module
@@ -240,7 +252,8 @@ class SnapshotReader:
         last = int(failed[-1])
         moment = last + 1
         requested = int(record.size[last])
-        allocated_later = record.size[moment:][record.action[moment:] == ALLOC]
+        later = record.action[moment:] == ALLOC
+        allocated_later = record.size[moment:][later]
         in_private_pools = self.lives.sum_held(self.lives.pool > 0)
         unused_private = measure_reserved(record, private=True)[moment] - in_private_pools[moment]
         unused = self.reserved[moment] - self.allocated[moment] - unused_private
@@ -263,10 +276,11 @@ class SnapshotReader:
         if not len(gathered):
             return None
         span_of_peak = int(self.phases.span[peak]) if peak >= 0 else NO_PEAK
-        known = (self.record.stacks.known[stack] for stack in lives.stack[gathered].tolist())
+        known = [self.record.stacks.known[stack] for stack in lives.stack[gathered].tolist()]
+        libraries = [frame.row.library for frame in known if frame]
         sizes = lives.num_bytes[gathered]
         return Gathered(
-            library=next((frame.row.library for frame in known if frame), ""),
+            library=libraries[0] if libraries else "",
             num_bytes=int(sizes.sum()),
             blocks=len(gathered),
             kept_blocks=int((lives.span[gathered] != span_of_peak).sum()),
@@ -275,15 +289,19 @@ class SnapshotReader:
         )
 
 
-def _describe_limits(record: AllocatorEvents, unknown: int, complete: bool, steps: int) -> Iterator[str]:
-    """Sentences on what the record cannot tell.
+def _find_rank(source: str) -> int | None:
+    """The rank that a file's name gives; None without one."""
+    found = RANK_IN_NAME.search(source)
+    return int(found[1]) if found else None
 
-    Args:
-        record: The record.
-        unknown: Bytes of the peak without origin.
-        complete: Whether they are few.
-        steps: How many steps it holds.
-    """
+
+def _describe_limits(
+    record: AllocatorEvents,
+    unknown: int,  # bytes of the peak without origin
+    complete: bool,  # they are few
+    steps: int,  # how many the record holds
+) -> Iterator[str]:
+    """Sentences on what the record cannot tell."""
     if not len(record):
         yield (
             "no history was recorded: this is the state at the moment of the dump, not the peak; call "

@@ -5,6 +5,7 @@ Form: torch.cuda.memory._snapshot() of torch 1.13 to 2.13 {segments, device_trac
 external_annotations}, and the bare list of segments of torch.cuda.memory_snapshot().
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -92,21 +93,21 @@ def _build(raw: Any) -> AllocatorEvents:
         raw = {"segments": raw, "device_traces": []}
     segments, traces = _read_parts(raw)
     device, notes = _choose_device(segments, traces)
-    events = traces[device] if device < len(traces) else []
-    if any(type(event) is not dict for event in events):
-        raise TypeError("an event is no dictionary")
-    times = _read_column(events, "time_us", -1)
-    timed = bool(len(times)) and times[0] >= 0
-    own_segments = [segment for segment in segments if segment.get("device", 0) == device]
-    marks = _read_marks(raw, device, int(times[0])) if timed else []
+    own_segments = _take_segments(segments, device)
+    events = _take_events(traces, device)
+    _check_events(events)
+    times_us = _read_column(events, "time_us", -1)
+    timed = bool(len(times_us)) and times_us[0] >= 0
+    marks = _read_marks(raw, device, int(times_us[0])) if timed else []
     # each gives numbers to what it meets, in the order in which it meets it
     stacks = Stacks()
     tags: Numbered[Any] = Numbered({"": 0, None: 0})
     pools: Numbered[PoolId] = Numbered({DEFAULT_POOL: 0})
-    stack = np.array([stacks.number(event.get("frames")) for event in events], np.int32)
+    stack = _number(events, "frames", stacks.number)
     blocks = _build_blocks(own_segments, stacks, tags, pools)
     pool = _find_pools(events, own_segments, pools)
     reserved_of_pool = _sum_reserved(own_segments, pools)
+    tag = _number(events, "user_metadata", tags.__getitem__)
     sizes = _read_column(events, "size", 0)
     _check_sizes(sizes)
     return AllocatorEvents(
@@ -114,9 +115,9 @@ def _build(raw: Any) -> AllocatorEvents:
         address=_read_column(events, "addr", 0),
         size=sizes,
         device_free=_read_column(events, "device_free", 0),
-        time_us=times - times[0] if timed else np.arange(len(events)),
+        time_us=times_us - times_us[0] if timed else np.arange(len(events)),
         stack=stack,
-        tag=np.array([tags[event.get("user_metadata")] for event in events], np.int32),
+        tag=tag,
         stream=_read_column(events, "stream", 0),
         pool=pool,
         blocks=blocks,
@@ -144,6 +145,13 @@ def _read_parts(raw: Any) -> tuple[Any, Any]:
     return parts["segments"], parts["device_traces"]
 
 
+def _check_events(events: Any) -> None:
+    """Raise TypeError for an event that is no dictionary."""
+    for event in events:
+        if type(event) is not dict:
+            raise TypeError("an event is no dictionary")
+
+
 def _read_settings(raw: Any) -> dict[str, Any]:
     """The settings of the allocator by name; {} where the file holds none."""
     settings = raw.get("allocator_settings")
@@ -155,19 +163,37 @@ def _read_column(events: Any, key: str, default: int) -> Ints:
     return np.fromiter((event.get(key, default) for event in events), np.int64)
 
 
+def _number(
+    events: Any,
+    key: str,
+    number: Callable[[Any], int],  # gives a value its number
+) -> NDArray[np.int32]:
+    """int32 [n]: the number of one value of each event."""
+    numbers = [number(event.get(key)) for event in events]
+    return np.array(numbers, np.int32)
+
+
 def _number_actions(events: Any) -> NDArray[np.uint8]:
     """uint8 [n]: the action of each event, a number from ALLOC to OOM or UNKNOWN_ACTION."""
     number_of_action = {name: number for number, name in enumerate(ACTIONS)}
-    return np.array([number_of_action.get(event["action"], UNKNOWN_ACTION) for event in events], np.uint8)
+    numbers = [number_of_action.get(event["action"], UNKNOWN_ACTION) for event in events]
+    return np.array(numbers, np.uint8)
 
 
-def _read_marks(raw: Any, device: int, start_us: int) -> list[tuple[int, str, str]]:
+def _read_marks(
+    raw: Any,
+    device: int,
+    start_us: int,  # of the first event
+) -> list[tuple[int, str, str]]:
     """(time_us since the first event, stage, name) of the annotations that concern the device."""
     marks = []
     for mark in raw.get("external_annotations") or ():
-        if mark.get("device", device) in (device, -1):
-            time_us = int(mark["time_us"]) - start_us
-            marks.append((time_us, str(mark["stage"]), str(mark["name"])))
+        if mark.get("device", device) not in (device, -1):
+            continue
+        time_us = int(mark["time_us"]) - start_us
+        stage = str(mark["stage"])
+        name = str(mark["name"])
+        marks.append((time_us, stage, name))
     return marks
 
 
@@ -193,13 +219,18 @@ def _choose_device(segments: Any, traces: Any) -> tuple[int, list[str]]:
     counts = {}
     failed = set()
     for device in devices:
-        events = traces[device] if device < len(traces) else []
-        own_segments = [segment for segment in segments if segment.get("device", 0) == device]
+        events = _take_events(traces, device)
+        own_segments = _take_segments(segments, device)
         peaks[device] = _measure_peak(events, own_segments)
         counts[device] = len(events)
         if _ran_out(events):
             failed.add(device)
-    best = max(failed or devices, key=lambda device: (peaks[device], counts[device], -device))
+
+    def rank(device: int) -> tuple[int, int, int]:
+        """Order devices by their peak, then by their events; the first of equal ones is the highest."""
+        return peaks[device], counts[device], -device
+
+    best = max(failed or devices, key=rank)
     others = [f"device {device} at {size(peaks[device])}" for device in sorted(devices - {best})]
     note = f"this is device {best}; the file holds others, whose memory peaks: {', '.join(others)}"
     also_failed = [str(device) for device in sorted(failed - {best})]
@@ -219,6 +250,16 @@ def _find_devices(segments: Any, traces: Any) -> set[int]:
     return devices
 
 
+def _take_events(traces: Any, device: int) -> Any:
+    """The events of a device, a sequence."""
+    return traces[device] if device < len(traces) else []
+
+
+def _take_segments(segments: Any, device: int) -> list[Any]:
+    """The segments of a device; files of one device may leave its number out."""
+    return [segment for segment in segments if segment.get("device", 0) == device]
+
+
 def _ran_out(events: Any) -> bool:
     """Whether a request failed and the program did not allocate as much afterwards."""
     allocated = 0
@@ -234,7 +275,8 @@ def _measure_peak(events: Any, segments: Any) -> int:
     """Most bytes that a device's tensors held, backwards from the blocks at the end."""
     held = 0
     for segment in segments:
-        held += sum(block["size"] for block in segment["blocks"] if block["state"] != "inactive")
+        live = [block for block in segment["blocks"] if block["state"] != "inactive"]
+        held += sum(block["size"] for block in live)
     most = held
     for event in reversed(events):
         if event.get("action") == ACTIONS[FREE]:
@@ -254,16 +296,24 @@ def _read_pool(entry: dict[str, Any], key: str = "segment_pool_id") -> PoolId:
     return int(first), int(second)
 
 
-def _find_pools(events: Any, segments: Any, pools: Numbered[PoolId]) -> Ints:
+def _find_pools(
+    events: Any,
+    segments: Any,
+    pools: Numbered[PoolId],
+) -> Ints:
     """int64 [n]: the pool of each event: of the segment that holds its address at the end, else what the event says
     itself (newer versions of torch)."""
-    rows = [(segment["address"], segment["total_size"], pools[_read_pool(segment)]) for segment in segments]
+    rows = []
+    for segment in segments:
+        pool = pools[_read_pool(segment)]
+        rows.append((segment["address"], segment["total_size"], pool))
     address = _read_column(events, "addr", 0)
     found = np.zeros(len(address), np.int64)
     if rows:
         start, length, number = np.array(sorted(rows), np.int64).T
         # the last segment that starts before the address, or the first
-        nearest = np.maximum(np.searchsorted(start, address, side="right") - 1, 0)
+        before = np.searchsorted(start, address, side="right")
+        nearest = np.maximum(before - 1, 0)
         offset = address - start[nearest]
         inside = (offset >= 0) & (offset < length[nearest])
         found[inside] = number[nearest[inside]]
@@ -280,15 +330,13 @@ def _check_sizes(sizes: Ints) -> None:
             raise ValueError(f"a size of {extreme} bytes")
 
 
-def _build_blocks(segments: Any, stacks: Stacks, tags: Numbered[Any], pools: Numbered[PoolId]) -> NDArray[np.void]:
-    """BLOCK [m]: the blocks of segments in order of address. Numbers what it meets in stacks, tags and pools.
-
-    Args:
-        segments: The snapshot's segments of one device.
-        stacks: Numbers of the stacks.
-        tags: Numbers of the tags.
-        pools: Numbers of the pools.
-    """
+def _build_blocks(
+    segments: Any,  # of one device
+    stacks: Stacks,
+    tags: Numbered[Any],
+    pools: Numbered[PoolId],
+) -> NDArray[np.void]:
+    """BLOCK [m]: the blocks of segments in order of address. Numbers what it meets in stacks, tags and pools."""
     rows = []
     for segment in segments:
         address = segment["address"]
@@ -309,9 +357,15 @@ def _build_blocks(segments: Any, stacks: Stacks, tags: Numbered[Any], pools: Num
     return blocks
 
 
-def _read_owner(block: Any, stacks: Stacks, tags: Numbered[Any]) -> tuple[int, int, int]:
+def _read_owner(
+    block: Any,
+    stacks: Stacks,
+    tags: Numbered[Any],
+) -> tuple[int, int, int]:
     """(bytes asked for, number of the stack, number of the tag) of a block that is in use."""
     latest = (block.get("history") or [{}])[0]  # where torch 1.13 and 2.0 kept stacks
-    requested = block.get("requested_size") or latest.get("real_size") or block["size"]
+    num_bytes = block["size"]
+    requested = block.get("requested_size") or latest.get("real_size") or num_bytes
     stack = stacks.number(block.get("frames") or latest.get("frames"))
-    return min(requested, block["size"]), stack, tags[block.get("user_metadata")]
+    tag = tags[block.get("user_metadata")]
+    return min(requested, num_bytes), stack, tag

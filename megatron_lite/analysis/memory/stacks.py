@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from megatron_lite import marks as own_marks
 from megatron_lite.analysis.trace.columns import Numbered
 
+Frame = tuple[str, int, str]  # file, line, function
 MAX_LETTERS = 120
 
 
@@ -208,7 +209,7 @@ class Stacks:
     def __init__(self) -> None:
         self._frame_of_id: dict[int, int] = {}
         self._number_of_id: dict[int, int] = {}
-        self._frames: Numbered[tuple[str, int, str]] = Numbered()
+        self._frames: Numbered[Frame] = Numbered()
         self._stacks: Numbered[tuple[int, ...]] = Numbered({(): 0})  # numbers of frames
 
     def number(self, frames: Any) -> int:
@@ -234,7 +235,7 @@ class Stacks:
         return number
 
     @cached_property
-    def frames_of(self) -> list[list[tuple[str, int, str]]]:
+    def frames_of(self) -> list[list[Frame]]:
         """The frames of each stack."""
         frames = list(self._frames)
         return [[frames[number] for number in stack] for stack in self._stacks]
@@ -272,7 +273,7 @@ class Stacks:
         or an optimizer works inside."""
         return [self._find_known(frames, numbers) for frames, numbers in zip(self.frames_of, self._stacks)]
 
-    def _find_known(self, frames: list[tuple[str, int, str]], numbers: tuple[int, ...]) -> Known | None:
+    def _find_known(self, frames: list[Frame], numbers: tuple[int, ...]) -> Known | None:
         """What the innermost frame of a library says of a stack. numbers: of its frames."""
         for at, frame in enumerate(frames):
             if not is_python(*frame):
@@ -307,7 +308,7 @@ class Stacks:
         return ""
 
 
-def _read_frame(frame: dict[str, Any]) -> tuple[str, int, str]:
+def _read_frame(frame: dict[str, Any]) -> Frame:
     """(file, line, function) of a frame as a snapshot holds it."""
     file = str(frame.get("filename"))
     line = frame.get("line")
@@ -322,8 +323,11 @@ def _read_frame(frame: dict[str, Any]) -> tuple[str, int, str]:
     return file.replace("\\", "/"), line, name
 
 
-def _find_library_row(frame: tuple[str, int, str], outer: list[tuple[str, int, str]]) -> LibraryFrame | None:
-    """The row of library_frames.tsv for one of Python's frames. outer: the frames around it."""
+def _find_library_row(
+    frame: Frame,  # one of Python's
+    outer: list[Frame],  # those around it
+) -> LibraryFrame | None:
+    """The row of library_frames.tsv for a frame."""
     file, _, name = frame
     if not LIBRARY_FILES.search(file):
         return None
@@ -333,7 +337,7 @@ def _find_library_row(frame: tuple[str, int, str], outer: list[tuple[str, int, s
     return next((row for row in LIBRARY_FRAMES if row.matches(file, function, caller)), None)
 
 
-def _describe_frame(frame: tuple[str, int, str]) -> str:
+def _describe_frame(frame: Frame) -> str:
     """A frame as reports show it, such as 'gpt.py:81 forward'."""
     file, line, name = frame
     function, _ = own_marks.split_mark(name)

@@ -56,6 +56,8 @@ def measure_trace_memory(trace: Trace, placing: Placing) -> TraceMemory | None:
     peak_ns = int(times_ns[np.argmax(shown.allocated)])
     operator = _find_open_operator(trace, placing, peak_ns)
     phase = int(placing.phase[operator]) if operator != NONE else NONE
+    has_reserved = bool(np.any(reserved > 0))
+    others = [curve for curve in curves if curve is not shown]
     points = choose_points(shown.allocated)
     return TraceMemory(
         source=trace.source,
@@ -65,14 +67,18 @@ def measure_trace_memory(trace: Trace, placing: Placing) -> TraceMemory | None:
         peak_ns=peak_ns,
         peak_phase=placing.phases[phase] if phase >= 0 else "",
         peak_operator=trace.name_of(operator) if operator != NONE else "",
-        reserved_bytes=int(reserved.max()) if np.any(reserved > 0) else None,
+        reserved_bytes=int(reserved.max()) if has_reserved else None,
         curve=tuple(zip(times_ns[points].tolist(), shown.allocated[points].tolist())),
         total_is_given=shown.total_is_given,
-        other_peaks=tuple((curve.device, curve.peak_bytes) for curve in curves if curve is not shown),
+        other_peaks=tuple((curve.device, curve.peak_bytes) for curve in others),
     )
 
 
-def _find_open_operator(trace: Trace, placing: Placing, moment_ns: int) -> int:
+def _find_open_operator(
+    trace: Trace,
+    placing: Placing,
+    moment_ns: int,  # on the trace's clock
+) -> int:
     """Event of the innermost operator that is open at a moment, on the thread that began one last; NONE if none is."""
     operators = trace.rows[Kind.OP]
     starts_ns = trace.events.start_ns[operators]
