@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from importlib.metadata import version
+from pathlib import Path
 
 import pytest
 from support.code_measures import Measures, find_folded, measure_file
@@ -83,6 +84,7 @@ UNFOLDED = {
     "data": 10.0,
     "parallel": 10.0,
     "train": 9.8,
+    "analysis/memory": 10.1,
 }
 # Folders whose docstrings stand alone. The list only grows: rewrite a folder's, then add it.
 DOCUMENTED = ("cli", "report", "watch", "instruments", "checkpoint", "convert", "walk", "data", "parallel", "train")
@@ -218,6 +220,11 @@ def test_init_files_are_empty():
 
 
 @functools.cache
+def stands_in(path: Path, folder: str) -> bool:
+    """Whether a file of the package belongs to a place, or to a folder within one such as analysis/memory."""
+    return place(path) == folder or PACKAGE / folder in path.parents
+
+
 def measure_places() -> dict[str, Measures]:
     """Counts of each place of the package."""
     places: dict[str, Measures] = {}
@@ -285,14 +292,18 @@ def test_lines_do_not_get_denser():
 
 @pytest.mark.parametrize("folder", UNFOLDED)
 def test_unfolded_folders_stay_so(folder):
-    assert measure_places()[folder].nodes_per_code_line <= UNFOLDED[folder]
+    measures = Measures()
+    for path in FILES:
+        if stands_in(path, folder):
+            measures.add(measure_file(path, path.relative_to(PACKAGE).as_posix()))
+    assert measures.nodes_per_code_line <= UNFOLDED[folder]
 
 
 def test_unfolded_folders_have_one_idea_per_statement():
     wrong = {
         f"{path.relative_to(REPO)}": folded
         for path, tree in parse_files().items()
-        if place(path) in UNFOLDED and (folded := find_folded(tree))
+        if any(stands_in(path, folder) for folder in UNFOLDED) and (folded := find_folded(tree))
     }
     assert wrong == {}
 
