@@ -15,31 +15,43 @@ from megatron_lite.analysis.time.time_results import PhaseRanges
 from megatron_lite.analysis.trace.columns import Kind, Trace
 
 COMPILED_FORWARD = re.compile(r"CompiledFunction$")
+NEVER_NS = np.iinfo(np.int64).max
 
 
 def find_closures(
-    trace: Trace, ranges: PhaseRanges, in_optimizer: Flags, optimizer: int, main_thread: int
+    trace: Trace,
+    ranges: PhaseRanges,
+    in_optimizer: Flags,
+    optimizer: int,
+    main_thread: int,
 ) -> tuple[PhaseRanges, PhaseRanges]:
-    """(forward passes, backward passes) inside the optimizer's ranges; empty ones where no optimizer calls the model.
+    """Find the passes inside the optimizer's ranges.
 
     A pass lasts from its first operator to its last. Operators of autograd's engine are backward. Operators of which
     gradients will be taken are forward, if backward follows. The engine may work on a thread of its own, while the
     thread of the step waits for it.
 
     Args:
+        trace: the trace.
+        ranges: the ranges of all phases.
         in_optimizer: bool [n], whether the innermost phase of the event is the optimizer's.
-        optimizer: The number of the optimizer's phase in `ranges`.
-        main_thread: The thread that drives the steps.
+        optimizer: the number of the optimizer's phase in `ranges`.
+        main_thread: the thread that drives the steps.
+
+    Returns:
+        Forward passes and backward passes; empty ones where no optimizer calls the model.
     """
-    events, engine = trace.events, is_backward(trace)
-    backward = np.flatnonzero(engine & in_optimizer)
+    engine = is_backward(trace)
     updates = ranges.nest(ranges.phase == optimizer)
-    own = updates.row_at(events.start_ns[backward], events.thread[backward])
-    on_main = updates.row_at(events.start_ns[backward], np.full(len(backward), max(main_thread, 0)))
-    waits = _find_idle(trace, main_thread, backward)
-    step_of_backward = np.where((own < 0) & waits, on_main, own)
     forward = _find_forward(trace, engine, in_optimizer)
-    step_of_forward = updates.row_at(events.start_ns[forward], events.thread[forward])
+    step_of_forward = updates.row_of(trace.position_in(updates, forward))
+    backward = np.flatnonzero(engine & in_optimizer)
+    own_step = updates.row_of(trace.position_in(updates, backward))
+    main_threads = np.full(len(backward), max(main_thread, 0))
+    step_on_main = updates.row_at(trace.events.start_ns[backward], main_threads)
+    main_waits = _find_idle(trace, main_thread, backward)
+    is_on_engine_thread = (own_step < 0) & main_waits
+    step_of_backward = np.where(is_on_engine_thread, step_on_main, own_step)
     return _join_passes(
         trace,
         ranges,
@@ -50,54 +62,85 @@ def find_closures(
 
 
 def _find_idle(trace: Trace, thread: int, rows: Integers) -> Flags:
-    """bool [k]: whether no operator begins on the thread while the event of `rows` lasts;
-    else it does not wait for it."""
-    events, operators = trace.events, trace.rows[Kind.OP]
-    begins = events.start_ns[operators[events.thread[operators] == thread]]
-    idle: Flags = np.searchsorted(begins, events.start_ns[rows]) == np.searchsorted(begins, events.end_ns[rows])
+    """bool [k]: whether no operator begins on the thread while the event of `rows` lasts; else it does not wait."""
+    events = trace.events
+    operators = trace.on_thread(trace.rows[Kind.OP], thread)
+    begins = events.start_ns[operators]
+    before = np.searchsorted(begins, events.start_ns[rows])
+    until_end = np.searchsorted(begins, events.end_ns[rows])
+    idle: Flags = before == until_end
     return idle
 
 
 def _find_forward(trace: Trace, engine: Flags, in_optimizer: Flags) -> Integers:
     """Rows of the optimizer's operators that record how to take gradients, without those that the engine recomputes."""
-    events = trace.events
-    records = (events.sequence >= 0) | trace.matching(COMPILED_FORWARD.match)
-    rows = np.flatnonzero((events.kind == Kind.OP) & in_optimizer & records & ~engine)
-    inside = trace.nest(np.flatnonzero(engine)).position_at(events.start_ns[rows], events.thread[rows]) >= 0
-    return rows[~inside]
+    operators = trace.rows[Kind.OP]
+    is_compiled = trace.matching(COMPILED_FORWARD.match)
+    records = is_compiled | (trace.events.sequence >= 0)
+    is_chosen = records & in_optimizer & ~engine
+    rows = operators[is_chosen[operators]]
+    backward = trace.nest(np.flatnonzero(engine))
+    return rows[trace.position_in(backward, rows) < 0]
 
 
 def _join_passes(
-    trace: Trace, ranges: PhaseRanges, rows: Integers, step: Integers, is_back: Flags
+    trace: Trace,
+    ranges: PhaseRanges,
+    rows: Integers,  # [k], operators
+    step: Integers,  # [k], the range in `ranges` that holds each of them; -1 for none
+    is_back: Flags,  # [k], whether each is backward
 ) -> tuple[PhaseRanges, PhaseRanges]:
-    """(forward, backward) passes: what follows each other in the same range without one of the other sort between.
-
-    Args:
-        rows: Operators.
-        step: [k] the number of the range in `ranges` that holds each of them; -1 for none.
-        is_back: [k] whether each is backward.
-    """
+    """(forward, backward) passes: what follows each other in the same range without one of the other sort between."""
     events = trace.events
     order = np.lexsort((events.start_ns[rows], step))
     order = order[step[order] >= 0]
-    rows, step, is_back = rows[order], step[order], is_back[order]
-    if not len(rows):
+    if not len(order):
         return PhaseRanges(), PhaseRanges()
-    begins = np.concatenate(([True], (step[1:] != step[:-1]) | (is_back[1:] != is_back[:-1])))
-    first = np.flatnonzero(begins)
+    rows = rows[order]
+    step = step[order]
+    is_back = is_back[order]
+    first = _find_first(_differs(step) | _differs(is_back))
     end = np.maximum.reduceat(events.end_ns[rows], first)
-    start, step, is_back = events.start_ns[rows][first], step[first], is_back[first]
-    same_step = np.append(step[1:] == step[:-1], False)
-    until = np.where(same_step, np.append(start[1:], 0), ranges.end_ns[step])
-    end, thread = np.minimum(end, until), ranges.thread[step]
+    start = events.start_ns[rows[first]]
+    step = step[first]
+    is_back = is_back[first]
+    # a pass ends where the next one of its step begins, at the latest with its step
+    same_step_follows = np.append(~_differs(step), False)
+    next_start = np.append(start[1:], 0)
+    until = np.where(same_step_follows, next_start, ranges.end_ns[step])
+    end = np.minimum(end, until)
+    passes = PhaseRanges(start, end, ranges.thread[step])
     # forward without backward is an evaluation, or arithmetic of the optimizer with gradients switched on
-    is_forward = ~is_back & same_step
-    forward, backward = (PhaseRanges(start[some], end[some], thread[some]) for some in (is_forward, is_back))
-    return forward, backward
+    is_forward = ~is_back & same_step_follows
+    return _choose(passes, is_forward), _choose(passes, is_back)
+
+
+def _choose(passes: PhaseRanges, chosen: Flags) -> PhaseRanges:
+    """The passes that are chosen."""
+    return PhaseRanges(
+        start_ns=passes.start_ns[chosen],
+        end_ns=passes.end_ns[chosen],
+        thread=passes.thread[chosen],
+    )
+
+
+def _differs(values: Integers | Flags) -> Flags:
+    """bool [k - 1]: whether each value but the first is another than the one before it."""
+    differs: Flags = values[1:] != values[:-1]
+    return differs
+
+
+def _find_first(begins: Flags) -> Integers:
+    """Places of the first of each group. begins: [k - 1], whether each but the first begins a group."""
+    return np.flatnonzero(np.concatenate(([True], begins)))
 
 
 def find_rest_of_closures(
-    trace: Trace, ranges: PhaseRanges, passes: tuple[int, ...], in_optimizer: Flags, optimizer: int
+    trace: Trace,
+    ranges: PhaseRanges,
+    passes: tuple[int, ...],
+    in_optimizer: Flags,
+    optimizer: int,
 ) -> PhaseRanges:
     """Find what else runs in the closures.
 
@@ -109,32 +152,47 @@ def find_rest_of_closures(
         passes: the numbers of the phases forward and backward in `ranges`.
         in_optimizer: bool [n], whether the innermost phase of the event is the optimizer's.
         optimizer: the number of the optimizer's phase.
+
+    Returns:
+        The closures, without steps and phases.
     """
     events = trace.events
     rows, step = _find_passes(ranges, passes, optimizer)
     if not len(rows):
         return PhaseRanges()
     operators = trace.rows[Kind.OP]
-    operators = operators[in_optimizer[operators] & np.isin(events.thread[operators], ranges.thread[step])]
+    operators = operators[in_optimizer[operators]]
+    on_thread = np.isin(events.thread[operators], ranges.thread[step])
+    operators = operators[on_thread]
     starts = events.start_ns[operators]
     before = np.searchsorted(starts, ranges.start_ns[rows])
     # passes with none of the optimizer's operators between them are of one closure
-    first = np.flatnonzero(np.concatenate(([True], (step[1:] != step[:-1]) | (before[1:] != before[:-1]))))
-    first_start = ranges.start_ns[rows][first]
+    first = _find_first(_differs(step) | _differs(before))
+    first_start = ranges.start_ns[rows[first]]
     last_end = np.maximum.reduceat(ranges.end_ns[rows], first)
     step = step[first]
     before = before[first]
     start = ranges.start_ns[step]
     if len(operators):
-        earlier = np.append(np.maximum.accumulate(events.end_ns[operators]), 0)[before - 1]
-        start = np.where(before > 0, np.maximum(start, earlier), start)
-    later = np.append(starts, np.iinfo(np.int64).max)[np.searchsorted(starts, last_end)]
+        reach = np.maximum.accumulate(events.end_ns[operators])
+        after_earlier = np.maximum(start, reach[before - 1])
+        start = np.where(before > 0, after_earlier, start)
+    after = np.searchsorted(starts, last_end)
+    later = np.append(starts, NEVER_NS)[after]
     # where nothing follows, the range may last for other reasons
-    end = np.where(later < ranges.end_ns[step], later, last_end)
-    return PhaseRanges(np.minimum(start, first_start), end, ranges.thread[step])
+    follows = later < ranges.end_ns[step]
+    return PhaseRanges(
+        start_ns=np.minimum(start, first_start),
+        end_ns=np.where(follows, later, last_end),
+        thread=ranges.thread[step],
+    )
 
 
-def _find_passes(ranges: PhaseRanges, passes: tuple[int, ...], optimizer: int) -> tuple[Integers, Integers]:
+def _find_passes(
+    ranges: PhaseRanges,
+    passes: tuple[int, ...],
+    optimizer: int,
+) -> tuple[Integers, Integers]:
     """Find the passes inside the optimizer's ranges, by range and time.
 
     Args:
@@ -147,8 +205,10 @@ def _find_passes(ranges: PhaseRanges, passes: tuple[int, ...], optimizer: int) -
     """
     updates = ranges.nest(ranges.phase == optimizer)
     rows = np.flatnonzero(np.isin(ranges.phase, passes))
-    step = updates.row_at(ranges.start_ns[rows], ranges.thread[rows])
-    rows = rows[step >= 0]
-    step = step[step >= 0]
+    start = ranges.start_ns[rows]
+    step = updates.row_at(start, ranges.thread[rows])
+    is_inside = step >= 0
+    rows = rows[is_inside]
+    step = step[is_inside]
     order = np.lexsort((ranges.start_ns[rows], step))
     return rows[order], step[order]

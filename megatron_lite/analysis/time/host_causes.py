@@ -31,54 +31,79 @@ SEEN_AS = {
 }
 
 
+Key = tuple[str, str]  # cause, what it is
+
+
 @dataclass(frozen=True)
 class HostWork:
     """When the host did what the table names."""
 
     cause: str
     what: str
-    start: Integers  # [m] each; they may overlap
-    end: Integers
+    start: Integers  # [m]; they may overlap
+    end: Integers  # [m]
 
     @property
     def cover(self) -> Cover:
+        """When any of it lasts."""
         return union(self.start, self.end)
 
 
 def find_host_work(trace: Trace, threads: Integers) -> tuple[HostWork, ...]:
     """All named work of these threads, by cause and kind of work."""
+    order = (*CAUSES, *AFTER_SYNCS)
     found = [*_find_named(trace, threads), *_find_captures(trace, threads)]
-    return tuple(sorted(found, key=lambda work: (*CAUSES, *AFTER_SYNCS).index(work.cause)))
+    return tuple(sorted(found, key=lambda work: order.index(work.cause)))
 
 
 def _find_named(trace: Trace, threads: Integers) -> Iterator[HostWork]:
+    """Work of the threads whose names the table knows."""
     events = trace.events
-    on_threads = np.isin(events.thread, threads) & (events.device < 0)
-    rows_of: dict[tuple[str, str], list[Integers]] = {}
-    for kind, seen_as in SEEN_AS.items():
-        rows = trace.rows[kind]
-        causes = {int(name): name_cause(trace.names[name], seen_as) for name in trace.names_of[kind]}
-        # in the order of names: that of a set differs from run to run
-        for key in dict.fromkeys(cause for cause in causes.values() if cause):
-            named = np.zeros(len(trace.names), bool)
-            named[[name for name, cause in causes.items() if cause == key]] = True
-            mine = rows[named[events.name[rows]]]
-            if kind != Kind.OVERHEAD and key[0] not in ON_ANY_THREAD:
-                mine = mine[on_threads[mine]]
-            rows_of.setdefault(key, []).append(mine)
+    is_on_threads = np.isin(events.thread, threads) & (events.device < 0)
     calls = trace.rows[Kind.RUNTIME]
-    calls = calls[on_threads[calls]]
-    for (cause, what), pieces in rows_of.items():
-        rows = np.sort(np.concatenate(pieces))
+    in_calls = trace.cover(calls[is_on_threads[calls]])
+    for (cause, what), rows in _find_rows_of_causes(trace, is_on_threads).items():
         if cause == "data_wait":
             rows = _without_training(trace, rows)
-        start, end = events.start_ns[rows], events.end_ns[rows]
-        if len(rows) and (events.kind[rows] == Kind.OVERHEAD).all():
+        start = events.start_ns[rows]
+        end = events.end_ns[rows]
+        if (events.kind[rows] == Kind.OVERHEAD).all():
             # The profiler does not say on which thread; it keeps the host where a call of the host stands in it.
-            inside = intersection(union(start, end), trace.cover(calls))
-            start, end = inside.start, inside.end
+            inside = intersection(union(start, end), in_calls)
+            start = inside.start
+            end = inside.end
         if len(start):
             yield HostWork(cause, what, start, end)
+
+
+def _find_rows_of_causes(trace: Trace, is_on_threads: Flags) -> dict[Key, Integers]:
+    """{(cause, what it is): rows of its events} of what names tell. is_on_threads: [n], on the threads that matter."""
+    pieces: dict[Key, list[Integers]] = {}
+    for kind, seen_as in SEEN_AS.items():
+        rows = trace.rows[kind]
+        for key, names in _find_names_of_causes(trace, kind, seen_as).items():
+            is_named = np.zeros(len(trace.names), bool)
+            is_named[names] = True
+            mine = rows[is_named[trace.events.name[rows]]]
+            cause, _ = key
+            if kind != Kind.OVERHEAD and cause not in ON_ANY_THREAD:
+                mine = mine[is_on_threads[mine]]
+            pieces.setdefault(key, []).append(mine)
+    return {key: np.sort(np.concatenate(of_key)) for key, of_key in pieces.items()}
+
+
+def _find_names_of_causes(
+    trace: Trace,
+    kind: Kind,
+    seen_as: str,
+) -> dict[Key, list[int]]:
+    """{(cause, what it is): numbers of names} of a kind's events, in the order of names."""
+    found: dict[Key, list[int]] = {}
+    for name in trace.names_of[kind].tolist():
+        key = name_cause(trace.names[name], seen_as)
+        if key:
+            found.setdefault(key, []).append(name)
+    return found
 
 
 def _without_training(trace: Trace, rows: Integers) -> Integers:
@@ -96,34 +121,52 @@ ENDS_CAPTURE = re.compile(r"(cuda|hip|cu|mu|musa)StreamEndCapture|aclmdlRICaptur
 
 
 def _find_captures(trace: Trace, threads: Integers) -> Iterator[HostWork]:
-    """From each beginning of a capture to its end: what is launched meanwhile does not run."""
-    events, calls = trace.events, trace.rows[Kind.RUNTIME]
-    calls = calls[np.isin(events.thread[calls], threads)]
-    begins = calls[trace.matching(BEGINS_CAPTURE.match)[calls]]
-    ends = calls[trace.matching(ENDS_CAPTURE.match)[calls]]
-    starts, stops = [], []
-    for begin in begins.tolist():
-        after = ends[(events.thread[ends] == events.thread[begin]) & (events.start_ns[ends] >= events.end_ns[begin])]
-        if len(after):
-            starts.append(int(events.start_ns[begin]))
-            stops.append(int(events.end_ns[after[0]]))
-    if starts:
-        yield HostWork("graph_capture", "capturing", np.array(starts, np.int64), np.array(stops, np.int64))
-
-
-def cover_causes(trace: Trace, placing: Placing, threads: Integers, works: tuple[HostWork, ...]) -> dict[str, Cover]:
-    """{cause: when}: named work, the ranges of its phases, and updates that run on the CPU."""
+    """The time from each beginning of a capture to its end: what is launched meanwhile does not run."""
     events = trace.events
-    ranges = (events.kind == Kind.ANNOTATION) & np.isin(events.thread, threads)
-    covers = {}
-    for cause in (*CAUSES, *AFTER_SYNCS):
-        phases = PHASES_OF_CAUSES.get(cause, ())
-        of_cause = np.array([known_phase(name) in phases for name in trace.names], bool)
-        in_phase = ranges & of_cause[events.name]
-        pieces = [trace.cover(in_phase), *(work.cover for work in works if work.cause == cause)]
-        if cause == "cpu_optimizer":
-            pieces.append(_find_cpu_updates(trace, placing, threads))
-        covers[cause] = joined(*pieces)
+    begins = trace.find_named(BEGINS_CAPTURE.match, Kind.RUNTIME)
+    ends = trace.find_named(ENDS_CAPTURE.match, Kind.RUNTIME)
+    starts = []
+    stops = []
+    begins = begins[np.isin(events.thread[begins], threads)]
+    for begin in begins.tolist():
+        after = trace.on_thread(ends, events.thread[begin])
+        is_later = events.start_ns[after] >= events.end_ns[begin]
+        after = after[is_later]
+        if len(after):
+            starts.append(events.start_ns[begin])
+            stops.append(events.end_ns[after[0]])
+    if starts:
+        yield HostWork("graph_capture", "capturing", np.array(starts), np.array(stops))
+
+
+def cover_causes(
+    trace: Trace,
+    placing: Placing,
+    threads: Integers,
+    works: tuple[HostWork, ...],
+) -> dict[str, Cover]:
+    """Find when each cause kept the host busy: named work, the ranges of its phases, and updates that run on the CPU.
+
+    Args:
+        trace: the trace.
+        placing: where its events belong.
+        threads: those that drive the device.
+        works: named work of these threads.
+
+    Returns:
+        {cause: when}.
+    """
+    events = trace.events
+    on_threads = np.isin(events.thread, threads)
+    is_range = on_threads & (events.kind == Kind.ANNOTATION)
+    covers = {cause: _join_works(works, cause) for cause in (*CAUSES, *AFTER_SYNCS)}
+    for cause, phases in PHASES_OF_CAUSES.items():
+        meanings = [known_phase(name) in phases for name in trace.names]
+        is_of_cause = np.array(meanings, bool)[events.name]
+        in_phases = trace.cover(is_range & is_of_cause)
+        covers[cause] = joined(covers[cause], in_phases)
+    updates = _find_cpu_updates(trace, placing, threads)
+    covers["cpu_optimizer"] = joined(covers["cpu_optimizer"], updates)
     return covers
 
 
@@ -132,25 +175,33 @@ MIN_UPDATE_NS = 50_000  # an operator that only launches takes 5 us; a step coun
 
 
 def _find_cpu_updates(trace: Trace, placing: Placing, threads: Integers) -> Cover:
-    """When operators of the optimizer compute on the CPU, although the trace has a GPU:
-    they launch nothing and take long."""
-    name, events = str(Phase.OPTIMIZER_STEP), trace.events
-    calls = trace.rows[Kind.RUNTIME]
-    if name not in placing.phases or not (trace.launch_of[trace.device_rows] >= 0).any():
+    """When operators of the optimizer compute on the CPU, although the trace has a GPU.
+
+    They are the innermost ones, launch nothing and take long.
+    """
+    name = str(Phase.OPTIMIZER_STEP)
+    has_launches = (trace.launch_of[trace.device_rows] >= 0).any()
+    if name not in placing.phases or not has_launches:
         return NOTHING
+    events = trace.events
     operators = trace.rows[Kind.OP]
-    parents = np.zeros(len(events) + 1, bool)
-    parents[placing.operator[operators]] = True  # the last entry takes those without a parent
-    rows = operators[(placing.phase[operators] == placing.phases.index(name)) & ~parents[operators]]
-    rows = rows[trace.matching(UPDATES.match)[rows] & np.isin(events.thread[rows], threads)]
-    rows = rows[events.end_ns[rows] - events.start_ns[rows] >= MIN_UPDATE_NS]
-    alone = np.ones(len(rows), bool)
+    is_parent = np.zeros(len(events) + 1, bool)
+    # the last entry takes those without a parent
+    is_parent[placing.operator[operators]] = True
+    rows = trace.find_named(UPDATES.match, Kind.OP)
+    in_phase = placing.phase[rows] == placing.phases.index(name)
+    on_threads = np.isin(events.thread[rows], threads)
+    rows = rows[in_phase & on_threads & ~is_parent[rows]]
+    rows = rows[trace.lengths_ns(rows) >= MIN_UPDATE_NS]
+    calls = trace.rows[Kind.RUNTIME]
+    covers = [NOTHING]
     for thread in np.unique(events.thread[rows]):
-        mine = events.thread[rows] == thread
-        moments = events.start_ns[calls[events.thread[calls] == thread]]
-        first = np.searchsorted(moments, events.start_ns[rows[mine]])
-        alone[mine] = first == np.searchsorted(moments, events.end_ns[rows[mine]])
-    return trace.cover(rows[alone])
+        mine = trace.on_thread(rows, thread)
+        launches_ns = events.start_ns[trace.on_thread(calls, thread)]
+        before_start = np.searchsorted(launches_ns, events.start_ns[mine])
+        before_end = np.searchsorted(launches_ns, events.end_ns[mine])
+        covers.append(trace.cover(mine[before_start == before_end]))
+    return joined(*covers)
 
 
 # --- one-time costs, and not by every step
@@ -168,15 +219,31 @@ WHY_NOT = {
 
 def find_steps_that_pay(cover: Cover, start: Integers, end: Integers) -> Flags:
     """bool per step [start, end) of the host: does the work of `cover` take a notable part of it?"""
-    pays: Flags = cover.within(start, end) > NOTABLE * np.maximum(end - start, 1)
+    lengths = np.maximum(end - start, 1)
+    pays: Flags = cover.within(start, end) > NOTABLE * lengths
     return pays
 
 
-def is_paid_once(cause: str, cover: Cover, start: Integers, end: Integers) -> bool:
-    """Does the work come in few steps, or stop early? Of a single step its last third says so. An allocator that has
-    grown early may be done with it; one that asks the driver later may ask again."""
+def is_paid_once(
+    cause: str,
+    cover: Cover,
+    start: Integers,
+    end: Integers,
+) -> bool:
+    """Decide whether work comes in few steps, or stops early, so that it is no cost of each step.
+
+    The last third of a single step says so. An allocator that has grown early may be done with it; one that asks the
+    driver later may ask again.
+
+    Args:
+        cause: why the host was busy.
+        cover: when it was.
+        start: [k], ns, of the host's steps.
+        end: [k], ns.
+    """
     if len(start) == 1:
-        edges = np.linspace(start[0], end[0], 4).astype(np.int64)
+        edges = np.linspace(start[0], end[0], num=4)
+        edges = edges.astype(np.int64)
         thirds = cover.within(edges[:-1], edges[1:])
         return bool(thirds[-1] <= STILL * thirds.max())
     pays = np.flatnonzero(find_steps_that_pay(cover, start, end))
@@ -184,49 +251,78 @@ def is_paid_once(cause: str, cover: Cover, start: Integers, end: Integers) -> bo
         return True
     if pays[-1] < len(start) / 2:
         return True
-    return cause != "allocator" and len(pays) <= max(1, int(FEW_STEPS * len(start)))
+    few = max(1, int(FEW_STEPS * len(start)))
+    return cause != "allocator" and len(pays) <= few
 
 
-def explain_paying_steps(trace: Trace, thread: int, start: Integers, end: Integers) -> list[str]:
-    """Why each step [start, end) of the host is no typical one, by one-time costs; "" where it may be."""
+def explain_paying_steps(
+    trace: Trace,
+    thread: int,
+    start: Integers,
+    end: Integers,
+) -> list[str]:
+    """Explain why each step of the host is no typical one, by one-time costs.
+
+    Args:
+        trace: the trace.
+        thread: the thread that drives the steps; -1 for none.
+        start: [k], ns, of the host's steps.
+        end: [k], ns.
+
+    Returns:
+        [k], "" where a step may be a typical one.
+    """
     why_not = [""] * len(start)
     if thread < 0 or len(start) < 2:
         return why_not
     works = find_host_work(trace, np.array([thread]))
     for cause in PAID_ONCE:
-        covers = [work.cover for work in works if work.cause == cause]
-        cover = joined(NOTHING, *covers)
+        cover = _join_works(works, cause)
         if not is_paid_once(cause, cover, start, end):
             continue
-        for step in np.flatnonzero(find_steps_that_pay(cover, start, end)).tolist():
+        pays = find_steps_that_pay(cover, start, end)
+        for step in np.flatnonzero(pays).tolist():
             why_not[step] = why_not[step] or WHY_NOT[cause]
     return why_not
 
 
-def measure_host_work(works: tuple[HostWork, ...], steps: tuple[Step, ...]) -> tuple[NamedWork, ...]:
-    """What each kind of named work took of the host, the longest first."""
+def _join_works(works: tuple[HostWork, ...], cause: str) -> Cover:
+    """When any of the work of that cause lasts."""
+    covers = [work.cover for work in works if work.cause == cause]
+    return joined(NOTHING, *covers)
+
+
+def measure_host_work(
+    works: tuple[HostWork, ...],
+    steps: tuple[Step, ...],
+) -> tuple[NamedWork, ...]:
+    """Measure what each kind of named work took of the host, the longest first."""
     start = np.array([step.host_start_ns for step in steps], np.int64)
     end = np.array([step.host_end_ns for step in steps], np.int64)
-    steady = np.array([step.steady for step in steps], bool)
+    is_steady = np.array([step.steady for step in steps], bool)
     found = []
-    before = NOTHING  # named already: nothing counts twice
+    # what is named already: nothing counts twice
+    before = NOTHING
     for work in works:
         cover = difference(work.cover, before)
         before = joined(before, work.cover)
-        whole = [one.cover for one in works if one.cause == work.cause]
-        once = work.cause in PAID_ONCE and is_paid_once(work.cause, joined(*whole), start, end)
-        per_step = cover.within(start, end)
         if not cover.length:
             continue
-        found.append(
-            NamedWork(
-                cause=work.cause,
-                what=work.what,
-                calls=len(work.start),
-                trace_ms=cover.length / 1e6,
-                step_ms=float(per_step[steady].mean()) / 1e6 if steady.any() else 0.0,
-                once=once,
-                step=steps[int(per_step.argmax())].name if per_step.any() else "",
-            )
+        is_once = False
+        if work.cause in PAID_ONCE:
+            of_cause = _join_works(works, work.cause)
+            is_once = is_paid_once(work.cause, of_cause, start, end)
+        per_step = cover.within(start, end)
+        of_steady = per_step[is_steady]
+        named = NamedWork(
+            cause=work.cause,
+            what=work.what,
+            calls=len(work.start),
+            trace_ms=cover.length / 1e6,
+            step_ms=float(of_steady.mean()) / 1e6 if len(of_steady) else 0.0,
+            once=is_once,
+            step=steps[int(per_step.argmax())].name if per_step.any() else "",
         )
-    return tuple(sorted(found, key=lambda one: -one.trace_ms))
+        found.append(named)
+    found.sort(key=lambda one: -one.trace_ms)
+    return tuple(found)

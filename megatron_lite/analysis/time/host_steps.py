@@ -46,9 +46,16 @@ class HostSteps:
 
     def follows(self) -> Flags:
         """bool [k]: does the step come right after the one before? Two windows in one file leave a hole."""
-        pairs = zip(self.numbers, self.numbers[1:])
-        direct = [before is None or number is None or number == before + 1 for before, number in pairs]
-        return np.array([False, *direct][: len(self.names)], bool)
+        follows = np.zeros(len(self.names), bool)
+        for k in range(1, len(self.names)):
+            before = self.numbers[k - 1]
+            number = self.numbers[k]
+            if before is None or number is None:
+                # steps without numbers are taken to follow each other
+                follows[k] = True
+            else:
+                follows[k] = number == before + 1
+        return follows
 
 
 def find_host_steps(trace: Trace) -> HostSteps:
@@ -73,22 +80,37 @@ def find_host_steps(trace: Trace) -> HostSteps:
 
 def _find_marked(trace: Trace) -> HostSteps | None:
     """The steps by ranges that name and number themselves as such."""
-    events, ranges = trace.events, trace.rows[Kind.ANNOTATION]
+    events = trace.events
     for pattern in (PROFILER_STEP, NUMBERED):
-        rows = ranges[trace.passing(pattern.match, Kind.ANNOTATION)[events.name[ranges]]]
-        if len(rows):
-            thread = int(np.bincount(events.thread[rows]).argmax())
-            rows = _find_siblings(trace, rows[events.thread[rows] == thread])
-            names = tuple(trace.name_of(row) for row in rows)
-            numbers = tuple(int(found[1]) for name in names if (found := pattern.match(name)))
-            return HostSteps(names, numbers, events.start_ns[rows], events.end_ns[rows], thread)
+        marks = trace.find_named(pattern.match, Kind.ANNOTATION)
+        if not len(marks):
+            continue
+        thread = _find_main_thread_of(trace, marks)
+        rows = _find_siblings(trace, trace.on_thread(marks, thread))
+        names = tuple(trace.name_of(row) for row in rows)
+        return HostSteps(
+            names,
+            numbers=tuple(int(pattern.sub(r"\1", name)) for name in names),
+            start_ns=events.start_ns[rows],
+            end_ns=events.end_ns[rows],
+            thread=thread,
+        )
     return None
+
+
+def _find_main_thread_of(trace: Trace, rows: Integers) -> int:
+    """The thread of most of the events `rows`; there is at least one."""
+    return int(np.bincount(trace.events.thread[rows]).argmax())
 
 
 def _find_siblings(trace: Trace, rows: Integers) -> Integers:
     """Those of the ranges `rows` of one thread, by start, that begin after all earlier ones have ended."""
+    if not len(rows):
+        return rows
+    start = trace.events.start_ns[rows]
     reach = np.maximum.accumulate(trace.events.end_ns[rows])
-    return rows[np.concatenate(([True], trace.events.start_ns[rows][1:] >= reach[:-1]))] if len(rows) else rows
+    is_apart = start[1:] >= reach[:-1]
+    return rows[np.concatenate(([True], is_apart))]
 
 
 # --- ranges that repeat
@@ -96,14 +118,15 @@ def _find_siblings(trace: Trace, rows: Integers) -> Integers:
 
 def _find_families(trace: Trace) -> HostSteps | None:
     """The steps by ranges whose names the table knows as steps, whatever numbers stand in them."""
-    events, ranges = trace.events, trace.rows[Kind.ANNOTATION]
-    families = np.full(len(trace.names), -1)
+    ranges = trace.rows[Kind.ANNOTATION]
+    family_of_name = np.full(len(trace.names), -1)
     for number in trace.names_of[Kind.ANNOTATION].tolist():
-        families[number] = find_step_family(trace.names[number])
-    for family in np.unique(families[families >= 0]):
-        rows = ranges[families[events.name[ranges]] == family]
-        thread = int(np.bincount(events.thread[rows]).argmax())
-        rows = _leave_warm_up_out(trace, _find_siblings(trace, rows[events.thread[rows] == thread]))
+        family_of_name[number] = find_step_family(trace.names[number])
+    family_of_range = family_of_name[trace.events.name[ranges]]
+    for family in np.unique(family_of_range[family_of_range >= 0]):
+        rows = ranges[family_of_range == family]
+        rows = trace.on_thread(rows, _find_main_thread_of(trace, rows))
+        rows = _leave_warm_up_out(trace, _find_siblings(trace, rows))
         if len(rows) >= MIN_TIMES:
             return _take_ranges(trace, rows)
     return None
@@ -114,7 +137,11 @@ def _is_no_step(name: str) -> bool:
     return bool(NOT_A_STEP.match(name)) or name_cause(name, "range") is not None
 
 
-def _find_repeating(trace: Trace, may_be_step: Callable[[str], bool], most: int | None) -> HostSteps | None:
+def _find_repeating(
+    trace: Trace,
+    may_be_step: Callable[[str], bool],
+    most: int | None,
+) -> HostSteps | None:
     """The steps by the range that comes back and covers most of its thread; None if it covers too little.
 
     A range inside another of its own name does not come back. Names that differ in numbers alone count as one name
@@ -124,9 +151,10 @@ def _find_repeating(trace: Trace, may_be_step: Callable[[str], bool], most: int 
         may_be_step: The test of a name.
         most: So many steps at most, where the trace tells; a range that comes more often is a part of one.
     """
-    ranges = trace.rows[Kind.ANNOTATION]
-    test = trace.passing(lambda name: not _is_no_step(name) and may_be_step(name), Kind.ANNOTATION)
-    rows = _leave_warm_up_out(trace, ranges[test[trace.events.name[ranges]]])
+    rows = trace.find_named(may_be_step, Kind.ANNOTATION)
+    is_no_step = trace.passing(_is_no_step, Kind.ANNOTATION)
+    rows = rows[~is_no_step[trace.events.name[rows]]]
+    rows = _leave_warm_up_out(trace, rows)
     for spell in (str, drop_numbers):
         found = _choose_repeating(trace, rows, spell)
         if len(found) and (most is None or len(found) <= most):
@@ -135,56 +163,112 @@ def _find_repeating(trace: Trace, may_be_step: Callable[[str], bool], most: int 
 
 
 def _choose_repeating(trace: Trace, rows: Integers, spell: Callable[[str], str]) -> Integers:
-    """Those of `rows` that are the outermost range that comes back and covers most of its thread; none if it covers too
-    little. spell: what a range's name counts as."""
-    events = trace.events
-    spelled = {number: spell(trace.names[number]) for number in np.unique(events.name[rows]).tolist()}
-    numbers = {text: number for number, text in enumerate(dict.fromkeys(spelled.values()))}
-    number_of = np.zeros(len(trace.names), np.int64)
-    for name, text in spelled.items():
-        number_of[name] = numbers[text]
-    keys = events.thread[rows].astype(np.int64) * len(trace.names) + number_of[events.name[rows]]
-    key = np.full(len(events), -1, np.int64)
-    key[rows] = np.unique(keys, return_inverse=True)[1]
+    """Choose the outermost range that comes back and covers most of its thread.
+
+    Args:
+        trace: the trace.
+        rows: the ranges that may be steps.
+        spell: what a range's name counts as.
+
+    Returns:
+        Its rows; none if it covers too little.
+    """
+    key = _number_by_thread_and_name(trace, rows, spell)
     rows = _drop_nested_in_own(trace, rows, key)
-    nest = trace.nest(rows[np.bincount(key[rows])[key[rows]] >= MIN_TIMES])
+    times = np.bincount(key[rows])
+    comes_back = times[key[rows]] >= MIN_TIMES
+    nest = trace.nest(rows[comes_back])
     top: Integers = nest.rows[nest.depth == 0]
+    none = top[:0]
     if not len(top):
-        return top
-    covered = np.bincount(key[top], events.end_ns[top] - events.start_ns[top])
-    top = np.sort(top[key[top] == covered.argmax()])
-    share = covered.max() / (events.end_ns[top].max() - events.start_ns[top].min())
-    return top if len(top) >= MIN_TIMES and share >= MIN_COVERED else top[:0]
+        return none
+    covered_ns = np.bincount(key[top], trace.lengths_ns(top))
+    covers_most = key[top] == covered_ns.argmax()
+    top = np.sort(top[covers_most])
+    if len(top) < MIN_TIMES:
+        return none
+    first_ns = trace.events.start_ns[top].min()
+    last_ns = trace.events.end_ns[top].max()
+    share = covered_ns.max() / (last_ns - first_ns)
+    return top if share >= MIN_COVERED else none
+
+
+def _number_by_thread_and_name(
+    trace: Trace,
+    rows: Integers,
+    spell: Callable[[str], str],
+) -> Integers:
+    """int64 [n]: for the events `rows` a number, equal for those with one thread and one name as spelled; else -1."""
+    events = trace.events
+    number_of_text: dict[str, int] = {}
+    number_of_name = np.zeros(len(trace.names), np.int64)
+    for name in np.unique(events.name[rows]).tolist():
+        text = spell(trace.names[name])
+        number_of_name[name] = number_of_text.setdefault(text, len(number_of_text))
+    thread = events.thread[rows].astype(np.int64)
+    number = number_of_name[events.name[rows]]
+    pairs = thread * len(trace.names) + number
+    _, number_of_pair = np.unique(pairs, return_inverse=True)
+    key = np.full(len(events), -1, np.int64)
+    key[rows] = number_of_pair
+    return key
 
 
 def _drop_nested_in_own(trace: Trace, rows: Integers, key: Integers) -> Integers:
     """`rows` without the ranges that lie inside another of the same key. key [n]: by event."""
     nest = trace.nest(rows)
-    inside = np.zeros(len(nest.rows), bool)
+    key = key[nest.rows]
+    is_inside = np.zeros(len(nest.rows), bool)
+    # all ranges at once go outwards by one range in each turn
     position: Integers = np.arange(len(nest.rows))
     around: Integers = position
     while len(around):
         around = nest.parent[around]
-        position, around = position[around >= 0], around[around >= 0]
-        inside[position] |= key[nest.rows[around]] == key[nest.rows[position]]
-    return np.sort(nest.rows[~inside])
+        position = position[around >= 0]
+        around = around[around >= 0]
+        is_inside[position] |= key[around] == key[position]
+    return np.sort(nest.rows[~is_inside])
 
 
 def _leave_warm_up_out(trace: Trace, rows: Integers) -> Integers:
     """`rows` without those that are named as a warm-up, if there are others."""
-    warm_up = trace.passing(WARM_UP.search, Kind.ANNOTATION)[trace.events.name[rows]]
-    return rows if warm_up.all() else rows[~warm_up]
+    is_warm_up = _is_warm_up(trace, rows)
+    return rows if is_warm_up.all() else rows[~is_warm_up]
+
+
+def _is_warm_up(trace: Trace, rows: Integers) -> Flags:
+    """bool [k]: whether each of the ranges `rows` is named as a warm-up."""
+    is_named = trace.passing(WARM_UP.search, Kind.ANNOTATION)
+    return is_named[trace.events.name[rows]]
 
 
 def _take_ranges(trace: Trace, rows: Integers) -> HostSteps:
-    events = trace.events
+    """The ranges `rows` as steps, with a note."""
     names = tuple(trace.name_of(row) for row in rows)
-    common = names[0] if len(set(names)) == 1 else drop_numbers(names[0])
-    others = len({drop_numbers(name) for name in names}) - 1
+    spelled = list(dict.fromkeys(map(drop_numbers, names)))
+    common = spelled[0] if len(set(names)) > 1 else names[0]
+    others = len(spelled) - 1
     kin = f" and {others} more names" if others else ""
-    note = f"{NO_MARKS}: steps are taken from the range '{common}'{kin}, which comes {counted(len(rows), 'time')}"
-    thread = int(events.thread[rows[0]])
-    return HostSteps(names, (None,) * len(rows), events.start_ns[rows], events.end_ns[rows], thread, (note,))
+    times = counted(len(rows), "time")
+    return _make_steps(
+        names,
+        start=trace.events.start_ns[rows],
+        end=trace.events.end_ns[rows],
+        thread=int(trace.events.thread[rows[0]]),
+        note=f"steps are taken from the range '{common}'{kin}, which comes {times}",
+    )
+
+
+def _make_steps(
+    names: tuple[str, ...],
+    start: Integers,
+    end: Integers,
+    thread: int,
+    note: str,
+) -> HostSteps:
+    """Steps without numbers, found without marks. note: how they were found."""
+    numbers = (None,) * len(names)
+    return HostSteps(names, numbers, start, end, thread, (f"{NO_MARKS}: {note}",))
 
 
 # --- without such ranges: updates, batches
@@ -197,28 +281,41 @@ def find_main_thread(trace: Trace) -> int:
     thread may have more than all others.
     """
     events = trace.events
-    rows = np.flatnonzero((events.device < 0) & np.isin(events.kind, HOST_KINDS))
-    if not len(rows):
-        return -1
+    rows = _find_host_events(trace)
     engine = trace.nest(np.flatnonzero(is_backward(trace)))
-    own = rows[engine.position_at(events.start_ns[rows], events.thread[rows]) < 0]
+    own = rows[trace.position_in(engine, rows) < 0]
     known = trace.passing(lambda name: find_meaning(name) in _OF_THE_LOOP, Kind.ANNOTATION)
-    of_loop = own[known[events.name[own]] & (events.kind[own] == Kind.ANNOTATION)]
+    is_range = events.kind[own] == Kind.ANNOTATION
+    of_loop = own[is_range & known[events.name[own]]]
     for chosen in (of_loop, own, rows):
         if len(chosen):
-            return int(np.bincount(events.thread[chosen]).argmax())
+            return _find_main_thread_of(trace, chosen)
     return -1
 
 
-_OF_THE_LOOP = (Phase.DATA.value, Phase.FORWARD.value, Phase.OPTIMIZER_STEP.value, "Optimizer.zero_grad")
+_OF_THE_LOOP = (
+    Phase.DATA.value,
+    Phase.FORWARD.value,
+    Phase.OPTIMIZER_STEP.value,
+    "Optimizer.zero_grad",
+)
+
+
+def _find_host_events(trace: Trace) -> Integers:
+    """Rows of what ran on the host's threads."""
+    is_of_host = np.isin(trace.events.kind, HOST_KINDS)
+    return np.flatnonzero(is_of_host & (trace.events.device < 0))
 
 
 def _find_phase_on_main(trace: Trace, phase: Phase) -> tuple[int, Integers]:
     """(the main thread, rows of the outermost ranges there that are the phase)."""
-    events, ranges, thread = trace.events, trace.rows[Kind.ANNOTATION], find_main_thread(trace)
-    known = trace.passing(lambda name: find_meaning(name) == phase.value, Kind.ANNOTATION)
-    rows = ranges[known[events.name[ranges]] & (events.thread[ranges] == thread)]
-    return thread, _find_siblings(trace, rows)
+    thread = find_main_thread(trace)
+
+    def is_phase_wanted(name: str) -> bool:
+        return find_meaning(name) == phase.value
+
+    rows = trace.find_named(is_phase_wanted, Kind.ANNOTATION)
+    return thread, _find_siblings(trace, trace.on_thread(rows, thread))
 
 
 def _find_updates(trace: Trace) -> HostSteps | None:
@@ -229,40 +326,63 @@ def _find_updates(trace: Trace) -> HostSteps | None:
     """
     events = trace.events
     thread, rows = _find_phase_on_main(trace, Phase.OPTIMIZER_STEP)
-    _, batches = _find_phase_on_main(trace, Phase.DATA)
     if len(rows) < MIN_TIMES:
         return None
-    backward = np.sort(events.start_ns[is_backward(trace)])
-    begun = np.searchsorted(backward, events.start_ns[rows])
-    is_last = np.append(begun[1:] > begun[:-1], True) if len(backward) else np.ones(len(rows), bool)
-    ends = np.maximum.accumulate(events.end_ns[rows])[is_last]
+    ends = np.maximum.accumulate(events.end_ns[rows])
+    ends = ends[_is_last_update(trace, rows)]
     if len(ends) < MIN_TIMES:
         return None
+    _, batches = _find_phase_on_main(trace, Phase.DATA)
     if MIN_TIMES <= len(batches) <= len(ends) // 2:
         return _find_batches(trace)
-    host = np.flatnonzero((events.thread == thread) & (events.device < 0) & np.isin(events.kind, HOST_KINDS))
-    start = np.concatenate((events.start_ns[host[:1]], ends[:-1]))
-    note = f"{NO_MARKS}: steps are taken from the optimizer's updates, of which there are {len(ends)}"
-    return HostSteps(_number_names("update", len(ends)), (None,) * len(ends), start, ends, thread, (note,))
+    host = trace.on_thread(_find_host_events(trace), thread)
+    first_start = events.start_ns[host[:1]]
+    return _make_steps(
+        _number_names("update", len(ends)),
+        start=np.concatenate((first_start, ends[:-1])),
+        end=ends,
+        thread=thread,
+        note=f"steps are taken from the optimizer's updates, of which there are {len(ends)}",
+    )
+
+
+def _is_last_update(trace: Trace, rows: Integers) -> Flags:
+    """bool [k]: whether a backward pass follows on each of the optimizer's ranges `rows`, or nothing does.
+
+    True for all in a trace without backward passes.
+    """
+    backward_ns = np.sort(trace.events.start_ns[is_backward(trace)])
+    if not len(backward_ns):
+        return np.ones(len(rows), bool)
+    begun = np.searchsorted(backward_ns, trace.events.start_ns[rows])
+    return np.append(begun[1:] > begun[:-1], True)
 
 
 def _find_batches(trace: Trace) -> HostSteps | None:
     """A step from the draw of each batch to the next."""
-    events, operators = trace.events, trace.rows[Kind.OP]
+    events = trace.events
     thread, rows = _find_phase_on_main(trace, Phase.DATA)
+    operators = trace.on_thread(trace.rows[Kind.OP], thread)
     # the loader is asked once more than it has batches
-    last = events.start_ns[operators[events.thread[operators] == thread]].max(initial=-1)
+    last = events.start_ns[operators].max(initial=-1)
     rows = rows[events.start_ns[rows] < last]
     if len(rows) < MIN_TIMES:
         return None
-    on_thread = (events.thread == thread) & (events.device < 0)
     starts = events.start_ns[rows]
-    ends = np.append(starts[1:], events.end_ns[on_thread].max())
-    note = f"{NO_MARKS}: steps are taken from the loader's batches, of which there are {len(rows)}"
-    return HostSteps(_number_names("batch", len(rows)), (None,) * len(rows), starts, ends, thread, (note,))
+    is_of_host = events.device < 0
+    is_on_thread = events.thread == thread
+    last_end = events.end_ns[is_of_host & is_on_thread].max()
+    return _make_steps(
+        _number_names("batch", len(rows)),
+        start=starts,
+        end=np.append(starts[1:], last_end),
+        thread=thread,
+        note=f"steps are taken from the loader's batches, of which there are {len(rows)}",
+    )
 
 
 def _number_names(word: str, count: int) -> tuple[str, ...]:
+    """('update 1', 'update 2', ...)."""
     return tuple(f"{word} {number}" for number in range(1, count + 1))
 
 
@@ -271,29 +391,33 @@ def _number_names(word: str, count: int) -> tuple[str, ...]:
 
 def _take_whole_trace(trace: Trace) -> HostSteps:
     """One step: all that there is, or what comes after a warm-up that names itself as such."""
-    events = trace.events
-    host = np.flatnonzero((events.device < 0) & np.isin(events.kind, HOST_KINDS))
-    rows = np.concatenate((host, trace.device_rows))
+    rows = np.concatenate((_find_host_events(trace), trace.device_rows))
     if not len(rows):
         return HostSteps((), (), rows, rows, -1, ("no event of a host or a device",))
+    name = WHOLE_TRACE
+    note = "the whole trace counts as one step"
     thread = find_main_thread(trace)
     measured = _find_measured(trace, thread)
     if len(measured):
-        name = trace.name_of(measured[0]) if len(measured) == 1 else f"{len(measured)} ranges"
-        note = f"{NO_MARKS}: '{name}' counts as one step, without the warm-up before it"
-        start, end = events.start_ns[measured].min(keepdims=True), events.end_ns[measured].max(keepdims=True)
-        return HostSteps((name,), (None,), start, end, thread, (note,))
-    start, end = events.start_ns[rows].min(keepdims=True), events.end_ns[rows].max(keepdims=True)
-    note = f"{NO_MARKS}: the whole trace counts as one step"
-    return HostSteps((WHOLE_TRACE,), (None,), start, end, thread, (note,))
+        rows = measured
+        name = f"{len(measured)} ranges"
+        if len(measured) == 1:
+            name = trace.name_of(measured[0])
+        note = f"'{name}' counts as one step, without the warm-up before it"
+    return _make_steps(
+        (name,),
+        start=trace.events.start_ns[rows].min(keepdims=True),
+        end=trace.events.end_ns[rows].max(keepdims=True),
+        thread=thread,
+        note=note,
+    )
 
 
 def _find_measured(trace: Trace, thread: int) -> Integers:
     """Rows of the thread's outermost ranges after one that is named as a warm-up; none without a warm-up."""
-    events, ranges = trace.events, trace.rows[Kind.ANNOTATION]
-    test = trace.passing(lambda name: not NOT_A_STEP.match(name), Kind.ANNOTATION)
-    top = _find_siblings(trace, ranges[test[events.name[ranges]] & (events.thread[ranges] == thread)])
-    warm_up = trace.passing(WARM_UP.search, Kind.ANNOTATION)[events.name[top]]
-    if not warm_up.any():
+    ranges = trace.find_named(lambda name: not NOT_A_STEP.match(name), Kind.ANNOTATION)
+    top = _find_siblings(trace, trace.on_thread(ranges, thread))
+    warm_ups = np.flatnonzero(_is_warm_up(trace, top))
+    if not len(warm_ups):
         return top[:0]
-    return top[np.flatnonzero(warm_up)[-1] + 1 :]
+    return top[warm_ups[-1] + 1 :]

@@ -50,17 +50,23 @@ class DeviceCovers:
 
     @cached_property
     def busy(self) -> Cover:
+        """When the device does anything."""
         return joined(self.compute, self.communication, self.copy)
 
 
 def device_covers(trace: Trace, rows: Integers) -> DeviceCovers:
-    """Of these rows of device work."""
-    kernel, talks = trace.events.kind[rows] == Kind.KERNEL, find_communication_names(trace)[trace.events.name[rows]]
-    return DeviceCovers(*(trace.cover(rows[one]) for one in (kernel & ~talks, kernel & talks, ~kernel)))
+    """What the device is busy with in the device work `rows`."""
+    is_kernel = trace.events.kind[rows] == Kind.KERNEL
+    talks = find_communication_names(trace)[trace.events.name[rows]]
+    return DeviceCovers(
+        compute=trace.cover(rows[is_kernel & ~talks]),
+        communication=trace.cover(rows[is_kernel & talks]),
+        copy=trace.cover(rows[~is_kernel]),
+    )
 
 
 def find_communication_names(trace: Trace) -> Flags:
-    """bool per name of the trace: of a kernel or a host span that communicates?"""
+    """bool per name of the trace: whether it is of a kernel or a host span that communicates."""
     return trace.passing(is_communication, Kind.KERNEL, Kind.ANNOTATION)
 
 
@@ -90,31 +96,41 @@ class HostActivity:
 
 
 def find_host_activity(trace: Trace, placing: Placing) -> HostActivity:
-    events, launches = trace.events, trace.launch_of[trace.device_rows]
-    counts = np.bincount(events.thread[launches[launches >= 0]], minlength=1)
-    busy = np.flatnonzero(counts > MANY_LAUNCHES * counts.sum())
-    threads = np.unique([*busy, max(placing.main_thread, 0), *np.unique(events.thread[is_backward(trace)])])
-    on_threads = np.isin(events.thread, threads) & (events.device < 0)
-
-    def find(pattern: re.Pattern[str], kind: Kind) -> Integers:
-        return np.flatnonzero(trace.matching(pattern.match) & on_threads & (events.kind == kind))
-
-    unpinned = find_pageable_copies(trace)
+    """Find what the threads that drive the GPU did."""
+    events = trace.events
+    threads = _find_driving_threads(trace, placing)
+    waits = trace.find_named(WAITS.match, Kind.RUNTIME)
+    waits = np.union1d(waits, find_pageable_copies(trace))
+    is_on_threads = np.isin(events.thread[waits], threads) & (events.device[waits] < 0)
     works = find_host_work(trace, threads)
     return HostActivity(
-        threads.astype(np.int64),
-        np.union1d(find(WAITS, Kind.RUNTIME), unpinned[on_threads[unpinned]]),
-        works,
-        cover_causes(trace, placing, threads, works),
+        threads=threads,
+        waits=waits[is_on_threads],
+        works=works,
+        covers=cover_causes(trace, placing, threads, works),
     )
+
+
+def _find_driving_threads(trace: Trace, placing: Placing) -> NDArray[np.int64]:
+    """Sorted indices into Trace.threads of the main thread, autograd's, and others with many launches."""
+    launches = trace.launch_of[trace.device_rows]
+    launches = launches[launches >= 0]
+    counts = np.bincount(trace.events.thread[launches], minlength=1)
+    busy = np.flatnonzero(counts > MANY_LAUNCHES * counts.sum())
+    main_thread = max(placing.main_thread, 0)
+    of_autograd = trace.events.thread[is_backward(trace)]
+    threads = np.concatenate((busy, [main_thread], of_autograd))
+    return np.unique(threads).astype(np.int64)
 
 
 def find_pageable_copies(trace: Trace) -> Integers:
     """Rows of the copy calls that return only when the device has begun or finished: their memory is not pinned."""
-    events, copies = trace.events, trace.rows[Kind.MEMCPY]
-    copies = copies[trace.matching(lambda name: "ageable" in name)[copies] & (trace.launch_of[copies] >= 0)]
+    events = trace.events
+    copies = trace.find_named(lambda name: "ageable" in name, Kind.MEMCPY)
+    copies = copies[trace.launch_of[copies] >= 0]
     calls = trace.launch_of[copies]
-    return np.unique(calls[events.end_ns[calls] >= events.start_ns[copies]])
+    waits = events.end_ns[calls] >= events.start_ns[copies]
+    return np.unique(calls[waits])
 
 
 # --- the gaps
@@ -136,8 +152,22 @@ class Gaps:
     host: Cover  # when the host itself was the cause
 
 
-def find_idle_gaps(trace: Trace, rows: Integers, busy: Cover, steady: Cover, activity: HostActivity) -> Gaps:
-    """The gaps of `busy` inside the steady steps. `rows`: the device work that `busy` is made of, by start."""
+def find_idle_gaps(
+    trace: Trace,
+    rows: Integers,
+    busy: Cover,
+    steady: Cover,
+    activity: HostActivity,
+) -> Gaps:
+    """Find the gaps between a device's work, and why they are there.
+
+    Args:
+        trace: the trace.
+        rows: the device's work, by start.
+        busy: when any of it lasts.
+        steady: the steady steps, inside of which gaps count.
+        activity: what the host did.
+    """
     events = trace.events
     idle = intersection(steady, complement(busy, int(steady.start[0]), int(steady.end[-1])))
     start = idle.start
@@ -146,23 +176,19 @@ def find_idle_gaps(trace: Trace, rows: Integers, busy: Cover, steady: Cover, act
     # the row of the work that ends the gap; -1: nothing does
     ended_by = np.append(rows, -1)[at]
     launch = np.where(ended_by >= 0, trace.launch_of[ended_by], -1)
-    known = launch >= 0
-    late = np.where(known, np.clip(events.end_ns[launch], start, end) - start, 0)
+    is_known = launch >= 0
+    launched = np.clip(events.end_ns[launch], start, end)
+    late = np.where(is_known, launched - start, 0)
     lateness = _explain_lateness(trace, start, late, activity)
     awaits = _find_event_waits(trace, rows, at, launch)
-    amounts = lateness.amounts | _explain_queue(end - start - late, known, awaits)
-    host = lateness.host
-    for cause in AFTER_SYNCS:
-        cover = activity.covers[cause]
-        amounts[cause] = intersection(host, cover).within(start, start + late)
-        amounts["host"] = amounts["host"] - amounts[cause]
-        host = difference(host, cover)
+    amounts = lateness.amounts | _explain_queue(end - start - late, is_known, awaits)
+    host = _take_named_from_host(amounts, lateness, start, late, activity)
     launches_graph = trace.passing(lambda name: "GraphLaunch" in name, Kind.RUNTIME)
     return Gaps(
         start=start,
         end=end,
-        graph=known & launches_graph[events.name[launch]],
-        thread=np.where(known, events.thread[launch], -1),
+        graph=is_known & launches_graph[events.name[launch]],
+        thread=np.where(is_known, events.thread[launch], -1),
         late=late,
         waited=np.where(amounts["sync"] > 0, lateness.waited, -1),
         amounts=amounts,
@@ -179,8 +205,13 @@ class _Lateness:
     host: Cover  # when the host itself was the cause
 
 
-def _explain_lateness(trace: Trace, start: Integers, late: Integers, activity: HostActivity) -> _Lateness:
-    """Explain the first `late` ns of the gaps that begin at `start`."""
+def _explain_lateness(
+    trace: Trace,
+    start: Integers,  # [g], of the gaps
+    late: Integers,  # [g], ns from there on
+    activity: HostActivity,
+) -> _Lateness:
+    """Explain the first `late` ns of each gap."""
     until = start + late
     amounts: dict[str, Integers] = {}
     named = NOTHING
@@ -196,12 +227,34 @@ def _explain_lateness(trace: Trace, start: Integers, late: Integers, activity: H
     # the host itself is the last part of each gap's lateness: what a synchronization caused comes first
     host = difference(union(start, until), named)
     if len(host):
-        begin = host.time_at(host.covered_until(start) + amounts["sync"])
-        host = intersection(host, union(np.maximum(begin, start), until))
+        after_sync = host.covered_until(start) + amounts["sync"]
+        begin = np.maximum(host.time_at(after_sync), start)
+        host = intersection(host, union(begin, until))
     return _Lateness(amounts, waited, host)
 
 
-def _explain_queue(queued: Integers, known: Flags, awaits: Flags) -> dict[str, Integers]:
+def _take_named_from_host(
+    amounts: dict[str, Integers],
+    lateness: _Lateness,
+    start: Integers,  # [g], of the gaps
+    late: Integers,  # [g], ns from there on
+    activity: HostActivity,
+) -> Cover:
+    """Move what AFTER_SYNCS explain from the amounts of "host" to theirs, and return when still the host was late."""
+    host = lateness.host
+    for cause in AFTER_SYNCS:
+        cover = activity.covers[cause]
+        amounts[cause] = intersection(host, cover).within(start, start + late)
+        amounts["host"] = amounts["host"] - amounts[cause]
+        host = difference(host, cover)
+    return host
+
+
+def _explain_queue(
+    queued: Integers,
+    known: Flags,
+    awaits: Flags,
+) -> dict[str, Integers]:
     """Explain the ns for which the work that ends each gap was queued.
 
     Args:
@@ -219,52 +272,88 @@ def _explain_queue(queued: Integers, known: Flags, awaits: Flags) -> dict[str, I
 
 
 def measure_short_gaps(gaps: Gaps, steps: int) -> ShortGaps:
-    """What nothing but the host, latency and the queue explains in gaps below MIN_STRETCH_MS."""
-    short = gaps.end - gaps.start < MIN_STRETCH_MS * 1e6
-    host = gaps.amounts["host"] * short
-    latency = gaps.amounts["launch"] * short
-    unexplained = gaps.amounts["unexplained"] * short
+    """Measure what nothing but the host, latency and the queue explains in gaps below MIN_STRETCH_MS, per step."""
+    is_short = gaps.end - gaps.start < MIN_STRETCH_MS * 1e6
+    is_graph = gaps.graph[is_short]
+    is_launched = gaps.thread[is_short] >= 0
+    host = gaps.amounts["host"][is_short]
+    latency = gaps.amounts["launch"][is_short]
+    unexplained = gaps.amounts["unexplained"][is_short]
+    number = np.count_nonzero(host + latency + unexplained)
 
-    def per_step(amounts: Integers) -> float:
+    def mean_ms(amounts: Integers) -> float:
         return float(amounts.sum()) / 1e6 / steps
 
     return ShortGaps(
-        number=float(np.count_nonzero(host + latency + unexplained)) / steps,
-        host_ms=per_step(host),
-        launch_ms=per_step(latency[~gaps.graph]),
-        graph_ms=per_step((latency + unexplained)[gaps.graph]),
-        queued_ms=per_step(unexplained[~gaps.graph & (gaps.thread >= 0)]),
+        number=float(number) / steps,
+        host_ms=mean_ms(host),
+        launch_ms=mean_ms(latency[~is_graph]),
+        graph_ms=mean_ms((latency + unexplained)[is_graph]),
+        queued_ms=mean_ms(unexplained[is_launched & ~is_graph]),
     )
 
 
-def _find_waits(trace: Trace, waits: Integers, start: Integers, end: Integers) -> tuple[Integers, Integers]:
-    """(row of the last wait that touches [start, end), ns from the beginning of the first such wait on)."""
+def _find_waits(
+    trace: Trace,
+    waits: Integers,
+    start: Integers,
+    end: Integers,
+) -> tuple[Integers, Integers]:
+    """Find how long the host had waited for the device in some stretches of time.
+
+    Args:
+        trace: the trace.
+        waits: rows of the calls in which the host waits, by start.
+        start: [g], of the stretches.
+        end: [g], ns.
+
+    Returns:
+        [g], the row of the last wait that touches [start, end), -1 for none; [g], ns from the beginning of the first
+        such wait on.
+    """
     events = trace.events
-    waits = waits[events.end_ns[waits] > events.start_ns[waits]]
+    waits = waits[trace.lengths_ns(waits) > 0]
     if not len(waits):
         return np.full(len(start), -1, np.int64), np.zeros(len(start), np.int64)
     reach = np.maximum.accumulate(events.end_ns[waits])
     last = np.searchsorted(events.start_ns[waits], end, side="left") - 1
     touches = (last >= 0) & (reach[last] > start)
+    last_wait = np.where(touches, waits[last], -1)
+    # a wait that began before the stretch counts from its own beginning
     cover = trace.cover(waits)
-    at = np.maximum(np.searchsorted(cover.start, start, side="right") - 1, 0)
-    begun = np.where(cover.holds(start), cover.start[at], start)
-    return np.where(touches, waits[last], -1), cover.within(begun, end)
+    before = np.searchsorted(cover.start, start, side="right")
+    around = cover.start[np.maximum(before - 1, 0)]
+    begun = np.where(cover.holds(start), around, start)
+    return last_wait, cover.within(begun, end)
 
 
-def _find_event_waits(trace: Trace, rows: Integers, at: Integers, launch: Integers) -> Flags:
-    """bool per gap: was the stream of the work rows[at] told to wait for an event, after the work before it on this
-    stream was launched?"""
-    events, calls = trace.events, trace.rows[Kind.RUNTIME]
-    waits = calls[trace.matching(lambda name: "StreamWaitEvent" in name)[calls]]
+def _find_event_waits(
+    trace: Trace,
+    rows: Integers,  # [k], a device's work, by start
+    at: Integers,  # [g], place in `rows` of the work that ends each gap; k for none
+    launch: Integers,  # [g], row of the call that launched it; -1: unknown
+) -> Flags:
+    """bool [g]: whether a stream was told to wait for an event since the launch of the work before on this stream."""
+    events = trace.events
+    waits = trace.find_named(lambda name: "StreamWaitEvent" in name, Kind.RUNTIME)
     if not len(waits) or not len(at):
         return np.zeros(len(at), bool)
-    launched = np.where(trace.launch_of[rows] >= 0, events.start_ns[trace.launch_of[rows]], 0)
-    order = np.lexsort((np.arange(len(rows)), events.stream[rows]))
-    same = np.concatenate(([False], np.diff(events.stream[rows][order]) == 0))
-    before = np.empty(len(rows), np.int64)  # when the work before was launched; 0: nothing was
-    before[order] = np.where(same, np.roll(launched[order], 1), 0)
     moments = np.sort(events.start_ns[waits])
-    asked = np.searchsorted(moments, events.start_ns[np.maximum(launch, 0)])
-    there = at < len(rows)
-    return there & (asked > np.searchsorted(moments, before[np.minimum(at, len(rows) - 1)]))
+    before_ns = _find_launch_before(trace, rows)[np.minimum(at, len(rows) - 1)]
+    launch_ns = events.start_ns[np.maximum(launch, 0)]
+    is_told = np.searchsorted(moments, launch_ns) > np.searchsorted(moments, before_ns)
+    return is_told & (at < len(rows))
+
+
+def _find_launch_before(trace: Trace, rows: Integers) -> Integers:
+    """int64 [k]: when the work before each of the device work `rows` on its stream was launched; 0: nothing was."""
+    launch = trace.launch_of[rows]
+    launched_ns = np.where(launch >= 0, trace.events.start_ns[launch], 0)
+    stream = trace.events.stream[rows]
+    # by stream, and on each in the order of `rows`
+    order = np.argsort(stream, kind="stable")
+    is_same_stream = np.diff(stream[order]) == 0
+    launched_ns = launched_ns[order]
+    before_ns = np.zeros(len(rows), np.int64)
+    before_ns[order[1:]] = np.where(is_same_stream, launched_ns[:-1], 0)
+    return before_ns

@@ -11,7 +11,8 @@ from megatron_lite.analysis.intervals import Flags
 from megatron_lite.analysis.trace.columns import Kind, Trace
 from megatron_lite.phases import PYTHON_GC, Phase
 
-STEP, NO_PHASE_OF_ITS_OWN = "step", "-"
+STEP = "step"
+NO_PHASE_OF_ITS_OWN = "-"
 DECORATION_BUT_BRACKETS = " \t#=-*<>"
 DECORATION = DECORATION_BUT_BRACKETS + "[]"
 LIGHTNING = "[pl][profile]"  # before each of its names
@@ -32,10 +33,12 @@ _NUMBER = re.compile(r"\d+")
 def _read_table() -> list[tuple[str, re.Pattern[str]]]:
     """(meaning, names) of each row of range_names.tsv."""
     rows = []
-    for line in (Path(__file__).parent / "range_names.tsv").read_text(encoding="utf-8").splitlines():
+    text = Path(__file__).with_name("range_names.tsv").read_text(encoding="utf-8")
+    for line in text.splitlines():
         if line and not line.startswith("#"):
             meaning, names, _ = line.split("\t")
-            rows.append((meaning, re.compile("|".join(names.split()), re.IGNORECASE)))
+            any_of = "|".join(names.split())
+            rows.append((meaning, re.compile(any_of, re.IGNORECASE)))
     return rows
 
 
@@ -87,7 +90,8 @@ def label_phase(name: str) -> str:
     if is_phase(name):
         return find_meaning(name)
     bare = name.removeprefix(LIGHTNING).strip(DECORATION_BUT_BRACKETS)
-    bare = bare[1:-1] if bare.startswith("[") and bare.endswith("]") else bare
+    if bare.startswith("[") and bare.endswith("]"):
+        bare = bare[1:-1]
     return bare.partition("#")[0].strip() or name
 
 
@@ -102,6 +106,8 @@ def drop_numbers(name: str) -> str:
 
 def is_backward(trace: Trace) -> Flags:
     """bool [n]: operators of autograd's engine, by their names or by the forward thread that they name."""
-    events = trace.events
-    found: Flags = (trace.matching(AUTOGRAD.match) | (events.forward_thread > 0)) & (events.kind == Kind.OP)
+    is_named = trace.matching(AUTOGRAD.match)
+    names_forward_thread = trace.events.forward_thread > 0
+    is_operator = trace.events.kind == Kind.OP
+    found: Flags = is_operator & (is_named | names_forward_thread)
     return found

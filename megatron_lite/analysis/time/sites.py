@@ -5,7 +5,7 @@ from collections import Counter
 
 import numpy as np
 
-from megatron_lite.analysis.intervals import Cover, Flags, Integers, difference, intersection, union
+from megatron_lite.analysis.intervals import Cover, Flags, Integers, Numbers, difference, intersection, union
 from megatron_lite.analysis.time.host_names import AFTER_SYNCS, INSIDE
 from megatron_lite.analysis.time.idle_gaps import Gaps, find_pageable_copies
 from megatron_lite.analysis.time.time_results import MIN_STRETCH_MS, HostSite, Placing, ShortGaps, Stretch, SyncSite
@@ -31,7 +31,7 @@ SiteTimes = Counter[tuple[int, int]]  # ns by (name, phase)
 
 
 def is_program_frame(name: str) -> bool:
-    """A line of the program itself: no frame of torch, of Python's own library or of C."""
+    """Is it a line of the program itself: no frame of torch, of Python's own library or of C?"""
     found = FRAME.match(name)
     return found is not None and not NOT_THE_PROGRAM.search(found["path"])
 
@@ -40,51 +40,65 @@ class CallSites:
     """Which operator, line of the program and phase stand around a moment. Names are numbers; -1: none."""
 
     def __init__(self, trace: Trace, placing: Placing):
-        frames = trace.rows[Kind.PYTHON]
-        self.trace, self.placing, self.main_thread = trace, placing, max(placing.main_thread, 0)
+        self.trace = trace
+        self.placing = placing
+        self.main_thread = max(placing.main_thread, 0)
         self.steps = int(placing.steady.sum())
-        # operators that stand in no other but wrappers
-        operators, wrapper = trace.rows[Kind.OP], trace.matching(WRAPPER.match)
-        operators = operators[~wrapper[operators]]
-        around = placing.operator[operators]
-        while (through := (around >= 0) & wrapper[around]).any():
-            around = np.where(through, placing.operator[around], around)
-        self.top_operators = operators[around < 0]
+        self.top_operators = _find_top_operators(trace, placing)
         is_custom = trace.matching(CUSTOM_FUNCTION.fullmatch)
         self.custom_functions = self.top_operators[is_custom[self.top_operators]]
-        self.frames = frames[trace.matching(is_program_frame)[frames]]
-        self._phases = placing.ranges.nest(placing.ranges.thread == placing.main_thread)
-        self._operators, self._frames = trace.nest(self.top_operators), trace.nest(self.frames)
+        self.frames = trace.find_named(is_program_frame, Kind.PYTHON)
+        on_main = placing.ranges.thread == placing.main_thread
+        self._phases = placing.ranges.nest(on_main)
+        self._operators = trace.nest(self.top_operators)
+        self._frames = trace.nest(self.frames)
 
     def operator(self, moment: Integers, thread: Integers) -> Integers:
-        """Names of the outermost operators there."""
+        """Names of the outermost operators around each moment of its thread."""
         return self._name(self._operators.row_at(moment, thread))
 
     def frame(self, moment: Integers, thread: Integers) -> Integers:
-        """Names of the innermost lines of the program there; on autograd's thread those of the main one."""
+        """Names of the innermost lines of the program around each moment; for autograd's thread the main one's."""
         own = self._frames.row_at(moment, thread)
-        return self._name(np.where(own >= 0, own, self._frames.row_at(moment, self._on_main(moment))))
+        on_main = self._frames.row_at(moment, self._on_main(moment))
+        return self._name(np.where(own >= 0, own, on_main))
 
     def phase(self, moment: Integers) -> Integers:
-        """Phases by the main thread's ranges."""
+        """Phases of the moments, by the main thread's ranges."""
         around = self._phases.row_at(moment, self._on_main(moment))
-        return np.append(self.placing.ranges.phase, -1)[around]
+        # index -1 finds the last entry
+        phase_of_range = np.append(self.placing.ranges.phase, -1)
+        return phase_of_range[around]
 
     def _on_main(self, moment: Integers) -> Integers:
         return np.full(len(moment), self.main_thread)
 
     def _name(self, rows: Integers) -> Integers:
-        return np.where(rows >= 0, self.trace.events.name[rows], -1)
+        names = self.trace.events.name[rows]
+        return np.where(rows >= 0, names, -1)
 
     def text(self, name: int) -> str:
-        if name < -1:  # find_host_sites
+        """The name with that number; '' for none. Numbers below -1 are of custom functions: see _add_thread."""
+        if name == -1:
+            return ""
+        if name < -1:
             return INSIDE + self.trace.names[-2 - name]
-        return self.trace.names[name] if name >= 0 else ""
+        return self.trace.names[name]
 
     def phase_text(self, phase: int) -> str:
-        return self.placing.phases[phase] if phase >= 0 else ""
+        """The phase with that number; '' for none."""
+        if phase < 0:
+            return ""
+        return self.placing.phases[phase]
 
-    def find_sync_sites(self, calls: Integers, gaps: Gaps, covers: dict[str, Cover]) -> tuple[SyncSite, ...]:
+    # --- where the host waited for the device
+
+    def find_sync_sites(
+        self,
+        calls: Integers,
+        gaps: Gaps,
+        covers: dict[str, Cover],
+    ) -> tuple[SyncSite, ...]:
         """Find the places in the program where the host waited for the device.
 
         Args:
@@ -95,36 +109,45 @@ class CallSites:
         Returns:
             For each place calls and host ms per steady step, and the idle time that they caused; most idle first.
         """
-        caused_ns = np.zeros(len(self.trace.events), np.int64)
-        has_waited = gaps.waited >= 0
-        np.add.at(caused_ns, gaps.waited[has_waited], gaps.amounts["sync"][has_waited])
-        calls = calls[self.placing.counts[calls] | (caused_ns[calls] > 0)]
+        caused_ns = self._sum_caused_idle(gaps)
+        # a wait of the step before may have made a steady step wait
+        has_caused = caused_ns[calls] > 0
+        calls = calls[has_caused | self.placing.counts[calls]]
         if not len(calls):
             return ()
         places, place_of_call = self._find_sync_places(calls, covers)
-        count = len(places)
-        # a wait of the step before may have made a steady step wait
-        counted = self.placing.counts[calls]
-        waited_ns = (self.trace.events.end_ns[calls] - self.trace.events.start_ns[calls]) * counted
-        per_step = np.bincount(place_of_call, counted, count) / self.steps
-        host_ms = np.bincount(place_of_call, waited_ns, count) / 1e6 / self.steps
-        idle_ms = np.bincount(place_of_call, caused_ns[calls], count) / 1e6 / self.steps
-        sites = [
-            SyncSite(
-                call=self.text(call) + (" (pageable memory)" if is_pageable else ""),
-                operator=self.text(operator),
-                frame=self.text(frame),
-                phase=self.phase_text(phase),
-                per_step=float(per_step[at]),
-                host_ms=float(host_ms[at]),
-                idle_ms=float(idle_ms[at]),
-                cause=("", *AFTER_SYNCS)[cause],
-            )
-            for at, (call, is_pageable, operator, frame, cause, phase) in enumerate(places.tolist())
-        ]
-        return tuple(sorted(sites, key=lambda site: (-site.idle_ms, -site.host_ms))[:MAX_SITES])
+        is_counted = self.placing.counts[calls]
+        waited_ns = np.where(is_counted, self.trace.lengths_ns(calls), 0)
 
-    def _find_sync_places(self, calls: Integers, covers: dict[str, Cover]) -> tuple[Integers, Integers]:
+        def sum_by_place(amounts: Integers | Flags) -> Integers | Numbers:
+            return np.bincount(place_of_call, amounts, len(places))
+
+        per_step = sum_by_place(is_counted) / self.steps
+        host_ms = sum_by_place(waited_ns) / 1e6 / self.steps
+        idle_ms = sum_by_place(caused_ns[calls]) / 1e6 / self.steps
+        figures = np.stack((per_step, host_ms, idle_ms), axis=1)
+        sites = []
+        for place, of_place in zip(places.tolist(), figures.tolist()):
+            site = self._make_sync_site(place, *of_place)
+            sites.append(site)
+        sites.sort(key=lambda site: (-site.idle_ms, -site.host_ms))
+        return tuple(sites[:MAX_SITES])
+
+    def _sum_caused_idle(self, gaps: Gaps) -> Integers:
+        """int64 [n]: the device's idle ns that the host's waiting in each event caused."""
+        events = len(self.trace.events)
+        caused_ns = np.zeros(events, np.int64)
+        has_waited = gaps.waited >= 0
+        amounts_ns = gaps.amounts["sync"][has_waited]
+        # several gaps may be due to one call: `caused_ns[calls] += amounts_ns` would count the last of them only
+        np.add.at(caused_ns, gaps.waited[has_waited], amounts_ns)
+        return caused_ns
+
+    def _find_sync_places(
+        self,
+        calls: Integers,
+        covers: dict[str, Cover],
+    ) -> tuple[Integers, Integers]:
         """Find the distinct places of the waiting `calls`.
 
         Returns:
@@ -136,7 +159,8 @@ class CallSites:
         thread = events.thread[calls]
         cause = np.zeros(len(calls), np.int64)
         for number, name in enumerate(AFTER_SYNCS, 1):
-            cause[covers[name].holds(moment)] = number
+            is_cause = covers[name].holds(moment)
+            cause[is_cause] = number
         columns: tuple[Integers | Flags, ...] = (
             events.name[calls],
             np.isin(calls, find_pageable_copies(self.trace)),
@@ -145,106 +169,275 @@ class CallSites:
             cause,
             self.placing.phase[calls],
         )
-        places, place_of_call = np.unique(np.stack(columns), axis=1, return_inverse=True)
+        table = np.stack(columns)
+        places, place_of_call = np.unique(table, axis=1, return_inverse=True)
+        # older versions of numpy give the inverse the shape of the table
         return places.T.astype(np.int64), place_of_call.ravel()
 
+    def _make_sync_site(
+        self,
+        place: list[int],  # a row of _find_sync_places
+        per_step: float,
+        host_ms: float,
+        idle_ms: float,
+    ) -> SyncSite:
+        call, is_pageable, operator, frame, cause, phase = place
+        memory = " (pageable memory)" if is_pageable else ""
+        return SyncSite(
+            call=self.text(call) + memory,
+            operator=self.text(operator),
+            frame=self.text(frame),
+            phase=self.phase_text(phase),
+            per_step=per_step,
+            host_ms=host_ms,
+            idle_ms=idle_ms,
+            cause=("", *AFTER_SYNCS)[cause],
+        )
+
+    # --- what the host did while the device waited for it
+
     def find_host_sites(self, gaps: Gaps) -> tuple[HostSite, ...]:
-        """What the launching threads did while the host was the cause, by outermost operator, else by line;
-        most idle first."""
-        events, late = self.trace.events, gaps.late > 0
+        """Find what the launching threads did while the host was the cause, by outermost operator, else by line.
+
+        Args:
+            gaps: the idle time of the device.
+
+        Returns:
+            The sites, most idle first.
+        """
         total: SiteTimes = Counter()
-        for thread in np.unique(gaps.thread[late & (gaps.thread >= 0)]).tolist():
-            mine = late & (gaps.thread == thread)
-            idle = intersection(gaps.host, union(gaps.start[mine], gaps.start[mine] + gaps.late[mine]))
-            rows = self.top_operators[events.thread[self.top_operators] == thread]
-            within = idle.within(events.start_ns[rows], events.end_ns[rows])
-            custom = self.custom_functions[events.thread[self.custom_functions] == thread]
-            own = self._find_own_idle(custom, idle)
-            within = within - own.within(events.start_ns[rows], events.end_ns[rows])
-            _add(total, events.name[rows], self.placing.phase[rows], within)
-            inside = own.within(events.start_ns[custom], events.end_ns[custom])
-            _add(total, -2 - events.name[custom], self.placing.phase[custom], inside)
-            self._add_python(total, difference(idle, self.trace.cover(rows)), thread)
+        is_late = gaps.late > 0
+        is_known = gaps.thread >= 0
+        threads = np.unique(gaps.thread[is_late & is_known])
+        for thread in threads.tolist():
+            mine = is_late & (gaps.thread == thread)
+            start = gaps.start[mine]
+            until = start + gaps.late[mine]
+            idle = intersection(gaps.host, union(start, until))
+            self._add_thread(total, thread, idle)
         return self._make_host_sites(total)
 
+    def _add_thread(self, total: SiteTimes, thread: int, idle: Cover) -> None:
+        """Add to `total` what the thread did during `idle`."""
+        trace = self.trace
+        phases = self.placing.phase
+        operators = trace.on_thread(self.top_operators, thread)
+        custom = trace.on_thread(self.custom_functions, thread)
+        own_idle = self._find_own_idle(custom, idle)
+        others_idle = difference(idle, own_idle)
+        names = trace.events.name[operators]
+        others_ns = trace.within(others_idle, operators)
+        _add(total, names, phases[operators], others_ns)
+        # what a custom function does itself is a site of its own: its name's number counts from -2 downwards
+        own_names = -2 - trace.events.name[custom]
+        own_ns = trace.within(own_idle, custom)
+        _add(total, own_names, phases[custom], own_ns)
+        between = difference(idle, trace.cover(operators))
+        self._add_python(total, between, thread)
+
     def _find_own_idle(self, custom: Integers, idle: Cover) -> Cover:
-        """`idle` inside the custom functions, outside of the operators that they call."""
-        inner = self.trace.rows[Kind.OP]
-        inner = inner[np.isin(self.placing.operator[inner], custom)]
-        return difference(intersection(idle, self.trace.cover(custom)), self.trace.cover(inner))
+        """Find the part of `idle` inside the custom functions and outside of the operators that they call."""
+        operators = self.trace.rows[Kind.OP]
+        is_inner = np.isin(self.placing.operator[operators], custom)
+        inner = self.trace.cover(operators[is_inner])
+        inside = intersection(idle, self.trace.cover(custom))
+        return difference(inside, inner)
 
     def find_python_sites(self, host: Cover) -> tuple[HostSite, ...]:
-        """The same without a GPU: `host` is when no operator ran.
+        """Find what the host did between operators, in a trace without a GPU.
 
-        By line of the program, where the trace has stacks.
+        Args:
+            host: when no operator ran.
+
+        Returns:
+            The sites by line of the program, where the trace has stacks; longest first.
         """
         total: SiteTimes = Counter()
         self._add_python(total, host, self.placing.main_thread)
         return self._make_host_sites(total)
 
     def _make_host_sites(self, total: SiteTimes) -> tuple[HostSite, ...]:
+        """Make a site of each text and phase, most idle first."""
         by_text: Counter[tuple[str, str]] = Counter()
         between = BETWEEN if self.trace.with_stack else UNSEEN
         for (name, phase), ns in total.items():
-            by_text[self.text(name) or between, self.phase_text(phase)] += ns
-        found = [HostSite(what, phase, float(ns) / 1e6 / self.steps) for (what, phase), ns in by_text.items()]
-        return tuple(sorted((site for site in found if site.idle_ms > 0), key=lambda site: -site.idle_ms)[:MAX_SITES])
+            what = self.text(name) or between
+            by_text[what, self.phase_text(phase)] += ns
+        sites = []
+        for (what, phase_text), ns in by_text.items():
+            if ns > 0:
+                idle_ms = float(ns) / 1e6 / self.steps
+                sites.append(HostSite(what, phase_text, idle_ms))
+        sites.sort(key=lambda site: -site.idle_ms)
+        return tuple(sites[:MAX_SITES])
 
     def _add_python(self, total: SiteTimes, between: Cover, thread: int) -> None:
-        """What no operator covers, cut where a phase or a line of the program begins or ends."""
-        events = self.trace.events
-        ranges, numbers, rows = self.placing.ranges, self._phases.rows, self.frames
-        borders = (ranges.start_ns[numbers], ranges.end_ns[numbers], events.start_ns[rows], events.end_ns[rows])
-        edges = np.unique(np.concatenate((between.start, between.end, *borders)))
-        start, end = edges[:-1], edges[1:]
-        inside = between.holds(start)
-        start, end = start[inside], end[inside]
+        """Add to `total` what no operator covers, cut where a phase or a line of the program begins or ends."""
+        edges = self._find_edges(between)
+        start = edges[:-1]
+        end = edges[1:]
+        is_between = between.holds(start)
+        start = start[is_between]
+        end = end[is_between]
         phase = self.phase(start)
-        # outside of all ranges: the phase of what follows on the thread, if only operators told it
-        calls = np.flatnonzero((events.thread == thread) & np.isin(events.kind, (Kind.OP, Kind.RUNTIME)))
-        if len(calls):
-            following = calls[np.minimum(np.searchsorted(events.start_ns[calls], end), len(calls) - 1)]
-            told_by_range = self.phase(events.start_ns[following]) >= 0
-            told = np.where(told_by_range | (events.start_ns[following] < end), -1, self.placing.phase[following])
-            phase = np.where(phase >= 0, phase, told)
-        _add(total, self.frame(start, np.full(len(start), max(thread, 0))), phase, end - start)
+        following = self._find_phase_that_follows(start, end, thread)
+        phase = np.where(phase >= 0, phase, following)
+        threads = np.full(len(start), max(thread, 0))
+        frame = self.frame(start, threads)
+        _add(total, frame, phase, end - start)
+
+    def _find_edges(self, between: Cover) -> Integers:
+        """Moments in order at which `between`, a phase or a line of the program begins or ends."""
+        events = self.trace.events
+        ranges = self.placing.ranges
+        of_main = self._phases.rows
+        edges = (
+            between.start,
+            between.end,
+            ranges.start_ns[of_main],
+            ranges.end_ns[of_main],
+            events.start_ns[self.frames],
+            events.end_ns[self.frames],
+        )
+        return np.unique(np.concatenate(edges))
+
+    def _find_phase_that_follows(
+        self,
+        start: Integers,  # [k], of pieces of time outside of all operators
+        end: Integers,  # [k]
+        thread: int,
+    ) -> Integers:
+        """int64 [k]: the phase of what follows each piece on the thread, if only operators told it; -1 for none."""
+        trace = self.trace
+        events = trace.events
+        is_call = np.isin(events.kind, (Kind.OP, Kind.RUNTIME))
+        calls = trace.on_thread(np.flatnonzero(is_call), thread)
+        if not len(calls):
+            return np.full(len(start), -1)
+        at = np.searchsorted(events.start_ns[calls], end)
+        at = np.minimum(at, len(calls) - 1)
+        following = calls[at]
+        follows_at = events.start_ns[following]
+        is_told_by_range = self.phase(follows_at) >= 0
+        # behind the last call nothing follows
+        is_nothing = follows_at < end
+        phase = self.placing.phase[following]
+        return np.where(is_told_by_range | is_nothing, -1, phase)
+
+    # --- without a GPU: the time between operators by its length
 
     def measure_short_stretches(self, host: Cover) -> ShortGaps:
-        """The pieces of `host` below MIN_STRETCH_MS that are longer than calling an operator takes,
-        in the median step."""
-        steps, lengths = self.placing.steps, host.end - host.start
-        short = (lengths < MIN_STRETCH_MS * 1e6) & (lengths >= MIN_SHORT_MS * 1e6)
-        step = np.searchsorted([one.start_ns for one in steps], host.start[short], side="right") - 1
-        steady = self.placing.steady[:-1]
-        per_step = np.bincount(step, lengths[short], minlength=len(steps))[steady]
-        numbers = np.bincount(step, minlength=len(steps))[steady]
-        return ShortGaps(float(np.median(numbers)), float(np.median(per_step)) / 1e6, 0.0, 0.0, 0.0)
+        """Measure the pieces of `host` below MIN_STRETCH_MS that are longer than calling an operator takes.
+
+        Args:
+            host: when no operator ran.
+
+        Returns:
+            Their number and ms in the median step.
+        """
+        lengths = host.end - host.start
+        is_below = lengths < MIN_STRETCH_MS * 1e6
+        is_short = is_below & (lengths >= MIN_SHORT_MS * 1e6)
+        step = self._find_step(host.start[is_short])
+        return ShortGaps(
+            number=self._find_median_step(step, np.ones(len(step))),
+            host_ms=self._find_median_step(step, lengths[is_short]) / 1e6,
+            launch_ms=0.0,
+            graph_ms=0.0,
+            queued_ms=0.0,
+        )
 
     def find_long_stretches(self, host: Cover) -> tuple[Stretch, ...]:
-        """The pieces of `host` that are long, by phase; longest first."""
-        trace, steps = self.trace, self.placing.steps
-        long = host.end - host.start >= MIN_STRETCH_MS * 1e6
-        start, lengths = host.start[long], (host.end - host.start)[long]
-        middle = start + lengths // 2
-        phase, frame = self.phase(middle), self.frame(middle, np.full(len(middle), self.main_thread))
-        step = np.searchsorted([one.start_ns for one in steps], middle, side="right") - 1
-        by_end = self.top_operators[np.argsort(trace.events.end_ns[self.top_operators], kind="stable")]
-        before = np.searchsorted(trace.events.end_ns[by_end], start, side="right") - 1
+        """Find the pieces of `host` that are long.
+
+        Args:
+            host: when no operator ran.
+
+        Returns:
+            One stretch per phase, with its ms in the median step; longest first.
+        """
+        lengths = host.end - host.start
+        is_long = lengths >= MIN_STRETCH_MS * 1e6
+        pieces = _choose(host, is_long)
+        phase = self.phase(_find_middle(pieces))
         found = []
         for number in np.unique(phase):
-            mine = np.flatnonzero(phase == number)
-            per_step = np.bincount(step[mine], lengths[mine], minlength=len(steps))[self.placing.steady[:-1]]
-            lines, inverse = np.unique(frame[mine], return_inverse=True)
-            line, longest = lines[np.bincount(inverse, lengths[mine]).argmax()], mine[lengths[mine].argmax()]
-            after = trace.name_of(by_end[before[longest]]) if before[longest] >= 0 else ""
-            ms = float(np.median(per_step)) / 1e6
-            found.append(Stretch(self.phase_text(number), ms, self.text(line), after))
-        return tuple(sorted((one for one in found if one.ms > 0), key=lambda one: -one.ms))
+            of_phase = _choose(pieces, phase == number)
+            stretch = self._make_stretch(number, of_phase)
+            if stretch.ms > 0:
+                found.append(stretch)
+        found.sort(key=lambda one: -one.ms)
+        return tuple(found)
+
+    def _make_stretch(self, phase: int, pieces: Cover) -> Stretch:
+        """Make the stretch of a phase of its long pieces of time without an operator."""
+        lengths = pieces.end - pieces.start
+        middle = _find_middle(pieces)
+        frame = self.frame(middle, self._on_main(middle))
+        lines, line_of_piece = np.unique(frame, return_inverse=True)
+        ns_of_line = np.bincount(line_of_piece, lengths)
+        step = self._find_step(middle)
+        longest = lengths.argmax()
+        return Stretch(
+            phase=self.phase_text(phase),
+            ms=self._find_median_step(step, lengths) / 1e6,
+            line=self.text(lines[ns_of_line.argmax()]),
+            after=self._name_operator_before(pieces.start[longest]),
+        )
+
+    def _name_operator_before(self, moment: int) -> str:
+        """The name of the operator that ended last before the moment; '' for none."""
+        ends = self.trace.events.end_ns[self.top_operators]
+        by_end = np.argsort(ends, kind="stable")
+        earlier = np.searchsorted(ends[by_end], moment, side="right")
+        if not earlier:
+            return ""
+        last = by_end[earlier - 1]
+        return self.trace.name_of(self.top_operators[last])
+
+    def _find_step(self, moment: Integers) -> Integers:
+        """The step that each moment lies in; moments lie in steps."""
+        starts = [step.start_ns for step in self.placing.steps]
+        return np.searchsorted(starts, moment, side="right") - 1
+
+    def _find_median_step(self, step: Integers, amounts: Integers | Numbers) -> float:
+        """The median of the steady steps' sums of the amounts, each of which belongs to a step."""
+        steps = len(self.placing.steps)
+        sums = np.bincount(step, amounts, minlength=steps)
+        is_steady = self.placing.steady[:-1]
+        return float(np.median(sums[is_steady]))
+
+
+def _find_top_operators(trace: Trace, placing: Placing) -> Integers:
+    """Rows of the operators that stand in no other operators but wrappers; wrappers themselves are left out."""
+    is_wrapper = trace.matching(WRAPPER.match)
+    operators = trace.rows[Kind.OP]
+    operators = operators[~is_wrapper[operators]]
+    around = placing.operator[operators]
+    while True:
+        in_wrapper = (around >= 0) & is_wrapper[around]
+        if not in_wrapper.any():
+            return operators[around < 0]
+        outer = placing.operator[around]
+        around = np.where(in_wrapper, outer, around)
+
+
+def _choose(cover: Cover, chosen: Flags) -> Cover:
+    """The intervals that are chosen."""
+    return Cover(cover.start[chosen], cover.end[chosen])
+
+
+def _find_middle(cover: Cover) -> Integers:
+    """int64 [m]: the moment in the middle of each interval."""
+    return cover.start + (cover.end - cover.start) // 2
 
 
 def _add(total: SiteTimes, names: Integers, phases: Integers, amounts: Integers) -> None:
     """Add the amounts to `total` by (name, phase)."""
     hit = amounts > 0
-    keys, inverse = np.unique(np.stack((names[hit], phases[hit])), axis=1, return_inverse=True)
-    for key, ns in zip(keys.T.tolist(), np.bincount(inverse.ravel(), amounts[hit])):
+    pairs = np.stack((names, phases))[:, hit]
+    keys, key_of_amount = np.unique(pairs, axis=1, return_inverse=True)
+    # older versions of numpy give the inverse the shape of the pairs
+    sums = np.bincount(key_of_amount.ravel(), amounts[hit])
+    for key, ns in zip(keys.T.tolist(), sums):
         total[tuple(key)] += int(ns)

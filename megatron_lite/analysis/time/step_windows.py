@@ -8,9 +8,11 @@ no predecessor: it begins where the host began it, or where work from before the
 before left to do after its last work. With enough others it does not count.
 """
 
+import itertools
 from dataclasses import replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from megatron_lite.analysis.intervals import Flags, Integers
 from megatron_lite.analysis.kernels.kernel_words import is_communication
@@ -25,6 +27,7 @@ from megatron_lite.phases import Phase
 
 LONGER = 1.25  # a first or last step so much longer than the median of the others pays for the profiler
 ENOUGH = 3  # complete steps: then the window's first one is not needed
+NEVER_NS = np.iinfo(np.int64).max
 NO_WORK = "no work in it"
 CUT = "the trace ends in it"
 FEWER_EVENTS = "fewer events than the others"
@@ -32,65 +35,103 @@ FEWER = 0.8  # of the others' device events: the trace cuts the step
 
 
 def attribute_events(trace: Trace) -> Placing:
-    """Device work belongs where its launch call stands, whichever thread made it; host events where they start."""
-    events, launch, operators = trace.events, trace.launch_of, trace.rows[Kind.OP]
+    """Find the step, phase and operator of every event.
+
+    Device work belongs where its launch call stands, whichever thread made it; host events where they start.
+    """
+    events = trace.events
     host = _leave_out_empty_end(trace, find_host_steps(trace))
-    # where the host was for each event; thread -1 where that is not in the trace
-    at = np.where(launch >= 0, launch, np.arange(len(events)))
-    unplaced = ((events.device >= 0) | (events.kind == Kind.GPU_ANNOTATION)) & (launch < 0)
-    thread, moment = np.where(unplaced, -1, events.thread[at].astype(np.int64)), events.start_ns[at]
-    known = thread >= 0
-    if not known[trace.device_rows].any():  # without any launch call device work has to be placed by its own time
-        known[trace.device_rows] = True
-    step = np.where(known, _find_step_at(host, moment), -1).astype(np.int32)
-    nest = trace.nest(operators)
-    operator = np.full(len(events), -1, np.int64)
-    operator[nest.rows] = nest.row_of(nest.parent)
-    others = np.flatnonzero((thread >= 0) & (events.kind != Kind.OP))
-    operator[others] = nest.row_at(moment[others], thread[others])
+    thread, moment = _find_places_on_host(trace)
+    step = _find_step_of_events(trace, host, thread, moment)
     phases, phase, ranges = find_phases(trace, host, thread, moment)
     ranges = replace(ranges, step=_find_step_at(host, ranges.start_ns))
     steps, notes = _find_steps(trace, host, step, phases, phase)
-    device = find_computing_stream(trace)[0] if len(trace.device_rows) else -1
-    others = (events.device >= 0) & (events.device != device)
+    device = -1
+    if len(trace.device_rows):
+        device, _ = find_computing_stream(trace)
+    is_others = (events.device >= 0) & (events.device != device)
     return Placing(
         steps=steps,
         step=step,
         phases=phases,
         phase=phase,
-        operator=operator,
+        operator=_find_operators(trace, thread, moment),
         main_thread=host.thread,
         notes=host.notes + notes,
         device=device,
-        on_other_device=others if others.any() else None,
+        on_other_device=is_others if is_others.any() else None,
         ranges=ranges,
     )
 
 
+def _find_places_on_host(trace: Trace) -> tuple[Integers, Integers]:
+    """(thread, moment) [n] at which the host was for each event; thread -1 where that is not in the trace."""
+    events = trace.events
+    launch = trace.launch_of
+    own = np.arange(len(events))
+    at = np.where(launch >= 0, launch, own)
+    thread = events.thread[at].astype(np.int64)
+    is_of_device = (events.device >= 0) | (events.kind == Kind.GPU_ANNOTATION)
+    thread[is_of_device & (launch < 0)] = -1
+    return thread, events.start_ns[at]
+
+
+def _find_step_of_events(
+    trace: Trace,
+    host: HostSteps,
+    thread: Integers,
+    moment: Integers,
+) -> NDArray[np.int32]:
+    """int32 [n]: the step of each event by the host's place for it; -1 for none."""
+    is_known = thread >= 0
+    # without any launch call device work has to be placed by its own time
+    if not is_known[trace.device_rows].any():
+        is_known[trace.device_rows] = True
+    step = np.where(is_known, _find_step_at(host, moment), -1)
+    return step.astype(np.int32)
+
+
+def _find_operators(trace: Trace, thread: Integers, moment: Integers) -> NDArray[np.int64]:
+    """int64 [n]: the row of the innermost operator around the host's place for each event; -1 for none."""
+    events = trace.events
+    nest = trace.nest(trace.rows[Kind.OP])
+    operator = np.full(len(events), -1, np.int64)
+    operator[nest.rows] = nest.row_of(nest.parent)
+    is_placed = thread >= 0
+    others = np.flatnonzero(is_placed & (events.kind != Kind.OP))
+    operator[others] = nest.row_at(moment[others], thread[others])
+    return operator
+
+
 def _find_step_at(host: HostSteps, moment: Integers) -> Integers:
-    """int64, the step of each moment of the host; -1: outside all."""
-    if not host.names:
+    """int64 [k]: the step of each moment of the host; -1: outside all."""
+    count = len(host.names)
+    if not count:
         return np.full(len(moment), -1, np.int64)
     after = np.searchsorted(host.end_ns, moment, side="right")
-    nearest = np.minimum(after, len(host.names) - 1)
+    nearest = np.minimum(after, count - 1)
+    has_begun = moment >= host.start_ns[nearest]
     # what lies between two steps belongs to the later one, if that one follows directly
-    inside = (moment >= host.start_ns[nearest]) | host.follows()[nearest]
-    return np.where((after < len(host.names)) & inside, after, -1)
+    is_inside = has_begun | host.follows()[nearest]
+    return np.where((after < count) & is_inside, after, -1)
 
 
 def _leave_out_empty_end(trace: Trace, steps: HostSteps) -> HostSteps:
-    """The steps without those at the end in which nothing but their marks was recorded: the window's last mark often
-    begins a step that the loop never makes."""
-    events = trace.events
-    works = np.isin(events.kind, (Kind.OP, Kind.ANNOTATION)) & ~trace.matching(set(steps.names).__contains__)
-    calls = trace.rows[Kind.RUNTIME]
-    works[calls[trace.passing(find_launch_call, Kind.RUNTIME)[events.name[calls]]]] = True
-    frames = trace.rows[Kind.PYTHON]
-    works[frames[trace.passing(is_program_frame, Kind.PYTHON)[events.name[frames]]]] = True
+    """Leave out the steps at the end in which nothing but their marks was recorded.
+
+    The window's last mark often begins a step that the loop never makes.
+    """
+    works = np.isin(trace.events.kind, (Kind.OP, Kind.ANNOTATION))
+    is_mark = trace.matching(set(steps.names).__contains__)
+    works &= ~is_mark
+    works[trace.find_named(find_launch_call, Kind.RUNTIME)] = True
+    works[trace.find_named(is_program_frame, Kind.PYTHON)] = True
     works[trace.device_rows] = trace.launch_of[trace.device_rows] < 0
-    moments = events.start_ns[works]
+    moments = trace.events.start_ns[works]
     last = int(moments.max(initial=-1))
-    kept = max(int(np.searchsorted(steps.start_ns, last, side="right")), min(1, len(steps.names)))
+    begun = int(np.searchsorted(steps.start_ns, last, side="right"))
+    # a trace with nothing but marks keeps its first step
+    kept = max(begun, 1)
     return replace(
         steps,
         names=steps.names[:kept],
@@ -101,56 +142,107 @@ def _leave_out_empty_end(trace: Trace, steps: HostSteps) -> HostSteps:
 
 
 def find_computing_stream(trace: Trace) -> tuple[int, int]:
-    """(device, stream) with most kernel time, communication left out, of a trace with device work: of the device with
-    most of it the stream with most."""
-    events, rows = trace.events, trace.device_rows
-    kernels = rows[(events.kind[rows] == Kind.KERNEL) & ~trace.matching(is_communication)[rows]]
-    rows = kernels if len(kernels) else rows
+    """Find the stream that computes most, of the device that does, in a trace with device work.
+
+    Args:
+        trace: the trace.
+
+    Returns:
+        (device, stream) with most time in kernels, communication left out.
+    """
+    events = trace.events
+    rows = trace.device_rows
+    is_kernel = events.kind[rows] == Kind.KERNEL
+    talks = trace.matching(is_communication)[rows]
+    kernels = rows[is_kernel & ~talks]
+    if len(kernels):
+        rows = kernels
     rows = rows[_is_largest(trace, rows, events.device)]
     rows = rows[_is_largest(trace, rows, events.stream)]
-    return int(events.device[rows[0]]), int(events.stream[rows[0]])
+    first = rows[0]
+    device = int(events.device[first])
+    stream = int(events.stream[first])
+    return device, stream
 
 
-def _is_largest(trace: Trace, rows: Integers, number: Integers) -> Flags:
-    """bool [k]: whether the event of `rows` belongs to the device (or stream) with most time. number [n]: by event."""
-    events = trace.events
-    found, inverse = np.unique(number[rows], return_inverse=True)
-    ns = np.bincount(inverse, events.end_ns[rows] - events.start_ns[rows] + 1, len(found))
-    largest: Flags = inverse == ns.argmax()
+def _is_largest(
+    trace: Trace,
+    rows: Integers,  # [k]
+    number: Integers,  # [n], the device (or stream) of each event
+) -> Flags:
+    """bool [k]: whether the event of `rows` belongs to the device (or stream) with most time."""
+    found, number_of_row = np.unique(number[rows], return_inverse=True)
+    # one ns more each: of events without a length the number decides
+    lengths_ns = trace.lengths_ns(rows) + 1
+    ns = np.bincount(number_of_row, lengths_ns, len(found))
+    largest: Flags = number_of_row == ns.argmax()
     return largest
 
 
 def _find_own_work(trace: Trace) -> Integers:
     """Rows of the work of the device that computes most."""
     device, _ = find_computing_stream(trace)
-    own: Integers = trace.device_rows[trace.events.device[trace.device_rows] == device]
-    return own
+    return trace.on_device(trace.device_rows, device)
 
 
 def _find_windows(trace: Trace, host: HostSteps, step: Integers) -> tuple[Integers, Integers]:
-    """(start_ns, end_ns) [k] of the steps' tiles. `step` [n]: the step of each event, by its launch."""
-    events, rows, count, follows = trace.events, trace.device_rows, len(host.names), host.follows()
-    if not len(rows):  # from each step's start to the next one's; the last to its own end
-        following = np.append(host.start_ns[1:], host.end_ns[-1:])
-        return host.start_ns, np.where(np.append(follows[1:], False)[:count], following, host.end_ns)
+    """Find the steps' tiles.
+
+    Args:
+        trace: the trace of one rank.
+        host: the steps on the host.
+        step: [n], the step of each event, by its launch.
+
+    Returns:
+        (start_ns, end_ns), [k] each.
+    """
+    if len(trace.device_rows):
+        return _find_device_windows(trace, host, step)
+    return host.start_ns, _find_host_ends(host)
+
+
+def _find_host_ends(host: HostSteps) -> Integers:
+    """int64 [k]: the start of the next step where it follows directly, else the step's own end."""
+    count = len(host.names)
+    next_starts = np.append(host.start_ns[1:], host.end_ns[-1:])
+    next_follows = np.zeros(count, bool)
+    next_follows[:-1] = host.follows()[1:]
+    return np.where(next_follows, next_starts, host.end_ns)
+
+
+def _find_device_windows(trace: Trace, host: HostSteps, step: Integers) -> tuple[Integers, Integers]:
+    """(start_ns, end_ns) [k] of the steps' tiles on the stream that computes. step: [n], of each event."""
+    events = trace.events
     device, stream = find_computing_stream(trace)
-    on_stream = rows[(events.device[rows] == device) & (events.stream[rows] == stream)]
-    end, first = np.full(count, -1, np.int64), np.full(count, np.iinfo(np.int64).max)
+    on_stream = trace.on_device(trace.device_rows, device)
+    on_stream = on_stream[events.stream[on_stream] == stream]
     mine = on_stream[step[on_stream] >= 0]
-    np.maximum.at(end, step[mine], events.end_ns[mine])
+    last_end = np.full(len(host.names), -1, np.int64)
+    np.maximum.at(last_end, step[mine], events.end_ns[mine])
+    first = np.full(len(host.names), NEVER_NS)
     np.minimum.at(first, step[mine], events.start_ns[mine])
-    end = np.maximum.accumulate(np.where(end >= 0, end, host.end_ns))
+    # a step without work ends with the host's; none ends before the one before it
+    end = np.where(last_end >= 0, last_end, host.end_ns)
+    end = np.maximum.accumulate(end)
     before = np.concatenate(([0], end[:-1]))
+    follows = host.follows()
     start = np.where(follows, before, np.maximum(host.start_ns, before))
+    # a step that follows none begins after the work of earlier ones that was still queued
     for lonely in np.flatnonzero(~follows):
-        older = on_stream[(step[on_stream] < lonely) & (events.start_ns[on_stream] < first[lonely])]
-        reach = events.end_ns[older].max() if len(older) else 0
-        start[lonely] = min(max(start[lonely], reach), first[lonely])
+        is_before = events.start_ns[on_stream] < first[lonely]
+        older = on_stream[is_before & (step[on_stream] < lonely)]
+        reach = events.end_ns[older].max(initial=0)
+        after_older = max(start[lonely], reach)
+        start[lonely] = min(after_older, first[lonely])
     return np.clip(start, before, end), end
 
 
 def _find_steps(
-    trace: Trace, host: HostSteps, step: Integers, phases: tuple[str, ...], phase: Integers
+    trace: Trace,
+    host: HostSteps,
+    step: Integers,
+    phases: tuple[str, ...],
+    phase: Integers,
 ) -> tuple[tuple[Step, ...], tuple[str, ...]]:
     """Find the steps' windows, and which steps are steady; at least one is if any has work.
 
@@ -167,17 +259,18 @@ def _find_steps(
     on_gpu = len(trace.device_rows) > 0
     start, end = _find_windows(trace, host, step)
     work = _find_own_work(trace) if on_gpu else trace.rows[Kind.OP]
-    counts = np.bincount(step[work][step[work] >= 0], minlength=len(host.names))
+    step_of_work = step[work]
+    step_of_work = step_of_work[step_of_work >= 0]
+    counts = np.bincount(step_of_work, minlength=len(host.names))
     why_not = _explain_by_contents(trace, host, start, end, phases, phase)
-    why_not = [why if counts[k] and end[k] > start[k] else NO_WORK for k, why in enumerate(why_not)]
-    last = int(max(np.flatnonzero(counts), default=0))
-    # more of the last step's work may have been cut off
-    if trace.cut and len(why_not) > 1 and not (trace.events.start_ns[work] >= end[last]).any():
-        why_not[last] = why_not[last] or CUT
-    for edge in (0, last) if why_not else ():
-        why_not[edge] = why_not[edge] or _explain_edge(edge, last, counts, end - start, why_not)
-    if on_gpu and sum(not why for why in why_not[1:]) >= ENOUGH:
-        why_not[0] = why_not[0] or "the window begins in it"
+    is_empty = (counts == 0) | (end <= start)
+    for k in np.flatnonzero(is_empty).tolist():
+        why_not[k] = NO_WORK
+    if why_not:
+        last_end = end[_find_last(counts)]
+        goes_on = (trace.events.start_ns[work] >= last_end).any()
+        is_cut = trace.cut and not goes_on
+        _explain_edges(why_not, counts, end - start, is_cut, on_gpu)
     steps = tuple(
         Step(
             name=host.names[k],
@@ -195,23 +288,66 @@ def _find_steps(
 
 
 def _explain_by_contents(
-    trace: Trace, host: HostSteps, start: Integers, end: Integers, phases: tuple[str, ...], phase: Integers
+    trace: Trace,
+    host: HostSteps,
+    start: Integers,  # [k], of the steps' tiles
+    end: Integers,  # [k]
+    phases: tuple[str, ...],
+    phase: Integers,  # [n], of each event
 ) -> list[str]:
-    """Why each step is not a steady one by what it holds: saving, evaluation, what it pays for;
-    '' for nothing of it."""
-    why_not = [""] * len(host.names)
+    """Explain for each step by what it holds why it is not a steady one: saving, evaluation, what it pays for.
+
+    Returns:
+        [k], '' for nothing of it.
+    """
+    why_not = explain_paying_steps(trace, host.thread, host.start_ns, host.end_ns)
+    is_range = trace.events.kind == Kind.ANNOTATION
+    # evaluation is named rather than saving
     for name in (str(Phase.SAVE), str(Phase.EVAL)):
         if name not in phases:
             continue
-        cover = trace.cover((phase == phases.index(name)) & (trace.events.kind == Kind.ANNOTATION))
-        # on the host, or while the tile lasts
-        has_it = (cover.within(host.start_ns, host.end_ns) > 0) | (cover.within(start, end) > 0)
-        why_not = [f"has {name} in it" if has else why for has, why in zip(has_it, why_not)]
-    pays = explain_paying_steps(trace, host.thread, host.start_ns, host.end_ns)
-    return [why or paid for why, paid in zip(why_not, pays)]
+        cover = trace.cover((phase == phases.index(name)) & is_range)
+        on_host = cover.within(host.start_ns, host.end_ns) > 0
+        in_tile = cover.within(start, end) > 0
+        for k in np.flatnonzero(on_host | in_tile).tolist():
+            why_not[k] = f"has {name} in it"
+    return why_not
 
 
-def _explain_edge(edge: int, last: int, counts: Integers, lengths: Integers, why_not: list[str]) -> str:
+def _find_last(counts: Integers) -> int:
+    """The last step with work, 0 if none has any. counts: [k], events of each step's work."""
+    return int(np.flatnonzero(counts).max(initial=0))
+
+
+def _explain_edges(
+    why_not: list[str],  # [k], why each step is not a steady one
+    counts: Integers,  # [k], events of each step's work
+    lengths: Integers,  # [k], ns
+    is_cut: bool,
+    on_gpu: bool,
+) -> None:
+    """Write into `why_not` why the window's first and last step are not steady ones, where nothing says it yet.
+
+    is_cut: whether the trace ends in the last step with work, so that more of it may have been cut off.
+    """
+    last = _find_last(counts)
+    if is_cut and len(why_not) > 1:
+        why_not[last] = why_not[last] or CUT
+    for edge in (0, last):
+        if not why_not[edge]:
+            why_not[edge] = _explain_edge(edge, last, counts, lengths, why_not)
+    steady_others = why_not[1:].count("")
+    if on_gpu and steady_others >= ENOUGH:
+        why_not[0] = why_not[0] or "the window begins in it"
+
+
+def _explain_edge(
+    edge: int,
+    last: int,
+    counts: Integers,
+    lengths: Integers,
+    why_not: list[str],
+) -> str:
     """Why the window's first or last step is not a steady one, compared with the steady steps between them; '' if it
     is.
 
@@ -222,30 +358,51 @@ def _explain_edge(edge: int, last: int, counts: Integers, lengths: Integers, why
         lengths: [k], ns of each step.
         why_not: [k], why each step is not a steady one as far as it is known.
     """
-    inner = [k for k in range(1, last) if not why_not[k]]
-    others = inner or [k for k, why in enumerate(why_not) if k != edge and not why]
+    steady = [k for k, why in enumerate(why_not) if not why]
+    inner = [k for k in steady if 0 < k < last]
+    others = inner or [k for k in steady if k != edge]
     if not others:
         return ""
-    if counts[edge] < FEWER * np.median(counts[others]):
+    median_count = np.median(counts[others])
+    if counts[edge] < FEWER * median_count:
         return FEWER_EVENTS
-    if lengths[edge] > LONGER * np.median(lengths[others]):
+    median_length = np.median(lengths[others])
+    if lengths[edge] > LONGER * median_length:
         where = "beginning" if edge == 0 else "end"
         return f"longer than the others, at the {where} of the window"
     return ""
 
 
-def _use_unsteady_steps(steps: tuple[Step, ...], on_gpu: bool) -> tuple[tuple[Step, ...], tuple[str, ...]]:
+def _use_unsteady_steps(
+    steps: tuple[Step, ...],
+    on_gpu: bool,
+) -> tuple[tuple[Step, ...], tuple[str, ...]]:
     """The steps, where none is steady those with any work counted as such, and notes."""
-    notes, usable = [], [step.end_ns > step.start_ns and step.why_not != NO_WORK for step in steps]
-    full = [k for k, step in enumerate(steps) if step.why_not != NO_WORK]
-    empty = steps[full[-1] + 1 :] if full and on_gpu else ()
-    if steps and not any(usable):
+    if not steps:
+        return steps, ()
+    notes = []
+    if not any(map(_has_work, steps)):
         notes.append("no step has any work in it")
-    elif steps and not any(step.steady for step in steps):
+    elif not any(step.steady for step in steps):
         reasons = ", ".join(dict.fromkeys(step.why_not for step in steps))
         notes.append(f"no step is a steady one ({reasons}): the figures are of all that there are")
-        steps = tuple(replace(step, steady=True) if use else step for step, use in zip(steps, usable))
-    if empty:
-        names = empty[0].name if len(empty) == 1 else f"{empty[0].name} to {empty[-1].name}"
-        notes.append(f"the trace holds no work of the GPU in {names}, in which the host worked")
+        steps = tuple(replace(step, steady=_has_work(step)) for step in steps)
+    if on_gpu:
+        notes += _describe_empty_end(steps)
     return steps, tuple(notes)
+
+
+def _has_work(step: Step) -> bool:
+    return step.why_not != NO_WORK and step.end_ns > step.start_ns
+
+
+def _describe_empty_end(steps: tuple[Step, ...]) -> list[str]:
+    """A note on the steps at the end without work of the GPU, if earlier ones have any."""
+    from_end = itertools.takewhile(lambda step: step.why_not == NO_WORK, reversed(steps))
+    empty = list(from_end)
+    if not empty or len(empty) == len(steps):
+        return []
+    names = empty[-1].name
+    if len(empty) > 1:
+        names += f" to {empty[0].name}"
+    return [f"the trace holds no work of the GPU in {names}, in which the host worked"]

@@ -175,6 +175,28 @@ class Trace:
         """Rows of each kind, in order of start."""
         return {kind: np.flatnonzero(self.events.kind == kind) for kind in Kind}
 
+    def on_thread(self, rows: Integers, thread: int) -> Integers:
+        """Those of the events `rows` that are on the thread, in their order."""
+        chosen: Integers = rows[self.events.thread[rows] == thread]
+        return chosen
+
+    def on_device(self, rows: Integers, device: int) -> Integers:
+        """Those of the events `rows` that are work of the device, in their order."""
+        chosen: Integers = rows[self.events.device[rows] == device]
+        return chosen
+
+    def lengths_ns(self, rows: Integers) -> Integers:
+        """int64 [k]: how long each of the events `rows` lasts, in ns."""
+        return self.events.end_ns[rows] - self.events.start_ns[rows]
+
+    def position_in(self, nest: Nesting, rows: Integers) -> Integers:
+        """int64 [k]: position in `nest` of the innermost range around the start of each of the events; -1: none."""
+        return nest.position_at(self.events.start_ns[rows], self.events.thread[rows])
+
+    def within(self, cover: Cover, rows: Integers) -> Integers:
+        """int64 [k]: for how many ns the cover lasts inside each of the events `rows`."""
+        return cover.within(self.events.start_ns[rows], self.events.end_ns[rows])
+
     @cached_property
     def device_rows(self) -> Integers:
         """Rows of kernels, copies and memsets, in order of start."""
@@ -184,15 +206,19 @@ class Trace:
     def launch_of(self) -> Integers:
         """For every event the row of the RUNTIME call with its correlation;
         -1 for none (and for what is no device work)."""
-        events, launch = self.events, np.full(len(self.events), -1, np.int64)
+        correlation = self.events.correlation
+        launch = np.full(len(self.events), -1, np.int64)
         calls = self.rows[Kind.RUNTIME]
-        calls = calls[events.correlation[calls] >= 0]
+        calls = calls[correlation[calls] >= 0]
         if not len(calls):
             return launch
-        order = calls[np.argsort(events.correlation[calls], kind="stable")]
-        ids, wanted = events.correlation[order], events.correlation[self.device_rows]
+        calls = calls[np.argsort(correlation[calls], kind="stable")]
+        ids = correlation[calls]
+        wanted = correlation[self.device_rows]
+        # the place of each wanted id among the sorted ones, if it is there at all
         at = np.minimum(np.searchsorted(ids, wanted), len(ids) - 1)
-        launch[self.device_rows] = np.where((ids[at] == wanted) & (wanted >= 0), order[at], -1)
+        is_found = (ids[at] == wanted) & (wanted >= 0)
+        launch[self.device_rows] = np.where(is_found, calls[at], -1)
         return launch
 
     @cached_property
@@ -207,8 +233,14 @@ class Trace:
         passes = np.zeros(len(self.names), bool)
         for kind in kinds:
             numbers = self.names_of[kind]
-            passes[numbers] = np.fromiter((bool(test(self.names[number])) for number in numbers), bool, len(numbers))
+            names = (self.names[number] for number in numbers)
+            passes[numbers] = np.fromiter((bool(test(name)) for name in names), bool, len(numbers))
         return passes
+
+    def find_named(self, test: Callable[[str], object], kind: Kind) -> Integers:
+        """Rows of the events of the kind whose names pass `test(name)`, in order of start."""
+        rows = self.rows[kind]
+        return rows[self.passing(test, kind)[self.events.name[rows]]]
 
     def matching(self, test: Callable[[str], object]) -> Flags:
         """bool per event: does its name pass `test(name)`? Each distinct name is asked once."""
