@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeGuard
 
 import numpy as np
@@ -60,13 +60,16 @@ CONVOLUTIONS_BACKWARD = {
 CONVOLUTIONS = tuple(WORDS["operators"]["convolutions"].split())
 # Products in a backward pass by FlashAttention's algorithm: five, of which one repeats forward's; forward has two
 # (Dao 2023, FlashAttention-2, algorithm 2).
-BACKWARD_OF_ATTENTION, REPEATED_IN_ATTENTION = 2.5, 0.5
+BACKWARD_OF_ATTENTION = 2.5
+REPEATED_IN_ATTENTION = 0.5
 LARGEST = 2**40  # a size beyond it is damage
 
 # Operators that do little arithmetic, whose bytes count.
 ROLES = (Role.ELEMENTWISE, Role.NORM, Role.SOFTMAX, Role.REDUCTION, Role.CAST_COPY, Role.OPTIMIZER)
 _BYTES = WORDS["operators"]
-_ONLY_WRITE, _NO_RESULT, _NOT_KNOWN = (_BYTES[name].split() for name in ("write only", "no result", "unknown"))
+_ONLY_WRITE = _BYTES["write only"].split()
+_NO_RESULT = _BYTES["no result"].split()
+_NOT_KNOWN = _BYTES["unknown"].split()
 _FUSED_ADAM = ("_fused_adamw", "_fused_adam")
 _ADAM_PASSES = 7  # parameters, gradients and two moments are read; all but the gradients are written
 
@@ -87,24 +90,39 @@ class Work:
 
     @property
     def model_flops(self) -> float:
-        """That the model asks for, as MFU counts them."""
+        """FLOPs that the model asks for, as MFU counts them."""
         return self.flops - self.repeated
 
 
-def compute_work(operator: str, shapes: Shapes, otherwise: str = "", results: Results | None = None) -> Work | None:
-    """None for what no formula is known, or whose shapes are missing or damaged.
+def compute_work(
+    operator: str,
+    shapes: Shapes,
+    otherwise: str = "",
+    results: Results | None = None,
+) -> Work | None:
+    """Compute what one call of an operator does.
 
-    otherwise: number format to take where the trace has none. results: sizes of convolutions' results by (input,
-    weight), which only the backward pass's arguments show; see count_results.
+    Args:
+        operator: its name.
+        shapes: of its arguments.
+        otherwise: number format to take where the trace has none.
+        results: sizes of convolutions' results by (input, weight), which only the backward pass's arguments show; see
+            count_results.
+
+    Returns:
+        None for what no formula is known, or whose shapes are missing or damaged.
     """
     if not all(_is_sound(one) for one in shapes.dims):
         return None
-    if operator in PRODUCTS or operator in WRAPPERS:
-        return _compute_product(shapes, otherwise, *(PRODUCTS.get(operator) or WRAPPERS[operator]))
-    if operator in ATTENTION or operator in ATTENTION_BACKWARD:
-        backward = operator in ATTENTION_BACKWARD
-        place, layout = (ATTENTION_BACKWARD if backward else ATTENTION)[operator]
-        return _compute_attention(shapes, otherwise, backward, place, layout)
+    if operator in PRODUCTS:
+        return _compute_product(shapes, otherwise, *PRODUCTS[operator])
+    if operator in WRAPPERS:
+        return _compute_product(shapes, otherwise, *WRAPPERS[operator])
+    if operator in ATTENTION:
+        return _compute_attention(shapes, otherwise, *ATTENTION[operator])
+    if operator in ATTENTION_BACKWARD:
+        forward = _compute_attention(shapes, otherwise, *ATTENTION_BACKWARD[operator])
+        return _turn_backward(forward) if forward else None
     if operator in CONVOLUTIONS or operator in CONVOLUTIONS_BACKWARD:
         return _compute_convolution(operator, shapes, otherwise, results or {})
     return _count_bytes(operator, shapes, otherwise)
@@ -115,17 +133,20 @@ def count_results(operator: str, shapes: Shapes) -> Results:
     places = CONVOLUTIONS_BACKWARD.get(operator)
     if not places or not all(_is_sound(one) for one in shapes.dims) or len(shapes.dims) < 3:
         return {}
-    result, given, weight, _ = places
-    return {(shapes.dims[given], shapes.dims[weight]): shapes.dims[result]}
+    result_at, given_at, weight_at, _ = places
+    sizes = (shapes.dims[given_at], shapes.dims[weight_at])
+    return {sizes: shapes.dims[result_at]}
 
 
 def _is_sound(dims: object) -> bool:
+    """No size of these dimensions, which may be nested, is damaged."""
     if isinstance(dims, tuple):
         return all(_is_sound(one) for one in dims)
     return isinstance(dims, int) and 0 <= dims < LARGEST
 
 
 def _is_flat(dims: object) -> TypeGuard[tuple[int, ...]]:
+    """These are the dimensions of one tensor."""
     return isinstance(dims, tuple) and all(isinstance(one, int) for one in dims)
 
 
@@ -143,56 +164,136 @@ def _get_format(shapes: Shapes, place: int, otherwise: str) -> tuple[str, int]:
 
 def _describe(tensors: Iterable[tuple[int, ...]], dtype: str) -> str:
     """'[8192, 1024] x [1024, 4096] bf16'."""
-    return " x ".join(str(list(one)) for one in tensors) + (f" {dtype}" if dtype else "")
+    sizes = " x ".join(str(list(one)) for one in tensors)
+    return f"{sizes} {dtype}" if dtype else sizes
 
 
-def _compute_product(shapes: Shapes, otherwise: str, first: int, second: int, layout: str) -> Work | None:
-    a, b = _get_tensor(shapes, first, 2), _get_tensor(shapes, second, 2)
+def _compute_product(
+    shapes: Shapes,
+    otherwise: str,
+    first: int,
+    second: int,
+    layout: str,
+) -> Work | None:
+    """Compute a matrix product.
+
+    Args:
+        shapes: of the operator's arguments.
+        otherwise: number format to take where the trace has none.
+        first: place of the first factor among the arguments.
+        second: place of the second one.
+        layout: "t": the second factor's rows are the result's columns; else "n".
+    """
+    a = _get_tensor(shapes, first, 2)
+    b = _get_tensor(shapes, second, 2)
     if a is None or b is None:
         return None
-    inner, columns = (b[-1], b[-2]) if layout == "t" else (b[-2], b[-1])
+    inner = b[-1] if layout == "t" else b[-2]
+    columns = b[-2] if layout == "t" else b[-1]
     if a[-1] != inner:
         return None
+    if layout == "t" or len(b) == 2:
+        # leading dimensions are rows
+        batch = 1
+        rows = math.prod(a[:-1])
+    else:
+        batch = max(math.prod(a[:-2]), math.prod(b[:-2]))
+        rows = a[-2]
     dtype, size = _get_format(shapes, first, otherwise)
-    folded = layout == "t" or len(b) == 2  # leading dimensions are rows
-    batch = 1 if folded else max(math.prod(a[:-2]), math.prod(b[:-2]))
-    rows = math.prod(a[:-1]) if folded else a[-2]
-    num_bytes = float(size * (math.prod(a) + math.prod(b) + batch * rows * columns))
-    flops = 2.0 * batch * rows * columns * inner
-    return Work(Role.GEMM, _describe((a, b), dtype), (rows, columns, inner), dtype, flops, num_bytes)
+    elements = math.prod(a) + math.prod(b) + batch * rows * columns
+    return Work(
+        role=Role.GEMM,
+        shape=_describe((a, b), dtype),
+        dims=(rows, columns, inner),
+        dtype=dtype,
+        flops=2.0 * batch * rows * columns * inner,
+        num_bytes=float(size * elements),
+    )
 
 
-def _compute_attention(shapes: Shapes, otherwise: str, backward: bool, place: int, layout: str) -> Work | None:
-    q, k, v = (_get_tensor(shapes, place + at, 4) for at in range(3))
+def _compute_attention(
+    shapes: Shapes,
+    otherwise: str,
+    place: int,
+    layout: str,
+) -> Work | None:
+    """Compute attention's forward pass.
+
+    Args:
+        shapes: of the operator's arguments.
+        otherwise: number format to take where the trace has none.
+        place: of the queries among the arguments; keys and values follow.
+        layout: as in _LAYOUTS.
+    """
+    q = _get_tensor(shapes, place, 4)
+    k = _get_tensor(shapes, place + 1, 4)
+    v = _get_tensor(shapes, place + 2, 4)
     if q is None or k is None or v is None or len(q) != 4:
         return None
+    heads_at = 1 if layout == "h" else 2
+    tokens_at = 3 - heads_at
+    batch = q[0]
+    heads = q[heads_at]
+    queries = q[tokens_at]
+    keys = k[tokens_at]
+    width = q[3]
+    value_width = v[3]
     dtype, size = _get_format(shapes, place, otherwise)
-    heads_at, tokens_at = (1, 2) if layout == "h" else (2, 1)
-    batch, heads, queries, keys, width = q[0], q[heads_at], q[tokens_at], k[tokens_at], q[3]
-    forward = 2.0 * batch * heads * queries * keys * (width + v[3])
-    flops, repeated = (BACKWARD_OF_ATTENTION * forward, REPEATED_IN_ATTENTION * forward) if backward else (forward, 0.0)
-    once, result = math.prod(q) + math.prod(k) + math.prod(v), batch * heads * queries * v[3]
-    # Backward reads q, k, v, the result and its gradient, and writes three gradients.
-    num_bytes = float(size * (2 * (once + result) if backward else once + result))
-    dims = (batch, heads, queries, keys, width)
-    return Work(Role.ATTENTION, _describe((q, k), dtype), dims, dtype, flops, num_bytes, repeated)
+    arguments = math.prod(q) + math.prod(k) + math.prod(v)
+    result = batch * heads * queries * value_width
+    return Work(
+        role=Role.ATTENTION,
+        shape=_describe((q, k), dtype),
+        dims=(batch, heads, queries, keys, width),
+        dtype=dtype,
+        flops=2.0 * batch * heads * queries * keys * (width + value_width),
+        num_bytes=float(size * (arguments + result)),
+    )
 
 
-def _compute_convolution(operator: str, shapes: Shapes, otherwise: str, results: Results) -> Work | None:
+def _turn_backward(forward: Work) -> Work:
+    """Attention's backward pass, which reads q, k, v, the result and its gradient, and writes three gradients."""
+    return replace(
+        forward,
+        flops=BACKWARD_OF_ATTENTION * forward.flops,
+        num_bytes=2 * forward.num_bytes,
+        repeated=REPEATED_IN_ATTENTION * forward.flops,
+    )
+
+
+def _compute_convolution(
+    operator: str,
+    shapes: Shapes,
+    otherwise: str,
+    results: Results,
+) -> Work | None:
+    """Compute a convolution, forward or backward. The arguments are compute_work's."""
     result_at, given_at, weight_at, products = CONVOLUTIONS_BACKWARD.get(operator, (None, 0, 1, 1))
-    given, weight = _get_tensor(shapes, given_at, 3), _get_tensor(shapes, weight_at, 3)
+    given = _get_tensor(shapes, given_at, 3)
+    weight = _get_tensor(shapes, weight_at, 3)
     if given is None or weight is None:
         return None
-    result = results.get((given, weight)) if result_at is None else _get_tensor(shapes, result_at, 3)
-    if result_at is not None and shapes.output_mask:
-        products = sum(shapes.output_mask[:2])  # input and weight; the bias's gradient is a sum
+    if result_at is None:
+        result = results.get((given, weight))
+    else:
+        result = _get_tensor(shapes, result_at, 3)
+        if shapes.output_mask:
+            # input and weight; the bias's gradient is a sum
+            products = sum(shapes.output_mask[:2])
     if result is None or not products:
         return None
     dtype, size = _get_format(shapes, given_at, otherwise)
+    elements = math.prod(given) + math.prod(weight) + math.prod(result)
     # weight: [out, in / groups, *kernel]; every element of the result takes one pass over a filter.
-    flops = 2.0 * products * math.prod(result) * math.prod(weight[1:])
-    num_bytes = float(size * products * (math.prod(given) + math.prod(weight) + math.prod(result)))
-    return Work(Role.CONVOLUTION, _describe((given, weight), dtype), (), dtype, flops, num_bytes)
+    filter_size = math.prod(weight[1:])
+    return Work(
+        role=Role.CONVOLUTION,
+        shape=_describe((given, weight), dtype),
+        dims=(),
+        dtype=dtype,
+        flops=2.0 * products * math.prod(result) * filter_size,
+        num_bytes=float(size * products * elements),
+    )
 
 
 def _count_bytes(operator: str, shapes: Shapes, otherwise: str) -> Work | None:
@@ -213,18 +314,16 @@ def _count_bytes(operator: str, shapes: Shapes, otherwise: str) -> Work | None:
     bare = bare_operator(operator)
     if bare in _FUSED_ADAM:
         return _count_adam_bytes(role, shapes, otherwise)
-    tensors = []
-    for dims, written in zip(shapes.dims, shapes.dtypes):
-        if written in TENSOR_TYPES and _is_flat(dims):
-            dtype, size = TENSOR_TYPES[written]
-            tensors.append(_Tensor(dims, dtype, size))
+    tensors = _list_tensors(shapes)
     if not tensors:
         return None
+    is_known = role in ROLES and bare not in _NOT_KNOWN
     if bare == "embedding" and len(tensors) > 1:
-        table = tensors[0]
-        indices = tensors[1]
-        moved = 2 * math.prod(indices.dims) * math.prod(table.dims[1:]) * table.element_bytes + indices.num_bytes
-    elif role not in ROLES or bare in _NOT_KNOWN:
+        table, indices, *_ = tensors
+        row_bytes = math.prod(table.dims[1:]) * table.element_bytes
+        # each row is read and written
+        moved = 2 * math.prod(indices.dims) * row_bytes + indices.num_bytes
+    elif not is_known:
         return None
     elif bare in _ONLY_WRITE:
         moved = tensors[0].num_bytes
@@ -234,7 +333,30 @@ def _count_bytes(operator: str, shapes: Shapes, otherwise: str) -> Work | None:
             # the result is as large as the largest argument
             moved += max(tensor.num_bytes for tensor in tensors)
     dtype = tensors[0].dtype
-    return Work(role, _describe([tensor.dims for tensor in tensors[:3]], dtype), (), dtype, 0.0, float(moved))
+    shape = _describe([tensor.dims for tensor in tensors[:3]], dtype)
+    return _make_moving_work(role, shape, dtype, moved)
+
+
+def _make_moving_work(role: Role, shape: str, dtype: str, num_bytes: int) -> Work:
+    """Work that only moves bytes."""
+    return Work(
+        role=role,
+        shape=shape,
+        dims=(),
+        dtype=dtype,
+        flops=0.0,
+        num_bytes=float(num_bytes),
+    )
+
+
+def _list_tensors(shapes: Shapes) -> list["_Tensor"]:
+    """The arguments that are tensors of a known type."""
+    tensors = []
+    for dims, written in zip(shapes.dims, shapes.dtypes):
+        if written in TENSOR_TYPES and _is_flat(dims):
+            dtype, size = TENSOR_TYPES[written]
+            tensors.append(_Tensor(dims, dtype, size))
+    return tensors
 
 
 @dataclass(frozen=True)
@@ -264,8 +386,8 @@ def _count_adam_bytes(role: Role, shapes: Shapes, otherwise: str) -> Work | None
     if not is_sound or otherwise not in FORMAT_BYTES:
         return None
     elements = sum(math.prod(dims) for dims in parameters)
-    num_bytes = float(_ADAM_PASSES * elements * FORMAT_BYTES[otherwise])
-    return Work(role, _describe([(elements,)], otherwise), (), otherwise, 0.0, num_bytes)
+    num_bytes = _ADAM_PASSES * elements * FORMAT_BYTES[otherwise]
+    return _make_moving_work(role, _describe([(elements,)], otherwise), otherwise, num_bytes)
 
 
 # --- operators with their shapes against what the hardware can do at most
@@ -293,17 +415,37 @@ class Calls:
     @property
     def precision(self) -> str:
         """The number format whose peak counts: the kernel's where it is TF32, which no argument shows."""
-        return "tf32" if self.kernel and self.kernel.precision == "tf32" else self.work.dtype
+        is_tf32 = self.kernel is not None and self.kernel.precision == "tf32"
+        return "tf32" if is_tf32 else self.work.dtype
+
+    @property
+    def is_causal(self) -> bool | None:
+        """Does the kernel of attention skip what a causal mask hides? None where no name says, and for other work."""
+        if self.kernel is None or self.work.role is not Role.ATTENTION:
+            return None
+        return self.kernel.causal
 
     @property
     def flops(self) -> float:
-        """Per step, as a kernel does them that skips what a causal mask hides."""
-        causal = self.work.role is Role.ATTENTION and self.kernel and self.kernel.causal
-        square = len(self.work.dims) == 5 and self.work.dims[2] == self.work.dims[3]
-        return self.work.flops * self.per_step * (0.5 if causal and square else 1.0)
+        """FLOPs per step, as a kernel does them that skips what a causal mask hides."""
+        flops = self.work.flops * self.per_step
+        if self.is_causal and len(self.work.dims) == 5:
+            _, _, queries, keys, _ = self.work.dims
+            if queries == keys:
+                return 0.5 * flops
+        return flops
+
+    @property
+    def num_bytes(self) -> float:
+        """Bytes that are moved per step."""
+        return self.work.num_bytes * self.per_step
 
 
-def collect_calls(chosen: Selection, on_gpu: bool, known: dict[str, KernelName]) -> list[Calls]:
+def collect_calls(
+    chosen: Selection,
+    on_gpu: bool,
+    known: dict[str, KernelName],
+) -> list[Calls]:
     """Collect all calls whose work follows from their shapes.
 
     Args:
@@ -312,104 +454,157 @@ def collect_calls(chosen: Selection, on_gpu: bool, known: dict[str, KernelName])
         known: kernels' names taken apart.
     """
     trace = chosen.trace
-    events = trace.events
-    phase_names = ("", *chosen.placing.phases)
     rows, operator = _find_priced(chosen, on_gpu, known)
     if not len(rows):
         return []
-    recomputed = _find_recomputed(chosen, operator)
-    phase = chosen.placing.phase[rows] + 1
-    # calls of one operator with the same shapes, in the same phase, are one group
-    keys = events.name[operator].astype(np.int64) * len(trace.shapes) + events.shapes[operator]
-    keys = (keys * len(phase_names) + phase) * 2 + recomputed
-    groups, first, group = np.unique(keys, return_index=True, return_inverse=True)
-    ms = np.bincount(group, chosen.ms[rows], len(groups))
-    longest = heaviest(group, events.name[rows].astype(np.int64), chosen.ms[rows], len(groups))
-    per_step = _count_calls(operator, group, len(events), len(groups)) / chosen.steps
-    heads = [(trace.name_of(row), trace.shapes[events.shapes[row]]) for row in operator[first].tolist()]
+    groups = _group_calls(chosen, rows, operator)
+    count = len(groups.heads)
+    ms = np.bincount(groups.group, chosen.ms[rows], count)
+    kernels = heaviest(groups.group, trace.events.name[rows].astype(np.int64), chosen.ms[rows], count)
+    calls = _count_calls(operator, groups.group, len(trace.events), count)
     # sizes of convolutions' results, by the sizes of their input and weight
     results: Results = {}
-    for name, shapes in heads:
-        results |= count_results(name, shapes)
+    for head in groups.heads:
+        results |= count_results(head.operator, head.shapes)
     found = []
-    for at, (name, shapes) in enumerate(heads):
-        kernel = known.get(trace.names[longest[at]])
-        work = compute_work(name, shapes, kernel.precision if kernel else "", results)
-        if work:
-            head = first[at]
-            phase_name = phase_names[phase[head]]
-            is_recomputed = bool(recomputed[head])
-            found.append(Calls(name, phase_name, work, kernel, float(per_step[at]), float(ms[at]), is_recomputed))
+    for at, head in enumerate(groups.heads):
+        kernel = known.get(trace.names[kernels[at]])
+        precision = kernel.precision if kernel else ""
+        work = compute_work(head.operator, head.shapes, precision, results)
+        if work is None:
+            continue
+        found.append(
+            Calls(
+                operator=head.operator,
+                phase=head.phase,
+                work=work,
+                kernel=kernel,
+                per_step=float(calls[at] / chosen.steps),
+                ms=float(ms[at]),
+                recomputed=head.is_recomputed,
+            )
+        )
     return found
 
 
-def _count_calls(operator: Integers, group: Integers, events: int, groups: int) -> Integers:
-    """Count the operators of each group; one may launch several kernels, and counts once.
+@dataclass(frozen=True)
+class _Head:
+    """What the calls of a group have in common."""
 
-    Args:
-        operator: [k] the operator of each piece of work, a row of the trace.
-        group: [k] its group.
-        events: how many events the trace has.
-        groups: how many groups there are.
+    operator: str
+    shapes: Shapes
+    phase: str
+    is_recomputed: bool
 
-    Returns:
-        int64 [groups].
-    """
+
+@dataclass(frozen=True)
+class _Groups:
+    """Calls of one operator with the same shapes in the same phase, as groups."""
+
+    heads: list[_Head]  # of each group
+    group: Integers  # [k], the group of each piece of work
+
+
+def _group_calls(
+    chosen: Selection,
+    rows: Integers,  # [k], pieces of work
+    operator: Integers,  # [k], row of the operator of each
+) -> _Groups:
+    trace = chosen.trace
+    names = trace.events.name[operator].astype(np.int64)
+    shapes = trace.events.shapes[operator]
+    phase_names = ("", *chosen.placing.phases)
+    phase = chosen.placing.phase[rows] + 1
+    recomputed = _find_recomputed(chosen, operator)
+    # the four as one number
+    keys = names * len(trace.shapes) + shapes
+    keys = keys * len(phase_names) + phase
+    keys = keys * 2 + recomputed
+    _, first, group = np.unique(keys, return_index=True, return_inverse=True)
+    heads = []
+    for at in first.tolist():
+        heads.append(
+            _Head(
+                operator=trace.names[names[at]],
+                shapes=trace.shapes[shapes[at]],
+                phase=phase_names[phase[at]],
+                is_recomputed=bool(recomputed[at]),
+            )
+        )
+    return _Groups(heads, group)
+
+
+def _count_calls(
+    operator: Integers,  # [k], row of the operator of each piece of work
+    group: Integers,  # [k]
+    events: int,
+    groups: int,
+) -> Integers:
+    """int64 [groups]: the operators of each group; one may launch several kernels, and counts once."""
     group_of_event = np.full(events, -1)
     group_of_event[operator] = group
-    return np.bincount(group_of_event[group_of_event >= 0], minlength=groups)
+    groups_of_operators = group_of_event[group_of_event >= 0]
+    return np.bincount(groups_of_operators, minlength=groups)
 
 
-def _find_priced(chosen: Selection, on_gpu: bool, known: dict[str, KernelName]) -> tuple[Integers, Integers]:
-    """(events whose work follows from shapes, the operator of each that has them).
+def _find_priced(
+    chosen: Selection,
+    on_gpu: bool,
+    known: dict[str, KernelName],
+) -> tuple[Integers, Integers]:
+    """(events whose work follows from shapes, the operator of each that has them). The arguments are collect_calls'."""
+    events = chosen.trace.events
+    if on_gpu:
+        rows = chosen.device
+        operator = _find_targets(chosen)
+    else:
+        rows = _find_uncovered(chosen)
+        operator = rows
+    roles = {name: kernel.role for name, kernel in known.items()}
+    is_move = chosen.trace.matching(lambda name: roles.get(name) in _MOVES)
+    has_shapes = (operator >= 0) & (events.shapes[operator] >= 0)
+    is_priced = has_shapes & ~is_move[rows]
+    return rows[is_priced], operator[is_priced]
 
-    known: kernels' names taken apart.
+
+def _find_targets(chosen: Selection) -> Integers:
+    """int64 [k]: the operator of each piece of device work whose shapes count; -1 for none.
+
+    It is products' innermost operator, attention's outermost, or its own.
     """
-    trace = chosen.trace
-    rows, operator = (_find_targets if on_gpu else _find_host_targets)(chosen)
-    moves = [name in known and known[name].role in _MOVES for name in trace.names] or [False]
-    is_move = np.array(moves, bool)[trace.events.name[rows]]
-    priced = (operator >= 0) & (trace.events.shapes[operator] >= 0) & ~is_move
-    return rows[priced], operator[priced]
-
-
-def _named(chosen: Selection, wanted: set[str]) -> Flags:
-    return np.array([name in wanted for name in chosen.trace.names] or [False], bool)
-
-
-def _find_targets(chosen: Selection) -> tuple[Integers, Integers]:
-    """(device events, the operator of each whose shapes count): products' innermost, attention's outermost, or its own.
-
-    -1 stands for none.
-    """
-    events, operator = chosen.trace.events, chosen.placing.operator
-    inner, outer = (_named(chosen, names) for names in (_INNERMOST, _OUTERMOST))
-    rows = operator[chosen.device]
-    target, current = np.full(len(rows), -1, np.int64), rows
+    is_inner = chosen.trace.matching(_INNERMOST.__contains__)
+    is_outer = chosen.trace.matching(_OUTERMOST.__contains__)
+    own = chosen.placing.operator[chosen.device]
+    target = np.full(len(own), -1, np.int64)
+    # all pieces at once go outwards by one operator in each turn
+    current = own
     for _ in range(DEEPEST):
         here = current >= 0
         if not here.any():
             break
-        names = np.where(here, events.name[current], 0)
-        target = np.where(here & inner[names] & (target < 0) | here & outer[names], current, target)
-        current = np.where(here, operator[current], -1)
-    return chosen.device, np.where(target < 0, rows, target)
+        is_first_inner = is_inner[current] & (target < 0)
+        is_target = here & (is_first_inner | is_outer[current])
+        target = np.where(is_target, current, target)
+        current = np.where(here, chosen.placing.operator[current], -1)
+    return np.where(target < 0, own, target)
 
 
-def _find_host_targets(chosen: Selection) -> tuple[Integers, Integers]:
-    """Operators that no other formula covers, twice: without a GPU their own duration is the time of the work."""
-    events, operator = chosen.trace.events, chosen.placing.operator
+def _find_uncovered(chosen: Selection) -> Integers:
+    """Rows of the operators that no other formula covers: without a GPU their own duration is the time of the work."""
+    operator = chosen.placing.operator
     rows = chosen.operators
-    covering = _named(chosen, _INNERMOST | _OUTERMOST)
-    covered, current = np.zeros(len(rows), bool), operator[rows]
+    covers = chosen.trace.matching((_INNERMOST | _OUTERMOST).__contains__)
+    is_covered = np.zeros(len(rows), bool)
+    current = operator[rows]
     for _ in range(DEEPEST):
         here = current >= 0
-        covered |= here & covering[np.where(here, events.name[current], 0)]
+        is_covered |= here & covers[current]
         current = np.where(here, operator[current], -1)
-    leaf = np.ones(len(events), bool)
-    leaf[operator[rows][operator[rows] >= 0]] = False
-    rows = rows[~covered & (leaf[rows] | covering[events.name[rows]])]
-    return rows, rows
+    is_leaf = np.ones(len(operator), bool)
+    parents = operator[rows]
+    is_leaf[parents[parents >= 0]] = False
+    has_formula = is_leaf[rows] | covers[rows]
+    return rows[has_formula & ~is_covered]
 
 
 def _find_recomputed(chosen: Selection, rows: Integers) -> Flags:
@@ -417,53 +612,74 @@ def _find_recomputed(chosen: Selection, rows: Integers) -> Flags:
 
     It has a sequence number of its own (gradients are recorded) and no forward thread, unlike the backward pass itself.
     """
-    events, operator = chosen.trace.events, chosen.placing.operator
-    engine = chosen.trace.matching(lambda name: name.startswith(_ENGINE))
-    own = (events.sequence >= 0) & (events.forward_thread <= 0) & (events.kind == Kind.OP) & ~engine
-    asked, within, recorded = np.zeros((3, len(events)), bool)
-    asked[rows] = True
-    start = current = np.flatnonzero(asked)
+    events = chosen.trace.events
+    operator = chosen.placing.operator
+    is_engine = chosen.trace.matching(lambda name: name.startswith(_ENGINE))
+    is_forward = (events.kind == Kind.OP) & (events.forward_thread <= 0)
+    records = is_forward & (events.sequence >= 0) & ~is_engine
+    is_within = np.zeros(len(events), bool)
+    is_recorded = np.zeros(len(events), bool)
+    # all operators at once go outwards by one in each turn, and begin with themselves
+    start = np.unique(rows)
+    current = start
     for _ in range(DEEPEST):
-        within[start] |= engine[current]
-        recorded[start] |= own[current]
+        is_within[start] |= is_engine[current]
+        is_recorded[start] |= records[current]
         above = operator[current]
-        start, current = start[above >= 0], above[above >= 0]
+        start = start[above >= 0]
+        current = above[above >= 0]
         if not len(current):
             break
-    return within[rows] & recorded[rows]
+    return is_within[rows] & is_recorded[rows]
 
 
 def roofline_rows(calls: list[Calls], device: str | None) -> tuple[RooflineRow, ...]:
-    """Largest loss against the bound first; without a bound the longest first."""
-    processor, rows = match_processor(device), []
-    memory_gb_s = processor.memory_gb_s if processor else None
-    for one in calls:
-        peak = peak_tflops(device, "fp16" if one.precision == "fp16/bf16" else one.precision)
-        flops, num_bytes, bound_ms, bound_by = one.flops, one.work.num_bytes * one.per_step, None, ""
-        # Both limits must be known that the work has.
-        if (flops or num_bytes) and (peak or not flops) and (memory_gb_s or not num_bytes):
-            compute_ms = flops / peak / 1e9 if flops and peak else 0.0
-            memory_ms = num_bytes / memory_gb_s / 1e6 if num_bytes and memory_gb_s else 0.0
-            bound_ms, bound_by = max(compute_ms, memory_ms), "compute" if compute_ms >= memory_ms else "memory"
-        attention = one.work.role is Role.ATTENTION
-        rows.append(
-            RooflineRow(
-                operator=one.operator,
-                phase=one.phase,
-                shape=one.work.shape,
-                dims=one.work.dims,
-                role=one.work.role,
-                dtype=one.work.dtype,
-                per_step=one.per_step,
-                ms=one.ms,
-                flops=flops,
-                num_bytes=num_bytes,
-                achieved_tflops=flops / one.ms / 1e9 if one.ms else 0.0,
-                achieved_gb_s=num_bytes / one.ms / 1e6 if one.ms else 0.0,
-                bound_ms=bound_ms,
-                bound_by=bound_by,
-                efficiency=bound_ms / one.ms if bound_ms is not None and one.ms else None,
-                causal=one.kernel.causal if attention and one.kernel else None,
-            )
-        )
+    """Hold calls against the hardware: largest loss against the bound first; without a bound the longest first."""
+    rows = [_make_row(one, device) for one in calls]
     return tuple(sorted(rows, key=lambda row: -(row.ms - (row.bound_ms or 0.0))))
+
+
+def _make_row(call: Calls, device: str | None) -> RooflineRow:
+    """Hold a call against the device."""
+    bound_ms, bound_by = _find_bound(call, device)
+    return RooflineRow(
+        operator=call.operator,
+        phase=call.phase,
+        shape=call.work.shape,
+        dims=call.work.dims,
+        role=call.work.role,
+        dtype=call.work.dtype,
+        per_step=call.per_step,
+        ms=call.ms,
+        flops=call.flops,
+        num_bytes=call.num_bytes,
+        achieved_tflops=call.flops / call.ms / 1e9 if call.ms else 0.0,
+        achieved_gb_s=call.num_bytes / call.ms / 1e6 if call.ms else 0.0,
+        bound_ms=bound_ms,
+        bound_by=bound_by,
+        efficiency=bound_ms / call.ms if bound_ms is not None and call.ms else None,
+        causal=call.is_causal,
+    )
+
+
+def _find_bound(call: Calls, device: str | None) -> tuple[float | None, str]:
+    """(ms that the device takes at least, "compute" or "memory"), per step; (None, "") where it is not known."""
+    precision = "fp16" if call.precision == "fp16/bf16" else call.precision
+    peak = peak_tflops(device, precision)
+    processor = match_processor(device)
+    memory_gb_s = processor.memory_gb_s if processor else None
+    compute_ms = _divide(call.flops, peak, 1e9)
+    memory_ms = _divide(call.num_bytes, memory_gb_s, 1e6)
+    # Both limits must be known that the work has.
+    if compute_ms is None or memory_ms is None or not (call.flops or call.num_bytes):
+        return None, ""
+    if compute_ms >= memory_ms:
+        return compute_ms, "compute"
+    return memory_ms, "memory"
+
+
+def _divide(amount: float, rate: float | None, per_unit: float) -> float | None:
+    """How long an amount takes at a rate; nothing takes no time, whatever the rate, and None is not known."""
+    if not amount:
+        return 0.0
+    return amount / rate / per_unit if rate else None
