@@ -25,7 +25,9 @@ from megatron_lite.errors import ConfigError
 class Family(Protocol):
     """The models of one kind, in both worlds: the modules gpt2 and llama."""
 
-    TITLE: str  # for messages
+    def title(self, shape: ModelShape) -> str:
+        """Name the models that a shape is nearest to, for messages."""
+        ...
 
     def objections(self, shape: ModelShape) -> Iterator[tuple[str, str]]:
         """List what the models cannot be: a flag, and what they have instead."""
@@ -57,24 +59,18 @@ class Family(Protocol):
 
 
 ARCHITECTURES: dict[str, Family] = {gpt2.ARCHITECTURE: gpt2}
-for architecture in llama.MODEL_TYPES:
+for architecture in llama.ARCHITECTURES:
     ARCHITECTURES[architecture] = llama
 
 
 def family_of_shape(shape: ModelShape) -> Family:
     """The models that a shape may be. ConfigError with a line for each flag that the nearest of them do not know."""
-    family: Family = llama if shape.position_embedding == "rope" else gpt2
+    family: Family = llama if shape.rotates else gpt2
     # Scores divided by a layer's number and multiplied back, and a softmax in fp32, are no other arithmetic.
     wrong = [
-        f"{flag}: Hugging Face's {family.TITLE} have {instead}; only a model trained with that can be converted."
+        f"{flag}: Hugging Face's {family.title(shape)} have {instead}; only a model trained with that can be converted."
         for flag, instead in family.objections(shape)
     ]
-    if shape.experts is not None:
-        wrong.append("--num-experts: mixtures of experts are not converted; only a model without can be.")
-    if shape.latent is not None:
-        wrong.append("--multi-latent-attention: latent attention is not converted; only a model without can be.")
-    if shape.window is not None:
-        wrong.append("--window-size: windows are not converted; only a model without can be.")
     if shape.softmax_scale is not None:
         wrong.append("--use-mup: Hugging Face's models have no scales of its kind; only one without can be converted.")
     if wrong:

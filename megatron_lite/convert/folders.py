@@ -23,7 +23,7 @@ from megatron_lite.convert.mappings import Link
 from megatron_lite.convert.tokenizer_files import TokenizerFiles
 from megatron_lite.convert.weights_folder import INDEX, WHOLE, Weights, open_weights, write_safetensors
 from megatron_lite.errors import CheckpointError, UserError
-from megatron_lite.model.gpt import DTYPES, list_parameters
+from megatron_lite.model.gpt import DTYPES, list_weights
 from megatron_lite.run_folder import RELEASE, sync_folder
 
 Sizes = dict[str, tuple[int, ...]]  # shapes of tensors by name
@@ -101,7 +101,7 @@ class Export:
             ) from None
         family = family_of_shape(shape)
         require_same(
-            {f"model.{name}" for name in list_parameters(shape)},
+            {f"model.{name}" for name in list_weights(shape)},
             {name for name in self.stored.names() if name.startswith("model.")},
             f"--load {self.load}",
             ("lacks", "holds, beside its model,"),
@@ -117,7 +117,7 @@ class Export:
         for note in filter(None, notes):
             self.say(f"  {note}")
         whole = family.complete(shape)
-        self._write_weights(folder, list(family.links(whole, vocab_size)), list_parameters(whole))
+        self._write_weights(folder, list(family.links(whole, vocab_size)), list_weights(whole))
         write_json(folder / CONFIG_FILE, config)
         if ids["eos_token_id"] is not None:
             write_json(folder / GENERATION_FILE, ids)
@@ -149,9 +149,12 @@ class Export:
         """
         dtype = DTYPES[self.precision]
         theirs: Sizes = {}
+        others: dict[str, torch.dtype] = {}
         for link in links:
             theirs |= to_hf_sizes(link, sizes)
-        num_bytes = {name: math.prod(size) * dtype.itemsize for name, size in theirs.items()}
+            if link.dtype is not None:
+                others |= dict.fromkeys(link.theirs, link.dtype)
+        num_bytes = {name: math.prod(size) * others.get(name, dtype).itemsize for name, size in theirs.items()}
         shards = self._divide(theirs, num_bytes)
         count = len(shards)
         files = [WHOLE]
@@ -159,7 +162,7 @@ class Export:
             files = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
         tensors = self._tensors(links, sizes, len(theirs))
         for file, shard in zip(files, shards):
-            write_safetensors(folder / file, shard, dtype, itertools.islice(tensors, len(shard)))
+            write_safetensors(folder / file, shard, dtype, itertools.islice(tensors, len(shard)), others)
         if count > 1:
             weight_map = {name: file for file, shard in zip(files, shards) for name in shard}
             total = sum(num_bytes.values())
@@ -201,7 +204,7 @@ class Export:
                 for name, tensor in zip(link.theirs, link.layout.to_hf(ours.pop(link.ours))):
                     written += 1
                     self.progress(written, total)
-                    yield cast(name, tensor, DTYPES[self.precision])
+                    yield cast(name, tensor, link.dtype or DTYPES[self.precision])
 
     def _read_layer(self, layer: list[Link], sizes: Sizes) -> dict[str, Tensor]:
         """Read our weights of one layer, in the precision from which theirs are made.
@@ -217,7 +220,7 @@ class Export:
         for link in layer:
             name = link.ours
             source = f"model.{name}"
-            dtype = DTYPES[record.precision]
+            dtype = link.dtype or DTYPES[record.precision]
             master = f"optimizer.{name}.master"
             if self.precision != record.precision and master in held:
                 source = master
@@ -257,7 +260,17 @@ def _require_possible(config: ConfigFile, shape: ModelShape, num_tensors: int) -
             f"--load-hf {config.path}: tells of {shape.num_layers} layers, and the folder holds {num_tensors} tensors; "
             "give the folder of a whole model."
         )
-    widths = (shape.qkv_rows, shape.attention_width, shape.fc1_width, shape.padded_vocab_size)
+    widths = [shape.qkv_rows, shape.attention_width, shape.fc1_width, shape.padded_vocab_size]
+    if shape.experts is not None:
+        matrices = shape.experts.number * sum(shape.experts.layers)
+        if matrices > num_tensors:
+            raise CheckpointError(
+                f"--load-hf {config.path}: tells of {matrices} experts, and the folder holds {num_tensors} tensors; "
+                "give the folder of a whole model."
+            )
+        widths += [shape.experts.number * shape.experts.ffn_hidden_size, shape.experts.shared_ffn_hidden_size or 1]
+    if shape.latent is not None:
+        widths += [shape.latent.kv_lora_rank, shape.latent.q_lora_rank or 1, shape.latent.head_width]
     if not 0 < min(widths) <= max(widths) <= MAX_WIDTH:
         raise CheckpointError(
             f"--load-hf {config.path}: tells of a matrix with {max(widths)} rows; give the folder of a whole model."
@@ -289,17 +302,18 @@ def import_hf(
     _require_possible(config, shape, len(weights.names))
     links = list(family.links(shape, vocab_size))
     file_names = _match_names(folder, family, links, weights)
-    sizes = list_parameters(shape)
+    sizes = list_weights(shape)
     tensors: dict[str, Tensor] = {}
     for link in links:
         theirs = {name: weights.tensor(file_names[name]) for name in link.theirs}
         _require_sizes(folder, theirs, to_hf_sizes(link, sizes))
         tensors[f"model.{link.ours}"] = link.layout.from_hf(list(theirs.values()))
+    others = {f"model.{link.ours}": link.dtype for link in links if link.dtype is not None}
     if precision is None:  # fp32 loses nothing of any mixture
-        found = {tensor.dtype for tensor in tensors.values()}
+        found = {tensor.dtype for name, tensor in tensors.items() if name not in others}
         precision = next((name for name, dtype in DTYPES.items() if found == {dtype}), "fp32")
     for name, tensor in tensors.items():
-        tensors[name] = cast(name, tensor, DTYPES[precision]).contiguous()
+        tensors[name] = cast(name, tensor, others.get(name, DTYPES[precision])).contiguous()
     record = CheckpointRecord(
         iteration=0, consumed=0, shape=dataclasses.asdict(shape), precision=precision, vocab_size=vocab_size
     )

@@ -14,13 +14,17 @@ from megatron_lite.convert.mappings import (
     lay_out_vocabulary,
 )
 
-TITLE = "GPT-2"
 ARCHITECTURE = "GPT2LMHeadModel"
 ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu_erf"}  # theirs: ours
 PREFIX = "transformer."
 BUFFERS = (".attn.bias", ".attn.masked_bias")  # causal masks, which old files hold
 MATRICES = {"self_attention.linear_proj": "attn.c_proj", "mlp.linear_fc1": "mlp.c_fc", "mlp.linear_fc2": "mlp.c_proj"}
 NORMS = {"input_layernorm": "ln_1", "pre_mlp_layernorm": "ln_2"}
+
+
+def title(shape: ModelShape) -> str:
+    """Name the models, for messages."""
+    return "GPT-2"
 
 
 def objections(shape: ModelShape) -> Iterator[tuple[str, str]]:
@@ -37,6 +41,10 @@ def objections(shape: ModelShape) -> Iterator[tuple[str, str]]:
         yield f"--kv-channels {shape.kv_channels}", "heads of hidden size / heads"
     if shape.qk_layernorm:
         yield "--qk-layernorm", "queries and keys that are not normalized"
+    if shape.window is not None:
+        yield "--window-size", "attention to all tokens before"
+    if shape.experts is not None:
+        yield f"--num-experts {shape.experts.number}", "an MLP in each layer"
 
 
 def complete(shape: ModelShape) -> ModelShape:

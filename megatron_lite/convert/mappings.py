@@ -27,6 +27,7 @@ class Link:
     ours: str
     theirs: tuple[str, ...]
     layout: WeightForms
+    dtype: torch.dtype | None = None  # on both sides, whatever the other weights have; None: that of the others
 
 
 def _turn(tensor: Tensor) -> Tensor:
@@ -43,8 +44,15 @@ def _put_halves_first(tensor: Tensor, dim: int) -> Tensor:
 SAME = WeightForms(lambda ours: (ours,), lambda theirs: theirs[0])
 # a matrix [out, in] here and [in, out] there, GPT-2's Conv1D; a bias stays as it is
 TRANSPOSED = WeightForms(lambda ours: (_turn(ours),), lambda theirs: _turn(theirs[0]))
+
+
+def lay_out_stack(number: int) -> WeightForms:
+    """So many matrices of one size: one below the other here, apart there."""
+    return WeightForms(lambda ours: ours.chunk(number), torch.cat)
+
+
 # one matrix of all gates, then all values, here; two there
-GATED_HALVES = WeightForms(lambda ours: ours.chunk(2), torch.cat)
+GATED_HALVES = lay_out_stack(2)
 
 
 def lay_out_norm(shape: ModelShape, rotated: bool = False) -> WeightForms:

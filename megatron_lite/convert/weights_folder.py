@@ -2,8 +2,9 @@
 
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Protocol
 
 import torch
@@ -176,7 +177,11 @@ def _is_file_name(name: object) -> bool:
 
 
 def write_safetensors(
-    path: Path, sizes: dict[str, tuple[int, ...]], dtype: torch.dtype, tensors: Iterable[Tensor]
+    path: Path,
+    sizes: dict[str, tuple[int, ...]],
+    dtype: torch.dtype,
+    tensors: Iterable[Tensor],
+    others: Mapping[str, torch.dtype] = MappingProxyType({}),
 ) -> None:
     """Write tensors, which come one by one.
 
@@ -185,19 +190,21 @@ def write_safetensors(
     Args:
         path: Of the new file.
         sizes: Of the tensors by name, in their order.
-        dtype: Of all of them.
+        dtype: Of all of them but `others`.
         tensors: As many as there are names.
+        others: Types by name of those that have another one.
 
     Raises:
         ValueError: There are more or fewer tensors.
         OSError: The file cannot be written.
     """
-    type_name = next(name for name, known in DTYPES.items() if known == dtype)
+    type_names = {known: name for name, known in DTYPES.items()}
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}  # transformers wants the format
     first = 0  # byte of the next tensor
     for name, size in sizes.items():
-        end = first + math.prod(size) * dtype.itemsize
-        header[name] = {"dtype": type_name, "shape": list(size), "data_offsets": [first, end]}
+        own = others.get(name, dtype)
+        end = first + math.prod(size) * own.itemsize
+        header[name] = {"dtype": type_names[own], "shape": list(size), "data_offsets": [first, end]}
         first = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % ALIGNMENT)

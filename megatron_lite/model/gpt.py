@@ -16,7 +16,7 @@ from megatron_lite.config.layout import Part, take_part
 from megatron_lite.config.parameter_groups import EMBEDDINGS
 from megatron_lite.config.shape import ModelShape
 from megatron_lite.model.attention import Attend, make_document_mask, narrow_mask, sdpa_attention
-from megatron_lite.model.experts import MixtureOfExperts
+from megatron_lite.model.experts import MixtureOfExperts, list_expert_biases, list_mixtures
 from megatron_lite.model.latent_attention import LatentAttention
 from megatron_lite.model.loss import token_losses
 from megatron_lite.model.mlp import MLP
@@ -274,9 +274,20 @@ def initialize(
 def list_parameters(shape: ModelShape) -> dict[str, tuple[int, ...]]:
     """{name: size} of a whole model's parameters, in their order; a matrix is [out, in], the embeddings [rows,
     hidden]."""
+    return {name: tuple(parameter.shape) for name, parameter in _build_on_meta(shape).named_parameters()}
+
+
+def list_weights(shape: ModelShape) -> dict[str, tuple[int, ...]]:
+    """{name: size} of all that a checkpoint holds of a model: its parameters, and the biases by which routers balance
+    experts."""
+    biases = list_expert_biases(list_mixtures(_build_on_meta(shape)), "meta")
+    return list_parameters(shape) | {name: tuple(bias.shape) for name, bias in biases.items()}
+
+
+def _build_on_meta(shape: ModelShape) -> GPT:
+    """A model without numbers."""
     with torch.device("meta"):
-        model = GPT(shape, Attend(sdpa_attention, "sdpa"))  # of any kernel: nothing is computed
-    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+        return GPT(shape, Attend(sdpa_attention, "sdpa"))  # of any kernel: nothing is computed
 
 
 def _draw(name: str, parameter: Tensor, shape: ModelShape) -> None:

@@ -1,5 +1,6 @@
 """Ours to Hugging Face: transformers computes the same logits from the folder."""
 
+import dataclasses
 import json
 from dataclasses import replace
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 from support import convert_cases as cases
 from support.convert_cases import EXACT, FOLDED, LLAMA, VOCABULARY, Kept, export, kept, our_logits
-from support.expert_variants import EXPERT_VARIANTS
+from support.expert_variants import DEEPSEEK, EXPERT_VARIANTS, PLAIN_EXPERTS, mix
 from support.latent_variants import LATENT_VARIANTS
 from support.model_variants import PLAIN, VARIANTS
 
@@ -45,7 +46,7 @@ def test_there_and_back_is_bitwise_the_same(name, tmp_path):
     record, tensors = import_hf(tmp_path, divisible_by=128)
     assert record.vocab_size == VOCABULARY and record.precision == "fp32"
     same_shape = replace(EXACT[name], seq_length=PLAIN.max_position_embeddings)
-    assert record.shape == vars(same_shape)
+    assert record.shape == dataclasses.asdict(same_shape)
     assert tensors.keys() == stored.tensors.keys()
     for key, tensor in tensors.items():
         rows = VOCABULARY if len(tensor) == 128 and "embed" in key or "output" in key else len(tensor)
@@ -175,16 +176,56 @@ NO_TWIN = [
     (replace(PLAIN, qk_layernorm=True), "--qk-layernorm: "),
     (
         replace(LLAMA, normalization="LayerNorm"),
-        "--normalization LayerNorm: Hugging Face's Llama, Qwen2 and Qwen3 have ",
+        "--normalization LayerNorm: Hugging Face's Llama have ",
     ),
     (replace(LLAMA, activation="squared_relu"), "--squared-relu: "),
     (replace(LLAMA, activation="gelu_erf"), "GELU (no --swiglu): "),
     (replace(LLAMA, rotary_percent=0.5), "--rotary-percent 0.5: "),
     (replace(LLAMA, qk_layernorm=True, qkv_bias=True), "--qk-layernorm with biases: "),
     (replace(LLAMA, num_attention_heads=6), "--num-attention-heads 6: "),
-    (EXPERT_VARIANTS["mixtral"], "--num-experts: mixtures of experts are not converted; "),
-    (LATENT_VARIANTS["queries of hidden states"], "--multi-latent-attention: latent attention is not converted; "),
-    (LATENT_VARIANTS["experts"], "--num-experts: ", "--multi-latent-attention: "),
+    (EXPERT_VARIANTS["mixtral, gelu, tied"], "GELU (no --swiglu): "),
+    (replace(PLAIN, experts=PLAIN_EXPERTS), "--num-experts 4: Hugging Face's GPT-2 have an MLP in each layer; "),
+    (EXPERT_VARIANTS["every second layer"], "--moe-layer-freq: Hugging Face's Mixtral have experts in every layer; "),
+    (EXPERT_VARIANTS["capacity"], "--moe-expert-capacity-factor 0.5: "),
+    (EXPERT_VARIANTS["z loss"], "--moe-router-pre-softmax: "),
+    (
+        EXPERT_VARIANTS["deepseek"],
+        "--moe-router-score-function sigmoid: ",
+        "--moe-router-topk-scaling-factor 2.5: ",
+        "--moe-router-group-topk 2: Hugging Face's Qwen2-MoE have no groups; ",
+        "--moe-router-enable-expert-bias: ",
+        "--moe-shared-expert-intermediate-size 32 without --moe-shared-expert-gate: ",
+    ),
+    (EXPERT_VARIANTS["sinkhorn, two experts"], "--moe-router-load-balancing-type sinkhorn: "),
+    (EXPERT_VARIANTS["shares on input"], "--moe-router-pre-softmax: ", "--moe-apply-probs-on-input: "),
+    (mix(replace(PLAIN_EXPERTS, forced_balance=True)), "--moe-router-force-load-balancing: "),
+    (replace(EXACT["qwen2_moe"], qk_layernorm=True), "--qk-layernorm: Hugging Face's Qwen2-MoE have queries and keys "),
+    (replace(EXACT["qwen3_moe"], qkv_bias=True), "--qk-layernorm with biases: "),
+    (replace(EXACT["mixtral"], qkv_bias=True), "biases (no --disable-bias-linear): Hugging Face's Mixtral have none; "),
+    (replace(EXACT["mixtral"], window=2, window_layers="10"), "--window-attn-skip-freq: "),
+    (replace(LLAMA, window=2, window_layers="10"), "--window-attn-skip-freq: Hugging Face's Mistral have the window "),
+    (LATENT_VARIANTS["without norms"], "--multi-latent-attention without --qk-layernorm: ", "--norm-epsilon 1e-05: "),
+    (
+        LATENT_VARIANTS["sharpened without yarn"],
+        "--norm-epsilon 1e-05: Hugging Face's DeepSeek-V3 have 1e-06 in norms of latent vectors; ",
+        "--mscale-all-dim 1 with --rope-type rope: ",
+    ),
+    (
+        LATENT_VARIANTS["experts"],
+        "--norm-epsilon 1e-05: ",
+        "a softmax over a token's experts (no --moe-router-pre-softmax): Hugging Face's DeepSeek-V2 have --moe-router-p",
+        "--num-experts without --moe-shared-expert-intermediate-size: ",
+    ),
+    (
+        replace(EXACT["deepseek_v3"], experts=replace(DEEPSEEK, group_topk=4, shared_ffn_hidden_size=47)),
+        "--moe-router-group-topk 4: Hugging Face's DeepSeek-V3 have groups that are ranked by their best 2 of experts",
+        "--moe-shared-expert-intermediate-size 47: Hugging Face's DeepSeek-V3 have a multiple of one expert's width, 48",
+    ),
+    (
+        replace(EXACT["deepseek_v3"], experts=replace(DEEPSEEK, layers=(True, False), shared_gate=True)),
+        "--moe-layer-freq: Hugging Face's DeepSeek-V3 have experts in each layer from one on; ",
+        "--moe-shared-expert-gate: ",
+    ),
     (VARIANTS["window"], "--window-size: "),
 ]
 
@@ -211,6 +252,32 @@ def test_a_checkpoint_that_is_not_its_shape_is_refused(tmp_path):
     ):
         with pytest.raises(CheckpointError, match=f"^--load SAVE: {said}"):
             export(stored, tmp_path)
+
+
+def test_what_of_experts_has_no_place_is_noted(tmp_path):
+    losses = (("aux_loss", 0.25), ("seq_aux_loss", 0.5))
+    experts = replace(PLAIN_EXPERTS, balancing=losses, z_loss_coeff=0.1, input_jitter=0.1, router_dtype="fp64")
+    assert export(kept(replace(LLAMA, experts=experts), vocab_size=128), tmp_path) == [
+        "  --moe-aux-loss-coeff 0.5 of seq_aux_loss: has no place there, and matters in training only",
+        "  --moe-z-loss-coeff 0.1: has no place there, and matters in training only",
+        "  --moe-input-jitter-eps 0.1: has no place there, and matters in training only",
+        "  --moe-router-dtype fp64: transformers routes tokens in the weights' precision",
+    ]
+    assert json.loads((tmp_path / "config.json").read_text())["router_aux_loss_coef"] == 0.25
+    [note] = export(kept(replace(LLAMA, qkv_bias=True, window=2, window_layers="10"), vocab_size=128), tmp_path)
+    assert note.startswith("  --window-attn-skip-freq: layer_types has it")
+
+
+def test_a_bias_of_experts_keeps_its_precision(tmp_path):
+    stored = kept(EXACT["deepseek_v3"], "bf16")
+    export(stored, tmp_path)
+    file = SafetensorsFile(tmp_path / "model.safetensors")
+    bias = stored.tensors["model.decoder.layers.1.mlp.router.expert_bias"]
+    assert torch.equal(file.tensor("model.layers.1.mlp.gate.e_score_correction_bias"), bias)
+    record, tensors = import_hf(tmp_path, divisible_by=128)
+    assert record.precision == "bf16" and bias.dtype == torch.float32
+    assert torch.equal(tensors["model.decoder.layers.1.mlp.router.expert_bias"], bias)
+    assert tensors["model.decoder.layers.1.mlp.router.weight"].dtype == torch.bfloat16
 
 
 def test_training_settings_stand_in_the_config_or_are_said_to_have_no_place(tmp_path):

@@ -43,6 +43,22 @@ LLAMA_3 = {
     "original_max_position_embeddings": 8192,
 }
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 8.0, "truncate": False}
+QWEN_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+DEEPSEEK = {
+    "num_key_value_heads": 4,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.5,
+    "q_lora_rank": 20,
+    "kv_lora_rank": 12,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 6,
+    "v_head_dim": 8,
+}
+LATENT_YARN = YARN | {"truncate": True, "mscale": 0.7, "mscale_all_dim": 0.4}
 MODELS = {
     "gpt2": ("GPT2", GPT2),
     "gpt2_erf_inner": ("GPT2", GPT2 | {"activation_function": "gelu", "n_inner": 80, "layer_norm_epsilon": 1e-3}),
@@ -60,7 +76,37 @@ MODELS = {
     ),
     "llama_yarn_factor": ("Llama", SIZES | {"head_dim": 16, "rope_scaling": YARN | {"attention_factor": 1.25}}),
     "qwen2": ("Qwen2", SIZES),
+    "qwen2_window": (
+        "Qwen2",
+        SIZES | {"num_hidden_layers": 3, "use_sliding_window": True, "sliding_window": 3, "max_window_layers": 2},
+    ),
     "qwen3": ("Qwen3", SIZES | {"head_dim": 16}),
+    "mistral": ("Mistral", SIZES | {"sliding_window": 3, "head_dim": 16}),
+    "mixtral": ("Mixtral", SIZES | {"num_local_experts": 4, "router_aux_loss_coef": 0.02}),
+    "mixtral_window": ("Mixtral", SIZES | {"num_local_experts": 3, "num_experts_per_tok": 3, "sliding_window": 4}),
+    "qwen2_moe": (
+        "Qwen2Moe",
+        SIZES | QWEN_EXPERTS | {"shared_expert_intermediate_size": 40, "decoder_sparse_step": 2, "qkv_bias": False},
+    ),
+    "qwen2_moe_normalized": (
+        "Qwen2Moe",
+        SIZES | QWEN_EXPERTS | {"norm_topk_prob": True, "use_sliding_window": True, "sliding_window": 3},
+    ),
+    "qwen3_moe": ("Qwen3Moe", SIZES | QWEN_EXPERTS | {"head_dim": 16, "mlp_only_layers": [1], "norm_topk_prob": True}),
+    "qwen3_moe_window": (
+        "Qwen3Moe",
+        SIZES | QWEN_EXPERTS | {"head_dim": 8, "use_sliding_window": True, "sliding_window": 3},
+    ),
+    "deepseek_v2": ("DeepseekV2", SIZES | DEEPSEEK | {"q_lora_rank": None, "num_experts_per_tok": 3}),
+    "deepseek_v2_groups": (
+        "DeepseekV2",
+        SIZES | DEEPSEEK | {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 3},
+    ),
+    "deepseek_v3": ("DeepseekV3", SIZES | DEEPSEEK | {"n_group": 4, "topk_group": 2, "num_experts_per_tok": 4}),
+    "deepseek_v3_yarn": (
+        "DeepseekV3",
+        SIZES | DEEPSEEK | {"n_group": 1, "topk_group": 1, "qk_rope_head_dim": 16, "rope_scaling": LATENT_YARN},
+    ),
 }
 
 
@@ -73,7 +119,8 @@ def theirs(name: str):
     model = getattr(transformers, "GPT2LMHeadModel" if kind == "GPT2" else f"{kind}ForCausalLM")(config)
     torch.manual_seed(3)
     with torch.no_grad():
-        for parameter in model.parameters():
+        biases = [buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")]
+        for parameter in [*model.parameters(), *biases]:
             parameter.copy_(0.2 * torch.randn_like(parameter) + (parameter.dim() == 1))
     return model.eval()
 
@@ -105,8 +152,20 @@ def test_logits_are_equal_and_the_way_back_is_bitwise(name, tmp_path):
     assert type(back) is type(model)
     before, after = model.state_dict(), back.state_dict()
     assert before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)
-    kept_keys = set(MODELS[name][1]) - {"rope_theta", "rope_scaling"}
+    # the last one says the same by mlp_only_layers
+    kept_keys = set(MODELS[name][1]) - {"rope_theta", "rope_scaling", "decoder_sparse_step"}
     assert {key: getattr(back.config, key) for key in kept_keys} == {key: MODELS[name][1][key] for key in kept_keys}
+
+
+@pytest.mark.parametrize("name", ["mixtral", "deepseek_v3"])
+def test_experts_in_several_files_are_read(name, tmp_path):
+    skip_without_twin(transformers, name)
+    model = theirs(name)
+    model.save_pretrained(tmp_path / "one")
+    model.save_pretrained(tmp_path / "several", max_shard_size=20_000)
+    assert len(list((tmp_path / "several").glob("*.safetensors"))) > 2
+    one, several = (import_hf(tmp_path / folder, 128)[1] for folder in ("one", "several"))
+    assert one.keys() == several.keys() and all(torch.equal(one[key], several[key]) for key in one)
 
 
 @pytest.mark.parametrize("pieces", [False, True])
@@ -219,6 +278,56 @@ LLAMAS = [  # what a config.json says instead: how the refusal begins
     ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor is 0.5: heads of this architectu"),
     ({"architectures": ["Qwen3ForCausalLM"], "attention_bias": True}, "attention_bias is true: attention and MLP"),
 ]
+MIXTRALS = [
+    ({"num_local_experts": 1}, "num_experts_per_tok is 2: must be at most num_local_experts, which is 1"),
+    ({"num_local_experts": 0}, "num_local_experts is 0: must be a whole number above 0"),
+    ({"num_local_experts": 64}, "tells of 128 experts, and the folder holds 41 tensors; "),
+    ({"num_experts_per_tok": 1}, "num_experts_per_tok is 1: the one expert's share would always be 1"),
+    ({"norm_topk_prob": False}, "norm_topk_prob is false: a token's shares always add up to 1 here"),
+    ({"router_jitter_noise": 0.1}, "router_jitter_noise is 0.1: tokens are not multiplied by noise here"),
+    ({"router_aux_loss_coef": "much"}, 'router_aux_loss_coef is "much": must be a number'),
+    ({"output_router_logits": 1}, "output_router_logits is 1: must be true or false"),
+    ({"n_group": 4}, "n_group is 4: experts of this architecture have no such thing"),
+    ({"scoring_func": "sigmoid"}, 'scoring_func is "sigmoid": experts of this architecture have no such thing'),
+    ({"n_shared_experts": 1}, "n_shared_experts is 1: "),
+    ({"shared_expert_intermediate_size": 8}, "shared_expert_intermediate_size is 8: this architecture has no shared"),
+    ({"sliding_window": 0}, "sliding_window is 0: must be a whole number above 0"),
+    ({"layer_types": ["sliding_attention"] * 2}, 'layer_types is ["sliding_attention", "sliding_attention"]: attent'),
+    ({"attention_bias": True}, "attention_bias is true: attention and MLP both have biases here, or neither"),
+    ({"num_hidden_layers": 200_000}, "num_hidden_layers is 200000: must be at most 100000"),
+]
+QWENS = [
+    ({"norm_topk_prob": 0}, "norm_topk_prob is 0: must be true or false"),
+    ({"norm_topk_prob": True, "num_experts_per_tok": 1}, "num_experts_per_tok is 1: the one expert's share would"),
+    ({"decoder_sparse_step": 0}, "decoder_sparse_step is 0: must be a whole number above 0"),
+    ({"mlp_only_layers": 1}, "mlp_only_layers is 1: must be a list of layers"),
+    ({"mlp_only_layers": [True]}, "mlp_only_layers is [true]: must be a list of layers"),
+    ({"shared_expert_intermediate_size": 0}, "shared_expert_intermediate_size is 0: must be a whole number above 0"),
+    ({"first_k_dense_replace": 1}, "first_k_dense_replace is 1: experts of this architecture have no such thing"),
+    (
+        {"use_sliding_window": True, "sliding_window": 4},
+        "use_sliding_window is true: which layers that is needs layer_types",
+    ),
+    ({"layer_types": ["full_attention"]}, 'layer_types is ["full_attention"]: must have num_hidden_layers, 2, entr'),
+    ({"layer_types": ["full_attention", "chunked"]}, 'layer_types is ["full_attention", "chunked"]: only full_atte'),
+    ({"layer_types": ["sliding_attention"] * 2}, 'layer_types is ["sliding_attention", "sliding_attention"]: attent'),
+]
+DEEPSEEKS = [
+    ({"rms_norm_eps": 1e-5}, "rms_norm_eps is 1e-05: norms of latent vectors have 1e-06 there, and all norms the same"),
+    ({"rope_interleave": False}, "rope_interleave is false: neighboring channels rotate together here"),
+    ({"rope_scaling": {"type": "linear", "factor": 2}}, 'rope_scaling is {"type": "linear", "factor": 2}: only yarn '),
+    ({"rope_scaling": LATENT_YARN | {"mscale": 0}}, "mscale_all_dim is 0.4: needs mscale, and no attention_factor"),
+    ({"rope_scaling": LATENT_YARN | {"truncate": False}}, "truncate is false: the channels where blending begins"),
+    ({"scoring_func": "softmax"}, 'scoring_func is "softmax": is another architecture\'s'),
+    ({"topk_method": "greedy"}, 'topk_method is "greedy": only noaux_tc exist here'),
+    ({"norm_topk_prob": False}, "norm_topk_prob is false: shares of several experts add up to 1 here"),
+    ({"n_group": 3}, "n_group is 3: must divide n_routed_experts, which is 8"),
+    ({"topk_group": 8}, "topk_group is 8: must be at most n_group, which is 4"),
+    ({"topk_group": 4}, "topk_group is 4: groups are ranked by the best num_experts_per_tok / topk_group here, there"),
+    ({"moe_layer_freq": 2}, "moe_layer_freq is 2: experts are in each layer from first_k_dense_replace on here"),
+    ({"attention_bias": True}, "attention_bias is true: "),
+    ({"n_shared_experts": 0}, "n_shared_experts is 0: must be a whole number above 0"),
+]
 GPT2S = [
     ({"activation_function": "relu"}, 'activation_function is "relu": only gelu_new, gelu_pytorch_tanh, gelu exis'),
     ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is true: "),
@@ -236,8 +345,15 @@ OTHER_TENSORS = [
 
 @pytest.mark.parametrize(
     ("shape", "place", "table"),
-    [(LLAMA, "/config.json: ", LLAMAS), (PLAIN, "/config.json: ", GPT2S), (LLAMA, "", OTHER_TENSORS)],
-    ids=["llama", "gpt2", "tensors"],
+    [
+        (LLAMA, "/config.json: ", LLAMAS),
+        (PLAIN, "/config.json: ", GPT2S),
+        (EXACT["mixtral"], "/config.json: ", MIXTRALS),
+        (EXACT["qwen2_moe"], "/config.json: ", QWENS),
+        (EXACT["deepseek_v3"], "/config.json: ", DEEPSEEKS),
+        (LLAMA, "", OTHER_TENSORS),
+    ],
+    ids=["llama", "gpt2", "mixtral", "qwen2_moe", "deepseek_v3", "tensors"],
 )
 def test_what_does_not_exist_here_or_is_not_the_configs_is_one_line(shape, place, table, tmp_path):
     path = written(tmp_path, shape) / "config.json"

@@ -12,9 +12,13 @@ from megatron_lite.config.shape import ModelShape
 from megatron_lite.convert.folders import Export
 from megatron_lite.convert.tokenizer_files import describe_no_tokenizer
 from megatron_lite.model.attention_choice import choose_attention
-from megatron_lite.model.gpt import GPT
+from megatron_lite.model.experts import list_expert_biases, list_mixtures
+from megatron_lite.model.gpt import GPT, list_weights
+from support.expert_variants import DEEPSEEK, PLAIN_EXPERTS
+from support.latent_variants import OF_YARN, PLAIN_LATENT, WITH_QUERIES, YARN_POSITIONS, make_latent
 from support.model_variants import PLAIN, YARN, build, tokens
 
+SHARED = replace(PLAIN_EXPERTS, pre_softmax=True, shared_ffn_hidden_size=40, shared_gate=True)
 VOCABULARY = 120  # of 128 rows
 LLAMA = replace(
     PLAIN,
@@ -44,6 +48,55 @@ EXACT = {  # whose weights are the same numbers on both sides
     "llama_yarn_fractions": replace(LLAMA, **YARN | {"yarn_round_to_int": False, "yarn_mscale": 1.0}),
     "qwen2": replace(LLAMA, qkv_bias=True),
     "qwen3": replace(LLAMA, qk_layernorm=True, kv_channels=16),
+    "mistral": replace(LLAMA, window=3),
+    "qwen2_window": replace(LLAMA, qkv_bias=True, window=3),
+    "qwen3_late_window": replace(LLAMA, qk_layernorm=True, window=3, window_layers="01"),
+    "mixtral": replace(LLAMA, experts=replace(PLAIN_EXPERTS, ffn_hidden_size=96, balancing=(("aux_loss", 0.02),))),
+    "mixtral_window": replace(
+        LLAMA, window=0, num_query_groups=1, experts=replace(PLAIN_EXPERTS, number=8, topk=3, ffn_hidden_size=96)
+    ),
+    "qwen2_moe": replace(LLAMA, qkv_bias=True, experts=SHARED),
+    "qwen2_moe_dense_first": replace(
+        LLAMA, window=4, window_layers="10", experts=replace(SHARED, pre_softmax=False, layers=(False, True))
+    ),
+    "qwen3_moe": replace(LLAMA, qk_layernorm=True, kv_channels=16, experts=replace(PLAIN_EXPERTS, number=8, topk=3)),
+    "qwen3_moe_one": replace(
+        LLAMA,
+        qk_layernorm=True,
+        window=5,
+        experts=replace(PLAIN_EXPERTS, topk=1, pre_softmax=True, layers=(True, False)),
+    ),
+    "deepseek_v2": make_latent(
+        PLAIN_LATENT,
+        LLAMA,
+        num_query_groups=4,
+        experts=replace(
+            PLAIN_EXPERTS, pre_softmax=True, shared_ffn_hidden_size=96, router_dtype="fp32", scaling_factor=1.5
+        ),
+    ),
+    "deepseek_v2_groups": make_latent(
+        WITH_QUERIES,
+        LLAMA,
+        num_query_groups=4,
+        experts=replace(
+            PLAIN_EXPERTS,
+            number=8,
+            pre_softmax=True,
+            shared_ffn_hidden_size=48,
+            router_dtype="fp32",
+            groups=4,
+            group_topk=2,
+            balancing=(("aux_loss", 0.02),),
+        ),
+    ),
+    "deepseek_v3": make_latent(
+        OF_YARN,
+        LLAMA,
+        num_query_groups=4,
+        experts=replace(DEEPSEEK, router_dtype="fp32", shared_ffn_hidden_size=48),
+        **YARN_POSITIONS,
+    ),
+    "deepseek_v3_dense": make_latent(WITH_QUERIES, LLAMA, num_query_groups=4),
 }
 FOLDED = {  # whose twin says the same with other numbers
     "gpt2_1p": replace(PLAIN, layernorm_1p=True),
@@ -53,13 +106,27 @@ FOLDED = {  # whose twin says the same with other numbers
     "llama_1p": replace(LLAMA, layernorm_1p=True),
     "llama_interleaved": replace(LLAMA, rotary_interleaved=True),
     "qwen3_interleaved_1p": replace(LLAMA, rotary_interleaved=True, qk_layernorm=True, layernorm_1p=True),
+    "mixtral_interleaved_1p": replace(EXACT["mixtral"], rotary_interleaved=True, layernorm_1p=True),
+    "deepseek_v3_without_bias": replace(
+        EXACT["deepseek_v3"],
+        layernorm_1p=True,
+        experts=replace(EXACT["deepseek_v3"].experts, expert_bias=False, groups=None, group_topk=None),
+    ),
+}
+
+YOUNG = {
+    "qwen3_moe": "Qwen3MoeConfig",
+    "qwen3": "Qwen3Config",
+    "deepseek_v2": "DeepseekV2Config",
+    "deepseek_v3": "DeepseekV3Config",
 }
 
 
 def skip_without_twin(transformers, name: str):
-    """Qwen3 is younger than the oldest transformers that is supported."""
-    if name.startswith("qwen3") and not hasattr(transformers, "Qwen3Config"):
-        pytest.skip(f"transformers {transformers.__version__} has no Qwen3")
+    """Some models are younger than the oldest transformers that is supported."""
+    for start, config in YOUNG.items():
+        if name.startswith(start) and not hasattr(transformers, config):
+            pytest.skip(f"transformers {transformers.__version__} has no {config}")
 
 
 class Kept:
@@ -86,6 +153,10 @@ def kept(shape: ModelShape, precision: str = "fp32", vocab_size: int | None = VO
         tensors[f"model.{name}"] = parameter.detach().to(dtype)
         if precision != "fp32":
             tensors[f"optimizer.{name}.master"] = parameter.detach()
+    generator = torch.Generator().manual_seed(seed)
+    for name, size in list_weights(shape).items():
+        if name.endswith("expert_bias"):
+            tensors[f"model.{name}"] = 0.2 * torch.randn(size, generator=generator)
     return Kept(CheckpointRecord(7, 28, dataclasses.asdict(shape), precision, vocab_size), tensors)
 
 
@@ -105,10 +176,13 @@ def export(stored: Kept, folder, precision: str | None = None, **how):
 
 def model_of(record: CheckpointRecord, tensors: dict) -> GPT:
     """The model that a checkpoint's weights make, in fp32."""
-    shape = ModelShape(**record.shape)
-    attend = choose_attention("unfused", shape, batch=2, device="cpu", dtype=torch.float32, masked=False)
+    shape = record.model_shape
+    masked = shape.window is not None
+    attend = choose_attention("unfused", shape, batch=2, device="cpu", dtype=torch.float32, masked=masked)
     model = GPT(shape, attend)
     weights = {name.removeprefix("model."): t.float() for name, t in tensors.items() if name.startswith("model.")}
+    for name, bias in list_expert_biases(list_mixtures(model), "cpu").items():
+        bias.copy_(weights.pop(name))
     model.load_state_dict(weights)
     return model.eval()
 
