@@ -157,7 +157,7 @@ def list_local_names(key: str) -> list[str]:
         The name; nothing for any other key.
     """
     found = ours(key)
-    return [] if found == key or found.endswith("_extra_state") else [found]
+    return [] if found == key or found.endswith("_extra_state") or is_of_experts(key) else [found]
 
 
 def extra_states(names: Iterable[str]) -> list[str]:
@@ -223,8 +223,11 @@ class FolderNames:
 
 
 def is_of_experts(key: str) -> bool:
-    """Whether a key of a torch_dist folder has the weights of experts, which are one of its dimensions."""
-    return EXPERTS_THERE in key
+    """Whether a key of a torch_dist folder has the weights of experts, which are one of its dimensions.
+
+    Folders of this trainer with latent attention have had them under our name, too.
+    """
+    return EXPERTS_THERE in key or EXPERTS in key
 
 
 def unstacked_name(key: str, layer: int) -> str:

@@ -58,7 +58,7 @@ def _parser() -> Parser:
     source.add_argument(
         "--load-hf",
         metavar="FOLDER",
-        help="a GPT-2, Llama, Qwen2 or Qwen3 for causal language modelling",
+        help="a GPT-2, Llama, Mistral, Mixtral, Qwen or DeepSeek for causal language modelling",
     )
     target = parser.add_mutually_exclusive_group(required=True)
     target.add_argument("--save", metavar="FOLDER", help="a new folder that --load of this trainer takes")

@@ -129,7 +129,8 @@ def _parse(argv: list[str]) -> Namespace:
     parser = Parser("generate", "Continues prompts with a trained model, as text that appears token by token.")
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--load", metavar="FOLDER", help="what --save of this trainer, or of Megatron-LM, wrote to")
-    source.add_argument("--load-hf", metavar="FOLDER", help="a GPT-2, Llama, Qwen2 or Qwen3 of Hugging Face")
+    models = "a GPT-2, Llama, Mistral, Mixtral, Qwen or DeepSeek of Hugging Face"
+    source.add_argument("--load-hf", metavar="FOLDER", help=models)
     add = parser.add_argument
     add("--ckpt-step", type=int, metavar="N", help="the checkpoint of iteration N [the newest]")
     add(

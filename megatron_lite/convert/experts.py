@@ -13,19 +13,22 @@ from megatron_lite.convert.config_file import ConfigFile
 from megatron_lite.convert.mappings import GATED_HALVES, SAME, Link, lay_out_stack
 
 # values of ExpertKeys.layers
-EVERY_LAYER, BY_PATTERN, LATE_LAYERS = "every layer", "by a pattern", "late layers"
+EVERY_LAYER = "every layer"
+BY_PATTERN = "by a pattern"
+LATE_LAYERS = "late layers"
 # values of ExpertKeys.shares
 OF_CHOSEN = "a softmax over a token's experts (no --moe-router-pre-softmax)"
 OF_ALL = "--moe-router-pre-softmax"
 EITHER_SOFTMAX = "a softmax"
 SIGMOID = "--moe-router-score-function sigmoid"
-AUX_LOSS, SEQ_AUX_LOSS = "aux_loss", "seq_aux_loss"
+AUX_LOSS = "aux_loss"
+SEQ_AUX_LOSS = "seq_aux_loss"
 SHARED_GATE = "--moe-shared-expert-gate"
 
 
 @dataclass(frozen=True)
 class ExpertKeys:
-    """What an architecture can have of experts, and how it names them; values are of keys that are left out."""
+    """Names and limits of experts in one architecture; numbers are of keys that config.json leaves out."""
 
     number: int
     topk: int
@@ -105,7 +108,7 @@ def list_objections(e: ExpertShape, keys: ExpertKeys) -> Iterator[tuple[str, str
 
 
 def _describe_shares(e: ExpertShape) -> str:
-    """What a token's experts are weighed by: a value of ExpertKeys.shares."""
+    """Name the scores that a token's experts are weighed by: a value of ExpertKeys.shares."""
     if e.score_function == "sigmoid":
         return SIGMOID
     return OF_ALL if e.pre_softmax else OF_CHOSEN

@@ -309,15 +309,19 @@ def import_hf(
         _require_sizes(folder, theirs, to_hf_sizes(link, sizes))
         tensors[f"model.{link.ours}"] = link.layout.from_hf(list(theirs.values()))
     others = {f"model.{link.ours}": link.dtype for link in links if link.dtype is not None}
-    if precision is None:  # fp32 loses nothing of any mixture
-        found = {tensor.dtype for name, tensor in tensors.items() if name not in others}
-        precision = next((name for name, dtype in DTYPES.items() if found == {dtype}), "fp32")
+    if precision is None:
+        precision = _find_precision({tensor.dtype for name, tensor in tensors.items() if name not in others})
     for name, tensor in tensors.items():
         tensors[name] = cast(name, tensor, others.get(name, DTYPES[precision])).contiguous()
     record = CheckpointRecord(
         iteration=0, consumed=0, shape=dataclasses.asdict(shape), precision=precision, vocab_size=vocab_size
     )
     return record, tensors
+
+
+def _find_precision(found: set[torch.dtype]) -> str:
+    """The precision of weights of the types `found`: fp32, which loses nothing, of a mixture."""
+    return next((name for name, dtype in DTYPES.items() if found == {dtype}), "fp32")
 
 
 def _require_sizes(folder: Path, tensors: dict[str, Tensor], sizes: Sizes) -> None:

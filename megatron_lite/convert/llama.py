@@ -15,12 +15,14 @@ from megatron_lite.convert.rotary_config import build_rope_scaling, read_rotatio
 from megatron_lite.convert.window_config import WindowKeys
 
 # which linear layers have biases: values of Architecture.biases
-ALL_OR_NONE, OF_QKV, NO_BIASES = "all or none", "of queries, keys and values", "none"
+ALL_OR_NONE = "all or none"
+OF_QKV = "of queries, keys and values"
+NO_BIASES = "none"
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """What the models of one class of transformers have. Numbers are of keys that their config.json leaves out."""
+    """Models of one class of transformers. Numbers are of keys that their config.json leaves out."""
 
     title: str  # for messages
     model_type: str
@@ -104,7 +106,7 @@ def _find_name(shape: ModelShape) -> str:
 
 
 def _find(shape: ModelShape) -> Architecture:
-    """The same, all that is known of it."""
+    """All that is known of the architecture that a shape is nearest to."""
     return ARCHITECTURES[_find_name(shape)]
 
 
@@ -306,7 +308,7 @@ def read_shape(config: ConfigFile, padded_vocab_size: int) -> ModelShape:
 
 
 def _find_architecture(config: ConfigFile) -> Architecture:
-    """What the config.json is of. CheckpointError for any other architecture."""
+    """The architecture that a config.json tells of. CheckpointError for one that does not exist here."""
     named = config.values.get("architectures")
     name = named[0] if isinstance(named, list) and named else None
     if name not in ARCHITECTURES:

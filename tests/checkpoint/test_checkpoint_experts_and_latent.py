@@ -52,5 +52,10 @@ def test_megatron_loads_what_was_saved_here_and_goes_on(variant, precision, tmp_
     save_ours(ours, tmp_path / "iter_0000003", 3)
     load_theirs(theirs, tmp_path / "iter_0000003")
     assert same(theirs.flat(), ours.flat())
+    weights = [
+        {name: tensor for name, tensor in tensors.items() if name.startswith("model.")}
+        for tensors in (read_all(DistFile(tmp_path / "iter_0000003")), ours.flat())
+    ]
+    assert same(*weights)
     for batch in batches(shape, 2):
         assert ours.train(batch) == pytest.approx(theirs.train(batch), abs=2e-6 if precision == "fp32" else 2e-2)

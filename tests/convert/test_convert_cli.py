@@ -1,6 +1,7 @@
 """megatron-lite convert, from folders that the trainer wrote to folders that it reads."""
 
 import json
+import shlex
 import shutil
 import subprocess
 import sys
@@ -19,11 +20,21 @@ LLAMA = (
     "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear "
     "--group-query-attention --num-query-groups 2 --ffn-hidden-size 48"
 )
+LATENT = (
+    "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear --norm-epsilon 1e-6 "
+    "--untie-embeddings-and-output-weights --multi-latent-attention --qk-layernorm --rope-type rope --q-lora-rank 20 "
+    "--kv-lora-rank 12 --qk-head-dim 10 --qk-pos-emb-head-dim 6 --v-head-dim 8 --num-experts 8 --moe-router-topk 4 "
+    "--moe-layer-freq [0,1] --moe-ffn-hidden-size 24 --moe-router-score-function sigmoid --moe-router-num-groups 4 "
+    "--moe-router-group-topk 2 --moe-router-enable-expert-bias --moe-router-dtype fp32 "
+    "--moe-shared-expert-intermediate-size 24 --moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.01"
+)
 RUNS = {
     "gpt2": "--no-bias-gelu-fusion",
     "llama": f"{LLAMA} --untie-embeddings-and-output-weights --bf16",
     "torch": f"{LLAMA} --bf16 --ckpt-format torch --apply-layernorm-1p",
     "squared": "--squared-relu",
+    "mixtral": f"{LLAMA} --untie-embeddings-and-output-weights --bf16 --num-experts 4 --moe-aux-loss-coeff 0.01",
+    "deepseek": LATENT,
 }
 
 
@@ -43,7 +54,7 @@ def runs(tmp_path_factory):
     return {name: parent / name for name in RUNS}
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "mixtral", "deepseek"])
 def test_there_and_back_training_goes_on_alike(name, runs, tmp_path, capsys):
     """With the flags that the command prints, from the rows that are no padding: no other has a gradient of weight."""
     assert main(["convert", "--load", str(runs[name]), "--save-hf", str(tmp_path / "hf")]) == 0
@@ -67,7 +78,7 @@ def test_there_and_back_training_goes_on_alike(name, runs, tmp_path, capsys):
         after.read_into({key: other})
         rows = 128 if len(mine) == 160 else len(mine)
         assert mine.dtype == other.dtype and torch.equal(mine[:rows], other[:rows]), key
-    printed = [word.replace(str(tmp_path / "back"), "{}") for word in said[-1].split(" ")]
+    printed = [word.replace(str(tmp_path / "back"), "{}") for word in shlex.split(said[-1])]
     for place in (runs[name], tmp_path / "back"):
         words = " ".join(printed).format(place)
         quietly(flags(words, "--train-iters 3"), tmp_path / f"{place.name} run")
