@@ -3,6 +3,8 @@
 Each is a sentence that lowers the confidence of all that is derived from the source in question.
 """
 
+import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -14,8 +16,9 @@ from megatron_lite.analysis.memory.memory_results import Snapshot
 from megatron_lite.analysis.rank_facts import RankFacts
 from megatron_lite.analysis.run.run_results import Run
 from megatron_lite.analysis.run_facts import Facts
+from megatron_lite.analysis.trace.accelerators import GPU_OPERATORS
 from megatron_lite.analysis.trace.columns import WHOLE_GRAPH, Kind, Trace
-from megatron_lite.analysis.trace.launches import MAX_LOST, count_lost, describe_launches, find_launches
+from megatron_lite.analysis.trace.launches import MAX_LOST, count_lost, describe_early, describe_launches, find_launches
 from megatron_lite.formats.file_names import RUN_FILE, STEPS_FILE
 from megatron_lite.phases import Phase
 from megatron_lite.units import counted, size
@@ -24,6 +27,7 @@ MAX_APART = 2.0  # trace's step / the run's own time of its profiled steps, or t
 MAX_SHARE_APART = 0.2  # of a step, by which a trace and the run's own clock may differ about waiting for data
 # backends of torch.distributed that only send what lies on a device
 DEVICE_BACKENDS = ("nccl", "rccl", "xccl", "hccl", "mccl", "cncl", "eccl")
+DEVICE_SPAN = re.compile(f"({'|'.join(DEVICE_BACKENDS)}):")  # that torch writes around a collective
 MAX_IN_GRAPHS = 0.2  # of a step, in graphs of which one does not know what they do
 MAX_OVERLAP_APART = 0.05  # of a step, by which Ascend's own sums and the tasks of its device may differ
 # rows of a step -> names on the track "Overlap Analysis" of Ascend's profiler
@@ -74,11 +78,24 @@ def missing_gpu_work(one: RankFacts, run: Run | None) -> str:
         said = f"the trace names a device ({name}) and holds none of its work"
     elif trace.facts.get("backend") in DEVICE_BACKENDS:
         said = f"the ranks communicate by {trace.facts['backend']}, between devices, and the trace holds no work of one"
+    elif operator := _find_gpu_operator(trace):
+        said = f"the trace holds {operator}, which only a GPU has, and no work of one"
     elif trace.damage and not trace.without_gpu:
         said = "the trace is cut off, names no device and holds no kernel"
     else:
         return ""
     return said + quote_diagnostics(trace)
+
+
+def _find_gpu_operator(trace: Trace) -> str:
+    """The most frequent operator, or communication of a backend, that only a GPU has; '' for none."""
+    events = trace.events
+    operators = trace.rows[Kind.OP]
+    operators = operators[trace.passing(GPU_OPERATORS.match, Kind.OP)[events.name[operators]]]
+    ranges = trace.rows[Kind.ANNOTATION]
+    ranges = ranges[trace.passing(DEVICE_SPAN.match, Kind.ANNOTATION)[events.name[ranges]]]
+    found = Counter(events.name[np.concatenate((operators, ranges))].tolist())
+    return trace.names[found.most_common(1)[0][0]] if found else ""
 
 
 def quote_diagnostics(trace: Trace) -> str:
@@ -186,6 +203,7 @@ def _check_trace(one: RankFacts, run: Run | None) -> Iterator[str]:
         lost, made = _count_lost_kernels(one)
         if lost > MAX_LOST * made:
             yield f"{lost / made:.0%} of the steady steps' kernel launches have no kernel in the trace"
+        yield describe_early(trace, trace.device_rows[one.placing.counts[trace.device_rows]])
         yield from _check_overlap_analysis(one)
     if run is None:
         return

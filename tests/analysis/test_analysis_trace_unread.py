@@ -298,3 +298,138 @@ def test_a_trace_of_a_single_empty_step_keeps_it(tmp_path):
     made.step(3, 0, 100)
     _, found = place(made, tmp_path)
     assert len(found.steps) == 1
+
+
+# --- operators, tracks and clocks
+
+
+def host_job(folder: Path, operators: list[str], ranges: list[str] = ()) -> None:
+    """5 steps of 10 ms with these operators and ranges of the host, and no word on any device."""
+    made = MadeTrace(None, 1, device=None)
+    for step in range(5):
+        at = 10_000.0 * step
+        made.step(step, at, at + 9_900)
+        for at_op, name in enumerate(operators * 10):
+            made.op(name, at + 10 + 200 * at_op, at + 60 + 200 * at_op)
+        for name in ranges:
+            made.annotation(name, at + 8_210, at + 8_290)
+    made.write(folder)
+
+
+@pytest.mark.parametrize(
+    ("operators", "ranges", "is_known"),
+    [
+        (["aten::cudnn_convolution", "aten::mm"], [], False),
+        (["aten::_flash_attention_forward"], [], False),
+        (["aten::_scaled_dot_product_efficient_attention"], [], False),
+        (["aten::miopen_batch_norm"], [], False),
+        (["aten::mm"], ["nccl:all_reduce"], False),
+        (["aten::_scaled_dot_product_flash_attention_for_cpu", "aten::cudnn_is_acceptable"], ["gloo:all_reduce"], True),
+        (["aten::_use_cudnn_ctc_loss", "aten::mkldnn_convolution"], [], True),
+    ],
+)
+def test_operators_that_only_a_gpu_has_are_no_cpu_job(tmp_path, operators, ranges, is_known):
+    host_job(tmp_path, operators, ranges)
+    report = analyze([tmp_path])
+    assert (report.verdict.bound != "inconclusive") == is_known
+    assert (report.verdict.confidence == "high") == is_known
+    assert is_known or not [one for one in report.findings if one.cost_ms]
+
+
+def track(folder: Path, process: str | None, category: str, share: float) -> None:
+    """A GPU's run, and beside it a track that is busy for this share of the time; None: a thread of the host."""
+    made = gpu_run(steps=5)
+    end = max(event["ts"] + event.get("dur", 0) for event in made.events)
+    host = next(event["pid"] for event in made.events if event.get("cat") == "cpu_op")
+    pid = host if process is None else 4_711
+    if process is not None:
+        made.events.append({"ph": "M", "name": "process_name", "pid": pid, "args": {"name": process}})
+    for at in range(0, int(end), 1_000):
+        made.events.append(
+            {"ph": "X", "cat": category, "name": "task", "pid": pid, "tid": 990, "ts": at, "dur": 1_000 * share}
+        )
+    made.write(folder)
+
+
+@pytest.mark.parametrize(
+    ("process", "category", "share", "is_named"),
+    [
+        ("DLA 0", "dla", 0.75, True),
+        ("Accelerator 7", "gpu_op", 0.75, True),
+        ("DLA 0", "dla", 0.01, False),
+        ("Traces", "dla", 0.75, False),
+        ("CUPTI", "overhead", 0.75, False),
+        (None, "sampling", 0.75, False),
+    ],
+)
+def test_a_busy_track_beside_a_gpu_is_named(tmp_path, process, category, share, is_named):
+    track(tmp_path, process, category, share)
+    report = analyze([tmp_path])
+    unread = report.facts.critical.trace.unread
+    assert bool(unread) == is_named and (not unread or f"'{process}'" in unread[0])
+
+
+@pytest.mark.parametrize(("early_us", "is_doubted"), [(0, False), (3, False), (500, True), (8_000, True)])
+def test_kernels_before_their_launches_make_idle_time_doubtful(tmp_path, early_us, is_doubted):
+    made = gpu_run(steps=5)
+    calls = {event["args"]["correlation"]: event for event in made.events if event.get("cat") == "cuda_runtime"}
+    for event in made.events:
+        call = calls.get(event.get("args", {}).get("correlation"))
+        if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset") and call is not None and early_us:
+            event["ts"] = call["ts"] - early_us
+    made.write(tmp_path)
+    report = analyze([tmp_path])
+    said = [text for text in report.verdict.why.split("; ") if "clocks" in text]
+    assert bool(said) == is_doubted
+    assert "launch-bound" not in [one.code for one in report.findings] or not is_doubted
+
+
+TABLES["MPI_COLLECTIVES_EVENTS"] = "start, end, globalTid, textId, size"
+TABLES["OSRT_API"] = "start, end, globalTid, correlationId, nameId"
+
+
+def slow_host(folder: Path, kernel_us: int = 3_000, kernels: int = 1, gap_us: int = 7_000, **more) -> Path:
+    """6 steps of `kernels` kernels, after each of which the device idles; the host is in no range."""
+    ranges, calls, work = [], [], []
+    step_ns = kernels * (kernel_us + gap_us) * 1_000
+    for step in range(6):
+        ranges.append((step * step_ns, (step + 1) * step_ns - 1_000, 59, f"step {step}", PID | 77, None))
+        for index in range(kernels):
+            at, number = step * step_ns + index * (kernel_us + gap_us) * 1_000, step * kernels + index + 1
+            calls.append((at + 1_000, at + 9_000, PID | 77, number, 1))
+            work.append((at + 10_000, at + 10_000 + kernel_us * 1_000, 0, 7, number, PID, 2, 2, None))
+    tables = {
+        "StringIds": [(1, "cudaLaunchKernel_v7000"), (2, "void gemm<float>(int)"), (3, "read")],
+        "NVTX_EVENTS": ranges,
+        "CUPTI_ACTIVITY_KIND_RUNTIME": calls,
+        "CUPTI_ACTIVITY_KIND_KERNEL": work,
+        "TARGET_INFO_GPU": [(0, "NVIDIA H100 80GB HBM3")],
+    }
+    return export(folder, **tables | more)
+
+
+def test_communication_of_the_host_that_nobody_reads_is_named(tmp_path):
+    rows = [(10_000_000 * step + 3_100_000, 10_000_000 * step + 9_900_000, PID | 77, None, 4) for step in range(6)]
+    slow_host(tmp_path, MPI_COLLECTIVES_EVENTS=rows)
+    report = analyze([tmp_path])
+    assert "MPI_COLLECTIVES_EVENTS" in report.verdict.why and "40.8 ms" in report.verdict.why
+    assert report.verdict.confidence == "low"
+
+
+def test_calls_of_the_system_that_nobody_reads_are_noted(tmp_path):
+    """They are recorded by default: the longest of threads that launch is named, others' waiting is not."""
+    own = [(10_000_000 * step + 3_100_000, 10_000_000 * step + 9_900_000, PID | 77, 1, 3) for step in range(6)]
+    other = [(0, 60_000_000, PID | 78, 1, 2)]
+    slow_host(tmp_path, OSRT_API=own + other)
+    report = analyze([tmp_path])
+    [said] = [note for note in report.facts.critical.trace.notes if "OSRT_API" in note]
+    assert "6 calls of read" in said and "40.8 ms" in said and report.verdict.confidence == "high"
+
+
+@pytest.mark.parametrize(
+    ("kernel_us", "kernels", "gap_us", "code"),
+    [(3_000, 1, 7_000, "host-gaps"), (20, 40, 60, "launch-bound"), (20, 40, 2_500, "host-gaps")],
+)
+def test_only_small_kernels_that_come_in_short_order_are_bound_by_launching(tmp_path, kernel_us, kernels, gap_us, code):
+    slow_host(tmp_path, kernel_us, kernels, gap_us)
+    assert [one.code for one in analyze([tmp_path]).findings if one.code in ("host-gaps", "launch-bound")] == [code]

@@ -23,6 +23,7 @@ from megatron_lite.analysis.time.range_names import AUTOGRAD
 from megatron_lite.analysis.time.sites import CallSites
 from megatron_lite.analysis.time.time_results import NO_PHASE, ROW_TITLES, PhaseTime, Placing, RankTime, Span, Step
 from megatron_lite.analysis.trace.columns import Kind, Trace
+from megatron_lite.analysis.trace.launches import MAX_EARLY, measure_early
 
 MIN_STEPS = 2
 WAITS = ("data_wait", "process_wait")  # rows that the picture of a step shows beside its phases
@@ -32,6 +33,8 @@ BRIDGED = 0.002  # of a step: shorter holes cannot be seen in a picture
 IDLE_SHARE = 0.15  # of the step
 KERNEL_TO_INTERVAL = 1.5  # the median kernel's length by the time between launches
 QUEUE_US = 50.0
+# of the median kernel, and of the time without one between two launches: in more, the host does something else
+MAX_SMALL_US = 1_000.0
 COMPILED = re.compile(r"## Call CompiledFxGraph|Torch-Compiled Region|CompiledFunction")
 MAY_WAIT = re.compile(
     r"c10d::|record_param_comms|gloo|torch[.:]+distributed|Torch-Compiled Region|_c10d_functional|c10d_functional"
@@ -189,12 +192,14 @@ class LaunchSpeed:
     kernel_us: float  # median of each
     interval_us: float  # between calls of the same thread
     queue_us: float  # from the end of a call to its kernel's start; below 0 where that starts before the call returns
+    early: float  # share of kernels that start before their calls: the clocks of host and device differ
 
     @property
     def is_slow(self) -> bool:
-        """Are kernels over faster than new ones come, and hardly any waits in the queue?"""
-        is_over = 0 < self.kernel_us < KERNEL_TO_INTERVAL * self.interval_us
-        return is_over and self.queue_us < QUEUE_US
+        """Are small kernels over faster than new ones come, and does hardly any wait in the queue?"""
+        is_small = 0 < self.kernel_us < MAX_SMALL_US and self.interval_us - self.kernel_us < MAX_SMALL_US
+        is_faster = self.kernel_us < KERNEL_TO_INTERVAL * self.interval_us
+        return is_small and is_faster and self.queue_us < QUEUE_US and self.early <= MAX_EARLY
 
 
 def _measure_launches(trace: Trace, placing: Placing, rows: Integers) -> LaunchSpeed:
@@ -215,6 +220,7 @@ def _measure_launches(trace: Trace, placing: Placing, rows: Integers) -> LaunchS
         kernel_us=_median_us(trace.lengths_ns(kernels)),
         interval_us=_median_us(interval_ns),
         queue_us=_median_us(queue_ns),
+        early=measure_early(trace, kernels)[0],
     )
 
 

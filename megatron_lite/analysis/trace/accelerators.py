@@ -50,6 +50,15 @@ def find_track_owner(text: str) -> str:
     return next((row.name for row in read_accelerators() if row.tracks.search(text)), "")
 
 
+# Operators that only a GPU has, by cuDNN, MIOpen and the kernels of scaled_dot_product_attention. A CPU asks whether
+# cuDNN may be used, and has a flash attention of its own.
+GPU_OPERATORS = re.compile(
+    r"aten::(_?cudnn_(?!is_acceptable)|_?miopen_|_(flash|efficient)_attention_"
+    r"|_scaled_dot_product_(flash_attention(?!_for_cpu)|efficient_attention|cudnn_attention)"
+    r"|_thnn_fused_|_fused_rms_norm_cuda|_cuda_)"
+)
+
+
 def find_accelerator(
     categories: Iterable[str], tracks: Iterable[str], operators: Iterable[str], numbers: Iterable[int]
 ) -> str:

@@ -63,6 +63,7 @@ NO_WORK_CATEGORIES = re.compile(
     r"collective_comm|\w*counters?$|\w*_profiler(_range)?$|mtia_insight|osrt"
 )
 NO_WORK_PROCESSES = re.compile(r"Overlap Analysis|CANN|HCCL|Communication|Python GC|Traces|Spans|AI Core|MindStudio")
+HOST_KINDS = (Kind.OP, Kind.ANNOTATION, Kind.RUNTIME, Kind.PYTHON)
 MIN_SHARE = 0.05  # of the trace's time, by a track that nobody reads and that may matter
 MAX_TEXT = 60
 MAX_SENTENCES = 5
@@ -240,20 +241,22 @@ def _find_unread(
     processes: Sequence[str],
     tracks: Tracks,
 ) -> tuple[str, ...]:
-    """Tracks of an accelerator, and in a trace without device work any long track of its own,
-    of which nothing is read."""
+    """Tracks of an accelerator, and any long track of its own of which nothing is read: beside device work only those
+    of processes that are no host's, whose threads do many things."""
     kind, thread = columns["kind"], columns["thread"]
     read_threads = set(np.unique(thread[~np.isin(kind, (Kind.OTHER, Kind.OVERHEAD))]).tolist())
     has_work = bool(np.isin(kind, DEVICE_KINDS).any())
+    host_processes = {threads[number][0] for number in np.unique(thread[np.isin(kind, HOST_KINDS)]).tolist()}
     counted: Counter[str] = Counter()
     for number, of_category, events, share in _count_unread(columns, category):
         said, process = categories[of_category] or "", processes[number]
         if NO_WORK_CATEGORIES.match(said) or NO_WORK_PROCESSES.match(process):
             continue
         owner = find_track_owner(f"{process} {said}")
-        matters = not has_work and number not in read_threads and share >= MIN_SHARE
+        pid, tid = threads[number]
+        may_matter = not has_work or pid not in host_processes
+        matters = may_matter and number not in read_threads and share >= MIN_SHARE
         if owner or matters:
-            pid, tid = threads[number]
             where = process or tracks.threads.get((pid, tid)) or f"{pid}, {tid}"
             counted[_describe_track(owner, where, said)] += events
     return tuple(f"events of {track} were not read: {events:,}" for track, events in counted.most_common(MAX_SENTENCES))

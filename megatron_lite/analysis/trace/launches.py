@@ -12,6 +12,9 @@ from megatron_lite.analysis.intervals import Integers
 from megatron_lite.analysis.trace.columns import Kind, Trace
 
 MAX_LOST = 0.05  # of the launches, without work in the trace; work at a window's edges is regularly missing
+# Of device work, that starts before its launch. Clocks of host and device are compared to some microseconds.
+MAX_EARLY = 0.05
+CLOCK_ERROR_US = 20.0
 # Runtimes whose calls and kernels always have the same correlation id in a trace.
 ALWAYS_JOINED = ("cuda",)
 MIN_JOINED = 0.5  # of the launches of another runtime: some have work without an id
@@ -82,6 +85,36 @@ def count_lost(trace: Trace, launches: Launches) -> int:
     if launches.runtime not in ALWAYS_JOINED and (share == 0 or share > MIN_JOINED):
         return 0
     return int((~joined).sum())
+
+
+def measure_early(trace: Trace, work: Integers) -> tuple[float, float]:
+    """Measure device work that starts before the call that launches it, which no clock may show.
+
+    Args:
+        trace: the trace.
+        work: rows of device work.
+
+    Returns:
+        Its share of all work that is joined with a call, and how much before its call the median of it starts, us.
+    """
+    events = trace.events
+    launched = work[trace.launch_of[work] >= 0]
+    if not len(launched):
+        return 0.0, 0.0
+    before_us = (events.start_ns[trace.launch_of[launched]] - events.start_ns[launched]) / 1e3
+    early = before_us > CLOCK_ERROR_US
+    return float(early.mean()), float(np.median(before_us[early])) if early.any() else 0.0
+
+
+def describe_early(trace: Trace, work: Integers) -> str:
+    """Why the times of host and device cannot be compared: work starts before its launch; '' where hardly any does."""
+    share, median_us = measure_early(trace, work)
+    if share <= MAX_EARLY:
+        return ""
+    return (
+        f"{share:.0%} of the device's work starts before the call that launches it, in the median by "
+        f"{median_us / 1e3:,.2f} ms: the clocks of host and device differ, so what the device waited for is not known"
+    )
 
 
 def describe_launches(launches: Launches) -> str:

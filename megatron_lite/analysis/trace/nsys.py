@@ -27,7 +27,12 @@ from megatron_lite.analysis.trace.columns import (
 )
 from megatron_lite.analysis.trace.diagnostics import tells_of_loss
 from megatron_lite.analysis.trace.kineto import nested_tuples
-from megatron_lite.analysis.trace.nsys_gaps import find_unread_tables, read_diagnostics
+from megatron_lite.analysis.trace.nsys_gaps import (
+    find_system_calls,
+    find_unread_communication,
+    find_unread_tables,
+    read_diagnostics,
+)
 
 _PUSH_POP, _START_END, _MARK = 59, 60, 34  # ENUM_NSYS_EVENT_TYPE
 _OUR_MARK = re.compile(r"rank (\d+) of (\d+)\b")  # megatron_lite/instruments/nsys_range.py
@@ -179,7 +184,11 @@ def _read_processes(path: Path, tables: _Tables) -> tuple[Trace, ...]:
         devices=tables.devices(),
         clock_ns=tables.clock_ns(),
         facts=tables.facts(),
-        unread=tuple(find_unread_tables(tables.query, tables.columns)),
+        unread=(
+            *find_unread_tables(tables.query, tables.columns),
+            *find_unread_communication(tables.query, tables.columns),
+        ),
+        system_calls=tuple(find_system_calls(tables.query, tables.columns)),
         diagnostics=tuple(read_diagnostics(tables.query, tables.columns)),
     )
     return tuple(
@@ -215,6 +224,7 @@ class _Report:
     clock_ns: int | None  # since 1970, of the report's time 0
     facts: dict[str, str]
     unread: tuple[tuple[int | None, str], ...]  # (process, or None for all; what of it is not read)
+    system_calls: tuple[tuple[int | None, str], ...]  # (process; the longest call of the operating system)
     diagnostics: tuple[tuple[int | None, str], ...]  # (process, or None for all; the tool's message)
 
 
@@ -239,7 +249,12 @@ def _build_trace(report: _Report, pid: int, columns: dict[str, Integers]) -> Tra
         collectives=(),
         events=events,
         memory=MemoryEvents(none, none, none, none, none.astype(np.int16)),
-        notes=(*notes, *map(_quote, diagnostics), *_describe_whole_graphs(events, report.names)),
+        notes=(
+            *notes,
+            *(text for owner, text in report.system_calls if owner == pid),
+            *map(_quote, diagnostics),
+            *_describe_whole_graphs(events, report.names),
+        ),
         facts=report.facts,
         damage=tuple(_quote(text) for text in diagnostics if tells_of_loss(text)),
         diagnostics=diagnostics,

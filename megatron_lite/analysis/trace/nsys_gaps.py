@@ -19,6 +19,9 @@ READ_TABLES = {
 }
 # On a stream, and no work: events that were recorded, allocations, overhead of the profiler.
 NO_WORK_TABLES = re.compile(r"CUDA_EVENT|MEMORY|MEM_POOL|MEMORY_POOL|OVERHEAD|ENVIRONMENT|CALLCHAIN|NODE_EVENTS|USAGE")
+# Communication that a thread of the host waits in.
+HOST_COMMUNICATION = re.compile(r"(MPI|UCP|OPENSHMEM|NVSHMEM)_.*EVENTS$")
+MIN_CALL_MS = 1.0  # of the operating system's calls that a note names
 # (who wrote it and what to name instead, a table of it)
 OTHER_DATABASES = (
     (
@@ -43,6 +46,46 @@ def find_unread_tables(query: Query, columns: Columns) -> Owned:
         counted = query(f'SELECT {owner}, count(*) FROM "{quoted}" WHERE end > start GROUP BY 1')
         found += [(pid, f"{rows:,} rows of the table {table}, work of the GPU, were not read") for pid, rows in counted]
     return found
+
+
+def find_unread_communication(query: Query, columns: Columns) -> Owned:
+    """Tables with communication on a thread of the host, as of MPI, by process."""
+    found: Owned = []
+    for table, have in sorted(columns.items()):
+        if not HOST_COMMUNICATION.match(table) or not {"start", "end", "globalTid"} <= have:
+            continue
+        quoted = table.replace('"', '""')
+        rows_and_ns = "count(*), sum(end - start)"
+        sums = query(f'SELECT globalTid >> 24 & 0xffffff, {rows_and_ns} FROM "{quoted}" WHERE end > start GROUP BY 1')
+        for pid, rows, ns in sums:
+            lost = f"{rows:,} rows of the table {table}, {ns / 1e6:,.1f} ms of communication of the host, were not read"
+            found.append((pid, lost))
+    return found
+
+
+def find_system_calls(query: Query, columns: Columns) -> Owned:
+    """The call of the operating system that takes longest on threads that launch kernels, by process.
+
+    They are recorded by default and not read: while the device waits for the host, this is what it may do.
+    """
+    is_there = {"start", "end", "globalTid", "nameId"} <= columns.get("OSRT_API", set())
+    if not is_there or not {"globalTid", "nameId"} <= columns.get("CUPTI_ACTIVITY_KIND_RUNTIME", set()):
+        return []
+    launching = (
+        "SELECT DISTINCT globalTid FROM CUPTI_ACTIVITY_KIND_RUNTIME JOIN StringIds ON nameId = id "
+        "WHERE value LIKE '%Launch%'"
+    )
+    sums = query(
+        "SELECT globalTid >> 24 & 0xffffff, (SELECT value FROM StringIds WHERE id = nameId), count(*), "
+        f"sum(end - start) AS ns FROM OSRT_API WHERE end > start AND globalTid IN ({launching}) "
+        "GROUP BY 1, 2 ORDER BY ns DESC"
+    )
+    longest: dict[int, str] = {}
+    for pid, name, calls, ns in sums:
+        if name and ns >= MIN_CALL_MS * 1e6:
+            text = f"{calls:,} calls of {name} on threads that launch kernels take {ns / 1e6:,.1f} ms (OSRT_API): "
+            longest.setdefault(pid, text + "no figure of the host tells them apart from Python")
+    return list(longest.items())
 
 
 def read_diagnostics(query: Query, columns: Columns) -> Owned:
