@@ -5,12 +5,17 @@ Names, defaults and meanings are Megatron-LM's (0.16) unless the help says other
 
 from dataclasses import dataclass, field
 
-from megatron_lite.config.flags import flag
+from megatron_lite.config.flags import Range, flag
 
-SIZE = "at least 1 and at most 2147483647"
-SHARE = "at least 0 and below 1"
-LENGTH = "at least 1; to only evaluate use --skip-train"
-OFF = "at least 0; 0 switches it off"
+MAX_SIZE = 2**31 - 1
+SIZE = Range(at_least=1, at_most=MAX_SIZE)
+AT_LEAST_0 = Range(at_least=0)
+AT_LEAST_1 = Range(at_least=1)
+ABOVE_0 = Range(above=0)
+PART = Range(above=0, at_most=1)
+SHARE = Range(at_least=0, below=1)
+LENGTH = Range(at_least=1, remedy="to only evaluate use --skip-train")
+OFF = Range(at_least=0, remedy="0 switches it off")
 EXPLICIT_BACKENDS = ("unfused", "local")  # values of --attention-backend that write scores down
 
 
@@ -20,7 +25,7 @@ class ModelArgs:
 
     model: str | None = flag(None, "FUNCTION(shape) builds the model, not a GPT. (ours)", value="FILE.py:FUNCTION")
     num_layers: int = flag(
-        None, "Transformer layers. Required.", "at least 1 and at most 100000", aliases=("--encoder-num-layers",)
+        None, "Transformer layers. Required.", Range(at_least=1, at_most=100000), aliases=("--encoder-num-layers",)
     )
     hidden_size: int = flag(None, "Width of the residual stream. Required.", SIZE)
     num_attention_heads: int = flag(None, "Attention heads per layer. Required.", SIZE)
@@ -29,38 +34,38 @@ class ModelArgs:
     ffn_hidden_size: int | None = flag(None, "Width of the MLP; 4 x hidden, with --swiglu 8/3 x in steps of 64.", SIZE)
     kv_channels: int | None = flag(None, "Width of one head; hidden / heads when left out.", SIZE)
     group_query_attention: bool = flag(False, "Share keys and values between groups of heads.")
-    num_query_groups: int = flag(1, "Key/value heads, with --group-query-attention.", "at most 2147483647")
+    num_query_groups: int = flag(1, "Key/value heads, with --group-query-attention.", Range(at_most=MAX_SIZE))
     position_embedding_type: str = flag(
         "learned_absolute",
         "Learned table, rotary (with YaRN's frequencies), or none.",
         choices=("learned_absolute", "rope", "yarn", "none"),
     )
-    rotary_percent: float = flag(1.0, "Share of a head's channels that rotate.", "above 0 and at most 1")
-    rotary_base: int = flag(10000, "Base of the rotary frequencies.", "at least 1; 10000 is usual")
+    rotary_percent: float = flag(1.0, "Share of a head's channels that rotate.", PART)
+    rotary_base: int = flag(10000, "Base of the rotary frequencies.", Range(at_least=1, remedy="10000 is usual"))
     rotary_interleaved: bool = flag(False, "Rotate neighboring channels instead of halves.")
-    rotary_seq_len_interpolation_factor: int | None = flag(None, "Divide rotary positions by this.", "at least 1")
+    rotary_seq_len_interpolation_factor: int | None = flag(None, "Divide rotary positions by this.", AT_LEAST_1)
     use_rope_scaling: bool = flag(False, "Llama 3.1's rotary frequencies, for sequences beyond 8192 positions.")
-    rope_scaling_factor: float = flag(8.0, "With --use-rope-scaling: how many times as long.", "above 0")
+    rope_scaling_factor: float = flag(8.0, "With --use-rope-scaling: how many times as long.", ABOVE_0)
     rotary_scaling_factor: float = flag(
         1.0,
         "With yarn, or latent attention: how many times as long.",
-        "above 0",
+        ABOVE_0,
         aliases=("--yarn-rotary-scaling-factor",),
     )
     yarn_original_max_position_embeddings: int | None = flag(
         None, "With yarn: positions of pretraining; 4096 when left out.", SIZE
     )
     yarn_beta_fast: float | None = flag(
-        None, "With yarn: turns within them from which on frequencies stay; 32 when left out.", "above 0"
+        None, "With yarn: turns within them from which on frequencies stay; 32 when left out.", ABOVE_0
     )
     yarn_beta_slow: float | None = flag(
-        None, "With yarn: turns below which they are divided by the factor; 1 when left out.", "above 0"
+        None, "With yarn: turns below which they are divided by the factor; 1 when left out.", ABOVE_0
     )
-    mscale: float = flag(1.0, "With those: how much attention is sharpened.", "at least 0", aliases=("--yarn-mscale",))
+    mscale: float = flag(1.0, "With those: how much attention is sharpened.", AT_LEAST_0, aliases=("--yarn-mscale",))
     mscale_all_dim: float = flag(
         0.0,
         "With yarn: how much of that is taken back; latent attention sharpens scores by it.",
-        "at least 0",
+        AT_LEAST_0,
         aliases=("--yarn-mscale-all-dim",),
     )
     yarn_correction_range_round_to_int: bool = flag(
@@ -70,7 +75,7 @@ class ModelArgs:
     )
     add_position_embedding: bool = flag(True, "No effect with rope; refused without.", off="--no-position-embedding")
     normalization: str = flag("LayerNorm", "Norm of the residual stream.", choices=("LayerNorm", "RMSNorm"))
-    norm_epsilon: float = flag(1e-5, "Epsilon of the norms.", "above 0")
+    norm_epsilon: float = flag(1e-5, "Epsilon of the norms.", ABOVE_0)
     apply_layernorm_1p: bool = flag(False, "Keep norm weights minus one.")
     swiglu: bool = flag(False, "Gated SiLU MLP.")
     squared_relu: bool = flag(False, "Squared ReLU MLP.")
@@ -85,21 +90,19 @@ class ModelArgs:
     untie_embeddings_and_output_weights: bool = flag(False, "A separate output matrix.")
     hidden_dropout: float = flag(0.1, "Dropout of embeddings and of each block's two outputs.", SHARE)
     attention_dropout: float = flag(0.1, "Dropout of attention probabilities.", SHARE)
-    init_method_std: float = flag(
-        0.02, "Std of initial weights; output projections: std / sqrt(2 x layers).", "above 0"
-    )
+    init_method_std: float = flag(0.02, "Std of initial weights; output projections: std / sqrt(2 x layers).", ABOVE_0)
     use_mup: bool = flag(
         False, "Maximal update parametrization: initial weights, scales and learning rates that suit any width."
     )
     mup_base_hidden_size: int | None = flag(
         None, "With --use-mup: the width that --lr is for; --hidden-size when left out.", SIZE
     )
-    mup_embedding_mult: float = flag(1.0, "With --use-mup: factor of the embeddings' output.", "above 0")
+    mup_embedding_mult: float = flag(1.0, "With --use-mup: factor of the embeddings' output.", ABOVE_0)
     mup_output_mult: float = flag(
-        1.0, "With --use-mup: factor of the logits; base width / width when left out, or 1.", "above 0"
+        1.0, "With --use-mup: factor of the logits; base width / width when left out, or 1.", ABOVE_0
     )
     mup_base_head_dim: float | None = flag(
-        None, "With --use-mup: width of a head for which scores are scaled as without it.", "above 0"
+        None, "With --use-mup: width of a head for which scores are scaled as without it.", ABOVE_0
     )
     mup_attn_scale_power: float = flag(1.0, "With --use-mup: scores are divided by the head's width to this power.")
     make_vocab_size_divisible_by: int = flag(128, "The vocabulary is padded to a multiple of this.", SIZE)
@@ -128,7 +131,7 @@ class ModelArgs:
     )
     recompute_method: str | None = flag(None, "Which layers a full recompute covers.", choices=("uniform", "block"))
     recompute_num_layers: int | None = flag(
-        None, "Layers per recomputed chunk (uniform) or from the first on (block).", "at most 2147483647"
+        None, "Layers per recomputed chunk (uniform) or from the first on (block).", Range(at_most=MAX_SIZE)
     )
 
 
@@ -148,8 +151,8 @@ class LatentArgs:
         None, "Its rotary frequencies: plain ones, or YaRN's, which it has when left out.", choices=("rope", "yarn")
     )
     original_max_position_embeddings: int = flag(4096, "With its yarn: positions of pretraining.", SIZE)
-    beta_fast: float = flag(32.0, "With its yarn: turns within them from which on frequencies stay.", "above 0")
-    beta_slow: float = flag(1.0, "With its yarn: turns below which they are divided by the factor.", "above 0")
+    beta_fast: float = flag(32.0, "With its yarn: turns within them from which on frequencies stay.", ABOVE_0)
+    beta_slow: float = flag(1.0, "With its yarn: turns below which they are divided by the factor.", ABOVE_0)
 
 
 @dataclass(frozen=True)
@@ -163,26 +166,26 @@ class ExpertArgs:
         value="N|PATTERN",
     )
     moe_ffn_hidden_size: int | None = flag(None, "Width of one expert; that of the MLP when left out.", SIZE)
-    moe_router_topk: int = flag(2, "Experts of each token.", "at least 1")
+    moe_router_topk: int = flag(2, "Experts of each token.", AT_LEAST_1)
     moe_router_score_function: str = flag(
         "softmax", "How a router's numbers become shares.", choices=("softmax", "sigmoid")
     )
     moe_router_pre_softmax: bool = flag(False, "Softmax over all experts, then choose; else over the chosen ones.")
-    moe_router_topk_scaling_factor: float | None = flag(None, "Multiply a token's shares by this.", "above 0")
+    moe_router_topk_scaling_factor: float | None = flag(None, "Multiply a token's shares by this.", ABOVE_0)
     moe_router_num_groups: int | None = flag(None, "Groups of experts, of which a token's come from some.", SIZE)
     moe_router_group_topk: int | None = flag(None, "How many of those groups.", SIZE)
     moe_router_dtype: str | None = flag(None, "Precision in which tokens are routed.", choices=("fp32", "fp64"))
     moe_router_enable_expert_bias: bool = flag(
         False, "Balance experts by a bias that is added to scores where experts are chosen, and there only."
     )
-    moe_router_bias_update_rate: float = flag(1e-3, "Step of that bias, up or down.", "at least 0")
+    moe_router_bias_update_rate: float = flag(1e-3, "Step of that bias, up or down.", AT_LEAST_0)
     moe_router_load_balancing_type: tuple[str, ...] = flag(
         ("aux_loss",),
         "Loss that balances experts: aux_loss, seq_aux_loss, global_aux_loss, several of them, sinkhorn, or none.",
         value="KIND ...",
     )
     moe_aux_loss_coeff: tuple[float, ...] = flag((0.0,), "Its factor, one of each.", value="FACTOR ...")
-    moe_z_loss_coeff: float | None = flag(None, "Factor of the loss that keeps a router's numbers small.", "at least 0")
+    moe_z_loss_coeff: float | None = flag(None, "Factor of the loss that keeps a router's numbers small.", AT_LEAST_0)
     moe_input_jitter_eps: float | None = flag(None, "Multiply a router's input by 1 - this to 1 + this.", SHARE)
     moe_router_force_load_balancing: bool = flag(False, "Route tokens at random, for measurements of speed.")
     moe_expert_capacity_factor: float | None = flag(
@@ -210,14 +213,15 @@ class TrainingArgs:
     global_batch_size: int | None = flag(
         None,
         "Samples per optimizer step over all ranks; micro-batch x ranks when left out.",
-        "at most 2147483647",
+        Range(at_most=MAX_SIZE),
     )
     rampup_batch_size: tuple[int, ...] = flag(
         (), "Grow the global batch over the first samples; with --train-samples.", value="START INCREMENT SAMPLES"
     )
     step_batch_size_schedule: str | None = flag(
         None,
-        "Global batches from a number of tokens on, in place of --global-batch-size: '0:768 250B:1536'; with --train-samples.",
+        "Global batches from a number of tokens on, in place of --global-batch-size: '0:768 250B:1536'; "
+        "with --train-samples.",
         value="'TOKENS:BATCH ...'",
     )
     eval_global_batch_size: int | None = flag(
@@ -229,25 +233,26 @@ class TrainingArgs:
     train_iters: int | None = flag(None, "Optimizer steps to run. Required, or --train-samples.", LENGTH)
     train_samples: int | None = flag(None, "Samples to train on; excludes --train-iters.", LENGTH)
     iterations_to_skip: tuple[int, ...] = flag(
-        (), "Iterations whose batches are drawn, but not trained on.", "at least 1", value="N ..."
+        (), "Iterations whose batches are drawn, but not trained on.", AT_LEAST_1, value="N ..."
     )
-    seed: int = flag(1234, "Seed of weights, dropout and data order.", "at least 0 and below 4294967296")
+    seed: int = flag(1234, "Seed of weights, dropout and data order.", Range(at_least=0, below=4294967296))
     calculate_per_token_loss: bool = flag(False, "Normalize gradients by the unmasked tokens of the global batch.")
     skip_train: bool = flag(False, "Only evaluate.")
     exit_interval: int | None = flag(None, "Save and leave at a multiple of this iteration.", OFF, zero_is_off=True)
     exit_duration_in_mins: int | None = flag(None, "Save and leave after this many minutes.", OFF, zero_is_off=True)
     exit_signal_handler: bool = flag(
         False,
-        "On the exit signal: finish the step (on GPUs the two after it), save, exit 0; torchrun waits --shutdown-timeout, 30 s.",
+        "On the exit signal: finish the step (on GPUs the two after it), save, exit 0; torchrun waits "
+        "--shutdown-timeout, 30 s.",
     )
     exit_signal: str = flag("SIGTERM", "The signal of --exit-signal-handler.", value="NAME")
     manual_gc: bool = flag(False, "Run Python's garbage collector only at --manual-gc-interval.")
-    manual_gc_interval: int = flag(0, "Iterations between collections; 0: never while training.", "at least 0")
+    manual_gc_interval: int = flag(0, "Iterations between collections; 0: never while training.", AT_LEAST_0)
     deterministic_mode: bool = flag(False, "Refuse nondeterministic kernels.")
     torch_compile: str = flag(
         "auto",
-        "What torch.compile compiles: the transformer layers, with the loss on GPUs, or nothing. auto: layers on GPUs, none on "
-        "CPUs. Without a value: layers. (ours)",
+        "What torch.compile compiles: the transformer layers, with the loss on GPUs, or nothing. auto: layers on GPUs, "
+        "none on CPUs. Without a value: layers. (ours)",
         choices=("auto", "layers", "none"),
         as_switch=("layers", "none"),
     )
@@ -264,9 +269,9 @@ class PrecisionArgs:
 
     fp16: bool = flag(False, "float16 model, fp32 masters, dynamic loss scale.")
     bf16: bool = flag(False, "bfloat16 model, fp32 masters, gradients accumulated in fp32.")
-    loss_scale: float | None = flag(None, "A fixed fp16 loss scale; dynamic when left out or 0.", "at least 0")
-    initial_loss_scale: float = flag(2.0**32, "First dynamic loss scale.", "above 0")
-    min_loss_scale: float = flag(1.0, "Floor of the dynamic loss scale.", "above 0")
+    loss_scale: float | None = flag(None, "A fixed fp16 loss scale; dynamic when left out or 0.", AT_LEAST_0)
+    initial_loss_scale: float = flag(2.0**32, "First dynamic loss scale.", ABOVE_0)
+    min_loss_scale: float = flag(1.0, "Floor of the dynamic loss scale.", ABOVE_0)
     loss_scale_window: float = flag(1000, "Clean iterations until the loss scale doubles.", SIZE)
     hysteresis: int = flag(2, "Overflows tolerated before the loss scale halves.", SIZE)
     accumulate_allreduce_grads_in_fp32: bool = flag(False, "Accumulate and reduce 16-bit gradients in fp32.")
@@ -285,27 +290,27 @@ class OptimizerArgs:
         "adam is AdamW; muon makes the momentum of matrices orthogonal, with AdamW for all else.",
         choices=("adam", "sgd", "muon"),
     )
-    lr: float | None = flag(None, "Peak learning rate. Required.", "at least 0; 6e-5 is usual")
+    lr: float | None = flag(None, "Peak learning rate. Required.", Range(at_least=0, remedy="6e-5 is usual"))
     min_lr: float = flag(0.0, "Floor of the learning rate.")
     decoupled_lr: float | None = flag(
-        None, "Peak learning rate of the word embedding and the output matrix, in place of --lr.", "at least 0"
+        None, "Peak learning rate of the word embedding and the output matrix, in place of --lr.", AT_LEAST_0
     )
-    decoupled_min_lr: float | None = flag(None, "Its floor; --min-lr when left out.", "at least 0")
+    decoupled_min_lr: float | None = flag(None, "Its floor; --min-lr when left out.", AT_LEAST_0)
     lr_decay_style: str = flag(
         "linear", "Shape of the decay.", choices=("constant", "linear", "cosine", "inverse-square-root", "WSD")
     )
-    lr_decay_iters: int | None = flag(None, "Iterations of the decay; all of them when left out.", "at least 1")
-    lr_decay_samples: int | None = flag(None, "The same in samples, with --train-samples.", "at least 1")
+    lr_decay_iters: int | None = flag(None, "Iterations of the decay; all of them when left out.", AT_LEAST_1)
+    lr_decay_samples: int | None = flag(None, "The same in samples, with --train-samples.", AT_LEAST_1)
     lr_warmup_fraction: float | None = flag(None, "Warm-up as a share of the decay.", SHARE)
-    lr_warmup_iters: int = flag(0, "Warm-up in iterations.", "at least 0")
-    lr_warmup_samples: int = flag(0, "Warm-up in samples, with --train-samples.", "at least 0")
+    lr_warmup_iters: int = flag(0, "Warm-up in iterations.", AT_LEAST_0)
+    lr_warmup_samples: int = flag(0, "Warm-up in samples, with --train-samples.", AT_LEAST_0)
     lr_warmup_init: float = flag(0.0, "Learning rate at the first step of the warm-up.")
     lr_wsd_decay_style: str = flag(
         "exponential", "Shape of WSD's last phase.", choices=("exponential", "linear", "cosine", "minus_sqrt")
     )
-    lr_wsd_decay_iters: int | None = flag(None, "Length of WSD's last phase in iterations.", "at least 0")
-    lr_wsd_decay_samples: int | None = flag(None, "The same in samples.", "at least 0")
-    weight_decay: float = flag(0.01, "Decoupled weight decay of matrices; biases and norms get none.", "at least 0")
+    lr_wsd_decay_iters: int | None = flag(None, "Length of WSD's last phase in iterations.", AT_LEAST_0)
+    lr_wsd_decay_samples: int | None = flag(None, "The same in samples.", AT_LEAST_0)
+    weight_decay: float = flag(0.01, "Decoupled weight decay of matrices; biases and norms get none.", AT_LEAST_0)
     apply_wd_to_qk_layernorm: bool = flag(False, "With --qk-layernorm: its norms decay, too.")
     start_weight_decay: float | None = flag(None, "First weight decay, when it grows.")
     end_weight_decay: float | None = flag(None, "Last weight decay, when it grows.")
@@ -314,7 +319,7 @@ class OptimizerArgs:
     )
     adam_beta1: float = flag(0.9, "Decay of the first moment.", SHARE)
     adam_beta2: float = flag(0.999, "Decay of the second moment.", SHARE)
-    adam_eps: float = flag(1e-8, "Epsilon of Adam.", "above 0")
+    adam_eps: float = flag(1e-8, "Epsilon of Adam.", ABOVE_0)
     sgd_momentum: float = flag(0.9, "Momentum of SGD.", SHARE)
     muon_momentum: float = flag(0.9, "Momentum of Muon.", SHARE)
     muon_nesterov: bool = flag(False, "With muon: Nesterov's momentum.", aliases=("--muon-use-nesterov",))
@@ -324,8 +329,8 @@ class OptimizerArgs:
         "With muon: updates are scaled by the larger size's root, that of rows / columns, or that where it is above 1.",
         choices=("spectral", "unit_rms_norm", "shape_scaling"),
     )
-    muon_extra_scale_factor: float = flag(1.0, "With muon: a further factor of updates.", "above 0")
-    muon_num_ns_steps: int = flag(5, "With muon: Newton-Schulz steps.", "at least 1 and at most 99")
+    muon_extra_scale_factor: float = flag(1.0, "With muon: a further factor of updates.", ABOVE_0)
+    muon_num_ns_steps: int = flag(5, "With muon: Newton-Schulz steps.", Range(at_least=1, at_most=99))
     muon_coefficient_type: str = flag("quintic", "With muon: their polynomials.", choices=("simple", "quintic", "aol"))
     muon_fp32_matmul_prec: str = flag(
         "medium", "With muon: their products, of bf16 (medium) or fp32 numbers.", choices=("medium", "high")
@@ -336,7 +341,7 @@ class OptimizerArgs:
         choices=("blockwise", "duplicated", "distributed"),
     )
     muon_scalar_optimizer: str = flag("adam", "With muon: for what is no matrix.", choices=("adam",))
-    clip_grad: float = flag(1.0, "Limit of the gradients' global norm; 0: no clipping.", "at least 0")
+    clip_grad: float = flag(1.0, "Limit of the gradients' global norm; 0: no clipping.", AT_LEAST_0)
     override_opt_param_scheduler: bool = flag(
         False, "The command line's schedule wins over the checkpoint's.", aliases=("--override-opt_param-scheduler",)
     )
@@ -352,8 +357,8 @@ class ParallelArgs:
     """Ranks"""
 
     distributed_backend: str | None = flag(None, "nccl with GPUs, else gloo, when left out.", choices=("nccl", "gloo"))
-    distributed_timeout_minutes: int = flag(10, "Time-out of a collective.", "at least 1 and at most 1000000")
-    ddp_bucket_size: int | None = flag(None, "Parameters per gradient bucket; 25 MiB when left out.", "at least 1")
+    distributed_timeout_minutes: int = flag(10, "Time-out of a collective.", Range(at_least=1, at_most=1000000))
+    ddp_bucket_size: int | None = flag(None, "Parameters per gradient bucket; 25 MiB when left out.", AT_LEAST_1)
     use_distributed_optimizer: bool = flag(
         False, "Each rank keeps its share of the fp32 weights and moments (ZeRO-1), not all of them."
     )
@@ -389,20 +394,20 @@ class ParallelArgs:
         choices=("auto", "fp32"),
     )
     num_distributed_optimizer_instances: int = flag(
-        1, "Groups of ranks that each hold all shares, such as one per node.", "at least 1"
+        1, "Groups of ranks that each hold all shares, such as one per node.", AT_LEAST_1
     )
-    tensor_model_parallel_size: int = flag(1, "Ranks that split each layer: heads, MLP and vocabulary.", "at least 1")
+    tensor_model_parallel_size: int = flag(1, "Ranks that split each layer: heads, MLP and vocabulary.", AT_LEAST_1)
     sequence_parallel: bool = flag(
         False, "With tensor parallel ranks: between attention and MLP each keeps its share of the tokens only."
     )
     pipeline_model_parallel_size: int = flag(
-        1, "Ranks that have some of the layers each, and hand hidden states on (1F1B).", "at least 1"
+        1, "Ranks that have some of the layers each, and hand hidden states on (1F1B).", AT_LEAST_1
     )
     decoder_first_pipeline_num_layers: int | None = flag(
-        None, "Layers of the first of them, if not as many as others.", "at least 1"
+        None, "Layers of the first of them, if not as many as others.", AT_LEAST_1
     )
     decoder_last_pipeline_num_layers: int | None = flag(
-        None, "Layers of the last of them, if not as many as others.", "at least 1"
+        None, "Layers of the last of them, if not as many as others.", AT_LEAST_1
     )
     account_for_embedding_in_pipeline_split: bool = flag(
         False, "Count the embedding as one of the first stage's layers, which then has one less."
@@ -412,20 +417,21 @@ class ParallelArgs:
     )
     pipeline_model_parallel_layout: str | None = flag(
         None,
-        "What each stage has, in order, and each chunk of it in further rounds: E the embedding, t a layer, L the loss, | to "
-        "the next; (tt|)*3 repeats, as t*2 does.",
+        "What each stage has, in order, and each chunk of it in further rounds: E the embedding, t a layer, L the "
+        "loss, | to the next; (tt|)*3 repeats, as t*2 does.",
         value="LAYOUT",
     )
     num_layers_per_virtual_pipeline_stage: int | None = flag(
-        None, "Layers of each chunk of a stage, interleaved with those of other stages.", "at least 1"
+        None, "Layers of each chunk of a stage, interleaved with those of other stages.", AT_LEAST_1
     )
     num_virtual_stages_per_pipeline_rank: int | None = flag(
-        None, "The same by the number of chunks of each stage.", "at least 1"
+        None, "The same by the number of chunks of each stage.", AT_LEAST_1
     )
     microbatch_group_size_per_virtual_pipeline_stage: int | None = flag(
         None,
-        "Micro-batches that go through one chunk of a stage before they go through the next; as many as stages when left out.",
-        "at least 1",
+        "Micro-batches that go through one chunk of a stage before they go through the next; as many as stages when "
+        "left out.",
+        AT_LEAST_1,
     )
     pipeline_schedule: str = flag(
         "1F1B", "ZeroBubble: gradients of weights fill what stages would wait.", choices=("1F1B", "ZeroBubble")
@@ -433,7 +439,7 @@ class ParallelArgs:
     use_tp_pp_dp_mapping: bool = flag(
         False, "Ranks of a pipeline are neighbors of each other, rather than those of data parallel ones."
     )
-    context_parallel_size: int = flag(1, "Ranks that split the positions of each sequence.", "at least 1")
+    context_parallel_size: int = flag(1, "Ranks that split the positions of each sequence.", AT_LEAST_1)
     cp_comm_type: tuple[str, ...] = flag(
         ("p2p",),
         "How they exchange, for all layers or for each; here all gather keys and values, with the same losses.",
@@ -441,11 +447,11 @@ class ParallelArgs:
         value="TYPE ...",
     )
     hierarchical_context_parallel_sizes: tuple[int, ...] = flag(
-        (), "With a2a+p2p: ranks of the inner and the outer exchange.", "at least 1", value="INNER OUTER"
+        (), "With a2a+p2p: ranks of the inner and the outer exchange.", AT_LEAST_1, value="INNER OUTER"
     )
-    expert_model_parallel_size: int = flag(1, "Ranks that have some of the experts each.", "at least 1")
+    expert_model_parallel_size: int = flag(1, "Ranks that have some of the experts each.", AT_LEAST_1)
     expert_tensor_parallel_size: int | None = flag(
-        None, "Ranks that split each expert; as many as split a layer when left out.", "at least 1"
+        None, "Ranks that split each expert; as many as split a layer when left out.", AT_LEAST_1
     )
     use_cpu_initialization: bool = flag(False, "Initialize weights on the CPU.")
 
@@ -507,7 +513,7 @@ class DataArgs:
     )
     tiktoken_pattern: str | None = flag(None, "How TikTokenizer splits text [v2].", choices=("v1", "v2"))
     tiktoken_num_special_tokens: int = flag(
-        1000, "TikTokenizer's ids below its first byte.", "at least 0 and at most 2147483646"
+        1000, "TikTokenizer's ids below its first byte.", Range(at_least=0, at_most=2147483646)
     )
     tokenizer_special_tokens: tuple[str, ...] = flag(
         (),
@@ -523,7 +529,7 @@ class DataArgs:
     vocab_size: int | None = flag(
         None,
         "Vocabulary before padding, for NullTokenizer (without its EOD) and TikTokenizer.",
-        "at least 1 and at most 2147483646",
+        Range(at_least=1, at_most=2147483646),
     )
     dataloader_type: str = flag(
         "single",
@@ -532,18 +538,16 @@ class DataArgs:
     )
     data_sharding: bool = flag(True, "cyclic: one permutation over all ranks.", off="--no-data-sharding")
     num_workers: int | None = flag(
-        None, "Loader processes per rank [2; 0 on a CPU, whose cores they would take].", "at least 0 and at most 1024"
+        None, "Loader processes per rank [2; 0 on a CPU, whose cores they would take].", Range(at_least=0, at_most=1024)
     )
     fim_data: bool = flag(False, "Rearrange documents so that their middle comes last (fill in the middle).")
-    fim_rate: float = flag(0.5, "With --fim-data: share of the documents.", "above 0 and at most 1")
-    fim_spm_rate: float = flag(
-        0.5, "With --fim-data: share of those whose suffix comes first (SPM).", "above 0 and at most 1"
-    )
+    fim_rate: float = flag(0.5, "With --fim-data: share of the documents.", PART)
+    fim_spm_rate: float = flag(0.5, "With --fim-data: share of those whose suffix comes first (SPM).", PART)
     fim_split_sample: str | None = flag(
         None, "With --fim-data: a token that divides documents; fragments are rearranged.", value="TOKEN"
     )
     fim_fragment_rate: float | None = flag(
-        None, "With --fim-split-sample: share of the fragments.", "at least 0 and at most 1"
+        None, "With --fim-split-sample: share of the fragments.", Range(at_least=0, at_most=1)
     )
     fim_no_prefix: str | None = flag(None, "With --fim-data: leave what begins so as it is.", value="TEXT")
     fim_prefix_token: str = flag("<fim_prefix>", "With --fim-data: before the beginning.", value="TOKEN")
@@ -560,7 +564,7 @@ class DataArgs:
 class WatchArgs:
     """Logging and evaluation"""
 
-    log_interval: int = flag(100, "Iterations between console lines.", "at least 1")
+    log_interval: int = flag(100, "Iterations between console lines.", AT_LEAST_1)
     log_throughput: bool = flag(False, "TFLOP/s per GPU in the console line.")
     log_progress: bool = flag(False, "A line per checkpoint in SAVE/progress.txt.")
     log_params_norm: bool = flag(False, "Log the L2 norm of the parameters.")
@@ -573,11 +577,13 @@ class WatchArgs:
     )
     timing_log_option: str = flag("minmax", "How those times are printed.", choices=("max", "minmax", "all"))
     eval_interval: int = flag(1000, "Iterations between validations; 0: one at the end.", OFF)
-    eval_iters: int = flag(100, "Global batches per validation; 0: none.", "at least 0; 0 switches evaluation off")
+    eval_iters: int = flag(
+        100, "Global batches per validation; 0: none.", Range(at_least=0, remedy="0 switches evaluation off")
+    )
     full_validation: bool = flag(False, "Each validation takes all samples of one epoch, in place of --eval-iters.")
     tensorboard_dir: str | None = flag(None, "TensorBoard folder.", value="FOLDER")
-    tensorboard_log_interval: int = flag(1, "Iterations between TensorBoard points.", "at least 1")
-    tensorboard_queue_size: int = flag(1000, "TensorBoard's event queue.", "at least 1")
+    tensorboard_log_interval: int = flag(1, "Iterations between TensorBoard points.", AT_LEAST_1)
+    tensorboard_queue_size: int = flag(1000, "TensorBoard's event queue.", AT_LEAST_1)
     log_timers_to_tensorboard: bool = flag(
         False, "Times to TensorBoard: of iterations, and --timing-log-level's in seconds, NAME-time and -min of ranks."
     )

@@ -32,22 +32,12 @@ class CommandLine:
 def read_command_line(argv: list[str]) -> CommandLine:
     """Read `argv`, with the files of --yaml-cfg below it. Never raises: see `.mistakes`."""
     line = CommandLine()
-    known = {spelling: flag for flag in list_flags(Args) for spelling in flag.spellings}
+    known = _list_spellings(Args)
     words = split_words(argv, line)
-    for _, values in (word for word in words if word[0] == YAML_FLAG):
-        if len(values) != 1:
-            line.mistakes.append(f"{YAML_FLAG} takes one file, got {len(values)}.")
-            line.unread = True
-            continue
-        line.spelled.clear()
-        names = {*known, YAML_FLAG, *read_flags()}
-        of_file, mistakes = read_yaml(values[0], {flag.field: flag for flag in known.values()}, names)
-        line.mistakes += mistakes
-        line.unread = line.unread or of_file is None
-        before = len(line.mistakes)
-        for name, settings in of_file or []:
-            _take(name, settings, known, line)
-        line.mistakes[before:] = [f"{values[0]}: {mistake}" for mistake in line.mistakes[before:]]
+    for name, values in words:
+        if name == YAML_FLAG:
+            line.spelled.clear()
+            _take_file(values, known, line)
     line.spelled.clear()  # only two spellings in one place contradict each other
     for name, values in words:
         if name != YAML_FLAG:
@@ -57,19 +47,57 @@ def read_command_line(argv: list[str]) -> CommandLine:
 
 
 def read_values(words: list[tuple[str, list[str]]], root_class: type) -> CommandLine:
-    """Read flags of another root class than Args. Their values and mistakes are in the result, whose args mean nothing."""
+    """Read flags of another root class than Args.
+
+    Their values and mistakes are in the result, whose args mean nothing.
+    """
     line = CommandLine()
-    known = {spelling: flag for flag in list_flags(root_class) for spelling in flag.spellings}
+    known = _list_spellings(root_class)
     for name, values in words:
         _take(name, values, known, line)
     return line
+
+
+def _list_spellings(root_class: type) -> dict[str, Flag]:
+    """Flags by each of their spellings."""
+    known = {}
+    for flag in list_flags(root_class):
+        for spelling in flag.spellings:
+            known[spelling] = flag
+    return known
+
+
+def _take_file(values: list[str], known: dict[str, Flag], line: CommandLine) -> None:
+    """Take the settings of a YAML file into `line`.
+
+    Args:
+        values: What --yaml-cfg was given: the file.
+        known: Flags by spelling.
+        line: What was read so far.
+    """
+    if len(values) != 1:
+        line.mistakes.append(f"{YAML_FLAG} takes one file, got {len(values)}.")
+        line.unread = True
+        return
+    [path] = values
+    knobs = {flag.field: flag for flag in known.values()}
+    of_file, mistakes = read_yaml(path, knobs, {*known, YAML_FLAG, *read_flags()})
+    line.mistakes += mistakes
+    if of_file is None:
+        line.unread = True
+        return
+    before = len(line.mistakes)
+    for name, settings in of_file:
+        _take(name, settings, known, line)
+    line.mistakes[before:] = [f"{path}: {mistake}" for mistake in line.mistakes[before:]]
 
 
 def split_words(argv: list[str], line: CommandLine) -> list[tuple[str, list[str]]]:
     """['--lr', '1', '--fp16'] -> [('--lr', ['1']), ('--fp16', [])]; `--lr=1` is the same. Mistakes go into `line`."""
     words: list[tuple[str, list[str]]] = []
     for token in argv:
-        if token.startswith("-") and not is_number(token) and not token[1:2].isdigit():  # --window-size -1,0
+        is_negative = is_number(token) or token[1:2].isdigit()  # --window-size -1,0
+        if token.startswith("-") and not is_negative:
             name, equals, value = token.partition("=")
             words.append((name, [value] if equals else []))
         elif words:
@@ -80,26 +108,18 @@ def split_words(argv: list[str], line: CommandLine) -> list[tuple[str, list[str]
 
 
 def _take(name: str, values: list[str], known: dict[str, Flag], line: CommandLine) -> None:
+    """Take one flag with its values into `line`, whatever it turns out to be."""
     theirs = read_flags().get(name)
     if name in known:
-        flag = known[name]
-        value, mistake = _convert(name, flag, values)
-        earlier = line.spelled.get(flag.field, name)
-        if mistake:
-            line.mistakes.append(mistake)
-            line.broken.update(flag.spellings)
-            return
-        if earlier != name and line.values[flag.field] != value:
-            line.mistakes.append(f"{earlier} {line.values[flag.field]} and {name} {value} are one setting; keep one.")
-        line.values[flag.field] = value
-        line.spelled[flag.field] = name
+        _take_known(name, known[name], values, line)
     elif theirs and theirs.answer == RESPELLED:
         line.notes.append(f"{name} is an old spelling of {theirs.text}.")
         for new_name, new_values in split_words([*theirs.text.split(), *values], line):
             _take(new_name, new_values, known, line)
     elif theirs:
         text, is_mistake = flags.describe_flag(theirs, values)
-        (line.mistakes if is_mistake else line.notes).append(text)
+        place = line.mistakes if is_mistake else line.notes
+        place.append(text)
         if theirs.answer == RENAMED:
             # what was meant is there: do not call it missing as well
             line.broken.update(theirs.text.split())
@@ -111,35 +131,69 @@ def _take(name: str, values: list[str], known: dict[str, Flag], line: CommandLin
         line.broken.update(near)  # most likely what was meant: do not call it missing as well
 
 
+def _take_known(name: str, flag: Flag, values: list[str], line: CommandLine) -> None:
+    """Take a flag of this trainer, by one of its spellings."""
+    value, mistake = _convert(name, flag, values)
+    if mistake:
+        line.mistakes.append(mistake)
+        line.broken.update(flag.spellings)
+        return
+    before = line.values.get(flag.field)
+    earlier = line.spelled.get(flag.field, name)
+    if earlier != name and before != value:
+        line.mistakes.append(f"{earlier} {before} and {name} {value} are one setting; keep one.")
+    line.values[flag.field] = value
+    line.spelled[flag.field] = name
+
+
 def _convert(name: str, flag: Flag, values: list[str]) -> tuple[object, str | None]:
     """(value, None), or (None, what is wrong)."""
     if flag.is_switch:
-        got = f"{name} is a switch and takes no value, got '{' '.join(values)}'"
-        return not flag.default, f"{got}; drop the value, or the flag to switch it off." if values else None
+        if not values:
+            return not flag.default, None
+        got = f"got '{' '.join(values)}'"
+        return None, f"{name} is a switch and takes no value, {got}; drop the value, or the flag to switch it off."
     if flag.as_switch and not values:
         return flag.as_switch[0], None
-    if flag.many and flag.kind is int:
-        # Megatron-LM's own test scripts quote several numbers as one word
-        values = [word for value in values for word in value.split() or [value]]
-    if flag.many and not values:
-        return None, f"{name} takes one value or more, got none."
-    if not flag.many and len(values) != 1:
+    if flag.many:
+        return _convert_many(name, flag, values)
+    if len(values) != 1:
         got = f"got {len(values)}: '{' '.join(values)}'" if values else "got none"
         return None, f"{name} takes one value, {got}."
-    items = [_convert_one(name, flag, value) for value in values]
-    mistake = next((mistake for _, mistake in items if mistake), None)
-    if flag.many:
-        return tuple(item for item, _ in items), mistake
-    value = items[0][0]
-    return None if flag.zero_is_off and value == 0 else value, mistake
+    value, mistake = _convert_one(name, flag, values[0])
+    if flag.zero_is_off and value == 0:
+        return None, mistake
+    return value, mistake
+
+
+def _convert_many(name: str, flag: Flag, values: list[str]) -> tuple[object, str | None]:
+    """The values of a flag that takes several, as _convert has them; of mistakes the first."""
+    if flag.kind is int:
+        # Megatron-LM's own test scripts quote several numbers as one word
+        quoted = values
+        values = []
+        for value in quoted:
+            values += value.split() or [value]
+    if not values:
+        return None, f"{name} takes one value or more, got none."
+    items = []
+    for text in values:
+        item, mistake = _convert_one(name, flag, text)
+        if mistake:
+            return None, mistake
+        items.append(item)
+    return tuple(items), None
 
 
 def _convert_one(name: str, flag: Flag, text: str) -> tuple[object, str | None]:
+    """The value that a word spells, as _convert has it."""
     if flag.choices and text not in flag.choices:
-        near = [name for name in flag.choices if name.lower() == text.lower()] or find_closest(text, flag.choices, 0.5)
+        same = [choice for choice in flag.choices if choice.lower() == text.lower()]
+        near = same or find_closest(text, flag.choices, 0.5)
         hint = f"; did you mean {near[0]}?" if near else "."
         return None, f"{name} {text}: choose from {', '.join(flag.choices)}{hint}"
-    if (not text.strip() and text != flag.default) or "\0" in text:
+    is_blank = not text.strip() and text != flag.default
+    if is_blank or "\0" in text:
         return None, f"{name} {text!r}: is no usable value; give one, or drop the flag."
     try:
         value = flag.kind(text)

@@ -92,7 +92,10 @@ def split_shares(split: str) -> list[float]:
 
 
 def find_written_prefix(prefix: str) -> str | None:
-    """The data set that preprocessing made of --output-prefix: PREFIX_text_document, or another key's; None if there is none."""
+    """The data set that preprocessing made of an output prefix, by the prefix of its files; None if there is none.
+
+    It is PREFIX_text_document, or else the first of another key's.
+    """
     written = sorted(glob.glob(f"{glob.escape(prefix)}_*_document.idx"))
     usual = f"{prefix}_text_document.idx"
     found = usual if usual in written else next(iter(written), None)

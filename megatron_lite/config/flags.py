@@ -6,15 +6,42 @@ spelling that turns it off, as Megatron has it: `add_bias_linear = flag(True, of
 
 import dataclasses
 import functools
-import operator
 import types
 import typing
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-BOUNDS = {"at least": operator.ge, "above": operator.gt, "at most": operator.le, "below": operator.lt}
+
+@dataclass(frozen=True)
+class Range:
+    """The numbers that a flag takes. A bound that is None does not hold."""
+
+    at_least: float | None = None
+    above: float | None = None
+    at_most: float | None = None
+    below: float | None = None
+    remedy: str = ""  # what the message on a number outside says beside the bounds
+
+    def holds(self, value: float) -> bool:
+        """Whether a number lies within all bounds."""
+        return (
+            (self.at_least is None or value >= self.at_least)
+            and (self.above is None or value > self.above)
+            and (self.at_most is None or value <= self.at_most)
+            and (self.below is None or value < self.below)
+        )
+
+    def describe(self) -> str:
+        """Range(at_least=1, at_most=9, remedy="4 is usual") -> 'at least 1 and at most 9; 4 is usual'."""
+        bounds = {
+            "at least": self.at_least,
+            "above": self.above,
+            "at most": self.at_most,
+            "below": self.below,
+        }
+        text = " and ".join(f"{name} {bound}" for name, bound in bounds.items() if bound is not None)
+        return f"{text}; {self.remedy}" if self.remedy else text
 
 
 @dataclass(frozen=True)
@@ -33,7 +60,7 @@ class Flag:
     choices: tuple[str, ...]
     value: str
     as_switch: tuple[str, ...]
-    must_be: str
+    must_be: Range | None
     zero_is_off: bool  # 0 is read as None
 
     @property
@@ -48,22 +75,11 @@ class Flag:
         """Its value in an instance of the root class."""
         return getattr(getattr(args, self.section), self.field)
 
-    def is_in_range(self, value: float) -> bool:
-        """Whether a number fulfils every part of `must_be`."""
-        return all(holds(value, limit) for holds, limit in _parse_bounds(self.must_be))
-
-
-@functools.cache
-def _parse_bounds(must_be: str) -> tuple[tuple[Callable[[float, float], bool], float], ...]:
-    """Comparisons that a number must pass, each with its limit, of the words in `flag`'s must_be."""
-    parts = (part.rpartition(" ") for part in must_be.partition(";")[0].split(" and "))
-    return tuple((BOUNDS[bound], float(limit)) for bound, _, limit in parts)
-
 
 def flag(
     default: object,
     help: str,
-    must_be: str = "",
+    must_be: Range | None = None,
     *,
     choices: tuple[str, ...] = (),
     off: str | None = None,
@@ -75,8 +91,12 @@ def flag(
     """Declare one knob. One whose default is None, which its type does not allow, must be given.
 
     Args:
-        must_be: The numbers it takes, and a remedy: "at least 0 and below 1; 0 switches it off". Bounds are those of BOUNDS.
+        default: Its value where it is not given.
+        help: What it does, for --help.
+        must_be: The numbers it takes; None for all, and for what is no number.
+        choices: The words it takes; () for all.
         off: The spelling that switches a default-on bool off.
+        aliases: Other spellings.
         value: What help calls its value; the kind's name when empty.
         as_switch: For a knob that may also be used like a switch, the values that this means: (on, off).
         zero_is_off: 0 is the same as leaving it out, which stands for None.
@@ -99,20 +119,41 @@ def list_flags(root_class: type) -> tuple[Flag, ...]:
         hints = typing.get_type_hints(group_class)
         title = (group_class.__doc__ or "").splitlines()[0]
         for field in dataclasses.fields(group_class):
-            kind = hints[field.name]
-            many = False
-            is_optional = False
-            if typing.get_origin(kind) in (typing.Union, types.UnionType):
-                is_optional = True
-                kind = next(a for a in typing.get_args(kind) if a is not type(None))
-            if typing.get_origin(kind) is tuple:
-                many = True
-                kind = typing.get_args(kind)[0]
-            required = field.default is None and not is_optional
-            spellings = (field.metadata["off"] or dashed(field.name), *field.metadata["aliases"])
-            settings = field.metadata["settings"]
-            flags.append(Flag(field.name, section, title, spellings, kind, many, required, field.default, **settings))
+            hint = _read_hint(hints[field.name])
+            flags.append(
+                Flag(
+                    field=field.name,
+                    section=section,
+                    group=title,
+                    spellings=(field.metadata["off"] or dashed(field.name), *field.metadata["aliases"]),
+                    kind=hint.kind,
+                    many=hint.many,
+                    required=field.default is None and not hint.is_optional,
+                    default=field.default,
+                    **field.metadata["settings"],
+                )
+            )
     return tuple(flags)
+
+
+@dataclass(frozen=True)
+class Hint:
+    """What the type of a field says of its flag."""
+
+    kind: type  # bool | int | float | str
+    many: bool  # a tuple of them
+    is_optional: bool
+
+
+def _read_hint(hint: Any) -> Hint:
+    """Read int, int | None or tuple[int, ...]."""
+    is_optional = typing.get_origin(hint) in (typing.Union, types.UnionType)
+    if is_optional:
+        hint = next(part for part in typing.get_args(hint) if part is not type(None))
+    many = typing.get_origin(hint) is tuple
+    if many:
+        hint = typing.get_args(hint)[0]
+    return Hint(kind=hint, many=many, is_optional=is_optional)
 
 
 def build(root_class: Any, values: dict[str, object]) -> Any:
@@ -143,22 +184,34 @@ def replace_fields(args: Any, changes: dict[str, Any]) -> Any:
 
 
 def write_flags(args: Any) -> list[str]:
-    """The words of a command line that gives an instance of the root class: all flags that differ from their defaults."""
+    """The words of a command line that gives an instance of the root class.
+
+    They are all flags whose values differ from their defaults.
+    """
     words: list[str] = []
     root_class: type = type(args)
     for known in list_flags(root_class):
         value = known.get(args)
-        if value != known.default and value is not None:
-            words.append(known.spelling)
-            words += [] if known.is_switch else [str(one) for one in (value if known.many else [value])]
+        if value == known.default or value is None:
+            continue
+        words.append(known.spelling)
+        if known.many:
+            words += map(str, value)
+        elif not known.is_switch:
+            words.append(str(value))
     return words
 
 
 # --- Megatron-LM's flags that are not settings here
 
 FILE = Path(__file__).with_name("megatron_flags.txt")
-ANSWERS = ("accepted", "retired", "respelled", "renamed", "refused", "absent")
-ACCEPTED, RETIRED, RESPELLED, RENAMED, REFUSED, ABSENT = ANSWERS
+ACCEPTED = "accepted"
+RETIRED = "retired"
+RESPELLED = "respelled"
+RENAMED = "renamed"
+REFUSED = "refused"
+ABSENT = "absent"
+ANSWERS = (ACCEPTED, RETIRED, RESPELLED, RENAMED, REFUSED, ABSENT)
 STOPPING = REFUSED, ABSENT
 OUTDATED = RETIRED, RENAMED  # flags that older versions of Megatron-LM took
 ABSENT_BEGINS = "is a flag of Megatron-LM that this trainer does not have; leave it out"
@@ -186,8 +239,10 @@ def read_flags() -> dict[str, MegatronFlag]:
         words = line
         if not line.startswith("  "):
             answer, text, words = (part.strip() for part in line.split("|"))
-        for name, equals, value in (word.partition("=") for word in words.split()):
-            flags[name] = MegatronFlag(name, answer, text, tuple(value.split()) if equals else None)
+        for word in words.split():
+            name, equals, value = word.partition("=")
+            passing = tuple(value.split()) if equals else None
+            flags[name] = MegatronFlag(name, answer, text, passing)
     return flags
 
 

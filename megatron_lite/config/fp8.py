@@ -6,7 +6,7 @@ Megatron-LM's of the same day (megatron/core/fp8_utils.py): both are named where
 
 from dataclasses import dataclass
 
-from megatron_lite.config.args import Args
+from megatron_lite.config.args import AT_LEAST_0, Args
 from megatron_lite.config.flags import flag
 
 DELAYED = "delayed"
@@ -17,7 +17,6 @@ BLOCKWISE = "blockwise"
 # Microscaling Formats 1.0, 2023-09); four bytes for 128 numbers of an activation (quantizers of Transformer Engine).
 NUMBER_BYTES = {DELAYED: 1.0, TENSORWISE: 1.0, MXFP8: 1 + 1 / 32, BLOCKWISE: 1 + 4 / 128}
 ONE_SCALE = (DELAYED, TENSORWISE)
-FEWEST = "at least 0"
 
 
 @dataclass(frozen=True)
@@ -29,8 +28,8 @@ class Fp8:
     fp8_param_gather: bool = flag(False, "Keep weights in fp8, and gather them so.")
     fp8_wgrad: bool = flag(True, "Gradients of weights too.", off="--no-fp8-wgrad", aliases=("--disable-fp8-wgrad",))
     first_last_layers_bf16: bool = flag(False, "The first and the last layers stay in 16 bits.")
-    num_layers_at_start_in_bf16: int = flag(1, "With that: how many of the first.", FEWEST)
-    num_layers_at_end_in_bf16: int = flag(1, "With that: how many of the last.", FEWEST)
+    num_layers_at_start_in_bf16: int = flag(1, "With that: how many of the first.", AT_LEAST_0)
+    num_layers_at_end_in_bf16: int = flag(1, "With that: how many of the last.", AT_LEAST_0)
 
     @property
     def multiplies_for_weights(self) -> bool:

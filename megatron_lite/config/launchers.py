@@ -1,7 +1,7 @@
 """The place of a process among all ranks, as torchrun's variables say it, or those of Slurm, MPI and other launchers.
 
-torchrun's names are RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT. What is set of them counts;
-launchers.tsv has the names by which other launchers say the same.
+torchrun's names are RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT. What is set of them
+counts; launchers.tsv has the names by which other launchers say the same.
 """
 
 import functools
@@ -107,8 +107,8 @@ def find_launch(environment: Mapping[str, str]) -> Launch | None:
     given["MASTER_PORT"] = str(_choose_port(launcher, environment))
     if rank >= size:
         raise UserError(
-            f"{launcher.find(environment, 'rank')}={rank}: {launcher.name} started {counted(size, 'rank')}, 0 to {size - 1}; unset "
-            "it, or start with torchrun."
+            f"{launcher.find(environment, 'rank')}={rank}: {launcher.name} started {counted(size, 'rank')}, "
+            f"0 to {size - 1}; unset it, or start with torchrun."
         )
     added = {name: value for name, value in given.items() if not environment.get(name)}
     if not added:
@@ -128,8 +128,8 @@ def _read_size(launcher: Launcher, environment: Mapping[str, str]) -> int:
     place = f"{launcher.find(environment, 'rank')}={launcher.read(environment, 'rank')}"
     names = " or ".join(launcher.variables["size"]) or "no variable"
     raise UserError(
-        f"{place}: {launcher.name} started this process, and {names} says how many there are; start with torchrun, or set "
-        "RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT."
+        f"{place}: {launcher.name} started this process, and {names} says how many there are; start with torchrun, or "
+        "set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT."
     )
 
 
@@ -205,7 +205,11 @@ def _choose_port(launcher: Launcher, environment: Mapping[str, str]) -> int:
 
 
 def read_ranks(environment: Mapping[str, str]) -> LaunchNumbers:
-    """torchrun's numbers; without any of them the process is the only one. ConfigError with a line for each that cannot be."""
+    """Read torchrun's numbers; without any of them the process is the only one.
+
+    Raises:
+        ConfigError: Some of them cannot be; a line for each.
+    """
     mistakes: list[str] = []
 
     def read(name: str, default: int, least: int, most: int | None = None, why: str = "") -> int:

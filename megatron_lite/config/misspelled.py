@@ -18,26 +18,39 @@ def describe_unknown(name: str, known: Sequence[str], others: Sequence[str]) -> 
         known: Flags of this trainer.
         others: What may stand among them and is no setting.
     """
-    lacking = find_texts(*STOPPING)
     wanted = "--" + name.lstrip("-").replace("_", "-").lower()
-    if answer := read_launcher_flags().get(wanted):
+    answer = read_launcher_flags().get(wanted)
+    if answer is not None:
         return f"{name} {answer}.", []
+    lacking = find_texts(*STOPPING)
     names = [*known, *others, *read_flags()]
     twins = find_closest(wanted, names, ALMOST)
     if twins and lacking.keys() >= set(twins):
         not_here = f"{' or '.join(twins)} of Megatron-LM is not here either"
         return f"{name} is not a flag, and {not_here}; leave it out.", []
-    knobs = [*known, *find_texts(RESPELLED)]
-    longer = [knob for knob in knobs if knob.startswith(wanted) and len(wanted) > 3]
-    almost = find_closest(wanted, [other for other in names if other not in lacking], ALMOST)
-    alike = [knob for knob in find_closest(wanted, knobs, ALIKE) if _share_words(wanted, knob)]
-    near = almost or longer[:3] or alike
-    hint = f"did you mean {' or '.join(near)}?" if near else "--help lists them all."
-    return f"{name} is not a flag; {hint}", near
+    here = [other for other in names if other not in lacking]
+    near = find_closest(wanted, here, ALMOST)
+    if not near:
+        near = _find_longer_or_alike(wanted, [*known, *find_texts(RESPELLED)])
+    if not near:
+        return f"{name} is not a flag; --help lists them all.", []
+    return f"{name} is not a flag; did you mean {' or '.join(near)}?", near
+
+
+def _find_longer_or_alike(wanted: str, knobs: Sequence[str]) -> list[str]:
+    """Up to three knobs that begin with a word, or else those most like it."""
+    if len(wanted) > len("--x"):
+        longer = [knob for knob in knobs if knob.startswith(wanted)]
+        if longer:
+            return longer[:3]
+    return [knob for knob in find_closest(wanted, knobs, ALIKE) if _share_words(wanted, knob)]
 
 
 def _share_words(wanted: str, knob: str) -> bool:
-    """Whether two words of a flag, or most of them, are in another one: --world-size and --vocab-size have 'size' alone."""
+    """Whether two words of a flag, or most of them, are in another one.
+
+    They are not in --world-size and --vocab-size, which have 'size' alone.
+    """
     words = wanted.strip("-").split("-")
     others = knob.strip("-").split("-")
     found = sum(bool(difflib.get_close_matches(word, others, 1, ALIKE)) for word in words)
@@ -46,6 +59,9 @@ def _share_words(wanted: str, knob: str) -> bool:
 
 def find_closest(word: str, words: Sequence[str], least: float) -> list[str]:
     """The most similar of `words`, several if they are equally so."""
-    near = difflib.get_close_matches(word, words, n=3, cutoff=least) if word != "--" else []
-    ratios = [difflib.SequenceMatcher(None, other, word).ratio() for other in near]
-    return sorted(other for other, ratio in zip(near, ratios) if ratio == ratios[0])
+    if word == "--":
+        return []
+    near = difflib.get_close_matches(word, words, n=3, cutoff=least)
+    ratios = {other: difflib.SequenceMatcher(None, other, word).ratio() for other in near}
+    best = max(ratios.values(), default=0.0)
+    return sorted(other for other in near if ratios[other] == best)

@@ -31,22 +31,28 @@ def count_parameter_parts(shape: ModelShape, stage: Stage | None = None) -> dict
     with_experts = count_expert_layers(shape, stage)
     is_first = stage is None or stage.is_first
     is_last = stage is None or stage.is_last
-    matrix = shape.padded_vocab_size * shape.hidden_size
     norm = shape.hidden_size * _count_norm_vectors(shape)
-    learned = shape.position_embedding == "learned_absolute"
-    has_embedding = is_first or (is_last and shape.tied_embeddings)
-    final_norm = norm if is_last else 0
-    return {
-        "word embedding": matrix if has_embedding else 0,
-        "position embedding": shape.max_position_embeddings * shape.hidden_size if learned and is_first else 0,
+    parts = {
+        "word embedding": 0,
+        "position embedding": 0,
         "attention": layers * sum(_list_attention_tensors(shape)),
         "MLP": (layers - with_experts) * sum(_list_mlp_tensors(shape)),
         "router": with_experts * _count_router_parameters(shape),
         "experts": with_experts * sum(_list_expert_tensors(shape)),
         "shared expert": with_experts * sum(_list_shared_expert_tensors(shape)),
-        "norms": 2 * layers * norm + final_norm,
-        "output": matrix if is_last and not shape.tied_embeddings else 0,
+        "norms": 2 * layers * norm,
+        "output": 0,
     }
+    vocabulary_matrix = shape.padded_vocab_size * shape.hidden_size
+    if is_first or shape.tied_embeddings and is_last:
+        parts["word embedding"] = vocabulary_matrix
+    if is_first and shape.position_embedding == "learned_absolute":
+        parts["position embedding"] = shape.max_position_embeddings * shape.hidden_size
+    if is_last:
+        parts["norms"] += norm
+    if is_last and not shape.tied_embeddings:
+        parts["output"] = vocabulary_matrix
+    return parts
 
 
 def count_linear_weights(shape: ModelShape, layer: int) -> tuple[int, int]:
@@ -118,13 +124,17 @@ def _list_attention_tensors(shape: ModelShape) -> list[int]:
 def _list_latent_matrices(shape: ModelShape, latent: LatentShape) -> list[int]:
     """Elements of each matrix of one layer's latent attention."""
     hidden = shape.hidden_size
-    heads = shape.num_attention_heads
-    queries = [hidden * heads * latent.query_width]
-    if latent.q_lora_rank is not None:
-        queries = [hidden * latent.q_lora_rank, latent.q_lora_rank * heads * latent.query_width]
-    down = hidden * (latent.kv_lora_rank + latent.qk_pos_emb_head_dim)
-    up = latent.kv_lora_rank * heads * (latent.qk_head_dim + latent.v_head_dim)
-    return [*queries, down, up, shape.attention_width * hidden]
+    query_rows = shape.num_attention_heads * latent.query_width
+    if latent.q_lora_rank is None:
+        matrices = [hidden * query_rows]
+    else:
+        matrices = [hidden * latent.q_lora_rank, latent.q_lora_rank * query_rows]
+    # keys and values: down to the latent vector, beside the channels of keys that rotate, and up to all heads
+    matrices.append(hidden * (latent.kv_lora_rank + latent.qk_pos_emb_head_dim))
+    key_and_value_width = latent.qk_head_dim + latent.v_head_dim
+    matrices.append(latent.kv_lora_rank * shape.num_attention_heads * key_and_value_width)
+    matrices.append(shape.attention_width * hidden)
+    return matrices
 
 
 def _list_latent_tensors(shape: ModelShape, latent: LatentShape) -> list[int]:
@@ -133,7 +143,9 @@ def _list_latent_tensors(shape: ModelShape, latent: LatentShape) -> list[int]:
     if shape.linear_bias:
         tensors.append(shape.hidden_size)
     if shape.qk_layernorm:
-        widths = [latent.kv_lora_rank] if latent.q_lora_rank is None else [latent.q_lora_rank, latent.kv_lora_rank]
+        widths = [latent.kv_lora_rank]
+        if latent.q_lora_rank is not None:
+            widths.append(latent.q_lora_rank)
         tensors += _count_norm_vectors(shape) * widths
     return tensors
 
@@ -147,12 +159,14 @@ def _list_mlp_tensors(shape: ModelShape) -> list[int]:
 
 
 def count_parameter_tensors(shape: ModelShape, stage: Stage) -> int:
-    """Tensors among which the parameters of a pipeline's stage are divided; ranks that shard them have a part of each."""
+    """Tensors that hold the parameters of a pipeline's stage; ranks that shard them have a part of each."""
     vectors = _count_norm_vectors(shape)
-    of_layer = len(_list_attention_tensors(shape)) + len(_list_mlp_tensors(shape)) + 2 * vectors
-    number = len(stage.layers) * of_layer
-    of_experts = [*_list_expert_tensors(shape), *_list_shared_expert_tensors(shape), _count_router_parameters(shape)]
-    number += count_expert_layers(shape, stage) * (len(of_experts) - len(_list_mlp_tensors(shape)))
+    of_attention = len(_list_attention_tensors(shape))
+    of_mlp = len(_list_mlp_tensors(shape))
+    number = len(stage.layers) * (of_attention + of_mlp + 2 * vectors)
+    router = 1
+    of_experts = len(_list_expert_tensors(shape)) + len(_list_shared_expert_tensors(shape)) + router
+    number += count_expert_layers(shape, stage) * (of_experts - of_mlp)
     if stage.is_first:
         number += 2 if shape.position_embedding == "learned_absolute" else 1
     if stage.is_last:
@@ -173,9 +187,11 @@ def count_layer_parameters(shape: ModelShape) -> int:
 def count_active_parameters(shape: ModelShape) -> int:
     """Parameters that a token passes: of experts, those of its own."""
     parts = count_parameter_parts(shape)
+    number = sum(parts.values())
     e = shape.experts
-    idle = 0 if e is None else parts["experts"] * (e.number - e.topk) // e.number
-    return sum(parts.values()) - idle
+    if e is not None:
+        number -= parts["experts"] * (e.number - e.topk) // e.number
+    return number
 
 
 # --- arithmetic: only matrix products count, and a multiply-add is 2 operations
@@ -197,16 +213,20 @@ def step_flops(shape: ModelShape, tokens_sequences: int, causal: bool) -> int:
 
 
 def weigh_chunks(shape: ModelShape, stage: Stage) -> tuple[float, ...]:
-    """What one micro-batch computes in each chunk of a stage, beside the mean of all; () where they are equal but for the loss."""
+    """What one micro-batch computes in each chunk of a stage, beside the mean of all.
+
+    () where chunks are equal but for the loss.
+    """
     if stage.has_equal_chunks and shape.experts is None:
         return ()
-    output = count_output_flops(shape, 1)
-    flops = []
+    flops_of_chunks = []
     for number, chunk in enumerate(stage.chunks):
-        layers = sum(count_layer_flops(shape, 1, True, shape.has_experts(layer)) for layer in chunk)
-        flops.append(layers + (output if stage.ends(number) else 0))
-    mean = sum(flops) / len(flops)
-    return tuple(one / mean for one in flops)
+        flops = sum(count_layer_flops(shape, 1, True, shape.has_experts(layer)) for layer in chunk)
+        if stage.ends(number):
+            flops += count_output_flops(shape, 1)
+        flops_of_chunks.append(flops)
+    mean = sum(flops_of_chunks) / len(flops_of_chunks)
+    return tuple(flops / mean for flops in flops_of_chunks)
 
 
 def count_layer_flops(shape: ModelShape, sequences: int, causal: bool, has_experts: bool) -> int:
@@ -223,17 +243,27 @@ def count_linear_flops(shape: ModelShape, sequences: int) -> int:
 
 
 def _count_map_flops(shape: ModelShape, sequences: int, mlp: int) -> int:
-    """Forward of one layer's linear maps. mlp: rows and columns of the MLP's matrices, or of those that a token passes."""
+    """FLOPs of one layer's linear maps in forward.
+
+    Args:
+        shape: The model, or a rank's share of it.
+        sequences: Of the shape's length.
+        mlp: Rows and columns of the MLP's matrices, or of those that a token passes.
+    """
     if shape.latent is None:
         attention = (shape.qkv_rows + shape.attention_width) * shape.hidden_size
     else:
         attention = sum(_list_latent_matrices(shape, shape.latent))
-    return 2 * sequences * shape.seq_length * (attention + mlp * shape.hidden_size)
+    elements = attention + mlp * shape.hidden_size
+    tokens = sequences * shape.seq_length
+    return 2 * tokens * elements
 
 
 def _count_expert_width(shape: ModelShape, e: ExpertShape) -> int:
-    """Rows and columns of the matrices that a token passes in a layer of experts: those of its experts, and of the
-    shared one. As in Megatron-LM, the router's product does not count."""
+    """Rows and columns of the matrices that a token passes in a layer of experts.
+
+    They are those of its experts, and of the shared one. As in Megatron-LM, the router's product does not count.
+    """
     routed = e.topk * (shape.count_fc1_rows(e.ffn_hidden_size) + e.ffn_hidden_size)
     shared = shape.count_fc1_rows(e.shared_ffn_hidden_size) + e.shared_ffn_hidden_size
     return routed + shared
@@ -241,8 +271,11 @@ def _count_expert_width(shape: ModelShape, e: ExpertShape) -> int:
 
 def attention_flops(shape: ModelShape, sequences: int, causal: bool) -> int:
     """Forward of one layer's two products with the matrix of scores; causal: with the half of it that is used."""
-    queries = shape.attention_width if shape.latent is None else shape.num_attention_heads * shape.latent.query_width
-    return sequences * (queries + shape.attention_width) * shape.seq_length**2 * (1 if causal else 2)
+    query_width = shape.attention_width
+    if shape.latent is not None:
+        query_width = shape.num_attention_heads * shape.latent.query_width
+    multiply_adds = sequences * (query_width + shape.attention_width) * shape.seq_length**2
+    return multiply_adds if causal else 2 * multiply_adds
 
 
 def count_output_flops(shape: ModelShape, sequences: int) -> int:

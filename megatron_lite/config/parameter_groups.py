@@ -32,7 +32,9 @@ GROUPS = (
 
 
 def find_group(name: str, dimensions: int, o: OptimizerArgs, width: float = 1.0) -> ParameterGroup:
-    """The group of one parameter: matrices and embeddings decay, vectors (biases, norms) do not, but those that a flag names.
+    """The group of one parameter.
+
+    Matrices and embeddings decay, vectors (biases, norms) do not, but for those that a flag names.
 
     Args:
         name: Megatron-Core's.
@@ -55,7 +57,10 @@ def find_group(name: str, dimensions: int, o: OptimizerArgs, width: float = 1.0)
 
 
 def list_groups(o: OptimizerArgs, width: float = 1.0) -> list[ParameterGroup]:
-    """The groups that Megatron-LM makes with these flags, also those without a parameter. Arguments as of find_group."""
+    """The groups that Megatron-LM makes with these flags, also those without a parameter.
+
+    The arguments are those of find_group.
+    """
     rates = {USUAL}
     others = [ORTHOGONAL] if o.optimizer == "muon" else []
     if o.decoupled_lr is not None:

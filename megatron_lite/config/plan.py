@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from megatron_lite.config.args import Args, ModelArgs, OptimizerArgs
+from megatron_lite.config.args import Args, ModelArgs, OptimizerArgs, PrecisionArgs
 from megatron_lite.config.expert_layers import parse_expert_layers, parse_window_layers
 from megatron_lite.config.fp8 import Fp8
 from megatron_lite.config.layout import (
@@ -119,9 +119,17 @@ FACTORS = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
 def parse_batch_steps(text: str, seq_length: int) -> tuple[tuple[int, int], ...]:
-    """((consumed samples, global batch), ...) of --step-batch-size-schedule, whose first numbers are tokens: "0:768 250B:1536".
+    """Read --step-batch-size-schedule, whose entries are TOKENS:BATCH: "0:768 250B:1536".
 
-    Raises ValueError where an entry cannot be read, or entries are not in order from 0 on.
+    Args:
+        text: The flag's value.
+        seq_length: Tokens of a sample.
+
+    Returns:
+        ((consumed samples, global batch), ...).
+
+    Raises:
+        ValueError: An entry cannot be read, or entries are not in order from 0 on.
     """
     steps = []
     for entry in text.replace(",", " ").split():
@@ -160,8 +168,10 @@ class LearningRatePlan:
     weight_decay_samples: int
 
     def scale_to_width(self, o: OptimizerArgs, width: float) -> "LearningRatePlan":
-        """The same with the rates that --use-mup gives to parameters of a model `width` times as wide as its base: Adam's
-        matrices learn more slowly, SGD's vectors faster."""
+        """The same with the rates that --use-mup gives to parameters of a model `width` times as wide as its base.
+
+        Adam's matrices learn more slowly, SGD's vectors faster.
+        """
         factor = width if o.optimizer == "sgd" else 1 / width
         return replace(self, peak=self.peak * factor, floor=self.floor * factor)
 
@@ -169,9 +179,8 @@ class LearningRatePlan:
         """The same with the rates of --decoupled-lr; None without that flag."""
         if o.decoupled_lr is None:
             return None
-        return replace(
-            self, peak=o.decoupled_lr, floor=self.floor if o.decoupled_min_lr is None else o.decoupled_min_lr
-        )
+        floor = self.floor if o.decoupled_min_lr is None else o.decoupled_min_lr
+        return replace(self, peak=o.decoupled_lr, floor=floor)
 
 
 @dataclass(frozen=True)
@@ -252,7 +261,10 @@ class Plan:
         return self.args.training.eval_micro_batch_size or self.args.training.micro_batch_size
 
     def count_evaluation_passes(self, samples: int) -> int:
-        """How many micro-batches of an evaluation hold `samples`; the last one may be filled up with earlier samples."""
+        """How many micro-batches of an evaluation hold `samples`.
+
+        The last one may be filled up with earlier samples.
+        """
         of_a_rank = -(-samples // self.layout.data)
         return -(-of_a_rank // self.evaluation_micro_batch)
 
@@ -273,7 +285,6 @@ def resolve(args: Args, world: World, vocab_size: int) -> Plan:
     """The plan of checked `args`. Raises ConfigError where the tokenizer's vocabulary does not fit."""
     t = args.training
     p = args.profile
-    precision = args.precision
     layout = plan_layout(args.parallel, world, has_experts=args.experts.num_experts is not None)
     batch = _plan_batches(args, layout)
     iterations = batch.iterations(t.train_samples or 0) if t.train_iters is None else t.train_iters
@@ -281,11 +292,6 @@ def resolve(args: Args, world: World, vocab_size: int) -> Plan:
         less = f"--train-samples {t.train_samples} is less than one global batch of {batch.size(0)}"
         raise ConfigError([f"{less}; raise it."])
     samples = batch.samples(iterations)
-    workers = args.data.num_workers
-    parallel = args.parallel
-    fsdp_in_fp32 = parallel.use_megatron_fsdp and parallel.megatron_fsdp_main_grads_dtype == "fp32"
-    in_fp32 = precision.accumulate_allreduce_grads_in_fp32 or fsdp_in_fp32
-    in_fp32 = in_fp32 and (precision.fp16 or precision.bf16)
     return Plan(
         args=args,
         world=world,
@@ -295,9 +301,8 @@ def resolve(args: Args, world: World, vocab_size: int) -> Plan:
         vocab_size=vocab_size,
         device="cuda" if world.gpus else "cpu",
         backend=args.parallel.distributed_backend or ("nccl" if world.gpus else "gloo"),
-        precision="fp16" if precision.fp16 else "bf16" if precision.bf16 else "fp32",
-        # Megatron turns this on by itself for bf16, whose 8 bits of mantissa lose small gradients in a sum
-        fp32_gradients=in_fp32 or precision.bf16 and not precision.grad_reduce_in_bf16,
+        precision=_name_precision(args.precision),
+        fp32_gradients=_sums_in_fp32(args),
         batch=batch,
         train_iters=iterations,
         train_samples=samples,
@@ -306,9 +311,35 @@ def resolve(args: Args, world: World, vocab_size: int) -> Plan:
         profile_ranks=world.select_ranks(p.profile_ranks),
         compilation=choose_compilation(args, world),
         sharding=plan_sharding(args.parallel, layout),
-        # 2 is Megatron's default; where computing needs the cores, reading a batch takes 1 ms of them
-        loader_workers=(2 if world.gpus else 0) if workers is None else workers,
+        loader_workers=_count_loader_workers(args, world),
     )
+
+
+def _name_precision(precision: PrecisionArgs) -> str:
+    """The type of weights in forward and backward."""
+    if precision.fp16:
+        return "fp16"
+    return "bf16" if precision.bf16 else "fp32"
+
+
+def _sums_in_fp32(args: Args) -> bool:
+    """Whether gradients of 16 bits are accumulated and reduced in fp32."""
+    precision = args.precision
+    parallel = args.parallel
+    # Megatron turns this on by itself for bf16, whose 8 bits of mantissa lose small gradients in a sum
+    if precision.bf16 and not precision.grad_reduce_in_bf16:
+        return True
+    fsdp_in_fp32 = parallel.use_megatron_fsdp and parallel.megatron_fsdp_main_grads_dtype == "fp32"
+    in_16_bits = precision.fp16 or precision.bf16
+    return in_16_bits and (precision.accumulate_allreduce_grads_in_fp32 or fsdp_in_fp32)
+
+
+def _count_loader_workers(args: Args, world: World) -> int:
+    """Processes of the loader, per rank."""
+    if args.data.num_workers is not None:
+        return args.data.num_workers
+    # 2 is Megatron's default; where computing needs the cores, reading a batch takes 1 ms of them
+    return 2 if world.gpus else 0
 
 
 def _plan_batches(args: Args, layout: Layout) -> BatchSchedule:
@@ -338,7 +369,10 @@ def _plan_rank(plan: Plan, rank: int) -> Plan:
 
 
 def list_stage_kinds(plan: Plan) -> list[tuple[Plan, int]]:
-    """(plan of one rank, number of stages) of each kind of stage: alike in the layers of their chunks and in being first or last."""
+    """(plan of one rank, number of stages) of each kind of stage.
+
+    Those of a kind are alike in the layers of their chunks and in being first or last.
+    """
     ranks = plan.layout.list_stages()
     found: dict[tuple[tuple[int, ...], bool, bool], list[int]] = {}
     # the layers of each chunk, stage by stage
@@ -352,43 +386,34 @@ ShapeFields = dict[str, Any]  # of ModelShape, some of them
 
 
 def _build_shape(args: Args, vocab_size: int) -> ModelShape:
+    """The model's sizes. ConfigError where its vocabulary is smaller than the tokenizer's."""
     m = args.model
     latent = _build_latent_shape(args)
-    has_yarn = m.position_embedding_type == "yarn"
-    position = "rope" if has_yarn else m.position_embedding_type
-    if position == "learned_absolute" and not m.add_position_embedding:
-        position = "none"
-    # a gated MLP has three matrices, so 8/3 x keeps its size, in steps of 64
-    ffn = int(4 * m.hidden_size * 2 / 3) // 64 * 64 if m.swiglu else 4 * m.hidden_size
-    # the fused bias-GELU kernel is the only place where Megatron uses the tanh formula
-    gelu = "gelu_tanh" if m.bias_gelu_fusion and m.add_bias_linear else "gelu_erf"
-    multiple = m.make_vocab_size_divisible_by * args.parallel.tensor_model_parallel_size
-    padded = m.padded_vocab_size or -(-vocab_size // multiple) * multiple
-    if padded < vocab_size:
-        smaller = f"--padded-vocab-size {padded} is smaller than the vocabulary of {vocab_size}"
-        raise ConfigError([f"{smaller}; raise or drop it."])
+    ffn_hidden_size = m.ffn_hidden_size or _choose_mlp_width(m)
+    head_width = m.kv_channels or m.hidden_size // m.num_attention_heads
+    scales_rope = m.use_rope_scaling and m.position_embedding_type != "yarn"
     return ModelShape(
         num_layers=m.num_layers,
         hidden_size=m.hidden_size,
         num_attention_heads=m.num_attention_heads,
         num_query_groups=m.num_query_groups if m.group_query_attention else m.num_attention_heads,
-        kv_channels=latent.head_width if latent else m.kv_channels or m.hidden_size // m.num_attention_heads,
-        ffn_hidden_size=m.ffn_hidden_size or ffn,
+        kv_channels=latent.head_width if latent else head_width,
+        ffn_hidden_size=ffn_hidden_size,
         seq_length=m.seq_length,
         max_position_embeddings=m.max_position_embeddings or m.seq_length,
-        padded_vocab_size=padded,
-        position_embedding=position,
+        padded_vocab_size=_pad_vocabulary(args, vocab_size),
+        position_embedding=_name_positions(m),
         rotary_percent=m.rotary_percent,
         rotary_base=m.rotary_base,
         # latent attention's channels turn as neighbors
         rotary_interleaved=m.rotary_interleaved or latent is not None,
         rotary_seq_len_interpolation_factor=m.rotary_seq_len_interpolation_factor,
-        rope_scaling_factor=m.rope_scaling_factor if m.use_rope_scaling and not has_yarn else None,
+        rope_scaling_factor=m.rope_scaling_factor if scales_rope else None,
         **_plan_yarn(args),
         normalization=m.normalization,
         norm_epsilon=m.norm_epsilon,
         layernorm_1p=m.apply_layernorm_1p,
-        activation="swiglu" if m.swiglu else "squared_relu" if m.squared_relu else gelu,
+        activation=_name_activation(m),
         linear_bias=m.add_bias_linear,
         qkv_bias=latent is None and (m.add_bias_linear or m.add_qkv_bias),
         qk_layernorm=m.qk_layernorm,
@@ -396,7 +421,7 @@ def _build_shape(args: Args, vocab_size: int) -> ModelShape:
         hidden_dropout=m.hidden_dropout,
         attention_dropout=m.attention_dropout,
         query_key_layer_scaling=m.apply_query_key_layer_scaling,
-        experts=_build_expert_shape(args, m.ffn_hidden_size or ffn),
+        experts=_build_expert_shape(args, ffn_hidden_size),
         softmax_in_fp32=m.attention_softmax_in_fp32,
         init_method_std=m.init_method_std,
         latent=latent,
@@ -404,6 +429,44 @@ def _build_shape(args: Args, vocab_size: int) -> ModelShape:
         window=None if m.window_size is None else parse_window(m.window_size),
         window_layers=write_window_layers(m),
     )
+
+
+def _name_positions(m: ModelArgs) -> str:
+    """ModelShape.position_embedding of the flags; YaRN is a kind of rotary embedding."""
+    if m.position_embedding_type == "yarn":
+        return "rope"
+    if m.position_embedding_type == "learned_absolute" and not m.add_position_embedding:
+        return "none"
+    return m.position_embedding_type
+
+
+def _choose_mlp_width(m: ModelArgs) -> int:
+    """The width of the MLP where no flag gives it."""
+    if not m.swiglu:
+        return 4 * m.hidden_size
+    # a gated MLP has three matrices, so 8/3 x keeps its size, in steps of 64
+    return int(4 * m.hidden_size * 2 / 3) // 64 * 64
+
+
+def _name_activation(m: ModelArgs) -> str:
+    """ModelShape.activation of the flags."""
+    if m.swiglu:
+        return "swiglu"
+    if m.squared_relu:
+        return "squared_relu"
+    # the fused bias-GELU kernel is the only place where Megatron uses the tanh formula
+    return "gelu_tanh" if m.bias_gelu_fusion and m.add_bias_linear else "gelu_erf"
+
+
+def _pad_vocabulary(args: Args, vocab_size: int) -> int:
+    """Rows of the embedding: what the flag says, or the vocabulary filled up to a multiple that all ranks can split."""
+    m = args.model
+    multiple = m.make_vocab_size_divisible_by * args.parallel.tensor_model_parallel_size
+    padded = m.padded_vocab_size or -(-vocab_size // multiple) * multiple
+    if padded < vocab_size:
+        smaller = f"--padded-vocab-size {padded} is smaller than the vocabulary of {vocab_size}"
+        raise ConfigError([f"{smaller}; raise or drop it."])
+    return padded
 
 
 def parse_window(text: str) -> int | None:

@@ -45,9 +45,18 @@ class World:
 
 
 def read_world(gpus: int, threads: int, environment: Mapping[str, str] = os.environ) -> World:
-    """Read the launcher's variables, which have torchrun's names; ConfigError. gpus, threads: as torch counts them here."""
-    # `nsys profile` and `nsys launch` name their session, and bring their library into the process by a variable of CUDA, of
-    # NVTX, or of the loader; a launcher between nsys and us may have dropped some of these
+    """Read the launcher's variables, which have torchrun's names.
+
+    Args:
+        gpus: As torch counts them here.
+        threads: The same.
+        environment: The variables.
+
+    Raises:
+        ConfigError: Some of the numbers cannot be.
+    """
+    # `nsys profile` and `nsys launch` name their session, and bring their library into the process by a variable of
+    # CUDA, of NVTX, or of the loader; a launcher between nsys and us may have dropped some of these
     libraries = " ".join(environment.get(name, "") for name in INJECTIONS)
     ranks = read_ranks(environment)
     return World(

@@ -30,7 +30,7 @@ OTHERWISE_NAMED = {
     "barrier-with-L1-time": "--no-barrier-with-level-1-timing",
     "overlap-p2p-comm": "--no-overlap-p2p-communication",
 }
-# What Megatron's YAML calls each activation (silu with gated_linear_unit); its gelu is the exact one, whatever is fused.
+# What Megatron's YAML calls each activation (silu with gated_linear_unit); its gelu is the exact one, fused or not.
 ACTIVATIONS = {
     "swiglu": "--swiglu",
     "silu": "--swiglu",
@@ -99,7 +99,12 @@ def _load(text: str) -> Any:
 
 
 def _count_entries(value: object, known: dict[int, int]) -> int:
-    """How many values it holds, with those of its parts; `known`: those of parts that are counted already, by their ids."""
+    """How many values it holds, with those of its parts.
+
+    Args:
+        value: Anything that YAML holds.
+        known: Numbers of parts that are counted already, by their ids.
+    """
     if not isinstance(value, dict | list | tuple | set):
         return 1
     if id(value) not in known:

@@ -7,8 +7,9 @@ import pytest
 from support.command_lines import ALONE, argv, mistakes, read, read_table
 
 from megatron_lite.config.args import Args
-from megatron_lite.config.check import DEPENDS, check, remarks
+from megatron_lite.config.check import check, remarks
 from megatron_lite.config.command_line import read_command_line
+from megatron_lite.config.dependent_flags import DEPENDENCIES
 from megatron_lite.config.flags import ABSENT_BEGINS, ACCEPTED, STOPPING, find_texts, list_flags
 from megatron_lite.config.world import World
 from megatron_lite.errors import ConfigError
@@ -197,8 +198,9 @@ def test_what_is_worth_a_word_is_told_once():
 def test_what_cannot_matter_is_said():
     """Each flag that depends on another one, given alone."""
     flags = {flag.field: flag for flag in list_flags(Args)}
-    for needed, (fields, _) in DEPENDS.items():
-        for flag in (flags[name] for name in fields.split()):
+    for dependency in DEPENDENCIES:
+        needed = dependency.needed
+        for flag in (flags[name] for name in dependency.fields):
             value = [] if flag.is_switch else [flag.choices[-1] if flag.choices else VALUES.get(flag.field, "3")]
             external = ["!--mock-data", "--dataloader-type", "external", "--external-dataloader", "a.py:f"]
             context = external if flag.field == "num_workers" else []

@@ -36,25 +36,27 @@ RANGED = [flag for flag in list_flags(Args) if flag.must_be]
 @pytest.mark.parametrize("flag", RANGED, ids=lambda flag: flag.spelling)
 def test_a_number_out_of_its_range_is_one_line(flag):
     """Just outside of each bound; inside it nothing is said of the number itself."""
-    for words in flag.must_be.partition(";")[0].split(" and "):
-        bound, limit = words.rpartition(" ")[0], float(words.rpartition(" ")[2])
+    for bound in ("at_least", "above", "at_most", "below"):
+        limit = getattr(flag.must_be, bound)
+        if limit is None:
+            continue
         step = 1 if flag.kind is int or limit > 1 else 0.5
         outside, inside = {
-            "at least": (limit - step, limit),
+            "at_least": (limit - step, limit),
             "above": (limit, limit + step),
-            "at most": (limit + step, limit),
+            "at_most": (limit + step, limit),
             "below": (limit, limit - step),
         }[bound]
-        wrong = f"{flag.spelling} {outside:.10g}: must be {flag.must_be}"
+        wrong = f"{flag.spelling} {outside:.10g}: must be {flag.must_be.describe()}"
         other = "!--train-iters " if flag.field == "train_samples" else ""
         said = mistakes(f"{other}{flag.spelling} {flag.kind(outside)!r}")
         assert len(said) == 1 and said[0].startswith(wrong), said
         said = mistakes(f"{flag.spelling} {flag.kind(inside)!r}")
-        assert not any(": must be" in line and flag.must_be in line for line in said)
+        assert not any(": must be" in line and flag.must_be.describe() in line for line in said)
 
 
 def test_the_ranges_are_those_of_megatron():
-    ranges = {flag.spelling: flag.must_be.partition(";")[0] for flag in RANGED}
+    ranges = {flag.spelling: flag.must_be.describe().partition(";")[0] for flag in RANGED}
     assert len(RANGED) == 109
     assert ranges["--num-layers"] == "at least 1 and at most 100000"
     assert ranges["--seed"] == "at least 0 and below 4294967296"

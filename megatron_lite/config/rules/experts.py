@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from megatron_lite.config.args import Args, ExpertArgs
+from megatron_lite.config.args import Args, ExpertArgs, ParallelArgs
 from megatron_lite.config.expert_layers import parse_expert_layers
 from megatron_lite.config.shape import BALANCING_KINDS, GLOBAL_AUX_LOSS, SINKHORN
 from megatron_lite.config.world import World
@@ -15,7 +15,8 @@ def expert_rules(args: Args, world: World) -> Iterator[str]:
     p = args.parallel
     if e.num_experts is None:
         if p.expert_model_parallel_size > 1:
-            yield f"--expert-model-parallel-size {p.expert_model_parallel_size} needs --num-experts; give it, or drop this."
+            size = f"--expert-model-parallel-size {p.expert_model_parallel_size}"
+            yield f"{size} needs --num-experts; give it, or drop this."
         return
     yield from _check_model(args)
     yield from _check_router(e)
@@ -42,7 +43,8 @@ def _check_model(args: Args) -> Iterator[str]:
     if e.moe_shared_expert_gate and e.moe_shared_expert_intermediate_size is None:
         yield "--moe-shared-expert-gate needs --moe-shared-expert-intermediate-size; give it, or drop this."
     if args.training.torch_compile == "layers":
-        yield f"--torch-compile layers and {number} exclude each other: experts' tokens vary in number; drop the former."
+        why = "experts' tokens vary in number"
+        yield f"--torch-compile layers and {number} exclude each other: {why}; drop the former."
 
 
 def _check_router(e: ExpertArgs) -> Iterator[str]:
@@ -102,13 +104,16 @@ def _check_balancing(args: Args) -> Iterator[str]:
     if negative:
         yield f"--moe-aux-loss-coeff {negative[0]:g}: must be at least 0."
     if SINKHORN in kinds and (len(kinds) > 1 or any(factors)):
-        yield "--moe-router-load-balancing-type sinkhorn has no loss of its own; give it alone, with --moe-aux-loss-coeff 0."
+        kind = "--moe-router-load-balancing-type sinkhorn"
+        yield f"{kind} has no loss of its own; give it alone, with --moe-aux-loss-coeff 0."
     drops = e.moe_expert_capacity_factor is not None and e.moe_expert_capacity_factor >= 0
     if drops and SINKHORN in kinds:
-        yield "--moe-expert-capacity-factor does not go with --moe-router-load-balancing-type sinkhorn; drop one of them."
+        kind = "--moe-router-load-balancing-type sinkhorn"
+        yield f"--moe-expert-capacity-factor does not go with {kind}; drop one of them."
     if GLOBAL_AUX_LOSS in kinds and args.model.recompute_granularity == "full":
-        counted = "a recomputed layer would count its tokens twice"
-        yield f"--moe-router-load-balancing-type global_aux_loss and --recompute-granularity full exclude each other: {counted}; drop one of them."
+        pair = "--moe-router-load-balancing-type global_aux_loss and --recompute-granularity full"
+        why = "a recomputed layer would count its tokens twice"
+        yield f"{pair} exclude each other: {why}; drop one of them."
 
 
 def _check_ranks(args: Args, world: World) -> Iterator[str]:
@@ -119,8 +124,6 @@ def _check_ranks(args: Args, world: World) -> Iterator[str]:
     size = p.expert_model_parallel_size
     name = f"--expert-model-parallel-size {size}"
     tensor = max(p.tensor_model_parallel_size, 1)
-    context = max(p.context_parallel_size, 1)
-    stages = max(p.pipeline_model_parallel_size, 1)
     split = p.expert_tensor_parallel_size or tensor
     if size < 1 or split < 1:
         return  # another rule says it
@@ -128,31 +131,47 @@ def _check_ranks(args: Args, world: World) -> Iterator[str]:
         yield f"{name}: does not divide --num-experts {experts}; change one of them."
         return
     if tensor > 1 and not p.sequence_parallel:
-        yield f"--num-experts {experts} with --tensor-model-parallel-size {tensor} needs --sequence-parallel, as in Megatron-LM; add it."
-    given = f"--expert-tensor-parallel-size {split}"
+        both = f"--num-experts {experts} with --tensor-model-parallel-size {tensor}"
+        yield f"{both} needs --sequence-parallel, as in Megatron-LM; add it."
     width = e.moe_ffn_hidden_size or args.model.ffn_hidden_size
     if width and width % split:
         flag = "--moe-ffn-hidden-size" if e.moe_ffn_hidden_size else "--ffn-hidden-size"
-        yield f"{given}: does not divide {flag} {width}; change one of them."
+        yield f"--expert-tensor-parallel-size {split}: does not divide {flag} {width}; change one of them."
         return
     shared = e.moe_shared_expert_intermediate_size
     if shared and shared % tensor:
         divide = f"does not divide --moe-shared-expert-intermediate-size {shared}"
         yield f"--tensor-model-parallel-size {tensor}: {divide}; change one of them."
-    if world.size % (stages * tensor * context):
+    yield from _check_expert_replicas(p, world, split)
+
+
+def _check_expert_replicas(p: ParallelArgs, world: World, split: int) -> Iterator[str]:
+    """Mistakes among the ranks of a stage that replicate and shard experts.
+
+    Args:
+        p: Flags of parallelism.
+        world: All ranks.
+        split: Ranks that split each expert.
+    """
+    size = p.expert_model_parallel_size
+    shown = f"--expert-model-parallel-size {size} times --expert-tensor-parallel-size {split}"
+    stages = max(p.pipeline_model_parallel_size, 1)
+    in_dense_layers = max(p.tensor_model_parallel_size, 1) * max(p.context_parallel_size, 1)
+    if world.size % (stages * in_dense_layers):
         return  # another rule says it
     of_stage = world.size // stages
     if of_stage % (size * split):
         ranks = f"the {of_stage} ranks of a stage" if stages > 1 else f"the number of ranks, {of_stage}"
-        yield f"{name} times {given}: does not divide {ranks}; change one of them."
+        yield f"{shown}: does not divide {ranks}; change one of them."
         return
-    if p.use_tp_pp_dp_mapping and stages > 1 and size * split != tensor * context:
-        equal = f"equal --tensor-model-parallel-size times --context-parallel-size, {tensor * context}"
-        yield f"--use-tp-pp-dp-mapping: {name} times {given} must {equal}; change one, or drop the mapping."
+    if p.use_tp_pp_dp_mapping and stages > 1 and size * split != in_dense_layers:
+        equal = f"equal --tensor-model-parallel-size times --context-parallel-size, {in_dense_layers}"
+        yield f"--use-tp-pp-dp-mapping: {shown} must {equal}; change one, or drop the mapping."
+    replicas = of_stage // (size * split)
     instances = p.num_distributed_optimizer_instances
-    shares_state = p.shards_state
-    if shares_state and instances > 0 and of_stage // (size * split) % instances:
-        replicas = f"the {of_stage // (size * split)} ranks that hold the same experts"
-        yield f"--num-distributed-optimizer-instances {instances}: does not divide {replicas}; lower it."
+    if p.shards_state and instances > 0 and replicas % instances:
+        ranks = f"the {replicas} ranks that hold the same experts"
+        yield f"--num-distributed-optimizer-instances {instances}: does not divide {ranks}; lower it."
     if p.pipeline_schedule == ZERO_BUBBLE and stages > 1:
-        yield f"--pipeline-schedule {ZERO_BUBBLE} and --num-experts exclude each other: experts' backward is one piece; drop the former."
+        pair = f"--pipeline-schedule {ZERO_BUBBLE} and --num-experts"
+        yield f"{pair} exclude each other: experts' backward is one piece; drop the former."

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from megatron_lite.config.args import Args, LatentArgs
+from megatron_lite.config.args import Args, LatentArgs, ModelArgs
 from megatron_lite.config.expert_layers import parse_window_layers
 from megatron_lite.config.plan import parse_window
 from megatron_lite.config.world import World
@@ -17,34 +17,49 @@ def model_rules(args: Args, world: World) -> Iterator[str]:
     if args.model.use_mup and args.experts.num_experts is not None:
         yield "--use-mup and --num-experts exclude each other: its rules for experts are not built; drop one of them."
     m = args.model
-    p = args.precision
-    heads = args.model.num_attention_heads
-    if m.hidden_size and heads and heads > 0:
-        given = f"--num-attention-heads {heads}"
-        if m.kv_channels is None and m.hidden_size % heads:
-            yield f"--hidden-size {m.hidden_size} is not divisible by {given}; change one, or give --kv-channels."
-        if m.group_query_attention and (m.num_query_groups < 1 or heads % m.num_query_groups):
-            yield f"--num-query-groups {m.num_query_groups} does not divide {given}; choose a divisor."
+    yield from _check_heads(m)
     yield from _check_positions(args)
     yield from _check_window(args)
-    # what torch's kernels cannot do whatever the sizes; the rest shows when torch is asked
-    kind = m.attention_backend
-    backend = f"--attention-backend {m.attention_backend}"
-    gpu = bool(world.gpus)
-    if kind == "fused" and not gpu:
-        yield f"{backend} is cuDNN's, which needs a GPU and this machine shows none; use --attention-backend auto."
-    elif kind in ("flash", "fused") and gpu and not (p.fp16 or p.bf16):
-        yield f"{backend} needs --bf16 or --fp16 on a GPU; add one, or use --attention-backend auto."
-    elif kind == "flash" and gpu and (args.data.reset_attention_mask or m.window_size is not None):
-        flag = "--reset-attention-mask" if args.data.reset_attention_mask else f"--window-size {m.window_size}"
-        yield f"{backend} has no masks on a GPU, which {flag} needs; use --attention-backend auto."
-    elif kind == "flash" and not gpu and m.attention_dropout:
-        yield f"{backend} has no dropout on a CPU; add --attention-dropout 0, or use --attention-backend auto."
+    yield from _check_attention_kernel(args, bool(world.gpus))
     if m.swiglu and m.squared_relu:
         yield "--swiglu and --squared-relu exclude each other; keep one."
     if m.swiglu and m.ffn_hidden_size is None and 0 < (m.hidden_size or 0) < 24:
         width = f"--swiglu with --hidden-size {m.hidden_size} gives an MLP of width 0"
         yield f"{width}, because it is a multiple of 64; give --ffn-hidden-size."
+    yield from _check_recomputation(m)
+
+
+def _check_heads(m: ModelArgs) -> Iterator[str]:
+    """Mistakes among the heads of attention and their groups."""
+    heads = m.num_attention_heads
+    if not m.hidden_size or not heads or heads < 1:
+        return  # another rule says it
+    given = f"--num-attention-heads {heads}"
+    if m.kv_channels is None and m.hidden_size % heads:
+        yield f"--hidden-size {m.hidden_size} is not divisible by {given}; change one, or give --kv-channels."
+    if m.group_query_attention and (m.num_query_groups < 1 or heads % m.num_query_groups):
+        yield f"--num-query-groups {m.num_query_groups} does not divide {given}; choose a divisor."
+
+
+def _check_attention_kernel(args: Args, on_gpu: bool) -> Iterator[str]:
+    """What torch's kernels cannot do whatever the sizes; the rest shows when torch is asked."""
+    m = args.model
+    kind = m.attention_backend
+    backend = f"--attention-backend {kind}"
+    in_16_bits = args.precision.fp16 or args.precision.bf16
+    if kind == "fused" and not on_gpu:
+        yield f"{backend} is cuDNN's, which needs a GPU and this machine shows none; use --attention-backend auto."
+    elif kind in ("flash", "fused") and on_gpu and not in_16_bits:
+        yield f"{backend} needs --bf16 or --fp16 on a GPU; add one, or use --attention-backend auto."
+    elif kind == "flash" and on_gpu and (args.data.reset_attention_mask or m.window_size is not None):
+        flag = "--reset-attention-mask" if args.data.reset_attention_mask else f"--window-size {m.window_size}"
+        yield f"{backend} has no masks on a GPU, which {flag} needs; use --attention-backend auto."
+    elif kind == "flash" and not on_gpu and m.attention_dropout:
+        yield f"{backend} has no dropout on a CPU; add --attention-dropout 0, or use --attention-backend auto."
+
+
+def _check_recomputation(m: ModelArgs) -> Iterator[str]:
+    """Mistakes among what is recomputed in backward."""
     number = f"--recompute-num-layers {m.recompute_num_layers}"
     if m.recompute_granularity == "full":
         if m.recompute_method is None:
@@ -98,7 +113,8 @@ def _check_window(args: Args) -> Iterator[str]:
     except ValueError:
         yield f"{shown}: needs the number of tokens before and 0, since none after is attended to, such as 127,0."
     if context > 1:
-        yield f"{shown} does not go with --context-parallel-size {context}: a window may lie on several ranks; drop one of them."
+        why = "a window may lie on several ranks"
+        yield f"{shown} does not go with --context-parallel-size {context}: {why}; drop one of them."
     try:
         parse_window_layers(m.window_attn_skip_freq, m.num_layers or 1)
     except ValueError as error:
@@ -120,9 +136,10 @@ def _list_latent_widths(latent: LatentArgs, heads: int) -> dict[str, int]:
 
 def _check_positions(args: Args) -> Iterator[str]:
     m = args.model
-    positions = args.model.max_position_embeddings
+    positions = m.max_position_embeddings
     if not m.add_position_embedding and m.position_embedding_type not in ("rope", "yarn"):
-        yield "--no-position-embedding is taken with rope only, as in Megatron-LM; write --position-embedding-type none instead."
+        taken = "is taken with rope only, as in Megatron-LM"
+        yield f"--no-position-embedding {taken}; write --position-embedding-type none instead."
         return
     learned = m.position_embedding_type == "learned_absolute"
     if learned and positions is None:
@@ -130,20 +147,34 @@ def _check_positions(args: Args) -> Iterator[str]:
     elif learned and m.seq_length and positions and positions < m.seq_length:
         smaller = f"is smaller than --seq-length {m.seq_length}"
         yield f"--max-position-embeddings {positions} {smaller}; raise it to at least that."
-    heads = m.num_attention_heads or 0
-    width = m.kv_channels or (m.hidden_size // heads if m.hidden_size and heads > 0 else 2)
-    rotated = int(width * m.rotary_percent)
+    if m.position_embedding_type == "yarn":
+        unsuitable = _find_unsuitable_for_yarn(m)
+        if unsuitable is not None:
+            whole = "--position-embedding-type yarn rotates whole heads, in halves, by its own factor"
+            yield f"{unsuitable}: {whole}; drop one of them."
+            return
     # latent attention has rules of its own
-    is_rotary = m.position_embedding_type in ("rope", "yarn") and not args.latent.multi_latent_attention
-    others = {
+    if m.position_embedding_type in ("rope", "yarn") and not args.latent.multi_latent_attention:
+        yield from _check_rotated_channels(m)
+
+
+def _find_unsuitable_for_yarn(m: ModelArgs) -> str | None:
+    """A flag of rotary embeddings that YaRN leaves no choice of; None if none is given."""
+    flags = {
         f"--rotary-percent {m.rotary_percent:g}": m.rotary_percent != 1,
         "--rotary-interleaved": m.rotary_interleaved,
         "--rotary-seq-len-interpolation-factor": m.rotary_seq_len_interpolation_factor is not None,
     }
-    for flag in (flag for flag, is_given in others.items() if is_given and m.position_embedding_type == "yarn"):
-        yield f"{flag}: --position-embedding-type yarn rotates whole heads, in halves, by its own factor; drop one of them."
-        return
-    if is_rotary and width > 0 and (rotated < 2 or rotated % 2):
+    return next((flag for flag, is_given in flags.items() if is_given), None)
+
+
+def _check_rotated_channels(m: ModelArgs) -> Iterator[str]:
+    """Channels of a head rotate in pairs."""
+    heads = m.num_attention_heads or 0
+    usual = m.hidden_size // heads if m.hidden_size and heads > 0 else 2
+    width = m.kv_channels or usual
+    rotated = int(width * m.rotary_percent)
+    if width > 0 and (rotated < 2 or rotated % 2):
         yield (
             f"--rotary-percent {m.rotary_percent:g} rotates {rotated} of a head's {width} channels, but they rotate "
             "in pairs; change it, or --kv-channels."

@@ -18,11 +18,9 @@ from megatron_lite.config.world import World
 from megatron_lite.errors import DataError
 from megatron_lite.pipeline_schedule import ZERO_BUBBLE
 
-SOURCES = (
-    "data_path", "data_args_path", "train_data_path", "valid_data_path", "test_data_path", "per_split_data_args_path",
-    "mock_data", "external_dataloader",
-)  # fmt: skip
-OF_SPLITS = [dashed(name) for name in SOURCES[2:6]]
+SOURCES_OF_SPLITS = ("train_data_path", "valid_data_path", "test_data_path", "per_split_data_args_path")
+SOURCES = ("data_path", "data_args_path", *SOURCES_OF_SPLITS, "mock_data", "external_dataloader")
+OF_SPLITS = [dashed(name) for name in SOURCES_OF_SPLITS]
 
 
 def rank_rules(args: Args, world: World) -> Iterator[str]:
@@ -37,16 +35,18 @@ def rank_rules(args: Args, world: World) -> Iterator[str]:
     replicas = count_data_ranks(p, world) * max(p.context_parallel_size, 1)
     if instances > 0 and replicas % instances:
         yield (
-            f"--num-distributed-optimizer-instances {instances}: must divide the number of data and context parallel ranks, {replicas}; "
-            "a group per node is usual."
+            f"--num-distributed-optimizer-instances {instances}: must divide the number of data and context parallel "
+            f"ranks, {replicas}; a group per node is usual."
         )
     if p.use_megatron_fsdp and p.use_torch_fsdp2:
-        yield "--use-megatron-fsdp and --use-torch-fsdp2 exclude each other: both are torch's fully_shard here; keep one."
+        both = "--use-megatron-fsdp and --use-torch-fsdp2"
+        yield f"{both} exclude each other: both are torch's fully_shard here; keep one."
     if p.use_megatron_fsdp and p.megatron_fsdp_main_grads_dtype == "fp32" and args.precision.grad_reduce_in_bf16:
         yield "--megatron-fsdp-main-grads-dtype fp32 and --grad-reduce-in-bf16 exclude each other; keep one."
     yield from _check_context_exchange(args)
     if p.use_distributed_optimizer and p.use_torch_fsdp2:
-        yield "--use-distributed-optimizer and --use-torch-fsdp2 exclude each other; keep the latter to shard weights too."
+        both = "--use-distributed-optimizer and --use-torch-fsdp2"
+        yield f"{both} exclude each other; keep the latter to shard weights too."
     if p.distributed_backend == "nccl" and not world.gpus:
         yield "--distributed-backend nccl needs a GPU and this machine shows none; drop it, or give gloo for CPUs."
     elif world.gpus and world.local_size > world.gpus:
@@ -97,7 +97,8 @@ def _check_tensor_parallel(args: Args, world: World) -> Iterator[str]:
         groups = heads
         width = m.kv_channels or m.hidden_size // max(heads, 1)
         if 2 * width % sharing:
-            yield f"{name}: {sharing} ranks cannot share a query group of heads of {width} channels; change --num-query-groups."
+            unshared = f"{sharing} ranks cannot share a query group of heads of {width} channels"
+            yield f"{name}: {unshared}; change --num-query-groups."
     split = {
         given: groups,
         "ffn-hidden-size" if m.ffn_hidden_size else "hidden-size": m.ffn_hidden_size or m.hidden_size,
@@ -121,19 +122,25 @@ def _check_context_parallel(args: Args, world: World) -> Iterator[str]:
         return
     pieces = 2 * size * (tensor if args.parallel.sequence_parallel else 1)
     if length and length % pieces:
-        yield f"{name}: --seq-length {length} is not divisible by {pieces}, its pieces on all ranks; change one of them."
+        undivided = f"--seq-length {length} is not divisible by {pieces}"
+        yield f"{name}: {undivided}, its pieces on all ranks; change one of them."
     if args.data.reset_attention_mask:
-        yield f"{name} does not go with --reset-attention-mask, whose documents may lie on several ranks; drop one of them."
+        mask = "--reset-attention-mask, whose documents may lie on several ranks"
+        yield f"{name} does not go with {mask}; drop one of them."
+
+
+def _list_chunk_flags(p: ParallelArgs) -> dict[str, int | None]:
+    """The flags that cut stages into chunks, and their values."""
+    return {
+        "--num-layers-per-virtual-pipeline-stage": p.num_layers_per_virtual_pipeline_stage,
+        "--num-virtual-stages-per-pipeline-rank": p.num_virtual_stages_per_pipeline_rank,
+    }
 
 
 def _refuse_chunks_of_one_stage(p: ParallelArgs) -> Iterator[str]:
     """Megatron-LM, too, stops at chunks of stages where there is one stage."""
-    chunks = (
-        ("--num-layers-per-virtual-pipeline-stage", p.num_layers_per_virtual_pipeline_stage),
-        ("--num-virtual-stages-per-pipeline-rank", p.num_virtual_stages_per_pipeline_rank),
-        ("--pipeline-model-parallel-layout", p.pipeline_model_parallel_layout),
-    )
-    for flag, number in chunks:
+    chunks = {**_list_chunk_flags(p), "--pipeline-model-parallel-layout": p.pipeline_model_parallel_layout}
+    for flag, number in chunks.items():
         if number is not None:
             yield f"{flag} {number} needs --pipeline-model-parallel-size above 1; give that, or drop it."
 
@@ -150,7 +157,8 @@ def _check_pipeline_parallel(args: Args, world: World) -> Iterator[str]:
     within = max(p.tensor_model_parallel_size, 1) * max(p.context_parallel_size, 1)
     if world.size % (stages * within):
         sizes = "times tensor and context parallel sizes: does" if within > 1 else "does"
-        yield f"{name}: {sizes} not divide the number of ranks, {world.size}; start a multiple of {stages * within}, or change it."
+        remedy = f"start a multiple of {stages * within}, or change it"
+        yield f"{name}: {sizes} not divide the number of ranks, {world.size}; {remedy}."
         return
     if mistake := _find_wrong_shares(p, layers):
         yield mistake
@@ -162,8 +170,8 @@ def _check_pipeline_parallel(args: Args, world: World) -> Iterator[str]:
     if p.shards_weights:
         flag = "--use-megatron-fsdp" if p.use_megatron_fsdp else "--use-torch-fsdp2"
         yield (
-            f"{name} and {flag} exclude each other, as in Megatron-LM: each micro-batch would gather the weights of a stage "
-            "again; give --use-distributed-optimizer instead."
+            f"{name} and {flag} exclude each other, as in Megatron-LM: each micro-batch would gather the weights of a "
+            "stage again; give --use-distributed-optimizer instead."
         )
 
 
@@ -208,18 +216,23 @@ def _find_wrong_shares(p: ParallelArgs, layers: int) -> str | None:
     if sum(counts) != shared or min(counts) < 1:
         left = f" without the {sum(given.values())} of {' and '.join(given)}" if given else ""
         more = f" with one more for {' and '.join(accounted)} each" if accounted else ""
-        return f"--pipeline-model-parallel-size {stages}: --num-layers {layers}{left}{more} cannot be split evenly; change one of them."
+        uneven = f"--num-layers {layers}{left}{more} cannot be split evenly"
+        return f"--pipeline-model-parallel-size {stages}: {uneven}; change one of them."
     chunks = count_chunks(p, layers)
     if of_layers is not None and counts[0] != of_layers * chunks:
         return f"{each}: does not divide the {counts[0]} layers of each stage; change it."
     if any(count % chunks for count in counts):
         numbers = " and ".join(map(str, sorted(set(counts))))
-        return f"--num-virtual-stages-per-pipeline-rank {chunks}: does not divide the {numbers} layers of the stages; change it."
+        undivided = f"does not divide the {numbers} layers of the stages"
+        return f"--num-virtual-stages-per-pipeline-rank {chunks}: {undivided}; change it."
     return None
 
 
 def _count_whole_stages(p: ParallelArgs, layers: int) -> list[int]:
-    """Numbers of layers of each stage before they are cut into chunks, the embedding and the loss counted where they count."""
+    """Numbers of layers of each stage before they are cut into chunks.
+
+    The embedding and the loss are among them where flags count them as layers.
+    """
     stages = p.pipeline_model_parallel_size
     given = _list_sizes_of_ends(p)
     first = p.decoder_first_pipeline_num_layers
@@ -233,12 +246,8 @@ def _find_wrong_layout(p: ParallelArgs, layers: int) -> str | None:
     """What is wrong with --pipeline-model-parallel-layout; None if nothing is."""
     stages = p.pipeline_model_parallel_size
     name = f"--pipeline-model-parallel-layout {p.pipeline_model_parallel_layout}"
-    others = [
-        *(["--num-layers-per-virtual-pipeline-stage"] if p.num_layers_per_virtual_pipeline_stage is not None else []),
-        *(["--num-virtual-stages-per-pipeline-rank"] if p.num_virtual_stages_per_pipeline_rank is not None else []),
-        *_list_sizes_of_ends(p),
-        *_list_accounted(p),
-    ]
+    others = [flag for flag, number in _list_chunk_flags(p).items() if number is not None]
+    others += [*_list_sizes_of_ends(p), *_list_accounted(p)]
     if others:
         return f"{name} and {others[0]} exclude each other; drop one of them."
     try:
@@ -288,7 +297,10 @@ def _list_batches(training: TrainingArgs, one_pass: int, seq_length: int) -> Ite
 
 
 def _check_batch_of_chunks(args: Args, world: World) -> Iterator[str]:
-    """Stages of several chunks take a group of micro-batches at once; the last group of a step must fill all stages, too."""
+    """Mistakes among batches of a pipeline whose stages have several chunks.
+
+    Such stages take a group of micro-batches at once; the last group of a step must fill all stages, too.
+    """
     training = args.training
     p = args.parallel
     stages = p.pipeline_model_parallel_size

@@ -73,7 +73,8 @@ def _check_evaluation_batches(args: Args, data_ranks: int, per_pass: int) -> Ite
         divisible = f"--eval-global-batch-size {evaluated} is not divisible by {parts}"
         yield f"{divisible}; try {max(1, evaluated // own_pass) * own_pass}."
     elif evaluated is None and usual % own_pass:
-        yield f"{name} {micro_batch}: a global batch of {usual} is not divisible by {parts}; give --eval-global-batch-size."
+        undivided = f"a global batch of {usual} is not divisible by {parts}"
+        yield f"{name} {micro_batch}: {undivided}; give --eval-global-batch-size."
 
 
 def _check_batch_steps(args: Args, per_pass: int, parts: str) -> Iterator[str]:
@@ -82,7 +83,8 @@ def _check_batch_steps(args: Args, per_pass: int, parts: str) -> Iterator[str]:
     try:
         steps = parse_batch_steps(t.step_batch_size_schedule or "", max(args.model.seq_length or 1, 1))
     except (ValueError, OverflowError):
-        yield f"{shown}: needs TOKENS:BATCH, the first from 0 tokens on and the others in order, such as '0:768 250B:1536'."
+        form = "needs TOKENS:BATCH, the first from 0 tokens on and the others in order"
+        yield f"{shown}: {form}, such as '0:768 250B:1536'."
         return
     for flag, value in (("--global-batch-size", t.global_batch_size), ("--rampup-batch-size", t.rampup_batch_size)):
         if value:
@@ -166,7 +168,8 @@ def _check_muon(args: Args) -> Iterator[str]:
         flag = "--use-distributed-optimizer"
         flag = "--use-torch-fsdp2" if p.use_torch_fsdp2 else flag
         flag = "--use-megatron-fsdp" if p.use_megatron_fsdp else flag
-        yield f"{name} and {flag} exclude each other here: each rank would have some rows of a matrix; drop one of them."
+        why = "each rank would have some rows of a matrix"
+        yield f"{name} and {flag} exclude each other here: {why}; drop one of them."
     if args.experts.num_experts is not None:
         yield f"{name} and --num-experts exclude each other here: experts are not taken apart; drop one of them."
     if args.checkpoint.ckpt_format == "torch" and args.checkpoint.save is not None:
@@ -174,7 +177,10 @@ def _check_muon(args: Args) -> Iterator[str]:
 
 
 def _check_schedule(args: Args) -> Iterator[str]:
-    """Lengths of the decay, the warm-up and WSD's last phase: in the unit of the run's length, and each within the decay."""
+    """Mistakes among the lengths of the decay, the warm-up and WSD's last phase.
+
+    They have the unit of the run's length, and lie within the decay.
+    """
     o = args.optimizer
     t = args.training
     units = {"iters": t.train_iters, "samples": t.train_samples}
