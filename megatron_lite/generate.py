@@ -178,9 +178,7 @@ def generate(
     lengths = [len(prompt) for prompt in prompts]
     shortest = min(lengths)
     total = max(lengths) + max_new_tokens
-    tokens_BT = torch.zeros(len(prompts), total, dtype=torch.int64)
-    for row, prompt in enumerate(prompts):
-        tokens_BT[row, : len(prompt)] = torch.tensor(prompt)
+    tokens_BT = _pad_prompts(prompts, total)
     generators = [torch.Generator(device).manual_seed(sampling.seed + row) for row in range(len(prompts))]
     model.reset(len(prompts), total)
     began = time.perf_counter()
@@ -191,7 +189,10 @@ def generate(
     open_rows = set(range(len(prompts)))
     for at in range(shortest, total):
         due = [row for row in sorted(open_rows) if at >= lengths[row]]
-        drawn = draw(logits_BV[due, :vocab_size], sampling, [generators[row] for row in due]).tolist() if due else []
+        drawn = []
+        if due:
+            own_generators = [generators[row] for row in due]
+            drawn = draw(logits_BV[due, :vocab_size], sampling, own_generators).tolist()
         for row, token in zip(due, drawn):
             tokens_BT[row, at] = token
             if token != end:
@@ -205,14 +206,22 @@ def generate(
     _wait_for(device)
     assert model.cache is not None
     return Generated(
-        continuations,
-        shortest * len(prompts),
-        read - began,
-        sum(map(len, continuations)),
-        time.perf_counter() - read,
-        total,
-        model.cache.nbytes,
+        continuations=continuations,
+        prefill_tokens=shortest * len(prompts),
+        prefill_s=read - began,
+        decode_tokens=sum(map(len, continuations)),
+        decode_s=time.perf_counter() - read,
+        cache_tokens=total,
+        cache_bytes=model.cache.nbytes,
     )
+
+
+def _pad_prompts(prompts: Sequence[Sequence[int]], length: int) -> Tensor:
+    """The prompts as rows of so many tokens; what follows them is 0."""
+    tokens_BT = torch.zeros(len(prompts), length, dtype=torch.int64)
+    for row, prompt in enumerate(prompts):
+        tokens_BT[row, : len(prompt)] = torch.tensor(prompt)
+    return tokens_BT
 
 
 def _wait_for(device: torch.device):

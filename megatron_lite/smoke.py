@@ -214,9 +214,8 @@ def check_batches_repeat(make_loader: Callable[[int], Iterable], batches: int = 
     Raises:
         AssertionError: There is no batch, or one differs.
     """
-    # copies: a loader may fill the same tensor again
-    copy = lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf.copy() if hasattr(leaf, "copy") else leaf
-    first, second = ([tree_map(copy, one) for one in islice(make_loader(seed), batches)] for _ in range(2))
+    first = _copy_batches(make_loader(seed), batches)
+    second = _copy_batches(make_loader(seed), batches)
     _require(bool(first), "the loader gave no batch", "some", "an empty data set, or drop_last with too few samples")
     cause = "a loader that is an iterator which is used up, or samples that are dropped at random"
     _require(len(first) == len(second), f"{len(first)} batches, then {len(second)}", "as many", cause)
@@ -229,6 +228,17 @@ def check_batches_repeat(make_loader: Callable[[int], Iterable], batches: int = 
             "or workers that finish in another order"
         )
         _require(same, f"batch {number} differs when seed {seed} is given again", "the same batch", cause)
+
+
+def _copy_batches(loader: Iterable, number: int) -> list[Any]:
+    """Copies of the first batches of a loader, which may fill the same tensors again."""
+    return [tree_map(_copy_leaf, batch) for batch in islice(loader, number)]
+
+
+def _copy_leaf(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return leaf.clone()
+    return leaf.copy() if hasattr(leaf, "copy") else leaf
 
 
 def _are_equal(one: Any, other: Any) -> bool:
@@ -316,7 +326,8 @@ def check_memory_steady(step: Step, steps: int = 5, warmup: int = 3):
         _synchronize()
         if number >= warmup:
             seen.append(_measure_live())
-    for what, values in zip(("bytes of tensors", "nodes of autograd's graph"), zip(*seen)):
+    of_tensors, of_graphs = zip(*seen)
+    for what, values in {"bytes of tensors": of_tensors, "nodes of autograd's graph": of_graphs}.items():
         grows = all(after > before for before, after in pairwise(values))
         words = f"{what} grow in each of {steps} steps, from {values[0]:,} to {values[-1]:,}"
         cause = (
@@ -363,13 +374,19 @@ class _PeakOnCPU(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
         for one in tree_leaves(result):
-            storage = one.untyped_storage() if isinstance(one, Tensor) and one.layout == torch.strided else None
-            if storage is not None and storage._cdata not in self._live:
-                self._live[storage._cdata] = storage.nbytes()
-                self._held += storage.nbytes()
-                self.peak = max(self.peak, self._held)
-                weakref.finalize(storage, self._forget, storage._cdata)
+            if isinstance(one, Tensor) and one.layout == torch.strided:
+                self._follow(one.untyped_storage())
         return result
+
+    def _follow(self, storage: torch.UntypedStorage):
+        """Count a storage until it is gone."""
+        identity = storage._cdata
+        if identity in self._live:
+            return
+        self._live[identity] = storage.nbytes()
+        self._held += storage.nbytes()
+        self.peak = max(self.peak, self._held)
+        weakref.finalize(storage, self._forget, identity)
 
     def _forget(self, identity: int):
         self._held -= self._live.pop(identity, 0)
@@ -457,9 +474,10 @@ def check_profiler_window(schedule: Callable[[int], ProfilerAction], steps: int,
     cause = "active times repeat is large, or repeat=0, which begins again until the run ends"
     seen = f"{len(recorded)} of {steps} steps are recorded, which slows them down and makes a large trace"
     _require(len(recorded) <= max_recorded, seen, f"at most {max_recorded}", cause)
-    cause = "wait and warmup are 0; a first step compilesand allocates, so it is not typical"
+    cause = "wait and warmup are 0; a first step compiles and allocates, so it is not typical"
     _require(recorded[0] > 0, "the first step is recorded", "a later one", cause)
-    began = [number for number in recorded if actions[number - 1] not in (*RECORDING, ProfilerAction.WARMUP)]
+    ready = (*RECORDING, ProfilerAction.WARMUP)
+    began = [number for number in recorded if actions[number - 1] not in ready]
     cause = "warmup=0; what the profiler itself costs when it starts is then in the trace"
     _require(
         not began,

@@ -1,7 +1,7 @@
 """From where on a slower rank or growing memory is worth a word,
 on the console while a run goes on as in its report."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from math import isnan
 from statistics import median_low
@@ -37,32 +37,54 @@ def slowest_rank(
         for stage in set(stages):
             ranks = [rank for rank, own in enumerate(stages) if own == stage]
             slow = slowest_rank([times_ms[rank] for rank in ranks], [step_ms[rank] for rank in ranks])
-            found += [(slow[0], ranks[slow[1]])] if slow else []
+            if slow is not None:
+                lag_ms, place = slow
+                found.append((lag_ms, ranks[place]))
         return max(found, default=None)
-    if len(times_ms) < 2 or any(map(isnan, (*times_ms, *step_ms))):
+    if any(map(isnan, (*times_ms, *step_ms))):
         return None
-    usual = median_low(times_ms)
-    slowest = max(times_ms)
-    least = max(SLOWER * usual, SHARE_OF_STEP * median_low(step_ms))
-    return (slowest - usual, times_ms.index(slowest)) if slowest - usual > least else None
+    usual_ms = median_low(times_ms)
+    slowest_ms = max(times_ms)
+    lag_ms = slowest_ms - usual_ms
+    least_ms = max(SLOWER * usual_ms, SHARE_OF_STEP * median_low(step_ms))
+    if lag_ms <= least_ms:
+        return None
+    return lag_ms, times_ms.index(slowest_ms)
 
 
 def rank_without_core(
     wait_ms: Sequence[float], switches: Sequence[float], cpu_ms: Sequence[float], step_ms: Sequence[float]
 ) -> tuple[int, float | None] | None:
-    """(rank, ms per step) of the rank that waits longest for a core, if it waits notably; None for ms where the system
-    counts involuntary switches only. All are by rank, NaN for unknown; None where every rank has its cores."""
-    waits = [
-        (wait / step, rank) for rank, (wait, step) in enumerate(zip(wait_ms, step_ms)) if wait / step >= WITHOUT_CORE
-    ]
-    if waits:
-        rank = max(waits)[1]
+    """Find the rank that waits longest for a core, if it waits notably.
+
+    Args:
+        wait_ms: Waits for a core, by rank; NaN for unknown, as in all of these.
+        switches: Involuntary switches.
+        cpu_ms: CPU time.
+        step_ms: Times of a step.
+
+    Returns:
+        (rank, ms per step), the latter None where the system counts involuntary switches only. None where every rank
+        has its cores.
+    """
+    waits = {rank: wait / step for rank, (wait, step) in enumerate(zip(wait_ms, step_ms))}
+    rank = _find_highest(waits, WITHOUT_CORE)
+    if rank is not None:
         return rank, wait_ms[rank]
     if any(wait >= 0 for wait in wait_ms):  # never with NaN
         return None
-    rates = [(1000 * number / cpu, rank) for rank, (number, cpu) in enumerate(zip(switches, cpu_ms)) if cpu > 0]
-    often = [pair for pair in rates if pair[0] >= SWITCHES_PER_CPU_SECOND]
-    return (max(often)[1], None) if often else None
+    rates = {}
+    for rank, (number, cpu) in enumerate(zip(switches, cpu_ms)):
+        if cpu > 0:
+            rates[rank] = 1000 * number / cpu
+    rank = _find_highest(rates, SWITCHES_PER_CPU_SECOND)
+    return None if rank is None else (rank, None)
+
+
+def _find_highest(of_ranks: Mapping[int, float], least: float) -> int | None:
+    """The last of the ranks with the highest number, if that is at least `least`; None without one. NaN never is."""
+    high = [(number, rank) for rank, number in of_ranks.items() if number >= least]
+    return max(high)[1] if high else None
 
 
 def is_by_chance(lag_ms: float, without_core: tuple[int, float | None] | None) -> bool:
@@ -82,9 +104,12 @@ def steady_growth(iterations: Sequence[float], values: Sequence[float]) -> tuple
         iterations, values: in order, at least GROWTH_PARTS of both; values in bytes.
     """
     inner = [len(values) * part // GROWTH_PARTS for part in range(1, GROWTH_PARTS)]
-    levels, centers = ([float(np.median(part)) for part in np.split(of, inner)] for of in (values, iterations))
-    by = levels[-1] - levels[0]
+    levels = [float(np.median(part)) for part in np.split(values, inner)]
+    centers = [float(np.median(part)) for part in np.split(iterations, inner)]
+    growth = levels[-1] - levels[0]
     steps = centers[-1] - centers[0]
-    grown = by > max(GROWN_SHARE * levels[0], GROWN_BYTES)
-    steadily = all(later - earlier >= MIN_PART * by for earlier, later in pairwise(levels))
-    return (by, by / steps) if grown and steadily and steps > 0 else None
+    grows = growth > max(GROWN_SHARE * levels[0], GROWN_BYTES)
+    grows_steadily = all(later - earlier >= MIN_PART * growth for earlier, later in pairwise(levels))
+    if not grows or not grows_steadily or steps <= 0:
+        return None
+    return growth, growth / steps

@@ -69,7 +69,8 @@ class _CausalAttention(torch.autograd.Function):
         k_LTD = k_BNTD.flatten(0, 1)
         v_LTD = v_BNTD.flatten(0, 1)
         length, width = q_LTD.shape[1:]
-        future_TT = torch.full((length, length), -math.inf, dtype=q_LTD.dtype, device=q_LTD.device).triu(1)
+        hidden_TT = torch.full((length, length), -math.inf, dtype=q_LTD.dtype, device=q_LTD.device)
+        future_TT = hidden_TT.triu(1)
         out_BTND = torch.empty_like(q_BNTD.transpose(1, 2), memory_format=torch.contiguous_format)
         blocks = []
         for start in range(0, length, QUERY_BLOCK):
@@ -77,7 +78,8 @@ class _CausalAttention(torch.autograd.Function):
             future_LRS = future_TT[start:end, :end].expand(len(q_LTD), -1, -1)
             keys_LSD = k_LTD[:, :end]
             values_LSD = v_LTD[:, :end]
-            scores_LRS = torch.baddbmm(future_LRS, q_LTD[:, start:end], keys_LSD.mT, alpha=width**-0.5)
+            queries_LRD = q_LTD[:, start:end]
+            scores_LRS = torch.baddbmm(future_LRS, queries_LRD, keys_LSD.mT, alpha=width**-0.5)
             torch.softmax(scores_LRS, -1, out=scores_LRS)
             _write_rows(out_BTND, start, scores_LRS @ values_LSD)
             blocks.append(scores_LRS)
@@ -101,7 +103,8 @@ class _CausalAttention(torch.autograd.Function):
             of_v = softmax_LRS.mT @ gradient_LRD
             of_scores = gradient_LRD @ values_LSD.mT
             softmax_backward(of_scores, softmax_LRS, -1, softmax_LRS.dtype, grad_input=of_scores)
-            _write_rows(of_q_BTND, start, (of_scores @ keys_LSD).mul_(scale))
+            of_q_LRD = of_scores @ keys_LSD
+            _write_rows(of_q_BTND, start, of_q_LRD.mul_(scale))
             of_k = of_scores.mT @ q_LTD[:, start:end]
             if not sums:
                 sums = [of_k, of_v]
