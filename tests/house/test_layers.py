@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterable
 from importlib.metadata import version
 from pathlib import Path
 
@@ -74,6 +75,9 @@ MAX_FUNCTIONS_OVER_400_NODES = 58
 MAX_NODES_PER_CODE_LINE = 10.8
 # Nodes per code line of folders that are unfolded, and have one idea per statement. Lower and add, never raise.
 UNFOLDED = {
+    ".": 9.6,
+    "config": 9.5,
+    "cpu_kernels": 10.0,
     "cli": 9.5,
     "report": 10.6,
     "instruments": 9.3,
@@ -86,6 +90,8 @@ UNFOLDED = {
     "train": 9.8,
     "analysis/memory": 10.1,
 }
+# Files of these folders that have several ideas per statement still. The list only shrinks.
+STILL_FOLDED = ("config/layout.py", "config/simulated_schedule.py")
 # Folders whose docstrings stand alone. The list only grows: rewrite a folder's, then add it.
 DOCUMENTED = ("cli", "report", "watch", "instruments", "checkpoint", "convert", "walk", "data", "parallel", "train")
 MIN_WORDS = 4  # of a docstring: fewer say less than the name
@@ -219,29 +225,36 @@ def test_init_files_are_empty():
     assert [path for path in inits if path.read_text(encoding="utf-8").strip()] == [PACKAGE / "__init__.py"]
 
 
-@functools.cache
 def stands_in(path: Path, folder: str) -> bool:
-    """Whether a file of the package belongs to a place, or to a folder within one such as analysis/memory."""
+    """Whether a file of the package belongs to a place, or to a folder within one such as analysis/memory.
+
+    "." stands for the files that lie in no folder of the package.
+    """
+    if folder == ".":
+        return path.parent == PACKAGE
     return place(path) == folder or PACKAGE / folder in path.parents
 
 
-def measure_places() -> dict[str, Measures]:
-    """Counts of each place of the package."""
-    places: dict[str, Measures] = {}
-    for path in FILES:
-        places.setdefault(place(path), Measures()).add(measure_file(path, path.relative_to(PACKAGE).as_posix()))
-    return places
+@functools.cache
+def measure_files() -> dict[Path, Measures]:
+    """Counts of each file of the package."""
+    return {path: measure_file(path, path.relative_to(PACKAGE).as_posix()) for path in FILES}
 
 
-def measure_all() -> Measures:
+def measure_folder(folder: str) -> Measures:
+    """Counts of a place, or of a folder within one."""
+    return add_up(measures for path, measures in measure_files().items() if stands_in(path, folder))
+
+
+def add_up(several: Iterable[Measures]) -> Measures:
     total = Measures()
-    for measures in measure_places().values():
+    for measures in several:
         total.add(measures)
     return total
 
 
 def test_functions_can_be_reviewed():
-    total = measure_all()
+    total = add_up(measure_files().values())
     assert [name for nodes, name in total.large_functions if nodes > MAX_NODES_OF_A_FUNCTION] == []
     assert len(total.huge_functions) <= MAX_FUNCTIONS_OVER_600_NODES, total.huge_functions
     assert len(total.large_functions) <= MAX_FUNCTIONS_OVER_400_NODES
@@ -287,23 +300,20 @@ def test_each_kind_of_fragment_would_be_seen(docstring, wrong):
 
 
 def test_lines_do_not_get_denser():
-    assert measure_all().nodes_per_code_line <= MAX_NODES_PER_CODE_LINE
+    assert add_up(measure_files().values()).nodes_per_code_line <= MAX_NODES_PER_CODE_LINE
 
 
 @pytest.mark.parametrize("folder", UNFOLDED)
 def test_unfolded_folders_stay_so(folder):
-    measures = Measures()
-    for path in FILES:
-        if stands_in(path, folder):
-            measures.add(measure_file(path, path.relative_to(PACKAGE).as_posix()))
-    assert measures.nodes_per_code_line <= UNFOLDED[folder]
+    assert measure_folder(folder).nodes_per_code_line <= UNFOLDED[folder]
 
 
 def test_unfolded_folders_have_one_idea_per_statement():
     wrong = {
         f"{path.relative_to(REPO)}": folded
         for path, tree in parse_files().items()
-        if any(stands_in(path, folder) for folder in UNFOLDED) and (folded := find_folded(tree))
+        if any(stands_in(path, folder) for folder in UNFOLDED)
+        if path.relative_to(PACKAGE).as_posix() not in STILL_FOLDED and (folded := find_folded(tree))
     }
     assert wrong == {}
 
