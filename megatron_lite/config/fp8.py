@@ -1,4 +1,6 @@
-"""Linear layers in FP8 as Megatron-LM's flags ask for them. A plan knows them on paper; a run here stops at --fp8-format.
+"""Linear layers in FP8 as Megatron-LM's flags ask for them.
+
+A plan knows them on paper; a run here stops at --fp8-format.
 
 What Transformer Engine does then is taken from its main branch of 2026-08-22 (transformer_engine/pytorch) and from
 Megatron-LM's of the same day (megatron/core/fp8_utils.py): both are named where a rule follows them.
