@@ -2,7 +2,7 @@
 
 import importlib
 
-_HOMES = {"Profiler": "megatron_lite.watch.profiler", "analyze": "megatron_lite.report.notebook"}
+_HOMES = {"Profiler": "megatron_lite.watch.profiler", "analyze": "megatron_lite.notebook"}
 __all__ = ["Profiler", "analyze"]
 
 

@@ -382,3 +382,10 @@ def _find_arrival(stage: Stage, action: Action, ends_ms: list[dict[Action, float
         return 0.0
     number, given = source
     return ends_ms[number].get(given)
+
+
+def measure_bubble(stages: int, number: int, pieces: int) -> float:
+    """Share of a step that equal stages wait by the schedule, with so many micro-batches, in so many pieces each:
+    chunks of layers, and three times as many where gradients of weights fill two thirds of what stages would wait."""
+    waited = (stages - 1) / pieces
+    return waited / (number + waited)

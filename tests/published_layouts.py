@@ -14,7 +14,7 @@ from megatron_lite.config.plan import Plan, plan_stages
 from megatron_lite.config.world import World
 from megatron_lite.planner.find_processors import find_processor
 from megatron_lite.planner.memory import predict_memory
-from megatron_lite.planner.search import get_sizes, search
+from megatron_lite.planner.search import search
 from megatron_lite.planner.step_time import predict_time
 from megatron_lite.units import GIB
 
@@ -205,10 +205,10 @@ def measure(run: Published) -> tuple[float, float]:
 def find_place(run: Published) -> str:
     """Of the published layout among those that a search finds, the fastest first."""
     found = search(run.plan(), find_processor(run.gpu), 0.0)
-    layouts = [get_sizes(one.plan.layout) for one in found.best_of_layouts]
-    place = layouts.index(get_sizes(run.plan().layout)) if get_sizes(run.plan().layout) in layouts else None
+    layouts = [one.plan.layout.sizes for one in found.best_of_layouts]
+    place = layouts.index(run.plan().layout.sizes) if run.plan().layout.sizes in layouts else None
     best = found.fitting[0]
-    first = f"{get_sizes(best.plan.layout)} at {best.step_ms:,.0f} ms"
+    first = f"{best.plan.layout.sizes} at {best.step_ms:,.0f} ms"
     return f"{'not found' if place is None else place + 1} of {len(layouts)}, first {first}"
 
 

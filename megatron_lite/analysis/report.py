@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from megatron_lite.analysis.findings.base import Finding, Observation
 from megatron_lite.analysis.findings.check_case import Check
+from megatron_lite.analysis.findings.rules import RulePage, find_page
 from megatron_lite.analysis.run_facts import Facts
 from megatron_lite.analysis.verdict_word import VerdictWord, describe_headline
 
@@ -39,3 +40,7 @@ class Report:
     read_s: float  # how long reading and analyzing took
     looks: Mapping[str, Observation]  # by code: what each rule saw
     checks: tuple[Check, ...]  # the list of questions in its order
+
+    def find_page(self, finding: Finding) -> RulePage | None:
+        """What is known of the rule behind a finding; None for what no rule found."""
+        return find_page(finding.code)

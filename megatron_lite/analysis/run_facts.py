@@ -15,6 +15,7 @@ from megatron_lite.analysis.ranks.exposed import Exposed, measure_exposed
 from megatron_lite.analysis.ranks.rank_results import Imbalance, RankComparison, Straggler
 from megatron_lite.analysis.run.cores import find_core_shortage, find_core_use
 from megatron_lite.analysis.run.every_step import EveryStep, measure_every_step
+from megatron_lite.analysis.run.learning import Learning, measure_learning
 from megatron_lite.analysis.run.pipeline_times import PipelineTimes, measure_pipeline
 from megatron_lite.analysis.run.run_results import Run
 from megatron_lite.analysis.torch_words import in_torch_words
@@ -130,6 +131,11 @@ class Facts:
         """Communication of the critical rank that no compute runs beside, by purpose, most exposed first."""
         one, ranks = self.critical, self.ranks
         return measure_exposed(one, ranks.world_size if ranks else None) if one is not None else ()
+
+    @cached_property
+    def learning(self) -> Learning | None:
+        """What the run's steps say of updates, losses and clipping; None without a run."""
+        return measure_learning(self.run) if self.run is not None else None
 
     @property
     def highest_snapshot(self) -> Snapshot | None:

@@ -44,7 +44,7 @@ class Follower:
         """Read what is new. UserError where nothing of a run can be read."""
         from megatron_lite.analysis.run.read import read_run
         from megatron_lite.analysis.run.read_record import read_record
-        from megatron_lite.report.live_screen import build_view
+        from megatron_lite.cli.live_view import build_view
 
         stats = []
         for name in (RUN_FILE, STEPS_FILE):

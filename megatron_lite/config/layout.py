@@ -53,6 +53,11 @@ class Layout:
     expert_tensor: int = 1  # ranks that split each expert
 
     @property
+    def sizes(self) -> tuple[int, ...]:
+        """Ranks of each dimension: tensor, context, pipeline, data, expert, and those that split each expert."""
+        return self.tensor, self.context, self.pipeline, self.data, self.expert, self.expert_tensor
+
+    @property
     def expert_block(self) -> int:
         """Ranks that together have all experts once."""
         return self.expert * self.expert_tensor

@@ -33,6 +33,11 @@ class Processor:
     )
 
     @property
+    def memory_bytes(self) -> int:
+        """Memory of one GPU; 0 where it is not known."""
+        return int((self.memory_gib or 0.0) * 2**30)
+
+    @property
     def since_hopper(self) -> bool:
         """Compute capability 9.0 or 10.0."""
         return self.name.startswith(("H100", "H200", "B200"))

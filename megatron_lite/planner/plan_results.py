@@ -12,8 +12,8 @@ from megatron_lite.planner.inference import InferencePrediction
 from megatron_lite.planner.search import Search
 from megatron_lite.planner.step_time import Duration, sum_micro_batches
 from megatron_lite.planner.what_if import MARGIN, Fit, Variant
-from megatron_lite.units import GIB
 
+MAX_MICRO_BATCHES = 8  # times the stages, of a schedule that is drawn
 PLAN_SCHEMA = 1  # of the JSON; raised when a reader of the old form would be wrong
 
 
@@ -68,7 +68,7 @@ class Outlook:
     @property
     def room_bytes(self) -> int:
         """Memory of one GPU."""
-        return count_room(self.processor)
+        return self.processor.memory_bytes
 
 
 @dataclass(frozen=True)
@@ -92,6 +92,25 @@ class Training:
     exact: Exact | None = None  # of the rank that holds most
     stages: Sequence[StageOutlook] = ()  # of a pipeline
 
+    def simulate_stages(self, micro_batches: int) -> list[TimedAction]:
+        """The schedule of so many micro-batches with each stage's least times; [] where these are not known."""
+        times = []
+        for one in self.stages:
+            if one.time is None or not one.time.peak_tflops:
+                return []
+            plan = one.plan
+            chunks = len(one.plan.stage.chunks)
+            of_action = sum_micro_batches(one.time) / (plan.batch.final // plan.samples_per_pass) / chunks
+            # backward has two products for each of forward's, and forward's again where layers are recomputed
+            again = plan.recomputed_layers / max(len(plan.stage.layers), 1)
+            forward = of_action / (3 + again)
+            weights = forward if plan.stage.splits_backward else 0.0
+            times.append(
+                ActionTimes(forward, of_action - forward - weights, weights, weigh_chunks(plan.shape, plan.stage))
+            )
+        stages = [one.plan.stage for one in self.stages]
+        return simulate_schedule(stages, micro_batches, times)
+
 
 @dataclass(frozen=True)
 class Generating:
@@ -110,28 +129,3 @@ class PlanReport:
     generating: Generating | None = None
     search: Search | None = None
     fastest: Exact | None = None  # of what the search puts first: what the walk of its heaviest stage gave
-
-
-def count_room(processor: Processor) -> int:
-    """Memory of one GPU, in bytes; 0 where it is not known."""
-    return int((processor.memory_gib or 0.0) * GIB)
-
-
-MAX_MICRO_BATCHES = 8  # times the stages, of a schedule that is drawn
-
-
-def simulate_stages(stages: Sequence[StageOutlook], micro_batches: int) -> list[TimedAction]:
-    """The schedule of so many micro-batches with each stage's least times; [] where these are not known."""
-    times = []
-    for one in stages:
-        if one.time is None or not one.time.peak_tflops:
-            return []
-        plan = one.plan
-        chunks = len(one.plan.stage.chunks)
-        of_action = sum_micro_batches(one.time) / (plan.batch.final // plan.samples_per_pass) / chunks
-        # backward has two products for each of forward's, and forward's again where layers are recomputed
-        again = plan.recomputed_layers / max(len(plan.stage.layers), 1)
-        forward = of_action / (3 + again)
-        weights = forward if plan.stage.splits_backward else 0.0
-        times.append(ActionTimes(forward, of_action - forward - weights, weights, weigh_chunks(plan.shape, plan.stage)))
-    return simulate_schedule([one.plan.stage for one in stages], micro_batches, times)

@@ -5,12 +5,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from megatron_lite.config.args import ModelArgs
-from megatron_lite.config.layout import Layout
 from megatron_lite.config.plan import Plan, list_stage_kinds
 from megatron_lite.formats.hardware import Processor
 from megatron_lite.formats.run_record import TimePrediction
 from megatron_lite.planner.memory import measure_peak
 from megatron_lite.planner.step_time import predict_time
+from megatron_lite.planner.traffic import find_members
 from megatron_lite.planner.what_if import (
     NO_RECOMPUTE,
     SHARE_STATE,
@@ -57,6 +57,10 @@ class Candidate:
         """Milliseconds of the rows of these names."""
         return sum(row.ms for row in self.time.rows if row.name in names) if self.time else 0.0
 
+    def count_nodes(self, group: str) -> int:
+        """Nodes among which the ranks of a group are spread. group: TENSOR, CONTEXT and others of planner/traffic.py."""
+        return find_members(group, self.plan.layout, self.plan.sharding, self.plan.world).nodes
+
 
 @dataclass(frozen=True)
 class Search:
@@ -74,7 +78,7 @@ class Search:
         """The fastest candidate of each layout."""
         found: dict[tuple[int, ...], Candidate] = {}
         for one in self.fitting:
-            found.setdefault(get_sizes(one.plan.layout), one)
+            found.setdefault(one.plan.layout.sizes, one)
         return list(found.values())
 
     @property
@@ -85,11 +89,6 @@ class Search:
             if not found or one.peak_bytes < found[-1].peak_bytes:
                 found.append(one)
         return found
-
-
-def get_sizes(layout: Layout) -> tuple[int, ...]:
-    """Numbers of tensor, context, pipeline and data parallel ranks, of expert parallel ones, and of those that split experts."""
-    return layout.tensor, layout.context, layout.pipeline, layout.data, layout.expert, layout.expert_tensor
 
 
 def search(

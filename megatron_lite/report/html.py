@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_lite.analysis.findings.rules import get_page
 from megatron_lite.analysis.report import REPORT_SCHEMA, Report
 from megatron_lite.report.charts import build_charts
 from megatron_lite.report.figure import Figure
@@ -99,9 +98,9 @@ def _explain_findings(report: Report) -> dict[str, list[tuple[str, str]]]:
     """List what `explain` says of each finding, as (label, text), by code."""
     texts = {}
     for finding in report.findings:
-        page = get_page(finding.code)
+        page = report.find_page(finding)
         if page:
-            unfolded = re.sub(r"\n +", " ", page)
+            unfolded = re.sub(r"\n +", " ", page.text)
             texts[finding.code] = EXPLAINED.findall(unfolded)
     return texts
 

@@ -4,8 +4,8 @@ numpy, so this is apart."""
 from collections.abc import Iterable
 from zlib import crc32
 
-from megatron_lite.analysis.time.range_names import find_meaning
 from megatron_lite.analysis.time.time_results import NO_PHASE, ROW_TITLES
+from megatron_lite.phase_names import find_meaning
 from megatron_lite.report.palette import GREY, OTHER_PHASES, PHASES, ROWS
 
 # what a timeline shows beside phases has the color of the step's row

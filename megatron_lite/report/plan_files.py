@@ -12,9 +12,8 @@ from megatron_lite.planner.plan_results import (
     Outlook,
     PlanReport,
     StageOutlook,
-    simulate_stages,
 )
-from megatron_lite.planner.search import Candidate, Search, get_sizes
+from megatron_lite.planner.search import Candidate, Search
 from megatron_lite.planner.what_if import Fit, Variant
 from megatron_lite.report import draw, palette
 from megatron_lite.report.figure import Axis, Curve, CurveChart, Figure, Look
@@ -72,10 +71,12 @@ def memory_by_stage(report: PlanReport) -> Figure | None:
 
 def schedule_of_plan(report: PlanReport) -> Figure | None:
     """Draw how the pipeline fills and drains, with few micro-batches."""
-    stages = report.training.stages if report.training else ()
+    training = report.training
+    if training is None or not training.stages:
+        return None
     plan = report.subject.plan
-    micro_batches = min(plan.batch.final // plan.samples_per_pass, MAX_MICRO_BATCHES * len(stages))
-    actions = simulate_stages(stages, micro_batches) if stages else []
+    micro_batches = min(plan.batch.final // plan.samples_per_pass, MAX_MICRO_BATCHES * len(training.stages))
+    actions = training.simulate_stages(micro_batches)
     return draw.schedule(actions, f"ms at best, of {micro_batches} micro-batches")
 
 
@@ -243,7 +244,7 @@ def _search_as_json(found: Search | None) -> dict[str, Any] | None:
 
 
 def _candidate_as_json(one: Candidate) -> dict[str, Any]:
-    sizes = zip(("tensor", "context", "pipeline", "data", "expert", "expert_tensor"), get_sizes(one.plan.layout))
+    sizes = zip(("tensor", "context", "pipeline", "data", "expert", "expert_tensor"), one.plan.layout.sizes)
     rows = one.time.rows if one.time else ()
     return {
         **dict(sizes),

@@ -4,9 +4,9 @@ time against memory."""
 from collections.abc import Iterator
 
 from megatron_lite.config.plan import Plan
-from megatron_lite.planner.search import Candidate, Search, get_sizes
+from megatron_lite.planner.search import Candidate, Search
 from megatron_lite.planner.step_time import BUBBLE, LAYER_GROUPS
-from megatron_lite.planner.traffic import CONTEXT, DATA, EXPERT, PIPELINE, TENSOR, find_members
+from megatron_lite.planner.traffic import CONTEXT, DATA, EXPERT, PIPELINE, TENSOR
 from megatron_lite.report.section import Block, Lines, Section, Table, limit_rows
 from megatron_lite.report.text import milliseconds, percent, share
 from megatron_lite.units import count, size
@@ -43,7 +43,7 @@ def _describe_fastest(best: Candidate, room: str) -> list[str]:
 
 def name_layout(plan: Plan) -> str:
     """Name the sizes of a layout: 'TP 2, PP 4, DP 8'."""
-    sizes = zip(("TP", "CP", "PP", "DP", "EP", "ETP"), get_sizes(plan.layout))
+    sizes = zip(("TP", "CP", "PP", "DP", "EP", "ETP"), plan.layout.sizes)
     names = [f"{name} {number}" for name, number in sizes if number > 1]
     return ", ".join(names) or "one GPU"
 
@@ -127,14 +127,14 @@ def _give_reasons(one: Candidate) -> Iterator[str]:
     layout = plan.layout
     if layout.tensor > 1:
         cost = _cost(one, LAYER_GROUPS[TENSOR])
-        yield f"TP {layout.tensor}: {_place(plan, TENSOR)}; {cost} for exchange within layers"
+        yield f"TP {layout.tensor}: {_place(one, TENSOR)}; {cost} for exchange within layers"
     if layout.context > 1:
         cost = _cost(one, LAYER_GROUPS[CONTEXT])
-        yield f"CP {layout.context}: {_place(plan, CONTEXT)}; {cost} for keys and values"
+        yield f"CP {layout.context}: {_place(one, CONTEXT)}; {cost} for keys and values"
     if layout.expert_block > 1:
         cost = _cost(one, LAYER_GROUPS[EXPERT])
         split = f", {layout.expert_tensor} split each expert" if layout.expert_tensor > 1 else ""
-        yield f"EP {layout.expert}{split}: {_place(plan, EXPERT)}; {cost} for tokens to experts and back"
+        yield f"EP {layout.expert}{split}: {_place(one, EXPERT)}; {cost} for tokens to experts and back"
     if layout.pipeline > 1:
         passes = plan.batch.final // plan.samples_per_pass
         schedule = f"{passes} micro-batches"
@@ -142,15 +142,15 @@ def _give_reasons(one: Candidate) -> Iterator[str]:
         if chunks > 1:
             schedule += f", {chunks} chunks each"
         bubble = f"a bubble of {_cost(one, BUBBLE)} with {schedule}"
-        yield f"PP {layout.pipeline}: {bubble}; {_place(plan, PIPELINE)}"
+        yield f"PP {layout.pipeline}: {bubble}; {_place(one, PIPELINE)}"
     if plan.sharding:
         state = "weights and state" if plan.sharding.gathers_twice else "state"
-        yield f"{state} sharded over {plan.sharding.ranks} ranks; {_place(plan, DATA)}"
+        yield f"{state} sharded over {plan.sharding.ranks} ranks; {_place(one, DATA)}"
 
 
-def _place(plan: Plan, group: str) -> str:
+def _place(one: Candidate, group: str) -> str:
     """Describe over which links the traffic of a dimension goes."""
-    nodes = find_members(group, plan.layout, plan.sharding, plan.world).nodes
+    nodes = one.count_nodes(group)
     if nodes > 1:
         return f"its traffic goes over the network between {nodes} nodes"
     return "its traffic stays within a node"

@@ -3,10 +3,10 @@
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from megatron_lite.analysis.run.pipeline_times import measure_bubble
 from megatron_lite.config.plan import Plan
 from megatron_lite.formats.hardware import PROCESSORS, Processor
 from megatron_lite.formats.run_record import LedgerRow, MemoryPrediction, Moment
+from megatron_lite.pipeline_schedule import measure_bubble
 from megatron_lite.planner.inference import InferencePrediction
 from megatron_lite.planner.plan_results import (
     Exact,
@@ -16,8 +16,6 @@ from megatron_lite.planner.plan_results import (
     StageOutlook,
     Subject,
     Training,
-    count_room,
-    simulate_stages,
 )
 from megatron_lite.planner.step_time import Duration
 from megatron_lite.planner.what_if import Fit, Variant
@@ -184,7 +182,7 @@ def _judge_generating(
         margin: the share of the GPU's memory that is to stay free.
     """
     name = processor.name
-    room_bytes = count_room(processor)
+    room_bytes = processor.memory_bytes
     budget_bytes = room_bytes * (1 - margin)
     needed_bytes = found.num_bytes(found.weights[format_number])
     needed = f"{needed_bytes / GIB:.1f} of {room_bytes / GIB:.1f} GiB ({percent(needed_bytes / room_bytes)}) {held}"
@@ -285,7 +283,7 @@ def _build_training_sections(subject: Subject, training: Training, why: bool) ->
     yield from _build_memory_sections(training.memory, why)
     if training.stages:
         yield build_stages_section(training.stages, subject.everything)
-        yield from _build_schedule_section(subject.plan, training.stages, subject.everything)
+        yield from _build_schedule_section(subject.plan, training, subject.everything)
     if training.exact:
         yield build_exact_section(training.memory, training.exact)
         if training.exact.collectives:
@@ -393,18 +391,19 @@ def _count_in_flight(one: StageOutlook) -> int:
     return in_flight
 
 
-def _build_schedule_section(plan: Plan, stages: Sequence[StageOutlook], everything: bool) -> Iterator[Section]:
+def _build_schedule_section(plan: Plan, training: Training, everything: bool) -> Iterator[Section]:
     """How long each stage waits at best: by formula, and in the order in which the stages really compute."""
     micro_batches = plan.batch.final // plan.samples_per_pass
     chunks = len(plan.stage.chunks)
-    simulated = min(micro_batches, MAX_SIMULATED // len(stages) // chunks)
-    actions = simulate_stages(stages, simulated)
+    num_stages = len(training.stages)
+    simulated = min(micro_batches, MAX_SIMULATED // num_stages // chunks)
+    actions = training.simulate_stages(simulated)
     if not actions:
         return
     end_ms = max(action.end_ms for action in actions)
     rows = []
     shares = []
-    for number in range(len(stages)):
+    for number in range(num_stages):
         busy_ms = sum(action.end_ms - action.start_ms for action in actions if action.stage == number)
         wait_ms = end_ms - busy_ms
         waiting = share(wait_ms, end_ms)
@@ -416,7 +415,7 @@ def _build_schedule_section(plan: Plan, stages: Sequence[StageOutlook], everythi
     head = ["stage", "computes", "waits", "share"]
     table = Table(shown, "rrrr", head, shares=shares[: len(shown)], hidden=hidden)
     actions_of_chunk = 3 if plan.stage.splits_backward else 1
-    bubble = measure_bubble(len(stages), micro_batches, chunks * actions_of_chunk)
+    bubble = measure_bubble(num_stages, micro_batches, chunks * actions_of_chunk)
     formula = f"{percent(bubble)} by formula, for equal stages and {count(micro_batches)} micro-batches"
     of = f"{count(simulated)} micro-batches at best, all stages as they compute"
     yield Section("schedule", "Schedule", of, [table, Lines([f"bubble: {formula}"], quiet=True)])
@@ -677,6 +676,6 @@ def _list_rates(processor: Processor, found: InferencePrediction) -> list[str]:
     """Tokens/s of each number format that fits."""
     texts = []
     for row, weights in zip(found.token_rows, found.weights):
-        fits = found.num_bytes(weights) <= count_room(processor)
+        fits = found.num_bytes(weights) <= processor.memory_bytes
         texts.append(count(found.tokens_per_s(row)) if fits else "does not fit")
     return texts

@@ -3,7 +3,8 @@
 import pytest
 from support.trace_maker import AUTOGRAD, MAIN, MadeTrace, measure, place
 
-from megatron_lite.analysis.time.range_names import drop_numbers, find_meaning, find_step_family
+from megatron_lite.analysis.time.range_names import drop_numbers
+from megatron_lite.phase_names import find_meaning, find_step_family
 
 LOADER = "enumerate(DataLoader)#_MultiProcessingDataLoaderIter.__next__"
 ENGINE = "autograd::engine::evaluate_function: AddmmBackward0"

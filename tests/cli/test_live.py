@@ -21,10 +21,11 @@ from support.waiting import LIMIT_S, wait_until
 from megatron_lite.analysis.run.read import read_run
 from megatron_lite.analysis.run.step_lines import StepLines
 from megatron_lite.cli import live
+from megatron_lite.cli.live_view import OTHERS, OUTSIDE, build_view
 from megatron_lite.cli.main import INTERRUPTED, main
 from megatron_lite.errors import UserError
 from megatron_lite.process_state import identity, pid_space
-from megatron_lite.report.live_screen import OTHERS, OUTSIDE, build_view, describe_progress, draw_view
+from megatron_lite.report.live_screen import describe_progress, draw_view
 
 HOSTILE = "\x1b[2J[bold]\u202e日本語\n"
 GOING_ON = RECORD | {"status": "running", "process": identity(), "plan": PLAN | {"train_iters": 200}}

@@ -1,9 +1,10 @@
 """What each part of the package reaches by imports, whatever lies between, late imports within functions included."""
 
+import ast
 import sys
 
 import pytest
-from support.package_files import FILES, MODULES, PACKAGE, place, reach_modules
+from support.package_files import FILES, MODULES, PACKAGE, find_module, imported, parse_files, place, reach_modules
 
 TRAINER = (
     "model",
@@ -76,3 +77,21 @@ def test_what_lies_between_counts():
     """Late imports and modules in between are followed: the command `report` reaches the analysis, and so numpy."""
     places, outside = reach({"cli"})
     assert {"analysis", "formats", "planner"} <= places and {"numpy", "msgspec"} <= outside
+
+
+def list_functions(module: str) -> set[str]:
+    """Names of a module's functions; classes, which hold results, and constants are none."""
+    return {node.name for node in parse_files()[MODULES[module]].body if isinstance(node, ast.FunctionDef)}
+
+
+def test_renderers_compute_no_analyses():
+    """They are given results, whose classes they may name, and call nothing that makes them."""
+    called = []
+    for path, tree in parse_files().items():
+        for name in imported(tree) if place(path) == "report" else ():
+            module = find_module(name)
+            if module is None or place(MODULES[module]) not in ("analysis", "planner", "config"):
+                continue
+            if name == module or name.rpartition(".")[2] in list_functions(module):
+                called.append(f"{path.name}: {name}")
+    assert called == []

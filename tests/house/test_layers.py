@@ -28,6 +28,7 @@ LEVELS = [  # bottom up: what stands together does not know each other
         "machine",
         "variables",
         "process_state",
+        "phase_names",
         "pipeline_schedule",
         "shared_files",
         "pickle_bounds",
@@ -40,7 +41,7 @@ LEVELS = [  # bottom up: what stands together does not know each other
     {"instruments"},
     {"train", "analysis", "convert"},
     {"report", "walk", "observers", "generate", "watch"},
-    {"app", "cli", "run_planner"},
+    {"app", "cli", "run_planner", "notebook"},
     {"__main__"},
 ]
 LEVEL = {name: number for number, names in enumerate(LEVELS) for name in names}

@@ -14,7 +14,7 @@ from megatron_lite.config.world import World
 from megatron_lite.errors import ConfigError
 from megatron_lite.planner.find_processors import find_processor
 from megatron_lite.planner.memory import predict_memory
-from megatron_lite.planner.search import get_sizes, search
+from megatron_lite.planner.search import search
 from megatron_lite.planner.step_time import predict_time
 from megatron_lite.planner.what_if import NO_RECOMPUTE, change_plan, full_recompute
 from megatron_lite.units import GIB
@@ -61,7 +61,7 @@ def test_nothing_faster_is_missed(found):
 def test_what_is_listed_fits_and_is_what_its_flags_give(found):
     assert found.budget_bytes == int(GPU.memory_gib * GIB * 0.92) and len(found.fitting) <= found.tried * 2
     assert [one.step_ms for one in found.fitting] == sorted(one.step_ms for one in found.fitting)
-    layouts = [get_sizes(one.plan.layout) for one in found.best_of_layouts]
+    layouts = [one.plan.layout.sizes for one in found.best_of_layouts]
     assert len(set(layouts)) == len(layouts) > 5
     for one in [*found.best_of_layouts[:8], *found.front]:
         assert not one.changed.drop

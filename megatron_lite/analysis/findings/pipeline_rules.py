@@ -14,9 +14,10 @@ from megatron_lite.analysis.findings.base import (
     saw,
 )
 from megatron_lite.analysis.rank_facts import MATTERS, in_ms
-from megatron_lite.analysis.run.pipeline_times import measure_bubble, measure_own_times
+from megatron_lite.analysis.run.pipeline_times import measure_own_times
 from megatron_lite.analysis.run.run_results import Run
 from megatron_lite.analysis.run_facts import Facts
+from megatron_lite.pipeline_schedule import measure_bubble
 from megatron_lite.thresholds import is_by_chance
 
 MIN_BUBBLE = 0.10  # of a step, by the schedule: with less, what stages wait has other causes

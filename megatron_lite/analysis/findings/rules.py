@@ -154,6 +154,14 @@ def _say_without_flags(found: Finding, watched: bool) -> Finding:
     )
 
 
+@dataclass(frozen=True)
+class RulePage:
+    """What is known of a rule, whatever it found in this run."""
+
+    subjects: tuple[str, ...]  # keys of the sections that show what it looks at
+    text: str  # what `megatron-lite explain` prints of it
+
+
 def get_page(code: str) -> str | None:
     """What `explain CODE` prints; None for no rule's code."""
     if code not in RULES:
@@ -167,3 +175,9 @@ def get_page(code: str) -> str | None:
         for text in (named, own) if pairs else (named,):
             lines += textwrap.wrap(text, PAGE_WIDTH, subsequent_indent="    ", break_on_hyphens=False)
     return "\n".join(lines)
+
+
+def find_page(code: str) -> RulePage | None:
+    """What is known of a rule, for a report on what it found; None for no rule's code."""
+    text = get_page(code)
+    return None if text is None else RulePage(RULES[code].subjects, text)

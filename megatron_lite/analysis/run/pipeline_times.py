@@ -9,7 +9,14 @@ from statistics import fmean, median_low
 from typing import TYPE_CHECKING
 
 from megatron_lite.phases import Phase
-from megatron_lite.pipeline_schedule import ZERO_BUBBLE, ActionTimes, Stage, TimedAction, simulate_schedule
+from megatron_lite.pipeline_schedule import (
+    ZERO_BUBBLE,
+    ActionTimes,
+    Stage,
+    TimedAction,
+    measure_bubble,
+    simulate_schedule,
+)
 
 if TYPE_CHECKING:
     from megatron_lite.analysis.run.run_results import Run
@@ -94,13 +101,6 @@ def _simulate_step(
         of_chunks = weights[stage] if len(weights) == number and len(weights[stage]) == chunks else ()
         times.append(ActionTimes(forward_ms[stage] / actions_each, back, back, of_chunks))
     return simulate_schedule(stages, micro_batches, times)
-
-
-def measure_bubble(stages: int, number: int, pieces: int) -> float:
-    """Share of a step that equal stages wait by the schedule, with so many micro-batches, in so many pieces each:
-    chunks of layers, and three times as many where gradients of weights fill two thirds of what stages would wait."""
-    waited = (stages - 1) / pieces
-    return waited / (number + waited)
 
 
 def group_by_stage(

@@ -12,15 +12,14 @@ from megatron_lite.analysis.time.closures import find_closures, find_rest_of_clo
 from megatron_lite.analysis.time.host_steps import NUMBERED, PROFILER_STEP, HostSteps
 from megatron_lite.analysis.time.range_names import (
     COMES_INSIDE_ANY,
-    NO_PHASE_OF_ITS_OWN,
     drop_numbers,
-    find_meaning,
     is_backward,
     is_phase,
     label_phase,
 )
 from megatron_lite.analysis.time.time_results import PhaseRanges
 from megatron_lite.analysis.trace.columns import Kind, Trace
+from megatron_lite.phase_names import NO_PHASE_OF_ITS_OWN, find_meaning
 from megatron_lite.phases import Phase
 
 SENDS = re.compile(r"aten::(to|_to_copy|copy_|cuda)$")

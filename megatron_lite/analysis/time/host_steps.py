@@ -12,12 +12,11 @@ from megatron_lite.analysis.time.host_names import name_cause
 from megatron_lite.analysis.time.range_names import (
     WARM_UP,
     drop_numbers,
-    find_meaning,
-    find_step_family,
     is_backward,
     is_phase,
 )
 from megatron_lite.analysis.trace.columns import Kind, Trace
+from megatron_lite.phase_names import find_meaning, find_step_family
 from megatron_lite.phases import Phase
 from megatron_lite.units import counted
 

@@ -1,23 +1,13 @@
-"""What ranges and operators of a trace mean, by their names: phases of a step, steps, autograd's work, bookkeeping.
-
-The names that trainers, profilers and servers give to ranges are in range_names.tsv.
-"""
+"""What ranges and operators of a trace mean, by their names: phases of a step, steps, autograd's work, bookkeeping."""
 
 import re
-from functools import lru_cache
-from pathlib import Path
 
 from megatron_lite.analysis.intervals import Flags
 from megatron_lite.analysis.trace.columns import Kind, Trace
+from megatron_lite.phase_names import DECORATION_BUT_BRACKETS, NO_PHASE_OF_ITS_OWN, find_meaning
 from megatron_lite.phases import PYTHON_GC, Phase
 
-STEP = "step"
-NO_PHASE_OF_ITS_OWN = "-"
-DECORATION_BUT_BRACKETS = " \t#=-*<>"
-DECORATION = DECORATION_BUT_BRACKETS + "[]"
 LIGHTNING = "[pl][profile]"  # before each of its names
-MAX_LENGTH = 500  # characters of a name that are looked at
-MAX_CACHED = 2**16
 COMES_INSIDE_ANY = re.compile(rf"nccl|gloo:|c10d::|ucc:|mpi:|{PYTHON_GC}$", re.IGNORECASE)
 AUTOGRAD = re.compile(r"autograd::engine::evaluate_function|\w+Backward\d*$|torch::autograd::AccumulateGrad")
 WARM_UP = re.compile(r"(?<![a-z])warm(ing)?[ _-]?up", re.IGNORECASE)
@@ -28,50 +18,6 @@ _NUMBERED_PART = re.compile(
     re.IGNORECASE,
 )
 _NUMBER = re.compile(r"\d+")
-
-
-def _read_table() -> list[tuple[str, re.Pattern[str]]]:
-    """(meaning, names) of each row of range_names.tsv."""
-    rows = []
-    text = Path(__file__).with_name("range_names.tsv").read_text(encoding="utf-8")
-    for line in text.splitlines():
-        if line and not line.startswith("#"):
-            meaning, names, _ = line.split("\t")
-            any_of = "|".join(names.split())
-            rows.append((meaning, re.compile(any_of, re.IGNORECASE)))
-    return rows
-
-
-_TABLE = _read_table()
-_PHASES = [row for row in _TABLE if row[0] != STEP]
-_STEPS = [names for meaning, names in _TABLE if meaning == STEP]
-
-
-def _spell(name: str) -> tuple[str, ...]:
-    """The name as the table spells it, and without the decoration at its ends."""
-    name = name[:MAX_LENGTH]
-    return tuple(re.sub(r"[-_\s]+", "_", text) for text in (name, name.strip(DECORATION)))
-
-
-@lru_cache(maxsize=MAX_CACHED)
-def find_meaning(name: str) -> str:
-    """The phase that a range with this name is, "-" for one that is never a phase;
-    "" for what the table does not know."""
-    spellings = _spell(name)
-    for meaning, names in _PHASES:
-        if any(names.fullmatch(spelling) for spelling in spellings):
-            return meaning
-    return ""
-
-
-@lru_cache(maxsize=MAX_CACHED)
-def find_step_family(name: str) -> int:
-    """The place of the name among the table's families of steps; -1 for a name of none."""
-    spellings = _spell(name)
-    for place, names in enumerate(_STEPS):
-        if any(names.fullmatch(spelling) for spelling in spellings):
-            return place
-    return -1
 
 
 def is_phase(name: str) -> bool:

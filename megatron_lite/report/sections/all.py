@@ -5,10 +5,8 @@ from collections.abc import Sequence
 from functools import partial
 
 from megatron_lite.analysis.findings.base import Finding
-from megatron_lite.analysis.findings.rules import RULES
 from megatron_lite.analysis.ranks.rank_results import RankComparison, RankRow, Straggler
 from megatron_lite.analysis.report import Report
-from megatron_lite.analysis.run.learning import measure_learning
 from megatron_lite.analysis.run.pipeline_times import PipelineTimes
 from megatron_lite.analysis.run.run_results import Run
 from megatron_lite.analysis.run_facts import Facts
@@ -42,7 +40,7 @@ def findings_section(report: Report, everything: bool) -> Section | None:
     shown, hidden = limit_rows(report.findings, MAX_NAMED, everything)
     blocks: list[Block] = []
     for number, finding in enumerate(shown, 1):
-        blocks.append(_build_card(number, finding, report.facts.has_one_rank, everything))
+        blocks.append(_build_card(number, finding, report, everything))
     more = f"and {hidden} more with --all; " if hidden else ""
     told = f"{more}megatron-lite explain CODE describes a finding and its false alarms"
     blocks.append(Lines([told], quiet=True, is_hint=True))
@@ -50,15 +48,16 @@ def findings_section(report: Report, everything: bool) -> Section | None:
     return Section("findings", "Findings", of, blocks)
 
 
-def _build_card(number: int, finding: Finding, has_one_rank: bool, everything: bool) -> Card:
+def _build_card(number: int, finding: Finding, report: Report, everything: bool) -> Card:
     """Build what is shown of a finding.
 
     Args:
         number: its place, 1 for the most costly.
         finding: what a rule found.
-        has_one_rank: whether the job has one rank, which then is not named.
+        report: what the finding is of. A single rank of a job is not named.
         everything: show all evidence, and the advice of every finding.
     """
+    has_one_rank = report.facts.has_one_rank
     title = finding.title if finding.certain else f"likely: {finding.title}"
     if finding.rank is not None and not has_one_rank:
         title += f" (rank {finding.rank})"
@@ -66,7 +65,7 @@ def _build_card(number: int, finding: Finding, has_one_rank: bool, everything: b
     if not everything:
         most = MAX_EVIDENCE if number == 1 else 1
         evidence = evidence[:most]
-    rule = RULES.get(finding.code)
+    page = report.find_page(finding)
     return Card(
         number=number,
         code=finding.code,
@@ -75,7 +74,7 @@ def _build_card(number: int, finding: Finding, has_one_rank: bool, everything: b
         evidence=evidence,
         advice=_describe_advice(finding),
         in_full=everything or number <= MAX_IN_FULL,
-        shown_in=rule.subjects if rule else (),
+        shown_in=page.subjects if page else (),
     )
 
 
@@ -317,7 +316,8 @@ def _build_groups(ranks: RankComparison) -> list[Table]:
 def run_section(report: Report, everything: bool) -> Section | None:
     """Tell how the run ended, its speed without the profiler, the first step, skipped steps, losses."""
     run = report.facts.run
-    if run is None:
+    learning = report.facts.learning
+    if run is None or learning is None:
         return None
     texts = []
     if run.status.startswith(("failed:", "killed")):
@@ -325,7 +325,6 @@ def run_section(report: Report, everything: bool) -> Section | None:
     if run.verdict_on_ranks not in run.status:
         texts.append(run.verdict_on_ranks)
     texts += _describe_speed(run)
-    learning = measure_learning(run)
     if learning.updates < learning.steps:
         skipped = learning.steps - learning.updates
         texts.append(f"{skipped:,} of {run.steps:,} steps skipped: a gradient was not finite")
