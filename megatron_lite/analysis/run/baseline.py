@@ -2,12 +2,14 @@
 
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 
+from megatron_lite.analysis.intervals import Numbers
 from megatron_lite.analysis.run.run_results import Run
 from megatron_lite.formats.file_names import RUN_FILE, STEPS_FILE
 from megatron_lite.formats.run_record import RUN_SCHEMA
@@ -21,13 +23,22 @@ MAX_BYTES = 2**22  # a larger file is no baseline
 
 
 def make_baseline(run: Run) -> dict[str, Any]:
-    """What the run was, and its last typical steps."""
+    """Take down what the run was, and its last typical steps."""
+    last = np.flatnonzero(run.ordinary)[-MAX_STEPS:]
+    steps = []
     # numbered from 2, since the first step of a run is no ordinary one
-    last = enumerate(np.flatnonzero(run.ordinary)[-MAX_STEPS:].tolist(), 2)
-    steps = [msgspec.to_builtins(_build_record(run, at, number)) for number, at in last]
+    for number, at in enumerate(last.tolist(), 2):
+        record_of_step = _build_record(run, at, number)
+        steps.append(msgspec.to_builtins(record_of_step))
     # host and folders are nobody's business; the arguments of a watched script may hold what must not be committed
     command: list[str] | None = None if run.record.command is None else []
-    record = msgspec.structs.replace(run.record, schema=RUN_SCHEMA, process=None, artefacts={}, command=command)
+    record = msgspec.structs.replace(
+        run.record,
+        schema=RUN_SCHEMA,
+        process=None,
+        artefacts={},
+        command=command,
+    )
     known = {name: value for name, value in msgspec.to_builtins(record).items() if value is not None}
     return {BASELINE: BASELINE_SCHEMA, "run": known, "steps": steps}
 
@@ -39,9 +50,9 @@ def _build_record(run: Run, at: int, number: int) -> StepRecord:
         step=number,
         ms=float(run.training_ms[at]),
         batch_size=_to_whole(run.batch_sizes[at]),
-        phases_ms={name: round(float(ms[at]), 3) for name, ms in run.phases_ms.items()},
+        phases_ms=_take_phases(run.phases_ms, at),
         gpu_ms=_to_known(run.gpu_ms[at]),
-        gpu_phases_ms={name: round(float(ms[at]), 3) for name, ms in run.gpu_phases_ms.items()},
+        gpu_phases_ms=_take_phases(run.gpu_phases_ms, at),
         peak_memory_bytes=_to_whole(run.peak_memory_bytes[at]),
     )
     if not math.isnan(run.losses[at]):
@@ -51,11 +62,18 @@ def _build_record(run: Run, at: int, number: int) -> StepRecord:
     return record
 
 
+def _take_phases(phases_ms: Mapping[str, Numbers], at: int) -> dict[str, float]:
+    """The phases of one step, in whole microseconds."""
+    return {name: round(float(ms[at]), 3) for name, ms in phases_ms.items()}
+
+
 def _to_known(value: float) -> float | None:
+    """The value; None for NaN."""
     return None if math.isnan(value) else float(value)
 
 
 def _to_whole(value: float) -> int | None:
+    """The value as a whole number; None for NaN."""
     return None if math.isnan(value) else int(value)
 
 
@@ -75,7 +93,9 @@ def unpack_baseline(path: Path, folder: Path) -> Path | None:
     made = folder / path.stem
     made.mkdir()
     (made / RUN_FILE).write_text(json.dumps(content.get("run")), encoding="utf-8")
-    lines = content.get("steps")
-    texts = [json.dumps(line) + "\n" for line in lines] if isinstance(lines, list) else []
-    (made / STEPS_FILE).write_text("".join(texts), encoding="utf-8")
+    steps = content.get("steps")
+    if not isinstance(steps, list):
+        steps = []
+    lines = [json.dumps(step) + "\n" for step in steps]
+    (made / STEPS_FILE).write_text("".join(lines), encoding="utf-8")
     return made

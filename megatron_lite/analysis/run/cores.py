@@ -8,7 +8,7 @@ import numpy as np
 
 from megatron_lite.analysis.core_use import ORDINARY, PROFILED, CoreShortage, CoreUse
 from megatron_lite.analysis.intervals import Flags, Integers, Numbers
-from megatron_lite.analysis.run.run_results import Run
+from megatron_lite.analysis.run.run_results import RankMedians, Run
 from megatron_lite.analysis.time.time_results import RankTime
 from megatron_lite.analysis.trace.columns import Trace
 from megatron_lite.thresholds import MIN_BEFORE
@@ -23,20 +23,31 @@ NEARLY_EVERY = 0.9  # of the steps around the window
 def measure_core_use(run: Run, chosen: Flags) -> CoreUse | None:
     """Means over the chosen steps; of many steps the median of consecutive blocks,
     so that a single hiccup decides nothing."""
-    at = np.flatnonzero(chosen & (run.training_ms > 0))
-    if not len(at):
+    has_time = run.training_ms > 0
+    steps = np.flatnonzero(chosen & has_time)
+    if not len(steps):
         return None
-    blocks = np.array_split(at, max(1, min(MAX_BLOCKS, len(at) // MIN_PER_BLOCK)))
-    step_ms = float(np.median([run.training_ms[block].mean() for block in blocks]))
+    number = min(MAX_BLOCKS, len(steps) // MIN_PER_BLOCK)
+    blocks = np.array_split(steps, max(1, number))
 
     def take_mean(column: Numbers) -> float | None:
+        """The median of the blocks' means, as far as they are known."""
         means = [float(column[block].mean()) for block in blocks]
         known = [mean for mean in means if not math.isnan(mean)]
         return float(np.median(known)) if known else None
 
-    # evaluating and saving wait for cores, too, and are no part of the step's time
-    wait_ms = take_mean(np.minimum(run.core_wait_ms, run.training_ms))
-    return CoreUse(len(at), step_ms, take_mean(run.cpu_ms), wait_ms, take_mean(run.involuntary_switches))
+    return CoreUse(
+        steps=len(steps),
+        step_ms=float(np.median([run.training_ms[block].mean() for block in blocks])),
+        cpu_ms=take_mean(run.cpu_ms),
+        wait_ms=take_mean(_measure_waits(run)),
+        switches=take_mean(run.involuntary_switches),
+    )
+
+
+def _measure_waits(run: Run) -> Numbers:
+    """float64 [steps]: ms that a step waited for a core; waits of evaluating and saving are no part of its time."""
+    return np.minimum(run.core_wait_ms, run.training_ms)
 
 
 def find_core_shortage(run: Run | None, kind: str = "", traces: Sequence[Trace] = ()) -> CoreShortage | None:
@@ -47,12 +58,15 @@ def find_core_shortage(run: Run | None, kind: str = "", traces: Sequence[Trace] 
         kind: "ordinary" or "profiled", to look at those steps only.
         traces: of its ranks, whose headers may tell of the recorded steps.
     """
-    of_run = _list_shortages(run) if run is not None else ()
-    found = [one for one in (*of_run, *_list_shortages_in(traces)) if kind in ("", one.kind)]
-    return max(found, key=lambda one: one.share or 0.0, default=None)
+    shortages = list(_list_shortages_in(traces))
+    if run is not None:
+        shortages = [*_list_shortages(run), *shortages]
+    found = [shortage for shortage in shortages if kind in ("", shortage.kind)]
+    return max(found, key=lambda shortage: shortage.share or 0.0, default=None)
 
 
 def _list_shortages(run: Run) -> Iterator[CoreShortage]:
+    """Shortages that the run's record tells of."""
     ranks = run.ranks
     if ranks is not None and ranks.without_core is not None:
         rank, wait_ms = ranks.without_core
@@ -69,6 +83,7 @@ def _list_shortages(run: Run) -> Iterator[CoreShortage]:
 
 
 def _list_shortages_in(traces: Sequence[Trace]) -> Iterator[CoreShortage]:
+    """Shortages that the headers of traces tell of."""
     for trace in traces:
         use = trace.cores
         if use is not None and use.is_short:
@@ -80,30 +95,44 @@ def find_core_use(rank: int | None, run: Run | None, traces: Sequence[Trace]) ->
     """What a rank got of the cores: in the recorded steps by its trace, else by the run's record. None where nothing
     tells.
 
-    rank: None for a trace that names no rank, which is taken for the one that writes the run's record.
+    Args:
+        rank: the rank; None for a trace that names none, which is taken for the one that writes the run's record.
+        run: the run's record; None without one.
+        traces: of all ranks.
     """
-    told = [trace.cores for trace in traces if trace.rank == rank and trace.cores is not None and trace.cores.is_known]
-    if told:
-        return told[-1]
+    of_rank = [trace.cores for trace in traces if trace.rank == rank]
+    for use in reversed(of_rank):
+        if use is not None and use.is_known:
+            return use
     if run is None:
         return None
-    ranks = run.ranks
-    if ranks is not None and rank is not None and rank < len(ranks.step_ms):
-        of_rank = {
-            name: known[rank] if rank < len(known) and not math.isnan(known[rank]) else None
-            for name, known in (
-                ("cpu_ms", ranks.cpu_ms),
-                ("wait_ms", ranks.core_wait_ms),
-                ("switches", ranks.involuntary_switches),
-            )
-        }
-        use = CoreUse(1, ranks.step_ms[rank], **of_rank)
+    if rank is not None and run.ranks is not None and rank < len(run.ranks.step_ms):
+        use = _read_core_use(run.ranks, rank)
         if use.is_known:
             return use
-    is_writer = rank is None or rank == (run.writing_rank or 0)
+    if rank is not None and rank != (run.writing_rank or 0):
+        return None
     chosen = run.profiled if run.profiled.any() else run.ordinary
-    own = measure_core_use(run, chosen) if is_writer else None
+    own = measure_core_use(run, chosen)
     return own if own is not None and own.is_known else None
+
+
+def _read_core_use(ranks: RankMedians, rank: int) -> CoreUse:
+    """What the medians say of a rank."""
+
+    def take(known: Sequence[float]) -> float | None:
+        """The rank's number; None where it has none."""
+        if rank >= len(known) or math.isnan(known[rank]):
+            return None
+        return known[rank]
+
+    return CoreUse(
+        steps=1,
+        step_ms=ranks.step_ms[rank],
+        cpu_ms=take(ranks.cpu_ms),
+        wait_ms=take(ranks.core_wait_ms),
+        switches=take(ranks.involuntary_switches),
+    )
 
 
 # --- what of the window's longer steps may be the profiler's
@@ -121,6 +150,7 @@ class Slowdown:
 
     @property
     def lag_ms(self) -> float:
+        """How much longer a profiled step takes."""
         return self.profiled_ms - self.before_ms
 
     @property
@@ -128,12 +158,15 @@ class Slowdown:
         """The most that recording can have added: it works on the process' own threads. None without their CPU time."""
         if self.profiled_cpu_ms is None or self.before_cpu_ms is None:
             return None
-        return min(max(self.profiled_cpu_ms - self.before_cpu_ms, 0.0), max(self.lag_ms, 0.0))
+        more_cpu_ms = max(self.profiled_cpu_ms - self.before_cpu_ms, 0.0)
+        return min(more_cpu_ms, max(self.lag_ms, 0.0))
 
     @property
     def is_by_other_jobs(self) -> bool:
         """Most of what the window's steps take longer was spent waiting for a core."""
-        return self.more_wait_ms is not None and self.lag_ms > 0 and self.more_wait_ms >= MOSTLY * self.lag_ms
+        if self.more_wait_ms is None or self.lag_ms <= 0:
+            return False
+        return self.more_wait_ms >= MOSTLY * self.lag_ms
 
 
 def measure_recording_ms(run: Run | None, time: RankTime) -> float:
@@ -153,33 +186,45 @@ def measure_recording_ms(run: Run | None, time: RankTime) -> float:
 
 
 def measure_slowdown(run: Run) -> Slowdown | None:
-    """None without a window, or with too few steps before it."""
+    """Compare the profiled steps with those before; None without a window, or with too few steps before it."""
     if run.profiled_step_ms is None or run.before_profile_ms is None:
         return None
-    inside, quiet = np.flatnonzero(run.profiled), np.flatnonzero(run.undisturbed)
-    before = quiet[quiet < inside[0]][-MAX_COMPARED:] if len(inside) else quiet[:0]
-
-    def take_median(column: Numbers, steps: Integers) -> float | None:
-        known = column[steps][~np.isnan(column[steps])]
-        return float(np.median(known)) if len(known) else None
-
-    waits_ms = np.minimum(run.core_wait_ms, run.training_ms)
-    wait_ms = take_median(waits_ms, inside)
-    wait_before_ms = take_median(waits_ms, before)
-    more_wait_ms = None if wait_ms is None or wait_before_ms is None else wait_ms - wait_before_ms
+    inside = np.flatnonzero(run.profiled)
+    before, _ = _find_around(run, inside)
+    before = before[-MAX_COMPARED:]
+    waits_ms = _measure_waits(run)
+    wait_ms = _take_median(waits_ms[inside])
+    wait_before_ms = _take_median(waits_ms[before])
+    more_wait_ms = None
+    if wait_ms is not None and wait_before_ms is not None:
+        more_wait_ms = wait_ms - wait_before_ms
     return Slowdown(
-        run.profiled_step_ms,
-        run.before_profile_ms,
-        take_median(run.cpu_ms, inside),
-        take_median(run.cpu_ms, before),
-        more_wait_ms,
+        profiled_ms=run.profiled_step_ms,
+        before_ms=run.before_profile_ms,
+        profiled_cpu_ms=_take_median(run.cpu_ms[inside]),
+        before_cpu_ms=_take_median(run.cpu_ms[before]),
+        more_wait_ms=more_wait_ms,
     )
 
 
+def _take_median(values: Numbers) -> float | None:
+    """The median of the values that are known; None without any."""
+    known = values[~np.isnan(values)]
+    return float(np.median(known)) if len(known) else None
+
+
+def _find_around(run: Run, inside: Integers) -> tuple[Integers, Integers]:
+    """Undisturbed steps before and after the profiled ones `inside`; none where nothing is profiled."""
+    quiet = np.flatnonzero(run.undisturbed)
+    if not len(inside):
+        return quiet[:0], quiet[:0]
+    return quiet[quiet < inside[0]], quiet[quiet > inside[-1]]
+
+
 def is_set_apart(run: Run) -> bool:
-    """Does each profiled step take longer than nearly every step before and after the window?"""
-    inside, quiet = np.flatnonzero(run.profiled), np.flatnonzero(run.undisturbed)
-    around = quiet[(quiet < inside[0]) | (quiet > inside[-1])] if len(inside) else quiet[:0]
+    """Whether each profiled step takes longer than nearly every step before and after the window."""
+    inside = np.flatnonzero(run.profiled)
+    around = np.concatenate(_find_around(run, inside))
     if len(around) < 2 * MIN_BEFORE:
         return False
     usual_most = np.quantile(run.training_ms[around], NEARLY_EVERY)

@@ -1,6 +1,5 @@
 """Where all steps of a run go, by phase, beside the few steps that a trace shows."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -41,37 +40,48 @@ class EveryStep:
 
 
 def measure_every_step(run: Run) -> EveryStep | None:
-    """None where no typical step has phases."""
-    ordinary, profiled = run.ordinary, run.profiled
-    names = [name for name in run.phases_ms if name not in NOT_OF_A_STEP]
-    if not ordinary.any() or not names:
+    """Measure the phases of typical steps beside the profiled ones; None where no typical step has phases."""
+    host_ms = {name: ms for name, ms in run.phases_ms.items() if name not in NOT_OF_A_STEP}
+    if not run.ordinary.any() or not host_ms:
         return None
-    host = {name: run.phases_ms[name] for name in names}
-    host[OTHER] = np.maximum(run.training_ms - np.sum(list(host.values()), axis=0), 0.0)
-    rows = []
-    for name in sorted(host, key=lambda name: ORDER.index(name) if name in ORDER else len(ORDER)):
-        gpu = _get_gpu(run.gpu_phases_ms, name)
-        gpu_ms, profiled_gpu_ms = _compute_median(gpu, ordinary), _compute_median(gpu, profiled)
-        ms = _compute_median(host[name], ordinary)
-        if ms is not None:
-            rows.append(EveryStepRow(name, ms, _compute_median(host[name], profiled), gpu_ms, profiled_gpu_ms))
+    in_phases_ms = np.sum(list(host_ms.values()), axis=0)
+    host_ms[OTHER] = np.maximum(run.training_ms - in_phases_ms, 0.0)
+    rows = [_build_row(run, name, host_ms[name]) for name in sorted(host_ms, key=_find_place)]
     # what a thread waits between two steps is no part of either
     waits_ms = np.minimum(run.core_wait_ms, run.training_ms)
-    waited_ms = _compute_median(waits_ms, ordinary)
-    if waited_ms is not None:
-        rows.append(EveryStepRow(NO_CORE, waited_ms, _compute_median(waits_ms, profiled), None, None))
-    step_ms = _compute_median(run.training_ms, ordinary) or 0.0
-    profiled_step_ms = _compute_median(run.training_ms, profiled)
-    return EveryStep(int(ordinary.sum()), int(profiled.sum()), step_ms, profiled_step_ms, tuple(rows))
+    rows.append(_build_row(run, NO_CORE, waits_ms))
+    return EveryStep(
+        steps=int(run.ordinary.sum()),
+        profiled_steps=int(run.profiled.sum()),
+        step_ms=_compute_median(run.training_ms, run.ordinary) or 0.0,
+        profiled_step_ms=_compute_median(run.training_ms, run.profiled),
+        rows=tuple(row for row in rows if row is not None),
+    )
 
 
-def _get_gpu(phases_ms: Mapping[str, Numbers], name: str) -> Numbers:
-    return phases_ms[name] if name in phases_ms else np.array([])
+def _find_place(name: str) -> int:
+    """Where a phase stands in a step; the trainer's own phases first."""
+    return ORDER.index(name) if name in ORDER else len(ORDER)
 
 
-def _compute_median(values: Numbers, chosen: Flags) -> float | None:
-    """Of the chosen steps that have a value; None of none."""
-    if not len(values):
+def _build_row(run: Run, name: str, host_ms: Numbers) -> EveryStepRow | None:
+    """The row of a phase; None where no typical step has it."""
+    ms = _compute_median(host_ms, run.ordinary)
+    if ms is None:
+        return None
+    gpu_ms = run.gpu_phases_ms.get(name)
+    return EveryStepRow(
+        name=name,
+        ms=ms,
+        profiled_ms=_compute_median(host_ms, run.profiled),
+        gpu_ms=_compute_median(gpu_ms, run.ordinary),
+        profiled_gpu_ms=_compute_median(gpu_ms, run.profiled),
+    )
+
+
+def _compute_median(values: Numbers | None, chosen: Flags) -> float | None:
+    """The median of the chosen steps that have a value; None without any."""
+    if values is None:
         return None
     known = values[chosen & ~np.isnan(values)]
     return float(np.median(known)) if len(known) else None

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron_lite.analysis.intervals import Integers, Numbers
 from megatron_lite.analysis.run.run_results import Run
 from megatron_lite.units import significant
 
@@ -14,13 +15,17 @@ MIN_LOSSES = 20
 MIN_CLIPPED = 10  # times --clip-grad: the flag, not the gradient, sets the step's size
 NEARLY_ALL = 0.95  # of the updates
 MIN_UPDATES = 10
-BLOCKS, MIN_BLOCK = 50, 10  # losses are compared block by block: so many blocks at most, of so many losses at least
-RISEN, RISEN_NOISE = 0.1, 5.0  # from the lowest block to the last one: as a share, and in standard errors
+MAX_BLOCKS = 50  # losses are compared block by block
+MIN_BLOCKS = 3
+MIN_BLOCK = 10  # losses of one block
+RISEN = 0.1  # from the lowest block to the last one, as a share of it
+RISEN_NOISE = 5.0  # the same in standard errors
+MAX_NAMED = 3  # iterations
 
 
 @dataclass(frozen=True)
 class Learning:
-    """Facts of the last start."""
+    """How the last start's updates went."""
 
     steps: int
     updates: int  # steps that were not skipped
@@ -42,47 +47,83 @@ def measure_learning(run: Run) -> Learning:
     """What the run's skipped steps, losses and gradient norms come to."""
     updates = run.steps - int(run.skipped.sum())
     not_finite = tuple(run.iterations[run.not_finite].tolist())
-    losses, norms = (values[~run.skipped & ~np.isnan(values)] for values in (run.losses, run.grad_norms))
-    part = len(losses) // PART if len(losses) >= MIN_LOSSES else 0
-    falls, told, nothing, clipped = None, "", "", None
-    if part:
-        first, last = math.fsum(losses[:part]) / part, math.fsum(losses[-part:]) / part
-        falls = last < first
-        went = "fell" if falls else "did not fall"
-        told = (
-            f"the loss {went}: {significant(first, 4)} in the first {part:,} updates, "
-            f"{significant(last, 4)} in the last {part:,}"
-        )
+    falls, losses = _compare_losses(run)
     if not_finite:
-        some = ", ".join(map(str, not_finite[:3])) + (", ..." if len(not_finite) > 3 else "")
-        told = f"the loss was not finite in {len(not_finite):,} of {updates:,} updates (iteration {some})"
+        some = ", ".join(map(str, not_finite[:MAX_NAMED]))
+        if len(not_finite) > MAX_NAMED:
+            some += ", ..."
+        losses = f"the loss was not finite in {len(not_finite):,} of {updates:,} updates (iteration {some})"
+    nothing = ""
     if run.steps and not updates:
         nothing = f"all {run.steps:,} steps were skipped, because a gradient was not finite"
     elif updates and len(not_finite) == updates:
         nothing = f"the loss was not finite in all {updates:,} updates"
+    return Learning(
+        steps=run.steps,
+        updates=updates,
+        not_finite=not_finite,
+        falls=falls,
+        clipped=_measure_clipping(run),
+        losses=losses,
+        nothing=nothing,
+    )
+
+
+def _find_updates(run: Run, values: Numbers) -> Integers:
+    """Indices of the steps that updated the weights and whose value is known."""
+    known = ~np.isnan(values)
+    return np.flatnonzero(known & ~run.skipped)
+
+
+def _compare_losses(run: Run) -> tuple[bool | None, str]:
+    """Whether the losses of the last updates are below those of the first, and a sentence; None and "" for too few."""
+    losses = run.losses[_find_updates(run, run.losses)]
+    if len(losses) < MIN_LOSSES:
+        return None, ""
+    part = len(losses) // PART
+    first = math.fsum(losses[:part]) / part
+    last = math.fsum(losses[-part:]) / part
+    falls = last < first
+    went = "fell" if falls else "did not fall"
+    return falls, (
+        f"the loss {went}: {significant(first, 4)} in the first {part:,} updates, "
+        f"{significant(last, 4)} in the last {part:,}"
+    )
+
+
+def _measure_clipping(run: Run) -> float | None:
+    """The median gradient norm as a multiple of --clip-grad; None where nearly all norms are not far above it."""
     limit = find_clip_limit(run)
-    if isinstance(limit, int | float) and limit > 0 and len(norms) >= MIN_UPDATES:
-        hard = float(np.mean(norms > MIN_CLIPPED * limit))
-        clipped = float(np.median(norms)) / limit if hard >= NEARLY_ALL else None
-    return Learning(run.steps, updates, not_finite, falls, clipped, told, nothing)
+    norms = run.grad_norms[_find_updates(run, run.grad_norms)]
+    if not isinstance(limit, int | float) or limit <= 0 or len(norms) < MIN_UPDATES:
+        return None
+    far_above = float(np.mean(norms > MIN_CLIPPED * limit))
+    if far_above < NEARLY_ALL:
+        return None
+    return float(np.median(norms)) / limit
 
 
 def describe_rise(run: Run) -> str:
-    """How far the loss has gone up again since it was lowest; '' where it has not, or that may be chance."""
-    known = np.flatnonzero(~run.skipped & ~np.isnan(run.losses))
-    length = max(len(known) // BLOCKS, MIN_BLOCK)
-    number = len(known) // length
-    if number < 3:
+    """Describe how far the loss has gone up again since it was lowest; '' where it has not, or that may be chance."""
+    updates = _find_updates(run, run.losses)
+    length = max(len(updates) // MAX_BLOCKS, MIN_BLOCK)
+    number = len(updates) // length
+    if number < MIN_BLOCKS:
         return ""
-    blocks = run.losses[known[len(known) - number * length :]].reshape(number, length)
-    means = blocks.mean(axis=1)
-    best, last = int(means[:-1].argmin()), float(means[-1])
-    lowest, noise = float(means[best]), float(blocks[[best, -1]].std(axis=1).max()) / math.sqrt(length)
-    if lowest <= 0 or last - lowest <= max(RISEN * lowest, RISEN_NOISE * noise):
+    # the first ones that fill no block are left out
+    blocks = updates[len(updates) - number * length :].reshape(number, length)
+    losses = run.losses[blocks]
+    means = losses.mean(axis=1)
+    best = int(means[:-1].argmin())
+    lowest = float(means[best])
+    last = float(means[-1])
+    deviation = float(losses[[best, -1]].std(axis=1).max())
+    error = deviation / math.sqrt(length)
+    if lowest <= 0 or last - lowest <= max(RISEN * lowest, RISEN_NOISE * error):
         return ""
-    at = run.iterations[known[len(known) - (number - best) * length]]
+    iteration = run.iterations[blocks[best, 0]]
     return (
         f"the loss has risen: {significant(last, 4)} in the last {length:,} updates, "
         f"{significant(lowest, 4)} in as many from "
-        f"iteration {at:,} on"
+        f"iteration {iteration:,} on"
     )

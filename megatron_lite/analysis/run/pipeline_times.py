@@ -54,59 +54,91 @@ class PipelineTimes:
 
 
 def measure_pipeline(run: "Run") -> PipelineTimes | None:
-    """None where the run has no pipeline, or its files do not tell."""
-    waits = group_by_stage(run, run.ranks.own_ms(Phase.PIPELINE_WAIT.value), fmean) if run.ranks is not None else {}
+    """Measure where a pipeline's step goes; None where the run has no pipeline, or its files do not tell."""
+    waits_ms: dict[int, float] = {}
+    if run.ranks is not None:
+        waits_ms = group_by_stage(run, run.ranks.own_ms(Phase.PIPELINE_WAIT.value), fmean)
     forward_ms, backward_ms = measure_own_times(run)
-    layers, micro_batches = run.plan.stage_layers, run.plan.micro_batches
-    if not waits or not micro_batches or not len(waits) == len(forward_ms) == len(layers):
+    layers = run.plan.stage_layers
+    micro_batches = run.plan.micro_batches
+    if not waits_ms or not micro_batches or not len(waits_ms) == len(forward_ms) == len(layers):
         return None
     timed = _simulate_step(run, forward_ms, backward_ms, micro_batches)
-    number, chunks = len(layers), max(len(run.plan.stage.chunks), 1)
-    splits = run.args.get("pipeline_schedule") == ZERO_BUBBLE
-    ideal_ms = max(one.end_ms for one in timed)
+    ideal_ms = max(action.end_ms for action in timed)
+    stages = []
+    for number, of_stage in enumerate(layers):
+        stage = StageTimes(
+            stage=number,
+            layers=of_stage,
+            forward_ms=forward_ms[number],
+            backward_ms=backward_ms[number],
+            wait_ms=waits_ms[number],
+            ideal_wait_ms=ideal_ms - forward_ms[number] - backward_ms[number],
+        )
+        stages.append(stage)
+    chunks = _count_chunks(run)
+    pieces = 3 * chunks if _splits_backward(run) else chunks
     return PipelineTimes(
-        stages=tuple(
-            StageTimes(
-                stage, layers[stage], forward_ms[stage], backward_ms[stage], waits[stage],
-                ideal_ms - forward_ms[stage] - backward_ms[stage],
-            )
-            for stage in range(number)
-        ),
+        stages=tuple(stages),
         micro_batches=micro_batches,
         chunks=chunks,
-        bubble=measure_bubble(number, micro_batches, 3 * chunks if splits else chunks),
+        bubble=measure_bubble(len(stages), micro_batches, pieces),
         ideal_ms=ideal_ms,
         actions=tuple(timed) if len(timed) <= MAX_ACTIONS else (),
-    )  # fmt: skip
+    )
+
+
+def _count_chunks(run: "Run") -> int:
+    """Chunks of layers that a stage has."""
+    return max(len(run.plan.stage.chunks), 1)
+
+
+def _splits_backward(run: "Run") -> bool:
+    """Whether gradients of weights are computed apart from those of activations."""
+    return bool(run.args.get("pipeline_schedule") == ZERO_BUBBLE)
 
 
 def _simulate_step(
-    run: "Run", forward_ms: dict[int, float], backward_ms: dict[int, float], micro_batches: int
+    run: "Run",
+    forward_ms: dict[int, float],  # by stage, of a step
+    backward_ms: dict[int, float],  # by stage, of a step
+    micro_batches: int,  # of a step
 ) -> list[TimedAction]:
-    """The actions of all stages, if nothing but the schedule delayed them.
-
-    Args:
-        forward_ms: by stage, of a step.
-        backward_ms: by stage, of a step.
-        micro_batches: Of a step.
-    """
-    number, chunks = len(forward_ms), max(len(run.plan.stage.chunks), 1)
-    splits = run.args.get("pipeline_schedule") == ZERO_BUBBLE
-    group, weights = run.plan.stage.micro_batch_group_size, run.plan.chunk_weights
-    stages = [Stage(stage, number, (range(0),) * chunks, splits, group) for stage in range(number)]
+    """The actions of all stages, if nothing but the schedule delayed them."""
+    number = len(forward_ms)
+    chunks = _count_chunks(run)
+    splits = _splits_backward(run)
+    group_size = run.plan.stage.micro_batch_group_size
+    weights = run.plan.chunk_weights
     actions_each = micro_batches * chunks
+    stages = []
     times = []
     for stage in range(number):
-        back = backward_ms[stage] / actions_each / (2 if splits else 1)
-        of_chunks = weights[stage] if len(weights) == number and len(weights[stage]) == chunks else ()
-        times.append(ActionTimes(forward_ms[stage] / actions_each, back, back, of_chunks))
+        stages.append(Stage(stage, number, (range(0),) * chunks, splits, group_size))
+        of_chunks = weights[stage] if len(weights) == number else ()
+        if len(of_chunks) != chunks:
+            of_chunks = ()
+        backward_each_ms = backward_ms[stage] / actions_each
+        part_ms = backward_each_ms / 2 if splits else backward_each_ms
+        times.append(ActionTimes(forward_ms[stage] / actions_each, part_ms, part_ms, of_chunks))
     return simulate_schedule(stages, micro_batches, times)
 
 
 def group_by_stage(
-    run: "Run", of_ranks: Sequence[float], summarize: Callable[[list[float]], float]
+    run: "Run",
+    of_ranks: Sequence[float],
+    summarize: Callable[[list[float]], float],
 ) -> dict[int, float]:
-    """What the numbers of each stage's ranks come to, by stage; {} where one of them is not known."""
+    """Summarize the numbers of each stage's ranks.
+
+    Args:
+        run: the run.
+        of_ranks: a number of each rank.
+        summarize: what makes one number of those of a stage.
+
+    Returns:
+        A number by stage; {} where one of them is not known.
+    """
     by_stage: dict[int, list[float]] = defaultdict(list)
     for stage, ms in zip(run.stages, of_ranks):
         by_stage[stage].append(ms)
@@ -115,12 +147,14 @@ def group_by_stage(
 
 
 def measure_own_times(run: "Run") -> tuple[dict[int, float], dict[int, float]]:
-    """By stage, (forward, backward) of the usual one of its ranks, ms per step; {} where nothing tells."""
+    """Forward and backward of the usual rank of each stage, by stage, ms per step; {} where nothing tells."""
     if run.ranks is None:
         return {}, {}
     backward = Phase.BACKWARD.value
     whole_ms = run.ranks.gpu_phases_ms.get(backward) or run.ranks.phases_ms.get(backward, ())
     own_ms = run.ranks.own_ms(backward) or whole_ms  # of ranks that wait for others' gradients in backward
-    backward_ms = [whole if math.isnan(own) else own for own, whole in zip(own_ms, whole_ms)]
+    backward_ms = []
+    for own, whole in zip(own_ms, whole_ms):
+        backward_ms.append(whole if math.isnan(own) else own)
     forward_ms = run.ranks.own_ms(Phase.FORWARD.value)
     return group_by_stage(run, forward_ms, median_low), group_by_stage(run, backward_ms, median_low)

@@ -23,15 +23,21 @@ from megatron_lite.units import counted
 
 
 def read_run(folder: Path, lines: StepLines | None = None) -> Run:
-    """What the run in `folder` says of itself. UserError if there is nothing of a run to read.
+    """Read what the run in `folder` says of itself.
 
-    `lines` of a run that is followed: what has been read of its steps.jsonl already.
+    Args:
+        folder: the run folder.
+        lines: of a run that is followed, what has been read of its steps.jsonl already.
+
+    Raises:
+        UserError: there is nothing of a run to read.
     """
     found, notes = read_record(folder)
     record = found or RunRecord()
     lines = lines or StepLines(folder / STEPS_FILE)
     notes += _read_lines(lines)
-    steps, said = lines.read_steps(), lines.read_ranks()
+    steps = lines.read_steps()
+    said = lines.read_ranks()
     number_of_steps = len(steps.iterations)
     if found is None and not number_of_steps:
         raise UserError(f"{folder}: no run of megatron_lite can be read here; {' '.join(notes)}")
@@ -91,7 +97,9 @@ def _read_lines(lines: StepLines) -> list[str]:
         return [f"{STEPS_FILE} cannot be opened ({error.strerror})."]
     notes = []
     if lines.unread:
-        some = ", ".join(map(str, lines.unread[:3])) + (", ..." if len(lines.unread) > 3 else "")
+        some = ", ".join(map(str, lines.unread[:MAX_NAMED]))
+        if len(lines.unread) > MAX_NAMED:
+            some += ", ..."
         notes.append(
             f"left out of {STEPS_FILE}: {counted(len(lines.unread), 'line')} that cannot be read (line {some})."
         )
@@ -106,7 +114,10 @@ def _read_lines(lines: StepLines) -> list[str]:
 
 
 def _is_older(path: Path, record: RunRecord) -> bool:
-    """Was it written before the start that run.json describes? A copy may make files younger, never older."""
+    """Whether a file was written before the start that run.json describes.
+
+    A copy may make files younger, never older.
+    """
     try:
         started = datetime.strptime(str(record.started), "%Y-%m-%dT%H:%M:%S%z").timestamp()
         return path.stat().st_mtime < started
@@ -118,6 +129,7 @@ def _is_older(path: Path, record: RunRecord) -> bool:
 
 MAX_COMPARED = 50  # steps before a window, as many as the trainer's own line about the profiler's slowdown
 MIN_FOR_SPREAD = 4
+MAX_NAMED = 3  # lines that cannot be read
 
 
 def compute_speed(record: RunRecord, steps: Steps, starts_at_first: bool) -> tuple[dict[str, Any], list[str]]:
@@ -192,13 +204,18 @@ def _compare_profiled_steps(steps: Steps) -> dict[str, float | None]:
     if not len(inside):
         return {"profiled_step_ms": None, "before_profile_ms": None, "after_profile_ms": None}
     quiet = np.flatnonzero(steps.undisturbed)
-    before = training_ms[quiet[quiet < inside[0]]][-MAX_COMPARED:]
-    after = training_ms[quiet[quiet > inside[-1]]][:MAX_COMPARED]
+    before = quiet[quiet < inside[0]][-MAX_COMPARED:]
+    after = quiet[quiet > inside[-1]][:MAX_COMPARED]
     return {
         "profiled_step_ms": float(np.median(training_ms[inside])),
-        "before_profile_ms": float(np.median(before)) if len(before) >= MIN_BEFORE else None,
-        "after_profile_ms": float(np.median(after)) if len(after) >= MIN_BEFORE else None,
+        "before_profile_ms": _compute_usual_step(training_ms[before]),
+        "after_profile_ms": _compute_usual_step(training_ms[after]),
     }
+
+
+def _compute_usual_step(steps_ms: Numbers) -> float | None:
+    """The median of steps beside a window; None where they are too few."""
+    return float(np.median(steps_ms)) if len(steps_ms) >= MIN_BEFORE else None
 
 
 def _compute_model_tflops(record: RunRecord, samples_per_ms: float | None) -> dict[str, float | None]:
@@ -228,7 +245,9 @@ def _compute_tflops(sample_flops: float | None, samples_per_s: float, ranks: int
 
 def compute_rank_medians(said: RankLines, ordinary: NDArray[np.int64]) -> RankMedians:
     """Medians over the lines that have one of the `ordinary` iterations among theirs; over all lines if none has."""
-    good = np.searchsorted(ordinary, said.first) < np.searchsorted(ordinary, said.last, side="right")
+    before_first = np.searchsorted(ordinary, said.first)
+    up_to_last = np.searchsorted(ordinary, said.last, side="right")
+    good = before_first < up_to_last
     lines = said.take(good) if good.any() else said
     return RankMedians(
         step_ms=_compute_medians(lines.step_ms),
@@ -256,45 +275,62 @@ def _compute_phase_medians(tables: dict[str, Numbers]) -> dict[str, tuple[float,
 
 
 def _compute_medians(table: Numbers) -> tuple[float, ...]:
-    """By rank; NaN for a rank that has no number in any line."""
-    known = (values[~np.isnan(values)] for values in table.T)
-    return tuple(float(np.median(values)) if len(values) else math.nan for values in known)
+    """Medians by rank of a table of [line, rank]; NaN for a rank that has no number in any line."""
+    medians = []
+    for of_rank in table.T:
+        known = of_rank[~np.isnan(of_rank)]
+        medians.append(float(np.median(known)) if len(known) else math.nan)
+    return tuple(medians)
 
 
 # --- does memory grow over a run? Steadily or not at all: warming up and a single jump are no growth
 
 
 def find_growths(steps: Steps, ranks: RankMedians | None, what: str) -> tuple[CounterGrowth, ...]:
-    """Of every rank, from a value per console line; else of the rank that writes, from a value per typical step.
+    """Find the growth of every rank, from a value per console line; else of the rank that writes, from its steps.
 
-    `what`: host_memory_bytes or peak_memory_bytes.
+    Args:
+        steps: the steps of the rank that writes.
+        ranks: what the ranks said; None where they did not.
+        what: host_memory_bytes or peak_memory_bytes.
     """
-    profiled, found = steps.iterations[steps.profiled], []
-    # the first line's steps fill caches
+    profiled = steps.iterations[steps.profiled]
+    growths = []
     if ranks:
-        for rank, values in enumerate(getattr(ranks.intervals, what).T):
-            known = np.flatnonzero(values > 0)[1:]
-            found.append(_find_growth(rank, ranks.intervals.last[known], values[known], profiled, GROWTH_PARTS))
-    if not any(found):
-        values = getattr(steps, what)
-        known = np.flatnonzero(steps.ordinary & (values > 0))
-        found = [_find_growth(None, steps.iterations[known], values[known], profiled, MIN_GROWTH_STEPS)]
-    return tuple(growth for growth in found if growth)
+        last = ranks.intervals.last
+        for rank, of_lines in enumerate(getattr(ranks.intervals, what).T):
+            # the first line's steps fill caches
+            known = np.flatnonzero(of_lines > 0)[1:]
+            growths.append(_find_growth(rank, last[known], of_lines[known], profiled, GROWTH_PARTS))
+    if not any(growths):
+        of_steps = getattr(steps, what)
+        known = np.flatnonzero(steps.ordinary & (of_steps > 0))
+        growths = [_find_growth(None, steps.iterations[known], of_steps[known], profiled, MIN_GROWTH_STEPS)]
+    return tuple(growth for growth in growths if growth)
 
 
 def _find_growth(
-    rank: int | None, at: NDArray[np.int64], values: Numbers, profiled: NDArray[np.int64], fewest: int
+    rank: int | None,
+    iterations: NDArray[np.int64],  # [v]
+    values: Numbers,  # [v], bytes
+    profiled: NDArray[np.int64],  # iterations, which divide the values in two
+    fewest: int,  # values, at least GROWTH_PARTS
 ) -> CounterGrowth | None:
-    """Of `values` bytes at iterations `at`; `fewest`: of them, at least GROWTH_PARTS.
-
-    A profiled window divides them in two.
-    """
-    if len(at) < fewest:
+    """Find steady growth of all values, or of the longer part before or after a profiled window."""
+    if len(iterations) < fewest:
         return None
-    stretch = np.searchsorted(profiled, at)
+    stretch = np.searchsorted(profiled, iterations)
     longest = stretch == np.bincount(stretch).argmax()
     for part in (np.ones_like(longest), longest):
-        found = steady_growth(at[part], values[part]) if part.sum() >= fewest else None
-        if found:
-            return CounterGrowth(rank, round(found[0]), found[1], round(values[part][-1]))
+        if part.sum() < fewest:
+            continue
+        grown = steady_growth(iterations[part], values[part])
+        if grown:
+            num_bytes, bytes_per_step = grown
+            return CounterGrowth(
+                rank=rank,
+                num_bytes=round(num_bytes),
+                bytes_per_step=bytes_per_step,
+                at_end=round(values[part][-1]),
+            )
     return None

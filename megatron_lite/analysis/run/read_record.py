@@ -19,12 +19,18 @@ MAX_DEPTH = 32  # of groups in groups in run.json
 MAX_NAMED = 3  # fields that a note names
 # what msgspec raises; the last of a key with half a character
 NOT_THIS_TYPE = (msgspec.ValidationError, OverflowError, UnicodeEncodeError)
-RUNNING, LOST, UNCERTAIN = "running", "killed or lost: its process is gone", "running, or killed"
+RUNNING = "running"
+LOST = "killed or lost: its process is gone"
+UNCERTAIN = "running, or killed"
 Part = TypeVar("Part", bound=msgspec.Struct)
 
 
 def read_record(folder: Path) -> tuple[RunRecord | None, list[str]]:
-    """run.json, with the status that its process has now, and what is wrong with it; None where nothing can be read."""
+    """Read run.json, with the status that its process has now.
+
+    Returns:
+        The record, None where nothing can be read; and what is wrong with it.
+    """
     record, notes = _read_file(folder)
     if record is None or record.status != RUNNING:
         return record, notes
@@ -39,6 +45,7 @@ def read_record(folder: Path) -> tuple[RunRecord | None, list[str]]:
 
 
 def _read_file(folder: Path) -> tuple[RunRecord | None, list[str]]:
+    """The record as the file holds it, and what is wrong with it."""
     try:
         values = json.loads(read_foreign(folder / RUN_FILE))
     except FileNotFoundError:
@@ -54,8 +61,9 @@ def _read_file(folder: Path) -> tuple[RunRecord | None, list[str]]:
     record, lost = convert_sound(values, RunRecord)
     notes = []
     if lost:
-        more = f"; and {len(lost) - MAX_NAMED} more" if len(lost) > MAX_NAMED else ""
-        some = "; ".join(lost[:MAX_NAMED]) + more
+        some = "; ".join(lost[:MAX_NAMED])
+        if len(lost) > MAX_NAMED:
+            some += f"; and {len(lost) - MAX_NAMED} more"
         notes.append(f"{RUN_FILE} is damaged, and what is damaged counts as unknown: {some}.")
     if record.schema != RUN_SCHEMA:
         has = f"{RUN_FILE} has schema {values.get('schema')!r}"
@@ -64,8 +72,10 @@ def _read_file(folder: Path) -> tuple[RunRecord | None, list[str]]:
 
 
 def convert_sound(values: dict[str, Any], kind: type[Part]) -> tuple[Part, list[str]]:
-    """The record of what in `values` has the right type, and what has not: "plan.world.size: Expected `int`, got
-    `str`".
+    """Take what in `values` has the right type.
+
+    Returns:
+        The record, and what has another type: "plan.world.size: Expected `int`, got `str`".
 
     Args:
         values: a JSON object.
@@ -75,19 +85,31 @@ def convert_sound(values: dict[str, Any], kind: type[Part]) -> tuple[Part, list[
     return _convert(_keep_possible(values), kind, "", lost), lost
 
 
-def _convert(values: dict[str, Any], kind: type[Part], where: str, lost: list[str]) -> Part:
+def _convert(
+    values: dict[str, Any],
+    kind: type[Part],
+    where: str,  # the names of the groups around it, each with a dot behind
+    lost: list[str],  # takes what has another type
+) -> Part:
+    """The record of what in `values` has the right type."""
     with suppress(*NOT_THIS_TYPE):
         return msgspec.convert(values, kind)
     sound = {}
     for field in msgspec.structs.fields(kind):
-        if field.name in values:
-            part = _convert_part(values[field.name], field.type, f"{where}{field.name}", lost)
-            if part is not UNSET:
-                sound[field.name] = part
+        if field.name not in values:
+            continue
+        part = _convert_part(values[field.name], field.type, f"{where}{field.name}", lost)
+        if part is not UNSET:
+            sound[field.name] = part
     return kind(**sound)
 
 
-def _convert_part(value: object, kind: Any, where: str, lost: list[str]) -> Any | UnsetType:
+def _convert_part(
+    value: object,
+    kind: Any,
+    where: str,  # its name, with those of the groups around it
+    lost: list[str],  # takes what has another type
+) -> Any | UnsetType:
     """A field's value, or what of its parts is sound; UNSET where that is nothing."""
     try:
         return msgspec.convert(value, kind)
@@ -96,10 +118,10 @@ def _convert_part(value: object, kind: Any, where: str, lost: list[str]) -> Any 
     if isinstance(value, dict):
         for choice in _list_choices(kind):
             if get_origin(choice) is dict:
-                parts = {
-                    name: _convert_part(part, get_args(choice)[1], f"{where}.{name}", lost)
-                    for name, part in value.items()
-                }
+                _, kind_of_parts = get_args(choice)
+                parts = {}
+                for name, part in value.items():
+                    parts[name] = _convert_part(part, kind_of_parts, f"{where}.{name}", lost)
                 return {name: part for name, part in parts.items() if part is not UNSET}
             if _is_partial(choice):
                 return _convert(value, choice, f"{where}.", lost)

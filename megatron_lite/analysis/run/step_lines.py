@@ -26,6 +26,7 @@ from megatron_lite.formats.step_records import RankInterval, RankNumbers, RanksR
 from megatron_lite.phases import Phase
 from megatron_lite.shared_files import open_foreign
 
+TOO_LARGE = 2**32  # for an unsigned number of four bytes
 NOT_GIVEN = -math.inf  # of a loss: null stands for one that is NaN or Inf
 BATCH = 500  # lines that are read before their numbers are moved into columns
 MAX_RANK_NUMBERS = 2**18  # of console lines that are kept; of longer runs evenly chosen lines
@@ -45,32 +46,53 @@ class Columns:
     """
 
     def __init__(self, missing: float, kind: str = "d"):
-        self._missing, self._kind, self._length = missing, kind, 0
-        self._constant: dict[str, float] = {}
-        self._varying: dict[str, array[float]] = {}
+        self._missing = missing
+        self._kind = kind  # array's code: "I" for whole numbers below 2**32, "d"
+        self._length = 0
+        self._constant: dict[str, float] = {}  # the first value of each column
+        self._varying: dict[str, array[float]] = {}  # columns that have had others
 
     def append(self, rows: Mapping[str, NDArray[Any]], length: int) -> None:
-        """`length` numbers to every column."""
+        """Append `length` numbers to every column."""
         for name in dict.fromkeys((*self._constant, *rows)):
-            value = self._constant.setdefault(name, self._missing if self._length else rows[name].flat[0])
             values = rows[name] if name in rows else np.full(length, self._missing)
-            if name not in self._varying and not np.array_equal(values, np.full(length, value), equal_nan=True):
-                kind = "d" if value >= 2**32 else self._kind
-                self._varying[name] = array(kind, np.full(self._length, value, kind).tobytes())
+            if name not in self._constant:
+                self._constant[name] = self._missing if self._length else values.flat[0]
+            if name not in self._varying and not self._is_constant(name, values):
+                self._expand(name)
             if name in self._varying:
-                column = self._varying[name]
-                if column.typecode == "I" and values.max() >= 2**32:
-                    column = self._varying[name] = array("d", column)
-                column.frombytes(values.astype(column.typecode).tobytes())
+                self._extend(name, values)
         self._length += length
 
+    def _is_constant(self, name: str, values: NDArray[Any]) -> bool:
+        """Whether all values are the only one that the column has had."""
+        same = np.full(len(values), self._constant[name])
+        return np.array_equal(values, same, equal_nan=True)
+
+    def _expand(self, name: str) -> None:
+        """Give a column room for values that differ."""
+        value = self._constant[name]
+        kind = "d" if value >= TOO_LARGE else self._kind
+        so_far = np.full(self._length, value, kind)
+        self._varying[name] = array(kind, so_far.tobytes())
+
+    def _extend(self, name: str, values: NDArray[Any]) -> None:
+        """Append values to a column that has room for them; whole numbers that are too large turn it into floats."""
+        column = self._varying[name]
+        if column.typecode == "I" and values.max() >= TOO_LARGE:
+            column = array("d", column)
+            self._varying[name] = column
+        column.frombytes(values.astype(column.typecode).tobytes())
+
     def append_rows(self, rows: list[dict[str, float]]) -> None:
-        """A number to each column of a row, times 1000: milliseconds become microseconds."""
+        """Append a number to each column of a row, times 1000: milliseconds become microseconds."""
         for names, group in groupby(rows, tuple):
             alike = list(group)  # with the same names in the same order
-            flat = np.fromiter(chain.from_iterable(map(dict.values, alike)), float, len(alike) * len(names))
-            table = np.rint(1000 * flat.reshape(len(alike), len(names)))
-            self.append(dict(zip(names, table.T)), len(alike))
+            count = len(alike)
+            numbers = chain.from_iterable(map(dict.values, alike))
+            flat = np.fromiter(numbers, float, count * len(names))
+            table = np.rint(1000 * flat.reshape(count, len(names)))
+            self.append(dict(zip(names, table.T)), count)
 
     def cut(self, length: int) -> None:
         """Forget all but the first `length` rows."""
@@ -79,9 +101,15 @@ class Columns:
         self._length = length
 
     def read(self) -> dict[str, NDArray[Any]]:
-        """Without copying."""
-        varying = {name: np.frombuffer(column, column.typecode) for name, column in self._varying.items()}
-        return {name: np.broadcast_to(value, self._length) for name, value in self._constant.items()} | varying
+        """The columns by name, without copying."""
+        found: dict[str, NDArray[Any]] = {}
+        for name, value in self._constant.items():
+            if name in self._varying:
+                column = self._varying[name]
+                found[name] = np.frombuffer(column, column.typecode)
+            else:
+                found[name] = np.broadcast_to(value, self._length)
+        return found
 
 
 @dataclass(frozen=True)
@@ -96,9 +124,39 @@ class LineEnd:
     local: bool = False  # the line is of a step whose loss is one rank's only: it may be written anew
 
     def is_in(self, file: BinaryIO) -> bool:
-        """Does the line still stand there?"""
+        """Whether the line still stands there."""
         file.seek(self.offset - len(self.text))
         return file.read(len(self.text)) == self.text
+
+
+class _Cursor:
+    """Where reading stands: what LineEnd has, changed line by line."""
+
+    __slots__ = ("last_step", "lines", "local", "offset", "text")
+
+    def __init__(self, start: LineEnd):
+        self.offset = start.offset
+        self.text = start.text
+        self.lines = start.lines
+        self.last_step = start.last_step
+        self.local = start.local
+
+    def pass_line(self, text: bytes) -> None:
+        """Move behind a line."""
+        self.offset += len(text)
+        self.text = text
+        self.lines += 1
+
+    def build_end(self, steps: int, local: bool = False) -> LineEnd:
+        """The end of the last line, up to which so many steps of this start have been read."""
+        return LineEnd(
+            offset=self.offset,
+            text=self.text,
+            lines=self.lines,
+            steps=steps,
+            last_step=self.last_step,
+            local=local,
+        )
 
 
 class StepLines:
@@ -112,6 +170,7 @@ class StepLines:
         self._forget()
 
     def _forget(self) -> None:
+        """Forget all that was read."""
         self.starts = 0  # that have steps
         self.unread: list[int] = []  # numbers of lines that are no JSON, or not of this format
         self.cut = False  # the file ends within a line
@@ -124,12 +183,15 @@ class StepLines:
         self._iterations = array("q")
         self._numbers = Columns(math.nan)
         # whole microseconds
-        self._phases, self._gpu_phases = Columns(0, "I"), Columns(0, "I")
+        self._phases = Columns(0, "I")
+        self._gpu_phases = Columns(0, "I")
         self._flags: dict[str, bytearray] = {}
         self._begin_ranks()
 
     def _begin_ranks(self) -> None:
-        self.rank_lines, self.every = 0, 1  # how many there are, and that each `every`-th of them is kept
+        """Forget the console lines before."""
+        self.rank_lines = 0  # how many there are
+        self.every = 1  # each `every`-th of them is kept
         self._ranks: list[RankInterval] = []
         self._recent: deque[bytes] = deque(maxlen=RECENT)
 
@@ -151,7 +213,9 @@ class StepLines:
         return self._here is not before
 
     def _go_back(self) -> None:
-        self._here = place = self._settled
+        """Forget what was read behind the line that is settled."""
+        place = self._settled
+        self._here = place
         for column in (self._iterations, *self._flags.values()):
             del column[place.steps :]
         for columns in (self._numbers, self._phases, self._gpu_phases):
@@ -159,10 +223,11 @@ class StepLines:
         self.unread = [number for number in self.unread if number <= place.lines]
 
     def _read_lines(self, file: BinaryIO) -> None:
-        """From where reading has stopped."""
-        decode, steps, here = msgspec.json.Decoder(StepRecord | Ranks).decode, list[StepRecord](), self._here
-        offset, number, last, last_step, local = here.offset, here.lines, here.text, here.last_step, here.local
-        file.seek(offset)
+        """Read on from where reading has stopped, to the end of the file or a line that is not complete."""
+        decode = msgspec.json.Decoder(StepRecord | Ranks).decode
+        pending: list[StepRecord] = []
+        cursor = _Cursor(self._here)
+        file.seek(cursor.offset)
         self.cut = False
         for text in file:
             line: StepRecord | Ranks | None
@@ -174,28 +239,44 @@ class StepLines:
                     break
                 line = _read_damaged(text)
             if isinstance(line, StepRecord):
-                if line.step <= last_step:
-                    self._begin(line.step)
-                    self.starts, steps = self.starts + 1, []
-                    self._settled = LineEnd()
-                elif line.local and not local:
-                    self._settled = LineEnd(offset, last, number, len(self._iterations) + len(steps), last_step)
-                last_step, local = line.step, line.local
-                steps.append(line)
-                if len(steps) >= BATCH:
-                    self._add_steps(steps)
-                    steps = []
-            elif line is not None and self._add_ranks(bytes(line.ranks)):
-                known = len(self._iterations) + len(steps)
-                self._settled = LineEnd(offset + len(text), text, number + 1, known, last_step)
+                begins = line.step <= cursor.last_step
+                if begins or line.local:
+                    self._settle(begins, line, pending, cursor)
+                cursor.last_step = line.step
+                cursor.local = line.local
+                pending.append(line)
+                if len(pending) >= BATCH:
+                    self._add_steps(pending)
+                    pending.clear()
+                cursor.pass_line(text)
+                continue
+            cursor.pass_line(text)
+            if line is not None and self._add_ranks(bytes(line.ranks)):
+                self._settled = cursor.build_end(len(self._iterations) + len(pending))
             elif text.strip():
-                self.unread.append(number + 1)
-            offset, number, last = offset + len(text), number + 1, text
-        self._add_steps(steps)
-        if offset > here.offset:
-            self._here = LineEnd(offset, last, number, len(self._iterations), last_step, local)
+                self.unread.append(cursor.lines)
+        self._add_steps(pending)
+        if cursor.offset > self._here.offset:
+            self._here = cursor.build_end(len(self._iterations), cursor.local)
+
+    def _settle(
+        self,
+        begins: bool,  # the record counts again from the beginning: it is of a new start
+        record: StepRecord,
+        pending: list[StepRecord],  # those before it that are in no column yet
+        cursor: _Cursor,  # before its line
+    ) -> None:
+        """Note up to where lines stay as they are: those of a new start, and from a local loss on, may change."""
+        if begins:
+            self._begin(record.step)
+            self.starts += 1
+            pending.clear()
+            self._settled = LineEnd()
+        elif not cursor.local:
+            self._settled = cursor.build_end(len(self._iterations) + len(pending))
 
     def _add_steps(self, records: list[StepRecord]) -> None:
+        """Move steps into columns."""
         if not records:
             return
         self._iterations.extend([record.iteration for record in records])
@@ -206,45 +287,56 @@ class StepLines:
             self._flags.setdefault(name, bytearray()).extend(flags)
 
     def _add_ranks(self, text: bytes) -> bool:
-        """A console line; False if it is none. Lines of another number of ranks are no part of the same medians."""
+        """Take a console line; False if it is none."""
         if self.rank_lines % self.every == 0:
             line = _decode_ranks(text)
             if line is None:
                 return False
-            if self._ranks and len(self._ranks[0].step_ms) != len(line.step_ms):
-                self._begin_ranks()
-            self._ranks.append(line)
-            lists = LISTS_OF_INTERVAL + len(line.phases_ms) + len(line.gpu_phases_ms)
-            numbers = len(line.step_ms) * lists
-            if len(self._ranks) > max(MAX_RANK_NUMBERS // numbers, MIN_RANK_LINES):
-                del self._ranks[1::2]
-                self.every *= 2
+            self._keep_ranks(line)
         self.rank_lines += 1
         self._recent.append(text)
         return True
 
+    def _keep_ranks(self, line: RankInterval) -> None:
+        """Keep a console line, and only every second of those before where they become too many."""
+        ranks = len(line.step_ms)
+        # lines of another number of ranks are no part of the same medians
+        if self._ranks and len(self._ranks[0].step_ms) != ranks:
+            self._begin_ranks()
+        self._ranks.append(line)
+        lists = LISTS_OF_INTERVAL + len(line.phases_ms) + len(line.gpu_phases_ms)
+        most = MAX_RANK_NUMBERS // (ranks * lists)
+        if len(self._ranks) > max(most, MIN_RANK_LINES):
+            del self._ranks[1::2]
+            self.every *= 2
+
     def read_steps(self) -> Steps:
         """The steps' columns."""
+        # columns of a file without steps are empty, and there all the same
         flags = {name: np.frombuffer(self._flags.get(name, b""), np.bool_) for name in _take_flags([])}
-        undisturbed = ~(flags["profiled"] | flags.pop("beside_profile") | flags["compiling"])
+        numbers = _take_numbers([]) | self._numbers.read()
+        slowed = flags["profiled"] | flags.pop("beside_profile") | flags["compiling"]
+        undisturbed = ~slowed
         if self.first_step == 1:
             undisturbed[:1] = False
-        numbers = _take_numbers([]) | self._numbers.read()
-        not_finite = np.isnan(numbers["losses"]) & ~flags["skipped"]
-        if NOT_GIVEN in numbers["losses"]:
-            numbers["losses"] = np.where(numbers["losses"] == NOT_GIVEN, math.nan, numbers["losses"])
-        phases_ms, gpu_phases_ms = Phases(self._phases.read()), Phases(self._gpu_phases.read())
-        none = np.zeros(len(not_finite))
+        losses = numbers["losses"]
+        not_finite = np.isnan(losses)
+        if NOT_GIVEN in losses:
+            numbers["losses"] = np.where(losses == NOT_GIVEN, math.nan, losses)
+        phases_ms = Phases(self._phases.read())
+        none = np.zeros(len(losses))
         evaluating_ms = phases_ms.get(Phase.EVAL.value, none)
         saving_ms = phases_ms.get(Phase.SAVE.value, none)
-        evaluating, saving = evaluating_ms > 0, saving_ms > 0
+        training_ms = numbers["step_ms"] - evaluating_ms - saving_ms
+        evaluating = evaluating_ms > 0
+        saving = saving_ms > 0
         columns: dict[str, Any] = {**flags, **numbers}
         return Steps(
             iterations=np.frombuffer(self._iterations, np.int64),
-            training_ms=np.maximum(numbers["step_ms"] - evaluating_ms - saving_ms, 0.0),
+            training_ms=np.maximum(training_ms, 0.0),
             phases_ms=phases_ms,
-            gpu_phases_ms=gpu_phases_ms,
-            not_finite=not_finite,
+            gpu_phases_ms=Phases(self._gpu_phases.read()),
+            not_finite=not_finite & ~flags["skipped"],
             evaluating=evaluating,
             saving=saving,
             undisturbed=undisturbed,
@@ -254,7 +346,10 @@ class StepLines:
 
     def read_ranks(self, recent: bool = False) -> RankLines | None:
         """The console lines' tables, those of the last few if `recent`; None without any."""
-        lines = list(filter(None, map(_decode_ranks, self._recent))) if recent else self._ranks
+        lines = self._ranks
+        if recent:
+            decoded = [_decode_ranks(text) for text in self._recent]
+            lines = [line for line in decoded if line is not None]
         if not lines:
             return None
         ranks = len(lines[0].step_ms)
@@ -295,21 +390,26 @@ def _take_numbers(records: list[StepRecord]) -> dict[str, Numbers]:
         "cpu_ms": [record.cpu_ms for record in records],
         "core_wait_ms": [record.core_wait_ms for record in records],
         "involuntary_switches": [record.involuntary_switches for record in records],
-        "busiest_experts": [_average(record.routing.busiest) if record.routing else None for record in records],
+        "busiest_experts": [_average_busiest(record.routing) for record in records],
         "busiest_expert_ranks": [record.routing.busiest_ranks if record.routing else None for record in records],
-        "dropped_shares": [_measure_dropped(record.routing) if record.routing else None for record in records],
+        "dropped_shares": [_measure_dropped(record.routing) for record in records],
     }
     return {name: np.array(values, float) for name, values in columns.items()}
 
 
-def _average(values: list[float]) -> float | None:
-    return sum(values) / len(values) if values else None
+def _average_busiest(routing: RoutingRecord | None) -> float | None:
+    """The busiest expert's tokens over an even share, mean over layers; None of a step without experts."""
+    if not routing or not routing.busiest:
+        return None
+    return sum(routing.busiest) / len(routing.busiest)
 
 
-def _measure_dropped(routing: RoutingRecord) -> float:
-    """The share of assignments that were dropped."""
-    kept = sum(routing.expert_tokens)
-    return routing.dropped / max(routing.dropped + kept, 1)
+def _measure_dropped(routing: RoutingRecord | None) -> float | None:
+    """The share of assignments that were dropped; None of a step without experts."""
+    if not routing:
+        return None
+    assigned = routing.dropped + sum(routing.expert_tokens)
+    return routing.dropped / max(assigned, 1)
 
 
 def _take_flags(records: list[StepRecord]) -> dict[str, list[bool]]:
@@ -323,6 +423,7 @@ def _take_flags(records: list[StepRecord]) -> dict[str, list[bool]]:
 
 
 def _decode_ranks(text: bytes) -> RankInterval | None:
+    """The figures of a console line; None of what has not the right types, or no rank."""
     with suppress(msgspec.MsgspecError, RecursionError):
         line = msgspec.json.decode(text, type=RankInterval)
         return line if line.step_ms else None
@@ -330,16 +431,20 @@ def _decode_ranks(text: bytes) -> RankInterval | None:
 
 
 def _build_rank_table(rows: Iterable[RankNumbers], ranks: int) -> Numbers:
-    """[line, rank] of a figure. NaN for a line that does not have a number for each rank."""
+    """A figure's table of [line, rank]; NaN for a line that does not have a number for each rank."""
     unknown: RankNumbers = [None] * ranks
     complete = [row if len(row) == ranks else unknown for row in rows]
     return np.array(complete, float).reshape(-1, ranks)
 
 
 def _build_phase_tables(lines: list[dict[str, RankNumbers]], ranks: int) -> dict[str, Numbers]:
-    """[line, rank] of each phase that any line has."""
+    """A table of [line, rank] for each phase that any line has."""
     names = dict.fromkeys(name for phases in lines for name in phases)
-    return {name: _build_rank_table([phases.get(name, []) for phases in lines], ranks) for name in names}
+    tables = {}
+    for name in names:
+        rows = [phases.get(name, []) for phases in lines]
+        tables[name] = _build_rank_table(rows, ranks)
+    return tables
 
 
 def _read_damaged(text: bytes) -> StepRecord | Ranks | None:
