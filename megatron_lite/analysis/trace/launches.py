@@ -13,7 +13,7 @@ from megatron_lite.analysis.trace.columns import Kind, Trace
 
 MAX_LOST = 0.05  # of the launches, without work in the trace; work at a window's edges is regularly missing
 # Of device work, that starts before its launch. Clocks of host and device are compared to some microseconds.
-MAX_EARLY = 0.05
+MAX_EARLY = 0.3
 CLOCK_ERROR_US = 20.0
 # Runtimes whose calls and kernels always have the same correlation id in a trace.
 ALWAYS_JOINED = ("cuda",)
