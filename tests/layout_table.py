@@ -76,6 +76,7 @@ LATENT_LLAMA = (
     f"{LATENT} --rope-type rope --disable-bias-linear --swiglu --normalization RMSNorm --position-embedding-type rope "
     "--untie-embeddings-and-output-weights "
 ).replace("--q-lora-rank 24", "")
+FURTHER = "--mtp-num-layers 2 --mtp-loss-scaling-factor 0.5"
 EP2, ALL_TO_ALL = "--expert-model-parallel-size 2", "--moe-token-dispatcher-type alltoall"
 ETP1 = "--expert-tensor-parallel-size 1"
 SCALE = "--initial-loss-scale 4096"
@@ -102,6 +103,9 @@ MODELS = {  # name: (flags, largest difference of a loss to one rank)
     "fp32, experts, recomputed": (
         f"{EXPERTS} --recompute-granularity full --recompute-method uniform --calculate-per-token-loss", 2e-6
     ),
+    "fp32, further tokens": (FURTHER, 2e-6),
+    "fp32, further tokens, llama": (f"{LLAMA} {FURTHER} --calculate-per-token-loss --eod-mask-loss", 2e-6),
+    "fp32, experts, further tokens": (f"{EXPERTS} {DEEPSEEK} {FURTHER}", 2e-6),
     "bf16": ("--bf16", 5e-4),
     "bf16, sums in bf16": ("--bf16 --grad-reduce-in-bf16", 3e-2),
     "bf16, llama": (LLAMA + "--bf16", 5e-4),
@@ -148,6 +152,7 @@ LAYOUTS = {  # name: (flags, ranks)
     "pp2, layout, ddp": (f"{PP2} --pipeline-model-parallel-layout E|ttt|t|L", 4),
     "pp4, layout": ("--pipeline-model-parallel-size 4 --pipeline-model-parallel-layout E|tt|tt|L", 4),
     "pp2, layout, zero1": (f"{PP2} --pipeline-model-parallel-layout E|tt||t|t|L {ZERO1}", 4),
+    "pp2, layout of further tokens": (f"{PP2} --pipeline-model-parallel-layout Et|t|tt|mmL", 2),
     "pp2, chunks, groups": (f"{CHUNKS} --microbatch-group-size-per-virtual-pipeline-stage 5", 2),
     "tp4, sp": (f"--tensor-model-parallel-size 4 {SP}", 4),
     "ep1": ("", 2),
@@ -184,6 +189,9 @@ QUICK = [  # in the default tests
     ("fp32, recomputed", "pp2, chunks, accounted"), ("fp32, llama", "pp2, chunks, groups"),
     ("fp32, latent", "tp2"), ("fp32, latent", "tp2, sp"), ("fp32, latent, llama", "cp2"), ("fp32, latent", "pp2, zero bubble"),
     ("fp32, latent, llama", "zero3, 2"), ("fp32, experts, latent", "ep2, tp2, sp, etp1"),
+    ("fp32, further tokens", "pp2"), ("fp32, further tokens, llama", "pp2, layout of further tokens"),
+    ("fp32, further tokens", "tp2, sp"), ("fp32, further tokens, llama", "zero1, 2"),
+    ("fp32, experts, further tokens", "ep2, all-to-all"),
     ("fp32, experts", "ep2, all-to-all"), ("fp32, experts, deepseek", "ep2"), ("fp32, experts, deepseek", "ep2, zero1"),
     ("fp32, experts", "ep2, tp2, sp, etp1"), ("fp32, experts, recomputed", "ep2, cp2"), ("bf16, experts", "ep2, all-to-all"),
 ]  # fmt: skip
@@ -193,7 +201,12 @@ MANY = f"--train-iters {STEPS}"  # the last one of a name wins
 
 
 def go_together(model: str, layout: str) -> bool:
-    """A compiled layer's backward is one piece. Experts have layouts of their own."""
+    """A compiled layer's backward is one piece. Experts have layouts of their own, and layouts name further tokens."""
+    if "further" in model:
+        if any(word in layout for word in ("cp", "zero3", "zero bubble", "layout,")) or layout.endswith("layout"):
+            return False
+    elif "further" in layout:
+        return False
     if layout.startswith("ep") != ("experts" in model):
         return False
     return "zero bubble" not in layout or "compiled" not in model

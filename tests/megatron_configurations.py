@@ -4,6 +4,7 @@ The facts are those of its functional tests of GPT and MoE pretraining: names, r
 learning start other programs and are left out. A configuration is written as what differs from the one most like it.
 """
 
+import argparse
 import math
 import re
 import shlex
@@ -106,5 +107,15 @@ def write(configurations: list[Configuration]) -> str:
     return "".join(lines)
 
 
+def main() -> None:
+    """Make the file. A folder without functional tests ends it, and leaves the file as it is."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("checkout", type=Path, help="of Megatron-LM")
+    configurations = list(read_configurations(parser.parse_args().checkout))
+    if not configurations:
+        sys.exit("no functional tests there; name a checkout of Megatron-LM")
+    FILE.write_text(write(configurations), encoding="utf-8")
+
+
 if __name__ == "__main__":
-    FILE.write_text(write(list(read_configurations(Path(sys.argv[1])))), encoding="utf-8")
+    main()

@@ -95,7 +95,6 @@ UNSUPPORTED = {
     "glu_linear_offset": (None, 0.0),
     "activation_func_clamp_value": (None,),
     "moe_latent_size": (None, 0),
-    "mtp_num_layers": (None, 0),
     "enable_mhc_connections": (None, False),
     "heterogeneous_layers_config_path": (None,),
     "heterogeneous_layers_config_encoded_json": (None,),
@@ -196,6 +195,8 @@ class MegatronArgs:
         shape["activation"] = self._find_activation(has_biases)
         shape["linear_bias"] = has_biases
         shape["qkv_bias"] = has_biases or given("add_qkv_bias", False)
+        shape["mtp_num_layers"] = given("mtp_num_layers", None) or 0
+        shape["mtp_loss_scaling_factor"] = given("mtp_loss_scaling_factor", 0.1)
         shape["tied_embeddings"] = not given("untie_embeddings_and_output_weights", False)
         shape["query_key_layer_scaling"] = given("apply_query_key_layer_scaling", False)
         shape["softmax_in_fp32"] = given("attention_softmax_in_fp32", False)
@@ -467,6 +468,8 @@ def build_namespace(record: CheckpointRecord, arguments: Mapping[str, object], c
         "encoder_seq_length": s.seq_length,
         "window_size": None if s.window is None else (s.window, 0),
         "window_attn_skip_freq": [int(one) for one in s.window_layers] or None,
+        "mtp_num_layers": s.mtp_num_layers or None,
+        "mtp_loss_scaling_factor": s.mtp_loss_scaling_factor,
         "padded_vocab_size": s.padded_vocab_size,
         "group_query_attention": s.num_query_groups != s.num_attention_heads,
         "num_query_groups": s.num_query_groups,

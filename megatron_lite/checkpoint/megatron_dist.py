@@ -596,10 +596,11 @@ def _name_layers(record: CheckpointRecord, arguments: Mapping[str, object]) -> F
     shape = record.model_shape
     is_latent = shape.latent is not None
     if shape.experts is None:
-        return FolderNames(shape.num_layers, is_latent=is_latent)
+        return FolderNames(shape.num_layers, is_latent=is_latent, depths=shape.mtp_num_layers)
     return FolderNames(
         layers=shape.num_layers,
         is_latent=is_latent,
+        depths=shape.mtp_num_layers,
         has_experts=shape.experts.layers,
         experts=shape.experts.number,
         stacks=str(arguments.get("moe_layer_freq", "1")).strip() == "1" and all(shape.experts.layers),
@@ -624,6 +625,8 @@ def _find_aliases(names: FolderNames, metadata: Metadata) -> dict[str, str]:
     for layer in names.list_layers_with_experts():
         for module, expert in itertools.product(MODULES_OF_AN_EXPERT, range(names.experts)):
             aliases[names.find_state_key(module, layer, expert)] = EMPTY_STATE
+    for key in names.list_further_state_keys(MODULES_OF_A_LAYER, MODULES_OF_AN_EXPERT):
+        aliases[key] = EMPTY_STATE
     held = metadata.state_dict_metadata
     for key in list(held):
         state = STATE.match(key)

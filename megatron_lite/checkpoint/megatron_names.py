@@ -4,6 +4,7 @@ Ours are those of Megatron-Core's local layer specification. Transformer Engine'
 the linear module that follows; the files before Megatron-Core nest dicts and speak of query_key_value.
 """
 
+import itertools
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -49,6 +50,10 @@ EXPERTS_THERE = ".mlp.experts.experts.linear_fc"
 NORM_BEFORE_EXPERTS = ".pre_mlp_layernorm."
 NORM_IN_FC1 = ".mlp.linear_fc1.layer_norm_"
 OF_LAYER = re.compile(r"\.layers\.(\d+)\.")
+# of the decoder's layers, and of those of multi-token prediction
+NORM_OF_ATTENTION = re.compile(r"(\.layers\.\d+(?:\.transformer_layer)?)\.input_layernorm\.")
+NORM_OF_MLP = re.compile(r"(\.layers\.\d+(?:\.transformer_layer)?)\.pre_mlp_layernorm\.")
+FURTHER = "mtp.layers."  # how names of multi-token prediction begin
 LAYER = re.compile(r"^decoder\.layers\.(\d+)\.(.+)$")
 
 
@@ -137,8 +142,8 @@ def file_name(name: str, fused: bool) -> str:
     """The file's name for one of ours."""
     if not fused:
         return name
-    name = re.sub(r"(\.layers\.\d+)\.input_layernorm\.", r"\1.self_attention.linear_qkv.layer_norm_", name)
-    return re.sub(r"(\.layers\.\d+)\.pre_mlp_layernorm\.", r"\1.mlp.linear_fc1.layer_norm_", name)
+    name = NORM_OF_ATTENTION.sub(r"\1.self_attention.linear_qkv.layer_norm_", name)
+    return NORM_OF_MLP.sub(r"\1.mlp.linear_fc1.layer_norm_", name)
 
 
 def latent_file_name(name: str) -> str:
@@ -147,7 +152,7 @@ def latent_file_name(name: str) -> str:
     There the norms of latent vectors stand inside the projections that follow, and a layer's first norm by itself.
     """
     name = re.sub(r"\.self_attention\.(q|kv)_layernorm\.", r".self_attention.linear_\1_up_proj.layer_norm_", name)
-    return re.sub(r"(\.layers\.\d+)\.pre_mlp_layernorm\.", r"\1.mlp.linear_fc1.layer_norm_", name)
+    return NORM_OF_MLP.sub(r"\1.mlp.linear_fc1.layer_norm_", name)
 
 
 def list_local_names(key: str) -> list[str]:
@@ -175,6 +180,7 @@ class FolderNames:
     has_experts: tuple[bool, ...] = ()  # which layers have experts; () of a dense model
     experts: int = 0  # of such a layer
     is_latent: bool = False  # attention is latent
+    depths: int = 0  # layers of multi-token prediction, which are never stacked
     stacks: bool = True  # a weight of all layers is one tensor, with the layers as its first dimension
 
     def find_key(self, name: str) -> tuple[str, int | None]:
@@ -184,9 +190,7 @@ class FolderNames:
             Its key there, and the number of its layer, by which the first dimension is indexed; None for a weight of
             no layer, and where weights are not stacked.
         """
-        match = LAYER.match(name)
-        of_experts = match is not None and bool(self.has_experts) and self.has_experts[int(match[1])]
-        if of_experts and NORM_BEFORE_EXPERTS in name:
+        if self._is_of_experts(name) and NORM_BEFORE_EXPERTS in name:
             key = name  # no linear module follows that could have it
         elif self.is_latent:
             key = latent_file_name(name)
@@ -197,6 +201,15 @@ class FolderNames:
         if match is None or not self.stacks:
             return key, None
         return f"decoder.layers.{match[2]}", int(match[1])
+
+    def _is_of_experts(self, name: str) -> bool:
+        """Whether the layer of a weight has experts. Those of multi-token prediction are as the decoder's last one."""
+        if not self.has_experts:
+            return False
+        if name.startswith(FURTHER):
+            return self.has_experts[-1]
+        match = LAYER.match(name)
+        return match is not None and self.has_experts[int(match[1])]
 
     def list_layers_with_experts(self) -> list[int]:
         """Numbers of the layers that have experts, from 0."""
@@ -220,6 +233,22 @@ class FolderNames:
         offsets = ".".join(str(place) for place, _ in places)
         sizes = ".".join(str(size) for _, size in places)
         return f"{owner}._extra_state/shard_{offsets}_{sizes}"
+
+    def list_further_state_keys(self, modules: Iterable[str], modules_of_an_expert: Iterable[str]) -> list[str]:
+        """List where the folder has the (empty) states of the linear modules of multi-token prediction.
+
+        Args:
+            modules: Names within a layer.
+            modules_of_an_expert: Those of each expert, within a layer.
+        """
+        keys = []
+        for depth in range(self.depths):
+            owner = f"{FURTHER}{depth}"
+            keys.append(f"{owner}.eh_proj._extra_state/shard_0_1")
+            keys += [f"{owner}.transformer_layer.{module}._extra_state/shard_0_1" for module in modules]
+            for module, expert in itertools.product(modules_of_an_expert, range(self.experts)):
+                keys.append(f"{owner}.transformer_layer.{module}._extra_state/shard_{expert}_{self.experts}")
+        return keys
 
 
 def is_of_experts(key: str) -> bool:

@@ -133,6 +133,12 @@ class ModelArgs:
     recompute_num_layers: int | None = flag(
         None, "Layers per recomputed chunk (uniform) or from the first on (block).", Range(at_most=MAX_SIZE)
     )
+    mtp_num_layers: int | None = flag(
+        None,
+        "Multi-token prediction: tokens after the next one that are predicted, by a layer each.",
+        Range(at_least=0, at_most=100000),
+    )
+    mtp_loss_scaling_factor: float = flag(0.1, "What the mean of their losses is multiplied by.", AT_LEAST_0)
 
 
 @dataclass(frozen=True)

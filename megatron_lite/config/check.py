@@ -13,6 +13,7 @@ from megatron_lite.config.rules.experts import expert_rules
 from megatron_lite.config.rules.files import file_rules
 from megatron_lite.config.rules.latent import latent_rules
 from megatron_lite.config.rules.model import model_rules
+from megatron_lite.config.rules.multi_token import multi_token_rules
 from megatron_lite.config.rules.run import data_rules, profile_rules, rank_rules, watch_rules
 from megatron_lite.config.rules.training import optimizer_rules, precision_rules, training_rules
 from megatron_lite.config.world import World
@@ -57,6 +58,7 @@ RULES_WITHOUT_FILES = (
     range_rules,
     model_rules,
     latent_rules,
+    multi_token_rules,
     expert_rules,
     training_rules,
     precision_rules,

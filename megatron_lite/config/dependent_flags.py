@@ -104,6 +104,7 @@ DEPENDENCIES = (
         ("expert_tensor_parallel_size", *(field.name for field in fields(ExpertArgs)[1:])),
         lambda args: args.experts.num_experts is not None,
     ),
+    Dependency("--mtp-num-layers", ("mtp_loss_scaling_factor",), lambda args: bool(args.model.mtp_num_layers)),
     Dependency("--window-size", ("window_attn_skip_freq",), lambda args: args.model.window_size is not None),
     Dependency(
         "--group-query-attention",

@@ -190,7 +190,7 @@ def count_data_ranks(parallel: ParallelArgs, world: World) -> int:
 # --- a pipeline: which layers a rank has (pipeline_schedule.py: in which order it computes)
 
 
-LAYER_LETTERS = "EtL"  # of --pipeline-model-parallel-layout
+LAYER_LETTERS = "EtmL"  # of --pipeline-model-parallel-layout
 REPEATED = (
     re.compile(r"\(([^)]+)\)\*(\d+)"),
     re.compile(r"(.)\*(\d+)"),

@@ -27,10 +27,14 @@ def count_matrix_parameters(shape: ModelShape, stage: Stage | None = None) -> in
 
 def count_parameter_parts(shape: ModelShape, stage: Stage | None = None) -> dict[str, int]:
     """Parameters by part of the model; a part that the shape, or the stage, lacks is 0."""
-    layers = shape.num_layers if stage is None else len(stage.layers)
-    with_experts = count_expert_layers(shape, stage)
     is_first = stage is None or stage.is_first
     is_last = stage is None or stage.is_last
+    # layers of multi-token prediction, which are on the last stage
+    depths = shape.mtp_num_layers if is_last else 0
+    layers = depths + (shape.num_layers if stage is None else len(stage.layers))
+    with_experts = count_expert_layers(shape, stage)
+    if shape.has_experts(shape.num_layers):
+        with_experts += depths
     norm = shape.hidden_size * _count_norm_vectors(shape)
     parts = {
         "word embedding": 0,
@@ -40,13 +44,17 @@ def count_parameter_parts(shape: ModelShape, stage: Stage | None = None) -> dict
         "router": with_experts * _count_router_parameters(shape),
         "experts": with_experts * sum(_list_expert_tensors(shape)),
         "shared expert": with_experts * sum(_list_shared_expert_tensors(shape)),
-        "norms": 2 * layers * norm,
+        # each depth of multi-token prediction has three besides its layer's
+        "norms": (2 * layers + 3 * depths) * norm,
         "output": 0,
+        # which joins a token's hidden state and an embedding
+        "multi-token prediction": depths * 2 * shape.hidden_size**2,
     }
+    embeds = is_first or depths > 0
     vocabulary_matrix = shape.padded_vocab_size * shape.hidden_size
-    if is_first or shape.tied_embeddings and is_last:
+    if embeds or shape.tied_embeddings and is_last:
         parts["word embedding"] = vocabulary_matrix
-    if is_first and shape.position_embedding == "learned_absolute":
+    if embeds and shape.position_embedding == "learned_absolute":
         parts["position embedding"] = shape.max_position_embeddings * shape.hidden_size
     if is_last:
         parts["norms"] += norm
@@ -206,10 +214,17 @@ def step_flops(shape: ModelShape, tokens_sequences: int, causal: bool) -> int:
     causal=False counts all of it (12*L*h*s per token): the convention of nanoGPT, torchtitan and PaLM's MFU
     (Chowdhery et al. 2022, appendix B).
     """
+    depths = shape.mtp_num_layers
     with_experts = count_expert_layers(shape)
+    if shape.has_experts(shape.num_layers):
+        with_experts += depths
+    without = shape.num_layers + depths - with_experts
     layers = with_experts * count_layer_flops(shape, tokens_sequences, causal, has_experts=True)
-    layers += (shape.num_layers - with_experts) * count_layer_flops(shape, tokens_sequences, causal, has_experts=False)
-    return FORWARD_AND_BACKWARD * (layers + count_output_flops(shape, tokens_sequences))
+    layers += without * count_layer_flops(shape, tokens_sequences, causal, has_experts=False)
+    # each depth of multi-token prediction joins two vectors of the hidden size, and has logits of its own
+    joining = depths * 2 * tokens_sequences * shape.seq_length * 2 * shape.hidden_size**2
+    outputs = (1 + depths) * count_output_flops(shape, tokens_sequences)
+    return FORWARD_AND_BACKWARD * (layers + joining + outputs)
 
 
 def weigh_chunks(shape: ModelShape, stage: Stage) -> tuple[float, ...]:

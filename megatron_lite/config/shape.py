@@ -173,6 +173,8 @@ class ModelShape:
     embedding_scale: float = 1.0  # of the embeddings' output
     logits_scale: float = 1.0
     softmax_scale: float | None = None  # of attention's scores; None: 1 / sqrt(kv_channels)
+    mtp_num_layers: int = 0  # tokens after the next one that are predicted, too, by a layer each
+    mtp_loss_scaling_factor: float = 0.1  # of the mean of their losses
 
     def split(self, ranks: int, context: int = 1, experts: int = 1, expert_tensor: int | None = None) -> "RankShape":
         """The share of one rank.
@@ -190,8 +192,11 @@ class ModelShape:
         return None if self.window_layers and self.window_layers[layer] == "0" else self.window
 
     def has_experts(self, layer: int) -> bool:
-        """Whether this layer, counted from 0, has experts in the place of its MLP."""
-        return self.experts is not None and self.experts.layers[layer]
+        """Whether this layer, counted from 0, has experts in the place of its MLP.
+
+        Layers of multi-token prediction, behind those of the decoder, are built as its last one.
+        """
+        return self.experts is not None and self.experts.layers[min(layer, self.num_layers - 1)]
 
     @property
     def rotates(self) -> bool:

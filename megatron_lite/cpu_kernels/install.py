@@ -17,7 +17,7 @@ from megatron_lite.cpu_kernels.rules import (
     gelu_works_in_blocks,
     skips_future_scores,
 )
-from megatron_lite.model.gpt import DTYPES, GPT, TransformerLayer
+from megatron_lite.model.gpt import DTYPES, GPT
 from megatron_lite.model.kernels import Activation, Kernels
 from megatron_lite.model.mlp import gelu_tanh
 from megatron_lite.model.products import Products
@@ -64,8 +64,7 @@ def install_kernels(model: GPT, kernels: Kernels) -> None:
 
     Attention and loss are arguments of GPT, and get theirs there. Call it before anything else is put on the layers.
     """
-    for layer in model.decoder.layers:
-        assert isinstance(layer, TransformerLayer)
+    for layer in model.list_layers():
         attention = layer.self_attention
         linears = [*attention.columns, *attention.replicated, attention.linear_proj]
         mlp = layer.dense_mlp

@@ -224,6 +224,10 @@ class Shape(msgspec.Struct, frozen=True):
     logits_scale: float | None = None
     # factor of attention's scores; null: 1 / sqrt(kv_channels)
     softmax_scale: float | None = None
+    # tokens after the next one that are predicted, too, by a layer each
+    mtp_num_layers: Count | None = None
+    # factor of the mean of their losses
+    mtp_loss_scaling_factor: float | None = None
 
 
 class Batch(msgspec.Struct, frozen=True):

@@ -98,6 +98,8 @@ class StepRecord(msgspec.Struct, kw_only=True, omit_defaults=True, tag_field="ki
     next_lr: Number | None = None
     # of a mixture of experts only
     routing: RoutingRecord | None = None
+    # mean loss of the tokens after the next one, by how far they are; of multi-token prediction only
+    prediction_losses: list[float] | None = None
     # the loss is the writing rank's only: of a run that failed or was killed, and of a watched script on several ranks
     local: bool = False
 

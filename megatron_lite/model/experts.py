@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from megatron_lite.config.shape import GLOBAL_AUX_LOSS, ExpertShape, ModelShape
+from megatron_lite.model.attached_loss import attach_loss
 from megatron_lite.model.mlp import ACTIVATIONS, MLP
 
 ROUTER_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
@@ -188,22 +189,6 @@ class RouterState:
             self.bias_E += torch.sign(tokens_E.mean() - tokens_E) * rate
 
 
-class _AttachLoss(torch.autograd.Function):
-    """Gives a tensor on as it is; its backward also begins that of a loss, as if it were part of the objective."""
-
-    @staticmethod
-    def forward(ctx: Any, carrier: Tensor, loss: Tensor, state: RouterState) -> Tensor:
-        ctx.state = state
-        ctx.form = loss.dtype, loss.device
-        return carrier.view_as(carrier)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
-        dtype, device = ctx.form
-        return gradient, torch.as_tensor(ctx.state.loss_scale, dtype=dtype, device=device), None
-
-
 class Router(nn.Module):
     """Chooses the experts of each token by a product with a matrix of a row per expert."""
 
@@ -344,8 +329,7 @@ class Router(nn.Module):
         scaled = loss * coeff
         if self.state.per_token:
             scaled = scaled * (len(carrier) * self.sharing.ranks)
-        attached: Tensor = _AttachLoss.apply(carrier, scaled, self.state)  # type: ignore[no-untyped-call]
-        return attached
+        return attach_loss(carrier, scaled, self.state)
 
     def _record(self, counts_E: Tensor, wanted: int, losses: dict[str, Tensor], gradient: Tensor) -> None:
         """The backward of a micro-batch has come here."""

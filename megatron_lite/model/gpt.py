@@ -20,6 +20,7 @@ from megatron_lite.model.experts import MixtureOfExperts, list_expert_biases, li
 from megatron_lite.model.latent_attention import LatentAttention
 from megatron_lite.model.loss import token_losses
 from megatron_lite.model.mlp import MLP
+from megatron_lite.model.multi_token import MultiTokenPrediction, Targets
 from megatron_lite.model.norm import Norm
 from megatron_lite.model.rotary import make_rotary_tables, rotate
 
@@ -190,6 +191,9 @@ class GPT(nn.Module):
         self.losses = losses
         self.embedding = Embedding(shape)
         self.decoder = Decoder(shape, attend)
+        self.mtp: MultiTokenPrediction | None = None
+        if shape.mtp_num_layers:
+            self.mtp = MultiTokenPrediction(shape, lambda number: TransformerLayer(shape, number, attend))
         self.output_layer = None
         if not shape.tied_embeddings:
             self.output_layer = nn.Linear(shape.hidden_size, shape.padded_vocab_size, bias=False)
@@ -200,11 +204,16 @@ class GPT(nn.Module):
         labels_BT: Tensor | None = None,
         positions_BT: Tensor | None = None,
         documents_BT: Tensor | None = None,
+        loss_mask_BT: Tensor | None = None,
     ) -> Tensor:
         """logits_BTV without labels, else the fp32 loss of each token, losses_BT (nats).
 
-        positions_BT: of learned positions, those of the sequence if None. documents_BT: a token attends only within its
-        own document number (and causally); plain causal attention if None.
+        Args:
+            tokens_BT: The inputs.
+            labels_BT: What each token is to predict.
+            positions_BT: Of learned positions; None: those of the sequence.
+            documents_BT: A token attends only within its own document number (and causally); None: to all before it.
+            loss_mask_BT: Of multi-token prediction: 1 where a label counts, else 0; None: all count.
         """
         # rotations count from the start of the sequence, as in Megatron: only learned positions can be reset
         sequence_1T = self.number_positions(tokens_BT.shape[1], tokens_BT.device)[None]
@@ -214,7 +223,23 @@ class GPT(nn.Module):
         if self.shape.rotates:
             cos_B1TR, sin_B1TR = make_rotary_tables(sequence_1T, self.shape)
         hidden_BTH = self.embed(tokens_BT, positions_BT)
-        return self.finish(self.decoder(hidden_BTH, mask_B1TT, cos_B1TR, sin_B1TR), labels_BT)
+        hidden_BTH = self.decoder(hidden_BTH, mask_B1TT, cos_B1TR, sin_B1TR)
+        # only gradients need the losses of further tokens
+        if self.mtp is not None and labels_BT is not None and torch.is_grad_enabled():
+            targets = Targets(tokens_BT, labels_BT, positions_BT, loss_mask_BT)
+            hidden_BTH = self.mtp(hidden_BTH, targets, self.embedding, self.finish, mask_B1TT, cos_B1TR, sin_B1TR)
+        return self.finish(hidden_BTH, labels_BT)
+
+    def list_layers(self) -> list[TransformerLayer]:
+        """List the transformer layers, those of multi-token prediction after the decoder's."""
+        layers = list(self.decoder.layers)
+        if self.mtp is not None:
+            layers += self.mtp.list_layers()
+        found = []
+        for layer in layers:
+            assert isinstance(layer, TransformerLayer)
+            found.append(layer)
+        return found
 
     def embed(self, tokens_BT: Tensor, positions_BT: Tensor) -> Tensor:
         """Embed tokens: hidden_BTH, the first layer's input."""
@@ -300,7 +325,7 @@ def _draw(name: str, parameter: Tensor, shape: ModelShape) -> None:
     of_width = shape.init_method_std / math.sqrt(shape.mup_width_mult)
     if kind == "bias":
         nn.init.zeros_(parameter)
-    elif owner.endswith("layernorm"):
+    elif owner.endswith("norm"):
         nn.init.constant_(parameter, 0.0 if shape.layernorm_1p else 1.0)
     elif owner in RESIDUAL_OUTPUTS:
         nn.init.normal_(parameter, std=of_width / math.sqrt(2 * shape.num_layers))

@@ -69,7 +69,7 @@ def count_compilations(shape: ModelShape, compilation: Compilation) -> int:
     return of_layers + of_loss
 
 
-def compile_layers(layers: nn.ModuleList, backend: str, graphs: int) -> None:
+def compile_layers(layers: Iterable[TransformerLayer], backend: str, graphs: int) -> None:
     """Compile each layer's forward at its first call. Parameters keep their names.
 
     Call it before `recompute_layers`, which then repeats compiled layers.
@@ -88,7 +88,6 @@ def compile_layers(layers: nn.ModuleList, backend: str, graphs: int) -> None:
     # beyond its limit torch would go on eagerly, without a word
     dynamo.recompile_limit = max(dynamo.recompile_limit, 2 * graphs)
     for layer in layers:
-        assert isinstance(layer, TransformerLayer)
         if layer.mlp.activation is gelu_tanh:
             layer.mlp.activation = gelu_as_sigmoid
         replace_method(layer, "forward", compile_function(layer.forward, backend))
@@ -188,9 +187,13 @@ def recompute_layers(layers: nn.ModuleList, chunks: Iterable[range], count: Call
     """
     by_number = dict(layers.named_children())
     for chunk in chunks:
-        for number in chunk[: count(len(chunk))]:
-            layer = by_number[str(number)]
-            replace_method(layer, "forward", recomputed(layer.forward))
+        recompute_all(by_number[str(number)] for number in chunk[: count(len(chunk))])
+
+
+def recompute_all(layers: Iterable[nn.Module]) -> None:
+    """Have each of the layers forget its activations and compute them again in backward."""
+    for layer in layers:
+        replace_method(layer, "forward", recomputed(layer.forward))
 
 
 def recompute_attention(attend: Attend) -> Attend:

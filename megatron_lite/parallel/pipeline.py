@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from megatron_lite.config.plan import Plan
+from megatron_lite.config.shape import ModelShape
 from megatron_lite.model.gpt import DTYPES, GPT
 from megatron_lite.parallel.layers import replace_method
 from megatron_lite.parallel.mesh import arrange_ranks, make_group
@@ -130,6 +131,7 @@ class Pipeline:
         back: Link | None = None,
         ends: dist.ProcessGroup | None = None,
         room: Room | None = None,
+        shared: tuple[str, ...] = (),
     ):
         """
         Args:
@@ -138,11 +140,13 @@ class Pipeline:
             back: Takes their gradients to the stage before; None for a single stage.
             ends: The group of the first and the last stage, where both have a copy of the embedding.
             room: What the links make room with.
+            shared: Names of the parameters of which both ends have a copy.
         """
         self.stage = stage
         self.onward = onward
         self.back = back
         self.ends = ends
+        self.shared = shared
         self._room = room
         # number of the running action's chunk
         self.chunk = 0
@@ -305,9 +309,8 @@ def make_pipeline(plan: Plan, device: torch.device) -> Pipeline:
     # a group each: what two ranks send each other in one group has to be sent and received in one order
     onward = make_link(1, "pipeline")
     back = make_link(-1, "pipeline gradients")
-    ends = None
-    if plan.shape.tied_embeddings:
-        ends = make_group(plan, lines[..., [0, -1]], "ends")
+    shared = list_shared(plan.shape)
+    ends = make_group(plan, lines[..., [0, -1]], "ends") if shared else None
     # the first use of a connection may wait for the other side: here in an order that all come to
     for link in (onward, back):
         link.ask()
@@ -317,14 +320,26 @@ def make_pipeline(plan: Plan, device: torch.device) -> Pipeline:
             link.take()
         if not stage.is_first and link.target is not None:
             link.send(make())
-    return Pipeline(stage, onward, back, ends, make)
+    return Pipeline(stage, onward, back, ends, make, shared)
+
+
+def list_shared(shape: ModelShape) -> tuple[str, ...]:
+    """List the names of the parameters that the first and the last stage both need: embeddings, for a tied loss or for
+    further tokens."""
+    shared = []
+    if shape.tied_embeddings or shape.mtp_num_layers:
+        shared.append("embedding.word_embeddings.weight")
+    if shape.mtp_num_layers and shape.position_embedding == "learned_absolute":
+        shared.append("embedding.position_embeddings.weight")
+    return tuple(shared)
 
 
 def cut_model(model: GPT, pipeline: Pipeline) -> None:
     """Leave a stage's parts of a whole model, which has no memory yet. Layers keep their numbers in the names of
     parameters.
 
-    The first stage has a tied embedding, and so has the last one for the loss.
+    The first stage has a tied embedding, and so has the last one for the loss; for further tokens it has the embedding,
+    tied or not.
     """
     stage = pipeline.stage
     if stage.stages > 1:
@@ -371,15 +386,17 @@ def _cut(model: GPT, pipeline: Pipeline, layers: Iterable[int], is_first: bool, 
     model.decoder.layers = kept
     if not is_first:
         replace_method(model, "embed", pipeline.receive)
-        if is_last and model.output_layer is None:
+        embeds_further = is_last and model.mtp is not None
+        if is_last and model.output_layer is None and not embeds_further:
             model.embedding.position_embeddings = None
-        else:
+        elif not embeds_further:
             # as torch takes a part away whose type says that a whole model has it
             model.register_module("embedding", None)
     if not is_last:
         replace_method(model, "finish", pipeline.send)
         model.decoder.register_module("final_layernorm", nn.Identity())
         model.output_layer = None
+        model.mtp = None
 
 
 def is_copy(stage: Stage, name: str) -> bool:
@@ -397,7 +414,9 @@ def add_ends(pipeline: Pipeline, names: list[str], gradients: Sequence[Tensor | 
     """
     if pipeline.ends is None:
         return
-    if pipeline.stage.is_first or pipeline.stage.is_last:
-        gradient = gradients[names.index("embedding.word_embeddings.weight")]
+    if not (pipeline.stage.is_first or pipeline.stage.is_last):
+        return
+    for name in pipeline.shared:
+        gradient = gradients[names.index(name)]
         assert gradient is not None, "both ends use the embedding"
         dist.all_reduce(gradient, group=pipeline.ends)

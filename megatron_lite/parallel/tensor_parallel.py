@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from megatron_lite.config.layout import TENSOR
 from megatron_lite.config.plan import Plan
 from megatron_lite.model.attention import Attend
-from megatron_lite.model.gpt import GPT, Embedding, TransformerLayer
+from megatron_lite.model.gpt import GPT, Embedding
 from megatron_lite.model.latent_attention import LatentAttention
 from megatron_lite.model.loss import Pieces, fused_token_losses
 from megatron_lite.model.products import Keep, Products, multiply_by_hand
@@ -318,8 +318,7 @@ def split_layers(model: GPT, among: TensorGroup, products: Products, later: Weig
         products: By which the layers multiply.
         later: Takes gradients of the layers' weights; None: backward computes them.
     """
-    for layer in model.decoder.layers:
-        assert isinstance(layer, TransformerLayer)
+    for layer in model.list_layers():
         attention = layer.self_attention
         mlp = layer.dense_mlp
         columns = attention.columns if mlp is None else [*attention.columns, mlp.linear_fc1]

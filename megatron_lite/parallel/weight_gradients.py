@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from megatron_lite.model.gpt import GPT, TransformerLayer
+from megatron_lite.model.gpt import GPT
 from megatron_lite.model.mlp import MLP
 from megatron_lite.model.products import Keep, Products, multiply_by_hand
 from megatron_lite.parallel.layers import replace_method
@@ -59,8 +59,7 @@ class WeightGradients:
 
 def delay_weights(model: GPT, products: Products, later: WeightGradients) -> None:
     """Have the layers' weights get their gradients from `later`, and all else by these products."""
-    for layer in model.decoder.layers:
-        assert isinstance(layer, TransformerLayer)
+    for layer in model.list_layers():
         attention = layer.self_attention
         mlp = layer.mlp
         assert isinstance(mlp, MLP), "experts' backward is one piece"

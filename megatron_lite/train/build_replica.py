@@ -20,7 +20,7 @@ from megatron_lite.parallel.context_parallel import attend_across, share_out_pos
 from megatron_lite.parallel.data_parallel import replicate
 from megatron_lite.parallel.expert_parallel import spread_experts
 from megatron_lite.parallel.groups import Groups
-from megatron_lite.parallel.layers import describe_compilation, recompute_layers
+from megatron_lite.parallel.layers import describe_compilation, recompute_all, recompute_layers
 from megatron_lite.parallel.pipeline import cut_model
 from megatron_lite.parallel.replica import Replica
 from megatron_lite.parallel.tensor_parallel import split_layers
@@ -70,6 +70,9 @@ def build_model(plan: Plan, groups: Groups, backend: Backend) -> nn.Module:
     _put_on_layers(model, plan, kernels, groups)
     backend.compile_layers(model, plan)
     recompute_layers(model.decoder.layers, plan.stage.chunks, plan.count_recomputed)
+    # as in Megatron-LM, not with --recompute-method block
+    if model.mtp is not None and plan.args.model.recompute_method == "uniform":
+        recompute_all(model.mtp.list_layers())
     return model
 
 

@@ -57,7 +57,7 @@ def iteration_line(
     tflops: float | None,
     train_iters: int,
     watch: WatchArgs,
-    balancing: dict[str, float],
+    others: dict[str, float],
     left_out: int = 0,
 ) -> str:
     """Megatron-LM 0.16's line on an interval's steps, field by field.
@@ -67,7 +67,7 @@ def iteration_line(
         seconds: Of one iteration.
         tflops: Of one GPU, in Megatron's count: causal attention. None for unknown, which --log-throughput rules out.
         left_out: Samples that --iterations-to-skip named.
-        balancing: Losses of routers by name; {} of a dense model.
+        others: Losses beside the main one by name, of routers and of further tokens.
     """
     last = steps[-1]
     loss = _average_loss(steps)
@@ -84,8 +84,8 @@ def iteration_line(
     parts.append(f"global batch size: {last.batch_size:5d}")
     if loss is not None:
         parts.append(f"lm loss: {loss:.6E}")
-    for name, balancing_loss in balancing.items():
-        parts.append(f"{name}: {balancing_loss:.6E}")
+    for name, other in others.items():
+        parts.append(f"{name}: {other:.6E}")
     parts.append(f"loss scale: {last.next_loss_scale:.1f}")
     if not last.skipped:
         parts.append(f"grad norm: {last.grad_norm:.3f}")

@@ -26,6 +26,7 @@ from megatron_lite.train.console import (
     timer_lines,
 )
 from megatron_lite.train.loop import Progress
+from megatron_lite.train.prediction_losses import name_prediction
 from megatron_lite.train.rank_stats import AnomalyWarnings, RankFigures, gather
 from megatron_lite.train.routing import RoutingRow
 from megatron_lite.train.step import StepResult
@@ -107,7 +108,14 @@ def _build_record(figures: StepFigures, time: StepTime, routing: RoutingRow) -> 
     record.next_lr = figures.next_lr
     record.local = figures.local
     record.routing = routing.read_record(figures.routing)
+    record.prediction_losses = list(figures.predictions) or None
     return record
+
+
+def _average_predictions(steps: list[StepFigures]) -> dict[str, float]:
+    """Average the losses of further tokens of an interval over its steps that were not skipped; {} without any."""
+    rows = [step.predictions for step in steps if step.predictions and not step.skipped]
+    return {name_prediction(depth): sum(losses) / len(losses) for depth, losses in enumerate(zip(*rows))}
 
 
 def _to_finite(value: float) -> float | None:
@@ -337,9 +345,9 @@ class Log:
             available = seconds * TERA * self.plan.world.size
             causal = step_flops(shape, samples, True) / available
             full = step_flops(shape, samples, False) / available
-        balancing = self._average_routing(steps)
+        others = self._average_routing(steps) | _average_predictions(steps)
         left_out = self._progress.left_out
-        self.say(iteration_line(steps, seconds / len(averaged), causal, self.plan.train_iters, w, balancing, left_out))
+        self.say(iteration_line(steps, seconds / len(averaged), causal, self.plan.train_iters, w, others, left_out))
         self.say(speed_line(samples * shape.seq_length / seconds, causal, full, self._peak_tflops))
         if self._time.left_out:
             self.say(self._time.words())
@@ -377,6 +385,9 @@ class Log:
             self._steps_file.write(figures, step_time)
             self._charts.step(figures, None if step_time.disturbed else step_time.training_seconds)
             self._chart_routing(figures)
+            named = {name_prediction(depth): loss for depth, loss in enumerate(figures.predictions)}
+            if named:
+                self._charts.add(figures.iteration, named)
         self._unwritten = [f for f in self._unwritten if f.iteration not in over]
         self._steps_file.flush()
         self._ahead = 0

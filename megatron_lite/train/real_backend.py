@@ -64,7 +64,7 @@ class RealBackend:
         if not plan.compilation.layers:
             return
         graphs = count_compilations(plan.shape, plan.compilation)
-        compile_layers(model.decoder.layers, plan.args.training.torch_compile_backend, graphs)
+        compile_layers(model.list_layers(), plan.args.training.torch_compile_backend, graphs)
 
     def average_gradients(self, model: nn.Module, bucket_mib: float, group: dist.ProcessGroup | None) -> AveragedModel:
         """Wrap the model in torch's DistributedDataParallel, which leaves experts alone."""

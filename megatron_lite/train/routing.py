@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_lite.config.plan import Plan
+from megatron_lite.config.shape import ModelShape
 from megatron_lite.formats.step_records import RoutingRecord
 from megatron_lite.model.experts import LOSS_NAMES, Z_LOSS
 from megatron_lite.parallel.replica import Replica
@@ -39,7 +40,9 @@ class RoutingRow:
         if e is None:
             return
         self.experts = e.number
-        self.layers = [layer for layer, has_experts in enumerate(e.layers) if has_experts]
+        # behind those of the decoder, layers of multi-token prediction
+        numbers = range(plan.shape.num_layers + plan.shape.mtp_num_layers)
+        self.layers = [layer for layer in numbers if plan.shape.has_experts(layer)]
         kinds = [kind for kind, _ in e.balancing]
         if e.z_loss_coeff is not None:
             kinds.insert(0, Z_LOSS)
@@ -79,6 +82,17 @@ class RoutingRow:
         )
 
 
+def number_layer(name: str, shape: ModelShape) -> int:
+    """Number the layer of a module, from 0 over the decoder and the layers of multi-token prediction.
+
+    Args:
+        name: As in "decoder.layers.3.mlp", or "mtp.layers.0.transformer_layer.mlp".
+        shape: The model's.
+    """
+    block, _, number, *_ = name.split(".")
+    return int(number) + (shape.num_layers if block == "mtp" else 0)
+
+
 class RoutingStep:
     """The part of a training step that concerns routers."""
 
@@ -87,7 +101,7 @@ class RoutingStep:
         self._row = RoutingRow(plan)
         # (place among all layers with experts, state of its router) of this rank's
         self._states = [
-            (self._row.layers.index(int(name.split(".")[2])), mixture.router.state)
+            (self._row.layers.index(number_layer(name, plan.shape)), mixture.router.state)
             for name, mixture in replica.list_mixtures()
         ]
         self._group = replica.stage_group

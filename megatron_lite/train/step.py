@@ -18,6 +18,7 @@ from megatron_lite.parallel.pipeline import Pipeline
 from megatron_lite.parallel.replica import Replica
 from megatron_lite.phases import BeginPhase, Phase
 from megatron_lite.pipeline_schedule import Action
+from megatron_lite.train.prediction_losses import PredictionStep
 from megatron_lite.train.routing import RoutingStep
 
 
@@ -32,6 +33,8 @@ class StepResult:
     zeros: Tensor  # zeros among the gradients; 0 unless asked for
     params_norm: Tensor  # L2 norm of the updated parameters; 0 unless asked for
     routing: Tensor | None = None  # figures of routers in the order of RoutingRow; None of a dense model
+    # mean losses of further tokens by depth, which all ranks' add up to; None: they are not predicted
+    predictions: Tensor | None = None
 
 
 class BatchMaker:
@@ -66,17 +69,21 @@ class BatchMaker:
 
 
 @mark_memory(STEP)
-def loss_and_tokens(model: Callable[..., Tensor], batch: Batch) -> tuple[Tensor, Tensor]:
+def loss_and_tokens(model: Callable[..., Tensor], batch: Batch, tells_mask: bool = False) -> tuple[Tensor, Tensor]:
     """Run the forward of a batch.
 
     Args:
         model: Called as GPT is.
         batch: On the model's device.
+        tells_mask: Whether the model takes the mask of the losses, too, as multi-token prediction does.
 
     Returns:
         The sum of the unmasked tokens' losses in nats, and their number; scalars on the device.
     """
-    losses_BT = model(batch.tokens_BT, batch.labels_BT, batch.positions_BT, batch.documents_BT)
+    inputs = [batch.tokens_BT, batch.labels_BT, batch.positions_BT, batch.documents_BT]
+    if tells_mask:
+        inputs.append(batch.loss_mask_BT)
+    losses_BT = model(*inputs)
     if not losses_BT.ndim:
         # a pipeline's stage without the loss
         return losses_BT, torch.zeros_like(losses_BT)
@@ -149,6 +156,7 @@ class TrainingStep:
         self._per_token = plan.args.training.calculate_per_token_loss
         self._left_out = frozenset(plan.args.training.iterations_to_skip)
         self._routing = RoutingStep(plan, replica)
+        self._predictions = PredictionStep(plan, replica)
 
     def leaves_out(self, iteration: int) -> bool:
         """Tell whether --iterations-to-skip names this iteration."""
@@ -171,6 +179,7 @@ class TrainingStep:
         """
         number = self.plan.micro_batches(consumed)
         self._routing.begin(self.optimizer.loss_scale, number)
+        self._predictions.begin(self.optimizer.loss_scale, number)
         sums = torch.zeros(2, dtype=torch.float32, device=self.make.device)
         # by micro-batch and chunk: those that are still to go backward
         objectives: dict[tuple[int, int], Tensor] = {}
@@ -200,7 +209,7 @@ class TrainingStep:
             A tensor of two numbers, the sum of losses and the tokens, and the objective that backward starts from.
         """
         with phase(Phase.FORWARD):
-            loss_sum, tokens = loss_and_tokens(self.replica, batch)
+            loss_sum, tokens = loss_and_tokens(self.replica, batch, self._predictions.is_used)
             # gradients: the mean over micro-batches of each one's mean over tokens, as in Megatron
             divisor = tokens if batch.mean_tokens is None else batch.mean_tokens
             objective = loss_sum if self._per_token else loss_sum / divisor.clamp(min=1) / micro_batches
@@ -252,6 +261,7 @@ class TrainingStep:
             zeros = self.optimizer.count_zeros(gradients)
         update = self.optimizer.step(gradients, samples, phase, divisor)
         routing = self._routing.end()
+        predictions = self._predictions.end(self.make.device)
         self.replica.clear()
         params_norm = nothing
         if watch.log_params_norm:
@@ -264,4 +274,5 @@ class TrainingStep:
             zeros=zeros,
             params_norm=params_norm,
             routing=routing,
+            predictions=predictions,
         )

@@ -6,7 +6,7 @@ from array import array
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -85,12 +85,22 @@ class StepFigures:
     zeros: float
     params_norm: float
     routing: tuple[float, ...] = ()  # of RoutingRow; this rank's, until the interval is summed over ranks
+    predictions: tuple[float, ...] = ()  # losses of further tokens by depth; this rank's share until then
     local: bool = False  # the loss is this rank's, though there are others
 
     @property
     def loss(self) -> float:
         """The mean loss per token in nats, also of a skipped step."""
         return self.loss_sum / max(self.tokens, 1)
+
+
+class StepKey(NamedTuple):
+    """The step whose numbers lie in a row of Readback."""
+
+    iteration: int
+    consumed: int  # samples, this step's included
+    batch_size: int
+    depths: int  # of multi-token prediction
 
 
 class StepMetrics:
@@ -108,8 +118,7 @@ class StepMetrics:
         self.device = device
         self._ranks = ranks
         self._check_for_nan = check_for_nan
-        # by (iteration, samples consumed, samples of the step)
-        self._readback: Readback[tuple[int, int, int]] = Readback()
+        self._readback: Readback[StepKey] = Readback()
         self._steps: list[StepFigures] = []
         # this rank's, a few steps old
         self.latest_loss: float | None = None
@@ -121,9 +130,13 @@ class StepMetrics:
         values = [result.loss_sum, result.tokens]
         values += [u.grad_norm, u.skipped, u.loss_scale, u.next_loss_scale, u.next_lr]
         values += [result.zeros, result.params_norm]
+        depths = 0
+        if result.predictions is not None:
+            values.append(result.predictions)
+            depths = len(result.predictions)
         if result.routing is not None:
             values.append(result.routing)
-        self._readback.push((progress.iteration, progress.consumed, result.samples), values)
+        self._readback.push(StepKey(progress.iteration, progress.consumed, result.samples, depths), values)
         self.settle(LAG)
 
     def settle(self, lag: int = 0) -> None:
@@ -144,13 +157,15 @@ class StepMetrics:
         """All figures so far, losses summed over ranks. Collective: every rank calls it at the same iteration."""
         self.settle()
         if self._steps and self._ranks > 1:
-            rows = [(s.loss_sum, s.tokens, *s.routing) for s in self._steps]
+            rows = [(s.loss_sum, s.tokens, *s.predictions, *s.routing) for s in self._steps]
             sums = torch.tensor(rows, dtype=torch.float64, device=self.device)
             dist.all_reduce(sums)  # if it fails, the steps are left over
-            for step, (loss_sum, tokens, *routing) in zip(self._steps, sums.tolist()):
+            for step, (loss_sum, tokens, *others) in zip(self._steps, sums.tolist()):
+                depths = len(step.predictions)
                 step.loss_sum = loss_sum
                 step.tokens = tokens
-                step.routing = tuple(routing)
+                step.predictions = tuple(others[:depths])
+                step.routing = tuple(others[depths:])
         taken = self._steps
         self._steps = []
         return taken
@@ -197,14 +212,13 @@ class StepMetrics:
         )
 
 
-def _make_figures(key: tuple[int, int, int], values: list[float]) -> StepFigures:
+def _make_figures(key: StepKey, values: list[float]) -> StepFigures:
     """Make a step's figures of what StepMetrics.record has queued."""
-    iteration, consumed, batch_size = key
-    loss_sum, tokens, norm, skipped, scale, next_scale, next_lr, zeros, params_norm, *routing = values
+    loss_sum, tokens, norm, skipped, scale, next_scale, next_lr, zeros, params_norm, *others = values
     return StepFigures(
-        iteration=iteration,
-        consumed=consumed,
-        batch_size=batch_size,
+        iteration=key.iteration,
+        consumed=key.consumed,
+        batch_size=key.batch_size,
         loss_sum=loss_sum,
         tokens=tokens,
         grad_norm=norm,
@@ -214,5 +228,6 @@ def _make_figures(key: tuple[int, int, int], values: list[float]) -> StepFigures
         next_lr=next_lr,
         zeros=zeros,
         params_norm=params_norm,
-        routing=tuple(routing),
+        predictions=tuple(others[: key.depths]),
+        routing=tuple(others[key.depths :]),
     )

@@ -1,4 +1,4 @@
-"""Checkpoints of mixtures of experts and of latent attention, from Megatron-Core and to it."""
+"""Checkpoints of mixtures of experts, latent attention and multi-token prediction, from Megatron-Core and to it."""
 
 import pytest
 from support.expert_variants import EXPERT_VARIANTS
@@ -7,6 +7,7 @@ from support.launch import same
 from support.megatron_core import Ours, Theirs, batches, load_ours, plan_for, read_all, take_steps
 from support.megatron_dist import load_theirs, save_ours, save_theirs
 from support.model_variants import build
+from support.multi_token_variants import MULTI_TOKEN_VARIANTS
 
 from megatron_lite.checkpoint.megatron_dist import DistFile
 
@@ -19,6 +20,7 @@ EXPERTS = {
 }
 LATENT = {"queries of hidden states": "", "gpt": "", "yarn": "", "deepseek": "--moe-layer-freq [0,1]"}
 VARIANTS = {f"experts, {name}": (EXPERT_VARIANTS[name], words) for name, words in EXPERTS.items()}
+VARIANTS |= {f"further tokens, {name}": (MULTI_TOKEN_VARIANTS[name], "") for name in MULTI_TOKEN_VARIANTS}
 VARIANTS |= {f"latent attention, {name}": (LATENT_VARIANTS[name], words) for name, words in LATENT.items()}
 
 
@@ -35,6 +37,7 @@ def test_what_megatron_saved_is_read_by_name(variant, precision, tmp_path):
     assert same(read_all(file), theirs.flat())
     read = file.record.model_shape
     assert (read.experts, read.latent) == (shape.experts, shape.latent)
+    assert (read.mtp_num_layers, read.mtp_loss_scaling_factor) == (shape.mtp_num_layers, shape.mtp_loss_scaling_factor)
     assert (read.kv_channels, read.rotary_width) == (shape.kv_channels, shape.rotary_width)
     assert read.yarn_scaling_factor == shape.yarn_scaling_factor
     assert read.rotary_interleaved == (shape.latent is not None)

@@ -18,7 +18,16 @@ COLUMNS = {  # of the reader, which has other names than the file where one word
     "loss": "losses",
     "grad_norm": "grad_norms",
 }
-NOT_READ = {"step", "iteration", "reduce_wait_ms", "gpu_reduce_wait_ms", "beside_profile", "local", "routing"}
+NOT_READ = {
+    "step",
+    "iteration",
+    "reduce_wait_ms",
+    "gpu_reduce_wait_ms",
+    "beside_profile",
+    "local",
+    "routing",
+    "prediction_losses",
+}
 
 
 def write(path, *records) -> StepLines:

@@ -22,6 +22,7 @@ gpt, layer_specs = LazyModule("megatron.core.models.gpt"), LazyModule("megatron.
 
 
 transformer = LazyModule("megatron.core.transformer")
+multi_token_prediction = LazyModule("megatron.core.transformer.multi_token_prediction")
 transformer_attention = LazyModule("megatron.core.transformer.dot_product_attention")
 
 
@@ -193,6 +194,13 @@ def reference(shape, stage=None):
     )
     if is_latent:
         specification = take_widths(specification)
+    further = {}
+    if shape.mtp_num_layers:
+        config.mtp_num_layers = shape.mtp_num_layers
+        config.mtp_loss_scaling_factor = shape.mtp_loss_scaling_factor
+        # it keeps the losses of the first model's depths for the whole process
+        multi_token_prediction.MTPLossLoggingHelper.tracker.clear()
+        further["mtp_block_spec"] = layer_specs.get_gpt_mtp_block_spec(config, specification, False)
     has_yarn = shape.yarn_scaling_factor is not None and not is_latent
     for field in dataclasses.fields(shape) if has_yarn else ():
         # GPTModel reads YaRN's numbers as attributes that its config has no fields for
@@ -213,6 +221,7 @@ def reference(shape, stage=None):
         seq_len_interpolation_factor=shape.rotary_seq_len_interpolation_factor,
         pre_process=number == 0,
         post_process=number == stages - 1,
+        **further,
     )
 
 
@@ -449,6 +458,8 @@ class Theirs:
             tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
             pipeline_model_parallel_size=parallel_state.get_pipeline_model_parallel_world_size(),
             **self.name_experts(),
+            mtp_num_layers=s.mtp_num_layers or None,
+            mtp_loss_scaling_factor=s.mtp_loss_scaling_factor,
             model_type=enums.ModelType.encoder_or_decoder,
             attention_backend=transformer_enums.AttnBackend.auto,
             path=Path("somewhere"),

@@ -256,12 +256,9 @@ def _find_wrong_layout(p: ParallelArgs, layers: int) -> str | None:
         return f"{name}: repeats more layers than any model has; correct it."
     letters = "".join(pieces)
     unknown = sorted(set(letters) - set(LAYER_LETTERS))
-    if "m" in unknown:
-        return f"{name}: m stands for layers of --mtp-num-layers, which are not here; drop it."
     if unknown:
-        return (
-            f"{name}: {unknown[0]} is no letter of a layout; write E for the embedding, t for a layer, L for the loss."
-        )
+        letters_of_layouts = "write E for the embedding, t for a layer, m for one of --mtp-num-layers, L for the loss"
+        return f"{name}: {unknown[0]} is no letter of a layout; {letters_of_layouts}."
     if pieces[0][:1] != "E" or pieces[-1][-1:] != "L" or letters.count("E") != 1 or letters.count("L") != 1:
         return f"{name}: begins with the one E and ends with the one L; write it so."
     if letters.count("t") != layers:
