@@ -21,7 +21,7 @@ SAMPLES --rampup-batch-size 2 0 100 ; --rampup-batch-size 2 2 100
 !--global-batch-size --step-batch-size-schedule 0:8 ; SAMPLES --step-batch-size-schedule 0:8
 SAMPLES !--global-batch-size --step-batch-size-schedule 0:8,64:9 ; SAMPLES !--global-batch-size --step-batch-size-schedule 64:8
 SAMPLES !--global-batch-size --step-batch-size-schedule 0:8,31:4 ; SAMPLES !--global-batch-size --step-batch-size-schedule 8
---eval-global-batch-size 3
+--eval-global-batch-size 3 ; --mtp-num-layers 1 --window-size 4,0
 --fim-data --tokenizer-type ByteTokenizer ; !--mock-data --fim-data --data-path nothing
 !--mock-data --fim-data --data-path nothing --tokenizer-type ByteTokenizer --fim-split-sample x
 --use-megatron-fsdp --use-torch-fsdp2 ; --use-megatron-fsdp --bf16 --megatron-fsdp-main-grads-dtype fp32 --grad-reduce-in-bf16
@@ -257,7 +257,12 @@ BY_WORLD = [  # changes, world, the flag with which the answer begins
     (
         f"{PP2} --num-layers 8 --global-batch-size 8 --pipeline-model-parallel-layout Et*8|mL",
         FOUR_RANKS,
-        "m stands for layers of --mtp-num-layers",
+        "has 1 layers m, but --mtp-num-layers is missing",
+    ),
+    (
+        f"{PP2} --num-layers 8 --global-batch-size 8 --mtp-num-layers 1 --pipeline-model-parallel-layout Et*4m|t*4L",
+        FOUR_RANKS,
+        "the layers m stand in the last piece",
     ),
     (
         f"{PP2} --num-layers 8 --global-batch-size 8 --pipeline-model-parallel-layout Ex|t*8L",

@@ -55,7 +55,7 @@ def _check_layout(args: Args) -> Iterator[str]:
     name = f"--pipeline-model-parallel-layout {layout}"
     depths = args.model.mtp_num_layers or 0
     if letters.count("m") != depths:
-        given = f"those of --mtp-num-layers {depths}" if depths else "for which --mtp-num-layers is missing"
-        yield f"{name}: has {letters.count('m')} layers m, not {given}; change one of them."
+        given = f"--mtp-num-layers is {depths}" if depths else "--mtp-num-layers is missing"
+        yield f"{name}: has {letters.count('m')} layers m, but {given}; change one of them."
     elif depths and not re.fullmatch("t*m+L", last):
         yield f"{name}: the layers m stand in the last piece, behind the layers t and before L; write it so."
