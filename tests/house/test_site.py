@@ -96,6 +96,16 @@ def test_files_that_the_decision_on_size_counts_are_there():
     assert [name for name in names if f"megatron_lite.{name.replace('/', '.')}" not in MODULES] == []
 
 
+def test_the_walks_lead_through_rooms_that_are_there():
+    """Each `file.py:name` is a file of the package with a function or class of that name."""
+    page = (REPO / "docs" / "architecture.md").read_text(encoding="utf-8")
+    rooms = re.findall(r"`([\w/]+\.py):(\w+)`", page)
+    assert len(rooms) > 30
+    for path, name in rooms:
+        text = (REPO / "megatron_lite" / path).read_text(encoding="utf-8")
+        assert re.search(rf"^(?:def|class) {name}\b", text, re.MULTILINE), (path, name)
+
+
 def test_what_the_page_of_plan_shows_is_what_plan_prints(capsys, monkeypatch):
     """Of the commands that stand there whole; lines between those shown are left out as "..."."""
     monkeypatch.chdir(REPO)
