@@ -235,7 +235,9 @@ def run_cases(folder: Path, cases: list[tuple[str, str]], words: str = "") -> Pa
 def build_rank(plan: Plan) -> tuple[Replica, Optimizer]:
     """What this rank trains with."""
     replica = build(plan)
-    return replica, Optimizer(plan, replica.parameters, CPU, replica.sum_over_ranks, replica.counted, replica.names)
+    return replica, Optimizer(
+        plan, replica.parameters, CPU, replica.sum_over_ranks, replica.counted, replica.names, replica.shares
+    )
 
 
 def ask_ranks(function: Callable[..., None], folder: Path, *words: str, ranks: int = 2) -> list:
@@ -256,7 +258,9 @@ def measure_traffic(world, argv: str):
     replica = replicate(plan, model, groups, backend)
     tracker.stop()
     built = analyze_snapshot(tracker.snapshot(), Path("build")).peak_bytes
-    optimizer = Optimizer(plan, replica.parameters, CPU, replica.sum_over_ranks, replica.counted, replica.names)
+    optimizer = Optimizer(
+        plan, replica.parameters, CPU, replica.sum_over_ranks, replica.counted, replica.names, replica.shares
+    )
     step = TrainingStep(plan, replica, optimizer, BatchMaker(plan.args.data, plan.layout, CPU, None))
     batches = iter(lambda: torch.randint(127, (1, plan.shape.seq_length + 1)), None)
     for sent in (CollectiveCounter(), CollectiveCounter()):

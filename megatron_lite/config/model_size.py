@@ -14,15 +14,35 @@ def count_parameters(shape: ModelShape, stage: Stage | None = None) -> int:
     return sum(count_parameter_parts(shape, stage).values())
 
 
-def count_matrix_parameters(shape: ModelShape, stage: Stage | None = None) -> int:
-    """Parameters of a dense model's matrices without word embedding and output, which Muon updates.
+def count_matrix_parameters(shape: ModelShape, stage: Stage | None = None) -> dict[str, int]:
+    """Parameters of matrices without word embedding and output, which Muon updates, by part of the model.
 
     The others of attention and MLP are biases and norms of heads.
     """
-    layers = shape.num_layers if stage is None else len(stage.layers)
-    attention = shape.hidden_size * (shape.qkv_rows + shape.attention_width)
-    mlp = shape.hidden_size * (shape.fc1_width + shape.ffn_hidden_size)
-    return layers * (attention + mlp) + count_parameter_parts(shape, stage)["position embedding"]
+    depths = shape.mtp_num_layers if stage is None or stage.is_last else 0
+    layers = depths + (shape.num_layers if stage is None else len(stage.layers))
+    with_experts = count_expert_layers(shape, stage)
+    if shape.has_experts(shape.num_layers):
+        with_experts += depths
+    parts = count_parameter_parts(shape, stage)
+    names = ("position embedding", "router", "experts", "shared expert", "multi-token prediction")
+    return {
+        "attention": layers * sum(_count_elements(list_attention_matrices(shape))),
+        "MLP": (layers - with_experts) * sum(_list_mlp_matrices(shape)),
+        **{name: parts[name] for name in names},
+    }
+
+
+def count_matrices(shape: ModelShape, stage: Stage) -> int:
+    """Parameter tensors that Muon updates, of a pipeline's stage; a layer's experts are in one tensor of each kind."""
+    with_experts = count_expert_layers(shape, stage)
+    without = len(stage.layers) - with_experts
+    of_experts = [*_list_expert_tensors(shape), *_list_shared_expert_tensors(shape), _count_router_parameters(shape)]
+    number = len(stage.layers) * len(list_attention_matrices(shape))
+    number += without * len(_list_mlp_matrices(shape)) + with_experts * len(of_experts)
+    if stage.is_first and shape.position_embedding == "learned_absolute":
+        number += 1
+    return number
 
 
 def count_parameter_parts(shape: ModelShape, stage: Stage | None = None) -> dict[str, int]:
@@ -66,11 +86,9 @@ def count_parameter_parts(shape: ModelShape, stage: Stage | None = None) -> dict
 def count_linear_weights(shape: ModelShape, layer: int) -> tuple[int, int]:
     """Elements of the matrices of one layer's linear layers: (those of attention and of what all tokens pass, those of
     its experts). The router is none of them. layer: counted from 0."""
-    attention = [shape.qkv_rows * shape.hidden_size, shape.attention_width * shape.hidden_size]
-    if shape.latent is not None:
-        attention = _list_latent_matrices(shape, shape.latent)
+    attention = _count_elements(list_attention_matrices(shape))
     if not shape.has_experts(layer):
-        return sum(attention) + (shape.fc1_width + shape.ffn_hidden_size) * shape.hidden_size, 0
+        return sum(attention) + sum(_list_mlp_matrices(shape)), 0
     # of the shared expert its two matrices, without its gate
     return sum(attention) + sum(_list_shared_expert_tensors(shape)[:2]), sum(_list_expert_tensors(shape))
 
@@ -114,11 +132,30 @@ def _count_norm_vectors(shape: ModelShape) -> int:
     return 2 if shape.normalization == "LayerNorm" else 1
 
 
+def list_attention_matrices(shape: ModelShape, split_qkv: bool = False) -> list[tuple[int, int]]:
+    """(rows, columns) of each matrix of one layer's attention. split_qkv: queries, keys and values count as three."""
+    if shape.latent is not None:
+        return _list_latent_matrices(shape, shape.latent)
+    hidden = shape.hidden_size
+    keys = shape.num_query_groups * shape.kv_channels
+    if split_qkv:
+        matrices = [(shape.attention_width, hidden), (keys, hidden), (keys, hidden)]
+    else:
+        matrices = [(shape.qkv_rows, hidden)]
+    matrices.append((hidden, shape.attention_width))
+    return matrices
+
+
+def _count_elements(matrices: list[tuple[int, int]]) -> list[int]:
+    """Elements of each matrix."""
+    return [rows * columns for rows, columns in matrices]
+
+
 def _list_attention_tensors(shape: ModelShape) -> list[int]:
     """Elements of each parameter tensor of one layer's attention."""
     if shape.latent is not None:
         return _list_latent_tensors(shape, shape.latent)
-    tensors = [shape.qkv_rows * shape.hidden_size, shape.attention_width * shape.hidden_size]
+    tensors = _count_elements(list_attention_matrices(shape))
     if shape.qkv_bias:
         tensors.append(shape.qkv_rows)
     if shape.linear_bias:
@@ -129,25 +166,25 @@ def _list_attention_tensors(shape: ModelShape) -> list[int]:
     return tensors
 
 
-def _list_latent_matrices(shape: ModelShape, latent: LatentShape) -> list[int]:
-    """Elements of each matrix of one layer's latent attention."""
+def _list_latent_matrices(shape: ModelShape, latent: LatentShape) -> list[tuple[int, int]]:
+    """(rows, columns) of each matrix of one layer's latent attention."""
     hidden = shape.hidden_size
     query_rows = shape.num_attention_heads * latent.query_width
     if latent.q_lora_rank is None:
-        matrices = [hidden * query_rows]
+        matrices = [(query_rows, hidden)]
     else:
-        matrices = [hidden * latent.q_lora_rank, latent.q_lora_rank * query_rows]
+        matrices = [(latent.q_lora_rank, hidden), (query_rows, latent.q_lora_rank)]
     # keys and values: down to the latent vector, beside the channels of keys that rotate, and up to all heads
-    matrices.append(hidden * (latent.kv_lora_rank + latent.qk_pos_emb_head_dim))
+    matrices.append((latent.kv_lora_rank + latent.qk_pos_emb_head_dim, hidden))
     key_and_value_width = latent.qk_head_dim + latent.v_head_dim
-    matrices.append(latent.kv_lora_rank * shape.num_attention_heads * key_and_value_width)
-    matrices.append(shape.attention_width * hidden)
+    matrices.append((shape.num_attention_heads * key_and_value_width, latent.kv_lora_rank))
+    matrices.append((hidden, shape.attention_width))
     return matrices
 
 
 def _list_latent_tensors(shape: ModelShape, latent: LatentShape) -> list[int]:
     """Elements of each parameter tensor of one layer's latent attention."""
-    tensors = _list_latent_matrices(shape, latent)
+    tensors = _count_elements(_list_latent_matrices(shape, latent))
     if shape.linear_bias:
         tensors.append(shape.hidden_size)
     if shape.qk_layernorm:
@@ -158,9 +195,14 @@ def _list_latent_tensors(shape: ModelShape, latent: LatentShape) -> list[int]:
     return tensors
 
 
+def _list_mlp_matrices(shape: ModelShape) -> list[int]:
+    """Elements of each matrix of one layer's MLP."""
+    return [shape.fc1_width * shape.hidden_size, shape.ffn_hidden_size * shape.hidden_size]
+
+
 def _list_mlp_tensors(shape: ModelShape) -> list[int]:
     """Elements of each parameter tensor of one layer's MLP."""
-    tensors = [shape.fc1_width * shape.hidden_size, shape.ffn_hidden_size * shape.hidden_size]
+    tensors = _list_mlp_matrices(shape)
     if shape.linear_bias:
         tensors += [shape.fc1_width, shape.hidden_size]
     return tensors
@@ -268,7 +310,7 @@ def _count_map_flops(shape: ModelShape, sequences: int, mlp: int) -> int:
     if shape.latent is None:
         attention = (shape.qkv_rows + shape.attention_width) * shape.hidden_size
     else:
-        attention = sum(_list_latent_matrices(shape, shape.latent))
+        attention = sum(_count_elements(_list_latent_matrices(shape, shape.latent)))
     elements = attention + mlp * shape.hidden_size
     tokens = sequences * shape.seq_length
     return 2 * tokens * elements

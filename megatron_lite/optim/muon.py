@@ -8,7 +8,7 @@ the learning rate; hence an engine of its own. Letters: R rows, C columns of a m
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -36,11 +36,26 @@ COEFFICIENTS: Mapping[str, Sequence[tuple[float, float, float]]] = {
 EPSILON = 1e-7  # below which a matrix is not normalized
 
 
-@dataclass(frozen=True)
-class Fused:
-    """How the rows of queries, keys and values lie in a matrix: by group, in this order."""
+class RowShare(Protocol):
+    """The rows of a parameter that a rank has, where several share them out."""
 
-    rows: tuple[int, int, int]  # of one group
+    def gather(self, rows: Tensor) -> Tensor:
+        """All rows of a tensor of which each rank gives its own. Collective."""
+
+    def take(self, whole: Tensor) -> Tensor:
+        """This rank's rows of a whole tensor."""
+
+
+@dataclass(frozen=True)
+class Composition:
+    """Of which matrices a parameter is made that are orthogonal by themselves."""
+
+    experts: int = 1  # matrices of as many rows each, one below the other
+    fused: tuple[int, int, int] | None = None  # rows of queries, keys and values of a group; groups lie in this order
+    share: RowShare | None = None  # None: this rank has all rows
+
+
+WHOLE = Composition()
 
 
 def orthogonalize(matrix_RC: Tensor, steps: int, coefficients: str, in_bf16: bool) -> Tensor:
@@ -74,16 +89,23 @@ def compute_scale(rows: int, columns: int, mode: str) -> float:
 class Muon(torch.optim.Optimizer):
     """Updates matrices. `grad_scale` and `found_inf` are those of torch's fused optimizers: scalars on the device."""
 
-    def __init__(self, groups: list[dict[str, Any]], o: OptimizerArgs, lr: Tensor, fused: Mapping[nn.Parameter, Fused]):
+    def __init__(
+        self,
+        groups: list[dict[str, Any]],
+        o: OptimizerArgs,
+        lr: Tensor,
+        compositions: Mapping[nn.Parameter, Composition],
+    ):
         """
         Args:
             groups: With a device tensor for the learning rate each.
             o: The optimizer's flags.
             lr: The usual learning rate.
-            fused: The matrices whose queries, keys and values are made orthogonal by themselves.
+            compositions: Of the parameters that are more than one matrix, or of which this rank has some rows.
         """
         super().__init__(groups, {"lr": lr, "weight_decay": 0.0})
-        self._o, self._fused = o, fused
+        self._o = o
+        self._compositions = compositions
         self.grad_scale: Tensor | None = None
         self.found_inf: Tensor | None = None
         for group in self.param_groups:
@@ -114,13 +136,26 @@ class Muon(torch.optim.Optimizer):
         return self._orthogonalize(weight, direction)
 
     def _orthogonalize(self, weight: Tensor, direction_RC: Tensor) -> Tensor:
-        """The scaled update of a matrix, or of the three in it."""
-        fused = self._fused.get(weight)  # type: ignore[call-overload]
-        if fused is None:
+        """The scaled update of a parameter: of its one matrix, or of each that it is made of."""
+        composition: Composition = self._compositions.get(weight, WHOLE)  # type: ignore[call-overload]
+        if composition.share is None:
+            return self._orthogonalize_parts(direction_RC, composition)
+        # as on all ranks that have rows of it: a product takes less time than sending it
+        whole_RC = composition.share.gather(direction_RC)
+        return composition.share.take(self._orthogonalize_parts(whole_RC, composition))
+
+    def _orthogonalize_parts(self, direction_RC: Tensor, composition: Composition) -> Tensor:
+        """The scaled update of a parameter's matrices, all of whose rows are here."""
+        if composition.experts > 1:
+            of_experts = direction_RC.unflatten(0, (composition.experts, -1))
+            return torch.cat([self._scale_orthogonal(matrix) for matrix in of_experts])
+        rows = composition.fused
+        # as in Megatron-LM, a part that is no whole number of groups stays one matrix
+        if rows is None or len(direction_RC) % sum(rows):
             return self._scale_orthogonal(direction_RC)
-        groups = direction_RC.unflatten(0, (-1, sum(fused.rows)))
+        groups = direction_RC.unflatten(0, (-1, sum(rows)))
         parts = []
-        for part in groups.split(fused.rows, dim=1):
+        for part in groups.split(rows, dim=1):
             orthogonal = self._scale_orthogonal(part.flatten(0, 1))
             parts.append(orthogonal.unflatten(0, (len(groups), -1)))
         return torch.cat(parts, dim=1).flatten(0, 1)

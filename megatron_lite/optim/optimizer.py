@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_lite.config.args import OptimizerArgs, PrecisionArgs
+from megatron_lite.config.layout import is_of_experts
 from megatron_lite.config.parameter_groups import (
     GROUPS,
     OF_WIDTH,
@@ -25,7 +26,7 @@ from megatron_lite.config.parameter_groups import (
 )
 from megatron_lite.config.plan import LearningRatePlan, Plan
 from megatron_lite.marks import MASTER_WEIGHTS, mark_memory
-from megatron_lite.optim.muon import Fused, Muon, Together
+from megatron_lite.optim.muon import Composition, Muon, RowShare, Together
 from megatron_lite.phases import BeginPhase, Phase
 
 
@@ -34,7 +35,7 @@ def make_engine(
     members: dict[ParameterGroup, list[nn.Parameter]],
     rates: dict[str, Tensor],
     width: float,
-    fused: Mapping[nn.Parameter, Fused] = MappingProxyType({}),
+    compositions: Mapping[nn.Parameter, Composition] = MappingProxyType({}),
 ) -> torch.optim.Optimizer:
     """A fused torch optimizer.
 
@@ -43,14 +44,14 @@ def make_engine(
         members: The weights of each group. Those that decay do so as Optimizer.follow sets it.
         rates: The device tensors from which learning rates are read, by ParameterGroup.rate.
         width: ModelShape.mup_width_mult.
-        fused: For Muon: the matrices of queries, keys and values that it takes apart.
+        compositions: For Muon: of the parameters that it takes apart, or of which this rank has some rows.
     """
     if o.optimizer == "muon":
         others = {kind: own for kind, own in members.items() if not kind.is_orthogonal}
         engines: list[torch.optim.Optimizer] = []
         if ORTHOGONAL in members:
             matrices: list[dict[str, Any]] = [{"params": members[ORTHOGONAL], "lr": rates[USUAL], "decays": True}]
-            engines.append(Muon(matrices, o, rates[USUAL], fused))
+            engines.append(Muon(matrices, o, rates[USUAL], compositions))
         if others:
             engines.append(make_engine(replace(o, optimizer="adam"), others, rates, width))
         return Together(engines)
@@ -148,12 +149,14 @@ class Optimizer:
         sum_over_ranks: Callable[[Tensor], Tensor] | None = None,
         counted: list[bool] | None = None,
         names: list[str] | None = None,
+        shares: Mapping[str, RowShare] = MappingProxyType({}),
     ):
         """
         Args:
             sum_over_ranks: Sums a number over ranks that hold other parts of the parameters; None if this rank has all.
             counted: Which parameters this rank counts in that sum, as others hold them too; all if None.
             names: Of the parameters, by which some have a learning rate or weight decay of their own.
+            shares: By name: this rank's rows of parameters that ranks share out.
         """
         self.plan, self._sum_over_ranks = plan, sum_over_ranks
         self._counted = counted or [True] * len(parameters)
@@ -166,7 +169,8 @@ class Optimizer:
         # learning rates other than the usual one, which decoupled parameters and those under muP have
         self._other_lrs = {rate: torch.tensor(0.0, dtype=torch.float32, device=device) for rate in sorted(others)}
         rates = {USUAL: self.lr, **self._other_lrs}
-        self.engine = make_engine(plan.args.optimizer, self._members, rates, self._width, self._find_fused(names or []))
+        compositions = self._compose(names or [], shares)
+        self.engine = make_engine(plan.args.optimizer, self._members, rates, self._width, compositions)
         self.good_samples = torch.zeros((), dtype=torch.int64, device=device)
         self.stopped = torch.zeros((), dtype=torch.bool, device=device)
         self._one = torch.ones((), dtype=torch.float32, device=device)
@@ -179,20 +183,22 @@ class Optimizer:
             members[find_group(name, master.ndim, self.plan.args.optimizer, self._width)].append(master)
         return {kind: own for kind, own in members.items() if own}
 
-    def _find_fused(self, names: list[str]) -> dict[nn.Parameter, Fused]:
-        """The matrices that hold queries, keys and values, where Muon takes them apart."""
-        if not self.plan.args.optimizer.muon_split_qkv:
-            return {}
+    def _compose(self, names: list[str], shares: Mapping[str, RowShare]) -> dict[nn.Parameter, Composition]:
+        """Of which matrices parameters are made, as Muon takes them apart; those of one whole matrix are left out."""
         shape = self.plan.shape
+        experts = self.plan.rank_shape.experts
         queries = shape.num_attention_heads // shape.num_query_groups * shape.kv_channels
-        rows = (queries, shape.kv_channels, shape.kv_channels)
-        named = zip(names, self.weights.masters)
-        # as in Megatron-LM, a part that is no whole number of groups stays one matrix
-        return {
-            master: Fused(rows)
-            for name, master in named
-            if name.endswith("linear_qkv.weight") and master.shape[0] % sum(rows) == 0
-        }
+        found = {}
+        for name, master in zip(names, self.weights.masters):
+            is_fused = name.endswith("linear_qkv.weight") and self.plan.args.optimizer.muon_split_qkv
+            composition = Composition(
+                experts=experts.local_number if experts is not None and is_of_experts(name) else 1,
+                fused=(queries, shape.kv_channels, shape.kv_channels) if is_fused else None,
+                share=shares.get(name),
+            )
+            if composition != Composition():
+                found[master] = composition
+        return found
 
     def follow(self, schedule: LearningRatePlan) -> None:
         """Take learning rate and weight decay from `schedule`."""

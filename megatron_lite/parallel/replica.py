@@ -75,6 +75,18 @@ def find_expert_copies(plan: Plan) -> Copies:
     return Copies(plan.layout.expert_replica // ranks, plan.layout.expert_replicas // ranks)
 
 
+class RowShare(ABC):
+    """The rows of a parameter that a rank has, where several share them out."""
+
+    @abstractmethod
+    def gather(self, rows: Tensor) -> Tensor:
+        """Gather all rows of a tensor of which each rank gives its own. Collective."""
+
+    @abstractmethod
+    def take(self, whole: Tensor) -> Tensor:
+        """Take this rank's rows of a whole tensor."""
+
+
 class Replica(ABC):
     """A rank's model among others, which is called a chunk of its layers at a time where a pipeline has several.
 
@@ -112,6 +124,9 @@ class Replica(ABC):
                 of_own_heads = name.split(".")[-2] in NORMS_OF_HEADS and plan.shape.latent is None
                 if not is_split(name) and (layout.sequence_parallel or of_own_heads):
                     self._partial.append(index)
+
+        # by name: of parameters whose rows ranks share out
+        self.shares: dict[str, RowShare] = {}
 
     @abstractmethod
     def __call__(self, *inputs: Tensor | None) -> Tensor:

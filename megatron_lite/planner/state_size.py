@@ -7,6 +7,7 @@ from functools import lru_cache
 from megatron_lite.config.model_size import (
     count_layer_parameters,
     count_linear_weights,
+    count_matrices,
     count_matrix_parameters,
     count_parameter_parts,
     count_parameter_tensors,
@@ -23,7 +24,6 @@ from megatron_lite.units import count
 FP32 = 4
 INT64 = 8
 CACHED_STAGES = 64
-MATRICES_OF_LAYER = 4  # two of attention, two of the MLP
 
 
 def element_bytes(precision: str) -> int:
@@ -71,7 +71,7 @@ def count_moments(plan: Plan) -> int:
     o = plan.args.optimizer
     parameters = count_parameters(plan.rank_shape, plan.stage)
     if o.optimizer == "muon":
-        return 2 * parameters - count_matrix_parameters(plan.rank_shape, plan.stage)
+        return 2 * parameters - sum(count_matrix_parameters(plan.rank_shape, plan.stage).values())
     return parameters * (2 if o.optimizer == "adam" else int(o.sgd_momentum > 0))
 
 
@@ -172,11 +172,7 @@ def list_states(plan: Plan, processor: Processor | None) -> Iterator[LedgerRow]:
     yield from list_fp8_weights(plan, processor)
     for category, name in names.items():
         if category == "moments" and optimizer.optimizer == "muon":
-            # which no sharding takes
-            number = count_parameters(plan.rank_shape, plan.stage)
-            matrices = count_matrix_parameters(plan.rank_shape, plan.stage)
-            yield per_parameter(category, "momentum of muon", FP32, matrices)
-            yield per_parameter(category, "moments of adam", 2 * FP32, number - matrices)
+            yield from _list_moments_of_muon(plan, groups)
             continue
         kept = _leave_out_fp8(plan, groups) if category == "parameters" else groups
         yield from list_groups(category, name, of_one[category], kept)
@@ -201,6 +197,16 @@ def list_states(plan: Plan, processor: Processor | None) -> Iterator[LedgerRow]:
             yield LedgerRow("workspace", "cuBLASLt workspace", own, f"{count(own)} bytes")
 
 
+def _list_moments_of_muon(plan: Plan, groups: Sequence[ParameterGroup]) -> Iterator[LedgerRow]:
+    """Rows of Muon's moments: one momentum of matrices, Adam's two of all else. groups: of group_parameters."""
+    matrices = count_matrix_parameters(plan.rank_shape, plan.stage)
+    of_experts = matrices["experts"]
+    others = sum(matrices.values()) - of_experts
+    for number, group in zip((others, of_experts), groups):
+        yield per_parameter("moments", "momentum of muon", FP32, number, group.ranks)
+    yield per_parameter("moments", "moments of adam", 2 * FP32, groups[0].number - others, groups[0].ranks)
+
+
 def _measure_step_counters(plan: Plan) -> LedgerRow:
     """Size the step counters that fused Adam keeps on the device: one number for each parameter tensor.
 
@@ -209,9 +215,7 @@ def _measure_step_counters(plan: Plan) -> LedgerRow:
     number = count_parameter_tensors(plan.rank_shape, plan.stage)
     if plan.args.optimizer.optimizer == "muon":
         # of the others
-        number -= MATRICES_OF_LAYER * len(plan.stage.layers)
-        has_positions = plan.shape.position_embedding == "learned_absolute" and plan.stage.is_first
-        number -= int(has_positions)
+        number -= count_matrices(plan.rank_shape, plan.stage)
     formula = f"{count(number)} parameter tensors x {MIN_BLOCK} bytes"
     return LedgerRow("moments", "step counters of adam", number * MIN_BLOCK, formula)
 

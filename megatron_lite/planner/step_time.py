@@ -31,6 +31,7 @@ from megatron_lite.config.model_size import (
     count_linear_flops,
     count_output_flops,
     count_parameters,
+    list_attention_matrices,
     step_flops,
 )
 from megatron_lite.config.plan import Plan, list_stage_kinds
@@ -206,26 +207,36 @@ def _list_step(plan: Plan) -> list[StepPart]:
 
 def _orthogonalize(plan: Plan) -> StepPart:
     """Muon's Newton-Schulz steps (optim/muon.py), in each of which an m x n matrix, m <= n, has products of m x m x n, m x m x m and
-    m x m x n."""
-    shape = plan.rank_shape
-    o = plan.args.optimizer
-    keys = shape.num_query_groups * shape.kv_channels
-    attention = [(shape.attention_width, shape.hidden_size), (keys, shape.hidden_size), (keys, shape.hidden_size)]
-    if not o.muon_split_qkv:
-        attention = [(shape.qkv_rows, shape.hidden_size)]
-    sizes = [
-        *attention,
-        (shape.hidden_size, shape.attention_width),
-        (shape.fc1_width, shape.hidden_size),
-        (shape.hidden_size, shape.ffn_hidden_size),
-    ]
+    m x m x n. Ranks that share out a matrix's rows all compute it whole."""
+    steps = plan.args.optimizer.muon_num_ns_steps
     flops = 0
-    for size in sizes:
-        m, n = sorted(size)
-        flops += 2 * m * m * (2 * n + m)
+    for number, rows, columns in _list_matrices(plan):
+        m = min(rows, columns)
+        n = max(rows, columns)
+        flops += number * 2 * m * m * (2 * n + m)
+    formula = f"{len(plan.stage.layers)} layers, {steps} steps x {count(flops)} FLOPs"
+    return StepPart("Newton-Schulz steps of muon", COMPUTE, steps * flops, formula, 0.0)
+
+
+def _list_matrices(plan: Plan) -> Iterator[tuple[int, int, int]]:
+    """(how many, rows, columns) of the matrices of a stage's layers that Muon makes orthogonal."""
+    shape = plan.rank_shape
+    hidden = shape.hidden_size
     layers = len(plan.stage.layers)
-    formula = f"{layers} layers x {o.muon_num_ns_steps} steps x {count(flops)} FLOPs"
-    return StepPart("Newton-Schulz steps of muon", COMPUTE, layers * o.muon_num_ns_steps * flops, formula, 0.0)
+    for rows, columns in list_attention_matrices(shape, plan.args.optimizer.muon_split_qkv):
+        yield layers, rows, columns
+    with_experts = count_expert_layers(shape, plan.stage)
+    yield layers - with_experts, shape.fc1_width, hidden
+    yield layers - with_experts, hidden, shape.ffn_hidden_size
+    e = shape.experts
+    if e is None:
+        return
+    yield with_experts, e.number, hidden
+    yield with_experts * e.local_number, shape.count_fc1_rows(e.ffn_hidden_size), hidden
+    yield with_experts * e.local_number, hidden, e.ffn_hidden_size
+    if e.shared_ffn_hidden_size:
+        yield with_experts, shape.count_fc1_rows(e.shared_ffn_hidden_size), hidden
+        yield with_experts, hidden, e.shared_ffn_hidden_size
 
 
 @dataclass(frozen=True)

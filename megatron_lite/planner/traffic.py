@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron_lite.config.layout import Layout, Sharding
-from megatron_lite.config.model_size import count_expert_layers, count_parameter_parts
+from megatron_lite.config.model_size import count_expert_layers, count_matrix_parameters, count_parameter_parts
 from megatron_lite.config.plan import Plan
 from megatron_lite.config.shape import ModelShape
 from megatron_lite.config.world import World
@@ -347,6 +347,8 @@ def _share_expert_gradients(plan: Plan) -> Iterator[Exchange]:
         num_bytes = element_bytes(plan.precision) * (number - in_fp8) + in_fp8
         yield Exchange(EXPERT_DATA, GATHER, "weights of experts", num_bytes, gathers)
         yield Exchange(EXPERT_DATA, SCATTER, "gradients of experts", number * reduced, passes)
+        if plan.args.optimizer.optimizer == "muon":
+            yield Exchange(EXPERT_DATA, GATHER, "experts' momentum of muon", number * FP32, 1)
     if shared.ranks < plan.layout.expert_replicas:
         num_bytes = number * FP32 // shared.ranks
         yield Exchange(EXPERT_DATA, REDUCE, "shares of experts' gradients, over instances", num_bytes, passes)
@@ -390,5 +392,10 @@ def _share_gradients(plan: Plan) -> Iterator[Exchange]:
     if shared.gathers_twice:
         yield Exchange(DATA, GATHER, "weights of layers, backward", each * of_layers, passes)
     yield Exchange(DATA, SCATTER, "gradients", num_bytes, passes)
+    if plan.args.optimizer.optimizer == "muon":
+        # its update of a matrix takes all rows of the momentum
+        matrices = count_matrix_parameters(plan.rank_shape, plan.stage)
+        of_replicas = sum(matrices.values()) - matrices["experts"]
+        yield Exchange(DATA, GATHER, "momentum of muon", of_replicas * FP32, 1)
     if shared.ranks < plan.layout.replicas:
         yield Exchange(DATA, REDUCE, "shares of gradients, over instances", number * FP32 // shared.ranks, passes)

@@ -108,7 +108,9 @@ def _build(plan: Plan, device: torch.device, instruments: RunObserver) -> tuple[
     gc.collect()
     log_model(plan)
     logger.info(f"  {describe_layout(plan)}")
-    optimizer = Optimizer(plan, replica.parameters, device, replica.sum_over_ranks, replica.counted, replica.names)
+    optimizer = Optimizer(
+        plan, replica.parameters, device, replica.sum_over_ranks, replica.counted, replica.names, replica.shares
+    )
     formats = describe_precision(plan.precision, plan.fp32_gradients, plan.args.precision)
     logger.info(f"  {plan.args.optimizer.optimizer}: fused, {formats}")
     set_seed(plan.args.training.seed + 1 + _number_dropout_stream(plan))

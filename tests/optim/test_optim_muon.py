@@ -16,6 +16,7 @@ from megatron_lite.optim.optimizer import Optimizer
 
 CPU = torch.device("cpu")
 MUON = "--optimizer muon --weight-decay 0.1 --lr 1e-2 --lr-decay-style constant --clip-grad 0"
+ZERO1 = "--use-distributed-optimizer"
 EXACT = "--muon-fp32-matmul-prec high"
 GROUPED = "--group-query-attention --num-query-groups 2"
 
@@ -174,6 +175,7 @@ def test_ranks_are_one_rank(tmp_path):
 
 LAYOUTS = {
     "replicas": "",
+    "rows": ZERO1,
     "stages": "--pipeline-model-parallel-size 2",
     "positions": "--context-parallel-size 2",
 }
@@ -184,15 +186,72 @@ def train_layouts(world, *argv: str):
         train([*argv, *words.split()], Path(name), world)
 
 
+# --- mixtures: each expert's matrices are orthogonal by themselves, wherever they are
+
+EXPERTS = (
+    "--num-experts 4 --disable-bias-linear --swiglu --moe-ffn-hidden-size 32 --moe-router-topk 2 "
+    "--moe-shared-expert-intermediate-size 32 --moe-shared-expert-gate "
+)
+EP2 = "--expert-model-parallel-size 2"
+EXPERT_LAYOUTS = {
+    "replicas": "",
+    "rows": ZERO1,
+    "ep2": EP2,
+    "ep2, rows": f"{EP2} {ZERO1} --no-use-layer-wise-param-layout",
+    "ep2, stages": "--pipeline-model-parallel-size 2",
+}
+
+
+def train_expert_layouts(world, saved: str, *argv: str):
+    for name, words in EXPERT_LAYOUTS.items():
+        train([*argv, "--save", f"saved/{name}", *words.split()], Path(name), world)
+    words = [*EP2.split(), ZERO1, "--load", saved, "--ckpt-step", "2"]
+    train([*argv, *words], Path("resumed"), world)
+
+
+def test_experts_on_ranks_are_those_of_one_rank(tmp_path):
+    """Whole trainings, and those that go on from a checkpoint of the other layout."""
+    words = flags(MUON, EXACT, EXPERTS, "--train-iters 4 --save-interval 2")
+    one = tmp_path / "one"
+    quietly([*words, "--save", str(tmp_path / "save")], one)
+    on_ranks(train_expert_layouts, tmp_path / "two", str(tmp_path / "save"), *words)
+    for name in EXPERT_LAYOUTS:
+        assert losses(tmp_path / "two" / name) == pytest.approx(losses(one), rel=1e-5), name
+    assert losses(tmp_path / "two/resumed") == pytest.approx(losses(one)[2:], rel=1e-5)
+    quietly([*words, "--load", str(tmp_path / "two/saved/ep2, rows"), "--ckpt-step", "2"], tmp_path / "back")
+    assert losses(tmp_path / "back") == pytest.approx(losses(one)[2:], rel=1e-5)
+
+
+def test_an_experts_matrices_are_orthogonal_by_themselves():
+    plan = plan_of(flags(MUON, EXACT, EXPERTS))
+    model = build_bare(plan)
+    names = [name for name, _ in model.named_parameters()]
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    optimizer = Optimizer(plan, list(model.parameters()), CPU, names=names)
+    generator = torch.Generator().manual_seed(0)
+    # the first expert's gradient is far larger: taken together, it would leave nothing of the others' updates
+    gradients = {name: torch.randn(p.shape, generator=generator) for name, p in model.named_parameters()}
+    of_experts = [name for name in names if ".mlp.experts." in name]
+    assert len(of_experts) == 2 * plan.shape.num_layers
+    for name in of_experts:
+        gradients[name].unflatten(0, (4, -1))[0] *= 1e4
+    optimizer.step(list(gradients.values()), 4, no_phase)
+    model_after = dict(model.named_parameters())
+    for name in of_experts:
+        changes = (model_after[name] - before[name] * (1 - 1e-2 * 0.1)).unflatten(0, (4, -1))
+        for change, gradient in zip(changes, gradients[name].unflatten(0, (4, -1))):
+            orthogonal = plain_orthogonal(0.1 * gradient, "quintic", 5) * math.sqrt(max(gradient.shape))
+            torch.testing.assert_close(change.double(), -1e-2 * orthogonal, rtol=1e-3, atol=1e-4)
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         ("--fp16", "--fp16"),
         ("--tensor-model-parallel-size 2", "--tensor-model-parallel-size 2 splits"),
-        ("--use-distributed-optimizer", "--use-distributed-optimizer"),
         ("--use-torch-fsdp2", "--use-torch-fsdp2"),
         ("--use-megatron-fsdp", "--use-megatron-fsdp"),
-        ("--num-experts 4 --disable-bias-linear", "--num-experts"),
+        (f"{EXPERTS} --expert-tensor-parallel-size 2", "--expert-tensor-parallel-size 2 splits"),
         ("--ckpt-format torch --save x", "--ckpt-format torch"),
     ],
 )

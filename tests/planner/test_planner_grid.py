@@ -100,6 +100,8 @@ def test_a_weights_gradient_is_a_gradient_in_both_also_where_it_is_added_to_anot
         (LLAMA + "--qk-layernorm --kv-channels 128", 1, 0),
         ("--optimizer sgd", 1, 0),
         ("--optimizer muon", 1, 0),
+        ("--optimizer muon --num-experts 4 --disable-bias-linear --moe-shared-expert-intermediate-size 64", 1, 0),
+        (f"--optimizer muon --bf16 --hidden-size 256 {ZERO1}", 2, 0),
         (PP + "2", 2, 0),
         (PP + "2", 2, 1),
         (ZERO1 + "--bf16 --hidden-size 256", 2, 0),

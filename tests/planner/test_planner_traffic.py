@@ -51,7 +51,7 @@ def node(ranks: int, of: int | None = None) -> World:
         (f"{TP2} {AGAIN}", 2), (f"{TP2} {AGAIN} --hidden-dropout 0", 2), (f"{CP2} {AGAIN}", 2), (PP2, 2),
         (f"{PP2} --untie-embeddings-and-output-weights", 4), (f"{PP2} --num-virtual-stages-per-pipeline-rank 2", 2),
         (f"{PP2} --pipeline-schedule ZeroBubble", 2), (f"{TP2} {SP} {PP2} {ZERO1}", 8), (f"{TP4} {SP} {ONE_GROUP}", 4),
-        (f"{TP2} {SP} {CP2} {ZERO3}", 8),
+        (f"{TP2} {SP} {CP2} {ZERO3}", 8), (f"--optimizer muon {ZERO1}", 2),
     ],
 )  # fmt: skip
 def test_the_formula_is_what_the_real_step_exchanges(words, ranks):

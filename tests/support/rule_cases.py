@@ -26,7 +26,7 @@ SAMPLES !--global-batch-size --step-batch-size-schedule 0:8,31:4 ; SAMPLES !--gl
 !--mock-data --fim-data --data-path nothing --tokenizer-type ByteTokenizer --fim-split-sample x
 --use-megatron-fsdp --use-torch-fsdp2 ; --use-megatron-fsdp --bf16 --megatron-fsdp-main-grads-dtype fp32 --grad-reduce-in-bf16
 --hierarchical-context-parallel-sizes 2 2 ; --cp-comm-type a2a+p2p
---optimizer muon --fp16 ; --optimizer muon --use-distributed-optimizer ; --optimizer muon --num-experts 4 --disable-bias-linear
+--optimizer muon --fp16 ; --optimizer muon --use-torch-fsdp2
 --optimizer muon --ckpt-format torch --save x
 --window-size 3,1 ; --window-size 3,0 --window-attn-skip-freq [1] ; --mup-base-hidden-size 0 ; --use-mup --num-experts 4 --disable-bias-linear ; --eval-micro-batch-size 3 ; --position-embedding-type yarn --rotary-interleaved
 SAMPLES !--global-batch-size --rampup-batch-size 2 2 100 ; SAMPLES --rampup-batch-size 2 4 100

@@ -155,23 +155,22 @@ def optimizer_rules(args: Args, world: World) -> Iterator[str]:
 
 
 def _check_muon(args: Args) -> Iterator[str]:
-    """What Muon does not go with: it takes whole matrices, in fp32 or bf16."""
+    """What Muon does not go with: it takes whole matrices, in fp32 or bf16, also where ranks share out their rows."""
     p = args.parallel
     name = "--optimizer muon"
-    tensor = p.tensor_model_parallel_size
     if args.precision.fp16:
         yield f"{name} and --fp16 exclude each other, as in Megatron-LM; give --bf16."
-    if tensor > 1 and args.optimizer.muon_tp_mode != "blockwise":
-        split = f"--tensor-model-parallel-size {tensor} splits"
-        yield f"{name}: {split} the matrices; give --muon-tp-mode blockwise, which takes parts for matrices, or 1."
-    if p.shards_state:
-        flag = "--use-distributed-optimizer"
-        flag = "--use-torch-fsdp2" if p.use_torch_fsdp2 else flag
-        flag = "--use-megatron-fsdp" if p.use_megatron_fsdp else flag
-        why = "each rank would have some rows of a matrix"
-        yield f"{name} and {flag} exclude each other here: {why}; drop one of them."
+    splits = {"--tensor-model-parallel-size": p.tensor_model_parallel_size}
     if args.experts.num_experts is not None:
-        yield f"{name} and --num-experts exclude each other here: experts are not taken apart; drop one of them."
+        splits["--expert-tensor-parallel-size"] = p.expert_tensor_parallel_size or 1
+    for flag, size in splits.items():
+        if size > 1 and args.optimizer.muon_tp_mode != "blockwise":
+            split = f"{flag} {size} splits"
+            yield f"{name}: {split} the matrices; give --muon-tp-mode blockwise, which takes parts for matrices, or 1."
+            break
+    if p.shards_state and (p.use_torch_fsdp2 or p.use_megatron_fsdp):
+        flag = "--use-megatron-fsdp" if p.use_megatron_fsdp else "--use-torch-fsdp2"
+        yield f"{name} and {flag} exclude each other, as in Megatron-LM; give --use-distributed-optimizer instead."
     if args.checkpoint.ckpt_format == "torch" and args.checkpoint.save is not None:
         yield f"{name}: --ckpt-format torch has no place for two optimizers; drop the format."
 

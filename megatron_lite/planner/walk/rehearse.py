@@ -163,7 +163,9 @@ def prepare(plan: Plan, groups: Groups, backend: Backend) -> Step:
         A step of no more micro-batches than differ from each other.
     """
     replica = build_replica(plan, groups, backend)
-    optimizer = Optimizer(plan, replica.parameters, HOST, replica.sum_over_ranks, replica.counted, replica.names)
+    optimizer = Optimizer(
+        plan, replica.parameters, HOST, replica.sum_over_ranks, replica.counted, replica.names, replica.shares
+    )
     micro_batches = min(plan.micro_batches(plan.train_samples), _count_different_micro_batches(plan))
     shortened = replace(plan, batch=BatchSchedule(plan.samples_per_pass * micro_batches))
     step = TrainingStep(shortened, replica, optimizer, BatchMaker(plan.args.data, plan.layout, HOST, END_OF_DOCUMENT))
