@@ -13,6 +13,7 @@ from megatron_lite.analysis.contradictions import (
 )
 from megatron_lite.analysis.core_use import PROFILED, CoreShortage
 from megatron_lite.analysis.findings.base import Finding
+from megatron_lite.analysis.findings.step_length_rules import doubt_window
 from megatron_lite.analysis.kernels.kernel_results import Role
 from megatron_lite.analysis.memory.memory_results import Held, Snapshot
 from megatron_lite.analysis.rank_facts import RankFacts
@@ -207,6 +208,7 @@ def _list_doubts(facts: Facts, rank: RankFacts) -> list[str]:
     if _find_bound(facts, time) == "communication":
         doubts.append(_describe_missing(facts))
     doubts.append(_doubt_lateness(facts, time))
+    doubts.append(doubt_window(facts))
     doubts.extend(find_contradictions(facts))
     mfu = rank.kernels.mfu or 0.0
     if mfu > 1:
@@ -416,7 +418,8 @@ def _name_collective(facts: Facts, row: CollectiveRow) -> str:
     if kind in POINT_TO_POINT and row.group == "context":
         return "the exchange of split sequences"
     if kind in POINT_TO_POINT:
-        return "another stage"
+        has_stages = "pipeline" in row.group or (facts.plan.layout.pipeline or 1) > 1
+        return "another stage" if has_stages else f"data of another rank ({kind})"
     if kind in ("dispatch", "combine"):
         return f"the exchange of tokens among experts ({kind})"
     if kind != OTHER:

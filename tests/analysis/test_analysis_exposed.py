@@ -18,6 +18,7 @@ from megatron_lite.analysis.ranks.exposed import (
     REST,
     STAGES,
     TENSOR,
+    VALUES,
     WEIGHTS,
     find_purpose,
     is_of_weights,
@@ -47,7 +48,8 @@ def what(kind: str, dtype="Float", group="") -> What:
         (WEIGHTS, what("all_gather", "Byte"), "forward", True),
         (OBJECTS, what("all_gather", "Byte"), "forward", None),
         (OBJECTS, what("all_gather", "unsigned char"), "", False),
-        (OBJECTS, what("all_gather", "Float"), "forward", False),
+        (OBJECTS, what("all_gather", "Long"), "forward", False),
+        (VALUES, what("all_gather", "Float"), "forward", False),
         (OPTIMIZER, what("all_reduce"), "optimizer_step", None),
         (REST, what("broadcast"), "forward", None),
         (REST, what("other"), "", None),
@@ -132,3 +134,46 @@ def test_under_distributed_data_parallel_no_weights_are_gathered(tmp_path):
 
     [one] = found_in(tmp_path, write)
     assert one.code == "exposed-communication"
+
+
+SCATTER = {"name": "_reduce_scatter_base", "kernel": "ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL(x)"}
+
+
+@pytest.mark.parametrize(
+    ("gradients", "gathered", "code", "title"),
+    [
+        (
+            {},
+            2**10,
+            "exposed-communication",
+            "gathers of features",
+        ),  # whole gradients are summed: SyncBatchNorm, metrics
+        (SCATTER, 2**24, "parameter-gather", "weight gathering"),  # ZeRO-1 and on
+    ],
+)
+def test_gathers_beside_whole_sums_of_gradients_are_no_weights(tmp_path, gradients, gathered, code, title):
+    gathers = exchanges(3000, GATHER | {"elements": gathered})
+    found = found_in(tmp_path, on_gpu(before_forward=gathers, reduce="after", collective=gradients))
+    assert [one for one in found if one.code == code and title in one.title], found
+    assert ("parameter-gather" in [one.code for one in found]) == (code == "parameter-gather")
+
+
+@pytest.mark.parametrize(
+    ("group", "words"), [("", "data of another rank"), ("PIPELINE_MODEL_PARALLEL_GROUP", "another stage")]
+)
+def test_sends_are_of_a_stage_only_where_the_group_says_so(tmp_path, group, words):
+    """Ring attention sends keys and values from rank to rank, too."""
+    told = {"backend": "nccl", "rank": 0, "world_size": 2}
+    told["pg_config"] = [{"pg_name": "0", "pg_desc": group, "pg_size": 2, "ranks": [0, 1]}]
+    sends = {"name": "send", "kernel": "ncclDevKernel_SendRecv(x)"}
+    on_gpu(reduce="none", before_forward=exchanges(3000, sends), world_size=2, header={"distributedInfo": told})(
+        tmp_path
+    )
+    report = analyze([tmp_path])
+    assert words in report.verdict.sentence
+
+
+def test_dispatch_of_ascend_is_communication(tmp_path):
+    moe = {"name": None, "kernel": "MoeDistributeDispatch"}
+    [one] = found_in(tmp_path, on_gpu(before_forward=exchanges(3000, moe)))
+    assert one.code == "exposed-experts" and one.cost_ms == pytest.approx(3.0, rel=0.02)

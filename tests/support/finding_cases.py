@@ -649,6 +649,13 @@ CASES = {
         both(on_gpu(before_data=loads(1500)), recorded(num_workers=workers, hardware={"cpus": 16}))
         for workers in (64, 4)
     ),
+    "slow-steps": tuple(
+        recorded(steps=ordinary_steps(ms=lambda at, late=late: late if at % 8 == 7 else 10.0), device="cpu")
+        for late in (90.0, 12.0)
+    ),
+    "slowing-steps": tuple(
+        recorded(steps=ordinary_steps(ms=lambda at, more=more: 10.0 + more * at), device="cpu") for more in (0.5, 0.01)
+    ),
     "unpinned-copies": tuple(on_gpu(copy=copy, copy_stream=COMPUTE_STREAM, copy_us=400) for copy in (PAGEABLE, PINNED)),
     "small-copies": (on_gpu(before_forward=small_copies(64)), on_gpu(before_forward=small_copies(8))),
     "exposed-copies": (on_gpu(copy_stream=COMPUTE_STREAM, copy_us=900), on_gpu(copy_us=900)),

@@ -20,7 +20,7 @@ from megatron_lite.analysis.findings.base import (
 from megatron_lite.analysis.intervals import Integers
 from megatron_lite.analysis.rank_facts import MATTERS, MIN_SHARE_SHOWN, RankFacts, in_ms
 from megatron_lite.analysis.ranks.calls import collective_bytes
-from megatron_lite.analysis.ranks.exposed import GRADIENTS, REST, find_rows_for, is_of_weights
+from megatron_lite.analysis.ranks.exposed import GRADIENTS, REST, find_rows_for, is_of_weights, shows_sharding
 from megatron_lite.analysis.ranks.from_run import find_straggler_by_medians
 from megatron_lite.analysis.ranks.process_groups import is_fully_sharded
 from megatron_lite.analysis.ranks.rank_results import RankComparison, Straggler
@@ -434,7 +434,7 @@ def _measure_shard_traffic(facts: Facts) -> ShardTraffic | None:
     rows = [row for row in ranks.collectives if "data" in row.group or row.group in unnamed]
     # calls of two kinds at once are exposed both, and cost only once
     most_ms = sum(row.exposed_ms for row in ranks.groups if row.group in {one.group for one in rows})
-    sharded = is_fully_sharded(facts.critical.trace) if facts.critical else None
+    sharded = shows_sharding(facts.critical) if facts.critical else None
     gathers = [row for row in rows if row.name == "all_gather" and is_of_weights(row.dtype, sharded)]
     gathers_ms = min(sum(row.exposed_ms for row in gathers), most_ms)
     reductions_ms = sum(row.exposed_ms for row in rows if row.name == "reduce_scatter")
@@ -457,8 +457,8 @@ def find_parameter_gather(facts: Facts) -> Finding | Observation:
     Flags: --use-distributed-optimizer, or --torch-fsdp2-no-reshard-after-forward;
         --num-distributed-optimizer-instances; in Megatron-LM --overlap-param-gather with --overlap-grad-reduce.
     False alarm: the first layer's gather, which cannot overlap; a window whose first step warms up. Gathers of whole
-        numbers and of pickled objects (all_gather_object), and all gathers of a model under DistributedDataParallel,
-        are no weights.
+        numbers and of pickled objects (all_gather_object), and all gathers of a model whose gradients are summed as a
+        whole (DistributedDataParallel), are no weights.
     """
     seen = _measure_shard_traffic(facts)
     if seen is None:

@@ -26,6 +26,7 @@ from megatron_lite.analysis.ranks.exposed import (
     REST,
     STAGES,
     TENSOR,
+    VALUES,
     WEIGHTS,
     Exposed,
 )
@@ -54,6 +55,7 @@ TITLES = {
     STAGES: "sends and receives",
     OPTIMIZER: "communication in the optimizer's step",
     OBJECTS: "gathers of objects",
+    VALUES: "gathers of features, statistics or metrics",
     WEIGHTS: "gathers of weights",
     GRADIENTS: "reduction of gradients",
     REST: "communication",
@@ -71,9 +73,10 @@ REMEDIES = {
     ),
     FORWARD: "reduce fewer, larger tensors, and overlap that with compute (async_op=True)",
     STAGES: (
-        "more micro-batches per step, so that stages wait less; "
-        "overlap sends and receives with compute (batch_isend_irecv)"
+        "overlap sends and receives with compute (batch_isend_irecv); "
+        "between stages of a pipeline also more micro-batches per step"
     ),
+    VALUES: "gather fewer bytes (16 bits, one tensor for many), beside compute (async_op=True), or in fewer steps",
     OBJECTS: "gather tensors instead of pickled objects, once per many steps",
     WEIGHTS: "gather the next layer's weights while one computes (prefetch), or keep them between forward and backward",
     GRADIENTS: "reduce during backward, on a separate stream; send fewer bytes: 16 bits, more micro-batches per step",
@@ -158,7 +161,7 @@ def find_exposed_communication(facts: Facts, one: RankFacts) -> Finding | Observ
     Flags: none.
     False alarm: a trace of one rank: whether it waits for others or for the network cannot be told from it.
     """
-    return _find_exposed(facts, one, (CONTEXT, STAGES, WEIGHTS, GRADIENTS, OBJECTS, REST))
+    return _find_exposed(facts, one, (CONTEXT, STAGES, WEIGHTS, GRADIENTS, OBJECTS, VALUES, REST))
 
 
 def _find_exposed(facts: Facts, one: RankFacts, purposes: Sequence[str]) -> Finding | Observation:

@@ -21,6 +21,7 @@ from megatron_lite.analysis.findings import (
     pipeline_rules,
     product_rules,
     reserved_rules,
+    step_length_rules,
     update_rules,
 )
 from megatron_lite.analysis.findings.base import CheckResult, Evidence, Finding, Observation, Rule, could_not_look, saw
@@ -41,6 +42,7 @@ MODULES = (
     exposed_rules,
     pipeline_rules,
     machine_rules,
+    step_length_rules,
     debug_rules,
     memory_rules,
     reserved_rules,

@@ -1,5 +1,6 @@
 """Communication of one rank that no compute runs beside, by what it is for. Each moment counts once."""
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Container
 from dataclasses import dataclass
@@ -23,11 +24,12 @@ CONTEXT = "context"  # among ranks that split sequences
 FORWARD = "forward"  # a sum in forward of a group without a name
 STAGES = "stages"  # from one rank to another
 OPTIMIZER = "optimizer"  # inside the optimizer's step
-OBJECTS = "objects"  # of pickled Python objects, and of other data that is neither weights nor gradients
+OBJECTS = "objects"  # of pickled Python objects and whole numbers
+VALUES = "values"  # gathers of features, statistics or metrics: ranks hold whole weights
 WEIGHTS = "weights"
 GRADIENTS = "gradients"
 REST = "rest"
-PURPOSES = (EXPERTS, ALL_TO_ALL, TENSOR, CONTEXT, FORWARD, STAGES, WEIGHTS, GRADIENTS, OPTIMIZER, OBJECTS, REST)
+PURPOSES = (EXPERTS, ALL_TO_ALL, TENSOR, CONTEXT, FORWARD, STAGES, WEIGHTS, GRADIENTS, OPTIMIZER, OBJECTS, VALUES, REST)
 
 _OF_GRADIENTS = (Phase.BACKWARD.value, Phase.GRAD_SYNC.value)
 MIN_COMPUTE_SHARE = 0.1  # of all compute that a stream must run to be one that computes
@@ -56,7 +58,7 @@ def measure_exposed(one: RankFacts, world_size: int | None) -> tuple[Exposed, ..
     kept = np.flatnonzero(one.placing.counts[calls.rows]) if len(calls) else np.empty(0, np.int64)
     if not len(kept):
         return ()
-    sharded = is_fully_sharded(one.trace)
+    sharded = shows_sharding(one, calls)
     purposes: dict[str, list[int]] = defaultdict(list)
     for at in kept.tolist():
         purposes[find_purpose(calls.whats[at], calls.phase[at], sharded)].append(at)
@@ -76,7 +78,7 @@ def measure_exposed(one: RankFacts, world_size: int | None) -> tuple[Exposed, ..
 def find_rows_for(one: RankFacts, purposes: Container[str]) -> Integers:
     """Collectives of steady steps that are for one of these purposes, by start."""
     calls = collect_calls(one.trace, one.placing, None)
-    sharded = is_fully_sharded(one.trace)
+    sharded = shows_sharding(one, calls)
     wanted = [find_purpose(what, phase, sharded) in purposes for what, phase in zip(calls.whats, calls.phase)]
     rows: Integers = calls.rows[np.array(wanted, bool)]
     return one.in_steady_steps(rows)
@@ -101,7 +103,9 @@ def find_purpose(what: What, phase: str, sharded: bool | None) -> str:
     if phase == Phase.OPTIMIZER_STEP.value:
         return OPTIMIZER
     if what.kind == "all_gather":
-        return WEIGHTS if is_of_weights(what.dtype, sharded) else OBJECTS
+        if is_of_weights(what.dtype, sharded):
+            return WEIGHTS
+        return OBJECTS if is_of_whole_numbers(what.dtype) else VALUES
     if what.kind in ("all_reduce", "reduce_scatter") and phase in _OF_GRADIENTS:
         return GRADIENTS
     if what.kind == "reduce_scatter":
@@ -112,10 +116,51 @@ def find_purpose(what: What, phase: str, sharded: bool | None) -> str:
 def is_of_weights(dtype: str, sharded: bool | None) -> bool:
     """Can a gather of such numbers be of weights? Whole numbers are none. Bytes are pickled objects, as
     all_gather_object has them, except where weights of several formats are sharded. sharded: None for unknown."""
-    plain = "".join(letter for letter in dtype.lower() if letter.isalnum())
+    plain = _squash(dtype)
     if plain in _WHOLE_NUMBERS or sharded is False:
         return False
     return plain not in _BYTES or bool(sharded)
+
+
+def is_of_whole_numbers(dtype: str) -> bool:
+    """Whether these are whole numbers or bytes, as of pickled objects, counts and labels."""
+    return _squash(dtype) in (*_WHOLE_NUMBERS, *_BYTES)
+
+
+def _squash(dtype: str) -> str:
+    return "".join(letter for letter in dtype.lower() if letter.isalnum())
+
+
+def shows_sharding(one: RankFacts, calls: Calls | None = None) -> bool | None:
+    """Whether ranks shard weights, by the names in the trace, else by what happens to gradients.
+
+    Who shards weights scatters gradients. Where gradients are summed as a whole, and they are as much as what is
+    gathered, each rank holds whole weights, and what it gathers is something else.
+
+    Args:
+        one: the rank.
+        calls: its collectives; None: they are collected here.
+
+    Returns:
+        None where the trace does not say.
+    """
+    named = is_fully_sharded(one.trace)
+    if named is not None:
+        return named
+    calls = collect_calls(one.trace, one.placing, None) if calls is None else calls
+    sums_bytes: dict[str, float] = defaultdict(float)
+    for at in np.flatnonzero(one.placing.counts[calls.rows]).tolist() if len(calls) else ():
+        what = calls.whats[at]
+        is_sum = what.kind == "all_reduce"
+        in_backward = calls.phase[at] in _OF_GRADIENTS
+        if is_sum and not in_backward and calls.phase[at] == Phase.FORWARD.value:
+            return None  # layers are split, and their sums come in backward, too
+        if not is_sum or (in_backward and find_dimension(what.group.description) in ("", "data")):
+            sums_bytes[what.kind] += math.nan if what.num_bytes is None else what.num_bytes
+    if "all_reduce" not in sums_bytes:
+        return None
+    is_whole = "reduce_scatter" not in sums_bytes or sums_bytes["all_reduce"] >= sums_bytes.get("all_gather", 0.0)
+    return False if is_whole else None
 
 
 def _find_shared_streams(one: RankFacts, calls: Calls) -> Flags:
