@@ -210,6 +210,52 @@ EXPERT_GRID = {
     "experts' states, ep2": (STATES + EP + "2 " + SENT + "--global-batch-size 4", 2),
     "experts' states, ep2, zero1": (STATES + EP + "2 " + SENT + ZERO1 + "--global-batch-size 4", 4),
 }
+# latent attention: queries of hidden states or of a latent vector of their own; values narrower than keys, or as wide
+LATENT = (
+    MEDIUM + BYTES + LLAMA + "--multi-latent-attention --kv-lora-rank 128 --qk-head-dim 64 --qk-pos-emb-head-dim 32 "
+)
+NARROW, WIDE = "--v-head-dim 64 --qk-layernorm ", "--v-head-dim 96 --qk-layernorm "
+OWN_QUERIES = "--q-lora-rank 192 "
+DEEPSEEK = (
+    "--num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 128 --moe-shared-expert-intermediate-size 256 "
+    "--moe-layer-freq [0]+[1]*3 --moe-router-score-function sigmoid "
+)
+LATENT_GRID = {
+    "latent, bf16": (LATENT + NARROW + "--bf16", 1),
+    "latent, bf16, latent queries": (LATENT + NARROW + OWN_QUERIES + "--bf16", 1),
+    "latent, fp32, wide values, 2 ranks": (LATENT + WIDE + OWN_QUERIES, 2),
+    "latent, without norms, dropout": (
+        LATENT + "--v-head-dim 64 --bf16 --hidden-dropout 0.1 --attention-dropout 0.1 --normalization LayerNorm",
+        1,
+    ),
+    "latent, unfused": (LATENT + NARROW + UNFUSED + "--bf16", 1),
+    "latent, unfused, wide values": (LATENT + WIDE + UNFUSED + OWN_QUERIES + "--bf16", 1),
+    "latent, documents apart": (LATENT + NARROW + OWN_QUERIES + "--bf16 --reset-attention-mask", 1),
+    "latent, recompute": (LATENT + NARROW + OWN_QUERIES + "--bf16 " + FULL, 1),
+    "latent, heads of 100 channels": (LATENT + NARROW + "--qk-head-dim 68 --bf16", 1),
+    "latent, tp2": (LATENT + NARROW + OWN_QUERIES + "--bf16 " + TP + "2", 2),
+    "latent, tp2, sequence parallel, zero1": (LATENT + NARROW + OWN_QUERIES + "--bf16 " + TP + "2 " + SP + ZERO1, 4),
+    "latent, cp2": (LATENT + NARROW + "--bf16 " + CP + "2", 2),
+    "latent, zero3": (LATENT + NARROW + OWN_QUERIES + "--bf16 " + ZERO3, 4),
+    "latent, pp2": (LATENT + NARROW + OWN_QUERIES + "--bf16 " + PP + "2 --global-batch-size 32", 2),
+    "latent, pp2, zero bubble, last stage": (
+        LATENT + NARROW + OWN_QUERIES + "--bf16 " + PP + "2 " + BUBBLE + "--global-batch-size 32",
+        2,
+        1,
+    ),
+    "latent, experts, ep2": (LATENT + NARROW + OWN_QUERIES + DEEPSEEK + "--bf16 " + EP + "2 " + SENT, 2),
+    "latent, experts, tp2, ep2, zero1": (
+        LATENT + NARROW + OWN_QUERIES + DEEPSEEK + "--bf16 " + TP + "2 " + SP + EP + "2 " + ETP + "1 " + SENT + ZERO1,
+        4,
+    ),
+}
+QUICK_LATENT = (
+    "latent, bf16, latent queries",
+    "latent, unfused, wide values",
+    "latent, recompute",
+    "latent, tp2, sequence parallel, zero1",
+    "latent, experts, ep2",
+)
 QUICK_EXPERTS = (
     "experts, sent, ep2",
     "experts, gathered, ep2",
@@ -248,7 +294,7 @@ class Case:
 
     @cached_property
     def plan(self) -> Plan:
-        words, ranks, *rank = (GRID | EXPERT_GRID)[self.name]
+        words, ranks, *rank = (GRID | EXPERT_GRID | LATENT_GRID)[self.name]
         return plan_for(words, ranks, self.device, *rank)
 
     @cached_property
@@ -284,7 +330,7 @@ class Case:
 
 
 def main(words: list[str]):
-    for name, (flags, *_) in (GRID | EXPERT_GRID).items():
+    for name, (flags, *_) in (GRID | EXPERT_GRID | LATENT_GRID).items():
         if all(word in f"{name} {flags}" for word in words):
             print(Case(name, "cpu" if name in CPU_GRID else "cuda").line(), flush=True)
 

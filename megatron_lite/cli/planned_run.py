@@ -229,9 +229,6 @@ def _plan_launch(launch: Launch, world: World, script: str, gpus: int | None, fp
     if line.args.model.mtp_num_layers:
         unknown = "memory and time of multi-token prediction are not predicted"
         raise UserError(f"--mtp-num-layers: {unknown}; drop it to see those of a GPT with these flags.")
-    if line.args.latent.multi_latent_attention:
-        unknown = "memory and time of latent attention are not predicted"
-        raise UserError(f"--multi-latent-attention: {unknown}; drop it to see those of a GPT with these flags.")
     assumed_args = replace(line.args, data=_assume_data(line.args.data))
     check(replace(line, args=assumed_args), world, RULES_WITHOUT_FILES)
     vocab_size, assumed = planned_vocabulary(line.args.data, line.args.model.padded_vocab_size)

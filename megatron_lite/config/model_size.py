@@ -86,11 +86,11 @@ def count_parameter_parts(shape: ModelShape, stage: Stage | None = None) -> dict
 def count_linear_weights(shape: ModelShape, layer: int) -> tuple[int, int]:
     """Elements of the matrices of one layer's linear layers: (those of attention and of what all tokens pass, those of
     its experts). The router is none of them. layer: counted from 0."""
-    attention = _count_elements(list_attention_matrices(shape))
+    attention = count_attention_weights(shape)
     if not shape.has_experts(layer):
-        return sum(attention) + sum(_list_mlp_matrices(shape)), 0
+        return attention + sum(_list_mlp_matrices(shape)), 0
     # of the shared expert its two matrices, without its gate
-    return sum(attention) + sum(_list_shared_expert_tensors(shape)[:2]), sum(_list_expert_tensors(shape))
+    return attention + sum(_list_shared_expert_tensors(shape)[:2]), sum(_list_expert_tensors(shape))
 
 
 def count_expert_layers(shape: ModelShape, stage: Stage | None = None) -> int:
@@ -180,6 +180,11 @@ def _list_latent_matrices(shape: ModelShape, latent: LatentShape) -> list[tuple[
     matrices.append((shape.num_attention_heads * key_and_value_width, latent.kv_lora_rank))
     matrices.append((hidden, shape.attention_width))
     return matrices
+
+
+def count_attention_weights(shape: ModelShape) -> int:
+    """Elements of the matrices of one layer's attention."""
+    return sum(_count_elements(list_attention_matrices(shape)))
 
 
 def _list_latent_tensors(shape: ModelShape, latent: LatentShape) -> list[int]:
@@ -307,13 +312,9 @@ def _count_map_flops(shape: ModelShape, sequences: int, mlp: int) -> int:
         sequences: Of the shape's length.
         mlp: Rows and columns of the MLP's matrices, or of those that a token passes.
     """
-    if shape.latent is None:
-        attention = (shape.qkv_rows + shape.attention_width) * shape.hidden_size
-    else:
-        attention = sum(_count_elements(_list_latent_matrices(shape, shape.latent)))
-    elements = attention + mlp * shape.hidden_size
+    weights = count_attention_weights(shape) + mlp * shape.hidden_size
     tokens = sequences * shape.seq_length
-    return 2 * tokens * elements
+    return 2 * tokens * weights
 
 
 def _count_expert_width(shape: ModelShape, e: ExpertShape) -> int:
@@ -328,11 +329,16 @@ def _count_expert_width(shape: ModelShape, e: ExpertShape) -> int:
 
 def attention_flops(shape: ModelShape, sequences: int, causal: bool) -> int:
     """Forward of one layer's two products with the matrix of scores; causal: with the half of it that is used."""
+    multiply_adds = sequences * count_scored_width(shape) * shape.seq_length**2
+    return multiply_adds if causal else 2 * multiply_adds
+
+
+def count_scored_width(shape: ModelShape) -> int:
+    """Channels of all heads in the two products with the matrix of scores: those of queries, and those of values."""
     query_width = shape.attention_width
     if shape.latent is not None:
         query_width = shape.num_attention_heads * shape.latent.query_width
-    multiply_adds = sequences * (query_width + shape.attention_width) * shape.seq_length**2
-    return multiply_adds if causal else 2 * multiply_adds
+    return query_width + shape.attention_width
 
 
 def count_output_flops(shape: ModelShape, sequences: int) -> int:

@@ -230,6 +230,11 @@ class ModelShape:
         return self.num_attention_heads * width
 
     @property
+    def kernel_width(self) -> int:
+        """Width of the concatenated heads as an attention kernel gets and gives them."""
+        return self.num_attention_heads * self.kv_channels
+
+    @property
     def fc1_width(self) -> int:
         """Rows of the MLP's first matrix; a gated MLP holds gate and value in one."""
         return self.count_fc1_rows(self.ffn_hidden_size)

@@ -10,7 +10,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 from megatron_lite.config.layout import count_keys
+from megatron_lite.config.model_size import list_attention_matrices
 from megatron_lite.config.plan import Plan
+from megatron_lite.config.shape import LatentShape
 from megatron_lite.cpu_kernels.rules import (
     GELU_BLOCK,
     QUERY_BLOCK,
@@ -92,9 +94,10 @@ def _find_copies(batch: MicroBatch) -> _Copies:
     tokens between them."""
     shape = batch.shape
     heads = shape.num_attention_heads
-    one_bytes = batch.element_bytes * shape.attention_width
+    one_bytes = batch.element_bytes * shape.kernel_width
     grouped = shape.num_query_groups < heads
     between = batch.size > 1 and heads > 1
+    values_between = between and not _widens_values(batch)
     if batch.context > 1:
         # keys and values of whole sequences take the place of this rank's
         return _Copies(False, True, True, 0)
@@ -105,12 +108,12 @@ def _find_copies(batch: MicroBatch) -> _Copies:
         return _Copies(False, repeated, repeated, one_bytes)
     if batch.attention == MATH:
         # all in fp32, queries and keys scaled each
-        values = batch.element_bytes < FP32 or grouped or between
-        return _Copies(True, True, values, FP32 * shape.attention_width)
+        values = batch.element_bytes < FP32 or grouped or values_between
+        return _Copies(True, True, values, FP32 * shape.kernel_width)
     if batch.recomputes_attention:
         return _Copies(False, False, False, 0)
     moved = between and not _makes_own_queries(batch)
-    return _Copies(moved, grouped or moved, grouped or between, one_bytes)
+    return _Copies(moved, grouped or moved, grouped or values_between, one_bytes)
 
 
 def _pads_heads(batch: MicroBatch) -> bool:
@@ -120,13 +123,15 @@ def _pads_heads(batch: MicroBatch) -> bool:
     return batch.shape.kv_channels % FLASH_HEAD_STEP != 0
 
 
-def _rotates(batch: MicroBatch) -> bool:
-    return batch.shape.position_embedding == "rope"
+def _widens_values(batch: MicroBatch) -> bool:
+    """Whether latent attention fills values up to the width of queries, which makes them tensors of their own."""
+    latent = batch.shape.latent
+    return latent is not None and latent.v_head_dim < latent.head_width
 
 
 def _makes_own_queries(batch: MicroBatch) -> bool:
     """Whether queries and keys are results of their own, not views of the projection's."""
-    return _rotates(batch) or batch.shape.qk_layernorm
+    return batch.shape.rotates or batch.shape.qk_layernorm
 
 
 def _count_key_width(batch: MicroBatch) -> int:
@@ -141,6 +146,10 @@ def _keep_until_scores(batch: MicroBatch) -> Held:
     held = Held({NORMS: batch.hidden_norm_bytes, LINEAR_INPUTS: batch.saved_input_bytes})
     held.update(_keep_result(batch))
     held.update(_keep_queries_and_keys(batch, copies))
+    if batch.shape.latent is not None:
+        held.update(_keep_latent_vectors(batch, batch.shape.latent))
+        held.update(_keep_values(batch, copies, batch.shape.latent))
+        return held
     held.update(_keep_query_norms(batch))
     held.update(_keep_projection(batch, copies))
     return held
@@ -151,8 +160,8 @@ def _keep_result(batch: MicroBatch) -> Held:
     shape = batch.shape
     each = batch.element_bytes
     heads = shape.num_attention_heads
-    result_bytes = each * shape.attention_width
-    held = Held({ATTENTION: result_bytes})
+    projected_bytes = each * shape.attention_width
+    held = Held({ATTENTION: projected_bytes})
     copies = batch.fp8 is not None and batch.fp8.copies_attention_result
     if batch.attention != FUSED:
         # which the output projection alone keeps
@@ -160,7 +169,8 @@ def _keep_result(batch: MicroBatch) -> Held:
         return held
     if copies:
         held[LINEAR_INPUTS] += batch.count_fp8_copy(shape.attention_width)
-    held[ATTENTION] += FP32 * heads
+    # the kernel keeps what it gives, of which latent attention's projection takes a part
+    held[ATTENTION] = each * shape.kernel_width + FP32 * heads
     if _pads_heads(batch):
         wider = each * padded(shape.kv_channels, FLASH_HEAD_STEP)
         held.update({QKV: wider * (heads + 2 * shape.num_query_groups), ATTENTION: wider * heads})
@@ -173,7 +183,9 @@ def _keep_result(batch: MicroBatch) -> Held:
     held[SCORES] += mask_bytes * batch.masked_chunk_scores // batch.tokens
     if batch.is_flash and (_makes_own_queries(batch) or batch.context > 1):
         # flash's result, whose heads lie outside, is turned for the projection, or two chunks' put together
-        held[ATTENTION] += result_bytes
+        held[ATTENTION] += projected_bytes
+    elif _widens_values(batch):
+        held[ATTENTION] += projected_bytes
     return held
 
 
@@ -186,13 +198,35 @@ def _keep_queries_and_keys(batch: MicroBatch, copies: _Copies) -> Held:
     if batch.context > 1:
         held[QKV] += 2 * each * keys * batch.context
     if _makes_own_queries(batch):
-        own = ROTARY if _rotates(batch) else QKV
-        held[own] += 0 if copies.queries else each * shape.attention_width
+        own = ROTARY if shape.rotates else QKV
+        held[own] += 0 if copies.queries else each * shape.kernel_width
         held[own] += 0 if copies.keys else each * keys
-    if _rotates(batch) and each < FP32:
+    if shape.rotates and each < FP32:
         # cosines and sines, for queries and for keys, which sequences share
-        held[ROTARY] += 4 * each * int(shape.kv_channels * shape.rotary_percent) // batch.size
+        held[ROTARY] += 4 * each * int(shape.rotary_width * shape.rotary_percent) // batch.size
     return held
+
+
+def _keep_latent_vectors(batch: MicroBatch, latent: LatentShape) -> Held:
+    """What norms keep of the vectors from which queries, keys and values of all heads are made, and these vectors."""
+    held = Held()
+    for width in filter(None, (latent.q_lora_rank, latent.kv_lora_rank)):
+        held[LINEAR_INPUTS] += batch.element_bytes * width - batch.count_fp8_savings(width)
+        held[NORMS] += batch.norm_bytes(width) if batch.shape.qk_layernorm else 0
+    if not (batch.shape.qk_layernorm and batch.copies_of_norms[0]):
+        # beside the vector in one tensor
+        held[QKV] += batch.element_bytes * latent.qk_pos_emb_head_dim
+    return Held({name: number // batch.shares for name, number in held.items()})
+
+
+def _keep_values(batch: MicroBatch, copies: _Copies, latent: LatentShape) -> Held:
+    """What latent attention's kernel takes as values: filled up, or where they lie, between keys."""
+    if copies.values:
+        return Held()
+    width = batch.shape.kernel_width
+    if not _widens_values(batch):
+        width = batch.shape.num_attention_heads * (latent.qk_head_dim + latent.v_head_dim)
+    return Held({QKV: batch.element_bytes * width})
 
 
 def _normalizes_views(batch: MicroBatch) -> bool:
@@ -298,6 +332,11 @@ def _keep_for_weights(batch: MicroBatch, stage: Stage) -> Held:
         return Held()
     shape = batch.shape
     inner = shape.attention_width + shape.ffn_hidden_size + shape.qkv_width + shape.fc1_width
+    if shape.latent is not None:
+        *before, _ = list_attention_matrices(shape)
+        inner += sum(rows for rows, _ in before) - shape.qkv_width
+        # latent vectors
+        inner += sum(columns for _, columns in before if columns != shape.hidden_size)
     return Held({DELAYED: 4 * batch.whole_input_bytes + batch.element_bytes * inner})
 
 
@@ -424,9 +463,14 @@ def _hold_at_projection(batch: MicroBatch) -> Held:
     """What lives at the backward of queries', keys' and values' projection."""
     shape = batch.shape
     gathered = _count_gathered(batch)
-    width = shape.hidden_size + _count_stream(batch) + gathered + gathered // batch.shares + shape.qkv_width
+    heads_width = shape.qkv_width
     kept = Held({NORMS: batch.hidden_norm_bytes, LINEAR_INPUTS: batch.saved_input_bytes})
-    return kept + Held({GRADIENTS: batch.element_bytes * width + batch.count_fp8_gradients(shape.qkv_width)})
+    if shape.latent is not None:
+        kept += _keep_latent_vectors(batch, shape.latent)
+        of_head = shape.latent.query_width + shape.latent.qk_head_dim + shape.latent.v_head_dim
+        heads_width = shape.num_attention_heads * of_head
+    width = shape.hidden_size + _count_stream(batch) + gathered + gathered // batch.shares + heads_width
+    return kept + Held({GRADIENTS: batch.element_bytes * width + batch.count_fp8_gradients(heads_width)})
 
 
 def _find_attention_peaks(batch: MicroBatch) -> Iterator[Held]:
@@ -434,7 +478,7 @@ def _find_attention_peaks(batch: MicroBatch) -> Iterator[Held]:
     shape = batch.shape
     each = batch.element_bytes
     stream = _count_stream(batch)
-    wide = shape.attention_width
+    wide = shape.kernel_width
     keys = _count_key_width(batch)
     kept = _keep_until_scores(replace(batch, recomputes_attention=False))
     probabilities, scores = _measure_scores(batch)
@@ -459,7 +503,7 @@ def _find_written_scores_peaks(batch: MicroBatch, probabilities: int, scores: li
         probabilities: Bytes for each token.
         scores: Bytes for each token of what forward kept, the softmax's first.
     """
-    wide = batch.shape.attention_width
+    wide = batch.shape.kernel_width
     vectors = batch.element_bytes * (_count_stream(batch) + 2 * wide)
     if batch.attends_in_fp32:
         # copies of queries, keys and values, and gradients of queries or of values before they are rounded
@@ -483,7 +527,7 @@ def _measure_fp32_attention(batch: MicroBatch) -> int:
     chunks = 1 if batch.context == 1 else len(batch.chunks)
     keys = shape.num_query_groups * shape.kv_channels
     masks = int(batch.largest_chunk_share * batch.masked_chunk_scores) // batch.tokens
-    return FP32 * (4 * shape.attention_width // chunks + 4 * keys * batch.context + masks)
+    return FP32 * (4 * shape.kernel_width // chunks + 4 * keys * batch.context + masks)
 
 
 def _list_gelu_pieces(batch: MicroBatch) -> list[LedgerRow]:
@@ -908,7 +952,7 @@ def _measure_attention_recomputed_in_fp32(batch: MicroBatch) -> int:
     own = before[NORMS] + before[LINEAR_INPUTS] + before[QKV] + before[ROTARY]
     wide = replace(batch, precision="fp32", attends_in_fp32=False, recomputes_attention=False)
     scores, kept_scores = _measure_scores(wide)
-    converted = FP32 * (batch.shape.attention_width + 2 * batch.shape.num_query_groups * batch.shape.kv_channels)
+    converted = FP32 * (batch.shape.kernel_width + 2 * batch.shape.num_query_groups * batch.shape.kv_channels)
     copied = _keep_until_scores(wide)[QKV]
     return own + converted + copied + scores + sum(kept_scores)
 

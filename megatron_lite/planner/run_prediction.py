@@ -49,7 +49,7 @@ def forecast(plan: Plan, device_name: str | None, room_bytes: int | None) -> For
         room_bytes: Memory of one GPU, or of this machine; None if unknown.
     """
     sharing = 1 if plan.device == "cuda" else plan.world.local_size
-    is_known = plan.args.model.model is None and plan.shape.latent is None and not plan.shape.mtp_num_layers
+    is_known = plan.args.model.model is None and not plan.shape.mtp_num_layers
     if plan.args.training.skip_train or not is_known:
         return Forecast(None, None, room_bytes, sharing)
     processor = match_processor(device_name)

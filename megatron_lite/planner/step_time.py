@@ -27,10 +27,12 @@ from megatron_lite.config.layout import count_keys
 from megatron_lite.config.model_size import (
     FORWARD_AND_BACKWARD,
     attention_flops,
+    count_attention_weights,
     count_expert_layers,
     count_linear_flops,
     count_output_flops,
     count_parameters,
+    count_scored_width,
     list_attention_matrices,
     step_flops,
 )
@@ -342,7 +344,10 @@ class _Work:
         context = self.plan.layout.context
         ranks = f" / {context} ranks" if context > 1 else ""
         squared = f"{count(self.plan.shape.seq_length)}^2{half}"
-        return f"{count(self.sequences)} sequences x 4 x {squared} x {count(self.shape.attention_width)}{ranks}"
+        channels = f"4 x {squared} x {count(self.shape.attention_width)}"
+        if self.shape.latent is not None:
+            channels = f"2 x {squared} x {count(count_scored_width(self.shape))}"
+        return f"{count(self.sequences)} sequences x {channels}{ranks}"
 
     @property
     def score_bytes(self) -> int:
@@ -382,10 +387,9 @@ class _Work:
         load = self.load
         if e is None or load is None:
             return 0
-        columns = shape.qkv_rows + shape.attention_width
-        columns += shape.count_fc1_rows(e.shared_ffn_hidden_size) + e.shared_ffn_hidden_size
+        shared = shape.count_fc1_rows(e.shared_ffn_hidden_size) + e.shared_ffn_hidden_size
         routed = self.expert_rows * (shape.count_fc1_rows(e.ffn_hidden_size) + e.ffn_hidden_size)
-        return int(2 * self.tokens * shape.hidden_size * (columns + routed))
+        return int(2 * self.tokens * (count_attention_weights(shape) + shape.hidden_size * (shared + routed)))
 
     @cached_property
     def fp8_flops(self) -> int:

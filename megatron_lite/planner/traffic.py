@@ -11,9 +11,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron_lite.config.layout import Layout, Sharding
-from megatron_lite.config.model_size import count_expert_layers, count_matrix_parameters, count_parameter_parts
+from megatron_lite.config.model_size import (
+    count_expert_layers,
+    count_matrix_parameters,
+    count_parameter_parts,
+    list_attention_matrices,
+)
 from megatron_lite.config.plan import Plan
-from megatron_lite.config.shape import ModelShape
+from megatron_lite.config.shape import LatentShape, ModelShape
 from megatron_lite.config.world import World
 from megatron_lite.formats.hardware import Processor
 from megatron_lite.planner.expert_load import count_recomputed_experts, plan_expert_load
@@ -223,7 +228,8 @@ def _split_layers(plan: Plan) -> Iterator[Exchange]:
     sums = REDUCE
     if plan.layout.sequence_parallel:
         sums = SCATTER
-        gathers = 2 * (layers + again) - unsplit - unsplit_again
+        of_attention = layers + again if shape.latent is None else 0
+        gathers = of_attention + layers + again - unsplit - unsplit_again
         backward = 2 * layers - unsplit
         yield from _gather_hidden(plan, "hidden states, forward", num_bytes, passes * gathers, passes * outputs)
         yield from _gather_hidden(plan, "their gradients, backward", num_bytes, passes * backward, passes * embeddings)
@@ -231,13 +237,52 @@ def _split_layers(plan: Plan) -> Iterator[Exchange]:
     # the sum behind attention is never the last
     forward -= unsplit_again * (sums_again - 1)
     yield Exchange(TENSOR, sums, "hidden states, forward", num_bytes, passes * forward)
-    products = [(shape.qkv_rows, layers), (shape.fc1_width, layers - with_experts)]
+    products = [(shape.fc1_width, layers - with_experts)]
+    if shape.latent is None:
+        products.insert(0, (shape.qkv_rows, layers))
+    else:
+        yield from _spread_latent_vectors(plan, shape.latent, passes * layers, passes * again)
     products.append((shape.count_fc1_rows(shared_width), with_experts if shared_width else 0))
     for rows, times in products:
         yield from _sum_input_gradients(plan, rows, passes * times, num_bytes, len(plan.fp8_layers) > 0)
     yield from _sum_input_gradients(plan, shape.padded_vocab_size, passes * outputs, num_bytes, False)
     if shape.query_group_ranks > 1:
         yield from _gather_query_groups(plan, passes * layers, passes * again)
+
+
+def _spread_latent_vectors(plan: Plan, latent: LatentShape, layers: int, again: int) -> Iterator[Exchange]:
+    """What ranks, which have some of the heads each, exchange of the vectors from which all heads' queries, keys and
+    values are made, and of the part of keys that heads share.
+
+    Args:
+        latent: Widths of the vectors.
+        layers: In a step.
+        again: Those that are recomputed.
+    """
+    shape = plan.rank_shape
+    hidden_bytes = compute_hidden_bytes(shape, plan.args.training.micro_batch_size, plan.precision)
+    keys_bytes = hidden_bytes * latent.qk_pos_emb_head_dim // shape.hidden_size
+    # each rank has those up to its heads, and all of those down to the vectors
+    *queries, down, up, _ = list_attention_matrices(shape)
+    ups = [queries[-1], up]
+    downs = [*queries[:-1], down]
+    shares_tokens = plan.layout.sequence_parallel
+    for rows, columns in ups:
+        num_bytes = hidden_bytes * columns // shape.hidden_size
+        if shares_tokens:
+            what = "what queries, keys and values are made from"
+            gathered = _narrow(plan, num_bytes) if plan.fp8_layers else num_bytes
+            yield Exchange(TENSOR, GATHER, what, gathered, layers + again)
+        yield from _sum_input_gradients(plan, rows, layers, num_bytes, len(plan.fp8_layers) > 0, columns)
+    if shares_tokens:
+        yield Exchange(TENSOR, GATHER, "keys that heads share", keys_bytes, layers + again)
+        # each rank's gradients are of its own tokens
+        weights = sum(rows * columns for rows, columns in downs)
+        ranks = plan.sharding.ranks if plan.sharding else 1
+        each = gradient_bytes(plan.precision, plan.fp32_gradients or ranks > 1)
+        num_bytes = weights * len(plan.stage.layers) * each // ranks
+        yield Exchange(TENSOR, REDUCE, "gradients of projections to latent vectors", num_bytes, 1)
+    yield Exchange(TENSOR, SCATTER if shares_tokens else REDUCE, "gradients of shared keys", keys_bytes, layers)
 
 
 def _gather_hidden(plan: Plan, what: str, num_bytes: int, of_layers: int, of_ends: int) -> Iterator[Exchange]:
@@ -263,7 +308,9 @@ def _narrow(plan: Plan, num_bytes: int) -> int:
     return num_bytes * (2 * layers - len(plan.fp8_layers)) // (2 * layers)
 
 
-def _sum_input_gradients(plan: Plan, rows: int, times: int, num_bytes: int, some_in_fp8: bool) -> Iterator[Exchange]:
+def _sum_input_gradients(
+    plan: Plan, rows: int, times: int, num_bytes: int, some_in_fp8: bool, columns: int | None = None
+) -> Iterator[Exchange]:
     """The gradient of the input of linear layers, which tensor parallel ranks add up while they compute that of the weight.
 
     Args:
@@ -271,11 +318,12 @@ def _sum_input_gradients(plan: Plan, rows: int, times: int, num_bytes: int, some
         times: Such layers in a step.
         num_bytes: Of the input.
         some_in_fp8: Whether some of these layers multiply in fp8.
+        columns: Of the layer's weight; None: the width of hidden states.
     """
     # a mixture's products are taken as if all were slow and hid most: this is a bound
     in_fp8 = some_in_fp8 and len(plan.fp8_layers) == len(plan.stage.layers)
     tokens = plan.args.training.micro_batch_size * plan.rank_shape.seq_length
-    product = 2 * tokens * plan.shape.hidden_size * rows
+    product = 2 * tokens * (columns or plan.shape.hidden_size) * rows
     sums = REDUCE
     if plan.layout.sequence_parallel:
         sums = SCATTER

@@ -11,9 +11,11 @@ from support.paths import REPO
 
 from megatron_lite.cli.main import main
 from megatron_lite.cli.plan import _parser
+from megatron_lite.cli.planned_run import planned_run
 from megatron_lite.config.args import Args
 from megatron_lite.config.flags import list_flags, read_flags
 from megatron_lite.config.world import World
+from megatron_lite.planner.memory import predict_memory
 
 OUR_SCRIPT = str(REPO / "examples/gpt3/train_gpt3_857m_distributed.sh")
 FILES = ["CKPT", "TB", "no/VOCAB", "no/MERGES", "no/DATA"]
@@ -296,6 +298,7 @@ def test_the_whole_command_imports_neither_torch_nor_numpy():
     subprocess.run([sys.executable, "-c", code, *words], check=True, cwd=REPO, stdout=subprocess.DEVNULL)
 
 
-def test_latent_attention_is_not_predicted_as_if_it_were_another(capsys):
-    (line,) = refused(capsys, *argv("--multi-latent-attention"))
-    assert line.startswith("error: --multi-latent-attention: memory and time of latent attention are not predicted")
+def test_latent_attention_is_predicted_by_its_own_widths():
+    narrow, wide = (planned_run(argv(f"--multi-latent-attention --v-head-dim {width}"), 1).plan for width in (64, 128))
+    assert narrow.shape.latent is not None and narrow.shape.attention_width * 2 == wide.shape.attention_width
+    assert predict_memory(narrow).peak.num_bytes < predict_memory(wide).peak.num_bytes
