@@ -37,7 +37,10 @@ from megatron_lite.units import significant, size
 
 # --- steps, rates and peaks of two runs beside each other, the phases of runs without traces, and the first line
 
-STEP, TRACED_STEP, PEAK = "step", "traced step", "peak memory"
+STEP = "step"
+TRACED_STEP = "traced step"
+PEAK = "peak memory"
+Loads = tuple[CoreShortage | None, CoreShortage | None]  # the shortage of cores in compared steps of A and of B
 
 
 def pair_totals(a: Facts, b: Facts) -> list[Total]:
@@ -46,7 +49,7 @@ def pair_totals(a: Facts, b: Facts) -> list[Total]:
 
 
 def _pair_ordinary_steps(a: Facts, b: Facts) -> list[Total]:
-    """Pair the media typical step of two runs, and their rates; [] where one has no run folder or no typical step."""
+    """Pair the median typical step of two runs, and their rates; [] where one has no run folder or no typical step."""
     if a.run is None or b.run is None:
         return []
     steps_a_ms = a.run.training_ms[a.run.ordinary]
@@ -55,14 +58,27 @@ def _pair_ordinary_steps(a: Facts, b: Facts) -> list[Total]:
         return []
     loads = (find_load(a, ORDINARY), find_load(b, ORDINARY))
     of = f"steps.jsonl, {len(steps_a_ms)} and {len(steps_b_ms)} typical steps"
-    totals = [Total(STEP, "ms", of, widen_band(paired_samples(steps_a_ms, steps_b_ms), loads))]
+    step = widen_band(paired_samples(steps_a_ms, steps_b_ms), loads)
+    totals = [Total(STEP, "ms", of, step)]
     # rates are of all ordinary time, as a report has them; they vary as one over the step does
-    relative_band = compute_noise_band(steps_a_ms.mean() / steps_a_ms, steps_b_ms.mean() / steps_b_ms)
+    relative_a = steps_a_ms.mean() / steps_a_ms
+    relative_b = steps_b_ms.mean() / steps_b_ms
+    relative_band = compute_noise_band(relative_a, relative_b)
 
-    def add_rate(name: str, unit: str, rate_a: float | None, rate_b: float | None) -> None:
-        if rate_a is not None and rate_b is not None:
-            band = None if relative_band is None else relative_band * max(rate_a, rate_b)
-            totals.append(Total(name, unit, of, widen_rate(paired(rate_a, rate_b, band), loads)))
+    def add_rate(
+        name: str,
+        unit: str,
+        rate_a: float | None,
+        rate_b: float | None,
+    ) -> None:
+        """Add the pair of a rate that both runs have."""
+        if rate_a is None or rate_b is None:
+            return
+        band = None
+        if relative_band is not None:
+            band = relative_band * max(rate_a, rate_b)
+        rate = widen_rate(paired(rate_a, rate_b, band), loads)
+        totals.append(Total(name, unit, of, rate))
 
     add_rate("tokens per second", "tokens/s", a.run.tokens_per_second, b.run.tokens_per_second)
     add_rate("MFU, causal attention", "%", _in_percent(a.run.mfu_causal), _in_percent(b.run.mfu_causal))
@@ -78,33 +94,47 @@ def _pair_traced_steps(a: Facts, b: Facts) -> list[Total]:
     """Pair the mean steady step of the critical ranks' traces, as their rows sum to it; [] without two such traces."""
     if a.critical is None or b.critical is None:
         return []
-    steps_a_ms = [step.ms for step in a.critical.time.steady_steps]
-    steps_b_ms = [step.ms for step in b.critical.time.steady_steps]
+    time_a = a.critical.time
+    time_b = b.critical.time
+    steps_a_ms = [step.ms for step in time_a.steady_steps]
+    steps_b_ms = [step.ms for step in time_b.steady_steps]
     if not steps_a_ms or not steps_b_ms:
         return []
     of = f"traces, {len(steps_a_ms)} and {len(steps_b_ms)} steady steps"
     band = compute_noise_band(steps_a_ms, steps_b_ms)
-    pair = paired(a.critical.time.step_ms, b.critical.time.step_ms, band)
-    return [Total(TRACED_STEP, "ms", of, widen_band(pair, (find_load(a, PROFILED), find_load(b, PROFILED))))]
+    pair = paired(time_a.step_ms, time_b.step_ms, band)
+    loads = (find_load(a, PROFILED), find_load(b, PROFILED))
+    return [Total(TRACED_STEP, "ms", of, widen_band(pair, loads))]
 
 
 def _pair_peaks(a: Facts, b: Facts) -> list[Total]:
     """Pair the most that tensors took: of snapshots, else as the GPU's allocator counted in each step; bytes."""
-    of_snapshots = [facts.highest_snapshot.peak_bytes for facts in (a, b) if facts.highest_snapshot]
-    if len(of_snapshots) == 2 and all(of_snapshots):
-        return [Total(PEAK, "bytes", "memory snapshots", exact(*of_snapshots))]
-    of_runs = []
-    for facts in (a, b):
-        if facts.run:
-            peaks = facts.run.peak_memory_bytes
-            of_runs.append(float(peaks.max(initial=0.0, where=peaks > 0)))
-    if len(of_runs) == 2 and all(of_runs):
-        return [Total(PEAK, "bytes", "steps.jsonl", exact(*of_runs))]
+    for source, measure in (("memory snapshots", _measure_snapshot_peak), ("steps.jsonl", _measure_run_peak)):
+        peak_a = measure(a)
+        peak_b = measure(b)
+        if peak_a and peak_b:
+            return [Total(PEAK, "bytes", source, exact(peak_a, peak_b))]
     return []
 
 
+def _measure_snapshot_peak(facts: Facts) -> float | None:
+    """Bytes at the highest peak of the snapshots; None without one."""
+    return facts.highest_snapshot.peak_bytes if facts.highest_snapshot else None
+
+
+def _measure_run_peak(facts: Facts) -> float | None:
+    """Bytes at the peak of the steps, 0 where the allocator did not count; None without a run folder."""
+    if facts.run is None:
+        return None
+    peaks = facts.run.peak_memory_bytes
+    # NaN, of a step that does not say, is not above 0
+    return float(peaks.max(initial=0.0, where=peaks > 0))
+
+
 def pair_phases_of_runs(
-    a: Run, b: Run, loads: tuple[CoreShortage | None, CoreShortage | None] = (None, None)
+    a: Run,
+    b: Run,
+    loads: Loads = (None, None),
 ) -> tuple[PhasePair, ...]:
     """Pair the phases of two runs by their medians over typical steps.
 
@@ -115,19 +145,22 @@ def pair_phases_of_runs(
     Returns:
         Each phase on the host and, where there is a GPU, as its stream passed through it.
     """
+    has_gpu = bool(a.gpu_phases_ms or b.gpu_phases_ms)
     found = []
     for name in dict.fromkeys((*a.phases_ms, *b.phases_ms)):
-        on_host = paired_samples(_of_ordinary(a, a.phases_ms.get(name)), _of_ordinary(b, b.phases_ms.get(name)))
+        host_a_ms = _take_typical(a, a.phases_ms.get(name))
+        host_b_ms = _take_typical(b, b.phases_ms.get(name))
+        on_host = paired_samples(host_a_ms, host_b_ms)
         on_device = None
-        if a.gpu_phases_ms or b.gpu_phases_ms:
-            device_a_ms = _of_ordinary(a, a.gpu_phases_ms.get(name))
-            device_b_ms = _of_ordinary(b, b.gpu_phases_ms.get(name))
+        if has_gpu:
+            device_a_ms = _take_typical(a, a.gpu_phases_ms.get(name))
+            device_b_ms = _take_typical(b, b.gpu_phases_ms.get(name))
             on_device = paired_samples(device_a_ms, device_b_ms)
         found.append(PhasePair(name, widen_band(on_host, loads), on_device))
     return tuple(found)
 
 
-def _of_ordinary(run: Run, values: Numbers | None) -> Numbers:
+def _take_typical(run: Run, values: Numbers | None) -> Numbers:
     """A column's values in typical steps; none of a phase that the run has not."""
     return np.array([]) if values is None else values[run.ordinary]
 
@@ -140,9 +173,13 @@ MOSTLY_COMPUTE = 0.5  # of the step's difference: then phases say more than the 
 
 
 def build_sentence(totals: Sequence[Total], rows: dict[str, Pair], phases: Sequence[PhasePair]) -> str:
-    """'B takes 43% less time per step (185 -> 106 ms): backward -50 ms, forward -28 ms; peak memory is 20% less (...)'.
+    """Write the first line of a comparison.
 
-    rows, phases: of the same steps as the first of `totals` that is a step.
+    'B takes 43% less time per step (185 -> 106 ms): backward -50 ms, forward -28 ms; peak memory is 20% less (...)'.
+
+    Args:
+        totals: the figures of the whole runs.
+        rows, phases: of the same steps as the first of `totals` that is a step.
     """
     by_name = {total.name: total.pair for total in totals}
     parts = []
@@ -155,65 +192,99 @@ def build_sentence(totals: Sequence[Total], rows: dict[str, Pair], phases: Seque
     return "; ".join(parts)
 
 
-def _describe_step(step: Pair, rows: dict[str, Pair], phases: Sequence[PhasePair]) -> str:
-    """Write how B's step differs from A's, and why.
-
-    Args:
-        step: the step of both, ms.
-        rows, phases: what the same steps consist of.
-    """
+def _describe_step(
+    step: Pair,  # ms
+    rows: dict[str, Pair],  # what the same steps consist of
+    phases: Sequence[PhasePair],
+) -> str:
+    """Write how B's step differs from A's, and why."""
     numbers = f"{_format_ms(step.a)} -> {_format_ms(step.b)} ms"
     noise = "too few steps" if step.band is None else f"noise {_format_ms(step.band)} ms"
     if step.change is Change.SAME:
         return f"B's steps take as long as A's ({numbers}, {noise})"
     if step.change is Change.UNCLEAR:
         return f"it is unclear whether B's steps take longer ({numbers}, {noise})"
-    reasons = _describe_reasons(step.change, step.difference or 0.0, rows, phases)
-    return f"B takes {abs((step.ratio or 0.0) - 1):.0%} {step.change} time per step ({numbers}){reasons}"
+    reasons = _describe_reasons(step, rows, phases)
+    return f"B takes {_format_change(step)} time per step ({numbers}){reasons}"
+
+
+def _format_change(pair: Pair) -> str:
+    """Write by how much B is more or less than A: '43% less'."""
+    relative = (pair.ratio or 0.0) - 1
+    return f"{abs(relative):.0%} {pair.change}"
 
 
 def _describe_peak(peak: Pair) -> str:
     """Write how B's peak memory differs from A's."""
     if peak.change is Change.SAME:
         return f"peak memory is the same ({size(peak.b or 0.0)})"
-    by = f"{abs((peak.ratio or 0.0) - 1):.0%} {peak.change}"
-    return f"peak memory is {by} ({size(peak.a or 0.0)} -> {size(peak.b or 0.0)})"
+    return f"peak memory is {_format_change(peak)} ({size(peak.a or 0.0)} -> {size(peak.b or 0.0)})"
 
 
-def _find_loads(a: Facts, b: Facts, totals: Sequence[Total]) -> dict[str, CoreShortage]:
+def _find_loads(
+    a: Facts,
+    b: Facts,
+    totals: Sequence[Total],
+) -> dict[str, CoreShortage]:
     """By run, "A" and "B", the shortage of cores in the steps whose times are compared."""
     names = {total.name for total in totals}
-    kinds = [kind for name, kind in ((STEP, ORDINARY), (TRACED_STEP, PROFILED)) if name in names]
+    kinds = []
+    if STEP in names:
+        kinds.append(ORDINARY)
+    if TRACED_STEP in names:
+        kinds.append(PROFILED)
     found = {}
     for name, facts in (("A", a), ("B", b)):
-        loads = [load for kind in kinds if (load := find_load(facts, kind))]
-        if loads:
-            found[name] = loads[0]
+        loads = [find_load(facts, kind) for kind in kinds]
+        known = [load for load in loads if load is not None]
+        if known:
+            found[name] = known[0]
     return found
 
 
-def _describe_reasons(change: Change, whole_ms: float, rows: dict[str, Pair], phases: Sequence[PhasePair]) -> str:
-    """Phases where computing changed; else the rows, which name the other reasons."""
-    compute = rows.get("compute")
-    computing = compute is not None and (compute.difference or 0.0) / whole_ms >= MOSTLY_COMPUTE
-    if rows and not computing:
-        parts = {ROW_TITLES[name]: pair for name, pair in rows.items()}
-    else:
-        parts = {}
-        for phase in phases:
-            on_device = phase.device and phase.device.difference is not None
-            parts[phase.name] = phase.device if phase.device and on_device else phase.host
-    # a phase that takes longer explains no shorter step
-    told = {name: pair.difference for name, pair in parts.items() if pair.change is change and pair.difference}
-    large = [(abs(ms), ms, name) for name, ms in told.items() if abs(ms) >= MIN_SHARE * abs(whole_ms)]
-    named = [
-        f"{name} {'+' if ms > 0 else '-'}{_format_ms(by)} ms"
-        for by, ms, name in sorted(large, key=lambda one: -one[0])[:MAX_NAMED]
-    ]
+def _describe_reasons(
+    step: Pair,
+    rows: dict[str, Pair],
+    phases: Sequence[PhasePair],
+) -> str:
+    """Name phases where computing changed; else the rows, which name the other reasons."""
+    whole_ms = step.difference or 0.0
+    parts = _list_parts(whole_ms, rows, phases)
+    large = []
+    for name, pair in parts.items():
+        ms = pair.difference
+        # a phase that takes longer explains no shorter step
+        if ms and pair.change is step.change and abs(ms) >= MIN_SHARE * abs(whole_ms):
+            large.append((name, ms))
+    large.sort(key=lambda part: -abs(part[1]))
+    named = []
+    for name, ms in large[:MAX_NAMED]:
+        sign = "+" if ms > 0 else "-"
+        named.append(f"{name} {sign}{_format_ms(abs(ms))} ms")
     return f": {', '.join(named)}" if named else ""
 
 
+def _list_parts(
+    whole_ms: float,  # by which the steps differ
+    rows: dict[str, Pair],
+    phases: Sequence[PhasePair],
+) -> dict[str, Pair]:
+    """What the step consists of, by name: its phases where most of the difference is computing, else its rows."""
+    compute_ms = 0.0
+    if "compute" in rows:
+        compute_ms = rows["compute"].difference or 0.0
+    if rows and compute_ms / whole_ms < MOSTLY_COMPUTE:
+        return {ROW_TITLES[name]: pair for name, pair in rows.items()}
+    parts = {}
+    for phase in phases:
+        parts[phase.name] = phase.host
+        if phase.device and phase.device.difference is not None:
+            parts[phase.name] = phase.device
+    return parts
+
+
 def _format_ms(value: float | None) -> str:
+    """Write milliseconds: whole from 100 on, else with the digits that matter."""
     return f"{value:,.0f}" if value and value >= 100 else significant(value or 0.0)
 
 
@@ -225,8 +296,8 @@ MAX_STEPS = 10  # steady steps that are looked at one by one; evenly chosen of m
 
 @dataclass(frozen=True)
 class Work:
-    """One purpose: kernels are matched by what they are for, since names change with precision,
-    shapes and libraries."""
+    """The work for one purpose: kernels are matched by what they are for, since names change with precision, shapes
+    and libraries."""
 
     role: str
     ms: list[float]  # of each steady step
@@ -236,7 +307,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Side:
-    """One run's critical rank."""
+    """The critical rank of a run."""
 
     time: RankTime  # of all steady steps together
     steps: list[RankTime]  # of single ones: how much every number varies
@@ -246,16 +317,30 @@ class Side:
 
 
 def build_side(one: RankFacts) -> Side:
-    """The rank's steps one by one; as many times the work of `rank_time` as there are."""
+    """Measure the rank's steps one by one; as many times the work of `rank_time` as there are."""
     placing = one.placing
-    steady = [at for at, step in enumerate(placing.steps) if step.steady]
-    chosen = [steady[len(steady) * at // MAX_STEPS] for at in range(MAX_STEPS)] if len(steady) > MAX_STEPS else steady
     times = []
-    for at in chosen:
-        alone = tuple(replace(step, steady=number == at) for number, step in enumerate(placing.steps))
-        times.append(rank_time(one.trace, replace(placing, steps=alone)))
-    roles = {str(role): ms for role, ms in one.kernels.roles.items()}
-    return Side(one.time, times, *_measure_work(one), roles)
+    for at in _choose_steps(one):
+        alone = [replace(step, steady=number == at) for number, step in enumerate(placing.steps)]
+        of_step = replace(placing, steps=tuple(alone))
+        times.append(rank_time(one.trace, of_step))
+    work, role_steps = _measure_work(one)
+    return Side(
+        time=one.time,
+        steps=times,
+        work=work,
+        role_steps=role_steps,
+        roles={str(role): ms for role, ms in one.kernels.roles.items()},
+    )
+
+
+def _choose_steps(one: RankFacts) -> list[int]:
+    """Indices of the steady steps, or of MAX_STEPS evenly chosen ones."""
+    steady = [at for at, step in enumerate(one.placing.steps) if step.steady]
+    count = len(steady)
+    if count <= MAX_STEPS:
+        return steady
+    return [steady[count * at // MAX_STEPS] for at in range(MAX_STEPS)]
 
 
 def _measure_work(one: RankFacts) -> tuple[dict[tuple[str, str], Work], dict[str, Numbers]]:
@@ -268,17 +353,26 @@ def _measure_work(one: RankFacts) -> tuple[dict[tuple[str, str], Work], dict[str
     chosen = Selection(one.trace, one.placing)
     if not chosen.steps:
         return {}, {}
-    on_gpu = one.time.on_gpu
-    rows = chosen.device if on_gpu else np.concatenate([chosen.operators, chosen.spans])
-    ms = (chosen.ms if on_gpu else own_ms(chosen))[rows] * chosen.steps
-    step = (np.cumsum([step.steady for step in one.placing.steps]) - 1)[one.placing.step[rows]]
-    pieces = _Pieces(rows, ms, step, chosen.steps)
+    if one.time.on_gpu:
+        rows = chosen.device
+        ms_per_step = chosen.ms
+    else:
+        rows = np.concatenate([chosen.operators, chosen.spans])
+        ms_per_step = own_ms(chosen)
+    is_steady = [step.steady for step in one.placing.steps]
+    number_of_step = np.cumsum(is_steady) - 1
+    pieces = _Pieces(
+        rows=rows,
+        ms=ms_per_step[rows] * chosen.steps,
+        step=number_of_step[one.placing.step[rows]],
+        steps=chosen.steps,
+    )
     return _group_by_operator(one, pieces), _sum_by_role(one, pieces)
 
 
 @dataclass(frozen=True)
 class _Pieces:
-    """p pieces of work in the steady steps."""
+    """Work in the steady steps, in p pieces."""
 
     rows: Integers  # [p], the trace's events
     ms: Numbers  # [p]
@@ -286,70 +380,88 @@ class _Pieces:
     steps: int  # how many steady steps there are
 
     def sum_by_step(self, group: Integers, groups: int) -> Numbers:
-        """float64 [groups, steps]: ms of the pieces of each group in each step. group: [p]."""
+        """Sum the ms of the pieces of each group in each step: float64 [groups, steps].
+
+        Args:
+            group: int [p], the group of each piece.
+            groups: how many there are.
+        """
         ms = np.zeros((groups, self.steps))
         np.add.at(ms, (group, self.step), self.ms)
         return ms
 
 
 def _sum_by_role(one: RankFacts, pieces: _Pieces) -> dict[str, Numbers]:
-    """{role: ms of each steady step}"""
-    by_name, group = np.unique(one.trace.events.name[pieces.rows].astype(np.int64), return_inverse=True)
-    role_of = {row.name: str(row.role) for row in (one.kernels.rows if one.time.on_gpu else one.kernels.operators)}
+    """Sum the time of each role, ms of each steady step."""
+    codes = one.trace.events.name[pieces.rows]
+    distinct, group = np.unique(codes, return_inverse=True)
+    ms_by_step = pieces.sum_by_step(group, len(distinct))
+    rows = one.kernels.rows if one.time.on_gpu else one.kernels.operators
+    role_of = {row.name: str(row.role) for row in rows}
     roles: dict[str, Numbers] = {}
-    for name, ms_by_step in zip(by_name.tolist(), pieces.sum_by_step(group, len(by_name))):
+    for name, ms in zip(distinct.tolist(), ms_by_step):
         role = role_of.get(one.trace.names[name], "")
-        roles[role] = roles.get(role, 0.0) + ms_by_step
+        roles[role] = roles.get(role, 0.0) + ms
     return roles
 
 
 def _group_by_operator(one: RankFacts, pieces: _Pieces) -> dict[tuple[str, str], Work]:
-    """{(operator, phase): its work}; on a GPU what no operator launched stands under its own name."""
+    """Group work by operator and phase; on a GPU what no operator launched stands under its own name."""
     on_gpu = one.time.on_gpu
-    get_role = get_kernel_role if on_gpu else get_operator_role
     names = one.trace.names
-    all_names = one.trace.events.name.astype(np.int64)
-    own_name = all_names[pieces.rows]
-    operator = one.placing.operator[pieces.rows] if on_gpu else pieces.rows
-    operator_name = np.where(operator >= 0, all_names[operator], own_name)
+    get_role = get_kernel_role if on_gpu else get_operator_role
+    own_code = one.trace.events.name[pieces.rows].astype(np.int64)
+    operator_code = own_code
+    if on_gpu:
+        operator = one.placing.operator[pieces.rows]
+        code_of_operator = one.trace.events.name[operator]
+        operator_code = np.where(operator >= 0, code_of_operator, own_code)
     # 0 is for work outside of all phases
     phases = ("", *one.placing.phases)
-    phase_number = one.placing.phase[pieces.rows] + 1
-    keys, group = np.unique(operator_name * len(phases) + phase_number, return_inverse=True)
+    phase = one.placing.phase[pieces.rows] + 1
+    # an operator and a phase make one number
+    key_of_piece = operator_code * len(phases) + phase
+    keys, group = np.unique(key_of_piece, return_inverse=True)
     ms_by_step = pieces.sum_by_step(group, len(keys))
-    per_step = np.bincount(group, minlength=len(keys)) / pieces.steps
-    codes_of_group = _sort_names(group, own_name, pieces.ms)
+    calls = np.bincount(group, minlength=len(keys))
+    codes_of_group = _sort_names(group, own_code, pieces.ms)
     work = {}
     for at, key in enumerate(keys.tolist()):
-        operator_code, phase_at = divmod(key, len(phases))
-        own_names = [names[code] for code in codes_of_group[at]]
-        kernels = dict.fromkeys(short_name(name) for name in own_names[:MAX_NAMES]) if on_gpu else ()
-        name = names[operator_code]
-        if not name.startswith("aten::"):
-            # 'autograd::engine::evaluate_function: X' and long C++ names as people call them
-            name = short_name(name)
-        role = str(get_role(own_names[0]))
-        work[name, phases[phase_at]] = Work(role, ms_by_step[at].tolist(), float(per_step[at]), tuple(kernels))
+        code, phase_number = divmod(key, len(phases))
+        own_names = [names[own] for own in codes_of_group[at]]
+        kernels = [short_name(name) for name in own_names[:MAX_NAMES]] if on_gpu else []
+        operator_name = _shorten_operator(names[code])
+        work[operator_name, phases[phase_number]] = Work(
+            role=str(get_role(own_names[0])),
+            ms=ms_by_step[at].tolist(),
+            per_step=float(calls[at] / pieces.steps),
+            names=tuple(dict.fromkeys(kernels)),
+        )
     return work
 
 
-def _sort_names(group: Integers, name: Integers, ms: Numbers) -> dict[int, list[int]]:
-    """Sort the names of each group's pieces by their time.
+def _shorten_operator(name: str) -> str:
+    """The name of an operator as people call it, not 'autograd::engine::evaluate_function: X' or long C++ names."""
+    return name if name.startswith("aten::") else short_name(name)
 
-    Args:
-        group: [p], the group of each piece.
-        name: [p], the code of its name.
-        ms: [p], its time.
+
+def _sort_names(
+    group: Integers,  # [p], of each piece
+    name: Integers,  # [p], the code of its name
+    ms: Numbers,  # [p]
+) -> dict[int, list[int]]:
+    """Sort the names of each group's pieces by their time.
 
     Returns:
         The codes of each group's names, the one of the longest time first.
     """
-    pairs, where = np.unique(np.stack([group, name]), axis=1, return_inverse=True)
-    total_ms = np.bincount(where.ravel(), ms, pairs.shape[1])
+    columns = np.stack([group, name])
+    pairs, which = np.unique(columns, axis=1, return_inverse=True)
+    total_ms = np.bincount(which.ravel(), ms, pairs.shape[1])
     longest_first = np.argsort(-total_ms, kind="stable")
     codes: dict[int, list[int]] = {}
-    for at, code in pairs[:, longest_first].T.tolist():
-        codes.setdefault(at, []).append(code)
+    for of_group, code in pairs[:, longest_first].T.tolist():
+        codes.setdefault(of_group, []).append(code)
     return codes
 
 
@@ -358,12 +470,15 @@ def _sort_names(group: Integers, name: Integers, ms: Numbers) -> dict[int, list[
 
 def pair_traces(a: Side, b: Side) -> dict[str, Any]:
     """Build the fields of Comparison that come from traces, in the order of a report; kernels by their difference."""
-    row_names = [name for name in ROW_TITLES if a.time.rows.get(name) or b.time.rows.get(name)]
+    rows = {}
+    for name in ROW_TITLES:
+        if a.time.rows.get(name) or b.time.rows.get(name):
+            rows[name] = _pair_row(a, b, name)
     # kernels of a GPU and operators of a CPU are no pairs
     are_alike = a.time.on_gpu == b.time.on_gpu
     return {
         "on_gpu": a.time.on_gpu or b.time.on_gpu,
-        "rows": {name: _pair_row(a, b, name) for name in row_names},
+        "rows": rows,
         "phases": _pair_traced_phases(a, b),
         "phases_of": "traces of the profiled steps",
         "roles": _pair_roles(a, b) if are_alike else {},
@@ -381,9 +496,12 @@ def _pair_figure(a: Side, b: Side, measure: Callable[[RankTime], float | None]) 
     Returns:
         The figure over all steady steps, with the noise of the single ones.
     """
+    whole_a = measure(a.time)
+    whole_b = measure(b.time)
     of_steps_a = [measure(time) or 0.0 for time in a.steps]
     of_steps_b = [measure(time) or 0.0 for time in b.steps]
-    return paired(measure(a.time), measure(b.time), compute_noise_band(of_steps_a, of_steps_b))
+    band = compute_noise_band(of_steps_a, of_steps_b)
+    return paired(whole_a, whole_b, band)
 
 
 def _pair_row(a: Side, b: Side, name: str) -> Pair:
@@ -394,15 +512,21 @@ def _pair_row(a: Side, b: Side, name: str) -> Pair:
 def _pair_traced_phases(a: Side, b: Side) -> tuple[PhasePair, ...]:
     """Pair the phases of two traces, ms per step; on the device only where one ran on a GPU."""
     on_gpu = a.time.on_gpu or b.time.on_gpu
-    names = dict.fromkeys(phase.name for side in (a, b) for phase in side.time.phases)
+    names = [phase.name for side in (a, b) for phase in side.time.phases]
     pairs = []
-    for name in names:
+    for name in dict.fromkeys(names):
+        on_host = _pair_phase(a, b, name, "host_ms")
         on_device = _pair_phase(a, b, name, "device_ms") if on_gpu else None
-        pairs.append(PhasePair(name, _pair_phase(a, b, name, "host_ms"), on_device))
+        pairs.append(PhasePair(name, on_host, on_device))
     return tuple(pairs)
 
 
-def _pair_phase(a: Side, b: Side, name: str, field: str) -> Pair:
+def _pair_phase(
+    a: Side,
+    b: Side,
+    name: str,
+    field: str,  # of PhaseTime: host_ms or device_ms
+) -> Pair:
     """Pair a field of the phase with this name, ms per step."""
     return _pair_figure(a, b, lambda time: _measure_phase(time, name, field))
 
@@ -417,10 +541,14 @@ def _measure_phase(time: RankTime, name: str, field: str) -> float | None:
 
 def _pair_roles(a: Side, b: Side) -> dict[str, Pair]:
     """Pair the time of each role, ms per step, the longest first."""
-    longest_ms = {name: max(a.roles.get(name, 0), b.roles.get(name, 0)) for name in {**a.roles, **b.roles}}
+    longest_ms = {}
+    for name in {**a.roles, **b.roles}:
+        longest_ms[name] = max(a.roles.get(name, 0), b.roles.get(name, 0))
     pairs = {}
     for name in sorted(longest_ms, key=lambda name: -longest_ms[name]):
-        band = compute_noise_band(a.role_steps.get(name, ()), b.role_steps.get(name, ()))
+        of_steps_a = a.role_steps.get(name, ())
+        of_steps_b = b.role_steps.get(name, ())
+        band = compute_noise_band(of_steps_a, of_steps_b)
         pairs[name] = paired(a.roles.get(name), b.roles.get(name), band)
     return pairs
 
@@ -432,22 +560,28 @@ def _pair_kernels(a: Side, b: Side) -> tuple[KernelPair, ...]:
     for operator, phase in {**a.work, **b.work}:
         work_a = a.work.get((operator, phase), absent)
         work_b = b.work.get((operator, phase), absent)
-        pairs.append(
-            KernelPair(
-                work_a.role or work_b.role,
-                operator,
-                phase,
-                work_a.names,
-                work_b.names,
-                paired(work_a.per_step, work_b.per_step, 0.0),
-                paired_samples(work_a.ms, work_b.ms, center=fmean),
-            )
+        pair = KernelPair(
+            role=work_a.role or work_b.role,
+            operator=operator,
+            phase=phase,
+            names_a=work_a.names,
+            names_b=work_b.names,
+            per_step=paired(work_a.per_step, work_b.per_step, 0.0),
+            ms=paired_samples(work_a.ms, work_b.ms, center=fmean),
         )
-    return tuple(sorted(pairs, key=lambda pair: -abs((pair.ms.b or 0.0) - (pair.ms.a or 0.0))))
+        pairs.append(pair)
+    return tuple(sorted(pairs, key=_measure_difference, reverse=True))
+
+
+def _measure_difference(pair: KernelPair) -> float:
+    """By how many ms the two differ; work that one has not takes 0."""
+    difference_ms = (pair.ms.b or 0.0) - (pair.ms.a or 0.0)
+    return abs(difference_ms)
 
 
 # --- the comparison
 
+MAX_SLOWDOWN = 1.1  # by the profiler: beyond it traced times say little about the run's own
 ONE_START = (
     "one start of each: what differs from start to start (clock speeds, neighbors, "
     "placement) is not in the noise bands; "
@@ -455,7 +589,12 @@ ONE_START = (
 )
 
 
-def compare(a: Facts, b: Facts, force: bool = False, titles: tuple[str, str] = ("A", "B")) -> Comparison:
+def compare(
+    a: Facts,
+    b: Facts,
+    force: bool = False,
+    titles: tuple[str, str] = ("A", "B"),
+) -> Comparison:
     """Compare B against A.
 
     Args:
@@ -480,7 +619,9 @@ def compare(a: Facts, b: Facts, force: bool = False, titles: tuple[str, str] = (
     phases = pair_phases_of_runs(a.run, b.run, loads) if a.run and b.run else ()
     names = {total.name for total in totals}
     if a.critical and b.critical and TRACED_STEP in names:
-        parts = pair_traces(build_side(a.critical), build_side(b.critical))
+        side_a = build_side(a.critical)
+        side_b = build_side(b.critical)
+        parts = pair_traces(side_a, side_b)
     else:
         parts = _build_untraced(phases)
     if STEP in names:
@@ -488,9 +629,9 @@ def compare(a: Facts, b: Facts, force: bool = False, titles: tuple[str, str] = (
         sentence = build_sentence(totals, {}, phases)
     else:
         sentence = build_sentence(totals, parts["rows"], parts["phases"])
-    busy = " and ".join(_find_loads(a, b, totals))
+    busy = _find_loads(a, b, totals)
     if busy:
-        sentence += f"; on a busy machine: {busy}"
+        sentence += f"; on a busy machine: {' and '.join(busy)}"
     return Comparison(
         title_a=titles[0],
         title_b=titles[1],
@@ -508,8 +649,14 @@ def compare(a: Facts, b: Facts, force: bool = False, titles: tuple[str, str] = (
 
 def _build_untraced(phases: tuple[PhasePair, ...]) -> dict[str, Any]:
     """Build the fields of Comparison that pair_traces builds, for runs without two traces."""
-    of = "steps.jsonl, typical steps" if phases else ""
-    return {"on_gpu": False, "rows": {}, "phases": phases, "phases_of": of, "roles": {}, "kernels": ()}
+    return {
+        "on_gpu": False,
+        "rows": {},
+        "phases": phases,
+        "phases_of": "steps.jsonl, typical steps" if phases else "",
+        "roles": {},
+        "kernels": (),
+    }
 
 
 def _pair_memory(a: Facts, b: Facts) -> dict[str, Pair]:
@@ -518,24 +665,45 @@ def _pair_memory(a: Facts, b: Facts) -> dict[str, Pair]:
         return {}
     held_a = {held.category: held.num_bytes for held in a.highest_snapshot.held}
     held_b = {held.category: held.num_bytes for held in b.highest_snapshot.held}
-    names = [name for name in CATEGORIES if held_a.get(name) or held_b.get(name)]
-    return {name: exact(held_a.get(name, 0), held_b.get(name, 0)) for name in names}
+    pairs = {}
+    for name in CATEGORIES:
+        bytes_a = held_a.get(name, 0)
+        bytes_b = held_b.get(name, 0)
+        if bytes_a or bytes_b:
+            pairs[name] = exact(bytes_a, bytes_b)
+    return pairs
 
 
 def _pair_groups(a: Facts, b: Facts, whole: Pair | None) -> dict[str, Pair]:
     """Exposed communication by dimension of the layout, largest difference first; with the noise of all of it,
     `whole`."""
-    sides = [{row.group: row.exposed_ms for row in facts.ranks.groups} if facts.ranks else {} for facts in (a, b)]
-    names = {**sides[0], **sides[1]}
+    exposed_a = _list_exposed(a)
+    exposed_b = _list_exposed(b)
+    names = {**exposed_a, **exposed_b}
     if whole is None or len(names) < 2:  # one alone is a row of its own already
         return {}
-    pairs = {name: paired(sides[0].get(name, 0.0), sides[1].get(name, 0.0), whole.band) for name in names}
-    return dict(sorted(pairs.items(), key=lambda item: -abs(item[1].difference or 0.0)))
+    pairs = {}
+    for name in names:
+        ms_a = exposed_a.get(name, 0.0)
+        ms_b = exposed_b.get(name, 0.0)
+        pairs[name] = paired(ms_a, ms_b, whole.band)
+    by_difference = sorted(pairs.items(), key=lambda item: -abs(item[1].difference or 0.0))
+    return dict(by_difference)
+
+
+def _list_exposed(facts: Facts) -> dict[str, float]:
+    """Exposed communication of each dimension of the layout, ms per step; {} where no ranks are compared."""
+    if not facts.ranks:
+        return {}
+    return {row.group: row.exposed_ms for row in facts.ranks.groups}
 
 
 def _collect_notes(a: Facts, b: Facts, totals: tuple[Total, ...]) -> list[str]:
+    """Collect sentences on what a reader should know of the two before trusting their differences."""
     notes = [describe_load(name, load) for name, load in _find_loads(a, b, totals).items()]
-    notes += [text for name, facts in (("A", a), ("B", b)) if (text := describe_unknown_load(name, facts))]
+    for name, facts in (("A", a), ("B", b)):
+        if doubt := describe_unknown_load(name, facts):
+            notes.append(doubt)
     if not (a.has_plan and b.has_plan):
         notes.append(
             "model and batch are known only for runs of this trainer: check yourself that both did the same work"
@@ -545,17 +713,31 @@ def _collect_notes(a: Facts, b: Facts, totals: tuple[Total, ...]) -> list[str]:
         notes.append(f"the devices differ: {devices[0]} against {devices[1]}")
     for name, facts in (("A", a), ("B", b)):
         notes += [f"{name}: {doubt}" for doubt in find_contradictions(facts)]
-        slower = facts.run.profiler_slowdown if facts.run else None
-        if slower and slower > 1.1 and facts.critical:
-            notes.append(
-                f"{name}'s profiled steps took {slower:.2f} times as long as those before: "
-                "compare traced times among themselves only"
-            )
-    if any(facts.snapshots and facts.snapshots[0].simulated for facts in (a, b)):
+        notes += _describe_slowdown(name, facts)
+    snapshots = (*a.snapshots[:1], *b.snapshots[:1])
+    if any(snapshot.simulated for snapshot in snapshots):
         notes.append("memory is what tensors on the CPU took, not a GPU's allocator")
+    return notes + _describe_noise(totals)
+
+
+def _describe_slowdown(name: str, facts: Facts) -> list[str]:
+    """Describe in one sentence how much the profiler slowed run `name` down; [] where it hardly did."""
+    slower = facts.run.profiler_slowdown if facts.run else None
+    if not slower or slower <= MAX_SLOWDOWN or not facts.critical:
+        return []
+    advice = "compare traced times among themselves only"
+    return [f"{name}'s profiled steps took {slower:.2f} times as long as those before: {advice}"]
+
+
+def _describe_noise(totals: tuple[Total, ...]) -> list[str]:
+    """Collect sentences on how far differences of times can be trusted."""
     unclear = [total for total in totals if total.pair.change is Change.UNCLEAR]
-    if any(total.unit == "ms" and total.pair.band for total in unclear):
+    unclear_times = [total for total in unclear if total.unit == "ms"]
+    notes = []
+    if any(total.pair.band for total in unclear_times):
         notes.append("steps vary too much to distinguish the runs: changes in single rows may come from the machine")
     elif unclear:
         notes.append("few steps were seen: use a longer run or a longer window")
-    return [*notes, ONE_START] if any(total.unit == "ms" for total in totals) else notes
+    if any(total.unit == "ms" for total in totals):
+        notes.append(ONE_START)
+    return notes

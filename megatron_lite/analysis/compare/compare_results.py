@@ -7,7 +7,7 @@ from megatron_lite.analysis.compare.losses import Losses
 
 
 class Change(str, enum.Enum):
-    """What became of one number."""
+    """How one number changed from A to B."""
 
     MORE = "more"
     LESS = "less"
@@ -22,7 +22,7 @@ class Change(str, enum.Enum):
 
 @dataclass(frozen=True)
 class Pair:
-    """One number of both runs."""
+    """A number of both runs."""
 
     a: float | None  # None: that run does not say
     b: float | None
@@ -31,6 +31,7 @@ class Pair:
 
     @property
     def difference(self) -> float | None:
+        """How much more B is; None where one does not say."""
         return None if self.a is None or self.b is None else self.b - self.a
 
     @property
@@ -41,7 +42,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class Flag:
-    """One setting that differs; words as a person would type or read them."""
+    """A setting that differs; words as a person would type or read them."""
 
     name: str  # "--recompute-granularity", "torch"
     a: str
@@ -50,7 +51,7 @@ class Flag:
 
 @dataclass(frozen=True)
 class Total:
-    """One number of the whole run."""
+    """A number of the whole run, of both."""
 
     name: str  # "step", "tokens per second"
     unit: str  # "ms", "tokens/s", "bytes", "%"
@@ -60,7 +61,7 @@ class Total:
 
 @dataclass(frozen=True)
 class PhasePair:
-    """One phase per step, ms: what labels on the host show, and what the device really does."""
+    """A phase per step, ms: what labels on the host show, and what the device really does."""
 
     name: str
     host: Pair

@@ -31,7 +31,7 @@ class Outcome(str, enum.Enum):
 
 @dataclass(frozen=True)
 class Limit:
-    """'step_ms > +5%': what must not come out."""
+    """A change that must not come out, such as 'step_ms > +5%'."""
 
     text: str
     name: str
@@ -49,32 +49,42 @@ class Judged:
 
 
 def read_limit(text: str) -> Limit:
-    """UserError for what is none."""
+    """Read a limit as it is typed. Raises UserError for what is none."""
     found = _LIMIT.fullmatch(text)
     if found is None:
         raise UserError(f'--fail-if "{text}": give a name, > or <, and a change in percent, as in "step_ms > +5%".')
-    return Limit(text, found[1], found[2] == ">", float(found[3]) / 100)
+    name, sign, percent = found.groups()
+    return Limit(text=text, name=name, is_upper=sign == ">", share=float(percent) / 100)
 
 
 def judge(found: Comparison, limits: Iterable[Limit]) -> tuple[Judged, ...]:
-    """Each limit against the comparison. UserError for a name that it does not have."""
+    """Hold each limit against the comparison. Raises UserError for a name that it does not have."""
     totals = {total.name: total.pair for total in found.totals}
-    phases = {f"{phase.name}_ms": phase.device or phase.host for phase in found.phases}
+    pairs = {f"{phase.name}_ms": phase.device or phase.host for phase in found.phases}
+    names = (*TOTALS, *pairs)
+    for name, titles in TOTALS.items():
+        known = [totals[title] for title in titles if title in totals]
+        if known:
+            pairs[name] = known[0]
     judged = []
     for limit in limits:
-        if limit.name not in TOTALS and limit.name not in phases:
-            raise UserError(f'--fail-if "{limit.text}": there are {", ".join((*TOTALS, *phases))}.')
-        pair = next((totals[title] for title in TOTALS.get(limit.name, ()) if title in totals), phases.get(limit.name))
+        if limit.name not in names:
+            raise UserError(f'--fail-if "{limit.text}": there are {", ".join(names)}.')
+        pair = pairs.get(limit.name)
         judged.append(Judged(limit, pair, _find_outcome(limit, pair)))
     return tuple(judged)
 
 
 def _find_outcome(limit: Limit, pair: Pair | None) -> Outcome:
-    """Exceeded or kept where the whole band of what the change may be says so."""
+    """Find whether a limit is kept: it is told only where the whole band of what the change may be says the same."""
     if pair is None or pair.band is None or pair.ratio is None or not pair.a:
         return Outcome.UNCLEAR
     sign = 1 if limit.is_upper else -1
-    change, band, most = sign * (pair.ratio - 1), pair.band / pair.a, sign * limit.share
+    change = sign * (pair.ratio - 1)
+    most = sign * limit.share
+    band = pair.band / pair.a
     if change - band > most:
         return Outcome.EXCEEDED
-    return Outcome.KEPT if change + band <= most else Outcome.UNCLEAR
+    if change + band <= most:
+        return Outcome.KEPT
+    return Outcome.UNCLEAR

@@ -2,7 +2,7 @@
 only."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -31,7 +31,7 @@ TOO_MUCH = 4  # times the rounding that is expected: another computation
 
 @dataclass(frozen=True)
 class Losses:
-    """Of the steps that both runs did."""
+    """Losses of the steps that both runs did."""
 
     iterations: tuple[int, int]  # the first and the last
     first: tuple[float, float]  # losses of the first common step
@@ -43,64 +43,100 @@ class Losses:
 
 
 def compare_losses(a: Run | None, b: Run | None) -> Losses | None:
-    """None where the runs were not meant to compute the same, or have no step in common."""
+    """Compare losses and gradient norms; None where the runs were not meant to compute the same, or have no step in
+    common."""
     if a is None or b is None or not _mean_the_same(a, b):
         return None
     common, of_a, of_b = np.intersect1d(a.iterations, b.iterations, return_indices=True)
-    usable = np.isfinite(a.losses[of_a]) & np.isfinite(b.losses[of_b])
-    common, of_a, of_b = common[usable], of_a[usable], of_b[usable]
-    if not len(common):
+    losses_a = a.losses[of_a]
+    losses_b = b.losses[of_b]
+    usable = np.flatnonzero(np.isfinite(losses_a) & np.isfinite(losses_b))
+    if not len(usable):
         return None
-    differences = np.abs(a.losses[of_a] - b.losses[of_b])
-    first = float(a.losses[of_a[0]]), float(b.losses[of_b[0]])
-    norms = float(a.grad_norms[of_a[0]]), float(b.grad_norms[of_b[0]])
-    verdict, is_error = _judge(a, b, int(common[0]), first, norms)
-    at = int(differences.argmax())
+    iterations = common[usable]
+    differences = np.abs(losses_a[usable] - losses_b[usable])
+    first = usable[0]
+    first_losses = (float(losses_a[first]), float(losses_b[first]))
+    first_norms = (float(a.grad_norms[of_a[first]]), float(b.grad_norms[of_b[first]]))
+    verdict, is_error = _judge(a, b, int(iterations[0]), first_losses, first_norms)
+    worst = int(differences.argmax())
     return Losses(
-        (int(common[0]), int(common[-1])), first, norms, float(differences[at]), int(common[at]), verdict, is_error
+        iterations=(int(iterations[0]), int(iterations[-1])),
+        first=first_losses,
+        first_norms=first_norms,
+        largest=float(differences[worst]),
+        largest_at=int(iterations[worst]),
+        verdict=verdict,
+        is_error=is_error,
     )
 
 
-def _judge(a: Run, b: Run, iteration: int, losses: tuple[float, float], norms: tuple[float, float]) -> tuple[str, bool]:
-    """(what a first step's differences say, whether that is an error)."""
+class _Difference(NamedTuple):
+    """A quantity of the first common step."""
+
+    name: str
+    relative: float  # difference of B from A
+    rounding: float  # that another order of sums makes
+
+    @property
+    def is_too_much(self) -> bool:
+        """Whether another computation made it."""
+        return self.relative > TOO_MUCH * self.rounding
+
+
+def _judge(
+    a: Run,
+    b: Run,
+    iteration: int,
+    losses: tuple[float, float],
+    norms: tuple[float, float],
+) -> tuple[str, bool]:
+    """Judge what a first step's differences say: a sentence, and whether that is an error."""
     precision = str(a.plan.precision)
     if precision not in LOSS_ROUNDING:
         return "", False
     found = []
-    for name, (mine, theirs), expected in (
-        ("loss", losses, LOSS_ROUNDING[precision]), ("gradient norm", norms, NORM_ROUNDING[precision])
-    ):  # fmt: skip
-        if mine and np.isfinite([mine, theirs]).all():
-            found.append((name, abs(theirs / mine - 1), expected))
-    told = " and ".join(f"the {name} by {significant(100 * difference, 2)}%" for name, difference, _ in found)
-    if not any(difference > TOO_MUCH * expected for _, difference, expected in found):
+    for name, (of_a, of_b), rounding in (
+        ("loss", losses, LOSS_ROUNDING[precision]),
+        ("gradient norm", norms, NORM_ROUNDING[precision]),
+    ):
+        if of_a and np.isfinite([of_a, of_b]).all():
+            found.append(_Difference(name, abs(of_b / of_a - 1), rounding))
+    told = " and ".join(f"the {one.name} by {significant(100 * one.relative, 2)}%" for one in found)
+    if not any(one.is_too_much for one in found):
         return f"step {iteration:,} differs in {told}: rounding in {precision}", False
-    rounding = " and ".join(f"{significant(100 * expected, 1)}%" for _, _, expected in found)
-    much = f"step {iteration:,} differs in {told}, where rounding in {precision} makes {rounding}"
-    if _drops(a) and (a.plan.args.get("parallel"), a.world_size) != (b.plan.args.get("parallel"), b.world_size):
-        return (
-            (
-                f"{much}: dropout draws other masks on another layout; "
-                "--hidden-dropout 0 --attention-dropout 0 for a precise comparison"
-            ),
-            False,
-        )
+    expected = " and ".join(f"{significant(100 * one.rounding, 1)}%" for one in found)
+    much = f"step {iteration:,} differs in {told}, where rounding in {precision} makes {expected}"
+    if _drops(a) and not _have_same_layout(a, b):
+        advice = "--hidden-dropout 0 --attention-dropout 0 for a precise comparison"
+        return f"{much}: dropout draws other masks on another layout; {advice}", False
     if iteration != 1:
         return f"{much}; only runs compared from their first step can distinguish rounding from an error", False
     return f"{much}: one of them computes something else", True
 
 
 def _mean_the_same(a: Run, b: Run) -> bool:
-    """By the flags that decide the numbers."""
-    if not a.plan.args or a.args.get("seed") != b.args.get("seed") or a.plan.precision != b.plan.precision:
+    """Tell by the flags that decide the numbers whether two runs are meant to compute the same."""
+    if not a.plan.args or a.args.get("seed") != b.args.get("seed"):
         return False
-    sides = [[_list_deciding(run, group, but) for group, but in DECIDING.items()] for run in (a, b)]
-    return sides[0] == sides[1]
+    if a.plan.precision != b.plan.precision:
+        return False
+    return all(_list_deciding(a, group) == _list_deciding(b, group) for group in DECIDING)
 
 
-def _list_deciding(run: Run, group: str, but: tuple[str, ...]) -> dict[str, Any]:
-    return {name: value for name, value in run.plan.args.get(group, {}).items() if name not in but}
+def _list_deciding(run: Run, group: str) -> dict[str, Any]:
+    """The flags of a group that decide the numbers, with their values."""
+    flags = run.plan.args.get(group, {})
+    return {name: value for name, value in flags.items() if name not in DECIDING[group]}
+
+
+def _have_same_layout(a: Run, b: Run) -> bool:
+    """Whether two runs spread the model in the same way over as many ranks."""
+    if a.world_size != b.world_size:
+        return False
+    return bool(a.plan.args.get("parallel") == b.plan.args.get("parallel"))
 
 
 def _drops(run: Run) -> bool:
+    """Whether dropout is on."""
     return bool(run.args.get("hidden_dropout") or run.args.get("attention_dropout"))

@@ -27,42 +27,51 @@ def object_to_models(a: Facts, b: Facts) -> list[str]:
     """Why two jobs train different models, a sentence; [] if they do not, or nothing says."""
     if a.has_plan and b.has_plan:
         return []
-    mine, theirs = (_get_updated(facts) for facts in (a, b))
-    if mine is not None and theirs is not None:
-        return _compare_updated(mine, theirs)
+    updated_a = _get_updated(a)
+    updated_b = _get_updated(b)
+    if updated_a is not None and updated_b is not None:
+        return _compare_updated(updated_a, updated_b)
     if a.critical is None or b.critical is None:
         return []
-    shapes = [_list_weights(facts.critical) for facts in (a, b) if facts.critical]
-    common, all_of_them = shapes[0] & shapes[1], shapes[0] | shapes[1]
-    if min(map(len, shapes)) < MIN_SHAPES or len(common) >= SAME_SHARE * len(all_of_them):
+    shapes_a = _list_weights(a.critical)
+    shapes_b = _list_weights(b.critical)
+    if min(len(shapes_a), len(shapes_b)) < MIN_SHAPES:
         return []
-    return [f"of {len(all_of_them)} shapes of weights in the traces {len(common)} are in both: another model"]
+    common = shapes_a & shapes_b
+    either = shapes_a | shapes_b
+    if len(common) >= SAME_SHARE * len(either):
+        return []
+    return [f"of {len(either)} shapes of weights in the traces {len(common)} are in both: another model"]
 
 
 def _get_updated(facts: Facts) -> Updated | None:
+    """What a watched optimizer updates; None where the run has no record of it."""
     return facts.run.record.updated if facts.run else None
 
 
-def _compare_updated(mine: Updated, theirs: Updated) -> list[str]:
-    numbers = [one.parameters for one in (mine, theirs) if one.parameters is not None]
-    if len(numbers) < 2:
+def _compare_updated(a: Updated, b: Updated) -> list[str]:
+    """Why the optimizers of A and B update different models, a sentence; [] if they may update the same."""
+    if a.parameters is None or b.parameters is None or a.parameters == b.parameters:
         return []
-    ratio = max(numbers) / min(numbers)
-    ranks = [one.ranks or 1 for one in (mine, theirs)]
+    ratio = max(a.parameters, b.parameters) / min(a.parameters, b.parameters)
+    ranks_a = float(a.ranks or 1)
+    ranks_b = float(b.ranks or 1)
     # a rank may hold all of the model or its share
-    shares = {1.0, *map(float, ranks), max(ranks) / min(ranks)}
-    if numbers[0] == numbers[1] or any(abs(ratio / share - 1) < NEARLY_WHOLE for share in shares if share > 1):
-        return []
-    return [f"the optimizer updates {numbers[0]:,} parameters in A and {numbers[1]:,} in B: another model"]
+    for share in (ranks_a, ranks_b, max(ranks_a, ranks_b) / min(ranks_a, ranks_b)):
+        if share > 1 and abs(ratio / share - 1) < NEARLY_WHOLE:
+            return []
+    return [f"the optimizer updates {a.parameters:,} parameters in A and {b.parameters:,} in B: another model"]
 
 
 def _list_weights(one: RankFacts) -> set[tuple[str, tuple[int, ...]]]:
-    """Shapes of weights, as far as operators tell them; empty without shapes, or where all of the model is compiled."""
+    """(operator, shape) of weights, as far as operators tell; empty without shapes, or where the model is compiled."""
     found = set()
     for operator, place in WEIGHTS.items():
         rows = one.rows_named(operator.__eq__, Kind.OP)
         for index in np.unique(one.trace.events.shapes[rows]):
-            dims = one.trace.shapes[index].dims if index >= 0 else ()
+            if index < 0:
+                continue
+            dims = one.trace.shapes[index].dims
             if len(dims) > place and dims[place]:
                 found.add((operator, tuple(dims[place])))
     return found
