@@ -51,6 +51,10 @@ def test_there_and_back_is_bitwise_the_same(name, tmp_path):
     for key, tensor in tensors.items():
         rows = VOCABULARY if len(tensor) == 128 and "embed" in key or "output" in key else len(tensor)
         assert torch.equal(tensor[:rows], stored.tensors[key][:rows]), key
+    again = tmp_path / "again"
+    export(Kept(record, tensors), again)
+    for file in ("model.safetensors", "config.json"):
+        assert (again / file).read_bytes() == (tmp_path / file).read_bytes()
 
 
 @pytest.mark.parametrize("name", FOLDED)

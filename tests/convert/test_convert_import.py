@@ -4,6 +4,7 @@ import json
 import math
 import os
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,9 +16,11 @@ from support.model_variants import PLAIN, VARIANTS
 
 from megatron_lite.config.check import check
 from megatron_lite.config.command_line import read_command_line
+from megatron_lite.config.model_size import count_parameters
 from megatron_lite.config.plan import resolve
 from megatron_lite.config.shape import ModelShape
-from megatron_lite.convert.families import model_flags
+from megatron_lite.convert.config_file import ConfigFile
+from megatron_lite.convert.families import family_of_config, model_flags
 from megatron_lite.convert.folders import import_hf
 from megatron_lite.errors import CheckpointError
 
@@ -43,6 +46,16 @@ LLAMA_3 = {
     "original_max_position_embeddings": 8192,
 }
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 8.0, "truncate": False}
+SEVEN = {
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 32768,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5,
+    "vocab_size": 32000,
+}
 QWEN_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 DEEPSEEK = {
     "num_key_value_heads": 4,
@@ -229,6 +242,128 @@ def test_padding_costs_at_most_its_share_of_the_probability(name, tmp_path):
     without, within = ours[..., :IDS].logsumexp(-1), ours.logsumexp(-1)
     assert ours.shape[-1] == 128
     assert (within - without).max() <= math.log(128 / IDS) + 1e-5
+
+
+# config.json of published models, without keys that are not read, and their parameters in billions, by their model cards
+PUBLISHED = {
+    "Mistral-7B-v0.1": (7.24, SEVEN | {"architectures": ["MistralForCausalLM"], "sliding_window": 4096}),
+    "Mixtral-8x7B-v0.1": (
+        46.7,
+        SEVEN
+        | {
+            "architectures": ["MixtralForCausalLM"],
+            "num_experts_per_tok": 2,
+            "num_local_experts": 8,
+            "output_router_logits": False,
+            "rope_theta": 1e6,
+            "router_aux_loss_coef": 0.02,
+            "sliding_window": None,
+        },
+    ),
+    "Qwen1.5-MoE-A2.7B": (
+        14.3,
+        {
+            "architectures": ["Qwen2MoeForCausalLM"],
+            "decoder_sparse_step": 1,
+            "hidden_size": 2048,
+            "intermediate_size": 5632,
+            "max_position_embeddings": 8192,
+            "max_window_layers": 21,
+            "moe_intermediate_size": 1408,
+            "norm_topk_prob": False,
+            "num_attention_heads": 16,
+            "num_experts": 60,
+            "num_experts_per_tok": 4,
+            "num_hidden_layers": 24,
+            "num_key_value_heads": 16,
+            "rope_theta": 1e6,
+            "shared_expert_intermediate_size": 5632,
+            "sliding_window": 32768,
+            "use_sliding_window": False,
+            "vocab_size": 151936,
+        },
+    ),
+    "Qwen3-30B-A3B": (
+        30.5,
+        {
+            "architectures": ["Qwen3MoeForCausalLM"],
+            "attention_bias": False,
+            "decoder_sparse_step": 1,
+            "head_dim": 128,
+            "hidden_size": 2048,
+            "intermediate_size": 6144,
+            "max_position_embeddings": 40960,
+            "max_window_layers": 48,
+            "mlp_only_layers": [],
+            "moe_intermediate_size": 768,
+            "norm_topk_prob": True,
+            "num_attention_heads": 32,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "num_hidden_layers": 48,
+            "num_key_value_heads": 4,
+            "rope_scaling": None,
+            "rope_theta": 1e6,
+            "sliding_window": None,
+            "use_sliding_window": False,
+            "vocab_size": 151936,
+        },
+    ),
+    "DeepSeek-V2-Lite": (
+        15.7,
+        {
+            "architectures": ["DeepseekV2ForCausalLM"],
+            "attention_bias": False,
+            "aux_loss_alpha": 0.001,
+            "first_k_dense_replace": 1,
+            "hidden_size": 2048,
+            "intermediate_size": 10944,
+            "kv_lora_rank": 512,
+            "max_position_embeddings": 163840,
+            "moe_intermediate_size": 1408,
+            "moe_layer_freq": 1,
+            "n_group": 1,
+            "n_routed_experts": 64,
+            "n_shared_experts": 2,
+            "norm_topk_prob": False,
+            "num_attention_heads": 16,
+            "num_experts_per_tok": 6,
+            "num_hidden_layers": 27,
+            "num_key_value_heads": 16,
+            "q_lora_rank": None,
+            "qk_nope_head_dim": 128,
+            "qk_rope_head_dim": 64,
+            "rope_scaling": {
+                "beta_fast": 32,
+                "beta_slow": 1,
+                "factor": 40,
+                "mscale": 0.707,
+                "mscale_all_dim": 0.707,
+                "original_max_position_embeddings": 4096,
+                "type": "yarn",
+            },
+            "routed_scaling_factor": 1.0,
+            "scoring_func": "softmax",
+            "seq_aux": True,
+            "topk_group": 1,
+            "topk_method": "greedy",
+            "v_head_dim": 128,
+            "vocab_size": 102400,
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_models_have_their_sizes_and_flags(name):
+    billions, values = PUBLISHED[name]
+    config = ConfigFile(Path(name), values)
+    shape = family_of_config(config).read_shape(config, values["vocab_size"])
+    assert count_parameters(shape) / 1e9 == pytest.approx(billions, rel=5e-3)
+    usual = "--micro-batch-size 1 --train-iters 1 --lr 1e-3 --mock-data --tokenizer-type NullTokenizer --vocab-size 99"
+    line = read_command_line([*model_flags(shape), *usual.split(), *QUIET])
+    check(line, ALONE)
+    assert resolve(line.args, ALONE, 100).shape == shape
 
 
 def test_the_flags_build_the_shape():

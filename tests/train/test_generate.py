@@ -92,6 +92,18 @@ def test_the_text_is_the_same_from_every_kind_of_folder(tmp_path, family):
     assert texts == [texts[0]] * 4
 
 
+@pytest.mark.parametrize("family", ["mistral", "mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3"])
+def test_the_text_of_experts_and_windows_is_the_same_from_both_folders(tmp_path, family):
+    stored = kept(EXACT[family])
+    write_alone(tmp_path / "ours", stored.record, stored.tensors)
+    export(stored, tmp_path / "hf")
+    texts = []
+    for is_hugging_face, name in ((False, "ours"), (True, "hf")):
+        model, _, _ = load_generator(tmp_path / name, is_hugging_face, None, "cpu", print)
+        texts.append(generate(model, PROMPTS, 5, Sampling(seed=2, top_k=20), VOCABULARY, None).continuations)
+    assert texts[0] == texts[1]
+
+
 @pytest.mark.slow
 def test_a_model_that_ranks_split_speaks(tmp_path):
     words = "--train-iters 1 --save-interval 1 --make-vocab-size-divisible-by 64 --save"
