@@ -27,7 +27,7 @@ MEANING = {  # flags that concern one direction only: (what must be given, too, 
 }
 
 
-def run(argv: list[str]):
+def run(argv: list[str]) -> None:
     """Convert as `argv` says and print what was written. UserError for a mistake."""
     options = _parser().parse_args(argv)
     _check(options)
@@ -48,6 +48,7 @@ def run(argv: list[str]):
 
 
 def _parser() -> Parser:
+    """Build the command's parser."""
     parser = Parser(
         "convert",
         "Converts checkpoints to Hugging Face folders and back, and Megatron-LM's torch files to "
@@ -81,7 +82,8 @@ def _parser() -> Parser:
     return parser
 
 
-def _check(options: argparse.Namespace):
+def _check(options: argparse.Namespace) -> None:
+    """UserError for flags that exclude each other, or that concern another direction."""
     if options.load_hf and options.save_hf:
         raise UserError(f"--save-hf {options.save_hf}: --load-hf is a Hugging Face folder already; give --save.")
     for name, (needed, what) in MEANING.items():
@@ -99,6 +101,7 @@ def _check(options: argparse.Namespace):
 
 
 def _to_hugging_face(options: argparse.Namespace) -> list[str]:
+    """Write --load as --save-hf. Returns lines that say what was written."""
     from megatron_lite.checkpoint.find import open_newest
     from megatron_lite.convert import tokenizer_files
     from megatron_lite.convert.folders import Export, require_new, to_hugging_face
@@ -117,7 +120,7 @@ def _to_hugging_face(options: argparse.Namespace) -> list[str]:
     stored = open_newest(load, options.ckpt_step, say)
     precision = options.dtype or stored.record.precision
 
-    def show_progress(done: int, total: int):
+    def show_progress(done: int, total: int) -> None:
         line.draw(f"{done} of {total} tensors")
 
     try:
@@ -130,6 +133,7 @@ def _to_hugging_face(options: argparse.Namespace) -> list[str]:
 
 
 def _from_hugging_face(options: argparse.Namespace) -> list[str]:
+    """Write --load-hf as --save. Returns lines that say what was written, and the flags that train it on."""
     from megatron_lite.convert.families import model_flags
     from megatron_lite.convert.folders import from_hugging_face
     from megatron_lite.convert.tokenizer_files import training_flags
@@ -159,4 +163,5 @@ def _from_hugging_face(options: argparse.Namespace) -> list[str]:
 
 
 def _parameters(shape: ModelShape) -> str:
+    """The number of a model's parameters, in short."""
     return f"{short_count(count_parameters(shape))} parameters"

@@ -81,7 +81,12 @@ DEEPSEEK_V3 = replace(
 
 
 def list_objections(e: ExpertShape, keys: ExpertKeys) -> Iterator[tuple[str, str]]:
-    """List what experts of an architecture cannot be: a flag, and what they have instead."""
+    """List what experts of an architecture cannot be: a flag, and what they have instead.
+
+    Args:
+        e: The model's experts.
+        keys: Of their architecture.
+    """
     if keys.layers == EVERY_LAYER and not all(e.layers):
         yield "--moe-layer-freq", "experts in every layer"
     if keys.layers == LATE_LAYERS and list(e.layers) != sorted(e.layers):
@@ -115,7 +120,12 @@ def _describe_shares(e: ExpertShape) -> str:
 
 
 def _list_shared_objections(e: ExpertShape, keys: ExpertKeys) -> Iterator[tuple[str, str]]:
-    """List what the expert that all tokens pass cannot be."""
+    """List what the expert that all tokens pass cannot be.
+
+    Args:
+        e: The model's experts.
+        keys: Of their architecture.
+    """
     width = e.shared_ffn_hidden_size
     flag = f"--moe-shared-expert-intermediate-size {width}"
     if not width:
@@ -130,14 +140,25 @@ def _list_shared_objections(e: ExpertShape, keys: ExpertKeys) -> Iterator[tuple[
 
 
 def complete(e: ExpertShape, keys: ExpertKeys) -> ExpertShape:
-    """The experts with all that each architecture's have: a bias, which is zeros where ours has none."""
+    """Add all that each expert of an architecture has: a bias, which is zeros where ours has none.
+
+    Args:
+        e: The model's experts.
+        keys: Of their architecture.
+    """
     return replace(e, expert_bias=e.expert_bias or keys.has_bias)
 
 
 def list_notes(e: ExpertShape, keys: ExpertKeys) -> Iterator[str]:
-    """Note what config.json does not have, and what matters in training only."""
+    """Note what config.json does not have, and what matters in training only.
+
+    Args:
+        e: The model's experts.
+        keys: Of their architecture.
+    """
+    written = _find_loss(e, keys)
     for kind, coeff in e.balancing:
-        if _name_loss(kind, keys) is None:
+        if (kind, coeff) != written:
             yield f"--moe-aux-loss-coeff {coeff:g} of {kind}: has no place there, and matters in training only"
     if e.z_loss_coeff:
         yield f"--moe-z-loss-coeff {e.z_loss_coeff:g}: has no place there, and matters in training only"
@@ -182,8 +203,13 @@ def list_links(ours: str, theirs: str, e: ExpertShape, keys: ExpertKeys) -> Iter
 
 
 def build_experts(e: ExpertShape, keys: ExpertKeys) -> dict[str, object]:
-    """Make config.json's part on experts."""
-    losses = {_name_loss(kind, keys): coeff for kind, coeff in e.balancing}
+    """Make config.json's part on experts.
+
+    Args:
+        e: The model's experts.
+        keys: Of their architecture.
+    """
+    kind, coeff = _find_loss(e, keys) or (None, 0.0)
     values: dict[str, object] = {
         keys.number_key: e.number,
         "num_experts_per_tok": e.topk,
@@ -196,20 +222,24 @@ def build_experts(e: ExpertShape, keys: ExpertKeys) -> dict[str, object]:
     if keys.layers == EVERY_LAYER:
         values["router_jitter_noise"] = 0.0
     if keys.layers != LATE_LAYERS:
-        values["router_aux_loss_coef"] = losses.get("router_aux_loss_coef", 0.0)
+        values["router_aux_loss_coef"] = coeff
     if keys.shares == EITHER_SOFTMAX:
         values["norm_topk_prob"] = not e.pre_softmax
     if keys.shared_has_gate:
         values["shared_expert_intermediate_size"] = e.shared_ffn_hidden_size
     if keys.layers == LATE_LAYERS:
         values |= _build_deepseek(e, keys)
-        values |= {"aux_loss_alpha": losses.get("aux_loss_alpha", 0.0)}
-        values |= {"seq_aux": SEQ_AUX_LOSS in [kind for kind, _ in e.balancing]}
+        values |= {"aux_loss_alpha": coeff, "seq_aux": kind != AUX_LOSS}
     return values
 
 
 def _build_deepseek(e: ExpertShape, keys: ExpertKeys) -> dict[str, object]:
-    """Make the part that only DeepSeek's have. Programs other than transformers read scoring_func and topk_method."""
+    """Make the part that only DeepSeek's have. Programs other than transformers read scoring_func and topk_method.
+
+    Args:
+        e: The model's experts.
+        keys: Of their architecture.
+    """
     is_sigmoid = keys.shares == SIGMOID
     greedy = "greedy" if e.groups is None else "group_limited_greedy"
     return {
@@ -225,11 +255,15 @@ def _build_deepseek(e: ExpertShape, keys: ExpertKeys) -> dict[str, object]:
     }
 
 
-def _name_loss(kind: str, keys: ExpertKeys) -> str | None:
-    """The key of a loss's coefficient; None if there is none."""
-    if keys.layers == LATE_LAYERS:
-        return "aux_loss_alpha" if kind in (AUX_LOSS, SEQ_AUX_LOSS) else None
-    return "router_aux_loss_coef" if kind == AUX_LOSS else None
+def _find_loss(e: ExpertShape, keys: ExpertKeys) -> tuple[str, float] | None:
+    """The kind and the coefficient of the one loss that config.json has a place for; None if there is none.
+
+    Args:
+        e: The model's experts.
+        keys: Of their architecture.
+    """
+    known = (AUX_LOSS, SEQ_AUX_LOSS) if keys.layers == LATE_LAYERS else (AUX_LOSS,)
+    return next((loss for loss in e.balancing if loss[0] in known), None)
 
 
 # --- theirs to ours
@@ -291,7 +325,16 @@ def read_experts(config: ConfigFile, keys: ExpertKeys, num_layers: int) -> Exper
 
 
 def _read_layers(config: ConfigFile, keys: ExpertKeys, num_layers: int) -> list[bool]:
-    """Whether each layer has experts."""
+    """Whether each layer has experts.
+
+    Args:
+        config: Of the model.
+        keys: Of its architecture.
+        num_layers: Of the model.
+
+    Raises:
+        CheckpointError: The pattern of layers is none that exists here.
+    """
     if keys.layers == LATE_LAYERS:
         config.refuse_unless(
             "moe_layer_freq", (1, None), "experts are in each layer from first_k_dense_replace on here"
@@ -311,7 +354,16 @@ def _read_layers(config: ConfigFile, keys: ExpertKeys, num_layers: int) -> list[
 
 
 def _read_normalization(config: ConfigFile, keys: ExpertKeys, topk: int) -> bool:
-    """Whether a token's shares add up to 1. CheckpointError if there is one, which then always is."""
+    """Whether a token's shares add up to 1.
+
+    Args:
+        config: Of the model.
+        keys: Of its architecture.
+        topk: Experts of a token.
+
+    Raises:
+        CheckpointError: A token has one expert, whose share would always be 1, or the architecture does otherwise.
+    """
     normalizes = keys.shares == OF_CHOSEN
     if keys.shares == EITHER_SOFTMAX:
         normalizes = config.switch("norm_topk_prob", False)
@@ -323,7 +375,16 @@ def _read_normalization(config: ConfigFile, keys: ExpertKeys, topk: int) -> bool
 
 
 def _read_deepseek(config: ConfigFile, keys: ExpertKeys, experts: ExpertShape) -> ExpertShape:
-    """Add what only DeepSeek's have."""
+    """Add what only DeepSeek's have.
+
+    Args:
+        config: Of the model.
+        keys: Of its architecture.
+        experts: What is known so far.
+
+    Raises:
+        CheckpointError: A value does not exist here.
+    """
     is_sigmoid = keys.shares == SIGMOID
     normalizes = is_sigmoid and experts.topk > 1
     if config.switch("norm_topk_prob", is_sigmoid) != normalizes:
@@ -349,7 +410,16 @@ def _read_deepseek(config: ConfigFile, keys: ExpertKeys, experts: ExpertShape) -
 
 
 def _read_groups(config: ConfigFile, keys: ExpertKeys, experts: ExpertShape) -> tuple[int | None, int | None]:
-    """The number of groups of experts and of those that a token's come from; None, None where all are in one."""
+    """The number of groups of experts and of those that a token's come from; None, None where all are in one.
+
+    Args:
+        config: Of the model.
+        keys: Of its architecture.
+        experts: What is known so far.
+
+    Raises:
+        CheckpointError: There are no such groups, or they are ranked in another way.
+    """
     is_sigmoid = keys.shares == SIGMOID
     if not is_sigmoid and config.get("topk_method", "greedy") in ("greedy", None):
         return None, None

@@ -34,7 +34,16 @@ LAYER = re.compile(r"decoder\.layers\.\d+\.")  # read at once
 
 
 def cast(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """`tensor` in `dtype`. UserError if it holds finite numbers that fp16 does not reach."""
+    """A tensor in another type.
+
+    Args:
+        name: Its name, for the message.
+        tensor: The numbers.
+        dtype: The type.
+
+    Raises:
+        UserError: It holds finite numbers that fp16 does not reach.
+    """
     result = tensor.to(dtype)
     if dtype == torch.float16 and bool((result.isinf() & tensor.isfinite()).any()):
         raise UserError(f"--dtype fp16: {name} holds {tensor.abs().max():.3g}, beyond fp16's 65504; use bf16 or fp32.")
@@ -42,7 +51,12 @@ def cast(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def to_hf_sizes(link: Link, sizes: Sizes) -> Sizes:
-    """The shapes of a link's tensors of theirs, from those of our parameters."""
+    """The shapes of a link's tensors of theirs.
+
+    Args:
+        link: Of a parameter of ours with them.
+        sizes: Of our parameters.
+    """
     theirs = link.layout.to_hf(torch.empty(sizes[link.ours], device="meta"))
     return {name: tuple(tensor.shape) for name, tensor in zip(link.theirs, theirs)}
 
@@ -325,7 +339,16 @@ def _find_precision(found: set[torch.dtype]) -> str:
 
 
 def _require_sizes(folder: Path, tensors: dict[str, Tensor], sizes: Sizes) -> None:
-    """CheckpointError unless tensors of a folder have the shapes that its config.json gives them."""
+    """Check that tensors of a folder have the shapes that its config.json gives them.
+
+    Args:
+        folder: Its path, for the message.
+        tensors: By name.
+        sizes: Of them.
+
+    Raises:
+        CheckpointError: One has another shape.
+    """
     for name, size in sizes.items():
         found = tuple(tensors[name].shape)
         if found != size:
@@ -366,7 +389,15 @@ def _match_names(folder: Path, family: Family, links: list[Link], weights: Weigh
 
 
 def to_hugging_face(export: Export, save_hf: Path) -> None:
-    """Write `export` as the folder `save_hf`, which appears as a whole or not at all."""
+    """Write a folder, which appears as a whole or not at all.
+
+    Args:
+        export: What goes into it.
+        save_hf: Its path.
+
+    Raises:
+        UserError: It cannot be written.
+    """
     folder = Path(os.path.abspath(save_hf))
     unfinished = folder.with_name(f".{folder.name}.unfinished")
     try:
@@ -433,6 +464,14 @@ def to_own_format(
 
 
 def require_new(flag: str, folder: Path) -> None:
-    """UserError unless `folder` is empty or does not exist."""
+    """Check that a folder is empty or does not exist.
+
+    Args:
+        flag: That names it, for the message.
+        folder: Its path.
+
+    Raises:
+        UserError: It holds something.
+    """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{flag} {folder}: exists already, and nothing is overwritten; name a new folder.")

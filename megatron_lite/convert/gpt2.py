@@ -59,7 +59,12 @@ def notes(shape: ModelShape) -> Iterator[str]:
 
 
 def links(shape: ModelShape, vocab_size: int) -> Iterator[Link]:
-    """All parameters of a complete shape, in the model's order."""
+    """All parameters of a complete shape, in the model's order.
+
+    Args:
+        shape: Of the model.
+        vocab_size: Ids without padding.
+    """
     rows = lay_out_vocabulary(shape, vocab_size)
     norm = lay_out_norm(shape)
     qkv = lay_out_fused_qkv(shape)
@@ -89,7 +94,12 @@ def standard_name(name: str) -> str | None:
 
 
 def build_config(shape: ModelShape, vocab_size: int) -> dict[str, object]:
-    """Make the shape's part of config.json."""
+    """Make the shape's part of config.json.
+
+    Args:
+        shape: Of the model.
+        vocab_size: Ids without padding.
+    """
     # the first of several names for one function
     activations = {ours: theirs for theirs, ours in reversed(ACTIVATIONS.items())}
     return {
@@ -114,7 +124,15 @@ def build_config(shape: ModelShape, vocab_size: int) -> dict[str, object]:
 
 
 def read_shape(config: ConfigFile, padded_vocab_size: int) -> ModelShape:
-    """The shape of a config.json. CheckpointError for what is missing there or does not exist here."""
+    """The shape of a config.json.
+
+    Args:
+        config: Of the model.
+        padded_vocab_size: Rows of the embeddings here.
+
+    Raises:
+        CheckpointError: A key is missing, or a value does not exist here.
+    """
     for key in ("scale_attn_by_inverse_layer_idx", "add_cross_attention"):
         config.refuse_unless(key, (False, None), "there is no such attention here")
     config.refuse_unless("scale_attn_weights", (True, None), "attention scores are always scaled here")

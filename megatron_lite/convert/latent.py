@@ -23,7 +23,12 @@ OF_QUERIES = {"linear_q_down_proj", "linear_q_up_proj", "q_layernorm"}  # where 
 
 
 def list_objections(shape: ModelShape, latent: LatentShape) -> Iterator[tuple[str, str]]:
-    """List what latent attention cannot be: a flag, and what it has instead."""
+    """List what latent attention cannot be: a flag, and what it has instead.
+
+    Args:
+        shape: Of the model.
+        latent: Its attention.
+    """
     if not shape.qk_layernorm:
         yield "--multi-latent-attention without --qk-layernorm", "norms of latent vectors"
     if shape.norm_epsilon != NORM_EPSILON:
@@ -51,7 +56,12 @@ def list_links(ours: str, theirs: str, shape: ModelShape, latent: LatentShape) -
 
 
 def build_latent(shape: ModelShape, latent: LatentShape) -> dict[str, object]:
-    """Make config.json's part on latent attention."""
+    """Make config.json's part on latent attention.
+
+    Args:
+        shape: Of the model.
+        latent: Its attention.
+    """
     values: dict[str, object] = {
         "num_key_value_heads": shape.num_attention_heads,
         "head_dim": latent.qk_pos_emb_head_dim,

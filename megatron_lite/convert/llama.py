@@ -162,7 +162,12 @@ def notes(shape: ModelShape) -> Iterator[str]:
 
 
 def links(shape: ModelShape, vocab_size: int) -> Iterator[Link]:
-    """All parameters, in the model's order."""
+    """All parameters of a complete shape, in the model's order.
+
+    Args:
+        shape: Of the model.
+        vocab_size: Ids without padding.
+    """
     rows = lay_out_vocabulary(shape, vocab_size)
     norm = lay_out_norm(shape)
     yield Link("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), rows)
@@ -228,7 +233,12 @@ def standard_name(name: str) -> str | None:
 
 
 def build_config(shape: ModelShape, vocab_size: int) -> dict[str, object]:
-    """Make the shape's part of config.json."""
+    """Make the shape's part of config.json.
+
+    Args:
+        shape: Of the model.
+        vocab_size: Ids without padding.
+    """
     name = _find_name(shape)
     of = ARCHITECTURES[name]
     values: dict[str, object] = {
@@ -263,7 +273,15 @@ def build_config(shape: ModelShape, vocab_size: int) -> dict[str, object]:
 
 
 def read_shape(config: ConfigFile, padded_vocab_size: int) -> ModelShape:
-    """The shape of a config.json. CheckpointError for what is missing there or does not exist here."""
+    """The shape of a config.json.
+
+    Args:
+        config: Of the model.
+        padded_vocab_size: Rows of the embeddings here.
+
+    Raises:
+        CheckpointError: A key is missing, or a value does not exist here.
+    """
     of = _find_architecture(config)
     num_layers = config.whole("num_hidden_layers", most=MAX_LAYERS)
     linear_bias, qkv_bias = _read_biases(config, of)

@@ -107,7 +107,15 @@ def read_window(config: ConfigFile, keys: WindowKeys | None, num_layers: int) ->
 
 
 def _read_layer_types(config: ConfigFile, num_layers: int) -> list[bool] | None:
-    """Whether each layer has a window, by layer_types; None without that key. CheckpointError for other types."""
+    """Whether each layer has a window, by layer_types; None without that key.
+
+    Args:
+        config: Of the model.
+        num_layers: Of the model.
+
+    Raises:
+        CheckpointError: There are other types, or more or fewer of them.
+    """
     types = config.values.get("layer_types")
     if types is None:
         return None
@@ -119,7 +127,16 @@ def _read_layer_types(config: ConfigFile, num_layers: int) -> list[bool] | None:
 
 
 def _choose_late_layers(config: ConfigFile, keys: WindowKeys, num_layers: int) -> list[bool]:
-    """Whether each layer has a window, by max_window_layers, before which there is none."""
+    """Whether each layer has a window, by max_window_layers, before which there is none.
+
+    Args:
+        config: Of the model.
+        keys: Of its architecture.
+        num_layers: Of the model.
+
+    Raises:
+        CheckpointError: Which layers that is depends on the version of transformers.
+    """
     if not keys.begins_late:
         raise config.wrong("use_sliding_window", True, "which layers that is needs layer_types")
     first = config.values.get("max_window_layers", MAX_WINDOW_LAYERS)

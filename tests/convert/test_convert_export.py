@@ -268,6 +268,12 @@ def test_what_of_experts_has_no_place_is_noted(tmp_path):
         "  --moe-router-dtype fp64: transformers routes tokens in the weights' precision",
     ]
     assert json.loads((tmp_path / "config.json").read_text())["router_aux_loss_coef"] == 0.25
+    deepseek = EXACT["deepseek_v3"]
+    two_losses = replace(deepseek, experts=replace(deepseek.experts, balancing=losses))
+    [note] = export(kept(two_losses, vocab_size=128), tmp_path)
+    assert note.startswith("  --moe-aux-loss-coeff 0.5 of seq_aux_loss: has no place there")
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert (config["aux_loss_alpha"], config["seq_aux"]) == (0.25, False)
     [note] = export(kept(replace(LLAMA, qkv_bias=True, window=2, window_layers="10"), vocab_size=128), tmp_path)
     assert note.startswith("  --window-attn-skip-freq: layer_types has it")
 
