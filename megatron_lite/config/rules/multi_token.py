@@ -16,7 +16,8 @@ def multi_token_rules(args: Args, world: World) -> Iterator[str]:
     if not depths:
         return
     name = f"--mtp-num-layers {depths}"
-    m, p = args.model, args.parallel
+    m = args.model
+    p = args.parallel
     excluded = {
         f"--model {m.model}": (m.model is not None, "the latter is of the built-in GPT"),
         f"--context-parallel-size {p.context_parallel_size}": (
