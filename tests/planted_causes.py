@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from support.finding_cases import moving
 from support.paths import REPO, TESTS
 from support.snapshot_maker import BACKWARD, LOSS, STEP, MadeSnapshot, forward_stack, frames
 from support.snapshot_maker import write as write_snapshot
@@ -688,6 +689,16 @@ MADE = {
     "offloaded activations": Cause("A4", ("stream-waits", "exposed-copies"), looped(WaitsForEvents)),
     "a server's scheduler": Cause("A5", ("host-gaps", "sync-in-step"), server),
     "collectives in another order": Cause("A8", ("collective-order",), orders, ("no-overlap",)),
+    "a rank late at times beside a straggler": Cause(
+        "A8",
+        ("straggler",),
+        moving([[0, 6000 if step % 5 == 2 else 0, 0, 2000] for step in range(20)]),
+        ("late-at-times",),
+    ),
+    "a late rank through two groups": Cause("A8", ("straggler",), moving([[0, 0, 3000, 0]] * 12, pairs=True)),
+    "different ranks late in some steps": Cause(
+        "A8", ("late-in-turns",), moving([[3000 if step % 6 == 3 * rank + 1 else 0 for rank in (0, 1)] for step in range(18)])
+    ),
     "a second forward": Cause("A9", ("forward-without-backward",), looped(SecondForward)),
     "fp64 in a block": Cause("A9", ("fp64-compute",), looped(DoubleBlock)),
     "contiguous copies": Cause("A9", ("layout-copies", "copy-share"), looped(Copies)),

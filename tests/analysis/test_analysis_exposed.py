@@ -3,7 +3,7 @@
 import pytest
 from support.finding_cases import BROADCAST, DISPATCH, GATHER, exchanges, on_gpu
 from support.trace_maker import COMPUTE_STREAM
-from support.training_maker import gpu
+from support.training_maker import BF16_GEMM, gpu
 
 from megatron_lite.analysis.analyze import analyze
 from megatron_lite.analysis.ranks.calls import What, find_algorithm, find_collective_kind
@@ -136,6 +136,7 @@ def test_under_distributed_data_parallel_no_weights_are_gathered(tmp_path):
     assert one.code == "exposed-communication"
 
 
+ALL_TO_ALLS = {"name": "all_to_all", "kernel": "ncclDevKernel_SendRecv(x)"}
 SCATTER = {"name": "_reduce_scatter_base", "kernel": "ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL(x)"}
 
 
@@ -171,6 +172,25 @@ def test_sends_are_of_a_stage_only_where_the_group_says_so(tmp_path, group, word
     )
     report = analyze([tmp_path])
     assert words in report.verdict.sentence
+
+
+@pytest.mark.parametrize(
+    ("between", "code"),
+    [
+        ("void flash_fwd_kernel<Flash_fwd_kernel_traits<128, 64> >(x)", "exposed-communication"),
+        (BF16_GEMM, "exposed-experts"),
+    ],
+)
+def test_all_to_alls_around_attention_are_of_sequences(tmp_path, between, code):
+    """Ulysses swaps sequences for heads, and back behind attention."""
+
+    def swaps(step):
+        exchanges(1500, ALL_TO_ALLS)(step)
+        step.kernel(between, 500, "aten::attention")
+        exchanges(1500, ALL_TO_ALLS)(step)
+
+    [one] = [one for one in found_in(tmp_path, on_gpu(before_forward=swaps)) if one.code.startswith("exposed-")]
+    assert one.code == code and one.cost_ms == pytest.approx(3.0, rel=0.05)
 
 
 def test_dispatch_of_ascend_is_communication(tmp_path):

@@ -145,8 +145,7 @@ def find_unused_parameter_search(facts: Facts, one: RankFacts) -> Finding | Obse
         results, and sums a map of the used parameters over ranks after backward, for which it waits.
     Measured: PyTorch's own range around the search, and the copy of the results. The reduction of the map is among the
         collectives.
-    Cost: the copies, and without a GPU the search; from 1% of the step on. With a GPU the host may search while the
-        device works.
+    Cost: the copies, and of the search what the device does not work meanwhile; from 1% of the step on.
     Do: leave find_unused_parameters=True out; if some parameters get no gradient, freeze them or take them out of the
         model, or set static_graph=True where they are the same in each step.
     Flags: find_unused_parameters=False of DistributedDataParallel; "ddp" instead of "ddp_find_unused_parameters_true"
@@ -169,7 +168,7 @@ def find_unused_parameter_search(facts: Facts, one: RankFacts) -> Finding | Obse
             "freeze parameters that get no gradient, or set static_graph=True, and leave find_unused_parameters out"
         )
     # with a GPU the host may search while the device works
-    cost = copy_ms if one.time.on_gpu else copy_ms + search_ms
+    cost = copy_ms + (one.exposed_ms(searches) if one.time.on_gpu else search_ms)
     cost_ms, rank = cost if one.share(cost) >= MIN_SHARE_SHOWN else None, one.time.rank
     return Finding(
         cost_ms=cost_ms, gain_ms=cost_ms, evidence=tuple(shown), advice=advice, certain=not unused, rank=rank

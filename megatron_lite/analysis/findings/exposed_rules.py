@@ -100,8 +100,9 @@ def find_exposed_experts(facts: Facts, one: RankFacts) -> Finding | Observation:
     Flags: in Megatron-LM --overlap-moe-expert-parallel-comm and --moe-shared-expert-overlap; in Megatron-LM
         --moe-router-num-groups.
     False alarm: a trace of one rank: whether it waits for others or for the network cannot be told from it. Inference
-        of a few tokens has nothing to compute meanwhile. All-to-alls of embedding tables or sequences are of the same
-        kind; the finding says "all-to-all" where the purpose is unknown.
+        of a few tokens has nothing to compute meanwhile. All-to-alls of embedding tables are of the same kind; the
+        finding says "all-to-all" where the purpose is unknown. Those around attention are of sequences, and told by
+        exposed-communication.
     """
     return _find_exposed(facts, one, (EXPERTS, ALL_TO_ALL))
 

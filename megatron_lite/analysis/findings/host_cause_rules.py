@@ -178,7 +178,7 @@ def find_save_in_step(facts: Facts, one: RankFacts) -> Finding | Observation:
         on other data. In each step either is a large part of it.
     Measured: idle time of the device (without a GPU the host's time) in ranges and lines of Python that save or
         evaluate, with the device's time of their phases. Steps that save count only where all steps do.
-    Cost: that time.
+    Cost: that time, mean over the steps of the window; what comes once in it is no cost of each step.
     Do: save and evaluate every few hundred steps; write in the background from a copy in host memory.
     Flags: --save-interval, --eval-interval, --async-save.
     False alarm: a window around the one step that saves; profile other steps.
@@ -196,7 +196,28 @@ def find_save_in_step(facts: Facts, one: RankFacts) -> Finding | Observation:
     text = f"saving and evaluating ({what}) takes {one.of_step(cost)}"
     advice = "save and evaluate less often, and write in the background: --save-interval, --eval-interval, --async-save"
     flags = ("--save-interval", "--eval-interval", "--async-save")
-    return find_lost_time(one, cost, text, advice, *describe_works(one, works), flags=flags)
+    having = max((work.in_steps for work in works), default=0)
+    steps = len(one.time.steps)
+    if having == 1 and steps >= EVERY_STEP and not inside:
+        return _build_single_save(one, works, advice, flags)
+    title = "" if not 0 < having < steps or inside else "saving or evaluating in some steps"
+    return find_lost_time(one, cost, text, advice, *describe_works(one, works), flags=flags, title=title)
+
+
+def _build_single_save(one: RankFacts, works: Sequence[NamedWork], advice: str, flags: tuple[str, ...]) -> Finding:
+    """Saving in one step of the window: how often it comes, the window does not tell."""
+    what = ", ".join(dict.fromkeys(work.what for work in works))
+    trace_ms = sum(work.trace_ms for work in works)
+    steps = counted(len(one.time.steps), "step")
+    return Finding(
+        title="saving or evaluating once in the trace",
+        once_ms=trace_ms,
+        evidence=(Evidence(f"{what}: once in {steps} of the trace, {in_ms(trace_ms)}", one.where()),),
+        advice=advice,
+        flags=flags,
+        certain=False,
+        rank=one.time.rank,
+    )
 
 
 def find_clip_waits(one: RankFacts) -> list[SyncSite]:

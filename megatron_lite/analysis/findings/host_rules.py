@@ -15,7 +15,11 @@ from megatron_lite.analysis.findings.base import (
     saw_wrong,
     told_by,
 )
-from megatron_lite.analysis.findings.debug_rules import find_anomaly_checks, is_fetch_of_check
+from megatron_lite.analysis.findings.debug_rules import (
+    find_anomaly_checks,
+    find_unused_parameter_search,
+    is_fetch_of_check,
+)
 from megatron_lite.analysis.findings.host_cause_rules import (
     find_clip_on_host,
     find_clip_waits,
@@ -233,8 +237,9 @@ def find_host_gaps(facts: Facts, one: RankFacts) -> Finding | Observation:
         return told_by("launch-bound", _describe_launches(one.time))
     if find_tiny_micro_batches(facts):
         return told_by("tiny-micro-batches", f"the device idles {one.of_step(host)} because of the host")
-    functions = find_python_in_function(facts)  # a finding of its own
-    host -= (functions.cost_ms or 0.0) if functions else 0.0
+    # findings of their own
+    told = [found for cause in (find_python_in_function, find_unused_parameter_search) if (found := cause(facts))]
+    host -= sum(found.cost_ms or 0.0 for found in told)
     text = f"the device idles {one.of_step(host)} because of the host"
     advice = "move Python work out of the step"
     flags: tuple[str, ...] = ()

@@ -329,6 +329,9 @@ def find_small_copies(facts: Facts, one: RankFacts) -> Finding | Observation:
 
 
 MAX_SHOWN = 3
+BETWEEN_GPUS = re.compile(r"PtoP|Peer ?To ?Peer", re.IGNORECASE)
+FROM_DEVICE = re.compile(r"DtoH|DeviceToHost|Device2Host", re.IGNORECASE)
+WITHIN_DEVICE = re.compile(r"DtoD|DeviceToDevice|Device2Device|Memset", re.IGNORECASE)
 
 
 @rule("exposed-copies", "copies not overlapped with compute", "step", needs="gpu")
@@ -339,7 +342,8 @@ def find_exposed_copies(facts: Facts, one: RankFacts) -> Finding | Observation:
     Measured: time of copies and memsets while no kernel runs, per steady step, by name. Copies from pageable memory are
         counted in unpinned-copies instead.
     Cost: all of that time: a copy engine runs in parallel with kernels if it has its own stream and pinned memory.
-    Do: prefetch the next batch on a side stream; overlap offloading with the layers before and after.
+    Do: prefetch the next batch on a side stream; overlap offloading with the layers before and after; keep outputs on
+        the device; DistributedDataParallel instead of nn.DataParallel, which copies weights from GPU to GPU.
     Flags: none here: this trainer copies batches on a side stream by itself.
     False alarm: copies within the device at a step's end, if they are part of the algorithm.
     """
@@ -353,5 +357,27 @@ def find_exposed_copies(facts: Facts, one: RankFacts) -> Finding | Observation:
         shown.append(Evidence(f"{one.trace.name_of(group[0])}: {times}", one.where(group[0])))
     cost = one.exposed_ms(rows)
     text = f"the device only copies for {one.of_step(cost)}"
-    advice = "copy from pinned memory on a separate stream, ahead of the kernels that need it"
-    return find_lost_time(one, cost, text, advice, *shown)
+    first = one.trace.name_of(groups[0][0]) if groups else ""
+    return find_lost_time(one, cost, text, _advise_copies(one, first), *shown)
+
+
+DATA_PARALLEL = "DataParallel.forward"  # the range that torch.nn.DataParallel writes
+
+
+def _advise_copies(one: RankFacts, name: str) -> str:
+    """What to do about the copies that take most, by where they go. name: of the copies."""
+    if BETWEEN_GPUS.search(name):
+        if DATA_PARALLEL in one.trace.names:
+            return (
+                "torch.nn.DataParallel copies all weights to each GPU in each forward pass: "
+                "use DistributedDataParallel, a process per GPU"
+            )
+        return "place what works together on one GPU, or copy between GPUs on a separate stream, ahead of the kernels"
+    if FROM_DEVICE.search(name):
+        return (
+            "keep results on the device and fetch only what is needed (metrics, not outputs); "
+            "copy into pinned memory with non_blocking=True"
+        )
+    if WITHIN_DEVICE.search(name):
+        return "avoid copies within the device: write into the place where the result is needed"
+    return "copy from pinned memory on a separate stream, ahead of the kernels that need it"

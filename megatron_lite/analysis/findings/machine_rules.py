@@ -2,6 +2,7 @@
 
 import math
 import re
+from dataclasses import replace
 
 import numpy as np
 
@@ -33,6 +34,10 @@ MIN_COMPILING_STEPS = 2  # a single one may be a variant that was due
 MAX_STEPS_SHOWN = 6
 
 
+SEARCH = "search of the fastest algorithm"  # of host_causes.tsv
+MOSTLY_SEARCH = 0.5  # of the time of compiling, that is such a search
+
+
 @rule("recompilation", "recompilation in the middle of training", "run")
 def find_recompilation(facts: Facts) -> Finding | Observation:
     """torch.compile recompiles again and again.
@@ -47,6 +52,7 @@ def find_recompilation(facts: Facts) -> Finding | Observation:
         a changing dimension (torch._dynamo.mark_dynamic), keep Python numbers that change out of compiled functions.
     Flags: --torch-compile; constant --micro-batch-size and --seq-length, no --rampup-batch-size that changes the last
         batch.
+        Where cuDNN searches for its fastest algorithm again (torch.backends.cudnn.benchmark), the finding says so.
     False alarm: a second variant for evaluation, and one per distinct layer, at the beginning.
     """
     run, one = facts.run, facts.critical
@@ -54,6 +60,9 @@ def find_recompilation(facts: Facts) -> Finding | Observation:
     if found is None and one is not None:
         works = [work for work in one.time.named if work.cause == "compile" and not work.once]
         cost = sum(work.step_ms for work in works)
+        search_ms = sum(work.step_ms for work in works if work.what == SEARCH)
+        if search_ms > MOSTLY_SEARCH * cost and one.share(cost) >= MIN_SHARE_SHOWN:
+            return _find_searches(one, cost)
         if works and one.share(cost) >= MIN_SHARE_SHOWN:
             what = ", ".join(work.what for work in works)
             found = cost, Evidence(f"compiling ({what}) takes {one.of_step(cost)}", one.where()), one.time.rank
@@ -62,6 +71,17 @@ def find_recompilation(facts: Facts) -> Finding | Observation:
     cost, seen, rank = found
     advice = "start with TORCH_LOGS=recompiles to see which guard fails, and keep shapes and Python values constant"
     return build_time_finding(cost, [seen], advice, ("TORCH_LOGS=recompiles",), rank=rank)
+
+
+def _find_searches(one: RankFacts, cost_ms: float) -> Finding:
+    """cuDNN or MIOpen try their algorithms again in each step: nothing is compiled, and no guard fails."""
+    text = f"the {SEARCH} (cuDNN, MIOpen) takes {one.of_step(cost_ms)}"
+    advice = (
+        "keep the shapes of convolutions' inputs constant, or set torch.backends.cudnn.benchmark = False: "
+        "each new shape is searched for anew"
+    )
+    found = build_time_finding(cost_ms, [Evidence(text, one.where())], advice, (), certain=False, rank=one.time.rank)
+    return replace(found, title="searching for the fastest algorithm again and again")
 
 
 def _look_at_compiling(facts: Facts) -> Observation:

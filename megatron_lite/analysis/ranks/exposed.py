@@ -9,6 +9,8 @@ import numpy as np
 
 from megatron_lite.analysis.intervals import Cover, Flags, Integers, difference, joined, union
 from megatron_lite.analysis.kernels.kernel_names import short_name
+from megatron_lite.analysis.kernels.kernel_results import Role
+from megatron_lite.analysis.kernels.kernel_words import get_kernel_role
 from megatron_lite.analysis.rank_facts import RankFacts
 from megatron_lite.analysis.ranks.calls import POINT_TO_POINT, Calls, What, collect_calls
 from megatron_lite.analysis.ranks.process_groups import find_dimension, is_fully_sharded
@@ -32,6 +34,7 @@ REST = "rest"
 PURPOSES = (EXPERTS, ALL_TO_ALL, TENSOR, CONTEXT, FORWARD, STAGES, WEIGHTS, GRADIENTS, OPTIMIZER, OBJECTS, VALUES, REST)
 
 _OF_GRADIENTS = (Phase.BACKWARD.value, Phase.GRAD_SYNC.value)
+MOSTLY_ATTENTION = 0.5  # of all-to-alls that attention must come before or behind
 MIN_COMPUTE_SHARE = 0.1  # of all compute that a stream must run to be one that computes
 # numbers of samples, tokens, sizes: torch's and NCCL's spellings of whole numbers, squashed
 _WHOLE_NUMBERS = ("long", "longint", "int", "int64", "int32", "short", "shortint", "bool", "char", "signedchar", "int8")
@@ -62,6 +65,9 @@ def measure_exposed(one: RankFacts, world_size: int | None) -> tuple[Exposed, ..
     purposes: dict[str, list[int]] = defaultdict(list)
     for at in kept.tolist():
         purposes[find_purpose(calls.whats[at], calls.phase[at], sharded)].append(at)
+    exchanges = np.array(purposes.get(ALL_TO_ALL, []), np.int64)
+    if len(exchanges) and _surround_attention(one, calls, exchanges):
+        purposes[CONTEXT] += purposes.pop(ALL_TO_ALL)
     shared = _find_shared_streams(one, calls)
     taken: Cover = calls.compute
     found = []
@@ -175,6 +181,22 @@ def _find_shared_streams(one: RankFacts, calls: Calls) -> Flags:
     length = np.bincount(place, events.end_ns[computing] - events.start_ns[computing])
     main = streams[length >= MIN_COMPUTE_SHARE * length.sum()]
     return np.asarray(np.isin(events.stream[calls.rows], main))
+
+
+def _surround_attention(one: RankFacts, calls: Calls, rows: Integers) -> bool:
+    """Whether all-to-alls stand directly before and behind attention: then they swap sequences for heads (Ulysses)."""
+    names = one.trace.events.name
+    kernels = one.compute_rows()
+    kernels = kernels[np.argsort(one.trace.events.start_ns[kernels], kind="stable")]
+    if not len(kernels):
+        return False
+    distinct, place = np.unique(names[kernels], return_inverse=True)
+    is_attention = np.array([get_kernel_role(one.trace.names[name]) is Role.ATTENTION for name in distinct.tolist()])
+    attends = np.concatenate((is_attention[place], [False]))
+    start_ns = one.trace.events.start_ns[kernels]
+    following = np.searchsorted(start_ns, calls.end_ns[rows])
+    before = np.searchsorted(start_ns, calls.start_ns[rows]) - 1
+    return bool((attends[following] | attends[before]).mean() >= MOSTLY_ATTENTION)
 
 
 def _describe(one: RankFacts, calls: Calls, rows: Integers, exposed: Cover, purpose: str, shared: Flags) -> Exposed:

@@ -322,6 +322,7 @@ def measure_host_work(
             step_ms=float(of_steady.mean()) / 1e6 if len(of_steady) else 0.0,
             once=is_once,
             step=steps[int(per_step.argmax())].name if per_step.any() else "",
+            in_steps=int((per_step > 0).sum()),
         )
         found.append(named)
     found.sort(key=lambda one: -one.trace_ms)

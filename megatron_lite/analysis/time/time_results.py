@@ -110,6 +110,7 @@ class NamedWork:
     step_ms: float  # in the mean steady step
     once: bool  # it comes in few steps, or stops early: no cost of each step
     step: str  # that has most of it; "" if none
+    in_steps: int  # how many steps of the trace have any of it
 
 
 @dataclass(frozen=True)
