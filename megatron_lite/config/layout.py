@@ -10,10 +10,6 @@ from megatron_lite.config.args import ParallelArgs
 from megatron_lite.config.world import World
 from megatron_lite.pipeline_schedule import ZERO_BUBBLE, Stage
 
-# Dimensions of the mesh of ranks: those that hold the same and average their gradients, those that share out weights, gradients
-# and moments by rows, those that split each layer
-# and those that have some of the layers each
-COPIES, ROWS, TENSOR, PIPELINE = "copies", "rows", "tensor", "pipeline"
 # of parameters that are split over tensor parallel ranks, the dimension
 SPLIT = {
     "linear_qkv.weight": 0,  # whole groups: [queries, key, value] of one after the other
@@ -221,7 +217,7 @@ def count_accounted(parallel: ParallelArgs) -> tuple[int, int]:
 def count_chunk_layers(parallel: ParallelArgs, num_layers: int) -> list[list[int]]:
     """Numbers of layers of each chunk of each stage: first those of every stage's first chunk, then of every second, and so on.
 
-    They add up to num_layers only if the flags fit together. This is the one place that shares out layers.
+    They add up to num_layers only if the flags fit together. This is the one place that divides layers among stages.
     """
     p, stages = parallel, max(parallel.pipeline_model_parallel_size, 1)
     if stages == 1:
@@ -397,7 +393,7 @@ def _find_expert_part(name: str, shape: tuple[int, ...], layout: Layout, gated: 
     return Part(tuple(whole), tuple(blocks))
 
 
-# --- ranks that share out the model's state by rows
+# --- ranks that shard the model's state by rows
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron_lite.config.layout import Layout
 from megatron_lite.config.plan import Plan
+from megatron_lite.mesh_axes import CONTEXT
 from megatron_lite.model.attention import Attend
 from megatron_lite.model.gpt import GPT
 from megatron_lite.parallel.layers import replace_method
@@ -31,7 +32,7 @@ def make_context_group(plan: Plan) -> dist.ProcessGroup | None:
     """Make the group of the ranks that split each sequence with this one; None where it has whole ones. Collective."""
     if plan.layout.context == 1:
         return None
-    return make_group(plan, arrange_ranks(plan.layout).transpose(2, 3), "context")
+    return make_group(plan, arrange_ranks(plan.layout).transpose(2, 3), CONTEXT)
 
 
 def share_out_positions(model: GPT, layout: Layout, length: int) -> None:

@@ -10,9 +10,10 @@ from torch._C._distributed_c10d import GradBucket  # mypy does not find it as di
 from torch.autograd import Variable
 from torch.futures import Future
 
-from megatron_lite.config.layout import COPIES, is_of_experts
+from megatron_lite.config.layout import is_of_experts
 from megatron_lite.config.plan import Plan
 from megatron_lite.marks import GRADIENT_BUFFER, mark_memory
+from megatron_lite.mesh_axes import REPLICATE
 from megatron_lite.parallel.backend import AveragedModel, Backend
 from megatron_lite.parallel.expert_parallel import ExpertGradients
 from megatron_lite.parallel.groups import Groups
@@ -51,7 +52,7 @@ class DataParallel(Replica):
         # which is no part of any backward
         self._averages_at_end = plan.stage.splits_backward and plan.layout.replicas > 1
         # the ranks that average; None: all of them
-        self._averaging = find_group(groups.mesh, COPIES)
+        self._averaging = find_group(groups.mesh, REPLICATE)
         self._ranks = plan.layout.replicas
         self._alone = self._ranks == 1 or self._averages_at_end
         self._averaged = self._wrap_chunks(plan, backend)

@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
-from megatron_lite.config.layout import COPIES, ROWS, Layout, is_of_experts
+from megatron_lite.config.layout import Layout, is_of_experts
 from megatron_lite.config.plan import Plan
+from megatron_lite.mesh_axes import BLOCK, EXPERT_REPLICAS, EXPERTS, MICRO_BATCH, REPLICATE, SHARD, STAGE
 from megatron_lite.model.experts import (
     Exchange,
     Experts,
@@ -59,10 +60,10 @@ def make_expert_groups(plan: Plan, device: torch.device) -> ExpertGroups | None:
         return make_group(plan, ranks, name) if ranks.shape[-1] > 1 else None
 
     return ExpertGroups(
-        block=make(blocks, "experts"),
-        replicas=make(blocks.transpose(1, 2), "replicas of experts"),
-        micro_batch=make(micro_batches, "tokens of a micro-batch"),
-        stage=make(stages, "stage"),
+        block=make(blocks, EXPERTS),
+        replicas=make(blocks.transpose(1, 2), EXPERT_REPLICAS),
+        micro_batch=make(micro_batches, MICRO_BATCH),
+        stage=make(stages, STAGE),
         mesh=_make_mesh(plan, blocks, device),
     )
 
@@ -71,10 +72,11 @@ def _make_mesh(plan: Plan, blocks: Tensor, device: torch.device) -> DeviceMesh |
     """The replicas of experts as torch's fully_shard takes them. Collective."""
     if plan.expert_sharding is None:
         return None
-    rows = plan.expert_sharding.ranks
-    ranks = blocks.transpose(1, 2).unflatten(2, (-1, rows))  # (pipeline, place in the block, copies, rows)
-    mesh = DeviceMesh(device.type, ranks, mesh_dim_names=("stage", "block", COPIES, ROWS))
-    return mesh[COPIES, ROWS] if ranks.shape[2] > 1 else mesh[ROWS]
+    shards = plan.expert_sharding.ranks
+    # (stage, place in the block, replicate, shard)
+    ranks = blocks.transpose(1, 2).unflatten(2, (-1, shards))
+    mesh = DeviceMesh(device.type, ranks, mesh_dim_names=(STAGE, BLOCK, REPLICATE, SHARD))
+    return mesh[REPLICATE, SHARD] if ranks.shape[2] > 1 else mesh[SHARD]
 
 
 def spread_experts(model: nn.Module, plan: Plan, groups: ExpertGroups) -> None:

@@ -7,8 +7,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from megatron_lite.config.layout import COPIES, PIPELINE, ROWS, TENSOR, Layout
+from megatron_lite.config.layout import Layout
 from megatron_lite.config.plan import Plan
+from megatron_lite.mesh_axes import PIPELINE, REPLICATE, SHARD, TENSOR
 from megatron_lite.parallel.process_group import operation_limit
 
 
@@ -45,8 +46,8 @@ def make_mesh(plan: Plan, device: torch.device) -> DeviceMesh | None:
     """
     layout = plan.layout
     shards = plan.sharding.ranks if plan.sharding else 1
-    sizes = {PIPELINE: layout.pipeline, COPIES: layout.replicas // shards, ROWS: shards, TENSOR: layout.tensor}
-    if sizes[COPIES] == plan.world.size:
+    sizes = {PIPELINE: layout.pipeline, REPLICATE: layout.replicas // shards, SHARD: shards, TENSOR: layout.tensor}
+    if sizes[REPLICATE] == plan.world.size:
         return None
     sizes = {name: size for name, size in sizes.items() if size > 1}
     ranks = arrange_ranks(layout).view(*sizes.values())

@@ -21,6 +21,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron_lite.config.plan import Plan
 from megatron_lite.config.shape import ModelShape
+from megatron_lite.mesh_axes import ENDS
 from megatron_lite.model.gpt import DTYPES, GPT
 from megatron_lite.parallel.layers import replace_method
 from megatron_lite.parallel.mesh import arrange_ranks, make_group
@@ -310,7 +311,7 @@ def make_pipeline(plan: Plan, device: torch.device) -> Pipeline:
     onward = make_link(1, "pipeline")
     back = make_link(-1, "pipeline gradients")
     shared = list_shared(plan.shape)
-    ends = make_group(plan, lines[..., [0, -1]], "ends") if shared else None
+    ends = make_group(plan, lines[..., [0, -1]], ENDS) if shared else None
     # the first use of a connection may wait for the other side: here in an order that all come to
     for link in (onward, back):
         link.ask()

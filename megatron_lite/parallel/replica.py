@@ -10,15 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron_lite.config.layout import (
-    TENSOR,
-    Part,
-    count_stage_layers,
-    find_part,
-    is_of_experts,
-    is_split,
-)
+from megatron_lite.config.layout import Part, count_stage_layers, find_part, is_of_experts, is_split
 from megatron_lite.config.plan import Plan
+from megatron_lite.mesh_axes import TENSOR
 from megatron_lite.model.experts import MixtureOfExperts, list_mixtures
 from megatron_lite.parallel.groups import Groups
 from megatron_lite.parallel.mesh import find_group
@@ -56,23 +50,23 @@ def describe_layout(plan: Plan) -> str:
 
 
 @dataclass(frozen=True)
-class Copies:
+class ReplicateRanks:
     """Ranks that hold the same part of a parameter, of which each writes some parameters to a checkpoint."""
 
     place: int  # this rank's among them
     number: int
 
 
-def find_copies(plan: Plan) -> Copies:
+def find_replicate_ranks(plan: Plan) -> ReplicateRanks:
     """The ranks that hold the same parts of the model, but for experts."""
     ranks = plan.sharding.ranks if plan.sharding else 1
-    return Copies(plan.layout.replica // ranks, plan.layout.replicas // ranks)
+    return ReplicateRanks(plan.layout.replica // ranks, plan.layout.replicas // ranks)
 
 
-def find_expert_copies(plan: Plan) -> Copies:
+def find_expert_replicate_ranks(plan: Plan) -> ReplicateRanks:
     """The ranks that hold the same parts of experts."""
     ranks = plan.expert_sharding.ranks if plan.expert_sharding else 1
-    return Copies(plan.layout.expert_replica // ranks, plan.layout.expert_replicas // ranks)
+    return ReplicateRanks(plan.layout.expert_replica // ranks, plan.layout.expert_replicas // ranks)
 
 
 class RowShare(ABC):
@@ -104,8 +98,8 @@ class Replica(ABC):
         self.names = list(named)
         self.parameters = list(named.values())
         self.parts = find_parts(model, plan)
-        self.copies = find_copies(plan)
-        self.expert_copies = find_expert_copies(plan)
+        self.replicate_ranks = find_replicate_ranks(plan)
+        self.expert_replicate_ranks = find_expert_replicate_ranks(plan)
         self._tensor_group = find_group(groups.mesh, TENSOR)
         # what tensor parallel ranks hold alike is the first one's, and a tied embedding the first stage's
         self.owned = [(layout.tensor_rank == 0 or is_split(name)) and not is_copy(stage, name) for name in self.names]
@@ -114,7 +108,7 @@ class Replica(ABC):
         # a sum over all ranks counts one copy of each parameter
         self.counted: list[bool] = []
         for name, owned in zip(self.names, self.owned):
-            is_first_copy = holds_all or self.find_copies(name).place == 0
+            is_first_copy = holds_all or self.find_replicate_ranks(name).place == 0
             self.counted.append(owned and is_first_copy)
         # tensor parallel ranks have the gradients of these from their own tokens, or heads, only
         self._partial: list[int] = []
@@ -160,9 +154,9 @@ class Replica(ABC):
         found = {name: mixture for chunk in self.chunks for name, mixture in list_mixtures(chunk)}
         return list(found.items())
 
-    def find_copies(self, name: str) -> Copies:
+    def find_replicate_ranks(self, name: str) -> ReplicateRanks:
         """The ranks that hold the same part of the parameter of this name as this one does."""
-        return self.expert_copies if is_of_experts(name) else self.copies
+        return self.expert_replicate_ranks if is_of_experts(name) else self.replicate_ranks
 
     @torch.no_grad()
     def _add_partial(self, gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:

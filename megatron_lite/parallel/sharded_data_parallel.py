@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from megatron_lite.config.layout import COPIES, ROWS, Sharding, is_of_experts, whole_part
+from megatron_lite.config.layout import Sharding, is_of_experts, whole_part
 from megatron_lite.config.plan import Plan
 from megatron_lite.marks import MASTER_WEIGHTS, mark_memory
+from megatron_lite.mesh_axes import REPLICATE, SHARD
 from megatron_lite.model.custom_model import CustomModel
 from megatron_lite.model.experts import list_mixtures
 from megatron_lite.model.gpt import DTYPES, GPT, initialize
@@ -151,7 +152,7 @@ def _shard(model: nn.Module, groups: Groups, policy: MixedPrecisionPolicy, gathe
         for _, mixture in list_mixtures(model):
             fully_shard(mixture.experts, mesh=of_experts, mp_policy=policy, reshard_after_forward=gathers_twice)
     names = mesh.mesh_dim_names or ()
-    among = mesh[COPIES, ROWS] if COPIES in names else mesh[ROWS]
+    among = mesh[REPLICATE, SHARD] if REPLICATE in names else mesh[SHARD]
     if isinstance(model, GPT):
         for layer in model.decoder.layers:
             fully_shard(layer, mesh=among, mp_policy=policy, reshard_after_forward=gathers_twice)

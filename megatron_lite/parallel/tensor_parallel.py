@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
-from megatron_lite.config.layout import TENSOR
 from megatron_lite.config.plan import Plan
+from megatron_lite.mesh_axes import QUERY_GROUP, TENSOR
 from megatron_lite.model.attention import Attend
 from megatron_lite.model.gpt import GPT, Embedding
 from megatron_lite.model.latent_attention import LatentAttention
@@ -140,7 +140,7 @@ def make_tensor_group(plan: Plan, mesh: DeviceMesh | None) -> TensorGroup | None
         return None
     query_group = None
     if sharing > 1:
-        query_group = make_group(plan, arrange_ranks(layout).unflatten(3, (-1, sharing)), "tensor, of a query group")
+        query_group = make_group(plan, arrange_ranks(layout).unflatten(3, (-1, sharing)), QUERY_GROUP)
     return TensorGroup(group, layout.tensor, layout.tensor_rank, layout.sequence_parallel, query_group)
 
 

@@ -72,7 +72,7 @@ def forecast(plan: Plan, device_name: str | None, room_bytes: int | None) -> For
         # what fits into the room that there is: '--micro-batch-size 2 would need 12.30 GiB'
         room = dataclasses.replace(processor or ANY, memory_gib=(room_bytes or 0) / sharing / GIB)
         fitting = attempt("remedy", fit, plan, room)
-        found = fitting and (fitting.found or fitting.way_out)
+        found = fitting and (fitting.found or fitting.remedy)
         remedy = f"{found.words} would need {size(found.peak_bytes)}" if found else ""
     return dataclasses.replace(seen, remedy=remedy, failures=tuple(failures))
 

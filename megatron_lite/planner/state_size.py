@@ -50,7 +50,7 @@ def state_bytes(
     section 3.1); 18 with gradients in fp32; 16 in fp32: 4 + 4 + 8.
 
     Args:
-        ranks: That share out the model; then only fp32 weights, gradients and moments stay, a share of each.
+        ranks: That shard the model; then only fp32 weights, gradients and moments stay, a share of each.
         is_sharded: Whether torch's fully_shard holds them, be it on one rank; None: on several ranks.
     """
     width = element_bytes(precision)
@@ -220,7 +220,7 @@ def _measure_step_counters(plan: Plan) -> LedgerRow:
     return LedgerRow("moments", "step counters of adam", number * MIN_BLOCK, formula)
 
 
-# --- where ranks share out the model (torch's fully_shard): each layer is gathered by itself, and the rest together
+# --- where ranks shard the model (torch's fully_shard): each layer is gathered by itself, and the rest together
 
 
 def list_gathered(plan: Plan, groups: Sequence[ParameterGroup], layer: int, accumulates: bool) -> Iterator[LedgerRow]:

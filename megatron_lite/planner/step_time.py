@@ -580,7 +580,7 @@ def _time_state(
 ) -> Iterator[TimeRow]:
     """What data and context parallel ranks exchange of gradients and weights: for every micro-batch, or at the end of a step.
 
-    Where ranks share out the model each gets the sums of its share only, half of an all-reduce; forward hides the gathering at best.
+    Where ranks shard the model, each gets the sums of its share only, half of an all-reduce; forward hides the gathering at best.
     The word embedding's gradient is complete only when backward ends (tied or not): nothing is left to hide its reduction.
     """
     timed = _time_state_exchanges(plan, processor, exchanges)

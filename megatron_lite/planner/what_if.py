@@ -203,7 +203,7 @@ class Fit:
     given: Variant  # the plan as it is
     found: Variant | None  # fastest in arithmetic, then with the largest micro-batch; None if nothing fits
     least: Variant | None = None  # where nothing fits: what needs least with this model and precision
-    way_out: Variant | None = None  # where nothing fits: the smallest other change that does; None if there is none
+    remedy: Variant | None = None  # where nothing fits: the smallest other change that does; None if there is none
 
     @property
     def fits(self) -> bool:

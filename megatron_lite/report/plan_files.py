@@ -224,7 +224,7 @@ def _fit_as_json(found: Fit | None) -> dict[str, Any] | None:
         "given": _variant_as_json(found.given),
         "found": _variant_as_json(found.found),
         "least": _variant_as_json(found.least),
-        "way_out": _variant_as_json(found.way_out),
+        "remedy": _variant_as_json(found.remedy),
     }
 
 

@@ -128,7 +128,7 @@ def describe_fit(fit: Fit) -> str:
     excess = size(needed_bytes - fit.budget_bytes)
     too_much = f"{excess} more than there is with {percent(fit.margin)} left free"
     least = f"no micro-batch and no recomputation makes it fit: at least {size(needed_bytes)}, {too_much}"
-    remedy = fit.way_out
+    remedy = fit.remedy
     if remedy is not None:
         return f"{least}; smallest change that fits: {remedy.words} ({size(remedy.peak_bytes)})"
     gib = needed_bytes / (1 - fit.margin) / GIB

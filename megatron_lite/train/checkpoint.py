@@ -210,9 +210,10 @@ class Checkpoints:
         one_file = c.ckpt_format == "torch"
         whole = assign_share(tensors, layout.stage_rank, 1 if one_file else layout.stage_size)
         shared: dict[str, Tensor] = {}
-        for copies in dict.fromkeys((self.replica.copies, self.replica.expert_copies)):
-            alike = {name: tensor for name, tensor in parts.items() if self.replica.find_copies(name) == copies}
-            shared |= assign_share(alike, copies.place, 1 if one_file else copies.number)
+        find_ranks = self.replica.find_replicate_ranks
+        for ranks in dict.fromkeys((self.replica.replicate_ranks, self.replica.expert_replicate_ranks)):
+            alike = {name: tensor for name, tensor in parts.items() if find_ranks(name) == ranks}
+            shared |= assign_share(alike, ranks.place, 1 if one_file else ranks.number)
         return self._gather(whole | shared) if one_file else whole | shared
 
     def _list_expert_biases(self) -> dict[str, Tensor]:

@@ -216,14 +216,14 @@ def checks_of(facts: Facts) -> tuple[Check, ...]:
 
 
 def told(check: Check) -> str:
-    return " | ".join([*(f"{one.text} ({one.where})" for one in check.evidence), check.way_out])
+    return " | ".join([*(f"{one.text} ({one.where})" for one in check.evidence), check.remedy])
 
 
 def is_well_formed(check: Check):
     assert all(one.text and "\n" not in one.text + one.where for one in check.evidence)
     assert "nan" not in told(check).lower().split() and "failed (" not in told(check)
     assert check.evidence or check.answer is NOT_VISIBLE
-    assert bool(check.way_out) == (check.answer is not PASS) and "\n" not in check.way_out
+    assert bool(check.remedy) == (check.answer is not PASS) and "\n" not in check.remedy
     assert not check.code or check.answer is FAIL and check.code in RULES
 
 
@@ -449,7 +449,7 @@ def test_the_command(tmp_path, capsys):
     assert "held against" in out and "written:" in out and " passed, " in out and "gpu_ms" not in out
     found = json.loads(Path(written).read_text())
     assert found["schema"] == 1 and len(found["points"]) == 18 and found["against"]
-    expected = {"number": 3, "question": QUESTIONS[2].text, "answer": "pass", "evidence": [], "code": "", "way_out": ""}
+    expected = {"number": 3, "question": QUESTIONS[2].text, "answer": "pass", "evidence": [], "code": "", "remedy": ""}
     expected |= {"name": QUESTIONS[2].name}
     assert found["points"][2] | {"evidence": []} == expected
     assert main(["audit", bad]) == 0

@@ -13,11 +13,11 @@ from megatron_lite.analysis.ranks.calls import (
     message_bytes,
 )
 from megatron_lite.analysis.ranks.from_run import compare_ranks_of_run, only_lasting
-from megatron_lite.analysis.ranks.process_groups import CALLER, find_dimension, guess_dimension, label_group
+from megatron_lite.analysis.ranks.process_groups import CALLER, guess_dimension, label_group
 from megatron_lite.analysis.ranks.rank_results import Straggler
 from megatron_lite.analysis.run.read import read_run
 from megatron_lite.analysis.trace.columns import Collective, ProcessGroup, Shapes
-from megatron_lite.config.layout import COPIES, PIPELINE, ROWS, TENSOR
+from megatron_lite.mesh_axes import PIPELINE, REPLICATE, SHARD, TENSOR, find_dimension
 from megatron_lite.model.loss import _FusedLosses
 from megatron_lite.parallel.context_parallel import _GatherSequence
 from megatron_lite.parallel.tensor_parallel import _ColumnLinear, _SumOverRanks
@@ -189,5 +189,5 @@ def test_names_of_this_trainers_functions_and_groups_are_known():
     for function, dimension in functions.items():
         name = f"autograd::engine::evaluate_function: {function.__name__}Backward"
         assert CALLER.search(name) and guess_dimension("all_reduce", name, "forward") == dimension
-    for name, dimension in ((COPIES, "data"), (ROWS, "data"), (TENSOR, "tensor"), (PIPELINE, "pipeline")):
+    for name, dimension in ((REPLICATE, "data"), (SHARD, "data"), (TENSOR, "tensor"), (PIPELINE, "pipeline")):
         assert find_dimension(f"mesh_{name}") == dimension

@@ -35,7 +35,7 @@ def report_of_script(folder, write):
 def test_a_foreign_job_is_told_no_flag(tmp_path, code, write):
     report = report_of_script(tmp_path, write)
     said = [text for one in report.findings for text in (one.advice, *one.flags, *(seen.text for seen in one.evidence))]
-    said += [text for check in report.checks for text in (check.way_out, *map(str, check.evidence))]
+    said += [text for check in report.checks for text in (check.remedy, *map(str, check.evidence))]
     said += [report.verdict.headline, *build_limitations(report)]
     assert [text for text in said if names_flag(text)] == []
     assert all(one.advice and "\0" not in one.advice for one in report.findings)

@@ -21,6 +21,7 @@ LEVELS = [  # bottom up: what stands together does not know each other
     {
         "errors",
         "marks",
+        "mesh_axes",
         "units",
         "phases",
         "thresholds",

@@ -117,15 +117,15 @@ def test_the_cause_stands_before_its_consequences():
 def test_who_waits_in_a_group_waits_for_its_members():
     """Ranks 0 and 1 split layers, 2 and 3 too; 1 and 3 average gradients."""
     operation = Operation(7, "all_gather", 100, "Half", "tensor", (0, 1))
-    behind = replace(READING, begun=1234, groups={"tensor": 6, "copies": 3})
+    behind = replace(READING, begun=1234, groups={"tensor": 6, "replicate": 3})
     other = replace(WAITING, groups={"tensor of others": 9})
     found = find_cause(case([behind, other, other], reason=LATE, operation=operation))
     assert found.ranks == [1]
     assert "rank 1 did not join all_gather #7 (200 B float16) of ranks 0, 1 of rank 0 within 10m00s" in found.line
-    through = replace(behind, waiting=("copies", 4, [1, 3]))
-    last = replace(READING, groups={"tensor of others": 9, "copies": 3})
+    through = replace(behind, waiting=("replicate", 4, [1, 3]))
+    last = replace(READING, groups={"tensor of others": 9, "replicate": 3})
     found = find_cause(
-        case([replace(through, groups={"tensor": 6, "copies": 4}), other, last], reason=LATE, operation=operation)
+        case([replace(through, groups={"tensor": 6, "replicate": 4}), other, last], reason=LATE, operation=operation)
     )
     assert found.ranks == [3]
     assert (

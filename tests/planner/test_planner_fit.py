@@ -131,29 +131,29 @@ def test_recomputation_is_as_little_as_possible():
 
 
 @pytest.mark.parametrize(
-    ("changes", "gib", "way_out"),
+    ("changes", "gib", "remedy"),
     [
         (LONG, 14.0, "--bf16"),
         (f"--bf16 {LONG}", 12.0, "--grad-reduce-in-bf16"),
         ("--fp16 --seq-length 131072 --max-position-embeddings 131072", 20.0, "--seq-length"),
     ],
 )
-def test_an_impossible_fit_says_the_smallest_change_that_fits(changes, gib, way_out):
+def test_an_impossible_fit_says_the_smallest_change_that_fits(changes, gib, remedy):
     found = fit(plan(changes), with_memory(gib))
     assert found.found is None and found.least.peak_bytes > found.budget_bytes
-    assert found.way_out.peak_bytes <= found.budget_bytes
-    assert any(flag.startswith(way_out) for flag in found.way_out.add), found.way_out.words
-    assert predict_memory(pasted(changes, found.way_out), H200).peak.num_bytes == found.way_out.peak_bytes
+    assert found.remedy.peak_bytes <= found.budget_bytes
+    assert any(flag.startswith(remedy) for flag in found.remedy.add), found.remedy.words
+    assert predict_memory(pasted(changes, found.remedy), H200).peak.num_bytes == found.remedy.peak_bytes
 
 
 @pytest.mark.parametrize(("changes", "gib"), [("--hidden-size 16384", 4.0), ("--fp16", 5.0)])
 def test_where_the_model_is_too_large_no_other_model_is_proposed(changes, gib):
     found = fit(plan(changes), with_memory(gib))
-    assert (found.found, found.way_out) == (None, None) and found.least.peak_bytes > found.budget_bytes
+    assert (found.found, found.remedy) == (None, None) and found.least.peak_bytes > found.budget_bytes
 
     # a GPU without bf16 is offered fp16
     found = fit(plan(LONG), with_memory(14.0, find_processor("V100")))
-    assert "--fp16" in found.way_out.add
+    assert "--fp16" in found.remedy.add
 
 
 @pytest.mark.parametrize(("gib", "added"), [

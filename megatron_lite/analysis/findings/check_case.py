@@ -16,7 +16,7 @@ class Check:
     answer: CheckResult
     evidence: tuple[Evidence, ...]  # never empty for passed and failed
     code: str = ""  # failed: the rule whose page explains it; "" where none does
-    way_out: str = ""  # failed: what to change; not visible: what to record; "" for passed
+    remedy: str = ""  # failed: what to change; not visible: what to record; "" for passed
     name: str = ""  # what is asked about, in a few words
 
 

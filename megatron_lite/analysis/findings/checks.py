@@ -171,12 +171,12 @@ def _answer(number: int, question: Question, case: CheckCase, doubts: Sequence[s
     is_doubtful = bool(doubts) and not rests_on_run_only(look.evidence)
     if is_doubtful and look.outcome is not CheckResult.NOT_VISIBLE:
         look = could_not_look(*look.evidence, record=f"record again: {doubts[0]}")
-    way_out = look.remedy
-    if look.outcome is not CheckResult.PASSED and not way_out:
-        way_out = question.record
+    remedy = look.remedy
+    if look.outcome is not CheckResult.PASSED and not remedy:
+        remedy = question.record
     in_words = case.facts.in_words
     evidence = tuple(replace(one, text=in_words(one.text)) for one in look.evidence)
-    return Check(number, question.text, look.outcome, evidence, look.code, in_words(way_out), question.name)
+    return Check(number, question.text, look.outcome, evidence, look.code, in_words(remedy), question.name)
 
 
 def _look(question: Question, case: CheckCase) -> Observation:

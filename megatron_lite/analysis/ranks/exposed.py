@@ -13,9 +13,10 @@ from megatron_lite.analysis.kernels.kernel_results import Role
 from megatron_lite.analysis.kernels.kernel_words import get_kernel_role
 from megatron_lite.analysis.rank_facts import RankFacts
 from megatron_lite.analysis.ranks.calls import POINT_TO_POINT, Calls, What, collect_calls
-from megatron_lite.analysis.ranks.process_groups import find_dimension, is_fully_sharded
+from megatron_lite.analysis.ranks.process_groups import is_fully_sharded
 from megatron_lite.analysis.ranks.rank_results import OTHER
 from megatron_lite.analysis.trace.columns import Kind
+from megatron_lite.mesh_axes import find_dimension
 from megatron_lite.phases import Phase
 
 # what a collective is for; of several under way at once, the first one here is charged

@@ -8,18 +8,9 @@ import re
 from collections.abc import Sequence
 
 from megatron_lite.analysis.trace.columns import ProcessGroup, Trace
+from megatron_lite.mesh_axes import find_dimension
 from megatron_lite.phases import Phase
 from megatron_lite.units import counted
-
-# Words of descriptions by PyTorch's device meshes, Megatron-LM, torchtitan, and this trainer
-_WORDS = {
-    "tensor": {"tensor", "tp"},
-    "context": {"context", "cp"},
-    "data": {"data", "dp", "fsdp", "hsdp", "ddp", "replicate", "shard", "copies", "rows", "replicas"},
-    "pipeline": {"pipeline", "pp", "embedding", "ends"},
-    "expert": {"expert", "experts", "ep"},
-}
-_MODEL = {"model", "parallel", "group"}  # Megatron-LM's group of all ranks that together hold one model
 
 # A backend without descriptions: the function of the layer that communicates, in this trainer and in Megatron-LM
 _CALLERS = (
@@ -52,14 +43,6 @@ def is_fully_sharded(trace: Trace) -> bool | None:
     if any(map(_SHARDS.search, trace.names)):
         return True
     return False if any(map(_REPLICATES.search, trace.names)) else None
-
-
-def find_dimension(description: str) -> str:
-    """'tensor' of "TENSOR_MODEL_PARALLEL_GROUP", 'context and data' of "mesh_dp_shard_cp"; "" if it does not say."""
-    words = set(re.findall("[a-z]+", description.lower()))
-    if words == _MODEL:
-        return "tensor and pipeline"
-    return " and ".join(dimension for dimension, known in _WORDS.items() if known & words)
 
 
 def guess_dimension(kind: str, caller: str, phase: str) -> str:

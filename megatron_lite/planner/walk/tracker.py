@@ -11,9 +11,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron_lite.analysis.ranks.process_groups import find_dimension
 from megatron_lite.instruments.memory_tags import StepMarks
 from megatron_lite.instruments.memory_tracker import StorageTracker
+from megatron_lite.mesh_axes import EXPERT_REPLICAS, EXPERTS, find_dimension
 
 # of the operations below torch.distributed's functions; what a rank receives of point-to-point operations another sends
 KINDS = {
@@ -28,7 +28,7 @@ KINDS = {
     "send": "send",
 }
 # groups of parallel/expert_parallel.py, by their names
-OF_EXPERTS = {"experts": "expert", "replicas of experts": "expert data"}
+OF_EXPERTS = {EXPERTS: "expert", EXPERT_REPLICAS: "expert data"}
 
 RESOLVE = "_resolve_process_group"  # a function that versions of torch type differently
 

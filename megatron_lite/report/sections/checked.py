@@ -51,7 +51,7 @@ def _build_card(check: Check, has_one_rank: bool, in_full: bool, everything: boo
         name=check.name,
         reasons=[write_evidence(one.text, one.where if in_full else "", has_one_rank) for one in shown],
         hidden=len(check.evidence) - len(shown),
-        remedy=f"{VERBS[check.answer]}{check.way_out}" if check.way_out else "",
+        remedy=f"{VERBS[check.answer]}{check.remedy}" if check.remedy else "",
         code=check.code,
         in_full=in_full,
     )

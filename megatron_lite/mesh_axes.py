@@ -1,0 +1,43 @@
+"""Names of the axes along which ranks divide a model's work, and of groups of ranks beside them.
+
+As torchtitan's parallel_dims.py does for its own, this is the one place that fixes them. Imports nothing of the
+package: the trainer makes meshes and groups by these names, and planner, walk and explainer say by them which ranks
+exchange what. docs/architecture.md has the table.
+"""
+
+import re
+
+# Axes of the mesh of ranks, from the outermost to the innermost
+PIPELINE = "pipeline"  # ranks that have some of the layers each, and hand hidden states on
+REPLICATE = "replicate"  # ranks that hold the same weights, and average their gradients
+SHARD = "shard"  # ranks that shard weights, gradients and moments by rows (ZeRO)
+TENSOR = "tensor"  # ranks that split each layer
+# Axes of the mesh of replicas of experts, in front of REPLICATE and SHARD
+STAGE = "stage"  # one for each stage of the pipeline
+BLOCK = "block"  # places among the ranks that together have all experts once
+# Groups that are no axis of a mesh
+CONTEXT = "context"  # ranks that have some of the positions of each sequence
+EXPERTS = "experts"  # ranks that together have all experts once
+EXPERT_REPLICAS = "replicas of experts"  # ranks that hold the same part of the experts
+MICRO_BATCH = "tokens of a micro-batch"  # ranks that together have all tokens of a micro-batch
+QUERY_GROUP = "tensor, of a query group"  # tensor parallel ranks that share queries' keys and values
+ENDS = "ends"  # the first and the last stage, which both have a tied embedding
+
+# Dimensions of a layout as reports name them, with words of descriptions of process groups that tell of them: by
+# PyTorch's device meshes, Megatron-LM, torchtitan, and this trainer, whose older traces say copies and rows
+_WORDS = {
+    "tensor": {"tensor", "tp"},
+    "context": {"context", "cp"},
+    "data": {"data", "dp", "fsdp", "hsdp", "ddp", "replicate", "shard", "replicas", "copies", "rows"},
+    "pipeline": {"pipeline", "pp", "embedding", "ends"},
+    "expert": {"expert", "experts", "ep"},
+}
+_MODEL = {"model", "parallel", "group"}  # Megatron-LM's group of all ranks that together hold one model
+
+
+def find_dimension(description: str) -> str:
+    """'tensor' of "TENSOR_MODEL_PARALLEL_GROUP", 'context and data' of "mesh_dp_shard_cp"; "" if it does not say."""
+    words = set(re.findall("[a-z]+", description.lower()))
+    if words == _MODEL:
+        return "tensor and pipeline"
+    return " and ".join(dimension for dimension, known in _WORDS.items() if known & words)
