@@ -15,6 +15,7 @@ from megatron_lite.units import significant
 
 MAX_APART = 64  # collectives by which traces of two ranks may begin apart, beyond what they differ in number
 MAX_NAMED = 4
+MAX_COALESCED = 2**20  # collectives of one sequence number
 MIN_ALIKE = 0.9  # share of pairs of the same kind and size; below it the order is no guide
 
 
@@ -44,7 +45,9 @@ def match(
     groups = []
     for by_rank in rows_of_pair.values():
         members = _as_arrays(by_rank)
-        call = _match_by_order(members, ranks, slots, clock_ns) if len(members) == 2 else None
+        if len(members) != 2:
+            continue
+        call = _match_by_order(members, ranks, slots, clock_ns)
         if call is not None and len(call):
             groups.append(Group(np.array(list(members)), call, is_pair=True))
     notes = []
@@ -99,11 +102,16 @@ def _has_too_many(members: Mapping[int, Integers], ranks: Sequence[Calls]) -> bo
 def _describe(group: ProcessGroup) -> str:
     """Name a process group by its ranks, its name or its dimension, whichever is known first."""
     if group.ranks:
-        several = f" and {len(group.ranks) - MAX_NAMED} more" if len(group.ranks) > MAX_NAMED else ""
-        return f"collectives of ranks {', '.join(map(str, group.ranks[:MAX_NAMED]))}{several}"
+        named = ", ".join(map(str, group.ranks[:MAX_NAMED]))
+        more = len(group.ranks) - MAX_NAMED
+        if more > 0:
+            named += f" and {more} more"
+        return f"collectives of ranks {named}"
     if group.name:
         return f"process group {group.name!r}"
-    return f"{group.description} parallel collectives" if group.description else "collectives"
+    if group.description:
+        return f"{group.description} parallel collectives"
+    return "collectives"
 
 
 def _match_by_sequence(members: Mapping[int, Integers], ranks: Sequence[Calls]) -> Integers | None:
@@ -117,80 +125,135 @@ def _match_by_sequence(members: Mapping[int, Integers], ranks: Sequence[Calls]) 
         numbers = ranks[at].sequence[rows]
         if numbers.min() < 0:
             return None
-        # coalesced ones share a number, in the same order everywhere: 7, 7, 8 are told apart by 0, 1, 0
-        order = np.argsort(numbers, kind="stable")
-        ordinal = np.empty(len(numbers), np.int64)
-        ordinal[order] = np.arange(len(numbers)) - np.searchsorted(numbers[order], numbers[order], side="left")
-        keys[at] = numbers * 2**20 + ordinal
+        keys[at] = _number_calls(numbers)
     shared = reduce(np.intersect1d, keys.values())
     if not len(shared):
         return None
     columns = []
+    kinds = []
     for at, rows in members.items():
         order = np.argsort(keys[at], kind="stable")
-        columns.append(rows[order[np.searchsorted(keys[at][order], shared)]])
-    kinds = [[ranks[at].whats[i].kind for i in column.tolist()] for at, column in zip(members, columns)]
-    alike = sum(len(set(of_all)) == 1 for of_all in zip(*kinds))
-    return np.stack(columns, axis=1) if alike >= MIN_ALIKE * len(shared) else None
+        places = np.searchsorted(keys[at][order], shared)
+        column = rows[order[places]]
+        columns.append(column)
+        kinds.append([ranks[at].whats[row].kind for row in column.tolist()])
+    alike = [of_all for of_all in zip(*kinds) if len(set(of_all)) == 1]
+    if len(alike) < MIN_ALIKE * len(shared):
+        return None
+    return np.stack(columns, axis=1)
+
+
+def _number_calls(sequence: Integers) -> Integers:
+    """int64 [k]: a number of each call that no other call has, from its sequence number.
+
+    Coalesced ones share a sequence number, in the same order everywhere: 7, 7, 8 are told apart by 0, 1, 0.
+    """
+    order = np.argsort(sequence, kind="stable")
+    in_order = sequence[order]
+    first = np.searchsorted(in_order, in_order, side="left")
+    ordinal = np.empty(len(sequence), np.int64)
+    ordinal[order] = np.arange(len(sequence)) - first
+    return sequence * MAX_COALESCED + ordinal
+
+
+@dataclass(frozen=True)
+class _Order:
+    """One rank's collectives of a group, n of them, in order."""
+
+    kind: Integers  # [n], a code of kind and size
+    slot: Integers  # [n], the shared step; -1: none
+    end_ns: Integers | None  # [n], on the common clock; None without one
+
+    def __len__(self) -> int:
+        return len(self.kind)
 
 
 def _match_by_order(
-    members: Mapping[int, Integers], ranks: Sequence[Calls], slots: Sequence[Integers], clock_ns: Sequence[int | None]
+    members: Mapping[int, Integers],  # by index of the rank, rows of that rank's calls
+    ranks: Sequence[Calls],
+    slots: Sequence[Integers],
+    clock_ns: Sequence[int | None],
 ) -> Integers | None:
     """Match calls by their order, each rank's laid over the longest one.
-
-    Args:
-        members: by index of the rank, rows of that rank's calls.
-        ranks, slots, clock_ns: see match.
 
     Returns:
         int64 [K, G], rows of each rank's calls; None if an order does not fit anywhere.
     """
-    longest = max(members, key=lambda at: len(members[at]))
     codes: dict[Any, int] = {}
     orders = {}
     for at, rows in members.items():
-        whats = [ranks[at].whats[i] for i in rows]
-        # what is sent and what is received are one, and may be part of a larger exchange
-        kinds = [None if one.kind in POINT_TO_POINT else (one.kind, one.num_bytes) for one in whats]
-        what = np.array([codes.setdefault(kind, len(codes)) for kind in kinds])
         clock = clock_ns[at]
-        orders[at] = (what, slots[at][rows], None if clock is None else ranks[at].end_ns[rows] + clock)
+        orders[at] = _Order(
+            kind=_number_kinds(ranks[at], rows, codes),
+            slot=slots[at][rows],
+            end_ns=None if clock is None else ranks[at].end_ns[rows] + clock,
+        )
+    longest = max(orders.values(), key=len)
     columns = []
     for at, rows in members.items():
-        shift = _find_shift(orders[longest], orders[at])
+        shift = _find_shift(longest, orders[at])
         if shift is None:
             return None
-        column = np.full(len(members[longest]), -1, np.int64)
-        first, last = max(shift, 0), min(shift + len(rows), len(column))
-        column[first:last] = rows[first - shift : last - shift]
+        here, there = _overlap(longest, orders[at], shift)
+        column = np.full(len(longest), -1, np.int64)
+        column[here] = rows[there]
         columns.append(column)
     call = np.stack(columns, axis=1)
-    return call[(call >= 0).all(axis=1)]
+    on_all_ranks = (call >= 0).all(axis=1)
+    return call[on_all_ranks]
 
 
-def _find_shift(one: tuple[Any, ...], other: tuple[Any, ...]) -> int | None:
-    """Find the position in `one` at which `other` begins, so that kinds and sizes agree; of equally good ones that
-    where the steps agree best, then that where ends lie closest. None if no position fits.
+def _number_kinds(
+    calls: Calls,
+    rows: Integers,  # [n]
+    codes: dict[Any, int],  # grows by what it does not have
+) -> Integers:
+    """int64 [n]: a code of each call's kind and size."""
+    numbers = []
+    for row in rows.tolist():
+        what = calls.whats[row]
+        # what is sent and what is received are one, and may be part of a larger exchange
+        kind = None if what.kind in POINT_TO_POINT else (what.kind, what.num_bytes)
+        numbers.append(codes.setdefault(kind, len(codes)))
+    return np.array(numbers)
 
-    one, other: by collective a code of kind and size, the step, the end on the common clock (None without one).
+
+def _overlap(one: _Order, other: _Order, shift: int) -> tuple[slice, slice]:
+    """The part of each that lies over the other where `other` begins at position `shift` of `one`."""
+    first = max(shift, 0)
+    last = min(shift + len(other), len(one))
+    return slice(first, last), slice(first - shift, last - shift)
+
+
+def _find_shift(one: _Order, other: _Order) -> int | None:
+    """Find the position in `one` at which `other` begins, so that kinds and sizes agree.
+
+    Of equally good ones it is that where the steps agree best, then that where ends lie closest. None if no position
+    fits.
     """
-    (mine, my_slot, my_end), (theirs, their_slot, their_end) = one, other
-    reach = MAX_APART + abs(len(mine) - len(theirs))
-    best, best_shift = None, None
-    for shift in range(max(-reach, 1 - len(theirs)), min(reach, len(mine) - 1) + 1):
-        a = slice(max(shift, 0), min(shift + len(theirs), len(mine)))
-        b = slice(a.start - shift, a.stop - shift)
-        alike = int((mine[a] == theirs[b]).sum())
-        if alike < MIN_ALIKE * (a.stop - a.start):
-            continue
-        same_step = int(((my_slot[a] == their_slot[b]) & (my_slot[a] >= 0)).sum())
-        clocks = my_end is not None and their_end is not None
-        apart = float(np.median(np.abs(my_end[a] - their_end[b]))) if clocks else 0.0
-        score = (alike, same_step, -apart, -abs(shift))
-        if best is None or score > best:
-            best, best_shift = score, shift
-    return best_shift
+    reach = MAX_APART + abs(len(one) - len(other))
+    earliest = max(-reach, 1 - len(other))
+    latest = min(reach, len(one) - 1)
+    scores = {}
+    for shift in range(earliest, latest + 1):
+        score = _score_shift(one, other, shift)
+        if score is not None:
+            scores[shift] = score
+    return max(scores, key=scores.__getitem__, default=None)
+
+
+def _score_shift(one: _Order, other: _Order, shift: int) -> tuple[int, int, float, int] | None:
+    """How well `other` fits at a position of `one`: the larger, the better; None where it does not."""
+    here, there = _overlap(one, other, shift)
+    alike = int((one.kind[here] == other.kind[there]).sum())
+    if alike < MIN_ALIKE * (here.stop - here.start):
+        return None
+    slot = one.slot[here]
+    same_step = (slot == other.slot[there]) & (slot >= 0)
+    apart_ns = 0.0
+    if one.end_ns is not None and other.end_ns is not None:
+        apart_ns = float(np.median(np.abs(one.end_ns[here] - other.end_ns[there])))
+    return alike, int(same_step.sum()), -apart_ns, -abs(shift)
 
 
 # --- are the ranks' clocks one? Ends of collectives coincide, so that they show by how much each clock is off
@@ -209,7 +272,10 @@ class Clocks:
 
 
 def align_clocks(
-    ranks: Sequence[Calls], groups: list[Group], base_ns: Sequence[int | None], hosts: Sequence[str]
+    ranks: Sequence[Calls],
+    groups: list[Group],
+    base_ns: Sequence[int | None],
+    hosts: Sequence[str],
 ) -> Clocks:
     """Bring the ranks' clocks to one, by the clock that the files name or by the ends of collectives.
 
@@ -229,33 +295,41 @@ def align_clocks(
     offsets, spreads = _measure_offsets(ranks, groups, start)
     if np.isnan(offsets).all():
         return Clocks(start, True if named else None)
-    # ranks of one host share a clock; a rank whose host is unknown stands for itself
+    off_ns = np.nan_to_num(_share_offsets(offsets, hosts))
+    note = "the traces name no common clock: they are aligned at the ends of collectives"
+    wrong = np.ones(len(off_ns), bool)
+    if named:
+        beyond_noise = np.abs(off_ns) > NOISE * np.nan_to_num(spreads)
+        wrong = beyond_noise & (np.abs(off_ns) > OFF_NS)
+        note = _describe_corrections(off_ns, wrong, hosts)
+    if not wrong.any():
+        if np.abs(off_ns).max() <= OFF_NS:
+            return Clocks(start, True)
+        doubt = "the ranks' collectives do not end together, so their clocks may differ: waits are uncertain"
+        return Clocks(start, False, (doubt,))
+    corrected = []
+    for start_ns, by_ns, is_wrong in zip(start, off_ns, wrong):
+        corrected.append(int(start_ns - by_ns) if is_wrong else start_ns)
+    return Clocks(tuple(corrected), True, (note,))
+
+
+def _share_offsets(offsets: Numbers, hosts: Sequence[str]) -> Numbers:
+    """float64 [R ranks]: the offsets, of ranks of one host their median, since they share a clock."""
+    shared = offsets.copy()
+    # a rank whose host is unknown stands for itself
     for host in set(hosts) - {""}:
         here = np.array([name == host for name in hosts])
         if not np.isnan(offsets[here]).all():
-            offsets[here] = np.nanmedian(offsets[here])
-    off = np.nan_to_num(offsets)
-    note = "the traces name no common clock: they are aligned at the ends of collectives"
-    wrong = np.ones(len(off), bool)
-    if named:
-        wrong = (np.abs(off) > OFF_NS) & (np.abs(off) > NOISE * np.nan_to_num(spreads))
-        note = _describe_corrections(off, wrong, hosts)
-    if not wrong.any():
-        aligned = bool(np.abs(off).max() <= OFF_NS)
-        doubt = "the ranks' collectives do not end together, so their clocks may differ: waits are uncertain"
-        return Clocks(start, aligned, () if aligned else (doubt,))
-    corrected = tuple(int(at - by) if bad else at for at, by, bad in zip(start, off, wrong))
-    return Clocks(corrected, True, (note,))
+            shared[here] = np.nanmedian(offsets[here])
+    return shared
 
 
-def _describe_corrections(off_ns: Numbers, wrong: Flags, hosts: Sequence[str]) -> str:
-    """Write by how much clocks are corrected.
-
-    Args:
-        off_ns: [R ranks], by how much each clock is off.
-        wrong: bool [R], which of them are corrected.
-        hosts: each rank's host, by which it is named; "" where unknown.
-    """
+def _describe_corrections(
+    off_ns: Numbers,  # [R ranks], by how much each clock is off
+    wrong: Flags,  # [R], which of them are corrected
+    hosts: Sequence[str],  # by which they are named; "" where unknown
+) -> str:
+    """Write by how much clocks are corrected."""
     by_name = {hosts[at] or f"rank {at}": off_ns[at] for at in np.flatnonzero(wrong).tolist()}
     named = list(by_name.items())[:MAX_NAMED]
     corrections = ", ".join(f"{name} by {significant(off / 1e6, signed=True)} ms" for name, off in named)
@@ -264,27 +338,33 @@ def _describe_corrections(off_ns: Numbers, wrong: Flags, hosts: Sequence[str]) -
     return f"clocks differ, and were aligned at the ends of collectives: {corrections}"
 
 
-def _measure_offsets(ranks: Sequence[Calls], groups: list[Group], start: Sequence[int]) -> tuple[Numbers, Numbers]:
+def _measure_offsets(
+    ranks: Sequence[Calls],
+    groups: list[Group],
+    start: Sequence[int],  # what to add to each rank's own time, ns
+) -> tuple[Numbers, Numbers]:
     """Measure by how much each rank's collectives end later than the median rank's.
-
-    Args:
-        ranks: the collectives of each rank.
-        groups: which of them belong together.
-        start: what to add to each rank's own time, ns.
 
     Returns:
         [R ranks] each, ns: the median of that difference, and how far it scatters around it; NaN where none was seen.
     """
     seen: list[list[Numbers]] = [[] for _ in ranks]
     for group in groups:
-        columns = list(zip(group.members.tolist(), group.call.T))
-        reference = ranks[columns[0][0]]
-        together = np.array([reference.whats[i].kind in END_TOGETHER for i in columns[0][1]], bool)
-        ends = np.stack([ranks[at].end_ns[calls] + start[at] for at, calls in columns], axis=1)[together]
+        members = group.members.tolist()
+        reference = ranks[members[0]]
+        kinds = [reference.whats[row].kind for row in group.call[:, 0].tolist()]
+        together = np.isin(kinds, END_TOGETHER)
+        columns = [ranks[at].end_ns[calls] + start[at] for at, calls in zip(members, group.call.T)]
+        ends = np.stack(columns, axis=1)[together]
         if len(ends):
             apart = ends - np.median(ends, axis=1, keepdims=True)
-            for column, (at, _) in enumerate(columns):
-                seen[at].append(apart[:, column])
-    joined = [np.concatenate(parts) if parts else np.array([np.nan]) for parts in seen]
-    offsets = np.array([np.median(values) for values in joined])
-    return offsets, np.array([np.median(np.abs(values - middle)) for values, middle in zip(joined, offsets)])
+            for at, of_rank in zip(members, apart.T):
+                seen[at].append(of_rank)
+    offsets = []
+    spreads = []
+    for parts in seen:
+        values = np.concatenate(parts) if parts else np.array([np.nan])
+        middle = np.median(values)
+        offsets.append(middle)
+        spreads.append(np.median(np.abs(values - middle)))
+    return np.array(offsets), np.array(spreads)
