@@ -108,6 +108,14 @@ class DivergedError(UserError):
     exit_code = 16
 
 
+class InjectedError(UserError):
+    """A result that --error-injection-rate counts as wrong. exit_code: Megatron's for the type of the error."""
+
+    def __init__(self, line: str, exit_code: int):
+        self.exit_code = exit_code
+        super().__init__(line)
+
+
 class RanksError(UserError):
     """Another rank died, hangs or left, and this one cannot go on. No mistake of the user's: exit code 1.
 

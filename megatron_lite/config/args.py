@@ -252,6 +252,21 @@ class TrainingArgs:
         "--shutdown-timeout, 30 s.",
     )
     exit_signal: str = flag("SIGTERM", "The signal of --exit-signal-handler.", value="NAME")
+    rerun_mode: str = flag(
+        "validate_results",
+        "With --error-injection-rate: whether errors are injected (validate_results). No step is ever run again.",
+        choices=("disabled", "validate_results", "report_stats"),
+    )
+    error_injection_rate: int = flag(
+        0,
+        "End as if one in so many results of a rank's micro-batches were wrong, to test a job; 0: never.",
+        AT_LEAST_0,
+    )
+    error_injection_type: str = flag(
+        "transient_error",
+        "transient_error ends with exit code 17, the others save and end with 16.",
+        choices=("correct_result", "transient_error", "persistent_error"),
+    )
     manual_gc: bool = flag(False, "Run Python's garbage collector only at --manual-gc-interval.")
     manual_gc_interval: int = flag(0, "Iterations between collections; 0: never while training.", AT_LEAST_0)
     deterministic_mode: bool = flag(False, "Refuse nondeterministic kernels.")

@@ -174,6 +174,11 @@ DEPENDENCIES = (
     ),
     Dependency("--timing-log-level 1 or 2", ("timing_log_option",), lambda args: args.watch.timing_log_level),
     Dependency("--exit-signal-handler", ("exit_signal",), lambda args: args.training.exit_signal_handler),
+    Dependency(
+        "--error-injection-rate",
+        ("error_injection_type", "rerun_mode"),
+        lambda args: args.training.error_injection_rate > 0,
+    ),
     Dependency("--manual-gc", ("manual_gc_interval",), lambda args: args.training.manual_gc),
     Dependency(
         "--save",

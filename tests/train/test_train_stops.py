@@ -32,9 +32,10 @@ from support.waiting import LIMIT_S, wait_for
 
 from megatron_lite import app
 from megatron_lite.config.world import World
-from megatron_lite.errors import DivergedError, UserError
+from megatron_lite.errors import DivergedError, InjectedError, UserError
 from megatron_lite.instruments.base import Instrument
 from megatron_lite.train import choose_kernels, step_hooks
+from megatron_lite.train.error_injection import ErrorInjection
 
 DIVERGING = "--lr 1e30 --lr-decay-style constant --clip-grad 0 --train-iters 8"
 LINE = r"iteration (\d+): the loss on rank (.+?) is NaN or Inf; .*not saved.*--no-check-for-nan-in-loss-and-grad"
@@ -264,3 +265,41 @@ def test_sigterm_without_a_handler_kills(tmp_path):
         process.communicate(timeout=LIMIT_S)
     assert process.returncode == -signal.SIGTERM
     assert not (tmp_path / "save" / "latest_checkpointed_iteration.txt").exists()
+
+
+@pytest.mark.parametrize(("kind", "code"), [("transient_error", 17), ("persistent_error", 16), ("correct_result", 16)])
+def test_an_injected_error_ends_the_run_as_megatron_does(kind, code, tmp_path):
+    """Of each rank's micro-batches one in three is wrong."""
+    words = f"--train-iters 40 --error-injection-rate 3 --error-injection-type {kind}"
+    save = tmp_path / "save"
+    said = r"^iteration \d+: a result of rank 0 counts as wrong \(--error-injection-rate 3"
+    with alone(), pytest.raises(InjectedError, match=said) as caught:
+        quietly(flags(words, "--save", save), tmp_path / "run")
+    assert caught.value.exit_code == code
+    done = len(losses(tmp_path / "run"))
+    wrong = int(re.match(r"iteration (\d+)", str(caught.value))[1])
+    assert wrong == done + 1 and 1 <= done < 40
+    newest = save / "latest_checkpointed_iteration.txt"
+    assert newest.exists() == (code == 16)
+    if code == 16:
+        # it goes on with other errors
+        assert newest.read_text() == str(done)
+        with alone(), pytest.raises(InjectedError):
+            quietly(flags(words, "--load", save), tmp_path / "again")
+
+
+@pytest.mark.parametrize("mode", ["disabled", "report_stats"])
+def test_no_error_is_injected_unless_results_are_validated(mode, tmp_path):
+    with alone():
+        quietly(flags("--train-iters 3 --error-injection-rate 1 --rerun-mode", mode), tmp_path)
+    assert len(losses(tmp_path)) == 3
+
+
+def test_all_ranks_draw_the_same_errors(tmp_path):
+    plans = [plan_of(flags("--error-injection-rate 5"), World(rank=rank, size=2)) for rank in range(2)]
+    found = []
+    for plan in plans:
+        hook = ErrorInjection(plan, saving=None, started_at=0)
+        progress = SimpleNamespace(iteration=1, consumed=0)
+        found.append([hook.due(progress) for _ in range(20)])
+    assert found[0] == found[1] and True in found[0] and False in found[0]
