@@ -42,7 +42,7 @@ REPLACED = """
     --pipeline-model-parallel-layout --recompute-num-layers --distributed-backend --profile --profile-step-start
     --profile-step-end --profile-ranks --iterations-to-skip --mock-data --num-workers --ddp-bucket-size --fim-data
     --fim-rate --fim-spm-rate --fim-prefix-token --fim-middle-token --fim-suffix-token --fim-pad-token --fim-eod-token
-    --initial-loss-scale --lr-wsd-decay-iters --lr-wsd-decay-samples --phase-transition-iterations --use-checkpoint-args
+    --error-injection-rate --initial-loss-scale --lr-wsd-decay-iters --lr-wsd-decay-samples --phase-transition-iterations --use-checkpoint-args
 """.split()  # noqa: SIM905
 
 

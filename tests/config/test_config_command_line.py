@@ -68,7 +68,6 @@ ONE_MISTAKE = read_table("""
 --num-expert 8 | --num-expert is not a flag; did you mean --num-experts?
 --fp4_format e2m1 | --fp4_format is not a flag, and --fp4-format of Megatron-LM is not here either; leave it out.
 --recompute-m x | --recompute-m is not a flag; did you mean --recompute-method?
---recompute-modules core_attn mlp | --recompute-modules is refused: selective recomputation is of core_attn only; drop it, or recompute whole layers with --recompute-granularity full.
 --softmax-type learnable | --softmax-type ABSENT: layers attend with a plain softmax and the same positions.
 --fp4-format e2m1 | --fp4-format ABSENT, and use --bf16 or --fp16.
 --dump-param-to-param-group-map a b | --dump-param-to-param-group-map ABSENT.
@@ -169,7 +168,8 @@ NOTES = read_table("""
 --no-persist-layer-norm | --no-persist-layer-norm has no effect here: kernels of norms are chosen by themselves.
 --use-flash-attn | --use-flash-attn is an old spelling of --attention-backend auto.
 --cpu-offloading-num-layers 0 | --cpu-offloading-num-layers 0 has no effect here: it is so anyway.
---recompute-granularity selective --recompute-modules core_attn | --recompute-modules core_attn has no effect here: it is so anyway.
+--recompute-granularity selective --recompute-modules mlp | --recompute-modules has no effect here: selective recomputation is of core_attn: other modules keep
+--fine-grained-activation-offloading | --fine-grained-activation-offloading has no effect here: activations stay on the training device
 --te-rng-tracker | --te-rng-tracker has no effect here: random numbers are torch's own.
 --no-one-logger | --no-one-logger has no effect here: there is no such logger here
 --pipeline-schedule ZeroBubble | --pipeline-schedule has no effect without --pipeline-model-parallel-size above 1.

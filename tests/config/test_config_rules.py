@@ -57,7 +57,7 @@ def test_a_number_out_of_its_range_is_one_line(flag):
 
 def test_the_ranges_are_those_of_megatron():
     ranges = {flag.spelling: flag.must_be.describe().partition(";")[0] for flag in RANGED}
-    assert len(RANGED) == 111
+    assert len(RANGED) == 112
     assert ranges["--num-layers"] == "at least 1 and at most 100000"
     assert ranges["--seed"] == "at least 0 and below 4294967296"
     assert ranges["--lr"] == ranges["--clip-grad"] == ranges["--weight-decay"] == ranges["--eval-iters"] == "at least 0"

@@ -24,18 +24,19 @@ OF_EXPERTS = ("moe", "mixtral")  # folders
 EXPERTS = "--num-experts"
 
 
-def read_refused() -> dict[str, tuple[str, ...]]:
-    """{configuration: flags that refuse it} of megatron_functional_refused.txt."""
+def read_refused() -> tuple[dict[str, tuple[str, ...]], dict[str, str]]:
+    """{configuration: flags that refuse it} and {configuration: why that is right} of megatron_functional_refused.txt."""
     refused = {}
+    reasons = {}
     for line in (REPO / "tests/config/megatron_functional_refused.txt").read_text(encoding="utf-8").splitlines():
         if line.startswith("#"):
             continue
-        name, flags = line.split(" | ")
+        name, flags, reasons[name] = line.split(" | ")
         refused[name] = tuple(flags.split())
-    return refused
+    return refused, reasons
 
 
-REFUSED = read_refused()
+REFUSED, REASONS = read_refused()
 
 
 def answer(one: Configuration) -> list[str]:
@@ -64,8 +65,15 @@ def test_as_many_are_accepted_as_the_documentation_says():
     all_of_them = Counter(name.split("/")[0] in OF_EXPERTS for name in CONFIGURATIONS)
     assert set(REFUSED) <= set(CONFIGURATIONS)
     page = (REPO / "docs/train.md").read_text(encoding="utf-8")
-    assert f"{accepted[False]} of {all_of_them[False]} of GPTs" in page
-    assert f"{accepted[True]} of {all_of_them[True]} of mixtures of experts" in page
+    assert f"| all | {all_of_them[False]} | {all_of_them[True]} |" in page
+    assert f"| accepted | {accepted[False]} | {accepted[True]} |" in page
+
+
+def test_the_documentation_gives_each_reason_and_counts_what_it_refuses():
+    page = (REPO / "docs/train.md").read_text(encoding="utf-8")
+    found = Counter((reason, name.split("/")[0] in OF_EXPERTS) for name, reason in REASONS.items())
+    for reason in REASONS.values():
+        assert f"| {reason} | {found[reason, False]} | {found[reason, True]} |" in page
 
 
 def test_every_flag_of_megatrons_parser_is_known_by_name():

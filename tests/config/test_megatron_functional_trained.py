@@ -8,6 +8,10 @@ CONFIGURATIONS = read_configurations()
 # kinds of layouts and of models; python tests/train_configurations.py trains all that need at most four ranks
 SAMPLE = [
     "gpt/gpt3_mcore_te_tp1_pp4_vp1_dist_optimizer_overlap_grad_reduce",
+    "gpt/gpt3_mcore_reruns_resume_check_grads#MODEL_ARGS_4",
+    "gpt/gpt3_mcore_reruns_persistent_1_1node",
+    "moe/gpt3_mcore_te_tp1_pp1_te_4experts_groupedGEMM_op_fuser",
+    "moe/gpt3_moe_mcore_te_ep8_resume_torch_dist_dist_muon_param_layout_1node",
     "moe/gpt3_mcore_te_tp2_pp1_te_a2a_ovlp_8experts_etp1_ep4",
 ]
 
