@@ -60,6 +60,22 @@ def test_losses_that_differ_by_more_than_rounding_are_an_error(monkeypatch, caps
     assert rows[0] == 2 * rows[1] and one.parallel.tensor_model_parallel_size == 1
 
 
+EXPERTS = [
+    "--num-experts 4 --moe-router-topk 2 --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.01",
+    "--moe-token-dispatcher-type alltoall --expert-model-parallel-size 2 --disable-bias-linear",
+]
+
+
+def test_one_rank_has_all_experts(monkeypatch, capsys):
+    started = pretend(monkeypatch, 1.0)
+    assert main(["self-check", "--ranks", "2", "--steps", "2", "--cpu", *flags(*EXPERTS)]) == 0
+    assert "2 ranks: --expert-model-parallel-size 2" in capsys.readouterr().out
+    one, several = (read_command_line(words).args for words in started)
+    assert one.experts == several.experts
+    sizes = [args.parallel.expert_model_parallel_size for args in (one, several)]
+    assert sizes == [1, 2]
+
+
 def test_mistakes_are_named(capsys):
     for words, said in {
         "": "no launch command",
@@ -85,6 +101,9 @@ def test_flags_are_written_as_they_are_read():
 def test_ranks_of_a_layout_beside_one_rank(capfd):
     assert main(["self-check", "--ranks", "2", *flags(*LAYOUT)]) == 0
     assert "rounding in fp32" in capfd.readouterr().out
+    assert main(["self-check", "--ranks", "2", *flags(*EXPERTS)]) == 0
+    said = capfd.readouterr().out
+    assert "rounding in fp32" in said and "--expert-model-parallel-size 2" in said
     words = flags("--lr-warmup-iters 3 --train-data-path nowhere")
     words.remove("--mock-data")
     assert main(["self-check", "--ranks", "2", *words]) == 2

@@ -9,7 +9,7 @@ from support.model_variants import VARIANTS
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_lite.config.model_size import count_parameters, step_flops
-from megatron_lite.config.shape import LatentShape, ModelShape
+from megatron_lite.config.shape import ExpertShape, LatentShape, ModelShape
 from megatron_lite.model.attention_choice import choose_attention
 from megatron_lite.model.gpt import GPT
 
@@ -63,6 +63,22 @@ def test_flops_of_latent_attention_are_megatrons_without_its_norms():
     attention = 6 * shape.num_layers * (queries + keys_and_values + output + scores)
     others = 6 * (shape.num_layers * 2 * hidden * shape.ffn_hidden_size + hidden * shape.padded_vocab_size)
     assert step_flops(shape, 16, causal=True) == 16 * length * (attention + others)
+
+
+@pytest.mark.parametrize("activation", ["swiglu", "gelu_tanh"])
+def test_flops_of_experts_are_megatrons(activation):
+    """num_floating_point_operations of Megatron-LM's training.py: of a token's experts and the shared one, not of routers."""
+    e = ExpertShape(
+        number=64, layers=tuple(layer % 2 == 1 for layer in range(24)), topk=6, ffn_hidden_size=512, shared_ffn_hidden_size=1024
+    )  # fmt: skip
+    shape = replace(MEDIUM, experts=e, activation=activation)
+    hidden, length = shape.hidden_size, shape.seq_length
+    matrices = 3 if activation == "swiglu" else 2
+    dense = 12 * matrices * shape.ffn_hidden_size
+    mixed = 12 * matrices * (512 * 6 + 1024)
+    attention = 24 * (4 * hidden + length)
+    per_token = 6 * hidden * (dense + mixed + attention + shape.padded_vocab_size)
+    assert step_flops(shape, 16, causal=True) == 16 * length * per_token
 
 
 @pytest.mark.parametrize("name", [*VARIANTS, "of latent vectors"])
