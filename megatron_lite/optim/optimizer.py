@@ -62,7 +62,8 @@ def make_engine(
     if o.optimizer == "adam":
         for group, kind in zip(groups, members):
             group["eps"] = o.adam_eps / width if kind.rate == OF_WIDTH else o.adam_eps
-    lr, weights = rates[USUAL], [weight for own in members.values() for weight in own]
+    lr = rates[USUAL]
+    weights = [weight for own in members.values() for weight in own]
     engine: torch.optim.Optimizer
     if o.optimizer == "adam":
         engine = torch.optim.AdamW(groups, lr=lr, betas=(o.adam_beta1, o.adam_beta2), eps=o.adam_eps, fused=True)
@@ -75,7 +76,8 @@ def make_engine(
         state = engine.state[weight]
         if o.optimizer == "adam":
             state["step"] = torch.zeros((), dtype=torch.float32, device=weight.device)
-            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(weight), torch.zeros_like(weight)
+            state["exp_avg"] = torch.zeros_like(weight)
+            state["exp_avg_sq"] = torch.zeros_like(weight)
         elif o.sgd_momentum:
             state["momentum_buffer"] = torch.zeros_like(weight)
     return engine
@@ -158,7 +160,8 @@ class Optimizer:
             names: Of the parameters, by which some have a learning rate or weight decay of their own.
             shares: By name: this rank's rows of parameters that ranks share out.
         """
-        self.plan, self._sum_over_ranks = plan, sum_over_ranks
+        self.plan = plan
+        self._sum_over_ranks = sum_over_ranks
         self._counted = counted or [True] * len(parameters)
         self.weights = MasterWeights(parameters)
         self.scaler = make_loss_scale(plan.precision, plan.args.precision, device)
@@ -362,16 +365,20 @@ class DynamicLossScale(LossScale):
 
     def __init__(self, initial: float, minimum: float, window: int, hysteresis: int, device: torch.device):
         super().__init__(initial, device)
-        self.minimum, self.window, self.hysteresis = minimum, window, hysteresis
+        self.minimum = minimum
+        self.window = window
+        self.hysteresis = hysteresis
         self.growth_tracker = torch.zeros((), dtype=torch.int32, device=device)
         self.hysteresis_tracker = torch.full((), hysteresis, dtype=torch.int32, device=device)
 
     def update(self, overflow: Tensor) -> None:
         clean_steps = torch.where(overflow, 0, self.growth_tracker + 1)
         left = torch.where(overflow, self.hysteresis_tracker - 1, self.hysteresis_tracker)
-        shrink, grow = overflow & (left <= 0), clean_steps == self.window
+        shrink = overflow & (left <= 0)
+        grow = clean_steps == self.window
         halved = (self.scale / 2).clamp(min=self.minimum)
-        self.scale.copy_(torch.where(shrink, halved, torch.where(grow, self.scale * 2, self.scale)))
+        grown = torch.where(grow, self.scale * 2, self.scale)
+        self.scale.copy_(torch.where(shrink, halved, grown))
         self.growth_tracker.copy_(torch.where(grow, 0, clean_steps))
         self.hysteresis_tracker.copy_(torch.where(grow, self.hysteresis, left))
 
