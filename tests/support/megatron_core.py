@@ -23,6 +23,7 @@ gpt, layer_specs = LazyModule("megatron.core.models.gpt"), LazyModule("megatron.
 
 transformer = LazyModule("megatron.core.transformer")
 multi_token_prediction = LazyModule("megatron.core.transformer.multi_token_prediction")
+moe_utils = LazyModule("megatron.core.transformer.moe.moe_utils")
 transformer_attention = LazyModule("megatron.core.transformer.dot_product_attention")
 
 
@@ -200,6 +201,8 @@ def reference(shape, stage=None):
         config.mtp_loss_scaling_factor = shape.mtp_loss_scaling_factor
         # it keeps the losses of the first model's depths for the whole process
         multi_token_prediction.MTPLossLoggingHelper.tracker.clear()
+        # and a balancing loss of each layer, of as many as the first model had
+        moe_utils.get_moe_layer_wise_logging_tracker().clear()
         further["mtp_block_spec"] = layer_specs.get_gpt_mtp_block_spec(config, specification, False)
     has_yarn = shape.yarn_scaling_factor is not None and not is_latent
     for field in dataclasses.fields(shape) if has_yarn else ():
