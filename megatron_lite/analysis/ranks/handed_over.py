@@ -11,32 +11,38 @@ from megatron_lite.analysis.trace.columns import Trace
 
 
 def pair_with_operators(trace: Trace, spans: Integers, operators: Integers) -> tuple[Integers | None, bool]:
-    """(the operator of each span, None where their numbers differ; is the order of the program known by them?).
+    """Find the operator that handed over each span.
 
     Threads of a backend take calls from one queue, but those that take two at once may begin them in either order. Then
     only the shapes tell which span is of which call.
 
     Args:
-        spans, operators: Rows, by their starts.
+        trace: the trace.
+        spans, operators: rows, by their starts.
+
+    Returns:
+        The operator of each span, None where their numbers differ; and whether they are known to be in the order of the
+        program.
     """
     if len(spans) != len(operators):
         return None, False
     by_shape = _pair_by_shapes(trace, spans, operators)
     if by_shape is not None:
         return by_shape, True
-    starts, threads = trace.events.start_ns, trace.events.thread
     # a call that comes when the span before it has begun is not that span's
-    alternate = bool((starts[operators[1:]] >= starts[spans[:-1]]).all())
-    return operators, alternate or len(np.unique(threads[spans])) <= 1
+    called_ns = trace.events.start_ns[operators[1:]]
+    span_before_ns = trace.events.start_ns[spans[:-1]]
+    alternate = bool((called_ns >= span_before_ns).all())
+    threads = np.unique(trace.events.thread[spans])
+    return operators, alternate or len(threads) <= 1
 
 
 def _pair_by_shapes(trace: Trace, spans: Integers, operators: Integers) -> Integers | None:
-    """The k-th span of a shape is of the k-th operator of that shape;
-    None where shapes are not known or do not agree."""
-    of_spans, of_operators = _group(trace, spans, 0), _group(trace, operators, 1)
-    if None in of_spans or {key: len(rows) for key, rows in of_spans.items()} != {
-        key: len(rows) for key, rows in of_operators.items()
-    }:
+    """Pair the k-th span of a shape with the k-th operator of that shape; None where shapes are not known or do not
+    agree."""
+    of_spans = _group(trace, spans, 0)
+    of_operators = _group(trace, operators, 1)
+    if None in of_spans or _count(of_spans) != _count(of_operators):
         return None
     paired = np.empty(len(spans), np.int64)
     for key, places in of_spans.items():
@@ -44,11 +50,17 @@ def _pair_by_shapes(trace: Trace, spans: Integers, operators: Integers) -> Integ
     return paired
 
 
-def _group(trace: Trace, rows: Integers, depth: int) -> dict[Hashable, list[int]]:
-    """{shapes of its tensors: places in `rows`}; None: shapes that are not known.
+def _count(places: dict[Hashable, list[int]]) -> dict[Hashable, int]:
+    """How many have each shape."""
+    return {key: len(rows) for key, rows in places.items()}
 
-    depth: 1 where the first argument lists them.
-    """
+
+def _group(
+    trace: Trace,
+    rows: Integers,
+    depth: int,  # 1 where the first argument lists the tensors
+) -> dict[Hashable, list[int]]:
+    """Group events by the shapes of their tensors: places in `rows`, under None those whose shapes are not known."""
     found: dict[Hashable, list[int]] = defaultdict(list)
     for place, index in enumerate(trace.events.shapes[rows].tolist()):
         dims = trace.shapes[index].dims if index >= 0 else None

@@ -23,57 +23,85 @@ def find_disorder(
     labels: Mapping[ProcessGroup, str],
     world_size: int | None,
 ) -> Disorder | None:
-    """The first difference, of the group with most of them; None where orders agree, or where traces do not tell groups
-    apart.
+    """Find the first difference, of the group with most of them.
 
-    slots: by rank, the shared step of each call, -1 for none; step_names: of the shared steps.
+    Args:
+        ranks: the collectives of each rank.
+        slots: by rank, the shared step of each call; -1 for none.
+        step_names: of the shared steps.
+        labels: the dimension of each process group.
+        world_size: the number of all ranks; None if unknown.
+
+    Returns:
+        The difference; None where orders agree, or where traces do not tell groups apart.
     """
     groups: dict[ProcessGroup, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
     for at, calls in enumerate(ranks):
         if not calls.is_in_order or calls.rank is None:
             return None
-        for i in np.argsort(calls.called_ns, kind="stable").tolist():
-            what = calls.whats[i]
-            if slots[at][i] >= 0 and what.kind not in POINT_TO_POINT and _is_known(what, world_size):
-                # ranks number their groups differently: known members tell which is which
-                group = replace(what.group, name="") if what.group.ranks else what.group
-                groups[group][at].append(i)
-    names = {(replace(one, name="") if one.ranks else one): label for one, label in labels.items()}
-    found = [
-        one
-        for group, rows in groups.items()
-        if (one := _compare(ranks, slots, rows, step_names, names.get(group) or f"process group {group.name!r}"))
-    ]
-    return max(found, key=lambda one: one.steps, default=None)
+        for row in np.argsort(calls.called_ns, kind="stable").tolist():
+            what = calls.whats[row]
+            counts = slots[at][row] >= 0 and what.kind not in POINT_TO_POINT
+            if counts and _is_known(what, world_size):
+                groups[_drop_name(what.group)][at].append(row)
+    names = {_drop_name(group): label for group, label in labels.items()}
+    found = []
+    for group, rows in groups.items():
+        name = names.get(group) or f"process group {group.name!r}"
+        disorder = _compare(ranks, slots, rows, step_names, name)
+        if disorder:
+            found.append(disorder)
+    return max(found, key=lambda disorder: disorder.steps, default=None)
+
+
+def _drop_name(group: ProcessGroup) -> ProcessGroup:
+    """A group as all ranks know it: they number their groups differently, and known members tell which is which."""
+    return replace(group, name="") if group.ranks else group
 
 
 def _is_known(what: What, world_size: int | None) -> bool:
-    """Is it certain which ranks the group has? A name alone stands for several groups,
-    except where all ranks are in it."""
-    return bool(what.group.ranks) or (bool(what.group.name) and what.group_size == world_size)
+    """Whether it is certain which ranks the group has.
+
+    A name alone stands for several groups, except where all ranks are in it.
+    """
+    if what.group.ranks:
+        return True
+    return bool(what.group.name) and what.group_size == world_size
 
 
 def _compare(
-    ranks: Sequence[Calls], slots: Sequence[Integers], rows: Mapping[int, list[int]], names: Sequence[str], label: str
+    ranks: Sequence[Calls],
+    slots: Sequence[Integers],
+    rows: Mapping[int, list[int]],  # by rank, its calls of the group in the order of the program
+    names: Sequence[str],  # of the shared steps
+    label: str,  # of the group
 ) -> Disorder | None:
+    """Compare the calls of one group step by step; None where its ranks agree."""
     by_step: dict[int, list[list[int]]] = {at: [[] for _ in names] for at in rows}
     for at, of_rank in rows.items():
-        for i in of_rank:
-            by_step[at][slots[at][i]].append(i)
+        for row in of_rank:
+            slot = slots[at][row]
+            by_step[at][slot].append(row)
     members = sorted(rows)
-    differing = [one for step in range(len(names)) if (one := _find_in_step(ranks, by_step, members, step))]
+    differing = []
+    for step in range(len(names)):
+        difference = _find_in_step(ranks, by_step, members, step)
+        if difference:
+            differing.append(difference)
     if not differing:
         return None
     step, at, place, reordered = differing[0]
-    mine, theirs = (ranks[one].whats[by_step[one][step][place]] for one in (members[0], at))
+    first = members[0]
+    row = by_step[first][step][place]
+    other_row = by_step[at][step][place]
     return Disorder(
         group=label,
         step=names[step],
         place=place + 1,
-        rank=ranks[members[0]].rank or 0,
-        what=_describe(mine),
+        rank=ranks[first].rank or 0,
+        what=_describe(ranks[first].whats[row]),
         other_rank=ranks[at].rank or 0,
-        other_what=_describe(theirs),
+        other_what=_describe(ranks[at].whats[other_row]),
         steps=len(differing),
         of_steps=len(names),
         reordered=reordered,
@@ -81,16 +109,26 @@ def _compare(
 
 
 def _find_in_step(
-    ranks: Sequence[Calls], by_step: Mapping[int, list[list[int]]], members: Sequence[int], step: int
+    ranks: Sequence[Calls],
+    by_step: Mapping[int, list[list[int]]],  # by rank and step, rows of calls
+    members: Sequence[int],
+    step: int,
 ) -> tuple[int, int, int, bool] | None:
-    """(step, the member whose calls are not the first one's, the first place where, are they reordered);
-    None where all agree."""
-    keys = {at: [_key(ranks[at].whats[i]) for i in by_step[at][step]] for at in members}
+    """Find the first member whose calls of a step are not the first one's.
+
+    Returns:
+        The step, the member, the first place where they differ, and whether they are the same in another order; None
+        where all agree.
+    """
+    keys = {}
+    for at in members:
+        keys[at] = [_key(ranks[at].whats[row]) for row in by_step[at][step]]
     first = keys[members[0]]
     for at in members[1:]:
         place = _find_difference(first, keys[at])
         if place is not None:
-            return step, at, place, Counter(first) == Counter(keys[at])
+            reordered = Counter(first) == Counter(keys[at])
+            return step, at, place, reordered
     return None
 
 
@@ -99,17 +137,23 @@ def _find_difference(first: list[Key], other: list[Key]) -> int | None:
     nothing: other numbers of calls are a window's edge, other sizes of one kind are an uneven exchange."""
     if len(first) != len(other) or first == other:
         return None
-    if Counter(first) == Counter(other):
-        return next(place for place, (one, another) in enumerate(zip(first, other)) if one != another)
-    kinds = [(one[0], another[0]) for one, another in zip(first, other)]
-    return next(
-        (place for place, (one, another) in enumerate(kinds) if one != another and OTHER not in (one, another)), None
-    )
+    reordered = Counter(first) == Counter(other)
+    for place, (key, other_key) in enumerate(zip(first, other)):
+        if reordered and key != other_key:
+            return place
+        kinds = (key[0], other_key[0])
+        if kinds[0] != kinds[1] and OTHER not in kinds:
+            return place
+    return None
 
 
 def _key(what: What) -> Key:
+    """What must be the same of a call on all ranks."""
     return what.kind, what.num_bytes, what.dtype
 
 
 def _describe(what: What) -> str:
-    return what.kind + (f" of {size(what.num_bytes)}" if what.num_bytes is not None else "")
+    """A call as reports name it: 'all_reduce of 4 MiB'."""
+    if what.num_bytes is None:
+        return what.kind
+    return f"{what.kind} of {size(what.num_bytes)}"
