@@ -32,10 +32,10 @@ class Piece:
     """A piece of names.
 
     where: "=GROUP" of the family's match; a pattern, whose group t (else all of it) is shown and v (else that)
-    explained; or a
-        function of the match and the name. meaning: a text with {v} or a group, as {v:TABLE} looked up,
-        {precision} (no piece where that is unknown) or {any}; a dict
-        by v (OTHER: all others; no piece without an entry); or a function of v, of the meaning or (text, meaning).
+        explained; or a function of the match and the name.
+    meaning: a text with {v} or a group, as {v:TABLE} looked up, {precision} (no piece where that is unknown) or {any};
+        a dict by v (OTHER: all others; no piece without an entry); or a function of v, of the meaning or (text,
+        meaning).
     """
 
     where: str | Callable[[re.Match[str], str], Told]
@@ -69,59 +69,194 @@ _NCCL_TYPE = re.compile(rf"(?<![A-Za-z0-9])({'|'.join(WORDS['NCCL types'])})(?![
 
 
 def _describe_architecture(sm: str) -> tuple[str, str]:
+    """'sm80' -> 'sm80', 'compiled for compute capability 8.0 (Ampere)'."""
     digits = sm.lower().removeprefix("sm")
-    eras = [f" ({era.capitalize()})" for era, number in WORDS["architectures"].items() if number == f"sm{digits}"]
-    return f"sm{digits}", f"compiled for compute capability {digits[:-1]}.{digits[-1:]}{''.join(eras)}"
+    name = f"sm{digits}"
+    said = f"compiled for compute capability {digits[:-1]}.{digits[-1:]}"
+    for era, architecture in WORDS["architectures"].items():
+        if architecture == name:
+            said += f" ({era.capitalize()})"
+    return name, said
+
+
+def _describe_era(era: str) -> str:
+    """'ampere' -> 'written for Ampere (sm80); newer GPUs run it too'."""
+    return f"written for {era.capitalize()} ({WORDS['architectures'][era]}); newer GPUs run it too"
 
 
 def _describe_layout(letters: str) -> str:
-    first, second = (WORDS["layouts"].get(letter, "unknown") for letter in letters[:2].lower())
+    layouts = WORDS["layouts"]
+    first = layouts.get(letters[0].lower(), "unknown")
+    second = layouts.get(letters[1].lower(), "unknown")
     return f"first operand {first}, second {second} (BLAS' letters for matrices stored by columns)"
 
 
+def _describe_tensile_layout(layout: str) -> str:
+    """'Alik_Bljk': i and j are indices of the result, l is what is summed."""
+    first = "n" if layout[1] == "i" else "t"
+    of_second = layout[layout.index("_") + 2]
+    second = "n" if of_second == "l" else "t"
+    return _describe_layout(first + second)
+
+
 def _describe_tile(tile: str) -> str:
-    sizes = tile.split("x")
-    slices = f", in slices of {sizes[2]} along K" if len(sizes) > 2 else ""
-    return f"a block of threads makes {sizes[0]}x{sizes[1]} of the result{slices}"
+    """'128x64' or '128x64x32' as a sentence."""
+    rows, columns, *depth = tile.split("x")
+    slices = f", in slices of {depth[0]} along K" if depth else ""
+    return f"a block of threads makes {rows}x{columns} of the result{slices}"
 
 
 def _describe_nvjet(types: str) -> str:
-    operands, sums, result = (WORDS["nvjet types"].get(types[at], "an unknown format") for at in (0, -2, -1))
-    return f"operands in {'tf32' if operands == 'fp32' else operands}, sums in {sums}, result in {result}"
+    """The three formats that nvjet's letters name: the first, the last but one, the last."""
+    formats = WORDS["nvjet types"]
+    operands = formats.get(types[0], "an unknown format")
+    sums = formats.get(types[-2], "an unknown format")
+    result = formats.get(types[-1], "an unknown format")
+    if operands == "fp32":
+        # tensor cores take no plain fp32
+        operands = "tf32"
+    return f"operands in {operands}, sums in {sums}, result in {result}"
 
 
 def _describe_instruction(digits: str) -> str:
-    sizes = WORDS["instructions"].get(digits, digits if "x" in digits else WORDS["instructions"][OTHER])
+    unknown = digits if "x" in digits else WORDS["instructions"][OTHER]
+    sizes = WORDS["instructions"].get(digits, unknown)
     return f"one instruction of the tensor cores multiplies {sizes} (MxNxK)"
+
+
+def _describe_attention_tile(tile: str) -> tuple[str, str]:
+    """Three numbers of a name -> the text to show, and a sentence."""
+    queries, keys, width = re.findall(r"\d+", tile)
+    said = f"{queries} queries times {keys} keys, heads of {width}"
+    return f"{queries}, {keys}, {width}", said
+
+
+def _describe_product_helper(name: str) -> str:
+    for pattern, said in TABLES["helpers of products"]:
+        if re.fullmatch(pattern, name):
+            return said
+    raise KeyError(name)
+
+
+def _describe_lists(number: str) -> str:
+    lists = "list" if number == "1" else "lists"
+    return f"{number} {lists} of tensors side by side"
+
+
+def _describe_alignment(elements: str) -> str:
+    plural = "s" if elements != "1" else ""
+    said = f"operands are read {elements} element{plural} at a time"
+    if int(elements) <= 2:
+        said += ": some size is odd, so loads are narrow"
+    return said
+
+
+def _describe_result_format(written: str) -> str:
+    return f"stored as {_name_format(written) or 'an unknown format'}"
+
+
+def _describe_operand_formats(written: str) -> str:
+    return f"operands in {_name_format(written) or 'an unknown format'}"
 
 
 def find_functor(name: str) -> str:
     """What an elementwise or reduction kernel computes: 'MulFunctor', 'silu_kernel'; '' where nothing tells."""
     words: list[str] = re.findall(r"\w+", name.partition("<")[2])
     for word in words:
-        if _FUNCTIONS.fullmatch(word) and not word.startswith(_WRAPPERS) and "elementwise" not in word:
+        is_wrapper = word.startswith(_WRAPPERS) or "elementwise" in word
+        if _FUNCTIONS.fullmatch(word) and not is_wrapper:
             return word
     return ""
 
 
+# --- pieces that only the whole match tells
+
+
+def _tell_function(found: re.Match[str], name: str) -> Told:
+    functor = find_functor(name)
+    return [(functor, None)] if functor else []
+
+
+def _tell_function_of_loop(found: re.Match[str], name: str) -> Told:
+    functor = find_functor(name)
+    if not functor:
+        return []
+    if found["loop"] == "reduce_kernel":
+        return [(functor, "how elements are joined")]
+    return [(functor, "what is computed for each element")]
+
+
 def _find_types(found: re.Match[str]) -> list[str]:
-    return list(dict.fromkeys(_FORMAT.findall(f"{found['before']}_{found['rest']}")))
+    """The number formats that stand around the product in a name, each once."""
+    types = _FORMAT.findall(f"{found['before']}_{found['rest']}")
+    return list(dict.fromkeys(types))
 
 
-def _find_formats(found: re.Match[str], name: str) -> Told:
-    """Of a product on tensor cores."""
+def _tell_formats(found: re.Match[str], name: str) -> Told:
+    """Tell the formats of a product on tensor cores."""
     types = _find_types(found)
-    if not types and found["acc"] == "s" and not found["math"]:
-        return [("", "none is named: operands in fp32, rounded to TF32")]
-    more = [(one, f"{FORMATS[one]} appears too, sums or result") for one in types[1:]]
-    return [*((one, f"operands in {FORMATS[one]}") for one in types[:1]), *more]
+    if not types:
+        is_fp32 = found["acc"] == "s" and not found["math"]
+        return [("", "none is named: operands in fp32, rounded to TF32")] if is_fp32 else []
+    operands, *others = types
+    told: Told = [(operands, f"operands in {FORMATS[operands]}")]
+    for other in others:
+        told.append((other, f"{FORMATS[other]} appears too, sums or result"))
+    return told
 
 
-def _find_product_format(found: re.Match[str], on_cores: bool = False) -> str:
+def _tell_sums(found: re.Match[str], name: str) -> Told:
+    sums = WORDS["accumulators"][found["acc"]]
+    return [(found["acc"] + found["kind"], f"{sums} on the CUDA cores: the tensor cores are idle")]
+
+
+def _tell_flash_tile(found: re.Match[str], name: str) -> Told:
+    queries = found["q"]
+    keys = found["k"]
+    said = f"{queries} queries times {keys} keys at a time; no score ever reaches memory"
+    return [(f"{queries}, {keys}", said)]
+
+
+def _tell_flash_helper(found: re.Match[str], name: str) -> Told:
+    helper = found["helper"].lower()
+    return [("", f"a helper: {WORDS['FlashAttention helpers'][helper]}")]
+
+
+def _tell_direction(found: re.Match[str], name: str) -> Told:
+    way = found["way"]
+    return [(way or "", WORDS["directions"][way or OTHER])]
+
+
+# --- number formats of operands
+
+
+def _find_product_format(found: re.Match[str], implied: dict[str, str]) -> str:
     """Named formats first; else what the accumulator's letter implies."""
-    implied = {"h": "fp16", "s": "tf32", "d": "fp64", "i": "int8"} if on_cores else WORDS["accumulators"]
-    named = FORMATS.get(found["math"] or "") or next((FORMATS[one] for one in _find_types(found)), "")
-    return "tf32" if on_cores and named == "fp32" else named or implied.get(found["acc"], "")
+    math_format = FORMATS.get(found["math"] or "")
+    if math_format:
+        return math_format
+    types = _find_types(found)
+    if types and FORMATS[types[0]]:
+        return FORMATS[types[0]]
+    return implied.get(found["acc"], "")
+
+
+def _find_format_off_cores(found: re.Match[str], name: str) -> str:
+    return _find_product_format(found, WORDS["accumulators"])
+
+
+def _find_format_on_cores(found: re.Match[str], name: str) -> str:
+    named = _find_product_format(found, {"h": "fp16", "s": "tf32", "d": "fp64", "i": "int8"})
+    return _round_to_cores(named)
+
+
+def _find_named_format(found: re.Match[str], name: str) -> str:
+    return _find_format_off_cores(found, name) if _find_types(found) else ""
+
+
+def _round_to_cores(number_format: str) -> str:
+    """The format in which tensor cores multiply: they take no plain fp32."""
+    return "tf32" if number_format == "fp32" else number_format
 
 
 _NARROW_FIRST = ("fp4", "fp8", "int8", "bf16", "fp16", "fp32")
@@ -130,133 +265,169 @@ _NARROW_FIRST = ("fp4", "fp8", "int8", "bf16", "fp16", "fp32")
 def _name_format(written: str) -> str:
     """'MxE2m1' -> 'fp4', 'fp8e4nv' -> 'fp8'; '' for unknown."""
     lowered = written.lower()
-    return FORMATS.get(lowered) or next((FORMATS[one] for one in FORMATS if lowered.startswith(one)), "")
+    if lowered in FORMATS:
+        return FORMATS[lowered]
+    for known, number_format in FORMATS.items():
+        if lowered.startswith(known):
+            return number_format
+    return ""
 
 
 def _find_operand_format(found: re.Match[str], name: str) -> str:
-    """The wider of both operands: narrower ones are widened to it before the tensor cores multiply,
-    or run at its rate."""
+    """The wider of both operands: narrower ones are widened to it before the tensor cores multiply, or run at its
+    rate."""
     groups = found.groupdict()
-    formats = [_name_format(groups[one]) for one in ("a", "b") if groups.get(one)]
+    written = [groups[one] for one in ("a", "b") if groups.get(one)]
+    formats = map(_name_format, written)
     known = [one for one in formats if one in _NARROW_FIRST]
     return max(known, key=_NARROW_FIRST.index, default="")
+
+
+def _find_operand_or_result_format(found: re.Match[str], name: str) -> str:
+    return _find_operand_format(found, name) or _name_format(found["result"])
+
+
+def _find_format_of_collective(found: re.Match[str], name: str) -> str:
+    types = _NCCL_TYPE.findall(found["rest"])
+    if not types:
+        return ""
+    # bytes of whatever format are none
+    return WORDS["NCCL types"][types[-1]].replace("bytes", "")
+
+
+def _name_library(word: str) -> str:
+    """The library that wrote a product, by the product's name."""
+    if "cutlass" in word:
+        return "CUTLASS"
+    return "cuDNN" if "cudnn" in word else "cuBLAS"
 
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {  # "by NAME" in the tables
     # meanings, of v
     "architecture": _describe_architecture,
-    "era": lambda v: f"written for {v.capitalize()} ({WORDS['architectures'][v]}); newer GPUs run it too",
+    "era": _describe_era,
     "layout": _describe_layout,
-    "result format": lambda v: f"stored as {_name_format(v) or 'an unknown format'}",
-    "operand formats": lambda v: f"operands in {_name_format(v) or 'an unknown format'}",
-    # Tensile's i and j are indices of the result, l is what is summed
-    "Tensile layout": lambda v: _describe_layout(
-        ("n" if v[1] == "i" else "t") + ("n" if v[v.index("_") + 2] == "l" else "t")
-    ),
+    "result format": _describe_result_format,
+    "operand formats": _describe_operand_formats,
+    "Tensile layout": _describe_tensile_layout,
     "tile": _describe_tile,
     "instruction": _describe_instruction,
     "formats of nvjet": _describe_nvjet,
-    "attention tile": lambda v: (
-        ", ".join(sizes := re.findall(r"\d+", v)),
-        "{} queries times {} keys, heads of {}".format(*sizes),
-    ),
+    "attention tile": _describe_attention_tile,
     "operation": lambda v: v.replace("_", " "),
     "operators": lambda v: ", ".join(fused_operators(v)) or "none named",
-    "product helper": lambda v: next(
-        told for pattern, told in TABLES["helpers of products"] if re.fullmatch(pattern, v)
-    ),
-    "lists": lambda v: f"{v} {'list' if v == '1' else 'lists'} of tensors side by side",
-    "alignment": lambda v: (
-        f"operands are read {v} element{'s' if v != '1' else ''} at a time"
-        + (": some size is odd, so loads are narrow" if int(v) <= 2 else "")
-    ),
+    "product helper": _describe_product_helper,
+    "lists": _describe_lists,
+    "alignment": _describe_alignment,
     # pieces that only the whole match tells, of the match and the name
-    "function": lambda found, name: [(functor, None)] if (functor := find_functor(name)) else [],
-    "function of a loop": lambda found, name: [
-        (text, "how elements are joined" if found["loop"] == "reduce_kernel" else "what is computed for each element")
-        for text in [find_functor(name)]
-        if text
-    ],
-    "formats": _find_formats,
-    "sums": lambda found, name: [
-        (
-            found["acc"] + found["kind"],
-            f"{WORDS['accumulators'][found['acc']]} on the CUDA cores: the tensor cores are idle",
-        )
-    ],
-    "flash tile": lambda found, name: [
-        (
-            f"{found['q']}, {found['k']}",
-            f"{found['q']} queries times {found['k']} keys at a time; no score ever reaches memory",
-        )
-    ],
-    "flash helper": lambda found, name: [("", f"a helper: {WORDS['FlashAttention helpers'][found['helper'].lower()]}")],
-    "direction": lambda found, name: [(found["way"] or "", WORDS["directions"][found["way"] or OTHER])],
+    "function": _tell_function,
+    "function of a loop": _tell_function_of_loop,
+    "formats": _tell_formats,
+    "sums": _tell_sums,
+    "flash tile": _tell_flash_tile,
+    "flash helper": _tell_flash_helper,
+    "direction": _tell_direction,
     # number formats of operands, of the match and the name; an accumulator's letter tells within CUTLASS' scheme only
     "template": lambda found, name: template_format(name),
-    "product": lambda found, name: _find_product_format(found),
-    "product on cores": lambda found, name: _find_product_format(found, on_cores=True),
+    "product": _find_format_off_cores,
+    "product on cores": _find_format_on_cores,
     "operands": _find_operand_format,
-    "operands or result": lambda found, name: _find_operand_format(found, name) or _name_format(found["result"]),
+    "operands or result": _find_operand_or_result_format,
     "type": lambda found, name: _name_format(found["type"]),
-    "unknown product": lambda found, name: _find_product_format(found) if _find_types(found) else "",
-    "collective": lambda found, name: "".join(  # bytes of whatever format are none
-        WORDS["NCCL types"][one].replace("bytes", "") for one in _NCCL_TYPE.findall(found["rest"])[-1:]
-    ),
+    "unknown product": _find_named_format,
+    "collective": _find_format_of_collective,
     # who wrote a product, of its name
-    "library": lambda word: "CUTLASS" if "cutlass" in word else "cuDNN" if "cudnn" in word else "cuBLAS",
+    "library": _name_library,
 }
 
 # --- the tables
 
 
 def _read_rows(name: str, columns: int) -> Iterator[list[str]]:
-    for line in (Path(__file__).parent / name).read_text(encoding="utf-8").splitlines():
+    """Rows of a table, each with so many columns."""
+    text = Path(__file__).with_name(name).read_text(encoding="utf-8")
+    for line in text.splitlines():
         if not line.startswith("#"):
-            yield (line.split("\t") + [""] * columns)[:columns]
+            fields = line.split("\t") + [""] * columns
+            yield fields[:columns]
 
 
 def _fill(pattern: str, known: dict[str, str]) -> str:
+    """The pattern with {NAME} replaced by what the name is known to stand for."""
     return re.sub(r"\{([A-Z_]+)\}", lambda name: known[name[1]], pattern)
 
 
 def _get_function(text: str) -> Callable[..., Any] | None:
+    """The function that "by NAME" means; None for other texts."""
     return FUNCTIONS[text.removeprefix("by ")] if text.startswith("by ") else None
 
 
 def _read_format(operands: str) -> Callable[[re.Match[str], str], str]:
-    """by FUNCTION; GROUP[ in TABLE][, on cores]"""
+    """Read how a format is found: by FUNCTION; GROUP[ in TABLE][, on cores]."""
+    function = _get_function(operands)
+    if function:
+        return function
     place, on_cores, _ = operands.partition(", on cores")
     group, _, table = place.partition(" in ")
 
     def find_format(found: re.Match[str], name: str) -> str:
-        named = WORDS[table or "formats"].get(found[group], "") if group else ""
-        return "tf32" if on_cores and named == "fp32" else named
+        if not group:
+            return ""
+        named = WORDS[table or "formats"].get(found[group], "")
+        return _round_to_cores(named) if on_cores else named
 
-    return _get_function(operands) or find_format
+    return find_format
+
+
+def _read_pieces(known: dict[str, str]) -> dict[str, tuple[Piece, ...]]:
+    """{name of a group: its pieces} of kernel_pieces.tsv; '' stands for none. known: what {NAME} stands for."""
+    pieces: dict[str, tuple[Piece, ...]] = {"": ()}
+    for name, where, field, meaning in _read_rows("kernel_pieces.tsv", 4):
+        piece = Piece(
+            where=_get_function(where) or _fill(where, known),
+            field=field.removesuffix(" (*)"),
+            meaning=_read_meaning(meaning),
+            inferred=field.endswith(" (*)"),
+        )
+        pieces[name] = (*pieces.get(name, ()), piece)
+    return pieces
+
+
+def _read_meaning(text: str) -> Meaning:
+    """Read a meaning: in TABLE; by FUNCTION; a text."""
+    if text.startswith("in "):
+        return WORDS.get(text.removeprefix("in ")) or text
+    return _get_function(text) or text
 
 
 def _read_families() -> tuple[Family, ...]:
-    known: dict[str, str] = {}
-    pieces: dict[str, tuple[Piece, ...]] = {"": ()}
-    families = []
+    """The rows of kernel_families.tsv."""
     rows = list(_read_rows("kernel_families.tsv", 10))
+    known: dict[str, str] = {}
     for first, text, *_ in rows:
         if first.startswith("= "):
             known[first.removeprefix("= ")] = _fill(text, known)
-    for name, where, field, meaning in _read_rows("kernel_pieces.tsv", 4):
-        told = WORDS.get(meaning.removeprefix("in ")) if meaning.startswith("in ") else _get_function(meaning)
-        inferred, field = field.endswith(" (*)"), field.removesuffix(" (*)")
-        piece = Piece(_get_function(where) or _fill(where, known), field, told or meaning, inferred)
-        pieces[name] = (*pieces.get(name, ()), piece)
+    pieces = _read_pieces(known)
+    families = []
     for pattern, name, role, cores, operands, names, tail, alignment, why_not, in_word in rows:
         if pattern.startswith("= "):
             continue
-        of_family = tuple(piece for one in names.split("; ") for piece in pieces[one])
-        regex, called = re.compile(_fill(pattern, known)), _get_function(name) or name
-        parts = (_read_format(operands), of_family, pieces[tail])
+        of_family: tuple[Piece, ...] = ()
+        for one in names.split("; "):
+            of_family += pieces[one]
         families.append(
-            Family(regex, called, Role[role], TensorCores[cores], *parts, alignment, why_not, bool(in_word))
+            Family(
+                pattern=re.compile(_fill(pattern, known)),
+                name=_get_function(name) or name,
+                role=Role[role],
+                cores=TensorCores[cores],
+                find_format=_read_format(operands),
+                pieces=of_family,
+                tail=pieces[tail],
+                alignment=alignment,
+                why_not=why_not,
+                in_word=bool(in_word),
+            )
         )
     return tuple(families)
 

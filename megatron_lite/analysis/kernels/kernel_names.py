@@ -19,8 +19,8 @@ from megatron_lite.analysis.kernels.kernel_words import (
     template_format,
 )
 
-Seen = tuple[int, str | None, str | None, str | None]  # place, text to show and to explain, what is said of it
 SHORTEST = 80  # characters of a name of which nothing is understood
+MAX_WIDTH = 32  # of the column of parts
 _PATTERNS = lru_cache(maxsize=None)(re.compile)  # of the pieces: more than re keeps
 _ON_TENSOR_CORES = re.compile(r"tensorop|mma_sync|wgmma|tfloat32_t|warpspecialized|mfma|tcgen05", re.IGNORECASE)
 _SINCE_AMPERE = re.compile(r"sm(8|9|10|12)\d", re.IGNORECASE)
@@ -60,81 +60,216 @@ class KernelName:
 @lru_cache(maxsize=MAX_NAMES)
 def taken_apart(name: str) -> KernelName:
     """What the name says. Any string is taken; what no family fits has no parts."""
-    text, role = demangled(name[:LONGEST]), get_kernel_role(name)
-    # The part that follows CUTLASS' scheme: void cutlass::Kernel2<cutlass_80_...>(...) -> cutlass_80_...
-    inner = re.search(r"Kernel2?<\s*(\w+)", text)
-    word = inner[1] if inner and "cutlass" in text else re.split(r"[<(]", text.strip().removeprefix("void "))[0]
+    text = demangled(name[:LONGEST])
+    role = get_kernel_role(name)
+    word = _find_scheme_word(text)
     for family in FAMILIES:
-        if found := family.pattern.search(word if family.in_word else text):
+        found = family.pattern.search(word if family.in_word else text)
+        if found:
             # The table of roles decides; a family's own role is for what that one does not know.
             return _read(name, family, found, family.role if role is Role.OTHER else role)
-    library = next((library for pattern, library in TABLES["libraries"] if re.search(pattern, text)), "")
-    if role not in MATRIX_ROLES:
-        return KernelName(name, library, role, TensorCores.NOT_APPLICABLE, "")
-    precision = name_format(text) or template_format(text)
-    cores = TensorCores.NOT_APPLICABLE if _HELPERS.search(text) else TensorCores.UNKNOWN
-    if _ON_TENSOR_CORES.search(text) or ("gemm" in text.lower() and _SINCE_AMPERE.search(text)):
-        cores = TensorCores.YES
+    is_matrix = role in MATRIX_ROLES
+    precision = ""
+    if is_matrix:
+        precision = name_format(text) or template_format(text)
+    return KernelName(
+        name,
+        family=_find_library(text),
+        role=role,
+        tensor_cores=_guess_cores(text, precision) if is_matrix else TensorCores.NOT_APPLICABLE,
+        precision=precision,
+    )
+
+
+def _find_scheme_word(text: str) -> str:
+    """The part that follows CUTLASS' scheme: void cutlass::Kernel2<cutlass_80_...>(...) -> cutlass_80_..."""
+    inner = re.search(r"Kernel2?<\s*(\w+)", text)
+    if inner and "cutlass" in text:
+        return inner[1]
+    function, *_ = re.split(r"[<(]", text.strip().removeprefix("void "))
+    return function
+
+
+def _find_library(text: str) -> str:
+    """The library of a name of no family; '' for unknown."""
+    for pattern, library in TABLES["libraries"]:
+        if re.search(pattern, text):
+            return library
+    return ""
+
+
+def _guess_cores(text: str, precision: str) -> TensorCores:
+    """Guess whether matrix work of no known family runs on tensor cores."""
+    is_recent_product = "gemm" in text.lower() and _SINCE_AMPERE.search(text)
+    if _ON_TENSOR_CORES.search(text) or is_recent_product:
+        return TensorCores.YES
     # no other unit multiplies such numbers, but products with a vector widen them on the CUDA cores
-    if precision in ("fp8", "fp4") and _MATRICES.search(text) and not _VECTORS.search(text):
-        cores = TensorCores.YES
-    return KernelName(name, library, role, cores, precision)
+    is_narrow = precision in ("fp8", "fp4")
+    if is_narrow and _MATRICES.search(text) and not _VECTORS.search(text):
+        return TensorCores.YES
+    return TensorCores.NOT_APPLICABLE if _HELPERS.search(text) else TensorCores.UNKNOWN
 
 
-def _read(name: str, family: Family, found: re.Match[str], role: Role) -> KernelName:
+def _read(
+    name: str,
+    family: Family,
+    found: re.Match[str],
+    role: Role,
+) -> KernelName:
+    """Read the name of a kernel of the family, whose pattern was found."""
     text = found.string
     precision = family.find_format(found, text)
-    head = [part for piece in family.pieces for _, part in _find_pieces(piece, found, text, precision)]
-    rest = (found.groupdict().get("rest") or "") if family.tail else ""
-    tail = [one for piece in family.tail for one in _find_pieces(piece, found, rest, precision)]
-    parts = (*head, *(part for _, part in sorted(tail, key=lambda one: one[0])))
-    alignment = _PATTERNS(family.alignment).search(text) if family.alignment else None
-    aligned = int(alignment[1]) if alignment and alignment.groups() else 1 if alignment else None
-    causal = next((part.text in ("true", "1") for part in parts if part.field == "causal"), None)
-    without = ""  # the reason, in a few words, that it does without tensor cores
+    parts = _find_parts(family, found, precision)
+    alignment = _find_alignment(family, text)
+    without = ""
     if family.cores is TensorCores.NO:
-        without = "odd sizes" if (aligned or 8) <= 2 else f"{precision or 'unknown'} operands on the CUDA cores"
-        without = "fp32 operands" if precision == "fp32" else without
-        words = {**found.groupdict(), "precision": precision, "known": precision or "unknown"}
-        without = family.why_not.format(**words) or without
-    note = next((WORDS["notes"][part.field] for part in parts if part.field in WORDS["notes"]), "")
-    by = family.name if isinstance(family.name, str) else family.name(text)
-    return KernelName(name, by, role, family.cores, precision, parts, without, aligned, causal, note)
+        without = _explain_without_cores(family, found, precision, alignment)
+    return KernelName(
+        name,
+        family=family.name if isinstance(family.name, str) else family.name(text),
+        role=role,
+        tensor_cores=family.cores,
+        precision=precision,
+        parts=parts,
+        why_not=without,
+        alignment=alignment,
+        causal=_find_causal(parts),
+        note=_find_note(parts),
+    )
 
 
-def _find_pieces(piece: Piece, found: re.Match[str], text: str, precision: str) -> list[tuple[int, NamePart]]:
-    """(place in the text, the part) of each that is found; Piece says how it is written."""
-    where, groups = piece.where, found.groupdict()
-    if callable(where):
-        seen: list[Seen] = [(0, shown, shown, told) for shown, told in where(found, text)]
-    elif where.startswith("="):
-        seen = [(0, found[where[1:]], found[where[1:]], None)]
-    elif match := _PATTERNS(where).search(text):
-        own = match.groupdict()
-        groups |= own
-        shown = own.get("t", match[0].strip("_"))
-        seen = [(match.start("v") if "v" in own else match.start(), shown, own.get("v", shown), None)]
-    else:
-        return []
+def _find_parts(family: Family, found: re.Match[str], precision: str) -> tuple[NamePart, ...]:
+    """The parts of a family's name: its pieces, and behind them those of the rest, by their place in it."""
     parts = []
-    for place, shown, v, told in seen:
-        said = told or ("" if shown is None else _explain(piece.meaning, v or "", precision, groups))
-        if said and shown is not None:
-            shown, said = said if isinstance(said, tuple) else (shown, said)
-            parts.append((place, NamePart(shown, piece.field, said, piece.inferred)))
-    return parts
+    for piece in family.pieces:
+        parts += [part for _, part in _find_pieces(piece, found, found.string, precision)]
+    if family.tail:
+        rest = found.groupdict().get("rest") or ""
+        tail = []
+        for piece in family.tail:
+            tail += _find_pieces(piece, found, rest, precision)
+        tail.sort(key=lambda one: one[0])
+        parts += [part for _, part in tail]
+    return tuple(parts)
 
 
-def _explain(meaning: Meaning, v: str, precision: str, groups: dict[str, str | None]) -> str | tuple[str, str]:
-    """'' where there is nothing to say."""
+def _find_alignment(family: Family, text: str) -> int | None:
+    """Elements at which operands are known to be aligned; a pattern without a number means one."""
+    if not family.alignment:
+        return None
+    found = _PATTERNS(family.alignment).search(text)
+    if not found:
+        return None
+    return int(found[1]) if found.groups() else 1
+
+
+def _find_causal(parts: tuple[NamePart, ...]) -> bool | None:
+    """The flag for a causal mask; None where no part is one."""
+    for part in parts:
+        if part.field == "causal":
+            return part.text in ("true", "1")
+    return None
+
+
+def _find_note(parts: tuple[NamePart, ...]) -> str:
+    """The trap in reading the first part that has one; '' for none."""
+    notes = WORDS["notes"]
+    for part in parts:
+        if part.field in notes:
+            return notes[part.field]
+    return ""
+
+
+def _explain_without_cores(
+    family: Family,
+    found: re.Match[str],
+    precision: str,
+    alignment: int | None,
+) -> str:
+    """The reason, in a few words, that a kernel of the family does without tensor cores."""
+    known = precision or "unknown"
+    words = found.groupdict() | {"precision": precision, "known": known}
+    told = family.why_not.format_map(words)
+    if told:
+        return told
+    if precision == "fp32":
+        return "fp32 operands"
+    if alignment and alignment <= 2:
+        return "odd sizes"
+    return f"{known} operands on the CUDA cores"
+
+
+def _find_pieces(
+    piece: Piece,
+    found: re.Match[str],
+    text: str,
+    precision: str,
+) -> list[tuple[int, NamePart]]:
+    """(place in the text, the part) of each that is found; Piece says how it is written."""
+    where = piece.where
+    groups = found.groupdict()
+    if callable(where):
+        parts = []
+        for shown, told in where(found, text):
+            said = told or _explain(piece.meaning, shown, precision, groups)
+            parts += _make_part(piece, 0, shown, said)
+        return parts
+    if where.startswith("="):
+        shown = found[where[1:]]
+        if shown is None:
+            return []
+        return _make_part(piece, 0, shown, _explain(piece.meaning, shown, precision, groups))
+    match = _PATTERNS(where).search(text)
+    if not match:
+        return []
+    own = match.groupdict()
+    shown = own.get("t", match[0].strip("_"))
+    if shown is None:
+        return []
+    explained = own.get("v", shown) or ""
+    place = match.start("v") if "v" in own else match.start()
+    return _make_part(piece, place, shown, _explain(piece.meaning, explained, precision, groups | own))
+
+
+def _make_part(
+    piece: Piece,
+    place: int,
+    shown: str,
+    said: str | tuple[str, str],
+) -> list[tuple[int, NamePart]]:
+    """[(place, the part)]; none where nothing is said. A meaning may say what to show instead."""
+    if isinstance(said, tuple):
+        shown, said = said
+    if not said:
+        return []
+    return [(place, NamePart(shown, piece.field, said, piece.inferred))]
+
+
+def _explain(
+    meaning: Meaning,
+    v: str,
+    precision: str,
+    groups: dict[str, str | None],
+) -> str | tuple[str, str]:
+    """What a piece of a name means; '' where there is nothing to say.
+
+    Args:
+        meaning: as in Piece.
+        v: what is explained.
+        precision: the format of the operands; "" for unknown.
+        groups: of the patterns that were found.
+    """
     if isinstance(meaning, dict):
         return meaning.get(v, meaning.get(OTHER, ""))
     if callable(meaning):
         return meaning(v)
     if "{precision}" in meaning and not precision:
         return ""
-    words = {name: Word(word) for name, word in (groups | {"v": v}).items() if word is not None}
-    return meaning.format_map(words | {"precision": precision, "any": precision or "an unknown format"})
+    words = {"v": Word(v), "precision": precision, "any": precision or "an unknown format"}
+    for name, word in groups.items():
+        if word is not None and name not in words:
+            words[name] = Word(word)
+    return meaning.format_map(words)
 
 
 @lru_cache(maxsize=MAX_NAMES)
@@ -154,26 +289,39 @@ def short_name(name: str) -> str:
     if not function and "cutlass" in head:
         saying = _SAYING.search(text)
         function = saying[0] if saying else ""
-    return f"{head}<{function}>" if function else head or text[:SHORTEST]
+    if function:
+        return f"{head}<{function}>"
+    return head or text[:SHORTEST]
 
 
 def in_words(name: str) -> list[str]:
     """Lines for the terminal: what it is for, each piece of the name, tensor cores, traps. Never fails."""
     kernel = taken_apart(name)
+    purpose = WORDS["purposes"][kernel.role.name]
     by = f" (by {kernel.family})" if kernel.family else ""
-    lines = [short_name(name), f"What it is for: {WORDS['purposes'][kernel.role.name]}{by}."]
-    width = min(max((len(part.text) for part in kernel.parts), default=0), 32)
+    lines = [short_name(name), f"What it is for: {purpose}{by}."]
+    longest = max((len(part.text) for part in kernel.parts), default=0)
+    width = min(longest, MAX_WIDTH)
     for part in kernel.parts:
-        lines.append(f"  {part.text:<{width}}  {part.field}: {part.meaning}{' (*)' if part.inferred else ''}")
+        mark = " (*)" if part.inferred else ""
+        lines.append(f"  {part.text:<{width}}  {part.field}: {part.meaning}{mark}")
     if any(part.inferred for part in kernel.parts):
         lines.append("(*) inferred from use: not documented.")
     if kernel.role in MATRIX_ROLES:
-        precision = kernel.precision.replace("/", " or ")
-        told = {
-            TensorCores.YES: f"yes{f', with {precision} operands' if precision else ''}",
-            TensorCores.UNKNOWN: "unknown from the name",
-            TensorCores.NOT_APPLICABLE: "not applicable",
-            TensorCores.NO: f"no ({kernel.why_not}){WORDS['remedies'].get(kernel.why_not, '')}",
-        }
-        lines.append(f"Tensor cores: {told[kernel.tensor_cores]}.")
-    return [*lines, f"Beware: {kernel.note}."] if kernel.note else lines
+        lines.append(f"Tensor cores: {_describe_cores(kernel)}.")
+    if kernel.note:
+        lines.append(f"Beware: {kernel.note}.")
+    return lines
+
+
+def _describe_cores(kernel: KernelName) -> str:
+    """'yes, with fp16 or bf16 operands'."""
+    if kernel.tensor_cores is TensorCores.UNKNOWN:
+        return "unknown from the name"
+    if kernel.tensor_cores is TensorCores.NOT_APPLICABLE:
+        return "not applicable"
+    if kernel.tensor_cores is TensorCores.NO:
+        remedy = WORDS["remedies"].get(kernel.why_not, "")
+        return f"no ({kernel.why_not}){remedy}"
+    precision = kernel.precision.replace("/", " or ")
+    return f"yes, with {precision} operands" if precision else "yes"

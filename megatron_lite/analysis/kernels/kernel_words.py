@@ -26,7 +26,8 @@ MAX_NAMES = 2**16  # whose answers are kept: asked again for each step, phase an
 def read_tables() -> dict[str, list[tuple[str, str]]]:
     """{table: [(key, value)]} of kernel_words.tsv."""
     tables: dict[str, list[tuple[str, str]]] = {}
-    for line in (Path(__file__).parent / "kernel_words.tsv").read_text(encoding="utf-8").splitlines():
+    text = Path(__file__).with_name("kernel_words.tsv").read_text(encoding="utf-8")
+    for line in text.splitlines():
         if not line.startswith("#"):
             table, key, value = line.split("\t")
             tables.setdefault(table, []).append((key, value))
@@ -38,17 +39,40 @@ WORDS = {name: dict(pairs) for name, pairs in TABLES.items()}
 FORMATS = WORDS["formats"]
 MIXED = ("fp4", "fp8", "bf16", "fp16")  # what tensor cores are for, narrowest first
 # As torch writes the type of an operator's argument -> (format, bytes of an element).
-TENSOR_TYPES = {name: (value.split()[0], int(value.split()[1])) for name, value in WORDS["tensor types"].items()}
-FORMAT_BYTES = {name: size for name, size in TENSOR_TYPES.values()} | {"fp16/bf16": 2, "tf32": 4}
+
+
+def _read_tensor_types() -> dict[str, tuple[str, int]]:
+    """{type as torch writes it: (format, bytes of an element)}."""
+    types = {}
+    for name, value in WORDS["tensor types"].items():
+        number_format, size, *_ = value.split()
+        types[name] = (number_format, int(size))
+    return types
+
+
+TENSOR_TYPES = _read_tensor_types()
+FORMAT_BYTES = dict(TENSOR_TYPES.values()) | {"fp16/bf16": 2, "tf32": 4}
 _CPP_TYPE = re.compile(r"(?<![A-Za-z0-9_])(?:\w+::)*(" + "|".join(WORDS["C++ types"]) + r")(?![A-Za-z0-9_])")
 
 
 def template_format(name: str) -> str:
-    """The narrowest number format among a C++ name's template arguments: what the operands most likely have;
-    '' without any."""
-    arguments = name.partition("<")[2]
-    formats = [WORDS["C++ types"][one] for one in _CPP_TYPE.findall(arguments.rpartition(">(")[0] or arguments)]
-    return next((one for one in (*MIXED, "tf32") if one in formats), formats[0] if formats else "")
+    """The narrowest number format among a C++ name's template arguments: what the operands most likely have.
+
+    '' without any.
+    """
+    _, _, arguments = name.partition("<")
+    before_call, _, _ = arguments.rpartition(">(")
+    types = _CPP_TYPE.findall(before_call or arguments)
+    formats = [WORDS["C++ types"][one] for one in types]
+    return _choose_narrowest(formats, (*MIXED, "tf32"))
+
+
+def _choose_narrowest(formats: list[str], narrow_first: tuple[str, ...]) -> str:
+    """The format that stands first in `narrow_first`, else the first one there is; '' without any."""
+    for one in narrow_first:
+        if one in formats:
+            return one
+    return formats[0] if formats else ""
 
 
 _WRITTEN = re.compile(r"(?<![a-z0-9])[aw]?(" + "|".join(sorted(FORMATS, key=len, reverse=True)) + r")(?![0-9])")
@@ -56,8 +80,10 @@ _WIDE_OPERAND = re.compile(r"(?<![a-z0-9])(w\d+)?a16(?![0-9])")
 
 
 def name_format(name: str) -> str:
-    """The number format of a product's operands, where the function's own name has it: 'fp8' of "sm90_fp8_gemm";
-    '' without any."""
+    """The number format of a product's operands, where the function's own name has it: 'fp8' of "sm90_fp8_gemm".
+
+    '' without any.
+    """
     function = _find_head(name).rpartition("::")[2].lower()
     if _WIDE_OPERAND.search(function):
         return "fp16/bf16"
@@ -65,20 +91,28 @@ def name_format(name: str) -> str:
     if "fp8" in formats and "fp4" in formats:
         # the narrower operand is multiplied at the rate of the wider one
         return "fp8"
-    return next((one for one in MIXED if one in formats), formats[0] if formats else "")
+    return _choose_narrowest(formats, MIXED)
 
 
 def _any_of(patterns: str) -> re.Pattern[str]:
+    """One pattern of several, with blanks between them."""
     return re.compile("|".join(patterns.split()))
 
 
-_COMMUNICATION, _COMPILED, _WRAPPER = (
-    _any_of(WORDS["patterns"][name]) for name in ("communication", "compiled", "wrapper")
-)
-_FUNCTIONS, _KERNELS, _OPERATORS = (
-    [(Role[role], _any_of(patterns)) for role, patterns in TABLES[name]]
-    for name in ("function roles", "kernel roles", "operator roles")
-)
+def _read_roles(name: str) -> list[tuple[Role, re.Pattern[str]]]:
+    """The rows of a table of roles."""
+    return [(Role[role], _any_of(patterns)) for role, patterns in TABLES[name]]
+
+
+_COMMUNICATION = _any_of(WORDS["patterns"]["communication"])
+_COMPILED = _any_of(WORDS["patterns"]["compiled"])
+_WRAPPER = _any_of(WORDS["patterns"]["wrapper"])
+_FUNCTIONS = _read_roles("function roles")
+_KERNELS = _read_roles("kernel roles")
+_OPERATORS = _read_roles("operator roles")
+_DIGITS = re.compile(r"\d+")
+_LENGTH = re.compile(r"\d{1,4}")
+_NUMBERS = ("Li", "Lj", "Lb", "Lm")  # before the numbers among mangled template arguments: Li128E
 _NO_MEANING = re.compile(
     r"\(anonymous namespace\)::|<unnamed>::|\{anonymous\}::|\binternal::|^kernel_cutlass_(?:kernel_)?"
     r"|^(?:\[clone [^\]]*\]|void|static|inline|__global__|\s)+"
@@ -99,24 +133,40 @@ def demangled(name: str) -> str:
     while found := _identifier(name, at):
         word, at = found
         outer.append(word)
-    inner = []
-    while digits := re.compile(r"\d+").search(name, at):
-        # Numbers of template arguments (Li128E) stand where the length of an identifier might.
-        number = name[digits.start() - 2 : digits.start()] in ("Li", "Lj", "Lb", "Lm")
-        word, at = (not number and _identifier(name, digits.start())) or ("", digits.end())
-        inner += [word] if word else []
+    if not outer:
+        return name
+    inner = _find_inner_identifiers(name, at)
     arguments = f"<{', '.join(inner)}>" if inner else ""
-    return "::".join(outer) + arguments if outer else name
+    return "::".join(outer) + arguments
+
+
+def _find_inner_identifiers(name: str, at: int) -> list[str]:
+    """The identifiers of a mangled name from `at` on, those of template arguments."""
+    inner = []
+    while digits := _DIGITS.search(name, at):
+        at = digits.end()
+        # Numbers of template arguments (Li128E) stand where the length of an identifier might.
+        before = name[digits.start() - 2 : digits.start()]
+        found = None if before in _NUMBERS else _identifier(name, digits.start())
+        if found:
+            word, at = found
+            inner.append(word)
+    return inner
 
 
 def _identifier(name: str, at: int) -> tuple[str, int] | None:
-    """(word, its end) if a length and a word of that length stand at `at`;
-    the last word of a name that was cut is shorter."""
-    digits = re.compile(r"\d{1,4}").match(name, at)
+    """(word, its end) if a length and a word of that length stand at `at`.
+
+    The last word of a name that was cut is shorter.
+    """
+    digits = _LENGTH.match(name, at)
     if not digits:
         return None
-    word = name[digits.end() : digits.end() + int(digits[0])]
-    return (word, digits.end() + len(word)) if re.fullmatch(r"[A-Za-z_]\w*", word) else None
+    start = digits.end()
+    word = name[start : start + int(digits[0])]
+    if not re.fullmatch(r"[A-Za-z_]\w*", word):
+        return None
+    return word, start + len(word)
 
 
 def _find_head(name: str) -> str:
@@ -154,11 +204,12 @@ def get_kernel_role(name: str) -> Role:
         return role
     if _COMMUNICATION.search(head):
         return Role.COMMUNICATION
-    return next(
-        (role for text in ([function, head, lowered] if says else [lowered])
-         if (role := _find_role(_KERNELS, text)) is not Role.OTHER),
-        Role.OTHER,
-    )  # fmt: skip
+    texts = (function, head, lowered) if says else (lowered,)
+    for text in texts:
+        role = _find_role(_KERNELS, text)
+        if role is not Role.OTHER:
+            return role
+    return Role.OTHER
 
 
 @cache
@@ -188,7 +239,11 @@ def _read_own_roles(path: str) -> list[tuple[Role, re.Pattern[str]]]:
 
 
 def _find_role(rows: list[tuple[Role, re.Pattern[str]]], text: str) -> Role:
-    return next((role for role, pattern in rows if pattern.search(text)), Role.OTHER)
+    """The role of the first row that fits."""
+    for role, pattern in rows:
+        if pattern.search(text):
+            return role
+    return Role.OTHER
 
 
 @lru_cache(maxsize=MAX_NAMES)
@@ -211,9 +266,11 @@ def bare_operator(name: str) -> str:
 
 def fused_operators(text: str) -> list[str]:
     """'_to_copy_add_native_layer_norm' -> ['_to_copy', 'add', 'native_layer_norm']. Unknown words stand alone."""
-    found, rest = [], text
-    while rest and (match := _KNOWN_OPERATOR.match(rest) or re.match(r"_?[^_]*", rest)):
-        word = match[0]
+    found = []
+    rest = text
+    while rest:
+        match = _KNOWN_OPERATOR.match(rest) or re.match(r"_?[^_]*", rest)
+        word = match[0] if match else ""
         found.append(word)
         rest = rest[max(1, len(word)) :].removeprefix("_")
     return [word for word in found if word.strip("_")]

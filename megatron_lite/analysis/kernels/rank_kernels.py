@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -16,7 +17,7 @@ from megatron_lite.analysis.kernels.kernel_results import (
     TensorCores,
 )
 from megatron_lite.analysis.kernels.kernel_words import get_operator_role
-from megatron_lite.analysis.kernels.roofline import Calls, collect_calls, roofline_rows
+from megatron_lite.analysis.kernels.roofline import Calls, collect_calls, name_peak, roofline_rows
 from megatron_lite.analysis.kernels.selection import Selection, by_weight, heaviest
 from megatron_lite.analysis.time.time_results import Placing, RankTime
 from megatron_lite.analysis.trace.columns import Kind, Trace
@@ -51,11 +52,7 @@ def rank_kernels(trace: Trace, placing: Placing, time: RankTime) -> RankKernels:
     matrix = [row for row in kernels if row.role in MATRIX_ROLES]
     matrix_ms = sum(roles.get(role, 0.0) for role in MATRIX_ROLES)
     priced = [call for call in calls if call.work.role in MATRIX_ROLES]
-    model = [(call, call.work.model_flops * call.per_step) for call in priced if not call.recomputed]
-    flops = sum(flops for _, flops in model)
-    achieved = flops / time.step_ms / 1e9 if flops and time.step_ms else None
-    peak_dtype = _find_main_precision(model)
-    peak = peak_tflops(time.device, "fp16" if peak_dtype == "fp16/bf16" else peak_dtype)
+    flops = _sum_flops(priced, time)
     return RankKernels(
         rank=trace.rank,
         rows=kernels,
@@ -63,30 +60,76 @@ def rank_kernels(trace: Trace, placing: Placing, time: RankTime) -> RankKernels:
         roles=roles,
         device_ms=sum(roles.values()),
         matrix_ms=matrix_ms,
-        tensor_core_ms=sum(row.ms for row in matrix if row.tensor_cores is TensorCores.YES),
-        maybe_tensor_core_ms=sum(row.ms for row in matrix if row.tensor_cores is TensorCores.UNKNOWN),
+        tensor_core_ms=_sum_ms(matrix, TensorCores.YES),
+        maybe_tensor_core_ms=_sum_ms(matrix, TensorCores.UNKNOWN),
         roofline=roofline_rows(calls, time.device),
-        model_flops=flops or None,
-        achieved_tflops=achieved,
-        peak_tflops=peak,
-        peak_dtype=peak_dtype,
-        mfu=achieved / peak if achieved and peak else None,
+        model_flops=flops.model or None,
+        achieved_tflops=flops.achieved_tflops,
+        peak_tflops=flops.peak_tflops,
+        peak_dtype=flops.peak_dtype,
+        mfu=flops.mfu,
         compiled_regions=_count_compiled_regions(chosen),
-        notes=_describe_gaps(priced, time, matrix_ms, trace.with_shapes, peak_dtype if peak is None else ""),
+        notes=_describe_gaps(priced, time, matrix_ms, trace.with_shapes, flops),
         without_tensor_cores=_sum_reasons(matrix, known),
-        attention_flops=_sum_attention(model) if flops else None,
-        recomputed_flops=sum(call.work.flops * call.per_step for call in priced if call.recomputed),
+        attention_flops=flops.attention if flops.model else None,
+        recomputed_flops=flops.recomputed,
     )
 
 
-def _sum_attention(model: Sequence[tuple[Calls, float]]) -> float:
-    """Add up the FLOPs per step of attention. model: calls with their FLOPs."""
-    return sum(flops for call, flops in model if call.work.role is Role.ATTENTION)
+@dataclass(frozen=True)
+class _Flops:
+    """FLOPs per step of matrix work, by shapes, and how fast they are computed."""
+
+    model: float  # that the model asks for
+    attention: float  # part of model
+    recomputed: float  # not part of model
+    peak_dtype: str  # the number format of most of them; "" without any
+    peak_tflops: float | None  # of the device for that format; None if unknown
+    achieved_tflops: float | None  # None without FLOPs
+
+    @property
+    def mfu(self) -> float | None:
+        """The share of the peak that is achieved; None if unknown."""
+        if not self.achieved_tflops or not self.peak_tflops:
+            return None
+        return self.achieved_tflops / self.peak_tflops
 
 
-def _sum_by_role(kernels: Sequence[KernelRow], operators: Sequence[OperatorRow], on_gpu: bool) -> dict[Role, float]:
+def _sum_flops(priced: Sequence[Calls], time: RankTime) -> _Flops:
+    """Add up the FLOPs of calls of matrix work."""
+    model = [call for call in priced if not call.recomputed]
+    recomputed = [call for call in priced if call.recomputed]
+    attention = [call for call in model if call.work.role is Role.ATTENTION]
+    model_flops = sum(call.model_flops for call in model)
+    peak_dtype = _find_main_precision(model)
+    achieved = None
+    if model_flops and time.step_ms:
+        achieved = model_flops / time.step_ms / 1e9
+    return _Flops(
+        model=model_flops,
+        attention=sum(call.model_flops for call in attention),
+        recomputed=sum(call.work.flops * call.per_step for call in recomputed),
+        peak_dtype=peak_dtype,
+        peak_tflops=peak_tflops(time.device, name_peak(peak_dtype)),
+        achieved_tflops=achieved,
+    )
+
+
+def _sum_ms(rows: Sequence[KernelRow], cores: TensorCores) -> float:
+    """Add up the ms of kernels that use tensor cores so."""
+    return sum(row.ms for row in rows if row.tensor_cores is cores)
+
+
+def _sum_by_role(
+    kernels: Sequence[KernelRow],
+    operators: Sequence[OperatorRow],
+    on_gpu: bool,
+) -> dict[Role, float]:
     """{role: ms}, most time first: of kernels; without a GPU of the operators' own time on the host."""
-    rows = [(one.role, one.ms) for one in kernels] if on_gpu else [(one.role, one.self_ms) for one in operators]
+    if on_gpu:
+        rows = [(one.role, one.ms) for one in kernels]
+    else:
+        rows = [(one.role, one.self_ms) for one in operators]
     roles: dict[Role, float] = {}
     for role, ms in rows:
         roles[role] = roles.get(role, 0.0) + ms
@@ -103,34 +146,45 @@ def _sum_reasons(matrix: Sequence[KernelRow], known: dict[str, KernelName]) -> d
     return reasons
 
 
-def _find_main_precision(model: Sequence[tuple[Calls, float]]) -> str:
-    """The precision of most of the model's FLOPs; '' without any. model: calls with their FLOPs."""
+def _find_main_precision(model: Sequence[Calls]) -> str:
+    """The precision of most of the model's FLOPs; '' without any."""
     flops_of: dict[str, float] = {}
-    for one, flops in model:
-        flops_of[one.precision] = flops_of.get(one.precision, 0.0) + flops
+    for call in model:
+        flops_of[call.precision] = flops_of.get(call.precision, 0.0) + call.model_flops
     return max(flops_of, key=lambda precision: flops_of[precision], default="")
 
 
 def _list_kernels(chosen: Selection, known: dict[str, KernelName]) -> tuple[KernelRow, ...]:
     """A row per name of device work, most time first. `known` takes up every name that was taken apart."""
-    trace, placing, rows = chosen.trace, chosen.placing, chosen.device
-    group, weights, size = trace.events.name[rows], chosen.ms[rows], len(trace.names)
-    ms, calls = np.bincount(group, weights, size), np.bincount(group, minlength=size)
-    phases = heaviest(group, placing.phase[rows].astype(np.int64), weights, size)
-    operator = placing.operator[rows]
-    launchers = heaviest(group, np.where(operator >= 0, trace.events.name[operator], -1), weights, size)
+    trace = chosen.trace
+    rows = chosen.device
+    size = len(trace.names)
+    name_of_row = trace.events.name[rows]
+    weights = chosen.ms[rows]
+    ms = np.bincount(name_of_row, weights, size)
+    calls = np.bincount(name_of_row, minlength=size)
+    phase = chosen.placing.phase[rows].astype(np.int64)
+    phases = heaviest(name_of_row, phase, weights, size)
+    operator = chosen.placing.operator[rows]
+    operator_name = np.where(operator >= 0, trace.events.name[operator], -1)
+    launchers = heaviest(name_of_row, operator_name, weights, size)
     total = ms.sum()
     table = []
     for at in by_weight(ms, calls):
-        name, launcher = trace.names[at], trace.names[launchers[at]] if launchers[at] >= 0 else ""
-        known[name] = kernel = taken_apart(name)
+        name = trace.names[at]
+        launcher = trace.names[launchers[at]] if launchers[at] >= 0 else ""
+        kernel = taken_apart(name)
+        known[name] = kernel
+        role = kernel.role
+        if role is Role.OTHER and launcher:
+            # Where the kernel's name tells nothing, the operator that launched it may.
+            role = get_operator_role(launcher)
         table.append(
             KernelRow(
                 name=name,
                 short=short_name(name),
-                # Where the kernel's name tells nothing, the operator that launched it may.
-                role=get_operator_role(launcher) if kernel.role is Role.OTHER and launcher else kernel.role,
-                phase=placing.phases[phases[at]] if phases[at] >= 0 else "",
+                role=role,
+                phase=_name_phase(chosen, phases[at]),
                 operator=launcher,
                 per_step=float(calls[at] / chosen.steps),
                 ms=float(ms[at]),
@@ -144,33 +198,50 @@ def _list_kernels(chosen: Selection, known: dict[str, KernelName]) -> tuple[Kern
 
 def _list_operators(chosen: Selection, on_gpu: bool) -> tuple[OperatorRow, ...]:
     """A row per operator, most time first: on the device, else on the host, where collectives' spans are rows too."""
-    trace, placing = chosen.trace, chosen.placing
+    trace = chosen.trace
+    size = len(trace.names)
     own = own_ms(chosen)
-    device = _sum_launched(chosen) if on_gpu else np.zeros(len(own))
-    rows = chosen.operators if on_gpu else np.concatenate([chosen.operators, chosen.spans])
-    group, size, weights = trace.events.name[rows], len(trace.names), (device if on_gpu else own)[rows]
-    host, launched = np.bincount(group, own[rows], size), np.bincount(group, device[rows], size)
-    calls = np.bincount(group, minlength=size)
-    phases = heaviest(group, placing.phase[rows].astype(np.int64), weights, size)
-    return tuple(
-        OperatorRow(
-            name=trace.names[at],
-            role=get_operator_role(trace.names[at]),
-            per_step=float(calls[at] / chosen.steps),
-            self_ms=float(host[at]),
-            device_ms=float(launched[at]),
-            phase=placing.phases[phases[at]] if phases[at] >= 0 else "",
+    if on_gpu:
+        rows = chosen.operators
+        launched = _sum_launched(chosen)
+        weights = launched[rows]
+    else:
+        rows = np.concatenate([chosen.operators, chosen.spans])
+        launched = np.zeros(len(own))
+        weights = own[rows]
+    name_of_row = trace.events.name[rows]
+    self_ms = np.bincount(name_of_row, own[rows], size)
+    device_ms = np.bincount(name_of_row, launched[rows], size)
+    calls = np.bincount(name_of_row, minlength=size)
+    phase = chosen.placing.phase[rows].astype(np.int64)
+    phases = heaviest(name_of_row, phase, weights, size)
+    table = []
+    for at in by_weight(device_ms, calls, self_ms):
+        table.append(
+            OperatorRow(
+                name=trace.names[at],
+                role=get_operator_role(trace.names[at]),
+                per_step=float(calls[at] / chosen.steps),
+                self_ms=float(self_ms[at]),
+                device_ms=float(device_ms[at]),
+                phase=_name_phase(chosen, phases[at]),
+            )
         )
-        for at in by_weight(launched, calls, host)
-    )
+    return tuple(table)
+
+
+def _name_phase(chosen: Selection, phase: int) -> str:
+    """The phase with that number; '' for -1."""
+    return chosen.placing.phases[phase] if phase >= 0 else ""
 
 
 def own_ms(chosen: Selection) -> Numbers:
     """float [n]: each event's time without the operators inside it, per steady step."""
     parents = chosen.placing.operator[chosen.operators]
-    inner = chosen.operators[parents >= 0]
-    inside = np.bincount(parents[parents >= 0], chosen.ms[inner], len(chosen.trace.events))
-    return np.maximum(chosen.ms - inside, 0.0)
+    has_parent = parents >= 0
+    inner_ms = chosen.ms[chosen.operators[has_parent]]
+    inside_ms = np.bincount(parents[has_parent], inner_ms, len(chosen.trace.events))
+    return np.maximum(chosen.ms - inside_ms, 0.0)
 
 
 def _sum_launched(chosen: Selection) -> Numbers:
@@ -178,53 +249,68 @@ def _sum_launched(chosen: Selection) -> Numbers:
 
     An operator inside another of the same name adds to the inner one only, so that a name's sum counts nothing twice.
     """
-    names, operator = chosen.trace.events.name, chosen.placing.operator
-    sums, rows, ms = np.zeros(len(names)), operator[chosen.device], chosen.ms[chosen.device]
+    names = chosen.trace.events.name
+    operator = chosen.placing.operator
+    sums = np.zeros(len(names))
+    ms = chosen.ms[chosen.device]
+    # all device work at once goes outwards by one operator in each turn
+    rows = operator[chosen.device]
     last = np.full(len(rows), -1)
     for _ in range(DEEPEST):
         here = rows >= 0
         if not here.any():
             break
-        rows, ms, last = rows[here], ms[here], last[here]
-        fresh = names[rows] != last
-        sums += np.bincount(rows[fresh], ms[fresh], len(sums))
-        rows, last = operator[rows], names[rows]
+        rows = rows[here]
+        ms = ms[here]
+        own = names[rows]
+        is_fresh = own != last[here]
+        sums += np.bincount(rows[is_fresh], ms[is_fresh], len(sums))
+        rows = operator[rows]
+        last = own
     return sums
 
 
 def _describe_gaps(
-    matrix: list[Calls], time: RankTime, matrix_ms: float, with_shapes: bool, peakless: str
+    matrix: list[Calls],
+    time: RankTime,
+    matrix_ms: float,
+    with_shapes: bool,
+    flops: _Flops,
 ) -> tuple[str, ...]:
-    """What is missing of FLOPs and peaks. `peakless`: number format of most FLOPs if no peak is known for it."""
+    """Notes on what is missing of FLOPs and peaks. matrix: calls with shapes; matrix_ms: all matrix work."""
     if not with_shapes:
         flag = f"torch.profiler records them with {SHAPES_FLAG}"
         return (f"the trace has no shapes, so no FLOPs and no roofline: {flag}",)
-    notes, covered = [], sum(one.ms for one in matrix)
+    notes = []
+    covered = sum(one.ms for one in matrix)
     if matrix_ms and time.on_gpu and covered < COVERED * matrix_ms:
         explained = f"shapes explain {covered / matrix_ms:.0%} of the time of matrix products and attention"
         notes.append(f"{explained}: FLOPs are too low")
-    if not time.on_gpu:
-        notes.append("no peak is known for this processor, so no share of it is given")
-    elif match_processor(time.device) is None:
-        device = time.device or "this GPU, whose name the trace lacks"
-        notes.append(f"no peak is known for {device}: no share of it is given")
-    elif peakless:
-        notes.append(f"no {peakless} peak of {time.device} is known, so no share of it is given")
-    attention = [one.kernel for one in matrix if one.work.role is Role.ATTENTION]
-    if time.on_gpu and any(not kernel or kernel.causal is None for kernel in attention):
+    notes += _describe_missing_peak(time, flops)
+    attention = [one for one in matrix if one.work.role is Role.ATTENTION]
+    if time.on_gpu and any(one.is_causal is None for one in attention):
         notes.append("kernel names of attention do not show whether they skip masked scores: all scores are counted")
     return tuple(notes)
 
 
+def _describe_missing_peak(time: RankTime, flops: _Flops) -> list[str]:
+    """A note on why no share of a peak is given; none where one may be."""
+    if not time.on_gpu:
+        return ["no peak is known for this processor, so no share of it is given"]
+    if match_processor(time.device) is None:
+        device = time.device or "this GPU, whose name the trace lacks"
+        return [f"no peak is known for {device}: no share of it is given"]
+    if flops.peak_tflops is None and flops.peak_dtype:
+        return [f"no {flops.peak_dtype} peak of {time.device} is known, so no share of it is given"]
+    return []
+
+
 def _count_compiled_regions(chosen: Selection) -> float:
-    """Calls per step."""
-    kinds = chosen.trace.events.kind
+    """Count the calls of compiled regions per step."""
+    is_mark = np.isin(chosen.trace.events.kind, (Kind.OP, Kind.ANNOTATION))
+    is_mark &= chosen.placing.counts
     for pattern in _COMPILED:
-        marks = (
-            chosen.trace.matching(pattern.match)
-            & chosen.placing.counts
-            & ((kinds == Kind.OP) | (kinds == Kind.ANNOTATION))
-        )
-        if marks.any():
-            return float(marks.sum() / chosen.steps)
+        is_region = is_mark & chosen.trace.matching(pattern.match)
+        if is_region.any():
+            return float(is_region.sum() / chosen.steps)
     return 0.0

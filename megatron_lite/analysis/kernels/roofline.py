@@ -436,6 +436,11 @@ class Calls:
         return flops
 
     @property
+    def model_flops(self) -> float:
+        """FLOPs per step that the model asks for; attention: all scores."""
+        return self.work.model_flops * self.per_step
+
+    @property
     def num_bytes(self) -> float:
         """Bytes that are moved per step."""
         return self.work.num_bytes * self.per_step
@@ -664,8 +669,7 @@ def _make_row(call: Calls, device: str | None) -> RooflineRow:
 
 def _find_bound(call: Calls, device: str | None) -> tuple[float | None, str]:
     """(ms that the device takes at least, "compute" or "memory"), per step; (None, "") where it is not known."""
-    precision = "fp16" if call.precision == "fp16/bf16" else call.precision
-    peak = peak_tflops(device, precision)
+    peak = peak_tflops(device, name_peak(call.precision))
     processor = match_processor(device)
     memory_gb_s = processor.memory_gb_s if processor else None
     compute_ms = _divide(call.flops, peak, 1e9)
@@ -676,6 +680,11 @@ def _find_bound(call: Calls, device: str | None) -> tuple[float | None, str]:
     if compute_ms >= memory_ms:
         return compute_ms, "compute"
     return memory_ms, "memory"
+
+
+def name_peak(precision: str) -> str:
+    """The number format whose peak a precision has: both of 16 bits have the same."""
+    return "fp16" if precision == "fp16/bf16" else precision
 
 
 def _divide(amount: float, rate: float | None, per_unit: float) -> float | None:

@@ -40,38 +40,69 @@ class Selection:
     @cached_property
     def spans(self) -> Integers:
         """Rows of a backend's spans for collectives (gloo:all_reduce): without a GPU they are the communication."""
-        rows = self.trace.rows[Kind.ANNOTATION]
-        names = self.trace.events.name[rows]
-        talks = {name: is_communication(self.trace.names[name]) for name in np.unique(names).tolist()}
-        chosen = np.array([talks[name] for name in names.tolist()], bool)
-        return rows[chosen & self.placing.counts[rows]] if len(rows) else rows
+        rows = self.trace.find_named(is_communication, Kind.ANNOTATION)
+        return rows[self.placing.counts[rows]]
 
     @cached_property
     def ms(self) -> Numbers:
         """float [n]: each event's duration, divided by the number of steady steps."""
-        return (self.trace.events.end_ns - self.trace.events.start_ns) / (1e6 * max(1, self.steps))
+        lengths_ns = self.trace.events.end_ns - self.trace.events.start_ns
+        return lengths_ns / (1e6 * max(1, self.steps))
 
 
-def heaviest(groups: Integers, labels: Integers, weights: Numbers, size: int) -> Integers:
-    """int64 [size]: for each group the label with the most weight; -1 for a group without any. Labels may be -1."""
+def heaviest(
+    groups: Integers,
+    labels: Integers,
+    weights: Numbers,
+    size: int,
+) -> Integers:
+    """Find for each group the label with the most weight.
+
+    Args:
+        groups: [k], of some events.
+        labels: [k]; may be -1.
+        weights: [k].
+        size: how many groups there are.
+
+    Returns:
+        int64 [size]; -1 for a group without any event.
+    """
     best = np.full(size, -1, np.int64)
     if not len(groups):
         return best
+    # group and label, -1 or more, as one number
     wide = int(labels.max(initial=0)) + 2
     keys = groups.astype(np.int64) * wide + labels + 1
     if size * wide <= DENSE:
-        sums = np.bincount(keys, weights, size * wide)
-        pairs = np.flatnonzero(np.bincount(keys, minlength=size * wide))
-        sums = sums[pairs]
+        counts = np.bincount(keys, minlength=size * wide)
+        pairs = np.flatnonzero(counts)
+        sums = np.bincount(keys, weights, size * wide)[pairs]
     else:
-        pairs, where = np.unique(keys, return_inverse=True)
-        sums = np.bincount(where, weights, len(pairs))
-    order = np.argsort(sums, kind="stable")  # the heaviest is written last
-    best[pairs[order] // wide] = pairs[order] % wide - 1
+        pairs, pair_of_key = np.unique(keys, return_inverse=True)
+        sums = np.bincount(pair_of_key, weights, len(pairs))
+    # the heaviest is written last, and stays
+    pairs = pairs[np.argsort(sums, kind="stable")]
+    best[pairs // wide] = pairs % wide - 1
     return best
 
 
-def by_weight(weights: Numbers | Integers, calls: Integers, second: Numbers | Integers | None = None) -> Integers:
-    """Groups that have calls, the heaviest first; `second` decides between equal ones."""
-    order = np.lexsort((-(weights if second is None else second), -weights))
+def by_weight(
+    weights: Numbers | Integers,
+    calls: Integers,
+    second: Numbers | Integers | None = None,
+) -> Integers:
+    """Order groups by weight.
+
+    Args:
+        weights: [g].
+        calls: [g], how many each group has.
+        second: [g], decides between equal ones.
+
+    Returns:
+        Groups that have calls, the heaviest first.
+    """
+    if second is None:
+        order = np.argsort(-weights, kind="stable")
+    else:
+        order = np.lexsort((-second, -weights))
     return order[calls[order] > 0]
